@@ -1,0 +1,129 @@
+"""What mpsd needs of a GPU node, as small interfaces with a real and a simulated version.
+
+Both versions pass tests/contract. Methods block for milliseconds at most, never longer than the
+deadline they are given; none of them loads CUDA. A `Source` joins the daemon's one poll loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from mpsd.model import (
+    ComputeMode,
+    Gpu,
+    GpuProcess,
+    KernelXid,
+    NvmlXid,
+    ProcessInstance,
+    TrackerBatch,
+)
+
+
+class Tracker(Protocol):
+    """The UVM event queue of one client address space. Readable means: call drain()."""
+
+    def fileno(self) -> int: ...
+    def drain(self) -> TrackerBatch: ...
+    def close(self) -> None: ...
+
+
+class AddressSpace(Protocol):
+    """Duplicates of the descriptors that keep one client's GPU address space alive.
+
+    While they are open the address space outlives its process. `fds` maps a role ("va", "mm") to
+    a close-on-exec descriptor; the same numbers go to the descriptor store. Nothing else needs to
+    be kept to rebuild the object (`Uvm.adopt`).
+    """
+
+    @property
+    def fds(self) -> Mapping[str, int]: ...
+
+    def track(self) -> Tracker:
+        """A new tracker for fatal faults. Raises GpuError."""
+        ...
+
+    def map_sparse(self, base: int, length: int, gpu_uuid: str) -> None:
+        """Lay a silent guard over [base, base+length), multiples of 64 KiB. Raises GpuError."""
+        ...
+
+    def unmap_sparse(self, base: int, length: int) -> None:
+        """Take a guard away that map_sparse laid with the same bounds. Raises GpuError."""
+        ...
+
+    def close(self) -> None:
+        """Close the duplicates. If they were the last, the address space ends here."""
+        ...
+
+
+class Uvm(Protocol):
+    """The UVM driver as seen by a root process that owns no GPU context."""
+
+    def open(self, process: ProcessInstance, pidfd: int) -> Sequence[AddressSpace]:
+        """Duplicate what the process holds.
+
+        Raises NotReadyError while the process has no initialised address space yet (call again),
+        UnsupportedError when this machine does not allow it (rights, seccomp, unknown ABI).
+        """
+        ...
+
+    def adopt(self, fds: Mapping[str, int]) -> AddressSpace:
+        """Rebuild an address space from descriptors that a descriptor store kept."""
+        ...
+
+
+class XidSource(Protocol):
+    """Critical Xids as NVML reports them."""
+
+    def fileno(self) -> int: ...
+    def drain(self) -> Sequence[NvmlXid]: ...
+    def close(self) -> None: ...
+
+
+class KernelLog(Protocol):
+    """Xid lines of the kernel log, from the moment it was opened on. Bounded per drain."""
+
+    def fileno(self) -> int: ...
+    def drain(self) -> Sequence[KernelXid]: ...
+    def close(self) -> None: ...
+
+
+class DeviceManager(Protocol):
+    """NVML, or its stand-in."""
+
+    def gpus(self) -> Sequence[Gpu]: ...
+    def driver_version(self) -> str: ...
+    def compute_mode(self, gpu_uuid: str) -> ComputeMode: ...
+    def memory_used(self, gpu_uuid: str) -> int: ...
+    def processes(self, gpu_uuid: str) -> Sequence[GpuProcess]: ...
+    def watch_xids(self) -> XidSource: ...
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One line of `doctor`. `ok` is None where the question does not apply."""
+
+    name: str
+    ok: bool | None
+    finding: str
+    remedy: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """A GPU node: what the daemon is assembled from.
+
+    `control_binary` is the stock nvidia-cuda-mps-control or its stand-in: both are driven through
+    the same adapter. `control_environment` is added to the environment of control daemons.
+    """
+
+    name: str
+    uvm: Uvm
+    devices: DeviceManager
+    kernel_log: KernelLog | None
+    control_binary: str
+    control_environment: Mapping[str, str]
+    terminate_deadline_s: float
+    checks: Sequence[Check] = ()

@@ -1,0 +1,205 @@
+"""Frozen values that every part of mpsd shares. Validation only; no behaviour, no I/O."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum, StrEnum
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class ProcessInstance:
+    """One life of one process: the pid alone is only a claim.
+
+    `start_ticks` is field 22 of /proc/PID/stat (clock ticks since boot, proc(5)).
+    """
+
+    pid: int
+    start_ticks: int
+
+    def __str__(self) -> str:
+        return f"{self.pid}@{self.start_ticks}"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class ClientId:
+    """A client of MPS: one address space of one process instance in one fault domain."""
+
+    domain: str
+    process: ProcessInstance
+    space: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.domain}/{self.process}/{self.space}"
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessFacts:
+    """What /proc said about a process when it was pinned. Names are untrusted text."""
+
+    instance: ProcessInstance
+    ppid: int
+    uid: int
+    gid: int
+    command: str
+    exe: str
+    cgroup: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One GPU. `uuid` as NVML prints it (GPU-...), `pci` as dddd:bb:dd.f in lower case."""
+
+    index: int
+    uuid: str
+    name: str
+    pci: str
+    memory_bytes: int
+
+
+class ComputeMode(StrEnum):
+    DEFAULT = "default"
+    EXCLUSIVE_PROCESS = "exclusive-process"
+    PROHIBITED = "prohibited"
+
+
+@dataclass(frozen=True, slots=True)
+class GpuProcess:
+    """A process that NVML lists on a GPU. `memory_bytes` is None where NVML cannot tell."""
+
+    pid: int
+    memory_bytes: int | None
+    mps: bool
+
+
+class Access(StrEnum):
+    """Access type of a GPU fault (uvm_types.h: 1 read, 2 write, 3 atomic, 4 prefetch)."""
+
+    READ = "read"
+    WRITE = "write"
+    ATOMIC = "atomic"
+    PREFETCH = "prefetch"
+    UNKNOWN = "unknown"
+
+
+class UvmFaultType(IntEnum):
+    """UVM fault types (uvm_types.h). Numbers 5 and up cannot be serviced by any mapping."""
+
+    UNKNOWN = 0
+    INVALID_PDE = 1
+    INVALID_PTE = 2
+    WRITE = 3
+    ATOMIC = 4
+    PDE_SIZE = 5
+    LIMIT = 6
+    UNBOUND_INSTANCE = 7
+    PRIVILEGE = 8
+    PITCH = 9
+    WORK_CREATION = 10
+    APERTURE = 11
+    COMPRESSION = 12
+    KIND = 13
+    REGION = 14
+    POISON = 15
+    CONFIDENTIAL = 16
+
+
+class UvmReason(IntEnum):
+    """Why UVM gave up on a fault (uvm_types.h)."""
+
+    UNKNOWN = 0
+    INVALID_ADDRESS = 1
+    PERMISSIONS = 2
+    FAULT_TYPE = 3
+    OUT_OF_MEMORY = 4
+    INTERNAL = 5
+    INVALID_OPERATION = 6
+
+
+@dataclass(frozen=True, slots=True)
+class UvmEvent:
+    """One entry of a UVM tools queue.
+
+    `fatal` is event type 6 (UVM gave up); otherwise type 3, a fault that was serviced.
+    `timestamp_ns` is CLOCK_MONOTONIC_RAW as the driver took it.
+    """
+
+    fatal: bool
+    fault_type: UvmFaultType
+    access: Access
+    reason: UvmReason
+    address: int
+    timestamp_ns: int
+    gpu_index: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TrackerBatch:
+    """Events read in one go and how many the driver dropped since the tracker began."""
+
+    events: tuple[UvmEvent, ...]
+    dropped: int
+
+
+@dataclass(frozen=True, slots=True)
+class NvmlXid:
+    """A critical Xid as NVML reports it: it names a GPU and a number, never a process."""
+
+    gpu_uuid: str
+    xid: int
+
+
+@dataclass(frozen=True, slots=True)
+class KernelXid:
+    """An Xid line of the kernel log. `pid` and `name` are what the line claims (None if absent)."""
+
+    pci: str
+    xid: int
+    pid: int | None
+    name: str
+    text: str
+    timestamp_us: int
+
+
+class Liveness(StrEnum):
+    """How a process stands, as far as asking for its help is concerned."""
+
+    RUNNING = "running"
+    STOPPED = "stopped"
+    TRACED = "traced"
+    FROZEN = "frozen"
+    DEAD = "dead"
+
+
+class Confidence(StrEnum):
+    """How sure an attribution is: `certain` only where the evidence admits no other client."""
+
+    CERTAIN = "certain"
+    LIKELY = "likely"
+    UNKNOWN = "unknown"
+
+
+class LiesThere(StrEnum):
+    """What was found at a fault's address in the offender's own address space."""
+
+    NULL_PAGE = "null page"
+    FREED = "freed or never mapped part of a GPU reservation"
+    HOST_MAPPING = "host mapping"
+    UNKNOWN = "unknown"
+
+
+class ServerState(StrEnum):
+    """Answer of get_server_status (MPS guide), plus `gone` for no server at all."""
+
+    INITIALIZING = "INITIALIZING"
+    ACTIVE = "ACTIVE"
+    FAULT = "FAULT"
+    GONE = "GONE"
+
+
+class GuardClass(StrEnum):
+    """Classes of address range that the outer guard can cover with sparse mappings."""
+
+    LOW = "low"
+    FILE = "file"
+    HEAP = "heap"
+    STACK = "stack"
