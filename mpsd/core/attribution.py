@@ -1,0 +1,153 @@
+"""Who did it, and how sure: pure functions from signs to fault records.
+
+What a sign may prove (measured, faultinject/reports):
+- A fatal UVM event comes on the tracker of the guilty address space: certain.
+- The pid in an Xid 31 line is that of the channel the hardware happened to name; under MPS it is often
+  an innocent's. It shows which domain, never which client.
+- An SM exception (Xid 13, 43) names the server or nobody. Everybody who could have run is a suspect.
+- NVML's Xid names a GPU only. It joins a fault that other signs have already given to a domain.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import replace
+
+from mpsd.core import taxonomy
+from mpsd.core.records import Evidence, FaultRecord, Party, Source
+from mpsd.core.state import Client, Domain, DomainState, State, Stray
+from mpsd.model import ClientId, Confidence, KernelXid, UvmEvent, UvmFaultType
+
+EVIDENCE_KEPT = 16
+DEATH_WINDOW_S = 1.0
+_ADDRESS = re.compile(r"0x[0-9a-f_]+", re.IGNORECASE)
+
+
+def party(client: Client) -> Party:
+    return Party(client.id, client.facts)
+
+
+def fault_type_name(event: UvmEvent) -> str:
+    return UvmFaultType(event.fault_type).name.lower().replace("_", " ")
+
+
+def uvm_evidence(event: UvmEvent, at: float) -> Evidence:
+    reason = event.reason.name.lower().replace("_", " ")
+    text = f"{event.access.value} at {event.address:#x}, {fault_type_name(event)}, reason {reason}"
+    return Evidence(Source.UVM, at, text)
+
+
+def add_evidence(record: FaultRecord, *signs: Evidence) -> FaultRecord:
+    """The record with these signs, oldest kept first; a repeated sign adds nothing."""
+    known = {(e.source, e.text) for e in record.evidence}
+    fresh = tuple(e for e in signs if (e.source, e.text) not in known)
+    return replace(record, evidence=(*record.evidence, *fresh)[:EVIDENCE_KEPT])
+
+
+def is_open(state: State, record: FaultRecord, now: float) -> bool:
+    """A record takes further signs for a while, or for as long as its domain has not recovered."""
+    domain = state.domains.get(record.domain) if record.domain else None
+    down = domain is not None and domain.state is DomainState.FAULTED
+    return down or now - record.last_sign <= state.policy.evidence_window_s
+
+
+def open_for(state: State, domain: str, now: float) -> list[FaultRecord]:
+    """Open records of a domain, newest first."""
+    own = [r for r in state.open_faults if r.domain == domain and is_open(state, r, now)]
+    return sorted(own, key=lambda r: r.id, reverse=True)
+
+
+def open_on_gpu(state: State, gpu: str, now: float) -> list[FaultRecord]:
+    return [r for r in state.open_faults if gpu in r.gpus and r.domain and is_open(state, r, now)]
+
+
+def owner_of_pid(state: State, gpu: str | None, pid: int, now: float) -> Domain | None:
+    """The domain that a pid in a kernel log line belongs to: its server, or a client, past or present."""
+    candidates = [d for d in state.domains.values() if gpu is None or gpu in d.gpus]
+    for domain in candidates:
+        members = {p.pid for p in (domain.server, domain.control) if p is not None}
+        members |= {c.id.process.pid for c in state.clients_of(domain.id)}
+        if pid in members:
+            return domain
+    for client_id, at, _ in reversed(state.departed):
+        recent = now - at <= state.policy.evidence_window_s
+        if client_id.process.pid == pid and recent:
+            return next((d for d in candidates if d.id == client_id.domain), None)
+    return None
+
+
+def suspects(state: State, domain: str) -> tuple[Party, ...]:
+    """Every process that could have run work in the domain, one party for each."""
+    seen: dict[object, Party] = {}
+    for client in sorted(state.clients_of(domain), key=lambda c: c.id):
+        seen.setdefault(client.id.process, party(client))
+    return tuple(seen.values())
+
+
+def victims(state: State, domain: str, offender: ClientId | None) -> tuple[ClientId, ...]:
+    """Living clients of the domain, one for each process, the offender left out."""
+    spared = offender.process if offender else None
+    return tuple(sorted(c.id for c in state.living_of(domain) if c.id.process != spared and c.id.space == 0))
+
+
+def dead_in_flight(state: State, domain: str, now: float) -> ClientId | None:
+    """The one client that died just now without a lease, if there is exactly one."""
+    found = [
+        client_id
+        for client_id, at, leased in state.departed
+        if client_id.domain == domain and not leased and now - at <= DEATH_WINDOW_S
+    ]
+    return found[0] if len(found) == 1 else None
+
+
+def names_address(text: str, address: int) -> bool:
+    """Whether a kernel log line speaks of the page that holds this address."""
+    page = address >> 12
+    found = (int(m.group().replace("_", ""), 16) for m in _ADDRESS.finditer(text) if len(m.group()) > 3)
+    return any(value >> 12 == page for value in found)
+
+
+def refine(record: FaultRecord, signs: Iterable[Evidence]) -> FaultRecord:
+    """The record with the class that these signs allow, and the signs themselves."""
+    for sign in signs:
+        record = add_evidence(replace(record, fault_class=_refined_class(record, sign)), sign)
+    return record
+
+
+def _refined_class(record: FaultRecord, sign: Evidence) -> str:
+    current = record.fault_class
+    if sign.source is not Source.KERNEL_LOG:
+        return _by_number(current, sign.xid)
+    if sign.xid == 31 and current in taxonomy.MMU_CLASSES:
+        known = record.address is None or names_address(sign.text, record.address)
+        return taxonomy.refine_mmu(current, sign.text) if known else current
+    if sign.xid == 13 and current in ("sm-exception", "sm-trap"):
+        return taxonomy.classify_sm(sign.text) or current
+    return _by_number(current, sign.xid)
+
+
+def _by_number(current: str, xid: int | None) -> str:
+    """What the bare number says of a record that knows nothing better."""
+    if current != "sm-exception":
+        return current
+    return {31: "mmu-invalid-address", 32: "pbdma-fault", 43: "sm-trap"}.get(xid or 0, current)
+
+
+def kernel_evidence(xid: KernelXid, at: float) -> Evidence:
+    who = f" pid={xid.pid} name={xid.name}" if xid.pid is not None else ""
+    return Evidence(Source.KERNEL_LOG, at, f"Xid {xid.xid}{who}: {xid.text}", xid.xid)
+
+
+def matching_strays(state: State, gpus: tuple[str, ...], now: float) -> tuple[Stray, ...]:
+    window = state.policy.evidence_window_s
+    return tuple(s for s in state.strays if s.gpu in gpus and not s.foreign and now - s.evidence.at <= window)
+
+
+def blame_one(record: FaultRecord) -> FaultRecord:
+    """Where only one process could have done it, name it: likely, never certain."""
+    if record.offender is None and len(record.suspects) == 1:
+        return replace(
+            record, offender=record.suspects[0], confidence=Confidence.LIKELY, suspects=(), victims=()
+        )
+    return record

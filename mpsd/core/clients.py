@@ -1,0 +1,276 @@
+"""Handlers for clients: noticed, leased, dead, lingering, evicted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from mpsd.core import domains
+from mpsd.core import events as ev
+from mpsd.core.draft import Draft
+from mpsd.core.effects import (
+    Answer,
+    ArmTimer,
+    Attach,
+    Effect,
+    Forget,
+    Kill,
+    ProbeWork,
+    ReleaseLease,
+    Terminate,
+)
+from mpsd.core.lifecycle import ClientTrigger, allows, next_client_state
+from mpsd.core.state import Client, ClientState, Domain, DomainState, Eviction
+from mpsd.model import ClientId, Liveness, ProcessInstance
+
+KILL_WAIT_S = 5.0
+# Where the server has lost its contexts, nothing that a dead client left can still run.
+_WORK_IS_LOST = (DomainState.FAULTED, DomainState.STOPPING)
+_ASKABLE = (DomainState.ACTIVE, DomainState.WARM, DomainState.POISONED, DomainState.RETIRED)
+
+
+def on_noticed(draft: Draft, event: ev.ClientNoticed) -> None:
+    domain = draft.state.domains.get(event.domain)
+    client_id = ClientId(event.domain, event.facts.instance)
+    if domain is None or domain.state is DomainState.STOPPING:
+        draft.count("clients_of_unknown_domains")
+        draft.emit(Forget(event.facts.instance))
+    elif domain.state is DomainState.FAULTED and client_id not in draft.state.clients:
+        _refuse(draft, domain)
+        draft.emit(Forget(event.facts.instance))
+    elif client_id not in draft.state.clients:
+        draft.put_client(Client(client_id, event.facts, ClientState.NOTICED, draft.now))
+        draft.emit(Attach(event.domain, event.facts.instance))
+
+
+def on_refused(draft: Draft, event: ev.ClientRefused) -> None:
+    domain = draft.state.domains.get(event.domain)
+    if domain is not None:
+        _refuse(draft, domain)
+
+
+def _refuse(draft: Draft, domain: Domain) -> None:
+    draft.put_domain(replace(domain, refused=domain.refused + 1))
+    draft.count("clients_refused")
+
+
+def on_attached(draft: Draft, event: ev.ClientAttached) -> None:
+    first = draft.state.clients.get(ClientId(event.domain, event.process))
+    if first is None:
+        for space in range(event.spaces):
+            draft.emit(ReleaseLease(ClientId(event.domain, event.process, space)))
+        return
+    state = first.state
+    if allows(state, ClientTrigger.ATTACHED):
+        state = next_client_state(state, ClientTrigger.ATTACHED) or state
+    for space in range(event.spaces):
+        known = draft.state.clients.get(ClientId(event.domain, event.process, space), first)
+        draft.put_client(
+            replace(
+                known,
+                id=ClientId(event.domain, event.process, space),
+                state=state,
+                leased=True,
+                tracked=event.tracked,
+                attached=known.attached if known.attached is not None else draft.now,
+                problem=event.problem,
+            )
+        )
+    took_ms = round((draft.now - first.noticed) * 1e3, 3)
+    draft.publish(
+        "client-attached",
+        first.facts.uid,
+        domain=event.domain,
+        pid=event.process.pid,
+        ms=took_ms,
+        tracked=event.tracked,
+        problem=event.problem,
+    )
+
+
+def on_attach_failed(draft: Draft, event: ev.AttachFailed) -> None:
+    client = draft.state.clients.get(ClientId(event.domain, event.process))
+    if client is None or not allows(client.state, ClientTrigger.ATTACH_FAILED):
+        return
+    draft.put_client(replace(client, state=ClientState.UNPROTECTED, problem=event.reason))
+    draft.count("attach_failures")
+    draft.publish(
+        "client-unprotected",
+        client.facts.uid,
+        domain=event.domain,
+        pid=event.process.pid,
+        reason=event.reason,
+    )
+
+
+def on_lease_restored(draft: Draft, event: ev.LeaseRestored) -> None:
+    """A client that died while no daemon was there: its lease goes on, its work is watched."""
+    domain = draft.state.domains.get(event.domain)
+    for space in range(event.spaces):
+        client_id = ClientId(event.domain, event.facts.instance, space)
+        if domain is None:
+            draft.emit(ReleaseLease(client_id))
+            continue
+        known = Client(client_id, event.facts, ClientState.ATTACHED, draft.now, leased=True)
+        draft.put_client(known)
+    if domain is not None:
+        _end(draft, event.facts.instance)
+
+
+def on_died(draft: Draft, event: ev.ClientDied) -> None:
+    _end(draft, event.process)
+
+
+def on_left(draft: Draft, event: ev.ClientLeft) -> None:
+    for client in tuple(draft.state.spaces_of(event.process)):
+        draft.publish(
+            "client-left",
+            client.facts.uid,
+            domain=client.id.domain,
+            pid=event.process.pid,
+            how=event.how,
+        )
+    _end(draft, event.process)
+
+
+def _end(draft: Draft, process: ProcessInstance) -> None:
+    """A process is no client any more: forget it, or keep its lease until its work has ended."""
+    spaces = [c for c in draft.state.spaces_of(process) if c.living]
+    for client in spaces:
+        _answer_eviction(draft, client)
+        domain = draft.state.domains[client.id.domain]
+        if not client.leased:
+            draft.drop_client(client)
+        elif domain.state in _WORK_IS_LOST:
+            _release(draft, client)
+        else:
+            draft.put_client(replace(client, state=ClientState.LINGERING, died=draft.now, eviction=None))
+            linger = draft.state.policy.linger_limit_s
+            draft.emit(ProbeWork(client.id), ArmTimer("linger", str(client.id.process), linger))
+        draft.publish("client-ended", client.facts.uid, domain=client.id.domain, pid=process.pid)
+    _forget_if_done(draft, process)
+    for name in {c.id.domain for c in spaces}:
+        domains.settle(draft, name)
+
+
+def _answer_eviction(draft: Draft, client: Client) -> None:
+    eviction = client.eviction
+    if eviction is None or eviction.requester == "policy" or client.id.space != 0:
+        return
+    took = round((draft.now - eviction.began) * 1e3, 3)
+    data = {"outcome": "evicted", "steps": [*eviction.steps, "the process has gone"], "evict_ms": took}
+    draft.emit(Answer(eviction.requester, True, data))
+
+
+def _release(draft: Draft, client: Client) -> None:
+    draft.emit(ReleaseLease(client.id))
+    draft.drop_client(client)
+
+
+def _forget_if_done(draft: Draft, process: ProcessInstance) -> None:
+    if not any(draft.state.spaces_of(process)):
+        draft.emit(Forget(process))
+
+
+def on_work_ended(draft: Draft, event: ev.WorkEnded) -> None:
+    dead = [c for c in draft.state.spaces_of(event.process) if not c.living]
+    for client in dead:
+        _release(draft, client)
+        draft.publish(
+            "lease-released",
+            client.facts.uid,
+            domain=client.id.domain,
+            pid=event.process.pid,
+            sign=event.sign,
+            after_ms=round((draft.now - (client.died or draft.now)) * 1e3, 3),
+        )
+    _forget_if_done(draft, event.process)
+    for name in {c.id.domain for c in dead}:
+        domains.settle(draft, name)
+
+
+def endless(draft: Draft, subject: str) -> list[Client]:
+    """The linger timer: clients whose work has not ended in time, now HELD."""
+    held = []
+    for client in tuple(draft.state.clients.values()):
+        if str(client.id.process) == subject and client.state is ClientState.LINGERING:
+            held.append(draft.put_client(replace(client, state=ClientState.HELD)))
+    return held
+
+
+def on_evict(draft: Draft, event: ev.EvictRequested) -> None:
+    targets = [c for c in draft.state.spaces_of(event.process) if c.living]
+    if not targets:
+        _reject(draft, event, "not-found", f"process {event.process} is not a client")
+        return
+    if any(c.eviction for c in targets):
+        _reject(draft, event, "busy", f"process {event.process} is being evicted already")
+        return
+    routes = [_route(draft.state.domains[c.id.domain], event.liveness) for c in targets]
+    obstacle = next((text for text in routes if text), "")
+    eviction = Eviction(event.request, event.reason, draft.now, (obstacle,) if obstacle else ())
+    trigger = ClientTrigger.KILL if obstacle else ClientTrigger.EVICT
+    for client in targets:
+        state = next_client_state(client.state, trigger)
+        assert state is not None
+        draft.put_client(replace(client, state=state, eviction=eviction))
+    draft.count("evictions")
+    if obstacle:
+        draft.emit(Kill(event.process, event.reason))
+        draft.emit(ArmTimer("kill-wait", str(event.process), KILL_WAIT_S))
+        return
+    draft.emit(*_terminations(draft, event.process, targets))
+
+
+def _route(domain: Domain, liveness: Liveness) -> str:
+    """Why terminate_client must not be asked for; empty when it may. Wrongly asked, it stalls everybody."""
+    instead = "SIGKILL under the lease"
+    if domain.state not in _ASKABLE:
+        return f"domain {domain.id} is {domain.state.value}, terminate_client would block: {instead}"
+    if domain.server is None:
+        return f"domain {domain.id} has no server: {instead}"
+    if liveness is not Liveness.RUNNING:
+        return f"the client is {liveness.value}, terminate_client would stall the others: {instead}"
+    return ""
+
+
+def _terminations(draft: Draft, process: ProcessInstance, targets: list[Client]) -> list[Effect]:
+    effects: list[Effect] = []
+    for name in sorted({c.id.domain for c in targets}):
+        server = draft.state.domains[name].server
+        assert server is not None
+        deadline = draft.state.policy.terminate_deadline_s
+        effects.append(Terminate(name, server, process, deadline))
+    return effects
+
+
+def _reject(draft: Draft, event: ev.EvictRequested, code: str, message: str) -> None:
+    draft.emit(Answer(event.request, False, {"code": code, "message": message}))
+
+
+def on_terminate_finished(draft: Draft, event: ev.TerminateFinished) -> None:
+    waiting = [c for c in draft.state.spaces_of(event.process) if c.state is ClientState.TERMINATING]
+    for client in waiting:
+        assert client.eviction is not None
+        eviction = replace(client.eviction, steps=(*client.eviction.steps, event.text, "SIGKILL"))
+        draft.put_client(replace(client, state=ClientState.KILLING, eviction=eviction))
+    if waiting:
+        reason = waiting[0].eviction.reason if waiting[0].eviction else ""
+        draft.emit(Kill(event.process, reason))
+        draft.emit(ArmTimer("kill-wait", str(event.process), KILL_WAIT_S))
+    if not event.done:
+        draft.count("terminate_failures")
+
+
+def on_kill_wait(draft: Draft, subject: str) -> None:
+    """SIGKILL was sent and the process is still there: say so, and let it be asked again."""
+    for client in tuple(draft.state.clients.values()):
+        stuck = client.state is ClientState.KILLING and client.eviction is not None
+        if str(client.id.process) != subject or not stuck or client.id.space != 0:
+            continue
+        assert client.eviction is not None
+        message = f"process {client.id.process.pid} has not ended {KILL_WAIT_S:.0f} s after SIGKILL"
+        draft.publish("kill-stuck", client.facts.uid, pid=client.id.process.pid, text=message)
+        if client.eviction.requester != "policy":
+            data = {"code": "deadline", "message": message, "steps": list(client.eviction.steps)}
+            draft.emit(Answer(client.eviction.requester, False, data))
+            draft.put_client(replace(client, eviction=replace(client.eviction, requester="policy")))

@@ -1,0 +1,329 @@
+"""Handlers for slots and domains: starting, switching, draining, stopping.
+
+The stable path is never absent: a slot keeps leading to its old domain, whatever became of it, until
+another one has started; and a domain is stopped only when no slot leads to it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from mpsd.core import events as ev
+from mpsd.core.draft import Draft
+from mpsd.core.effects import (
+    ArmTimer,
+    AskServer,
+    Kill,
+    ReleaseLease,
+    StartDomain,
+    StopDomain,
+    SwitchPath,
+)
+from mpsd.core.lifecycle import ClientTrigger, DomainTrigger, allows, next_client_state, next_domain_state
+from mpsd.core.state import SERVING, Domain, DomainState, Eviction, Slot
+from mpsd.model import ProcessInstance, ServerState
+
+ASK_AGAIN_S = 0.25
+
+
+def on_slot_wanted(draft: Draft, event: ev.SlotWanted) -> None:
+    slot = draft.state.slots.get(event.slot)
+    if slot is None:
+        slot = draft.put_slot(Slot(event.slot, event.gpus, event.uid, event.exclusive))
+    if event.start:
+        ensure(draft, slot.id)
+
+
+def on_adopted(draft: Draft, event: ev.DomainAdopted) -> None:
+    slot = draft.state.slots[event.slot]
+    draft.put_domain(
+        Domain(
+            event.domain,
+            slot.id,
+            slot.gpus,
+            slot.uid,
+            event.state,
+            draft.now,
+            event.control,
+            event.server,
+            event.server_state,
+        )
+    )
+    number = int(event.domain.lstrip("d")) if event.domain.lstrip("d").isdigit() else 0
+    draft.state = replace(draft.state, next_domain=max(draft.state.next_domain, number + 1))
+    if event.role is ev.DomainRole.ACTIVE:
+        draft.put_slot(replace(slot, active=event.domain))
+        draft.emit(SwitchPath(slot.id, event.domain))
+    elif event.role is ev.DomainRole.SPARE and event.state is DomainState.WARM and not slot.exclusive:
+        draft.put_slot(replace(slot, spare=event.domain))
+    elif event.state in SERVING:
+        move(draft, event.domain, DomainTrigger.RETIRE)
+
+
+def on_adoption_done(draft: Draft, event: ev.AdoptionDone) -> None:
+    for slot in tuple(draft.state.slots.values()):
+        ensure(draft, slot.id)
+    for domain in tuple(draft.state.domains):
+        settle(draft, domain)
+
+
+def ensure(draft: Draft, slot_id: str) -> None:
+    """Start whatever the slot lacks: a serving domain first, then a spare."""
+    slot, state = draft.state.slots[slot_id], draft.state
+    if state.stopping:
+        return
+    active = state.domains[slot.active] if slot.active else None
+    spare = state.domains[slot.spare] if slot.spare else None
+    if active is not None and active.state in SERVING:
+        if spare is None and state.policy.spare and not slot.exclusive:
+            started = start(draft, slot)
+            draft.put_slot(replace(draft.state.slots[slot_id], spare=started))
+    elif spare is not None and spare.state is DomainState.WARM:
+        promote(draft, slot, spare.id)
+    elif spare is None and not _starting(draft, slot_id):
+        if active is not None and slot.exclusive:
+            return
+        started = start(draft, slot)
+        if active is None:
+            draft.put_slot(replace(draft.state.slots[slot_id], active=started))
+        else:
+            draft.put_slot(replace(draft.state.slots[slot_id], spare=started))
+
+
+def _starting(draft: Draft, slot_id: str) -> bool:
+    return any(d.slot == slot_id and d.state is DomainState.STARTING for d in draft.state.domains.values())
+
+
+def start(draft: Draft, slot: Slot) -> str:
+    name = f"d{draft.state.next_domain}"
+    draft.state = replace(draft.state, next_domain=draft.state.next_domain + 1)
+    draft.put_domain(Domain(name, slot.id, slot.gpus, slot.uid, DomainState.STARTING, draft.now))
+    draft.emit(StartDomain(name, slot.gpus, slot.uid))
+    return name
+
+
+def promote(draft: Draft, slot: Slot, name: str) -> None:
+    """Let the slot lead to a warm domain, and prepare the next spare."""
+    move(draft, name, DomainTrigger.ACTIVATED)
+    draft.put_slot(replace(slot, active=name, spare=None if slot.spare == name else slot.spare))
+    draft.emit(SwitchPath(slot.id, name))
+    draft.publish("domain-active", slot.uid, domain=name, slot=slot.id)
+    if slot.active is not None and slot.active != name:
+        settle(draft, slot.active)
+    ensure(draft, slot.id)
+
+
+def on_started(draft: Draft, event: ev.DomainStarted) -> None:
+    domain = draft.state.domains.get(event.domain)
+    if domain is None or domain.state is not DomainState.STARTING:
+        draft.count("late_domain_starts")
+        return
+    move(draft, domain.id, DomainTrigger.STARTED)
+    running = ServerState.ACTIVE if event.server else ServerState.GONE
+    domain = draft.state.domains[domain.id]
+    draft.put_domain(replace(domain, control=event.control, server=event.server, server_state=running))
+    slot = draft.put_slot(replace(draft.state.slots[domain.slot], failures=0))
+    current = draft.state.domains[slot.active] if slot.active else None
+    if current is None or current.id == domain.id or current.state not in SERVING:
+        promote(draft, slot, domain.id)
+
+
+def on_start_failed(draft: Draft, event: ev.DomainStartFailed) -> None:
+    domain = draft.state.domains.get(event.domain)
+    if domain is None or domain.state is not DomainState.STARTING:
+        return
+    draft.put_domain(replace(domain, problem=event.reason))
+    move(draft, domain.id, DomainTrigger.START_FAILED)
+    slot = draft.state.slots[domain.slot]
+    slot = draft.put_slot(
+        replace(
+            slot,
+            failures=slot.failures + 1,
+            active=None if slot.active == domain.id else slot.active,
+            spare=None if slot.spare == domain.id else slot.spare,
+        )
+    )
+    policy = draft.state.policy
+    delay = min(policy.start_retry_s * 2 ** min(slot.failures - 1, 16), policy.start_retry_max_s)
+    draft.publish("domain-start-failed", None, domain=domain.id, reason=event.reason, retry_s=delay)
+    draft.emit(ArmTimer("ensure", slot.id, delay))
+    settle(draft, domain.id)
+
+
+def on_stopped(draft: Draft, event: ev.DomainStopped) -> None:
+    if event.domain not in draft.state.domains:
+        return
+    for client in tuple(draft.state.clients_of(event.domain)):
+        if client.leased:
+            draft.emit(ReleaseLease(client.id))
+        draft.drop_client(client)
+    draft.drop_domain(event.domain)
+    draft.publish("domain-gone", None, domain=event.domain)
+
+
+def move(draft: Draft, name: str, trigger: DomainTrigger) -> bool:
+    """Take one transition; False (and counted) when it means nothing in the present state."""
+    domain = draft.state.domains[name]
+    target = next_domain_state(domain.state, trigger)
+    if target is None:
+        draft.count("ignored_domain_triggers")
+        return False
+    draft.put_domain(replace(domain, state=target, since=draft.now))
+    return True
+
+
+def leave(draft: Draft, name: str, trigger: DomainTrigger) -> bool:
+    """Take a domain out of service and let the spare take over its slot, in one decision."""
+    if not move(draft, name, trigger):
+        return False
+    domain = draft.state.domains[name]
+    slot = draft.state.slots[domain.slot]
+    if slot.spare == name:
+        slot = draft.put_slot(replace(slot, spare=None))
+    draft.publish("domain-left", domain.uid, domain=name, state=domain.state.value, why=trigger.value)
+    ensure(draft, slot.id)
+    _arm_drain(draft, domain, in_place=slot.exclusive and slot.active == name)
+    settle(draft, name)
+    return True
+
+
+def _arm_drain(draft: Draft, domain: Domain, *, in_place: bool) -> None:
+    policy = draft.state.policy
+    if domain.state is not DomainState.FAULTED:
+        return
+    draft.emit(ArmTimer("laggards", domain.id, policy.laggard_report_s))
+    limit = policy.exclusive_drain_s if in_place else policy.kill_victims_after_s
+    if limit > 0:
+        draft.emit(ArmTimer("kill-victims", domain.id, limit))
+
+
+def settle(draft: Draft, name: str) -> None:
+    """Stop a domain that is out of service and empty, or use it again where no other can exist."""
+    domain = draft.state.domains.get(name)
+    leftover = (
+        DomainState.FAULTED,
+        DomainState.POISONED,
+        DomainState.RETIRED,
+        DomainState.HEADLESS,
+        DomainState.FAILED,
+    )
+    if domain is None or domain.state not in leftover or any(draft.state.living_of(name)):
+        return
+    slot = draft.state.slots[domain.slot]
+    if slot.active == name and not draft.state.stopping:
+        if domain.state is DomainState.FAULTED:
+            draft.emit(AskServer(name), ArmTimer("ask", name, ASK_AGAIN_S))
+        return
+    if slot.active == name:
+        draft.put_slot(replace(slot, active=None))
+    for client in tuple(draft.state.clients_of(name)):
+        draft.emit(ReleaseLease(client.id))
+        draft.drop_client(client)
+    move(draft, name, DomainTrigger.EMPTY)
+    draft.emit(StopDomain(name, draft.state.policy.stop_deadline_s))
+
+
+def on_control_died(draft: Draft, event: ev.ControlDied) -> bool:
+    """True when it was a death to be recorded: the control daemon of a domain in use."""
+    domain = draft.state.domains.get(event.domain)
+    if domain is None or domain.control != event.process:
+        return False
+    used = domain.state not in (DomainState.STOPPING, DomainState.STARTING, DomainState.FAILED)
+    return used and leave(draft, domain.id, DomainTrigger.CONTROL_DIED)
+
+
+def on_server_seen(draft: Draft, event: ev.ServerSeen) -> None:
+    domain = draft.state.domains.get(event.domain)
+    if domain is not None and domain.server != event.server:
+        draft.put_domain(replace(domain, server=event.server))
+
+
+def on_server_died(draft: Draft, event: ev.ServerDied) -> bool:
+    """True when it was a death to be recorded: the server of a domain in service."""
+    domain = draft.state.domains.get(event.domain)
+    if domain is None or domain.server != event.server:
+        return False
+    draft.put_domain(replace(domain, server=None, server_state=ServerState.GONE))
+    used = domain.state in (DomainState.ACTIVE, DomainState.WARM, DomainState.POISONED)
+    return leave(draft, domain.id, DomainTrigger.SERVER_DIED) and used
+
+
+def recovered(draft: Draft, domain: Domain) -> None:
+    """A faulted domain whose server is ACTIVE again serves on where its slot still leads to it."""
+    slot = draft.state.slots[domain.slot]
+    if slot.active == domain.id and not any(draft.state.living_of(domain.id)):
+        move(draft, domain.id, DomainTrigger.RECOVERED)
+        draft.publish("domain-active", domain.uid, domain=domain.id, slot=slot.id)
+        ensure(draft, slot.id)
+
+
+def on_mode_seen(draft: Draft, event: ev.ModeSeen) -> None:
+    slot = draft.state.slots.get(event.slot)
+    if slot is None or slot.exclusive == event.exclusive:
+        return
+    spare = slot.spare if event.exclusive else None
+    slot = draft.put_slot(replace(slot, exclusive=event.exclusive, spare=None if spare else slot.spare))
+    if spare is not None:
+        move(draft, spare, DomainTrigger.RETIRE)
+        settle_or_stop(draft, spare)
+    ensure(draft, slot.id)
+
+
+def settle_or_stop(draft: Draft, name: str) -> None:
+    """After RETIRE: a domain that was still starting goes straight to STOPPING."""
+    if draft.state.domains[name].state is DomainState.STOPPING:
+        draft.emit(StopDomain(name, draft.state.policy.stop_deadline_s))
+    else:
+        settle(draft, name)
+
+
+def on_drain(draft: Draft, event: ev.DrainRequested) -> None:
+    gpus = frozenset(event.gpus or ("*",))
+    drained = draft.state.drained
+    left = drained - gpus if event.gpus else frozenset[str]()
+    draft.state = replace(draft.state, drained=drained | gpus if event.on else left)
+    draft.publish("drain" if event.on else "undrain", None, gpus=sorted(gpus))
+
+
+def on_stop(draft: Draft, event: ev.StopRequested) -> None:
+    """Evict every client, then stop every domain; the daemon waits until none is left."""
+    draft.state = replace(draft.state, stopping=True)
+    for client in tuple(draft.state.clients.values()):
+        kill_by_policy(draft, client.id.process, "mpsd was told to stop its domains")
+    for slot in tuple(draft.state.slots.values()):
+        draft.put_slot(replace(slot, active=None, spare=None))
+    for domain in tuple(draft.state.domains.values()):
+        if domain.state is not DomainState.STOPPING and move(draft, domain.id, DomainTrigger.RETIRE):
+            settle_or_stop(draft, domain.id)
+        else:
+            settle(draft, domain.id)
+
+
+def kill_by_policy(draft: Draft, process: ProcessInstance, why: str) -> None:
+    """SIGKILL a process that policy wants gone, under its lease; once."""
+    doomed = [c for c in draft.state.spaces_of(process) if allows(c.state, ClientTrigger.KILL)]
+    for client in doomed:
+        target = next_client_state(client.state, ClientTrigger.KILL)
+        assert target is not None
+        eviction = client.eviction or Eviction("policy", why, draft.now)
+        draft.put_client(replace(client, state=target, eviction=eviction))
+    if doomed:
+        draft.emit(Kill(process, why))
+
+
+def on_laggards(draft: Draft, domain: str) -> None:
+    late = [c for c in draft.state.living_of(domain)]
+    if late and draft.state.domains[domain].state is DomainState.FAULTED:
+        draft.publish(
+            "victims-stay",
+            None,
+            domain=domain,
+            pids=sorted({c.id.process.pid for c in late}),
+            text="these clients of a faulted domain have not ended; their GPU work is lost",
+        )
+
+
+def on_kill_victims(draft: Draft, domain: str) -> None:
+    if draft.state.domains[domain].state is DomainState.FAULTED:
+        for client in tuple(draft.state.living_of(domain)):
+            kill_by_policy(draft, client.id.process, "victim of a fault that did not leave")

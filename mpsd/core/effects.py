@@ -1,0 +1,150 @@
+"""Everything the daemon can decide to do. Carried out in one place, in order (mpsd.performer)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mpsd.core.records import FaultRecord
+from mpsd.model import ClientId, ProcessInstance
+
+
+@dataclass(frozen=True, slots=True)
+class StartDomain:
+    """Start a control daemon, warm its server for `uid` (0 for a shared one), apply the settings."""
+
+    domain: str
+    gpus: tuple[str, ...]
+    uid: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class StopDomain:
+    """Ask the control daemon to quit; after the deadline kill it and its servers."""
+
+    domain: str
+    deadline_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class SwitchPath:
+    """Let the slot's stable path lead to this domain, atomically."""
+
+    slot: str
+    domain: str
+
+
+@dataclass(frozen=True, slots=True)
+class AskServer:
+    """Find out the server of a domain and its state (bounded by a deadline)."""
+
+    domain: str
+
+
+@dataclass(frozen=True, slots=True)
+class Attach:
+    """Lease and track this process as soon as it has an address space."""
+
+    domain: str
+    process: ProcessInstance
+
+
+@dataclass(frozen=True, slots=True)
+class Terminate:
+    """terminate_client with a deadline. Never for a domain in FAULT or a stopped client."""
+
+    domain: str
+    server: ProcessInstance
+    process: ProcessInstance
+    deadline_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """SIGKILL by pidfd, with the lease held."""
+
+    process: ProcessInstance
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeWork:
+    """Watch for the end of a dead client's work; WorkEnded when it has come."""
+
+    client: ClientId
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseLease:
+    """Close the duplicates here and in the descriptor store, with the tracker."""
+
+    client: ClientId
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """Drop the pin (pidfd) of a process that is no client any more."""
+
+    process: ProcessInstance
+
+
+@dataclass(frozen=True, slots=True)
+class Inspect:
+    """Look up what lies at an address of a process; Inspected when known."""
+
+    fault: int
+    process: ProcessInstance
+    address: int
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Write a fault record (or a new revision of it) to the journal and the event stream."""
+
+    record: FaultRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Publish:
+    """Tell subscribers. `owner` None: for root and the group only."""
+
+    kind: str
+    owner: int | None
+    data: Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The outcome of a request that took time."""
+
+    request: str
+    ok: bool
+    data: Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class ArmTimer:
+    """TimerFired(kind, subject) after `delay_s`; arming again moves it."""
+
+    kind: str
+    subject: str
+    delay_s: float
+
+
+Effect = (
+    StartDomain
+    | StopDomain
+    | SwitchPath
+    | AskServer
+    | Attach
+    | Terminate
+    | Kill
+    | ProbeWork
+    | ReleaseLease
+    | Forget
+    | Inspect
+    | Record
+    | Publish
+    | Answer
+    | ArmTimer
+)

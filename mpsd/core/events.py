@@ -1,0 +1,291 @@
+"""Everything that can happen to the daemon. Frozen values; the daemon makes them, core decides."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from mpsd.core.state import DomainState
+from mpsd.model import (
+    ClientId,
+    KernelXid,
+    LiesThere,
+    Liveness,
+    NvmlXid,
+    ProcessFacts,
+    ProcessInstance,
+    ServerState,
+    UvmEvent,
+)
+
+
+class DomainRole(StrEnum):
+    ACTIVE = "active"
+    SPARE = "spare"
+    OLD = "old"
+
+
+@dataclass(frozen=True, slots=True)
+class SlotWanted:
+    """Somebody asked for the path of these GPUs for this user (None: shared).
+
+    `start` false: the slot is only restored; AdoptionDone starts what is missing.
+    """
+
+    slot: str
+    gpus: tuple[str, ...]
+    uid: int | None
+    exclusive: bool = False
+    start: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class DomainAdopted:
+    """A domain of an earlier daemon was found alive and proven to be ours."""
+
+    domain: str
+    slot: str
+    role: DomainRole
+    state: DomainState
+    control: ProcessInstance | None
+    server: ProcessInstance | None
+    server_state: ServerState
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseRestored:
+    """The descriptor store kept the lease of a client that died while no daemon was there."""
+
+    domain: str
+    facts: ProcessFacts
+    spaces: int
+
+
+@dataclass(frozen=True, slots=True)
+class AdoptionDone:
+    """Everything an earlier daemon left was taken over; what is missing may be started."""
+
+
+@dataclass(frozen=True, slots=True)
+class DomainStarted:
+    domain: str
+    control: ProcessInstance
+    server: ProcessInstance | None
+
+
+@dataclass(frozen=True, slots=True)
+class DomainStartFailed:
+    domain: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class DomainStopped:
+    domain: str
+
+
+@dataclass(frozen=True, slots=True)
+class ControlDied:
+    domain: str
+    process: ProcessInstance
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSeen:
+    domain: str
+    server: ProcessInstance
+
+
+@dataclass(frozen=True, slots=True)
+class ServerDied:
+    domain: str
+    server: ProcessInstance
+
+
+@dataclass(frozen=True, slots=True)
+class ServerStateSeen:
+    domain: str
+    state: ServerState
+
+
+@dataclass(frozen=True, slots=True)
+class ServerFatalLogged:
+    """server.log says that the server handles a fatal GPU error. `culprit` is a pid it names."""
+
+    domain: str
+    text: str
+    culprit: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ClientRefused:
+    """A client came to a domain that could not take it (it saw error 807)."""
+
+    domain: str
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class ClientNoticed:
+    """A pinned process joined a domain. It may not have an address space yet."""
+
+    domain: str
+    facts: ProcessFacts
+
+
+@dataclass(frozen=True, slots=True)
+class ClientAttached:
+    """Leases are held for these many address spaces; `tracked` says whether faults are seen."""
+
+    domain: str
+    process: ProcessInstance
+    spaces: int
+    tracked: bool
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class AttachFailed:
+    domain: str
+    process: ProcessInstance
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ClientDied:
+    """The pidfd became readable."""
+
+    process: ProcessInstance
+
+
+@dataclass(frozen=True, slots=True)
+class ClientLeft:
+    """The process lives on but is no client any more: exec, or it closed its context."""
+
+    process: ProcessInstance
+    how: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkEnded:
+    """Nothing that this dead client left on the GPU can run any more."""
+
+    process: ProcessInstance
+    sign: str
+
+
+@dataclass(frozen=True, slots=True)
+class UvmFatal:
+    client: ClientId
+    event: UvmEvent
+
+
+@dataclass(frozen=True, slots=True)
+class Inspected:
+    """What was found at a fault's address in the offender's own address space."""
+
+    fault: int
+    lies_there: LiesThere
+
+
+@dataclass(frozen=True, slots=True)
+class NvmlXidSeen:
+    xid: NvmlXid
+
+
+@dataclass(frozen=True, slots=True)
+class KernelXidSeen:
+    """`gpu` is the uuid that belongs to the line's PCI address, None if there is none."""
+
+    gpu: str | None
+    xid: KernelXid
+
+
+@dataclass(frozen=True, slots=True)
+class EvictRequested:
+    """Evict this process; `liveness` was read just before. `request` is answered when it is done."""
+
+    process: ProcessInstance
+    liveness: Liveness
+    request: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class TerminateFinished:
+    """terminate_client came back (or did not). `done`: the server confirmed it."""
+
+    process: ProcessInstance
+    done: bool
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class DrainRequested:
+    """Stop (or resume) giving out slots on these GPUs; empty means all."""
+
+    gpus: tuple[str, ...]
+    on: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StopRequested:
+    """End every domain once the daemon stops (--stop-domains)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModeSeen:
+    """The compute mode of a slot's GPUs admits one server only (or no longer so)."""
+
+    slot: str
+    exclusive: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """Something to be counted and shown, without consequence."""
+
+    counters: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class TimerFired:
+    """A timer armed by an ArmTimer effect has run out."""
+
+    kind: str
+    subject: str
+
+
+Event = (
+    SlotWanted
+    | DomainAdopted
+    | LeaseRestored
+    | AdoptionDone
+    | DomainStarted
+    | DomainStartFailed
+    | DomainStopped
+    | ControlDied
+    | ServerSeen
+    | ServerDied
+    | ServerStateSeen
+    | ServerFatalLogged
+    | ClientRefused
+    | ClientNoticed
+    | ClientAttached
+    | AttachFailed
+    | ClientDied
+    | ClientLeft
+    | WorkEnded
+    | UvmFatal
+    | Inspected
+    | NvmlXidSeen
+    | KernelXidSeen
+    | EvictRequested
+    | TerminateFinished
+    | DrainRequested
+    | StopRequested
+    | ModeSeen
+    | Counted
+    | TimerFired
+)

@@ -1,0 +1,309 @@
+"""Handlers for signs of faults: from each sign to one record, and out of service with the domain."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from mpsd.core import attribution as at
+from mpsd.core import domains, taxonomy
+from mpsd.core import events as ev
+from mpsd.core.clients import endless
+from mpsd.core.draft import Draft
+from mpsd.core.effects import ArmTimer, Inspect, Record
+from mpsd.core.lifecycle import DomainTrigger
+from mpsd.core.records import Evidence, FaultRecord, Party, Source
+from mpsd.core.state import Domain, DomainState, Stray
+from mpsd.model import Access, Confidence, LiesThere, ServerState
+
+_VAGUE = frozenset({"sm-exception", "death-in-flight"})
+_IN_SERVICE = (DomainState.ACTIVE, DomainState.WARM, DomainState.POISONED, DomainState.RETIRED)
+
+
+def on_uvm_fatal(draft: Draft, event: ev.UvmFatal) -> None:
+    client = draft.state.clients.get(event.client)
+    domain = draft.state.domains.get(event.client.domain)
+    if client is None or domain is None or event.event.access is Access.PREFETCH:
+        draft.count("uvm_events_without_client")
+        return
+    sign = at.uvm_evidence(event.event, draft.now)
+    open_records = at.open_for(draft.state, domain.id, draft.now)
+    same = next((r for r in open_records if r.offender and r.offender.id == client.id), None)
+    if same is not None:
+        # A kernel faults on many addresses at once: the first one is kept, the rest are its echo.
+        draft.put_fault(at.add_evidence(same, sign))
+        return
+    vague = next((r for r in open_records if _could_be_uvm(r)), None)
+    record = _certain(draft, vague or _new(draft, domain), at.party(client), event)
+    record = at.refine(at.add_evidence(record, sign), _take_strays(draft, record))
+    _out_of_service(draft, domain, record)
+    if event.event.address >= taxonomy.NULL_PAGE_BYTES:
+        draft.emit(Inspect(record.id, client.id.process, event.event.address))
+
+
+def _could_be_uvm(record: FaultRecord) -> bool:
+    numbers = {e.xid for e in record.evidence if e.xid is not None}
+    mmu = record.fault_class in taxonomy.MMU_CLASSES or record.fault_class in _VAGUE
+    return record.confidence is not Confidence.CERTAIN and mmu and numbers <= {31, 32}
+
+
+def _certain(draft: Draft, record: FaultRecord, offender: Party, event: ev.UvmFatal) -> FaultRecord:
+    assert record.domain is not None
+    return replace(
+        record,
+        fault_class=taxonomy.classify_uvm(event.event),
+        offender=offender,
+        confidence=Confidence.CERTAIN,
+        suspects=(),
+        victims=at.victims(draft.state, record.domain, offender.id),
+        address=event.event.address,
+        access=event.event.access,
+        fault_type=at.fault_type_name(event.event),
+        lies_there=LiesThere.NULL_PAGE if event.event.address < taxonomy.NULL_PAGE_BYTES else None,
+        source_ns=event.event.timestamp_ns,
+    )
+
+
+def _new(draft: Draft, domain: Domain, fault_class: str = "sm-exception") -> FaultRecord:
+    """A record that knows the domain only: everybody in it is a suspect."""
+    number = draft.state.next_fault
+    draft.state = replace(draft.state, next_fault=number + 1)
+    draft.count("faults")
+    return FaultRecord(
+        number,
+        draft.now,
+        domain.id,
+        domain.gpus,
+        fault_class,
+        suspects=at.suspects(draft.state, domain.id),
+        victims=at.victims(draft.state, domain.id, None),
+    )
+
+
+def _take_strays(draft: Draft, record: FaultRecord) -> tuple[Evidence, ...]:
+    """Claim the strays of this GPU, unless another domain's open fault could own them as well."""
+    rivals = [
+        r
+        for gpu in record.gpus
+        for r in at.open_on_gpu(draft.state, gpu, draft.now)
+        if r.domain != record.domain
+    ]
+    if rivals:
+        return ()
+    taken = at.matching_strays(draft.state, record.gpus, draft.now)
+    kept = tuple(s for s in draft.state.strays if s not in taken)
+    draft.state = replace(draft.state, strays=kept)
+    return tuple(s.evidence for s in taken)
+
+
+def _out_of_service(draft: Draft, domain: Domain, record: FaultRecord) -> None:
+    """The order matters: once the record is out, the stable path already leads elsewhere."""
+    record = replace(record, revision=record.revision + 1)
+    draft.put_fault(record)
+    current = draft.state.domains[domain.id]
+    draft.put_domain(replace(current, last_fault=record.id))
+    if current.state in _IN_SERVICE:
+        domains.leave(draft, domain.id, DomainTrigger.FAULT)
+    _write(draft, record)
+
+
+def _write(draft: Draft, record: FaultRecord) -> None:
+    domain = draft.state.domains.get(record.domain) if record.domain else None
+    refused = domain.refused if domain else record.refused
+    record = draft.put_fault(replace(record, refused=refused, action=_action(draft, record)))
+    draft.emit(Record(record))
+
+
+def _action(draft: Draft, record: FaultRecord) -> str:
+    advice = taxonomy.CLASSES[record.fault_class].action
+    domain = draft.state.domains.get(record.domain) if record.domain else None
+    slot = draft.state.slots.get(domain.slot) if domain else None
+    if domain is None or slot is None:
+        return advice
+    if slot.active != domain.id:
+        return f"new clients go to domain {slot.active}; {advice}"
+    return f"a fresh domain is being started; {advice}" if not slot.exclusive else advice
+
+
+def _revise(draft: Draft, old: FaultRecord, new: FaultRecord) -> None:
+    """Write a new revision where something a reader cares about has changed; else just remember."""
+    told = ("fault_class", "offender", "confidence", "lies_there", "suspects")
+    if any(getattr(old, name) != getattr(new, name) for name in told):
+        _write(draft, replace(new, revision=new.revision + 1))
+    else:
+        draft.put_fault(new)
+
+
+def on_inspected(draft: Draft, event: ev.Inspected) -> None:
+    record = draft.fault(event.fault)
+    if record is None:
+        return
+    fault_class = record.fault_class
+    if event.lies_there is LiesThere.FREED and fault_class == "mmu-invalid-address":
+        fault_class = "mmu-use-after-unmap"
+    _revise(draft, record, replace(record, lies_there=event.lies_there, fault_class=fault_class))
+
+
+def domain_sign(draft: Draft, domain: Domain, sign: Evidence) -> None:
+    """A sign that belongs to this domain for sure, but names no client that could be believed."""
+    existing = at.open_for(draft.state, domain.id, draft.now)
+    if existing:
+        new = at.refine(existing[0], (*_take_strays(draft, existing[0]), sign))
+        _revise(draft, existing[0], new)
+        if draft.state.domains[domain.id].state in _IN_SERVICE:
+            domains.leave(draft, domain.id, DomainTrigger.FAULT)
+        return
+    if domain.state not in _IN_SERVICE:
+        return
+    record = _new(draft, domain)
+    record = at.refine(record, (*_take_strays(draft, record), sign))
+    _out_of_service(draft, domain, _blame(draft, record))
+
+
+def _blame(draft: Draft, record: FaultRecord) -> FaultRecord:
+    assert record.domain is not None
+    dead = at.dead_in_flight(draft.state, record.domain, draft.now)
+    numbers = {e.xid for e in record.evidence}
+    if dead is not None and 31 in numbers and record.fault_class in taxonomy.MMU_CLASSES:
+        return replace(record, fault_class="death-in-flight")
+    return at.blame_one(record)
+
+
+def on_kernel_xid(draft: Draft, event: ev.KernelXidSeen) -> None:
+    sign = at.kernel_evidence(event.xid, draft.now)
+    device = taxonomy.device_class(event.xid.xid)
+    if device is not None:
+        _device_fault(draft, device, event.gpu, sign)
+        return
+    if event.xid.xid not in taxonomy.CLIENT_XIDS:
+        draft.count("xids_ignored")
+        return
+    if event.xid.pid is None:
+        _join_or_stray(draft, event.gpu, event.xid.xid, sign)
+        return
+    domain = at.owner_of_pid(draft.state, event.gpu, event.xid.pid, draft.now)
+    if domain is not None:
+        domain_sign(draft, domain, sign)
+    elif event.gpu is not None:
+        _add_stray(draft, Stray(event.gpu, event.xid.xid, sign, foreign=True))
+
+
+def on_nvml_xid(draft: Draft, event: ev.NvmlXidSeen) -> None:
+    sign = Evidence(Source.NVML, draft.now, f"NVML Xid {event.xid.xid}", event.xid.xid)
+    device = taxonomy.device_class(event.xid.xid)
+    if device is not None:
+        _device_fault(draft, device, event.xid.gpu_uuid, sign)
+    elif event.xid.xid in taxonomy.CLIENT_XIDS:
+        _join_or_stray(draft, event.xid.gpu_uuid, event.xid.xid, sign)
+
+
+def _join_or_stray(draft: Draft, gpu: str | None, xid: int, sign: Evidence) -> None:
+    """Give the sign to the one open fault of that GPU, or let it wait for one."""
+    if gpu is None:
+        draft.count("xids_of_unknown_gpus")
+        return
+    records = at.open_on_gpu(draft.state, gpu, draft.now)
+    if len({r.domain for r in records}) == 1:
+        newest = max(records, key=lambda r: r.id)
+        _revise(draft, newest, at.refine(newest, (sign,)))
+    else:
+        _add_stray(draft, Stray(gpu, xid, sign))
+
+
+def _add_stray(draft: Draft, stray: Stray) -> None:
+    draft.state = replace(draft.state, strays=(*draft.state.strays, stray)[-64:])
+    draft.emit(ArmTimer("strays", stray.gpu, draft.state.policy.evidence_window_s))
+
+
+def on_strays(draft: Draft, gpu: str) -> None:
+    """No domain claimed these signs: one record says so, and moves nobody."""
+    old = [
+        s
+        for s in draft.state.strays
+        if s.gpu == gpu and draft.now - s.evidence.at >= draft.state.policy.evidence_window_s * 0.99
+    ]
+    if not old:
+        return
+    kept = tuple(s for s in draft.state.strays if s not in old)
+    draft.state = replace(draft.state, strays=kept)
+    _deviceless(draft, "unattributed-xid", gpu, tuple(s.evidence for s in old))
+
+
+def _device_fault(draft: Draft, fault_class: str, gpu: str | None, sign: Evidence) -> None:
+    gpus = (gpu,) if gpu else ()
+    for record in draft.state.open_faults:
+        same = record.domain is None and record.gpus == gpus and record.fault_class == fault_class
+        if same and at.is_open(draft.state, record, draft.now):
+            draft.put_fault(at.add_evidence(record, sign))
+            return
+    _deviceless(draft, fault_class, gpu, (sign,))
+
+
+def _deviceless(draft: Draft, fault_class: str, gpu: str | None, signs: tuple[Evidence, ...]) -> None:
+    """A record that belongs to a GPU and to no domain."""
+    number = draft.state.next_fault
+    draft.state = replace(draft.state, next_fault=number + 1)
+    draft.count("faults")
+    gpus = (gpu,) if gpu else ()
+    record = FaultRecord(number, draft.now, None, gpus, fault_class, revision=1)
+    _write(draft, at.add_evidence(record, *signs))
+
+
+def on_server_fatal(draft: Draft, event: ev.ServerFatalLogged) -> None:
+    domain = draft.state.domains.get(event.domain)
+    if domain is not None:
+        domain_sign(draft, domain, Evidence(Source.SERVER_LOG, draft.now, event.text))
+
+
+def on_server_state(draft: Draft, event: ev.ServerStateSeen) -> None:
+    domain = draft.state.domains.get(event.domain)
+    if domain is None or domain.state is DomainState.STOPPING:
+        return
+    domain = draft.put_domain(replace(domain, server_state=event.state))
+    if event.state is ServerState.FAULT:
+        sign = Evidence(Source.SERVER_STATE, draft.now, "the server is in FAULT")
+        domain_sign(draft, domain, sign)
+    elif event.state is ServerState.ACTIVE and domain.state is DomainState.FAULTED:
+        domains.recovered(draft, domain)
+
+
+def on_control_died(draft: Draft, event: ev.ControlDied) -> None:
+    if domains.on_control_died(draft, event):
+        _process_record(draft, event.domain, "control-death", f"control daemon {event.process} died")
+
+
+def on_server_died(draft: Draft, event: ev.ServerDied) -> None:
+    in_use = any(draft.state.living_of(event.domain))
+    if domains.on_server_died(draft, event) and in_use:
+        _process_record(draft, event.domain, "server-death", f"server {event.server} died")
+
+
+def _process_record(draft: Draft, name: str, fault_class: str, text: str) -> None:
+    domain = draft.state.domains[name]
+    record = replace(_new(draft, domain, fault_class), suspects=(), revision=1)
+    if fault_class == "control-death":
+        record = replace(record, victims=())
+    draft.put_domain(replace(domain, last_fault=record.id))
+    _write(draft, at.add_evidence(record, Evidence(Source.PROCESS, draft.now, text)))
+
+
+def on_linger(draft: Draft, subject: str) -> None:
+    """A dead client's kernel does not end: its domain is poisoned, and the record names it."""
+    for client in endless(draft, subject):
+        if client.id.space != 0:
+            continue
+        domain = draft.state.domains[client.id.domain]
+        limit = draft.state.policy.linger_limit_s
+        text = f"work of {client.id.process} has not ended {limit:g} s after its death"
+        record = replace(
+            _new(draft, domain, "hang"),
+            offender=at.party(client),
+            confidence=Confidence.CERTAIN,
+            suspects=(),
+            victims=(),
+            revision=1,
+        )
+        draft.put_domain(replace(domain, last_fault=record.id))
+        record = at.add_evidence(record, Evidence(Source.PROCESS, draft.now, text))
+        if domain.state in (DomainState.ACTIVE, DomainState.RETIRED):
+            domains.leave(draft, domain.id, DomainTrigger.POISON)
+        _write(draft, record)

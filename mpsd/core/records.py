@@ -1,0 +1,69 @@
+"""Fault records: what happened, who did it, how sure we are, and why we think so."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from mpsd.model import Access, ClientId, Confidence, LiesThere, ProcessFacts
+
+
+class Source(StrEnum):
+    """Where a piece of evidence came from, most telling first."""
+
+    UVM = "uvm"
+    KERNEL_LOG = "kernel-log"
+    SERVER_LOG = "server-log"
+    SERVER_STATE = "server-state"
+    NVML = "nvml"
+    PROCESS = "process"
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """`at` is the daemon's monotonic clock, in seconds, when the sign was read."""
+
+    source: Source
+    at: float
+    text: str
+    xid: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Party:
+    """A client as a record remembers it, long after the client has gone."""
+
+    id: ClientId
+    facts: ProcessFacts
+
+
+@dataclass(frozen=True, slots=True)
+class FaultRecord:
+    """One fault. Later signs of the same fault give a new revision, never a second record.
+
+    `domain` is None for a fault of the device itself. `at` is monotonic seconds; the journal adds
+    the calendar time. `source_ns` is the driver's own CLOCK_MONOTONIC_RAW stamp where it gave one.
+    """
+
+    id: int
+    at: float
+    domain: str | None
+    gpus: tuple[str, ...]
+    fault_class: str
+    offender: Party | None = None
+    confidence: Confidence = Confidence.UNKNOWN
+    suspects: tuple[Party, ...] = ()
+    victims: tuple[ClientId, ...] = ()
+    address: int | None = None
+    access: Access | None = None
+    fault_type: str | None = None
+    lies_there: LiesThere | None = None
+    source_ns: int | None = None
+    evidence: tuple[Evidence, ...] = ()
+    refused: int = 0
+    action: str = ""
+    revision: int = 0
+
+    @property
+    def last_sign(self) -> float:
+        return max((e.at for e in self.evidence), default=self.at)

@@ -1,0 +1,229 @@
+"""The daemon's whole state as frozen values, and what must always hold of it.
+
+A SLOT is a stable path that clients use: one set of GPUs for one user (or shared). It leads to its
+ACTIVE domain and keeps a SPARE one warm. A DOMAIN is one control daemon with its server: what dies
+together. A CLIENT is one address space of one process instance in one domain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from types import MappingProxyType
+
+from mpsd.core.records import Evidence, FaultRecord
+from mpsd.model import ClientId, ProcessFacts, ProcessInstance, ServerState
+
+
+class DomainState(StrEnum):
+    STARTING = "starting"
+    WARM = "warm"
+    ACTIVE = "active"
+    FAULTED = "faulted"
+    POISONED = "poisoned"
+    RETIRED = "retired"
+    HEADLESS = "headless"
+    STOPPING = "stopping"
+    FAILED = "failed"
+
+
+class ClientState(StrEnum):
+    NOTICED = "noticed"
+    ATTACHED = "attached"
+    UNPROTECTED = "unprotected"
+    TERMINATING = "terminating"
+    KILLING = "killing"
+    LINGERING = "lingering"
+    HELD = "held"
+
+
+LIVING = frozenset(
+    {
+        ClientState.NOTICED,
+        ClientState.ATTACHED,
+        ClientState.UNPROTECTED,
+        ClientState.TERMINATING,
+        ClientState.KILLING,
+    }
+)
+SERVING = frozenset({DomainState.STARTING, DomainState.WARM, DomainState.ACTIVE})
+"""States in which a new client may be sent to a domain, now or in a moment."""
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What the operator chose; times in seconds. See mpsd.config for the meaning of each key."""
+
+    spare: bool = True
+    kill_victims_after_s: float = 0.0
+    exclusive_drain_s: float = 5.0
+    laggard_report_s: float = 10.0
+    linger_limit_s: float = 30.0
+    terminate_deadline_s: float = 0.05
+    stop_deadline_s: float = 5.0
+    start_retry_s: float = 1.0
+    start_retry_max_s: float = 60.0
+    evidence_window_s: float = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """`uid` None means shared by all users. `exclusive`: the GPU's compute mode admits one server."""
+
+    id: str
+    gpus: tuple[str, ...]
+    uid: int | None
+    exclusive: bool = False
+    active: str | None = None
+    spare: str | None = None
+    failures: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Domain:
+    id: str
+    slot: str
+    gpus: tuple[str, ...]
+    uid: int | None
+    state: DomainState
+    since: float
+    control: ProcessInstance | None = None
+    server: ProcessInstance | None = None
+    server_state: ServerState = ServerState.GONE
+    last_fault: int | None = None
+    refused: int = 0
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Eviction:
+    """An eviction under way: who asked (a request id or `policy`) and since when."""
+
+    requester: str
+    reason: str
+    began: float
+    steps: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Client:
+    id: ClientId
+    facts: ProcessFacts
+    state: ClientState
+    noticed: float
+    attached: float | None = None
+    died: float | None = None
+    leased: bool = False
+    tracked: bool = False
+    work_ended: bool = False
+    eviction: Eviction | None = None
+    problem: str = ""
+
+    @property
+    def living(self) -> bool:
+        return self.state in LIVING
+
+
+@dataclass(frozen=True, slots=True)
+class Stray:
+    """Evidence about a GPU that no domain owns yet; it waits for one, or is reported alone.
+
+    `foreign`: the line names a process that is none of ours, so it never joins a domain's fault.
+    """
+
+    gpu: str
+    xid: int
+    evidence: Evidence
+    foreign: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """`departed` remembers which processes were clients of which domain, newest last (bounded)."""
+
+    policy: Policy = Policy()
+    slots: Mapping[str, Slot] = field(default_factory=lambda: MappingProxyType({}))
+    domains: Mapping[str, Domain] = field(default_factory=lambda: MappingProxyType({}))
+    clients: Mapping[ClientId, Client] = field(default_factory=lambda: MappingProxyType({}))
+    departed: tuple[tuple[ClientId, float, bool], ...] = ()
+    open_faults: tuple[FaultRecord, ...] = ()
+    strays: tuple[Stray, ...] = ()
+    drained: frozenset[str] = frozenset()
+    stopping: bool = False
+    next_fault: int = 1
+    next_domain: int = 1
+    counters: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+
+    def clients_of(self, domain: str) -> Iterator[Client]:
+        return (c for c in self.clients.values() if c.id.domain == domain)
+
+    def living_of(self, domain: str) -> Iterator[Client]:
+        return (c for c in self.clients_of(domain) if c.living)
+
+    def spaces_of(self, process: ProcessInstance) -> Iterator[Client]:
+        return (c for c in self.clients.values() if c.id.process == process)
+
+    def slot_for(self, gpus: tuple[str, ...], uid: int | None) -> Slot | None:
+        return next((s for s in self.slots.values() if s.gpus == gpus and s.uid == uid), None)
+
+    def domains_on(self, gpu: str) -> Iterator[Domain]:
+        return (d for d in self.domains.values() if gpu in d.gpus)
+
+    def counted(self, name: str, by: int = 1) -> State:
+        counters = dict(self.counters)
+        counters[name] = counters.get(name, 0) + by
+        return replace(self, counters=MappingProxyType(counters))
+
+
+class InvariantViolation(AssertionError):
+    """The state contradicts itself: a bug in core, never the outside world's doing."""
+
+
+def check_invariants(state: State) -> None:
+    """Raise InvariantViolation if anything that must always hold does not."""
+    for slot in state.slots.values():
+        _check_slot(state, slot)
+    roles = [d for s in state.slots.values() for d in (s.active, s.spare) if d is not None]
+    _hold(len(roles) == len(set(roles)), "a domain serves two roles")
+    for domain in state.domains.values():
+        _hold(domain.slot in state.slots, f"domain {domain.id} has no slot")
+        if domain.state is DomainState.STOPPING:
+            living = [str(c.id) for c in state.living_of(domain.id)]
+            _hold(not living, f"domain {domain.id} is being stopped under living clients {living}")
+    for client in state.clients.values():
+        _check_client(state, client)
+    for record in state.open_faults:
+        _hold(
+            record.offender is None or record.offender.id not in record.victims,
+            f"fault {record.id} names a victim as its offender",
+        )
+
+
+def _check_slot(state: State, slot: Slot) -> None:
+    for role in (slot.active, slot.spare):
+        if role is not None:
+            _hold(role in state.domains, f"slot {slot.id} leads to unknown domain {role}")
+            _hold(state.domains[role].slot == slot.id, f"slot {slot.id} borrows domain {role}")
+    if slot.active is not None:
+        dead = state.domains[slot.active].state is DomainState.STOPPING
+        _hold(not dead, f"slot {slot.id} leads to a domain that is being stopped")
+    if slot.spare is not None:
+        ready = state.domains[slot.spare].state in (DomainState.STARTING, DomainState.WARM)
+        _hold(ready, f"spare of {slot.id} is {state.domains[slot.spare].state}")
+    _hold(not (slot.exclusive and slot.spare), f"slot {slot.id} has a spare in exclusive mode")
+
+
+def _check_client(state: State, client: Client) -> None:
+    _hold(client.id.domain in state.domains, f"client {client.id} has no domain")
+    _hold(client.id.process == client.facts.instance, f"client {client.id} has foreign facts")
+    dead = client.state in (ClientState.LINGERING, ClientState.HELD)
+    _hold(dead == (client.died is not None), f"client {client.id} is {client.state}, died {client.died}")
+    _hold(not dead or client.leased, f"dead client {client.id} is kept without a lease")
+    evicting = client.state in (ClientState.TERMINATING, ClientState.KILLING)
+    _hold(not evicting or client.eviction is not None, f"client {client.id} is evicted by nobody")
+
+
+def _hold(condition: bool, what: str) -> None:
+    if not condition:
+        raise InvariantViolation(what)
