@@ -86,9 +86,9 @@ def suspects(state: State, domain: str) -> tuple[Party, ...]:
 
 
 def victims(state: State, domain: str, offender: ClientId | None) -> tuple[ClientId, ...]:
-    """Living clients of the domain, one for each process, the offender left out."""
+    """Living clients of the domain, the offender's process left out."""
     spared = offender.process if offender else None
-    return tuple(sorted(c.id for c in state.living_of(domain) if c.id.process != spared and c.id.space == 0))
+    return tuple(sorted(c.id for c in state.living_of(domain) if c.id.process != spared))
 
 
 def dead_in_flight(state: State, domain: str, now: float) -> ClientId | None:

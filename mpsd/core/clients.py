@@ -29,17 +29,22 @@ _ASKABLE = (DomainState.ACTIVE, DomainState.WARM, DomainState.POISONED, DomainSt
 
 
 def on_noticed(draft: Draft, event: ev.ClientNoticed) -> None:
-    domain = draft.state.domains.get(event.domain)
-    client_id = ClientId(event.domain, event.facts.instance)
+    domain, process = draft.state.domains.get(event.domain), event.facts.instance
+    same = [c for c in draft.state.clients_of(event.domain) if c.id.process == process]
     if domain is None or domain.state is DomainState.STOPPING:
         draft.count("clients_of_unknown_domains")
-        draft.emit(Forget(event.facts.instance))
-    elif domain.state is DomainState.FAULTED and client_id not in draft.state.clients:
+        _forget_if_done(draft, process)
+    elif any(c.living for c in same):
+        return
+    elif domain.state is DomainState.FAULTED:
         _refuse(draft, domain)
-        draft.emit(Forget(event.facts.instance))
-    elif client_id not in draft.state.clients:
+        _forget_if_done(draft, process)
+    else:
+        # After an exec the old address space may still linger: the new one is another client.
+        space = 1 + max((c.id.space for c in same), default=-1)
+        client_id = ClientId(event.domain, process, space)
         draft.put_client(Client(client_id, event.facts, ClientState.NOTICED, draft.now))
-        draft.emit(Attach(event.domain, event.facts.instance))
+        draft.emit(Attach(event.domain, process, space))
 
 
 def on_refused(draft: Draft, event: ev.ClientRefused) -> None:
@@ -54,41 +59,38 @@ def _refuse(draft: Draft, domain: Domain) -> None:
 
 
 def on_attached(draft: Draft, event: ev.ClientAttached) -> None:
-    first = draft.state.clients.get(ClientId(event.domain, event.process))
-    if first is None:
-        for space in range(event.spaces):
-            draft.emit(ReleaseLease(ClientId(event.domain, event.process, space)))
+    ids = [ClientId(event.domain, event.process, event.space + n) for n in range(event.spaces)]
+    first = draft.state.clients.get(ClientId(event.domain, event.process, event.space))
+    if first is None or not allows(first.state, ClientTrigger.ATTACHED):
+        draft.emit(*(ReleaseLease(i) for i in ids if i not in draft.state.clients))
         return
-    state = first.state
-    if allows(state, ClientTrigger.ATTACHED):
-        state = next_client_state(state, ClientTrigger.ATTACHED) or state
-    for space in range(event.spaces):
-        known = draft.state.clients.get(ClientId(event.domain, event.process, space), first)
+    state = next_client_state(first.state, ClientTrigger.ATTACHED)
+    assert state is not None
+    for client_id in ids:
         draft.put_client(
             replace(
-                known,
-                id=ClientId(event.domain, event.process, space),
+                first,
+                id=client_id,
                 state=state,
                 leased=True,
                 tracked=event.tracked,
-                attached=known.attached if known.attached is not None else draft.now,
+                attached=draft.now,
                 problem=event.problem,
             )
         )
-    took_ms = round((draft.now - first.noticed) * 1e3, 3)
     draft.publish(
         "client-attached",
         first.facts.uid,
         domain=event.domain,
         pid=event.process.pid,
-        ms=took_ms,
+        ms=round((draft.now - first.noticed) * 1e3, 3),
         tracked=event.tracked,
         problem=event.problem,
     )
 
 
 def on_attach_failed(draft: Draft, event: ev.AttachFailed) -> None:
-    client = draft.state.clients.get(ClientId(event.domain, event.process))
+    client = draft.state.clients.get(ClientId(event.domain, event.process, event.space))
     if client is None or not allows(client.state, ClientTrigger.ATTACH_FAILED):
         return
     draft.put_client(replace(client, state=ClientState.UNPROTECTED, problem=event.reason))
@@ -135,8 +137,8 @@ def on_left(draft: Draft, event: ev.ClientLeft) -> None:
 def _end(draft: Draft, process: ProcessInstance) -> None:
     """A process is no client any more: forget it, or keep its lease until its work has ended."""
     spaces = [c for c in draft.state.spaces_of(process) if c.living]
+    _answer_eviction(draft, spaces)
     for client in spaces:
-        _answer_eviction(draft, client)
         domain = draft.state.domains[client.id.domain]
         if not client.leased:
             draft.drop_client(client)
@@ -152,13 +154,15 @@ def _end(draft: Draft, process: ProcessInstance) -> None:
         domains.settle(draft, name)
 
 
-def _answer_eviction(draft: Draft, client: Client) -> None:
-    eviction = client.eviction
-    if eviction is None or eviction.requester == "policy" or client.id.space != 0:
-        return
-    took = round((draft.now - eviction.began) * 1e3, 3)
-    data = {"outcome": "evicted", "steps": [*eviction.steps, "the process has gone"], "evict_ms": took}
-    draft.emit(Answer(eviction.requester, True, data))
+def _answer_eviction(draft: Draft, spaces: list[Client]) -> None:
+    """Answer whoever asked for the eviction that has just come to its end, once for all spaces."""
+    for eviction in {c.eviction for c in spaces if c.eviction is not None}:
+        if eviction.requester != "policy":
+            took = round((draft.now - eviction.began) * 1e3, 3)
+            steps = [*eviction.steps, "the process has gone"]
+            draft.emit(
+                Answer(eviction.requester, True, {"outcome": "evicted", "steps": steps, "evict_ms": took})
+            )
 
 
 def _release(draft: Draft, client: Client) -> None:
@@ -263,14 +267,17 @@ def on_terminate_finished(draft: Draft, event: ev.TerminateFinished) -> None:
 
 def on_kill_wait(draft: Draft, subject: str) -> None:
     """SIGKILL was sent and the process is still there: say so, and let it be asked again."""
-    for client in tuple(draft.state.clients.values()):
-        stuck = client.state is ClientState.KILLING and client.eviction is not None
-        if str(client.id.process) != subject or not stuck or client.id.space != 0:
-            continue
-        assert client.eviction is not None
-        message = f"process {client.id.process.pid} has not ended {KILL_WAIT_S:.0f} s after SIGKILL"
-        draft.publish("kill-stuck", client.facts.uid, pid=client.id.process.pid, text=message)
-        if client.eviction.requester != "policy":
-            data = {"code": "deadline", "message": message, "steps": list(client.eviction.steps)}
-            draft.emit(Answer(client.eviction.requester, False, data))
+    stuck = [
+        c
+        for c in draft.state.clients.values()
+        if str(c.id.process) == subject and c.state is ClientState.KILLING
+    ]
+    for eviction in {c.eviction for c in stuck if c.eviction is not None}:
+        message = f"process {subject} has not ended {KILL_WAIT_S:.0f} s after SIGKILL"
+        draft.publish("kill-stuck", stuck[0].facts.uid, pid=stuck[0].id.process.pid, text=message)
+        if eviction.requester != "policy":
+            data = {"code": "deadline", "message": message, "steps": list(eviction.steps)}
+            draft.emit(Answer(eviction.requester, False, data))
+    for client in stuck:
+        if client.eviction is not None:
             draft.put_client(replace(client, eviction=replace(client.eviction, requester="policy")))

@@ -43,10 +43,11 @@ class AskServer:
 
 @dataclass(frozen=True, slots=True)
 class Attach:
-    """Lease and track this process as soon as it has an address space."""
+    """Lease and track this process as soon as it has an address space; its ids start at `space`."""
 
     domain: str
     process: ProcessInstance
+    space: int = 0
 
 
 @dataclass(frozen=True, slots=True)

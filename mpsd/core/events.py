@@ -136,13 +136,14 @@ class ClientNoticed:
 
 @dataclass(frozen=True, slots=True)
 class ClientAttached:
-    """Leases are held for these many address spaces; `tracked` says whether faults are seen."""
+    """Leases are held for this many address spaces, numbered from `space`; `tracked`: faults are seen."""
 
     domain: str
     process: ProcessInstance
     spaces: int
     tracked: bool
     problem: str = ""
+    space: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +151,7 @@ class AttachFailed:
     domain: str
     process: ProcessInstance
     reason: str
+    space: int = 0
 
 
 @dataclass(frozen=True, slots=True)

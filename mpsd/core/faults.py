@@ -288,9 +288,8 @@ def _process_record(draft: Draft, name: str, fault_class: str, text: str) -> Non
 
 def on_linger(draft: Draft, subject: str) -> None:
     """A dead client's kernel does not end: its domain is poisoned, and the record names it."""
-    for client in endless(draft, subject):
-        if client.id.space != 0:
-            continue
+    held = {c.id.domain: c for c in endless(draft, subject)}
+    for client in held.values():
         domain = draft.state.domains[client.id.domain]
         limit = draft.state.policy.linger_limit_s
         text = f"work of {client.id.process} has not ended {limit:g} s after its death"

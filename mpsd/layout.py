@@ -1,0 +1,136 @@
+"""Where a daemon keeps things: the run directory, domains' directories, the stable paths.
+
+    RUN/lock  RUN/mpsd.sock  RUN/keeper.sock  RUN/state.json
+    RUN/d/DOMAIN      pipe directory of one domain
+    RUN/s/SLOT        the stable path: a symbolic link to RUN/d/DOMAIN, replaced by rename
+    LOG/DOMAIN        logs of that domain's control daemon and servers
+
+A client that follows a link sees the old domain or the new one, never nothing: rename(2) is atomic.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from pathlib import Path
+
+from mpsd.errors import AlreadyRunningError, ConfigError
+
+SOCKET_LIMIT = 107
+LONGEST_SOCKET = "control_privileged"
+
+
+class Layout:
+    """Paths under one run directory and one log directory."""
+
+    def __init__(self, run_dir: Path, log_dir: Path, state_dir: Path) -> None:
+        self.run_dir = run_dir
+        self.log_dir = log_dir
+        self.state_dir = state_dir
+
+    @property
+    def socket(self) -> Path:
+        return self.run_dir / "mpsd.sock"
+
+    @property
+    def keeper_socket(self) -> Path:
+        return self.run_dir / "keeper.sock"
+
+    @property
+    def state_file(self) -> Path:
+        return self.run_dir / "state.json"
+
+    def pipe_dir(self, domain: str) -> Path:
+        return self.run_dir / "d" / domain
+
+    def domain_log_dir(self, domain: str) -> Path:
+        return self.log_dir / domain
+
+    def slot_path(self, slot: str) -> Path:
+        return self.run_dir / "s" / slot
+
+    def prepare(self) -> None:
+        """Make the directories. Raises ConfigError naming the one that cannot be made."""
+        for path, mode in (
+            (self.run_dir, 0o755),
+            (self.run_dir / "d", 0o755),
+            (self.run_dir / "s", 0o755),
+            (self.log_dir, 0o750),
+            (self.state_dir, 0o750),
+        ):
+            try:
+                path.mkdir(mode=mode, parents=True, exist_ok=True)
+            except OSError as error:
+                raise ConfigError(
+                    f"cannot make directory {path}: {error.strerror}",
+                    remedy="run as root, or set run_dir, log_dir and state_dir to places you may write",
+                ) from error
+        longest = self.slot_path("x" * 24) / LONGEST_SOCKET
+        if len(os.fsencode(longest)) > SOCKET_LIMIT:
+            raise ConfigError(
+                f"run_dir {self.run_dir} is too long: a socket path may have {SOCKET_LIMIT} bytes",
+                remedy="choose a shorter run_dir",
+            )
+
+    def lock(self) -> int:
+        """Own the run directory for the life of this process: a locked, close-on-exec descriptor.
+
+        Raises AlreadyRunningError when another daemon does.
+        """
+        path = self.run_dir / "lock"
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot open {path}: {error.strerror}", remedy="run as the owner of the run directory"
+            ) from error
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            owner = os.read(fd, 32).decode("ascii", "replace").strip() or "unknown"
+            os.close(fd)
+            raise AlreadyRunningError(
+                f"another mpsd (pid {owner}) runs on {self.run_dir}",
+                remedy="stop it first, or give this one another run_dir",
+            ) from error
+        os.ftruncate(fd, 0)
+        os.write(fd, f"{os.getpid()}\n".encode())
+        return fd
+
+    def switch(self, slot: str, domain: str) -> None:
+        """Let the slot's stable path lead to a domain, atomically. Raises OSError."""
+        replace_link(self.slot_path(slot), self.pipe_dir(domain))
+
+    def forget_domain(self, domain: str) -> None:
+        """Remove the directories of a domain that has ended; its logs stay until the name is used again."""
+        shutil.rmtree(self.pipe_dir(domain), ignore_errors=True)
+
+
+def replace_link(path: Path, target: Path) -> None:
+    """Make `path` a symbolic link to `target`, whether or not it was one before."""
+    draft = path.with_name(f".{path.name}.new")
+    draft.unlink(missing_ok=True)
+    draft.symlink_to(target)
+    os.replace(draft, path)
+
+
+def claim_default_path(path: Path, target: Path) -> str:
+    """Serve libcuda's default pipe directory through a link. Returns why not; empty when done.
+
+    Nothing that is not a link of ours is ever moved away: another control daemon may live in it.
+    """
+    if path.is_symlink():
+        current = Path(os.readlink(path))
+        if current.exists() and current.parent != target.parent:
+            return f"{path} leads to {current}, which is not of this mpsd"
+    elif path.exists():
+        try:
+            path.rmdir()
+        except OSError:
+            return f"{path} is a directory that is not empty: another control daemon may use it"
+    try:
+        replace_link(path, target)
+    except OSError as error:
+        return f"cannot make {path}: {error.strerror}"
+    return ""

@@ -1,0 +1,64 @@
+"""Fault records and clients as the plain values of the wire and the journal (schema 1)."""
+
+from __future__ import annotations
+
+import pwd
+from datetime import UTC, datetime
+from functools import lru_cache
+from typing import Any
+
+from mpsd.core.records import FaultRecord, Party
+from mpsd.core.taxonomy import CLASSES
+
+
+@lru_cache(maxsize=1024)
+def user_name(uid: int) -> str:
+    """The name of a user, or the number as text."""
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
+
+
+def party_json(party: Party) -> dict[str, Any]:
+    facts = party.facts
+    return {
+        "pid": facts.instance.pid,
+        "start_ticks": facts.instance.start_ticks,
+        "uid": facts.uid,
+        "user": user_name(facts.uid),
+        "command": facts.command,
+    }
+
+
+def record_json(record: FaultRecord, wall_at_zero: float, record_ms: float | None) -> dict[str, Any]:
+    """A record as the wire shows it.
+
+    `wall_at_zero`: calendar seconds at monotonic zero. `record_ms`: from the driver's own time stamp
+    to the moment the record was written, None where the driver gave no stamp.
+    """
+    when = datetime.fromtimestamp(wall_at_zero + record.at, UTC)
+    return {
+        "id": record.id,
+        "time": when.isoformat(timespec="milliseconds"),
+        "domain": record.domain,
+        "gpus": list(record.gpus),
+        "class": record.fault_class,
+        "title": CLASSES[record.fault_class].title,
+        "offender": party_json(record.offender) if record.offender else None,
+        "confidence": record.confidence.value,
+        "suspects": [party_json(p) for p in record.suspects],
+        "address": f"{record.address:#x}" if record.address is not None else None,
+        "access": record.access.value if record.access else None,
+        "fault_type": record.fault_type,
+        "lies_there": record.lies_there.value if record.lies_there else None,
+        "evidence": [
+            {"source": e.source.value, "at_ms": round((e.at - record.at) * 1e3, 3), "text": e.text}
+            for e in record.evidence
+        ],
+        "victims": sorted({v.process.pid for v in record.victims}),
+        "revision": record.revision,
+        "refused_807": record.refused,
+        "action": record.action,
+        "record_ms": record_ms,
+    }
