@@ -1,0 +1,302 @@
+"""Laws over one run. Each is a small function of what was observed; a law that throws says unknown.
+
+A law returns None where it does not apply. Times are laws of their own and bind only where the history
+says that they do (`bars` in its beginning): on the simulated GPU they are measured, not judged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from faultinject.faults import Fault, Naming, Recording, StallBar, Story
+from faultinject.observation import REFUSED_IN_FAULT, Observation
+from faultinject.verdict import Finding, Verdict, invalid, merge, unknown, valid
+
+Judgement = tuple[Verdict, str] | None
+Law = Callable[[Fault, Observation], Judgement]
+
+
+@dataclass(frozen=True, slots=True)
+class Bars:
+    """Upper limits in milliseconds, as the project states them for real hardware."""
+
+    record: float = 5.0
+    evict: float = 20.0
+    stall: float = 5.0
+    fresh: float = 300.0
+    memory: float = 100.0
+    attach: float = 20.0
+
+
+BARS = Bars()
+
+
+def effective(fault: Fault, seen: Observation) -> Fault:
+    """The fault as this machine's settings make it: a guard that is on must absorb it in silence."""
+    if not fault.kind.startswith("guard_") or seen.mode != "mpsd":
+        return fault
+    if seen.guard_on:
+        return replace(fault, survive={**fault.survive, "mpsd": True}, naming=Naming.NOBODY)
+    return replace(fault, survive={**fault.survive, "mpsd": False}, recording=Recording.REQUIRED)
+
+
+def rig_worked(fault: Fault, seen: Observation) -> Judgement:
+    if seen.failure:
+        return unknown(seen.failure)
+    ready = sum(s.ready for s in seen.survivors)
+    if ready < seen.ready_expected:
+        return unknown(f"only {ready} of {seen.ready_expected} survivors came up")
+    return valid()
+
+
+def fault_happened(fault: Fault, seen: Observation) -> Judgement:
+    if fault.story in (Story.CHURN, Story.PID_REUSE):
+        return None
+    return valid() if seen.fired_at is not None else unknown("the fault was never injected")
+
+
+def survivors_accounted(fault: Fault, seen: Observation) -> Judgement:
+    silent = [s.name for s in seen.survivors if s.ready and not s.done and s.error is None]
+    return unknown(f"{', '.join(silent)} ended without a word") if silent else valid()
+
+
+def survivors_live(fault: Fault, seen: Observation) -> Judgement:
+    must = fault.survive.get(seen.mode)
+    if must:
+        lost = [f"{s.name} (error {s.error})" for s in seen.survivors if s.lost]
+        return invalid(f"lost {', '.join(lost)}") if lost else valid()
+    if must is False and seen.mode == "stock" and not seen.lost:
+        return unknown("stock MPS is known to lose clients to this fault, and lost none")
+    return None
+
+
+def results_right(fault: Fault, seen: Observation) -> Judgement:
+    wrong = [s.name for s in seen.survivors if s.wrong]
+    if wrong:
+        return invalid(f"wrong results in {', '.join(wrong)}")
+    return valid() if any(s.steps for s in seen.survivors) else unknown("no survivor told its results")
+
+
+def recorded(fault: Fault, seen: Observation) -> Judgement:
+    if seen.mode == "stock" or fault.recording is Recording.OPTIONAL:
+        return None
+    if fault.recording is Recording.NONE:
+        return invalid("a record of what was no fault") if seen.records else valid()
+    return valid() if seen.records else invalid("there is no fault record")
+
+
+def class_right(fault: Fault, seen: Observation) -> Judgement:
+    if seen.mode == "stock" or not seen.records:
+        return None
+    wrong = [r.data["class"] for r in seen.records if r.data["class"] not in fault.classes]
+    if wrong:
+        expected = " or ".join(sorted(fault.classes)) or "no record"
+        return invalid(f"classed {', '.join(wrong)}, should be {expected}")
+    return valid()
+
+
+def nobody_named_wrongly(fault: Fault, seen: Observation) -> Judgement:
+    if seen.mode == "stock":
+        return None
+    if seen.named == "wrong":
+        named = [r.offender for r in seen.records if r.offender not in (None, *seen.offenders)]
+        return invalid(f"named {named}, the offender was {list(seen.offenders)}")
+    accused = [r.offender for r in seen.records if r.offender]
+    if fault.naming is Naming.NOBODY and accused and not fault.elsewhere:
+        return invalid(f"named {accused} for what no client did")
+    return valid()
+
+
+def offender_named(fault: Fault, seen: Observation) -> Judgement:
+    owed = fault.naming in (Naming.CERTAIN, Naming.RIGHT) and fault.recording is Recording.REQUIRED
+    if seen.mode == "stock" or not owed:
+        return None
+    if seen.named != "right":
+        return invalid(f"the offender is not named ({seen.named})")
+    if fault.naming is Naming.CERTAIN and seen.confidence != "certain":
+        return invalid(f"the offender is named {seen.confidence}, not certain")
+    return valid()
+
+
+def suspects_include_offender(fault: Fault, seen: Observation) -> Judgement:
+    lists = [r.data.get("suspects") or () for r in seen.records if r.offender is None]
+    if seen.mode == "stock" or fault.naming is not Naming.NOT_WRONG or not any(lists):
+        return None
+    suspects = {(s["pid"], s["start_ticks"]) for found in lists for s in found}
+    return valid() if suspects & set(seen.offenders) else invalid("the offender is not among the suspects")
+
+
+def newcomers_served(fault: Fault, seen: Observation) -> Judgement:
+    """No client started after the record sees 807; each gets on to MPS."""
+    if seen.mode == "stock" or not seen.newcomers:
+        return None
+    since = seen.record.seen if seen.record else float("-inf")
+    for newcomer in (n for n in seen.newcomers if n.spawned >= since):
+        if REFUSED_IN_FAULT in newcomer.refused:
+            return invalid(f"{newcomer.name}, started after the record, was refused with 807")
+        if newcomer.first_kernel is None:
+            return invalid(f"{newcomer.name} never ran a kernel")
+        if newcomer.on_mps is False:
+            return invalid(f"{newcomer.name} ran outside MPS")
+    return valid()
+
+
+def fresh_server(fault: Fault, seen: Observation) -> Judgement:
+    if seen.mode == "stock" or not fault.takes_domain:
+        return None
+    return invalid("no fresh server took over") if seen.fresh_ms is None else valid()
+
+
+def domain_stays(fault: Fault, seen: Observation) -> Judgement:
+    """A fault elsewhere moves nobody."""
+    if seen.mode == "stock" or not fault.elsewhere:
+        return None
+    return invalid("clients were moved for a fault elsewhere") if seen.moved else valid()
+
+
+def memory_returned(fault: Fault, seen: Observation) -> Judgement:
+    if seen.mode == "stock" or not fault.memory_back:
+        return None
+    return invalid("memory of the dead was never given back") if seen.memory_back_ms is None else valid()
+
+
+def poison_told(fault: Fault, seen: Observation) -> Judgement:
+    if seen.mode == "stock" or not fault.poisons:
+        return None
+    return valid() if seen.poisoned else invalid("nobody said that the domain is poisoned")
+
+
+def readopted(fault: Fault, seen: Observation) -> Judgement:
+    if fault.story is not Story.DAEMON_DIES or seen.mode == "stock":
+        return None
+    return valid() if seen.readopted else invalid("the new daemon did not take the clients over")
+
+
+def eviction_done(fault: Fault, seen: Observation) -> Judgement:
+    if seen.mode == "stock" or fault.story is not Story.EVICTION:
+        return None
+    if seen.evict_asked is None:
+        return unknown("no eviction was asked for")
+    return invalid("the offender lived on") if seen.evict_ms is None else valid()
+
+
+def stranger_spared(fault: Fault, seen: Observation) -> Judgement:
+    if fault.story is not Story.PID_REUSE:
+        return None
+    if seen.innocent_alive is None:
+        return unknown("the pid was not brought back")
+    if not seen.innocent_alive:
+        return invalid("a process that never was a client was killed")
+    refused = any(a["op"] == "kill" and not a["ok"] for a in seen.answers)
+    return valid() if refused else invalid("the request to evict a stranger was not refused")
+
+
+def crowd_right(fault: Fault, seen: Observation) -> Judgement:
+    if fault.story is not Story.CHURN:
+        return None
+    if seen.crowd is None:
+        return unknown("the crowd did not report")
+    bad = {k: seen.crowd[k] for k in ("wrong", "failed") if seen.crowd[k]}
+    return invalid(f"members of the crowd: {bad}") if bad else valid()
+
+
+def nothing_left(fault: Fault, seen: Observation) -> Judgement:
+    if seen.leftovers is None:
+        return unknown("the run has no end")
+    return invalid("left behind: " + "; ".join(seen.leftovers)) if seen.leftovers else valid()
+
+
+LAWS: tuple[Law, ...] = (
+    rig_worked,
+    fault_happened,
+    survivors_accounted,
+    survivors_live,
+    results_right,
+    recorded,
+    class_right,
+    nobody_named_wrongly,
+    offender_named,
+    suspects_include_offender,
+    newcomers_served,
+    fresh_server,
+    domain_stays,
+    memory_returned,
+    poison_told,
+    readopted,
+    eviction_done,
+    stranger_spared,
+    crowd_right,
+    nothing_left,
+)
+
+
+def _bar(name: str, value: float | None, limit: float) -> Judgement:
+    if value is None:
+        return None
+    text = f"{name} took {value:.1f} ms, at most {limit:.1f} are allowed"
+    return valid(text) if value <= limit else invalid(text)
+
+
+def record_in_time(fault: Fault, seen: Observation) -> Judgement:
+    return None if seen.mode == "stock" else _bar("the record", seen.record_ms, BARS.record)
+
+
+def evicted_in_time(fault: Fault, seen: Observation) -> Judgement:
+    applies = seen.mode == "mpsd" and fault.stall_bar is not StallBar.NONE
+    return _bar("the eviction", seen.evict_ms, BARS.evict) if applies else None
+
+
+def stall_bounded(fault: Fault, seen: Observation) -> Judgement:
+    if seen.mode == "stock" or fault.stall_bar is StallBar.NONE:
+        return None
+    if fault.stall_bar is StallBar.FREE:
+        return _bar("the longest stall", seen.stall_ms, BARS.stall)
+    if seen.evict_ms is None:
+        return unknown("the eviction was not timed")
+    return _bar("the longest stall", seen.stall_ms, seen.evict_ms + BARS.stall)
+
+
+def fresh_in_time(fault: Fault, seen: Observation) -> Judgement:
+    return None if seen.mode == "stock" else _bar("a fresh server", seen.fresh_ms, BARS.fresh)
+
+
+def memory_in_time(fault: Fault, seen: Observation) -> Judgement:
+    return _bar("giving memory back", seen.memory_back_ms, BARS.memory)
+
+
+def attached_in_time(fault: Fault, seen: Observation) -> Judgement:
+    return _bar("attaching", max(seen.attach_ms, default=None), BARS.attach)
+
+
+BAR_LAWS: tuple[Law, ...] = (
+    record_in_time,
+    evicted_in_time,
+    stall_bounded,
+    fresh_in_time,
+    memory_in_time,
+    attached_in_time,
+)
+
+
+def check(
+    fault: Fault, seen: Observation, *, bars: bool, laws: Sequence[Law] = LAWS + BAR_LAWS
+) -> tuple[Finding, ...]:
+    """What every law says that applies. With `bars` unset the time laws are told, never judged."""
+    fault = effective(fault, seen)
+    findings = []
+    for law in laws:
+        name = law.__name__.replace("_", " ")
+        try:
+            judgement = law(fault, seen)
+        except Exception as error:  # a broken law must never look like success
+            judgement = unknown(f"the law itself failed: {error!r}")
+        if judgement is None or (law in BAR_LAWS and not bars):
+            continue
+        findings.append(Finding(name, *judgement))
+    return tuple(findings)
+
+
+def verdict(findings: Sequence[Finding]) -> Verdict:
+    """One verdict for a run: unknown beats valid, invalid beats unknown."""
+    return merge(f.verdict for f in findings)

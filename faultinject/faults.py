@@ -1,0 +1,376 @@
+"""The registry: every fault that the harness can inject and what must hold afterwards.
+
+A fault is a value: what it is, what it needs of the machine, which class mpsd must give it, who must
+survive it in which mode, how sure the naming must be, and how it is healed. The expectations for stock
+MPS are the rows of the measured table (docs: faultinject/reports): False means "known to be lost".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from enum import StrEnum
+
+from faultinject import kinds
+from mpsd.errors import UsageError
+
+
+class Recording(StrEnum):
+    """Whether mpsd owes a fault record."""
+
+    REQUIRED = "required"
+    OPTIONAL = "optional"
+    NONE = "none"
+
+
+class Naming(StrEnum):
+    """What the record must say about the offender. Naming an innocent is never right."""
+
+    CERTAIN = "certain"
+    RIGHT = "right"
+    NOT_WRONG = "not wrong"
+    NOBODY = "nobody"
+
+
+class Heal(StrEnum):
+    """What brings the machine back after the fault, done whatever became of the scenario."""
+
+    NOTHING = "nothing: it heals by itself once its clients have gone"
+    KILL_OFFENDER = "kill the offender"
+    RESTART_DAEMON = "start mpsd again"
+    FREE_DISK = "free the log disk"
+
+
+class Need(StrEnum):
+    """Features of the machine; a fault that lacks one is not run, and the reason is reported."""
+
+    LOG_DISK = "a log disk that can be filled"
+    CHOOSE_PID = "the right to choose the next pid"
+
+
+class StallBar(StrEnum):
+    """What bounds the longest stall of a survivor, where the project states a bound."""
+
+    NONE = "none"
+    FREE = "a few milliseconds: the offender leaves SMs free"
+    EVICTION = "the eviction time and a few milliseconds: the offender fills the GPU"
+
+
+class Story(StrEnum):
+    """How the scenario goes (faultinject.scenarios has one function for each)."""
+
+    MISDEED = "the offender does it"
+    EVICTION = "the offender hangs and is evicted"
+    PART_DIES = "a part of the service is killed"
+    DAEMON_DIES = "mpsd dies with a dead client's kernel running"
+    DISK_FULL = "the log disk is full when it happens"
+    PID_REUSE = "a pid comes back as another process"
+    CHURN = "many clients come and go"
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One fault. `survive` maps a mode to: all must live (True), known to be lost (False), open (None)."""
+
+    kind: str
+    title: str
+    survive: Mapping[str, bool | None]
+    classes: frozenset[str] = frozenset()
+    recording: Recording = Recording.REQUIRED
+    naming: Naming = Naming.CERTAIN
+    story: Story = Story.MISDEED
+    variant: str = ""
+    heal: Heal = Heal.NOTHING
+    needs: frozenset[Need] = frozenset()
+    modes: tuple[str, ...] = kinds.MODES
+    offenders: int = 1
+    elsewhere: bool = False
+    fills_gpu: bool = False
+    stall_bar: StallBar = StallBar.NONE
+    memory_back: bool = False
+    poisons: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}@{self.variant}" if self.variant else self.kind
+
+    @property
+    def takes_domain(self) -> bool:
+        """The domain is lost with mpsd too (isolation is not promised for this kind)."""
+        return self.survive.get("mpsd") is False
+
+
+def _survive(stock: bool | None, mpsd: bool | None) -> Mapping[str, bool | None]:
+    return {"stock": stock, "mpsd": mpsd}
+
+
+_LOST = _survive(False, False)
+_SAVED = _survive(False, True)
+_UNHARMED = _survive(True, True)
+
+
+def _domain_fault(kind: str, title: str, fault_class: str, naming: Naming = Naming.CERTAIN) -> Fault:
+    return Fault(kind, title, _LOST, frozenset({fault_class}), naming=naming)
+
+
+def _sm(kind: str, title: str, fault_class: str) -> Fault:
+    return _domain_fault(kind, title, fault_class, Naming.NOT_WRONG)
+
+
+def _death(kind: str, title: str, variant: str = "", *, fills_gpu: bool = False) -> Fault:
+    return Fault(
+        kind,
+        title,
+        _SAVED,
+        frozenset({"death-in-flight"}),
+        recording=Recording.OPTIONAL,
+        naming=Naming.NOT_WRONG,
+        variant=variant,
+        fills_gpu=fills_gpu,
+        stall_bar=StallBar.NONE if fills_gpu else StallBar.FREE,
+    )
+
+
+def _guard(kind: str, where: str) -> Fault:
+    # A guard class that is off leaves the store fatal and named; the laws ask `status` which it is.
+    return Fault(
+        kind,
+        f"stray store into {where}",
+        _survive(False, None),
+        frozenset({"mmu-invalid-address"}),
+        recording=Recording.OPTIONAL,
+    )
+
+
+def _eviction(kind: str, title: str, variant: str = "", *, fills_gpu: bool = False) -> Fault:
+    return Fault(
+        kind,
+        title,
+        _SAVED,
+        frozenset({"hang", "death-in-flight"}),
+        recording=Recording.OPTIONAL,
+        naming=Naming.NOT_WRONG,
+        story=Story.EVICTION,
+        variant=variant,
+        heal=Heal.KILL_OFFENDER,
+        fills_gpu=fills_gpu,
+        stall_bar=StallBar.EVICTION if fills_gpu else StallBar.FREE,
+    )
+
+
+def _nobodys(
+    kind: str,
+    title: str,
+    *,
+    classes: frozenset[str] = frozenset(),
+    story: Story = Story.MISDEED,
+    needs: frozenset[Need] = frozenset(),
+    modes: tuple[str, ...] = kinds.MODES,
+    elsewhere: bool = False,
+    memory_back: bool = False,
+) -> Fault:
+    """Something that no client of the domain may be named for, and that harms none."""
+    return Fault(
+        kind,
+        title,
+        _UNHARMED,
+        classes,
+        recording=Recording.OPTIONAL,
+        naming=Naming.NOBODY,
+        story=story,
+        needs=needs,
+        modes=modes,
+        elsewhere=elsewhere,
+        memory_back=memory_back,
+    )
+
+
+_GPU_FAULTS = (
+    _domain_fault("store", "store to an address that is not mapped", "mmu-invalid-address"),
+    _domain_fault("load", "load from an address that is not mapped", "mmu-invalid-address"),
+    _domain_fault("atomic", "atomic on an address that is not mapped", "mmu-invalid-address"),
+    _domain_fault("null", "store through a null pointer", "mmu-null"),
+    _domain_fault("use_after_unmap", "store to memory that was unmapped", "mmu-use-after-unmap"),
+    _domain_fault("read_only", "store to a read-only mapping", "mmu-permission"),
+    _sm("noncanonical", "store to a non-canonical address", "sm-out-of-range"),
+    _sm("misaligned", "misaligned store", "sm-misaligned"),
+    _sm("shared_window", "shared memory window out of range", "sm-out-of-range"),
+    _sm("local_window", "local memory window out of range", "sm-out-of-range"),
+    _sm("trap", "trap instruction", "sm-trap"),
+    _sm("breakpoint", "breakpoint instruction", "sm-trap"),
+    _sm("stack_overflow", "stack overflow in a kernel", "sm-stack-overflow"),
+    _domain_fault("wild_call", "call through a wild pointer", "mmu-instruction-fetch"),
+    Fault(
+        "wild_call_low",
+        "call through 0x10: the kernel hangs, then its client is evicted",
+        _survive(None, None),
+        frozenset({"hang", "death-in-flight", "mmu-instruction-fetch", "mmu-null"}),
+        recording=Recording.OPTIONAL,
+        naming=Naming.NOT_WRONG,
+        story=Story.EVICTION,
+        heal=Heal.KILL_OFFENDER,
+    ),
+    _domain_fault("pbdma", "stream memory operation on an unmapped address", "pbdma-fault"),
+    Fault(
+        "assert",
+        "assert() in a kernel",
+        _UNHARMED,
+        frozenset({"device-assert"}),
+        recording=Recording.OPTIONAL,
+        naming=Naming.NOT_WRONG,
+    ),
+    _guard("guard_low", "the low addresses"),
+    _guard("guard_file", "a file mapping"),
+    _guard("guard_heap", "the heap"),
+    _guard("guard_stack", "the stack"),
+)
+
+_PROCESS_FAULTS = (
+    _death("sigkill_running", "SIGKILL while its kernel runs"),
+    _death("sigkill_running", "SIGKILL while its kernel fills the GPU", "fill", fills_gpu=True),
+    Fault(
+        "sigkill_running",
+        "SIGKILL while a kernel runs that never ends",
+        _SAVED,
+        frozenset({"hang"}),
+        naming=Naming.RIGHT,
+        variant="endless",
+        poisons=True,
+    ),
+    _death("exit_running", "exit without cleaning up while its kernel runs"),
+    _death("segfault_running", "segmentation fault on the host while its kernel runs"),
+    _nobodys("sigkill_idle", "SIGKILL of an idle client", memory_back=True),
+    _nobodys("clean_exit", "an orderly exit", memory_back=True),
+    _eviction("endless", "a kernel that never ends, evicted, SMs left free", "free"),
+    _eviction("endless", "a kernel that never ends, evicted, the GPU full", "fill", fills_gpu=True),
+    Fault(
+        "sigstop",
+        "a client is stopped while its kernel runs, then evicted (stock: continued)",
+        _UNHARMED,
+        frozenset({"death-in-flight"}),
+        recording=Recording.OPTIONAL,
+        naming=Naming.NOT_WRONG,
+        story=Story.EVICTION,
+        heal=Heal.KILL_OFFENDER,
+    ),
+    _nobodys("fork_using", "fork while its kernel runs"),
+    Fault(
+        "exec_using",
+        "exec while its kernel runs",
+        _survive(None, True),
+        frozenset({"death-in-flight"}),
+        recording=Recording.OPTIONAL,
+        naming=Naming.NOT_WRONG,
+    ),
+)
+
+_SERVICE_FAULTS = (
+    Fault(
+        "server_death",
+        "SIGKILL of the MPS server",
+        _LOST,
+        frozenset({"server-death"}),
+        naming=Naming.NOBODY,
+        story=Story.PART_DIES,
+    ),
+    Fault(
+        "control_death",
+        "SIGKILL of the control daemon",
+        _survive(None, None),
+        frozenset({"control-death"}),
+        naming=Naming.NOBODY,
+        story=Story.PART_DIES,
+    ),
+    Fault(
+        "mpsd_death",
+        "kill -9 of mpsd with a dead client's kernel running",
+        _survive(None, True),
+        frozenset({"death-in-flight"}),
+        recording=Recording.OPTIONAL,
+        naming=Naming.NOT_WRONG,
+        story=Story.DAEMON_DIES,
+        heal=Heal.RESTART_DAEMON,
+        modes=("mpsd",),
+    ),
+    Fault(
+        "full_log_disk",
+        "the log disk is full, then a client is killed while its kernel runs",
+        _SAVED,
+        frozenset({"death-in-flight"}),
+        recording=Recording.OPTIONAL,
+        naming=Naming.NOT_WRONG,
+        story=Story.DISK_FULL,
+        heal=Heal.FREE_DISK,
+        needs=frozenset({Need.LOG_DISK}),
+    ),
+    Fault(
+        "two_offenders",
+        "two clients store to unmapped addresses at once",
+        _LOST,
+        frozenset({"mmu-invalid-address"}),
+        offenders=2,
+    ),
+    Fault(
+        "dies_while_evicted",
+        "a client with an endless kernel is killed while it is being evicted",
+        _survive(None, True),
+        frozenset({"hang", "death-in-flight"}),
+        recording=Recording.OPTIONAL,
+        naming=Naming.NOT_WRONG,
+        story=Story.EVICTION,
+        heal=Heal.KILL_OFFENDER,
+        modes=("mpsd",),
+    ),
+    _nobodys(
+        "other_domain",
+        "a client of another control daemon on the same GPU stores to an unmapped address",
+        classes=frozenset({"unattributed-xid"}),
+        elsewhere=True,
+    ),
+    _nobodys(
+        "outside_mps",
+        "a process outside MPS stores to an unmapped address",
+        classes=frozenset({"unattributed-xid"}),
+        elsewhere=True,
+    ),
+    _nobodys(
+        "pid_reuse",
+        "a dead client's pid comes back as an innocent process, and is to be evicted",
+        story=Story.PID_REUSE,
+        needs=frozenset({Need.CHOOSE_PID}),
+        modes=("mpsd",),
+    ),
+    _nobodys("churn", "60 clients that come and go", story=Story.CHURN),
+)
+
+REGISTRY: tuple[Fault, ...] = _GPU_FAULTS + _PROCESS_FAULTS + _SERVICE_FAULTS
+
+
+def by_name(name: str) -> Fault:
+    """The fault of exactly this name (kind, or kind@variant). Raises UsageError."""
+    for fault in REGISTRY:
+        if fault.name == name:
+            return fault
+    raise _unknown(name)
+
+
+def select(names: Iterable[str]) -> Iterator[Fault]:
+    """Faults by `all`, kind (all its variants) or kind@variant, in registry order, none twice.
+
+    Raises UsageError for a name that is neither.
+    """
+    wanted = set(names)
+    known = {"all"} | set(kinds.ALL) | {f.name for f in REGISTRY}
+    for name in sorted(wanted - known):
+        raise _unknown(name)
+    for fault in REGISTRY:
+        if wanted & {"all", fault.kind, fault.name}:
+            yield fault
+
+
+def _unknown(name: str) -> UsageError:
+    names = [*kinds.ALL, *(f.name for f in REGISTRY), "all"]
+    near = get_close_matches(name, names, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else "`mpsd-faultinject list` shows the kinds"
+    return UsageError(f"there is no fault kind {name!r}", remedy=hint)

@@ -1,0 +1,197 @@
+"""CUDA kernels of the harness, compiled at run time with NVRTC.
+
+`KERNELS` says which parameters each kernel takes; fault kernels carry the name of the fault kind
+they cause (read_only and use_after_unmap are `store` aimed at such memory). The `asm` ones go
+round the compiler, which would remove or refuse the same thing written in C.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from mpsd.errors import GpuError, UnsupportedError
+
+SOURCE = r"""
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+static __device__ __forceinline__ u64 nanoseconds()
+{
+    u64 t;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
+    return t;
+}
+
+static __device__ __forceinline__ u64 thread_index()
+{
+    return blockIdx.x * (u64)blockDim.x + threadIdx.x;
+}
+
+extern "C" __device__ void __assertfail(const char *, const char *, u32, const char *, size_t);
+
+extern "C" {
+
+// ---- work whose results can be checked
+
+__global__ void increment(u32 *words, u64 count)
+{
+    for (u64 i = thread_index(); i < count; i += gridDim.x * (u64)blockDim.x)
+        words[i] += 1;
+}
+
+__global__ void fill(u32 *words, u64 count, u32 value)
+{
+    for (u64 i = thread_index(); i < count; i += gridDim.x * (u64)blockDim.x)
+        words[i] = value;
+}
+
+// Counts the words that differ from `value` into *wrong.
+__global__ void verify(const u32 *words, u64 count, u32 value, u64 *wrong)
+{
+    u64 seen = 0;
+    for (u64 i = thread_index(); i < count; i += gridDim.x * (u64)blockDim.x)
+        seen += words[i] != value;
+    if (seen)
+        atomicAdd(wrong, seen);
+}
+
+__global__ void spin(u64 duration_ns)
+{
+    u64 begin = nanoseconds();
+    while (nanoseconds() - begin < duration_ns) { }
+}
+
+// Runs for duration_ns or until *stop is set; meanwhile the first thread counts in *counter.
+__global__ void count(u64 *counter, u64 duration_ns, const volatile u32 *stop)
+{
+    u64 begin = nanoseconds();
+    bool counts = thread_index() == 0;
+    while (nanoseconds() - begin < duration_ns && *stop == 0) {
+        if (counts) {
+            atomicAdd(counter, 1ull);
+            __threadfence_system();
+        }
+    }
+}
+
+__global__ void forever(const volatile u32 *stop)
+{
+    while (*stop == 0) { }
+}
+
+// ---- faults
+
+__global__ void store(u32 *address) { *(volatile u32 *)address = 1; }
+
+__global__ void load(const u32 *address, u32 *out) { *out = *(const volatile u32 *)address; }
+
+__global__ void atomic(u32 *address) { atomicAdd(address, 1u); }
+
+__global__ void misaligned(char *address) { *(volatile u32 *)(address + 1) = 1; }
+
+__global__ void shared_window(u32 offset)
+{
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(offset), "r"(1u) : "memory");
+}
+
+__global__ void local_window(u32 offset)
+{
+    asm volatile("st.local.u32 [%0], %1;" ::"r"(offset), "r"(1u) : "memory");
+}
+
+__global__ void trap() { asm volatile("trap;"); }
+
+__global__ void breakpoint() { asm volatile("brkpt;"); }
+
+__device__ __noinline__ u32 descend(u32 depth, volatile u32 *out)
+{
+    volatile u32 frame[96];
+    frame[depth % 96] = depth;
+    if (depth == 0)
+        return frame[0];
+    u32 below = descend(depth - 1, out);
+    out[0] = below;
+    return below + frame[depth % 96];
+}
+
+__global__ void stack_overflow(u32 depth, u32 *out) { out[0] = descend(depth, out); }
+
+__global__ void wild_call(u64 address)
+{
+    void (*target)() = (void (*)())address;
+    target();
+}
+
+__global__ void assertion(u32 value)
+{
+    if (value != 0)
+        __assertfail("value == 0", "harness", 1, "assertion", 1);
+}
+
+}
+"""
+
+_ADDRESS = ctypes.c_void_p
+_U32 = ctypes.c_uint32
+_U64 = ctypes.c_uint64
+
+# Kernel name -> ctypes types of its parameters, in order.
+KERNELS: Mapping[str, tuple[type[Any], ...]] = MappingProxyType(
+    {
+        "increment": (_ADDRESS, _U64),
+        "fill": (_ADDRESS, _U64, _U32),
+        "verify": (_ADDRESS, _U64, _U32, _ADDRESS),
+        "spin": (_U64,),
+        "count": (_ADDRESS, _U64, _ADDRESS),
+        "forever": (_ADDRESS,),
+        "store": (_ADDRESS,),
+        "load": (_ADDRESS, _ADDRESS),
+        "atomic": (_ADDRESS,),
+        "misaligned": (_ADDRESS,),
+        "shared_window": (_U32,),
+        "local_window": (_U32,),
+        "trap": (),
+        "breakpoint": (),
+        "stack_overflow": (_U32, _ADDRESS),
+        "wild_call": (_U64,),
+        "assertion": (_U32,),
+    }
+)
+
+
+def compile(arch: str) -> bytes:
+    """The kernels as a cubin for `arch`, for example "sm_90".
+
+    Makes no CUDA context. Raises UnsupportedError without NVRTC, GpuError with the compiler's
+    own words when it refuses.
+    """
+    try:
+        from cuda.bindings import nvrtc
+    except ImportError as error:
+        raise UnsupportedError(
+            "NVRTC is not installed", remedy="install the extra: pip install 'mpsd[cuda]'"
+        ) from error
+    result, program = nvrtc.nvrtcCreateProgram(SOURCE.encode(), b"harness.cu", 0, [], [])
+    _check(nvrtc, result)
+    options = [f"--gpu-architecture={arch}".encode(), b"--std=c++17"]
+    (result,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
+    if int(result):
+        _, size = nvrtc.nvrtcGetProgramLogSize(program)
+        log = bytearray(size)
+        nvrtc.nvrtcGetProgramLog(program, log)
+        raise GpuError(f"kernels do not compile for {arch}: {log.decode(errors='replace')}")
+    result, size = nvrtc.nvrtcGetCUBINSize(program)
+    _check(nvrtc, result)
+    cubin = bytearray(size)
+    (result,) = nvrtc.nvrtcGetCUBIN(program, cubin)
+    _check(nvrtc, result)
+    nvrtc.nvrtcDestroyProgram(program)
+    return bytes(cubin)
+
+
+def _check(nvrtc: Any, result: Any) -> None:
+    if int(result):
+        raise GpuError(f"NVRTC: {nvrtc.nvrtcGetErrorString(result)[1].decode()}", status=int(result))

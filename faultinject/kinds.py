@@ -1,0 +1,38 @@
+"""The names of the fault kinds, one vocabulary for the harness, the simulated GPU and the reports."""
+
+from __future__ import annotations
+
+MMU = ("store", "load", "atomic", "null", "use_after_unmap", "read_only")
+"""A kernel touches memory that it may not touch; UVM sees it."""
+
+SM = (
+    "noncanonical",
+    "misaligned",
+    "shared_window",
+    "local_window",
+    "trap",
+    "breakpoint",
+    "stack_overflow",
+)
+"""An exception of the streaming multiprocessor; UVM does not see it."""
+
+CALL = ("wild_call", "wild_call_low")
+ENGINE = ("pbdma",)
+HARMLESS = ("assert",)
+DEATH = ("sigkill_running", "exit_running", "segfault_running", "sigkill_idle", "clean_exit")
+HANG = ("endless",)
+PROCESS = ("sigstop", "fork_using", "exec_using")
+PARTS = ("server_death", "control_death", "mpsd_death")
+"""Deaths of what serves the clients."""
+
+CIRCUMSTANCE = ("full_log_disk", "two_offenders", "dies_while_evicted", "other_domain", "outside_mps")
+IDENTITY = ("pid_reuse", "churn")
+GUARD = ("guard_low", "guard_file", "guard_heap", "guard_stack")
+"""Stray stores into the classes of range that the outer guard can cover."""
+
+GPU_KINDS = MMU + SM + CALL + ENGINE + HARMLESS + GUARD
+"""Kinds that a kernel or the host engine commits on the GPU."""
+
+ALL = GPU_KINDS + DEATH + HANG + PROCESS + PARTS + CIRCUMSTANCE + IDENTITY
+
+MODES = ("stock", "mpsd")

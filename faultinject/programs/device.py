@@ -1,0 +1,71 @@
+"""What the worker programs do on a GPU, as one small interface with a real and a simulated version."""
+
+from __future__ import annotations
+
+import os
+from typing import Protocol
+
+from mpsd.errors import UsageError
+
+
+class DeviceError(Exception):
+    """The driver's answer to a call that failed: the CUDA error code, sticky as in CUDA."""
+
+    def __init__(self, code: int, text: str = "") -> None:
+        super().__init__(f"CUDA error {code}" + (f": {text}" if text else ""))
+        self.code = code
+
+
+class Device(Protocol):
+    """One context on one GPU. Every method raises DeviceError; launches are asynchronous."""
+
+    on_mps: bool | None
+    """Whether the context is one of an MPS client; None where the device cannot tell."""
+
+    def alloc(self, size: int) -> int:
+        """Device memory of `size` bytes."""
+        ...
+
+    def write(self, address: int, data: bytes) -> None: ...
+
+    def read(self, address: int, size: int) -> bytes:
+        """Wait for what was launched, then copy."""
+        ...
+
+    def increment(self, address: int, words: int) -> None:
+        """Add one to each of `words` 32-bit words."""
+        ...
+
+    def busy(self, seconds: float, *, fill: bool = False) -> None:
+        """Run a kernel for about this long, on every SM if `fill`."""
+        ...
+
+    def endless(self, *, fill: bool = False) -> None:
+        """Run a kernel that never ends."""
+        ...
+
+    def commit(self, kind: str, stray: int = 0) -> None:
+        """Commit a fault of this kind (faultinject.kinds.GPU_KINDS); `stray` is for the guard kinds."""
+        ...
+
+    def synchronize(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def open_device(backend: str) -> Device:
+    """Open the GPU of this backend. Each implementation is imported only when it is chosen.
+
+    Raises DeviceError (as the driver refused) or UsageError for an unknown backend.
+    """
+    match backend:
+        case "simulated":
+            from faultinject.programs.device_simulated import open_simulated
+
+            return open_simulated(os.environ)
+        case "nvidia":
+            from faultinject.programs.device_nvidia import open_nvidia
+
+            return open_nvidia(os.environ)
+        case _:
+            raise UsageError(f"there is no backend {backend!r}", remedy="use nvidia or simulated")

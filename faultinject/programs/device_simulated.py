@@ -1,0 +1,68 @@
+"""The simulated GPU as the worker programs use it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from mpsd.gpu.simulated.client import GpuFailure, SimulatedDevice
+
+from faultinject.programs.device import DeviceError
+
+
+@contextmanager
+def _translated() -> Iterator[None]:
+    try:
+        yield
+    except GpuFailure as failure:
+        raise DeviceError(failure.code, str(failure)) from failure
+
+
+class SimulatedProgramDevice:
+    """faultinject.programs.device.Device on mpsd.gpu.simulated."""
+
+    def __init__(self, device: SimulatedDevice) -> None:
+        self._device = device
+        self.on_mps: bool | None = device.on_mps
+
+    def alloc(self, size: int) -> int:
+        with _translated():
+            return self._device.alloc(size // 4)
+
+    def write(self, address: int, data: bytes) -> None:
+        with _translated():
+            self._device.write(address, data)
+
+    def read(self, address: int, size: int) -> bytes:
+        with _translated():
+            return self._device.read(address, size)
+
+    def increment(self, address: int, words: int) -> None:
+        with _translated():
+            self._device.launch("increment", address=address, words=words)
+
+    def busy(self, seconds: float, *, fill: bool = False) -> None:
+        with _translated():
+            self._device.launch("spin", duration_s=seconds, fill_gpu=fill)
+
+    def endless(self, *, fill: bool = False) -> None:
+        with _translated():
+            self._device.launch("forever", fill_gpu=fill)
+
+    def commit(self, kind: str, stray: int = 0) -> None:
+        with _translated():
+            self._device.launch(kind, address=stray)
+
+    def synchronize(self) -> None:
+        with _translated():
+            self._device.synchronize()
+
+    def close(self) -> None:
+        with _translated():
+            self._device.close()
+
+
+def open_simulated(environ: Mapping[str, str]) -> SimulatedProgramDevice:
+    """Join the simulated node that the environment names. Raises DeviceError."""
+    with _translated():
+        return SimulatedProgramDevice(SimulatedDevice.open(environ))

@@ -1,0 +1,44 @@
+"""A client that is started after the fault: how soon does its first kernel run, and was it refused?
+
+A refused attempt starts again in a fresh process image under the same pid, because what a driver
+remembers of a failed initialisation is not documented. `spawned` is the rig's clock at the start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+
+from faultinject.programs.device import DeviceError, open_device
+from faultinject.programs.survivor import Computation
+from faultinject.programs.talk import clock, identity, no_core_dumps, say
+
+RETRY_S = 0.02
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--backend", required=True)
+    parser.add_argument("--spawned", type=float, required=True)
+    parser.add_argument("--deadline", type=float, default=10.0, help="seconds from the spawn")
+    args = parser.parse_args(argv)
+    no_core_dumps()
+    try:
+        device = open_device(args.backend)
+        computation = Computation(device, os.getpid(), 64, check=True)
+        computation.step()
+    except DeviceError as error:
+        say("refused", **identity(), code=error.code, text=str(error))
+        if clock() > args.spawned + args.deadline:
+            return 1
+        time.sleep(RETRY_S)
+        os.execv(sys.executable, [sys.executable, "-m", "faultinject.programs.newcomer", *argv])
+    say("first_kernel", **identity(), wrong=computation.tally.wrong, on_mps=device.on_mps)
+    device.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,41 @@
+"""A client that misbehaves on order: sets up, says ready, does it on `go`, reports what it saw."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+
+from faultinject.programs.device import DeviceError, open_device
+from faultinject.programs.misdeeds import Plan, commit, prepare
+from faultinject.programs.talk import Inbox, clock, identity, no_core_dumps, say
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("kind")
+    parser.add_argument("--backend", required=True)
+    parser.add_argument("--variant", default="")
+    parser.add_argument("--fill", action="store_true", help="kernels occupy every SM")
+    parser.add_argument("--busy-s", type=float, default=0.5, help="how long a kernel runs that ends")
+    parser.add_argument("--memory", type=int, default=1 << 20, help="bytes of device memory it holds")
+    args = parser.parse_args(argv)
+    no_core_dumps()
+    inbox = Inbox()
+    plan = Plan(args.kind, args.variant, args.fill, args.busy_s)
+    try:
+        device = open_device(args.backend)
+        context_at = clock()
+        prepare(device, args.memory)
+        say("ready", **identity(), context_at=context_at, on_mps=device.on_mps)
+        inbox.expect("go")
+        commit(device, plan)
+        say("outcome", code=0)
+    except DeviceError as error:
+        say("outcome", code=error.code, text=str(error))
+    # Not through the interpreter's exit: after a sticky error clean-up calls may hang.
+    os._exit(5)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

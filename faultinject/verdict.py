@@ -1,0 +1,42 @@
+"""Verdicts have three values; merging lets unknown beat valid and invalid beat unknown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Verdict(StrEnum):
+    VALID = "valid"
+    UNKNOWN = "unknown"
+    INVALID = "invalid"
+
+
+_RANK = {Verdict.VALID: 0, Verdict.UNKNOWN: 1, Verdict.INVALID: 2}
+
+
+def merge(verdicts: Iterable[Verdict]) -> Verdict:
+    """The worst of them; of none at all nothing is known."""
+    return max(verdicts, key=_RANK.__getitem__, default=Verdict.UNKNOWN)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What one law says about one run."""
+
+    law: str
+    verdict: Verdict
+    text: str
+
+
+def valid(text: str = "") -> tuple[Verdict, str]:
+    return Verdict.VALID, text
+
+
+def invalid(text: str) -> tuple[Verdict, str]:
+    return Verdict.INVALID, text
+
+
+def unknown(text: str) -> tuple[Verdict, str]:
+    return Verdict.UNKNOWN, text
