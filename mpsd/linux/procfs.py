@@ -1,0 +1,256 @@
+"""Reading /proc, proc(5). Every function takes a bare pid: the caller pins it (mpsd.procs).
+
+A process that is gone, or that is not ours to look at, is an OSError of the kernel's own kind
+(FileNotFoundError, ProcessLookupError, PermissionError) unless the function says otherwise.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+
+PAGE_SIZE = os.sysconf("SC_PAGE_SIZE")
+COMMAND_LIMIT = 4096
+
+
+def _read(path: str) -> bytes:
+    with open(path, "rb", buffering=0) as file:
+        chunks = []
+        while chunk := file.read(1 << 16):
+            chunks.append(chunk)
+    return b"".join(chunks)
+
+
+def text_of(raw: bytes) -> str:
+    """Bytes of unknown origin as text: UTF-8, anything else as backslash escapes."""
+    return raw.decode("utf-8", "backslashreplace")
+
+
+def _rows(path: str) -> list[str]:
+    # Not splitlines(): a path or name may hold other line separators, which the kernel does not escape.
+    return [row for row in text_of(_read(path)).split("\n") if row]
+
+
+def printable(text: str, limit: int = 200) -> str:
+    """Untrusted text made fit for a terminal or a log line: control characters escaped, length bounded.
+
+    Bidirectional overrides, lone surrogates and line separators count as control characters.
+    """
+    shown = "".join(
+        c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text[:limit]
+    )
+    return shown if len(text) <= limit else shown + "..."
+
+
+@dataclass(frozen=True, slots=True)
+class Stat:
+    """The fields of /proc/PID/stat that mpsd uses. Addresses are 0 without ptrace rights."""
+
+    comm: str
+    state: str
+    ppid: int
+    start_ticks: int
+    start_code: int
+    start_stack: int
+
+
+def parse_stat(raw: bytes) -> Stat:
+    """Parse one stat line. The comm field may hold spaces and parentheses: it ends at the last one."""
+    opened, closed = raw.index(b"("), raw.rindex(b")")
+    fields = raw[closed + 2 :].split()
+    return Stat(
+        comm=text_of(raw[opened + 1 : closed]),
+        state=fields[0].decode("ascii"),
+        ppid=int(fields[1]),
+        start_ticks=int(fields[19]),
+        start_code=int(fields[23]),
+        start_stack=int(fields[25]),
+    )
+
+
+def stat(pid: int) -> Stat:
+    return parse_stat(_read(f"/proc/{pid}/stat"))
+
+
+def start_ticks(pid: int) -> int:
+    """Start of the process in clock ticks since boot: what tells two lives of one pid apart."""
+    return stat(pid).start_ticks
+
+
+def thread_states(pid: int, limit: int = 256) -> Iterator[str]:
+    """State letters of the threads, the leader's first; at most `limit` of them."""
+    yield stat(pid).state
+    for tid in os.listdir(f"/proc/{pid}/task")[:limit]:
+        if tid == str(pid):
+            continue
+        try:
+            yield parse_stat(_read(f"/proc/{pid}/task/{tid}/stat")).state
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+
+
+def status_fields(pid: int) -> dict[str, str]:
+    """/proc/PID/status as key to stripped text."""
+    return {key: value.strip() for key, _, value in (r.partition(":") for r in _rows(f"/proc/{pid}/status"))}
+
+
+def command_line(pid: int) -> list[str]:
+    """The arguments as the process shows them now (it can rewrite them); empty for a zombie."""
+    raw = _read(f"/proc/{pid}/cmdline")
+    return [text_of(part) for part in raw.rstrip(b"\0").split(b"\0")] if raw else []
+
+
+def command_text(pid: int) -> str:
+    """Arguments joined by spaces, or [comm] where there are none. Untrusted, at most 4096 characters."""
+    arguments = command_line(pid)
+    return " ".join(arguments)[:COMMAND_LIMIT] if arguments else f"[{stat(pid).comm}]"
+
+
+def exe_path(pid: int) -> str:
+    """The executable, without the mark of a replaced file; empty when it may not be read."""
+    try:
+        return os.readlink(f"/proc/{pid}/exe").removesuffix(" (deleted)")
+    except OSError:
+        return ""
+
+
+def environment(pid: int) -> dict[str, str]:
+    """The environment the process was started with; later changes do not show (proc(5))."""
+    pairs = (entry.partition(b"=") for entry in _read(f"/proc/{pid}/environ").split(b"\0") if entry)
+    return {text_of(key): text_of(value) for key, _, value in pairs}
+
+
+def children(pid: int) -> tuple[int, ...]:
+    """Child processes, from the kernel's own list where it has one, else by a walk over /proc."""
+    try:
+        return tuple(int(word) for word in _read(f"/proc/{pid}/task/{pid}/children").split())
+    except FileNotFoundError:
+        return tuple(other for other in pids() if parent(other) == pid)
+
+
+def parent(pid: int) -> int | None:
+    try:
+        return stat(pid).ppid
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+
+
+def pids() -> Iterator[int]:
+    """Every pid that /proc shows now."""
+    return (int(name) for name in os.listdir("/proc") if name.isdigit())
+
+
+def resident_bytes(pid: int) -> int:
+    """Resident memory: second field of /proc/PID/statm, in pages."""
+    return int(_read(f"/proc/{pid}/statm").split()[1]) * PAGE_SIZE
+
+
+@dataclass(frozen=True, slots=True)
+class CgroupLine:
+    """One line of /proc/PID/cgroup. Version 2 has hierarchy 0 and no controllers."""
+
+    controllers: tuple[str, ...]
+    path: str
+    unified: bool
+
+
+def cgroups(pid: int) -> tuple[CgroupLine, ...]:
+    rows = []
+    for line in _rows(f"/proc/{pid}/cgroup"):
+        number, controllers, path = line.split(":", 2)
+        rows.append(CgroupLine(tuple(filter(None, controllers.split(","))), path, number == "0"))
+    return tuple(rows)
+
+
+@cache
+def cgroup_mounts() -> tuple[str | None, str | None]:
+    """Mount points of cgroup version 2 and of the version 1 freezer, from /proc/self/mountinfo."""
+    unified: str | None = None
+    freezer: str | None = None
+    for line in _rows("/proc/self/mountinfo"):
+        mount, _, kind = line.partition(" - ")
+        point, (fstype, *rest) = mount.split()[4], kind.split()
+        if fstype == "cgroup2" and unified is None:
+            unified = point
+        elif fstype == "cgroup" and "freezer" in rest[-1].split(","):
+            freezer = point
+    return unified, freezer
+
+
+def frozen(pid: int) -> bool:
+    """Whether a cgroup of the process, or one above it, is frozen (or freezing, in version 1)."""
+    unified, freezer = cgroup_mounts()
+    for row in cgroups(pid):
+        if row.unified and unified and "frozen 1" in _lines(f"{unified}{row.path}/cgroup.events"):
+            return True
+        if "freezer" in row.controllers and freezer:
+            state = _lines(f"{freezer}{row.path}/freezer.state")
+            if state and state[0] != "THAWED":
+                return True
+    return False
+
+
+def _lines(path: str) -> list[str]:
+    # The root cgroup has neither file, and a path of another cgroup namespace does not exist here.
+    try:
+        return _rows(path)
+    except OSError:
+        return []
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryMap:
+    """One line of /proc/PID/maps: bytes [start, end), `path` empty for an anonymous mapping."""
+
+    start: int
+    end: int
+    permissions: str
+    offset: int
+    device: str
+    inode: int
+    path: str
+
+    @property
+    def anonymous(self) -> bool:
+        return self.inode == 0 and not self.path
+
+    @property
+    def reservation(self) -> bool:
+        """Address space that nobody may touch: anonymous, private, no access."""
+        return self.anonymous and self.permissions == "---p"
+
+    @property
+    def deleted(self) -> bool:
+        return self.path.endswith(" (deleted)")
+
+
+def parse_map(line: str) -> MemoryMap:
+    """Parse one line of maps. Paths keep the kernel's octal escape of a newline."""
+    words = line.split(None, 5)
+    start, _, end = words[0].partition("-")
+    return MemoryMap(
+        start=int(start, 16),
+        end=int(end, 16),
+        permissions=words[1],
+        offset=int(words[2], 16),
+        device=words[3],
+        inode=int(words[4]),
+        path=words[5] if len(words) > 5 else "",
+    )
+
+
+def map_lines(pid: int) -> list[str]:
+    """Lines of /proc/PID/maps in order of address."""
+    return _rows(f"/proc/{pid}/maps")
+
+
+def maps(pid: int) -> list[MemoryMap]:
+    return [parse_map(line) for line in map_lines(pid)]
+
+
+def start_time(pid: int) -> float:
+    """Start of the process on the wall clock, in seconds since the epoch; off by clock changes since boot."""
+    boot = next(float(row.split()[1]) for row in _rows("/proc/stat") if row.startswith("btime "))
+    return boot + start_ticks(pid) / os.sysconf("SC_CLK_TCK")

@@ -1,0 +1,133 @@
+"""The pipe directory of a control daemon: its files, who owns it, and what a dead owner left.
+
+Left-over sockets stop the next start, and removing those of a live daemon cuts its clients off:
+nothing is removed unless the owner is proven gone.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import stat
+from dataclasses import dataclass
+from enum import Enum
+
+from mpsd.errors import AlreadyRunningError, ConfigError
+from mpsd.linux import procfs
+
+# sun_path has 108 bytes with its terminator (unix(7)).
+SOCKET_PATH_LIMIT = 107
+SOCKETS = ("control", "control_privileged")
+PID_FILE = "nvidia-cuda-mps-control.pid"
+_LEFT_BEHIND = (*SOCKETS, "control_lock", "log", PID_FILE)
+_CLOCK_SLACK_S = 2.0
+
+
+class Owner(Enum):
+    """Who owns a pipe directory. UNCLEAR: neither a listener nor a proof that there is none."""
+
+    NOBODY = "nobody"
+    LIVE = "a live control daemon"
+    STALE = "files of a control daemon that is gone"
+    UNCLEAR = "files whose owner cannot be told"
+
+
+@dataclass(frozen=True, slots=True)
+class Ownership:
+    owner: Owner
+    pid: int | None
+
+
+def socket_path(pipe_dir: str) -> str:
+    return os.path.join(pipe_dir, SOCKETS[0])
+
+
+def check_length(pipe_dir: str) -> None:
+    """Raises ConfigError when a socket path does not fit: the stock daemon would start and never bind."""
+    longest = max(len(os.fsencode(os.path.join(pipe_dir, name))) for name in SOCKETS)
+    if longest > SOCKET_PATH_LIMIT:
+        raise ConfigError(
+            f"pipe directory {pipe_dir} is too long: its sockets need {longest} bytes of {SOCKET_PATH_LIMIT}",
+            remedy=f"choose a run directory that is {longest - SOCKET_PATH_LIMIT} bytes shorter",
+        )
+
+
+def prepare(pipe_dir: str, log_dir: str) -> None:
+    """Make both directories: clients reach the first, the second is the administrator's. ConfigError."""
+    check_length(pipe_dir)
+    for path, mode in ((pipe_dir, 0o755), (log_dir, 0o750)):
+        try:
+            os.makedirs(path, exist_ok=True)
+            os.chmod(path, mode)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot make directory {path}: {error.strerror}", remedy="choose another, or fix its rights"
+            ) from error
+
+
+def ownership(pipe_dir: str) -> Ownership:
+    """Who owns the directory now. May leave one line in a live daemon's log: it is knocked at."""
+    present = [name for name in _LEFT_BEHIND if os.path.lexists(os.path.join(pipe_dir, name))]
+    pid = recorded_pid(pipe_dir)
+    if not present:
+        return Ownership(Owner.NOBODY, None)
+    knocks = {_listening(os.path.join(pipe_dir, name)) for name in SOCKETS if name in present}
+    if True in knocks:
+        return Ownership(Owner.LIVE, pid)
+    if None in knocks or (pid is not None and not _gone(pipe_dir, pid)):
+        return Ownership(Owner.UNCLEAR, pid)
+    return Ownership(Owner.STALE, pid)
+
+
+def clear_stale(pipe_dir: str) -> list[str]:
+    """Remove what a dead owner left; returns the names. AlreadyRunningError unless it is proven gone."""
+    found = ownership(pipe_dir)
+    if found.owner in (Owner.LIVE, Owner.UNCLEAR):
+        by = f" (process {found.pid})" if found.pid else ""
+        raise AlreadyRunningError(
+            f"pipe directory {pipe_dir} has {found.owner.value}{by}",
+            remedy="adopt it, stop it with quit, or choose another directory",
+        )
+    removed = []
+    for name in _LEFT_BEHIND:
+        path = os.path.join(pipe_dir, name)
+        if os.path.lexists(path) and not stat.S_ISDIR(os.lstat(path).st_mode):
+            os.unlink(path)
+            removed.append(name)
+    return removed
+
+
+def recorded_pid(pipe_dir: str) -> int | None:
+    """The pid in the directory's pid file: a claim."""
+    try:
+        with open(os.path.join(pipe_dir, PID_FILE), encoding="ascii", errors="replace") as file:
+            return int(file.read(32).split()[0])
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def _listening(path: str) -> bool | None:
+    """True: somebody is behind the socket. False: the kernel says nobody. None: it cannot be told."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        code = probe.connect_ex(path)
+    if code == errno.ECONNREFUSED:
+        return False
+    # EPROTOTYPE and EAGAIN come after the lookup: there is a listener, of another type or a busy one.
+    return True if code in (0, errno.EPROTOTYPE, errno.EAGAIN, errno.EINPROGRESS) else None
+
+
+def _gone(pipe_dir: str, pid: int) -> bool:
+    """Whether the writer of the pid file has ended: the pid is free, younger, or about other business."""
+    try:
+        started = procfs.start_time(pid)
+        written = os.stat(os.path.join(pipe_dir, PID_FILE)).st_mtime
+        if started > written + _CLOCK_SLACK_S:
+            return True
+        theirs = procfs.environment(pid).get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")
+        return os.path.realpath(theirs) != os.path.realpath(pipe_dir)
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    except PermissionError:
+        return False

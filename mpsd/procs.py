@@ -1,0 +1,164 @@
+"""Processes: pinned, described, and asked how they stand.
+
+A pid is a claim until it is pinned (Pinned.open). Names and command lines are untrusted text:
+print them through `printable`.
+"""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_right
+from dataclasses import dataclass
+
+from mpsd.errors import AmbiguousError, DeniedError, NotFoundError
+from mpsd.linux import procfs
+from mpsd.linux.pinned import Pinned
+from mpsd.linux.procfs import MemoryMap, printable
+from mpsd.model import LiesThere, Liveness, ProcessFacts, ProcessInstance
+
+__all__ = [
+    "ExecIdentity",
+    "MemoryMap",
+    "Pinned",
+    "environment_value",
+    "exec_identity",
+    "facts",
+    "host_memory",
+    "liveness",
+    "maps",
+    "printable",
+    "where",
+]
+
+NULL_PAGE_END = 64 << 10
+
+
+def facts(pid: int) -> ProcessFacts:
+    """What /proc says of a process: effective uid and gid, command, executable, cgroup.
+
+    Raises NotFoundError, DeniedError.
+    """
+    try:
+        stat = procfs.stat(pid)
+        status = procfs.status_fields(pid)
+        rows = procfs.cgroups(pid)
+        found = ProcessFacts(
+            instance=ProcessInstance(pid, stat.start_ticks),
+            ppid=stat.ppid,
+            uid=int(status["Uid"].split()[1]),
+            gid=int(status["Gid"].split()[1]),
+            command=procfs.command_text(pid),
+            exe=procfs.exe_path(pid),
+            cgroup=_cgroup_name(rows),
+        )
+        if procfs.start_ticks(pid) != stat.start_ticks:
+            raise AmbiguousError(
+                f"process {pid} was replaced while it was looked at", remedy="look it up again"
+            )
+    except (FileNotFoundError, ProcessLookupError) as error:
+        raise NotFoundError(f"there is no process {pid}") from error
+    except PermissionError as error:
+        raise DeniedError(f"may not look at process {pid}", remedy="run as root") from error
+    return found
+
+
+def _cgroup_name(rows: tuple[procfs.CgroupLine, ...]) -> str:
+    # The unified hierarchy where it is in use; on hybrid machines it is the root for everybody.
+    paths = [row.path for row in sorted(rows, key=lambda row: not row.unified)]
+    return next((path for path in paths if path != "/"), "/" if paths else "")
+
+
+def liveness(instance: ProcessInstance) -> Liveness:
+    """Whether the process could answer now. One stopped, traced or frozen thread is enough to doubt it.
+
+    A process under a tracer counts as traced even while it runs: it can be held up at any time.
+    """
+    try:
+        stat = procfs.stat(instance.pid)
+        if stat.start_ticks != instance.start_ticks or stat.state in "ZXx":
+            return Liveness.DEAD
+        states = set(procfs.thread_states(instance.pid))
+        if "t" in states or procfs.status_fields(instance.pid).get("TracerPid", "0") != "0":
+            return Liveness.TRACED
+        if "T" in states:
+            return Liveness.STOPPED
+        return Liveness.FROZEN if procfs.frozen(instance.pid) else Liveness.RUNNING
+    except (FileNotFoundError, ProcessLookupError):
+        return Liveness.DEAD
+
+
+@dataclass(frozen=True, slots=True)
+class ExecIdentity:
+    """What changes when a process replaces its program: the executable, and where the kernel laid it.
+
+    The addresses catch an exec of the same file. They are 0 without ptrace rights, and equal after
+    an exec with address randomisation off.
+    """
+
+    device: int
+    inode: int
+    start_code: int
+    start_stack: int
+
+
+def exec_identity(instance: ProcessInstance) -> ExecIdentity:
+    """Compare two of these to notice an exec. Raises NotFoundError, DeniedError."""
+    try:
+        stat = procfs.stat(instance.pid)
+        exe = os.stat(f"/proc/{instance.pid}/exe")
+    except (FileNotFoundError, ProcessLookupError) as error:
+        raise NotFoundError(f"there is no process {instance}") from error
+    except PermissionError as error:
+        raise DeniedError(f"may not look at process {instance}", remedy="run as root") from error
+    if stat.start_ticks != instance.start_ticks:
+        raise NotFoundError(f"process {instance} has ended")
+    return ExecIdentity(exe.st_dev, exe.st_ino, stat.start_code, stat.start_stack)
+
+
+def environment_value(pid: int, name: str) -> str | None:
+    """A variable of the environment the process was started with; None if unset, gone or not ours to read."""
+    try:
+        return procfs.environment(pid).get(name)
+    except OSError:
+        return None
+
+
+def host_memory(pid: int) -> int | None:
+    """Resident host memory in bytes, None once the process is gone."""
+    try:
+        return procfs.resident_bytes(pid)
+    except OSError:
+        return None
+
+
+def maps(pid: int) -> list[MemoryMap]:
+    """The host mappings in order of address. Raises NotFoundError, DeniedError."""
+    try:
+        return procfs.maps(pid)
+    except (FileNotFoundError, ProcessLookupError) as error:
+        raise NotFoundError(f"there is no process {pid}") from error
+    except PermissionError as error:
+        raise DeniedError(f"may not read the mappings of process {pid}", remedy="run as root") from error
+
+
+def where(address: int, instance: ProcessInstance) -> LiesThere:
+    """What lies at a faulting GPU address in the process's own address space.
+
+    libcuda keeps every GPU range it ever reserved as an anonymous host mapping without access, so
+    such a mapping at a faulting address means: freed, or never mapped. Best effort: UNKNOWN for a
+    process that is gone or not readable.
+    """
+    if 0 <= address < NULL_PAGE_END:
+        return LiesThere.NULL_PAGE
+    try:
+        lines = procfs.map_lines(instance.pid)
+        if procfs.start_ticks(instance.pid) != instance.start_ticks:
+            return LiesThere.UNKNOWN
+    except OSError:
+        return LiesThere.UNKNOWN
+    # Only the few lines that the search touches are parsed: a large program has thousands.
+    place = bisect_right(lines, address, key=lambda line: int(line.partition("-")[0], 16))
+    row = procfs.parse_map(lines[place - 1]) if place else None
+    if row is None or address >= row.end:
+        return LiesThere.UNKNOWN
+    return LiesThere.FREED if row.reservation else LiesThere.HOST_MAPPING

@@ -1,0 +1,314 @@
+"""The control adapter against a small control binary that the test writes, and that misbehaves on request."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import stat
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mpsd import controltext, pipedir
+from mpsd.control import OUTPUT_FILE, ControlDaemon, ControlGoneError, TerminateOutcome
+from mpsd.errors import (
+    AlreadyRunningError,
+    AmbiguousError,
+    ConfigError,
+    ControlError,
+    DeadlineError,
+    NotFoundError,
+)
+from mpsd.model import ProcessInstance, ServerState
+
+# In the foreground: a daemon that answers over its socket, and has one child that stands for a server.
+# Otherwise: the front end, which passes its stdin on. `behave` in the log directory says what to do instead.
+SCRIPT = """#!{python} -IS
+import os, signal, socket, subprocess, sys, time
+pipe = os.environ["CUDA_MPS_PIPE_DIRECTORY"]
+log = os.environ["CUDA_MPS_LOG_DIRECTORY"]
+try:
+    behave = open(log + "/behave").read()
+except OSError:
+    behave = ""
+path = pipe + "/control"
+if "-f" in sys.argv:
+    print("foreground with", sorted(os.environ), flush=True)
+    if behave == "die":
+        sys.exit("no usable device")
+    if behave == "never":
+        signal.pause()
+    open(pipe + "/nvidia-cuda-mps-control.pid", "w").write(str(os.getpid()))
+    server = subprocess.Popen(["/bin/sleep", "600"])
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(path)
+    listener.listen()
+    value = "100.0"
+    while True:
+        peer = listener.accept()[0]
+        words = peer.recv(4096).decode().split()
+        match words:
+            case ["get_server_list"]: reply = f"{{server.pid}}\\n"
+            case ["get_server_status", pid]: reply = ("Server not found", "ACTIVE")[int(pid) == server.pid]
+            case ["get_client_list", _]: reply = "11\\n12\\n"
+            case ["terminate_client", _, "11"]: reply = "0\\n"
+            case ["terminate_client", _, "12"]: reply = "999\\n"
+            case ["terminate_client", _, pid]: reply = f"Invalid process {{pid}}!\\n1\\n"
+            case ["set_default_active_thread_percentage", value]: reply = value + "\\n"
+            case ["get_default_active_thread_percentage"]: reply = value + "\\n"
+            case ["environment"]: reply = repr(dict(os.environ))
+            case ["quit"]: reply = ""
+            case _: reply = "Invalid command\\n"
+        peer.sendall(reply.encode())
+        peer.close()
+        if words == ["quit"]:
+            server.kill(); server.wait(); os.unlink(path); sys.exit(0)
+text = sys.stdin.read()
+if behave == "hang":
+    subprocess.Popen(["/bin/sleep", "600"])
+    signal.pause()
+if behave == "flood":
+    while True:
+        os.write(1, b"x" * 65536)
+if behave == "garbage":
+    os.write(1, b"\\xff\\x00 what? \\x1b[31m"); sys.exit(0)
+if behave == "mute":
+    sys.exit(3)
+if behave == "leave":
+    subprocess.Popen(["/bin/sleep", "600"], stdin=subprocess.DEVNULL); os.write(1, b"7\\n"); sys.exit(0)
+try:
+    peer = socket.socket(socket.AF_UNIX); peer.connect(path)
+except OSError:
+    print("Cannot find MPS control daemon process"); sys.exit(1)
+peer.sendall(text.encode())
+while data := peer.recv(4096):
+    os.write(1, data)
+"""
+
+
+class Rig:
+    def __init__(self, root: Path) -> None:
+        self.binary = root / "nvidia-cuda-mps-control"
+        self.binary.write_text(SCRIPT.format(python=sys.executable))
+        self.binary.chmod(0o755)
+        self.pipe = root / "pipe"
+        self.log = root / "log"
+        self.log.mkdir()
+
+    def control(self, **more: object) -> ControlDaemon:
+        return ControlDaemon(str(self.binary), str(self.pipe), str(self.log), **more)  # type: ignore[arg-type]
+
+    def behave(self, how: str) -> None:
+        (self.log / "behave").write_text(how)
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[Rig]:
+    yield Rig(tmp_path)
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                environment = (entry / "environ").read_bytes()
+            except OSError:
+                continue
+            if f"CUDA_MPS_PIPE_DIRECTORY={tmp_path}/pipe".encode() in environment.split(b"\0"):
+                os.kill(int(entry.name), signal.SIGKILL)
+
+
+def test_a_daemon_is_started_asked_and_quit(rig: Rig) -> None:
+    async def scenario() -> None:
+        control = rig.control(gpus=["GPU-1", "GPU-2"], environment={"EXTRA": "yes"})
+        await control.start(20)
+        assert control.alive() and control.instance is not None
+        (server,) = await control.servers()
+        assert [s.pid for s in control.server_instances()] == [server]
+        assert await control.server_state(server) is ServerState.ACTIVE
+        assert await control.server_state(1) is ServerState.GONE
+        assert await control.wait_active(10) == server
+        assert await control.clients(server) == (11, 12)
+        await control.set_default_active_thread_percentage(25.0)
+        assert await control.default_active_thread_percentage() == 25.0
+        environment = eval(await control.command("environment"))
+        assert set(environment) - {"LC_CTYPE"} == {
+            "CUDA_MPS_LOG_DIRECTORY",
+            "CUDA_MPS_PIPE_DIRECTORY",
+            "CUDA_VISIBLE_DEVICES",
+            "EXTRA",
+            "PATH",
+        }
+        assert environment["CUDA_VISIBLE_DEVICES"] == "GPU-1,GPU-2"
+        await control.quit(20)
+        assert not control.alive() and control.reap() == 0
+        control.close()
+
+    asyncio.run(scenario())
+    assert stat.S_IMODE(rig.pipe.stat().st_mode) == 0o755
+    assert stat.S_IMODE(rig.log.stat().st_mode) == 0o750
+
+
+def test_terminate_client_reads_the_text(rig: Rig) -> None:
+    async def scenario() -> None:
+        control = rig.control()
+        await control.start(20)
+        outcomes = [(await control.terminate_client(1, pid, 10)).outcome for pid in (11, 12, 13)]
+        assert outcomes == [TerminateOutcome.DONE, TerminateOutcome.REFUSED, TerminateOutcome.NOT_A_CLIENT]
+        with pytest.raises(ControlError, match="Invalid command"):
+            await control.set_default_client_priority(1)
+        rig.behave("hang")
+        assert (await control.terminate_client(1, 11, 0.05)).outcome is TerminateOutcome.DEADLINE
+        assert await control.kill()
+        control.close()
+
+    asyncio.run(scenario())
+
+
+def test_the_daemon_gets_no_descriptor_of_ours_and_its_own_session(rig: Rig) -> None:
+    async def scenario() -> None:
+        control = rig.control()
+        leaked = os.open("/dev/zero", os.O_RDONLY)
+        os.set_inheritable(leaked, True)
+        await control.start(20)
+        assert control.instance is not None
+        pid = control.instance.pid
+        targets = {os.readlink(entry.path) for entry in os.scandir(f"/proc/{pid}/fd")}
+        assert "/dev/zero" not in targets
+        assert os.readlink(f"/proc/{pid}/fd/0") == "/dev/null"
+        assert os.readlink(f"/proc/{pid}/fd/1") == str(rig.log / OUTPUT_FILE)
+        assert os.getsid(pid) == pid
+        os.close(leaked)
+        assert await control.kill()
+        assert control.server_instances() == ()
+        control.close()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("how", "error"),
+    [("hang", DeadlineError), ("flood", ControlError), ("garbage", ControlError), ("mute", ControlError)],
+)
+def test_a_misbehaving_front_end_is_an_error_and_is_gone(rig: Rig, how: str, error: type[Exception]) -> None:
+    rig.behave(how)
+
+    async def scenario() -> None:
+        with pytest.raises(error):
+            await rig.control().servers(0.3 if how == "hang" else 20)
+
+    before = set(os.listdir("/proc/self/fd"))
+    asyncio.run(scenario())
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_grandchild_that_keeps_the_output_open_delays_nothing(rig: Rig) -> None:
+    rig.behave("leave")
+    assert asyncio.run(rig.control().servers(20)) == (7,)
+
+
+def test_no_daemon_is_told_apart(rig: Rig) -> None:
+    with pytest.raises(ControlGoneError):
+        asyncio.run(rig.control().servers(20))
+
+
+def test_one_command_a_line(rig: Rig) -> None:
+    with pytest.raises(ControlError, match="one command"):
+        asyncio.run(rig.control().command("quit\nquit"))
+
+
+def test_a_daemon_that_dies_at_once_is_quoted(rig: Rig) -> None:
+    rig.behave("die")
+    with pytest.raises(ControlError, match="no usable device"):
+        asyncio.run(rig.control().start(20))
+
+
+def test_a_daemon_that_never_answers_is_killed(rig: Rig) -> None:
+    rig.behave("never")
+
+    async def scenario() -> None:
+        control = rig.control()
+        with pytest.raises(DeadlineError):
+            await control.start(0.3)
+        assert not control.alive()
+        control.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_binary_that_is_not_there(rig: Rig) -> None:
+    rig.binary.unlink()
+    with pytest.raises(ControlError, match="cannot run"):
+        asyncio.run(rig.control().start(20))
+    with pytest.raises(ControlError, match="cannot run"):
+        asyncio.run(rig.control().servers())
+
+
+def test_adoption_needs_the_same_life_program_and_directory(rig: Rig, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        first = rig.control()
+        await first.start(20)
+        assert first.instance is not None
+        instance = first.instance
+        first.close()
+        arguments = (str(rig.binary), str(rig.pipe), str(rig.log))
+        adopted = ControlDaemon.adopt(*arguments, instance)
+        assert await adopted.default_active_thread_percentage() == 100.0
+        with pytest.raises(AmbiguousError, match="used again"):
+            ControlDaemon.adopt(*arguments, ProcessInstance(instance.pid, instance.start_ticks - 1))
+        with pytest.raises(AmbiguousError, match="serves"):
+            ControlDaemon.adopt(arguments[0], str(tmp_path / "other"), arguments[2], instance)
+        with pytest.raises(AmbiguousError, match="no control daemon"):
+            ControlDaemon.adopt("/bin/true", *arguments[1:], instance)
+        with pytest.raises(AlreadyRunningError):
+            await rig.control().start(20)
+        assert await adopted.kill()
+        adopted.close()
+        with pytest.raises((NotFoundError, AmbiguousError)):
+            ControlDaemon.adopt(*arguments, instance)
+        # What it left behind does not stop the next one.
+        assert pipedir.ownership(str(rig.pipe)).owner is pipedir.Owner.STALE
+        second = rig.control()
+        await second.start(20)
+        await second.quit(20)
+        second.close()
+
+    asyncio.run(scenario())
+
+
+def test_files_of_a_live_owner_are_left_alone(tmp_path: Path) -> None:
+    directory = str(tmp_path)
+    (tmp_path / pipedir.PID_FILE).write_text(str(os.getpid()))
+    os.utime(tmp_path / pipedir.PID_FILE)
+    (tmp_path / "control_lock").touch()
+    # This process is alive, but it serves another directory: the number was used again.
+    assert pipedir.ownership(directory).owner is pipedir.Owner.STALE
+    (tmp_path / pipedir.PID_FILE).write_text("not a number")
+    assert pipedir.ownership(directory) == pipedir.Ownership(pipedir.Owner.STALE, None)
+    assert set(pipedir.clear_stale(directory)) == {"control_lock", pipedir.PID_FILE}
+    assert pipedir.ownership(directory).owner is pipedir.Owner.NOBODY
+
+
+def test_a_path_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    fits = "/" + "x" * (pipedir.SOCKET_PATH_LIMIT - len("/control_privileged") - 1)
+    pipedir.check_length(fits)
+    with pytest.raises(ConfigError, match="too long"):
+        pipedir.check_length(fits + "x")
+
+
+def test_replies_are_read_tolerantly() -> None:
+    assert controltext.pids("") == ()
+    assert controltext.pids(" 12\n13 14\n") == (12, 13, 14)
+    assert controltext.server_state(" fault \n") is ServerState.FAULT
+    assert controltext.terminated("0").outcome is TerminateOutcome.DONE
+    assert controltext.terminated("").outcome is TerminateOutcome.REFUSED
+    assert controltext.percentage("25.0\n") == 25.0
+    assert controltext.priority("Default client priority is 1\n") == 1
+    for parse, text in (
+        (controltext.pids, "12 x"),
+        (controltext.server_state, "DANCING"),
+        (controltext.percentage, "\n"),
+        (controltext.priority, "none"),
+    ):
+        with pytest.raises(ControlError):
+            parse(text)

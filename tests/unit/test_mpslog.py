@@ -1,0 +1,118 @@
+"""Log lines of several driver releases, and lines that are no log lines."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpsd import mpslog
+from mpsd.mpslog import Event, LogParser
+
+
+def events(lines: list[str]) -> list[Event]:
+    parser = LogParser()
+    return [parser.feed(line).event for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("text", "event"),
+    [
+        ("Starting control daemon using socket /run/a b/control", mpslog.ControlStarted("/run/a b/control")),
+        ("CUDA MPS Control binary version: 13000", mpslog.BinaryVersion(13000)),
+        ("CUDA MPS Server for Linux/Unix. Binary version: 13000", mpslog.BinaryVersion(13000)),
+        ("NEW CLIENT 11801 from user 1000: Server already exists", mpslog.NewClient(11801, 1000, False)),
+        (
+            "NEW CLIENT 0 from user 1000: Server is not ready, push client to pending list",
+            mpslog.NewClient(0, 1000, True),
+        ),
+        ("Starting new server 17 for user 1000", mpslog.ServerStarted(17, 1000)),
+        ("NEW SERVER 17: Ready", mpslog.ServerReady(17)),
+        ("Server 95 exited with status 1", mpslog.ServerExited(95, 1)),
+        ("Server encountered a fatal exception. Shutting down", mpslog.FatalShutdown()),
+        ("Cmd:terminate_client 17 33", mpslog.AdminCommand("terminate_client 17 33")),
+        ("Failed to start : invalid argument", mpslog.StartFailed("invalid argument")),
+        ("Status of client {33, 1} is ACTIVE", mpslog.ClientStatus(33, 1, True)),
+        ("Status of client {PID: 33, Context ID: 1} is INACTIVE", mpslog.ClientStatus(33, 1, False)),
+        ("Client {33, 1} exit", mpslog.ClientExit(33, 1)),
+        ("Client {PID: 33, Context ID: 1} exit", mpslog.ClientExit(33, 1)),
+        ("Receive command failed, assuming client exit", mpslog.ClientDisconnected(None, None)),
+        (
+            "Client {PID: 33, Context ID: 1} failed to receive with status 806, assuming client exit",
+            mpslog.ClientDisconnected(33, 806),
+        ),
+        ("Destroy server context on device 0", mpslog.DeviceReset(0)),
+        ("Creating server context on device 0 (Tesla T4)", mpslog.ContextCreated(0)),
+        ("Volta MPS: Client process disconnected", mpslog.Routine("Volta MPS: Client process disconnected")),
+        ("Something new in a later release", mpslog.Unparsed("Something new in a later release")),
+        ("", mpslog.Routine("")),
+    ],
+)
+@pytest.mark.parametrize(
+    "prefix", ["[2026-02-06 09:34:17.770 Other   261] ", "[2021-12-19 16:22:21.847 Legacy Server     1] ", ""]
+)
+def test_one_line_one_event_whatever_its_tag(prefix: str, text: str, event: Event) -> None:
+    assert LogParser().feed(prefix + text).event == event
+
+
+def test_the_prefix_is_taken_apart() -> None:
+    line = LogParser().feed("[2024-04-29 11:22:10.421 Legacy Server    73] NEW SERVER 9: Ready")
+    assert (line.time, line.tag, line.writer) == ("2024-04-29 11:22:10.421", "Legacy Server", 73)
+    assert line.text == "NEW SERVER 9: Ready"
+
+
+def test_the_fault_block_spans_lines() -> None:
+    prefix = "[2026-11-01 10:00:00.000 Server   40] "
+    found = events(
+        [
+            prefix + "Server is handling a fatal GPU error.",
+            prefix + "Status of client {PID: 51, Context ID: 1} is INACTIVE",
+            prefix + "The following devices will be reset:",
+            prefix + "0",
+            "1",
+            prefix + "The following clients have a sticky error set:",
+            prefix + "51",
+            "52",
+            prefix + "The client that triggered the fault is",
+            prefix + "52",
+            prefix + "53 bananas",
+            prefix + "54",
+        ]
+    )
+    assert [event for event in found if not isinstance(event, mpslog.Routine)] == [
+        mpslog.ServerFatal(),
+        mpslog.ClientStatus(51, 1, False),
+        mpslog.AffectedDevice(0),
+        mpslog.AffectedDevice(1),
+        mpslog.AffectedClient(51),
+        mpslog.AffectedClient(52),
+        mpslog.CulpritClient(52),
+        mpslog.Unparsed("53 bananas"),
+        mpslog.Unparsed("54"),
+    ]
+
+
+def test_the_answer_to_a_command_is_routine_until_the_connection_ends() -> None:
+    found = events(["NEW UI", "Cmd:get_server_status 4", "DANCING", "UI closed", "DANCING"])
+    assert found == [
+        mpslog.Routine("NEW UI"),
+        mpslog.AdminCommand("get_server_status 4"),
+        mpslog.Routine("DANCING"),
+        mpslog.Routine("UI closed"),
+        mpslog.Unparsed("DANCING"),
+    ]
+
+
+def test_unknown_lines_are_counted() -> None:
+    parser = LogParser()
+    for line in ("NEW SERVER 9: Ready", "what", "[garbage", "9" * 5000):
+        parser.feed(line)
+    assert (parser.lines, parser.unparsed) == (4, 3)
+
+
+@given(st.lists(st.text(max_size=80), max_size=20))
+def test_no_text_breaks_the_parser(lines: list[str]) -> None:
+    parser = LogParser()
+    for line in lines:
+        parser.feed(line)
+    assert parser.unparsed <= parser.lines == len(lines)

@@ -1,0 +1,228 @@
+"""Processes: identity, how they stand, what lies where."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import mmap
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from mpsd import procs
+from mpsd.errors import AmbiguousError, NotFoundError
+from mpsd.linux import procfs
+from mpsd.model import LiesThere, Liveness, ProcessInstance
+
+Child = subprocess.Popen[bytes]
+
+
+@pytest.fixture
+def child() -> Iterator[Child]:
+    """A process that says a byte once it runs, and again after each byte it is sent."""
+    program = (
+        "import sys\nwhile True:\n sys.stdout.buffer.write(b'.'); sys.stdout.flush()\n"
+        " if not sys.stdin.read(1): break"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.read(1) == b"."
+        yield process
+        process.kill()
+
+
+def test_the_comm_field_may_hold_anything() -> None:
+    fields = ["S", "7", *["0"] * 17, "4242", "0", "0", "0", "11", "0", "22", *["0"] * 20]
+    raw = b"9 (a) b (c\n) d) " + " ".join(fields).encode()
+    stat = procfs.parse_stat(raw)
+    assert (stat.comm, stat.state, stat.ppid, stat.start_ticks) == ("a) b (c\n) d", "S", 7, 4242)
+    assert (stat.start_code, stat.start_stack) == (11, 22)
+
+
+def test_a_process_is_pinned_with_its_life(child: Child) -> None:
+    with procs.Pinned.open(child.pid) as pinned:
+        assert pinned.pid == child.pid and pinned.alive()
+        assert not os.get_inheritable(pinned.fileno())
+        with procs.Pinned.open(child.pid, pinned.instance.start_ticks) as again:
+            assert again.instance == pinned.instance
+        with pytest.raises(AmbiguousError):
+            procs.Pinned.open(child.pid, pinned.instance.start_ticks + 1)
+        assert pinned.signal(signal.SIGKILL)
+        assert asyncio.run(pinned.ended(20))
+        child.wait()
+        assert not pinned.alive()
+        assert not pinned.signal(signal.SIGKILL)
+    with pytest.raises(NotFoundError):
+        procs.Pinned.open(child.pid, pinned.instance.start_ticks)
+
+
+def test_a_failed_pin_leaves_no_descriptor() -> None:
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(AmbiguousError):
+        procs.Pinned.open(os.getpid(), 1)
+    assert os.listdir("/proc/self/fd") == before
+
+
+def test_waiting_for_an_end_has_a_deadline(child: Child) -> None:
+    with procs.Pinned.open(child.pid) as pinned:
+        assert not asyncio.run(pinned.ended(0.01))
+
+
+def test_facts_of_a_process(child: Child) -> None:
+    facts = procs.facts(child.pid)
+    assert facts.instance == ProcessInstance(child.pid, procfs.start_ticks(child.pid))
+    assert (facts.ppid, facts.uid, facts.gid) == (os.getpid(), os.geteuid(), os.getegid())
+    assert facts.command.startswith(f"{sys.executable} -c import sys")
+    assert facts.exe == os.path.realpath(sys.executable)
+    assert facts.cgroup.startswith("/")
+    assert child.pid in procfs.children(os.getpid())
+    memory = procs.host_memory(child.pid)
+    assert memory is not None and memory > 1 << 20
+
+
+def test_nothing_is_known_of_a_process_that_is_not_there() -> None:
+    gone = ProcessInstance(2**22 + 1, 1)
+    for ask in (procs.facts, procs.maps):
+        with pytest.raises(NotFoundError):
+            ask(gone.pid)
+    with pytest.raises(NotFoundError):
+        procs.exec_identity(gone)
+    assert procs.liveness(gone) is Liveness.DEAD
+    assert procs.host_memory(gone.pid) is None
+    assert procs.environment_value(gone.pid, "PATH") is None
+    assert procs.where(1 << 40, gone) is LiesThere.UNKNOWN
+
+
+def test_stopped_continued_and_dead(child: Child) -> None:
+    instance = ProcessInstance(child.pid, procfs.start_ticks(child.pid))
+    assert procs.liveness(instance) is Liveness.RUNNING
+    os.kill(child.pid, signal.SIGSTOP)
+    os.waitpid(child.pid, os.WUNTRACED)
+    assert procs.liveness(instance) is Liveness.STOPPED
+    os.kill(child.pid, signal.SIGCONT)
+    os.waitpid(child.pid, os.WCONTINUED)
+    assert procs.liveness(instance) is Liveness.RUNNING
+    assert procs.liveness(ProcessInstance(child.pid, instance.start_ticks - 1)) is Liveness.DEAD
+    os.kill(child.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    # A zombie has a stat line, and is dead all the same.
+    assert procs.liveness(instance) is Liveness.DEAD
+
+
+def test_a_traced_process_shows(child: Child) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    seize, detach = 0x4206, 17
+    if libc.ptrace(seize, child.pid, None, None) != 0:
+        pytest.skip("this machine does not allow ptrace of a child")
+    instance = ProcessInstance(child.pid, procfs.start_ticks(child.pid))
+    assert procs.liveness(instance) is Liveness.TRACED
+    os.kill(child.pid, signal.SIGSTOP)
+    os.waitpid(child.pid, os.WUNTRACED)
+    assert procs.liveness(instance) is Liveness.TRACED
+    libc.ptrace(detach, child.pid, None, ctypes.c_void_p(0))
+
+
+@pytest.mark.parametrize(
+    ("version", "file", "text", "expected"),
+    [
+        (2, "cgroup.events", "populated 1\nfrozen 1\n", True),
+        (2, "cgroup.events", "populated 1\nfrozen 0\n", False),
+        (1, "freezer.state", "FREEZING\n", True),
+        (1, "freezer.state", "THAWED\n", False),
+        (1, "other", "", False),
+    ],
+)
+def test_a_frozen_cgroup_shows(
+    tmp_path: os.PathLike[str],
+    monkeypatch: pytest.MonkeyPatch,
+    version: int,
+    file: str,
+    text: str,
+    expected: bool,
+) -> None:
+    root = os.fspath(tmp_path)
+    os.makedirs(f"{root}/job/one")
+    with open(f"{root}/job/one/{file}", "w") as out:
+        out.write(text)
+    row = (
+        procfs.CgroupLine((), "/job/one", True)
+        if version == 2
+        else procfs.CgroupLine(("freezer",), "/job/one", False)
+    )
+    monkeypatch.setattr(procfs, "cgroups", lambda pid: (row,))
+    monkeypatch.setattr(procfs, "cgroup_mounts", lambda: (root, None) if version == 2 else (None, root))
+    instance = ProcessInstance(os.getpid(), procfs.start_ticks(os.getpid()))
+    assert procs.liveness(instance) is (Liveness.FROZEN if expected else Liveness.RUNNING)
+
+
+def test_an_exec_shows_though_pid_and_start_stay() -> None:
+    # The second program is the same file: only the layout of its memory tells.
+    again = (
+        "import os,sys; print(flush=True); sys.stdin.readline();"
+        "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+    )
+    then = "import sys; print(flush=True); sys.stdin.readline()"
+    arguments = [sys.executable, "-c", again, "-c", then]
+    with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None and process.stdout is not None
+        process.stdout.readline()
+        instance = ProcessInstance(process.pid, procfs.start_ticks(process.pid))
+        before = procs.exec_identity(instance)
+        assert procs.exec_identity(instance) == before
+        process.stdin.write(b"\n")
+        process.stdin.flush()
+        process.stdout.readline()
+        assert procs.exec_identity(instance) != before
+        assert procfs.start_ticks(process.pid) == instance.start_ticks
+        process.kill()
+
+
+def test_the_environment_of_another_process() -> None:
+    environment = {"CUDA_MPS_PIPE_DIRECTORY": "/run/x y", "ODD": "a=b"}
+    with subprocess.Popen(
+        [sys.executable, "-c", "input()"], env=environment, stdin=subprocess.PIPE
+    ) as process:
+        assert procs.environment_value(process.pid, "CUDA_MPS_PIPE_DIRECTORY") == "/run/x y"
+        assert procs.environment_value(process.pid, "ODD") == "a=b"
+        assert procs.environment_value(process.pid, "NONE") is None
+        process.kill()
+
+
+def test_lines_of_maps() -> None:
+    plain = procfs.parse_map("7f00-7fff r-xp 00001000 fe:00 1234                       /opt/a file (deleted)")
+    assert (plain.start, plain.end, plain.offset, plain.inode) == (0x7F00, 0x7FFF, 0x1000, 1234)
+    assert plain.path == "/opt/a file (deleted)" and plain.deleted and not plain.anonymous
+    reserved = procfs.parse_map("100000000000-100040000000 ---p 00000000 00:00 0 ")
+    assert reserved.reservation and reserved.anonymous
+    assert not procfs.parse_map("1000-2000 ---p 00000000 00:00 0 [stack]").reservation
+
+
+def test_what_lies_at_an_address() -> None:
+    me = ProcessInstance(os.getpid(), procfs.start_ticks(os.getpid()))
+    libc = ctypes.CDLL(None)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    length = 1 << 30
+    reserved = libc.mmap(None, ctypes.c_size_t(length), 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+    try:
+        assert procs.where(0, me) is LiesThere.NULL_PAGE
+        assert procs.where(0xFFFF, me) is LiesThere.NULL_PAGE
+        assert procs.where(reserved + length // 2, me) is LiesThere.FREED
+        assert procs.where(id(me), me) is LiesThere.HOST_MAPPING
+        assert procs.where(0x10000, me) is LiesThere.UNKNOWN
+        assert procs.where(0xDEAD << 48, me) is LiesThere.UNKNOWN
+        assert procs.where(id(me), ProcessInstance(me.pid, me.start_ticks + 1)) is LiesThere.UNKNOWN
+    finally:
+        libc.munmap(reserved, length)
+
+
+def test_untrusted_names_are_escaped() -> None:
+    assert procs.printable("a\x1b[31m\n\tb\u202e\u2028é") == "a\\x1b[31m\\n\\tb\\u202e\\u2028é"
+    assert procs.printable("x" * 300, 10) == "x" * 10 + "..."
+    assert procfs.text_of(b"ok \xff") == "ok \\xff"
