@@ -14,6 +14,7 @@
         NotReadyError         not yet: the same call may work a moment later
         UnsupportedError      this machine cannot do it (capability loss, never a crash)
       ControlError            the stock control binary failed or answered nonsense
+      StoreError              descriptors or state could not be put where they outlive mpsd
 
 Library code raises; only the entry points turn an error into text and an exit status.
 """
@@ -100,3 +101,7 @@ class UnsupportedError(GpuError):
 
 class ControlError(MpsdError):
     code = "control"
+
+
+class StoreError(MpsdError):
+    code = "store"

@@ -1,0 +1,305 @@
+"""The configuration: what every key means, its default, unit and range. One frozen tree, read once.
+
+`Config` is the whole schema. The reader (mpsd.config_reader) walks these dataclasses, so a key that
+is not here does not exist, and `mpsd config show` prints exactly what is here.
+
+A value comes from, later ones win: the default below, the file, the environment. The variable for
+`[domains] spare` is MPSD_DOMAINS_SPARE and the one for the top-level `run_dir` is MPSD_RUN_DIR; its
+text is a TOML value, or a bare word where the key takes text. The file is $MPSD_CONFIG, else
+/etc/mpsd/mpsd.toml, and may be absent.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from mpsd.errors import ConfigError
+
+SCHEMA_VERSION = 1
+DEFAULT_FILE = Path("/etc/mpsd/mpsd.toml")
+SOCKET_PATH_LIMIT = 107
+"""Bytes of a Unix socket's path: sun_path holds 108 with its closing zero (unix(7))."""
+
+
+class BackendName(StrEnum):
+    NVIDIA = "nvidia"
+    SIMULATED = "simulated"
+
+
+class DomainMode(StrEnum):
+    PER_USER = "per-user"
+    SHARED = "shared"
+
+
+class GuardSetting(StrEnum):
+    """`auto` lets mpsd decide: on only for a class that measurements proved safe on this machine."""
+
+    ON = "true"
+    OFF = "false"
+    AUTO = "auto"
+
+
+class StoreKind(StrEnum):
+    AUTO = "auto"
+    SYSTEMD = "systemd"
+    KEEPER = "keeper"
+
+
+class LogFormat(StrEnum):
+    AUTO = "auto"
+    CONSOLE = "console"
+    JSON = "json"
+
+
+class LogLevel(StrEnum):
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+def _key(
+    default: object,
+    doc: str,
+    *,
+    unit: str = "",
+    low: float | None = None,
+    high: float | None = None,
+    pattern: str = "",
+) -> Any:
+    """A dataclass field that carries its documentation and its range (both ends allowed)."""
+    metadata = {"doc": doc, "unit": unit, "low": low, "high": high, "pattern": pattern}
+    if isinstance(default, Mapping):
+        return field(default_factory=lambda: default, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, slots=True)
+class Simulated:
+    """[simulated]: the simulated GPU, used only where backend = "simulated"."""
+
+    dir: str = _key("", "run directory of the simulated node; empty: the default of the simulated node")
+    gpus: int = _key(1, "how many GPUs the simulated node has", low=1, high=16)
+
+
+@dataclass(frozen=True, slots=True)
+class Domains:
+    """[domains]: which fault domains there are and how long things may take."""
+
+    mode: DomainMode = _key(
+        DomainMode.PER_USER, "per-user: a domain of its own for each user; shared: one for all users of a GPU"
+    )
+    spare: bool = _key(True, "keep a second, warm domain ready to take over when the active one faults")
+    span: tuple[tuple[str, ...], ...] = _key(
+        (), "lists of GPU UUIDs that one domain serves together, for clients that use several GPUs"
+    )
+    serve_default_path: bool = _key(False, "also serve default_path, for jobs that set nothing")
+    default_path: str = _key("/tmp/nvidia-mps", "the pipe directory that libcuda uses when nothing is set")
+    start_deadline_s: float = _key(
+        20.0, "a control daemon with its server must be up by then", unit="s", low=1, high=600
+    )
+    stop_deadline_s: float = _key(
+        5.0, "how long a control daemon may take to quit before it is killed", unit="s", low=0.1, high=600
+    )
+    start_retry_s: float = _key(
+        1.0, "first pause after a failed start; doubles each time", unit="s", low=0.1, high=600
+    )
+    start_retry_max_s: float = _key(
+        60.0, "longest pause between two tries to start a domain", unit="s", low=1, high=3600
+    )
+    laggard_report_s: float = _key(
+        10.0,
+        "a victim that has not left its faulted domain by then is reported",
+        unit="s",
+        low=0.1,
+        high=3600,
+    )
+    kill_victims_after_s: float = _key(
+        0.0,
+        "kill victims that have not left their faulted domain by then; 0: never",
+        unit="s",
+        low=0,
+        high=86400,
+    )
+    exclusive_drain_s: float = _key(
+        5.0,
+        "compute mode EXCLUSIVE_PROCESS only: how long a faulted domain may take to empty in place",
+        unit="s",
+        low=0.1,
+        high=3600,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """[limits]: settings of the stock control daemon, applied to each domain whenever one starts."""
+
+    active_thread_percentage: float | None = _key(
+        None, "default share of the GPU's SMs for a client", unit="%", low=0.01, high=100
+    )
+    client_priority: int | None = _key(None, "default priority: 0 normal, 1 below normal", low=0, high=1)
+    pinned_device_memory: Mapping[str, str] = _key(
+        MappingProxyType({}),
+        'device memory a client may use, by GPU (ordinal or UUID): { "0" = "1G" }',
+        unit="M or G",
+        pattern=r"[1-9][0-9]*[MG]",
+    )
+    clients: int = _key(
+        60, "clients that one domain is expected to take; `status` warns from there on", low=1, high=1024
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class EvictionSettings:
+    """[eviction]: how a client is put out."""
+
+    terminate_deadline_ms: int = _key(
+        0,
+        "how long terminate_client may take before SIGKILL; 0: the backend's own",
+        unit="ms",
+        low=0,
+        high=10000,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """[lease]: what is held for a dead client while its work runs on."""
+
+    linger_limit_s: float = _key(
+        30.0,
+        "a dead client's kernel that still runs after this is called endless",
+        unit="s",
+        low=0.1,
+        high=86400,
+    )
+    probe_interval_ms: int = _key(
+        10, "how often a dead client's work is checked for its end", unit="ms", low=1, high=10000
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Guard:
+    """[guard]: sparse ranges around a client. Silent: what they absorb is nobody's record."""
+
+    low: GuardSetting = _key(GuardSetting.AUTO, "the range from 64 KiB up to 8 GiB")
+    file: GuardSetting = _key(GuardSetting.AUTO, "file-backed mappings of programs and libraries")
+    heap: GuardSetting = _key(GuardSetting.AUTO, "the brk heap; breaks cudaHostRegister there")
+    stack: GuardSetting = _key(GuardSetting.AUTO, "the main thread's stack")
+    max_ranges: int = _key(1024, "ranges laid around one client", low=0, high=65536)
+    follow_interval_s: float = _key(
+        1.0, "how often the ranges follow the client's mappings", unit="s", low=0.05, high=1
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class JournalSettings:
+    """[journal]: fault records, kept under state_dir."""
+
+    max_records: int = _key(1000, "fault records kept", low=1, high=1000000)
+    max_bytes: int = _key(16 << 20, "size of the journal on disk", unit="bytes", low=65536, high=1 << 32)
+    evidence_window_s: float = _key(
+        2.0, "signals this close together are one fault", unit="s", low=0.05, high=60
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """[store]: where descriptors are held besides mpsd, so that they outlive it."""
+
+    kind: StoreKind = _key(
+        StoreKind.AUTO, "systemd's descriptor store, a keeper process, or auto: systemd where it offers one"
+    )
+    max_descriptors: int = _key(4096, "descriptors that a keeper holds at most", low=16, high=65536)
+
+
+@dataclass(frozen=True, slots=True)
+class Log:
+    """[log]: mpsd's own log on stderr, and the size of the logs of control daemons and servers."""
+
+    format: LogFormat = _key(LogFormat.AUTO, "json lines or console; auto: console on a terminal")
+    level: LogLevel = _key(LogLevel.INFO, "least important lines that are written")
+    max_bytes: int = _key(
+        16 << 20, "size of each log file of a control daemon or server", unit="bytes", low=65536, high=1 << 32
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Everything the operator can choose."""
+
+    schema_version: int = _key(SCHEMA_VERSION, "version of this schema", low=1, high=SCHEMA_VERSION)
+    backend: BackendName = _key(BackendName.NVIDIA, "nvidia, or simulated: a whole daemon without a GPU")
+    run_dir: str = _key("", "sockets and domains; empty: /run/mpsd, for other users $XDG_RUNTIME_DIR/mpsd")
+    log_dir: str = _key(
+        "", "logs of control daemons; empty: /var/log/mpsd, for others $XDG_STATE_HOME/mpsd/log"
+    )
+    state_dir: str = _key("", "fault journal; empty: /var/lib/mpsd, for other users $XDG_STATE_HOME/mpsd")
+    group: str = _key("mpsd", "members may change things and see every user's events")
+    simulated: Simulated = field(default_factory=Simulated)
+    domains: Domains = field(default_factory=Domains)
+    limits: Limits = field(default_factory=Limits)
+    eviction: EvictionSettings = field(default_factory=EvictionSettings)
+    lease: Lease = field(default_factory=Lease)
+    guard: Guard = field(default_factory=Guard)
+    journal: JournalSettings = field(default_factory=JournalSettings)
+    store: Store = field(default_factory=Store)
+    log: Log = field(default_factory=Log)
+
+
+def default_directories(uid: int, environ: Mapping[str, str]) -> dict[str, str]:
+    """run_dir, log_dir and state_dir for this user where the configuration names none."""
+    if uid == 0:
+        return {"run_dir": "/run/mpsd", "log_dir": "/var/log/mpsd", "state_dir": "/var/lib/mpsd"}
+    runtime = environ.get("XDG_RUNTIME_DIR")
+    home = environ.get("HOME", "/")
+    state = environ.get("XDG_STATE_HOME") or f"{home}/.local/state"
+    return {
+        "run_dir": f"{runtime}/mpsd" if runtime else f"/tmp/mpsd-{uid}",
+        "log_dir": f"{state}/mpsd/log",
+        "state_dir": f"{state}/mpsd",
+    }
+
+
+def check_socket_path(path: str | os.PathLike[str]) -> str:
+    """The path as text, or ConfigError when a Unix socket cannot be bound to it."""
+    text = os.fspath(path)
+    size = len(os.fsencode(text))
+    if size > SOCKET_PATH_LIMIT:
+        raise ConfigError(
+            f"socket path {text!r} has {size} bytes; a Unix socket takes {SOCKET_PATH_LIMIT}",
+            remedy=f"choose a run_dir that is {size - SOCKET_PATH_LIMIT} bytes shorter",
+        )
+    return text
+
+
+def check_rules(config: Config, where: str) -> None:
+    """What no single key can say. Raises ConfigError."""
+    for key in ("run_dir", "log_dir", "state_dir"):
+        value = getattr(config, key)
+        if not os.path.isabs(value):
+            raise ConfigError(f"{where}: {key} = {value!r} is not an absolute path", remedy="start it with /")
+    check_socket_path(f"{config.run_dir}/mpsd.sock")
+    check_socket_path(f"{config.domains.default_path}/control")
+    seen: set[str] = set()
+    for gpu in (gpu for group in config.domains.span for gpu in group):
+        if gpu in seen:
+            raise ConfigError(
+                f"{where}: domains.span names {gpu!r} twice", remedy="a GPU belongs to one domain at a time"
+            )
+        seen.add(gpu)
+    if config.domains.start_retry_max_s < config.domains.start_retry_s:
+        raise ConfigError(f"{where}: domains.start_retry_max_s is below domains.start_retry_s")
+    for gpu in config.limits.pinned_device_memory:
+        if not re.fullmatch(r"[0-9]+|(GPU|MIG)-[0-9A-Za-z-/]+", gpu):
+            raise ConfigError(
+                f"{where}: limits.pinned_device_memory names {gpu!r}, which is no GPU",
+                remedy='use an ordinal ("0") or a UUID ("GPU-...")',
+            )

@@ -1,0 +1,59 @@
+"""`mpsd config check [FILE]` and `mpsd config show [FILE]`.
+
+`check` reads one file with nothing from the environment but $MPSD_CONFIG, `show` prints the values
+in effect, environment included, as TOML that can be saved and edited.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping, Sequence
+from typing import TextIO
+
+from mpsd.config import DEFAULT_FILE
+from mpsd.config_reader import load, to_toml
+from mpsd.errors import MpsdError
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Give a parser (of `mpsd config`) its two verbs; the result goes to `run`."""
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="check|show")
+    for name, text in (
+        ("check", "read a configuration file and say what is wrong with it"),
+        ("show", "print the configuration in effect, each key explained"),
+    ):
+        verb = verbs.add_parser(name, help=text, description=text)
+        verb.add_argument(
+            "file", nargs="?", help=f"the file to read; default: $MPSD_CONFIG, else {DEFAULT_FILE}"
+        )
+
+
+def run(arguments: Namespace, environ: Mapping[str, str], out: TextIO) -> int:
+    """Perform the verb. Raises ConfigError."""
+    if arguments.verb == "show":
+        out.write(to_toml(load(arguments.file, environ)))
+        return 0
+    plain = {
+        key: value for key, value in environ.items() if not key.startswith("MPSD_") or key == "MPSD_CONFIG"
+    }
+    load(arguments.file, plain)
+    named = arguments.file or environ.get("MPSD_CONFIG")
+    if named or DEFAULT_FILE.exists():
+        out.write(f"{named or DEFAULT_FILE}: ok\n")
+    else:
+        out.write(f"{DEFAULT_FILE} is absent: ok, every key has its default\n")
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """`config` as a program of its own; the exit status is that of the error, if any."""
+    parser = ArgumentParser(prog="mpsd config")
+    add_arguments(parser)
+    arguments = parser.parse_args(argv)
+    try:
+        return run(arguments, os.environ, sys.stdout)
+    except MpsdError as error:
+        print(f"mpsd: {error}", file=sys.stderr)
+        return error.exit_code

@@ -1,0 +1,200 @@
+"""The configuration: defaults, files, environment, and what is said about mistakes."""
+
+from __future__ import annotations
+
+import io
+from argparse import ArgumentParser
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from mpsd import config_cli
+from mpsd.config import (
+    BackendName,
+    Config,
+    DomainMode,
+    GuardSetting,
+    check_socket_path,
+    default_directories,
+)
+from mpsd.config_reader import keys, load, to_toml
+from mpsd.errors import ConfigError
+
+ENVIRON = {"XDG_RUNTIME_DIR": "/run/user/1000", "HOME": "/home/someone"}
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "mpsd.toml"
+    path.write_text(text)
+    return path
+
+
+def read(tmp_path: Path, text: str, **environ: str) -> Config:
+    return load(write(tmp_path, text), {**ENVIRON, **environ})
+
+
+def test_empty_file_gives_every_default(tmp_path: Path) -> None:
+    config = read(tmp_path, "")
+    assert config.backend is BackendName.NVIDIA
+    assert config.domains.mode is DomainMode.PER_USER
+    assert config.guard.heap is GuardSetting.AUTO
+    assert config.limits.active_thread_percentage is None
+    assert config.limits.clients == 60
+
+
+def test_all_kinds_of_values(tmp_path: Path) -> None:
+    config = read(
+        tmp_path,
+        """
+        schema_version = 1
+        backend = "simulated"
+        run_dir = "/run/x"
+        [domains]
+        mode = "shared"
+        span = [["GPU-a", "GPU-b"], ["GPU-c"]]
+        kill_victims_after_s = 3
+        [limits]
+        active_thread_percentage = 25
+        client_priority = 1
+        pinned_device_memory = { "0" = "1G", "GPU-11" = "512M" }
+        [guard]
+        low = true
+        heap = false
+        stack = "auto"
+        """,
+    )
+    assert config.domains.span == (("GPU-a", "GPU-b"), ("GPU-c",))
+    assert config.domains.kill_victims_after_s == 3.0
+    assert dict(config.limits.pinned_device_memory) == {"0": "1G", "GPU-11": "512M"}
+    assert (config.guard.low, config.guard.heap) == (GuardSetting.ON, GuardSetting.OFF)
+    assert config.run_dir == "/run/x"
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("[domains]\nspair = true", "unknown key 'domains.spair' (did you mean 'domains.spare'?)"),
+        ("spare = true", "unknown key 'spare' (did you mean 'domains.spare'?)"),
+        ("[domain]\nspare = true", "unknown key 'domain' (did you mean 'domains'?)"),
+        ("backend = 'nvidea'", "did you mean 'nvidia'?"),
+        ("backend = 3", "is none of nvidia, simulated"),
+        ("domains = 3", "is a section"),
+        ("[domains]\nspare = 'yes'", "domains.spare must be true or false"),
+        ("[domains]\nspan = ['GPU-a']", "must be a list of lists"),
+        ("[domains]\nspan = [['GPU-a'], ['GPU-a']]", "names 'GPU-a' twice"),
+        ("[limits]\nactive_thread_percentage = 101", "out of range (use 0.01 to 100 %)"),
+        ("[limits]\nactive_thread_percentage = nan", "out of range"),
+        ("[limits]\nclients = 1.5", "must be a whole number"),
+        ("[limits]\nclients = true", "must be a whole number"),
+        ("[limits.pinned_device_memory]\n0 = '1T'", "is malformed"),
+        ("[limits.pinned_device_memory]\nfirst = '1G'", "names 'first', which is no GPU"),
+        ("[guard]\nlow = 'maybe'", "is none of true, false, auto"),
+        ('group = "a\\u001bb"', "control characters"),
+        ("run_dir = 'relative'", "not an absolute path"),
+        ("run_dir = '/" + "x" * 120 + "'", "choose a run_dir that is"),
+        ("schema_version = 2", "newer than this mpsd"),
+        ("[domains]\nstart_retry_s = 100", "start_retry_max_s is below"),
+        ("a b", "is not TOML"),
+    ],
+)
+def test_mistakes_are_named_with_a_remedy(tmp_path: Path, text: str, wanted: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read(tmp_path, text)
+    assert wanted in str(caught.value)
+
+
+def test_every_unknown_key_error_names_the_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"mpsd\.toml: unknown key"):
+        read(tmp_path, "x = 1")
+
+
+def test_environment_wins_over_the_file(tmp_path: Path) -> None:
+    config = read(
+        tmp_path,
+        "[domains]\nspare = true\nmode = 'shared'",
+        MPSD_DOMAINS_SPARE="false",
+        MPSD_RUN_DIR="/run/other",
+        MPSD_DOMAINS_MODE="per-user",
+        MPSD_GUARD_LOW="true",
+        MPSD_DOMAINS_SPAN='[["GPU-a"]]',
+        MPSD_TEST_GPU="1",
+    )
+    assert config.domains.spare is False
+    assert config.domains.mode is DomainMode.PER_USER
+    assert config.guard.low is GuardSetting.ON
+    assert config.domains.span == (("GPU-a",),)
+    assert config.run_dir == "/run/other"
+
+
+def test_bad_environment_value_names_the_variable(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"\$MPSD_LIMITS_CLIENTS"):
+        read(tmp_path, "", MPSD_LIMITS_CLIENTS="many")
+
+
+def test_named_file_must_exist(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no configuration file"):
+        load(tmp_path / "absent.toml", ENVIRON)
+    with pytest.raises(ConfigError, match="no configuration file"):
+        load(None, {**ENVIRON, "MPSD_CONFIG": str(tmp_path / "absent.toml")})
+
+
+def test_a_directory_is_no_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot read"):
+        load(tmp_path, ENVIRON)
+
+
+def test_directories_by_user() -> None:
+    assert default_directories(0, {})["run_dir"] == "/run/mpsd"
+    assert default_directories(1000, ENVIRON) == {
+        "run_dir": "/run/user/1000/mpsd",
+        "log_dir": "/home/someone/.local/state/mpsd/log",
+        "state_dir": "/home/someone/.local/state/mpsd",
+    }
+    assert default_directories(1000, {})["run_dir"] == "/tmp/mpsd-1000"
+
+
+def test_socket_paths_are_measured_in_bytes() -> None:
+    assert check_socket_path("/" + "x" * 106)
+    with pytest.raises(ConfigError, match="1 bytes shorter"):
+        check_socket_path("/" + "x" * 107)
+    with pytest.raises(ConfigError):
+        check_socket_path("/" + "é" * 54)
+
+
+def test_every_key_is_documented_and_reads_back(tmp_path: Path) -> None:
+    config = read(tmp_path, "[domains]\nspan = [['GPU-a']]\n[limits.pinned_device_memory]\n0 = '1G'\n")
+    text = to_toml(config)
+    assert load(write(tmp_path, text), {}) == config
+    for section, key, spec in keys():
+        assert spec.metadata["doc"], f"{section}.{key}"
+        assert key in text
+    assert len(list(keys())) > len(fields(Config))
+
+
+def run_cli(*argv: str, environ: dict[str, str]) -> str:
+    parser = ArgumentParser()
+    config_cli.add_arguments(parser)
+    out = io.StringIO()
+    assert config_cli.run(parser.parse_args(argv), environ, out) == 0
+    return out.getvalue()
+
+
+def test_check_and_show(tmp_path: Path) -> None:
+    path = str(write(tmp_path, "backend = 'simulated'"))
+    assert run_cli("check", path, environ=ENVIRON) == f"{path}: ok\n"
+    assert run_cli("check", environ={**ENVIRON, "MPSD_CONFIG": path}) == f"{path}: ok\n"
+    shown = run_cli("show", path, environ={**ENVIRON, "MPSD_LIMITS_CLIENTS": "7"})
+    assert 'backend = "simulated"' in shown
+    assert "clients = 7" in shown
+
+
+def test_check_looks_at_the_file_alone(tmp_path: Path) -> None:
+    path = str(write(tmp_path, ""))
+    assert run_cli("check", path, environ={**ENVIRON, "MPSD_LIMITS_CLIENTS": "many"})
+
+
+def test_main_reports_without_a_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path, "x = 1")
+    assert config_cli.main(["check", str(path)]) == ConfigError.exit_code
+    assert capsys.readouterr().err.startswith("mpsd: ")
