@@ -107,7 +107,7 @@ def on_attach_failed(draft: Draft, event: ev.AttachFailed) -> None:
 def on_lease_restored(draft: Draft, event: ev.LeaseRestored) -> None:
     """A client that died while no daemon was there: its lease goes on, its work is watched."""
     domain = draft.state.domains.get(event.domain)
-    for space in range(event.spaces):
+    for space in event.spaces:
         client_id = ClientId(event.domain, event.facts.instance, space)
         if domain is None:
             draft.emit(ReleaseLease(client_id))

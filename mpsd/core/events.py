@@ -55,11 +55,11 @@ class DomainAdopted:
 
 @dataclass(frozen=True, slots=True)
 class LeaseRestored:
-    """The descriptor store kept the lease of a client that died while no daemon was there."""
+    """The descriptor store kept leases of a client that died while no daemon was there, by number."""
 
     domain: str
     facts: ProcessFacts
-    spaces: int
+    spaces: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,218 @@
+"""Taking over what an earlier daemon left: domains, servers, living clients, leases of the dead.
+
+The state file says what there should be; nothing in it is believed until it is proven on the living
+process. Where the file and the stable path disagree, the path is right: it is what clients use.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+
+from mpsd import pipedir, procs
+from mpsd.attacher import Attacher, parse_lease_name
+from mpsd.core import events as ev
+from mpsd.core.state import Client, Domain, DomainState, State
+from mpsd.errors import MpsdError
+from mpsd.fdstore import DescriptorStore
+from mpsd.host import Hosts, Post
+from mpsd.layout import Layout
+from mpsd.model import ClientId, ProcessFacts, ProcessInstance, ServerState
+
+log = structlog.get_logger("mpsd.adoption")
+
+LEVEL = 1
+KIND = "mpsd-state"
+_GONE = (DomainState.STOPPING, DomainState.FAILED)
+
+
+def to_file(state: State, settings: Sequence[str]) -> dict[str, Any]:
+    """What a later daemon needs of this state, as plain values."""
+    return {
+        "next_domain": state.next_domain,
+        "drained": sorted(state.drained),
+        "settings": list(settings),
+        "slots": [
+            {
+                "id": s.id,
+                "gpus": list(s.gpus),
+                "uid": s.uid,
+                "exclusive": s.exclusive,
+                "active": s.active,
+                "spare": s.spare,
+            }
+            for s in state.slots.values()
+        ],
+        "domains": [_domain_row(d) for d in state.domains.values()],
+        "clients": [_client_row(c) for c in state.clients.values() if c.leased],
+    }
+
+
+def _domain_row(domain: Domain) -> dict[str, Any]:
+    return {
+        "id": domain.id,
+        "slot": domain.slot,
+        "state": domain.state.value,
+        "control": _instance_row(domain.control),
+        "server": _instance_row(domain.server),
+    }
+
+
+def _instance_row(instance: ProcessInstance | None) -> list[int] | None:
+    return [instance.pid, instance.start_ticks] if instance else None
+
+
+def _client_row(client: Client) -> dict[str, Any]:
+    facts = client.facts
+    return {
+        "domain": client.id.domain,
+        "pid": client.id.process.pid,
+        "start_ticks": client.id.process.start_ticks,
+        "ppid": facts.ppid,
+        "uid": facts.uid,
+        "gid": facts.gid,
+        "command": facts.command,
+        "exe": facts.exe,
+        "cgroup": facts.cgroup,
+    }
+
+
+def _instance(row: Sequence[int] | None) -> ProcessInstance | None:
+    return ProcessInstance(int(row[0]), int(row[1])) if row else None
+
+
+@dataclass(slots=True)
+class Adoption:
+    """One take-over, at the start of a daemon, before anything new is started."""
+
+    layout: Layout
+    hosts: Hosts
+    attacher: Attacher
+    store: DescriptorStore
+    post: Post
+
+    def run(self, saved: Mapping[str, Any] | None) -> None:
+        """Post the events that rebuild the state. Nothing here ends a domain that still has clients."""
+        kept = self._kept_leases()
+        self.attacher.inherit(kept)
+        for slot in saved["slots"] if saved else ():
+            exclusive = bool(slot["exclusive"])
+            self.post(
+                ev.SlotWanted(slot["id"], tuple(slot["gpus"]), slot["uid"], exclusive, start=False)
+            )
+        slots = {slot["id"]: slot for slot in saved["slots"]} if saved else {}
+        for row in saved["domains"] if saved else ():
+            self._domain(row, slots[row["slot"]])
+        self._dead(saved["clients"] if saved else (), kept)
+
+    def _kept_leases(self) -> dict[ClientId, list[int]]:
+        kept = {}
+        for name, fds in self.store.fetch_all().items():
+            client = parse_lease_name(name)
+            if client is None:
+                for fd in fds:
+                    os.close(fd)
+            else:
+                kept[client] = fds
+        return kept
+
+    def _domain(self, row: Mapping[str, Any], slot: Mapping[str, Any]) -> None:
+        name, gpus = row["id"], tuple(slot["gpus"])
+        state = DomainState(row["state"])
+        control = _instance(row["control"]) or self._recorded(name)
+        server: ProcessInstance | None = None
+        try:
+            if control is not None:
+                server = self.hosts.adopt(name, gpus, control)
+        except MpsdError as error:
+            log.info("control daemon is not adopted", domain=name, reason=str(error))
+            control = None
+        if control is None:
+            server = _instance(row["server"])
+            if not self.hosts.adopt_headless(name, gpus, server):
+                # Nothing of it is left: its directory goes, so that the name can never mislead.
+                self.layout.forget_domain(name)
+                return
+            state = DomainState.HEADLESS
+        elif state in (*_GONE, DomainState.STARTING):
+            # It was being started or stopped when the daemon died: empty, so it is ended.
+            state = DomainState.RETIRED
+        role = self._role(name, slot)
+        running = ServerState.ACTIVE if server else ServerState.GONE
+        if state is DomainState.FAULTED:
+            running = ServerState.FAULT
+        if role is ev.DomainRole.ACTIVE and state is DomainState.WARM:
+            # The path was switched, then the daemon died before it could write so.
+            state = DomainState.ACTIVE
+        self.post(ev.DomainAdopted(name, slot["id"], role, state, control, server, running))
+        self.hosts.ask(name)
+
+    def _recorded(self, name: str) -> ProcessInstance | None:
+        """The control daemon that a pipe directory's own pid file names, pinned by its present life."""
+        pid = pipedir.recorded_pid(str(self.layout.pipe_dir(name)))
+        if pid is None:
+            return None
+        try:
+            return procs.facts(pid).instance
+        except MpsdError:
+            return None
+
+    def _role(self, name: str, slot: Mapping[str, Any]) -> ev.DomainRole:
+        target = None
+        with contextlib.suppress(OSError):
+            target = os.path.basename(os.readlink(self.layout.slot_path(slot["id"])))
+        if name == target:
+            return ev.DomainRole.ACTIVE
+        if name == slot["spare"]:
+            return ev.DomainRole.SPARE
+        return ev.DomainRole.OLD
+
+    def _dead(self, rows: Sequence[Mapping[str, Any]], kept: Mapping[ClientId, Sequence[int]]) -> None:
+        """Living clients join again by their domains' lists; for the dead the leases go on."""
+        facts = {(r["domain"], int(r["pid"]), int(r["start_ticks"])): r for r in rows}
+        for domain, process in sorted({(c.domain, c.process) for c in kept}):
+            if _alive(process):
+                self.attacher.notice(domain, process.pid)
+                continue
+            spaces = sorted(c for c in kept if (c.domain, c.process) == (domain, process))
+            restored = tuple(c.space for c in spaces if self.attacher.restore(c))
+            row = facts.get((domain, process.pid, process.start_ticks))
+            self.post(ev.LeaseRestored(domain, _facts(process, row), restored))
+
+    async def join_living(self) -> None:
+        """Notice every client that the servers list."""
+        for domain in self.hosts.names():
+            try:
+                pids = await self.hosts.listed_clients(domain)
+            except MpsdError as error:
+                log.warning("clients are not listed", domain=domain, reason=str(error))
+                continue
+            for pid in pids:
+                self.attacher.notice(domain, pid)
+
+
+def _alive(process: ProcessInstance) -> bool:
+    try:
+        with procs.Pinned.open(process.pid, process.start_ticks) as pinned:
+            return pinned.alive()
+    except MpsdError:
+        return False
+
+
+def _facts(process: ProcessInstance, row: Mapping[str, Any] | None) -> ProcessFacts:
+    if row is None:
+        return ProcessFacts(process, 0, 0, 0, "[unknown: it died while mpsd was not there]", "")
+    return ProcessFacts(
+        process,
+        int(row["ppid"]),
+        int(row["uid"]),
+        int(row["gid"]),
+        str(row["command"]),
+        str(row["exe"]),
+        str(row["cgroup"]),
+    )

@@ -1,0 +1,100 @@
+"""What the daemon tells: fault records to the journal, events to subscribers, answers to requests."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import structlog
+
+from mpsd.core.records import FaultRecord
+from mpsd.errors import DeadlineError
+from mpsd.journal import Journal
+from mpsd.recordtext import record_json
+
+log = structlog.get_logger("mpsd.bulletin")
+
+EVENTS_KEPT = 1000
+Sink = Callable[[Mapping[str, Any], frozenset[int], int], None]
+
+
+class Bulletin:
+    """Numbers events, keeps the last of them for late subscribers, and hands them to the listener."""
+
+    def __init__(self, journal: Journal) -> None:
+        self.journal = journal
+        self.wall_at_zero = time.time() - time.monotonic()
+        self._sink: Sink | None = None
+        self._seq = 0
+        self._events: deque[tuple[int, frozenset[int], Mapping[str, Any]]] = deque(maxlen=EVENTS_KEPT)
+        self._answers: dict[str, asyncio.Future[tuple[bool, Mapping[str, object]]]] = {}
+        self._requests = 0
+        self._record_ms: dict[int, float | None] = {}
+
+    def connect(self, sink: Sink) -> None:
+        self._sink = sink
+
+    def events_since(self, seq: int) -> list[tuple[int, frozenset[int], Mapping[str, Any]]]:
+        return [entry for entry in self._events if entry[0] > seq]
+
+    def publish(self, kind: str, owners: frozenset[int], data: Mapping[str, object]) -> None:
+        """`owners`: the users whose event this is; root and the group see every one."""
+        self._seq += 1
+        event = {"kind": kind, "at": self._wall(time.monotonic()), **data}
+        self._events.append((self._seq, owners, event))
+        if self._sink is not None:
+            self._sink(event, owners, self._seq)
+
+    def _wall(self, at: float) -> float:
+        return round(self.wall_at_zero + at, 6)
+
+    def record(self, record: FaultRecord) -> None:
+        """Write a revision of a fault record to the journal and the stream."""
+        if record.id not in self._record_ms:
+            # Driver stamps are CLOCK_MONOTONIC_RAW: the only clock they can be compared with.
+            raw = time.clock_gettime_ns(time.CLOCK_MONOTONIC_RAW)
+            spent = (raw - record.source_ns) / 1e6 if record.source_ns else None
+            self._record_ms[record.id] = round(spent, 3) if spent is not None else None
+        shown = record_json(record, self.wall_at_zero, self._record_ms[record.id])
+        self.journal.append(shown)
+        parties = [record.offender] if record.offender else []
+        owners = {p.facts.uid for p in (*parties, *record.suspects)}
+        self.publish("fault", frozenset(owners), shown)
+        if record.revision == 1:
+            who = shown["offender"]["pid"] if shown["offender"] else None
+            log.warning(
+                "fault",
+                id=record.id,
+                fault_class=record.fault_class,
+                domain=record.domain,
+                offender=who,
+                confidence=record.confidence.value,
+            )
+
+    def expect(self) -> tuple[str, asyncio.Future[tuple[bool, Mapping[str, object]]]]:
+        """A fresh request id and the future that its answer will come by."""
+        self._requests += 1
+        name = f"r{self._requests}"
+        future = asyncio.get_running_loop().create_future()
+        self._answers[name] = future
+        return name, future
+
+    def answer(self, request: str, ok: bool, data: Mapping[str, object]) -> None:
+        future = self._answers.pop(request, None)
+        if future is not None and not future.done():
+            future.set_result((ok, data))
+
+    async def answered(
+        self, request: str, future: asyncio.Future[tuple[bool, Mapping[str, object]]], deadline_s: float
+    ) -> tuple[bool, Mapping[str, object]]:
+        """Wait for an answer. Raises DeadlineError."""
+        try:
+            async with asyncio.timeout(deadline_s):
+                return await future
+        except TimeoutError:
+            raise DeadlineError(f"no answer within {deadline_s:g} s", remedy="see mpsd-ctl status") from None
+        finally:
+            self._answers.pop(request, None)

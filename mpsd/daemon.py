@@ -1,0 +1,416 @@
+"""The daemon, assembled: adapters, runtime, listener, and the little that must be done from time to time."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Mapping, MutableMapping, Sequence
+from pathlib import Path
+
+import structlog
+
+from mpsd import layout, workwatch
+from mpsd.adoption import KIND, LEVEL, Adoption, to_file
+from mpsd.attacher import Attacher
+from mpsd.bulletin import Bulletin
+from mpsd.config import Config, DomainMode, GuardSetting
+from mpsd.core import events as ev
+from mpsd.core.state import DomainState, Policy, State
+from mpsd.errors import DeadlineError, MpsdError, NotReadyError, UnsupportedError
+from mpsd.fdstore import open_store
+from mpsd.gpu.base import Backend, KernelLog, XidSource
+from mpsd.guard import Guards
+from mpsd.host import Callbacks, Hosts
+from mpsd.journal import Journal
+from mpsd.layout import Layout
+from mpsd.listener import Listener
+from mpsd.model import ClientId, ComputeMode, Gpu, GuardClass
+from mpsd.notify import Notifier, watchdog_interval_s
+from mpsd.ops import Operations, find_gpu
+from mpsd.performer import Hands, Performer
+from mpsd.runtime import Runtime, doomed_at
+from mpsd.settings import ControlSettings
+from mpsd.statefile import StateFile
+
+log = structlog.get_logger("mpsd.daemon")
+
+TICK_S = 1.0
+MODE_EVERY, LIST_EVERY, TRIM_EVERY = 5, 10, 60
+STOP_PATIENCE_S = 30.0
+# What `auto` means. The measurements behind it: faultinject/reports/README.md.
+SAFE_GUARDS = frozenset({GuardClass.LOW})
+
+
+def policy_of(config: Config, backend: Backend) -> Policy:
+    """The operator's choices as core takes them."""
+    domains, asked_ms = config.domains, config.eviction.terminate_deadline_ms
+    return Policy(
+        spare=domains.spare,
+        kill_victims_after_s=domains.kill_victims_after_s,
+        exclusive_drain_s=domains.exclusive_drain_s,
+        laggard_report_s=domains.laggard_report_s,
+        linger_limit_s=config.lease.linger_limit_s,
+        terminate_deadline_s=asked_ms / 1e3 if asked_ms else backend.terminate_deadline_s,
+        stop_deadline_s=domains.stop_deadline_s,
+        start_retry_s=domains.start_retry_s,
+        start_retry_max_s=domains.start_retry_max_s,
+        evidence_window_s=config.journal.evidence_window_s,
+    )
+
+
+def guard_classes(config: Config) -> frozenset[GuardClass]:
+    """The classes of range that are on."""
+    chosen = {kind: getattr(config.guard, kind.value) for kind in GuardClass}
+    return frozenset(
+        kind
+        for kind, setting in chosen.items()
+        if setting is GuardSetting.ON or (setting is GuardSetting.AUTO and kind in SAFE_GUARDS)
+    )
+
+
+def slot_name(gpus: Sequence[str], uid: int | None) -> str:
+    """A short name that fits into a socket path: the first GPU's number, how many more, and whose."""
+    more = f"+{len(gpus) - 1}" if len(gpus) > 1 else ""
+    return f"{gpus[0].split('-')[1][:8]}{more}-{'all' if uid is None else f'u{uid}'}"
+
+
+class Daemon:
+    """One running mpsd. `run` returns when it was told to stop; everything it supervises lives on."""
+
+    def __init__(self, config: Config, backend: Backend, environ: MutableMapping[str, str]) -> None:
+        self.config = config
+        self.backend = backend
+        self.pid = os.getpid()
+        self.layout = Layout(Path(config.run_dir), Path(config.log_dir), Path(config.state_dir))
+        self.policy = policy_of(config, backend)
+        self.settings = ControlSettings(config.limits)
+        self._environ = environ
+        self._began = time.monotonic()
+        self._stop = asyncio.Event()
+        self._save_pending = False
+        self._default_path_problem = ""
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    def uptime_s(self) -> float:
+        return time.monotonic() - self._began
+
+    def stop(self) -> None:
+        self._stop.set()
+
+    async def run(self, *, stop_domains: bool = False) -> None:
+        """Serve until stopped. Raises MpsdError when this machine or configuration does not allow it."""
+        self.layout.prepare()
+        lock = self.layout.lock()
+        notifier = Notifier.from_environ(self._environ)
+        try:
+            self._assemble(notifier)
+            await self._serve(notifier, stop_domains=stop_domains)
+        finally:
+            notifier.close()
+            os.close(lock)
+
+    def _assemble(self, notifier: Notifier) -> None:
+        loop = asyncio.get_running_loop()
+        self.gpus = tuple(self.backend.devices.gpus())
+        if not self.gpus:
+            raise UnsupportedError("there is no GPU on this machine", remedy="run mpsd-ctl doctor")
+        journal = Journal.open(
+            self.layout.state_dir, self.config.journal.max_records, self.config.journal.max_bytes
+        )
+        self.bulletin = Bulletin(journal)
+        store = self.config.store
+        self._store = open_store(
+            store.kind.value, self.layout.run_dir, store.max_descriptors, self._environ, notifier
+        )
+        self._statefile = StateFile(self.layout.state_file, KIND, LEVEL)
+        self._attacher = Attacher(self.backend.uvm, self._store, self._post)
+        guard = self.config.guard
+        self._guards = Guards(
+            guard_classes(self.config), guard.max_ranges, guard.follow_interval_s, self._post
+        )
+        self._work = workwatch.WorkWatch(self._post, self.config.lease.probe_interval_ms / 1e3)
+        self._hosts = Hosts(
+            self.backend.control_binary,
+            self.backend.control_environment,
+            self.layout,
+            self.settings,
+            Callbacks(self._post, self._attacher.notice, self._client_left),
+            start_deadline_s=self.config.domains.start_deadline_s,
+        )
+        self._work.connect(self._hosts, self.backend.devices, self.gpus)
+        hands = Hands(
+            self._hosts,
+            self._attacher,
+            self._guards,
+            self._work,
+            self.layout,
+            self.bulletin,
+            self._post,
+        )
+        self._performer = Performer(hands)
+        first = State(policy=self.policy, next_fault=journal.last_id + 1)
+        self.runtime = Runtime(first, self._performer.perform, self._changed, doomed_at(self._environ))
+        self._loop = loop
+
+    def _post(self, event: ev.Event) -> None:
+        self.runtime.post(event)
+
+    async def _serve(self, notifier: Notifier, *, stop_domains: bool) -> None:
+        listener = Listener(str(self.layout.socket), Operations(self).handle, self.config.group)
+        sources = self._open_sources()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._loop.add_signal_handler(number, self._stop.set)
+        await self._adopt()
+        await listener.start()
+        self.bulletin.connect(listener.publish)
+        background = [
+            self._loop.create_task(self._guards.follow()),
+            self._loop.create_task(self._tick(notifier)),
+        ]
+        self._prestart()
+        notifier.ready(f"supervising {len(self.gpus)} GPU(s)")
+        log.info("ready", gpus=len(self.gpus), backend=self.backend.name, socket=str(self.layout.socket))
+        try:
+            await self._stop.wait()
+        finally:
+            notifier.stopping()
+            if stop_domains:
+                await self._stop_domains()
+            for task in background:
+                task.cancel()
+            await asyncio.gather(*background, return_exceptions=True)
+            await listener.close()
+            for source in sources:
+                self._loop.remove_reader(source.fileno())
+                source.close()
+            await self._close()
+
+    async def _close(self) -> None:
+        await self._work.close()
+        await self._performer.close()
+        await self._hosts.close()
+        await self._attacher.settled()
+        self._save()
+        self._attacher.close()
+        self._store.close()
+        self.bulletin.journal.close()
+
+    def _open_sources(self) -> list[XidSource | KernelLog]:
+        """Xids and the kernel log, where they can be had; what is missing is said, not fatal."""
+        sources: list[XidSource | KernelLog] = []
+        self._source_problems: list[str] = []
+        try:
+            xids = self.backend.devices.watch_xids()
+            self._loop.add_reader(xids.fileno(), self._read_xids, xids)
+            sources.append(xids)
+        except MpsdError as error:
+            self._source_problems.append(f"Xids are not seen: {error}")
+        kernel_log = self.backend.kernel_log
+        if kernel_log is None:
+            self._source_problems.append("the kernel log is not readable: SM exceptions stay unclassed")
+        else:
+            self._loop.add_reader(kernel_log.fileno(), self._read_kernel_log, kernel_log)
+            sources.append(kernel_log)
+        return sources
+
+    def _read_xids(self, source: XidSource) -> None:
+        for xid in source.drain():
+            self._post(ev.NvmlXidSeen(xid))
+
+    def _read_kernel_log(self, source: KernelLog) -> None:
+        for xid in source.drain():
+            gpu = next((g.uuid for g in self.gpus if g.pci.startswith(xid.pci.lower())), None)
+            self._post(ev.KernelXidSeen(gpu, xid))
+
+    async def _adopt(self) -> None:
+        saved = self._statefile.load()
+        if saved is not None:
+            self.settings.restore(saved["settings"])
+            if saved["drained"]:
+                wanted = () if "*" in saved["drained"] else tuple(saved["drained"])
+                self._post(ev.DrainRequested(wanted, True))
+        adoption = Adoption(self.layout, self._hosts, self._attacher, self._store, self._post)
+        adoption.run(saved)
+        await adoption.join_living()
+        lost = self._attacher.discard_kept()
+        if lost:
+            log.info("leases of nobody were given up", leases=lost)
+        self._post(ev.AdoptionDone())
+
+    def _prestart(self) -> None:
+        shared = self.config.domains.mode is DomainMode.SHARED
+        for group in self.groups():
+            if shared or (self.config.domains.serve_default_path and group == self.groups()[0]):
+                self._post(self._slot_wanted(group, None))
+
+    def groups(self) -> list[tuple[str, ...]]:
+        """The sets of GPUs that domains are made for: those that span several, then one for each other."""
+        here = {g.uuid for g in self.gpus}
+        spans = [tuple(u for u in span if u in here) for span in self.config.domains.span]
+        spanned = {u for span in spans for u in span}
+        return [s for s in spans if s] + [(g.uuid,) for g in self.gpus if g.uuid not in spanned]
+
+    def _slot_wanted(self, gpus: tuple[str, ...], uid: int | None) -> ev.SlotWanted:
+        return ev.SlotWanted(slot_name(gpus, uid), gpus, uid, self._exclusive(gpus))
+
+    def _exclusive(self, gpus: Sequence[str]) -> bool:
+        try:
+            return any(self.backend.devices.compute_mode(g) is ComputeMode.EXCLUSIVE_PROCESS for g in gpus)
+        except MpsdError as error:
+            log.warning("compute mode unknown", reason=str(error))
+            return False
+
+    def gpu_named(self, name: str) -> Gpu:
+        return find_gpu(self.gpus, name)
+
+    async def path_for(self, uid: int, gpu: str | None, *, shared: bool) -> str:
+        """The stable pipe directory for a user, once it leads to a running domain.
+
+        Raises NotReadyError while the GPU is drained, DeadlineError when no domain comes up in time.
+        """
+        groups = self.groups()
+        if gpu is not None:
+            uuid = self.gpu_named(gpu).uuid
+            group = next(g for g in groups if uuid in g)
+        else:
+            group = min(groups, key=self._load)
+        drained = self.runtime.state.drained
+        if "*" in drained or drained & set(group):
+            raise NotReadyError(f"GPU {', '.join(group)} is drained", remedy="mpsd-ctl undrain, or take another")
+        owner = None if shared or self.config.domains.mode is DomainMode.SHARED else uid
+        wanted = self._slot_wanted(group, owner)
+        self._post(wanted)
+        path = self.layout.slot_path(wanted.slot)
+        await self._until_served(wanted.slot, path)
+        return str(path)
+
+    def _load(self, group: tuple[str, ...]) -> tuple[int, str]:
+        state = self.runtime.state
+        return sum(1 for c in state.clients.values() if state.domains[c.id.domain].gpus == group), group[0]
+
+    async def _until_served(self, slot: str, path: Path) -> None:
+        """Wait until the slot leads to a domain that takes clients."""
+        deadline = self.config.domains.start_deadline_s
+        end = time.monotonic() + deadline
+        while time.monotonic() < end:
+            state = self.runtime.state
+            active = state.slots[slot].active
+            if active is not None and state.domains[active].state is DomainState.ACTIVE and path.exists():
+                return
+            await asyncio.sleep(0.005)
+        problems = [d.problem for d in self.runtime.state.domains.values() if d.slot == slot and d.problem]
+        raise DeadlineError(
+            f"no domain came up within {deadline:g} s{': ' + problems[-1] if problems else ''}",
+            remedy="mpsd-ctl doctor",
+        )
+
+    def _changed(self, before: State, after: State) -> None:
+        """After each decision, before its effects."""
+        if before.clients is not after.clients:
+            for client in after.clients.values():
+                old = before.clients.get(client.id)
+                if client.leased and client.living and (old is None or not old.leased):
+                    lease = self._attacher.leases.get(client.id)
+                    if lease is not None:
+                        gpus = after.domains[client.id.domain].gpus
+                        self._guards.add(client.id, lease.space, gpus)
+        same = before.slots is after.slots and before.domains is after.domains
+        if not (same and before.clients is after.clients and before.drained is after.drained):
+            # Before the tasks that effects start: a process is never started that the file does not know.
+            self._save_soon()
+
+    def _save_soon(self) -> None:
+        if not self._save_pending:
+            self._save_pending = True
+            self._loop.call_soon(self._save)
+
+    def _save(self) -> None:
+        self._save_pending = False
+        self._statefile.save(to_file(self.runtime.state, self.settings.commands()))
+
+    def _client_left(self, domain: str, pid: int) -> None:
+        """The server dropped a client: its process may have gone, replaced its program, or closed its context."""
+        self._work.server_dropped(domain, pid)
+        self._attacher.check_identities()
+
+    async def _tick(self, notifier: Notifier) -> None:
+        """Once a second: what no descriptor tells."""
+        rounds = 0
+        watchdog = watchdog_interval_s(self._environ)
+        while True:
+            await asyncio.sleep(min(TICK_S, watchdog or TICK_S))
+            rounds += 1
+            notifier.watchdog()
+            self._attacher.check_identities()
+            if self.bulletin.journal.problem:
+                self.bulletin.journal.retry()
+            if self._statefile.problem:
+                self._statefile.retry()
+            if rounds % MODE_EVERY == 0:
+                await self._look_at_modes()
+            if rounds % LIST_EVERY == 0:
+                await self._reconcile()
+            if rounds % TRIM_EVERY == 0:
+                self._hosts.trim_logs(self.config.log.max_bytes)
+
+    async def _look_at_modes(self) -> None:
+        self._claim_default_path()
+        for slot in tuple(self.runtime.state.slots.values()):
+            exclusive = await asyncio.to_thread(self._exclusive, slot.gpus)
+            if exclusive != slot.exclusive:
+                self._post(ev.ModeSeen(slot.id, exclusive))
+
+    def _claim_default_path(self) -> None:
+        if not self.config.domains.serve_default_path:
+            return
+        target = self.layout.slot_path(slot_name(self.groups()[0], None))
+        path = Path(self.config.domains.default_path)
+        if target.exists() and not (path.is_symlink() and os.readlink(path) == str(target)):
+            self._default_path_problem = layout.claim_default_path(path, target)
+
+    async def _reconcile(self) -> None:
+        """Clients that no log line told of, servers that changed unseen."""
+        known = {c.id.process.pid for c in self.runtime.state.clients.values() if c.living}
+        for domain in self._hosts.names():
+            try:
+                listed = await self._hosts.listed_clients(domain)
+            except MpsdError as error:
+                log.warning("clients are not listed", domain=domain, reason=str(error))
+                continue
+            for pid in set(listed) - known:
+                self._attacher.notice(domain, pid)
+            self._hosts.ask(domain)
+
+    async def _stop_domains(self) -> None:
+        self._post(ev.StopRequested())
+        end = time.monotonic() + STOP_PATIENCE_S
+        while self.runtime.state.domains and time.monotonic() < end:
+            await asyncio.sleep(0.02)
+        for domain in self.runtime.state.domains:
+            log.error("domain did not stop", domain=domain)
+
+    def protections(self) -> Mapping[ClientId, Sequence[str]]:
+        return {c: self._guards.shown(c) for c in self._attacher.leases}
+
+    def problems(self) -> list[str]:
+        """Capability losses of the daemon itself, for `status`."""
+        found = list(self._source_problems)
+        found += [p for p in (self.bulletin.journal.problem, self._statefile.problem) if p]
+        found += [self._default_path_problem] if self._default_path_problem else []
+        if self._guards.kinds:
+            names = ", ".join(sorted(self._guards.kinds))
+            found.append(f"outer guard is silent: what it absorbs ({names}) is nobody's record")
+        return found
+
+    def extra_counters(self) -> dict[str, int]:
+        return {
+            "log_lines_unparsed": self._hosts.unparsed(),
+            "leases_held": len(self._attacher.leases),
+            "effects_performed": self.runtime.performed,
+        }
+
+

@@ -1,0 +1,163 @@
+"""The outer guard: sparse ranges laid around running clients from outside. Silent.
+
+What a range absorbs gives no event: the offender lives on with wrong results and nobody is named. It is
+laid only where it cannot break a healthy program, follows the client's mappings within a second, and a
+range whose ground has changed is taken away before anything new is laid.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+
+import structlog
+
+from mpsd.core import events as ev
+from mpsd.errors import GpuError
+from mpsd.gpu.base import AddressSpace
+from mpsd.guardplan import LOW_END, Range, plan
+from mpsd.linux import procfs
+from mpsd.model import ClientId, GuardClass
+
+log = structlog.get_logger("mpsd.guard")
+
+
+@dataclass(slots=True)
+class Guarded:
+    """One client under guard. `refused`: ranges that the driver would not take, asked only once."""
+
+    space: AddressSpace
+    gpus: tuple[str, ...]
+    laid: set[Range] = field(default_factory=set)
+    refused: set[Range] = field(default_factory=set)
+    seen: int = 0
+    problem: str = ""
+
+
+class Guards:
+    """The guards of all clients. Work on one client is serial; ioctls run in a thread."""
+
+    def __init__(
+        self,
+        kinds: Collection[GuardClass],
+        limit: int,
+        interval_s: float,
+        post: Callable[[ev.Event], None],
+    ) -> None:
+        self._kinds = frozenset(kinds)
+        self._limit = limit
+        self._interval_s = interval_s
+        self._post = post
+        self._guarded: dict[ClientId, Guarded] = {}
+        self._locks: dict[ClientId, asyncio.Lock] = {}
+        self._wake = asyncio.Event()
+
+    @property
+    def kinds(self) -> frozenset[GuardClass]:
+        return self._kinds
+
+    def add(self, client: ClientId, space: AddressSpace, gpus: Sequence[str]) -> None:
+        """Guard a client from the next round on, which is at once."""
+        if self._kinds and self._limit > 0:
+            self._guarded[client] = Guarded(space, tuple(gpus))
+            self._locks[client] = asyncio.Lock()
+            self._wake.set()
+
+    async def remove(self, client: ClientId) -> None:
+        """Stop following a client and wait until nobody uses its descriptors; they may be closed then."""
+        lock = self._locks.pop(client, None)
+        self._guarded.pop(client, None)
+        if lock is not None:
+            async with lock:
+                pass
+
+    def shown(self, client: ClientId) -> list[str]:
+        """What protects this client, for `status`."""
+        guarded = self._guarded.get(client)
+        if guarded is None:
+            return []
+        total = Counter[GuardClass]()
+        for laid in guarded.laid:
+            total[laid.kind] += laid.length
+        texts = [f"guard:{kind} {size >> 20} MiB (silent)" for kind, size in sorted(total.items())]
+        return texts + ([f"guard lost: {guarded.problem}"] if guarded.problem else [])
+
+    async def follow(self) -> None:
+        """Until cancelled: keep every client's ranges on its mappings."""
+        while True:
+            for client in tuple(self._guarded):
+                await self._refresh(client)
+            try:
+                async with asyncio.timeout(self._interval_s if self._guarded else None):
+                    await self._wake.wait()
+            except TimeoutError:
+                pass
+            self._wake.clear()
+
+    async def _refresh(self, client: ClientId) -> None:
+        lock = self._locks.get(client)
+        guarded = self._guarded.get(client)
+        if lock is None or guarded is None:
+            return
+        async with lock:
+            if client in self._guarded:
+                refused = await asyncio.to_thread(self._lay, client, guarded)
+                if refused:
+                    self._post(ev.Counted({"guard_refused": refused}))
+
+    def _lay(self, client: ClientId, guarded: Guarded) -> int:
+        """Bring one client's ranges up to date; how many were refused."""
+        try:
+            text = _low_maps(client.process.pid) if self._low_only() else procfs.map_lines(client.process.pid)
+            if procfs.start_ticks(client.process.pid) != client.process.start_ticks:
+                return 0
+        except OSError:
+            return 0
+        mark = hash("\n".join(text))
+        if mark == guarded.seen:
+            return 0
+        guarded.seen = mark
+        wanted = set(plan([procfs.parse_map(line) for line in text], self._kinds, self._limit))
+        for stale in sorted(guarded.laid - wanted):
+            self._take_away(guarded, stale)
+        refused = 0
+        for fresh in sorted(wanted - guarded.laid - guarded.refused):
+            refused += not _put(guarded, fresh)
+        return refused
+
+    def _low_only(self) -> bool:
+        return self._kinds == {GuardClass.LOW}
+
+    def _take_away(self, guarded: Guarded, stale: Range) -> None:
+        try:
+            guarded.space.unmap_sparse(stale.base, stale.length)
+        except GpuError as error:
+            guarded.problem = str(error)
+            log.warning("guard range cannot be removed", base=hex(stale.base), reason=str(error))
+        guarded.laid.discard(stale)
+
+
+def _put(guarded: Guarded, fresh: Range) -> bool:
+    try:
+        for gpu in guarded.gpus:
+            guarded.space.map_sparse(fresh.base, fresh.length, gpu)
+    except GpuError as error:
+        guarded.refused.add(fresh)
+        log.debug("guard range refused", base=hex(fresh.base), length=fresh.length, reason=str(error))
+        return False
+    guarded.laid.add(fresh)
+    return True
+
+
+def _low_maps(pid: int) -> list[str]:
+    """The lines of /proc/PID/maps up to the end of the low range: a page or two instead of thousands."""
+    lines: list[str] = []
+    with open(f"/proc/{pid}/maps", "rb") as file:
+        for raw in file:
+            line = procfs.text_of(raw.rstrip(b"\n"))
+            if int(line.partition("-")[0], 16) >= LOW_END:
+                break
+            lines.append(line)
+    return lines

@@ -1,0 +1,350 @@
+"""Running domains: their control daemons, servers and logs, on the daemon's loop.
+
+Everything that happens in a domain's own processes and files becomes an event here; what core decides
+about a domain (start, stop, ask, terminate) is carried out here, each with a deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import structlog
+
+from mpsd import mpslog, pipedir
+from mpsd.control import ControlDaemon, TerminateOutcome
+from mpsd.core import events as ev
+from mpsd.errors import MpsdError
+from mpsd.layout import Layout
+from mpsd.linux.pinned import Pinned
+from mpsd.logfollow import LogFollower
+from mpsd.model import ProcessInstance, ServerState
+from mpsd.settings import ControlSettings
+
+log = structlog.get_logger("mpsd.host")
+
+Post = Callable[[ev.Event], None]
+ASK_DEADLINE_S = 2.0
+
+
+@dataclass(slots=True)
+class Callbacks:
+    """What a domain's logs tell besides events: a client to notice, a client that may have left."""
+
+    post: Post
+    notice: Callable[[str, int], bool]
+    left: Callable[[str, int], None]
+
+
+@dataclass(slots=True)
+class Host:
+    """One domain that runs. `server` is pinned while it lives."""
+
+    name: str
+    control: ControlDaemon
+    followers: dict[str, LogFollower] = field(default_factory=dict)
+    parsers: dict[str, mpslog.LogParser] = field(default_factory=dict)
+    server: Pinned | None = None
+    control_watch: int = -1
+
+
+class Hosts:
+    """All domains of one daemon. Closing it leaves them running."""
+
+    def __init__(
+        self,
+        binary: str,
+        environment: Mapping[str, str],
+        layout: Layout,
+        settings: ControlSettings,
+        callbacks: Callbacks,
+        *,
+        start_deadline_s: float,
+    ) -> None:
+        self._binary = binary
+        self._environment = dict(environment)
+        self._layout = layout
+        self._settings = settings
+        self._callbacks = callbacks
+        self._start_deadline_s = start_deadline_s
+        self._hosts: dict[str, Host] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._loop = asyncio.get_running_loop()
+
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._hosts)
+
+    def control_of(self, domain: str) -> ControlDaemon | None:
+        host = self._hosts.get(domain)
+        return host.control if host else None
+
+    def unparsed(self) -> int:
+        return sum(p.unparsed for h in self._hosts.values() for p in h.parsers.values())
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _control(self, domain: str, gpus: tuple[str, ...]) -> ControlDaemon:
+        return ControlDaemon(
+            self._binary,
+            str(self._layout.pipe_dir(domain)),
+            str(self._layout.domain_log_dir(domain)),
+            gpus=gpus,
+            environment=self._environment,
+        )
+
+    def start(self, domain: str, gpus: tuple[str, ...], uid: int | None) -> None:
+        self._spawn(self._start(domain, gpus, uid))
+
+    async def _start(self, domain: str, gpus: tuple[str, ...], uid: int | None) -> None:
+        host = Host(domain, self._control(domain, gpus))
+        try:
+            pipedir.prepare(host.control.pipe_dir, host.control.log_dir)
+            # Before the daemon starts: a log left from an earlier life of this name is not read again.
+            self._follow(host)
+            await host.control.start(self._start_deadline_s)
+            self._hosts[domain] = host
+            self._watch_control(host)
+            for command in self._settings.commands():
+                await host.control.command(command)
+            await host.control.start_server(uid or 0, self._start_deadline_s)
+            await host.control.wait_active(self._start_deadline_s)
+        except MpsdError as error:
+            log.error("domain did not start", domain=domain, reason=str(error))
+            await self._abandon(host)
+            self._callbacks.post(ev.DomainStartFailed(domain, str(error)))
+            return
+        instance = host.control.instance
+        assert instance is not None
+        server = self._pin_server(host)
+        self._callbacks.post(ev.DomainStarted(domain, instance, server))
+
+    async def _abandon(self, host: Host) -> None:
+        """Clear away what a failed start left, so that core may forget the domain."""
+        if host.control.alive():
+            await host.control.kill()
+        self._let_go(host)
+
+    def adopt(self, domain: str, gpus: tuple[str, ...], control: ProcessInstance) -> ProcessInstance | None:
+        """Take over a running domain; its server's instance, None if it has none.
+
+        Raises NotFoundError when it has ended, AmbiguousError when the process is another one.
+        """
+        daemon = ControlDaemon.adopt(
+            self._binary,
+            str(self._layout.pipe_dir(domain)),
+            str(self._layout.domain_log_dir(domain)),
+            control,
+            gpus=gpus,
+            environment=self._environment,
+        )
+        host = Host(domain, daemon)
+        self._hosts[domain] = host
+        self._follow(host)
+        self._watch_control(host)
+        return self._pin_server(host)
+
+    def adopt_headless(self, domain: str, gpus: tuple[str, ...], server: ProcessInstance | None) -> bool:
+        """Take over what is left of a domain whose control daemon died; False if nothing is."""
+        host = Host(domain, self._control(domain, gpus))
+        if server is not None:
+            try:
+                self._set_server(host, Pinned.open(server.pid, server.start_ticks))
+            except MpsdError:
+                return False
+        self._hosts[domain] = host
+        return host.server is not None
+
+    def _follow(self, host: Host) -> None:
+        for name in ("control.log", "server.log"):
+            path = os.path.join(host.control.log_dir, name)
+            follower = LogFollower(path, from_start=False)
+            host.followers[name] = follower
+            host.parsers[name] = mpslog.LogParser()
+            self._loop.add_reader(follower.fileno(), self._read_log, host, name)
+
+    def _read_log(self, host: Host, name: str) -> None:
+        parser = host.parsers[name]
+        for line in host.followers[name].drain():
+            self._understand(host, parser.feed(line))
+
+    def _understand(self, host: Host, line: mpslog.LogLine) -> None:
+        match line.event:
+            case mpslog.NewClient(pid=0):
+                self._callbacks.post(ev.Counted({"clients_without_pid": 1}))
+            case mpslog.NewClient(pid=pid):
+                self._callbacks.notice(host.name, pid)
+            case mpslog.ServerReady() | mpslog.ContextCreated():
+                self.ask(host.name)
+            case mpslog.ServerFatal():
+                self._callbacks.post(ev.ServerFatalLogged(host.name, line.text))
+                self.ask(host.name)
+            case mpslog.CulpritClient(pid=pid):
+                self._callbacks.post(ev.ServerFatalLogged(host.name, line.text, pid))
+            case mpslog.ClientDisconnected(pid=int(pid)) | mpslog.ClientExit(pid=pid):
+                self._callbacks.left(host.name, pid)
+            case mpslog.AdminCommand(text=text):
+                if self._settings.learn(text):
+                    log.info("setting kept for later domains", domain=host.name, command=text)
+
+    def _watch_control(self, host: Host) -> None:
+        # The daemon object may wait on its own descriptor: this is a duplicate for the loop.
+        host.control_watch = os.dup(host.control.fileno())
+        os.set_inheritable(host.control_watch, False)
+        self._loop.add_reader(host.control_watch, self._control_died, host)
+
+    def _control_died(self, host: Host) -> None:
+        self._unwatch_control(host)
+        host.control.reap()
+        instance = host.control.instance
+        if instance is not None and self._hosts.get(host.name) is host:
+            self._callbacks.post(ev.ControlDied(host.name, instance))
+
+    def _unwatch_control(self, host: Host) -> None:
+        if host.control_watch >= 0:
+            self._loop.remove_reader(host.control_watch)
+            os.close(host.control_watch)
+            host.control_watch = -1
+
+    def _pin_server(self, host: Host) -> ProcessInstance | None:
+        """Pin the server that the control daemon has now, if it is another one than before."""
+        instances = host.control.server_instances() if host.control.alive() else ()
+        known = host.server.instance if host.server else None
+        if not instances or known in instances:
+            return known
+        try:
+            self._set_server(host, Pinned.open(instances[-1].pid, instances[-1].start_ticks))
+        except MpsdError:
+            return known
+        return instances[-1]
+
+    def _set_server(self, host: Host, server: Pinned) -> None:
+        self._drop_server(host)
+        host.server = server
+        self._loop.add_reader(server.fileno(), self._server_died, host, server)
+
+    def _server_died(self, host: Host, server: Pinned) -> None:
+        if host.server is server:
+            self._drop_server(host)
+        self._callbacks.post(ev.ServerDied(host.name, server.instance))
+
+    def _drop_server(self, host: Host) -> None:
+        if host.server is not None:
+            self._loop.remove_reader(host.server.fileno())
+            host.server.close()
+            host.server = None
+
+    def ask(self, domain: str) -> None:
+        """Find the server and its state, and tell core."""
+        if domain in self._hosts:
+            self._spawn(self._ask(domain))
+
+    async def _ask(self, domain: str) -> None:
+        host = self._hosts.get(domain)
+        if host is None or not host.control.alive():
+            return
+        server = self._pin_server(host)
+        if server is None:
+            self._callbacks.post(ev.ServerStateSeen(domain, ServerState.GONE))
+            return
+        self._callbacks.post(ev.ServerSeen(domain, server))
+        try:
+            state = await host.control.server_state(server.pid, ASK_DEADLINE_S)
+        except MpsdError as error:
+            log.warning("server state unknown", domain=domain, reason=str(error))
+            self._callbacks.post(ev.Counted({"ask_failures": 1}))
+            return
+        self._callbacks.post(ev.ServerStateSeen(domain, state))
+
+    def terminate(
+        self, domain: str, server: ProcessInstance, process: ProcessInstance, deadline_s: float
+    ) -> None:
+        self._spawn(self._terminate(domain, server, process, deadline_s))
+
+    async def _terminate(
+        self, domain: str, server: ProcessInstance, process: ProcessInstance, deadline_s: float
+    ) -> None:
+        host = self._hosts.get(domain)
+        if host is None:
+            self._callbacks.post(ev.TerminateFinished(process, False, f"domain {domain} is not there"))
+            return
+        try:
+            reply = await host.control.terminate_client(server.pid, process.pid, deadline_s)
+        except MpsdError as error:
+            self._callbacks.post(ev.TerminateFinished(process, False, f"terminate_client: {error.message}"))
+            return
+        done = reply.outcome is TerminateOutcome.DONE
+        text = f"terminate_client: {'done' if done else reply.text or reply.outcome.value}"
+        self._callbacks.post(ev.TerminateFinished(process, done, text))
+
+    async def listed_clients(self, domain: str) -> tuple[int, ...]:
+        """The pids that the server itself lists. Raises MpsdError."""
+        host = self._hosts.get(domain)
+        if host is None or host.server is None or not host.control.alive():
+            return ()
+        return await host.control.clients(host.server.instance.pid, ASK_DEADLINE_S)
+
+    def stop(self, domain: str, deadline_s: float) -> None:
+        self._spawn(self._stop(domain, deadline_s))
+
+    async def _stop(self, domain: str, deadline_s: float) -> None:
+        host = self._hosts.pop(domain, None)
+        if host is not None:
+            try:
+                if host.control.alive():
+                    await host.control.quit(deadline_s)
+            except MpsdError as error:
+                log.warning("domain is stopped by force", domain=domain, reason=str(error))
+                if host.control.alive():
+                    await host.control.kill()
+            if host.server is not None and host.server.alive():
+                # A server without its control daemon has nobody left to end it.
+                await _end_server(host.server, deadline_s)
+            self._let_go(host)
+            self._layout.forget_domain(domain)
+        self._callbacks.post(ev.DomainStopped(domain))
+
+    def trim_logs(self, limit: int) -> None:
+        """Bound every log file; a full or read-only disk is reported, never fatal."""
+        for host in self._hosts.values():
+            for follower in host.followers.values():
+                try:
+                    follower.trim(limit, min(limit // 4, 1 << 20))
+                except OSError as error:
+                    log.warning("log cannot be trimmed", path=follower.path, reason=error.strerror)
+
+    def _let_go(self, host: Host) -> None:
+        for follower in host.followers.values():
+            self._loop.remove_reader(follower.fileno())
+            follower.close()
+        host.followers.clear()
+        self._unwatch_control(host)
+        self._drop_server(host)
+        host.control.close()
+
+    async def idle(self) -> None:
+        """Until no start, stop or command is under way."""
+        while self._tasks:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def close(self) -> None:
+        """Let go of every domain without ending it."""
+        for task in tuple(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for host in tuple(self._hosts.values()):
+            self._let_go(host)
+        self._hosts.clear()
+
+
+async def _end_server(server: Pinned, patience_s: float) -> None:
+    server.signal(signal.SIGTERM)
+    if not await server.ended(patience_s):
+        server.signal(signal.SIGKILL)
+        await server.ended(patience_s)

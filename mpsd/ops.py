@@ -1,0 +1,185 @@
+"""What each request means. Rights that depend on the table are checked by the listener; rights that depend
+on whose client it is, here."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from mpsd import __version__, procs
+from mpsd.core import events as ev
+from mpsd.core import taxonomy
+from mpsd.core.state import Client, DomainState
+from mpsd.doctor import run_checks
+from mpsd.errors import (
+    AmbiguousError,
+    DeadlineError,
+    DeniedError,
+    MpsdError,
+    NotFoundError,
+    UsageError,
+)
+from mpsd.listener import Peer
+from mpsd.model import Gpu, Liveness
+from mpsd.statusview import Surroundings, look_at_gpus, status
+from mpsd.wire.messages import Request
+
+if TYPE_CHECKING:
+    from mpsd.daemon import Daemon
+
+Reply = Mapping[str, Any]
+Operation = Callable[[Peer, Mapping[str, Any]], Awaitable[Reply]]
+KILL_ANSWER_S = 15.0
+
+
+class Operations:
+    def __init__(self, daemon: Daemon) -> None:
+        self._daemon = daemon
+        self._table: Mapping[str, Operation] = {
+            "status": self._status,
+            "faults": self._faults,
+            "explain": self._explain,
+            "kill": self._kill,
+            "env": self._env,
+            "doctor": self._doctor,
+            "drain": self._drain,
+            "undrain": self._undrain,
+            "version": self._version,
+        }
+
+    async def handle(self, peer: Peer, request: Request) -> Reply:
+        """The result of a request. Raises MpsdError, which the listener turns into an error reply."""
+        operation = self._table.get(request.op)
+        if operation is None:
+            raise UsageError(f"this daemon does not know {request.op!r}", remedy="is mpsd-ctl newer than mpsd?")
+        return await operation(peer, request.args)
+
+    async def _status(self, peer: Peer, args: Mapping[str, Any]) -> Reply:
+        daemon = self._daemon
+        views = await asyncio.to_thread(look_at_gpus, daemon.backend.devices, daemon.gpus)
+        around = Surroundings(
+            backend=daemon.backend.name,
+            pid=daemon.pid,
+            uptime_s=daemon.uptime_s(),
+            now=daemon.now(),
+            gpus=views,
+            layout=daemon.layout,
+            protections=daemon.protections(),
+            settings={gpu.uuid: daemon.settings.limit_of(gpu.uuid) for gpu in daemon.gpus},
+            clients_limit=daemon.config.limits.clients,
+            problems=daemon.problems(),
+            extra_counters=daemon.extra_counters(),
+        )
+        return status(daemon.runtime.state, around)
+
+    async def _faults(self, peer: Peer, args: Mapping[str, Any]) -> Reply:
+        since, limit = int(args.get("since_id") or 0), int(args.get("limit") or 100)
+        records = [r for r in self._daemon.bulletin.journal.records() if r["id"] > since]
+        seen = [r for r in records if peer.admin or _concerns(r, peer.uid)]
+        return {"faults": seen[-limit:] if limit else seen}
+
+    async def _explain(self, peer: Peer, args: Mapping[str, Any]) -> Reply:
+        return {"text": taxonomy.explain(str(args["class"]))}
+
+    async def _version(self, peer: Peer, args: Mapping[str, Any]) -> Reply:
+        devices = self._daemon.backend.devices
+        driver = await asyncio.to_thread(devices.driver_version)
+        return {"version": __version__, "backend": self._daemon.backend.name, "driver": driver}
+
+    async def _doctor(self, peer: Peer, args: Mapping[str, Any]) -> Reply:
+        daemon = self._daemon
+        checks = await asyncio.to_thread(
+            run_checks, daemon.backend.checks, str(daemon.layout.run_dir), str(daemon.layout.log_dir)
+        )
+        rows = [{"name": c.name, "ok": c.ok, "finding": c.finding, "remedy": c.remedy} for c in checks]
+        return {"checks": rows}
+
+    def _client(self, pid: int, start_ticks: int | None) -> Client:
+        found = [
+            c
+            for c in self._daemon.runtime.state.clients.values()
+            if c.living and c.id.process.pid == pid
+        ]
+        if not found:
+            raise NotFoundError(
+                f"process {pid} is not a client of any domain", remedy="mpsd-ctl status lists the clients"
+            )
+        if start_ticks is not None and found[0].id.process.start_ticks != start_ticks:
+            raise AmbiguousError(
+                f"process {pid} is not the one that was meant: the pid was used again",
+                remedy="look it up again with mpsd-ctl status",
+            )
+        return found[0]
+
+    async def _kill(self, peer: Peer, args: Mapping[str, Any]) -> Reply:
+        client = self._client(int(args["pid"]), args.get("start_ticks"))
+        if not peer.admin and peer.uid != client.facts.uid:
+            raise DeniedError(
+                f"process {client.id.process.pid} belongs to {client.facts.uid}, not to you",
+                remedy="its owner, root and the mpsd group may evict it",
+            )
+        liveness = procs.liveness(client.id.process)
+        if args.get("dry_run"):
+            return {"steps": self._planned(client, liveness), "outcome": "dry-run", "evict_ms": None}
+        request, future = self._daemon.bulletin.expect()
+        reason = str(args.get("reason") or f"asked for by uid {peer.uid}")
+        self._daemon.runtime.post(ev.EvictRequested(client.id.process, liveness, request, reason))
+        ok, data = await self._daemon.bulletin.answered(request, future, KILL_ANSWER_S)
+        if not ok:
+            raise _evict_error(str(data.get("code")), str(data.get("message")))
+        return dict(data)
+
+    def _planned(self, client: Client, liveness: Liveness) -> list[str]:
+        domain = self._daemon.runtime.state.domains[client.id.domain]
+        steps = ["hold its lease" if client.leased else "it has no lease: its kernels may harm others"]
+        faulted = domain.state in (DomainState.FAULTED, DomainState.HEADLESS) or domain.server is None
+        if faulted or liveness is not Liveness.RUNNING:
+            steps.append(f"no terminate_client: domain {domain.state.value}, client {liveness.value}")
+        else:
+            deadline = self._daemon.policy.terminate_deadline_s * 1e3
+            steps.append(f"terminate_client with a deadline of {deadline:g} ms")
+        return [*steps, f"SIGKILL process {client.id.process.pid}", "release the lease when its work has ended"]
+
+    async def _env(self, peer: Peer, args: Mapping[str, Any]) -> Reply:
+        path = await self._daemon.path_for(peer.uid, args.get("gpu"), shared=bool(args.get("shared")))
+        return {"env": {"CUDA_MPS_PIPE_DIRECTORY": path}}
+
+    async def _drain(self, peer: Peer, args: Mapping[str, Any]) -> Reply:
+        return self._set_drain(args, on=True)
+
+    async def _undrain(self, peer: Peer, args: Mapping[str, Any]) -> Reply:
+        return self._set_drain(args, on=False)
+
+    def _set_drain(self, args: Mapping[str, Any], *, on: bool) -> Reply:
+        daemon = self._daemon
+        gpus = (daemon.gpu_named(str(args["gpu"])).uuid,) if args.get("gpu") else ()
+        shown = list(gpus) or [g.uuid for g in daemon.gpus]
+        if not args.get("dry_run"):
+            daemon.runtime.post(ev.DrainRequested(gpus, on))
+        staying = [
+            c.id.process.pid
+            for c in daemon.runtime.state.clients.values()
+            if c.living and set(daemon.runtime.state.domains[c.id.domain].gpus) & set(shown)
+        ]
+        return {"gpus": shown, "draining": on, "dry_run": bool(args.get("dry_run")), "clients": sorted(staying)}
+
+
+def _concerns(record: Mapping[str, Any], uid: int) -> bool:
+    parties = [record.get("offender"), *record.get("suspects", ())]
+    return any(p is not None and p.get("uid") == uid for p in parties) or uid in record.get("owners", ())
+
+
+def _evict_error(code: str, message: str) -> MpsdError:
+    if code == "deadline":
+        return DeadlineError(message, remedy="see its state in ps: D means that the kernel holds it")
+    return AmbiguousError(message) if code == "busy" else NotFoundError(message)
+
+
+def find_gpu(gpus: tuple[Gpu, ...], name: str) -> Gpu:
+    """A GPU by index, UUID or a unique prefix of its UUID. Raises NotFoundError."""
+    found = [g for g in gpus if name in (str(g.index), g.uuid)] or [g for g in gpus if g.uuid.startswith(name)]
+    if len(found) != 1:
+        known = ", ".join(f"{g.index}: {g.uuid}" for g in gpus)
+        raise NotFoundError(f"there is no GPU {name!r}", remedy=f"GPUs here: {known}")
+    return found[0]

@@ -1,0 +1,112 @@
+"""Carries out effects: one method for each kind, called by the runtime in the order core gave them.
+
+Nothing here waits: what takes time becomes a task that ends in an event.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+
+from mpsd import procs
+from mpsd.attacher import Attacher
+from mpsd.bulletin import Bulletin
+from mpsd.core import effects as fx
+from mpsd.core import events as ev
+from mpsd.guard import Guards
+from mpsd.host import Hosts
+from mpsd.layout import Layout
+from mpsd.workwatch import WorkWatch
+
+log = structlog.get_logger("mpsd.performer")
+
+
+@dataclass(slots=True)
+class Hands:
+    """Everything an effect may touch."""
+
+    hosts: Hosts
+    attacher: Attacher
+    guards: Guards
+    work: WorkWatch
+    layout: Layout
+    bulletin: Bulletin
+    post: Callable[[ev.Event], None]
+
+
+class Performer:
+    def __init__(self, hands: Hands) -> None:
+        self._hands = hands
+        self._loop = asyncio.get_running_loop()
+        self._timers: dict[tuple[str, str], asyncio.TimerHandle] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        # Keyed by type; Any stands for the pairing of each key with its method's argument.
+        self._methods: Mapping[type, Callable[[Any], None]] = {
+            fx.StartDomain: lambda e: hands.hosts.start(e.domain, e.gpus, e.uid),
+            fx.StopDomain: lambda e: hands.hosts.stop(e.domain, e.deadline_s),
+            fx.SwitchPath: lambda e: hands.layout.switch(e.slot, e.domain),
+            fx.AskServer: lambda e: hands.hosts.ask(e.domain),
+            fx.Attach: lambda e: hands.attacher.attach(e.domain, e.process, e.space),
+            fx.Terminate: lambda e: hands.hosts.terminate(e.domain, e.server, e.process, e.deadline_s),
+            fx.Kill: self._kill,
+            fx.ProbeWork: lambda e: hands.work.watch(e.client),
+            fx.ReleaseLease: self._release,
+            fx.Forget: self._forget,
+            fx.Inspect: self._inspect,
+            fx.Record: lambda e: hands.bulletin.record(e.record),
+            fx.Publish: self._publish,
+            fx.Answer: lambda e: hands.bulletin.answer(e.request, e.ok, e.data),
+            fx.ArmTimer: self._arm,
+        }
+
+    def perform(self, effect: fx.Effect) -> None:
+        self._methods[type(effect)](effect)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _kill(self, effect: fx.Kill) -> None:
+        log.info("SIGKILL", pid=effect.process.pid, why=effect.why)
+        self._hands.attacher.kill(effect.process)
+
+    def _release(self, effect: fx.ReleaseLease) -> None:
+        self._spawn(self._release_when_free(effect))
+
+    async def _release_when_free(self, effect: fx.ReleaseLease) -> None:
+        # The guard's thread uses the lease's descriptors: they are closed when it is done with them.
+        await self._hands.guards.remove(effect.client)
+        self._hands.attacher.release(effect.client)
+
+    def _forget(self, effect: fx.Forget) -> None:
+        self._hands.work.forget(effect.process)
+        self._hands.attacher.forget(effect.process)
+
+    def _inspect(self, effect: fx.Inspect) -> None:
+        found = procs.where(effect.address, effect.process)
+        self._hands.post(ev.Inspected(effect.fault, found))
+
+    def _publish(self, effect: fx.Publish) -> None:
+        owners = frozenset() if effect.owner is None else frozenset({effect.owner})
+        self._hands.bulletin.publish(effect.kind, owners, effect.data)
+
+    def _arm(self, effect: fx.ArmTimer) -> None:
+        key = (effect.kind, effect.subject)
+        if key in self._timers:
+            self._timers.pop(key).cancel()
+        self._timers[key] = self._loop.call_later(effect.delay_s, self._fire, key)
+
+    def _fire(self, key: tuple[str, str]) -> None:
+        self._timers.pop(key, None)
+        self._hands.post(ev.TimerFired(*key))
+
+    async def close(self) -> None:
+        for timer in self._timers.values():
+            timer.cancel()
+        self._timers.clear()
+        await asyncio.gather(*self._tasks, return_exceptions=True)

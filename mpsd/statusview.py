@@ -1,0 +1,217 @@
+"""The `status` answer (schema 1): the daemon's state joined with what NVML and /proc say now."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mpsd import __version__, procs
+from mpsd.core.state import Client, Domain, DomainState, State
+from mpsd.errors import MpsdError
+from mpsd.gpu.base import DeviceManager
+from mpsd.layout import Layout
+from mpsd.model import ClientId, ComputeMode, Gpu, GpuProcess
+from mpsd.recordtext import user_name
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, slots=True)
+class GpuView:
+    """One GPU as NVML shows it at one moment; `problem` where it could not be asked."""
+
+    gpu: Gpu
+    memory_used: int | None = None
+    mode: ComputeMode | None = None
+    processes: Sequence[GpuProcess] = ()
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What a status needs besides the state."""
+
+    backend: str
+    pid: int
+    uptime_s: float
+    now: float
+    gpus: Sequence[GpuView]
+    layout: Layout
+    protections: Mapping[ClientId, Sequence[str]]
+    settings: Mapping[str, Mapping[str, str]]
+    clients_limit: int
+    problems: Sequence[str] = ()
+    extra_counters: Mapping[str, int] = field(default_factory=dict)
+
+
+def look_at_gpus(devices: DeviceManager, gpus: Sequence[Gpu]) -> list[GpuView]:
+    """Ask NVML about every GPU. Takes milliseconds: call it from a thread."""
+    views = []
+    for gpu in gpus:
+        try:
+            views.append(
+                GpuView(
+                    gpu,
+                    devices.memory_used(gpu.uuid),
+                    devices.compute_mode(gpu.uuid),
+                    devices.processes(gpu.uuid),
+                )
+            )
+        except MpsdError as error:
+            views.append(GpuView(gpu, problem=str(error)))
+    return views
+
+
+def status(state: State, around: Surroundings) -> dict[str, Any]:
+    memory = {p.pid: p.memory_bytes for view in around.gpus for p in view.processes}
+    return {
+        "schema": SCHEMA,
+        "version": __version__,
+        "backend": around.backend,
+        "pid": around.pid,
+        "uptime_s": round(around.uptime_s, 3),
+        "draining": bool(state.drained),
+        "drained_gpus": sorted(state.drained),
+        "problems": list(around.problems),
+        "gpus": [_gpu(state, view, around) for view in around.gpus],
+        "domains": [_domain(state, d, around, memory) for d in state.domains.values()],
+        "clients": [_client(c, around, memory) for c in state.clients.values() if c.living],
+        "dead": [_dead(c, around, memory) for c in state.clients.values() if not c.living],
+        "counters": {**state.counters, **around.extra_counters},
+    }
+
+
+def _gpu(state: State, view: GpuView, around: Surroundings) -> dict[str, Any]:
+    gpu = view.gpu
+    limits = [f"{k} {v}" for k, v in around.settings.get(gpu.uuid, {}).items()]
+    if view.mode is ComputeMode.EXCLUSIVE_PROCESS:
+        limits.append(
+            "compute mode EXCLUSIVE_PROCESS: no spare domain; after a fault new clients wait for the old ones to go"
+        )
+    if view.problem:
+        limits.append(f"not readable: {view.problem}")
+    return {
+        "index": gpu.index,
+        "uuid": gpu.uuid,
+        "name": gpu.name,
+        "memory_used_bytes": view.memory_used,
+        "memory_total_bytes": gpu.memory_bytes,
+        "compute_mode": view.mode.value if view.mode else None,
+        "not_on_mps": _not_on_mps(state, view),
+        "limits": limits,
+    }
+
+
+def _not_on_mps(state: State, view: GpuView) -> list[dict[str, Any]]:
+    """GPU processes that are neither servers nor clients of ours, living or held."""
+    known = {c.id.process.pid for c in state.clients.values()}
+    known |= {p.pid for d in state.domains.values() for p in (d.server, d.control) if p is not None}
+    rows = []
+    for process in view.processes:
+        if process.pid in known or process.mps:
+            continue
+        try:
+            facts = procs.facts(process.pid)
+        except MpsdError:
+            continue
+        if "nvidia-cuda-mps" in facts.command.split(" ")[0]:
+            continue
+        rows.append(
+            {
+                "pid": process.pid,
+                "command": facts.command,
+                "user": user_name(facts.uid),
+                "memory_bytes": process.memory_bytes,
+            }
+        )
+    return rows
+
+
+def _role(state: State, domain: Domain) -> str:
+    slot = state.slots.get(domain.slot)
+    if slot is not None and slot.active == domain.id:
+        return "active"
+    return "spare" if slot is not None and slot.spare == domain.id else "old"
+
+
+def _domain(
+    state: State, domain: Domain, around: Surroundings, memory: Mapping[int, int | None]
+) -> dict[str, Any]:
+    dead = [c for c in state.clients_of(domain.id) if not c.living]
+    return {
+        "id": domain.id,
+        "slot": domain.slot,
+        "gpus": list(domain.gpus),
+        "uid": domain.uid,
+        "user": user_name(domain.uid) if domain.uid is not None else None,
+        "role": _role(state, domain),
+        "state": domain.state.value,
+        "server_state": domain.server_state.value,
+        "control_pid": domain.control.pid if domain.control else None,
+        "server_pid": domain.server.pid if domain.server else None,
+        "uptime_s": round(around.now - domain.since, 3),
+        "clients": len({c.id.process for c in state.living_of(domain.id)}),
+        "clients_limit": around.clients_limit,
+        "last_fault": domain.last_fault,
+        "path": str(around.layout.slot_path(domain.slot)),
+        "reach": _reach(domain),
+        "refused_807": domain.refused,
+        "held_gpu_bytes": _sum(memory.get(c.id.process.pid) for c in dead),
+        "held_host_bytes": _sum(procs.host_memory(c.id.process.pid) for c in dead),
+        "problem": domain.problem,
+    }
+
+
+def _sum(values: Any) -> int | None:
+    """A total of what is known; None where something is held and nothing about it is known."""
+    found = list(values)
+    known = [v for v in found if v is not None]
+    return sum(known) if known or not found else None
+
+
+def _reach(domain: Domain) -> str:
+    where = "one GPU" if len(domain.gpus) == 1 else f"{len(domain.gpus)} GPUs"
+    whose = f"user {user_name(domain.uid)}" if domain.uid is not None else "all users"
+    if domain.state is DomainState.POISONED:
+        return f"clients of {whose} on {where}; a dead client's kernel runs on in it"
+    return f"a fault here takes the clients of {whose} on {where}"
+
+
+def _who(client: Client) -> dict[str, Any]:
+    return {
+        "domain": client.id.domain,
+        "pid": client.id.process.pid,
+        "start_ticks": client.id.process.start_ticks,
+        "space": client.id.space,
+        "uid": client.facts.uid,
+        "user": user_name(client.facts.uid),
+        "command": client.facts.command,
+        "state": client.state.value,
+    }
+
+
+def _client(client: Client, around: Surroundings, memory: Mapping[int, int | None]) -> dict[str, Any]:
+    attached = client.attached
+    protections = list(around.protections.get(client.id, ()))
+    protections += ["lease"] if client.leased else []
+    protections += ["tracker"] if client.tracked else []
+    return {
+        **_who(client),
+        "memory_bytes": memory.get(client.id.process.pid),
+        "age_s": round(around.now - client.noticed, 3),
+        "attach_ms": round((attached - client.noticed) * 1e3, 3) if attached is not None else None,
+        "protections": protections,
+        "problem": client.problem,
+    }
+
+
+def _dead(client: Client, around: Surroundings, memory: Mapping[int, int | None]) -> dict[str, Any]:
+    return {
+        **_who(client),
+        "held_gpu_bytes": memory.get(client.id.process.pid),
+        "held_host_bytes": procs.host_memory(client.id.process.pid),
+        "since_s": round(around.now - (client.died or around.now), 3),
+    }
+
+
