@@ -1,0 +1,78 @@
+"""The outer guard's plan: whole granules, never over what a program may register."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpsd.guardplan import GRANULE, LOW_END, LOW_MARGIN, LOW_START, Range, plan
+from mpsd.linux.procfs import MemoryMap
+from mpsd.model import GuardClass
+
+EVERYTHING = frozenset(GuardClass)
+
+
+def row(start: int, end: int, path: str = "", permissions: str = "rw-p") -> MemoryMap:
+    return MemoryMap(start, end, permissions, 0, "00:00", 1 if path.startswith("/") else 0, path)
+
+
+def test_empty_low_range_is_one_hole() -> None:
+    assert plan([], {GuardClass.LOW}, 10) == (Range(LOW_START, LOW_END - LOW_START, GuardClass.LOW),)
+
+
+def test_a_non_pie_program_keeps_its_surroundings() -> None:
+    program = row(0x400000, 0x500000, "/bin/program", "r-xp")
+    heap = row(0x600000, 0x800000, "[heap]")
+    ranges = plan([program, heap], {GuardClass.LOW}, 10)
+    assert ranges == (Range(0x800000 + LOW_MARGIN, LOW_END - 0x800000 - LOW_MARGIN, GuardClass.LOW),)
+
+
+def test_files_are_guarded_only_where_they_are_programs() -> None:
+    base = 0x7F0000000000
+    rows = [
+        row(base, base + 4 * GRANULE, "/lib/code.so", "r-xp"),
+        row(base + 4 * GRANULE, base + 8 * GRANULE, "/lib/code.so", "rw-p"),
+        row(base + 8 * GRANULE, base + 16 * GRANULE, "/data/weights.bin", "r--p"),
+        row(base + 16 * GRANULE, base + 32 * GRANULE, "/dev/shm/x", "rwxs"),
+        row(base + 32 * GRANULE, base + 64 * GRANULE, "/memfd:x (deleted)", "rwxp"),
+    ]
+    found = plan(rows, {GuardClass.FILE}, 10)
+    assert [(r.base, r.length) for r in found] == [(base, 4 * GRANULE), (base + 4 * GRANULE, 4 * GRANULE)]
+
+
+def test_only_whole_granules_inside_a_mapping() -> None:
+    heap = row(0x555500001000, 0x555500001000 + 3 * GRANULE, "[heap]")
+    (only,) = plan([heap], {GuardClass.HEAP}, 10)
+    assert only.base % GRANULE == 0 and only.length == 2 * GRANULE
+    assert only.base >= heap.start and only.base + only.length <= heap.end
+    assert plan([row(0x1000, 0x2000, "[stack]")], {GuardClass.STACK}, 10) == ()
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(1, 1 << 36), st.integers(1, 1 << 20), st.sampled_from(["", "[heap]", "/a", "/dev/x"])
+        ),
+        max_size=20,
+    ),
+    st.integers(0, 8),
+)
+def test_ranges_never_overlap_and_never_leave_their_ground(
+    pieces: list[tuple[int, int, str]], limit: int
+) -> None:
+    rows, at = [], 0
+    for gap, size, path in pieces:
+        start = (at + gap) & ~0xFFF
+        rows.append(row(start, start + (size << 12), path, "r-xp" if path == "/a" else "rw-p"))
+        at = rows[-1].end
+    ranges = plan(rows, EVERYTHING, limit)
+    assert len(ranges) <= limit
+    for one, two in zip(ranges, ranges[1:], strict=False):
+        assert one.base + one.length <= two.base
+    for found in ranges:
+        assert found.base % GRANULE == 0 and found.length % GRANULE == 0 and found.length > 0
+        touched = [r for r in rows if r.start < found.base + found.length and found.base < r.end]
+        if found.kind is GuardClass.LOW:
+            assert not touched and found.base >= LOW_START and found.base + found.length <= LOW_END
+        else:
+            assert len(touched) == 1 and touched[0].path in ("/a", "[heap]")

@@ -1,0 +1,88 @@
+"""The run directory: one owner, short paths, stable paths that are never absent."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mpsd.errors import AlreadyRunningError, ConfigError
+from mpsd.layout import Layout, claim_default_path, replace_link
+
+
+@pytest.fixture
+def short_dir() -> Iterator[Path]:
+    """pytest's own temporary paths are too long for sockets."""
+    with tempfile.TemporaryDirectory(prefix="mpsd-", dir="/tmp") as path:
+        yield Path(path)
+
+
+def layout_in(path: Path) -> Layout:
+    return Layout(path / "run", path / "log", path / "state")
+
+
+def test_second_owner_is_refused_by_name(short_dir: Path) -> None:
+    layout = layout_in(short_dir)
+    layout.prepare()
+    lock = layout.lock()
+    with pytest.raises(AlreadyRunningError, match=str(os.getpid())):
+        layout.lock()
+    os.close(lock)
+    os.close(layout.lock())
+
+
+def test_long_run_dir_is_refused(tmp_path: Path) -> None:
+    deep = tmp_path / ("x" * 100)
+    with pytest.raises(ConfigError, match="too long"):
+        layout_in(deep).prepare()
+
+
+def test_unwritable_directory_is_named(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("a file")
+    with pytest.raises(ConfigError, match=str(tmp_path / "run")):
+        layout_in(tmp_path).prepare()
+
+
+def test_switch_replaces_the_link_and_nothing_else(short_dir: Path) -> None:
+    layout = layout_in(short_dir)
+    layout.prepare()
+    for domain in ("d1", "d2"):
+        layout.pipe_dir(domain).mkdir()
+        layout.switch("gpu-u0", domain)
+        assert layout.slot_path("gpu-u0").resolve() == layout.pipe_dir(domain).resolve()
+    assert [p.name for p in (layout.run_dir / "s").iterdir()] == ["gpu-u0"]
+
+
+def test_replace_link_survives_a_draft_left_by_a_crash(tmp_path: Path) -> None:
+    (tmp_path / ".link.new").symlink_to("nowhere")
+    replace_link(tmp_path / "link", tmp_path)
+    assert (tmp_path / "link").resolve() == tmp_path.resolve()
+
+
+def test_default_path_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
+    target = tmp_path / "s" / "slot"
+    target.mkdir(parents=True)
+    foreign = tmp_path / "nvidia-mps"
+    foreign.mkdir()
+    (foreign / "control").touch()
+    assert "not empty" in claim_default_path(foreign, target)
+    assert (foreign / "control").exists()
+    other = tmp_path / "other"
+    other.mkdir()
+    link = tmp_path / "link"
+    link.symlink_to(other)
+    assert "not of this mpsd" in claim_default_path(link, target)
+
+
+def test_default_path_is_served_where_it_is_free_empty_or_dangling(tmp_path: Path) -> None:
+    target = tmp_path / "s" / "slot"
+    target.mkdir(parents=True)
+    empty, dangling = tmp_path / "empty", tmp_path / "dangling"
+    empty.mkdir()
+    dangling.symlink_to(tmp_path / "gone")
+    for path in (tmp_path / "free", empty, dangling):
+        assert claim_default_path(path, target) == ""
+        assert path.resolve() == target.resolve()

@@ -1,0 +1,64 @@
+"""The loop of event, decide, perform: order, re-entry, and what a failing effect leaves behind."""
+
+from __future__ import annotations
+
+import pytest
+
+from mpsd.core import effects as fx
+from mpsd.core import events as ev
+from mpsd.core.state import State
+from mpsd.model import ProcessInstance
+from mpsd.runtime import Runtime, doomed_at
+
+WANTED = ev.SlotWanted("s", ("GPU-a",), 0)
+STARTED = ev.DomainStarted("d1", ProcessInstance(10, 1), ProcessInstance(11, 1))
+
+
+def test_effects_of_one_event_are_done_before_the_next_event() -> None:
+    order: list[str] = []
+
+    def perform(effect: fx.Effect) -> None:
+        order.append(type(effect).__name__)
+        if isinstance(effect, fx.StartDomain) and effect.domain == "d1":
+            runtime.post(STARTED)
+            order.append("posted")
+
+    runtime = Runtime(State(), perform, lambda before, after: None)
+    runtime.post(WANTED)
+    assert order[:3] == ["StartDomain", "posted", "SwitchPath"]
+    assert runtime.performed == len(order) - 1
+
+
+def test_a_failing_effect_is_counted_and_the_rest_is_done() -> None:
+    done: list[fx.Effect] = []
+
+    def perform(effect: fx.Effect) -> None:
+        if isinstance(effect, fx.SwitchPath):
+            raise OSError(28, "No space left on device")
+        done.append(effect)
+
+    runtime = Runtime(State(), perform, lambda before, after: None)
+    runtime.post(WANTED)
+    runtime.post(STARTED)
+    assert runtime.state.counters["effects_failed"] == 1
+    assert any(isinstance(e, fx.StartDomain) and e.domain == "d2" for e in done)
+
+
+def test_state_changes_are_told_before_their_effects() -> None:
+    seen: list[object] = []
+    runtime = Runtime(State(), seen.append, lambda before, after: seen.append(after))
+    runtime.post(WANTED)
+    assert isinstance(seen[0], State) and isinstance(seen[1], fx.StartDomain)
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, None),
+        ({"MPSD_DIE_BEFORE_EFFECT": "3"}, None),
+        ({"MPSD_FAULTINJECT": "1", "MPSD_DIE_BEFORE_EFFECT": "3"}, 3),
+        ({"MPSD_FAULTINJECT": "1", "MPSD_DIE_BEFORE_EFFECT": "soon"}, None),
+    ],
+)
+def test_only_the_harness_can_doom_a_daemon(environ: dict[str, str], expected: int | None) -> None:
+    assert doomed_at(environ) == expected
