@@ -117,6 +117,7 @@ class Backend:
 
     `control_binary` is the stock nvidia-cuda-mps-control or its stand-in: both are driven through
     the same adapter. `control_environment` is added to the environment of control daemons.
+    `host_pointers_work`: kernels may use ordinary host memory (HMM, ATS), so no outer guard there.
     """
 
     name: str
@@ -127,3 +128,4 @@ class Backend:
     control_environment: Mapping[str, str]
     terminate_deadline_s: float
     checks: Sequence[Check] = ()
+    host_pointers_work: bool = False

@@ -83,6 +83,12 @@ class Binding:
     def nvmlDeviceGetMPSComputeRunningProcesses(self, handle: int) -> list[SimpleNamespace]:
         return [SimpleNamespace(pid=20, usedGpuMemory=None), SimpleNamespace(pid=10, usedGpuMemory=None)]
 
+    def nvmlDeviceGetMinorNumber(self, handle: int) -> int:
+        return handle + 3
+
+    def nvmlDeviceGetAddressingMode(self, handle: int) -> int:
+        return handle
+
     def nvmlDeviceGetSupportedEventTypes(self, handle: int) -> int:
         return 8 | 1
 
@@ -125,6 +131,10 @@ def test_gpus_modes_and_memory(binding: Binding) -> None:
         ComputeMode.PROHIBITED,
         ComputeMode.EXCLUSIVE_PROCESS,
     ]
+    assert nvml.minor_number("GPU-1") == 4
+    assert [nvml.addressing_mode(uuid) for uuid in ("GPU-0", "GPU-1")] == ["none", "hmm"]
+    binding.failing["nvmlDeviceGetAddressingMode"] = 3
+    assert nvml.addressing_mode("GPU-0") == "unknown"
     nvml.close()
     assert binding.down
 

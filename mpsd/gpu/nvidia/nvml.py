@@ -76,6 +76,20 @@ class Nvml:
             else ComputeMode.EXCLUSIVE_PROCESS
         )
 
+    def minor_number(self, gpu_uuid: str) -> int:
+        """N of the GPU's /dev/nvidiaN."""
+        with self._errors(f"read the device number of {gpu_uuid}"):
+            return int(self._nvml.nvmlDeviceGetMinorNumber(self._handle(gpu_uuid)))
+
+    def addressing_mode(self, gpu_uuid: str) -> str:
+        """How the GPU sees host memory: "none", "hmm", "ats", or "unknown" where this NVML cannot tell."""
+        try:
+            with self._errors(f"read the addressing mode of {gpu_uuid}"):
+                mode = self._nvml.nvmlDeviceGetAddressingMode(self._handle(gpu_uuid))
+        except UnsupportedError:
+            return "unknown"
+        return {0: "none", 1: "hmm", 2: "ats"}.get(mode, "unknown")
+
     def memory_used(self, gpu_uuid: str) -> int:
         with self._errors(f"read the memory of {gpu_uuid}"):
             return int(self._nvml.nvmlDeviceGetMemoryInfo(self._handle(gpu_uuid)).used)

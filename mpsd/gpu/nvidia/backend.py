@@ -1,0 +1,65 @@
+"""The real GPU node: UVM, NVML, the kernel log and the stock control binary, put together."""
+
+from __future__ import annotations
+
+import os
+
+from mpsd.errors import MpsdError, UnsupportedError
+from mpsd.gpu.base import Backend, Check, KernelLog
+from mpsd.gpu.nvidia.checks import CONTROL_BINARY, addressing, find_binary, nvidia_checks
+from mpsd.gpu.nvidia.kmsg import KernelRing
+from mpsd.gpu.nvidia.nvml import Nvml
+
+TERMINATE_DEADLINE_S = 0.05
+# What the stock binaries need beyond the pipe and log directories where the driver is not in ld.so's paths.
+_PASSED_ON = ("LD_LIBRARY_PATH",)
+
+
+def open_nvidia() -> Backend:
+    """The GPUs of this machine. Opens no GPU context and loads no CUDA.
+
+    Raises UnsupportedError without driver, NVML, UVM or control binary. A kernel log that may not
+    be read is a capability loss, not an error: it shows in the checks of `doctor`.
+    """
+    from mpsd.gpu.nvidia.uvm import NvidiaUvm
+
+    binary = find_binary(CONTROL_BINARY)
+    if binary is None:
+        raise UnsupportedError(
+            f"{CONTROL_BINARY} was not found on PATH", remedy="install the driver's compute utilities"
+        )
+    nvml = Nvml()
+    try:
+        return Backend(
+            name="nvidia",
+            uvm=NvidiaUvm(),
+            devices=nvml,
+            kernel_log=_kernel_log(),
+            control_binary=binary,
+            control_environment={name: os.environ[name] for name in _PASSED_ON if name in os.environ},
+            terminate_deadline_s=TERMINATE_DEADLINE_S,
+            checks=nvidia_checks(nvml),
+            host_pointers_work=any(addressing(nvml, gpu) != "none" for gpu in nvml.gpus()),
+        )
+    except BaseException:
+        nvml.close()
+        raise
+
+
+def checks() -> list[Check]:
+    """The checks of this machine, also where open_nvidia() would fail."""
+    try:
+        nvml = Nvml()
+    except MpsdError as error:
+        return nvidia_checks(None, error)
+    try:
+        return nvidia_checks(nvml)
+    finally:
+        nvml.close()
+
+
+def _kernel_log() -> KernelLog | None:
+    try:
+        return KernelRing()
+    except MpsdError:
+        return None

@@ -1,0 +1,180 @@
+"""What `doctor` asks of a machine with NVIDIA GPUs. Every answer comes with a remedy; nothing is changed."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable
+from typing import TypeVar
+
+from mpsd.errors import MpsdError
+from mpsd.gpu.base import Check
+from mpsd.gpu.nvidia.nvml import Nvml
+from mpsd.linux.procfs import printable
+from mpsd.model import ComputeMode, Gpu
+
+VERSION_FILE = "/proc/driver/nvidia/version"
+HMM_PARAMETER = "/sys/module/nvidia_uvm/parameters/uvm_disable_hmm"
+NODES = ("/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools")
+CONTROL_BINARY = "nvidia-cuda-mps-control"
+SERVER_BINARY = "nvidia-cuda-mps-server"
+T = TypeVar("T")
+WELL_KNOWN = (
+    "/usr/bin",
+    "/usr/local/bin",
+    "/usr/local/nvidia/bin",
+    "/opt/nvidia/bin",
+    "/run/nvidia/driver/usr/bin",
+)
+
+
+def find_binary(name: str, path: str | None = None) -> str | None:
+    """Absolute path of an executable on PATH or in the places drivers are installed to, links resolved."""
+    directories = (os.environ.get("PATH", "") if path is None else path).split(":")
+    for directory in (*filter(None, directories), *WELL_KNOWN):
+        candidate = os.path.join(directory, name)
+        if os.path.isfile(candidate) and os.access(candidate, os.X_OK):
+            return os.path.realpath(candidate)
+    return None
+
+
+def nvidia_checks(nvml: Nvml | None, failure: MpsdError | None = None) -> list[Check]:
+    """All checks. Without NVML the GPUs' own are left out and `failure` is reported instead."""
+    checks = [_driver(), *map(_node, NODES), _binary(CONTROL_BINARY), _binary(SERVER_BINARY)]
+    if nvml is None:
+        message, remedy = (failure.message, failure.remedy) if failure else ("not opened", "")
+        return [*checks, Check("nvml", False, message, remedy)]
+    try:
+        gpus = nvml.gpus()
+        checks.append(_gpus(gpus, nvml.driver_version()))
+        for gpu in gpus:
+            checks += [
+                _node(f"/dev/nvidia{_minor(nvml, gpu)}"),
+                _compute_mode(nvml, gpu),
+                _addressing(nvml, gpu),
+            ]
+    except MpsdError as error:
+        checks.append(Check("nvml", False, error.message, error.remedy))
+    return checks
+
+
+def _read(path: str) -> str | None:
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read(4096)
+    except OSError:
+        return None
+
+
+def _driver() -> Check:
+    """The open modules are the ones whose behaviour mpsd's mechanisms were measured on."""
+    text = _read(VERSION_FILE)
+    if text is None:
+        return Check(
+            "driver",
+            False,
+            "the NVIDIA kernel driver is not loaded",
+            "install it; load nvidia and nvidia-uvm",
+        )
+    first = printable(text.splitlines()[0] if text else "")
+    if "Open Kernel Module" not in text:
+        return Check(
+            "driver",
+            False,
+            f"closed kernel modules: {first}",
+            "install the open kernel modules (nvidia-open): the rest is unproven with these",
+        )
+    return Check("driver", True, first)
+
+
+def _node(path: str) -> Check:
+    name = f"device node {path}"
+    try:
+        if not stat.S_ISCHR(os.stat(path).st_mode):
+            return Check(
+                name, False, "is not a character device", "remove it and run nvidia-modprobe -c 0 -u"
+            )
+    except FileNotFoundError:
+        return Check(name, False, "is missing", "run nvidia-modprobe -c 0 -u, or mount it into the container")
+    if not os.access(path, os.R_OK | os.W_OK):
+        return Check(name, False, "may not be opened", "run as root, or fix its rights")
+    return Check(name, True, "is there")
+
+
+def _binary(name: str) -> Check:
+    found = find_binary(name)
+    if found is None:
+        return Check(f"binary {name}", False, "was not found", "install the driver's compute utilities")
+    return Check(f"binary {name}", True, found)
+
+
+def _gpus(gpus: list[Gpu], version: str) -> Check:
+    if not gpus:
+        return Check(
+            "gpus", False, f"driver {version} lists no GPU", "is one passed to this machine or container?"
+        )
+    return Check("gpus", True, f"driver {version}: " + ", ".join(f"{gpu.index} {gpu.name}" for gpu in gpus))
+
+
+def _minor(nvml: Nvml, gpu: Gpu) -> int:
+    return _or(lambda: nvml.minor_number(gpu.uuid), gpu.index)
+
+
+def _compute_mode(nvml: Nvml, gpu: Gpu) -> Check:
+    name = f"compute mode of GPU {gpu.index}"
+    match nvml.compute_mode(gpu.uuid):
+        case ComputeMode.DEFAULT:
+            return Check(name, True, "default")
+        case ComputeMode.PROHIBITED:
+            return Check(
+                name,
+                False,
+                "prohibited: no program may use it",
+                f"nvidia-smi -i {gpu.index} -c DEFAULT",
+            )
+        case ComputeMode.EXCLUSIVE_PROCESS:
+            return Check(
+                name,
+                False,
+                "exclusive-process: no spare domain, so a fault stops new clients until the domain is empty",
+                f"nvidia-smi -i {gpu.index} -c DEFAULT",
+            )
+
+
+def _addressing(nvml: Nvml, gpu: Gpu) -> Check:
+    name = f"host pointers on GPU {gpu.index}"
+    mode = addressing(nvml, gpu)
+    if mode == "none":
+        return Check(name, True, "are no GPU addresses: the outer guard can be used")
+    if mode == "hmm":
+        return Check(
+            name,
+            False,
+            "are legal on this GPU (HMM): the outer guard stays off",
+            "to have it: options nvidia-uvm uvm_disable_hmm=1, then reload the module",
+        )
+    if mode == "ats":
+        return Check(
+            name, None, "are legal on this GPU (ATS): the outer guard stays off, by the machine's nature"
+        )
+    return Check(
+        name,
+        None,
+        "may be legal, the driver does not tell: the outer guard stays off",
+        "options nvidia-uvm uvm_disable_hmm=1 settles it",
+    )
+
+
+def addressing(nvml: Nvml, gpu: Gpu) -> str:
+    """ "none", "hmm", "ats" or "unknown"; the module's parameter decides where NVML cannot tell."""
+    mode = _or(lambda: nvml.addressing_mode(gpu.uuid), "unknown")
+    if mode == "unknown" and (_read(HMM_PARAMETER) or "").strip() in ("Y", "1"):
+        return "none"
+    return mode
+
+
+def _or(ask: Callable[[], T], otherwise: T) -> T:
+    try:
+        return ask()
+    except MpsdError:
+        return otherwise
