@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Protocol
 
 from mpsd.errors import UsageError
@@ -44,8 +45,11 @@ class Device(Protocol):
         """Run a kernel that never ends."""
         ...
 
-    def commit(self, kind: str, stray: int = 0) -> None:
-        """Commit a fault of this kind (faultinject.kinds.GPU_KINDS); `stray` is for the guard kinds."""
+    def commit(self, kind: str, fire: Callable[[], None], stray: int = 0) -> None:
+        """Commit a fault of this kind (faultinject.kinds.GPU_KINDS); `stray` is for the guard kinds.
+
+        `fire` is called right before what does it, when all is set up.
+        """
         ...
 
     def synchronize(self) -> None: ...

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from mpsd.gpu.simulated.client import GpuFailure, SimulatedDevice
 
 from faultinject.programs.device import DeviceError
+
+UNMAPPED = 0x7E0000000000
+LOW_CODE = 0x10
+WORDS = 1024
 
 
 @contextmanager
@@ -49,9 +53,27 @@ class SimulatedProgramDevice:
         with _translated():
             self._device.launch("forever", fill_gpu=fill)
 
-    def commit(self, kind: str, stray: int = 0) -> None:
+    def commit(self, kind: str, fire: Callable[[], None], stray: int = 0) -> None:
         with _translated():
-            self._device.launch(kind, address=stray)
+            address = stray or self._target(kind)
+            fire()
+            self._device.launch(kind, address=address)
+
+    def _target(self, kind: str) -> int:
+        """The address that this kind goes to, set up as the kind needs it."""
+        match kind:
+            case "store" | "load" | "atomic" | "wild_call":
+                return UNMAPPED
+            case "wild_call_low":
+                return LOW_CODE
+            case "read_only":
+                return self._device.map_read_only(WORDS)
+            case "use_after_unmap" | "pbdma":
+                address = self._device.alloc(WORDS)
+                self._device.unmap(address)
+                return address
+            case _:
+                return 0
 
     def synchronize(self) -> None:
         with _translated():

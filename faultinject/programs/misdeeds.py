@@ -13,10 +13,7 @@ from dataclasses import dataclass
 from faultinject import kinds
 from faultinject.programs.device import Device
 from faultinject.programs.stray import stray_address
-from faultinject.programs.talk import say
-
-UNDERWAY_S = 0.1
-"""After this long a launched kernel is running, on any machine that the harness knows."""
+from faultinject.programs.talk import UNDERWAY_S, say
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +45,7 @@ def commit(device: Device, plan: Plan) -> None:
 
 def _on_the_gpu(device: Device, plan: Plan) -> None:
     stray = stray_address(plan.kind)
-    say("fire", stray=hex(stray) if stray else None)
-    device.commit(plan.kind, stray)
+    device.commit(plan.kind, lambda: say("fire", stray=hex(stray) if stray else None), stray)
 
 
 def _run_kernel(device: Device, plan: Plan) -> None:

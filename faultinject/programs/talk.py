@@ -16,6 +16,9 @@ from collections.abc import Mapping
 from typing import Any
 
 clock = time.monotonic
+UNDERWAY_S = 0.1
+"""After this long a launched kernel is running, on any machine that the harness knows."""
+
 LOST_RIG = 3
 """Exit status of a program whose rig has gone."""
 

@@ -1,0 +1,183 @@
+"""mpsd-faultinject: inject faults into GPU sharing and judge what became of everybody.
+
+Exit status: 0 every verdict is valid; 1 one is invalid or unknown; 2 usage; as mpsd.errors otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from faultinject import report
+from faultinject.checkers import check, verdict
+from faultinject.faults import REGISTRY, by_name, select
+from faultinject.history import load
+from faultinject.kinds import MODES
+from faultinject.matrix import Matrix, Plan, passed, tell_stderr
+from faultinject.node import BACKENDS
+from faultinject.observation import observe
+from faultinject.stage import Options
+from faultinject.verdict import Verdict
+from mpsd.errors import MpsdError, UsageError
+
+
+def names(text: str) -> list[str]:
+    return [word for word in text.split(",") if word]
+
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--backend", choices=BACKENDS, required=True, help="which GPU")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--json", type=Path, help="write the report here")
+    parser.add_argument("--markdown", type=Path, help="write the rendered table here")
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(prog="mpsd-faultinject", description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    commands = top.add_subparsers(dest="command", required=True)
+    run = commands.add_parser("run", help="inject faults and judge")
+    _add_common(run)
+    run.add_argument("--kinds", type=names, default=["all"], help="all, or kinds (see list), by commas")
+    run.add_argument("--modes", type=names, default=list(MODES), help="stock, mpsd")
+    run.add_argument("--survivors", type=int, default=3)
+    run.add_argument("--deadline", type=float, default=120.0, help="seconds that one run may take")
+    run.add_argument("--jobs", type=int, default=1, help="runs at a time (simulated only)")
+    run.add_argument("--out", type=Path, help="keep histories, and the logs of what was not valid")
+    run.set_defaults(go=_run)
+    lists = commands.add_parser("list", help="show the kinds of fault")
+    lists.set_defaults(go=_list)
+    demo = commands.add_parser("demo", help="one fault of each class, stock MPS beside mpsd")
+    demo.add_argument("--backend", choices=BACKENDS, required=True)
+    demo.add_argument("--jobs", type=int, default=1)
+    demo.set_defaults(go=_demo)
+    bench = commands.add_parser("bench", help="measure attaching, recording, evicting, and the daemon")
+    _add_common(bench)
+    bench.add_argument("--idle-s", type=float, default=5.0, help="seconds over which idle CPU is measured")
+    bench.add_argument("--clients", type=names, default=["0", "10", "60"])
+    bench.set_defaults(go=_bench)
+    sweep = commands.add_parser("sweep", help="mpsd dies before effect N, for every N")
+    _add_common(sweep)
+    sweep.add_argument("--sample", type=int, default=0, help="so many N drawn by the seed; 0: every N")
+    sweep.add_argument("--from", dest="first", type=int, default=1)
+    sweep.add_argument("--to", dest="last", type=int, default=0, help="0: until no effect is left")
+    sweep.add_argument("--jobs", type=int, default=1, help="runs at a time (simulated only)")
+    sweep.add_argument("--out", type=Path, help="keep histories and logs")
+    sweep.set_defaults(go=_sweep)
+    render = commands.add_parser("render", help="render a report as Markdown")
+    render.add_argument("report", type=Path)
+    render.set_defaults(go=_render)
+    again = commands.add_parser("check", help="judge a stored history again")
+    again.add_argument("history", type=Path)
+    again.set_defaults(go=_check)
+    return top
+
+
+def _run(args: argparse.Namespace) -> int:
+    for mode in args.modes:
+        if mode not in MODES:
+            raise UsageError(f"there is no mode {mode!r}", remedy=f"use {' or '.join(MODES)}")
+    plan = Plan(
+        args.backend,
+        tuple(select(args.kinds)),
+        args.modes,
+        Options(survivors=args.survivors, seed=args.seed),
+        deadline_s=args.deadline,
+        jobs=args.jobs,
+        out=args.out,
+    )
+    with tempfile.TemporaryDirectory(prefix="mpsd-fi-") as base:
+        finished = Matrix(plan).run(Path(base))
+    write(finished, args.json, args.markdown)
+    print(f"again: {finished['command']}")
+    print(report.aligned(report.table(finished["runs"])))
+    return 0 if passed(finished) else 1
+
+
+def write(finished: dict[str, Any], json_path: Path | None, markdown_path: Path | None) -> None:
+    """The report as JSON and Markdown, where paths are given. A directory gets the standard name."""
+    what = "matrix"
+    for path, suffix in ((json_path, "json"), (markdown_path, "md")):
+        if path is None:
+            continue
+        if path.is_dir():
+            path = path / report.file_name(finished["device"], finished["driver"], what, suffix)
+        if suffix == "json":
+            report.save(finished, path)
+        else:
+            path.write_text(report.markdown(finished), encoding="utf-8")
+        tell_stderr(f"wrote {path}")
+
+
+def _list(args: argparse.Namespace) -> int:
+    rows = [["kind", "title", "class", "survivors under stock / mpsd"]]
+    words = {True: "live", False: "lost", None: "open"}
+    for fault in REGISTRY:
+        fates = " / ".join(words[fault.survive[m]] if m in fault.modes else "-" for m in MODES)
+        rows.append([fault.name, fault.title, " ".join(sorted(fault.classes)) or "-", fates])
+    print(report.aligned(rows))
+    return 0
+
+
+def _demo(args: argparse.Namespace) -> int:
+    from faultinject.demo import demo
+
+    return demo(args.backend, jobs=args.jobs)
+
+
+def _bench(args: argparse.Namespace) -> int:
+    from faultinject.bench import bench
+
+    clients = [int(c) for c in args.clients]
+    return bench(args.backend, clients, args.idle_s, args.seed, args.json, args.markdown)
+
+
+def _sweep(args: argparse.Namespace) -> int:
+    from faultinject.sweep import SweepPlan, sweep
+
+    plan = SweepPlan(
+        args.backend,
+        args.seed,
+        first=args.first,
+        last=args.last,
+        sample=args.sample,
+        jobs=args.jobs,
+        out=args.out,
+    )
+    return sweep(plan, args.json)
+
+
+def _render(args: argparse.Namespace) -> int:
+    print(report.markdown(report.load(args.report)), end="")
+    return 0
+
+
+def _check(args: argparse.Namespace) -> int:
+    history = load(args.history)
+    begin, node = history.first("begin"), history.first("node")
+    if begin is None:
+        raise UsageError(f"{args.history} is no history of a run", remedy="give a history.jsonl of --out")
+    name = begin.data["kind"] + (f"@{begin.data['variant']}" if begin.data["variant"] else "")
+    findings = check(by_name(name), observe(history), bars=bool(node and node.data["bars"]))
+    for finding in findings:
+        print(f"{finding.verdict:8} {finding.law}" + (f": {finding.text}" if finding.text else ""))
+    return 0 if verdict(findings) is Verdict.VALID else 1
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    go: Callable[[argparse.Namespace], int] = args.go
+    try:
+        return go(args)
+    except MpsdError as error:
+        print(f"mpsd-faultinject: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,182 @@
+"""Every chosen fault in every chosen mode: run, judge, tell, report."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import sys
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from faultinject import report
+from faultinject.checkers import check, verdict
+from faultinject.disk import disk_can_be_filled
+from faultinject.faults import Fault, Need
+from faultinject.history import History, clock
+from faultinject.node import Node, may_choose_pids, open_node
+from faultinject.observation import observe
+from faultinject.rig import Rig
+from faultinject.scenarios import play
+from faultinject.stage import Options, Stage
+from faultinject.verdict import Verdict
+from mpsd.errors import MpsdError
+
+Tell = Callable[[str], None]
+
+
+def tell_stderr(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+@dataclass(slots=True)
+class Plan:
+    """What to run. `out` keeps the histories, and the logs of runs that were not valid."""
+
+    backend: str
+    faults: Sequence[Fault]
+    modes: Sequence[str]
+    options: Options = field(default_factory=Options)
+    deadline_s: float = 120.0
+    jobs: int = 1
+    out: Path | None = None
+    tell: Tell = tell_stderr
+
+    def pairs(self) -> list[tuple[Fault, str]]:
+        return [(f, m) for f in self.faults for m in self.modes if m in f.modes]
+
+
+def command(backend: str, kinds: Iterable[str], modes: Iterable[str], options: Options) -> str:
+    """The command line that repeats these runs."""
+    words = ["mpsd-faultinject", "run", "--backend", backend, "--kinds", ",".join(kinds)]
+    words += ["--modes", ",".join(modes), "--survivors", str(options.survivors), "--seed", str(options.seed)]
+    return shlex.join(words)
+
+
+def lacking(fault: Fault, mode: str, base: Path) -> str | None:
+    """What this machine lacks for this fault, in words; None when nothing is missing."""
+    if Need.CHOOSE_PID in fault.needs and not may_choose_pids():
+        return "the next pid cannot be chosen here (/proc/sys/kernel/ns_last_pid; needs root)"
+    if Need.LOG_DISK in fault.needs and mode == "stock" and not disk_can_be_filled(base):
+        return "no small log disk can be mounted here (needs root and the right to mount)"
+    return None
+
+
+class Matrix:
+    """Runs a plan. The node of a real GPU is opened once, a simulated one for each run."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.device, self.driver = plan.backend.upper(), "unknown"
+        self._done = 0
+        self._lock = threading.Lock()
+
+    def run(self, base: Path) -> dict[str, Any]:
+        """All of it; the report. `base` is a directory for what all runs share. Raises MpsdError."""
+        pairs, plan = self.plan.pairs(), self.plan
+        date = datetime.now(UTC).isoformat(timespec="seconds")
+        shared = open_node(plan.backend, base) if plan.backend != "simulated" else None
+        jobs = 1 if shared is not None else plan.jobs
+        try:
+            with ThreadPoolExecutor(max_workers=jobs) as pool:
+                work = [pool.submit(self._told, f, m, shared or plan.backend, base) for f, m in pairs]
+                runs = [w.result() for w in work]
+        finally:
+            if shared is not None:
+                shared.close()
+        kinds = dict.fromkeys(f.name for f in plan.faults)
+        return report.assemble(
+            device=self.device,
+            driver=self.driver,
+            backend=plan.backend,
+            date=date,
+            command=command(plan.backend, kinds, plan.modes, plan.options),
+            seed=plan.options.seed,
+            runs=runs,
+        )
+
+    def _told(self, fault: Fault, mode: str, node: Node | str, base: Path) -> dict[str, Any]:
+        entry = self.one(fault, mode, node, base)
+        with self._lock:
+            self._done += 1
+            self.plan.tell(f"[{self._done}/{len(self.plan.pairs())}] {_progress(entry)}")
+            if entry["verdict"] != "valid" and entry["verdict"] is not None:
+                self.plan.tell(f"    again: {entry['command']}")
+        return entry
+
+    def one(self, fault: Fault, mode: str, node: Node | str, base: Path) -> dict[str, Any]:
+        """One run, judged. Never raises for what goes wrong in it: that is a verdict."""
+        repeat = command(self.plan.backend, [fault.name], [mode], self.plan.options)
+        more = {"seed": self.plan.options.seed, "command": repeat}
+        lack = lacking(fault, mode, base)
+        if lack is not None:
+            return report.run_entry(fault, mode, None, (), not_run=lack, **more)
+        began = clock()
+        where = self.plan.out / f"{fault.name}-{mode}" if self.plan.out else None
+        if where is not None:
+            where.mkdir(parents=True, exist_ok=True)
+        with History(where / "history.jsonl" if where else None) as history:
+            self._record_run(fault, mode, node, history, where)
+            seen = observe(history)
+            begin = history.first("node")
+        findings = check(fault, seen, bars=bool(begin and begin.data["bars"]))
+        judged = verdict(findings)
+        if where is not None and judged is Verdict.VALID:
+            shutil.rmtree(where / "logs", ignore_errors=True)
+        more |= {"duration_s": round(clock() - began, 2), "verdict": judged.value}
+        return report.run_entry(fault, mode, seen, findings, **more)
+
+    def _record_run(
+        self, fault: Fault, mode: str, node: Node | str, history: History, where: Path | None
+    ) -> None:
+        options = self.plan.options
+        facts = {"kind": fault.kind, "variant": fault.variant, "mode": mode, "seed": options.seed}
+        history.add("rig", "begin", survivors=options.survivors, backend=self.plan.backend, **facts)
+        small_disk = Need.LOG_DISK in fault.needs
+        rig = Rig(node, mode, history, small_disk=small_disk, logs_to=where / "logs" if where else None)
+        watchdog = threading.Timer(self.plan.deadline_s, _overdue, (rig, self.plan.deadline_s))
+        watchdog.daemon = True
+        watchdog.start()
+        try:
+            with rig:
+                self.device, self.driver = rig.node.device, rig.node.driver
+                history.add("rig", "node", device=rig.node.device, driver=rig.node.driver, bars=rig.node.bars)
+                play(Stage(rig, fault, options))
+        except MpsdError as error:
+            history.add("rig", "failed", text=f"{error.code}: {error}")
+        except Exception as error:  # a broken rig must not look like a product that failed, or passed
+            history.add("rig", "failed", text=f"the rig failed: {error!r}")
+        finally:
+            watchdog.cancel()
+        history.add("rig", "end", leftovers=rig.left)
+
+
+def _overdue(rig: Rig, deadline_s: float) -> None:
+    """End the programs of a run that outlived its deadline: its waits then end too."""
+    rig.history.add("rig", "failed", text=f"the run was not over after {deadline_s:g} s")
+    rig.end_workers()
+
+
+def _progress(entry: Mapping[str, Any]) -> str:
+    if entry["not_run"]:
+        return f"{report.cell(entry, 'kind')} ({entry['mode']}): not run: {entry['not_run']}"
+    parts = [f"lost {report.cell(entry, 'lost')}"]
+    if entry["named"] is not None:
+        parts.append(f"named {entry['named']}" + (f" ({entry['confidence']})" if entry["confidence"] else ""))
+    if entry["fault_class"]:
+        parts.append(entry["fault_class"])
+    if entry["record_ms"] is not None:
+        parts.append(f"record {entry['record_ms']:.1f} ms")
+    line = f"{report.cell(entry, 'kind')} ({entry['mode']}): {entry['verdict']}: {', '.join(parts)}"
+    why = "; ".join(f"{f['law']}: {f['text']}" for f in entry["findings"])
+    return f"{line}, {entry['duration_s']:.1f} s" + (f"\n    {why}" if why else "")
+
+
+def passed(finished: Mapping[str, Any]) -> bool:
+    """No verdict is invalid or unknown, and something was run."""
+    verdicts = [r["verdict"] for r in finished["runs"]]
+    return all(v in ("valid", None) for v in verdicts) and "valid" in verdicts

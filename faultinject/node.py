@@ -1,0 +1,118 @@
+"""The GPU node that a run happens on: the real one, or a simulated one of its own for every run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mpsd.errors import UsageError
+from mpsd.gpu.base import Backend
+
+BACKENDS = ("nvidia", "simulated")
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """`environment` is for every process of a run, `settings` for mpsd's configuration (section.key).
+
+    `bars`: the stated time limits bind here. Seconds: `busy_s` is how long a kernel runs that ends,
+    `quiet_s` how long after a fault a loss can still come, `loss_s` how long to wait for one that must
+    come, `churn_s` how long a crowd comes and goes. `memory` is what an offender holds, in bytes.
+    """
+
+    name: str
+    backend: Backend
+    device: str
+    driver: str
+    environment: Mapping[str, str]
+    settings: Mapping[str, str]
+    bars: bool
+    busy_s: float
+    quiet_s: float
+    loss_s: float
+    churn_s: float
+    memory: int
+    shared: bool
+    close: Callable[[], None] = field(default=lambda: None)
+
+    def gpu_memory_used(self) -> int:
+        devices = self.backend.devices
+        return sum(devices.memory_used(gpu.uuid) for gpu in devices.gpus())
+
+
+_SETTINGS = {"lease.linger_limit_s": "2.0", "domains.stop_deadline_s": "3.0", "log.format": '"json"'}
+
+
+def open_simulated_node(base: Path) -> Node:
+    """A simulated node under `base`, started now. Raises MpsdError."""
+    from mpsd.gpu.simulated.backend import open_simulated, stop_simulated
+
+    directory = base / "g"
+    directory.mkdir(parents=True, exist_ok=True)
+    backend = open_simulated(directory)
+
+    def close() -> None:
+        backend.devices.close()
+        stop_simulated(directory)
+
+    return Node(
+        name="simulated",
+        backend=backend,
+        device="SIMULATED",
+        driver=backend.devices.driver_version(),
+        environment={**backend.control_environment, "MPSD_SIM_DIR": str(directory)},
+        settings={**_SETTINGS, "simulated.dir": f'"{directory}"'},
+        bars=False,
+        busy_s=0.4,
+        quiet_s=0.5,
+        loss_s=1.5,
+        churn_s=3.0,
+        memory=1 << 20,
+        shared=False,
+        close=close,
+    )
+
+
+def open_nvidia_node(base: Path) -> Node:
+    """The machine's own GPU; the kernels are compiled once. Raises MpsdError."""
+    from faultinject.programs.device_nvidia import CUBIN, prepare_kernels
+    from mpsd.gpu.nvidia.backend import open_nvidia
+
+    base.mkdir(parents=True, exist_ok=True)
+    cubin = base / "kernels.cubin"
+    prepare_kernels(cubin)
+    backend = open_nvidia()
+    return Node(
+        name="nvidia",
+        backend=backend,
+        device=backend.devices.gpus()[0].name,
+        driver=backend.devices.driver_version(),
+        environment={**backend.control_environment, CUBIN: str(cubin)},
+        settings=_SETTINGS,
+        bars=True,
+        busy_s=1.0,
+        quiet_s=0.8,
+        loss_s=4.0,
+        churn_s=8.0,
+        memory=256 << 20,
+        shared=True,
+        close=backend.devices.close,
+    )
+
+
+def open_node(name: str, base: Path) -> Node:
+    """Raises UsageError for an unknown backend, MpsdError when the machine does not offer it."""
+    match name:
+        case "simulated":
+            return open_simulated_node(base)
+        case "nvidia":
+            return open_nvidia_node(base)
+        case _:
+            raise UsageError(f"there is no backend {name!r}", remedy="use nvidia or simulated")
+
+
+def may_choose_pids() -> bool:
+    """Whether the next pid can be set (CAP_SYS_ADMIN or CAP_CHECKPOINT_RESTORE)."""
+    return os.access("/proc/sys/kernel/ns_last_pid", os.W_OK) and os.geteuid() == 0

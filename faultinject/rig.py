@@ -1,0 +1,144 @@
+"""The rig of one run: a directory, a node, a service, worker programs. Whatever happens, all of it ends.
+
+Every process is started in a session of its own; at the end each one that knows the run's directory
+and still lives is reported as left behind, and killed.
+"""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from faultinject import leftovers
+from faultinject.control import StockControl
+from faultinject.disk import SmallDisk
+from faultinject.history import History
+from faultinject.node import Node, open_node
+from faultinject.service import MpsdService, Service, open_service
+from faultinject.worker import Worker, python_environment
+
+GRACE_S = 3.0
+
+
+class Rig:
+    """Use as a context: entering starts the node and the service. Raises MpsdError."""
+
+    def __init__(
+        self,
+        backend: str | Node,
+        mode: str,
+        history: History,
+        *,
+        small_disk: bool = False,
+        logs_to: Path | None = None,
+    ) -> None:
+        self.mode, self.history = mode, history
+        self.base = Path(tempfile.mkdtemp(prefix="mpsd-fi-", dir="/tmp"))
+        self._backend, self._logs_to = backend, logs_to
+        self._closers: list[Callable[[], None]] = []
+        self._small_disk = small_disk
+        self.workers: list[Worker] = []
+        self.left: list[str] = []
+        self.disk: SmallDisk | None = None
+
+    def __enter__(self) -> Rig:
+        try:
+            self._start()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def _start(self) -> None:
+        if isinstance(self._backend, Node):
+            self.node = self._backend
+        else:
+            self.node = open_node(self._backend, self.base)
+            self._closers.append(self.node.close)
+        logs = self.base / "l"
+        if self._small_disk:
+            self.disk = SmallDisk(logs)
+            self._closers.append(self.disk.close)
+        self.service: Service = open_service(self.mode, self.node, self.base, logs, self.history)
+        self._closers.append(self._stop_service)
+        self.service.start()
+
+    def _stop_service(self) -> None:
+        # The logs of a small disk are gone once it is unmounted.
+        if self._logs_to is not None and self.disk is not None:
+            self._keep_logs(self._logs_to)
+        self.left += self.service.stop()
+
+    @property
+    def mpsd(self) -> MpsdService:
+        """The daemon; only in a mode that has one."""
+        assert isinstance(self.service, MpsdService)
+        return self.service
+
+    @property
+    def has_mpsd(self) -> bool:
+        return isinstance(self.service, MpsdService)
+
+    def environment(self) -> dict[str, str]:
+        """For processes of this run that join no domain."""
+        nowhere = {"CUDA_MPS_PIPE_DIRECTORY": str(self.base / "none")}
+        return python_environment() | dict(self.node.environment) | nowhere
+
+    def spawn(
+        self, name: str, module: str, *args: str, environment: Mapping[str, str] | None = None
+    ) -> Worker:
+        """Start a worker program, a client of the service unless another environment is given."""
+        env = self.service.client_environment() if environment is None else environment
+        log = self.base / f"{name}.err"
+        # The tag makes every descendant recognisable, whatever it does with its environment's rest.
+        tagged = {**env, "MPSD_FAULTINJECT_RUN": str(self.base)}
+        worker = Worker(name, module, [*args, "--backend", self.node.name], tagged, self.history, log)
+        self.workers.append(worker)
+        return worker
+
+    def other_control(self) -> StockControl:
+        """A control daemon beside the service, on the same GPU, that is nobody's but its own."""
+        environ = python_environment() | dict(self.node.environment)
+        other = StockControl(self.node.backend.control_binary, self.base / "o", environ)
+        self._closers.append(other.stop)
+        other.start()
+        return other
+
+    def note(self, **facts: Any) -> None:
+        self.history.add("rig", "note", **facts)
+
+    def end_workers(self) -> None:
+        for worker in self.workers:
+            worker.signal(signal.SIGCONT)
+            worker.end()
+
+    def close(self) -> None:
+        """End everything, in the reverse order of its start. Safe to call twice."""
+        self.end_workers()
+        while self._closers:
+            closer = self._closers.pop()
+            try:
+                closer()
+            except Exception as error:  # the rest must still be ended
+                self.left.append(f"{getattr(closer, '__qualname__', closer)}: {error}")
+        self.left += leftovers.clear(self.base, GRACE_S)
+        if self._logs_to is not None:
+            self._keep_logs(self._logs_to)
+        shutil.rmtree(self.base, ignore_errors=True)
+
+    def _keep_logs(self, target: Path) -> None:
+        """Copy what the processes of this run wrote, before it is removed."""
+        target.mkdir(parents=True, exist_ok=True)
+        for found in (*self.base.glob("*.log"), *self.base.glob("*.err"), *self.base.glob("l/**/*.log")):
+            name = "-".join(found.relative_to(self.base).parts)
+            shutil.copyfile(found, target / name)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,252 @@
+"""What serves the clients of a run: the stock control daemon, or a whole mpsd. One small interface.
+
+Directories lie under `base`, which is short enough for socket paths.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import mpsd_client
+
+from faultinject.control import StockControl
+from faultinject.history import History, clock
+from faultinject.node import Node
+from faultinject.worker import Worker, python_environment
+from mpsd.errors import DeadlineError, MpsdError, NotRunningError
+
+POLL_S = 0.01
+
+
+class Service(Protocol):
+    logs: Path
+
+    def start(self) -> None:
+        """Ready for clients when it returns. Raises MpsdError."""
+        ...
+
+    def client_environment(self) -> Mapping[str, str]:
+        """What joins a client to the domain that is served now."""
+        ...
+
+    def evict(self, worker: Worker, start_ticks: int | None) -> Mapping[str, Any]:
+        """Put a client out as an operator would. Raises MpsdError."""
+        ...
+
+    def part(self, name: str) -> int | None:
+        """The pid of `server` or `control` of the domain that is served now."""
+        ...
+
+    def stop(self) -> list[str]:
+        """End it and everything it started; what it left behind, in words."""
+        ...
+
+
+class StockService:
+    """Stock MPS. Evicting means what its operators do: SIGKILL."""
+
+    def __init__(self, node: Node, base: Path, logs: Path) -> None:
+        self.logs = logs
+        environ = python_environment() | dict(node.environment)
+        self._control = StockControl(node.backend.control_binary, base / "m", environ, logs)
+
+    def start(self) -> None:
+        self._control.start()
+
+    def client_environment(self) -> Mapping[str, str]:
+        return self._control.environ
+
+    def evict(self, worker: Worker, start_ticks: int | None) -> Mapping[str, Any]:
+        worker.signal(signal.SIGKILL)
+        return {"outcome": "SIGKILL"}
+
+    def part(self, name: str) -> int | None:
+        return self._control.server() if name == "server" else self._control.pid
+
+    def stop(self) -> list[str]:
+        self._control.stop()
+        return []
+
+
+class MpsdService:
+    """A real daemon, talked to with the client library. Its fault records go into the history."""
+
+    def __init__(self, node: Node, base: Path, logs: Path, history: History, **settings: str) -> None:
+        self.logs, self._base, self._node, self._history = logs, base, node, history
+        self._process: subprocess.Popen[bytes] | None = None
+        self._watching: threading.Thread | None = None
+        self._stopping = threading.Event()
+        self.socket = base / "r" / "mpsd.sock"
+        self._config = base / "mpsd.toml"
+        self._config.write_text(self._toml(settings), encoding="utf-8")
+        self.environment = python_environment() | dict(node.environment) | {"MPSD_FAULTINJECT": "1"}
+
+    def _toml(self, settings: Mapping[str, str]) -> str:
+        top = {
+            "schema_version": "1",
+            "backend": f'"{self._node.name}"',
+            "run_dir": f'"{self._base / "r"}"',
+            "log_dir": f'"{self.logs}"',
+            "state_dir": f'"{self._base / "s"}"',
+        }
+        sections: dict[str, list[str]] = {}
+        for dotted, value in {**self._node.settings, **settings}.items():
+            section, _, key = dotted.partition(".")
+            sections.setdefault(section, []).append(f"{key} = {value}")
+        lines = [f"{k} = {v}" for k, v in top.items()]
+        for section, keys in sections.items():
+            lines += ["", f"[{section}]", *keys]
+        return "\n".join(lines) + "\n"
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    @property
+    def ended(self) -> bool:
+        return self._process is None or self._process.poll() is not None
+
+    def start(self) -> None:
+        self.launch()
+        self.wait_ready()
+        self._watch()
+
+    def launch(self, **extra: str) -> None:
+        """Start the daemon's process, with more environment."""
+        with (self._base / "mpsd.log").open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "mpsd", "run", "--config", str(self._config), "--stop-domains"],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=self.environment | extra,
+                start_new_session=True,
+            )
+
+    def wait_ready(self, deadline_s: float = 30.0) -> None:
+        """Until a domain is ACTIVE for us. Raises DeadlineError, NotRunningError when it has ended."""
+        end = clock() + deadline_s
+        while clock() < end:
+            if self._process is not None and self._process.poll() is not None:
+                raise NotRunningError(
+                    f"mpsd ended with status {self._process.returncode}", remedy=self.tail()
+                )
+            try:
+                self.client_environment()
+                if self.active() is not None:
+                    return
+            except MpsdError:
+                pass
+            time.sleep(POLL_S)
+        raise DeadlineError("mpsd has no ACTIVE domain", remedy=self.tail())
+
+    def tail(self) -> str:
+        """The last words of its log."""
+        try:
+            return self._base.joinpath("mpsd.log").read_text(errors="replace")[-600:]
+        except OSError:
+            return ""
+
+    def client(self) -> mpsd_client.Client:
+        return mpsd_client.connect(str(self.socket))
+
+    def ask(self, op: Callable[[mpsd_client.Client], Any]) -> Any:
+        """One request on a connection of its own. Raises MpsdError."""
+        with self.client() as client:
+            return op(client)
+
+    def status(self) -> Mapping[str, Any]:
+        answer: Mapping[str, Any] = self.ask(lambda c: c.status())
+        return answer
+
+    def client_environment(self) -> Mapping[str, str]:
+        return self.environment | dict(self.ask(lambda c: c.env()))
+
+    def active(self) -> Mapping[str, Any] | None:
+        """The domain that new clients of this user are sent to, once its server is ACTIVE."""
+        return next(
+            (d for d in self.status()["domains"] if d["role"] == "active" and d["state"] == "active"), None
+        )
+
+    def part(self, name: str) -> int | None:
+        active = self.active()
+        return active[f"{name}_pid"] if active else None
+
+    def until(self, holds: Callable[[Mapping[str, Any]], bool], deadline_s: float) -> float | None:
+        """When `status` first showed it; None at the deadline."""
+        end = clock() + deadline_s
+        while clock() < end:
+            try:
+                if holds(self.status()):
+                    return clock()
+            except MpsdError:
+                pass
+            time.sleep(POLL_S)
+        return None
+
+    def evict(self, worker: Worker, start_ticks: int | None) -> Mapping[str, Any]:
+        answer: Mapping[str, Any] = self.ask(lambda c: c.kill(worker.pid, start_ticks=start_ticks))
+        return answer
+
+    def _watch(self) -> None:
+        self._watching = threading.Thread(target=self._follow, daemon=True)
+        self._watching.start()
+
+    def _follow(self) -> None:
+        """Copy fault records from the event stream to the history until it ends."""
+        try:
+            with self.client() as client:
+                for event in client.subscribe():
+                    if event["kind"] == "fault":
+                        self._history.add("mpsd", "record", record=event["data"])
+                    if self._stopping.is_set():
+                        return
+        except MpsdError as error:
+            if not self._stopping.is_set():
+                self._history.add("mpsd", "stream_ended", text=str(error))
+
+    def collect(self) -> None:
+        """Ask once more for every record and for the counters: a stream may have missed some."""
+        for record in self.ask(lambda c: c.faults()):
+            self._history.add("mpsd", "record", record=record)
+        counters = self.status()["counters"]
+        self._history.add("mpsd", "counters", counters=counters)
+
+    def kill(self) -> None:
+        """kill -9 of the daemon alone."""
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait()
+
+    def stop(self) -> list[str]:
+        self._stopping.set()
+        if self._process is None:
+            return []
+        left = []
+        if self._process.poll() not in (None, 0, -signal.SIGKILL):
+            left.append(f"mpsd had ended with status {self._process.returncode}")
+        self._process.terminate()
+        try:
+            self._process.wait(20)
+        except subprocess.TimeoutExpired:
+            left.append("mpsd did not stop within 20 s")
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        if self._watching is not None:
+            self._watching.join(timeout=2)
+        return left
+
+
+def open_service(mode: str, node: Node, base: Path, logs: Path, history: History) -> Service:
+    if mode == "stock":
+        return StockService(node, base, logs)
+    return MpsdService(node, base, logs, history)
