@@ -1,0 +1,174 @@
+"""The two descriptor stores behind one interface, and the choice between them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mpsd import keeper
+from mpsd.errors import StoreError
+from mpsd.fdset import whole_sets
+from mpsd.fdstore import SystemdStore, open_store
+from mpsd.keeperstore import KeeperStore
+from mpsd.notify import Channel, Notifier
+from tests.support.descriptors import open_descriptors
+from tests.support.manager import DEADLINE_S, Manager
+
+
+@pytest.fixture
+def manager(tmp_path: Path) -> Iterator[Manager]:
+    with Manager(tmp_path) as running:
+        yield running
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Iterator[Path]:
+    """A run directory whose keeper, if the test made one, is ended."""
+    directory = tmp_path / "run"
+    directory.mkdir()
+    yield directory
+    if (directory / keeper.SOCKET).exists():
+        KeeperStore.open(directory, start=False).end()
+
+
+def test_systemd_store_holds_names_and_forgets_them(manager: Manager) -> None:
+    store = SystemdStore(Channel(manager.address), {}, 64)
+    store.put("lease", [0, 1])
+    assert manager.names() == ["lease#0/2", "lease#1/2"]
+    store.remove("lease")
+    store.put("other", [0])
+    assert manager.names() == ["other#0/1"]
+    store._channel.close()
+
+
+def test_systemd_store_knows_its_limit_because_the_manager_is_silent(manager: Manager) -> None:
+    store = SystemdStore(Channel(manager.address), {}, 2)
+    store.put("lease", [0, 1])
+    with pytest.raises(StoreError, match="descriptor store is full"):
+        store.put("more", [0])
+    store.remove("lease")
+    store.put("more", [0])
+    store._channel.close()
+
+
+def test_systemd_store_reports_a_manager_that_does_not_answer(
+    manager: Manager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mpsd.fdstore.ANSWER_TIMEOUT_S", 0.05)
+    manager.answering = False
+    store = SystemdStore(Channel(manager.address), {}, 2)
+    with pytest.raises(StoreError, match="the service manager does not hold descriptors"):
+        store.put("lease", [0])
+    manager.answering = True
+    store.put("lease", [0])
+    store._channel.close()
+
+
+SERVICE = """
+import json, os, signal, sys
+from mpsd.fdstore import open_store
+from mpsd.notify import Notifier
+notifier = Notifier.from_environ(os.environ)
+store = open_store("auto", sys.argv[1], 64, os.environ, notifier)
+found = {name: [os.read(fd, 100).decode() for fd in fds] for name, fds in store.fetch_all().items()}
+if not found:
+    for name in ("lease 1", "lease 2"):
+        fds = []
+        for role in ("va", "mm"):
+            reading, writing = os.pipe()
+            os.write(writing, f"{name} {role}".encode())
+            fds.append(reading)
+        store.put(name, fds)
+    store.remove("lease 2")
+notifier.ready(json.dumps([store.kind, found, sorted(k for k in os.environ if "FDS" in k)]))
+signal.pause()
+"""
+
+
+@pytest.mark.parametrize(("tells", "kind"), [(True, "systemd"), (False, "keeper")])
+def test_descriptors_survive_kill_9_under_a_manager(
+    tmp_path: Path, run_dir: Path, tells: bool, kind: str
+) -> None:
+    with Manager(tmp_path, tells=tells) as manager:
+        command = [sys.executable, "-c", SERVICE, str(run_dir)]
+        process = manager.start(command, os.environ)
+        assert json.loads(manager.wait_for("READY")["STATUS"]) == [kind, {}, []]
+        process.send_signal(signal.SIGKILL)
+        process.wait(DEADLINE_S)
+        manager.start(command, os.environ)
+        answer = json.loads(manager.wait_for("READY")["STATUS"])
+        assert answer == [kind, {"lease 1": ["lease 1 va", "lease 1 mm"]}, []]
+
+
+def test_what_a_keeper_holds_moves_to_the_manager(manager: Manager, run_dir: Path) -> None:
+    old = KeeperStore.open(run_dir)
+    old.put("lease", [0, 1])
+    old.close()
+    before = open_descriptors()
+    notifier = Notifier(Channel(manager.address))
+    store = open_store("auto", run_dir, 64, {"FDSTORE": "64"}, notifier)
+    assert store.kind == "systemd"
+    assert manager.names() == ["lease#0/2", "lease#1/2"]
+    (fds,) = store.fetch_all().values()
+    for fd in fds:
+        os.close(fd)
+    store.close()
+    notifier.close()
+    assert set(before) <= set(open_descriptors())
+    assert not [fd for fd in set(open_descriptors()) - set(before) if fd not in dict(manager.stored).values()]
+
+
+def test_what_the_manager_holds_moves_to_a_keeper(manager: Manager, run_dir: Path) -> None:
+    store = SystemdStore(Channel(manager.address), {}, 64)
+    store.put("lease", [0, 1])
+    store._channel.close()
+    out = run_dir / "out"
+    code = f"""
+import os
+from mpsd.fdstore import open_store
+from mpsd.notify import Notifier
+store = open_store("keeper", {str(run_dir)!r}, 64, os.environ, Notifier.from_environ(os.environ))
+open({str(out)!r}, "w").write(store.kind + " " + " ".join(store.fetch_all()))
+"""
+    process = manager.start([sys.executable, "-W", "ignore::ResourceWarning", "-c", code], os.environ)
+    assert process.wait(DEADLINE_S) == 0
+    assert out.read_text() == "keeper lease"
+    assert manager.names() == []
+
+
+def test_systemd_wished_for_where_there_is_none(run_dir: Path) -> None:
+    with pytest.raises(StoreError, match="no service manager is there"):
+        open_store("systemd", run_dir, 64, {}, Notifier(None))
+
+
+def test_without_a_manager_it_is_a_keeper(run_dir: Path) -> None:
+    store = open_store("auto", run_dir, 64, {}, Notifier(None))
+    assert store.kind == "keeper"
+    store.close()
+
+
+def test_incomplete_sets_are_closed_and_foreign_descriptors_left_alone() -> None:
+    def null() -> int:
+        return os.open(os.devnull, os.O_RDONLY)
+
+    before = open_descriptors()
+    foreign = null()
+    held = {
+        "b#1/2": [null()],
+        "b#0/2": [null(), null()],
+        "half#0/2": [null()],
+        "odd#3/1": [null()],
+        "listen": [foreign],
+    }
+    whole, incomplete = whole_sets(held)
+    assert sorted(incomplete) == ["half#0/2", "odd#3/1"]
+    assert whole == {"b": [held["b#0/2"][0], held["b#1/2"][0]]}
+    assert set(open_descriptors()) == {*before, *whole["b"], foreign}
+    for fd in (*whole["b"], foreign):
+        os.close(fd)
