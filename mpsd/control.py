@@ -31,7 +31,9 @@ from mpsd.model import ProcessInstance, ServerState
 
 __all__ = ["ControlCommands", "ControlDaemon", "ControlGoneError", "TerminateOutcome", "TerminateReply"]
 
-OUTPUT_FILE = "foreground.out"
+# In the foreground the stock daemon writes its log, and that of its servers, to stdout instead of
+# the files it keeps as a daemon: so stdout is the file in which everybody looks for it.
+OUTPUT_FILE = "control.log"
 _RETRY_S = 0.005
 
 
@@ -55,7 +57,7 @@ class ControlDaemon(ControlCommands):
     async def start(self, deadline_s: float = 5.0) -> None:
         """Start the daemon and return when it answers.
 
-        Its stdin is /dev/null and its output a file in the log directory, so that the death of this
+        Its stdin is /dev/null and its output control.log in the log directory, so that the death of this
         process cannot hurt it. Raises ConfigError (directories, path length), AlreadyRunningError,
         ControlError (it ended, with its last words), DeadlineError (it has been killed).
         """

@@ -29,6 +29,7 @@ class TerminateReply:
 
 
 _NO_DAEMON = re.compile(r"cannot find MPS control daemon", re.IGNORECASE)
+_BUSY = re.compile(r"cannot send command to MPS control daemon", re.IGNORECASE)
 _ALREADY = re.compile(r"instance of this daemon is already running|already running", re.IGNORECASE)
 _COMPLAINT = re.compile(
     r"invalid|error|fail|unknown|unrecogni[sz]ed|unsupported|usage|cannot|can't|no such"
@@ -39,6 +40,11 @@ _COMPLAINT = re.compile(
 
 def no_daemon(reply: str) -> bool:
     return bool(_NO_DAEMON.search(reply))
+
+
+def busy(reply: str) -> bool:
+    """Another front end was being served: the command was not taken (measured, driver 580)."""
+    return bool(_BUSY.search(reply))
 
 
 def already_running(reply: str) -> bool:
@@ -58,17 +64,22 @@ def server_state(reply: str) -> ServerState:
     word = reply.strip().upper()
     if word in ServerState.__members__:
         return ServerState[word]
-    if not word or _COMPLAINT.search(reply):
+    if _COMPLAINT.search(reply):
         return ServerState.GONE
     raise ControlError(f"expected a server state, the control daemon answered: {printable(reply.strip())!r}")
 
 
 def terminated(reply: str) -> TerminateReply:
-    """`0` is success. `Invalid process N!` then a number is what a dead or foreign pid gets."""
+    """The last line is a CUDA error, 0 for success.
+
+    A process that is gone gets `Invalid process N!` and 1, one without a context in this server 201
+    (invalid context).
+    """
     text = reply.strip()
-    if re.search(r"invalid process", text, re.IGNORECASE):
+    code = text.split()[-1:]
+    if code == ["201"] or re.search(r"invalid process", text, re.IGNORECASE):
         return TerminateReply(TerminateOutcome.NOT_A_CLIENT, text)
-    if text.split()[-1:] == ["0"]:
+    if code == ["0"]:
         return TerminateReply(TerminateOutcome.DONE, text)
     return TerminateReply(TerminateOutcome.REFUSED, text)
 

@@ -16,7 +16,7 @@ from typing import Any
 import structlog
 
 from mpsd import mpslog, pipedir
-from mpsd.control import ControlDaemon, TerminateOutcome
+from mpsd.control import OUTPUT_FILE, ControlDaemon, TerminateOutcome
 from mpsd.core import events as ev
 from mpsd.errors import MpsdError
 from mpsd.layout import Layout
@@ -46,8 +46,8 @@ class Host:
 
     name: str
     control: ControlDaemon
-    followers: dict[str, LogFollower] = field(default_factory=dict)
-    parsers: dict[str, mpslog.LogParser] = field(default_factory=dict)
+    parser: mpslog.LogParser = field(default_factory=mpslog.LogParser)
+    follower: LogFollower | None = None
     server: Pinned | None = None
     control_watch: int = -1
 
@@ -83,7 +83,7 @@ class Hosts:
         return host.control if host else None
 
     def unparsed(self) -> int:
-        return sum(p.unparsed for h in self._hosts.values() for p in h.parsers.values())
+        return sum(h.parser.unparsed for h in self._hosts.values())
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(work)
@@ -162,17 +162,13 @@ class Hosts:
         return host.server is not None
 
     def _follow(self, host: Host) -> None:
-        for name in ("control.log", "server.log"):
-            path = os.path.join(host.control.log_dir, name)
-            follower = LogFollower(path, from_start=False)
-            host.followers[name] = follower
-            host.parsers[name] = mpslog.LogParser()
-            self._loop.add_reader(follower.fileno(), self._read_log, host, name)
+        path = os.path.join(host.control.log_dir, OUTPUT_FILE)
+        host.follower = LogFollower(path, from_start=False)
+        self._loop.add_reader(host.follower.fileno(), self._read_log, host, host.follower)
 
-    def _read_log(self, host: Host, name: str) -> None:
-        parser = host.parsers[name]
-        for line in host.followers[name].drain():
-            self._understand(host, parser.feed(line))
+    def _read_log(self, host: Host, follower: LogFollower) -> None:
+        for line in follower.drain():
+            self._understand(host, host.parser.feed(line))
 
     def _understand(self, host: Host, line: mpslog.LogLine) -> None:
         match line.event:
@@ -185,8 +181,9 @@ class Hosts:
             case mpslog.ServerFatal():
                 self._callbacks.post(ev.ServerFatalLogged(host.name, line.text))
                 self.ask(host.name)
-            case mpslog.CulpritClient(pid=pid):
-                self._callbacks.post(ev.ServerFatalLogged(host.name, line.text, pid))
+            case mpslog.BlamedClient():
+                # The pid in it is often an innocent one: the line counts as a sign of the fault alone.
+                self._callbacks.post(ev.ServerFatalLogged(host.name, line.text))
             case mpslog.ClientDisconnected(pid=int(pid)) | mpslog.ClientExit(pid=pid):
                 self._callbacks.left(host.name, pid)
             case mpslog.AdminCommand(text=text):
@@ -313,17 +310,18 @@ class Hosts:
     def trim_logs(self, limit: int) -> None:
         """Bound every log file; a full or read-only disk is reported, never fatal."""
         for host in self._hosts.values():
-            for follower in host.followers.values():
-                try:
-                    follower.trim(limit, min(limit // 4, 1 << 20))
-                except OSError as error:
-                    log.warning("log cannot be trimmed", path=follower.path, reason=error.strerror)
+            if host.follower is None:
+                continue
+            try:
+                host.follower.trim(limit, min(limit // 4, 1 << 20))
+            except OSError as error:
+                log.warning("log cannot be trimmed", path=host.follower.path, reason=error.strerror)
 
     def _let_go(self, host: Host) -> None:
-        for follower in host.followers.values():
-            self._loop.remove_reader(follower.fileno())
-            follower.close()
-        host.followers.clear()
+        if host.follower is not None:
+            self._loop.remove_reader(host.follower.fileno())
+            host.follower.close()
+            host.follower = None
         self._unwatch_control(host)
         self._drop_server(host)
         host.control.close()

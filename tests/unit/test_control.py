@@ -56,6 +56,7 @@ if "-f" in sys.argv:
             case ["get_client_list", _]: reply = "11\\n12\\n"
             case ["terminate_client", _, "11"]: reply = "0\\n"
             case ["terminate_client", _, "12"]: reply = "999\\n"
+            case ["terminate_client", _, "14"]: reply = "201\\n"
             case ["terminate_client", _, pid]: reply = f"Invalid process {{pid}}!\\n1\\n"
             case ["set_default_active_thread_percentage", value]: reply = value + "\\n"
             case ["get_default_active_thread_percentage"]: reply = value + "\\n"
@@ -153,8 +154,13 @@ def test_terminate_client_reads_the_text(rig: Rig) -> None:
     async def scenario() -> None:
         control = rig.control()
         await control.start(20)
-        outcomes = [(await control.terminate_client(1, pid, 10)).outcome for pid in (11, 12, 13)]
-        assert outcomes == [TerminateOutcome.DONE, TerminateOutcome.REFUSED, TerminateOutcome.NOT_A_CLIENT]
+        outcomes = [(await control.terminate_client(1, pid, 10)).outcome for pid in (11, 12, 13, 14)]
+        assert outcomes == [
+            TerminateOutcome.DONE,
+            TerminateOutcome.REFUSED,
+            TerminateOutcome.NOT_A_CLIENT,
+            TerminateOutcome.NOT_A_CLIENT,
+        ]
         with pytest.raises(ControlError, match="Invalid command"):
             await control.set_default_client_priority(1)
         rig.behave("hang")
@@ -302,6 +308,11 @@ def test_replies_are_read_tolerantly() -> None:
     assert controltext.server_state(" fault \n") is ServerState.FAULT
     assert controltext.terminated("0").outcome is TerminateOutcome.DONE
     assert controltext.terminated("").outcome is TerminateOutcome.REFUSED
+    # Driver 580, a server that is not there: the last line is an error, not success.
+    absent = "Server 9 not found\nServer 9 not found!\n1"
+    assert controltext.terminated(absent).outcome is TerminateOutcome.REFUSED
+    assert controltext.server_state("Server 999999 not found") is ServerState.GONE
+    assert controltext.accepted("start_server", "") == ""
     assert controltext.percentage("25.0\n") == 25.0
     assert controltext.priority("Default client priority is 1\n") == 1
     for parse, text in (

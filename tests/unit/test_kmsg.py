@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import select
 from pathlib import Path
@@ -13,6 +14,7 @@ from mpsd.errors import UnsupportedError
 from mpsd.gpu.nvidia import kmsg
 from mpsd.model import KernelXid
 
+EXPECTED = json.loads((Path(__file__).parents[1] / "data" / "nvidia-580" / "expected.json").read_text())
 MMU = (
     "NVRM: Xid (PCI:0000:9A:00): 31, pid=4242, name=python3, Ch 00000013, intr 00000000. MMU Fault: "
     "ENGINE GRAPHICS GPC2 GPCCLIENT_T1_7 faulted @ 0x7e00_00000000. "
@@ -113,3 +115,16 @@ def test_the_device_is_bounded_and_survives_an_overrun(
 def test_no_kernel_log_is_a_capability_that_is_missing(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="kernel log"):
         kmsg.KernelRing(str(tmp_path / "none"))
+
+
+@pytest.mark.parametrize("kind", sorted(EXPECTED))
+def test_recorded_xids_are_those_that_nvml_reported(kind: str) -> None:
+    expected = EXPECTED[kind]
+    found = [xid for record in expected["kmsg"] if (xid := kmsg.parse_record(record, kernel_only=True))]
+    assert {xid.pci for xid in found} <= {"0000:00:06.0"}
+    # The lines of Xid 13 name nobody; NVML reports the 43 that comes after them.
+    assert [xid.xid for xid in found if xid.xid != 13] == expected["nvml_xids"]
+    known = {expected["server"], expected["survivor"], expected["offender"]}
+    assert all(xid.pid in known for xid in found if xid.xid != 13)
+    assert all(xid.pid is None for xid in found if xid.xid == 13)
+    assert len(found) == sum("Xid" in record for record in expected["kmsg"])

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mpsd import mpslog
 from mpsd.mpslog import Event, LogParser
+
+CORPUS = Path(__file__).parents[1] / "data" / "nvidia-580"
+EXPECTED = json.loads((CORPUS / "expected.json").read_text())
 
 
 def events(lines: list[str]) -> list[Event]:
@@ -39,7 +45,28 @@ def events(lines: list[str]) -> list[Event]:
         ("Receive command failed, assuming client exit", mpslog.ClientDisconnected(None, None)),
         (
             "Client {PID: 33, Context ID: 1} failed to receive with status 806, assuming client exit",
-            mpslog.ClientDisconnected(33, 806),
+            mpslog.ClientDisconnected(33, 806, 1),
+        ),
+        (
+            "Server failed to recevie command with status 806, assuming client {PID: 33, Context ID: 0} exit",
+            mpslog.ClientDisconnected(33, 806, 0),
+        ),
+        (
+            "Client {PID: 33, Context ID: 1} exiting. Number of active client contexts is 1.",
+            mpslog.ClientExit(33, 1),
+        ),
+        (
+            "Client {PID: 33, Context ID: 1} exiting. Worker is in reset. Number of contexts is 1.",
+            mpslog.ClientExit(33, 1),
+        ),
+        ("Client process 33 disconnected", mpslog.ClientGone(33)),
+        ("Client {PID: 33, Context: 1} encountered a fatal GPU error.", mpslog.BlamedClient(33, 1)),
+        ("Failed to accept client {PID: 33, Context ID: 0} with status 807", mpslog.ClientRefused(33, 807)),
+        ("Client termination succeeded.", mpslog.Termination(True)),
+        ("Client termination failed with invalid device context.", mpslog.Termination(False)),
+        (
+            "Received new client request for {PID: -1333654781, Context ID: 0}",
+            mpslog.Routine("Received new client request for {PID: -1333654781, Context ID: 0}"),
         ),
         ("Destroy server context on device 0", mpslog.DeviceReset(0)),
         ("Creating server context on device 0 (Tesla T4)", mpslog.ContextCreated(0)),
@@ -61,8 +88,9 @@ def test_the_prefix_is_taken_apart() -> None:
     assert line.text == "NEW SERVER 9: Ready"
 
 
-def test_the_fault_block_spans_lines() -> None:
+def test_the_fault_block_spans_lines_of_one_writer() -> None:
     prefix = "[2026-11-01 10:00:00.000 Server   40] "
+    control = "[2026-11-01 10:00:00.000 Control   30] "
     found = events(
         [
             prefix + "Server is handling a fatal GPU error.",
@@ -72,8 +100,9 @@ def test_the_fault_block_spans_lines() -> None:
             "1",
             prefix + "The following clients have a sticky error set:",
             prefix + "51",
-            "52",
-            prefix + "The client that triggered the fault is",
+            control + "Cmd:get_client_list 40",
+            control + "77",
+            control + "UI closed",
             prefix + "52",
             prefix + "53 bananas",
             prefix + "54",
@@ -85,15 +114,69 @@ def test_the_fault_block_spans_lines() -> None:
         mpslog.AffectedDevice(0),
         mpslog.AffectedDevice(1),
         mpslog.AffectedClient(51),
+        mpslog.AdminCommand("get_client_list 40"),
         mpslog.AffectedClient(52),
-        mpslog.CulpritClient(52),
         mpslog.Unparsed("53 bananas"),
         mpslog.Unparsed("54"),
     ]
 
 
+def recorded(kind: str) -> tuple[LogParser, list[mpslog.LogLine]]:
+    parser = LogParser()
+    return parser, [parser.feed(line) for line in (CORPUS / f"{kind}.log").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("kind", sorted(path.stem for path in CORPUS.glob("*.log")))
+def test_every_line_that_driver_580_wrote_is_known(kind: str) -> None:
+    parser, lines = recorded(kind)
+    assert parser.lines == len(lines) > 20
+    assert [line.text for line in lines if isinstance(line.event, mpslog.Unparsed)] == []
+    # Only answers of many lines go on without a prefix.
+    assert all(
+        line.writer and line.time and line.tag for line in lines if line.event != mpslog.Routine(line.text)
+    )
+
+
+# A client that was terminated, has ended idle or failed an assertion takes nobody along.
+HARMLESS = {"assert", "clean_exit", "endless", "sigkill_idle"}
+
+
+@pytest.mark.parametrize("kind", sorted(EXPECTED))
+def test_the_recorded_fault_names_all_it_hit_and_nobody_as_its_cause(kind: str) -> None:
+    expected = EXPECTED[kind]
+    found = [line.event for line in recorded(kind)[1]]
+    clients = {expected["survivor"], expected["offender"]}
+    assert {event.pid for event in found if isinstance(event, mpslog.NewClient)} >= clients
+    assert mpslog.ServerReady(expected["server"]) in found
+    assert {event.pid for event in found if isinstance(event, mpslog.ClientGone)} == clients
+    hit = {event.pid for event in found if isinstance(event, mpslog.AffectedClient)}
+    assert (mpslog.ServerFatal() in found) == bool(hit) == (kind not in HARMLESS)
+    assert hit <= clients and (kind in HARMLESS or expected["survivor"] in hit)
+    assert (mpslog.AffectedDevice(0) in found) == (mpslog.DeviceReset(0) in found) == (kind not in HARMLESS)
+
+
+def test_the_client_that_the_server_blames_is_often_innocent() -> None:
+    blamed = {
+        kind: event.pid
+        for kind in EXPECTED
+        for line in recorded(kind)[1]
+        if isinstance(event := line.event, mpslog.BlamedClient)
+    }
+    innocent = {kind for kind, pid in blamed.items() if pid == EXPECTED[kind]["survivor"]}
+    assert (len(blamed), len(innocent)) == (12, 8)
+    assert {"store", "read_only", "pbdma", "sigkill_running"} <= innocent
+
+
+def test_a_refused_client_shows_with_its_error() -> None:
+    _, lines = recorded("in-fault")
+    (refused,) = [line.event for line in lines if isinstance(line.event, mpslog.ClientRefused)]
+    assert refused.status == 807
+
+
 def test_the_answer_to_a_command_is_routine_until_the_connection_ends() -> None:
-    found = events(["NEW UI", "Cmd:get_server_status 4", "DANCING", "UI closed", "DANCING"])
+    prefix = "[2026-11-01 10:00:00.000 Control   30] "
+    texts = ["NEW UI", "Cmd:get_server_status 4", "DANCING", "UI closed", "DANCING"]
+    found = events([prefix + text for text in texts])
     assert found == [
         mpslog.Routine("NEW UI"),
         mpslog.AdminCommand("get_server_status 4"),
