@@ -30,16 +30,24 @@ def names(text: str) -> list[str]:
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--backend", choices=BACKENDS, required=True, help="which GPU")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--json", type=Path, help="write the report here")
-    parser.add_argument("--markdown", type=Path, help="write the rendered table here")
+    parser.add_argument(
+        "--json", type=Path, help="write the report here (a directory: under its standard name)"
+    )
+    parser.add_argument("--markdown", type=Path, help="write the rendered table here (likewise)")
+
+
+def _add_backend(parser: argparse.ArgumentParser) -> None:
+    """For commands that show or measure: on a machine without a GPU unless told otherwise, and they say so."""
+    which = "the GPU (default: simulated)"
+    parser.add_argument("--backend", choices=BACKENDS, default="simulated", help=which)
 
 
 def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(prog="mpsd-faultinject", description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    top = argparse.ArgumentParser(prog="mpsd-faultinject", description=__doc__.splitlines()[0])
     commands = top.add_subparsers(dest="command", required=True)
     run = commands.add_parser("run", help="inject faults and judge")
+    run.add_argument("--backend", choices=BACKENDS, required=True, help="the GPU")
     _add_common(run)
     run.add_argument("--kinds", type=names, default=["all"], help="all, or kinds (see list), by commas")
     run.add_argument("--modes", type=names, default=list(MODES), help="stock, mpsd")
@@ -51,15 +59,21 @@ def parser() -> argparse.ArgumentParser:
     lists = commands.add_parser("list", help="show the kinds of fault")
     lists.set_defaults(go=_list)
     demo = commands.add_parser("demo", help="one fault of each class, stock MPS beside mpsd")
-    demo.add_argument("--backend", choices=BACKENDS, required=True)
-    demo.add_argument("--jobs", type=int, default=1)
+    _add_backend(demo)
+    demo.add_argument("--jobs", type=int, default=0, help="runs at a time (simulated only; 0: by the CPUs)")
     demo.set_defaults(go=_demo)
     bench = commands.add_parser("bench", help="measure attaching, recording, evicting, and the daemon")
+    bench.add_argument(
+        "--backend", choices=BACKENDS, default="simulated", help="the GPU (default: simulated)"
+    )
     _add_common(bench)
     bench.add_argument("--idle-s", type=float, default=5.0, help="seconds over which idle CPU is measured")
     bench.add_argument("--clients", type=names, default=["0", "10", "60"])
     bench.set_defaults(go=_bench)
     sweep = commands.add_parser("sweep", help="mpsd dies before effect N, for every N")
+    sweep.add_argument(
+        "--backend", choices=BACKENDS, default="simulated", help="the GPU (default: simulated)"
+    )
     _add_common(sweep)
     sweep.add_argument("--sample", type=int, default=0, help="so many N drawn by the seed; 0: every N")
     sweep.add_argument("--from", dest="first", type=int, default=1)
@@ -98,17 +112,14 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def write(finished: dict[str, Any], json_path: Path | None, markdown_path: Path | None) -> None:
-    """The report as JSON and Markdown, where paths are given. A directory gets the standard name."""
-    what = "matrix"
-    for path, suffix in ((json_path, "json"), (markdown_path, "md")):
-        if path is None:
-            continue
-        if path.is_dir():
-            path = path / report.file_name(finished["device"], finished["driver"], what, suffix)
-        if suffix == "json":
-            report.save(finished, path)
-        else:
-            path.write_text(report.markdown(finished), encoding="utf-8")
+    """The report as JSON and Markdown, where paths are given."""
+    if json_path is not None:
+        path = report.placed(json_path, finished, "matrix", "json")
+        report.save(finished, path)
+        tell_stderr(f"wrote {path}")
+    if markdown_path is not None:
+        path = report.placed(markdown_path, finished, "matrix", "md")
+        path.write_text(report.markdown(finished), encoding="utf-8")
         tell_stderr(f"wrote {path}")
 
 

@@ -172,6 +172,13 @@ def file_name(device: str, driver: str, what: str, suffix: str = "json") -> str:
     return "-".join(parts) + f".{suffix}"
 
 
+def placed(path: Path, report: Mapping[str, Any], what: str, suffix: str) -> Path:
+    """`path` itself, or where it is a directory the standard name in it."""
+    if not path.is_dir():
+        return path
+    return path / file_name(report["device"], report["driver"], what, suffix)
+
+
 def save(report: Mapping[str, Any], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

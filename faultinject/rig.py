@@ -19,7 +19,7 @@ from faultinject.control import StockControl
 from faultinject.disk import SmallDisk
 from faultinject.history import History
 from faultinject.node import Node, open_node
-from faultinject.service import MpsdService, Service, open_service
+from faultinject.service import MpsdService, Service, StockService
 from faultinject.worker import Worker, python_environment
 
 GRACE_S = 3.0
@@ -45,6 +45,8 @@ class Rig:
         self.workers: list[Worker] = []
         self.left: list[str] = []
         self.disk: SmallDisk | None = None
+        self.service_kind: type[MpsdService] = MpsdService
+        self.service_environment: Mapping[str, str] = {}
 
     def __enter__(self) -> Rig:
         try:
@@ -64,7 +66,11 @@ class Rig:
         if self._small_disk:
             self.disk = SmallDisk(logs)
             self._closers.append(self.disk.close)
-        self.service: Service = open_service(self.mode, self.node, self.base, logs, self.history)
+        self.service: Service = (
+            StockService(self.node, self.base, logs)
+            if self.mode == "stock"
+            else self.service_kind(self.node, self.base, logs, self.history, self.service_environment)
+        )
         self._closers.append(self._stop_service)
         self.service.start()
 

@@ -79,17 +79,21 @@ class StockService:
 class MpsdService:
     """A real daemon, talked to with the client library. Its fault records go into the history."""
 
-    def __init__(self, node: Node, base: Path, logs: Path, history: History, **settings: str) -> None:
+    def __init__(
+        self, node: Node, base: Path, logs: Path, history: History, first_life: Mapping[str, str]
+    ) -> None:
+        """`first_life` is environment for the daemon that is started first, not for its successors."""
         self.logs, self._base, self._node, self._history = logs, base, node, history
         self._process: subprocess.Popen[bytes] | None = None
         self._watching: threading.Thread | None = None
         self._stopping = threading.Event()
         self.socket = base / "r" / "mpsd.sock"
         self._config = base / "mpsd.toml"
-        self._config.write_text(self._toml(settings), encoding="utf-8")
+        self._config.write_text(self._toml(), encoding="utf-8")
+        self._first_life = dict(first_life)
         self.environment = python_environment() | dict(node.environment) | {"MPSD_FAULTINJECT": "1"}
 
-    def _toml(self, settings: Mapping[str, str]) -> str:
+    def _toml(self) -> str:
         top = {
             "schema_version": "1",
             "backend": f'"{self._node.name}"',
@@ -98,7 +102,7 @@ class MpsdService:
             "state_dir": f'"{self._base / "s"}"',
         }
         sections: dict[str, list[str]] = {}
-        for dotted, value in {**self._node.settings, **settings}.items():
+        for dotted, value in self._node.settings.items():
             section, _, key = dotted.partition(".")
             sections.setdefault(section, []).append(f"{key} = {value}")
         lines = [f"{k} = {v}" for k, v in top.items()]
@@ -120,8 +124,9 @@ class MpsdService:
         self.wait_ready()
         self._watch()
 
-    def launch(self, **extra: str) -> None:
-        """Start the daemon's process, with more environment."""
+    def launch(self) -> None:
+        """Start the daemon's process."""
+        extra, self._first_life = self._first_life, {}
         with (self._base / "mpsd.log").open("ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "mpsd", "run", "--config", str(self._config), "--stop-domains"],
@@ -244,9 +249,3 @@ class MpsdService:
         if self._watching is not None:
             self._watching.join(timeout=2)
         return left
-
-
-def open_service(mode: str, node: Node, base: Path, logs: Path, history: History) -> Service:
-    if mode == "stock":
-        return StockService(node, base, logs)
-    return MpsdService(node, base, logs, history)

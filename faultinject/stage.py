@@ -21,6 +21,7 @@ UP_S = 30.0
 
 RECORD_S = 3.0
 NEWCOMER_S = 10.0
+GUARD_S = 1.5
 POLL_S = 0.005
 
 
@@ -116,14 +117,15 @@ class Stage:
 
     def _note_guard(self) -> None:
         wanted = self.fault.kind.removeprefix("guard_")
-        protections = [
-            p
-            for e in self.history.all("attached")
-            if e.data["pid"] == self.offenders[0].pid
-            for p in e.data["protections"]
-        ]
-        on = any("guard" in p and wanted in p for p in protections)
-        self.history.add("mpsd", "guard", on=on, protections=protections)
+        pid = self.offenders[0].pid
+
+        def guarded(status: Mapping[str, Any]) -> bool:
+            mine = (c["protections"] for c in status["clients"] if c["pid"] == pid)
+            return any(p.startswith(f"guard:{wanted} ") for shown in mine for p in shown)
+
+        # Ranges follow a client within a second; a class that is not there by then is off.
+        on = self.rig.mpsd.until(guarded, GUARD_S) is not None
+        self.history.add("mpsd", "guard", on=on)
 
     # ---- the fault
 

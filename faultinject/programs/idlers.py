@@ -1,0 +1,68 @@
+"""Many clients that hold a context and do nothing: what does it cost to look after them?
+
+A parent without a context forks them; each opens the device, computes one step and waits. The parent
+says ready, with every member's pid and the time at which it had its context, and ends them all on any order.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import select
+import signal
+import sys
+
+from faultinject.programs.crowd import REFUSED, end_with_parent
+from faultinject.programs.device import DeviceError, open_device
+from faultinject.programs.survivor import Computation
+from faultinject.programs.talk import clock, no_core_dumps, say, start_ticks
+
+
+def member(backend: str, report: int) -> int:
+    """One client: tell the parent through `report`, then wait to be killed."""
+    try:
+        device = open_device(backend)
+        context_at = clock()
+        Computation(device, os.getpid(), 64, check=True).step()
+    except DeviceError as error:
+        say("member_error", code=error.code, text=str(error))
+        return REFUSED
+    facts = {"pid": os.getpid(), "start_ticks": start_ticks(), "context_at": context_at}
+    os.write(report, json.dumps(facts).encode() + b"\n")
+    while True:
+        signal.pause()
+
+
+def start_member(backend: str, report: int) -> int:
+    parent = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        end_with_parent(parent)
+        os._exit(member(backend, report))
+    return pid
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--backend", required=True)
+    parser.add_argument("--clients", type=int, default=10)
+    args = parser.parse_args(argv)
+    no_core_dumps()
+    read, write = os.pipe()
+    members = [start_member(args.backend, write) for _ in range(args.clients)]
+    os.close(write)
+    with os.fdopen(read, encoding="utf-8") as lines:
+        ready = [json.loads(lines.readline() or "null") for _ in members]
+        say("ready", pid=os.getpid(), members=[m for m in ready if m is not None])
+        select.select([0], [], [])
+        for pid in members:
+            os.kill(pid, signal.SIGKILL)
+        for pid in members:
+            os.waitpid(pid, 0)
+    say("done")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
