@@ -6,6 +6,7 @@ A command goes to the stdin of a short-lived copy of the binary; what it did is 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 
 from mpsd import controltext
@@ -15,6 +16,7 @@ from mpsd.linux import spawn
 from mpsd.model import ServerState
 
 COMMAND_DEADLINE_S = 2.0
+BUSY_PAUSE_S = 0.002
 MINIMAL_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
@@ -49,14 +51,40 @@ class ControlCommands:
         self.environment = {"PATH": MINIMAL_PATH, **(environment or {})}
         self.environment["CUDA_MPS_PIPE_DIRECTORY"] = pipe_dir
         self.environment["CUDA_MPS_LOG_DIRECTORY"] = log_dir
+        self._turn = asyncio.Lock()
 
     async def command(self, text: str, deadline_s: float = COMMAND_DEADLINE_S) -> str:
-        """Send one command line, return the whole answer."""
-        if "\n" in text:
-            raise ControlError(f"one command at a time: {text!r}")
-        finished = await spawn.run(
-            [self.binary], text=f"{text}\n", environment=self.environment, deadline_s=deadline_s
-        )
+        """Send one command line, return the whole answer.
+
+        The daemon serves one front end at a time and turns others away, so commands of this process
+        wait for each other, and one that met somebody else's is sent again.
+        """
+        if "\n" in text or not text.strip():
+            raise ControlError(f"exactly one command at a time: {text!r}")
+        loop = asyncio.get_running_loop()
+        end = loop.time() + deadline_s
+        try:
+            async with asyncio.timeout(deadline_s):
+                await self._turn.acquire()
+        except TimeoutError:
+            raise DeadlineError(
+                f"{text.split()[0]}: the control daemon was busy for {deadline_s:g} s"
+            ) from None
+        try:
+            while True:
+                finished = await spawn.run(
+                    [self.binary],
+                    text=f"{text}\n",
+                    environment=self.environment,
+                    deadline_s=max(end - loop.time(), 0.001),
+                )
+                if not controltext.busy(text, finished.output):
+                    return self._checked(text, finished)
+                await asyncio.sleep(BUSY_PAUSE_S)
+        finally:
+            self._turn.release()
+
+    def _checked(self, text: str, finished: spawn.Finished) -> str:
         if controltext.no_daemon(finished.output):
             raise ControlGoneError(
                 f"no control daemon answers in {self.pipe_dir}",

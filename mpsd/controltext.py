@@ -29,6 +29,12 @@ class TerminateReply:
 
 
 _NO_DAEMON = re.compile(r"cannot find MPS control daemon", re.IGNORECASE)
+_NEVER_SILENT = {
+    "get_server_status",
+    "terminate_client",
+    "get_default_active_thread_percentage",
+    "get_default_client_priority",
+}
 _BUSY = re.compile(r"cannot send command to MPS control daemon", re.IGNORECASE)
 _ALREADY = re.compile(r"instance of this daemon is already running|already running", re.IGNORECASE)
 _COMPLAINT = re.compile(
@@ -42,8 +48,13 @@ def no_daemon(reply: str) -> bool:
     return bool(_NO_DAEMON.search(reply))
 
 
-def busy(reply: str) -> bool:
-    """Another front end was being served: the command was not taken (measured, driver 580)."""
+def busy(command: str, reply: str) -> bool:
+    """Another front end was being served: the command was not taken, or its answer was lost.
+
+    Driver 580 says so, or says nothing at all, which for these commands is never an answer.
+    """
+    if not reply.strip():
+        return command.split()[0] in _NEVER_SILENT
     return bool(_BUSY.search(reply))
 
 

@@ -71,6 +71,14 @@ text = sys.stdin.read()
 if behave == "hang":
     subprocess.Popen(["/bin/sleep", "600"])
     signal.pause()
+if behave == "busy":
+    with open(log + "/turned-away", "a+") as file:
+        file.write("x"); file.seek(0); times = len(file.read())
+    if times == 1:
+        print("Cannot send command to MPS control daemon process"); sys.exit(1)
+    if times == 2:
+        sys.exit(0)
+    os.write(1, b"FAULT\\n"); sys.exit(0)
 if behave == "flood":
     while True:
         os.write(1, b"x" * 65536)
@@ -208,6 +216,30 @@ def test_a_misbehaving_front_end_is_an_error_and_is_gone(rig: Rig, how: str, err
     assert set(os.listdir("/proc/self/fd")) == before
 
 
+def test_a_front_end_that_was_turned_away_is_sent_again(rig: Rig) -> None:
+    rig.behave("busy")
+    assert asyncio.run(rig.control().server_state(9, 20)) is ServerState.FAULT
+    assert (rig.log / "turned-away").read_text() == "xxx"
+
+
+def test_commands_take_turns(rig: Rig) -> None:
+    async def scenario() -> None:
+        control = rig.control()
+        rig.behave("hang")
+        first = asyncio.ensure_future(control.servers(20))
+        await asyncio.sleep(0)
+        # The second finds the first at work and gives up in its own time.
+        with pytest.raises(DeadlineError, match="busy"):
+            await control.servers(0.05)
+        first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        rig.behave("leave")
+        assert await control.servers(20) == (7,)
+
+    asyncio.run(scenario())
+
+
 def test_a_grandchild_that_keeps_the_output_open_delays_nothing(rig: Rig) -> None:
     rig.behave("leave")
     assert asyncio.run(rig.control().servers(20)) == (7,)
@@ -219,8 +251,9 @@ def test_no_daemon_is_told_apart(rig: Rig) -> None:
 
 
 def test_one_command_a_line(rig: Rig) -> None:
-    with pytest.raises(ControlError, match="one command"):
-        asyncio.run(rig.control().command("quit\nquit"))
+    for text in ("quit\nquit", " "):
+        with pytest.raises(ControlError, match="one command"):
+            asyncio.run(rig.control().command(text))
 
 
 def test_a_daemon_that_dies_at_once_is_quoted(rig: Rig) -> None:
