@@ -102,9 +102,7 @@ class Adoption:
         self.attacher.inherit(kept)
         for slot in saved["slots"] if saved else ():
             exclusive = bool(slot["exclusive"])
-            self.post(
-                ev.SlotWanted(slot["id"], tuple(slot["gpus"]), slot["uid"], exclusive, start=False)
-            )
+            self.post(ev.SlotWanted(slot["id"], tuple(slot["gpus"]), slot["uid"], exclusive, start=False))
         slots = {slot["id"]: slot for slot in saved["slots"]} if saved else {}
         for row in saved["domains"] if saved else ():
             self._domain(row, slots[row["slot"]])

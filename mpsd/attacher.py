@@ -23,6 +23,7 @@ from mpsd.errors import GpuError, MpsdError, NotReadyError, StoreError
 from mpsd.fdstore import DescriptorStore
 from mpsd.gpu.base import AddressSpace, Tracker, Uvm
 from mpsd.model import ClientId, ProcessInstance
+from mpsd.workwatch import WorkWatch
 
 log = structlog.get_logger("mpsd.attacher")
 
@@ -33,6 +34,7 @@ FAST_STEP_S = 0.002
 SLOW_STEP_S = 0.05
 EVENTS_PER_DRAIN = 64
 ROLES = ("mm", "va")
+WORK_ROLES = ("areas", "mem")
 _PREFIX = "lease"
 
 
@@ -70,8 +72,9 @@ def parse_lease_name(name: str) -> ClientId | None:
 class Attacher:
     """All pins and leases of one daemon. Lives on the event loop; posts events, decides nothing."""
 
-    def __init__(self, uvm: Uvm, store: DescriptorStore, post: Post) -> None:
+    def __init__(self, uvm: Uvm, work: WorkWatch, store: DescriptorStore, post: Post) -> None:
         self._uvm = uvm
+        self._work = work
         self._store = store
         self._post = post
         self._pins: dict[ProcessInstance, Pin] = {}
@@ -146,13 +149,21 @@ class Attacher:
         for index, (opened, kept) in enumerate(found):
             client = ClientId(domain, process, space + index)
             tracker, problem = self._track(client, opened)
-            stored = kept or self._keep(client, opened)
+            work, unseen = ({}, "") if kept or index else self._look(pin.process)
+            stored = kept or self._keep(client, opened, work)
             self._leases[client] = Lease(opened, tracker, time.monotonic(), stored)
-            problems += [problem] if problem else []
+            problems += [text for text in (problem, unseen) if text]
             problems += [] if stored else ["the lease is not in the descriptor store"]
         tracked = all(self._leases[ClientId(domain, process, space + i)].tracker for i in range(len(found)))
         self._post(ev.ClientAttached(domain, process, len(found), tracked, "; ".join(problems), space))
         return True
+
+    def _look(self, process: procs.Pinned) -> tuple[Mapping[str, int], str]:
+        """Begin to look at the client's work, so that its end can be seen after its death."""
+        try:
+            return self._work.open(process.instance, process.fileno()), ""
+        except GpuError as error:
+            return {}, f"the end of its work will not be seen: {error}"
 
     def _track(self, client: ClientId, space: AddressSpace) -> tuple[Tracker | None, str]:
         try:
@@ -172,9 +183,10 @@ class Attacher:
             pin.dropped[client] = batch.dropped
             self._post(ev.Counted({"events_dropped": batch.dropped - before}))
 
-    def _keep(self, client: ClientId, space: AddressSpace) -> bool:
+    def _keep(self, client: ClientId, space: AddressSpace, work: Mapping[str, int]) -> bool:
+        fds = [space.fds[role] for role in ROLES] + [work[role] for role in WORK_ROLES if role in work]
         try:
-            self._store.put(lease_name(client), [space.fds[role] for role in ROLES])
+            self._store.put(lease_name(client), fds)
         except StoreError as error:
             log.warning("lease is held by this process only", client=str(client), reason=str(error))
             return False
@@ -189,18 +201,21 @@ class Attacher:
         fds = self._kept.pop(client, None)
         if fds is None:
             return False
-        self._leases[client] = Lease(self._adopted(fds), None, time.monotonic(), True)
+        self._leases[client] = Lease(self._adopted(client, fds), None, time.monotonic(), True)
         return True
 
-    def _adopted(self, fds: Sequence[int]) -> AddressSpace:
-        return self._uvm.adopt(dict(zip(ROLES, fds, strict=True)))
+    def _adopted(self, client: ClientId, fds: Sequence[int]) -> AddressSpace:
+        work = dict(zip(WORK_ROLES, fds[len(ROLES) :], strict=False))
+        if len(work) == len(WORK_ROLES):
+            self._work.adopt(client.process, work)
+        return self._uvm.adopt(dict(zip(ROLES, fds, strict=False)))
 
     def _open(self, domain: str, pin: Pin, space: int) -> Sequence[tuple[AddressSpace, bool]]:
         """Address spaces of a pinned process, and whether the descriptor store has them already."""
         process = pin.process.instance
         kept = sorted(c for c in self._kept if (c.domain, c.process) == (domain, process))
         if kept:
-            return [(self._adopted(self._kept.pop(c)), True) for c in kept]
+            return [(self._adopted(c, self._kept.pop(c)), True) for c in kept]
         return [(found, False) for found in self._uvm.open(process, pin.process.fileno())]
 
     def discard_kept(self) -> int:

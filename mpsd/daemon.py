@@ -1,4 +1,7 @@
-"""The daemon, assembled: adapters, runtime, listener, and the little that must be done from time to time."""
+"""The daemon, assembled: adapters, runtime, listener, and the little that must be done from time to time.
+
+Long because everything meets here; every decision and every adapter lies elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from mpsd.bulletin import Bulletin
 from mpsd.config import Config, DomainMode, GuardSetting
 from mpsd.core import events as ev
 from mpsd.core.state import DomainState, Policy, State
-from mpsd.errors import DeadlineError, MpsdError, NotReadyError, UnsupportedError
+from mpsd.errors import DeadlineError, MpsdError, NotReadyError, StoreError, UnsupportedError
 from mpsd.fdstore import open_store
 from mpsd.gpu.base import Backend, KernelLog, XidSource
 from mpsd.guard import Guards
@@ -60,8 +63,10 @@ def policy_of(config: Config, backend: Backend) -> Policy:
     )
 
 
-def guard_classes(config: Config) -> frozenset[GuardClass]:
-    """The classes of range that are on."""
+def guard_classes(config: Config, backend: Backend) -> frozenset[GuardClass]:
+    """The classes of range that are on; none where the GPU may use host pointers: a guard breaks them."""
+    if backend.host_pointers_work:
+        return frozenset()
     chosen = {kind: getattr(config.guard, kind.value) for kind in GuardClass}
     return frozenset(
         kind
@@ -127,12 +132,13 @@ class Daemon:
             store.kind.value, self.layout.run_dir, store.max_descriptors, self._environ, notifier
         )
         self._statefile = StateFile(self.layout.state_file, KIND, LEVEL)
-        self._attacher = Attacher(self.backend.uvm, self._store, self._post)
+        interval_s = self.config.lease.probe_interval_ms / 1e3
+        self._work = workwatch.WorkWatch(self.backend.work, interval_s, self._post)
+        self._attacher = Attacher(self.backend.uvm, self._work, self._store, self._post)
         guard = self.config.guard
         self._guards = Guards(
-            guard_classes(self.config), guard.max_ranges, guard.follow_interval_s, self._post
+            guard_classes(self.config, self.backend), guard.max_ranges, guard.follow_interval_s, self._post
         )
-        self._work = workwatch.WorkWatch(self._post, self.config.lease.probe_interval_ms / 1e3)
         self._hosts = Hosts(
             self.backend.control_binary,
             self.backend.control_environment,
@@ -141,7 +147,6 @@ class Daemon:
             Callbacks(self._post, self._attacher.notice, self._client_left),
             start_deadline_s=self.config.domains.start_deadline_s,
         )
-        self._work.connect(self._hosts, self.backend.devices, self.gpus)
         hands = Hands(
             self._hosts,
             self._attacher,
@@ -162,6 +167,7 @@ class Daemon:
     async def _serve(self, notifier: Notifier, *, stop_domains: bool) -> None:
         listener = Listener(str(self.layout.socket), Operations(self).handle, self.config.group)
         sources = self._open_sources()
+        self._watch_store()
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(number, self._stop.set)
         await self._adopt()
@@ -194,10 +200,27 @@ class Daemon:
         await self._performer.close()
         await self._hosts.close()
         await self._attacher.settled()
+        if self._store.fileno() >= 0:
+            self._loop.remove_reader(self._store.fileno())
         self._save()
         self._attacher.close()
         self._store.close()
         self.bulletin.journal.close()
+
+    def _watch_store(self) -> None:
+        if self._store.fileno() >= 0:
+            self._loop.add_reader(self._store.fileno(), self._store_died, self._store.fileno())
+
+    def _store_died(self, fd: int) -> None:
+        """The keeper has gone: put everything into a new one before anything else can die."""
+        self._loop.remove_reader(fd)
+        log.error("the descriptor store died; it is being replaced")
+        try:
+            self._store.revive()
+        except StoreError as error:
+            self._source_problems.append(f"leases end with mpsd: {error}")
+            return
+        self._watch_store()
 
     def _open_sources(self) -> list[XidSource | KernelLog]:
         """Xids and the kernel log, where they can be had; what is missing is said, not fatal."""
@@ -280,7 +303,9 @@ class Daemon:
             group = min(groups, key=self._load)
         drained = self.runtime.state.drained
         if "*" in drained or drained & set(group):
-            raise NotReadyError(f"GPU {', '.join(group)} is drained", remedy="mpsd-ctl undrain, or take another")
+            raise NotReadyError(
+                f"GPU {', '.join(group)} is drained", remedy="mpsd-ctl undrain, or take another"
+            )
         owner = None if shared or self.config.domains.mode is DomainMode.SHARED else uid
         wanted = self._slot_wanted(group, owner)
         self._post(wanted)
@@ -333,8 +358,7 @@ class Daemon:
         self._statefile.save(to_file(self.runtime.state, self.settings.commands()))
 
     def _client_left(self, domain: str, pid: int) -> None:
-        """The server dropped a client: its process may have gone, replaced its program, or closed its context."""
-        self._work.server_dropped(domain, pid)
+        """The server dropped a client: its process has gone, or replaced its program."""
         self._attacher.check_identities()
 
     async def _tick(self, notifier: Notifier) -> None:
@@ -346,6 +370,7 @@ class Daemon:
             rounds += 1
             notifier.watchdog()
             self._attacher.check_identities()
+            self._work.refresh({c.process for c in self._attacher.leases})
             if self.bulletin.journal.problem:
                 self.bulletin.journal.retry()
             if self._statefile.problem:
@@ -412,5 +437,3 @@ class Daemon:
             "leases_held": len(self._attacher.leases),
             "effects_performed": self.runtime.performed,
         }
-
-

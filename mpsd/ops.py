@@ -52,7 +52,9 @@ class Operations:
         """The result of a request. Raises MpsdError, which the listener turns into an error reply."""
         operation = self._table.get(request.op)
         if operation is None:
-            raise UsageError(f"this daemon does not know {request.op!r}", remedy="is mpsd-ctl newer than mpsd?")
+            raise UsageError(
+                f"this daemon does not know {request.op!r}", remedy="is mpsd-ctl newer than mpsd?"
+            )
         return await operation(peer, request.args)
 
     async def _status(self, peer: Peer, args: Mapping[str, Any]) -> Reply:
@@ -97,9 +99,7 @@ class Operations:
 
     def _client(self, pid: int, start_ticks: int | None) -> Client:
         found = [
-            c
-            for c in self._daemon.runtime.state.clients.values()
-            if c.living and c.id.process.pid == pid
+            c for c in self._daemon.runtime.state.clients.values() if c.living and c.id.process.pid == pid
         ]
         if not found:
             raise NotFoundError(
@@ -139,7 +139,11 @@ class Operations:
         else:
             deadline = self._daemon.policy.terminate_deadline_s * 1e3
             steps.append(f"terminate_client with a deadline of {deadline:g} ms")
-        return [*steps, f"SIGKILL process {client.id.process.pid}", "release the lease when its work has ended"]
+        return [
+            *steps,
+            f"SIGKILL process {client.id.process.pid}",
+            "release the lease when its work has ended",
+        ]
 
     async def _env(self, peer: Peer, args: Mapping[str, Any]) -> Reply:
         path = await self._daemon.path_for(peer.uid, args.get("gpu"), shared=bool(args.get("shared")))
@@ -162,7 +166,12 @@ class Operations:
             for c in daemon.runtime.state.clients.values()
             if c.living and set(daemon.runtime.state.domains[c.id.domain].gpus) & set(shown)
         ]
-        return {"gpus": shown, "draining": on, "dry_run": bool(args.get("dry_run")), "clients": sorted(staying)}
+        return {
+            "gpus": shown,
+            "draining": on,
+            "dry_run": bool(args.get("dry_run")),
+            "clients": sorted(staying),
+        }
 
 
 def _concerns(record: Mapping[str, Any], uid: int) -> bool:
@@ -178,7 +187,9 @@ def _evict_error(code: str, message: str) -> MpsdError:
 
 def find_gpu(gpus: tuple[Gpu, ...], name: str) -> Gpu:
     """A GPU by index, UUID or a unique prefix of its UUID. Raises NotFoundError."""
-    found = [g for g in gpus if name in (str(g.index), g.uuid)] or [g for g in gpus if g.uuid.startswith(name)]
+    found = [g for g in gpus if name in (str(g.index), g.uuid)] or [
+        g for g in gpus if g.uuid.startswith(name)
+    ]
     if len(found) != 1:
         known = ", ".join(f"{g.index}: {g.uuid}" for g in gpus)
         raise NotFoundError(f"there is no GPU {name!r}", remedy=f"GPUs here: {known}")

@@ -53,7 +53,7 @@ class Performer:
             fx.Attach: lambda e: hands.attacher.attach(e.domain, e.process, e.space),
             fx.Terminate: lambda e: hands.hosts.terminate(e.domain, e.server, e.process, e.deadline_s),
             fx.Kill: self._kill,
-            fx.ProbeWork: lambda e: hands.work.watch(e.client),
+            fx.ProbeWork: lambda e: hands.work.watch(e.client.process),
             fx.ReleaseLease: self._release,
             fx.Forget: self._forget,
             fx.Inspect: self._inspect,

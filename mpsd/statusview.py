@@ -87,7 +87,7 @@ def _gpu(state: State, view: GpuView, around: Surroundings) -> dict[str, Any]:
     limits = [f"{k} {v}" for k, v in around.settings.get(gpu.uuid, {}).items()]
     if view.mode is ComputeMode.EXCLUSIVE_PROCESS:
         limits.append(
-            "compute mode EXCLUSIVE_PROCESS: no spare domain; after a fault new clients wait for the old ones to go"
+            "compute mode EXCLUSIVE_PROCESS: no spare domain; after a fault, newcomers wait for the old"
         )
     if view.problem:
         limits.append(f"not readable: {view.problem}")
@@ -213,5 +213,3 @@ def _dead(client: Client, around: Surroundings, memory: Mapping[int, int | None]
         "held_host_bytes": procs.host_memory(client.id.process.pid),
         "since_s": round(around.now - (client.died or around.now), 3),
     }
-
-

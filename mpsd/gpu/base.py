@@ -73,6 +73,41 @@ class Uvm(Protocol):
         ...
 
 
+class WorkView(Protocol):
+    """A look at what one client has on the GPU, that goes on after its death while it is leased.
+
+    `fds` are close-on-exec descriptors that the descriptor store keeps with the lease, by role.
+    """
+
+    @property
+    def fds(self) -> Mapping[str, int]: ...
+
+    def refresh(self) -> None:
+        """While the client lives, from time to time: learn where to look."""
+        ...
+
+    def pending(self) -> str | None:
+        """What has not ended yet; empty when everything has; None when this machine cannot tell.
+
+        Only for a client that is dead: a living one may launch more at any moment.
+        """
+        ...
+
+    def close(self) -> None: ...
+
+
+class WorkInspector(Protocol):
+    """Tells when a dead client's kernels have ended: no driver list does."""
+
+    def open(self, process: ProcessInstance, pidfd: int) -> WorkView:
+        """Raises GpuError when this machine does not allow it."""
+        ...
+
+    def adopt(self, process: ProcessInstance, fds: Mapping[str, int]) -> WorkView:
+        """Rebuild a view from descriptors that a descriptor store kept. Owns them from then on."""
+        ...
+
+
 class XidSource(Protocol):
     """Critical Xids as NVML reports them."""
 
@@ -127,5 +162,6 @@ class Backend:
     control_binary: str
     control_environment: Mapping[str, str]
     terminate_deadline_s: float
+    work: WorkInspector
     checks: Sequence[Check] = ()
     host_pointers_work: bool = False

@@ -9,6 +9,7 @@ from mpsd.gpu.base import Backend, Check, KernelLog
 from mpsd.gpu.nvidia.checks import CONTROL_BINARY, addressing, find_binary, nvidia_checks
 from mpsd.gpu.nvidia.kmsg import KernelRing
 from mpsd.gpu.nvidia.nvml import Nvml
+from mpsd.gpu.nvidia.work import NvidiaWork
 
 TERMINATE_DEADLINE_S = 0.05
 # What the stock binaries need beyond the pipe and log directories where the driver is not in ld.so's paths.
@@ -38,6 +39,7 @@ def open_nvidia() -> Backend:
             control_binary=binary,
             control_environment={name: os.environ[name] for name in _PASSED_ON if name in os.environ},
             terminate_deadline_s=TERMINATE_DEADLINE_S,
+            work=NvidiaWork(),
             checks=nvidia_checks(nvml),
             host_pointers_work=any(addressing(nvml, gpu) != "none" for gpu in nvml.gpus()),
         )

@@ -1,0 +1,130 @@
+"""When a dead client's kernels have ended: its semaphores, read through /proc/PID/mem.
+
+The lease keeps the dead process's memory map, and with it the driver's mappings and, behind them, its
+channels. A descriptor of /proc/PID/mem that was opened while the process lived reads on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+
+from mpsd.errors import UnsupportedError
+from mpsd.gpu.nvidia.semaphores import LOW_END, Area, Signs, areas
+from mpsd.model import ProcessInstance
+
+PIECE = 2 << 20
+CALM = 2
+"""Consecutive looks that must find nothing: a mark and the report of its launch are two writes."""
+
+_ZERO = bytes(PIECE)
+
+
+class ProcessWork:
+    """The work of one client. `mem` and `areas` outlive the daemon in the descriptor store."""
+
+    def __init__(self, process: ProcessInstance, mem: int, notes: int) -> None:
+        self._process = process
+        self._mem = mem
+        self._notes = notes
+        self._areas: list[Area] = []
+        self._signs: Signs | None = None
+        self._calm = 0
+
+    @property
+    def fds(self) -> Mapping[str, int]:
+        return {"areas": self._notes, "mem": self._mem}
+
+    def refresh(self) -> None:
+        found = areas(_low_mappings(self._process.pid))
+        if found and found != self._areas:
+            self._areas = found
+            text = json.dumps([[a.start, a.end] for a in found]).encode()
+            os.ftruncate(self._notes, 0)
+            os.pwrite(self._notes, text, 0)
+
+    def recall(self) -> None:
+        """After adoption: the areas that an earlier daemon noted."""
+        text = os.pread(self._notes, 1 << 20, 0)
+        self._areas = [Area(start, end) for start, end in json.loads(text or b"[]")]
+
+    def pending(self) -> str | None:
+        if self._signs is None:
+            self._signs = self._scan()
+        if not self._signs.understood:
+            # A client that never launched anything has no commands at all; any others are not ours to read.
+            return None if self._wrote_commands else ""
+        late = self._signs.pending(self._word)
+        self._calm = 0 if late else self._calm + 1
+        if late:
+            return ", ".join(late[:4])
+        return "" if self._calm >= CALM else "looking once more"
+
+    _wrote_commands = False
+
+    def _scan(self) -> Signs:
+        """Read every area once: the process is dead, so nobody writes commands any more."""
+        signs = Signs()
+        for area in self._areas:
+            # Commands lie in large areas; a pattern across two pieces is caught by the overlap.
+            for at in range(area.start, area.end, PIECE):
+                data = self._read(at, min(PIECE + 4096, area.end - at))
+                if data and data != _ZERO[: len(data)] and data.count(0) != len(data):
+                    self._wrote_commands = True
+                    signs.scan(data)
+        return signs
+
+    def _read(self, at: int, size: int) -> bytes:
+        try:
+            return os.pread(self._mem, size, at)
+        except OSError:
+            return b""
+
+    def _word(self, address: int) -> int | None:
+        data = self._read(address, 4)
+        return int.from_bytes(data, "little") if len(data) == 4 else None
+
+    def close(self) -> None:
+        for fd in (self._mem, self._notes):
+            if fd >= 0:
+                os.close(fd)
+        self._mem = self._notes = -1
+
+
+class NvidiaWork:
+    """WorkInspector of the real driver."""
+
+    def open(self, process: ProcessInstance, pidfd: int) -> ProcessWork:
+        try:
+            mem = os.open(f"/proc/{process.pid}/mem", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise UnsupportedError(
+                f"may not read the memory of process {process.pid}: {error.strerror}",
+                remedy="run mpsd with CAP_SYS_PTRACE",
+            ) from error
+        view = ProcessWork(process, mem, os.memfd_create("mpsd-areas", os.MFD_CLOEXEC))
+        view.refresh()
+        return view
+
+    def adopt(self, process: ProcessInstance, fds: Mapping[str, int]) -> ProcessWork:
+        view = ProcessWork(process, fds["mem"], fds["areas"])
+        view.recall()
+        return view
+
+
+def _low_mappings(pid: int) -> list[tuple[int, int, str, str]]:
+    """The mappings below LOW_END, which stand first in maps: a page or two of text."""
+    rows: list[tuple[int, int, str, str]] = []
+    try:
+        with open(f"/proc/{pid}/maps", "rb") as file:
+            for line in file:
+                words = line.split(None, 5)
+                start, _, end = words[0].partition(b"-")
+                if int(start, 16) >= LOW_END:
+                    break
+                path = words[5].rstrip().decode("utf-8", "replace") if len(words) > 5 else ""
+                rows.append((int(start, 16), int(end, 16), words[1].decode(), path))
+    except OSError:
+        return []
+    return rows

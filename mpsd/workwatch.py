@@ -1,0 +1,106 @@
+"""Watching the dead: from the death of a client until its work on the GPU has ended."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Collection, Mapping
+
+import structlog
+
+from mpsd.core import events as ev
+from mpsd.errors import GpuError
+from mpsd.gpu.base import WorkInspector, WorkView
+from mpsd.model import ProcessInstance
+
+log = structlog.get_logger("mpsd.workwatch")
+
+SLOWEST_S = 0.25
+
+
+class WorkWatch:
+    """One view for each leased process; looks are spaced out the longer the work lasts."""
+
+    def __init__(self, inspector: WorkInspector, interval_s: float, post: Callable[[ev.Event], None]) -> None:
+        self._inspector = inspector
+        self._interval_s = interval_s
+        self._post = post
+        self._views: dict[ProcessInstance, WorkView] = {}
+        self._tasks: dict[ProcessInstance, asyncio.Task[None]] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+        self._pending: dict[ProcessInstance, str] = {}
+
+    def open(self, process: ProcessInstance, pidfd: int) -> Mapping[str, int]:
+        """Begin to look at a living client; the descriptors to store with its lease. Raises GpuError."""
+        view = self._inspector.open(process, pidfd)
+        self._views[process] = view
+        return view.fds
+
+    def adopt(self, process: ProcessInstance, fds: Mapping[str, int]) -> None:
+        """Take over a view that the descriptor store kept; `fds` are ours from now on."""
+        self._views[process] = self._inspector.adopt(process, fds)
+
+    def has(self, process: ProcessInstance) -> bool:
+        return process in self._views
+
+    def refresh(self, living: Collection[ProcessInstance]) -> None:
+        for process in living:
+            view = self._views.get(process)
+            if view is not None:
+                view.refresh()
+
+    def pending(self, process: ProcessInstance) -> str:
+        """What a dead client still has on the GPU, for `status`."""
+        return self._pending.get(process, "")
+
+    def watch(self, process: ProcessInstance) -> None:
+        """Look until the work has ended, then say so. Once for each process."""
+        if process not in self._tasks:
+            self._tasks[process] = asyncio.get_running_loop().create_task(self._watch(process))
+
+    async def _watch(self, process: ProcessInstance) -> None:
+        view = self._views.get(process)
+        began = time.monotonic()
+        while view is not None:
+            try:
+                left = await asyncio.to_thread(view.pending)
+            except (OSError, GpuError) as error:
+                log.warning("work of a dead client cannot be seen", pid=process.pid, reason=str(error))
+                left = None
+            if left is None:
+                break
+            if not left:
+                self._pending.pop(process, None)
+                self._post(ev.WorkEnded(process, "its semaphores have been released"))
+                return
+            self._pending[process] = left
+            await asyncio.sleep(min(max(self._interval_s, (time.monotonic() - began) / 20), SLOWEST_S))
+        # No sign to go by: the lease stays until the domain has no living client, or the limit is reached.
+        self._pending[process] = "not visible on this machine"
+        self._post(ev.Counted({"work_not_visible": 1}))
+
+    def forget(self, process: ProcessInstance) -> None:
+        """Drop the view of a process that holds nothing any more."""
+        self._pending.pop(process, None)
+        task = self._tasks.pop(process, None)
+        view = self._views.pop(process, None)
+        if view is None and task is None:
+            return
+        closing = asyncio.get_running_loop().create_task(_close(task, view))
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+
+    async def close(self) -> None:
+        for process in (*self._tasks, *self._views):
+            self.forget(process)
+        await asyncio.gather(*self._closing, return_exceptions=True)
+
+
+async def _close(task: asyncio.Task[None] | None, view: WorkView | None) -> None:
+    """A look may be under way in a thread: the view is closed after it."""
+    if task is not None and task is not asyncio.current_task():
+        if not task.done():
+            task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    if view is not None:
+        view.close()
