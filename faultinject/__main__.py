@@ -38,7 +38,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_backend(parser: argparse.ArgumentParser) -> None:
-    """For commands that show or measure: on a machine without a GPU unless told otherwise, and they say so."""
+    """For commands that show or measure: the simulated GPU unless told otherwise, and they say so."""
     which = "the GPU (default: simulated)"
     parser.add_argument("--backend", choices=BACKENDS, default="simulated", help=which)
 

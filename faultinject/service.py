@@ -24,6 +24,8 @@ from faultinject.worker import Worker, python_environment
 from mpsd.errors import DeadlineError, MpsdError, NotRunningError
 
 POLL_S = 0.01
+FOLLOW_S = 0.5
+"""How long the follower of events may take to notice that the run is over."""
 
 
 class Service(Protocol):
@@ -207,17 +209,23 @@ class MpsdService:
         self._watching.start()
 
     def _follow(self) -> None:
-        """Copy fault records from the event stream to the history until it ends."""
+        """Copy fault records from the event stream to the history until the daemon or the run ends."""
         try:
             with self.client() as client:
-                for event in client.subscribe():
-                    if event["kind"] == "fault":
-                        self._history.add("mpsd", "record", record=event["data"])
-                    if self._stopping.is_set():
-                        return
+                events = client.subscribe()
+                while not self._stopping.is_set():
+                    self._note_event(events)
         except MpsdError as error:
             if not self._stopping.is_set():
                 self._history.add("mpsd", "stream_ended", text=str(error))
+
+    def _note_event(self, events: mpsd_client.EventStream) -> None:
+        try:
+            event = dict(events.next(clock() + FOLLOW_S))
+        except DeadlineError:
+            return
+        if event.pop("kind") == "fault":
+            self._history.add("mpsd", "record", record=event)
 
     def collect(self) -> None:
         """Ask once more for every record and for the counters: a stream may have missed some."""
