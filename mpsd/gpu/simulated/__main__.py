@@ -1,0 +1,101 @@
+"""python -m mpsd.gpu.simulated gpu|stop|inject --dir DIR: the GPU process, its end, scripted faults."""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import os
+import signal
+import sys
+
+from mpsd.errors import MpsdError
+from mpsd.gpu.simulated import launchers, node, packets, paths, service
+
+
+def _parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(prog="python -m mpsd.gpu.simulated", description=__doc__)
+    commands = top.add_subparsers(dest="command", required=True)
+    gpu = commands.add_parser("gpu", help="be the GPU of the node until told to stop")
+    gpu.add_argument("--gpus", type=int, default=None, help="number of GPUs (default: as before, else 1)")
+    gpu.add_argument("--detach", action="store_true", help="return once it serves, and leave it running")
+    stop = commands.add_parser("stop", help="end the GPU, and with it everything that runs on it")
+    inject = commands.add_parser("inject", help="a fault of the device")
+    inject.add_argument("xid", type=int)
+    inject.add_argument("--gpu", default=None, help="uuid or ordinal")
+    for command in (gpu, stop, inject):
+        command.add_argument("--dir", default=paths.run_directory(os.environ), help="directory of the node")
+    return top
+
+
+def _gpu(directory: str, gpus: int | None, *, detach: bool) -> int:
+    os.makedirs(directory, mode=0o755, exist_ok=True)
+    lock = os.open(os.path.join(directory, "lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        print(f"a simulated GPU already serves {directory}", file=sys.stderr)
+        return 1
+    config = node.NodeConfig.load(directory)
+    if gpus is not None and gpus != config.gpus:
+        config = node.NodeConfig(gpus, config.memory_bytes, config.seed, config.compute_mode)
+    config.save(directory)
+    launchers.write_launchers(directory)
+    try:
+        os.unlink(paths.gpu_socket(directory))
+    except FileNotFoundError:
+        pass
+    served = service.serve(directory, config)
+    if detach and os.fork():
+        os._exit(0)
+    if detach:
+        _leave(directory)
+    signal.signal(signal.SIGTERM, lambda *_: setattr(served, "running", False))
+    served.run()
+    return 0
+
+
+def _leave(directory: str) -> None:
+    """Become a daemon: own session, no terminal, errors into a file."""
+    os.setsid()
+    os.chdir("/")
+    null = os.open(os.devnull, os.O_RDWR)
+    errors = os.open(
+        os.path.join(directory, "gpu.err"), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644
+    )
+    for fd, target in ((null, 0), (null, 1), (errors, 2)):
+        os.dup2(fd, target)
+
+
+def _ask(directory: str, message: packets.Message) -> int:
+    try:
+        with packets.connect(paths.gpu_socket(directory)) as sock:
+            answer, _ = packets.call(sock, message)
+    except packets.Gone:
+        print(f"no simulated GPU serves {directory}", file=sys.stderr)
+        return 3
+    if answer.get("error"):
+        print(f"refused: {answer.get('why', answer['error'])}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parsed = _parser().parse_args(arguments)
+    directory = os.path.abspath(parsed.dir)
+    try:
+        match parsed.command:
+            case "gpu":
+                return _gpu(directory, parsed.gpus, detach=parsed.detach)
+            case "stop":
+                return _ask(directory, {"op": "stop"})
+            case _:
+                return _ask(
+                    directory, {"op": "inject", "fault": "xid", "number": parsed.xid, "gpu": parsed.gpu}
+                )
+    except (MpsdError, OSError) as error:
+        print(f"cannot use {directory}: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,142 @@
+"""A simulated node as an mpsd Backend: started when absent, stopped on request."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from mpsd.errors import DeadlineError, GpuError, NotRunningError
+from mpsd.gpu.base import Backend, Check
+from mpsd.gpu.simulated import packets, paths
+from mpsd.gpu.simulated.adapters import NodeLink, SimulatedDevices, SimulatedUvm
+from mpsd.gpu.simulated.work import SimulatedWork
+
+# On a loaded machine with two cores even the front end's start takes its time.
+TERMINATE_DEADLINE_S = 2.0
+START_DEADLINE_S = 20.0
+_SOCKET_PATH_LIMIT = 107
+
+
+def open_simulated(
+    directory: Path | str,
+    *,
+    gpus: int = 1,
+    start: bool = True,
+    terminate_deadline_s: float = TERMINATE_DEADLINE_S,
+) -> Backend:
+    """The node in `directory`; its GPU process is started if none runs there (unless `start` is False).
+
+    Raises NotRunningError, DeadlineError, GpuError.
+    """
+    from mpsd.gpu.nvidia.kmsg import KernelFile
+
+    where = os.path.abspath(directory)
+    if len(os.fsencode(paths.gpu_socket(where))) > _SOCKET_PATH_LIMIT:
+        raise GpuError(f"{where} is too long for a socket in it", remedy="choose a shorter directory")
+    if not _answers(where):
+        if not start:
+            raise NotRunningError(
+                f"no simulated GPU runs in {where}", remedy="python -m mpsd.gpu.simulated gpu --detach"
+            )
+        _start(where, gpus)
+    devices = SimulatedDevices(NodeLink(where))
+    return Backend(
+        name="simulated",
+        uvm=SimulatedUvm(NodeLink(where)),
+        devices=devices,
+        kernel_log=KernelFile(paths.kernel_log(where)),
+        control_binary=paths.launcher(where, paths.CONTROL_NAME),
+        control_environment={paths.SIM_DIR: where},
+        terminate_deadline_s=terminate_deadline_s,
+        work=SimulatedWork(where),
+        checks=(
+            Check("simulated GPU", True, f"{len(devices.gpus())} simulated GPU(s) in {where}: no real one"),
+        ),
+    )
+
+
+def stop_simulated(directory: Path | str, *, deadline_s: float = 10.0) -> None:
+    """End the GPU process, and with it control daemons, servers and contexts. Does nothing where none runs.
+
+    Raises DeadlineError when it is still there at the deadline.
+    """
+    where = os.path.abspath(directory)
+    try:
+        sock = packets.connect(paths.gpu_socket(where), deadline_s)
+    except packets.Gone:
+        return
+    with sock:
+        try:
+            pid = int(packets.call(sock, {"op": "node"})[0]["pid"])
+            pidfd = os.pidfd_open(pid)
+        except (packets.Gone, ProcessLookupError):
+            return
+        try:
+            _end(sock, pidfd, where, deadline_s)
+        finally:
+            os.close(pidfd)
+
+
+def _end(sock: socket.socket, pidfd: int, where: str, deadline_s: float) -> None:
+    try:
+        packets.call(sock, {"op": "stop"})
+    except packets.Gone:
+        pass
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    if not poll.poll(deadline_s * 1000):
+        raise DeadlineError(f"the simulated GPU in {where} did not end within {deadline_s:g} s")
+
+
+def _answers(where: str) -> bool:
+    try:
+        packets.connect(paths.gpu_socket(where)).close()
+    except packets.Gone:
+        return False
+    return True
+
+
+def _start(where: str, gpus: int) -> None:
+    """Start the GPU process. When another one comes first, that one is as good."""
+    command = [
+        sys.executable,
+        "-m",
+        "mpsd.gpu.simulated",
+        "gpu",
+        "--detach",
+        "--dir",
+        where,
+        "--gpus",
+        str(gpus),
+    ]
+    root = str(Path(__file__).resolve().parents[3])
+    try:
+        done = subprocess.run(
+            command,
+            cwd=root,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=START_DEADLINE_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise DeadlineError(
+            f"the simulated GPU in {where} did not start within {START_DEADLINE_S:g} s"
+        ) from error
+    if done.returncode == 0:
+        return
+    # Somebody else holds the lock and is about to listen.
+    end = time.monotonic() + START_DEADLINE_S
+    while "already serves" in done.stderr and time.monotonic() < end:
+        if _answers(where):
+            return
+        time.sleep(0.005)
+    raise GpuError(
+        f"the simulated GPU did not start: {done.stderr.strip()}", remedy="look at gpu.err in its directory"
+    )

@@ -1,0 +1,252 @@
+"""The requests that the GPU process answers: contexts, UVM descriptors, questions, scripted faults."""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import TYPE_CHECKING
+
+from mpsd.gpu.simulated import node, semantics
+from mpsd.gpu.simulated.parts import SERVER_BYTES, Refused, Server, Unit
+
+if TYPE_CHECKING:
+    from mpsd.gpu.simulated.packets import Message
+    from mpsd.gpu.simulated.parts import Space
+    from mpsd.gpu.simulated.service import Peer, Service
+
+Answer = tuple["Message | None", list[int]]
+
+
+class Calls:
+    """handle() for messages on a connection, uvm() for calls on a context's descriptor.
+
+    Raises Refused for a CUDA error; KeyError, TypeError and ValueError mean a malformed message.
+    """
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    def handle(self, peer: Peer, message: Message) -> Answer:
+        name = str(message["op"])
+        if peer.space is not None:
+            method = getattr(self, f"_context_{name}", None)
+            if method is None:
+                raise ValueError(f"no context call {name!r}")
+            return method(peer, peer.space, message)  # type: ignore[no-any-return]
+        method = getattr(self, f"_node_{name}", None)
+        if method is None:
+            raise ValueError(f"no call {name!r}")
+        return method(peer, message)  # type: ignore[no-any-return]
+
+    # -- becoming something -----------------------------------------------------------------------------
+
+    def _node_attach(self, peer: Peer, message: Message) -> Answer:
+        machine = self._service.machine
+        server = None
+        if message.get("server") is not None:
+            server = machine.servers.get(int(message["server"]))
+            if server is None:
+                raise Refused(semantics.CONNECTION_FAILED)
+        units = list(server.units) if server else self._service.units
+        unit = self._choose(units, message.get("gpu"))
+        limit = message.get("limit")
+        space = machine.attach(
+            peer.pid,
+            peer.uid,
+            str(message.get("command", ""))[:15],
+            server=server,
+            unit=unit,
+            limit_bytes=None if limit is None else int(limit),
+        )
+        ends = self._service.begin_channel(peer, space)
+        fds = [end.detach() for end in ends]
+        self._service.answer(
+            peer, {"id": message.get("id"), "error": 0, "space": space.id, "uuid": unit.gpu.uuid}, fds
+        )
+        for fd in fds:
+            os.close(fd)
+        return None, []
+
+    def _node_server(self, peer: Peer, message: Message) -> Answer:
+        units = [self._service.units[int(index)] for index in message["gpus"]]
+        peer.server = self._service.machine.add_server(peer.pid, int(message["uid"]), units)
+        return {"error": 0}, []
+
+    def _node_watch(self, peer: Peer, message: Message) -> Answer:
+        if message["what"] not in ("xid", "node"):
+            raise ValueError(message["what"])
+        peer.watches = message["what"]
+        return {"error": 0}, []
+
+    # -- calls of a context -----------------------------------------------------------------------------
+
+    def _context_sync(self, peer: Peer, space: Space, message: Message) -> Answer:
+        self._service.machine.when_idle(space, int(message["id"]))
+        return None, []
+
+    def _context_alloc(self, peer: Peer, space: Space, message: Message) -> Answer:
+        machine = self._service.machine
+        mapping = machine.allocate(space, int(message["words"]), writable=bool(message.get("writable", True)))
+        fds = [mapping.fd]
+        self._service.answer(
+            peer, {"id": message.get("id"), "error": 0, "address": mapping.base, "size": mapping.size}, fds
+        )
+        return None, []
+
+    def _context_unmap(self, peer: Peer, space: Space, message: Message) -> Answer:
+        keep = bool(message.get("keep", False))
+        self._service.machine.unmap(space, int(message["address"]), keep_reservation=keep)
+        return {"error": 0}, []
+
+    def _context_host_register(self, peer: Peer, space: Space, message: Message) -> Answer:
+        self._service.machine.host_register(space, int(message["address"]), int(message["size"]))
+        return {"error": 0}, []
+
+    def _context_close(self, peer: Peer, space: Space, message: Message) -> Answer:
+        self._service.end_channel(peer)
+        return {"error": 0}, []
+
+    # -- calls on a UVM descriptor ----------------------------------------------------------------------
+
+    def uvm(self, space: Space, role: str, message: Message) -> tuple[int, list[socket.socket]]:
+        """(NV_STATUS, sockets to hand over)."""
+        call = message["op"]
+        if role != "va":
+            return semantics.NV_ILLEGAL_ACTION, []
+        if call == "track":
+            return semantics.NV_OK, [self._service.new_tracker(space)]
+        base, length = int(message["base"]), int(message["length"])
+        if call == "sparse":
+            wrong_gpu = message.get("gpu") != space.unit.gpu.uuid
+            return (semantics.NV_INVALID_ADDRESS if wrong_gpu else space.memory.guard(base, length)), []
+        if call == "unsparse":
+            return space.memory.unguard(base, length), []
+        raise ValueError(call)
+
+    # -- questions --------------------------------------------------------------------------------------
+
+    def _node_node(self, peer: Peer, message: Message) -> Answer:
+        machine = self._service.machine
+        gpus = [
+            {
+                "index": u.gpu.index,
+                "uuid": u.gpu.uuid,
+                "name": u.gpu.name,
+                "pci": u.gpu.pci,
+                "memory": u.gpu.memory_bytes,
+                "used": machine.memory_used(u),
+                "mode": u.compute_mode,
+            }
+            for u in self._service.units
+        ]
+        return {"error": 0, "driver": node.DRIVER_VERSION, "pid": os.getpid(), "gpus": gpus}, []
+
+    def _node_processes(self, peer: Peer, message: Message) -> Answer:
+        """[pid, bytes, is an MPS client] for each context and server on a GPU, as NVML lists them."""
+        unit = self._choose(self._service.units, message["gpu"])
+        machine = self._service.machine
+        used: dict[tuple[int, bool], int] = {}
+        for server in machine.servers.values():
+            if unit in server.units:
+                used[server.pid, False] = SERVER_BYTES
+        for space in machine.spaces.values():
+            if space.unit is unit and space.connected:
+                key = (space.pid, space.server is not None)
+                used[key] = used.get(key, 0) + space.bytes_used
+        return {"error": 0, "processes": [[pid, size, mps] for (pid, mps), size in used.items()]}, []
+
+    def _node_server_info(self, peer: Peer, message: Message) -> Answer:
+        server = self._service.machine.servers.get(int(message["server"]))
+        if server is None:
+            return {"error": 0, "status": None, "clients": []}, []
+        clients = [
+            {
+                "pid": s.pid,
+                "context": s.id,
+                "gpu": s.unit.gpu.index,
+                "uuid": s.unit.gpu.uuid,
+                "command": s.command,
+            }
+            for s in server.spaces
+        ]
+        return {"error": 0, "status": server.status, "clients": clients}, []
+
+    def _node_terminate(self, peer: Peer, message: Message) -> Answer:
+        """Answers when it is done: {"result": 0}, or {"result": null} for a process that is no client."""
+        server = self._service.machine.servers.get(int(message["server"]))
+        if server is None:
+            return {"error": 0, "result": None}, []
+
+        def done(result: int | None) -> None:
+            self._service.answer(peer, {"id": message.get("id"), "error": 0, "result": result})
+
+        self._service.machine.terminator.request(server, int(message["pid"]), done)
+        return None, []
+
+    def _node_spaces(self, peer: Peer, message: Message) -> Answer:
+        return {"error": 0, "spaces": self._service.references(int(message["pid"]))}, []
+
+    def _node_work(self, peer: Peer, message: Message) -> Answer:
+        """How many contexts of a dead process still have kernels to run.
+
+        Until the end of its connection has been read, launches may still stand in it.
+        """
+        spaces = self._service.machine.spaces.values()
+        left = [s for s in spaces if s.pid == int(message["pid"]) and (s.connected or s.busy)]
+        return {"error": 0, "busy": len(left)}, []
+
+    def _node_duplicate(self, peer: Peer, message: Message) -> Answer:
+        """New descriptors for a space, where the kernel refuses pidfd_getfd: for its user and root only."""
+        space = self._service.machine.spaces.get(int(message["space"]))
+        if space is None or peer.uid not in (0, space.uid):
+            return {"error": semantics.INVALID_VALUE}, []
+        fds = [self._service.new_reference(space, role).detach() for role in ("va", "mm")]
+        self._service.answer(peer, {"id": message.get("id"), "error": 0, "roles": ["va", "mm"]}, fds)
+        for fd in fds:
+            os.close(fd)
+        return None, []
+
+    # -- scripted faults and the end --------------------------------------------------------------------
+
+    def _node_inject(self, peer: Peer, message: Message) -> Answer:
+        """fault: xid (number, text, error), stall, slow (seconds), server_crash (server), mode (mode)."""
+        self._check_owner(peer)
+        unit = self._choose(self._service.units, message.get("gpu"))
+        machine, fault = self._service.machine, message["fault"]
+        if fault == "xid":
+            error = message.get("error")
+            machine.device_xid(
+                unit, int(message["number"]), message.get("text"), None if error is None else int(error)
+            )
+        elif fault == "stall":
+            machine.stall(unit, float(message["seconds"]))
+        elif fault == "slow":
+            unit.slowdown_s = max(0.0, float(message["seconds"]))
+        elif fault == "mode":
+            unit.compute_mode = str(message["mode"])
+        elif fault == "server_crash":
+            self._crash(machine.servers[int(message["server"])])
+        else:
+            raise ValueError(fault)
+        return {"error": 0}, []
+
+    def _crash(self, server: Server) -> None:
+        self._service.server_notice(server, {"event": "crash"})
+
+    def _node_stop(self, peer: Peer, message: Message) -> Answer:
+        self._check_owner(peer)
+        self._service.running = False
+        return {"error": 0}, []
+
+    def _check_owner(self, peer: Peer) -> None:
+        if peer.uid not in (0, os.getuid()):
+            raise Refused(800)
+
+    def _choose(self, units: list[Unit], wanted: object) -> Unit:
+        """A GPU by ordinal among `units` or by uuid; the first one when nothing is named."""
+        if wanted is None:
+            return units[0]
+        for position, unit in enumerate(units):
+            if wanted in (unit.gpu.uuid, position, str(position)):
+                return unit
+        raise Refused(100)

@@ -1,0 +1,69 @@
+"""Stand-in for nvidia-cuda-mps-control: the front end, and the start of the daemon.
+
+Started through <dir>/bin/nvidia-cuda-mps-control. Without -d or -f it sends the words of its command
+line, or each line of its standard input, to the daemon in CUDA_MPS_PIPE_DIRECTORY and prints the answers.
+Exits 0 whenever the daemon could be reached: whether a command worked stands in the text alone.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from mpsd.gpu.simulated import packets, paths
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+BINARY_VERSION = 13000
+_USAGE = "usage: nvidia-cuda-mps-control [-d | -f | -v | -h] [-multiuser-server] [COMMAND...]\n"
+
+
+def main(directory: str, arguments: Sequence[str]) -> int:
+    """`directory` is that of the simulated node."""
+    flags = {a for a in arguments if a.startswith("-")} if not _is_command(arguments) else set()
+    if flags & {"-v", "--version"}:
+        print(f"CUDA MPS Control (simulated). Binary version: {BINARY_VERSION}")
+        return 0
+    if flags & {"-h", "--help"}:
+        sys.stdout.write(_USAGE)
+        return 0
+    if flags & {"-d", "--daemon", "-f", "--foreground"}:
+        from mpsd.gpu.simulated import controldaemon
+
+        multiuser = bool(flags & {"-multiuser-server", "-M"})
+        return controldaemon.start(
+            directory, background=bool(flags & {"-d", "--daemon"}), multiuser=multiuser
+        )
+    if flags:
+        sys.stderr.write(_USAGE)
+        return 1
+    return _ask([" ".join(arguments)] if arguments else sys.stdin.read().splitlines())
+
+
+def _is_command(arguments: Sequence[str]) -> bool:
+    return bool(arguments) and not arguments[0].startswith("-")
+
+
+def _ask(commands: Sequence[str]) -> int:
+    path = os.path.join(paths.pipe_directory(os.environ), "control")
+    for command in commands:
+        try:
+            sock = packets.connect(path)
+        except packets.Gone:
+            sys.stderr.write("Cannot find MPS control daemon process\n")
+            return 1
+        # Some commands wait for clients: how long is the caller's affair.
+        sock.settimeout(None)
+        try:
+            answer, _ = packets.call(sock, {"ui": command})
+        except packets.Gone:
+            sys.stderr.write("Cannot send command to MPS control daemon process\n")
+            return 1
+        finally:
+            sock.close()
+        if answer.get("text"):
+            sys.stdout.write(f"{answer['text']}\n")
+    sys.stdout.flush()
+    return 0

@@ -1,0 +1,296 @@
+"""The simulated GPU itself: contexts, their kernels, what runs when. No sockets, an explicit clock.
+
+Faults are in `faulting`, terminate_client in `terminating`; both work on this object.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Sequence
+
+from mpsd.gpu.simulated import semantics
+from mpsd.gpu.simulated.faulting import Faults
+from mpsd.gpu.simulated.memory import GRANULE, WORD, Mapping, Violation, increment
+from mpsd.gpu.simulated.parts import SERVER_BYTES, Kernel, Refused, Server, Sink, Space, Unit
+from mpsd.gpu.simulated.terminating import Terminator
+from mpsd.gpu.simulated.timers import Timers
+
+# The release-615 guide's figure with two connections per client.
+MAX_CLIENTS = 60
+# How much later a kernel completes while another client's grid fills the GPU.
+SHARED_GPU_S = 0.001
+
+
+class Machine:
+    """Everything that happens on one node's GPUs. Methods raise Refused with the CUDA error of the call."""
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        sink: Sink,
+        *,
+        timers: Timers | None = None,
+        seed: int = 0,
+        process_state: Callable[[int], str] = lambda _pid: "R",
+    ) -> None:
+        self.units = tuple(units)
+        self.sink = sink
+        self.timers = timers or Timers()
+        self.random = random.Random(seed)
+        self.servers: dict[int, Server] = {}
+        self.spaces: dict[int, Space] = {}
+        self.faults = Faults(self)
+        self.terminator = Terminator(self, process_state)
+        self._next_id = 1
+
+    # -- servers and contexts ---------------------------------------------------------------------------
+
+    def add_server(self, pid: int, uid: int, units: Sequence[Unit]) -> Server:
+        server = Server(pid, uid, tuple(units))
+        self.servers[pid] = server
+        return server
+
+    def remove_server(self, server: Server) -> None:
+        """The server process is gone: its clients lose their contexts."""
+        self.servers.pop(server.pid, None)
+        for space in list(server.spaces):
+            self.fail(space, semantics.RPC_FAILURE)
+        self.terminator.server_gone(server)
+
+    def attach(
+        self,
+        pid: int,
+        uid: int,
+        command: str,
+        *,
+        server: Server | None,
+        unit: Unit,
+        limit_bytes: int | None = None,
+    ) -> Space:
+        """Create a context. Refused with 807 in FAULT, 808 when full, 46 by compute mode, 2 without memory."""
+        if server is not None:
+            if server.faulting or server.fault:
+                raise Refused(semantics.SERVER_NOT_READY)
+            if len(server.spaces) >= MAX_CLIENTS:
+                raise Refused(semantics.MAX_CLIENTS)
+        elif not self._open_to_all(unit):
+            raise Refused(semantics.DEVICES_UNAVAILABLE)
+        space = Space(self._next_id, pid, uid, command, unit, server, limit_bytes)
+        self._next_id += 1
+        if self.memory_used(unit) + space.bytes_used > unit.gpu.memory_bytes:
+            raise Refused(semantics.OUT_OF_MEMORY)
+        self.spaces[space.id] = space
+        if server is not None:
+            server.spaces.append(space)
+            self.sink.server_notice(server, {"event": "client", **_names(space), "unit": unit.gpu.index})
+        return space
+
+    def _open_to_all(self, unit: Unit) -> bool:
+        if unit.compute_mode == "prohibited":
+            return False
+        taken = any(unit in s.units for s in self.servers.values()) or any(
+            s.unit is unit for s in self.spaces.values()
+        )
+        return unit.compute_mode != "exclusive-process" or not taken
+
+    def disconnect(self, space: Space) -> None:
+        """The process no longer holds the context: it closed it, died or called exec."""
+        space.connected = False
+        space.waiting.clear()
+        self.settle(space)
+        self._leave(space)
+
+    def settle(self, space: Space) -> None:
+        """Draw the consequences of descriptors that were closed."""
+        if space.connected or space.ended:
+            return
+        if space.busy and not space.leased and not space.faulting:
+            self.faults.death(space)
+        if space.va == 0 and space.trackers == 0:
+            space.ended = True
+            space.memory.destroy()
+            self.spaces.pop(space.id, None)
+
+    def _leave(self, space: Space) -> None:
+        server = space.server
+        if server is None or space not in server.spaces:
+            return
+        server.spaces.remove(space)
+        self.sink.server_notice(server, {"event": "exit", **_names(space), "left": len(server.spaces)})
+        self.faults.consider_recovery(server)
+
+    # -- memory -----------------------------------------------------------------------------------------
+
+    def memory_used(self, unit: Unit) -> int:
+        servers = sum(SERVER_BYTES for server in self.servers.values() if unit in server.units)
+        return servers + sum(space.bytes_used for space in self.spaces.values() if space.unit is unit)
+
+    def allocate(self, space: Space, words: int, *, writable: bool = True) -> Mapping:
+        self._check_error(space)
+        size = words * WORD
+        if words <= 0:
+            raise Refused(semantics.INVALID_VALUE)
+        rounded = -(-size // GRANULE) * GRANULE
+        over_limit = space.limit_bytes is not None and space.bytes_used + rounded > space.limit_bytes
+        if over_limit or self.memory_used(space.unit) + rounded > space.unit.gpu.memory_bytes:
+            raise Refused(semantics.OUT_OF_MEMORY)
+        mapping = space.memory.allocate(size, writable=writable)
+        if mapping is None:
+            raise Refused(semantics.INVALID_VALUE)
+        return mapping
+
+    def unmap(self, space: Space, address: int, *, keep_reservation: bool) -> None:
+        self._check_error(space)
+        if not space.memory.unmap(address, keep_reservation=keep_reservation):
+            raise Refused(semantics.INVALID_VALUE)
+
+    def host_register(self, space: Space, address: int, size: int) -> None:
+        """Pinning host memory fails under a guard: its address is taken on the GPU side."""
+        self._check_error(space)
+        if size <= 0 or space.memory.guarded(address, size):
+            raise Refused(semantics.INVALID_VALUE)
+
+    def _check_error(self, space: Space) -> None:
+        if space.error:
+            raise Refused(space.error)
+
+    # -- kernels ----------------------------------------------------------------------------------------
+
+    def launch(self, space: Space, kernel: Kernel) -> None:
+        """Asynchronous: an error shows at the next request."""
+        if space.error:
+            return
+        if space.faulting:
+            self.faults.late_access(space, kernel)
+        space.queue.append(kernel)
+        self.advance(space)
+
+    def when_idle(self, space: Space, request: int) -> None:
+        """Answer `request` through the sink once nothing of the context is in flight, or it failed."""
+        if space.error or not space.busy:
+            self.sink.idle(space, request, space.error)
+        else:
+            space.waiting.append(request)
+
+    def advance(self, space: Space) -> None:
+        """Start what can start."""
+        while space.queue and space.running is None and not self._held(space):
+            kernel = space.running = space.queue.popleft()
+            if kernel.name in semantics.ENDLESS:
+                return
+            wait = kernel.duration_s + space.unit.slowdown_s + self._contention(space)
+            if wait > 0:
+                self.timers.after(wait, lambda s=space, k=kernel: self._complete(s, k))  # type: ignore[misc]
+            else:
+                self._complete(space, kernel)
+        if not space.busy:
+            self._wake(space)
+
+    def advance_all(self, spaces: Iterable[Space]) -> None:
+        for space in list(spaces):
+            self.advance(space)
+
+    def _held(self, space: Space) -> bool:
+        held = space.server is not None and space.server.held > 0
+        return held or space.faulting or bool(space.error) or space.unit.stall_until > self.timers.now
+
+    def _contention(self, space: Space) -> float:
+        filled = any(
+            other.running is not None and other.running.fill_gpu and other is not space
+            for other in self.spaces.values()
+            if other.unit is space.unit
+        )
+        return SHARED_GPU_S if filled else 0.0
+
+    def _complete(self, space: Space, kernel: Kernel) -> None:
+        if space.running is not kernel or space.faulting:
+            return
+        if space.server is not None and space.server.held:
+            self.terminator.on_release(space.server, lambda: self._complete(space, kernel))
+            return
+        if space.unit.stall_until > self.timers.now:
+            self.timers.at(space.unit.stall_until, lambda: self._complete(space, kernel))
+            return
+        if not self._execute(space, kernel):
+            return
+        space.running = None
+        self.advance(space)
+        if not space.busy:
+            # A context whose process died under a lease may have been waiting for this end only.
+            self.settle(space)
+
+    def _execute(self, space: Space, kernel: Kernel) -> bool:
+        """Do what the kernel does. False when it cannot be said to have completed."""
+        if kernel.name in semantics.OUTCOMES and kernel.name not in semantics.ACCESSES:
+            return self.faults.strike(space, kernel, semantics.OUTCOMES[kernel.name])
+        if kernel.name in semantics.ACCESSES:
+            return self._access(space, kernel)
+        if kernel.name == "spin" or kernel.words == 0:
+            return True
+        return self._compute(space, kernel)
+
+    def _access(self, space: Space, kernel: Kernel) -> bool:
+        access = semantics.ACCESSES[kernel.name]
+        if kernel.address >= 1 << 47:
+            return self.faults.strike(space, kernel, semantics.OUTCOMES["noncanonical"])
+        found = space.memory.access(kernel.address, WORD, writes=access != "read")
+        if isinstance(found, Violation):
+            outcome = semantics.OUTCOMES.get(kernel.name, semantics.STRAY)
+            return self.faults.strike(space, kernel, outcome, found, access)
+        if isinstance(found, Mapping) and access == "write":
+            self._store(found, kernel.address, kernel.value.to_bytes(WORD, "little"))
+        return True
+
+    def _compute(self, space: Space, kernel: Kernel) -> bool:
+        size = kernel.words * WORD
+        found = space.memory.access(kernel.address, size, writes=True)
+        if isinstance(found, Violation):
+            return self.faults.strike(space, kernel, semantics.STRAY, found, "write")
+        if found is None:
+            return True
+        offset = kernel.address - found.base
+        if kernel.name == "fill":
+            self._store(found, kernel.address, kernel.value.to_bytes(WORD, "little") * kernel.words)
+        else:
+            self._store(found, kernel.address, increment(found.contents()[offset : offset + size]))
+        return True
+
+    def _store(self, mapping: Mapping, address: int, data: bytes) -> None:
+        offset = address - mapping.base
+        mapping.contents()[offset : offset + len(data)] = data
+
+    def _wake(self, space: Space) -> None:
+        waiting, space.waiting = space.waiting, []
+        for request in waiting:
+            self.sink.idle(space, request, space.error)
+
+    def fail(self, space: Space, code: int) -> None:
+        """Give the context its sticky error: what was in flight is lost."""
+        space.error = space.error or code
+        space.running = None
+        space.queue.clear()
+        self._wake(space)
+
+    # -- stalls -----------------------------------------------------------------------------------------
+
+    def stall(self, unit: Unit, seconds: float) -> None:
+        """Nothing completes on the GPU for so long."""
+        if seconds <= 0:
+            return
+        unit.stall_until = max(unit.stall_until, self.timers.now + seconds)
+        self.timers.at(
+            unit.stall_until, lambda: self.advance_all(s for s in self.spaces.values() if s.unit is unit)
+        )
+
+    def device_xid(self, unit: Unit, number: int, text: str | None, error: int | None) -> None:
+        """A scripted fault of the device. `error` (default by number) reaches every context on it."""
+        known = semantics.DEVICE_XIDS.get(number, semantics.DeviceXid("Unknown Error", 0))
+        self.sink.xid(unit, number, None, "", text or known.text)
+        self.sink.nvml_xid(unit, number)
+        code = known.error if error is None else error
+        if code:
+            self.faults.device(unit, code)
+
+
+def _names(space: Space) -> dict[str, object]:
+    return {"pid": space.pid, "context": space.id}

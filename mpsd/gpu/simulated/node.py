@@ -1,0 +1,57 @@
+"""What a simulated node is made of: its GPUs, chosen once when its GPU process starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+from dataclasses import dataclass, replace
+
+from mpsd.errors import UsageError
+from mpsd.model import Gpu
+
+DRIVER_VERSION = "580.159.04"
+DEFAULT_MEMORY_BYTES = 16 << 30
+_NAME = "Simulated GPU"
+
+
+@dataclass(frozen=True, slots=True)
+class NodeConfig:
+    """gpus: how many; memory_bytes: of each; seed: of the drawn delays; compute_mode: of each GPU."""
+
+    gpus: int = 1
+    memory_bytes: int = DEFAULT_MEMORY_BYTES
+    seed: int = 0
+    compute_mode: str = "default"
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.gpus <= 16:
+            raise UsageError(
+                f"a simulated node has 1 to 16 GPUs, not {self.gpus}", remedy="choose a number in range"
+            )
+        if self.memory_bytes < 1 << 30:
+            raise UsageError("a simulated GPU has at least 1 GiB of memory", remedy="give it more")
+
+    def save(self, directory: str) -> None:
+        with open(os.path.join(directory, "node.json"), "w", encoding="ascii") as file:
+            json.dump({name: getattr(self, name) for name in self.__slots__}, file)
+
+    @classmethod
+    def load(cls, directory: str) -> NodeConfig:
+        """The saved configuration, or the default one. Raises UsageError for a damaged file."""
+        path = os.path.join(directory, "node.json")
+        try:
+            with open(path, encoding="ascii") as file:
+                return replace(cls(), **json.load(file))
+        except FileNotFoundError:
+            return cls()
+        except (ValueError, TypeError) as error:
+            raise UsageError(
+                f"{path} is damaged: {error}", remedy="remove it and start the node again"
+            ) from error
+
+
+def gpu(index: int, memory_bytes: int) -> Gpu:
+    """The GPU with this number: the same uuid and PCI address on every node."""
+    name = uuid.uuid5(uuid.NAMESPACE_OID, f"mpsd simulated gpu {index}")
+    return Gpu(index, f"GPU-{name}", _NAME, f"0000:{index + 1:02x}:00.0", memory_bytes)

@@ -1,0 +1,119 @@
+"""Messages between the processes of a simulated node: one JSON object per SEQPACKET packet.
+
+Descriptors travel beside a message (SCM_RIGHTS) and arrive close-on-exec. Standard library only and
+few imports: every client and every call of the control stand-in pays for them.
+"""
+
+from __future__ import annotations
+
+import array
+import json
+import os
+import socket
+import struct
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from typing import Any
+
+    Message = dict[str, Any]
+
+LIMIT = 1 << 16
+_MAX_FDS = 8
+_CRED = struct.Struct("3i")
+
+
+class Gone(OSError):
+    """The other end is closed, or nothing listens there."""
+
+
+def encode(message: Mapping[str, object]) -> bytes:
+    return json.dumps(message, separators=(",", ":")).encode()
+
+
+def decode(data: bytes) -> Message:
+    """The object in `data`; an empty one when it is not a JSON object."""
+    try:
+        value = json.loads(data)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def send(sock: socket.socket, message: Mapping[str, object], fds: Sequence[int] = ()) -> None:
+    """Send one packet. Raises Gone, or BlockingIOError on a non-blocking socket that is full."""
+    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+    try:
+        sock.sendmsg([encode(message)], rights, socket.MSG_NOSIGNAL)
+    except (BrokenPipeError, ConnectionError) as error:
+        raise Gone(str(error)) from error
+
+
+def receive(sock: socket.socket) -> tuple[Message, list[int]]:
+    """Receive one packet and the descriptors beside it. Raises Gone at the end of the connection."""
+    data, ancillary, flags, _ = _recvmsg(sock)
+    fds = array.array("i")
+    for level, kind, payload in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
+    if not data:
+        close_all(fds)
+        raise Gone("end of connection")
+    return ({} if flags & socket.MSG_TRUNC else decode(data)), list(fds)
+
+
+def _recvmsg(sock: socket.socket) -> tuple[bytes, list[tuple[int, int, bytes]], int, object]:
+    try:
+        return sock.recvmsg(LIMIT, socket.CMSG_SPACE(_MAX_FDS * 4), socket.MSG_CMSG_CLOEXEC)
+    except ConnectionError as error:
+        raise Gone(str(error)) from error
+
+
+def close_all(fds: Sequence[int] | array.array[int]) -> None:
+    for fd in fds:
+        os.close(fd)
+
+
+def call(
+    sock: socket.socket, message: Mapping[str, object], fds: Sequence[int] = ()
+) -> tuple[Message, list[int]]:
+    """Send and wait for the one answer. The socket's timeout bounds both."""
+    send(sock, message, fds)
+    return receive(sock)
+
+
+def connect(path: str, timeout_s: float | None = 10.0) -> socket.socket:
+    """Connect to a listening socket. Raises Gone when nobody listens there."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        sock.settimeout(timeout_s)
+        sock.connect(path)
+    except OSError as error:
+        sock.close()
+        raise Gone(f"{path}: {error.strerror or error}") from error
+    return sock
+
+
+def listen(path: str, mode: int) -> socket.socket:
+    """Listen at `path`, which must not exist. Raises OSError."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        sock.bind(path)
+        os.chmod(path, mode)
+        sock.listen(128)
+    except OSError:
+        sock.close()
+        raise
+    sock.setblocking(False)
+    return sock
+
+
+def pair() -> tuple[socket.socket, socket.socket]:
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+def peer(sock: socket.socket) -> tuple[int, int, int]:
+    """pid, uid, gid of the process that connected (SO_PEERCRED)."""
+    pid, uid, gid = _CRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CRED.size))
+    return pid, uid, gid

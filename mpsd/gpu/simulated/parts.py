@@ -1,0 +1,117 @@
+"""The things a simulated GPU keeps account of. State only; `machine` changes it."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from mpsd.gpu.simulated.memory import AddressMap
+from mpsd.model import Gpu, UvmEvent
+
+# What a context and a server cost on the GPU before they allocate anything, as NVML counts it.
+CONTEXT_BYTES = 64 << 20
+SERVER_BYTES = 66 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """One launch. `address` is absolute; `words` are 32 bits; `value` is what fill and store write."""
+
+    name: str
+    address: int = 0
+    words: int = 0
+    value: int = 0
+    duration_s: float = 0.0
+    fill_gpu: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class Unit:
+    """One GPU of the node."""
+
+    gpu: Gpu
+    compute_mode: str = "default"
+    stall_until: float = 0.0
+    slowdown_s: float = 0.0
+
+
+@dataclass(eq=False, slots=True)
+class Server:
+    """One MPS server.
+
+    `fault` is set while get_server_status answers FAULT, `faulting` from the bad instruction on (`landing`
+    counts faults whose errors have not reached everybody yet). While `held` is not 0 no client of it runs.
+    """
+
+    pid: int
+    uid: int
+    units: tuple[Unit, ...]
+    fault: bool = False
+    faulting: bool = False
+    held: int = 0
+    landing: int = 0
+    recovering: bool = False
+    spaces: list[Space] = field(default_factory=list)
+
+    @property
+    def status(self) -> str:
+        return "FAULT" if self.fault else "ACTIVE"
+
+
+@dataclass(eq=False, slots=True)
+class Space:
+    """One client context and its GPU address space.
+
+    connected: its process still holds the context. va, mm: open duplicates of its two descriptors; trackers
+    hold the space too. waiting: requests that are answered once nothing is in flight.
+    """
+
+    id: int
+    pid: int
+    uid: int
+    command: str
+    unit: Unit
+    server: Server | None
+    limit_bytes: int | None = None
+    memory: AddressMap = field(default_factory=AddressMap)
+    queue: deque[Kernel] = field(default_factory=deque)
+    running: Kernel | None = None
+    waiting: list[int] = field(default_factory=list)
+    error: int = 0
+    faulting: bool = False
+    connected: bool = True
+    ended: bool = False
+    va: int = 0
+    mm: int = 0
+    trackers: int = 0
+
+    @property
+    def busy(self) -> bool:
+        return self.running is not None or bool(self.queue)
+
+    @property
+    def leased(self) -> bool:
+        return self.va > 0 and self.mm > 0
+
+    @property
+    def bytes_used(self) -> int:
+        return CONTEXT_BYTES + self.memory.bytes_used
+
+
+class Sink(Protocol):
+    """Where the machine's output goes: sockets and files, or a test's lists."""
+
+    def uvm_event(self, space: Space, event: UvmEvent) -> None: ...
+    def idle(self, space: Space, request: int, error: int) -> None: ...
+    def server_notice(self, server: Server, notice: dict[str, object]) -> None: ...
+    def xid(self, unit: Unit, number: int, pid: int | None, name: str, text: str) -> None: ...
+    def nvml_xid(self, unit: Unit, number: int) -> None: ...
+
+
+class Refused(Exception):
+    """A CUDA error code given to a request, without harm to the context."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(f"CUDA error {code}")
+        self.code = code

@@ -1,0 +1,51 @@
+"""When a dead client's kernels have ended: asked of the GPU process, which knows.
+
+Simulated only: on a real node the same is read from the dead client's semaphores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from mpsd.gpu.simulated.adapters import NodeLink
+from mpsd.model import ProcessInstance
+
+
+class SimulatedWork:
+    """WorkInspector over a simulated node."""
+
+    def __init__(self, directory: str) -> None:
+        self._link = NodeLink(directory)
+
+    def open(self, process: ProcessInstance, pidfd: int) -> SimulatedWorkView:
+        return SimulatedWorkView(self, process)
+
+    def adopt(self, process: ProcessInstance, fds: Mapping[str, int]) -> SimulatedWorkView:
+        return SimulatedWorkView(self, process)
+
+    def busy(self, pid: int) -> int:
+        """Contexts of a dead process that still have kernels to run. Raises GpuError."""
+        return int(self._link.ask({"op": "work", "pid": pid})[0]["busy"])
+
+
+class SimulatedWorkView:
+    """WorkView of one process; it needs no descriptors."""
+
+    def __init__(self, inspector: SimulatedWork, process: ProcessInstance) -> None:
+        self._inspector = inspector
+        self._process = process
+
+    @property
+    def fds(self) -> Mapping[str, int]:
+        return MappingProxyType({})
+
+    def refresh(self) -> None:
+        return
+
+    def pending(self) -> str | None:
+        busy = self._inspector.busy(self._process.pid)
+        return f"{busy} context(s) with kernels to run" if busy else ""
+
+    def close(self) -> None:
+        return
