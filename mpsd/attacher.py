@@ -206,8 +206,10 @@ class Attacher:
 
     def _adopted(self, client: ClientId, fds: Sequence[int]) -> AddressSpace:
         work = dict(zip(WORK_ROLES, fds[len(ROLES) :], strict=False))
-        if len(work) == len(WORK_ROLES):
+        try:
             self._work.adopt(client.process, work)
+        except GpuError as error:
+            log.warning("the end of a client's work will not be seen", client=str(client), reason=str(error))
         return self._uvm.adopt(dict(zip(ROLES, fds, strict=False)))
 
     def _open(self, domain: str, pin: Pin, space: int) -> Sequence[tuple[AddressSpace, bool]]:

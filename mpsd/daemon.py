@@ -27,6 +27,7 @@ from mpsd.gpu.base import Backend, KernelLog, XidSource
 from mpsd.guard import Guards
 from mpsd.host import Callbacks, Hosts
 from mpsd.journal import Journal
+from mpsd.keeperstore import KeeperStore
 from mpsd.layout import Layout
 from mpsd.listener import Listener
 from mpsd.model import ClientId, ComputeMode, Gpu, GuardClass
@@ -96,6 +97,7 @@ class Daemon:
         self._stop = asyncio.Event()
         self._save_pending = False
         self._default_path_problem = ""
+        self._hosts_left = False
 
     def now(self) -> float:
         return time.monotonic()
@@ -198,13 +200,19 @@ class Daemon:
     async def _close(self) -> None:
         await self._work.close()
         await self._performer.close()
+        self._hosts_left = bool(self.runtime.state.domains)
         await self._hosts.close()
         await self._attacher.settled()
         if self._store.fileno() >= 0:
             self._loop.remove_reader(self._store.fileno())
         self._save()
+        held = bool(self._attacher.leases)
         self._attacher.close()
-        self._store.close()
+        if not held and not self._hosts_left and isinstance(self._store, KeeperStore):
+            # Nothing is kept alive by it any more: leave no process behind.
+            self._store.end()
+        else:
+            self._store.close()
         self.bulletin.journal.close()
 
     def _watch_store(self) -> None:

@@ -108,6 +108,8 @@ class NvidiaWork:
         return view
 
     def adopt(self, process: ProcessInstance, fds: Mapping[str, int]) -> ProcessWork:
+        if not {"mem", "areas"} <= fds.keys():
+            raise UnsupportedError(f"the work of process {process.pid} was not looked at while it lived")
         view = ProcessWork(process, fds["mem"], fds["areas"])
         view.recall()
         return view
