@@ -21,7 +21,9 @@ from mpsd.model import ClientId, Confidence, KernelXid, UvmEvent, UvmFaultType
 
 EVIDENCE_KEPT = 16
 DEATH_WINDOW_S = 1.0
-_ADDRESS = re.compile(r"0x[0-9a-f_]+", re.IGNORECASE)
+_ADDRESS = re.compile(r"0x[0-9a-f][0-9a-f_]*", re.IGNORECASE)
+# Records of what processes did: a GPU fault of the same domain soon after is another fault.
+_NO_GPU_FAULT = frozenset({"hang", "control-death"})
 
 
 def party(client: Client) -> Party:
@@ -46,42 +48,68 @@ def add_evidence(record: FaultRecord, *signs: Evidence) -> FaultRecord:
 
 
 def is_open(state: State, record: FaultRecord, now: float) -> bool:
-    """A record takes further signs for a while, or for as long as its domain has not recovered."""
+    """A record takes signs of its domain for a while, or for as long as that has not recovered."""
     domain = state.domains.get(record.domain) if record.domain else None
     down = domain is not None and domain.state is DomainState.FAULTED
-    return down or now - record.last_sign <= state.policy.evidence_window_s
+    return down or is_fresh(state, record, now)
+
+
+def is_fresh(state: State, record: FaultRecord, now: float) -> bool:
+    return now - record.last_sign <= state.policy.evidence_window_s
 
 
 def open_for(state: State, domain: str, now: float) -> list[FaultRecord]:
-    """Open records of a domain, newest first."""
-    own = [r for r in state.open_faults if r.domain == domain and is_open(state, r, now)]
+    """Open records of GPU faults of a domain, newest first."""
+    faults = [r for r in state.open_faults if r.fault_class not in _NO_GPU_FAULT]
+    own = [r for r in faults if r.domain == domain and is_open(state, r, now)]
     return sorted(own, key=lambda r: r.id, reverse=True)
 
 
 def open_on_gpu(state: State, gpu: str, now: float) -> list[FaultRecord]:
-    return [r for r in state.open_faults if gpu in r.gpus and r.domain and is_open(state, r, now)]
+    """Records that a sign naming no process could belong to.
+
+    Only fresh ones: a domain may stay faulted for hours while its victims hang about, and by then such
+    a sign is another domain's.
+    """
+    faults = [r for r in state.open_faults if r.fault_class not in _NO_GPU_FAULT and r.domain]
+    return [r for r in faults if gpu in r.gpus and is_fresh(state, r, now)]
+
+
+def likeliest(records: Iterable[FaultRecord], sign: Evidence) -> FaultRecord:
+    """The record whose address the sign speaks of, else the newest."""
+    newest = sorted(records, key=lambda r: r.id, reverse=True)
+    named = (r for r in newest if r.address is not None and names_address(sign.says, r.address))
+    return next(named, newest[0])
 
 
 def owner_of_pid(state: State, gpu: str | None, pid: int, now: float) -> Domain | None:
     """The domain that a pid in a kernel log line belongs to: its server, or a client, past or present."""
     candidates = [d for d in state.domains.values() if gpu is None or gpu in d.gpus]
     for domain in candidates:
-        members = {p.pid for p in (domain.server, domain.control) if p is not None}
+        own = (domain.server, domain.former_server, domain.control)
+        members = {p.pid for p in own if p is not None}
         members |= {c.id.process.pid for c in state.clients_of(domain.id)}
         if pid in members:
             return domain
-    for client_id, at, _ in reversed(state.departed):
-        recent = now - at <= state.policy.evidence_window_s
-        if client_id.process.pid == pid and recent:
-            return next((d for d in candidates if d.id == client_id.domain), None)
+    for gone in reversed(state.departed):
+        recent = now - gone.at <= state.policy.evidence_window_s
+        if gone.id.process.pid == pid and recent:
+            return next((d for d in candidates if d.id == gone.id.domain), None)
     return None
 
 
-def suspects(state: State, domain: str) -> tuple[Party, ...]:
-    """Every process that could have run work in the domain, one party for each."""
+def suspects(state: State, domain: str, now: float) -> tuple[Party, ...]:
+    """Every process that could have run work in the domain, one party for each.
+
+    Whoever left just now is among them: an offender often ends by its own error before any sign of its
+    fault arrives, and must not leave the last innocent behind as the only suspect.
+    """
     seen: dict[object, Party] = {}
     for client in sorted(state.clients_of(domain), key=lambda c: c.id):
         seen.setdefault(client.id.process, party(client))
+    for gone in state.departed:
+        if gone.id.domain == domain and now - gone.at <= DEATH_WINDOW_S:
+            seen.setdefault(gone.id.process, Party(gone.id, gone.facts))
     return tuple(seen.values())
 
 
@@ -91,12 +119,12 @@ def victims(state: State, domain: str, offender: ClientId | None) -> tuple[Clien
     return tuple(sorted(c.id for c in state.living_of(domain) if c.id.process != spared))
 
 
-def dead_in_flight(state: State, domain: str, now: float) -> ClientId | None:
+def dead_in_flight(state: State, domain: str, now: float) -> Party | None:
     """The one client that died just now without a lease, if there is exactly one."""
     found = [
-        client_id
-        for client_id, at, leased in state.departed
-        if client_id.domain == domain and not leased and now - at <= DEATH_WINDOW_S
+        Party(gone.id, gone.facts)
+        for gone in state.departed
+        if gone.id.domain == domain and not gone.leased and now - gone.at <= DEATH_WINDOW_S
     ]
     return found[0] if len(found) == 1 else None
 
@@ -119,12 +147,13 @@ def _refined_class(record: FaultRecord, sign: Evidence) -> str:
     current = record.fault_class
     if sign.source is not Source.KERNEL_LOG:
         return _by_number(current, sign.xid)
-    if sign.xid == 31 and current in taxonomy.MMU_CLASSES:
-        known = record.address is None or names_address(sign.text, record.address)
-        return taxonomy.refine_mmu(current, sign.text) if known else current
     if sign.xid == 13 and current in ("sm-exception", "sm-trap"):
-        return taxonomy.classify_sm(sign.text) or current
-    return _by_number(current, sign.xid)
+        return taxonomy.classify_sm(sign.says) or current
+    current = _by_number(current, sign.xid)
+    if sign.xid == 31 and current in taxonomy.MMU_CLASSES:
+        known = record.address is None or names_address(sign.says, record.address)
+        return taxonomy.refine_mmu(current, sign.says) if known else current
+    return current
 
 
 def _by_number(current: str, xid: int | None) -> str:
@@ -135,8 +164,8 @@ def _by_number(current: str, xid: int | None) -> str:
 
 
 def kernel_evidence(xid: KernelXid, at: float) -> Evidence:
-    who = f" pid={xid.pid} name={xid.name}" if xid.pid is not None else ""
-    return Evidence(Source.KERNEL_LOG, at, f"Xid {xid.xid}{who}: {xid.text}", xid.xid)
+    says = xid.text.replace(f"name={xid.name}", "") if xid.name else xid.text
+    return Evidence(Source.KERNEL_LOG, at, xid.text, xid.xid, says)
 
 
 def matching_strays(state: State, gpus: tuple[str, ...], now: float) -> tuple[Stray, ...]:

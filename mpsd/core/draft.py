@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from mpsd.core.effects import Effect, Publish
 from mpsd.core.records import FaultRecord
-from mpsd.core.state import Client, Domain, Slot, State
+from mpsd.core.state import Client, Departed, Domain, Slot, State
 from mpsd.model import ClientId
 
 K = TypeVar("K", str, ClientId)
@@ -56,7 +56,7 @@ class Draft:
 
     def drop_client(self, client: Client) -> None:
         """Forget a client, but remember for a while that its process was one."""
-        entry = (client.id, self.now, client.leased)
+        entry = Departed(client.id, client.facts, self.now, client.leased)
         departed = (*self.state.departed, entry)[-DEPARTED_KEPT:]
         clients = _without(self.state.clients, client.id)
         self.state = replace(self.state, clients=clients, departed=departed)

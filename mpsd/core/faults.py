@@ -10,11 +10,12 @@ from mpsd.core import events as ev
 from mpsd.core.clients import endless
 from mpsd.core.draft import Draft
 from mpsd.core.effects import ArmTimer, Inspect, Record
-from mpsd.core.lifecycle import DomainTrigger
+from mpsd.core.lifecycle import DomainTrigger, next_domain_state
 from mpsd.core.records import Evidence, FaultRecord, Party, Source
 from mpsd.core.state import Domain, DomainState, Stray
 from mpsd.model import Access, Confidence, LiesThere, ServerState
 
+STRAYS_KEPT = 64
 _VAGUE = frozenset({"sm-exception", "death-in-flight"})
 _IN_SERVICE = (DomainState.ACTIVE, DomainState.WARM, DomainState.POISONED, DomainState.RETIRED)
 
@@ -27,14 +28,16 @@ def on_uvm_fatal(draft: Draft, event: ev.UvmFatal) -> None:
         return
     sign = at.uvm_evidence(event.event, draft.now)
     open_records = at.open_for(draft.state, domain.id, draft.now)
-    same = next((r for r in open_records if r.offender and r.offender.id == client.id), None)
+    sure = (r for r in open_records if r.confidence is Confidence.CERTAIN and r.offender is not None)
+    same = next((r for r in sure if r.offender and r.offender.id == client.id), None)
     if same is not None:
         # A kernel faults on many addresses at once: the first one is kept, the rest are its echo.
         draft.put_fault(at.add_evidence(same, sign))
         return
     vague = next((r for r in open_records if _could_be_uvm(r)), None)
     record = _certain(draft, vague or _new(draft, domain), at.party(client), event)
-    record = at.refine(at.add_evidence(record, sign), _take_strays(draft, record))
+    # What came before this event was read without knowing it: it is read again.
+    record = at.refine(at.add_evidence(record, sign), (*record.evidence, *_take_strays(draft, record)))
     _out_of_service(draft, domain, record)
     if event.event.address >= taxonomy.NULL_PAGE_BYTES:
         draft.emit(Inspect(record.id, client.id.process, event.event.address))
@@ -74,7 +77,7 @@ def _new(draft: Draft, domain: Domain, fault_class: str = "sm-exception") -> Fau
         domain.id,
         domain.gpus,
         fault_class,
-        suspects=at.suspects(draft.state, domain.id),
+        suspects=at.suspects(draft.state, domain.id, draft.now),
         victims=at.victims(draft.state, domain.id, None),
     )
 
@@ -119,7 +122,7 @@ def _action(draft: Draft, record: FaultRecord) -> str:
     slot = draft.state.slots.get(domain.slot) if domain else None
     if domain is None or slot is None:
         return advice
-    if slot.active != domain.id:
+    if slot.active not in (domain.id, None):
         return f"new clients go to domain {slot.active}; {advice}"
     return f"a fresh domain is being started; {advice}" if not slot.exclusive else advice
 
@@ -147,12 +150,12 @@ def domain_sign(draft: Draft, domain: Domain, sign: Evidence) -> None:
     """A sign that belongs to this domain for sure, but names no client that could be believed."""
     existing = at.open_for(draft.state, domain.id, draft.now)
     if existing:
-        new = at.refine(existing[0], (*_take_strays(draft, existing[0]), sign))
-        _revise(draft, existing[0], new)
-        if draft.state.domains[domain.id].state in _IN_SERVICE:
+        old = at.likeliest(existing, sign)
+        if domain.state in _IN_SERVICE and old.fault_class != "server-death":
             domains.leave(draft, domain.id, DomainTrigger.FAULT)
+        _revise(draft, old, at.refine(old, (*_take_strays(draft, old), sign)))
         return
-    if domain.state not in _IN_SERVICE:
+    if domain.state not in (*_IN_SERVICE, DomainState.HEADLESS):
         return
     record = _new(draft, domain)
     record = at.refine(record, (*_take_strays(draft, record), sign))
@@ -164,7 +167,15 @@ def _blame(draft: Draft, record: FaultRecord) -> FaultRecord:
     dead = at.dead_in_flight(draft.state, record.domain, draft.now)
     numbers = {e.xid for e in record.evidence}
     if dead is not None and 31 in numbers and record.fault_class in taxonomy.MMU_CLASSES:
-        return replace(record, fault_class="death-in-flight")
+        # Named, but not for certain: an untracked client's own fault would look the same.
+        return replace(
+            record,
+            fault_class="death-in-flight",
+            offender=dead,
+            confidence=Confidence.LIKELY,
+            suspects=(),
+            victims=at.victims(draft.state, record.domain, dead.id),
+        )
     return at.blame_one(record)
 
 
@@ -185,6 +196,8 @@ def on_kernel_xid(draft: Draft, event: ev.KernelXidSeen) -> None:
         domain_sign(draft, domain, sign)
     elif event.gpu is not None:
         _add_stray(draft, Stray(event.gpu, event.xid.xid, sign, foreign=True))
+    else:
+        draft.count("xids_of_unknown_gpus")
 
 
 def on_nvml_xid(draft: Draft, event: ev.NvmlXidSeen) -> None:
@@ -203,29 +216,32 @@ def _join_or_stray(draft: Draft, gpu: str | None, xid: int, sign: Evidence) -> N
         return
     records = at.open_on_gpu(draft.state, gpu, draft.now)
     if len({r.domain for r in records}) == 1:
-        newest = max(records, key=lambda r: r.id)
-        _revise(draft, newest, at.refine(newest, (sign,)))
+        record = at.likeliest(records, sign)
+        _revise(draft, record, at.refine(record, (sign,)))
     else:
         _add_stray(draft, Stray(gpu, xid, sign))
 
 
 def _add_stray(draft: Draft, stray: Stray) -> None:
-    draft.state = replace(draft.state, strays=(*draft.state.strays, stray)[-64:])
-    draft.emit(ArmTimer("strays", stray.gpu, draft.state.policy.evidence_window_s))
+    # Only the first arms the timer: one process that faults all the time must not put it off for ever.
+    if not any(s.gpu == stray.gpu for s in draft.state.strays):
+        draft.emit(ArmTimer("strays", stray.gpu, draft.state.policy.evidence_window_s))
+    draft.count("strays_dropped", max(0, len(draft.state.strays) + 1 - STRAYS_KEPT))
+    draft.state = replace(draft.state, strays=(*draft.state.strays, stray)[-STRAYS_KEPT:])
 
 
 def on_strays(draft: Draft, gpu: str) -> None:
     """No domain claimed these signs: one record says so, and moves nobody."""
-    old = [
-        s
-        for s in draft.state.strays
-        if s.gpu == gpu and draft.now - s.evidence.at >= draft.state.policy.evidence_window_s * 0.99
-    ]
-    if not old:
-        return
+    window = draft.state.policy.evidence_window_s
+    here = [s for s in draft.state.strays if s.gpu == gpu]
+    old = [s for s in here if draft.now - s.evidence.at >= window * 0.99]
     kept = tuple(s for s in draft.state.strays if s not in old)
     draft.state = replace(draft.state, strays=kept)
-    _deviceless(draft, "unattributed-xid", gpu, tuple(s.evidence for s in old))
+    if old:
+        _deviceless(draft, "unattributed-xid", gpu, tuple(s.evidence for s in old))
+    if len(here) > len(old):
+        oldest = min(s.evidence.at for s in here if s not in old)
+        draft.emit(ArmTimer("strays", gpu, max(0.0, oldest + window - draft.now)))
 
 
 def _device_fault(draft: Draft, fault_class: str, gpu: str | None, sign: Evidence) -> None:
@@ -303,6 +319,6 @@ def on_linger(draft: Draft, subject: str) -> None:
         )
         draft.put_domain(replace(domain, last_fault=record.id))
         record = at.add_evidence(record, Evidence(Source.PROCESS, draft.now, text))
-        if domain.state in (DomainState.ACTIVE, DomainState.RETIRED):
+        if next_domain_state(domain.state, DomainTrigger.POISON) is not None:
             domains.leave(draft, domain.id, DomainTrigger.POISON)
         _write(draft, record)

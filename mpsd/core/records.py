@@ -21,12 +21,17 @@ class Source(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """`at` is the daemon's monotonic clock, in seconds, when the sign was read."""
+    """`at` is the daemon's monotonic clock, in seconds, when the sign was read.
+
+    `says` is what the driver itself says in `text`: classes are read from it, never from a name that a
+    process gave itself.
+    """
 
     source: Source
     at: float
     text: str
     xid: int | None = None
+    says: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,6 +94,7 @@ class Domain:
     last_fault: int | None = None
     refused: int = 0
     problem: str = ""
+    former_server: ProcessInstance | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,13 +117,22 @@ class Client:
     died: float | None = None
     leased: bool = False
     tracked: bool = False
-    work_ended: bool = False
     eviction: Eviction | None = None
     problem: str = ""
 
     @property
     def living(self) -> bool:
         return self.state in LIVING
+
+
+@dataclass(frozen=True, slots=True)
+class Departed:
+    """What is remembered for a while of a client that has gone. `leased`: its lease outlived it."""
+
+    id: ClientId
+    facts: ProcessFacts
+    at: float
+    leased: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,11 +156,12 @@ class State:
     slots: Mapping[str, Slot] = field(default_factory=lambda: MappingProxyType({}))
     domains: Mapping[str, Domain] = field(default_factory=lambda: MappingProxyType({}))
     clients: Mapping[ClientId, Client] = field(default_factory=lambda: MappingProxyType({}))
-    departed: tuple[tuple[ClientId, float, bool], ...] = ()
+    departed: tuple[Departed, ...] = ()
     open_faults: tuple[FaultRecord, ...] = ()
     strays: tuple[Stray, ...] = ()
     drained: frozenset[str] = frozenset()
     stopping: bool = False
+    adopting: bool = False
     next_fault: int = 1
     next_domain: int = 1
     counters: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
