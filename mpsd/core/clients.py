@@ -4,25 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mpsd.core import domains
+from mpsd.core import domains, leases
 from mpsd.core import events as ev
 from mpsd.core.draft import Draft
-from mpsd.core.effects import (
-    Answer,
-    ArmTimer,
-    Attach,
-    Effect,
-    Forget,
-    Kill,
-    ProbeWork,
-    ReleaseLease,
-    Terminate,
-)
+from mpsd.core.effects import Answer, ArmTimer, Attach, Effect, ProbeWork, ReleaseLease, Terminate
+from mpsd.core.killing import answer_gone, awaited, kill, kill_by_policy
 from mpsd.core.lifecycle import ClientTrigger, allows, next_client_state
 from mpsd.core.state import Client, ClientState, Domain, DomainState, Eviction
 from mpsd.model import ClientId, Liveness, ProcessInstance
 
-KILL_WAIT_S = 5.0
 # Where the server has lost its contexts, nothing that a dead client left can still run.
 _WORK_IS_LOST = (DomainState.FAULTED, DomainState.STOPPING)
 _ASKABLE = (DomainState.ACTIVE, DomainState.WARM, DomainState.POISONED, DomainState.RETIRED)
@@ -33,18 +23,21 @@ def on_noticed(draft: Draft, event: ev.ClientNoticed) -> None:
     same = [c for c in draft.state.clients_of(event.domain) if c.id.process == process]
     if domain is None or domain.state is DomainState.STOPPING:
         draft.count("clients_of_unknown_domains")
-        _forget_if_done(draft, process)
+        leases.forget_if_done(draft, process)
     elif any(c.living for c in same):
         return
-    elif domain.state is DomainState.FAULTED:
+    elif domain.state is DomainState.FAULTED and not draft.state.adopting:
+        # While adopting it is a victim that was there before the daemon.
         _refuse(draft, domain)
-        _forget_if_done(draft, process)
+        leases.forget_if_done(draft, process)
     else:
         # After an exec the old address space may still linger: the new one is another client.
         space = 1 + max((c.id.space for c in same), default=-1)
         client_id = ClientId(event.domain, process, space)
         draft.put_client(Client(client_id, event.facts, ClientState.NOTICED, draft.now))
         draft.emit(Attach(event.domain, process, space))
+        if draft.state.stopping:
+            kill_by_policy(draft, process, "mpsd is stopping its domains")
 
 
 def on_refused(draft: Draft, event: ev.ClientRefused) -> None:
@@ -112,14 +105,15 @@ def on_lease_restored(draft: Draft, event: ev.LeaseRestored) -> None:
         if domain is None:
             draft.emit(ReleaseLease(client_id))
             continue
-        known = Client(client_id, event.facts, ClientState.ATTACHED, draft.now, leased=True)
-        draft.put_client(known)
+        restored = Client(client_id, event.facts, ClientState.ATTACHED, draft.now, leased=True)
+        # One that is known already (a repeated event) keeps its state, and its eviction its answer.
+        draft.put_client(draft.state.clients.get(client_id, restored))
     if domain is not None:
-        _end(draft, event.facts.instance)
+        _end(draft, event.facts.instance, "the process has gone")
 
 
 def on_died(draft: Draft, event: ev.ClientDied) -> None:
-    _end(draft, event.process)
+    _end(draft, event.process, "the process has gone")
 
 
 def on_left(draft: Draft, event: ev.ClientLeft) -> None:
@@ -131,54 +125,33 @@ def on_left(draft: Draft, event: ev.ClientLeft) -> None:
             pid=event.process.pid,
             how=event.how,
         )
-    _end(draft, event.process)
+    _end(draft, event.process, f"the process is no client any more: {event.how}")
 
 
-def _end(draft: Draft, process: ProcessInstance) -> None:
+def _end(draft: Draft, process: ProcessInstance, how: str) -> None:
     """A process is no client any more: forget it, or keep its lease until its work has ended."""
     spaces = [c for c in draft.state.spaces_of(process) if c.living]
-    _answer_eviction(draft, spaces)
+    answer_gone(draft, process, how)
     for client in spaces:
         domain = draft.state.domains[client.id.domain]
         if not client.leased:
             draft.drop_client(client)
         elif domain.state in _WORK_IS_LOST:
-            _release(draft, client)
+            leases.release(draft, client)
         else:
             draft.put_client(replace(client, state=ClientState.LINGERING, died=draft.now, eviction=None))
             linger = draft.state.policy.linger_limit_s
             draft.emit(ProbeWork(client.id), ArmTimer("linger", str(client.id.process), linger))
         draft.publish("client-ended", client.facts.uid, domain=client.id.domain, pid=process.pid)
-    _forget_if_done(draft, process)
+    leases.forget_if_done(draft, process)
     for name in {c.id.domain for c in spaces}:
         domains.settle(draft, name)
-
-
-def _answer_eviction(draft: Draft, spaces: list[Client]) -> None:
-    """Answer whoever asked for the eviction that has just come to its end, once for all spaces."""
-    for eviction in {c.eviction for c in spaces if c.eviction is not None}:
-        if eviction.requester != "policy":
-            took = round((draft.now - eviction.began) * 1e3, 3)
-            steps = [*eviction.steps, "the process has gone"]
-            draft.emit(
-                Answer(eviction.requester, True, {"outcome": "evicted", "steps": steps, "evict_ms": took})
-            )
-
-
-def _release(draft: Draft, client: Client) -> None:
-    draft.emit(ReleaseLease(client.id))
-    draft.drop_client(client)
-
-
-def _forget_if_done(draft: Draft, process: ProcessInstance) -> None:
-    if not any(draft.state.spaces_of(process)):
-        draft.emit(Forget(process))
 
 
 def on_work_ended(draft: Draft, event: ev.WorkEnded) -> None:
     dead = [c for c in draft.state.spaces_of(event.process) if not c.living]
     for client in dead:
-        _release(draft, client)
+        leases.release(draft, client)
         draft.publish(
             "lease-released",
             client.facts.uid,
@@ -187,7 +160,6 @@ def on_work_ended(draft: Draft, event: ev.WorkEnded) -> None:
             sign=event.sign,
             after_ms=round((draft.now - (client.died or draft.now)) * 1e3, 3),
         )
-    _forget_if_done(draft, event.process)
     for name in {c.id.domain for c in dead}:
         domains.settle(draft, name)
 
@@ -206,23 +178,28 @@ def on_evict(draft: Draft, event: ev.EvictRequested) -> None:
     if not targets:
         _reject(draft, event, "not-found", f"process {event.process} is not a client")
         return
-    if any(c.eviction for c in targets):
+    if awaited(draft, event.process) is not None:
         _reject(draft, event, "busy", f"process {event.process} is being evicted already")
         return
-    routes = [_route(draft.state.domains[c.id.domain], event.liveness) for c in targets]
-    obstacle = next((text for text in routes if text), "")
+    draft.count("evictions")
+    obstacle = _obstacle(draft, targets, event.liveness)
     eviction = Eviction(event.request, event.reason, draft.now, (obstacle,) if obstacle else ())
-    trigger = ClientTrigger.KILL if obstacle else ClientTrigger.EVICT
+    if obstacle:
+        kill(draft, event.process, eviction)
+        return
     for client in targets:
-        state = next_client_state(client.state, trigger)
+        state = next_client_state(client.state, ClientTrigger.EVICT)
         assert state is not None
         draft.put_client(replace(client, state=state, eviction=eviction))
-    draft.count("evictions")
-    if obstacle:
-        draft.emit(Kill(event.process, event.reason))
-        draft.emit(ArmTimer("kill-wait", str(event.process), KILL_WAIT_S))
-        return
     draft.emit(*_terminations(draft, event.process, targets))
+
+
+def _obstacle(draft: Draft, targets: list[Client], liveness: Liveness) -> str:
+    """Why none of these clients may be asked; empty when all may."""
+    if any(c.state is ClientState.KILLING for c in targets):
+        return "SIGKILL was sent before: once more"
+    routes = (_route(draft.state.domains[c.id.domain], liveness) for c in targets)
+    return next((text for text in routes if text), "")
 
 
 def _route(domain: Domain, liveness: Liveness) -> str:
@@ -253,31 +230,9 @@ def _reject(draft: Draft, event: ev.EvictRequested, code: str, message: str) -> 
 
 def on_terminate_finished(draft: Draft, event: ev.TerminateFinished) -> None:
     waiting = [c for c in draft.state.spaces_of(event.process) if c.state is ClientState.TERMINATING]
-    for client in waiting:
-        assert client.eviction is not None
-        eviction = replace(client.eviction, steps=(*client.eviction.steps, event.text, "SIGKILL"))
-        draft.put_client(replace(client, state=ClientState.KILLING, eviction=eviction))
-    if waiting:
-        reason = waiting[0].eviction.reason if waiting[0].eviction else ""
-        draft.emit(Kill(event.process, reason))
-        draft.emit(ArmTimer("kill-wait", str(event.process), KILL_WAIT_S))
+    eviction = next((c.eviction for c in waiting if c.eviction is not None), None)
+    if eviction is not None:
+        steps = (*eviction.steps, event.text, "SIGKILL")
+        kill(draft, event.process, replace(eviction, steps=steps))
     if not event.done:
         draft.count("terminate_failures")
-
-
-def on_kill_wait(draft: Draft, subject: str) -> None:
-    """SIGKILL was sent and the process is still there: say so, and let it be asked again."""
-    stuck = [
-        c
-        for c in draft.state.clients.values()
-        if str(c.id.process) == subject and c.state is ClientState.KILLING
-    ]
-    for eviction in {c.eviction for c in stuck if c.eviction is not None}:
-        message = f"process {subject} has not ended {KILL_WAIT_S:.0f} s after SIGKILL"
-        draft.publish("kill-stuck", stuck[0].facts.uid, pid=stuck[0].id.process.pid, text=message)
-        if eviction.requester != "policy":
-            data = {"code": "deadline", "message": message, "steps": list(eviction.steps)}
-            draft.emit(Answer(eviction.requester, False, data))
-    for client in stuck:
-        if client.eviction is not None:
-            draft.put_client(replace(client, eviction=replace(client.eviction, requester="policy")))

@@ -9,21 +9,22 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mpsd.core import events as ev
+from mpsd.core import leases
 from mpsd.core.draft import Draft
-from mpsd.core.effects import (
-    ArmTimer,
-    AskServer,
-    Kill,
-    ReleaseLease,
-    StartDomain,
-    StopDomain,
-    SwitchPath,
-)
-from mpsd.core.lifecycle import ClientTrigger, DomainTrigger, allows, next_client_state, next_domain_state
-from mpsd.core.state import SERVING, Domain, DomainState, Eviction, Slot
-from mpsd.model import ProcessInstance, ServerState
+from mpsd.core.effects import ArmTimer, AskServer, StartDomain, StopDomain, SwitchPath
+from mpsd.core.killing import kill_by_policy
+from mpsd.core.lifecycle import DomainTrigger, next_domain_state
+from mpsd.core.state import SERVING, Domain, DomainState, Slot
+from mpsd.model import ServerState
 
 ASK_AGAIN_S = 0.25
+_LEFTOVER = (
+    DomainState.FAULTED,
+    DomainState.POISONED,
+    DomainState.RETIRED,
+    DomainState.HEADLESS,
+    DomainState.FAILED,
+)
 
 
 def on_slot_wanted(draft: Draft, event: ev.SlotWanted) -> None:
@@ -35,32 +36,48 @@ def on_slot_wanted(draft: Draft, event: ev.SlotWanted) -> None:
 
 
 def on_adopted(draft: Draft, event: ev.DomainAdopted) -> None:
-    slot = draft.state.slots[event.slot]
+    """Until AdoptionDone nothing is emptied or used again: its clients may not be known yet."""
+    slot = draft.state.slots.get(event.slot)
+    if slot is None or event.domain in draft.state.domains:
+        draft.count("adoptions_ignored")
+        return
+    # Whoever was starting or stopping it has gone: it is emptied and replaced like any old domain.
+    halfway = event.state in (DomainState.STARTING, DomainState.STOPPING)
     draft.put_domain(
         Domain(
             event.domain,
             slot.id,
             slot.gpus,
             slot.uid,
-            event.state,
+            DomainState.RETIRED if halfway else event.state,
             draft.now,
             event.control,
             event.server,
             event.server_state,
         )
     )
-    number = int(event.domain.lstrip("d")) if event.domain.lstrip("d").isdigit() else 0
-    draft.state = replace(draft.state, next_domain=max(draft.state.next_domain, number + 1))
-    if event.role is ev.DomainRole.ACTIVE:
-        draft.put_slot(replace(slot, active=event.domain))
-        draft.emit(SwitchPath(slot.id, event.domain))
-    elif event.role is ev.DomainRole.SPARE and event.state is DomainState.WARM and not slot.exclusive:
-        draft.put_slot(replace(slot, spare=event.domain))
-    elif event.state in SERVING:
-        move(draft, event.domain, DomainTrigger.RETIRE)
+    digits = event.domain.removeprefix("d")
+    number = int(digits) if digits.isdecimal() else 0
+    later = max(draft.state.next_domain, number + 1)
+    draft.state = replace(draft.state, next_domain=later, adopting=True)
+    _adopt_role(draft, slot, draft.state.domains[event.domain], event.role)
+
+
+def _adopt_role(draft: Draft, slot: Slot, domain: Domain, role: ev.DomainRole) -> None:
+    spare = role is ev.DomainRole.SPARE and slot.spare is None and not slot.exclusive
+    if role is ev.DomainRole.ACTIVE and slot.active is None:
+        draft.put_slot(replace(slot, active=domain.id))
+        draft.emit(SwitchPath(slot.id, domain.id))
+        if domain.state is DomainState.WARM:
+            move(draft, domain.id, DomainTrigger.ACTIVATED)
+    elif spare and domain.state is DomainState.WARM:
+        draft.put_slot(replace(slot, spare=domain.id))
+    elif domain.state in SERVING:
+        move(draft, domain.id, DomainTrigger.RETIRE)
 
 
 def on_adoption_done(draft: Draft, event: ev.AdoptionDone) -> None:
+    draft.state = replace(draft.state, adopting=False)
     for slot in tuple(draft.state.slots.values()):
         ensure(draft, slot.id)
     for domain in tuple(draft.state.domains):
@@ -115,13 +132,18 @@ def promote(draft: Draft, slot: Slot, name: str) -> None:
 
 def on_started(draft: Draft, event: ev.DomainStarted) -> None:
     domain = draft.state.domains.get(event.domain)
-    if domain is None or domain.state is not DomainState.STARTING:
+    if domain is None or domain.state is DomainState.STOPPING:
+        # It came up after it had been given up: it is ended, or nobody ever would.
+        draft.count("late_domain_starts")
+        draft.emit(StopDomain(event.domain, draft.state.policy.stop_deadline_s))
+        return
+    if domain.control is not None:
         draft.count("late_domain_starts")
         return
-    move(draft, domain.id, DomainTrigger.STARTED)
     running = ServerState.ACTIVE if event.server else ServerState.GONE
-    domain = draft.state.domains[domain.id]
     draft.put_domain(replace(domain, control=event.control, server=event.server, server_state=running))
+    if not move(draft, domain.id, DomainTrigger.STARTED):
+        return
     slot = draft.put_slot(replace(draft.state.slots[domain.slot], failures=0))
     current = draft.state.domains[slot.active] if slot.active else None
     if current is None or current.id == domain.id or current.state not in SERVING:
@@ -147,16 +169,17 @@ def on_start_failed(draft: Draft, event: ev.DomainStartFailed) -> None:
     delay = min(policy.start_retry_s * 2 ** min(slot.failures - 1, 16), policy.start_retry_max_s)
     draft.publish("domain-start-failed", None, domain=domain.id, reason=event.reason, retry_s=delay)
     draft.emit(ArmTimer("ensure", slot.id, delay))
+    if slot.active is None and slot.spare and draft.state.domains[slot.spare].state is DomainState.WARM:
+        promote(draft, slot, slot.spare)
     settle(draft, domain.id)
 
 
 def on_stopped(draft: Draft, event: ev.DomainStopped) -> None:
-    if event.domain not in draft.state.domains:
+    domain = draft.state.domains.get(event.domain)
+    if domain is None or domain.state is not DomainState.STOPPING:
+        draft.count("late_domain_stops")
         return
-    for client in tuple(draft.state.clients_of(event.domain)):
-        if client.leased:
-            draft.emit(ReleaseLease(client.id))
-        draft.drop_client(client)
+    leases.release_dead(draft, event.domain)
     draft.drop_domain(event.domain)
     draft.publish("domain-gone", None, domain=event.domain)
 
@@ -182,6 +205,9 @@ def leave(draft: Draft, name: str, trigger: DomainTrigger) -> bool:
         slot = draft.put_slot(replace(slot, spare=None))
     draft.publish("domain-left", domain.uid, domain=name, state=domain.state.value, why=trigger.value)
     ensure(draft, slot.id)
+    if domain.state is DomainState.FAULTED:
+        # The server has lost its contexts: nothing that the dead left there can still run.
+        leases.release_dead(draft, name)
     _arm_drain(draft, domain, in_place=slot.exclusive and slot.active == name)
     settle(draft, name)
     return True
@@ -200,27 +226,23 @@ def _arm_drain(draft: Draft, domain: Domain, *, in_place: bool) -> None:
 def settle(draft: Draft, name: str) -> None:
     """Stop a domain that is out of service and empty, or use it again where no other can exist."""
     domain = draft.state.domains.get(name)
-    leftover = (
-        DomainState.FAULTED,
-        DomainState.POISONED,
-        DomainState.RETIRED,
-        DomainState.HEADLESS,
-        DomainState.FAILED,
-    )
-    if domain is None or domain.state not in leftover or any(draft.state.living_of(name)):
+    if domain is None or domain.state not in _LEFTOVER or draft.state.adopting:
+        return
+    if any(draft.state.living_of(name)):
         return
     slot = draft.state.slots[domain.slot]
-    if slot.active == name and not draft.state.stopping:
+    if slot.active == name:
         if domain.state is DomainState.FAULTED:
             draft.emit(AskServer(name), ArmTimer("ask", name, ASK_AGAIN_S))
-        return
-    if slot.active == name:
+        if domain.state is DomainState.FAULTED or not slot.exclusive:
+            return
+        # Only one server can exist and this one does not come back: its successor starts after it.
         draft.put_slot(replace(slot, active=None))
-    for client in tuple(draft.state.clients_of(name)):
-        draft.emit(ReleaseLease(client.id))
-        draft.drop_client(client)
+    leases.release_dead(draft, name)
     move(draft, name, DomainTrigger.EMPTY)
     draft.emit(StopDomain(name, draft.state.policy.stop_deadline_s))
+    if slot.active == name:
+        ensure(draft, slot.id)
 
 
 def on_control_died(draft: Draft, event: ev.ControlDied) -> bool:
@@ -235,7 +257,7 @@ def on_control_died(draft: Draft, event: ev.ControlDied) -> bool:
 def on_server_seen(draft: Draft, event: ev.ServerSeen) -> None:
     domain = draft.state.domains.get(event.domain)
     if domain is not None and domain.server != event.server:
-        draft.put_domain(replace(domain, server=event.server))
+        draft.put_domain(replace(domain, server=event.server, former_server=domain.server))
 
 
 def on_server_died(draft: Draft, event: ev.ServerDied) -> bool:
@@ -243,7 +265,8 @@ def on_server_died(draft: Draft, event: ev.ServerDied) -> bool:
     domain = draft.state.domains.get(event.domain)
     if domain is None or domain.server != event.server:
         return False
-    draft.put_domain(replace(domain, server=None, server_state=ServerState.GONE))
+    gone = replace(domain, server=None, former_server=event.server, server_state=ServerState.GONE)
+    draft.put_domain(gone)
     used = domain.state in (DomainState.ACTIVE, DomainState.WARM, DomainState.POISONED)
     return leave(draft, domain.id, DomainTrigger.SERVER_DIED) and used
 
@@ -251,7 +274,9 @@ def on_server_died(draft: Draft, event: ev.ServerDied) -> bool:
 def recovered(draft: Draft, domain: Domain) -> None:
     """A faulted domain whose server is ACTIVE again serves on where its slot still leads to it."""
     slot = draft.state.slots[domain.slot]
-    if slot.active == domain.id and not any(draft.state.living_of(domain.id)):
+    if draft.state.adopting or any(draft.state.living_of(domain.id)):
+        return
+    if slot.active == domain.id:
         move(draft, domain.id, DomainTrigger.RECOVERED)
         draft.publish("domain-active", domain.uid, domain=domain.id, slot=slot.id)
         ensure(draft, slot.id)
@@ -265,16 +290,11 @@ def on_mode_seen(draft: Draft, event: ev.ModeSeen) -> None:
     slot = draft.put_slot(replace(slot, exclusive=event.exclusive, spare=None if spare else slot.spare))
     if spare is not None:
         move(draft, spare, DomainTrigger.RETIRE)
-        settle_or_stop(draft, spare)
+        settle(draft, spare)
     ensure(draft, slot.id)
-
-
-def settle_or_stop(draft: Draft, name: str) -> None:
-    """After RETIRE: a domain that was still starting goes straight to STOPPING."""
-    if draft.state.domains[name].state is DomainState.STOPPING:
-        draft.emit(StopDomain(name, draft.state.policy.stop_deadline_s))
-    else:
-        settle(draft, name)
+    if slot.active is not None:
+        _arm_drain(draft, draft.state.domains[slot.active], in_place=slot.exclusive)
+        settle(draft, slot.active)
 
 
 def on_drain(draft: Draft, event: ev.DrainRequested) -> None:
@@ -293,27 +313,14 @@ def on_stop(draft: Draft, event: ev.StopRequested) -> None:
     for slot in tuple(draft.state.slots.values()):
         draft.put_slot(replace(slot, active=None, spare=None))
     for domain in tuple(draft.state.domains.values()):
-        if domain.state is not DomainState.STOPPING and move(draft, domain.id, DomainTrigger.RETIRE):
-            settle_or_stop(draft, domain.id)
-        else:
-            settle(draft, domain.id)
-
-
-def kill_by_policy(draft: Draft, process: ProcessInstance, why: str) -> None:
-    """SIGKILL a process that policy wants gone, under its lease; once."""
-    doomed = [c for c in draft.state.spaces_of(process) if allows(c.state, ClientTrigger.KILL)]
-    for client in doomed:
-        target = next_client_state(client.state, ClientTrigger.KILL)
-        assert target is not None
-        eviction = client.eviction or Eviction("policy", why, draft.now)
-        draft.put_client(replace(client, state=target, eviction=eviction))
-    if doomed:
-        draft.emit(Kill(process, why))
+        if domain.state in SERVING:
+            move(draft, domain.id, DomainTrigger.RETIRE)
+        settle(draft, domain.id)
 
 
 def on_laggards(draft: Draft, domain: str) -> None:
     late = [c for c in draft.state.living_of(domain)]
-    if late and draft.state.domains[domain].state is DomainState.FAULTED:
+    if late and _work_is_lost(draft.state.domains[domain]):
         draft.publish(
             "victims-stay",
             None,
@@ -324,6 +331,12 @@ def on_laggards(draft: Draft, domain: str) -> None:
 
 
 def on_kill_victims(draft: Draft, domain: str) -> None:
-    if draft.state.domains[domain].state is DomainState.FAULTED:
+    if _work_is_lost(draft.state.domains[domain]):
         for client in tuple(draft.state.living_of(domain)):
             kill_by_policy(draft, client.id.process, "victim of a fault that did not leave")
+
+
+def _work_is_lost(domain: Domain) -> bool:
+    """Whether whoever lives in this domain is a victim: it faulted, and no later server took clients."""
+    served_out = domain.state is DomainState.RETIRED and domain.server is None
+    return domain.state is DomainState.FAULTED or served_out

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mpsd.core import attribution, clients, domains, faults
+from mpsd.core import attribution, clients, domains, faults, killing
 from mpsd.core import events as ev
 from mpsd.core.draft import Draft
 from mpsd.core.effects import Effect, Kill, ReleaseLease, Terminate
@@ -60,7 +60,7 @@ _TIMERS: Mapping[str, Callable[[Draft, str], None]] = {
     "laggards": _for_domain(domains.on_laggards),
     "kill-victims": _for_domain(domains.on_kill_victims),
     "linger": faults.on_linger,
-    "kill-wait": clients.on_kill_wait,
+    "kill-wait": killing.on_kill_wait,
     "strays": faults.on_strays,
 }
 

@@ -1,0 +1,70 @@
+"""SIGKILL with the lease held: one process, all its clients, one answer to whoever asked."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from mpsd.core.draft import Draft
+from mpsd.core.effects import Answer, ArmTimer, Kill
+from mpsd.core.lifecycle import ClientTrigger, allows
+from mpsd.core.state import Client, ClientState, Eviction
+from mpsd.model import ProcessInstance
+
+KILL_WAIT_S = 5.0
+POLICY = "policy"
+"""The requester of an eviction that nobody waits for."""
+
+
+def awaited(draft: Draft, process: ProcessInstance) -> Eviction | None:
+    """The eviction of this process that somebody still waits for, if there is one."""
+    evictions = (c.eviction for c in _living(draft, process) if c.eviction is not None)
+    return next((e for e in evictions if e.requester != POLICY), None)
+
+
+def kill(draft: Draft, process: ProcessInstance, eviction: Eviction) -> None:
+    """Kill a process: every client it still is shares this eviction, whichever domain it is in."""
+    for client in _living(draft, process):
+        draft.put_client(replace(client, state=ClientState.KILLING, eviction=eviction))
+    draft.emit(Kill(process, eviction.reason), ArmTimer("kill-wait", str(process), KILL_WAIT_S))
+
+
+def kill_by_policy(draft: Draft, process: ProcessInstance, why: str) -> None:
+    """Kill a process that policy wants gone, once; who asked for its eviction before is still answered."""
+    living = _living(draft, process)
+    if any(allows(c.state, ClientTrigger.KILL) for c in living):
+        begun = next((c.eviction for c in living if c.eviction is not None), None)
+        kill(draft, process, begun or Eviction(POLICY, why, draft.now))
+
+
+def answer_gone(draft: Draft, process: ProcessInstance, how: str) -> None:
+    """Answer whoever waits for the eviction that has just come to its end."""
+    eviction = awaited(draft, process)
+    if eviction is not None:
+        took_ms = round((draft.now - eviction.began) * 1e3, 3)
+        data = {"outcome": "evicted", "steps": [*eviction.steps, how], "evict_ms": took_ms}
+        draft.emit(Answer(eviction.requester, True, data))
+
+
+def on_kill_wait(draft: Draft, subject: str) -> None:
+    """SIGKILL was sent and the process is still there: say so, and let it be asked again."""
+    stuck = [
+        c
+        for c in draft.state.clients.values()
+        if str(c.id.process) == subject and c.state is ClientState.KILLING
+    ]
+    if not stuck:
+        return
+    process = stuck[0].id.process
+    message = f"process {subject} has not ended {KILL_WAIT_S:.0f} s after SIGKILL"
+    draft.publish("kill-stuck", stuck[0].facts.uid, pid=process.pid, text=message)
+    eviction = awaited(draft, process)
+    if eviction is not None:
+        data = {"code": "deadline", "message": message, "steps": list(eviction.steps)}
+        draft.emit(Answer(eviction.requester, False, data))
+    for client in stuck:
+        if client.eviction is not None:
+            draft.put_client(replace(client, eviction=replace(client.eviction, requester=POLICY)))
+
+
+def _living(draft: Draft, process: ProcessInstance) -> list[Client]:
+    return [c for c in draft.state.spaces_of(process) if c.living]

@@ -1,0 +1,27 @@
+"""Giving up leases, and the pins of processes that are no clients any more."""
+
+from __future__ import annotations
+
+from mpsd.core.draft import Draft
+from mpsd.core.effects import Forget, ReleaseLease
+from mpsd.core.state import Client
+from mpsd.model import ProcessInstance
+
+
+def release(draft: Draft, client: Client) -> None:
+    """Give up the lease of a dead client and forget it; its pin goes with its last address space."""
+    draft.emit(ReleaseLease(client.id))
+    draft.drop_client(client)
+    forget_if_done(draft, client.id.process)
+
+
+def release_dead(draft: Draft, domain: str) -> None:
+    """Release every dead client of a domain in which nothing it left can harm anybody any more."""
+    for client in tuple(draft.state.clients_of(domain)):
+        if not client.living:
+            release(draft, client)
+
+
+def forget_if_done(draft: Draft, process: ProcessInstance) -> None:
+    if not any(draft.state.spaces_of(process)):
+        draft.emit(Forget(process))
