@@ -1,0 +1,186 @@
+"""Builders for tests of core: a world that feeds events to decide() and remembers what came of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+from mpsd.core import effects as fx
+from mpsd.core import events as ev
+from mpsd.core.engine import decide
+from mpsd.core.records import FaultRecord
+from mpsd.core.state import Client, ClientState, Domain, DomainState, Policy, State
+from mpsd.model import (
+    Access,
+    ClientId,
+    KernelXid,
+    Liveness,
+    NvmlXid,
+    ProcessFacts,
+    ProcessInstance,
+    ServerState,
+    UvmEvent,
+    UvmFaultType,
+    UvmReason,
+)
+
+GPU = "GPU-0"
+SLOT = "gpu0.uid1000"
+UID = 1000
+E = TypeVar("E", bound=fx.Effect)
+
+OUT_OF_RANGE = "Graphics SM Warp Exception on (GPC 0, TPC 0, SM 0): Out Of Range Address"
+MISALIGNED = "Graphics SM Warp Exception on (GPC 0, TPC 0, SM 0): Misaligned Address"
+STACK = "Graphics SM Warp Exception on (GPC 0, TPC 0, SM 0): Stack Error"
+REGISTER = "Graphics Exception: ESR 0x504730=0x102000e 0x504734=0x24"
+
+
+def process(pid: int, start: int = 1) -> ProcessInstance:
+    return ProcessInstance(pid, start)
+
+
+def facts(pid: int, start: int = 1, uid: int = UID) -> ProcessFacts:
+    return ProcessFacts(process(pid, start), 1, uid, uid, f"program{pid}", "/usr/bin/program")
+
+
+def control_of(domain: str) -> ProcessInstance:
+    return process(100_000 + int(domain[1:]))
+
+
+def server_of(domain: str) -> ProcessInstance:
+    return process(200_000 + int(domain[1:]))
+
+
+def uvm(
+    address: int = 0x7F0000001000,
+    access: Access = Access.WRITE,
+    fault_type: UvmFaultType = UvmFaultType.INVALID_PTE,
+    reason: UvmReason = UvmReason.INVALID_ADDRESS,
+) -> UvmEvent:
+    return UvmEvent(True, fault_type, access, reason, address, 123)
+
+
+def mmu_text(address: int, client: str = "GPCCLIENT_T1_0") -> str:
+    """An MMU fault line's own words; the driver splits the address in two halves."""
+    where = f"0x{address >> 32:x}_{address & 0xFFFFFFFF:08x}"
+    return f"MMU Fault: ENGINE GRAPHICS {client} faulted @ {where}. Fault is of type FAULT_PTE"
+
+
+class World:
+    """One daemon's mind. `now` moves only when told; every effect is kept, in order."""
+
+    def __init__(self, policy: Policy | None = None) -> None:
+        self.state = State(policy=policy or Policy())
+        self.now = 100.0
+        self.last: tuple[fx.Effect, ...] = ()
+        self.effects: list[fx.Effect] = []
+
+    def do(self, event: ev.Event) -> tuple[fx.Effect, ...]:
+        decision = decide(self.state, event, self.now)
+        self.state, self.last = decision.state, decision.effects
+        self.effects += decision.effects
+        return self.last
+
+    def wait(self, seconds: float) -> World:
+        self.now += seconds
+        return self
+
+    # Looking
+
+    def made(self, kind: type[E]) -> list[E]:
+        """Effects of one kind that the last event had."""
+        return [e for e in self.last if isinstance(e, kind)]
+
+    def ever(self, kind: type[E]) -> list[E]:
+        return [e for e in self.effects if isinstance(e, kind)]
+
+    def record(self) -> FaultRecord:
+        """The newest revision of the newest record."""
+        return self.ever(fx.Record)[-1].record
+
+    def records(self) -> dict[int, FaultRecord]:
+        return {e.record.id: e.record for e in self.ever(fx.Record)}
+
+    def domain(self, name: str) -> Domain:
+        return self.state.domains[name]
+
+    def client(self, domain: str, pid: int, space: int = 0, start: int = 1) -> Client:
+        return self.state.clients[ClientId(domain, process(pid, start), space)]
+
+    def client_states(self) -> dict[int, ClientState]:
+        return {c.id.process.pid: c.state for c in self.state.clients.values()}
+
+    def path(self, slot: str = SLOT) -> str | None:
+        """Where the slot's stable path leads."""
+        switches = [e.domain for e in self.ever(fx.SwitchPath) if e.slot == slot]
+        return switches[-1] if switches else None
+
+    def pids(self, ids: Sequence[ClientId]) -> list[int]:
+        return [i.process.pid for i in ids]
+
+    # Doing
+
+    def want(self, slot: str = SLOT, gpu: str = GPU, uid: int | None = UID, exclusive: bool = False) -> None:
+        self.do(ev.SlotWanted(slot, (gpu,), uid, exclusive))
+
+    def started(self, name: str) -> None:
+        self.do(ev.DomainStarted(name, control_of(name), server_of(name)))
+
+    def stopped(self, name: str) -> None:
+        self.do(ev.DomainStopped(name))
+
+    def ready(self, exclusive: bool = False) -> World:
+        """Domain d1 active and, unless exclusive, d2 as its spare."""
+        self.want(exclusive=exclusive)
+        self.started("d1")
+        if not exclusive:
+            self.started("d2")
+        return self
+
+    def join(self, *pids: int, domain: str = "d1", spaces: int = 1) -> None:
+        for pid in pids:
+            self.do(ev.ClientNoticed(domain, facts(pid)))
+            self.do(ev.ClientAttached(domain, process(pid), spaces, tracked=True))
+
+    def die(self, pid: int) -> None:
+        self.do(ev.ClientDied(process(pid)))
+
+    def work_ended(self, pid: int) -> None:
+        self.do(ev.WorkEnded(process(pid), "its channels are gone"))
+
+    def fault(self, pid: int, event: UvmEvent | None = None, domain: str = "d1") -> None:
+        self.do(ev.UvmFatal(ClientId(domain, process(pid)), event or uvm()))
+
+    def kernel(
+        self, xid: int, text: str = "", pid: int | None = None, name: str = "", gpu: str | None = GPU
+    ) -> None:
+        who = f", pid={pid}, name={name}" if pid is not None else ""
+        line = f"NVRM: Xid (PCI:0000:01:00): {xid}{who}, {text}"
+        self.do(ev.KernelXidSeen(gpu, KernelXid("0000:01:00.0", xid, pid, name, line, 1)))
+
+    def nvml(self, xid: int, gpu: str = GPU) -> None:
+        self.do(ev.NvmlXidSeen(NvmlXid(gpu, xid)))
+
+    def evict(self, pid: int, request: str = "r1", liveness: Liveness = Liveness.RUNNING) -> None:
+        self.do(ev.EvictRequested(process(pid), liveness, request, "asked"))
+
+    def terminate_finished(self, pid: int, done: bool = True) -> None:
+        self.do(ev.TerminateFinished(process(pid), done, "done" if done else "no answer"))
+
+    def timer(self, kind: str, subject: object) -> None:
+        self.do(ev.TimerFired(kind, str(subject)))
+
+    def server_state(self, name: str, state: ServerState) -> None:
+        self.do(ev.ServerStateSeen(name, state))
+
+    def adopt(
+        self,
+        name: str,
+        role: ev.DomainRole,
+        state: DomainState,
+        *,
+        server: bool = True,
+        server_state: ServerState = ServerState.ACTIVE,
+    ) -> None:
+        instance = server_of(name) if server else None
+        self.do(ev.DomainAdopted(name, SLOT, role, state, control_of(name), instance, server_state))
