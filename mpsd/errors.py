@@ -8,6 +8,7 @@
       DeniedError             the peer may not do this
       NotFoundError           no such client, domain, GPU or fault
       AmbiguousError          refused because the target could be something else (pid reuse, not a client)
+      BusyError               too much is being asked at once; the same call may work later
       DeadlineError           an operation did not end in time
       ProtocolError           the peer sent something that is not the protocol
       GpuError                the driver, NVML or UVM refused; carries the raw status
@@ -75,6 +76,10 @@ class AmbiguousError(MpsdError):
 class DeadlineError(MpsdError):
     code = "deadline"
     exit_code = 12
+
+
+class BusyError(MpsdError):
+    code = "busy"
 
 
 class ProtocolError(MpsdError):

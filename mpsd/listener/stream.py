@@ -1,0 +1,97 @@
+"""The socket itself: a libzmq STREAM socket on a Unix path. Receives with asyncio, sends without waiting."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+from pathlib import Path
+
+import zmq
+import zmq.asyncio
+
+from mpsd.errors import AlreadyRunningError, ConfigError
+from mpsd.wire.address import MAX_PATH_BYTES
+
+# Messages that libzmq holds per connection and direction: incoming ones have at most 8 KiB each
+# (ZMQ_IN_BATCH_SIZE), outgoing ones what one answer or one chunk of events has.
+_HIGH_WATER = 32
+_LINGER_MS = 200
+
+
+class GoneError(Exception):
+    """The connection is not there any more."""
+
+
+class Stream:
+    """A bound socket. Raises as bind() says."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        _check_path(path)
+        self._context: zmq.asyncio.Context = zmq.asyncio.Context()
+        try:
+            self._socket = self._context.socket(zmq.STREAM)
+            self._socket.setsockopt(zmq.RCVHWM, _HIGH_WATER)
+            self._socket.setsockopt(zmq.SNDHWM, _HIGH_WATER)
+            self._socket.bind(f"ipc://{path}")
+            # Whoever may write to it may connect: now everybody, until now only the daemon's user.
+            path.chmod(0o666)
+            self._inode = path.stat().st_ino
+        except (zmq.ZMQError, OSError) as error:
+            self._context.destroy(linger=0)
+            raise ConfigError(
+                f"cannot listen on {path}: {error}", remedy="choose another run_dir, or make it writable"
+            ) from error
+
+    async def receive(self) -> tuple[bytes, zmq.Frame]:
+        """A connection's id and what came on it; empty when it has just come, or has gone."""
+        routing_id, data = (await self._socket.recv_multipart(copy=False))[:2]
+        return routing_id.bytes, data
+
+    def send(self, routing_id: bytes, data: bytes) -> bool:
+        """Hand bytes over; False when there is no room. No bytes: close it. Raises GoneError."""
+        # The future of a call that may not wait is done already. Through the asyncio socket all the
+        # same: a send beside it would swallow the wake-up of its receiver.
+        sent = self._socket.send_multipart([routing_id, data], flags=zmq.NOBLOCK)
+        assert isinstance(sent, asyncio.Future)
+        try:
+            sent.result()
+        except zmq.Again:
+            return False
+        except zmq.ZMQError as error:
+            raise GoneError(str(error)) from None
+        return True
+
+    def close(self) -> None:
+        """Close, after at most _LINGER_MS, and remove the socket's file if it is still this one."""
+        with contextlib.suppress(OSError):
+            if self._path.stat().st_ino == self._inode:
+                self._path.unlink()
+        self._context.destroy(linger=_LINGER_MS)
+
+
+def _check_path(path: Path) -> None:
+    size = len(os.fsencode(path))
+    if size > MAX_PATH_BYTES:
+        raise ConfigError(
+            f"socket path {path} has {size} bytes; a Unix socket takes {MAX_PATH_BYTES}",
+            remedy="choose a shorter run_dir",
+        )
+    try:
+        path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot make directory {path.parent}: {error.strerror}", remedy="choose another run_dir"
+        ) from error
+    # libzmq removes what is at the path, be it in use or not.
+    with contextlib.closing(socket.socket(socket.AF_UNIX)) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(str(path))
+        except OSError:
+            return
+    raise AlreadyRunningError(
+        f"a daemon answers on {path}", remedy="stop it first, or choose another run_dir"
+    )
