@@ -302,6 +302,10 @@ class Daemon:
         server.link.close()
         os.close(server.pidfd)
         self.servers.pop(server.pid, None)
+        if not server.ready:
+            # It could not start. Who waited for it shall not wait for ever.
+            for client, _ in list(self._pending):
+                self.answer(client, {"error": 805})
         code = os.waitstatus_to_exitcode(status)
         # Stock prints 0 for a server that a signal ended, too.
         self.logbook.write("Control", f"Server {server.pid} exited with status {max(code, 0)}")

@@ -46,6 +46,9 @@ class Machine:
     # -- servers and contexts ---------------------------------------------------------------------------
 
     def add_server(self, pid: int, uid: int, units: Sequence[Unit]) -> Server:
+        """A server process has started. Refused with 46 by compute mode."""
+        if not all(self._open_to_all(unit) for unit in units):
+            raise Refused(semantics.DEVICES_UNAVAILABLE)
         server = Server(pid, uid, tuple(units))
         self.servers[pid] = server
         return server
@@ -104,7 +107,7 @@ class Machine:
         """Draw the consequences of descriptors that were closed."""
         if space.connected or space.ended:
             return
-        if space.busy and not space.leased and not space.faulting:
+        if space.busy and not (space.leased or space.faulting or space.terminating):
             self.faults.death(space)
         if space.va == 0 and space.trackers == 0:
             space.ended = True

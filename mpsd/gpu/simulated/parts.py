@@ -82,6 +82,7 @@ class Space:
     faulting: bool = False
     connected: bool = True
     ended: bool = False
+    terminating: bool = False
     va: int = 0
     mm: int = 0
     trackers: int = 0

@@ -40,7 +40,9 @@ class Server:
         pipe_dir = paths.pipe_directory(os.environ)
         book.write("Other", f"Connecting to control daemon on socket: {os.path.join(pipe_dir, 'control')}")
         book.write("Other", "Initializing server process")
-        packets.call(self._gpu, {"op": "server", "uid": self._uid, "gpus": list(self._gpus)})
+        answer, _ = packets.call(self._gpu, {"op": "server", "uid": self._uid, "gpus": list(self._gpus)})
+        if answer.get("error"):
+            raise packets.Gone(f"CUDA error {answer['error']}")
         for gpu in self._gpus.values():
             self._say(f"Creating server context on device {gpu['index']} ({gpu['name']})")
         self._say(f"Created anonymous shared memory region mps.shm.{self._uid}.{os.getpid()}")
@@ -92,8 +94,7 @@ class Server:
             case "terminated":
                 self._say("Client termination succeeded.")
             case "crash":
-                signal.signal(signal.SIGABRT, signal.SIG_DFL)
-                os.abort()
+                os.kill(os.getpid(), signal.SIGKILL)
 
     def _client_in(self, notice: Message) -> None:
         pid, gpu = notice["pid"], self._gpus[notice["unit"]]

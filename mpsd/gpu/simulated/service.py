@@ -158,6 +158,8 @@ class Service:
             return
         if kernel.name in semantics.KERNELS:
             self.machine.launch(space, kernel)
+        else:
+            self.machine.fail(space, semantics.NO_SUCH_KERNEL)
 
     def answer(self, peer: Peer, message: Message, fds: Sequence[int] = ()) -> None:
         """Send to a peer. One that does not read, or is gone, is hung up by its own end of file."""
@@ -274,7 +276,8 @@ class Service:
                 str(event.access),
                 int(event.reason),
                 event.address,
-                event.timestamp_ns,
+                # The driver stamps events with the raw clock; the machine's own clock is the other one.
+                time.clock_gettime_ns(time.CLOCK_MONOTONIC_RAW),
                 event.gpu_index,
             )
             try:

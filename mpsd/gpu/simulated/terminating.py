@@ -41,6 +41,8 @@ class Terminator:
             done(None)
             return
         server.held += 1
+        for space in targets:
+            space.terminating = True
         self._tell(server, targets, "terminating")
         self._ask(server, targets, done)
 
