@@ -43,7 +43,7 @@ def _gone(directory: str) -> GpuError:
 
 
 class NodeLink:
-    """A connection to the GPU process for questions, made anew after that process was replaced. Thread-safe."""
+    """A thread-safe connection to the GPU process for questions, made anew when that was replaced."""
 
     def __init__(self, directory: str) -> None:
         self.directory = directory

@@ -70,7 +70,7 @@ class Machine:
         unit: Unit,
         limit_bytes: int | None = None,
     ) -> Space:
-        """Create a context. Refused with 807 in FAULT, 808 when full, 46 by compute mode, 2 without memory."""
+        """Create a context. Refused: 807 in FAULT, 808 if full, 46 by compute mode, 2: no memory."""
         if server is not None:
             if server.faulting or server.fault:
                 raise Refused(semantics.SERVER_NOT_READY)
