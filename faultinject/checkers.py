@@ -239,6 +239,8 @@ def _bar(name: str, value: float | None, limit: float) -> Judgement:
 
 
 def record_in_time(fault: Fault, seen: Observation) -> Judgement:
+    if seen.record_ms is not None and seen.record_ms < 0:
+        return invalid(f"a record {-seen.record_ms:.1f} ms before its event: the clocks do not agree")
     return None if seen.mode == "stock" else _bar("the record", seen.record_ms, BARS.record)
 
 

@@ -8,7 +8,7 @@ MPS are the rows of the measured table (docs: faultinject/reports): False means 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from enum import StrEnum
 
@@ -199,7 +199,11 @@ _GPU_FAULTS = (
     _sm("local_window", "local memory window out of range", "sm-out-of-range"),
     _sm("trap", "trap instruction", "sm-trap"),
     _sm("breakpoint", "breakpoint instruction", "sm-trap"),
-    _sm("stack_overflow", "stack overflow in a kernel", "sm-stack-overflow"),
+    # The driver calls it out of range too; only the exception's registers differ.
+    replace(
+        _sm("stack_overflow", "stack overflow in a kernel", "sm-stack-overflow"),
+        classes=frozenset({"sm-stack-overflow", "sm-out-of-range"}),
+    ),
     _domain_fault("wild_call", "call through a wild pointer", "mmu-instruction-fetch"),
     Fault(
         "wild_call_low",

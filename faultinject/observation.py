@@ -129,7 +129,7 @@ class Observation:
     @property
     def evict_ms(self) -> float | None:
         """From the request to the death of the offender's process."""
-        if self.evict_asked is None or self.evicted_at is None:
+        if self.evict_asked is None or self.evicted_at is None or self.evicted_at < self.evict_asked:
             return None
         return _ms(self.evicted_at - self.evict_asked)
 

@@ -35,10 +35,11 @@ def aftermath(stage: Stage) -> None:
     if record is None and not stage.rig.has_mpsd:
         # Under stock MPS nobody says when: a newcomer tries as soon as a survivor has seen it.
         wait_for(lambda: any(s.heard("error", "gone") for s in stage.survivors), stage.node.quiet_s)
+    if stage.fault.memory_back:
+        # First, because a newcomer would take memory of its own meanwhile.
+        stage.watch_memory()
     stage.send_newcomer()
     stage.watch_fresh(record)
-    if stage.fault.memory_back:
-        stage.watch_memory()
     if stage.fault.poisons:
         stage.watch_poison()
     if stage.fault.kind.endswith("_running") and stage.fault.variant != "endless":

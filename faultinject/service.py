@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import mpsd_client
+import psutil
 
+from faultinject import leftovers
 from faultinject.control import StockControl
 from faultinject.history import History, clock
 from faultinject.node import Node
@@ -256,4 +258,15 @@ class MpsdService:
             self._process.wait()
         if self._watching is not None:
             self._watching.join(timeout=2)
+        self._end_keeper()
         return left
+
+    def _end_keeper(self) -> None:
+        """The keeper outlives the daemon by design, for a minute; a run does not wait for that."""
+        for process in leftovers.belonging_to(self._base):
+            try:
+                if any(word.endswith("/mpsd/keeper.py") for word in process.cmdline()):
+                    process.kill()
+                    process.wait(2)
+            except psutil.Error:
+                continue

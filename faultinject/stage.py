@@ -73,6 +73,7 @@ class Stage:
             worker.must("ready", "error", "outcome", timeout=UP_S)
         if self.rig.has_mpsd:
             self._attached()
+            self._spare_ready()
             active = self.rig.mpsd.active()
             self.domain_before = active["id"] if active else None
         self.memory_before = self.node.gpu_memory_used()
@@ -104,6 +105,15 @@ class Stage:
             self.rig.note(not_attached=True)
         if self.fault.kind.startswith("guard_"):
             self._note_guard()
+
+    def _spare_ready(self) -> None:
+        """A service that has run for a while has its spare domain: wait for it."""
+
+        def warm(status: Mapping[str, Any]) -> bool:
+            return any(d["role"] == "spare" and d["state"] == "warm" for d in status["domains"])
+
+        if self.rig.mpsd.until(warm, 10.0) is None:
+            self.rig.note(no_spare=True)
 
     def _note_attached(self, client: Mapping[str, Any], worker: Worker, now: float) -> None:
         """`ms` is counted from the moment at which the client itself had its context."""
@@ -174,7 +184,8 @@ class Stage:
 
     def watch_fresh(self, record: Entry | None) -> None:
         """Note when a fresh server is ACTIVE, counted from the record."""
-        if not self.rig.has_mpsd or record is None or not self.fault.takes_domain:
+        takes_domain = effective(self.fault, observe(self.history)).takes_domain
+        if not self.rig.has_mpsd or record is None or not takes_domain:
             return
 
         def fresh(status: Mapping[str, Any]) -> bool:
