@@ -113,7 +113,7 @@ def _sm(
 ) -> Outcome:
     """An exception of the SM. Without `own_ms` the offender's sync returns success."""
     texts = (_WARP_TEXT + warp, _ESR_TEXT.replace("{esr}", esr).replace("{detail}", detail)) if warp else ()
-    lines = [XidLine(13, (5, 8), "nobody", text) for text in texts]
+    lines = [XidLine(13, (5 + n, 6 + n), "nobody", text) for n, text in enumerate(texts)]
     return Outcome(
         title,
         own=code,
