@@ -34,7 +34,7 @@ BARS = Bars()
 
 def effective(fault: Fault, seen: Observation) -> Fault:
     """The fault as this machine's settings make it: a guard that is on must absorb it in silence."""
-    if not fault.kind.startswith("guard_") or seen.mode != "mpsd":
+    if not fault.kind.startswith("guard_") or seen.mode != "mpsd" or fault.variant:
         return fault
     if seen.guard_on:
         return replace(fault, survive={**fault.survive, "mpsd": True}, naming=Naming.NOBODY)
@@ -161,6 +161,22 @@ def memory_returned(fault: Fault, seen: Observation) -> Judgement:
     return invalid("memory of the dead was never given back") if seen.memory_back_ms is None else valid()
 
 
+def guard_laid(fault: Fault, seen: Observation) -> Judgement:
+    if not any(key.startswith("guard.") for key in fault.settings):
+        return None
+    return valid() if seen.guard_on else invalid("the guard that was asked for was not laid")
+
+
+def daemon_sound(fault: Fault, seen: Observation) -> Judgement:
+    """mpsd found no contradiction in its own state, and carried out what it decided."""
+    if seen.mode == "stock":
+        return None
+    if seen.counters is None:
+        return unknown("mpsd did not tell its counters")
+    failed = {k: seen.counters[k] for k in ("internal_errors", "effects_failed") if seen.counters.get(k)}
+    return invalid(f"mpsd itself failed: {failed}") if failed else valid()
+
+
 def poison_told(fault: Fault, seen: Observation) -> Judgement:
     if seen.mode == "stock" or not fault.poisons:
         return None
@@ -222,6 +238,8 @@ LAWS: tuple[Law, ...] = (
     fresh_server,
     domain_stays,
     memory_returned,
+    guard_laid,
+    daemon_sound,
     poison_told,
     readopted,
     eviction_done,

@@ -8,7 +8,7 @@ MPS are the rows of the measured table (docs: faultinject/reports): False means 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from enum import StrEnum
 
@@ -71,7 +71,10 @@ class Story(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One fault. `survive` maps a mode to: all must live (True), known to be lost (False), open (None)."""
+    """One fault. `survive` maps a mode to: all must live (True), known to be lost (False), open (None).
+
+    `settings` go into mpsd's configuration (section.key to TOML).
+    """
 
     kind: str
     title: str
@@ -90,6 +93,7 @@ class Fault:
     stall_bar: StallBar = StallBar.NONE
     memory_back: bool = False
     poisons: bool = False
+    settings: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -132,15 +136,26 @@ def _death(kind: str, title: str, variant: str = "", *, fills_gpu: bool = False)
     )
 
 
-def _guard(kind: str, where: str) -> Fault:
+def _guard(kind: str, where: str) -> tuple[Fault, Fault]:
+    """As mpsd decides for itself, and with the guard of this class asked for."""
     # A guard class that is off leaves the store fatal and named; the laws ask `status` which it is.
-    return Fault(
+    auto = Fault(
         kind,
         f"stray store into {where}",
         _survive(False, None),
         frozenset({"mmu-invalid-address"}),
         recording=Recording.OPTIONAL,
     )
+    asked = replace(
+        auto,
+        title=f"{auto.title}, guard on",
+        survive=_survive(None, True),
+        naming=Naming.NOBODY,
+        variant="on",
+        modes=("mpsd",),
+        settings={f"guard.{kind.removeprefix('guard_')}": "true"},
+    )
+    return auto, asked
 
 
 def _eviction(kind: str, title: str, variant: str = "", *, fills_gpu: bool = False) -> Fault:
@@ -224,10 +239,10 @@ _GPU_FAULTS = (
         recording=Recording.OPTIONAL,
         naming=Naming.NOT_WRONG,
     ),
-    _guard("guard_low", "the low addresses"),
-    _guard("guard_file", "a file mapping"),
-    _guard("guard_heap", "the heap"),
-    _guard("guard_stack", "the stack"),
+    *_guard("guard_low", "the low addresses"),
+    *_guard("guard_file", "a file mapping"),
+    *_guard("guard_heap", "the heap"),
+    *_guard("guard_stack", "the stack"),
 )
 
 _PROCESS_FAULTS = (

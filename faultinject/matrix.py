@@ -137,7 +137,8 @@ class Matrix:
         facts = {"kind": fault.kind, "variant": fault.variant, "mode": mode, "seed": options.seed}
         history.add("rig", "begin", survivors=options.survivors, backend=self.plan.backend, **facts)
         small_disk = Need.LOG_DISK in fault.needs
-        rig = Rig(node, mode, history, small_disk=small_disk, logs_to=where / "logs" if where else None)
+        logs = where / "logs" if where else None
+        rig = Rig(node, mode, history, small_disk=small_disk, settings=fault.settings, logs_to=logs)
         watchdog = threading.Timer(self.plan.deadline_s, _overdue, (rig, self.plan.deadline_s))
         watchdog.daemon = True
         watchdog.start()

@@ -79,6 +79,7 @@ class Observation:
     readopted: bool | None = None
     innocent_alive: bool | None = None
     crowd: Mapping[str, Any] | None = None
+    counters: Mapping[str, int] | None = None
     leftovers: tuple[str, ...] | None = None
     failure: str = ""
     notes: Mapping[str, Any] = field(default_factory=dict)
@@ -202,6 +203,7 @@ def observe(history: History) -> Observation:
         readopted=_value(history.first("readopted"), "all"),
         innocent_alive=_value(history.first("innocent"), "alive"),
         crowd=_data(history.first("done", "crowd")),
+        counters=_value(history.last("counters"), "counters"),
         leftovers=tuple(end.data["leftovers"]) if end else None,
         failure=str(failed.data["text"]) if failed else "",
         notes={k: v for e in history.all("note") for k, v in e.data.items()},

@@ -10,6 +10,7 @@ import shutil
 import signal
 import tempfile
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -35,6 +36,7 @@ class Rig:
         history: History,
         *,
         small_disk: bool = False,
+        settings: Mapping[str, str] | None = None,
         logs_to: Path | None = None,
     ) -> None:
         self.mode, self.history = mode, history
@@ -47,6 +49,7 @@ class Rig:
         self.disk: SmallDisk | None = None
         self.service_kind: type[MpsdService] = MpsdService
         self.service_environment: Mapping[str, str] = {}
+        self._settings = settings or {}
 
     def __enter__(self) -> Rig:
         try:
@@ -58,10 +61,11 @@ class Rig:
 
     def _start(self) -> None:
         if isinstance(self._backend, Node):
-            self.node = self._backend
+            node = self._backend
         else:
-            self.node = open_node(self._backend, self.base)
-            self._closers.append(self.node.close)
+            node = open_node(self._backend, self.base)
+            self._closers.append(node.close)
+        self.node = replace(node, settings={**node.settings, **self._settings})
         logs = self.base / "l"
         if self._small_disk:
             self.disk = SmallDisk(logs)

@@ -19,7 +19,7 @@ from mpsd.errors import GpuError
 from mpsd.gpu.base import AddressSpace
 from mpsd.guardplan import LOW_END, Range, plan
 from mpsd.linux import procfs
-from mpsd.model import ClientId, GuardClass
+from mpsd.model import ClientId, GuardClass, ProcessInstance
 
 log = structlog.get_logger("mpsd.guard")
 
@@ -32,7 +32,7 @@ class Guarded:
     gpus: tuple[str, ...]
     laid: set[Range] = field(default_factory=set)
     refused: set[Range] = field(default_factory=set)
-    seen: int = 0
+    seen: int | None = None
     problem: str = ""
 
 
@@ -64,6 +64,11 @@ class Guards:
             self._guarded[client] = Guarded(space, tuple(gpus))
             self._locks[client] = asyncio.Lock()
             self._wake.set()
+
+    def abandon(self, process: ProcessInstance) -> None:
+        """Lay nothing more for a process that is being evicted: the server needs its address space now."""
+        for client in [c for c in self._guarded if c.process == process]:
+            del self._guarded[client]
 
     async def remove(self, client: ClientId) -> None:
         """Stop following a client and wait until nobody uses its descriptors; they may be closed then."""
@@ -124,6 +129,8 @@ class Guards:
             self._take_away(guarded, stale)
         refused = 0
         for fresh in sorted(wanted - guarded.laid - guarded.refused):
+            if client not in self._guarded:
+                break
             refused += not _put(guarded, fresh)
         return refused
 

@@ -70,6 +70,7 @@ def seen(**changes: Any) -> Observation:
         ready_expected=3,
         fired_at=10.0,
         newcomers=(newcomer(),),
+        counters={},
         leftovers=(),
     )
     return replace(base, **changes)
@@ -168,6 +169,10 @@ def test_what_goes_wrong_with_a_stray_store(
             "invalid",
         ),
         ("guard_low", {"guard_on": False}, "recorded", Verdict.INVALID),
+        ("guard_low@on", {"guard_on": False}, "guard laid", Verdict.INVALID),
+        ("guard_low@on", {"guard_on": True, "survivors": (lost(),) * 3}, "survivors live", Verdict.INVALID),
+        ("store", {"counters": {"internal_errors": 1}}, "daemon sound", Verdict.INVALID),
+        ("store", {"counters": None}, "daemon sound", Verdict.UNKNOWN),
     ],
 )
 def test_what_goes_wrong_elsewhere(kind: str, what: dict[str, Any], law: str, expected: Verdict) -> None:

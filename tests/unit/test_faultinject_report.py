@@ -32,6 +32,7 @@ def history_of_a_kill(path: Path | None = None) -> History:
     history.add("newcomer-0", "spawned", t=1.1, pid=13, module="newcomer")
     history.add("newcomer-0", "first_kernel", t=1.35, pid=13, start_ticks=8, wrong=0, on_mps=True)
     history.add("survivor-0", "done", t=2.0, steps=90, wrong=0, longest=[[0.9, 1.004], [1.5, 1.503]])
+    history.add("mpsd", "counters", t=2.1, counters={"faults": 0})
     history.add("rig", "end", t=2.2, leftovers=[])
     return history
 
