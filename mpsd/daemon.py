@@ -37,12 +37,14 @@ from mpsd.performer import Hands, Performer
 from mpsd.runtime import Runtime, doomed_at
 from mpsd.settings import ControlSettings
 from mpsd.statefile import StateFile
+from mpsd.statusview import GpuView, look_at_gpus
 
 log = structlog.get_logger("mpsd.daemon")
 
 TICK_S = 1.0
 MODE_EVERY, LIST_EVERY, TRIM_EVERY = 5, 10, 60
 STOP_PATIENCE_S = 30.0
+NVML_PATIENCE_S = 0.1
 # What `auto` means. The measurements behind it: faultinject/reports/README.md.
 SAFE_GUARDS = frozenset({GuardClass.LOW})
 
@@ -98,6 +100,8 @@ class Daemon:
         self._save_pending = False
         self._default_path_problem = ""
         self._hosts_left = False
+        self._looking: asyncio.Task[list[GpuView]] | None = None
+        self._views: Sequence[GpuView] = ()
 
     def now(self) -> float:
         return time.monotonic()
@@ -294,6 +298,18 @@ class Daemon:
         except MpsdError as error:
             log.warning("compute mode unknown", reason=str(error))
             return False
+
+    async def gpu_views(self) -> Sequence[GpuView]:
+        """What NVML says of the GPUs; the last answer while it is held up, as it is during a fault."""
+        if self._looking is None:
+            look = asyncio.to_thread(look_at_gpus, self.backend.devices, self.gpus)
+            self._looking = self._loop.create_task(look)
+        looking = self._looking
+        done, _ = await asyncio.wait({looking}, timeout=NVML_PATIENCE_S if self._views else None)
+        if done:
+            self._views = looking.result()
+            self._looking = None
+        return self._views
 
     def gpu_named(self, name: str) -> Gpu:
         return find_gpu(self.gpus, name)

@@ -14,6 +14,8 @@ from mpsd.linux.procfs import MemoryMap
 from mpsd.model import GuardClass
 
 GRANULE = 64 << 10
+# The driver holds the client's address space while it lays a range: short ranges keep others from waiting.
+PIECE = 256 << 20
 LOW_START = 64 << 10
 LOW_END = 8 << 30
 # Room that a non-PIE program's heap may grow into before the guard has followed it.
@@ -64,8 +66,9 @@ def _low(maps: Iterable[MemoryMap]) -> Iterator[Range]:
 
 
 def _inside(start: int, end: int, kind: GuardClass) -> Iterator[Range]:
-    """Whole granules only: a guard must not reach into a neighbour that somebody registers."""
-    base = -(-start // GRANULE) * GRANULE
-    length = end // GRANULE * GRANULE - base
-    if length > 0:
+    """Whole granules only, in pieces: a guard must not reach into a neighbour that somebody registers."""
+    base, last = -(-start // GRANULE) * GRANULE, end // GRANULE * GRANULE
+    while base < last:
+        length = min(last, (base // PIECE + 1) * PIECE) - base
         yield Range(base, length, kind)
+        base += length

@@ -22,7 +22,7 @@ from mpsd.errors import (
 )
 from mpsd.listener import Peer
 from mpsd.model import Gpu, Liveness
-from mpsd.statusview import Surroundings, look_at_gpus, status
+from mpsd.statusview import Surroundings, status
 from mpsd.wire.messages import Request
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class Operations:
 
     async def _status(self, peer: Peer, args: Mapping[str, Any]) -> Reply:
         daemon = self._daemon
-        views = await asyncio.to_thread(look_at_gpus, daemon.backend.devices, daemon.gpus)
+        views = await daemon.gpu_views()
         around = Surroundings(
             backend=daemon.backend.name,
             pid=daemon.pid,

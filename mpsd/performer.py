@@ -51,7 +51,7 @@ class Performer:
             fx.SwitchPath: lambda e: hands.layout.switch(e.slot, e.domain),
             fx.AskServer: lambda e: hands.hosts.ask(e.domain),
             fx.Attach: lambda e: hands.attacher.attach(e.domain, e.process, e.space),
-            fx.Terminate: lambda e: hands.hosts.terminate(e.domain, e.server, e.process, e.deadline_s),
+            fx.Terminate: self._terminate,
             fx.Kill: self._kill,
             fx.ProbeWork: lambda e: hands.work.watch(e.client.process),
             fx.ReleaseLease: self._release,
@@ -70,6 +70,10 @@ class Performer:
         task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    def _terminate(self, effect: fx.Terminate) -> None:
+        self._hands.guards.abandon(effect.process)
+        self._hands.hosts.terminate(effect.domain, effect.server, effect.process, effect.deadline_s)
 
     def _kill(self, effect: fx.Kill) -> None:
         log.info("SIGKILL", pid=effect.process.pid, why=effect.why)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Coroutine, Mapping
+from typing import Any
 
 import structlog
 
@@ -16,6 +17,9 @@ from mpsd.model import ProcessInstance
 log = structlog.get_logger("mpsd.workwatch")
 
 SLOWEST_S = 0.25
+# A client is leased before it has a context; what its driver maps comes in the second after.
+YOUNG_S = 2.0
+YOUNG_STEP_S = 0.02
 
 
 class WorkWatch:
@@ -34,7 +38,19 @@ class WorkWatch:
         """Begin to look at a living client; the descriptors to store with its lease. Raises GpuError."""
         view = self._inspector.open(process, pidfd)
         self._views[process] = view
+        self._spawn(self._follow_young(process, view))
         return view.fds
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    async def _follow_young(self, process: ProcessInstance, view: WorkView) -> None:
+        end = time.monotonic() + YOUNG_S
+        while time.monotonic() < end and self._views.get(process) is view:
+            view.refresh()
+            await asyncio.sleep(YOUNG_STEP_S)
 
     def adopt(self, process: ProcessInstance, fds: Mapping[str, int]) -> None:
         """Take over a view that the descriptor store kept; `fds` are ours from now on."""
@@ -75,9 +91,9 @@ class WorkWatch:
                 return
             self._pending[process] = left
             await asyncio.sleep(min(max(self._interval_s, (time.monotonic() - began) / 20), SLOWEST_S))
-        # No sign to go by: the lease stays until the domain has no living client, or the limit is reached.
+        # No sign to go by: the lease stays until the domain has no living client.
         self._pending[process] = "not visible on this machine"
-        self._post(ev.Counted({"work_not_visible": 1}))
+        self._post(ev.WorkNotVisible(process))
 
     def forget(self, process: ProcessInstance) -> None:
         """Drop the view of a process that holds nothing any more."""
@@ -86,9 +102,7 @@ class WorkWatch:
         view = self._views.pop(process, None)
         if view is None and task is None:
             return
-        closing = asyncio.get_running_loop().create_task(_close(task, view))
-        self._closing.add(closing)
-        closing.add_done_callback(self._closing.discard)
+        self._spawn(_close(task, view))
 
     async def close(self) -> None:
         for process in (*self._tasks, *self._views):

@@ -145,7 +145,18 @@ def _end(draft: Draft, process: ProcessInstance, how: str) -> None:
         draft.publish("client-ended", client.facts.uid, domain=client.id.domain, pid=process.pid)
     leases.forget_if_done(draft, process)
     for name in {c.id.domain for c in spaces}:
+        leases.release_blind(draft, name)
         domains.settle(draft, name)
+
+
+def on_work_not_visible(draft: Draft, event: ev.WorkNotVisible) -> None:
+    """Its lease stays while others could be harmed; nothing is said against it, for nothing is known."""
+    dead = [c for c in draft.state.spaces_of(event.process) if not c.living]
+    for client in dead:
+        draft.put_client(replace(client, blind=True))
+    for name in {c.id.domain for c in dead}:
+        leases.release_blind(draft, name)
+    draft.count("work_not_visible")
 
 
 def on_work_ended(draft: Draft, event: ev.WorkEnded) -> None:
@@ -168,7 +179,8 @@ def endless(draft: Draft, subject: str) -> list[Client]:
     """The linger timer: clients whose work has not ended in time, now HELD."""
     held = []
     for client in tuple(draft.state.clients.values()):
-        if str(client.id.process) == subject and client.state is ClientState.LINGERING:
+        waits = client.state is ClientState.LINGERING and not client.blind
+        if str(client.id.process) == subject and waits:
             held.append(draft.put_client(replace(client, state=ClientState.HELD)))
     return held
 

@@ -85,6 +85,7 @@ _HANDLERS: Mapping[type, Callable[[Draft, Any], None]] = {
     ev.ClientDied: clients.on_died,
     ev.ClientLeft: clients.on_left,
     ev.WorkEnded: clients.on_work_ended,
+    ev.WorkNotVisible: clients.on_work_not_visible,
     ev.UvmFatal: faults.on_uvm_fatal,
     ev.Inspected: faults.on_inspected,
     ev.NvmlXidSeen: faults.on_nvml_xid,

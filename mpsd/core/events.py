@@ -178,6 +178,13 @@ class WorkEnded:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkNotVisible:
+    """This machine does not show when the work of this dead client ends."""
+
+    process: ProcessInstance
+
+
+@dataclass(frozen=True, slots=True)
 class UvmFatal:
     client: ClientId
     event: UvmEvent
@@ -279,6 +286,7 @@ Event = (
     | ClientDied
     | ClientLeft
     | WorkEnded
+    | WorkNotVisible
     | UvmFatal
     | Inspected
     | NvmlXidSeen

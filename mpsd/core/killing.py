@@ -23,6 +23,7 @@ def awaited(draft: Draft, process: ProcessInstance) -> Eviction | None:
 
 def kill(draft: Draft, process: ProcessInstance, eviction: Eviction) -> None:
     """Kill a process: every client it still is shares this eviction, whichever domain it is in."""
+    eviction = replace(eviction, killed=draft.now)
     for client in _living(draft, process):
         draft.put_client(replace(client, state=ClientState.KILLING, eviction=eviction))
     draft.emit(Kill(process, eviction.reason), ArmTimer("kill-wait", str(process), KILL_WAIT_S))
@@ -37,11 +38,20 @@ def kill_by_policy(draft: Draft, process: ProcessInstance, why: str) -> None:
 
 
 def answer_gone(draft: Draft, process: ProcessInstance, how: str) -> None:
-    """Answer whoever waits for the eviction that has just come to its end."""
+    """Answer whoever waits for the eviction that has just come to its end.
+
+    `evict_ms` lasts until the client could do nothing more: SIGKILL was sent, after the server had let go
+    of it where it could be asked. `gone_ms` lasts until the kernel had taken its process apart.
+    """
     eviction = awaited(draft, process)
     if eviction is not None:
-        took_ms = round((draft.now - eviction.began) * 1e3, 3)
-        data = {"outcome": "evicted", "steps": [*eviction.steps, how], "evict_ms": took_ms}
+        killed = eviction.killed if eviction.killed is not None else draft.now
+        data = {
+            "outcome": "evicted",
+            "steps": [*eviction.steps, how],
+            "evict_ms": round((killed - eviction.began) * 1e3, 3),
+            "gone_ms": round((draft.now - eviction.began) * 1e3, 3),
+        }
         draft.emit(Answer(eviction.requester, True, data))
 
 

@@ -22,6 +22,15 @@ def release_dead(draft: Draft, domain: str) -> None:
             release(draft, client)
 
 
+def release_blind(draft: Draft, domain: str) -> None:
+    """Release the dead whose work cannot be seen, once nobody is left whom it could harm."""
+    if any(draft.state.living_of(domain)):
+        return
+    for client in tuple(draft.state.clients_of(domain)):
+        if client.blind:
+            release(draft, client)
+
+
 def forget_if_done(draft: Draft, process: ProcessInstance) -> None:
     if not any(draft.state.spaces_of(process)):
         draft.emit(Forget(process))

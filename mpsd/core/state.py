@@ -99,12 +99,13 @@ class Domain:
 
 @dataclass(frozen=True, slots=True)
 class Eviction:
-    """An eviction under way: who asked (a request id or `policy`) and since when."""
+    """An eviction under way: who asked (a request id or `policy`), since when, and when SIGKILL was sent."""
 
     requester: str
     reason: str
     began: float
     steps: tuple[str, ...] = ()
+    killed: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +118,7 @@ class Client:
     died: float | None = None
     leased: bool = False
     tracked: bool = False
+    blind: bool = False
     eviction: Eviction | None = None
     problem: str = ""
 

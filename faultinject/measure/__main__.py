@@ -1,0 +1,95 @@
+"""Measure on this machine's GPU what the design rests on, and write JSON per question.
+
+Needs root, the NVIDIA driver, MPS and cuda-bindings. Every part has its own deadline.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import json
+import os
+import platform
+import shlex
+import signal
+import sys
+import time
+from datetime import UTC, datetime
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from faultinject import kernels
+from faultinject.measure.nvml import Nvml
+from mpsd.gpu.nvidia.uvm import NvidiaUvm
+
+# Question -> module with measure(out, cubin, uvm, nvml), and its deadline in seconds.
+QUESTIONS = {
+    "end-signal": ("end_signal", 110),
+    "attach": ("attach_times", 60),
+    "traces": ("traces", 130),
+    "control": ("control", 90),
+    "spare": ("spare", 45),
+    "guard": ("guard", 60),
+    "work-memory": ("work_memory", 40),
+}
+
+
+class PartDeadline(BaseException):
+    """A part of the measurement did not end in time."""
+
+
+def _expire(*_: object) -> None:
+    raise PartDeadline
+
+
+def run_part(name: str, out: Path, cubin: Path, uvm: NvidiaUvm, nvml: Nvml) -> dict[str, Any]:
+    module, limit_s = QUESTIONS[name]
+    began = time.monotonic()
+    signal.alarm(limit_s)
+    rows: list[Any] = []
+    failed = None
+    try:
+        import_module(f"faultinject.measure.{module}").measure(out, cubin, uvm, nvml, rows)
+    except PartDeadline:
+        failed = f"not finished within {limit_s} s"
+    except Exception as error:
+        failed = f"{type(error).__name__}: {error}"
+    finally:
+        signal.alarm(0)
+    return {"question": name, "seconds": round(time.monotonic() - began, 1), "failed": failed, "rows": rows}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m faultinject.measure", description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="directory for results and logs")
+    parser.add_argument("--only", default=",".join(QUESTIONS), help="questions, separated by commas")
+    options = parser.parse_args()
+    out: Path = options.out
+    out.mkdir(parents=True, exist_ok=True)
+    faulthandler.enable()
+    signal.signal(signal.SIGALRM, _expire)
+    os.environ.setdefault("PYTHONPATH", os.getcwd())
+    nvml, uvm = Nvml(), NvidiaUvm()
+    cubin = out / "kernels.cubin"
+    cubin.write_bytes(kernels.compile(nvml.arch()))
+    head = {
+        "schema": 1,
+        "device": nvml.text("nvmlDeviceGetName", nvml.handle),
+        "driver": uvm.version,
+        "kernel": platform.release(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": "python -m faultinject.measure " + shlex.join(sys.argv[1:]),
+    }
+    for name in options.only.split(","):
+        result: dict[str, Any] = head | run_part(name, out, cubin, uvm, nvml)
+        (out / f"{name}.json").write_text(json.dumps(result, indent=1, default=str))
+        print(
+            f"{name}: {result['seconds']} s, {len(result['rows'])} rows, {result['failed'] or 'ok'}",
+            flush=True,
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
