@@ -8,6 +8,7 @@ what it is for: clients come, one is killed with its kernel running, one hangs a
 from __future__ import annotations
 
 import random
+import signal
 import subprocess
 import tempfile
 import threading
@@ -73,7 +74,12 @@ class Outcome:
 class Doomed(MpsdService):
     """A daemon that dies once, before effect N, and is started again by a supervisor."""
 
-    died = False
+    def __init__(
+        self, node: Node, base: Path, logs: Path, history: History, first_life: Mapping[str, str]
+    ) -> None:
+        super().__init__(node, base, logs, history, first_life)
+        self.died = False
+        self._turn = threading.Lock()
 
     def start(self) -> None:
         """Start it and watch over it; it may die before it is ready. Raises MpsdError."""
@@ -92,11 +98,24 @@ class Doomed(MpsdService):
     def _supervise(self, process: subprocess.Popen[bytes]) -> None:
         """Wait for its death by its own hand; start it again without doom."""
         status = process.wait()
-        if self._stopping.is_set():
-            return
-        self._history.add("mpsd", "died", status=status)
-        self.died = True
-        self.launch()
+        with self._turn:
+            if self._stopping.is_set():
+                return
+            self._history.add("mpsd", "died", status=status)
+            self.died = True
+            self.launch()
+
+    def stop(self) -> list[str]:
+        """As always; one that dies of its doom while it stops is started again, and stopped."""
+        with self._turn:
+            self._stopping.set()
+        left = super().stop()
+        if self._process is not None and self._process.returncode == -signal.SIGKILL and not self.died:
+            self.died = True
+            self.launch()
+            patiently(self._ready)
+            left = super().stop()
+        return left
 
     def effects(self) -> int:
         return int(self.status()["counters"]["effects_performed"])
@@ -193,7 +212,8 @@ def one(plan: SweepPlan, effect: int, node: Node | str) -> Outcome:
     where = plan.out / f"effect-{effect:04}" if plan.out else None
     if where is not None:
         where.mkdir(parents=True, exist_ok=True)
-    died, effects = False, 0
+    doomed: Doomed | None = None
+    effects = 0
     with History(where / "history.jsonl" if where else None) as history:
         history.add(
             "rig",
@@ -211,18 +231,18 @@ def one(plan: SweepPlan, effect: int, node: Node | str) -> Outcome:
         rig.service_environment = {"MPSD_DIE_BEFORE_EFFECT": str(effect)}
         try:
             with rig:
-                service = rig.mpsd
-                assert isinstance(service, Doomed)
+                doomed = rig.mpsd if isinstance(rig.mpsd, Doomed) else None
+                assert doomed is not None
                 history.add("rig", "fire", effect=effect)
-                Script(rig, service, plan.seed).play()
-                died, effects = service.died, service.effects()
+                Script(rig, doomed, plan.seed).play()
+                effects = patiently(doomed.effects)
         except MpsdError as error:
             history.add("rig", "failed", text=f"{error.code}: {error}")
         except Exception as error:  # a broken rig must not look like a product that failed, or passed
             history.add("rig", "failed", text=f"the rig failed: {error!r}")
         history.add("rig", "end", leftovers=rig.left)
         findings = check(DEATH, observe(history), bars=False)
-        died = died or history.first("died") is not None
+        died = doomed is not None and doomed.died
     return Outcome(effect, died, effects, verdict(findings), findings)
 
 
