@@ -26,7 +26,10 @@ log = structlog.get_logger("mpsd.guard")
 
 @dataclass(slots=True)
 class Guarded:
-    """One client under guard. `refused`: ranges that the driver would not take, asked only once."""
+    """One client under guard. `refused`: ranges that the driver would not take, asked only once.
+
+    `seen` is a mark of the mappings that the ranges were laid for.
+    """
 
     space: AddressSpace
     gpus: tuple[str, ...]
@@ -129,9 +132,14 @@ class Guards:
             self._take_away(guarded, stale)
         refused = 0
         for fresh in sorted(wanted - guarded.laid - guarded.refused):
-            if client not in self._guarded:
+            if client not in self._guarded or (refused and not guarded.laid):
                 break
             refused += not _put(guarded, fresh)
+        if refused and not guarded.laid:
+            # Before the client has its context the driver takes none at all: ask again next time.
+            guarded.refused.clear()
+            guarded.seen = 0
+            return 0
         return refused
 
     def _low_only(self) -> bool:

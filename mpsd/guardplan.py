@@ -18,7 +18,7 @@ GRANULE = 64 << 10
 PIECE = 256 << 20
 LOW_START = 64 << 10
 LOW_END = 8 << 30
-# Room that a non-PIE program's heap may grow into before the guard has followed it.
+# Room above a mapping, that a non-PIE program's heap may grow into before the guard has followed it.
 LOW_MARGIN = 64 << 20
 _NEVER = ("/dev/", "/memfd:", "/SYSV", "/anon_hugepage", "[")
 
@@ -60,7 +60,7 @@ def _low(maps: Iterable[MemoryMap]) -> Iterator[Range]:
     for row in maps:
         if row.start >= LOW_END:
             break
-        yield from _inside(start, max(start, row.start - LOW_MARGIN), GuardClass.LOW)
+        yield from _inside(start, max(start, row.start), GuardClass.LOW)
         start = max(start, row.end + LOW_MARGIN)
     yield from _inside(start, LOW_END, GuardClass.LOW)
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 
 from faultinject.programs.device import DeviceError, open_device
 from faultinject.programs.misdeeds import Plan, commit, prepare
 from faultinject.programs.talk import Inbox, clock, identity, no_core_dumps, say
+
+
+TERMINATED = 810
 
 
 def main(argv: list[str]) -> int:
@@ -33,6 +37,10 @@ def main(argv: list[str]) -> int:
         say("outcome", code=0)
     except DeviceError as error:
         say("outcome", code=error.code, text=str(error))
+        if error.code == TERMINATED:
+            # A program takes longer than its eviction to notice. One that exits at this very moment holds
+            # up the server, and with it the others, until the kernel has taken it apart.
+            signal.pause()
     # Not through the interpreter's exit: after a sticky error clean-up calls may hang.
     os._exit(5)
 

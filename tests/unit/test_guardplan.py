@@ -42,7 +42,8 @@ def test_a_non_pie_program_keeps_its_surroundings() -> None:
     program = row(0x400000, 0x500000, "/bin/program", "r-xp")
     heap = row(0x600000, 0x800000, "[heap]")
     ranges = plan([program, heap], {GuardClass.LOW}, 100)
-    assert covered(ranges) == [(0x800000 + LOW_MARGIN, LOW_END)]
+    below, hole = (LOW_START, 0x400000), (0x800000 + LOW_MARGIN, LOW_END)
+    assert covered(ranges) == [below, hole]
 
 
 def test_files_are_guarded_only_where_they_are_programs() -> None:
