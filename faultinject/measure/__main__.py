@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from faultinject import kernels
+from faultinject.measure import report
 from faultinject.measure.nvml import Nvml
 from mpsd.gpu.nvidia.uvm import NvidiaUvm
 
@@ -64,6 +65,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m faultinject.measure", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="directory for results and logs")
     parser.add_argument("--only", default=",".join(QUESTIONS), help="questions, separated by commas")
+    parser.add_argument("--report", type=Path, help="directory of the rendered report (default: OUT)")
     options = parser.parse_args()
     out: Path = options.out
     out.mkdir(parents=True, exist_ok=True)
@@ -88,6 +90,7 @@ def main() -> int:
             f"{name}: {result['seconds']} s, {len(result['rows'])} rows, {result['failed'] or 'ok'}",
             flush=True,
         )
+    print(report.write(out, options.report or out), flush=True)
     return 0
 
 

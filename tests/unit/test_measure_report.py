@@ -1,0 +1,76 @@
+"""The measurements' report: computed from raw results, stable, free of what names one machine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from faultinject.measure import report
+
+REPORTS = Path(report.__file__).parent.parent / "reports"
+HEAD = {
+    "schema": 1,
+    "device": "NVIDIA H200",
+    "driver": "580.1",
+    "kernel": "6.18",
+    "date": "2026-11-21T00:00:00+00:00",
+    "command": "python -m faultinject.measure --out DIR",
+}
+
+
+def save(directory: Path, question: str, rows: list[Any]) -> None:
+    (directory / f"{question}.json").write_text(json.dumps(HEAD | {"question": question, "rows": rows}))
+
+
+def test_control_replies_lose_what_names_the_machine(tmp_path: Path) -> None:
+    reply = "1 GPU-f7f0e716-98a7-1abd 402 /srv/some/place/bin/python3"
+    save(tmp_path, "control", [{"part": "replies", "rows": [{"command": "ps", "reply": reply}]}])
+    path = report.write(tmp_path, tmp_path / "out")
+    assert path.name == "NVIDIA-H200-580.1-measurements.json"
+    made = json.loads(path.read_text())
+    assert made["rows"][0]["figures"][0]["reply"] == "1 GPU-00000000-0000-0000 402 /usr/bin/python3"
+    assert "/usr/bin/python3" in path.with_suffix(".md").read_text()
+
+
+def test_early_words_would_be_reported(tmp_path: Path) -> None:
+    def case(ended_at: float) -> dict[str, Any]:
+        return {
+            "case": "single",
+            "client": 7,
+            "end_after_kill_ms": 100.0,
+            "kill_to_pidfd_ms": 18.0,
+            "survivor_while_leased": {"longest_ms": 0.4},
+            "survivor_after_release": {"ev": "alive"},
+            "release": {"close_ms": 17.0, "gpu_back_ms": 17.0, "host_back_ms": 17.0},
+            "changes_ms_after_true_end": {
+                "client_list": [[-150.0, ["7", "8"]], [-95.0, ["8"]]],
+                "ps": [[-150.0, [["7", "1"]]], [-95.0, []]],
+                "nvml_processes": [[-150.0, [[7, 1]]], [-80.0, []]],
+                "completion_words_late": [[-150.0, "alive"], [ended_at, "ended"]],
+            },
+        }
+
+    save(tmp_path, "end-signal", [case(6.0), case(-20.0), {"case": "copies", "failed": "lost"}])
+    rows = report.build(tmp_path)["rows"]
+    assert "1 of 2 times too early, -20 to 6 ms" in rows[0]["finding"]
+    assert [row["client_list_after_end_ms"] for row in rows[0]["figures"]] == [-95.0, -95.0]
+    assert rows[0]["figures"][0]["ps_after_end_ms"] is None
+    assert rows[2]["figures"] == [{"case": "copies", "failed": "lost"}]
+
+
+def test_no_results_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        report.build(tmp_path)
+
+
+@pytest.mark.parametrize("path", sorted(REPORTS.glob("*-measurements.json")), ids=lambda path: path.stem)
+def test_committed_reports_keep_the_schema(path: Path) -> None:
+    made = json.loads(path.read_text())
+    assert {*report.HEAD, "rows", "runs"} <= made.keys()
+    assert path.stem == report.name_of(made)
+    assert path.with_suffix(".md").read_text() == report.markdown(made)
+    for row in made["rows"]:
+        assert row.keys() == {"question", "finding", "figures"}
