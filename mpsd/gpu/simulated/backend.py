@@ -44,16 +44,18 @@ def open_simulated(
                 f"no simulated GPU runs in {where}", remedy="python -m mpsd.gpu.simulated gpu --detach"
             )
         _start(where, gpus)
-    devices = SimulatedDevices(NodeLink(where))
+    # One connection for all three: closing `devices` closes it.
+    link = NodeLink(where)
+    devices = SimulatedDevices(link)
     return Backend(
         name="simulated",
-        uvm=SimulatedUvm(NodeLink(where)),
+        uvm=SimulatedUvm(link),
         devices=devices,
         kernel_log=KernelFile(paths.kernel_log(where)),
         control_binary=paths.launcher(where, paths.CONTROL_NAME),
         control_environment={paths.SIM_DIR: where},
         terminate_deadline_s=terminate_deadline_s,
-        work=SimulatedWork(where),
+        work=SimulatedWork(link),
         checks=(
             Check("simulated GPU", True, f"{len(devices.gpus())} simulated GPU(s) in {where}: no real one"),
         ),

@@ -372,11 +372,6 @@ def _become_server(script: str, link: socket.socket, log_fd: int, arguments: lis
         os.dup2(null, 0)
         os.dup2(log_fd, 1)
         os.dup2(null, 2)
-        uid = int(arguments[0])
-        if uid != os.getuid():
-            os.setgroups([])
-            os.setgid(uid)
-            os.setuid(uid)
         os.execv(script, [script, str(link.fileno()), *arguments])
     finally:
         os._exit(127)

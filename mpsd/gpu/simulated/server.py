@@ -148,10 +148,19 @@ class Server:
         self._book.write("Server", text)
 
 
+def _become(uid: int) -> None:
+    """Go on as the user that is served: only here, for the interpreter may be out of that user's reach."""
+    if uid != os.getuid():
+        os.setgroups([])
+        os.setgid(uid)
+        os.setuid(uid)
+
+
 def main(directory: str, arguments: Sequence[str]) -> int:
     """arguments: descriptor of the link to the control daemon, uid, GPU indices, thread percentage."""
     link = socket.socket(fileno=int(arguments[0]))
     os.set_inheritable(link.fileno(), False)
+    _become(int(arguments[1]))
     try:
         gpu = packets.connect(paths.gpu_socket(directory))
         server = Server(link, gpu, int(arguments[1]), [int(index) for index in arguments[2].split(",")])

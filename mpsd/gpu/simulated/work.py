@@ -15,8 +15,8 @@ from mpsd.model import ProcessInstance
 class SimulatedWork:
     """WorkInspector over a simulated node."""
 
-    def __init__(self, directory: str) -> None:
-        self._link = NodeLink(directory)
+    def __init__(self, link: NodeLink) -> None:
+        self._link = link
 
     def open(self, process: ProcessInstance, pidfd: int) -> SimulatedWorkView:
         return SimulatedWorkView(self, process)
