@@ -11,7 +11,6 @@ from faultinject.programs.device import DeviceError, open_device
 from faultinject.programs.misdeeds import Plan, commit, prepare
 from faultinject.programs.talk import Inbox, clock, identity, no_core_dumps, say
 
-
 TERMINATED = 810
 
 

@@ -283,8 +283,17 @@ def on_server_state(draft: Draft, event: ev.ServerStateSeen) -> None:
 
 
 def on_control_died(draft: Draft, event: ev.ControlDied) -> None:
-    if domains.on_control_died(draft, event):
-        _process_record(draft, event.domain, "control-death", f"control daemon {event.process} died")
+    """A control daemon takes its server with it: whichever death is heard of first, it is one fault."""
+    if not domains.on_control_died(draft, event):
+        return
+    text = f"control daemon {event.process} died"
+    sign = Evidence(Source.PROCESS, draft.now, text)
+    records = at.open_for(draft.state, event.domain, draft.now)
+    same = next((r for r in records if r.fault_class == "server-death"), None)
+    if same is None:
+        _process_record(draft, event.domain, "control-death", text)
+    else:
+        _revise(draft, same, at.add_evidence(replace(same, fault_class="control-death"), sign))
 
 
 def on_server_died(draft: Draft, event: ev.ServerDied) -> None:
@@ -296,8 +305,6 @@ def on_server_died(draft: Draft, event: ev.ServerDied) -> None:
 def _process_record(draft: Draft, name: str, fault_class: str, text: str) -> None:
     domain = draft.state.domains[name]
     record = replace(_new(draft, domain, fault_class), suspects=(), revision=1)
-    if fault_class == "control-death":
-        record = replace(record, victims=())
     draft.put_domain(replace(domain, last_fault=record.id))
     _write(draft, at.add_evidence(record, Evidence(Source.PROCESS, draft.now, text)))
 

@@ -127,7 +127,7 @@ _ROWS = (
     _row(
         "sm-stack-overflow",
         "stack overflow in a kernel",
-        "Xid 13 with a stack error, then Xid 43 on the server; nobody is named",
+        "Xid 13 with a stack error, then Xid 43; driver 580 writes 'Out Of Range Address', so: sm-out-of-range",
         Scope.DOMAIN,
         _NONE,
         "look at the suspects; a larger cudaLimitStackSize may help the owner",
@@ -189,10 +189,10 @@ _ROWS = (
     _row(
         "control-death",
         "the MPS control daemon died",
-        "its pidfd became readable",
-        Scope.NOBODY,
-        "clients go on; new ones go to the spare domain",
-        "nothing to do now; the old domain ends when its last client has gone",
+        "its pidfd became readable; its server goes with it, and the clients see error 806",
+        Scope.DOMAIN,
+        _NONE,
+        "restart the victims; find out who killed the control daemon",
     ),
     _row(
         "device-ecc",

@@ -111,19 +111,28 @@ def test_late_news_of_starts_and_stops_is_counted() -> None:
 # Death of control daemons and servers
 
 
-def test_control_death_sends_new_clients_to_the_spare_and_leaves_the_old_alone() -> None:
+def test_control_death_sends_new_clients_to_the_spare_and_names_the_victims() -> None:
     world = World().ready()
     world.join(10)
     world.do(ev.ControlDied("d1", control_of("d1")))
     assert world.path() == "d2"
     record = world.record()
-    assert (record.fault_class, record.victims, record.suspects) == ("control-death", (), ())
+    assert (record.fault_class, record.suspects) == ("control-death", ())
+    assert [v.process.pid for v in record.victims] == [10]
     assert world.domain("d1").state is DomainState.HEADLESS
     assert world.domain("d1").last_fault == record.id
     assert world.client_states() == {10: ClientState.ATTACHED}
     assert not world.ever(fx.StopDomain)
     world.die(10)
     assert [e.domain for e in world.made(fx.StopDomain)] == ["d1"]
+
+
+def test_a_server_that_goes_with_its_control_daemon_is_one_fault() -> None:
+    world = World().ready()
+    world.join(10)
+    world.do(ev.ServerDied("d1", server_of("d1")))
+    world.do(ev.ControlDied("d1", control_of("d1")))
+    assert [r.fault_class for r in world.records().values()] == ["control-death"]
 
 
 def test_death_of_another_control_daemon_or_server_means_nothing() -> None:

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpsd.gpu.nvidia.semaphores import BUSY, LOW_END, Area, Signs, areas, behind
+from mpsd.gpu.nvidia.work import BLOCK, written
 
 SLOT, REPORT = 0x2_0303_7F34, 0x2_0300_FFF0
 
@@ -30,7 +31,7 @@ def launch(number: int, slot: int = SLOT) -> bytes:
 
 
 def pending(signs: Signs, memory: dict[int, int]) -> bool:
-    return bool(signs.pending(memory.get))
+    return bool(signs.running(memory.get) or signs.queued(memory.get))
 
 
 def test_a_running_kernel_is_pending_until_its_mark_changes() -> None:
@@ -95,7 +96,7 @@ def test_serial_numbers_wrap(value: int, ahead: int) -> None:
 def test_any_bytes_can_be_scanned(data: bytes) -> None:
     signs = Signs()
     signs.scan(data)
-    signs.pending(lambda address: None)
+    assert not signs.queued(lambda address: None) and not signs.running(lambda address: None)
 
 
 def test_only_shared_system_memory_of_the_control_device_is_read() -> None:
@@ -107,3 +108,15 @@ def test_only_shared_system_memory_of_the_control_device_is_read() -> None:
         (LOW_END, LOW_END + 0x200000, "rw-s", "/dev/nvidiactl"),
     ]
     assert areas(rows) == [Area(0x2_0080_0000, 0x2_02A0_0000), Area(0x2_0300_0000, 0x2_0320_0000)]
+
+
+def test_only_written_blocks_are_scanned_and_no_pattern_is_cut() -> None:
+    data = bytearray(4 * BLOCK)
+    cut = BLOCK - len(launch(1)) // 2
+    data[cut : cut + len(launch(1))] = launch(1)
+    blocks = list(written(bytes(data)))
+    assert len(blocks) == 2
+    signs = Signs()
+    for block in blocks:
+        signs.scan(block)
+    assert signs.marks == {SLOT} and signs.numbers == {REPORT: {1}}

@@ -18,6 +18,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 BUSY = 5
+Read = Callable[[int], int | None]
+"""The word at an address, None where nothing is mapped."""
+
 LOW_END = 1 << 36
 """Above this lie ordinary mappings; libcuda's shared areas are below."""
 
@@ -70,15 +73,18 @@ class Signs:
         """Whether this driver leaves the signs that we know: every client that ever launched has some."""
         return bool(self.numbers)
 
-    def pending(self, read: Callable[[int], int | None]) -> list[str]:
-        """What has not ended yet. `read` gives the word at an address, None where nothing is mapped."""
+    def queued(self, read: Read) -> list[str]:
+        """Semaphores that have yet to reach a number: launches that the front end has not taken."""
         late = []
         for address, numbers in self.numbers.items():
             value = read(address)
             if value is not None and any(behind(value, number) for number in numbers):
                 late.append(f"semaphore {address:#x} at {value}")
-        late += [f"kernel {address:#x}" for address in self.marks if read(address) == BUSY]
         return late
+
+    def running(self, read: Read) -> list[str]:
+        """Marks of kernels that have begun and not ended."""
+        return [f"kernel {address:#x}" for address in sorted(self.marks) if read(address) == BUSY]
 
 
 def behind(value: int, number: int) -> bool:

@@ -8,17 +8,31 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
 
 from mpsd.errors import UnsupportedError
 from mpsd.gpu.nvidia.semaphores import LOW_END, Area, Signs, areas
 from mpsd.model import ProcessInstance
 
 PIECE = 2 << 20
+BLOCK = 16 << 10
+OVERLAP = 64
+"""Longer than any pattern, so that none is cut in two."""
 CALM = 2
 """Consecutive looks that must find nothing: a mark and the report of its launch are two writes."""
+DROPPED_S = 3.0
+"""Launches still queued this long after the death have been dropped: the driver gives them 2.0 s."""
 
-_ZERO = bytes(PIECE)
+_ZERO = bytes(BLOCK + OVERLAP)
+
+
+def written(data: bytes) -> Iterator[bytes]:
+    """The blocks of a piece of memory that hold anything: most of a command buffer was never used."""
+    for at in range(0, len(data), BLOCK):
+        block = data[at : at + BLOCK + OVERLAP]
+        if block != _ZERO[: len(block)]:
+            yield block
 
 
 class ProcessWork:
@@ -31,6 +45,8 @@ class ProcessWork:
         self._areas: list[Area] = []
         self._signs: Signs | None = None
         self._calm = 0
+        self._died = 0.0
+        self._wrote_commands = False
 
     @property
     def fds(self) -> Mapping[str, int]:
@@ -52,27 +68,26 @@ class ProcessWork:
     def pending(self) -> str | None:
         if self._signs is None:
             self._signs = self._scan()
+            self._died = time.monotonic()
         if not self._signs.understood:
             # A client that never launched anything has no commands at all; any others are not ours to read.
             return None if self._wrote_commands else ""
-        late = self._signs.pending(self._word)
+        running = self._signs.running(self._word)
+        queued = [] if time.monotonic() - self._died > DROPPED_S else self._signs.queued(self._word)
+        late = [*running, *queued]
         self._calm = 0 if late else self._calm + 1
         if late:
             return ", ".join(late[:4])
         return "" if self._calm >= CALM else "looking once more"
 
-    _wrote_commands = False
-
     def _scan(self) -> Signs:
         """Read every area once: the process is dead, so nobody writes commands any more."""
         signs = Signs()
         for area in self._areas:
-            # Commands lie in large areas; a pattern across two pieces is caught by the overlap.
             for at in range(area.start, area.end, PIECE):
-                data = self._read(at, min(PIECE + 4096, area.end - at))
-                if data and data != _ZERO[: len(data)] and data.count(0) != len(data):
+                for block in written(self._read(at, min(PIECE + OVERLAP, area.end - at))):
                     self._wrote_commands = True
-                    signs.scan(data)
+                    signs.scan(block)
         return signs
 
     def _read(self, at: int, size: int) -> bytes:
