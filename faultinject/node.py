@@ -42,6 +42,12 @@ class Node:
         return sum(devices.memory_used(gpu.uuid) for gpu in devices.gpus())
 
 
+def _close_backend(backend: Backend) -> None:
+    if backend.kernel_log is not None:
+        backend.kernel_log.close()
+    backend.devices.close()
+
+
 _SETTINGS = {"lease.linger_limit_s": "2.0", "domains.stop_deadline_s": "3.0", "log.format": '"json"'}
 
 
@@ -54,7 +60,7 @@ def open_simulated_node(base: Path) -> Node:
     backend = open_simulated(directory)
 
     def close() -> None:
-        backend.devices.close()
+        _close_backend(backend)
         stop_simulated(directory)
 
     return Node(
@@ -98,7 +104,7 @@ def open_nvidia_node(base: Path) -> Node:
         churn_s=8.0,
         memory=256 << 20,
         shared=True,
-        close=backend.devices.close,
+        close=lambda: _close_backend(backend),
     )
 
 

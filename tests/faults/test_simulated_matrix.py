@@ -6,29 +6,25 @@ is a verdict `unknown`, which fails.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from faultinject.faults import REGISTRY, Fault
 from faultinject.kinds import MODES
-from faultinject.matrix import Matrix, Plan
 from faultinject.report import RUN_SCHEMA
-from faultinject.stage import Options
+from tests.faults.conftest import DEADLINE_S, Entries
 
 PAIRS = [pytest.param(f, m, id=f"{f.name}-{m}") for f in REGISTRY for m in MODES if m in f.modes]
 
 
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(("fault", "mode"), PAIRS)
-def test_verdict(fault: Fault, mode: str, tmp_path: Path) -> None:
-    plan = Plan("simulated", (fault,), (mode,), Options(seed=11), deadline_s=90.0, out=tmp_path)
-    entry = Matrix(plan).one(fault, mode, "simulated", tmp_path)
+def test_verdict(fault: Fault, mode: str, entries: Entries) -> None:
+    entry = entries[fault.name, mode].result(timeout=5 * DEADLINE_S)
     if entry["not_run"]:
         pytest.skip(entry["not_run"])
     complaints = [f"{f['law']}: {f['verdict']}: {f['text']}" for f in entry["findings"]]
     assert entry["verdict"] == "valid", (complaints, entry["command"])
     assert entry.keys() == RUN_SCHEMA.keys()
+    assert entry["wrong_results"] == 0
     if fault.survive[mode]:
         assert entry["lost"] == 0
-    assert entry["wrong_results"] == 0
