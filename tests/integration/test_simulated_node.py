@@ -335,6 +335,41 @@ def test_a_node_ends_with_its_directory() -> None:
     until(lambda: processes_of(base) == [])
 
 
+@pytest.mark.parametrize("how", ["stop", "SIGKILL"])
+def test_everything_ends_with_the_gpu(how: str) -> None:
+    with tempfile.TemporaryDirectory(prefix="simend") as base:
+        backend = open_simulated(base)
+        domain = Domain(Path(tempfile.mkdtemp(prefix="simdom")), backend)
+        try:
+            domain.start()
+            client = domain.client().ready()
+            server = domain.server()
+            watch = backend.devices.watch_xids()
+            if how == "stop":
+                stop_simulated(base)
+            else:
+                (pid,) = (
+                    p.pid for p in psutil.process_iter() if base in p.cmdline() and "gpu" in p.cmdline()
+                )
+                os.kill(pid, signal.SIGKILL)
+            assert domain.control is not None
+            domain.control.wait(DEADLINE_S)
+            until(lambda: not os.path.exists(f"/proc/{server}"))
+            assert client.error() in (46, 806)
+            with pytest.raises(GpuError):
+                watch.drain()
+            with pytest.raises(GpuError):
+                backend.devices.gpus()
+            watch.close()
+        finally:
+            domain.close()
+            stop_simulated(base)
+            backend.devices.close()
+            assert backend.kernel_log is not None
+            backend.kernel_log.close()
+        until(lambda: processes_of(base) == [])
+
+
 # -- the control stand-in -------------------------------------------------------------------------------
 
 
