@@ -348,10 +348,8 @@ def test_everything_ends_with_the_gpu(how: str) -> None:
             if how == "stop":
                 stop_simulated(base)
             else:
-                (pid,) = (
-                    p.pid for p in psutil.process_iter() if base in p.cmdline() and "gpu" in p.cmdline()
-                )
-                os.kill(pid, signal.SIGKILL)
+                with packets.connect(paths.gpu_socket(base)) as sock:
+                    os.kill(int(packets.call(sock, {"op": "node"})[0]["pid"]), signal.SIGKILL)
             assert domain.control is not None
             domain.control.wait(DEADLINE_S)
             until(lambda: not os.path.exists(f"/proc/{server}"))
@@ -412,7 +410,7 @@ def test_files_and_audit_lines(domain: Domain) -> None:
     names = {path.name for path in (domain.base / "p").iterdir()}
     assert names == {"control", "control_privileged", "control_lock", "log", "nvidia-cuda-mps-control.pid"}
     assert (domain.base / "p/nvidia-cuda-mps-control.pid").read_text() == f"{domain.control.pid}\n"
-    assert f" Control {domain.control.pid}] Cmd:get_server_list\n" in domain.log
+    assert f" Control {domain.control.pid:5}] Cmd:get_server_list\n" in domain.log
     assert domain.backend.control_binary in procfs.command_line(domain.control.pid)[:3]
     assert Path(f"/proc/{domain.control.pid}/comm").read_text() == "nvidia-cuda-mps\n"
 

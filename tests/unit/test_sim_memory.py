@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpsd.gpu.simulated import semantics
@@ -20,6 +20,7 @@ def space() -> Iterator[AddressMap]:
     made.destroy()
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 0xFFFF_FFFF), max_size=40))
 def test_increment_adds_one_to_each_word_and_never_carries_into_the_next(words: list[int]) -> None:
     before = b"".join(w.to_bytes(4, "little") for w in words)
@@ -100,6 +101,7 @@ def test_a_reservation_that_meets_a_guard_fails(space: AddressMap) -> None:
     assert space.allocate(100) is None
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 40), st.integers(1, 6)), max_size=20), st.integers(0, 60))
 def test_a_byte_is_guarded_exactly_when_an_accepted_guard_holds_it(
     wanted: list[tuple[int, int]], granule: int
