@@ -30,12 +30,10 @@ def main(directory: str, arguments: Sequence[str]) -> int:
         sys.stdout.write(_USAGE)
         return 0
     if flags & {"-d", "--daemon", "-f", "--foreground"}:
-        from mpsd.gpu.simulated import controldaemon
+        from mpsd.gpu.simulated import controlstart
 
         multiuser = bool(flags & {"-multiuser-server", "-M"})
-        return controldaemon.start(
-            directory, background=bool(flags & {"-d", "--daemon"}), multiuser=multiuser
-        )
+        return controlstart.start(directory, background=bool(flags & {"-d", "--daemon"}), multiuser=multiuser)
     if flags:
         sys.stderr.write(_USAGE)
         return 1

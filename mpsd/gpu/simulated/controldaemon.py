@@ -7,26 +7,23 @@ front end.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import selectors
 import signal
 import socket
-import sys
 import time
 
 from mpsd.gpu.simulated import packets, paths
-from mpsd.gpu.simulated.control import BINARY_VERSION
 from mpsd.gpu.simulated.controlcommands import Commands
-from mpsd.gpu.simulated.logbook import Logbook, open_log
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from mpsd.gpu.simulated.logbook import Logbook
     from mpsd.gpu.simulated.packets import Message
 
-_FILES = ("control", "control_privileged", "log", f"{paths.CONTROL_NAME}.pid")
+FILES = ("control", "control_privileged", "log", f"{paths.CONTROL_NAME}.pid")
 # How often the emptiness of a server is looked at while somebody waits for it.
 _DRAIN_CHECK_S = 0.02
 
@@ -351,13 +348,13 @@ class Daemon:
                 continue
         for server in self.servers.values():
             os.waitpid(server.pid, 0)
-        for name in _FILES:
-            _unlink(os.path.join(self.pipe_dir, name))
+        for name in FILES:
+            unlink(os.path.join(self.pipe_dir, name))
         for sock in list(self._quitting):
             self.answer(sock, {"text": ""})
 
 
-def _unlink(path: str) -> None:
+def unlink(path: str) -> None:
     try:
         os.unlink(path)
     except OSError:
@@ -375,76 +372,3 @@ def _become_server(script: str, link: socket.socket, log_fd: int, arguments: lis
         os.execv(script, [script, str(link.fileno()), *arguments])
     finally:
         os._exit(127)
-
-
-def _lock(pipe_dir: str) -> int:
-    """The pipe directory's lock. Raises BlockingIOError when a live daemon holds it, OSError otherwise."""
-    fd = os.open(os.path.join(pipe_dir, "control_lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(fd)
-        raise
-    return fd
-
-
-def start(directory: str, *, background: bool, multiuser: bool) -> int:
-    """Run the daemon in the foreground, or leave it in the background and return when it answers."""
-    pipe_dir, log_dir = paths.pipe_directory(os.environ), paths.log_directory(os.environ)
-    try:
-        os.makedirs(pipe_dir, exist_ok=True)
-        _lock(pipe_dir)
-    except BlockingIOError:
-        sys.stderr.write("An instance of this daemon is already running\n")
-        return 1
-    except OSError as error:
-        sys.stderr.write(f"Cannot use pipe directory {pipe_dir}: {error.strerror}\n")
-        return 1
-    if background:
-        return _in_background(lambda ready: _serve(directory, log_dir, ready, multiuser=multiuser))
-    return _serve(directory, "", lambda: None, multiuser=multiuser)
-
-
-def _in_background(serve: Callable[[Callable[[], None]], int]) -> int:
-    reader, writer = os.pipe()
-    if os.fork():
-        os.close(writer)
-        answered = os.read(reader, 1)
-        return 0 if answered else 1
-    os.setsid()
-    null = os.open(os.devnull, os.O_RDWR)
-    for fd in (0, 1, 2):
-        os.dup2(null, fd)
-
-    def ready() -> None:
-        os.write(writer, b"!")
-        os.close(writer)
-
-    os._exit(serve(ready))
-
-
-def _serve(directory: str, log_dir: str, ready: Callable[[], None], *, multiuser: bool) -> int:
-    try:
-        gpu = packets.connect(paths.gpu_socket(directory))
-        control_fd, server_fd = (
-            (open_log(log_dir, "control.log"), open_log(log_dir, "server.log")) if log_dir else (1, 1)
-        )
-    except OSError as error:
-        sys.stderr.write(f"Cannot start the MPS control daemon: {error}\n")
-        return 1
-    pipe_dir = paths.pipe_directory(os.environ)
-    for name in _FILES:
-        _unlink(os.path.join(pipe_dir, name))
-    logbook = Logbook(control_fd)
-    daemon = Daemon(directory, gpu, logbook, server_fd, multiuser=multiuser)
-    os.mkfifo(os.path.join(pipe_dir, "log"), 0o600)
-    with open(os.path.join(pipe_dir, f"{paths.CONTROL_NAME}.pid"), "w", encoding="ascii") as file:
-        file.write(f"{os.getpid()}\n")
-    logbook.write(
-        "Control",
-        f"Starting control daemon using socket {os.path.join(pipe_dir, 'control')}\n"
-        f"To connect CUDA applications to this daemon, set env CUDA_MPS_PIPE_DIRECTORY={pipe_dir}\n"
-        f"CUDA MPS Control binary version: {BINARY_VERSION}",
-    )
-    ready()
-    return daemon.run()
