@@ -1,15 +1,36 @@
-"""Tests marked `gpu` run only where MPSD_TEST_GPU=1 says that a GPU must be there (scripts/test-gpu)."""
+"""Tests marked `gpu` need a real GPU. MPSD_TEST_GPU decides: 1 they must run, 0 they are skipped, unset they
+run where this machine looks fit and say otherwise why not."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 
 import pytest
 
+DEVICE_NODES = ("/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools")
+HOW_TO_FORCE = "MPSD_TEST_GPU=1 forces it (scripts/test-gpu)"
+
+
+def unfit() -> str | None:
+    """Why tests on a real GPU cannot run here; None when they should be tried."""
+    missing = [path for path in DEVICE_NODES if not os.path.exists(path)]
+    if missing:
+        return f"no real GPU here: {', '.join(missing)} missing"
+    if os.geteuid() != 0:
+        return "not root: descriptors of other users' clients may not be duplicated"
+    if importlib.util.find_spec("cuda") is None:
+        return "the package cuda-bindings is not installed"
+    return None
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if os.environ.get("MPSD_TEST_GPU") == "1":
+    wish = os.environ.get("MPSD_TEST_GPU", "")
+    if wish == "1":
+        return
+    reason = "MPSD_TEST_GPU=0" if wish == "0" else unfit()
+    if reason is None:
         return
     for item in items:
         if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="needs a real GPU: scripts/test-gpu"))
+            item.add_marker(pytest.mark.skip(reason=f"{reason}; {HOW_TO_FORCE}"))

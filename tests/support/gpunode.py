@@ -1,0 +1,370 @@
+"""A GPU node for the contract tests: the same for the simulated and the real one.
+
+`Machine` lives as long as the test session and keeps one healthy fault domain for all tests that leave it
+usable. `Node` is what one test sees; whatever it started is gone when it is closed. Client programs are
+the harness's own (faultinject.programs), real processes with a process group each.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Coroutine, Sequence
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+from faultinject import leftovers
+from faultinject.history import Entry, History
+from faultinject.node import Node as HarnessNode
+from faultinject.node import open_node
+from faultinject.worker import Worker, python_environment
+from mpsd.control import ControlDaemon
+from mpsd.errors import MpsdError
+from mpsd.gpu.base import AddressSpace, Tracker, WorkView
+from mpsd.linux.pinned import Pinned
+from mpsd.model import Gpu, KernelXid, ProcessInstance, ServerState, UvmEvent
+from tests.support.descriptors import open_descriptors
+from tests.support.waiting import DEADLINE_S, readable, until
+
+T = TypeVar("T")
+MEMORY = 64 << 20
+"""Bytes of GPU memory that an offender holds."""
+
+_GOODBYE_S = 5.0
+_HEALTHY_S = 5.0
+_TAG = "MPSD_CONTRACT_TEST"
+
+
+class Program:
+    """A client program: told what to do, heard, pinned. See faultinject.programs."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+        self._pinned: Pinned | None = None
+
+    @property
+    def pid(self) -> int:
+        return self.worker.pid
+
+    @property
+    def pinned(self) -> Pinned:
+        if self._pinned is None:
+            self._pinned = Pinned.open(self.pid)
+        return self._pinned
+
+    @property
+    def instance(self) -> ProcessInstance:
+        return self.pinned.instance
+
+    def ready(self) -> Self:
+        """Wait until it has its context and has run a kernel."""
+        said = self.must("ready", "error", "outcome")
+        assert said.what == "ready", said
+        assert (said.data["pid"], said.data["start_ticks"]) == (self.pid, self.instance.start_ticks)
+        return self
+
+    def must(self, *whats: str) -> Entry:
+        return self.worker.must(*whats, timeout=DEADLINE_S)
+
+    def go(self) -> None:
+        self.worker.tell("go")
+
+    def failure(self) -> int:
+        """The CUDA error that it met; 0 when it did its deed and met none."""
+        return int(self.must("outcome", "error").data["code"])
+
+    def gone(self) -> int:
+        """Wait for its end; the exit status, negative for a signal."""
+        return int(self.must("gone").data["status"])
+
+    def kill(self) -> None:
+        self.worker.signal(signal.SIGKILL)
+        assert self.gone() == -signal.SIGKILL
+
+    def unharmed(self) -> None:
+        """End it in order: every result that it computed must have been right, and none missing."""
+        self.worker.tell("stop")
+        said = self.must("done", "error", "wrong")
+        assert said.what == "done", said
+        assert said.data["wrong"] == 0
+        assert said.data["steps"] > 0
+        assert self.gone() == 0
+
+    def close(self) -> None:
+        self.worker.end()
+        if self._pinned is not None:
+            self._pinned.close()
+
+
+class Domain:
+    """One control daemon on one GPU with directories under `base`."""
+
+    def __init__(self, machine: Machine, base: Path) -> None:
+        self.machine, self.base = machine, base
+        self.control = ControlDaemon(
+            machine.harness.backend.control_binary,
+            str(base / "p"),
+            str(base / "l"),
+            gpus=(machine.gpu.uuid,),
+            environment=machine.harness.environment,
+        )
+        self.server = 0
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """For clients of this domain."""
+        return {"CUDA_MPS_PIPE_DIRECTORY": self.control.pipe_dir}
+
+    def start(self) -> Self:
+        """Start the control daemon and a server, and wait until that is ACTIVE."""
+        self.machine.run(self.control.start(DEADLINE_S))
+        self.machine.run(self.control.start_server(os.getuid()))
+        self.server = self.machine.run(self.control.wait_active(DEADLINE_S))
+        return self
+
+    def state(self) -> ServerState:
+        return self.machine.run(self.control.server_state(self.server))
+
+    def becomes(self, state: ServerState) -> None:
+        until(lambda: self.state() is state, f"server {self.server} in {state}")
+
+    def clients(self) -> set[int]:
+        return set(self.machine.run(self.control.clients(self.server)))
+
+    def healthy(self) -> bool:
+        """Whether its own server takes clients, if need be after it has recovered."""
+        if not self.control.alive():
+            return False
+        try:
+            return self.machine.run(self.control.wait_active(_HEALTHY_S)) == self.server
+        except MpsdError:
+            return False
+
+    def stop(self) -> None:
+        """End it in order when that is possible, by force otherwise."""
+        if self.control.instance is None:
+            return
+        try:
+            self.machine.run(self.control.quit(_GOODBYE_S))
+        except MpsdError:
+            self.machine.run(self.control.kill(DEADLINE_S))
+        assert not self.control.alive()
+        self.control.close()
+
+
+class Machine:
+    """A GPU node for a whole session, and a fault domain that tests share while it is healthy."""
+
+    def __init__(self, backend: str) -> None:
+        # Short, for socket paths must fit in 107 bytes.
+        self.base = Path(tempfile.mkdtemp(prefix="mpsd-ct-", dir="/tmp"))
+        self._runner = asyncio.Runner()
+        self._tests = 0
+        self._shared: Domain | None = None
+        try:
+            with warnings.catch_warnings():
+                # Those of CUDA's binding are not ours to mend.
+                warnings.simplefilter("ignore")
+                self.harness: HarnessNode = open_node(backend, self.base)
+        except BaseException:
+            self._remove()
+            raise
+        self.backend = self.harness.backend
+        self.gpu: Gpu = self.backend.devices.gpus()[0]
+
+    def run(self, doing: Coroutine[Any, Any, T]) -> T:
+        return self._runner.run(doing)
+
+    def next_directory(self) -> Path:
+        self._tests += 1
+        directory = self.base / f"t{self._tests}"
+        directory.mkdir()
+        return directory
+
+    def shared_domain(self) -> Domain:
+        """A domain whose server is ACTIVE and has no clients: that of the last test if it is fit."""
+        if self._shared is not None and not self._shared.healthy():
+            self._shared.stop()
+            self._shared = None
+        if self._shared is None:
+            base = self.next_directory()
+            self._shared = Domain(self, base).start()
+        return self._shared
+
+    def close(self) -> None:
+        try:
+            if self._shared is not None:
+                self._shared.stop()
+        finally:
+            if self.backend.kernel_log is not None:
+                self.backend.kernel_log.close()
+            self.harness.close()
+            left = leftovers.clear(self.base, _GOODBYE_S)
+            self._remove()
+        assert not left, left
+
+    def _remove(self) -> None:
+        self._runner.close()
+        shutil.rmtree(self.base, ignore_errors=True)
+
+
+class Node:
+    """What one test sees of a machine. `backend` is under test, `domain` is a started fault domain."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.backend = machine.backend
+        self.gpu = machine.gpu
+        self.real = machine.harness.bars
+        self.busy_s = machine.harness.busy_s
+        self.domain = machine.shared_domain()
+        self.base = machine.next_directory()
+        if self.backend.kernel_log is not None:
+            self.backend.kernel_log.drain()
+        self._history = History()
+        self._programs: list[Program] = []
+        self._domains: list[Domain] = []
+        self._owned = contextlib.ExitStack()
+        self._descriptors = open_descriptors()
+
+    def run(self, doing: Coroutine[Any, Any, T]) -> T:
+        return self.machine.run(doing)
+
+    # -- programs ---------------------------------------------------------------------------------------
+
+    def spawn(self, module: str, *args: str, environment: dict[str, str] | None = None) -> Program:
+        """Start a program of the harness, a client of `domain` unless another environment is given."""
+        joined = self.domain.environment if environment is None else environment
+        everything = {**python_environment(), **self.machine.harness.environment, **joined}
+        everything[_TAG] = str(self.base)
+        arguments = [*args, "--backend", self.machine.harness.name]
+        name = f"{module}-{len(self._programs)}"
+        log = self.base / f"{name}.err"
+        program = Program(Worker(name, module, arguments, everything, self._history, log))
+        self._programs.append(program)
+        return program
+
+    def survivor(self, environment: dict[str, str] | None = None) -> Program:
+        """A client that computes for ever and checks its results. Not ready yet."""
+        return self.spawn("survivor", environment=environment)
+
+    def offender(self, kind: str, *args: str, environment: dict[str, str] | None = None) -> Program:
+        """A client that is idle until told to go, and then does this kind of deed. Not ready yet."""
+        memory = ("--memory", str(MEMORY), "--busy-s", str(self.busy_s))
+        return self.spawn("offender", kind, *memory, *args, environment=environment)
+
+    def bystander(self) -> subprocess.Popen[bytes]:
+        """A process that has nothing to do with the GPU."""
+        process = subprocess.Popen(
+            [sys.executable, "-S", "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE
+        )
+        self._owned.callback(process.__exit__, None, None, None)
+        self._owned.callback(process.kill)
+        return process
+
+    def new_domain(self) -> Domain:
+        """A domain of this test's own, not started."""
+        base = self.base / f"d{len(self._domains)}"
+        base.mkdir()
+        domain = Domain(self.machine, base)
+        self._domains.append(domain)
+        return domain
+
+    # -- adapters ---------------------------------------------------------------------------------------
+
+    def open(self, program: Program) -> AddressSpace:
+        """The one address space of a client, closed at the end of the test."""
+        (space,) = self.backend.uvm.open(program.instance, program.pinned.fileno())
+        self._owned.callback(space.close)
+        return space
+
+    def adopt(self, fds: dict[str, int]) -> AddressSpace:
+        space = self.backend.uvm.adopt(fds)
+        self._owned.callback(space.close)
+        return space
+
+    def track(self, space: AddressSpace) -> Tracker:
+        tracker = space.track()
+        self._owned.callback(tracker.close)
+        return tracker
+
+    def inspect(self, program: Program) -> WorkView:
+        view = self.backend.work.open(program.instance, program.pinned.fileno())
+        self._owned.callback(view.close)
+        return view
+
+    def own(self, thing: contextlib.AbstractContextManager[T]) -> T:
+        return self._owned.enter_context(thing)
+
+    def xids(self, *numbers: int) -> list[KernelXid]:
+        """Wait until the kernel log has shown all these numbers since the last call; every line of it."""
+        log = self.backend.kernel_log
+        assert log is not None, "this machine's kernel log may not be read"
+        found: list[KernelXid] = []
+        wanted = set(numbers)
+
+        def complete() -> bool:
+            found.extend(log.drain())
+            return wanted <= {line.xid for line in found}
+
+        until(complete, f"Xids {sorted(wanted)} in the kernel log")
+        return found
+
+    def memory_used(self) -> int:
+        return self.backend.devices.memory_used(self.gpu.uuid)
+
+    # -- the end ----------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """End everything in order; then nothing may be left, no process and no descriptor."""
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._nothing_left)
+            for domain in self._domains:
+                stack.callback(domain.stop)
+            stack.callback(self._owned.close)
+            for program in self._programs:
+                stack.callback(program.close)
+            self._say_goodbye()
+
+    def _say_goodbye(self) -> None:
+        # A client that is killed while its kernel runs takes the shared domain with it.
+        for program in self._programs:
+            program.worker.tell("stop")
+        for program in self._programs:
+            program.worker.wait("gone", timeout=_GOODBYE_S)
+
+    def _nothing_left(self) -> None:
+        processes = leftovers.clear(self.base, _GOODBYE_S)
+        assert not processes, f"left behind: {processes}"
+        until(lambda: not self._leaked(), "descriptors closed", _GOODBYE_S)
+
+    def _leaked(self) -> dict[int, str]:
+        # NVML opens the device nodes when it first needs them, and keeps them.
+        kept = ("/dev/nvidiactl", f"/dev/nvidia{self.gpu.index}", "/dev/nvidia-caps")
+        now = open_descriptors().items()
+        return {
+            fd: path
+            for fd, path in now
+            if self._descriptors.get(fd) != path and not (self.real and path.startswith(kept))
+        }
+
+
+def next_event(tracker: Tracker) -> UvmEvent:
+    """The next event of a tracker, waited for on its descriptor."""
+    assert readable(tracker, DEADLINE_S), "the tracker has seen nothing"
+    batch = tracker.drain()
+    assert batch.dropped == 0
+    assert batch.events, "readable, but nothing there"
+    return batch.events[0]
+
+
+def duplicates(fds: Sequence[tuple[str, int]]) -> dict[str, int]:
+    """What a descriptor store would hand to the next daemon."""
+    return {role: os.dup(fd) for role, fd in fds}

@@ -1,0 +1,33 @@
+"""Waiting in tests: always for something, always with a deadline."""
+
+from __future__ import annotations
+
+import select
+import time
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+T = TypeVar("T")
+DEADLINE_S = 20.0
+_STEP_S = 0.005
+
+
+class Source(Protocol):
+    def fileno(self) -> int: ...
+
+
+def until(look: Callable[[], T], what: str, deadline_s: float = DEADLINE_S) -> T:
+    """What `look` returns once that is true. A missed deadline is a failure that names `what`."""
+    end = time.monotonic() + deadline_s
+    while not (seen := look()):
+        if time.monotonic() > end:
+            raise AssertionError(f"{what}: not within {deadline_s:g} s; last seen: {seen!r}")
+        select.select([], [], [], _STEP_S)
+    return seen
+
+
+def readable(source: Source, deadline_s: float) -> bool:
+    """Whether the source has something to drain by the deadline."""
+    poll = select.poll()
+    poll.register(source.fileno(), select.POLLIN)
+    return bool(poll.poll(deadline_s * 1000))
