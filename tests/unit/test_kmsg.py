@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mpsd.errors import UnsupportedError
-from mpsd.gpu.nvidia import kmsg
+from mpsd.linux import kmsg
 from mpsd.model import KernelXid
 
 EXPECTED = json.loads((Path(__file__).parents[1] / "data" / "nvidia-580" / "expected.json").read_text())

@@ -1,4 +1,7 @@
-"""Every row of the measured table, on the simulated GPU with a clock of the test's own."""
+"""Every row of the measured table, on the simulated GPU with a clock of the test's own.
+
+Long because the table is long: one test or parameter for each row, all on the same small node.
+"""
 
 from __future__ import annotations
 

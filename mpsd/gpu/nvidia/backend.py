@@ -7,9 +7,9 @@ import os
 from mpsd.errors import MpsdError, UnsupportedError
 from mpsd.gpu.base import Backend, Check, KernelLog
 from mpsd.gpu.nvidia.checks import CONTROL_BINARY, addressing, find_binary, nvidia_checks
-from mpsd.gpu.nvidia.kmsg import KernelRing
 from mpsd.gpu.nvidia.nvml import Nvml
 from mpsd.gpu.nvidia.work import NvidiaWork
+from mpsd.linux.kmsg import KernelRing
 
 TERMINATE_DEADLINE_S = 0.05
 # What the stock binaries need beyond the pipe and log directories where the driver is not in ld.so's paths.

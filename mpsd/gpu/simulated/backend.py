@@ -15,6 +15,7 @@ from mpsd.gpu.base import Backend, Check
 from mpsd.gpu.simulated import packets, paths
 from mpsd.gpu.simulated.adapters import NodeLink, SimulatedDevices, SimulatedUvm
 from mpsd.gpu.simulated.work import SimulatedWork
+from mpsd.linux.kmsg import KernelFile
 
 # On a loaded machine with two cores even the front end's start takes its time.
 TERMINATE_DEADLINE_S = 2.0
@@ -33,8 +34,6 @@ def open_simulated(
 
     Raises NotRunningError, DeadlineError, GpuError.
     """
-    from mpsd.gpu.nvidia.kmsg import KernelFile
-
     where = os.path.abspath(directory)
     if len(os.fsencode(paths.gpu_socket(where))) > _SOCKET_PATH_LIMIT:
         raise GpuError(f"{where} is too long for a socket in it", remedy="choose a shorter directory")
