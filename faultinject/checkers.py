@@ -194,7 +194,7 @@ def eviction_done(fault: Fault, seen: Observation) -> Judgement:
         return None
     if seen.evict_asked is None:
         return unknown("no eviction was asked for")
-    return invalid("the offender lived on") if seen.evict_ms is None else valid()
+    return invalid("the offender lived on") if seen.gone_ms is None else valid()
 
 
 def stranger_spared(fault: Fault, seen: Observation) -> Judgement:

@@ -19,7 +19,8 @@ class Node:
 
     `bars`: the stated time limits bind here. Seconds: `busy_s` is how long a kernel runs that ends,
     `quiet_s` how long after a fault a loss can still come, `loss_s` how long to wait for one that must
-    come, `churn_s` how long a crowd comes and goes. `memory` is what an offender holds, in bytes.
+    come, `churn_s` how long a crowd comes and goes. `memory` is what an offender holds, in bytes;
+    `clients` how many one server takes at once.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Node:
     loss_s: float
     churn_s: float
     memory: int
+    clients: int
     shared: bool
     close: Callable[[], None] = field(default=lambda: None)
 
@@ -76,6 +78,7 @@ def open_simulated_node(base: Path) -> Node:
         loss_s=1.5,
         churn_s=3.0,
         memory=1 << 20,
+        clients=60,
         shared=False,
         close=close,
     )
@@ -103,9 +106,15 @@ def open_nvidia_node(base: Path) -> Node:
         loss_s=4.0,
         churn_s=8.0,
         memory=256 << 20,
+        clients=_client_limit(backend.devices.driver_version()),
         shared=True,
         close=lambda: _close_backend(backend),
     )
+
+
+def _client_limit(driver: str) -> int:
+    """48 contexts a server up to the guides of branch 580, 60 from 610 on; a margin for those that leave."""
+    return (60 if int(driver.split(".")[0]) >= 610 else 48) - 4
 
 
 def open_node(name: str, base: Path) -> Node:

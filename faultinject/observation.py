@@ -129,7 +129,17 @@ class Observation:
 
     @property
     def evict_ms(self) -> float | None:
-        """From the request to the death of the offender's process."""
+        """From the request until the client could do nothing more, as mpsd answered it.
+
+        The server had let go of it where it could be asked, and SIGKILL was sent. What the kernel then
+        needs to take a process apart is in gone_ms.
+        """
+        told = [a["result"].get("evict_ms") for a in self.answers if a.get("ok") and a.get("op") == "kill"]
+        return next((float(ms) for ms in told if ms is not None), None)
+
+    @property
+    def gone_ms(self) -> float | None:
+        """From the request to the death of the offender's process, as the harness saw it."""
         if self.evict_asked is None or self.evicted_at is None or self.evicted_at < self.evict_asked:
             return None
         return _ms(self.evicted_at - self.evict_asked)

@@ -48,7 +48,8 @@ RUN_SCHEMA: Mapping[str, tuple[type, ...]] = {
     "confidence": TEXT,  # certain, likely, unknown
     "record_ms": NUMBER,  # the driver's event to mpsd's record
     "fire_to_record_ms": NUMBER,  # the misdeed to the record's arrival at the harness
-    "evict_ms": NUMBER,  # the request to the offender's death
+    "evict_ms": NUMBER,  # the request until the offender's GPU work was ended and SIGKILL sent (mpsd's answer)
+    "gone_ms": NUMBER,  # the request to the death of the offender's process
     "stall_ms": NUMBER,  # longest step of a survivor that lived, from the fault (or request) on
     "lost_after_ms": NUMBER,  # the misdeed to the first survivor's error
     "new_client_ms": NUMBER,  # spawn of a client after the fault to the end of its first kernel
@@ -99,6 +100,7 @@ def _measured(seen: Observation) -> dict[str, Any]:
         "record_ms": seen.record_ms,
         "fire_to_record_ms": seen.fire_to_record_ms,
         "evict_ms": seen.evict_ms,
+        "gone_ms": seen.gone_ms,
         "stall_ms": seen.stall_ms,
         "lost_after_ms": seen.lost_after_ms,
         "new_client_ms": seen.new_client_ms,
@@ -193,6 +195,7 @@ _COLUMNS: tuple[tuple[str, str], ...] = (
     ("confidence", "confidence"),
     ("record ms", "record_ms"),
     ("evict ms", "evict_ms"),
+    ("gone ms", "gone_ms"),
     ("stall ms", "stall_ms"),
     ("new client ms", "new_client_ms"),
     ("verdict", "verdict"),

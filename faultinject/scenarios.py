@@ -20,7 +20,6 @@ from mpsd.errors import UnsupportedError
 
 LAST_PID = Path("/proc/sys/kernel/ns_last_pid")
 PID_TRIES = 200
-CROWD = 60
 
 
 def misdeed(stage: Stage) -> None:
@@ -158,8 +157,8 @@ def process_with_pid(pid: int) -> subprocess.Popen[bytes] | None:
 
 
 def churn(stage: Stage) -> None:
-    """Sixty clients in all, of which the crowd's come and go."""
-    members = CROWD - stage.options.survivors - 1
+    """As many clients as the node's driver takes, of which the crowd's come and go."""
+    members = stage.node.clients - stage.options.survivors - 1
     crowd = stage.rig.spawn("crowd", "crowd", "--clients", str(members), "--seed", str(stage.options.seed))
     crowd.must("ready", timeout=UP_S)
     stage.fired_by_rig(members=members)

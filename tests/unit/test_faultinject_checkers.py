@@ -200,10 +200,12 @@ def test_time_laws_bind_only_with_bars() -> None:
 
 
 def test_stall_is_counted_from_the_request_and_may_last_as_long_as_the_eviction() -> None:
-    evicted = {"evict_asked": 10.1, "evicted_at": 10.11}
+    answer = {"op": "kill", "ok": True, "result": {"evict_ms": 10.0, "gone_ms": 30.0}}
+    evicted = {"evict_asked": 10.1, "evicted_at": 10.13, "answers": (answer,)}
     stalled = survivor(longest=((10.0, 10.114),))
     full = seen(survivors=(stalled,) * 3, **evicted)
     assert full.stall_ms == pytest.approx(14.0)
+    assert (full.evict_ms, full.gone_ms) == (10.0, pytest.approx(30.0))
     assert judge(by_name("endless@fill"), full, bars=True)["stall bounded"] is Verdict.VALID
     assert judge(by_name("endless@free"), full, bars=True)["stall bounded"] is Verdict.INVALID
 
