@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mpsd import __version__, procs
+from mpsd.config import BackendName
 from mpsd.core import events as ev
 from mpsd.core import taxonomy
 from mpsd.core.state import Client, DomainState
-from mpsd.doctor import run_checks
+from mpsd.doctor import KERNEL_LOG, run_checks
 from mpsd.errors import (
     AmbiguousError,
     DeadlineError,
@@ -91,9 +93,18 @@ class Operations:
 
     async def _doctor(self, peer: Peer, args: Mapping[str, Any]) -> Reply:
         daemon = self._daemon
-        checks = await asyncio.to_thread(
-            run_checks, daemon.backend.checks, str(daemon.layout.run_dir), str(daemon.layout.log_dir)
+        simulated = daemon.backend.name == BackendName.SIMULATED
+        ask = partial(
+            run_checks,
+            daemon.backend.checks,
+            str(daemon.layout.run_dir),
+            str(daemon.layout.log_dir),
+            pipe_dirs=[str(daemon.layout.pipe_dir(name)) for name in daemon.runtime.state.domains],
+            # A simulated node brings a kernel log of its own and serves an ordinary user.
+            kernel_log=None if simulated else KERNEL_LOG,
+            privileged=not simulated,
         )
+        checks = await asyncio.to_thread(ask)
         rows = [{"name": c.name, "ok": c.ok, "finding": c.finding, "remedy": c.remedy} for c in checks]
         return {"checks": rows}
 
