@@ -34,6 +34,7 @@ __all__ = ["ControlCommands", "ControlDaemon", "ControlGoneError", "TerminateOut
 # In the foreground the stock daemon writes its log, and that of its servers, to stdout instead of
 # the files it keeps as a daemon: so stdout is the file in which everybody looks for it.
 OUTPUT_FILE = "control.log"
+MULTIUSER = "-multiuser-server"
 _RETRY_S = 0.005
 
 
@@ -54,9 +55,11 @@ class ControlDaemon(ControlCommands):
     def alive(self) -> bool:
         return self._process is not None and self._process.alive()
 
-    async def start(self, deadline_s: float = 5.0) -> None:
+    async def start(self, deadline_s: float = 5.0, *, multiuser: bool = False) -> None:
         """Start the daemon and return when it answers.
 
+        `multiuser` lets one server take clients of every user (MPS guide, -multiuser-server); without it a
+        user's clients wait until those of the one before have gone.
         Its stdin is /dev/null and its output control.log in the log directory, so that the death of this
         process cannot hurt it. Raises ConfigError (directories, path length), AlreadyRunningError,
         ControlError (it ended, with its last words), DeadlineError (it has been killed).
@@ -65,7 +68,7 @@ class ControlDaemon(ControlCommands):
         pipedir.clear_stale(self.pipe_dir)
         watch = inotify.DirectoryWatch(self.pipe_dir, inotify.CREATE | inotify.ATTRIB | inotify.MOVED_TO)
         try:
-            self._spawn()
+            self._spawn(*((MULTIUSER,) if multiuser else ()))
             async with asyncio.timeout(deadline_s):
                 await self._ready(watch)
         except TimeoutError:
@@ -195,20 +198,20 @@ class ControlDaemon(ControlCommands):
     def _output_path(self) -> str:
         return os.path.join(self.log_dir, OUTPUT_FILE)
 
-    def _spawn(self) -> None:
+    def _spawn(self, *flags: str) -> None:
         environment = dict(self.environment)
         if self.gpus:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpus)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        mode = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
         try:
-            out = os.open(self._output_path(), flags, 0o640)
+            out = os.open(self._output_path(), mode, 0o640)
         except OSError as error:
             raise ConfigError(
                 f"cannot write {self._output_path()}: {error.strerror}", remedy="fix its rights"
             ) from error
         try:
             self._child = subprocess.Popen(
-                [self.binary, "-f"],
+                [self.binary, "-f", *flags],
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=out,

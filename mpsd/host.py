@@ -108,7 +108,8 @@ class Hosts:
             pipedir.prepare(host.control.pipe_dir, host.control.log_dir)
             # Before the daemon starts: a log left from an earlier life of this name is not read again.
             self._follow(host)
-            await host.control.start(self._start_deadline_s)
+            # A domain of everybody's: its one server takes clients of every user at a time.
+            await host.control.start(self._start_deadline_s, multiuser=uid is None)
             self._hosts[domain] = host
             self._watch_control(host)
             for command in self._settings.commands():
@@ -184,6 +185,10 @@ class Hosts:
             case mpslog.BlamedClient():
                 # The pid in it is often an innocent one: the line counts as a sign of the fault alone.
                 self._callbacks.post(ev.ServerFatalLogged(host.name, line.text))
+            case mpslog.ClientRefused(pid=pid, status=mpslog.NOT_READY):
+                self._callbacks.post(ev.ClientRefused(host.name, pid))
+            case mpslog.ClientRefused(status=status):
+                self._callbacks.post(ev.Counted({f"clients_refused_{status}": 1}))
             case mpslog.ClientDisconnected(pid=int(pid)) | mpslog.ClientExit(pid=pid):
                 self._callbacks.left(host.name, pid)
             case mpslog.AdminCommand(text=text):

@@ -16,6 +16,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
+NOT_READY = 807
+"""cudaErrorMpsServerNotReady: the status that a refused client sees."""
+
 
 @dataclass(frozen=True, slots=True)
 class ControlStarted:

@@ -15,6 +15,7 @@ from mpsd.model import ClientId, Liveness, ProcessInstance
 
 # Where the server has lost its contexts, nothing that a dead client left can still run.
 _WORK_IS_LOST = (DomainState.FAULTED, DomainState.STOPPING)
+TURNED_AWAY_KEPT = 256
 _ASKABLE = (DomainState.ACTIVE, DomainState.WARM, DomainState.POISONED, DomainState.RETIRED)
 
 
@@ -28,7 +29,7 @@ def on_noticed(draft: Draft, event: ev.ClientNoticed) -> None:
         return
     elif domain.state is DomainState.FAULTED and not draft.state.adopting:
         # While adopting it is a victim that was there before the daemon.
-        _refuse(draft, domain)
+        _refuse(draft, domain, process.pid)
         leases.forget_if_done(draft, process)
     else:
         # After an exec the old address space may still linger: the new one is another client.
@@ -43,11 +44,15 @@ def on_noticed(draft: Draft, event: ev.ClientNoticed) -> None:
 def on_refused(draft: Draft, event: ev.ClientRefused) -> None:
     domain = draft.state.domains.get(event.domain)
     if domain is not None:
-        _refuse(draft, domain)
+        _refuse(draft, domain, event.pid)
 
 
-def _refuse(draft: Draft, domain: Domain) -> None:
-    draft.put_domain(replace(domain, refused=domain.refused + 1))
+def _refuse(draft: Draft, domain: Domain, pid: int) -> None:
+    """Count a client that was turned away once, whichever log line tells of it first."""
+    if pid in domain.turned_away:
+        return
+    latest = (*domain.turned_away, pid)[-TURNED_AWAY_KEPT:]
+    draft.put_domain(replace(domain, refused=domain.refused + 1, turned_away=latest))
     draft.count("clients_refused")
 
 

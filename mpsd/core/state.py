@@ -82,6 +82,8 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Domain:
+    """`refused`: processes that saw error 807 here; `turned_away`: the latest of their pids."""
+
     id: str
     slot: str
     gpus: tuple[str, ...]
@@ -93,6 +95,7 @@ class Domain:
     server_state: ServerState = ServerState.GONE
     last_fault: int | None = None
     refused: int = 0
+    turned_away: tuple[int, ...] = ()
     problem: str = ""
     former_server: ProcessInstance | None = None
 
