@@ -134,7 +134,8 @@ class Matrix:
         self, fault: Fault, mode: str, node: Node | str, history: History, where: Path | None
     ) -> None:
         options = self.plan.options
-        facts = {"kind": fault.kind, "variant": fault.variant, "mode": mode, "seed": options.seed}
+        facts: dict[str, Any] = {"kind": fault.kind, "variant": fault.variant, "mode": mode}
+        facts["seed"] = options.seed
         history.add("rig", "begin", survivors=options.survivors, backend=self.plan.backend, **facts)
         small_disk = Need.LOG_DISK in fault.needs
         logs = where / "logs" if where else None

@@ -48,7 +48,7 @@ RUN_SCHEMA: Mapping[str, tuple[type, ...]] = {
     "confidence": TEXT,  # certain, likely, unknown
     "record_ms": NUMBER,  # the driver's event to mpsd's record
     "fire_to_record_ms": NUMBER,  # the misdeed to the record's arrival at the harness
-    "evict_ms": NUMBER,  # the request until the offender's GPU work was ended and SIGKILL sent (mpsd's answer)
+    "evict_ms": NUMBER,  # the request until SIGKILL was sent, its GPU work ended before (mpsd's answer)
     "gone_ms": NUMBER,  # the request to the death of the offender's process
     "stall_ms": NUMBER,  # longest step of a survivor that lived, from the fault (or request) on
     "lost_after_ms": NUMBER,  # the misdeed to the first survivor's error

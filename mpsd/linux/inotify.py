@@ -29,7 +29,7 @@ class DirectoryWatch:
     """
 
     def __init__(self, directory: str, mask: int) -> None:
-        self._fd = _libc.inotify_init1(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._fd = int(_libc.inotify_init1(os.O_CLOEXEC | os.O_NONBLOCK))
         if self._fd < 0:
             raise UnsupportedError(
                 f"no inotify instance for {directory}: {os.strerror(ctypes.get_errno())}",
