@@ -23,7 +23,6 @@ from faultinject.matrix import Matrix, Plan, tell_stderr
 from faultinject.node import Node, open_node
 from faultinject.rig import Rig
 from faultinject.stage import Options
-from faultinject.worker import Worker
 
 RECORDS, EVICTIONS = 5, 5
 SETTLE_S = 2.0
@@ -89,6 +88,7 @@ def faults_figures(backend: str, node: Node | str, seed: int, base: Path) -> lis
     for variant, goal in (("free", "5"), ("fill", "eviction + 5")):
         runs = repeat(f"endless@{variant}", EVICTIONS)
         figures.append(Figure(f"eviction ({variant})", "ms", _collected(runs, "evict_ms"), "20"))
+        figures.append(Figure(f"to the offender's death ({variant})", "ms", _collected(runs, "gone_ms")))
         figures.append(
             Figure(f"longest survivor stall ({variant})", "ms", _collected(runs, "stall_ms"), goal)
         )
@@ -101,7 +101,10 @@ def daemon_figures(node: Node | str, clients: int, idle_s: float) -> list[Figure
         attach: tuple[float, ...] = ()
         if clients:
             idlers = rig.spawn("idlers", "idlers", "--clients", str(clients))
-            attach = _attach_times(rig, idlers)
+            members = idlers.must("ready", timeout=120.0).data["members"]
+            attach = _attach_times(rig, members)
+            # A server takes only so many: what is measured is what was there.
+            clients = len(members)
         time.sleep(SETTLE_S)
         daemon = psutil.Process(rig.mpsd.pid)
         before, began = daemon.cpu_times(), clock()
@@ -117,9 +120,8 @@ def daemon_figures(node: Node | str, clients: int, idle_s: float) -> list[Figure
     return figures + ([Figure(f"attach {with_clients}", "ms", attach, "20")] if attach else [])
 
 
-def _attach_times(rig: Rig, idlers: Worker) -> tuple[float, ...]:
-    """For each client: from having its context, on its own clock, to being attached."""
-    members = idlers.must("ready", timeout=120.0).data["members"]
+def _attach_times(rig: Rig, members: Sequence[Mapping[str, Any]]) -> tuple[float, ...]:
+    """For each client: from having its context, on its own clock, to being attached (0: before)."""
     context_at = {m["pid"]: float(m["context_at"]) for m in members}
 
     def attached(status: Mapping[str, Any]) -> bool:

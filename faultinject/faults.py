@@ -360,7 +360,7 @@ _SERVICE_FAULTS = (
         needs=frozenset({Need.CHOOSE_PID}),
         modes=("mpsd",),
     ),
-    _nobodys("churn", "60 clients that come and go", story=Story.CHURN),
+    _nobodys("churn", "a full house of clients that come and go", story=Story.CHURN),
 )
 
 REGISTRY: tuple[Fault, ...] = _GPU_FAULTS + _PROCESS_FAULTS + _SERVICE_FAULTS

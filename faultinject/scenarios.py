@@ -163,9 +163,9 @@ def churn(stage: Stage) -> None:
     crowd.must("ready", timeout=UP_S)
     stage.fired_by_rig(members=members)
     time.sleep(stage.node.churn_s)
-    stage.send_newcomer()
     crowd.tell("stop")
     crowd.wait("done", "gone", timeout=60.0)
+    stage.send_newcomer()
     if stage.rig.has_mpsd:
         ours = {w.pid for w in stage.survivors}
 

@@ -14,14 +14,19 @@ import select
 import signal
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from faultinject.programs.device import DeviceError, open_device
 from faultinject.programs.survivor import Computation
 from faultinject.programs.talk import no_core_dumps, say
 
-WRONG, REFUSED = 9, 10
-"""Exit statuses of a member whose results were wrong, or that the driver refused."""
+WRONG, REFUSED, TURNED_AWAY = 9, 10, 11
+"""Exit statuses of a member whose results were wrong, that the driver refused, or that was one too many."""
+
+MAX_CLIENTS_REACHED = 808
+"""A server takes 48 clients (driver 580), later ones 60: who is turned away comes again later."""
+
+COME_AGAIN_S = 0.2
 
 
 @dataclass(slots=True)
@@ -30,12 +35,14 @@ class Census:
     left: int = 0
     wrong: int = 0
     failed: int = 0
+    turned_away: int = 0
 
     def ended(self, status: int) -> None:
         code = os.waitstatus_to_exitcode(status)
         self.left += 1
         self.wrong += code == WRONG
-        self.failed += code not in (0, WRONG, -signal.SIGKILL)
+        self.turned_away += code == TURNED_AWAY
+        self.failed += code not in (0, WRONG, TURNED_AWAY, -signal.SIGKILL)
 
 
 def member(backend: str, seed: int, steps: int, *, orderly: bool, pause_s: float) -> int:
@@ -47,6 +54,9 @@ def member(backend: str, seed: int, steps: int, *, orderly: bool, pause_s: float
             computation.step()
             time.sleep(pause_s)
     except DeviceError as error:
+        if error.code == MAX_CLIENTS_REACHED:
+            time.sleep(COME_AGAIN_S)
+            return TURNED_AWAY
         say("member_error", code=error.code, text=str(error))
         return REFUSED
     if computation.tally.wrong:
@@ -106,7 +116,7 @@ def main(argv: list[str]) -> int:
             said = True
         reap(members, census, block=False)
     reap(members, census, block=True)
-    say("done", started=census.started, left=census.left, wrong=census.wrong, failed=census.failed)
+    say("done", **asdict(census))
     return 0
 
 

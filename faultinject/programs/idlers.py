@@ -26,7 +26,7 @@ def member(backend: str, report: int) -> int:
         context_at = clock()
         Computation(device, os.getpid(), 64, check=True).step()
     except DeviceError as error:
-        say("member_error", code=error.code, text=str(error))
+        os.write(report, json.dumps({"code": error.code}).encode() + b"\n")
         return REFUSED
     facts = {"pid": os.getpid(), "start_ticks": start_ticks(), "context_at": context_at}
     os.write(report, json.dumps(facts).encode() + b"\n")
@@ -53,10 +53,12 @@ def main(argv: list[str]) -> int:
     members = [start_member(args.backend, write) for _ in range(args.clients)]
     os.close(write)
     with os.fdopen(read, encoding="utf-8") as lines:
-        ready = [json.loads(lines.readline() or "null") for _ in members]
-        say("ready", pid=os.getpid(), members=[m for m in ready if m is not None])
+        told = [json.loads(lines.readline()) for _ in members]
+        refused = [m["code"] for m in told if "code" in m]
+        say("ready", pid=os.getpid(), members=[m for m in told if "pid" in m], refused=refused)
         select.select([0], [], [])
         for pid in members:
+            # One that was refused is a zombie until it is waited for, so its pid is still its own.
             os.kill(pid, signal.SIGKILL)
         for pid in members:
             os.waitpid(pid, 0)

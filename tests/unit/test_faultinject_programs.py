@@ -137,9 +137,10 @@ def test_circumstances_have_a_deed_and_parts_have_none() -> None:
 
 def test_the_census_tells_orderly_ends_from_failures() -> None:
     census = crowd.Census()
-    for status in (0, signal.SIGKILL, crowd.WRONG << 8, crowd.REFUSED << 8, signal.SIGSEGV):
+    away = crowd.TURNED_AWAY << 8
+    for status in (0, signal.SIGKILL, crowd.WRONG << 8, crowd.REFUSED << 8, away, signal.SIGSEGV):
         census.ended(status)
-    assert (census.left, census.wrong, census.failed) == (5, 1, 2)
+    assert (census.left, census.wrong, census.failed, census.turned_away) == (6, 1, 2, 1)
 
 
 def test_an_unknown_backend_is_refused() -> None:
