@@ -60,7 +60,8 @@ def on_adopted(draft: Draft, event: ev.DomainAdopted) -> None:
     number = int(digits) if digits.isdecimal() else 0
     later = max(draft.state.next_domain, number + 1)
     draft.state = replace(draft.state, next_domain=later, adopting=True)
-    _adopt_role(draft, slot, draft.state.domains[event.domain], event.role)
+    role = ev.DomainRole.OLD if draft.state.stopping else event.role
+    _adopt_role(draft, slot, draft.state.domains[event.domain], role)
 
 
 def _adopt_role(draft: Draft, slot: Slot, domain: Domain, role: ev.DomainRole) -> None:
