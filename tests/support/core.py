@@ -66,6 +66,13 @@ def mmu_text(address: int, client: str = "GPCCLIENT_T1_0") -> str:
     return f"MMU Fault: ENGINE GRAPHICS {client} faulted @ {where}. Fault is of type FAULT_PTE"
 
 
+def kernel_xid(xid: int, text: str, pid: int | None, name: str, gpu: str | None) -> ev.KernelXidSeen:
+    """An Xid line as the driver prints it."""
+    who = f", pid={pid}, name={name}" if pid is not None else ""
+    line = f"NVRM: Xid (PCI:0000:01:00): {xid}{who}, {text}"
+    return ev.KernelXidSeen(gpu, KernelXid("0000:01:00.0", xid, pid, name, line, 1))
+
+
 class World:
     """One daemon's mind. `now` moves only when told; every effect is kept, in order."""
 
@@ -154,9 +161,7 @@ class World:
     def kernel(
         self, xid: int, text: str = "", pid: int | None = None, name: str = "", gpu: str | None = GPU
     ) -> None:
-        who = f", pid={pid}, name={name}" if pid is not None else ""
-        line = f"NVRM: Xid (PCI:0000:01:00): {xid}{who}, {text}"
-        self.do(ev.KernelXidSeen(gpu, KernelXid("0000:01:00.0", xid, pid, name, line, 1)))
+        self.do(kernel_xid(xid, text, pid, name, gpu))
 
     def nvml(self, xid: int, gpu: str = GPU) -> None:
         self.do(ev.NvmlXidSeen(NvmlXid(gpu, xid)))

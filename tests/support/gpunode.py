@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -116,6 +117,8 @@ class Domain:
             environment=machine.harness.environment,
         )
         self.server = 0
+        self.spoilt = False
+        """Set by a test after which no other can use this domain."""
 
     @property
     def environment(self) -> dict[str, str]:
@@ -140,7 +143,7 @@ class Domain:
 
     def healthy(self) -> bool:
         """Whether its own server takes clients, if need be after it has recovered."""
-        if not self.control.alive():
+        if self.spoilt or not self.control.alive():
             return False
         try:
             return self.machine.run(self.control.wait_active(_HEALTHY_S)) == self.server
@@ -285,6 +288,12 @@ class Node:
         self._owned.callback(space.close)
         return space
 
+    def restarted(self, space: AddressSpace) -> AddressSpace:
+        """The space as the next daemon has it: from kept duplicates, the old holder being gone."""
+        kept = duplicates(list(space.fds.items()))
+        space.close()
+        return self.adopt(kept)
+
     def adopt(self, fds: dict[str, int]) -> AddressSpace:
         space = self.backend.uvm.adopt(fds)
         self._owned.callback(space.close)
@@ -297,6 +306,11 @@ class Node:
 
     def inspect(self, program: Program) -> WorkView:
         view = self.backend.work.open(program.instance, program.pinned.fileno())
+        self._owned.callback(view.close)
+        return view
+
+    def adopt_work(self, program: Program, fds: dict[str, int]) -> WorkView:
+        view = self.backend.work.adopt(program.instance, fds)
         self._owned.callback(view.close)
         return view
 
@@ -363,6 +377,13 @@ def next_event(tracker: Tracker) -> UvmEvent:
     assert batch.dropped == 0
     assert batch.events, "readable, but nothing there"
     return batch.events[0]
+
+
+def faulted_at(line: KernelXid) -> int:
+    """The address that the line of an MMU fault names; the driver prints it in two halves."""
+    found = re.search(r"faulted @ 0x([0-9a-f]+)_([0-9a-f]{8})", line.text)
+    assert found is not None, line.text
+    return int(found[1], 16) << 32 | int(found[2], 16)
 
 
 def duplicates(fds: Sequence[tuple[str, int]]) -> dict[str, int]:

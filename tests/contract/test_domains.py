@@ -1,0 +1,123 @@
+"""A fault domain as its clients and its control daemon see it: ACTIVE, FAULT, gone, and what the log says."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from mpsd import mpslog
+from mpsd.control import OUTPUT_FILE
+from mpsd.logfollow import LogFollower
+from mpsd.model import ServerState
+from tests.support.gpunode import Node
+from tests.support.waiting import DEADLINE_S, until
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class Log:
+    """The domain's log from now on, parsed."""
+
+    def __init__(self, node: Node) -> None:
+        path = os.path.join(node.domain.control.log_dir, OUTPUT_FILE)
+        self._follower = LogFollower(path, from_start=False)
+        self._parser = mpslog.LogParser()
+        self._events: list[mpslog.Event] = []
+
+    def says(self, *wanted: mpslog.Event) -> bool:
+        self._events += [self._parser.feed(line).event for line in self._follower.drain()]
+        return all(event in self._events for event in wanted)
+
+    def close(self) -> None:
+        self._follower.close()
+
+
+@pytest.fixture
+def log(node: Node) -> Iterator[Log]:
+    opened = Log(node)
+    try:
+        yield opened
+    finally:
+        opened.close()
+
+
+@pytest.mark.parametrize("kind", ["store", "trap"])
+def test_a_fault_lasts_until_the_last_client_has_left(node: Node, kind: str) -> None:
+    guilty, innocent = node.offender(kind), node.survivor()
+    guilty.ready()
+    innocent.ready()
+    # Clients that stop in FAULT hold it there, so that it can be looked at.
+    stopped = node.survivor().ready()
+    stopped.worker.signal(signal.SIGSTOP)
+    guilty.go()
+    assert guilty.failure() == innocent.failure()
+    node.domain.becomes(ServerState.FAULT)
+    assert stopped.pid in node.domain.clients()
+    newcomer = node.survivor()
+    assert newcomer.failure() == 807
+    assert node.domain.state() is ServerState.FAULT
+    stopped.worker.signal(signal.SIGCONT)
+    assert stopped.failure() != 0
+    for program in (guilty, innocent, stopped, newcomer):
+        program.gone()
+    node.domain.becomes(ServerState.ACTIVE)
+    assert node.run(node.domain.control.servers()) == (node.domain.server,)
+    node.survivor().ready().unharmed()
+
+
+def test_a_fault_stays_in_its_domain(node: Node) -> None:
+    other = node.new_domain().start()
+    survivor = node.survivor(other.environment)
+    guilty, innocent = node.offender("store"), node.survivor()
+    for program in (survivor, guilty, innocent):
+        program.ready()
+    guilty.go()
+    assert (guilty.failure(), innocent.failure()) == (700, 700)
+    assert other.state() is ServerState.ACTIVE
+    survivor.unharmed()
+
+
+def test_a_fault_outside_mps_is_nobody_elses_affair(node: Node) -> None:
+    nowhere = {"CUDA_MPS_PIPE_DIRECTORY": str(node.base / "none"), "CUDA_VISIBLE_DEVICES": node.gpu.uuid}
+    guilty, survivor = node.offender("store", environment=nowhere), node.survivor()
+    guilty.ready()
+    survivor.ready()
+    guilty.go()
+    assert guilty.failure() == 700
+    assert node.domain.state() is ServerState.ACTIVE
+    survivor.unharmed()
+
+
+def test_a_dead_server_is_replaced_for_the_next_client(node: Node) -> None:
+    domain = node.new_domain().start()
+    client = node.survivor(domain.environment).ready()
+    os.kill(domain.server, signal.SIGKILL)
+    assert client.failure() == 806
+    client.gone()
+    newcomer = node.survivor(domain.environment).ready()
+    replaced = node.run(domain.control.wait_active(DEADLINE_S))
+    assert replaced != domain.server
+    domain.server = replaced
+    assert domain.clients() == {newcomer.pid}
+    newcomer.unharmed()
+
+
+def test_the_log_names_newcomers_and_those_who_left(node: Node, log: Log) -> None:
+    client = node.survivor().ready()
+    newcomer = mpslog.NewClient(client.pid, os.getuid(), pending=False)
+    until(lambda: log.says(newcomer), "the newcomer in the log")
+    client.unharmed()
+    until(lambda: log.says(mpslog.ClientGone(client.pid)), "its leaving in the log")
+
+
+def test_the_log_lists_whom_a_fault_hit(node: Node, log: Log) -> None:
+    guilty, innocent = node.offender("store"), node.survivor()
+    guilty.ready()
+    innocent.ready()
+    guilty.go()
+    assert (guilty.failure(), innocent.failure()) == (700, 700)
+    hit = [mpslog.AffectedClient(program.pid) for program in (guilty, innocent)]
+    until(lambda: log.says(mpslog.ServerFatal(), mpslog.AffectedDevice(0), *hit), "the fault in the log")
