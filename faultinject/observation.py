@@ -68,6 +68,7 @@ class Observation:
     xid_pids: tuple[int, ...] = ()
     evict_asked: float | None = None
     evicted_at: float | None = None
+    off_gpu_at: float | None = None
     answers: tuple[Mapping[str, Any], ...] = ()
     newcomers: tuple[NewcomerSeen, ...] = ()
     fresh_ms: float | None = None
@@ -145,6 +146,13 @@ class Observation:
         return _ms(self.evicted_at - self.evict_asked)
 
     @property
+    def off_gpu_ms(self) -> float | None:
+        """From the request until the offender's own error, or its death: what mpsd answered, from outside."""
+        if self.evict_asked is None or self.off_gpu_at is None or self.off_gpu_at < self.evict_asked:
+            return None
+        return _ms(self.off_gpu_at - self.evict_asked)
+
+    @property
     def stall_ms(self) -> float | None:
         """Longest step of any survivor that lived, as far as it lies after the fault (or the request)."""
         since = self.fired_at if self.evict_asked is None else self.evict_asked
@@ -202,6 +210,7 @@ def observe(history: History) -> Observation:
         xid_pids=tuple(e.data["pid"] for e in history.all("xid") if e.data["pid"] is not None),
         evict_asked=asked.t if asked else None,
         evicted_at=_gone(history, offenders),
+        off_gpu_at=_off_gpu(history, offenders),
         answers=tuple(e.data for e in history.all("answered")),
         newcomers=tuple(_newcomer(history, n) for n in names if n.startswith("newcomer")),
         fresh_ms=_value(history.first("fresh"), "ms"),
@@ -265,6 +274,15 @@ def _newcomer(history: History, name: str) -> NewcomerSeen:
 def _identities(history: History, names: Sequence[str]) -> list[tuple[int, int]]:
     ready = [history.first("ready", n) for n in names]
     return [(e.data["pid"], e.data["start_ticks"]) for e in ready if e]
+
+
+def _off_gpu(history: History, names: Sequence[str]) -> float | None:
+    """When the last of them saw its context end, or died."""
+    ends = []
+    for name in names:
+        seen = [e.t for e in (history.first("outcome", name), history.first("gone", name)) if e]
+        ends += [min(seen)] if seen else []
+    return max(ends, default=None)
 
 
 def _gone(history: History, names: Sequence[str]) -> float | None:

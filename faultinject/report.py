@@ -49,6 +49,7 @@ RUN_SCHEMA: Mapping[str, tuple[type, ...]] = {
     "record_ms": NUMBER,  # the driver's event to mpsd's record
     "fire_to_record_ms": NUMBER,  # the misdeed to the record's arrival at the harness
     "evict_ms": NUMBER,  # the request until SIGKILL was sent, its GPU work ended before (mpsd's answer)
+    "off_gpu_ms": NUMBER,  # the request until the offender's own error, or its death, as the harness saw it
     "gone_ms": NUMBER,  # the request to the death of the offender's process
     "stall_ms": NUMBER,  # longest step of a survivor that lived, from the fault (or request) on
     "lost_after_ms": NUMBER,  # the misdeed to the first survivor's error
@@ -56,7 +57,7 @@ RUN_SCHEMA: Mapping[str, tuple[type, ...]] = {
     "refused_807": NUMBER,  # how often newcomers were refused
     "fresh_ms": NUMBER,  # the record to a fresh server being ACTIVE
     "memory_back_ms": NUMBER,  # the offender's death to its memory being free
-    "attach_ms": NUMBER,  # slowest attachment of a client, after it had its context
+    "attach_ms": NUMBER,  # slowest attachment of a client, after it had its context (0: before it)
     "offender_saw": NUMBER,  # CUDA error code that the offender got, 0 for none
     "duration_s": NUMBER,  # of the whole run
     "verdict": TEXT,  # valid, invalid, unknown; null: not run
@@ -100,6 +101,7 @@ def _measured(seen: Observation) -> dict[str, Any]:
         "record_ms": seen.record_ms,
         "fire_to_record_ms": seen.fire_to_record_ms,
         "evict_ms": seen.evict_ms,
+        "off_gpu_ms": seen.off_gpu_ms,
         "gone_ms": seen.gone_ms,
         "stall_ms": seen.stall_ms,
         "lost_after_ms": seen.lost_after_ms,
