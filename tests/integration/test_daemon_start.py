@@ -1,0 +1,275 @@
+"""`mpsd run` as a process: how it starts, refuses to start, shows what it does, and what it never loads."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import mpsd_client
+import psutil
+import pytest
+
+from tests.support.site import DEADLINE_S, OTHER_UID, Site, until
+
+root_only = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be somebody else")
+
+
+@pytest.fixture(scope="module")
+def site() -> Iterator[Site]:
+    with Site() as started:
+        yield started.start()
+
+
+def refuse(site: Site, uid: int | None = None) -> tuple[int, str]:
+    """Run a daemon that must not start; its status and what it says."""
+    process = site.launch(uid=uid)
+    try:
+        status = process.wait(DEADLINE_S)
+    finally:
+        site.abandon()
+    said = site.tail()
+    assert "Traceback" not in said
+    return status, said
+
+
+def test_status_has_the_keys_of_schema_1(site: Site) -> None:
+    client = site.join()
+    status = site.attached(client)
+    assert status["schema"] == 1
+    assert set(status) >= {
+        *("schema", "version", "backend", "pid", "uptime_s", "draining"),
+        *("gpus", "domains", "clients", "dead", "counters"),
+    }
+    gpu, domain = status["gpus"][0], status["domains"][0]
+    assert set(gpu) >= {
+        *("index", "uuid", "name", "memory_used_bytes", "memory_total_bytes"),
+        *("compute_mode", "not_on_mps", "limits"),
+    }
+    assert set(domain) >= {
+        *("id", "gpus", "uid", "user", "role", "state", "control_pid", "server_pid", "uptime_s", "clients"),
+        *("clients_limit", "last_fault", "path", "reach", "refused_807"),
+        *("held_gpu_bytes", "held_host_bytes"),
+    }
+    assert set(status["clients"][0]) >= {
+        *("domain", "pid", "start_ticks", "space", "uid", "user", "command", "state"),
+        *("memory_bytes", "age_s", "attach_ms", "protections"),
+    }
+    assert status["backend"] == "simulated"
+    assert status["pid"] == site.pid
+    client.finish()
+
+
+def test_a_client_is_leased_tracked_and_guarded(site: Site) -> None:
+    client = site.join()
+
+    def protected(status: Mapping[str, Any]) -> bool:
+        row = next(c for c in status["clients"] if c["pid"] == client.pid)
+        texts = " ".join(row["protections"])
+        return all(word in texts for word in ("lease", "tracker", "guard:low"))
+
+    status = site.until(protected, "lease, tracker and guard")
+    row = next(c for c in status["clients"] if c["pid"] == client.pid)
+    assert row["attach_ms"] is not None
+    assert (row["uid"], row["state"]) == (os.geteuid(), "attached")
+    assert status["domains"][0]["role"] == "active"
+    assert client.finish() == {}
+    site.gone(client)
+
+
+def test_a_client_joins_by_the_path_that_env_gives(site: Site) -> None:
+    path = Path(site.client_environ()["CUDA_MPS_PIPE_DIRECTORY"])
+    active = next(d for d in site.status()["domains"] if d["role"] == "active")
+    assert path.is_symlink()
+    assert str(path) == active["path"]
+    assert os.path.basename(os.readlink(path)) == active["id"]
+
+
+def test_a_spare_gets_warm(site: Site) -> None:
+    site.client_environ()
+    spare = site.until(lambda s: [d for d in s["domains"] if d["state"] == "warm"], "a warm spare")
+    assert [d["role"] for d in spare["domains"]] == ["active", "spare"]
+
+
+def test_gpu_processes_that_are_not_on_mps_are_listed(site: Site) -> None:
+    outside = site.program(
+        environ=site.environ() | {"MPSD_SIM_DIR": str(site.node_dir), "CUDA_MPS_PIPE_DIRECTORY": "/nowhere"}
+    )
+    listed = site.until(lambda s: s["gpus"][0]["not_on_mps"], "the process outside MPS")
+    assert [row["pid"] for row in listed["gpus"][0]["not_on_mps"]] == [outside.pid]
+    assert outside.pid not in {c["pid"] for c in listed["clients"]}
+    outside.finish()
+
+
+def test_version_explain_and_doctor_answer(site: Site) -> None:
+    version = site.ask(lambda c: c.version())
+    assert version["backend"] == "simulated"
+    assert "hang" in site.ask(lambda c: c.explain("hang"))
+    site.client_environ()
+    checks = {c["name"]: c for c in site.ask(lambda c: c.doctor())}
+    assert checks["simulated GPU"]["ok"]
+    # A simulated node needs neither root nor the machine's kernel log.
+    assert not {"root", "kernel log"} & set(checks)
+    assert checks[f"pipe directory {site.run_dir}/d/d1"]["ok"]
+
+
+def test_an_unknown_operation_and_an_unknown_class_are_refused(site: Site) -> None:
+    with pytest.raises(mpsd_client.NotFoundError, match="no-such-class"):
+        site.ask(lambda c: c.explain("no-such-class"))
+    with pytest.raises(mpsd_client.NotFoundError, match="there is no GPU '7'"):
+        site.ask(lambda c: c.env(gpu="7"))
+
+
+def test_a_second_daemon_on_the_same_run_directory_refuses(site: Site) -> None:
+    done = subprocess.run(
+        site.command(),
+        env=site.environ(),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    status, said = done.returncode, done.stderr
+    assert status == 1
+    assert f"another mpsd (pid {site.pid}) runs on {site.run_dir}" in said
+    assert site.status()["pid"] == site.pid
+
+
+def test_descriptors_do_not_grow_with_clients(site: Site) -> None:
+    first = site.join()
+    first.finish()
+    site.gone(first)
+    before = psutil.Process(site.pid).num_fds()
+    for _ in range(3):
+        clients = [site.program() for _ in range(2)]
+        site.attached(*clients)
+        for client in clients:
+            client.finish()
+            site.gone(client)
+    until(lambda: psutil.Process(site.pid).num_fds() <= before, "as many descriptors as before")
+
+
+def test_no_descriptor_of_mpsd_is_inherited_by_control_daemons(site: Site) -> None:
+    """A lease that leaked into a control daemon would be a lease for ever; a pipe, a death by SIGPIPE."""
+    client = site.join()
+    domain = next(d for d in site.status()["domains"] if d["role"] == "active")
+    ours = {os.readlink(f"/proc/{site.pid}/fd/{fd}") for fd in os.listdir(f"/proc/{site.pid}/fd")}
+    sockets = {target for target in ours if target.startswith(("socket:", "pipe:"))}
+    for pid in (domain["control_pid"], domain["server_pid"]):
+        theirs = {os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")}
+        assert not theirs & sockets
+    client.finish()
+
+
+def test_the_running_daemon_has_no_cuda_loaded(site: Site) -> None:
+    client = site.join()
+    client.finish()
+    maps = Path(f"/proc/{site.pid}/maps").read_text()
+    assert "/libcuda" not in maps
+    assert "libnvrtc" not in maps
+
+
+def test_a_daemon_with_a_client_imports_no_cuda_module() -> None:
+    with Site() as site:
+        site.launch(python=["-X", "importtime"])
+        site.wait_ready()
+        client = site.join()
+        client.finish()
+        site.gone(client)
+        assert site.terminate() == 0
+        lines = site.log.read_text().splitlines()
+    imported = {line.rpartition("|")[2].strip() for line in lines if line.startswith("import time:")}
+    assert "mpsd.daemon" in imported
+    assert not [name for name in imported if name.split(".")[0] in ("cuda", "cupy", "torch", "numba")]
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ({"domains.spar": "true"}, ["domains.spar", "spare"]),
+        ({"domains.spare": '"maybe"'}, ["domains.spare"]),
+        ({"lease.linger_limit_s": "-1"}, ["lease.linger_limit_s"]),
+    ],
+)
+def test_a_wrong_configuration_is_refused_with_the_key(setting: dict[str, str], words: list[str]) -> None:
+    with Site() as site:
+        site.write_config(**setting)
+        status, said = refuse(site)
+    assert status == 2
+    for word in words:
+        assert word in said
+
+
+def test_a_run_directory_too_long_for_sockets_is_refused() -> None:
+    with Site() as site:
+        site.run_dir = site.base / ("x" * 60)
+        site.write_config()
+        status, said = refuse(site)
+    assert status == 2
+    assert "too long" in said
+    assert "choose a shorter run_dir" in said
+
+
+def test_directories_that_cannot_be_made_are_named() -> None:
+    with Site() as site:
+        blocker = site.base / "file"
+        blocker.write_text("")
+        site.state_dir = blocker / "s"
+        site.write_config()
+        status, said = refuse(site)
+    assert status == 2
+    assert str(site.state_dir) in said
+
+
+@root_only
+def test_an_ordinary_user_without_rights_is_told_what_to_do() -> None:
+    with Site() as site:
+        for directory in (site.run_dir, site.log_dir, site.state_dir):
+            directory.mkdir(mode=0o755)
+        site.node_dir.mkdir()
+        shutil.chown(site.node_dir, OTHER_UID, OTHER_UID)
+        status, said = refuse(site, uid=OTHER_UID)
+    assert status == 2
+    assert str(site.run_dir) in said
+    assert "run as" in said
+
+
+@root_only
+def test_an_ordinary_user_runs_a_whole_daemon_on_the_simulated_gpu() -> None:
+    with Site() as site:
+        shutil.chown(site.base, OTHER_UID, OTHER_UID)
+        site.launch(uid=OTHER_UID, HOME=str(site.base))
+        site.wait_ready()
+        client = site.join(uid=OTHER_UID)
+        row = site.attached(client)["clients"][0]
+        assert (row["uid"], row["state"]) == (OTHER_UID, "attached")
+        assert {"lease", "tracker"} <= set(row["protections"])
+        client.busy(0.3)
+        client.die()
+        assert site.gone(client)["counters"]["leases_held"] == 0
+        assert site.terminate() == 0
+
+
+def test_nvidia_without_a_driver_is_refused_and_never_replaced_by_the_simulation() -> None:
+    with Site() as site:
+        site.write_config(backend='"nvidia"')
+        if os.path.exists("/dev/nvidiactl"):
+            pytest.skip("this machine has a driver")
+        status, said = refuse(site)
+        assert status == 1
+        assert "mpsd: " in said
+        assert not site.node_dir.exists()
+
+
+def test_a_socket_that_a_dead_daemon_left_is_replaced() -> None:
+    with Site() as site:
+        site.run_dir.mkdir()
+        with socket.socket(socket.AF_UNIX) as left:
+            left.bind(site.socket)
+        site.start()
+        assert site.status()["pid"] == site.pid
