@@ -6,6 +6,7 @@ Exit status: 0 every verdict is valid; 1 one is invalid or unknown; 2 usage; as 
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -178,9 +179,15 @@ def _check(args: argparse.Namespace) -> int:
     return 0 if verdict(findings) is Verdict.VALID else 1
 
 
+def _told_to_stop(number: int, frame: object) -> None:
+    """SIGTERM ends a run as Ctrl-C does: everything that it started ends with it."""
+    raise KeyboardInterrupt
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     go: Callable[[argparse.Namespace], int] = args.go
+    before = signal.signal(signal.SIGTERM, _told_to_stop)
     try:
         return go(args)
     except MpsdError as error:
@@ -188,6 +195,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         return 130
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 if __name__ == "__main__":

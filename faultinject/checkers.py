@@ -249,6 +249,12 @@ LAWS: tuple[Law, ...] = (
 )
 
 
+EVIDENT: frozenset[Law] = frozenset(
+    {rig_worked, survivors_live, results_right, nobody_named_wrongly, nothing_left}
+)
+"""Laws that a run can break even where the rig failed: what did not happen then proves nothing."""
+
+
 def _bar(name: str, value: float | None, limit: float) -> Judgement:
     if value is None:
         return None
@@ -306,6 +312,8 @@ def check(
     fault = effective(fault, seen)
     findings = []
     for law in laws:
+        if seen.failure and law not in EVIDENT:
+            continue
         name = law.__name__.replace("_", " ")
         try:
             judgement = law(fault, seen)

@@ -84,7 +84,12 @@ class Matrix:
         try:
             with ThreadPoolExecutor(max_workers=jobs) as pool:
                 work = [pool.submit(self._told, f, m, shared or plan.backend, base) for f, m in pairs]
-                runs = [w.result() for w in work]
+                try:
+                    runs = [w.result() for w in work]
+                except BaseException:
+                    # Told to stop: what is under way ends in order, the rest is not begun.
+                    pool.shutdown(wait=False, cancel_futures=True)
+                    raise
         finally:
             if shared is not None:
                 shared.close()

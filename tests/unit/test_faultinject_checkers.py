@@ -179,6 +179,13 @@ def test_what_goes_wrong_elsewhere(kind: str, what: dict[str, Any], law: str, ex
     assert judge(by_name(kind), seen(**what))[law] == expected
 
 
+def test_where_the_rig_failed_only_what_was_seen_counts() -> None:
+    failed = stray_store(failure="the rig broke", records=(), fresh_ms=None)
+    assert verdict(check(by_name("store"), failed, bars=True)) is Verdict.UNKNOWN
+    accused = stray_store(failure="the rig broke", **accusing("mmu-invalid-address", INNOCENT))
+    assert verdict(check(by_name("store"), accused, bars=True)) is Verdict.INVALID
+
+
 def test_suspects_without_the_offender_mislead() -> None:
     wrong = record("sm-trap", None, suspects=[party(INNOCENT)])
     right = record("sm-trap", None, suspects=[party(INNOCENT), party(OFFENDER)])
