@@ -146,13 +146,15 @@ class FileTail:
         return len(data)
 
     def _skip_hole(self) -> None:
+        # Taken first: what is appended after the search for data has not been searched.
+        size = os.fstat(self._fd).st_size
         try:
             start = os.lseek(self._fd, self._offset, os.SEEK_DATA)
         except OSError as error:
             if error.errno != errno.ENXIO:
                 return
             # Nothing but a hole up to the end, or no hole at all at the end.
-            start = os.fstat(self._fd).st_size
+            start = size
         if start > self._offset:
             self._offset = start
             self._remember()

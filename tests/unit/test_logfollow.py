@@ -186,3 +186,22 @@ def test_a_small_log_and_unread_lines_are_not_trimmed(path: Path, log: LogFollow
     second = LogFollower(str(path))
     assert {line.strip() for line in second.drain()} == {"", "unread line", "next"}
     second.close()
+
+
+def test_what_is_appended_while_a_hole_is_looked_for_is_not_lost(
+    path: Path, log: LogFollower, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    append(path, b"first\n")
+    assert log.drain() == ["first"]
+    seek, waiting = os.lseek, [b"second\n"]
+
+    def late(fd: int, offset: int, whence: int) -> int:
+        try:
+            return seek(fd, offset, whence)
+        finally:
+            # The writer comes right after there was nothing.
+            if waiting:
+                append(path, waiting.pop())
+
+    monkeypatch.setattr(tail.os, "lseek", late)
+    assert log.drain() + log.drain() == ["second"]
