@@ -81,6 +81,7 @@ class Attacher:
         self._leases: dict[ClientId, Lease] = {}
         self._kept: dict[ClientId, Sequence[int]] = {}
         self._closing: set[asyncio.Task[None]] = set()
+        self._ending: set[ClientId] = set()
         self._loop = asyncio.get_running_loop()
 
     @property
@@ -138,6 +139,9 @@ class Attacher:
     def _try(self, domain: str, pin: Pin, space: int) -> bool:
         """True when there is nothing more to try: attached, failed for good, or gone."""
         process = pin.process.instance
+        if any(c.process == process for c in self._ending):
+            # After an exec: the old lease still goes by the name that the new one will have in the store.
+            return False
         try:
             found = self._open(domain, pin, space)
         except NotReadyError:
@@ -237,17 +241,20 @@ class Attacher:
             return
         if lease.tracker is not None:
             self._loop.remove_reader(lease.tracker.fileno())
+        self._ending.add(client)
         task = self._loop.create_task(self._close(client, lease))
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
 
     async def _close(self, client: ClientId, lease: Lease) -> None:
-        await asyncio.to_thread(_close_lease, lease)
-        if lease.stored:
-            try:
+        try:
+            await asyncio.to_thread(_close_lease, lease)
+            if lease.stored:
                 self._store.remove(lease_name(client))
-            except StoreError as error:
-                log.warning("descriptor store", reason=str(error))
+        except StoreError as error:
+            log.warning("descriptor store", reason=str(error))
+        finally:
+            self._ending.discard(client)
 
     def forget(self, process: ProcessInstance) -> None:
         """Drop the pin of a process that is no client any more."""
