@@ -27,9 +27,13 @@ class Log:
         self._parser = mpslog.LogParser()
         self._events: list[mpslog.Event] = []
 
-    def says(self, *wanted: mpslog.Event) -> bool:
+    def events(self) -> list[mpslog.Event]:
+        """Everything that it has said so far."""
         self._events += [self._parser.feed(line).event for line in self._follower.drain()]
-        return all(event in self._events for event in wanted)
+        return self._events
+
+    def says(self, *wanted: mpslog.Event) -> bool:
+        return all(event in self.events() for event in wanted)
 
     def close(self) -> None:
         self._follower.close()
@@ -44,24 +48,30 @@ def log(node: Node) -> Iterator[Log]:
         opened.close()
 
 
+def test_a_domain_is_reached_through_a_symbolic_link(node: Node) -> None:
+    link = node.base / "link"
+    link.symlink_to(node.domain.control.pipe_dir)
+    client = node.survivor({"CUDA_MPS_PIPE_DIRECTORY": str(link)}).ready()
+    assert node.domain.clients() == {client.pid}
+    client.unharmed()
+
+
 @pytest.mark.parametrize("kind", ["store", "trap"])
-def test_a_fault_lasts_until_the_last_client_has_left(node: Node, kind: str) -> None:
+def test_a_fault_lasts_until_the_last_client_has_left(node: Node, log: Log, kind: str) -> None:
     guilty, innocent = node.offender(kind), node.survivor()
     guilty.ready()
     innocent.ready()
-    # Clients that stop in FAULT hold it there, so that it can be looked at.
-    stopped = node.survivor().ready()
-    stopped.worker.signal(signal.SIGSTOP)
+    holder = node.holder()
     guilty.go()
     assert guilty.failure() == innocent.failure()
     node.domain.becomes(ServerState.FAULT)
-    assert stopped.pid in node.domain.clients()
+    assert holder.pid in node.domain.clients()
     newcomer = node.survivor()
     assert newcomer.failure() == 807
+    until(lambda: log.says(mpslog.ClientRefused(newcomer.pid, 807)), "the refusal in the log")
     assert node.domain.state() is ServerState.FAULT
-    stopped.worker.signal(signal.SIGCONT)
-    assert stopped.failure() != 0
-    for program in (guilty, innocent, stopped, newcomer):
+    holder.go()
+    for program in (guilty, innocent, holder, newcomer):
         program.gone()
     node.domain.becomes(ServerState.ACTIVE)
     assert node.run(node.domain.control.servers()) == (node.domain.server,)
@@ -111,6 +121,10 @@ def test_the_log_names_newcomers_and_those_who_left(node: Node, log: Log) -> Non
     until(lambda: log.says(newcomer), "the newcomer in the log")
     client.unharmed()
     until(lambda: log.says(mpslog.ClientGone(client.pid)), "its leaving in the log")
+    # To the server an orderly exit looks like a broken connection.
+    lost = [e for e in log.events() if isinstance(e, mpslog.ClientDisconnected) and e.pid == client.pid]
+    assert {event.status for event in lost} == {806}
+    assert mpslog.ServerFatal() not in log.events()
 
 
 def test_the_log_lists_whom_a_fault_hit(node: Node, log: Log) -> None:

@@ -24,6 +24,10 @@ def ended(view: WorkView) -> Callable[[], bool]:
     return lambda: view.pending() == ""
 
 
+def processes(node: Node) -> set[int]:
+    return {process.pid for process in node.backend.devices.processes(node.gpu.uuid)}
+
+
 def pair(node: Node, kind: str, *args: str) -> tuple[Program, Program]:
     """One that is to die and one that is to survive it, both ready."""
     dying, survivor = node.offender(kind, *args), node.survivor()
@@ -56,10 +60,11 @@ def test_a_lease_taken_over_by_another_holder_harms_nobody(node: Node) -> None:
 
 def test_without_a_lease_the_same_death_takes_everybody(node: Node) -> None:
     dying, survivor = pair(node, "sigkill_running")
+    node.holder()
     dying.go()
     dying.gone()
     assert survivor.failure() == 700
-    assert node.domain.state() is ServerState.FAULT
+    node.domain.becomes(ServerState.FAULT)
 
 
 def test_an_idle_death_needs_no_lease(node: Node) -> None:
@@ -73,6 +78,7 @@ def test_an_idle_death_needs_no_lease(node: Node) -> None:
 
 def test_given_up_before_the_work_has_ended_it_takes_everybody(node: Node) -> None:
     dying, survivor = pair(node, "sigkill_running", "--variant", "endless")
+    node.holder()
     space = node.open(dying)
     dying.go()
     dying.gone()
@@ -88,6 +94,7 @@ def test_the_memory_of_the_dead_is_held_until_the_lease_is_closed(node: Node) ->
     space = node.open(client)
     client.kill()
     until(lambda: client.pid not in node.domain.clients(), "the dead client off the list")
+    until(lambda: client.pid not in processes(node), "the dead client off the GPU's list")
     held = node.memory_used()
     space.close()
     until(lambda: node.memory_used() <= held - MEMORY, "the memory of the dead given back")

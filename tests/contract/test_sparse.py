@@ -10,7 +10,7 @@ from mpsd.model import ServerState
 from tests.support.gpunode import Node, Program, next_event
 
 pytestmark = pytest.mark.timeout(60)
-GRANULE = 64 << 10
+GRANULE, LARGE = 64 << 10, 4 << 30
 UNMAPPED, LOW = 0x7E0000000000, 0x40000
 """Where offenders of the kinds store, load and atomic go, and those of guard_low."""
 
@@ -57,6 +57,14 @@ def test_next_to_it_nothing_is_protected(node: Node, opened: tuple[Program, Addr
     client.go()
     assert next_event(tracker).address == UNMAPPED
     assert client.failure() == 700
+
+
+def test_it_may_be_large(node: Node, opened: tuple[Program, AddressSpace]) -> None:
+    client, space = opened
+    space.map_sparse(UNMAPPED - LARGE, 2 * LARGE, node.gpu.uuid)
+    client.go()
+    assert client.failure() == 0
+    space.unmap_sparse(UNMAPPED - LARGE, 2 * LARGE)
 
 
 @pytest.mark.parametrize(

@@ -76,6 +76,7 @@ def check_address(node: Node, fault: Mmu, event: UvmEvent) -> None:
 @pytest.mark.parametrize(("kind", "own", "others"), [("trap", 719, 719), ("misaligned", 0, 716)])
 def test_an_exception_of_the_sm_shows_on_no_tracker(node: Node, kind: str, own: int, others: int) -> None:
     guilty, its_tracker, innocent, other_tracker = tracked_pair(node, kind)
+    node.holder()
     guilty.go()
     assert (guilty.failure(), innocent.failure()) == (own, others)
     node.domain.becomes(ServerState.FAULT)

@@ -181,6 +181,9 @@ class Machine:
             raise
         self.backend = self.harness.backend
         self.gpu: Gpu = self.backend.devices.gpus()[0]
+        # What an adapter opens once and keeps is no test's leak.
+        self.backend.devices.processes(self.gpu.uuid)
+        self.backend.devices.watch_xids().close()
 
     def run(self, doing: Coroutine[Any, Any, T]) -> T:
         return self._runner.run(doing)
@@ -262,6 +265,10 @@ class Node:
         """A client that is idle until told to go, and then does this kind of deed. Not ready yet."""
         memory = ("--memory", str(MEMORY), "--busy-s", str(self.busy_s))
         return self.spawn("offender", kind, *memory, *args, environment=environment)
+
+    def holder(self) -> Program:
+        """A client that notices nothing and stays: as long as it is there, a fault lasts. Ready."""
+        return self.offender("clean_exit").ready()
 
     def bystander(self) -> subprocess.Popen[bytes]:
         """A process that has nothing to do with the GPU."""
@@ -352,22 +359,28 @@ class Node:
         for program in self._programs:
             program.worker.tell("stop")
         for program in self._programs:
-            program.worker.wait("gone", timeout=_GOODBYE_S)
+            if program.worker.wait("gone", timeout=_GOODBYE_S) is None:
+                self.domain.spoilt = True
 
     def _nothing_left(self) -> None:
         processes = leftovers.clear(self.base, _GOODBYE_S)
         assert not processes, f"left behind: {processes}"
-        until(lambda: not self._leaked(), "descriptors closed", _GOODBYE_S)
+        try:
+            until(lambda: not self._leaked(), "descriptors closed", _GOODBYE_S)
+        except AssertionError:
+            raise AssertionError(f"descriptors left open: {self._leaked()}") from None
 
     def _leaked(self) -> dict[int, str]:
-        # NVML opens the device nodes when it first needs them, and keeps them.
-        kept = ("/dev/nvidiactl", f"/dev/nvidia{self.gpu.index}", "/dev/nvidia-caps")
-        now = open_descriptors().items()
         return {
             fd: path
-            for fd, path in now
-            if self._descriptors.get(fd) != path and not (self.real and path.startswith(kept))
+            for fd, path in open_descriptors().items()
+            if self._descriptors.get(fd) != path and not (self.real and _kept_by_nvml(path))
         }
+
+
+def _kept_by_nvml(path: str) -> bool:
+    """NVML opens device nodes when it first needs them, and keeps them. Those of UVM are mpsd's."""
+    return path.startswith("/dev/nvidia") and not path.startswith("/dev/nvidia-uvm")
 
 
 def next_event(tracker: Tracker) -> UvmEvent:

@@ -73,6 +73,7 @@ class Machine:
         """Create a context. Refused: 807 in FAULT, 808 if full, 46 by compute mode, 2: no memory."""
         if server is not None:
             if server.faulting or server.fault:
+                self.sink.server_notice(server, {"event": "refused", "pid": pid})
                 raise Refused(semantics.SERVER_NOT_READY)
             if len(server.spaces) >= MAX_CLIENTS:
                 raise Refused(semantics.MAX_CLIENTS)

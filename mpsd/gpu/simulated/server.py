@@ -83,6 +83,10 @@ class Server:
                 self._client_in(notice)
             case "exit":
                 self._client_out(notice)
+            case "refused":
+                name = f"{{PID: {notice['pid']}, Context ID: 0}}"
+                self._say(f"Server teardown in progress. Refusing to accept new client {name}")
+                self._say(f"Failed to accept client {name} with status 807")
             case "fault":
                 self._fault(notice)
             case "recovered":
