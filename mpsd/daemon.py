@@ -30,7 +30,7 @@ from mpsd.journal import Journal
 from mpsd.keeperstore import KeeperStore
 from mpsd.layout import Layout
 from mpsd.listener import Listener
-from mpsd.model import ClientId, ComputeMode, Gpu, GuardClass
+from mpsd.model import ClientId, ComputeMode, Gpu, GuardClass, ProcessInstance
 from mpsd.notify import Notifier, watchdog_interval_s
 from mpsd.ops import Operations, find_gpu
 from mpsd.performer import Hands, Performer
@@ -171,7 +171,12 @@ class Daemon:
         self.runtime.post(event)
 
     async def _serve(self, notifier: Notifier, *, stop_domains: bool) -> None:
-        listener = Listener(str(self.layout.socket), Operations(self).handle, self.config.group)
+        listener = Listener(
+            self.layout.socket,
+            Operations(self).handle,
+            self.config.group,
+            history=self.bulletin.events_since,
+        )
         sources = self._open_sources()
         self._watch_store()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -444,6 +449,9 @@ class Daemon:
 
     def protections(self) -> Mapping[ClientId, Sequence[str]]:
         return {c: self._guards.shown(c) for c in self._attacher.leases}
+
+    def pending_work(self) -> Mapping[ProcessInstance, str]:
+        return self._work.all_pending()
 
     def problems(self) -> list[str]:
         """Capability losses of the daemon itself, for `status`."""

@@ -73,6 +73,7 @@ class Operations:
             settings={gpu.uuid: daemon.settings.limit_of(gpu.uuid) for gpu in daemon.gpus},
             clients_limit=daemon.config.limits.clients,
             problems=daemon.problems(),
+            pending=daemon.pending_work(),
             extra_counters=daemon.extra_counters(),
         )
         return status(daemon.runtime.state, around)

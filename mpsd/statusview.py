@@ -11,7 +11,7 @@ from mpsd.core.state import Client, Domain, DomainState, State
 from mpsd.errors import MpsdError
 from mpsd.gpu.base import DeviceManager
 from mpsd.layout import Layout
-from mpsd.model import ClientId, ComputeMode, Gpu, GpuProcess
+from mpsd.model import ClientId, ComputeMode, Gpu, GpuProcess, ProcessInstance
 from mpsd.recordtext import user_name
 
 SCHEMA = 1
@@ -42,6 +42,7 @@ class Surroundings:
     settings: Mapping[str, Mapping[str, str]]
     clients_limit: int
     problems: Sequence[str] = ()
+    pending: Mapping[ProcessInstance, str] = field(default_factory=dict)
     extra_counters: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -212,4 +213,5 @@ def _dead(client: Client, around: Surroundings, memory: Mapping[int, int | None]
         "held_gpu_bytes": memory.get(client.id.process.pid),
         "held_host_bytes": procs.host_memory(client.id.process.pid),
         "since_s": round(around.now - (client.died or around.now), 3),
+        "pending": around.pending.get(client.id.process, ""),
     }

@@ -65,9 +65,9 @@ class WorkWatch:
             if view is not None:
                 view.refresh()
 
-    def pending(self, process: ProcessInstance) -> str:
-        """What a dead client still has on the GPU, for `status`."""
-        return self._pending.get(process, "")
+    def all_pending(self) -> Mapping[ProcessInstance, str]:
+        """What each dead client still has on the GPU, for `status`."""
+        return dict(self._pending)
 
     def watch(self, process: ProcessInstance) -> None:
         """Look until the work has ended, then say so. Once for each process."""

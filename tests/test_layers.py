@@ -60,7 +60,12 @@ GROUPS: dict[str, tuple[set[str], set[str]]] = {
     "guard": ({"mpsd.guard", "mpsd.guardplan"}, {"base", "core", "gpu base", "linux"}),
     "listener": ({"mpsd.listener"}, {"base", "wire", "linux"}),
     "client": ({"mpsd_client"}, {"wire", "base"}),
-    "ctl": ({"mpsd.ctl"}, {"base", "wire", "client", "logs"}),
+    "doctor": ({"mpsd.doctor"}, {"base", "gpu base", "linux", "control", "procs", "config", "layout"}),
+    # Explaining a fault and looking at the machine must work where no daemon does.
+    "ctl": (
+        {"mpsd.ctl"},
+        {"base", "wire", "client", "logs", "core", "linux", "config", "doctor", "nvidia"},
+    ),
 }
 FORBIDDEN_IN_CORE = {
     "os",

@@ -94,8 +94,8 @@ def _peer(credentials: Credentials, groups: frozenset[int], *, admin: bool) -> P
 def _groups_of(credentials: Credentials) -> frozenset[int]:
     # Not /proc/PID/status: the pid may by now be another process, with other groups.
     try:
-        name = pwd.getpwuid(credentials.uid).pw_name
-        return frozenset((credentials.gid, *os.getgrouplist(name, credentials.gid)))
+        user = pwd.getpwuid(credentials.uid)
+        return frozenset((credentials.gid, *os.getgrouplist(user.pw_name, user.pw_gid)))
     except (KeyError, OSError):
         return frozenset((credentials.gid,))
 

@@ -1,0 +1,192 @@
+"""What each verb does: ask the daemon, print, choose the exit status. Raises MpsdError."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+from typing import Any, TextIO
+
+from mpsd_client import connect
+from mpsd_client.env import export_lines
+
+from mpsd import __version__
+from mpsd.core import taxonomy
+from mpsd.ctl import render
+from mpsd.errors import DeadlineError, NotRunningError
+from mpsd.linux.procfs import printable
+
+CATCH_UP_S = 0.3
+SCHEMA = 1
+
+
+def style_for(out: TextIO, environ: Mapping[str, str]) -> render.Style:
+    """Colour on a terminal unless NO_COLOR is set; lines as long as the terminal is wide."""
+    terminal = out.isatty()
+    width = shutil.get_terminal_size().columns if terminal else 0
+    return render.Style(colour=terminal and not environ.get("NO_COLOR"), width=width)
+
+
+def _print(out: TextIO, lines: list[str]) -> None:
+    out.write("".join(f"{line}\n" for line in lines))
+
+
+def _json(out: TextIO, value: object) -> None:
+    out.write(json.dumps(value, indent=2, ensure_ascii=True) + "\n")
+
+
+def status(options: Namespace, out: TextIO) -> int:
+    if options.watch is None:
+        return _status_once(options, out)
+    while True:
+        if out.isatty():
+            out.write("\x1b[H\x1b[2J")
+        _status_once(options, out)
+        out.flush()
+        time.sleep(max(options.watch, 0.1))
+
+
+def _status_once(options: Namespace, out: TextIO) -> int:
+    with connect(options.socket) as client:
+        view = client.status()
+    if options.json:
+        _json(out, view)
+    else:
+        _print(out, render.status(view, style_for(out, os.environ), headers=not options.no_headers))
+    return render.health(view)
+
+
+def kill(options: Namespace, out: TextIO) -> int:
+    with connect(options.socket) as client:
+        result = client.kill(
+            options.pid,
+            start_ticks=options.start_ticks,
+            dry_run=options.dry_run,
+            reason=options.reason,
+            timeout=options.timeout,
+        )
+    if options.json:
+        _json(out, {"schema": SCHEMA, "pid": options.pid, **result})
+        return 0
+    head = f"would evict {options.pid}:" if options.dry_run else f"{result['outcome']} {options.pid}"
+    if result.get("evict_ms") is not None:
+        head += f" in {result['evict_ms']:.1f} ms"
+    _print(out, [head, *(f"  {printable(step)}" for step in result["steps"])])
+    return 0
+
+
+def events(options: Namespace, out: TextIO) -> int:
+    with connect(options.socket) as client:
+        stream = client.subscribe(options.since)
+        while True:
+            try:
+                seen = next(stream) if options.follow else stream.next(time.monotonic() + CATCH_UP_S)
+            except DeadlineError:
+                return 0
+            out.write((json.dumps(seen) if options.json else render.event(seen)) + "\n")
+            out.flush()
+
+
+def faults(options: Namespace, out: TextIO) -> int:
+    if options.explain:
+        text = taxonomy.explain(options.explain)
+        if options.json:
+            _json(out, {"schema": SCHEMA, "class": options.explain, "text": text})
+        else:
+            _print(out, [text])
+        return 0
+    with connect(options.socket) as client:
+        records = client.faults(limit=options.limit, since_id=options.since or None)
+    if options.json:
+        _json(out, {"schema": SCHEMA, "faults": list(records)})
+        return 0
+    lines: list[str] = []
+    for record in records:
+        lines += [*render.fault(record, style_for(out, os.environ)), ""]
+    _print(out, lines or ["no faults"])
+    return 0
+
+
+def doctor(options: Namespace, out: TextIO) -> int:
+    try:
+        with connect(options.socket) as client:
+            rows = [dict(row) for row in client.doctor()]
+        where = "as the daemon sees it"
+    except NotRunningError as error:
+        rows = _local_checks()
+        where = f"as seen from here ({error.message})"
+    if options.json:
+        _json(out, {"schema": SCHEMA, "seen": where, "checks": rows})
+    else:
+        _print(out, [f"this machine, {where}:", *render.checks(rows, style_for(out, os.environ))])
+    return 10 if any(row["ok"] is False for row in rows) else 0
+
+
+def _local_checks() -> list[dict[str, Any]]:
+    from mpsd.config import default_directories
+    from mpsd.doctor import run_checks
+    from mpsd.gpu.nvidia.backend import checks
+
+    places = default_directories(os.getuid(), os.environ)
+    found = run_checks(checks(), places["run_dir"], places["log_dir"])
+    return [{"name": c.name, "ok": c.ok, "finding": c.finding, "remedy": c.remedy} for c in found]
+
+
+def drain(options: Namespace, out: TextIO) -> int:
+    with connect(options.socket) as client:
+        ask = client.drain if options.verb == "drain" else client.undrain
+        result = ask(options.gpu, dry_run=options.dry_run, reason=options.reason)
+    if options.json:
+        _json(out, {"schema": SCHEMA, **result})
+        return 0
+    would = "would " if options.dry_run else ""
+    staying = f"; clients that stay: {', '.join(map(str, result['clients']))}" if result["clients"] else ""
+    _print(out, [f"{would}{options.verb} {', '.join(result['gpus'])}{staying}"])
+    return 0
+
+
+def env(options: Namespace, out: TextIO) -> int:
+    with connect(options.socket) as client:
+        wanted = client.env(options.gpu, shared=options.shared)
+    if options.json:
+        _json(out, {"schema": SCHEMA, "env": dict(wanted)})
+    else:
+        _print(out, export_lines(wanted, options.shell))
+    return 0
+
+
+def version(options: Namespace, out: TextIO) -> int:
+    try:
+        with connect(options.socket) as client:
+            daemon: dict[str, Any] | None = dict(client.version())
+    except NotRunningError:
+        daemon = None
+    if options.json:
+        _json(out, {"schema": SCHEMA, "ctl": __version__, "daemon": daemon})
+        return 0
+    lines = [f"mpsd-ctl {__version__}"]
+    if daemon:
+        lines.append(f"mpsd {daemon['version']}, {daemon['backend']}, driver {daemon['driver']}")
+    _print(out, lines if daemon else [*lines, "mpsd is not running"])
+    return 0
+
+
+VERBS: Mapping[str, Callable[[Namespace, TextIO], int]] = {
+    "status": status,
+    "kill": kill,
+    "events": events,
+    "faults": faults,
+    "doctor": doctor,
+    "drain": drain,
+    "undrain": drain,
+    "env": env,
+    "version": version,
+}
+
+
+def run(options: Namespace, out: TextIO = sys.stdout) -> int:
+    return VERBS[options.verb](options, out)

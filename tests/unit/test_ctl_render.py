@@ -1,0 +1,175 @@
+"""Status, faults and events as text: what an operator must be able to read off them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mpsd.ctl import render
+from mpsd.ctl.render import Style
+
+GPU = {
+    "index": 0,
+    "uuid": "GPU-a",
+    "name": "NVIDIA H200",
+    "memory_used_bytes": 3 << 30,
+    "memory_total_bytes": 140 << 30,
+    "compute_mode": "default",
+    "not_on_mps": [{"pid": 9, "command": "rogue", "user": "eve", "memory_bytes": 1 << 20}],
+    "limits": ["active_thread_percentage 25"],
+}
+DOMAIN = {
+    "id": "d1",
+    "gpus": ["GPU-a"],
+    "uid": 1000,
+    "user": "ann",
+    "role": "active",
+    "state": "active",
+    "control_pid": 10,
+    "server_pid": 11,
+    "uptime_s": 3700.0,
+    "clients": 1,
+    "clients_limit": 48,
+    "last_fault": 3,
+    "refused_807": 2,
+    "problem": "",
+    "reach": "a fault here takes the clients of user ann on one GPU",
+}
+CLIENT = {
+    "domain": "d1",
+    "pid": 4711,
+    "user": "ann",
+    "state": "attached",
+    "memory_bytes": 2 << 30,
+    "age_s": 61.0,
+    "protections": ["guard:low 8052 MiB (silent)", "lease", "tracker"],
+    "command": "python train.py\x1b[2J\u202eevil",
+    "problem": "",
+}
+DEAD = {
+    "pid": 4712,
+    "user": "ann",
+    "domain": "d1",
+    "state": "lingering",
+    "held_gpu_bytes": None,
+    "held_host_bytes": None,
+    "since_s": 1.5,
+    "command": "python",
+    "pending": "kernel 0x203037f34",
+}
+
+
+def view(**changes: Any) -> dict[str, Any]:
+    whole: dict[str, Any] = {
+        "version": "0.1.0",
+        "backend": "simulated",
+        "pid": 1,
+        "uptime_s": 5.0,
+        "draining": False,
+        "drained_gpus": [],
+        "problems": [],
+        "gpus": [GPU],
+        "domains": [DOMAIN],
+        "clients": [CLIENT],
+        "dead": [DEAD],
+    }
+    return whole | changes
+
+
+def test_status_shows_everything_and_escapes_names() -> None:
+    text = "\n".join(render.status(view(), Style()))
+    for expected in (
+        "simulated GPU",
+        "3.0 GiB of 140.0 GiB",
+        "d1 active active, ann, control 10, server 11, up 1h01m, clients 1/48, last fault #3, 2 refused",
+        "guard:low 8052 MiB (silent), lease, tracker",
+        "kernel 0x203037f34",
+        "NOT ON MPS",
+        "rogue",
+    ):
+        assert expected in text
+    assert "\x1b" not in text and "\u202e" not in text
+
+
+def test_colour_is_a_choice_and_headers_can_be_left_out() -> None:
+    assert "\x1b[32mactive" in "\n".join(render.status(view(), Style(colour=True)))
+    assert "PROTECTIONS" not in "\n".join(render.status(view(), Style(), headers=False))
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, 0),
+        ({"problems": ["outer guard is silent: low"]}, 0),
+        ({"problems": ["the kernel log is not readable"]}, 10),
+        ({"domains": [DOMAIN | {"state": "faulted"}]}, 11),
+        ({"domains": [DOMAIN | {"state": "poisoned"}]}, 10),
+        ({"domains": [DOMAIN | {"state": "faulted", "role": "old"}]}, 0),
+        ({"clients": [CLIENT | {"state": "unprotected"}]}, 10),
+    ],
+)
+def test_exit_status_of_a_status(changes: dict[str, Any], expected: int) -> None:
+    assert render.health(view(**changes)) == expected
+
+
+def record(**changes: Any) -> dict[str, Any]:
+    offender = {"pid": 5, "start_ticks": 1, "uid": 0, "user": "root", "command": "bad\n"}
+    whole: dict[str, Any] = {
+        "id": 7,
+        "time": "2026-01-01T00:00:00+00:00",
+        "domain": "d1",
+        "class": "mmu-null",
+        "title": "access through a null pointer",
+        "offender": offender,
+        "confidence": "certain",
+        "suspects": [],
+        "address": "0x10",
+        "access": "write",
+        "fault_type": "invalid pte",
+        "lies_there": "null page",
+        "evidence": [{"source": "uvm", "at_ms": 0.0, "text": "write at 0x10"}],
+        "victims": [6, 8],
+        "refused_807": 1,
+        "action": "fix it",
+    }
+    return whole | changes
+
+
+def test_a_fault_names_its_offender_or_says_who_could_have_been_it() -> None:
+    text = "\n".join(render.fault(record(), Style()))
+    assert "pid 5 (root, bad\\n), certain" in text and "write at 0x10 (invalid pte, null page)" in text
+    unknown = record(offender=None, confidence="unknown", suspects=[record()["offender"]], address=None)
+    assert "unknown; suspects: pid 5" in "\n".join(render.fault(unknown, Style()))
+    assert "none named" in "\n".join(render.fault(record(offender=None), Style()))
+
+
+def test_events_are_one_line_each() -> None:
+    assert render.event({"seq": 3, "kind": "fault", **record()}).startswith(
+        "3 fault #7 mmu-null in d1: pid 5"
+    )
+    assert render.event({"seq": 4, "kind": "client-ended", "at": 1.0, "pid": 9}) == "4 client-ended pid=9"
+    assert render.event({"seq": 5, "kind": "lost", "count": 2}) == "5 lost count=2"
+
+
+def test_checks_carry_their_remedy_only_where_it_is_needed() -> None:
+    rows = [
+        {"name": "driver", "ok": True, "finding": "580", "remedy": "none"},
+        {"name": "yama", "ok": False, "finding": "scope 3", "remedy": "lower it"},
+    ]
+    lines = render.checks(rows, Style())
+    assert lines == ["ok  driver: 580", "NO  yama: scope 3", "      remedy: lower it"]
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"), [(None, "-"), (512, "512 B"), (1 << 20, "1 MiB"), (3 << 30, "3.0 GiB")]
+)
+def test_sizes(value: int | None, shown: str) -> None:
+    assert render.size(value) == shown
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"), [(None, "-"), (5.4, "5s"), (65, "1m05s"), (3700, "1h01m"), (90000, "1d01h")]
+)
+def test_ages(seconds: float | None, shown: str) -> None:
+    assert render.age(seconds) == shown
