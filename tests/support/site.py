@@ -35,7 +35,7 @@ Status = Mapping[str, Any]
 DEADLINE_S = 20.0
 POLL_S = 0.01
 ROOT = Path(__file__).resolve().parents[2]
-PROGRAM = str(ROOT / "tests" / "support" / "program.py")
+PROGRAM = str(ROOT / "tests" / "support" / "simclient.py")
 OTHER_UID = 65534
 
 
@@ -49,7 +49,7 @@ def until(look: Callable[[], T], what: str, deadline_s: float = DEADLINE_S) -> T
 
 
 class Program:
-    """A client process under a test's command; see tests/support/program.py."""
+    """A client process under a test's command; see tests/support/simclient.py."""
 
     def __init__(self, mode: str, environ: Mapping[str, str], uid: int | None = None) -> None:
         user = [] if uid in (None, os.geteuid()) else [str(uid)]

@@ -1,0 +1,72 @@
+"""A client of the simulated GPU that obeys a test. Run as a file, with the standard library alone.
+
+`obey`: each line of the input is a Python expression on `dev` (and `os`, `sys`); the answer is a line of
+JSON. `work`: counts on the GPU and checks every result until its input ends, then says how many.
+A second argument is the user to become: only here, for the interpreter may be out of that user's reach.
+"""
+
+import ctypes  # noqa: F401 - the client needs it, and cannot load it as somebody else
+import json
+import os
+import select
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from mpsd.gpu.simulated.client import GpuFailure, SimulatedDevice
+
+WORDS = 64
+
+
+def say(**what: object) -> None:
+    os.write(1, json.dumps(what).encode() + b"\n")
+
+
+def obey(dev: SimulatedDevice) -> None:
+    # Not sys.stdin: what it reads ahead would be lost to a program that takes this one's place.
+    with open(0, "rb", buffering=0, closefd=False) as orders:
+        for line in orders:
+            try:
+                result = eval(line, {"dev": dev, "os": os, "sys": sys, "say": say})
+                say(result=result.hex() if isinstance(result, bytes) else result)
+            except GpuFailure as failure:
+                say(error=failure.code)
+
+
+def work(dev: SimulatedDevice) -> None:
+    address = dev.alloc(WORDS)
+    dev.launch("fill", address=address, words=WORDS, value=0)
+    rounds = 0
+    while not select.select([0], [], [], 0)[0]:
+        rounds += 1
+        dev.launch("increment", address=address, words=WORDS, duration_s=0.001)
+        found = dev.read(address, 4 * WORDS)
+        if found != rounds.to_bytes(4, "little") * WORDS:
+            say(wrong=found.hex(), rounds=rounds)
+            sys.exit(8)
+        if rounds == 1:
+            say(working=True)
+    dev.close()
+    say(rounds=rounds)
+
+
+def become(uid: int) -> None:
+    os.setgroups([])
+    os.setgid(uid)
+    os.setuid(uid)
+
+
+def main() -> None:
+    if len(sys.argv) > 2:
+        become(int(sys.argv[2]))
+    try:
+        dev = SimulatedDevice.open(os.environ)
+        say(pid=os.getpid(), on_mps=dev.on_mps)
+        {"obey": obey, "work": work}[sys.argv[1]](dev)
+    except GpuFailure as failure:
+        say(error=failure.code)
+        sys.exit(7)
+
+
+main()
