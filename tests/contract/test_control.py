@@ -12,7 +12,8 @@ from mpsd.control import ControlCommands, ControlDaemon, ControlGoneError, Termi
 from mpsd.errors import AlreadyRunningError, AmbiguousError, DeadlineError, NotFoundError
 from mpsd.linux.pinned import Pinned
 from mpsd.model import ProcessInstance, ServerState
-from tests.support.gpunode import Domain, Node, Program
+from tests.support.gpunode import Domain, Node
+from tests.support.program import Program
 from tests.support.waiting import DEADLINE_S, readable, until
 
 pytestmark = pytest.mark.timeout(60)

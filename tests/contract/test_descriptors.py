@@ -9,7 +9,8 @@ import pytest
 from mpsd.errors import GpuError, NotFoundError, NotReadyError
 from mpsd.gpu.base import AddressSpace
 from mpsd.linux.pinned import Pinned
-from tests.support.gpunode import Node, Program, duplicates
+from tests.support.gpunode import Node, duplicates
+from tests.support.program import Program
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.timeout(60)

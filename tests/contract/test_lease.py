@@ -9,7 +9,8 @@ import pytest
 
 from mpsd.gpu.base import WorkView
 from mpsd.model import ServerState
-from tests.support.gpunode import MEMORY, Node, Program
+from tests.support.gpunode import MEMORY, Node
+from tests.support.program import Program
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.timeout(60)

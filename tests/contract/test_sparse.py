@@ -7,7 +7,8 @@ import pytest
 from mpsd.errors import GpuError
 from mpsd.gpu.base import AddressSpace
 from mpsd.model import ServerState
-from tests.support.gpunode import Node, Program, next_event
+from tests.support.gpunode import Node, next_event
+from tests.support.program import Program
 
 pytestmark = pytest.mark.timeout(60)
 GRANULE, LARGE = 64 << 10, 4 << 30

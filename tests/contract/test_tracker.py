@@ -9,7 +9,8 @@ import pytest
 
 from mpsd.gpu.base import Tracker
 from mpsd.model import Access, ServerState, UvmEvent, UvmFaultType
-from tests.support.gpunode import Node, Program, faulted_at, next_event
+from tests.support.gpunode import Node, faulted_at, next_event
+from tests.support.program import Program
 
 pytestmark = pytest.mark.timeout(60)
 UNMAPPED = 0x7E0000000000

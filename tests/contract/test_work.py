@@ -7,7 +7,8 @@ import os
 import pytest
 
 from mpsd.gpu.base import WorkView
-from tests.support.gpunode import Node, Program, duplicates
+from tests.support.gpunode import Node, duplicates
+from tests.support.program import Program
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.timeout(60)

@@ -1,72 +1,73 @@
-"""A client of the simulated GPU that obeys a test. Run as a file, with the standard library alone.
+"""A client program as a test holds it: told what to do, heard, pinned."""
 
-`obey`: each line of the input is a Python expression on `dev` (and `os`, `sys`); the answer is a line of
-JSON. `work`: counts on the GPU and checks every result until its input ends, then says how many.
-A second argument is the user to become: only here, for the interpreter may be out of that user's reach.
-"""
+from __future__ import annotations
 
-import ctypes  # noqa: F401 - the client needs it, and cannot load it as somebody else
-import json
-import os
-import select
-import sys
-from pathlib import Path
+import signal
+from typing import Self
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-from mpsd.gpu.simulated.client import GpuFailure, SimulatedDevice
-
-WORDS = 64
+from faultinject.history import Entry
+from faultinject.worker import Worker
+from mpsd.linux.pinned import Pinned
+from mpsd.model import ProcessInstance
+from tests.support.waiting import DEADLINE_S
 
 
-def say(**what: object) -> None:
-    os.write(1, json.dumps(what).encode() + b"\n")
+class Program:
+    """One of faultinject.programs. Every wait fails at a deadline."""
 
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+        self._pinned: Pinned | None = None
 
-def obey(dev: SimulatedDevice) -> None:
-    # Not sys.stdin: what it reads ahead would be lost to a program that takes this one's place.
-    with open(0, "rb", buffering=0, closefd=False) as orders:
-        for line in orders:
-            try:
-                result = eval(line, {"dev": dev, "os": os, "sys": sys, "say": say})
-                say(result=result.hex() if isinstance(result, bytes) else result)
-            except GpuFailure as failure:
-                say(error=failure.code)
+    @property
+    def pid(self) -> int:
+        return self.worker.pid
 
+    @property
+    def pinned(self) -> Pinned:
+        if self._pinned is None:
+            self._pinned = Pinned.open(self.pid)
+        return self._pinned
 
-def work(dev: SimulatedDevice) -> None:
-    address = dev.alloc(WORDS)
-    dev.launch("fill", address=address, words=WORDS, value=0)
-    rounds = 0
-    while not select.select([0], [], [], 0)[0]:
-        rounds += 1
-        dev.launch("increment", address=address, words=WORDS, duration_s=0.001)
-        found = dev.read(address, 4 * WORDS)
-        if found != rounds.to_bytes(4, "little") * WORDS:
-            say(wrong=found.hex(), rounds=rounds)
-            sys.exit(8)
-        if rounds == 1:
-            say(working=True)
-    dev.close()
-    say(rounds=rounds)
+    @property
+    def instance(self) -> ProcessInstance:
+        return self.pinned.instance
 
+    def ready(self) -> Self:
+        """Wait until it has its context and has run a kernel."""
+        said = self.must("ready", "error", "outcome")
+        assert said.what == "ready", said
+        assert (said.data["pid"], said.data["start_ticks"]) == (self.pid, self.instance.start_ticks)
+        return self
 
-def become(uid: int) -> None:
-    os.setgroups([])
-    os.setgid(uid)
-    os.setuid(uid)
+    def must(self, *whats: str) -> Entry:
+        return self.worker.must(*whats, timeout=DEADLINE_S)
 
+    def go(self) -> None:
+        self.worker.tell("go")
 
-def main() -> None:
-    if len(sys.argv) > 2:
-        become(int(sys.argv[2]))
-    try:
-        dev = SimulatedDevice.open(os.environ)
-        say(pid=os.getpid(), on_mps=dev.on_mps)
-        {"obey": obey, "work": work}[sys.argv[1]](dev)
-    except GpuFailure as failure:
-        say(error=failure.code)
-        sys.exit(7)
+    def failure(self) -> int:
+        """The CUDA error that it met; 0 when it did its deed and met none."""
+        return int(self.must("outcome", "error").data["code"])
 
+    def gone(self) -> int:
+        """Wait for its end; the exit status, negative for a signal."""
+        return int(self.must("gone").data["status"])
 
-main()
+    def kill(self) -> None:
+        self.worker.signal(signal.SIGKILL)
+        assert self.gone() == -signal.SIGKILL
+
+    def unharmed(self) -> None:
+        """End it in order: every result that it computed must have been right, and none missing."""
+        self.worker.tell("stop")
+        said = self.must("done", "error", "wrong")
+        assert said.what == "done", said
+        assert said.data["wrong"] == 0
+        assert said.data["steps"] > 0
+        assert self.gone() == 0
+
+    def close(self) -> None:
+        self.worker.end()
+        if self._pinned is not None:
+            self._pinned.close()
