@@ -22,8 +22,8 @@ from mpsd.model import ClientId, Confidence, KernelXid, UvmEvent, UvmFaultType
 EVIDENCE_KEPT = 16
 DEATH_WINDOW_S = 1.0
 _ADDRESS = re.compile(r"0x[0-9a-f][0-9a-f_]*", re.IGNORECASE)
-# Records of what processes did: a GPU fault of the same domain soon after is another fault.
-_NO_GPU_FAULT = frozenset({"hang", "control-death"})
+# A record of what a dead client's work did: a GPU fault of the same domain soon after is another fault.
+_NO_GPU_FAULT = frozenset({"hang"})
 
 
 def party(client: Client) -> Party:

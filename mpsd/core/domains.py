@@ -275,9 +275,8 @@ def on_server_died(draft: Draft, event: ev.ServerDied) -> bool:
 def recovered(draft: Draft, domain: Domain) -> None:
     """A faulted domain whose server is ACTIVE again serves on where its slot still leads to it."""
     slot = draft.state.slots[domain.slot]
-    if draft.state.adopting or any(draft.state.living_of(domain.id)):
-        return
-    if slot.active == domain.id:
+    idle = not draft.state.adopting and not any(draft.state.living_of(domain.id))
+    if idle and slot.active == domain.id:
         move(draft, domain.id, DomainTrigger.RECOVERED)
         draft.publish("domain-active", domain.uid, domain=domain.id, slot=slot.id)
         ensure(draft, slot.id)

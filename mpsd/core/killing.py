@@ -71,9 +71,8 @@ def on_kill_wait(draft: Draft, subject: str) -> None:
     if eviction is not None:
         data = {"code": "deadline", "message": message, "steps": list(eviction.steps)}
         draft.emit(Answer(eviction.requester, False, data))
-    for client in stuck:
-        if client.eviction is not None:
-            draft.put_client(replace(client, eviction=replace(client.eviction, requester=POLICY)))
+    for client, begun in [(c, c.eviction) for c in stuck if c.eviction is not None]:
+        draft.put_client(replace(client, eviction=replace(begun, requester=POLICY)))
 
 
 def _living(draft: Draft, process: ProcessInstance) -> list[Client]:

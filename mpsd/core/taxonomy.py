@@ -127,7 +127,7 @@ _ROWS = (
     _row(
         "sm-stack-overflow",
         "stack overflow in a kernel",
-        "Xid 13 with a stack error, then Xid 43; driver 580 writes 'Out Of Range Address', so: sm-out-of-range",
+        "Xid 13 with a stack error, then Xid 43; driver 580 says 'Out Of Range Address', so: sm-out-of-range",
         Scope.DOMAIN,
         _NONE,
         "look at the suspects; a larger cudaLimitStackSize may help the owner",

@@ -434,10 +434,20 @@ def test_two_deaths_at_once_leave_it_unknown() -> None:
 # Faults of domains out of service, and late signs
 
 
-def test_a_headless_domain_that_faults_is_recorded() -> None:
+def test_signs_that_follow_a_control_death_join_its_record() -> None:
     world = three_clients()
     world.do(ev.ControlDied("d1", control_of("d1")))
-    server_xid(world)
+    world.do(ev.ServerDied("d1", server_of("d1")))
+    server_xid(world.wait(0.1))
+    world.nvml(43)
+    assert [r.fault_class for r in world.records().values()] == ["control-death"]
+    assert len(world.state.open_faults[0].evidence) == 3 and not world.state.strays
+
+
+def test_a_headless_domain_that_faults_later_is_recorded() -> None:
+    world = three_clients()
+    world.do(ev.ControlDied("d1", control_of("d1")))
+    server_xid(world.wait(60))
     assert [r.fault_class for r in world.records().values()] == ["control-death", "sm-trap"]
     assert world.domain("d1").state is DomainState.HEADLESS
 
