@@ -23,7 +23,7 @@ def released(world: World) -> list[tuple[int, int]]:
 def test_a_noticed_client_is_attached() -> None:
     world = World().ready()
     world.do(ev.ClientNoticed("d1", facts(10)))
-    assert world.last == (fx.Attach("d1", process(10), 0),)
+    assert list(world.last) == [fx.Attach("d1", process(10), 0)]
     world.do(ev.ClientNoticed("d1", facts(10)))
     assert not world.last, "named twice by the log"
     world.wait(0.01).do(ev.ClientAttached("d1", process(10), 1, True))

@@ -1,0 +1,422 @@
+"""Long random lives of a daemon: whatever happens, in whatever order, what must hold does hold.
+
+decide() checks its own invariants after every step; the machine below knows besides what was asked, who
+truly faulted and whose work still runs, and holds the effects against it. At the end everything that is
+under way comes to its end, and then nobody may be left without an answer, and no slot without a domain.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from mpsd.core import effects as fx
+from mpsd.core import events as ev
+from mpsd.core.draft import DEPARTED_KEPT, OPEN_FAULTS_KEPT
+from mpsd.core.faults import STRAYS_KEPT
+from mpsd.core.state import DomainState, Policy
+from mpsd.model import (
+    Access,
+    ClientId,
+    Confidence,
+    LiesThere,
+    Liveness,
+    NvmlXid,
+    ProcessInstance,
+    ServerState,
+    UvmFaultType,
+)
+from tests.support.core import (
+    MISALIGNED,
+    OUT_OF_RANGE,
+    REGISTER,
+    World,
+    control_of,
+    facts,
+    kernel_xid,
+    mmu_text,
+    process,
+    server_of,
+    uvm,
+)
+
+GPUS = ("GPU-0", "GPU-1")
+SLOTS = (("a", "GPU-0", 1000), ("b", "GPU-0", 2000), ("c", "GPU-1", None))
+ADDRESSES = (0, 0x7F0000001000, 0x7F0000002000)
+WORDS = ("", OUT_OF_RANGE, MISALIGNED, REGISTER, "@ 0x_", mmu_text(ADDRESSES[1], "GPCCLIENT_GCC"))
+XIDS = (13, 31, 32, 43, 45, 69, 48, 79, 9999)
+TIMERS = ("ensure", "ask", "laggards", "kill-victims", "linger", "kill-wait", "strays", "no-such")
+ROUNDS = 10
+
+pids = st.integers(10, 17)
+starts = st.sampled_from((1, 1, 1, 2))
+picks = st.integers(0, 11)
+processes = st.builds(process, pids, starts)
+
+
+@dataclass
+class Truth:
+    """What the outside world knows and core does not."""
+
+    came_up: set[str] = field(default_factory=set)
+    faulted: set[ProcessInstance] = field(default_factory=set)
+    ended: set[ProcessInstance] = field(default_factory=set)
+    asked: set[str] = field(default_factory=set)
+    answered: Counter[str] = field(default_factory=Counter)
+    revisions: dict[int, int] = field(default_factory=dict)
+    timers: list[tuple[str, str]] = field(default_factory=list)
+
+
+class Daemon(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.world = World()
+        self.truth = Truth()
+
+    @initialize(spare=st.booleans(), kill=st.booleans())
+    def begin(self, spare: bool, kill: bool) -> None:
+        self.world = World(Policy(spare=spare, kill_victims_after_s=3.0 if kill else 0.0))
+        for slot, gpu, uid in SLOTS[:2]:
+            self.do(ev.SlotWanted(slot, (gpu,), uid))
+        for name in tuple(self.world.state.domains):
+            self.start(name)
+
+    # One step, and what its effects must not be
+
+    def do(self, event: ev.Event) -> None:
+        self.world.do(event)
+        for effect in self.world.last:
+            match effect:
+                case fx.SwitchPath(domain=name):
+                    assert name in self.truth.came_up, f"the path leads to {name}, which never came up"
+                case fx.Terminate():
+                    asked = isinstance(event, ev.EvictRequested) and event.liveness is Liveness.RUNNING
+                    assert asked, "terminate_client for a client that may not be running"
+                case fx.Kill(process=who):
+                    self.check_kill(event, who)
+                case fx.ReleaseLease(client=client):
+                    self.check_release(client)
+                case fx.Answer(request=request):
+                    self.truth.answered[request] += 1
+                case fx.Record():
+                    self.check_record(effect)
+                case fx.ArmTimer(kind=kind, subject=subject):
+                    self.truth.timers.append((kind, subject))
+                case _:
+                    pass
+
+    def check_kill(self, event: ev.Event, who: ProcessInstance) -> None:
+        allowed = ev.EvictRequested | ev.TerminateFinished | ev.StopRequested | ev.ClientNoticed
+        victims = isinstance(event, ev.TimerFired) and event.kind == "kill-victims"
+        assert isinstance(event, allowed) or victims, f"{who} is killed by {event}"
+        if isinstance(event, ev.ClientNoticed):
+            assert self.world.state.stopping
+
+    def check_release(self, client: ClientId) -> None:
+        domain = self.world.state.domains.get(client.domain)
+        harmless = domain is None or domain.state in (DomainState.FAULTED, DomainState.STOPPING)
+        known = client in self.known
+        if known and not harmless and client.process not in self.truth.ended:
+            assert not any(self.world.state.living_of(client.domain)), f"work of {client} is let loose"
+
+    def check_record(self, effect: fx.Record) -> None:
+        record, seen = effect.record, self.truth.revisions
+        if record.id not in seen:
+            assert record.id > max(seen, default=0) and record.revision >= 1
+        else:
+            assert record.revision > seen[record.id]
+        seen[record.id] = record.revision
+        if record.confidence is Confidence.CERTAIN:
+            assert record.offender is not None
+            who = record.offender.id.process
+            held = record.fault_class == "hang" and who not in self.truth.ended
+            assert held or who in self.truth.faulted, f"{who} is named for certain"
+        assert (record.offender is None) == (record.confidence is Confidence.UNKNOWN)
+        assert record.offender is None or not record.suspects
+
+    @property
+    def known(self) -> set[ClientId]:
+        return {gone.id for gone in self.world.state.departed}
+
+    # Picking: something that is there, or something that is not
+
+    def domain_named(self, pick: int) -> str:
+        names = sorted(self.world.state.domains)
+        return names[pick % len(names)] if names and pick < 11 else "d99"
+
+    def client_picked(self, pick: int) -> ClientId:
+        clients = sorted(self.world.state.clients)
+        return clients[pick % len(clients)] if clients and pick < 11 else ClientId("d99", process(99))
+
+    def start(self, name: str) -> None:
+        self.truth.came_up.add(name)
+        self.do(ev.DomainStarted(name, control_of(name), server_of(name)))
+
+    # Domains
+
+    @rule(number=st.integers(0, 2), exclusive=st.booleans(), start=st.booleans())
+    def want(self, number: int, exclusive: bool, start: bool) -> None:
+        slot, gpu, uid = SLOTS[number]
+        self.do(ev.SlotWanted(slot, (gpu,), uid, exclusive, start))
+
+    @rule(pick=picks)
+    def domain_starts(self, pick: int) -> None:
+        starting = [d.id for d in self.world.state.domains.values() if d.state is DomainState.STARTING]
+        self.start(starting[pick % len(starting)] if starting and pick < 9 else self.domain_named(pick))
+
+    @rule(pick=picks)
+    def domain_fails(self, pick: int) -> None:
+        self.do(ev.DomainStartFailed(self.domain_named(pick), "no memory"))
+
+    @rule(pick=picks)
+    def domain_stops(self, pick: int) -> None:
+        self.do(ev.DomainStopped(self.domain_named(pick)))
+
+    @rule(pick=picks, other=st.booleans())
+    def control_dies(self, pick: int, other: bool) -> None:
+        name = self.domain_named(pick)
+        self.do(ev.ControlDied(name, process(5) if other else control_of(name)))
+
+    @rule(pick=picks, other=st.booleans())
+    def server_dies(self, pick: int, other: bool) -> None:
+        name = self.domain_named(pick)
+        self.do(ev.ServerDied(name, process(5) if other else server_of(name)))
+
+    @rule(pick=picks)
+    def server_seen(self, pick: int) -> None:
+        name = self.domain_named(pick)
+        self.do(ev.ServerSeen(name, server_of(name)))
+
+    @rule(pick=picks, state=st.sampled_from(ServerState))
+    def server_state(self, pick: int, state: ServerState) -> None:
+        self.do(ev.ServerStateSeen(self.domain_named(pick), state))
+
+    @rule(number=st.integers(0, 2), exclusive=st.booleans())
+    def mode(self, number: int, exclusive: bool) -> None:
+        self.do(ev.ModeSeen(SLOTS[number][0], exclusive))
+
+    @rule(on=st.booleans(), gpus=st.sampled_from(((), GPUS[:1], GPUS)))
+    def drain(self, on: bool, gpus: tuple[str, ...]) -> None:
+        self.do(ev.DrainRequested(gpus, on))
+
+    @rule(dice=st.integers(0, 19))
+    def stop(self, dice: int) -> None:
+        if dice == 0:
+            self.do(ev.StopRequested())
+
+    # Adoption
+
+    @rule(
+        number=st.integers(0, 2),
+        pick=st.integers(1, 30),
+        role=st.sampled_from(ev.DomainRole),
+        state=st.sampled_from(DomainState),
+    )
+    def adopt(self, number: int, pick: int, role: ev.DomainRole, state: DomainState) -> None:
+        name = f"d{pick}"
+        if name not in self.world.state.domains:
+            self.truth.came_up.add(name)
+        server = server_of(name)
+        self.do(
+            ev.DomainAdopted(
+                name, SLOTS[number][0], role, state, control_of(name), server, ServerState.ACTIVE
+            )
+        )
+
+    @rule(pick=picks, who=processes, spaces=st.sampled_from(((), (0,), (0, 1), (2,))))
+    def lease_restored(self, pick: int, who: ProcessInstance, spaces: tuple[int, ...]) -> None:
+        self.truth.ended.discard(who)
+        self.do(ev.LeaseRestored(self.domain_named(pick), facts(who.pid, who.start_ticks), spaces))
+
+    @rule()
+    def adoption_done(self) -> None:
+        self.do(ev.AdoptionDone())
+
+    # Clients
+
+    @rule(pick=picks, who=processes)
+    def notice(self, pick: int, who: ProcessInstance) -> None:
+        self.truth.ended.discard(who)
+        self.do(ev.ClientNoticed(self.domain_named(pick), facts(who.pid, who.start_ticks)))
+
+    @rule(pick=picks, who=processes, spaces=st.integers(1, 2))
+    def join(self, pick: int, who: ProcessInstance, spaces: int) -> None:
+        self.notice(pick, who)
+        for attach in [e for e in self.world.last if isinstance(e, fx.Attach)]:
+            self.do(ev.ClientAttached(attach.domain, who, spaces, True, space=attach.space))
+
+    @rule(pick=picks, spaces=st.integers(0, 2), tracked=st.booleans())
+    def attached(self, pick: int, spaces: int, tracked: bool) -> None:
+        client = self.client_picked(pick)
+        self.do(
+            ev.ClientAttached(client.domain, client.process, spaces, tracked, space=client.space),
+        )
+
+    @rule(pick=picks)
+    def attach_fails(self, pick: int) -> None:
+        client = self.client_picked(pick)
+        self.do(ev.AttachFailed(client.domain, client.process, "not permitted", client.space))
+
+    @rule(pick=picks, pid=pids)
+    def refused(self, pick: int, pid: int) -> None:
+        self.do(ev.ClientRefused(self.domain_named(pick), pid))
+
+    @rule(pick=picks)
+    def dies(self, pick: int) -> None:
+        who = self.client_picked(pick).process
+        self.truth.ended -= {c.id.process for c in self.world.state.spaces_of(who) if c.living}
+        self.do(ev.ClientDied(who))
+
+    @rule(pick=picks)
+    def leaves(self, pick: int) -> None:
+        who = self.client_picked(pick).process
+        self.truth.ended -= {c.id.process for c in self.world.state.spaces_of(who) if c.living}
+        self.do(ev.ClientLeft(who, "exec"))
+
+    @rule(pick=picks)
+    def work_ends(self, pick: int) -> None:
+        who = self.client_picked(pick).process
+        self.truth.ended.add(who)
+        self.do(ev.WorkEnded(who, "its channels are gone"))
+
+    @rule(pick=picks)
+    def work_is_not_visible(self, pick: int) -> None:
+        self.do(ev.WorkNotVisible(self.client_picked(pick).process))
+
+    # Signs of faults
+
+    @rule(
+        pick=picks,
+        address=st.sampled_from(ADDRESSES),
+        access=st.sampled_from((Access.WRITE, Access.WRITE, Access.PREFETCH)),
+        kind=st.sampled_from((UvmFaultType.INVALID_PTE, UvmFaultType.WRITE)),
+    )
+    def uvm_fault(self, pick: int, address: int, access: Access, kind: UvmFaultType) -> None:
+        client = self.client_picked(pick)
+        if access is not Access.PREFETCH:
+            self.truth.faulted.add(client.process)
+        self.do(ev.UvmFatal(client, uvm(address, access, kind)))
+
+    @rule(
+        xid=st.sampled_from(XIDS),
+        text=st.sampled_from(WORDS),
+        pick=picks,
+        whose=st.sampled_from(("nobody", "client", "server", "stranger")),
+        gpu=st.sampled_from((*GPUS, None)),
+    )
+    def xid_line(self, xid: int, text: str, pick: int, whose: str, gpu: str | None) -> None:
+        pid = {
+            "nobody": None,
+            "client": self.client_picked(pick).process.pid,
+            "server": server_of(self.domain_named(pick)).pid,
+            "stranger": 4242,
+        }[whose]
+        self.world.now += 0.01
+        name = "stack" if pid else ""
+        self.do(kernel_xid(xid, text, pid, name, gpu))
+
+    @rule(xid=st.sampled_from(XIDS), gpu=st.sampled_from(GPUS))
+    def nvml_xid(self, xid: int, gpu: str) -> None:
+        self.do(ev.NvmlXidSeen(NvmlXid(gpu, xid)))
+
+    @rule(pick=picks)
+    def server_fatal(self, pick: int) -> None:
+        self.do(ev.ServerFatalLogged(self.domain_named(pick), "fatal GPU error"))
+
+    @rule(number=st.integers(0, 30), lies=st.sampled_from(LiesThere))
+    def inspected(self, number: int, lies: LiesThere) -> None:
+        self.do(ev.Inspected(number, lies))
+
+    # Eviction and time
+
+    @rule(pick=picks, liveness=st.sampled_from(Liveness))
+    def evict(self, pick: int, liveness: Liveness) -> None:
+        request = f"r{len(self.truth.asked)}"
+        self.truth.asked.add(request)
+        self.do(ev.EvictRequested(self.client_picked(pick).process, liveness, request, "asked"))
+
+    @rule(pick=picks, done=st.booleans())
+    def terminate_finishes(self, pick: int, done: bool) -> None:
+        self.do(ev.TerminateFinished(self.client_picked(pick).process, done, "answer"))
+
+    @precondition(lambda self: bool(self.truth.timers))
+    @rule(pick=st.integers(0, 63))
+    def timer_fires(self, pick: int) -> None:
+        self.do(ev.TimerFired(*self.truth.timers.pop(pick % len(self.truth.timers))))
+
+    @rule(kind=st.sampled_from(TIMERS), subject=st.sampled_from(("a", "d1", "d99", "10@1", "GPU-0")))
+    def timer_strays(self, kind: str, subject: str) -> None:
+        self.do(ev.TimerFired(kind, subject))
+
+    @rule(seconds=st.sampled_from((0.001, 0.2, 1.0, 3.0, 60.0)))
+    def time_passes(self, seconds: float) -> None:
+        self.world.wait(seconds)
+
+    # What must hold at all times
+
+    @invariant()
+    def state_is_bounded(self) -> None:
+        state = self.world.state
+        assert len(state.departed) <= DEPARTED_KEPT
+        assert len(state.open_faults) <= OPEN_FAULTS_KEPT
+        assert len(state.strays) <= STRAYS_KEPT
+        assert not (state.stopping and any(s.active or s.spare for s in state.slots.values()))
+
+    @invariant()
+    def nobody_is_answered_twice(self) -> None:
+        assert set(self.truth.answered) <= self.truth.asked
+        assert all(count == 1 for count in self.truth.answered.values())
+
+    @invariant()
+    def the_path_leads_where_the_slot_does(self) -> None:
+        for slot in self.world.state.slots.values():
+            active = self.world.state.domains[slot.active] if slot.active else None
+            if active is not None and active.state is DomainState.ACTIVE:
+                assert self.world.path(slot.id) == active.id
+
+    def teardown(self) -> None:
+        """Everything that is under way comes to its end, in the order the world would have it."""
+        self.do(ev.AdoptionDone())
+        for _ in range(ROUNDS):
+            self.play_out()
+        state = self.world.state
+        assert not state.clients
+        assert set(self.truth.answered) == self.truth.asked, "somebody was left without an answer"
+        for slot in state.slots.values():
+            if not state.stopping:
+                assert slot.active is not None, f"slot {slot.id} has no domain"
+                assert state.domains[slot.active].state is DomainState.ACTIVE
+                assert slot.exclusive or not state.policy.spare or slot.spare is not None
+        roles = {d for s in state.slots.values() for d in (s.active, s.spare) if d}
+        assert set(state.domains) == roles, "a domain that serves nobody is left over"
+
+    def play_out(self) -> None:
+        for client in tuple(self.world.state.clients.values()):
+            who = client.id.process
+            self.do(ev.TerminateFinished(who, False, "no answer"))
+            self.do(ev.ClientDied(who))
+            self.truth.ended.add(who)
+            self.do(ev.WorkEnded(who, "its channels are gone"))
+        for name, domain in tuple(self.world.state.domains.items()):
+            if domain.state is DomainState.STARTING:
+                self.start(name)
+            elif domain.state is DomainState.STOPPING:
+                self.do(ev.DomainStopped(name))
+            elif domain.state is DomainState.FAULTED:
+                self.do(ev.ServerStateSeen(name, ServerState.ACTIVE))
+        for slot in tuple(self.world.state.slots):
+            self.do(ev.TimerFired("ensure", slot))
+
+
+TestDaemon = Daemon.TestCase
+TestDaemon.settings = settings(
+    derandomize=True,
+    max_examples=150,
+    stateful_step_count=60,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
