@@ -1,4 +1,7 @@
-"""Clients: noticed, leased, dead, lingering, evicted."""
+"""Clients: noticed, leased, dead, lingering, evicted.
+
+Long because every end of a client is a case of its own.
+"""
 
 from __future__ import annotations
 

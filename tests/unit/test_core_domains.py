@@ -1,4 +1,7 @@
-"""Slots and domains: starting, switching, draining, stopping, adoption, exclusive mode."""
+"""Slots and domains: starting, switching, draining, stopping, adoption, exclusive mode.
+
+Long because every way in and out of service is a case of its own.
+"""
 
 from __future__ import annotations
 

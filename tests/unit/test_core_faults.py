@@ -1,4 +1,7 @@
-"""Faults: one record each, the right class, the right name or none, and the path elsewhere first."""
+"""Faults: one record each, the right class, the right name or none, and the path elsewhere first.
+
+Long because every sign of a fault is a case of its own.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,8 @@
 decide() checks its own invariants after every step; the machine below knows besides what was asked, who
 truly faulted and whose work still runs, and holds the effects against it. At the end everything that is
 under way comes to its end, and then nobody may be left without an answer, and no slot without a domain.
+
+Long because the model of what must hold stands beside the rules that drive it.
 """
 
 from __future__ import annotations
