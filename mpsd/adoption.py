@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import structlog
@@ -95,6 +95,7 @@ class Adoption:
     attacher: Attacher
     store: DescriptorStore
     post: Post
+    unknown: list[str] = field(default_factory=list)
 
     def run(self, saved: Mapping[str, Any] | None) -> None:
         """Post the events that rebuild the state. Nothing here ends a domain that still has clients."""
@@ -106,7 +107,22 @@ class Adoption:
         slots = {slot["id"]: slot for slot in saved["slots"]} if saved else {}
         for row in saved["domains"] if saved else ():
             self._domain(row, slots[row["slot"]])
+        self._unknown({row["id"] for row in saved["domains"]} if saved else set())
         self._dead(saved["clients"] if saved else (), kept)
+
+    def _unknown(self, known: Collection[str]) -> None:
+        """Directories that the state file does not know: what lives in one is not ended, but told."""
+        for name in self.layout.known_domains():
+            if name in known:
+                continue
+            found = pipedir.ownership(str(self.layout.pipe_dir(name)))
+            if found.owner in (pipedir.Owner.NOBODY, pipedir.Owner.STALE):
+                self.layout.forget_domain(name)
+                continue
+            self.unknown.append(
+                f"domain {name} of an earlier mpsd is not supervised any more (process {found.pid} "
+                "serves it): end it with quit once its clients have left"
+            )
 
     def _kept_leases(self) -> dict[ClientId, list[int]]:
         kept = {}

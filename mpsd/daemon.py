@@ -100,6 +100,7 @@ class Daemon:
         self._save_pending = False
         self._default_path_problem = ""
         self._hosts_left = False
+        self._unknown_domains: Sequence[str] = ()
         self._looking: asyncio.Task[list[GpuView]] | None = None
         self._views: Sequence[GpuView] = ()
 
@@ -150,7 +151,7 @@ class Daemon:
             self.backend.control_environment,
             self.layout,
             self.settings,
-            Callbacks(self._post, self._attacher.notice, self._client_left),
+            Callbacks(self._post, self._attacher.notice, self._client_left, self._save_soon),
             start_deadline_s=self.config.domains.start_deadline_s,
         )
         hands = Hands(
@@ -163,7 +164,12 @@ class Daemon:
             self._post,
         )
         self._performer = Performer(hands)
-        first = State(policy=self.policy, next_fault=journal.last_id + 1)
+        first = State(
+            policy=self.policy,
+            next_fault=journal.last_id + 1,
+            # Records and logs speak of domains by name: a name is not given twice.
+            next_domain=self.layout.last_domain() + 1,
+        )
         self.runtime = Runtime(first, self._performer.perform, self._changed, doomed_at(self._environ))
         self._loop = loop
 
@@ -237,6 +243,7 @@ class Daemon:
         except StoreError as error:
             self._source_problems.append(f"leases end with mpsd: {error}")
             return
+        log.info("the descriptor store was replaced")
         self._watch_store()
 
     def _open_sources(self) -> list[XidSource | KernelLog]:
@@ -275,6 +282,7 @@ class Daemon:
                 self._post(ev.DrainRequested(wanted, True))
         adoption = Adoption(self.layout, self._hosts, self._attacher, self._store, self._post)
         adoption.run(saved)
+        self._unknown_domains = adoption.unknown
         await adoption.join_living()
         lost = self._attacher.discard_kept()
         if lost:
@@ -380,11 +388,16 @@ class Daemon:
     def _save_soon(self) -> None:
         if not self._save_pending:
             self._save_pending = True
-            self._loop.call_soon(self._save)
+            self._loop.call_soon(self.save_pending)
+
+    def save_pending(self) -> None:
+        """Write the state if it has changed: before an answer says that something is done for good."""
+        if self._save_pending:
+            self._save()
 
     def _save(self) -> None:
         self._save_pending = False
-        self._statefile.save(to_file(self.runtime.state, self.settings.commands()))
+        self._statefile.save(to_file(self.runtime.state, self.settings.by_hand()))
 
     def _client_left(self, domain: str, pid: int) -> None:
         """The server dropped a client: its process has gone, or replaced its program."""
@@ -455,7 +468,7 @@ class Daemon:
 
     def problems(self) -> list[str]:
         """Capability losses of the daemon itself, for `status`."""
-        found = list(self._source_problems)
+        found = [*self._source_problems, *self._unknown_domains]
         found += [p for p in (self.bulletin.journal.problem, self._statefile.problem) if p]
         found += [self._default_path_problem] if self._default_path_problem else []
         if self._guards.kinds:

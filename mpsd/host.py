@@ -33,11 +33,12 @@ ASK_DEADLINE_S = 2.0
 
 @dataclass(slots=True)
 class Callbacks:
-    """What a domain's logs tell besides events: a client to notice, a client that may have left."""
+    """What a domain's logs tell besides events: a client to notice or that may have left, a setting made."""
 
     post: Post
     notice: Callable[[str, int], bool]
     left: Callable[[str, int], None]
+    set_by_hand: Callable[[], None]
 
 
 @dataclass(slots=True)
@@ -194,6 +195,7 @@ class Hosts:
             case mpslog.AdminCommand(text=text):
                 if self._settings.learn(text):
                     log.info("setting kept for later domains", domain=host.name, command=text)
+                    self._callbacks.set_by_hand()
 
     def _watch_control(self, host: Host) -> None:
         # The daemon object may wait on its own descriptor: this is a duplicate for the loop.

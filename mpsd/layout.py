@@ -19,6 +19,8 @@ from mpsd.errors import AlreadyRunningError, ConfigError
 
 SOCKET_LIMIT = 107
 LONGEST_SOCKET = "control_privileged"
+# Logs of so many ended domains are kept.
+LOGS_KEPT = 32
 
 
 class Layout:
@@ -102,9 +104,28 @@ class Layout:
         """Let the slot's stable path lead to a domain, atomically. Raises OSError."""
         replace_link(self.slot_path(slot), self.pipe_dir(domain))
 
+    def known_domains(self) -> list[str]:
+        """Names of the domains that have a pipe directory, whoever made it."""
+        return [f"d{number}" for number in sorted(_numbers(self.run_dir / "d"))]
+
+    def last_domain(self) -> int:
+        """The highest number that a domain here ever had, as far as anything is left of it."""
+        return max((*_numbers(self.run_dir / "d"), *_numbers(self.log_dir)), default=0)
+
     def forget_domain(self, domain: str) -> None:
-        """Remove the directories of a domain that has ended; its logs stay until the name is used again."""
+        """Remove the directory of a domain that has ended. Its logs stay, with those of the last few."""
         shutil.rmtree(self.pipe_dir(domain), ignore_errors=True)
+        ended = sorted(_numbers(self.log_dir) - _numbers(self.run_dir / "d"))
+        for number in ended[:-LOGS_KEPT]:
+            shutil.rmtree(self.domain_log_dir(f"d{number}"), ignore_errors=True)
+
+
+def _numbers(directory: Path) -> set[int]:
+    try:
+        names = os.listdir(directory)
+    except OSError:
+        return set()
+    return {int(name[1:]) for name in names if name[:1] == "d" and name[1:].isdecimal()}
 
 
 def replace_link(path: Path, target: Path) -> None:

@@ -173,6 +173,7 @@ class Operations:
         shown = list(gpus) or [g.uuid for g in daemon.gpus]
         if not args.get("dry_run"):
             daemon.runtime.post(ev.DrainRequested(gpus, on))
+            daemon.save_pending()
         staying = [
             c.id.process.pid
             for c in daemon.runtime.state.clients.values()

@@ -24,16 +24,21 @@ def mebibytes(value: str) -> int:
 
 
 class ControlSettings:
-    """The commands to give a new control daemon; the last one for each key wins."""
+    """The commands for a new control daemon: what the configuration says, and over it what was set by hand.
+
+    Only the latter is kept over a restart of mpsd: the configuration may have changed by then.
+    """
 
     def __init__(self, limits: Limits) -> None:
         self._commands: dict[str, str] = {}
+        self._configured: dict[str, str] = {}
         if limits.active_thread_percentage is not None:
             self.learn(f"set_default_active_thread_percentage {limits.active_thread_percentage:g}")
         if limits.client_priority is not None:
             self.learn(f"set_default_client_priority {limits.client_priority}")
         for gpu, value in limits.pinned_device_memory.items():
             self.learn(f"set_default_device_pinned_mem_limit {gpu} {mebibytes(value)}M")
+        self._configured = dict(self._commands)
 
     def learn(self, command: str) -> bool:
         """Remember a command if it is a setting. True when it changed something."""
@@ -48,6 +53,10 @@ class ControlSettings:
 
     def commands(self) -> Sequence[str]:
         return tuple(self._commands.values())
+
+    def by_hand(self) -> Sequence[str]:
+        """Those that the configuration does not say."""
+        return tuple(c for key, c in self._commands.items() if self._configured.get(key) != c)
 
     def restore(self, commands: Sequence[str]) -> None:
         for command in commands:

@@ -35,3 +35,19 @@ def test_the_last_setting_by_hand_wins_and_only_settings_are_learned() -> None:
     again = ControlSettings(Limits())
     again.restore(settings.commands())
     assert again.limit_of("GPU-a") == {"active_thread_percentage": "40"}
+
+
+def test_only_what_was_set_by_hand_is_kept_over_a_restart() -> None:
+    settings = ControlSettings(Limits(25.0, 1))
+    assert settings.by_hand() == ()
+    settings.learn("set_default_client_priority 0")
+    assert settings.by_hand() == ("set_default_client_priority 0",)
+    # The configuration has changed meanwhile: what it says now counts, but for what was set by hand.
+    later = ControlSettings(Limits(50.0, 1))
+    later.restore(settings.by_hand())
+    assert set(later.commands()) == {
+        "set_default_active_thread_percentage 50",
+        "set_default_client_priority 0",
+    }
+    later.learn("set_default_client_priority 1")
+    assert later.by_hand() == ()
