@@ -1,0 +1,271 @@
+"""The daemon is expendable: what it supervises lives on without it, and the next one takes it over."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import mpsd_client
+import psutil
+import pytest
+
+from tests.support.site import Site, alive, until
+
+
+@pytest.fixture
+def site() -> Iterator[Site]:
+    with Site() as started:
+        yield started.start()
+
+
+def parts(status: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+    """The processes of each domain that runs."""
+    return {
+        d["id"]: (d["control_pid"], d["server_pid"])
+        for d in status["domains"]
+        if d["state"] in ("active", "warm")
+    }
+
+
+def settled(site: Site) -> Mapping[str, Any]:
+    """Until there is an active domain and a warm spare, and nothing else."""
+    return site.until(
+        lambda s: sorted(d["state"] for d in s["domains"]) == ["active", "warm"], "one active, one warm"
+    )
+
+
+def test_sigterm_leaves_everything_running_and_the_next_daemon_adopts_it(site: Site) -> None:
+    worker, other = site.join("work"), site.join()
+    before = settled(site)
+    environ = site.client_environ()
+    assert site.terminate() == 0
+    for pids in parts(before).values():
+        assert all(alive(pid) for pid in pids)
+    # One that joins while no daemon is there is served too, and found later.
+    between = site.program(environ=environ)
+    assert between.do("dev.on_mps") == {"result": True}
+    site.start()
+    status = site.attached(worker, other, between)
+    assert parts(status) == parts(before)
+    assert settled(site)["counters"]["leases_held"] == 3
+    assert site.client_environ() == environ
+    assert other.do("dev.alloc(16) > 0") == {"result": True}
+    # Each worked on all the time, and ends without an error.
+    assert worker.finish()["rounds"] > 0
+    assert not site.faults()
+
+
+def test_kill_9_with_living_clients(site: Site) -> None:
+    worker, other = site.join("work"), site.join()
+    before = settled(site)
+    for _ in range(2):
+        site.kill()
+        site.start()
+        status = site.attached(worker, other)
+        assert parts(status) == parts(before)
+    row = next(c for c in status["clients"] if c["pid"] == other.pid)
+    assert {"lease", "tracker"} <= set(row["protections"])
+    assert not row["problem"]
+    # It is as well protected as before: its death in mid-kernel harms nobody.
+    other.busy(0.4)
+    other.die()
+    site.gone(other)
+    assert worker.finish()["rounds"] > 0
+    assert not site.faults()
+
+
+def test_kill_9_with_a_dead_clients_kernel_running(site: Site) -> None:
+    worker, client = site.join("work"), site.join()
+    settled(site)
+    used = site.memory_used()
+    client.do("dev.alloc(1 << 20)")
+    client.busy(4.0)
+    site.kill()
+    client.die()
+    # No daemon is there: the keeper alone holds what keeps the kernel harmless.
+    assert site.memory_used() > used
+    assert site.node(op="work", pid=client.pid)["busy"] == 1
+    site.start()
+    held = site.until(lambda s: s["dead"], "it is held")
+    assert [(d["pid"], d["state"]) for d in held["dead"]] == [(client.pid, "lingering")]
+    assert held["dead"][0]["command"].endswith("obey")
+    site.gone(client)
+    assert site.node(op="work", pid=client.pid)["busy"] == 0
+    until(lambda: site.memory_used() < used, "its memory is back")
+    assert worker.finish()["rounds"] > 0
+    assert not site.faults()
+
+
+def test_kill_9_after_the_death_and_before_its_end(site: Site) -> None:
+    worker, client = site.join("work"), site.join()
+    client.busy(1.5)
+    client.die()
+    site.until(lambda s: s["dead"], "it is held")
+    site.kill()
+    site.start()
+    assert site.gone(client)["counters"]["leases_held"] == 1
+    assert worker.finish()["rounds"] > 0
+    assert not site.faults()
+
+
+def test_kill_9_in_the_middle_of_an_eviction(site: Site) -> None:
+    worker, client = site.join("work"), site.join()
+    client.do("dev.launch('forever')")
+    control = psutil.Process(settled(site)["domains"][0]["control_pid"])
+    # The control daemon does not answer, so the eviction is under way until it does.
+    control.suspend()
+    with pytest.raises(mpsd_client.DeadlineError):
+        site.ask(lambda c: c.kill(client.pid, timeout=0.05))
+    states = {c["pid"]: c["state"] for c in site.status()["clients"]}
+    assert states[client.pid] == "terminating"
+    site.kill()
+    control.resume()
+    site.start()
+    site.attached(worker, client)
+    assert site.ask(lambda c: c.kill(client.pid))["outcome"] == "evicted"
+    assert client.wait() == -signal.SIGKILL
+    site.gone(client)
+    assert worker.finish()["rounds"] > 0
+    assert not [f for f in site.faults() if f["class"] != "hang"]
+
+
+def test_a_keeper_that_dies_is_replaced_with_everything_in_it(site: Site) -> None:
+    worker, client = site.join("work"), site.join()
+    first = site.keeper()
+    assert first is not None
+    first.kill()
+    until(lambda: site.said("the descriptor store was replaced"), "another keeper")
+    assert site.keeper() not in (None, first)
+    client.do("dev.launch('forever')")
+    # What the new one holds is worth as much as what the old one held.
+    site.kill()
+    client.die()
+    site.start()
+    site.until(lambda s: [d for d in s["dead"] if d["pid"] == client.pid], "its lease was kept")
+    assert site.node(op="work", pid=client.pid)["busy"] == 1
+    assert worker.finish()["rounds"] > 0
+    assert not site.faults()
+
+
+def test_stop_domains_ends_everything() -> None:
+    with Site() as site:
+        site.start("--stop-domains")
+        client = site.join()
+        held = site.join()
+        held.busy(0.5)
+        settled(site)
+        assert site.terminate() == 0
+        for program in (client, held):
+            assert program.wait() == -signal.SIGKILL
+        gpu = int(site.node(op="node")["pid"])
+        # The GPU is the machine's, not mpsd's.
+        until(lambda: [p.pid for p in site.processes()] == [gpu], "nothing but the GPU is left")
+        assert not list((site.run_dir / "d").iterdir())
+
+
+def test_a_daemon_that_held_nothing_leaves_no_process_behind() -> None:
+    with Site() as site:
+        site.start()
+        assert site.keeper() is not None
+        assert site.terminate() == 0
+        until(lambda: site.keeper() is None, "the keeper has ended")
+
+
+def test_domains_that_died_meanwhile_are_replaced(site: Site) -> None:
+    environ = site.client_environ()
+    old = settled(site)
+    site.kill()
+    for control, _ in parts(old).values():
+        psutil.Process(control).kill()
+    until(lambda: not any(alive(p) for pair in parts(old).values() for p in pair), "both are dead")
+    site.start()
+    new = settled(site)
+    assert not set(parts(new)) & set(parts(old))
+    assert site.client_environ() == environ
+    assert site.join().do("dev.on_mps") == {"result": True}
+
+
+def test_a_client_that_left_meanwhile_is_not_shown(site: Site) -> None:
+    client = site.join()
+    site.kill()
+    client.finish()
+    site.start()
+    status = site.gone(client)
+    assert status["counters"]["leases_held"] == 0
+
+
+def test_a_drain_outlives_the_daemon(site: Site) -> None:
+    site.ask(lambda c: c.drain())
+    site.kill()
+    site.start()
+    assert site.status()["draining"]
+    site.ask(lambda c: c.undrain())
+    site.kill()
+    site.start()
+    assert not site.status()["draining"]
+
+
+def test_with_a_damaged_state_file_nothing_is_ended_and_new_clients_are_served(site: Site) -> None:
+    worker = site.join("work")
+    old = settled(site)
+    site.kill()
+    state = site.run_dir / "state.json"
+    state.write_bytes(state.read_bytes()[:-20] + b"x" * 20)
+    site.start()
+    assert (site.run_dir / "state.json.damaged").exists()
+    text = " ".join(site.status()["problems"])
+    for name, (control, _) in parts(old).items():
+        assert f"domain {name} of an earlier mpsd is not supervised any more (process {control}" in text
+    newcomer = site.join()
+    assert not {d["id"] for d in site.status()["domains"]} & set(parts(old))
+    assert newcomer.do("dev.on_mps") == {"result": True}
+    assert worker.finish()["rounds"] > 0
+
+
+def fault_between(site: Site, effect: int) -> bool:
+    """A fault while the daemon dies before its Nth effect; whether it died of that."""
+    doom = {"MPSD_FAULTINJECT": "1", "MPSD_DIE_BEFORE_EFFECT": str(effect)}
+    site.start(**doom)
+    process = site.process
+    assert process is not None
+    try:
+        site.client_environ()
+        site.join("work")
+        offender = site.join()
+        offender.order("dev.launch('store') or dev.synchronize()")
+        offender.hear()
+        until(lambda: process.poll() is not None or faulted(site), "it died, or the fault is recorded")
+    except mpsd_client.MpsdError:
+        until(lambda: process.poll() is not None, "it died")
+    return process.poll() is not None
+
+
+def faulted(site: Site) -> bool:
+    try:
+        return bool(site.faults()) and any(d["role"] == "active" for d in site.status()["domains"])
+    except mpsd_client.MpsdError:
+        return False
+
+
+@pytest.mark.parametrize("effect", [7, 9, 10, 11, 12, 13, 14])
+def test_a_death_between_a_fault_and_the_switch(effect: int) -> None:
+    with Site() as site:
+        died = fault_between(site, effect)
+        if died:
+            assert site.process is not None
+            site.abandon()
+            site.start()
+        for program in site.programs:
+            program.close()
+        status = settled(site)
+        active = next(d for d in status["domains"] if d["role"] == "active")
+        assert active["server_state"] == "ACTIVE"
+        # The stable path is there, and leads to it.
+        path = site.client_environ()["CUDA_MPS_PIPE_DIRECTORY"]
+        assert os.path.basename(os.readlink(path)) == active["id"]
+        newcomer = site.join()
+        assert newcomer.do("dev.alloc(16) > 0") == {"result": True}
+        assert status["counters"].get("internal_errors", 0) == 0
+        assert status["counters"].get("effects_failed", 0) == 0
