@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mpsd.listener.peers import Credentials, Peer
+from mpsd.listener.stream import Grip
 from mpsd.wire import codec, zmtp
 from mpsd.wire.messages import (
     MAX_ANSWER_BYTES,
@@ -34,10 +35,16 @@ class _Queued:
 
 class Connection:
     def __init__(
-        self, routing_id: bytes, credentials: Credentials, max_pending: int, max_queued: int
+        self,
+        routing_id: bytes,
+        credentials: Credentials,
+        grip: Grip,
+        max_pending: int,
+        max_queued: int,
     ) -> None:
         self.routing_id = routing_id
         self.credentials = credentials
+        self.grip = grip
         self.peer: Peer | None = None
         self.session = ServerSession(max_pending)
         self.offences = 0

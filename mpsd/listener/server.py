@@ -6,7 +6,7 @@ a hang. Peers are known by the kernel's credentials, which libzmq hands over wit
 The pyzmq socket is of type STREAM, with the ROUTER's half of ZMTP spoken by mpsd.wire.zmtp: any DEALER
 can talk to it. libzmq's own ROUTER collects a message of endlessly many frames without limit (measured:
 350 MB in a second from one unprivileged peer, kept after it had gone), says nothing about connections
-that come and go, and cannot close one. STREAM bounds, tells and closes.
+that come and go, and cannot close one. STREAM bounds what it takes in and tells who comes and goes.
 
 Nothing that a peer does or fails to do blocks the daemon: sending never waits, every request has a
 deadline, everything that is kept for a peer is bounded (Limits).
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -81,8 +81,8 @@ class Listener:
         self._connections: dict[bytes, Connection] = {}
         self._per_user: Counter[int] = Counter()
         self._retries: dict[bytes, asyncio.TimerHandle] = {}
-        # One that was closed from this side may still have a last message under way.
-        self._closed_ids: deque[bytes] = deque(maxlen=256)
+        # Gone before they could be looked at; their end is still to be told.
+        self._stillborn: set[bytes] = set()
         self._stream: Stream | None = None
         self._receiver: asyncio.Task[None] | None = None
 
@@ -122,7 +122,7 @@ class Listener:
         while True:
             routing_id, data = await stream.receive()
             try:
-                self._take(routing_id, data)
+                self._take(stream, routing_id, data)
             except Exception as error:
                 # One connection's trouble, ours or theirs, must not end the service for all.
                 log.error("connection dropped", error=repr(error), exc_info=True)
@@ -130,24 +130,26 @@ class Listener:
             # A socket that always has something to read would never let the loop see anything else.
             await asyncio.sleep(0)
 
-    def _take(self, routing_id: bytes, data: zmq.Frame) -> None:
+    def _take(self, stream: Stream, routing_id: bytes, data: zmq.Frame) -> None:
         connection = self._connections.get(routing_id)
         if len(data) > 0:
             if connection is not None and not connection.session.closed:
                 self._hear(connection, data.bytes)
         elif connection is not None:
             self._forget(connection)
-        elif routing_id not in self._closed_ids:
-            self._accept(routing_id, data)
+        elif routing_id in self._stillborn:
+            self._stillborn.discard(routing_id)
+        else:
+            self._accept(stream, routing_id, data)
 
-    def _accept(self, routing_id: bytes, first: zmq.Frame) -> None:
+    def _accept(self, stream: Stream, routing_id: bytes, first: zmq.Frame) -> None:
         credentials = parse_address(str(first.get("Peer-Address")))
-        if credentials is None:
-            log.warning("connection without credentials refused")
-            self._disconnect(routing_id)
+        grip = stream.grip(first, credentials) if credentials is not None else None
+        if credentials is None or grip is None:
+            self._stillborn.add(routing_id)
             return
         connection = Connection(
-            routing_id, credentials, self._limits.pending_per_connection, self._limits.queued_events
+            routing_id, credentials, grip, self._limits.pending_per_connection, self._limits.queued_events
         )
         uid = credentials.uid
         crowded = len(self._connections) >= self._limits.all_connections and uid != 0
@@ -179,32 +181,18 @@ class Listener:
             self._drop(connection.routing_id)
 
     def _drop(self, routing_id: bytes) -> None:
-        """Close a connection from this side. It counts until it is closed indeed."""
+        """Close a connection from this side. It counts until it has gone indeed."""
         connection = self._connections.get(routing_id)
         if connection is not None:
             connection.close()
             self._stop_retrying(connection)
-        self._disconnect(routing_id)
-
-    def _disconnect(self, routing_id: bytes) -> None:
-        if self._stream is None:
-            return
-        try:
-            if not self._stream.send(routing_id, b""):
-                # Full of what its peer does not read: it is closed once there is room for the wish.
-                asyncio.get_running_loop().call_later(_LAST_RETRY_S, self._disconnect, routing_id)
-                return
-        except GoneError:
-            pass
-        self._closed_ids.append(routing_id)
-        connection = self._connections.get(routing_id)
-        if connection is not None:
-            self._forget(connection)
+            connection.grip.end()
 
     def _forget(self, connection: Connection) -> None:
         connection.close()
         self._stop_retrying(connection)
         if self._connections.pop(connection.routing_id, None) is not None:
+            connection.grip.release()
             uid = connection.credentials.uid
             self._per_user[uid] -= 1
             if not self._per_user[uid]:
@@ -225,8 +213,7 @@ class Listener:
             else:
                 return
         except GoneError:
-            self._forget(connection)
-            return
+            return  # The stream will say so.
         if connection.overfull:
             log.warning("does not read its answers", **log_fields(connection.credentials))
             self._drop(connection.routing_id)

@@ -6,12 +6,14 @@ import asyncio
 import contextlib
 import os
 import socket
+import struct
 from pathlib import Path
 
 import zmq
 import zmq.asyncio
 
 from mpsd.errors import AlreadyRunningError, ConfigError
+from mpsd.listener.peers import Credentials
 from mpsd.wire.address import MAX_PATH_BYTES
 
 # Messages that libzmq holds per connection and direction: incoming ones have at most 8 KiB each
@@ -22,6 +24,27 @@ _LINGER_MS = 200
 
 class GoneError(Exception):
     """The connection is not there any more."""
+
+
+class Grip:
+    """A duplicate of one connection's descriptor, to end it with.
+
+    libzmq has a way of its own (an empty message), but when the peer leaves at the same moment it
+    loses the session: the descriptor leaks and the context never ends (libzmq 4.3.5, a few in a
+    thousand). After a shutdown(2) libzmq sees the end of the stream, as if the peer had left.
+    """
+
+    def __init__(self, held: socket.socket) -> None:
+        self._socket = held
+
+    def end(self) -> None:
+        """Close the connection for both sides. The stream tells when it has gone."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def release(self) -> None:
+        """Close the duplicate, nothing else."""
+        self._socket.close()
 
 
 class Stream:
@@ -51,7 +74,7 @@ class Stream:
         return routing_id.bytes, data
 
     def send(self, routing_id: bytes, data: bytes) -> bool:
-        """Hand bytes over; False when there is no room. No bytes: close it. Raises GoneError."""
+        """Hand bytes over; False when there is no room. Raises GoneError."""
         # The future of a call that may not wait is done already. Through the asyncio socket all the
         # same: a send beside it would swallow the wake-up of its receiver.
         sent = self._socket.send_multipart([routing_id, data], flags=zmq.NOBLOCK)
@@ -64,12 +87,30 @@ class Stream:
             raise GoneError(str(error)) from None
         return True
 
+    def grip(self, first: zmq.Frame, credentials: Credentials) -> Grip | None:
+        """A hold on the connection whose first message this is; None when it has gone already."""
+        try:
+            held = socket.socket(fileno=os.dup(int(first.get(zmq.SRCFD))))
+        except OSError:
+            return None
+        # libzmq may have closed its descriptor, and the number may now be anything of this process; at
+        # worst a newer connection of the very same peer.
+        if held.family == socket.AF_UNIX and _credentials(held) == credentials:
+            return Grip(held)
+        held.close()
+        return None
+
     def close(self) -> None:
         """Close, after at most _LINGER_MS, and remove the socket's file if it is still this one."""
         with contextlib.suppress(OSError):
             if self._path.stat().st_ino == self._inode:
                 self._path.unlink()
         self._context.destroy(linger=_LINGER_MS)
+
+
+def _credentials(connection: socket.socket) -> Credentials:
+    pid, uid, gid = struct.unpack("iII", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return Credentials(uid, gid, pid)
 
 
 def _check_path(path: Path) -> None:

@@ -104,24 +104,34 @@ class RawClient:
         self.socket.settimeout(DEADLINE_S)
         self.socket.connect(str(path))
         self.zmtp = zmtp.Connection(zmtp.DEALER, MAX_ANSWER_BYTES)
-        while handshake and self.zmtp.phase is not zmtp.Phase.OPEN:
-            self.socket.sendall(self.zmtp.to_send())
-            self.zmtp.receive(self.socket.recv(4096))
+        self._frames: list[bytes] = []
         if handshake:
+            try:
+                self._shake_hands()
+            except BaseException:
+                self.socket.close()
+                raise
+
+    def _shake_hands(self) -> None:
+        while self.zmtp.phase is not zmtp.Phase.OPEN:
             self.socket.sendall(self.zmtp.to_send())
+            data = self.socket.recv(4096)
+            if not data:
+                raise ConnectionResetError
+            self.zmtp.receive(data)
+        self.socket.sendall(self.zmtp.to_send())
 
     def send(self, payload: bytes) -> None:
         self.socket.sendall(frame(payload))
 
     def receive(self) -> bytes:
         """One frame. Raises EOFError when the daemon closes the connection."""
-        while True:
+        while not self._frames:
             data = self.socket.recv(65536)
             if not data:
                 raise EOFError
-            frames = self.zmtp.receive(data)
-            if frames:
-                return frames[0]
+            self._frames += self.zmtp.receive(data)
+        return self._frames.pop(0)
 
     def until_closed(self) -> None:
         """Read until the daemon closes the connection. Raises TimeoutError when it does not."""
