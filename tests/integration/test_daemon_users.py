@@ -1,0 +1,133 @@
+"""Several users of one daemon: domains of their own or a shared one, and no say over others' clients."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+
+import mpsd_client
+import pytest
+
+from tests.support.site import DEADLINE_S, OTHER_UID, Site, as_user
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be somebody else")
+THIRD_UID = 65533
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Site]:
+    with Site() as started:
+        yield started.start()
+
+
+@pytest.fixture
+def site(served: Site) -> Iterator[Site]:
+    """The daemon, with nobody left in it afterwards."""
+    yield served
+    for program in served.programs:
+        program.close()
+    served.programs.clear()
+    served.until(lambda s: not s["clients"] and not s["dead"], "nobody is left")
+
+
+def test_each_user_has_a_path_and_a_domain_of_its_own(site: Site) -> None:
+    ours, theirs = site.join(), site.join(uid=OTHER_UID)
+    paths = {site.client_environ(uid)["CUDA_MPS_PIPE_DIRECTORY"] for uid in (None, OTHER_UID)}
+    assert len(paths) == 2
+    status = site.status()
+    rows = {c["pid"]: c for c in status["clients"]}
+    domains = {d["id"]: d for d in status["domains"]}
+    assert rows[theirs.pid]["uid"] == OTHER_UID
+    assert rows[theirs.pid]["domain"] != rows[ours.pid]["domain"]
+    assert domains[rows[theirs.pid]["domain"]]["uid"] == OTHER_UID
+    assert domains[rows[ours.pid]["domain"]]["uid"] == 0
+    assert {"lease", "tracker"} <= set(rows[theirs.pid]["protections"])
+    # Both work at the same time.
+    assert ours.do("dev.alloc(16) > 0") == theirs.do("dev.alloc(16) > 0") == {"result": True}
+
+
+def test_a_fault_of_one_user_does_not_reach_another(site: Site) -> None:
+    survivor, offender = site.join("work"), site.join(uid=OTHER_UID)
+    offender.do("dev.launch('store')")
+    assert offender.do("dev.synchronize()")["error"] == 700
+    record = site.until_fault("mmu-invalid-address")
+    assert (record["offender"]["pid"], record["offender"]["uid"]) == (offender.pid, OTHER_UID)
+    assert record["victims"] == []
+    assert survivor.finish()["rounds"] > 0
+    # A user sees the records of its own clients alone.
+    own = site.ask(lambda c: c.faults(), uid=OTHER_UID)
+    assert [r["id"] for r in own] == [record["id"]]
+    assert site.ask(lambda c: c.faults(), uid=THIRD_UID) == []
+
+
+def test_users_evict_their_own_clients_and_no_others(site: Site) -> None:
+    ours, theirs = site.join(), site.join(uid=OTHER_UID)
+    with pytest.raises(mpsd_client.DeniedError, match="belongs to"):
+        site.ask(lambda c: c.kill(ours.pid), uid=OTHER_UID)
+    with pytest.raises(mpsd_client.DeniedError, match="belongs to"):
+        site.ask(lambda c: c.kill(theirs.pid, dry_run=True), uid=THIRD_UID)
+    assert ours.do("1 + 1") == {"result": 2}
+    assert site.ask(lambda c: c.kill(theirs.pid), uid=OTHER_UID)["outcome"] == "evicted"
+    # Root may evict anybody's.
+    again = site.join(uid=OTHER_UID)
+    assert site.ask(lambda c: c.kill(again.pid))["outcome"] == "evicted"
+
+
+@pytest.mark.parametrize("operation", ["drain", "undrain"])
+def test_only_administrators_drain(site: Site, operation: str) -> None:
+    with pytest.raises(mpsd_client.DeniedError, match=f"user {OTHER_UID} may not {operation}"):
+        site.ask(lambda c: c.call(operation), uid=OTHER_UID)
+    assert not site.status()["draining"]
+
+
+def test_a_user_sees_the_events_of_its_own_clients_alone(site: Site) -> None:
+    with as_user(OTHER_UID):
+        user = mpsd_client.connect(site.socket)
+        theirs = user.subscribe()
+    with user, mpsd_client.connect(site.socket) as root:
+        everything = root.subscribe()
+        foreign, own = site.join(), site.join(uid=OTHER_UID)
+        assert attached(everything, own.pid) == [foreign.pid, own.pid]
+        assert attached(theirs, own.pid) == [own.pid]
+
+
+def attached(stream: mpsd_client.EventStream, last: int) -> list[int]:
+    """The clients whose attachment the stream tells of, up to this one."""
+    end, found = time.monotonic() + DEADLINE_S, list[int]()
+    while last not in found:
+        event = stream.next(end)
+        found += [event["pid"]] if event["kind"] == "client-attached" else []
+    return found
+
+
+def test_shared_domains_serve_several_users_at_once() -> None:
+    with Site(domains__mode='"shared"') as site:
+        site.start()
+        # One stays inside for all of the test: under stock MPS the others would wait for its end.
+        first = site.join("work")
+        second, third = site.join(uid=OTHER_UID), site.join(uid=THIRD_UID)
+        status = site.attached(first, second, third)
+        assert len({c["domain"] for c in status["clients"]}) == 1
+        domain = next(d for d in status["domains"] if d["role"] == "active")
+        assert (domain["uid"], domain["user"], domain["clients"]) == (None, None, 3)
+        assert "all users" in domain["reach"]
+        for program in (second, third):
+            assert program.do("dev.alloc(16) > 0") == {"result": True}
+        # An own user's client may be evicted, another's may not.
+        with pytest.raises(mpsd_client.DeniedError):
+            site.ask(lambda c: c.kill(third.pid), uid=OTHER_UID)
+        second.do("dev.launch('forever')")
+        assert site.ask(lambda c: c.kill(second.pid), uid=OTHER_UID)["outcome"] == "evicted"
+        assert third.do("dev.alloc(16) > 0") == {"result": True}
+        assert first.finish()["rounds"] > 0
+
+
+def test_a_user_can_ask_for_the_shared_domain(site: Site) -> None:
+    shared = {site.client_environ(uid, shared=True)["CUDA_MPS_PIPE_DIRECTORY"] for uid in (None, OTHER_UID)}
+    assert len(shared) == 1
+    environ = site.environ() | {"CUDA_MPS_PIPE_DIRECTORY": shared.pop()}
+    ours = site.program(environ=environ)
+    theirs = site.program(uid=OTHER_UID, environ=environ)
+    status = site.attached(ours, theirs)
+    assert len({c["domain"] for c in status["clients"]}) == 1
