@@ -75,6 +75,16 @@ def open_on_gpu(state: State, gpu: str, now: float) -> list[FaultRecord]:
     return [r for r in faults if gpu in r.gpus and is_fresh(state, r, now)]
 
 
+def device_fault(state: State, domain: Domain, now: float) -> FaultRecord | None:
+    """A fresh fault of one of the domain's GPUs that takes servers with it."""
+    for record in reversed(state.open_faults):
+        here = record.domain is None and set(record.gpus) & set(domain.gpus)
+        fatal = any(e.xid in taxonomy.FATAL_DEVICE_XIDS for e in record.evidence)
+        if here and fatal and is_fresh(state, record, now):
+            return record
+    return None
+
+
 def likeliest(records: Iterable[FaultRecord], sign: Evidence) -> FaultRecord:
     """The record whose address the sign speaks of, else the newest."""
     newest = sorted(records, key=lambda r: r.id, reverse=True)

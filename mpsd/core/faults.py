@@ -157,6 +157,14 @@ def domain_sign(draft: Draft, domain: Domain, sign: Evidence) -> None:
         return
     if domain.state not in (*_IN_SERVICE, DomainState.HEADLESS):
         return
+    device = at.device_fault(draft.state, domain, draft.now)
+    if device is not None:
+        # The device's doing, so nobody's: no record of its own, and no suspects.
+        device = draft.put_fault(at.add_evidence(device, sign))
+        draft.put_domain(replace(domain, last_fault=device.id))
+        if domain.state in _IN_SERVICE:
+            domains.leave(draft, domain.id, DomainTrigger.FAULT)
+        return
     record = _new(draft, domain)
     record = at.refine(record, (*_take_strays(draft, record), sign))
     _out_of_service(draft, domain, _blame(draft, record))
@@ -246,12 +254,25 @@ def on_strays(draft: Draft, gpu: str) -> None:
 
 def _device_fault(draft: Draft, fault_class: str, gpu: str | None, sign: Evidence) -> None:
     gpus = (gpu,) if gpu else ()
+    if gpu is not None and sign.xid in taxonomy.FATAL_DEVICE_XIDS:
+        _blame_device(draft, fault_class, gpu, sign)
     for record in draft.state.open_faults:
         same = record.domain is None and record.gpus == gpus and record.fault_class == fault_class
         if same and at.is_open(draft.state, record, draft.now):
             draft.put_fault(at.add_evidence(record, sign))
             return
     _deviceless(draft, fault_class, gpu, (sign,))
+
+
+def _blame_device(draft: Draft, fault_class: str, gpu: str, sign: Evidence) -> None:
+    """A server may have told of its loss first: what its log alone suspected was the device."""
+    for record in at.open_on_gpu(draft.state, gpu, draft.now):
+        told_by_server = all(e.source in (Source.SERVER_LOG, Source.SERVER_STATE) for e in record.evidence)
+        if record.fault_class == "sm-exception" and told_by_server:
+            changed = replace(
+                record, fault_class=fault_class, offender=None, confidence=Confidence.UNKNOWN, suspects=()
+            )
+            _revise(draft, record, at.add_evidence(changed, sign))
 
 
 def _deviceless(draft: Draft, fault_class: str, gpu: str | None, signs: tuple[Evidence, ...]) -> None:

@@ -289,6 +289,10 @@ MMU_CLASSES = frozenset(n for n in CLASSES if n.startswith("mmu-")) | {"pbdma-fa
 NULL_PAGE_BYTES = 64 << 10
 
 
+FATAL_DEVICE_XIDS = frozenset({48, 62, 79, 94, 95, 119, 120, 140})
+"""Those that take contexts and servers with them: what a server says right after is their echo."""
+
+
 def device_class(xid: int) -> str | None:
     """The class of a device fault, or None if this Xid is not the device's own."""
     return _BY_DEVICE_XID.get(xid)
