@@ -94,15 +94,16 @@ class Attacher:
 
     def notice(self, domain: str, pid: int) -> bool:
         """Pin a process that a domain's log or client list names, and tell core. False: it has gone."""
-        known = next((p for p in self._pins if p.pid == pid), None)
         try:
-            process = self._pins[known].process if known else procs.Pinned.open(pid)
             facts = procs.facts(pid)
+            # Not by pid: the pin of a dead client whose lease is held may have had the same number.
+            known = facts.instance in self._pins
+            process = None if known else procs.Pinned.open(pid, facts.instance.start_ticks)
         except MpsdError as error:
             log.info("client missed", domain=domain, pid=pid, reason=str(error))
             self._post(ev.Counted({"clients_missed": 1}))
             return False
-        if known is None:
+        if process is not None:
             self._pins[process.instance] = Pin(process, _identity(process.instance))
             self._loop.add_reader(process.fileno(), self._died, process.instance)
         self._post(ev.ClientNoticed(domain, facts))
@@ -125,14 +126,17 @@ class Attacher:
             pin.attaching = self._loop.create_task(self._keep_trying(domain, pin, space))
 
     async def _keep_trying(self, domain: str, pin: Pin, space: int) -> None:
-        began = time.monotonic()
+        began, spent = time.monotonic(), 0.0
         while (waited := time.monotonic() - began) < ATTACH_DEADLINE_S:
             # Many newcomers at once must not eat the loop: the step grows with their number.
             busy = sum(1 for p in self._pins.values() if p.attaching and not p.attaching.done())
             step = FAST_STEP_S if waited < FIRST_TRIES_S else SLOW_STEP_S
-            await asyncio.sleep(max(step, busy * 0.001))
+            # Nor must one whose descriptors take long to look through.
+            await asyncio.sleep(max(step, busy * 0.001, 10 * spent))
+            tried = time.monotonic()
             if self._try(domain, pin, space):
                 return
+            spent = time.monotonic() - tried
         reason = f"no GPU address space within {ATTACH_DEADLINE_S:g} s"
         self._post(ev.AttachFailed(domain, pin.process.instance, reason, space))
 
@@ -146,7 +150,7 @@ class Attacher:
             found = self._open(domain, pin, space)
         except NotReadyError:
             return False
-        except MpsdError as error:
+        except (MpsdError, OSError) as error:
             self._post(ev.AttachFailed(domain, process, str(error), space))
             return True
         problems = []
@@ -166,19 +170,26 @@ class Attacher:
         """Begin to look at the client's work, so that its end can be seen after its death."""
         try:
             return self._work.open(process.instance, process.fileno()), ""
-        except GpuError as error:
+        except (GpuError, OSError) as error:
             return {}, f"the end of its work will not be seen: {error}"
 
     def _track(self, client: ClientId, space: AddressSpace) -> tuple[Tracker | None, str]:
         try:
             tracker = space.track()
-        except GpuError as error:
+        except (GpuError, OSError) as error:
             return None, f"faults are not seen: {error}"
         self._loop.add_reader(tracker.fileno(), self._drain, client, tracker)
         return tracker, ""
 
     def _drain(self, client: ClientId, tracker: Tracker) -> None:
-        batch = tracker.drain()
+        try:
+            batch = tracker.drain()
+        except GpuError as error:
+            # It would stay readable for ever.
+            self._loop.remove_reader(tracker.fileno())
+            log.error("faults are not seen any more", client=str(client), reason=str(error))
+            self._post(ev.Counted({"trackers_lost": 1}))
+            return
         for event in [e for e in batch.events if e.fatal][:EVENTS_PER_DRAIN]:
             self._post(ev.UvmFatal(client, event))
         pin = self._pins.get(client.process)
@@ -276,9 +287,14 @@ class Attacher:
         if pin is not None:
             pin.process.signal(signal.SIGKILL)
 
-    def check_identities(self) -> None:
-        """Notice clients that replaced their program: exec ends a client, its pidfd stays silent."""
+    def check_identities(self, pid: int | None = None) -> None:
+        """Notice clients that replaced their program: exec ends a client, its pidfd stays silent.
+
+        `pid`: look at that one only.
+        """
         for process, pin in tuple(self._pins.items()):
+            if pid not in (None, process.pid):
+                continue
             now = _identity(process)
             if now is None or pin.identity is None or now == pin.identity:
                 continue

@@ -96,7 +96,11 @@ class Guards:
         """Until cancelled: keep every client's ranges on its mappings."""
         while True:
             for client in tuple(self._guarded):
-                await self._refresh(client)
+                try:
+                    await self._refresh(client)
+                except Exception as error:
+                    # The others' ranges must go on following their mappings.
+                    log.error("guard of a client failed", client=str(client), error=repr(error))
             try:
                 async with asyncio.timeout(self._interval_s if self._guarded else None):
                     await self._wake.wait()

@@ -117,7 +117,7 @@ class Hosts:
                 await host.control.command(command)
             await host.control.start_server(uid or 0, self._start_deadline_s)
             await host.control.wait_active(self._start_deadline_s)
-        except MpsdError as error:
+        except (MpsdError, OSError) as error:
             log.error("domain did not start", domain=domain, reason=str(error))
             await self._abandon(host)
             self._callbacks.post(ev.DomainStartFailed(domain, str(error)))
@@ -280,8 +280,9 @@ class Hosts:
             return
         try:
             reply = await host.control.terminate_client(server.pid, process.pid, deadline_s)
-        except MpsdError as error:
-            self._callbacks.post(ev.TerminateFinished(process, False, f"terminate_client: {error.message}"))
+        except Exception as error:
+            # Whatever went wrong, core must hear of it: it waits with SIGKILL until then.
+            self._callbacks.post(ev.TerminateFinished(process, False, f"terminate_client: {error}"))
             return
         done = reply.outcome is TerminateOutcome.DONE
         text = f"terminate_client: {'done' if done else reply.text or reply.outcome.value}"
@@ -303,7 +304,7 @@ class Hosts:
             try:
                 if host.control.alive():
                     await host.control.quit(deadline_s)
-            except MpsdError as error:
+            except (MpsdError, OSError) as error:
                 log.warning("domain is stopped by force", domain=domain, reason=str(error))
                 if host.control.alive():
                     await host.control.kill()

@@ -16,7 +16,7 @@ import structlog
 from mpsd.core.effects import Effect
 from mpsd.core.engine import decide
 from mpsd.core.events import Event
-from mpsd.core.state import InvariantViolation, State
+from mpsd.core.state import State
 
 log = structlog.get_logger("mpsd.runtime")
 
@@ -60,7 +60,7 @@ class Runtime:
         before = self.state
         try:
             decision = decide(before, event, time.monotonic())
-        except (InvariantViolation, KeyError, AssertionError) as error:
+        except Exception as error:
             # A bug of ours must not take the daemon down: the old state was left whole, so it goes on.
             log.error("decision refused", event_type=type(event).__name__, error=repr(error))
             self.state = before.counted("internal_errors")

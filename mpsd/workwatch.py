@@ -37,7 +37,11 @@ class WorkWatch:
     def open(self, process: ProcessInstance, pidfd: int) -> Mapping[str, int]:
         """Begin to look at a living client; the descriptors to store with its lease. Raises GpuError."""
         view = self._inspector.open(process, pidfd)
+        before = self._views.get(process)
         self._views[process] = view
+        if before is not None and process not in self._tasks:
+            # After an exec. One that is being watched is closed when its watch ends.
+            self._spawn(_close(None, before))
         self._spawn(self._follow_young(process, view))
         return view.fds
 
@@ -76,6 +80,16 @@ class WorkWatch:
 
     async def _watch(self, process: ProcessInstance) -> None:
         view = self._views.get(process)
+        try:
+            await self._until_ended(process, view)
+        finally:
+            # A process that was a client before its exec can be one again, and die again.
+            if self._tasks.get(process) is asyncio.current_task():
+                del self._tasks[process]
+            if view is not None and self._views.get(process, view) is not view:
+                view.close()
+
+    async def _until_ended(self, process: ProcessInstance, view: WorkView | None) -> None:
         began = time.monotonic()
         while view is not None:
             try:

@@ -57,8 +57,16 @@ class _Command:
         self.ended: asyncio.Future[Finished] = self._loop.create_future()
         self._gone = asyncio.Event()
         self._output = bytearray()
-        self._out, child_out = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        stdin = _filled_pipe(text)
+        try:
+            self._out, child_out = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError as error:
+            raise ControlError(f"cannot run {argv[0]}: {error.strerror}") from error
+        try:
+            stdin = _filled_pipe(text)
+        except OSError as error:
+            os.close(self._out)
+            os.close(child_out)
+            raise ControlError(f"cannot run {argv[0]}: {error.strerror}") from error
         try:
             # The child's end must block: O_NONBLOCK belongs to the open file, and each end has its own.
             os.set_blocking(child_out, True)
