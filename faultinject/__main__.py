@@ -159,7 +159,7 @@ def _sweep(args: argparse.Namespace) -> int:
         jobs=args.jobs,
         out=args.out,
     )
-    return sweep(plan, args.json)
+    return sweep(plan, args.json, args.markdown)
 
 
 def _render(args: argparse.Namespace) -> int:

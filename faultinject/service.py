@@ -15,9 +15,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-import mpsd_client
 import psutil
 
+import mpsd_client
 from faultinject import leftovers
 from faultinject.control import StockControl
 from faultinject.history import History, clock

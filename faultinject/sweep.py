@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -253,25 +254,59 @@ def effects_to_try(plan: SweepPlan, last: int) -> list[int]:
     return list(every)
 
 
-def sweep(plan: SweepPlan, json_path: Path | None) -> int:
+def sweep(plan: SweepPlan, json_path: Path | None, markdown_path: Path | None = None) -> int:
     """Run it with progress and a table; the exit status. Raises MpsdError."""
+    date = datetime.now(UTC).isoformat(timespec="seconds")
     with tempfile.TemporaryDirectory(prefix="mpsd-fi-") as base:
-        shared = open_node(plan.backend, Path(base)) if plan.backend != "simulated" else None
+        node = open_node(plan.backend, Path(base))
         try:
-            outcomes = run(plan, shared or plan.backend)
+            device, driver = node.device, node.driver
+            outcomes = run(plan, node if plan.backend != "simulated" else plan.backend)
         finally:
-            if shared is not None:
-                shared.close()
+            node.close()
     bad = [o for o in outcomes if o.verdict is not Verdict.VALID]
-    rows = [["effect", "daemon died", "verdict"]]
-    rows += [[str(o.effect), "yes" if o.died else "no", o.verdict.value] for o in outcomes]
-    print(f"again: mpsd-faultinject sweep --backend {plan.backend} --seed {plan.seed}", end="")
-    print(f" --from {plan.first} --to {plan.last} --sample {plan.sample}")
-    print(report.aligned(rows))
+    command = (
+        f"mpsd-faultinject sweep --backend {plan.backend} --seed {plan.seed} "
+        f"--from {plan.first} --to {plan.last} --sample {plan.sample}"
+    )
+    finished = {
+        "schema": 1,
+        "device": device,
+        "driver": driver,
+        "date": date,
+        "command": command,
+        "sweep": [_row(o) for o in outcomes],
+    }
+    print(f"again: {command}")
+    print(report.aligned(_table(outcomes)))
     print(f"{len(outcomes)} deaths tried, {len(bad)} not survived as they should")
     if json_path is not None:
-        report.save({"schema": 1, "sweep": [_row(o) for o in outcomes]}, json_path)
+        report.save(finished, report.placed(json_path, finished, "sweep", "json"))
+    if markdown_path is not None:
+        path = report.placed(markdown_path, finished, "sweep", "md")
+        path.write_text(_markdown(finished, outcomes), encoding="utf-8")
     return 1 if bad or not outcomes else 0
+
+
+def _table(outcomes: Sequence[Outcome]) -> list[list[str]]:
+    rows = [["effect", "daemon died", "verdict"]]
+    return rows + [[str(o.effect), "yes" if o.died else "no", o.verdict.value] for o in outcomes]
+
+
+def _markdown(finished: Mapping[str, Any], outcomes: Sequence[Outcome]) -> str:
+    head, *rows = _table(outcomes)
+    lines = [
+        f"# {finished['device']}, driver {finished['driver']}: mpsd dies before effect N",
+        "",
+        f"{finished['date']}:",
+        "",
+        f"    {finished['command']}",
+        "",
+        f"| {' | '.join(head)} |",
+        f"|{' --- |' * len(head)}",
+        *(f"| {' | '.join(row)} |" for row in rows),
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def _row(outcome: Outcome) -> dict[str, Any]:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
-from mpsd.gpu.simulated.client import GpuFailure, SimulatedDevice
-
 from faultinject.programs.device import DeviceError
+from mpsd.gpu.simulated.client import GpuFailure, SimulatedDevice
 
 UNMAPPED = 0x7E0000000000
 LOW_CODE = 0x10
