@@ -7,10 +7,10 @@ import signal
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import mpsd_client
 import psutil
 import pytest
 
+import mpsd_client
 from tests.support.site import Site, alive, until
 
 

@@ -8,10 +8,10 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import mpsd_client
 import psutil
 import pytest
 
+import mpsd_client
 from tests.support.site import DEADLINE_S, Program, Site, alive, until
 
 GIB_WORDS = (1 << 30) // 4

@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import mpsd_client
 import psutil
 import pytest
 
+import mpsd_client
 from tests.support.site import DEADLINE_S, OTHER_UID, Site, until
 
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be somebody else")

@@ -6,9 +6,9 @@ import os
 import time
 from collections.abc import Iterator
 
-import mpsd_client
 import pytest
 
+import mpsd_client
 from tests.support.site import DEADLINE_S, OTHER_UID, Site, as_user
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be somebody else")

@@ -14,12 +14,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import mpsd_client
 import pytest
 import zmq
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import mpsd_client
 from mpsd.errors import AlreadyRunningError, ConfigError
 from mpsd.listener import Limits, Peer
 from mpsd.listener.peers import CACHE_S, Credentials, Rights, parse_address

@@ -22,10 +22,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
-import mpsd_client
 import psutil
 import pytest
 
+import mpsd_client
 from mpsd.gpu.simulated import packets, paths
 from mpsd.gpu.simulated.backend import stop_simulated
 from tests.support.descriptors import open_descriptors
