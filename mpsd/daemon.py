@@ -21,7 +21,7 @@ from mpsd.bulletin import Bulletin
 from mpsd.config import Config, DomainMode, GuardSetting
 from mpsd.core import events as ev
 from mpsd.core.state import DomainState, Policy, State
-from mpsd.errors import DeadlineError, MpsdError, NotReadyError, StoreError, UnsupportedError
+from mpsd.errors import BusyError, DeadlineError, MpsdError, NotReadyError, StoreError, UnsupportedError
 from mpsd.fdstore import open_store
 from mpsd.gpu.base import Backend, KernelLog, XidSource
 from mpsd.guard import Guards
@@ -30,7 +30,7 @@ from mpsd.journal import Journal
 from mpsd.keeperstore import KeeperStore
 from mpsd.layout import Layout
 from mpsd.listener import Listener
-from mpsd.model import ClientId, ComputeMode, Gpu, GuardClass, ProcessInstance
+from mpsd.model import ClientId, ComputeMode, Gpu, GuardClass, KernelXid, NvmlXid, ProcessInstance
 from mpsd.notify import Notifier, watchdog_interval_s
 from mpsd.ops import Operations, find_gpu
 from mpsd.performer import Hands, Performer
@@ -44,6 +44,8 @@ log = structlog.get_logger("mpsd.daemon")
 TICK_S = 1.0
 MODE_EVERY, LIST_EVERY, TRIM_EVERY = 5, 10, 60
 STOP_PATIENCE_S = 30.0
+# Anybody who can become many users (a user namespace has 65536) must not start as many servers.
+MAX_SLOTS = 64
 NVML_PATIENCE_S = 0.1
 # What `auto` means. The measurements behind it: faultinject/reports/README.md.
 SAFE_GUARDS = frozenset({GuardClass.LOW})
@@ -101,6 +103,7 @@ class Daemon:
         self._default_path_problem = ""
         self._hosts_left = False
         self._unknown_domains: Sequence[str] = ()
+        self._modes: asyncio.Task[None] | None = None
         self._looking: asyncio.Task[list[GpuView]] | None = None
         self._views: Sequence[GpuView] = ()
 
@@ -192,7 +195,8 @@ class Daemon:
         self.bulletin.connect(listener.publish)
         background = [
             self._loop.create_task(self._guards.follow()),
-            self._loop.create_task(self._tick(notifier)),
+            self._loop.create_task(self._tick()),
+            self._loop.create_task(self._ping(notifier)),
         ]
         self._prestart()
         notifier.ready(f"supervising {len(self.gpus)} GPU(s)")
@@ -213,6 +217,8 @@ class Daemon:
             await self._close()
 
     async def _close(self) -> None:
+        if self._modes is not None:
+            self._modes.cancel()
         await self._work.close()
         await self._performer.close()
         self._hosts_left = bool(self.runtime.state.domains)
@@ -265,13 +271,24 @@ class Daemon:
         return sources
 
     def _read_xids(self, source: XidSource) -> None:
-        for xid in source.drain():
+        for xid in self._drained(source):
+            assert isinstance(xid, NvmlXid)
             self._post(ev.NvmlXidSeen(xid))
 
     def _read_kernel_log(self, source: KernelLog) -> None:
-        for xid in source.drain():
+        for xid in self._drained(source):
+            assert isinstance(xid, KernelXid)
             gpu = next((g.uuid for g in self.gpus if g.pci.startswith(xid.pci.lower())), None)
             self._post(ev.KernelXidSeen(gpu, xid))
+
+    def _drained(self, source: XidSource | KernelLog) -> Sequence[NvmlXid | KernelXid]:
+        try:
+            return source.drain()
+        except (MpsdError, OSError) as error:
+            # It would stay readable for ever.
+            self._loop.remove_reader(source.fileno())
+            self._source_problems.append(f"signs of faults are missing: {error}")
+            return ()
 
     async def _adopt(self) -> None:
         saved = self._statefile.load()
@@ -320,8 +337,9 @@ class Daemon:
         looking = self._looking
         done, _ = await asyncio.wait({looking}, timeout=NVML_PATIENCE_S if self._views else None)
         if done:
+            if self._looking is looking:
+                self._looking = None
             self._views = looking.result()
-            self._looking = None
         return self._views
 
     def gpu_named(self, name: str) -> Gpu:
@@ -344,7 +362,14 @@ class Daemon:
                 f"GPU {', '.join(group)} is drained", remedy="mpsd-ctl undrain, or take another"
             )
         owner = None if shared or self.config.domains.mode is DomainMode.SHARED else uid
-        wanted = self._slot_wanted(group, owner)
+        # In a thread: NVML can be held up for long.
+        wanted = await asyncio.to_thread(self._slot_wanted, group, owner)
+        slots = self.runtime.state.slots
+        if wanted.slot not in slots and len(slots) >= MAX_SLOTS:
+            raise BusyError(
+                f"{len(slots)} users have domains of their own",
+                remedy="use the shared one (mpsd-ctl env --shared), or restart mpsd with --stop-domains",
+            )
         self._post(wanted)
         path = self.layout.slot_path(wanted.slot)
         await self._until_served(wanted.slot, path)
@@ -401,31 +426,42 @@ class Daemon:
 
     def _client_left(self, domain: str, pid: int) -> None:
         """The server dropped a client: its process has gone, or replaced its program."""
-        self._attacher.check_identities()
+        self._attacher.check_identities(pid)
 
-    async def _tick(self, notifier: Notifier) -> None:
-        """Once a second: what no descriptor tells."""
-        rounds = 0
-        watchdog = watchdog_interval_s(self._environ)
+    async def _ping(self, notifier: Notifier) -> None:
+        """Tell the service manager that the loop turns: apart from the tick, which waits for others."""
         while True:
-            await asyncio.sleep(min(TICK_S, watchdog or TICK_S))
-            rounds += 1
             notifier.watchdog()
-            self._attacher.check_identities()
-            self._work.refresh({c.process for c in self._attacher.leases})
-            if self.bulletin.journal.problem:
-                self.bulletin.journal.retry()
-            if self._statefile.problem:
-                self._statefile.retry()
-            if rounds % MODE_EVERY == 0:
-                await self._look_at_modes()
-            if rounds % LIST_EVERY == 0:
-                await self._reconcile()
-            if rounds % TRIM_EVERY == 0:
-                self._hosts.trim_logs(self.config.log.max_bytes)
+            await asyncio.sleep(min(TICK_S, watchdog_interval_s(self._environ) or TICK_S))
+
+    async def _tick(self) -> None:
+        """Once a second: what no descriptor tells. What fails in one round is tried in the next."""
+        rounds = 0
+        while True:
+            await asyncio.sleep(TICK_S)
+            rounds += 1
+            try:
+                await self._look_around(rounds)
+            except Exception as error:
+                log.error("round failed", error=repr(error), exc_info=True)
+
+    async def _look_around(self, rounds: int) -> None:
+        self._attacher.check_identities()
+        self._work.refresh({c.process for c in self._attacher.leases})
+        if self.bulletin.journal.problem:
+            self.bulletin.journal.retry()
+        if self._statefile.problem:
+            self._statefile.retry()
+        self._claim_default_path()
+        if rounds % MODE_EVERY == 0 and (self._modes is None or self._modes.done()):
+            # Not awaited: NVML can hang for good, and all else must go on.
+            self._modes = self._loop.create_task(self._look_at_modes())
+        if rounds % LIST_EVERY == 0:
+            await self._reconcile()
+        if rounds % TRIM_EVERY == 0:
+            self._hosts.trim_logs(self.config.log.max_bytes)
 
     async def _look_at_modes(self) -> None:
-        self._claim_default_path()
         for slot in tuple(self.runtime.state.slots.values()):
             exclusive = await asyncio.to_thread(self._exclusive, slot.gpus)
             if exclusive != slot.exclusive:

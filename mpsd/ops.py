@@ -33,11 +33,14 @@ if TYPE_CHECKING:
 Reply = Mapping[str, Any]
 Operation = Callable[[Peer, Mapping[str, Any]], Awaitable[Reply]]
 KILL_ANSWER_S = 15.0
+HIDDEN = "[another user's]"
 
 
 class Operations:
     def __init__(self, daemon: Daemon) -> None:
         self._daemon = daemon
+        # Threads are few, and leases are closed and guards laid in them: requests take two at most.
+        self._slow = asyncio.Semaphore(2)
         self._table: Mapping[str, Operation] = {
             "status": self._status,
             "faults": self._faults,
@@ -76,12 +79,13 @@ class Operations:
             pending=daemon.pending_work(),
             extra_counters=daemon.extra_counters(),
         )
-        return status(daemon.runtime.state, around)
+        answer: Reply = shown_to(peer, status(daemon.runtime.state, around))
+        return answer
 
     async def _faults(self, peer: Peer, args: Mapping[str, Any]) -> Reply:
         since, limit = int(args.get("since_id") or 0), int(args.get("limit") or 100)
         records = [r for r in self._daemon.bulletin.journal.records() if r["id"] > since]
-        seen = [r for r in records if peer.admin or _concerns(r, peer.uid)]
+        seen = [shown_to(peer, r) for r in records if peer.admin or _concerns(r, peer.uid)]
         return {"faults": seen[-limit:] if limit else seen}
 
     async def _explain(self, peer: Peer, args: Mapping[str, Any]) -> Reply:
@@ -89,7 +93,8 @@ class Operations:
 
     async def _version(self, peer: Peer, args: Mapping[str, Any]) -> Reply:
         devices = self._daemon.backend.devices
-        driver = await asyncio.to_thread(devices.driver_version)
+        async with self._slow:
+            driver = await asyncio.to_thread(devices.driver_version)
         return {"version": __version__, "backend": self._daemon.backend.name, "driver": driver}
 
     async def _doctor(self, peer: Peer, args: Mapping[str, Any]) -> Reply:
@@ -105,7 +110,8 @@ class Operations:
             kernel_log=None if simulated else KERNEL_LOG,
             privileged=not simulated,
         )
-        checks = await asyncio.to_thread(ask)
+        async with self._slow:
+            checks = await asyncio.to_thread(ask)
         rows = [{"name": c.name, "ok": c.ok, "finding": c.finding, "remedy": c.remedy} for c in checks]
         return {"checks": rows}
 
@@ -185,6 +191,23 @@ class Operations:
             "dry_run": bool(args.get("dry_run")),
             "clients": sorted(staying),
         }
+
+
+def shown_to(peer: Peer, value: Any) -> Any:
+    """The answer as this peer may see it: of other users' processes no command line.
+
+    The daemon reads those as root, past a hidepid mount and past pid namespaces, and they hold secrets.
+    """
+    if peer.admin:
+        return value
+    if isinstance(value, Mapping):
+        fields = {key: shown_to(peer, inner) for key, inner in value.items()}
+        if "command" in fields and fields.get("uid") != peer.uid:
+            fields["command"] = HIDDEN
+        return fields
+    if isinstance(value, list):
+        return [shown_to(peer, inner) for inner in value]
+    return value
 
 
 def _concerns(record: Mapping[str, Any], uid: int) -> bool:

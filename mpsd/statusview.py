@@ -122,6 +122,7 @@ def _not_on_mps(state: State, view: GpuView) -> list[dict[str, Any]]:
             {
                 "pid": process.pid,
                 "command": facts.command,
+                "uid": facts.uid,
                 "user": user_name(facts.uid),
                 "memory_bytes": process.memory_bytes,
             }
