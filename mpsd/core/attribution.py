@@ -108,6 +108,14 @@ def owner_of_pid(state: State, gpu: str | None, pid: int, now: float) -> Domain 
     return None
 
 
+def former_domain(state: State, pid: int, now: float) -> str | None:
+    """The name of the domain of which this pid was a client until just now, though it may be gone itself."""
+    for gone in reversed(state.departed):
+        if gone.id.process.pid == pid and now - gone.at <= state.policy.evidence_window_s:
+            return gone.id.domain
+    return None
+
+
 def suspects(state: State, domain: str, now: float) -> tuple[Party, ...]:
     """Every process that could have run work in the domain, one party for each.
 

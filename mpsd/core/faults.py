@@ -202,10 +202,22 @@ def on_kernel_xid(draft: Draft, event: ev.KernelXidSeen) -> None:
     domain = at.owner_of_pid(draft.state, event.gpu, event.xid.pid, draft.now)
     if domain is not None:
         domain_sign(draft, domain, sign)
+    elif _echo_of_gone(draft, event.xid.pid, sign):
+        return
     elif event.gpu is not None:
         _add_stray(draft, Stray(event.gpu, event.xid.xid, sign, foreign=True))
     else:
         draft.count("xids_of_unknown_gpus")
+
+
+def _echo_of_gone(draft: Draft, pid: int, sign: Evidence) -> bool:
+    """Whether the line is a late sign of a fault whose domain, of which this was a client, has ended."""
+    domain = at.former_domain(draft.state, pid, draft.now)
+    records = at.open_for(draft.state, domain, draft.now) if domain is not None else []
+    if records:
+        record = at.likeliest(records, sign)
+        _revise(draft, record, at.refine(record, (sign,)))
+    return bool(records)
 
 
 def on_nvml_xid(draft: Draft, event: ev.NvmlXidSeen) -> None:

@@ -8,7 +8,7 @@ from mpsd.core import effects as fx
 from mpsd.core import events as ev
 from mpsd.core.state import DomainState
 from mpsd.model import Confidence, ServerState
-from tests.support.core import World
+from tests.support.core import GPU, World, mmu_text
 
 FATAL = "Server is handling a fatal GPU error."
 
@@ -60,3 +60,16 @@ def test_a_fault_of_another_gpu_excuses_nobody(world: World) -> None:
     world.kernel(79, "GPU has fallen off the bus.", gpu="GPU-1")
     world.wait(0.002).do(ev.ServerFatalLogged("d1", FATAL))
     assert world.record().fault_class == "sm-exception"
+
+
+def test_a_late_line_of_the_kernel_log_joins_the_fault_of_a_domain_that_is_gone(world: World) -> None:
+    world.fault(11)
+    world.die(11)
+    world.stopped("d1")
+    assert "d1" not in world.state.domains
+    world.wait(0.1).kernel(31, mmu_text(0x7F0000001000), pid=11, name="program11")
+    world.timer("strays", GPU)
+    world.wait(3).timer("strays", GPU)
+    (record,) = world.records().values()
+    assert record.fault_class == "mmu-invalid-address"
+    assert not world.state.strays

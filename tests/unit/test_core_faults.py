@@ -381,7 +381,7 @@ def test_a_pid_that_left_just_now_still_shows_the_domain() -> None:
     assert not other.records()
 
 
-def test_a_pid_whose_domain_is_gone_is_foreign() -> None:
+def test_a_pid_whose_domain_is_gone_joins_the_record_of_its_end() -> None:
     world = three_clients()
     world.do(ev.ControlDied("d1", control_of("d1")))
     for pid in (10, 11, 12):
@@ -389,6 +389,10 @@ def test_a_pid_whose_domain_is_gone_is_foreign() -> None:
         world.work_ended(pid)
     world.stopped("d1")
     world.kernel(31, "x", pid=12)
+    assert not world.state.strays
+    (record,) = world.state.open_faults
+    assert [e.xid for e in record.evidence] == [None, 31]
+    world.wait(10).kernel(31, "x", pid=12)
     assert [s.foreign for s in world.state.strays] == [True]
 
 
