@@ -46,6 +46,7 @@ MODE_EVERY, LIST_EVERY, TRIM_EVERY = 5, 10, 60
 STOP_PATIENCE_S = 30.0
 # Anybody who can become many users (a user namespace has 65536) must not start as many servers.
 MAX_SLOTS = 64
+LOG_SPACE_NEEDED = 256 << 10
 NVML_PATIENCE_S = 0.1
 # What `auto` means. The measurements behind it: faultinject/reports/README.md.
 SAFE_GUARDS = frozenset({GuardClass.LOW})
@@ -102,6 +103,7 @@ class Daemon:
         self._save_pending = False
         self._default_path_problem = ""
         self._hosts_left = False
+        self._log_disk_full = False
         self._unknown_domains: Sequence[str] = ()
         self._modes: asyncio.Task[None] | None = None
         self._looking: asyncio.Task[list[GpuView]] | None = None
@@ -456,7 +458,9 @@ class Daemon:
         if rounds % MODE_EVERY == 0 and (self._modes is None or self._modes.done()):
             # Not awaited: NVML can hang for good, and all else must go on.
             self._modes = self._loop.create_task(self._look_at_modes())
-        if rounds % LIST_EVERY == 0:
+        self._log_disk_full = self.layout.log_space() < LOG_SPACE_NEEDED
+        # Without a log nobody tells of newcomers: they are looked for.
+        if self._log_disk_full or rounds % LIST_EVERY == 0:
             await self._reconcile()
         if rounds % TRIM_EVERY == 0:
             self._hosts.trim_logs(self.config.log.max_bytes)
@@ -507,6 +511,10 @@ class Daemon:
         found = [*self._source_problems, *self._unknown_domains]
         found += [p for p in (self.bulletin.journal.problem, self._statefile.problem) if p]
         found += [self._default_path_problem] if self._default_path_problem else []
+        if self._log_disk_full:
+            found.append(
+                f"{self.layout.log_dir} is full: clients are noticed once a second, and faults lack evidence"
+            )
         if self._guards.kinds:
             names = ", ".join(sorted(self._guards.kinds))
             found.append(f"outer guard is silent: what it absorbs ({names}) is nobody's record")

@@ -112,6 +112,11 @@ class Layout:
         """The highest number that a domain here ever had, as far as anything is left of it."""
         return max((*_numbers(self.run_dir / "d"), *_numbers(self.log_dir)), default=0)
 
+    def log_space(self) -> int:
+        """Free bytes where control daemons and servers log."""
+        info = os.statvfs(self.log_dir)
+        return info.f_bfree * info.f_frsize
+
     def forget_domain(self, domain: str) -> None:
         """Remove the directory of a domain that has ended. Its logs stay, with those of the last few."""
         shutil.rmtree(self.pipe_dir(domain), ignore_errors=True)
