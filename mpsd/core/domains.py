@@ -14,7 +14,7 @@ from mpsd.core.draft import Draft
 from mpsd.core.effects import ArmTimer, AskServer, StartDomain, StopDomain, SwitchPath
 from mpsd.core.killing import kill_by_policy
 from mpsd.core.lifecycle import DomainTrigger, next_domain_state
-from mpsd.core.state import SERVING, Domain, DomainState, Slot
+from mpsd.core.state import SERVING, Client, Domain, DomainState, Slot
 from mpsd.model import ServerState
 
 ASK_AGAIN_S = 0.25
@@ -331,9 +331,19 @@ def on_laggards(draft: Draft, domain: str) -> None:
 
 
 def on_kill_victims(draft: Draft, domain: str) -> None:
-    if _work_is_lost(draft.state.domains[domain]):
+    where = draft.state.domains[domain]
+    if _work_is_lost(where):
         for client in tuple(draft.state.living_of(domain)):
-            kill_by_policy(draft, client.id.process, "victim of a fault that did not leave")
+            if _proven(where, client):
+                kill_by_policy(draft, client.id.process, "victim of a fault that did not leave")
+
+
+def _proven(domain: Domain, client: Client) -> bool:
+    """Whether a process may be killed unasked: a line in a log names a pid, which is a claim.
+
+    A lease shows that it holds GPU memory; a process of the domain's own user is that user's to lose.
+    """
+    return client.leased or client.facts.uid == domain.uid
 
 
 def _work_is_lost(domain: Domain) -> bool:

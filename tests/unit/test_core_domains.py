@@ -299,6 +299,15 @@ def test_victims_are_killed_also_when_the_server_of_a_faulted_domain_has_died() 
     assert sorted(e.process.pid for e in world.made(fx.Kill)) == [10, 11]
 
 
+def test_a_process_that_only_a_log_line_names_is_not_killed_as_a_victim() -> None:
+    world = World(Policy(kill_victims_after_s=1.0)).ready()
+    world.join(10)
+    world.do(ev.ClientNoticed("d1", facts(12, uid=UID + 1)))
+    world.fault(10)
+    world.timer("kill-victims", "d1")
+    assert [e.process.pid for e in world.made(fx.Kill)] == [10]
+
+
 def test_going_exclusive_gives_up_the_spare_and_coming_back_starts_one() -> None:
     world = World().ready()
     world.do(ev.ModeSeen(SLOT, True))
