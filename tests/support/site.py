@@ -2,6 +2,8 @@
 
 Everything lies in one short directory under /tmp, which every process of the node knows by its command
 line or environment: that is how the end finds what was left behind. No wait is without a deadline.
+
+Long because it is a whole machine for a daemon: node, directories, clients, users.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, TypeVar
 
 import psutil
@@ -167,7 +169,11 @@ class Site:
         return {**kept, "PYTHONPATH": os.pathsep.join(found), "MPSD_TEST_BASE": str(self.base)}
 
     def launch(
-        self, *arguments: str, python: Sequence[str] = (), uid: int | None = None, **environ: str
+        self,
+        *arguments: str,
+        python: Sequence[str] = (),
+        uid: int | None = None,
+        environ: Mapping[str, str] = MappingProxyType({}),
     ) -> subprocess.Popen[bytes]:
         """Start the daemon's process and do not wait for it."""
         self._log_seen = self.log.stat().st_size if self.log.exists() else 0
@@ -180,7 +186,7 @@ class Site:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=self.environ() | environ,
+                env={**self.environ(), **environ},
                 user=uid,
                 group=uid,
                 extra_groups=None if uid is None else [],
@@ -191,7 +197,7 @@ class Site:
 
     def start(self, *arguments: str, **environ: str) -> Site:
         """Start it and wait until it says that it is ready."""
-        self.launch(*arguments, **environ)
+        self.launch(*arguments, environ=environ)
         self.wait_ready()
         return self
 
