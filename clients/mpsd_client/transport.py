@@ -17,6 +17,8 @@ _START = "start it (systemctl start mpsd, or mpsd run), or say where it is with 
 def find_socket(environ: Mapping[str, str], uid: int) -> str:
     """The socket that a client of this user means. Raises NotRunningError when there is none."""
     tried = address.candidates(environ, uid)
+    if len(tried) == 1:
+        return tried[0]
     for path in tried:
         if os.path.exists(path) and _trusted(path, uid):
             return path
@@ -25,7 +27,7 @@ def find_socket(environ: Mapping[str, str], uid: int) -> str:
 
 def _trusted(path: str, uid: int) -> bool:
     """In /tmp anybody can make a directory of any name; one of ours is ours."""
-    if not path.startswith("/tmp/") or path == os.environ.get(address.SOCKET_VARIABLE):
+    if not path.startswith("/tmp/"):
         return True
     return os.lstat(os.path.dirname(path)).st_uid == uid
 

@@ -2,29 +2,59 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Sequence
+from typing import TextIO
 
 from mpsd.ctl import commands, parser
 from mpsd.errors import MpsdError
 
+INTERRUPTED = 130
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = parser.build().parse_args(argv)
+    for stream in (sys.stdout, sys.stderr):
+        # A terminal that cannot show a character gets an escape for it, not an error for us.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         status = commands.run(options, sys.stdout)
         sys.stdout.flush()
     except MpsdError as error:
-        print(f"mpsd-ctl: {error}", file=sys.stderr)
-        return error.exit_code
+        return _failed(str(error), error.exit_code)
     except KeyboardInterrupt:
-        return 130
+        return INTERRUPTED
     except BrokenPipeError:
-        # Whoever read has gone, as `| head` does: nothing more can be said, not even at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # Whoever read has gone, as `| head` does: that is no error.
+        _mute(sys.stdout)
         return 0
+    except OSError as error:
+        _mute(sys.stdout)
+        return _failed(f"cannot write: {error.strerror or error}", 1)
+    except (LookupError, TypeError, ValueError) as error:
+        what = f"{type(error).__name__}: {error}"
+        return _failed(
+            f"the daemon's answer is not understood: {what} (use mpsd and mpsd-ctl of one release)", 1
+        )
     return status
+
+
+def _failed(text: str, status: int) -> int:
+    try:
+        print(f"mpsd-ctl: {text}", file=sys.stderr)
+    except OSError:
+        _mute(sys.stderr)
+    return status
+
+
+def _mute(stream: TextIO) -> None:
+    """What is still buffered cannot be written; Python would try once more at exit, and complain."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
 
 
 if __name__ == "__main__":

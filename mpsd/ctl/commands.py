@@ -8,19 +8,19 @@ import shutil
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TextIO
-
-from mpsd_client import connect
-from mpsd_client.env import export_lines
 
 from mpsd import __version__
 from mpsd.core import taxonomy
 from mpsd.ctl import render
-from mpsd.errors import DeadlineError, NotRunningError
+from mpsd.errors import NotRunningError
 from mpsd.linux.procfs import printable
+from mpsd_client import Client, connect
+from mpsd_client.env import export_lines
 
-CATCH_UP_S = 0.3
+KEPT_DEADLINE_S = 5.0
+CLEAR = "\x1b[H\x1b[2J\x1b[3J"
 SCHEMA = 1
 
 
@@ -31,7 +31,7 @@ def style_for(out: TextIO, environ: Mapping[str, str]) -> render.Style:
     return render.Style(colour=terminal and not environ.get("NO_COLOR"), width=width)
 
 
-def _print(out: TextIO, lines: list[str]) -> None:
+def _print(out: TextIO, lines: Iterable[str]) -> None:
     out.write("".join(f"{line}\n" for line in lines))
 
 
@@ -44,10 +44,14 @@ def status(options: Namespace, out: TextIO) -> int:
         return _status_once(options, out)
     while True:
         if out.isatty():
-            out.write("\x1b[H\x1b[2J")
-        _status_once(options, out)
+            out.write(CLEAR)
+        try:
+            _status_once(options, out)
+        except NotRunningError as error:
+            # A daemon that is being restarted is what one watches for.
+            _print(out, [f"mpsd-ctl: {error}"])
         out.flush()
-        time.sleep(max(options.watch, 0.1))
+        time.sleep(options.watch)
 
 
 def _status_once(options: Namespace, out: TextIO) -> int:
@@ -62,9 +66,14 @@ def _status_once(options: Namespace, out: TextIO) -> int:
 
 def kill(options: Namespace, out: TextIO) -> int:
     with connect(options.socket) as client:
+        start_ticks = options.start_ticks
+        if not options.dry_run and not options.yes and sys.stdin.isatty() and sys.stderr.isatty():
+            start_ticks = start_ticks or _start_ticks(client, options.pid)
+            if not _agreed(client, options.pid, start_ticks):
+                return 1
         result = client.kill(
             options.pid,
-            start_ticks=options.start_ticks,
+            start_ticks=start_ticks,
             dry_run=options.dry_run,
             reason=options.reason,
             timeout=options.timeout,
@@ -75,20 +84,45 @@ def kill(options: Namespace, out: TextIO) -> int:
     head = f"would evict {options.pid}:" if options.dry_run else f"{result['outcome']} {options.pid}"
     if result.get("evict_ms") is not None:
         head += f" in {result['evict_ms']:.1f} ms"
-    _print(out, [head, *(f"  {printable(step)}" for step in result["steps"])])
+    _print(out, [head, *_steps(result)])
     return 0
 
 
+def _steps(result: Mapping[str, Any]) -> list[str]:
+    return [f"  {printable(step)}" for step in result["steps"]]
+
+
+def _start_ticks(client: Client, pid: int) -> int | None:
+    """Pins the process that the question is about, so that the answer is about the same one."""
+    found = (c["start_ticks"] for c in client.status()["clients"] if c["pid"] == pid)
+    return next(found, None)
+
+
+def _agreed(client: Client, pid: int, start_ticks: int | None) -> bool:
+    plan = client.kill(pid, start_ticks=start_ticks, dry_run=True)
+    sys.stderr.write("\n".join([f"this would evict {pid}:", *_steps(plan), "go on? [y/N] "]))
+    sys.stderr.flush()
+    if sys.stdin.readline().strip().lower() in ("y", "yes"):
+        return True
+    print("nothing was done", file=sys.stderr)
+    return False
+
+
 def events(options: Namespace, out: TextIO) -> int:
+    since = 0 if options.since is None and not options.follow else options.since
     with connect(options.socket) as client:
-        stream = client.subscribe(options.since)
-        while True:
-            try:
-                seen = next(stream) if options.follow else stream.next(time.monotonic() + CATCH_UP_S)
-            except DeadlineError:
-                return 0
-            out.write((json.dumps(seen) if options.json else render.event(seen)) + "\n")
-            out.flush()
+        stream = client.subscribe(since)
+        kept_until = time.monotonic() + KEPT_DEADLINE_S
+        for _ in range(stream.kept):
+            _event(options, out, stream.next(kept_until))
+        while options.follow:
+            _event(options, out, next(stream))
+    return 0
+
+
+def _event(options: Namespace, out: TextIO, seen: Mapping[str, Any]) -> None:
+    out.write((json.dumps(seen) if options.json else render.event(seen)) + "\n")
+    out.flush()
 
 
 def faults(options: Namespace, out: TextIO) -> int:
@@ -100,7 +134,7 @@ def faults(options: Namespace, out: TextIO) -> int:
             _print(out, [text])
         return 0
     with connect(options.socket) as client:
-        records = client.faults(limit=options.limit, since_id=options.since or None)
+        records = client.faults(limit=options.limit, since_id=options.since)
     if options.json:
         _json(out, {"schema": SCHEMA, "faults": list(records)})
         return 0
@@ -139,7 +173,7 @@ def _local_checks() -> list[dict[str, Any]]:
 def drain(options: Namespace, out: TextIO) -> int:
     with connect(options.socket) as client:
         ask = client.drain if options.verb == "drain" else client.undrain
-        result = ask(options.gpu, dry_run=options.dry_run, reason=options.reason)
+        result = ask(options.gpu, dry_run=options.dry_run, reason=options.reason, timeout=options.timeout)
     if options.json:
         _json(out, {"schema": SCHEMA, **result})
         return 0
