@@ -56,6 +56,13 @@ def test_frames_arrive_whole_and_in_order(frames: list[bytes], piece: int) -> No
     assert client.to_send() == b""
 
 
+@pytest.mark.parametrize("size", [0, 255, 256, LIMIT])
+def test_short_and_long_frames(size: int) -> None:
+    client, server = shake_hands()
+    client.send(b"x" * size)
+    assert server.receive(client.to_send()) == [b"x" * size]
+
+
 def test_frames_may_come_with_the_handshake() -> None:
     connection = Connection(DEALER, LIMIT)
     assert connection.receive(GREETING + READY + b"\x00\x02hi") == [b"hi"]
