@@ -49,7 +49,7 @@ def test_a_clean_exit_gives_all_memory_back(site: Site) -> None:
     assert "result" in client.do(f"dev.alloc({GIB_WORDS})")
     assert site.memory_used() >= before + (1 << 30)
     client.finish()
-    until(lambda: site.memory_used() == before, "its memory is back")
+    until(lambda: site.memory_used() <= before, "its memory is back")
     assert site.gone(client)["counters"]["leases_held"] == 0
     # The lease was all that could keep it: nearly everything can be had by the next one.
     following = site.join()
@@ -61,7 +61,7 @@ def test_an_idle_death_gives_all_memory_back(site: Site) -> None:
     client = site.join()
     client.do(f"dev.alloc({GIB_WORDS})")
     client.die()
-    until(lambda: site.memory_used() == before, "its memory is back")
+    until(lambda: site.memory_used() <= before, "its memory is back")
     site.gone(client)
 
 
@@ -162,7 +162,7 @@ def test_a_client_whose_child_lives_on_is_released_by_its_own_death(site: Site) 
     try:
         client.die()
         site.gone(client)
-        until(lambda: site.memory_used() == before, "its memory is back")
+        until(lambda: site.memory_used() <= before, "its memory is back")
         assert alive(child)
     finally:
         os.kill(child, signal.SIGKILL)

@@ -47,7 +47,8 @@ def test_a_fault_names_its_offender_and_the_spare_takes_over(site: Site) -> None
     with mpsd_client.connect(site.socket) as connection:
         stream = connection.subscribe()
         fault(offender)
-        end, event = time.monotonic() + DEADLINE_S, {}
+        end = time.monotonic() + DEADLINE_S
+        event: dict[str, Any] = {}
         while event.get("kind") != "fault":
             event = dict(stream.next(end))
         # Once the record is out, the path already leads to the spare.
@@ -289,7 +290,8 @@ def test_victims_that_stay_are_reported_and_left_alone() -> None:
         with mpsd_client.connect(site.socket) as connection:
             stream = connection.subscribe()
             fault(offender)
-            end, event = time.monotonic() + DEADLINE_S, {}
+            end = time.monotonic() + DEADLINE_S
+            event: dict[str, Any] = {}
             while event.get("kind") != "victims-stay":
                 event = dict(stream.next(end))
         assert victim.pid in event["pids"]

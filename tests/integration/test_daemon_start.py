@@ -243,7 +243,7 @@ def test_an_ordinary_user_without_rights_is_told_what_to_do() -> None:
 def test_an_ordinary_user_runs_a_whole_daemon_on_the_simulated_gpu() -> None:
     with Site() as site:
         shutil.chown(site.base, OTHER_UID, OTHER_UID)
-        site.launch(uid=OTHER_UID, HOME=str(site.base))
+        site.launch(uid=OTHER_UID, environ={"HOME": str(site.base)})
         site.wait_ready()
         client = site.join(uid=OTHER_UID)
         row = site.attached(client)["clients"][0]

@@ -1,87 +1,233 @@
-"""Pins and trackers: a number that is used again, and a source that has died."""
+"""Pins, leases and trackers over a UVM driver that does as the test says; the client is this process."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Mapping, Sequence
-from typing import Any, cast
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from mpsd import procs
-from mpsd.attacher import Attacher, Pin
+from mpsd.attacher import Attacher, lease_name, parse_lease_name
 from mpsd.core import events as ev
-from mpsd.errors import GpuError, NotReadyError
-from mpsd.fdstore import DescriptorStore
+from mpsd.errors import StoreError
 from mpsd.gpu.base import AddressSpace
-from mpsd.model import ClientId, ProcessInstance, TrackerBatch
+from mpsd.model import (
+    Access,
+    ClientId,
+    ProcessInstance,
+    TrackerBatch,
+    UvmEvent,
+    UvmFaultType,
+    UvmReason,
+)
 from mpsd.workwatch import WorkWatch
 
-
-class NoUvm:
-    def open(self, process: ProcessInstance, pidfd: int) -> Sequence[AddressSpace]:
-        raise NotReadyError("not yet")
-
-    def adopt(self, fds: Mapping[str, int]) -> AddressSpace:
-        raise NotImplementedError
+EVENT = UvmEvent(True, UvmFaultType.INVALID_PTE, Access.WRITE, UvmReason.INVALID_ADDRESS, 0x7F0000000000, 1)
 
 
-class DeadTracker:
+class FakeTracker:
     def __init__(self) -> None:
-        self.readable, self._writer = os.pipe()
-        os.write(self._writer, b"x")
-        self.drains = 0
+        self.batches: list[TrackerBatch] = []
+        self._reader, self._writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+
+    def tell(self, batch: TrackerBatch) -> None:
+        self.batches.append(batch)
+        os.write(self._writer, b"!")
 
     def fileno(self) -> int:
-        return self.readable
+        return self._reader
 
     def drain(self) -> TrackerBatch:
-        self.drains += 1
-        raise GpuError("gone")
+        os.read(self._reader, 1)
+        return self.batches.pop(0)
 
     def close(self) -> None:
-        os.close(self.readable)
+        os.close(self._reader)
         os.close(self._writer)
 
 
-class Space:
-    fds: Mapping[str, int] = {}
+@dataclass
+class FakeSpace:
+    """`closing`: set by the test when the close, which takes long, may end."""
 
-    def __init__(self) -> None:
-        self.tracker = DeadTracker()
+    tracker: FakeTracker = field(default_factory=FakeTracker)
+    closing: threading.Event = field(default_factory=threading.Event)
+    fds: Mapping[str, int] = field(default_factory=lambda: {"mm": 0, "va": 0})
 
-    def track(self) -> DeadTracker:
+    def track(self) -> FakeTracker:
         return self.tracker
 
+    def map_sparse(self, base: int, length: int, gpu_uuid: str) -> None: ...
 
-def _attacher(told: list[ev.Event]) -> Attacher:
-    return Attacher(NoUvm(), cast(WorkWatch, None), cast(DescriptorStore, None), told.append)
+    def unmap_sparse(self, base: int, length: int) -> None: ...
+
+    def close(self) -> None:
+        assert self.closing.wait(10)
 
 
-def test_a_pid_used_again_while_its_old_life_is_held_is_a_client_of_its_own() -> None:
+class FakeUvm:
+    def __init__(self) -> None:
+        self.spaces: list[FakeSpace] = []
+
+    def open(self, process: ProcessInstance, pidfd: int) -> Sequence[AddressSpace]:
+        self.spaces.append(FakeSpace())
+        return [self.spaces[-1]]
+
+    def adopt(self, fds: Mapping[str, int]) -> AddressSpace:
+        raise AssertionError("nothing is adopted here")
+
+
+class FakeStore:
+    """Names only. As the real ones it refuses a name that it has."""
+
+    kind = "fake"
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+
+    def put(self, name: str, fds: Sequence[int]) -> None:
+        if name in self.names:
+            raise StoreError(f"{name} is taken")
+        self.names.add(name)
+
+    def remove(self, name: str) -> None:
+        self.names.remove(name)
+
+    def fetch_all(self) -> dict[str, list[int]]:
+        return {}
+
+    def fileno(self) -> int:
+        return -1
+
+    def revive(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class NoWork:
+    def open(self, process: ProcessInstance, pidfd: int) -> NoView:
+        return NoView()
+
+    def adopt(self, process: ProcessInstance, fds: Mapping[str, int]) -> NoView:
+        return NoView()
+
+
+class NoView:
+    fds: Mapping[str, int] = {}
+
+    def refresh(self) -> None: ...
+
+    def pending(self) -> str:
+        return ""
+
+    def close(self) -> None: ...
+
+
+class Desk:
+    """An attacher and everything that it said."""
+
+    def __init__(self) -> None:
+        self.said: list[ev.Event] = []
+        self.uvm, self.store = FakeUvm(), FakeStore()
+        self.work = WorkWatch(NoWork(), 0.01, self.said.append)
+        self.attacher = Attacher(self.uvm, self.work, self.store, self.said.append)
+        self.process = procs.facts(os.getpid()).instance
+        self.client = ClientId("d1", self.process, 0)
+
+    def join(self) -> None:
+        assert self.attacher.notice("d1", self.process.pid)
+        self.attacher.attach("d1", self.process, 0)
+
+    def attached(self) -> list[ev.ClientAttached]:
+        return [e for e in self.said if isinstance(e, ev.ClientAttached)]
+
+    def dropped(self) -> int:
+        return sum(e.counters.get("events_dropped", 0) for e in self.said if isinstance(e, ev.Counted))
+
+    async def end(self) -> None:
+        for space in self.uvm.spaces:
+            space.closing.set()
+        await self.attacher.settled()
+        self.attacher.close()
+        await self.work.close()
+
+
+def at_a_desk(play: Callable[[Desk], object]) -> None:
     async def run() -> None:
-        told: list[ev.Event] = []
-        attacher = _attacher(told)
-        me = procs.facts(os.getpid()).instance
-        before = ProcessInstance(me.pid, me.start_ticks - 1)
-        # A dead client's pin: the kernel has given its number away since.
-        attacher._pins[before] = Pin(procs.Pinned(before, os.pidfd_open(me.pid)), None)
-        assert attacher.notice("d1", me.pid)
-        assert attacher.pinned(me) is not None
-        assert isinstance(told[0], ev.ClientNoticed) and told[0].facts.instance == me
-        attacher.close()
+        desk = Desk()
+        try:
+            async with asyncio.timeout(10):
+                result = play(desk)
+                if asyncio.iscoroutine(result):
+                    await result
+        finally:
+            await desk.end()
 
     asyncio.run(run())
 
 
-def test_a_tracker_that_fails_is_read_no_more() -> None:
-    async def run() -> None:
-        told: list[ev.Event] = []
-        attacher = _attacher(told)
-        space = Space()
-        attacher._track(ClientId("d1", ProcessInstance(1, 1), 0), cast(Any, space))
-        await asyncio.sleep(0.02)
-        assert space.tracker.drains == 1
-        assert told == [ev.Counted({"trackers_lost": 1})]
-        space.tracker.close()
+def test_names_of_leases_are_read_back_and_others_are_not_ours() -> None:
+    client = ClientId("d12", ProcessInstance(77, 1234), 3)
+    assert parse_lease_name(lease_name(client)) == client
+    for other in ("lease.d1.7.8", "lease.d1.x.8.0", "socket", "vault.d1.7.8.0", ""):
+        assert parse_lease_name(other) is None
 
-    asyncio.run(run())
+
+def test_events_that_the_driver_dropped_are_counted_once() -> None:
+    async def play(desk: Desk) -> None:
+        desk.join()
+        tracker = desk.uvm.spaces[0].tracker
+        # The driver counts from the beginning of the tracker.
+        for batch in (TrackerBatch((EVENT,), 0), TrackerBatch((), 5), TrackerBatch((EVENT,), 7)):
+            tracker.tell(batch)
+        while tracker.batches:
+            await asyncio.sleep(0)
+        assert desk.dropped() == 7
+        assert [e.event for e in desk.said if isinstance(e, ev.UvmFatal)] == [EVENT, EVENT]
+
+    at_a_desk(play)
+
+
+def test_only_fatal_events_are_told_and_not_without_end() -> None:
+    async def play(desk: Desk) -> None:
+        desk.join()
+        serviced = UvmEvent(
+            False, UvmFaultType.INVALID_PTE, Access.READ, UvmReason.UNKNOWN, 0x7F0000000000, 1
+        )
+        tracker = desk.uvm.spaces[0].tracker
+        tracker.tell(TrackerBatch((serviced, *[EVENT] * 1000), 0))
+        while tracker.batches:
+            await asyncio.sleep(0)
+        assert 1 <= len([e for e in desk.said if isinstance(e, ev.UvmFatal)]) <= 64
+
+    at_a_desk(play)
+
+
+def test_a_lease_is_stored_before_the_client_counts_as_attached() -> None:
+    def play(desk: Desk) -> None:
+        desk.join()
+        assert desk.store.names == {lease_name(desk.client)}
+        (told,) = desk.attached()
+        assert (told.tracked, told.problem) == (True, "")
+
+    at_a_desk(play)
+
+
+def test_after_an_exec_the_new_lease_waits_until_the_old_name_is_free() -> None:
+    async def play(desk: Desk) -> None:
+        desk.join()
+        desk.attacher.release(desk.client)
+        desk.attacher.attach("d1", desk.process, 0)
+        await asyncio.sleep(0)
+        assert len(desk.attached()) == 1
+        desk.uvm.spaces[0].closing.set()
+        while len(desk.attached()) < 2:
+            await asyncio.sleep(0.001)
+        assert desk.attached()[1].problem == ""
+        # The old one's removal did not take the new one's descriptors out of the store.
+        await desk.attacher.settled()
+        assert desk.store.names == {lease_name(desk.client)}
+
+    at_a_desk(play)
