@@ -62,8 +62,12 @@ class Guards:
         return self._kinds
 
     def add(self, client: ClientId, space: AddressSpace, gpus: Sequence[str]) -> None:
-        """Guard a client from the next round on, which is at once."""
-        if self._kinds and self._limit > 0:
+        """Guard a client from the next round on, which is at once.
+
+        Not in a domain of several GPUs: a range belongs to one GPU, and laying it for the next one is
+        not measured.
+        """
+        if self._kinds and self._limit > 0 and len(gpus) == 1:
             self._guarded[client] = Guarded(space, tuple(gpus))
             self._locks[client] = asyncio.Lock()
             self._wake.set()
