@@ -6,12 +6,14 @@ Exit status: 0 every verdict is valid; 1 one is invalid or unknown; 2 usage; as 
 from __future__ import annotations
 
 import argparse
+import errno
+import os
 import signal
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from faultinject import report
 from faultinject.checkers import check, verdict
@@ -184,17 +186,34 @@ def _told_to_stop(number: int, frame: object) -> None:
     raise KeyboardInterrupt
 
 
+def _mute(stream: TextIO) -> None:
+    """What is still buffered cannot be written; Python would try once more at exit, and complain."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     go: Callable[[argparse.Namespace], int] = args.go
     before = signal.signal(signal.SIGTERM, _told_to_stop)
     try:
-        return go(args)
+        status = go(args)
+        sys.stdout.flush()
+        return status
     except MpsdError as error:
         print(f"mpsd-faultinject: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:
+        # Whoever read has gone, as `| head` does: that is no error.
+        _mute(sys.stdout)
+        return 0
+    except OSError as error:
+        if error.filename is not None or error.errno not in (errno.ENOSPC, errno.EIO, errno.EDQUOT):
+            raise
+        _mute(sys.stdout)
+        print(f"mpsd-faultinject: cannot write: {error.strerror}", file=sys.stderr)
+        return 1
     finally:
         signal.signal(signal.SIGTERM, before)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mpsd.errors import UsageError
+from mpsd.errors import UnsupportedError, UsageError
 from mpsd.gpu.base import Backend
 
 BACKENDS = ("nvidia", "simulated")
@@ -86,13 +86,19 @@ def open_simulated_node(base: Path) -> Node:
 
 def open_nvidia_node(base: Path) -> Node:
     """The machine's own GPU; the kernels are compiled once. Raises MpsdError."""
-    from faultinject.programs.device_nvidia import CUBIN, prepare_kernels
+    try:
+        from faultinject.programs.device_nvidia import CUBIN, prepare_kernels
+    except ImportError as error:
+        raise UnsupportedError(
+            f"the harness cannot use CUDA: {error}",
+            remedy="scripts/setup --with cuda; where there is no GPU use --backend simulated",
+        ) from error
     from mpsd.gpu.nvidia.backend import open_nvidia
 
+    backend = open_nvidia()
     base.mkdir(parents=True, exist_ok=True)
     cubin = base / "kernels.cubin"
     prepare_kernels(cubin)
-    backend = open_nvidia()
     return Node(
         name="nvidia",
         backend=backend,

@@ -58,7 +58,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.backend:
         environ["MPSD_BACKEND"] = arguments.backend
     config = config_reader.load(arguments.config, environ)
-    logs.configure(config.log.format.value, config.log.level.value)
+    colors = False if environ.get("NO_COLOR") else None
+    logs.configure(config.log.format.value, config.log.level.value, colors=colors)
     backend = open_backend(config)
     try:
 
@@ -75,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     try:
         if arguments.command == "config":
-            return config_cli.run(arguments, os.environ, sys.stdout)
+            return config_cli.main_of(arguments, os.environ)
         return run(arguments)
     except MpsdError as error:
         print(f"mpsd: {error}", file=sys.stderr)

@@ -296,7 +296,10 @@ def check_rules(config: Config, where: str) -> None:
             )
         seen.add(gpu)
     if config.domains.start_retry_max_s < config.domains.start_retry_s:
-        raise ConfigError(f"{where}: domains.start_retry_max_s is below domains.start_retry_s")
+        raise ConfigError(
+            f"{where}: domains.start_retry_max_s is below domains.start_retry_s",
+            remedy="the first pause is the shortest: raise the one or lower the other",
+        )
     for gpu in config.limits.pinned_device_memory:
         if not re.fullmatch(r"[0-9]+|(GPU|MIG)-[0-9A-Za-z-/]+", gpu):
             raise ConfigError(

@@ -6,6 +6,7 @@ in effect, environment included, as TOML that can be saved and edited.
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from argparse import ArgumentParser, Namespace
@@ -47,13 +48,31 @@ def run(arguments: Namespace, environ: Mapping[str, str], out: TextIO) -> int:
     return 0
 
 
+def main_of(arguments: Namespace, environ: Mapping[str, str]) -> int:
+    """`run` on standard output, which may be closed, full or a pipe that nobody reads. Raises ConfigError."""
+    text = io.StringIO()
+    status = run(arguments, environ, text)
+    try:
+        if sys.stdout is not None:
+            sys.stdout.write(text.getvalue())
+            sys.stdout.flush()
+        return status
+    except OSError as error:
+        # What is still buffered cannot be written; Python would try once more at exit, and complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):
+            return status
+        print(f"mpsd: cannot write: {error.strerror or error}", file=sys.stderr)
+        return 1
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """`config` as a program of its own; the exit status is that of the error, if any."""
     parser = ArgumentParser(prog="mpsd config")
     add_arguments(parser)
     arguments = parser.parse_args(argv)
     try:
-        return run(arguments, os.environ, sys.stdout)
+        return main_of(arguments, os.environ)
     except MpsdError as error:
         print(f"mpsd: {error}", file=sys.stderr)
         return error.exit_code

@@ -33,13 +33,14 @@ def load(path: str | Path | None = None, environ: Mapping[str, str] | None = Non
     table = _read_file(source, optional=not named)
     config = _build(Config, table, str(source), "")
     config = _override(config, env)
+    given = sorted(name for _, _, name in _variables() if name in env)
     missing: dict[str, Any] = {
         key: value
         for key, value in default_directories(os.geteuid(), env).items()
         if not getattr(config, key)
     }
     config = replace(config, **missing)
-    check_rules(config, str(source))
+    check_rules(config, " with ".join([str(source), *(f"${name}" for name in given)]))
     return config
 
 
@@ -82,11 +83,15 @@ def _read_file(path: Path, *, optional: bool) -> dict[str, Any]:
         if optional:
             return {}
         raise ConfigError(f"there is no configuration file {path}", remedy="check the path") from error
+    except IsADirectoryError as error:
+        raise ConfigError(f"{path} is a directory", remedy="name the file in it") from error
     except OSError as error:
         raise ConfigError(
             f"cannot read {path}: {error.strerror}", remedy="check its owner and mode"
         ) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not text: {error}", remedy="save it as UTF-8") from error
+    except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is not TOML: {error}", remedy="mend that line") from error
     version = table.get("schema_version", SCHEMA_VERSION)
     if isinstance(version, int) and version > SCHEMA_VERSION:
@@ -97,10 +102,16 @@ def _read_file(path: Path, *, optional: bool) -> dict[str, Any]:
     return table
 
 
+def _variables() -> Iterator[tuple[str, Field[Any], str]]:
+    """(section or "", field, the environment variable) of every key."""
+    for section, key, spec in keys():
+        yield section, spec, "_".join(part for part in ("MPSD", section, key) if part).upper()
+
+
 def _override(config: Config, environ: Mapping[str, str]) -> Config:
     """Apply MPSD_<SECTION>_<KEY>. Other MPSD_ variables belong to others and are left alone."""
-    for section, key, spec in keys():
-        name = "_".join(part for part in ("MPSD", section, key) if part).upper()
+    for section, spec, name in _variables():
+        key = spec.name
         text = environ.get(name)
         if text is None:
             continue
@@ -139,10 +150,12 @@ def _build(kind: type[Any], table: Mapping[str, Any], source: str, prefix: str) 
 def _unknown_key(key: str, source: str) -> ConfigError:
     valid = [f"{section}.{name}" if section else name for section, name, _ in keys()]
     valid += sorted({section for section, _, _ in keys() if section})
-    near = difflib.get_close_matches(key, valid, n=1, cutoff=0.0)
+    near = difflib.get_close_matches(key, valid, n=1)
     tail = key.rpartition(".")[2]
     same_name = [name for name in valid if name.rpartition(".")[2] == tail]
-    return ConfigError(f"{source}: unknown key {key!r}", remedy=f"did you mean {(same_name or near)[0]!r}?")
+    meant = (same_name or near)[:1]
+    hint = f"did you mean {meant[0]!r}?" if meant else "mpsd config show lists the keys"
+    return ConfigError(f"{source}: unknown key {key!r}", remedy=hint)
 
 
 def _hint(kind: type[Any], key: str) -> Any:

@@ -126,6 +126,10 @@ class Daemon:
         try:
             self._assemble(notifier)
             await self._serve(notifier, stop_domains=stop_domains)
+            left = sorted(self.runtime.state.domains)
+            log.info(
+                "stopped", domains=left, note="they live on until the next mpsd" if left else "none is left"
+            )
         finally:
             notifier.close()
             os.close(lock)

@@ -15,7 +15,7 @@ import os
 import shutil
 from pathlib import Path
 
-from mpsd.errors import AlreadyRunningError, ConfigError
+from mpsd.errors import AlreadyRunningError, ConfigError, StoreError
 
 SOCKET_LIMIT = 107
 LONGEST_SOCKET = "control_privileged"
@@ -96,8 +96,14 @@ class Layout:
                 f"another mpsd (pid {owner}) runs on {self.run_dir}",
                 remedy="stop it first, or give this one another run_dir",
             ) from error
-        os.ftruncate(fd, 0)
-        os.write(fd, f"{os.getpid()}\n".encode())
+        try:
+            os.ftruncate(fd, 0)
+            os.write(fd, f"{os.getpid()}\n".encode())
+        except OSError as error:
+            os.close(fd)
+            raise StoreError(
+                f"cannot write {path}: {error.strerror}", remedy="make room there, or set another run_dir"
+            ) from error
         return fd
 
     def switch(self, slot: str, domain: str) -> None:

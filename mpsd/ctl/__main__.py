@@ -16,23 +16,26 @@ INTERRUPTED = 130
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = parser.build().parse_args(argv)
-    for stream in (sys.stdout, sys.stderr):
+    out = sys.stdout
+    if out is None:  # `>&-`: nobody wants to read it.
+        out = open(os.devnull, "w")  # noqa: SIM115
+    for stream in (out, sys.stderr):
         # A terminal that cannot show a character gets an escape for it, not an error for us.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
-        status = commands.run(options, sys.stdout)
-        sys.stdout.flush()
+        status = commands.run(options, out)
+        out.flush()
     except MpsdError as error:
         return _failed(str(error), error.exit_code)
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
         # Whoever read has gone, as `| head` does: that is no error.
-        _mute(sys.stdout)
+        _mute(out)
         return 0
     except OSError as error:
-        _mute(sys.stdout)
+        _mute(out)
         return _failed(f"cannot write: {error.strerror or error}", 1)
     except (LookupError, TypeError, ValueError) as error:
         what = f"{type(error).__name__}: {error}"

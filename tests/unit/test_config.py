@@ -140,7 +140,7 @@ def test_named_file_must_exist(tmp_path: Path) -> None:
 
 
 def test_a_directory_is_no_file(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot read"):
+    with pytest.raises(ConfigError, match="is a directory"):
         load(tmp_path, ENVIRON)
 
 

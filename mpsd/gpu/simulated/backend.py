@@ -130,6 +130,11 @@ def _start(where: str, gpus: int) -> None:
         raise DeadlineError(
             f"the simulated GPU in {where} did not start within {START_DEADLINE_S:g} s"
         ) from error
+    except OSError as error:
+        raise GpuError(
+            f"the simulated GPU did not start: {error.strerror}: {error.filename}",
+            remedy="every directory on the way to the Python that runs mpsd must be open to this user",
+        ) from error
     if done.returncode == 0:
         return
     # Somebody else holds the lock and is about to listen.
