@@ -197,7 +197,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     before = signal.signal(signal.SIGTERM, _told_to_stop)
     try:
         status = go(args)
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
         return status
     except MpsdError as error:
         print(f"mpsd-faultinject: {error}", file=sys.stderr)

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import io
+import os
+import shlex
+import subprocess
+import sys
 from argparse import ArgumentParser
 from dataclasses import fields
 from pathlib import Path
@@ -77,6 +81,7 @@ def test_all_kinds_of_values(tmp_path: Path) -> None:
         ("[domains]\nspair = true", "unknown key 'domains.spair' (did you mean 'domains.spare'?)"),
         ("spare = true", "unknown key 'spare' (did you mean 'domains.spare'?)"),
         ("[domain]\nspare = true", "unknown key 'domain' (did you mean 'domains'?)"),
+        ("nonsense = 1", "unknown key 'nonsense' (mpsd config show lists the keys)"),
         ("backend = 'nvidea'", "did you mean 'nvidia'?"),
         ("backend = 3", "is none of nvidia, simulated"),
         ("domains = 3", "is a section"),
@@ -130,6 +135,44 @@ def test_environment_wins_over_the_file(tmp_path: Path) -> None:
 def test_bad_environment_value_names_the_variable(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"\$MPSD_LIMITS_CLIENTS"):
         read(tmp_path, "", MPSD_LIMITS_CLIENTS="many")
+
+
+def test_a_rule_that_a_variable_breaks_names_the_variable(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"with \$MPSD_RUN_DIR: run_dir = 'x' is not an absolute path"):
+        read(tmp_path, "", MPSD_RUN_DIR="x")
+
+
+def test_what_is_not_text_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "mpsd.toml"
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="is not text"):
+        load(path, ENVIRON)
+
+
+@pytest.mark.parametrize(
+    ("program", "name"),
+    [
+        ("mpsd config show", "mpsd"),
+        ("mpsd.ctl faults --explain hang", "mpsd-ctl"),
+        ("faultinject list", "mpsd-faultinject"),
+    ],
+)
+def test_output_that_cannot_be_written_is_one_line_and_a_status(program: str, name: str) -> None:
+    full = printing(f"{program} >/dev/full")
+    assert (full.returncode, full.stderr) == (1, f"{name}: cannot write: No space left on device\n")
+    closed = printing(f"{program} >&-")
+    assert (closed.returncode, closed.stderr) == (0, "")
+
+
+def printing(command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        f"{shlex.quote(sys.executable)} -m {command}",
+        shell=True,
+        env={"PYTHONPATH": os.pathsep.join(sys.path), "MPSD_CONFIG": "/dev/null"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
 def test_named_file_must_exist(tmp_path: Path) -> None:
