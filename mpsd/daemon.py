@@ -47,7 +47,7 @@ STOP_PATIENCE_S = 30.0
 # Anybody who can become many users (a user namespace has 65536) must not start as many servers.
 MAX_SLOTS = 64
 LOG_SPACE_NEEDED = 256 << 10
-NVML_PATIENCE_S = 0.1
+NVML_PATIENCE_S = 0.03
 # What `auto` means. The measurements behind it: faultinject/reports/README.md.
 SAFE_GUARDS = frozenset({GuardClass.LOW})
 
