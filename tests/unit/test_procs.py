@@ -185,9 +185,10 @@ def test_an_exec_shows_though_pid_and_start_stay() -> None:
 
 def test_the_environment_of_another_process() -> None:
     environment = {"CUDA_MPS_PIPE_DIRECTORY": "/run/x y", "ODD": "a=b"}
-    with subprocess.Popen(
-        [sys.executable, "-c", "input()"], env=environment, stdin=subprocess.PIPE
-    ) as process:
+    program = [sys.executable, "-c", "print(flush=True); input()"]
+    with subprocess.Popen(program, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        # The kernel shows the environment a moment after exec has closed the parent's pipe.
+        assert process.stdout is not None and process.stdout.readline()
         assert procs.environment_value(process.pid, "CUDA_MPS_PIPE_DIRECTORY") == "/run/x y"
         assert procs.environment_value(process.pid, "ODD") == "a=b"
         assert procs.environment_value(process.pid, "NONE") is None
