@@ -15,9 +15,9 @@ import os
 import shutil
 from pathlib import Path
 
+from mpsd.config import SOCKET_PATH_LIMIT
 from mpsd.errors import AlreadyRunningError, ConfigError, StoreError
 
-SOCKET_LIMIT = 107
 LONGEST_SOCKET = "control_privileged"
 # Logs of so many ended domains are kept.
 LOGS_KEPT = 32
@@ -69,9 +69,9 @@ class Layout:
                     remedy="run as root, or set run_dir, log_dir and state_dir to places you may write",
                 ) from error
         longest = self.slot_path("x" * 24) / LONGEST_SOCKET
-        if len(os.fsencode(longest)) > SOCKET_LIMIT:
+        if len(os.fsencode(longest)) > SOCKET_PATH_LIMIT:
             raise ConfigError(
-                f"run_dir {self.run_dir} is too long: a socket path may have {SOCKET_LIMIT} bytes",
+                f"run_dir {self.run_dir} is too long: a socket path may have {SOCKET_PATH_LIMIT} bytes",
                 remedy="choose a shorter run_dir",
             )
 

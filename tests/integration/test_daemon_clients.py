@@ -27,10 +27,7 @@ def served() -> Iterator[Site]:
 def site(served: Site) -> Iterator[Site]:
     """The daemon, with nobody left in it afterwards."""
     yield served
-    for program in served.programs:
-        program.close()
-    served.programs.clear()
-    served.until(lambda s: not s["clients"] and not s["dead"], "nobody is left")
+    served.empty()
 
 
 def kill(site: Site, pid: int, **more: Any) -> Mapping[str, Any]:

@@ -25,10 +25,7 @@ def served() -> Iterator[Site]:
 def site(served: Site) -> Iterator[Site]:
     """The daemon, with nobody left in it afterwards."""
     yield served
-    for program in served.programs:
-        program.close()
-    served.programs.clear()
-    served.until(lambda s: not s["clients"] and not s["dead"], "nobody is left")
+    served.empty()
 
 
 def test_each_user_has_a_path_and_a_domain_of_its_own(site: Site) -> None:

@@ -313,6 +313,13 @@ class Site:
         self.attached(program)
         return program
 
+    def empty(self) -> None:
+        """End every program and wait until the daemon has nobody left, nor anything held for the dead."""
+        for program in self.programs:
+            program.close()
+        self.programs.clear()
+        self.until(lambda s: not s["clients"] and not s["dead"], "nobody is left")
+
     def gone(self, program: Program) -> Status:
         """Until nothing is held of it."""
         return self.until(
