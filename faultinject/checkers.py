@@ -194,7 +194,9 @@ def eviction_done(fault: Fault, seen: Observation) -> Judgement:
         return None
     if seen.evict_asked is None:
         return unknown("no eviction was asked for")
-    return invalid("the offender lived on") if seen.gone_ms is None else valid()
+    if seen.evicted_at is None:
+        return invalid("the offender lived on")
+    return unknown("the offender had died before it was asked for") if seen.gone_ms is None else valid()
 
 
 def stranger_spared(fault: Fault, seen: Observation) -> Judgement:

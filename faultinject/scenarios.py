@@ -59,10 +59,12 @@ def eviction(stage: Stage) -> None:
         time.sleep(UNDERWAY_S)
         offender.signal(signal.SIGCONT)
     elif kind == "dies_while_evicted":
-        killer = threading.Thread(target=offender.signal, args=(signal.SIGKILL,))
-        killer.start()
-        stage.evict(offender)
-        killer.join()
+        asking = threading.Thread(target=stage.evict, args=(offender,))
+        asking.start()
+        # Not before the request is under way: a dead process is nobody to evict.
+        wait_for(lambda: stage.history.first("asked") is not None, UP_S)
+        offender.signal(signal.SIGKILL)
+        asking.join()
     else:
         stage.evict(offender)
     offender.wait("gone", timeout=UP_S)

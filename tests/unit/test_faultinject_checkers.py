@@ -151,6 +151,7 @@ def test_what_goes_wrong_with_a_stray_store(
         ("server_death", {"records": (record("server-death"),)}, "nobody named wrongly", Verdict.INVALID),
         ("mpsd_death", {"readopted": False}, "readopted", Verdict.INVALID),
         ("endless@free", {"evict_asked": 10.1, "evicted_at": None}, "eviction done", Verdict.INVALID),
+        ("endless@free", {"evict_asked": 10.1, "evicted_at": 10.0}, "eviction done", Verdict.UNKNOWN),
         ("pid_reuse", {"innocent_alive": False}, "stranger spared", Verdict.INVALID),
         ("pid_reuse", {"innocent_alive": True}, "stranger spared", Verdict.INVALID),
         (
