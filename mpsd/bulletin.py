@@ -18,6 +18,8 @@ from mpsd.recordtext import record_json
 log = structlog.get_logger("mpsd.bulletin")
 
 EVENTS_KEPT = 1000
+# A record is revised for seconds only; far more records than can be open at a time.
+RECORDS_TIMED = 1000
 Sink = Callable[[Mapping[str, Any], frozenset[int], int], None]
 
 
@@ -58,6 +60,8 @@ class Bulletin:
             raw = time.clock_gettime_ns(time.CLOCK_MONOTONIC_RAW)
             spent = (raw - record.source_ns) / 1e6 if record.source_ns else None
             self._record_ms[record.id] = round(spent, 3) if spent is not None else None
+            while len(self._record_ms) > RECORDS_TIMED:
+                del self._record_ms[next(iter(self._record_ms))]
         shown = record_json(record, self.wall_at_zero, self._record_ms[record.id])
         self.journal.append(shown)
         parties = [record.offender] if record.offender else []

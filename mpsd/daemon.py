@@ -42,7 +42,7 @@ from mpsd.statusview import GpuView, look_at_gpus
 log = structlog.get_logger("mpsd.daemon")
 
 TICK_S = 1.0
-MODE_EVERY, LIST_EVERY, TRIM_EVERY = 5, 10, 60
+MODE_EVERY, FLUSH_EVERY, LIST_EVERY, TRIM_EVERY = 5, 5, 10, 60
 STOP_PATIENCE_S = 30.0
 # Anybody who can become many users (a user namespace has 65536) must not start as many servers.
 MAX_SLOTS = 64
@@ -233,6 +233,7 @@ class Daemon:
         if self._store.fileno() >= 0:
             self._loop.remove_reader(self._store.fileno())
         self._save()
+        self._statefile.sync()
         held = bool(self._attacher.leases)
         self._attacher.close()
         if not held and not self._hosts_left and isinstance(self._store, KeeperStore):
@@ -468,6 +469,13 @@ class Daemon:
             await self._reconcile()
         if rounds % TRIM_EVERY == 0:
             self._hosts.trim_logs(self.config.log.max_bytes)
+        if rounds % FLUSH_EVERY == 0:
+            await asyncio.to_thread(self._flush)
+
+    def _flush(self) -> None:
+        """For a loss of power. Disks take their time: never on the loop."""
+        self._statefile.sync()
+        self.bulletin.journal.sync()
 
     async def _look_at_modes(self) -> None:
         for slot in tuple(self.runtime.state.slots.values()):

@@ -8,8 +8,8 @@ When the file grows past its bounds it is written anew with the newest records, 
 and renamed. When it cannot be written (full disk) the records stay in memory and are written later:
 the daemon never dies of its journal, and `problem` says what is wrong.
 
-Lines are not flushed one by one: they survive the death of mpsd, and a loss of power may cost the
-last seconds.
+Lines are not flushed one by one: they survive the death of mpsd, and a loss of power may cost what
+was written since the last `sync`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from mpsd.errors import StoreError
-from mpsd.statefile import check_level, replace_file, set_aside, write_all
+from mpsd.statefile import check_level, replace_file, set_aside, sync_file, write_all
 
 NAME = "faults.journal"
 KIND = "mpsd fault journal"
@@ -42,6 +42,7 @@ class Journal:
         self._waiting: dict[int, bytes] = {}
         self._fd = -1
         self._loaded = False
+        self._unflushed = False
         self._size = 0
         self._lines = 0
 
@@ -89,14 +90,17 @@ class Journal:
             self._failed(error)
             return False
         self._waiting.clear()
+        self._unflushed = True
         self.problem = None
         return True
 
     def sync(self) -> None:
-        """Flush to disk; a failure is left in `problem`."""
+        """Flush what was written since the last call to disk, from any thread; see `problem`."""
+        if not self._unflushed:
+            return
+        self._unflushed = False
         try:
-            if self._fd >= 0:
-                os.fsync(self._fd)
+            sync_file(self.path)
         except OSError as error:
             self._failed(error)
 

@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-import pwd
 from datetime import UTC, datetime
-from functools import lru_cache
 from typing import Any
 
 from mpsd.core.records import FaultRecord, Party
 from mpsd.core.taxonomy import CLASSES
-
-
-@lru_cache(maxsize=1024)
-def user_name(uid: int) -> str:
-    """The name of a user, or the number as text."""
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return str(uid)
+from mpsd.usernames import user_name
 
 
 def party_json(party: Party) -> dict[str, Any]:

@@ -1,8 +1,10 @@
 """One small JSON file that survives every way to die: what a new daemon needs to adopt the world.
 
-Written whole: to a temporary file, flushed to disk, renamed over the old one. A reader sees the old
-state or the new one, never a mixture. It carries a kind, a level (the version of its contents) and
-a checksum; a level from the future is refused and the file left as it is.
+Written whole: to a temporary file, renamed over the old one. A reader sees the old state or the new
+one, never a mixture. That is enough for every death of the process; for a loss of power `sync` also
+flushes it to disk, which can take long and so is not part of `save`. The file carries a kind, a level
+(the version of its contents) and a checksum; a level from the future is refused and the file left as
+it is.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ class StateFile:
         self.level = level
         self.problem: str | None = None
         self._waiting: Mapping[str, object] | None = None
+        self._unflushed = False
 
     def load(self) -> dict[str, Any] | None:
         """The state, or None when there is none.
@@ -67,8 +70,21 @@ class StateFile:
             self.problem = f"cannot write {self.path}: {error.strerror}"
             return False
         self._waiting = None
+        self._unflushed = True
         self.problem = None
         return True
+
+    def sync(self) -> None:
+        """Flush what was saved since the last call to disk, from any thread; see `problem`."""
+        if not self._unflushed:
+            return
+        self._unflushed = False
+        try:
+            sync_file(self.path)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            self.problem = f"cannot flush {self.path}: {error.strerror}"
 
     def _encode(self, state: Mapping[str, object]) -> bytes:
         body = json.dumps(state, separators=(",", ":"))
@@ -101,24 +117,28 @@ def check_level(path: Path, head: Mapping[str, Any], kind: str, level: int) -> N
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write the file whole and durably, mode 0600. Raises OSError; the old content stays then."""
+    """Write the file whole, mode 0600. Raises OSError; the old content stays then."""
     temporary = path.with_name(path.name + ".new")
     path.parent.mkdir(mode=0o750, parents=True, exist_ok=True)
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         write_all(fd, content)
-        os.fsync(fd)
     except OSError:
         os.unlink(temporary)
         raise
     finally:
         os.close(fd)
     os.replace(temporary, path)
-    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
+
+
+def sync_file(path: Path) -> None:
+    """Flush a file and its name to disk: fsync(2) of it and of its directory. Raises OSError."""
+    for name, flags in ((path, 0), (path.parent, os.O_DIRECTORY)):
+        fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | flags)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
 
 
 def write_all(fd: int, content: bytes) -> None:

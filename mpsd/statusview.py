@@ -12,7 +12,7 @@ from mpsd.errors import MpsdError
 from mpsd.gpu.base import DeviceManager
 from mpsd.layout import Layout
 from mpsd.model import ClientId, ComputeMode, Gpu, GpuProcess, ProcessInstance
-from mpsd.recordtext import user_name
+from mpsd.usernames import user_name
 
 SCHEMA = 1
 

@@ -16,7 +16,8 @@ from mpsd.linux import inotify, procfs
 
 CHUNK = 1 << 16
 LINE_LIMIT = 1 << 16
-DRAIN_LIMIT = 8 << 20
+HISTORY = 8 << 20
+DRAIN_LIMIT = 256 << 10
 _TAIL = 64
 _EVENTS = inotify.MODIFY | inotify.CREATE | inotify.MOVED_TO | inotify.MOVED_FROM | inotify.DELETE
 
@@ -31,7 +32,7 @@ class FileTail:
     """
 
     def __init__(
-        self, path: str, *, from_start: bool = True, history: int = DRAIN_LIMIT, line_limit: int = LINE_LIMIT
+        self, path: str, *, from_start: bool = True, history: int = HISTORY, line_limit: int = LINE_LIMIT
     ) -> None:
         self.path = path
         self.lines_cut = 0
@@ -54,7 +55,7 @@ class FileTail:
         return self._poll.fileno()
 
     def drain(self) -> list[str]:
-        """Complete lines since the last call. Stops after about 8 MiB and stays readable if there is more."""
+        """Complete lines since the last call, up to DRAIN_LIMIT bytes; readable while there are more."""
         self._watch.drain()
         try:
             os.eventfd_read(self._more)

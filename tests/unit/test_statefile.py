@@ -62,7 +62,7 @@ def test_another_kind_is_refused(tmp_path: Path) -> None:
         state_file(tmp_path).load()
 
 
-@pytest.mark.parametrize("call", ["write", "fsync", "replace", "open"])
+@pytest.mark.parametrize("call", ["write", "replace", "open"])
 def test_full_disk_keeps_the_old_file_and_the_new_state(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
@@ -80,6 +80,29 @@ def test_full_disk_keeps_the_old_file_and_the_new_state(
     assert file.retry()
     assert file.problem is None
     assert state_file(tmp_path).load() == {"new": True}
+
+
+def test_a_flush_happens_once_for_each_change_and_its_failure_shows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed: list[int] = []
+    monkeypatch.setattr(os, "fsync", flushed.append)
+    file = state_file(tmp_path)
+    file.sync()
+    assert flushed == []
+    file.save({"a": 1})
+    file.sync()
+    file.sync()
+    assert len(flushed) == 2, "the file and its directory"
+
+    def broken(_: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fsync", broken)
+    file.save({"a": 2})
+    file.sync()
+    assert "Input/output error" in (file.problem or "")
+    assert state_file(tmp_path).load() == {"a": 2}
 
 
 def test_unwritable_place_is_a_problem_not_an_exception(tmp_path: Path) -> None:
