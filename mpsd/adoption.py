@@ -207,7 +207,7 @@ class Adoption:
                 log.warning("clients are not listed", domain=domain, reason=str(error))
                 continue
             for pid in pids:
-                self.attacher.notice(domain, pid)
+                self.attacher.notice(domain, pid, listed=True)
 
 
 def _alive(process: ProcessInstance) -> bool:

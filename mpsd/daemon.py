@@ -485,20 +485,28 @@ class Daemon:
 
     async def _reconcile(self) -> None:
         """Clients that no log line told of, servers that changed unseen."""
-        known = {c.id.process.pid for c in self.runtime.state.clients.values() if c.living}
         for domain in self._hosts.names():
-            try:
-                listed = await self._hosts.listed_clients(domain)
-            except MpsdError as error:
-                log.warning("clients are not listed", domain=domain, reason=str(error))
-                continue
-            for pid in set(listed) - known:
-                self._attacher.notice(domain, pid)
+            await self.list_clients(domain)
             self._hosts.ask(domain)
+
+    async def list_clients(self, domain: str) -> None:
+        """Ask a domain's server for its clients: those unknown are noticed, those known are proven."""
+        try:
+            listed = await self._hosts.listed_clients(domain)
+        except MpsdError as error:
+            log.warning("clients are not listed", domain=domain, reason=str(error))
+            return
+        state = self.runtime.state
+        proven = {c.id.process.pid for c in state.clients_of(domain) if c.living and c.listed}
+        for pid in set(listed) - proven:
+            self._attacher.notice(domain, pid, listed=True)
 
     async def _stop_domains(self) -> None:
         self._post(ev.StopRequested())
         end = time.monotonic() + STOP_PATIENCE_S
+        state = self.runtime.state
+        for domain in {c.id.domain for c in state.clients.values() if c.living and c.eviction is None}:
+            await self.list_clients(domain)
         while self.runtime.state.domains and time.monotonic() < end:
             await asyncio.sleep(0.02)
         for domain in self.runtime.state.domains:

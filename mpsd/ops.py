@@ -12,6 +12,7 @@ from mpsd import __version__, procs
 from mpsd.config import BackendName
 from mpsd.core import events as ev
 from mpsd.core import taxonomy
+from mpsd.core.proof import grounds
 from mpsd.core.state import Client, DomainState
 from mpsd.doctor import KERNEL_LOG, run_checks
 from mpsd.errors import (
@@ -137,6 +138,8 @@ class Operations:
                 f"process {client.id.process.pid} belongs to {client.facts.uid}, not to you",
                 remedy="its owner, root and the mpsd group may evict it",
             )
+        if grounds(self._daemon.runtime.state, client.id.process, asked=True) is None:
+            await self._daemon.list_clients(client.id.domain)
         liveness = procs.liveness(client.id.process)
         if args.get("dry_run"):
             return {"steps": self._planned(client, liveness), "outcome": "dry-run", "evict_ms": None}
@@ -149,7 +152,10 @@ class Operations:
         return dict(data)
 
     def _planned(self, client: Client, liveness: Liveness) -> list[str]:
-        domain = self._daemon.runtime.state.domains[client.id.domain]
+        state = self._daemon.runtime.state
+        domain = state.domains[client.id.domain]
+        if grounds(state, client.id.process, asked=True) is None:
+            return ["nothing: only a line in a log says that it is a client, which is no proof"]
         steps = ["hold its lease" if client.leased else "it has no lease: its kernels may harm others"]
         faulted = domain.state in (DomainState.FAULTED, DomainState.HEADLESS) or domain.server is None
         if faulted or liveness is not Liveness.RUNNING:
@@ -218,6 +224,9 @@ def _concerns(record: Mapping[str, Any], uid: int) -> bool:
 def _evict_error(code: str, message: str) -> MpsdError:
     if code == "deadline":
         return DeadlineError(message, remedy="see its state in ps: D means that the kernel holds it")
+    if code == "unproven":
+        remedy = "its server does not list it and it has no lease; if it is yours to end, use kill(1)"
+        return AmbiguousError(message, remedy=remedy)
     return AmbiguousError(message) if code == "busy" else NotFoundError(message)
 
 

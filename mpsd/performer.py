@@ -76,8 +76,9 @@ class Performer:
         self._hands.hosts.terminate(effect.domain, effect.server, effect.process, effect.deadline_s)
 
     def _kill(self, effect: fx.Kill) -> None:
-        log.info("SIGKILL", pid=effect.process.pid, why=effect.why)
-        self._hands.attacher.kill(effect.process)
+        process = effect.client.process
+        log.info("SIGKILL", pid=process.pid, domain=effect.client.domain, why=effect.why)
+        self._hands.attacher.kill(process)
 
     def _release(self, effect: fx.ReleaseLease) -> None:
         self._spawn(self._release_when_free(effect))

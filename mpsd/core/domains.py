@@ -14,10 +14,11 @@ from mpsd.core.draft import Draft
 from mpsd.core.effects import ArmTimer, AskServer, StartDomain, StopDomain, SwitchPath
 from mpsd.core.killing import kill_by_policy
 from mpsd.core.lifecycle import DomainTrigger, next_domain_state
-from mpsd.core.state import SERVING, Client, Domain, DomainState, Slot
+from mpsd.core.state import SERVING, Domain, DomainState, Slot
 from mpsd.model import ServerState
 
 ASK_AGAIN_S = 0.25
+PROOF_WAIT_S = 10.0
 _LEFTOVER = (
     DomainState.FAULTED,
     DomainState.POISONED,
@@ -308,8 +309,12 @@ def on_drain(draft: Draft, event: ev.DrainRequested) -> None:
 def on_stop(draft: Draft, event: ev.StopRequested) -> None:
     """Evict every client, then stop every domain; the daemon waits until none is left."""
     draft.state = replace(draft.state, stopping=True)
-    for client in tuple(draft.state.clients.values()):
-        kill_by_policy(draft, client.id.process, "mpsd was told to stop its domains")
+    for client in [c for c in draft.state.clients.values() if c.living]:
+        kill_by_policy(draft, client, "mpsd was told to stop its domains")
+    spared = {c.id.process.pid for c in draft.state.clients.values() if c.living and c.eviction is None}
+    if spared:
+        text = "nothing proves that these are clients of the domains whose logs name them: they are let live"
+        draft.publish("clients-unproven", None, pids=sorted(spared), text=text)
     for slot in tuple(draft.state.slots.values()):
         draft.put_slot(replace(slot, active=None, spare=None))
     for domain in tuple(draft.state.domains.values()):
@@ -333,17 +338,11 @@ def on_laggards(draft: Draft, domain: str) -> None:
 def on_kill_victims(draft: Draft, domain: str) -> None:
     where = draft.state.domains[domain]
     if _work_is_lost(where):
-        for client in tuple(draft.state.living_of(domain)):
-            if _proven(where, client):
-                kill_by_policy(draft, client.id.process, "victim of a fault that did not leave")
-
-
-def _proven(domain: Domain, client: Client) -> bool:
-    """Whether a process may be killed unasked: a line in a log names a pid, which is a claim.
-
-    A lease shows that it holds GPU memory; a process of the domain's own user is that user's to lose.
-    """
-    return client.leased or client.facts.uid == domain.uid
+        why = "victim of a fault that did not leave"
+        killed = [kill_by_policy(draft, c, why) for c in tuple(draft.state.living_of(domain))]
+        if not all(killed):
+            # What proves them clients may still come.
+            draft.emit(ArmTimer("kill-victims", domain, PROOF_WAIT_S))
 
 
 def _work_is_lost(domain: Domain) -> bool:

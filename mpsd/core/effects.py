@@ -62,9 +62,9 @@ class Terminate:
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """SIGKILL by pidfd, with the lease held."""
+    """SIGKILL by pidfd, with the lease held. `client`: as which client of which domain the process goes."""
 
-    process: ProcessInstance
+    client: ClientId
     why: str
 
 

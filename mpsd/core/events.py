@@ -128,10 +128,14 @@ class ClientRefused:
 
 @dataclass(frozen=True, slots=True)
 class ClientNoticed:
-    """A pinned process joined a domain. It may not have an address space yet."""
+    """A pinned process joined a domain, so its log says. It may not have an address space yet.
+
+    `listed`: the server said so when it was asked.
+    """
 
     domain: str
     facts: ProcessFacts
+    listed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,9 +100,13 @@ class Domain:
     former_server: ProcessInstance | None = None
 
 
+POLICY = "policy"
+"""The requester of an eviction that nobody waits for."""
+
+
 @dataclass(frozen=True, slots=True)
 class Eviction:
-    """An eviction under way: who asked (a request id or `policy`), since when, and when SIGKILL was sent."""
+    """An eviction under way: who asked (a request id or POLICY), since when, and when SIGKILL was sent."""
 
     requester: str
     reason: str
@@ -113,6 +117,8 @@ class Eviction:
 
 @dataclass(frozen=True, slots=True)
 class Client:
+    """`leased`, `listed` (by the server, when asked): see mpsd.core.proof."""
+
     id: ClientId
     facts: ProcessFacts
     state: ClientState
@@ -121,6 +127,7 @@ class Client:
     died: float | None = None
     leased: bool = False
     tracked: bool = False
+    listed: bool = False
     blind: bool = False
     eviction: Eviction | None = None
     problem: str = ""

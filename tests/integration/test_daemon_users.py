@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import time
 from collections.abc import Iterator
 
 import pytest
 
 import mpsd_client
-from tests.support.site import DEADLINE_S, OTHER_UID, Site, as_user
+from tests.support.site import DEADLINE_S, OTHER_UID, Site, as_user, until
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be somebody else")
 THIRD_UID = 65533
@@ -128,3 +129,33 @@ def test_a_user_can_ask_for_the_shared_domain(site: Site) -> None:
     theirs = site.program(uid=OTHER_UID, environ=environ)
     status = site.attached(ours, theirs)
     assert len({c["domain"] for c in status["clients"]}) == 1
+
+
+def test_a_forged_log_line_gets_no_innocent_killed() -> None:
+    with Site() as site:
+        site.start("--stop-domains")
+        client = site.join(uid=OTHER_UID)
+        (row,) = site.status()["clients"]
+        assert {"own", "leased"} <= set(row["proof"])
+        # Root's, and no client of anybody: but what a user's server prints goes into its domain's log.
+        innocent = subprocess.Popen(["sleep", "1000"], start_new_session=True, env={})
+        try:
+            with (site.log_dir / row["domain"] / "control.log").open("a") as log:
+                log.write(f"[2026-01-01 00:00:00.000 Control 1] NEW CLIENT {innocent.pid} from user 0: x\n")
+            status = site.until(
+                lambda s: [c for c in s["clients"] if c["pid"] == innocent.pid], "the line is read"
+            )
+            assert next(c["proof"] for c in status["clients"] if c["pid"] == innocent.pid) == []
+            with pytest.raises(mpsd_client.MpsdError, match="only a line in a log"):
+                site.ask(lambda c: c.kill(innocent.pid))
+            plan = site.ask(lambda c: c.kill(innocent.pid, dry_run=True))
+            assert "nothing" in plan["steps"][0]
+            assert site.process is not None
+            site.process.terminate()
+            client.wait()
+            assert innocent.poll() is None
+        finally:
+            innocent.kill()
+            innocent.wait(DEADLINE_S)
+        assert site.terminate() == 0
+        until(lambda: not site.processes("nvidia-cuda-mps"), "every domain has ended")

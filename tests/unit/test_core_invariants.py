@@ -104,7 +104,7 @@ def test_harmful_effects_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
         decide_wrongly(monkeypatch, terminate, fault=True)
     for pid in (10, 99):
         with pytest.raises(InvariantViolation, match="killed though nobody asked"):
-            decide_wrongly(monkeypatch, Kill(process(pid), "why"))
+            decide_wrongly(monkeypatch, Kill(ClientId("d1", process(pid)), "why"))
     with pytest.raises(InvariantViolation, match="given up while it is kept"):
         decide_wrongly(monkeypatch, ReleaseLease(ClientId("d1", process(10))))
 
