@@ -31,12 +31,12 @@ KIND = "mpsd-state"
 _GONE = (DomainState.STOPPING, DomainState.FAILED)
 
 
-def to_file(state: State, settings: Sequence[str]) -> dict[str, Any]:
+def to_file(state: State, settings: Mapping[str, Sequence[str]]) -> dict[str, Any]:
     """What a later daemon needs of this state, as plain values."""
     return {
         "next_domain": state.next_domain,
         "drained": sorted(state.drained),
-        "settings": list(settings),
+        "settings": dict(settings),
         "slots": [
             {
                 "id": s.id,
@@ -142,7 +142,7 @@ class Adoption:
         server: ProcessInstance | None = None
         try:
             if control is not None:
-                server = self.hosts.adopt(name, gpus, control)
+                server = self.hosts.adopt(name, gpus, slot["uid"], control)
         except MpsdError as error:
             log.info("control daemon is not adopted", domain=name, reason=str(error))
             control = None

@@ -299,7 +299,7 @@ class Daemon:
     async def _adopt(self) -> None:
         saved = self._statefile.load()
         if saved is not None:
-            self.settings.restore(saved["settings"])
+            self._restore_settings(saved["settings"])
             if saved["drained"]:
                 wanted = () if "*" in saved["drained"] else tuple(saved["drained"])
                 self._post(ev.DrainRequested(wanted, True))
@@ -311,6 +311,12 @@ class Daemon:
         if lost:
             log.info("leases of nobody were given up", leases=lost)
         self._post(ev.AdoptionDone())
+
+    def _restore_settings(self, saved: Mapping[str, Sequence[str]]) -> None:
+        try:
+            self.settings.restore(saved, [gpu.uuid for gpu in self.gpus])
+        except (ValueError, AttributeError) as error:
+            log.warning("settings made by hand are not restored", reason=str(error))
 
     def _prestart(self) -> None:
         shared = self.config.domains.mode is DomainMode.SHARED

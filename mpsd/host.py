@@ -2,6 +2,8 @@
 
 Everything that happens in a domain's own processes and files becomes an event here; what core decides
 about a domain (start, stop, ask, terminate) is carried out here, each with a deadline.
+
+Long because a domain's start, adoption, logs, commands and end share its processes and descriptors.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from mpsd.layout import Layout
 from mpsd.linux.pinned import Pinned
 from mpsd.logfollow import LogFollower
 from mpsd.model import ProcessInstance, ServerState
-from mpsd.settings import ControlSettings
+from mpsd.settings import ControlSettings, Setting, understood
 
 log = structlog.get_logger("mpsd.host")
 
@@ -43,14 +45,20 @@ class Callbacks:
 
 @dataclass(slots=True)
 class Host:
-    """One domain that runs. `server` is pinned while it lives."""
+    """One domain that runs. `uid`: its owner, None for everybody. `server` is pinned while it lives.
+
+    `claimed`: settings that its log tells of and its control daemon has not confirmed yet, by key.
+    """
 
     name: str
+    uid: int | None
     control: ControlDaemon
     parser: mpslog.LogParser = field(default_factory=mpslog.LogParser)
     follower: LogFollower | None = None
     server: Pinned | None = None
     control_watch: int = -1
+    claimed: dict[str, Setting] = field(default_factory=dict)
+    confirming: bool = False
 
 
 class Hosts:
@@ -104,7 +112,7 @@ class Hosts:
         self._spawn(self._start(domain, gpus, uid))
 
     async def _start(self, domain: str, gpus: tuple[str, ...], uid: int | None) -> None:
-        host = Host(domain, self._control(domain, gpus))
+        host = Host(domain, uid, self._control(domain, gpus))
         try:
             pipedir.prepare(host.control.pipe_dir, host.control.log_dir)
             # Before the daemon starts: a log left from an earlier life of this name is not read again.
@@ -113,7 +121,7 @@ class Hosts:
             await host.control.start(self._start_deadline_s, multiuser=uid is None)
             self._hosts[domain] = host
             self._watch_control(host)
-            for command in self._settings.commands():
+            for command in self._settings.commands(uid):
                 await host.control.command(command)
             await host.control.start_server(uid or 0, self._start_deadline_s)
             await host.control.wait_active(self._start_deadline_s)
@@ -133,7 +141,9 @@ class Hosts:
             await host.control.kill()
         self._let_go(host)
 
-    def adopt(self, domain: str, gpus: tuple[str, ...], control: ProcessInstance) -> ProcessInstance | None:
+    def adopt(
+        self, domain: str, gpus: tuple[str, ...], uid: int | None, control: ProcessInstance
+    ) -> ProcessInstance | None:
         """Take over a running domain; its server's instance, None if it has none.
 
         Raises NotFoundError when it has ended, AmbiguousError when the process is another one.
@@ -146,7 +156,7 @@ class Hosts:
             gpus=gpus,
             environment=self._environment,
         )
-        host = Host(domain, daemon)
+        host = Host(domain, uid, daemon)
         self._hosts[domain] = host
         self._follow(host)
         self._watch_control(host)
@@ -154,7 +164,8 @@ class Hosts:
 
     def adopt_headless(self, domain: str, gpus: tuple[str, ...], server: ProcessInstance | None) -> bool:
         """Take over what is left of a domain whose control daemon died; False if nothing is."""
-        host = Host(domain, self._control(domain, gpus))
+        # Without a control daemon there is nobody to be set: whose it is does not matter.
+        host = Host(domain, None, self._control(domain, gpus))
         if server is not None:
             try:
                 self._set_server(host, Pinned.open(server.pid, server.start_ticks))
@@ -193,9 +204,45 @@ class Hosts:
             case mpslog.ClientDisconnected(pid=int(pid)) | mpslog.ClientExit(pid=pid):
                 self._callbacks.left(host.name, pid)
             case mpslog.AdminCommand(text=text):
-                if self._settings.learn(text):
-                    log.info("setting kept for later domains", domain=host.name, command=text)
-                    self._callbacks.set_by_hand()
+                self._claimed(host, text)
+
+    def _claimed(self, host: Host, command: str) -> None:
+        """A command that the log tells of: whether a setting is one, its control daemon is asked."""
+        try:
+            setting = understood(command, host.control.gpus)
+        except ValueError as error:
+            log.info("setting rejected", domain=host.name, command=command, reason=str(error))
+            self._callbacks.post(ev.Counted({"settings_rejected": 1}))
+            return
+        if setting is None or self._hosts.get(host.name) is not host:
+            return
+        host.claimed[setting.key] = setting
+        # One question at a time, whatever a log says.
+        if not host.confirming:
+            host.confirming = True
+            self._spawn(self._confirm(host))
+
+    async def _confirm(self, host: Host) -> None:
+        try:
+            while host.claimed:
+                setting = host.claimed.pop(next(iter(host.claimed)))
+                if not self._settings.known(setting, host.uid):
+                    await self._learn(host, setting)
+        finally:
+            host.confirming = False
+
+    async def _learn(self, host: Host, setting: Setting) -> None:
+        try:
+            confirmed = setting.confirmed(await host.control.command(setting.question))
+        except MpsdError as error:
+            log.warning("setting not confirmed", domain=host.name, reason=str(error))
+            confirmed = False
+        if not confirmed:
+            self._callbacks.post(ev.Counted({"settings_rejected": 1}))
+            return
+        self._settings.learn(setting, host.uid)
+        log.info("setting kept for later domains", domain=host.name, command=setting.command)
+        self._callbacks.set_by_hand()
 
     def _watch_control(self, host: Host) -> None:
         # The daemon object may wait on its own descriptor: this is a duplicate for the loop.
