@@ -82,6 +82,8 @@ class Hosts:
         self._start_deadline_s = start_deadline_s
         self._hosts: dict[str, Host] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._starting: dict[str, asyncio.Task[None]] = {}
+        self._stopping: set[str] = set()
         self._loop = asyncio.get_running_loop()
 
     def names(self) -> tuple[str, ...]:
@@ -94,10 +96,11 @@ class Hosts:
     def unparsed(self) -> int:
         return sum(h.parser.unparsed for h in self._hosts.values())
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     def _control(self, domain: str, gpus: tuple[str, ...]) -> ControlDaemon:
         return ControlDaemon(
@@ -109,7 +112,8 @@ class Hosts:
         )
 
     def start(self, domain: str, gpus: tuple[str, ...], uid: int | None) -> None:
-        self._spawn(self._start(domain, gpus, uid))
+        task = self._starting[domain] = self._spawn(self._start(domain, gpus, uid))
+        task.add_done_callback(lambda _: self._starting.pop(domain, None))
 
     async def _start(self, domain: str, gpus: tuple[str, ...], uid: int | None) -> None:
         host = Host(domain, uid, self._control(domain, gpus))
@@ -343,9 +347,16 @@ class Hosts:
         return await host.control.clients(host.server.instance.pid, ASK_DEADLINE_S)
 
     def stop(self, domain: str, deadline_s: float) -> None:
-        self._spawn(self._stop(domain, deadline_s))
+        """End a domain; once, however often it is asked for."""
+        if domain not in self._stopping:
+            self._stopping.add(domain)
+            task = self._spawn(self._stop(domain, deadline_s))
+            task.add_done_callback(lambda _: self._stopping.discard(domain))
 
     async def _stop(self, domain: str, deadline_s: float) -> None:
+        if (start := self._starting.get(domain)) is not None:
+            # What is just coming up has processes that nobody else would end.
+            await asyncio.wait({start})
         host = self._hosts.pop(domain, None)
         if host is not None:
             try:
