@@ -34,6 +34,7 @@ from mpsd.model import ClientId, ComputeMode, Gpu, GuardClass, KernelXid, NvmlXi
 from mpsd.notify import Notifier, watchdog_interval_s
 from mpsd.ops import Operations, find_gpu
 from mpsd.performer import Hands, Performer
+from mpsd.privacy import shown_to
 from mpsd.runtime import Runtime, doomed_at
 from mpsd.settings import ControlSettings
 from mpsd.statefile import StateFile
@@ -191,6 +192,7 @@ class Daemon:
             Operations(self).handle,
             self.config.group,
             history=self.bulletin.events_since,
+            shown=shown_to,
         )
         sources = self._open_sources()
         self._watch_store()

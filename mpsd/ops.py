@@ -25,6 +25,7 @@ from mpsd.errors import (
 )
 from mpsd.listener import Peer
 from mpsd.model import Gpu, Liveness
+from mpsd.privacy import owners, shown_to
 from mpsd.statusview import Surroundings, status
 from mpsd.wire.messages import Request
 
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
 Reply = Mapping[str, Any]
 Operation = Callable[[Peer, Mapping[str, Any]], Awaitable[Reply]]
 KILL_ANSWER_S = 15.0
-HIDDEN = "[another user's]"
 
 
 class Operations:
@@ -86,7 +86,7 @@ class Operations:
     async def _faults(self, peer: Peer, args: Mapping[str, Any]) -> Reply:
         since, limit = int(args.get("since_id") or 0), int(args.get("limit") or 100)
         records = [r for r in self._daemon.bulletin.journal.records() if r["id"] > since]
-        seen = [shown_to(peer, r) for r in records if peer.admin or _concerns(r, peer.uid)]
+        seen = [shown_to(peer, r) for r in records if peer.may_see(owners(r))]
         return {"faults": seen[-limit:] if limit else seen}
 
     async def _explain(self, peer: Peer, args: Mapping[str, Any]) -> Reply:
@@ -135,7 +135,7 @@ class Operations:
         client = self._client(int(args["pid"]), args.get("start_ticks"))
         if not peer.admin and peer.uid != client.facts.uid:
             raise DeniedError(
-                f"process {client.id.process.pid} belongs to {client.facts.uid}, not to you",
+                f"process {client.id.process.pid} belongs to another user",
                 remedy="its owner, root and the mpsd group may evict it",
             )
         if grounds(self._daemon.runtime.state, client.id.process, asked=True) is None:
@@ -197,28 +197,6 @@ class Operations:
             "dry_run": bool(args.get("dry_run")),
             "clients": sorted(staying),
         }
-
-
-def shown_to(peer: Peer, value: Any) -> Any:
-    """The answer as this peer may see it: of other users' processes no command line.
-
-    The daemon reads those as root, past a hidepid mount and past pid namespaces, and they hold secrets.
-    """
-    if peer.admin:
-        return value
-    if isinstance(value, Mapping):
-        fields = {key: shown_to(peer, inner) for key, inner in value.items()}
-        if "command" in fields and fields.get("uid") != peer.uid:
-            fields["command"] = HIDDEN
-        return fields
-    if isinstance(value, list):
-        return [shown_to(peer, inner) for inner in value]
-    return value
-
-
-def _concerns(record: Mapping[str, Any], uid: int) -> bool:
-    parties = [record.get("offender"), *record.get("suspects", ())]
-    return any(p is not None and p.get("uid") == uid for p in parties) or uid in record.get("owners", ())
 
 
 def _evict_error(code: str, message: str) -> MpsdError:

@@ -218,7 +218,7 @@ def check_invariants(state: State) -> None:
         _check_client(state, client)
     for record in state.open_faults:
         _hold(
-            record.offender is None or record.offender.id not in record.victims,
+            record.offender is None or record.offender.id not in {v.id for v in record.victims},
             f"fault {record.id} names a victim as its offender",
         )
 

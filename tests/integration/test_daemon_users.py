@@ -159,3 +159,30 @@ def test_a_forged_log_line_gets_no_innocent_killed() -> None:
             innocent.wait(DEADLINE_S)
         assert site.terminate() == 0
         until(lambda: not site.processes("nvidia-cuda-mps"), "every domain has ended")
+
+
+def test_a_fault_in_a_shared_domain_names_to_each_user_its_own_clients_alone() -> None:
+    with Site(domains__mode='"shared"') as site:
+        site.start()
+        ours, theirs = site.join(uid=OTHER_UID), site.join(uid=THIRD_UID)
+        with as_user(OTHER_UID):
+            user = mpsd_client.connect(site.socket)
+            stream = user.subscribe()
+        with user:
+            ours.do("dev.launch('trap')")
+            site.until(lambda s: [d for d in s["domains"] if d["state"] == "faulted"], "it has faulted")
+            end = time.monotonic() + DEADLINE_S
+            while (event := stream.next(end))["kind"] != "fault":
+                pass
+        (full,) = site.faults()
+        (told,) = site.ask(lambda c: c.faults(), uid=OTHER_UID)
+        assert {p["pid"] for p in full["suspects"]} == {ours.pid, theirs.pid}
+        for record in (event, told):
+            assert {p["pid"] for p in record["suspects"]} == {ours.pid, None}
+            assert str(theirs.pid) not in str(record)
+            assert str(THIRD_UID) not in str(record)
+        # So does status.
+        rows = site.ask(lambda c: c.status(), uid=OTHER_UID)["clients"]
+        assert {row["pid"] for row in rows} == {ours.pid, None}
+        stranger = site.ask(lambda c: c.faults(), uid=1)
+        assert stranger == []

@@ -121,7 +121,7 @@ def test_control_death_sends_new_clients_to_the_spare_and_names_the_victims() ->
     assert world.path() == "d2"
     record = world.record()
     assert (record.fault_class, record.suspects) == ("control-death", ())
-    assert [v.process.pid for v in record.victims] == [10]
+    assert world.pids(record.victims) == [10]
     assert world.domain("d1").state is DomainState.HEADLESS
     assert world.domain("d1").last_fault == record.id
     assert world.client_states() == {10: ClientState.ATTACHED}

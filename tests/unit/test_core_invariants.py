@@ -41,7 +41,8 @@ def change_client(draft: Draft, **changes: object) -> None:
 
 def blame_a_victim(draft: Draft) -> None:
     who = ClientId("d1", process(10))
-    record = FaultRecord(1, 0.0, "d1", (GPU,), "sm-trap", offender=Party(who, facts(10)), victims=(who,))
+    party = Party(who, facts(10))
+    record = FaultRecord(1, 0.0, "d1", (GPU,), "sm-trap", offender=party, victims=(party,))
     draft.put_fault(record)
 
 
