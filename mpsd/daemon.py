@@ -163,6 +163,7 @@ class Daemon:
             self.settings,
             Callbacks(self._post, self._attacher.notice, self._client_left, self._save_soon),
             start_deadline_s=self.config.domains.start_deadline_s,
+            private=self.config.domains.private,
         )
         hands = Hands(
             self._hosts,

@@ -73,13 +73,16 @@ class Hosts:
         callbacks: Callbacks,
         *,
         start_deadline_s: float,
+        private: bool = False,
     ) -> None:
+        """`private`: a user's domains can be reached by that user alone."""
         self._binary = binary
         self._environment = dict(environment)
         self._layout = layout
         self._settings = settings
         self._callbacks = callbacks
         self._start_deadline_s = start_deadline_s
+        self._private = private
         self._hosts: dict[str, Host] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._starting: dict[str, asyncio.Task[None]] = {}
@@ -117,12 +120,13 @@ class Hosts:
 
     async def _start(self, domain: str, gpus: tuple[str, ...], uid: int | None) -> None:
         host = Host(domain, uid, self._control(domain, gpus))
+        private_to = uid if self._private else None
         try:
-            pipedir.prepare(host.control.pipe_dir, host.control.log_dir)
+            pipedir.prepare(host.control.pipe_dir, host.control.log_dir, private_to)
             # Before the daemon starts: a log left from an earlier life of this name is not read again.
             self._follow(host)
             # A domain of everybody's: its one server takes clients of every user at a time.
-            await host.control.start(self._start_deadline_s, multiuser=uid is None)
+            await host.control.start(self._start_deadline_s, multiuser=uid is None, private_to=private_to)
             self._hosts[domain] = host
             self._watch_control(host)
             for command in self._settings.commands(uid):

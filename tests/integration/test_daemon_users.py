@@ -186,3 +186,18 @@ def test_a_fault_in_a_shared_domain_names_to_each_user_its_own_clients_alone() -
         assert {row["pid"] for row in rows} == {ours.pid, None}
         stranger = site.ask(lambda c: c.faults(), uid=1)
         assert stranger == []
+
+
+def test_a_private_domain_is_closed_to_other_users() -> None:
+    with Site(domains__private="true") as site:
+        site.start()
+        theirs = site.join(uid=OTHER_UID)
+        (row,) = site.status()["clients"]
+        pipe = site.run_dir / "d" / row["domain"]
+        assert theirs.do("dev.on_mps") == {"result": True}
+        for uid, enters in ((OTHER_UID, True), (THIRD_UID, False)):
+            with as_user(uid):
+                assert os.access(pipe / "control", os.F_OK, effective_ids=True) == enters
+        # Root's control daemon does all it has to.
+        assert site.ask(lambda c: c.kill(theirs.pid))["outcome"] == "evicted"
+        assert site.join(uid=OTHER_UID).do("1 + 1") == {"result": 2}
