@@ -45,6 +45,7 @@ def to_file(state: State, settings: Mapping[str, Sequence[str]]) -> dict[str, An
                 "exclusive": s.exclusive,
                 "active": s.active,
                 "spare": s.spare,
+                "used": s.used,
             }
             for s in state.slots.values()
         ],
@@ -102,8 +103,10 @@ class Adoption:
         kept = self._kept_leases()
         self.attacher.inherit(kept)
         for slot in saved["slots"] if saved else ():
-            exclusive = bool(slot["exclusive"])
-            self.post(ev.SlotWanted(slot["id"], tuple(slot["gpus"]), slot["uid"], exclusive, start=False))
+            exclusive, gpus = bool(slot["exclusive"]), tuple(slot["gpus"])
+            self.post(
+                ev.SlotWanted(slot["id"], gpus, slot["uid"], exclusive, start=False, used=slot.get("used"))
+            )
         slots = {slot["id"]: slot for slot in saved["slots"]} if saved else {}
         for row in saved["domains"] if saved else ():
             self._domain(row, slots[row["slot"]])

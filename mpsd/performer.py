@@ -49,6 +49,7 @@ class Performer:
             fx.StartDomain: lambda e: hands.hosts.start(e.domain, e.gpus, e.uid),
             fx.StopDomain: lambda e: hands.hosts.stop(e.domain, e.deadline_s),
             fx.SwitchPath: lambda e: hands.layout.switch(e.slot, e.domain),
+            fx.DropPath: lambda e: hands.layout.drop(e.slot),
             fx.AskServer: lambda e: hands.hosts.ask(e.domain),
             fx.Attach: lambda e: hands.attacher.attach(e.domain, e.process, e.space),
             fx.Terminate: self._terminate,

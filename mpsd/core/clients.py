@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mpsd.core import domains, leases, proof
+from mpsd.core import domains, leases, proof, slots
 from mpsd.core import events as ev
 from mpsd.core.draft import Draft
 from mpsd.core.effects import Answer, ArmTimer, Attach, Effect, ProbeWork, ReleaseLease, Terminate
@@ -38,6 +38,7 @@ def on_noticed(draft: Draft, event: ev.ClientNoticed) -> None:
         client_id = ClientId(event.domain, process, space)
         client = Client(client_id, event.facts, ClientState.NOTICED, draft.now, listed=event.listed)
         draft.put_client(client)
+        slots.touch(draft, event.domain)
         draft.emit(Attach(event.domain, process, space))
         _proof_came(draft, [client])
 
@@ -160,6 +161,7 @@ def _end(draft: Draft, process: ProcessInstance, how: str) -> None:
         draft.publish("client-ended", client.facts.uid, domain=client.id.domain, pid=process.pid)
     leases.forget_if_done(draft, process)
     for name in {c.id.domain for c in spaces}:
+        slots.touch(draft, name)
         leases.release_blind(draft, name)
         domains.settle(draft, name)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mpsd.core import events as ev
-from mpsd.core import leases
+from mpsd.core import leases, slots
 from mpsd.core.draft import Draft
 from mpsd.core.effects import ArmTimer, AskServer, StartDomain, StopDomain, SwitchPath
 from mpsd.core.killing import kill_by_policy
@@ -31,7 +31,12 @@ _LEFTOVER = (
 def on_slot_wanted(draft: Draft, event: ev.SlotWanted) -> None:
     slot = draft.state.slots.get(event.slot)
     if slot is None:
-        slot = draft.put_slot(Slot(event.slot, event.gpus, event.uid, event.exclusive))
+        if event.start and not slots.room(draft):
+            draft.count("slots_refused")
+            return
+        slot = Slot(event.slot, event.gpus, event.uid, event.exclusive)
+    used = draft.now if event.used is None else min(event.used, draft.now)
+    draft.put_slot(replace(slot, used=used, retiring=False))
     if event.start:
         ensure(draft, slot.id)
 
@@ -81,7 +86,10 @@ def _adopt_role(draft: Draft, slot: Slot, domain: Domain, role: ev.DomainRole) -
 def on_adoption_done(draft: Draft, event: ev.AdoptionDone) -> None:
     draft.state = replace(draft.state, adopting=False)
     for slot in tuple(draft.state.slots.values()):
-        ensure(draft, slot.id)
+        if slots.forgotten(draft, slot):
+            slots.retire(draft, slot)
+        else:
+            ensure(draft, slot.id)
     for domain in tuple(draft.state.domains):
         settle(draft, domain)
 
@@ -89,7 +97,7 @@ def on_adoption_done(draft: Draft, event: ev.AdoptionDone) -> None:
 def ensure(draft: Draft, slot_id: str) -> None:
     """Start whatever the slot lacks: a serving domain first, then a spare."""
     slot, state = draft.state.slots[slot_id], draft.state
-    if state.stopping:
+    if state.stopping or slot.retiring:
         return
     active = state.domains[slot.active] if slot.active else None
     spare = state.domains[slot.spare] if slot.spare else None
@@ -184,6 +192,7 @@ def on_stopped(draft: Draft, event: ev.DomainStopped) -> None:
     leases.release_dead(draft, event.domain)
     draft.drop_domain(event.domain)
     draft.publish("domain-gone", None, domain=event.domain)
+    slots.drop_retired(draft, domain.slot)
 
 
 def move(draft: Draft, name: str, trigger: DomainTrigger) -> bool:

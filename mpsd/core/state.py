@@ -65,11 +65,19 @@ class Policy:
     start_retry_s: float = 1.0
     start_retry_max_s: float = 60.0
     evidence_window_s: float = 2.0
+    # Anybody who can become many users (a user namespace has 65536) must not start as many servers.
+    max_slots: int = 64
+    slot_idle_s: float = 600.0
+    slot_forget_s: float = 86400.0
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """`uid` None means shared by all users. `exclusive`: the GPU's compute mode admits one server."""
+    """`uid` None means shared by all users. `exclusive`: the GPU's compute mode admits one server.
+
+    `used`: monotonic seconds when it was last asked for, or a client of it came or went. `retiring`: its
+    path is gone; the slot itself goes with its last domain, unless somebody asks for it before.
+    """
 
     id: str
     gpus: tuple[str, ...]
@@ -78,6 +86,8 @@ class Slot:
     active: str | None = None
     spare: str | None = None
     failures: int = 0
+    used: float = 0.0
+    retiring: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,6 +244,7 @@ def _check_slot(state: State, slot: Slot) -> None:
     if slot.spare is not None:
         ready = state.domains[slot.spare].state in (DomainState.STARTING, DomainState.WARM)
         _hold(ready, f"spare of {slot.id} is {state.domains[slot.spare].state}")
+    _hold(not (slot.retiring and (slot.active or slot.spare)), f"slot {slot.id} serves while it is retired")
     _hold(not (slot.exclusive and slot.spare), f"slot {slot.id} has a spare in exclusive mode")
 
 

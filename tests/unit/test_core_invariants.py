@@ -67,6 +67,7 @@ BROKEN: dict[str, Callable[[Draft], object]] = {
     "borrows domain d1": lambda d: d.put_slot(Slot("other", (GPU,), 1, active="d1")),
     "leads to a domain that is being stopped": lambda d: change_domain(d, "d1", state=DomainState.STOPPING),
     f"spare of {SLOT} is active": lambda d: change_domain(d, "d2", state=DomainState.ACTIVE),
+    "serves while it is retired": lambda d: change_slot(d, retiring=True),
     "has a spare in exclusive mode": lambda d: change_slot(d, exclusive=True),
     "has no domain": lambda d: d.put_client(
         Client(ClientId("d9", process(12)), facts(12), ClientState.NOTICED, 0.0)

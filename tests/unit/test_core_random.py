@@ -81,9 +81,10 @@ class Daemon(RuleBasedStateMachine):
         self.world = World()
         self.truth = Truth()
 
-    @initialize(spare=st.booleans(), kill=st.booleans())
-    def begin(self, spare: bool, kill: bool) -> None:
-        self.world = World(Policy(spare=spare, kill_victims_after_s=3.0 if kill else 0.0))
+    @initialize(spare=st.booleans(), kill=st.booleans(), crowded=st.booleans())
+    def begin(self, spare: bool, kill: bool, crowded: bool) -> None:
+        room = {"max_slots": 2, "slot_idle_s": 1.0} if crowded else {}
+        self.world = World(Policy(spare=spare, kill_victims_after_s=3.0 if kill else 0.0, **room))
         for slot, gpu, uid in SLOTS[:2]:
             self.do(ev.SlotWanted(slot, (gpu,), uid))
         for name in tuple(self.world.state.domains):
@@ -104,6 +105,9 @@ class Daemon(RuleBasedStateMachine):
                     self.check_kill(event, client)
                 case fx.ReleaseLease(client=client):
                     self.check_release(client)
+                case fx.DropPath(slot=slot):
+                    here = [d.id for d in self.world.state.domains.values() if d.slot == slot]
+                    assert not any(c.id.domain in here for c in self.world.state.clients.values())
                 case fx.Answer(request=request):
                     self.truth.answered[request] += 1
                 case fx.Record():
