@@ -138,6 +138,11 @@ def victims(state: State, domain: str, offender: ClientId | None) -> tuple[Party
     return tuple(party(c) for c in sorted(others, key=lambda c: c.id))
 
 
+def elsewhere(state: State, client: Client) -> bool:
+    """Whether this process is a living client of another domain as well (a second copy of libcuda)."""
+    return any(c.living and c.id.domain != client.id.domain for c in state.spaces_of(client.id.process))
+
+
 def dead_in_flight(state: State, domain: str, now: float) -> Party | None:
     """The one client that died just now without a lease, if there is exactly one."""
     found = [
