@@ -31,12 +31,12 @@ KIND = "mpsd-state"
 _GONE = (DomainState.STOPPING, DomainState.FAILED)
 
 
-def to_file(state: State, settings: Sequence[str]) -> dict[str, Any]:
+def to_file(state: State, settings: Mapping[str, Sequence[str]]) -> dict[str, Any]:
     """What a later daemon needs of this state, as plain values."""
     return {
         "next_domain": state.next_domain,
         "drained": sorted(state.drained),
-        "settings": list(settings),
+        "settings": dict(settings),
         "slots": [
             {
                 "id": s.id,
@@ -45,6 +45,7 @@ def to_file(state: State, settings: Sequence[str]) -> dict[str, Any]:
                 "exclusive": s.exclusive,
                 "active": s.active,
                 "spare": s.spare,
+                "used": s.used,
             }
             for s in state.slots.values()
         ],
@@ -102,8 +103,10 @@ class Adoption:
         kept = self._kept_leases()
         self.attacher.inherit(kept)
         for slot in saved["slots"] if saved else ():
-            exclusive = bool(slot["exclusive"])
-            self.post(ev.SlotWanted(slot["id"], tuple(slot["gpus"]), slot["uid"], exclusive, start=False))
+            exclusive, gpus = bool(slot["exclusive"]), tuple(slot["gpus"])
+            self.post(
+                ev.SlotWanted(slot["id"], gpus, slot["uid"], exclusive, start=False, used=slot.get("used"))
+            )
         slots = {slot["id"]: slot for slot in saved["slots"]} if saved else {}
         for row in saved["domains"] if saved else ():
             self._domain(row, slots[row["slot"]])
@@ -142,7 +145,7 @@ class Adoption:
         server: ProcessInstance | None = None
         try:
             if control is not None:
-                server = self.hosts.adopt(name, gpus, control)
+                server = self.hosts.adopt(name, gpus, slot["uid"], control)
         except MpsdError as error:
             log.info("control daemon is not adopted", domain=name, reason=str(error))
             control = None
@@ -207,7 +210,7 @@ class Adoption:
                 log.warning("clients are not listed", domain=domain, reason=str(error))
                 continue
             for pid in pids:
-                self.attacher.notice(domain, pid)
+                self.attacher.notice(domain, pid, listed=True)
 
 
 def _alive(process: ProcessInstance) -> bool:

@@ -92,8 +92,11 @@ class Attacher:
         pin = self._pins.get(process)
         return pin.process if pin else None
 
-    def notice(self, domain: str, pid: int) -> bool:
-        """Pin a process that a domain's log or client list names, and tell core. False: it has gone."""
+    def notice(self, domain: str, pid: int, *, listed: bool = False) -> bool:
+        """Pin a process that a domain's log or client list names, and tell core. False: it has gone.
+
+        `listed`: the server named it when it was asked.
+        """
         try:
             facts = procs.facts(pid)
             # Not by pid: the pin of a dead client whose lease is held may have had the same number.
@@ -106,7 +109,7 @@ class Attacher:
         if process is not None:
             self._pins[process.instance] = Pin(process, _identity(process.instance))
             self._loop.add_reader(process.fileno(), self._died, process.instance)
-        self._post(ev.ClientNoticed(domain, facts))
+        self._post(ev.ClientNoticed(domain, facts, listed))
         return True
 
     def _died(self, process: ProcessInstance) -> None:

@@ -13,6 +13,7 @@ import structlog
 from mpsd.core.records import FaultRecord
 from mpsd.errors import DeadlineError
 from mpsd.journal import Journal
+from mpsd.privacy import owners
 from mpsd.recordtext import record_json
 
 log = structlog.get_logger("mpsd.bulletin")
@@ -64,9 +65,7 @@ class Bulletin:
                 del self._record_ms[next(iter(self._record_ms))]
         shown = record_json(record, self.wall_at_zero, self._record_ms[record.id])
         self.journal.append(shown)
-        parties = [record.offender] if record.offender else []
-        owners = {p.facts.uid for p in (*parties, *record.suspects)}
-        self.publish("fault", frozenset(owners), shown)
+        self.publish("fault", owners(shown), shown)
         if record.revision == 1:
             who = shown["offender"]["pid"] if shown["offender"] else None
             log.warning(

@@ -96,6 +96,9 @@ class Domains:
     mode: DomainMode = _key(
         DomainMode.PER_USER, "per-user: a domain of its own for each user; shared: one for all users of a GPU"
     )
+    private: bool = _key(
+        False, "let nobody but its user, and root, reach a user's domain; not yet seen with a stock server"
+    )
     spare: bool = _key(True, "keep a second, warm domain ready to take over when the active one faults")
     span: tuple[tuple[str, ...], ...] = _key(
         (), "lists of GPU UUIDs that one domain serves together, for clients that use several GPUs"

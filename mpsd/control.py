@@ -55,16 +55,18 @@ class ControlDaemon(ControlCommands):
     def alive(self) -> bool:
         return self._process is not None and self._process.alive()
 
-    async def start(self, deadline_s: float = 5.0, *, multiuser: bool = False) -> None:
+    async def start(
+        self, deadline_s: float = 5.0, *, multiuser: bool = False, private_to: int | None = None
+    ) -> None:
         """Start the daemon and return when it answers.
 
         `multiuser` lets one server take clients of every user (MPS guide, -multiuser-server); without it a
-        user's clients wait until those of the one before have gone.
+        user's clients wait until those of the one before have gone. `private_to`: see pipedir.prepare.
         Its stdin is /dev/null and its output control.log in the log directory, so that the death of this
         process cannot hurt it. Raises ConfigError (directories, path length), AlreadyRunningError,
         ControlError (it ended, with its last words), DeadlineError (it has been killed).
         """
-        pipedir.prepare(self.pipe_dir, self.log_dir)
+        pipedir.prepare(self.pipe_dir, self.log_dir, private_to)
         pipedir.clear_stale(self.pipe_dir)
         watch = inotify.DirectoryWatch(self.pipe_dir, inotify.CREATE | inotify.ATTRIB | inotify.MOVED_TO)
         try:

@@ -34,6 +34,7 @@ from mpsd.model import ClientId, ComputeMode, Gpu, GuardClass, KernelXid, NvmlXi
 from mpsd.notify import Notifier, watchdog_interval_s
 from mpsd.ops import Operations, find_gpu
 from mpsd.performer import Hands, Performer
+from mpsd.privacy import shown_to
 from mpsd.runtime import Runtime, doomed_at
 from mpsd.settings import ControlSettings
 from mpsd.statefile import StateFile
@@ -44,8 +45,6 @@ log = structlog.get_logger("mpsd.daemon")
 TICK_S = 1.0
 MODE_EVERY, FLUSH_EVERY, LIST_EVERY, TRIM_EVERY = 5, 5, 10, 60
 STOP_PATIENCE_S = 30.0
-# Anybody who can become many users (a user namespace has 65536) must not start as many servers.
-MAX_SLOTS = 64
 LOG_SPACE_NEEDED = 256 << 10
 NVML_PATIENCE_S = 0.03
 # What `auto` means. The measurements behind it: faultinject/reports/README.md.
@@ -162,6 +161,7 @@ class Daemon:
             self.settings,
             Callbacks(self._post, self._attacher.notice, self._client_left, self._save_soon),
             start_deadline_s=self.config.domains.start_deadline_s,
+            private=self.config.domains.private,
         )
         hands = Hands(
             self._hosts,
@@ -191,6 +191,7 @@ class Daemon:
             Operations(self).handle,
             self.config.group,
             history=self.bulletin.events_since,
+            shown=shown_to,
         )
         sources = self._open_sources()
         self._watch_store()
@@ -300,7 +301,7 @@ class Daemon:
     async def _adopt(self) -> None:
         saved = self._statefile.load()
         if saved is not None:
-            self.settings.restore(saved["settings"])
+            self._restore_settings(saved["settings"])
             if saved["drained"]:
                 wanted = () if "*" in saved["drained"] else tuple(saved["drained"])
                 self._post(ev.DrainRequested(wanted, True))
@@ -312,6 +313,12 @@ class Daemon:
         if lost:
             log.info("leases of nobody were given up", leases=lost)
         self._post(ev.AdoptionDone())
+
+    def _restore_settings(self, saved: Mapping[str, Sequence[str]]) -> None:
+        try:
+            self.settings.restore(saved, [gpu.uuid for gpu in self.gpus])
+        except (ValueError, AttributeError) as error:
+            log.warning("settings made by hand are not restored", reason=str(error))
 
     def _prestart(self) -> None:
         shared = self.config.domains.mode is DomainMode.SHARED
@@ -371,13 +378,12 @@ class Daemon:
         owner = None if shared or self.config.domains.mode is DomainMode.SHARED else uid
         # In a thread: NVML can be held up for long.
         wanted = await asyncio.to_thread(self._slot_wanted, group, owner)
-        slots = self.runtime.state.slots
-        if wanted.slot not in slots and len(slots) >= MAX_SLOTS:
-            raise BusyError(
-                f"{len(slots)} users have domains of their own",
-                remedy="use the shared one (mpsd-ctl env --shared), or restart mpsd with --stop-domains",
-            )
         self._post(wanted)
+        if wanted.slot not in self.runtime.state.slots:
+            raise BusyError(
+                f"{len(self.runtime.state.slots)} users have domains of their own, all of them in use",
+                remedy="use the shared one (mpsd-ctl env --shared), or ask again in some minutes",
+            )
         path = self.layout.slot_path(wanted.slot)
         await self._until_served(wanted.slot, path)
         return str(path)
@@ -392,7 +398,7 @@ class Daemon:
         end = time.monotonic() + deadline
         while time.monotonic() < end:
             state = self.runtime.state
-            active = state.slots[slot].active
+            active = state.slots[slot].active if slot in state.slots else None
             if active is not None and state.domains[active].state is DomainState.ACTIVE and path.exists():
                 return
             await asyncio.sleep(0.005)
@@ -493,20 +499,28 @@ class Daemon:
 
     async def _reconcile(self) -> None:
         """Clients that no log line told of, servers that changed unseen."""
-        known = {c.id.process.pid for c in self.runtime.state.clients.values() if c.living}
         for domain in self._hosts.names():
-            try:
-                listed = await self._hosts.listed_clients(domain)
-            except MpsdError as error:
-                log.warning("clients are not listed", domain=domain, reason=str(error))
-                continue
-            for pid in set(listed) - known:
-                self._attacher.notice(domain, pid)
+            await self.list_clients(domain)
             self._hosts.ask(domain)
+
+    async def list_clients(self, domain: str) -> None:
+        """Ask a domain's server for its clients: those unknown are noticed, those known are proven."""
+        try:
+            listed = await self._hosts.listed_clients(domain)
+        except MpsdError as error:
+            log.warning("clients are not listed", domain=domain, reason=str(error))
+            return
+        state = self.runtime.state
+        proven = {c.id.process.pid for c in state.clients_of(domain) if c.living and c.listed}
+        for pid in set(listed) - proven:
+            self._attacher.notice(domain, pid, listed=True)
 
     async def _stop_domains(self) -> None:
         self._post(ev.StopRequested())
         end = time.monotonic() + STOP_PATIENCE_S
+        state = self.runtime.state
+        for domain in {c.id.domain for c in state.clients.values() if c.living and c.eviction is None}:
+            await self.list_clients(domain)
         while self.runtime.state.domains and time.monotonic() < end:
             await asyncio.sleep(0.02)
         for domain in self.runtime.state.domains:

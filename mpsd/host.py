@@ -2,6 +2,8 @@
 
 Everything that happens in a domain's own processes and files becomes an event here; what core decides
 about a domain (start, stop, ask, terminate) is carried out here, each with a deadline.
+
+Long because a domain's start, adoption, logs, commands and end share its processes and descriptors.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from mpsd.layout import Layout
 from mpsd.linux.pinned import Pinned
 from mpsd.logfollow import LogFollower
 from mpsd.model import ProcessInstance, ServerState
-from mpsd.settings import ControlSettings
+from mpsd.settings import ControlSettings, Setting, understood
 
 log = structlog.get_logger("mpsd.host")
 
@@ -43,14 +45,20 @@ class Callbacks:
 
 @dataclass(slots=True)
 class Host:
-    """One domain that runs. `server` is pinned while it lives."""
+    """One domain that runs. `uid`: its owner, None for everybody. `server` is pinned while it lives.
+
+    `claimed`: settings that its log tells of and its control daemon has not confirmed yet, by key.
+    """
 
     name: str
+    uid: int | None
     control: ControlDaemon
     parser: mpslog.LogParser = field(default_factory=mpslog.LogParser)
     follower: LogFollower | None = None
     server: Pinned | None = None
     control_watch: int = -1
+    claimed: dict[str, Setting] = field(default_factory=dict)
+    confirming: bool = False
 
 
 class Hosts:
@@ -65,15 +73,20 @@ class Hosts:
         callbacks: Callbacks,
         *,
         start_deadline_s: float,
+        private: bool = False,
     ) -> None:
+        """`private`: a user's domains can be reached by that user alone."""
         self._binary = binary
         self._environment = dict(environment)
         self._layout = layout
         self._settings = settings
         self._callbacks = callbacks
         self._start_deadline_s = start_deadline_s
+        self._private = private
         self._hosts: dict[str, Host] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._starting: dict[str, asyncio.Task[None]] = {}
+        self._stopping: set[str] = set()
         self._loop = asyncio.get_running_loop()
 
     def names(self) -> tuple[str, ...]:
@@ -86,10 +99,11 @@ class Hosts:
     def unparsed(self) -> int:
         return sum(h.parser.unparsed for h in self._hosts.values())
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     def _control(self, domain: str, gpus: tuple[str, ...]) -> ControlDaemon:
         return ControlDaemon(
@@ -101,19 +115,21 @@ class Hosts:
         )
 
     def start(self, domain: str, gpus: tuple[str, ...], uid: int | None) -> None:
-        self._spawn(self._start(domain, gpus, uid))
+        task = self._starting[domain] = self._spawn(self._start(domain, gpus, uid))
+        task.add_done_callback(lambda _: self._starting.pop(domain, None))
 
     async def _start(self, domain: str, gpus: tuple[str, ...], uid: int | None) -> None:
-        host = Host(domain, self._control(domain, gpus))
+        host = Host(domain, uid, self._control(domain, gpus))
+        private_to = uid if self._private else None
         try:
-            pipedir.prepare(host.control.pipe_dir, host.control.log_dir)
+            pipedir.prepare(host.control.pipe_dir, host.control.log_dir, private_to)
             # Before the daemon starts: a log left from an earlier life of this name is not read again.
             self._follow(host)
             # A domain of everybody's: its one server takes clients of every user at a time.
-            await host.control.start(self._start_deadline_s, multiuser=uid is None)
+            await host.control.start(self._start_deadline_s, multiuser=uid is None, private_to=private_to)
             self._hosts[domain] = host
             self._watch_control(host)
-            for command in self._settings.commands():
+            for command in self._settings.commands(uid):
                 await host.control.command(command)
             await host.control.start_server(uid or 0, self._start_deadline_s)
             await host.control.wait_active(self._start_deadline_s)
@@ -133,7 +149,9 @@ class Hosts:
             await host.control.kill()
         self._let_go(host)
 
-    def adopt(self, domain: str, gpus: tuple[str, ...], control: ProcessInstance) -> ProcessInstance | None:
+    def adopt(
+        self, domain: str, gpus: tuple[str, ...], uid: int | None, control: ProcessInstance
+    ) -> ProcessInstance | None:
         """Take over a running domain; its server's instance, None if it has none.
 
         Raises NotFoundError when it has ended, AmbiguousError when the process is another one.
@@ -146,7 +164,7 @@ class Hosts:
             gpus=gpus,
             environment=self._environment,
         )
-        host = Host(domain, daemon)
+        host = Host(domain, uid, daemon)
         self._hosts[domain] = host
         self._follow(host)
         self._watch_control(host)
@@ -154,7 +172,8 @@ class Hosts:
 
     def adopt_headless(self, domain: str, gpus: tuple[str, ...], server: ProcessInstance | None) -> bool:
         """Take over what is left of a domain whose control daemon died; False if nothing is."""
-        host = Host(domain, self._control(domain, gpus))
+        # Without a control daemon there is nobody to be set: whose it is does not matter.
+        host = Host(domain, None, self._control(domain, gpus))
         if server is not None:
             try:
                 self._set_server(host, Pinned.open(server.pid, server.start_ticks))
@@ -193,9 +212,45 @@ class Hosts:
             case mpslog.ClientDisconnected(pid=int(pid)) | mpslog.ClientExit(pid=pid):
                 self._callbacks.left(host.name, pid)
             case mpslog.AdminCommand(text=text):
-                if self._settings.learn(text):
-                    log.info("setting kept for later domains", domain=host.name, command=text)
-                    self._callbacks.set_by_hand()
+                self._claimed(host, text)
+
+    def _claimed(self, host: Host, command: str) -> None:
+        """A command that the log tells of: whether a setting is one, its control daemon is asked."""
+        try:
+            setting = understood(command, host.control.gpus)
+        except ValueError as error:
+            log.info("setting rejected", domain=host.name, command=command, reason=str(error))
+            self._callbacks.post(ev.Counted({"settings_rejected": 1}))
+            return
+        if setting is None or self._hosts.get(host.name) is not host:
+            return
+        host.claimed[setting.key] = setting
+        # One question at a time, whatever a log says.
+        if not host.confirming:
+            host.confirming = True
+            self._spawn(self._confirm(host))
+
+    async def _confirm(self, host: Host) -> None:
+        try:
+            while host.claimed:
+                setting = host.claimed.pop(next(iter(host.claimed)))
+                if not self._settings.known(setting, host.uid):
+                    await self._learn(host, setting)
+        finally:
+            host.confirming = False
+
+    async def _learn(self, host: Host, setting: Setting) -> None:
+        try:
+            confirmed = setting.confirmed(await host.control.command(setting.question))
+        except MpsdError as error:
+            log.warning("setting not confirmed", domain=host.name, reason=str(error))
+            confirmed = False
+        if not confirmed:
+            self._callbacks.post(ev.Counted({"settings_rejected": 1}))
+            return
+        self._settings.learn(setting, host.uid)
+        log.info("setting kept for later domains", domain=host.name, command=setting.command)
+        self._callbacks.set_by_hand()
 
     def _watch_control(self, host: Host) -> None:
         # The daemon object may wait on its own descriptor: this is a duplicate for the loop.
@@ -296,9 +351,16 @@ class Hosts:
         return await host.control.clients(host.server.instance.pid, ASK_DEADLINE_S)
 
     def stop(self, domain: str, deadline_s: float) -> None:
-        self._spawn(self._stop(domain, deadline_s))
+        """End a domain; once, however often it is asked for."""
+        if domain not in self._stopping:
+            self._stopping.add(domain)
+            task = self._spawn(self._stop(domain, deadline_s))
+            task.add_done_callback(lambda _: self._stopping.discard(domain))
 
     async def _stop(self, domain: str, deadline_s: float) -> None:
+        if (start := self._starting.get(domain)) is not None:
+            # What is just coming up has processes that nobody else would end.
+            await asyncio.wait({start})
         host = self._hosts.pop(domain, None)
         if host is not None:
             try:

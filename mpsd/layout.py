@@ -110,6 +110,10 @@ class Layout:
         """Let the slot's stable path lead to a domain, atomically. Raises OSError."""
         replace_link(self.slot_path(slot), self.pipe_dir(domain))
 
+    def drop(self, slot: str) -> None:
+        """Remove a slot's stable path: it is given up. Raises OSError."""
+        self.slot_path(slot).unlink(missing_ok=True)
+
     def known_domains(self) -> list[str]:
         """Names of the domains that have a pipe directory, whoever made it."""
         return [f"d{number}" for number in sorted(_numbers(self.run_dir / "d"))]

@@ -4,7 +4,8 @@ on whose client it is, here."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,8 @@ from mpsd import __version__, procs
 from mpsd.config import BackendName
 from mpsd.core import events as ev
 from mpsd.core import taxonomy
-from mpsd.core.state import Client, DomainState
+from mpsd.core.proof import grounds
+from mpsd.core.state import Client, DomainState, State
 from mpsd.doctor import KERNEL_LOG, run_checks
 from mpsd.errors import (
     AmbiguousError,
@@ -24,6 +26,7 @@ from mpsd.errors import (
 )
 from mpsd.listener import Peer
 from mpsd.model import Gpu, Liveness
+from mpsd.privacy import owners, shown_to
 from mpsd.statusview import Surroundings, status
 from mpsd.wire.messages import Request
 
@@ -33,7 +36,8 @@ if TYPE_CHECKING:
 Reply = Mapping[str, Any]
 Operation = Callable[[Peer, Mapping[str, Any]], Awaitable[Reply]]
 KILL_ANSWER_S = 15.0
-HIDDEN = "[another user's]"
+TURNS = 64
+STATUS_KEPT_S = 0.02
 
 
 class Operations:
@@ -41,6 +45,9 @@ class Operations:
         self._daemon = daemon
         # Threads are few, and leases are closed and guards laid in them: requests take two at most.
         self._slow = asyncio.Semaphore(2)
+        # What an unprivileged user asks in heaps is made one by one, with all others' in between.
+        self._turns = [asyncio.Lock() for _ in range(TURNS)]
+        self._statuses: dict[int, tuple[float, State, Reply]] = {}
         self._table: Mapping[str, Operation] = {
             "status": self._status,
             "faults": self._faults,
@@ -62,7 +69,30 @@ class Operations:
             )
         return await operation(peer, request.args)
 
+    @contextlib.asynccontextmanager
+    async def _turn(self, peer: Peer) -> AsyncIterator[None]:
+        """One answer of a user for each turn of the loop; administrators do not wait."""
+        if peer.admin:
+            yield
+            return
+        async with self._turns[peer.uid % TURNS]:
+            await asyncio.sleep(0)
+            yield
+
     async def _status(self, peer: Peer, args: Mapping[str, Any]) -> Reply:
+        async with self._turn(peer):
+            now, state = self._daemon.now(), self._daemon.runtime.state
+            at, of, kept = self._statuses.get(peer.uid, (0.0, None, {}))
+            if not peer.admin and of is state and now - at < STATUS_KEPT_S:
+                return kept
+            answer = await self._fresh_status(peer)
+            if not peer.admin:
+                if len(self._statuses) >= TURNS:
+                    self._statuses.clear()
+                self._statuses[peer.uid] = (now, state, answer)
+            return answer
+
+    async def _fresh_status(self, peer: Peer) -> Reply:
         daemon = self._daemon
         views = await daemon.gpu_views()
         around = Surroundings(
@@ -84,9 +114,10 @@ class Operations:
 
     async def _faults(self, peer: Peer, args: Mapping[str, Any]) -> Reply:
         since, limit = int(args.get("since_id") or 0), int(args.get("limit") or 100)
-        records = [r for r in self._daemon.bulletin.journal.records() if r["id"] > since]
-        seen = [shown_to(peer, r) for r in records if peer.admin or _concerns(r, peer.uid)]
-        return {"faults": seen[-limit:] if limit else seen}
+        async with self._turn(peer):
+            records = [r for r in self._daemon.bulletin.journal.records() if r["id"] > since]
+            seen = [r for r in records if peer.admin or peer.may_see(owners(r))]
+            return {"faults": [shown_to(peer, r) for r in (seen[-limit:] if limit else seen)]}
 
     async def _explain(self, peer: Peer, args: Mapping[str, Any]) -> Reply:
         return {"text": taxonomy.explain(str(args["class"]))}
@@ -134,9 +165,11 @@ class Operations:
         client = self._client(int(args["pid"]), args.get("start_ticks"))
         if not peer.admin and peer.uid != client.facts.uid:
             raise DeniedError(
-                f"process {client.id.process.pid} belongs to {client.facts.uid}, not to you",
+                f"process {client.id.process.pid} belongs to another user",
                 remedy="its owner, root and the mpsd group may evict it",
             )
+        if grounds(self._daemon.runtime.state, client.id.process, asked=True) is None:
+            await self._daemon.list_clients(client.id.domain)
         liveness = procs.liveness(client.id.process)
         if args.get("dry_run"):
             return {"steps": self._planned(client, liveness), "outcome": "dry-run", "evict_ms": None}
@@ -149,7 +182,10 @@ class Operations:
         return dict(data)
 
     def _planned(self, client: Client, liveness: Liveness) -> list[str]:
-        domain = self._daemon.runtime.state.domains[client.id.domain]
+        state = self._daemon.runtime.state
+        domain = state.domains[client.id.domain]
+        if grounds(state, client.id.process, asked=True) is None:
+            return ["nothing: only a line in a log says that it is a client, which is no proof"]
         steps = ["hold its lease" if client.leased else "it has no lease: its kernels may harm others"]
         faulted = domain.state in (DomainState.FAULTED, DomainState.HEADLESS) or domain.server is None
         if faulted or liveness is not Liveness.RUNNING:
@@ -193,31 +229,12 @@ class Operations:
         }
 
 
-def shown_to(peer: Peer, value: Any) -> Any:
-    """The answer as this peer may see it: of other users' processes no command line.
-
-    The daemon reads those as root, past a hidepid mount and past pid namespaces, and they hold secrets.
-    """
-    if peer.admin:
-        return value
-    if isinstance(value, Mapping):
-        fields = {key: shown_to(peer, inner) for key, inner in value.items()}
-        if "command" in fields and fields.get("uid") != peer.uid:
-            fields["command"] = HIDDEN
-        return fields
-    if isinstance(value, list):
-        return [shown_to(peer, inner) for inner in value]
-    return value
-
-
-def _concerns(record: Mapping[str, Any], uid: int) -> bool:
-    parties = [record.get("offender"), *record.get("suspects", ())]
-    return any(p is not None and p.get("uid") == uid for p in parties) or uid in record.get("owners", ())
-
-
 def _evict_error(code: str, message: str) -> MpsdError:
     if code == "deadline":
         return DeadlineError(message, remedy="see its state in ps: D means that the kernel holds it")
+    if code == "unproven":
+        remedy = "its server does not list it and it has no lease; if it is yours to end, use kill(1)"
+        return AmbiguousError(message, remedy=remedy)
     return AmbiguousError(message) if code == "busy" else NotFoundError(message)
 
 

@@ -49,6 +49,7 @@ class Performer:
             fx.StartDomain: lambda e: hands.hosts.start(e.domain, e.gpus, e.uid),
             fx.StopDomain: lambda e: hands.hosts.stop(e.domain, e.deadline_s),
             fx.SwitchPath: lambda e: hands.layout.switch(e.slot, e.domain),
+            fx.DropPath: lambda e: hands.layout.drop(e.slot),
             fx.AskServer: lambda e: hands.hosts.ask(e.domain),
             fx.Attach: lambda e: hands.attacher.attach(e.domain, e.process, e.space),
             fx.Terminate: self._terminate,
@@ -76,8 +77,9 @@ class Performer:
         self._hands.hosts.terminate(effect.domain, effect.server, effect.process, effect.deadline_s)
 
     def _kill(self, effect: fx.Kill) -> None:
-        log.info("SIGKILL", pid=effect.process.pid, why=effect.why)
-        self._hands.attacher.kill(effect.process)
+        process = effect.client.process
+        log.info("SIGKILL", pid=process.pid, domain=effect.client.domain, why=effect.why)
+        self._hands.attacher.kill(process)
 
     def _release(self, effect: fx.ReleaseLease) -> None:
         self._spawn(self._release_when_free(effect))

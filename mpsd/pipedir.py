@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from mpsd.errors import AlreadyRunningError, ConfigError
-from mpsd.linux import procfs
+from mpsd.linux import acl, procfs
 
 # sun_path has 108 bytes with its terminator (unix(7)).
 SOCKET_PATH_LIMIT = 107
@@ -53,13 +53,19 @@ def check_length(pipe_dir: str) -> None:
         )
 
 
-def prepare(pipe_dir: str, log_dir: str) -> None:
-    """Make both directories: clients reach the first, the second is the administrator's. ConfigError."""
+def prepare(pipe_dir: str, log_dir: str, private_to: int | None = None) -> None:
+    """Make both directories: clients reach the first, the second is the administrator's. ConfigError.
+
+    `private_to`: the one user, besides its owner and root, who may enter the first; None: everybody.
+    """
     check_length(pipe_dir)
-    for path, mode in ((pipe_dir, 0o755), (log_dir, 0o750)):
+    for path in (pipe_dir, log_dir):
         try:
             os.makedirs(path, exist_ok=True)
-            os.chmod(path, mode)
+            if path == pipe_dir and private_to is not None:
+                acl.only_for(path, private_to)
+            else:
+                os.chmod(path, 0o755 if path == pipe_dir else 0o750)
         except OSError as error:
             raise ConfigError(
                 f"cannot make directory {path}: {error.strerror}", remedy="choose another, or fix its rights"

@@ -27,6 +27,7 @@ def record_json(record: FaultRecord, wall_at_zero: float, record_ms: float | Non
     `wall_at_zero`: calendar seconds at monotonic zero. `record_ms`: from the driver's own time stamp
     to the moment the record was written, None where the driver gave no stamp.
     """
+    victims = sorted({(v.id.process.pid, v.facts.uid) for v in record.victims})
     when = datetime.fromtimestamp(wall_at_zero + record.at, UTC)
     return {
         "id": record.id,
@@ -46,7 +47,8 @@ def record_json(record: FaultRecord, wall_at_zero: float, record_ms: float | Non
             {"source": e.source.value, "at_ms": round((e.at - record.at) * 1e3, 3), "text": e.text}
             for e in record.evidence
         ],
-        "victims": sorted({v.process.pid for v in record.victims}),
+        "victims": [pid for pid, _ in victims],
+        "victim_uids": [uid for _, uid in victims],
         "revision": record.revision,
         "refused_807": record.refused,
         "action": record.action,

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mpsd import __version__, procs
+from mpsd.core.proof import proofs
 from mpsd.core.state import Client, Domain, DomainState, State
 from mpsd.errors import MpsdError
 from mpsd.gpu.base import DeviceManager
@@ -77,7 +78,9 @@ def status(state: State, around: Surroundings) -> dict[str, Any]:
         "problems": list(around.problems),
         "gpus": [_gpu(state, view, around) for view in around.gpus],
         "domains": [_domain(state, d, around, memory) for d in state.domains.values()],
-        "clients": [_client(c, around, memory) for c in state.clients.values() if c.living],
+        "clients": [
+            _client(c, state.domains[c.id.domain], around, memory) for c in state.clients.values() if c.living
+        ],
         "dead": [_dead(c, around, memory) for c in state.clients.values() if not c.living],
         "counters": {**state.counters, **around.extra_counters},
     }
@@ -193,7 +196,9 @@ def _who(client: Client) -> dict[str, Any]:
     }
 
 
-def _client(client: Client, around: Surroundings, memory: Mapping[int, int | None]) -> dict[str, Any]:
+def _client(
+    client: Client, domain: Domain, around: Surroundings, memory: Mapping[int, int | None]
+) -> dict[str, Any]:
     attached = client.attached
     protections = list(around.protections.get(client.id, ()))
     protections += ["lease"] if client.leased else []
@@ -205,6 +210,7 @@ def _client(client: Client, around: Surroundings, memory: Mapping[int, int | Non
         "attach_ms": round((attached - client.noticed) * 1e3, 3) if attached is not None else None,
         "protections": protections,
         "problem": client.problem,
+        "proof": sorted(proofs(domain, client)),
     }
 
 

@@ -37,11 +37,7 @@ class WorkWatch:
     def open(self, process: ProcessInstance, pidfd: int) -> Mapping[str, int]:
         """Begin to look at a living client; the descriptors to store with its lease. Raises GpuError."""
         view = self._inspector.open(process, pidfd)
-        before = self._views.get(process)
-        self._views[process] = view
-        if before is not None and process not in self._tasks:
-            # After an exec. One that is being watched is closed when its watch ends.
-            self._spawn(_close(None, before))
+        self._put(process, view)
         self._spawn(self._follow_young(process, view))
         return view.fds
 
@@ -58,7 +54,14 @@ class WorkWatch:
 
     def adopt(self, process: ProcessInstance, fds: Mapping[str, int]) -> None:
         """Take over a view that the descriptor store kept; `fds` are ours from now on."""
-        self._views[process] = self._inspector.adopt(process, fds)
+        self._put(process, self._inspector.adopt(process, fds))
+
+    def _put(self, process: ProcessInstance, view: WorkView) -> None:
+        before = self._views.get(process)
+        self._views[process] = view
+        if before is not None and process not in self._tasks:
+            # After an exec, or for a second domain. One being watched is closed when its watch ends.
+            self._spawn(_close(None, before))
 
     def has(self, process: ProcessInstance) -> bool:
         return process in self._views

@@ -131,10 +131,16 @@ def suspects(state: State, domain: str, now: float) -> tuple[Party, ...]:
     return tuple(seen.values())
 
 
-def victims(state: State, domain: str, offender: ClientId | None) -> tuple[ClientId, ...]:
+def victims(state: State, domain: str, offender: ClientId | None) -> tuple[Party, ...]:
     """Living clients of the domain, the offender's process left out."""
     spared = offender.process if offender else None
-    return tuple(sorted(c.id for c in state.living_of(domain) if c.id.process != spared))
+    others = [c for c in state.living_of(domain) if c.id.process != spared]
+    return tuple(party(c) for c in sorted(others, key=lambda c: c.id))
+
+
+def elsewhere(state: State, client: Client) -> bool:
+    """Whether this process is a living client of another domain as well (a second copy of libcuda)."""
+    return any(c.living and c.id.domain != client.id.domain for c in state.spaces_of(client.id.process))
 
 
 def dead_in_flight(state: State, domain: str, now: float) -> Party | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mpsd.core import domains, leases
+from mpsd.core import domains, leases, proof, slots
 from mpsd.core import events as ev
 from mpsd.core.draft import Draft
 from mpsd.core.effects import Answer, ArmTimer, Attach, Effect, ProbeWork, ReleaseLease, Terminate
@@ -25,8 +25,9 @@ def on_noticed(draft: Draft, event: ev.ClientNoticed) -> None:
     if domain is None or domain.state is DomainState.STOPPING:
         draft.count("clients_of_unknown_domains")
         leases.forget_if_done(draft, process)
-    elif any(c.living for c in same):
-        return
+    elif living := [c for c in same if c.living]:
+        if event.listed:
+            _proof_came(draft, [draft.put_client(replace(c, listed=True)) for c in living])
     elif domain.state is DomainState.FAULTED and not draft.state.adopting:
         # While adopting it is a victim that was there before the daemon.
         _refuse(draft, domain, process.pid)
@@ -35,10 +36,17 @@ def on_noticed(draft: Draft, event: ev.ClientNoticed) -> None:
         # After an exec the old address space may still linger: the new one is another client.
         space = 1 + max((c.id.space for c in same), default=-1)
         client_id = ClientId(event.domain, process, space)
-        draft.put_client(Client(client_id, event.facts, ClientState.NOTICED, draft.now))
+        client = Client(client_id, event.facts, ClientState.NOTICED, draft.now, listed=event.listed)
+        draft.put_client(client)
+        slots.touch(draft, event.domain)
         draft.emit(Attach(event.domain, process, space))
-        if draft.state.stopping:
-            kill_by_policy(draft, process, "mpsd is stopping its domains")
+        _proof_came(draft, [client])
+
+
+def _proof_came(draft: Draft, clients: list[Client]) -> None:
+    """While the domains are being stopped, a newcomer goes as soon as it is proven to be a client."""
+    if draft.state.stopping:
+        kill_by_policy(draft, clients[0], "mpsd is stopping its domains")
 
 
 def on_refused(draft: Draft, event: ev.ClientRefused) -> None:
@@ -64,7 +72,7 @@ def on_attached(draft: Draft, event: ev.ClientAttached) -> None:
         return
     state = next_client_state(first.state, ClientTrigger.ATTACHED)
     assert state is not None
-    for client_id in ids:
+    attached = [
         draft.put_client(
             replace(
                 first,
@@ -76,6 +84,8 @@ def on_attached(draft: Draft, event: ev.ClientAttached) -> None:
                 problem=event.problem,
             )
         )
+        for client_id in ids
+    ]
     draft.publish(
         "client-attached",
         first.facts.uid,
@@ -85,6 +95,7 @@ def on_attached(draft: Draft, event: ev.ClientAttached) -> None:
         tracked=event.tracked,
         problem=event.problem,
     )
+    _proof_came(draft, attached)
 
 
 def on_attach_failed(draft: Draft, event: ev.AttachFailed) -> None:
@@ -150,6 +161,7 @@ def _end(draft: Draft, process: ProcessInstance, how: str) -> None:
         draft.publish("client-ended", client.facts.uid, domain=client.id.domain, pid=process.pid)
     leases.forget_if_done(draft, process)
     for name in {c.id.domain for c in spaces}:
+        slots.touch(draft, name)
         leases.release_blind(draft, name)
         domains.settle(draft, name)
 
@@ -198,17 +210,22 @@ def on_evict(draft: Draft, event: ev.EvictRequested) -> None:
     if awaited(draft, event.process) is not None:
         _reject(draft, event, "busy", f"process {event.process} is being evicted already")
         return
+    believed = [c for c in targets if proof.proven(draft.state.domains[c.id.domain], c, asked=True)]
+    if not believed:
+        draft.count("evictions_unproven")
+        _reject(draft, event, "unproven", f"only a line in a log says that {event.process} is a client")
+        return
     draft.count("evictions")
-    obstacle = _obstacle(draft, targets, event.liveness)
+    obstacle = _obstacle(draft, believed, event.liveness)
     eviction = Eviction(event.request, event.reason, draft.now, (obstacle,) if obstacle else ())
     if obstacle:
-        kill(draft, event.process, eviction)
+        kill(draft, believed[0], eviction)
         return
     for client in targets:
         state = next_client_state(client.state, ClientTrigger.EVICT)
         assert state is not None
         draft.put_client(replace(client, state=state, eviction=eviction))
-    draft.emit(*_terminations(draft, event.process, targets))
+    draft.emit(*_terminations(draft, event.process, believed))
 
 
 def _obstacle(draft: Draft, targets: list[Client], liveness: Liveness) -> str:
@@ -248,8 +265,9 @@ def _reject(draft: Draft, event: ev.EvictRequested, code: str, message: str) -> 
 def on_terminate_finished(draft: Draft, event: ev.TerminateFinished) -> None:
     waiting = [c for c in draft.state.spaces_of(event.process) if c.state is ClientState.TERMINATING]
     eviction = next((c.eviction for c in waiting if c.eviction is not None), None)
+    believed = proof.grounds(draft.state, event.process, asked=True)
     if eviction is not None:
-        steps = (*eviction.steps, event.text, "SIGKILL")
-        kill(draft, event.process, replace(eviction, steps=steps))
+        assert believed is not None, "proof of a living client does not go away"
+        kill(draft, believed, replace(eviction, steps=(*eviction.steps, event.text, "SIGKILL")))
     if not event.done:
         draft.count("terminate_failures")

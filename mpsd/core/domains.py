@@ -9,15 +9,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mpsd.core import events as ev
-from mpsd.core import leases
+from mpsd.core import leases, slots
 from mpsd.core.draft import Draft
 from mpsd.core.effects import ArmTimer, AskServer, StartDomain, StopDomain, SwitchPath
 from mpsd.core.killing import kill_by_policy
 from mpsd.core.lifecycle import DomainTrigger, next_domain_state
-from mpsd.core.state import SERVING, Client, Domain, DomainState, Slot
+from mpsd.core.state import SERVING, Domain, DomainState, Slot
 from mpsd.model import ServerState
 
 ASK_AGAIN_S = 0.25
+PROOF_WAIT_S = 10.0
 _LEFTOVER = (
     DomainState.FAULTED,
     DomainState.POISONED,
@@ -30,7 +31,12 @@ _LEFTOVER = (
 def on_slot_wanted(draft: Draft, event: ev.SlotWanted) -> None:
     slot = draft.state.slots.get(event.slot)
     if slot is None:
-        slot = draft.put_slot(Slot(event.slot, event.gpus, event.uid, event.exclusive))
+        if event.start and not slots.room(draft):
+            draft.count("slots_refused")
+            return
+        slot = Slot(event.slot, event.gpus, event.uid, event.exclusive)
+    used = draft.now if event.used is None else min(event.used, draft.now)
+    draft.put_slot(replace(slot, used=used, retiring=False))
     if event.start:
         ensure(draft, slot.id)
 
@@ -80,7 +86,10 @@ def _adopt_role(draft: Draft, slot: Slot, domain: Domain, role: ev.DomainRole) -
 def on_adoption_done(draft: Draft, event: ev.AdoptionDone) -> None:
     draft.state = replace(draft.state, adopting=False)
     for slot in tuple(draft.state.slots.values()):
-        ensure(draft, slot.id)
+        if slots.forgotten(draft, slot):
+            slots.retire(draft, slot)
+        else:
+            ensure(draft, slot.id)
     for domain in tuple(draft.state.domains):
         settle(draft, domain)
 
@@ -88,7 +97,7 @@ def on_adoption_done(draft: Draft, event: ev.AdoptionDone) -> None:
 def ensure(draft: Draft, slot_id: str) -> None:
     """Start whatever the slot lacks: a serving domain first, then a spare."""
     slot, state = draft.state.slots[slot_id], draft.state
-    if state.stopping:
+    if state.stopping or slot.retiring:
         return
     active = state.domains[slot.active] if slot.active else None
     spare = state.domains[slot.spare] if slot.spare else None
@@ -183,6 +192,7 @@ def on_stopped(draft: Draft, event: ev.DomainStopped) -> None:
     leases.release_dead(draft, event.domain)
     draft.drop_domain(event.domain)
     draft.publish("domain-gone", None, domain=event.domain)
+    slots.drop_retired(draft, domain.slot)
 
 
 def move(draft: Draft, name: str, trigger: DomainTrigger) -> bool:
@@ -308,8 +318,12 @@ def on_drain(draft: Draft, event: ev.DrainRequested) -> None:
 def on_stop(draft: Draft, event: ev.StopRequested) -> None:
     """Evict every client, then stop every domain; the daemon waits until none is left."""
     draft.state = replace(draft.state, stopping=True)
-    for client in tuple(draft.state.clients.values()):
-        kill_by_policy(draft, client.id.process, "mpsd was told to stop its domains")
+    for client in [c for c in draft.state.clients.values() if c.living]:
+        kill_by_policy(draft, client, "mpsd was told to stop its domains")
+    spared = {c.id.process.pid for c in draft.state.clients.values() if c.living and c.eviction is None}
+    if spared:
+        text = "nothing proves that these are clients of the domains whose logs name them: they are let live"
+        draft.publish("clients-unproven", None, pids=sorted(spared), text=text)
     for slot in tuple(draft.state.slots.values()):
         draft.put_slot(replace(slot, active=None, spare=None))
     for domain in tuple(draft.state.domains.values()):
@@ -333,17 +347,11 @@ def on_laggards(draft: Draft, domain: str) -> None:
 def on_kill_victims(draft: Draft, domain: str) -> None:
     where = draft.state.domains[domain]
     if _work_is_lost(where):
-        for client in tuple(draft.state.living_of(domain)):
-            if _proven(where, client):
-                kill_by_policy(draft, client.id.process, "victim of a fault that did not leave")
-
-
-def _proven(domain: Domain, client: Client) -> bool:
-    """Whether a process may be killed unasked: a line in a log names a pid, which is a claim.
-
-    A lease shows that it holds GPU memory; a process of the domain's own user is that user's to lose.
-    """
-    return client.leased or client.facts.uid == domain.uid
+        why = "victim of a fault that did not leave"
+        killed = [kill_by_policy(draft, c, why) for c in tuple(draft.state.living_of(domain))]
+        if not all(killed):
+            # What proves them clients may still come.
+            draft.emit(ArmTimer("kill-victims", domain, PROOF_WAIT_S))
 
 
 def _work_is_lost(domain: Domain) -> bool:

@@ -43,6 +43,9 @@ class Draft:
         self.state = replace(self.state, slots=_with(self.state.slots, slot.id, slot))
         return slot
 
+    def drop_slot(self, name: str) -> None:
+        self.state = replace(self.state, slots=_without(self.state.slots, name))
+
     def put_domain(self, domain: Domain) -> Domain:
         self.state = replace(self.state, domains=_with(self.state.domains, domain.id, domain))
         return domain

@@ -35,6 +35,13 @@ class SwitchPath:
 
 
 @dataclass(frozen=True, slots=True)
+class DropPath:
+    """Remove the stable path of a slot that is given up: nobody has used it for long."""
+
+    slot: str
+
+
+@dataclass(frozen=True, slots=True)
 class AskServer:
     """Find out the server of a domain and its state (bounded by a deadline)."""
 
@@ -62,9 +69,9 @@ class Terminate:
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """SIGKILL by pidfd, with the lease held."""
+    """SIGKILL by pidfd, with the lease held. `client`: as which client of which domain the process goes."""
 
-    process: ProcessInstance
+    client: ClientId
     why: str
 
 
@@ -136,6 +143,7 @@ Effect = (
     StartDomain
     | StopDomain
     | SwitchPath
+    | DropPath
     | AskServer
     | Attach
     | Terminate

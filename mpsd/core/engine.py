@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mpsd.core import attribution, clients, domains, faults, killing
+from mpsd.core import attribution, clients, domains, faults, killing, proof
 from mpsd.core import events as ev
 from mpsd.core.draft import Draft
 from mpsd.core.effects import Effect, Kill, ReleaseLease, Terminate
@@ -126,10 +126,9 @@ def _check_effects(before: State, event: ev.Event, draft: Draft) -> None:
             domain = draft.state.domains[effect.domain]
             if domain.state is DomainState.FAULTED:
                 raise InvariantViolation(f"terminate_client sent to faulted domain {domain.id}")
+            proof.check_terminate(draft.state, effect)
         elif isinstance(effect, Kill):
-            spaces = tuple(draft.state.spaces_of(effect.process))
-            if not spaces or any(c.eviction is None for c in spaces if c.living):
-                raise InvariantViolation(f"{effect.process} is killed though nobody asked")
+            proof.check_kill(draft.state, effect)
         elif isinstance(effect, ReleaseLease):
             _check_release(before, event, draft, effect)
 

@@ -30,7 +30,8 @@ class DomainRole(StrEnum):
 class SlotWanted:
     """Somebody asked for the path of these GPUs for this user (None: shared).
 
-    `start` false: the slot is only restored; AdoptionDone starts what is missing.
+    `start` false: the slot is only restored, with the time of its last use (monotonic seconds);
+    AdoptionDone starts what is missing.
     """
 
     slot: str
@@ -38,6 +39,7 @@ class SlotWanted:
     uid: int | None
     exclusive: bool = False
     start: bool = True
+    used: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,10 +130,14 @@ class ClientRefused:
 
 @dataclass(frozen=True, slots=True)
 class ClientNoticed:
-    """A pinned process joined a domain. It may not have an address space yet."""
+    """A pinned process joined a domain, so its log says. It may not have an address space yet.
+
+    `listed`: the server said so when it was asked.
+    """
 
     domain: str
     facts: ProcessFacts
+    listed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

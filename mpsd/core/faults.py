@@ -38,7 +38,13 @@ def on_uvm_fatal(draft: Draft, event: ev.UvmFatal) -> None:
     record = _certain(draft, vague or _new(draft, domain), at.party(client), event)
     # What came before this event was read without knowing it: it is read again.
     record = at.refine(at.add_evidence(record, sign), (*record.evidence, *_take_strays(draft, record)))
-    _out_of_service(draft, domain, record)
+    if at.elsewhere(draft.state, client):
+        # Its trackers see every address space it has: which of its servers the fault takes, that one tells.
+        record = draft.put_fault(replace(record, victims=(), revision=record.revision + 1))
+        draft.put_domain(replace(draft.state.domains[domain.id], last_fault=record.id))
+        _write(draft, record)
+    else:
+        _out_of_service(draft, domain, record)
     if event.event.address >= taxonomy.NULL_PAGE_BYTES:
         draft.emit(Inspect(record.id, client.id.process, event.event.address))
 
@@ -129,7 +135,7 @@ def _action(draft: Draft, record: FaultRecord) -> str:
 
 def _revise(draft: Draft, old: FaultRecord, new: FaultRecord) -> None:
     """Write a new revision where something a reader cares about has changed; else just remember."""
-    told = ("fault_class", "offender", "confidence", "lies_there", "suspects")
+    told = ("fault_class", "offender", "confidence", "lies_there", "suspects", "victims")
     if any(getattr(old, name) != getattr(new, name) for name in told):
         _write(draft, replace(new, revision=new.revision + 1))
     else:
@@ -150,10 +156,12 @@ def domain_sign(draft: Draft, domain: Domain, sign: Evidence) -> None:
     """A sign that belongs to this domain for sure, but names no client that could be believed."""
     existing = at.open_for(draft.state, domain.id, draft.now)
     if existing:
-        old = at.likeliest(existing, sign)
+        old = new = at.likeliest(existing, sign)
         if domain.state in _IN_SERVICE and old.fault_class != "server-death":
+            if old.confidence is Confidence.CERTAIN and old.offender is not None:
+                new = replace(old, victims=at.victims(draft.state, domain.id, old.offender.id))
             domains.leave(draft, domain.id, DomainTrigger.FAULT)
-        _revise(draft, old, at.refine(old, (*_take_strays(draft, old), sign)))
+        _revise(draft, old, at.refine(new, (*_take_strays(draft, old), sign)))
         return
     if domain.state not in (*_IN_SERVICE, DomainState.HEADLESS):
         return

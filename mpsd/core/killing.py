@@ -7,12 +7,11 @@ from dataclasses import replace
 from mpsd.core.draft import Draft
 from mpsd.core.effects import Answer, ArmTimer, Kill
 from mpsd.core.lifecycle import ClientTrigger, allows
-from mpsd.core.state import Client, ClientState, Eviction
+from mpsd.core.proof import proven
+from mpsd.core.state import POLICY, Client, ClientState, Eviction
 from mpsd.model import ProcessInstance
 
 KILL_WAIT_S = 5.0
-POLICY = "policy"
-"""The requester of an eviction that nobody waits for."""
 
 
 def awaited(draft: Draft, process: ProcessInstance) -> Eviction | None:
@@ -21,20 +20,26 @@ def awaited(draft: Draft, process: ProcessInstance) -> Eviction | None:
     return next((e for e in evictions if e.requester != POLICY), None)
 
 
-def kill(draft: Draft, process: ProcessInstance, eviction: Eviction) -> None:
-    """Kill a process: every client it still is shares this eviction, whichever domain it is in."""
-    eviction = replace(eviction, killed=draft.now)
+def kill(draft: Draft, grounds: Client, eviction: Eviction) -> None:
+    """Kill the process of a client that is proven: every client it still is shares this eviction."""
+    eviction, process = replace(eviction, killed=draft.now), grounds.id.process
     for client in _living(draft, process):
         draft.put_client(replace(client, state=ClientState.KILLING, eviction=eviction))
-    draft.emit(Kill(process, eviction.reason), ArmTimer("kill-wait", str(process), KILL_WAIT_S))
+    draft.emit(Kill(grounds.id, eviction.reason), ArmTimer("kill-wait", str(process), KILL_WAIT_S))
 
 
-def kill_by_policy(draft: Draft, process: ProcessInstance, why: str) -> None:
-    """Kill a process that policy wants gone, once; who asked for its eviction before is still answered."""
-    living = _living(draft, process)
+def kill_by_policy(draft: Draft, client: Client, why: str) -> bool:
+    """Kill a living client that policy wants gone, once; who asked for its eviction before is still answered.
+
+    False: nothing proves it a client of its domain, so it is let live.
+    """
+    if not proven(draft.state.domains[client.id.domain], client, asked=False):
+        return False
+    living = _living(draft, client.id.process)
     if any(allows(c.state, ClientTrigger.KILL) for c in living):
         begun = next((c.eviction for c in living if c.eviction is not None), None)
-        kill(draft, process, begun or Eviction(POLICY, why, draft.now))
+        kill(draft, client, begun or Eviction(POLICY, why, draft.now))
+    return True
 
 
 def answer_gone(draft: Draft, process: ProcessInstance, how: str) -> None:

@@ -58,7 +58,7 @@ class FaultRecord:
     offender: Party | None = None
     confidence: Confidence = Confidence.UNKNOWN
     suspects: tuple[Party, ...] = ()
-    victims: tuple[ClientId, ...] = ()
+    victims: tuple[Party, ...] = ()
     address: int | None = None
     access: Access | None = None
     fault_type: str | None = None

@@ -65,11 +65,19 @@ class Policy:
     start_retry_s: float = 1.0
     start_retry_max_s: float = 60.0
     evidence_window_s: float = 2.0
+    # Anybody who can become many users (a user namespace has 65536) must not start as many servers.
+    max_slots: int = 64
+    slot_idle_s: float = 600.0
+    slot_forget_s: float = 86400.0
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """`uid` None means shared by all users. `exclusive`: the GPU's compute mode admits one server."""
+    """`uid` None means shared by all users. `exclusive`: the GPU's compute mode admits one server.
+
+    `used`: monotonic seconds when it was last asked for, or a client of it came or went. `retiring`: its
+    path is gone; the slot itself goes with its last domain, unless somebody asks for it before.
+    """
 
     id: str
     gpus: tuple[str, ...]
@@ -78,6 +86,8 @@ class Slot:
     active: str | None = None
     spare: str | None = None
     failures: int = 0
+    used: float = 0.0
+    retiring: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +110,13 @@ class Domain:
     former_server: ProcessInstance | None = None
 
 
+POLICY = "policy"
+"""The requester of an eviction that nobody waits for."""
+
+
 @dataclass(frozen=True, slots=True)
 class Eviction:
-    """An eviction under way: who asked (a request id or `policy`), since when, and when SIGKILL was sent."""
+    """An eviction under way: who asked (a request id or POLICY), since when, and when SIGKILL was sent."""
 
     requester: str
     reason: str
@@ -113,6 +127,8 @@ class Eviction:
 
 @dataclass(frozen=True, slots=True)
 class Client:
+    """`leased`, `listed` (by the server, when asked): see mpsd.core.proof."""
+
     id: ClientId
     facts: ProcessFacts
     state: ClientState
@@ -121,6 +137,7 @@ class Client:
     died: float | None = None
     leased: bool = False
     tracked: bool = False
+    listed: bool = False
     blind: bool = False
     eviction: Eviction | None = None
     problem: str = ""
@@ -211,7 +228,7 @@ def check_invariants(state: State) -> None:
         _check_client(state, client)
     for record in state.open_faults:
         _hold(
-            record.offender is None or record.offender.id not in record.victims,
+            record.offender is None or record.offender.id not in {v.id for v in record.victims},
             f"fault {record.id} names a victim as its offender",
         )
 
@@ -227,6 +244,7 @@ def _check_slot(state: State, slot: Slot) -> None:
     if slot.spare is not None:
         ready = state.domains[slot.spare].state in (DomainState.STARTING, DomainState.WARM)
         _hold(ready, f"spare of {slot.id} is {state.domains[slot.spare].state}")
+    _hold(not (slot.retiring and (slot.active or slot.spare)), f"slot {slot.id} serves while it is retired")
     _hold(not (slot.exclusive and slot.spare), f"slot {slot.id} has a spare in exclusive mode")
 
 

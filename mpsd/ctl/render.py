@@ -112,7 +112,7 @@ def _domain(domain: Mapping[str, Any], style: Style) -> str:
 def _clients(view: Mapping[str, Any], style: Style, *, headers: bool) -> list[str]:
     rows = [
         (
-            str(c["pid"]),
+            _pid(c),
             c["user"],
             c["domain"],
             c["state"],
@@ -130,7 +130,7 @@ def _clients(view: Mapping[str, Any], style: Style, *, headers: bool) -> list[st
 def _dead(view: Mapping[str, Any], style: Style, *, headers: bool) -> list[str]:
     rows = [
         (
-            str(c["pid"]),
+            _pid(c),
             c["user"],
             c["domain"],
             c["state"],
@@ -149,8 +149,7 @@ def _dead(view: Mapping[str, Any], style: Style, *, headers: bool) -> list[str]:
 
 def _strangers(gpu: Mapping[str, Any], style: Style, *, headers: bool) -> list[str]:
     rows = [
-        (str(p["pid"]), p["user"], size(p["memory_bytes"]), printable(p["command"], 80))
-        for p in gpu["not_on_mps"]
+        (_pid(p), p["user"], size(p["memory_bytes"]), printable(p["command"], 80)) for p in gpu["not_on_mps"]
     ]
     if not rows:
         return []
@@ -169,7 +168,14 @@ def health(view: Mapping[str, Any]) -> int:
     return 10 if lost or degraded or unprotected else 0
 
 
+def _pid(row: Mapping[str, Any]) -> str:
+    """A dash for a process of another user, whose number is not told."""
+    return "-" if row["pid"] is None else str(row["pid"])
+
+
 def _party(party: Mapping[str, Any]) -> str:
+    if party["pid"] is None:
+        return "another user's client"
     return f"pid {party['pid']} ({party['user']}, {printable(party['command'], 60)})"
 
 
@@ -186,8 +192,10 @@ def fault(record: Mapping[str, Any], style: Style) -> list[str]:
         lines.append(f"  offender  unknown; suspects: {'; '.join(_party(p) for p in record['suspects'])}")
     else:
         lines.append("  offender  none named")
-    if record["victims"]:
-        lines.append(f"  victims   {', '.join(map(str, record['victims']))}")
+    hidden = record.get("victims_hidden", 0)
+    victims = [*map(str, record["victims"]), *([f"{hidden} of other users"] if hidden else [])]
+    if victims:
+        lines.append(f"  victims   {', '.join(victims)}")
     if record["refused_807"]:
         lines.append(f"  refused   {record['refused_807']} newcomers saw error 807")
     lines += [

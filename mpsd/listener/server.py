@@ -34,6 +34,7 @@ from mpsd.wire.messages import SUBSCRIBE, ErrorReply, EventMessage, ProtocolErro
 
 log = structlog.get_logger("mpsd.listener")
 
+Shown = Callable[[Peer, Mapping[str, object]], Mapping[str, object]]
 Kept = tuple[int, Collection[int], Mapping[str, object]]
 History = Callable[[int], Iterable[Kept]]
 
@@ -61,7 +62,7 @@ class Listener:
     called for every operation but "subscribe", with arguments checked against the table and, for
     operations that need Right.ADMIN, only for administrators; whose client something is, it checks
     itself. `history(since)` gives the kept events (number, owners, event) with greater numbers, for
-    subscribers that ask for them.
+    subscribers that ask for them. `shown(peer, event)`: what of an event this peer is to see.
     """
 
     def __init__(
@@ -71,11 +72,13 @@ class Listener:
         group: str = "mpsd",
         *,
         history: History | None = None,
+        shown: Shown = lambda _, event: event,
         limits: Limits | None = None,
     ) -> None:
         self.path = Path(endpoint_path)
         self._handler = handler
         self._history = history
+        self._shown = shown
         self._limits = limits or Limits()
         self._requests = Requests(self._handle, Rights(group), self._answer, self._limits.pending)
         self._connections: dict[bytes, Connection] = {}
@@ -96,11 +99,15 @@ class Listener:
 
     def publish(self, event: Mapping[str, object], owners: Collection[int], seq: int) -> None:
         """Push an event to subscribers that may see it: administrators and these users. Never waits."""
-        frame = _event_frame(event, seq)
-        if frame is None:
-            return
+        frames: dict[int | None, bytes | None] = {}
         for connection in list(self._connections.values()):
-            if connection.subscribed and connection.peer is not None and connection.peer.may_see(owners):
+            peer = connection.peer
+            if not connection.subscribed or peer is None or not peer.may_see(owners):
+                continue
+            viewer = None if peer.admin else peer.uid
+            if viewer not in frames:
+                frames[viewer] = _event_frame(self._shown(peer, event), seq)
+            if (frame := frames[viewer]) is not None:
                 connection.publish(seq, frame)
                 self._flush(connection)
 
@@ -268,7 +275,10 @@ class Listener:
         if not isinstance(since, int) or self._history is None:
             return []
         seen = [(seq, event) for seq, owners, event in self._history(since) if peer.may_see(owners)]
-        frames = ((seq, _event_frame(event, seq)) for seq, event in seen[-self._limits.queued_events :])
+        frames = (
+            (seq, _event_frame(self._shown(peer, event), seq))
+            for seq, event in seen[-self._limits.queued_events :]
+        )
         return [(seq, frame) for seq, frame in frames if frame is not None]
 
 

@@ -180,14 +180,19 @@ def test_an_xid_of_a_process_outside_mps_moves_nobody(site: Site) -> None:
 def test_settings_made_by_hand_reach_the_next_domain_and_the_next_daemon(site: Site) -> None:
     offender = site.join()
     first = active(settled(site))
+    # A log line alone sets nothing, and commands that the control daemon refuses neither.
+    with (site.log_dir / first["id"] / "control.log").open("a") as log:
+        log.write("[2026-01-01 00:00:00.000 Control 1] Cmd: set_default_active_thread_percentage 7\n")
+    site.control(first["id"], "set_default_active_thread_percentage 4000")
+    site.until(lambda s: s["counters"].get("settings_rejected") == 2, "both are rejected")
     site.control(first["id"], "set_default_active_thread_percentage 40")
-    site.until(
-        lambda s: "active_thread_percentage 40" in s["gpus"][0]["limits"], "the setting is known to mpsd"
-    )
+    shown = "active_thread_percentage (user 0) 40"
+    site.until(lambda s: shown in s["gpus"][0]["limits"], "the setting is known to mpsd")
+    assert not any("percentage 7" in text for text in site.status()["gpus"][0]["limits"])
     spare = next(d for d in site.status()["domains"] if d["role"] == "spare")["id"]
     site.kill()
     site.start()
-    assert "active_thread_percentage 40" in site.status()["gpus"][0]["limits"]
+    assert shown in site.status()["gpus"][0]["limits"]
     site.attached(offender)
     fault(offender)
     offender.close()

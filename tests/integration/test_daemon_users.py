@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import time
 from collections.abc import Iterator
 
 import pytest
 
 import mpsd_client
-from tests.support.site import DEADLINE_S, OTHER_UID, Site, as_user
+from tests.support.site import DEADLINE_S, OTHER_UID, Site, as_user, until
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be somebody else")
 THIRD_UID = 65533
@@ -128,3 +129,75 @@ def test_a_user_can_ask_for_the_shared_domain(site: Site) -> None:
     theirs = site.program(uid=OTHER_UID, environ=environ)
     status = site.attached(ours, theirs)
     assert len({c["domain"] for c in status["clients"]}) == 1
+
+
+def test_a_forged_log_line_gets_no_innocent_killed() -> None:
+    with Site() as site:
+        site.start("--stop-domains")
+        client = site.join(uid=OTHER_UID)
+        (row,) = site.status()["clients"]
+        assert {"own", "leased"} <= set(row["proof"])
+        # Root's, and no client of anybody: but what a user's server prints goes into its domain's log.
+        innocent = subprocess.Popen(["sleep", "1000"], start_new_session=True, env={})
+        try:
+            with (site.log_dir / row["domain"] / "control.log").open("a") as log:
+                log.write(f"[2026-01-01 00:00:00.000 Control 1] NEW CLIENT {innocent.pid} from user 0: x\n")
+            status = site.until(
+                lambda s: [c for c in s["clients"] if c["pid"] == innocent.pid], "the line is read"
+            )
+            assert next(c["proof"] for c in status["clients"] if c["pid"] == innocent.pid) == []
+            with pytest.raises(mpsd_client.MpsdError, match="only a line in a log"):
+                site.ask(lambda c: c.kill(innocent.pid))
+            plan = site.ask(lambda c: c.kill(innocent.pid, dry_run=True))
+            assert "nothing" in plan["steps"][0]
+            assert site.process is not None
+            site.process.terminate()
+            client.wait()
+            assert innocent.poll() is None
+        finally:
+            innocent.kill()
+            innocent.wait(DEADLINE_S)
+        assert site.terminate() == 0
+        until(lambda: not site.processes("nvidia-cuda-mps"), "every domain has ended")
+
+
+def test_a_fault_in_a_shared_domain_names_to_each_user_its_own_clients_alone() -> None:
+    with Site(domains__mode='"shared"') as site:
+        site.start()
+        ours, theirs = site.join(uid=OTHER_UID), site.join(uid=THIRD_UID)
+        with as_user(OTHER_UID):
+            user = mpsd_client.connect(site.socket)
+            stream = user.subscribe()
+        with user:
+            ours.do("dev.launch('trap')")
+            site.until(lambda s: [d for d in s["domains"] if d["state"] == "faulted"], "it has faulted")
+            end = time.monotonic() + DEADLINE_S
+            while (event := stream.next(end))["kind"] != "fault":
+                pass
+        (full,) = site.faults()
+        (told,) = site.ask(lambda c: c.faults(), uid=OTHER_UID)
+        assert {p["pid"] for p in full["suspects"]} == {ours.pid, theirs.pid}
+        for record in (event, told):
+            assert {p["pid"] for p in record["suspects"]} == {ours.pid, None}
+            assert str(theirs.pid) not in str(record)
+            assert str(THIRD_UID) not in str(record)
+        # So does status.
+        rows = site.ask(lambda c: c.status(), uid=OTHER_UID)["clients"]
+        assert {row["pid"] for row in rows} == {ours.pid, None}
+        stranger = site.ask(lambda c: c.faults(), uid=1)
+        assert stranger == []
+
+
+def test_a_private_domain_is_closed_to_other_users() -> None:
+    with Site(domains__private="true") as site:
+        site.start()
+        theirs = site.join(uid=OTHER_UID)
+        (row,) = site.status()["clients"]
+        pipe = site.run_dir / "d" / row["domain"]
+        assert theirs.do("dev.on_mps") == {"result": True}
+        for uid, enters in ((OTHER_UID, True), (THIRD_UID, False)):
+            with as_user(uid):
+                assert os.access(pipe / "control", os.F_OK, effective_ids=True) == enters
+        # Root's control daemon does all it has to.
+        assert site.ask(lambda c: c.kill(theirs.pid))["outcome"] == "evicted"
+        assert site.join(uid=OTHER_UID).do("1 + 1") == {"result": 2}

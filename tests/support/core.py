@@ -8,7 +8,7 @@ from typing import TypeVar
 from mpsd.core import effects as fx
 from mpsd.core import events as ev
 from mpsd.core.engine import decide
-from mpsd.core.records import FaultRecord
+from mpsd.core.records import FaultRecord, Party
 from mpsd.core.state import Client, ClientState, Domain, DomainState, Policy, State
 from mpsd.model import (
     Access,
@@ -122,8 +122,8 @@ class World:
         switches = [e.domain for e in self.ever(fx.SwitchPath) if e.slot == slot]
         return switches[-1] if switches else None
 
-    def pids(self, ids: Sequence[ClientId]) -> list[int]:
-        return [i.process.pid for i in ids]
+    def pids(self, parties: Sequence[Party]) -> list[int]:
+        return [p.id.process.pid for p in parties]
 
     # Doing
 

@@ -267,7 +267,7 @@ def test_eviction_asks_then_kills_then_answers() -> None:
     assert world.last == (fx.Terminate("d1", server_of("d1"), process(10), 0.05),)
     assert world.client("d1", 10).state is ClientState.TERMINATING
     world.wait(0.008).terminate_finished(10)
-    assert world.made(fx.Kill) == [fx.Kill(process(10), "asked")]
+    assert world.made(fx.Kill) == [fx.Kill(ClientId("d1", process(10)), "asked")]
     world.wait(0.002).die(10)
     (answer,) = world.made(fx.Answer)
     assert (answer.request, answer.ok) == ("r1", True)
@@ -382,7 +382,7 @@ def test_a_fault_while_evicting() -> None:
     world.evict(11)
     world.fault(10)
     world.terminate_finished(11, done=False)
-    assert world.made(fx.Kill) == [fx.Kill(process(11), "asked")]
+    assert world.made(fx.Kill) == [fx.Kill(ClientId("d1", process(11)), "asked")]
     world.die(11)
     assert [e.request for e in world.made(fx.Answer)] == ["r1"]
     assert released(world) == [(11, 0)]

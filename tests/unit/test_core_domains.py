@@ -121,7 +121,7 @@ def test_control_death_sends_new_clients_to_the_spare_and_names_the_victims() ->
     assert world.path() == "d2"
     record = world.record()
     assert (record.fault_class, record.suspects) == ("control-death", ())
-    assert [v.process.pid for v in record.victims] == [10]
+    assert world.pids(record.victims) == [10]
     assert world.domain("d1").state is DomainState.HEADLESS
     assert world.domain("d1").last_fault == record.id
     assert world.client_states() == {10: ClientState.ATTACHED}
@@ -255,7 +255,7 @@ def test_exclusive_mode_has_no_spare_and_recovers_in_place() -> None:
     assert "fresh domain" not in world.record().action
     world.die(10)
     world.timer("kill-victims", "d1")
-    assert [e.process.pid for e in world.made(fx.Kill)] == [11]
+    assert [e.client.process.pid for e in world.made(fx.Kill)] == [11]
     world.die(11)
     assert world.made(fx.AskServer)
     world.server_state("d1", ServerState.FAULT)
@@ -296,7 +296,7 @@ def test_victims_are_killed_also_when_the_server_of_a_faulted_domain_has_died() 
     world.fault(10)
     world.do(ev.ServerDied("d1", server_of("d1")))
     world.timer("kill-victims", "d1")
-    assert sorted(e.process.pid for e in world.made(fx.Kill)) == [10, 11]
+    assert sorted(e.client.process.pid for e in world.made(fx.Kill)) == [10, 11]
 
 
 def test_a_process_that_only_a_log_line_names_is_not_killed_as_a_victim() -> None:
@@ -305,7 +305,7 @@ def test_a_process_that_only_a_log_line_names_is_not_killed_as_a_victim() -> Non
     world.do(ev.ClientNoticed("d1", facts(12, uid=UID + 1)))
     world.fault(10)
     world.timer("kill-victims", "d1")
-    assert [e.process.pid for e in world.made(fx.Kill)] == [10]
+    assert [e.client.process.pid for e in world.made(fx.Kill)] == [10]
 
 
 def test_going_exclusive_gives_up_the_spare_and_coming_back_starts_one() -> None:
@@ -372,7 +372,7 @@ def test_victims_are_killed_where_policy_says_so() -> None:
     world.fault(10)
     assert {t.delay_s for t in world.made(fx.ArmTimer) if t.kind == "kill-victims"} == {3}
     world.timer("kill-victims", "d1")
-    assert sorted(e.process.pid for e in world.made(fx.Kill)) == [10, 11]
+    assert sorted(e.client.process.pid for e in world.made(fx.Kill)) == [10, 11]
     world.timer("kill-victims", "d1")
     assert not world.made(fx.Kill), "once"
 
@@ -398,7 +398,7 @@ def test_stop_kills_the_clients_and_then_stops_every_domain() -> None:
     world.join(10, 11)
     world.die(11)
     world.do(ev.StopRequested())
-    assert [e.process.pid for e in world.made(fx.Kill)] == [10]
+    assert [e.client.process.pid for e in world.made(fx.Kill)] == [10]
     assert [e.domain for e in world.made(fx.StopDomain)] == ["d2"]
     world.do(ev.StopRequested())
     assert not world.last
@@ -418,9 +418,9 @@ def test_stop_ends_a_domain_that_is_starting_and_a_client_that_comes_late() -> N
     world.want()
     world.do(ev.ClientNoticed("d1", facts(10)))
     world.do(ev.StopRequested())
-    assert [e.process.pid for e in world.made(fx.Kill)] == [10]
+    assert [e.client.process.pid for e in world.made(fx.Kill)] == [10]
     world.do(ev.ClientNoticed("d1", facts(11)))
-    assert [e.process.pid for e in world.made(fx.Kill)] == [11]
+    assert [e.client.process.pid for e in world.made(fx.Kill)] == [11]
     world.started("d1")
     assert world.path() is None
     world.die(10)

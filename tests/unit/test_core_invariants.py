@@ -41,7 +41,8 @@ def change_client(draft: Draft, **changes: object) -> None:
 
 def blame_a_victim(draft: Draft) -> None:
     who = ClientId("d1", process(10))
-    record = FaultRecord(1, 0.0, "d1", (GPU,), "sm-trap", offender=Party(who, facts(10)), victims=(who,))
+    party = Party(who, facts(10))
+    record = FaultRecord(1, 0.0, "d1", (GPU,), "sm-trap", offender=party, victims=(party,))
     draft.put_fault(record)
 
 
@@ -66,6 +67,7 @@ BROKEN: dict[str, Callable[[Draft], object]] = {
     "borrows domain d1": lambda d: d.put_slot(Slot("other", (GPU,), 1, active="d1")),
     "leads to a domain that is being stopped": lambda d: change_domain(d, "d1", state=DomainState.STOPPING),
     f"spare of {SLOT} is active": lambda d: change_domain(d, "d2", state=DomainState.ACTIVE),
+    "serves while it is retired": lambda d: change_slot(d, retiring=True),
     "has a spare in exclusive mode": lambda d: change_slot(d, exclusive=True),
     "has no domain": lambda d: d.put_client(
         Client(ClientId("d9", process(12)), facts(12), ClientState.NOTICED, 0.0)
@@ -104,7 +106,7 @@ def test_harmful_effects_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
         decide_wrongly(monkeypatch, terminate, fault=True)
     for pid in (10, 99):
         with pytest.raises(InvariantViolation, match="killed though nobody asked"):
-            decide_wrongly(monkeypatch, Kill(process(pid), "why"))
+            decide_wrongly(monkeypatch, Kill(ClientId("d1", process(pid)), "why"))
     with pytest.raises(InvariantViolation, match="given up while it is kept"):
         decide_wrongly(monkeypatch, ReleaseLease(ClientId("d1", process(10))))
 

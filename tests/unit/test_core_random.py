@@ -36,6 +36,7 @@ from tests.support.core import (
     MISALIGNED,
     OUT_OF_RANGE,
     REGISTER,
+    UID,
     World,
     control_of,
     facts,
@@ -67,6 +68,7 @@ class Truth:
     came_up: set[str] = field(default_factory=set)
     faulted: set[ProcessInstance] = field(default_factory=set)
     ended: set[ProcessInstance] = field(default_factory=set)
+    vouched: set[tuple[str, ProcessInstance]] = field(default_factory=set)
     asked: set[str] = field(default_factory=set)
     answered: Counter[str] = field(default_factory=Counter)
     revisions: dict[int, int] = field(default_factory=dict)
@@ -79,9 +81,10 @@ class Daemon(RuleBasedStateMachine):
         self.world = World()
         self.truth = Truth()
 
-    @initialize(spare=st.booleans(), kill=st.booleans())
-    def begin(self, spare: bool, kill: bool) -> None:
-        self.world = World(Policy(spare=spare, kill_victims_after_s=3.0 if kill else 0.0))
+    @initialize(spare=st.booleans(), kill=st.booleans(), crowded=st.booleans())
+    def begin(self, spare: bool, kill: bool, crowded: bool) -> None:
+        room = {"max_slots": 2, "slot_idle_s": 1.0} if crowded else {}
+        self.world = World(Policy(spare=spare, kill_victims_after_s=3.0 if kill else 0.0, **room))
         for slot, gpu, uid in SLOTS[:2]:
             self.do(ev.SlotWanted(slot, (gpu,), uid))
         for name in tuple(self.world.state.domains):
@@ -98,10 +101,13 @@ class Daemon(RuleBasedStateMachine):
                 case fx.Terminate():
                     asked = isinstance(event, ev.EvictRequested) and event.liveness is Liveness.RUNNING
                     assert asked, "terminate_client for a client that may not be running"
-                case fx.Kill(process=who):
-                    self.check_kill(event, who)
+                case fx.Kill(client=client):
+                    self.check_kill(event, client)
                 case fx.ReleaseLease(client=client):
                     self.check_release(client)
+                case fx.DropPath(slot=slot):
+                    here = [d.id for d in self.world.state.domains.values() if d.slot == slot]
+                    assert not any(c.id.domain in here for c in self.world.state.clients.values())
                 case fx.Answer(request=request):
                     self.truth.answered[request] += 1
                 case fx.Record():
@@ -111,12 +117,15 @@ class Daemon(RuleBasedStateMachine):
                 case _:
                     pass
 
-    def check_kill(self, event: ev.Event, who: ProcessInstance) -> None:
-        allowed = ev.EvictRequested | ev.TerminateFinished | ev.StopRequested | ev.ClientNoticed
+    def check_kill(self, event: ev.Event, client: ClientId) -> None:
+        came = isinstance(event, ev.ClientNoticed | ev.ClientAttached)
         victims = isinstance(event, ev.TimerFired) and event.kind == "kill-victims"
-        assert isinstance(event, allowed) or victims, f"{who} is killed by {event}"
-        if isinstance(event, ev.ClientNoticed):
-            assert self.world.state.stopping
+        asked = isinstance(event, ev.EvictRequested | ev.TerminateFinished)
+        stop = isinstance(event, ev.StopRequested) or (came and self.world.state.stopping)
+        assert asked or stop or victims, f"{client} is killed by {event}"
+        uid = self.world.state.domains[client.domain].uid
+        besides = (client.domain, client.process) in self.truth.vouched
+        assert uid == UID or (besides and (asked or uid is None)), f"only a log says that {client} is one"
 
     def check_release(self, client: ClientId) -> None:
         domain = self.world.state.domains.get(client.domain)
@@ -232,6 +241,7 @@ class Daemon(RuleBasedStateMachine):
     @rule(pick=picks, who=processes, spaces=st.sampled_from(((), (0,), (0, 1), (2,))))
     def lease_restored(self, pick: int, who: ProcessInstance, spaces: tuple[int, ...]) -> None:
         self.truth.ended.discard(who)
+        self.truth.vouched.add((self.domain_named(pick), who))
         self.do(ev.LeaseRestored(self.domain_named(pick), facts(who.pid, who.start_ticks), spaces))
 
     @rule()
@@ -240,20 +250,25 @@ class Daemon(RuleBasedStateMachine):
 
     # Clients
 
-    @rule(pick=picks, who=processes)
-    def notice(self, pick: int, who: ProcessInstance) -> None:
+    @rule(pick=picks, who=processes, listed=st.booleans())
+    def notice(self, pick: int, who: ProcessInstance, listed: bool = False) -> None:
         self.truth.ended.discard(who)
-        self.do(ev.ClientNoticed(self.domain_named(pick), facts(who.pid, who.start_ticks)))
+        name = self.domain_named(pick)
+        if listed:
+            self.truth.vouched.add((name, who))
+        self.do(ev.ClientNoticed(name, facts(who.pid, who.start_ticks), listed))
 
     @rule(pick=picks, who=processes, spaces=st.integers(1, 2))
     def join(self, pick: int, who: ProcessInstance, spaces: int) -> None:
         self.notice(pick, who)
         for attach in [e for e in self.world.last if isinstance(e, fx.Attach)]:
+            self.truth.vouched.add((attach.domain, who))
             self.do(ev.ClientAttached(attach.domain, who, spaces, True, space=attach.space))
 
     @rule(pick=picks, spaces=st.integers(0, 2), tracked=st.booleans())
     def attached(self, pick: int, spaces: int, tracked: bool) -> None:
         client = self.client_picked(pick)
+        self.truth.vouched.add((client.domain, client.process))
         self.do(
             ev.ClientAttached(client.domain, client.process, spaces, tracked, space=client.space),
         )

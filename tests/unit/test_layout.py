@@ -86,3 +86,12 @@ def test_default_path_is_served_where_it_is_free_empty_or_dangling(tmp_path: Pat
     for path in (tmp_path / "free", empty, dangling):
         assert claim_default_path(path, target) == ""
         assert path.resolve() == target.resolve()
+
+
+def test_a_slot_that_is_given_up_has_no_path(short_dir: Path) -> None:
+    layout = layout_in(short_dir)
+    layout.prepare()
+    layout.switch("slot", "d1")
+    layout.drop("slot")
+    layout.drop("slot")
+    assert not os.path.lexists(layout.slot_path("slot"))

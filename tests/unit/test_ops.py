@@ -1,25 +1,98 @@
-"""What an answer shows of other users' processes."""
+"""Many questions of one user: answered in turn, with others' in between, and not each made anew."""
 
 from __future__ import annotations
 
+import asyncio
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from mpsd.core.state import State
 from mpsd.listener import Peer
-from mpsd.ops import HIDDEN, shown_to
+from mpsd.ops import STATUS_KEPT_S, Operations
+from mpsd.wire.messages import Request
 
-ANSWER: dict[str, Any] = {
-    "clients": [{"uid": 7, "command": "mine --token a"}, {"uid": 8, "command": "theirs --token b"}],
-    "gpus": [{"not_on_mps": [{"pid": 3, "uid": 0, "command": "root's"}]}],
-    "offender": None,
-}
-
-
-def test_a_user_sees_no_command_line_of_others() -> None:
-    seen = shown_to(Peer(7, 7, 1, frozenset({7}), admin=False), ANSWER)
-    assert [row["command"] for row in seen["clients"]] == ["mine --token a", HIDDEN]
-    assert seen["gpus"][0]["not_on_mps"][0]["command"] == HIDDEN
-    assert ANSWER["clients"][1]["command"] == "theirs --token b"
+USER = Peer(7, 7, 1, frozenset({7}), admin=False)
+OTHER = Peer(8, 8, 1, frozenset({8}), admin=False)
+ROOT = Peer(0, 0, 1, frozenset({0}), admin=True)
 
 
-def test_an_administrator_sees_all() -> None:
-    assert shown_to(Peer(7, 7, 1, frozenset(), admin=True), ANSWER) == ANSWER
+class Records(list[dict[str, Any]]):
+    """A journal of them, which notes who asks when."""
+
+    def __init__(self, asked: list[str]) -> None:
+        self.asked = asked
+
+    def records(self) -> list[dict[str, Any]]:
+        self.asked.append("faults")
+        return []
+
+
+class Desk:
+    """Operations of a daemon that is nothing but a clock, a state and a journal."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.made: list[int] = []
+        self.time = 100.0
+        self.daemon = SimpleNamespace(
+            now=lambda: self.time,
+            runtime=SimpleNamespace(state=State()),
+            bulletin=SimpleNamespace(journal=Records([])),
+        )
+        monkeypatch.setattr(Operations, "_fresh_status", self.fresh)
+        self.operations = Operations(self.daemon)  # type: ignore[arg-type]
+
+    async def fresh(self, peer: Peer) -> dict[str, Any]:
+        self.made.append(peer.uid)
+        return {"for": peer.uid}
+
+    async def ask(self, peer: Peer, op: str = "status") -> Any:
+        return await self.operations.handle(peer, Request(1, op, {}, 1000))
+
+
+def test_a_heap_of_questions_is_answered_from_one_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    desk = Desk(monkeypatch)
+
+    async def run() -> None:
+        answers = await asyncio.gather(*(desk.ask(peer) for peer in (USER, OTHER) * 10))
+        assert [a["for"] for a in answers] == [7, 8] * 10
+        assert sorted(desk.made) == [7, 8]
+        # Each look of an administrator is a new one.
+        await asyncio.gather(*(desk.ask(ROOT) for _ in range(3)))
+        assert desk.made.count(0) == 3
+
+    asyncio.run(run())
+
+
+def test_no_answer_is_older_than_the_state_or_than_it_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    desk = Desk(monkeypatch)
+
+    async def run() -> None:
+        await desk.ask(USER)
+        desk.daemon.runtime.state = State()
+        await desk.ask(USER)
+        assert desk.made == [7, 7]
+        desk.time += 2 * STATUS_KEPT_S
+        await desk.ask(USER)
+        assert desk.made == [7, 7, 7]
+
+    asyncio.run(run())
+
+
+def test_others_come_between_the_questions_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    desk = Desk(monkeypatch)
+
+    async def run() -> None:
+        order: list[str] = []
+
+        async def told(peer: Peer, name: str) -> None:
+            await desk.ask(peer, "faults")
+            order.append(name)
+
+        await asyncio.gather(
+            *(told(USER, "flood") for _ in range(20)), told(OTHER, "other"), told(ROOT, "root")
+        )
+        assert order.index("root") == 0 and order.index("other") <= 2
+
+    asyncio.run(run())

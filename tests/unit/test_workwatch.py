@@ -84,3 +84,15 @@ def test_a_view_that_is_replaced_while_it_is_watched_is_closed_after_the_watch()
         assert [view.closed for view in inspector.views] == [1, 1]
 
     asyncio.run(run())
+
+
+def test_views_that_two_domains_kept_of_one_process_are_closed_once_each() -> None:
+    async def run() -> None:
+        inspector = Inspector()
+        watch = WorkWatch(inspector, 0.001, lambda event: None)
+        for _ in range(2):
+            watch.adopt(PROCESS, {})
+        await watch.close()
+        assert [view.closed for view in inspector.views] == [1, 1]
+
+    asyncio.run(run())
