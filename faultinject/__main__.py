@@ -64,6 +64,7 @@ def parser() -> argparse.ArgumentParser:
     demo = commands.add_parser("demo", help="one fault of each class, stock MPS beside mpsd")
     _add_backend(demo)
     demo.add_argument("--jobs", type=int, default=0, help="runs at a time (simulated only; 0: by the CPUs)")
+    demo.add_argument("--yes", action="store_true", help="use the real GPU, whoever is on it, without asking")
     demo.set_defaults(go=_demo)
     bench = commands.add_parser("bench", help="measure attaching, recording, evicting, and the daemon")
     bench.add_argument(
@@ -139,7 +140,7 @@ def _list(args: argparse.Namespace) -> int:
 def _demo(args: argparse.Namespace) -> int:
     from faultinject.demo import demo
 
-    return demo(args.backend, jobs=args.jobs)
+    return demo(args.backend, jobs=args.jobs, yes=args.yes)
 
 
 def _bench(args: argparse.Namespace) -> int:
