@@ -72,6 +72,7 @@ def parser() -> argparse.ArgumentParser:
     )
     _add_common(bench)
     bench.add_argument("--idle-s", type=float, default=5.0, help="seconds over which idle CPU is measured")
+    bench.add_argument("--hold-s", type=float, default=2.0, help="seconds for which a rate of events is held")
     bench.add_argument("--clients", type=names, default=["0", "10", "60"])
     bench.set_defaults(go=_bench)
     sweep = commands.add_parser("sweep", help="mpsd dies before effect N, for every N")
@@ -145,9 +146,11 @@ def _demo(args: argparse.Namespace) -> int:
 
 def _bench(args: argparse.Namespace) -> int:
     from faultinject.bench import bench
+    from faultinject.stream import Plan as Rates
 
     clients = [int(c) for c in args.clients]
-    return bench(args.backend, clients, args.idle_s, args.seed, args.json, args.markdown)
+    rates = Rates(hold_s=args.hold_s)
+    return bench(args.backend, clients, args.idle_s, args.seed, args.json, args.markdown, rates)
 
 
 def _sweep(args: argparse.Namespace) -> int:
