@@ -27,9 +27,18 @@ from faultinject.stage import Options
 from faultinject.verdict import Verdict
 from mpsd.errors import MpsdError, UsageError
 
+MOST_SURVIVORS = 16
+
 
 def names(text: str) -> list[str]:
     return [word for word in text.split(",") if word]
+
+
+def survivors(text: str) -> int:
+    """For argparse: without a survivor there is nobody whose fate could be judged."""
+    if not text.isdecimal() or not 1 <= int(text) <= MOST_SURVIVORS:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 to {MOST_SURVIVORS}")
+    return int(text)
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
@@ -54,7 +63,7 @@ def parser() -> argparse.ArgumentParser:
     _add_common(run)
     run.add_argument("--kinds", type=names, default=["all"], help="all, or kinds (see list), by commas")
     run.add_argument("--modes", type=names, default=list(MODES), help="stock, mpsd")
-    run.add_argument("--survivors", type=int, default=3)
+    run.add_argument("--survivors", type=survivors, default=3, help=f"1 to {MOST_SURVIVORS} (default: 3)")
     run.add_argument("--deadline", type=float, default=120.0, help="seconds that one run may take")
     run.add_argument("--jobs", type=int, default=1, help="runs at a time (simulated only)")
     run.add_argument("--out", type=Path, help="keep histories, and the logs of what was not valid")
@@ -198,6 +207,12 @@ def _mute(stream: TextIO) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     go: Callable[[argparse.Namespace], int] = args.go
+    try:
+        for name in ("json", "markdown"):
+            report.check_target(getattr(args, name, None), f"--{name}")
+    except MpsdError as error:
+        print(f"mpsd-faultinject: {error}", file=sys.stderr)
+        return error.exit_code
     before = signal.signal(signal.SIGTERM, _told_to_stop)
     try:
         status = go(args)

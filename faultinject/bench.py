@@ -132,7 +132,7 @@ def _attach_times(rig: Rig, members: Sequence[Mapping[str, Any]]) -> tuple[float
     times = []
     for client in status["clients"]:
         if client["pid"] in context_at and client["attach_ms"] is not None:
-            at = now - client["age_s"] + client["attach_ms"] / 1e3
+            at = now - client["noticed_s"] + client["attach_ms"] / 1e3
             times.append(round(max(0.0, at - context_at[client["pid"]]) * 1e3, 3))
     return tuple(times)
 

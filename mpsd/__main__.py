@@ -9,10 +9,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import structlog
+
 from mpsd import __version__, config_cli, config_reader, logs
 from mpsd.config import BackendName, Config
 from mpsd.errors import MpsdError
 from mpsd.gpu.base import Backend
+from mpsd.layout import Layout
 
 
 def parser() -> argparse.ArgumentParser:
@@ -60,6 +63,10 @@ def run(arguments: argparse.Namespace) -> int:
     config = config_reader.load(arguments.config, environ)
     colors = False if environ.get("NO_COLOR") else None
     logs.configure(config.log.format.value, config.log.level.value, colors=colors)
+    for name, remedy in config_reader.unknown_variables(environ):
+        structlog.get_logger("mpsd").warning("variable without a meaning", name=name, remedy=remedy)
+    # Before a simulated GPU is started, which would stay.
+    Layout.of(config).prepare()
     backend = open_backend(config)
     try:
 

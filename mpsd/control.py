@@ -275,8 +275,13 @@ class ControlDaemon(ControlCommands):
             return AlreadyRunningError(
                 f"another control daemon owns {self.pipe_dir}", remedy="adopt it or stop it"
             )
+        full = next((d for d in (self.log_dir, self.pipe_dir) if not words and _full(d)), None)
+        remedy = "mpsd-ctl doctor"
+        if full is not None:
+            words, remedy = f"no space is left in {full}", "make room there"
         return ControlError(
-            f"{self.binary} -f ended at once with status {status}: {words}", remedy="mpsd-ctl doctor"
+            f"{self.binary} -f ended at once with status {status}: {words or 'it said nothing'}",
+            remedy=remedy,
         )
 
     def _prove(self, pid: int) -> None:
@@ -300,6 +305,15 @@ class ControlDaemon(ControlCommands):
                 f"control daemon {pid} serves {procfs.printable(pipe)}, not {self.pipe_dir}",
                 remedy="nothing was done to it",
             )
+
+
+def _full(directory: str) -> bool:
+    """Whether not even one block more fits there."""
+    try:
+        info = os.statvfs(directory)
+    except OSError:
+        return False
+    return info.f_bfree == 0 or (os.geteuid() != 0 and info.f_bavail == 0)
 
 
 # Children outlive the objects that started them: kept here until reaped.

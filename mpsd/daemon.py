@@ -21,7 +21,16 @@ from mpsd.bulletin import Bulletin
 from mpsd.config import Config, DomainMode, GuardSetting
 from mpsd.core import events as ev
 from mpsd.core.state import DomainState, Policy, State
-from mpsd.errors import BusyError, DeadlineError, MpsdError, NotReadyError, StoreError, UnsupportedError
+from mpsd.errors import (
+    BusyError,
+    ConfigError,
+    DeadlineError,
+    DeniedError,
+    MpsdError,
+    NotReadyError,
+    StoreError,
+    UnsupportedError,
+)
 from mpsd.fdstore import open_store
 from mpsd.gpu.base import Backend, KernelLog, XidSource
 from mpsd.guard import Guards
@@ -46,6 +55,7 @@ MODE_EVERY, LIST_EVERY, TRIM_EVERY = 5, 10, 60
 STOP_PATIENCE_S = 30.0
 # Anybody who can become many users (a user namespace has 65536) must not start as many servers.
 MAX_SLOTS = 64
+FAILED_FOR_GOOD = 2
 LOG_SPACE_NEEDED = 256 << 10
 NVML_PATIENCE_S = 0.03
 # What `auto` means. The measurements behind it: faultinject/reports/README.md.
@@ -94,7 +104,7 @@ class Daemon:
         self.config = config
         self.backend = backend
         self.pid = os.getpid()
-        self.layout = Layout(Path(config.run_dir), Path(config.log_dir), Path(config.state_dir))
+        self.layout = Layout.of(config)
         self.policy = policy_of(config, backend)
         self.settings = ControlSettings(config.limits)
         self._environ = environ
@@ -105,6 +115,7 @@ class Daemon:
         self._hosts_left = False
         self._log_disk_full = False
         self._unknown_domains: Sequence[str] = ()
+        self._start_problems: dict[str, str] = {}
         self._modes: asyncio.Task[None] | None = None
         self._looking: asyncio.Task[list[GpuView]] | None = None
         self._views: Sequence[GpuView] = ()
@@ -120,6 +131,7 @@ class Daemon:
 
     async def run(self, *, stop_domains: bool = False) -> None:
         """Serve until stopped. Raises MpsdError when this machine or configuration does not allow it."""
+        self._check_rights()
         self.layout.prepare()
         lock = self.layout.lock()
         notifier = Notifier.from_environ(self._environ)
@@ -133,6 +145,16 @@ class Daemon:
         finally:
             notifier.close()
             os.close(lock)
+
+    def _check_rights(self) -> None:
+        """Domains of everybody's need servers that change their user. Raises ConfigError."""
+        domains = self.config.domains
+        if os.geteuid() != 0 and (domains.mode is DomainMode.SHARED or domains.serve_default_path):
+            key = "mode = shared" if domains.mode is DomainMode.SHARED else "serve_default_path = true"
+            raise ConfigError(
+                f"[domains] {key} serves every user, which only an mpsd that root runs can do",
+                remedy='run it as root, or set mode = "per-user" and serve_default_path = false',
+            )
 
     def _assemble(self, notifier: Notifier) -> None:
         loop = asyncio.get_running_loop()
@@ -183,7 +205,17 @@ class Daemon:
         self._loop = loop
 
     def _post(self, event: ev.Event) -> None:
+        if isinstance(event, ev.DomainStarted | ev.DomainStartFailed):
+            self._note_start(event)
         self.runtime.post(event)
+
+    def _note_start(self, event: ev.DomainStarted | ev.DomainStartFailed) -> None:
+        """Keep why a slot's last domain did not start: core forgets a domain that never came up."""
+        domain = self.runtime.state.domains.get(event.domain)
+        if domain is not None and isinstance(event, ev.DomainStartFailed):
+            self._start_problems[domain.slot] = event.reason
+        elif domain is not None:
+            self._start_problems.pop(domain.slot, None)
 
     async def _serve(self, notifier: Notifier, *, stop_domains: bool) -> None:
         listener = Listener(
@@ -368,6 +400,12 @@ class Daemon:
                 f"GPU {', '.join(group)} is drained", remedy="mpsd-ctl undrain, or take another"
             )
         owner = None if shared or self.config.domains.mode is DomainMode.SHARED else uid
+        if os.geteuid() not in (0, owner):
+            raise DeniedError(
+                f"this mpsd runs as uid {os.geteuid()} and can start MPS servers for that user alone, "
+                f"not for {'all users' if owner is None else f'uid {owner}'}",
+                remedy="its own user: mpsd-ctl env without --shared; others need an mpsd that root runs",
+            )
         # In a thread: NVML can be held up for long.
         wanted = await asyncio.to_thread(self._slot_wanted, group, owner)
         slots = self.runtime.state.slots
@@ -386,7 +424,7 @@ class Daemon:
         return sum(1 for c in state.clients.values() if state.domains[c.id.domain].gpus == group), group[0]
 
     async def _until_served(self, slot: str, path: Path) -> None:
-        """Wait until the slot leads to a domain that takes clients."""
+        """Wait until the slot leads to a domain that takes clients. Raises NotReadyError, DeadlineError."""
         deadline = self.config.domains.start_deadline_s
         end = time.monotonic() + deadline
         while time.monotonic() < end:
@@ -394,12 +432,14 @@ class Daemon:
             active = state.slots[slot].active
             if active is not None and state.domains[active].state is DomainState.ACTIVE and path.exists():
                 return
+            # Once may have been bad luck, and the next try comes soon.
+            if state.slots[slot].failures >= FAILED_FOR_GOOD and slot in self._start_problems:
+                raise NotReadyError(
+                    f"no domain comes up: {self._start_problems[slot]}",
+                    remedy="mpsd goes on trying; see mpsd-ctl status and doctor",
+                )
             await asyncio.sleep(0.005)
-        problems = [d.problem for d in self.runtime.state.domains.values() if d.slot == slot and d.problem]
-        raise DeadlineError(
-            f"no domain came up within {deadline:g} s{': ' + problems[-1] if problems else ''}",
-            remedy="mpsd-ctl doctor",
-        )
+        raise DeadlineError(f"no domain came up within {deadline:g} s", remedy="mpsd-ctl doctor")
 
     def _changed(self, before: State, after: State) -> None:
         """After each decision, before its effects."""
@@ -514,6 +554,7 @@ class Daemon:
         """Capability losses of the daemon itself, for `status`."""
         found = [*self._source_problems, *self._unknown_domains]
         found += [p for p in (self.bulletin.journal.problem, self._statefile.problem) if p]
+        found += [f"no domain starts for {slot}: {why}" for slot, why in self._start_problems.items()]
         found += [self._default_path_problem] if self._default_path_problem else []
         if self._log_disk_full:
             found.append(

@@ -15,7 +15,7 @@ import os
 import shutil
 from pathlib import Path
 
-from mpsd.config import SOCKET_PATH_LIMIT
+from mpsd.config import SOCKET_PATH_LIMIT, Config
 from mpsd.errors import AlreadyRunningError, ConfigError, StoreError
 
 LONGEST_SOCKET = "control_privileged"
@@ -30,6 +30,10 @@ class Layout:
         self.run_dir = run_dir
         self.log_dir = log_dir
         self.state_dir = state_dir
+
+    @classmethod
+    def of(cls, config: Config) -> Layout:
+        return cls(Path(config.run_dir), Path(config.log_dir), Path(config.state_dir))
 
     @property
     def socket(self) -> Path:

@@ -206,8 +206,13 @@ def event(seen: Mapping[str, Any]) -> str:
             f"#{rest['id']} {rest['class']} in {rest['domain'] or 'the device'}: {who}, {rest['confidence']}"
         )
     else:
-        text = " ".join(f"{k}={printable(str(v))}" for k, v in rest.items() if v not in ("", None))
+        text = " ".join(f"{k}={_value(v)}" for k, v in rest.items() if v not in ("", None, []))
     return f"{seen.get('seq', '-')} {seen.get('kind', 'lost')} {text}"
+
+
+def _value(value: object) -> str:
+    text = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+    return printable(text)
 
 
 def checks(rows: Sequence[Mapping[str, Any]], style: Style) -> list[str]:

@@ -7,6 +7,7 @@ A process that is gone, or that is not ours to look at, is an OSError of the ker
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -248,6 +249,11 @@ def map_lines(pid: int) -> list[str]:
 
 def maps(pid: int) -> list[MemoryMap]:
     return [parse_map(line) for line in map_lines(pid)]
+
+
+def age_s(ticks: int) -> float:
+    """Seconds since this start time (`start_ticks`); the time that the machine slept counts."""
+    return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
 
 
 def start_time(pid: int) -> float:
