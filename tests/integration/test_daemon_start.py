@@ -313,3 +313,10 @@ def test_why_no_domain_starts_is_said_to_whoever_waits_for_one() -> None:
         (site.run_dir / "d").mkdir(mode=0o755)
         site.until(lambda s: any(d["state"] == "active" for d in s["domains"]), "an active domain")
         assert not any("no domain starts for" in text for text in site.status()["problems"])
+
+
+def test_a_daemon_carries_no_tls() -> None:
+    with Site() as site:
+        site.start()
+        assert "/libssl" not in Path(f"/proc/{site.pid}/maps").read_text()
+        assert site.status()["pid"] == site.pid
