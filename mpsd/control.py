@@ -28,6 +28,7 @@ from mpsd.errors import (
 from mpsd.linux import inotify, procfs
 from mpsd.linux.pinned import Pinned
 from mpsd.model import ProcessInstance, ServerState
+from mpsd.text import printable
 
 __all__ = ["ControlCommands", "ControlDaemon", "ControlGoneError", "TerminateOutcome", "TerminateReply"]
 
@@ -268,7 +269,7 @@ class ControlDaemon(ControlCommands):
         try:
             with open(self._output_path(), "rb") as file:
                 file.seek(max(0, os.fstat(file.fileno()).st_size - 1024))
-                words = procfs.printable(procfs.text_of(file.read()).strip(), 1024)
+                words = printable(procfs.text_of(file.read()).strip(), 1024)
         except OSError:
             words = ""
         if controltext.already_running(words):
@@ -297,12 +298,12 @@ class ControlDaemon(ControlCommands):
         names = {os.path.realpath(name) for name in (program, *arguments[:3]) if name.startswith("/")}
         if os.path.realpath(self.binary) not in names:
             raise AmbiguousError(
-                f"process {pid} is no control daemon: it runs {procfs.printable(program)}",
+                f"process {pid} is no control daemon: it runs {printable(program)}",
                 remedy="nothing was done to it",
             )
         if os.path.realpath(pipe) != os.path.realpath(self.pipe_dir):
             raise AmbiguousError(
-                f"control daemon {pid} serves {procfs.printable(pipe)}, not {self.pipe_dir}",
+                f"control daemon {pid} serves {printable(pipe)}, not {self.pipe_dir}",
                 remedy="nothing was done to it",
             )
 

@@ -15,8 +15,9 @@ import os
 import shutil
 from pathlib import Path
 
-from mpsd.config import SOCKET_PATH_LIMIT, Config
+from mpsd.config import Config
 from mpsd.errors import AlreadyRunningError, ConfigError, StoreError
+from mpsd.limits import SOCKET_PATH_LIMIT
 
 LONGEST_SOCKET = "control_privileged"
 # Logs of so many ended domains are kept.

@@ -34,17 +34,6 @@ def _rows(path: str) -> list[str]:
     return [row for row in text_of(_read(path)).split("\n") if row]
 
 
-def printable(text: str, limit: int = 200) -> str:
-    """Untrusted text made fit for a terminal or a log line: control characters escaped, length bounded.
-
-    Bidirectional overrides, lone surrogates and line separators count as control characters.
-    """
-    shown = "".join(
-        c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text[:limit]
-    )
-    return shown if len(text) <= limit else shown + "..."
-
-
 @dataclass(frozen=True, slots=True)
 class Stat:
     """The fields of /proc/PID/stat that mpsd uses. Addresses are 0 without ptrace rights."""
