@@ -1,4 +1,4 @@
-"""The daemon, assembled: adapters, runtime, listener, and the little that must be done from time to time.
+"""The daemon, assembled: adapters, runtime, listener.
 
 Long because everything meets here; every decision and every adapter lies elsewhere.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import structlog
 
-from mpsd import layout, workwatch
+from mpsd import workwatch
 from mpsd.adoption import KIND, LEVEL, Adoption, to_file
 from mpsd.attacher import Attacher
 from mpsd.bulletin import Bulletin
@@ -43,6 +43,7 @@ from mpsd.model import ClientId, ComputeMode, Gpu, GuardClass, KernelXid, NvmlXi
 from mpsd.notify import Notifier, watchdog_interval_s
 from mpsd.ops import Operations, find_gpu
 from mpsd.performer import Hands, Performer
+from mpsd.rounds import Rounds
 from mpsd.runtime import Runtime, doomed_at
 from mpsd.settings import ControlSettings
 from mpsd.statefile import StateFile
@@ -50,13 +51,11 @@ from mpsd.statusview import GpuView, look_at_gpus
 
 log = structlog.get_logger("mpsd.daemon")
 
-TICK_S = 1.0
-MODE_EVERY, LIST_EVERY, TRIM_EVERY = 5, 10, 60
+PING_S = 1.0
 STOP_PATIENCE_S = 30.0
 # Anybody who can become many users (a user namespace has 65536) must not start as many servers.
 MAX_SLOTS = 64
 FAILED_FOR_GOOD = 2
-LOG_SPACE_NEEDED = 256 << 10
 NVML_PATIENCE_S = 0.03
 # What `auto` means. The measurements behind it: faultinject/reports/README.md.
 SAFE_GUARDS = frozenset({GuardClass.LOW})
@@ -111,12 +110,9 @@ class Daemon:
         self._began = time.monotonic()
         self._stop = asyncio.Event()
         self._save_pending = False
-        self._default_path_problem = ""
         self._hosts_left = False
-        self._log_disk_full = False
         self._unknown_domains: Sequence[str] = ()
         self._start_problems: dict[str, str] = {}
-        self._modes: asyncio.Task[None] | None = None
         self._looking: asyncio.Task[list[GpuView]] | None = None
         self._views: Sequence[GpuView] = ()
 
@@ -202,6 +198,21 @@ class Daemon:
             next_domain=self.layout.last_domain() + 1,
         )
         self.runtime = Runtime(first, self._performer.perform, self._changed, doomed_at(self._environ))
+        domains = self.config.domains
+        self._rounds = Rounds(
+            self._attacher,
+            self._work,
+            journal,
+            self._statefile,
+            self._hosts,
+            self.layout,
+            lambda: self.runtime.state,
+            self._post,
+            self._exclusive,
+            slot_name(self.groups()[0], None),
+            Path(domains.default_path) if domains.serve_default_path else None,
+            self.config.log.max_bytes,
+        )
         self._loop = loop
 
     def _post(self, event: ev.Event) -> None:
@@ -233,7 +244,7 @@ class Daemon:
         self.bulletin.connect(listener.publish)
         background = [
             self._loop.create_task(self._guards.follow()),
-            self._loop.create_task(self._tick()),
+            self._loop.create_task(self._rounds.run()),
             self._loop.create_task(self._ping(notifier)),
         ]
         self._prestart()
@@ -255,8 +266,7 @@ class Daemon:
             await self._close()
 
     async def _close(self) -> None:
-        if self._modes is not None:
-            self._modes.cancel()
+        self._rounds.close()
         await self._work.close()
         await self._performer.close()
         self._hosts_left = bool(self.runtime.state.domains)
@@ -475,66 +485,10 @@ class Daemon:
         self._attacher.check_identities(pid)
 
     async def _ping(self, notifier: Notifier) -> None:
-        """Tell the service manager that the loop turns: apart from the tick, which waits for others."""
+        """Tell the service manager that the loop turns: apart from the rounds, which wait for others."""
         while True:
             notifier.watchdog()
-            await asyncio.sleep(min(TICK_S, watchdog_interval_s(self._environ) or TICK_S))
-
-    async def _tick(self) -> None:
-        """Once a second: what no descriptor tells. What fails in one round is tried in the next."""
-        rounds = 0
-        while True:
-            await asyncio.sleep(TICK_S)
-            rounds += 1
-            try:
-                await self._look_around(rounds)
-            except Exception as error:
-                log.error("round failed", error=repr(error), exc_info=True)
-
-    async def _look_around(self, rounds: int) -> None:
-        self._attacher.check_identities()
-        self._work.refresh({c.process for c in self._attacher.leases})
-        if self.bulletin.journal.problem:
-            self.bulletin.journal.retry()
-        if self._statefile.problem:
-            self._statefile.retry()
-        self._claim_default_path()
-        if rounds % MODE_EVERY == 0 and (self._modes is None or self._modes.done()):
-            # Not awaited: NVML can hang for good, and all else must go on.
-            self._modes = self._loop.create_task(self._look_at_modes())
-        self._log_disk_full = self.layout.log_space() < LOG_SPACE_NEEDED
-        # Without a log nobody tells of newcomers: they are looked for.
-        if self._log_disk_full or rounds % LIST_EVERY == 0:
-            await self._reconcile()
-        if rounds % TRIM_EVERY == 0:
-            self._hosts.trim_logs(self.config.log.max_bytes)
-
-    async def _look_at_modes(self) -> None:
-        for slot in tuple(self.runtime.state.slots.values()):
-            exclusive = await asyncio.to_thread(self._exclusive, slot.gpus)
-            if exclusive != slot.exclusive:
-                self._post(ev.ModeSeen(slot.id, exclusive))
-
-    def _claim_default_path(self) -> None:
-        if not self.config.domains.serve_default_path:
-            return
-        target = self.layout.slot_path(slot_name(self.groups()[0], None))
-        path = Path(self.config.domains.default_path)
-        if target.exists() and not (path.is_symlink() and os.readlink(path) == str(target)):
-            self._default_path_problem = layout.claim_default_path(path, target)
-
-    async def _reconcile(self) -> None:
-        """Clients that no log line told of, servers that changed unseen."""
-        known = {c.id.process.pid for c in self.runtime.state.clients.values() if c.living}
-        for domain in self._hosts.names():
-            try:
-                listed = await self._hosts.listed_clients(domain)
-            except MpsdError as error:
-                log.warning("clients are not listed", domain=domain, reason=str(error))
-                continue
-            for pid in set(listed) - known:
-                self._attacher.notice(domain, pid)
-            self._hosts.ask(domain)
+            await asyncio.sleep(min(PING_S, watchdog_interval_s(self._environ) or PING_S))
 
     async def _stop_domains(self) -> None:
         self._post(ev.StopRequested())
@@ -555,11 +509,7 @@ class Daemon:
         found = [*self._source_problems, *self._unknown_domains]
         found += [p for p in (self.bulletin.journal.problem, self._statefile.problem) if p]
         found += [f"no domain starts for {slot}: {why}" for slot, why in self._start_problems.items()]
-        found += [self._default_path_problem] if self._default_path_problem else []
-        if self._log_disk_full:
-            found.append(
-                f"{self.layout.log_dir} is full: clients are noticed once a second, and faults lack evidence"
-            )
+        found += self._rounds.problems()
         if self._guards.kinds:
             names = ", ".join(sorted(self._guards.kinds))
             found.append(f"outer guard is silent: what it absorbs ({names}) is nobody's record")
