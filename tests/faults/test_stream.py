@@ -63,17 +63,22 @@ def test_what_nobody_counted_is_missing() -> None:
 
 
 def test_a_rate_that_loses_nothing_is_sustained() -> None:
-    steps = stream.climb(
+    fine = stream.Step(100, 100, 99, 0, 0, 0, lag_ms=5, late_ms=0)
+    unknown = stream.Step(200, 200, 199, 0, None, 0, lag_ms=5, late_ms=0)
+    assert fine.sustained and unknown.sustained
+    assert stream.sustained([fine, unknown]) == 199
+    (step,) = stream.climb(
         Lossy(1 << 20, counted=True), Punctual(), stream.Plan(first=100, steps=1, hold_s=0.1), silent
     )
-    assert steps[0].sustained
-    assert stream.sustained(steps) == steps[0].taken > 0
+    assert step.taken > 0 and not (step.dropped or step.missing or step.unheard)
 
 
 def test_a_subscriber_that_lags_is_not_kept_up_to_date() -> None:
-    late = stream.Step(100, 100, 100, 0, 0, 0, stream.LAG_LIMIT_S * 1e3 + 1, 1)
-    assert not late.sustained
-    assert stream.sustained([late]) is None
+    over = stream.LAG_LIMIT_S * 1e3 + 1
+    behind = stream.Step(100, 100, 100, 0, 0, 0, lag_ms=over, late_ms=1)
+    piled_up = stream.Step(100, 100, 100, 0, 0, 0, lag_ms=1, late_ms=over)
+    assert not behind.sustained and not piled_up.sustained
+    assert stream.sustained([behind, piled_up]) is None
 
 
 def test_events_of_the_simulated_gpu_reach_the_daemons_core() -> None:
