@@ -27,9 +27,18 @@ from faultinject.stage import Options
 from faultinject.verdict import Verdict
 from mpsd.errors import MpsdError, UsageError
 
+MOST_SURVIVORS = 16
+
 
 def names(text: str) -> list[str]:
     return [word for word in text.split(",") if word]
+
+
+def survivors(text: str) -> int:
+    """For argparse: without a survivor there is nobody whose fate could be judged."""
+    if not text.isdecimal() or not 1 <= int(text) <= MOST_SURVIVORS:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 to {MOST_SURVIVORS}")
+    return int(text)
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
@@ -54,7 +63,7 @@ def parser() -> argparse.ArgumentParser:
     _add_common(run)
     run.add_argument("--kinds", type=names, default=["all"], help="all, or kinds (see list), by commas")
     run.add_argument("--modes", type=names, default=list(MODES), help="stock, mpsd")
-    run.add_argument("--survivors", type=int, default=3)
+    run.add_argument("--survivors", type=survivors, default=3, help=f"1 to {MOST_SURVIVORS} (default: 3)")
     run.add_argument("--deadline", type=float, default=120.0, help="seconds that one run may take")
     run.add_argument("--jobs", type=int, default=1, help="runs at a time (simulated only)")
     run.add_argument("--out", type=Path, help="keep histories, and the logs of what was not valid")
@@ -64,6 +73,7 @@ def parser() -> argparse.ArgumentParser:
     demo = commands.add_parser("demo", help="one fault of each class, stock MPS beside mpsd")
     _add_backend(demo)
     demo.add_argument("--jobs", type=int, default=0, help="runs at a time (simulated only; 0: by the CPUs)")
+    demo.add_argument("--yes", action="store_true", help="use the real GPU, whoever is on it, without asking")
     demo.set_defaults(go=_demo)
     bench = commands.add_parser("bench", help="measure attaching, recording, evicting, and the daemon")
     bench.add_argument(
@@ -71,6 +81,7 @@ def parser() -> argparse.ArgumentParser:
     )
     _add_common(bench)
     bench.add_argument("--idle-s", type=float, default=5.0, help="seconds over which idle CPU is measured")
+    bench.add_argument("--hold-s", type=float, default=2.0, help="seconds for which a rate of events is held")
     bench.add_argument("--clients", type=names, default=["0", "10", "60"])
     bench.set_defaults(go=_bench)
     sweep = commands.add_parser("sweep", help="mpsd dies before effect N, for every N")
@@ -139,14 +150,16 @@ def _list(args: argparse.Namespace) -> int:
 def _demo(args: argparse.Namespace) -> int:
     from faultinject.demo import demo
 
-    return demo(args.backend, jobs=args.jobs)
+    return demo(args.backend, jobs=args.jobs, yes=args.yes)
 
 
 def _bench(args: argparse.Namespace) -> int:
     from faultinject.bench import bench
+    from faultinject.stream import Plan as Rates
 
     clients = [int(c) for c in args.clients]
-    return bench(args.backend, clients, args.idle_s, args.seed, args.json, args.markdown)
+    rates = Rates(hold_s=args.hold_s)
+    return bench(args.backend, clients, args.idle_s, args.seed, args.json, args.markdown, rates)
 
 
 def _sweep(args: argparse.Namespace) -> int:
@@ -194,6 +207,12 @@ def _mute(stream: TextIO) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     go: Callable[[argparse.Namespace], int] = args.go
+    try:
+        for name in ("json", "markdown"):
+            report.check_target(getattr(args, name, None), f"--{name}")
+    except MpsdError as error:
+        print(f"mpsd-faultinject: {error}", file=sys.stderr)
+        return error.exit_code
     before = signal.signal(signal.SIGTERM, _told_to_stop)
     try:
         status = go(args)

@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-from faultinject import report
+from faultinject import report, stream
 from faultinject.faults import by_name
 from faultinject.history import History, clock
 from faultinject.matrix import Matrix, Plan, tell_stderr
@@ -132,9 +132,24 @@ def _attach_times(rig: Rig, members: Sequence[Mapping[str, Any]]) -> tuple[float
     times = []
     for client in status["clients"]:
         if client["pid"] in context_at and client["attach_ms"] is not None:
-            at = now - client["age_s"] + client["attach_ms"] / 1e3
+            at = now - client["noticed_s"] + client["attach_ms"] / 1e3
             times.append(round(max(0.0, at - context_at[client["pid"]]) * 1e3, 3))
     return tuple(times)
+
+
+def stream_figures(node: Node | str, seed: int, plan: stream.Plan) -> tuple[list[Figure], dict[str, Any]]:
+    """Events a second at rising rates, and what they were found by."""
+    with History() as history, Rig(node, "mpsd", history) as rig:
+        found = stream.measure(rig, seed, plan, tell_stderr)
+    steps = found["steps"]
+    best = () if found["sustained"] is None else (found["sustained"],)
+    lags = tuple(s["lag_ms"] for s in steps if s["sustained"])
+    lost = [s["dropped"] + (s["missing"] or 0) + s["unheard"] for s in steps if not s["sustained"]]
+    return [
+        Figure("events sustained, none lost", "a second", best),
+        Figure("subscriber behind, while sustained", "ms", lags),
+        Figure("events lost at the first rate above", "events", tuple(map(float, lost))),
+    ], found
 
 
 def event_figures(node: Node | str, seed: int) -> list[Figure]:
@@ -169,6 +184,7 @@ def bench(
     seed: int,
     json_path: Path | None,
     md_path: Path | None,
+    rates: stream.Plan,
 ) -> int:
     """Measure everything with progress; table, JSON, Markdown. Raises MpsdError."""
     date = datetime.now(UTC).isoformat(timespec="seconds")
@@ -182,13 +198,16 @@ def bench(
                 figures += daemon_figures(node, count, idle_s)
             tell_stderr("events")
             figures += event_figures(node, seed)
+            events, found = stream_figures(node, seed, rates)
+            figures += events
             figures += faults_figures(backend, node, seed, Path(base))
         finally:
             shared.close()
     rows = [["figure", "n", "median", "worst", "unit", "goal (real hardware)"], *(f.row() for f in figures)]
     counts = ",".join(map(str, clients))
     command = (
-        f"mpsd-faultinject bench --backend {backend} --clients {counts} --idle-s {idle_s:g} --seed {seed}"
+        f"mpsd-faultinject bench --backend {backend} --clients {counts} --idle-s {idle_s:g}"
+        f" --hold-s {rates.hold_s:g} --seed {seed}"
     )
     finished = {
         "schema": 1,
@@ -198,11 +217,20 @@ def bench(
         "date": date,
         "command": command,
         "figures": [f.data() for f in figures],
+        "stream": found,
     }
     _write(finished, rows, json_path, md_path)
     print(f"{shared.device}, driver {shared.driver}, {date}; again: {command}")
     print(report.aligned(rows))
+    print(f"\nEvents at rising rates: {_stream_head(found)}")
+    print(report.aligned(stream.table(found)))
     return 0
+
+
+def _stream_head(found: Mapping[str, Any]) -> str:
+    if found["sustained"] is None:
+        return f"{found['what']}; no rate was sustained{': ' + found['reason'] if found['reason'] else ''}"
+    return f"{found['what']}; limited by: {found['limited_by']}"
 
 
 def _write(
@@ -210,6 +238,8 @@ def _write(
 ) -> None:
     head = f"# {finished['device']}, driver {finished['driver']}: bench\n\n{finished['date']}:\n\n"
     text = f"{head}    {finished['command']}\n\n{report.markdown_table(rows)}\n"
+    text += f"\nEvents at rising rates: {_stream_head(finished['stream'])}\n\n"
+    text += f"{report.markdown_table(stream.table(finished['stream']))}\n"
     if json_path is not None:
         report.save(finished, report.placed(json_path, finished, "bench", "json"))
     if md_path is not None:

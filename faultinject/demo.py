@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from faultinject import report
+from faultinject import consent, report
 from faultinject.faults import by_name
 from faultinject.kinds import MODES
 from faultinject.matrix import Matrix, Plan, passed, tell_stderr
+from mpsd.errors import UnsupportedError
 
 SHOWN = (
     "store",
@@ -40,8 +41,13 @@ SHOWN = (
 MOST_JOBS = 4
 
 
-def demo(backend: str, *, jobs: int = 0) -> int:
-    """Run it with progress, print the matrix; the exit status. Raises MpsdError."""
+def demo(backend: str, *, jobs: int = 0, yes: bool = False) -> int:
+    """Run it with progress, print the matrix; the exit status. Raises MpsdError.
+
+    `yes`: a real GPU may be used, whoever is on it.
+    """
+    if backend != "simulated":
+        _may_use_gpu(yes=yes)
     jobs = jobs or min(MOST_JOBS, os.cpu_count() or 1)
     plan = Plan(backend, [by_name(n) for n in SHOWN], MODES, jobs=jobs)
     which = "the simulated GPU" if backend == "simulated" else "this machine's GPU"
@@ -57,6 +63,19 @@ def demo(backend: str, *, jobs: int = 0) -> int:
         "\nto first kernel of a client started after the fault. All times in ms, `-`: not measured."
     )
     return 0 if passed(finished) else 1
+
+
+def _may_use_gpu(*, yes: bool) -> None:
+    from mpsd.gpu.nvidia.nvml import Nvml
+
+    try:
+        nvml = Nvml()
+    except UnsupportedError as error:
+        raise UnsupportedError(error.message, remedy=consent.SPARED) from error
+    try:
+        consent.require(nvml, yes=yes, ask=consent.at_terminal(), tell=tell_stderr)
+    finally:
+        nvml.close()
 
 
 def side_by_side(runs: Sequence[Mapping[str, Any]]) -> list[list[str]]:

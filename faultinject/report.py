@@ -7,6 +7,7 @@ not apply in this mode), never zero. Numbers are milliseconds.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -183,8 +184,19 @@ def placed(path: Path, report: Mapping[str, Any], what: str, suffix: str) -> Pat
     return path / file_name(report["device"], report["driver"], what, suffix)
 
 
+def check_target(path: Path | None, option: str) -> None:
+    """Before hours of runs: can a report be written there? Raises UsageError. Makes nothing."""
+    if path is None:
+        return
+    folder = path if path.is_dir() else path.parent
+    if not folder.is_dir():
+        raise UsageError(f"{option} {path}: there is no directory {folder}", remedy="make it first")
+    target = path if path.exists() else folder
+    if not os.access(target, os.W_OK | (os.X_OK if target.is_dir() else 0)):
+        raise UsageError(f"{option} {path}: {target} may not be written", remedy="choose another place")
+
+
 def save(report: Mapping[str, Any], path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 

@@ -61,14 +61,20 @@ def eviction(stage: Stage) -> None:
     elif kind == "dies_while_evicted":
         asking = threading.Thread(target=stage.evict, args=(offender,))
         asking.start()
-        # Not before the request is under way: a dead process is nobody to evict.
-        wait_for(lambda: stage.history.first("asked") is not None, UP_S)
+        # Not before mpsd has begun (or is done already): a dead process is nobody to evict.
+        wait_for(lambda: not asking.is_alive() or being_evicted(stage, offender.pid), UP_S)
         offender.signal(signal.SIGKILL)
         asking.join()
     else:
         stage.evict(offender)
     offender.wait("gone", timeout=UP_S)
     aftermath(stage)
+
+
+def being_evicted(stage: Stage, pid: int) -> bool:
+    """Whether mpsd has taken up a request to evict this client."""
+    clients = stage.rig.mpsd.status()["clients"]
+    return any(c["pid"] == pid and c["state"] in ("terminating", "killing") for c in clients)
 
 
 def process_state(pid: int) -> str:

@@ -120,7 +120,7 @@ class Stage:
         ready, took = worker.heard("ready"), client["attach_ms"]
         late = None
         if ready is not None and took is not None:
-            attached_at = now - client["age_s"] + took / 1e3
+            attached_at = now - client["noticed_s"] + took / 1e3
             late = round(max(0.0, attached_at - ready.data["context_at"]) * 1e3, 3)
         facts = {k: client[k] for k in ("pid", "state", "protections")}
         self.history.add("mpsd", "attached", ms=late, noticed_to_attached_ms=took, **facts)

@@ -1,88 +1,23 @@
-"""`mpsd run` and `mpsd config`: the only place where an error of the daemon becomes text and a status."""
+"""The entry point of `mpsd`, before anything large is imported."""
 
 from __future__ import annotations
 
-import argparse
-import asyncio
-import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
-
-from mpsd import __version__, config_cli, config_reader, logs
-from mpsd.config import BackendName, Config
-from mpsd.errors import MpsdError
-from mpsd.gpu.base import Backend
 
 
-def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(
-        prog="mpsd", description="Supervises NVIDIA MPS: every fault seen, classed and pinned on its client."
-    )
-    top.add_argument("--version", action="version", version=f"mpsd {__version__}")
-    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    run = commands.add_parser("run", help="supervise MPS on every GPU of this machine")
-    run.add_argument("--config", metavar="FILE", help="configuration (default /etc/mpsd/mpsd.toml)")
-    run.add_argument(
-        "--backend",
-        choices=[b.value for b in BackendName],
-        help="nvidia, or simulated: a whole daemon without a GPU (overrides the configuration)",
-    )
-    run.add_argument(
-        "--stop-domains",
-        action="store_true",
-        help="when told to stop, evict every client and end every domain; otherwise they live on",
-    )
-    config = commands.add_parser("config", help="check or show the configuration")
-    config_cli.add_arguments(config)
-    return top
-
-
-def open_backend(config: Config) -> Backend:
-    """The node that the configuration names. Imports only what that one needs. Raises MpsdError."""
-    if config.backend is BackendName.SIMULATED:
-        from mpsd.gpu.simulated.backend import open_simulated
-        from mpsd.gpu.simulated.paths import default_dir
-
-        where = Path(config.simulated.dir) if config.simulated.dir else default_dir()
-        return open_simulated(where, gpus=config.simulated.gpus)
-    from mpsd.gpu.nvidia.backend import open_nvidia
-
-    return open_nvidia()
-
-
-def run(arguments: argparse.Namespace) -> int:
-    from mpsd.daemon import Daemon
-
-    environ = dict(os.environ)
-    if arguments.backend:
-        environ["MPSD_BACKEND"] = arguments.backend
-    config = config_reader.load(arguments.config, environ)
-    colors = False if environ.get("NO_COLOR") else None
-    logs.configure(config.log.format.value, config.log.level.value, colors=colors)
-    backend = open_backend(config)
-    try:
-
-        async def serve() -> None:
-            await Daemon(config, backend, environ).run(stop_domains=arguments.stop_domains)
-
-        asyncio.run(serve())
-    finally:
-        backend.devices.close()
-    return 0
+def _without_ssl() -> None:
+    """asyncio takes ssl where there is one, and with it come 4 MiB that stay resident. mpsd talks to
+    local sockets only, and asyncio does without where the import fails, as it does for None."""
+    if "asyncio" not in sys.modules:
+        sys.modules.setdefault("ssl", None)  # type: ignore[arg-type]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = parser().parse_args(argv)
-    try:
-        if arguments.command == "config":
-            return config_cli.main_of(arguments, os.environ)
-        return run(arguments)
-    except MpsdError as error:
-        print(f"mpsd: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        return 130
+    _without_ssl()
+    from mpsd.cli import main as run
+
+    return run(argv)
 
 
 if __name__ == "__main__":

@@ -21,11 +21,10 @@ from types import MappingProxyType
 from typing import Any
 
 from mpsd.errors import ConfigError
+from mpsd.limits import SOCKET_PATH_LIMIT
 
 SCHEMA_VERSION = 1
 DEFAULT_FILE = Path("/etc/mpsd/mpsd.toml")
-SOCKET_PATH_LIMIT = 107
-"""Bytes of a Unix socket's path: sun_path holds 108 with its closing zero (unix(7))."""
 
 
 class BackendName(StrEnum):

@@ -1,7 +1,8 @@
 """`mpsd config check [FILE]` and `mpsd config show [FILE]`.
 
-`check` reads one file with nothing from the environment but $MPSD_CONFIG, `show` prints the values
-in effect, environment included, as TOML that can be saved and edited.
+`check` reads one file with nothing from the environment but $MPSD_CONFIG, and refuses MPSD_ variables
+that mean nothing; `show` prints the values in effect, environment included, as TOML that can be saved
+and edited.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from typing import TextIO
 
 from mpsd.config import DEFAULT_FILE
-from mpsd.config_reader import load, to_toml
-from mpsd.errors import MpsdError
+from mpsd.config_reader import load, to_toml, unknown_variables
+from mpsd.errors import ConfigError, MpsdError
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -40,6 +41,8 @@ def run(arguments: Namespace, environ: Mapping[str, str], out: TextIO) -> int:
         key: value for key, value in environ.items() if not key.startswith("MPSD_") or key == "MPSD_CONFIG"
     }
     load(arguments.file, plain)
+    for name, remedy in unknown_variables(environ):
+        raise ConfigError(f"no key has the variable ${name}, which is set", remedy=remedy)
     named = arguments.file or environ.get("MPSD_CONFIG")
     if named or DEFAULT_FILE.exists():
         out.write(f"{named or DEFAULT_FILE}: ok\n")

@@ -20,6 +20,18 @@ from typing import Any, get_args, get_type_hints
 from mpsd.config import DEFAULT_FILE, SCHEMA_VERSION, Config, check_rules, default_directories
 from mpsd.errors import ConfigError
 
+OTHER_VARIABLES = ("MPSD_CONFIG", "MPSD_SOCKET", "MPSD_SIM_DIR", "MPSD_VENV", "MPSD_DIE_BEFORE_EFFECT")
+"""MPSD_ variables that are no keys and still mean something."""
+# The harness's and the tests' own, and what Kubernetes sets where there is a service of this name.
+_OTHER_PREFIXES = (
+    "MPSD_FAULTINJECT",
+    "MPSD_TEST_",
+    "MPSD_CONTRACT_TEST",
+    "MPSD_SETUP_",
+    "MPSD_SERVICE_",
+    "MPSD_PORT",
+)
+
 
 def load(path: str | Path | None = None, environ: Mapping[str, str] | None = None) -> Config:
     """The effective configuration.
@@ -100,6 +112,19 @@ def _read_file(path: Path, *, optional: bool) -> dict[str, Any]:
             remedy="upgrade mpsd or write the file for this version",
         )
     return table
+
+
+def unknown_variables(environ: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Each MPSD_ variable that nothing of this project reads, with a remedy."""
+    valid = [*OTHER_VARIABLES, *(name for _, _, name in _variables())]
+    found = []
+    for name in sorted(environ):
+        if name.startswith("MPSD_") and name not in valid and not name.startswith(_OTHER_PREFIXES):
+            near = difflib.get_close_matches(name, valid, n=1)
+            found.append(
+                (name, f"did you mean {near[0]}?" if near else "unset it; mpsd config show lists the keys")
+            )
+    return found
 
 
 def _variables() -> Iterator[tuple[str, Field[Any], str]]:

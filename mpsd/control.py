@@ -28,6 +28,7 @@ from mpsd.errors import (
 from mpsd.linux import inotify, procfs
 from mpsd.linux.pinned import Pinned
 from mpsd.model import ProcessInstance, ServerState
+from mpsd.text import printable
 
 __all__ = ["ControlCommands", "ControlDaemon", "ControlGoneError", "TerminateOutcome", "TerminateReply"]
 
@@ -270,15 +271,20 @@ class ControlDaemon(ControlCommands):
         try:
             with open(self._output_path(), "rb") as file:
                 file.seek(max(0, os.fstat(file.fileno()).st_size - 1024))
-                words = procfs.printable(procfs.text_of(file.read()).strip(), 1024)
+                words = printable(procfs.text_of(file.read()).strip(), 1024)
         except OSError:
             words = ""
         if controltext.already_running(words):
             return AlreadyRunningError(
                 f"another control daemon owns {self.pipe_dir}", remedy="adopt it or stop it"
             )
+        full = next((d for d in (self.log_dir, self.pipe_dir) if not words and _full(d)), None)
+        remedy = "mpsd-ctl doctor"
+        if full is not None:
+            words, remedy = f"no space is left in {full}", "make room there"
         return ControlError(
-            f"{self.binary} -f ended at once with status {status}: {words}", remedy="mpsd-ctl doctor"
+            f"{self.binary} -f ended at once with status {status}: {words or 'it said nothing'}",
+            remedy=remedy,
         )
 
     def _prove(self, pid: int) -> None:
@@ -294,14 +300,23 @@ class ControlDaemon(ControlCommands):
         names = {os.path.realpath(name) for name in (program, *arguments[:3]) if name.startswith("/")}
         if os.path.realpath(self.binary) not in names:
             raise AmbiguousError(
-                f"process {pid} is no control daemon: it runs {procfs.printable(program)}",
+                f"process {pid} is no control daemon: it runs {printable(program)}",
                 remedy="nothing was done to it",
             )
         if os.path.realpath(pipe) != os.path.realpath(self.pipe_dir):
             raise AmbiguousError(
-                f"control daemon {pid} serves {procfs.printable(pipe)}, not {self.pipe_dir}",
+                f"control daemon {pid} serves {printable(pipe)}, not {self.pipe_dir}",
                 remedy="nothing was done to it",
             )
+
+
+def _full(directory: str) -> bool:
+    """Whether not even one block more fits there."""
+    try:
+        info = os.statvfs(directory)
+    except OSError:
+        return False
+    return info.f_bfree == 0 or (os.geteuid() != 0 and info.f_bavail == 0)
 
 
 # Children outlive the objects that started them: kept here until reaped.

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from enum import Enum
 
 from mpsd.errors import ControlError
-from mpsd.linux.procfs import printable
 from mpsd.model import ServerState
+from mpsd.text import printable
 
 
 class TerminateOutcome(Enum):

@@ -1,4 +1,4 @@
-"""The daemon, assembled: adapters, runtime, listener, and the little that must be done from time to time.
+"""The daemon, assembled: adapters, runtime, listener.
 
 Long because everything meets here; every decision and every adapter lies elsewhere.
 """
@@ -14,14 +14,23 @@ from pathlib import Path
 
 import structlog
 
-from mpsd import layout, workwatch
+from mpsd import workwatch
 from mpsd.adoption import KIND, LEVEL, Adoption, to_file
 from mpsd.attacher import Attacher
 from mpsd.bulletin import Bulletin
 from mpsd.config import Config, DomainMode, GuardSetting
 from mpsd.core import events as ev
 from mpsd.core.state import DomainState, Policy, State
-from mpsd.errors import BusyError, DeadlineError, MpsdError, NotReadyError, StoreError, UnsupportedError
+from mpsd.errors import (
+    BusyError,
+    ConfigError,
+    DeadlineError,
+    DeniedError,
+    MpsdError,
+    NotReadyError,
+    StoreError,
+    UnsupportedError,
+)
 from mpsd.fdstore import open_store
 from mpsd.gpu.base import Backend, KernelLog, XidSource
 from mpsd.guard import Guards
@@ -35,6 +44,7 @@ from mpsd.notify import Notifier, watchdog_interval_s
 from mpsd.ops import Operations, find_gpu
 from mpsd.performer import Hands, Performer
 from mpsd.privacy import shown_to
+from mpsd.rounds import Rounds
 from mpsd.runtime import Runtime, doomed_at
 from mpsd.settings import ControlSettings
 from mpsd.statefile import StateFile
@@ -42,10 +52,9 @@ from mpsd.statusview import GpuView, look_at_gpus
 
 log = structlog.get_logger("mpsd.daemon")
 
-TICK_S = 1.0
-MODE_EVERY, FLUSH_EVERY, LIST_EVERY, TRIM_EVERY = 5, 5, 10, 60
+PING_S = 1.0
 STOP_PATIENCE_S = 30.0
-LOG_SPACE_NEEDED = 256 << 10
+FAILED_FOR_GOOD = 2
 NVML_PATIENCE_S = 0.03
 # What `auto` means. The measurements behind it: faultinject/reports/README.md.
 SAFE_GUARDS = frozenset({GuardClass.LOW})
@@ -93,18 +102,16 @@ class Daemon:
         self.config = config
         self.backend = backend
         self.pid = os.getpid()
-        self.layout = Layout(Path(config.run_dir), Path(config.log_dir), Path(config.state_dir))
+        self.layout = Layout.of(config)
         self.policy = policy_of(config, backend)
         self.settings = ControlSettings(config.limits)
         self._environ = environ
         self._began = time.monotonic()
         self._stop = asyncio.Event()
         self._save_pending = False
-        self._default_path_problem = ""
         self._hosts_left = False
-        self._log_disk_full = False
         self._unknown_domains: Sequence[str] = ()
-        self._modes: asyncio.Task[None] | None = None
+        self._start_problems: dict[str, str] = {}
         self._looking: asyncio.Task[list[GpuView]] | None = None
         self._views: Sequence[GpuView] = ()
 
@@ -119,6 +126,7 @@ class Daemon:
 
     async def run(self, *, stop_domains: bool = False) -> None:
         """Serve until stopped. Raises MpsdError when this machine or configuration does not allow it."""
+        self._check_rights()
         self.layout.prepare()
         lock = self.layout.lock()
         notifier = Notifier.from_environ(self._environ)
@@ -132,6 +140,16 @@ class Daemon:
         finally:
             notifier.close()
             os.close(lock)
+
+    def _check_rights(self) -> None:
+        """Domains of everybody's need servers that change their user. Raises ConfigError."""
+        domains = self.config.domains
+        if os.geteuid() != 0 and (domains.mode is DomainMode.SHARED or domains.serve_default_path):
+            key = "mode = shared" if domains.mode is DomainMode.SHARED else "serve_default_path = true"
+            raise ConfigError(
+                f"[domains] {key} serves every user, which only an mpsd that root runs can do",
+                remedy='run it as root, or set mode = "per-user" and serve_default_path = false',
+            )
 
     def _assemble(self, notifier: Notifier) -> None:
         loop = asyncio.get_running_loop()
@@ -180,10 +198,36 @@ class Daemon:
             next_domain=self.layout.last_domain() + 1,
         )
         self.runtime = Runtime(first, self._performer.perform, self._changed, doomed_at(self._environ))
+        domains = self.config.domains
+        self._rounds = Rounds(
+            self._attacher,
+            self._work,
+            journal,
+            self._statefile,
+            self._hosts,
+            self.layout,
+            lambda: self.runtime.state,
+            self._post,
+            self._exclusive,
+            self.list_clients,
+            slot_name(self.groups()[0], None),
+            Path(domains.default_path) if domains.serve_default_path else None,
+            self.config.log.max_bytes,
+        )
         self._loop = loop
 
     def _post(self, event: ev.Event) -> None:
+        if isinstance(event, ev.DomainStarted | ev.DomainStartFailed):
+            self._note_start(event)
         self.runtime.post(event)
+
+    def _note_start(self, event: ev.DomainStarted | ev.DomainStartFailed) -> None:
+        """Keep why a slot's last domain did not start: core forgets a domain that never came up."""
+        domain = self.runtime.state.domains.get(event.domain)
+        if domain is not None and isinstance(event, ev.DomainStartFailed):
+            self._start_problems[domain.slot] = event.reason
+        elif domain is not None:
+            self._start_problems.pop(domain.slot, None)
 
     async def _serve(self, notifier: Notifier, *, stop_domains: bool) -> None:
         listener = Listener(
@@ -202,7 +246,7 @@ class Daemon:
         self.bulletin.connect(listener.publish)
         background = [
             self._loop.create_task(self._guards.follow()),
-            self._loop.create_task(self._tick()),
+            self._loop.create_task(self._rounds.run()),
             self._loop.create_task(self._ping(notifier)),
         ]
         self._prestart()
@@ -224,8 +268,7 @@ class Daemon:
             await self._close()
 
     async def _close(self) -> None:
-        if self._modes is not None:
-            self._modes.cancel()
+        self._rounds.close()
         await self._work.close()
         await self._performer.close()
         self._hosts_left = bool(self.runtime.state.domains)
@@ -376,6 +419,12 @@ class Daemon:
                 f"GPU {', '.join(group)} is drained", remedy="mpsd-ctl undrain, or take another"
             )
         owner = None if shared or self.config.domains.mode is DomainMode.SHARED else uid
+        if os.geteuid() not in (0, owner):
+            raise DeniedError(
+                f"this mpsd runs as uid {os.geteuid()} and can start MPS servers for that user alone, "
+                f"not for {'all users' if owner is None else f'uid {owner}'}",
+                remedy="its own user: mpsd-ctl env without --shared; others need an mpsd that root runs",
+            )
         # In a thread: NVML can be held up for long.
         wanted = await asyncio.to_thread(self._slot_wanted, group, owner)
         self._post(wanted)
@@ -393,20 +442,23 @@ class Daemon:
         return sum(1 for c in state.clients.values() if state.domains[c.id.domain].gpus == group), group[0]
 
     async def _until_served(self, slot: str, path: Path) -> None:
-        """Wait until the slot leads to a domain that takes clients."""
+        """Wait until the slot leads to a domain that takes clients. Raises NotReadyError, DeadlineError."""
         deadline = self.config.domains.start_deadline_s
         end = time.monotonic() + deadline
         while time.monotonic() < end:
             state = self.runtime.state
-            active = state.slots[slot].active if slot in state.slots else None
+            wanted = state.slots.get(slot)
+            active = wanted.active if wanted else None
             if active is not None and state.domains[active].state is DomainState.ACTIVE and path.exists():
                 return
+            # Once may have been bad luck, and the next try comes soon.
+            if wanted is not None and wanted.failures >= FAILED_FOR_GOOD and slot in self._start_problems:
+                raise NotReadyError(
+                    f"no domain comes up: {self._start_problems[slot]}",
+                    remedy="mpsd goes on trying; see mpsd-ctl status and doctor",
+                )
             await asyncio.sleep(0.005)
-        problems = [d.problem for d in self.runtime.state.domains.values() if d.slot == slot and d.problem]
-        raise DeadlineError(
-            f"no domain came up within {deadline:g} s{': ' + problems[-1] if problems else ''}",
-            remedy="mpsd-ctl doctor",
-        )
+        raise DeadlineError(f"no domain came up within {deadline:g} s", remedy="mpsd-ctl doctor")
 
     def _changed(self, before: State, after: State) -> None:
         """After each decision, before its effects."""
@@ -442,66 +494,10 @@ class Daemon:
         self._attacher.check_identities(pid)
 
     async def _ping(self, notifier: Notifier) -> None:
-        """Tell the service manager that the loop turns: apart from the tick, which waits for others."""
+        """Tell the service manager that the loop turns: apart from the rounds, which wait for others."""
         while True:
             notifier.watchdog()
-            await asyncio.sleep(min(TICK_S, watchdog_interval_s(self._environ) or TICK_S))
-
-    async def _tick(self) -> None:
-        """Once a second: what no descriptor tells. What fails in one round is tried in the next."""
-        rounds = 0
-        while True:
-            await asyncio.sleep(TICK_S)
-            rounds += 1
-            try:
-                await self._look_around(rounds)
-            except Exception as error:
-                log.error("round failed", error=repr(error), exc_info=True)
-
-    async def _look_around(self, rounds: int) -> None:
-        self._attacher.check_identities()
-        self._work.refresh({c.process for c in self._attacher.leases})
-        if self.bulletin.journal.problem:
-            self.bulletin.journal.retry()
-        if self._statefile.problem:
-            self._statefile.retry()
-        self._claim_default_path()
-        if rounds % MODE_EVERY == 0 and (self._modes is None or self._modes.done()):
-            # Not awaited: NVML can hang for good, and all else must go on.
-            self._modes = self._loop.create_task(self._look_at_modes())
-        self._log_disk_full = self.layout.log_space() < LOG_SPACE_NEEDED
-        # Without a log nobody tells of newcomers: they are looked for.
-        if self._log_disk_full or rounds % LIST_EVERY == 0:
-            await self._reconcile()
-        if rounds % TRIM_EVERY == 0:
-            self._hosts.trim_logs(self.config.log.max_bytes)
-        if rounds % FLUSH_EVERY == 0:
-            await asyncio.to_thread(self._flush)
-
-    def _flush(self) -> None:
-        """For a loss of power. Disks take their time: never on the loop."""
-        self._statefile.sync()
-        self.bulletin.journal.sync()
-
-    async def _look_at_modes(self) -> None:
-        for slot in tuple(self.runtime.state.slots.values()):
-            exclusive = await asyncio.to_thread(self._exclusive, slot.gpus)
-            if exclusive != slot.exclusive:
-                self._post(ev.ModeSeen(slot.id, exclusive))
-
-    def _claim_default_path(self) -> None:
-        if not self.config.domains.serve_default_path:
-            return
-        target = self.layout.slot_path(slot_name(self.groups()[0], None))
-        path = Path(self.config.domains.default_path)
-        if target.exists() and not (path.is_symlink() and os.readlink(path) == str(target)):
-            self._default_path_problem = layout.claim_default_path(path, target)
-
-    async def _reconcile(self) -> None:
-        """Clients that no log line told of, servers that changed unseen."""
-        for domain in self._hosts.names():
-            await self.list_clients(domain)
-            self._hosts.ask(domain)
+            await asyncio.sleep(min(PING_S, watchdog_interval_s(self._environ) or PING_S))
 
     async def list_clients(self, domain: str) -> None:
         """Ask a domain's server for its clients: those unknown are noticed, those known are proven."""
@@ -536,11 +532,8 @@ class Daemon:
         """Capability losses of the daemon itself, for `status`."""
         found = [*self._source_problems, *self._unknown_domains]
         found += [p for p in (self.bulletin.journal.problem, self._statefile.problem) if p]
-        found += [self._default_path_problem] if self._default_path_problem else []
-        if self._log_disk_full:
-            found.append(
-                f"{self.layout.log_dir} is full: clients are noticed once a second, and faults lack evidence"
-            )
+        found += [f"no domain starts for {slot}: {why}" for slot, why in self._start_problems.items()]
+        found += self._rounds.problems()
         if self._guards.kinds:
             names = ", ".join(sorted(self._guards.kinds))
             found.append(f"outer guard is silent: what it absorbs ({names}) is nobody's record")

@@ -15,8 +15,9 @@ import os
 import shutil
 from pathlib import Path
 
-from mpsd.config import SOCKET_PATH_LIMIT
+from mpsd.config import Config
 from mpsd.errors import AlreadyRunningError, ConfigError, StoreError
+from mpsd.limits import SOCKET_PATH_LIMIT
 
 LONGEST_SOCKET = "control_privileged"
 # Logs of so many ended domains are kept.
@@ -30,6 +31,10 @@ class Layout:
         self.run_dir = run_dir
         self.log_dir = log_dir
         self.state_dir = state_dir
+
+    @classmethod
+    def of(cls, config: Config) -> Layout:
+        return cls(Path(config.run_dir), Path(config.log_dir), Path(config.state_dir))
 
     @property
     def socket(self) -> Path:

@@ -14,6 +14,8 @@ from typing import Any, TextIO
 
 import structlog
 
+from mpsd.text import printable
+
 LEVELS: Mapping[str, int] = {
     "debug": logging.DEBUG,
     "info": logging.INFO,
@@ -76,14 +78,6 @@ def configure(
     return output
 
 
-def printable(text: str) -> str:
-    """The text on one line, with everything that is not plainly printable written as an escape."""
-    cut = text if len(text) <= MAX_TEXT else text[:MAX_TEXT] + "..."
-    if cut.isprintable():
-        return cut
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in cut)
-
-
 def _escape_values(_: object, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
     for key, value in event.items():
         event[key] = _escaped(value) if key != "exception" else value
@@ -92,9 +86,11 @@ def _escape_values(_: object, __: str, event: MutableMapping[str, Any]) -> Mutab
 
 def _escaped(value: object) -> object:
     if isinstance(value, str):
-        return printable(value)
+        return printable(value, MAX_TEXT)
     if isinstance(value, Mapping):
-        return {printable(str(key)): _escaped(item) for key, item in list(value.items())[:MAX_ITEMS]}
+        return {
+            printable(str(key), MAX_TEXT): _escaped(item) for key, item in list(value.items())[:MAX_ITEMS]
+        }
     if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
         return [_escaped(item) for item in value[:MAX_ITEMS]]
-    return value if isinstance(value, int | float | bool | None) else printable(str(value))
+    return value if isinstance(value, int | float | bool | None) else printable(str(value), MAX_TEXT)

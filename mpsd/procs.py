@@ -1,7 +1,7 @@
 """Processes: pinned, described, and asked how they stand.
 
 A pid is a claim until it is pinned (Pinned.open). Names and command lines are untrusted text:
-print them through `printable`.
+print them through `mpsd.text.printable`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from mpsd.errors import AmbiguousError, DeniedError, NotFoundError
 from mpsd.linux import procfs
 from mpsd.linux.pinned import Pinned
-from mpsd.linux.procfs import MemoryMap, printable
+from mpsd.linux.procfs import MemoryMap
 from mpsd.model import LiesThere, Liveness, ProcessFacts, ProcessInstance
 
 __all__ = [
@@ -26,7 +26,6 @@ __all__ = [
     "host_memory",
     "liveness",
     "maps",
-    "printable",
     "where",
 ]
 

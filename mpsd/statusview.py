@@ -12,6 +12,7 @@ from mpsd.core.state import Client, Domain, DomainState, State
 from mpsd.errors import MpsdError
 from mpsd.gpu.base import DeviceManager
 from mpsd.layout import Layout
+from mpsd.linux import procfs
 from mpsd.model import ClientId, ComputeMode, Gpu, GpuProcess, ProcessInstance
 from mpsd.usernames import user_name
 
@@ -155,7 +156,7 @@ def _domain(
         "server_state": domain.server_state.value,
         "control_pid": domain.control.pid if domain.control else None,
         "server_pid": domain.server.pid if domain.server else None,
-        "uptime_s": round(around.now - domain.since, 3),
+        "uptime_s": _domain_age(domain, around),
         "clients": len({c.id.process for c in state.living_of(domain.id)}),
         "clients_limit": around.clients_limit,
         "last_fault": domain.last_fault,
@@ -166,6 +167,12 @@ def _domain(
         "held_host_bytes": _sum(procs.host_memory(c.id.process.pid) for c in dead),
         "problem": domain.problem,
     }
+
+
+def _domain_age(domain: Domain, around: Surroundings) -> float:
+    """Since its control daemon was started, which may have been before this mpsd was."""
+    since = around.now - domain.since
+    return round(procfs.age_s(domain.control.start_ticks) if domain.control else since, 3)
 
 
 def _sum(values: Any) -> int | None:
@@ -206,7 +213,9 @@ def _client(
     return {
         **_who(client),
         "memory_bytes": memory.get(client.id.process.pid),
-        "age_s": round(around.now - client.noticed, 3),
+        # Of the process: a restart of mpsd does not make it younger.
+        "age_s": round(procfs.age_s(client.id.process.start_ticks), 3),
+        "noticed_s": round(around.now - client.noticed, 3),
         "attach_ms": round((attached - client.noticed) * 1e3, 3) if attached is not None else None,
         "protections": protections,
         "problem": client.problem,

@@ -15,7 +15,7 @@ from mpsd import __version__
 from mpsd.core import taxonomy
 from mpsd.ctl import render
 from mpsd.errors import NotRunningError
-from mpsd.linux.procfs import printable
+from mpsd.text import printable
 from mpsd_client import Client, connect
 from mpsd_client.env import export_lines
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mpsd.linux.procfs import printable
+from mpsd.text import printable
 
 _STYLES = {"bad": "\x1b[31m", "warn": "\x1b[33m", "good": "\x1b[32m", "head": "\x1b[1m"}
 _RESET = "\x1b[0m"
@@ -214,8 +214,13 @@ def event(seen: Mapping[str, Any]) -> str:
             f"#{rest['id']} {rest['class']} in {rest['domain'] or 'the device'}: {who}, {rest['confidence']}"
         )
     else:
-        text = " ".join(f"{k}={printable(str(v))}" for k, v in rest.items() if v not in ("", None))
+        text = " ".join(f"{k}={_value(v)}" for k, v in rest.items() if v not in ("", None, []))
     return f"{seen.get('seq', '-')} {seen.get('kind', 'lost')} {text}"
+
+
+def _value(value: object) -> str:
+    text = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+    return printable(text)
 
 
 def checks(rows: Sequence[Mapping[str, Any]], style: Style) -> list[str]:

@@ -7,6 +7,7 @@ A process that is gone, or that is not ours to look at, is an OSError of the ker
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -31,17 +32,6 @@ def text_of(raw: bytes) -> str:
 def _rows(path: str) -> list[str]:
     # Not splitlines(): a path or name may hold other line separators, which the kernel does not escape.
     return [row for row in text_of(_read(path)).split("\n") if row]
-
-
-def printable(text: str, limit: int = 200) -> str:
-    """Untrusted text made fit for a terminal or a log line: control characters escaped, length bounded.
-
-    Bidirectional overrides, lone surrogates and line separators count as control characters.
-    """
-    shown = "".join(
-        c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text[:limit]
-    )
-    return shown if len(text) <= limit else shown + "..."
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,6 +238,11 @@ def map_lines(pid: int) -> list[str]:
 
 def maps(pid: int) -> list[MemoryMap]:
     return [parse_map(line) for line in map_lines(pid)]
+
+
+def age_s(ticks: int) -> float:
+    """Seconds since this start time (`start_ticks`); the time that the machine slept counts."""
+    return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
 
 
 def start_time(pid: int) -> float:

@@ -39,6 +39,8 @@ def settled(site: Site) -> Mapping[str, Any]:
 def test_sigterm_leaves_everything_running_and_the_next_daemon_adopts_it(site: Site) -> None:
     worker, other = site.join("work"), site.join()
     before = settled(site)
+    ages = {row["pid"]: row["age_s"] for row in before["clients"]}
+    up = {row["control_pid"]: row["uptime_s"] for row in before["domains"]}
     environ = site.client_environ()
     assert site.terminate() == 0
     for pids in parts(before).values():
@@ -49,6 +51,8 @@ def test_sigterm_leaves_everything_running_and_the_next_daemon_adopts_it(site: S
     site.start()
     status = site.attached(worker, other, between)
     assert parts(status) == parts(before)
+    assert all(row["age_s"] > ages.get(row["pid"], 0) for row in status["clients"])
+    assert all(row["uptime_s"] > up[row["control_pid"]] for row in status["domains"])
     assert settled(site)["counters"]["leases_held"] == 3
     assert site.client_environ() == environ
     assert other.do("dev.alloc(16) > 0") == {"result": True}

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 import mpsd_client
+from mpsd.errors import DeniedError, NotReadyError
 from tests.support.site import DEADLINE_S, OTHER_UID, Site, until
 
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be somebody else")
@@ -230,6 +231,8 @@ def test_directories_that_cannot_be_made_are_named() -> None:
         site.state_dir = blocker / "s"
         site.write_config()
         status, said = refuse(site)
+        # No simulated GPU was started for nobody.
+        assert not site.node_dir.exists()
     assert status == 2
     assert str(site.state_dir) in said
 
@@ -248,11 +251,25 @@ def test_an_ordinary_user_without_rights_is_told_what_to_do() -> None:
 
 
 @root_only
+@pytest.mark.parametrize("setting", [{"domains.mode": '"shared"'}, {"domains.serve_default_path": "true"}])
+def test_an_ordinary_user_cannot_serve_everybody(setting: dict[str, str]) -> None:
+    with Site() as site:
+        shutil.chown(site.base, OTHER_UID, OTHER_UID)
+        site.write_config(**setting)
+        status, said = refuse(site, uid=OTHER_UID)
+    assert status == 2
+    assert next(iter(setting)).partition(".")[2] in said
+    assert "as root" in said
+
+
+@root_only
 def test_an_ordinary_user_runs_a_whole_daemon_on_the_simulated_gpu() -> None:
     with Site() as site:
         shutil.chown(site.base, OTHER_UID, OTHER_UID)
         site.launch(uid=OTHER_UID, environ={"HOME": str(site.base)})
         site.wait_ready()
+        with pytest.raises(DeniedError, match="for that user alone, not for all users"):
+            site.ask(lambda c: c.env(shared=True), uid=OTHER_UID)
         client = site.join(uid=OTHER_UID)
         row = site.attached(client)["clients"][0]
         assert (row["uid"], row["state"]) == (OTHER_UID, "attached")
@@ -280,4 +297,26 @@ def test_a_socket_that_a_dead_daemon_left_is_replaced() -> None:
         with socket.socket(socket.AF_UNIX) as left:
             left.bind(site.socket)
         site.start()
+        assert site.status()["pid"] == site.pid
+
+
+def test_why_no_domain_starts_is_said_to_whoever_waits_for_one() -> None:
+    with Site(domains__start_retry_s="0.1") as site:
+        site.start()
+        # The control daemon is there, and can keep its files nowhere.
+        shutil.rmtree(site.run_dir / "d")
+        (site.run_dir / "d").write_text("")
+        with pytest.raises(NotReadyError, match=r"no domain comes up: cannot make directory .*/d/d\d+: "):
+            site.ask(lambda c: c.env())
+        assert any("no domain starts for" in text for text in site.status()["problems"])
+        (site.run_dir / "d").unlink()
+        (site.run_dir / "d").mkdir(mode=0o755)
+        site.until(lambda s: any(d["state"] == "active" for d in s["domains"]), "an active domain")
+        assert not any("no domain starts for" in text for text in site.status()["problems"])
+
+
+def test_a_daemon_carries_no_tls() -> None:
+    with Site() as site:
+        site.start()
+        assert "/libssl" not in Path(f"/proc/{site.pid}/maps").read_text()
         assert site.status()["pid"] == site.pid

@@ -237,6 +237,28 @@ def test_check_looks_at_the_file_alone(tmp_path: Path) -> None:
     assert run_cli("check", path, environ={**ENVIRON, "MPSD_LIMITS_CLIENTS": "many"})
 
 
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("MPSD_DOMAIN_SPARE", "did you mean MPSD_DOMAINS_SPARE?"),
+        ("MPSD_SOKET", "did you mean MPSD_SOCKET?"),
+        ("MPSD_ZZZZZZ", "mpsd config show"),
+    ],
+)
+def test_check_refuses_a_variable_that_means_nothing(tmp_path: Path, name: str, remedy: str) -> None:
+    path = write(tmp_path, "")
+    with pytest.raises(ConfigError, match=rf"\${name}\b") as refused:
+        run_cli("check", str(path), environ={**ENVIRON, name: "1"})
+    assert remedy in refused.value.remedy
+    others = {
+        "MPSD_SOCKET": "/x",
+        "MPSD_SIM_DIR": "/y",
+        "MPSD_PORT": "tcp:",
+        "MPSD_SERVICE_HOST": "h",
+    }
+    assert run_cli("check", str(path), environ={**ENVIRON, **others})
+
+
 def test_main_reports_without_a_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(tmp_path, "x = 1")
     assert config_cli.main(["check", str(path)]) == ConfigError.exit_code

@@ -36,6 +36,8 @@ except OSError:
     behave = ""
 path = pipe + "/control"
 if "-f" in sys.argv:
+    if behave == "mute":
+        sys.exit(1)
     print("foreground with", sorted(os.environ), flush=True)
     if behave == "die":
         sys.exit("no usable device")
@@ -259,6 +261,15 @@ def test_one_command_a_line(rig: Rig) -> None:
 def test_a_daemon_that_dies_at_once_is_quoted(rig: Rig) -> None:
     rig.behave("die")
     with pytest.raises(ControlError, match="no usable device"):
+        asyncio.run(rig.control().start(20))
+
+
+def test_a_daemon_that_dies_without_a_word_is_explained(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig.behave("mute")
+    with pytest.raises(ControlError, match="with status 1: it said nothing"):
+        asyncio.run(rig.control().start(20))
+    monkeypatch.setattr("mpsd.control._full", lambda directory: True)
+    with pytest.raises(ControlError, match=r"no space is left in .*make room"):
         asyncio.run(rig.control().start(20))
 
 

@@ -149,6 +149,8 @@ def test_events_are_one_line_each() -> None:
         "3 fault #7 mmu-null in d1: pid 5"
     )
     assert render.event({"seq": 4, "kind": "client-ended", "at": 1.0, "pid": 9}) == "4 client-ended pid=9"
+    drained = {"seq": 4, "kind": "drain", "at": 1.0, "gpus": ["GPU-a", "GPU-b"]}
+    assert render.event(drained) == "4 drain gpus=GPU-a,GPU-b"
     assert render.event({"seq": 5, "kind": "lost", "count": 2}) == "5 lost count=2"
 
 

@@ -156,3 +156,38 @@ def test_later_revisions_replace_a_record_but_not_its_time() -> None:
     seen = observe(history)
     assert (seen.fault_class, seen.fire_to_record_ms) == ("sm-trap", pytest.approx(100.0))
     assert (seen.named, seen.confidence) == ("unknown", "unknown")
+
+
+@pytest.mark.parametrize("option", ["--json", "--markdown"])
+@pytest.mark.parametrize("command", [["run", "--backend", "simulated"], ["bench"], ["sweep"]])
+def test_a_report_that_could_not_be_written_is_refused_before_the_run(
+    command: list[str],
+    option: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("faultinject.__main__.tempfile", None)
+    missing = tmp_path / "no" / "x.json"
+    assert main([*command, option, str(missing)]) == UsageError.exit_code
+    assert f"there is no directory {missing.parent}" in capsys.readouterr().err
+    assert not missing.parent.exists()
+
+
+def test_a_report_goes_where_one_may_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old = tmp_path / "old.json"
+    old.write_text("{}")
+    for fine in (None, tmp_path, old, tmp_path / "new.json"):
+        report.check_target(fine, "--json")
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    for wrong in (tmp_path, old, tmp_path / "new.json"):
+        with pytest.raises(UsageError, match="may not be written"):
+            report.check_target(wrong, "--json")
+
+
+@pytest.mark.parametrize("number", ["0", "17", "-1", "three"])
+def test_a_run_has_survivors_to_judge(number: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["run", "--backend", "simulated", "--survivors", number])
+    assert ended.value.code == 2
+    assert "from 1 to 16" in capsys.readouterr().err

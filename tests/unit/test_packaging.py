@@ -6,6 +6,7 @@ import configparser
 import re
 import shutil
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,12 @@ def test_the_units_directories_are_the_defaults() -> None:
         "log_dir": f"/var/log/{service['LogsDirectory']}",
         "state_dir": f"/var/lib/{service['StateDirectory']}",
     }
+
+
+def test_every_command_is_linked() -> None:
+    commands = tomllib.loads((FOLDER.parents[2] / "pyproject.toml").read_text())["project"]["scripts"]
+    link = next(row for row in (FOLDER / "README.md").read_text().splitlines() if row.startswith("ln -sf"))
+    assert {Path(word).name for word in link.split()[2:-1]} == set(commands)
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")

@@ -10,8 +10,8 @@ from typing import TypeVar
 from mpsd.errors import MpsdError
 from mpsd.gpu.base import Check
 from mpsd.gpu.nvidia.nvml import Nvml
-from mpsd.linux.procfs import printable
 from mpsd.model import ComputeMode, Gpu
+from mpsd.text import printable
 
 VERSION_FILE = "/proc/driver/nvidia/version"
 HMM_PARAMETER = "/sys/module/nvidia_uvm/parameters/uvm_disable_hmm"

@@ -15,12 +15,12 @@ from mpsd.gpu.base import Backend, Check
 from mpsd.gpu.simulated import packets, paths
 from mpsd.gpu.simulated.adapters import NodeLink, SimulatedDevices, SimulatedUvm
 from mpsd.gpu.simulated.work import SimulatedWork
+from mpsd.limits import SOCKET_PATH_LIMIT
 from mpsd.linux.kmsg import KernelFile
 
 # On a loaded machine with two cores even the front end's start takes its time.
 TERMINATE_DEADLINE_S = 2.0
 START_DEADLINE_S = 20.0
-_SOCKET_PATH_LIMIT = 107
 
 
 def open_simulated(
@@ -35,7 +35,7 @@ def open_simulated(
     Raises NotRunningError, DeadlineError, GpuError.
     """
     where = os.path.abspath(directory)
-    if len(os.fsencode(paths.gpu_socket(where))) > _SOCKET_PATH_LIMIT:
+    if len(os.fsencode(paths.gpu_socket(where))) > SOCKET_PATH_LIMIT:
         raise GpuError(f"{where} is too long for a socket in it", remedy="choose a shorter directory")
     if not _answers(where):
         if not start:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from mpsd.gpu.simulated import node, semantics
 from mpsd.gpu.simulated.parts import SERVER_BYTES, Refused, Server, Unit
+from mpsd.model import Access, UvmEvent, UvmFaultType, UvmReason
 
 if TYPE_CHECKING:
     from mpsd.gpu.simulated.packets import Message
@@ -209,7 +210,8 @@ class Calls:
     # -- scripted faults and the end --------------------------------------------------------------------
 
     def _node_inject(self, peer: Peer, message: Message) -> Answer:
-        """fault: xid (number, text, error), stall, slow (seconds), server_crash (server), mode (mode)."""
+        """fault: xid (number, text, error), stall, slow (seconds), server_crash (server), mode (mode),
+        events (pid, count): failed prefetches, which change nothing, on that process's trackers."""
         self._check_owner(peer)
         unit = self._choose(self._service.units, message.get("gpu"))
         machine, fault = self._service.machine, message["fault"]
@@ -224,11 +226,27 @@ class Calls:
             unit.slowdown_s = max(0.0, float(message["seconds"]))
         elif fault == "mode":
             unit.compute_mode = str(message["mode"])
+        elif fault == "events":
+            self._prefetch(int(message["pid"]), int(message["count"]))
         elif fault == "server_crash":
             self._crash(machine.servers[int(message["server"])])
         else:
             raise ValueError(fault)
         return {"error": 0}, []
+
+    def _prefetch(self, pid: int, count: int) -> None:
+        for space in [s for s in self._service.machine.spaces.values() if s.pid == pid]:
+            event = UvmEvent(
+                True,
+                UvmFaultType.INVALID_PTE,
+                Access.PREFETCH,
+                UvmReason.INVALID_ADDRESS,
+                0,
+                0,
+                space.unit.gpu.index,
+            )
+            for _ in range(count):
+                self._service.uvm_event(space, event)
 
     def _crash(self, server: Server) -> None:
         self._service.server_notice(server, {"event": "crash"})

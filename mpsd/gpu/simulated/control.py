@@ -33,7 +33,12 @@ def main(directory: str, arguments: Sequence[str]) -> int:
         from mpsd.gpu.simulated import controlstart
 
         multiuser = bool(flags & {"-multiuser-server", "-M"})
-        return controlstart.start(directory, background=bool(flags & {"-d", "--daemon"}), multiuser=multiuser)
+        background = bool(flags & {"-d", "--daemon"})
+        try:
+            return controlstart.start(directory, background=background, multiuser=multiuser)
+        except OSError as error:
+            sys.stderr.write(f"{error.filename or 'The control daemon'}: {error.strerror}\n")
+            return 1
     if flags:
         sys.stderr.write(_USAGE)
         return 1

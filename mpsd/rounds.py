@@ -1,0 +1,122 @@
+"""What is done once a second, because no descriptor tells of it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import structlog
+
+from mpsd import layout
+from mpsd.attacher import Attacher
+from mpsd.core import events as ev
+from mpsd.core.state import State
+from mpsd.host import Hosts
+from mpsd.journal import Journal
+from mpsd.layout import Layout
+from mpsd.statefile import StateFile
+from mpsd.workwatch import WorkWatch
+
+log = structlog.get_logger("mpsd.rounds")
+
+ROUND_S = 1.0
+MODE_EVERY, FLUSH_EVERY, LIST_EVERY, TRIM_EVERY = 5, 5, 10, 60
+LOG_SPACE_NEEDED = 256 << 10
+
+
+@dataclass(slots=True)
+class Rounds:
+    """`exclusive` says whether GPUs admit one server only; it may block. `list_clients` compares a
+    domain's clients with those that its server lists. `default_slot` is served on
+    `default_path` too, unless that is None. `log_bytes`: size of each log of control daemons and servers.
+    """
+
+    attacher: Attacher
+    work: WorkWatch
+    journal: Journal
+    statefile: StateFile
+    hosts: Hosts
+    layout: Layout
+    state: Callable[[], State]
+    post: Callable[[ev.Event], None]
+    exclusive: Callable[[Sequence[str]], bool]
+    list_clients: Callable[[str], Awaitable[None]]
+    default_slot: str
+    default_path: Path | None
+    log_bytes: int
+    _default_path_problem: str = ""
+    _log_disk_full: bool = False
+    _modes: asyncio.Task[None] | None = field(default=None)
+
+    async def run(self) -> None:
+        """For ever. What fails in one round is tried in the next."""
+        number = 0
+        while True:
+            await asyncio.sleep(ROUND_S)
+            number += 1
+            try:
+                await self.look_around(number)
+            except Exception as error:
+                log.error("round failed", error=repr(error), exc_info=True)
+
+    def close(self) -> None:
+        if self._modes is not None:
+            self._modes.cancel()
+
+    def problems(self) -> list[str]:
+        """What the last round found wrong, for `status`."""
+        found = [self._default_path_problem] if self._default_path_problem else []
+        if self._log_disk_full:
+            found.append(
+                f"{self.layout.log_dir} is full: clients are noticed once a second, and faults lack evidence"
+            )
+        return found
+
+    async def look_around(self, number: int) -> None:
+        """Round `number`, counted from 1."""
+        self.attacher.check_identities()
+        self.work.refresh({c.process for c in self.attacher.leases})
+        if self.journal.problem:
+            self.journal.retry()
+        if self.statefile.problem:
+            self.statefile.retry()
+        self._claim_default_path()
+        if number % MODE_EVERY == 0 and (self._modes is None or self._modes.done()):
+            # Not awaited: NVML can hang for good, and all else must go on.
+            self._modes = asyncio.get_running_loop().create_task(self._look_at_modes())
+        self._log_disk_full = self.layout.log_space() < LOG_SPACE_NEEDED
+        # Without a log nobody tells of newcomers: they are looked for.
+        if self._log_disk_full or number % LIST_EVERY == 0:
+            await self._reconcile()
+        if number % TRIM_EVERY == 0:
+            self.hosts.trim_logs(self.log_bytes)
+        if number % FLUSH_EVERY == 0:
+            await asyncio.to_thread(self._flush)
+
+    def _flush(self) -> None:
+        """For a loss of power. Disks take their time: never on the loop."""
+        self.statefile.sync()
+        self.journal.sync()
+
+    async def _look_at_modes(self) -> None:
+        for slot in tuple(self.state().slots.values()):
+            exclusive = await asyncio.to_thread(self.exclusive, slot.gpus)
+            if exclusive != slot.exclusive:
+                self.post(ev.ModeSeen(slot.id, exclusive))
+
+    def _claim_default_path(self) -> None:
+        path = self.default_path
+        if path is None:
+            return
+        target = self.layout.slot_path(self.default_slot)
+        if target.exists() and not (path.is_symlink() and os.readlink(path) == str(target)):
+            self._default_path_problem = layout.claim_default_path(path, target)
+
+    async def _reconcile(self) -> None:
+        """Clients that no log line told of, servers that changed unseen."""
+        for domain in self.hosts.names():
+            await self.list_clients(domain)
+            self.hosts.ask(domain)

@@ -1,0 +1,92 @@
+"""No fault goes into a GPU that somebody uses, or that nobody offered."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import pytest
+
+from faultinject import consent
+from faultinject.__main__ import main
+from mpsd.errors import BusyError, DeniedError, UsageError
+from mpsd.gpu.base import XidSource
+from mpsd.model import ComputeMode, Gpu, GpuProcess
+
+
+class Machine:
+    """One GPU with these processes on it."""
+
+    def __init__(self, *pids: int) -> None:
+        self._pids = pids
+
+    def gpus(self) -> Sequence[Gpu]:
+        return [Gpu(0, "GPU-1", "Some GPU", "0000:01:00.0", 1 << 30)]
+
+    def processes(self, gpu_uuid: str) -> Sequence[GpuProcess]:
+        return [GpuProcess(pid, 5 << 20, False) for pid in self._pids]
+
+    def driver_version(self) -> str:
+        return "0"
+
+    def compute_mode(self, gpu_uuid: str) -> ComputeMode:
+        return ComputeMode.DEFAULT
+
+    def memory_used(self, gpu_uuid: str) -> int:
+        return 0
+
+    def watch_xids(self) -> XidSource:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        pass
+
+
+def answer(text: str) -> consent.Ask:
+    return lambda question: text
+
+
+def never(question: str) -> str:
+    raise AssertionError("asked")
+
+
+def test_a_gpu_in_use_is_refused_and_its_users_are_shown() -> None:
+    said: list[str] = []
+    with pytest.raises(BusyError) as refused:
+        consent.require(Machine(os.getpid()), yes=False, ask=never, tell=said.append)
+    assert "1 process uses" in str(refused.value)
+    assert "--backend simulated" in refused.value.remedy
+    assert "--yes" in refused.value.remedy
+    assert str(os.getpid()) in "\n".join(said)
+
+
+def test_a_process_that_cannot_be_looked_at_counts() -> None:
+    said: list[str] = []
+    with pytest.raises(BusyError):
+        consent.require(Machine((1 << 22) + 1), yes=False, ask=never, tell=said.append)
+    assert "not visible" in "\n".join(said)
+
+
+def test_yes_goes_ahead_and_still_shows_who_is_there() -> None:
+    said: list[str] = []
+    consent.require(Machine(os.getpid()), yes=True, ask=None, tell=said.append)
+    assert str(os.getpid()) in "\n".join(said)
+
+
+def test_an_idle_gpu_needs_a_word() -> None:
+    with pytest.raises(UsageError, match="nobody is at a terminal"):
+        consent.require(Machine(), yes=False, ask=None, tell=lambda line: None)
+    for no in ("", "n\n", "\n", "what\n"):
+        with pytest.raises(DeniedError, match="no fault was injected"):
+            consent.require(Machine(), yes=False, ask=answer(no), tell=lambda line: None)
+    for yes in ("y\n", "YES\n"):
+        consent.require(Machine(), yes=False, ask=answer(yes), tell=lambda line: None)
+
+
+def test_the_demo_asks_before_it_touches_a_real_gpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("mpsd.gpu.nvidia.nvml.Nvml", lambda: Machine(os.getpid()))
+    monkeypatch.setattr("faultinject.demo.Matrix", None)
+    assert main(["demo", "--backend", "nvidia"]) == 1
+    assert "1 process uses" in capsys.readouterr().err

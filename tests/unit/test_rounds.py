@@ -1,0 +1,181 @@
+"""The once-a-second work: what each round does, and that no failure of one ends the rest."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mpsd import rounds
+from mpsd.core import events as ev
+from mpsd.core.state import Policy, Slot, State
+from mpsd.errors import ControlError
+from mpsd.layout import Layout
+from mpsd.rounds import LIST_EVERY, MODE_EVERY, TRIM_EVERY, Rounds
+
+
+class Spy:
+    """Stands for every part: notes what it is asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+        self.leases: dict[Any, Any] = {}
+        self.problem = ""
+        self.listed: dict[str, tuple[int, ...] | Exception] = {}
+
+    def check_identities(self) -> None:
+        self.asked.append("identities")
+
+    def refresh(self, processes: object) -> None:
+        self.asked.append("refresh")
+
+    def retry(self) -> None:
+        self.asked.append("retry")
+
+    def names(self) -> tuple[str, ...]:
+        return tuple(self.listed)
+
+    async def listed_clients(self, domain: str) -> tuple[int, ...]:
+        found = self.listed[domain]
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def notice(self, domain: str, pid: int) -> bool:
+        self.asked.append(("notice", domain, pid))
+        return True
+
+    def ask(self, domain: str) -> None:
+        self.asked.append(("ask", domain))
+
+    def trim_logs(self, limit: int) -> None:
+        self.asked.append(("trim", limit))
+
+
+class Machine:
+    def __init__(self, base: Path) -> None:
+        self.spy = spy = Spy()
+        self.space = 1 << 30
+        self.exclusive = False
+        self.posted: list[ev.Event] = []
+        self.layout = Layout(base / "r", base / "l", base / "s")
+        (self.layout.run_dir / "s").mkdir(parents=True)
+        self.layout.log_dir.mkdir()
+        self.layout.log_space = lambda: self.space  # type: ignore[method-assign]
+        self.state = State(Policy(), slots={"s": Slot("s", ("GPU-a",), None)})
+        part: Any = spy
+        self.rounds = Rounds(
+            part,
+            part,
+            part,
+            part,
+            part,
+            self.layout,
+            lambda: self.state,
+            self.posted.append,
+            self._exclusive,
+            "slot",
+            base / "default",
+            77,
+        )
+
+    def _exclusive(self, gpus: Sequence[str]) -> bool:
+        assert gpus == ("GPU-a",)
+        return self.exclusive
+
+    def round(self, number: int) -> list[Any]:
+        async def scenario() -> None:
+            await self.rounds.look_around(number)
+            others = asyncio.all_tasks() - {asyncio.current_task()}
+            await asyncio.gather(*others)
+
+        self.spy.asked.clear()
+        asyncio.run(scenario())
+        return list(self.spy.asked)
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path)
+
+
+def test_an_ordinary_round_asks_no_control_daemon(machine: Machine) -> None:
+    machine.spy.listed = {"d1": (7,)}
+    assert machine.round(1) == ["identities", "refresh"]
+
+
+def test_what_could_not_be_written_is_tried_again(machine: Machine) -> None:
+    machine.spy.problem = "full"
+    assert machine.round(1).count("retry") == 2
+
+
+def test_now_and_then_the_servers_lists_are_compared(machine: Machine) -> None:
+    machine.spy.listed = {"d1": ControlError("busy"), "d2": (7,)}
+    asked = machine.round(LIST_EVERY)
+    assert ("notice", "d2", 7) in asked and ("ask", "d2") in asked
+    assert ("ask", "d1") not in asked
+
+
+def test_on_a_full_disk_they_are_compared_each_time_and_it_is_said(machine: Machine) -> None:
+    machine.spy.listed = {"d1": (7,)}
+    machine.space = 0
+    assert ("notice", "d1", 7) in machine.round(1)
+    assert any("is full" in text for text in machine.rounds.problems())
+    machine.space = 1 << 30
+    machine.round(2)
+    assert machine.rounds.problems() == []
+
+
+def test_logs_are_trimmed_now_and_then(machine: Machine) -> None:
+    assert ("trim", 77) in machine.round(TRIM_EVERY)
+
+
+def test_a_change_of_compute_mode_is_told_once_it_differs(machine: Machine) -> None:
+    machine.round(MODE_EVERY)
+    assert machine.posted == []
+    machine.exclusive = True
+    machine.round(MODE_EVERY)
+    assert machine.posted == [ev.ModeSeen("s", True)]
+
+
+def test_the_default_path_is_claimed_and_what_stands_there_is_left(machine: Machine, tmp_path: Path) -> None:
+    default = tmp_path / "default"
+    machine.round(1)
+    assert not default.exists()
+    target = machine.layout.slot_path("slot")
+    target.mkdir()
+    machine.round(2)
+    assert default.resolve() == target
+    default.unlink()
+    default.mkdir()
+    (default / "control").touch()
+    machine.round(3)
+    assert any("not empty" in text for text in machine.rounds.problems())
+    assert (default / "control").exists()
+
+
+def test_a_round_that_fails_is_not_the_last(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rounds, "ROUND_S", 0.0)
+    seen: list[int] = []
+
+    async def scenario() -> None:
+        done = asyncio.Event()
+
+        async def look(self: Rounds, number: int) -> None:
+            seen.append(number)
+            if number == 3:
+                done.set()
+            raise RuntimeError("this one")
+
+        monkeypatch.setattr(Rounds, "look_around", look)
+        running = asyncio.create_task(machine.rounds.run())
+        async with asyncio.timeout(20):
+            await done.wait()
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+    asyncio.run(scenario())
+    assert seen == [1, 2, 3]
