@@ -15,13 +15,14 @@ from typing import Any
 import structlog
 
 from mpsd import pipedir, procs
-from mpsd.attacher import Attacher, parse_lease_name
+from mpsd.attacher import Attacher
 from mpsd.core import events as ev
 from mpsd.core.state import Client, Domain, DomainState, State
 from mpsd.errors import MpsdError
-from mpsd.fdstore import DescriptorStore
 from mpsd.host import Hosts, Post
 from mpsd.layout import Layout
+from mpsd.lease import parse_lease_name
+from mpsd.leasestore import LeaseStore
 from mpsd.model import ClientId, ProcessFacts, ProcessInstance, ServerState
 
 log = structlog.get_logger("mpsd.adoption")
@@ -93,7 +94,7 @@ class Adoption:
     layout: Layout
     hosts: Hosts
     attacher: Attacher
-    store: DescriptorStore
+    store: LeaseStore
     post: Post
     unknown: list[str] = field(default_factory=list)
 

@@ -21,14 +21,14 @@ from mpsd.bulletin import Bulletin
 from mpsd.config import Config, DomainMode, GuardSetting
 from mpsd.core import events as ev
 from mpsd.core.state import DomainState, Policy, State
-from mpsd.errors import BusyError, DeadlineError, MpsdError, NotReadyError, StoreError, UnsupportedError
+from mpsd.errors import BusyError, DeadlineError, MpsdError, NotReadyError, UnsupportedError
 from mpsd.fdstore import open_store
 from mpsd.gpu.base import Backend, KernelLog, XidSource
 from mpsd.guard import Guards
 from mpsd.host import Callbacks, Hosts
 from mpsd.journal import Journal
-from mpsd.keeperstore import KeeperStore
 from mpsd.layout import Layout
+from mpsd.leasestore import LeaseStore
 from mpsd.listener import Listener
 from mpsd.model import ClientId, ComputeMode, Gpu, GuardClass, KernelXid, NvmlXid, ProcessInstance
 from mpsd.notify import Notifier, watchdog_interval_s
@@ -44,6 +44,7 @@ log = structlog.get_logger("mpsd.daemon")
 TICK_S = 1.0
 MODE_EVERY, LIST_EVERY, TRIM_EVERY = 5, 10, 60
 STOP_PATIENCE_S = 30.0
+STORE_DEADLINE_S = 5.0
 # Anybody who can become many users (a user namespace has 65536) must not start as many servers.
 MAX_SLOTS = 64
 LOG_SPACE_NEEDED = 256 << 10
@@ -144,8 +145,8 @@ class Daemon:
         )
         self.bulletin = Bulletin(journal)
         store = self.config.store
-        self._store = open_store(
-            store.kind.value, self.layout.run_dir, store.max_descriptors, self._environ, notifier
+        self._store = LeaseStore(
+            open_store(store.kind.value, self.layout.run_dir, store.max_descriptors, self._environ, notifier)
         )
         self._statefile = StateFile(self.layout.state_file, KIND, LEVEL)
         interval_s = self.config.lease.probe_interval_ms / 1e3
@@ -193,7 +194,6 @@ class Daemon:
             history=self.bulletin.events_since,
         )
         sources = self._open_sources()
-        self._watch_store()
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(number, self._stop.set)
         await self._adopt()
@@ -230,33 +230,12 @@ class Daemon:
         self._hosts_left = bool(self.runtime.state.domains)
         await self._hosts.close()
         await self._attacher.settled()
-        if self._store.fileno() >= 0:
-            self._loop.remove_reader(self._store.fileno())
         self._save()
         held = bool(self._attacher.leases)
         self._attacher.close()
-        if not held and not self._hosts_left and isinstance(self._store, KeeperStore):
-            # Nothing is kept alive by it any more: leave no process behind.
-            self._store.end()
-        else:
-            self._store.close()
+        # With nothing kept alive by it any more, the store leaves no process behind.
+        await self._store.close(STORE_DEADLINE_S, end=not held and not self._hosts_left)
         self.bulletin.journal.close()
-
-    def _watch_store(self) -> None:
-        if self._store.fileno() >= 0:
-            self._loop.add_reader(self._store.fileno(), self._store_died, self._store.fileno())
-
-    def _store_died(self, fd: int) -> None:
-        """The keeper has gone: put everything into a new one before anything else can die."""
-        self._loop.remove_reader(fd)
-        log.error("the descriptor store died; it is being replaced")
-        try:
-            self._store.revive()
-        except StoreError as error:
-            self._source_problems.append(f"leases end with mpsd: {error}")
-            return
-        log.info("the descriptor store was replaced")
-        self._watch_store()
 
     def _open_sources(self) -> list[XidSource | KernelLog]:
         """Xids and the kernel log, where they can be had; what is missing is said, not fatal."""
@@ -512,7 +491,7 @@ class Daemon:
 
     def problems(self) -> list[str]:
         """Capability losses of the daemon itself, for `status`."""
-        found = [*self._source_problems, *self._unknown_domains]
+        found = [*self._source_problems, *self._store.problems(), *self._unknown_domains]
         found += [p for p in (self.bulletin.journal.problem, self._statefile.problem) if p]
         found += [self._default_path_problem] if self._default_path_problem else []
         if self._log_disk_full:

@@ -15,6 +15,7 @@ from mpsd.model import ClientId, ComputeMode, Gpu, GpuProcess, ProcessInstance
 from mpsd.recordtext import user_name
 
 SCHEMA = 1
+UNSTORED = "the lease is not in the descriptor store: it ends with mpsd"
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +205,7 @@ def _client(client: Client, around: Surroundings, memory: Mapping[int, int | Non
         "age_s": round(around.now - client.noticed, 3),
         "attach_ms": round((attached - client.noticed) * 1e3, 3) if attached is not None else None,
         "protections": protections,
-        "problem": client.problem,
+        "problem": "; ".join(p for p in (client.problem, UNSTORED if client.unstored else "") if p),
     }
 
 

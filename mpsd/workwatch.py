@@ -34,9 +34,12 @@ class WorkWatch:
         self._closing: set[asyncio.Task[None]] = set()
         self._pending: dict[ProcessInstance, str] = {}
 
-    def open(self, process: ProcessInstance, pidfd: int) -> Mapping[str, int]:
-        """Begin to look at a living client; the descriptors to store with its lease. Raises GpuError."""
-        view = self._inspector.open(process, pidfd)
+    def look(self, process: ProcessInstance, pidfd: int) -> WorkView:
+        """A first look at a living client, from any thread; `follow` it then. Raises GpuError."""
+        return self._inspector.open(process, pidfd)
+
+    def follow(self, process: ProcessInstance, view: WorkView) -> Mapping[str, int]:
+        """Begin to follow a living client; the descriptors to store with its lease."""
         before = self._views.get(process)
         self._views[process] = view
         if before is not None and process not in self._tasks:

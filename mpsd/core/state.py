@@ -113,6 +113,8 @@ class Eviction:
 
 @dataclass(frozen=True, slots=True)
 class Client:
+    """`unstored`: its lease is held by the daemon alone. `blind`: the end of its work is not seen."""
+
     id: ClientId
     facts: ProcessFacts
     state: ClientState
@@ -122,6 +124,7 @@ class Client:
     leased: bool = False
     tracked: bool = False
     blind: bool = False
+    unstored: bool = False
     eviction: Eviction | None = None
     problem: str = ""
 

@@ -149,6 +149,26 @@ def test_a_keeper_that_dies_is_replaced_with_everything_in_it(site: Site) -> Non
     assert not site.faults()
 
 
+def test_a_keeper_that_hangs_holds_up_nobody_and_what_is_late_is_shown(site: Site) -> None:
+    keeper = site.keeper()
+    assert keeper is not None
+    keeper.suspend()
+    client = site.join()
+    text = "the lease is not in the descriptor store: it ends with mpsd"
+    assert problem_of(site.status(), client.pid) == text
+    keeper.resume()
+    site.until(lambda s: not problem_of(s, client.pid), "it has been stored")
+    client.busy(1.0)
+    site.kill()
+    client.die()
+    site.start()
+    site.until(lambda s: [d for d in s["dead"] if d["pid"] == client.pid], "its lease was kept")
+
+
+def problem_of(status: Mapping[str, Any], pid: int) -> str:
+    return str(next(c["problem"] for c in status["clients"] if c["pid"] == pid))
+
+
 def test_stop_domains_ends_everything() -> None:
     with Site() as site:
         site.start("--stop-domains")

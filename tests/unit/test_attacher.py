@@ -9,10 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mpsd import procs
-from mpsd.attacher import Attacher, lease_name, parse_lease_name
+from mpsd.attacher import Attacher
 from mpsd.core import events as ev
 from mpsd.errors import StoreError
 from mpsd.gpu.base import AddressSpace
+from mpsd.lease import lease_name, parse_lease_name
+from mpsd.leasestore import LeaseStore
 from mpsd.model import (
     Access,
     ClientId,
@@ -68,10 +70,17 @@ class FakeSpace:
 
 
 class FakeUvm:
+    """`opened` and `go_on`: set when a look has begun, and by the test when it may end."""
+
     def __init__(self) -> None:
         self.spaces: list[FakeSpace] = []
+        self.opened, self.go_on = threading.Event(), threading.Event()
+        self.go_on.set()
 
     def open(self, process: ProcessInstance, pidfd: int) -> Sequence[AddressSpace]:
+        os.fstat(pidfd)
+        self.opened.set()
+        assert self.go_on.wait(10)
         self.spaces.append(FakeSpace())
         return [self.spaces[-1]]
 
@@ -80,14 +89,17 @@ class FakeUvm:
 
 
 class FakeStore:
-    """Names only. As the real ones it refuses a name that it has."""
+    """Names only. As the real ones it refuses a name that it has. `answers`: cleared, it hangs."""
 
     kind = "fake"
 
     def __init__(self) -> None:
         self.names: set[str] = set()
+        self.answers = threading.Event()
+        self.answers.set()
 
     def put(self, name: str, fds: Sequence[int]) -> None:
+        assert self.answers.wait(10)
         if name in self.names:
             raise StoreError(f"{name} is taken")
         self.names.add(name)
@@ -132,13 +144,23 @@ class Desk:
         self.said: list[ev.Event] = []
         self.uvm, self.store = FakeUvm(), FakeStore()
         self.work = WorkWatch(NoWork(), 0.01, self.said.append)
-        self.attacher = Attacher(self.uvm, self.work, self.store, self.said.append)
+        self.front = LeaseStore(self.store)
+        self.attacher = Attacher(self.uvm, self.work, self.front, self.said.append)
         self.process = procs.facts(os.getpid()).instance
         self.client = ClientId("d1", self.process, 0)
 
     def join(self) -> None:
         assert self.attacher.notice("d1", self.process.pid)
         self.attacher.attach("d1", self.process, 0)
+
+    async def joined(self, clients: int = 1) -> None:
+        """Joined, and told so."""
+        self.join()
+        await self.told(ev.ClientAttached, clients)
+
+    async def told(self, kind: type[ev.Event], count: int = 1) -> None:
+        while len([e for e in self.said if isinstance(e, kind)]) < count:
+            await asyncio.sleep(0.001)
 
     def attached(self) -> list[ev.ClientAttached]:
         return [e for e in self.said if isinstance(e, ev.ClientAttached)]
@@ -147,11 +169,14 @@ class Desk:
         return sum(e.counters.get("events_dropped", 0) for e in self.said if isinstance(e, ev.Counted))
 
     async def end(self) -> None:
+        self.uvm.go_on.set()
+        self.store.answers.set()
         for space in self.uvm.spaces:
             space.closing.set()
         await self.attacher.settled()
         self.attacher.close()
         await self.work.close()
+        await self.front.close(10, end=False)
 
 
 def at_a_desk(play: Callable[[Desk], object]) -> None:
@@ -177,7 +202,7 @@ def test_names_of_leases_are_read_back_and_others_are_not_ours() -> None:
 
 def test_events_that_the_driver_dropped_are_counted_once() -> None:
     async def play(desk: Desk) -> None:
-        desk.join()
+        await desk.joined()
         tracker = desk.uvm.spaces[0].tracker
         # The driver counts from the beginning of the tracker.
         for batch in (TrackerBatch((EVENT,), 0), TrackerBatch((), 5), TrackerBatch((EVENT,), 7)):
@@ -192,7 +217,7 @@ def test_events_that_the_driver_dropped_are_counted_once() -> None:
 
 def test_only_fatal_events_are_told_and_not_without_end() -> None:
     async def play(desk: Desk) -> None:
-        desk.join()
+        await desk.joined()
         serviced = UvmEvent(
             False, UvmFaultType.INVALID_PTE, Access.READ, UvmReason.UNKNOWN, 0x7F0000000000, 1
         )
@@ -206,28 +231,93 @@ def test_only_fatal_events_are_told_and_not_without_end() -> None:
 
 
 def test_a_lease_is_stored_before_the_client_counts_as_attached() -> None:
-    def play(desk: Desk) -> None:
-        desk.join()
+    async def play(desk: Desk) -> None:
+        await desk.joined()
         assert desk.store.names == {lease_name(desk.client)}
         (told,) = desk.attached()
-        assert (told.tracked, told.problem) == (True, "")
+        assert (told.tracked, told.problem, told.unstored) == (True, "", ())
 
     at_a_desk(play)
 
 
 def test_after_an_exec_the_new_lease_waits_until_the_old_name_is_free() -> None:
     async def play(desk: Desk) -> None:
-        desk.join()
+        await desk.joined()
         desk.attacher.release(desk.client)
         desk.attacher.attach("d1", desk.process, 0)
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.01)
         assert len(desk.attached()) == 1
         desk.uvm.spaces[0].closing.set()
         while len(desk.attached()) < 2:
             await asyncio.sleep(0.001)
-        assert desk.attached()[1].problem == ""
+        assert not desk.attached()[1].unstored
         # The old one's removal did not take the new one's descriptors out of the store.
         await desk.attacher.settled()
         assert desk.store.names == {lease_name(desk.client)}
+
+    at_a_desk(play)
+
+
+def test_a_store_that_hangs_delays_neither_the_loop_nor_the_client_for_long() -> None:
+    async def play(desk: Desk) -> None:
+        desk.store.answers.clear()
+        await desk.joined()
+        assert desk.attached()[0].unstored == (0,)
+        assert not desk.store.names
+        desk.store.answers.set()
+        await desk.told(ev.LeaseStored)
+        assert desk.store.names == {lease_name(desk.client)}
+
+    at_a_desk(play)
+
+
+def test_a_lease_given_up_before_it_was_stored_leaves_nothing_in_the_store() -> None:
+    async def play(desk: Desk) -> None:
+        desk.store.answers.clear()
+        await desk.joined()
+        desk.uvm.spaces[0].closing.set()
+        desk.attacher.release(desk.client)
+        desk.store.answers.set()
+        await desk.attacher.settled()
+        await desk.front.close(10, end=False)
+        assert not desk.store.names
+
+    at_a_desk(play)
+
+
+def test_a_process_that_is_forgotten_while_it_is_looked_at_leaves_no_lease() -> None:
+    async def play(desk: Desk) -> None:
+        desk.uvm.go_on.clear()
+        desk.join()
+        while not desk.uvm.opened.is_set():
+            await asyncio.sleep(0.001)
+        desk.attacher.forget(desk.process)
+        desk.uvm.go_on.set()
+        while not desk.uvm.spaces:
+            await asyncio.sleep(0.001)
+        desk.uvm.spaces[0].closing.set()
+        await desk.attacher.settled()
+        assert not desk.attached()
+        assert not desk.attacher.leases
+        assert not desk.store.names
+
+    at_a_desk(play)
+
+
+def test_a_client_that_dies_while_it_is_leased_is_attached_first_and_dead_then() -> None:
+    async def play(desk: Desk) -> None:
+        child = await asyncio.create_subprocess_exec("/bin/cat", stdin=asyncio.subprocess.PIPE)
+        process = procs.facts(child.pid).instance
+        desk.uvm.go_on.clear()
+        assert desk.attacher.notice("d1", child.pid)
+        desk.attacher.attach("d1", process, 0)
+        while not desk.uvm.opened.is_set():
+            await asyncio.sleep(0.001)
+        child.kill()
+        await child.wait()
+        assert not [e for e in desk.said if isinstance(e, ev.ClientDied)]
+        desk.uvm.go_on.set()
+        await desk.told(ev.ClientDied)
+        assert [type(e) for e in desk.said[-2:]] == [ev.ClientAttached, ev.ClientDied]
 
     at_a_desk(play)
