@@ -21,7 +21,7 @@ from mpsd.core.state import Client, Domain, DomainState, State
 from mpsd.errors import MpsdError
 from mpsd.host import Hosts, Post
 from mpsd.layout import Layout
-from mpsd.lease import parse_lease_name
+from mpsd.lease import Kept, parse_lease_name
 from mpsd.leasestore import LeaseStore
 from mpsd.model import ClientId, ProcessFacts, ProcessInstance, ServerState
 
@@ -125,15 +125,18 @@ class Adoption:
                 "serves it): end it with quit once its clients have left"
             )
 
-    def _kept_leases(self) -> dict[ClientId, list[int]]:
+    def _kept_leases(self) -> dict[ClientId, Kept]:
         kept = {}
         for name, fds in self.store.fetch_all().items():
-            client = parse_lease_name(name)
-            if client is None:
+            parsed = parse_lease_name(name)
+            if parsed is None or len(parsed[1]) != len(fds):
+                log.error("a stored set is no lease", name=name)
                 for fd in fds:
                     os.close(fd)
+                self.store.drop(name)
             else:
-                kept[client] = fds
+                client, roles = parsed
+                kept[client] = Kept(name, dict(zip(roles, fds, strict=True)))
         return kept
 
     def _domain(self, row: Mapping[str, Any], slot: Mapping[str, Any]) -> None:
@@ -187,7 +190,7 @@ class Adoption:
             return ev.DomainRole.SPARE
         return ev.DomainRole.OLD
 
-    def _dead(self, rows: Sequence[Mapping[str, Any]], kept: Mapping[ClientId, Sequence[int]]) -> None:
+    def _dead(self, rows: Sequence[Mapping[str, Any]], kept: Mapping[ClientId, Kept]) -> None:
         """Living clients join again by their domains' lists; for the dead the leases go on."""
         facts = {(r["domain"], int(r["pid"]), int(r["start_ticks"])): r for r in rows}
         for domain, process in sorted({(c.domain, c.process) for c in kept}):

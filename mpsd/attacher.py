@@ -25,7 +25,8 @@ from mpsd import procs
 from mpsd.core import events as ev
 from mpsd.errors import GpuError, MpsdError, NotReadyError, StoreError
 from mpsd.gpu.base import AddressSpace, Tracker, Uvm, WorkView
-from mpsd.lease import ROLES, WORK_ROLES, Lease, lease_name
+from mpsd.guardnotes import GuardNotes
+from mpsd.lease import GUARD_ROLE, WORK_ROLES, Kept, Lease, lease_name
 from mpsd.leasestore import LeaseStore
 from mpsd.model import ClientId, ProcessInstance
 from mpsd.workwatch import WorkWatch
@@ -81,7 +82,7 @@ class Attacher:
         self._post = post
         self._pins: dict[ProcessInstance, Pin] = {}
         self._leases: dict[ClientId, Lease] = {}
-        self._kept: dict[ClientId, Sequence[int]] = {}
+        self._kept: dict[ClientId, Kept] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._ending: set[ClientId] = set()
         self._loop = asyncio.get_running_loop()
@@ -145,9 +146,7 @@ class Attacher:
         pin.attaching.add(task)
         task.add_done_callback(pin.attaching.discard)
 
-    async def _attach(
-        self, domain: str, pin: Pin, space: int, kept: Mapping[ClientId, Sequence[int]]
-    ) -> None:
+    async def _attach(self, domain: str, pin: Pin, space: int, kept: Mapping[ClientId, Kept]) -> None:
         process = pin.process.instance
         try:
             reached = await self._taken_over(kept) if kept else await self._until_reached(pin)
@@ -214,7 +213,7 @@ class Attacher:
     def _reach(self, process: ProcessInstance, pidfd: int) -> Reached:
         """In a thread, which owns `pidfd`."""
         try:
-            tracked = [_tracked(space) for space in self._uvm.open(process, pidfd)]
+            tracked = [_tracked(space, GuardNotes.create()) for space in self._uvm.open(process, pidfd)]
             problems = [problem for _, problem in tracked if problem]
             work: WorkView | None = None
             try:
@@ -225,12 +224,14 @@ class Attacher:
         finally:
             os.close(pidfd)
 
-    async def _taken_over(self, kept: Mapping[ClientId, Sequence[int]]) -> Reached:
+    async def _taken_over(self, kept: Mapping[ClientId, Kept]) -> Reached:
         """The leases that an earlier daemon left of a living client."""
-        spaces = [self._adopted(client, fds) for client, fds in kept.items()]
-        tracked = [await self._loop.run_in_executor(self._lookers, _tracked, space) for space in spaces]
-        for (lease, _), client in zip(tracked, kept, strict=True):
-            lease.name = lease_name(client)
+        tracked = []
+        for client, found in kept.items():
+            space, notes = self._adopted(client, found)
+            lease, problem = await self._loop.run_in_executor(self._lookers, _tracked, space, notes)
+            lease.name = found.name
+            tracked.append((lease, problem))
         problems = [problem for _, problem in tracked if problem]
         return Reached([lease for lease, _ in tracked], None, problems, kept=True)
 
@@ -239,12 +240,10 @@ class Attacher:
         waiting: dict[ClientId, asyncio.Future[None]] = {}
         for client in clients:
             lease = self._leases[client]
-            lease.name = lease_name(client)
-            own = [lease.space.fds[role] for role in ROLES]
-            if client is clients[0]:
-                own += [work[role] for role in WORK_ROLES if role in work]
+            own = {**lease.space.fds, GUARD_ROLE: lease.notes.fd, **(work if client is clients[0] else {})}
+            lease.name = lease_name(client, own)
             try:
-                waiting[client] = self._store.put(lease.name, own)
+                waiting[client] = self._store.put(lease.name, tuple(own.values()))
             except StoreError as error:
                 log.warning("lease is held by this process only", client=str(client), reason=str(error))
         if waiting:
@@ -275,33 +274,43 @@ class Attacher:
             pin.dropped[client] = batch.dropped
             self._post(ev.Counted({"events_dropped": batch.dropped - before}))
 
-    def inherit(self, kept: Mapping[ClientId, Sequence[int]]) -> None:
+    def inherit(self, kept: Mapping[ClientId, Kept]) -> None:
         """Leases that the descriptor store kept for an earlier daemon; each is used again or discarded."""
         self._kept.update(kept)
 
     def restore(self, client: ClientId) -> bool:
         """Take over the kept lease of a client that has died; it needs no tracker any more."""
-        fds = self._kept.pop(client, None)
-        if fds is None:
+        kept = self._kept.pop(client, None)
+        if kept is None:
             return False
-        self._leases[client] = Lease(self._adopted(client, fds), None, lease_name(client))
+        space, notes = self._adopted(client, kept)
+        self._leases[client] = Lease(space, None, notes, kept.name)
         return True
 
-    def _adopted(self, client: ClientId, fds: Sequence[int]) -> AddressSpace:
-        work = dict(zip(WORK_ROLES, fds[len(ROLES) :], strict=False))
-        try:
-            self._work.adopt(client.process, work)
-        except GpuError as error:
-            log.warning("the end of a client's work will not be seen", client=str(client), reason=str(error))
-        return self._uvm.adopt(dict(zip(ROLES, fds, strict=False)))
+    def _adopted(self, client: ClientId, kept: Kept) -> tuple[AddressSpace, GuardNotes]:
+        """Raises GpuError for a set that holds no lease."""
+        work = {role: fd for role, fd in kept.fds.items() if role in WORK_ROLES}
+        own = {role: fd for role, fd in kept.fds.items() if role not in {*WORK_ROLES, GUARD_ROLE}}
+        if GUARD_ROLE not in kept.fds:
+            raise GpuError(f"{kept.name} has no notes of its guard")
+        space = self._uvm.adopt(own)
+        if not self._work.has(client.process) or work:
+            try:
+                self._work.adopt(client.process, work)
+            except GpuError as error:
+                log.warning(
+                    "the end of a client's work will not be seen", client=str(client), reason=str(error)
+                )
+        return space, GuardNotes.adopt(kept.fds[GUARD_ROLE])
 
     def discard_kept(self) -> int:
         """Give up kept leases that nobody claimed; how many there were."""
         unclaimed = tuple(self._kept)
         for client in unclaimed:
-            for fd in self._kept.pop(client):
+            kept = self._kept.pop(client)
+            for fd in kept.fds.values():
                 os.close(fd)
-            self._store.drop(lease_name(client))
+            self._store.drop(kept.name)
         return len(unclaimed)
 
     def release(self, client: ClientId) -> None:
@@ -373,14 +382,14 @@ class Attacher:
         self._lookers.shutdown(wait=False, cancel_futures=True)
 
 
-def _tracked(space: AddressSpace) -> tuple[Lease, str]:
+def _tracked(space: AddressSpace, notes: GuardNotes) -> tuple[Lease, str]:
     """A lease with its tracker, or why it has none."""
     tracker: Tracker | None = None
     try:
         tracker = space.track()
     except (GpuError, OSError) as error:
-        return Lease(space, None), f"faults are not seen: {error}"
-    return Lease(space, tracker), ""
+        return Lease(space, None, notes), f"faults are not seen: {error}"
+    return Lease(space, tracker, notes), ""
 
 
 def _identity(process: ProcessInstance) -> procs.ExecIdentity | None:

@@ -389,7 +389,7 @@ class Daemon:
                     lease = self._attacher.leases.get(client.id)
                     if lease is not None:
                         gpus = after.domains[client.id.domain].gpus
-                        self._guards.add(client.id, lease.space, gpus)
+                        self._guards.add(client.id, lease.space, gpus, lease.notes)
         same = before.slots is after.slots and before.domains is after.domains
         if not (same and before.clients is after.clients and before.drained is after.drained):
             # Before the tasks that effects start: a process is never started that the file does not know.

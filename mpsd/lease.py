@@ -1,14 +1,16 @@
-"""One lease: what is held for one client, and the name it has in the descriptor store."""
+"""One lease: what is held for one client, and how it is kept in the descriptor store."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from mpsd.gpu.base import AddressSpace, Tracker
+from mpsd.guardnotes import GuardNotes
 from mpsd.model import ClientId, ProcessInstance
 
-ROLES = ("mm", "va")
-WORK_ROLES = ("areas", "mem")
+GUARD_ROLE = "guard"
+WORK_ROLES = frozenset({"areas", "mem"})
 _PREFIX = "lease"
 
 
@@ -18,23 +20,36 @@ class Lease:
 
     space: AddressSpace
     tracker: Tracker | None
+    notes: GuardNotes
     name: str = ""
 
     def close(self) -> None:
         """May take long: the last close ends the address space."""
         if self.tracker is not None:
             self.tracker.close()
+        self.notes.close()
         self.space.close()
 
 
-def lease_name(client: ClientId) -> str:
-    return f"{_PREFIX}.{client.domain}.{client.process.pid}.{client.process.start_ticks}.{client.space}"
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A lease as a store kept it: its name there, its descriptors by role."""
+
+    name: str
+    fds: Mapping[str, int]
 
 
-def parse_lease_name(name: str) -> ClientId | None:
-    """The client a stored set belongs to; None for names that are not ours."""
+def lease_name(client: ClientId, roles: Iterable[str]) -> str:
+    """Says whose lease it is, and what each descriptor of the set is for, in order."""
+    process = client.process
+    whose = f"{client.domain}.{process.pid}.{process.start_ticks}.{client.space}"
+    return f"{_PREFIX}.{whose}.{'+'.join(roles)}"
+
+
+def parse_lease_name(name: str) -> tuple[ClientId, tuple[str, ...]] | None:
+    """The client a stored set belongs to, and the roles in it; None for names that are not ours."""
     parts = name.split(".")
-    if len(parts) != 5 or parts[0] != _PREFIX or not all(p.isdigit() for p in parts[2:]):
+    if len(parts) != 6 or parts[0] != _PREFIX or not all(p.isdigit() for p in parts[2:5]):
         return None
-    pid, start, space = (int(p) for p in parts[2:])
-    return ClientId(parts[1], ProcessInstance(pid, start), space)
+    pid, start, space = (int(p) for p in parts[2:5])
+    return ClientId(parts[1], ProcessInstance(pid, start), space), tuple(parts[5].split("+"))

@@ -11,6 +11,9 @@ import psutil
 import pytest
 
 import mpsd_client
+from mpsd.guardplan import plan
+from mpsd.linux import procfs
+from mpsd.model import GuardClass
 from tests.support.site import Site, alive, until
 
 
@@ -163,6 +166,37 @@ def test_a_keeper_that_hangs_holds_up_nobody_and_what_is_late_is_shown(site: Sit
     client.die()
     site.start()
     site.until(lambda s: [d for d in s["dead"] if d["pid"] == client.pid], "its lease was kept")
+
+
+def guarded(status: Mapping[str, Any], pid: int) -> list[str]:
+    shown = next(c["protections"] for c in status["clients"] if c["pid"] == pid)
+    return [text for text in shown if text.startswith("guard")]
+
+
+def test_the_guard_of_a_killed_daemon_is_taken_over(site: Site) -> None:
+    client = site.join()
+    # Killed while it lays the ranges, or after the last.
+    site.until(lambda s: guarded(s, client.pid), "it is guarded")
+    site.kill()
+    assert client.do("dev.launch('guard_low') or dev.synchronize()") == {"result": None}
+    site.start()
+    site.attached(client)
+    size = sum(r.length for r in plan(procfs.maps(client.pid), {GuardClass.LOW}, 1024))
+    whole = [f"guard:low {size >> 20} MiB (silent)"]
+    status = site.until(lambda s: guarded(s, client.pid) == whole, "it is guarded again")
+    assert "guard_refused" not in status["counters"]
+    assert client.do("dev.launch('guard_low') or dev.synchronize()") == {"result": None}
+
+
+def test_the_guard_of_a_killed_daemon_goes_where_it_is_not_wanted_any_more(site: Site) -> None:
+    client = site.join()
+    site.until(lambda s: guarded(s, client.pid), "it is guarded")
+    site.kill()
+    site.write_config(guard__low="false")
+    site.start()
+    site.attached(client)
+    until(lambda: client.do("dev.launch('guard_low') or dev.synchronize()").get("error"), "it is bare")
+    assert not guarded(site.status(), client.pid)
 
 
 def problem_of(status: Mapping[str, Any], pid: int) -> str:

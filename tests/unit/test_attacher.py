@@ -26,6 +26,7 @@ from mpsd.model import (
 )
 from mpsd.workwatch import WorkWatch
 
+ROLES = ("mm", "va", "guard")
 EVENT = UvmEvent(True, UvmFaultType.INVALID_PTE, Access.WRITE, UvmReason.INVALID_ADDRESS, 0x7F0000000000, 1)
 
 
@@ -195,8 +196,8 @@ def at_a_desk(play: Callable[[Desk], object]) -> None:
 
 def test_names_of_leases_are_read_back_and_others_are_not_ours() -> None:
     client = ClientId("d12", ProcessInstance(77, 1234), 3)
-    assert parse_lease_name(lease_name(client)) == client
-    for other in ("lease.d1.7.8", "lease.d1.x.8.0", "socket", "vault.d1.7.8.0", ""):
+    assert parse_lease_name(lease_name(client, ("mm", "va"))) == (client, ("mm", "va"))
+    for other in ("lease.d1.7.8", "lease.d1.x.8.0.va", "socket", "vault.d1.7.8.0.va", ""):
         assert parse_lease_name(other) is None
 
 
@@ -233,7 +234,7 @@ def test_only_fatal_events_are_told_and_not_without_end() -> None:
 def test_a_lease_is_stored_before_the_client_counts_as_attached() -> None:
     async def play(desk: Desk) -> None:
         await desk.joined()
-        assert desk.store.names == {lease_name(desk.client)}
+        assert desk.store.names == {lease_name(desk.client, ROLES)}
         (told,) = desk.attached()
         assert (told.tracked, told.problem, told.unstored) == (True, "", ())
 
@@ -253,7 +254,7 @@ def test_after_an_exec_the_new_lease_waits_until_the_old_name_is_free() -> None:
         assert not desk.attached()[1].unstored
         # The old one's removal did not take the new one's descriptors out of the store.
         await desk.attacher.settled()
-        assert desk.store.names == {lease_name(desk.client)}
+        assert desk.store.names == {lease_name(desk.client, ROLES)}
 
     at_a_desk(play)
 
@@ -266,7 +267,7 @@ def test_a_store_that_hangs_delays_neither_the_loop_nor_the_client_for_long() ->
         assert not desk.store.names
         desk.store.answers.set()
         await desk.told(ev.LeaseStored)
-        assert desk.store.names == {lease_name(desk.client)}
+        assert desk.store.names == {lease_name(desk.client, ROLES)}
 
     at_a_desk(play)
 
