@@ -24,6 +24,7 @@ from mpsd.layout import Layout
 from mpsd.lease import Kept, parse_lease_name
 from mpsd.leasestore import LeaseStore
 from mpsd.model import ClientId, ProcessFacts, ProcessInstance, ServerState
+from mpsd.orphans import Orphans, pin_domain
 
 log = structlog.get_logger("mpsd.adoption")
 
@@ -95,13 +96,13 @@ class Adoption:
     hosts: Hosts
     attacher: Attacher
     store: LeaseStore
+    orphans: Orphans
     post: Post
     unknown: list[str] = field(default_factory=list)
 
     def run(self, saved: Mapping[str, Any] | None) -> None:
         """Post the events that rebuild the state. Nothing here ends a domain that still has clients."""
         kept = self._kept_leases()
-        self.attacher.inherit(kept)
         for slot in saved["slots"] if saved else ():
             exclusive = bool(slot["exclusive"])
             self.post(ev.SlotWanted(slot["id"], tuple(slot["gpus"]), slot["uid"], exclusive, start=False))
@@ -109,7 +110,18 @@ class Adoption:
         for row in saved["domains"] if saved else ():
             self._domain(row, slots[row["slot"]])
         self._unknown({row["id"] for row in saved["domains"]} if saved else set())
+        kept = self._without_orphans(kept)
+        self.attacher.inherit(kept)
         self._dead(saved["clients"] if saved else (), kept)
+
+    def _without_orphans(self, kept: Mapping[ClientId, Kept]) -> dict[ClientId, Kept]:
+        """The leases of domains that were adopted, or of which nothing lives; the others are held apart."""
+        left = dict(kept)
+        for domain in {c.domain for c in kept} - set(self.hosts.names()):
+            if processes := pin_domain(str(self.layout.pipe_dir(domain))):
+                mine = {c: left.pop(c) for c in kept if c.domain == domain}
+                self.orphans.take(domain, processes, mine)
+        return left
 
     def _unknown(self, known: Collection[str]) -> None:
         """Directories that the state file does not know: what lives in one is not ended, but told."""

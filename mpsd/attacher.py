@@ -24,9 +24,9 @@ import structlog
 from mpsd import procs
 from mpsd.core import events as ev
 from mpsd.errors import GpuError, MpsdError, NotReadyError, StoreError
-from mpsd.gpu.base import AddressSpace, Tracker, Uvm, WorkView
+from mpsd.gpu.base import Tracker, Uvm, WorkView
 from mpsd.guardnotes import GuardNotes
-from mpsd.lease import GUARD_ROLE, WORK_ROLES, Kept, Lease, lease_name
+from mpsd.lease import GUARD_ROLE, Kept, Lease, adopt, lease_name
 from mpsd.leasestore import LeaseStore
 from mpsd.model import ClientId, ProcessInstance
 from mpsd.workwatch import WorkWatch
@@ -213,7 +213,8 @@ class Attacher:
     def _reach(self, process: ProcessInstance, pidfd: int) -> Reached:
         """In a thread, which owns `pidfd`."""
         try:
-            tracked = [_tracked(space, GuardNotes.create()) for space in self._uvm.open(process, pidfd)]
+            leases = [Lease(s, None, GuardNotes.create()) for s in self._uvm.open(process, pidfd)]
+            tracked = [_track(lease) for lease in leases]
             problems = [problem for _, problem in tracked if problem]
             work: WorkView | None = None
             try:
@@ -228,10 +229,8 @@ class Attacher:
         """The leases that an earlier daemon left of a living client."""
         tracked = []
         for client, found in kept.items():
-            space, notes = self._adopted(client, found)
-            lease, problem = await self._loop.run_in_executor(self._lookers, _tracked, space, notes)
-            lease.name = found.name
-            tracked.append((lease, problem))
+            lease = self._adopted(client, found)
+            tracked.append(await self._loop.run_in_executor(self._lookers, _track, lease))
         problems = [problem for _, problem in tracked if problem]
         return Reached([lease for lease, _ in tracked], None, problems, kept=True)
 
@@ -283,33 +282,27 @@ class Attacher:
         kept = self._kept.pop(client, None)
         if kept is None:
             return False
-        space, notes = self._adopted(client, kept)
-        self._leases[client] = Lease(space, None, notes, kept.name)
+        self._leases[client] = self._adopted(client, kept)
         return True
 
-    def _adopted(self, client: ClientId, kept: Kept) -> tuple[AddressSpace, GuardNotes]:
+    def _adopted(self, client: ClientId, kept: Kept) -> Lease:
         """Raises GpuError for a set that holds no lease."""
-        work = {role: fd for role, fd in kept.fds.items() if role in WORK_ROLES}
-        own = {role: fd for role, fd in kept.fds.items() if role not in {*WORK_ROLES, GUARD_ROLE}}
-        if GUARD_ROLE not in kept.fds:
-            raise GpuError(f"{kept.name} has no notes of its guard")
-        space = self._uvm.adopt(own)
-        if not self._work.has(client.process) or work:
+        lease = adopt(self._uvm, kept)
+        if kept.work or not self._work.has(client.process):
             try:
-                self._work.adopt(client.process, work)
+                self._work.adopt(client.process, kept.work)
             except GpuError as error:
                 log.warning(
                     "the end of a client's work will not be seen", client=str(client), reason=str(error)
                 )
-        return space, GuardNotes.adopt(kept.fds[GUARD_ROLE])
+        return lease
 
     def discard_kept(self) -> int:
         """Give up kept leases that nobody claimed; how many there were."""
         unclaimed = tuple(self._kept)
         for client in unclaimed:
             kept = self._kept.pop(client)
-            for fd in kept.fds.values():
-                os.close(fd)
+            kept.close()
             self._store.drop(kept.name)
         return len(unclaimed)
 
@@ -382,14 +375,13 @@ class Attacher:
         self._lookers.shutdown(wait=False, cancel_futures=True)
 
 
-def _tracked(space: AddressSpace, notes: GuardNotes) -> tuple[Lease, str]:
-    """A lease with its tracker, or why it has none."""
-    tracker: Tracker | None = None
+def _track(lease: Lease) -> tuple[Lease, str]:
+    """The lease with its tracker, or why it has none."""
     try:
-        tracker = space.track()
+        lease.tracker = lease.space.track()
     except (GpuError, OSError) as error:
-        return Lease(space, None, notes), f"faults are not seen: {error}"
-    return Lease(space, tracker, notes), ""
+        return lease, f"faults are not seen: {error}"
+    return lease, ""
 
 
 def _identity(process: ProcessInstance) -> procs.ExecIdentity | None:

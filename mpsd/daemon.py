@@ -11,6 +11,7 @@ import signal
 import time
 from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import structlog
 
@@ -33,6 +34,7 @@ from mpsd.listener import Listener
 from mpsd.model import ClientId, ComputeMode, Gpu, GuardClass, KernelXid, NvmlXid, ProcessInstance
 from mpsd.notify import Notifier, watchdog_interval_s
 from mpsd.ops import Operations, find_gpu
+from mpsd.orphans import Orphans
 from mpsd.performer import Hands, Performer
 from mpsd.runtime import Runtime, doomed_at
 from mpsd.settings import ControlSettings
@@ -152,6 +154,7 @@ class Daemon:
         interval_s = self.config.lease.probe_interval_ms / 1e3
         self._work = workwatch.WorkWatch(self.backend.work, interval_s, self._post)
         self._attacher = Attacher(self.backend.uvm, self._work, self._store, self._post)
+        self._orphans = Orphans(self.backend.uvm, self.backend.work, interval_s, self._store)
         guard = self.config.guard
         self._guards = Guards(
             guard_classes(self.config, self.backend), guard.max_ranges, guard.follow_interval_s, self._post
@@ -231,8 +234,9 @@ class Daemon:
         await self._hosts.close()
         await self._attacher.settled()
         self._save()
-        held = bool(self._attacher.leases)
+        held = bool(self._attacher.leases) or len(self._orphans) > 0
         self._attacher.close()
+        await self._orphans.close()
         # With nothing kept alive by it any more, the store leaves no process behind.
         await self._store.close(STORE_DEADLINE_S, end=not held and not self._hosts_left)
         self.bulletin.journal.close()
@@ -282,7 +286,7 @@ class Daemon:
             if saved["drained"]:
                 wanted = () if "*" in saved["drained"] else tuple(saved["drained"])
                 self._post(ev.DrainRequested(wanted, True))
-        adoption = Adoption(self.layout, self._hosts, self._attacher, self._store, self._post)
+        adoption = Adoption(self.layout, self._hosts, self._attacher, self._store, self._orphans, self._post)
         adoption.run(saved)
         self._unknown_domains = adoption.unknown
         await adoption.join_living()
@@ -432,6 +436,7 @@ class Daemon:
 
     async def _look_around(self, rounds: int) -> None:
         self._attacher.check_identities()
+        self._orphans.look_around()
         self._work.refresh({c.process for c in self._attacher.leases})
         if self.bulletin.journal.problem:
             self.bulletin.journal.retry()
@@ -489,9 +494,13 @@ class Daemon:
     def pending_work(self) -> Mapping[ProcessInstance, str]:
         return self._work.all_pending()
 
+    def orphan_rows(self) -> list[dict[str, Any]]:
+        return self._orphans.rows()
+
     def problems(self) -> list[str]:
         """Capability losses of the daemon itself, for `status`."""
         found = [*self._source_problems, *self._store.problems(), *self._unknown_domains]
+        found += self._orphans.problems()
         found += [p for p in (self.bulletin.journal.problem, self._statefile.problem) if p]
         found += [self._default_path_problem] if self._default_path_problem else []
         if self._log_disk_full:
@@ -506,6 +515,6 @@ class Daemon:
     def extra_counters(self) -> dict[str, int]:
         return {
             "log_lines_unparsed": self._hosts.unparsed(),
-            "leases_held": len(self._attacher.leases),
+            "leases_held": len(self._attacher.leases) + len(self._orphans),
             "effects_performed": self.runtime.performed,
         }

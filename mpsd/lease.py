@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from mpsd.gpu.base import AddressSpace, Tracker
+from mpsd.errors import GpuError
+from mpsd.gpu.base import AddressSpace, Tracker, Uvm
 from mpsd.guardnotes import GuardNotes
 from mpsd.model import ClientId, ProcessInstance
 
@@ -37,6 +39,34 @@ class Kept:
 
     name: str
     fds: Mapping[str, int]
+
+    @property
+    def work(self) -> dict[str, int]:
+        """What shows the client's work; its view owns it."""
+        return {role: fd for role, fd in self.fds.items() if role in WORK_ROLES}
+
+    def close(self) -> None:
+        for fd in self.fds.values():
+            os.close(fd)
+
+
+def adopt(uvm: Uvm, kept: Kept) -> Lease:
+    """A lease from what a store kept, without a tracker. It owns the descriptors, but for `work`.
+
+    Raises GpuError for a set that holds no lease; then all its descriptors are closed.
+    """
+    try:
+        if GUARD_ROLE not in kept.fds:
+            raise GpuError(f"{kept.name} has no notes of its guard")
+        notes = GuardNotes.adopt(kept.fds[GUARD_ROLE])
+        own = {role: fd for role, fd in kept.fds.items() if role not in {*WORK_ROLES, GUARD_ROLE}}
+        return Lease(uvm.adopt(own), None, notes, kept.name)
+    except OSError as error:
+        kept.close()
+        raise GpuError(f"{kept.name} holds no lease: {error}") from error
+    except GpuError:
+        kept.close()
+        raise
 
 
 def lease_name(client: ClientId, roles: Iterable[str]) -> str:

@@ -28,6 +28,7 @@ __all__ = [
     "maps",
     "printable",
     "where",
+    "with_environment",
 ]
 
 NULL_PAGE_END = 64 << 10
@@ -121,6 +122,19 @@ def environment_value(pid: int, name: str) -> str | None:
         return procfs.environment(pid).get(name)
     except OSError:
         return None
+
+
+def with_environment(name: str, value: str) -> list[ProcessInstance]:
+    """Every process that was started with this variable, as far as it may be read."""
+    found = []
+    for pid in procfs.pids():
+        try:
+            start = procfs.start_ticks(pid)
+            if procfs.environment(pid).get(name) == value:
+                found.append(ProcessInstance(pid, start))
+        except OSError:
+            continue
+    return found
 
 
 def host_memory(pid: int) -> int | None:

@@ -45,6 +45,7 @@ class Surroundings:
     problems: Sequence[str] = ()
     pending: Mapping[ProcessInstance, str] = field(default_factory=dict)
     extra_counters: Mapping[str, int] = field(default_factory=dict)
+    orphans: Sequence[Mapping[str, Any]] = ()
 
 
 def look_at_gpus(devices: DeviceManager, gpus: Sequence[Gpu]) -> list[GpuView]:
@@ -79,7 +80,8 @@ def status(state: State, around: Surroundings) -> dict[str, Any]:
         "gpus": [_gpu(state, view, around) for view in around.gpus],
         "domains": [_domain(state, d, around, memory) for d in state.domains.values()],
         "clients": [_client(c, around, memory) for c in state.clients.values() if c.living],
-        "dead": [_dead(c, around, memory) for c in state.clients.values() if not c.living],
+        "dead": [_dead(c, around, memory) for c in state.clients.values() if not c.living]
+        + [dict(row) for row in around.orphans],
         "counters": {**state.counters, **around.extra_counters},
     }
 

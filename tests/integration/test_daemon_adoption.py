@@ -278,6 +278,44 @@ def test_with_a_damaged_state_file_nothing_is_ended_and_new_clients_are_served(s
     assert worker.finish()["rounds"] > 0
 
 
+def test_with_a_lost_state_file_the_dead_of_a_living_domain_keep_their_leases(site: Site) -> None:
+    worker, client, other = site.join("work"), site.join(), site.join()
+    client.busy(4.0)
+    site.kill()
+    client.die()
+    (site.run_dir / "state.json").unlink()
+    site.start()
+    (dead,) = site.status()["dead"]
+    assert (dead["pid"], dead["state"]) == (client.pid, "held")
+    assert "not supervised" in dead["pending"]
+    assert site.node(op="work", pid=client.pid)["busy"] == 1
+    # Its work ends, and with it the lease; those who live keep theirs, in the next mpsd too.
+    site.gone(client)
+    other.do("dev.launch('forever')")
+    other.die()
+    site.until(lambda s: [d["pid"] for d in s["dead"]] == [other.pid], "a death is seen here too")
+    site.kill()
+    (site.run_dir / "state.json").unlink(missing_ok=True)
+    site.start()
+    assert [d["pid"] for d in site.status()["dead"]] == [other.pid]
+    assert worker.finish()["rounds"] > 0
+
+
+def test_leases_of_an_unknown_domain_go_with_its_processes(site: Site) -> None:
+    client = site.join()
+    old = parts(settled(site))
+    client.do("dev.launch('forever')")
+    site.kill()
+    client.die()
+    (site.run_dir / "state.json").unlink()
+    site.start()
+    assert [d["pid"] for d in site.status()["dead"]] == [client.pid]
+    for pair in old.values():
+        for pid in pair:
+            psutil.Process(pid).kill()
+    site.until(lambda s: not s["dead"] and not s["counters"]["leases_held"], "it is given up")
+
+
 def fault_between(site: Site, effect: int) -> bool:
     """A fault while the daemon dies before its Nth effect; whether it died of that."""
     doom = {"MPSD_FAULTINJECT": "1", "MPSD_DIE_BEFORE_EFFECT": str(effect)}
