@@ -19,6 +19,7 @@ from pathlib import Path
 
 from mpsd.errors import GpuError, NotFoundError, NotReadyError, UnsupportedError
 from mpsd.gpu.nvidia import uvm_abi as abi
+from mpsd.linux.samefile import same_file
 from mpsd.model import ProcessInstance, TrackerBatch
 
 UVM_DEVICE = "/dev/nvidia-uvm"
@@ -27,9 +28,7 @@ TOOLS_DEVICE = "/dev/nvidia-uvm-tools"
 # 512 entries fill 32 KiB; the driver drops and counts what does not fit.
 _QUEUE_ENTRIES = 512
 _VERSION_FILES = ("/sys/module/nvidia/version", "/proc/driver/nvidia/version")
-_KCMP_FILE = 0
 _SYS_PIDFD_GETFD = 438
-_SYS_KCMP = {"x86_64": 312, "aarch64": 272}
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -41,18 +40,6 @@ def _syscall(number: int, *arguments: int) -> int:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
     return result
-
-
-def _same_file(left: int, right: int) -> bool:
-    """Whether two own descriptors are one open file; False where the kernel cannot tell."""
-    number = _SYS_KCMP.get(os.uname().machine)
-    if number is None:
-        return False
-    me = os.getpid()
-    try:
-        return _syscall(number, me, me, _KCMP_FILE, left, right) == 0
-    except OSError:
-        return False
 
 
 def driver_version() -> str:
@@ -330,7 +317,7 @@ def _distinct(fds: list[int]) -> list[int]:
     """One descriptor per open file; the duplicates of the same file are closed."""
     kept: list[int] = []
     for fd in fds:
-        if any(_same_file(fd, other) for other in kept):
+        if any(same_file(fd, other) for other in kept):
             os.close(fd)
         else:
             kept.append(fd)
