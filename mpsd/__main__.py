@@ -13,6 +13,7 @@ from mpsd import __version__, config_cli, config_reader, logs
 from mpsd.config import BackendName, Config
 from mpsd.errors import MpsdError
 from mpsd.gpu.base import Backend
+from mpsd.linux import descriptors
 
 
 def parser() -> argparse.ArgumentParser:
@@ -60,6 +61,8 @@ def run(arguments: argparse.Namespace) -> int:
     config = config_reader.load(arguments.config, environ)
     colors = False if environ.get("NO_COLOR") else None
     logs.configure(config.log.format.value, config.log.level.value, colors=colors)
+    # A client takes up to ten descriptors, and a login shell's limit is often 1024.
+    descriptors.raise_limit()
     backend = open_backend(config)
     try:
 

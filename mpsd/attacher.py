@@ -149,7 +149,7 @@ class Attacher:
     async def _attach(self, domain: str, pin: Pin, space: int, kept: Mapping[ClientId, Kept]) -> None:
         process = pin.process.instance
         try:
-            reached = await self._taken_over(kept) if kept else await self._until_reached(pin)
+            reached = await self._taken_over(kept) or await self._until_reached(pin)
         except (MpsdError, OSError) as error:
             if self._pins.get(process) is pin:
                 self._post(ev.AttachFailed(domain, process, str(error), space))
@@ -225,14 +225,12 @@ class Attacher:
         finally:
             os.close(pidfd)
 
-    async def _taken_over(self, kept: Mapping[ClientId, Kept]) -> Reached:
-        """The leases that an earlier daemon left of a living client."""
-        tracked = []
-        for client, found in kept.items():
-            lease = self._adopted(client, found)
-            tracked.append(await self._loop.run_in_executor(self._lookers, _track, lease))
+    async def _taken_over(self, kept: Mapping[ClientId, Kept]) -> Reached | None:
+        """The leases that an earlier daemon left of a living client; None when it left none."""
+        leases = [lease for lease in map(self._adopted, kept, kept.values()) if lease is not None]
+        tracked = [await self._loop.run_in_executor(self._lookers, _track, lease) for lease in leases]
         problems = [problem for _, problem in tracked if problem]
-        return Reached([lease for lease, _ in tracked], None, problems, kept=True)
+        return Reached(leases, None, problems, kept=True) if leases else None
 
     async def _store_all(self, clients: Sequence[ClientId], work: Mapping[str, int]) -> tuple[int, ...]:
         """Put new leases into the store; the numbers of those that it has not taken in time."""
@@ -282,19 +280,23 @@ class Attacher:
         kept = self._kept.pop(client, None)
         if kept is None:
             return False
-        self._leases[client] = self._adopted(client, kept)
+        lease = self._adopted(client, kept)
+        if lease is None:
+            return False
+        self._leases[client] = lease
         return True
 
-    def _adopted(self, client: ClientId, kept: Kept) -> Lease:
-        """Raises GpuError for a set that holds no lease."""
-        lease = adopt(self._uvm, kept)
+    def _adopted(self, client: ClientId, kept: Kept) -> Lease | None:
+        """None for a set that holds no lease: that is told, and the others go on."""
+        try:
+            lease = adopt(self._uvm, kept)
+        except GpuError as error:
+            log.error("a stored lease is not usable", client=str(client), reason=str(error))
+            self._post(ev.Counted({"leases_malformed": 1}))
+            self._store.drop(kept.name)
+            return None
         if kept.work or not self._work.has(client.process):
-            try:
-                self._work.adopt(client.process, kept.work)
-            except GpuError as error:
-                log.warning(
-                    "the end of a client's work will not be seen", client=str(client), reason=str(error)
-                )
+            self._work.adopt_or_tell(client.process, kept.work)
         return lease
 
     def discard_kept(self) -> int:

@@ -180,6 +180,10 @@ class LeaseStore:
             self._again(job, problem)
         elif job.kind is _Kind.PUT:
             self._stored(job)
+        elif job.kind is _Kind.REMOVE:
+            # There may be room now for what did not fit.
+            for waiting in self._jobs:
+                waiting.due = 0.0
 
     def _attempt(self, job: _Job) -> str:
         """In the thread: why it failed, empty when it did not."""

@@ -54,23 +54,22 @@ class Orphans:
         return len(self._held)
 
     def take(self, domain: str, processes: Sequence[procs.Pinned], kept: Mapping[ClientId, Kept]) -> None:
-        """Hold these leases of a domain whose processes are given. Raises GpuError for a set that is none."""
+        """Hold these leases of a domain whose processes are given; a set that is none is told and dropped."""
         self._domains[domain] = list(processes)
         for client, found in kept.items():
-            lease = adopt(self._uvm, found)
-            if found.work or client.space == 0:
-                self._see_work(client, found)
+            try:
+                lease = adopt(self._uvm, found)
+            except GpuError as error:
+                log.error("a stored lease is not usable", client=str(client), reason=str(error))
+                self._store.drop(found.name)
+                continue
+            if found.work or not self._work.has(client.process):
+                self._work.adopt_or_tell(client.process, found.work)
             process = _pinned(client.process)
             self._held[client] = Orphan(lease, process, time.monotonic())
             log.warning("lease of an unknown domain is held", client=str(client))
             if process is None:
                 self._work.watch(client.process)
-
-    def _see_work(self, client: ClientId, found: Kept) -> None:
-        try:
-            self._work.adopt(client.process, found.work)
-        except GpuError as error:
-            log.warning("the end of a client's work will not be seen", client=str(client), reason=str(error))
 
     def look_around(self) -> None:
         """Once a second: whose client has died, whose domain has gone."""

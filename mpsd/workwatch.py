@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Callable, Collection, Coroutine, Mapping
 from typing import Any
@@ -59,9 +60,14 @@ class WorkWatch:
             view.refresh()
             await asyncio.sleep(YOUNG_STEP_S)
 
-    def adopt(self, process: ProcessInstance, fds: Mapping[str, int]) -> None:
+    def adopt_or_tell(self, process: ProcessInstance, fds: Mapping[str, int]) -> None:
         """Take over a view that the descriptor store kept; `fds` are ours from now on."""
-        self._views[process] = self._inspector.adopt(process, fds)
+        try:
+            self._views[process] = self._inspector.adopt(process, fds)
+        except (GpuError, OSError, ValueError) as error:
+            log.warning("the end of a client's work will not be seen", client=str(process), reason=str(error))
+            for fd in fds.values():
+                os.close(fd)
 
     def has(self, process: ProcessInstance) -> bool:
         return process in self._views

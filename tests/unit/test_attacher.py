@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from mpsd import procs
 from mpsd.attacher import Attacher
 from mpsd.core import events as ev
-from mpsd.errors import StoreError
+from mpsd.errors import GpuError, StoreError
 from mpsd.gpu.base import AddressSpace
-from mpsd.lease import lease_name, parse_lease_name
+from mpsd.lease import Kept, lease_name, parse_lease_name
 from mpsd.leasestore import LeaseStore
 from mpsd.model import (
     Access,
@@ -25,6 +25,7 @@ from mpsd.model import (
     UvmReason,
 )
 from mpsd.workwatch import WorkWatch
+from tests.support.descriptors import open_descriptors
 
 ROLES = ("mm", "va", "guard")
 EVENT = UvmEvent(True, UvmFaultType.INVALID_PTE, Access.WRITE, UvmReason.INVALID_ADDRESS, 0x7F0000000000, 1)
@@ -86,7 +87,12 @@ class FakeUvm:
         return [self.spaces[-1]]
 
     def adopt(self, fds: Mapping[str, int]) -> AddressSpace:
-        raise AssertionError("nothing is adopted here")
+        if "va" not in fds:
+            raise GpuError("no address space")
+        for fd in fds.values():
+            os.close(fd)
+        self.spaces.append(FakeSpace())
+        return self.spaces[-1]
 
 
 class FakeStore:
@@ -284,6 +290,32 @@ def test_a_lease_given_up_before_it_was_stored_leaves_nothing_in_the_store() -> 
         assert not desk.store.names
 
     at_a_desk(play)
+
+
+def test_a_stored_set_that_is_no_lease_is_told_and_the_others_are_restored() -> None:
+    before = open_descriptors()
+
+    def kept(client: ClientId, *roles: str) -> Kept:
+        fds = {role: os.memfd_create(role, os.MFD_CLOEXEC) for role in roles}
+        return Kept(lease_name(client, roles), fds)
+
+    async def play(desk: Desk) -> None:
+        ids = [ClientId("d1", desk.process, n) for n in range(4)]
+        sets = [kept(ids[0], "mm", "va"), kept(ids[1], "mm", "guard"), kept(ids[2], *ROLES)]
+        # Whatever lies under the role of the notes.
+        reader, writer = os.pipe2(os.O_CLOEXEC)
+        os.close(writer)
+        sets.append(Kept(lease_name(ids[3], ("va", "guard")), {**kept(ids[3], "va").fds, "guard": reader}))
+        desk.attacher.inherit(dict(zip(ids, sets, strict=True)))
+        assert [desk.attacher.restore(i) for i in ids] == [False, False, True, False]
+        assert list(desk.attacher.leases) == [ids[2]]
+        desk.uvm.spaces[0].tracker.close()
+        assert [e for e in desk.said if isinstance(e, ev.Counted)] == [
+            ev.Counted({"leases_malformed": 1})
+        ] * 3
+
+    at_a_desk(play)
+    assert set(open_descriptors()) <= set(before)
 
 
 def test_a_process_that_is_forgotten_while_it_is_looked_at_leaves_no_lease() -> None:
