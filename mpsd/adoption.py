@@ -224,6 +224,7 @@ class Adoption:
                 continue
             for pid in pids:
                 self.attacher.notice(domain, pid)
+        await self.attacher.noticed()
 
 
 def _alive(process: ProcessInstance) -> bool:

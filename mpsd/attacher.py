@@ -4,6 +4,8 @@ A client is noticed by the control log, tens of milliseconds before it has a con
 process is pinned, and tried every few milliseconds until it has an address space to be leased. What
 looks at the process runs in threads; the lease is in the descriptor store before core hears of it,
 unless the store takes longer than STORE_PATIENCE_S: then core is told so, and told again when it is.
+
+Long because a process can die, exec or be forgotten between any two steps, and pin and lease answer together.
 """
 
 from __future__ import annotations
@@ -24,11 +26,11 @@ import structlog
 from mpsd import procs
 from mpsd.core import events as ev
 from mpsd.errors import GpuError, MpsdError, NotReadyError, StoreError
-from mpsd.gpu.base import Tracker, Uvm, WorkView
+from mpsd.gpu.base import AddressSpace, Tracker, Uvm, WorkView
 from mpsd.guardnotes import GuardNotes
 from mpsd.lease import GUARD_ROLE, Kept, Lease, adopt, lease_name
 from mpsd.leasestore import LeaseStore
-from mpsd.model import ClientId, ProcessInstance
+from mpsd.model import ClientId, ProcessFacts, ProcessInstance
 from mpsd.workwatch import WorkWatch
 
 log = structlog.get_logger("mpsd.attacher")
@@ -40,6 +42,7 @@ FAST_STEP_S = 0.002
 SLOW_STEP_S = 0.05
 STORE_PATIENCE_S = 0.05
 SETTLE_S = 5.0
+FACTS_DEADLINE_S = 0.25
 # A client that makes a look at it hang (its files lie on a dead file server) holds up one of these.
 LOOKERS = 8
 EVENTS_PER_DRAIN = 64
@@ -50,7 +53,7 @@ class Pin:
     """`gone` is set when the process has ended or is of no interest any more."""
 
     process: procs.Pinned
-    identity: procs.ExecIdentity | None
+    identity: procs.ExecIdentity | None = None
     attaching: set[asyncio.Task[None]] = field(default_factory=set)
     gone: asyncio.Event = field(default_factory=asyncio.Event)
     dropped: dict[ClientId, int] = field(default_factory=dict)
@@ -84,6 +87,8 @@ class Attacher:
         self._leases: dict[ClientId, Lease] = {}
         self._kept: dict[ClientId, Kept] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._noticing: set[asyncio.Task[None]] = set()
+        self._checking: asyncio.Task[None] | None = None
         self._ending: set[ClientId] = set()
         self._loop = asyncio.get_running_loop()
         self._lookers = ThreadPoolExecutor(LOOKERS, "attach")
@@ -102,22 +107,54 @@ class Attacher:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    def notice(self, domain: str, pid: int) -> bool:
-        """Pin a process that a domain's log or client list names, and tell core. False: it has gone."""
+    def notice(self, domain: str, pid: int) -> None:
+        """Pin a process that a domain's log or client list names; core hears of it once it is described."""
         try:
-            facts = procs.facts(pid)
-            # Not by pid: the pin of a dead client whose lease is held may have had the same number.
-            known = facts.instance in self._pins
-            process = None if known else procs.Pinned.open(pid, facts.instance.start_ticks)
+            process = procs.Pinned.open(pid)
         except MpsdError as error:
-            log.info("client missed", domain=domain, pid=pid, reason=str(error))
-            self._post(ev.Counted({"clients_missed": 1}))
-            return False
-        if process is not None:
-            self._pins[process.instance] = Pin(process, _identity(process.instance))
+            self._missed(domain, pid, str(error))
+            return
+        # Not by pid: the pin of a dead client whose lease is held may have had the same number.
+        pin = self._pins.get(process.instance)
+        if pin is None:
+            pin = self._pins[process.instance] = Pin(process)
             self._loop.add_reader(process.fileno(), self._died, process.instance)
+        else:
+            process.close()
+        task = self._spawn(self._introduce(domain, pin))
+        self._noticing.add(task)
+        task.add_done_callback(self._noticing.discard)
+
+    def _missed(self, domain: str, pid: int, reason: str) -> None:
+        log.info("client missed", domain=domain, pid=pid, reason=reason)
+        self._post(ev.Counted({"clients_missed": 1}))
+
+    async def _introduce(self, domain: str, pin: Pin) -> None:
+        process = pin.process.instance
+        try:
+            facts = await self._described(process)
+        except MpsdError as error:
+            self._missed(domain, process.pid, str(error))
+            return
+        if self._pins.get(process) is not pin or pin.gone.is_set() or facts.instance != process:
+            self._missed(domain, process.pid, "it has gone")
+            return
         self._post(ev.ClientNoticed(domain, facts))
-        return True
+        if pin.identity is None:
+            pin.identity = await self._loop.run_in_executor(self._lookers, _identity, process)
+
+    async def _described(self, process: ProcessInstance) -> ProcessFacts:
+        """In a thread: to read its command line waits for a process that changes its mappings."""
+        try:
+            async with asyncio.timeout(FACTS_DEADLINE_S):
+                return await self._loop.run_in_executor(self._lookers, procs.facts, process.pid)
+        except TimeoutError:
+            return procs.facts(process.pid, "[not readable in time]")
+
+    async def noticed(self) -> None:
+        """Until core has heard of everybody who was noticed, for SETTLE_S at most."""
+        if self._noticing:
+            await asyncio.wait(set(self._noticing), timeout=SETTLE_S)
 
     def _died(self, process: ProcessInstance) -> None:
         pin = self._pins[process]
@@ -130,7 +167,7 @@ class Attacher:
 
     async def _tell_death(self, process: ProcessInstance, pin: Pin) -> None:
         """A lease that is just being taken is core's before the death is: nobody else would keep it."""
-        await asyncio.wait(set(pin.attaching))
+        await asyncio.wait(set(pin.attaching), timeout=SETTLE_S)
         self._post(ev.ClientDied(process))
 
     def attach(self, domain: str, process: ProcessInstance, space: int) -> None:
@@ -213,8 +250,7 @@ class Attacher:
     def _reach(self, process: ProcessInstance, pidfd: int) -> Reached:
         """In a thread, which owns `pidfd`."""
         try:
-            leases = [Lease(s, None, GuardNotes.create()) for s in self._uvm.open(process, pidfd)]
-            tracked = [_track(lease) for lease in leases]
+            tracked = [_track(lease) for lease in _leased(self._uvm.open(process, pidfd))]
             problems = [problem for _, problem in tracked if problem]
             work: WorkView | None = None
             try:
@@ -349,14 +385,19 @@ class Attacher:
 
         `pid`: look at that one only.
         """
-        for process, pin in tuple(self._pins.items()):
-            if pid not in (None, process.pid):
-                continue
-            now = _identity(process)
-            if now is None or pin.identity is None or now == pin.identity:
-                continue
-            pin.identity = now
-            self._post(ev.ClientLeft(process, "exec"))
+        chosen = {p: pin for p, pin in self._pins.items() if pid in (None, p.pid) and pin.identity}
+        if pid is not None:
+            self._spawn(self._check(chosen))
+        elif self._checking is None or self._checking.done():
+            self._checking = self._spawn(self._check(chosen))
+
+    async def _check(self, pins: Mapping[ProcessInstance, Pin]) -> None:
+        """In threads: the program file of a process may lie on a dead file server."""
+        for process, pin in pins.items():
+            now = await self._loop.run_in_executor(self._lookers, _identity, process)
+            if now is not None and now != pin.identity and self._pins.get(process) is pin:
+                pin.identity = now
+                self._post(ev.ClientLeft(process, "exec"))
 
     async def settled(self) -> None:
         """Until nobody is being attached and all that was given up is closed; SETTLE_S at most."""
@@ -375,6 +416,16 @@ class Attacher:
             lease.close()
         self._leases.clear()
         self._lookers.shutdown(wait=False, cancel_futures=True)
+
+
+def _leased(spaces: Sequence[AddressSpace]) -> list[Lease]:
+    """Raises OSError where no descriptor is left for the notes; then the spaces are closed."""
+    try:
+        return [Lease(space, None, GuardNotes.create()) for space in spaces]
+    except OSError:
+        for space in spaces:
+            space.close()
+        raise
 
 
 def _track(lease: Lease) -> tuple[Lease, str]:

@@ -137,7 +137,7 @@ class Guards:
         """Bring one client's ranges up to date; how many were refused."""
         try:
             low_only = guarded.kinds <= {GuardClass.LOW}
-            text = _low_maps(client.process.pid) if low_only else procfs.map_lines(client.process.pid)
+            found = procfs.map_lines(client.process.pid, LOW_END if low_only else None)
             if procfs.start_ticks(client.process.pid) != client.process.start_ticks:
                 return 0
         except OSError:
@@ -145,11 +145,16 @@ class Guards:
         for old in sorted(guarded.inherited):
             _clear(guarded, old)
         guarded.inherited = frozenset()
-        mark = hash("\n".join(text))
+        mark = hash("\n".join(found.lines))
         if mark == guarded.seen:
             return 0
         guarded.seen = mark
-        wanted = set(plan([procfs.parse_map(line) for line in text], guarded.kinds, self._limit))
+        wanted: set[Range] = set()
+        if found.truncated:
+            # What lies behind the last one is not known.
+            guarded.problem = f"more than {procfs.MAPS_LIMIT} mappings"
+        else:
+            wanted.update(plan([procfs.parse_map(x) for x in found.lines], guarded.kinds, self._limit))
         for stale in sorted(guarded.laid - wanted):
             self._take_away(guarded, stale)
         refused = 0
@@ -195,15 +200,3 @@ def _put(guarded: Guarded, fresh: Range) -> bool:
         return False
     guarded.laid.add(fresh)
     return True
-
-
-def _low_maps(pid: int) -> list[str]:
-    """The lines of /proc/PID/maps up to the end of the low range: a page or two instead of thousands."""
-    lines: list[str] = []
-    with open(f"/proc/{pid}/maps", "rb") as file:
-        for raw in file:
-            line = procfs.text_of(raw.rstrip(b"\n"))
-            if int(line.partition("-")[0], 16) >= LOW_END:
-                break
-            lines.append(line)
-    return lines

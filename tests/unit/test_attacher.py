@@ -8,6 +8,8 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import pytest
+
 from mpsd import procs
 from mpsd.attacher import Attacher
 from mpsd.core import events as ev
@@ -18,6 +20,7 @@ from mpsd.leasestore import LeaseStore
 from mpsd.model import (
     Access,
     ClientId,
+    ProcessFacts,
     ProcessInstance,
     TrackerBatch,
     UvmEvent,
@@ -157,7 +160,7 @@ class Desk:
         self.client = ClientId("d1", self.process, 0)
 
     def join(self) -> None:
-        assert self.attacher.notice("d1", self.process.pid)
+        self.attacher.notice("d1", self.process.pid)
         self.attacher.attach("d1", self.process, 0)
 
     async def joined(self, clients: int = 1) -> None:
@@ -318,6 +321,30 @@ def test_a_stored_set_that_is_no_lease_is_told_and_the_others_are_restored() -> 
     assert set(open_descriptors()) <= set(before)
 
 
+def test_a_command_line_that_cannot_be_read_in_time_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    may_end = threading.Event()
+    real = procs.facts
+
+    def slow(pid: int, command: str | None = None) -> ProcessFacts:
+        assert command is not None or may_end.wait(10)
+        return real(pid, command)
+
+    monkeypatch.setattr("mpsd.attacher.FACTS_DEADLINE_S", 0.01)
+
+    async def play(desk: Desk) -> None:
+        monkeypatch.setattr(procs, "facts", slow)
+        desk.attacher.notice("d1", desk.process.pid)
+        await desk.told(ev.ClientNoticed)
+        (told,) = [e for e in desk.said if isinstance(e, ev.ClientNoticed)]
+        assert told.facts.command == "[not readable in time]"
+        assert told.facts.instance == desk.process
+        may_end.set()
+
+    at_a_desk(play)
+
+
 def test_a_process_that_is_forgotten_while_it_is_looked_at_leaves_no_lease() -> None:
     async def play(desk: Desk) -> None:
         desk.uvm.go_on.clear()
@@ -342,7 +369,7 @@ def test_a_client_that_dies_while_it_is_leased_is_attached_first_and_dead_then()
         child = await asyncio.create_subprocess_exec("/bin/cat", stdin=asyncio.subprocess.PIPE)
         process = procs.facts(child.pid).instance
         desk.uvm.go_on.clear()
-        assert desk.attacher.notice("d1", child.pid)
+        desk.attacher.notice("d1", child.pid)
         desk.attacher.attach("d1", process, 0)
         while not desk.uvm.opened.is_set():
             await asyncio.sleep(0.001)

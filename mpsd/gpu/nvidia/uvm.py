@@ -15,6 +15,7 @@ import os
 import stat
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 
 from mpsd.errors import GpuError, NotFoundError, NotReadyError, UnsupportedError
@@ -24,6 +25,8 @@ from mpsd.model import ProcessInstance, TrackerBatch
 
 UVM_DEVICE = "/dev/nvidia-uvm"
 TOOLS_DEVICE = "/dev/nvidia-uvm-tools"
+# Of one process; more are not looked at.
+FILES_LIMIT = 1 << 16
 
 # 512 entries fill 32 KiB; the driver drops and counts what does not fit.
 _QUEUE_ENTRIES = 512
@@ -274,13 +277,18 @@ class NvidiaUvm:
     def _duplicate(self, pid: int, pidfd: int) -> list[int]:
         """Own duplicates of every UVM file that the process has open."""
         try:
-            numbers = sorted(int(name) for name in os.listdir(f"/proc/{pid}/fd"))
+            with os.scandir(f"/proc/{pid}/fd") as entries:
+                numbers = sorted(int(entry.name) for entry in islice(entries, FILES_LIMIT))
         except OSError as error:
             raise _cannot_look(pid, error) from error
         found: list[int] = []
         for number in numbers:
+            path = f"/proc/{pid}/fd/{number}"
             try:
-                status = os.stat(f"/proc/{pid}/fd/{number}")
+                # By name first: a stat of a file on a dead file server would never return.
+                if not os.path.basename(os.readlink(path)).startswith(os.path.basename(UVM_DEVICE)):
+                    continue
+                status = os.stat(path)
             except OSError:
                 continue
             if stat.S_ISCHR(status.st_mode) and status.st_rdev == self._device:
