@@ -15,14 +15,16 @@ from typing import Any
 import structlog
 
 from mpsd import pipedir, procs
-from mpsd.attacher import Attacher, parse_lease_name
+from mpsd.attacher import Attacher
 from mpsd.core import events as ev
 from mpsd.core.state import Client, Domain, DomainState, State
 from mpsd.errors import MpsdError
-from mpsd.fdstore import DescriptorStore
 from mpsd.host import Hosts, Post
 from mpsd.layout import Layout
+from mpsd.lease import Kept, parse_lease_name
+from mpsd.leasestore import LeaseStore
 from mpsd.model import ClientId, ProcessFacts, ProcessInstance, ServerState
+from mpsd.orphans import Orphans, pin_domain
 
 log = structlog.get_logger("mpsd.adoption")
 
@@ -94,14 +96,14 @@ class Adoption:
     layout: Layout
     hosts: Hosts
     attacher: Attacher
-    store: DescriptorStore
+    store: LeaseStore
+    orphans: Orphans
     post: Post
     unknown: list[str] = field(default_factory=list)
 
     def run(self, saved: Mapping[str, Any] | None) -> None:
         """Post the events that rebuild the state. Nothing here ends a domain that still has clients."""
         kept = self._kept_leases()
-        self.attacher.inherit(kept)
         for slot in saved["slots"] if saved else ():
             exclusive, gpus = bool(slot["exclusive"]), tuple(slot["gpus"])
             self.post(
@@ -111,7 +113,18 @@ class Adoption:
         for row in saved["domains"] if saved else ():
             self._domain(row, slots[row["slot"]])
         self._unknown({row["id"] for row in saved["domains"]} if saved else set())
+        kept = self._without_orphans(kept)
+        self.attacher.inherit(kept)
         self._dead(saved["clients"] if saved else (), kept)
+
+    def _without_orphans(self, kept: Mapping[ClientId, Kept]) -> dict[ClientId, Kept]:
+        """The leases of domains that were adopted, or of which nothing lives; the others are held apart."""
+        left = dict(kept)
+        for domain in {c.domain for c in kept} - set(self.hosts.names()):
+            if processes := pin_domain(str(self.layout.pipe_dir(domain))):
+                mine = {c: left.pop(c) for c in kept if c.domain == domain}
+                self.orphans.take(domain, processes, mine)
+        return left
 
     def _unknown(self, known: Collection[str]) -> None:
         """Directories that the state file does not know: what lives in one is not ended, but told."""
@@ -127,15 +140,18 @@ class Adoption:
                 "serves it): end it with quit once its clients have left"
             )
 
-    def _kept_leases(self) -> dict[ClientId, list[int]]:
+    def _kept_leases(self) -> dict[ClientId, Kept]:
         kept = {}
         for name, fds in self.store.fetch_all().items():
-            client = parse_lease_name(name)
-            if client is None:
+            parsed = parse_lease_name(name)
+            if parsed is None or len(parsed[1]) != len(fds):
+                log.error("a stored set is no lease", name=name)
                 for fd in fds:
                     os.close(fd)
+                self.store.drop(name)
             else:
-                kept[client] = fds
+                client, roles = parsed
+                kept[client] = Kept(name, dict(zip(roles, fds, strict=True)))
         return kept
 
     def _domain(self, row: Mapping[str, Any], slot: Mapping[str, Any]) -> None:
@@ -189,7 +205,7 @@ class Adoption:
             return ev.DomainRole.SPARE
         return ev.DomainRole.OLD
 
-    def _dead(self, rows: Sequence[Mapping[str, Any]], kept: Mapping[ClientId, Sequence[int]]) -> None:
+    def _dead(self, rows: Sequence[Mapping[str, Any]], kept: Mapping[ClientId, Kept]) -> None:
         """Living clients join again by their domains' lists; for the dead the leases go on."""
         facts = {(r["domain"], int(r["pid"]), int(r["start_ticks"])): r for r in rows}
         for domain, process in sorted({(c.domain, c.process) for c in kept}):
@@ -211,6 +227,7 @@ class Adoption:
                 continue
             for pid in pids:
                 self.attacher.notice(domain, pid, listed=True)
+        await self.attacher.noticed()
 
 
 def _alive(process: ProcessInstance) -> bool:

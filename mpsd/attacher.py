@@ -1,8 +1,11 @@
 """Holding on to clients: pins, leases, trackers. The adapter side of every client in core.
 
 A client is noticed by the control log, tens of milliseconds before it has a context. From then on its
-process is pinned, and tried every few milliseconds until it has an address space to be leased; the lease
-is in the descriptor store before core hears of it.
+process is pinned, and tried every few milliseconds until it has an address space to be leased. What
+looks at the process runs in threads; the lease is in the descriptor store before core hears of it,
+unless the store takes longer than STORE_PATIENCE_S: then core is told so, and told again when it is.
+
+Long because a process can die, exec or be forgotten between any two steps, and pin and lease answer together.
 """
 
 from __future__ import annotations
@@ -12,17 +15,22 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import structlog
 
 from mpsd import procs
 from mpsd.core import events as ev
 from mpsd.errors import GpuError, MpsdError, NotReadyError, StoreError
-from mpsd.fdstore import DescriptorStore
-from mpsd.gpu.base import AddressSpace, Tracker, Uvm
-from mpsd.model import ClientId, ProcessInstance
+from mpsd.gpu.base import AddressSpace, Tracker, Uvm, WorkView
+from mpsd.guardnotes import GuardNotes
+from mpsd.lease import GUARD_ROLE, Kept, Lease, adopt, lease_name
+from mpsd.leasestore import LeaseStore
+from mpsd.model import ClientId, ProcessFacts, ProcessInstance
 from mpsd.workwatch import WorkWatch
 
 log = structlog.get_logger("mpsd.attacher")
@@ -32,57 +40,61 @@ ATTACH_DEADLINE_S = 60.0
 FIRST_TRIES_S = 2.0
 FAST_STEP_S = 0.002
 SLOW_STEP_S = 0.05
+STORE_PATIENCE_S = 0.05
+SETTLE_S = 5.0
+FACTS_DEADLINE_S = 0.25
+# A client that makes a look at it hang (its files lie on a dead file server) holds up one of these.
+LOOKERS = 8
 EVENTS_PER_DRAIN = 64
-ROLES = ("mm", "va")
-WORK_ROLES = ("areas", "mem")
-_PREFIX = "lease"
 
 
-@dataclass(slots=True)
-class Lease:
-    """What is held for one client. `since` is monotonic seconds."""
-
-    space: AddressSpace
-    tracker: Tracker | None
-    since: float
-    stored: bool
-
-
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Pin:
+    """`gone` is set when the process has ended or is of no interest any more; `introduced` when core
+    has heard of it, and so will say when to forget it.
+    """
+
     process: procs.Pinned
-    identity: procs.ExecIdentity | None
-    attaching: asyncio.Task[None] | None = None
+    identity: procs.ExecIdentity | None = None
+    introduced: bool = False
+    attaching: set[asyncio.Task[None]] = field(default_factory=set)
+    gone: asyncio.Event = field(default_factory=asyncio.Event)
     dropped: dict[ClientId, int] = field(default_factory=dict)
 
 
-def lease_name(client: ClientId) -> str:
-    return f"{_PREFIX}.{client.domain}.{client.process.pid}.{client.process.start_ticks}.{client.space}"
+@dataclass(slots=True)
+class Reached:
+    """What was taken of a process: its address spaces, and a look at its work where that is new."""
 
+    leases: Sequence[Lease]
+    work: WorkView | None
+    problems: Sequence[str]
+    kept: bool = False
 
-def parse_lease_name(name: str) -> ClientId | None:
-    """The client a stored set belongs to; None for names that are not ours."""
-    parts = name.split(".")
-    if len(parts) != 5 or parts[0] != _PREFIX or not all(p.isdigit() for p in parts[2:]):
-        return None
-    pid, start, space = (int(p) for p in parts[2:])
-    return ClientId(parts[1], ProcessInstance(pid, start), space)
+    def close(self) -> None:
+        for lease in self.leases:
+            lease.close()
+        if self.work is not None:
+            self.work.close()
 
 
 class Attacher:
     """All pins and leases of one daemon. Lives on the event loop; posts events, decides nothing."""
 
-    def __init__(self, uvm: Uvm, work: WorkWatch, store: DescriptorStore, post: Post) -> None:
+    def __init__(self, uvm: Uvm, work: WorkWatch, store: LeaseStore, post: Post) -> None:
         self._uvm = uvm
         self._work = work
         self._store = store
         self._post = post
         self._pins: dict[ProcessInstance, Pin] = {}
         self._leases: dict[ClientId, Lease] = {}
-        self._kept: dict[ClientId, Sequence[int]] = {}
-        self._closing: set[asyncio.Task[None]] = set()
+        self._kept: dict[ClientId, Kept] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._noticing: set[asyncio.Task[None]] = set()
+        self._checking: asyncio.Task[None] | None = None
         self._ending: set[ClientId] = set()
         self._loop = asyncio.get_running_loop()
+        self._lookers = ThreadPoolExecutor(LOOKERS, "attach")
 
     @property
     def leases(self) -> Mapping[ClientId, Lease]:
@@ -92,31 +104,82 @@ class Attacher:
         pin = self._pins.get(process)
         return pin.process if pin else None
 
-    def notice(self, domain: str, pid: int, *, listed: bool = False) -> bool:
-        """Pin a process that a domain's log or client list names, and tell core. False: it has gone.
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def notice(self, domain: str, pid: int, *, listed: bool = False) -> None:
+        """Pin a process that a domain's log or client list names; core hears of it once it is described.
 
         `listed`: the server named it when it was asked.
         """
         try:
-            facts = procs.facts(pid)
-            # Not by pid: the pin of a dead client whose lease is held may have had the same number.
-            known = facts.instance in self._pins
-            process = None if known else procs.Pinned.open(pid, facts.instance.start_ticks)
+            process = procs.Pinned.open(pid)
         except MpsdError as error:
-            log.info("client missed", domain=domain, pid=pid, reason=str(error))
-            self._post(ev.Counted({"clients_missed": 1}))
-            return False
-        if process is not None:
-            self._pins[process.instance] = Pin(process, _identity(process.instance))
+            self._missed(domain, pid, str(error))
+            return
+        # Not by pid: the pin of a dead client whose lease is held may have had the same number.
+        pin = self._pins.get(process.instance)
+        if pin is None:
+            pin = self._pins[process.instance] = Pin(process)
             self._loop.add_reader(process.fileno(), self._died, process.instance)
+        else:
+            process.close()
+        task = self._spawn(self._introduce(domain, pin, listed=listed))
+        self._noticing.add(task)
+        task.add_done_callback(self._noticing.discard)
+
+    def _missed(self, domain: str, pid: int, reason: str) -> None:
+        log.info("client missed", domain=domain, pid=pid, reason=reason)
+        self._post(ev.Counted({"clients_missed": 1}))
+
+    async def _introduce(self, domain: str, pin: Pin, *, listed: bool) -> None:
+        process = pin.process.instance
+        try:
+            facts = await self._described(process)
+            problem = "it has gone" if pin.gone.is_set() or facts.instance != process else ""
+        except MpsdError as error:
+            problem = str(error)
+        if self._pins.get(process) is not pin:
+            return
+        if problem:
+            self._missed(domain, process.pid, problem)
+            if not pin.introduced:
+                # Core, which never heard of it, will not ask for that.
+                self.forget(process)
+            return
+        pin.introduced = True
         self._post(ev.ClientNoticed(domain, facts, listed))
-        return True
+        if pin.identity is None:
+            pin.identity = await self._loop.run_in_executor(self._lookers, _identity, process)
+
+    async def _described(self, process: ProcessInstance) -> ProcessFacts:
+        """In a thread: to read its command line waits for a process that changes its mappings."""
+        try:
+            async with asyncio.timeout(FACTS_DEADLINE_S):
+                return await self._loop.run_in_executor(self._lookers, procs.facts, process.pid)
+        except TimeoutError:
+            return procs.facts(process.pid, "[not readable in time]")
+
+    async def noticed(self) -> None:
+        """Until core has heard of everybody who was noticed, for SETTLE_S at most."""
+        if self._noticing:
+            await asyncio.wait(set(self._noticing), timeout=SETTLE_S)
 
     def _died(self, process: ProcessInstance) -> None:
         pin = self._pins[process]
         self._loop.remove_reader(pin.process.fileno())
-        if pin.attaching is not None:
-            pin.attaching.cancel()
+        pin.gone.set()
+        if pin.attaching:
+            self._spawn(self._tell_death(process, pin))
+        else:
+            self._post(ev.ClientDied(process))
+
+    async def _tell_death(self, process: ProcessInstance, pin: Pin) -> None:
+        """A lease that is just being taken is core's before the death is: nobody else would keep it."""
+        await asyncio.wait(set(pin.attaching), timeout=SETTLE_S)
         self._post(ev.ClientDied(process))
 
     def attach(self, domain: str, process: ProcessInstance, space: int) -> None:
@@ -125,64 +188,119 @@ class Attacher:
         if pin is None:
             self._post(ev.AttachFailed(domain, process, "the process has gone", space))
             return
-        if not self._try(domain, pin, space):
-            pin.attaching = self._loop.create_task(self._keep_trying(domain, pin, space))
+        kept = {
+            c: self._kept.pop(c) for c in sorted(self._kept) if (c.domain, c.process) == (domain, process)
+        }
+        task = self._spawn(self._attach(domain, pin, space, kept))
+        pin.attaching.add(task)
+        task.add_done_callback(pin.attaching.discard)
 
-    async def _keep_trying(self, domain: str, pin: Pin, space: int) -> None:
-        began, spent = time.monotonic(), 0.0
-        while (waited := time.monotonic() - began) < ATTACH_DEADLINE_S:
-            # Many newcomers at once must not eat the loop: the step grows with their number.
-            busy = sum(1 for p in self._pins.values() if p.attaching and not p.attaching.done())
-            step = FAST_STEP_S if waited < FIRST_TRIES_S else SLOW_STEP_S
-            # Nor must one whose descriptors take long to look through.
-            await asyncio.sleep(max(step, busy * 0.001, 10 * spent))
-            tried = time.monotonic()
-            if self._try(domain, pin, space):
-                return
-            spent = time.monotonic() - tried
-        reason = f"no GPU address space within {ATTACH_DEADLINE_S:g} s"
-        self._post(ev.AttachFailed(domain, pin.process.instance, reason, space))
-
-    def _try(self, domain: str, pin: Pin, space: int) -> bool:
-        """True when there is nothing more to try: attached, failed for good, or gone."""
+    async def _attach(self, domain: str, pin: Pin, space: int, kept: Mapping[ClientId, Kept]) -> None:
         process = pin.process.instance
-        if any(c.process == process for c in self._ending):
-            # After an exec: the old lease still goes by the name that the new one will have in the store.
-            return False
         try:
-            found = self._open(domain, pin, space)
-        except NotReadyError:
-            return False
+            reached = await self._taken_over(kept) or await self._until_reached(pin)
         except (MpsdError, OSError) as error:
-            self._post(ev.AttachFailed(domain, process, str(error), space))
-            return True
-        problems = []
-        for index, (opened, kept) in enumerate(found):
-            client = ClientId(domain, process, space + index)
-            tracker, problem = self._track(client, opened)
-            work, unseen = ({}, "") if kept or index else self._look(pin.process)
-            stored = kept or self._keep(client, opened, work)
-            self._leases[client] = Lease(opened, tracker, time.monotonic(), stored)
-            problems += [text for text in (problem, unseen) if text]
-            problems += [] if stored else ["the lease is not in the descriptor store"]
-        tracked = all(self._leases[ClientId(domain, process, space + i)].tracker for i in range(len(found)))
-        self._post(ev.ClientAttached(domain, process, len(found), tracked, "; ".join(problems), space))
-        return True
+            if self._pins.get(process) is pin:
+                self._post(ev.AttachFailed(domain, process, str(error), space))
+            return
+        if reached is None:
+            return
+        if self._pins.get(process) is not pin:
+            # After an exec, say: core has forgotten this life of it.
+            await asyncio.to_thread(reached.close)
+            for lease in reached.leases:
+                self._store.drop(lease.name)
+            return
+        work = {} if reached.work is None else self._work.follow(process, reached.work)
+        clients = [ClientId(domain, process, space + n) for n in range(len(reached.leases))]
+        self._leases.update(zip(clients, reached.leases, strict=True))
+        late: tuple[int, ...] = ()
+        if not reached.kept:
+            late = await self._store_all(clients, work)
+        if self._pins.get(process) is not pin:
+            for client in clients:
+                self.release(client)
+            return
+        for client in clients:
+            tracker = self._leases[client].tracker
+            if tracker is not None:
+                self._loop.add_reader(tracker.fileno(), self._drain, client, tracker)
+        tracked = all(lease.tracker is not None for lease in reached.leases)
+        problem = "; ".join(reached.problems)
+        self._post(ev.ClientAttached(domain, process, len(clients), tracked, problem, space, late))
 
-    def _look(self, process: procs.Pinned) -> tuple[Mapping[str, int], str]:
-        """Begin to look at the client's work, so that its end can be seen after its death."""
-        try:
-            return self._work.open(process.instance, process.fileno()), ""
-        except (GpuError, OSError) as error:
-            return {}, f"the end of its work will not be seen: {error}"
+    async def _until_reached(self, pin: Pin) -> Reached | None:
+        """What there is to be leased, once there is; None when the process has gone without.
 
-    def _track(self, client: ClientId, space: AddressSpace) -> tuple[Tracker | None, str]:
+        Raises MpsdError, OSError when there is nothing more to try.
+        """
+        process = pin.process.instance
+        began = time.monotonic()
+        while (tried := time.monotonic()) - began < ATTACH_DEADLINE_S:
+            # After an exec: the old lease still goes by the name that the new one will have in the store.
+            if not any(c.process == process for c in self._ending):
+                try:
+                    pidfd = os.dup(pin.process.fileno())
+                    return await self._loop.run_in_executor(self._lookers, self._reach, process, pidfd)
+                except NotReadyError:
+                    pass
+                except (MpsdError, OSError):
+                    if pin.gone.is_set():
+                        return None
+                    raise
+            now = time.monotonic()
+            step = FAST_STEP_S if now - began < FIRST_TRIES_S else SLOW_STEP_S
+            # Many newcomers at once must not eat the processor, nor one that takes long to look through.
+            busy = sum(1 for p in self._pins.values() if p.attaching)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(max(step, busy * 0.001, 10 * (now - tried))):
+                    await pin.gone.wait()
+            if pin.gone.is_set():
+                return None
+        raise GpuError(f"no GPU address space within {ATTACH_DEADLINE_S:g} s")
+
+    def _reach(self, process: ProcessInstance, pidfd: int) -> Reached:
+        """In a thread, which owns `pidfd`."""
         try:
-            tracker = space.track()
-        except (GpuError, OSError) as error:
-            return None, f"faults are not seen: {error}"
-        self._loop.add_reader(tracker.fileno(), self._drain, client, tracker)
-        return tracker, ""
+            tracked = [_track(lease) for lease in _leased(self._uvm.open(process, pidfd))]
+            problems = [problem for _, problem in tracked if problem]
+            work: WorkView | None = None
+            try:
+                work = self._work.look(process, pidfd)
+            except (GpuError, OSError) as error:
+                problems.append(f"the end of its work will not be seen: {error}")
+            return Reached([lease for lease, _ in tracked], work, problems)
+        finally:
+            os.close(pidfd)
+
+    async def _taken_over(self, kept: Mapping[ClientId, Kept]) -> Reached | None:
+        """The leases that an earlier daemon left of a living client; None when it left none."""
+        leases = [lease for lease in map(self._adopted, kept, kept.values()) if lease is not None]
+        tracked = [await self._loop.run_in_executor(self._lookers, _track, lease) for lease in leases]
+        problems = [problem for _, problem in tracked if problem]
+        return Reached(leases, None, problems, kept=True) if leases else None
+
+    async def _store_all(self, clients: Sequence[ClientId], work: Mapping[str, int]) -> tuple[int, ...]:
+        """Put new leases into the store; the numbers of those that it has not taken in time."""
+        waiting: dict[ClientId, asyncio.Future[None]] = {}
+        for client in clients:
+            lease = self._leases[client]
+            own = {**lease.space.fds, GUARD_ROLE: lease.notes.fd, **(work if client is clients[0] else {})}
+            lease.name = lease_name(client, own)
+            try:
+                waiting[client] = self._store.put(lease.name, tuple(own.values()))
+            except StoreError as error:
+                log.warning("lease is held by this process only", client=str(client), reason=str(error))
+        if waiting:
+            await asyncio.wait(waiting.values(), timeout=STORE_PATIENCE_S)
+        late = {c: f for c, f in waiting.items() if not f.done()}
+        for client, future in late.items():
+            future.add_done_callback(partial(self._stored, client))
+        return tuple(c.space for c in clients if c in late or c not in waiting)
+
+    def _stored(self, client: ClientId, done: asyncio.Future[None]) -> None:
+        if not done.cancelled():
+            self._post(ev.LeaseStored(client))
 
     def _drain(self, client: ClientId, tracker: Tracker) -> None:
         try:
@@ -193,59 +311,52 @@ class Attacher:
             log.error("faults are not seen any more", client=str(client), reason=str(error))
             self._post(ev.Counted({"trackers_lost": 1}))
             return
-        for event in [e for e in batch.events if e.fatal][:EVENTS_PER_DRAIN]:
+        fatal = [e for e in batch.events if e.fatal]
+        for event in fatal[:EVENTS_PER_DRAIN]:
             self._post(ev.UvmFatal(client, event))
+        if len(fatal) > EVENTS_PER_DRAIN:
+            self._post(ev.Counted({"events_dropped": len(fatal) - EVENTS_PER_DRAIN}))
         pin = self._pins.get(client.process)
         before = pin.dropped.get(client, 0) if pin else 0
         if pin is not None and batch.dropped > before:
             pin.dropped[client] = batch.dropped
             self._post(ev.Counted({"events_dropped": batch.dropped - before}))
 
-    def _keep(self, client: ClientId, space: AddressSpace, work: Mapping[str, int]) -> bool:
-        fds = [space.fds[role] for role in ROLES] + [work[role] for role in WORK_ROLES if role in work]
-        try:
-            self._store.put(lease_name(client), fds)
-        except StoreError as error:
-            log.warning("lease is held by this process only", client=str(client), reason=str(error))
-            return False
-        return True
-
-    def inherit(self, kept: Mapping[ClientId, Sequence[int]]) -> None:
+    def inherit(self, kept: Mapping[ClientId, Kept]) -> None:
         """Leases that the descriptor store kept for an earlier daemon; each is used again or discarded."""
         self._kept.update(kept)
 
     def restore(self, client: ClientId) -> bool:
         """Take over the kept lease of a client that has died; it needs no tracker any more."""
-        fds = self._kept.pop(client, None)
-        if fds is None:
+        kept = self._kept.pop(client, None)
+        if kept is None:
             return False
-        self._leases[client] = Lease(self._adopted(client, fds), None, time.monotonic(), True)
+        lease = self._adopted(client, kept)
+        if lease is None:
+            return False
+        self._leases[client] = lease
         return True
 
-    def _adopted(self, client: ClientId, fds: Sequence[int]) -> AddressSpace:
-        work = dict(zip(WORK_ROLES, fds[len(ROLES) :], strict=False))
+    def _adopted(self, client: ClientId, kept: Kept) -> Lease | None:
+        """None for a set that holds no lease: that is told, and the others go on."""
         try:
-            self._work.adopt(client.process, work)
+            lease = adopt(self._uvm, kept)
         except GpuError as error:
-            log.warning("the end of a client's work will not be seen", client=str(client), reason=str(error))
-        return self._uvm.adopt(dict(zip(ROLES, fds, strict=False)))
-
-    def _open(self, domain: str, pin: Pin, space: int) -> Sequence[tuple[AddressSpace, bool]]:
-        """Address spaces of a pinned process, and whether the descriptor store has them already."""
-        process = pin.process.instance
-        kept = sorted(c for c in self._kept if (c.domain, c.process) == (domain, process))
-        if kept:
-            return [(self._adopted(c, self._kept.pop(c)), True) for c in kept]
-        return [(found, False) for found in self._uvm.open(process, pin.process.fileno())]
+            log.error("a stored lease is not usable", client=str(client), reason=str(error))
+            self._post(ev.Counted({"leases_malformed": 1}))
+            self._store.drop(kept.name)
+            return None
+        if kept.work or not self._work.has(client.process):
+            self._work.adopt_or_tell(client.process, kept.work)
+        return lease
 
     def discard_kept(self) -> int:
         """Give up kept leases that nobody claimed; how many there were."""
         unclaimed = tuple(self._kept)
         for client in unclaimed:
-            for fd in self._kept.pop(client):
-                os.close(fd)
-            with contextlib.suppress(StoreError):
-                self._store.remove(lease_name(client))
+            kept = self._kept.pop(client)
+            kept.close()
+            self._store.drop(kept.name)
         return len(unclaimed)
 
     def release(self, client: ClientId) -> None:
@@ -256,18 +367,13 @@ class Attacher:
         if lease.tracker is not None:
             self._loop.remove_reader(lease.tracker.fileno())
         self._ending.add(client)
-        task = self._loop.create_task(self._close(client, lease))
-        self._closing.add(task)
-        task.add_done_callback(self._closing.discard)
+        self._spawn(self._close(client, lease))
 
     async def _close(self, client: ClientId, lease: Lease) -> None:
         try:
-            await asyncio.to_thread(_close_lease, lease)
-            if lease.stored:
-                self._store.remove(lease_name(client))
-        except StoreError as error:
-            log.warning("descriptor store", reason=str(error))
+            await asyncio.to_thread(lease.close)
         finally:
+            self._store.drop(lease.name)
             self._ending.discard(client)
 
     def forget(self, process: ProcessInstance) -> None:
@@ -275,8 +381,7 @@ class Attacher:
         pin = self._pins.pop(process, None)
         if pin is None:
             return
-        if pin.attaching is not None:
-            pin.attaching.cancel()
+        pin.gone.set()
         if pin.process.alive():
             self._loop.remove_reader(pin.process.fileno())
         else:
@@ -295,20 +400,26 @@ class Attacher:
 
         `pid`: look at that one only.
         """
-        for process, pin in tuple(self._pins.items()):
-            if pid not in (None, process.pid):
-                continue
-            now = _identity(process)
-            if now is None or pin.identity is None or now == pin.identity:
-                continue
-            pin.identity = now
-            self._post(ev.ClientLeft(process, "exec"))
+        chosen = {p: pin for p, pin in self._pins.items() if pid in (None, p.pid) and pin.identity}
+        if pid is not None:
+            self._spawn(self._check(chosen))
+        elif self._checking is None or self._checking.done():
+            self._checking = self._spawn(self._check(chosen))
+
+    async def _check(self, pins: Mapping[ProcessInstance, Pin]) -> None:
+        """In threads: the program file of a process may lie on a dead file server."""
+        for process, pin in pins.items():
+            now = await self._loop.run_in_executor(self._lookers, _identity, process)
+            if now is not None and now != pin.identity and self._pins.get(process) is pin:
+                pin.identity = now
+                self._post(ev.ClientLeft(process, "exec"))
 
     async def settled(self) -> None:
-        """Until every lease that was given up is closed."""
-        pending: set[Awaitable[None]] = set(self._closing)
-        if pending:
-            await asyncio.gather(*pending)
+        """Until nobody is being attached and all that was given up is closed; SETTLE_S at most."""
+        for pin in self._pins.values():
+            pin.gone.set()
+        if self._tasks:
+            await asyncio.wait(set(self._tasks), timeout=SETTLE_S)
 
     def close(self) -> None:
         """Let go of everything that is this process's own. What the store holds lives on."""
@@ -317,14 +428,28 @@ class Attacher:
         for lease in self._leases.values():
             if lease.tracker is not None:
                 self._loop.remove_reader(lease.tracker.fileno())
-            _close_lease(lease)
+            lease.close()
         self._leases.clear()
+        self._lookers.shutdown(wait=False, cancel_futures=True)
 
 
-def _close_lease(lease: Lease) -> None:
-    if lease.tracker is not None:
-        lease.tracker.close()
-    lease.space.close()
+def _leased(spaces: Sequence[AddressSpace]) -> list[Lease]:
+    """Raises OSError where no descriptor is left for the notes; then the spaces are closed."""
+    try:
+        return [Lease(space, None, GuardNotes.create()) for space in spaces]
+    except OSError:
+        for space in spaces:
+            space.close()
+        raise
+
+
+def _track(lease: Lease) -> tuple[Lease, str]:
+    """The lease with its tracker, or why it has none."""
+    try:
+        lease.tracker = lease.space.track()
+    except (GpuError, OSError) as error:
+        return lease, f"faults are not seen: {error}"
+    return lease, ""
 
 
 def _identity(process: ProcessInstance) -> procs.ExecIdentity | None:

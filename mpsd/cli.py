@@ -16,6 +16,7 @@ from mpsd.config import BackendName, Config
 from mpsd.errors import MpsdError
 from mpsd.gpu.base import Backend
 from mpsd.layout import Layout
+from mpsd.linux import descriptors
 
 
 def parser() -> argparse.ArgumentParser:
@@ -65,6 +66,8 @@ def run(arguments: argparse.Namespace) -> int:
     logs.configure(config.log.format.value, config.log.level.value, colors=colors)
     for name, remedy in config_reader.unknown_variables(environ):
         structlog.get_logger("mpsd").warning("variable without a meaning", name=name, remedy=remedy)
+    # A client takes up to ten descriptors, and a login shell's limit is often 1024.
+    descriptors.raise_limit()
     # Before a simulated GPU is started, which would stay.
     Layout.of(config).prepare()
     backend = open_backend(config)

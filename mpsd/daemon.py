@@ -11,6 +11,7 @@ import signal
 import time
 from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import structlog
 
@@ -28,7 +29,6 @@ from mpsd.errors import (
     DeniedError,
     MpsdError,
     NotReadyError,
-    StoreError,
     UnsupportedError,
 )
 from mpsd.fdstore import open_store
@@ -36,12 +36,13 @@ from mpsd.gpu.base import Backend, KernelLog, XidSource
 from mpsd.guard import Guards
 from mpsd.host import Callbacks, Hosts
 from mpsd.journal import Journal
-from mpsd.keeperstore import KeeperStore
 from mpsd.layout import Layout
+from mpsd.leasestore import LeaseStore
 from mpsd.listener import Listener
 from mpsd.model import ClientId, ComputeMode, Gpu, GuardClass, KernelXid, NvmlXid, ProcessInstance
 from mpsd.notify import Notifier, watchdog_interval_s
 from mpsd.ops import Operations, find_gpu
+from mpsd.orphans import Orphans
 from mpsd.performer import Hands, Performer
 from mpsd.privacy import shown_to
 from mpsd.rounds import Rounds
@@ -55,6 +56,7 @@ log = structlog.get_logger("mpsd.daemon")
 PING_S = 1.0
 STOP_PATIENCE_S = 30.0
 FAILED_FOR_GOOD = 2
+STORE_DEADLINE_S = 5.0
 NVML_PATIENCE_S = 0.03
 # What `auto` means. The measurements behind it: faultinject/reports/README.md.
 SAFE_GUARDS = frozenset({GuardClass.LOW})
@@ -161,13 +163,14 @@ class Daemon:
         )
         self.bulletin = Bulletin(journal)
         store = self.config.store
-        self._store = open_store(
-            store.kind.value, self.layout.run_dir, store.max_descriptors, self._environ, notifier
+        self._store = LeaseStore(
+            open_store(store.kind.value, self.layout.run_dir, store.max_descriptors, self._environ, notifier)
         )
         self._statefile = StateFile(self.layout.state_file, KIND, LEVEL)
         interval_s = self.config.lease.probe_interval_ms / 1e3
         self._work = workwatch.WorkWatch(self.backend.work, interval_s, self._post)
         self._attacher = Attacher(self.backend.uvm, self._work, self._store, self._post)
+        self._orphans = Orphans(self.backend.uvm, self.backend.work, interval_s, self._store)
         guard = self.config.guard
         self._guards = Guards(
             guard_classes(self.config, self.backend), guard.max_ranges, guard.follow_interval_s, self._post
@@ -201,6 +204,7 @@ class Daemon:
         domains = self.config.domains
         self._rounds = Rounds(
             self._attacher,
+            self._orphans,
             self._work,
             journal,
             self._statefile,
@@ -238,7 +242,6 @@ class Daemon:
             shown=shown_to,
         )
         sources = self._open_sources()
-        self._watch_store()
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(number, self._stop.set)
         await self._adopt()
@@ -274,34 +277,14 @@ class Daemon:
         self._hosts_left = bool(self.runtime.state.domains)
         await self._hosts.close()
         await self._attacher.settled()
-        if self._store.fileno() >= 0:
-            self._loop.remove_reader(self._store.fileno())
         self._save()
         self._statefile.sync()
-        held = bool(self._attacher.leases)
+        held = bool(self._attacher.leases) or len(self._orphans) > 0
         self._attacher.close()
-        if not held and not self._hosts_left and isinstance(self._store, KeeperStore):
-            # Nothing is kept alive by it any more: leave no process behind.
-            self._store.end()
-        else:
-            self._store.close()
+        await self._orphans.close()
+        # With nothing kept alive by it any more, the store leaves no process behind.
+        await self._store.close(STORE_DEADLINE_S, end=not held and not self._hosts_left)
         self.bulletin.journal.close()
-
-    def _watch_store(self) -> None:
-        if self._store.fileno() >= 0:
-            self._loop.add_reader(self._store.fileno(), self._store_died, self._store.fileno())
-
-    def _store_died(self, fd: int) -> None:
-        """The keeper has gone: put everything into a new one before anything else can die."""
-        self._loop.remove_reader(fd)
-        log.error("the descriptor store died; it is being replaced")
-        try:
-            self._store.revive()
-        except StoreError as error:
-            self._source_problems.append(f"leases end with mpsd: {error}")
-            return
-        log.info("the descriptor store was replaced")
-        self._watch_store()
 
     def _open_sources(self) -> list[XidSource | KernelLog]:
         """Xids and the kernel log, where they can be had; what is missing is said, not fatal."""
@@ -348,7 +331,7 @@ class Daemon:
             if saved["drained"]:
                 wanted = () if "*" in saved["drained"] else tuple(saved["drained"])
                 self._post(ev.DrainRequested(wanted, True))
-        adoption = Adoption(self.layout, self._hosts, self._attacher, self._store, self._post)
+        adoption = Adoption(self.layout, self._hosts, self._attacher, self._store, self._orphans, self._post)
         adoption.run(saved)
         self._unknown_domains = adoption.unknown
         await adoption.join_living()
@@ -469,7 +452,7 @@ class Daemon:
                     lease = self._attacher.leases.get(client.id)
                     if lease is not None:
                         gpus = after.domains[client.id.domain].gpus
-                        self._guards.add(client.id, lease.space, gpus)
+                        self._guards.add(client.id, lease.space, gpus, lease.notes)
         same = before.slots is after.slots and before.domains is after.domains
         if not (same and before.clients is after.clients and before.drained is after.drained):
             # Before the tasks that effects start: a process is never started that the file does not know.
@@ -528,9 +511,13 @@ class Daemon:
     def pending_work(self) -> Mapping[ProcessInstance, str]:
         return self._work.all_pending()
 
+    def orphan_rows(self) -> list[dict[str, Any]]:
+        return self._orphans.rows()
+
     def problems(self) -> list[str]:
         """Capability losses of the daemon itself, for `status`."""
-        found = [*self._source_problems, *self._unknown_domains]
+        found = [*self._source_problems, *self._store.problems(), *self._unknown_domains]
+        found += self._orphans.problems()
         found += [p for p in (self.bulletin.journal.problem, self._statefile.problem) if p]
         found += [f"no domain starts for {slot}: {why}" for slot, why in self._start_problems.items()]
         found += self._rounds.problems()
@@ -542,6 +529,6 @@ class Daemon:
     def extra_counters(self) -> dict[str, int]:
         return {
             "log_lines_unparsed": self._hosts.unparsed(),
-            "leases_held": len(self._attacher.leases),
+            "leases_held": len(self._attacher.leases) + len(self._orphans),
             "effects_performed": self.runtime.performed,
         }

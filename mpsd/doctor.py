@@ -146,15 +146,20 @@ def _capable(capability: int) -> bool:
 
 
 def _descriptors() -> Check:
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard == resource.RLIM_INFINITY or hard >= DESCRIPTORS_NEEDED:
-        return Check("descriptor limit", True, "unlimited" if hard == resource.RLIM_INFINITY else str(hard))
+    soft, hard = (_limit(n) for n in resource.getrlimit(resource.RLIMIT_NOFILE))
+    finding = f"{soft} now, at most {hard}; the daemon raises its own to that"
+    if hard == "unlimited" or int(hard) >= DESCRIPTORS_NEEDED:
+        return Check("descriptor limit", True, finding)
     return Check(
         "descriptor limit",
         False,
-        f"{hard}, MPS wants {DESCRIPTORS_NEEDED}",
+        f"{finding}; MPS wants {DESCRIPTORS_NEEDED}",
         "LimitNOFILE= in the unit, or ulimit -n as root",
     )
+
+
+def _limit(number: int) -> str:
+    return "unlimited" if number == resource.RLIM_INFINITY else str(number)
 
 
 def _inotify() -> Check:

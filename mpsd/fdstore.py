@@ -10,14 +10,23 @@ of milliseconds, then happens on the other side.
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import os
+import re
 from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from mpsd.errors import StoreError
-from mpsd.fdset import ANSWER_TIMEOUT_S, check_new, close_all, labelled, lost, whole_sets
+from mpsd.fdset import ANSWER_TIMEOUT_S, check_new, close_all, lost
 from mpsd.keeperstore import KeeperStore
+from mpsd.linux.samefile import can_tell, same_file
 from mpsd.notify import Channel, Notifier, listen_fds
+
+_FILE, _SET = "#file", "#set"
+_FILE_LABEL = re.compile(r"file\.(?P<number>\d+)#file")
+MAX_SET = 1 << 16
 
 
 class DescriptorStore(Protocol):
@@ -51,50 +60,147 @@ class DescriptorStore(Protocol):
         ...
 
 
+@dataclass(slots=True, eq=False)
+class _File:
+    """One open file in the manager's store, under its label; `copy` is our own descriptor of it."""
+
+    label: str
+    copy: int
+    uses: int = 0
+
+
 class SystemdStore:
     """The manager's store. `limit` is FileDescriptorStoreMax; the manager itself does not tell when
-    it is exceeded. It keeps only one of several duplicates of one open file: store each file once."""
+    it is exceeded.
+
+    It keeps only one of several descriptors of one open file, and sets share files (a process with two
+    address spaces has one memory map). So every open file is stored once, as `file.N#file`, and a set
+    is a small file of its own, `NAME#set`, that lists the labels of its files. It comes last: a set
+    without all its files was being put or removed when the daemon died.
+    """
 
     kind = "systemd"
 
     def __init__(self, channel: Channel, inherited: Mapping[str, Sequence[int]], limit: int) -> None:
         self._channel = channel
         self._limit = limit
-        self._counts: dict[str, int] = {}
-        self._inherited, incomplete = whole_sets(inherited)
-        for label in incomplete:
-            self._send(f"FDSTOREREMOVE=1\nFDNAME={label}")
-        self._counts = {name: len(fds) for name, fds in self._inherited.items()}
+        self._files: dict[str, _File] = {}
+        self._sets: dict[str, list[_File]] = {}
+        self._next = 1
+        self._leaving: list[str] = []
+        self._inherit(inherited)
+        self._fresh = list(self._sets)
+        self._flush()
+
+    def _inherit(self, inherited: Mapping[str, Sequence[int]]) -> None:
+        for label, (fd, *others) in inherited.items():
+            if label.endswith((_FILE, _SET)):
+                close_all({label: others})
+            if match := _FILE_LABEL.fullmatch(label):
+                self._files[label] = _File(label, fd)
+                self._next = max(self._next, int(match["number"]) + 1)
+        for label, (fd, *_) in inherited.items():
+            if label.endswith(_SET):
+                listed = os.pread(fd, MAX_SET, 0).decode("ascii", "replace").split("\n")
+                os.close(fd)
+                if all(name in self._files for name in listed):
+                    self._add(label.removesuffix(_SET), [self._files[name] for name in listed])
+                else:
+                    self._leaving.append(label)
+        for unused in [f for f in self._files.values() if not f.uses]:
+            self._forget(unused)
+
+    def _add(self, name: str, files: list[_File]) -> None:
+        self._sets[name] = files
+        for file in files:
+            file.uses += 1
 
     def put(self, name: str, fds: Sequence[int]) -> None:
-        check_new(name, fds, self._counts)
-        if sum(self._counts.values()) + len(fds) > self._limit:
+        check_new(name, fds, self._sets)
+        self._flush()
+        files: list[_File] = []
+        try:
+            for fd in fds:
+                files.append(self._known(fd) or self._new(fd))
+        except OSError as error:
+            self._drop_unused(files)
+            raise lost("this process", error) from error
+        if len(self._files) + len(self._sets) + 1 > self._limit:
+            self._drop_unused(files)
             raise StoreError(
                 f"systemd's descriptor store is full ({self._limit})", remedy="raise FileDescriptorStoreMax="
             )
-        self._counts[name] = len(fds)
+        fresh = [file for file in files if not file.uses]
+        self._add(name, files)
         try:
-            for label, fd in labelled(name, fds):
-                self._channel.send(f"FDSTORE=1\nFDPOLL=0\nFDNAME={label}", [fd])
+            for file in dict.fromkeys(fresh):
+                self._store(file.label, file.copy)
+            listing = os.memfd_create("mpsd-set", os.MFD_CLOEXEC)
+            try:
+                os.write(listing, "\n".join(file.label for file in files).encode())
+                self._store(name + _SET, listing)
+            finally:
+                os.close(listing)
             self._channel.barrier(ANSWER_TIMEOUT_S)
         except OSError as error:
             with contextlib.suppress(StoreError):
                 self.remove(name)
             raise lost("the service manager", error) from error
 
+    def _known(self, fd: int) -> _File | None:
+        return next((f for f in self._files.values() if same_file(f.copy, fd)), None)
+
+    def _new(self, fd: int) -> _File:
+        label = f"file.{self._next}{_FILE}"
+        self._next += 1
+        self._files[label] = _File(label, fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3))
+        return self._files[label]
+
+    def _store(self, label: str, fd: int) -> None:
+        self._channel.send(f"FDSTORE=1\nFDPOLL=0\nFDNAME={label}", [fd])
+
+    def _drop_unused(self, files: Sequence[_File]) -> None:
+        """Of a put that sent nothing yet."""
+        for file in dict.fromkeys(files):
+            if not file.uses:
+                os.close(self._files.pop(file.label).copy)
+
     def adopt(self, name: str, fds: Sequence[int]) -> None:
-        """`put`, and give the set back from fetch_all like those that were inherited."""
+        """`put`, and give the set back from fetch_all like those that were inherited. Owns `fds`."""
         self.put(name, fds)
-        self._inherited[name] = list(fds)
+        close_all({name: fds})
+        self._fresh.append(name)
 
     def remove(self, name: str) -> None:
-        count = self._counts.pop(name, 0)
-        for index in range(count):
-            self._send(f"FDSTOREREMOVE=1\nFDNAME={name}#{index}/{count}")
+        if name in self._sets:
+            self._leaving.append(name + _SET)
+        for file in self._sets.pop(name, []):
+            file.uses -= 1
+            if not file.uses:
+                self._forget(file)
+        self._flush()
+
+    def _forget(self, file: _File) -> None:
+        """Ours first: the last close, which can take long, is the manager's."""
+        os.close(self._files.pop(file.label).copy)
+        self._leaving.append(file.label)
+
+    def _flush(self) -> None:
+        """Tell the manager what may go. What could not be told is told at the next occasion."""
+        try:
+            while self._leaving:
+                self._channel.send(f"FDSTOREREMOVE=1\nFDNAME={self._leaving[0]}")
+                del self._leaving[0]
+        except OSError as error:
+            raise lost("the service manager", error) from error
 
     def fetch_all(self) -> dict[str, list[int]]:
-        inherited, self._inherited = self._inherited, {}
-        return inherited
+        fresh, self._fresh = self._fresh, []
+        return {
+            name: [fcntl.fcntl(file.copy, fcntl.F_DUPFD_CLOEXEC, 3) for file in self._sets[name]]
+            for name in fresh
+            if name in self._sets
+        }
 
     def fileno(self) -> int:
         return -1
@@ -103,13 +209,10 @@ class SystemdStore:
         return
 
     def close(self) -> None:
-        close_all(self.fetch_all())
-
-    def _send(self, text: str) -> None:
-        try:
-            self._channel.send(text)
-        except OSError as error:
-            raise lost("the service manager", error) from error
+        for file in self._files.values():
+            os.close(file.copy)
+        self._files.clear()
+        self._sets.clear()
 
 
 def open_store(
@@ -122,8 +225,9 @@ def open_store(
     """The store that the configuration and this machine give ([store] kind: auto, systemd, keeper).
 
     `auto` is systemd's where it says that it has one (FDSTORE=, systemd 254 and later, which keeps
-    it over a restart too). What a keeper of the directory still holds then moves over. Takes the
-    LISTEN_ variables and FDSTORE out of `environ`. Raises StoreError.
+    it over a restart too) and the kernel can tell one open file from another: where it cannot, systemd
+    takes all descriptors of one device for the same. What a keeper of the directory still holds then
+    moves over. Takes the LISTEN_ variables and FDSTORE out of `environ`. Raises StoreError.
     """
     inherited = listen_fds(environ)
     offered = environ.pop("FDSTORE", "")
@@ -135,10 +239,10 @@ def open_store(
             remedy="start mpsd from its unit, or use auto",
         )
     if notifier.channel is None:
-        close_all(whole_sets(inherited)[0])
+        close_all({label: fds for label, fds in inherited.items() if label.endswith((_FILE, _SET))})
         return KeeperStore.open(directory, limit=limit)
     systemd = SystemdStore(notifier.channel, inherited, room or limit)
-    if kind == "keeper" or (kind == "auto" and room == 0):
+    if kind == "keeper" or (kind == "auto" and (room == 0 or not can_tell())):
         return _move_to_keeper(systemd, KeeperStore.open(directory, limit=limit))
     with contextlib.suppress(StoreError):
         _move_to_systemd(KeeperStore.open(directory, limit=limit, start=False), systemd)
@@ -150,6 +254,7 @@ def _move_to_keeper(systemd: SystemdStore, keeper: KeeperStore) -> KeeperStore:
         keeper.put(name, fds)
         systemd.remove(name)
         close_all({name: fds})
+    systemd.close()
     return keeper
 
 

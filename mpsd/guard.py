@@ -2,7 +2,8 @@
 
 What a range absorbs gives no event: the offender lives on with wrong results and nobody is named. It is
 laid only where it cannot break a healthy program, follows the client's mappings within a second, and a
-range whose ground has changed is taken away before anything new is laid.
+range whose ground has changed is taken away before anything new is laid. What an earlier daemon laid is
+taken away first, by its notes: it may not be wanted any more.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import structlog
 from mpsd.core import events as ev
 from mpsd.errors import GpuError
 from mpsd.gpu.base import AddressSpace
+from mpsd.guardnotes import GuardNotes
 from mpsd.guardplan import LOW_END, Range, plan
 from mpsd.linux import procfs
 from mpsd.model import ClientId, GuardClass, ProcessInstance
@@ -28,11 +30,14 @@ log = structlog.get_logger("mpsd.guard")
 class Guarded:
     """One client under guard. `refused`: ranges that the driver would not take, asked only once.
 
-    `seen` is a mark of the mappings that the ranges were laid for.
+    `seen` is a mark of the mappings that the ranges were laid for; `inherited`: noted by an earlier daemon.
     """
 
     space: AddressSpace
     gpus: tuple[str, ...]
+    kinds: frozenset[GuardClass]
+    notes: GuardNotes
+    inherited: frozenset[Range] = frozenset()
     laid: set[Range] = field(default_factory=set)
     refused: set[Range] = field(default_factory=set)
     seen: int | None = None
@@ -61,14 +66,16 @@ class Guards:
     def kinds(self) -> frozenset[GuardClass]:
         return self._kinds
 
-    def add(self, client: ClientId, space: AddressSpace, gpus: Sequence[str]) -> None:
+    def add(self, client: ClientId, space: AddressSpace, gpus: Sequence[str], notes: GuardNotes) -> None:
         """Guard a client from the next round on, which is at once.
 
         Not in a domain of several GPUs: a range belongs to one GPU, and laying it for the next one is
-        not measured.
+        not measured. `notes`: for the next daemon, and from the last.
         """
-        if self._kinds and self._limit > 0 and len(gpus) == 1:
-            self._guarded[client] = Guarded(space, tuple(gpus))
+        kinds = self._kinds if self._limit > 0 and len(gpus) == 1 else frozenset[GuardClass]()
+        inherited = notes.ranges()
+        if kinds or inherited:
+            self._guarded[client] = Guarded(space, tuple(gpus), kinds, notes, inherited)
             self._locks[client] = asyncio.Lock()
             self._wake.set()
 
@@ -122,20 +129,32 @@ class Guards:
                 refused = await asyncio.to_thread(self._lay, client, guarded)
                 if refused:
                     self._post(ev.Counted({"guard_refused": refused}))
+                if not (guarded.kinds or guarded.inherited):
+                    # It was only cleared of what an earlier daemon had laid.
+                    self._guarded.pop(client, None)
 
     def _lay(self, client: ClientId, guarded: Guarded) -> int:
         """Bring one client's ranges up to date; how many were refused."""
         try:
-            text = _low_maps(client.process.pid) if self._low_only() else procfs.map_lines(client.process.pid)
+            low_only = guarded.kinds <= {GuardClass.LOW}
+            found = procfs.map_lines(client.process.pid, LOW_END if low_only else None)
             if procfs.start_ticks(client.process.pid) != client.process.start_ticks:
                 return 0
         except OSError:
             return 0
-        mark = hash("\n".join(text))
+        for old in sorted(guarded.inherited):
+            _clear(guarded, old)
+        guarded.inherited = frozenset()
+        mark = hash("\n".join(found.lines))
         if mark == guarded.seen:
             return 0
         guarded.seen = mark
-        wanted = set(plan([procfs.parse_map(line) for line in text], self._kinds, self._limit))
+        wanted: set[Range] = set()
+        if found.truncated:
+            # What lies behind the last one is not known.
+            guarded.problem = f"more than {procfs.MAPS_LIMIT} mappings"
+        else:
+            wanted.update(plan([procfs.parse_map(x) for x in found.lines], guarded.kinds, self._limit))
         for stale in sorted(guarded.laid - wanted):
             self._take_away(guarded, stale)
         refused = 0
@@ -150,37 +169,34 @@ class Guards:
             return 0
         return refused
 
-    def _low_only(self) -> bool:
-        return self._kinds == {GuardClass.LOW}
-
     def _take_away(self, guarded: Guarded, stale: Range) -> None:
         try:
             guarded.space.unmap_sparse(stale.base, stale.length)
         except GpuError as error:
             guarded.problem = str(error)
             log.warning("guard range cannot be removed", base=hex(stale.base), reason=str(error))
+        guarded.notes.discard(stale)
         guarded.laid.discard(stale)
 
 
+def _clear(guarded: Guarded, old: Range) -> None:
+    """Take away what an earlier daemon noted; it may have died before it laid it."""
+    try:
+        guarded.space.unmap_sparse(old.base, old.length)
+    except GpuError as error:
+        log.info("noted guard range is not there", base=hex(old.base), reason=str(error))
+    guarded.notes.discard(old)
+
+
 def _put(guarded: Guarded, fresh: Range) -> bool:
+    guarded.notes.add(fresh)
     try:
         for gpu in guarded.gpus:
             guarded.space.map_sparse(fresh.base, fresh.length, gpu)
     except GpuError as error:
+        guarded.notes.discard(fresh)
         guarded.refused.add(fresh)
         log.debug("guard range refused", base=hex(fresh.base), length=fresh.length, reason=str(error))
         return False
     guarded.laid.add(fresh)
     return True
-
-
-def _low_maps(pid: int) -> list[str]:
-    """The lines of /proc/PID/maps up to the end of the low range: a page or two instead of thousands."""
-    lines: list[str] = []
-    with open(f"/proc/{pid}/maps", "rb") as file:
-        for raw in file:
-            line = procfs.text_of(raw.rstrip(b"\n"))
-            if int(line.partition("-")[0], 16) >= LOW_END:
-                break
-            lines.append(line)
-    return lines

@@ -38,7 +38,7 @@ class Callbacks:
     """What a domain's logs tell besides events: a client to notice or that may have left, a setting made."""
 
     post: Post
-    notice: Callable[[str, int], bool]
+    notice: Callable[[str, int], None]
     left: Callable[[str, int], None]
     set_by_hand: Callable[[], None]
 

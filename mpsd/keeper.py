@@ -24,6 +24,7 @@ from __future__ import annotations
 import _thread
 import fcntl
 import os
+import resource
 import select
 import socket
 import struct
@@ -239,6 +240,18 @@ def lock(directory: str) -> bool:
     return True
 
 
+def raise_limit(wanted: int) -> None:
+    """Room for as many descriptors as it may be given, as far as the hard limit goes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # A message that does not fit brings up to MAX_FDS more, which are open until it is refused.
+    most = max(soft, wanted + MAX_FDS + 16)
+    try:
+        room = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (room, hard))
+    except (OSError, ValueError):
+        pass  # What there is has to do: what does not fit is refused and said.
+
+
 def detach() -> None:
     """Go on as a process of nobody's, holding no directory and no terminal."""
     if os.fork():
@@ -258,6 +271,7 @@ def main(argv: list[str]) -> int:
     try:
         if not lock(directory):
             return 0
+        raise_limit(int(limit))
         keeper = Keeper(directory, limit=int(limit), linger_s=float(linger_s), check_s=float(check_s))
     except OSError as error:
         print(f"keeper: {error}", file=sys.stderr)

@@ -37,6 +37,8 @@ class KeeperStore:
         self._channel = Channel(os.path.join(directory, keeper.SOCKET))
         self._presence: socket.socket | None = None
         self._copies: dict[str, list[int]] = {}
+        self._owed: dict[str, int] = {}
+        """Names whose descriptors the keeper may still hold, because it could not be told; how many."""
 
     @classmethod
     def open(
@@ -68,21 +70,25 @@ class KeeperStore:
                 self.revive()
                 self._store(name, copies)
         except (OSError, StoreError) as error:
+            self._owed[name] = len(fds)
             with contextlib.suppress(OSError):
                 self._forget(name, len(fds))
             close_all({name: copies})
             raise lost("the keeper", error) if isinstance(error, OSError) else error from error
         self._copies[name] = copies
+        self._owed.pop(name, None)
 
     def remove(self, name: str) -> None:
         copies = self._copies.pop(name, [])
         close_all({name: copies})
+        count = self._owed[name] = len(copies) or self._owed.get(name, 0)
         try:
-            self._forget(name, len(copies))
+            self._forget(name, count)
         except (ConnectionError, FileNotFoundError):
             pass  # The keeper has died and holds nothing any more.
         except OSError as error:
             raise lost("the keeper", error) from error
+        del self._owed[name]
 
     def fetch_all(self) -> dict[str, list[int]]:
         sets, incomplete = whole_sets(self._fetch())

@@ -108,6 +108,7 @@ class Operations:
             problems=daemon.problems(),
             pending=daemon.pending_work(),
             extra_counters=daemon.extra_counters(),
+            orphans=daemon.orphan_rows(),
         )
         answer: Reply = shown_to(peer, status(daemon.runtime.state, around))
         return answer

@@ -6,6 +6,7 @@ Nothing here waits: what takes time becomes a task that ends in an event.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,9 +21,12 @@ from mpsd.core import events as ev
 from mpsd.guard import Guards
 from mpsd.host import Hosts
 from mpsd.layout import Layout
+from mpsd.model import LiesThere
 from mpsd.workwatch import WorkWatch
 
 log = structlog.get_logger("mpsd.performer")
+
+INSPECT_DEADLINE_S = 1.0
 
 
 @dataclass(slots=True)
@@ -94,7 +98,13 @@ class Performer:
         self._hands.attacher.forget(effect.process)
 
     def _inspect(self, effect: fx.Inspect) -> None:
-        found = procs.where(effect.address, effect.process)
+        self._spawn(self._look_up(effect))
+
+    async def _look_up(self, effect: fx.Inspect) -> None:
+        found = LiesThere.UNKNOWN
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(INSPECT_DEADLINE_S):
+                found = await asyncio.to_thread(procs.where, effect.address, effect.process)
         self._hands.post(ev.Inspected(effect.fault, found))
 
     def _publish(self, effect: fx.Publish) -> None:

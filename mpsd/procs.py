@@ -27,14 +27,16 @@ __all__ = [
     "liveness",
     "maps",
     "where",
+    "with_environment",
 ]
 
 NULL_PAGE_END = 64 << 10
 
 
-def facts(pid: int) -> ProcessFacts:
+def facts(pid: int, command: str | None = None) -> ProcessFacts:
     """What /proc says of a process: effective uid and gid, command, executable, cgroup.
 
+    Reading the command waits while the process changes its mappings; with `command` it is not read.
     Raises NotFoundError, DeniedError.
     """
     try:
@@ -46,7 +48,7 @@ def facts(pid: int) -> ProcessFacts:
             ppid=stat.ppid,
             uid=int(status["Uid"].split()[1]),
             gid=int(status["Gid"].split()[1]),
-            command=procfs.command_text(pid),
+            command=procfs.command_text(pid) if command is None else command,
             exe=procfs.exe_path(pid),
             cgroup=_cgroup_name(rows),
         )
@@ -122,6 +124,19 @@ def environment_value(pid: int, name: str) -> str | None:
         return None
 
 
+def with_environment(name: str, value: str) -> list[ProcessInstance]:
+    """Every process that was started with this variable, as far as it may be read."""
+    found = []
+    for pid in procfs.pids():
+        try:
+            start = procfs.start_ticks(pid)
+            if procfs.environment(pid).get(name) == value:
+                found.append(ProcessInstance(pid, start))
+        except OSError:
+            continue
+    return found
+
+
 def host_memory(pid: int) -> int | None:
     """Resident host memory in bytes, None once the process is gone."""
     try:
@@ -145,12 +160,13 @@ def where(address: int, instance: ProcessInstance) -> LiesThere:
 
     libcuda keeps every GPU range it ever reserved as an anonymous host mapping without access, so
     such a mapping at a faulting address means: freed, or never mapped. Best effort: UNKNOWN for a
-    process that is gone or not readable.
+    process that is gone or not readable, and beyond the mappings that are read. Call it from a thread.
     """
     if 0 <= address < NULL_PAGE_END:
         return LiesThere.NULL_PAGE
     try:
-        lines = procfs.map_lines(instance.pid)
+        found = procfs.map_lines(instance.pid)
+        lines = found.lines
         if procfs.start_ticks(instance.pid) != instance.start_ticks:
             return LiesThere.UNKNOWN
     except OSError:

@@ -17,6 +17,7 @@ from mpsd.core.state import State
 from mpsd.host import Hosts
 from mpsd.journal import Journal
 from mpsd.layout import Layout
+from mpsd.orphans import Orphans
 from mpsd.statefile import StateFile
 from mpsd.workwatch import WorkWatch
 
@@ -35,6 +36,7 @@ class Rounds:
     """
 
     attacher: Attacher
+    orphans: Orphans
     work: WorkWatch
     journal: Journal
     statefile: StateFile
@@ -78,6 +80,7 @@ class Rounds:
     async def look_around(self, number: int) -> None:
         """Round `number`, counted from 1."""
         self.attacher.check_identities()
+        self.orphans.look_around()
         self.work.refresh({c.process for c in self.attacher.leases})
         if self.journal.problem:
             self.journal.retry()

@@ -17,6 +17,7 @@ from mpsd.model import ClientId, ComputeMode, Gpu, GpuProcess, ProcessInstance
 from mpsd.usernames import user_name
 
 SCHEMA = 1
+UNSTORED = "the lease is not in the descriptor store: it ends with mpsd"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,7 @@ class Surroundings:
     problems: Sequence[str] = ()
     pending: Mapping[ProcessInstance, str] = field(default_factory=dict)
     extra_counters: Mapping[str, int] = field(default_factory=dict)
+    orphans: Sequence[Mapping[str, Any]] = ()
 
 
 def look_at_gpus(devices: DeviceManager, gpus: Sequence[Gpu]) -> list[GpuView]:
@@ -82,7 +84,8 @@ def status(state: State, around: Surroundings) -> dict[str, Any]:
         "clients": [
             _client(c, state.domains[c.id.domain], around, memory) for c in state.clients.values() if c.living
         ],
-        "dead": [_dead(c, around, memory) for c in state.clients.values() if not c.living],
+        "dead": [_dead(c, around, memory) for c in state.clients.values() if not c.living]
+        + [dict(row) for row in around.orphans],
         "counters": {**state.counters, **around.extra_counters},
     }
 
@@ -218,7 +221,7 @@ def _client(
         "noticed_s": round(around.now - client.noticed, 3),
         "attach_ms": round((attached - client.noticed) * 1e3, 3) if attached is not None else None,
         "protections": protections,
-        "problem": client.problem,
+        "problem": "; ".join(p for p in (client.problem, UNSTORED if client.unstored else "") if p),
         "proof": sorted(proofs(domain, client)),
     }
 

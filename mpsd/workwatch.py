@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
-from collections.abc import Callable, Collection, Coroutine, Mapping
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import structlog
@@ -20,6 +22,8 @@ SLOWEST_S = 0.25
 # A client is leased before it has a context; what its driver maps comes in the second after.
 YOUNG_S = 2.0
 YOUNG_STEP_S = 0.02
+LOOKERS = 4
+CLOSE_S = 5.0
 
 
 class WorkWatch:
@@ -33,28 +37,41 @@ class WorkWatch:
         self._tasks: dict[ProcessInstance, asyncio.Task[None]] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._pending: dict[ProcessInstance, str] = {}
+        self._round: asyncio.Task[None] | None = None
+        self._lookers = ThreadPoolExecutor(LOOKERS, "work")
 
-    def open(self, process: ProcessInstance, pidfd: int) -> Mapping[str, int]:
-        """Begin to look at a living client; the descriptors to store with its lease. Raises GpuError."""
-        view = self._inspector.open(process, pidfd)
+    def look(self, process: ProcessInstance, pidfd: int) -> WorkView:
+        """A first look at a living client, from any thread; `follow` it then. Raises GpuError."""
+        return self._inspector.open(process, pidfd)
+
+    def follow(self, process: ProcessInstance, view: WorkView) -> Mapping[str, int]:
+        """Begin to follow a living client; the descriptors to store with its lease."""
         self._put(process, view)
         self._spawn(self._follow_young(process, view))
         return view.fds
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
+        return task
 
     async def _follow_young(self, process: ProcessInstance, view: WorkView) -> None:
         end = time.monotonic() + YOUNG_S
-        while time.monotonic() < end and self._views.get(process) is view:
-            view.refresh()
+        while time.monotonic() < end and self._views.get(process) is view and process not in self._tasks:
+            await self._refresh(view)
             await asyncio.sleep(YOUNG_STEP_S)
 
-    def adopt(self, process: ProcessInstance, fds: Mapping[str, int]) -> None:
+    def adopt_or_tell(self, process: ProcessInstance, fds: Mapping[str, int]) -> None:
         """Take over a view that the descriptor store kept; `fds` are ours from now on."""
-        self._put(process, self._inspector.adopt(process, fds))
+        try:
+            view = self._inspector.adopt(process, fds)
+        except (GpuError, OSError, ValueError) as error:
+            log.warning("the end of a client's work will not be seen", client=str(process), reason=str(error))
+            for fd in fds.values():
+                os.close(fd)
+            return
+        self._put(process, view)
 
     def _put(self, process: ProcessInstance, view: WorkView) -> None:
         before = self._views.get(process)
@@ -66,11 +83,22 @@ class WorkWatch:
     def has(self, process: ProcessInstance) -> bool:
         return process in self._views
 
-    def refresh(self, living: Collection[ProcessInstance]) -> None:
-        for process in living:
-            view = self._views.get(process)
-            if view is not None:
-                view.refresh()
+    def refresh(self, leased: Collection[ProcessInstance]) -> None:
+        """Look at the living anew, unless that is still under way."""
+        living = [v for p, v in self._views.items() if p in leased and p not in self._tasks]
+        if self._round is None or self._round.done():
+            self._round = self._spawn(self._refresh_all(living))
+
+    async def _refresh_all(self, views: Sequence[WorkView]) -> None:
+        for view in views:
+            await self._refresh(view)
+
+    async def _refresh(self, view: WorkView) -> None:
+        """In a thread: a process that changes its mappings all the time makes a look at them wait."""
+        try:
+            await asyncio.get_running_loop().run_in_executor(self._lookers, view.refresh)
+        except OSError as error:
+            log.warning("areas of a client are not noted", reason=str(error))
 
     def all_pending(self) -> Mapping[ProcessInstance, str]:
         """What each dead client still has on the GPU, for `status`."""
@@ -90,7 +118,7 @@ class WorkWatch:
             if self._tasks.get(process) is asyncio.current_task():
                 del self._tasks[process]
             if view is not None and self._views.get(process, view) is not view:
-                view.close()
+                await asyncio.to_thread(view.close)
 
     async def _until_ended(self, process: ProcessInstance, view: WorkView | None) -> None:
         began = time.monotonic()
@@ -124,7 +152,9 @@ class WorkWatch:
     async def close(self) -> None:
         for process in (*self._tasks, *self._views):
             self.forget(process)
-        await asyncio.gather(*self._closing, return_exceptions=True)
+        if self._closing:
+            await asyncio.wait(set(self._closing), timeout=CLOSE_S)
+        self._lookers.shutdown(wait=False, cancel_futures=True)
 
 
 async def _close(task: asyncio.Task[None] | None, view: WorkView | None) -> None:
@@ -134,4 +164,4 @@ async def _close(task: asyncio.Task[None] | None, view: WorkView | None) -> None
             task.cancel()
         await asyncio.gather(task, return_exceptions=True)
     if view is not None:
-        view.close()
+        await asyncio.to_thread(view.close)

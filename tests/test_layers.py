@@ -57,7 +57,7 @@ GROUPS: dict[str, tuple[set[str], set[str]]] = {
     "procs": ({"mpsd.procs"}, {"base", "linux"}),
     "layout": ({"mpsd.layout"}, {"base", "linux", "config"}),
     "settings": ({"mpsd.settings"}, {"base", "config"}),
-    "guard": ({"mpsd.guard", "mpsd.guardplan"}, {"base", "core", "gpu base", "linux"}),
+    "guard": ({"mpsd.guard", "mpsd.guardnotes", "mpsd.guardplan"}, {"base", "core", "gpu base", "linux"}),
     "listener": ({"mpsd.listener"}, {"base", "wire", "linux"}),
     "client": ({"mpsd_client"}, {"wire", "base"}),
     "doctor": ({"mpsd.doctor"}, {"base", "gpu base", "linux", "control", "procs", "config", "layout"}),

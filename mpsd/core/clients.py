@@ -82,6 +82,7 @@ def on_attached(draft: Draft, event: ev.ClientAttached) -> None:
                 tracked=event.tracked,
                 attached=draft.now,
                 problem=event.problem,
+                unstored=client_id.space in event.unstored,
             )
         )
         for client_id in ids
@@ -93,9 +94,16 @@ def on_attached(draft: Draft, event: ev.ClientAttached) -> None:
         pid=event.process.pid,
         ms=round((draft.now - first.noticed) * 1e3, 3),
         tracked=event.tracked,
+        stored=not event.unstored,
         problem=event.problem,
     )
     _proof_came(draft, attached)
+
+
+def on_lease_stored(draft: Draft, event: ev.LeaseStored) -> None:
+    client = draft.state.clients.get(event.client)
+    if client is not None and client.unstored:
+        draft.put_client(replace(client, unstored=False))
 
 
 def on_attach_failed(draft: Draft, event: ev.AttachFailed) -> None:

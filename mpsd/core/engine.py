@@ -81,6 +81,7 @@ _HANDLERS: Mapping[type, Callable[[Draft, Any], None]] = {
     ev.ClientRefused: clients.on_refused,
     ev.ClientNoticed: clients.on_noticed,
     ev.ClientAttached: clients.on_attached,
+    ev.LeaseStored: clients.on_lease_stored,
     ev.AttachFailed: clients.on_attach_failed,
     ev.ClientDied: clients.on_died,
     ev.ClientLeft: clients.on_left,

@@ -142,7 +142,10 @@ class ClientNoticed:
 
 @dataclass(frozen=True, slots=True)
 class ClientAttached:
-    """Leases are held for this many address spaces, numbered from `space`; `tracked`: faults are seen."""
+    """Leases are held for this many address spaces, numbered from `space`; `tracked`: faults are seen.
+
+    `unstored`: the numbers of those that the descriptor store does not hold yet.
+    """
 
     domain: str
     process: ProcessInstance
@@ -150,6 +153,14 @@ class ClientAttached:
     tracked: bool
     problem: str = ""
     space: int = 0
+    unstored: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseStored:
+    """A lease that was late is in the descriptor store now: it does not end with the daemon any more."""
+
+    client: ClientId
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,6 +299,7 @@ Event = (
     | ClientRefused
     | ClientNoticed
     | ClientAttached
+    | LeaseStored
     | AttachFailed
     | ClientDied
     | ClientLeft

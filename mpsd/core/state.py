@@ -127,7 +127,9 @@ class Eviction:
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """`leased`, `listed` (by the server, when asked): see mpsd.core.proof."""
+    """`leased`, `listed` (by the server, when asked): see mpsd.core.proof. `unstored`: its lease is held
+    by the daemon alone. `blind`: the end of its work is not seen.
+    """
 
     id: ClientId
     facts: ProcessFacts
@@ -139,6 +141,7 @@ class Client:
     tracked: bool = False
     listed: bool = False
     blind: bool = False
+    unstored: bool = False
     eviction: Eviction | None = None
     problem: str = ""
 

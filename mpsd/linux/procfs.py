@@ -14,13 +14,19 @@ from functools import cache
 
 PAGE_SIZE = os.sysconf("SC_PAGE_SIZE")
 COMMAND_LIMIT = 4096
+# The kernel's own default is 65530 mappings (vm.max_map_count); where more are allowed, more are not read.
+MAPS_LIMIT = 1 << 16
 
 
-def _read(path: str) -> bytes:
+def _read(path: str, limit: int | None = None) -> bytes:
     with open(path, "rb", buffering=0) as file:
-        chunks = []
-        while chunk := file.read(1 << 16):
+        chunks, size = [], 0
+        while limit is None or size < limit:
+            chunk = file.read(1 << 16 if limit is None else limit - size)
+            if not chunk:
+                break
             chunks.append(chunk)
+            size += len(chunk)
     return b"".join(chunks)
 
 
@@ -87,8 +93,11 @@ def status_fields(pid: int) -> dict[str, str]:
 
 
 def command_line(pid: int) -> list[str]:
-    """The arguments as the process shows them now (it can rewrite them); empty for a zombie."""
-    raw = _read(f"/proc/{pid}/cmdline")
+    """The arguments as the process shows them now (it can rewrite them); empty for a zombie.
+
+    At most COMMAND_LIMIT bytes of them: they can be megabytes. Waits while the process changes its mappings.
+    """
+    raw = _read(f"/proc/{pid}/cmdline", COMMAND_LIMIT)
     return [text_of(part) for part in raw.rstrip(b"\0").split(b"\0")] if raw else []
 
 
@@ -231,13 +240,33 @@ def parse_map(line: str) -> MemoryMap:
     )
 
 
-def map_lines(pid: int) -> list[str]:
-    """Lines of /proc/PID/maps in order of address."""
-    return _rows(f"/proc/{pid}/maps")
+@dataclass(frozen=True, slots=True)
+class MapLines:
+    """Lines of maps in order of address. `truncated`: there are more than MAPS_LIMIT of them."""
+
+    lines: list[str]
+    truncated: bool
+
+
+def map_lines(pid: int, below: int | None = None) -> MapLines:
+    """/proc/PID/maps, or what starts below an address, which is a page or two instead of thousands of lines.
+
+    Waits while the process changes its mappings, and can take long: call it from a thread.
+    """
+    lines: list[str] = []
+    with open(f"/proc/{pid}/maps", "rb") as file:
+        for raw in file:
+            if below is not None and int(raw.partition(b"-")[0], 16) >= below:
+                break
+            if len(lines) == MAPS_LIMIT:
+                return MapLines(lines, True)
+            lines.append(text_of(raw.rstrip(b"\n")))
+    return MapLines(lines, False)
 
 
 def maps(pid: int) -> list[MemoryMap]:
-    return [parse_map(line) for line in map_lines(pid)]
+    """The mappings in order of address, the first MAPS_LIMIT of them."""
+    return [parse_map(line) for line in map_lines(pid).lines]
 
 
 def age_s(ticks: int) -> float:

@@ -11,6 +11,9 @@ import psutil
 import pytest
 
 import mpsd_client
+from mpsd.guardplan import plan
+from mpsd.linux import procfs
+from mpsd.model import GuardClass
 from tests.support.site import Site, alive, until
 
 
@@ -153,6 +156,57 @@ def test_a_keeper_that_dies_is_replaced_with_everything_in_it(site: Site) -> Non
     assert not site.faults()
 
 
+def test_a_keeper_that_hangs_holds_up_nobody_and_what_is_late_is_shown(site: Site) -> None:
+    keeper = site.keeper()
+    assert keeper is not None
+    keeper.suspend()
+    client = site.join()
+    text = "the lease is not in the descriptor store: it ends with mpsd"
+    assert problem_of(site.status(), client.pid) == text
+    keeper.resume()
+    site.until(lambda s: not problem_of(s, client.pid), "it has been stored")
+    client.do("dev.launch('forever')")
+    site.kill()
+    client.die()
+    site.start()
+    site.until(lambda s: [d for d in s["dead"] if d["pid"] == client.pid], "its lease was kept")
+
+
+def guarded(status: Mapping[str, Any], pid: int) -> list[str]:
+    shown = next(c["protections"] for c in status["clients"] if c["pid"] == pid)
+    return [text for text in shown if text.startswith("guard")]
+
+
+def test_the_guard_of_a_killed_daemon_is_taken_over(site: Site) -> None:
+    client = site.join()
+    # Killed while it lays the ranges, or after the last.
+    site.until(lambda s: guarded(s, client.pid), "it is guarded")
+    site.kill()
+    assert client.do("dev.launch('guard_low') or dev.synchronize()") == {"result": None}
+    site.start()
+    site.attached(client)
+    size = sum(r.length for r in plan(procfs.maps(client.pid), {GuardClass.LOW}, 1024))
+    whole = [f"guard:low {size >> 20} MiB (silent)"]
+    status = site.until(lambda s: guarded(s, client.pid) == whole, "it is guarded again")
+    assert "guard_refused" not in status["counters"]
+    assert client.do("dev.launch('guard_low') or dev.synchronize()") == {"result": None}
+
+
+def test_the_guard_of_a_killed_daemon_goes_where_it_is_not_wanted_any_more(site: Site) -> None:
+    client = site.join()
+    site.until(lambda s: guarded(s, client.pid), "it is guarded")
+    site.kill()
+    site.write_config(guard__low="false")
+    site.start()
+    site.attached(client)
+    until(lambda: client.do("dev.launch('guard_low') or dev.synchronize()").get("error"), "it is bare")
+    assert not guarded(site.status(), client.pid)
+
+
+def problem_of(status: Mapping[str, Any], pid: int) -> str:
+    return str(next(c["problem"] for c in status["clients"] if c["pid"] == pid))
+
+
 def test_stop_domains_ends_everything() -> None:
     with Site() as site:
         site.start("--stop-domains")
@@ -226,6 +280,44 @@ def test_with_a_damaged_state_file_nothing_is_ended_and_new_clients_are_served(s
     assert not {d["id"] for d in site.status()["domains"]} & set(parts(old))
     assert newcomer.do("dev.on_mps") == {"result": True}
     assert worker.finish()["rounds"] > 0
+
+
+def test_with_a_lost_state_file_the_dead_of_a_living_domain_keep_their_leases(site: Site) -> None:
+    worker, client, other = site.join("work"), site.join(), site.join()
+    client.busy(8.0)
+    site.kill()
+    client.die()
+    (site.run_dir / "state.json").unlink()
+    site.start()
+    (dead,) = site.status()["dead"]
+    assert (dead["pid"], dead["state"]) == (client.pid, "held")
+    assert "not supervised" in dead["pending"]
+    assert site.node(op="work", pid=client.pid)["busy"] == 1
+    # Its work ends, and with it the lease; those who live keep theirs, in the next mpsd too.
+    site.gone(client)
+    other.do("dev.launch('forever')")
+    other.die()
+    site.until(lambda s: [d["pid"] for d in s["dead"]] == [other.pid], "a death is seen here too")
+    site.kill()
+    (site.run_dir / "state.json").unlink(missing_ok=True)
+    site.start()
+    assert [d["pid"] for d in site.status()["dead"]] == [other.pid]
+    assert worker.finish()["rounds"] > 0
+
+
+def test_leases_of_an_unknown_domain_go_with_its_processes(site: Site) -> None:
+    client = site.join()
+    old = parts(settled(site))
+    client.do("dev.launch('forever')")
+    site.kill()
+    client.die()
+    (site.run_dir / "state.json").unlink()
+    site.start()
+    assert [d["pid"] for d in site.status()["dead"]] == [client.pid]
+    for pair in old.values():
+        for pid in pair:
+            psutil.Process(pid).kill()
+    site.until(lambda s: not s["dead"] and not s["counters"]["leases_held"], "it is given up")
 
 
 def fault_and_death(site: Site, effect: int) -> None:

@@ -90,7 +90,8 @@ def test_what_a_keeper_held_moves_to_the_manager(site: Site, manager: Manager) -
 
 
 def test_a_full_store_is_told_of_and_clients_are_served_all_the_same(site: Site) -> None:
-    with Manager(site.base, store_max=3) as manager:
+    # Room for one lease: its three open files, and the list of them.
+    with Manager(site.base, store_max=5) as manager:
         start(site, manager)
         clients = [site.join() for _ in range(3)]
         rows = {c["pid"]: c for c in site.attached(*clients)["clients"]}
@@ -98,3 +99,8 @@ def test_a_full_store_is_told_of_and_clients_are_served_all_the_same(site: Site)
         assert problems[0] == ""
         assert "not in the descriptor store" in problems[-1]
         assert all("lease" in rows[c.pid]["protections"] for c in clients)
+        assert any("2 lease(s) are not in the descriptor store" in p for p in site.status()["problems"])
+        # When there is room again, one that waits is stored.
+        clients[0].finish()
+        site.gone(clients[0])
+        site.until(lambda s: sum(not c["problem"] for c in s["clients"]) == 1, "another one is stored")

@@ -2,7 +2,7 @@
 
 It takes datagrams like sd_notify(3) describes in a thread, keeps what it was told, and starts the
 service with LISTEN_FDS as sd_listen_fds(3) describes. As systemd does, it hands stored descriptors
-over in an order of its own (newest first).
+over in an order of its own (newest first), and of one open file it keeps the first descriptor only.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
+
+from mpsd.linux.samefile import same_file
 
 DEADLINE_S = 20.0
 
@@ -135,9 +137,10 @@ class Manager:
             self._unanswered += fds
             return
         if "FDSTORE" in fields and fields.get("FDPOLL") == "0":
-            room = self.store_max - len(self.stored)
-            self.stored += [(name, fd) for fd in fds[:room]]
-            fds = fds[room:]
+            new = [fd for fd in fds if not any(same_file(fd, held) for _, held in self.stored)]
+            new = new[: self.store_max - len(self.stored)]
+            self.stored += [(name, fd) for fd in new]
+            fds = [fd for fd in fds if fd not in new]
         elif "FDSTOREREMOVE" in fields:
             fds = [fd for label, fd in self.stored if label == name]
             self.stored = [(label, fd) for label, fd in self.stored if label != name]

@@ -47,6 +47,17 @@ def test_every_address_space_is_leased_and_released() -> None:
     assert world.made(fx.Forget) == [fx.Forget(process(10))]
 
 
+def test_a_lease_that_was_stored_late_is_no_problem_any_more() -> None:
+    world = World().ready()
+    world.do(ev.ClientNoticed("d1", facts(10)))
+    world.do(ev.ClientAttached("d1", process(10), 2, True, unstored=(1,)))
+    ids = [ClientId("d1", process(10), n) for n in (0, 1)]
+    assert [world.state.clients[i].unstored for i in ids] == [False, True]
+    for client_id in (*ids, ClientId("d1", process(99), 0)):
+        world.do(ev.LeaseStored(client_id))
+    assert not any(world.state.clients[i].unstored for i in ids)
+
+
 def test_a_client_that_cannot_be_attached_lives_on_unprotected() -> None:
     world = World().ready()
     world.do(ev.ClientNoticed("d1", facts(10)))

@@ -16,6 +16,7 @@ from mpsd.errors import StoreError
 from mpsd.fdset import whole_sets
 from mpsd.fdstore import SystemdStore, open_store
 from mpsd.keeperstore import KeeperStore
+from mpsd.linux.samefile import same_file
 from mpsd.notify import Channel, Notifier
 from tests.support.descriptors import open_descriptors
 from tests.support.manager import DEADLINE_S, Manager
@@ -37,37 +38,119 @@ def run_dir(tmp_path: Path) -> Iterator[Path]:
         KeeperStore.open(directory, start=False).end()
 
 
-def test_systemd_store_holds_names_and_forgets_them(manager: Manager) -> None:
+@pytest.fixture
+def files() -> Iterator[list[int]]:
+    """Three open files."""
+    opened = [os.open(os.devnull, os.O_RDONLY) for _ in range(3)]
+    yield opened
+    for fd in opened:
+        os.close(fd)
+
+
+def test_systemd_store_holds_names_and_forgets_them(manager: Manager, files: list[int]) -> None:
     store = SystemdStore(Channel(manager.address), {}, 64)
-    store.put("lease", [0, 1])
-    assert manager.names() == ["lease#0/2", "lease#1/2"]
+    store.put("lease", files[:2])
+    assert manager.names() == ["file.1#file", "file.2#file", "lease#set"]
     store.remove("lease")
-    store.put("other", [0])
-    assert manager.names() == ["other#0/1"]
+    store.remove("unknown")
+    store.put("other", files[2:])
+    assert manager.names() == ["file.3#file", "other#set"]
+    store.close()
     store._channel.close()
 
 
-def test_systemd_store_knows_its_limit_because_the_manager_is_silent(manager: Manager) -> None:
-    store = SystemdStore(Channel(manager.address), {}, 2)
-    store.put("lease", [0, 1])
-    with pytest.raises(StoreError, match="descriptor store is full"):
-        store.put("more", [0])
+def test_systemd_store_knows_its_limit_because_the_manager_is_silent(
+    manager: Manager, files: list[int]
+) -> None:
+    store = SystemdStore(Channel(manager.address), {}, 3)
+    store.put("lease", files[:2])
+    for _ in range(2):
+        with pytest.raises(StoreError, match="descriptor store is full"):
+            store.put("more", files[2:])
     store.remove("lease")
-    store.put("more", [0])
+    store.put("more", files[2:])
+    store.close()
     store._channel.close()
 
 
 def test_systemd_store_reports_a_manager_that_does_not_answer(
-    manager: Manager, monkeypatch: pytest.MonkeyPatch
+    manager: Manager, files: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("mpsd.fdstore.ANSWER_TIMEOUT_S", 0.05)
     manager.answering = False
-    store = SystemdStore(Channel(manager.address), {}, 2)
+    store = SystemdStore(Channel(manager.address), {}, 3)
     with pytest.raises(StoreError, match="the service manager does not hold descriptors"):
-        store.put("lease", [0])
+        store.put("lease", files[:1])
     manager.answering = True
-    store.put("lease", [0])
+    monkeypatch.undo()
+    store.put("lease", files[:1])
+    assert manager.names() == ["file.2#file", "lease#set"]
+    store.close()
     store._channel.close()
+
+
+def taken_over(manager: Manager, limit: int = 64) -> SystemdStore:
+    """The store of the next daemon, over what the manager kept."""
+    passed: dict[str, list[int]] = {}
+    for name, fd in manager.stored:
+        passed.setdefault(name, []).append(os.dup(fd))
+    return SystemdStore(Channel(manager.address), passed, limit)
+
+
+def test_sets_that_share_an_open_file_come_back_whole_and_part_one_by_one(
+    manager: Manager, files: list[int]
+) -> None:
+    before = open_descriptors()
+    memory, one, two = files
+    again = os.dup(memory)
+    store = SystemdStore(Channel(manager.address), {}, 64)
+    store.put("space 0", [memory, one])
+    store.put("space 1", [again, two])
+    store.put("twice", [one, one])
+    os.close(again)
+    assert len([n for n in manager.names() if n.endswith("#file")]) == 3
+    store.close()
+    store._channel.close()
+    later = taken_over(manager)
+    found = later.fetch_all()
+    assert sorted(found) == ["space 0", "space 1", "twice"]
+    for name, wanted in {"space 0": [memory, one], "space 1": [memory, two], "twice": [one, one]}.items():
+        assert all(same_file(a, b) for a, b in zip(found[name], wanted, strict=True))
+        for fd in found[name]:
+            os.close(fd)
+    later.remove("space 0")
+    later.remove("twice")
+    later._channel.barrier(DEADLINE_S)
+    assert sorted(manager.names()) == ["file.1#file", "file.3#file", "space 1#set"]
+    later.remove("space 1")
+    later._channel.barrier(DEADLINE_S)
+    assert not manager.names()
+    later.close()
+    later._channel.close()
+    assert open_descriptors() == before
+
+
+def test_what_a_death_within_put_or_remove_left_is_cleared(manager: Manager, files: list[int]) -> None:
+    channel = Channel(manager.address)
+    store = SystemdStore(channel, {}, 64)
+    store.put("whole", files[:1])
+    store.put("half", files[1:2])
+    store.close()
+    # The file of one set has gone, another file has no set; the socket is not the store's.
+    channel.send("FDSTOREREMOVE=1\nFDNAME=file.2#file")
+    for label, fd in (("file.7#file", files[2]), ("socket", files[1])):
+        channel.send(f"FDSTORE=1\nFDPOLL=0\nFDNAME={label}", [fd])
+    channel.barrier(DEADLINE_S)
+    passed = {name: [os.dup(fd)] for name, fd in manager.stored}
+    later = SystemdStore(channel, passed, 64)
+    channel.barrier(DEADLINE_S)
+    found = later.fetch_all()
+    assert list(found) == ["whole"]
+    assert sorted(manager.names()) == ["file.1#file", "socket", "whole#set"]
+    for fd in (*found["whole"], *passed["socket"]):
+        os.close(fd)
+    later.close()
+    channel.close()
 
 
 SERVICE = """
@@ -106,15 +189,15 @@ def test_descriptors_survive_kill_9_under_a_manager(
         assert answer == [kind, {"lease 1": ["lease 1 va", "lease 1 mm"]}, []]
 
 
-def test_what_a_keeper_holds_moves_to_the_manager(manager: Manager, run_dir: Path) -> None:
+def test_what_a_keeper_holds_moves_to_the_manager(manager: Manager, run_dir: Path, files: list[int]) -> None:
     old = KeeperStore.open(run_dir)
-    old.put("lease", [0, 1])
+    old.put("lease", files[:2])
     old.close()
     before = open_descriptors()
     notifier = Notifier(Channel(manager.address))
     store = open_store("auto", run_dir, 64, {"FDSTORE": "64"}, notifier)
     assert store.kind == "systemd"
-    assert manager.names() == ["lease#0/2", "lease#1/2"]
+    assert manager.names() == ["file.1#file", "file.2#file", "lease#set"]
     (fds,) = store.fetch_all().values()
     for fd in fds:
         os.close(fd)
@@ -124,9 +207,10 @@ def test_what_a_keeper_holds_moves_to_the_manager(manager: Manager, run_dir: Pat
     assert not [fd for fd in set(open_descriptors()) - set(before) if fd not in dict(manager.stored).values()]
 
 
-def test_what_the_manager_holds_moves_to_a_keeper(manager: Manager, run_dir: Path) -> None:
+def test_what_the_manager_holds_moves_to_a_keeper(manager: Manager, run_dir: Path, files: list[int]) -> None:
     store = SystemdStore(Channel(manager.address), {}, 64)
-    store.put("lease", [0, 1])
+    store.put("lease", files[:2])
+    store.close()
     store._channel.close()
     out = run_dir / "out"
     code = f"""

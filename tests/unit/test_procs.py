@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -225,3 +226,27 @@ def test_what_lies_at_an_address() -> None:
 
 def test_bytes_that_are_no_text_are_escaped() -> None:
     assert procfs.text_of(b"ok \xff") == "ok \\xff"
+
+
+def test_long_command_lines_and_maps_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    command = ["/bin/cat", "-", "x" * 100_000]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL) as child:
+        # Until the new program is there: before that it is a copy of this one.
+        deadline = time.monotonic() + 10
+        while not procfs.command_line(child.pid)[0].endswith("cat"):
+            assert time.monotonic() < deadline
+            os.sched_yield()
+        assert sum(map(len, procfs.command_line(child.pid))) < procfs.COMMAND_LIMIT
+        assert len(procs.facts(child.pid).command) <= procfs.COMMAND_LIMIT
+        assert procs.facts(child.pid, "[not read]").command == "[not read]"
+        whole = procfs.map_lines(child.pid)
+        assert not whole.truncated
+        monkeypatch.setattr(procfs, "MAPS_LIMIT", 3)
+        assert procfs.map_lines(child.pid) == procfs.MapLines(whole.lines[:3], True)
+        second = procfs.parse_map(whole.lines[1]).start
+        assert procfs.map_lines(child.pid, second) == procfs.MapLines(whole.lines[:1], False)
+        # What lies behind the mappings that were read is not known.
+        last = procfs.parse_map(whole.lines[-1]).start
+        instance = procs.facts(child.pid).instance
+        assert procs.where(last, instance) is LiesThere.UNKNOWN
+        child.kill()

@@ -53,7 +53,7 @@ def test_a_process_that_is_a_client_again_after_an_exec_is_watched_again() -> No
         inspector = Inspector()
         watch = WorkWatch(inspector, 0.001, told.append)
         for life in (1, 2):
-            watch.open(PROCESS, -1)
+            watch.follow(PROCESS, watch.look(PROCESS, -1))
             watch.watch(PROCESS)
             await _until(told, life)
             await asyncio.sleep(0.01)
@@ -70,11 +70,11 @@ def test_a_view_that_is_replaced_while_it_is_watched_is_closed_after_the_watch()
         told: list[ev.Event] = []
         inspector = Inspector()
         watch = WorkWatch(inspector, 0.001, told.append)
-        watch.open(PROCESS, -1)
+        watch.follow(PROCESS, watch.look(PROCESS, -1))
         inspector.views[0].left = "a kernel"
         watch.watch(PROCESS)
         await asyncio.sleep(0.01)
-        watch.open(PROCESS, -1)
+        watch.follow(PROCESS, watch.look(PROCESS, -1))
         assert inspector.views[0].closed == 0
         inspector.views[0].left = ""
         await _until(told, 1)

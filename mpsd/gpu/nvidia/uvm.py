@@ -15,21 +15,23 @@ import os
 import stat
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 
 from mpsd.errors import GpuError, NotFoundError, NotReadyError, UnsupportedError
 from mpsd.gpu.nvidia import uvm_abi as abi
+from mpsd.linux.samefile import same_file
 from mpsd.model import ProcessInstance, TrackerBatch
 
 UVM_DEVICE = "/dev/nvidia-uvm"
 TOOLS_DEVICE = "/dev/nvidia-uvm-tools"
+# Of one process; more are not looked at.
+FILES_LIMIT = 1 << 16
 
 # 512 entries fill 32 KiB; the driver drops and counts what does not fit.
 _QUEUE_ENTRIES = 512
 _VERSION_FILES = ("/sys/module/nvidia/version", "/proc/driver/nvidia/version")
-_KCMP_FILE = 0
 _SYS_PIDFD_GETFD = 438
-_SYS_KCMP = {"x86_64": 312, "aarch64": 272}
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -41,18 +43,6 @@ def _syscall(number: int, *arguments: int) -> int:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
     return result
-
-
-def _same_file(left: int, right: int) -> bool:
-    """Whether two own descriptors are one open file; False where the kernel cannot tell."""
-    number = _SYS_KCMP.get(os.uname().machine)
-    if number is None:
-        return False
-    me = os.getpid()
-    try:
-        return _syscall(number, me, me, _KCMP_FILE, left, right) == 0
-    except OSError:
-        return False
 
 
 def driver_version() -> str:
@@ -287,13 +277,18 @@ class NvidiaUvm:
     def _duplicate(self, pid: int, pidfd: int) -> list[int]:
         """Own duplicates of every UVM file that the process has open."""
         try:
-            numbers = sorted(int(name) for name in os.listdir(f"/proc/{pid}/fd"))
+            with os.scandir(f"/proc/{pid}/fd") as entries:
+                numbers = sorted(int(entry.name) for entry in islice(entries, FILES_LIMIT))
         except OSError as error:
             raise _cannot_look(pid, error) from error
         found: list[int] = []
         for number in numbers:
+            path = f"/proc/{pid}/fd/{number}"
             try:
-                status = os.stat(f"/proc/{pid}/fd/{number}")
+                # By name first: a stat of a file on a dead file server would never return.
+                if not os.path.basename(os.readlink(path)).startswith(os.path.basename(UVM_DEVICE)):
+                    continue
+                status = os.stat(path)
             except OSError:
                 continue
             if stat.S_ISCHR(status.st_mode) and status.st_rdev == self._device:
@@ -330,7 +325,7 @@ def _distinct(fds: list[int]) -> list[int]:
     """One descriptor per open file; the duplicates of the same file are closed."""
     kept: list[int] = []
     for fd in fds:
-        if any(_same_file(fd, other) for other in kept):
+        if any(same_file(fd, other) for other in kept):
             os.close(fd)
         else:
             kept.append(fd)

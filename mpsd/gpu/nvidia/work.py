@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 from mpsd.errors import UnsupportedError
 from mpsd.gpu.nvidia.semaphores import LOW_END, Area, Signs, areas
+from mpsd.linux import procfs
 from mpsd.model import ProcessInstance
 
 PIECE = 2 << 20
@@ -36,13 +39,18 @@ def written(data: bytes) -> Iterator[bytes]:
 
 
 class ProcessWork:
-    """The work of one client. `mem` and `areas` outlive the daemon in the descriptor store."""
+    """The work of one client. `mem` and `areas` outlive the daemon in the descriptor store.
+
+    `refresh` may run in a thread while others are called. `_blind`: it has more mappings than are read.
+    """
 
     def __init__(self, process: ProcessInstance, mem: int, notes: int) -> None:
         self._process = process
         self._mem = mem
         self._notes = notes
         self._areas: list[Area] = []
+        self._blind = False
+        self._turn = threading.Lock()
         self._signs: Signs | None = None
         self._calm = 0
         self._died = 0.0
@@ -53,19 +61,28 @@ class ProcessWork:
         return {"areas": self._notes, "mem": self._mem}
 
     def refresh(self) -> None:
-        found = areas(_low_mappings(self._process.pid))
-        if found and found != self._areas:
-            self._areas = found
-            text = json.dumps([[a.start, a.end] for a in found]).encode()
-            os.ftruncate(self._notes, 0)
-            os.pwrite(self._notes, text, 0)
+        mapped = _low_mappings(self._process)
+        if mapped is None:
+            return
+        found = areas(mapped.rows)
+        with self._turn:
+            if self._notes < 0 or (found == self._areas and mapped.truncated == self._blind):
+                return
+            if mapped.truncated or found:
+                self._areas, self._blind = found, mapped.truncated
+                rows = None if self._blind else [[a.start, a.end] for a in found]
+                os.ftruncate(self._notes, 0)
+                os.pwrite(self._notes, json.dumps(rows).encode(), 0)
 
     def recall(self) -> None:
-        """After adoption: the areas that an earlier daemon noted."""
-        text = os.pread(self._notes, 1 << 20, 0)
-        self._areas = [Area(start, end) for start, end in json.loads(text or b"[]")]
+        """After adoption: the areas that an earlier daemon noted; null when there were too many to see."""
+        noted = json.loads(os.pread(self._notes, 1 << 20, 0) or b"[]")
+        self._blind = noted is None
+        self._areas = [Area(start, end) for start, end in noted or ()]
 
     def pending(self) -> str | None:
+        if self._blind:
+            return None
         if self._signs is None:
             self._signs = self._scan()
             self._died = time.monotonic()
@@ -101,10 +118,11 @@ class ProcessWork:
         return int.from_bytes(data, "little") if len(data) == 4 else None
 
     def close(self) -> None:
-        for fd in (self._mem, self._notes):
-            if fd >= 0:
-                os.close(fd)
-        self._mem = self._notes = -1
+        with self._turn:
+            for fd in (self._mem, self._notes):
+                if fd >= 0:
+                    os.close(fd)
+            self._mem = self._notes = -1
 
 
 class NvidiaWork:
@@ -130,18 +148,19 @@ class NvidiaWork:
         return view
 
 
-def _low_mappings(pid: int) -> list[tuple[int, int, str, str]]:
-    """The mappings below LOW_END, which stand first in maps: a page or two of text."""
-    rows: list[tuple[int, int, str, str]] = []
+@dataclass(frozen=True, slots=True)
+class _Mapped:
+    rows: list[tuple[int, int, str, str]]
+    truncated: bool
+
+
+def _low_mappings(process: ProcessInstance) -> _Mapped | None:
+    """The mappings below LOW_END, which stand first in maps; None when the process has gone."""
     try:
-        with open(f"/proc/{pid}/maps", "rb") as file:
-            for line in file:
-                words = line.split(None, 5)
-                start, _, end = words[0].partition(b"-")
-                if int(start, 16) >= LOW_END:
-                    break
-                path = words[5].rstrip().decode("utf-8", "replace") if len(words) > 5 else ""
-                rows.append((int(start, 16), int(end, 16), words[1].decode(), path))
+        found = procfs.map_lines(process.pid, LOW_END)
+        if procfs.start_ticks(process.pid) != process.start_ticks:
+            return None
     except OSError:
-        return []
-    return rows
+        return None
+    rows = [procfs.parse_map(line) for line in found.lines]
+    return _Mapped([(r.start, r.end, r.permissions, r.path) for r in rows], found.truncated)

@@ -1,0 +1,166 @@
+"""Leases of domains that this mpsd does not know: the state file was lost, but what it described lives on.
+
+The rule: such a lease is held as long as letting go of it could harm anybody. It is given up when the work
+of its client is seen to have ended after the client has, or when every process of its domain has gone that
+was there at the start (the control daemon and the servers, which name the domain's directory in their
+environment): then nobody is left who shared a fault with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+
+from mpsd import procs
+from mpsd.core import events as ev
+from mpsd.errors import GpuError, MpsdError
+from mpsd.gpu.base import Uvm, WorkInspector
+from mpsd.lease import Kept, Lease, adopt
+from mpsd.leasestore import LeaseStore
+from mpsd.model import ClientId, ProcessInstance
+from mpsd.workwatch import WorkWatch
+
+log = structlog.get_logger("mpsd.orphans")
+
+WHY = "its domain is of an earlier mpsd and not supervised"
+
+
+@dataclass(slots=True)
+class Orphan:
+    """`process`: its pin while it lives. `since` is monotonic seconds."""
+
+    lease: Lease
+    process: procs.Pinned | None
+    since: float
+
+
+class Orphans:
+    """Lives on the event loop; decides by the rule above alone, core knows nothing of it."""
+
+    def __init__(self, uvm: Uvm, inspector: WorkInspector, interval_s: float, store: LeaseStore) -> None:
+        self._uvm = uvm
+        self._work = WorkWatch(inspector, interval_s, self._heard)
+        self._store = store
+        self._held: dict[ClientId, Orphan] = {}
+        self._domains: dict[str, list[procs.Pinned]] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def take(self, domain: str, processes: Sequence[procs.Pinned], kept: Mapping[ClientId, Kept]) -> None:
+        """Hold these leases of a domain whose processes are given; a set that is none is told and dropped."""
+        self._domains[domain] = list(processes)
+        for client, found in kept.items():
+            try:
+                lease = adopt(self._uvm, found)
+            except GpuError as error:
+                log.error("a stored lease is not usable", client=str(client), reason=str(error))
+                self._store.drop(found.name)
+                continue
+            if found.work or not self._work.has(client.process):
+                self._work.adopt_or_tell(client.process, found.work)
+            process = _pinned(client.process)
+            self._held[client] = Orphan(lease, process, time.monotonic())
+            log.warning("lease of an unknown domain is held", client=str(client))
+            if process is None:
+                self._work.watch(client.process)
+
+    def look_around(self) -> None:
+        """Once a second: whose client has died, whose domain has gone."""
+        for client, orphan in self._held.items():
+            if orphan.process is not None and not orphan.process.alive():
+                orphan.process.close()
+                orphan.process = None
+                self._work.watch(client.process)
+        for domain, processes in tuple(self._domains.items()):
+            if any(p.alive() for p in processes):
+                continue
+            for process in self._domains.pop(domain):
+                process.close()
+            self._release([c for c in self._held if c.domain == domain], "its domain has gone")
+
+    def _heard(self, event: ev.Event) -> None:
+        if isinstance(event, ev.WorkEnded):
+            self._release([c for c in self._held if c.process == event.process], event.sign)
+
+    def _release(self, clients: Sequence[ClientId], why: str) -> None:
+        for client in clients:
+            orphan = self._held.pop(client)
+            if orphan.process is not None:
+                orphan.process.close()
+            log.info("lease of an unknown domain was given up", client=str(client), why=why)
+            task = asyncio.get_running_loop().create_task(self._close(orphan.lease))
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+        for process in {c.process for c in clients}:
+            self._work.forget(process)
+
+    async def _close(self, lease: Lease) -> None:
+        await asyncio.to_thread(lease.close)
+        self._store.drop(lease.name)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The dead among their clients, as `status` shows the dead."""
+        return [
+            {
+                "domain": client.domain,
+                "pid": client.process.pid,
+                "start_ticks": client.process.start_ticks,
+                "space": client.space,
+                "uid": None,
+                "user": "[unknown]",
+                "command": "[unknown: the state file was lost]",
+                "state": "held",
+                "held_gpu_bytes": None,
+                "held_host_bytes": None,
+                "since_s": round(time.monotonic() - orphan.since, 3),
+                "pending": "; ".join(p for p in (WHY, self._work.all_pending().get(client.process, "")) if p),
+            }
+            for client, orphan in self._held.items()
+            if orphan.process is None
+        ]
+
+    def problems(self) -> list[str]:
+        domains = sorted({c.domain for c in self._held})
+        if not domains:
+            return []
+        return [
+            f"{len(self._held)} lease(s) of domains {', '.join(domains)} of an earlier mpsd are held "
+            "until the work of their clients has ended, or those domains have"
+        ]
+
+    async def close(self) -> None:
+        """Let go of everything that is this process's own. What the store holds lives on."""
+        await self._work.close()
+        await asyncio.gather(*self._closing, return_exceptions=True)
+        for orphan in self._held.values():
+            orphan.lease.close()
+            if orphan.process is not None:
+                orphan.process.close()
+        for processes in self._domains.values():
+            for process in processes:
+                process.close()
+
+
+def pin_domain(pipe_dir: str) -> list[procs.Pinned]:
+    """The living control daemon and servers of a pipe directory."""
+    found = [_pinned(p) for p in procs.with_environment("CUDA_MPS_PIPE_DIRECTORY", pipe_dir)]
+    return [p for p in found if p is not None]
+
+
+def _pinned(process: ProcessInstance) -> procs.Pinned | None:
+    """None once it has ended."""
+    try:
+        pinned = procs.Pinned.open(process.pid, process.start_ticks)
+    except MpsdError:
+        return None
+    if pinned.alive():
+        return pinned
+    pinned.close()
+    return None

@@ -1,0 +1,106 @@
+"""Laying the guard around a client whose address space does as the test says."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Mapping
+
+import pytest
+
+from mpsd import procs
+from mpsd.core import events as ev
+from mpsd.errors import GpuError
+from mpsd.gpu.base import Tracker
+from mpsd.guard import Guards
+from mpsd.guardnotes import GuardNotes
+from mpsd.guardplan import GRANULE, Range
+from mpsd.linux import procfs
+from mpsd.model import ClientId, GuardClass
+
+STALE = Range(3 << 40, GRANULE, GuardClass.LOW)
+NEVER_LAID = Range(4 << 40, GRANULE, GuardClass.LOW)
+
+
+class Space:
+    """Refuses overlaps of the same base, and to take away what is not there."""
+
+    fds: Mapping[str, int] = {}
+
+    def __init__(self) -> None:
+        self.laid: dict[int, int] = {}
+
+    def track(self) -> Tracker:
+        raise GpuError("none here")
+
+    def map_sparse(self, base: int, length: int, gpu_uuid: str) -> None:
+        if base in self.laid:
+            raise GpuError("in use")
+        self.laid[base] = length
+
+    def unmap_sparse(self, base: int, length: int) -> None:
+        if self.laid.get(base) != length:
+            raise GpuError("no such range")
+        del self.laid[base]
+
+    def close(self) -> None: ...
+
+
+def followed(kinds: set[GuardClass], space: Space, notes: GuardNotes) -> tuple[list[str], list[ev.Event]]:
+    """What is shown of this process as a client, once its guard has been looked after."""
+
+    async def run() -> tuple[list[str], list[ev.Event]]:
+        said: list[ev.Event] = []
+        guards = Guards(kinds, 1024, 0.01, said.append)
+        client = ClientId("d1", procs.facts(os.getpid()).instance, 0)
+        guards.add(client, space, ["GPU-0"], notes)
+        follower = asyncio.create_task(guards.follow())
+        async with asyncio.timeout(10):
+            while not guards.shown(client) and (kinds or space.laid):
+                await asyncio.sleep(0.001)
+            shown = guards.shown(client)
+            await guards.remove(client)
+        follower.cancel()
+        await asyncio.gather(follower, return_exceptions=True)
+        return shown, said
+
+    return asyncio.run(run())
+
+
+def inherited(space: Space) -> GuardNotes:
+    """Notes of a daemon that died after it had noted one range and before it laid it."""
+    notes = GuardNotes.create()
+    for noted in (STALE, NEVER_LAID):
+        notes.add(noted)
+    space.map_sparse(STALE.base, STALE.length, "GPU-0")
+    return notes
+
+
+def test_what_an_earlier_daemon_laid_goes_before_anything_is_laid() -> None:
+    space = Space()
+    notes = inherited(space)
+    shown, said = followed({GuardClass.LOW}, space, notes)
+    assert any(text.startswith("guard:low") for text in shown)
+    assert STALE.base not in space.laid
+    assert {(r.base, r.length) for r in notes.ranges()} == set(space.laid.items())
+    assert not said
+    notes.close()
+
+
+def test_it_goes_too_where_no_guard_is_wanted() -> None:
+    space = Space()
+    notes = inherited(space)
+    assert followed(set(), space, notes) == ([], [])
+    assert not space.laid and not notes.ranges()
+    notes.close()
+
+
+def test_of_a_client_with_too_many_mappings_nothing_is_guarded_and_that_is_shown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(procfs, "MAPS_LIMIT", 1)
+    space, notes = Space(), GuardNotes.create()
+    shown, _ = followed({GuardClass.LOW, GuardClass.FILE}, space, notes)
+    assert shown == ["guard lost: more than 1 mappings"]
+    assert not space.laid
+    notes.close()

@@ -1,0 +1,207 @@
+"""The way to the descriptor store: in order, tried again, never in the loop's way."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from mpsd import leasestore
+from mpsd.errors import StoreError
+from mpsd.keeperstore import KeeperStore
+from mpsd.leasestore import LeaseStore
+from tests.support.descriptors import open_descriptors
+
+DEADLINE_S = 10.0
+
+
+class Store:
+    """A store that does as the test says: `failing` names what is refused, `gate` holds it up."""
+
+    kind = "fake"
+
+    def __init__(self) -> None:
+        self.done: list[str] = []
+        self.failing: set[str] = set()
+        self.gate, self.entered = threading.Event(), threading.Event()
+        self.gate.set()
+        self.reader, self.writer = os.pipe2(os.O_CLOEXEC)
+
+    def _do(self, what: str) -> None:
+        self.entered.set()
+        assert self.gate.wait(DEADLINE_S)
+        if what in self.failing:
+            raise StoreError(f"no {what}")
+        self.done.append(what)
+
+    def put(self, name: str, fds: Sequence[int]) -> None:
+        for fd in fds:
+            os.fstat(fd)
+        self._do(f"put {name}")
+
+    def remove(self, name: str) -> None:
+        self._do(f"remove {name}")
+
+    def fetch_all(self) -> dict[str, list[int]]:
+        return {"old": []}
+
+    def fileno(self) -> int:
+        return self.reader
+
+    def revive(self) -> None:
+        self._do("revive")
+        # The new connection is there before the old one goes, as with a real keeper.
+        before, (self.reader, self.writer) = self.reader, os.pipe2(os.O_CLOEXEC)
+        os.close(before)
+
+    def die(self) -> None:
+        os.close(self.writer)
+
+    def close(self) -> None:
+        os.close(self.reader)
+        os.close(self.writer)
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leasestore, "FIRST_PAUSE_S", 0.001)
+
+
+def with_store(play: Callable[[Store, LeaseStore], Awaitable[None]]) -> None:
+    before = open_descriptors()
+
+    async def run() -> None:
+        store = Store()
+        front = LeaseStore(store)
+        async with asyncio.timeout(DEADLINE_S):
+            await play(store, front)
+            store.gate.set()
+            await front.close(DEADLINE_S, end=False)
+
+    asyncio.run(run())
+    assert set(open_descriptors()) <= set(before)
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    while not holds():
+        await asyncio.sleep(0.001)
+
+
+def test_what_fails_is_said_and_tried_again_until_it_succeeds() -> None:
+    async def play(store: Store, front: LeaseStore) -> None:
+        store.failing = {"put a"}
+        held = front.put("a", [0])
+        await until(lambda: bool(front.problems()))
+        assert front.problems() == [
+            "1 lease(s) are not in the descriptor store and end with mpsd: no put a",
+        ]
+        # The others do not wait for it.
+        await front.put("b", [0])
+        store.failing = set()
+        await held
+        assert store.done == ["put b", "put a"]
+        assert not front.problems()
+
+    with_store(play)
+
+
+def test_a_name_is_removed_before_it_is_put_again() -> None:
+    async def play(store: Store, front: LeaseStore) -> None:
+        await front.put("a", [0])
+        store.failing = {"remove a"}
+        front.drop("a")
+        held = front.put("a", [0])
+        await until(lambda: bool(front.problems()))
+        assert not held.done()
+        store.failing = set()
+        await held
+        assert store.done == ["put a", "remove a", "put a"]
+
+    with_store(play)
+
+
+def test_what_is_dropped_while_it_is_put_is_removed_after_it() -> None:
+    async def play(store: Store, front: LeaseStore) -> None:
+        store.gate.clear()
+        held = front.put("a", [0])
+        await until(store.entered.is_set)
+        waiting = front.put("b", [0])
+        front.drop("a")
+        front.drop("b")
+        assert held.cancelled() and waiting.cancelled()
+        again = front.put("a", [0])
+        store.gate.set()
+        await again
+        assert store.done == ["put a", "remove a", "put a"]
+
+    with_store(play)
+
+
+def test_what_an_earlier_daemon_stored_can_be_dropped() -> None:
+    async def play(store: Store, front: LeaseStore) -> None:
+        assert front.fetch_all() == {"old": []}
+        front.drop("old")
+        front.drop("unknown")
+        await until(lambda: store.done == ["remove old"])
+
+    with_store(play)
+
+
+def test_a_store_that_dies_is_revived_however_often_that_fails_and_watched_again() -> None:
+    async def play(store: Store, front: LeaseStore) -> None:
+        for life in (1, 2):
+            store.failing = {"revive"}
+            store.die()
+            await until(lambda: front.problems() == ["leases end with mpsd: no revive"])
+            store.failing = set()
+            await until(lambda: store.done == ["revive"] * life)  # noqa: B023
+            await until(lambda: not front.problems())
+
+    with_store(play)
+
+
+def test_one_that_never_answers_holds_up_the_end_no_longer_than_the_deadline() -> None:
+    async def run() -> None:
+        store = Store()
+        front = LeaseStore(store)
+        store.gate.clear()
+        held = front.put("a", [0])
+        await until(store.entered.is_set)
+        await front.close(0.01, end=False)
+        # It may still use its descriptors: they are left to the end of the process.
+        os.fstat(store.reader)
+        assert not held.done()
+        store.gate.set()
+        store.close()
+
+    asyncio.run(run())
+
+
+def test_a_stopped_keeper_is_not_waited_for_and_gets_everything_in_the_end(tmp_path: Path) -> None:
+    async def run() -> None:
+        front = LeaseStore(KeeperStore.open(tmp_path, linger_s=0, check_s=0.02))
+        (keeper,) = [int(p.name) for p in Path("/proc").glob("[0-9]*") if _is_keeper(p, tmp_path)]
+        os.kill(keeper, signal.SIGSTOP)
+        held = front.put("a", [0])
+        await asyncio.sleep(0)
+        assert not held.done()
+        os.kill(keeper, signal.SIGCONT)
+        async with asyncio.timeout(DEADLINE_S):
+            await held
+            front.drop("a")
+            await front.close(DEADLINE_S, end=True)
+
+    asyncio.run(run())
+
+
+def _is_keeper(proc: Path, directory: Path) -> bool:
+    try:
+        arguments = (proc / "cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return False
+    return os.fsencode(directory) in arguments and b"-S" in arguments
