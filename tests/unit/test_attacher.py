@@ -13,7 +13,7 @@ import pytest
 from mpsd import procs
 from mpsd.attacher import Attacher
 from mpsd.core import events as ev
-from mpsd.errors import GpuError, StoreError
+from mpsd.errors import GpuError, NotFoundError, StoreError
 from mpsd.gpu.base import AddressSpace
 from mpsd.lease import Kept, lease_name, parse_lease_name
 from mpsd.leasestore import LeaseStore
@@ -235,7 +235,24 @@ def test_only_fatal_events_are_told_and_not_without_end() -> None:
         tracker.tell(TrackerBatch((serviced, *[EVENT] * 1000), 0))
         while tracker.batches:
             await asyncio.sleep(0)
-        assert 1 <= len([e for e in desk.said if isinstance(e, ev.UvmFatal)]) <= 64
+        told = len([e for e in desk.said if isinstance(e, ev.UvmFatal)])
+        assert 1 <= told <= 64
+        assert desk.dropped() == 1000 - told
+
+    at_a_desk(play)
+
+
+def test_a_process_that_cannot_be_described_is_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def play(desk: Desk) -> None:
+        def gone(pid: int, command: str = "") -> ProcessFacts:
+            raise NotFoundError(f"process {pid} has gone")
+
+        monkeypatch.setattr(procs, "facts", gone)
+        desk.attacher.notice("d1", desk.process.pid)
+        assert desk.attacher.pinned(desk.process) is not None
+        await desk.attacher.noticed()
+        assert desk.attacher.pinned(desk.process) is None
+        assert desk.said == [ev.Counted({"clients_missed": 1})]
 
     at_a_desk(play)
 

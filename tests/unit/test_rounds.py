@@ -12,9 +12,8 @@ import pytest
 from mpsd import rounds
 from mpsd.core import events as ev
 from mpsd.core.state import Policy, Slot, State
-from mpsd.errors import ControlError
 from mpsd.layout import Layout
-from mpsd.rounds import LIST_EVERY, MODE_EVERY, TRIM_EVERY, Rounds
+from mpsd.rounds import FLUSH_EVERY, LIST_EVERY, MODE_EVERY, TRIM_EVERY, Rounds
 
 
 class Spy:
@@ -24,7 +23,7 @@ class Spy:
         self.asked: list[Any] = []
         self.leases: dict[Any, Any] = {}
         self.problem = ""
-        self.listed: dict[str, tuple[int, ...] | Exception] = {}
+        self.domains: tuple[str, ...] = ()
 
     def check_identities(self) -> None:
         self.asked.append("identities")
@@ -36,17 +35,16 @@ class Spy:
         self.asked.append("retry")
 
     def names(self) -> tuple[str, ...]:
-        return tuple(self.listed)
+        return self.domains
 
-    async def listed_clients(self, domain: str) -> tuple[int, ...]:
-        found = self.listed[domain]
-        if isinstance(found, Exception):
-            raise found
-        return found
+    async def list_clients(self, domain: str) -> None:
+        self.asked.append(("list", domain))
 
-    def notice(self, domain: str, pid: int) -> bool:
-        self.asked.append(("notice", domain, pid))
-        return True
+    def look_around(self) -> None:
+        self.asked.append("orphans")
+
+    def sync(self) -> None:
+        self.asked.append("sync")
 
     def ask(self, domain: str) -> None:
         self.asked.append(("ask", domain))
@@ -73,10 +71,12 @@ class Machine:
             part,
             part,
             part,
+            part,
             self.layout,
             lambda: self.state,
             self.posted.append,
             self._exclusive,
+            spy.list_clients,
             "slot",
             base / "default",
             77,
@@ -103,8 +103,8 @@ def machine(tmp_path: Path) -> Machine:
 
 
 def test_an_ordinary_round_asks_no_control_daemon(machine: Machine) -> None:
-    machine.spy.listed = {"d1": (7,)}
-    assert machine.round(1) == ["identities", "refresh"]
+    machine.spy.domains = ("d1",)
+    assert machine.round(1) == ["identities", "orphans", "refresh"]
 
 
 def test_what_could_not_be_written_is_tried_again(machine: Machine) -> None:
@@ -113,16 +113,17 @@ def test_what_could_not_be_written_is_tried_again(machine: Machine) -> None:
 
 
 def test_now_and_then_the_servers_lists_are_compared(machine: Machine) -> None:
-    machine.spy.listed = {"d1": ControlError("busy"), "d2": (7,)}
+    machine.spy.domains = ("d1", "d2")
     asked = machine.round(LIST_EVERY)
-    assert ("notice", "d2", 7) in asked and ("ask", "d2") in asked
-    assert ("ask", "d1") not in asked
+    assert [a for a in asked if a[0] in ("list", "ask")] == [
+        (what, domain) for domain in ("d1", "d2") for what in ("list", "ask")
+    ]
 
 
 def test_on_a_full_disk_they_are_compared_each_time_and_it_is_said(machine: Machine) -> None:
-    machine.spy.listed = {"d1": (7,)}
+    machine.spy.domains = ("d1",)
     machine.space = 0
-    assert ("notice", "d1", 7) in machine.round(1)
+    assert ("list", "d1") in machine.round(1)
     assert any("is full" in text for text in machine.rounds.problems())
     machine.space = 1 << 30
     machine.round(2)
@@ -131,6 +132,10 @@ def test_on_a_full_disk_they_are_compared_each_time_and_it_is_said(machine: Mach
 
 def test_logs_are_trimmed_now_and_then(machine: Machine) -> None:
     assert ("trim", 77) in machine.round(TRIM_EVERY)
+
+
+def test_what_was_written_is_flushed_now_and_then(machine: Machine) -> None:
+    assert machine.round(FLUSH_EVERY).count("sync") == 2
 
 
 def test_a_change_of_compute_mode_is_told_once_it_differs(machine: Machine) -> None:

@@ -91,7 +91,7 @@ def test_views_that_two_domains_kept_of_one_process_are_closed_once_each() -> No
         inspector = Inspector()
         watch = WorkWatch(inspector, 0.001, lambda event: None)
         for _ in range(2):
-            watch.adopt(PROCESS, {})
+            watch.adopt_or_tell(PROCESS, {})
         await watch.close()
         assert [view.closed for view in inspector.views] == [1, 1]
 
