@@ -15,11 +15,10 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import structlog
 
@@ -31,6 +30,7 @@ from mpsd.guardnotes import GuardNotes
 from mpsd.lease import GUARD_ROLE, Kept, Lease, adopt, lease_name
 from mpsd.leasestore import LeaseStore
 from mpsd.model import ClientId, ProcessFacts, ProcessInstance
+from mpsd.tasks import Tasks
 from mpsd.workwatch import WorkWatch
 
 log = structlog.get_logger("mpsd.attacher")
@@ -89,7 +89,7 @@ class Attacher:
         self._pins: dict[ProcessInstance, Pin] = {}
         self._leases: dict[ClientId, Lease] = {}
         self._kept: dict[ClientId, Kept] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks(post)
         self._noticing: set[asyncio.Task[None]] = set()
         self._checking: asyncio.Task[None] | None = None
         self._ending: set[ClientId] = set()
@@ -103,12 +103,6 @@ class Attacher:
     def pinned(self, process: ProcessInstance) -> procs.Pinned | None:
         pin = self._pins.get(process)
         return pin.process if pin else None
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = self._loop.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
 
     def notice(self, domain: str, pid: int, *, listed: bool = False) -> None:
         """Pin a process that a domain's log or client list names; core hears of it once it is described.
@@ -127,7 +121,7 @@ class Attacher:
             self._loop.add_reader(process.fileno(), self._died, process.instance)
         else:
             process.close()
-        task = self._spawn(self._introduce(domain, pin, listed=listed))
+        task = self._tasks.spawn(self._introduce(domain, pin, listed=listed))
         self._noticing.add(task)
         task.add_done_callback(self._noticing.discard)
 
@@ -173,13 +167,14 @@ class Attacher:
         self._loop.remove_reader(pin.process.fileno())
         pin.gone.set()
         if pin.attaching:
-            self._spawn(self._tell_death(process, pin))
+            self._tasks.spawn(self._tell_death(process, pin))
         else:
             self._post(ev.ClientDied(process))
 
     async def _tell_death(self, process: ProcessInstance, pin: Pin) -> None:
         """A lease that is just being taken is core's before the death is: nobody else would keep it."""
-        await asyncio.wait(set(pin.attaching), timeout=SETTLE_S)
+        if under_way := set(pin.attaching):
+            await asyncio.wait(under_way, timeout=SETTLE_S)
         self._post(ev.ClientDied(process))
 
     def attach(self, domain: str, process: ProcessInstance, space: int) -> None:
@@ -191,7 +186,7 @@ class Attacher:
         kept = {
             c: self._kept.pop(c) for c in sorted(self._kept) if (c.domain, c.process) == (domain, process)
         }
-        task = self._spawn(self._attach(domain, pin, space, kept))
+        task = self._tasks.spawn(self._attach(domain, pin, space, kept))
         pin.attaching.add(task)
         task.add_done_callback(pin.attaching.discard)
 
@@ -367,7 +362,7 @@ class Attacher:
         if lease.tracker is not None:
             self._loop.remove_reader(lease.tracker.fileno())
         self._ending.add(client)
-        self._spawn(self._close(client, lease))
+        self._tasks.spawn(self._close(client, lease))
 
     async def _close(self, client: ClientId, lease: Lease) -> None:
         try:
@@ -402,9 +397,9 @@ class Attacher:
         """
         chosen = {p: pin for p, pin in self._pins.items() if pid in (None, p.pid) and pin.identity}
         if pid is not None:
-            self._spawn(self._check(chosen))
+            self._tasks.spawn(self._check(chosen))
         elif self._checking is None or self._checking.done():
-            self._checking = self._spawn(self._check(chosen))
+            self._checking = self._tasks.spawn(self._check(chosen))
 
     async def _check(self, pins: Mapping[ProcessInstance, Pin]) -> None:
         """In threads: the program file of a process may lie on a dead file server."""
@@ -418,8 +413,7 @@ class Attacher:
         """Until nobody is being attached and all that was given up is closed; SETTLE_S at most."""
         for pin in self._pins.values():
             pin.gone.set()
-        if self._tasks:
-            await asyncio.wait(set(self._tasks), timeout=SETTLE_S)
+        await self._tasks.ended(SETTLE_S)
 
     def close(self) -> None:
         """Let go of everything that is this process's own. What the store holds lives on."""

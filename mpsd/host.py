@@ -11,9 +11,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import structlog
 
@@ -26,6 +25,7 @@ from mpsd.linux.pinned import Pinned
 from mpsd.logfollow import LogFollower
 from mpsd.model import ProcessInstance, ServerState
 from mpsd.settings import ControlSettings, Setting, understood
+from mpsd.tasks import Tasks
 
 log = structlog.get_logger("mpsd.host")
 
@@ -84,7 +84,7 @@ class Hosts:
         self._start_deadline_s = start_deadline_s
         self._private = private
         self._hosts: dict[str, Host] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks(callbacks.post)
         self._starting: dict[str, asyncio.Task[None]] = {}
         self._stopping: set[str] = set()
         self._loop = asyncio.get_running_loop()
@@ -99,12 +99,6 @@ class Hosts:
     def unparsed(self) -> int:
         return sum(h.parser.unparsed for h in self._hosts.values())
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = self._loop.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
-
     def _control(self, domain: str, gpus: tuple[str, ...]) -> ControlDaemon:
         return ControlDaemon(
             self._binary,
@@ -115,7 +109,7 @@ class Hosts:
         )
 
     def start(self, domain: str, gpus: tuple[str, ...], uid: int | None) -> None:
-        task = self._starting[domain] = self._spawn(self._start(domain, gpus, uid))
+        task = self._starting[domain] = self._tasks.spawn(self._start(domain, gpus, uid))
         task.add_done_callback(lambda _: self._starting.pop(domain, None))
 
     async def _start(self, domain: str, gpus: tuple[str, ...], uid: int | None) -> None:
@@ -228,7 +222,7 @@ class Hosts:
         # One question at a time, whatever a log says.
         if not host.confirming:
             host.confirming = True
-            self._spawn(self._confirm(host))
+            self._tasks.spawn(self._confirm(host))
 
     async def _confirm(self, host: Host) -> None:
         try:
@@ -302,7 +296,7 @@ class Hosts:
     def ask(self, domain: str) -> None:
         """Find the server and its state, and tell core."""
         if domain in self._hosts:
-            self._spawn(self._ask(domain))
+            self._tasks.spawn(self._ask(domain))
 
     async def _ask(self, domain: str) -> None:
         host = self._hosts.get(domain)
@@ -324,7 +318,7 @@ class Hosts:
     def terminate(
         self, domain: str, server: ProcessInstance, process: ProcessInstance, deadline_s: float
     ) -> None:
-        self._spawn(self._terminate(domain, server, process, deadline_s))
+        self._tasks.spawn(self._terminate(domain, server, process, deadline_s))
 
     async def _terminate(
         self, domain: str, server: ProcessInstance, process: ProcessInstance, deadline_s: float
@@ -354,7 +348,7 @@ class Hosts:
         """End a domain; once, however often it is asked for."""
         if domain not in self._stopping:
             self._stopping.add(domain)
-            task = self._spawn(self._stop(domain, deadline_s))
+            task = self._tasks.spawn(self._stop(domain, deadline_s))
             task.add_done_callback(lambda _: self._stopping.discard(domain))
 
     async def _stop(self, domain: str, deadline_s: float) -> None:
@@ -398,14 +392,12 @@ class Hosts:
 
     async def idle(self) -> None:
         """Until no start, stop or command is under way."""
-        while self._tasks:
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+        while self._tasks.running():
+            await self._tasks.ended()
 
     async def close(self) -> None:
         """Let go of every domain without ending it."""
-        for task in tuple(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.cancel()
         for host in tuple(self._hosts.values()):
             self._let_go(host)
         self._hosts.clear()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from mpsd.guard import Guards
 from mpsd.host import Hosts
 from mpsd.layout import Layout
 from mpsd.model import LiesThere
+from mpsd.tasks import Tasks
 from mpsd.workwatch import WorkWatch
 
 log = structlog.get_logger("mpsd.performer")
@@ -47,7 +48,7 @@ class Performer:
         self._hands = hands
         self._loop = asyncio.get_running_loop()
         self._timers: dict[tuple[str, str], asyncio.TimerHandle] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks(hands.post)
         # Keyed by type; Any stands for the pairing of each key with its method's argument.
         self._methods: Mapping[type, Callable[[Any], None]] = {
             fx.StartDomain: lambda e: hands.hosts.start(e.domain, e.gpus, e.uid),
@@ -71,11 +72,6 @@ class Performer:
     def perform(self, effect: fx.Effect) -> None:
         self._methods[type(effect)](effect)
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = self._loop.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
     def _terminate(self, effect: fx.Terminate) -> None:
         self._hands.guards.abandon(effect.process)
         self._hands.hosts.terminate(effect.domain, effect.server, effect.process, effect.deadline_s)
@@ -86,7 +82,7 @@ class Performer:
         self._hands.attacher.kill(process)
 
     def _release(self, effect: fx.ReleaseLease) -> None:
-        self._spawn(self._release_when_free(effect))
+        self._tasks.spawn(self._release_when_free(effect))
 
     async def _release_when_free(self, effect: fx.ReleaseLease) -> None:
         # The guard's thread uses the lease's descriptors: they are closed when it is done with them.
@@ -98,7 +94,7 @@ class Performer:
         self._hands.attacher.forget(effect.process)
 
     def _inspect(self, effect: fx.Inspect) -> None:
-        self._spawn(self._look_up(effect))
+        self._tasks.spawn(self._look_up(effect))
 
     async def _look_up(self, effect: fx.Inspect) -> None:
         found = LiesThere.UNKNOWN
@@ -125,4 +121,4 @@ class Performer:
         for timer in self._timers.values():
             timer.cancel()
         self._timers.clear()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.ended()

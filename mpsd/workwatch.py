@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import structlog
 
@@ -15,6 +14,7 @@ from mpsd.core import events as ev
 from mpsd.errors import GpuError
 from mpsd.gpu.base import WorkInspector, WorkView
 from mpsd.model import ProcessInstance
+from mpsd.tasks import Tasks
 
 log = structlog.get_logger("mpsd.workwatch")
 
@@ -35,7 +35,7 @@ class WorkWatch:
         self._post = post
         self._views: dict[ProcessInstance, WorkView] = {}
         self._tasks: dict[ProcessInstance, asyncio.Task[None]] = {}
-        self._closing: set[asyncio.Task[None]] = set()
+        self._closing = Tasks(post)
         self._pending: dict[ProcessInstance, str] = {}
         self._round: asyncio.Task[None] | None = None
         self._lookers = ThreadPoolExecutor(LOOKERS, "work")
@@ -47,14 +47,8 @@ class WorkWatch:
     def follow(self, process: ProcessInstance, view: WorkView) -> Mapping[str, int]:
         """Begin to follow a living client; the descriptors to store with its lease."""
         self._put(process, view)
-        self._spawn(self._follow_young(process, view))
+        self._closing.spawn(self._follow_young(process, view))
         return view.fds
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(work)
-        self._closing.add(task)
-        task.add_done_callback(self._closing.discard)
-        return task
 
     async def _follow_young(self, process: ProcessInstance, view: WorkView) -> None:
         end = time.monotonic() + YOUNG_S
@@ -78,7 +72,7 @@ class WorkWatch:
         self._views[process] = view
         if before is not None and process not in self._tasks:
             # After an exec, or for a second domain. One being watched is closed when its watch ends.
-            self._spawn(_close(None, before))
+            self._closing.spawn(_close(None, before))
 
     def has(self, process: ProcessInstance) -> bool:
         return process in self._views
@@ -87,7 +81,7 @@ class WorkWatch:
         """Look at the living anew, unless that is still under way."""
         living = [v for p, v in self._views.items() if p in leased and p not in self._tasks]
         if self._round is None or self._round.done():
-            self._round = self._spawn(self._refresh_all(living))
+            self._round = self._closing.spawn(self._refresh_all(living))
 
     async def _refresh_all(self, views: Sequence[WorkView]) -> None:
         for view in views:
@@ -147,13 +141,12 @@ class WorkWatch:
         view = self._views.pop(process, None)
         if view is None and task is None:
             return
-        self._spawn(_close(task, view))
+        self._closing.spawn(_close(task, view))
 
     async def close(self) -> None:
         for process in (*self._tasks, *self._views):
             self.forget(process)
-        if self._closing:
-            await asyncio.wait(set(self._closing), timeout=CLOSE_S)
+        await self._closing.ended(CLOSE_S)
         self._lookers.shutdown(wait=False, cancel_futures=True)
 
 

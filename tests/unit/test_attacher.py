@@ -257,6 +257,22 @@ def test_a_process_that_cannot_be_described_is_let_go_of(monkeypatch: pytest.Mon
     at_a_desk(play)
 
 
+def test_a_death_is_told_also_when_its_attaching_has_just_ended() -> None:
+    async def play(desk: Desk) -> None:
+        await desk.joined()
+        pin = desk.attacher._pins[desk.process]
+
+        async def ends() -> None:
+            return
+
+        pin.attaching.add(task := desk.attacher._tasks.spawn(ends()))
+        task.add_done_callback(pin.attaching.discard)
+        desk.attacher._died(desk.process)
+        await desk.told(ev.ClientDied)
+
+    at_a_desk(play)
+
+
 def test_a_lease_is_stored_before_the_client_counts_as_attached() -> None:
     async def play(desk: Desk) -> None:
         await desk.joined()
