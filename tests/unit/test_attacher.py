@@ -1,4 +1,7 @@
-"""Pins, leases and trackers over a UVM driver that does as the test says; the client is this process."""
+"""Pins, leases and trackers over a UVM driver that does as the test says; the client is this process.
+
+Long because the fakes of driver, work and store stand here, where their every step is the test's.
+"""
 
 from __future__ import annotations
 
