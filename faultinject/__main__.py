@@ -28,17 +28,41 @@ from faultinject.verdict import Verdict
 from mpsd.errors import MpsdError, UsageError
 
 MOST_SURVIVORS = 16
+MOST_JOBS = 256
 
 
 def names(text: str) -> list[str]:
-    return [word for word in text.split(",") if word]
+    """For argparse: words by commas, at least one."""
+    if not (found := [word for word in text.split(",") if word]):
+        raise argparse.ArgumentTypeError("nothing is named")
+    return found
 
 
-def survivors(text: str) -> int:
-    """For argparse: without a survivor there is nobody whose fate could be judged."""
-    if not text.isdecimal() or not 1 <= int(text) <= MOST_SURVIVORS:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 to {MOST_SURVIVORS}")
-    return int(text)
+def counts(text: str) -> list[int]:
+    """For argparse: numbers of clients, by commas."""
+    return [number(0, 1000)(word) for word in names(text)]
+
+
+def number(least: int, most: int) -> Callable[[str], int]:
+    """For argparse: a whole number in this range."""
+
+    def read(text: str) -> int:
+        if not text.isdecimal() or not least <= int(text) <= most:
+            raise argparse.ArgumentTypeError(f"{text!r} is no number from {least} to {most}")
+        return int(text)
+
+    return read
+
+
+def seconds(text: str) -> float:
+    """For argparse: a time that is not nothing."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0.0 < value < 1e6:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds above 0")
+    return value
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
@@ -63,16 +87,20 @@ def parser() -> argparse.ArgumentParser:
     _add_common(run)
     run.add_argument("--kinds", type=names, default=["all"], help="all, or kinds (see list), by commas")
     run.add_argument("--modes", type=names, default=list(MODES), help="stock, mpsd")
-    run.add_argument("--survivors", type=survivors, default=3, help=f"1 to {MOST_SURVIVORS} (default: 3)")
-    run.add_argument("--deadline", type=float, default=120.0, help="seconds that one run may take")
-    run.add_argument("--jobs", type=int, default=1, help="runs at a time (simulated only)")
+    # Without a survivor there is nobody whose fate could be judged.
+    run.add_argument(
+        "--survivors", type=number(1, MOST_SURVIVORS), default=3, help=f"1 to {MOST_SURVIVORS} (default: 3)"
+    )
+    run.add_argument("--deadline", type=seconds, default=120.0, help="seconds that one run may take")
+    run.add_argument("--jobs", type=number(1, MOST_JOBS), default=1, help="runs at a time (simulated only)")
     run.add_argument("--out", type=Path, help="keep histories, and the logs of what was not valid")
     run.set_defaults(go=_run)
     lists = commands.add_parser("list", help="show the kinds of fault")
     lists.set_defaults(go=_list)
     demo = commands.add_parser("demo", help="one fault of each class, stock MPS beside mpsd")
     _add_backend(demo)
-    demo.add_argument("--jobs", type=int, default=0, help="runs at a time (simulated only; 0: by the CPUs)")
+    jobs = "runs at a time (simulated only; 0: by the CPUs)"
+    demo.add_argument("--jobs", type=number(0, MOST_JOBS), default=0, help=jobs)
     demo.add_argument("--yes", action="store_true", help="use the real GPU, whoever is on it, without asking")
     demo.set_defaults(go=_demo)
     bench = commands.add_parser("bench", help="measure attaching, recording, evicting, and the daemon")
@@ -80,19 +108,22 @@ def parser() -> argparse.ArgumentParser:
         "--backend", choices=BACKENDS, default="simulated", help="the GPU (default: simulated)"
     )
     _add_common(bench)
-    bench.add_argument("--idle-s", type=float, default=5.0, help="seconds over which idle CPU is measured")
-    bench.add_argument("--hold-s", type=float, default=2.0, help="seconds for which a rate of events is held")
-    bench.add_argument("--clients", type=names, default=["0", "10", "60"])
+    bench.add_argument("--idle-s", type=seconds, default=5.0, help="seconds over which idle CPU is measured")
+    bench.add_argument(
+        "--hold-s", type=seconds, default=2.0, help="seconds for which a rate of events is held"
+    )
+    bench.add_argument("--clients", type=counts, default=[0, 10, 60], help="by commas (default: 0,10,60)")
     bench.set_defaults(go=_bench)
     sweep = commands.add_parser("sweep", help="mpsd dies before effect N, for every N")
     sweep.add_argument(
         "--backend", choices=BACKENDS, default="simulated", help="the GPU (default: simulated)"
     )
     _add_common(sweep)
-    sweep.add_argument("--sample", type=int, default=0, help="so many N drawn by the seed; 0: every N")
-    sweep.add_argument("--from", dest="first", type=int, default=1)
-    sweep.add_argument("--to", dest="last", type=int, default=0, help="0: until no effect is left")
-    sweep.add_argument("--jobs", type=int, default=1, help="runs at a time (simulated only)")
+    effect = number(0, 1_000_000)
+    sweep.add_argument("--sample", type=effect, default=0, help="so many N drawn by the seed; 0: every N")
+    sweep.add_argument("--from", dest="first", type=effect, default=1)
+    sweep.add_argument("--to", dest="last", type=effect, default=0, help="0: until no effect is left")
+    sweep.add_argument("--jobs", type=number(1, MOST_JOBS), default=1, help="runs at a time (simulated only)")
     sweep.add_argument("--out", type=Path, help="keep histories and logs")
     sweep.set_defaults(go=_sweep)
     render = commands.add_parser("render", help="render a report as Markdown")
@@ -133,7 +164,7 @@ def write(finished: dict[str, Any], json_path: Path | None, markdown_path: Path 
         tell_stderr(f"wrote {path}")
     if markdown_path is not None:
         path = report.placed(markdown_path, finished, "matrix", "md")
-        path.write_text(report.markdown(finished), encoding="utf-8")
+        report.write_text(path, report.markdown(finished))
         tell_stderr(f"wrote {path}")
 
 
@@ -157,9 +188,8 @@ def _bench(args: argparse.Namespace) -> int:
     from faultinject.bench import bench
     from faultinject.stream import Plan as Rates
 
-    clients = [int(c) for c in args.clients]
     rates = Rates(hold_s=args.hold_s)
-    return bench(args.backend, clients, args.idle_s, args.seed, args.json, args.markdown, rates)
+    return bench(args.backend, args.clients, args.idle_s, args.seed, args.json, args.markdown, rates)
 
 
 def _sweep(args: argparse.Namespace) -> int:
@@ -194,6 +224,17 @@ def _check(args: argparse.Namespace) -> int:
     return 0 if verdict(findings) is Verdict.VALID else 1
 
 
+def make_out(path: Path | None) -> None:
+    """The directory for histories and logs. Raises UsageError."""
+    try:
+        if path is not None:
+            path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(
+            f"--out {path}: cannot be made: {error.strerror}", remedy="choose another place"
+        ) from error
+
+
 def _told_to_stop(number: int, frame: object) -> None:
     """SIGTERM ends a run as Ctrl-C does: everything that it started ends with it."""
     raise KeyboardInterrupt
@@ -210,6 +251,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         for name in ("json", "markdown"):
             report.check_target(getattr(args, name, None), f"--{name}")
+        make_out(getattr(args, "out", None))
     except MpsdError as error:
         print(f"mpsd-faultinject: {error}", file=sys.stderr)
         return error.exit_code

@@ -243,4 +243,4 @@ def _write(
     if json_path is not None:
         report.save(finished, report.placed(json_path, finished, "bench", "json"))
     if md_path is not None:
-        report.placed(md_path, finished, "bench", "md").write_text(text, encoding="utf-8")
+        report.write_text(report.placed(md_path, finished, "bench", "md"), text)

@@ -17,7 +17,7 @@ from typing import Any
 from faultinject.faults import Fault
 from faultinject.observation import Observation
 from faultinject.verdict import Finding, Verdict
-from mpsd.errors import UsageError
+from mpsd.errors import StoreError, UsageError
 
 SCHEMA_VERSION = 1
 
@@ -197,7 +197,15 @@ def check_target(path: Path | None, option: str) -> None:
 
 
 def save(report: Mapping[str, Any], path: Path) -> None:
-    path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    write_text(path, json.dumps(report, indent=1) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Raises StoreError, which names the file."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise StoreError(f"cannot write {path}: {error.strerror}", remedy="choose another place") from error
 
 
 _COLUMNS: tuple[tuple[str, str], ...] = (

@@ -284,7 +284,7 @@ def sweep(plan: SweepPlan, json_path: Path | None, markdown_path: Path | None = 
         report.save(finished, report.placed(json_path, finished, "sweep", "json"))
     if markdown_path is not None:
         path = report.placed(markdown_path, finished, "sweep", "md")
-        path.write_text(_markdown(finished, outcomes), encoding="utf-8")
+        report.write_text(path, _markdown(finished, outcomes))
     return 1 if bad or not outcomes else 0
 
 

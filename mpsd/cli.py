@@ -68,17 +68,22 @@ def run(arguments: argparse.Namespace) -> int:
         structlog.get_logger("mpsd").warning("variable without a meaning", name=name, remedy=remedy)
     # A client takes up to ten descriptors, and a login shell's limit is often 1024.
     descriptors.raise_limit()
+    layout = Layout.of(config)
+    layout.prepare()
     # Before a simulated GPU is started, which would stay.
-    Layout.of(config).prepare()
-    backend = open_backend(config)
+    lock = layout.lock()
     try:
+        backend = open_backend(config)
+        try:
 
-        async def serve() -> None:
-            await Daemon(config, backend, environ).run(stop_domains=arguments.stop_domains)
+            async def serve() -> None:
+                await Daemon(config, backend, environ).run(stop_domains=arguments.stop_domains)
 
-        asyncio.run(serve())
+            asyncio.run(serve())
+        finally:
+            backend.devices.close()
     finally:
-        backend.devices.close()
+        os.close(lock)
     return 0
 
 

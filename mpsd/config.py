@@ -239,7 +239,9 @@ class Config:
 
     schema_version: int = _key(SCHEMA_VERSION, "version of this schema", low=1, high=SCHEMA_VERSION)
     backend: BackendName = _key(BackendName.NVIDIA, "nvidia, or simulated: a whole daemon without a GPU")
-    run_dir: str = _key("", "sockets and domains; empty: /run/mpsd, for other users $XDG_RUNTIME_DIR/mpsd")
+    run_dir: str = _key(
+        "", "sockets and domains; empty: /run/mpsd, for other users $XDG_RUNTIME_DIR/mpsd or /tmp/mpsd-UID"
+    )
     log_dir: str = _key(
         "", "logs of control daemons; empty: /var/log/mpsd, for others $XDG_STATE_HOME/mpsd/log"
     )

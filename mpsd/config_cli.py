@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import TextIO
 
 from mpsd.config import DEFAULT_FILE
-from mpsd.config_reader import load, to_toml, unknown_variables
+from mpsd.config_reader import load, mistakes, to_toml, unknown_variables
 from mpsd.errors import ConfigError, MpsdError
 
 
@@ -40,9 +40,16 @@ def run(arguments: Namespace, environ: Mapping[str, str], out: TextIO) -> int:
     plain = {
         key: value for key, value in environ.items() if not key.startswith("MPSD_") or key == "MPSD_CONFIG"
     }
-    load(arguments.file, plain)
-    for name, remedy in unknown_variables(environ):
-        raise ConfigError(f"no key has the variable ${name}, which is set", remedy=remedy)
+    wrong = mistakes(arguments.file, plain)
+    wrong += [
+        ConfigError(f"no key has the variable ${name}, which is set", remedy=remedy)
+        for name, remedy in unknown_variables(environ)
+    ]
+    if len(wrong) == 1:
+        raise wrong[0]
+    if wrong:
+        # One error for the caller, each mistake on a line of its own.
+        raise ConfigError("\n      ".join(map(str, wrong)))
     named = arguments.file or environ.get("MPSD_CONFIG")
     if named or DEFAULT_FILE.exists():
         out.write(f"{named or DEFAULT_FILE}: ok\n")

@@ -56,6 +56,29 @@ def load(path: str | Path | None = None, environ: Mapping[str, str] | None = Non
     return config
 
 
+def mistakes(path: str | Path | None, environ: Mapping[str, str]) -> list[ConfigError]:
+    """Everything that is wrong with a file, as far as it can be read at all. Raises ConfigError for one
+    that cannot.
+    """
+    named = path or environ.get("MPSD_CONFIG")
+    source = Path(named) if named else DEFAULT_FILE
+    found: list[ConfigError] = []
+    for key, raw in _read_file(source, optional=not named).items():
+        inner = raw.items() if isinstance(raw, dict) and raw else ()
+        for alone in [{key: {name: value}} for name, value in inner] or [{key: raw}]:
+            try:
+                _build(Config, alone, str(source), "")
+            except ConfigError as error:
+                if str(error) not in map(str, found):
+                    found.append(error)
+    if not found:
+        try:
+            load(path, environ)
+        except ConfigError as error:
+            found.append(error)
+    return found
+
+
 def keys() -> Iterator[tuple[str, str, Field[Any]]]:
     """(section or "", key, field) of every key, in the order of the schema."""
     for top in fields(Config):

@@ -127,10 +127,11 @@ class Daemon:
         self._stop.set()
 
     async def run(self, *, stop_domains: bool = False) -> None:
-        """Serve until stopped. Raises MpsdError when this machine or configuration does not allow it."""
+        """Serve until stopped, in directories that are prepared and locked (Layout).
+
+        Raises MpsdError when this machine or configuration does not allow it.
+        """
         self._check_rights()
-        self.layout.prepare()
-        lock = self.layout.lock()
         notifier = Notifier.from_environ(self._environ)
         try:
             self._assemble(notifier)
@@ -141,7 +142,6 @@ class Daemon:
             )
         finally:
             notifier.close()
-            os.close(lock)
 
     def _check_rights(self) -> None:
         """Domains of everybody's need servers that change their user. Raises ConfigError."""
@@ -463,10 +463,14 @@ class Daemon:
             self._save_pending = True
             self._loop.call_soon(self.save_pending)
 
-    def save_pending(self) -> None:
-        """Write the state if it has changed: before an answer says that something is done for good."""
+    def save_pending(self) -> str:
+        """Write the state if it has changed: before an answer says that something is done for good.
+
+        Why it is not done for good, empty when it is.
+        """
         if self._save_pending:
             self._save()
+        return self._statefile.problem or ""
 
     def _save(self) -> None:
         self._save_pending = False

@@ -10,8 +10,9 @@ import ctypes
 import os
 import resource
 import subprocess
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 
 from mpsd import pipedir
 from mpsd.errors import MpsdError
@@ -41,13 +42,16 @@ def run_checks(
     pipe_dirs: Sequence[str] = (),
     kernel_log: str | None = KERNEL_LOG,
     privileged: bool = True,
+    gpus: Mapping[str, Callable[[], object]] = MappingProxyType({}),
 ) -> list[Check]:
     """All checks in the order in which they are shown: the backend's, then this machine's.
 
     `pipe_dirs` are the domains' pipe directories, existing or planned; `kernel_log` is None where
-    the backend brings its own. Without `privileged` (simulated GPU) an ordinary user will do.
+    the backend brings its own. `gpus`: a question to each GPU, which raises GpuError. Without
+    `privileged` (simulated GPU) an ordinary user will do.
     """
     asked: list[tuple[str, Callable[[], Check]]] = [
+        *((f"GPU {name}", partial(_gpu, f"GPU {name}", ask)) for name, ask in gpus.items()),
         ("pid namespace", _pid_namespace),
         ("pidfd_getfd", _descriptor_duplication),
         ("yama", _yama),
@@ -69,6 +73,15 @@ def run_checks(
 def healthy(checks: Iterable[Check]) -> bool:
     """Whether every check that applies is fulfilled."""
     return all(check.ok is not False for check in checks)
+
+
+def _gpu(name: str, ask: Callable[[], object]) -> Check:
+    try:
+        ask()
+    except MpsdError as error:
+        remedy = "see the kernel log; restart mpsd once it is back"
+        return Check(name, False, f"does not answer: {error}", remedy)
+    return Check(name, True, "answers")
 
 
 def _answer(name: str, ask: Callable[[], Check]) -> Check:

@@ -73,6 +73,7 @@ class Layout:
                     f"cannot make directory {path}: {error.strerror}",
                     remedy="run as root, or set run_dir, log_dir and state_dir to places you may write",
                 ) from error
+            _check_trusted(path)
         longest = self.slot_path("x" * 24) / LONGEST_SOCKET
         if len(os.fsencode(longest)) > SOCKET_PATH_LIMIT:
             raise ConfigError(
@@ -175,3 +176,17 @@ def claim_default_path(path: Path, target: Path) -> str:
     except OSError as error:
         return f"cannot make {path}: {error.strerror}"
     return ""
+
+
+def _check_trusted(path: Path) -> None:
+    """Whoever may write there could put a link or a socket in the daemon's way. Raises ConfigError."""
+    info = path.stat()
+    if info.st_uid not in (0, os.geteuid()):
+        raise ConfigError(
+            f"{path} belongs to uid {info.st_uid}", remedy="remove it, or set another directory in its place"
+        )
+    if info.st_mode & 0o002:
+        raise ConfigError(
+            f"{path} may be written by anybody (mode {info.st_mode & 0o7777:o})",
+            remedy=f"chmod o-w {path}, or set another directory in its place",
+        )

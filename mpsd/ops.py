@@ -22,6 +22,7 @@ from mpsd.errors import (
     DeniedError,
     MpsdError,
     NotFoundError,
+    StoreError,
     UsageError,
 )
 from mpsd.listener import Peer
@@ -141,6 +142,7 @@ class Operations:
             # A simulated node brings a kernel log of its own and serves an ordinary user.
             kernel_log=None if simulated else KERNEL_LOG,
             privileged=not simulated,
+            gpus={g.uuid: partial(daemon.backend.devices.memory_used, g.uuid) for g in daemon.gpus},
         )
         async with self._slow:
             checks = await asyncio.to_thread(ask)
@@ -216,7 +218,11 @@ class Operations:
         shown = list(gpus) or [g.uuid for g in daemon.gpus]
         if not args.get("dry_run"):
             daemon.runtime.post(ev.DrainRequested(gpus, on))
-            daemon.save_pending()
+            if problem := daemon.save_pending():
+                raise StoreError(
+                    f"this is in force now, but would be forgotten when mpsd restarts: {problem}",
+                    remedy="make room there, and ask again",
+                )
         staying = [
             c.id.process.pid
             for c in daemon.runtime.state.clients.values()

@@ -73,7 +73,8 @@ class Rounds:
         found = [self._default_path_problem] if self._default_path_problem else []
         if self._log_disk_full:
             found.append(
-                f"{self.layout.log_dir} is full: clients are noticed once a second, and faults lack evidence"
+                f"{self.layout.log_dir} is full (less than {LOG_SPACE_NEEDED >> 10} KiB left): "
+                "clients are noticed once a second, and faults lack evidence"
             )
         return found
 

@@ -77,7 +77,7 @@ def status(state: State, around: Surroundings) -> dict[str, Any]:
         "pid": around.pid,
         "uptime_s": round(around.uptime_s, 3),
         "draining": bool(state.drained),
-        "drained_gpus": sorted(state.drained),
+        "drained_gpus": sorted(v.gpu.uuid for v in around.gpus if state.drained & {"*", v.gpu.uuid}),
         "problems": list(around.problems),
         "gpus": [_gpu(state, view, around) for view in around.gpus],
         "domains": [_domain(state, d, around, memory) for d in state.domains.values()],

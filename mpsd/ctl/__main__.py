@@ -27,6 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         status = commands.run(options, out)
         out.flush()
     except MpsdError as error:
+        commands.failed(options, out)
         return _failed(str(error), error.exit_code)
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -38,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _mute(out)
         return _failed(f"cannot write: {error.strerror or error}", 1)
     except (LookupError, TypeError, ValueError) as error:
+        commands.failed(options, out)
         what = f"{type(error).__name__}: {error}"
         return _failed(
             f"the daemon's answer is not understood: {what} (use mpsd and mpsd-ctl of one release)", 1

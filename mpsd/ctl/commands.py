@@ -193,6 +193,12 @@ def env(options: Namespace, out: TextIO) -> int:
     return 0
 
 
+def failed(options: Namespace, out: TextIO) -> None:
+    """What standard output gets of a command that failed: `eval "$(mpsd-ctl env)"` must fail with it."""
+    if options.verb == "env" and not options.json:
+        _print(out, ["false"])
+
+
 def version(options: Namespace, out: TextIO) -> int:
     try:
         with connect(options.socket) as client:

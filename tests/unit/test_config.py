@@ -263,3 +263,12 @@ def test_main_reports_without_a_traceback(tmp_path: Path, capsys: pytest.Capture
     path = write(tmp_path, "x = 1")
     assert config_cli.main(["check", str(path)]) == ConfigError.exit_code
     assert capsys.readouterr().err.startswith("mpsd: ")
+
+
+def test_check_names_every_mistake_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "mpsd.toml"
+    path.write_text('run_dirr = "x"\n[guard]\nlow = "maybe"\nlw = true\n[journal]\nmax_records = -5\n')
+    assert config_cli.main(["check", str(path)]) == ConfigError.exit_code
+    told = capsys.readouterr().err
+    for part in ("'run_dir'?", "guard.low = 'maybe'", "'guard.lw'", "max_records = -5"):
+        assert part in told

@@ -95,3 +95,20 @@ def test_a_slot_that_is_given_up_has_no_path(short_dir: Path) -> None:
     layout.drop("slot")
     layout.drop("slot")
     assert not os.path.lexists(layout.slot_path("slot"))
+
+
+def test_a_directory_that_anybody_may_write_is_refused(short_dir: Path) -> None:
+    layout = layout_in(short_dir)
+    layout.prepare()
+    layout.run_dir.chmod(0o777)
+    with pytest.raises(ConfigError, match="may be written by anybody"):
+        layout.prepare()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives a directory to another user")
+def test_a_directory_of_another_user_is_refused(short_dir: Path) -> None:
+    layout = layout_in(short_dir)
+    layout.prepare()
+    os.chown(layout.state_dir, 65534, -1)
+    with pytest.raises(ConfigError, match="belongs to uid 65534"):
+        layout.prepare()

@@ -125,6 +125,8 @@ def _start(where: str, gpus: int) -> None:
             text=True,
             timeout=START_DEADLINE_S,
             check=False,
+            # A Ctrl-C at the terminal is for who started it.
+            start_new_session=True,
         )
     except subprocess.TimeoutExpired as error:
         raise DeadlineError(
