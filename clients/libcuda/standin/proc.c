@@ -1,0 +1,75 @@
+// SPDX-License-Identifier: MIT
+/*
+ * cuGetProcAddress. A real driver chooses among the versions of a function by the CUDA version that
+ * the caller names; here the newest is always right, for there is one generation of everything.
+ */
+#include <dlfcn.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "standin.h"
+
+/* Pointers that cuGetProcAddress gives out and that no symbol leads to. */
+static CUresult private_function(void)
+{
+	return CUDA_SUCCESS;
+}
+
+static void *own_handle(void)
+{
+	Dl_info info;
+
+	return dladdr((void *)find_builtin, &info) ? dlopen(info.dli_fname, RTLD_LAZY | RTLD_NOLOAD) : NULL;
+}
+
+static void *look_up(const char *symbol)
+{
+	void *handle = own_handle(), *found = NULL;
+	char versioned[128];
+
+	for (int version = 4; handle && version >= 2 && !found; version--) {
+		snprintf(versioned, sizeof(versioned), "%s_v%d", symbol, version);
+		found = dlsym(handle, versioned);
+	}
+	if (handle && !found)
+		found = dlsym(handle, symbol);
+	if (handle)
+		dlclose(handle);
+	if (!strcmp(symbol, "cuStandinPrivate"))
+		return (void *)private_function;
+	return found;
+}
+
+API CUresult cuGetProcAddress_v2(const char *symbol, void **pfn, int cudaVersion, cuuint64_t flags,
+				 CUdriverProcAddressQueryResult *symbolStatus)
+{
+	if (!symbol || !pfn || cudaVersion <= 0 || flags > 2)
+		return CUDA_ERROR_INVALID_VALUE;
+	*pfn = strncmp(symbol, "cu", 2) == 0 ? look_up(symbol) : NULL;
+	if (symbolStatus)
+		*symbolStatus = *pfn ? CU_GET_PROC_ADDRESS_SUCCESS : CU_GET_PROC_ADDRESS_SYMBOL_NOT_FOUND;
+	return *pfn || symbolStatus ? CUDA_SUCCESS : CUDA_ERROR_NOT_FOUND;
+}
+
+#undef cuGetProcAddress
+API CUresult cuGetProcAddress(const char *symbol, void **pfn, int cudaVersion, cuuint64_t flags);
+API CUresult cuGetProcAddress(const char *symbol, void **pfn, int cudaVersion, cuuint64_t flags)
+{
+	return cuGetProcAddress_v2(symbol, pfn, cudaVersion, flags, NULL);
+}
+
+/* A name that no header declares, as a newer driver has some. */
+API CUresult cuStandinFromTheFuture(int *answer);
+API CUresult cuStandinFromTheFuture(int *answer)
+{
+	*answer = 42;
+	return CUDA_SUCCESS;
+}
+
+API CUresult cuGetExportTable(const void **ppExportTable, const CUuuid *pExportTableId)
+{
+	if (!ppExportTable || !pExportTableId)
+		return CUDA_ERROR_INVALID_VALUE;
+	*ppExportTable = NULL;
+	return CUDA_ERROR_NOT_FOUND;
+}
