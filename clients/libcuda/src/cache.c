@@ -10,7 +10,8 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include "proxy.h"
+
+#include "cache.h"
 
 #define MAGIC "glibc-ld.so.cache1.1"
 

@@ -11,6 +11,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "cache.h"
 #include "proxy.h"
 
 #define NAME "libcuda.so.1"

@@ -41,10 +41,6 @@ static inline void *mpsd_stub(unsigned int index)
 /* find.c: the handle of the real driver, NULL if there is none; path gets where it came from. */
 void *mpsd_find_real(char *path, size_t size, bool *was_there);
 
-/* cache.c: the first entry for `name` in an ld.so.cache that `fits`. */
-bool mpsd_cache_lookup(const char *cache, const char *name,
-		       bool (*fits)(const char *path, void *context), void *context);
-
 /* map.c: from addresses in the real driver to stubs; immutable once the proxy is loaded. */
 void mpsd_map_add(void *real, unsigned int index);
 void *mpsd_map_find(void *real);

@@ -1,17 +1,21 @@
 // SPDX-License-Identifier: MIT
 /* The one device, what can be asked about pointers, and the names of errors. */
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "standin.h"
 
 #define NAME "mpsd stand-in GPU"
 
+/* MPSD_STANDIN_VERSION: to stand for a driver of another generation. */
 API CUresult cuDriverGetVersion(int *driverVersion)
 {
+	const char *given = getenv("MPSD_STANDIN_VERSION");
+
 	if (!driverVersion)
 		return CUDA_ERROR_INVALID_VALUE;
-	*driverVersion = DRIVER_VERSION;
+	*driverVersion = given ? atoi(given) : DRIVER_VERSION;
 	return CUDA_SUCCESS;
 }
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT
 /*
- * cuGetProcAddress. A real driver chooses among the versions of a function by the CUDA version that
- * the caller names; here the newest is always right, for there is one generation of everything.
+ * cuGetProcAddress. A driver chooses among the versions of a function by the CUDA version that the
+ * caller names. That is older than 12.0 for all but these.
  */
 #include <dlfcn.h>
 #include <stdio.h>
@@ -22,14 +22,33 @@ static void *own_handle(void)
 	return dladdr((void *)find_builtin, &info) ? dlopen(info.dli_fname, RTLD_LAZY | RTLD_NOLOAD) : NULL;
 }
 
-static void *look_up(const char *symbol)
+static const struct {
+	const char *symbol;
+	int version, since;
+} recent[] = {
+	{ "cuGetProcAddress", 2, 12000 },
+	{ "cuEventElapsedTime", 2, 12080 },
+	{ "cuCtxGetDevice", 2, 13000 },
+	{ "cuCtxSynchronize", 2, 13000 },
+};
+
+static bool is_too_new(const char *symbol, int version, int cuda_version)
+{
+	for (size_t i = 0; i < sizeof(recent) / sizeof(*recent); i++)
+		if (!strcmp(recent[i].symbol, symbol) && recent[i].version == version)
+			return cuda_version < recent[i].since;
+	return false;
+}
+
+static void *look_up(const char *symbol, int cuda_version)
 {
 	void *handle = own_handle(), *found = NULL;
 	char versioned[128];
 
 	for (int version = 4; handle && version >= 2 && !found; version--) {
 		snprintf(versioned, sizeof(versioned), "%s_v%d", symbol, version);
-		found = dlsym(handle, versioned);
+		if (!is_too_new(symbol, version, cuda_version))
+			found = dlsym(handle, versioned);
 	}
 	if (handle && !found)
 		found = dlsym(handle, symbol);
@@ -45,7 +64,7 @@ API CUresult cuGetProcAddress_v2(const char *symbol, void **pfn, int cudaVersion
 {
 	if (!symbol || !pfn || cudaVersion <= 0 || flags > 2)
 		return CUDA_ERROR_INVALID_VALUE;
-	*pfn = strncmp(symbol, "cu", 2) == 0 ? look_up(symbol) : NULL;
+	*pfn = strncmp(symbol, "cu", 2) == 0 ? look_up(symbol, cudaVersion) : NULL;
 	if (symbolStatus)
 		*symbolStatus = *pfn ? CU_GET_PROC_ADDRESS_SUCCESS : CU_GET_PROC_ADDRESS_SYMBOL_NOT_FOUND;
 	return *pfn || symbolStatus ? CUDA_SUCCESS : CUDA_ERROR_NOT_FOUND;

@@ -150,5 +150,6 @@ struct CUfunc_st {
 	int shared_bytes;
 };
 
+struct CUfunc_st *find_function(const struct CUfunc_st *handle);	/* NULL if it is none */
 const struct builtin *find_builtin(const char *name);
 bool gpu_reaches(uint64_t address, size_t size, enum access access);	/* takes the lock */
