@@ -163,10 +163,11 @@ print(json.dumps([codes, found.state.name, found.driver_version, getproc(library
 def test_it_steps_aside_for_a_program_that_opened_the_driver_by_its_path(libraries: Libraries) -> None:
     script = """
 real = ctypes.CDLL(sys.argv[1])
-library = ctypes.CDLL("libcuda.so")
+library = ctypes.CDLL(sys.argv[2])
 print(json.dumps([library.cuInit(0), stats().state.name, getproc(library, "cuMemAlloc")]))
 """
-    answer, said = ask(script, libraries.environment(proxied=True), libraries.real)
+    paths = (libraries.real, libraries.proxy / "libcuda.so.1")
+    answer, said = ask(script, libraries.environment(proxied=True), *paths)
     assert answer == [0, "ASIDE", str(libraries.standin)]
     assert "opened the driver by its path" in one_line(said)
 
@@ -192,6 +193,16 @@ again = ctypes.CDLL("libcuda.so.1")
 print(json.dumps([library.cuInit(0), stats() is None]))
 """
     assert ask(script, libraries.environment(proxied=True), libraries.real) == ([0, True], "")
+
+
+def test_both_names_lead_to_one_proxy(libraries: Libraries) -> None:
+    script = """
+libraries = [ctypes.CDLL(name) for name in sys.argv[1:]]
+print(json.dumps([[library.cuInit(0) for library in libraries], stats().state.name,
+                  len({ctypes.cast(library.cuInit, ctypes.c_void_p).value for library in libraries})]))
+"""
+    for names in (("libcuda.so", "libcuda.so.1"), ("libcuda.so.1", "libcuda.so")):
+        assert ask(script, libraries.environment(proxied=True), *names) == ([[0, 0], "ACTIVE", 1], "")
 
 
 def test_a_forked_child_counts_for_itself(libraries: Libraries) -> None:

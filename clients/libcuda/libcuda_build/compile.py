@@ -40,7 +40,7 @@ class BuildError(Exception):
 
 
 def build_proxy(out: Path, *, sanitize: str = "", include: Path | None = None) -> Path:
-    """Build out/libcuda.so.1, with the link libcuda.so beside it. Raises BuildError."""
+    """Build out/libcuda.so.1, and libcuda.so beside it. Raises BuildError."""
     with tempfile.TemporaryDirectory(prefix="mpsd-libcuda-") as made:
         generated = Path(made)
         try:
@@ -77,14 +77,40 @@ def _library(
         command += [f"-fsanitize={sanitize}", "-fno-omit-frame-pointer", "-fno-sanitize-recover=all"]
         link.remove("-Wl,--no-undefined")
     command += [*link, "-o", str(fresh), *map(str, sources), "-ldl", "-lpthread"]
+    _run(command)
+    fresh.rename(target)
+    _second_name(out)
+    return target
+
+
+def _second_name(out: Path) -> None:
+    """libcuda.so, for programs that open that: an empty library that needs the one beside it.
+
+    A link would do the same, but a wheel has no links, and a copy would be a second proxy.
+    """
+    target, fresh = out / "libcuda.so", out / ".libcuda.so.new"
+    link = ["-shared", "-Wl,-soname,mpsd-libcuda.so", "-Wl,-rpath,$ORIGIN", "-Wl,--no-as-needed"]
+    _run(
+        [
+            _compiler(),
+            *link,
+            "-x",
+            "c",
+            "/dev/null",
+            "-x",
+            "none",
+            str(out / "libcuda.so.1"),
+            "-o",
+            str(fresh),
+        ]
+    )
+    fresh.rename(target)
+
+
+def _run(command: Sequence[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise BuildError(f"{' '.join(command)}\n{done.stderr.strip()}")
-    fresh.rename(target)
-    link_name = out / "libcuda.so"
-    link_name.unlink(missing_ok=True)
-    link_name.symlink_to("libcuda.so.1")
-    return target
 
 
 def _compiler() -> str:

@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: MIT
 /* Initialisation, and the one context. */
 #include <stddef.h>
-#include <string.h>
-#include <unistd.h>
 
 #include "standin.h"
 
@@ -12,16 +10,26 @@ pthread_cond_t gpu_changed = PTHREAD_COND_INITIALIZER;
 #define STACK_DEPTH 16
 
 static struct CUctx_st primary;
-static pid_t initialised_by;
+static int state;	/* 0 not initialised, 1 initialised, 2 the child of a process that was */
 
 static __thread CUcontext stack[STACK_DEPTH];
 static __thread unsigned int depth;
 
 /* A forked child has none of the threads: like the real driver it is not initialised, for good. */
+static void after_fork(void)
+{
+	if (state)
+		state = 2;
+}
+
+__attribute__((constructor)) static void watch_forks(void)
+{
+	pthread_atfork(NULL, NULL, after_fork);
+}
+
 CUresult is_initialised(void)
 {
-	return __atomic_load_n(&initialised_by, __ATOMIC_ACQUIRE) == getpid() ? CUDA_SUCCESS
-									    : CUDA_ERROR_NOT_INITIALIZED;
+	return __atomic_load_n(&state, __ATOMIC_ACQUIRE) == 1 ? CUDA_SUCCESS : CUDA_ERROR_NOT_INITIALIZED;
 }
 
 static CUcontext current(void)
@@ -60,12 +68,11 @@ void kill_context(CUresult reason)
 
 API CUresult cuInit(unsigned int Flags)
 {
-	pid_t nobody = 0;
+	int before = 0;
 
 	if (Flags)
 		return CUDA_ERROR_INVALID_VALUE;
-	__atomic_compare_exchange_n(&initialised_by, &nobody, getpid(), false, __ATOMIC_ACQ_REL,
-				    __ATOMIC_ACQUIRE);
+	__atomic_compare_exchange_n(&state, &before, 1, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
 	return is_initialised();
 }
 
