@@ -39,7 +39,7 @@ def test_the_plan_is_sorted_and_whole(functions: dict[str, Function]) -> None:
     "table, names, complaint",
     [
         ('[cuInit]\nwrap = "always"\n', "", "takes the keys wrap and why"),
-        ('[cuInit]\nwrap = "often"\nwhy = "x"\n', "", "'often'"),
+        ('[cuInit]\nwrap = "often"\nwhy = "x"\n', "", "always, memory, never"),
         ('[cuNone]\nwrap = "always"\nwhy = "x"\n', "", "does not declare cuNone"),
         ("", "malloc\n", "not names of the driver's: malloc"),
     ],
@@ -53,7 +53,7 @@ def test_a_wrong_table_is_refused(tmp_path: Path, table: str, names: str, compla
 
 def test_the_sources_are_the_same_each_time(tmp_path: Path) -> None:
     function = Function("cuInit", ("unsigned int Flags",))
-    plan = Plan(("cuGLInit", "cuInit"), ("cuInit",), ("cuInit",), {"cuInit": function})
+    plan = Plan(("cuGLInit", "cuInit"), ("cuInit",), {"cuInit": "always"}, {"cuInit": function})
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
         write_sources(plan, tmp_path / name)

@@ -22,9 +22,18 @@ def start() -> list[str]:
     return fixed if can else []
 
 
-@pytest.mark.parametrize("how", ["dlsym", "getproc"])
-@pytest.mark.parametrize("program", ["sequence", "threads"])
-def test_no_report(sanitized: Libraries, program: str, how: str) -> None:
-    done = run([*start(), sanitized.program(program), how], sanitized.environment(proxied=True))
+@pytest.mark.parametrize("vault", ["0", "1"])
+@pytest.mark.parametrize("program, how", [("sequence", "dlsym"), ("threads", "getproc")])
+def test_no_report(sanitized: Libraries, program: str, how: str, vault: str) -> None:
+    environment = sanitized.environment(proxied=True, MPSD_VAULT=vault)
+    done = run([*start(), sanitized.program(program), how], environment)
     assert (done.returncode, done.stderr) == (0, ""), done.stderr[-4000:]
     assert done.stdout.splitlines()[-1] in ("ok", "cuCtxSynchronize 709")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_arena_agrees_with_a_model(sanitized: Libraries, seed: int) -> None:
+    done = run(
+        [sanitized.program("arena", sources=("arena.c",)), str(seed)], sanitized.environment(proxied=False)
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "ok\n", "")

@@ -96,8 +96,8 @@ def _names(plan: Plan) -> Iterator[str]:
     yield from (f'\t"{name}",' for name in plan.names)
     yield "};"
     yield "const struct mpsd_wrapper mpsd_wrappers[MPSD_WRAPPERS] = {"
-    for name in plan.wrapped:
-        yield f"\t{{ MPSD_{name}, (void *)wrap_{name} }},"
+    for name, when in plan.wrapped.items():
+        yield f"\t{{ MPSD_{name}, MPSD_WHEN_{when.upper()}, (void *)wrap_{name} }},"
     yield "};"
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from libcuda_build.header import Function
 
-ALWAYS, NEVER = "always", "never"
+ALWAYS, MEMORY, NEVER = WHEN = ("always", "memory", "never")
 
 
 class TableError(Exception):
@@ -22,7 +22,7 @@ class Plan:
 
     names: tuple[str, ...]
     called: tuple[str, ...]  # those whose real function the proxy calls
-    wrapped: tuple[str, ...]  # those that have a wrapper too
+    wrapped: Mapping[str, str]  # those that have a wrapper too, and when
     functions: Mapping[str, Function]
 
 
@@ -33,7 +33,7 @@ def read_plan(folder: Path, functions: Mapping[str, Function]) -> Plan:
     if unknown:
         raise TableError(f"functions.toml: cuda.h does not declare {', '.join(unknown)}")
     names = sorted({*functions, *_extra(folder / "names.txt")})
-    wrapped = tuple(name for name, when in sorted(entries.items()) if when != NEVER)
+    wrapped = {name: when for name, when in sorted(entries.items()) if when != NEVER}
     return Plan(tuple(names), tuple(sorted(entries)), wrapped, functions)
 
 
@@ -42,8 +42,8 @@ def _entries(table: Mapping[str, object]) -> dict[str, str]:
     for name, entry in table.items():
         if not isinstance(entry, dict) or set(entry) != {"wrap", "why"}:
             raise TableError(f"functions.toml: [{name}] takes the keys wrap and why, and both")
-        if entry["wrap"] not in (ALWAYS, NEVER):
-            raise TableError(f'functions.toml: [{name}] wrap = {entry["wrap"]!r}: "{ALWAYS}" or "{NEVER}"')
+        if entry["wrap"] not in WHEN:
+            raise TableError(f"functions.toml: [{name}] wrap is not one of {', '.join(WHEN)}")
         found[name] = str(entry["wrap"])
     return found
 

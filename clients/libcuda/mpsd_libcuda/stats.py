@@ -12,7 +12,7 @@ from dataclasses import dataclass
 MAGIC = int.from_bytes(b"mpsdcuda", "little")
 VERSION = 1
 _NAME = "/memfd:mpsd-libcuda"
-_HEAD = struct.Struct("<Q10I4Q128x256s512s")
+_HEAD = struct.Struct("<Q10I8Q96x256s512s")
 _UNKNOWN = struct.Struct("<Q88s")
 _UNKNOWN_MAX = 64
 
@@ -26,7 +26,11 @@ class State(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Stats:
-    """One reading. `driver_version` is 0 until the program has called cuInit."""
+    """One reading. `driver_version` is 0 until the program has called cuInit.
+
+    `vault_*`: allocations in exportable memory, their bytes, the bytes mapped for them, and how often the
+    driver had to answer cuMemAlloc itself.
+    """
 
     pid: int
     state: State
@@ -41,6 +45,10 @@ class Stats:
     mapped: int
     unmapped: int
     export_tables: int
+    vault_allocations: int
+    vault_bytes: int
+    vault_mapped: int
+    vault_passed: int
     unknown: Mapping[str, int]
 
 
@@ -68,7 +76,7 @@ def decode(data: bytes) -> Stats | None:
     magic, version, _, pid, state, driver, names, hidden, added, lacking, _, *rest = _HEAD.unpack_from(data)
     if magic != MAGIC or version != VERSION:
         return None
-    asked, mapped, unmapped, tables, reason, path = rest
+    asked, mapped, unmapped, tables, held, held_bytes, held_mapped, passed, reason, path = rest
     unknown: Counter[str] = Counter()
     for number in range(_UNKNOWN_MAX):
         count, name = _UNKNOWN.unpack_from(data, _HEAD.size + number * _UNKNOWN.size)
@@ -88,6 +96,10 @@ def decode(data: bytes) -> Stats | None:
         mapped,
         unmapped,
         tables,
+        held,
+        held_bytes,
+        held_mapped,
+        passed,
         unknown,
     )
 

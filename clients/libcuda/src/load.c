@@ -42,9 +42,17 @@ static void fill_table(void)
 {
 	for (unsigned int i = 0; i < MPSD_SLOTS; i++)
 		mpsd_table[i] = mpsd_real[i] ? mpsd_real[i] : (void *)no_function;
-	for (unsigned int i = 0; i < MPSD_WRAPPERS; i++)
-		if (mpsd_real[mpsd_wrappers[i].index])
-			mpsd_table[mpsd_wrappers[i].index] = mpsd_wrappers[i].function;
+	mpsd_install(MPSD_WHEN_ALWAYS);
+}
+
+void mpsd_install(enum mpsd_when when)
+{
+	for (unsigned int i = 0; i < MPSD_WRAPPERS; i++) {
+		unsigned int index = mpsd_wrappers[i].index;
+
+		if (mpsd_wrappers[i].when == when && mpsd_real[index])
+			__atomic_store_n(&mpsd_table[index], mpsd_wrappers[i].function, __ATOMIC_RELEASE);
+	}
 }
 
 __attribute__((constructor(101))) static void load(void)

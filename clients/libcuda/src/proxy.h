@@ -6,7 +6,7 @@
  *	                                         +--> wrap_NAME(), which calls mpsd_real[i]
  *
  * Both tables are filled before anybody can call (constructor in load.c). mpsd_real never changes
- * after that; entries of mpsd_table change only from a wrapper to the real function, when the proxy
+ * after that; entries of mpsd_table change when the first cuInit switches wrappers on, or the proxy
  * steps aside. A stub reads one aligned word, so it needs no lock at any time.
  */
 #pragma once
@@ -19,8 +19,14 @@
 #define MPSD_SLOTS (MPSD_NAMES + MPSD_SPARE)
 #define MPSD_STUB_BYTES 16
 
+enum mpsd_when {
+	MPSD_WHEN_ALWAYS,
+	MPSD_WHEN_MEMORY,
+};
+
 struct mpsd_wrapper {
 	unsigned int index;
+	enum mpsd_when when;
 	void *function;
 };
 
@@ -37,6 +43,8 @@ static inline void *mpsd_stub(unsigned int index)
 {
 	return (void *)(mpsd_stubs + (size_t)MPSD_STUB_BYTES * index);
 }
+
+void mpsd_install(enum mpsd_when when);
 
 /* find.c: the handle of the real driver, NULL if there is none; path gets where it came from. */
 void *mpsd_find_real(char *path, size_t size, bool *was_there);

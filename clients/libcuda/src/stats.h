@@ -42,7 +42,11 @@ struct mpsd_stats {
 	uint64_t mapped;		/* of those, answered with a stub */
 	uint64_t unmapped;		/* of those, answered with a pointer that is no exported function */
 	uint64_t export_tables;		/* calls of cuGetExportTable */
-	uint64_t reserved[16];
+	uint64_t vault_allocations;	/* of cuMemAlloc, in exportable memory */
+	uint64_t vault_bytes;		/* asked for by those */
+	uint64_t vault_mapped;		/* mapped for those */
+	uint64_t vault_passed;		/* calls of cuMemAlloc that the driver had to answer itself, so far */
+	uint64_t reserved[12];
 	char reason[256];		/* why it stepped aside */
 	char real_path[512];
 	struct mpsd_unknown unknown[MPSD_UNKNOWN_MAX];

@@ -2,6 +2,7 @@
 /* The wrappers that every program meets: how it starts, and how it finds functions. */
 #include <pthread.h>
 
+#include "memory.h"
 #include "proxy.h"
 #include "stats.h"
 
@@ -11,6 +12,8 @@ static void check(void)
 
 	if (reason)
 		mpsd_step_aside(reason);
+	else if (mpsd_memory_wanted())
+		mpsd_install(MPSD_WHEN_MEMORY);
 }
 
 CUresult wrap_cuInit(unsigned int Flags)

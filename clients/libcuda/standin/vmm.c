@@ -170,11 +170,13 @@ static void *reserve(size_t size, size_t alignment, void *hint)
 	size_t whole = size + alignment;
 	char *at = MAP_FAILED, *start;
 
+	/* A plain hint and a look: ThreadSanitizer turns a fixed one that it dislikes into address 0. */
 	if (hint && size >= HINT_FROM && !((uintptr_t)hint % GRANULARITY)) {
-		at = mmap(hint, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE |
-			  MAP_FIXED_NOREPLACE, -1, 0);
-		if (at != MAP_FAILED)
+		at = mmap(hint, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+		if (at == hint)
 			return at;
+		if (at != MAP_FAILED)
+			munmap(at, size);
 	}
 	at = mmap(NULL, whole, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
 	if (at == MAP_FAILED)
