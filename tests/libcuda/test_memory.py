@@ -119,6 +119,22 @@ print(json.dumps([count, alloc({size}), held()[0]]))
     assert ask(libraries, script, "1", **memory) == [whole, -2, whole]
 
 
+def test_the_end_of_the_context_is_the_end_of_its_memory(libraries: Libraries) -> None:
+    script = """
+start()
+whole = room()
+addresses = [alloc(size) for size in (100, MIB, 5 * MIB, 700)]
+must(cuda.cuDevicePrimaryCtxRetain(ctypes.byref(ctypes.c_void_p()), 0))
+must(cuda.cuDevicePrimaryCtxRelease_v2(0))
+kept = held()[0]
+must(cuda.cuDevicePrimaryCtxReset_v2(0))
+dropped = held()[:3]
+start()
+print(json.dumps([kept, dropped, room() == whole, free(addresses[0]), alloc(100) == addresses[0]]))
+"""
+    assert ask(libraries, script) == [4, [0, 0, 0], True, 1, True]
+
+
 def test_errors_are_the_driver_s(libraries: Libraries) -> None:
     script = """
 codes = [alloc(1), free(4096)]

@@ -330,3 +330,20 @@ bool arena_find(const struct arena *arena, uint64_t address, struct arena_range 
 	/* Not what is left of its last unit or granule. */
 	return is_used && address - found->base < found->size;
 }
+
+bool arena_first(const struct arena *arena, struct arena_range *found)
+{
+	/* Before the first hole everything is in use, and a hole at 0 ends at what is. */
+	uint32_t granule = arena->extent_count && !arena->extents[0].first ? arena->extents[0].count : 0;
+	const struct arena_slab *slab;
+
+	if (granule >= arena->granules)
+		return false;
+	slab = arena->slab[granule];
+	if (!slab)
+		return find_large(arena, granule, found);
+	for (uint32_t unit = 0; unit < UNITS; unit++)
+		if (slab->units[unit])
+			return find_small(arena, slab, unit * ARENA_UNIT, found);
+	return false;
+}

@@ -55,3 +55,6 @@ bool arena_free(struct arena *arena, uint64_t address, struct arena_range *empty
 
 /* The allocation that contains `address`. False if there is none. */
 bool arena_find(const struct arena *arena, uint64_t address, struct arena_range *found);
+
+/* Some allocation, for whoever wants to free all. False if there is none. */
+bool arena_first(const struct arena *arena, struct arena_range *found);

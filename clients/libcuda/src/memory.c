@@ -3,8 +3,9 @@
  * Memory that can outlive its program: cuMemAlloc answered with exportable physical memory, mapped in
  * a window of addresses that the proxy reserves once per device. Off unless MPSD_VAULT=1.
  *
- * Whatever cannot be done this way is done by the real driver's own cuMemAlloc, and counted. None of
- * this is on the path of a launch, so a lock is fine.
+ * Memory of cuMemAlloc ends with its context, and mapped memory does not: so this is for primary
+ * contexts, whose end the proxy sees. Whatever cannot be done this way is done by the real driver's
+ * own cuMemAlloc, and counted. None of this is on the path of a launch, so a lock is fine.
  */
 #include "memory.h"
 
@@ -29,6 +30,7 @@
 static struct window {
 	struct arena arena;
 	bool tried, open;
+	CUcontext primary;	/* the only context whose allocations come here; NULL: none is alive */
 } windows[DEVICES];
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
@@ -68,13 +70,17 @@ static void open_window(struct window *window, CUdevice device)
 		real_cuMemAddressFree(base, size);
 }
 
+/* The window for allocations that the current context makes; NULL if they are not for one. */
 static struct window *window_of(CUdevice device)
 {
 	struct window *window;
+	CUcontext current;
 
-	if (device < 0 || device >= DEVICES)
+	if (device < 0 || device >= DEVICES || real_cuCtxGetCurrent(&current) != CUDA_SUCCESS)
 		return NULL;
 	window = &windows[device];
+	if (!window->primary || current != window->primary)
+		return NULL;
 	if (!window->tried)
 		open_window(window, device);
 	return window->open ? window : NULL;
@@ -187,17 +193,30 @@ static CUresult free_in(struct window *window, CUdeviceptr address)
 	return CUDA_SUCCESS;
 }
 
-static bool is_start(CUdeviceptr address)
+/* The context to wait for before an allocation of ours goes; NULL if none begins at the address. */
+static CUcontext owner_of(CUdeviceptr address)
 {
 	struct arena_range found;
 	struct window *window;
-	bool is;
+	CUcontext owner = NULL;
 
 	pthread_mutex_lock(&lock);
 	window = window_at(address);
-	is = window && arena_find(&window->arena, address, &found) && found.base == address;
+	if (window && arena_find(&window->arena, address, &found) && found.base == address)
+		owner = window->primary;
 	pthread_mutex_unlock(&lock);
-	return is;
+	return owner;
+}
+
+static CUresult wait_for(CUcontext owner)
+{
+	CUresult result = real_cuCtxPushCurrent_v2(owner);
+
+	if (result != CUDA_SUCCESS)
+		return result;
+	result = real_cuCtxSynchronize();
+	real_cuCtxPopCurrent_v2(&owner);
+	return result;
 }
 
 /*
@@ -206,11 +225,12 @@ static bool is_start(CUdeviceptr address)
  */
 CUresult wrap_cuMemFree_v2(CUdeviceptr dptr)
 {
+	CUcontext owner = owner_of(dptr);
 	CUresult result;
 
-	if (!is_start(dptr))
+	if (!owner)
 		return real_cuMemFree_v2(dptr);
-	result = real_cuCtxSynchronize();
+	result = wait_for(owner);
 	if (result != CUDA_SUCCESS)
 		return result;
 	pthread_mutex_lock(&lock);
@@ -224,17 +244,14 @@ CUresult wrap_cuMemGetAddressRange_v2(CUdeviceptr *pbase, size_t *psize, CUdevic
 	struct arena_range found;
 	struct window *window;
 	CUdevice device;
-	CUresult result = real_cuCtxGetDevice(&device);
 	bool is;
 
-	if (result != CUDA_SUCCESS)
-		return real_cuMemGetAddressRange_v2(pbase, psize, dptr);
 	pthread_mutex_lock(&lock);
 	window = window_at(dptr);
 	is = window && arena_find(&window->arena, dptr, &found);
 	pthread_mutex_unlock(&lock);
 	/* Between two allocations of a slab the driver would find the slab. */
-	if (!window)
+	if (!window || real_cuCtxGetDevice(&device) != CUDA_SUCCESS)
 		return real_cuMemGetAddressRange_v2(pbase, psize, dptr);
 	if (!is)
 		return CUDA_ERROR_NOT_FOUND;
@@ -243,4 +260,65 @@ CUresult wrap_cuMemGetAddressRange_v2(CUdeviceptr *pbase, size_t *psize, CUdevic
 	if (psize)
 		*psize = found.size;
 	return CUDA_SUCCESS;
+}
+
+/* The end of a context */
+
+CUresult wrap_cuDevicePrimaryCtxRetain(CUcontext *pctx, CUdevice dev)
+{
+	CUresult result = real_cuDevicePrimaryCtxRetain(pctx, dev);
+
+	if (result == CUDA_SUCCESS && dev >= 0 && dev < DEVICES) {
+		pthread_mutex_lock(&lock);
+		windows[dev].primary = *pctx;
+		pthread_mutex_unlock(&lock);
+	}
+	return result;
+}
+
+static void drop_all(struct window *window)
+{
+	struct arena_range found;
+
+	while (window->open && arena_first(&window->arena, &found))
+		free_in(window, found.base);
+}
+
+/* A release may or may not have been the last one; the driver knows. */
+static CUresult after_end(CUresult result, CUdevice dev)
+{
+	unsigned int flags;
+	int active = 1;
+
+	if (result != CUDA_SUCCESS || dev < 0 || dev >= DEVICES)
+		return result;
+	pthread_mutex_lock(&lock);
+	if (real_cuDevicePrimaryCtxGetState(dev, &flags, &active) == CUDA_SUCCESS && !active) {
+		drop_all(&windows[dev]);
+		windows[dev].primary = NULL;
+	}
+	pthread_mutex_unlock(&lock);
+	return result;
+}
+
+CUresult wrap_cuDevicePrimaryCtxRelease_v2(CUdevice dev)
+{
+	return after_end(real_cuDevicePrimaryCtxRelease_v2(dev), dev);
+}
+
+CUresult wrap_cuDevicePrimaryCtxReset_v2(CUdevice dev)
+{
+	return after_end(real_cuDevicePrimaryCtxReset_v2(dev), dev);
+}
+
+#undef cuDevicePrimaryCtxRelease
+CUresult wrap_cuDevicePrimaryCtxRelease(CUdevice dev)
+{
+	return after_end(real_cuDevicePrimaryCtxRelease(dev), dev);
+}
+
+#undef cuDevicePrimaryCtxReset
+CUresult wrap_cuDevicePrimaryCtxReset(CUdevice dev)
+{
+	return after_end(real_cuDevicePrimaryCtxReset(dev), dev);
 }

@@ -100,11 +100,13 @@ API CUresult cuDevicePrimaryCtxRetain(CUcontext *pctx, CUdevice dev)
 	return leave(CUDA_SUCCESS);
 }
 
-/* Memory stays where it is: a program that goes on using it after this is broken anyway. */
+/* With the context go its modules and what cuMemAlloc and its like gave; virtual memory management stays. */
 static void end_context(void)
 {
 	primary.retained = 0;	/* first: nobody comes in while the streams end */
 	close_streams(&primary);
+	close_modules();
+	close_memory();
 	backend->detach();
 	primary.broken = CUDA_SUCCESS;
 }

@@ -56,6 +56,24 @@ CUresult device_free(uintptr_t address)
 	return CUDA_SUCCESS;
 }
 
+static void host_free(struct range *range)
+{
+	munmap((void *)range->base, rounded(range->size));
+	remove_range(range);
+}
+
+void close_memory(void)
+{
+	struct range *range;
+
+	while ((range = first_range(RANGE_DEVICE)))
+		device_free(range->base);
+	while ((range = first_range(RANGE_HOST)))
+		host_free(range);
+	while ((range = first_range(RANGE_REGISTERED)))
+		remove_range(range);
+}
+
 API CUresult cuMemAlloc_v2(CUdeviceptr *dptr, size_t bytesize)
 {
 	uintptr_t address;
@@ -168,8 +186,7 @@ API CUresult cuMemFreeHost(void *p)
 	range = range_from((uintptr_t)p, RANGE_HOST);
 	if (result != CUDA_SUCCESS || !range)
 		return leave(result ? result : CUDA_ERROR_INVALID_VALUE);
-	munmap(p, rounded(range->size));
-	remove_range(range);
+	host_free(range);
 	return leave(CUDA_SUCCESS);
 }
 

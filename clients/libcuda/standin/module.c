@@ -87,6 +87,16 @@ static void free_module(struct CUmod_st *module)
 	free(module);
 }
 
+void close_modules(void)
+{
+	struct CUmod_st *module;
+
+	while ((module = modules)) {
+		modules = module->next;
+		free_module(module);
+	}
+}
+
 static CUresult read_image(struct CUmod_st *module, const char *image)
 {
 	CUresult result = CUDA_SUCCESS;

@@ -73,6 +73,14 @@ void remove_range(struct range *range)
 	count--;
 }
 
+struct range *first_range(enum range_kind kind)
+{
+	for (size_t i = 0; i < count; i++)
+		if (ranges[i].kind == kind)
+			return &ranges[i];
+	return NULL;
+}
+
 bool is_range_free(uintptr_t base, size_t size, enum range_kind kind)
 {
 	for (size_t i = above(base + size - 1); i-- > 0;)

@@ -126,12 +126,14 @@ struct range *range_at(uintptr_t address, enum range_kind first, enum range_kind
 struct range *range_from(uintptr_t base, enum range_kind kind);
 CUresult add_range(struct range range);
 void remove_range(struct range *range);
+struct range *first_range(enum range_kind kind);
 bool is_range_free(uintptr_t base, size_t size, enum range_kind kind);
 bool may_access(uintptr_t address, size_t size, enum access access);
 
 /* memory.c */
 CUresult device_alloc(uintptr_t *address, size_t size);
 CUresult device_free(uintptr_t address);
+void close_memory(void);
 
 /* module.c */
 struct builtin {
@@ -150,6 +152,7 @@ struct CUfunc_st {
 	int shared_bytes;
 };
 
+void close_modules(void);
 struct CUfunc_st *find_function(const struct CUfunc_st *handle);	/* NULL if it is none */
 const struct builtin *find_builtin(const char *name);
 bool gpu_reaches(uint64_t address, size_t size, enum access access);	/* takes the lock */

@@ -151,9 +151,8 @@ int main(int count, char **given)
 			allocate(&arena, slot);
 		look(&arena);
 	}
-	for (int slot = 0; slot < LIVE; slot++)
-		if (live[slot].size)
-			release(&arena, slot);
+	while (arena_first(&arena, &range))
+		release(&arena, owner[(range.base - BASE) / ARENA_UNIT] - 1);
 	CHECK(longest_free_run() == GRANULES);
 	address = arena_alloc(&arena, GRANULES * ARENA_GRANULE, &range);
 	CHECK(address == BASE && range.size == GRANULES * ARENA_GRANULE);
