@@ -51,16 +51,17 @@ class Plan:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     given = _parser().parse_args(arguments)
+    program = given.program[1:] if given.program[:1] == ["--"] else given.program
     plan = make_plan(os.environ, socket_path=given.socket, gpu=given.gpu, library=given.library)
     for line in plan.aside + (plan.notes if given.verbose else []):
         print(f"mpsd-run: {line}", file=sys.stderr)
     if given.env:
         print("\n".join(export_lines(plan.variables, given.env)))
         return 0
-    if not given.program:
+    if not program:
         print("mpsd-run: which program? (mpsd-run --help)", file=sys.stderr)
         return USAGE
-    return become(given.program, {**os.environ, **plan.variables})
+    return become(program, {**os.environ, **plan.variables})
 
 
 def make_plan(
@@ -106,8 +107,10 @@ def become(program: Sequence[str], environ: Mapping[str, str]) -> int:
 
 
 def _first(folder: str, path: str) -> str:
-    """`path` with `folder` before everything else, once."""
-    return ":".join([folder, *(part for part in path.split(":") if part and part != folder)])
+    """`path` with `folder` in front. The rest stays as it is: an empty part means the working directory."""
+    if path == folder or path.startswith(folder + ":"):
+        return path
+    return f"{folder}:{path}" if path else folder
 
 
 def _parser() -> argparse.ArgumentParser:

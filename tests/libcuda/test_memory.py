@@ -89,6 +89,29 @@ print(json.dumps([counted, ranges == expected, inside, again, held(), room() == 
     ]
 
 
+def test_a_pointer_is_described_as_its_allocation(libraries: Libraries) -> None:
+    """CONTEXT 1, MEMORY_TYPE 2, RANGE_START_ADDR 11, RANGE_SIZE 12, one by one and together."""
+    script = """
+start()
+mine = ctypes.c_void_p()
+must(cuda.cuCtxGetCurrent(ctypes.byref(mine)))
+alloc(100)
+address = alloc(3000)
+def one(attribute):
+    answer = ctypes.c_uint64()
+    must(cuda.cuPointerGetAttribute(ctypes.byref(answer), attribute, ctypes.c_uint64(address + 700)))
+    return answer.value
+attributes = (ctypes.c_int * 4)(1, 2, 11, 12)
+answers = [ctypes.c_uint64() for _ in attributes]
+pointers = (ctypes.c_void_p * 4)(*(ctypes.addressof(answer) for answer in answers))
+must(cuda.cuPointerGetAttributes(4, attributes, pointers, ctypes.c_uint64(address + 700)))
+expected = [mine.value, 2, address, 3000]
+print(json.dumps([[one(a) for a in attributes] == expected, [a.value for a in answers] == expected]))
+"""
+    for vault in ("0", "1"):
+        assert ask(libraries, script, vault) == [True, True]
+
+
 def test_it_is_exportable(libraries: Libraries) -> None:
     script = """
 start()

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT
 /* Stepping aside: from then on the program talks to the real driver, as if there were no proxy. */
+#include <dlfcn.h>
 #include <link.h>
 #include <stdarg.h>
 #include <stdint.h>
@@ -72,11 +73,13 @@ static int is_another(struct dl_phdr_info *object, size_t size, void *context)
 	return 1;
 }
 
+/* As dl_iterate_phdr says it, which need not be where the object begins. */
 static ElfW(Addr) base_of(const void *address)
 {
+	struct link_map *map = NULL;
 	Dl_info info;
 
-	return dladdr(address, &info) ? (ElfW(Addr))info.dli_fbase : 0;
+	return dladdr1(address, &info, (void **)&map, RTLD_DL_LINKMAP) && map ? map->l_addr : 0;
 }
 
 /* NULL when nothing speaks against the proxy. Asked by the first cuInit. */

@@ -71,10 +71,10 @@ static bool take(const char *path, void *context)
 	close(fd);
 	if (ours)
 		return false;
-	found->handle = dlopen(path, RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD);
+	found->handle = dlopen(path, RTLD_LAZY | RTLD_LOCAL | RTLD_NOLOAD);
 	found->was_there = found->handle != NULL;
 	if (!found->handle)
-		found->handle = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+		found->handle = dlopen(path, RTLD_LAZY | RTLD_LOCAL);
 	if (!found->handle)
 		return false;
 	if (!dlsym(found->handle, "cuInit") || !dlsym(found->handle, "cuDriverGetVersion")) {

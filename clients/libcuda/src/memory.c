@@ -193,19 +193,19 @@ static CUresult free_in(struct window *window, CUdeviceptr address)
 	return CUDA_SUCCESS;
 }
 
-/* The context to wait for before an allocation of ours goes; NULL if none begins at the address. */
-static CUcontext owner_of(CUdeviceptr address)
+bool mpsd_memory_find(CUdeviceptr address, struct mpsd_allocation *allocation)
 {
 	struct arena_range found;
 	struct window *window;
-	CUcontext owner = NULL;
+	bool is;
 
 	pthread_mutex_lock(&lock);
 	window = window_at(address);
-	if (window && arena_find(&window->arena, address, &found) && found.base == address)
-		owner = window->primary;
+	is = window && arena_find(&window->arena, address, &found);
+	if (is)
+		*allocation = (struct mpsd_allocation){ found.base, found.size, window->primary };
 	pthread_mutex_unlock(&lock);
-	return owner;
+	return is;
 }
 
 static CUresult wait_for(CUcontext owner)
@@ -225,12 +225,12 @@ static CUresult wait_for(CUcontext owner)
  */
 CUresult wrap_cuMemFree_v2(CUdeviceptr dptr)
 {
-	CUcontext owner = owner_of(dptr);
+	struct mpsd_allocation allocation;
 	CUresult result;
 
-	if (!owner)
+	if (!mpsd_memory_find(dptr, &allocation) || allocation.base != dptr)
 		return real_cuMemFree_v2(dptr);
-	result = wait_for(owner);
+	result = wait_for(allocation.owner);
 	if (result != CUDA_SUCCESS)
 		return result;
 	pthread_mutex_lock(&lock);
@@ -239,26 +239,31 @@ CUresult wrap_cuMemFree_v2(CUdeviceptr dptr)
 	return result;
 }
 
-CUresult wrap_cuMemGetAddressRange_v2(CUdeviceptr *pbase, size_t *psize, CUdeviceptr dptr)
+static bool is_in_window(CUdeviceptr address)
 {
-	struct arena_range found;
-	struct window *window;
-	CUdevice device;
 	bool is;
 
 	pthread_mutex_lock(&lock);
-	window = window_at(dptr);
-	is = window && arena_find(&window->arena, dptr, &found);
+	is = window_at(address) != NULL;
 	pthread_mutex_unlock(&lock);
-	/* Between two allocations of a slab the driver would find the slab. */
-	if (!window || real_cuCtxGetDevice(&device) != CUDA_SUCCESS)
+	return is;
+}
+
+CUresult wrap_cuMemGetAddressRange_v2(CUdeviceptr *pbase, size_t *psize, CUdeviceptr dptr)
+{
+	struct mpsd_allocation allocation;
+	bool is = mpsd_memory_find(dptr, &allocation);
+	CUdevice device;
+
+	/* Where there is none, the driver would find the slab: its answer is for other addresses. */
+	if ((!is && !is_in_window(dptr)) || real_cuCtxGetDevice(&device) != CUDA_SUCCESS)
 		return real_cuMemGetAddressRange_v2(pbase, psize, dptr);
 	if (!is)
 		return CUDA_ERROR_NOT_FOUND;
 	if (pbase)
-		*pbase = found.base;
+		*pbase = allocation.base;
 	if (psize)
-		*psize = found.size;
+		*psize = allocation.size;
 	return CUDA_SUCCESS;
 }
 
