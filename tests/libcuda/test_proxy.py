@@ -223,6 +223,20 @@ print(json.dumps([status, json.loads(os.read(back, 100)), stats().pid == os.getp
     assert ask(script, libraries.environment(proxied=True)) == ([0, [True, 3], True, 1], "")
 
 
+def test_a_child_forked_after_cuinit_is_refused_as_without_the_proxy(libraries: Libraries) -> None:
+    script = """
+library = ctypes.CDLL("libcuda.so.1")
+codes = [library.cuInit(0)]
+child = os.fork()
+if child == 0:
+    os._exit(library.cuInit(0))
+codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+print(json.dumps([codes, library.cuInit(0)]))
+"""
+    for proxied in (False, True):
+        assert ask(script, libraries.environment(proxied=proxied)) == ([[0, 3], 0], "")
+
+
 def test_the_library_takes_no_descriptor_of_the_program(libraries: Libraries) -> None:
     script = """
 before = os.listdir("/proc/self/fd")

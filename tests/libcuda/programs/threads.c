@@ -1,5 +1,8 @@
 // SPDX-License-Identifier: MIT
-/* Threads with a stream each, all at once: for ThreadSanitizer. Prints what went wrong, and "ok". */
+/*
+ * Threads that start the driver and have a stream each, all at once: for ThreadSanitizer. Prints
+ * what went wrong, and "ok".
+ */
 #include <pthread.h>
 #include <stdint.h>
 
@@ -9,7 +12,7 @@
 #define ROUNDS 25
 #define WORDS 256
 
-static CUcontext context;
+static pthread_barrier_t start;
 
 static void must(CUresult result, const char *what)
 {
@@ -27,12 +30,16 @@ static void *work(void *argument)
 	uint32_t number = (uint32_t)(uintptr_t)argument;
 	uint64_t words = WORDS, total = 0;
 	CUdeviceptr data, result;
+	CUcontext context;
 	CUfunction fill, sum;
 	CUmodule module;
 	CUstream stream;
 	CUevent event;
 	void *filling[] = { &data, &words, &number }, *summing[] = { &result, &data, &words };
 
+	pthread_barrier_wait(&start);
+	MUST(cuInit, 0);
+	MUST(cuDevicePrimaryCtxRetain, &context, 0);
 	MUST(cuCtxSetCurrent, context);
 	MUST(cuModuleLoadData, &module, image);
 	MUST(cuModuleGetFunction, &fill, module, "fill");
@@ -63,13 +70,14 @@ int main(int count, char **given)
 	pthread_t threads[THREADS];
 
 	driver_open(count > 1 ? given[1] : "getproc", "libcuda.so.1");
-	MUST(cuInit, 0);
-	MUST(cuDevicePrimaryCtxRetain, &context, 0);
+	pthread_barrier_init(&start, NULL, THREADS);
 	for (uintptr_t i = 0; i < THREADS; i++)
 		pthread_create(&threads[i], NULL, work, (void *)(i + 1));
 	for (int i = 0; i < THREADS; i++)
 		pthread_join(threads[i], NULL);
-	MUST(cuDevicePrimaryCtxRelease, 0);
+	/* Not before all have ended: the last release ends the context. */
+	for (int i = 0; i < THREADS; i++)
+		MUST(cuDevicePrimaryCtxRelease, 0);
 	puts("ok");
 	return 0;
 }
