@@ -13,8 +13,12 @@ bool gpu_reaches(uint64_t address, size_t size, enum access access)
 
 	pthread_mutex_lock(&gpu_lock);
 	can = may_access(address, size, access);
-	if (!can)
-		kill_context(backend->fault(address, access));
+	if (!can) {
+		CUresult deadly = backend->fault(address, access);
+
+		if (deadly != CUDA_SUCCESS)
+			kill_context(deadly);
+	}
 	pthread_mutex_unlock(&gpu_lock);
 	return can;
 }

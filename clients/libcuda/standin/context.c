@@ -143,6 +143,20 @@ API CUresult cuDevicePrimaryCtxReset_v2(CUdevice dev)
 	return leave(CUDA_SUCCESS);
 }
 
+#undef cuDevicePrimaryCtxRelease
+API CUresult cuDevicePrimaryCtxRelease(CUdevice dev);
+API CUresult cuDevicePrimaryCtxRelease(CUdevice dev)
+{
+	return cuDevicePrimaryCtxRelease_v2(dev);
+}
+
+#undef cuDevicePrimaryCtxReset
+API CUresult cuDevicePrimaryCtxReset(CUdevice dev);
+API CUresult cuDevicePrimaryCtxReset(CUdevice dev)
+{
+	return cuDevicePrimaryCtxReset_v2(dev);
+}
+
 API CUresult cuDevicePrimaryCtxGetState(CUdevice dev, unsigned int *flags, int *active)
 {
 	if (dev)

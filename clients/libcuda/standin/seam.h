@@ -1,11 +1,9 @@
 /* SPDX-License-Identifier: MIT */
 /*
  * What decides over the stand-in's one GPU: whether a context may join, how much memory there is,
- * who dies of a fault. alone.c answers for this process alone; a connection to the simulated GPU of
- * mpsd (memory of all processes, MPS servers, faults that spread) takes its place here.
+ * who dies of a fault. alone.c answers for this process alone, simulated.c asks the simulated GPU.
  *
- * All but `fault` are called with the lock held, so they may not call the driver; `kill_context` in
- * standin.h is how a back end tells that a context is lost.
+ * All are called with the lock held, so they may not call the driver.
  */
 #pragma once
 
@@ -26,7 +24,12 @@ struct backend {
 	size_t (*free_memory)(void);
 	bool (*take_memory)(size_t size);
 	void (*give_memory)(size_t size);
-	CUresult (*fault)(CUdeviceptr address, enum access access);	/* what the context dies of */
+	/* What the context dies of; CUDA_SUCCESS if the access was absorbed. */
+	CUresult (*fault)(CUdeviceptr address, enum access access);
+	/* At the end of a wait: what the context has died of meanwhile, by others' doing. */
+	CUresult (*look)(void);
 };
 
-extern const struct backend *const backend;
+extern const struct backend *backend;
+
+const struct backend *simulated_backend(const struct backend *memory);

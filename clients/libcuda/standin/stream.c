@@ -165,6 +165,12 @@ CUresult wait_for(CUcontext context, struct moment moment)
 {
 	while (!reached(moment) && !context->broken)
 		pthread_cond_wait(&gpu_changed, &gpu_lock);
+	if (!context->broken) {
+		CUresult deadly = backend->look();
+
+		if (deadly != CUDA_SUCCESS)
+			kill_context(deadly);
+	}
 	return context->broken;
 }
 
