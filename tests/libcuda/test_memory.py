@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 
 import pytest
 
-from tests.support.libcudas import Libraries, run
+from tests.support.libcudas import ROOT, Libraries, run
 
-ROOT = Path(__file__).resolve().parents[2]
 MIB = 1 << 20
 
 PREAMBLE = f"""

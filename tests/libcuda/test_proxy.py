@@ -12,9 +12,7 @@ from pathlib import Path
 import pytest
 
 from mpsd_client.driver import find_driver
-from tests.support.libcudas import DEADLINE_S, Libraries, run
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.libcudas import DEADLINE_S, ROOT, Libraries, run
 
 # What the scripts below have in common. `reached` says which library an entry point lies in.
 PREAMBLE = f"""

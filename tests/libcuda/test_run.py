@@ -14,11 +14,8 @@ import pytest
 
 import mpsd_client
 from mpsd_client.driver import find_driver
-from tests.support.libcudas import DEADLINE_S, Libraries, run
+from tests.support.libcudas import DEADLINE_S, MPSD_RUN, ROOT, Libraries, run
 from tests.support.site import Site
-
-ROOT = Path(__file__).resolve().parents[2]
-MPSD_RUN = [sys.executable, "-m", "mpsd_client.run"]
 
 # Says in how far this process and the children of each kind reach the driver through the proxy.
 CHILDREN = """

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.libcuda.test_run import MPSD_RUN, ROOT
-from tests.support.libcudas import DEADLINE_S, Libraries
+from tests.support.libcudas import DEADLINE_S, MPSD_RUN, ROOT, Libraries
 from tests.support.site import Site, Status
 
 PROGRAM = """

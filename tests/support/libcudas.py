@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -12,7 +13,9 @@ from pathlib import Path
 from libcuda_build.compile import FOLDER, build_proxy, build_standin
 from libcuda_build.header import find_include
 
-PROGRAMS = Path(__file__).resolve().parents[1] / "libcuda" / "programs"
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAMS = ROOT / "tests" / "libcuda" / "programs"
+MPSD_RUN = [sys.executable, "-m", "mpsd_client.run"]
 DEADLINE_S = 40.0
 
 
