@@ -1,0 +1,117 @@
+"""Runs the generator and the compiler."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from libcuda_build.emit import write_sources
+from libcuda_build.header import HeaderError, find_include, read_functions
+from libcuda_build.table import TableError, read_plan
+
+FOLDER = Path(__file__).resolve().parent.parent
+_WARNINGS = ("-Wall", "-Wextra", "-Werror", "-Wshadow", "-Wstrict-prototypes", "-Wmissing-prototypes")
+_CODE = (
+    "-std=gnu11",
+    "-D_GNU_SOURCE",
+    "-O2",
+    "-g",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-fno-plt",
+    "-fno-semantic-interposition",
+)
+# nodelete: programs keep pointers to the stubs. sysv: the hash table that exports.c edits.
+_LINK = (
+    "-shared",
+    "-Wl,-soname,libcuda.so.1",
+    "-Wl,-z,nodelete,-z,relro,-z,now,-z,separate-code",
+    "-Wl,--hash-style=sysv",
+    "-Wl,-Bsymbolic",
+    "-Wl,--no-undefined",
+)
+
+
+class BuildError(Exception):
+    """What is missing, or what the compiler said."""
+
+
+def build_proxy(out: Path, *, sanitize: str = "", include: Path | None = None) -> Path:
+    """Build out/libcuda.so.1, and libcuda.so beside it. Raises BuildError."""
+    with tempfile.TemporaryDirectory(prefix="mpsd-libcuda-") as made:
+        generated = Path(made)
+        try:
+            headers = include or find_include()
+            write_sources(read_plan(FOLDER, read_functions(headers, _compiler())), generated)
+        except (HeaderError, TableError) as error:
+            raise BuildError(str(error)) from error
+        folders = (generated, FOLDER / "src")
+        sources = [*sorted((FOLDER / "src").glob("*.c")), generated / "names.c", generated / "stubs.S"]
+        return _library(out, sources, folders, headers, sanitize)
+
+
+def build_standin(out: Path, *, sanitize: str = "", include: Path | None = None) -> Path:
+    """Build the stand-in driver as out/libcuda.so.1. Raises BuildError."""
+    try:
+        headers = include or find_include()
+    except HeaderError as error:
+        raise BuildError(str(error)) from error
+    source = FOLDER / "standin"
+    return _library(out, sorted(source.glob("*.c")), (source,), headers, sanitize)
+
+
+def _library(
+    out: Path, sources: Sequence[Path], folders: Sequence[Path], headers: Path, sanitize: str
+) -> Path:
+    out.mkdir(parents=True, exist_ok=True)
+    target = out / "libcuda.so.1"
+    # Built beside and renamed: a process that has the old one mapped keeps it.
+    fresh = out / ".libcuda.so.1.new"
+    command = [_compiler(), *_CODE, *_WARNINGS, *(f"-I{folder}" for folder in folders), f"-isystem{headers}"]
+    link = list(_LINK)
+    if sanitize:
+        # The runtime of the sanitizer comes with the program.
+        command += [f"-fsanitize={sanitize}", "-fno-omit-frame-pointer", "-fno-sanitize-recover=all"]
+        link.remove("-Wl,--no-undefined")
+    command += [*link, "-o", str(fresh), *map(str, sources), "-ldl", "-lpthread"]
+    _run(command)
+    fresh.rename(target)
+    _second_name(out)
+    return target
+
+
+def _second_name(out: Path) -> None:
+    """libcuda.so, for programs that open that: an empty library that needs the one beside it.
+
+    A link would do the same, but a wheel has no links, and a copy would be a second proxy.
+    """
+    target, fresh = out / "libcuda.so", out / ".libcuda.so.new"
+    link = ["-shared", "-Wl,-soname,mpsd-libcuda.so", "-Wl,-rpath,$ORIGIN", "-Wl,--no-as-needed"]
+    _run(
+        [
+            _compiler(),
+            *link,
+            "-x",
+            "c",
+            "/dev/null",
+            "-x",
+            "none",
+            str(out / "libcuda.so.1"),
+            "-o",
+            str(fresh),
+        ]
+    )
+    fresh.rename(target)
+
+
+def _run(command: Sequence[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise BuildError(f"{' '.join(command)}\n{done.stderr.strip()}")
+
+
+def _compiler() -> str:
+    return os.environ.get("CC", "gcc")

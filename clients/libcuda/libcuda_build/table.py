@@ -1,0 +1,57 @@
+"""functions.toml and names.txt, checked against the header. Unknown keys and names are errors."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from libcuda_build.header import Function
+
+ALWAYS, MEMORY, NEVER = WHEN = ("always", "memory", "never")
+
+
+class TableError(Exception):
+    """functions.toml or names.txt says something that cannot be."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is built: all names in order (their position is their index), and those that the proxy knows."""
+
+    names: tuple[str, ...]
+    called: tuple[str, ...]  # those whose real function the proxy calls
+    wrapped: Mapping[str, str]  # those that have a wrapper too, and when
+    functions: Mapping[str, Function]
+
+
+def read_plan(folder: Path, functions: Mapping[str, Function]) -> Plan:
+    """The plan of functions.toml and names.txt in `folder`. Raises TableError."""
+    entries = _entries(tomllib.loads((folder / "functions.toml").read_text()))
+    unknown = sorted(set(entries) - set(functions))
+    if unknown:
+        raise TableError(f"functions.toml: cuda.h does not declare {', '.join(unknown)}")
+    names = sorted({*functions, *_extra(folder / "names.txt")})
+    wrapped = {name: when for name, when in sorted(entries.items()) if when != NEVER}
+    return Plan(tuple(names), tuple(sorted(entries)), wrapped, functions)
+
+
+def _entries(table: Mapping[str, object]) -> dict[str, str]:
+    found = {}
+    for name, entry in table.items():
+        if not isinstance(entry, dict) or set(entry) != {"wrap", "why"}:
+            raise TableError(f"functions.toml: [{name}] takes the keys wrap and why, and both")
+        if entry["wrap"] not in WHEN:
+            raise TableError(f"functions.toml: [{name}] wrap is not one of {', '.join(WHEN)}")
+        found[name] = str(entry["wrap"])
+    return found
+
+
+def _extra(path: Path) -> list[str]:
+    lines = [line.strip() for line in path.read_text().splitlines()]
+    names = [line for line in lines if line and not line.startswith("#")]
+    wrong = [name for name in names if not (name.isidentifier() and name.startswith("cu"))]
+    if wrong:
+        raise TableError(f"{path.name}: not names of the driver's: {', '.join(wrong)}")
+    return names

@@ -1,0 +1,108 @@
+"""What the proxy in a process tells about itself: the shared structure of src/stats.h, read from outside."""
+
+from __future__ import annotations
+
+import enum
+import os
+import struct
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+MAGIC = int.from_bytes(b"mpsdcuda", "little")
+VERSION = 1
+_NAME = "/memfd:mpsd-libcuda"
+_HEAD = struct.Struct("<Q10I8Q96x256s512s")
+_UNKNOWN = struct.Struct("<Q88s")
+_UNKNOWN_MAX = 64
+
+
+class State(enum.IntEnum):
+    LOADING = 0
+    ACTIVE = 1
+    ASIDE = 2
+    NO_DRIVER = 3
+
+
+@dataclass(frozen=True)
+class Stats:
+    """One reading. `driver_version` is 0 until the program has called cuInit.
+
+    `vault_*`: allocations in exportable memory, their bytes, the bytes mapped for them, and how often the
+    driver had to answer cuMemAlloc itself.
+    """
+
+    pid: int
+    state: State
+    reason: str
+    real_path: str
+    driver_version: int
+    names: int
+    hidden: int
+    added: int
+    lacking: int
+    asked: int
+    mapped: int
+    unmapped: int
+    export_tables: int
+    vault_allocations: int
+    vault_bytes: int
+    vault_mapped: int
+    vault_passed: int
+    unknown: Mapping[str, int]
+
+
+def read_stats(pid: int) -> Stats | None:
+    """The statistics of a process; None if it has no proxy, is gone, or has one of another version.
+
+    Raises PermissionError for a process whose memory the caller may not read.
+    """
+    try:
+        with open(f"/proc/{pid}/maps") as maps:
+            starts = [int(line.split("-", 1)[0], 16) for line in maps if _NAME in line]
+        if not starts:
+            return None
+        with open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:
+            data = os.pread(memory.fileno(), _HEAD.size + _UNKNOWN_MAX * _UNKNOWN.size, starts[0])
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return decode(data)
+
+
+def decode(data: bytes) -> Stats | None:
+    """The structure in `data`; None if it is none of this version."""
+    if len(data) < _HEAD.size + _UNKNOWN_MAX * _UNKNOWN.size:
+        return None
+    magic, version, _, pid, state, driver, names, hidden, added, lacking, _, *rest = _HEAD.unpack_from(data)
+    if magic != MAGIC or version != VERSION:
+        return None
+    asked, mapped, unmapped, tables, held, held_bytes, held_mapped, passed, reason, path = rest
+    unknown: Counter[str] = Counter()
+    for number in range(_UNKNOWN_MAX):
+        count, name = _UNKNOWN.unpack_from(data, _HEAD.size + number * _UNKNOWN.size)
+        if count:
+            unknown[_text(name)] += count
+    return Stats(
+        pid,
+        State(state),
+        _text(reason),
+        _text(path),
+        driver,
+        names,
+        hidden,
+        added,
+        lacking,
+        asked,
+        mapped,
+        unmapped,
+        tables,
+        held,
+        held_bytes,
+        held_mapped,
+        passed,
+        unknown,
+    )
+
+
+def _text(field: bytes) -> str:
+    return field.split(b"\0", 1)[0].decode(errors="replace")

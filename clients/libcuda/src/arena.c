@@ -1,0 +1,349 @@
+// SPDX-License-Identifier: MIT
+#include "arena.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#define UNITS (ARENA_GRANULE / ARENA_UNIT)
+#define WORD_BITS 64
+
+/* A granule in units. `units[u]` is how many an allocation that begins at u has, 0 elsewhere. */
+struct arena_slab {
+	struct arena_slab *next, **link;	/* among the roomy ones */
+	uint32_t granule;
+	uint32_t used;
+	uint64_t taken[UNITS / WORD_BITS];
+	uint16_t units[UNITS];
+	uint32_t size[UNITS];			/* bytes asked for */
+};
+
+static uint32_t granules_of(size_t size)
+{
+	return (uint32_t)((size + ARENA_GRANULE - 1) / ARENA_GRANULE);
+}
+
+static struct arena_range range_of(const struct arena *arena, uint32_t granule, uint32_t count)
+{
+	return (struct arena_range){ arena->base + granule * ARENA_GRANULE, count * ARENA_GRANULE };
+}
+
+/* Free granules */
+
+/*
+ * A free must not fail. Between n pieces in use there are at most n + 1 holes, and one more while
+ * two are being joined: so room is made when a piece is taken.
+ */
+static bool make_room(struct arena *arena)
+{
+	uint32_t room = arena->extent_room ? 2 * arena->extent_room : 64;
+	struct arena_extent *larger;
+
+	if (arena->pieces + 2 < arena->extent_room)
+		return true;
+	larger = realloc(arena->extents, room * sizeof(*larger));
+	if (!larger)
+		return false;
+	arena->extents = larger;
+	arena->extent_room = room;
+	return true;
+}
+
+static void drop_extent(struct arena *arena, uint32_t at)
+{
+	memmove(arena->extents + at, arena->extents + at + 1,
+		(arena->extent_count - at - 1) * sizeof(*arena->extents));
+	arena->extent_count--;
+}
+
+/* The lowest granules that are enough; arena->granules if there are none. */
+static uint32_t take_granules(struct arena *arena, uint32_t count)
+{
+	if (!make_room(arena))
+		return arena->granules;
+	for (uint32_t i = 0; i < arena->extent_count; i++) {
+		struct arena_extent *extent = &arena->extents[i];
+		uint32_t first = extent->first;
+
+		if (extent->count < count)
+			continue;
+		extent->first += count;
+		extent->count -= count;
+		if (!extent->count)
+			drop_extent(arena, i);
+		for (uint32_t g = first; g < first + count; g++)
+			arena->head[g] = first + 1;
+		arena->pieces++;
+		return first;
+	}
+	return arena->granules;
+}
+
+static void give_granules(struct arena *arena, uint32_t first, uint32_t count)
+{
+	uint32_t low = 0, high = arena->extent_count;
+	struct arena_extent *at;
+
+	arena->pieces--;
+	memset(arena->head + first, 0, count * sizeof(*arena->head));
+	while (low < high) {
+		uint32_t middle = (low + high) / 2;
+
+		if (arena->extents[middle].first > first)
+			high = middle;
+		else
+			low = middle + 1;
+	}
+	at = arena->extents + low;
+	memmove(at + 1, at, (arena->extent_count - low) * sizeof(*at));
+	*at = (struct arena_extent){ first, count };
+	arena->extent_count++;
+	if (low + 1 < arena->extent_count && at[1].first == first + count) {
+		at->count += at[1].count;
+		drop_extent(arena, low + 1);
+	}
+	if (low && at[-1].first + at[-1].count == first) {
+		at[-1].count += at->count;
+		drop_extent(arena, low);
+	}
+}
+
+/* Slabs */
+
+static void make_roomy(struct arena *arena, struct arena_slab *slab)
+{
+	slab->next = arena->roomy;
+	slab->link = &arena->roomy;
+	if (slab->next)
+		slab->next->link = &slab->next;
+	arena->roomy = slab;
+}
+
+static void make_full(struct arena_slab *slab)
+{
+	*slab->link = slab->next;
+	if (slab->next)
+		slab->next->link = slab->link;
+	slab->link = NULL;
+}
+
+static bool is_taken(const struct arena_slab *slab, uint32_t unit)
+{
+	return slab->taken[unit / WORD_BITS] >> unit % WORD_BITS & 1;
+}
+
+static void mark(struct arena_slab *slab, uint32_t first, uint32_t count, bool taken)
+{
+	for (uint32_t unit = first; unit < first + count; unit++) {
+		uint64_t bit = (uint64_t)1 << unit % WORD_BITS;
+
+		if (taken)
+			slab->taken[unit / WORD_BITS] |= bit;
+		else
+			slab->taken[unit / WORD_BITS] &= ~bit;
+	}
+	slab->used += taken ? count : -count;
+}
+
+/* The first of `count` free units in a row; UNITS if there are none. Full words are stepped over whole. */
+static uint32_t find_units(const struct arena_slab *slab, uint32_t count)
+{
+	uint32_t run = 0;
+
+	for (uint32_t unit = 0; unit < UNITS; unit++) {
+		if (unit % WORD_BITS == 0 && slab->taken[unit / WORD_BITS] == UINT64_MAX) {
+			run = 0;
+			unit += WORD_BITS - 1;
+			continue;
+		}
+		run = is_taken(slab, unit) ? 0 : run + 1;
+		if (run == count)
+			return unit + 1 - count;
+	}
+	return UNITS;
+}
+
+static struct arena_slab *new_slab(struct arena *arena)
+{
+	struct arena_slab *slab = calloc(1, sizeof(*slab));
+
+	if (!slab)
+		return NULL;
+	slab->granule = take_granules(arena, 1);
+	if (slab->granule == arena->granules) {
+		free(slab);
+		return NULL;
+	}
+	arena->slab[slab->granule] = slab;
+	make_roomy(arena, slab);
+	return slab;
+}
+
+static uint64_t alloc_small(struct arena *arena, size_t size, struct arena_range *fresh)
+{
+	uint32_t count = (uint32_t)((size + ARENA_UNIT - 1) / ARENA_UNIT), unit = UNITS;
+	struct arena_slab *slab;
+
+	for (slab = arena->roomy; slab; slab = slab->next) {
+		if (UNITS - slab->used >= count)
+			unit = find_units(slab, count);
+		if (unit < UNITS)
+			break;
+	}
+	if (!slab) {
+		slab = new_slab(arena);
+		if (!slab)
+			return 0;
+		*fresh = range_of(arena, slab->granule, 1);
+		unit = 0;
+	}
+	mark(slab, unit, count, true);
+	slab->units[unit] = (uint16_t)count;
+	slab->size[unit] = (uint32_t)size;
+	if (slab->used == UNITS)
+		make_full(slab);
+	return arena->base + slab->granule * ARENA_GRANULE + unit * ARENA_UNIT;
+}
+
+static bool free_small(struct arena *arena, struct arena_slab *slab, size_t offset, struct arena_range *empty)
+{
+	uint32_t unit = (uint32_t)(offset / ARENA_UNIT);
+
+	if (offset % ARENA_UNIT || !slab->units[unit])
+		return false;
+	if (!slab->link)
+		make_roomy(arena, slab);
+	mark(slab, unit, slab->units[unit], false);
+	slab->units[unit] = 0;
+	if (slab->used)
+		return true;
+	make_full(slab);
+	*empty = range_of(arena, slab->granule, 1);
+	arena->slab[slab->granule] = NULL;
+	give_granules(arena, slab->granule, 1);
+	free(slab);
+	return true;
+}
+
+static bool find_small(const struct arena *arena, const struct arena_slab *slab, size_t offset,
+		       struct arena_range *found)
+{
+	uint32_t unit = (uint32_t)(offset / ARENA_UNIT);
+
+	if (!is_taken(slab, unit))
+		return false;
+	while (!slab->units[unit])
+		unit--;
+	found->base = arena->base + slab->granule * ARENA_GRANULE + unit * ARENA_UNIT;
+	found->size = slab->size[unit];
+	return true;
+}
+
+static bool find_large(const struct arena *arena, uint32_t granule, struct arena_range *found)
+{
+	uint32_t first = arena->head[granule] - 1;
+
+	found->base = arena->base + first * ARENA_GRANULE;
+	found->size = arena->size[first];
+	return true;
+}
+
+/* The whole */
+
+bool arena_open(struct arena *arena, uint64_t base, size_t size)
+{
+	uint32_t granules = (uint32_t)(size / ARENA_GRANULE);
+
+	*arena = (struct arena){
+		.base = base,
+		.granules = granules,
+		.head = calloc(granules, sizeof(*arena->head)),
+		.size = calloc(granules, sizeof(*arena->size)),
+		.slab = calloc(granules, sizeof(*arena->slab)),
+	};
+	if (arena->head && arena->size && arena->slab && make_room(arena)) {
+		arena->pieces = 1;
+		give_granules(arena, 0, granules);
+		return true;
+	}
+	arena_close(arena);
+	return false;
+}
+
+void arena_close(struct arena *arena)
+{
+	for (uint32_t granule = 0; arena->slab && granule < arena->granules; granule++)
+		free(arena->slab[granule]);
+	free(arena->head);
+	free(arena->size);
+	free(arena->slab);
+	free(arena->extents);
+	*arena = (struct arena){ 0 };
+}
+
+uint64_t arena_alloc(struct arena *arena, size_t size, struct arena_range *fresh)
+{
+	uint32_t granule;
+
+	*fresh = (struct arena_range){ 0, 0 };
+	if (size <= ARENA_SMALL)
+		return alloc_small(arena, size, fresh);
+	if (size > arena->granules * ARENA_GRANULE)
+		return 0;
+	granule = take_granules(arena, granules_of(size));
+	if (granule == arena->granules)
+		return 0;
+	arena->size[granule] = size;
+	*fresh = range_of(arena, granule, granules_of(size));
+	return fresh->base;
+}
+
+bool arena_free(struct arena *arena, uint64_t address, struct arena_range *empty)
+{
+	uint64_t offset = address - arena->base;
+	uint32_t granule = (uint32_t)(offset / ARENA_GRANULE);
+
+	*empty = (struct arena_range){ 0, 0 };
+	if (offset / ARENA_GRANULE >= arena->granules)
+		return false;
+	if (arena->slab[granule])
+		return free_small(arena, arena->slab[granule], offset % ARENA_GRANULE, empty);
+	if (offset % ARENA_GRANULE || arena->head[granule] != granule + 1)
+		return false;
+	*empty = range_of(arena, granule, granules_of(arena->size[granule]));
+	give_granules(arena, granule, granules_of(arena->size[granule]));
+	return true;
+}
+
+bool arena_find(const struct arena *arena, uint64_t address, struct arena_range *found)
+{
+	uint64_t offset = address - arena->base;
+	uint32_t granule = (uint32_t)(offset / ARENA_GRANULE);
+	bool is_used;
+
+	*found = (struct arena_range){ 0, 0 };
+	if (offset / ARENA_GRANULE >= arena->granules || !arena->head[granule])
+		return false;
+	if (arena->slab[granule])
+		is_used = find_small(arena, arena->slab[granule], offset % ARENA_GRANULE, found);
+	else
+		is_used = find_large(arena, granule, found);
+	/* Not what is left of its last unit or granule. */
+	return is_used && address - found->base < found->size;
+}
+
+bool arena_first(const struct arena *arena, struct arena_range *found)
+{
+	/* Before the first hole everything is in use, and a hole at 0 ends at what is. */
+	uint32_t granule = arena->extent_count && !arena->extents[0].first ? arena->extents[0].count : 0;
+	const struct arena_slab *slab;
+
+	if (granule >= arena->granules)
+		return false;
+	slab = arena->slab[granule];
+	if (!slab)
+		return find_large(arena, granule, found);
+	for (uint32_t unit = 0; unit < UNITS; unit++)
+		if (slab->units[unit])
+			return find_small(arena, slab, unit * ARENA_UNIT, found);
+	return false;
+}

@@ -1,0 +1,60 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * Where in a window of addresses an allocation lies. Pure bookkeeping: it calls nothing of CUDA's,
+ * touches no memory of the window and has no lock. What must be mapped, and what may be unmapped,
+ * it tells its caller.
+ *
+ * Small allocations share a granule (a slab), in units of 512 bytes, which is also the alignment of
+ * all; larger ones have whole granules of their own.
+ */
+#pragma once
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#define ARENA_GRANULE ((size_t)2 << 20)
+#define ARENA_UNIT ((size_t)512)
+#define ARENA_SMALL ((size_t)1 << 20)	/* up to here an allocation goes into a slab */
+
+struct arena_range {
+	uint64_t base;
+	size_t size;		/* 0: nothing */
+};
+
+struct arena_extent {		/* free granules */
+	uint32_t first, count;
+};
+
+struct arena_slab;
+
+struct arena {
+	uint64_t base;
+	uint32_t granules;
+	uint32_t *head;			/* per granule: 1 + the first one of what lies there; 0: free */
+	size_t *size;			/* at a first one: bytes asked for */
+	struct arena_slab **slab;	/* at a granule that is a slab */
+	struct arena_slab *roomy;	/* slabs with a free unit, the last one that got one first */
+	struct arena_extent *extents;	/* by address, never two that touch */
+	uint32_t extent_count, extent_room;
+	uint32_t pieces;		/* large allocations and slabs */
+};
+
+/* A window of `size` bytes at `base`, both multiples of the granule. False: out of host memory. */
+bool arena_open(struct arena *arena, uint64_t base, size_t size);
+void arena_close(struct arena *arena);
+
+/*
+ * An address for `size` (not 0) bytes, 0 if there is no room. `fresh` is what has to be mapped before the
+ * address is used; a caller that cannot do so frees the address again.
+ */
+uint64_t arena_alloc(struct arena *arena, size_t size, struct arena_range *fresh);
+
+/* False if no allocation begins at `address`. `empty` is what may be unmapped now. */
+bool arena_free(struct arena *arena, uint64_t address, struct arena_range *empty);
+
+/* The allocation that contains `address`. False if there is none. */
+bool arena_find(const struct arena *arena, uint64_t address, struct arena_range *found);
+
+/* Some allocation, for whoever wants to free all. False if there is none. */
+bool arena_first(const struct arena *arena, struct arena_range *found);

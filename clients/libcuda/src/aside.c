@@ -1,0 +1,107 @@
+// SPDX-License-Identifier: MIT
+/* Stepping aside: from then on the program talks to the real driver, as if there were no proxy. */
+#include <dlfcn.h>
+#include <link.h>
+#include <stdarg.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "elfview.h"
+#include "proxy.h"
+#include "stats.h"
+
+/* Drivers of CUDA 12.4 up to, not including, 14.0: what the wrappers were written for. */
+#define OLDEST_DRIVER 12040
+#define TOO_NEW_DRIVER 14000
+
+/* One write, so that lines of several processes do not mix; stdio is the program's own. */
+void mpsd_say(const char *format, ...)
+{
+	char line[1024];
+	int length = snprintf(line, sizeof(line), "mpsd-libcuda[%d]: ", (int)getpid());
+	va_list arguments;
+
+	va_start(arguments, format);
+	vsnprintf(line + length, sizeof(line) - (size_t)length - 1, format, arguments);
+	va_end(arguments);
+	length = (int)strlen(line);
+	line[length++] = '\n';
+	if (write(STDERR_FILENO, line, (size_t)length) < 0)
+		return;	/* a program without stderr hears nothing */
+}
+
+/* The stubs stay, for the program has pointers to them; each one leads to the real function now. */
+void mpsd_step_aside(const char *reason)
+{
+	uint32_t active = MPSD_ACTIVE;
+
+	for (unsigned int i = 0; i < MPSD_WRAPPERS; i++) {
+		unsigned int index = mpsd_wrappers[i].index;
+
+		if (mpsd_real[index])
+			__atomic_store_n(&mpsd_table[index], mpsd_real[index], __ATOMIC_RELEASE);
+	}
+	if (!__atomic_compare_exchange_n(&mpsd_stats->state, &active, MPSD_ASIDE, false,
+					 __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE))
+		return;
+	snprintf(mpsd_stats->reason, sizeof(mpsd_stats->reason), "%s", reason);
+	mpsd_say("stepping aside: %s; the program runs as if this library were not there", reason);
+}
+
+struct search {
+	ElfW(Addr) ours, real;
+	char *reason;
+	size_t size;
+};
+
+/* Another libcuda beside ours and the one behind it: some part of the program opened it by its path. */
+static int is_another(struct dl_phdr_info *object, size_t size, void *context)
+{
+	struct search *search = context;
+	struct elfview view;
+
+	(void)size;
+	if (object->dlpi_addr == search->ours || object->dlpi_addr == search->real)
+		return 0;
+	if (!mpsd_elfview_of_object(object, &view) || !view.soname ||
+	    strncmp(view.soname, "libcuda.so", strlen("libcuda.so")) != 0)
+		return 0;
+	snprintf(search->reason, search->size, "the program has opened another libcuda (%s)",
+		 object->dlpi_name);
+	return 1;
+}
+
+/* As dl_iterate_phdr says it, which need not be where the object begins. */
+static ElfW(Addr) base_of(const void *address)
+{
+	struct link_map *map = NULL;
+	Dl_info info;
+
+	return dladdr1(address, &info, (void **)&map, RTLD_DL_LINKMAP) && map ? map->l_addr : 0;
+}
+
+/* NULL when nothing speaks against the proxy. Asked by the first cuInit. */
+const char *mpsd_reason_to_step_aside(void)
+{
+	static char reason[256];
+	struct search search = {
+		.ours = base_of(mpsd_stubs),
+		.real = base_of((void *)real_cuInit),
+		.reason = reason,
+		.size = sizeof(reason),
+	};
+	int version = 0;
+
+	if (real_cuDriverGetVersion(&version) != CUDA_SUCCESS)
+		return "the driver does not tell its version";
+	mpsd_stats->driver_version = (uint32_t)version;
+	if (version < OLDEST_DRIVER || version >= TOO_NEW_DRIVER) {
+		snprintf(reason, sizeof(reason),
+			 "the driver is for CUDA %d.%d, and this library knows 12.4 to 13.x",
+			 version / 1000, version % 1000 / 10);
+		return reason;
+	}
+	return dl_iterate_phdr(is_another, &search) ? reason : NULL;
+}

@@ -1,0 +1,62 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * What the proxy tells about itself, in shared memory of a fixed size (a sealed memfd named
+ * mpsd-libcuda). Whoever may read the process's memory may read it: mpsd_libcuda/stats.py does.
+ * The layout is an interface: new fields take reserved words, anything else is a new version.
+ */
+#pragma once
+
+#include <stdint.h>
+
+#define MPSD_STATS_MAGIC 0x616475636473706dull	/* "mpsdcuda" */
+#define MPSD_STATS_VERSION 1
+#define MPSD_STATS_BYTES 8192
+#define MPSD_UNKNOWN_MAX 64
+#define MPSD_UNKNOWN_ROOM 88
+
+enum mpsd_state {
+	MPSD_LOADING = 0,
+	MPSD_ACTIVE = 1,
+	MPSD_ASIDE = 2,
+	MPSD_NO_DRIVER = 3,
+};
+
+struct mpsd_unknown {
+	uint64_t count;
+	char name[MPSD_UNKNOWN_ROOM];	/* written before count leaves 0 */
+};
+
+struct mpsd_stats {
+	uint64_t magic;
+	uint32_t version;
+	uint32_t size;
+	uint32_t pid;
+	uint32_t state;			/* enum mpsd_state */
+	uint32_t driver_version;	/* as cuDriverGetVersion says; 0: not asked yet */
+	uint32_t names;			/* that this build has a stub for */
+	uint32_t hidden;		/* of those the driver does not have */
+	uint32_t added;			/* names of the driver that took a spare stub */
+	uint32_t lacking;		/* names of the driver that found no stub */
+	uint32_t reserved0;
+	uint64_t asked;			/* calls of cuGetProcAddress, either version */
+	uint64_t mapped;		/* of those, answered with a stub */
+	uint64_t unmapped;		/* of those, answered with a pointer that is no exported function */
+	uint64_t export_tables;		/* calls of cuGetExportTable */
+	uint64_t vault_allocations;	/* of cuMemAlloc, in exportable memory */
+	uint64_t vault_bytes;		/* asked for by those */
+	uint64_t vault_mapped;		/* mapped for those */
+	uint64_t vault_passed;		/* calls of cuMemAlloc that the driver had to answer itself, so far */
+	uint64_t reserved[12];
+	char reason[256];		/* why it stepped aside */
+	char real_path[512];
+	struct mpsd_unknown unknown[MPSD_UNKNOWN_MAX];
+};
+
+_Static_assert(sizeof(struct mpsd_stats) <= MPSD_STATS_BYTES, "the structure has grown too large");
+
+extern struct mpsd_stats *mpsd_stats;
+
+void mpsd_stats_start(void);
+void mpsd_stats_unknown(const char *name);
+
+#define mpsd_count(field) __atomic_fetch_add(&mpsd_stats->field, 1, __ATOMIC_RELAXED)

@@ -1,0 +1,81 @@
+// SPDX-License-Identifier: MIT
+/*
+ * The back end of a process that has the GPU to itself, and the choice of another one.
+ * MPSD_STANDIN_MEMORY: the GPU's bytes.
+ */
+#include <stdlib.h>
+#include <string.h>
+
+#include "seam.h"
+
+#define DEFAULT_MEMORY ((size_t)4 << 30)
+
+static size_t used;
+
+static CUresult attach(void)
+{
+	return CUDA_SUCCESS;
+}
+
+static void detach(void)
+{
+}
+
+static size_t total_memory(void)
+{
+	const char *given = getenv("MPSD_STANDIN_MEMORY");
+
+	return given ? strtoull(given, NULL, 0) : DEFAULT_MEMORY;
+}
+
+static size_t free_memory(void)
+{
+	return total_memory() - used;
+}
+
+static bool take_memory(size_t size)
+{
+	if (size > free_memory())
+		return false;
+	used += size;
+	return true;
+}
+
+static void give_memory(size_t size)
+{
+	used -= size;
+}
+
+static CUresult fault(CUdeviceptr address, enum access access)
+{
+	(void)address;
+	(void)access;
+	return CUDA_ERROR_ILLEGAL_ADDRESS;
+}
+
+static CUresult look(void)
+{
+	return CUDA_SUCCESS;
+}
+
+static const struct backend alone = {
+	.name = "alone",
+	.attach = attach,
+	.detach = detach,
+	.total_memory = total_memory,
+	.free_memory = free_memory,
+	.take_memory = take_memory,
+	.give_memory = give_memory,
+	.fault = fault,
+	.look = look,
+};
+
+const struct backend *backend = &alone;
+
+__attribute__((constructor)) static void choose(void)
+{
+	const char *given = getenv("MPSD_STANDIN_GPU");
+
+	if (given && !strcmp(given, "simulated"))
+		backend = simulated_backend(&alone);
+}

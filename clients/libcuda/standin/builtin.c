@@ -1,0 +1,98 @@
+// SPDX-License-Identifier: MIT
+/*
+ * The functions that kernels can be. Parameters arrive as 64-bit words. Every access is checked
+ * first: memory that the GPU could not reach is a fault, not a crash of the process.
+ */
+#include <string.h>
+
+#include "standin.h"
+
+bool gpu_reaches(uint64_t address, size_t size, enum access access)
+{
+	bool can;
+
+	pthread_mutex_lock(&gpu_lock);
+	can = may_access(address, size, access);
+	if (!can) {
+		CUresult deadly = backend->fault(address, access);
+
+		if (deadly != CUDA_SUCCESS)
+			kill_context(deadly);
+	}
+	pthread_mutex_unlock(&gpu_lock);
+	return can;
+}
+
+static void nothing(const uint64_t *arguments)
+{
+	(void)arguments;
+}
+
+/* to, words, value */
+static void fill(const uint64_t *arguments)
+{
+	uint32_t *to = (uint32_t *)arguments[0];
+
+	if (!gpu_reaches(arguments[0], arguments[1] * sizeof(*to), ACCESS_WRITE))
+		return;
+	for (uint64_t i = 0; i < arguments[1]; i++)
+		to[i] = (uint32_t)arguments[2];
+}
+
+/* to, words, value */
+static void add(const uint64_t *arguments)
+{
+	uint32_t *to = (uint32_t *)arguments[0];
+
+	if (!gpu_reaches(arguments[0], arguments[1] * sizeof(*to), ACCESS_WRITE))
+		return;
+	for (uint64_t i = 0; i < arguments[1]; i++)
+		to[i] += (uint32_t)arguments[2];
+}
+
+/* to, from, words */
+static void copy(const uint64_t *arguments)
+{
+	size_t size = arguments[2] * sizeof(uint32_t);
+
+	if (gpu_reaches(arguments[1], size, ACCESS_READ) && gpu_reaches(arguments[0], size, ACCESS_WRITE))
+		memmove((void *)arguments[0], (const void *)arguments[1], size);
+}
+
+/* to (one 64-bit word), from, words */
+static void sum(const uint64_t *arguments)
+{
+	const uint32_t *from = (const uint32_t *)arguments[1];
+	uint64_t total = 0;
+
+	if (!gpu_reaches(arguments[1], arguments[2] * sizeof(*from), ACCESS_READ) ||
+	    !gpu_reaches(arguments[0], sizeof(total), ACCESS_WRITE))
+		return;
+	for (uint64_t i = 0; i < arguments[2]; i++)
+		total += from[i];
+	*(uint64_t *)arguments[0] = total;
+}
+
+/* to, value: one word, wherever that is */
+static void store(const uint64_t *arguments)
+{
+	if (gpu_reaches(arguments[0], sizeof(uint32_t), ACCESS_WRITE))
+		*(uint32_t *)arguments[0] = (uint32_t)arguments[1];
+}
+
+static const struct builtin builtins[] = {
+	{ "nothing", 0, { 0 }, nothing },
+	{ "fill", 3, { 8, 8, 4 }, fill },
+	{ "add", 3, { 8, 8, 4 }, add },
+	{ "copy", 3, { 8, 8, 8 }, copy },
+	{ "sum", 3, { 8, 8, 8 }, sum },
+	{ "store", 2, { 8, 4 }, store },
+};
+
+const struct builtin *find_builtin(const char *name)
+{
+	for (size_t i = 0; i < sizeof(builtins) / sizeof(*builtins); i++)
+		if (!strcmp(builtins[i].name, name))
+			return &builtins[i];
+	return NULL;
+}

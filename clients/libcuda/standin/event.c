@@ -1,0 +1,165 @@
+// SPDX-License-Identifier: MIT
+/* Events: a moment of a stream, and when it was. An event that was never recorded is reached. */
+#include <stdlib.h>
+#include <time.h>
+
+#include "standin.h"
+
+#define SIGN 0x45564e54u
+
+/* Kept when destroyed, for an operation may still point to it: marked, and freed by its last user. */
+struct CUevent_st {
+	uint32_t sign;
+	unsigned int flags;
+	struct moment moment;
+	unsigned int users;
+	bool destroyed;
+	bool recorded;
+	struct timespec when;
+};
+
+static CUresult enter_event(CUevent event, CUcontext *context)
+{
+	CUresult result = enter(context);
+
+	if (result != CUDA_SUCCESS)
+		return result;
+	if (!event || event->sign != SIGN || event->destroyed)
+		return leave(CUDA_ERROR_INVALID_HANDLE);
+	return CUDA_SUCCESS;
+}
+
+static void put_event(CUevent event)
+{
+	if (event->destroyed && !event->users)
+		free(event);
+}
+
+API CUresult cuEventCreate(CUevent *phEvent, unsigned int Flags)
+{
+	CUcontext context;
+	CUresult result = enter(&context);
+
+	if (result != CUDA_SUCCESS)
+		return result;
+	if (!phEvent)
+		return leave(CUDA_ERROR_INVALID_VALUE);
+	*phEvent = calloc(1, sizeof(**phEvent));
+	if (!*phEvent)
+		return leave(CUDA_ERROR_OUT_OF_MEMORY);
+	(*phEvent)->sign = SIGN;
+	(*phEvent)->flags = Flags;
+	return leave(CUDA_SUCCESS);
+}
+
+API CUresult cuEventDestroy_v2(CUevent hEvent)
+{
+	CUcontext context;
+	CUresult result = enter_event(hEvent, &context);
+
+	if (result != CUDA_SUCCESS)
+		return result;
+	hEvent->destroyed = true;
+	put_event(hEvent);
+	return leave(CUDA_SUCCESS);
+}
+
+static void stamp(struct operation *operation)
+{
+	CUevent event = operation->event.event;
+
+	pthread_mutex_lock(&gpu_lock);
+	clock_gettime(CLOCK_MONOTONIC, &event->when);
+	event->users--;
+	put_event(event);
+	pthread_mutex_unlock(&gpu_lock);
+}
+
+API CUresult cuEventRecordWithFlags(CUevent hEvent, CUstream hStream, unsigned int flags)
+{
+	struct operation operation = { .run = stamp, .always = true, .event = { hEvent } };
+	CUcontext context;
+	CUstream stream;
+	CUresult result = enter_event(hEvent, &context);
+
+	if (result != CUDA_SUCCESS)
+		return result;
+	if (flags > CU_EVENT_RECORD_EXTERNAL)
+		return leave(CUDA_ERROR_INVALID_VALUE);
+	result = find_stream(context, hStream, &stream);
+	if (result != CUDA_SUCCESS)
+		return leave(result);
+	/* In a capture an event only joins streams, and there is one stream per capture here. */
+	if (stream->capture)
+		return leave(CUDA_SUCCESS);
+	result = submit(stream, &operation);
+	if (result == CUDA_SUCCESS) {
+		hEvent->users++;
+		hEvent->recorded = true;
+		hEvent->moment = (struct moment){ stream, stream->submitted };
+	}
+	return leave(result);
+}
+
+API CUresult cuEventRecord(CUevent hEvent, CUstream hStream)
+{
+	return cuEventRecordWithFlags(hEvent, hStream, CU_EVENT_RECORD_DEFAULT);
+}
+
+API CUresult cuEventQuery(CUevent hEvent)
+{
+	CUcontext context;
+	CUresult result = enter_event(hEvent, &context);
+
+	if (result != CUDA_SUCCESS)
+		return result;
+	return leave(reached(hEvent->moment) ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY);
+}
+
+API CUresult cuEventSynchronize(CUevent hEvent)
+{
+	CUcontext context;
+	CUresult result = enter_event(hEvent, &context);
+
+	return result == CUDA_SUCCESS ? leave(wait_for(context, hEvent->moment)) : result;
+}
+
+API CUresult cuEventElapsedTime_v2(float *pMilliseconds, CUevent hStart, CUevent hEnd)
+{
+	CUcontext context;
+	CUresult result = enter_event(hStart, &context);
+
+	if (result != CUDA_SUCCESS)
+		return result;
+	if (!pMilliseconds || !hEnd || hEnd->sign != SIGN || hEnd->destroyed || !hStart->recorded ||
+	    !hEnd->recorded || ((hStart->flags | hEnd->flags) & CU_EVENT_DISABLE_TIMING))
+		return leave(CUDA_ERROR_INVALID_HANDLE);
+	if (!reached(hStart->moment) || !reached(hEnd->moment))
+		return leave(CUDA_ERROR_NOT_READY);
+	*pMilliseconds = (float)(hEnd->when.tv_sec - hStart->when.tv_sec) * 1e3f +
+			 (float)(hEnd->when.tv_nsec - hStart->when.tv_nsec) * 1e-6f;
+	return leave(CUDA_SUCCESS);
+}
+
+#undef cuEventElapsedTime
+API CUresult cuEventElapsedTime(float *pMilliseconds, CUevent hStart, CUevent hEnd);
+API CUresult cuEventElapsedTime(float *pMilliseconds, CUevent hStart, CUevent hEnd)
+{
+	return cuEventElapsedTime_v2(pMilliseconds, hStart, hEnd);
+}
+
+API CUresult cuStreamWaitEvent(CUstream hStream, CUevent hEvent, unsigned int Flags)
+{
+	struct operation nothing = { .run = NULL };
+	CUcontext context;
+	CUstream stream;
+	CUresult result = enter_event(hEvent, &context);
+
+	(void)Flags;
+	if (result != CUDA_SUCCESS)
+		return result;
+	result = find_stream(context, hStream, &stream);
+	if (result == CUDA_SUCCESS && !stream->capture)
+		result = submit_after(stream, &nothing, hEvent->moment);
+	return leave(result);
+}

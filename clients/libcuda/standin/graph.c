@@ -1,0 +1,179 @@
+// SPDX-License-Identifier: MIT
+/*
+ * Stream capture and graphs, as far as one stream goes: a graph is the list of operations that were
+ * submitted to the capturing stream, and a launch submits them again.
+ */
+#include <stdlib.h>
+#include <string.h>
+
+#include "standin.h"
+
+struct CUgraphExec_st {
+	struct CUgraph_st graph;
+};
+
+static __thread CUstreamCaptureMode thread_mode = CU_STREAM_CAPTURE_MODE_GLOBAL;
+
+CUresult capture(struct CUgraph_st *graph, const struct operation *operation)
+{
+	struct operation *larger = realloc(graph->nodes, (graph->count + 1) * sizeof(*larger));
+
+	if (!larger)
+		return CUDA_ERROR_OUT_OF_MEMORY;
+	graph->nodes = larger;
+	graph->nodes[graph->count++] = *operation;
+	return CUDA_SUCCESS;
+}
+
+static CUresult enter_stream(CUstream handle, CUstream *stream)
+{
+	CUcontext context;
+	CUresult result = enter(&context);
+
+	if (result != CUDA_SUCCESS)
+		return result;
+	result = find_stream(context, handle, stream);
+	return result == CUDA_SUCCESS ? result : leave(result);
+}
+
+API CUresult cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode *mode)
+{
+	CUstreamCaptureMode old = thread_mode;
+
+	if (!mode)
+		return CUDA_ERROR_INVALID_VALUE;
+	thread_mode = *mode;
+	*mode = old;
+	return CUDA_SUCCESS;
+}
+
+API CUresult cuStreamBeginCapture_v2(CUstream hStream, CUstreamCaptureMode mode)
+{
+	CUstream stream;
+	CUresult result = enter_stream(hStream, &stream);
+
+	(void)mode;
+	if (result != CUDA_SUCCESS)
+		return result;
+	if (stream == stream->context->legacy)
+		return leave(CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
+	if (stream->capture)
+		return leave(CUDA_ERROR_ILLEGAL_STATE);
+	stream->capture = calloc(1, sizeof(*stream->capture));
+	return leave(stream->capture ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY);
+}
+
+API CUresult cuStreamEndCapture(CUstream hStream, CUgraph *phGraph)
+{
+	CUstream stream;
+	CUresult result = enter_stream(hStream, &stream);
+
+	if (result != CUDA_SUCCESS)
+		return result;
+	if (!phGraph || !stream->capture)
+		return leave(phGraph ? CUDA_ERROR_ILLEGAL_STATE : CUDA_ERROR_INVALID_VALUE);
+	*phGraph = stream->capture;
+	stream->capture = NULL;
+	return leave(CUDA_SUCCESS);
+}
+
+API CUresult cuStreamIsCapturing(CUstream hStream, CUstreamCaptureStatus *captureStatus)
+{
+	CUstream stream;
+	CUresult result = enter_stream(hStream, &stream);
+
+	if (result != CUDA_SUCCESS)
+		return result;
+	if (!captureStatus)
+		return leave(CUDA_ERROR_INVALID_VALUE);
+	*captureStatus = stream->capture ? CU_STREAM_CAPTURE_STATUS_ACTIVE : CU_STREAM_CAPTURE_STATUS_NONE;
+	return leave(CUDA_SUCCESS);
+}
+
+API CUresult cuStreamGetCaptureInfo_v3(CUstream hStream, CUstreamCaptureStatus *captureStatus_out,
+				       cuuint64_t *id_out, CUgraph *graph_out, const CUgraphNode **dependencies_out,
+				       const CUgraphEdgeData **edgeData_out, size_t *numDependencies_out)
+{
+	CUstream stream;
+	CUresult result = enter_stream(hStream, &stream);
+
+	if (result != CUDA_SUCCESS)
+		return result;
+	*captureStatus_out = stream->capture ? CU_STREAM_CAPTURE_STATUS_ACTIVE : CU_STREAM_CAPTURE_STATUS_NONE;
+	if (id_out)
+		*id_out = 1;
+	if (graph_out)
+		*graph_out = stream->capture;
+	if (dependencies_out)
+		*dependencies_out = NULL;
+	if (edgeData_out)
+		*edgeData_out = NULL;
+	if (numDependencies_out)
+		*numDependencies_out = 0;
+	return leave(CUDA_SUCCESS);
+}
+
+/* Nodes have no handles of their own beyond their place in the list. */
+API CUresult cuGraphGetNodes(CUgraph hGraph, CUgraphNode *nodes, size_t *numNodes)
+{
+	if (!hGraph || !numNodes)
+		return CUDA_ERROR_INVALID_VALUE;
+	for (size_t i = 0; nodes && i < *numNodes; i++)
+		nodes[i] = i < hGraph->count ? (CUgraphNode)&hGraph->nodes[i] : NULL;
+	*numNodes = hGraph->count;
+	return CUDA_SUCCESS;
+}
+
+API CUresult cuGraphInstantiateWithFlags(CUgraphExec *phGraphExec, CUgraph hGraph, unsigned long long flags)
+{
+	struct CUgraphExec_st *made;
+
+	(void)flags;
+	if (!phGraphExec || !hGraph)
+		return CUDA_ERROR_INVALID_VALUE;
+	made = calloc(1, sizeof(*made));
+	if (!made)
+		return CUDA_ERROR_OUT_OF_MEMORY;
+	for (size_t i = 0; i < hGraph->count; i++) {
+		if (capture(&made->graph, &hGraph->nodes[i]) != CUDA_SUCCESS) {
+			free(made->graph.nodes);
+			free(made);
+			return CUDA_ERROR_OUT_OF_MEMORY;
+		}
+	}
+	*phGraphExec = made;
+	return CUDA_SUCCESS;
+}
+
+API CUresult cuGraphLaunch(CUgraphExec hGraphExec, CUstream hStream)
+{
+	CUstream stream;
+	CUresult result;
+
+	if (!hGraphExec)
+		return CUDA_ERROR_INVALID_VALUE;
+	result = enter_stream(hStream, &stream);
+	if (result != CUDA_SUCCESS)
+		return result;
+	for (size_t i = 0; i < hGraphExec->graph.count && result == CUDA_SUCCESS; i++)
+		result = submit(stream, &hGraphExec->graph.nodes[i]);
+	return leave(result);
+}
+
+API CUresult cuGraphExecDestroy(CUgraphExec hGraphExec)
+{
+	if (!hGraphExec)
+		return CUDA_ERROR_INVALID_VALUE;
+	free(hGraphExec->graph.nodes);
+	free(hGraphExec);
+	return CUDA_SUCCESS;
+}
+
+API CUresult cuGraphDestroy(CUgraph hGraph)
+{
+	if (!hGraph)
+		return CUDA_ERROR_INVALID_VALUE;
+	free(hGraph->nodes);
+	free(hGraph);
+	return CUDA_SUCCESS;
+}

@@ -1,0 +1,154 @@
+// SPDX-License-Identifier: MIT
+/* Kernels: their attributes, their launch, and how many of them fit. */
+#include <string.h>
+
+#include "standin.h"
+
+API CUresult cuFuncGetAttribute(int *pi, CUfunction_attribute attrib, CUfunction hfunc)
+{
+	struct CUfunc_st *function;
+	CUcontext context;
+	CUresult result = enter(&context);
+
+	if (result != CUDA_SUCCESS)
+		return result;
+	function = find_function(hfunc);
+	if (!pi || !function)
+		return leave(pi ? CUDA_ERROR_INVALID_HANDLE : CUDA_ERROR_INVALID_VALUE);
+	switch (attrib) {
+	case CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK:
+		*pi = 1024;
+		break;
+	case CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES:
+		*pi = function->shared_bytes;
+		break;
+	default:
+		*pi = 0;
+	}
+	return leave(CUDA_SUCCESS);
+}
+
+API CUresult cuFuncSetAttribute(CUfunction hfunc, CUfunction_attribute attrib, int value)
+{
+	struct CUfunc_st *function;
+	CUcontext context;
+	CUresult result = enter(&context);
+
+	if (result != CUDA_SUCCESS)
+		return result;
+	function = find_function(hfunc);
+	if (!function)
+		return leave(CUDA_ERROR_INVALID_HANDLE);
+	if (attrib == CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES)
+		function->shared_bytes = value;
+	return leave(CUDA_SUCCESS);
+}
+
+API CUresult cuKernelGetAttribute(int *pi, CUfunction_attribute attrib, CUkernel kernel, CUdevice dev)
+{
+	return dev ? CUDA_ERROR_INVALID_DEVICE : cuFuncGetAttribute(pi, attrib, (CUfunction)kernel);
+}
+
+API CUresult cuKernelSetAttribute(CUfunction_attribute attrib, int val, CUkernel kernel, CUdevice dev)
+{
+	return dev ? CUDA_ERROR_INVALID_DEVICE : cuFuncSetAttribute((CUfunction)kernel, attrib, val);
+}
+
+API CUresult cuFuncGetParamInfo(CUfunction func, size_t paramIndex, size_t *paramOffset, size_t *paramSize)
+{
+	struct CUfunc_st *function;
+	CUcontext context;
+	size_t offset = 0;
+	CUresult result = enter(&context);
+
+	if (result != CUDA_SUCCESS)
+		return result;
+	function = find_function(func);
+	if (!function || !paramOffset || paramIndex >= function->builtin->parameters)
+		return leave(function ? CUDA_ERROR_INVALID_VALUE : CUDA_ERROR_INVALID_HANDLE);
+	for (size_t i = 0; i < paramIndex; i++)
+		offset += function->builtin->sizes[i];
+	*paramOffset = offset;
+	if (paramSize)
+		*paramSize = function->builtin->sizes[paramIndex];
+	return leave(CUDA_SUCCESS);
+}
+
+static void run_kernel(struct operation *operation)
+{
+	operation->kernel.builtin->run(operation->kernel.arguments);
+}
+
+/* Parameters are copied now: the caller may change them as soon as the launch returns. */
+API CUresult cuLaunchKernel(CUfunction f, unsigned int gridDimX, unsigned int gridDimY, unsigned int gridDimZ,
+			    unsigned int blockDimX, unsigned int blockDimY, unsigned int blockDimZ,
+			    unsigned int sharedMemBytes, CUstream hStream, void **kernelParams, void **extra)
+{
+	struct operation operation = { .run = run_kernel };
+	struct CUfunc_st *function;
+	CUcontext context;
+	CUstream stream;
+	CUresult result = enter(&context);
+
+	(void)sharedMemBytes;
+	if (result != CUDA_SUCCESS)
+		return result;
+	function = find_function(f);
+	result = find_stream(context, hStream, &stream);
+	if (!function || result != CUDA_SUCCESS)
+		return leave(CUDA_ERROR_INVALID_HANDLE);
+	if (extra || (function->builtin->parameters && !kernelParams) || !gridDimX || !gridDimY || !gridDimZ ||
+	    !blockDimX || !blockDimY || !blockDimZ || blockDimX * blockDimY * blockDimZ > 1024)
+		return leave(CUDA_ERROR_INVALID_VALUE);
+	operation.duration_ns = function->duration_ns;
+	operation.kernel.builtin = function->builtin;
+	for (size_t i = 0; i < function->builtin->parameters; i++)
+		memcpy(&operation.kernel.arguments[i], kernelParams[i], function->builtin->sizes[i]);
+	return leave(submit(stream, &operation));
+}
+
+API CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction f, void **kernelParams, void **extra)
+{
+	if (!config)
+		return CUDA_ERROR_INVALID_VALUE;
+	return cuLaunchKernel(f, config->gridDimX, config->gridDimY, config->gridDimZ, config->blockDimX,
+			      config->blockDimY, config->blockDimZ, config->sharedMemBytes, config->hStream,
+			      kernelParams, extra);
+}
+
+API CUresult cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *numBlocks, CUfunction func, int blockSize,
+								  size_t dynamicSMemSize, unsigned int flags)
+{
+	(void)func;
+	(void)dynamicSMemSize;
+	(void)flags;
+	if (!numBlocks || blockSize <= 0)
+		return CUDA_ERROR_INVALID_VALUE;
+	*numBlocks = blockSize > 1024 ? 0 : 2048 / blockSize;
+	return CUDA_SUCCESS;
+}
+
+API CUresult cuOccupancyMaxActiveBlocksPerMultiprocessor(int *numBlocks, CUfunction func, int blockSize,
+							 size_t dynamicSMemSize)
+{
+	return cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(numBlocks, func, blockSize, dynamicSMemSize, 0);
+}
+
+API CUresult cuOccupancyAvailableDynamicSMemPerBlock(size_t *dynamicSmemSize, CUfunction func, int numBlocks,
+						     int blockSize)
+{
+	(void)func;
+	if (!dynamicSmemSize || numBlocks <= 0 || blockSize <= 0)
+		return CUDA_ERROR_INVALID_VALUE;
+	*dynamicSmemSize = (size_t)(227 << 10) / (size_t)numBlocks;
+	return CUDA_SUCCESS;
+}
+
+API CUresult cuOccupancyMaxActiveClusters(int *numClusters, CUfunction func, const CUlaunchConfig *config)
+{
+	(void)func;
+	if (!numClusters || !config)
+		return CUDA_ERROR_INVALID_VALUE;
+	*numClusters = 16;
+	return CUDA_SUCCESS;
+}

@@ -1,0 +1,240 @@
+// SPDX-License-Identifier: MIT
+/* The cuMemAlloc family, and host memory. Device memory is anonymous memory of the process. */
+#include <sys/mman.h>
+
+#include "standin.h"
+
+#define ALIGNMENT ((size_t)4096)	/* a real driver promises 256, and gives 512 */
+#define PITCH_ALIGNMENT ((size_t)512)
+
+static size_t rounded(size_t size)
+{
+	return (size + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+}
+
+/* Anonymous memory with a range of its own, or 0. */
+static uintptr_t new_range(size_t size, enum range_kind kind)
+{
+	void *at = mmap(NULL, rounded(size), PROT_READ | PROT_WRITE,
+			MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+	struct range range = {
+		.base = (uintptr_t)at,
+		.size = size,
+		.kind = kind,
+		.readable = true,
+		.writable = true,
+	};
+
+	if (at == MAP_FAILED)
+		return 0;
+	if (add_range(range) == CUDA_SUCCESS)
+		return range.base;
+	munmap(at, rounded(size));
+	return 0;
+}
+
+CUresult device_alloc(uintptr_t *address, size_t size)
+{
+	if (rounded(size) < size || !backend->take_memory(rounded(size)))
+		return CUDA_ERROR_OUT_OF_MEMORY;
+	*address = new_range(size, RANGE_DEVICE);
+	if (*address)
+		return CUDA_SUCCESS;
+	backend->give_memory(rounded(size));
+	return CUDA_ERROR_OUT_OF_MEMORY;
+}
+
+CUresult device_free(uintptr_t address)
+{
+	struct range *range = range_from(address, RANGE_DEVICE);
+
+	if (!range)
+		return CUDA_ERROR_INVALID_VALUE;
+	munmap((void *)range->base, rounded(range->size));
+	backend->give_memory(rounded(range->size));
+	remove_range(range);
+	return CUDA_SUCCESS;
+}
+
+static void host_free(struct range *range)
+{
+	munmap((void *)range->base, rounded(range->size));
+	remove_range(range);
+}
+
+void close_memory(void)
+{
+	struct range *range;
+
+	while ((range = first_range(RANGE_DEVICE)))
+		device_free(range->base);
+	while ((range = first_range(RANGE_HOST)))
+		host_free(range);
+	while ((range = first_range(RANGE_REGISTERED)))
+		remove_range(range);
+}
+
+API CUresult cuMemAlloc_v2(CUdeviceptr *dptr, size_t bytesize)
+{
+	uintptr_t address;
+	CUcontext context;
+	CUresult result = enter(&context);
+
+	if (result != CUDA_SUCCESS)
+		return result;
+	if (!dptr || !bytesize)
+		return leave(CUDA_ERROR_INVALID_VALUE);
+	result = device_alloc(&address, bytesize);
+	if (result == CUDA_SUCCESS)
+		*dptr = address;
+	return leave(result);
+}
+
+API CUresult cuMemAllocPitch_v2(CUdeviceptr *dptr, size_t *pPitch, size_t WidthInBytes, size_t Height,
+				unsigned int ElementSizeBytes)
+{
+	size_t pitch = (WidthInBytes + PITCH_ALIGNMENT - 1) / PITCH_ALIGNMENT * PITCH_ALIGNMENT;
+
+	if (!pPitch || !WidthInBytes || !Height ||
+	    (ElementSizeBytes != 4 && ElementSizeBytes != 8 && ElementSizeBytes != 16))
+		return CUDA_ERROR_INVALID_VALUE;
+	*pPitch = pitch;
+	return cuMemAlloc_v2(dptr, pitch * Height);
+}
+
+/* Waits for all work, whatever uses the memory: programs rely on it. */
+API CUresult cuMemFree_v2(CUdeviceptr dptr)
+{
+	CUcontext context;
+	CUresult result = enter(&context);
+
+	if (result != CUDA_SUCCESS)
+		return result;
+	if (!dptr)
+		return leave(CUDA_SUCCESS);
+	if (!range_from(dptr, RANGE_DEVICE))
+		return leave(CUDA_ERROR_INVALID_VALUE);
+	result = wait_for_all(context);
+	return leave(result == CUDA_SUCCESS ? device_free(dptr) : result);
+}
+
+API CUresult cuMemGetInfo_v2(size_t *free, size_t *total)
+{
+	CUcontext context;
+	CUresult result = enter(&context);
+
+	if (result != CUDA_SUCCESS)
+		return result;
+	if (free)
+		*free = backend->free_memory();
+	if (total)
+		*total = backend->total_memory();
+	return leave(CUDA_SUCCESS);
+}
+
+API CUresult cuMemGetAddressRange_v2(CUdeviceptr *pbase, size_t *psize, CUdeviceptr dptr)
+{
+	struct range *range;
+	CUcontext context;
+	CUresult result = enter(&context);
+
+	if (result != CUDA_SUCCESS)
+		return result;
+	range = range_at(dptr, RANGE_DEVICE, RANGE_REGISTERED);
+	if (!range)
+		range = range_at(dptr, RANGE_MAPPED, RANGE_MAPPED);
+	if (!range)
+		return leave(CUDA_ERROR_NOT_FOUND);
+	if (pbase)
+		*pbase = range->base;
+	if (psize)
+		*psize = range->size;
+	return leave(CUDA_SUCCESS);
+}
+
+API CUresult cuMemHostAlloc(void **pp, size_t bytesize, unsigned int Flags)
+{
+	CUcontext context;
+	CUresult result = enter(&context);
+
+	(void)Flags;
+	if (result != CUDA_SUCCESS)
+		return result;
+	if (!pp || !bytesize)
+		return leave(CUDA_ERROR_INVALID_VALUE);
+	*pp = (void *)new_range(bytesize, RANGE_HOST);
+	return leave(*pp ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY);
+}
+
+API CUresult cuMemAllocHost_v2(void **pp, size_t bytesize)
+{
+	return cuMemHostAlloc(pp, bytesize, 0);
+}
+
+API CUresult cuMemFreeHost(void *p)
+{
+	struct range *range;
+	CUcontext context;
+	CUresult result = enter(&context);
+
+	if (result != CUDA_SUCCESS)
+		return result;
+	if (!range_from((uintptr_t)p, RANGE_HOST))
+		return leave(CUDA_ERROR_INVALID_VALUE);
+	result = wait_for_all(context);
+	/* Looked up again: the lock was given up in the wait. */
+	range = range_from((uintptr_t)p, RANGE_HOST);
+	if (result != CUDA_SUCCESS || !range)
+		return leave(result ? result : CUDA_ERROR_INVALID_VALUE);
+	host_free(range);
+	return leave(CUDA_SUCCESS);
+}
+
+API CUresult cuMemHostGetDevicePointer_v2(CUdeviceptr *pdptr, void *p, unsigned int Flags)
+{
+	CUcontext context;
+	CUresult result = enter(&context);
+
+	if (result != CUDA_SUCCESS)
+		return result;
+	if (!pdptr || Flags || !range_at((uintptr_t)p, RANGE_HOST, RANGE_REGISTERED))
+		return leave(CUDA_ERROR_INVALID_VALUE);
+	*pdptr = (CUdeviceptr)p;
+	return leave(CUDA_SUCCESS);
+}
+
+API CUresult cuMemHostRegister_v2(void *p, size_t bytesize, unsigned int Flags)
+{
+	struct range range = {
+		.base = (uintptr_t)p,
+		.size = bytesize,
+		.kind = RANGE_REGISTERED,
+		.readable = true,
+		.writable = !(Flags & CU_MEMHOSTREGISTER_READ_ONLY),
+	};
+	CUcontext context;
+	CUresult result = enter(&context);
+
+	if (result != CUDA_SUCCESS)
+		return result;
+	if (!p || !bytesize)
+		return leave(CUDA_ERROR_INVALID_VALUE);
+	if (!is_range_free(range.base, bytesize, RANGE_REGISTERED))
+		return leave(CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED);
+	return leave(add_range(range));
+}
+
+API CUresult cuMemHostUnregister(void *p)
+{
+	struct range *range;
+	CUcontext context;
+	CUresult result = enter(&context);
+
+	if (result != CUDA_SUCCESS)
+		return result;
+	range = range_from((uintptr_t)p, RANGE_REGISTERED);
+	if (!range)
+		return leave(CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED);
+	remove_range(range);
+	return leave(CUDA_SUCCESS);
+}

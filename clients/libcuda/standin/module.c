@@ -1,0 +1,276 @@
+// SPDX-License-Identifier: MIT
+/*
+ * Modules. An image is a text:
+ *
+ *	standin module
+ *	kernel NAME FUNCTION MICROSECONDS
+ *	global NAME BYTES
+ *
+ * A library is a module here, and a kernel is its function, as far as a program can tell.
+ */
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "standin.h"
+
+#define MARK "standin module\n"
+
+struct global {
+	struct global *next;
+	char name[64];
+	uintptr_t address;
+	size_t size;
+};
+
+struct CUmod_st {
+	struct CUmod_st *next;
+	struct CUfunc_st *functions;
+	struct global *globals;
+};
+
+static struct CUmod_st *modules;
+
+static CUresult add_kernel(struct CUmod_st *module, const char *line)
+{
+	struct CUfunc_st *function = calloc(1, sizeof(*function));
+	unsigned int microseconds;
+	char builtin[64];
+
+	if (!function)
+		return CUDA_ERROR_OUT_OF_MEMORY;
+	if (sscanf(line, "kernel %63s %63s %u", function->name, builtin, &microseconds) == 3)
+		function->builtin = find_builtin(builtin);
+	if (!function->builtin) {
+		free(function);
+		return CUDA_ERROR_INVALID_IMAGE;
+	}
+	function->duration_ns = (uint64_t)microseconds * 1000;
+	function->module = module;
+	function->next = module->functions;
+	module->functions = function;
+	return CUDA_SUCCESS;
+}
+
+static CUresult add_global(struct CUmod_st *module, const char *line)
+{
+	struct global *global = calloc(1, sizeof(*global));
+	CUresult result = CUDA_ERROR_INVALID_IMAGE;
+
+	if (!global)
+		return CUDA_ERROR_OUT_OF_MEMORY;
+	if (sscanf(line, "global %63s %zu", global->name, &global->size) == 2 && global->size)
+		result = device_alloc(&global->address, global->size);
+	if (result != CUDA_SUCCESS) {
+		free(global);
+		return result;
+	}
+	global->next = module->globals;
+	module->globals = global;
+	return CUDA_SUCCESS;
+}
+
+static void free_module(struct CUmod_st *module)
+{
+	struct CUfunc_st *function;
+	struct global *global;
+
+	while ((function = module->functions)) {
+		module->functions = function->next;
+		free(function);
+	}
+	while ((global = module->globals)) {
+		module->globals = global->next;
+		device_free(global->address);
+		free(global);
+	}
+	free(module);
+}
+
+void close_modules(void)
+{
+	struct CUmod_st *module;
+
+	while ((module = modules)) {
+		modules = module->next;
+		free_module(module);
+	}
+}
+
+static CUresult read_image(struct CUmod_st *module, const char *image)
+{
+	CUresult result = CUDA_SUCCESS;
+
+	if (strncmp(image, MARK, strlen(MARK)) != 0)
+		return CUDA_ERROR_INVALID_IMAGE;
+	image += strlen(MARK);
+	while (*image && result == CUDA_SUCCESS) {
+		const char *end = strchrnul(image, '\n');
+
+		if (!strncmp(image, "kernel ", 7))
+			result = add_kernel(module, image);
+		else if (!strncmp(image, "global ", 7))
+			result = add_global(module, image);
+		else if (end != image)
+			result = CUDA_ERROR_INVALID_IMAGE;
+		image = *end ? end + 1 : end;
+	}
+	return result;
+}
+
+static struct CUmod_st *find_module(const struct CUmod_st *handle)
+{
+	struct CUmod_st *module = modules;
+
+	while (module && module != handle)
+		module = module->next;
+	return module;
+}
+
+struct CUfunc_st *find_function(const struct CUfunc_st *handle)
+{
+	for (struct CUmod_st *module = modules; module; module = module->next)
+		for (struct CUfunc_st *function = module->functions; function; function = function->next)
+			if (function == handle)
+				return function;
+	return NULL;
+}
+
+API CUresult cuModuleLoadData(CUmodule *module, const void *image)
+{
+	struct CUmod_st *made;
+	CUcontext context;
+	CUresult result = enter(&context);
+
+	if (result != CUDA_SUCCESS)
+		return result;
+	if (!module || !image)
+		return leave(CUDA_ERROR_INVALID_VALUE);
+	made = calloc(1, sizeof(*made));
+	if (!made)
+		return leave(CUDA_ERROR_OUT_OF_MEMORY);
+	result = read_image(made, image);
+	if (result != CUDA_SUCCESS) {
+		free_module(made);
+		return leave(result);
+	}
+	made->next = modules;
+	modules = made;
+	*module = made;
+	return leave(CUDA_SUCCESS);
+}
+
+API CUresult cuModuleLoadDataEx(CUmodule *module, const void *image, unsigned int numOptions,
+				CUjit_option *options, void **optionValues)
+{
+	(void)numOptions;
+	(void)options;
+	(void)optionValues;
+	return cuModuleLoadData(module, image);
+}
+
+API CUresult cuModuleUnload(CUmodule hmod)
+{
+	struct CUmod_st **link = &modules;
+	CUcontext context;
+	CUresult result = enter(&context);
+
+	if (result != CUDA_SUCCESS)
+		return result;
+	if (!hmod || !find_module(hmod))
+		return leave(CUDA_ERROR_INVALID_HANDLE);
+	result = wait_for_all(context);
+	while (*link && *link != hmod)
+		link = &(*link)->next;
+	if (result != CUDA_SUCCESS || !*link)
+		return leave(result ? result : CUDA_ERROR_INVALID_HANDLE);
+	*link = hmod->next;
+	free_module(hmod);
+	return leave(CUDA_SUCCESS);
+}
+
+API CUresult cuModuleGetFunction(CUfunction *hfunc, CUmodule hmod, const char *name)
+{
+	struct CUfunc_st *function;
+	CUcontext context;
+	CUresult result = enter(&context);
+
+	if (result != CUDA_SUCCESS)
+		return result;
+	if (!hfunc || !name || !hmod || !find_module(hmod))
+		return leave(hfunc && name ? CUDA_ERROR_INVALID_HANDLE : CUDA_ERROR_INVALID_VALUE);
+	for (function = hmod->functions; function && strcmp(function->name, name) != 0;)
+		function = function->next;
+	*hfunc = function;
+	return leave(function ? CUDA_SUCCESS : CUDA_ERROR_NOT_FOUND);
+}
+
+API CUresult cuModuleGetGlobal_v2(CUdeviceptr *dptr, size_t *bytes, CUmodule hmod, const char *name)
+{
+	struct global *global;
+	CUcontext context;
+	CUresult result = enter(&context);
+
+	if (result != CUDA_SUCCESS)
+		return result;
+	if (!name || !hmod || !find_module(hmod))
+		return leave(name ? CUDA_ERROR_INVALID_HANDLE : CUDA_ERROR_INVALID_VALUE);
+	for (global = hmod->globals; global && strcmp(global->name, name) != 0;)
+		global = global->next;
+	if (!global)
+		return leave(CUDA_ERROR_NOT_FOUND);
+	if (dptr)
+		*dptr = global->address;
+	if (bytes)
+		*bytes = global->size;
+	return leave(CUDA_SUCCESS);
+}
+
+API CUresult cuModuleGetLoadingMode(CUmoduleLoadingMode *mode)
+{
+	if (!mode)
+		return CUDA_ERROR_INVALID_VALUE;
+	*mode = CU_MODULE_LAZY_LOADING;
+	return CUDA_SUCCESS;
+}
+
+API CUresult cuLibraryLoadData(CUlibrary *library, const void *code, CUjit_option *jitOptions,
+			       void **jitOptionsValues, unsigned int numJitOptions, CUlibraryOption *libraryOptions,
+			       void **libraryOptionValues, unsigned int numLibraryOptions)
+{
+	(void)jitOptions;
+	(void)jitOptionsValues;
+	(void)numJitOptions;
+	(void)libraryOptions;
+	(void)libraryOptionValues;
+	(void)numLibraryOptions;
+	return cuModuleLoadData((CUmodule *)library, code);
+}
+
+API CUresult cuLibraryUnload(CUlibrary library)
+{
+	return cuModuleUnload((CUmodule)library);
+}
+
+API CUresult cuLibraryGetKernel(CUkernel *pKernel, CUlibrary library, const char *name)
+{
+	return cuModuleGetFunction((CUfunction *)pKernel, (CUmodule)library, name);
+}
+
+API CUresult cuLibraryGetGlobal(CUdeviceptr *dptr, size_t *bytes, CUlibrary library, const char *name)
+{
+	return cuModuleGetGlobal_v2(dptr, bytes, (CUmodule)library, name);
+}
+
+API CUresult cuKernelGetFunction(CUfunction *pFunc, CUkernel kernel)
+{
+	CUcontext context;
+	CUresult result = enter(&context);
+
+	if (result != CUDA_SUCCESS)
+		return result;
+	if (!pFunc || !find_function((CUfunction)kernel))
+		return leave(CUDA_ERROR_INVALID_HANDLE);
+	*pFunc = (CUfunction)kernel;
+	return leave(CUDA_SUCCESS);
+}

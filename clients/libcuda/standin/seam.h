@@ -1,0 +1,35 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * What decides over the stand-in's one GPU: whether a context may join, how much memory there is,
+ * who dies of a fault. alone.c answers for this process alone, simulated.c asks the simulated GPU.
+ *
+ * All are called with the lock held, so they may not call the driver.
+ */
+#pragma once
+
+#include <cuda.h>
+#include <stdbool.h>
+#include <stddef.h>
+
+enum access {
+	ACCESS_READ,
+	ACCESS_WRITE,
+};
+
+struct backend {
+	const char *name;
+	CUresult (*attach)(void);
+	void (*detach)(void);
+	size_t (*total_memory)(void);
+	size_t (*free_memory)(void);
+	bool (*take_memory)(size_t size);
+	void (*give_memory)(size_t size);
+	/* What the context dies of; CUDA_SUCCESS if the access was absorbed. */
+	CUresult (*fault)(CUdeviceptr address, enum access access);
+	/* At the end of a wait: what the context has died of meanwhile, by others' doing. */
+	CUresult (*look)(void);
+};
+
+extern const struct backend *backend;
+
+const struct backend *simulated_backend(const struct backend *memory);

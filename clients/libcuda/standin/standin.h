@@ -1,0 +1,158 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * A CUDA driver without a GPU: one device, its primary context, streams that are threads, kernels
+ * that are host functions, device pointers that the host can follow. For tests and benchmarks.
+ *
+ * One lock guards everything but the work itself, which workers do without it; one condition is
+ * signalled at every end of an operation. That is slow and easy to be right about.
+ */
+#pragma once
+
+#include <cuda.h>
+#include <pthread.h>
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "seam.h"
+
+#define API __attribute__((visibility("default")))
+#define DRIVER_VERSION 13000
+#define GRANULARITY ((size_t)2 << 20)
+
+extern pthread_mutex_t gpu_lock;
+extern pthread_cond_t gpu_changed;
+
+/* context.c */
+struct CUctx_st {
+	unsigned int retained;
+	unsigned int flags;
+	CUresult broken;		/* what every call answers once it is not CUDA_SUCCESS */
+	struct CUstream_st *streams;	/* all, the destroyed ones too, until the context ends */
+	struct CUstream_st *legacy;	/* the NULL stream */
+};
+
+CUresult enter(CUcontext *context);	/* takes the lock if it succeeds, and only then */
+CUresult leave(CUresult result);	/* gives it back, and passes its argument on */
+CUresult is_initialised(void);
+void kill_context(CUresult reason);
+
+/* stream.c */
+struct moment {			/* "after operation `number` of `stream`" */
+	struct CUstream_st *stream;
+	uint64_t number;
+};
+
+struct CUstream_st {
+	struct CUstream_st *next;
+	CUcontext context;
+	unsigned int flags;
+	int priority;
+	struct operation *first, *last;
+	uint64_t submitted, completed;
+	bool started, destroyed, finished;
+	struct CUgraph_st *capture;
+};
+
+struct operation {
+	struct operation *next;
+	uint64_t number;
+	void (*run)(struct operation *self);	/* without the lock */
+	uint64_t duration_ns;
+	bool always;				/* in a broken context too: it owes somebody something */
+	size_t moments;
+	struct moment *after;
+	union {
+		struct {
+			const struct builtin *builtin;
+			uint64_t arguments[4];
+		} kernel;
+		struct {
+			void *to;
+			const void *from;
+			size_t size, to_pitch, from_pitch, rows;
+		} copy;
+		struct {
+			void *to;
+			uint32_t value;
+			size_t width, count;
+		} set;
+		struct {
+			CUhostFn function;
+			void *data;
+		} host;
+		struct {
+			struct CUevent_st *event;
+		} event;
+	};
+};
+
+CUresult find_stream(CUcontext context, CUstream handle, CUstream *stream);
+CUresult submit(CUstream stream, const struct operation *operation);
+CUresult submit_after(CUstream stream, const struct operation *operation, struct moment moment);
+bool reached(struct moment moment);
+CUresult wait_for(CUcontext context, struct moment moment);
+CUresult wait_for_all(CUcontext context);
+CUresult open_streams(CUcontext context);
+void close_streams(CUcontext context);
+
+/* graph.c */
+struct CUgraph_st {
+	struct operation *nodes;
+	size_t count;
+	CUstream captured_by;
+};
+
+CUresult capture(struct CUgraph_st *graph, const struct operation *operation);
+
+/* ranges.c: every piece of memory that the driver gave out, by address. The lock is held. */
+enum range_kind {
+	RANGE_DEVICE,
+	RANGE_HOST,
+	RANGE_REGISTERED,
+	RANGE_RESERVED,
+	RANGE_MAPPED,
+};
+
+struct range {
+	uintptr_t base;
+	size_t size;
+	enum range_kind kind;
+	bool readable, writable;
+	struct physical *physical;	/* of RANGE_MAPPED */
+	unsigned long long id;
+};
+
+struct range *range_at(uintptr_t address, enum range_kind first, enum range_kind last);
+struct range *range_from(uintptr_t base, enum range_kind kind);
+CUresult add_range(struct range range);
+void remove_range(struct range *range);
+struct range *first_range(enum range_kind kind);
+bool is_range_free(uintptr_t base, size_t size, enum range_kind kind);
+bool may_access(uintptr_t address, size_t size, enum access access);
+
+/* memory.c */
+CUresult device_alloc(uintptr_t *address, size_t size);
+CUresult device_free(uintptr_t address);
+void close_memory(void);
+
+/* module.c */
+struct builtin {
+	const char *name;
+	size_t parameters;
+	size_t sizes[4];
+	void (*run)(const uint64_t *arguments);
+};
+
+struct CUfunc_st {
+	char name[64];
+	const struct builtin *builtin;
+	uint64_t duration_ns;
+	struct CUmod_st *module;
+	struct CUfunc_st *next;
+	int shared_bytes;
+};
+
+void close_modules(void);
+struct CUfunc_st *find_function(const struct CUfunc_st *handle);	/* NULL if it is none */
+const struct builtin *find_builtin(const char *name);
+bool gpu_reaches(uint64_t address, size_t size, enum access access);	/* takes the lock */

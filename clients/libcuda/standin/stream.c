@@ -1,0 +1,363 @@
+// SPDX-License-Identifier: MIT
+/*
+ * Streams. Each has a thread from its first operation on. What an operation has to wait for is
+ * written down when it is submitted, as moments of other streams; all of those lie in the past of
+ * the submitter, so there are no circles.
+ */
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#include "standin.h"
+
+static void add_nanoseconds(struct timespec *time, uint64_t nanoseconds)
+{
+	nanoseconds += (uint64_t)time->tv_nsec;
+	time->tv_sec += (time_t)(nanoseconds / 1000000000);
+	time->tv_nsec = (long)(nanoseconds % 1000000000);
+}
+
+static void run(struct operation *operation)
+{
+	struct timespec end;
+
+	if (operation->duration_ns) {
+		clock_gettime(CLOCK_MONOTONIC, &end);
+		add_nanoseconds(&end, operation->duration_ns);
+		while (clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &end, NULL) == EINTR)
+			;
+	}
+	if (operation->run)
+		operation->run(operation);
+}
+
+bool reached(struct moment moment)
+{
+	return !moment.stream || moment.stream->completed >= moment.number;
+}
+
+static bool is_due(const struct operation *operation)
+{
+	for (size_t i = 0; i < operation->moments; i++)
+		if (!reached(operation->after[i]))
+			return false;
+	return true;
+}
+
+/* In a broken context operations end without having run, as on a GPU whose channel is gone. */
+static void *work(void *argument)
+{
+	struct CUstream_st *stream = argument;
+	struct operation *operation;
+
+	pthread_mutex_lock(&gpu_lock);
+	for (;;) {
+		operation = stream->first;
+		if (!operation && stream->destroyed)
+			break;
+		if (!operation || !is_due(operation)) {
+			pthread_cond_wait(&gpu_changed, &gpu_lock);
+			continue;
+		}
+		if (operation->always || !stream->context->broken) {
+			pthread_mutex_unlock(&gpu_lock);
+			run(operation);
+			pthread_mutex_lock(&gpu_lock);
+		}
+		stream->first = operation->next;
+		if (!stream->first)
+			stream->last = NULL;
+		stream->completed = operation->number;
+		free(operation->after);
+		free(operation);
+		pthread_cond_broadcast(&gpu_changed);
+	}
+	stream->finished = true;
+	pthread_cond_broadcast(&gpu_changed);
+	pthread_mutex_unlock(&gpu_lock);
+	return NULL;
+}
+
+static CUresult start(CUstream stream)
+{
+	pthread_attr_t attributes;
+	pthread_t thread;
+	int error;
+
+	if (stream->started)
+		return CUDA_SUCCESS;
+	pthread_attr_init(&attributes);
+	pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
+	error = pthread_create(&thread, &attributes, work, stream);
+	pthread_attr_destroy(&attributes);
+	stream->started = !error;
+	return error ? CUDA_ERROR_OPERATING_SYSTEM : CUDA_SUCCESS;
+}
+
+static bool is_blocking(const struct CUstream_st *stream)
+{
+	return !(stream->flags & CU_STREAM_NON_BLOCKING);
+}
+
+/* The legacy stream comes after all blocking streams, and they come after it. */
+static void order(CUstream stream, struct operation *operation)
+{
+	CUcontext context = stream->context;
+
+	if (!is_blocking(stream))
+		return;
+	for (CUstream other = context->streams; other; other = other->next)
+		if (other != stream && is_blocking(other) && other->submitted > other->completed &&
+		    (stream == context->legacy || other == context->legacy))
+			operation->after[operation->moments++] = (struct moment){ other, other->submitted };
+}
+
+static size_t count_streams(CUcontext context)
+{
+	size_t count = 0;
+
+	for (CUstream stream = context->streams; stream; stream = stream->next)
+		count++;
+	return count;
+}
+
+CUresult submit_after(CUstream stream, const struct operation *given, struct moment moment)
+{
+	struct operation *operation;
+	CUresult result;
+
+	if (stream->capture)
+		return capture(stream->capture, given);
+	result = start(stream);
+	if (result != CUDA_SUCCESS)
+		return result;
+	operation = malloc(sizeof(*operation));
+	if (!operation)
+		return CUDA_ERROR_OUT_OF_MEMORY;
+	*operation = *given;
+	operation->next = NULL;
+	operation->moments = 0;
+	operation->after = malloc((count_streams(stream->context) + 1) * sizeof(*operation->after));
+	if (!operation->after) {
+		free(operation);
+		return CUDA_ERROR_OUT_OF_MEMORY;
+	}
+	if (moment.stream)
+		operation->after[operation->moments++] = moment;
+	order(stream, operation);
+	operation->number = ++stream->submitted;
+	if (stream->last)
+		stream->last->next = operation;
+	else
+		stream->first = operation;
+	stream->last = operation;
+	pthread_cond_broadcast(&gpu_changed);
+	return CUDA_SUCCESS;
+}
+
+CUresult submit(CUstream stream, const struct operation *operation)
+{
+	return submit_after(stream, operation, (struct moment){ NULL, 0 });
+}
+
+CUresult wait_for(CUcontext context, struct moment moment)
+{
+	while (!reached(moment) && !context->broken)
+		pthread_cond_wait(&gpu_changed, &gpu_lock);
+	if (!context->broken) {
+		CUresult deadly = backend->look();
+
+		if (deadly != CUDA_SUCCESS)
+			kill_context(deadly);
+	}
+	return context->broken;
+}
+
+CUresult wait_for_all(CUcontext context)
+{
+	CUresult result = CUDA_SUCCESS;
+
+	for (CUstream stream = context->streams; stream && result == CUDA_SUCCESS; stream = stream->next)
+		result = wait_for(context, (struct moment){ stream, stream->submitted });
+	return result;
+}
+
+static CUstream new_stream(CUcontext context, unsigned int flags, int priority)
+{
+	CUstream stream = calloc(1, sizeof(*stream));
+
+	if (!stream)
+		return NULL;
+	*stream = (struct CUstream_st){
+		.next = context->streams,
+		.context = context,
+		.flags = flags,
+		.priority = priority,
+	};
+	context->streams = stream;
+	return stream;
+}
+
+CUresult open_streams(CUcontext context)
+{
+	context->streams = NULL;
+	context->legacy = new_stream(context, CU_STREAM_DEFAULT, 0);
+	return context->legacy ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
+}
+
+/* Workers use their stream up to the moment in which they call themselves finished. */
+void close_streams(CUcontext context)
+{
+	struct CUstream_st *next;
+
+	for (CUstream stream = context->streams; stream; stream = stream->next)
+		stream->destroyed = true;
+	pthread_cond_broadcast(&gpu_changed);
+	for (CUstream stream = context->streams; stream; stream = next) {
+		while (stream->started && !stream->finished)
+			pthread_cond_wait(&gpu_changed, &gpu_lock);
+		next = stream->next;
+	}
+	for (CUstream stream = context->streams; stream; stream = next) {
+		next = stream->next;
+		free(stream);
+	}
+	context->streams = context->legacy = NULL;
+}
+
+CUresult find_stream(CUcontext context, CUstream handle, CUstream *stream)
+{
+	if (!handle || handle == CU_STREAM_LEGACY || handle == CU_STREAM_PER_THREAD) {
+		*stream = context->legacy;
+		return CUDA_SUCCESS;
+	}
+	for (*stream = context->streams; *stream; *stream = (*stream)->next)
+		if (*stream == handle && !handle->destroyed)
+			return CUDA_SUCCESS;
+	return CUDA_ERROR_INVALID_HANDLE;
+}
+
+/* The stream of a call, with the lock held if it is found. */
+static CUresult enter_stream(CUstream handle, CUstream *stream)
+{
+	CUcontext context;
+	CUresult result = enter(&context);
+
+	if (result != CUDA_SUCCESS)
+		return result;
+	result = find_stream(context, handle, stream);
+	return result == CUDA_SUCCESS ? result : leave(result);
+}
+
+API CUresult cuStreamCreateWithPriority(CUstream *phStream, unsigned int flags, int priority)
+{
+	CUcontext context;
+	CUresult result = enter(&context);
+
+	if (result != CUDA_SUCCESS)
+		return result;
+	if (!phStream || flags > CU_STREAM_NON_BLOCKING)
+		return leave(CUDA_ERROR_INVALID_VALUE);
+	*phStream = new_stream(context, flags, priority > 0 ? 0 : priority < -5 ? -5 : priority);
+	return leave(*phStream ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY);
+}
+
+API CUresult cuStreamCreate(CUstream *phStream, unsigned int Flags)
+{
+	return cuStreamCreateWithPriority(phStream, Flags, 0);
+}
+
+/* Returns at once: what was submitted still runs. The memory stays until the context ends. */
+API CUresult cuStreamDestroy_v2(CUstream hStream)
+{
+	CUstream stream;
+	CUresult result = enter_stream(hStream, &stream);
+
+	if (result != CUDA_SUCCESS)
+		return result;
+	if (stream == stream->context->legacy)
+		return leave(CUDA_ERROR_INVALID_HANDLE);
+	stream->destroyed = true;
+	pthread_cond_broadcast(&gpu_changed);
+	return leave(CUDA_SUCCESS);
+}
+
+API CUresult cuStreamSynchronize(CUstream hStream)
+{
+	CUstream stream;
+	CUresult result = enter_stream(hStream, &stream);
+
+	if (result != CUDA_SUCCESS)
+		return result;
+	if (stream->capture)
+		return leave(CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
+	/* The legacy stream stands for all that block with it. */
+	if (stream == stream->context->legacy)
+		for (CUstream other = stream->context->streams; other; other = other->next)
+			if (is_blocking(other) && result == CUDA_SUCCESS)
+				result = wait_for(stream->context,
+						  (struct moment){ other, other->submitted });
+	if (result == CUDA_SUCCESS)
+		result = wait_for(stream->context, (struct moment){ stream, stream->submitted });
+	return leave(result);
+}
+
+API CUresult cuStreamQuery(CUstream hStream)
+{
+	CUstream stream;
+	CUresult result = enter_stream(hStream, &stream);
+
+	if (result != CUDA_SUCCESS)
+		return result;
+	return leave(stream->completed == stream->submitted ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY);
+}
+
+API CUresult cuStreamGetPriority(CUstream hStream, int *priority)
+{
+	CUstream stream;
+	CUresult result = enter_stream(hStream, &stream);
+
+	if (result != CUDA_SUCCESS)
+		return result;
+	*priority = stream->priority;
+	return leave(CUDA_SUCCESS);
+}
+
+API CUresult cuStreamGetFlags(CUstream hStream, unsigned int *flags)
+{
+	CUstream stream;
+	CUresult result = enter_stream(hStream, &stream);
+
+	if (result != CUDA_SUCCESS)
+		return result;
+	*flags = stream->flags;
+	return leave(CUDA_SUCCESS);
+}
+
+API CUresult cuStreamGetCtx(CUstream hStream, CUcontext *pctx)
+{
+	CUstream stream;
+	CUresult result = enter_stream(hStream, &stream);
+
+	if (result != CUDA_SUCCESS)
+		return result;
+	*pctx = stream->context;
+	return leave(CUDA_SUCCESS);
+}
+
+static void call_host(struct operation *operation)
+{
+	operation->host.function(operation->host.data);
+}
+
+API CUresult cuLaunchHostFunc(CUstream hStream, CUhostFn fn, void *userData)
+{
+	struct operation operation = { .run = call_host, .host = { fn, userData } };
+	CUstream stream;
+	CUresult result = enter_stream(hStream, &stream);
+
+	if (result != CUDA_SUCCESS)
+		return result;
+	return leave(fn ? submit(stream, &operation) : CUDA_ERROR_INVALID_VALUE);
+}

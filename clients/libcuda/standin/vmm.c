@@ -1,0 +1,338 @@
+// SPDX-License-Identifier: MIT
+/*
+ * Virtual memory management: physical memory is a memfd, a mapping is an mmap of it. So a handle
+ * that left the process as a descriptor is as alive as that descriptor, as on a GPU.
+ */
+#include <fcntl.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "standin.h"
+
+/* Measured on a driver: the hint of a small reservation is ignored, that of a large one is kept. */
+#define HINT_FROM ((size_t)64 << 20)
+#define NAME "mpsd-standin-vmm"
+
+struct physical {
+	struct physical *next;
+	int fd;
+	size_t size;
+	unsigned int references;	/* handles */
+	unsigned int mappings;
+	bool ours;			/* counted against this process */
+	bool exportable;
+};
+
+static struct physical *physicals;
+
+static struct physical *find(CUmemGenericAllocationHandle handle)
+{
+	struct physical *physical = physicals;
+
+	while (physical && (uintptr_t)physical != handle)
+		physical = physical->next;
+	return physical && physical->references ? physical : NULL;
+}
+
+static void put(struct physical *physical)
+{
+	struct physical **link = &physicals;
+
+	if (physical->references || physical->mappings)
+		return;
+	while (*link != physical)
+		link = &(*link)->next;
+	*link = physical->next;
+	if (physical->ours)
+		backend->give_memory(physical->size);
+	close(physical->fd);
+	free(physical);
+}
+
+static CUresult add(int fd, size_t size, bool ours, bool exportable, CUmemGenericAllocationHandle *handle)
+{
+	struct physical *physical = malloc(sizeof(*physical));
+
+	if (!physical)
+		return CUDA_ERROR_OUT_OF_MEMORY;
+	*physical = (struct physical){ physicals, fd, size, 1, 0, ours, exportable };
+	physicals = physical;
+	*handle = (uintptr_t)physical;
+	return CUDA_SUCCESS;
+}
+
+static bool is_valid(const CUmemAllocationProp *prop)
+{
+	return prop && prop->type == CU_MEM_ALLOCATION_TYPE_PINNED &&
+	       prop->location.type == CU_MEM_LOCATION_TYPE_DEVICE && prop->location.id == 0 &&
+	       (prop->requestedHandleTypes == CU_MEM_HANDLE_TYPE_NONE ||
+		prop->requestedHandleTypes == CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
+}
+
+API CUresult cuMemGetAllocationGranularity(size_t *granularity, const CUmemAllocationProp *prop,
+					   CUmemAllocationGranularity_flags option)
+{
+	CUresult result = is_initialised();
+
+	if (result != CUDA_SUCCESS)
+		return result;
+	if (!granularity || !is_valid(prop) || (unsigned int)option > CU_MEM_ALLOC_GRANULARITY_RECOMMENDED)
+		return CUDA_ERROR_INVALID_VALUE;
+	*granularity = GRANULARITY;
+	return CUDA_SUCCESS;
+}
+
+API CUresult cuMemCreate(CUmemGenericAllocationHandle *handle, size_t size, const CUmemAllocationProp *prop,
+			 unsigned long long flags)
+{
+	CUresult result = is_initialised();
+	int fd;
+
+	if (result != CUDA_SUCCESS)
+		return result;
+	if (!handle || !size || size % GRANULARITY || !is_valid(prop) || flags)
+		return CUDA_ERROR_INVALID_VALUE;
+	pthread_mutex_lock(&gpu_lock);
+	if (!backend->take_memory(size))
+		return leave(CUDA_ERROR_OUT_OF_MEMORY);
+	fd = memfd_create(NAME, MFD_CLOEXEC | MFD_ALLOW_SEALING);
+	if (fd < 0 || ftruncate(fd, (off_t)size) || fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW))
+		result = CUDA_ERROR_OUT_OF_MEMORY;
+	if (result == CUDA_SUCCESS)
+		result = add(fd, size, true, prop->requestedHandleTypes != 0, handle);
+	if (result != CUDA_SUCCESS) {
+		backend->give_memory(size);
+		if (fd >= 0)
+			close(fd);
+	}
+	return leave(result);
+}
+
+API CUresult cuMemRelease(CUmemGenericAllocationHandle handle)
+{
+	struct physical *physical;
+
+	pthread_mutex_lock(&gpu_lock);
+	physical = find(handle);
+	if (!physical)
+		return leave(CUDA_ERROR_INVALID_VALUE);
+	physical->references--;
+	put(physical);
+	return leave(CUDA_SUCCESS);
+}
+
+API CUresult cuMemExportToShareableHandle(void *shareableHandle, CUmemGenericAllocationHandle handle,
+					  CUmemAllocationHandleType handleType, unsigned long long flags)
+{
+	struct physical *physical;
+	int fd;
+
+	if (!shareableHandle || handleType != CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR || flags)
+		return CUDA_ERROR_INVALID_VALUE;
+	pthread_mutex_lock(&gpu_lock);
+	physical = find(handle);
+	if (!physical || !physical->exportable)
+		return leave(CUDA_ERROR_INVALID_VALUE);
+	fd = fcntl(physical->fd, F_DUPFD_CLOEXEC, 0);
+	if (fd < 0)
+		return leave(CUDA_ERROR_OPERATING_SYSTEM);
+	*(int *)shareableHandle = fd;
+	return leave(CUDA_SUCCESS);
+}
+
+/* The descriptor stays the caller's. */
+API CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle *handle, void *osHandle,
+					    CUmemAllocationHandleType shHandleType)
+{
+	int given = (int)(intptr_t)osHandle, fd;
+	struct stat status;
+	CUresult result;
+
+	if (!handle || shHandleType != CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR)
+		return CUDA_ERROR_INVALID_VALUE;
+	if (fcntl(given, F_GET_SEALS) != (F_SEAL_SHRINK | F_SEAL_GROW) || fstat(given, &status))
+		return CUDA_ERROR_INVALID_VALUE;
+	fd = fcntl(given, F_DUPFD_CLOEXEC, 0);
+	if (fd < 0)
+		return CUDA_ERROR_OPERATING_SYSTEM;
+	pthread_mutex_lock(&gpu_lock);
+	result = add(fd, (size_t)status.st_size, false, true, handle);
+	if (result != CUDA_SUCCESS)
+		close(fd);
+	return leave(result);
+}
+
+/* More than is asked for, so that an aligned part of it can be kept. */
+static void *reserve(size_t size, size_t alignment, void *hint)
+{
+	size_t whole = size + alignment;
+	char *at = MAP_FAILED, *start;
+
+	/* A plain hint and a look: ThreadSanitizer turns a fixed one that it dislikes into address 0. */
+	if (hint && size >= HINT_FROM && !((uintptr_t)hint % GRANULARITY)) {
+		at = mmap(hint, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+		if (at == hint)
+			return at;
+		if (at != MAP_FAILED)
+			munmap(at, size);
+	}
+	at = mmap(NULL, whole, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+	if (at == MAP_FAILED)
+		return NULL;
+	start = (char *)(((uintptr_t)at + alignment - 1) / alignment * alignment);
+	if (start > at)
+		munmap(at, (size_t)(start - at));
+	if (at + whole > start + size)
+		munmap(start + size, (size_t)(at + whole - (start + size)));
+	return start;
+}
+
+API CUresult cuMemAddressReserve(CUdeviceptr *ptr, size_t size, size_t alignment, CUdeviceptr addr,
+				 unsigned long long flags)
+{
+	CUresult result = is_initialised();
+	void *at;
+
+	if (result != CUDA_SUCCESS)
+		return result;
+	if (alignment < GRANULARITY)
+		alignment = GRANULARITY;
+	if (!ptr || !size || size % GRANULARITY || (alignment & (alignment - 1)) || flags)
+		return CUDA_ERROR_INVALID_VALUE;
+	at = reserve(size, alignment, (void *)addr);
+	if (!at)
+		return CUDA_ERROR_OUT_OF_MEMORY;
+	pthread_mutex_lock(&gpu_lock);
+	result = add_range((struct range){ .base = (uintptr_t)at, .size = size, .kind = RANGE_RESERVED });
+	if (result == CUDA_SUCCESS)
+		*ptr = (CUdeviceptr)at;
+	else
+		munmap(at, size);
+	return leave(result);
+}
+
+API CUresult cuMemAddressFree(CUdeviceptr ptr, size_t size)
+{
+	struct range *range;
+
+	pthread_mutex_lock(&gpu_lock);
+	range = range_from(ptr, RANGE_RESERVED);
+	if (!range || range->size != size || !is_range_free(ptr, size, RANGE_MAPPED))
+		return leave(CUDA_ERROR_INVALID_VALUE);
+	munmap((void *)range->base, range->size);
+	remove_range(range);
+	return leave(CUDA_SUCCESS);
+}
+
+API CUresult cuMemMap(CUdeviceptr ptr, size_t size, size_t offset, CUmemGenericAllocationHandle handle,
+		      unsigned long long flags)
+{
+	struct physical *physical;
+	struct range *reserved;
+	CUresult result;
+
+	if (!size || size % GRANULARITY || offset || ptr % GRANULARITY || flags)
+		return CUDA_ERROR_INVALID_VALUE;
+	pthread_mutex_lock(&gpu_lock);
+	physical = find(handle);
+	reserved = range_at(ptr, RANGE_RESERVED, RANGE_RESERVED);
+	if (!physical || size != physical->size || !reserved ||
+	    ptr + size > reserved->base + reserved->size || !is_range_free(ptr, size, RANGE_MAPPED))
+		return leave(CUDA_ERROR_INVALID_VALUE);
+	if (mmap((void *)ptr, size, PROT_NONE, MAP_SHARED | MAP_FIXED, physical->fd, 0) == MAP_FAILED)
+		return leave(CUDA_ERROR_OUT_OF_MEMORY);
+	result = add_range((struct range){
+		.base = ptr, .size = size, .kind = RANGE_MAPPED, .physical = physical });
+	if (result == CUDA_SUCCESS)
+		physical->mappings++;
+	return leave(result);
+}
+
+/* A whole number of mappings, as the real driver wants it. */
+static bool covers_whole_mappings(CUdeviceptr ptr, size_t size)
+{
+	CUdeviceptr at = ptr;
+
+	while (at < ptr + size) {
+		struct range *range = range_from(at, RANGE_MAPPED);
+
+		if (!range || range->size > ptr + size - at)
+			return false;
+		at += range->size;
+	}
+	return size != 0;
+}
+
+API CUresult cuMemSetAccess(CUdeviceptr ptr, size_t size, const CUmemAccessDesc *desc, size_t count)
+{
+	int protection = PROT_NONE;
+
+	if (!desc || count != 1 || desc->location.type != CU_MEM_LOCATION_TYPE_DEVICE || desc->location.id)
+		return CUDA_ERROR_INVALID_VALUE;
+	if (desc->flags & CU_MEM_ACCESS_FLAGS_PROT_READ)
+		protection |= PROT_READ;
+	if (desc->flags == CU_MEM_ACCESS_FLAGS_PROT_READWRITE)
+		protection |= PROT_WRITE;
+	pthread_mutex_lock(&gpu_lock);
+	if (!covers_whole_mappings(ptr, size))
+		return leave(CUDA_ERROR_INVALID_VALUE);
+	if (mprotect((void *)ptr, size, protection))
+		return leave(CUDA_ERROR_OUT_OF_MEMORY);
+	for (CUdeviceptr at = ptr; at < ptr + size;) {
+		struct range *range = range_from(at, RANGE_MAPPED);
+
+		range->readable = protection & PROT_READ;
+		range->writable = protection & PROT_WRITE;
+		at += range->size;
+	}
+	return leave(CUDA_SUCCESS);
+}
+
+API CUresult cuMemUnmap(CUdeviceptr ptr, size_t size)
+{
+	pthread_mutex_lock(&gpu_lock);
+	if (!covers_whole_mappings(ptr, size))
+		return leave(CUDA_ERROR_INVALID_VALUE);
+	mmap((void *)ptr, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+	for (CUdeviceptr at = ptr; at < ptr + size;) {
+		struct range *range = range_from(at, RANGE_MAPPED);
+		struct physical *physical = range->physical;
+
+		at += range->size;
+		remove_range(range);
+		physical->mappings--;
+		put(physical);
+	}
+	return leave(CUDA_SUCCESS);
+}
+
+API CUresult cuMemRetainAllocationHandle(CUmemGenericAllocationHandle *handle, void *addr)
+{
+	struct range *range;
+
+	pthread_mutex_lock(&gpu_lock);
+	range = range_at((uintptr_t)addr, RANGE_MAPPED, RANGE_MAPPED);
+	if (!handle || !range)
+		return leave(CUDA_ERROR_INVALID_VALUE);
+	range->physical->references++;
+	*handle = (uintptr_t)range->physical;
+	return leave(CUDA_SUCCESS);
+}
+
+API CUresult cuMemGetAccess(unsigned long long *flags, const CUmemLocation *location, CUdeviceptr ptr)
+{
+	struct range *range;
+
+	if (!flags || !location)
+		return CUDA_ERROR_INVALID_VALUE;
+	pthread_mutex_lock(&gpu_lock);
+	range = range_at(ptr, RANGE_MAPPED, RANGE_MAPPED);
+	if (!range)
+		return leave(CUDA_ERROR_INVALID_VALUE);
+	*flags = range->writable   ? CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+		 : range->readable ? CU_MEM_ACCESS_FLAGS_PROT_READ
+				   : CU_MEM_ACCESS_FLAGS_PROT_NONE;
+	return leave(CUDA_SUCCESS);
+}

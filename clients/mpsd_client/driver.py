@@ -1,0 +1,101 @@
+"""Where mpsd's libcuda.so.1 is, and where the real one."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping
+
+LIBRARY_NAME = "libcuda.so.1"
+_PACKAGE = "mpsd_libcuda"
+_SYSTEM_PLACE = "/usr/lib/mpsd/libcuda"
+
+# As in clients/libcuda/src/find.c, where the library looks for itself.
+_USUAL_PLACES = (
+    "/lib64",
+    "/usr/lib64",
+    "/lib",
+    "/usr/lib",
+    f"/usr/lib/{os.uname().machine}-linux-gnu",
+    "/usr/local/nvidia/lib64",
+    "/usr/local/nvidia/lib",
+    "/usr/lib/wsl/lib",
+    "/run/opengl-driver/lib",
+)
+_LDCONFIG_S = 10.0
+_ELF = b"\x7fELF"
+_HEAD = 20
+# What a copy of the proxy has near its start, and no driver has: names of its spare entry points.
+_MARK, _MARK_WITHIN = b"cu__mpsd_spare_", 1 << 18
+
+
+def find_proxy(environ: Mapping[str, str], named: str | None = None) -> str | None:
+    """The folder with mpsd's libcuda.so.1: the one named, $MPSD_LIBCUDA_DIR, the installed package's."""
+    wish = named or environ.get("MPSD_LIBCUDA_DIR")
+    for folder in [wish] if wish else [*_packaged(), _SYSTEM_PLACE]:
+        if os.path.isfile(os.path.join(folder, LIBRARY_NAME)):
+            return os.path.abspath(folder)
+    return None
+
+
+def _packaged() -> Iterator[str]:
+    spec = importlib.util.find_spec(_PACKAGE)
+    for place in (spec.submodule_search_locations or []) if spec else []:
+        yield os.path.join(place, "lib")
+
+
+def find_driver(environ: Mapping[str, str], proxy: str) -> str | None:
+    """The libcuda.so.1 that a program would load if there were no proxy; `proxy` is its folder."""
+    named = environ.get("MPSD_REAL_LIBCUDA")
+    own = os.path.join(proxy, LIBRARY_NAME)
+    for path in [*([named] if named else []), *_candidates(environ)]:
+        if _is_driver(path, own):
+            return os.path.abspath(path)
+    return None
+
+
+def _candidates(environ: Mapping[str, str]) -> Iterator[str]:
+    for folder in environ.get("LD_LIBRARY_PATH", "").replace(";", ":").split(":"):
+        if folder:
+            yield os.path.join(folder, LIBRARY_NAME)
+    yield from _cached()
+    for folder in _USUAL_PLACES:
+        yield os.path.join(folder, LIBRARY_NAME)
+
+
+def _cached() -> Iterator[str]:
+    """What the loader's cache has, in its order."""
+    ldconfig = shutil.which("ldconfig", path="/sbin:/usr/sbin:/bin:/usr/bin")
+    if ldconfig is None:
+        return
+    try:
+        done = subprocess.run(
+            [ldconfig, "-p"], capture_output=True, text=True, timeout=_LDCONFIG_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return
+    for line in done.stdout.splitlines():
+        name, _, path = line.partition(" => ")
+        if name.split(" ", 1)[0].strip() == LIBRARY_NAME and path:
+            yield path
+
+
+def _is_driver(path: str, own: str) -> bool:
+    """A library for this machine's kind of program, and neither the proxy nor a copy of it."""
+    try:
+        if os.path.samefile(path, own):
+            return False
+        start = _start(path, _MARK_WITHIN)
+        mine = _start("/proc/self/exe", _HEAD)
+    except OSError:
+        return False
+    # Class, byte order and machine must be those of this process: a 32-bit driver is for others.
+    fits = (start[4:6], start[18:20]) == (mine[4:6], mine[18:20])
+    return start.startswith(_ELF) and fits and _MARK not in start
+
+
+def _start(path: str, size: int) -> bytes:
+    with open(path, "rb") as file:
+        return file.read(size)

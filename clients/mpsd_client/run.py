@@ -1,0 +1,141 @@
+"""mpsd-run: a program with the environment that mpsd wants for it. The standard library alone.
+
+Everything is passed on by environment variables, so children of every kind have it too; then this process
+becomes the program, so that signals, terminal and exit status are the program's own. What is missing is
+said in one line, and the program runs all the same: without the proxy, or as if there were no mpsd.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from mpsd_client._protocol import errors
+from mpsd_client.client import connect
+from mpsd_client.driver import LIBRARY_NAME, find_driver, find_proxy
+from mpsd_client.env import SHELLS, export_lines
+
+USAGE, NOT_EXECUTABLE, NOT_FOUND = 2, 126, 127
+_PATH, _REAL = "LD_LIBRARY_PATH", "MPSD_REAL_LIBCUDA"
+
+_DESCRIPTION = (
+    "Run a CUDA program under mpsd: on the shared GPU, and through mpsd's libcuda where that is installed."
+)
+_EPILOG = """\
+mpsd-run sets three variables and then becomes the program. So exit status, signals and terminal are the
+program's own, and its children, whatever starts them, have the variables too.
+
+  CUDA_MPS_PIPE_DIRECTORY  where programs of this user join, as the daemon says
+  LD_LIBRARY_PATH          first the folder with mpsd's libcuda.so.1, then what was there
+  MPSD_REAL_LIBCUDA        the real driver, for mpsd's libcuda.so.1 to load
+
+Without a daemon nothing is set; without mpsd's library (pip install mpsd-libcuda) or the real driver the
+first alone is. One line says so, and the program runs in any case.
+
+exit status: the program's; 2 the command line is wrong, 126 it cannot be executed, 127 it is not found
+"""
+
+
+@dataclass
+class Plan:
+    """What to set, and what to say: `aside` always, `notes` with -v."""
+
+    variables: dict[str, str] = field(default_factory=dict)
+    aside: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    given = _parser().parse_args(arguments)
+    program = given.program[1:] if given.program[:1] == ["--"] else given.program
+    plan = make_plan(os.environ, socket_path=given.socket, gpu=given.gpu, library=given.library)
+    for line in plan.aside + (plan.notes if given.verbose else []):
+        print(f"mpsd-run: {line}", file=sys.stderr)
+    if given.env:
+        print("\n".join(export_lines(plan.variables, given.env)))
+        return 0
+    if not program:
+        print("mpsd-run: which program? (mpsd-run --help)", file=sys.stderr)
+        return USAGE
+    return become(program, {**os.environ, **plan.variables})
+
+
+def make_plan(
+    environ: Mapping[str, str],
+    *,
+    socket_path: str | None = None,
+    gpu: str | None = None,
+    library: str | None = None,
+) -> Plan:
+    """What a program needs besides `environ`."""
+    plan = Plan()
+    try:
+        with connect(socket_path) as daemon:
+            plan.variables.update(daemon.env(gpu))
+    except errors.MpsdError as error:
+        plan.aside.append(f"stepping aside: {error.message}; the program runs without mpsd")
+        return plan
+    proxy = find_proxy(environ, library)
+    real = find_driver(environ, proxy) if proxy else None
+    if proxy is None:
+        plan.aside.append("no libcuda of mpsd's (pip install mpsd-libcuda): the program runs without it")
+    elif real is None:
+        plan.aside.append(f"no CUDA driver ({LIBRARY_NAME}) found: the program runs without mpsd's libcuda")
+    else:
+        plan.variables[_REAL] = real
+        plan.variables[_PATH] = _first(proxy, environ.get(_PATH, ""))
+    plan.notes += [f"{name}={value}" for name, value in sorted(plan.variables.items())]
+    return plan
+
+
+def become(program: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Replace this process; returns an exit status only if that fails."""
+    # Python ignores these two, and a program that is executed keeps what is ignored.
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(number, signal.SIG_DFL)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    try:
+        os.execvpe(program[0], list(program), dict(environ))
+    except OSError as error:
+        print(f"mpsd-run: {program[0]}: {error.strerror}", file=sys.stderr)
+        return NOT_FOUND if isinstance(error, FileNotFoundError | NotADirectoryError) else NOT_EXECUTABLE
+
+
+def _first(folder: str, path: str) -> str:
+    """`path` with `folder` in front. The rest stays as it is: an empty part means the working directory."""
+    if path == folder or path.startswith(folder + ":"):
+        return path
+    return f"{folder}:{path}" if path else folder
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="mpsd-run",
+        usage="mpsd-run [-v] [--gpu GPU] PROGRAM [ARGUMENT]...",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("-v", "--verbose", action="store_true", help="say what is set")
+    parser.add_argument("--gpu", help="index or UUID of the GPU, where there are several")
+    parser.add_argument(
+        "--socket", help="the daemon's socket; default: $MPSD_SOCKET, your own's, the machine's"
+    )
+    parser.add_argument(
+        "--library", help="the folder with mpsd's libcuda.so.1; default: $MPSD_LIBCUDA_DIR, the package's"
+    )
+    parser.add_argument(
+        "--env", nargs="?", const="sh", choices=SHELLS, help='print it instead: eval "$(mpsd-run --env)"'
+    )
+    parser.add_argument("program", nargs=argparse.REMAINDER, help="and its arguments")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,20 @@
+"""Needs a C compiler; where there is none, these tests are skipped and say so."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+from tests.support.libcudas import Libraries, build_libraries
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _compiler() -> None:
+    if shutil.which("gcc") is None:
+        pytest.skip("no gcc: the libcuda proxy cannot be built here")
+
+
+@pytest.fixture(scope="session")
+def libraries(_compiler: None, tmp_path_factory: pytest.TempPathFactory) -> Libraries:
+    return build_libraries(tmp_path_factory.mktemp("libcuda"))

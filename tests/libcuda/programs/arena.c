@@ -1,0 +1,164 @@
+// SPDX-License-Identifier: MIT
+/*
+ * Random operations on an arena, each checked against a model that is too simple to be wrong: an
+ * array that says for each unit of the window which allocation has it.
+ */
+#include "arena.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+
+#define GRANULES 24
+#define UNITS (GRANULES * (ARENA_GRANULE / ARENA_UNIT))
+#define BASE ((uint64_t)0x200000000000)
+#define LIVE 400
+
+static struct {
+	uint64_t base;
+	size_t size;
+} live[LIVE];
+static int owner[UNITS];	/* index into live, plus 1 */
+static bool mapped[GRANULES];
+static uint64_t state;
+
+#define CHECK(condition) do {								\
+	if (!(condition)) {								\
+		fprintf(stderr, "line %d: %s\n", __LINE__, #condition);			\
+		exit(1);								\
+	}										\
+} while (0)
+
+static uint64_t random_below(uint64_t limit)
+{
+	state = state * 6364136223846793005ull + 1442695040888963407ull;
+	return (state >> 33) % limit;
+}
+
+/* Mostly small, some of several granules, the borders between the two more often than chance has it. */
+static size_t random_size(void)
+{
+	static const size_t borders[] = {
+		1, ARENA_UNIT - 1, ARENA_UNIT, ARENA_UNIT + 1, ARENA_SMALL, ARENA_SMALL + 1,
+		ARENA_GRANULE, ARENA_GRANULE + 1, 3 * ARENA_GRANULE, GRANULES * ARENA_GRANULE,
+	};
+
+	switch (random_below(8)) {
+	case 0:
+		return borders[random_below(sizeof(borders) / sizeof(*borders))];
+	case 1:
+		return 1 + random_below(5 * ARENA_GRANULE);
+	case 2:
+	case 3:
+		return 1 + random_below(ARENA_SMALL);
+	default:
+		return 1 + random_below(20 * ARENA_UNIT);
+	}
+}
+
+static void map(struct arena_range range, bool to)
+{
+	CHECK(range.base % ARENA_GRANULE == 0 && range.size % ARENA_GRANULE == 0);
+	for (uint64_t at = range.base; at < range.base + range.size; at += ARENA_GRANULE) {
+		size_t granule = (at - BASE) / ARENA_GRANULE;
+
+		CHECK(granule < GRANULES && mapped[granule] != to);
+		mapped[granule] = to;
+		for (size_t unit = 0; !to && unit < ARENA_GRANULE / ARENA_UNIT; unit++)
+			CHECK(!owner[granule * (ARENA_GRANULE / ARENA_UNIT) + unit]);
+	}
+}
+
+static size_t longest_free_run(void)
+{
+	size_t run = 0, longest = 0;
+
+	for (size_t granule = 0; granule < GRANULES; granule++) {
+		run = mapped[granule] ? 0 : run + 1;
+		longest = run > longest ? run : longest;
+	}
+	return longest;
+}
+
+static void allocate(struct arena *arena, int slot)
+{
+	size_t size = random_size(), need = (size + ARENA_GRANULE - 1) / ARENA_GRANULE;
+	struct arena_range fresh;
+	uint64_t address = arena_alloc(arena, size, &fresh);
+
+	if (!address) {
+		CHECK(longest_free_run() < need && !fresh.size);
+		return;
+	}
+	CHECK(address % ARENA_UNIT == 0 && address >= BASE);
+	map(fresh, true);
+	live[slot].base = address;
+	live[slot].size = size;
+	for (uint64_t at = address; at < address + size; at += ARENA_UNIT) {
+		size_t unit = (at - BASE) / ARENA_UNIT;
+
+		CHECK(unit < UNITS && !owner[unit]);
+		CHECK(mapped[(at - BASE) / ARENA_GRANULE]);
+		owner[unit] = slot + 1;
+	}
+}
+
+static void release(struct arena *arena, int slot)
+{
+	struct arena_range empty;
+
+	CHECK(!arena_free(arena, live[slot].base + 1, &empty) && !empty.size);
+	if (live[slot].size > ARENA_UNIT)
+		CHECK(!arena_free(arena, live[slot].base + ARENA_UNIT, &empty));
+	CHECK(arena_free(arena, live[slot].base, &empty));
+	for (size_t unit = 0; unit < UNITS; unit++)
+		if (owner[unit] == slot + 1)
+			owner[unit] = 0;
+	map(empty, false);
+	CHECK(!arena_free(arena, live[slot].base, &empty));
+	live[slot].size = 0;
+}
+
+static void look(struct arena *arena)
+{
+	uint64_t address = BASE + random_below(GRANULES * ARENA_GRANULE);
+	int slot = owner[(address - BASE) / ARENA_UNIT];
+	struct arena_range found;
+
+	/* The rest of the last unit belongs to nobody. */
+	if (slot && address >= live[slot - 1].base + live[slot - 1].size)
+		slot = 0;
+	CHECK(arena_find(arena, address, &found) == (slot != 0));
+	if (slot)
+		CHECK(found.base == live[slot - 1].base && found.size == live[slot - 1].size);
+	CHECK(!arena_find(arena, BASE - 1, &found));
+	CHECK(!arena_find(arena, BASE + GRANULES * ARENA_GRANULE, &found));
+}
+
+int main(int count, char **given)
+{
+	struct arena_range range;
+	struct arena arena;
+	uint64_t address;
+
+	state = count > 1 ? strtoull(given[1], NULL, 0) : 1;
+	CHECK(arena_open(&arena, BASE, GRANULES * ARENA_GRANULE));
+	for (int step = 0; step < 4000; step++) {
+		int slot = (int)random_below(step % 1000 < 500 ? LIVE : LIVE / 8);
+
+		if (live[slot].size)
+			release(&arena, slot);
+		else
+			allocate(&arena, slot);
+		look(&arena);
+	}
+	while (arena_first(&arena, &range))
+		release(&arena, owner[(range.base - BASE) / ARENA_UNIT] - 1);
+	CHECK(longest_free_run() == GRANULES);
+	address = arena_alloc(&arena, GRANULES * ARENA_GRANULE, &range);
+	CHECK(address == BASE && range.size == GRANULES * ARENA_GRANULE);
+	CHECK(!arena_alloc(&arena, 1, &range));
+	CHECK(!arena_alloc(&arena, SIZE_MAX, &range));
+	arena_close(&arena);
+	puts("ok");
+	return 0;
+}

@@ -1,0 +1,89 @@
+"""The generator: what it refuses, and that it says the same twice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from libcuda_build.compile import FOLDER, BuildError, build_standin
+from libcuda_build.emit import SPARE_NAME_ROOM, spare_name, write_sources
+from libcuda_build.header import Function, HeaderError, find_include, read_functions, version_of
+from libcuda_build.table import Plan, TableError, read_plan
+
+
+@pytest.fixture(scope="module")
+def functions() -> dict[str, Function]:
+    return read_functions(find_include())
+
+
+def test_all_versions_of_a_function_are_read(functions: dict[str, Function]) -> None:
+    assert len(functions) > 600
+    for name in ("cuMemAlloc", "cuMemAlloc_v2", "cuMemcpyHtoD_v2_ptds", "cuLaunchKernel_ptsz", "cuInit"):
+        assert name in functions
+    assert functions["cuCtxSynchronize"].parameters == ()
+    assert functions["cuGetExportTable"].parameters == (
+        "const void **ppExportTable",
+        "const CUuuid *pExportTableId",
+    )
+
+
+def test_the_plan_is_sorted_and_whole(functions: dict[str, Function]) -> None:
+    plan = read_plan(FOLDER, functions)
+    assert list(plan.names) == sorted({*functions, "cuGLInit", *plan.names})
+    assert {"cuInit", "cuGetProcAddress", "cuGetProcAddress_v2", "cuGetExportTable"} <= set(plan.wrapped)
+    assert set(plan.wrapped) <= set(plan.called) <= set(functions)
+
+
+@pytest.mark.parametrize(
+    "table, names, complaint",
+    [
+        ('[cuInit]\nwrap = "always"\n', "", "takes the keys wrap and why"),
+        ('[cuInit]\nwrap = "often"\nwhy = "x"\n', "", "always, memory, never"),
+        ('[cuNone]\nwrap = "always"\nwhy = "x"\n', "", "does not declare cuNone"),
+        ("", "malloc\n", "not names of the driver's: malloc"),
+    ],
+)
+def test_a_wrong_table_is_refused(tmp_path: Path, table: str, names: str, complaint: str) -> None:
+    (tmp_path / "functions.toml").write_text(table)
+    (tmp_path / "names.txt").write_text(names)
+    with pytest.raises(TableError, match=complaint):
+        read_plan(tmp_path, {"cuInit": Function("cuInit", ("unsigned int Flags",))})
+
+
+def test_the_sources_are_the_same_each_time(tmp_path: Path) -> None:
+    function = Function("cuInit", ("unsigned int Flags",))
+    plan = Plan(("cuGLInit", "cuInit"), ("cuInit",), {"cuInit": "always"}, {"cuInit": function})
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        write_sources(plan, tmp_path / name)
+    for file in ("stubs.S", "names.c", "functions.h"):
+        assert (tmp_path / "one" / file).read_text() == (tmp_path / "two" / file).read_text()
+    written = (tmp_path / "one" / "functions.h").read_text()
+    assert "#define MPSD_cuInit 1" in written
+    assert "CUresult wrap_cuInit(unsigned int Flags);" in written
+
+
+def test_spare_names_are_as_long_as_they_may_be() -> None:
+    assert {len(spare_name(number)) for number in (0, 9, 127)} == {SPARE_NAME_ROOM - 1}
+
+
+def test_a_header_that_is_none_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(HeaderError, match="cannot read"):
+        read_functions(tmp_path)
+    (tmp_path / "cuda.h").write_text("int cuInit(unsigned int flags);\n")
+    with pytest.raises(HeaderError, match="does not return a CUresult"):
+        read_functions(tmp_path)
+    with pytest.raises(HeaderError, match="no CUDA_VERSION"):
+        version_of(tmp_path / "cuda.h")
+    with pytest.raises(BuildError, match="gcc"):
+        build_standin(tmp_path / "out", include=tmp_path)
+
+
+def test_c_files_are_short() -> None:
+    sizes = {
+        str(path.relative_to(FOLDER)): path.read_text().count("\n")
+        for pattern in ("src/*", "standin/*")
+        for path in FOLDER.glob(pattern)
+    }
+    assert not {name: size for name, size in sizes.items() if size > 400}

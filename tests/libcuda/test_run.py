@@ -1,0 +1,202 @@
+"""mpsd-run: what a program and its children meet, and when it steps aside."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import mpsd_client
+from mpsd_client.driver import find_driver
+from tests.support.libcudas import DEADLINE_S, MPSD_RUN, ROOT, Libraries, run
+from tests.support.site import Site
+
+# Says in how far this process and the children of each kind reach the driver through the proxy.
+CHILDREN = """
+import ctypes, json, multiprocessing, os, subprocess, sys
+sys.path.insert(0, {libcuda!r})
+from mpsd_libcuda.stats import read_stats
+def look(queue=None):
+    code = ctypes.CDLL("libcuda.so.1").cuInit(0)
+    answer = [code, read_stats(os.getpid()).state.name, os.environ.get("CUDA_MPS_PIPE_DIRECTORY")]
+    if queue is not None:
+        queue.put(answer)
+    return answer
+def main():
+    if sys.argv[1:]:
+        print(json.dumps(look()))
+        return
+    found = {{}}
+    for kind in ("fork", "spawn"):
+        context = multiprocessing.get_context(kind)
+        queue = context.SimpleQueue()
+        child = context.Process(target=look, args=(queue,))
+        child.start()
+        found[kind] = queue.get()
+        child.join()
+    launched = subprocess.run(["sh", "-c", 'exec "$0" "$1" again', sys.executable, __file__],
+                              stdout=subprocess.PIPE, check=True)
+    found["launcher"] = json.loads(launched.stdout)
+    found["self"] = look()
+    print(json.dumps(found))
+if __name__ == "__main__":
+    main()
+""".format(libcuda=str(ROOT / "clients" / "libcuda"))
+
+
+@pytest.fixture(scope="module")
+def site() -> Iterator[Site]:
+    with Site() as started:
+        yield started.start()
+
+
+@pytest.fixture
+def environment(site: Site, libraries: Libraries) -> dict[str, str]:
+    """A user's environment on a node where all is well: the driver is the stand-in."""
+    environment = libraries.environment(proxied=False)
+    return {
+        **environment,
+        "PYTHONPATH": str(ROOT / "clients") + os.pathsep + str(ROOT),
+        "MPSD_SOCKET": site.socket,
+        "MPSD_LIBCUDA_DIR": str(libraries.proxy),
+        "LD_LIBRARY_PATH": f"/nonexistent/first::{libraries.standin}",
+    }
+
+
+@pytest.fixture
+def pipe_directory(site: Site) -> str:
+    with mpsd_client.connect(site.socket) as daemon:
+        return daemon.env()["CUDA_MPS_PIPE_DIRECTORY"]
+
+
+def test_the_program_gets_three_variables_and_keeps_the_others(
+    environment: dict[str, str], libraries: Libraries, pipe_directory: str
+) -> None:
+    show = [sys.executable, "-c", "import json, os; print(json.dumps(dict(os.environ)))"]
+    done = run([*MPSD_RUN, *show], {**environment, "MINE": "a b"})
+    assert (done.returncode, done.stderr) == (0, "")
+    seen = json.loads(done.stdout)
+    added = {
+        "CUDA_MPS_PIPE_DIRECTORY": pipe_directory,
+        "LD_LIBRARY_PATH": f"{libraries.proxy}:/nonexistent/first::{libraries.standin}",
+        "MPSD_REAL_LIBCUDA": str(libraries.real),
+        "MINE": "a b",
+    }
+    assert {name: value for name, value in seen.items() if name != "LC_CTYPE"} == {**environment, **added}
+    verbose = run([*MPSD_RUN, "-v", "true"], environment)
+    assert verbose.returncode == 0
+    for name in ("CUDA_MPS_PIPE_DIRECTORY", "LD_LIBRARY_PATH", "MPSD_REAL_LIBCUDA"):
+        assert f"mpsd-run: {name}={added[name]}" in verbose.stderr.splitlines()
+
+
+def test_children_of_every_kind_have_the_proxy(
+    environment: dict[str, str], pipe_directory: str, tmp_path: Path
+) -> None:
+    script = tmp_path / "children.py"
+    script.write_text(CHILDREN)
+    done = run([*MPSD_RUN, sys.executable, script], environment)
+    assert (done.returncode, done.stderr) == (0, "")
+    expected = [0, "ACTIVE", pipe_directory]
+    assert json.loads(done.stdout) == dict.fromkeys(("fork", "spawn", "launcher", "self"), expected)
+
+
+@pytest.mark.parametrize("direct", [False, True], ids=["dlopen", "linked"])
+def test_a_c_program_runs_the_same(environment: dict[str, str], libraries: Libraries, direct: bool) -> None:
+    program = libraries.program("sequence", direct=direct)
+    without = run([program], libraries.environment(proxied=False))
+    done = run([*MPSD_RUN, program], environment)
+    assert (done.returncode, done.stderr, done.stdout) == (0, "", without.stdout)
+
+
+def test_a_program_that_opens_the_driver_by_its_path_runs_without_the_proxy(
+    environment: dict[str, str], libraries: Libraries
+) -> None:
+    program = libraries.program("sequence")
+    without = run([program], libraries.environment(proxied=False))
+    done = run([*MPSD_RUN, program, "dlsym", libraries.real], environment)
+    assert (done.returncode, done.stderr, done.stdout) == (0, "", without.stdout)
+
+
+def test_running_it_twice_is_running_it_once(environment: dict[str, str], libraries: Libraries) -> None:
+    show = ["sh", "-c", "echo $LD_LIBRARY_PATH $MPSD_REAL_LIBCUDA"]
+    done = run([*MPSD_RUN, *MPSD_RUN, *show], environment)
+    assert done.stderr == ""
+    assert done.stdout.split() == [
+        f"{libraries.proxy}:/nonexistent/first::{libraries.standin}",
+        str(libraries.real),
+    ]
+
+
+def test_it_can_be_had_as_lines_for_a_shell(environment: dict[str, str], tmp_path: Path) -> None:
+    lines = run([*MPSD_RUN, "--env"], environment).stdout
+    script = f'eval "$1"; {sys.executable} {tmp_path / "children.py"} again'
+    (tmp_path / "children.py").write_text(CHILDREN)
+    done = run(["sh", "-c", script, "sh", lines], environment)
+    assert json.loads(done.stdout)[:2] == [0, "ACTIVE"]
+
+
+@pytest.mark.parametrize(
+    "program, status",
+    [
+        (["sh", "-c", "exit 7"], 7),
+        (["--", "sh", "-c", "exit 7"], 7),
+        (["sh", "-c", "kill -TERM $$"], -signal.SIGTERM),
+        (["sh", "-c", "kill -PIPE $$"], -signal.SIGPIPE),
+        (["/nonexistent/program"], 127),
+        (["/etc/passwd"], 126),
+        ([], 2),
+    ],
+)
+def test_the_end_of_the_program_is_the_end(
+    environment: dict[str, str], program: list[str], status: int
+) -> None:
+    done = run([*MPSD_RUN, *program], environment)
+    assert done.returncode == status
+    assert len(done.stderr.splitlines()) == (status in (2, 126, 127))
+
+
+def test_the_process_becomes_the_program(environment: dict[str, str]) -> None:
+    """So signals for it, and its terminal, are the program's without anybody passing them on."""
+    waiting = "import os, signal; print(os.getpid(), flush=True); signal.pause()"
+    with subprocess.Popen(
+        [*MPSD_RUN, sys.executable, "-c", waiting], env=environment, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert int(process.stdout.readline()) == process.pid
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(DEADLINE_S) == -signal.SIGTERM
+        finally:
+            process.kill()
+
+
+SHOW = ["sh", "-c", "echo [$CUDA_MPS_PIPE_DIRECTORY] [$LD_LIBRARY_PATH] [$MPSD_REAL_LIBCUDA]"]
+
+
+def test_without_a_daemon_the_program_runs_as_it_is(environment: dict[str, str], tmp_path: Path) -> None:
+    environment["MPSD_SOCKET"] = str(tmp_path / "none.sock")
+    done = run([*MPSD_RUN, *SHOW], environment)
+    assert done.stdout.split() == ["[]", f"[{environment['LD_LIBRARY_PATH']}]", "[]"]
+    assert len(done.stderr.splitlines()) == 1
+    assert done.stderr.startswith("mpsd-run: stepping aside: ")
+
+
+def test_without_the_library_or_a_driver_the_program_joins_all_the_same(
+    environment: dict[str, str], libraries: Libraries, pipe_directory: str, tmp_path: Path
+) -> None:
+    path = environment["LD_LIBRARY_PATH"]
+    done = run([*MPSD_RUN, *SHOW], {**environment, "MPSD_LIBCUDA_DIR": str(tmp_path)})
+    assert done.stdout.split() == [f"[{pipe_directory}]", f"[{path}]", "[]"]
+    assert "no libcuda of mpsd's" in done.stderr and len(done.stderr.splitlines()) == 1
+    if find_driver({}, str(libraries.proxy)) is not None:
+        return
+    environment["LD_LIBRARY_PATH"] = str(tmp_path)
+    done = run([*MPSD_RUN, *SHOW], environment)
+    assert done.stdout.split() == [f"[{pipe_directory}]", f"[{tmp_path}]", "[]"]
+    assert "no CUDA driver" in done.stderr and len(done.stderr.splitlines()) == 1

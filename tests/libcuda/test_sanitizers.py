@@ -1,0 +1,39 @@
+"""The proxy and the stand-in under gcc's sanitizers: any report ends the program with an error."""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+import pytest
+
+from tests.support.libcudas import Libraries, build_libraries, run
+
+
+@pytest.fixture(scope="module", params=["address,undefined", "thread"])
+def sanitized(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Libraries:
+    return build_libraries(tmp_path_factory.mktemp("sanitized"), request.param)
+
+
+def start() -> list[str]:
+    """ThreadSanitizer of older compilers knows no address spaces as random as those of newer kernels."""
+    fixed = ["setarch", "-R"]
+    can = shutil.which("setarch") and run([*fixed, "true"], os.environ).returncode == 0
+    return fixed if can else []
+
+
+@pytest.mark.parametrize("vault", ["0", "1"])
+@pytest.mark.parametrize("program, how", [("sequence", "dlsym"), ("threads", "getproc")])
+def test_no_report(sanitized: Libraries, program: str, how: str, vault: str) -> None:
+    environment = sanitized.environment(proxied=True, MPSD_VAULT=vault)
+    done = run([*start(), sanitized.program(program), how], environment)
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr[-4000:]
+    assert done.stdout.splitlines()[-1] in ("ok", "cuCtxSynchronize 709")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_arena_agrees_with_a_model(sanitized: Libraries, seed: int) -> None:
+    done = run(
+        [sanitized.program("arena", sources=("arena.c",)), str(seed)], sanitized.environment(proxied=False)
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "ok\n", "")

@@ -1,0 +1,46 @@
+"""The library as users get it: a wheel that brings libcuda.so.1, which mpsd-run finds."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import zipfile
+from pathlib import Path
+
+from libcuda_build.compile import FOLDER
+from tests.support.libcudas import Libraries, run
+
+CODE = "import sys; from hatchling.build import build_{0}; print(build_{0}(sys.argv[1]))"
+USE_IT = """
+import ctypes, json, os, sys
+from mpsd_client.driver import find_proxy
+import mpsd_libcuda
+found = find_proxy({})
+library = ctypes.CDLL(found + "/libcuda.so.1")
+state = mpsd_libcuda.read_stats(os.getpid()).state.name
+print(json.dumps([found == str(mpsd_libcuda.library_directory()), library.cuInit(0), state]))
+"""
+
+
+def test_the_wheel_brings_the_library(libraries: Libraries, tmp_path: Path) -> None:
+    # From a copy, as from an sdist: nothing may be left behind in the source tree, or be needed from it.
+    source = tmp_path / "source"
+    kept = shutil.ignore_patterns("__pycache__", "lib", "standin", "README.md")
+    shutil.copytree(FOLDER, source, ignore=kept)
+    done = run([sys.executable, "-c", CODE.format("wheel"), tmp_path], os.environ, cwd=source)
+    assert done.returncode == 0, done.stderr
+    wheel = tmp_path / done.stdout.splitlines()[-1]
+    assert "linux" in wheel.name
+    with zipfile.ZipFile(wheel) as archive:
+        libraries_in_it = {name for name in archive.namelist() if "/lib/" in name}
+        archive.extractall(tmp_path / "site")
+    assert libraries_in_it == {"mpsd_libcuda/lib/libcuda.so.1", "mpsd_libcuda/lib/libcuda.so"}
+    environment = libraries.environment(proxied=True)
+    environment["PYTHONPATH"] = os.pathsep.join(
+        [str(tmp_path / "site"), str(FOLDER.parent), str(FOLDER.parents[1])]
+    )
+    used = run([sys.executable, "-c", USE_IT], environment)
+    assert used.returncode == 0, used.stderr
+    assert json.loads(used.stdout) == [True, 0, "ACTIVE"]

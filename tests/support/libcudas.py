@@ -1,0 +1,85 @@
+"""The libcuda proxy, its stand-in driver and small C programs, built once per test session."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from libcuda_build.compile import FOLDER, build_proxy, build_standin
+from libcuda_build.header import find_include
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAMS = ROOT / "tests" / "libcuda" / "programs"
+MPSD_RUN = [sys.executable, "-m", "mpsd_client.run"]
+DEADLINE_S = 40.0
+
+
+@dataclass(frozen=True)
+class Libraries:
+    """Both libraries, each in a folder of its own, built with one choice of sanitizers."""
+
+    proxy: Path
+    standin: Path
+    sanitize: str
+    programs: Path
+    _built: dict[str, Path] = field(default_factory=dict)
+
+    @property
+    def real(self) -> Path:
+        return self.standin / "libcuda.so.1"
+
+    def program(self, name: str, *, direct: bool = False, sources: tuple[str, ...] = ()) -> Path:
+        """programs/NAME.c compiled, with `sources` of the proxy's; `direct` links it with libcuda.so.1."""
+        key = f"{name}-direct" if direct else name
+        if key not in self._built:
+            target = self.programs / key
+            made = [FOLDER / "src" / source for source in sources]
+            command = ["gcc", "-std=gnu11", "-D_GNU_SOURCE", "-g", "-O1", "-Wall", "-Werror"]
+            command += ["-isystem", str(find_include()), "-o", str(target), str(PROGRAMS / f"{name}.c")]
+            command += [f"-fsanitize={self.sanitize}"] if self.sanitize else []
+            command += [f"-I{source.parent}" for source in made] + [str(source) for source in made]
+            command += ["-DDIRECT", str(self.real)] if direct else []
+            subprocess.run([*command, "-ldl", "-lpthread"], check=True, timeout=DEADLINE_S)
+            self._built[key] = target
+        return self._built[key]
+
+    def environment(self, *, proxied: bool, **extra: str) -> dict[str, str]:
+        """Where a program finds the stand-in, alone or behind the proxy. Nothing of the caller's leaks in."""
+        kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
+        folder = self.proxy if proxied else self.standin
+        named = {"MPSD_REAL_LIBCUDA": str(self.real)} if proxied else {}
+        options = {"ASAN_OPTIONS": "detect_leaks=1", "UBSAN_OPTIONS": "print_stacktrace=1"}
+        return {**kept, **options, "LD_LIBRARY_PATH": str(folder), **named, **extra}
+
+
+def build_libraries(folder: Path, sanitize: str = "") -> Libraries:
+    with ThreadPoolExecutor(2) as pool:
+        made = [
+            pool.submit(build_proxy, folder / "proxy", sanitize=sanitize),
+            pool.submit(build_standin, folder / "standin", sanitize=sanitize),
+        ]
+        for one in made:
+            one.result()
+    programs = folder / "programs"
+    programs.mkdir()
+    return Libraries(folder / "proxy", folder / "standin", sanitize, programs)
+
+
+def run(
+    command: list[str | Path], environment: Mapping[str, str], cwd: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(part) for part in command],
+        env=dict(environment),
+        cwd=cwd,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
