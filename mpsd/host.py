@@ -141,7 +141,9 @@ class Hosts:
         """Clear away what a failed start left, so that core may forget the domain."""
         if host.control.alive():
             await host.control.kill()
+        self._hosts.pop(host.name, None)
         self._let_go(host)
+        self._layout.forget_domain(host.name)
 
     def adopt(
         self, domain: str, gpus: tuple[str, ...], uid: int | None, control: ProcessInstance

@@ -315,6 +315,19 @@ def test_why_no_domain_starts_is_said_to_whoever_waits_for_one() -> None:
         assert not any("no domain starts for" in text for text in site.status()["problems"])
 
 
+def test_starts_that_fail_leave_no_directory_behind() -> None:
+    with Site(domains__start_retry_s="0.1") as site:
+        site.start()
+        # Its output can be written nowhere, so a control daemon does not start.
+        with pytest.raises(NotReadyError, match="no domain comes up|did not"):
+            for number in range(1, 5):
+                (site.log_dir / f"d{number}").write_text("")
+            site.ask(lambda c: c.env())
+        site.until(lambda s: any(d["state"] == "active" for d in s["domains"]), "an active domain")
+        known = {d["id"] for d in site.status()["domains"]}
+        assert {path.name for path in (site.run_dir / "d").iterdir()} <= known
+
+
 def test_a_daemon_carries_no_tls() -> None:
     with Site() as site:
         site.start()
