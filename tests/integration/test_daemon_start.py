@@ -319,9 +319,9 @@ def test_starts_that_fail_leave_no_directory_behind() -> None:
     with Site(domains__start_retry_s="0.1") as site:
         site.start()
         # Its output can be written nowhere, so a control daemon does not start.
-        with pytest.raises(NotReadyError, match="no domain comes up|did not"):
-            for number in range(1, 5):
-                (site.log_dir / f"d{number}").write_text("")
+        for number in range(1, 5):
+            (site.log_dir / f"d{number}").write_text("")
+        with pytest.raises(NotReadyError, match="no domain comes up"):
             site.ask(lambda c: c.env())
         site.until(lambda s: any(d["state"] == "active" for d in s["domains"]), "an active domain")
         known = {d["id"] for d in site.status()["domains"]}
