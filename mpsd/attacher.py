@@ -384,11 +384,24 @@ class Attacher:
                 self._loop.remove_reader(pin.process.fileno())
         pin.process.close()
 
-    def kill(self, process: ProcessInstance) -> None:
-        """SIGKILL by pidfd."""
+    def kill(self, process: ProcessInstance, owner: int | None = None) -> None:
+        """SIGKILL by pidfd. `owner`: only if it is this user's own now; core hears when it is not."""
         pin = self._pins.get(process)
-        if pin is not None:
-            pin.process.signal(signal.SIGKILL)
+        if pin is None:
+            return
+        if owner is not None:
+            try:
+                users = procs.users(process)
+            except MpsdError:
+                # It has ended, which its pidfd tells.
+                return
+            if not users.all_are(owner):
+                now = f"real {users.real}, effective {users.effective}, saved {users.saved}"
+                reason = f"not uid {owner}'s own ({now})"
+                log.warning("SIGKILL withheld", pid=process.pid, reason=reason)
+                self._post(ev.KillRefused(process, reason))
+                return
+        pin.process.signal(signal.SIGKILL)
 
     def check_identities(self, pid: int | None = None) -> None:
         """Notice clients that replaced their program: exec ends a client, its pidfd stays silent.

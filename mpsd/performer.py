@@ -79,7 +79,7 @@ class Performer:
     def _kill(self, effect: fx.Kill) -> None:
         process = effect.client.process
         log.info("SIGKILL", pid=process.pid, domain=effect.client.domain, why=effect.why)
-        self._hands.attacher.kill(process)
+        self._hands.attacher.kill(process, effect.owner)
 
     def _release(self, effect: fx.ReleaseLease) -> None:
         self._tasks.spawn(self._release_when_free(effect))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mpsd.errors import AmbiguousError, DeniedError, NotFoundError
@@ -20,17 +21,52 @@ __all__ = [
     "ExecIdentity",
     "MemoryMap",
     "Pinned",
+    "Users",
     "environment_value",
     "exec_identity",
     "facts",
     "host_memory",
     "liveness",
     "maps",
+    "users",
     "where",
     "with_environment",
 ]
 
 NULL_PAGE_END = 64 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class Users:
+    """Whose a process is, credentials(7). A user may signal one whose real or saved user he is."""
+
+    real: int
+    effective: int
+    saved: int
+
+    @property
+    def borrowed(self) -> bool:
+        """It runs as somebody whose it is not, or can become somebody else."""
+        return not self.real == self.effective == self.saved
+
+    def all_are(self, uid: int) -> bool:
+        return not self.borrowed and self.real == uid
+
+
+def users(instance: ProcessInstance) -> Users:
+    """Whose it is now: exec and setuid(2) change it. Raises NotFoundError."""
+    try:
+        found = _users(procfs.status_fields(instance.pid))
+        if procfs.start_ticks(instance.pid) != instance.start_ticks:
+            raise NotFoundError(f"process {instance} has ended")
+    except (FileNotFoundError, ProcessLookupError) as error:
+        raise NotFoundError(f"there is no process {instance}") from error
+    return found
+
+
+def _users(status: Mapping[str, str]) -> Users:
+    real, effective, saved, *_ = (int(word) for word in status["Uid"].split())
+    return Users(real, effective, saved)
 
 
 def facts(pid: int, command: str | None = None) -> ProcessFacts:
@@ -43,14 +79,16 @@ def facts(pid: int, command: str | None = None) -> ProcessFacts:
         stat = procfs.stat(pid)
         status = procfs.status_fields(pid)
         rows = procfs.cgroups(pid)
+        whose = _users(status)
         found = ProcessFacts(
             instance=ProcessInstance(pid, stat.start_ticks),
             ppid=stat.ppid,
-            uid=int(status["Uid"].split()[1]),
+            uid=whose.effective,
             gid=int(status["Gid"].split()[1]),
             command=procfs.command_text(pid) if command is None else command,
             exe=procfs.exe_path(pid),
             cgroup=_cgroup_name(rows),
+            borrowed=whose.borrowed,
         )
         if procfs.start_ticks(pid) != stat.start_ticks:
             raise AmbiguousError(

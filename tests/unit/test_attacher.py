@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -415,5 +416,28 @@ def test_a_client_that_dies_while_it_is_leased_is_attached_first_and_dead_then()
         desk.uvm.go_on.set()
         await desk.told(ev.ClientDied)
         assert [type(e) for e in desk.said[-2:]] == [ev.ClientAttached, ev.ClientDied]
+
+    at_a_desk(play)
+
+
+def test_a_process_that_is_nobodys_own_by_the_time_of_the_kill_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def play(desk: Desk) -> None:
+        child = await asyncio.create_subprocess_exec("/bin/cat", stdin=asyncio.subprocess.PIPE)
+        process = procs.facts(child.pid).instance
+        desk.attacher.notice("d1", child.pid)
+        pin = desk.attacher.pinned(process)
+        assert pin is not None
+        me = os.getuid()
+        monkeypatch.setattr(procs, "users", lambda p: procs.Users(0, 12345, 0))
+        desk.attacher.kill(process, 12345)
+        (told,) = [e for e in desk.said if isinstance(e, ev.KillRefused)]
+        assert told.process == process and "effective 12345" in told.reason
+        monkeypatch.undo()
+        desk.attacher.kill(process, me + 1)
+        assert len([e for e in desk.said if isinstance(e, ev.KillRefused)]) == 2
+        assert pin.alive()
+        desk.attacher.kill(process, me)
+        assert await child.wait() == -signal.SIGKILL
+        desk.attacher.kill(process, me)
 
     at_a_desk(play)

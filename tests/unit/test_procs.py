@@ -233,7 +233,7 @@ def test_long_command_lines_and_maps_are_cut(monkeypatch: pytest.MonkeyPatch) ->
     with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL) as child:
         # Until the new program is there: before that it is a copy of this one.
         deadline = time.monotonic() + 10
-        while not procfs.command_line(child.pid)[0].endswith("cat"):
+        while procfs.command_line(child.pid)[:1] != ["/bin/cat"]:
             assert time.monotonic() < deadline
             os.sched_yield()
         assert sum(map(len, procfs.command_line(child.pid))) < procfs.COMMAND_LIMIT
@@ -250,3 +250,23 @@ def test_long_command_lines_and_maps_are_cut(monkeypatch: pytest.MonkeyPatch) ->
         instance = procs.facts(child.pid).instance
         assert procs.where(last, instance) is LiesThere.UNKNOWN
         child.kill()
+
+
+@pytest.mark.parametrize(
+    ("real", "effective", "saved", "borrowed"),
+    [(7, 7, 7, False), (0, 7, 0, True), (7, 7, 0, True), (0, 7, 7, True)],
+)
+def test_a_borrowed_user_shows(
+    monkeypatch: pytest.MonkeyPatch, real: int, effective: int, saved: int, borrowed: bool
+) -> None:
+    me = procs.facts(os.getpid())
+    assert not me.borrowed
+    fields = procfs.status_fields(os.getpid())
+    fields["Uid"] = f"{real}\t{effective}\t{saved}\t{effective}"
+    monkeypatch.setattr(procfs, "status_fields", lambda pid: fields)
+    found = procs.facts(os.getpid())
+    assert (found.uid, found.borrowed) == (effective, borrowed)
+    users = procs.users(me.instance)
+    assert users.all_are(7) is not borrowed
+    with pytest.raises(NotFoundError):
+        procs.users(ProcessInstance(os.getpid(), 1))
