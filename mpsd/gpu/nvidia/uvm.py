@@ -321,7 +321,7 @@ class NvidiaUvm:
                 found.append(number)
         if len(found) > UVM_FILES_LIMIT:
             raise UnsupportedError(
-                f"process {pid} has {len(found)} UVM files open; {UVM_FILES_LIMIT} of one process are held at most"
+                f"process {pid} has {len(found)} UVM files open, of which {UVM_FILES_LIMIT} are held at most"
             )
         return found
 
