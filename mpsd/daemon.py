@@ -169,7 +169,7 @@ class Daemon:
         self._statefile = StateFile(self.layout.state_file, KIND, LEVEL)
         interval_s = self.config.lease.probe_interval_ms / 1e3
         self._work = workwatch.WorkWatch(self.backend.work, interval_s, self._post)
-        self._attacher = Attacher(self.backend.uvm, self._work, self._store, self._post)
+        self._attacher = Attacher(self.backend.uvm, self._work, self._store, self._post, self._known)
         self._orphans = Orphans(self.backend.uvm, self.backend.work, interval_s, self._store)
         guard = self.config.guard
         self._guards = Guards(
@@ -224,6 +224,11 @@ class Daemon:
         if isinstance(event, ev.DomainStarted | ev.DomainStartFailed):
             self._note_start(event)
         self.runtime.post(event)
+
+    def _known(self, domain: str, process: ProcessInstance, listed: bool) -> bool:
+        """Whether to notice it once more would tell core nothing."""
+        here = (c for c in self.runtime.state.spaces_of(process) if c.id.domain == domain and c.living)
+        return any(c.listed or not listed for c in here)
 
     def _note_start(self, event: ev.DomainStarted | ev.DomainStartFailed) -> None:
         """Keep why a slot's last domain did not start: core forgets a domain that never came up."""
@@ -452,7 +457,7 @@ class Daemon:
                     lease = self._attacher.leases.get(client.id)
                     if lease is not None:
                         gpus = after.domains[client.id.domain].gpus
-                        self._guards.add(client.id, lease.space, gpus, lease.notes)
+                        self._guards.add(client.id, lease.space, gpus, lease.notes, client.facts.uid)
         same = before.slots is after.slots and before.domains is after.domains
         if not (same and before.clients is after.clients and before.drained is after.drained):
             # Before the tasks that effects start: a process is never started that the file does not know.

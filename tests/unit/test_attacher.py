@@ -21,6 +21,7 @@ from mpsd.errors import GpuError, NotFoundError, StoreError
 from mpsd.gpu.base import AddressSpace
 from mpsd.lease import Kept, lease_name, parse_lease_name
 from mpsd.leasestore import LeaseStore
+from mpsd.looks import OF_ONE
 from mpsd.model import (
     Access,
     ClientId,
@@ -41,6 +42,7 @@ EVENT = UvmEvent(True, UvmFaultType.INVALID_PTE, Access.WRITE, UvmReason.INVALID
 class FakeTracker:
     def __init__(self) -> None:
         self.batches: list[TrackerBatch] = []
+        self.closed = False
         self._reader, self._writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
 
     def tell(self, batch: TrackerBatch) -> None:
@@ -55,6 +57,7 @@ class FakeTracker:
         return self.batches.pop(0)
 
     def close(self) -> None:
+        self.closed = True
         os.close(self._reader)
         os.close(self._writer)
 
@@ -89,7 +92,8 @@ class FakeUvm:
     def open(self, process: ProcessInstance, pidfd: int) -> Sequence[AddressSpace]:
         os.fstat(pidfd)
         self.opened.set()
-        assert self.go_on.wait(10)
+        go_on = self.go_on
+        assert go_on.wait(10)
         self.spaces.append(FakeSpace())
         return [self.spaces[-1]]
 
@@ -159,7 +163,14 @@ class Desk:
         self.uvm, self.store = FakeUvm(), FakeStore()
         self.work = WorkWatch(NoWork(), 0.01, self.said.append)
         self.front = LeaseStore(self.store)
-        self.attacher = Attacher(self.uvm, self.work, self.front, self.said.append)
+        self.known: set[tuple[str, ProcessInstance, bool]] = set()
+        self.attacher = Attacher(
+            self.uvm,
+            self.work,
+            self.front,
+            self.said.append,
+            lambda *who: bool({who, (*who[:2], True)} & self.known),
+        )
         self.process = procs.facts(os.getpid()).instance
         self.client = ClientId("d1", self.process, 0)
 
@@ -439,5 +450,117 @@ def test_a_process_that_is_nobodys_own_by_the_time_of_the_kill_lives(monkeypatch
         desk.attacher.kill(process, me)
         assert await child.wait() == -signal.SIGKILL
         desk.attacher.kill(process, me)
+
+    at_a_desk(play)
+
+
+def test_a_pid_that_is_named_thousands_of_times_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    described: list[int] = []
+    real = procs.facts
+
+    def counting(pid: int, command: str | None = None) -> ProcessFacts:
+        described.append(pid)
+        return real(pid, command)
+
+    async def play(desk: Desk) -> None:
+        monkeypatch.setattr(procs, "facts", counting)
+        for _ in range(4000):
+            desk.attacher.notice("d1", desk.process.pid)
+        await desk.attacher.noticed()
+        # More than one: the first may have been told before the last was named.
+        assert len(described) <= 2
+        told = len(described)
+        desk.attacher.notice("d1", desk.process.pid, listed=True)
+        await desk.attacher.noticed()
+        assert len(described) == told + 1
+        desk.known.add(("d1", desk.process, True))
+        for listed in (False, True):
+            desk.attacher.notice("d1", desk.process.pid, listed=listed)
+        await desk.attacher.noticed()
+        assert len(described) == told + 1
+        desk.attacher.notice("d2", desk.process.pid)
+        await desk.attacher.noticed()
+        assert len(described) == told + 2
+
+    at_a_desk(play)
+
+
+def test_hung_looks_at_one_users_clients_fail_and_hold_up_no_other_user(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("mpsd.attacher.LOOK_DEADLINE_S", 0.05)
+    before = set(open_descriptors())
+
+    async def play(desk: Desk) -> None:
+        desk.uvm.go_on.clear()
+        for space in range(OF_ONE + 1):
+            desk.attacher.notice("d1", desk.process.pid)
+            desk.attacher.attach("d1", desk.process, space)
+        await desk.told(ev.AttachFailed, OF_ONE + 1)
+        reasons = [e.reason for e in desk.said if isinstance(e, ev.AttachFailed)]
+        assert sum("it has not ended" in r for r in reasons) == OF_ONE
+        assert sum("others of its user" in r for r in reasons) == 1
+        # Another user's, as far as the pool is concerned.
+        monkeypatch.setattr(procs, "users", lambda process: procs.Users(7, 7, 7))
+        child = await asyncio.create_subprocess_exec("/bin/cat", stdin=asyncio.subprocess.PIPE)
+        desk.attacher.notice("d1", child.pid)
+        await desk.attacher.noticed()
+        other = [e.facts.instance for e in desk.said if isinstance(e, ev.ClientNoticed)][-1]
+        hung, desk.uvm.go_on = desk.uvm.go_on, threading.Event()
+        desk.uvm.go_on.set()
+        desk.attacher.attach("d1", other, 0)
+        await desk.told(ev.ClientAttached)
+        assert desk.attached()[0].process == other
+        # What comes too late is closed.
+        hung.set()
+        while len(desk.uvm.spaces) < OF_ONE + 1:
+            await asyncio.sleep(0.001)
+        for space in desk.uvm.spaces:
+            space.closing.set()
+        child.kill()
+        await child.wait()
+        await desk.told(ev.ClientDied)
+        while not all(s.tracker.closed for s in desk.uvm.spaces[1:]):
+            await asyncio.sleep(0.001)
+
+    at_a_desk(play)
+    assert set(open_descriptors()) <= before
+
+
+def test_a_program_that_cannot_be_looked_at_hides_no_other_clients_exec(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    free, looked = threading.Event(), threading.Event()
+    real = procs.exec_identity
+
+    async def play(desk: Desk) -> None:
+        child = await asyncio.create_subprocess_exec("/bin/cat", stdin=asyncio.subprocess.PIPE)
+        process = procs.facts(child.pid).instance
+
+        def hangs(instance: ProcessInstance) -> procs.ExecIdentity:
+            if instance == desk.process:
+                looked.set()
+                assert free.wait(10)
+                return real(instance)
+            return procs.ExecIdentity(1, 2, 3, len(seen))
+
+        seen: list[int] = []
+        monkeypatch.setattr(procs, "exec_identity", hangs)
+        desk.attacher.notice("d1", desk.process.pid)
+        desk.attacher.notice("d1", process.pid)
+        await desk.attacher.noticed()
+        while desk.attacher._pins[process].identity is None:
+            await asyncio.sleep(0.001)
+        assert looked.wait(10)
+        seen.append(1)
+        desk.attacher.check_identities()
+        await desk.told(ev.ClientLeft)
+        seen.append(1)
+        for _ in range(1000):
+            desk.attacher.check_identities(process.pid)
+        await desk.told(ev.ClientLeft, 2)
+        free.set()
+        child.kill()
+        await child.wait()
 
     at_a_desk(play)
