@@ -50,6 +50,7 @@ from mpsd.runtime import Runtime, doomed_at
 from mpsd.settings import ControlSettings
 from mpsd.statefile import StateFile
 from mpsd.statusview import GpuView, look_at_gpus
+from mpsd.usernames import foresee
 
 log = structlog.get_logger("mpsd.daemon")
 
@@ -155,6 +156,7 @@ class Daemon:
 
     def _assemble(self, notifier: Notifier) -> None:
         loop = asyncio.get_running_loop()
+        foresee(0)
         self.gpus = tuple(self.backend.devices.gpus())
         if not self.gpus:
             raise UnsupportedError("there is no GPU on this machine", remedy="run mpsd-ctl doctor")
@@ -223,6 +225,11 @@ class Daemon:
     def _post(self, event: ev.Event) -> None:
         if isinstance(event, ev.DomainStarted | ev.DomainStartFailed):
             self._note_start(event)
+        elif isinstance(event, ev.ClientNoticed | ev.LeaseRestored):
+            # A fault record that names it may follow at once.
+            foresee(event.facts.uid)
+        elif isinstance(event, ev.SlotWanted) and event.uid is not None:
+            foresee(event.uid)
         self.runtime.post(event)
 
     def _known(self, domain: str, process: ProcessInstance, listed: bool) -> bool:
