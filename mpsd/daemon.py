@@ -33,6 +33,7 @@ from mpsd.errors import (
 )
 from mpsd.fdstore import open_store
 from mpsd.gpu.base import Backend, KernelLog, XidSource
+from mpsd.gpuviews import GpuViews
 from mpsd.guard import Guards
 from mpsd.host import Callbacks, Hosts
 from mpsd.journal import Journal
@@ -49,7 +50,7 @@ from mpsd.rounds import Rounds
 from mpsd.runtime import Runtime, doomed_at
 from mpsd.settings import ControlSettings
 from mpsd.statefile import StateFile
-from mpsd.statusview import GpuView, look_at_gpus
+from mpsd.statusview import GpuView, own_pids
 from mpsd.usernames import foresee
 
 log = structlog.get_logger("mpsd.daemon")
@@ -58,7 +59,6 @@ PING_S = 1.0
 STOP_PATIENCE_S = 30.0
 FAILED_FOR_GOOD = 2
 STORE_DEADLINE_S = 5.0
-NVML_PATIENCE_S = 0.03
 # What `auto` means. The measurements behind it: faultinject/reports/README.md.
 SAFE_GUARDS = frozenset({GuardClass.LOW})
 
@@ -115,8 +115,6 @@ class Daemon:
         self._hosts_left = False
         self._unknown_domains: Sequence[str] = ()
         self._start_problems: dict[str, str] = {}
-        self._looking: asyncio.Task[list[GpuView]] | None = None
-        self._views: Sequence[GpuView] = ()
 
     def now(self) -> float:
         return time.monotonic()
@@ -220,6 +218,7 @@ class Daemon:
             Path(domains.default_path) if domains.serve_default_path else None,
             self.config.log.max_bytes,
         )
+        self._views = GpuViews(self.backend.devices, self.gpus, lambda: own_pids(self.runtime.state))
         self._loop = loop
 
     def _post(self, event: ev.Event) -> None:
@@ -284,6 +283,7 @@ class Daemon:
 
     async def _close(self) -> None:
         self._rounds.close()
+        self._views.close()
         await self._work.close()
         await self._performer.close()
         self._hosts_left = bool(self.runtime.state.domains)
@@ -382,17 +382,8 @@ class Daemon:
             return False
 
     async def gpu_views(self) -> Sequence[GpuView]:
-        """What NVML says of the GPUs; the last answer while it is held up, as it is during a fault."""
-        if self._looking is None:
-            look = asyncio.to_thread(look_at_gpus, self.backend.devices, self.gpus)
-            self._looking = self._loop.create_task(look)
-        looking = self._looking
-        done, _ = await asyncio.wait({looking}, timeout=NVML_PATIENCE_S if self._views else None)
-        if done:
-            if self._looking is looking:
-                self._looking = None
-            self._views = looking.result()
-        return self._views
+        """What NVML says of the GPUs."""
+        return await self._views.now()
 
     def gpu_named(self, name: str) -> Gpu:
         return find_gpu(self.gpus, name)

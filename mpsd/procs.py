@@ -7,9 +7,12 @@ print them through `mpsd.text.printable`.
 from __future__ import annotations
 
 import os
+import threading
+import time
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import islice
 
 from mpsd.errors import AmbiguousError, DeniedError, NotFoundError
 from mpsd.linux import procfs
@@ -34,6 +37,8 @@ __all__ = [
 ]
 
 NULL_PAGE_END = 64 << 10
+LOOKED_AT_ONCE = 64
+ENVIRONMENT_DEADLINE_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,16 +168,29 @@ def environment_value(pid: int, name: str) -> str | None:
 
 
 def with_environment(name: str, value: str) -> list[ProcessInstance]:
-    """Every process that was started with this variable, as far as it may be read."""
-    found = []
-    for pid in procfs.pids():
+    """Every process that was started with this variable, as far as it may be read.
+
+    One that makes the look at it hang is left out: the others are looked at beside it, in threads.
+    """
+    found: list[ProcessInstance] = []
+
+    def look(pid: int) -> None:
         try:
             start = procfs.start_ticks(pid)
             if procfs.environment(pid).get(name) == value:
                 found.append(ProcessInstance(pid, start))
         except OSError:
-            continue
-    return found
+            pass
+
+    pids = iter(procfs.pids())
+    while some := tuple(islice(pids, LOOKED_AT_ONCE)):
+        threads = [threading.Thread(target=look, args=(pid,), daemon=True) for pid in some]
+        for thread in threads:
+            thread.start()
+        end = time.monotonic() + ENVIRONMENT_DEADLINE_S
+        for thread in threads:
+            thread.join(max(0.0, end - time.monotonic()))
+    return found.copy()
 
 
 def host_memory(pid: int) -> int | None:

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 
@@ -270,3 +271,24 @@ def test_a_borrowed_user_shows(
     assert users.all_are(7) is not borrowed
     with pytest.raises(NotFoundError):
         procs.users(ProcessInstance(os.getpid(), 1))
+
+
+def test_a_process_whose_environment_cannot_be_read_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(procs, "ENVIRONMENT_DEADLINE_S", 0.1)
+    free = threading.Event()
+    real = procfs.environment
+
+    def hangs(pid: int) -> dict[str, str]:
+        assert pid != os.getpid() or free.wait(10)
+        return real(pid)
+
+    with subprocess.Popen(["/bin/cat"], stdin=subprocess.PIPE, env={"MPSD_TEST_MARK": "here"}) as child:
+        while "MPSD_TEST_MARK" not in real(child.pid):
+            time.sleep(0.001)
+        monkeypatch.setattr(procfs, "environment", hangs)
+        found = procs.with_environment("MPSD_TEST_MARK", "here")
+        assert [p.pid for p in found] == [child.pid]
+        free.set()
+        monkeypatch.setattr(procfs, "environment", real)
+        monkeypatch.setattr(procfs, "ENVIRONMENT_LIMIT", 4)
+        assert procfs.environment(child.pid) == {"MPSD": ""}
