@@ -43,6 +43,7 @@ FIRST_TRIES_S = 2.0
 FAST_STEP_S = 0.002
 SLOW_STEP_S = 0.05
 STORE_PATIENCE_S = 0.05
+STORE_RETRY_S = 1.0
 SETTLE_S = 5.0
 FACTS_DEADLINE_S = 0.25
 # A look at a client takes milliseconds; one that hangs (files on a dead file server) is given up.
@@ -84,6 +85,17 @@ class Reached:
             lease.close()
         if self.work is not None:
             self.work.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Unstored:
+    """A lease that could not be handed to the store. `files`: which file each of its descriptors was."""
+
+    client: ClientId
+    lease: Lease
+    fds: Mapping[str, int]
+    files: Mapping[str, tuple[int, int] | None]
+    uid: int
 
 
 class Attacher:
@@ -245,8 +257,11 @@ class Attacher:
         clients = [ClientId(domain, process, space + n) for n in range(len(reached.leases))]
         self._leases.update(zip(clients, reached.leases, strict=True))
         late: tuple[int, ...] = ()
-        if not reached.kept:
-            late = await self._store_all(clients, work)
+        if reached.kept:
+            for lease in reached.leases:
+                self._store.belongs(lease.name, pin.uid)
+        else:
+            late = await self._store_all(clients, work, pin.uid)
         if self._pins.get(process) is not pin:
             for client in clients:
                 self.release(client)
@@ -316,7 +331,9 @@ class Attacher:
         problems = [problem for _, problem in tracked if problem]
         return Reached(leases, None, problems, kept=True) if leases else None
 
-    async def _store_all(self, clients: Sequence[ClientId], work: Mapping[str, int]) -> tuple[int, ...]:
+    async def _store_all(
+        self, clients: Sequence[ClientId], work: Mapping[str, int], uid: int
+    ) -> tuple[int, ...]:
         """Put new leases into the store; the numbers of those that it has not taken in time."""
         waiting: dict[ClientId, asyncio.Future[None]] = {}
         for client in clients:
@@ -324,15 +341,32 @@ class Attacher:
             own = {**lease.space.fds, GUARD_ROLE: lease.notes.fd, **(work if client is clients[0] else {})}
             lease.name = lease_name(client, own)
             try:
-                waiting[client] = self._store.put(lease.name, tuple(own.values()))
+                waiting[client] = self._store.put(lease.name, tuple(own.values()), uid)
             except StoreError as error:
                 log.warning("lease is held by this process only", client=str(client), reason=str(error))
+                unstored = _Unstored(client, lease, own, {r: _file_of(fd) for r, fd in own.items()}, uid)
+                self._loop.call_later(STORE_RETRY_S, self._store_again, unstored)
         if waiting:
             await asyncio.wait(waiting.values(), timeout=STORE_PATIENCE_S)
         late = {c: f for c, f in waiting.items() if not f.done()}
         for client, future in late.items():
             future.add_done_callback(partial(self._stored, client))
         return tuple(c.space for c in clients if c in late or c not in waiting)
+
+    def _store_again(self, unstored: _Unstored) -> None:
+        """There was no descriptor left for the duplicates; there may be now."""
+        client, lease = unstored.client, unstored.lease
+        if self._leases.get(client) is not lease:
+            return
+        # The lease's own are open. The view of its work may have been closed since.
+        own = {r: fd for r, fd in unstored.fds.items() if _file_of(fd) == unstored.files[r] is not None}
+        lease.name = lease_name(client, own)
+        try:
+            future = self._store.put(lease.name, tuple(own.values()), unstored.uid)
+        except StoreError:
+            self._loop.call_later(STORE_RETRY_S, self._store_again, unstored)
+        else:
+            future.add_done_callback(partial(self._stored, client))
 
     def _stored(self, client: ClientId, done: asyncio.Future[None]) -> None:
         if not done.cancelled():
@@ -523,6 +557,14 @@ def _track(lease: Lease) -> tuple[Lease, str]:
     except (GpuError, OSError) as error:
         return lease, f"faults are not seen: {error}"
     return lease, ""
+
+
+def _file_of(fd: int) -> tuple[int, int] | None:
+    try:
+        found = os.fstat(fd)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def _identity(process: ProcessInstance) -> procs.ExecIdentity | None:

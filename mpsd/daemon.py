@@ -164,7 +164,9 @@ class Daemon:
         self.bulletin = Bulletin(journal)
         store = self.config.store
         self._store = LeaseStore(
-            open_store(store.kind.value, self.layout.run_dir, store.max_descriptors, self._environ, notifier)
+            open_store(store.kind.value, self.layout.run_dir, store.max_descriptors, self._environ, notifier),
+            # No user's leases keep all others' out.
+            share=store.max_descriptors // 2,
         )
         self._statefile = StateFile(self.layout.state_file, KIND, LEVEL)
         interval_s = self.config.lease.probe_interval_ms / 1e3

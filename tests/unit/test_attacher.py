@@ -564,3 +564,38 @@ def test_a_program_that_cannot_be_looked_at_hides_no_other_clients_exec(
         await child.wait()
 
     at_a_desk(play)
+
+
+def test_a_lease_for_which_no_descriptor_was_left_is_stored_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mpsd.attacher.STORE_RETRY_S", 0.001)
+    tried: list[str] = []
+    real = LeaseStore.put
+
+    def full(
+        front: LeaseStore, name: str, fds: Sequence[int], owner: int | None = None
+    ) -> asyncio.Future[None]:
+        tried.append(name)
+        if len(tried) < 3:
+            raise StoreError("Too many open files")
+        assert owner == os.getuid()
+        return real(front, name, fds, owner)
+
+    monkeypatch.setattr(LeaseStore, "put", full)
+
+    async def play(desk: Desk) -> None:
+        await desk.joined()
+        assert desk.attached()[0].unstored == (0,)
+        await desk.told(ev.LeaseStored)
+        assert desk.store.names == {lease_name(desk.client, ROLES)}
+        # One that was given up in the meantime is not stored any more.
+        tried.clear()
+        desk.uvm.spaces[0].closing.set()
+        desk.attacher.release(desk.client)
+        desk.attacher.attach("d1", desk.process, 1)
+        await desk.told(ev.ClientAttached, 2)
+        desk.uvm.spaces[1].closing.set()
+        desk.attacher.release(ClientId("d1", desk.process, 1))
+        await desk.attacher.settled()
+        assert len(tried) <= 2
+
+    at_a_desk(play)
