@@ -9,6 +9,7 @@ from faultinject import report
 from mpsd import procs
 from mpsd.errors import BusyError, DeniedError, MpsdError, UsageError
 from mpsd.gpu.base import DeviceManager
+from mpsd.text import printable
 
 SPARED = "--backend simulated needs no GPU and harms nobody"
 Ask = Callable[[str], str]
@@ -22,7 +23,7 @@ def users_of(devices: DeviceManager) -> list[list[str]]:
             uid, command = "?", "? (not visible from here)"
             try:
                 facts = procs.facts(process.pid)
-                uid, command = str(facts.uid), facts.command
+                uid, command = str(facts.uid), printable(facts.command)
             except MpsdError:
                 pass
             known = process.memory_bytes is not None

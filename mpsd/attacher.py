@@ -16,7 +16,6 @@ import os
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -24,39 +23,49 @@ import structlog
 
 from mpsd import procs
 from mpsd.core import events as ev
-from mpsd.errors import GpuError, MpsdError, NotReadyError, StoreError
+from mpsd.errors import DeadlineError, GpuError, MpsdError, NotReadyError, StoreError
 from mpsd.gpu.base import AddressSpace, Tracker, Uvm, WorkView
 from mpsd.guardnotes import GuardNotes
 from mpsd.lease import GUARD_ROLE, Kept, Lease, adopt, lease_name
 from mpsd.leasestore import LeaseStore
+from mpsd.looks import Looks
 from mpsd.model import ClientId, ProcessFacts, ProcessInstance
 from mpsd.tasks import Tasks
+from mpsd.turns import Turns
 from mpsd.workwatch import WorkWatch
 
 log = structlog.get_logger("mpsd.attacher")
 
 Post = Callable[[ev.Event], None]
+Knows = Callable[[str, ProcessInstance, bool], bool]
 ATTACH_DEADLINE_S = 60.0
 FIRST_TRIES_S = 2.0
 FAST_STEP_S = 0.002
 SLOW_STEP_S = 0.05
 STORE_PATIENCE_S = 0.05
+STORE_RETRY_S = 1.0
 SETTLE_S = 5.0
 FACTS_DEADLINE_S = 0.25
-# A client that makes a look at it hang (its files lie on a dead file server) holds up one of these.
-LOOKERS = 8
+# A look at a client takes milliseconds; one that hangs (files on a dead file server) is given up.
+LOOK_DEADLINE_S = 10.0
 EVENTS_PER_DRAIN = 64
 
 
 @dataclass(slots=True, eq=False)
 class Pin:
     """`gone` is set when the process has ended or is of no interest any more; `introduced` when core
-    has heard of it, and so will say when to forget it.
+    has heard of it, and so will say when to forget it. `uid`: who is charged for looks at it.
+
+    `introducing`: for which domains that is under way, and whether as one that the server listed.
     """
 
     process: procs.Pinned
+    uid: int
     identity: procs.ExecIdentity | None = None
+    comparing: bool = False
+    compare_again: bool = False
     introduced: bool = False
+    introducing: set[tuple[str, bool]] = field(default_factory=set)
     attaching: set[asyncio.Task[None]] = field(default_factory=set)
     gone: asyncio.Event = field(default_factory=asyncio.Event)
     dropped: dict[ClientId, int] = field(default_factory=dict)
@@ -78,10 +87,24 @@ class Reached:
             self.work.close()
 
 
+@dataclass(frozen=True, slots=True)
+class _Unstored:
+    """A lease that could not be handed to the store. `files`: which file each of its descriptors was."""
+
+    client: ClientId
+    lease: Lease
+    fds: Mapping[str, int]
+    files: Mapping[str, tuple[int, int] | None]
+    uid: int
+
+
 class Attacher:
     """All pins and leases of one daemon. Lives on the event loop; posts events, decides nothing."""
 
-    def __init__(self, uvm: Uvm, work: WorkWatch, store: LeaseStore, post: Post) -> None:
+    def __init__(
+        self, uvm: Uvm, work: WorkWatch, store: LeaseStore, post: Post, knows: Knows | None = None
+    ) -> None:
+        """`knows`: whether core has this process as a client of that domain already, as listed or not."""
         self._uvm = uvm
         self._work = work
         self._store = store
@@ -91,10 +114,15 @@ class Attacher:
         self._kept: dict[ClientId, Kept] = {}
         self._tasks = Tasks(post)
         self._noticing: set[asyncio.Task[None]] = set()
-        self._checking: asyncio.Task[None] | None = None
+        self._knows: Knows = knows or (lambda domain, process, listed: False)
+        self._named = Turns[tuple[int, bool]](
+            lambda domain, named: self._notice(domain, *named),
+            lambda domain, named: self._missed(domain, named[0], "the log names too many"),
+        )
+        self._left: set[int] = set()
         self._ending: set[ClientId] = set()
         self._loop = asyncio.get_running_loop()
-        self._lookers = ThreadPoolExecutor(LOOKERS, "attach")
+        self._looks = Looks("attach")
 
     @property
     def leases(self) -> Mapping[ClientId, Lease]:
@@ -107,8 +135,12 @@ class Attacher:
     def notice(self, domain: str, pid: int, *, listed: bool = False) -> None:
         """Pin a process that a domain's log or client list names; core hears of it once it is described.
 
-        `listed`: the server named it when it was asked.
+        `listed`: the server named it when it was asked. A log can name any number of them at a time:
+        of one domain some are pinned in this turn of the loop and the others in the next.
         """
+        self._named.ask(domain, (pid, listed))
+
+    def _notice(self, domain: str, pid: int, listed: bool) -> None:
         try:
             process = procs.Pinned.open(pid)
         except MpsdError as error:
@@ -116,11 +148,21 @@ class Attacher:
             return
         # Not by pid: the pin of a dead client whose lease is held may have had the same number.
         pin = self._pins.get(process.instance)
-        if pin is None:
-            pin = self._pins[process.instance] = Pin(process)
-            self._loop.add_reader(process.fileno(), self._died, process.instance)
-        else:
+        if pin is not None:
             process.close()
+        else:
+            try:
+                uid = procs.users(process.instance).real
+            except MpsdError as error:
+                process.close()
+                self._missed(domain, pid, str(error))
+                return
+            pin = self._pins[process.instance] = Pin(process, uid)
+            self._loop.add_reader(process.fileno(), self._died, process.instance)
+        under_way = {(domain, True), (domain, listed)} & pin.introducing
+        if under_way or self._knows(domain, process.instance, listed):
+            return
+        pin.introducing.add((domain, listed))
         task = self._tasks.spawn(self._introduce(domain, pin, listed=listed))
         self._noticing.add(task)
         task.add_done_callback(self._noticing.discard)
@@ -132,35 +174,40 @@ class Attacher:
     async def _introduce(self, domain: str, pin: Pin, *, listed: bool) -> None:
         process = pin.process.instance
         try:
-            facts = await self._described(process)
+            facts = await self._described(pin)
             problem = "it has gone" if pin.gone.is_set() or facts.instance != process else ""
         except MpsdError as error:
             problem = str(error)
+        finally:
+            pin.introducing.discard((domain, listed))
         if self._pins.get(process) is not pin:
             return
         if problem:
             self._missed(domain, process.pid, problem)
-            if not pin.introduced:
+            if not pin.introduced and not pin.introducing:
                 # Core, which never heard of it, will not ask for that.
                 self.forget(process)
             return
         pin.introduced = True
         self._post(ev.ClientNoticed(domain, facts, listed))
         if pin.identity is None:
-            pin.identity = await self._loop.run_in_executor(self._lookers, _identity, process)
+            self._compare(process, pin)
 
-    async def _described(self, process: ProcessInstance) -> ProcessFacts:
+    async def _described(self, pin: Pin) -> ProcessFacts:
         """In a thread: to read its command line waits for a process that changes its mappings."""
+        pid = pin.process.pid
         try:
-            async with asyncio.timeout(FACTS_DEADLINE_S):
-                return await self._loop.run_in_executor(self._lookers, procs.facts, process.pid)
-        except TimeoutError:
-            return procs.facts(process.pid, "[not readable in time]")
+            return await self._looks.run(pin.uid, partial(procs.facts, pid), FACTS_DEADLINE_S)
+        except DeadlineError:
+            return procs.facts(pid, "[not readable in time]")
 
     async def noticed(self) -> None:
         """Until core has heard of everybody who was noticed, for SETTLE_S at most."""
-        if self._noticing:
-            await asyncio.wait(set(self._noticing), timeout=SETTLE_S)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(SETTLE_S):
+                await self._named.caught_up()
+                while self._noticing:
+                    await asyncio.wait(set(self._noticing))
 
     def _died(self, process: ProcessInstance) -> None:
         pin = self._pins[process]
@@ -210,8 +257,11 @@ class Attacher:
         clients = [ClientId(domain, process, space + n) for n in range(len(reached.leases))]
         self._leases.update(zip(clients, reached.leases, strict=True))
         late: tuple[int, ...] = ()
-        if not reached.kept:
-            late = await self._store_all(clients, work)
+        if reached.kept:
+            for lease in reached.leases:
+                self._store.belongs(lease.name, pin.uid)
+        else:
+            late = await self._store_all(clients, work, pin.uid)
         if self._pins.get(process) is not pin:
             for client in clients:
                 self.release(client)
@@ -227,7 +277,7 @@ class Attacher:
     async def _until_reached(self, pin: Pin) -> Reached | None:
         """What there is to be leased, once there is; None when the process has gone without.
 
-        Raises MpsdError, OSError when there is nothing more to try.
+        Raises MpsdError, OSError when there is nothing more to try, or a look at it hangs.
         """
         process = pin.process.instance
         began = time.monotonic()
@@ -236,7 +286,13 @@ class Attacher:
             if not any(c.process == process for c in self._ending):
                 try:
                     pidfd = os.dup(pin.process.fileno())
-                    return await self._loop.run_in_executor(self._lookers, self._reach, process, pidfd)
+                    return await self._looks.run(
+                        pin.uid,
+                        partial(self._reach, process, pidfd),
+                        LOOK_DEADLINE_S,
+                        late=Reached.close,
+                        unbegun=partial(os.close, pidfd),
+                    )
                 except NotReadyError:
                     pass
                 except (MpsdError, OSError):
@@ -271,11 +327,13 @@ class Attacher:
     async def _taken_over(self, kept: Mapping[ClientId, Kept]) -> Reached | None:
         """The leases that an earlier daemon left of a living client; None when it left none."""
         leases = [lease for lease in map(self._adopted, kept, kept.values()) if lease is not None]
-        tracked = [await self._loop.run_in_executor(self._lookers, _track, lease) for lease in leases]
+        tracked = [await self._loop.run_in_executor(None, _track, lease) for lease in leases]
         problems = [problem for _, problem in tracked if problem]
         return Reached(leases, None, problems, kept=True) if leases else None
 
-    async def _store_all(self, clients: Sequence[ClientId], work: Mapping[str, int]) -> tuple[int, ...]:
+    async def _store_all(
+        self, clients: Sequence[ClientId], work: Mapping[str, int], uid: int
+    ) -> tuple[int, ...]:
         """Put new leases into the store; the numbers of those that it has not taken in time."""
         waiting: dict[ClientId, asyncio.Future[None]] = {}
         for client in clients:
@@ -283,15 +341,32 @@ class Attacher:
             own = {**lease.space.fds, GUARD_ROLE: lease.notes.fd, **(work if client is clients[0] else {})}
             lease.name = lease_name(client, own)
             try:
-                waiting[client] = self._store.put(lease.name, tuple(own.values()))
+                waiting[client] = self._store.put(lease.name, tuple(own.values()), uid)
             except StoreError as error:
                 log.warning("lease is held by this process only", client=str(client), reason=str(error))
+                unstored = _Unstored(client, lease, own, {r: _file_of(fd) for r, fd in own.items()}, uid)
+                self._loop.call_later(STORE_RETRY_S, self._store_again, unstored)
         if waiting:
             await asyncio.wait(waiting.values(), timeout=STORE_PATIENCE_S)
         late = {c: f for c, f in waiting.items() if not f.done()}
         for client, future in late.items():
             future.add_done_callback(partial(self._stored, client))
         return tuple(c.space for c in clients if c in late or c not in waiting)
+
+    def _store_again(self, unstored: _Unstored) -> None:
+        """There was no descriptor left for the duplicates; there may be now."""
+        client, lease = unstored.client, unstored.lease
+        if self._leases.get(client) is not lease:
+            return
+        # The lease's own are open. The view of its work may have been closed since.
+        own = {r: fd for r, fd in unstored.fds.items() if _file_of(fd) == unstored.files[r] is not None}
+        lease.name = lease_name(client, own)
+        try:
+            future = self._store.put(lease.name, tuple(own.values()), unstored.uid)
+        except StoreError:
+            self._loop.call_later(STORE_RETRY_S, self._store_again, unstored)
+        else:
+            future.add_done_callback(partial(self._stored, client))
 
     def _stored(self, client: ClientId, done: asyncio.Future[None]) -> None:
         if not done.cancelled():
@@ -384,33 +459,71 @@ class Attacher:
                 self._loop.remove_reader(pin.process.fileno())
         pin.process.close()
 
-    def kill(self, process: ProcessInstance) -> None:
-        """SIGKILL by pidfd."""
+    def kill(self, process: ProcessInstance, owner: int | None = None) -> None:
+        """SIGKILL by pidfd. `owner`: only if it is this user's own now; core hears when it is not."""
         pin = self._pins.get(process)
-        if pin is not None:
-            pin.process.signal(signal.SIGKILL)
+        if pin is None:
+            return
+        if owner is not None:
+            try:
+                users = procs.users(process)
+            except MpsdError:
+                # It has ended, which its pidfd tells.
+                return
+            if not users.all_are(owner):
+                now = f"real {users.real}, effective {users.effective}, saved {users.saved}"
+                reason = f"not uid {owner}'s own ({now})"
+                log.warning("SIGKILL withheld", pid=process.pid, reason=reason)
+                self._post(ev.KillRefused(process, reason))
+                return
+        pin.process.signal(signal.SIGKILL)
 
     def check_identities(self, pid: int | None = None) -> None:
         """Notice clients that replaced their program: exec ends a client, its pidfd stays silent.
 
         `pid`: look at that one only.
         """
-        chosen = {p: pin for p, pin in self._pins.items() if pid in (None, p.pid) and pin.identity}
-        if pid is not None:
-            self._tasks.spawn(self._check(chosen))
-        elif self._checking is None or self._checking.done():
-            self._checking = self._tasks.spawn(self._check(chosen))
+        if pid is None:
+            for process, pin in self._pins.items():
+                if not pin.comparing and pin.introduced:
+                    self._compare(process, pin)
+            return
+        # A log can say of any number that they left: one look at each, in the next turn of the loop.
+        if not self._left:
+            self._loop.call_soon(self._check_left)
+        self._left.add(pid)
 
-    async def _check(self, pins: Mapping[ProcessInstance, Pin]) -> None:
-        """In threads: the program file of a process may lie on a dead file server."""
-        for process, pin in pins.items():
-            now = await self._loop.run_in_executor(self._lookers, _identity, process)
-            if now is not None and now != pin.identity and self._pins.get(process) is pin:
-                pin.identity = now
+    def _check_left(self) -> None:
+        left, self._left = self._left, set()
+        for process, pin in self._pins.items():
+            if process.pid in left and pin.introduced:
+                self._compare(process, pin)
+
+    def _compare(self, process: ProcessInstance, pin: Pin) -> None:
+        """Take its identity, or compare it; one look at a time, and one more if it is asked for meanwhile."""
+        pin.compare_again = pin.comparing
+        if not pin.comparing:
+            pin.comparing = True
+            self._tasks.spawn(self._compared(process, pin))
+
+    async def _compared(self, process: ProcessInstance, pin: Pin) -> None:
+        """In a thread: the program file of a process may lie on a dead file server."""
+        try:
+            now = await self._looks.run(pin.uid, partial(_identity, process))
+        finally:
+            pin.comparing = False
+        if self._pins.get(process) is not pin:
+            return
+        if now is not None and now != pin.identity:
+            before, pin.identity = pin.identity, now
+            if before is not None:
                 self._post(ev.ClientLeft(process, "exec"))
+        if pin.compare_again:
+            self._compare(process, pin)
 
     async def settled(self) -> None:
         """Until nobody is being attached and all that was given up is closed; SETTLE_S at most."""
+        self._named.close()
         for pin in self._pins.values():
             pin.gone.set()
         await self._tasks.ended(SETTLE_S)
@@ -424,7 +537,7 @@ class Attacher:
                 self._loop.remove_reader(lease.tracker.fileno())
             lease.close()
         self._leases.clear()
-        self._lookers.shutdown(wait=False, cancel_futures=True)
+        self._looks.close()
 
 
 def _leased(spaces: Sequence[AddressSpace]) -> list[Lease]:
@@ -444,6 +557,14 @@ def _track(lease: Lease) -> tuple[Lease, str]:
     except (GpuError, OSError) as error:
         return lease, f"faults are not seen: {error}"
     return lease, ""
+
+
+def _file_of(fd: int) -> tuple[int, int] | None:
+    try:
+        found = os.fstat(fd)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def _identity(process: ProcessInstance) -> procs.ExecIdentity | None:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import os
 import sys
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import structlog
@@ -17,6 +21,15 @@ from mpsd.errors import MpsdError
 from mpsd.gpu.base import Backend
 from mpsd.layout import Layout
 from mpsd.linux import descriptors
+
+EXIT_PATIENCE_S = 1.0
+
+
+class _Unjoined(ThreadPoolExecutor):
+    """Threads for asyncio.to_thread, which asyncio.run would wait for, without end, when it ends."""
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        super().shutdown(wait=False, cancel_futures=True)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -77,6 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
         try:
 
             async def serve() -> None:
+                asyncio.get_running_loop().set_default_executor(_Unjoined(thread_name_prefix="mpsd"))
                 await Daemon(config, backend, environ).run(stop_domains=arguments.stop_domains)
 
             asyncio.run(serve())
@@ -87,14 +101,32 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _leave(status: int, before: Collection[threading.Thread]) -> int:
+    """End here if threads hang that the interpreter would wait for. Everything is saved and closed by now."""
+    end = time.monotonic() + EXIT_PATIENCE_S
+    left = [t for t in threading.enumerate() if not t.daemon and t not in before]
+    for thread in left:
+        thread.join(max(0.0, end - time.monotonic()))
+    hung = [t.name for t in left if t.is_alive()]
+    if not hung:
+        return status
+    structlog.get_logger("mpsd").warning("ended although threads hang", threads=hung)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(status)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
+    before = threading.enumerate()
     try:
         if arguments.command == "config":
             return config_cli.main_of(arguments, os.environ)
-        return run(arguments)
+        status = run(arguments)
     except MpsdError as error:
         print(f"mpsd: {error}", file=sys.stderr)
-        return error.exit_code
+        status = error.exit_code
     except KeyboardInterrupt:
-        return 130
+        status = 130
+    return _leave(status, before)

@@ -33,6 +33,7 @@ from mpsd.errors import (
 )
 from mpsd.fdstore import open_store
 from mpsd.gpu.base import Backend, KernelLog, XidSource
+from mpsd.gpuviews import GpuViews
 from mpsd.guard import Guards
 from mpsd.host import Callbacks, Hosts
 from mpsd.journal import Journal
@@ -49,7 +50,8 @@ from mpsd.rounds import Rounds
 from mpsd.runtime import Runtime, doomed_at
 from mpsd.settings import ControlSettings
 from mpsd.statefile import StateFile
-from mpsd.statusview import GpuView, look_at_gpus
+from mpsd.statusview import GpuView, own_pids
+from mpsd.usernames import foresee
 
 log = structlog.get_logger("mpsd.daemon")
 
@@ -57,7 +59,6 @@ PING_S = 1.0
 STOP_PATIENCE_S = 30.0
 FAILED_FOR_GOOD = 2
 STORE_DEADLINE_S = 5.0
-NVML_PATIENCE_S = 0.03
 # What `auto` means. The measurements behind it: faultinject/reports/README.md.
 SAFE_GUARDS = frozenset({GuardClass.LOW})
 
@@ -114,8 +115,6 @@ class Daemon:
         self._hosts_left = False
         self._unknown_domains: Sequence[str] = ()
         self._start_problems: dict[str, str] = {}
-        self._looking: asyncio.Task[list[GpuView]] | None = None
-        self._views: Sequence[GpuView] = ()
 
     def now(self) -> float:
         return time.monotonic()
@@ -155,6 +154,7 @@ class Daemon:
 
     def _assemble(self, notifier: Notifier) -> None:
         loop = asyncio.get_running_loop()
+        foresee(0)
         self.gpus = tuple(self.backend.devices.gpus())
         if not self.gpus:
             raise UnsupportedError("there is no GPU on this machine", remedy="run mpsd-ctl doctor")
@@ -164,12 +164,14 @@ class Daemon:
         self.bulletin = Bulletin(journal)
         store = self.config.store
         self._store = LeaseStore(
-            open_store(store.kind.value, self.layout.run_dir, store.max_descriptors, self._environ, notifier)
+            open_store(store.kind.value, self.layout.run_dir, store.max_descriptors, self._environ, notifier),
+            # No user's leases keep all others' out.
+            share=store.max_descriptors // 2,
         )
         self._statefile = StateFile(self.layout.state_file, KIND, LEVEL)
         interval_s = self.config.lease.probe_interval_ms / 1e3
         self._work = workwatch.WorkWatch(self.backend.work, interval_s, self._post)
-        self._attacher = Attacher(self.backend.uvm, self._work, self._store, self._post)
+        self._attacher = Attacher(self.backend.uvm, self._work, self._store, self._post, self._known)
         self._orphans = Orphans(self.backend.uvm, self.backend.work, interval_s, self._store)
         guard = self.config.guard
         self._guards = Guards(
@@ -218,12 +220,23 @@ class Daemon:
             Path(domains.default_path) if domains.serve_default_path else None,
             self.config.log.max_bytes,
         )
+        self._views = GpuViews(self.backend.devices, self.gpus, lambda: own_pids(self.runtime.state))
         self._loop = loop
 
     def _post(self, event: ev.Event) -> None:
         if isinstance(event, ev.DomainStarted | ev.DomainStartFailed):
             self._note_start(event)
+        elif isinstance(event, ev.ClientNoticed | ev.LeaseRestored):
+            # A fault record that names it may follow at once.
+            foresee(event.facts.uid)
+        elif isinstance(event, ev.SlotWanted) and event.uid is not None:
+            foresee(event.uid)
         self.runtime.post(event)
+
+    def _known(self, domain: str, process: ProcessInstance, listed: bool) -> bool:
+        """Whether to notice it once more would tell core nothing."""
+        here = (c for c in self.runtime.state.spaces_of(process) if c.id.domain == domain and c.living)
+        return any(c.listed or not listed for c in here)
 
     def _note_start(self, event: ev.DomainStarted | ev.DomainStartFailed) -> None:
         """Keep why a slot's last domain did not start: core forgets a domain that never came up."""
@@ -272,6 +285,7 @@ class Daemon:
 
     async def _close(self) -> None:
         self._rounds.close()
+        self._views.close()
         await self._work.close()
         await self._performer.close()
         self._hosts_left = bool(self.runtime.state.domains)
@@ -370,17 +384,8 @@ class Daemon:
             return False
 
     async def gpu_views(self) -> Sequence[GpuView]:
-        """What NVML says of the GPUs; the last answer while it is held up, as it is during a fault."""
-        if self._looking is None:
-            look = asyncio.to_thread(look_at_gpus, self.backend.devices, self.gpus)
-            self._looking = self._loop.create_task(look)
-        looking = self._looking
-        done, _ = await asyncio.wait({looking}, timeout=NVML_PATIENCE_S if self._views else None)
-        if done:
-            if self._looking is looking:
-                self._looking = None
-            self._views = looking.result()
-        return self._views
+        """What NVML says of the GPUs."""
+        return await self._views.now()
 
     def gpu_named(self, name: str) -> Gpu:
         return find_gpu(self.gpus, name)
@@ -452,7 +457,7 @@ class Daemon:
                     lease = self._attacher.leases.get(client.id)
                     if lease is not None:
                         gpus = after.domains[client.id.domain].gpus
-                        self._guards.add(client.id, lease.space, gpus, lease.notes)
+                        self._guards.add(client.id, lease.space, gpus, lease.notes, client.facts.uid)
         same = before.slots is after.slots and before.domains is after.domains
         if not (same and before.clients is after.clients and before.drained is after.drained):
             # Before the tasks that effects start: a process is never started that the file does not know.

@@ -12,6 +12,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import structlog
 
@@ -21,6 +22,7 @@ from mpsd.gpu.base import AddressSpace
 from mpsd.guardnotes import GuardNotes
 from mpsd.guardplan import LOW_END, Range, plan
 from mpsd.linux import procfs
+from mpsd.looks import Looks
 from mpsd.model import ClientId, GuardClass, ProcessInstance
 
 log = structlog.get_logger("mpsd.guard")
@@ -37,6 +39,7 @@ class Guarded:
     gpus: tuple[str, ...]
     kinds: frozenset[GuardClass]
     notes: GuardNotes
+    uid: int
     inherited: frozenset[Range] = frozenset()
     laid: set[Range] = field(default_factory=set)
     refused: set[Range] = field(default_factory=set)
@@ -45,7 +48,7 @@ class Guarded:
 
 
 class Guards:
-    """The guards of all clients. Work on one client is serial; ioctls run in a thread."""
+    """The guards of all clients. Work on one client is serial, done in threads, and holds nobody else up."""
 
     def __init__(
         self,
@@ -61,21 +64,25 @@ class Guards:
         self._guarded: dict[ClientId, Guarded] = {}
         self._locks: dict[ClientId, asyncio.Lock] = {}
         self._wake = asyncio.Event()
+        self._looks = Looks("guard")
+        self._refreshing: dict[ClientId, asyncio.Task[None]] = {}
 
     @property
     def kinds(self) -> frozenset[GuardClass]:
         return self._kinds
 
-    def add(self, client: ClientId, space: AddressSpace, gpus: Sequence[str], notes: GuardNotes) -> None:
+    def add(
+        self, client: ClientId, space: AddressSpace, gpus: Sequence[str], notes: GuardNotes, uid: int
+    ) -> None:
         """Guard a client from the next round on, which is at once.
 
         Not in a domain of several GPUs: a range belongs to one GPU, and laying it for the next one is
-        not measured. `notes`: for the next daemon, and from the last.
+        not measured. `notes`: for the next daemon, and from the last. `uid`: whose client it is.
         """
         kinds = self._kinds if self._limit > 0 and len(gpus) == 1 else frozenset[GuardClass]()
         inherited = notes.ranges()
         if kinds or inherited:
-            self._guarded[client] = Guarded(space, tuple(gpus), kinds, notes, inherited)
+            self._guarded[client] = Guarded(space, tuple(gpus), kinds, notes, uid, inherited)
             self._locks[client] = asyncio.Lock()
             self._wake.set()
 
@@ -107,17 +114,23 @@ class Guards:
         """Until cancelled: keep every client's ranges on its mappings."""
         while True:
             for client in tuple(self._guarded):
-                try:
-                    await self._refresh(client)
-                except Exception as error:
-                    # The others' ranges must go on following their mappings.
-                    log.error("guard of a client failed", client=str(client), error=repr(error))
+                # A client whose mappings cannot be read just now must not hold up the others.
+                if client not in self._refreshing:
+                    self._refreshing[client] = asyncio.create_task(self._refresh_or_tell(client))
             try:
                 async with asyncio.timeout(self._interval_s if self._guarded else None):
                     await self._wake.wait()
             except TimeoutError:
                 pass
             self._wake.clear()
+
+    async def _refresh_or_tell(self, client: ClientId) -> None:
+        try:
+            await self._refresh(client)
+        except Exception as error:
+            log.error("guard of a client failed", client=str(client), error=repr(error))
+        finally:
+            del self._refreshing[client]
 
     async def _refresh(self, client: ClientId) -> None:
         lock = self._locks.get(client)
@@ -126,7 +139,8 @@ class Guards:
             return
         async with lock:
             if client in self._guarded:
-                refused = await asyncio.to_thread(self._lay, client, guarded)
+                # Without a deadline: until its thread is done, the descriptors must stay open.
+                refused = await self._looks.run(guarded.uid, partial(self._lay, client, guarded))
                 if refused:
                     self._post(ev.Counted({"guard_refused": refused}))
                 if not (guarded.kinds or guarded.inherited):

@@ -2,7 +2,7 @@
 
 A store that does not answer takes seconds to say so. Everything asked of it is done in one thread, in
 order: what failed is tried again, at growing intervals, until it succeeds or is not wanted any more. A
-name that is being removed is free before it is used again.
+name that is being removed is free before it is used again. No user's leases take more than a share of it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import contextlib
 import fcntl
 import os
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -40,7 +41,10 @@ class _Kind(IntEnum):
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """`fds` are duplicates of its own; `due` is monotonic seconds; `problem` is why it failed last."""
+    """`fds` are duplicates of its own; `due` is monotonic seconds; `problem` is why it failed last.
+
+    `owner`: the user whose share it takes, None for nobody's. `over`: it waits until that has room.
+    """
 
     kind: _Kind
     name: str = ""
@@ -50,13 +54,22 @@ class _Job:
     pause_s: float = field(default_factory=lambda: FIRST_PAUSE_S)
     problem: str = ""
     dropped: bool = False
+    owner: int | None = None
+    over: bool = False
 
 
 class LeaseStore:
     """Owns a DescriptorStore. Lives on the event loop; only its own thread touches the store."""
 
-    def __init__(self, store: DescriptorStore) -> None:
+    def __init__(self, store: DescriptorStore, share: int | None = None) -> None:
+        """`share`: so many descriptors of one user at most."""
         self._store = store
+        self._share = share
+        self._taken = Counter[int]()
+        self._charged: dict[str, tuple[int, int]] = {}
+        self._fetched: dict[str, int] = {}
+        self._eye_problem = ""
+        self._watching_again: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
         self._thread = ThreadPoolExecutor(1, "descriptor-store")
         self._jobs: list[_Job] = []
@@ -72,11 +85,18 @@ class LeaseStore:
         """Everything held for an earlier daemon, once, before anything is put. Raises StoreError."""
         found = self._store.fetch_all()
         self._held.update(found)
+        self._fetched = {name: len(fds) for name, fds in found.items()}
         return found
 
-    def put(self, name: str, fds: Sequence[int]) -> asyncio.Future[None]:
+    def belongs(self, name: str, owner: int) -> None:
+        """Say whose share something takes that was held for an earlier daemon."""
+        if name in self._held and name in self._fetched:
+            self._charge(name, owner, self._fetched.pop(name))
+
+    def put(self, name: str, fds: Sequence[int], owner: int | None = None) -> asyncio.Future[None]:
         """Hold duplicates; the future is done when they are held, cancelled when they were dropped first.
 
+        What is more than its owner's share waits until others of his are dropped.
         Raises StoreError when this process has no descriptor left for the duplicates.
         """
         copies: list[int] = []
@@ -86,7 +106,7 @@ class LeaseStore:
             _close(copies)
             raise StoreError(f"{name} is not stored: {error.strerror}") from error
         held: asyncio.Future[None] = self._loop.create_future()
-        self._add(_Job(_Kind.PUT, name, copies, held))
+        self._add(_Job(_Kind.PUT, name, copies, held, owner=owner))
         return held
 
     def drop(self, name: str) -> None:
@@ -116,6 +136,13 @@ class LeaseStore:
             failed = list(self._failed(kind))
             if failed:
                 found.append(f"{len(failed)} {text}: {failed[-1].problem}")
+        if over := sum(j.over for j in self._jobs):
+            found.append(
+                f"{over} lease(s) are more than their user's share of the descriptor store ({self._share} "
+                "descriptors) and end with mpsd"
+            )
+        if self._eye_problem:
+            found.append(f"the end of the descriptor store is not seen: {self._eye_problem}")
         return found
 
     async def close(self, deadline_s: float, *, end: bool) -> None:
@@ -126,6 +153,8 @@ class LeaseStore:
         self._worker.cancel()
         await asyncio.gather(self._worker, return_exceptions=True)
         self._unwatch()
+        if self._watching_again is not None:
+            self._watching_again.cancel()
         self._thread.shutdown(wait=False, cancel_futures=True)
         for job in self._jobs:
             self._cancel(job)
@@ -158,24 +187,46 @@ class LeaseStore:
         while True:
             self._wake.clear()
             removing = {j.name for j in self._jobs if j.kind is _Kind.REMOVE}
-            ready = [j for j in self._jobs if j.kind is not _Kind.PUT or j.name not in removing]
+            for job in self._jobs:
+                job.over = self._is_over(job)
+            puts = _Kind.PUT
+            ready = [j for j in self._jobs if j.kind is not puts or not (j.over or j.name in removing)]
             now = time.monotonic()
             due = [j for j in ready if j.due <= now]
             if due:
                 await self._do(min(due, key=lambda j: j.kind))
                 continue
-            if not self._jobs:
+            if not ready:
+                # What waits for its user's share waits for as long as it takes.
                 self._idle.set()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(min(j.due for j in ready) - now if ready else None):
                     await self._wake.wait()
 
+    def _is_over(self, job: _Job) -> bool:
+        if job.kind is not _Kind.PUT or job.owner is None or self._share is None:
+            return False
+        return self._taken[job.owner] + len(job.fds) > self._share
+
+    def _charge(self, name: str, owner: int, count: int) -> None:
+        self._charged[name] = owner, count
+        self._taken[owner] += count
+
+    def _discharge(self, name: str) -> None:
+        if name in self._charged:
+            owner, count = self._charged.pop(name)
+            self._taken[owner] -= count
+
     async def _do(self, job: _Job) -> None:
         self._jobs.remove(job)
         self._running = job
+        if job.kind is _Kind.PUT and job.owner is not None:
+            self._charge(job.name, job.owner, len(job.fds))
         problem = await self._loop.run_in_executor(self._thread, self._attempt, job)
         self._running = None
         self._watch()
+        if (job.kind is _Kind.PUT and problem) or (job.kind is _Kind.REMOVE and not problem):
+            self._discharge(job.name)
         if problem:
             self._again(job, problem)
         elif job.kind is _Kind.PUT:
@@ -235,8 +286,21 @@ class LeaseStore:
         self._unwatch()
         self._watched = number
         if number >= 0:
-            self._eye = fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, 3)
+            try:
+                self._eye = fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, 3)
+            except OSError as error:
+                # No descriptor is left just now. Leases are stored all the same.
+                self._eye_problem = error.strerror or str(error)
+                self._watched = -1
+                if self._watching_again is None:
+                    self._watching_again = self._loop.call_later(FIRST_PAUSE_S, self._watch_again)
+                return
             self._loop.add_reader(self._eye, self._died)
+        self._eye_problem = ""
+
+    def _watch_again(self) -> None:
+        self._watching_again = None
+        self._watch()
 
     def _unwatch(self) -> None:
         if self._eye >= 0:

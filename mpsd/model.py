@@ -34,7 +34,10 @@ class ClientId:
 
 @dataclass(frozen=True, slots=True)
 class ProcessFacts:
-    """What /proc said about a process when it was pinned. Names are untrusted text."""
+    """What /proc said about a process when it was pinned. Names are untrusted text.
+
+    `uid` is its effective user; `borrowed`: its real or saved user is another one.
+    """
 
     instance: ProcessInstance
     ppid: int
@@ -43,6 +46,7 @@ class ProcessFacts:
     command: str
     exe: str
     cgroup: str = ""
+    borrowed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,8 @@ from mpsd.workwatch import WorkWatch
 log = structlog.get_logger("mpsd.performer")
 
 INSPECT_DEADLINE_S = 1.0
+# A lease is not closed while the thread of its guard hangs.
+CLOSE_S = 2.0
 
 
 @dataclass(slots=True)
@@ -79,7 +81,7 @@ class Performer:
     def _kill(self, effect: fx.Kill) -> None:
         process = effect.client.process
         log.info("SIGKILL", pid=process.pid, domain=effect.client.domain, why=effect.why)
-        self._hands.attacher.kill(process)
+        self._hands.attacher.kill(process, effect.owner)
 
     def _release(self, effect: fx.ReleaseLease) -> None:
         self._tasks.spawn(self._release_when_free(effect))
@@ -121,4 +123,4 @@ class Performer:
         for timer in self._timers.values():
             timer.cancel()
         self._timers.clear()
-        await self._tasks.ended()
+        await self._tasks.ended(CLOSE_S)

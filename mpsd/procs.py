@@ -7,8 +7,12 @@ print them through `mpsd.text.printable`.
 from __future__ import annotations
 
 import os
+import threading
+import time
 from bisect import bisect_right
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import islice
 
 from mpsd.errors import AmbiguousError, DeniedError, NotFoundError
 from mpsd.linux import procfs
@@ -20,17 +24,54 @@ __all__ = [
     "ExecIdentity",
     "MemoryMap",
     "Pinned",
+    "Users",
     "environment_value",
     "exec_identity",
     "facts",
     "host_memory",
     "liveness",
     "maps",
+    "users",
     "where",
     "with_environment",
 ]
 
 NULL_PAGE_END = 64 << 10
+LOOKED_AT_ONCE = 64
+ENVIRONMENT_DEADLINE_S = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Users:
+    """Whose a process is, credentials(7). A user may signal one whose real or saved user he is."""
+
+    real: int
+    effective: int
+    saved: int
+
+    @property
+    def borrowed(self) -> bool:
+        """It runs as somebody whose it is not, or can become somebody else."""
+        return not self.real == self.effective == self.saved
+
+    def all_are(self, uid: int) -> bool:
+        return not self.borrowed and self.real == uid
+
+
+def users(instance: ProcessInstance) -> Users:
+    """Whose it is now: exec and setuid(2) change it. Raises NotFoundError."""
+    try:
+        found = _users(procfs.status_fields(instance.pid))
+        if procfs.start_ticks(instance.pid) != instance.start_ticks:
+            raise NotFoundError(f"process {instance} has ended")
+    except (FileNotFoundError, ProcessLookupError) as error:
+        raise NotFoundError(f"there is no process {instance}") from error
+    return found
+
+
+def _users(status: Mapping[str, str]) -> Users:
+    real, effective, saved, *_ = (int(word) for word in status["Uid"].split())
+    return Users(real, effective, saved)
 
 
 def facts(pid: int, command: str | None = None) -> ProcessFacts:
@@ -43,14 +84,16 @@ def facts(pid: int, command: str | None = None) -> ProcessFacts:
         stat = procfs.stat(pid)
         status = procfs.status_fields(pid)
         rows = procfs.cgroups(pid)
+        whose = _users(status)
         found = ProcessFacts(
             instance=ProcessInstance(pid, stat.start_ticks),
             ppid=stat.ppid,
-            uid=int(status["Uid"].split()[1]),
+            uid=whose.effective,
             gid=int(status["Gid"].split()[1]),
             command=procfs.command_text(pid) if command is None else command,
             exe=procfs.exe_path(pid),
             cgroup=_cgroup_name(rows),
+            borrowed=whose.borrowed,
         )
         if procfs.start_ticks(pid) != stat.start_ticks:
             raise AmbiguousError(
@@ -125,16 +168,29 @@ def environment_value(pid: int, name: str) -> str | None:
 
 
 def with_environment(name: str, value: str) -> list[ProcessInstance]:
-    """Every process that was started with this variable, as far as it may be read."""
-    found = []
-    for pid in procfs.pids():
+    """Every process that was started with this variable, as far as it may be read.
+
+    One that makes the look at it hang is left out: the others are looked at beside it, in threads.
+    """
+    found: list[ProcessInstance] = []
+
+    def look(pid: int) -> None:
         try:
             start = procfs.start_ticks(pid)
             if procfs.environment(pid).get(name) == value:
                 found.append(ProcessInstance(pid, start))
         except OSError:
-            continue
-    return found
+            pass
+
+    pids = iter(procfs.pids())
+    while some := tuple(islice(pids, LOOKED_AT_ONCE)):
+        threads = [threading.Thread(target=look, args=(pid,), daemon=True) for pid in some]
+        for thread in threads:
+            thread.start()
+        end = time.monotonic() + ENVIRONMENT_DEADLINE_S
+        for thread in threads:
+            thread.join(max(0.0, end - time.monotonic()))
+    return found.copy()
 
 
 def host_memory(pid: int) -> int | None:

@@ -13,7 +13,7 @@ from mpsd.errors import MpsdError
 from mpsd.gpu.base import DeviceManager
 from mpsd.layout import Layout
 from mpsd.linux import procfs
-from mpsd.model import ClientId, ComputeMode, Gpu, GpuProcess, ProcessInstance
+from mpsd.model import ClientId, ComputeMode, Gpu, GpuProcess, ProcessFacts, ProcessInstance
 from mpsd.usernames import user_name
 
 SCHEMA = 1
@@ -22,12 +22,16 @@ UNSTORED = "the lease is not in the descriptor store: it ends with mpsd"
 
 @dataclass(frozen=True, slots=True)
 class GpuView:
-    """One GPU as NVML shows it at one moment; `problem` where it could not be asked."""
+    """One GPU as NVML shows it at one moment; `problem` where it could not be asked.
+
+    `strangers`: those of its processes that were not known as ours, described.
+    """
 
     gpu: Gpu
     memory_used: int | None = None
     mode: ComputeMode | None = None
     processes: Sequence[GpuProcess] = ()
+    strangers: Mapping[int, ProcessFacts] = field(default_factory=dict)
     problem: str = ""
 
 
@@ -111,17 +115,21 @@ def _gpu(state: State, view: GpuView, around: Surroundings) -> dict[str, Any]:
     }
 
 
+def own_pids(state: State) -> set[int]:
+    """Our clients, living or held, servers and control daemons."""
+    known = {c.id.process.pid for c in state.clients.values()}
+    return known | {p.pid for d in state.domains.values() for p in (d.server, d.control) if p is not None}
+
+
 def _not_on_mps(state: State, view: GpuView) -> list[dict[str, Any]]:
     """GPU processes that are neither servers nor clients of ours, living or held."""
-    known = {c.id.process.pid for c in state.clients.values()}
-    known |= {p.pid for d in state.domains.values() for p in (d.server, d.control) if p is not None}
+    known = own_pids(state)
     rows = []
     for process in view.processes:
         if process.pid in known or process.mps:
             continue
-        try:
-            facts = procs.facts(process.pid)
-        except MpsdError:
+        facts = view.strangers.get(process.pid)
+        if facts is None:
             continue
         if "nvidia-cuda-mps" in facts.command.split(" ")[0]:
             continue

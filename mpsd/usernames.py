@@ -1,7 +1,7 @@
 """Names of users, for showing. A directory service can take long to answer, so nobody waits for it.
 
-The user database (nsswitch.conf(5)) is asked in a thread of its own; who asks waits a moment, which is
-enough for /etc/passwd, and is told the number until the name has come.
+The user database (nsswitch.conf(5)) is asked in threads; until it has answered, the number is shown. So that
+a name is there when it is wanted, it is asked for as soon as its user is heard of (`foresee`).
 """
 
 from __future__ import annotations
@@ -9,8 +9,10 @@ from __future__ import annotations
 import pwd
 import threading
 from collections.abc import Callable
+from queue import SimpleQueue
 
-WAIT_S = 0.05
+# Questions that hang for good hold up one each: names of others are then numbers for longer.
+THREADS = 4
 _KEPT = 4096
 
 
@@ -22,30 +24,37 @@ def _look_up(uid: int) -> str:
 
 
 class UserNames:
-    """`of` is for one thread. A name that comes slowly is waited for once, then shown as its number."""
+    """`of` and `foresee` are for one thread, and never wait."""
 
-    def __init__(self, look_up: Callable[[int], str] = _look_up, wait_s: float = WAIT_S) -> None:
+    def __init__(self, look_up: Callable[[int], str] = _look_up, threads: int = THREADS) -> None:
         self._look_up = look_up
-        self._wait_s = wait_s
         self._names: dict[int, str] = {}
-        self._asked: dict[int, threading.Event] = {}
+        self._asked: set[int] = set()
+        self._questions: SimpleQueue[int] = SimpleQueue()
+        self._unstarted = threads
 
     def of(self, uid: int) -> str:
         """The name of a user; the number as text where there is none, or not yet."""
-        name = self._names.get(uid)
-        if name is None and uid not in self._asked:
-            if len(self._asked) >= _KEPT:
-                self._names, self._asked = {}, {}
-            answered = self._asked[uid] = threading.Event()
-            # Not a pool: one question that hangs for good must not hold up the others or the exit.
-            threading.Thread(target=self._ask, args=(uid, self._names, answered), daemon=True).start()
-            answered.wait(self._wait_s)
-            name = self._names.get(uid)
-        return str(uid) if name is None else name
+        self.foresee(uid)
+        return self._names.get(uid, str(uid))
 
-    def _ask(self, uid: int, names: dict[int, str], answered: threading.Event) -> None:
-        names[uid] = self._look_up(uid)
-        answered.set()
+    def foresee(self, uid: int) -> None:
+        """Ask for a name that will be wanted."""
+        if uid in self._asked:
+            return
+        if len(self._asked) >= _KEPT:
+            self._names, self._asked = {}, set()
+        self._asked.add(uid)
+        self._questions.put(uid)
+        if self._unstarted:
+            self._unstarted -= 1
+            # Daemon threads: one that hangs must not hold up the exit.
+            threading.Thread(target=self._serve, name="user-names", daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            uid = self._questions.get()
+            self._names[uid] = self._look_up(uid)
 
 
 _names = UserNames()
@@ -54,3 +63,8 @@ _names = UserNames()
 def user_name(uid: int) -> str:
     """The name of a user, or the number as text."""
     return _names.of(uid)
+
+
+def foresee(uid: int) -> None:
+    """Ask for the name of a user who has just been heard of."""
+    _names.foresee(uid)

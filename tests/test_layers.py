@@ -57,7 +57,11 @@ GROUPS: dict[str, tuple[set[str], set[str]]] = {
     "procs": ({"mpsd.procs"}, {"base", "linux"}),
     "layout": ({"mpsd.layout"}, {"base", "linux", "config"}),
     "settings": ({"mpsd.settings"}, {"base", "config"}),
-    "guard": ({"mpsd.guard", "mpsd.guardnotes", "mpsd.guardplan"}, {"base", "core", "gpu base", "linux"}),
+    "looks": ({"mpsd.looks", "mpsd.turns"}, {"base"}),
+    "guard": (
+        {"mpsd.guard", "mpsd.guardnotes", "mpsd.guardplan"},
+        {"base", "core", "gpu base", "linux", "looks"},
+    ),
     "listener": ({"mpsd.listener"}, {"base", "wire", "linux"}),
     "client": ({"mpsd_client"}, {"wire", "base"}),
     "doctor": ({"mpsd.doctor"}, {"base", "gpu base", "linux", "control", "procs", "config", "layout"}),

@@ -69,10 +69,14 @@ class Terminate:
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """SIGKILL by pidfd, with the lease held. `client`: as which client of which domain the process goes."""
+    """SIGKILL by pidfd, with the lease held. `client`: as which client of which domain the process goes.
+
+    `owner`: only if the process is, at that moment, this user's own and nobody else's.
+    """
 
     client: ClientId
     why: str
+    owner: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

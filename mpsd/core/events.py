@@ -261,6 +261,14 @@ class StopRequested:
 
 
 @dataclass(frozen=True, slots=True)
+class KillRefused:
+    """A process was not killed: when it was looked at once more, it was not the user's own (Kill.owner)."""
+
+    process: ProcessInstance
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class ModeSeen:
     """The compute mode of a slot's GPUs admits one server only (or no longer so)."""
 
@@ -313,6 +321,7 @@ Event = (
     | TerminateFinished
     | DrainRequested
     | StopRequested
+    | KillRefused
     | ModeSeen
     | Counted
     | TimerFired

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from mpsd.core import events as ev
 from mpsd.core.draft import Draft
 from mpsd.core.effects import Answer, ArmTimer, Kill
 from mpsd.core.lifecycle import ClientTrigger, allows
-from mpsd.core.proof import proven
+from mpsd.core.proof import owner_needed, proven
 from mpsd.core.state import POLICY, Client, ClientState, Eviction
 from mpsd.model import ProcessInstance
 
@@ -25,7 +26,9 @@ def kill(draft: Draft, grounds: Client, eviction: Eviction) -> None:
     eviction, process = replace(eviction, killed=draft.now), grounds.id.process
     for client in _living(draft, process):
         draft.put_client(replace(client, state=ClientState.KILLING, eviction=eviction))
-    draft.emit(Kill(grounds.id, eviction.reason), ArmTimer("kill-wait", str(process), KILL_WAIT_S))
+    asked = eviction.requester != POLICY
+    owner = owner_needed(draft.state.domains[grounds.id.domain], grounds, asked=asked)
+    draft.emit(Kill(grounds.id, eviction.reason, owner), ArmTimer("kill-wait", str(process), KILL_WAIT_S))
 
 
 def kill_by_policy(draft: Draft, client: Client, why: str) -> bool:
@@ -65,19 +68,44 @@ def on_kill_wait(draft: Draft, subject: str) -> None:
     stuck = [
         c
         for c in draft.state.clients.values()
-        if str(c.id.process) == subject and c.state is ClientState.KILLING
+        if str(c.id.process) == subject and c.eviction is not None and c.eviction.killed is not None
     ]
     if not stuck:
         return
     process = stuck[0].id.process
     message = f"process {subject} has not ended {KILL_WAIT_S:.0f} s after SIGKILL"
     draft.publish("kill-stuck", stuck[0].facts.uid, pid=process.pid, text=message)
+    _answer_unkilled(draft, process, "deadline", message)
+
+
+def on_kill_refused(draft: Draft, event: ev.KillRefused) -> None:
+    """It is not its domain's user's own any more, or never was: it lives.
+
+    It stays as it is: the domain counts it as living, and it is killed only where somebody asks again
+    and a lease or a list of the server speaks for it.
+    """
+    sent = [c for c in _living(draft, event.process) if c.state is ClientState.KILLING]
+    if not sent:
+        return
+    message = f"process {event.process} is not killed: {event.reason}"
+    for client in sent:
+        facts = replace(client.facts, borrowed=True)
+        eviction = replace(client.eviction, killed=None) if client.eviction else None
+        draft.put_client(replace(client, facts=facts, problem=message, eviction=eviction))
+    draft.count("kills_refused")
+    draft.publish("kill-refused", sent[0].facts.uid, pid=event.process.pid, text=message)
+    _answer_unkilled(draft, event.process, "unproven", message)
+
+
+def _answer_unkilled(draft: Draft, process: ProcessInstance, code: str, message: str) -> None:
+    """Tell whoever waits, once; what goes on is policy's."""
     eviction = awaited(draft, process)
     if eviction is not None:
-        data = {"code": "deadline", "message": message, "steps": list(eviction.steps)}
+        data = {"code": code, "message": message, "steps": list(eviction.steps)}
         draft.emit(Answer(eviction.requester, False, data))
-    for client, begun in [(c, c.eviction) for c in stuck if c.eviction is not None]:
-        draft.put_client(replace(client, eviction=replace(begun, requester=POLICY)))
+    for client in _living(draft, process):
+        if client.state is ClientState.KILLING and client.eviction is not None:
+            draft.put_client(replace(client, eviction=replace(client.eviction, requester=POLICY)))
 
 
 def _living(draft: Draft, process: ProcessInstance) -> list[Client]:

@@ -5,6 +5,9 @@ can make it write, and list, whatever pid he likes. So in such a domain mpsd its
 user's own processes, which are that user's to lose. The logs and lists of a shared domain are root's:
 there a lease or a list is enough, beside the line. Who asks for one process by its number has looked at
 it: then a lease or a list is enough everywhere, the line alone never is.
+
+Whose a process is can change after it was looked at, by setuid(2) or the exec of such a program: where a
+kill rests on that, it is looked at once more right before (`Kill.owner`).
 """
 
 from __future__ import annotations
@@ -17,8 +20,8 @@ from mpsd.model import ClientId, ProcessInstance
 
 
 class Proof(StrEnum):
-    """OWN: it runs as the domain's own user. LISTED: the server named it when asked. LEASED: it holds a GPU
-    address space, which we hold as well."""
+    """OWN: it is the domain's own user's, who may signal it himself. LISTED: the server named it when
+    asked. LEASED: it holds a GPU address space, which we hold as well."""
 
     OWN = "own"
     LISTED = "listed"
@@ -28,7 +31,7 @@ class Proof(StrEnum):
 def proofs(domain: Domain, client: Client) -> frozenset[Proof]:
     """What there is besides a line in a log; nothing, as a rule, for a moment after it was noticed."""
     found = {
-        Proof.OWN: domain.uid is not None and client.facts.uid == domain.uid,
+        Proof.OWN: domain.uid is not None and client.facts.uid == domain.uid and not client.facts.borrowed,
         Proof.LISTED: client.listed,
         Proof.LEASED: client.leased,
     }
@@ -39,6 +42,12 @@ def proven(domain: Domain, client: Client, *, asked: bool) -> bool:
     """Whether it may be killed as a client of this domain. `asked`: somebody named this very process."""
     found = proofs(domain, client)
     return Proof.OWN in found or (bool(found) and (asked or domain.uid is None))
+
+
+def owner_needed(domain: Domain, client: Client, *, asked: bool) -> int | None:
+    """The user whose own it has to be for that; None where it may be killed whosoever's it is."""
+    others = proofs(domain, client) - {Proof.OWN}
+    return None if others and (asked or domain.uid is None) else domain.uid
 
 
 def grounds(state: State, process: ProcessInstance, *, asked: bool) -> Client | None:
@@ -56,7 +65,10 @@ def check_kill(state: State, effect: Kill) -> None:
     if not spaces or any(c.eviction is None for c in spaces if c.living):
         raise InvariantViolation(f"{process} is killed though nobody asked")
     eviction = state.clients[effect.client].eviction if effect.client in state.clients else None
-    _check_proof(state, effect.client, asked=eviction is not None and eviction.requester != POLICY)
+    asked = eviction is not None and eviction.requester != POLICY
+    client = _check_proof(state, effect.client, asked=asked)
+    if effect.owner != owner_needed(state.domains[effect.client.domain], client, asked=asked):
+        raise InvariantViolation(f"{effect.client} is killed whosoever's it is by then")
 
 
 def check_terminate(state: State, effect: Terminate) -> None:
@@ -65,7 +77,7 @@ def check_terminate(state: State, effect: Terminate) -> None:
     _check_proof(state, here[0] if here else ClientId(effect.domain, effect.process), asked=True)
 
 
-def _check_proof(state: State, client_id: ClientId, *, asked: bool) -> None:
+def _check_proof(state: State, client_id: ClientId, *, asked: bool) -> Client:
     client = state.clients.get(client_id)
     if (
         client is None
@@ -73,3 +85,4 @@ def _check_proof(state: State, client_id: ClientId, *, asked: bool) -> None:
         or not proven(state.domains[client_id.domain], client, asked=asked)
     ):
         raise InvariantViolation(f"{client_id} is killed without proof that it is a client there")
+    return client

@@ -14,6 +14,8 @@ from functools import cache
 
 PAGE_SIZE = os.sysconf("SC_PAGE_SIZE")
 COMMAND_LIMIT = 4096
+# As much as execve(2) takes of both arguments and environment where nobody raised the stack's limit.
+ENVIRONMENT_LIMIT = 2 << 20
 # The kernel's own default is 65530 mappings (vm.max_map_count); where more are allowed, more are not read.
 MAPS_LIMIT = 1 << 16
 
@@ -116,8 +118,12 @@ def exe_path(pid: int) -> str:
 
 
 def environment(pid: int) -> dict[str, str]:
-    """The environment the process was started with; later changes do not show (proc(5))."""
-    pairs = (entry.partition(b"=") for entry in _read(f"/proc/{pid}/environ").split(b"\0") if entry)
+    """The environment the process was started with; later changes do not show (proc(5)).
+
+    At most ENVIRONMENT_LIMIT bytes of it. Waits while the process changes its mappings.
+    """
+    raw = _read(f"/proc/{pid}/environ", ENVIRONMENT_LIMIT)
+    pairs = (entry.partition(b"=") for entry in raw.split(b"\0") if entry)
     return {text_of(key): text_of(value) for key, _, value in pairs}
 
 

@@ -40,6 +40,7 @@ EVENT = UvmEvent(True, UvmFaultType.INVALID_PTE, Access.WRITE, UvmReason.INVALID
 class FakeTracker:
     def __init__(self) -> None:
         self.batches: list[TrackerBatch] = []
+        self.closed = False
         self._reader, self._writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
 
     def tell(self, batch: TrackerBatch) -> None:
@@ -54,6 +55,7 @@ class FakeTracker:
         return self.batches.pop(0)
 
     def close(self) -> None:
+        self.closed = True
         os.close(self._reader)
         os.close(self._writer)
 
@@ -88,7 +90,8 @@ class FakeUvm:
     def open(self, process: ProcessInstance, pidfd: int) -> Sequence[AddressSpace]:
         os.fstat(pidfd)
         self.opened.set()
-        assert self.go_on.wait(10)
+        go_on = self.go_on
+        assert go_on.wait(10)
         self.spaces.append(FakeSpace())
         return [self.spaces[-1]]
 
@@ -158,7 +161,14 @@ class Desk:
         self.uvm, self.store = FakeUvm(), FakeStore()
         self.work = WorkWatch(NoWork(), 0.01, self.said.append)
         self.front = LeaseStore(self.store)
-        self.attacher = Attacher(self.uvm, self.work, self.front, self.said.append)
+        self.known: set[tuple[str, ProcessInstance, bool]] = set()
+        self.attacher = Attacher(
+            self.uvm,
+            self.work,
+            self.front,
+            self.said.append,
+            lambda *who: bool({who, (*who[:2], True)} & self.known),
+        )
         self.process = procs.facts(os.getpid()).instance
         self.client = ClientId("d1", self.process, 0)
 

@@ -138,6 +138,71 @@ def test_where_the_servers_cannot_be_asked_the_proven_client_is_killed() -> None
     assert [e.client for e in world.made(fx.Kill)] == [ClientId("d1", process(10))]
 
 
+def test_a_kill_says_whose_own_the_process_has_to_be_when_nothing_else_speaks_for_it() -> None:
+    world = World(Policy(kill_victims_after_s=1)).ready()
+    world.join(10, 11)
+    world.fault(10)
+    world.timer("kill-victims", "d1")
+    assert {e.owner for e in world.made(fx.Kill)} == {UID}
+    world = World().ready()
+    world.join(10)
+    world.evict(10, liveness=Liveness.STOPPED)
+    assert [e.owner for e in world.made(fx.Kill)] == [None]
+    world = World().ready()
+    noticed(world, 10, uid=UID)
+    world.evict(10, liveness=Liveness.STOPPED)
+    assert [e.owner for e in world.made(fx.Kill)] == [UID]
+
+
+def test_one_that_has_borrowed_the_users_id_is_not_the_users_own() -> None:
+    world = World().ready()
+    world.do(ev.ClientNoticed("d1", replace(facts(10), borrowed=True), False))
+    assert proofs(world.domain("d1"), world.client("d1", 10)) == frozenset()
+    world.evict(10)
+    assert [e.data["code"] for e in world.made(fx.Answer)] == ["unproven"]
+
+
+def test_a_kill_that_was_withheld_is_told_once_and_the_process_lives_as_no_proven_client() -> None:
+    world = World().ready()
+    noticed(world, 10, uid=UID)
+    world.evict(10, liveness=Liveness.STOPPED)
+    # It becomes a client of another domain meanwhile.
+    noticed(world, 10, domain="d2", uid=UID)
+    world.do(ev.KillRefused(process(10), "not uid 1000's own"))
+    (answer,) = world.made(fx.Answer)
+    assert (answer.request, answer.ok, answer.data["code"]) == ("r1", False, "unproven")
+    assert [e.kind for e in world.made(fx.Publish)] == ["kill-refused"]
+    assert world.state.counters["kills_refused"] == 1
+    assert "not uid 1000's own" in world.client("d1", 10).problem
+    assert not proofs(world.domain("d1"), world.client("d1", 10))
+    assert world.client("d2", 10).state is ClientState.NOTICED
+    # Nothing was sent that it could be stuck after.
+    world.timer("kill-wait", process(10))
+    assert not world.last
+
+
+def test_a_policy_kill_that_was_withheld_leaves_nobody_waiting() -> None:
+    world = World(Policy(kill_victims_after_s=1)).ready()
+    world.join(10, 11)
+    world.fault(10)
+    world.timer("kill-victims", "d1")
+    world.do(ev.KillRefused(process(11), "setuid"))
+    assert [e.kind for e in world.made(fx.Publish)] == ["kill-refused"]
+    assert not world.made(fx.Answer)
+    world.do(ev.KillRefused(process(99), "not known"))
+    assert not world.last
+
+
+def test_a_kill_that_forgets_whose_it_must_be_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World().ready()
+    noticed(world, 10, uid=UID)
+    world.evict(10, liveness=Liveness.STOPPED)
+    made = fx.Kill(ClientId("d1", process(10)), "asked")
+    monkeypatch.setitem(engine._HANDLERS, ev.AdoptionDone, lambda d, e: d.emit(made))
+    with pytest.raises(InvariantViolation, match="whosoever"):
+        world.do(ev.AdoptionDone())
+
+
 def test_grounds_are_living_clients_only() -> None:
     world = World().ready()
     world.join(10)

@@ -289,6 +289,10 @@ class Daemon(RuleBasedStateMachine):
         self.do(ev.ClientDied(who))
 
     @rule(pick=picks)
+    def kill_is_withheld(self, pick: int) -> None:
+        self.do(ev.KillRefused(self.client_picked(pick).process, "not its user's own"))
+
+    @rule(pick=picks)
     def leaves(self, pick: int) -> None:
         who = self.client_picked(pick).process
         self.truth.ended -= {c.id.process for c in self.world.state.spaces_of(who) if c.living}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from collections.abc import Sequence
 
 import pytest
@@ -58,6 +59,15 @@ def test_a_gpu_in_use_is_refused_and_its_users_are_shown() -> None:
     assert "--backend simulated" in refused.value.remedy
     assert "--yes" in refused.value.remedy
     assert str(os.getpid()) in "\n".join(said)
+
+
+def test_what_a_process_calls_itself_cannot_write_to_the_terminal() -> None:
+    escape = "\x1b]0;owned\x07"
+    with subprocess.Popen(["/bin/cat", escape, "-"], stdin=subprocess.PIPE, stderr=subprocess.PIPE) as rogue:
+        assert rogue.stderr is not None
+        rogue.stderr.readline()
+        rows = consent.users_of(Machine(rogue.pid))
+    assert rows[0][-1] == "/bin/cat \\x1b]0;owned\\x07 -"
 
 
 def test_a_process_that_cannot_be_looked_at_counts() -> None:

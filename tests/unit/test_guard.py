@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from collections.abc import Mapping
 
 import pytest
@@ -53,7 +54,7 @@ def followed(kinds: set[GuardClass], space: Space, notes: GuardNotes) -> tuple[l
         said: list[ev.Event] = []
         guards = Guards(kinds, 1024, 0.01, said.append)
         client = ClientId("d1", procs.facts(os.getpid()).instance, 0)
-        guards.add(client, space, ["GPU-0"], notes)
+        guards.add(client, space, ["GPU-0"], notes, os.getuid())
         follower = asyncio.create_task(guards.follow())
         async with asyncio.timeout(10):
             while not guards.shown(client) and (kinds or space.laid):
@@ -104,3 +105,36 @@ def test_of_a_client_with_too_many_mappings_nothing_is_guarded_and_that_is_shown
     assert shown == ["guard lost: more than 1 mappings"]
     assert not space.laid
     notes.close()
+
+
+def test_a_client_whose_mappings_cannot_be_read_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = threading.Event()
+    real = procfs.map_lines
+
+    def hangs(pid: int, below: int | None = None) -> procfs.MapLines:
+        assert pid == os.getpid() or free.wait(10)
+        return real(pid, below)
+
+    monkeypatch.setattr(procfs, "map_lines", hangs)
+
+    async def run() -> None:
+        guards = Guards({GuardClass.LOW}, 1024, 0.01, lambda event: None)
+        hung = ClientId("d1", procs.facts(os.getppid()).instance, 0)
+        me = ClientId("d1", procs.facts(os.getpid()).instance, 0)
+        notes = [GuardNotes.create(), GuardNotes.create()]
+        for client, own in zip((hung, me), notes, strict=True):
+            guards.add(client, Space(), ["GPU-0"], own, 7)
+        follower = asyncio.create_task(guards.follow())
+        async with asyncio.timeout(10):
+            while not guards.shown(me):
+                await asyncio.sleep(0.001)
+            assert not guards.shown(hung)
+            free.set()
+            for client in (hung, me):
+                await guards.remove(client)
+        follower.cancel()
+        await asyncio.gather(follower, return_exceptions=True)
+        for own in notes:
+            own.close()
+
+    asyncio.run(run())

@@ -205,3 +205,92 @@ def _is_keeper(proc: Path, directory: Path) -> bool:
     except OSError:
         return False
     return os.fsencode(directory) in arguments and b"-S" in arguments
+
+
+def test_one_users_leases_take_no_more_than_a_share() -> None:
+    async def run() -> None:
+        store = Store()
+        front = LeaseStore(store, share=4)
+        async with asyncio.timeout(DEADLINE_S):
+            assert front.fetch_all() == {"old": []}
+            await front.put("a", [0, 0], 7)
+            await front.put("b", [0, 0], 7)
+            over, later = front.put("c", [0], 7), front.put("d", [0], 7)
+            # Other users', and nobody's, go by.
+            await front.put("e", [0, 0, 0, 0], 8)
+            await front.put("f", [0, 0, 0, 0, 0])
+            assert front.problems() == [
+                "2 lease(s) are more than their user's share of the descriptor store (4 descriptors) "
+                "and end with mpsd"
+            ]
+            assert not over.done()
+            front.drop("c")
+            front.drop("a")
+            await later
+            assert not front.problems()
+            assert "put c" not in store.done and "remove c" not in store.done
+            # A put that fails takes nothing.
+            store.failing = {"put g"}
+            failed = front.put("g", [0], 7)
+            await until(lambda: bool(front.problems()))
+            await front.put("h", [0], 7)
+            store.failing = set()
+            front.drop("b")
+            await failed
+            await front.put("i", [0], 7)
+            waits = front.put("j", [0] * 4, 7)
+            # What waits for its share does not hold up the end.
+            await front.close(DEADLINE_S, end=False)
+            assert waits.cancelled()
+
+    before = open_descriptors()
+    asyncio.run(run())
+    assert set(open_descriptors()) <= set(before)
+
+
+def test_what_an_earlier_daemon_stored_counts_once_its_owner_is_known() -> None:
+    class Full(Store):
+        def fetch_all(self) -> dict[str, list[int]]:
+            return {"old": [1, 2], "gone": [3]}
+
+    async def run() -> None:
+        front = LeaseStore(Full(), share=2)
+        async with asyncio.timeout(DEADLINE_S):
+            front.fetch_all()
+            for name in ("old", "unknown", "old"):
+                front.belongs(name, 7)
+            held = front.put("a", [0], 7)
+            await until(lambda: bool(front.problems()))
+            front.drop("old")
+            await held
+            await front.close(DEADLINE_S, end=False)
+
+    asyncio.run(run())
+
+
+def test_without_a_descriptor_to_watch_the_store_by_leases_are_stored_and_it_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real = leasestore.fcntl.fcntl
+    full = True
+
+    def dup(fd: int, *rest: int) -> int:
+        if full and fd == watched:
+            raise OSError(24, "Too many open files")
+        return real(fd, *rest)
+
+    async def play(store: Store, front: LeaseStore) -> None:
+        nonlocal full, watched
+        watched = store.reader
+        front._watched = -1
+        front._watch()
+        await front.put("a", [0])
+        assert front.problems() == ["the end of the descriptor store is not seen: Too many open files"]
+        full = False
+        await until(lambda: not front.problems())
+        store.die()
+        await until(lambda: "revive" in store.done)
+
+    watched = -1
+    monkeypatch.setattr(leasestore.fcntl, "fcntl", dup)
+    with_store(play)

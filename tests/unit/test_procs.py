@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 
@@ -233,7 +234,7 @@ def test_long_command_lines_and_maps_are_cut(monkeypatch: pytest.MonkeyPatch) ->
     with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL) as child:
         # Until the new program is there: before that it is a copy of this one.
         deadline = time.monotonic() + 10
-        while not procfs.command_line(child.pid)[0].endswith("cat"):
+        while procfs.command_line(child.pid)[:1] != ["/bin/cat"]:
             assert time.monotonic() < deadline
             os.sched_yield()
         assert sum(map(len, procfs.command_line(child.pid))) < procfs.COMMAND_LIMIT
@@ -250,3 +251,44 @@ def test_long_command_lines_and_maps_are_cut(monkeypatch: pytest.MonkeyPatch) ->
         instance = procs.facts(child.pid).instance
         assert procs.where(last, instance) is LiesThere.UNKNOWN
         child.kill()
+
+
+@pytest.mark.parametrize(
+    ("real", "effective", "saved", "borrowed"),
+    [(7, 7, 7, False), (0, 7, 0, True), (7, 7, 0, True), (0, 7, 7, True)],
+)
+def test_a_borrowed_user_shows(
+    monkeypatch: pytest.MonkeyPatch, real: int, effective: int, saved: int, borrowed: bool
+) -> None:
+    me = procs.facts(os.getpid())
+    assert not me.borrowed
+    fields = procfs.status_fields(os.getpid())
+    fields["Uid"] = f"{real}\t{effective}\t{saved}\t{effective}"
+    monkeypatch.setattr(procfs, "status_fields", lambda pid: fields)
+    found = procs.facts(os.getpid())
+    assert (found.uid, found.borrowed) == (effective, borrowed)
+    users = procs.users(me.instance)
+    assert users.all_are(7) is not borrowed
+    with pytest.raises(NotFoundError):
+        procs.users(ProcessInstance(os.getpid(), 1))
+
+
+def test_a_process_whose_environment_cannot_be_read_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(procs, "ENVIRONMENT_DEADLINE_S", 0.1)
+    free = threading.Event()
+    real = procfs.environment
+
+    def hangs(pid: int) -> dict[str, str]:
+        assert pid != os.getpid() or free.wait(10)
+        return real(pid)
+
+    with subprocess.Popen(["/bin/cat"], stdin=subprocess.PIPE, env={"MPSD_TEST_MARK": "here"}) as child:
+        while "MPSD_TEST_MARK" not in real(child.pid):
+            time.sleep(0.001)
+        monkeypatch.setattr(procfs, "environment", hangs)
+        found = procs.with_environment("MPSD_TEST_MARK", "here")
+        assert [p.pid for p in found] == [child.pid]
+        free.set()
+        monkeypatch.setattr(procfs, "environment", real)
+        monkeypatch.setattr(procfs, "ENVIRONMENT_LIMIT", 4)
+        assert procfs.environment(child.pid) == {"MPSD": ""}

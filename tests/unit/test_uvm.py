@@ -175,6 +175,59 @@ def test_a_process_that_is_gone(driver: StandIn, client: subprocess.Popen[bytes]
     os.close(pidfd)
 
 
+def test_what_was_taken_before_a_failure_is_closed(
+    driver: StandIn, client: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, taken = uvm._take, []
+
+    def take(pid: int, pidfd: int, number: int) -> int:
+        if len(taken) == 2:
+            raise UnsupportedError("Too many open files")
+        taken.append(real(pid, pidfd, number))
+        return taken[-1]
+
+    monkeypatch.setattr(uvm, "_take", take)
+    pidfd = os.pidfd_open(client.pid)
+    before = open_files()
+    with pytest.raises(UnsupportedError, match="Too many"):
+        uvm.NvidiaUvm("580.1").open(instance(client.pid), pidfd)
+    assert len(taken) == 2
+    assert open_files() == before
+    os.close(pidfd)
+
+
+def test_a_tracker_that_fails_takes_the_earlier_ones_along(
+    driver: StandIn, client: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter = uvm.NvidiaUvm("580.1")
+    real, laid = adapter.try_tracker, []
+
+    def second_fails(fd: int) -> tuple[uvm.UvmTracker | None, int]:
+        if laid:
+            raise UnsupportedError("Too many open files")
+        laid.append(fd)
+        return real(fd)
+
+    monkeypatch.setattr(adapter, "try_tracker", second_fails)
+    pidfd = os.pidfd_open(client.pid)
+    before = open_files()
+    with pytest.raises(UnsupportedError, match="Too many"):
+        adapter.open(instance(client.pid), pidfd)
+    assert open_files() == before
+    os.close(pidfd)
+
+
+def test_a_process_with_countless_uvm_files_is_refused(
+    driver: StandIn, client: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(uvm, "UVM_FILES_LIMIT", 2)
+    monkeypatch.setattr(uvm, "_take", None)
+    pidfd = os.pidfd_open(client.pid)
+    with pytest.raises(UnsupportedError, match=f"process {client.pid} has 3 UVM files"):
+        uvm.NvidiaUvm("580.1").open(instance(client.pid), pidfd)
+    os.close(pidfd)
+
+
 def test_events_arrive_and_the_tracker_closes_cleanly(
     driver: StandIn, client: subprocess.Popen[bytes]
 ) -> None:

@@ -27,6 +27,8 @@ UVM_DEVICE = "/dev/nvidia-uvm"
 TOOLS_DEVICE = "/dev/nvidia-uvm-tools"
 # Of one process; more are not looked at.
 FILES_LIMIT = 1 << 16
+# A CUDA process has two, and two more for each further copy of libcuda. Telling them apart is quadratic.
+UVM_FILES_LIMIT = 64
 
 # 512 entries fill 32 KiB; the driver drops and counts what does not fit.
 _QUEUE_ENTRIES = 512
@@ -194,8 +196,9 @@ class NvidiaUvm:
         Raises NotReadyError while it has none that is set up, NotFoundError when it is gone,
         UnsupportedError when the kernel or the driver does not allow it.
         """
-        held = _distinct(self._duplicate(process.pid, pidfd))
+        held = self._duplicate(process.pid, pidfd)
         try:
+            _drop_repeated(held)
             return self._sort(process, held)
         except BaseException:
             for fd in held:
@@ -212,20 +215,26 @@ class NvidiaUvm:
 
     def _sort(self, process: ProcessInstance, held: list[int]) -> list[UvmAddressSpace]:
         """Tell address spaces from the files that pin memory; every space holds all of those."""
-        trackers = {fd: self.try_tracker(fd)[0] for fd in held}
-        spaces = {fd: tracker for fd, tracker in trackers.items() if tracker is not None}
-        pins = [fd for fd in held if fd not in spaces]
-        if not spaces or not pins:
+        spaces: dict[int, UvmTracker] = {}
+        try:
+            for fd in tuple(held):
+                tracker = self.try_tracker(fd)[0]
+                if tracker is not None:
+                    spaces[fd] = tracker
+            pins = [fd for fd in held if fd not in spaces]
+            if not spaces or not pins:
+                raise NotReadyError(
+                    f"process {process.pid} has no GPU address space yet", remedy="ask again in a moment"
+                )
+            opened = []
+            for index, (fd, tracker) in enumerate(spaces.items()):
+                own = pins if index == 0 else [_again(pin, held) for pin in pins]
+                roles = {"va": fd} | {f"mm{n or ''}": pin for n, pin in enumerate(own)}
+                opened.append(UvmAddressSpace(self, roles, tracker))
+        except BaseException:
             for tracker in spaces.values():
                 tracker.close()
-            raise NotReadyError(
-                f"process {process.pid} has no GPU address space yet", remedy="ask again in a moment"
-            )
-        opened = []
-        for index, (fd, tracker) in enumerate(spaces.items()):
-            own = pins if index == 0 else [fcntl.fcntl(pin, fcntl.F_DUPFD_CLOEXEC, 3) for pin in pins]
-            roles = {"va": fd} | {f"mm{n or ''}": pin for n, pin in enumerate(own)}
-            opened.append(UvmAddressSpace(self, roles, tracker))
+            raise
         return opened
 
     def try_tracker(self, uvm_fd: int) -> tuple[UvmTracker | None, int]:
@@ -275,7 +284,24 @@ class NvidiaUvm:
             ) from error
 
     def _duplicate(self, pid: int, pidfd: int) -> list[int]:
-        """Own duplicates of every UVM file that the process has open."""
+        """Own duplicates of every UVM file that the process has open.
+
+        Raises UnsupportedError, with nothing kept, where they are more than UVM_FILES_LIMIT.
+        """
+        numbers = self._numbers(pid)
+        found: list[int] = []
+        try:
+            for number in numbers:
+                with suppress(_Vanished):
+                    found.append(_take(pid, pidfd, number))
+        except BaseException:
+            for fd in found:
+                os.close(fd)
+            raise
+        return found
+
+    def _numbers(self, pid: int) -> list[int]:
+        """Which descriptors of the process are UVM files."""
         try:
             with os.scandir(f"/proc/{pid}/fd") as entries:
                 numbers = sorted(int(entry.name) for entry in islice(entries, FILES_LIMIT))
@@ -292,8 +318,11 @@ class NvidiaUvm:
             except OSError:
                 continue
             if stat.S_ISCHR(status.st_mode) and status.st_rdev == self._device:
-                with suppress(_Vanished):
-                    found.append(_take(pid, pidfd, number))
+                found.append(number)
+        if len(found) > UVM_FILES_LIMIT:
+            raise UnsupportedError(
+                f"process {pid} has {len(found)} UVM files open, of which {UVM_FILES_LIMIT} are held at most"
+            )
         return found
 
 
@@ -321,15 +350,21 @@ def _cannot_look(pid: int, error: OSError) -> GpuError | NotFoundError:
     )
 
 
-def _distinct(fds: list[int]) -> list[int]:
-    """One descriptor per open file; the duplicates of the same file are closed."""
+def _again(fd: int, held: list[int]) -> int:
+    """One more duplicate, which `held` closes if anything goes wrong."""
+    held.append(fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3))
+    return held[-1]
+
+
+def _drop_repeated(fds: list[int]) -> None:
+    """Leave one descriptor per open file; the duplicates of the same file are closed."""
     kept: list[int] = []
-    for fd in fds:
+    for fd in tuple(fds):
         if any(same_file(fd, other) for other in kept):
+            fds.remove(fd)
             os.close(fd)
         else:
             kept.append(fd)
-    return kept
 
 
 def _character_device(path: str) -> int:

@@ -1,0 +1,108 @@
+"""What status shows of the GPUs is there in time, whatever a process on them, or NVML, does."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Sequence
+
+import pytest
+
+from mpsd import gpuviews, procs
+from mpsd.gpu.base import XidSource
+from mpsd.gpuviews import GpuViews
+from mpsd.model import ComputeMode, Gpu, GpuProcess, ProcessFacts
+
+GPU = Gpu(0, "GPU-1", "Some GPU", "0000:01:00.0", 1 << 30)
+
+
+class Devices:
+    """NVML with one GPU. `answers`: cleared, it hangs."""
+
+    def __init__(self, *processes: GpuProcess) -> None:
+        self.on_it = processes
+        self.answers = threading.Event()
+        self.answers.set()
+
+    def gpus(self) -> Sequence[Gpu]:
+        return [GPU]
+
+    def processes(self, gpu_uuid: str) -> Sequence[GpuProcess]:
+        assert self.answers.wait(10)
+        return self.on_it
+
+    def driver_version(self) -> str:
+        return "0"
+
+    def compute_mode(self, gpu_uuid: str) -> ComputeMode:
+        return ComputeMode.DEFAULT
+
+    def memory_used(self, gpu_uuid: str) -> int:
+        return 0
+
+    def watch_xids(self) -> XidSource:
+        raise NotImplementedError
+
+    def close(self) -> None: ...
+
+
+def test_a_process_whose_command_line_cannot_be_read_holds_up_neither_loop_nor_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gpuviews, "FACTS_DEADLINE_S", 0.05)
+    free = threading.Event()
+    real = procs.facts
+    looked: list[int] = []
+
+    def hangs(pid: int, command: str | None = None) -> ProcessFacts:
+        if command is None:
+            assert threading.current_thread() is not threading.main_thread()
+            looked.append(pid)
+        assert pid != os.getpid() or command is not None or free.wait(10)
+        return real(pid, command)
+
+    monkeypatch.setattr(procs, "facts", hangs)
+
+    async def run() -> None:
+        pids = (os.getpid(), os.getppid(), (1 << 22) + 1, 1)
+        views = GpuViews(Devices(*(GpuProcess(p, 1, p == 1) for p in pids)), [GPU], lambda: ())
+        for _ in range(2):
+            (view,) = await views.now()
+            assert set(view.strangers) == {os.getpid(), os.getppid()}
+            assert view.strangers[os.getpid()].command == "[not readable in time]"
+            assert view.strangers[os.getppid()].command == real(os.getppid()).command
+            if views._looking is not None:
+                await views._looking
+        # The second time nothing was tried again while the first hangs.
+        assert looked.count(os.getpid()) == 1
+        free.set()
+        views.close()
+
+    asyncio.run(run())
+
+
+def test_nvml_that_hangs_is_waited_for_once_and_then_the_last_answer_is_shown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gpuviews, "FIRST_PATIENCE_S", 0.01)
+
+    async def run() -> None:
+        devices = Devices(GpuProcess(os.getpid(), 1, False))
+        devices.answers.clear()
+        views = GpuViews(devices, [GPU], lambda: {os.getpid()})
+        (view,) = await views.now()
+        assert view.problem == "NVML has not answered yet"
+        devices.answers.set()
+        assert views._looking is not None
+        await views._looking
+        (view,) = await views.now()
+        assert not view.problem and not view.strangers
+        devices.answers.clear()
+        assert await views.now() == [view]
+        devices.answers.set()
+        assert views._looking is not None
+        await views._looking
+        views.close()
+
+    asyncio.run(run())
