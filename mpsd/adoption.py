@@ -100,6 +100,7 @@ class Adoption:
     orphans: Orphans
     post: Post
     unknown: list[str] = field(default_factory=list)
+    rows: Sequence[Mapping[str, Any]] = ()
 
     def run(self, saved: Mapping[str, Any] | None) -> None:
         """Post the events that rebuild the state. Nothing here ends a domain that still has clients."""
@@ -115,7 +116,8 @@ class Adoption:
         self._unknown({row["id"] for row in saved["domains"]} if saved else set())
         kept = self._without_orphans(kept)
         self.attacher.inherit(kept)
-        self._dead(saved["clients"] if saved else (), kept)
+        self.rows = saved["clients"] if saved else ()
+        self._dead(kept)
 
     def _without_orphans(self, kept: Mapping[ClientId, Kept]) -> dict[ClientId, Kept]:
         """The leases of domains that were adopted, or of which nothing lives; the others are held apart."""
@@ -205,15 +207,20 @@ class Adoption:
             return ev.DomainRole.SPARE
         return ev.DomainRole.OLD
 
-    def _dead(self, rows: Sequence[Mapping[str, Any]], kept: Mapping[ClientId, Kept]) -> None:
+    def _dead(self, kept: Mapping[ClientId, Kept]) -> None:
         """Living clients join again by their domains' lists; for the dead the leases go on."""
-        facts = {(r["domain"], int(r["pid"]), int(r["start_ticks"])): r for r in rows}
+        facts = {(r["domain"], int(r["pid"]), int(r["start_ticks"])): r for r in self.rows}
         for domain, process in sorted({(c.domain, c.process) for c in kept}):
+            dead = sorted(c for c in kept if (c.domain, c.process) == (domain, process))
             if _alive(process):
-                self.attacher.notice(domain, process.pid)
-                continue
-            spaces = sorted(c for c in kept if (c.domain, c.process) == (domain, process))
-            restored = tuple(c.space for c in spaces if self.attacher.restore(c))
+                # After an exec, what was kept of the program before is a dead client's.
+                before = [c for c in dead if not self.attacher.is_present(c)]
+                if len(before) < len(dead):
+                    self.attacher.notice(domain, process.pid)
+                if not before:
+                    continue
+                dead = before
+            restored = tuple(c.space for c in dead if self.attacher.restore(c))
             row = facts.get((domain, process.pid, process.start_ticks))
             self.post(ev.LeaseRestored(domain, _facts(process, row), restored))
 

@@ -63,13 +63,16 @@ class Orphans:
                 log.error("a stored lease is not usable", client=str(client), reason=str(error))
                 self._store.drop(found.name)
                 continue
-            if found.work or not self._work.has(client.process):
-                self._work.adopt_or_tell(client.process, found.work)
+            self._work.adopt_or_tell(client, found.work)
             process = _pinned(client.process)
+            if process is not None and not self._work.is_present(client.process, self._work.fds(client)):
+                # After an exec: what held this lease has ended.
+                process.close()
+                process = None
             self._held[client] = Orphan(lease, process, time.monotonic())
             log.warning("lease of an unknown domain is held", client=str(client))
             if process is None:
-                self._work.watch(client.process)
+                self._work.watch(client)
 
     def look_around(self) -> None:
         """Once a second: whose client has died, whose domain has gone."""
@@ -77,7 +80,7 @@ class Orphans:
             if orphan.process is not None and not orphan.process.alive():
                 orphan.process.close()
                 orphan.process = None
-                self._work.watch(client.process)
+                self._work.watch(client)
         for domain, processes in tuple(self._domains.items()):
             if any(p.alive() for p in processes):
                 continue
@@ -87,19 +90,18 @@ class Orphans:
 
     def _heard(self, event: ev.Event) -> None:
         if isinstance(event, ev.WorkEnded):
-            self._release([c for c in self._held if c.process == event.process], event.sign)
+            self._release([event.client] if event.client in self._held else [], event.sign)
 
     def _release(self, clients: Sequence[ClientId], why: str) -> None:
         for client in clients:
             orphan = self._held.pop(client)
+            self._work.forget(client)
             if orphan.process is not None:
                 orphan.process.close()
             log.info("lease of an unknown domain was given up", client=str(client), why=why)
             task = asyncio.get_running_loop().create_task(self._close(orphan.lease))
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
-        for process in {c.process for c in clients}:
-            self._work.forget(process)
 
     async def _close(self, lease: Lease) -> None:
         await asyncio.to_thread(lease.close)

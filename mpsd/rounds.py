@@ -81,7 +81,7 @@ class Rounds:
         """Round `number`, counted from 1."""
         self.attacher.check_identities()
         self.orphans.look_around()
-        self.work.refresh({c.process for c in self.attacher.leases})
+        self.work.refresh(set(self.attacher.leases))
         if self.journal.problem:
             self.journal.retry()
         if self.statefile.problem:

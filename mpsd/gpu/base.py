@@ -107,6 +107,13 @@ class WorkInspector(Protocol):
         """Rebuild a view from descriptors that a descriptor store kept. Owns them from then on."""
         ...
 
+    def is_present(self, process: ProcessInstance, fds: Mapping[str, int]) -> bool:
+        """Whether kept descriptors are of the program that a living process runs now.
+
+        False when they are of one before an exec; True where nothing shows that.
+        """
+        ...
+
 
 class XidSource(Protocol):
     """Critical Xids as NVML reports them."""
