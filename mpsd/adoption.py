@@ -235,6 +235,12 @@ class Adoption:
             for pid in pids:
                 self.attacher.notice(domain, pid, listed=True)
         await self.attacher.noticed()
+        self._died_meanwhile()
+
+    def _died_meanwhile(self) -> None:
+        """Those that lived when they were looked at, and had gone when they were to be described."""
+        unclaimed = self.attacher.kept
+        self._dead({client: kept for client, kept in unclaimed.items() if not _alive(client.process)})
 
 
 def _alive(process: ProcessInstance) -> bool:

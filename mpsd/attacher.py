@@ -328,6 +328,11 @@ class Attacher:
         """Leases that the descriptor store kept for an earlier daemon; each is used again or discarded."""
         self._kept.update(kept)
 
+    @property
+    def kept(self) -> Mapping[ClientId, Kept]:
+        """Those of them that nobody has claimed yet."""
+        return self._kept
+
     def restore(self, client: ClientId) -> bool:
         """Take over the kept lease of a client that has died; it needs no tracker any more."""
         kept = self._kept.pop(client, None)

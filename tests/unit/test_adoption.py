@@ -109,3 +109,20 @@ def test_the_dead_are_restored(tmp_path: Path) -> None:
     parts = Parts(client)
     assert spaces(adopted(tmp_path, parts)) == [("d1", (0,))]
     assert not parts.noticed_pids and not parts.kept
+
+
+def test_who_dies_before_it_is_described_keeps_its_lease(
+    tmp_path: Path, child: subprocess.Popen[bytes]
+) -> None:
+    client = ClientId("d1", procs.facts(child.pid).instance, 0)
+    parts = Parts(client, ClientId("d1", me(), 0))
+
+    def dies() -> None:
+        child.kill()
+        child.wait()
+
+    parts.missed = dies
+    assert spaces(adopted(tmp_path, parts)) == [("d1", (0,))]
+    assert parts.restored == [client]
+    # What nobody claims of the living is given up later.
+    assert [c.process for c in parts.kept] == [me()]
