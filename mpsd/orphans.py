@@ -75,12 +75,13 @@ class Orphans:
                 self._work.watch(client)
 
     def look_around(self) -> None:
-        """Once a second: whose client has died, whose domain has gone."""
+        """Once a second: whose client has died, what the living have come to use, whose domain has gone."""
         for client, orphan in self._held.items():
             if orphan.process is not None and not orphan.process.alive():
                 orphan.process.close()
                 orphan.process = None
                 self._work.watch(client)
+        self._work.refresh([c for c, orphan in self._held.items() if orphan.process is not None])
         for domain, processes in tuple(self._domains.items()):
             if any(p.alive() for p in processes):
                 continue
