@@ -27,7 +27,7 @@ from mpsd.core import events as ev
 from mpsd.errors import GpuError, MpsdError, NotReadyError, StoreError
 from mpsd.gpu.base import AddressSpace, Tracker, Uvm, WorkView
 from mpsd.guardnotes import GuardNotes
-from mpsd.lease import GUARD_ROLE, Kept, Lease, adopt, lease_name
+from mpsd.lease import GUARD_ROLE, Kept, Lease, adopt, is_current, lease_name
 from mpsd.leasestore import LeaseStore
 from mpsd.model import ClientId, ProcessFacts, ProcessInstance
 from mpsd.tasks import Tasks
@@ -211,7 +211,9 @@ class Attacher:
         if reached.work is not None:
             self._work.follow(clients, reached.work)
         late: tuple[int, ...] = ()
-        if not reached.kept:
+        if reached.kept:
+            await self._renew([c for c in clients if not is_current(self._leases[c].name)])
+        else:
             late = await self._store_all(clients)
         if self._pins.get(process) is not pin:
             for client in clients:
@@ -299,6 +301,15 @@ class Attacher:
         for client, future in late.items():
             future.add_done_callback(partial(self._stored, client))
         return tuple(c.space for c in clients if c in late or c not in waiting)
+
+    async def _renew(self, clients: Sequence[ClientId]) -> None:
+        """Store anew what an earlier mpsd stored without the notes of its guard; then drop the old set."""
+        before = {c: self._leases[c].name for c in clients}
+        late = await self._store_all(clients)
+        for client, name in before.items():
+            # A set that could not be replaced stays; the next mpsd finds both, and takes the better one.
+            if client.space not in late:
+                self._store.drop(name)
 
     def _stored(self, client: ClientId, done: asyncio.Future[None]) -> None:
         if not done.cancelled():

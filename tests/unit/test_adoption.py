@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from mpsd import procs
+from mpsd import adoption, procs
 from mpsd.adoption import Adoption
 from mpsd.core import events as ev
 from mpsd.layout import Layout
@@ -32,9 +32,21 @@ class Parts:
         self.noticed_pids: list[tuple[str, int]] = []
         self.restored: list[ClientId] = []
         self.missed = lambda: None
+        self.dropped: list[str] = []
+        self.held: list[tuple[str, str | None]] = []
 
     def fetch_all(self) -> dict[str, list[int]]:
         return self.stored
+
+    def drop(self, name: str) -> None:
+        self.dropped.append(name)
+
+    def hold(self, name: str, fds: list[int], domain: str | None, processes: list[procs.Pinned]) -> None:
+        self.held.append((name, domain))
+        for fd in fds:
+            os.close(fd)
+        for process in processes:
+            process.close()
 
     def names(self) -> list[str]:
         return ["d1", "d2"]
@@ -64,9 +76,9 @@ def adopted(base: Path, part: Any) -> list[ev.Event]:
     posted: list[ev.Event] = []
     layout = Layout(base / "r", base / "l", base / "s")
     (layout.run_dir / "d").mkdir(parents=True)
-    adoption = Adoption(layout, part, part, part, part, posted.append)
-    adoption.run(None)
-    asyncio.run(adoption.join_living())
+    taking = Adoption(layout, part, part, part, part, posted.append)
+    taking.run(None)
+    asyncio.run(taking.join_living())
     return posted
 
 
@@ -102,6 +114,35 @@ def test_what_was_kept_of_a_program_before_an_exec_is_a_dead_clients(tmp_path: P
     assert spaces(adopted(tmp_path, parts)) == [("d1", (0,)), ("d2", (0,))]
     assert parts.restored == [before, other] and set(parts.kept) == {now}
     assert parts.noticed_pids == [("d1", os.getpid())]
+
+
+def fds(count: int) -> list[int]:
+    return [os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC) for _ in range(count)]
+
+
+def test_sets_of_earlier_forms_are_leases_and_what_is_not_understood_is_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        adoption,
+        "pin_domain",
+        lambda path: [procs.Pinned.open(os.getpid())] if path.endswith("d1") else [],
+    )
+    dead = ProcessInstance(os.getpid(), 1)
+    parts = Parts()
+    first = f"lease.d1.{dead.pid}.1"
+    parts.stored = {
+        f"{first}.0": fds(4),
+        f"{first}.1.mm+va": fds(2),
+        f"{first}.2.mm+va": fds(2),
+        f"{first}.2.mm+va+guard": fds(3),
+        f"{first}.3.a.later.form": fds(1),
+        "lease.d7.what": fds(1),
+        "something": fds(1),
+    }
+    assert spaces(adopted(tmp_path, parts)) == [("d1", (0, 1, 2))]
+    assert parts.held == [(f"{first}.3.a.later.form", "d1"), ("something", None)]
+    assert sorted(parts.dropped) == [f"{first}.2.mm+va", "lease.d7.what"]
 
 
 def test_the_dead_are_restored(tmp_path: Path) -> None:

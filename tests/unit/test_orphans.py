@@ -104,6 +104,32 @@ def test_living_orphans_are_looked_at_in_each_round(child: subprocess.Popen[byte
     at_a_desk(play)
 
 
+def test_what_is_not_understood_is_held_as_long_as_its_domain(child: subprocess.Popen[bytes]) -> None:
+    async def play(desk: Desk) -> None:
+        ends = []
+        for name, domain in (("lease.d1.new", "d1"), ("other", None)):
+            reader, writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+            ends.append(reader)
+            desk.store.names.add(name)
+            desk.front._held.add(name)
+            desk.orphans.hold(name, [writer], domain, [procs.Pinned.open(child.pid)] if domain else [])
+        desk.orphans.look_around()
+        assert len(desk.orphans) == 2
+        assert "2 set(s)" in " ".join(desk.orphans.problems())
+        with pytest.raises(BlockingIOError):
+            os.read(ends[0], 1)
+        child.kill()
+        child.wait()
+        desk.orphans.look_around()
+        await until(lambda: desk.store.names == {"other"})
+        assert os.read(ends[0], 1) == b"", "it is closed"
+        assert len(desk.orphans) == 1
+        for end in ends:
+            os.close(end)
+
+    at_a_desk(play)
+
+
 def test_what_was_kept_of_a_program_before_an_exec_is_watched(child: subprocess.Popen[bytes]) -> None:
     async def play(desk: Desk) -> None:
         desk.present, desk.left = False, A_KERNEL
