@@ -21,7 +21,7 @@ from mpsd.core.state import Client, Domain, DomainState, State
 from mpsd.errors import MpsdError
 from mpsd.host import Hosts, Post
 from mpsd.layout import Layout
-from mpsd.lease import Kept, parse_lease_name
+from mpsd.lease import Kept, domain_named, is_current, stored_lease
 from mpsd.leasestore import LeaseStore
 from mpsd.model import ClientId, ProcessFacts, ProcessInstance, ServerState
 from mpsd.orphans import Orphans, pin_domain
@@ -100,10 +100,11 @@ class Adoption:
     orphans: Orphans
     post: Post
     unknown: list[str] = field(default_factory=list)
+    rows: Sequence[Mapping[str, Any]] = ()
 
     def run(self, saved: Mapping[str, Any] | None) -> None:
         """Post the events that rebuild the state. Nothing here ends a domain that still has clients."""
-        kept = self._kept_leases()
+        kept, strange = self._kept_leases()
         for slot in saved["slots"] if saved else ():
             exclusive, gpus = bool(slot["exclusive"]), tuple(slot["gpus"])
             self.post(
@@ -114,8 +115,10 @@ class Adoption:
             self._domain(row, slots[row["slot"]])
         self._unknown({row["id"] for row in saved["domains"]} if saved else set())
         kept = self._without_orphans(kept)
+        self._hold(strange)
         self.attacher.inherit(kept)
-        self._dead(saved["clients"] if saved else (), kept)
+        self.rows = saved["clients"] if saved else ()
+        self._dead(kept)
 
     def _without_orphans(self, kept: Mapping[ClientId, Kept]) -> dict[ClientId, Kept]:
         """The leases of domains that were adopted, or of which nothing lives; the others are held apart."""
@@ -140,19 +143,35 @@ class Adoption:
                 "serves it): end it with quit once its clients have left"
             )
 
-    def _kept_leases(self) -> dict[ClientId, Kept]:
-        kept = {}
-        for name, fds in self.store.fetch_all().items():
-            parsed = parse_lease_name(name)
-            if parsed is None or len(parsed[1]) != len(fds):
-                log.error("a stored set is no lease", name=name)
-                for fd in fds:
-                    os.close(fd)
-                self.store.drop(name)
-            else:
-                client, roles = parsed
-                kept[client] = Kept(name, dict(zip(roles, fds, strict=True)))
-        return kept
+    def _kept_leases(self) -> tuple[dict[ClientId, Kept], dict[str, Sequence[int]]]:
+        """What the store kept: leases, and by name what is not understood."""
+        kept: dict[ClientId, Kept] = {}
+        strange: dict[str, Sequence[int]] = {}
+        # Of two sets of one client the newer form is taken: the other was being replaced.
+        for name, fds in sorted(self.store.fetch_all().items(), key=lambda item: is_current(item[0])):
+            parsed = stored_lease(name, len(fds))
+            if parsed is None:
+                strange[name] = fds
+                continue
+            client, roles = parsed
+            if client in kept:
+                kept[client].close()
+                self.store.drop(kept[client].name)
+            kept[client] = Kept(name, dict(zip(roles, fds, strict=True)))
+        return kept, strange
+
+    def _hold(self, strange: Mapping[str, Sequence[int]]) -> None:
+        """It may be a lease of another mpsd's form: held while anything lives of the domain that it names."""
+        for name, fds in strange.items():
+            domain = domain_named(name)
+            processes = [] if domain is None else pin_domain(str(self.layout.pipe_dir(domain)))
+            if domain is None or processes:
+                self.orphans.hold(name, fds, domain, processes)
+                continue
+            log.error("a stored set is no lease of anything that lives", name=name)
+            for fd in fds:
+                os.close(fd)
+            self.store.drop(name)
 
     def _domain(self, row: Mapping[str, Any], slot: Mapping[str, Any]) -> None:
         name, gpus = row["id"], tuple(slot["gpus"])
@@ -205,15 +224,20 @@ class Adoption:
             return ev.DomainRole.SPARE
         return ev.DomainRole.OLD
 
-    def _dead(self, rows: Sequence[Mapping[str, Any]], kept: Mapping[ClientId, Kept]) -> None:
+    def _dead(self, kept: Mapping[ClientId, Kept]) -> None:
         """Living clients join again by their domains' lists; for the dead the leases go on."""
-        facts = {(r["domain"], int(r["pid"]), int(r["start_ticks"])): r for r in rows}
+        facts = {(r["domain"], int(r["pid"]), int(r["start_ticks"])): r for r in self.rows}
         for domain, process in sorted({(c.domain, c.process) for c in kept}):
+            dead = sorted(c for c in kept if (c.domain, c.process) == (domain, process))
             if _alive(process):
-                self.attacher.notice(domain, process.pid)
-                continue
-            spaces = sorted(c for c in kept if (c.domain, c.process) == (domain, process))
-            restored = tuple(c.space for c in spaces if self.attacher.restore(c))
+                # After an exec, what was kept of the program before is a dead client's.
+                before = [c for c in dead if not self.attacher.is_present(c)]
+                if len(before) < len(dead):
+                    self.attacher.notice(domain, process.pid)
+                if not before:
+                    continue
+                dead = before
+            restored = tuple(c.space for c in dead if self.attacher.restore(c))
             row = facts.get((domain, process.pid, process.start_ticks))
             self.post(ev.LeaseRestored(domain, _facts(process, row), restored))
 
@@ -228,6 +252,12 @@ class Adoption:
             for pid in pids:
                 self.attacher.notice(domain, pid, listed=True)
         await self.attacher.noticed()
+        self._died_meanwhile()
+
+    def _died_meanwhile(self) -> None:
+        """Those that lived when they were looked at, and had gone when they were to be described."""
+        unclaimed = self.attacher.kept
+        self._dead({client: kept for client, kept in unclaimed.items() if not _alive(client.process)})
 
 
 def _alive(process: ProcessInstance) -> bool:

@@ -16,7 +16,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import structlog
@@ -26,7 +26,7 @@ from mpsd.core import events as ev
 from mpsd.errors import DeadlineError, GpuError, MpsdError, NotReadyError, StoreError
 from mpsd.gpu.base import AddressSpace, Tracker, Uvm, WorkView
 from mpsd.guardnotes import GuardNotes
-from mpsd.lease import GUARD_ROLE, Kept, Lease, adopt, lease_name
+from mpsd.lease import GUARD_ROLE, Kept, Lease, adopt, is_current, lease_name
 from mpsd.leasestore import LeaseStore
 from mpsd.looks import Looks
 from mpsd.model import ClientId, ProcessFacts, ProcessInstance
@@ -240,7 +240,7 @@ class Attacher:
     async def _attach(self, domain: str, pin: Pin, space: int, kept: Mapping[ClientId, Kept]) -> None:
         process = pin.process.instance
         try:
-            reached = await self._taken_over(kept) or await self._until_reached(pin)
+            reached = await self._taken_over(kept, space) or await self._until_reached(pin)
         except (MpsdError, OSError) as error:
             if self._pins.get(process) is pin:
                 self._post(ev.AttachFailed(domain, process, str(error), space))
@@ -253,15 +253,17 @@ class Attacher:
             for lease in reached.leases:
                 self._store.drop(lease.name)
             return
-        work = {} if reached.work is None else self._work.follow(process, reached.work)
         clients = [ClientId(domain, process, space + n) for n in range(len(reached.leases))]
         self._leases.update(zip(clients, reached.leases, strict=True))
+        if reached.work is not None:
+            self._work.follow(clients, reached.work)
         late: tuple[int, ...] = ()
         if reached.kept:
             for lease in reached.leases:
                 self._store.belongs(lease.name, pin.uid)
+            await self._renew([c for c in clients if not is_current(self._leases[c].name)], pin.uid)
         else:
-            late = await self._store_all(clients, work, pin.uid)
+            late = await self._store_all(clients, pin.uid)
         if self._pins.get(process) is not pin:
             for client in clients:
                 self.release(client)
@@ -324,21 +326,25 @@ class Attacher:
         finally:
             os.close(pidfd)
 
-    async def _taken_over(self, kept: Mapping[ClientId, Kept]) -> Reached | None:
-        """The leases that an earlier daemon left of a living client; None when it left none."""
-        leases = [lease for lease in map(self._adopted, kept, kept.values()) if lease is not None]
+    async def _taken_over(self, kept: Mapping[ClientId, Kept], space: int) -> Reached | None:
+        """The leases that an earlier daemon left of a living client; None when it left none.
+
+        They are numbered anew, from `space`.
+        """
+        leases: list[Lease] = []
+        for client, found in kept.items():
+            if lease := self._adopted(client, found, space + len(leases)):
+                leases.append(lease)
         tracked = [await self._loop.run_in_executor(None, _track, lease) for lease in leases]
         problems = [problem for _, problem in tracked if problem]
         return Reached(leases, None, problems, kept=True) if leases else None
 
-    async def _store_all(
-        self, clients: Sequence[ClientId], work: Mapping[str, int], uid: int
-    ) -> tuple[int, ...]:
+    async def _store_all(self, clients: Sequence[ClientId], uid: int) -> tuple[int, ...]:
         """Put new leases into the store; the numbers of those that it has not taken in time."""
         waiting: dict[ClientId, asyncio.Future[None]] = {}
         for client in clients:
             lease = self._leases[client]
-            own = {**lease.space.fds, GUARD_ROLE: lease.notes.fd, **(work if client is clients[0] else {})}
+            own = {**lease.space.fds, GUARD_ROLE: lease.notes.fd, **self._work.fds(client)}
             lease.name = lease_name(client, own)
             try:
                 waiting[client] = self._store.put(lease.name, tuple(own.values()), uid)
@@ -368,6 +374,15 @@ class Attacher:
         else:
             future.add_done_callback(partial(self._stored, client))
 
+    async def _renew(self, clients: Sequence[ClientId], uid: int) -> None:
+        """Store anew what an earlier mpsd stored without the notes of its guard; then drop the old set."""
+        before = {c: self._leases[c].name for c in clients}
+        late = await self._store_all(clients, uid)
+        for client, name in before.items():
+            # A set that could not be replaced stays; the next mpsd finds both, and takes the better one.
+            if client.space not in late:
+                self._store.drop(name)
+
     def _stored(self, client: ClientId, done: asyncio.Future[None]) -> None:
         if not done.cancelled():
             self._post(ev.LeaseStored(client))
@@ -396,19 +411,28 @@ class Attacher:
         """Leases that the descriptor store kept for an earlier daemon; each is used again or discarded."""
         self._kept.update(kept)
 
+    @property
+    def kept(self) -> Mapping[ClientId, Kept]:
+        """Those of them that nobody has claimed yet."""
+        return self._kept
+
     def restore(self, client: ClientId) -> bool:
         """Take over the kept lease of a client that has died; it needs no tracker any more."""
         kept = self._kept.pop(client, None)
         if kept is None:
             return False
-        lease = self._adopted(client, kept)
+        lease = self._adopted(client, kept, client.space)
         if lease is None:
             return False
         self._leases[client] = lease
         return True
 
-    def _adopted(self, client: ClientId, kept: Kept) -> Lease | None:
-        """None for a set that holds no lease: that is told, and the others go on."""
+    def is_present(self, client: ClientId) -> bool:
+        """Whether a kept lease is of the program that its living process runs now."""
+        return self._work.is_present(client.process, self._kept[client].work)
+
+    def _adopted(self, client: ClientId, kept: Kept, space: int) -> Lease | None:
+        """None for a set that holds no lease: that is told, and the others go on. `space`: its number now."""
         try:
             lease = adopt(self._uvm, kept)
         except GpuError as error:
@@ -416,8 +440,7 @@ class Attacher:
             self._post(ev.Counted({"leases_malformed": 1}))
             self._store.drop(kept.name)
             return None
-        if kept.work or not self._work.has(client.process):
-            self._work.adopt_or_tell(client.process, kept.work)
+        self._work.adopt_or_tell(replace(client, space=space), kept.work)
         return lease
 
     def discard_kept(self) -> int:
@@ -431,6 +454,7 @@ class Attacher:
 
     def release(self, client: ClientId) -> None:
         """Close the lease here and in the store. Closing may take long, so a thread does it."""
+        self._work.forget(client)
         lease = self._leases.pop(client, None)
         if lease is None:
             return

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Protocol
 
 from mpsd.errors import StoreError
-from mpsd.fdset import ANSWER_TIMEOUT_S, check_new, close_all, lost
+from mpsd.fdset import ANSWER_TIMEOUT_S, check_new, close_all, labelled, lost, whole_sets
 from mpsd.keeperstore import KeeperStore
 from mpsd.linux.samefile import can_tell, same_file
 from mpsd.notify import Channel, Notifier, listen_fds
@@ -107,6 +107,14 @@ class SystemdStore:
                     self._add(label.removesuffix(_SET), [self._files[name] for name in listed])
                 else:
                     self._leaving.append(label)
+        # Before files had names of their own, each descriptor was stored under its set's. Systemd kept the
+        # first of several of one open file, so that some of these never become a set again.
+        whole, incomplete = whole_sets(inherited)
+        self._leaving += incomplete
+        for name, fds in whole.items():
+            labels = [label for label, _ in labelled(name, fds)]
+            self._files |= {label: _File(label, fd) for label, fd in zip(labels, fds, strict=True)}
+            self._add(name, [self._files[label] for label in labels])
         for unused in [f for f in self._files.values() if not f.uses]:
             self._forget(unused)
 

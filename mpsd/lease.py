@@ -14,6 +14,8 @@ from mpsd.model import ClientId, ProcessInstance
 GUARD_ROLE = "guard"
 WORK_ROLES = frozenset({"areas", "mem"})
 _PREFIX = "lease"
+_FIRST_ROLES = ("mm", "va", "areas", "mem")
+"""Of the sets whose names do not say them; the last two were left out together."""
 
 
 @dataclass(slots=True)
@@ -55,18 +57,20 @@ def adopt(uvm: Uvm, kept: Kept) -> Lease:
 
     Raises GpuError for a set that holds no lease; then all its descriptors are closed.
     """
+    created: GuardNotes | None = None
     try:
-        if GUARD_ROLE not in kept.fds:
-            raise GpuError(f"{kept.name} has no notes of its guard")
-        notes = GuardNotes.adopt(kept.fds[GUARD_ROLE])
+        if GUARD_ROLE in kept.fds:
+            notes = GuardNotes.adopt(kept.fds[GUARD_ROLE])
+        else:
+            # Of an earlier mpsd, which laid no ranges that it could note.
+            notes = created = GuardNotes.create()
         own = {role: fd for role, fd in kept.fds.items() if role not in {*WORK_ROLES, GUARD_ROLE}}
         return Lease(uvm.adopt(own), None, notes, kept.name)
-    except OSError as error:
+    except (OSError, GpuError) as error:
         kept.close()
+        if created is not None:
+            created.close()
         raise GpuError(f"{kept.name} holds no lease: {error}") from error
-    except GpuError:
-        kept.close()
-        raise
 
 
 def lease_name(client: ClientId, roles: Iterable[str]) -> str:
@@ -83,3 +87,27 @@ def parse_lease_name(name: str) -> tuple[ClientId, tuple[str, ...]] | None:
         return None
     pid, start, space = (int(p) for p in parts[2:5])
     return ClientId(parts[1], ProcessInstance(pid, start), space), tuple(parts[5].split("+"))
+
+
+def stored_lease(name: str, count: int) -> tuple[ClientId, tuple[str, ...]] | None:
+    """As parse_lease_name, for a set of so many descriptors, also of the first mpsd: `lease.d1.7.8.0`.
+
+    None for what is not understood.
+    """
+    if name.count(".") == 4:
+        parsed = parse_lease_name(f"{name}.{'+'.join(_FIRST_ROLES[:count])}") if count in (2, 4) else None
+    else:
+        parsed = parse_lease_name(name)
+    return parsed if parsed is not None and len(set(parsed[1])) == len(parsed[1]) == count else None
+
+
+def is_current(name: str) -> bool:
+    """Whether a set of this name has everything that this mpsd keeps with a lease that has a guard."""
+    parsed = parse_lease_name(name)
+    return parsed is not None and GUARD_ROLE in parsed[1]
+
+
+def domain_named(name: str) -> str | None:
+    """Whose lease a set may be that is not understood; None where its name does not tell."""
+    parts = name.split(".")
+    return parts[1] if len(parts) > 1 and parts[0] == _PREFIX and parts[1].isalnum() else None

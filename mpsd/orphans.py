@@ -9,6 +9,7 @@ environment): then nobody is left who shared a fault with it.
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -39,6 +40,18 @@ class Orphan:
     since: float
 
 
+@dataclass(slots=True)
+class Strange:
+    """A stored set that is not understood. `domain`: what its name says, if it says so."""
+
+    fds: Sequence[int]
+    domain: str | None
+
+    def close(self) -> None:
+        for fd in self.fds:
+            os.close(fd)
+
+
 class Orphans:
     """Lives on the event loop; decides by the rule above alone, core knows nothing of it."""
 
@@ -47,15 +60,16 @@ class Orphans:
         self._work = WorkWatch(inspector, interval_s, self._heard)
         self._store = store
         self._held: dict[ClientId, Orphan] = {}
+        self._strange: dict[str, Strange] = {}
         self._domains: dict[str, list[procs.Pinned]] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._held) + len(self._strange)
 
     def take(self, domain: str, processes: Sequence[procs.Pinned], kept: Mapping[ClientId, Kept]) -> None:
         """Hold these leases of a domain whose processes are given; a set that is none is told and dropped."""
-        self._domains[domain] = list(processes)
+        self._domains.setdefault(domain, []).extend(processes)
         for client, found in kept.items():
             try:
                 lease = adopt(self._uvm, found)
@@ -63,47 +77,68 @@ class Orphans:
                 log.error("a stored lease is not usable", client=str(client), reason=str(error))
                 self._store.drop(found.name)
                 continue
-            if found.work or not self._work.has(client.process):
-                self._work.adopt_or_tell(client.process, found.work)
+            self._work.adopt_or_tell(client, found.work)
             process = _pinned(client.process)
+            if process is not None and not self._work.is_present(client.process, self._work.fds(client)):
+                # After an exec: what held this lease has ended.
+                process.close()
+                process = None
             self._held[client] = Orphan(lease, process, time.monotonic())
             log.warning("lease of an unknown domain is held", client=str(client))
             if process is None:
-                self._work.watch(client.process)
+                self._work.watch(client)
+
+    def hold(
+        self, name: str, fds: Sequence[int], domain: str | None, processes: Sequence[procs.Pinned]
+    ) -> None:
+        """Hold a stored set that is not understood until its domain, whose processes these are, has gone.
+
+        Without a domain it is held for good: the store may be shared with something else.
+        """
+        log.warning("a stored set is not understood, and held", name=name, domain=domain)
+        self._strange[name] = Strange(fds, domain)
+        if domain is not None:
+            self._domains.setdefault(domain, []).extend(processes)
 
     def look_around(self) -> None:
-        """Once a second: whose client has died, whose domain has gone."""
+        """Once a second: whose client has died, what the living have come to use, whose domain has gone."""
         for client, orphan in self._held.items():
             if orphan.process is not None and not orphan.process.alive():
                 orphan.process.close()
                 orphan.process = None
-                self._work.watch(client.process)
+                self._work.watch(client)
+        self._work.refresh([c for c, orphan in self._held.items() if orphan.process is not None])
         for domain, processes in tuple(self._domains.items()):
             if any(p.alive() for p in processes):
                 continue
             for process in self._domains.pop(domain):
                 process.close()
             self._release([c for c in self._held if c.domain == domain], "its domain has gone")
+            for name in [n for n, s in self._strange.items() if s.domain == domain]:
+                log.info("a stored set of a domain that has gone was given up", name=name)
+                self._close_apart(self._strange.pop(name), name)
 
     def _heard(self, event: ev.Event) -> None:
         if isinstance(event, ev.WorkEnded):
-            self._release([c for c in self._held if c.process == event.process], event.sign)
+            self._release([event.client] if event.client in self._held else [], event.sign)
 
     def _release(self, clients: Sequence[ClientId], why: str) -> None:
         for client in clients:
             orphan = self._held.pop(client)
+            self._work.forget(client)
             if orphan.process is not None:
                 orphan.process.close()
             log.info("lease of an unknown domain was given up", client=str(client), why=why)
-            task = asyncio.get_running_loop().create_task(self._close(orphan.lease))
-            self._closing.add(task)
-            task.add_done_callback(self._closing.discard)
-        for process in {c.process for c in clients}:
-            self._work.forget(process)
+            self._close_apart(orphan.lease, orphan.lease.name)
 
-    async def _close(self, lease: Lease) -> None:
-        await asyncio.to_thread(lease.close)
-        self._store.drop(lease.name)
+    def _close_apart(self, held: Lease | Strange, name: str) -> None:
+        task = asyncio.get_running_loop().create_task(self._close(held, name))
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    async def _close(self, held: Lease | Strange, name: str) -> None:
+        await asyncio.to_thread(held.close)
+        self._store.drop(name)
 
     def rows(self) -> list[dict[str, Any]]:
         """The dead among their clients, as `status` shows the dead."""
@@ -127,18 +162,24 @@ class Orphans:
         ]
 
     def problems(self) -> list[str]:
+        found = []
+        if self._strange:
+            found.append(f"{len(self._strange)} set(s) in the descriptor store are not understood, and held")
         domains = sorted({c.domain for c in self._held})
         if not domains:
-            return []
+            return found
         return [
+            *found,
             f"{len(self._held)} lease(s) of domains {', '.join(domains)} of an earlier mpsd are held "
-            "until the work of their clients has ended, or those domains have"
+            "until the work of their clients has ended, or those domains have",
         ]
 
     async def close(self) -> None:
         """Let go of everything that is this process's own. What the store holds lives on."""
         await self._work.close()
         await asyncio.gather(*self._closing, return_exceptions=True)
+        for strange in self._strange.values():
+            strange.close()
         for orphan in self._held.values():
             orphan.lease.close()
             if orphan.process is not None:

@@ -61,7 +61,7 @@ class Performer:
             fx.Attach: lambda e: hands.attacher.attach(e.domain, e.process, e.space),
             fx.Terminate: self._terminate,
             fx.Kill: self._kill,
-            fx.ProbeWork: lambda e: hands.work.watch(e.client.process),
+            fx.ProbeWork: lambda e: hands.work.watch(e.client),
             fx.ReleaseLease: self._release,
             fx.Forget: self._forget,
             fx.Inspect: self._inspect,
@@ -92,7 +92,6 @@ class Performer:
         self._hands.attacher.release(effect.client)
 
     def _forget(self, effect: fx.Forget) -> None:
-        self._hands.work.forget(effect.process)
         self._hands.attacher.forget(effect.process)
 
     def _inspect(self, effect: fx.Inspect) -> None:

@@ -19,6 +19,7 @@ from mpsd.journal import Journal
 from mpsd.layout import Layout
 from mpsd.orphans import Orphans
 from mpsd.statefile import StateFile
+from mpsd.tasks import Tasks
 from mpsd.workwatch import WorkWatch
 
 log = structlog.get_logger("mpsd.rounds")
@@ -52,6 +53,7 @@ class Rounds:
     _default_path_problem: str = ""
     _log_disk_full: bool = False
     _modes: asyncio.Task[None] | None = field(default=None)
+    _reconciling: asyncio.Task[None] | None = field(default=None)
 
     async def run(self) -> None:
         """For ever. What fails in one round is tried in the next."""
@@ -65,8 +67,9 @@ class Rounds:
                 log.error("round failed", error=repr(error), exc_info=True)
 
     def close(self) -> None:
-        if self._modes is not None:
-            self._modes.cancel()
+        for task in (self._modes, self._reconciling):
+            if task is not None:
+                task.cancel()
 
     def problems(self) -> list[str]:
         """What the last round found wrong, for `status`."""
@@ -82,7 +85,7 @@ class Rounds:
         """Round `number`, counted from 1."""
         self.attacher.check_identities()
         self.orphans.look_around()
-        self.work.refresh({c.process for c in self.attacher.leases})
+        self.work.refresh(set(self.attacher.leases))
         if self.journal.problem:
             self.journal.retry()
         if self.statefile.problem:
@@ -94,7 +97,7 @@ class Rounds:
         self._log_disk_full = self.layout.log_space() < LOG_SPACE_NEEDED
         # Without a log nobody tells of newcomers: they are looked for.
         if self._log_disk_full or number % LIST_EVERY == 0:
-            await self._reconcile()
+            self._reconcile_apart()
         if number % TRIM_EVERY == 0:
             self.hosts.trim_logs(self.log_bytes)
         if number % FLUSH_EVERY == 0:
@@ -118,6 +121,11 @@ class Rounds:
         target = self.layout.slot_path(self.default_slot)
         if target.exists() and not (path.is_symlink() and os.readlink(path) == str(target)):
             self._default_path_problem = layout.claim_default_path(path, target)
+
+    def _reconcile_apart(self) -> None:
+        """Not awaited: every server that is stopped takes seconds to say nothing."""
+        if self._reconciling is None or self._reconciling.done():
+            self._reconciling = Tasks(self.post).spawn(self._reconcile())
 
     async def _reconcile(self) -> None:
         """Clients that no log line told of, servers that changed unseen."""

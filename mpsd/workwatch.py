@@ -1,4 +1,7 @@
-"""Watching the dead: from the death of a client until its work on the GPU has ended."""
+"""Watching the dead: from the death of a client until its work on the GPU has ended.
+
+What is watched is a life, from one exec to the next: its work ends apart from that of the next one.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,14 @@ import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import structlog
 
 from mpsd.core import events as ev
 from mpsd.errors import GpuError
 from mpsd.gpu.base import WorkInspector, WorkView
-from mpsd.model import ProcessInstance
+from mpsd.model import ClientId, ProcessInstance
 from mpsd.tasks import Tasks
 
 log = structlog.get_logger("mpsd.workwatch")
@@ -22,70 +26,96 @@ SLOWEST_S = 0.25
 # A client is leased before it has a context; what its driver maps comes in the second after.
 YOUNG_S = 2.0
 YOUNG_STEP_S = 0.02
-LOOKERS = 4
+# One without a context may get it, and launch, at any time: what was not seen by its death is not known.
+EMPTY_STEP_S = 0.05
+# A client that makes a look at it hang holds up one of these.
+LOOKERS = 16
 CLOSE_S = 5.0
 
 
+@dataclass(slots=True, eq=False)
+class _Life:
+    """One life of a process, its view, and the clients (address spaces) that it has in one domain.
+
+    `look`: at the living, under way or done; `watch`: after the death.
+    """
+
+    view: WorkView
+    clients: set[ClientId]
+    look: asyncio.Task[None] | None = None
+    watch: asyncio.Task[None] | None = None
+
+
 class WorkWatch:
-    """One view for each leased process; looks are spaced out the longer the work lasts."""
+    """A view for each life of each client; looks are spaced out the longer the work lasts."""
 
     def __init__(self, inspector: WorkInspector, interval_s: float, post: Callable[[ev.Event], None]) -> None:
         self._inspector = inspector
         self._interval_s = interval_s
         self._post = post
-        self._views: dict[ProcessInstance, WorkView] = {}
-        self._tasks: dict[ProcessInstance, asyncio.Task[None]] = {}
-        self._closing = Tasks(post)
-        self._pending: dict[ProcessInstance, str] = {}
-        self._round: asyncio.Task[None] | None = None
+        self._lives: dict[ClientId, _Life] = {}
+        self._tasks = Tasks(post)
+        self._pending: dict[ClientId, str] = {}
         self._lookers = ThreadPoolExecutor(LOOKERS, "work")
 
     def look(self, process: ProcessInstance, pidfd: int) -> WorkView:
         """A first look at a living client, from any thread; `follow` it then. Raises GpuError."""
         return self._inspector.open(process, pidfd)
 
-    def follow(self, process: ProcessInstance, view: WorkView) -> Mapping[str, int]:
-        """Begin to follow a living client; the descriptors to store with its lease."""
-        self._put(process, view)
-        self._closing.spawn(self._follow_young(process, view))
+    def is_present(self, process: ProcessInstance, fds: Mapping[str, int]) -> bool:
+        """Whether kept descriptors are of the program that a living process runs now."""
+        return self._inspector.is_present(process, fds)
+
+    def follow(self, clients: Sequence[ClientId], view: WorkView) -> Mapping[str, int]:
+        """Begin to follow a living process, these clients; the descriptors to store with each lease."""
+        self._tasks.spawn(self._follow_young(self._put(clients, view)))
         return view.fds
 
-    async def _follow_young(self, process: ProcessInstance, view: WorkView) -> None:
-        end = time.monotonic() + YOUNG_S
-        while time.monotonic() < end and self._views.get(process) is view and process not in self._tasks:
-            await self._refresh(view)
-            await asyncio.sleep(YOUNG_STEP_S)
+    async def _follow_young(self, life: _Life) -> None:
+        young = time.monotonic() + YOUNG_S
+        while life.clients and life.watch is None:
+            grown = time.monotonic() >= young
+            if grown and life.view.located:
+                return
+            await self._look(life)
+            await asyncio.sleep(EMPTY_STEP_S if grown else YOUNG_STEP_S)
 
-    def adopt_or_tell(self, process: ProcessInstance, fds: Mapping[str, int]) -> None:
+    def adopt_or_tell(self, client: ClientId, fds: Mapping[str, int]) -> None:
         """Take over a view that the descriptor store kept; `fds` are ours from now on."""
         try:
-            view = self._inspector.adopt(process, fds)
+            view = self._inspector.adopt(client.process, fds)
         except (GpuError, OSError, ValueError) as error:
-            log.warning("the end of a client's work will not be seen", client=str(process), reason=str(error))
+            log.warning("the end of a client's work will not be seen", client=str(client), reason=str(error))
             for fd in fds.values():
                 os.close(fd)
             return
-        self._put(process, view)
+        self._put([client], view)
 
-    def _put(self, process: ProcessInstance, view: WorkView) -> None:
-        before = self._views.get(process)
-        self._views[process] = view
-        if before is not None and process not in self._tasks:
-            # After an exec, or for a second domain. One being watched is closed when its watch ends.
-            self._closing.spawn(_close(None, before))
+    def _put(self, clients: Sequence[ClientId], view: WorkView) -> _Life:
+        life = _Life(view, set(clients))
+        for client in clients:
+            self.forget(client)
+            self._lives[client] = life
+        return life
 
-    def has(self, process: ProcessInstance) -> bool:
-        return process in self._views
+    def fds(self, client: ClientId) -> Mapping[str, int]:
+        """The descriptors to store with a lease; none for a client that is not followed."""
+        life = self._lives.get(client)
+        return {} if life is None else life.view.fds
 
-    def refresh(self, leased: Collection[ProcessInstance]) -> None:
-        """Look at the living anew, unless that is still under way."""
-        living = [v for p, v in self._views.items() if p in leased and p not in self._tasks]
-        if self._round is None or self._round.done():
-            self._round = self._closing.spawn(self._refresh_all(living))
+    def refresh(self, leased: Collection[ClientId]) -> None:
+        """Look at the living anew, each apart from the others; not where that is still under way."""
+        for life in dict.fromkeys(self._lives[c] for c in leased if c in self._lives):
+            if life.watch is None:
+                self._looking(life)
 
-    async def _refresh_all(self, views: Sequence[WorkView]) -> None:
-        for view in views:
-            await self._refresh(view)
+    def _looking(self, life: _Life) -> asyncio.Task[None]:
+        if life.look is None or life.look.done():
+            life.look = self._tasks.spawn(self._refresh(life.view))
+        return life.look
+
+    async def _look(self, life: _Life) -> None:
+        await asyncio.wait({self._looking(life)})
 
     async def _refresh(self, view: WorkView) -> None:
         """In a thread: a process that changes its mappings all the time makes a look at them wait."""
@@ -96,65 +126,68 @@ class WorkWatch:
 
     def all_pending(self) -> Mapping[ProcessInstance, str]:
         """What each dead client still has on the GPU, for `status`."""
-        return dict(self._pending)
+        found: dict[ProcessInstance, list[str]] = {}
+        for client, text in self._pending.items():
+            texts = found.setdefault(client.process, [])
+            if text not in texts:
+                texts.append(text)
+        return {process: "; ".join(texts) for process, texts in found.items()}
 
-    def watch(self, process: ProcessInstance) -> None:
-        """Look until the work has ended, then say so. Once for each process."""
-        if process not in self._tasks:
-            self._tasks[process] = asyncio.get_running_loop().create_task(self._watch(process))
+    def watch(self, client: ClientId) -> None:
+        """Look until the work of the client's life has ended, then say so of all clients it was."""
+        life = self._lives.get(client)
+        if life is None:
+            self._tasks.spawn(self._tell_unseen({client}))
+        elif life.watch is None:
+            life.watch = self._tasks.spawn(self._watch(life))
 
-    async def _watch(self, process: ProcessInstance) -> None:
-        view = self._views.get(process)
-        try:
-            await self._until_ended(process, view)
-        finally:
-            # A process that was a client before its exec can be one again, and die again.
-            if self._tasks.get(process) is asyncio.current_task():
-                del self._tasks[process]
-            if view is not None and self._views.get(process, view) is not view:
-                await asyncio.to_thread(view.close)
+    async def _tell_unseen(self, clients: Collection[ClientId]) -> None:
+        """No sign to go by: the lease stays until the domain has no living client."""
+        for client in sorted(clients):
+            self._pending[client] = "not visible on this machine"
+            self._post(ev.WorkNotVisible(client))
 
-    async def _until_ended(self, process: ProcessInstance, view: WorkView | None) -> None:
+    async def _watch(self, life: _Life) -> None:
         began = time.monotonic()
-        while view is not None:
-            try:
-                left = await asyncio.to_thread(view.pending)
-            except (OSError, GpuError) as error:
-                log.warning("work of a dead client cannot be seen", pid=process.pid, reason=str(error))
-                left = None
-            if left is None:
-                break
+        while (left := await self._left(life)) is not None:
             if not left:
-                self._pending.pop(process, None)
-                self._post(ev.WorkEnded(process, "its semaphores have been released"))
+                for client in sorted(life.clients):
+                    self._pending.pop(client, None)
+                    self._post(ev.WorkEnded(client, "its semaphores have been released"))
                 return
-            self._pending[process] = left
+            self._pending.update(dict.fromkeys(life.clients, left))
             await asyncio.sleep(min(max(self._interval_s, (time.monotonic() - began) / 20), SLOWEST_S))
-        # No sign to go by: the lease stays until the domain has no living client.
-        self._pending[process] = "not visible on this machine"
-        self._post(ev.WorkNotVisible(process))
+        await self._tell_unseen(life.clients)
 
-    def forget(self, process: ProcessInstance) -> None:
-        """Drop the view of a process that holds nothing any more."""
-        self._pending.pop(process, None)
-        task = self._tasks.pop(process, None)
-        view = self._views.pop(process, None)
-        if view is None and task is None:
+    async def _left(self, life: _Life) -> str | None:
+        try:
+            return await asyncio.to_thread(life.view.pending)
+        except (OSError, GpuError) as error:
+            client = min(life.clients, default=None)
+            log.warning("work of a dead client cannot be seen", client=str(client), reason=str(error))
+            return None
+
+    def forget(self, client: ClientId) -> None:
+        """A client whose lease is given up. The view goes with the last client of its life."""
+        self._pending.pop(client, None)
+        life = self._lives.pop(client, None)
+        if life is None:
             return
-        self._closing.spawn(_close(task, view))
+        life.clients.discard(client)
+        if not life.clients:
+            self._tasks.spawn(_close(life))
 
     async def close(self) -> None:
-        for process in (*self._tasks, *self._views):
-            self.forget(process)
-        await self._closing.ended(CLOSE_S)
+        for client in tuple(self._lives):
+            self.forget(client)
+        await self._tasks.ended(CLOSE_S)
         self._lookers.shutdown(wait=False, cancel_futures=True)
 
 
-async def _close(task: asyncio.Task[None] | None, view: WorkView | None) -> None:
+async def _close(life: _Life) -> None:
     """A look may be under way in a thread: the view is closed after it."""
-    if task is not None and task is not asyncio.current_task():
-        if not task.done():
-            task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-    if view is not None:
-        await asyncio.to_thread(view.close)
+    if life.watch is not None:
+        life.watch.cancel()
+    if under_way := {t for t in (life.watch, life.look) if t is not None}:
+        await asyncio.wait(under_way)
+    await asyncio.to_thread(life.view.close)

@@ -176,28 +176,28 @@ def _end(draft: Draft, process: ProcessInstance, how: str) -> None:
 
 def on_work_not_visible(draft: Draft, event: ev.WorkNotVisible) -> None:
     """Its lease stays while others could be harmed; nothing is said against it, for nothing is known."""
-    dead = [c for c in draft.state.spaces_of(event.process) if not c.living]
-    for client in dead:
+    client = draft.state.clients.get(event.client)
+    if client is not None and not client.living:
         draft.put_client(replace(client, blind=True))
-    for name in {c.id.domain for c in dead}:
-        leases.release_blind(draft, name)
+        leases.release_blind(draft, client.id.domain)
     draft.count("work_not_visible")
 
 
 def on_work_ended(draft: Draft, event: ev.WorkEnded) -> None:
-    dead = [c for c in draft.state.spaces_of(event.process) if not c.living]
-    for client in dead:
-        leases.release(draft, client)
-        draft.publish(
-            "lease-released",
-            client.facts.uid,
-            domain=client.id.domain,
-            pid=event.process.pid,
-            sign=event.sign,
-            after_ms=round((draft.now - (client.died or draft.now)) * 1e3, 3),
-        )
-    for name in {c.id.domain for c in dead}:
-        domains.settle(draft, name)
+    """Of this life alone: after an exec another one of the same process may have work of its own."""
+    client = draft.state.clients.get(event.client)
+    if client is None or client.living:
+        return
+    leases.release(draft, client)
+    draft.publish(
+        "lease-released",
+        client.facts.uid,
+        domain=client.id.domain,
+        pid=client.id.process.pid,
+        sign=event.sign,
+        after_ms=round((draft.now - (client.died or draft.now)) * 1e3, 3),
+    )
+    domains.settle(draft, client.id.domain)
 
 
 def endless(draft: Draft, subject: str) -> list[Client]:

@@ -142,7 +142,9 @@ def _check_release(before: State, event: ev.Event, draft: Draft, effect: Release
         return
     if effect.client in draft.state.clients:
         raise InvariantViolation(f"lease of {effect.client} is given up while it is kept")
-    if isinstance(event, ev.WorkEnded | ev.DomainStopped):
+    if isinstance(event, ev.DomainStopped):
+        return
+    if isinstance(event, ev.WorkEnded) and event.client == effect.client:
         return
     domain = draft.state.domains.get(effect.client.domain)
     lost = domain is None or domain.state in (DomainState.FAULTED, DomainState.STOPPING)

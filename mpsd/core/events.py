@@ -190,7 +190,7 @@ class ClientLeft:
 class WorkEnded:
     """Nothing that this dead client left on the GPU can run any more."""
 
-    process: ProcessInstance
+    client: ClientId
     sign: str
 
 
@@ -198,7 +198,7 @@ class WorkEnded:
 class WorkNotVisible:
     """This machine does not show when the work of this dead client ends."""
 
-    process: ProcessInstance
+    client: ClientId
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,6 +82,11 @@ class WorkView(Protocol):
     @property
     def fds(self) -> Mapping[str, int]: ...
 
+    @property
+    def located(self) -> bool:
+        """Whether it is known where its work lies; until then its context may yet come."""
+        ...
+
     def refresh(self) -> None:
         """While the client lives, from time to time: learn where to look."""
         ...
@@ -105,6 +110,13 @@ class WorkInspector(Protocol):
 
     def adopt(self, process: ProcessInstance, fds: Mapping[str, int]) -> WorkView:
         """Rebuild a view from descriptors that a descriptor store kept. Owns them from then on."""
+        ...
+
+    def is_present(self, process: ProcessInstance, fds: Mapping[str, int]) -> bool:
+        """Whether kept descriptors are of the program that a living process runs now.
+
+        False when they are of one before an exec; True where nothing shows that.
+        """
         ...
 
 

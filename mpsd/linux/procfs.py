@@ -270,6 +270,26 @@ def map_lines(pid: int, below: int | None = None) -> MapLines:
     return MapLines(lines, False)
 
 
+def map_lines_of(fd: int, below: int) -> MapLines | None:
+    """What starts below an address, of an open /proc/PID/maps: of the program that ran when it was opened.
+
+    None when nothing is mapped any more. Raises OSError once the process has been reaped. Waits as map_lines.
+    """
+    lines: list[str] = []
+    at, rest, any_mapped = 0, b"", False
+    while data := os.pread(fd, 1 << 16, at):
+        at += len(data)
+        *whole, rest = (rest + data).split(b"\n")
+        for raw in whole:
+            any_mapped = True
+            if int(raw.partition(b"-")[0], 16) >= below:
+                return MapLines(lines, False)
+            if len(lines) == MAPS_LIMIT:
+                return MapLines(lines, True)
+            lines.append(text_of(raw))
+    return MapLines(lines, False) if any_mapped else None
+
+
 def maps(pid: int) -> list[MemoryMap]:
     """The mappings in order of address, the first MAPS_LIMIT of them."""
     return [parse_map(line) for line in map_lines(pid).lines]

@@ -153,7 +153,9 @@ class World:
         self.do(ev.ClientDied(process(pid)))
 
     def work_ended(self, pid: int) -> None:
-        self.do(ev.WorkEnded(process(pid), "its channels are gone"))
+        """The work of every life of the process has."""
+        ids = [c.id for c in self.state.spaces_of(process(pid))] or [ClientId("d1", process(pid))]
+        self.last = tuple(e for i in ids for e in self.do(ev.WorkEnded(i, "its channels are gone")))
 
     def fault(self, pid: int, event: UvmEvent | None = None, domain: str = "d1") -> None:
         self.do(ev.UvmFatal(ClientId(domain, process(pid)), event or uvm()))

@@ -18,7 +18,7 @@ from mpsd.attacher import Attacher
 from mpsd.core import events as ev
 from mpsd.errors import GpuError, NotFoundError, StoreError
 from mpsd.gpu.base import AddressSpace
-from mpsd.lease import Kept, lease_name, parse_lease_name
+from mpsd.lease import Kept, lease_name, parse_lease_name, stored_lease
 from mpsd.leasestore import LeaseStore
 from mpsd.model import (
     Access,
@@ -145,6 +145,8 @@ class NoWork:
 class NoView:
     fds: Mapping[str, int] = {}
 
+    located = True
+
     def refresh(self) -> None: ...
 
     def pending(self) -> str:
@@ -221,6 +223,31 @@ def test_names_of_leases_are_read_back_and_others_are_not_ours() -> None:
     assert parse_lease_name(lease_name(client, ("mm", "va"))) == (client, ("mm", "va"))
     for other in ("lease.d1.7.8", "lease.d1.x.8.0.va", "socket", "vault.d1.7.8.0.va", ""):
         assert parse_lease_name(other) is None
+
+
+def test_sets_of_earlier_forms_are_read() -> None:
+    client = ClientId("d12", ProcessInstance(77, 1234), 3)
+    first = "lease.d12.77.1234.3"
+    assert stored_lease(first, 2) == (client, ("mm", "va"))
+    assert stored_lease(first, 4) == (client, ("mm", "va", "areas", "mem"))
+    assert stored_lease(f"{first}.va+mm", 2) == (client, ("va", "mm"))
+    for strange, count in ((first, 3), (f"{first}.mm+va", 3), (f"{first}.mm+mm", 2), (f"{first}.va.x", 1)):
+        assert stored_lease(strange, count) is None
+
+
+def test_a_living_clients_set_of_an_earlier_form_is_stored_anew() -> None:
+    async def play(desk: Desk) -> None:
+        old = f"lease.d1.{desk.process.pid}.{desk.process.start_ticks}.0"
+        fds = {role: os.memfd_create(role, os.MFD_CLOEXEC) for role in ("mm", "va")}
+        desk.store.names.add(old)
+        desk.front._held.add(old)
+        desk.attacher.inherit({desk.client: Kept(old, fds)})
+        await desk.joined()
+        while old in desk.store.names:
+            await asyncio.sleep(0.001)
+        assert desk.store.names == {lease_name(desk.client, ROLES)}
+
+    at_a_desk(play)
 
 
 def test_events_that_the_driver_dropped_are_counted_once() -> None:
@@ -350,7 +377,7 @@ def test_a_stored_set_that_is_no_lease_is_told_and_the_others_are_restored() -> 
 
     async def play(desk: Desk) -> None:
         ids = [ClientId("d1", desk.process, n) for n in range(4)]
-        sets = [kept(ids[0], "mm", "va"), kept(ids[1], "mm", "guard"), kept(ids[2], *ROLES)]
+        sets = [kept(ids[0], "mm", "areas"), kept(ids[1], "mm", "guard"), kept(ids[2], *ROLES)]
         # Whatever lies under the role of the notes.
         reader, writer = os.pipe2(os.O_CLOEXEC)
         os.close(writer)

@@ -247,6 +247,29 @@ def test_exec_ends_a_client_and_the_next_program_is_another() -> None:
     assert world.made(fx.Forget)
 
 
+def test_the_end_of_one_lifes_work_says_nothing_of_the_next() -> None:
+    world = World().ready()
+    world.join(10, 11)
+    world.do(ev.ClientLeft(process(10), "exec"))
+    world.do(ev.ClientNoticed("d1", facts(10)))
+    world.do(ev.ClientAttached("d1", process(10), 1, True, space=1))
+    first, second = (ClientId("d1", process(10), space) for space in (0, 1))
+    world.do(ev.WorkEnded(second, "too early"))
+    world.do(ev.WorkNotVisible(second))
+    assert not world.state.clients[second].blind
+    world.die(10)
+    assert [e.client for e in world.made(fx.ProbeWork)] == [second]
+    world.do(ev.WorkNotVisible(first))
+    assert [world.state.clients[i].blind for i in (first, second)] == [True, False]
+    world.do(ev.WorkEnded(first, "its semaphores"))
+    assert released(world) == [(10, 0)]
+    assert world.client("d1", 10, space=1).state is ClientState.LINGERING
+    world.do(ev.WorkEnded(first, "once more"))
+    assert not world.last
+    world.do(ev.WorkEnded(second, "its semaphores"))
+    assert released(world) == [(10, 1)]
+
+
 def test_a_reused_pid_is_another_process() -> None:
     world = World().ready()
     world.join(10)
@@ -458,7 +481,7 @@ def test_work_that_cannot_be_seen_is_kept_while_others_could_be_harmed_and_blame
     world = World().ready()
     world.join(10, 11)
     world.die(10)
-    world.do(ev.WorkNotVisible(process(10)))
+    world.do(ev.WorkNotVisible(ClientId("d1", process(10))))
     world.wait(60.0).do(ev.TimerFired("linger", str(process(10))))
     assert world.client("d1", 10).state is ClientState.LINGERING
     assert not released(world) and not world.made(fx.Record)

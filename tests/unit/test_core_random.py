@@ -10,7 +10,7 @@ Long because the model of what must hold stands beside the rules that drive it.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -67,7 +67,7 @@ class Truth:
 
     came_up: set[str] = field(default_factory=set)
     faulted: set[ProcessInstance] = field(default_factory=set)
-    ended: set[ProcessInstance] = field(default_factory=set)
+    ended: set[ClientId] = field(default_factory=set)
     vouched: set[tuple[str, ProcessInstance]] = field(default_factory=set)
     asked: set[str] = field(default_factory=set)
     answered: Counter[str] = field(default_factory=Counter)
@@ -131,7 +131,7 @@ class Daemon(RuleBasedStateMachine):
         domain = self.world.state.domains.get(client.domain)
         harmless = domain is None or domain.state in (DomainState.FAULTED, DomainState.STOPPING)
         known = client in self.known
-        if known and not harmless and client.process not in self.truth.ended:
+        if known and not harmless and client not in self.truth.ended:
             assert not any(self.world.state.living_of(client.domain)), f"work of {client} is let loose"
 
     def check_record(self, effect: fx.Record) -> None:
@@ -144,7 +144,7 @@ class Daemon(RuleBasedStateMachine):
         if record.confidence is Confidence.CERTAIN:
             assert record.offender is not None
             who = record.offender.id.process
-            held = record.fault_class == "hang" and who not in self.truth.ended
+            held = record.fault_class == "hang" and record.offender.id not in self.truth.ended
             assert held or who in self.truth.faulted, f"{who} is named for certain"
         assert (record.offender is None) == (record.confidence is Confidence.UNKNOWN)
         assert record.offender is None or not record.suspects
@@ -240,7 +240,7 @@ class Daemon(RuleBasedStateMachine):
 
     @rule(pick=picks, who=processes, spaces=st.sampled_from(((), (0,), (0, 1), (2,))))
     def lease_restored(self, pick: int, who: ProcessInstance, spaces: tuple[int, ...]) -> None:
-        self.truth.ended.discard(who)
+        self.truth.ended = {c for c in self.truth.ended if c.process != who}
         self.truth.vouched.add((self.domain_named(pick), who))
         self.do(ev.LeaseRestored(self.domain_named(pick), facts(who.pid, who.start_ticks), spaces))
 
@@ -252,7 +252,6 @@ class Daemon(RuleBasedStateMachine):
 
     @rule(pick=picks, who=processes, listed=st.booleans())
     def notice(self, pick: int, who: ProcessInstance, listed: bool = False) -> None:
-        self.truth.ended.discard(who)
         name = self.domain_named(pick)
         if listed:
             self.truth.vouched.add((name, who))
@@ -263,12 +262,14 @@ class Daemon(RuleBasedStateMachine):
         self.notice(pick, who)
         for attach in [e for e in self.world.last if isinstance(e, fx.Attach)]:
             self.truth.vouched.add((attach.domain, who))
+            self.truth.ended -= {ClientId(attach.domain, who, attach.space + n) for n in range(spaces)}
             self.do(ev.ClientAttached(attach.domain, who, spaces, True, space=attach.space))
 
     @rule(pick=picks, spaces=st.integers(0, 2), tracked=st.booleans())
     def attached(self, pick: int, spaces: int, tracked: bool) -> None:
         client = self.client_picked(pick)
         self.truth.vouched.add((client.domain, client.process))
+        self.truth.ended -= {replace(client, space=client.space + n) for n in range(spaces)}
         self.do(
             ev.ClientAttached(client.domain, client.process, spaces, tracked, space=client.space),
         )
@@ -285,7 +286,7 @@ class Daemon(RuleBasedStateMachine):
     @rule(pick=picks)
     def dies(self, pick: int) -> None:
         who = self.client_picked(pick).process
-        self.truth.ended -= {c.id.process for c in self.world.state.spaces_of(who) if c.living}
+        self.truth.ended -= {c.id for c in self.world.state.spaces_of(who) if c.living}
         self.do(ev.ClientDied(who))
 
     @rule(pick=picks)
@@ -295,18 +296,18 @@ class Daemon(RuleBasedStateMachine):
     @rule(pick=picks)
     def leaves(self, pick: int) -> None:
         who = self.client_picked(pick).process
-        self.truth.ended -= {c.id.process for c in self.world.state.spaces_of(who) if c.living}
+        self.truth.ended -= {c.id for c in self.world.state.spaces_of(who) if c.living}
         self.do(ev.ClientLeft(who, "exec"))
 
     @rule(pick=picks)
     def work_ends(self, pick: int) -> None:
-        who = self.client_picked(pick).process
-        self.truth.ended.add(who)
-        self.do(ev.WorkEnded(who, "its channels are gone"))
+        client = self.client_picked(pick)
+        self.truth.ended.add(client)
+        self.do(ev.WorkEnded(client, "its channels are gone"))
 
     @rule(pick=picks)
     def work_is_not_visible(self, pick: int) -> None:
-        self.do(ev.WorkNotVisible(self.client_picked(pick).process))
+        self.do(ev.WorkNotVisible(self.client_picked(pick)))
 
     # Signs of faults
 
@@ -420,8 +421,8 @@ class Daemon(RuleBasedStateMachine):
             who = client.id.process
             self.do(ev.TerminateFinished(who, False, "no answer"))
             self.do(ev.ClientDied(who))
-            self.truth.ended.add(who)
-            self.do(ev.WorkEnded(who, "its channels are gone"))
+            self.truth.ended.add(client.id)
+            self.do(ev.WorkEnded(client.id, "its channels are gone"))
         for name, domain in tuple(self.world.state.domains.items()):
             if domain.state is DomainState.STARTING:
                 self.start(name)

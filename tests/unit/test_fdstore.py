@@ -130,6 +130,33 @@ def test_sets_that_share_an_open_file_come_back_whole_and_part_one_by_one(
     assert open_descriptors() == before
 
 
+def test_sets_of_the_first_form_come_back_and_their_labels_can_be_removed(
+    manager: Manager, files: list[int]
+) -> None:
+    before = open_descriptors()
+    channel = Channel(manager.address)
+    # The memory map that a second address space shares was kept for the first one only.
+    labels = ["lease.d1.7.8.0#0/2", "lease.d1.7.8.0#1/2", "lease.d1.7.8.1#1/2"]
+    for label, fd in zip(labels, files, strict=True):
+        channel.send(f"FDSTORE=1\nFDPOLL=0\nFDNAME={label}", [fd])
+    channel.barrier(DEADLINE_S)
+    channel.close()
+    later = taken_over(manager)
+    later._channel.barrier(DEADLINE_S)
+    assert sorted(manager.names()) == labels[:2]
+    found = later.fetch_all()
+    assert list(found) == ["lease.d1.7.8.0"]
+    for kept, wanted in zip(found["lease.d1.7.8.0"], files[:2], strict=True):
+        assert same_file(kept, wanted)
+        os.close(kept)
+    later.remove("lease.d1.7.8.0")
+    later._channel.barrier(DEADLINE_S)
+    assert not manager.names()
+    later.close()
+    later._channel.close()
+    assert open_descriptors() == before
+
+
 def test_what_a_death_within_put_or_remove_left_is_cleared(manager: Manager, files: list[int]) -> None:
     channel = Channel(manager.address)
     store = SystemdStore(channel, {}, 64)

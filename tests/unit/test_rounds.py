@@ -120,6 +120,33 @@ def test_now_and_then_the_servers_lists_are_compared(machine: Machine) -> None:
     ]
 
 
+def test_a_server_that_does_not_answer_holds_up_no_other_work(machine: Machine) -> None:
+    machine.spy.domains = ("d1",)
+    asked = machine.spy.asked
+
+    async def scenario() -> None:
+        answer = asyncio.Event()
+
+        async def hangs(domain: str) -> None:
+            asked.append(("list", domain))
+            await answer.wait()
+
+        machine.rounds.list_clients = hangs
+        async with asyncio.timeout(20):
+            for number in (LIST_EVERY, LIST_EVERY + 1, 2 * LIST_EVERY):
+                await machine.rounds.look_around(number)
+                await asyncio.sleep(0)
+        assert asked.count("refresh") == 3
+        assert asked.count(("list", "d1")) == 1, "it is asked once at a time"
+        answer.set()
+        await asyncio.gather(*(asyncio.all_tasks() - {asyncio.current_task()}))
+        await machine.rounds.look_around(3 * LIST_EVERY)
+        machine.rounds.close()
+
+    asyncio.run(scenario())
+    assert ("ask", "d1") in asked
+
+
 def test_on_a_full_disk_they_are_compared_each_time_and_it_is_said(machine: Machine) -> None:
     machine.spy.domains = ("d1",)
     machine.space = 0

@@ -1,17 +1,21 @@
 """When a dead client's kernels have ended: its semaphores, read through /proc/PID/mem.
 
 The lease keeps the dead process's memory map, and with it the driver's mappings and, behind them, its
-channels. A descriptor of /proc/PID/mem that was opened while the process lived reads on.
+channels. A descriptor of /proc/PID/mem that was opened while the process lived reads on. One of
+/proc/PID/maps does so until the process is reaped, and after an exec: so the last look is at the dead, if
+it comes in time. Afterwards mappings cannot be told from libcuda's reservation around them, which reads as
+zeros.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import struct
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 
 from mpsd.errors import UnsupportedError
 from mpsd.gpu.nvidia.semaphores import LOW_END, Area, Signs, areas
@@ -26,8 +30,31 @@ CALM = 2
 """Consecutive looks that must find nothing: a mark and the report of its launch are two writes."""
 DROPPED_S = 3.0
 """Launches still queued this long after the death have been dropped: the driver gives them 2.0 s."""
+SOON_S = 0.1
+"""From the first mapping of a context to its first launch passes more than this."""
 
+_AT_RANDOM = 25
+_PAIR = struct.Struct("@LL")
 _ZERO = bytes(BLOCK + OVERLAP)
+
+
+def record_of(found: Sequence[Area] | None) -> bytes:
+    """Areas as they are noted, None for too many. The sum tells a whole record from a torn one."""
+    body = json.dumps(None if found is None else [[a.start, a.end] for a in found]).encode()
+    return b"%s\n%08x" % (body, zlib.crc32(body))
+
+
+def areas_noted(record: bytes) -> list[Area] | None:
+    """None where that is not known: too many, no look was completed, or the writer was killed meanwhile."""
+    body, _, check = record.partition(b"\n")
+    # An earlier mpsd noted no sum.
+    if check and check != b"%08x" % zlib.crc32(body):
+        return None
+    try:
+        rows = json.loads(body)
+        return [Area(int(start), int(end)) for start, end in rows] if isinstance(rows, list) else None
+    except (ValueError, TypeError):
+        return None
 
 
 def written(data: bytes) -> Iterator[bytes]:
@@ -39,17 +66,20 @@ def written(data: bytes) -> Iterator[bytes]:
 
 
 class ProcessWork:
-    """The work of one client. `mem` and `areas` outlive the daemon in the descriptor store.
+    """The work of one life of a client. `mem` and `areas` outlive the daemon in the descriptor store.
 
-    `refresh` may run in a thread while others are called. `_blind`: it has more mappings than are read.
+    `refresh` may run in a thread while others are called. `maps`: negative where the living was not met.
+    `_blind`: it has more mappings than are read, or it is not known which. `_settled`: two looks agreed.
     """
 
-    def __init__(self, process: ProcessInstance, mem: int, notes: int) -> None:
-        self._process = process
+    def __init__(self, mem: int, notes: int, maps: int = -1) -> None:
         self._mem = mem
         self._notes = notes
+        self._maps = maps
         self._areas: list[Area] = []
-        self._blind = False
+        self._blind = True
+        self._settled = False
+        self._looked: float | None = None
         self._turn = threading.Lock()
         self._signs: Signs | None = None
         self._calm = 0
@@ -60,29 +90,66 @@ class ProcessWork:
     def fds(self) -> Mapping[str, int]:
         return {"areas": self._notes, "mem": self._mem}
 
-    def refresh(self) -> None:
-        mapped = _low_mappings(self._process)
-        if mapped is None:
-            return
-        found = areas(mapped.rows)
+    @property
+    def located(self) -> bool:
         with self._turn:
-            if self._notes < 0 or (found == self._areas and mapped.truncated == self._blind):
-                return
-            if mapped.truncated or found:
-                self._areas, self._blind = found, mapped.truncated
-                rows = None if self._blind else [[a.start, a.end] for a in found]
-                os.ftruncate(self._notes, 0)
-                os.pwrite(self._notes, json.dumps(rows).encode(), 0)
+            return bool(self._areas) or (self._blind and self._looked is not None)
+
+    def refresh(self) -> None:
+        self._look()
+
+    def _look(self) -> bool:
+        """Whether the look was completed."""
+        began = time.monotonic()
+        try:
+            found = procfs.map_lines_of(self._maps, LOW_END)
+        except OSError:
+            return False
+        if found is None:
+            return False
+        rows = [procfs.parse_map(line) for line in found.lines]
+        there = areas((r.start, r.end, r.permissions, r.path) for r in rows)
+        with self._turn:
+            if self._notes >= 0:
+                self._take(there, truncated=found.truncated, began=began)
+        return True
+
+    def _take(self, there: list[Area], *, truncated: bool, began: float) -> None:
+        first = self._looked is None
+        self._looked = began
+        # A client that ends takes its areas away: what they were is not forgotten.
+        there = there or self._areas
+        self._settled = there == self._areas and (self._settled or not first)
+        if first or (there, truncated) != (self._areas, self._blind):
+            self._areas, self._blind = there, truncated
+            record = record_of(None if truncated else there)
+            # In this order: killed in between, it leaves a record that is not whole, never an empty one.
+            os.pwrite(self._notes, record, 0)
+            os.ftruncate(self._notes, len(record))
 
     def recall(self) -> None:
-        """After adoption: the areas that an earlier daemon noted; null when there were too many to see."""
-        noted = json.loads(os.pread(self._notes, 1 << 20, 0) or b"[]")
+        """After adoption: the areas that an earlier daemon noted."""
+        noted = areas_noted(os.pread(self._notes, 1 << 20, 0))
         self._blind = noted is None
-        self._areas = [Area(start, end) for start, end in noted or ()]
+        self._areas = noted or []
+        self._settled = True
 
     def pending(self) -> str | None:
-        if self._blind:
-            return None
+        if self._signs is None:
+            exact = self._look()
+            with self._turn:
+                if not (exact or self._seen_to_the_end()):
+                    self._blind = True
+        with self._turn:
+            return None if self._blind or self._mem < 0 else self._left()
+
+    def _seen_to_the_end(self) -> bool:
+        """Whether the last look can have missed no context, nor a part of it."""
+        if self._looked is not None and time.monotonic() - self._looked < SOON_S:
+            return True
+        return self._settled and bool(self._areas)
+
+    def _left(self) -> str | None:
         if self._signs is None:
             self._signs = self._scan()
             self._died = time.monotonic()
@@ -119,48 +186,82 @@ class ProcessWork:
 
     def close(self) -> None:
         with self._turn:
-            for fd in (self._mem, self._notes):
+            for fd in (self._mem, self._notes, self._maps):
                 if fd >= 0:
                     os.close(fd)
-            self._mem = self._notes = -1
+            self._mem = self._notes = self._maps = -1
 
 
 class NvidiaWork:
     """WorkInspector of the real driver."""
 
     def open(self, process: ProcessInstance, pidfd: int) -> ProcessWork:
+        mem = maps = -1
         try:
             mem = os.open(f"/proc/{process.pid}/mem", os.O_RDONLY | os.O_CLOEXEC)
+            maps = os.open(f"/proc/{process.pid}/maps", os.O_RDONLY | os.O_CLOEXEC)
+            notes = os.memfd_create("mpsd-areas", os.MFD_CLOEXEC)
         except OSError as error:
+            _close(mem, maps)
             raise UnsupportedError(
                 f"may not read the memory of process {process.pid}: {error.strerror}",
                 remedy="run mpsd with CAP_SYS_PTRACE",
             ) from error
-        view = ProcessWork(process, mem, os.memfd_create("mpsd-areas", os.MFD_CLOEXEC))
+        if not self.is_present(process, {"mem": mem}):
+            _close(mem, maps, notes)
+            raise UnsupportedError(f"process {process.pid} replaced its program while it was looked at")
+        view = ProcessWork(mem, notes, maps)
         view.refresh()
         return view
 
     def adopt(self, process: ProcessInstance, fds: Mapping[str, int]) -> ProcessWork:
         if not {"mem", "areas"} <= fds.keys():
             raise UnsupportedError(f"the work of process {process.pid} was not looked at while it lived")
-        view = ProcessWork(process, fds["mem"], fds["areas"])
+        view = ProcessWork(fds["mem"], fds["areas"], self._maps(process, fds["mem"]))
         view.recall()
         return view
 
+    def _maps(self, process: ProcessInstance, mem: int) -> int:
+        """The mappings that a kept `mem` shows the contents of; negative when they have gone."""
+        try:
+            maps = os.open(f"/proc/{process.pid}/maps", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return -1
+        if _same_program(process, mem):
+            return maps
+        os.close(maps)
+        return -1
 
-@dataclass(frozen=True, slots=True)
-class _Mapped:
-    rows: list[tuple[int, int, str, str]]
-    truncated: bool
+    def is_present(self, process: ProcessInstance, fds: Mapping[str, int]) -> bool:
+        return "mem" not in fds or _same_program(process, fds["mem"]) is not False
 
 
-def _low_mappings(process: ProcessInstance) -> _Mapped | None:
-    """The mappings below LOW_END, which stand first in maps; None when the process has gone."""
+def _close(*fds: int) -> None:
+    for fd in fds:
+        if fd >= 0:
+            os.close(fd)
+
+
+def _same_program(process: ProcessInstance, mem: int) -> bool | None:
+    """Whether `mem` is the memory that the process has now; None when that cannot be told.
+
+    The kernel gives every program that is executed 16 random bytes, and says where (getauxval(3)).
+    """
     try:
-        found = procfs.map_lines(process.pid, LOW_END)
-        if procfs.start_ticks(process.pid) != process.start_ticks:
+        with open(f"/proc/{process.pid}/auxv", "rb") as file:
+            pairs = file.read()
+        now = os.open(f"/proc/{process.pid}/mem", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            usable = len(pairs) // _PAIR.size * _PAIR.size
+            address = dict(_PAIR.iter_unpack(pairs[:usable])).get(_AT_RANDOM)
+            there = b"" if address is None else os.pread(now, 16, address)
+        finally:
+            os.close(now)
+        if len(there) < 16 or address is None or procfs.start_ticks(process.pid) != process.start_ticks:
             return None
     except OSError:
         return None
-    rows = [procfs.parse_map(line) for line in found.lines]
-    return _Mapped([(r.start, r.end, r.permissions, r.path) for r in rows], found.truncated)
+    try:
+        return os.pread(mem, 16, address) == there
+    except OSError:
+        return False

@@ -24,6 +24,9 @@ class SimulatedWork:
     def adopt(self, process: ProcessInstance, fds: Mapping[str, int]) -> SimulatedWorkView:
         return SimulatedWorkView(self, process)
 
+    def is_present(self, process: ProcessInstance, fds: Mapping[str, int]) -> bool:
+        return True
+
     def busy(self, pid: int) -> int:
         """Contexts of a dead process that still have kernels to run. Raises GpuError."""
         return int(self._link.ask({"op": "work", "pid": pid})[0]["busy"])
@@ -39,6 +42,11 @@ class SimulatedWorkView:
     @property
     def fds(self) -> Mapping[str, int]:
         return MappingProxyType({})
+
+    @property
+    def located(self) -> bool:
+        """The simulated GPU itself knows."""
+        return True
 
     def refresh(self) -> None:
         return

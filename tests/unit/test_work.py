@@ -1,0 +1,182 @@
+"""Views of the work of real processes: what is noted of them, and what a view does not claim to know."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from mpsd import procs
+from mpsd.gpu.nvidia import work
+from mpsd.gpu.nvidia.semaphores import Area
+from mpsd.gpu.nvidia.work import NvidiaWork, areas_noted, record_of
+from mpsd.model import ProcessInstance
+
+FEW, MANY = [Area(1 << 21, 1 << 22)], [Area(n << 21, (n + 1) << 21) for n in range(1, 90, 2)]
+# Says a line, then runs the same program again at each line that it is told.
+PROGRAM = "import os, sys; print(flush=True); sys.stdin.readline(); os.execv(sys.executable, sys.orig_argv)"
+
+
+@pytest.fixture
+def child() -> Iterator[subprocess.Popen[str]]:
+    with subprocess.Popen(
+        [sys.executable, "-c", PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        hear(process)
+        yield process
+        process.kill()
+
+
+def hear(child: subprocess.Popen[str]) -> None:
+    assert child.stdout is not None
+    assert child.stdout.readline()
+
+
+def instance(child: subprocess.Popen[str]) -> ProcessInstance:
+    return procs.facts(child.pid).instance
+
+
+def copies(view: work.ProcessWork) -> dict[str, int]:
+    return {role: os.dup(fd) for role, fd in view.fds.items()}
+
+
+def notes(text: bytes) -> int:
+    fd = os.memfd_create("notes", os.MFD_CLOEXEC)
+    os.write(fd, text)
+    return fd
+
+
+@pytest.mark.parametrize("found", [[], FEW, MANY, None])
+def test_areas_are_read_back_as_they_were_noted(found: list[Area] | None) -> None:
+    assert areas_noted(record_of(found)) == found
+
+
+def test_areas_that_an_earlier_mpsd_noted_are_read() -> None:
+    assert areas_noted(b"[[2097152, 4194304]]") == FEW
+    assert areas_noted(b"null") is None
+
+
+def test_records_that_are_not_whole_say_nothing() -> None:
+    for torn in (b"", b"[[1", b"[1]", b"{}", b'"x"', b"7", record_of(FEW)[:-1], record_of(FEW) + b"]"):
+        assert areas_noted(torn) is None
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_daemon_killed_while_it_notes_leaves_no_lie(
+    child: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch, steps: int
+) -> None:
+    """Killed after so many of its writes: the next one knows the areas, or that it does not know them."""
+    view = NvidiaWork().open(instance(child), -1)
+    kept = os.dup(view.fds["areas"])
+    for before, after in ((MANY, FEW), (FEW, MANY)):
+        monkeypatch.setattr(work, "areas", lambda rows, found=before: found)
+        view.refresh()
+        left = steps
+
+        def step(real: object) -> object:
+            def call(*arguments: object) -> object:
+                nonlocal left
+                left -= 1
+                if left < 0:
+                    raise InterruptedError("killed")
+                return real(*arguments)  # type: ignore[operator]
+
+            return call
+
+        with monkeypatch.context() as patch:
+            patch.setattr(work, "areas", lambda rows, found=after: found)
+            patch.setattr(os, "pwrite", step(os.pwrite))
+            patch.setattr(os, "ftruncate", step(os.ftruncate))
+            with pytest.raises(InterruptedError):
+                view.refresh()
+        assert areas_noted(os.pread(kept, 1 << 16, 0)) in (None, before, after)
+        view._areas = []
+    os.close(kept)
+    view.close()
+
+
+@pytest.mark.parametrize("text", [b"", b"null", b"[[1"])
+def test_after_no_completed_look_nothing_is_known(child: subprocess.Popen[str], text: bytes) -> None:
+    process = instance(child)
+    mem = os.open(f"/proc/{process.pid}/mem", os.O_RDONLY | os.O_CLOEXEC)
+    child.kill()
+    child.wait()
+    view = NvidiaWork().adopt(process, {"mem": mem, "areas": notes(text)})
+    assert view.pending() is None
+    view.close()
+    assert view.pending() is None
+
+
+@pytest.mark.parametrize(("soon_s", "expected"), [(3600.0, ""), (0.0, None)])
+def test_without_a_context_only_a_look_just_before_the_death_counts(
+    child: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch, soon_s: float, expected: str | None
+) -> None:
+    monkeypatch.setattr(work, "SOON_S", soon_s)
+    view = NvidiaWork().open(instance(child), -1)
+    child.kill()
+    child.wait()
+    assert view.pending() == expected
+    view.close()
+
+
+def test_a_look_at_the_dead_that_comes_in_time_is_the_last(
+    child: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process whose memory is still there, as it is under a lease: here it has not died at all."""
+    monkeypatch.setattr(work, "SOON_S", 0.0)
+    view = NvidiaWork().open(instance(child), -1)
+    assert view.pending() == ""
+    seen: list[Area] = []
+    monkeypatch.setattr(work, "areas", lambda rows: seen)
+    again = NvidiaWork().open(instance(child), -1)
+    seen += FEW
+    assert again.pending() == ""
+    assert again._areas == FEW
+    for one in (view, again):
+        one.close()
+
+
+def test_areas_that_two_looks_agreed_on_are_known(
+    child: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(work, "SOON_S", 0.0)
+    monkeypatch.setattr(work, "areas", lambda rows: FEW)
+    inspector = NvidiaWork()
+    once, twice = (inspector.open(instance(child), -1) for _ in range(2))
+    twice.refresh()
+    kept = copies(once)
+    child.kill()
+    child.wait()
+    adopted = inspector.adopt(ProcessInstance(child.pid, 1), kept)
+    assert once.pending() is None
+    assert twice.pending() is not None and adopted.pending() is not None
+    for view in (once, twice, adopted):
+        view.close()
+
+
+def test_what_is_kept_of_a_program_before_an_exec_is_not_present(child: subprocess.Popen[str]) -> None:
+    inspector, process = NvidiaWork(), instance(child)
+    view = inspector.open(process, -1)
+    kept = copies(view)
+    assert inspector.is_present(process, view.fds)
+    assert child.stdin is not None
+    child.stdin.write("\n")
+    child.stdin.flush()
+    hear(child)
+    assert instance(child) == process
+    assert not inspector.is_present(process, view.fds)
+    # Its view never shows the mappings of the next program.
+    adopted = inspector.adopt(process, kept)
+    after = inspector.open(process, -1)
+    assert inspector.is_present(process, after.fds)
+    assert not adopted._look() and after._look()
+    for one in (view, adopted, after):
+        one.close()
+
+
+def test_nothing_kept_tells_nothing(child: subprocess.Popen[str]) -> None:
+    assert NvidiaWork().is_present(instance(child), {})
+    assert NvidiaWork().is_present(ProcessInstance(child.pid, 1), {"mem": 0})
