@@ -15,7 +15,9 @@ class SmallDisk:
     def __init__(self, path: Path) -> None:
         self.path = path
         path.mkdir(parents=True, exist_ok=True)
-        self.mounted = os.geteuid() == 0 and self._run("mount", "-t", "tmpfs", "-o", f"size={SIZE}", "none")
+        self.mounted = os.geteuid() == 0 and self._run(
+            "mount", "-t", "tmpfs", "-o", f"size={SIZE},mode=0755", "none"
+        )
 
     def _run(self, *command: str) -> bool:
         try:
