@@ -159,7 +159,7 @@ class Guards:
         for old in sorted(guarded.inherited):
             _clear(guarded, old)
         guarded.inherited = frozenset()
-        mark = hash("\n".join(found.lines))
+        mark = hash(found.text)
         if mark == guarded.seen:
             return 0
         guarded.seen = mark

@@ -248,10 +248,17 @@ def parse_map(line: str) -> MemoryMap:
 
 @dataclass(frozen=True, slots=True)
 class MapLines:
-    """Lines of maps in order of address. `truncated`: there are more than MAPS_LIMIT of them."""
+    """Whole lines of maps in order of address. `truncated`: there are more than MAPS_LIMIT of them.
 
-    lines: list[str]
+    Kept as they were read: who looks again and again compares `text`, and takes it apart when it changed.
+    """
+
+    text: bytes
     truncated: bool
+
+    @property
+    def lines(self) -> list[str]:
+        return [text_of(line) for line in self.text.splitlines()]
 
 
 def map_lines(pid: int, below: int | None = None) -> MapLines:
@@ -259,35 +266,39 @@ def map_lines(pid: int, below: int | None = None) -> MapLines:
 
     Waits while the process changes its mappings, and can take long: call it from a thread.
     """
-    lines: list[str] = []
-    with open(f"/proc/{pid}/maps", "rb") as file:
-        for raw in file:
-            if below is not None and int(raw.partition(b"-")[0], 16) >= below:
-                break
-            if len(lines) == MAPS_LIMIT:
-                return MapLines(lines, True)
-            lines.append(text_of(raw.rstrip(b"\n")))
-    return MapLines(lines, False)
+    fd = os.open(f"/proc/{pid}/maps", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return map_lines_of(fd, below) or MapLines(b"", False)
+    finally:
+        os.close(fd)
 
 
-def map_lines_of(fd: int, below: int) -> MapLines | None:
-    """What starts below an address, of an open /proc/PID/maps: of the program that ran when it was opened.
+def map_lines_of(fd: int, below: int | None) -> MapLines | None:
+    """The same of an open /proc/PID/maps: of the program that ran when it was opened.
 
     None when nothing is mapped any more. Raises OSError once the process has been reaped. Waits as map_lines.
     """
-    lines: list[str] = []
-    at, rest, any_mapped = 0, b"", False
+    text, at, whole, count = bytearray(), 0, 0, 0
     while data := os.pread(fd, 1 << 16, at):
         at += len(data)
-        *whole, rest = (rest + data).split(b"\n")
-        for raw in whole:
-            any_mapped = True
-            if int(raw.partition(b"-")[0], 16) >= below:
-                return MapLines(lines, False)
-            if len(lines) == MAPS_LIMIT:
-                return MapLines(lines, True)
-            lines.append(text_of(raw))
-    return MapLines(lines, False) if any_mapped else None
+        text += data
+        before, whole = whole, text.rfind(b"\n") + 1
+        last = text.rfind(b"\n", 0, max(0, whole - 1)) + 1
+        beyond = below is not None and whole > before and _map_start(text, last) >= below
+        if beyond:
+            whole = before
+            while below is not None and _map_start(text, whole) < below:
+                whole = text.index(b"\n", whole) + 1
+        count += text.count(b"\n", before, whole)
+        if count > MAPS_LIMIT:
+            return MapLines(b"\n".join(bytes(text[:whole]).split(b"\n", MAPS_LIMIT)[:-1]) + b"\n", True)
+        if beyond:
+            break
+    return MapLines(bytes(text[:whole]), False) if text else None
+
+
+def _map_start(text: bytearray, line: int) -> int:
+    return int(text[line : text.index(b"-", line)], 16)
 
 
 def maps(pid: int) -> list[MemoryMap]:

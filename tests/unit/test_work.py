@@ -43,6 +43,11 @@ def copies(view: work.ProcessWork) -> dict[str, int]:
     return {role: os.dup(fd) for role, fd in view.fds.items()}
 
 
+def changed(view: work.ProcessWork) -> None:
+    """As if its mappings were others than when it was last looked at."""
+    view._found = None
+
+
 def notes(text: bytes) -> int:
     fd = os.memfd_create("notes", os.MFD_CLOEXEC)
     os.write(fd, text)
@@ -73,7 +78,9 @@ def test_a_daemon_killed_while_it_notes_leaves_no_lie(
     kept = os.dup(view.fds["areas"])
     for before, after in ((MANY, FEW), (FEW, MANY)):
         monkeypatch.setattr(work, "areas", lambda rows, found=before: found)
+        changed(view)
         view.refresh()
+        changed(view)
         left = steps
 
         def step(real: object) -> object:
@@ -133,6 +140,7 @@ def test_a_look_at_the_dead_that_comes_in_time_is_the_last(
     monkeypatch.setattr(work, "areas", lambda rows: seen)
     again = NvidiaWork().open(instance(child), -1)
     seen += FEW
+    changed(again)
     assert again.pending() == ""
     assert again._areas == FEW
     for one in (view, again):

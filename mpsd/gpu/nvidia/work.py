@@ -80,6 +80,7 @@ class ProcessWork:
         self._blind = True
         self._settled = False
         self._looked: float | None = None
+        self._found: procfs.MapLines | None = None
         self._turn = threading.Lock()
         self._signs: Signs | None = None
         self._calm = 0
@@ -107,11 +108,17 @@ class ProcessWork:
             return False
         if found is None:
             return False
+        if found == self._found:
+            # As a rule, and looked at every second: nothing is taken apart again.
+            with self._turn:
+                self._looked, self._settled = began, True
+            return True
         rows = [procfs.parse_map(line) for line in found.lines]
         there = areas((r.start, r.end, r.permissions, r.path) for r in rows)
         with self._turn:
             if self._notes >= 0:
                 self._take(there, truncated=found.truncated, began=began)
+            self._found = found
         return True
 
     def _take(self, there: list[Area], *, truncated: bool, began: float) -> None:
