@@ -127,14 +127,19 @@ class Stage:
 
     def _note_guard(self) -> None:
         wanted = self.fault.kind.removeprefix("guard_")
-        pid = self.offenders[0].pid
+        pid, ready = self.offenders[0].pid, clock()
+
+        def checked(status: Mapping[str, Any]) -> bool:
+            # Ranges follow a client within a second: those for what it mapped last may not be there yet.
+            ages = [c["guard_checked_s"] for c in status["clients"] if c["pid"] == pid]
+            return any(age is not None and clock() - age > ready for age in ages)
 
         def guarded(status: Mapping[str, Any]) -> bool:
             mine = (c["protections"] for c in status["clients"] if c["pid"] == pid)
             return any(p.startswith(f"guard:{wanted} ") for shown in mine for p in shown)
 
-        # Ranges follow a client within a second; a class that is not there by then is off.
-        on = self.rig.mpsd.until(guarded, GUARD_S) is not None
+        self.rig.mpsd.until(checked, GUARD_S)
+        on = guarded(self.rig.mpsd.status())
         self.history.add("mpsd", "guard", on=on)
 
     # ---- the fault

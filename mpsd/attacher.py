@@ -24,12 +24,12 @@ import structlog
 from mpsd import procs
 from mpsd.core import events as ev
 from mpsd.errors import DeadlineError, GpuError, MpsdError, NotReadyError, StoreError
-from mpsd.gpu.base import AddressSpace, Tracker, Uvm, WorkView
-from mpsd.guardnotes import GuardNotes
-from mpsd.lease import GUARD_ROLE, Kept, Lease, adopt, is_current, lease_name
+from mpsd.gpu.base import Tracker, Uvm, WorkView
+from mpsd.lease import GUARD_ROLE, Kept, Lease, adopt, file_of, is_current, lease_name, take, track
 from mpsd.leasestore import LeaseStore
 from mpsd.looks import Looks
 from mpsd.model import ClientId, ProcessFacts, ProcessInstance
+from mpsd.sweeps import Sweep
 from mpsd.tasks import Tasks
 from mpsd.turns import Turns
 from mpsd.workwatch import WorkWatch
@@ -123,6 +123,7 @@ class Attacher:
         self._ending: set[ClientId] = set()
         self._loop = asyncio.get_running_loop()
         self._looks = Looks("attach")
+        self._sweep: Sweep[ProcessInstance, procs.ExecIdentity | None] = Sweep("identity")
 
     @property
     def leases(self) -> Mapping[ClientId, Lease]:
@@ -315,7 +316,7 @@ class Attacher:
     def _reach(self, process: ProcessInstance, pidfd: int) -> Reached:
         """In a thread, which owns `pidfd`."""
         try:
-            tracked = [_track(lease) for lease in _leased(self._uvm.open(process, pidfd))]
+            tracked = [track(lease) for lease in take(self._uvm.open(process, pidfd))]
             problems = [problem for _, problem in tracked if problem]
             work: WorkView | None = None
             try:
@@ -335,7 +336,7 @@ class Attacher:
         for client, found in kept.items():
             if lease := self._adopted(client, found, space + len(leases)):
                 leases.append(lease)
-        tracked = [await self._loop.run_in_executor(None, _track, lease) for lease in leases]
+        tracked = [await self._loop.run_in_executor(None, track, lease) for lease in leases]
         problems = [problem for _, problem in tracked if problem]
         return Reached(leases, None, problems, kept=True) if leases else None
 
@@ -350,7 +351,7 @@ class Attacher:
                 waiting[client] = self._store.put(lease.name, tuple(own.values()), uid)
             except StoreError as error:
                 log.warning("lease is held by this process only", client=str(client), reason=str(error))
-                unstored = _Unstored(client, lease, own, {r: _file_of(fd) for r, fd in own.items()}, uid)
+                unstored = _Unstored(client, lease, own, {r: file_of(fd) for r, fd in own.items()}, uid)
                 self._loop.call_later(STORE_RETRY_S, self._store_again, unstored)
         if waiting:
             await asyncio.wait(waiting.values(), timeout=STORE_PATIENCE_S)
@@ -365,7 +366,7 @@ class Attacher:
         if self._leases.get(client) is not lease:
             return
         # The lease's own are open. The view of its work may have been closed since.
-        own = {r: fd for r, fd in unstored.fds.items() if _file_of(fd) == unstored.files[r] is not None}
+        own = {r: fd for r, fd in unstored.fds.items() if file_of(fd) == unstored.files[r] is not None}
         lease.name = lease_name(client, own)
         try:
             future = self._store.put(lease.name, tuple(own.values()), unstored.uid)
@@ -508,9 +509,7 @@ class Attacher:
         `pid`: look at that one only.
         """
         if pid is None:
-            for process, pin in self._pins.items():
-                if not pin.comparing and pin.introduced:
-                    self._compare(process, pin)
+            self._tasks.spawn(self._check_all())
             return
         # A log can say of any number that they left: one look at each, in the next turn of the loop.
         if not self._left:
@@ -521,6 +520,13 @@ class Attacher:
         left, self._left = self._left, set()
         for process, pin in self._pins.items():
             if process.pid in left and pin.introduced:
+                self._compare(process, pin)
+
+    async def _check_all(self) -> None:
+        looks = {p: (pin.uid, partial(_identity, p)) for p, pin in self._pins.items() if pin.introduced}
+        for process, now in (await self._sweep.run(looks)).items():
+            pin = self._pins.get(process)
+            if now is not None and pin is not None and now != pin.identity:
                 self._compare(process, pin)
 
     def _compare(self, process: ProcessInstance, pin: Pin) -> None:
@@ -562,33 +568,7 @@ class Attacher:
             lease.close()
         self._leases.clear()
         self._looks.close()
-
-
-def _leased(spaces: Sequence[AddressSpace]) -> list[Lease]:
-    """Raises OSError where no descriptor is left for the notes; then the spaces are closed."""
-    try:
-        return [Lease(space, None, GuardNotes.create()) for space in spaces]
-    except OSError:
-        for space in spaces:
-            space.close()
-        raise
-
-
-def _track(lease: Lease) -> tuple[Lease, str]:
-    """The lease with its tracker, or why it has none."""
-    try:
-        lease.tracker = lease.space.track()
-    except (GpuError, OSError) as error:
-        return lease, f"faults are not seen: {error}"
-    return lease, ""
-
-
-def _file_of(fd: int) -> tuple[int, int] | None:
-    try:
-        found = os.fstat(fd)
-    except OSError:
-        return None
-    return found.st_dev, found.st_ino
+        self._sweep.close()
 
 
 def _identity(process: ProcessInstance) -> procs.ExecIdentity | None:

@@ -517,6 +517,9 @@ class Daemon:
     def protections(self) -> Mapping[ClientId, Sequence[str]]:
         return {c: self._guards.shown(c) for c in self._attacher.leases}
 
+    def guard_checked(self) -> Mapping[ClientId, float | None]:
+        return {c: self._guards.checked_s(c) for c in self._attacher.leases}
+
     def pending_work(self) -> Mapping[ProcessInstance, str]:
         return self._work.all_pending()
 

@@ -9,6 +9,7 @@ taken away first, by its notes: it may not be wanted any more.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from mpsd.guardplan import LOW_END, Range, plan
 from mpsd.linux import procfs
 from mpsd.looks import Looks
 from mpsd.model import ClientId, GuardClass, ProcessInstance
+from mpsd.sweeps import Sweep
 
 log = structlog.get_logger("mpsd.guard")
 
@@ -32,7 +34,8 @@ log = structlog.get_logger("mpsd.guard")
 class Guarded:
     """One client under guard. `refused`: ranges that the driver would not take, asked only once.
 
-    `seen` is a mark of the mappings that the ranges were laid for; `inherited`: noted by an earlier daemon.
+    `seen` is a mark of the mappings that the ranges were laid for, and `checked` when they were last found
+    to be those (monotonic seconds); `inherited`: noted by an earlier daemon.
     """
 
     space: AddressSpace
@@ -44,6 +47,7 @@ class Guarded:
     laid: set[Range] = field(default_factory=set)
     refused: set[Range] = field(default_factory=set)
     seen: int | None = None
+    checked: float | None = None
     problem: str = ""
 
 
@@ -65,6 +69,7 @@ class Guards:
         self._locks: dict[ClientId, asyncio.Lock] = {}
         self._wake = asyncio.Event()
         self._looks = Looks("guard")
+        self._sweep: Sweep[ClientId, procfs.MapLines] = Sweep("mappings")
         self._refreshing: dict[ClientId, asyncio.Task[None]] = {}
 
     @property
@@ -110,12 +115,19 @@ class Guards:
         texts = [f"guard:{kind} {size >> 20} MiB (silent)" for kind, size in sorted(total.items())]
         return texts + ([f"guard lost: {guarded.problem}"] if guarded.problem else [])
 
+    def checked_s(self, client: ClientId) -> float | None:
+        """Seconds since the ranges around a client were found to fit its mappings; None: not yet, or none."""
+        guarded = self._guarded.get(client)
+        if guarded is None or guarded.checked is None:
+            return None
+        return time.monotonic() - guarded.checked
+
     async def follow(self) -> None:
         """Until cancelled: keep every client's ranges on its mappings."""
         while True:
-            for client in tuple(self._guarded):
+            for client in await self._changed():
                 # A client whose mappings cannot be read just now must not hold up the others.
-                if client not in self._refreshing:
+                if client in self._guarded and client not in self._refreshing:
                     self._refreshing[client] = asyncio.create_task(self._refresh_or_tell(client))
             try:
                 async with asyncio.timeout(self._interval_s if self._guarded else None):
@@ -123,6 +135,20 @@ class Guards:
             except TimeoutError:
                 pass
             self._wake.clear()
+
+    async def _changed(self) -> list[ClientId]:
+        """The clients whose ranges may have to be others: as a rule none."""
+        now = time.monotonic()
+        settled = {c: g for c, g in self._guarded.items() if g.seen is not None and not g.inherited}
+        looks = {c: (g.uid, partial(_mappings, c, g.kinds)) for c, g in settled.items()}
+        found = await self._sweep.run(looks) if looks else {}
+        changed = [c for c in self._guarded if c not in settled]
+        for client, mapped in found.items():
+            if hash(mapped.text) != settled[client].seen:
+                changed.append(client)
+            elif client not in self._refreshing:
+                settled[client].checked = now
+        return changed
 
     async def _refresh_or_tell(self, client: ClientId) -> None:
         try:
@@ -149,11 +175,9 @@ class Guards:
 
     def _lay(self, client: ClientId, guarded: Guarded) -> int:
         """Bring one client's ranges up to date; how many were refused."""
+        began = time.monotonic()
         try:
-            low_only = guarded.kinds <= {GuardClass.LOW}
-            found = procfs.map_lines(client.process.pid, LOW_END if low_only else None)
-            if procfs.start_ticks(client.process.pid) != client.process.start_ticks:
-                return 0
+            found = _mappings(client, guarded.kinds)
         except OSError:
             return 0
         for old in sorted(guarded.inherited):
@@ -161,6 +185,7 @@ class Guards:
         guarded.inherited = frozenset()
         mark = hash(found.text)
         if mark == guarded.seen:
+            guarded.checked = began
             return 0
         guarded.seen = mark
         wanted: set[Range] = set()
@@ -179,8 +204,9 @@ class Guards:
         if refused and not guarded.laid:
             # Before the client has its context the driver takes none at all: ask again next time.
             guarded.refused.clear()
-            guarded.seen = 0
+            guarded.seen = None
             return 0
+        guarded.checked = began
         return refused
 
     def _take_away(self, guarded: Guarded, stale: Range) -> None:
@@ -191,6 +217,14 @@ class Guards:
             log.warning("guard range cannot be removed", base=hex(stale.base), reason=str(error))
         guarded.notes.discard(stale)
         guarded.laid.discard(stale)
+
+
+def _mappings(client: ClientId, kinds: Collection[GuardClass]) -> procfs.MapLines:
+    """What ranges of these classes depend on. Raises OSError, also where the process has gone."""
+    found = procfs.map_lines(client.process.pid, LOW_END if set(kinds) <= {GuardClass.LOW} else None)
+    if procfs.start_ticks(client.process.pid) != client.process.start_ticks:
+        raise ProcessLookupError(f"process {client.process} has gone")
+    return found
 
 
 def _clear(guarded: Guarded, old: Range) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mpsd.errors import GpuError
@@ -111,3 +111,30 @@ def domain_named(name: str) -> str | None:
     """Whose lease a set may be that is not understood; None where its name does not tell."""
     parts = name.split(".")
     return parts[1] if len(parts) > 1 and parts[0] == _PREFIX and parts[1].isalnum() else None
+
+
+def take(spaces: Sequence[AddressSpace]) -> list[Lease]:
+    """Raises OSError where no descriptor is left for the notes; then the spaces are closed."""
+    try:
+        return [Lease(space, None, GuardNotes.create()) for space in spaces]
+    except OSError:
+        for space in spaces:
+            space.close()
+        raise
+
+
+def track(lease: Lease) -> tuple[Lease, str]:
+    """The lease with its tracker, or why it has none."""
+    try:
+        lease.tracker = lease.space.track()
+    except (GpuError, OSError) as error:
+        return lease, f"faults are not seen: {error}"
+    return lease, ""
+
+
+def file_of(fd: int) -> tuple[int, int] | None:
+    try:
+        found = os.fstat(fd)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino

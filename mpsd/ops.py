@@ -104,6 +104,7 @@ class Operations:
             gpus=views,
             layout=daemon.layout,
             protections=daemon.protections(),
+            guard_checked=daemon.guard_checked(),
             settings={gpu.uuid: daemon.settings.limit_of(gpu.uuid) for gpu in daemon.gpus},
             clients_limit=daemon.config.limits.clients,
             problems=daemon.problems(),

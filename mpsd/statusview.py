@@ -46,6 +46,7 @@ class Surroundings:
     gpus: Sequence[GpuView]
     layout: Layout
     protections: Mapping[ClientId, Sequence[str]]
+    guard_checked: Mapping[ClientId, float | None]
     settings: Mapping[str, Mapping[str, str]]
     clients_limit: int
     problems: Sequence[str] = ()
@@ -229,6 +230,8 @@ def _client(
         "noticed_s": round(around.now - client.noticed, 3),
         "attach_ms": round((attached - client.noticed) * 1e3, 3) if attached is not None else None,
         "protections": protections,
+        # Since the guard's ranges were found to fit the mappings, seconds.
+        "guard_checked_s": around.guard_checked.get(client.id),
         "problem": "; ".join(p for p in (client.problem, UNSTORED if client.unstored else "") if p),
         "proof": sorted(proofs(domain, client)),
     }

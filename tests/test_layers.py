@@ -57,7 +57,7 @@ GROUPS: dict[str, tuple[set[str], set[str]]] = {
     "procs": ({"mpsd.procs"}, {"base", "linux"}),
     "layout": ({"mpsd.layout"}, {"base", "linux", "config"}),
     "settings": ({"mpsd.settings"}, {"base", "config"}),
-    "looks": ({"mpsd.looks", "mpsd.turns"}, {"base"}),
+    "looks": ({"mpsd.looks", "mpsd.sweeps", "mpsd.turns"}, {"base"}),
     "guard": (
         {"mpsd.guard", "mpsd.guardnotes", "mpsd.guardplan"},
         {"base", "core", "gpu base", "linux", "looks"},
