@@ -89,8 +89,11 @@ class LeaseStore:
         self._add(_Job(_Kind.PUT, name, copies, held))
         return held
 
-    def drop(self, name: str) -> None:
-        """Hold the name no longer, whether it has been stored yet or not."""
+    def drop(self, name: str, gone: asyncio.Future[None] | None = None) -> None:
+        """Hold the name no longer, whether it has been stored yet or not.
+
+        `gone` is done once the store has let go of it, cancelled where this ends first.
+        """
         for job in self._puts(name):
             self._jobs.remove(job)
             self._cancel(job)
@@ -104,7 +107,9 @@ class LeaseStore:
             self._cancel(self._running)
         if name in self._held:
             self._held.discard(name)
-            self._add(_Job(_Kind.REMOVE, name))
+            self._add(_Job(_Kind.REMOVE, name, held=gone))
+        elif gone is not None and not gone.done():
+            gone.set_result(None)
 
     def problems(self) -> list[str]:
         """What is not as it should be, for `status`."""
@@ -181,6 +186,8 @@ class LeaseStore:
         elif job.kind is _Kind.PUT:
             self._stored(job)
         elif job.kind is _Kind.REMOVE:
+            if job.held is not None and not job.held.done():
+                job.held.set_result(None)
             # There may be room now for what did not fit.
             for waiting in self._jobs:
                 waiting.due = 0.0

@@ -228,6 +228,10 @@ class Ledger:
         old = [p for p, died in self._dead.items() if now - died >= self.limits.keep_age_s]
         return Outcome(freed=self._free_all(h for p in old for h in self.of(p)))
 
+    def next_expiry(self) -> float | None:
+        """When `expire` will have something to do; None while nobody's dead are kept."""
+        return next((died + self.limits.keep_age_s for died in self._dead.values()), None)
+
     def named(self, owner: Owner, name: str) -> tuple[Holding, ...]:
         """What this owner may come back to, in the order in which it was brought. Nobody else's, ever."""
         process = self._names.get((owner, name))

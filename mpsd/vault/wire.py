@@ -83,7 +83,7 @@ def pack(message: Message, *, answer: bool = False) -> bytes:
         message.address,
         message.index,
         message.count,
-        bytes.fromhex(message.gpu.removeprefix("GPU-").replace("-", "")),
+        uuid_bytes(message.gpu),
         message.token,
         message.name.encode(),
     )
@@ -119,6 +119,15 @@ def unpack(data: bytes, *, answer: bool = False) -> Message:
         )
     except ValueError as error:
         raise WireError("name" if isinstance(error, UnicodeDecodeError) else "kind") from error
+
+
+def uuid_bytes(text: str) -> bytes:
+    """Zeros for what is no UUID, as a simulated GPU's may be."""
+    try:
+        raw = bytes.fromhex(text.removeprefix("GPU-").replace("-", ""))
+    except ValueError:
+        return bytes(16)
+    return raw if len(raw) == 16 else bytes(16)
 
 
 def uuid_text(raw: bytes) -> str:
