@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -99,6 +99,8 @@ class Adoption:
     store: LeaseStore
     orphans: Orphans
     post: Post
+    # Whether a stored set is another part's, which has taken it then.
+    others: Callable[[str, Sequence[int]], bool] = lambda name, fds: False
     unknown: list[str] = field(default_factory=list)
 
     def run(self, saved: Mapping[str, Any] | None) -> None:
@@ -143,6 +145,8 @@ class Adoption:
     def _kept_leases(self) -> dict[ClientId, Kept]:
         kept = {}
         for name, fds in self.store.fetch_all().items():
+            if self.others(name, fds):
+                continue
             parsed = parse_lease_name(name)
             if parsed is None or len(parsed[1]) != len(fds):
                 log.error("a stored set is no lease", name=name)

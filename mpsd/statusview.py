@@ -48,6 +48,8 @@ class Surroundings:
     pending: Mapping[ProcessInstance, str] = field(default_factory=dict)
     extra_counters: Mapping[str, int] = field(default_factory=dict)
     orphans: Sequence[Mapping[str, Any]] = ()
+    # Bytes in the vault of each process that is proxied.
+    vault: Mapping[ProcessInstance, int] = field(default_factory=dict)
 
 
 def look_at_gpus(devices: DeviceManager, gpus: Sequence[Gpu]) -> list[GpuView]:
@@ -221,6 +223,8 @@ def _client(
         "noticed_s": round(around.now - client.noticed, 3),
         "attach_ms": round((attached - client.noticed) * 1e3, 3) if attached is not None else None,
         "protections": protections,
+        "proxied": client.id.process in around.vault,
+        "vault_bytes": around.vault.get(client.id.process, 0),
         "problem": "; ".join(p for p in (client.problem, UNSTORED if client.unstored else "") if p),
         "proof": sorted(proofs(domain, client)),
     }

@@ -178,15 +178,21 @@ class Ledger:
             return Outcome(refusal=Refusal.NOTHING)
         return Outcome(freed=self._free_all((self._held[found],)))
 
+    def may_keep(self, owner: Owner, process: ProcessInstance, name: str) -> Refusal | None:
+        """Why `keep` would be refused."""
+        if not valid_name(name):
+            return Refusal.BAD_NAME
+        if process in self._dead:
+            return Refusal.NOTHING
+        taken = self._names.get((owner, name), process) != process
+        return Refusal.NAME_TAKEN if taken else None
+
     def keep(self, owner: Owner, process: ProcessInstance, name: str) -> Outcome:
         """What the process has brought, and will bring, stays after it under this name (a new name
         replaces the old). A process that has ended keeps what it kept."""
-        if not valid_name(name):
-            return Outcome(refusal=Refusal.BAD_NAME)
-        if process in self._dead:
-            return Outcome(refusal=Refusal.NOTHING)
-        if self._names.get((owner, name), process) != process:
-            return Outcome(refusal=Refusal.NAME_TAKEN)
+        refusal = self.may_keep(owner, process, name)
+        if refusal is not None:
+            return Outcome(refusal=refusal)
         self._forget_name(process)
         self._names[owner, name] = process
         self._wishes[process] = (owner, name)
