@@ -264,7 +264,10 @@ class Daemon:
         await listener.start()
         door = Door(self.layout.vault_socket, self.vault)
         if self.config.vault.enabled:
-            door.start()
+            try:
+                door.start()
+            except OSError as error:
+                self._source_problems.append(f"the vault is not offered: {error}")
         self.bulletin.connect(listener.publish)
         background = [
             self._loop.create_task(self._guards.follow()),

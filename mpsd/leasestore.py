@@ -105,6 +105,8 @@ class LeaseStore:
         if self._running is not None and self._running.kind is _Kind.PUT and self._running.name == name:
             self._running.dropped = True
             self._cancel(self._running)
+            # What is being stored is removed after that.
+            self._running.held, gone = gone, None
         if name in self._held:
             self._held.discard(name)
             self._add(_Job(_Kind.REMOVE, name, held=gone))
@@ -214,7 +216,7 @@ class LeaseStore:
 
     def _stored(self, job: _Job) -> None:
         if job.dropped:
-            self._add(_Job(_Kind.REMOVE, job.name))
+            self._add(_Job(_Kind.REMOVE, job.name, held=job.held))
             return
         self._held.add(job.name)
         if job.held is not None and not job.held.done():
@@ -226,7 +228,7 @@ class LeaseStore:
         job.problem = problem
         if job.dropped:
             self._add(_Job(_Kind.CLOSE, fds=job.fds))
-            self._add(_Job(_Kind.REMOVE, job.name))
+            self._add(_Job(_Kind.REMOVE, job.name, held=job.held))
             return
         job.due = time.monotonic() + job.pause_s
         job.pause_s = min(2 * job.pause_s, LONGEST_PAUSE_S)

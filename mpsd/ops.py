@@ -209,8 +209,7 @@ class Operations:
 
     async def _env(self, peer: Peer, args: Mapping[str, Any]) -> Reply:
         path = await self._daemon.path_for(peer.uid, args.get("gpu"), shared=bool(args.get("shared")))
-        vault = str(self._daemon.layout.vault_socket) if self._daemon.config.vault.enabled else ""
-        return {"env": {"CUDA_MPS_PIPE_DIRECTORY": path}, "vault": vault}
+        return {"env": {"CUDA_MPS_PIPE_DIRECTORY": path}, "vault": self._daemon.vault.offered_at}
 
     async def _drain(self, peer: Peer, args: Mapping[str, Any]) -> Reply:
         return self._set_drain(args, on=True)

@@ -110,12 +110,14 @@ class Door:
             sock.close()
             raise
         self._listener = sock
+        self._vault.offered_at = path
         self._loop.add_reader(sock.fileno(), self._accept)
 
     async def close(self) -> None:
         if self._listener is not None:
             self._loop.remove_reader(self._listener.fileno())
             self._listener.close()
+            self._vault.offered_at = ""
             with contextlib.suppress(OSError):
                 os.unlink(self.path)
         tasks = [v.task for v in self._visits.values() if v.task is not None]

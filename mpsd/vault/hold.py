@@ -49,6 +49,8 @@ class Vault:
     def __init__(self, limits: Limits, inspector: MemoryInspector, store: LeaseStore) -> None:
         self.ledger = Ledger(limits)
         self.counters: Counter[str] = Counter()
+        self.offered_at = ""
+        """The door's socket, while it is open."""
         self.on_end: Callable[[ProcessInstance], None] = lambda process: None
         self._inspector = inspector
         self._store = store

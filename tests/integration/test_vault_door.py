@@ -1,69 +1,27 @@
-"""The door of the vault: what is held of whom, through which ends, and what a hostile peer gets."""
+"""The door of the vault: what is held of whom, and through which ends."""
 
 from __future__ import annotations
 
-import gc
 import os
-import random
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from mpsd.core.vault import Limits, Quota
+from mpsd.core.vault import Limits
 from mpsd.vault import peer as vault_peer
-from mpsd.vault.door import DoorLimits
-from mpsd.vault.wire import LAYOUT, Kind, Message, Status, pack
+from mpsd.vault.wire import Kind, Message, Status
 from tests.support import vaulting
-from tests.support.descriptors import open_descriptors
 from tests.support.site import OTHER_UID, ROOT, as_user, until
+from tests.support.vaultfixtures import LIMITS, alone, counted, held, place, store, vault
 from tests.support.vaulting import MemoryStore, RunningVault, VaultClient, memory
 
-LIMITS = Limits(Quota(1 << 30, 64), Quota(1 << 30, 128), Quota(1 << 20, 16), 256, 3600.0)
+__all__ = ["place", "store", "vault"]  # Fixtures are found by their names here.
+
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be somebody else")
-
-
-@pytest.fixture
-def place() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="mpt-", dir="/tmp") as where:
-        os.chmod(where, 0o755)
-        yield Path(where) / "vault.sock"
-
-
-@pytest.fixture
-def store() -> Iterator[MemoryStore]:
-    """Nothing is open afterwards that was not before, when the store has been emptied."""
-    gc.collect()
-    before = open_descriptors()
-    kept = MemoryStore()
-    yield kept
-    kept.empty()
-    until(lambda: not (open_descriptors().keys() - before.keys()), "no descriptor is left open")
-
-
-@pytest.fixture
-def vault(place: Path, store: MemoryStore) -> Iterator[RunningVault]:
-    with RunningVault(place, store, LIMITS) as running:
-        yield running
-
-
-def held(vault: RunningVault) -> list[int]:
-    return vault.look(lambda: sorted(h.number for h in vault.vault.ledger.holdings()))
-
-
-def alone(vault: RunningVault) -> None:
-    """Until this process is no client any more: it may be another owner's next."""
-    until(lambda: vault.look(lambda: not vault.door._visits), "all connections have ended")
-
-
-def counted(vault: RunningVault, name: str) -> int:
-    return vault.look(lambda: vault.vault.counters[name])
 
 
 PROGRAM = """
@@ -259,135 +217,6 @@ def test_many_deaths_leave_nothing(place: Path, store: MemoryStore, count: int) 
         until(lambda: len(held(running)) == left, "what is kept")
         until(lambda: len(store.held) == left + 1, "and as much in the store")
         assert counted(running, "taken") == 2 * count
-
-
-# -- hostile peers ---------------------------------------------------------------------------------------
-
-
-def refused(
-    vault: RunningVault, reason: str, data: bytes, fds: tuple[int, ...] = (), greet: bool = True
-) -> None:
-    before = counted(vault, f"closed_{reason}")
-    with VaultClient(vault.path, greet=greet) as client:
-        client.send(data, fds)
-        assert client.is_closed()
-    assert counted(vault, f"closed_{reason}") == before + 1
-    assert held(vault) == []
-
-
-def test_nonsense_closes_the_connection_and_is_counted(vault: RunningVault) -> None:
-    good, put = pack(Message(Kind.DROP, number=1)), pack(Message(Kind.PUT, number=1, size=4096))
-    fd, null = memory(), os.open("/dev/null", os.O_RDWR)
-    refused(vault, "size", b"x")
-    refused(vault, "size", good + b"x")
-    refused(vault, "size", b"\0" * 100_000)
-    refused(vault, "magic", bytes(LAYOUT.size))
-    refused(vault, "version", good[:4] + b"\xff\xff" + good[6:])
-    refused(vault, "kind", good[:6] + b"\x63\x00" + good[8:])
-    refused(vault, "name", good[:-64] + b"n" * 64)
-    refused(vault, "order", good, greet=False)
-    refused(vault, "order", pack(Message(Kind.HELLO)))
-    refused(vault, "descriptors", put)
-    refused(vault, "descriptors", put, (fd, fd))
-    refused(vault, "descriptors", put, (fd,) * 200)
-    refused(vault, "descriptors", good, (fd,))
-    refused(vault, "not_memory", put, (null,))
-    refused(vault, "not_memory", put, (0,))
-    os.close(fd)
-    os.close(null)
-
-
-def test_a_process_cannot_change_its_owner(vault: RunningVault) -> None:
-    with VaultClient(vault.path) as client:
-        client.put(1)
-        with VaultClient(vault.path, greet=False) as second:
-            second.send(pack(Message(Kind.HELLO, token=b"t" * 32)))
-            assert second.is_closed()
-        assert counted(vault, "closed_another_owner") == 1
-        assert client.ask(Message(Kind.DROP, number=1)).status == Status.OK
-
-
-def test_those_who_say_nothing_or_do_not_listen_are_closed(place: Path, store: MemoryStore) -> None:
-    limits = DoorLimits(connections=3, hello_s=0.05)
-    with RunningVault(place, store, LIMITS, limits) as running:
-        with VaultClient(place, greet=False) as silent:
-            assert silent.is_closed() and counted(running, "closed_silent") == 1
-        with VaultClient(place) as deaf:
-            deaf.socket.setblocking(False)
-            data = pack(Message(Kind.KEEP, name="x"))
-            end_at = time.monotonic() + vaulting.DEADLINE_S
-            while not counted(running, "closed_does_not_read") and time.monotonic() < end_at:
-                try:
-                    deaf.send(data)
-                except OSError:
-                    pass
-            assert counted(running, "closed_does_not_read") == 1
-        assert counted(running, "slowed") >= 0
-        clients = [VaultClient(place) for _ in range(3)]
-        with VaultClient(place, greet=False) as fourth:
-            assert fourth.is_closed()
-        assert counted(running, "closed_connections") == 1
-        for client in clients:
-            client.close()
-
-
-def test_a_flood_is_slowed_and_others_are_served(place: Path, store: MemoryStore) -> None:
-    slow = DoorLimits(rate=100.0, burst=10.0)
-    with (
-        RunningVault(place, store, LIMITS, slow) as running,
-        VaultClient(place) as flooding,
-        VaultClient(place) as other,
-    ):
-        for _ in range(15):
-            flooding.send(pack(Message(Kind.DROP, number=1)))
-        assert other.ask(Message(Kind.DROP, number=2)).status == Status.UNKNOWN
-        assert [flooding.receive()[0].status for _ in range(15)] == [Status.UNKNOWN] * 15
-        assert counted(running, "slowed") >= 1
-
-
-def test_fuzz(vault: RunningVault) -> None:
-    """Valid messages, bent ones and noise, with any descriptors, in any order: the door stays open, holds
-    nothing that is no memory, and leaks nothing (the fixture looks)."""
-    choose = random.Random(7)
-    with VaultClient(vault.path) as steady:
-        assert steady.put(1000).status == Status.OK
-        for _ in range(300):
-            with VaultClient(vault.path, greet=choose.random() < 0.8) as client:
-                for _ in range(choose.randrange(1, 6)):
-                    try:
-                        client.send(*anything(choose))
-                    except OSError:
-                        break
-        assert steady.put(1001).status == Status.OK
-    sizes = vault.look(lambda: {h.size for h in vault.vault.ledger.holdings()})
-    assert sizes <= {4096}
-
-
-def anything(choose: random.Random) -> tuple[bytes, list[int]]:
-    name = choose.choice(("", "a", "b", "12"))
-    kind = choose.choice(list(Kind))
-    data = pack(Message(kind, number=choose.randrange(4), size=1 << choose.randrange(64), name=name))
-    if choose.random() < 0.3:
-        at = choose.randrange(len(data))
-        data = data[:at] + choose.randbytes(choose.randrange(8)) + data[at + choose.randrange(8) :]
-    fds = [choose.choice(descriptors()) for _ in range(choose.choice((0, 0, 1, 1, 1, 2, 5)))]
-    return data, fds
-
-
-_MADE: list[int] = []
-
-
-def descriptors() -> list[int]:
-    return _MADE
-
-
-@pytest.fixture(autouse=True)
-def _descriptors() -> Iterator[None]:
-    left, right = socket.socketpair()
-    _MADE[:] = [memory(), memory(), os.open("/dev/null", os.O_RDWR), left.detach(), right.detach()]
-    yield
-    for fd in _MADE:
-        os.close(fd)
 
 
 def test_a_peer_is_pinned_where_the_kernel_has_no_option_for_it(place: Path) -> None:
