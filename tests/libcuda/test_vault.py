@@ -3,9 +3,11 @@ On the stand-in driver, whose memory is memfds."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -328,3 +330,30 @@ def test_what_the_vault_refuses_the_program_has_all_the_same(libraries: Librarie
         assert program.do(f"[free(a) for a in {addresses}]") == [None] * 5
         until(lambda: not store.held, "nothing is held")
         assert program.end() == 0
+
+
+def test_a_daemon_that_hangs_holds_nobody_up(libraries: Libraries, place: Path) -> None:
+    """Connections are made and never answered."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as deaf:
+        deaf.bind(str(place))
+        deaf.listen()
+        program = alone(libraries, place)
+        for _ in range(20):
+            addresses = program.do("[alloc(3 << 20) for _ in range(5)]")
+            assert program.do(f"[free(a) for a in {addresses}]") == [None] * 5
+        assert (program.stats().vault_taken, program.stats().vault_mapped) == (0, 0)
+        assert program.end() == 0
+
+
+def test_a_token_stands_for_the_cgroup(libraries: Libraries, place: Path) -> None:
+    store = MemoryStore()
+    with RunningVault(place, store, LIMITS) as running:
+        chosen = {"MPSD_VAULT_SOCKET": str(place), "MPSD_VAULT_TOKEN": "secret"}
+        program = Program([], libraries.environment(proxied=True, **chosen))
+        program.do("alloc(100)")
+        until(lambda: program.stats().vault_taken == 1, "it is in the vault")
+        owner = running.look(lambda: next(running.vault.ledger.holdings()).owner)
+        assert (owner.uid, owner.cgroup) == (os.geteuid(), "")
+        assert owner.token == hashlib.sha256(b"secret".ljust(32, b"\0")).hexdigest()
+        assert program.end() == 0
+        until(lambda: not store.held, "nothing is held")
