@@ -165,7 +165,7 @@ class Door:
             asked = self._loop.run_in_executor(None, identify, visit.socket)
             try:
                 peer = await asyncio.shield(asked)
-            except MpsdError:
+            except (MpsdError, OSError):
                 self._refuse(visit, "gone")
                 return
             except asyncio.CancelledError:

@@ -74,6 +74,10 @@ class Vault:
         one that is known is the one it had (a cgroup can change under it); None for one that says now
         that it is somebody else."""
         known = self._clients.get(pinned.instance)
+        if known is not None and None not in (known.program, program) and known.program != program:
+            # It replaced its program and is faster than the look at that: what it brought before has gone.
+            self._ended(pinned.instance)
+            known = None
         if known is None:
             known = self._watch(pinned, owner, program)
         else:

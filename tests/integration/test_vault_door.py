@@ -121,6 +121,25 @@ def test_a_process_that_replaces_its_program_is_no_client_any_more(vault: Runnin
     end(process)
 
 
+def test_a_program_that_replaced_another_begins_anew(vault: RunningVault) -> None:
+    """However soon it comes: under the old one's numbers it finds nothing."""
+    again = f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+from tests.support.vaulting import *
+client = VaultClient({str(vault.path)!r})
+print(client.put(2, 4096, b"new").status, flush=True)
+signal.pause()
+"""
+    process = program(
+        vault.path, then=f"import os; os.execv(sys.executable, [sys.executable, '-c', {again!r}])"
+    )
+    assert process.stdout is not None and process.stdout.readline() == "0\n"
+    assert held(vault) == [2]
+    end(process)
+    until(lambda: held(vault) == [], "it has ended")
+
+
 def test_a_forked_child_is_no_client(vault: RunningVault) -> None:
     then = """
 import os, threading
