@@ -112,7 +112,7 @@ it is freed, too old, or the oldest of too much.
   mpsd-ctl vault free ID|NAME        let go of one piece, or of all that is kept under a name
 
 A program that lives keeps its own memory in any case: only what the vault holds is let go. Users see and
-change what is their own, administrators everything.
+change what is their own, administrators everything. Each takes --json, keep and free take --dry-run.
 """
 
 _VERSION = "Versions of this command, of the daemon and of the driver; a daemon need not run."
