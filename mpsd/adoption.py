@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -99,6 +99,8 @@ class Adoption:
     store: LeaseStore
     orphans: Orphans
     post: Post
+    # Whether a stored set is another part's, which has taken it then.
+    others: Callable[[str, Sequence[int]], bool] = lambda name, fds: False
     unknown: list[str] = field(default_factory=list)
     rows: Sequence[Mapping[str, Any]] = ()
 
@@ -149,6 +151,8 @@ class Adoption:
         strange: dict[str, Sequence[int]] = {}
         # Of two sets of one client the newer form is taken: the other was being replaced.
         for name, fds in sorted(self.store.fetch_all().items(), key=lambda item: is_current(item[0])):
+            if self.others(name, fds):
+                continue
             parsed = stored_lease(name, len(fds))
             if parsed is None:
                 strange[name] = fds

@@ -223,6 +223,33 @@ class Store:
 
 
 @dataclass(frozen=True, slots=True)
+class VaultSettings:
+    """[vault]: GPU memory of programs under mpsd-run, held so that it can outlive them."""
+
+    enabled: bool = _key(
+        False, "offer the vault to programs under mpsd-run; so far seen with the stand-in driver alone"
+    )
+    client_bytes: int = _key(1 << 40, "held of one program", unit="bytes", low=0, high=1 << 50)
+    client_descriptors: int = _key(1024, "pieces held of one program", low=0, high=65536)
+    user_bytes: int = _key(
+        1 << 40, "held of one user's programs, dead ones too", unit="bytes", low=0, high=1 << 50
+    )
+    user_descriptors: int = _key(1536, "pieces held of one user's programs, dead ones too", low=0, high=65536)
+    kept_bytes: int = _key(
+        64 << 30, "kept of one owner's dead programs, oldest out first", unit="bytes", low=0, high=1 << 50
+    )
+    kept_descriptors: int = _key(
+        512, "pieces kept of one owner's dead programs, oldest out first", low=0, high=65536
+    )
+    descriptors: int = _key(
+        2048, "pieces held in all; leases need room in the descriptor store too", low=0, high=65536
+    )
+    keep_age_s: float = _key(
+        3600.0, "what a dead program kept is freed after this", unit="s", low=0.1, high=31536000
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class Log:
     """[log]: mpsd's own log on stderr, and the size of the logs of control daemons and servers."""
 
@@ -255,6 +282,7 @@ class Config:
     guard: Guard = field(default_factory=Guard)
     journal: JournalSettings = field(default_factory=JournalSettings)
     store: Store = field(default_factory=Store)
+    vault: VaultSettings = field(default_factory=VaultSettings)
     log: Log = field(default_factory=Log)
 
 
@@ -292,6 +320,11 @@ def check_rules(config: Config, where: str) -> None:
             raise ConfigError(f"{where}: {key} = {value!r} is not an absolute path", remedy="start it with /")
     check_socket_path(f"{config.run_dir}/mpsd.sock")
     check_socket_path(f"{config.domains.default_path}/control")
+    if config.vault.enabled and config.vault.descriptors > config.store.max_descriptors // 2:
+        raise ConfigError(
+            f"{where}: vault.descriptors is more than half of store.max_descriptors",
+            remedy="leases need the other half: raise the one or lower the other",
+        )
     seen: set[str] = set()
     for gpu in (gpu for group in config.domains.span for gpu in group):
         if gpu in seen:

@@ -20,7 +20,15 @@ from typing import Any, get_args, get_type_hints
 from mpsd.config import DEFAULT_FILE, SCHEMA_VERSION, Config, check_rules, default_directories
 from mpsd.errors import ConfigError
 
-OTHER_VARIABLES = ("MPSD_CONFIG", "MPSD_SOCKET", "MPSD_SIM_DIR", "MPSD_VENV", "MPSD_DIE_BEFORE_EFFECT")
+OTHER_VARIABLES = (
+    "MPSD_CONFIG",
+    "MPSD_SOCKET",
+    "MPSD_VAULT_SOCKET",
+    "MPSD_VAULT_TOKEN",
+    "MPSD_SIM_DIR",
+    "MPSD_VENV",
+    "MPSD_DIE_BEFORE_EFFECT",
+)
 """MPSD_ variables that are no keys and still mean something."""
 # The harness's and the tests' own, and what Kubernetes sets where there is a service of this name.
 _OTHER_PREFIXES = (

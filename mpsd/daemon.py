@@ -22,6 +22,7 @@ from mpsd.bulletin import Bulletin
 from mpsd.config import Config, DomainMode, GuardSetting
 from mpsd.core import events as ev
 from mpsd.core.state import DomainState, Policy, State
+from mpsd.core.vault import Limits, Quota
 from mpsd.errors import (
     BusyError,
     ConfigError,
@@ -52,6 +53,8 @@ from mpsd.settings import ControlSettings
 from mpsd.statefile import StateFile
 from mpsd.statusview import GpuView, own_pids
 from mpsd.usernames import foresee
+from mpsd.vault.door import Door
+from mpsd.vault.hold import Vault
 
 log = structlog.get_logger("mpsd.daemon")
 
@@ -89,6 +92,18 @@ def guard_classes(config: Config, backend: Backend) -> frozenset[GuardClass]:
         kind
         for kind, setting in chosen.items()
         if setting is GuardSetting.ON or (setting is GuardSetting.AUTO and kind in SAFE_GUARDS)
+    )
+
+
+def vault_limits(config: Config) -> Limits:
+    """The operator's quotas as core takes them."""
+    v = config.vault
+    return Limits(
+        client=Quota(v.client_bytes, v.client_descriptors),
+        user=Quota(v.user_bytes, v.user_descriptors),
+        kept=Quota(v.kept_bytes, v.kept_descriptors),
+        descriptors=v.descriptors,
+        keep_age_s=v.keep_age_s,
     )
 
 
@@ -173,6 +188,7 @@ class Daemon:
         self._work = workwatch.WorkWatch(self.backend.work, interval_s, self._post)
         self._attacher = Attacher(self.backend.uvm, self._work, self._store, self._post, self._known)
         self._orphans = Orphans(self.backend.uvm, self.backend.work, interval_s, self._store)
+        self.vault = Vault(vault_limits(self.config), self.backend.memory, self._store)
         guard = self.config.guard
         self._guards = Guards(
             guard_classes(self.config, self.backend), guard.max_ranges, guard.follow_interval_s, self._post
@@ -259,6 +275,12 @@ class Daemon:
             self._loop.add_signal_handler(number, self._stop.set)
         await self._adopt()
         await listener.start()
+        door = Door(self.layout.vault_socket, self.vault)
+        if self.config.vault.enabled:
+            try:
+                door.start()
+            except OSError as error:
+                self._source_problems.append(f"the vault is not offered: {error}")
         self.bulletin.connect(listener.publish)
         background = [
             self._loop.create_task(self._guards.follow()),
@@ -278,6 +300,7 @@ class Daemon:
                 task.cancel()
             await asyncio.gather(*background, return_exceptions=True)
             await listener.close()
+            await door.close()
             for source in sources:
                 self._loop.remove_reader(source.fileno())
                 source.close()
@@ -293,7 +316,8 @@ class Daemon:
         await self._attacher.settled()
         self._save()
         self._statefile.sync()
-        held = bool(self._attacher.leases) or len(self._orphans) > 0
+        held = bool(self._attacher.leases) or len(self._orphans) > 0 or len(self.vault.ledger) > 0
+        await self.vault.close()
         self._attacher.close()
         await self._orphans.close()
         # With nothing kept alive by it any more, the store leaves no process behind.
@@ -345,8 +369,17 @@ class Daemon:
             if saved["drained"]:
                 wanted = () if "*" in saved["drained"] else tuple(saved["drained"])
                 self._post(ev.DrainRequested(wanted, True))
-        adoption = Adoption(self.layout, self._hosts, self._attacher, self._store, self._orphans, self._post)
+        adoption = Adoption(
+            self.layout,
+            self._hosts,
+            self._attacher,
+            self._store,
+            self._orphans,
+            self._post,
+            self.vault.takes,
+        )
         adoption.run(saved)
+        self.vault.adopt()
         self._unknown_domains = adoption.unknown
         await adoption.join_living()
         lost = self._attacher.discard_kept()
@@ -529,7 +562,7 @@ class Daemon:
     def problems(self) -> list[str]:
         """Capability losses of the daemon itself, for `status`."""
         found = [*self._source_problems, *self._store.problems(), *self._unknown_domains]
-        found += self._orphans.problems()
+        found += self._orphans.problems() + self.vault.problems()
         found += [p for p in (self.bulletin.journal.problem, self._statefile.problem) if p]
         found += [f"no domain starts for {slot}: {why}" for slot, why in self._start_problems.items()]
         found += self._rounds.problems()
@@ -543,4 +576,5 @@ class Daemon:
             "log_lines_unparsed": self._hosts.unparsed(),
             "leases_held": len(self._attacher.leases) + len(self._orphans),
             "effects_performed": self.runtime.performed,
+            **self.vault.totals(),
         }

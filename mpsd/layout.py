@@ -1,6 +1,6 @@
 """Where a daemon keeps things: the run directory, domains' directories, the stable paths.
 
-    RUN/lock  RUN/mpsd.sock  RUN/keeper.sock  RUN/state.json
+    RUN/lock  RUN/mpsd.sock  RUN/vault.sock  RUN/keeper.sock  RUN/state.json
     RUN/d/DOMAIN      pipe directory of one domain
     RUN/s/SLOT        the stable path: a symbolic link to RUN/d/DOMAIN, replaced by rename
     LOG/DOMAIN        logs of that domain's control daemon and servers
@@ -39,6 +39,10 @@ class Layout:
     @property
     def socket(self) -> Path:
         return self.run_dir / "mpsd.sock"
+
+    @property
+    def vault_socket(self) -> Path:
+        return self.run_dir / "vault.sock"
 
     @property
     def keeper_socket(self) -> Path:

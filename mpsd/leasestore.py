@@ -109,8 +109,11 @@ class LeaseStore:
         self._add(_Job(_Kind.PUT, name, copies, held, owner=owner))
         return held
 
-    def drop(self, name: str) -> None:
-        """Hold the name no longer, whether it has been stored yet or not."""
+    def drop(self, name: str, gone: asyncio.Future[None] | None = None) -> None:
+        """Hold the name no longer, whether it has been stored yet or not.
+
+        `gone` is done once the store has let go of it, cancelled where this ends first.
+        """
         for job in self._puts(name):
             self._jobs.remove(job)
             self._cancel(job)
@@ -122,9 +125,13 @@ class LeaseStore:
         if self._running is not None and self._running.kind is _Kind.PUT and self._running.name == name:
             self._running.dropped = True
             self._cancel(self._running)
+            # What is being stored is removed after that.
+            self._running.held, gone = gone, None
         if name in self._held:
             self._held.discard(name)
-            self._add(_Job(_Kind.REMOVE, name))
+            self._add(_Job(_Kind.REMOVE, name, held=gone))
+        elif gone is not None and not gone.done():
+            gone.set_result(None)
 
     def problems(self) -> list[str]:
         """What is not as it should be, for `status`."""
@@ -232,6 +239,8 @@ class LeaseStore:
         elif job.kind is _Kind.PUT:
             self._stored(job)
         elif job.kind is _Kind.REMOVE:
+            if job.held is not None and not job.held.done():
+                job.held.set_result(None)
             # There may be room now for what did not fit.
             for waiting in self._jobs:
                 waiting.due = 0.0
@@ -258,7 +267,7 @@ class LeaseStore:
 
     def _stored(self, job: _Job) -> None:
         if job.dropped:
-            self._add(_Job(_Kind.REMOVE, job.name))
+            self._add(_Job(_Kind.REMOVE, job.name, held=job.held))
             return
         self._held.add(job.name)
         if job.held is not None and not job.held.done():
@@ -270,7 +279,7 @@ class LeaseStore:
         job.problem = problem
         if job.dropped:
             self._add(_Job(_Kind.CLOSE, fds=job.fds))
-            self._add(_Job(_Kind.REMOVE, job.name))
+            self._add(_Job(_Kind.REMOVE, job.name, held=job.held))
             return
         job.due = time.monotonic() + job.pause_s
         job.pause_s = min(2 * job.pause_s, LONGEST_PAUSE_S)

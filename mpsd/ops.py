@@ -29,6 +29,7 @@ from mpsd.listener import Peer
 from mpsd.model import Gpu, Liveness
 from mpsd.privacy import owners, shown_to
 from mpsd.statusview import Surroundings, status
+from mpsd.vault.desk import Desk
 from mpsd.wire.messages import Request
 
 if TYPE_CHECKING:
@@ -59,6 +60,9 @@ class Operations:
             "drain": self._drain,
             "undrain": self._undrain,
             "version": self._version,
+            "vault_list": lambda peer, args: Desk(daemon.vault).list(peer),
+            "vault_keep": lambda peer, args: Desk(daemon.vault).keep(peer, args),
+            "vault_free": lambda peer, args: Desk(daemon.vault).free(peer, args),
         }
 
     async def handle(self, peer: Peer, request: Request) -> Reply:
@@ -111,6 +115,7 @@ class Operations:
             pending=daemon.pending_work(),
             extra_counters=daemon.extra_counters(),
             orphans=daemon.orphan_rows(),
+            vault=daemon.vault.shown(),
         )
         answer: Reply = shown_to(peer, status(daemon.runtime.state, around))
         return answer
@@ -205,7 +210,7 @@ class Operations:
 
     async def _env(self, peer: Peer, args: Mapping[str, Any]) -> Reply:
         path = await self._daemon.path_for(peer.uid, args.get("gpu"), shared=bool(args.get("shared")))
-        return {"env": {"CUDA_MPS_PIPE_DIRECTORY": path}}
+        return {"env": {"CUDA_MPS_PIPE_DIRECTORY": path}, "vault": self._daemon.vault.offered_at}
 
     async def _drain(self, peer: Peer, args: Mapping[str, Any]) -> Reply:
         return self._set_drain(args, on=True)

@@ -53,6 +53,8 @@ class Surroundings:
     pending: Mapping[ProcessInstance, str] = field(default_factory=dict)
     extra_counters: Mapping[str, int] = field(default_factory=dict)
     orphans: Sequence[Mapping[str, Any]] = ()
+    # Bytes in the vault of each process that is proxied.
+    vault: Mapping[ProcessInstance, int] = field(default_factory=dict)
 
 
 def look_at_gpus(devices: DeviceManager, gpus: Sequence[Gpu]) -> list[GpuView]:
@@ -232,6 +234,8 @@ def _client(
         "protections": protections,
         # Since the guard's ranges were found to fit the mappings, seconds.
         "guard_checked_s": around.guard_checked.get(client.id),
+        "proxied": client.id.process in around.vault,
+        "vault_bytes": around.vault.get(client.id.process, 0),
         "problem": "; ".join(p for p in (client.problem, UNSTORED if client.unstored else "") if p),
         "proof": sorted(proofs(domain, client)),
     }

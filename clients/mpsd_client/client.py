@@ -44,6 +44,8 @@ class Client:
     def __init__(self, socket_path: str, timeout: float = CONNECT_TIMEOUT_S) -> None:
         self.socket_path = socket_path
         self._timeout = timeout
+        self.vault_socket = ""
+        """Where programs bring memory that is to outlive them, once `env` was asked; empty: no vault."""
         self._streams: list[EventStream] = []
         self._transport = Transport(socket_path, timeout)
 
@@ -93,7 +95,39 @@ class Client:
     ) -> dict[str, str]:
         """The environment that a workload of this user must set before it initialises CUDA."""
         answer = self.call("env", {"gpu": gpu, "shared": shared}, timeout)
+        self.vault_socket = str(answer.get("vault", ""))
         return {str(name): str(value) for name, value in answer["env"].items()}
+
+    def vault_list(self, timeout: float | None = None) -> Sequence[Mapping[str, Any]]:
+        """What the vault holds, oldest first; a user sees its own."""
+        found: Sequence[Mapping[str, Any]] = self.call("vault_list", timeout=timeout)["holdings"]
+        return found
+
+    def vault_keep(
+        self,
+        pid: int,
+        name: str,
+        *,
+        start_ticks: int | None = None,
+        dry_run: bool = False,
+        reason: str = "",
+        timeout: float | None = None,
+    ) -> Mapping[str, Any]:
+        """What the process has in the vault, and will have, stays after it: {"held", "bytes", "dry_run"}.
+
+        NotFoundError where it is no client of the vault, AmbiguousError where the name is taken.
+        """
+        args = {"pid": pid, "name": name, "start_ticks": start_ticks, "dry_run": dry_run, "reason": reason}
+        return self.call("vault_keep", args, timeout)
+
+    def vault_free(
+        self, what: str, *, dry_run: bool = False, reason: str = "", timeout: float | None = None
+    ) -> Mapping[str, Any]:
+        """Let go of one piece (its id) or of all kept under a name: {"freed", "bytes", "dry_run"}.
+
+        NotFoundError, AmbiguousError where several owners keep that name, DeniedError.
+        """
+        return self.call("vault_free", {"what": what, "dry_run": dry_run, "reason": reason}, timeout)
 
     def doctor(self, timeout: float | None = None) -> Sequence[Mapping[str, Any]]:
         """Checks as the daemon sees them: {"name", "ok" (None: does not apply), "finding", "remedy"}."""

@@ -20,18 +20,19 @@ from mpsd_client.driver import LIBRARY_NAME, find_driver, find_proxy
 from mpsd_client.env import SHELLS, export_lines
 
 USAGE, NOT_EXECUTABLE, NOT_FOUND = 2, 126, 127
-_PATH, _REAL = "LD_LIBRARY_PATH", "MPSD_REAL_LIBCUDA"
+_PATH, _REAL, _VAULT = "LD_LIBRARY_PATH", "MPSD_REAL_LIBCUDA", "MPSD_VAULT_SOCKET"
 
 _DESCRIPTION = (
     "Run a CUDA program under mpsd: on the shared GPU, and through mpsd's libcuda where that is installed."
 )
 _EPILOG = """\
-mpsd-run sets three variables and then becomes the program. So exit status, signals and terminal are the
+mpsd-run sets a few variables and then becomes the program. So exit status, signals and terminal are the
 program's own, and its children, whatever starts them, have the variables too.
 
   CUDA_MPS_PIPE_DIRECTORY  where programs of this user join, as the daemon says
   LD_LIBRARY_PATH          first the folder with mpsd's libcuda.so.1, then what was there
   MPSD_REAL_LIBCUDA        the real driver, for mpsd's libcuda.so.1 to load
+  MPSD_VAULT_SOCKET        only where the daemon offers the vault: GPU memory that can outlive the program
 
 Without a daemon nothing is set; without mpsd's library (pip install mpsd-libcuda) or the real driver the
 first alone is. One line says so, and the program runs in any case.
@@ -76,6 +77,7 @@ def make_plan(
     try:
         with connect(socket_path) as daemon:
             plan.variables.update(daemon.env(gpu))
+            vault = daemon.vault_socket
     except errors.MpsdError as error:
         plan.aside.append(f"stepping aside: {error.message}; the program runs without mpsd")
         return plan
@@ -88,6 +90,8 @@ def make_plan(
     else:
         plan.variables[_REAL] = real
         plan.variables[_PATH] = _first(proxy, environ.get(_PATH, ""))
+        if vault:
+            plan.variables[_VAULT] = vault
     plan.notes += [f"{name}={value}" for name, value in sorted(plan.variables.items())]
     return plan
 

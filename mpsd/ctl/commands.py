@@ -193,6 +193,33 @@ def env(options: Namespace, out: TextIO) -> int:
     return 0
 
 
+def vault(options: Namespace, out: TextIO) -> int:
+    with connect(options.socket) as client:
+        if options.deed == "list":
+            rows = client.vault_list()
+            if options.json:
+                _json(out, {"schema": SCHEMA, "holdings": list(rows)})
+            else:
+                style = style_for(out, os.environ)
+                _print(out, render.vault(rows, style, headers=not options.no_headers))
+            return 0
+        asked = {"dry_run": options.dry_run, "reason": options.reason, "timeout": options.timeout}
+        if options.deed == "keep":
+            ticks = options.start_ticks
+            result = client.vault_keep(options.pid, options.name, start_ticks=ticks, **asked)
+            text = f"keep {{}} of process {options.pid} as {printable(options.name)}"
+        else:
+            result = client.vault_free(options.what, **asked)
+            text = "free {}"
+    if options.json:
+        _json(out, {"schema": SCHEMA, **result})
+        return 0
+    pieces = result["held"] if options.deed == "keep" else result["freed"]
+    count = f"{len(pieces)} piece{'' if len(pieces) == 1 else 's'}, {render.size(result['bytes'])}"
+    _print(out, [("would " if options.dry_run else "") + text.format(count)])
+    return 0
+
+
 def failed(options: Namespace, out: TextIO) -> None:
     """What standard output gets of a command that failed: `eval "$(mpsd-ctl env)"` must fail with it."""
     if options.verb == "env" and not options.json:
@@ -224,6 +251,7 @@ VERBS: Mapping[str, Callable[[Namespace, TextIO], int]] = {
     "drain": drain,
     "undrain": drain,
     "env": env,
+    "vault": vault,
     "version": version,
 }
 

@@ -49,6 +49,7 @@ Then the clients with what protects each of them:
   lease    its GPU memory outlives it until its kernels have ended: its death harms nobody
   tracker  a memory fault of it is seen within a millisecond and named
   guard    stray accesses there are absorbed; "silent": nobody is told, its results may be wrong
+  vault    it runs under mpsd-run, and so much of its memory could outlive it (mpsd-ctl vault)
 
 Then the dead whose memory is still held, and processes on the GPU that are not on MPS.
 """
@@ -101,6 +102,19 @@ stable: it leads to a working domain also after a fault, so it need not be asked
   mpsd-ctl env --shell fish | source            fish
 """
 
+_VAULT = """\
+GPU memory of programs under mpsd-run that the daemon holds too. It goes when its program ends, unless it
+was kept under a name: then the same owner (user and cgroup, or user and token) can come back to it until
+it is freed, too old, or the oldest of too much.
+
+  mpsd-ctl vault list                what is held, of whom, as what it is kept
+  mpsd-ctl vault keep PID NAME       keep what that program has, and what it will allocate
+  mpsd-ctl vault free ID|NAME        let go of one piece, or of all that is kept under a name
+
+A program that lives keeps its own memory in any case: only what the vault holds is let go. Users see and
+change what is their own, administrators everything. Each takes --json, keep and free take --dry-run.
+"""
+
 _VERSION = "Versions of this command, of the daemon and of the driver; a daemon need not run."
 
 
@@ -122,6 +136,7 @@ def build() -> argparse.ArgumentParser:
     _drain(verbs, "drain", "take no new clients", _DRAIN)
     _drain(verbs, "undrain", "take new clients again", _UNDRAIN)
     _env(verbs)
+    _vault(verbs)
     _verb(verbs, "version", "versions of command, daemon and driver", _VERSION)
     return top
 
@@ -220,6 +235,27 @@ def _drain(verbs: _Verbs, name: str, text: str, description: str) -> None:
     parser = _verb(verbs, name, text, description)
     parser.add_argument("--gpu", metavar="GPU", help="index or UUID (default: every GPU)")
     _deed(parser)
+
+
+def _vault(verbs: _Verbs) -> None:
+    parser = verbs.add_parser(
+        "vault",
+        help="memory that outlives its program: list, keep, free",
+        description=_VAULT,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--socket", metavar="PATH", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    deeds = parser.add_subparsers(dest="deed", required=True, metavar="COMMAND", title="commands")
+    listing = _verb(deeds, "list", "what is held", "One line for each piece of memory that is held.")
+    listing.add_argument("--no-headers", action="store_true", help="leave out headings, for scripts")
+    keep = _verb(deeds, "keep", "keep a program's memory after its end", "Keep a program's memory by name.")
+    keep.add_argument("pid", type=int, metavar="PID")
+    keep.add_argument("name", metavar="NAME", help="1 to 63 printable characters, not a number")
+    keep.add_argument("--start-ticks", type=_number, metavar="N", help="as for kill")
+    free = _verb(deeds, "free", "let go of what is held", "Let go of one piece, or of all under a name.")
+    free.add_argument("what", metavar="ID|NAME")
+    for deed in (keep, free):
+        _deed(deed)
 
 
 def _env(verbs: _Verbs) -> None:

@@ -118,13 +118,18 @@ def _clients(view: Mapping[str, Any], style: Style, *, headers: bool) -> list[st
             c["state"],
             size(c["memory_bytes"]),
             age(c["age_s"]),
-            ", ".join(c["protections"]) or "none" + (f": {c['problem']}" if c.get("problem") else ""),
+            _protections(c) or "none" + (f": {c['problem']}" if c.get("problem") else ""),
             printable(c["command"], 80),
         )
         for c in view["clients"]
     ]
     heads = ("PID", "USER", "DOMAIN", "STATE", "MEMORY", "AGE", "PROTECTIONS", "COMMAND")
     return ["", *table(rows, heads if headers else None, style)] if rows else []
+
+
+def _protections(client: Mapping[str, Any]) -> str:
+    vault = [f"vault {size(client['vault_bytes'])}"] if client.get("proxied") else []
+    return ", ".join([*client["protections"], *vault])
 
 
 def _dead(view: Mapping[str, Any], style: Style, *, headers: bool) -> list[str]:
@@ -202,6 +207,25 @@ def fault(record: Mapping[str, Any], style: Style) -> list[str]:
         f"  evidence  {e['at_ms']:+.1f} ms {e['source']}: {printable(e['text'])}" for e in record["evidence"]
     ]
     return [*lines, f"  do        {record['action']}"]
+
+
+def vault(rows: Sequence[Mapping[str, Any]], style: Style, *, headers: bool = True) -> list[str]:
+    """What the vault holds: one line a piece."""
+    cells = [
+        (
+            str(r["id"]),
+            r["user"],
+            _pid(r) + ("" if r["died_s"] is None else " (dead)"),
+            size(r["bytes"]),
+            age(r["age_s"]),
+            printable(r["name"]) if r["name"] else "-",
+            "-" if r["expires_s"] is None else age(r["expires_s"]),
+            printable(r["gpu"]),
+        )
+        for r in rows
+    ]
+    heads = ("ID", "USER", "PID", "SIZE", "AGE", "KEPT AS", "FREED IN", "GPU")
+    return table(cells, heads if headers else None, style) if cells else ["the vault is empty"]
 
 
 def event(seen: Mapping[str, Any]) -> str:

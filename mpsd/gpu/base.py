@@ -120,6 +120,26 @@ class WorkInspector(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class ExportedMemory:
+    """What a descriptor is. `size` in bytes."""
+
+    size: int
+    gpu_uuid: str
+
+
+class MemoryInspector(Protocol):
+    """Says whether a descriptor from a stranger is GPU memory that a program exported."""
+
+    def identify(self, fd: int, claimed: ExportedMemory) -> ExportedMemory:
+        """Its true values as far as they can be told, else the claimed ones within bounds.
+
+        Asks nothing of a file system that could make it wait. Raises GpuError for anything else than
+        exported memory, and for a claim that cannot be true.
+        """
+        ...
+
+
 class XidSource(Protocol):
     """Critical Xids as NVML reports them."""
 
@@ -175,5 +195,6 @@ class Backend:
     control_environment: Mapping[str, str]
     terminate_deadline_s: float
     work: WorkInspector
+    memory: MemoryInspector
     checks: Sequence[Check] = ()
     host_pointers_work: bool = False

@@ -92,6 +92,8 @@ _REASON = Argument("reason", Kind.TEXT, high=500)
 _SINCE = Argument("since_id", Kind.INTEGER)
 _PID = Argument("pid", Kind.INTEGER, required=True, low=2, high=2**22)
 
+_NAME = Argument("name", Kind.TEXT, required=True, low=1, high=63)
+
 _TABLE = (
     Operation("status", Right.ANY, "GPUs, domains, clients, what is held for the dead"),
     Operation(
@@ -143,6 +145,21 @@ _TABLE = (
         Right.ANY,
         "events from now on, after those kept since an event number; a user gets its own",
         (_SINCE,),
+    ),
+    Operation("vault_list", Right.ANY, "what the vault holds; a user sees its own"),
+    Operation(
+        "vault_keep",
+        Right.OWN_CLIENT,
+        "what a program has in the vault, and will have, stays after it under a name",
+        (_PID, Argument("start_ticks", Kind.INTEGER), _NAME, _DRY_RUN, _REASON),
+        mutates=True,
+    ),
+    Operation(
+        "vault_free",
+        Right.OWN_CLIENT,
+        "let go of one piece (by its id) or of all that is kept under a name",
+        (Argument("what", Kind.TEXT, required=True, low=1, high=63), _DRY_RUN, _REASON),
+        mutates=True,
     ),
     Operation("version", Right.ANY, "versions of the daemon and of what it runs on"),
 )

@@ -4,15 +4,35 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from mpsd.core.vault import Limits, Quota
 from tests.support.libcudas import Libraries, build_libraries, run
+from tests.support.site import until
+from tests.support.vaulting import MemoryStore, RunningVault
+
+LIMITS = Limits(Quota(1 << 40, 512), Quota(1 << 40, 512), Quota(1 << 20, 16), 512, 3600.0)
 
 
 @pytest.fixture(scope="module", params=["address,undefined", "thread"])
 def sanitized(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Libraries:
     return build_libraries(tmp_path_factory.mktemp("sanitized"), request.param)
+
+
+@pytest.fixture
+def vault_socket() -> Iterator[str]:
+    """A vault's door; whatever the program brings is dropped with it."""
+    store = MemoryStore()
+    with tempfile.TemporaryDirectory(prefix="mpt-", dir="/tmp") as where:
+        path = Path(where) / "vault.sock"
+        with RunningVault(path, store, LIMITS) as running:
+            yield str(path)
+            until(lambda: running.look(lambda: not len(running.vault.ledger)), "nothing is held")
+    store.empty()
 
 
 def start() -> list[str]:
@@ -22,10 +42,11 @@ def start() -> list[str]:
     return fixed if can else []
 
 
-@pytest.mark.parametrize("vault", ["0", "1"])
+@pytest.mark.parametrize("vault", ["0", "1", "brought"])
 @pytest.mark.parametrize("program, how", [("sequence", "dlsym"), ("threads", "getproc")])
-def test_no_report(sanitized: Libraries, program: str, how: str, vault: str) -> None:
-    environment = sanitized.environment(proxied=True, MPSD_VAULT=vault)
+def test_no_report(sanitized: Libraries, program: str, how: str, vault: str, vault_socket: str) -> None:
+    chosen = {"MPSD_VAULT_SOCKET": vault_socket} if vault == "brought" else {"MPSD_VAULT": vault}
+    environment = sanitized.environment(proxied=True, **chosen)
     done = run([*start(), sanitized.program(program), how], environment)
     assert (done.returncode, done.stderr) == (0, ""), done.stderr[-4000:]
     assert done.stdout.splitlines()[-1] in ("ok", "cuCtxSynchronize 709")

@@ -272,3 +272,10 @@ def test_check_names_every_mistake_at_once(tmp_path: Path, capsys: pytest.Captur
     told = capsys.readouterr().err
     for part in ("'run_dir'?", "guard.low = 'maybe'", "'guard.lw'", "max_records = -5"):
         assert part in told
+
+
+def test_the_vault_leaves_room_for_leases(tmp_path: Path) -> None:
+    text = "[vault]\nenabled = {}\ndescriptors = 600\n[store]\nmax_descriptors = 1000\n"
+    with pytest.raises(ConfigError, match="more than half"):
+        read(tmp_path, text.format("true"))
+    assert not read(tmp_path, text.format("false")).vault.enabled

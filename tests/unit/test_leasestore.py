@@ -294,3 +294,26 @@ def test_without_a_descriptor_to_watch_the_store_by_leases_are_stored_and_it_is_
     watched = -1
     monkeypatch.setattr(leasestore.fcntl, "fcntl", dup)
     with_store(play)
+
+
+def test_the_end_of_a_name_is_told_when_the_store_has_let_go() -> None:
+    """Of one that is stored, one that is just being stored, and one that never was."""
+
+    async def play(store: Store, front: LeaseStore) -> None:
+        loop = asyncio.get_running_loop()
+        await front.put("a", [0])
+        store.gate.clear()
+        store.entered.clear()
+        front.put("b", [0])
+        await asyncio.to_thread(store.entered.wait, DEADLINE_S)
+        gone = {name: loop.create_future() for name in "abc"}
+        for name, future in gone.items():
+            front.drop(name, future)
+        await gone["c"]
+        assert not gone["a"].done() and not gone["b"].done()
+        store.gate.set()
+        await gone["a"]
+        await gone["b"]
+        assert store.done == ["put a", "put b", "remove a", "remove b"]
+
+    with_store(play)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 MAGIC = int.from_bytes(b"mpsdcuda", "little")
 VERSION = 1
 _NAME = "/memfd:mpsd-libcuda"
-_HEAD = struct.Struct("<Q10I8Q96x256s512s")
+_HEAD = struct.Struct("<Q10I11Q72x256s512s")
 _UNKNOWN = struct.Struct("<Q88s")
 _UNKNOWN_MAX = 64
 
@@ -29,7 +29,8 @@ class Stats:
     """One reading. `driver_version` is 0 until the program has called cuInit.
 
     `vault_*`: allocations in exportable memory, their bytes, the bytes mapped for them, and how often the
-    driver had to answer cuMemAlloc itself.
+    driver had to answer cuMemAlloc itself; pieces (slabs and large allocations) that the daemon has
+    taken, that it refused, and that it never heard of, so far.
     """
 
     pid: int
@@ -49,6 +50,9 @@ class Stats:
     vault_bytes: int
     vault_mapped: int
     vault_passed: int
+    vault_taken: int
+    vault_refused: int
+    vault_lost: int
     unknown: Mapping[str, int]
 
 
@@ -76,7 +80,21 @@ def decode(data: bytes) -> Stats | None:
     magic, version, _, pid, state, driver, names, hidden, added, lacking, _, *rest = _HEAD.unpack_from(data)
     if magic != MAGIC or version != VERSION:
         return None
-    asked, mapped, unmapped, tables, held, held_bytes, held_mapped, passed, reason, path = rest
+    (
+        asked,
+        mapped,
+        unmapped,
+        tables,
+        held,
+        held_bytes,
+        held_mapped,
+        passed,
+        taken,
+        refused,
+        lost,
+        reason,
+        path,
+    ) = rest
     unknown: Counter[str] = Counter()
     for number in range(_UNKNOWN_MAX):
         count, name = _UNKNOWN.unpack_from(data, _HEAD.size + number * _UNKNOWN.size)
@@ -100,6 +118,9 @@ def decode(data: bytes) -> Stats | None:
         held_bytes,
         held_mapped,
         passed,
+        taken,
+        refused,
+        lost,
         unknown,
     )
 

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: MIT
 /*
  * Memory that can outlive its program: cuMemAlloc answered with exportable physical memory, mapped in
- * a window of addresses that the proxy reserves once per device. Off unless MPSD_VAULT=1.
+ * a window of addresses that the proxy reserves once per device. Off unless there is a daemon to bring
+ * it to (MPSD_VAULT_SOCKET), or MPSD_VAULT=1 asks for it; MPSD_VAULT=0 turns it off in any case.
  *
  * Memory of cuMemAlloc ends with its context, and mapped memory does not: so this is for primary
  * contexts, whose end the proxy sees. Whatever cannot be done this way is done by the real driver's
@@ -16,6 +17,7 @@
 #include "arena.h"
 #include "proxy.h"
 #include "stats.h"
+#include "vault.h"
 
 #define DEVICES 32
 #define PITCH_ALIGNMENT ((size_t)512)
@@ -39,7 +41,7 @@ bool mpsd_memory_wanted(void)
 {
 	const char *wish = secure_getenv("MPSD_VAULT");
 
-	return wish && !strcmp(wish, "1");
+	return wish ? !strcmp(wish, "1") : mpsd_vault_offered();
 }
 
 static CUmemAllocationProp property_of(CUdevice device)
@@ -96,7 +98,20 @@ static struct window *window_at(CUdeviceptr address)
 	return NULL;
 }
 
-/* The mapping alone keeps the physical memory; whoever wants a handle later retains one by address. */
+/*
+ * What the program has freed is free when the daemon has let go of it too: before memory is said to be
+ * out, that is waited for, a quarter of a second at most.
+ */
+static CUresult create(CUmemGenericAllocationHandle *handle, size_t size, const CUmemAllocationProp *property)
+{
+	CUresult result = real_cuMemCreate(handle, size, property, 0);
+
+	if (result == CUDA_ERROR_OUT_OF_MEMORY && mpsd_vault_settle())
+		result = real_cuMemCreate(handle, size, property, 0);
+	return result;
+}
+
+/* The mapping alone keeps the physical memory; the vault's side takes the handle, or it is released. */
 static CUresult map(struct arena_range range, CUdevice device)
 {
 	CUmemAllocationProp property = property_of(device);
@@ -109,7 +124,7 @@ static CUresult map(struct arena_range range, CUdevice device)
 
 	if (!range.size)
 		return CUDA_SUCCESS;
-	result = real_cuMemCreate(&handle, range.size, &property, 0);
+	result = create(&handle, range.size, &property);
 	if (result != CUDA_SUCCESS)
 		return result;
 	result = real_cuMemMap(range.base, range.size, 0, handle, 0);
@@ -118,7 +133,8 @@ static CUresult map(struct arena_range range, CUdevice device)
 		if (result != CUDA_SUCCESS)
 			real_cuMemUnmap(range.base, range.size);
 	}
-	real_cuMemRelease(handle);
+	if (result != CUDA_SUCCESS || !mpsd_vault_put(range.base, range.size, device, handle))
+		real_cuMemRelease(handle);
 	return result;
 }
 
@@ -185,8 +201,10 @@ static CUresult free_in(struct window *window, CUdeviceptr address)
 
 	if (!arena_find(&window->arena, address, &found) || !arena_free(&window->arena, address, &empty))
 		return CUDA_ERROR_INVALID_VALUE;
-	if (empty.size)
+	if (empty.size) {
+		mpsd_vault_drop(empty.base);
 		real_cuMemUnmap(empty.base, empty.size);
+	}
 	mpsd_stats->vault_allocations--;
 	mpsd_stats->vault_bytes -= found.size;
 	mpsd_stats->vault_mapped -= empty.size;

@@ -46,7 +46,10 @@ struct mpsd_stats {
 	uint64_t vault_bytes;		/* asked for by those */
 	uint64_t vault_mapped;		/* mapped for those */
 	uint64_t vault_passed;		/* calls of cuMemAlloc that the driver had to answer itself, so far */
-	uint64_t reserved[12];
+	uint64_t vault_taken;		/* pieces that the daemon holds too */
+	uint64_t vault_refused;		/* that it did not take: a quota */
+	uint64_t vault_lost;		/* that it never heard of: it is not there, or too slow */
+	uint64_t reserved[9];
 	char reason[256];		/* why it stepped aside */
 	char real_path[512];
 	struct mpsd_unknown unknown[MPSD_UNKNOWN_MAX];

@@ -7,6 +7,7 @@ import os
 from mpsd.errors import MpsdError, UnsupportedError
 from mpsd.gpu.base import Backend, Check, KernelLog
 from mpsd.gpu.nvidia.checks import CONTROL_BINARY, addressing, find_binary, nvidia_checks
+from mpsd.gpu.nvidia.exported import NvidiaMemory
 from mpsd.gpu.nvidia.nvml import Nvml
 from mpsd.gpu.nvidia.work import NvidiaWork
 from mpsd.linux.kmsg import KernelRing
@@ -40,6 +41,7 @@ def open_nvidia() -> Backend:
             control_environment={name: os.environ[name] for name in _PASSED_ON if name in os.environ},
             terminate_deadline_s=TERMINATE_DEADLINE_S,
             work=NvidiaWork(),
+            memory=NvidiaMemory({gpu.uuid: gpu.memory_bytes for gpu in nvml.gpus()}),
             checks=nvidia_checks(nvml),
             host_pointers_work=any(addressing(nvml, gpu) != "none" for gpu in nvml.gpus()),
         )

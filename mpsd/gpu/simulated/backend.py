@@ -14,6 +14,7 @@ from mpsd.errors import DeadlineError, GpuError, NotRunningError
 from mpsd.gpu.base import Backend, Check
 from mpsd.gpu.simulated import packets, paths
 from mpsd.gpu.simulated.adapters import NodeLink, SimulatedDevices, SimulatedUvm
+from mpsd.gpu.simulated.exported import SimulatedMemory
 from mpsd.gpu.simulated.work import SimulatedWork
 from mpsd.limits import SOCKET_PATH_LIMIT
 from mpsd.linux.kmsg import KernelFile
@@ -55,6 +56,7 @@ def open_simulated(
         control_environment={paths.SIM_DIR: where},
         terminate_deadline_s=terminate_deadline_s,
         work=SimulatedWork(link),
+        memory=SimulatedMemory({gpu.uuid: gpu.memory_bytes for gpu in devices.gpus()}),
         checks=(
             Check("simulated GPU", True, f"{len(devices.gpus())} simulated GPU(s) in {where}: no real one"),
         ),

@@ -1,0 +1,375 @@
+"""RUN/vault.sock: where programs bring descriptors and come back for what they kept.
+
+A socket of its own, for ZMQ cannot carry descriptors. Any local user may connect; who that is says the
+kernel. Whatever is not the protocol of mpsd.vault.wire (garbage, a wrong size, a descriptor too many or
+too few, one that is no exported memory, a wrong order, a sender that is not who connected) ends the
+connection, counted by its reason; it does not end what the process has brought before.
+
+Nothing that a peer does blocks the loop: peers are identified in threads, sending never waits, a peer's
+messages are taken in one by one at a limited rate, and descriptors that are not what they should be are
+closed in a thread of their own, for a file system may make its close wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import os
+import socket
+import struct
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import structlog
+
+from mpsd.config import check_socket_path
+from mpsd.core.vault import Owner, Refusal
+from mpsd.errors import GpuError, MpsdError
+from mpsd.gpu.base import ExportedMemory
+from mpsd.model import ProcessInstance
+from mpsd.vault import wire
+from mpsd.vault.hold import Vault
+from mpsd.vault.peer import CREDENTIALS, VaultPeer, credentials, identify
+from mpsd.vault.wire import Kind, Message, Status, WireError
+
+log = structlog.get_logger("mpsd.vault.door")
+
+# Room for two descriptors and no more: the kernel closes what does not fit and says so.
+_ANCILLARY = socket.CMSG_SPACE(4) + socket.CMSG_SPACE(CREDENTIALS.size)
+_STATUS = {
+    None: Status.OK,
+    Refusal.CLIENT_QUOTA: Status.QUOTA,
+    Refusal.USER_QUOTA: Status.QUOTA,
+    Refusal.FULL: Status.QUOTA,
+    Refusal.TWICE: Status.TWICE,
+    Refusal.NAME_TAKEN: Status.NAME,
+    Refusal.BAD_NAME: Status.NAME,
+    Refusal.NOTHING: Status.UNKNOWN,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class DoorLimits:
+    """`rate`: messages a second of one connection, `burst` at once. Then it is not read for a while."""
+
+    connections: int = 256
+    all_connections: int = 1024
+    rate: float = 2000.0
+    burst: float = 500.0
+    hello_s: float = 10.0
+
+
+class Refused(Exception):
+    """Ends a connection; the text is what is counted."""
+
+
+class Visit:
+    """One connection: not known yet, known (`peer`), greeted (`process`)."""
+
+    def __init__(self, sock: socket.socket, uid: int, burst: float) -> None:
+        self.socket = sock
+        self.uid = uid
+        self.peer: VaultPeer | None = None
+        self.process: ProcessInstance | None = None
+        self.allowance = burst
+        self.filled = time.monotonic()
+        self.task: asyncio.Task[None] | None = None
+        self.timer: asyncio.TimerHandle | None = None
+
+
+class Door:
+    def __init__(self, path: Path, vault: Vault, limits: DoorLimits | None = None) -> None:
+        self.path = path
+        self._vault = vault
+        self._limits = limits or DoorLimits()
+        self._loop = asyncio.get_running_loop()
+        self._visits: dict[int, Visit] = {}
+        self._per_user: Counter[int] = Counter()
+        self._threads = asyncio.Semaphore(2)
+        self._listener: socket.socket | None = None
+        vault.on_end = self._process_ended
+
+    def start(self) -> None:
+        """Raises ConfigError, OSError."""
+        path = check_socket_path(self.path)
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        try:
+            sock.setblocking(False)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+            sock.bind(path)
+            os.chmod(path, 0o666)
+            sock.listen(128)
+        except BaseException:
+            sock.close()
+            raise
+        self._listener = sock
+        self._vault.offered_at = path
+        self._loop.add_reader(sock.fileno(), self._accept)
+
+    async def close(self) -> None:
+        if self._listener is not None:
+            self._loop.remove_reader(self._listener.fileno())
+            self._listener.close()
+            self._vault.offered_at = ""
+            with contextlib.suppress(OSError):
+                os.unlink(self.path)
+        tasks = [v.task for v in self._visits.values() if v.task is not None]
+        for visit in tuple(self._visits.values()):
+            self._end(visit)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # -- connections -------------------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        try:
+            sock, _ = self._listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return
+        except OSError as error:
+            # No descriptor is free: the next one waits a little.
+            self._count("no_descriptor", error.strerror or "")
+            listener = self._listener.fileno()
+            self._loop.remove_reader(listener)
+            self._loop.call_later(0.1, self._listen_again)
+            return
+        sock.setblocking(False)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        _, uid = credentials(sock)
+        if (
+            len(self._visits) >= self._limits.all_connections
+            or self._per_user[uid] >= self._limits.connections
+        ):
+            self._count("connections", f"uid {uid}")
+            sock.close()
+            return
+        visit = self._visits[sock.fileno()] = Visit(sock, uid, self._limits.burst)
+        self._per_user[uid] += 1
+        visit.task = self._loop.create_task(self._meet(visit))
+
+    def _listen_again(self) -> None:
+        if self._listener is not None and self._listener.fileno() >= 0:
+            self._loop.add_reader(self._listener.fileno(), self._accept)
+
+    async def _meet(self, visit: Visit) -> None:
+        async with self._threads:
+            asked = self._loop.run_in_executor(None, identify, visit.socket)
+            try:
+                peer = await asyncio.shield(asked)
+            except (MpsdError, OSError):
+                self._refuse(visit, "gone")
+                return
+            except asyncio.CancelledError:
+                # The thread goes on; what it opens is closed when it ends.
+                asked.add_done_callback(_close_pinned)
+                raise
+        visit.task = None
+        visit.peer = peer
+        visit.timer = self._loop.call_later(self._limits.hello_s, self._refuse, visit, "silent")
+        self._loop.add_reader(visit.socket.fileno(), self._read, visit)
+
+    def _refuse(self, visit: Visit, reason: str) -> None:
+        self._count(reason, f"uid {visit.uid}")
+        self._end(visit)
+
+    def _count(self, reason: str, who: str) -> None:
+        self._vault.counters[f"closed_{reason}"] += 1
+        if self._vault.counters[f"closed_{reason}"] == 1:
+            log.warning("a connection to the vault was closed", reason=reason, of=who)
+
+    def _end(self, visit: Visit) -> None:
+        number = visit.socket.fileno()
+        if self._visits.pop(number, None) is None:
+            return
+        self._per_user[visit.uid] -= 1
+        if not self._per_user[visit.uid]:
+            del self._per_user[visit.uid]
+        self._loop.remove_reader(number)
+        if visit.timer is not None:
+            visit.timer.cancel()
+        visit.socket.close()
+        if visit.process is not None:
+            self._vault.leave(visit.process)
+        elif visit.peer is not None:
+            visit.peer.pinned.close()
+
+    def _process_ended(self, process: ProcessInstance) -> None:
+        for visit in [v for v in self._visits.values() if v.process == process]:
+            visit.process = None
+            visit.peer = None
+            self._end(visit)
+
+    # -- messages ----------------------------------------------------------------------------------------
+
+    def _read(self, visit: Visit) -> None:
+        """One message; the loop serves others before the next."""
+        now = time.monotonic()
+        fresh = (now - visit.filled) * self._limits.rate
+        visit.allowance, visit.filled = min(self._limits.burst, visit.allowance + fresh), now
+        if visit.allowance < 1:
+            self._pause(visit)
+            self._vault.counters["slowed"] += 1
+            pause_s = min(1.0, self._limits.burst / 2 / self._limits.rate)
+            visit.timer = self._loop.call_later(pause_s, self._resume, visit)
+            return
+        visit.allowance -= 1
+        fds: list[int] = []
+        try:
+            data, ancillary, flags, _ = visit.socket.recvmsg(
+                wire.LAYOUT.size + 1, _ANCILLARY, socket.MSG_CMSG_CLOEXEC
+            )
+            fds, sender = _unpack_ancillary(ancillary)
+            if not data:
+                self._end(visit)
+                return
+            self._check_sender(visit, sender)
+            if flags & socket.MSG_CTRUNC or len(fds) > 1:
+                raise Refused("descriptors")
+            self._obey(visit, wire.unpack(data), fds)
+        except BlockingIOError:
+            pass
+        except (Refused, WireError) as error:
+            self._refuse(visit, str(error))
+        except OSError:
+            self._end(visit)
+        finally:
+            # What was taken has been taken off the list.
+            close_strangers(fds)
+
+    def _check_sender(self, visit: Visit, sender: int | None) -> None:
+        """A forked child, or whoever was given the socket, is not the client."""
+        if visit.peer is not None and sender != visit.peer.pid:
+            raise Refused("sender")
+
+    def _pause(self, visit: Visit) -> None:
+        self._loop.remove_reader(visit.socket.fileno())
+
+    def _resume(self, visit: Visit) -> None:
+        if visit.socket.fileno() in self._visits:
+            self._loop.add_reader(visit.socket.fileno(), self._read, visit)
+
+    def _obey(self, visit: Visit, message: Message, fds: list[int]) -> None:
+        if bool(fds) != (message.kind is Kind.PUT):
+            raise Refused("descriptors")
+        if (message.kind is Kind.HELLO) != (visit.process is None):
+            raise Refused("order")
+        process = visit.process
+        if process is None:
+            self._hello(visit, message)
+            return
+        match message.kind:
+            case Kind.PUT:
+                self._put(visit, process, message, fds)
+            case Kind.DROP | Kind.RELEASE:
+                # The answer comes when the memory is free, and the next message after that.
+                self._pause(visit)
+                visit.task = self._loop.create_task(self._let_go(visit, process, message))
+            case Kind.KEEP:
+                outcome = self._vault.keep(process, message.name)
+                self._answer(visit, message, _STATUS[outcome.refusal])
+            case Kind.CLAIM:
+                self._claim(visit, process, message)
+
+    def _hello(self, visit: Visit, message: Message) -> None:
+        peer = visit.peer
+        assert peer is not None
+        owner = peer.owner
+        if message.token != wire.NO_TOKEN:
+            owner = Owner(peer.uid, token=hashlib.sha256(message.token).hexdigest())
+        if self._vault.join(peer.pinned, owner, peer.program) is None:
+            # Its pin went to the vault, which has closed it.
+            visit.peer = None
+            raise Refused("another_owner")
+        visit.process = peer.pinned.instance
+        if visit.timer is not None:
+            visit.timer.cancel()
+            visit.timer = None
+        self._answer(visit, message, Status.OK)
+
+    def _put(self, visit: Visit, process: ProcessInstance, message: Message, fds: list[int]) -> None:
+        claimed = ExportedMemory(message.size, message.gpu)
+        try:
+            refusal = self._vault.put(process, claimed, message.number, message.address, fds[0])
+        except GpuError as error:
+            raise Refused("not_memory") from error
+        fds.clear()
+        self._answer(visit, message, _STATUS[refusal])
+
+    async def _let_go(self, visit: Visit, process: ProcessInstance, message: Message) -> None:
+        if message.kind is Kind.DROP:
+            done = await self._vault.drop(process, message.number)
+            status = Status.OK if done else Status.UNKNOWN
+        else:
+            named = self._vault.named(process, message.name)
+            done = await self._vault.gone(self._vault.ledger.free(named))
+            status = Status.OK if done else Status.DENIED
+        visit.task = None
+        if self._visits.get(visit.socket.fileno()) is visit:
+            self._answer(visit, message, status)
+            self._resume(visit)
+
+    def _claim(self, visit: Visit, process: ProcessInstance, message: Message) -> None:
+        """A duplicate; what is kept stays until it is released, freed or too old."""
+        found = self._vault.named(process, message.name)
+        if message.index >= len(found):
+            self._vault.counters["claims_denied"] += 1
+            self._answer(visit, message, Status.UNKNOWN if found else Status.DENIED)
+            return
+        holding = found[message.index]
+        answer = replace(
+            message,
+            number=holding.number,
+            size=holding.size,
+            address=holding.address,
+            gpu=holding.gpu,
+            count=len(found),
+        )
+        self._vault.counters["claims"] += 1
+        self._answer(visit, answer, Status.OK, [self._vault.descriptor(holding)])
+
+    def _answer(self, visit: Visit, message: Message, status: Status, fds: Sequence[int] = ()) -> None:
+        data = wire.pack(replace(message, status=status, token=wire.NO_TOKEN), answer=True)
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack(f"{len(fds)}i", *fds))] if fds else []
+        try:
+            visit.socket.sendmsg([data], rights, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+        except BlockingIOError:
+            self._refuse(visit, "does_not_read")
+        except OSError:
+            self._end(visit)
+
+
+def _unpack_ancillary(ancillary: Sequence[tuple[int, int, bytes]]) -> tuple[list[int], int | None]:
+    """Descriptors, and the pid of the sender, which the kernel adds."""
+    fds: list[int] = []
+    sender = None
+    for level, kind, payload in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds += struct.unpack(f"{len(payload) // 4}i", payload[: len(payload) // 4 * 4])
+        elif level == socket.SOL_SOCKET and kind == socket.SCM_CREDENTIALS:
+            sender = CREDENTIALS.unpack(payload)[0]
+    return fds, sender
+
+
+def close_strangers(fds: Sequence[int]) -> None:
+    """Close descriptors that may be of anything. A close can wait for a file system, for ever."""
+    if fds:
+        threading.Thread(target=_close_all, args=(tuple(fds),), daemon=True, name="vault-stranger").start()
+
+
+def _close_all(fds: Sequence[int]) -> None:
+    for fd in fds:
+        os.close(fd)
+
+
+def _close_pinned(asked: asyncio.Future[VaultPeer]) -> None:
+    if not asked.cancelled() and asked.exception() is None:
+        asked.result().pinned.close()

@@ -1,0 +1,373 @@
+"""The vault itself: the ledger joined with descriptors, their store, and the ends of processes.
+
+Every descriptor is also in the descriptor store, under `vault.ID`, with one file of notes beside them
+(`vault.notes`): a daemon that is killed drops nothing, and the next one rebuilds the ledger. A process's
+end is that of its pidfd; a connection that ends is none, but for a process that replaced its program.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+import structlog
+
+from mpsd import procs
+from mpsd.core.vault import Holding, Ledger, Limits, Outcome, Owner, Refusal
+from mpsd.errors import MpsdError, StoreError
+from mpsd.gpu.base import ExportedMemory, MemoryInspector
+from mpsd.leasestore import LeaseStore
+from mpsd.model import ProcessInstance
+from mpsd.vault.notes import VaultNotes
+
+log = structlog.get_logger("mpsd.vault")
+
+PREFIX = "vault."
+NOTES = "vault.notes"
+GONE_DEADLINE_S = 1.0
+
+
+@dataclass(slots=True)
+class Client:
+    """A living process that is connected, or of which something is held."""
+
+    pinned: procs.Pinned
+    owner: Owner
+    program: procs.ExecIdentity | None
+    connections: int = 0
+
+
+class Vault:
+    """Lives on the event loop. What may take long (closing memory, the store) is done in threads."""
+
+    def __init__(self, limits: Limits, inspector: MemoryInspector, store: LeaseStore) -> None:
+        self.ledger = Ledger(limits)
+        self.counters: Counter[str] = Counter()
+        self.offered_at = ""
+        """The door's socket, while it is open."""
+        self.on_end: Callable[[ProcessInstance], None] = lambda process: None
+        self._inspector = inspector
+        self._store = store
+        self._loop = asyncio.get_running_loop()
+        self._closer = ThreadPoolExecutor(2, "vault-close")
+        self._fds: dict[int, int] = {}
+        self._clients: dict[ProcessInstance, Client] = {}
+        self._notes: VaultNotes | None = None
+        self._found: dict[str, list[int]] = {}
+        self._unstored: dict[str, None] = {}
+        self._wake = asyncio.Event()
+        self._storing = self._loop.create_task(self._store_one_by_one())
+        self._looking: set[asyncio.Task[None]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._problem = ""
+
+    # -- processes ---------------------------------------------------------------------------------------
+
+    def join(self, pinned: procs.Pinned, owner: Owner, program: procs.ExecIdentity | None) -> Owner | None:
+        """A connection of a process; takes `pinned` over. The owner that the process has here, which for
+        one that is known is the one it had (a cgroup can change under it); None for one that says now
+        that it is somebody else."""
+        known = self._clients.get(pinned.instance)
+        if known is not None and None not in (known.program, program) and known.program != program:
+            # It replaced its program and is faster than the look at that: what it brought before has gone.
+            self._ended(pinned.instance)
+            known = None
+        if known is None:
+            known = self._watch(pinned, owner, program)
+        else:
+            pinned.close()
+            if (known.owner.uid, known.owner.token) != (owner.uid, owner.token):
+                return None
+        known.connections += 1
+        return known.owner
+
+    def _watch(self, pinned: procs.Pinned, owner: Owner, program: procs.ExecIdentity | None) -> Client:
+        client = self._clients[pinned.instance] = Client(pinned, owner, program)
+        self._loop.add_reader(pinned.fileno(), self._ended, pinned.instance)
+        return client
+
+    def leave(self, process: ProcessInstance) -> None:
+        """The end of a connection: not that of its process, unless that runs another program now."""
+        client = self._clients.get(process)
+        if client is None:
+            return
+        client.connections -= 1
+        if client.connections:
+            return
+        if not self.ledger.of(process):
+            self._ended(process)
+        elif client.program is not None:
+            task = self._loop.create_task(self._look_for_exec(client))
+            self._looking.add(task)
+            task.add_done_callback(self._looking.discard)
+
+    async def _look_for_exec(self, client: Client) -> None:
+        process = client.pinned.instance
+        try:
+            program = await asyncio.to_thread(procs.exec_identity, process)
+        except MpsdError:
+            return
+        if program != client.program and not client.connections and self._clients.get(process) is client:
+            log.info("a client of the vault replaced its program", process=str(process))
+            self._ended(process)
+
+    def _ended(self, process: ProcessInstance) -> None:
+        client = self._clients.pop(process, None)
+        if client is None:
+            return
+        self._loop.remove_reader(client.pinned.fileno())
+        client.pinned.close()
+        self._settle(self.ledger.died(process, time.monotonic()))
+        self.on_end(process)
+
+    def knows(self, process: ProcessInstance) -> bool:
+        return process in self._clients
+
+    def owner_of(self, pid: int) -> tuple[ProcessInstance, Owner] | None:
+        """The living client with this pid."""
+        return next(((p, c.owner) for p, c in self._clients.items() if p.pid == pid), None)
+
+    # -- what they ask -----------------------------------------------------------------------------------
+
+    def put(
+        self, process: ProcessInstance, claimed: ExportedMemory, number: int, address: int, fd: int
+    ) -> Refusal | None:
+        """Hold a descriptor; owns it from then on. Raises GpuError for one that is no exported memory:
+        that one is still the caller's, who must not close it where that could wait."""
+        found = self._inspector.identify(fd, claimed)
+        outcome = self.ledger.admit(
+            self._clients[process].owner,
+            process,
+            number=number,
+            size=found.size,
+            address=address,
+            gpu=found.gpu_uuid,
+            now=time.monotonic(),
+        )
+        self._settle(outcome)
+        if outcome.holding is None:
+            self.counters[f"refused_{(outcome.refusal or Refusal.FULL).name.lower()}"] += 1
+            self._close([fd])
+            return outcome.refusal
+        self.counters["taken"] += 1
+        self._fds[outcome.holding.id] = fd
+        self._note(outcome.holding)
+        self._unstored[f"{PREFIX}{outcome.holding.id}"] = None
+        self._wake.set()
+        return None
+
+    async def drop(self, process: ProcessInstance, number: int) -> bool:
+        """The program has freed it: returns when nothing of it is held, or after GONE_DEADLINE_S.
+        False where nothing was."""
+        return await self.gone(self.ledger.drop(process, number))
+
+    async def gone(self, outcome: Outcome) -> bool:
+        waits = self._settle(outcome)
+        if waits:
+            await asyncio.wait(waits, timeout=GONE_DEADLINE_S)
+        return bool(outcome.freed)
+
+    def keep(self, process: ProcessInstance, name: str) -> Outcome:
+        outcome = self.ledger.keep(self._clients[process].owner, process, name)
+        self._settle(outcome)
+        return outcome
+
+    def named(self, process: ProcessInstance, name: str) -> tuple[Holding, ...]:
+        """What the process may claim: what its owner keeps under that name."""
+        return self.ledger.named(self._clients[process].owner, name)
+
+    def descriptor(self, holding: Holding) -> int:
+        return self._fds[holding.id]
+
+    # -- letting go --------------------------------------------------------------------------------------
+
+    def _settle(self, outcome: Outcome) -> list[asyncio.Future[None]]:
+        """Make it so; the futures end when the descriptors of what was freed are closed everywhere."""
+        for holding in outcome.changed:
+            self._note(holding)
+        waits: list[asyncio.Future[None]] = []
+        for holding in outcome.freed:
+            name = f"{PREFIX}{holding.id}"
+            if self._notes is not None:
+                with contextlib.suppress(OSError):
+                    self._notes.strike(holding.id)
+            self._unstored.pop(name, None)
+            gone: asyncio.Future[None] = self._loop.create_future()
+            self._store.drop(name, gone)
+            waits += [gone, self._close([self._fds.pop(holding.id)])]
+        if not len(self.ledger) and self._notes is not None:
+            # Nothing is to be found any more: a keeper that holds nothing may end.
+            self._unstored.pop(NOTES, None)
+            self._store.drop(NOTES)
+            self._notes.close()
+            self._notes = None
+        self._arm()
+        return waits
+
+    def _close(self, fds: Sequence[int]) -> asyncio.Future[None]:
+        """The last close of GPU memory takes long."""
+        return self._loop.run_in_executor(self._closer, _close_all, fds)
+
+    def _note(self, holding: Holding) -> None:
+        try:
+            if self._notes is None:
+                self._notes = VaultNotes.create()
+                self._unstored[NOTES] = None
+            self._notes.write(holding)
+        except OSError as error:
+            self._problem = f"the vault is not noted and ends with mpsd: {error.strerror}"
+
+    def _arm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        due = self.ledger.next_expiry()
+        if due is not None:
+            self._timer = self._loop.call_later(max(0.0, due - time.monotonic()), self._expire)
+
+    def _expire(self) -> None:
+        self._timer = None
+        self._settle(self.ledger.expire(time.monotonic()))
+
+    # -- the store ---------------------------------------------------------------------------------------
+
+    async def _store_one_by_one(self) -> None:
+        """One at a time, so that a lease never waits behind a program's thousand allocations."""
+        while True:
+            self._wake.clear()
+            while self._unstored:
+                name = NOTES if NOTES in self._unstored else next(iter(self._unstored))
+                if name == NOTES and self._notes is not None:
+                    fd = self._notes.fd
+                else:
+                    fd = self._fds[int(name.removeprefix(PREFIX))]
+                try:
+                    held = self._store.put(name, [fd])
+                except StoreError as error:
+                    self._problem = str(error)
+                    break
+                # It ends by itself; cancelled where it was dropped meanwhile.
+                await asyncio.wait({held})
+                if not held.cancelled():
+                    self._unstored.pop(name, None)
+                    self._problem = ""
+            await self._wake.wait()
+
+    def takes(self, name: str, fds: Sequence[int]) -> bool:
+        """Whether a set in the descriptor store is the vault's; then it owns the descriptors."""
+        if not name.startswith(PREFIX):
+            return False
+        self._found[name] = list(fds)
+        return True
+
+    def adopt(self) -> None:
+        """Rebuild what an earlier daemon held from the sets that were given to `takes`."""
+        found, self._found = self._found, {}
+        if not found:
+            return
+        noted: dict[int, Holding] = {}
+        notes = found.pop(NOTES, [])
+        try:
+            if notes:
+                self._notes, noted = VaultNotes.adopt(notes[0])
+        except OSError as error:
+            log.error("the vault's notes cannot be read", reason=str(error))
+            self._store.drop(NOTES)
+            self._close(notes)
+        self.ledger.next_id = 1 + max((_id_of(name) for name in found), default=0)
+        restored = [self._restored(name, fds, noted) for name, fds in sorted(found.items(), key=_by_id)]
+        for lost in noted.keys() - self._fds.keys():
+            if self._notes is not None:
+                self._notes.strike(lost)
+        self._settle(Outcome())
+        self._expire()
+        log.info("the vault was taken over", held=sum(restored), freed=len(restored) - sum(restored))
+
+    def _restored(self, name: str, fds: list[int], noted: dict[int, Holding]) -> bool:
+        holding = noted.get(_id_of(name))
+        if holding is not None and len(fds) == 1:
+            alive = self._alive(holding)
+            if not alive and holding.name is not None and holding.died is None:
+                holding = replace(holding, died=time.monotonic())
+            if (alive or holding.name is not None) and self.ledger.restore(holding):
+                self._fds[holding.id] = fds[0]
+                self._note(holding)
+                return True
+        self._store.drop(name)
+        self._close(fds)
+        return False
+
+    def _alive(self, holding: Holding) -> bool:
+        process = holding.process
+        if process in self._clients:
+            return True
+        if holding.died is not None:
+            return False
+        try:
+            pinned = procs.Pinned.open(process.pid, process.start_ticks)
+        except MpsdError:
+            return False
+        if not pinned.alive():
+            pinned.close()
+            return False
+        try:
+            program = procs.exec_identity(process)
+        except MpsdError:
+            program = None
+        self._watch(pinned, holding.owner, program)
+        return True
+
+    # -- looking -----------------------------------------------------------------------------------------
+
+    def shown(self) -> dict[ProcessInstance, int]:
+        """Bytes held of each living client of the vault."""
+        return {process: self.ledger.bytes_of(process) for process in self._clients}
+
+    def is_stored(self, holding: Holding) -> bool:
+        return f"{PREFIX}{holding.id}" not in self._unstored
+
+    def problems(self) -> list[str]:
+        return [self._problem] if self._problem else []
+
+    def totals(self) -> dict[str, int]:
+        return {
+            "vault_held": len(self.ledger),
+            "vault_bytes": sum(h.size for h in self.ledger.holdings()),
+            **{f"vault_{name}": count for name, count in sorted(self.counters.items())},
+        }
+
+    async def close(self) -> None:
+        """Let go of what is this process's own. What the store holds lives on."""
+        self._storing.cancel()
+        await asyncio.gather(self._storing, *self._looking, return_exceptions=True)
+        if self._timer is not None:
+            self._timer.cancel()
+        for client in self._clients.values():
+            self._loop.remove_reader(client.pinned.fileno())
+            client.pinned.close()
+        self._clients.clear()
+        if self._notes is not None:
+            self._notes.close()
+        await self._close(list(self._fds.values()))
+        self._fds.clear()
+        self._closer.shutdown(wait=False)
+
+
+def _close_all(fds: Iterable[int]) -> None:
+    for fd in fds:
+        os.close(fd)
+
+
+def _id_of(name: str) -> int:
+    text = name.removeprefix(PREFIX)
+    return int(text) if text.isdecimal() else 0
+
+
+def _by_id(item: tuple[str, list[int]]) -> int:
+    return _id_of(item[0])

@@ -1,0 +1,253 @@
+"""The door of the vault: what is held of whom, and through which ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mpsd.core.vault import Limits
+from mpsd.vault import peer as vault_peer
+from mpsd.vault.wire import Kind, Message, Status
+from tests.support import vaulting
+from tests.support.site import OTHER_UID, ROOT, as_user, until
+from tests.support.vaultfixtures import LIMITS, alone, counted, held, place, store, vault
+from tests.support.vaulting import MemoryStore, RunningVault, VaultClient, memory
+
+__all__ = ["place", "store", "vault"]  # Fixtures are found by their names here.
+
+root_only = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be somebody else")
+
+
+PROGRAM = """
+import sys, signal
+sys.path.insert(0, {root!r})
+from tests.support.vaulting import *
+client = VaultClient({path!r}, token={token!r})
+client.put(1, 8192, b"first")
+client.put(2, 4096, b"second")
+if {name!r}:
+    assert client.ask(Message(Kind.KEEP, name={name!r})).status == 0
+client.put(3, 4096, b"third")
+print("there", flush=True)
+exec({then!r})
+"""
+
+
+def program(
+    place: Path, name: str = "", then: str = "signal.pause()", token: bytes = bytes(32)
+) -> subprocess.Popen[str]:
+    text = PROGRAM.format(root=str(ROOT), path=str(place), name=name, then=then, token=token)
+    process = subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "there\n"
+    return process
+
+
+def end(process: subprocess.Popen[str], how: int = signal.SIGKILL) -> None:
+    process.send_signal(how)
+    process.communicate(timeout=vaulting.DEADLINE_S)
+
+
+def test_what_is_not_kept_goes_with_its_process(vault: RunningVault, store: MemoryStore) -> None:
+    process = program(vault.path)
+    assert held(vault) == [1, 2, 3]
+    until(lambda: set(store.held) == {"vault.notes", "vault.1", "vault.2", "vault.3"}, "all is stored")
+    end(process)
+    until(lambda: not store.held and vault.look(vault.vault.ledger.is_empty), "nothing is held")
+
+
+def test_what_is_kept_is_claimed_by_its_owner_with_every_byte(vault: RunningVault) -> None:
+    end(program(vault.path, name="model"))
+    with VaultClient(vault.path) as client:
+        for index, expected in enumerate((b"first", b"second", b"third")):
+            answer, (fd,) = client.claim("model", index)
+            assert (answer.status, answer.count, answer.number) == (Status.OK, 3, index + 1)
+            assert os.pread(fd, answer.size + 1, 0) == expected.ljust(answer.size, b"\0")
+            os.close(fd)
+        assert client.claim("model", 3)[0].status == Status.UNKNOWN
+        assert client.claim("other")[0].status == Status.DENIED
+        # Taken by duplicates: it stays until it is released.
+        assert held(vault) == [1, 2, 3]
+        assert client.ask(Message(Kind.RELEASE, name="model")).status == Status.OK
+        assert held(vault) == []
+        assert client.ask(Message(Kind.RELEASE, name="model")).status == Status.DENIED
+
+
+@root_only
+def test_another_owner_is_denied(vault: RunningVault) -> None:
+    end(program(vault.path, name="model"))
+    secret = b"s" * 32
+    end(program(vault.path, name="hidden", token=secret))
+    with as_user(OTHER_UID):
+        stranger = VaultClient(vault.path)
+    with stranger:
+        assert stranger.claim("model")[0].status == Status.DENIED
+        assert stranger.ask(Message(Kind.RELEASE, name="model")).status == Status.DENIED
+    alone(vault)
+    with VaultClient(vault.path, token=b"x" * 32) as other_token:
+        assert other_token.claim("model")[0].status == Status.DENIED
+        assert other_token.claim("hidden")[0].status == Status.DENIED
+    alone(vault)
+    with as_user(OTHER_UID):
+        thief = VaultClient(vault.path, token=secret)
+    with thief:
+        assert thief.claim("hidden")[0].status == Status.DENIED
+    alone(vault)
+    with VaultClient(vault.path, token=secret) as owner:
+        answer, fds = owner.claim("hidden")
+        assert answer.status == Status.OK
+        os.close(fds[0])
+    assert len(held(vault)) == 6
+
+
+def test_the_end_of_a_connection_is_not_the_end_of_a_client(vault: RunningVault) -> None:
+    process = program(vault.path, then="client.close(); print('closed', flush=True); signal.pause()")
+    assert process.stdout is not None and process.stdout.readline() == "closed\n"
+    alone(vault)
+    assert held(vault) == [1, 2, 3]
+    end(process)
+    until(lambda: held(vault) == [], "the process has ended")
+
+
+def test_a_process_that_replaces_its_program_is_no_client_any_more(vault: RunningVault) -> None:
+    process = program(vault.path, then="import os; os.execvp('sleep', ['sleep', '1000'])")
+    until(lambda: held(vault) == [], "what the old program brought has gone")
+    assert process.poll() is None
+    end(process)
+
+
+def test_a_program_that_replaced_another_begins_anew(vault: RunningVault) -> None:
+    """However soon it comes: under the old one's numbers it finds nothing."""
+    again = f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+from tests.support.vaulting import *
+client = VaultClient({str(vault.path)!r})
+print(client.put(2, 4096, b"new").status, flush=True)
+signal.pause()
+"""
+    process = program(
+        vault.path, then=f"import os; os.execv(sys.executable, [sys.executable, '-c', {again!r}])"
+    )
+    assert process.stdout is not None and process.stdout.readline() == "0\n"
+    assert held(vault) == [2]
+    end(process)
+    until(lambda: held(vault) == [], "it has ended")
+
+
+def test_a_forked_child_is_no_client(vault: RunningVault) -> None:
+    then = """
+import os, threading
+heard, said = os.pipe()
+if not os.fork():
+    os.close(said)
+    client.send(pack(Message(Kind.DROP, number=1)))
+    os.read(heard, 1)   # until the parent has ended
+    os._exit(0)
+signal.pause()"""
+    process = program(vault.path, then=then)
+    until(lambda: counted(vault, "closed_sender") == 1, "the child's message is refused")
+    assert held(vault) == [1, 2, 3]
+    end(process)
+    # The child holds the socket, and is no reason to hold anything.
+    until(lambda: held(vault) == [], "the parent has ended")
+
+
+def test_a_program_s_drop_ends_when_nothing_is_held(vault: RunningVault, store: MemoryStore) -> None:
+    with VaultClient(vault.path) as client:
+        client.put(7)
+        client.put(8)
+        until(lambda: "vault.2" in store.held, "all is stored")
+        assert client.put(7).status == Status.TWICE
+        assert client.ask(Message(Kind.DROP, number=7, sequence=9)).status == Status.OK
+        assert "vault.1" not in store.held and "vault.2" in store.held
+        assert client.ask(Message(Kind.DROP, number=7)).status == Status.UNKNOWN
+        assert held(vault) == [8]
+
+
+def test_over_quota_is_said_and_is_no_error(vault: RunningVault) -> None:
+    with VaultClient(vault.path) as client:
+        said = [client.put(number).status for number in range(1, 66)]
+        assert said == [Status.OK] * 64 + [Status.QUOTA]
+        assert counted(vault, "refused_client_quota") == 1
+        assert client.ask(Message(Kind.DROP, number=1)).status == Status.OK
+        assert client.put(99).status == Status.OK
+
+
+def test_the_next_daemon_finds_all_of_it(place: Path, store: MemoryStore) -> None:
+    """The store outlives the daemon; between the two one client dies, and one that has kept its own."""
+    with RunningVault(place, store, LIMITS) as first:
+        living, dying, keeping = program(place), program(place), program(place, name="model")
+        until(lambda: len(store.held) == 10, "all is stored")
+        with VaultClient(place) as client:
+            client.ask(Message(Kind.KEEP, name="mine"))
+        assert len(held(first)) == 9
+    end(dying)
+    end(keeping)
+    with RunningVault(place, store, LIMITS) as second:
+        assert sorted(held(second)) == [1, 1, 2, 2, 3, 3]
+        with VaultClient(place) as client:
+            _, fds = client.claim("model", 1)
+            assert os.pread(fds[0], 6, 0) == b"second"
+            os.close(fds[0])
+            client.put(50)
+        end(living)
+        # This process lives and holds 50 still.
+        until(lambda: sorted(held(second)) == [1, 2, 3, 50], "the other client's have gone")
+        until(lambda: len(store.held) == 5, "and from the store")
+
+
+def test_descriptors_that_nobody_noted_are_freed(place: Path, store: MemoryStore) -> None:
+    fd = memory()
+    store.put("vault.7", [fd])
+    store.put("vault.x", [fd])
+    os.close(fd)
+    with RunningVault(place, store, LIMITS) as running:
+        assert held(running) == []
+        until(lambda: not store.held, "the store is empty")
+
+
+def test_what_is_kept_grows_old(place: Path, store: MemoryStore) -> None:
+    limits = Limits(LIMITS.client, LIMITS.user, LIMITS.kept, 256, 0.05)
+    with RunningVault(place, store, limits) as running:
+        process = program(place, name="model")
+        assert held(running) == [1, 2, 3]
+        end(process)
+        until(lambda: not store.held and held(running) == [], "it was freed by its age")
+
+
+@pytest.mark.parametrize(
+    "count", [100, pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.timeout(300)])]
+)
+def test_many_deaths_leave_nothing(place: Path, store: MemoryStore, count: int) -> None:
+    if count > 100 and os.environ.get("MPSD_TEST_LONG") != "1":
+        pytest.skip("minutes; MPSD_TEST_LONG=1 runs it")
+    with RunningVault(place, store, LIMITS) as running:
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, str(ROOT / "tests/support/vaulting.py"), str(place), str(count)]
+        subprocess.run(command, check=True, env=environment, timeout=280)
+        # Of the kept ones, two each, the quota lets 8 stay: 16 descriptors.
+        left = 2 * min(count // 10, 8)
+        until(lambda: len(held(running)) == left, "what is kept")
+        until(lambda: len(store.held) == left + 1, "and as much in the store")
+        assert counted(running, "taken") == 2 * count
+
+
+def test_a_peer_is_pinned_where_the_kernel_has_no_option_for_it(place: Path) -> None:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(str(place))
+    listener.listen()
+    with listener, VaultClient(place, greet=False):
+        accepted, _ = listener.accept()
+        with accepted:
+            pins = [
+                vault_peer.pin(accepted, os.getpid(), option) for option in (vault_peer.SO_PEERPIDFD, 9999)
+            ]
+            assert pins[0].instance == pins[1].instance and all(pin.alive() for pin in pins)
+            for pin in pins:
+                pin.close()

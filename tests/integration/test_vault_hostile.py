@@ -1,0 +1,146 @@
+"""Peers of the vault that do not mean well: closed, counted, and nobody else notices."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mpsd.vault.door import DoorLimits
+from mpsd.vault.wire import LAYOUT, Kind, Message, Status, pack
+from tests.support import vaulting
+from tests.support.vaultfixtures import LIMITS, counted, held, place, store, vault
+from tests.support.vaulting import MemoryStore, RunningVault, VaultClient, memory
+
+__all__ = ["place", "store", "vault"]  # Fixtures are found by their names here.
+
+
+def refused(
+    vault: RunningVault, reason: str, data: bytes, fds: tuple[int, ...] = (), greet: bool = True
+) -> None:
+    before = counted(vault, f"closed_{reason}")
+    with VaultClient(vault.path, greet=greet) as client:
+        client.send(data, fds)
+        assert client.is_closed()
+    assert counted(vault, f"closed_{reason}") == before + 1
+    assert held(vault) == []
+
+
+def test_nonsense_closes_the_connection_and_is_counted(vault: RunningVault) -> None:
+    good, put = pack(Message(Kind.DROP, number=1)), pack(Message(Kind.PUT, number=1, size=4096))
+    fd, null = memory(), os.open("/dev/null", os.O_RDWR)
+    refused(vault, "size", b"x")
+    refused(vault, "size", good + b"x")
+    refused(vault, "size", b"\0" * 100_000)
+    refused(vault, "magic", bytes(LAYOUT.size))
+    refused(vault, "version", good[:4] + b"\xff\xff" + good[6:])
+    refused(vault, "kind", good[:6] + b"\x63\x00" + good[8:])
+    refused(vault, "name", good[:-64] + b"n" * 64)
+    refused(vault, "order", good, greet=False)
+    refused(vault, "order", pack(Message(Kind.HELLO)))
+    refused(vault, "descriptors", put)
+    refused(vault, "descriptors", put, (fd, fd))
+    refused(vault, "descriptors", put, (fd,) * 200)
+    refused(vault, "descriptors", good, (fd,))
+    refused(vault, "not_memory", put, (null,))
+    refused(vault, "not_memory", put, (0,))
+    os.close(fd)
+    os.close(null)
+
+
+def test_a_process_cannot_change_its_owner(vault: RunningVault) -> None:
+    with VaultClient(vault.path) as client:
+        client.put(1)
+        with VaultClient(vault.path, greet=False) as second:
+            second.send(pack(Message(Kind.HELLO, token=b"t" * 32)))
+            assert second.is_closed()
+        assert counted(vault, "closed_another_owner") == 1
+        assert client.ask(Message(Kind.DROP, number=1)).status == Status.OK
+
+
+def test_those_who_say_nothing_or_do_not_listen_are_closed(place: Path, store: MemoryStore) -> None:
+    limits = DoorLimits(connections=3, hello_s=0.05)
+    with RunningVault(place, store, LIMITS, limits) as running:
+        with VaultClient(place, greet=False) as silent:
+            assert silent.is_closed() and counted(running, "closed_silent") == 1
+        with VaultClient(place) as deaf:
+            deaf.socket.setblocking(False)
+            data = pack(Message(Kind.KEEP, name="x"))
+            end_at = time.monotonic() + vaulting.DEADLINE_S
+            while not counted(running, "closed_does_not_read") and time.monotonic() < end_at:
+                try:
+                    deaf.send(data)
+                except OSError:
+                    pass
+            assert counted(running, "closed_does_not_read") == 1
+        assert counted(running, "slowed") >= 0
+        clients = [VaultClient(place) for _ in range(3)]
+        with VaultClient(place, greet=False) as fourth:
+            assert fourth.is_closed()
+        assert counted(running, "closed_connections") == 1
+        for client in clients:
+            client.close()
+
+
+def test_a_flood_is_slowed_and_others_are_served(place: Path, store: MemoryStore) -> None:
+    slow = DoorLimits(rate=100.0, burst=10.0)
+    with (
+        RunningVault(place, store, LIMITS, slow) as running,
+        VaultClient(place) as flooding,
+        VaultClient(place) as other,
+    ):
+        for _ in range(15):
+            flooding.send(pack(Message(Kind.DROP, number=1)))
+        assert other.ask(Message(Kind.DROP, number=2)).status == Status.UNKNOWN
+        assert [flooding.receive()[0].status for _ in range(15)] == [Status.UNKNOWN] * 15
+        assert counted(running, "slowed") >= 1
+
+
+def test_fuzz(vault: RunningVault) -> None:
+    """Valid messages, bent ones and noise, with any descriptors, in any order: the door stays open, holds
+    nothing that is no memory, and leaks nothing (the fixture looks)."""
+    choose = random.Random(7)
+    with VaultClient(vault.path) as steady:
+        assert steady.put(1000).status == Status.OK
+        for _ in range(300):
+            with VaultClient(vault.path, greet=choose.random() < 0.8) as client:
+                for _ in range(choose.randrange(1, 6)):
+                    try:
+                        client.send(*anything(choose))
+                    except OSError:
+                        break
+        assert steady.put(1001).status == Status.OK
+    sizes = vault.look(lambda: {h.size for h in vault.vault.ledger.holdings()})
+    assert sizes <= {4096}
+
+
+def anything(choose: random.Random) -> tuple[bytes, list[int]]:
+    name = choose.choice(("", "a", "b", "12"))
+    kind = choose.choice(list(Kind))
+    data = pack(Message(kind, number=choose.randrange(4), size=1 << choose.randrange(64), name=name))
+    if choose.random() < 0.3:
+        at = choose.randrange(len(data))
+        data = data[:at] + choose.randbytes(choose.randrange(8)) + data[at + choose.randrange(8) :]
+    fds = [choose.choice(descriptors()) for _ in range(choose.choice((0, 0, 1, 1, 1, 2, 5)))]
+    return data, fds
+
+
+_MADE: list[int] = []
+
+
+def descriptors() -> list[int]:
+    return _MADE
+
+
+@pytest.fixture(autouse=True)
+def _descriptors() -> Iterator[None]:
+    left, right = socket.socketpair()
+    _MADE[:] = [memory(), memory(), os.open("/dev/null", os.O_RDWR), left.detach(), right.detach()]
+    yield
+    for fd in _MADE:
+        os.close(fd)
