@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 import mpsd_client
@@ -31,6 +31,7 @@ PROBE_EVERY_S = 0.05
 TICK_S = 0.01
 QUIET_S = 0.1
 CATCH_UP_S = 20.0
+EVENTS_OF_A_PAGE = 50
 KEPT_UP = 0.9
 """A source that brings less than this share of the rate it was asked for is the limit itself."""
 
@@ -290,6 +291,8 @@ def measure(rig: Rig, seed: int, plan: Plan, tell: Tell) -> dict[str, Any]:
         else:
             source = managed = ManagedFaults(rig, seed)
             closing = managed.close
+            # A page makes some fifty events.
+            plan = replace(plan, first=plan.first / EVENTS_OF_A_PAGE)
         with Subscriber(rig.mpsd.client) as subscriber:
             steps = climb(source, subscriber, plan, tell)
         found["steps"] = [asdict(s) | {"sustained": s.sustained} for s in steps]
