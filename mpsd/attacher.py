@@ -3,7 +3,7 @@
 A client is noticed by the control log, tens of milliseconds before it has a context. From then on its
 process is pinned, and tried every few milliseconds until it has an address space to be leased. What
 looks at the process runs in threads; the lease is in the descriptor store before core hears of it,
-unless the store takes longer than STORE_PATIENCE_S: then core is told so, and told again when it is.
+unless the store takes longer than a moment (mpsd.shelf): then core is told so, and told again when it is.
 
 Long because a process can die, exec or be forgotten between any two steps, and pin and lease answer together.
 """
@@ -15,20 +15,22 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import structlog
 
 from mpsd import procs
 from mpsd.core import events as ev
-from mpsd.errors import DeadlineError, GpuError, MpsdError, NotReadyError, StoreError
+from mpsd.errors import DeadlineError, GpuError, MpsdError, NotReadyError
 from mpsd.gpu.base import Tracker, Uvm, WorkView
-from mpsd.lease import GUARD_ROLE, Kept, Lease, adopt, file_of, is_current, lease_name, take, track
+from mpsd.lease import Kept, Lease, adopt, is_current, take, track
 from mpsd.leasestore import LeaseStore
 from mpsd.looks import Looks
 from mpsd.model import ClientId, ProcessFacts, ProcessInstance
+from mpsd.shelf import Shelf
 from mpsd.sweeps import Sweep
 from mpsd.tasks import Tasks
 from mpsd.turns import Turns
@@ -42,8 +44,6 @@ ATTACH_DEADLINE_S = 60.0
 FIRST_TRIES_S = 2.0
 FAST_STEP_S = 0.002
 SLOW_STEP_S = 0.05
-STORE_PATIENCE_S = 0.05
-STORE_RETRY_S = 1.0
 SETTLE_S = 5.0
 FACTS_DEADLINE_S = 0.25
 # A look at a client takes milliseconds; one that hangs (files on a dead file server) is given up.
@@ -56,7 +56,8 @@ class Pin:
     """`gone` is set when the process has ended or is of no interest any more; `introduced` when core
     has heard of it, and so will say when to forget it. `uid`: who is charged for looks at it.
 
-    `introducing`: for which domains that is under way, and whether as one that the server listed.
+    `introducing`: for which domains that is under way, and whether as one that the server listed. `life`
+    counts the programs that it was seen to replace; `attaching` says for which of them each task is.
     """
 
     process: procs.Pinned
@@ -66,7 +67,8 @@ class Pin:
     compare_again: bool = False
     introduced: bool = False
     introducing: set[tuple[str, bool]] = field(default_factory=set)
-    attaching: set[asyncio.Task[None]] = field(default_factory=set)
+    attaching: dict[asyncio.Task[None], int] = field(default_factory=dict)
+    life: int = 0
     gone: asyncio.Event = field(default_factory=asyncio.Event)
     dropped: dict[ClientId, int] = field(default_factory=dict)
 
@@ -87,17 +89,6 @@ class Reached:
             self.work.close()
 
 
-@dataclass(frozen=True, slots=True)
-class _Unstored:
-    """A lease that could not be handed to the store. `files`: which file each of its descriptors was."""
-
-    client: ClientId
-    lease: Lease
-    fds: Mapping[str, int]
-    files: Mapping[str, tuple[int, int] | None]
-    uid: int
-
-
 class Attacher:
     """All pins and leases of one daemon. Lives on the event loop; posts events, decides nothing."""
 
@@ -111,6 +102,7 @@ class Attacher:
         self._post = post
         self._pins: dict[ProcessInstance, Pin] = {}
         self._leases: dict[ClientId, Lease] = {}
+        self._shelf = Shelf(store, self._leases, work, post)
         self._kept: dict[ClientId, Kept] = {}
         self._tasks = Tasks(post)
         self._noticing: set[asyncio.Task[None]] = set()
@@ -234,21 +226,37 @@ class Attacher:
         kept = {
             c: self._kept.pop(c) for c in sorted(self._kept) if (c.domain, c.process) == (domain, process)
         }
-        task = self._tasks.spawn(self._attach(domain, pin, space, kept))
-        pin.attaching.add(task)
-        task.add_done_callback(pin.attaching.discard)
+        # One for a program that was replaced has yet to let go of what it took.
+        older = [task for task, life in pin.attaching.items() if life != pin.life]
+        task = self._tasks.spawn(self._attach(domain, pin, space, kept, older))
+        pin.attaching[task] = pin.life
+        task.add_done_callback(lambda done: pin.attaching.pop(done, None))
 
-    async def _attach(self, domain: str, pin: Pin, space: int, kept: Mapping[ClientId, Kept]) -> None:
+    async def _attach(
+        self,
+        domain: str,
+        pin: Pin,
+        space: int,
+        kept: Mapping[ClientId, Kept],
+        older: Sequence[asyncio.Task[None]],
+    ) -> None:
         process = pin.process.instance
+        if older:
+            await asyncio.wait(older)
+        life = pin.life
+
+        def stale() -> bool:
+            return self._pins.get(process) is not pin or pin.life != life
+
         try:
-            reached = await self._taken_over(kept, space) or await self._until_reached(pin)
+            reached = await self._taken_over(kept, space) or await self._until_reached(pin, life)
         except (MpsdError, OSError) as error:
-            if self._pins.get(process) is pin:
+            if not stale():
                 self._post(ev.AttachFailed(domain, process, str(error), space))
             return
         if reached is None:
             return
-        if self._pins.get(process) is not pin:
+        if stale():
             # After an exec, say: core has forgotten this life of it.
             await asyncio.to_thread(reached.close)
             for lease in reached.leases:
@@ -262,10 +270,10 @@ class Attacher:
         if reached.kept:
             for lease in reached.leases:
                 self._store.belongs(lease.name, pin.uid)
-            await self._renew([c for c in clients if not is_current(self._leases[c].name)], pin.uid)
+            await self._shelf.renew([c for c in clients if not is_current(self._leases[c].name)], pin.uid)
         else:
-            late = await self._store_all(clients, pin.uid)
-        if self._pins.get(process) is not pin:
+            late = await self._shelf.put(clients, pin.uid)
+        if stale():
             for client in clients:
                 self.release(client)
             return
@@ -277,8 +285,8 @@ class Attacher:
         problem = "; ".join(reached.problems)
         self._post(ev.ClientAttached(domain, process, len(clients), tracked, problem, space, late))
 
-    async def _until_reached(self, pin: Pin) -> Reached | None:
-        """What there is to be leased, once there is; None when the process has gone without.
+    async def _until_reached(self, pin: Pin, life: int) -> Reached | None:
+        """What there is to be leased, once there is; None when the process, or this life of it, has gone.
 
         Raises MpsdError, OSError when there is nothing more to try, or a look at it hangs.
         """
@@ -309,7 +317,7 @@ class Attacher:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(max(step, busy * 0.001, 10 * (now - tried))):
                     await pin.gone.wait()
-            if pin.gone.is_set():
+            if pin.gone.is_set() or pin.life != life:
                 return None
         raise GpuError(f"no GPU address space within {ATTACH_DEADLINE_S:g} s")
 
@@ -339,54 +347,6 @@ class Attacher:
         tracked = [await self._loop.run_in_executor(None, track, lease) for lease in leases]
         problems = [problem for _, problem in tracked if problem]
         return Reached(leases, None, problems, kept=True) if leases else None
-
-    async def _store_all(self, clients: Sequence[ClientId], uid: int) -> tuple[int, ...]:
-        """Put new leases into the store; the numbers of those that it has not taken in time."""
-        waiting: dict[ClientId, asyncio.Future[None]] = {}
-        for client in clients:
-            lease = self._leases[client]
-            own = {**lease.space.fds, GUARD_ROLE: lease.notes.fd, **self._work.fds(client)}
-            lease.name = lease_name(client, own)
-            try:
-                waiting[client] = self._store.put(lease.name, tuple(own.values()), uid)
-            except StoreError as error:
-                log.warning("lease is held by this process only", client=str(client), reason=str(error))
-                unstored = _Unstored(client, lease, own, {r: file_of(fd) for r, fd in own.items()}, uid)
-                self._loop.call_later(STORE_RETRY_S, self._store_again, unstored)
-        if waiting:
-            await asyncio.wait(waiting.values(), timeout=STORE_PATIENCE_S)
-        late = {c: f for c, f in waiting.items() if not f.done()}
-        for client, future in late.items():
-            future.add_done_callback(partial(self._stored, client))
-        return tuple(c.space for c in clients if c in late or c not in waiting)
-
-    def _store_again(self, unstored: _Unstored) -> None:
-        """There was no descriptor left for the duplicates; there may be now."""
-        client, lease = unstored.client, unstored.lease
-        if self._leases.get(client) is not lease:
-            return
-        # The lease's own are open. The view of its work may have been closed since.
-        own = {r: fd for r, fd in unstored.fds.items() if file_of(fd) == unstored.files[r] is not None}
-        lease.name = lease_name(client, own)
-        try:
-            future = self._store.put(lease.name, tuple(own.values()), unstored.uid)
-        except StoreError:
-            self._loop.call_later(STORE_RETRY_S, self._store_again, unstored)
-        else:
-            future.add_done_callback(partial(self._stored, client))
-
-    async def _renew(self, clients: Sequence[ClientId], uid: int) -> None:
-        """Store anew what an earlier mpsd stored without the notes of its guard; then drop the old set."""
-        before = {c: self._leases[c].name for c in clients}
-        late = await self._store_all(clients, uid)
-        for client, name in before.items():
-            # A set that could not be replaced stays; the next mpsd finds both, and takes the better one.
-            if client.space not in late:
-                self._store.drop(name)
-
-    def _stored(self, client: ClientId, done: asyncio.Future[None]) -> None:
-        if not done.cancelled():
-            self._post(ev.LeaseStored(client))
 
     def _drain(self, client: ClientId, tracker: Tracker) -> None:
         try:
@@ -453,19 +413,26 @@ class Attacher:
             self._store.drop(kept.name)
         return len(unclaimed)
 
-    def release(self, client: ClientId) -> None:
-        """Close the lease here and in the store. Closing may take long, so a thread does it."""
+    def release(self, client: ClientId, free: Coroutine[Any, Any, None] | None = None) -> None:
+        """Close the lease here and in the store. Closing may take long, so a thread does it.
+
+        `free` ends when nobody else uses its descriptors; from now on another life may get the same number.
+        """
         self._work.forget(client)
         lease = self._leases.pop(client, None)
         if lease is None:
+            if free is not None:
+                self._tasks.spawn(free)
             return
         if lease.tracker is not None:
             self._loop.remove_reader(lease.tracker.fileno())
         self._ending.add(client)
-        self._tasks.spawn(self._close(client, lease))
+        self._tasks.spawn(self._close(client, lease, free))
 
-    async def _close(self, client: ClientId, lease: Lease) -> None:
+    async def _close(self, client: ClientId, lease: Lease, free: Coroutine[Any, Any, None] | None) -> None:
         try:
+            if free is not None:
+                await free
             await asyncio.to_thread(lease.close)
         finally:
             self._store.drop(lease.name)
@@ -547,6 +514,7 @@ class Attacher:
         if now is not None and now != pin.identity:
             before, pin.identity = pin.identity, now
             if before is not None:
+                pin.life += 1
                 self._post(ev.ClientLeft(process, "exec"))
         if pin.compare_again:
             self._compare(process, pin)

@@ -125,7 +125,7 @@ class Guards:
     async def follow(self) -> None:
         """Until cancelled: keep every client's ranges on its mappings."""
         while True:
-            for client in await self._changed():
+            for client in await self._changed_or_tell():
                 # A client whose mappings cannot be read just now must not hold up the others.
                 if client in self._guarded and client not in self._refreshing:
                     self._refreshing[client] = asyncio.create_task(self._refresh_or_tell(client))
@@ -135,6 +135,14 @@ class Guards:
             except TimeoutError:
                 pass
             self._wake.clear()
+
+    async def _changed_or_tell(self) -> list[ClientId]:
+        try:
+            return await self._changed()
+        except Exception as error:
+            # A range that does not follow its mappings breaks a healthy program: the next round comes.
+            log.error("mappings could not be looked at", error=repr(error))
+            return []
 
     async def _changed(self) -> list[ClientId]:
         """The clients whose ranges may have to be others: as a rule none."""

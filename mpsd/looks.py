@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from mpsd.errors import DeadlineError
+from mpsd.errors import DeadlineError, GpuError
 
 T = TypeVar("T")
 OF_ONE = 8
@@ -95,9 +95,14 @@ class Looks:
         self._running[look.key] += 1
         self._under_way += 1
         if self._under_way > self._threads:
+            name = f"{self._name}-{self._threads + 1}"
+            try:
+                threading.Thread(target=self._serve, name=name, daemon=True).start()
+            except RuntimeError as error:
+                # No more threads for this user (RLIMIT_NPROC, cgroup): the look fails, the others go on.
+                self._loop.call_soon(self._ended, look, None, GpuError(f"no thread to look with: {error}"))
+                return
             self._threads += 1
-            name = f"{self._name}-{self._threads}"
-            threading.Thread(target=self._serve, name=name, daemon=True).start()
         self._jobs.put(look)
 
     def _serve(self) -> None:

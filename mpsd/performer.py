@@ -84,12 +84,8 @@ class Performer:
         self._hands.attacher.kill(process, effect.owner)
 
     def _release(self, effect: fx.ReleaseLease) -> None:
-        self._tasks.spawn(self._release_when_free(effect))
-
-    async def _release_when_free(self, effect: fx.ReleaseLease) -> None:
         # The guard's thread uses the lease's descriptors: they are closed when it is done with them.
-        await self._hands.guards.remove(effect.client)
-        self._hands.attacher.release(effect.client)
+        self._hands.attacher.release(effect.client, self._hands.guards.remove(effect.client))
 
     def _forget(self, effect: fx.Forget) -> None:
         self._hands.attacher.forget(effect.process)

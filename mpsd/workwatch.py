@@ -9,7 +9,6 @@ import asyncio
 import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import structlog
@@ -17,6 +16,7 @@ import structlog
 from mpsd.core import events as ev
 from mpsd.errors import GpuError
 from mpsd.gpu.base import WorkInspector, WorkView
+from mpsd.looks import Looks
 from mpsd.model import ClientId, ProcessInstance
 from mpsd.tasks import Tasks
 
@@ -28,8 +28,6 @@ YOUNG_S = 2.0
 YOUNG_STEP_S = 0.02
 # One without a context may get it, and launch, at any time: what was not seen by its death is not known.
 EMPTY_STEP_S = 0.05
-# A client that makes a look at it hang holds up one of these.
-LOOKERS = 16
 CLOSE_S = 5.0
 
 
@@ -56,7 +54,7 @@ class WorkWatch:
         self._lives: dict[ClientId, _Life] = {}
         self._tasks = Tasks(post)
         self._pending: dict[ClientId, str] = {}
-        self._lookers = ThreadPoolExecutor(LOOKERS, "work")
+        self._looks = Looks("work", of_one=1)
 
     def look(self, process: ProcessInstance, pidfd: int) -> WorkView:
         """A first look at a living client, from any thread; `follow` it then. Raises GpuError."""
@@ -120,8 +118,8 @@ class WorkWatch:
     async def _refresh(self, view: WorkView) -> None:
         """In a thread: a process that changes its mappings all the time makes a look at them wait."""
         try:
-            await asyncio.get_running_loop().run_in_executor(self._lookers, view.refresh)
-        except OSError as error:
+            await self._looks.run(id(view), view.refresh)
+        except (OSError, GpuError) as error:
             log.warning("areas of a client are not noted", reason=str(error))
 
     def all_pending(self) -> Mapping[ProcessInstance, str]:
@@ -181,7 +179,7 @@ class WorkWatch:
         for client in tuple(self._lives):
             self.forget(client)
         await self._tasks.ended(CLOSE_S)
-        self._lookers.shutdown(wait=False, cancel_futures=True)
+        self._looks.close()
 
 
 async def _close(life: _Life) -> None:

@@ -67,6 +67,7 @@ class FakeSpace:
     tracker: FakeTracker = field(default_factory=FakeTracker)
     closing: threading.Event = field(default_factory=threading.Event)
     fds: Mapping[str, int] = field(default_factory=lambda: {"mm": 0, "va": 0})
+    closed: bool = False
 
     def track(self) -> FakeTracker:
         return self.tracker
@@ -77,6 +78,7 @@ class FakeSpace:
 
     def close(self) -> None:
         assert self.closing.wait(10)
+        self.closed = True
 
 
 class FakeUvm:
@@ -305,8 +307,9 @@ def test_a_death_is_told_also_when_its_attaching_has_just_ended() -> None:
         async def ends() -> None:
             return
 
-        pin.attaching.add(task := desk.attacher._tasks.spawn(ends()))
-        task.add_done_callback(pin.attaching.discard)
+        task = desk.attacher._tasks.spawn(ends())
+        pin.attaching[task] = pin.life
+        task.add_done_callback(lambda done: pin.attaching.pop(done, None))
         desk.attacher._died(desk.process)
         await desk.told(ev.ClientDied)
 

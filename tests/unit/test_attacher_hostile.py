@@ -157,7 +157,7 @@ def test_a_program_that_cannot_be_looked_at_hides_no_other_clients_exec(
 
 
 def test_a_lease_for_which_no_descriptor_was_left_is_stored_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mpsd.attacher.STORE_RETRY_S", 0.001)
+    monkeypatch.setattr("mpsd.shelf.RETRY_S", 0.001)
     tried: list[str] = []
     real = LeaseStore.put
 

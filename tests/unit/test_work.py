@@ -59,6 +59,31 @@ def test_areas_are_read_back_as_they_were_noted(found: list[Area] | None) -> Non
     assert areas_noted(record_of(found)) == found
 
 
+def test_what_one_look_alone_saw_is_noted_as_that() -> None:
+    once = record_of(FEW, settled=False)
+    assert areas_noted(once) == FEW
+    assert (work.noted_once(once), work.noted_once(record_of(FEW))) == (True, False)
+    assert areas_noted(record_of(None, settled=False)) is None
+
+
+def test_a_context_seen_once_by_a_daemon_that_was_killed_is_not_taken_for_whole(
+    child: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(work, "areas", lambda rows: FEW)
+    process = instance(child)
+    view = NvidiaWork().open(process, -1)
+    once = copies(view)
+    once["areas"] = notes(os.pread(view.fds["areas"], 1 << 16, 0))
+    changed(view)
+    view.refresh()
+    twice = copies(view)
+    child.kill()
+    child.wait()
+    assert NvidiaWork().adopt(process, once).pending() is None
+    assert NvidiaWork().adopt(process, twice).pending() is not None
+    view.close()
+
+
 def test_areas_that_an_earlier_mpsd_noted_are_read() -> None:
     assert areas_noted(b"[[2097152, 4194304]]") == FEW
     assert areas_noted(b"null") is None
@@ -155,7 +180,7 @@ def test_areas_that_two_looks_agreed_on_are_known(
     inspector = NvidiaWork()
     once, twice = (inspector.open(instance(child), -1) for _ in range(2))
     twice.refresh()
-    kept = copies(once)
+    kept = copies(twice)
     child.kill()
     child.wait()
     adopted = inspector.adopt(ProcessInstance(child.pid, 1), kept)

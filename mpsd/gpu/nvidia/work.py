@@ -38,9 +38,13 @@ _PAIR = struct.Struct("@LL")
 _ZERO = bytes(BLOCK + OVERLAP)
 
 
-def record_of(found: Sequence[Area] | None) -> bytes:
-    """Areas as they are noted, None for too many. The sum tells a whole record from a torn one."""
-    body = json.dumps(None if found is None else [[a.start, a.end] for a in found]).encode()
+def record_of(found: Sequence[Area] | None, *, settled: bool = True) -> bytes:
+    """Areas as they are noted, None for too many. The sum tells a whole record from a torn one.
+
+    `settled`: two looks agreed on them; one alone may have met a context that was just being made.
+    """
+    rows = None if found is None else [[a.start, a.end] for a in found]
+    body = json.dumps(rows if settled else {"once": rows}).encode()
     return b"%s\n%08x" % (body, zlib.crc32(body))
 
 
@@ -52,9 +56,15 @@ def areas_noted(record: bytes) -> list[Area] | None:
         return None
     try:
         rows = json.loads(body)
+        rows = rows.get("once") if isinstance(rows, dict) else rows
         return [Area(int(start), int(end)) for start, end in rows] if isinstance(rows, list) else None
     except (ValueError, TypeError):
         return None
+
+
+def noted_once(record: bytes) -> bool:
+    """Whether one look alone saw these areas."""
+    return record.startswith(b'{"once"')
 
 
 def written(data: bytes) -> Iterator[bytes]:
@@ -81,6 +91,7 @@ class ProcessWork:
         self._settled = False
         self._looked: float | None = None
         self._found: procfs.MapLines | None = None
+        self._noted = b""
         self._turn = threading.Lock()
         self._signs: Signs | None = None
         self._calm = 0
@@ -108,10 +119,10 @@ class ProcessWork:
             return False
         if found is None:
             return False
-        if found == self._found:
+        if found == self._found and self._settled:
             # As a rule, and looked at every second: nothing is taken apart again.
             with self._turn:
-                self._looked, self._settled = began, True
+                self._looked = began
             return True
         rows = [procfs.parse_map(line) for line in found.lines]
         there = areas((r.start, r.end, r.permissions, r.path) for r in rows)
@@ -127,19 +138,21 @@ class ProcessWork:
         # A client that ends takes its areas away: what they were is not forgotten.
         there = there or self._areas
         self._settled = there == self._areas and (self._settled or not first)
-        if first or (there, truncated) != (self._areas, self._blind):
-            self._areas, self._blind = there, truncated
-            record = record_of(None if truncated else there)
+        self._areas, self._blind = there, truncated
+        record = record_of(None if truncated else there, settled=self._settled)
+        if record != self._noted:
             # In this order: killed in between, it leaves a record that is not whole, never an empty one.
             os.pwrite(self._notes, record, 0)
             os.ftruncate(self._notes, len(record))
+            self._noted = record
 
     def recall(self) -> None:
         """After adoption: the areas that an earlier daemon noted."""
-        noted = areas_noted(os.pread(self._notes, 1 << 20, 0))
+        record = os.pread(self._notes, 1 << 20, 0)
+        noted = areas_noted(record)
         self._blind = noted is None
         self._areas = noted or []
-        self._settled = True
+        self._settled = not noted_once(record)
 
     def pending(self) -> str | None:
         if self._signs is None:
