@@ -121,7 +121,7 @@ class Listener:
         await self._requests.close()
         for connection in list(self._connections.values()):
             self._forget(connection)
-        stream.close()
+        await stream.close()
 
     # Connections
 

@@ -7,6 +7,7 @@ import contextlib
 import os
 import socket
 import struct
+import threading
 from pathlib import Path
 
 import zmq
@@ -20,6 +21,7 @@ from mpsd.wire.address import MAX_PATH_BYTES
 # (ZMQ_IN_BATCH_SIZE), outgoing ones what one answer or one chunk of events has.
 _HIGH_WATER = 32
 _LINGER_MS = 200
+_CLOSE_S = 2.0
 
 
 class GoneError(Exception):
@@ -100,12 +102,27 @@ class Stream:
         held.close()
         return None
 
-    def close(self) -> None:
-        """Close, after at most _LINGER_MS, and remove the socket's file if it is still this one."""
+    async def close(self) -> None:
+        """Close, after at most _LINGER_MS, and remove the socket's file if it is still this one.
+
+        A peer may have sent libzmq's thread a descriptor that takes long to close: it is not waited for
+        beyond _CLOSE_S.
+        """
         with contextlib.suppress(OSError):
             if self._path.stat().st_ino == self._inode:
                 self._path.unlink()
-        self._context.destroy(linger=_LINGER_MS)
+        self._socket.close(linger=_LINGER_MS)
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+
+        def end() -> None:
+            self._context.term()
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(ended.set)
+
+        threading.Thread(target=end, name="listener-end", daemon=True).start()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_CLOSE_S):
+                await ended.wait()
 
 
 def _credentials(connection: socket.socket) -> Credentials:
