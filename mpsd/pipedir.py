@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from enum import Enum
 
 from mpsd.errors import AlreadyRunningError, ConfigError
+from mpsd.limits import SOCKET_PATH_LIMIT
 from mpsd.linux import acl, procfs
 
-# sun_path has 108 bytes with its terminator (unix(7)).
-SOCKET_PATH_LIMIT = 107
 SOCKETS = ("control", "control_privileged")
 PID_FILE = "nvidia-cuda-mps-control.pid"
 _LEFT_BEHIND = (*SOCKETS, "control_lock", "log", PID_FILE)

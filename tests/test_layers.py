@@ -58,9 +58,10 @@ GROUPS: dict[str, tuple[set[str], set[str]]] = {
     "layout": ({"mpsd.layout"}, {"base", "linux", "config"}),
     "settings": ({"mpsd.settings"}, {"base", "config"}),
     "looks": ({"mpsd.looks", "mpsd.sweeps", "mpsd.turns"}, {"base"}),
+    "notes": ({"mpsd.slotnotes"}, set()),
     "guard": (
         {"mpsd.guard", "mpsd.guardnotes", "mpsd.guardplan"},
-        {"base", "core", "gpu base", "linux", "looks"},
+        {"base", "core", "gpu base", "linux", "looks", "notes"},
     ),
     "listener": ({"mpsd.listener"}, {"base", "wire", "linux"}),
     "client": ({"mpsd_client"}, {"wire", "base"}),

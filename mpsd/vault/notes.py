@@ -2,21 +2,19 @@
 
 It lies in the descriptor store beside the descriptors. A holding is noted before its descriptor is stored
 and struck out when it goes: a descriptor without a note is nobody's and is closed, a note without a
-descriptor means nothing. Each note is one write of 512 bytes within a page, which is done whole or not at
-all by a daemon that is killed.
+descriptor means nothing.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
 import struct
 
 from mpsd.core.vault import Holding, Owner
 from mpsd.model import ProcessInstance
+from mpsd.slotnotes import SlotNotes
 
 SLOT = 512
-_MOST = 1 << 16
 # id, pid, start ticks, uid, number, size, address, since, died (-1: lives), GPU, token, name, cgroup
 _NOTE = struct.Struct("<QIQIQQQdd48s64s64s256s")
 assert _NOTE.size <= SLOT
@@ -32,54 +30,40 @@ def cgroup_text(cgroup: str) -> str:
 class VaultNotes:
     """Owns the descriptor. For one thread at a time."""
 
-    def __init__(self, fd: int) -> None:
-        self.fd = fd
-        self._slots: dict[int, int] = {}
-        self._free: list[int] = []
-        self._end = 0
+    def __init__(self, notes: SlotNotes[int]) -> None:
+        self._notes = notes
 
     @classmethod
     def create(cls) -> VaultNotes:
         """Raises OSError."""
-        return cls(os.memfd_create("mpsd-vault-notes", os.MFD_CLOEXEC))
+        return cls(SlotNotes.create("mpsd-vault-notes", SLOT))
 
     @classmethod
     def adopt(cls, fd: int) -> tuple[VaultNotes, dict[int, Holding]]:
         """What an earlier daemon noted, by id. Raises OSError; the descriptor is not closed then."""
-        notes = cls(fd)
-        data = os.pread(fd, _MOST * SLOT, 0)
-        found: dict[int, Holding] = {}
-        for slot in range(len(data) // SLOT):
-            holding = _unpack(data[slot * SLOT : (slot + 1) * SLOT])
-            if holding is None or holding.id in found:
-                notes._free.append(slot)
-            else:
-                found[holding.id] = holding
-                notes._slots[holding.id] = slot
-            notes._end = slot + 1
-        return notes, found
+        notes = SlotNotes[int](fd, SLOT)
+        return cls(notes), notes.read(_understood)
+
+    @property
+    def fd(self) -> int:
+        return self._notes.fd
 
     def write(self, holding: Holding) -> None:
         """New, or with new values. Raises OSError."""
-        slot = self._slots.get(holding.id)
-        if slot is None:
-            slot = self._free.pop() if self._free else self._end
-            self._end = max(self._end, slot + 1)
-            self._slots[holding.id] = slot
-        os.pwrite(self.fd, _pack(holding).ljust(SLOT, b"\0"), slot * SLOT)
+        self._notes.write(holding.id, _pack(holding))
 
     def strike(self, holding_id: int) -> None:
         """Raises OSError."""
-        slot = self._slots.pop(holding_id, None)
-        if slot is not None:
-            self._free.append(slot)
-            os.pwrite(self.fd, bytes(SLOT), slot * SLOT)
+        self._notes.strike(holding_id)
 
     def close(self) -> None:
         """Idempotent."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+        self._notes.close()
+
+
+def _understood(raw: bytes) -> tuple[int, Holding] | None:
+    holding = _unpack(raw)
+    return None if holding is None else (holding.id, holding)
 
 
 def _pack(holding: Holding) -> bytes:

@@ -22,6 +22,7 @@ from mpsd.errors import (
     DeadlineError,
     NotFoundError,
 )
+from mpsd.limits import SOCKET_PATH_LIMIT
 from mpsd.model import ProcessInstance, ServerState
 
 # In the foreground: a daemon that answers over its socket, and has one child that stands for a server.
@@ -340,7 +341,7 @@ def test_files_of_a_live_owner_are_left_alone(tmp_path: Path) -> None:
 
 
 def test_a_path_that_does_not_fit_is_refused(tmp_path: Path) -> None:
-    fits = "/" + "x" * (pipedir.SOCKET_PATH_LIMIT - len("/control_privileged") - 1)
+    fits = "/" + "x" * (SOCKET_PATH_LIMIT - len("/control_privileged") - 1)
     pipedir.check_length(fits)
     with pytest.raises(ConfigError, match="too long"):
         pipedir.check_length(fits + "x")
