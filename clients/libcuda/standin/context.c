@@ -111,7 +111,8 @@ static void end_context(void)
 	primary.broken = CUDA_SUCCESS;
 }
 
-API CUresult cuDevicePrimaryCtxRelease_v2(CUdevice dev)
+/* With the lock held if there is such a device. */
+static CUresult enter_device(CUdevice dev)
 {
 	CUresult result = is_initialised();
 
@@ -120,6 +121,15 @@ API CUresult cuDevicePrimaryCtxRelease_v2(CUdevice dev)
 	if (dev)
 		return CUDA_ERROR_INVALID_DEVICE;
 	pthread_mutex_lock(&gpu_lock);
+	return CUDA_SUCCESS;
+}
+
+API CUresult cuDevicePrimaryCtxRelease_v2(CUdevice dev)
+{
+	CUresult result = enter_device(dev);
+
+	if (result != CUDA_SUCCESS)
+		return result;
 	if (!primary.retained)
 		return leave(CUDA_ERROR_INVALID_CONTEXT);
 	if (primary.retained == 1)
@@ -131,13 +141,10 @@ API CUresult cuDevicePrimaryCtxRelease_v2(CUdevice dev)
 
 API CUresult cuDevicePrimaryCtxReset_v2(CUdevice dev)
 {
-	CUresult result = is_initialised();
+	CUresult result = enter_device(dev);
 
 	if (result != CUDA_SUCCESS)
 		return result;
-	if (dev)
-		return CUDA_ERROR_INVALID_DEVICE;
-	pthread_mutex_lock(&gpu_lock);
 	if (primary.retained)
 		end_context();
 	return leave(CUDA_SUCCESS);

@@ -25,17 +25,6 @@ CUresult capture(struct CUgraph_st *graph, const struct operation *operation)
 	return CUDA_SUCCESS;
 }
 
-static CUresult enter_stream(CUstream handle, CUstream *stream)
-{
-	CUcontext context;
-	CUresult result = enter(&context);
-
-	if (result != CUDA_SUCCESS)
-		return result;
-	result = find_stream(context, handle, stream);
-	return result == CUDA_SUCCESS ? result : leave(result);
-}
-
 API CUresult cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode *mode)
 {
 	CUstreamCaptureMode old = thread_mode;

@@ -87,6 +87,8 @@ struct operation {
 };
 
 CUresult find_stream(CUcontext context, CUstream handle, CUstream *stream);
+/* The stream of a call, with the lock held if it is found. */
+CUresult enter_stream(CUstream handle, CUstream *stream);
 CUresult submit(CUstream stream, const struct operation *operation);
 CUresult submit_after(CUstream stream, const struct operation *operation, struct moment moment);
 bool reached(struct moment moment);

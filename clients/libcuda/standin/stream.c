@@ -238,8 +238,7 @@ CUresult find_stream(CUcontext context, CUstream handle, CUstream *stream)
 	return CUDA_ERROR_INVALID_HANDLE;
 }
 
-/* The stream of a call, with the lock held if it is found. */
-static CUresult enter_stream(CUstream handle, CUstream *stream)
+CUresult enter_stream(CUstream handle, CUstream *stream)
 {
 	CUcontext context;
 	CUresult result = enter(&context);
