@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import psutil
@@ -15,19 +15,6 @@ import mpsd_client
 from tests.support.site import DEADLINE_S, Program, Site, alive, until
 
 GIB_WORDS = (1 << 30) // 4
-
-
-@pytest.fixture(scope="module")
-def served() -> Iterator[Site]:
-    with Site() as started:
-        yield started.start()
-
-
-@pytest.fixture
-def site(served: Site) -> Iterator[Site]:
-    """The daemon, with nobody left in it afterwards."""
-    yield served
-    served.empty()
 
 
 def kill(site: Site, pid: int, **more: Any) -> Mapping[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import time
-from collections.abc import Iterator
 
 import pytest
 
@@ -14,19 +13,6 @@ from tests.support.site import DEADLINE_S, OTHER_UID, Site, as_user, until
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be somebody else")
 THIRD_UID = 65533
-
-
-@pytest.fixture(scope="module")
-def served() -> Iterator[Site]:
-    with Site() as started:
-        yield started.start()
-
-
-@pytest.fixture
-def site(served: Site) -> Iterator[Site]:
-    """The daemon, with nobody left in it afterwards."""
-    yield served
-    served.empty()
 
 
 def test_each_user_has_a_path_and_a_domain_of_its_own(site: Site) -> None:

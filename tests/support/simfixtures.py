@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,18 @@ def backend() -> Iterator[Backend]:
 
 @pytest.fixture
 def domain(backend: Backend) -> Iterator[Domain]:
+    with _running(backend) as made:
+        yield made
+
+
+@pytest.fixture
+def second(backend: Backend) -> Iterator[Domain]:
+    with _running(backend) as made:
+        yield made
+
+
+@contextmanager
+def _running(backend: Backend) -> Iterator[Domain]:
     made = short_domain(backend)
     try:
         made.start()
@@ -45,13 +58,3 @@ def domain(backend: Backend) -> Iterator[Domain]:
     finally:
         made.close()
         until(lambda: processes_of(str(made.base)) == [])
-
-
-@pytest.fixture
-def second(backend: Backend) -> Iterator[Domain]:
-    made = short_domain(backend)
-    try:
-        made.start()
-        yield made
-    finally:
-        made.close()

@@ -4,43 +4,21 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Sequence
 
 import pytest
 
 from faultinject import consent
 from faultinject.__main__ import main
 from mpsd.errors import BusyError, DeniedError, UsageError
-from mpsd.gpu.base import XidSource
-from mpsd.model import ComputeMode, Gpu, GpuProcess
+from mpsd.model import GpuProcess
+from tests.support.devices import OneGpu
 
 
-class Machine:
+class Machine(OneGpu):
     """One GPU with these processes on it."""
 
     def __init__(self, *pids: int) -> None:
-        self._pids = pids
-
-    def gpus(self) -> Sequence[Gpu]:
-        return [Gpu(0, "GPU-1", "Some GPU", "0000:01:00.0", 1 << 30)]
-
-    def processes(self, gpu_uuid: str) -> Sequence[GpuProcess]:
-        return [GpuProcess(pid, 5 << 20, False) for pid in self._pids]
-
-    def driver_version(self) -> str:
-        return "0"
-
-    def compute_mode(self, gpu_uuid: str) -> ComputeMode:
-        return ComputeMode.DEFAULT
-
-    def memory_used(self, gpu_uuid: str) -> int:
-        return 0
-
-    def watch_xids(self) -> XidSource:
-        raise NotImplementedError
-
-    def close(self) -> None:
-        pass
+        super().__init__(*(GpuProcess(pid, 5 << 20, False) for pid in pids))
 
 
 def answer(text: str) -> consent.Ask:

@@ -10,41 +10,22 @@ from collections.abc import Sequence
 import pytest
 
 from mpsd import gpuviews, procs
-from mpsd.gpu.base import XidSource
 from mpsd.gpuviews import GpuViews
-from mpsd.model import ComputeMode, Gpu, GpuProcess, ProcessFacts
+from mpsd.model import GpuProcess, ProcessFacts
+from tests.support.devices import GPU, OneGpu
 
-GPU = Gpu(0, "GPU-1", "Some GPU", "0000:01:00.0", 1 << 30)
 
-
-class Devices:
-    """NVML with one GPU. `answers`: cleared, it hangs."""
+class Devices(OneGpu):
+    """NVML. `answers`: cleared, it hangs."""
 
     def __init__(self, *processes: GpuProcess) -> None:
-        self.on_it = processes
+        super().__init__(*processes)
         self.answers = threading.Event()
         self.answers.set()
 
-    def gpus(self) -> Sequence[Gpu]:
-        return [GPU]
-
     def processes(self, gpu_uuid: str) -> Sequence[GpuProcess]:
         assert self.answers.wait(10)
-        return self.on_it
-
-    def driver_version(self) -> str:
-        return "0"
-
-    def compute_mode(self, gpu_uuid: str) -> ComputeMode:
-        return ComputeMode.DEFAULT
-
-    def memory_used(self, gpu_uuid: str) -> int:
-        return 0
-
-    def watch_xids(self) -> XidSource:
-        raise NotImplementedError
-
-    def close(self) -> None: ...
+        return super().processes(gpu_uuid)
 
 
 def test_a_process_whose_command_line_cannot_be_read_holds_up_neither_loop_nor_answer(

@@ -1,0 +1,38 @@
+"""A DeviceManager with one GPU, for tests that need to know who is on it and no more."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mpsd.errors import UnsupportedError
+from mpsd.gpu.base import XidSource
+from mpsd.model import ComputeMode, Gpu, GpuProcess
+
+GPU = Gpu(0, "GPU-1", "Some GPU", "0000:01:00.0", 1 << 30)
+
+
+class OneGpu:
+    """These processes are on it; nothing else happens there."""
+
+    def __init__(self, *processes: GpuProcess) -> None:
+        self.on_it = processes
+
+    def gpus(self) -> Sequence[Gpu]:
+        return [GPU]
+
+    def processes(self, gpu_uuid: str) -> Sequence[GpuProcess]:
+        return self.on_it
+
+    def driver_version(self) -> str:
+        return "0"
+
+    def compute_mode(self, gpu_uuid: str) -> ComputeMode:
+        return ComputeMode.DEFAULT
+
+    def memory_used(self, gpu_uuid: str) -> int:
+        return 0
+
+    def watch_xids(self) -> XidSource:
+        raise UnsupportedError("this GPU reports no Xids")
+
+    def close(self) -> None: ...
