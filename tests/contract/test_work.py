@@ -24,7 +24,6 @@ def held(request: pytest.FixtureRequest) -> bool:
 def view_after_death(node: Node, client: Program, *, same_holder: bool) -> WorkView:
     """Look at a leased client, let it do its deed and die; the view that goes on."""
     view = node.inspect(client)
-    view.refresh()
     assert not any(os.get_inheritable(fd) for fd in view.fds.values())
     kept = duplicates(list(view.fds.items()))
     if same_holder:

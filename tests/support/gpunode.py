@@ -250,8 +250,11 @@ class Node:
         return tracker
 
     def inspect(self, program: Program) -> WorkView:
+        """A view as a daemon has it: it has looked at the living until two looks agreed."""
         view = self.backend.work.open(program.instance, program.pinned.fileno())
         self._owned.callback(view.close)
+        for _ in range(2):
+            view.refresh()
         return view
 
     def adopt_work(self, program: Program, fds: dict[str, int]) -> WorkView:
