@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import os
 import socket
 import struct
@@ -34,6 +33,7 @@ from mpsd.gpu.base import ExportedMemory
 from mpsd.model import ProcessInstance
 from mpsd.vault import wire
 from mpsd.vault.hold import Vault
+from mpsd.vault.notes import digest
 from mpsd.vault.peer import CREDENTIALS, VaultPeer, credentials, identify
 from mpsd.vault.wire import Kind, Message, Status, WireError
 
@@ -284,7 +284,7 @@ class Door:
         assert peer is not None
         owner = peer.owner
         if message.token != wire.NO_TOKEN:
-            owner = Owner(peer.uid, token=hashlib.sha256(message.token).hexdigest())
+            owner = Owner(peer.uid, token=digest(message.token))
         if self._vault.join(peer.pinned, owner, peer.program) is None:
             # Its pin went to the vault, which has closed it.
             visit.peer = None

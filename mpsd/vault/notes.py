@@ -7,7 +7,6 @@ descriptor means nothing.
 
 from __future__ import annotations
 
-import hashlib
 import struct
 
 from mpsd.core.vault import Holding, Owner
@@ -20,11 +19,19 @@ _NOTE = struct.Struct("<QIQIQQQdd48s64s64s256s")
 assert _NOTE.size <= SLOT
 
 
+def digest(data: bytes) -> str:
+    """SHA-256 in hexadecimal. Not imported above: OpenSSL, which comes with it, stays resident (3.5 MiB)
+    in daemons that never hold a vault."""
+    import hashlib
+
+    return hashlib.sha256(data).hexdigest()
+
+
 def cgroup_text(cgroup: str) -> str:
     """A cgroup as owners have it: itself, or a digest where it is too long to be noted."""
     if len(cgroup.encode()) <= 255 and "\0" not in cgroup:
         return cgroup
-    return "sha256:" + hashlib.sha256(cgroup.encode()).hexdigest()
+    return "sha256:" + digest(cgroup.encode())
 
 
 class VaultNotes:
