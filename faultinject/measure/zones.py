@@ -77,18 +77,21 @@ class Watch:
 
 def state_of(survivor: Client) -> dict[str, Any]:
     """How the survivor is, and its longest round since it was last asked."""
-    survivor.forget()
-    survivor.say("report")
-    event = survivor.wait("alive", "error", "wrong", timeout_s=5)
+    event = survivor.find("error", "wrong")
+    if event is None:
+        survivor.forget()
+        survivor.say("report")
+        event = survivor.wait("alive", "error", "wrong", timeout_s=5)
     return {key: event[key] for key in ("ev", "longest_ms", "code") if key in event}
 
 
-Case = Callable[[Domain, Client, Client, Watch], list[Any]]
+Rows = list[Any]
+Case = Callable[[Domain, Client, Client, Watch, Rows], None]
 
 
-def single(_: Domain, survivor: Client, strayer: Client, watch: Watch) -> list[Any]:
+def single(_: Domain, survivor: Client, strayer: Client, watch: Watch, rows: Rows) -> None:
     """One access of each kind on either side, at the null page, and into a freed buffer."""
-    rows: list[Any] = [{"what": "laying", **ask(strayer, "lay")}]
+    rows.append({"what": "laying", **ask(strayer, "lay")})
     touches = [
         ("store", "0x200000"), ("store", "-4"), ("load", "0x201000"), ("atomic", "0x202000"),
         ("store", "0x1200000"), ("prefetch", "0x1400000"), ("store", "null"), ("load", "null"),
@@ -105,13 +108,12 @@ def single(_: Domain, survivor: Client, strayer: Client, watch: Watch) -> list[A
         watch.clear()
         rows.append({"what": command, **ask(strayer, command), **watch.summary(now())})
         rows[-1]["survivor"] = state_of(survivor)
-    return rows
 
 
 def storm(mode: str, mib: int, grid: int, leave_mib: int | None = None) -> Case:
     """A grid that strays until it is terminated, with plenty of GPU memory or nearly none."""
 
-    def run(made: Domain, survivor: Client, strayer: Client, watch: Watch) -> list[Any]:
+    def run(made: Domain, survivor: Client, strayer: Client, watch: Watch, rows: Rows) -> None:
         ask(strayer, "lay")
         row: dict[str, Any] = {"what": f"{mode}s over {mib} MiB, {grid} blocks"}
         if mib > 32:
@@ -138,7 +140,7 @@ def storm(mode: str, mib: int, grid: int, leave_mib: int | None = None) -> Case:
         }
         strayer.reap()
         time.sleep(0.5)
-        return [row | {"survivor": state_of(survivor), "server": made.ctl("get_server_list")}]
+        rows.append(row | {"survivor": state_of(survivor), "server": made.ctl("get_server_list")})
 
     return run
 
@@ -146,24 +148,24 @@ def storm(mode: str, mib: int, grid: int, leave_mib: int | None = None) -> Case:
 def endure(mode: str, mib: int, grid: int) -> Case:
     """A storm that nobody ends, for 100 ms: what it costs the others."""
 
-    def run(_: Domain, survivor: Client, strayer: Client, watch: Watch) -> list[Any]:
+    def run(_: Domain, survivor: Client, strayer: Client, watch: Watch, rows: Rows) -> None:
         ask(strayer, "lay")
         state_of(survivor)
         watch.clear()
         host_mib = available_mib()
         answer = ask(strayer, f"stray {mode} 0x200000 {mib} 100 {grid}")
-        return [{
+        rows.append({
             "what": f"{mode}s over {mib} MiB for 100 ms, {grid} blocks", **answer,
             **watch.summary(answer.get("launched", now())), "host MiB taken": host_mib - available_mib(),
             "survivor": state_of(survivor), "memory": ask(strayer, "rss"),
-        }]  # fmt: skip
+        })  # fmt: skip
 
     return run
 
 
-def full(_: Domain, survivor: Client, strayer: Client, watch: Watch) -> list[Any]:
+def full(_: Domain, survivor: Client, strayer: Client, watch: Watch, rows: Rows) -> None:
     """Single accesses when the GPU has no memory left; no more, for its driver has to find pages."""
-    rows: list[Any] = [{"what": "laying", **ask(strayer, "lay")}]
+    rows.append({"what": "laying", **ask(strayer, "lay")})
     rows.append({"what": "fill", **ask(strayer, "fill 0")})
     for kind, offset in (("store", "0x200000"), ("atomic", "0x400000"), ("load", "-4")):
         watch.clear()
@@ -172,7 +174,6 @@ def full(_: Domain, survivor: Client, strayer: Client, watch: Watch) -> list[Any
         seen = watch.summary(answer.get("launched", now()))
         rows.append({"what": f"{kind} at {offset}", **answer, **seen, "survivor": state_of(survivor)})
     rows.append({"what": "drain", **ask(strayer, "drain"), "survivor": state_of(survivor)})
-    return rows
 
 
 def windows(made: Domain) -> list[Any]:
@@ -209,7 +210,10 @@ CASES: dict[str, Case] = {
     "storm of a full grid": storm("store", 32, 132 * 8),
     "storm of loads": storm("load", 32, 132 * 8),
     "storm of atomics": storm("atomic", 32, 132 * 8),
+    "storm over 16 MiB": storm("store", 16, 132 * 8),
+    "storm over 64 MiB": storm("store", 64, 132 * 8),
     "storm over 256 MiB": storm("store", 256, 132 * 8),
+    "storm that leaves SMs": storm("store", 32, 64),
     "storm, GPU nearly full": storm("store", 32, 132 * 8, 128),
     "GPU full": full,
     "endured": endure("store", 32, 132 * 8),
@@ -223,17 +227,19 @@ def measure(out: Path, cubin: Path, uvm: NvidiaUvm, nvml: Nvml, rows: list[Any])
         with domain(f"zones{index}", out, start_server=True) as made:
             survivor, strayer = made.client("survivor", cubin), made.client("zones", cubin)
             with clients(survivor, strayer):
+                found: Rows = []
                 try:
                     survivor.wait("ready")
                     strayer.wait("ready")
                     space = attach(uvm, strayer)
                     watch = Watch(space.track(BOTH))
                     try:
-                        rows += [{"case": name, **row} for row in case(made, survivor, strayer, watch)]
+                        case(made, survivor, strayer, watch, found)
                     finally:
                         watch.close()
                         space.close()
                 except Exception as error:
-                    rows.append({"case": name, "failed": f"{type(error).__name__}: {error}"})
+                    found.append({"failed": f"{type(error).__name__}: {error}"})
+                rows += [{"case": name, **row} for row in found]
     with domain("windows", out, start_server=True) as made:
         rows += [{"case": "windows", **row} for row in windows(made)]
