@@ -228,7 +228,9 @@ def work_memory(rows: list[Row]) -> list[Row]:
 
 def zones(rows: list[Row]) -> list[Row]:
     done = [row for row in rows if "failed" not in row]
-    singles = [row for row in done if row["case"] in ("single accesses", "GPU full") and "at" in row]
+    singles = [
+        row for row in done if "first ms" in row and ("at" in row or "code" in row) and " at " in row["what"]
+    ]
     storms = [row for row in done if "event to termination ms" in row]
     alive = [row for row in done if row.get("survivor", {}).get("ev") == "alive"]
     judged = [row for row in done if "survivor" in row]

@@ -7,9 +7,11 @@ Commands are lines on stdin, answers are {"ev": "answer", "answer": {...}}.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import gc
 import mmap
 import os
+import struct
 import sys
 import time
 from collections.abc import Callable
@@ -24,6 +26,12 @@ BUFFER = WINDOW + (2 << 30)
 ZONE = 32 << 20
 NULL_PAGE = 64 << 10
 MODES = {"store": 0, "load": 1, "atomic": 2}
+
+UVM_SET_PREFERRED_LOCATION = 42
+# uvm_ioctl.h of driver branches from 550 on: base, length, processor, NUMA node, status.
+_PREFERRED = struct.Struct("<QQ16siI")
+# The CPU as UVM calls it (nvCpuUuid.h).
+_CPU = bytes.fromhex("a65e0f4ed7d47ba25047412c142a7773")
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -47,15 +55,25 @@ def uvm_descriptors() -> list[int]:
     return sorted(found)
 
 
-def lay(address: int, length: int, *, hidden: bool = True) -> dict[str, Any]:
-    """A managed range there; `hidden` from the CPU. Which descriptor took it, and how long it took."""
+def prefer_host(fd: int, address: int, length: int) -> int:
+    """Pages of this managed range are to lie in host memory; the driver's status, 0 for done."""
+    buffer = bytearray(_PREFERRED.pack(address, length, _CPU, -1, 0))
+    fcntl.ioctl(fd, UVM_SET_PREFERRED_LOCATION, buffer, True)
+    return int(_PREFERRED.unpack(buffer)[4])
+
+
+def lay(address: int, length: int, *, host: bool) -> dict[str, Any]:
+    """A managed range there, hidden from the CPU, its pages on the host or on the GPU; time taken."""
     for fd in uvm_descriptors():
         began = time.monotonic()
         got = _libc.mmap(address, length, 3, _MAP_SHARED | _MAP_FIXED, fd, address)
         if got == _FAILED or (got or 0) != address:
             continue
-        code = _libc.mprotect(address, length, 0) if hidden else 0
-        return {"laid": True, "us": round((time.monotonic() - began) * 1e6, 1), "mprotect": code}
+        code = _libc.mprotect(address, length, 0)
+        found = {"laid": True, "mprotect": code}
+        if host:
+            found["prefer host"] = prefer_host(fd, address, length)
+        return found | {"us": round((time.monotonic() - began) * 1e6, 1)}
     return {"laid": False, "errno": ctypes.get_errno()}
 
 
@@ -79,6 +97,7 @@ class Zones:
         self._map()
         self.scratch = cuda.alloc(4096)
         self.ballast: list[int] = []
+        self.host = False
 
     def _map(self) -> None:
         d = self.cuda.driver
@@ -89,16 +108,17 @@ class Zones:
         access.flags = d.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
         self.cuda("cuMemSetAccess", BUFFER, VMM_BYTES, [access], 1)
 
-    def lay(self) -> dict[str, Any]:
-        after = lay(BUFFER + VMM_BYTES, ZONE)
-        before = lay(BUFFER - ZONE, ZONE)
-        null = lay(0, NULL_PAGE) if os.geteuid() == 0 else {"laid": False}
+    def lay(self, where: str) -> dict[str, Any]:
+        self.host = where == "host"
+        after = lay(BUFFER + VMM_BYTES, ZONE, host=self.host)
+        before = lay(BUFFER - ZONE, ZONE, host=self.host)
+        null = lay(0, NULL_PAGE, host=self.host) if os.geteuid() == 0 else {"laid": False}
         return {"window as asked": self.window_as_asked, "after": after, "before": before, "null": null}
 
     def many(self, count: str) -> dict[str, Any]:
         """`count` further zones of 32 MiB, each beside the last; all of them taken away again."""
         begins = [WINDOW + index * ZONE for index in range(int(count))]
-        laid = [lay(at, ZONE) for at in begins]
+        laid = [lay(at, ZONE, host=self.host) for at in begins]
         times = sorted(row["us"] for row in laid if row["laid"])
         away = sorted(take_away(at, ZONE) for at in begins)
         return {
@@ -147,12 +167,12 @@ class Zones:
         return {"free MiB": int(self.cuda("cuMemGetInfo")[0]) >> 20}
 
     def zone(self, begin: str, mib: str) -> dict[str, Any]:
-        return lay(BUFFER + int(begin, 0), int(mib) << 20)
+        return lay(BUFFER + int(begin, 0), int(mib) << 20, host=self.host)
 
     def quarantine(self) -> dict[str, Any]:
         """Unmap the buffer, cover it, stray into it, map it again."""
         self.cuda("cuMemUnmap", BUFFER, VMM_BYTES)
-        covered = lay(BUFFER, VMM_BYTES)
+        covered = lay(BUFFER, VMM_BYTES, host=self.host)
         absorbed = self.touch("store", "0x40")
         away = take_away(BUFFER, VMM_BYTES)
         self._map()

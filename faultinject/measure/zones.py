@@ -89,11 +89,19 @@ Rows = list[Any]
 Case = Callable[[Domain, Client, Client, Watch, Rows], None]
 
 
-def single(_: Domain, survivor: Client, strayer: Client, watch: Watch, rows: Rows) -> None:
+def single(where: str) -> Case:
     """One access of each kind on either side, at the null page, and into a freed buffer."""
-    rows.append({"what": "laying", **ask(strayer, "lay")})
+
+    def run(_: Domain, survivor: Client, strayer: Client, watch: Watch, rows: Rows) -> None:
+        single_accesses(where, survivor, strayer, watch, rows)
+
+    return run
+
+
+def single_accesses(where: str, survivor: Client, strayer: Client, watch: Watch, rows: Rows) -> None:
+    rows.append({"what": "laying", **ask(strayer, f"lay {where}")})
     touches = [
-        ("store", "0x200000"), ("store", "-4"), ("load", "0x201000"), ("atomic", "0x202000"),
+        ("store", "0x200000"), ("store", "-4"), ("load", "0x1800000"), ("atomic", "0x1a00000"),
         ("store", "0x1200000"), ("prefetch", "0x1400000"), ("store", "null"), ("load", "null"),
     ]  # fmt: skip
     for kind, offset in touches:
@@ -104,18 +112,21 @@ def single(_: Domain, survivor: Client, strayer: Client, watch: Watch, rows: Row
             "what": f"{kind} at {offset}", **answer, **watch.summary(answer.get("launched", now())),
             "survivor": state_of(survivor),
         })  # fmt: skip
-    for command in ("quarantine", "unmap_under_work", "register", "managed 64", "fork", "rss", "many 512"):
+    # The last one is fatal.
+    for command in (
+        "quarantine", "register", "managed 64", "fork", "rss", "many 512", "unmap_under_work",
+    ):  # fmt: skip
         watch.clear()
         rows.append({"what": command, **ask(strayer, command), **watch.summary(now())})
         rows[-1]["survivor"] = state_of(survivor)
 
 
-def storm(mode: str, mib: int, grid: int, leave_mib: int | None = None) -> Case:
+def storm(mode: str, mib: int, grid: int, leave_mib: int | None = None, *, where: str = "gpu") -> Case:
     """A grid that strays until it is terminated, with plenty of GPU memory or nearly none."""
 
     def run(made: Domain, survivor: Client, strayer: Client, watch: Watch, rows: Rows) -> None:
-        ask(strayer, "lay")
-        row: dict[str, Any] = {"what": f"{mode}s over {mib} MiB, {grid} blocks"}
+        ask(strayer, f"lay {where}")
+        row: dict[str, Any] = {"what": f"{mode}s over {mib} MiB, {grid} blocks, pages on the {where}"}
         if mib > 32:
             ask(strayer, f"zone {0x200000 + (32 << 20):#x} {mib - 32}")
         if leave_mib is not None:
@@ -145,17 +156,17 @@ def storm(mode: str, mib: int, grid: int, leave_mib: int | None = None) -> Case:
     return run
 
 
-def endure(mode: str, mib: int, grid: int) -> Case:
+def endure(mode: str, mib: int, grid: int, *, where: str = "gpu") -> Case:
     """A storm that nobody ends, for 100 ms: what it costs the others."""
 
     def run(_: Domain, survivor: Client, strayer: Client, watch: Watch, rows: Rows) -> None:
-        ask(strayer, "lay")
+        ask(strayer, f"lay {where}")
         state_of(survivor)
         watch.clear()
         host_mib = available_mib()
         answer = ask(strayer, f"stray {mode} 0x200000 {mib} 100 {grid}")
         rows.append({
-            "what": f"{mode}s over {mib} MiB for 100 ms, {grid} blocks", **answer,
+            "what": f"{mode}s over {mib} MiB for 100 ms, {grid} blocks, {where}", **answer,
             **watch.summary(answer.get("launched", now())), "host MiB taken": host_mib - available_mib(),
             "survivor": state_of(survivor), "memory": ask(strayer, "rss"),
         })  # fmt: skip
@@ -163,17 +174,26 @@ def endure(mode: str, mib: int, grid: int) -> Case:
     return run
 
 
-def full(_: Domain, survivor: Client, strayer: Client, watch: Watch, rows: Rows) -> None:
+def full(where: str) -> Case:
     """Single accesses when the GPU has no memory left; no more, for its driver has to find pages."""
-    rows.append({"what": "laying", **ask(strayer, "lay")})
-    rows.append({"what": "fill", **ask(strayer, "fill 0")})
-    for kind, offset in (("store", "0x200000"), ("atomic", "0x400000"), ("load", "-4")):
-        watch.clear()
-        answer = ask(strayer, f"touch {kind} {offset}")
-        watch.arrived.wait(0.3)
-        seen = watch.summary(answer.get("launched", now()))
-        rows.append({"what": f"{kind} at {offset}", **answer, **seen, "survivor": state_of(survivor)})
-    rows.append({"what": "drain", **ask(strayer, "drain"), "survivor": state_of(survivor)})
+
+    def run(_: Domain, survivor: Client, strayer: Client, watch: Watch, rows: Rows) -> None:
+        rows.append({"what": "laying", **ask(strayer, f"lay {where}")})
+        rows.append({"what": "fill", **ask(strayer, "fill 0")})
+        for kind, offset in (
+            ("store", "0x200000"),
+            ("atomic", "0x1400000"),
+            ("load", "-4"),
+            ("store", "null"),
+        ):
+            watch.clear()
+            answer = ask(strayer, f"touch {kind} {offset}")
+            watch.arrived.wait(0.3)
+            seen = watch.summary(answer.get("launched", now()))
+            rows.append({"what": f"{kind} at {offset}", **answer, **seen, "survivor": state_of(survivor)})
+        rows.append({"what": "drain", **ask(strayer, "drain"), "survivor": state_of(survivor)})
+
+    return run
 
 
 def windows(made: Domain) -> list[Any]:
@@ -204,19 +224,30 @@ def windows(made: Domain) -> list[Any]:
     return rows
 
 
+ALL_SMS = 132 * 8
 CASES: dict[str, Case] = {
-    "single accesses": single,
-    "storm of one block": storm("store", 32, 1),
-    "storm of a full grid": storm("store", 32, 132 * 8),
-    "storm of loads": storm("load", 32, 132 * 8),
-    "storm of atomics": storm("atomic", 32, 132 * 8),
-    "storm over 16 MiB": storm("store", 16, 132 * 8),
-    "storm over 64 MiB": storm("store", 64, 132 * 8),
-    "storm over 256 MiB": storm("store", 256, 132 * 8),
-    "storm that leaves SMs": storm("store", 32, 64),
-    "storm, GPU nearly full": storm("store", 32, 132 * 8, 128),
-    "GPU full": full,
-    "endured": endure("store", 32, 132 * 8),
+    "single accesses": single("gpu"),
+    "single accesses, host": single("host"),
+    "one block": storm("store", 32, 1),
+    "full grid": storm("store", 32, ALL_SMS),
+    "full grid, host": storm("store", 32, ALL_SMS, where="host"),
+    "loads": storm("load", 32, ALL_SMS),
+    "loads, host": storm("load", 32, ALL_SMS, where="host"),
+    "atomics": storm("atomic", 32, ALL_SMS),
+    "atomics, host": storm("atomic", 32, ALL_SMS, where="host"),
+    "16 MiB": storm("store", 16, ALL_SMS),
+    "16 MiB, host": storm("store", 16, ALL_SMS, where="host"),
+    "64 MiB": storm("store", 64, ALL_SMS),
+    "64 MiB, host": storm("store", 64, ALL_SMS, where="host"),
+    "256 MiB": storm("store", 256, ALL_SMS),
+    "256 MiB, host": storm("store", 256, ALL_SMS, where="host"),
+    "SMs left": storm("store", 32, 64),
+    "SMs left, host": storm("store", 32, 64, where="host"),
+    "GPU nearly full": storm("store", 32, ALL_SMS, 128),
+    "GPU full": full("gpu"),
+    "GPU full, host": full("host"),
+    "endured": endure("store", 32, ALL_SMS),
+    "endured, host": endure("store", 32, ALL_SMS, where="host"),
     "endured, free SMs": endure("store", 32, 8),
 }
 
