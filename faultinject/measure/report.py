@@ -285,6 +285,7 @@ def build(source: Path) -> dict[str, Any]:
         raise FileNotFoundError(f"no results in {source}")
     last = max(results, key=lambda result: str(result["date"]))
     report: dict[str, Any] = {name: last[name] for name in HEAD}
+    report["questions"] = [result["question"] for result in results]
     report["runs"] = sorted({(r["date"], r["command"]) for r in results})
     report["rows"] = [row for result in results for row in SUMMARIES[result["question"]](result["rows"])]
     text = _PLACE.sub("/usr/bin/", json.dumps(report))
@@ -296,8 +297,11 @@ def _has(source: Path, name: str) -> bool:
 
 
 def name_of(report: dict[str, Any]) -> str:
+    """`measurements`, or the question where there is only one."""
     device = str(report["device"]).replace(" ", "-")
-    return f"{device}-{report['driver']}-measurements"
+    # Reports from before this key are of all questions.
+    questions = report.get("questions", [])
+    return f"{device}-{report['driver']}-{questions[0] if len(questions) == 1 else 'measurements'}"
 
 
 def markdown(report: dict[str, Any]) -> str:
