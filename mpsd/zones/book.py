@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -80,7 +80,7 @@ class Zones:
         grant = self.grants.give(process, gpus, ledger.head().managed_bytes)
         if grant is None:
             ledger.close()
-            self.counters["zones_refused"] += 1
+            self.counters["refused"] += 1
             return None
         before = self._entries.pop(process, None)
         if before is not None:
@@ -88,6 +88,11 @@ class Zones:
         self._entries[process] = _Entry(ledger, uid)
         self.counters["ledgers"] += 1
         return grant
+
+    def refuse(self, fd: int) -> None:
+        """Close the ledger of a client that gets nothing. Raises GpuError as `join` does."""
+        Ledger(fd).close()
+        self.counters["refused"] += 1
 
     def leave(self, process: ProcessInstance) -> None:
         """The process has ended, or runs another program."""
@@ -158,23 +163,31 @@ class Zones:
 
     # -- what lay there ----------------------------------------------------------------------------------
 
-    async def describe(self, process: ProcessInstance, address: int, role: ZoneRole) -> Description:
-        """Asked at once, the ledger may be read long after the client has gone. Never raises."""
+    def describe(
+        self, process: ProcessInstance, address: int, role: ZoneRole
+    ) -> Coroutine[Any, Any, Description]:
+        """What lies at an address; the call itself takes hold of the ledger, which may be read long after
+        the client has gone. The coroutine never raises."""
         entry = self._entries.get(process)
-        nothing = Description(None, None)
         if entry is None:
-            return nothing
+            return self._described(0, None)
         try:
-            # Now: what is launched while the thread gets its turn is not what was in flight.
+            # What is launched while the thread gets its turn is not what was in flight.
             head, ledger = entry.ledger.head(), entry.ledger.again()
         except (GpuError, OSError):
-            return nothing
-        try:
-            look = partial(_described, ledger, head, address, role, time.monotonic_ns())
-            return await self._looks.run(entry.uid, look, DESCRIBE_S, unbegun=ledger.close)
-        except (MpsdError, OSError):
-            self.counters["hits_not_described"] += 1
-            return nothing
+            return self._described(entry.uid, None)
+        look = partial(_describe, ledger, head, address, role, time.monotonic_ns())
+        return self._described(entry.uid, look, ledger.close)
+
+    async def _described(
+        self, uid: int, look: Callable[[], Description] | None, unbegun: Callable[[], None] | None = None
+    ) -> Description:
+        if look is not None:
+            try:
+                return await self._looks.run(uid, look, DESCRIBE_S, unbegun=unbegun)
+            except (MpsdError, OSError):
+                self.counters["hits_not_described"] += 1
+        return Description(None, None)
 
     # -- looking -----------------------------------------------------------------------------------------
 
@@ -216,7 +229,7 @@ def _end(entry: _Entry) -> None:
     entry.ledger.close()
 
 
-def _described(ledger: Ledger, head: Head, address: int, role: ZoneRole, now_ns: int) -> Description:
+def _describe(ledger: Ledger, head: Head, address: int, role: ZoneRole, now_ns: int) -> Description:
     """In a thread; closes `ledger`."""
     try:
         nearby = None if role is ZoneRole.NULL_PAGE else ledger.nearest(address, role, now_ns)
