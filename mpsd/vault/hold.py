@@ -51,7 +51,8 @@ class Vault:
         self.counters: Counter[str] = Counter()
         self.offered_at = ""
         """The door's socket, while it is open."""
-        self.on_end: Callable[[ProcessInstance], None] = lambda process: None
+        self.on_end: list[Callable[[ProcessInstance], None]] = []
+        """Told when a process has ended, runs another program, or left with nothing held."""
         self._inspector = inspector
         self._store = store
         self._loop = asyncio.get_running_loop()
@@ -124,7 +125,8 @@ class Vault:
         self._loop.remove_reader(client.pinned.fileno())
         client.pinned.close()
         self._settle(self.ledger.died(process, time.monotonic()))
-        self.on_end(process)
+        for tell in self.on_end:
+            tell(process)
 
     def knows(self, process: ProcessInstance) -> bool:
         return process in self._clients
