@@ -39,6 +39,8 @@ class Kind(IntEnum):
     KEEP = 4
     CLAIM = 5
     RELEASE = 6
+    SHARE = 8
+    OPEN = 9
 
 
 class Status(IntEnum):
