@@ -35,7 +35,7 @@ from mpsd.gpu.base import ExportedMemory
 from mpsd.model import ProcessInstance
 from mpsd.vault import wire
 from mpsd.vault.hold import Vault
-from mpsd.vault.notes import digest
+from mpsd.vault.notes import digest, share_digest
 from mpsd.vault.peer import CREDENTIALS, VaultPeer, credentials, identify
 from mpsd.vault.wire import Kind, Message, Status, WireError
 from mpsd.zones.grants import Grant
@@ -299,6 +299,10 @@ class Door:
                 # Who brings it may not be known as a client yet.
                 self._pause(visit)
                 visit.task = self._loop.create_task(self._ledger(visit, process, message, fds.pop()))
+            case Kind.SHARE:
+                self._share(visit, process, message)
+            case Kind.OPEN:
+                self._open(visit, process, message)
 
     def _hello(self, visit: Visit, message: Message) -> None:
         peer = visit.peer
@@ -374,6 +378,26 @@ class Door:
             count=len(found),
         )
         self._vault.counters["claims"] += 1
+        self._answer(visit, answer, Status.OK, [self._vault.descriptor(holding)])
+
+    def _share(self, visit: Visit, process: ProcessInstance, message: Message) -> None:
+        if message.token == wire.NO_TOKEN:
+            raise Refused("token")
+        refusal = self._vault.share(process, message.number, share_digest(message.token))
+        if refusal is None:
+            self._vault.counters["shares"] += 1
+        self._answer(visit, message, _STATUS[refusal])
+
+    def _open(self, visit: Visit, process: ProcessInstance, message: Message) -> None:
+        """A duplicate, which keeps the memory for as long as whoever opens it has it mapped."""
+        holding = self._vault.shared(process, share_digest(message.token))
+        if holding is None:
+            # Not told whether another owner has it.
+            self._vault.counters["opens_denied"] += 1
+            self._answer(visit, message, Status.DENIED)
+            return
+        self._vault.counters["opens"] += 1
+        answer = replace(message, number=0, size=holding.size, gpu=holding.gpu)
         self._answer(visit, answer, Status.OK, [self._vault.descriptor(holding)])
 
     def _answer(self, visit: Visit, message: Message, status: Status, fds: Sequence[int] = ()) -> None:

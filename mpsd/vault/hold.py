@@ -180,6 +180,16 @@ class Vault:
         self._settle(outcome)
         return outcome
 
+    def share(self, process: ProcessInstance, number: int, share: str) -> Refusal | None:
+        """Open to other processes of its owner from now on; None for done."""
+        outcome = self.ledger.share(process, number, share)
+        self._settle(outcome)
+        return outcome.refusal
+
+    def shared(self, process: ProcessInstance, share: str) -> Holding | None:
+        """What another process of the same owner has shared so."""
+        return self.ledger.shared(self._clients[process].owner, share)
+
     def named(self, process: ProcessInstance, name: str) -> tuple[Holding, ...]:
         """What the process may claim: what its owner keeps under that name."""
         return self.ledger.named(self._clients[process].owner, name)

@@ -40,6 +40,8 @@ class Kind(IntEnum):
     CLAIM = 5
     RELEASE = 6
     LEDGER = 7
+    SHARE = 8
+    OPEN = 9
 
 
 class Status(IntEnum):
