@@ -14,8 +14,9 @@ from mpsd.model import ProcessInstance
 from mpsd.slotnotes import SlotNotes
 
 SLOT = 512
-# id, pid, start ticks, uid, number, size, address, since, died (-1: lives), GPU, token, name, cgroup
-_NOTE = struct.Struct("<QIQIQQQdd48s64s64s256s")
+# id, pid, start ticks, uid, number, size, address, since, died (-1: lives), GPU, token, name, cgroup, and
+# whether the name is of this piece alone (zero, as everything after a note, in those of an earlier mpsd).
+_NOTE = struct.Struct("<QIQIQQQdd48s64s64s256sB")
 assert _NOTE.size <= SLOT
 
 
@@ -88,11 +89,12 @@ def _pack(holding: Holding) -> bytes:
         holding.owner.token.encode(),
         (holding.name or "").encode(),
         holding.owner.cgroup.encode(),
+        holding.alone,
     )
 
 
 def _unpack(raw: bytes) -> Holding | None:
-    number, pid, start, uid, own, size, address, since, died, *texts = _NOTE.unpack_from(raw)
+    number, pid, start, uid, own, size, address, since, died, *texts, alone = _NOTE.unpack_from(raw)
     try:
         gpu, token, name, cgroup = (text.rstrip(b"\0").decode() for text in texts)
     except UnicodeDecodeError:
@@ -110,4 +112,5 @@ def _unpack(raw: bytes) -> Holding | None:
         since,
         name or None,
         died if died >= 0 else None,
+        bool(alone and name),
     )

@@ -39,6 +39,8 @@ class Kind(IntEnum):
     KEEP = 4
     CLAIM = 5
     RELEASE = 6
+    PUT_NAMED = 10
+    TAKE = 11
 
 
 class Status(IntEnum):
@@ -48,6 +50,7 @@ class Status(IntEnum):
     DENIED = 3
     TWICE = 4
     NAME = 5
+    IN_USE = 16
 
 
 class WireError(Exception):

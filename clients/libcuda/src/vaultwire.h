@@ -10,10 +10,13 @@
  *	KEEP	name			what this process has brought, and will bring, stays after its end
  *	CLAIM	name, index		answered with one descriptor, of `count` that there are
  *	RELEASE	name			what was kept under it is freed
+ *	PUT_NAMED  as PUT, name		this piece alone is kept, under a name of its own; answered when the
+ *					descriptor store has it too (count 1; 0: it does not answer)
+ *	TAKE	name, number, address	what PUT_NAMED kept becomes this process's; answered as CLAIM
  *
  * Each is answered once, in order, by its own kind with MPSD_VAULT_ANSWER added, its sequence and a
- * status. A descriptor comes with PUT and with a good answer to CLAIM, and with nothing else. Whoever
- * says anything else is not answered: the connection is closed.
+ * status. A descriptor comes with PUT and PUT_NAMED, and with a good answer to CLAIM and TAKE, and with
+ * nothing else. Whoever says anything else is not answered: the connection is closed.
  */
 #pragma once
 
@@ -31,6 +34,8 @@ enum mpsd_vault_kind {
 	MPSD_VAULT_KEEP = 4,
 	MPSD_VAULT_CLAIM = 5,
 	MPSD_VAULT_RELEASE = 6,
+	MPSD_VAULT_PUT_NAMED = 10,
+	MPSD_VAULT_TAKE = 11,
 	MPSD_VAULT_ANSWER = 128,
 };
 
@@ -41,6 +46,7 @@ enum mpsd_vault_status {
 	MPSD_VAULT_DENIED = 3,		/* this owner keeps nothing under that name, whoever else may */
 	MPSD_VAULT_TWICE = 4,		/* that number is held already */
 	MPSD_VAULT_NAME = 5,		/* not a name, or another process of the owner keeps it */
+	MPSD_VAULT_IN_USE = 16,		/* another living process has it */
 };
 
 struct mpsd_vault_message {
