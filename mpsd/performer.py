@@ -101,7 +101,7 @@ class Performer:
         self._hands.post(ev.Inspected(effect.fault, found))
 
     def _publish(self, effect: fx.Publish) -> None:
-        owners = frozenset() if effect.owner is None else frozenset({effect.owner})
+        owners = effect.others | (set() if effect.owner is None else {effect.owner})
         self._hands.bulletin.publish(effect.kind, owners, effect.data)
 
     def _arm(self, effect: fx.ArmTimer) -> None:

@@ -8,7 +8,7 @@ from mpsd.core import domains, leases, proof, slots
 from mpsd.core import events as ev
 from mpsd.core.draft import Draft
 from mpsd.core.effects import Answer, ArmTimer, Attach, Effect, ProbeWork, ReleaseLease, Terminate
-from mpsd.core.killing import answer_gone, awaited, kill, kill_by_policy
+from mpsd.core.killing import announce, answer_gone, awaited, kill, kill_by_policy
 from mpsd.core.lifecycle import ClientTrigger, allows, next_client_state
 from mpsd.core.state import Client, ClientState, Domain, DomainState, Eviction
 from mpsd.model import ClientId, Liveness, ProcessInstance
@@ -167,6 +167,10 @@ def _end(draft: Draft, process: ProcessInstance, how: str) -> None:
             linger = draft.state.policy.linger_limit_s
             draft.emit(ProbeWork(client.id), ArmTimer("linger", str(client.id.process), linger))
         draft.publish("client-ended", client.facts.uid, domain=client.id.domain, pid=process.pid)
+        # The others in a shared domain hear that one has ended, and not which.
+        neighbours = draft.users_of(client.id.domain) - {client.facts.uid}
+        if neighbours:
+            draft.publish("neighbour-ended", None, neighbours, domain=client.id.domain)
     leases.forget_if_done(draft, process)
     for name in {c.id.domain for c in spaces}:
         slots.touch(draft, name)
@@ -224,6 +228,7 @@ def on_evict(draft: Draft, event: ev.EvictRequested) -> None:
         _reject(draft, event, "unproven", f"only a line in a log says that {event.process} is a client")
         return
     draft.count("evictions")
+    announce(draft, targets, event.reason)
     obstacle = _obstacle(draft, believed, event.liveness)
     eviction = Eviction(event.request, event.reason, draft.now, (obstacle,) if obstacle else ())
     if obstacle:

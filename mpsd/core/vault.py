@@ -247,6 +247,17 @@ class Ledger:
         self._add(taken)
         return Outcome(taken, changed=(taken,))
 
+    def leave(self, process: ProcessInstance, number: int, now: float) -> Outcome:
+        """The process has done with what is kept alone, and lives on: it is there for the next."""
+        found = self._by_process.get(process, {}).get(number)
+        if found is None or not self._held[found].alone:
+            return Outcome(refusal=Refusal.NOTHING)
+        left = replace(self._held[found], died=now)
+        self._remove(self._held[found])
+        self._add(left)
+        freed = self._trim(left.owner)
+        return Outcome(left, freed=freed, changed=self._all({found} & self._held.keys()))
+
     def may_keep(self, owner: Owner, process: ProcessInstance, name: str) -> Refusal | None:
         """Why `keep` would be refused."""
         if not valid_name(name):

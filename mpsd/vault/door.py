@@ -286,6 +286,9 @@ class Door:
                 self._claim(visit, process, message)
             case Kind.TAKE:
                 self._take(visit, process, message)
+            case Kind.LEAVE:
+                outcome = self._vault.leave_piece(process, message.number)
+                self._answer(visit, message, _STATUS[outcome.refusal])
 
     def _hello(self, visit: Visit, message: Message) -> None:
         peer = visit.peer

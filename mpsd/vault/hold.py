@@ -205,6 +205,11 @@ class Vault:
             await asyncio.wait(waits, timeout=GONE_DEADLINE_S)
         return bool(outcome.freed)
 
+    def leave_piece(self, process: ProcessInstance, number: int) -> Outcome:
+        outcome = self.ledger.leave(process, number, time.monotonic())
+        self._settle(outcome)
+        return outcome
+
     def keep(self, process: ProcessInstance, name: str) -> Outcome:
         outcome = self.ledger.keep(self._clients[process].owner, process, name)
         self._settle(outcome)

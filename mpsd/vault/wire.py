@@ -41,6 +41,7 @@ class Kind(IntEnum):
     RELEASE = 6
     PUT_NAMED = 10
     TAKE = 11
+    LEAVE = 12
 
 
 class Status(IntEnum):

@@ -13,6 +13,7 @@
  *	PUT_NAMED  as PUT, name		this piece alone is kept, under a name of its own; answered when the
  *					descriptor store has it too (count 1; 0: it does not answer)
  *	TAKE	name, number, address	what PUT_NAMED kept becomes this process's; answered as CLAIM
+ *	LEAVE	number			this process has done with it: the next may take it
  *
  * Each is answered once, in order, by its own kind with MPSD_VAULT_ANSWER added, its sequence and a
  * status. A descriptor comes with PUT and PUT_NAMED, and with a good answer to CLAIM and TAKE, and with
@@ -36,6 +37,7 @@ enum mpsd_vault_kind {
 	MPSD_VAULT_RELEASE = 6,
 	MPSD_VAULT_PUT_NAMED = 10,
 	MPSD_VAULT_TAKE = 11,
+	MPSD_VAULT_LEAVE = 12,
 	MPSD_VAULT_ANSWER = 128,
 };
 
