@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -26,7 +27,7 @@ HOLDINGS = st.builds(
     SECONDS,
     st.none() | st.sampled_from(("model", "x" * 63)),
     st.none() | SECONDS,
-)
+).flatmap(lambda h: st.builds(replace, st.just(h), alone=st.booleans() if h.name else st.just(False)))
 
 
 @given(st.lists(HOLDINGS | st.integers(1, 12), max_size=30))
