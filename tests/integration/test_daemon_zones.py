@@ -185,6 +185,16 @@ def test_a_policy_is_an_administrator_s_and_of_a_client(site: Site) -> None:
         site.ask(lambda c: c.zone_policy(os.getpid(), "absorb"))
 
 
+def test_what_is_no_ledger_ends_the_connection(site: Site) -> None:
+    client = site.join()
+    word = "__import__('tests.support.vaulting', fromlist=['x'])"
+    path = str(site.run_dir / "vault.sock")
+    send = "(lambda v, c: (c.send(v.pack(v.Message(v.Kind.LEDGER)), [v.memory()]), c.is_closed()))"
+    answer = client.do(f"({send})({word}, {word}.VaultClient({path!r}))[1]")
+    assert answer == {"result": True}
+    assert site.status()["counters"]["vault_closed_not_ledger"] == 1
+
+
 @root_only
 def test_a_user_sets_no_policy(site: Site) -> None:
     client = site.join(uid=OTHER_UID)
@@ -222,3 +232,35 @@ def test_ctl_says_it_all(site: Site) -> None:
     assert "1 guard hits" in shown
     record_of(site, client)
     assert f"pid {client.pid} wrote within 4 KiB past the end of a 1 MiB allocation made" in ctl("faults")
+
+
+@pytest.fixture
+def own() -> Iterator[Site]:
+    """A daemon for a test that kills it."""
+    with Site(vault__enabled="true", guard__zone_policy='"absorb"') as started:
+        yield started.start()
+
+
+def test_the_next_daemon_gets_the_ledger_again_and_knows_policy_frozen_and_records(own: Site) -> None:
+    frozen, address = zoned(own)
+    evicted, other = zoned(own)
+    policy(own, frozen, "freeze")
+    policy(own, evicted, "evict")
+    stray(frozen, address + MIB)
+    own.until(lambda s: [c for c in s["clients"] if c["pid"] == frozen.pid and c["frozen"]], "it is frozen")
+    before = record_of(own, frozen)
+    own.kill()
+    own.start()
+    own.attached(frozen, evicted)
+    shown = {c["pid"]: (c["zone_policy"], c["frozen"]) for c in own.status()["clients"]}
+    assert shown == {frozen.pid: ("freeze", True), evicted.pid: ("evict", False)}
+    assert record_of(own, frozen) == before
+    # Until it has connected again its zones absorb what nobody hears of.
+    assert row(own, evicted)["guard_zones"] is None
+    assert evicted.do(f"zoned.connect({str(own.run_dir / 'vault.sock')!r}) > 0") == {"result": True}
+    stray(evicted, other + MIB)
+    evicted.wait()
+    assert finished(own, evicted, "evicted")["id"] > before["id"]
+    answer = own.ask(lambda c: c.kill(frozen.pid))
+    assert not any("terminate_client: done" in step for step in answer["steps"])
+    own.empty()
