@@ -83,6 +83,20 @@ def test_a_stray_access_into_a_zone_is_named_and_its_client_evicted(site: Site, 
     assert survivor.finish()["rounds"] > 0
 
 
+def test_a_ledger_outlives_its_connection_and_ends_with_its_process(site: Site) -> None:
+    client, address = zoned(site)
+    assert client.do("zoned.channel.close()") == {"result": None}
+    until(lambda: row(site, client)["guard_zones"], "its zones are known")
+    stray(client, address + MIB)
+    client.wait()
+    finished(site, client, "evicted")
+    again, _ = zoned(site)
+    assert again.do("zoned.channel.close()") == {"result": None}
+    again.order("os.execv('/bin/sleep', ['sleep', '60'])")
+    site.gone(again)
+    assert site.join() is not None
+
+
 def test_use_after_free_is_told_with_how_long_ago_that_was(site: Site) -> None:
     client, address = zoned(site)
     assert client.do(f"zoned.free({address})") == {"result": None}
