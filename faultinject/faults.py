@@ -47,6 +47,7 @@ class Need(StrEnum):
 
     LOG_DISK = "a log disk that can be filled"
     CHOOSE_PID = "the right to choose the next pid"
+    ZONES = "harness programs that lay guard zones"
 
 
 class StallBar(StrEnum):
@@ -158,6 +159,18 @@ def _guard(kind: str, where: str) -> tuple[Fault, Fault]:
     return auto, asked
 
 
+def _zone(kind: str, title: str) -> Fault:
+    return Fault(
+        kind,
+        title,
+        _SAVED,
+        frozenset({"guard-hit"}),
+        needs=frozenset({Need.ZONES}),
+        stall_bar=StallBar.FREE,
+        settings={"vault.enabled": "true"},
+    )
+
+
 def _eviction(kind: str, title: str, variant: str = "", *, fills_gpu: bool = False) -> Fault:
     return Fault(
         kind,
@@ -243,6 +256,9 @@ _GPU_FAULTS = (
     *_guard("guard_file", "a file mapping"),
     *_guard("guard_heap", "the heap"),
     *_guard("guard_stack", "the stack"),
+    _zone("zone_past", "store past the end of an allocation, into its guard zone"),
+    _zone("zone_before", "load from before the start of an allocation, from its guard zone"),
+    _zone("zone_freed", "atomic on freed memory that is in quarantine"),
 )
 
 _PROCESS_FAULTS = (

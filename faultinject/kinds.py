@@ -30,7 +30,10 @@ IDENTITY = ("pid_reuse", "churn")
 GUARD = ("guard_low", "guard_file", "guard_heap", "guard_stack")
 """Stray stores into the classes of range that the outer guard can cover."""
 
-GPU_KINDS = MMU + SM + CALL + ENGINE + HARMLESS + GUARD
+ZONE = ("zone_past", "zone_before", "zone_freed")
+"""Stray accesses past, before and into freed memory of a client that lays guard zones around its own."""
+
+GPU_KINDS = MMU + SM + CALL + ENGINE + HARMLESS + GUARD + ZONE
 """Kinds that a kernel or the host engine commits on the GPU."""
 
 ALL = GPU_KINDS + DEATH + HANG + PROCESS + PARTS + CIRCUMSTANCE + IDENTITY

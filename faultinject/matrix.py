@@ -57,8 +57,10 @@ def command(backend: str, kinds: Iterable[str], modes: Iterable[str], options: O
     return shlex.join(words)
 
 
-def lacking(fault: Fault, mode: str, base: Path) -> str | None:
+def lacking(fault: Fault, mode: str, base: Path, backend: str) -> str | None:
     """What this machine lacks for this fault, in words; None when nothing is missing."""
+    if Need.ZONES in fault.needs and backend != "simulated":
+        return "no program of the harness lays guard zones on a real GPU yet"
     if Need.CHOOSE_PID in fault.needs and not may_choose_pids():
         return "the next pid cannot be chosen here (/proc/sys/kernel/ns_last_pid; needs root)"
     if Need.LOG_DISK in fault.needs and mode == "stock" and not disk_can_be_filled(base):
@@ -117,7 +119,7 @@ class Matrix:
         """One run, judged. Never raises for what goes wrong in it: that is a verdict."""
         repeat = command(self.plan.backend, [fault.name], [mode], self.plan.options)
         more = {"seed": self.plan.options.seed, "command": repeat}
-        lack = lacking(fault, mode, base)
+        lack = lacking(fault, mode, base, self.plan.backend)
         if lack is not None:
             return report.run_entry(fault, mode, None, (), not_run=lack, **more)
         began = clock()

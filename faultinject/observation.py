@@ -136,6 +136,7 @@ class Observation:
         needs to take a process apart is in gone_ms.
         """
         told = [a["result"].get("evict_ms") for a in self.answers if a.get("ok") and a.get("op") == "kill"]
+        told += [(r.data.get("hit") or {}).get("outcome_ms") for r in self.records]
         return next((float(ms) for ms in told if ms is not None), None)
 
     @property

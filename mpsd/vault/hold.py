@@ -56,6 +56,8 @@ class Vault:
         """The door's socket, while it is open."""
         self.on_end: list[Callable[[ProcessInstance], None]] = []
         """Told when a process has ended, runs another program, or left with nothing held."""
+        self.held_elsewhere: Callable[[ProcessInstance], bool] = lambda process: False
+        """Whether another part holds something of a process (its ledger), until it is told as above."""
         self._inspector = inspector
         self._store = store
         self._loop = asyncio.get_running_loop()
@@ -105,7 +107,7 @@ class Vault:
         client.connections -= 1
         if client.connections:
             return
-        if not self.ledger.of(process):
+        if not self.ledger.of(process) and not self.held_elsewhere(process):
             self._ended(process)
         elif client.program is not None:
             task = self._loop.create_task(self._look_for_exec(client))
