@@ -234,6 +234,9 @@ class Suite:
         jobs = 1 if only else self.options.jobs
         command = [*self.through, sys.executable, "-m", "pytest", "--pyargs", self.options.suite, "-q"]
         command += ["-c", os.devnull, "--rootdir", str(self.place), "-p", "no:cacheprovider", "--tb=line"]
+        # The suite lies in a folder without a package of its own, below a name that others have too.
+        command += ["--import-mode=importlib", "-o", "consider_namespace_packages=true"]
+        command += ["--continue-on-collection-errors"]
         if jobs > 1 and importlib.util.find_spec("xdist") is not None:
             command += ["-n", str(jobs), "--dist", "loadscope"]
         command += ["-k", self.options.match] if self.options.match else []

@@ -65,6 +65,7 @@ class Group:
             if name in ("plain", "again", *modes)
         }
         self.facts: dict[str, Any] = {"unit": "", "per_step": 1, "untimed": ""}
+        self.lack: str | None = None
         self._times: list[float] = []
 
     def _spawn(self, name: str, seed: int) -> Worker:
@@ -78,11 +79,10 @@ class Group:
             f"{self.work}-{name}", "paired", *arguments, environment=environment, through=through_mpsd_run()
         )
 
-    def run(self) -> str | None:
-        """All of it; what is not installed, or None. Failures of a member are its own."""
-        lack = self._imported()
-        if lack is not None:
-            return lack
+    def run(self) -> None:
+        """All of it, once they are imported. Failures of a member are its own."""
+        if self.lack is not None:
+            return
         for member in self.members.values():
             self._attempt(member, self._begin)
         steps = self._steps()
@@ -94,18 +94,18 @@ class Group:
                 self._attempt(self.members[name], self._block, steps)
         for member in self.members.values():
             self._attempt(member, self._finish)
-        return None
 
-    def _imported(self) -> str | None:
+    def wait_imported(self) -> None:
+        """Until every member is there, or has said what is not installed."""
         for member in self.members.values():
             said = member.worker.wait("imported", "lacking", "gone", timeout=UP_S)
             if said is not None and said.what == "lacking":
-                return str(said.data["text"])
+                self.lack = str(said.data["text"])
+                return
             if said is None or said.what == "gone":
                 member.failure = self._why(member, "it did not come up")
             else:
                 self.facts = {key: said.data[key] for key in ("unit", "per_step", "untimed")}
-        return None
 
     def _attempt(self, member: Member, act: Any, *arguments: Any) -> None:
         if member.failure:
@@ -186,11 +186,11 @@ def data_of(member: Member) -> dict[str, Any]:
     return {**asdict(member.side()), "process_memory": member.process_memory}
 
 
-def entries(group: Group, modes: Sequence[str], *, bars: bool, lack: str | None) -> list[dict[str, Any]]:
+def entries(group: Group, modes: Sequence[str], *, bars: bool) -> list[dict[str, Any]]:
     """The report's entries of one program, one for each mode."""
     found = []
     for mode in modes:
-        entry: dict[str, Any] = {"program": group.work, "mode": mode, "not_run": lack, **group.facts}
+        entry: dict[str, Any] = {"program": group.work, "mode": mode, "not_run": group.lack, **group.facts}
         sides = {
             "plain": group.members["plain"],
             "again": group.members["again"],
@@ -241,22 +241,34 @@ def run_programs(
     settled(rig)
     # Somebody who is always there: what the first client of a server costs is nobody's of a pair.
     rig.spawn("anchor", "idlers", "--clients", "1").must("ready", timeout=UP_S)
+    # All start at once and wait for their turn: what a library takes to be imported is spent only once.
+    groups = [Group(rig, libraries, work, seed, modes, rounds) for work in works]
     found = []
-    for work in works:
-        began = clock()
-        group = Group(rig, libraries, work, seed, modes, rounds)
-        watchdog = threading.Timer(deadline_s, group.end)
-        watchdog.daemon = True
-        watchdog.start()
-        try:
-            lack = group.run()
-        finally:
-            watchdog.cancel()
+    try:
+        for group in groups:
+            group.wait_imported()
+        for group in groups:
+            began = clock()
+            _under_deadline(group, deadline_s)
+            for entry in entries(group, modes, bars=rig.node.bars):
+                found.append(entry)
+                tell(progress(entry, clock() - began))
+    finally:
+        for group in groups:
             group.end()
-        for entry in entries(group, modes, bars=rig.node.bars, lack=lack):
-            found.append(entry)
-            tell(progress(entry, clock() - began))
     return found
+
+
+def _under_deadline(group: Group, deadline_s: float) -> None:
+    """Run a group; what is not over in time is ended, and says so."""
+    watchdog = threading.Timer(deadline_s, group.end)
+    watchdog.daemon = True
+    watchdog.start()
+    try:
+        group.run()
+    finally:
+        watchdog.cancel()
+        group.end()
 
 
 def progress(entry: Mapping[str, Any], took_s: float) -> str:
