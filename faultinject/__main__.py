@@ -101,6 +101,8 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("--deadline", type=seconds, default=120.0, help="seconds that one run may take")
     run.add_argument("--jobs", type=number(1, MOST_JOBS), default=1, help="runs at a time (simulated only)")
     run.add_argument("--out", type=Path, help="keep histories, and the logs of what was not valid")
+    run.add_argument("--libcuda", type=Path, metavar="DIR", help="the proxy's folder, for the zone kinds")
+    run.add_argument("--driver", type=Path, metavar="DIR", help="the stand-in driver's, on the simulated GPU")
     run.set_defaults(go=_run)
     lists = commands.add_parser("list", help="show the kinds of fault")
     lists.set_defaults(go=_list)
@@ -155,6 +157,8 @@ def _run(args: argparse.Namespace) -> int:
         deadline_s=args.deadline,
         jobs=args.jobs,
         out=args.out,
+        libcuda=args.libcuda,
+        driver=args.driver,
     )
     with tempfile.TemporaryDirectory(prefix="mpsd-fi-") as base:
         finished = Matrix(plan).run(Path(base))

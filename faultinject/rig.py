@@ -20,6 +20,7 @@ from faultinject.control import StockControl
 from faultinject.disk import SmallDisk
 from faultinject.history import History
 from faultinject.node import Node, open_node
+from faultinject.proxy.library import Libraries
 from faultinject.service import MpsdService, Service, StockService
 from faultinject.worker import Worker, python_environment
 
@@ -38,12 +39,15 @@ class Rig:
         small_disk: bool = False,
         settings: Mapping[str, str] | None = None,
         logs_to: Path | None = None,
+        libraries: Libraries | None = None,
     ) -> None:
+        """`libraries`: the proxy, for programs that need it."""
         self.mode, self.history = mode, history
         self.base = Path(tempfile.mkdtemp(prefix="mpsd-fi-", dir="/tmp"))
         self._backend, self._logs_to = backend, logs_to
         self._closers: list[Callable[[], None]] = []
         self._small_disk = small_disk
+        self.libraries = libraries
         self.workers: list[Worker] = []
         self.left: list[str] = []
         self.disk: SmallDisk | None = None
@@ -106,16 +110,18 @@ class Rig:
         *args: str,
         environment: Mapping[str, str] | None = None,
         through: Sequence[str] = (),
+        device: str | None = None,
     ) -> Worker:
         """Start a worker program, a client of the service unless another environment is given.
 
-        `through`: a command in front of it that becomes it, as mpsd-run does.
+        `through`: a command in front of it that becomes it, as mpsd-run does. `device`: what it opens as its
+        GPU, where that is not the node's own (faultinject.programs.device).
         """
         env = self.service.client_environment() if environment is None else environment
         log = self.base / f"{name}.err"
         # The tag makes every descendant recognisable, whatever it does with its environment's rest.
         tagged = {**env, "MPSD_FAULTINJECT_RUN": str(self.base)}
-        args = (*args, "--backend", self.node.name)
+        args = (*args, "--backend", device or self.node.name)
         worker = Worker(name, module, args, tagged, self.history, log, through=through)
         self.workers.append(worker)
         return worker

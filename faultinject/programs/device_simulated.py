@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
-from faultinject.programs.device import DeviceError
+from faultinject.programs.device import NOT_SUPPORTED, Access, DeviceError
 from mpsd.gpu.simulated.client import GpuFailure, SimulatedDevice
 
 UNMAPPED = 0x7E0000000000
@@ -57,6 +57,12 @@ class SimulatedProgramDevice:
             address = stray or self._target(kind)
             fire()
             self._device.launch(kind, address=address)
+
+    def free(self, address: int) -> None:
+        raise DeviceError(NOT_SUPPORTED, "memory of the simulated GPU ends with its client")
+
+    def wild(self, access: Access, address: int, span: int, seconds: float, *, fill: bool = False) -> None:
+        raise DeviceError(NOT_SUPPORTED, "guard zones are the libcuda proxy's: use the stand-in driver")
 
     def _target(self, kind: str) -> int:
         """The address that this kind goes to, set up as the kind needs it."""

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from faultinject.history import clock
-from faultinject.proxy.library import Libraries, read_stats, through_mpsd_run
+from faultinject.proxy.library import MPSD_RUN, Libraries, read_stats
 from faultinject.proxy.pairs import settled
 from faultinject.rig import Rig
 from faultinject.verdict import Finding, Verdict, invalid, merge, unknown, valid
@@ -138,7 +138,7 @@ class Slaughter:
             environment = self.libraries.plain(service.client_environment())
             return self.rig.spawn(name, "holder", *options, environment=environment)
         environment = self.libraries.proxied(service.environment, service.socket, vault=True)
-        return self.rig.spawn(name, "holder", *options, environment=environment, through=through_mpsd_run())
+        return self.rig.spawn(name, "holder", *options, environment=environment, through=MPSD_RUN)
 
     def run(self, count: int, at_once: int) -> Deaths:
         """Kill `count` programs. What goes wrong in the harness is told, never raised."""

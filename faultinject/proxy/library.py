@@ -21,7 +21,8 @@ from mpsd_client.driver import LIBRARY_NAME, find_proxy
 
 FOLDER = REPOSITORY / "clients" / "libcuda"
 BUILD_S = 120.0
-MPSD_RUN = (sys.executable, "-m", "mpsd_client.run")
+MPSD_RUN: Sequence[str] = (sys.executable, "-m", "mpsd_client.run")
+"""The command that stands in front of a proxied program, and becomes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +104,3 @@ def read_stats(pid: int) -> Mapping[str, Any] | None:
         from mpsd_libcuda.stats import read_stats as read
     stats = read(pid)
     return None if stats is None else {**asdict(stats), "state": stats.state.name.lower()}
-
-
-def through_mpsd_run() -> Sequence[str]:
-    """The command that stands in front of a proxied program."""
-    return MPSD_RUN

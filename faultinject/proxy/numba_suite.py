@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from faultinject.history import clock
-from faultinject.proxy.library import Libraries, through_mpsd_run
+from faultinject.proxy.library import MPSD_RUN, Libraries
 from faultinject.rig import Rig
 from faultinject.verdict import Finding, Verdict, invalid, unknown, valid
 
@@ -225,7 +225,7 @@ class Suite:
             "NUMBA_CACHE_DIR": str(cache),
             "MPSD_FAULTINJECT_RUN": str(rig.base),
         }
-        self.through = () if side == "plain" else through_mpsd_run()
+        self.through = () if side == "plain" else MPSD_RUN
         self.environment, self.place = environment, place
         self.process: subprocess.Popen[bytes] | None = None
         self.began = 0.0

@@ -15,7 +15,7 @@ from typing import Any
 
 from faultinject.history import clock
 from faultinject.proxy.judge import Pair, Side, check, memory_ratio, ratio, verdict
-from faultinject.proxy.library import Libraries, read_stats, through_mpsd_run
+from faultinject.proxy.library import MPSD_RUN, Libraries, read_stats
 from faultinject.rig import Rig
 from faultinject.verdict import Verdict
 from faultinject.worker import Worker
@@ -76,7 +76,7 @@ class Group:
             return self.rig.spawn(f"{self.work}-{name}", "paired", *arguments, environment=environment)
         environment = libraries.proxied(service.environment, service.socket, vault=name == "vault")
         return self.rig.spawn(
-            f"{self.work}-{name}", "paired", *arguments, environment=environment, through=through_mpsd_run()
+            f"{self.work}-{name}", "paired", *arguments, environment=environment, through=MPSD_RUN
         )
 
     def run(self) -> None:
