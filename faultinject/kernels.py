@@ -90,6 +90,27 @@ __global__ void load(const u32 *address, u32 *out) { *out = *(const volatile u32
 
 __global__ void atomic(u32 *address) { atomicAdd(address, 1u); }
 
+// A prefetch into L2: no access of the program's.
+__global__ void prefetch(const char *address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }
+
+// Every thread strays over [begin, begin + length) for duration_ns: mode 0 stores, 1 loads, 2 atomics.
+__global__ void stray(char *begin, u64 length, u64 duration_ns, u32 mode)
+{
+    u64 started = nanoseconds(), state = thread_index() * 0x9e3779b97f4a7c15ull + 1;
+    while (nanoseconds() - started < duration_ns) {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        volatile u32 *at = (volatile u32 *)(begin + (state % (length / 4)) * 4);
+        if (mode == 0)
+            *at = 1;
+        else if (mode == 1)
+            (void)*at;
+        else
+            atomicAdd((u32 *)at, 1u);
+    }
+}
+
 __global__ void misaligned(char *address) { *(volatile u32 *)(address + 1) = 1; }
 
 __global__ void shared_window(u32 offset)
@@ -184,6 +205,8 @@ KERNELS: Mapping[str, tuple[type[Any], ...]] = MappingProxyType(
         "store": (_ADDRESS,),
         "load": (_ADDRESS, _ADDRESS),
         "atomic": (_ADDRESS,),
+        "prefetch": (_ADDRESS,),
+        "stray": (_ADDRESS, _U64, _U64, _U32),
         "misaligned": (_ADDRESS,),
         "shared_window": (_U32,),
         "local_window": (_U32,),

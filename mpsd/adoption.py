@@ -23,7 +23,7 @@ from mpsd.host import Hosts, Post
 from mpsd.layout import Layout
 from mpsd.lease import Kept, domain_named, is_current, stored_lease
 from mpsd.leasestore import LeaseStore
-from mpsd.model import ClientId, ProcessFacts, ProcessInstance, ServerState
+from mpsd.model import ClientId, ProcessFacts, ProcessInstance, ServerState, ZonePolicy
 from mpsd.orphans import Orphans, pin_domain
 
 log = structlog.get_logger("mpsd.adoption")
@@ -53,6 +53,19 @@ def to_file(state: State, settings: Mapping[str, Sequence[str]]) -> dict[str, An
         ],
         "domains": [_domain_row(d) for d in state.domains.values()],
         "clients": [_client_row(c) for c in state.clients.values() if c.leased],
+        "zone_policies": [_policy_row(c) for c in state.clients.values() if c.living and _is_special(c)],
+    }
+
+
+def _is_special(client: Client) -> bool:
+    return client.zone_policy is not None or client.frozen is not None
+
+
+def _policy_row(client: Client) -> dict[str, Any]:
+    return {
+        "process": _instance_row(client.id.process),
+        "policy": client.zone_policy,
+        "frozen": client.frozen is not None,
     }
 
 
@@ -103,6 +116,7 @@ class Adoption:
     others: Callable[[str, Sequence[int]], bool] = lambda name, fds: False
     unknown: list[str] = field(default_factory=list)
     rows: Sequence[Mapping[str, Any]] = ()
+    policies: Sequence[Mapping[str, Any]] = ()
 
     def run(self, saved: Mapping[str, Any] | None) -> None:
         """Post the events that rebuild the state. Nothing here ends a domain that still has clients."""
@@ -120,6 +134,8 @@ class Adoption:
         self._hold(strange)
         self.attacher.inherit(kept)
         self.rows = saved["clients"] if saved else ()
+        # Not in files of an earlier mpsd.
+        self.policies = saved.get("zone_policies", ()) if saved else ()
         self._dead(kept)
 
     def _without_orphans(self, kept: Mapping[ClientId, Kept]) -> dict[ClientId, Kept]:
@@ -257,6 +273,21 @@ class Adoption:
                 self.attacher.notice(domain, pid, listed=True)
         await self.attacher.noticed()
         self._died_meanwhile()
+        for row in self.policies:
+            self._restore_policy(row)
+
+    def _restore_policy(self, row: Mapping[str, Any]) -> None:
+        """Of a client that lives on; what is not understood is left out."""
+        try:
+            process = _instance(row["process"])
+            policy = None if row["policy"] is None else ZonePolicy(row["policy"])
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            log.warning("a policy for guard hits is not restored", reason=repr(error))
+            return
+        if process is not None and policy is not None:
+            self.post(ev.ZonePolicySet(process, policy))
+        if process is not None and row.get("frozen"):
+            self.post(ev.FreezeRestored(process))
 
     def _died_meanwhile(self) -> None:
         """Those that lived when they were looked at, and had gone when they were to be described."""

@@ -25,7 +25,7 @@ import structlog
 from mpsd import procs
 from mpsd.core import events as ev
 from mpsd.errors import DeadlineError, GpuError, MpsdError, NotReadyError
-from mpsd.gpu.base import Tracker, Uvm, WorkView
+from mpsd.gpu.base import Uvm, WorkView
 from mpsd.lease import Kept, Lease, adopt, is_current, take, track
 from mpsd.leasestore import LeaseStore
 from mpsd.looks import Looks
@@ -33,6 +33,7 @@ from mpsd.model import ClientId, ProcessFacts, ProcessInstance
 from mpsd.shelf import Shelf
 from mpsd.sweeps import Sweep
 from mpsd.tasks import Tasks
+from mpsd.trackers import Trackers
 from mpsd.turns import Turns
 from mpsd.workwatch import WorkWatch
 
@@ -48,7 +49,6 @@ SETTLE_S = 5.0
 FACTS_DEADLINE_S = 0.25
 # A look at a client takes milliseconds; one that hangs (files on a dead file server) is given up.
 LOOK_DEADLINE_S = 10.0
-EVENTS_PER_DRAIN = 64
 
 
 @dataclass(slots=True, eq=False)
@@ -70,7 +70,6 @@ class Pin:
     attaching: dict[asyncio.Task[None], int] = field(default_factory=dict)
     life: int = 0
     gone: asyncio.Event = field(default_factory=asyncio.Event)
-    dropped: dict[ClientId, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -93,9 +92,16 @@ class Attacher:
     """All pins and leases of one daemon. Lives on the event loop; posts events, decides nothing."""
 
     def __init__(
-        self, uvm: Uvm, work: WorkWatch, store: LeaseStore, post: Post, knows: Knows | None = None
+        self,
+        uvm: Uvm,
+        work: WorkWatch,
+        store: LeaseStore,
+        post: Post,
+        knows: Knows | None = None,
+        trackers: Trackers | None = None,
     ) -> None:
         """`knows`: whether core has this process as a client of that domain already, as listed or not."""
+        self._trackers = trackers or Trackers(post)
         self._uvm = uvm
         self._work = work
         self._store = store
@@ -280,7 +286,7 @@ class Attacher:
         for client in clients:
             tracker = self._leases[client].tracker
             if tracker is not None:
-                self._loop.add_reader(tracker.fileno(), self._drain, client, tracker)
+                self._trackers.add(client, tracker)
         tracked = all(lease.tracker is not None for lease in reached.leases)
         problem = "; ".join(reached.problems)
         self._post(ev.ClientAttached(domain, process, len(clients), tracked, problem, space, late))
@@ -348,26 +354,6 @@ class Attacher:
         problems = [problem for _, problem in tracked if problem]
         return Reached(leases, None, problems, kept=True) if leases else None
 
-    def _drain(self, client: ClientId, tracker: Tracker) -> None:
-        try:
-            batch = tracker.drain()
-        except GpuError as error:
-            # It would stay readable for ever.
-            self._loop.remove_reader(tracker.fileno())
-            log.error("faults are not seen any more", client=str(client), reason=str(error))
-            self._post(ev.Counted({"trackers_lost": 1}))
-            return
-        fatal = [e for e in batch.events if e.fatal]
-        for event in fatal[:EVENTS_PER_DRAIN]:
-            self._post(ev.UvmFatal(client, event))
-        if len(fatal) > EVENTS_PER_DRAIN:
-            self._post(ev.Counted({"events_dropped": len(fatal) - EVENTS_PER_DRAIN}))
-        pin = self._pins.get(client.process)
-        before = pin.dropped.get(client, 0) if pin else 0
-        if pin is not None and batch.dropped > before:
-            pin.dropped[client] = batch.dropped
-            self._post(ev.Counted({"events_dropped": batch.dropped - before}))
-
     def inherit(self, kept: Mapping[ClientId, Kept]) -> None:
         """Leases that the descriptor store kept for an earlier daemon; each is used again or discarded."""
         self._kept.update(kept)
@@ -424,8 +410,7 @@ class Attacher:
             if free is not None:
                 self._tasks.spawn(free)
             return
-        if lease.tracker is not None:
-            self._loop.remove_reader(lease.tracker.fileno())
+        self._trackers.remove(client)
         self._ending.add(client)
         self._tasks.spawn(self._close(client, lease, free))
 
@@ -453,22 +438,34 @@ class Attacher:
 
     def kill(self, process: ProcessInstance, owner: int | None = None) -> None:
         """SIGKILL by pidfd. `owner`: only if it is this user's own now; core hears when it is not."""
+        refused = self._signal(process, signal.SIGKILL, owner)
+        if refused:
+            self._post(ev.KillRefused(process, refused))
+
+    def freeze(self, process: ProcessInstance, owner: int | None = None) -> None:
+        """SIGSTOP by pidfd. `owner`: as for `kill`."""
+        refused = self._signal(process, signal.SIGSTOP, owner)
+        if refused:
+            self._post(ev.FreezeRefused(process, refused))
+
+    def _signal(self, process: ProcessInstance, number: signal.Signals, owner: int | None) -> str:
+        """Why it was not sent to a process that lives; empty when it was."""
         pin = self._pins.get(process)
         if pin is None:
-            return
+            return ""
         if owner is not None:
             try:
                 users = procs.users(process)
             except MpsdError:
                 # It has ended, which its pidfd tells.
-                return
+                return ""
             if not users.all_are(owner):
                 now = f"real {users.real}, effective {users.effective}, saved {users.saved}"
                 reason = f"not uid {owner}'s own ({now})"
-                log.warning("SIGKILL withheld", pid=process.pid, reason=reason)
-                self._post(ev.KillRefused(process, reason))
-                return
-        pin.process.signal(signal.SIGKILL)
+                log.warning(f"{number.name} withheld", pid=process.pid, reason=reason)
+                return reason
+        pin.process.signal(number)
+        return ""
 
     def check_identities(self, pid: int | None = None) -> None:
         """Notice clients that replaced their program: exec ends a client, its pidfd stays silent.
@@ -530,9 +527,8 @@ class Attacher:
         """Let go of everything that is this process's own. What the store holds lives on."""
         for process in tuple(self._pins):
             self.forget(process)
-        for lease in self._leases.values():
-            if lease.tracker is not None:
-                self._loop.remove_reader(lease.tracker.fileno())
+        for client, lease in self._leases.items():
+            self._trackers.remove(client)
             lease.close()
         self._leases.clear()
         self._looks.close()

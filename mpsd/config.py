@@ -22,6 +22,7 @@ from typing import Any
 
 from mpsd.errors import ConfigError
 from mpsd.limits import SOCKET_PATH_LIMIT
+from mpsd.model import ZonePolicy
 
 SCHEMA_VERSION = 1
 DEFAULT_FILE = Path("/etc/mpsd/mpsd.toml")
@@ -189,7 +190,11 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """[guard]: sparse ranges around a client. Silent: what they absorb is nobody's record."""
+    """[guard]: sparse ranges around a client. Silent: what they absorb is nobody's record.
+
+    The keys that begin with zone are of the zones that a program under mpsd-run lays itself around its
+    memory, which report; they need [vault] enabled.
+    """
 
     low: GuardSetting = _key(GuardSetting.AUTO, "the range from 64 KiB up to 8 GiB")
     file: GuardSetting = _key(GuardSetting.AUTO, "file-backed mappings of programs and libraries")
@@ -198,6 +203,23 @@ class Guard:
     max_ranges: int = _key(1024, "ranges laid around one client", low=0, high=65536)
     follow_interval_s: float = _key(
         1.0, "how often the ranges follow the client's mappings", unit="s", low=0.05, high=1
+    )
+    zone_policy: ZonePolicy = _key(
+        ZonePolicy.EVICT,
+        "a client that hits a guard zone: evict it, absorb (report only), or freeze it for inspection",
+    )
+    zones_bytes_per_gpu: int = _key(
+        256 << 30,
+        "address space that zones of all clients of a GPU may cover; memory only where they are hit",
+        unit="bytes",
+        low=0,
+        high=1 << 46,
+    )
+    zones_bytes_per_client: int = _key(
+        32 << 30, "address space that zones of one client may cover", unit="bytes", low=0, high=1 << 46
+    )
+    zones_per_client: int = _key(
+        4096, "zones of one client; each is a mapping of its (vm.max_map_count)", low=0, high=8192
     )
 
 

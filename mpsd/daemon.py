@@ -19,10 +19,10 @@ from mpsd import workwatch
 from mpsd.adoption import KIND, LEVEL, Adoption, to_file
 from mpsd.attacher import Attacher
 from mpsd.bulletin import Bulletin
-from mpsd.config import Config, DomainMode, GuardSetting
+from mpsd.choices import guard_classes, policy_of, vault_limits, zone_limits
+from mpsd.config import Config, DomainMode
 from mpsd.core import events as ev
-from mpsd.core.state import DomainState, Policy, State
-from mpsd.core.vault import Limits, Quota
+from mpsd.core.state import DomainState, State
 from mpsd.errors import (
     BusyError,
     ConfigError,
@@ -41,7 +41,7 @@ from mpsd.journal import Journal
 from mpsd.layout import Layout
 from mpsd.leasestore import LeaseStore
 from mpsd.listener import Listener
-from mpsd.model import ClientId, ComputeMode, Gpu, GuardClass, KernelXid, NvmlXid, ProcessInstance
+from mpsd.model import ClientId, ComputeMode, Gpu, KernelXid, NvmlXid, ProcessInstance
 from mpsd.notify import Notifier, watchdog_interval_s
 from mpsd.ops import Operations, find_gpu
 from mpsd.orphans import Orphans
@@ -52,9 +52,12 @@ from mpsd.runtime import Runtime, doomed_at
 from mpsd.settings import ControlSettings
 from mpsd.statefile import StateFile
 from mpsd.statusview import GpuView, own_pids
+from mpsd.trackers import Trackers
 from mpsd.usernames import foresee
 from mpsd.vault.door import Door
 from mpsd.vault.hold import Vault
+from mpsd.zones.book import Zones
+from mpsd.zones.desk import LedgerDesk
 
 log = structlog.get_logger("mpsd.daemon")
 
@@ -62,49 +65,6 @@ PING_S = 1.0
 STOP_PATIENCE_S = 30.0
 FAILED_FOR_GOOD = 2
 STORE_DEADLINE_S = 5.0
-# What `auto` means. The measurements behind it: faultinject/reports/README.md.
-SAFE_GUARDS = frozenset({GuardClass.LOW})
-
-
-def policy_of(config: Config, backend: Backend) -> Policy:
-    """The operator's choices as core takes them."""
-    domains, asked_ms = config.domains, config.eviction.terminate_deadline_ms
-    return Policy(
-        spare=domains.spare,
-        kill_victims_after_s=domains.kill_victims_after_s,
-        exclusive_drain_s=domains.exclusive_drain_s,
-        laggard_report_s=domains.laggard_report_s,
-        linger_limit_s=config.lease.linger_limit_s,
-        terminate_deadline_s=asked_ms / 1e3 if asked_ms else backend.terminate_deadline_s,
-        stop_deadline_s=domains.stop_deadline_s,
-        start_retry_s=domains.start_retry_s,
-        start_retry_max_s=domains.start_retry_max_s,
-        evidence_window_s=config.journal.evidence_window_s,
-    )
-
-
-def guard_classes(config: Config, backend: Backend) -> frozenset[GuardClass]:
-    """The classes of range that are on; none where the GPU may use host pointers: a guard breaks them."""
-    if backend.host_pointers_work:
-        return frozenset()
-    chosen = {kind: getattr(config.guard, kind.value) for kind in GuardClass}
-    return frozenset(
-        kind
-        for kind, setting in chosen.items()
-        if setting is GuardSetting.ON or (setting is GuardSetting.AUTO and kind in SAFE_GUARDS)
-    )
-
-
-def vault_limits(config: Config) -> Limits:
-    """The operator's quotas as core takes them."""
-    v = config.vault
-    return Limits(
-        client=Quota(v.client_bytes, v.client_descriptors),
-        user=Quota(v.user_bytes, v.user_descriptors),
-        kept=Quota(v.kept_bytes, v.kept_descriptors),
-        descriptors=v.descriptors,
-        keep_age_s=v.keep_age_s,
-    )
 
 
 def slot_name(gpus: Sequence[str], uid: int | None) -> str:
@@ -186,10 +146,14 @@ class Daemon:
         self._statefile = StateFile(self.layout.state_file, KIND, LEVEL)
         interval_s = self.config.lease.probe_interval_ms / 1e3
         self._work = workwatch.WorkWatch(self.backend.work, interval_s, self._post)
-        self._attacher = Attacher(self.backend.uvm, self._work, self._store, self._post, self._known)
+        guard = self.config.guard
+        self._zones = Zones(zone_limits(self.config))
+        self._trackers = Trackers(self._post, self._zones)
+        self._attacher = Attacher(
+            self.backend.uvm, self._work, self._store, self._post, self._known, self._trackers
+        )
         self._orphans = Orphans(self.backend.uvm, self.backend.work, interval_s, self._store)
         self.vault = Vault(vault_limits(self.config), self.backend.memory, self._store)
-        guard = self.config.guard
         self._guards = Guards(
             guard_classes(self.config, self.backend), guard.max_ranges, guard.follow_interval_s, self._post
         )
@@ -207,6 +171,7 @@ class Daemon:
             self._attacher,
             self._guards,
             self._work,
+            self._zones,
             self.layout,
             self.bulletin,
             self._post,
@@ -275,7 +240,9 @@ class Daemon:
             self._loop.add_signal_handler(number, self._stop.set)
         await self._adopt()
         await listener.start()
-        door = Door(self.layout.vault_socket, self.vault)
+        ledgers = LedgerDesk(self._zones, self._trackers, lambda: self.runtime.state, self.vault.knows)
+        door = Door(self.layout.vault_socket, self.vault, take_ledger=ledgers.take)
+        self.vault.on_end.append(self._zones.leave)
         if self.config.vault.enabled:
             try:
                 door.start()
@@ -319,6 +286,7 @@ class Daemon:
         held = bool(self._attacher.leases) or len(self._orphans) > 0 or len(self.vault.ledger) > 0
         await self.vault.close()
         self._attacher.close()
+        self._zones.close()
         await self._orphans.close()
         # With nothing kept alive by it any more, the store leaves no process behind.
         await self._store.close(STORE_DEADLINE_S, end=not held and not self._hosts_left)
@@ -556,6 +524,9 @@ class Daemon:
     def pending_work(self) -> Mapping[ProcessInstance, str]:
         return self._work.all_pending()
 
+    def guard_zones(self) -> Mapping[ProcessInstance, Mapping[str, Any]]:
+        return self._zones.shown()
+
     def orphan_rows(self) -> list[dict[str, Any]]:
         return self._orphans.rows()
 
@@ -577,4 +548,5 @@ class Daemon:
             "leases_held": len(self._attacher.leases) + len(self._orphans),
             "effects_performed": self.runtime.performed,
             **self.vault.totals(),
+            **self._zones.totals(),
         }

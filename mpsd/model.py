@@ -207,3 +207,50 @@ class GuardClass(StrEnum):
     FILE = "file"
     HEAP = "heap"
     STACK = "stack"
+
+
+class ZonePolicy(StrEnum):
+    """What is done with a client whose stray access a guard zone absorbed and reported.
+
+    evict: it is put out. absorb: it goes on, the record says so. freeze: it is stopped (SIGSTOP) to be
+    looked at; nobody asks MPS to end a stopped client, for that would stall all others.
+    """
+
+    EVICT = "evict"
+    ABSORB = "absorb"
+    FREEZE = "freeze"
+
+
+class ZoneRole(StrEnum):
+    """Why a guard zone lies where it does."""
+
+    GUARD = "guard"
+    QUARANTINE = "quarantine"
+    NULL_PAGE = "null page"
+
+
+class Relation(StrEnum):
+    """How a stray address lies to an allocation."""
+
+    BEFORE = "before the start of"
+    PAST = "past the end of"
+    INSIDE = "inside"
+
+
+@dataclass(frozen=True, slots=True)
+class Nearby:
+    """The allocation next to a stray access, as the program's own ledger has it: its words, not proof.
+
+    `distance` in bytes: from the start back (BEFORE), from the end on (PAST), from the start on (INSIDE);
+    of the access itself, or of the 4 KiB page that it was in (`page`). `order` counts the program's
+    allocations from 1. `age_s` since it was made, `freed_s` since it was freed, None while it lives.
+    """
+
+    relation: Relation
+    distance: int
+    page: bool
+    address: int
+    size: int
+    order: int
+    age_s: float
+    freed_s: float | None = None

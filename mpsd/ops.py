@@ -26,7 +26,7 @@ from mpsd.errors import (
     UsageError,
 )
 from mpsd.listener import Peer
-from mpsd.model import Gpu, Liveness
+from mpsd.model import Gpu, Liveness, ZonePolicy
 from mpsd.privacy import owners, shown_to
 from mpsd.statusview import Surroundings, status
 from mpsd.vault.desk import Desk
@@ -60,6 +60,7 @@ class Operations:
             "drain": self._drain,
             "undrain": self._undrain,
             "version": self._version,
+            "zone_policy": self._zone_policy,
             "vault_list": lambda peer, args: Desk(daemon.vault).list(peer),
             "vault_keep": lambda peer, args: Desk(daemon.vault).keep(peer, args),
             "vault_free": lambda peer, args: Desk(daemon.vault).free(peer, args),
@@ -116,6 +117,7 @@ class Operations:
             extra_counters=daemon.extra_counters(),
             orphans=daemon.orphan_rows(),
             vault=daemon.vault.shown(),
+            zones=daemon.guard_zones(),
         )
         answer: Reply = shown_to(peer, status(daemon.runtime.state, around))
         return answer
@@ -190,6 +192,19 @@ class Operations:
             raise _evict_error(str(data.get("code")), str(data.get("message")))
         return dict(data)
 
+    async def _zone_policy(self, peer: Peer, args: Mapping[str, Any]) -> Reply:
+        client, wanted = self._client(int(args["pid"]), args.get("start_ticks")), str(args["policy"])
+        if wanted not in set(ZonePolicy):
+            raise UsageError(f"{wanted!r} is no policy", remedy=f"one of: {', '.join(ZonePolicy)}")
+        daemon, process = self._daemon, client.id.process
+        daemon.runtime.post(ev.ZonePolicySet(process, ZonePolicy(wanted)))
+        if problem := daemon.save_pending():
+            raise StoreError(
+                f"this is in force now, but would be forgotten when mpsd restarts: {problem}",
+                remedy="make room there, and ask again",
+            )
+        return {"pid": process.pid, "start_ticks": process.start_ticks, "policy": wanted}
+
     def _planned(self, client: Client, liveness: Liveness) -> list[str]:
         state = self._daemon.runtime.state
         domain = state.domains[client.id.domain]
@@ -197,7 +212,9 @@ class Operations:
             return ["nothing: only a line in a log says that it is a client, which is no proof"]
         steps = ["hold its lease" if client.leased else "it has no lease: its kernels may harm others"]
         faulted = domain.state in (DomainState.FAULTED, DomainState.HEADLESS) or domain.server is None
-        if faulted or liveness is not Liveness.RUNNING:
+        if client.frozen is not None:
+            steps.append("no terminate_client: mpsd has stopped the client")
+        elif faulted or liveness is not Liveness.RUNNING:
             steps.append(f"no terminate_client: domain {domain.state.value}, client {liveness.value}")
         else:
             deadline = self._daemon.policy.terminate_deadline_s * 1e3

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from mpsd.layout import Layout
 from mpsd.model import LiesThere
 from mpsd.tasks import Tasks
 from mpsd.workwatch import WorkWatch
+from mpsd.zones.book import Description, Zones
 
 log = structlog.get_logger("mpsd.performer")
 
@@ -40,6 +41,7 @@ class Hands:
     attacher: Attacher
     guards: Guards
     work: WorkWatch
+    zones: Zones
     layout: Layout
     bulletin: Bulletin
     post: Callable[[ev.Event], None]
@@ -65,6 +67,9 @@ class Performer:
             fx.ReleaseLease: self._release,
             fx.Forget: self._forget,
             fx.Inspect: self._inspect,
+            fx.Describe: self._describe,
+            fx.Freeze: self._freeze,
+            fx.LookAtFrozen: self._look_at_frozen,
             fx.Record: lambda e: hands.bulletin.record(e.record),
             fx.Publish: self._publish,
             fx.Answer: lambda e: hands.bulletin.answer(e.request, e.ok, e.data),
@@ -99,6 +104,23 @@ class Performer:
             async with asyncio.timeout(INSPECT_DEADLINE_S):
                 found = await asyncio.to_thread(procs.where, effect.address, effect.process)
         self._hands.post(ev.Inspected(effect.fault, found))
+
+    def _describe(self, effect: fx.Describe) -> None:
+        # Its ledger is taken hold of now: the client may be gone in a moment.
+        looking = self._hands.zones.describe(effect.process, effect.address, effect.role)
+        self._tasks.spawn(self._described(effect, looking))
+
+    async def _described(self, effect: fx.Describe, looking: Coroutine[Any, Any, Description]) -> None:
+        found = await looking
+        self._hands.post(ev.HitDescribed(effect.fault, found.nearby, found.kernel))
+
+    def _freeze(self, effect: fx.Freeze) -> None:
+        process = effect.client.process
+        log.info("SIGSTOP", pid=process.pid, domain=effect.client.domain, why="a guard zone was hit")
+        self._hands.attacher.freeze(process, effect.owner)
+
+    def _look_at_frozen(self, effect: fx.LookAtFrozen) -> None:
+        self._hands.post(ev.LivenessSeen(effect.process, procs.liveness(effect.process)))
 
     def _publish(self, effect: fx.Publish) -> None:
         owners = frozenset() if effect.owner is None else frozenset({effect.owner})

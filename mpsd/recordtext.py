@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Any
 
+from mpsd import hittext
 from mpsd.core.records import FaultRecord, Party
 from mpsd.core.taxonomy import CLASSES
 from mpsd.usernames import user_name
@@ -42,6 +43,8 @@ def record_json(record: FaultRecord, wall_at_zero: float, record_ms: float | Non
         "address": f"{record.address:#x}" if record.address is not None else None,
         "access": record.access.value if record.access else None,
         "fault_type": record.fault_type,
+        "summary": hittext.summary(record) if record.hit else None,
+        "hit": hittext.hit_json(record.hit) if record.hit else None,
         "lies_there": record.lies_there.value if record.lies_there else None,
         "evidence": [
             {"source": e.source.value, "at_ms": round((e.at - record.at) * 1e3, 3), "text": e.text}

@@ -53,6 +53,8 @@ class Surroundings:
     pending: Mapping[ProcessInstance, str] = field(default_factory=dict)
     extra_counters: Mapping[str, int] = field(default_factory=dict)
     orphans: Sequence[Mapping[str, Any]] = ()
+    # Zones of each process that brought a ledger.
+    zones: Mapping[ProcessInstance, Mapping[str, Any]] = field(default_factory=dict)
     # Bytes in the vault of each process that is proxied.
     vault: Mapping[ProcessInstance, int] = field(default_factory=dict)
 
@@ -88,9 +90,7 @@ def status(state: State, around: Surroundings) -> dict[str, Any]:
         "problems": list(around.problems),
         "gpus": [_gpu(state, view, around) for view in around.gpus],
         "domains": [_domain(state, d, around, memory) for d in state.domains.values()],
-        "clients": [
-            _client(c, state.domains[c.id.domain], around, memory) for c in state.clients.values() if c.living
-        ],
+        "clients": [_client(state, c, around, memory) for c in state.clients.values() if c.living],
         "dead": [_dead(c, around, memory) for c in state.clients.values() if not c.living]
         + [dict(row) for row in around.orphans],
         "counters": {**state.counters, **around.extra_counters},
@@ -218,9 +218,11 @@ def _who(client: Client) -> dict[str, Any]:
 
 
 def _client(
-    client: Client, domain: Domain, around: Surroundings, memory: Mapping[int, int | None]
+    state: State, client: Client, around: Surroundings, memory: Mapping[int, int | None]
 ) -> dict[str, Any]:
-    attached = client.attached
+    attached, domain = client.attached, state.domains[client.id.domain]
+    tally = state.tallies.get(client.id.process)
+    zones = around.zones.get(client.id.process)
     protections = list(around.protections.get(client.id, ()))
     protections += ["lease"] if client.leased else []
     protections += ["tracker"] if client.tracked else []
@@ -236,6 +238,11 @@ def _client(
         "guard_checked_s": around.guard_checked.get(client.id),
         "proxied": client.id.process in around.vault,
         "vault_bytes": around.vault.get(client.id.process, 0),
+        "guard_zones": None if zones is None else dict(zones),
+        "guard_hits": tally.count if tally is not None else 0,
+        "zone_policy": (client.zone_policy or state.policy.zone_policy).value,
+        "zone_policy_set": client.zone_policy is not None,
+        "frozen": client.frozen is not None,
         "problem": "; ".join(p for p in (client.problem, UNSTORED if client.unstored else "") if p),
         "proof": sorted(proofs(domain, client)),
     }

@@ -63,6 +63,10 @@ GROUPS: dict[str, tuple[set[str], set[str]]] = {
         {"mpsd.guard", "mpsd.guardnotes", "mpsd.guardplan"},
         {"base", "core", "gpu base", "linux", "looks", "notes"},
     ),
+    "zones": (
+        {"mpsd.zones", "mpsd.trackers"},
+        {"base", "core", "gpu base", "linux", "looks", "procs"},
+    ),
     "listener": ({"mpsd.listener"}, {"base", "wire", "linux"}),
     "client": ({"mpsd_client"}, {"wire", "base"}),
     "doctor": ({"mpsd.doctor"}, {"base", "gpu base", "linux", "control", "procs", "config", "layout"}),

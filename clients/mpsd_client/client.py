@@ -90,6 +90,22 @@ class Client:
         args = {"pid": pid, "start_ticks": start_ticks, "dry_run": dry_run, "reason": reason}
         return self.call("kill", args, timeout)
 
+    def zone_policy(
+        self,
+        pid: int,
+        policy: str,
+        *,
+        start_ticks: int | None = None,
+        reason: str = "",
+        timeout: float | None = None,
+    ) -> Mapping[str, Any]:
+        """What is done with one client when a guard zone absorbs an access of it: evict, absorb or freeze.
+
+        For administrators. NotFoundError when the pid is not a client, UsageError for another policy.
+        """
+        args = {"pid": pid, "policy": policy, "start_ticks": start_ticks, "reason": reason}
+        return self.call("zone_policy", args, timeout)
+
     def env(
         self, gpu: str | None = None, shared: bool = False, timeout: float | None = None
     ) -> dict[str, str]:

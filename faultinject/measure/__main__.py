@@ -33,6 +33,7 @@ QUESTIONS = {
     "spare": ("spare", 45),
     "guard": ("guard", 60),
     "work-memory": ("work_memory", 40),
+    "zones": ("zones", 150),
 }
 
 

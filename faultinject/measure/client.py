@@ -382,12 +382,20 @@ def memory(cubin: str, *_: str) -> None:
     memory_calls.serve(Cuda(cubin), emit, pointer_to)
 
 
+def zones(cubin: str, *_: str) -> None:
+    """Lay zones of managed memory beside a buffer and stray into them (faultinject.measure.zones)."""
+    from faultinject.measure import zone_calls
+
+    zone_calls.serve(Cuda(cubin), emit)
+
+
 ROLES: dict[str, Callable[..., None]] = {
     "survivor": survivor,
     "worker": worker,
     "starter": starter,
     "offender": offender,
     "memory": memory,
+    "zones": zones,
     "bench": bench,
 }
 

@@ -226,6 +226,42 @@ def work_memory(rows: list[Row]) -> list[Row]:
     ]
 
 
+def zones(rows: list[Row]) -> list[Row]:
+    done = [row for row in rows if "failed" not in row]
+    singles = [
+        row for row in done if "first ms" in row and ("at" in row or "code" in row) and " at " in row["what"]
+    ]
+    storms = [row for row in done if "event to termination ms" in row]
+    alive = [row for row in done if row.get("survivor", {}).get("ev") == "alive"]
+    judged = [row for row in done if "survivor" in row]
+    reported = [row for row in singles if any(key.startswith("serviced") for key in row["events"])]
+    longest = _span(row["survivor"].get("longest_ms") for row in storms)
+    return [
+        _row(
+            "What do zones of managed memory absorb and report, and at whose expense?",
+            f"{len(reported)} of {len(singles)} single accesses were serviced and reported; after "
+            f"{len(alive)} of {len(judged)} steps the survivor was unharmed. Storms ended "
+            f"{_span(row['event to termination ms'] for row in storms)} ms after their first event; "
+            f"the survivor's longest round took {longest} ms.",
+            [row for row in done if row["case"] != "windows"],
+        ),
+        _row(
+            "Are the addresses of a window free in other libraries' programs?",
+            "; ".join(
+                f"{row['what'].split()[-1]}: {'yes' if row['up'] and not row['inside'] else 'no'}"
+                for row in done
+                if row["case"] == "windows"
+            ),
+            [{key: row[key] for key in ("what", "up", "inside")} for row in done if row["case"] == "windows"],
+        ),
+        _row(
+            "What could not be measured about zones?",
+            f"{len(rows) - len(done)} case(s).",
+            [row for row in rows if "failed" in row],
+        ),
+    ]
+
+
 SUMMARIES: dict[str, Callable[[list[Row]], list[Row]]] = {
     "end-signal": end_signal,
     "attach": attach,
@@ -234,6 +270,7 @@ SUMMARIES: dict[str, Callable[[list[Row]], list[Row]]] = {
     "spare": spare,
     "guard": guard,
     "work-memory": work_memory,
+    "zones": zones,
 }
 
 # What identifies one machine has no place in a report: where its Python lies, its GPU's uuid.
@@ -248,6 +285,7 @@ def build(source: Path) -> dict[str, Any]:
         raise FileNotFoundError(f"no results in {source}")
     last = max(results, key=lambda result: str(result["date"]))
     report: dict[str, Any] = {name: last[name] for name in HEAD}
+    report["questions"] = [result["question"] for result in results]
     report["runs"] = sorted({(r["date"], r["command"]) for r in results})
     report["rows"] = [row for result in results for row in SUMMARIES[result["question"]](result["rows"])]
     text = _PLACE.sub("/usr/bin/", json.dumps(report))
@@ -259,8 +297,11 @@ def _has(source: Path, name: str) -> bool:
 
 
 def name_of(report: dict[str, Any]) -> str:
+    """`measurements`, or the question where there is only one."""
     device = str(report["device"]).replace(" ", "-")
-    return f"{device}-{report['driver']}-measurements"
+    # Reports from before this key are of all questions.
+    questions = report.get("questions", [])
+    return f"{device}-{report['driver']}-{questions[0] if len(questions) == 1 else 'measurements'}"
 
 
 def markdown(report: dict[str, Any]) -> str:

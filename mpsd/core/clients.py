@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mpsd.core import domains, leases, proof, slots
+from mpsd.core import domains, hitrecords, leases, proof, slots
 from mpsd.core import events as ev
 from mpsd.core.draft import Draft
 from mpsd.core.effects import Answer, ArmTimer, Attach, Effect, ProbeWork, ReleaseLease, Terminate
 from mpsd.core.killing import answer_gone, awaited, kill, kill_by_policy
 from mpsd.core.lifecycle import ClientTrigger, allows, next_client_state
-from mpsd.core.state import Client, ClientState, Domain, DomainState, Eviction
+from mpsd.core.state import POLICY, Client, ClientState, Domain, DomainState, Eviction
 from mpsd.model import ClientId, Liveness, ProcessInstance
 
 # Where the server has lost its contexts, nothing that a dead client left can still run.
@@ -155,6 +155,7 @@ def on_left(draft: Draft, event: ev.ClientLeft) -> None:
 def _end(draft: Draft, process: ProcessInstance, how: str) -> None:
     """A process is no client any more: forget it, or keep its lease until its work has ended."""
     spaces = [c for c in draft.state.spaces_of(process) if c.living]
+    hitrecords.ended(draft, process)
     answer_gone(draft, process, how)
     for client in spaces:
         domain = draft.state.domains[client.id.domain]
@@ -163,7 +164,9 @@ def _end(draft: Draft, process: ProcessInstance, how: str) -> None:
         elif domain.state in _WORK_IS_LOST:
             leases.release(draft, client)
         else:
-            draft.put_client(replace(client, state=ClientState.LINGERING, died=draft.now, eviction=None))
+            draft.put_client(
+                replace(client, state=ClientState.LINGERING, died=draft.now, eviction=None, frozen=None)
+            )
             linger = draft.state.policy.linger_limit_s
             draft.emit(ProbeWork(client.id), ArmTimer("linger", str(client.id.process), linger))
         draft.publish("client-ended", client.facts.uid, domain=client.id.domain, pid=process.pid)
@@ -223,24 +226,33 @@ def on_evict(draft: Draft, event: ev.EvictRequested) -> None:
         draft.count("evictions_unproven")
         _reject(draft, event, "unproven", f"only a line in a log says that {event.process} is a client")
         return
+    begin_eviction(draft, believed, Eviction(event.request, event.reason, draft.now), event.liveness)
+
+
+def begin_eviction(draft: Draft, believed: list[Client], eviction: Eviction, liveness: Liveness) -> None:
+    """Put a process out. `believed`: those of its clients that are proven, one at least."""
     draft.count("evictions")
-    obstacle = _obstacle(draft, believed, event.liveness)
-    eviction = Eviction(event.request, event.reason, draft.now, (obstacle,) if obstacle else ())
+    process = believed[0].id.process
+    targets = [c for c in draft.state.spaces_of(process) if c.living]
+    obstacle = _obstacle(draft, targets, believed, liveness)
     if obstacle:
-        kill(draft, believed[0], eviction)
+        kill(draft, believed[0], replace(eviction, steps=(obstacle,)))
         return
     for client in targets:
         state = next_client_state(client.state, ClientTrigger.EVICT)
         assert state is not None
         draft.put_client(replace(client, state=state, eviction=eviction))
-    draft.emit(*_terminations(draft, event.process, believed))
+    draft.emit(*_terminations(draft, process, believed))
 
 
-def _obstacle(draft: Draft, targets: list[Client], liveness: Liveness) -> str:
+def _obstacle(draft: Draft, targets: list[Client], believed: list[Client], liveness: Liveness) -> str:
     """Why none of these clients may be asked; empty when all may."""
     if any(c.state is ClientState.KILLING for c in targets):
         return "SIGKILL was sent before: once more"
-    routes = (_route(draft.state.domains[c.id.domain], liveness) for c in targets)
+    if any(c.frozen is not None for c in targets):
+        # Whatever was read of it: the signal may be on its way.
+        return "mpsd has stopped the client, terminate_client would stall the others: SIGKILL under the lease"
+    routes = (_route(draft.state.domains[c.id.domain], liveness) for c in believed)
     return next((text for text in routes if text), "")
 
 
@@ -273,8 +285,8 @@ def _reject(draft: Draft, event: ev.EvictRequested, code: str, message: str) -> 
 def on_terminate_finished(draft: Draft, event: ev.TerminateFinished) -> None:
     waiting = [c for c in draft.state.spaces_of(event.process) if c.state is ClientState.TERMINATING]
     eviction = next((c.eviction for c in waiting if c.eviction is not None), None)
-    believed = proof.grounds(draft.state, event.process, asked=True)
     if eviction is not None:
+        believed = proof.grounds(draft.state, event.process, asked=eviction.requester != POLICY)
         assert believed is not None, "proof of a living client does not go away"
         kill(draft, believed, replace(eviction, steps=(*eviction.steps, event.text, "SIGKILL")))
     if not event.done:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mpsd.core.records import FaultRecord
-from mpsd.model import ClientId, ProcessInstance
+from mpsd.model import ClientId, ProcessInstance, ZoneRole
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +110,31 @@ class Inspect:
 
 
 @dataclass(frozen=True, slots=True)
+class Describe:
+    """Look up in the client's ledger what lies where a guard zone was hit; HitDescribed when known."""
+
+    fault: int
+    process: ProcessInstance
+    address: int
+    role: ZoneRole
+
+
+@dataclass(frozen=True, slots=True)
+class Freeze:
+    """SIGSTOP by pidfd, so that it can be looked at. `owner`: as for Kill; FreezeRefused if it is not."""
+
+    client: ClientId
+    owner: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LookAtFrozen:
+    """Read how a stopped process stands; LivenessSeen."""
+
+    process: ProcessInstance
+
+
+@dataclass(frozen=True, slots=True)
 class Record:
     """Write a fault record (or a new revision of it) to the journal and the event stream."""
 
@@ -156,6 +181,9 @@ Effect = (
     | ReleaseLease
     | Forget
     | Inspect
+    | Describe
+    | Freeze
+    | LookAtFrozen
     | Record
     | Publish
     | Answer

@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mpsd.core import attribution, clients, domains, faults, killing, proof
+from mpsd.core import attribution, clients, domains, faults, hitrecords, hits, killing, proof
 from mpsd.core import events as ev
 from mpsd.core.draft import Draft
-from mpsd.core.effects import Effect, Kill, ReleaseLease, Terminate
+from mpsd.core.effects import Effect, Freeze, Kill, ReleaseLease, Terminate
 from mpsd.core.state import (
     DomainState,
     InvariantViolation,
@@ -62,6 +62,8 @@ _TIMERS: Mapping[str, Callable[[Draft, str], None]] = {
     "linger": faults.on_linger,
     "kill-wait": killing.on_kill_wait,
     "strays": faults.on_strays,
+    "hits": hits.on_tell,
+    "thaw": hits.on_thaw_timer,
 }
 
 # The key of each entry is the type of the handler's second argument; Any stands for that pairing.
@@ -89,6 +91,12 @@ _HANDLERS: Mapping[type, Callable[[Draft, Any], None]] = {
     ev.WorkNotVisible: clients.on_work_not_visible,
     ev.UvmFatal: faults.on_uvm_fatal,
     ev.Inspected: faults.on_inspected,
+    ev.GuardHit: hits.on_guard_hit,
+    ev.HitDescribed: hits.on_described,
+    ev.ZonePolicySet: hits.on_policy_set,
+    ev.FreezeRestored: hits.on_freeze_restored,
+    ev.FreezeRefused: hits.on_freeze_refused,
+    ev.LivenessSeen: hits.on_liveness_seen,
     ev.NvmlXidSeen: faults.on_nvml_xid,
     ev.KernelXidSeen: faults.on_kernel_xid,
     ev.EvictRequested: clients.on_evict,
@@ -119,6 +127,7 @@ def _close_old_faults(draft: Draft) -> None:
     kept = tuple(r for r in draft.state.open_faults if attribution.is_open(draft.state, r, draft.now))
     if len(kept) != len(draft.state.open_faults):
         draft.state = replace(draft.state, open_faults=kept)
+    hitrecords.forget_old(draft)
 
 
 def _check_effects(before: State, event: ev.Event, draft: Draft) -> None:
@@ -131,6 +140,8 @@ def _check_effects(before: State, event: ev.Event, draft: Draft) -> None:
             proof.check_terminate(draft.state, effect)
         elif isinstance(effect, Kill):
             proof.check_kill(draft.state, effect)
+        elif isinstance(effect, Freeze):
+            proof.check_freeze(draft.state, effect)
         elif isinstance(effect, ReleaseLease):
             _check_release(before, event, draft, effect)
 

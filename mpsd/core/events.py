@@ -12,11 +12,14 @@ from mpsd.model import (
     KernelXid,
     LiesThere,
     Liveness,
+    Nearby,
     NvmlXid,
     ProcessFacts,
     ProcessInstance,
     ServerState,
     UvmEvent,
+    ZonePolicy,
+    ZoneRole,
 )
 
 
@@ -208,6 +211,60 @@ class UvmFatal:
 
 
 @dataclass(frozen=True, slots=True)
+class GuardHit:
+    """Guard zones of this client absorbed `count` accesses, `event` the first of them.
+
+    `liveness` was read just before.
+    """
+
+    client: ClientId
+    event: UvmEvent
+    role: ZoneRole
+    count: int
+    liveness: Liveness
+
+
+@dataclass(frozen=True, slots=True)
+class HitDescribed:
+    """What the client's own ledger says of a guard hit; None: nothing."""
+
+    fault: int
+    nearby: Nearby | None
+    kernel: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class ZonePolicySet:
+    """What is to be done with this process when a guard zone absorbs an access of it."""
+
+    process: ProcessInstance
+    policy: ZonePolicy
+
+
+@dataclass(frozen=True, slots=True)
+class FreezeRestored:
+    """An earlier daemon had stopped this process."""
+
+    process: ProcessInstance
+
+
+@dataclass(frozen=True, slots=True)
+class FreezeRefused:
+    """A process was not stopped: when it was looked at once more, it was not the user's own."""
+
+    process: ProcessInstance
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class LivenessSeen:
+    """How a process that mpsd has stopped stands now."""
+
+    process: ProcessInstance
+    liveness: Liveness
+
+
+@dataclass(frozen=True, slots=True)
 class Inspected:
     """What was found at a fault's address in the offender's own address space."""
 
@@ -314,6 +371,12 @@ Event = (
     | WorkEnded
     | WorkNotVisible
     | UvmFatal
+    | GuardHit
+    | HitDescribed
+    | ZonePolicySet
+    | FreezeRestored
+    | FreezeRefused
+    | LivenessSeen
     | Inspected
     | NvmlXidSeen
     | KernelXidSeen

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from mpsd.core.effects import Kill, Terminate
-from mpsd.core.state import POLICY, Client, Domain, InvariantViolation, State
+from mpsd.core.effects import Freeze, Kill, Terminate
+from mpsd.core.state import POLICY, Client, ClientState, Domain, InvariantViolation, State
 from mpsd.model import ClientId, ProcessInstance
 
 
@@ -73,8 +73,20 @@ def check_kill(state: State, effect: Kill) -> None:
 
 def check_terminate(state: State, effect: Terminate) -> None:
     """Raise InvariantViolation for a terminate_client that ends in a SIGKILL which nothing justifies."""
+    if any(c.frozen is not None for c in state.spaces_of(effect.process)):
+        raise InvariantViolation(f"terminate_client for {effect.process}, which mpsd has stopped")
     here = [c.id for c in state.spaces_of(effect.process) if c.id.domain == effect.domain and c.living]
     _check_proof(state, here[0] if here else ClientId(effect.domain, effect.process), asked=True)
+
+
+def check_freeze(state: State, effect: Freeze) -> None:
+    """Raise InvariantViolation for a SIGSTOP that nothing justifies, or that meets a terminate_client."""
+    spaces = state.spaces_of(effect.client.process)
+    if any(c.state in (ClientState.TERMINATING, ClientState.KILLING) for c in spaces):
+        raise InvariantViolation(f"{effect.client} is stopped while it is put out")
+    client = _check_proof(state, effect.client, asked=False)
+    if effect.owner != owner_needed(state.domains[effect.client.domain], client, asked=False):
+        raise InvariantViolation(f"{effect.client} is stopped whosoever's it is by then")
 
 
 def _check_proof(state: State, client_id: ClientId, *, asked: bool) -> Client:

@@ -5,7 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from mpsd.model import Access, ClientId, Confidence, LiesThere, ProcessFacts
+from mpsd.model import (
+    Access,
+    ClientId,
+    Confidence,
+    LiesThere,
+    Nearby,
+    ProcessFacts,
+    ZonePolicy,
+    ZoneRole,
+)
 
 
 class Source(StrEnum):
@@ -42,6 +51,41 @@ class Party:
     facts: ProcessFacts
 
 
+class HitOutcome(StrEnum):
+    """What became of a client whose stray access a guard zone absorbed."""
+
+    EVICTING = "being evicted"
+    EVICTED = "evicted"
+    ABSORBED = "absorbed"
+    FROZEN = "frozen"
+    WITHHELD = "left alone"
+    ENDED = "ended"
+
+
+@dataclass(frozen=True, slots=True)
+class HitFacts:
+    """What a guard zone absorbed, and what was done.
+
+    `count`: accesses that were reported, which are fewer than were made: only the first one in each block
+    of a zone faults. `last`: monotonic seconds of the latest; `told`: the count in the last revision.
+    `why`: why the client was left alone. `outcome_s`: from the hit to the outcome. `alone`: whether no
+    other client noticed anything until then; None while that is open.
+    """
+
+    role: ZoneRole
+    policy: ZonePolicy
+    last: float
+    outcome: HitOutcome
+    count: int = 1
+    told: int = 0
+    telling: bool = False
+    nearby: Nearby | None = None
+    kernel: str | None = None
+    why: str = ""
+    outcome_s: float | None = None
+    alone: bool | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class FaultRecord:
     """One fault. Later signs of the same fault give a new revision, never a second record.
@@ -68,6 +112,7 @@ class FaultRecord:
     refused: int = 0
     action: str = ""
     revision: int = 0
+    hit: HitFacts | None = None
 
     @property
     def last_sign(self) -> float:

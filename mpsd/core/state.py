@@ -13,7 +13,7 @@ from enum import StrEnum
 from types import MappingProxyType
 
 from mpsd.core.records import Evidence, FaultRecord
-from mpsd.model import ClientId, ProcessFacts, ProcessInstance, ServerState
+from mpsd.model import ClientId, ProcessFacts, ProcessInstance, ServerState, ZonePolicy
 
 
 class DomainState(StrEnum):
@@ -69,6 +69,7 @@ class Policy:
     max_slots: int = 64
     slot_idle_s: float = 600.0
     slot_forget_s: float = 86400.0
+    zone_policy: ZonePolicy = ZonePolicy.EVICT
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +129,8 @@ class Eviction:
 @dataclass(frozen=True, slots=True)
 class Client:
     """`leased`, `listed` (by the server, when asked): see mpsd.core.proof. `unstored`: its lease is held
-    by the daemon alone. `blind`: the end of its work is not seen.
+    by the daemon alone. `blind`: the end of its work is not seen. `zone_policy`: set for its process, None
+    where the default holds. `frozen`: stopped by mpsd itself, since when.
     """
 
     id: ClientId
@@ -144,6 +146,8 @@ class Client:
     unstored: bool = False
     eviction: Eviction | None = None
     problem: str = ""
+    zone_policy: ZonePolicy | None = None
+    frozen: float | None = None
 
     @property
     def living(self) -> bool:
@@ -174,8 +178,18 @@ class Stray:
 
 
 @dataclass(frozen=True, slots=True)
+class Tally:
+    """Accesses of one process that its guard zones absorbed; `recorded`: when that last began a record."""
+
+    count: int
+    recorded: float
+
+
+@dataclass(frozen=True, slots=True)
 class State:
-    """`departed` remembers which processes were clients of which domain, newest last (bounded)."""
+    """`hits`: records of guard hits that may yet be revised (bounded). `tallies`: of living clients.
+
+    `departed` remembers which processes were clients of which domain, newest last (bounded)."""
 
     policy: Policy = Policy()
     slots: Mapping[str, Slot] = field(default_factory=lambda: MappingProxyType({}))
@@ -183,6 +197,8 @@ class State:
     clients: Mapping[ClientId, Client] = field(default_factory=lambda: MappingProxyType({}))
     departed: tuple[Departed, ...] = ()
     open_faults: tuple[FaultRecord, ...] = ()
+    hits: tuple[FaultRecord, ...] = ()
+    tallies: Mapping[ProcessInstance, Tally] = field(default_factory=lambda: MappingProxyType({}))
     strays: tuple[Stray, ...] = ()
     drained: frozenset[str] = frozenset()
     stopping: bool = False
@@ -229,11 +245,13 @@ def check_invariants(state: State) -> None:
             _hold(not living, f"domain {domain.id} is being stopped under living clients {living}")
     for client in state.clients.values():
         _check_client(state, client)
-    for record in state.open_faults:
+    for record in (*state.open_faults, *state.hits):
         _hold(
             record.offender is None or record.offender.id not in {v.id for v in record.victims},
             f"fault {record.id} names a victim as its offender",
         )
+    for process in state.tallies:
+        _hold(any(c.living for c in state.spaces_of(process)), f"hits of {process} are counted for nobody")
 
 
 def _check_slot(state: State, slot: Slot) -> None:
@@ -259,6 +277,9 @@ def _check_client(state: State, client: Client) -> None:
     _hold(not dead or client.leased, f"dead client {client.id} is kept without a lease")
     evicting = client.state in (ClientState.TERMINATING, ClientState.KILLING)
     _hold(not evicting or client.eviction is not None, f"client {client.id} is evicted by nobody")
+    _hold(client.frozen is None or client.living, f"client {client.id} is dead and frozen")
+    asked = client.state is ClientState.TERMINATING
+    _hold(client.frozen is None or not asked, f"frozen client {client.id} is asked to leave")
 
 
 def _hold(condition: bool, what: str) -> None:

@@ -59,6 +59,16 @@ _ROWS = (
         31,
     ),
     _row(
+        "guard-hit",
+        "a stray access that a guard zone absorbed",
+        "UVM GPU-fault event (serviced, no prefetch) on the client's own tracker, at an address in a guard "
+        "zone that its ledger notes",
+        Scope.CLIENT,
+        "the guard zone that the libcuda proxy laid: nobody else notices",
+        "have the owner of the named client run it under compute-sanitizer; what a policy evict, absorb or "
+        "freeze does with it: mpsd-ctl policy",
+    ),
+    _row(
         "mmu-null",
         "access through a null pointer",
         "as mmu-invalid-address, with an address in the first 64 KiB",

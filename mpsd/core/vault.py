@@ -3,7 +3,8 @@
 A holding belongs to an owner (a uid in a cgroup, or a uid with a token) and was brought by one process.
 It ends with that process, unless it was kept under a name: then it stays for the same owner to come back
 to, until it is too old or its owner keeps too much, oldest first. Whatever goes is in an answer of the
-method that let it go, once: who holds the descriptors closes exactly those.
+method that let it go, once: who holds the descriptors closes exactly those. While its process lives, other
+processes of its owner may open it by a secret that it was shared under.
 
 Times are seconds of the monotonic clock, sizes bytes.
 """
@@ -32,7 +33,8 @@ class Owner:
 class Holding:
     """`id` is the vault's own, never given twice. `number` and `address` are the program's words.
 
-    `died`: when its process ended, for what is kept; None while the process lives.
+    `died`: when its process ended, for what is kept; None while the process lives. `share`: the digest of
+    the secret under which other processes of the owner may open it, empty for none.
     """
 
     id: int
@@ -45,6 +47,7 @@ class Holding:
     since: float
     name: str | None = None
     died: float | None = None
+    share: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +115,7 @@ class Ledger:
     _wishes: dict[ProcessInstance, tuple[Owner, str]] = field(default_factory=dict)
     _clients: dict[ProcessInstance, _Sum] = field(default_factory=dict)
     _users: dict[int, _Sum] = field(default_factory=dict)
+    _shares: dict[tuple[Owner, str], int] = field(default_factory=dict)
     # Ended processes of which something is kept, in the order of their ends.
     _dead: dict[ProcessInstance, float] = field(default_factory=dict)
 
@@ -178,6 +182,26 @@ class Ledger:
             return Outcome(refusal=Refusal.NOTHING)
         return Outcome(freed=self._free_all((self._held[found],)))
 
+    def share(self, process: ProcessInstance, number: int, share: str) -> Outcome:
+        """Other processes of the owner may open it by this secret (its digest), which replaces an earlier
+        one, until it is freed or its process ends."""
+        found = self._by_process.get(process, {}).get(number)
+        if found is None or process in self._dead:
+            return Outcome(refusal=Refusal.NOTHING)
+        holding = self._held[found]
+        if self._shares.get((holding.owner, share), found) != found:
+            return Outcome(refusal=Refusal.TWICE)
+        self._unshare(holding)
+        shared = self._held[found] = replace(holding, share=share)
+        self._shares[holding.owner, share] = found
+        return Outcome(shared, changed=(shared,))
+
+    def shared(self, owner: Owner, share: str) -> Holding | None:
+        """What is open to this owner under that secret's digest: None alike for what is unknown and for
+        what is another owner's."""
+        found = self._shares.get((owner, share))
+        return None if found is None else self._held[found]
+
     def may_keep(self, owner: Owner, process: ProcessInstance, name: str) -> Refusal | None:
         """Why `keep` would be refused."""
         if not valid_name(name):
@@ -205,7 +229,9 @@ class Ledger:
         """Its end: what is not kept goes at once, and so do its owner's oldest where too much is kept."""
         held = self.of(process)
         freed = self._free_all(h for h in held if h.name is None)
-        changed = tuple(replace(h, died=now) for h in held if h.name is not None)
+        changed = tuple(replace(h, died=now, share="") for h in held if h.name is not None)
+        for holding in held:
+            self._unshare(holding)
         for holding in changed:
             self._held[holding.id] = holding
         if not changed:
@@ -253,6 +279,8 @@ class Ledger:
         known = holding.number in self._by_process.get(holding.process, {})
         if holding.id in self._held or known or taken or wish != (holding.owner, holding.name):
             return False
+        if holding.died is not None or (holding.owner, holding.share) in self._shares:
+            holding = replace(holding, share="")
         self._add(holding)
         if holding.name is not None:
             self._names[holding.owner, holding.name] = holding.process
@@ -270,6 +298,8 @@ class Ledger:
         self.next_id = max(self.next_id, holding.id + 1)
         self._held[holding.id] = holding
         self._by_process.setdefault(holding.process, {})[holding.number] = holding.id
+        if holding.share:
+            self._shares[holding.owner, holding.share] = holding.id
         for total in (
             self._clients.setdefault(holding.process, _Sum()),
             self._users.setdefault(holding.owner.uid, _Sum()),
@@ -286,6 +316,7 @@ class Ledger:
     def _remove(self, holding: Holding) -> None:
         process, uid = holding.process, holding.owner.uid
         del self._held[holding.id]
+        self._unshare(holding)
         del self._by_process[process][holding.number]
         for total in (self._clients[process], self._users[uid]):
             total.bytes -= holding.size
@@ -298,6 +329,10 @@ class Ledger:
                 self._forget_name(process)
                 del self._dead[process]
 
+    def _unshare(self, holding: Holding) -> None:
+        if self._shares.get((holding.owner, holding.share)) == holding.id:
+            del self._shares[holding.owner, holding.share]
+
     def _forget_name(self, process: ProcessInstance) -> None:
         wish = self._wishes.pop(process, None)
         if wish is not None:
@@ -306,4 +341,4 @@ class Ledger:
     def is_empty(self) -> bool:
         """Nothing is left of anybody, not even a wish."""
         parts = (self._held, self._by_process, self._names, self._wishes)
-        return not any((*parts, self._clients, self._users, self._dead))
+        return not any((*parts, self._clients, self._users, self._shares, self._dead))

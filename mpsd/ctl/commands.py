@@ -108,6 +108,18 @@ def _agreed(client: Client, pid: int, start_ticks: int | None) -> bool:
     return False
 
 
+def policy(options: Namespace, out: TextIO) -> int:
+    with connect(options.socket) as client:
+        result = client.zone_policy(
+            options.pid, options.policy, start_ticks=options.start_ticks, reason=options.reason
+        )
+    if options.json:
+        _json(out, {"schema": SCHEMA, **result})
+    else:
+        _print(out, [f"a guard hit of {result['pid']}: {result['policy']}"])
+    return 0
+
+
 def events(options: Namespace, out: TextIO) -> int:
     since = 0 if options.since is None and not options.follow else options.since
     with connect(options.socket) as client:
@@ -245,6 +257,7 @@ def version(options: Namespace, out: TextIO) -> int:
 VERBS: Mapping[str, Callable[[Namespace, TextIO], int]] = {
     "status": status,
     "kill": kill,
+    "policy": policy,
     "events": events,
     "faults": faults,
     "doctor": doctor,

@@ -50,6 +50,8 @@ Then the clients with what protects each of them:
   tracker  a memory fault of it is seen within a millisecond and named
   guard    stray accesses there are absorbed; "silent": nobody is told, its results may be wrong
   vault    it runs under mpsd-run, and so much of its memory could outlive it (mpsd-ctl vault)
+  zones    guard zones that it laid around its memory: managed ones absorb and report, sparse ones absorb
+           in silence, uncovered pieces have a side with none
 
 Then the dead whose memory is still held, and processes on the GPU that are not on MPS.
 """
@@ -57,6 +59,18 @@ Then the dead whose memory is still held, and processes on the GPU that are not 
 _STATUS_EPILOG = """\
 exit status: 0 healthy, 3 no daemon, 10 degraded, 11 a domain in use is in FAULT.
 --json prints the daemon's answer as it is ("schema": 1); unknown keys may be added, none changes meaning.
+"""
+
+_POLICY = """\
+What mpsd does with one client when a guard zone, which it laid itself around its memory under mpsd-run,
+absorbs a stray access of it. In any case there is a record (mpsd-ctl faults), and nobody else notices.
+
+  evict    it is put out at once, as by mpsd-ctl kill
+  absorb   it goes on, with results that are wrong; one record a minute at most
+  freeze   it is stopped (SIGSTOP) to be looked at; then mpsd-ctl kill PID, or kill -CONT PID
+
+Holds until that process ends, also when mpsd is restarted. [guard] zone_policy is for all others. For
+root and members of the group mpsd.
 """
 
 _KILL = """\
@@ -130,6 +144,7 @@ def build() -> argparse.ArgumentParser:
     verbs = top.add_subparsers(dest="verb", required=True, metavar="COMMAND", title="commands")
     _status(verbs)
     _kill(verbs)
+    _policy(verbs)
     _events(verbs)
     _faults(verbs)
     _verb(verbs, "doctor", "what this machine can and cannot do, and what to do about it", _DOCTOR)
@@ -216,6 +231,15 @@ def _kill(verbs: _Verbs) -> None:
         metavar="N",
         help="field 22 of /proc/PID/stat: refuse a process that started at another time",
     )
+
+
+def _policy(verbs: _Verbs) -> None:
+    text = "what a guard hit of one client leads to"
+    parser = _verb(verbs, "policy", text, _POLICY)
+    parser.add_argument("pid", type=int, metavar="PID")
+    parser.add_argument("policy", choices=("evict", "absorb", "freeze"))
+    parser.add_argument("--reason", default="", metavar="TEXT", help="kept in the daemon's log")
+    parser.add_argument("--start-ticks", type=_number, metavar="N", help="as for kill")
 
 
 def _events(verbs: _Verbs) -> None:

@@ -115,7 +115,7 @@ def _clients(view: Mapping[str, Any], style: Style, *, headers: bool) -> list[st
             _pid(c),
             c["user"],
             c["domain"],
-            c["state"],
+            "frozen" if c.get("frozen") else c["state"],
             size(c["memory_bytes"]),
             age(c["age_s"]),
             _protections(c) or "none" + (f": {c['problem']}" if c.get("problem") else ""),
@@ -124,12 +124,31 @@ def _clients(view: Mapping[str, Any], style: Style, *, headers: bool) -> list[st
         for c in view["clients"]
     ]
     heads = ("PID", "USER", "DOMAIN", "STATE", "MEMORY", "AGE", "PROTECTIONS", "COMMAND")
-    return ["", *table(rows, heads if headers else None, style)] if rows else []
+    lines = ["", *table(rows, heads if headers else None, style)] if rows else []
+    frozen = sorted({str(c["pid"]) for c in view["clients"] if c.get("frozen") and c["pid"] is not None})
+    return lines + [
+        f"  {pid} is stopped after a guard hit: look at it, then mpsd-ctl kill {pid}, or kill -CONT {pid}"
+        for pid in frozen
+    ]
 
 
 def _protections(client: Mapping[str, Any]) -> str:
     vault = [f"vault {size(client['vault_bytes'])}"] if client.get("proxied") else []
-    return ", ".join([*client["protections"], *vault])
+    return ", ".join([*client["protections"], *vault, *_zones(client)])
+
+
+def _zones(client: Mapping[str, Any]) -> list[str]:
+    """Guard zones that the client laid itself, and what is not usual with them."""
+    zones, found = client.get("guard_zones"), []
+    if zones:
+        parts = [f"{zones['managed']} managed"]
+        parts += [f"{zones[kind]} {kind}" for kind in ("sparse", "uncovered") if zones[kind]]
+        found.append(f"zones {'/'.join(parts)}")
+    if client.get("guard_hits"):
+        found.append(f"{client['guard_hits']} guard hits")
+    if client.get("zone_policy_set"):
+        found.append(f"policy {client['zone_policy']}")
+    return found
 
 
 def _dead(view: Mapping[str, Any], style: Style, *, headers: bool) -> list[str]:
@@ -187,7 +206,7 @@ def _party(party: Mapping[str, Any]) -> str:
 def fault(record: Mapping[str, Any], style: Style) -> list[str]:
     where = f"domain {record['domain']}" if record["domain"] else "the device"
     lines = [style.paint(f"#{record['id']} {record['time']} {record['class']}", "head") + f" in {where}"]
-    lines.append(f"  what      {record['title']}")
+    lines.append(f"  what      {printable(record.get('summary') or record['title'], 500)}")
     if record["address"] is not None:
         there = f", {record['lies_there']}" if record["lies_there"] else ""
         lines.append(f"  access    {record['access']} at {record['address']} ({record['fault_type']}{there})")

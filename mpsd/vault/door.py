@@ -8,6 +8,8 @@ connection, counted by its reason; it does not end what the process has brought 
 Nothing that a peer does blocks the loop: peers are identified in threads, sending never waits, a peer's
 messages are taken in one by one at a limited rate, and descriptors that are not what they should be are
 closed in a thread of their own, for a file system may make its close wait.
+
+Long because whatever a peer may say is answered, refused or counted in this one place.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import struct
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -33,9 +35,10 @@ from mpsd.gpu.base import ExportedMemory
 from mpsd.model import ProcessInstance
 from mpsd.vault import wire
 from mpsd.vault.hold import Vault
-from mpsd.vault.notes import digest
+from mpsd.vault.notes import digest, share_digest
 from mpsd.vault.peer import CREDENTIALS, VaultPeer, credentials, identify
 from mpsd.vault.wire import Kind, Message, Status, WireError
+from mpsd.zones.grants import Grant
 
 log = structlog.get_logger("mpsd.vault.door")
 
@@ -51,6 +54,8 @@ _STATUS = {
     Refusal.BAD_NAME: Status.NAME,
     Refusal.NOTHING: Status.UNKNOWN,
 }
+LedgerTaker = Callable[[ProcessInstance, int], Awaitable["Grant | None"]]
+"""Takes a ledger over and says what may be laid. Raises GpuError for what is no ledger, which it leaves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +81,7 @@ class Visit:
         self.uid = uid
         self.peer: VaultPeer | None = None
         self.process: ProcessInstance | None = None
+        self.ledger = False
         self.allowance = burst
         self.filled = time.monotonic()
         self.task: asyncio.Task[None] | None = None
@@ -83,8 +89,16 @@ class Visit:
 
 
 class Door:
-    def __init__(self, path: Path, vault: Vault, limits: DoorLimits | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        vault: Vault,
+        limits: DoorLimits | None = None,
+        take_ledger: LedgerTaker | None = None,
+    ) -> None:
+        """`take_ledger`: None grants guard zones to nobody."""
         self.path = path
+        self._take_ledger = take_ledger
         self._vault = vault
         self._limits = limits or DoorLimits()
         self._loop = asyncio.get_running_loop()
@@ -92,7 +106,7 @@ class Door:
         self._per_user: Counter[int] = Counter()
         self._threads = asyncio.Semaphore(2)
         self._listener: socket.socket | None = None
-        vault.on_end = self._process_ended
+        vault.on_end.append(self._process_ended)
 
     def start(self) -> None:
         """Raises ConfigError, OSError."""
@@ -258,7 +272,7 @@ class Door:
             self._loop.add_reader(visit.socket.fileno(), self._read, visit)
 
     def _obey(self, visit: Visit, message: Message, fds: list[int]) -> None:
-        if bool(fds) != (message.kind is Kind.PUT):
+        if bool(fds) != (message.kind in (Kind.PUT, Kind.LEDGER)):
             raise Refused("descriptors")
         if (message.kind is Kind.HELLO) != (visit.process is None):
             raise Refused("order")
@@ -278,6 +292,17 @@ class Door:
                 self._answer(visit, message, _STATUS[outcome.refusal])
             case Kind.CLAIM:
                 self._claim(visit, process, message)
+            case Kind.LEDGER:
+                if visit.ledger:
+                    raise Refused("order")
+                visit.ledger = True
+                # Who brings it may not be known as a client yet.
+                self._pause(visit)
+                visit.task = self._loop.create_task(self._ledger(visit, process, message, fds.pop()))
+            case Kind.SHARE:
+                self._share(visit, process, message)
+            case Kind.OPEN:
+                self._open(visit, process, message)
 
     def _hello(self, visit: Visit, message: Message) -> None:
         peer = visit.peer
@@ -303,6 +328,25 @@ class Door:
             raise Refused("not_memory") from error
         fds.clear()
         self._answer(visit, message, _STATUS[refusal])
+
+    async def _ledger(self, visit: Visit, process: ProcessInstance, message: Message, fd: int) -> None:
+        taken: list[int] = [fd]
+        try:
+            grant = None
+            if self._take_ledger is not None:
+                grant = await self._take_ledger(process, fd)
+                taken.clear()
+        except GpuError:
+            self._refuse(visit, "not_ledger")
+            return
+        finally:
+            close_strangers(taken)
+        visit.task = None
+        if self._visits.get(visit.socket.fileno()) is visit:
+            status = Status.QUOTA if grant is None else Status.OK
+            size, count = (grant.bytes, grant.zones) if grant is not None else (0, 0)
+            self._answer(visit, replace(message, size=size, count=count), status)
+            self._resume(visit)
 
     async def _let_go(self, visit: Visit, process: ProcessInstance, message: Message) -> None:
         if message.kind is Kind.DROP:
@@ -334,6 +378,26 @@ class Door:
             count=len(found),
         )
         self._vault.counters["claims"] += 1
+        self._answer(visit, answer, Status.OK, [self._vault.descriptor(holding)])
+
+    def _share(self, visit: Visit, process: ProcessInstance, message: Message) -> None:
+        if message.token == wire.NO_TOKEN:
+            raise Refused("token")
+        refusal = self._vault.share(process, message.number, share_digest(message.token))
+        if refusal is None:
+            self._vault.counters["shares"] += 1
+        self._answer(visit, message, _STATUS[refusal])
+
+    def _open(self, visit: Visit, process: ProcessInstance, message: Message) -> None:
+        """A duplicate, which keeps the memory for as long as whoever opens it has it mapped."""
+        holding = self._vault.shared(process, share_digest(message.token))
+        if holding is None:
+            # Not told whether another owner has it.
+            self._vault.counters["opens_denied"] += 1
+            self._answer(visit, message, Status.DENIED)
+            return
+        self._vault.counters["opens"] += 1
+        answer = replace(message, number=0, size=holding.size, gpu=holding.gpu)
         self._answer(visit, answer, Status.OK, [self._vault.descriptor(holding)])
 
     def _answer(self, visit: Visit, message: Message, status: Status, fds: Sequence[int] = ()) -> None:

@@ -51,7 +51,8 @@ class Vault:
         self.counters: Counter[str] = Counter()
         self.offered_at = ""
         """The door's socket, while it is open."""
-        self.on_end: Callable[[ProcessInstance], None] = lambda process: None
+        self.on_end: list[Callable[[ProcessInstance], None]] = []
+        """Told when a process has ended, runs another program, or left with nothing held."""
         self._inspector = inspector
         self._store = store
         self._loop = asyncio.get_running_loop()
@@ -124,7 +125,8 @@ class Vault:
         self._loop.remove_reader(client.pinned.fileno())
         client.pinned.close()
         self._settle(self.ledger.died(process, time.monotonic()))
-        self.on_end(process)
+        for tell in self.on_end:
+            tell(process)
 
     def knows(self, process: ProcessInstance) -> bool:
         return process in self._clients
@@ -177,6 +179,16 @@ class Vault:
         outcome = self.ledger.keep(self._clients[process].owner, process, name)
         self._settle(outcome)
         return outcome
+
+    def share(self, process: ProcessInstance, number: int, share: str) -> Refusal | None:
+        """Open to other processes of its owner from now on; None for done."""
+        outcome = self.ledger.share(process, number, share)
+        self._settle(outcome)
+        return outcome.refusal
+
+    def shared(self, process: ProcessInstance, share: str) -> Holding | None:
+        """What another process of the same owner has shared so."""
+        return self.ledger.shared(self._clients[process].owner, share)
 
     def named(self, process: ProcessInstance, name: str) -> tuple[Holding, ...]:
         """What the process may claim: what its owner keeps under that name."""

@@ -14,8 +14,8 @@ from mpsd.model import ProcessInstance
 from mpsd.slotnotes import SlotNotes
 
 SLOT = 512
-# id, pid, start ticks, uid, number, size, address, since, died (-1: lives), GPU, token, name, cgroup
-_NOTE = struct.Struct("<QIQIQQQdd48s64s64s256s")
+# id, pid, start ticks, uid, number, size, address, since, died (-1: lives), GPU, token, name, cgroup, share
+_NOTE = struct.Struct("<QIQIQQQdd48s64s64s256s16s")
 assert _NOTE.size <= SLOT
 
 
@@ -32,6 +32,11 @@ def cgroup_text(cgroup: str) -> str:
     if len(cgroup.encode()) <= 255 and "\0" not in cgroup:
         return cgroup
     return "sha256:" + digest(cgroup.encode())
+
+
+def share_digest(token: bytes) -> str:
+    """Of the secret that memory is shared under: 128 bits of it, which is what a note has room for."""
+    return digest(token)[:32]
 
 
 class VaultNotes:
@@ -88,11 +93,12 @@ def _pack(holding: Holding) -> bytes:
         holding.owner.token.encode(),
         (holding.name or "").encode(),
         holding.owner.cgroup.encode(),
+        bytes.fromhex(holding.share),
     )
 
 
 def _unpack(raw: bytes) -> Holding | None:
-    number, pid, start, uid, own, size, address, since, died, *texts = _NOTE.unpack_from(raw)
+    number, pid, start, uid, own, size, address, since, died, *texts, share = _NOTE.unpack_from(raw)
     try:
         gpu, token, name, cgroup = (text.rstrip(b"\0").decode() for text in texts)
     except UnicodeDecodeError:
@@ -110,4 +116,5 @@ def _unpack(raw: bytes) -> Holding | None:
         since,
         name or None,
         died if died >= 0 else None,
+        share.hex() if any(share) else "",
     )

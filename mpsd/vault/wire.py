@@ -39,6 +39,9 @@ class Kind(IntEnum):
     KEEP = 4
     CLAIM = 5
     RELEASE = 6
+    LEDGER = 7
+    SHARE = 8
+    OPEN = 9
 
 
 class Status(IntEnum):

@@ -93,6 +93,7 @@ _SINCE = Argument("since_id", Kind.INTEGER)
 _PID = Argument("pid", Kind.INTEGER, required=True, low=2, high=2**22)
 
 _NAME = Argument("name", Kind.TEXT, required=True, low=1, high=63)
+_TICKS = Argument("start_ticks", Kind.INTEGER)
 
 _TABLE = (
     Operation("status", Right.ANY, "GPUs, domains, clients, what is held for the dead"),
@@ -145,6 +146,13 @@ _TABLE = (
         Right.ANY,
         "events from now on, after those kept since an event number; a user gets its own",
         (_SINCE,),
+    ),
+    Operation(
+        "zone_policy",
+        Right.ADMIN,
+        "what is done with one client when a guard zone absorbs an access of it",
+        (_PID, _TICKS, Argument("policy", Kind.TEXT, required=True, low=1, high=16), _REASON),
+        mutates=True,
     ),
     Operation("vault_list", Right.ANY, "what the vault holds; a user sees its own"),
     Operation(

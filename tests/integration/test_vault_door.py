@@ -13,7 +13,7 @@ import pytest
 
 from mpsd.core.vault import Limits
 from mpsd.vault import peer as vault_peer
-from mpsd.vault.wire import Kind, Message, Status
+from mpsd.vault.wire import Kind, Message, Status, pack
 from tests.support import vaulting
 from tests.support.site import OTHER_UID, ROOT, as_user, until
 from tests.support.vaultfixtures import LIMITS, alone, counted, held, place, store, vault
@@ -251,3 +251,87 @@ def test_a_peer_is_pinned_where_the_kernel_has_no_option_for_it(place: Path) -> 
             assert pins[0].instance == pins[1].instance and all(pin.alive() for pin in pins)
             for pin in pins:
                 pin.close()
+
+
+SECRET = b"a secret of thirty-two bytes....."[:32]
+
+
+def test_what_is_shared_another_process_of_the_owner_opens(vault: RunningVault) -> None:
+    """Until its exporter ends: also where the exporter keeps it under a name."""
+    share = f"assert client.ask(Message(Kind.SHARE, number=2, token={SECRET!r})).status == 0"
+    then = f"{share}; print('shared', flush=True); signal.pause()"
+    process = program(vault.path, name="model", then=then)
+    assert process.stdout is not None and process.stdout.readline() == "shared\n"
+    with VaultClient(vault.path) as client:
+        for _ in range(2):
+            answer, (fd,) = client.open(SECRET)
+            assert (answer.status, answer.size, answer.number, answer.token) == (0, 4096, 0, bytes(32))
+            assert os.pread(fd, 6, 0) == b"second"
+            os.close(fd)
+        assert client.open(b"x" * 32)[0].status == Status.DENIED
+        assert client.open(bytes(32))[0].status == Status.DENIED
+        end(process)
+        until(lambda: client.open(SECRET)[0].status == Status.DENIED, "its exporter has ended")
+        answer, (fd,) = client.claim("model", 1)
+        assert answer.status == Status.OK
+        os.close(fd)
+    assert counted(vault, "shares") == 1
+
+
+def test_a_share_ends_with_its_piece(vault: RunningVault) -> None:
+    with VaultClient(vault.path) as client:
+        client.put(1)
+        client.put(2)
+        assert client.ask(Message(Kind.SHARE, number=3, token=SECRET)).status == Status.UNKNOWN
+        assert client.ask(Message(Kind.SHARE, number=1, token=SECRET)).status == Status.OK
+        # The same secret for another piece would make one of them unreachable.
+        assert client.ask(Message(Kind.SHARE, number=2, token=SECRET)).status == Status.TWICE
+        answer, fds = client.open(SECRET)
+        assert answer.status == Status.OK
+        os.close(fds[0])
+        assert client.ask(Message(Kind.DROP, number=1)).status == Status.OK
+        assert client.open(SECRET)[0].status == Status.DENIED
+        client.send(pack(Message(Kind.SHARE, number=2)))
+        assert client.is_closed()
+    assert counted(vault, "closed_token") == 1
+
+
+@root_only
+def test_another_owner_opens_nothing(vault: RunningVault) -> None:
+    """However it came to the secret, and told no more than of one that nobody has."""
+    owner = b"t" * 32
+    share = f"assert client.ask(Message(Kind.SHARE, number=2, token={SECRET!r})).status == 0"
+    then = f"{share}; print('shared', flush=True); signal.pause()"
+    process = program(vault.path, token=owner, then=then)
+    assert process.stdout is not None and process.stdout.readline() == "shared\n"
+    for uid, token in ((OTHER_UID, owner), (os.geteuid(), bytes(32))):
+        with as_user(uid):
+            stranger = VaultClient(vault.path, token=token)
+        with stranger:
+            assert stranger.open(SECRET) == stranger.open(b"x" * 32)
+            assert stranger.open(SECRET)[0].status == Status.DENIED
+        alone_but(vault, process.pid)
+    with VaultClient(vault.path, token=owner) as friend:
+        answer, fds = friend.open(SECRET)
+        assert answer.status == Status.OK
+        os.close(fds[0])
+    end(process)
+
+
+def alone_but(vault: RunningVault, pid: int) -> None:
+    """Until no process but that one is a client: this one may be another owner's next."""
+    until(
+        lambda: vault.look(lambda: vault.vault.owner_of(os.getpid()) is None and vault.vault.owner_of(pid)),
+        "this process is no client any more",
+    )
+
+
+def test_the_next_daemon_opens_what_was_shared(place: Path, store: MemoryStore) -> None:
+    with RunningVault(place, store, LIMITS), VaultClient(place) as client:
+        client.put(1, 4096, b"first")
+        assert client.ask(Message(Kind.SHARE, number=1, token=SECRET)).status == Status.OK
+        until(lambda: len(store.held) == 2, "all is stored")
+    with RunningVault(place, store, LIMITS), VaultClient(place) as client:
+        answer, (fd,) = client.open(SECRET)
+        assert answer.status == Status.OK and os.pread(fd, 5, 0) == b"first"
+        os.close(fd)

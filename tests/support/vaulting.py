@@ -78,6 +78,10 @@ class VaultClient:
         self.send(pack(Message(Kind.CLAIM, name=name, index=index)))
         return self.receive()
 
+    def open(self, token: bytes) -> tuple[Message, list[int]]:
+        self.send(pack(Message(Kind.OPEN, token=token)))
+        return self.receive()
+
     def is_closed(self) -> bool:
         """Once the other end has closed it; an answer in between is no end."""
         try:

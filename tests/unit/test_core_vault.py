@@ -13,6 +13,7 @@ from mpsd.model import ProcessInstance
 LIMITS = Limits(Quota(60, 4), Quota(100, 7), Quota(50, 3), 9, 10.0)
 OWNERS = (Owner(1, "/a"), Owner(1, "/b"), Owner(1, token="t"), Owner(2, "/a"))
 NAMES = ("one", "two")
+SHARES = ("a" * 32, "b" * 32)
 PROCESS = st.integers(0, 7)
 GENEROUS = Limits(Quota(1 << 40, 1 << 20), Quota(1 << 40, 1 << 20), Quota(1 << 40, 64), 1 << 20, 10.0)
 
@@ -41,7 +42,8 @@ class LedgerMachine(RuleBasedStateMachine):
         for gone in outcome.freed:
             del self.model[gone.id]
         for changed in outcome.changed:
-            assert replace(self.model[changed.id], name=changed.name, died=changed.died) == changed
+            before = self.model[changed.id]
+            assert replace(before, name=changed.name, died=changed.died, share=changed.share) == changed
             self.model[changed.id] = changed
 
     @rule(which=PROCESS, number=st.integers(0, 5), size=st.integers(1, 70))
@@ -88,8 +90,28 @@ class LedgerMachine(RuleBasedStateMachine):
         process = self.process(which)
         self.now += 1
         self.told(self.ledger.died(process, self.now))
-        assert all(h.name and h.died == self.now for h in self.model.values() if h.process == process)
+        left = [h for h in self.model.values() if h.process == process]
+        assert all(h.name and h.died == self.now and not h.share for h in left)
         self.life[which] += 1
+
+    @rule(which=PROCESS, number=st.integers(0, 5), share=st.sampled_from(SHARES))
+    def share(self, which: int, number: int, share: str) -> None:
+        process = self.process(which)
+        found = [h for h in self.model.values() if (h.process, h.number) == (process, number)]
+        outcome = self.ledger.share(process, number, share)
+        taken = [h for h in self.model.values() if h not in found and h.share == share]
+        self.told(outcome)
+        if not found:
+            assert outcome.refusal is Refusal.NOTHING
+        elif any(h.owner == found[0].owner for h in taken):
+            assert outcome.refusal is Refusal.TWICE
+        else:
+            assert outcome.holding is not None and outcome.holding.share == share
+
+    @rule(owner=st.sampled_from(OWNERS), share=st.sampled_from(SHARES))
+    def open(self, owner: Owner, share: str) -> None:
+        found = self.ledger.shared(owner, share)
+        assert [found] == ([h for h in self.model.values() if (h.owner, h.share) == (owner, share)] or [None])
 
     @rule(seconds=st.integers(1, 12))
     def expire(self, seconds: int) -> None:

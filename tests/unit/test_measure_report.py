@@ -29,7 +29,7 @@ def test_control_replies_lose_what_names_the_machine(tmp_path: Path) -> None:
     reply = "1 GPU-f7f0e716-98a7-1abd 402 /srv/some/place/bin/python3"
     save(tmp_path, "control", [{"part": "replies", "rows": [{"command": "ps", "reply": reply}]}])
     path = report.write(tmp_path, tmp_path / "out")
-    assert path.name == "NVIDIA-H200-580.1-measurements.json"
+    assert path.name == "NVIDIA-H200-580.1-control.json"
     made = json.loads(path.read_text())
     assert made["rows"][0]["figures"][0]["reply"] == "1 GPU-00000000-0000-0000 402 /usr/bin/python3"
     assert "/usr/bin/python3" in path.with_suffix(".md").read_text()
@@ -66,7 +66,30 @@ def test_no_results_is_an_error(tmp_path: Path) -> None:
         report.build(tmp_path)
 
 
-@pytest.mark.parametrize("path", sorted(REPORTS.glob("*-measurements.json")), ids=lambda path: path.stem)
+def test_zones_say_how_many_accesses_were_seen_and_what_storms_cost(tmp_path: Path) -> None:
+    alive, lost = {"ev": "alive", "longest_ms": 0.1}, {"ev": "error", "code": 700}
+    touch = {"case": "single", "what": "store at 0x10", "at": "0x10", "first ms": 0.4, "survivor": alive}
+    storm = {"case": "full grid", "what": "stores", "event to termination ms": 15.0, "survivor": alive}
+    rows = [
+        touch | {"events": {"serviced WRITE": 1}},
+        touch | {"events": {"fatal WRITE": 1}, "survivor": lost},
+        storm,
+        {"case": "windows", "what": "window in torch", "up": True, "inside": []},
+        {"case": "GPU full", "failed": "lost"},
+    ]
+    save(tmp_path, "zones", rows)
+    made = report.build(tmp_path)["rows"]
+    assert "1 of 2 single accesses were serviced" in made[0]["finding"]
+    assert "after 2 of 3 steps the survivor was unharmed" in made[0]["finding"]
+    assert "Storms ended 15 to 15 ms" in made[0]["finding"]
+    assert made[1]["finding"] == "torch: yes"
+    assert made[2]["figures"] == [{"case": "GPU full", "failed": "lost"}]
+
+
+MEASURED = sorted([*REPORTS.glob("*-measurements.json"), *REPORTS.glob("*-zones.json")])
+
+
+@pytest.mark.parametrize("path", MEASURED, ids=lambda path: path.stem)
 def test_committed_reports_keep_the_schema(path: Path) -> None:
     made = json.loads(path.read_text())
     assert {*report.HEAD, "rows", "runs"} <= made.keys()

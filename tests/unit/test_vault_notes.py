@@ -26,6 +26,7 @@ HOLDINGS = st.builds(
     SECONDS,
     st.none() | st.sampled_from(("model", "x" * 63)),
     st.none() | SECONDS,
+    st.sampled_from(("", "a" * 32)),
 )
 
 

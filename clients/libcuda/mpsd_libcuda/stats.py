@@ -12,7 +12,7 @@ from dataclasses import dataclass
 MAGIC = int.from_bytes(b"mpsdcuda", "little")
 VERSION = 1
 _NAME = "/memfd:mpsd-libcuda"
-_HEAD = struct.Struct("<Q10I11Q72x256s512s")
+_HEAD = struct.Struct("<Q10I19Q8x256s512s")
 _UNKNOWN = struct.Struct("<Q88s")
 _UNKNOWN_MAX = 64
 
@@ -24,6 +24,15 @@ class State(enum.IntEnum):
     NO_DRIVER = 3
 
 
+class Window(enum.IntEnum):
+    """Where the windows of addresses lie: ELSEWHERE is not where they were wanted."""
+
+    NOT_YET = 0
+    AS_WANTED = 1
+    ELSEWHERE = 2
+    NONE = 3
+
+
 @dataclass(frozen=True)
 class Stats:
     """One reading. `driver_version` is 0 until the program has called cuInit.
@@ -31,6 +40,11 @@ class Stats:
     `vault_*`: allocations in exportable memory, their bytes, the bytes mapped for them, and how often the
     driver had to answer cuMemAlloc itself; pieces (slabs and large allocations) that the daemon has
     taken, that it refused, and that it never heard of, so far.
+
+    `ipc_*`: handles of such memory given out, handles of other processes that are open now, and calls that
+    the vault could not answer. `passed_*`: allocations that are not vaulted, so far: stream-ordered ones,
+    managed memory, host memory (registered too), and the program's own of cuMemCreate. `window_base`: the
+    address of the first window, 0 for none.
     """
 
     pid: int
@@ -53,6 +67,15 @@ class Stats:
     vault_taken: int
     vault_refused: int
     vault_lost: int
+    ipc_shared: int
+    ipc_opened: int
+    ipc_failed: int
+    passed_pool: int
+    passed_managed: int
+    passed_host: int
+    passed_exportable: int
+    window: Window
+    window_base: int
     unknown: Mapping[str, int]
 
 
@@ -92,6 +115,8 @@ def decode(data: bytes) -> Stats | None:
         taken,
         refused,
         lost,
+        *shared_and_passed,
+        window,
         reason,
         path,
     ) = rest
@@ -121,6 +146,9 @@ def decode(data: bytes) -> Stats | None:
         taken,
         refused,
         lost,
+        *shared_and_passed,
+        Window(window & 3),
+        window & ~3,
         unknown,
     )
 

@@ -331,6 +331,26 @@ bool arena_find(const struct arena *arena, uint64_t address, struct arena_range 
 	return is_used && address - found->base < found->size;
 }
 
+bool arena_piece(const struct arena *arena, uint64_t address, struct arena_range *piece)
+{
+	uint64_t granule = (address - arena->base) / ARENA_GRANULE;
+	uint32_t first;
+
+	if (granule >= arena->granules || !arena->head[granule])
+		return false;
+	first = arena->head[granule] - 1;
+	*piece = range_of(arena, first, arena->slab[first] ? 1 : granules_of(arena->size[first]));
+	return true;
+}
+
+bool arena_next_piece(const struct arena *arena, uint64_t address, struct arena_range *piece)
+{
+	for (; address - arena->base < arena->granules * ARENA_GRANULE; address += ARENA_GRANULE)
+		if (arena_piece(arena, address, piece))
+			return true;
+	return false;
+}
+
 bool arena_first(const struct arena *arena, struct arena_range *found)
 {
 	/* Before the first hole everything is in use, and a hole at 0 ends at what is. */

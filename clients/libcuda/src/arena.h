@@ -56,5 +56,11 @@ bool arena_free(struct arena *arena, uint64_t address, struct arena_range *empty
 /* The allocation that contains `address`. False if there is none. */
 bool arena_find(const struct arena *arena, uint64_t address, struct arena_range *found);
 
+/* What is mapped as one piece (a slab, or all of a large allocation) around `address`. False if nothing is. */
+bool arena_piece(const struct arena *arena, uint64_t address, struct arena_range *piece);
+
+/* The first piece at or after `address`, for whoever goes through all. False if there is none. */
+bool arena_next_piece(const struct arena *arena, uint64_t address, struct arena_range *piece);
+
 /* Some allocation, for whoever wants to free all. False if there is none. */
 bool arena_first(const struct arena *arena, struct arena_range *found);

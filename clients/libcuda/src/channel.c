@@ -51,27 +51,26 @@ bool mpsd_channel_close(void)
 	return fd >= 0;
 }
 
-static bool join(void)
+static int connect_to_daemon(void)
 {
 	struct sockaddr_un address = { .sun_family = AF_UNIX };
 	struct timeval patience = { .tv_sec = ANSWER_S };
 	int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
 
 	if (fd < 0)
-		return false;
+		return -1;
 	/* Also for connect(2), where nobody accepts. */
 	setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &patience, sizeof(patience));
 	setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof(patience));
 	strcpy(address.sun_path, path);
 	if (connect(fd, (struct sockaddr *)&address, sizeof(address))) {
 		close(fd);
-		return false;
+		return -1;
 	}
-	atomic_store(&channel, fd);
-	return true;
+	return fd;
 }
 
-bool mpsd_channel_say(const struct mpsd_vault_message *message, int fd)
+static bool say(int where, const struct mpsd_vault_message *message, int fd)
 {
 	union {
 		struct cmsghdr head;
@@ -88,43 +87,115 @@ bool mpsd_channel_say(const struct mpsd_vault_message *message, int fd)
 		control.head.cmsg_len = CMSG_LEN(sizeof(int));
 		memcpy(CMSG_DATA(&control.head), &fd, sizeof(fd));
 	}
-	return sendmsg(atomic_load(&channel), &whole, MSG_NOSIGNAL) == (ssize_t)sizeof(*message);
+	return sendmsg(where, &whole, MSG_NOSIGNAL) == (ssize_t)sizeof(*message);
 }
 
-int mpsd_channel_hear(const struct mpsd_vault_message *asked)
+bool mpsd_channel_say(const struct mpsd_vault_message *message, int fd)
+{
+	return say(atomic_load(&channel), message, fd);
+}
+
+static int status_of(const struct mpsd_vault_message *answer, const struct mpsd_vault_message *asked)
+{
+	if (answer->magic != MPSD_VAULT_MAGIC || answer->version != MPSD_VAULT_VERSION ||
+	    answer->kind != asked->kind + MPSD_VAULT_ANSWER || answer->sequence != asked->sequence)
+		return -1;
+	return (int)answer->status;
+}
+
+static int hear(int where, const struct mpsd_vault_message *asked)
 {
 	struct mpsd_vault_message answer;
 	ssize_t size;
 
 	do
-		size = recv(atomic_load(&channel), &answer, sizeof(answer), 0);
+		size = recv(where, &answer, sizeof(answer), 0);
 	while (size < 0 && errno == EINTR);
-	if (size != (ssize_t)sizeof(answer) || answer.magic != MPSD_VAULT_MAGIC ||
-	    answer.version != MPSD_VAULT_VERSION || answer.kind != asked->kind + MPSD_VAULT_ANSWER ||
-	    answer.sequence != asked->sequence)
+	return size == (ssize_t)sizeof(answer) ? status_of(&answer, asked) : -1;
+}
+
+int mpsd_channel_hear(const struct mpsd_vault_message *asked)
+{
+	return hear(atomic_load(&channel), asked);
+}
+
+/* As hear, with the answer and the descriptor that came with it, or -1. More than one the kernel closes. */
+static int hear_all(int where, const struct mpsd_vault_message *asked, struct mpsd_vault_message *answer, int *fd)
+{
+	union {
+		struct cmsghdr head;
+		char room[CMSG_SPACE(sizeof(int))];
+	} control;
+	struct iovec part = { answer, sizeof(*answer) };
+	struct msghdr whole = {
+		.msg_iov = &part, .msg_iovlen = 1,
+		.msg_control = &control, .msg_controllen = sizeof(control.room),
+	};
+	struct cmsghdr *head;
+	ssize_t size;
+
+	*fd = -1;
+	do
+		size = recvmsg(where, &whole, MSG_CMSG_CLOEXEC);
+	while (size < 0 && errno == EINTR);
+	if (size < 0)
 		return -1;
-	return (int)answer.status;
+	head = CMSG_FIRSTHDR(&whole);
+	if (head && head->cmsg_level == SOL_SOCKET && head->cmsg_type == SCM_RIGHTS &&
+	    head->cmsg_len == CMSG_LEN(sizeof(int)))
+		memcpy(fd, CMSG_DATA(head), sizeof(*fd));
+	return size == (ssize_t)sizeof(*answer) ? status_of(answer, asked) : -1;
 }
 
 struct mpsd_vault_message mpsd_channel_message(enum mpsd_vault_kind kind)
 {
-	static uint32_t sequence;
+	static atomic_uint sequence;
 
 	return (struct mpsd_vault_message){
 		.magic = MPSD_VAULT_MAGIC,
 		.version = MPSD_VAULT_VERSION,
 		.kind = (uint16_t)kind,
-		.sequence = ++sequence,
+		.sequence = atomic_fetch_add(&sequence, 1) + 1,
 	};
 }
 
 /* MPSD_VAULT_TOKEN, cut or filled up with zeros: whoever has it comes back from any cgroup. */
-bool mpsd_channel_open(void)
+static bool greet(int where)
 {
 	struct mpsd_vault_message hello = mpsd_channel_message(MPSD_VAULT_HELLO);
 
-	if (!join())
-		return false;
 	memcpy(hello.token, token, sizeof(hello.token));
-	return mpsd_channel_say(&hello, -1) && mpsd_channel_hear(&hello) == MPSD_VAULT_OK;
+	return say(where, &hello, -1) && hear(where, &hello) == MPSD_VAULT_OK;
+}
+
+bool mpsd_channel_open(void)
+{
+	int fd = connect_to_daemon();
+
+	if (fd < 0)
+		return false;
+	atomic_store(&channel, fd);
+	return greet(fd);
+}
+
+int mpsd_channel_ask(struct mpsd_vault_message *message, int *fd)
+{
+	int where = mpsd_channel_path() ? connect_to_daemon() : -1, status = -1, got = -1;
+	struct mpsd_vault_message answer;
+
+	if (fd)
+		*fd = -1;
+	if (where < 0)
+		return -1;
+	if (greet(where) && say(where, message, -1))
+		status = hear_all(where, message, &answer, &got);
+	close(where);
+	if (status >= 0)
+		*message = answer;
+	/* A descriptor is there where one is due, and nowhere else. */
+	if (status == MPSD_VAULT_OK && fd && got >= 0)
+		*fd = got;
+	else if (got >= 0)
+		close(got);
+	return status == MPSD_VAULT_OK && fd && got < 0 ? -1 : status;
 }

@@ -1,5 +1,8 @@
 /* SPDX-License-Identifier: MIT */
-/* The connection to the daemon's vault: vaultwire.h on a socket. For one thread, but for close. */
+/*
+ * The connection to the daemon's vault: vaultwire.h on a socket. For one thread, but for close; and
+ * questions of any thread, each on a short connection of its own.
+ */
 #pragma once
 
 #include <stdbool.h>
@@ -23,3 +26,10 @@ bool mpsd_channel_say(const struct mpsd_vault_message *message, int fd);
 
 /* The status of the answer to that; -1 where there is none in time. */
 int mpsd_channel_hear(const struct mpsd_vault_message *asked);
+
+/*
+ * Greet and ask, on a connection that is made and closed for it. The status, and then `message` is the
+ * answer; -1 where there is none in time. `fd` is the descriptor that came with it, the caller's to
+ * close, or -1; NULL where none may come.
+ */
+int mpsd_channel_ask(struct mpsd_vault_message *message, int *fd);

@@ -15,23 +15,19 @@
 #include <string.h>
 
 #include "arena.h"
+#include "ipc.h"
+#include "marks.h"
 #include "proxy.h"
 #include "stats.h"
 #include "vault.h"
+#include "window.h"
 
 #define DEVICES 32
-#define PITCH_ALIGNMENT ((size_t)512)
-
-/*
- * Far from where the loader, the heap and the driver's own reservations were seen. A hint only: any
- * place will do. Several times the memory, so that holes never make an allocation fail.
- */
-#define WINDOW_AT ((CUdeviceptr)0x200000000000)
-#define WINDOW_TIMES 4
 
 static struct window {
 	struct arena arena;
 	bool tried, open;
+	uint32_t peers;		/* devices that may access it too, a bit for each */
 	CUcontext primary;	/* the only context whose allocations come here; NULL: none is alive */
 } windows[DEVICES];
 
@@ -44,32 +40,19 @@ bool mpsd_memory_wanted(void)
 	return wish ? !strcmp(wish, "1") : mpsd_vault_offered();
 }
 
-static CUmemAllocationProp property_of(CUdevice device)
-{
-	return (CUmemAllocationProp){
-		.type = CU_MEM_ALLOCATION_TYPE_PINNED,
-		.requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR,
-		.location = { .type = CU_MEM_LOCATION_TYPE_DEVICE, .id = device },
-	};
-}
-
-/* Each device has its own part of the addresses, so that two windows do not want the same place. */
 static void open_window(struct window *window, CUdevice device)
 {
-	CUmemAllocationProp property = property_of(device);
-	size_t total = 0, size, granularity = 0;
-	CUdeviceptr base = 0;
+	CUmemAllocationProp property = mpsd_window_property(device);
+	size_t size, granularity = 0;
+	CUdeviceptr base;
 
 	window->tried = true;
 	if (real_cuMemGetAllocationGranularity(&granularity, &property, CU_MEM_ALLOC_GRANULARITY_MINIMUM) ||
-	    ARENA_GRANULE % granularity || real_cuDeviceTotalMem_v2(&total, device))
-		return;
-	size = (total / ARENA_GRANULE + 1) * ARENA_GRANULE * WINDOW_TIMES;
-	if (real_cuMemAddressReserve(&base, size, ARENA_GRANULE, WINDOW_AT + (CUdeviceptr)device * (1ull << 42), 0))
+	    ARENA_GRANULE % granularity || !mpsd_window_reserve(device, &base, &size))
 		return;
 	window->open = arena_open(&window->arena, base, size);
 	if (!window->open)
-		real_cuMemAddressFree(base, size);
+		mpsd_window_give_up(base, size);
 }
 
 /* The window for allocations that the current context makes; NULL if they are not for one. */
@@ -102,37 +85,58 @@ static struct window *window_at(CUdeviceptr address)
  * What the program has freed is free when the daemon has let go of it too: before memory is said to be
  * out, that is waited for, a quarter of a second at most.
  */
-static CUresult create(CUmemGenericAllocationHandle *handle, size_t size, const CUmemAllocationProp *property)
+static CUresult create(CUmemGenericAllocationHandle *handle, size_t size, CUdevice device)
 {
-	CUresult result = real_cuMemCreate(handle, size, property, 0);
+	CUmemAllocationProp property = mpsd_window_property(device);
+	CUresult result = real_cuMemCreate(handle, size, &property, 0);
 
 	if (result == CUDA_ERROR_OUT_OF_MEMORY && mpsd_vault_settle())
-		result = real_cuMemCreate(handle, size, property, 0);
+		result = real_cuMemCreate(handle, size, &property, 0);
+	/* A driver may have it for memory that is not exported alone. */
+	if (result != CUDA_SUCCESS && result != CUDA_ERROR_OUT_OF_MEMORY && property.allocFlags.gpuDirectRDMACapable) {
+		property.allocFlags.gpuDirectRDMACapable = 0;
+		result = real_cuMemCreate(handle, size, &property, 0);
+	}
+	return result;
+}
+
+/* For the device itself, and for those that may access its memory. */
+static CUresult set_access(struct arena_range range, uint32_t devices, CUmemAccess_flags flags)
+{
+	CUmemAccessDesc access[DEVICES];
+	size_t count = 0;
+
+	for (int i = 0; i < DEVICES; i++)
+		if (devices >> i & 1)
+			access[count++] = (CUmemAccessDesc){
+				.location = { .type = CU_MEM_LOCATION_TYPE_DEVICE, .id = i }, .flags = flags };
+	return real_cuMemSetAccess(range.base, range.size, access, count);
+}
+
+static CUresult place(struct arena_range range, CUdevice device, CUmemGenericAllocationHandle handle)
+{
+	CUresult result = real_cuMemMap(range.base, range.size, 0, handle, 0);
+
+	if (result != CUDA_SUCCESS)
+		return result;
+	result = set_access(range, 1u << device | windows[device].peers, CU_MEM_ACCESS_FLAGS_PROT_READWRITE);
+	if (result != CUDA_SUCCESS)
+		real_cuMemUnmap(range.base, range.size);
 	return result;
 }
 
 /* The mapping alone keeps the physical memory; the vault's side takes the handle, or it is released. */
 static CUresult map(struct arena_range range, CUdevice device)
 {
-	CUmemAllocationProp property = property_of(device);
-	CUmemAccessDesc access = {
-		.location = property.location,
-		.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE,
-	};
 	CUmemGenericAllocationHandle handle;
 	CUresult result;
 
 	if (!range.size)
 		return CUDA_SUCCESS;
-	result = create(&handle, range.size, &property);
+	result = create(&handle, range.size, device);
 	if (result != CUDA_SUCCESS)
 		return result;
-	result = real_cuMemMap(range.base, range.size, 0, handle, 0);
-	if (result == CUDA_SUCCESS) {
-		result = real_cuMemSetAccess(range.base, range.size, &access, 1);
-		if (result != CUDA_SUCCESS)
-			real_cuMemUnmap(range.base, range.size);
-	}
+	result = place(range, device, handle);
 	if (result != CUDA_SUCCESS || !mpsd_vault_put(range.base, range.size, device, handle))
 		real_cuMemRelease(handle);
 	return result;
@@ -180,21 +184,6 @@ CUresult wrap_cuMemAlloc_v2(CUdeviceptr *dptr, size_t bytesize)
 	return result;
 }
 
-CUresult wrap_cuMemAllocPitch_v2(CUdeviceptr *dptr, size_t *pPitch, size_t WidthInBytes, size_t Height,
-				 unsigned int ElementSizeBytes)
-{
-	size_t pitch = (WidthInBytes + PITCH_ALIGNMENT - 1) / PITCH_ALIGNMENT * PITCH_ALIGNMENT;
-	CUresult result;
-
-	if (!dptr || !pPitch || !WidthInBytes || !Height || pitch < WidthInBytes || pitch > SIZE_MAX / Height ||
-	    (ElementSizeBytes != 4 && ElementSizeBytes != 8 && ElementSizeBytes != 16))
-		return real_cuMemAllocPitch_v2(dptr, pPitch, WidthInBytes, Height, ElementSizeBytes);
-	result = wrap_cuMemAlloc_v2(dptr, pitch * Height);
-	if (result == CUDA_SUCCESS)
-		*pPitch = pitch;
-	return result;
-}
-
 static CUresult free_in(struct window *window, CUdeviceptr address)
 {
 	struct arena_range found, empty;
@@ -205,6 +194,7 @@ static CUresult free_in(struct window *window, CUdeviceptr address)
 		mpsd_vault_drop(empty.base);
 		real_cuMemUnmap(empty.base, empty.size);
 	}
+	mpsd_mark_forget(found.base);
 	mpsd_stats->vault_allocations--;
 	mpsd_stats->vault_bytes -= found.size;
 	mpsd_stats->vault_mapped -= empty.size;
@@ -213,20 +203,24 @@ static CUresult free_in(struct window *window, CUdeviceptr address)
 
 bool mpsd_memory_find(CUdeviceptr address, struct mpsd_allocation *allocation)
 {
-	struct arena_range found;
+	struct arena_range found, piece;
 	struct window *window;
 	bool is;
 
 	pthread_mutex_lock(&lock);
 	window = window_at(address);
-	is = window && arena_find(&window->arena, address, &found);
+	is = window && arena_find(&window->arena, address, &found) &&
+	     arena_piece(&window->arena, address, &piece);
 	if (is)
-		*allocation = (struct mpsd_allocation){ found.base, found.size, window->primary };
+		*allocation = (struct mpsd_allocation){
+			found.base, found.size, window->primary, (CUdevice)(window - windows),
+			piece.base, piece.size, mpsd_ipc_is_at(piece.base),
+		};
 	pthread_mutex_unlock(&lock);
-	return is;
+	return is && (!allocation->is_imported || mpsd_ipc_narrow(allocation, address));
 }
 
-static CUresult wait_for(CUcontext owner)
+CUresult mpsd_memory_wait(CUcontext owner)
 {
 	CUresult result = real_cuCtxPushCurrent_v2(owner);
 
@@ -246,9 +240,9 @@ CUresult wrap_cuMemFree_v2(CUdeviceptr dptr)
 	struct mpsd_allocation allocation;
 	CUresult result;
 
-	if (!mpsd_memory_find(dptr, &allocation) || allocation.base != dptr)
+	if (!mpsd_memory_find(dptr, &allocation) || allocation.base != dptr || allocation.is_imported)
 		return real_cuMemFree_v2(dptr);
-	result = wait_for(allocation.owner);
+	result = mpsd_memory_wait(allocation.owner);
 	if (result != CUDA_SUCCESS)
 		return result;
 	pthread_mutex_lock(&lock);
@@ -257,7 +251,7 @@ CUresult wrap_cuMemFree_v2(CUdeviceptr dptr)
 	return result;
 }
 
-static bool is_in_window(CUdeviceptr address)
+bool mpsd_memory_is_in_window(CUdeviceptr address)
 {
 	bool is;
 
@@ -267,22 +261,78 @@ static bool is_in_window(CUdeviceptr address)
 	return is;
 }
 
-CUresult wrap_cuMemGetAddressRange_v2(CUdeviceptr *pbase, size_t *psize, CUdeviceptr dptr)
-{
-	struct mpsd_allocation allocation;
-	bool is = mpsd_memory_find(dptr, &allocation);
-	CUdevice device;
+/* For ipc.c and peer.c */
 
-	/* Where there is none, the driver would find the slab: its answer is for other addresses. */
-	if ((!is && !is_in_window(dptr)) || real_cuCtxGetDevice(&device) != CUDA_SUCCESS)
-		return real_cuMemGetAddressRange_v2(pbase, psize, dptr);
-	if (!is)
-		return CUDA_ERROR_NOT_FOUND;
-	if (pbase)
-		*pbase = allocation.base;
-	if (psize)
-		*psize = allocation.size;
-	return CUDA_SUCCESS;
+CUresult mpsd_memory_adopt(CUdevice device, size_t size, CUmemGenericAllocationHandle handle, CUdeviceptr *base)
+{
+	CUresult result = CUDA_ERROR_NOT_SUPPORTED;
+	struct arena_range fresh, empty;
+	struct window *window;
+
+	pthread_mutex_lock(&lock);
+	window = size && size % ARENA_GRANULE == 0 ? window_of(device) : NULL;
+	*base = window ? arena_alloc(&window->arena, size, &fresh) : 0;
+	if (*base) {
+		result = place(fresh, device, handle);
+		if (result != CUDA_SUCCESS)
+			arena_free(&window->arena, *base, &empty);
+	}
+	pthread_mutex_unlock(&lock);
+	return result;
+}
+
+static void unmap_adopted(struct window *window, CUdeviceptr base)
+{
+	struct arena_range empty;
+
+	if (window && arena_free(&window->arena, base, &empty) && empty.size)
+		real_cuMemUnmap(empty.base, empty.size);
+}
+
+void mpsd_memory_disown(CUdeviceptr base)
+{
+	pthread_mutex_lock(&lock);
+	unmap_adopted(window_at(base), base);
+	pthread_mutex_unlock(&lock);
+}
+
+bool mpsd_memory_is_primary(CUcontext context, CUdevice *device)
+{
+	bool is = false;
+
+	pthread_mutex_lock(&lock);
+	for (int i = 0; i < DEVICES && !is && context; i++) {
+		is = windows[i].primary == context;
+		*device = i;
+	}
+	pthread_mutex_unlock(&lock);
+	return is;
+}
+
+/* With the lock held. What is mapped already keeps its own device. */
+static CUresult set_peer(struct window *window, CUdevice peer, bool on)
+{
+	CUmemAccess_flags flags = on ? CU_MEM_ACCESS_FLAGS_PROT_READWRITE : CU_MEM_ACCESS_FLAGS_PROT_NONE;
+	struct arena_range piece = { window->arena.base, 0 };
+	CUresult result = CUDA_SUCCESS;
+
+	window->peers = on ? window->peers | 1u << peer : window->peers & ~(1u << peer);
+	while (window->open && arena_next_piece(&window->arena, piece.base + piece.size, &piece)) {
+		CUresult one = set_access(piece, 1u << peer, flags);
+
+		result = result ? result : one;
+	}
+	return result;
+}
+
+CUresult mpsd_memory_set_peer(CUdevice home, CUdevice peer, bool on)
+{
+	CUresult result;
+
+	pthread_mutex_lock(&lock);
+	result = set_peer(&windows[home], peer, on);
+	pthread_mutex_unlock(&lock);
+	return result;
 }
 
 /* The end of a context */
@@ -303,8 +353,21 @@ static void drop_all(struct window *window)
 {
 	struct arena_range found;
 
-	while (window->open && arena_first(&window->arena, &found))
-		free_in(window, found.base);
+	while (window->open && arena_first(&window->arena, &found)) {
+		if (mpsd_ipc_forget(found.base))
+			unmap_adopted(window, found.base);
+		else
+			free_in(window, found.base);
+	}
+}
+
+/* With it ends what was enabled between it and others. */
+static void drop_peers(CUdevice dev)
+{
+	windows[dev].peers = 0;
+	for (int i = 0; i < DEVICES; i++)
+		if (windows[i].peers >> dev & 1)
+			set_peer(&windows[i], dev, false);
 }
 
 /* A release may or may not have been the last one; the driver knows. */
@@ -315,12 +378,15 @@ static CUresult after_end(CUresult result, CUdevice dev)
 
 	if (result != CUDA_SUCCESS || dev < 0 || dev >= DEVICES)
 		return result;
+	mpsd_ipc_hold();
 	pthread_mutex_lock(&lock);
 	if (real_cuDevicePrimaryCtxGetState(dev, &flags, &active) == CUDA_SUCCESS && !active) {
 		drop_all(&windows[dev]);
+		drop_peers(dev);
 		windows[dev].primary = NULL;
 	}
 	pthread_mutex_unlock(&lock);
+	mpsd_ipc_resume();
 	return result;
 }
 

@@ -9,6 +9,10 @@ struct mpsd_allocation {
 	CUdeviceptr base;
 	size_t size;
 	CUcontext owner;
+	CUdevice device;
+	CUdeviceptr piece;	/* what is mapped as one around it: a slab, or it alone */
+	size_t piece_size;
+	bool is_imported;	/* memory of another process (ipc.c), and not to be freed here */
 };
 
 /* Whether the wrappers of memory.c are to be put into the table. */
@@ -16,3 +20,22 @@ bool mpsd_memory_wanted(void);
 
 /* The allocation in a window that contains the address. False if there is none. */
 bool mpsd_memory_find(CUdeviceptr address, struct mpsd_allocation *allocation);
+
+/* Whether the address lies in a window, where there is an allocation or not. */
+bool mpsd_memory_is_in_window(CUdeviceptr address);
+
+/*
+ * Map memory of another process in the window of the current context, which must be the primary one of
+ * `device`: CUDA_ERROR_NOT_SUPPORTED where that has none. `size`: a multiple of the granule.
+ */
+CUresult mpsd_memory_adopt(CUdevice device, size_t size, CUmemGenericAllocationHandle handle, CUdeviceptr *base);
+void mpsd_memory_disown(CUdeviceptr base);
+
+/* Until the work of that context has ended. */
+CUresult mpsd_memory_wait(CUcontext owner);
+
+/* Whether `context` is a primary one whose allocations come into a window; `device` is whose. */
+bool mpsd_memory_is_primary(CUcontext context, CUdevice *device);
+
+/* What is, and will be, mapped in the window of `home` may be accessed by `peer` too, or no longer. */
+CUresult mpsd_memory_set_peer(CUdevice home, CUdevice peer, bool on);

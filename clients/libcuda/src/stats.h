@@ -21,6 +21,13 @@ enum mpsd_state {
 	MPSD_NO_DRIVER = 3,
 };
 
+enum mpsd_window {
+	MPSD_WINDOW_NOT_YET = 0,
+	MPSD_WINDOW_AS_WANTED = 1,
+	MPSD_WINDOW_ELSEWHERE = 2,	/* or smaller */
+	MPSD_WINDOW_NONE = 3,		/* of some device: its memory is the driver's own */
+};
+
 struct mpsd_unknown {
 	uint64_t count;
 	char name[MPSD_UNKNOWN_ROOM];	/* written before count leaves 0 */
@@ -49,7 +56,15 @@ struct mpsd_stats {
 	uint64_t vault_taken;		/* pieces that the daemon holds too */
 	uint64_t vault_refused;		/* that it did not take: a quota */
 	uint64_t vault_lost;		/* that it never heard of: it is not there, or too slow */
-	uint64_t reserved[9];
+	uint64_t ipc_shared;		/* handles that cuIpcGetMemHandle gave out for memory in a window */
+	uint64_t ipc_opened;		/* handles of other processes that are open now */
+	uint64_t ipc_failed;		/* calls that the vault could not answer, so far */
+	uint64_t passed_pool;		/* allocations that are not vaulted, so far: of cuMemAllocAsync, */
+	uint64_t passed_managed;	/* of cuMemAllocManaged, */
+	uint64_t passed_host;		/* in host memory, */
+	uint64_t passed_exportable;	/* of cuMemCreate, by the program itself */
+	uint64_t window;		/* low two bits: enum mpsd_window; the rest: where the first one is */
+	uint64_t reserved[1];
 	char reason[256];		/* why it stepped aside */
 	char real_path[512];
 	struct mpsd_unknown unknown[MPSD_UNKNOWN_MAX];

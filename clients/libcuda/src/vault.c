@@ -9,6 +9,8 @@
  *
  * A forked child is no client: it has neither the thread nor the right to speak for its parent. Locks
  * may be in any state there, so it takes none: it closes what it inherited and never comes back here.
+ *
+ * Long because all that touches the notes is here: one thread that delivers them, and those that wait.
  */
 #include "vault.h"
 
@@ -47,6 +49,8 @@ struct note {
 	size_t size;
 	CUdevice device;
 	CUmemGenericAllocationHandle handle;	/* of a PUT */
+	bool shared;
+	uint8_t token[MPSD_VAULT_TOKEN_ROOM];	/* the secret, of what is shared */
 };
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
@@ -331,7 +335,8 @@ bool mpsd_vault_put(uint64_t base, size_t size, CUdevice device, CUmemGenericAll
 	pthread_mutex_lock(&lock);
 	taken = note && puts_waiting < MOST_PUTS && start();
 	if (taken) {
-		*note = (struct note){ NULL, MPSD_VAULT_PUT, false, false, base, size, device, handle };
+		*note = (struct note){
+			.kind = MPSD_VAULT_PUT, .base = base, .size = size, .device = device, .handle = handle };
 		add(note);
 	}
 	pthread_mutex_unlock(&lock);
@@ -379,17 +384,80 @@ void mpsd_vault_drop(uint64_t base)
 	free(struck);
 }
 
-bool mpsd_vault_settle(void)
+static struct timespec in_milliseconds(int milliseconds)
 {
 	struct timespec until;
+
+	clock_gettime(CLOCK_REALTIME, &until);
+	until.tv_sec += milliseconds / 1000;
+	until.tv_nsec += milliseconds % 1000 * 1000000l;
+	until.tv_sec += until.tv_nsec / 1000000000l;
+	until.tv_nsec %= 1000000000l;
+	return until;
+}
+
+bool mpsd_vault_await(uint64_t base, int milliseconds)
+{
+	struct timespec until = in_milliseconds(milliseconds);
+	bool has;
+
+	if (atomic_load(&off))
+		return false;
+	pthread_mutex_lock(&lock);
+	while (*find(&first, base) && !pthread_cond_timedwait(&changed, &lock, &until))
+		;
+	has = *find(bucket_of(base), base) != NULL;
+	pthread_mutex_unlock(&lock);
+	return has;
+}
+
+bool mpsd_vault_share_of(uint64_t base, uint8_t *token)
+{
+	struct note *note;
+	bool shared;
+
+	pthread_mutex_lock(&lock);
+	note = *find(bucket_of(base), base);
+	shared = note && note->shared;
+	if (shared)
+		memcpy(token, note->token, sizeof(note->token));
+	pthread_mutex_unlock(&lock);
+	return shared;
+}
+
+bool mpsd_vault_note_share(uint64_t base, const uint8_t *token)
+{
+	struct note *note;
+
+	pthread_mutex_lock(&lock);
+	note = *find(bucket_of(base), base);
+	if (note) {
+		note->shared = true;
+		memcpy(note->token, token, sizeof(note->token));
+	}
+	pthread_mutex_unlock(&lock);
+	return note != NULL;
+}
+
+bool mpsd_vault_is_own_share(const uint8_t *token)
+{
+	bool is = false;
+
+	pthread_mutex_lock(&lock);
+	for (size_t i = 0; i < BUCKETS && !is; i++)
+		for (const struct note *note = held[i]; note && !is; note = note->next)
+			is = note->shared && !memcmp(note->token, token, sizeof(note->token));
+	pthread_mutex_unlock(&lock);
+	return is;
+}
+
+bool mpsd_vault_settle(void)
+{
+	struct timespec until = in_milliseconds(SETTLE_MS);
 	bool waited;
 
 	if (atomic_load(&off))
 		return false;
-	clock_gettime(CLOCK_REALTIME, &until);
-	until.tv_nsec += SETTLE_MS * 1000000l;
-	until.tv_sec += until.tv_nsec / 1000000000l;
-	until.tv_nsec %= 1000000000l;
 	pthread_mutex_lock(&lock);
 	waited = dropped_lately;
 	while (drops_waiting && !pthread_cond_timedwait(&changed, &lock, &until))

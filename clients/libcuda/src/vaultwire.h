@@ -10,10 +10,15 @@
  *	KEEP	name			what this process has brought, and will bring, stays after its end
  *	CLAIM	name, index		answered with one descriptor, of `count` that there are
  *	RELEASE	name			what was kept under it is freed
+ *	LEDGER	one descriptor		ledger.h; once per connection. Answered with `size` and `count`: bytes
+ *					and number of managed zones that this program may lay; QUOTA: none
+ *	SHARE	number, token		other processes of the owner may open it, until it is dropped or
+ *					its process ends; the token is a new secret, not that of HELLO
+ *	OPEN	token			answered with size, gpu and one descriptor
  *
  * Each is answered once, in order, by its own kind with MPSD_VAULT_ANSWER added, its sequence and a
- * status. A descriptor comes with PUT and with a good answer to CLAIM, and with nothing else. Whoever
- * says anything else is not answered: the connection is closed.
+ * status. A descriptor comes with PUT, LEDGER and a good answer to CLAIM or OPEN, and with nothing
+ * else. Whoever says anything else is not answered: the connection is closed.
  */
 #pragma once
 
@@ -31,6 +36,9 @@ enum mpsd_vault_kind {
 	MPSD_VAULT_KEEP = 4,
 	MPSD_VAULT_CLAIM = 5,
 	MPSD_VAULT_RELEASE = 6,
+	MPSD_VAULT_LEDGER = 7,
+	MPSD_VAULT_SHARE = 8,
+	MPSD_VAULT_OPEN = 9,
 	MPSD_VAULT_ANSWER = 128,
 };
 
@@ -38,7 +46,7 @@ enum mpsd_vault_status {
 	MPSD_VAULT_OK = 0,
 	MPSD_VAULT_QUOTA = 1,		/* not taken; the program goes on without */
 	MPSD_VAULT_UNKNOWN = 2,		/* nothing is held under that number */
-	MPSD_VAULT_DENIED = 3,		/* this owner keeps nothing under that name, whoever else may */
+	MPSD_VAULT_DENIED = 3,		/* this owner has nothing under that name or token, whoever else may */
 	MPSD_VAULT_TWICE = 4,		/* that number is held already */
 	MPSD_VAULT_NAME = 5,		/* not a name, or another process of the owner keeps it */
 };

@@ -171,6 +171,19 @@ static CUresult pointer_attribute(void *data, CUpointer_attribute attribute, con
 	case CU_POINTER_ATTRIBUTE_RANGE_SIZE:
 		*(size_t *)data = range->size;
 		return CUDA_SUCCESS;
+	case CU_POINTER_ATTRIBUTE_SYNC_MEMOPS:
+		*(bool *)data = range->sync_memops;
+		return CUDA_SUCCESS;
+	case CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE:
+		*(bool *)data = range->kind == RANGE_DEVICE;
+		return CUDA_SUCCESS;
+	case CU_POINTER_ATTRIBUTE_ALLOWED_HANDLE_TYPES:
+		*(unsigned long long *)data = range->kind == RANGE_MAPPED ? CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+									  : CU_MEM_HANDLE_TYPE_NONE;
+		return CUDA_SUCCESS;
+	case CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE:
+		*(CUmemoryPool *)data = NULL;
+		return CUDA_SUCCESS;
 	case CU_POINTER_ATTRIBUTE_MAPPED:
 		*(bool *)data = range->kind != RANGE_MAPPED || range->readable;
 		return CUDA_SUCCESS;
@@ -224,6 +237,22 @@ API CUresult cuPointerGetAttributes(unsigned int numAttributes, CUpointer_attrib
 	return leave(CUDA_SUCCESS);
 }
 
+/* As a driver that has it for memory of cuMemAlloc alone. */
+API CUresult cuPointerSetAttribute(const void *value, CUpointer_attribute attribute, CUdeviceptr ptr)
+{
+	struct range *range;
+	CUcontext context;
+	CUresult result = enter(&context);
+
+	if (result != CUDA_SUCCESS)
+		return result;
+	range = range_at(ptr, RANGE_DEVICE, RANGE_DEVICE);
+	if (!value || attribute != CU_POINTER_ATTRIBUTE_SYNC_MEMOPS || !range)
+		return leave(CUDA_ERROR_INVALID_VALUE);
+	range->sync_memops = *(const bool *)value;
+	return leave(CUDA_SUCCESS);
+}
+
 static const struct {
 	CUresult code;
 	const char *name, *text;
@@ -235,6 +264,7 @@ static const struct {
 	ERROR(CUDA_ERROR_NOT_INITIALIZED, "initialization error"),
 	ERROR(CUDA_ERROR_NO_DEVICE, "no CUDA-capable device is detected"),
 	ERROR(CUDA_ERROR_INVALID_DEVICE, "invalid device ordinal"),
+	ERROR(CUDA_ERROR_MAP_FAILED, "mapping of buffer object failed"),
 	ERROR(CUDA_ERROR_INVALID_IMAGE, "device kernel image is invalid"),
 	ERROR(CUDA_ERROR_INVALID_CONTEXT, "invalid device context"),
 	ERROR(CUDA_ERROR_OPERATING_SYSTEM, "OS call failed or operation not supported on this OS"),

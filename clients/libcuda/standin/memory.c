@@ -1,6 +1,11 @@
 // SPDX-License-Identifier: MIT
-/* The cuMemAlloc family, and host memory. Device memory is anonymous memory of the process. */
+/*
+ * The cuMemAlloc family, and host memory. All device memory of the process is in one memfd, each piece at
+ * a place of its own that is never used again, so that other processes can map it (ipc.c).
+ */
+#include <fcntl.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include "standin.h"
 
@@ -12,17 +17,47 @@ static size_t rounded(size_t size)
 	return (size + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
 }
 
-/* Anonymous memory with a range of its own, or 0. */
+static int file = -1;
+static off_t file_end;
+
+int device_file(void)
+{
+	return file;
+}
+
+static void *map_device(size_t size)
+{
+	void *at;
+
+	if (file < 0)
+		file = memfd_create("mpsd-standin-memory", MFD_CLOEXEC);
+	if (file < 0 || ftruncate(file, file_end + (off_t)size))
+		return MAP_FAILED;
+	at = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, file, file_end);
+	if (at != MAP_FAILED)
+		file_end += (off_t)size;
+	return at;
+}
+
+static void unmap_device(const struct range *range)
+{
+	munmap((void *)range->base, rounded(range->size));
+	fallocate(file, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, range->offset, (off_t)rounded(range->size));
+}
+
+/* Memory with a range of its own, or 0. */
 static uintptr_t new_range(size_t size, enum range_kind kind)
 {
-	void *at = mmap(NULL, rounded(size), PROT_READ | PROT_WRITE,
-			MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+	void *at = kind == RANGE_DEVICE ? map_device(rounded(size))
+					: mmap(NULL, rounded(size), PROT_READ | PROT_WRITE,
+					       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
 	struct range range = {
 		.base = (uintptr_t)at,
 		.size = size,
 		.kind = kind,
 		.readable = true,
 		.writable = true,
+		.offset = kind == RANGE_DEVICE ? file_end - (off_t)rounded(size) : 0,
 	};
 
 	if (at == MAP_FAILED)
@@ -50,7 +85,7 @@ CUresult device_free(uintptr_t address)
 
 	if (!range)
 		return CUDA_ERROR_INVALID_VALUE;
-	munmap((void *)range->base, rounded(range->size));
+	unmap_device(range);
 	backend->give_memory(rounded(range->size));
 	remove_range(range);
 	return CUDA_SUCCESS;
@@ -68,6 +103,7 @@ void close_memory(void)
 
 	while ((range = first_range(RANGE_DEVICE)))
 		device_free(range->base);
+	close_opened();
 	while ((range = first_range(RANGE_HOST)))
 		host_free(range);
 	while ((range = first_range(RANGE_REGISTERED)))

@@ -73,12 +73,17 @@ void remove_range(struct range *range)
 	count--;
 }
 
-struct range *first_range(enum range_kind kind)
+struct range *next_range(uintptr_t address, enum range_kind kind)
 {
-	for (size_t i = 0; i < count; i++)
+	for (size_t i = address ? above(address - 1) : 0; i < count; i++)
 		if (ranges[i].kind == kind)
 			return &ranges[i];
 	return NULL;
+}
+
+struct range *first_range(enum range_kind kind)
+{
+	return next_range(0, kind);
 }
 
 bool is_range_free(uintptr_t base, size_t size, enum range_kind kind)

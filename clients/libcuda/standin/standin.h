@@ -12,6 +12,7 @@
 #include <pthread.h>
 #include <stdbool.h>
 #include <stdint.h>
+#include <sys/types.h>
 
 #include "seam.h"
 
@@ -109,6 +110,7 @@ CUresult capture(struct CUgraph_st *graph, const struct operation *operation);
 /* ranges.c: every piece of memory that the driver gave out, by address. The lock is held. */
 enum range_kind {
 	RANGE_DEVICE,
+	RANGE_OPENED,		/* device memory of another process */
 	RANGE_HOST,
 	RANGE_REGISTERED,
 	RANGE_RESERVED,
@@ -120,7 +122,12 @@ struct range {
 	size_t size;
 	enum range_kind kind;
 	bool readable, writable;
+	bool sync_memops;
 	struct physical *physical;	/* of RANGE_MAPPED */
+	off_t offset;			/* of RANGE_DEVICE in the file of memory.c */
+	pid_t exporter;			/* of RANGE_OPENED, with its id there and how often it is open */
+	unsigned long long exported_id;
+	unsigned int references;
 	unsigned long long id;
 };
 
@@ -129,12 +136,17 @@ struct range *range_from(uintptr_t base, enum range_kind kind);
 CUresult add_range(struct range range);
 void remove_range(struct range *range);
 struct range *first_range(enum range_kind kind);
+struct range *next_range(uintptr_t address, enum range_kind kind);	/* at or above */
 bool is_range_free(uintptr_t base, size_t size, enum range_kind kind);
 bool may_access(uintptr_t address, size_t size, enum access access);
 
 /* memory.c */
 CUresult device_alloc(uintptr_t *address, size_t size);
 CUresult device_free(uintptr_t address);
+int device_file(void);		/* where all device memory of this process is */
+
+/* ipc.c */
+void close_opened(void);
 void close_memory(void);
 
 /* module.c */

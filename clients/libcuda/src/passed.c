@@ -1,0 +1,58 @@
+// SPDX-License-Identifier: MIT
+/* Memory that is not vaulted: it is the driver's, and counted. One atomic addition a call, no lock. */
+#include "proxy.h"
+#include "stats.h"
+
+#define COUNTED(field, call) ({			\
+	CUresult result_ = (call);		\
+						\
+	if (result_ == CUDA_SUCCESS)		\
+		mpsd_count(field);		\
+	result_;				\
+})
+
+CUresult wrap_cuMemAllocAsync(CUdeviceptr *dptr, size_t bytesize, CUstream hStream)
+{
+	return COUNTED(passed_pool, real_cuMemAllocAsync(dptr, bytesize, hStream));
+}
+
+CUresult wrap_cuMemAllocAsync_ptsz(CUdeviceptr *dptr, size_t bytesize, CUstream hStream)
+{
+	return COUNTED(passed_pool, real_cuMemAllocAsync_ptsz(dptr, bytesize, hStream));
+}
+
+CUresult wrap_cuMemAllocFromPoolAsync(CUdeviceptr *dptr, size_t bytesize, CUmemoryPool pool, CUstream hStream)
+{
+	return COUNTED(passed_pool, real_cuMemAllocFromPoolAsync(dptr, bytesize, pool, hStream));
+}
+
+CUresult wrap_cuMemAllocFromPoolAsync_ptsz(CUdeviceptr *dptr, size_t bytesize, CUmemoryPool pool, CUstream hStream)
+{
+	return COUNTED(passed_pool, real_cuMemAllocFromPoolAsync_ptsz(dptr, bytesize, pool, hStream));
+}
+
+CUresult wrap_cuMemAllocManaged(CUdeviceptr *dptr, size_t bytesize, unsigned int flags)
+{
+	return COUNTED(passed_managed, real_cuMemAllocManaged(dptr, bytesize, flags));
+}
+
+CUresult wrap_cuMemHostAlloc(void **pp, size_t bytesize, unsigned int Flags)
+{
+	return COUNTED(passed_host, real_cuMemHostAlloc(pp, bytesize, Flags));
+}
+
+CUresult wrap_cuMemAllocHost_v2(void **pp, size_t bytesize)
+{
+	return COUNTED(passed_host, real_cuMemAllocHost_v2(pp, bytesize));
+}
+
+CUresult wrap_cuMemHostRegister_v2(void *p, size_t bytesize, unsigned int Flags)
+{
+	return COUNTED(passed_host, real_cuMemHostRegister_v2(p, bytesize, Flags));
+}
+
+CUresult wrap_cuMemCreate(CUmemGenericAllocationHandle *handle, size_t size, const CUmemAllocationProp *prop,
+			  unsigned long long flags)
+{
+	return COUNTED(passed_exportable, real_cuMemCreate(handle, size, prop, flags));
+}

@@ -1,0 +1,153 @@
+// SPDX-License-Identifier: MIT
+/*
+ * Where a window lies. MPSD_WINDOW_BASE and MPSD_WINDOW_BYTES (of each device, the next device's right
+ * behind) choose, in C's notation; without them it is far from where the loader, the heap and the
+ * driver's own reservations were seen, with several times the memory, so that holes never make an
+ * allocation fail. Any place will do: what is in use, or refused, is passed over.
+ */
+#include "window.h"
+
+#include <errno.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "arena.h"
+#include "proxy.h"
+#include "stats.h"
+
+#define DEFAULT_BASE ((CUdeviceptr)0x200000000000)
+#define DEFAULT_STEP ((CUdeviceptr)1 << 42)
+#define TIMES 4
+
+/* What an x86-64 process may map, and half of an address space of the driver's. */
+#define LOWEST ((CUdeviceptr)4 << 30)
+#define END_OF_ADDRESSES ((CUdeviceptr)1 << 47)
+
+struct wish {
+	CUdeviceptr base;	/* 0: not chosen */
+	size_t size;		/* 0: not chosen */
+};
+
+/* A multiple of the granule between `least` and `most`; 0, and a line, for what is none. */
+static uint64_t read_number(const char *name, uint64_t least, uint64_t most)
+{
+	const char *text = secure_getenv(name);
+	char *end;
+	unsigned long long value;
+
+	if (!text || !*text)
+		return 0;
+	errno = 0;
+	value = strtoull(text, &end, 0);
+	if (!errno && !*end && *text != '-' && value % ARENA_GRANULE == 0 && value >= least && value <= most)
+		return value;
+	mpsd_say("%s=%s is not used: it wants a multiple of 0x%zx between 0x%llx and 0x%llx", name, text,
+		 ARENA_GRANULE, (unsigned long long)least, (unsigned long long)most);
+	return 0;
+}
+
+/* Whatever of this process lies there already, as /proc/self/maps has it. */
+static bool is_in_use(CUdeviceptr base, size_t size, char *what, size_t room)
+{
+	FILE *maps = fopen("/proc/self/maps", "re");
+	char line[512];
+	bool is = false;
+
+	while (maps && !is && fgets(line, sizeof(line), maps)) {
+		unsigned long long from, to;
+
+		is = sscanf(line, "%llx-%llx", &from, &to) == 2 && from < base + size && to > base;
+	}
+	if (maps)
+		fclose(maps);
+	if (is) {
+		line[strcspn(line, "\n")] = 0;
+		snprintf(what, room, "%s", line);
+	}
+	return is;
+}
+
+/* True where it lies just there. A driver may take a hint as that, and answer with another place. */
+static bool reserve_at(CUdeviceptr wanted, size_t size, CUdeviceptr *base)
+{
+	if (real_cuMemAddressReserve(base, size, ARENA_GRANULE, wanted, 0) != CUDA_SUCCESS)
+		return false;
+	if (*base == wanted)
+		return true;
+	real_cuMemAddressFree(*base, size);
+	return false;
+}
+
+static void note(CUdevice device, enum mpsd_window how, CUdeviceptr base)
+{
+	uint64_t before = mpsd_stats->window;
+
+	/* The worst of several devices, and the place of the first. */
+	if ((before & 3) > (uint64_t)how)
+		how = (enum mpsd_window)(before & 3);
+	if (device && before >> 2)
+		base = before;
+	mpsd_stats->window = (base & ~(uint64_t)3) | (uint64_t)how;
+}
+
+static bool reserve_somewhere(struct wish wish, CUdevice device, CUdeviceptr wanted, size_t size, CUdeviceptr *base)
+{
+	char what[512] = "the driver gives another place";
+	bool used = is_in_use(wanted, size, what, sizeof(what));
+
+	if (!used && reserve_at(wanted, size, base)) {
+		note(device, MPSD_WINDOW_AS_WANTED, *base);
+		return true;
+	}
+	if (real_cuMemAddressReserve(base, size, ARENA_GRANULE, 0, 0) != CUDA_SUCCESS)
+		return false;
+	note(device, MPSD_WINDOW_ELSEWHERE, *base);
+	if (wish.base)
+		mpsd_say("the window of device %d is at 0x%llx, not at 0x%llx (MPSD_WINDOW_BASE): %s", device,
+			 (unsigned long long)*base, (unsigned long long)wanted, what);
+	return true;
+}
+
+bool mpsd_window_reserve(CUdevice device, CUdeviceptr *base, size_t *size)
+{
+	struct wish wish = {
+		read_number("MPSD_WINDOW_BASE", LOWEST, END_OF_ADDRESSES - ARENA_GRANULE),
+		read_number("MPSD_WINDOW_BYTES", ARENA_GRANULE, END_OF_ADDRESSES / 2),
+	};
+	CUdeviceptr wanted;
+	size_t total = 0;
+
+	if (real_cuDeviceTotalMem_v2(&total, device) != CUDA_SUCCESS)
+		return false;
+	*size = wish.size ? wish.size : (total / ARENA_GRANULE + 1) * ARENA_GRANULE * TIMES;
+	wanted = wish.base ? wish.base + (CUdeviceptr)device * *size : DEFAULT_BASE + (CUdeviceptr)device * DEFAULT_STEP;
+	if (reserve_somewhere(wish, device, wanted, *size, base))
+		return true;
+	note(device, MPSD_WINDOW_NONE, 0);
+	mpsd_say("no window of 0x%zx bytes for device %d: its memory is the driver's own, and not vaulted", *size,
+		 device);
+	return false;
+}
+
+void mpsd_window_give_up(CUdeviceptr base, size_t size)
+{
+	real_cuMemAddressFree(base, size);
+	mpsd_stats->window = MPSD_WINDOW_NONE;
+	mpsd_say("no memory to keep books of a window of 0x%zx bytes: memory is the driver's own, and not vaulted", size);
+}
+
+CUmemAllocationProp mpsd_window_property(CUdevice device)
+{
+	int rdma = 0;
+
+	if (real_cuDeviceGetAttribute(&rdma, CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED, device))
+		rdma = 0;
+	return (CUmemAllocationProp){
+		.type = CU_MEM_ALLOCATION_TYPE_PINNED,
+		.requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR,
+		.location = { .type = CU_MEM_LOCATION_TYPE_DEVICE, .id = device },
+		.allocFlags = { .gpuDirectRDMACapable = rdma != 0 },
+	};
+}

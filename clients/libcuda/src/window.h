@@ -1,0 +1,19 @@
+/* SPDX-License-Identifier: MIT */
+/* The addresses that a window of memory.c gets. */
+#pragma once
+
+#include <cuda.h>
+#include <stdbool.h>
+#include <stddef.h>
+
+/*
+ * Reserve the addresses of a device's window, where MPSD_WINDOW_BASE and MPSD_WINDOW_BYTES want them if
+ * that can be; what could not be is said, and in the statistics. False: there is no window.
+ */
+bool mpsd_window_reserve(CUdevice device, CUdeviceptr *base, size_t *size);
+
+/* It could not be used. */
+void mpsd_window_give_up(CUdeviceptr base, size_t size);
+
+/* The physical memory that is mapped there: exportable, and otherwise as much like cuMemAlloc's as can be. */
+CUmemAllocationProp mpsd_window_property(CUdevice device);

@@ -1,0 +1,162 @@
+"""Records of guard hits: one for each misdeed of a client, revised as more is known, told at a bounded rate.
+
+They are kept apart from those of faults: no other sign of a fault is ever a guard hit's, and a guard hit
+takes nothing out of service.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import MappingProxyType
+
+from mpsd.core import attribution as at
+from mpsd.core import taxonomy
+from mpsd.core.draft import Draft
+from mpsd.core.effects import ArmTimer, Record
+from mpsd.core.records import FaultRecord, HitFacts, HitOutcome
+from mpsd.core.state import POLICY, DomainState, State, Tally
+from mpsd.model import ProcessInstance, ZonePolicy
+
+HITS_KEPT = 64
+# A client that goes on and strays again within this gives no new record, only a greater count.
+QUIET_S = 60.0
+# The least time between two revisions that differ in the count alone; it grows with the record's age.
+TELL_S = 1.0
+_DONE = (HitOutcome.EVICTED, HitOutcome.ENDED)
+
+
+def find(state: State, number: int) -> FaultRecord | None:
+    return next((r for r in state.hits if r.id == number), None)
+
+
+def of(state: State, process: ProcessInstance) -> FaultRecord | None:
+    """The record that another hit of this process belongs to."""
+    return next(
+        (r for r in reversed(state.hits) if _whose(r) == process and _facts(r).outcome not in _DONE), None
+    )
+
+
+def _whose(record: FaultRecord) -> ProcessInstance | None:
+    return record.offender.id.process if record.offender else None
+
+
+def _facts(record: FaultRecord) -> HitFacts:
+    assert record.hit is not None
+    return record.hit
+
+
+def put(draft: Draft, record: FaultRecord) -> FaultRecord:
+    """Keep it for later revisions, written or not."""
+    others = tuple(r for r in draft.state.hits if r.id != record.id)
+    kept = tuple(sorted((*others, record), key=lambda r: r.id))[-HITS_KEPT:]
+    draft.state = replace(draft.state, hits=kept)
+    return record
+
+
+def write(draft: Draft, record: FaultRecord) -> None:
+    facts = _facts(record)
+    record = replace(
+        record,
+        revision=record.revision + 1,
+        hit=replace(facts, told=facts.count),
+        action=_action(record),
+    )
+    draft.emit(Record(put(draft, record)))
+
+
+def _action(record: FaultRecord) -> str:
+    assert record.offender is not None
+    pid, outcome = record.offender.id.process.pid, _facts(record).outcome
+    if outcome is HitOutcome.FROZEN:
+        return f"look at it (gdb, cuda-gdb), then mpsd-ctl kill {pid}, or kill -CONT {pid} to let it go on"
+    if outcome in (HitOutcome.ABSORBED, HitOutcome.WITHHELD):
+        return f"its results are wrong; mpsd-ctl kill {pid} puts it out. {_advice(record)}"
+    return _advice(record)
+
+
+def _advice(record: FaultRecord) -> str:
+    return taxonomy.CLASSES[record.fault_class].action
+
+
+def tell_later(draft: Draft, record: FaultRecord) -> None:
+    """Only the count has changed: the longer it goes on, the more rarely that is written."""
+    facts = _facts(record)
+    if facts.telling:
+        put(draft, record)
+        return
+    put(draft, replace(record, hit=replace(facts, telling=True)))
+    draft.emit(ArmTimer("hits", str(record.id), max(TELL_S, draft.now - record.at)))
+
+
+def told(draft: Draft, number: int) -> None:
+    record = find(draft.state, number)
+    if record is None:
+        return
+    facts = _facts(record)
+    record = replace(record, hit=replace(facts, telling=False))
+    if facts.count != facts.told:
+        write(draft, record)
+    else:
+        put(draft, record)
+
+
+def tally(draft: Draft, process: ProcessInstance, by: int, *, recorded: bool) -> None:
+    before = draft.state.tallies.get(process, Tally(0, draft.now))
+    after = Tally(before.count + by, draft.now if recorded else before.recorded)
+    draft.state = replace(draft.state, tallies=MappingProxyType({**draft.state.tallies, process: after}))
+
+
+def silent(state: State, process: ProcessInstance, now: float) -> bool:
+    """Whether one more hit is only counted: its record was given up to make room for others' just now."""
+    known = state.tallies.get(process)
+    return known is not None and now - known.recorded < QUIET_S
+
+
+def ended(draft: Draft, process: ProcessInstance) -> None:
+    """The process is no client any more: what became of it, and whether anybody else noticed."""
+    evictions = [c.eviction for c in draft.state.spaces_of(process) if c.eviction is not None]
+    tallies = {p: t for p, t in draft.state.tallies.items() if p != process}
+    draft.state = replace(draft.state, tallies=MappingProxyType(tallies))
+    for record in draft.state.hits:
+        facts = _facts(record)
+        if _whose(record) != process or facts.outcome in _DONE:
+            continue
+        sent = [e.killed for e in evictions if e.killed is not None]
+        put_out = facts.outcome is HitOutcome.EVICTING or any(e.requester != POLICY for e in evictions)
+        outcome = HitOutcome.EVICTED if put_out and evictions else HitOutcome.ENDED
+        until = sent[0] if sent and outcome is HitOutcome.EVICTED else draft.now
+        facts = replace(
+            facts, outcome=outcome, outcome_s=max(0.0, until - record.at), alone=_alone(draft, record)
+        )
+        write(draft, replace(record, hit=facts))
+
+
+def _alone(draft: Draft, record: FaultRecord) -> bool:
+    assert record.domain is not None
+    domain = draft.state.domains.get(record.domain)
+    sound = domain is not None and domain.state not in (DomainState.FAULTED, DomainState.HEADLESS)
+    return sound and not any(r.at >= record.at for r in at.open_for(draft.state, record.domain, draft.now))
+
+
+def forget_old(draft: Draft) -> None:
+    """A record is revised while its client lives and strays, and for a while after."""
+    kept = tuple(r for r in draft.state.hits if _kept(draft.state, r, draft.now))
+    if len(kept) != len(draft.state.hits):
+        draft.state = replace(draft.state, hits=kept)
+
+
+def _kept(state: State, record: FaultRecord, now: float) -> bool:
+    facts, process = _facts(record), _whose(record)
+    assert process is not None
+    lives = any(c.living for c in state.spaces_of(process))
+    waits = lives and facts.outcome in (HitOutcome.EVICTING, HitOutcome.FROZEN)
+    return waits or now - facts.last <= QUIET_S
+
+
+def outcome_of(policy: ZonePolicy) -> HitOutcome:
+    """What a policy comes to where nothing stands in its way."""
+    return {
+        ZonePolicy.EVICT: HitOutcome.EVICTING,
+        ZonePolicy.ABSORB: HitOutcome.ABSORBED,
+        ZonePolicy.FREEZE: HitOutcome.FROZEN,
+    }[policy]

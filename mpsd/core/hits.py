@@ -1,0 +1,204 @@
+"""Handlers for guard hits: what is done with a client whose stray access a guard zone absorbed.
+
+The offender is certain: the event came on the tracker of its own address space, with an address in a zone
+that its own process laid. What the policy wants is done before anything is written down, and the rest of
+the story (what lay there, how it ended) comes as revisions of the record.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from mpsd.core import attribution as at
+from mpsd.core import events as ev
+from mpsd.core import hitrecords, proof
+from mpsd.core.clients import begin_eviction
+from mpsd.core.draft import Draft
+from mpsd.core.effects import ArmTimer, Describe, Freeze, LookAtFrozen
+from mpsd.core.records import Evidence, FaultRecord, HitFacts, HitOutcome, Source
+from mpsd.core.state import POLICY, Client, ClientState, Eviction
+from mpsd.model import Access, Confidence, LiesThere, Liveness, ProcessInstance, ZonePolicy, ZoneRole
+
+FAULT_CLASS = "guard-hit"
+THAW_S = 1.0
+_GOING = (ClientState.TERMINATING, ClientState.KILLING)
+
+
+def policy_of(draft: Draft, client: Client) -> ZonePolicy:
+    return client.zone_policy or draft.state.policy.zone_policy
+
+
+def on_guard_hit(draft: Draft, event: ev.GuardHit) -> None:
+    client = draft.state.clients.get(event.client)
+    if client is None or event.event.fatal or event.event.access is Access.PREFETCH:
+        draft.count("guard_hits_of_nobody")
+        return
+    draft.count("guard_hits", event.count)
+    policy = policy_of(draft, client)
+    outcome, why = _act(draft, client, policy, event.liveness) if client.living else (HitOutcome.ENDED, "")
+    process = client.id.process
+    record = hitrecords.of(draft.state, process)
+    if record is not None:
+        _once_more(draft, record, event, policy, outcome, why)
+    elif not client.living or hitrecords.silent(draft.state, process, draft.now):
+        # Its kernels run on after its end, or its record had to make room: counted, and no more.
+        draft.count("guard_hits_untold", event.count)
+    else:
+        _begin(draft, client, event, HitFacts(event.role, policy, draft.now, outcome, event.count, why=why))
+    if client.living:
+        hitrecords.tally(draft, process, event.count, recorded=record is None)
+
+
+def _once_more(
+    draft: Draft, record: FaultRecord, event: ev.GuardHit, policy: ZonePolicy, outcome: HitOutcome, why: str
+) -> None:
+    assert record.hit is not None
+    before = record.hit
+    facts = replace(before, count=before.count + event.count, last=draft.now)
+    if outcome in (before.outcome, HitOutcome.ENDED):
+        hitrecords.tell_later(draft, replace(record, hit=facts))
+    else:
+        # The policy was changed meanwhile, or what stood in its way has gone.
+        hitrecords.write(draft, replace(record, hit=replace(facts, policy=policy, outcome=outcome, why=why)))
+
+
+def _begin(draft: Draft, client: Client, event: ev.GuardHit, facts: HitFacts) -> None:
+    number, seen = draft.state.next_fault, event.event
+    draft.state = replace(draft.state, next_fault=number + 1)
+    draft.count("guard_hit_records")
+    text = f"{seen.access.value} at {seen.address:#x}, serviced, in a guard zone of its own ({event.role})"
+    record = FaultRecord(
+        number,
+        draft.now,
+        client.id.domain,
+        draft.state.domains[client.id.domain].gpus,
+        FAULT_CLASS,
+        offender=at.party(client),
+        confidence=Confidence.CERTAIN,
+        address=seen.address,
+        access=seen.access,
+        fault_type=at.fault_type_name(seen),
+        lies_there=LiesThere.NULL_PAGE if event.role is ZoneRole.NULL_PAGE else None,
+        source_ns=seen.timestamp_ns,
+        evidence=(Evidence(Source.UVM, draft.now, text),),
+        hit=facts,
+    )
+    draft.emit(Describe(number, client.id.process, seen.address, event.role))
+    hitrecords.write(draft, record)
+
+
+# -- what is done ----------------------------------------------------------------------------------------
+
+
+def _act(draft: Draft, client: Client, policy: ZonePolicy, liveness: Liveness) -> tuple[HitOutcome, str]:
+    """Do what the policy wants; what that comes to, and why it is less than that."""
+    process = client.id.process
+    living = [c for c in draft.state.spaces_of(process) if c.living]
+    if any(c.state in _GOING for c in living):
+        return HitOutcome.EVICTING, ""
+    if policy is ZonePolicy.ABSORB:
+        frozen = any(c.frozen is not None for c in living)
+        return (HitOutcome.FROZEN if frozen else HitOutcome.ABSORBED), ""
+    believed = [c for c in living if proof.proven(draft.state.domains[c.id.domain], c, asked=False)]
+    if not believed:
+        draft.count("guard_hits_unproven")
+        return HitOutcome.WITHHELD, "it is another user's in this user's domain: only who asks may end it"
+    if policy is ZonePolicy.EVICT:
+        begin_eviction(draft, believed, Eviction(POLICY, "a guard zone was hit", draft.now), liveness)
+    else:
+        _freeze(draft, believed[0], liveness)
+    return hitrecords.outcome_of(policy), ""
+
+
+def _freeze(draft: Draft, client: Client, liveness: Liveness) -> None:
+    """Stop it, unless it is stopped; `liveness` may have been read before an earlier signal arrived."""
+    since = client.frozen
+    goes_on = liveness is Liveness.RUNNING and since is not None and draft.now - since > THAW_S / 2
+    if since is not None and not goes_on:
+        return
+    _set_frozen(draft, client.id.process, draft.now)
+    owner = proof.owner_needed(draft.state.domains[client.id.domain], client, asked=False)
+    draft.count("clients_frozen")
+    draft.emit(Freeze(client.id, owner))
+    _watch_for_thaw(draft, client.id.process)
+    draft.publish("client-frozen", client.facts.uid, domain=client.id.domain, pid=client.id.process.pid)
+
+
+def _set_frozen(draft: Draft, process: ProcessInstance, since: float | None) -> list[Client]:
+    living = [c for c in draft.state.spaces_of(process) if c.living]
+    return [draft.put_client(replace(c, frozen=since)) for c in living]
+
+
+def _watch_for_thaw(draft: Draft, process: ProcessInstance) -> None:
+    draft.emit(ArmTimer("thaw", str(process), THAW_S))
+
+
+def _frozen(draft: Draft, process: str) -> list[Client]:
+    return [c for c in draft.state.clients.values() if str(c.id.process) == process and c.frozen is not None]
+
+
+def on_thaw_timer(draft: Draft, subject: str) -> None:
+    for client in _frozen(draft, subject)[:1]:
+        draft.emit(LookAtFrozen(client.id.process))
+
+
+def on_liveness_seen(draft: Draft, event: ev.LivenessSeen) -> None:
+    """Somebody let it go on (kill -CONT): it is a client like any other again."""
+    clients = _frozen(draft, str(event.process))
+    if not clients:
+        return
+    if event.liveness is not Liveness.RUNNING:
+        _watch_for_thaw(draft, event.process)
+        return
+    _set_frozen(draft, event.process, None)
+    _not_frozen(draft, event.process, HitOutcome.ABSORBED, "")
+    first = clients[0]
+    draft.publish("client-thawed", first.facts.uid, domain=first.id.domain, pid=event.process.pid)
+
+
+def on_freeze_restored(draft: Draft, event: ev.FreezeRestored) -> None:
+    if any(c.state in _GOING for c in draft.state.spaces_of(event.process)):
+        return
+    if _set_frozen(draft, event.process, draft.now):
+        _watch_for_thaw(draft, event.process)
+
+
+def on_freeze_refused(draft: Draft, event: ev.FreezeRefused) -> None:
+    """It goes on; what mpsd cannot prove its user's own, it does not stop."""
+    clients = _frozen(draft, str(event.process))
+    _set_frozen(draft, event.process, None)
+    for client in clients:
+        if client.living:
+            facts = replace(client.facts, borrowed=True)
+            draft.put_client(replace(client, facts=facts, frozen=None))
+    draft.count("freezes_refused")
+    _not_frozen(draft, event.process, HitOutcome.WITHHELD, event.reason)
+
+
+def _not_frozen(draft: Draft, process: ProcessInstance, outcome: HitOutcome, why: str) -> None:
+    record = hitrecords.of(draft.state, process)
+    if record is not None and record.hit is not None and record.hit.outcome is HitOutcome.FROZEN:
+        hitrecords.write(draft, replace(record, hit=replace(record.hit, outcome=outcome, why=why)))
+
+
+# -- what comes later ------------------------------------------------------------------------------------
+
+
+def on_described(draft: Draft, event: ev.HitDescribed) -> None:
+    record = hitrecords.find(draft.state, event.fault)
+    if record is None or record.hit is None or (event.nearby is None and event.kernel is None):
+        return
+    facts = replace(record.hit, nearby=event.nearby, kernel=event.kernel)
+    hitrecords.write(draft, replace(record, hit=facts))
+
+
+def on_tell(draft: Draft, subject: str) -> None:
+    if subject.isdecimal():
+        hitrecords.told(draft, int(subject))
+
+
+def on_policy_set(draft: Draft, event: ev.ZonePolicySet) -> None:
+    """Holds from the next hit on; a client that is stopped stays so."""
+    for client in tuple(draft.state.spaces_of(event.process)):
+        if client.living:
+            draft.put_client(replace(client, zone_policy=event.policy))

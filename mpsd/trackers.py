@@ -1,0 +1,124 @@
+"""The event queues of all clients on the loop: fatal faults to core, and hits of guard zones.
+
+A program with managed memory of its own makes thousands of serviced faults a second. A queue that tells
+of such and of nothing else is read at most every few milliseconds; what the driver drops meanwhile is
+counted, shown, and never a hit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import structlog
+
+from mpsd import procs
+from mpsd.core import events as ev
+from mpsd.errors import GpuError
+from mpsd.gpu.base import Tracker
+from mpsd.model import ClientId, ProcessInstance, UvmEvent
+from mpsd.zones.book import Hit, Zones
+
+log = structlog.get_logger("mpsd.trackers")
+
+EVENTS_PER_DRAIN = 64
+CALM_S = 0.003
+
+
+@dataclass(slots=True, eq=False)
+class _Queue:
+    """`serviced`: it tells of serviced faults too. `dropped`: by the driver, as it last said."""
+
+    client: ClientId
+    tracker: Tracker
+    serviced: bool = False
+    dropped: int = 0
+    rest: asyncio.TimerHandle | None = None
+    lost: bool = False
+
+
+class Trackers:
+    """Lives on the event loop. `zones`: None where no client can have any."""
+
+    def __init__(self, post: Callable[[ev.Event], None], zones: Zones | None = None) -> None:
+        self._post = post
+        self._zones = zones
+        self._loop = asyncio.get_running_loop()
+        self._queues: dict[ClientId, _Queue] = {}
+        if zones is not None:
+            zones.on_late = self._hit_late
+
+    def add(self, client: ClientId, tracker: Tracker) -> None:
+        """Read this queue from now on."""
+        queue = self._queues[client] = _Queue(client, tracker)
+        self._loop.add_reader(tracker.fileno(), self._drain, queue)
+        if self._zones is not None and self._zones.knows(client.process):
+            self.report(client.process)
+
+    def remove(self, client: ClientId) -> None:
+        """Idempotent; to be called before the tracker is closed."""
+        queue = self._queues.pop(client, None)
+        if queue is None:
+            return
+        if queue.rest is not None:
+            queue.rest.cancel()
+        elif not queue.lost:
+            self._loop.remove_reader(queue.tracker.fileno())
+
+    def report(self, process: ProcessInstance) -> bool:
+        """Let the queues of this process tell of serviced faults too. False where none of them does."""
+        own = [q for q in self._queues.values() if q.client.process == process and not q.lost]
+        for queue in own:
+            if queue.serviced:
+                continue
+            try:
+                queue.tracker.report_serviced()
+                queue.serviced = True
+            except (GpuError, OSError) as error:
+                log.error("guard zones would not report", client=str(queue.client), reason=str(error))
+                self._post(ev.Counted({"zones_unreported": 1}))
+        return any(q.serviced for q in own)
+
+    def _drain(self, queue: _Queue) -> None:
+        try:
+            batch = queue.tracker.drain()
+        except GpuError as error:
+            # It would stay readable for ever.
+            self._loop.remove_reader(queue.tracker.fileno())
+            queue.lost = True
+            log.error("faults are not seen any more", client=str(queue.client), reason=str(error))
+            self._post(ev.Counted({"trackers_lost": 1}))
+            return
+        hit = self._zones.hits(queue.client.process, batch.events) if self._zones is not None else None
+        if hit is not None:
+            self._hit(queue.client, hit)
+        self._fatal(queue, [e for e in batch.events if e.fatal])
+        if batch.dropped > queue.dropped:
+            self._post(ev.Counted({"events_dropped": batch.dropped - queue.dropped}))
+            queue.dropped = batch.dropped
+        if batch.events and not any(e.fatal for e in batch.events) and queue.client in self._queues:
+            self._rest(queue)
+
+    def _fatal(self, queue: _Queue, fatal: list[UvmEvent]) -> None:
+        for event in fatal[:EVENTS_PER_DRAIN]:
+            self._post(ev.UvmFatal(queue.client, event))
+        if len(fatal) > EVENTS_PER_DRAIN:
+            self._post(ev.Counted({"events_dropped": len(fatal) - EVENTS_PER_DRAIN}))
+
+    def _rest(self, queue: _Queue) -> None:
+        self._loop.remove_reader(queue.tracker.fileno())
+        queue.rest = self._loop.call_later(CALM_S, self._go_on, queue)
+
+    def _go_on(self, queue: _Queue) -> None:
+        queue.rest = None
+        self._loop.add_reader(queue.tracker.fileno(), self._drain, queue)
+
+    def _hit(self, client: ClientId, hit: Hit) -> None:
+        liveness = procs.liveness(client.process)
+        self._post(ev.GuardHit(client, hit.event, hit.role, hit.count, liveness))
+
+    def _hit_late(self, process: ProcessInstance, hit: Hit) -> None:
+        client = next((c for c in self._queues if c.process == process), None)
+        if client is not None:
+            self._hit(client, hit)

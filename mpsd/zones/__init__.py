@@ -1,0 +1,1 @@
+"""Guard zones that a proxied client laid in its own address space: its ledger, its share, its hits."""

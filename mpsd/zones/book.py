@@ -1,0 +1,238 @@
+"""The ledgers of all clients: which event is a hit, what lay there, how much each may cover.
+
+Lives on the event loop. A client with managed memory of its own makes thousands of events a second, so
+an event is looked up in a sorted list that is kept, and the ledger is read again no more often than every
+few milliseconds; until then events of unknown addresses wait, some of them. What was dropped or forgotten
+is counted, and is never a hit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from mpsd.errors import GpuError, MpsdError
+from mpsd.looks import Looks
+from mpsd.model import Access, Nearby, ProcessInstance, UvmEvent, ZoneRole
+from mpsd.zones.grants import Grant, Grants, ZoneLimits
+from mpsd.zones.ledger import Head, Ledger, Zone, ZoneMap
+
+READ_AGAIN_S = 0.02
+DESCRIBE_S = 2.0
+WAITING_KEPT = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """Accesses that one client's zones absorbed: the first of them, and how many there were."""
+
+    event: UvmEvent
+    role: ZoneRole
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What the ledger says about a hit. Either may be unknown."""
+
+    nearby: Nearby | None
+    kernel: str | None
+
+
+@dataclass(slots=True)
+class _Entry:
+    """One client's ledger. `rows` and `zones` were read at `read` (monotonic seconds)."""
+
+    ledger: Ledger
+    uid: int
+    rows: bytes = b""
+    zones: ZoneMap = field(default_factory=lambda: ZoneMap([]))
+    read: float = 0.0
+    waiting: list[UvmEvent] = field(default_factory=list)
+    timer: asyncio.TimerHandle | None = None
+
+
+class Zones:
+    """`on_late`: called with a process and a hit that was found only when its ledger was read again."""
+
+    def __init__(self, limits: ZoneLimits, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.grants = Grants(limits)
+        self.counters: Counter[str] = Counter()
+        self.on_late: Callable[[ProcessInstance, Hit], None] = lambda process, hit: None
+        self._clock = clock
+        self._entries: dict[ProcessInstance, _Entry] = {}
+        self._loop = asyncio.get_running_loop()
+        self._looks = Looks("ledger")
+
+    # -- clients -----------------------------------------------------------------------------------------
+
+    def join(self, process: ProcessInstance, uid: int, gpus: Sequence[str], fd: int) -> Grant | None:
+        """Take a client's ledger, in place of an earlier one of it; None when there is nothing to grant.
+
+        Owns `fd` from then on. Raises GpuError for what is no ledger: that one is still the caller's.
+        """
+        ledger = Ledger(fd)
+        grant = self.grants.give(process, gpus, ledger.head().managed_bytes)
+        if grant is None:
+            ledger.close()
+            self.counters["refused"] += 1
+            return None
+        before = self._entries.pop(process, None)
+        if before is not None:
+            _end(before)
+        self._entries[process] = _Entry(ledger, uid)
+        self.counters["ledgers"] += 1
+        return grant
+
+    def refuse(self, fd: int) -> None:
+        """Close the ledger of a client that gets nothing. Raises GpuError as `join` does."""
+        Ledger(fd).close()
+        self.counters["refused"] += 1
+
+    def leave(self, process: ProcessInstance) -> None:
+        """The process has ended, or runs another program."""
+        self.grants.take_back(process)
+        entry = self._entries.pop(process, None)
+        if entry is not None:
+            _end(entry)
+
+    def knows(self, process: ProcessInstance) -> bool:
+        return process in self._entries
+
+    # -- hits --------------------------------------------------------------------------------------------
+
+    def hits(self, process: ProcessInstance, events: Iterable[UvmEvent]) -> Hit | None:
+        """Those of these serviced faults that were absorbed by a zone of this client."""
+        entry = self._entries.get(process)
+        if entry is None:
+            return None
+        wanted = [e for e in events if not e.fatal and e.access is not Access.PREFETCH]
+        if not wanted:
+            return None
+        unknown = [e for e in wanted if entry.zones.at(e.address) is None]
+        if len(unknown) == len(wanted) and self._clock() - entry.read < READ_AGAIN_S:
+            self._put_off(process, entry, unknown)
+            return None
+        # Also for those that are known: a zone may have gone, and the program's own memory come there.
+        if not self._read(entry):
+            return None
+        return self._found(entry, wanted)
+
+    def _found(self, entry: _Entry, events: Sequence[UvmEvent]) -> Hit | None:
+        found: list[tuple[UvmEvent, Zone]] = []
+        for event in events:
+            zone = entry.zones.at(event.address)
+            if zone is not None:
+                found.append((event, zone))
+        self.counters["events_of_own_memory"] += len(events) - len(found)
+        if not found:
+            return None
+        return Hit(found[0][0], found[0][1].role, len(found))
+
+    def _put_off(self, process: ProcessInstance, entry: _Entry, events: Sequence[UvmEvent]) -> None:
+        room = WAITING_KEPT - len(entry.waiting)
+        entry.waiting += events[:room]
+        self.counters["events_not_looked_up"] += max(0, len(events) - room)
+        if entry.timer is None:
+            due = entry.read + READ_AGAIN_S - self._clock()
+            entry.timer = self._loop.call_later(max(0.0, due), self._look_again, process, entry)
+
+    def _look_again(self, process: ProcessInstance, entry: _Entry) -> None:
+        entry.timer = None
+        events, entry.waiting = entry.waiting, []
+        if self._entries.get(process) is entry and self._read(entry):
+            hit = self._found(entry, events)
+            if hit is not None:
+                self.on_late(process, hit)
+
+    def _read(self, entry: _Entry) -> bool:
+        try:
+            rows = entry.ledger.zone_bytes()
+            if rows != entry.rows:
+                entry.zones, entry.rows = entry.ledger.zones(rows), rows
+        except (GpuError, OSError):
+            self.counters["ledgers_unreadable"] += 1
+            return False
+        entry.read = self._clock()
+        return True
+
+    # -- what lay there ----------------------------------------------------------------------------------
+
+    def describe(
+        self, process: ProcessInstance, address: int, role: ZoneRole
+    ) -> Coroutine[Any, Any, Description]:
+        """What lies at an address; the call itself takes hold of the ledger, which may be read long after
+        the client has gone. The coroutine never raises."""
+        entry = self._entries.get(process)
+        if entry is None:
+            return self._described(0, None)
+        try:
+            # What is launched while the thread gets its turn is not what was in flight.
+            head, ledger = entry.ledger.head(), entry.ledger.again()
+        except (GpuError, OSError):
+            return self._described(entry.uid, None)
+        look = partial(_describe, ledger, head, address, role, time.monotonic_ns())
+        return self._described(entry.uid, look, ledger.close)
+
+    async def _described(
+        self, uid: int, look: Callable[[], Description] | None, unbegun: Callable[[], None] | None = None
+    ) -> Description:
+        if look is not None:
+            try:
+                return await self._looks.run(uid, look, DESCRIBE_S, unbegun=unbegun)
+            except (MpsdError, OSError):
+                self.counters["hits_not_described"] += 1
+        return Description(None, None)
+
+    # -- looking -----------------------------------------------------------------------------------------
+
+    def shown(self) -> Mapping[ProcessInstance, Mapping[str, Any]]:
+        """For `status`: the zones of each client that brought a ledger."""
+        return {p: row for p, entry in self._entries.items() if (row := self._row(p, entry)) is not None}
+
+    def _row(self, process: ProcessInstance, entry: _Entry) -> dict[str, Any] | None:
+        grant = self.grants.of(process)
+        try:
+            head = entry.ledger.head()
+        except (GpuError, OSError):
+            return None
+        return {
+            "managed": head.managed_zones,
+            "managed_bytes": head.managed_bytes,
+            "sparse": head.sparse_zones,
+            "sparse_bytes": head.sparse_bytes,
+            "uncovered": head.uncovered,
+            "quarantined": head.quarantine_count,
+            "quarantined_bytes": head.quarantine_bytes,
+            "null_page": head.null_page,
+            "granted_bytes": grant.bytes if grant else 0,
+            "granted_zones": grant.zones if grant else 0,
+        }
+
+    def totals(self) -> dict[str, int]:
+        return {f"zone_{name}": count for name, count in sorted(self.counters.items())}
+
+    def close(self) -> None:
+        for process in tuple(self._entries):
+            self.leave(process)
+        self._looks.close()
+
+
+def _end(entry: _Entry) -> None:
+    if entry.timer is not None:
+        entry.timer.cancel()
+    entry.ledger.close()
+
+
+def _describe(ledger: Ledger, head: Head, address: int, role: ZoneRole, now_ns: int) -> Description:
+    """In a thread; closes `ledger`."""
+    try:
+        nearby = None if role is ZoneRole.NULL_PAGE else ledger.nearest(address, role, now_ns)
+        return Description(nearby, ledger.kernel(head))
+    finally:
+        ledger.close()

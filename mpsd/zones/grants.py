@@ -1,0 +1,66 @@
+"""How much address space each client may cover with managed zones. Pure.
+
+A zone costs one mapping of the client and, when it is hit, pages of the GPU's memory: a wild grid can
+fill all of its zones before it is put out. So there is a cap for all clients of a GPU together, one for
+each of them, and the last half of what is left is never given at once: who comes late gets some too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from mpsd.model import ProcessInstance
+
+UNIT = 2 << 20
+LEAST = 64 << 20
+"""Less than this covers nothing worth having: the client does better with ranges that only absorb."""
+
+
+@dataclass(frozen=True, slots=True)
+class ZoneLimits:
+    """`gpu_bytes`: of all clients on one GPU. `client_bytes`, `client_zones`: of one client."""
+
+    gpu_bytes: int = 256 << 30
+    client_bytes: int = 32 << 30
+    client_zones: int = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    bytes: int
+    zones: int
+
+
+@dataclass(slots=True)
+class Grants:
+    limits: ZoneLimits
+    _given: dict[ProcessInstance, tuple[Grant, frozenset[str]]] = field(default_factory=dict)
+
+    def give(self, process: ProcessInstance, gpus: Sequence[str], laid: int) -> Grant | None:
+        """What the process may lay on these GPUs; None when nothing is left.
+
+        A process that has a grant keeps it. `laid`: bytes that it has laid already, under a daemon before
+        this one, and may keep as far as the caps allow.
+        """
+        known = self._given.get(process)
+        if known is not None:
+            return known[0]
+        left = min((self.limits.gpu_bytes - self.given_on(gpu) for gpu in gpus), default=0)
+        half = left // 2 // UNIT * UNIT
+        size = min(self.limits.client_bytes, left, max(half, laid))
+        if size < LEAST or not self.limits.client_zones:
+            return None
+        grant = Grant(size, self.limits.client_zones)
+        self._given[process] = grant, frozenset(gpus)
+        return grant
+
+    def take_back(self, process: ProcessInstance) -> None:
+        self._given.pop(process, None)
+
+    def of(self, process: ProcessInstance) -> Grant | None:
+        known = self._given.get(process)
+        return known[0] if known else None
+
+    def given_on(self, gpu: str) -> int:
+        return sum(grant.bytes for grant, gpus in self._given.values() if gpu in gpus)

@@ -1,0 +1,63 @@
+"""The ledger's layout, as clients/libcuda/src/ledger.h has it. Offsets and sizes in bytes; no I/O."""
+
+from __future__ import annotations
+
+import struct
+from enum import IntEnum
+
+MAGIC = 0x726764656C64706D
+VERSION = 1
+ZONES = 8192
+NOTES = 65536
+LAUNCHES = 64
+NAMES = 4096
+NAME_ROOM = 112
+
+HEAD = struct.Struct("=QIIQQQQQQQQQQQQQ15Q")
+HEAD_FIELDS = (
+    "magic",
+    "version",
+    "pid",
+    "size",
+    "launched",
+    "settled",
+    "names_used",
+    "notes_lost",
+    "managed_bytes",
+    "sparse_bytes",
+    "managed_zones",
+    "sparse_zones",
+    "uncovered",
+    "quarantine_bytes",
+    "quarantine_count",
+    "null_page",
+    "reserved",
+)
+"""In the order of the header; none of the layouts here has padding, and neither has the header."""
+
+ZONE = struct.Struct("=IHHQQ")
+ZONE_FIELDS = ("sequence", "kind", "role", "start", "end")
+NOTE = struct.Struct("=IIQQQQQ")
+NOTE_FIELDS = ("sequence", "device", "address", "size", "order", "born_ns", "freed_ns")
+LAUNCH = struct.Struct("=QQ")
+LAUNCH_FIELDS = ("function", "stream")
+NAME = struct.Struct(f"=IIQ{NAME_ROOM}s")
+NAME_FIELDS = ("sequence", "reserved", "function", "name")
+
+ZONES_AT = HEAD.size
+NOTES_AT = ZONES_AT + ZONES * ZONE.size
+LAUNCHES_AT = NOTES_AT + NOTES * NOTE.size
+NAMES_AT = LAUNCHES_AT + LAUNCHES * LAUNCH.size
+SIZE = NAMES_AT + NAMES * NAME.size
+
+
+class Kind(IntEnum):
+    NONE = 0
+    MANAGED = 1
+    SPARSE = 2
+
+
+class Role(IntEnum):
+    GUARD = 0
+    QUARANTINE = 1
+    NULL_PAGE = 2

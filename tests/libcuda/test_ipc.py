@@ -1,0 +1,210 @@
+"""Legacy IPC of memory in the window: two proxied processes and a vault. On the stand-in driver."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mpsd.core.vault import Limits, Quota
+from tests.libcuda.test_vault import LIMITS, Program
+from tests.support.libcudas import Libraries, run
+from tests.support.site import OTHER_UID, until
+from tests.support.vaulting import MemoryStore, RunningVault
+
+MIB = 1 << 20
+
+SETUP = """
+import ctypes
+class Handle(ctypes.Structure):
+    _fields_ = [("bytes", ctypes.c_char * 64)]
+def export(address):
+    handle = Handle()
+    code = cuda.cuIpcGetMemHandle(ctypes.byref(handle), ctypes.c_uint64(address))
+    return code or bytes(handle)
+def opened(data):
+    pointer = ctypes.c_uint64()
+    code = cuda.cuIpcOpenMemHandle_v2(ctypes.byref(pointer), Handle.from_buffer_copy(data), 1)
+    return -code or pointer.value
+def close(address):
+    return cuda.cuIpcCloseMemHandle(ctypes.c_uint64(address))
+def read(address, size):
+    data = ctypes.create_string_buffer(size)
+    must(cuda.cuMemcpyDtoH_v2(data, ctypes.c_uint64(address), ctypes.c_size_t(size)))
+    return data.raw
+"""
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="mpt-", dir="/tmp") as where:
+        yield Path(where) / "vault.sock"
+
+
+@pytest.fixture
+def vault(place: Path) -> Iterator[RunningVault]:
+    store = MemoryStore()
+    with RunningVault(place, store, LIMITS) as running:
+        yield running
+    store.empty()
+
+
+@pytest.fixture
+def programs(libraries: Libraries) -> Iterator[list[Program]]:
+    """Ended at the end of the test at the latest."""
+    started: list[Program] = []
+    yield started
+    for program in started:
+        if program.process.returncode is None:
+            program.end(signal.SIGKILL)
+
+
+def start(libraries: Libraries, place: Path, programs: list[Program], **extra: str) -> Program:
+    program = Program([], libraries.environment(proxied=True, MPSD_VAULT_SOCKET=str(place), **extra))
+    programs.append(program)
+    program.do(f"exec({SETUP!r}, globals())")
+    return program
+
+
+@pytest.mark.parametrize("how", ["dlsym", "getproc"])
+def test_two_programs_see_no_difference(libraries: Libraries, vault: RunningVault, how: str) -> None:
+    program = libraries.program("ipc")
+    without = run([program, how], libraries.environment(proxied=False))
+    assert (without.returncode, without.stderr) == (0, "")
+    assert "cuMemcpyDtoH 0 told by B.." in without.stdout.splitlines()
+    environment = libraries.environment(proxied=True, MPSD_VAULT_SOCKET=str(vault.path))
+    done = run([program, how], environment)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines() == without.stdout.splitlines()
+    # Both pieces once for the first, one of them once more.
+    assert vault.look(lambda: dict(vault.vault.counters))["opens"] == 3
+    until(lambda: vault.look(vault.vault.ledger.is_empty), "nothing is held")
+
+
+def test_an_allocation_is_shared_with_its_piece_mapped_once(
+    libraries: Libraries, vault: RunningVault, programs: list[Program]
+) -> None:
+    exporter, opener = (start(libraries, vault.path, programs) for _ in range(2))
+    addresses = exporter.do("[alloc(1000), alloc(3000)]")
+    handles = [exporter.do(f"export({address})") for address in addresses]
+    assert all(len(handle) == 64 for handle in handles)
+    assert exporter.do(f"export({addresses[0]})") == handles[0]
+    before = opener.do("files()")
+    there = [opener.do(f"opened({handle!r})") for handle in handles]
+    assert there[1] - there[0] == addresses[1] - addresses[0]
+    assert vault.look(lambda: vault.vault.counters["opens"]) == 1
+    # It is nobody's allocation here: neither counted nor brought. The stand-in keeps a file of its own.
+    stats = opener.stats()
+    assert (stats.vault_allocations, stats.vault_bytes, stats.vault_mapped) == (0, 0, 0)
+    assert (stats.ipc_opened, exporter.stats().ipc_shared, stats.ipc_failed) == (2, 3, 0)
+    assert opener.do("files()") == before + 1
+    assert vault.look(lambda: len(vault.vault.ledger)) == 1
+    opener.do(f"write({there[1]}, b'from afar')")
+    assert exporter.do(f"read({addresses[1]}, 9)") == b"from afar"
+    assert [opener.do(f"close({address})") for address in there] == [0, 0]
+    assert opener.stats().ipc_opened == 0
+    assert opener.do("files()") == before
+
+
+def test_memory_lives_while_it_is_open(
+    libraries: Libraries, vault: RunningVault, programs: list[Program]
+) -> None:
+    """Longer than its exporter; but nobody opens it any more."""
+    exporter, opener, late = (start(libraries, vault.path, programs) for _ in range(3))
+    address = exporter.do("alloc(3 << 20)")
+    exporter.do(f"write({address}, b'to be read')")
+    handle = exporter.do(f"export({address})")
+    there = opener.do(f"opened({handle!r})")
+    exporter.end(signal.SIGKILL)
+    until(lambda: vault.look(vault.vault.ledger.is_empty), "its end is noticed")
+    assert opener.do(f"read({there}, 10)") == b"to be read"
+    assert late.do(f"opened({handle!r})") == -205
+    assert late.stats().ipc_failed == 1
+    assert opener.do(f"close({there})") == 0
+
+
+def test_a_freed_piece_is_not_opened(
+    libraries: Libraries, vault: RunningVault, programs: list[Program]
+) -> None:
+    exporter, opener = (start(libraries, vault.path, programs) for _ in range(2))
+    address = exporter.do("alloc(3 << 20)")
+    handle = exporter.do(f"export({address})")
+    exporter.do(f"free({address})")
+    until(lambda: vault.look(vault.vault.ledger.is_empty), "the drop is delivered")
+    assert opener.do(f"opened({handle!r})") == -205
+    assert exporter.do("alloc(3 << 20)") == address
+    again = exporter.do(f"export({address})")
+    assert again != handle and opener.do(f"opened({again!r})") > 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be somebody else")
+def test_a_stranger_with_the_handle_opens_nothing(
+    libraries: Libraries, vault: RunningVault, programs: list[Program]
+) -> None:
+    place = vault.path
+    os.chmod(place.parent, 0o755)
+    exporter = start(libraries, place, programs)
+    handle = exporter.do(f"export({exporter.do('alloc(100)')})")
+    stranger = start(libraries, place, programs, MPSD_VAULT_TOKEN="another owner")
+    assert stranger.do(f"opened({handle!r})") == -205
+    assert vault.look(lambda: vault.vault.counters["opens_denied"]) == 1
+    other = start(libraries, place, programs)
+    other.do(f"__import__('os').setuid({OTHER_UID})")
+    assert other.do(f"opened({handle!r})") == -205
+    assert vault.look(lambda: vault.vault.counters["opens_denied"]) == 2
+
+
+def test_a_bad_handle_is_an_error(
+    libraries: Libraries, vault: RunningVault, programs: list[Program]
+) -> None:
+    """Whatever a program writes into those 64 bytes."""
+    exporter, opener = (start(libraries, vault.path, programs) for _ in range(2))
+    handle = exporter.do(f"export({exporter.do('alloc(100)')})")
+    before = opener.do("files()")
+    for offset, size in ((0, 3 * MIB), (2 * MIB, 1), (1 << 63, 1 << 63), (0, 0), ((1 << 64) - 1, 2)):
+        wrong = handle[:40] + offset.to_bytes(8, "little") + size.to_bytes(8, "little") + handle[56:]
+        assert opener.do(f"opened({wrong!r})") == -400
+    assert opener.do(f"opened({handle[:8] + bytes(56)!r})") == -205
+    assert opener.do(f"opened({bytes(64)!r})") == -1
+    assert (opener.do("files()"), opener.stats().ipc_opened) == (before, 0)
+    assert opener.do(f"opened({handle!r})") > 0
+
+
+def test_without_a_vault_it_is_an_error_that_is_counted(
+    libraries: Libraries, place: Path, programs: list[Program]
+) -> None:
+    """Nobody listens there, or a vault that refuses: too much of it."""
+    program = start(libraries, place, programs)
+    address = program.do("alloc(100)")
+    assert program.do(f"export({address})") == 205
+    assert program.stats().ipc_failed == 1
+    none = Limits(Quota(1 << 40, 0), LIMITS.user, LIMITS.kept, 256, 3600.0)
+    store = MemoryStore()
+    with RunningVault(place, store, none):
+        until(lambda: program.stats().vault_refused == 1, "the quota is said")
+        assert program.do(f"export({address})") == 205
+        assert program.stats().ipc_failed == 2
+        assert program.do(f"free({address})") is None
+        assert program.end() == 0
+
+
+def test_the_next_daemon_knows_what_was_shared(
+    libraries: Libraries, place: Path, programs: list[Program]
+) -> None:
+    store = MemoryStore()
+    with RunningVault(place, store, LIMITS):
+        exporter = start(libraries, place, programs)
+        address = exporter.do("alloc(3 << 20)")
+        exporter.do(f"write({address}, b'through two daemons')")
+        handle = exporter.do(f"export({address})")
+        until(lambda: len(store.held) == 2, "all is stored")
+    with RunningVault(place, store, LIMITS):
+        opener = start(libraries, place, programs)
+        there = opener.do(f"opened({handle!r})")
+        assert opener.do(f"read({there}, 19)") == b"through two daemons"
+        assert [program.end() for program in (opener, exporter)] == [0, 0]
+        until(lambda: not store.held, "nothing is held")
