@@ -11,7 +11,8 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -103,4 +104,13 @@ def read_stats(pid: int) -> Mapping[str, Any] | None:
         sys.path.append(str(FOLDER))
         from mpsd_libcuda.stats import read_stats as read
     stats = read(pid)
-    return None if stats is None else {**asdict(stats), "state": stats.state.name.lower()}
+    return (
+        None if stats is None else {field.name: _plain(getattr(stats, field.name)) for field in fields(stats)}
+    )
+
+
+def _plain(value: Any) -> Any:
+    """As JSON has it: members of an enumeration by name."""
+    if isinstance(value, Enum):
+        return value.name.lower()
+    return dict(value) if isinstance(value, Mapping) else value
