@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TextIO
 
 from faultinject import report
@@ -23,6 +24,8 @@ from faultinject.kinds import MODES
 from faultinject.matrix import Matrix, Plan, passed, tell_stderr
 from faultinject.node import BACKENDS
 from faultinject.observation import observe
+from faultinject.proxy import command as proxy
+from faultinject.proxy import reports as proxy_reports
 from faultinject.stage import Options
 from faultinject.verdict import Verdict
 from mpsd.errors import MpsdError, UsageError
@@ -79,6 +82,10 @@ def _add_backend(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backend", choices=BACKENDS, default="simulated", help=which)
 
 
+_TYPES = SimpleNamespace(backends=BACKENDS, common=_add_common, names=names, number=number, seconds=seconds)
+"""What the options of a subcommand in another module are read by."""
+
+
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="mpsd-faultinject", description=__doc__.splitlines()[0])
     commands = top.add_subparsers(dest="command", required=True)
@@ -94,6 +101,8 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("--deadline", type=seconds, default=120.0, help="seconds that one run may take")
     run.add_argument("--jobs", type=number(1, MOST_JOBS), default=1, help="runs at a time (simulated only)")
     run.add_argument("--out", type=Path, help="keep histories, and the logs of what was not valid")
+    run.add_argument("--libcuda", type=Path, metavar="DIR", help="the proxy's folder, for the zone kinds")
+    run.add_argument("--driver", type=Path, metavar="DIR", help="the stand-in driver's, on the simulated GPU")
     run.set_defaults(go=_run)
     lists = commands.add_parser("list", help="show the kinds of fault")
     lists.set_defaults(go=_list)
@@ -126,10 +135,11 @@ def parser() -> argparse.ArgumentParser:
     sweep.add_argument("--jobs", type=number(1, MOST_JOBS), default=1, help="runs at a time (simulated only)")
     sweep.add_argument("--out", type=Path, help="keep histories and logs")
     sweep.set_defaults(go=_sweep)
+    proxy.add_parser(commands, _TYPES)
     render = commands.add_parser("render", help="render a report as Markdown")
     render.add_argument("report", type=Path)
     render.set_defaults(go=_render)
-    again = commands.add_parser("check", help="judge a stored history again")
+    again = commands.add_parser("check", help="judge a stored history, or a report of proxy, again")
     again.add_argument("history", type=Path)
     again.set_defaults(go=_check)
     return top
@@ -147,6 +157,8 @@ def _run(args: argparse.Namespace) -> int:
         deadline_s=args.deadline,
         jobs=args.jobs,
         out=args.out,
+        libcuda=args.libcuda,
+        driver=args.driver,
     )
     with tempfile.TemporaryDirectory(prefix="mpsd-fi-") as base:
         finished = Matrix(plan).run(Path(base))
@@ -208,11 +220,18 @@ def _sweep(args: argparse.Namespace) -> int:
 
 
 def _render(args: argparse.Namespace) -> int:
-    print(report.markdown(report.load(args.report)), end="")
+    of_proxy = proxy_reports.load(args.report)
+    text = proxy_reports.markdown(of_proxy) if of_proxy else report.markdown(report.load(args.report))
+    print(text, end="")
     return 0
 
 
 def _check(args: argparse.Namespace) -> int:
+    of_proxy = proxy_reports.load(args.history)
+    if of_proxy is not None:
+        again = proxy_reports.judged(of_proxy)
+        proxy.show(again)
+        return 0 if proxy_reports.passed(again) else 1
     history = load(args.history)
     begin, node = history.first("begin"), history.first("node")
     if begin is None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from faultinject import kinds
 from faultinject.faults import Fault, Naming, Recording, StallBar, Story
 from faultinject.observation import REFUSED_IN_FAULT, Observation
 from faultinject.verdict import Finding, Verdict, invalid, merge, unknown, valid
@@ -23,6 +24,7 @@ class Bars:
 
     record: float = 5.0
     evict: float = 20.0
+    hit_evict: float = 15.0
     stall: float = 5.0
     fresh: float = 300.0
     memory: float = 100.0
@@ -149,10 +151,10 @@ def fresh_server(fault: Fault, seen: Observation) -> Judgement:
 
 
 def domain_stays(fault: Fault, seen: Observation) -> Judgement:
-    """A fault elsewhere moves nobody."""
-    if seen.mode == "stock" or not fault.elsewhere:
+    """A fault elsewhere moves nobody, nor does one that was absorbed."""
+    if seen.mode == "stock" or not (fault.elsewhere or fault.kind in kinds.ZONE):
         return None
-    return invalid("clients were moved for a fault elsewhere") if seen.moved else valid()
+    return invalid("clients were moved for what harms none of them") if seen.moved else valid()
 
 
 def memory_returned(fault: Fault, seen: Observation) -> Judgement:
@@ -175,6 +177,39 @@ def daemon_sound(fault: Fault, seen: Observation) -> Judgement:
         return unknown("mpsd did not tell its counters")
     failed = {k: seen.counters[k] for k in ("internal_errors", "effects_failed") if seen.counters.get(k)}
     return invalid(f"mpsd itself failed: {failed}") if failed else valid()
+
+
+def zones_laid(fault: Fault, seen: Observation) -> Judgement:
+    if fault.kind not in kinds.ZONE:
+        return None
+    zones = seen.zones or {}
+    if fault.kind == "zone_null" and not zones.get("null_page"):
+        return invalid("the null page of the offender is not covered")
+    if zones.get("managed"):
+        return valid()
+    return invalid(f"the offender had no guard zones that report: {dict(zones) or 'none at all'}")
+
+
+def allocation_right(fault: Fault, seen: Observation) -> Judgement:
+    """The record of a hit names the allocation that was missed, and on which side."""
+    if fault.kind not in kinds.ZONE:
+        return None
+    if seen.hit is None:
+        return invalid("no record tells of a hit")
+    if seen.aim is None:
+        return unknown("the offender did not say what it aimed at")
+    told = seen.hit.get("allocation") or {}
+    wanted = {key: seen.aim[key] for key in ("address", "bytes", "relation") if seen.aim["address"]}
+    wrong = {key: told.get(key) for key, value in wanted.items() if told.get(key) != value}
+    return invalid(f"the hit is told at {told or 'nothing'}, it was at {wanted}") if wrong else valid()
+
+
+def hit_evicted(fault: Fault, seen: Observation) -> Judgement:
+    if fault.kind not in kinds.ZONE or seen.hit is None:
+        return None
+    if seen.hit.get("outcome") != "evicted":
+        return invalid(f"after the hit the offender was {seen.hit.get('outcome')}, not evicted")
+    return valid() if seen.evicted_at is not None else invalid("the offender lived on")
 
 
 def poison_told(fault: Fault, seen: Observation) -> Judgement:
@@ -241,6 +276,9 @@ LAWS: tuple[Law, ...] = (
     domain_stays,
     memory_returned,
     guard_laid,
+    zones_laid,
+    allocation_right,
+    hit_evicted,
     daemon_sound,
     poison_told,
     readopted,
@@ -272,7 +310,8 @@ def record_in_time(fault: Fault, seen: Observation) -> Judgement:
 
 def evicted_in_time(fault: Fault, seen: Observation) -> Judgement:
     applies = seen.mode == "mpsd" and fault.stall_bar is not StallBar.NONE
-    return _bar("the eviction", seen.evict_ms, BARS.evict) if applies else None
+    limit = BARS.hit_evict if fault.kind in kinds.ZONE else BARS.evict
+    return _bar("the eviction", seen.evict_ms, limit) if applies else None
 
 
 def stall_bounded(fault: Fault, seen: Observation) -> Judgement:

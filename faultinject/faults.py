@@ -3,6 +3,7 @@
 A fault is a value: what it is, what it needs of the machine, which class mpsd must give it, who must
 survive it in which mode, how sure the naming must be, and how it is healed. The expectations for stock
 MPS are the rows of the measured table (docs: faultinject/reports): False means "known to be lost".
+Long because it is one table, which is read side by side.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ class Need(StrEnum):
 
     LOG_DISK = "a log disk that can be filled"
     CHOOSE_PID = "the right to choose the next pid"
-    ZONES = "harness programs that lay guard zones"
+    PROXY = "mpsd's libcuda"
+    NULL_PAGE = "the right to map address 0"
 
 
 class StallBar(StrEnum):
@@ -159,16 +161,28 @@ def _guard(kind: str, where: str) -> tuple[Fault, Fault]:
     return auto, asked
 
 
-def _zone(kind: str, title: str) -> Fault:
-    return Fault(
+def _zone(kind: str, what: str, *needs: Need) -> tuple[Fault, Fault]:
+    """By one thread, and by a full grid: absorbed, told, and the offender evicted before anybody notices."""
+    one = Fault(
         kind,
-        title,
-        _SAVED,
-        frozenset({"guard-hit"}),
-        needs=frozenset({Need.ZONES}),
+        f"{what}, one thread",
+        _survive(None, True),
+        # A client that is evicted with its kernel running may have a record of that too.
+        frozenset({"guard-hit", "death-in-flight"}),
+        variant="one",
+        needs=frozenset({Need.PROXY, *needs}),
+        modes=("mpsd",),
         stall_bar=StallBar.FREE,
         settings={"vault.enabled": "true"},
     )
+    grid = replace(
+        one,
+        title=f"{what}, a full grid running wild",
+        variant="grid",
+        fills_gpu=True,
+        stall_bar=StallBar.EVICTION,
+    )
+    return one, grid
 
 
 def _eviction(kind: str, title: str, variant: str = "", *, fills_gpu: bool = False) -> Fault:
@@ -256,9 +270,16 @@ _GPU_FAULTS = (
     *_guard("guard_file", "a file mapping"),
     *_guard("guard_heap", "the heap"),
     *_guard("guard_stack", "the stack"),
-    _zone("zone_past", "store past the end of an allocation, into its guard zone"),
-    _zone("zone_before", "load from before the start of an allocation, from its guard zone"),
-    _zone("zone_freed", "atomic on freed memory that is in quarantine"),
+)
+
+_ZONE_FAULTS = (
+    *_zone("zone_past_end", "store past the end of an allocation"),
+    *_zone("zone_load", "load past the end of an allocation"),
+    *_zone("zone_before_start", "store before the start of an allocation"),
+    *_zone("zone_use_after_free", "store to an allocation that was freed"),
+    *_zone("zone_far", "store 16 MiB past the end of an allocation"),
+    *_zone("zone_atomic", "atomic past the end of an allocation"),
+    *_zone("zone_null", "store through a null pointer", Need.NULL_PAGE),
 )
 
 _PROCESS_FAULTS = (
@@ -379,7 +400,7 @@ _SERVICE_FAULTS = (
     _nobodys("churn", "a full house of clients that come and go", story=Story.CHURN),
 )
 
-REGISTRY: tuple[Fault, ...] = _GPU_FAULTS + _PROCESS_FAULTS + _SERVICE_FAULTS
+REGISTRY: tuple[Fault, ...] = _GPU_FAULTS + _ZONE_FAULTS + _PROCESS_FAULTS + _SERVICE_FAULTS
 
 
 def by_name(name: str) -> Fault:

@@ -123,6 +123,40 @@ __global__ void local_window(u32 offset)
     asm volatile("st.local.u32 [%0], %1;" ::"r"(offset), "r"(1u) : "memory");
 }
 
+// A word of each page in `span` bytes, over and over; each thread begins at a page of its own.
+
+static __device__ __forceinline__ u32 *wild_word(u32 *address, u64 span, u64 turn)
+{
+    u64 pages = (span + 4095) / 4096;
+    return (u32 *)((char *)address + (thread_index() + turn) % pages * 4096);
+}
+
+__global__ void wild_store(u32 *address, u64 span, u64 duration_ns)
+{
+    u64 begin = nanoseconds(), turn = 0;
+    do {
+        *(volatile u32 *)wild_word(address, span, turn++) = 1;
+    } while (nanoseconds() - begin < duration_ns);
+}
+
+__global__ void wild_load(u32 *address, u64 span, u64 duration_ns, u32 *out)
+{
+    u64 begin = nanoseconds(), turn = 0;
+    u32 seen = 0;
+    do {
+        seen += *(const volatile u32 *)wild_word(address, span, turn++);
+    } while (nanoseconds() - begin < duration_ns);
+    *out = seen;
+}
+
+__global__ void wild_atomic(u32 *address, u64 span, u64 duration_ns)
+{
+    u64 begin = nanoseconds(), turn = 0;
+    do {
+        atomicAdd(wild_word(address, span, turn++), 1u);
+    } while (nanoseconds() - begin < duration_ns);
+}
+
 __global__ void trap() { asm volatile("trap;"); }
 
 __global__ void breakpoint() { asm volatile("brkpt;"); }
@@ -176,6 +210,9 @@ KERNELS: Mapping[str, tuple[type[Any], ...]] = MappingProxyType(
         "misaligned": (_ADDRESS,),
         "shared_window": (_U32,),
         "local_window": (_U32,),
+        "wild_store": (_ADDRESS, _U64, _U64),
+        "wild_load": (_ADDRESS, _U64, _U64, _ADDRESS),
+        "wild_atomic": (_ADDRESS, _U64, _U64),
         "trap": (),
         "breakpoint": (),
         "stack_overflow": (_U32, _ADDRESS),

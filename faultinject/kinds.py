@@ -30,12 +30,20 @@ IDENTITY = ("pid_reuse", "churn")
 GUARD = ("guard_low", "guard_file", "guard_heap", "guard_stack")
 """Stray stores into the classes of range that the outer guard can cover."""
 
-ZONE = ("zone_past", "zone_before", "zone_freed")
-"""Stray accesses past, before and into freed memory of a client that lays guard zones around its own."""
+ZONE = (
+    "zone_past_end",
+    "zone_load",
+    "zone_before_start",
+    "zone_use_after_free",
+    "zone_far",
+    "zone_atomic",
+    "zone_null",
+)
+"""A program with the libcuda proxy touches what its guard zones cover."""
 
-GPU_KINDS = MMU + SM + CALL + ENGINE + HARMLESS + GUARD + ZONE
+GPU_KINDS = MMU + SM + CALL + ENGINE + HARMLESS + GUARD
 """Kinds that a kernel or the host engine commits on the GPU."""
 
-ALL = GPU_KINDS + DEATH + HANG + PROCESS + PARTS + CIRCUMSTANCE + IDENTITY
+ALL = GPU_KINDS + ZONE + DEATH + HANG + PROCESS + PARTS + CIRCUMSTANCE + IDENTITY
 
 MODES = ("stock", "mpsd")

@@ -18,8 +18,9 @@ from faultinject.checkers import check, verdict
 from faultinject.disk import disk_can_be_filled
 from faultinject.faults import Fault, Need
 from faultinject.history import History, clock
-from faultinject.node import Node, may_choose_pids, open_node
+from faultinject.node import Node, may_choose_pids, may_map_null, open_node
 from faultinject.observation import observe
+from faultinject.proxy.library import Libraries, find_libraries, installed
 from faultinject.rig import Rig
 from faultinject.scenarios import play
 from faultinject.stage import Options, Stage
@@ -35,7 +36,10 @@ def tell_stderr(line: str) -> None:
 
 @dataclass(slots=True)
 class Plan:
-    """What to run. `out` keeps the histories, and the logs of runs that were not valid."""
+    """What to run. `out` keeps the histories, and the logs of runs that were not valid.
+
+    `libcuda` is the folder with the proxy, `driver` that of the stand-in (faultinject.proxy.library).
+    """
 
     backend: str
     faults: Sequence[Fault]
@@ -45,22 +49,32 @@ class Plan:
     jobs: int = 1
     out: Path | None = None
     tell: Tell = tell_stderr
+    libcuda: Path | None = None
+    driver: Path | None = None
 
     def pairs(self) -> list[tuple[Fault, str]]:
         return [(f, m) for f in self.faults for m in self.modes if m in f.modes]
 
 
-def command(backend: str, kinds: Iterable[str], modes: Iterable[str], options: Options) -> str:
-    """The command line that repeats these runs."""
+def command(
+    backend: str, kinds: Iterable[str], modes: Iterable[str], options: Options, libcuda: Path | None = None
+) -> str:
+    """The command line that repeats these runs; where the proxy was is no report's business."""
     words = ["mpsd-faultinject", "run", "--backend", backend, "--kinds", ",".join(kinds)]
     words += ["--modes", ",".join(modes), "--survivors", str(options.survivors), "--seed", str(options.seed)]
+    words += ["--libcuda", "DIR"] if libcuda else []
     return shlex.join(words)
 
 
-def lacking(fault: Fault, mode: str, base: Path, backend: str) -> str | None:
-    """What this machine lacks for this fault, in words; None when nothing is missing."""
-    if Need.ZONES in fault.needs and backend != "simulated":
-        return "no program of the harness lays guard zones on a real GPU yet"
+def lacking(fault: Fault, mode: str, base: Path, no_proxy: str = "") -> str | None:
+    """What this machine lacks for this fault, in words; None when nothing is missing.
+
+    `no_proxy`: why there is no libcuda of mpsd's.
+    """
+    if Need.PROXY in fault.needs and no_proxy:
+        return no_proxy
+    if Need.NULL_PAGE in fault.needs and not may_map_null():
+        return "address 0 may not be mapped here (needs root, or vm.mmap_min_addr = 0)"
     if Need.CHOOSE_PID in fault.needs and not may_choose_pids():
         return "the next pid cannot be chosen here (/proc/sys/kernel/ns_last_pid; needs root)"
     if Need.LOG_DISK in fault.needs and mode == "stock" and not disk_can_be_filled(base):
@@ -74,6 +88,8 @@ class Matrix:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.device, self.driver = plan.backend.upper(), "unknown"
+        self.libraries: Libraries | None = None
+        self._no_proxy: str | None = None
         self._done = 0
         self._lock = threading.Lock()
 
@@ -101,7 +117,7 @@ class Matrix:
             driver=self.driver,
             backend=plan.backend,
             date=date,
-            command=command(plan.backend, kinds, plan.modes, plan.options),
+            command=command(plan.backend, kinds, plan.modes, plan.options, plan.libcuda),
             seed=plan.options.seed,
             runs=runs,
         )
@@ -117,9 +133,9 @@ class Matrix:
 
     def one(self, fault: Fault, mode: str, node: Node | str, base: Path) -> dict[str, Any]:
         """One run, judged. Never raises for what goes wrong in it: that is a verdict."""
-        repeat = command(self.plan.backend, [fault.name], [mode], self.plan.options)
+        repeat = command(self.plan.backend, [fault.name], [mode], self.plan.options, self.plan.libcuda)
         more = {"seed": self.plan.options.seed, "command": repeat}
-        lack = lacking(fault, mode, base, self.plan.backend)
+        lack = lacking(fault, mode, base, self._find_proxy(base) if Need.PROXY in fault.needs else "")
         if lack is not None:
             return report.run_entry(fault, mode, None, (), not_run=lack, **more)
         began = clock()
@@ -137,6 +153,23 @@ class Matrix:
         more |= {"duration_s": round(clock() - began, 2), "verdict": judged.value}
         return report.run_entry(fault, mode, seen, findings, **more)
 
+    def _find_proxy(self, base: Path) -> str:
+        """Why there is no proxy; empty where there is one. Only what is named or installed counts."""
+        with self._lock:
+            if self._no_proxy is None:
+                self._no_proxy = self._look_for_proxy(base)
+            return self._no_proxy
+
+    def _look_for_proxy(self, base: Path) -> str:
+        plan = self.plan
+        if installed(plan.libcuda) is None and plan.libcuda is None:
+            return "no libcuda of mpsd's is installed or named (--libcuda DIR)"
+        try:
+            self.libraries = find_libraries(plan.backend, plan.libcuda, plan.driver, base / "libraries")
+        except MpsdError as error:
+            return str(error)
+        return ""
+
     def _record_run(
         self, fault: Fault, mode: str, node: Node | str, history: History, where: Path | None
     ) -> None:
@@ -146,7 +179,8 @@ class Matrix:
         history.add("rig", "begin", survivors=options.survivors, backend=self.plan.backend, **facts)
         small_disk = Need.LOG_DISK in fault.needs
         logs = where / "logs" if where else None
-        rig = Rig(node, mode, history, small_disk=small_disk, settings=fault.settings, logs_to=logs)
+        more: dict[str, Any] = {"settings": fault.settings, "logs_to": logs, "libraries": self.libraries}
+        rig = Rig(node, mode, history, small_disk=small_disk, **more)
         watchdog = threading.Timer(self.plan.deadline_s, _overdue, (rig, self.plan.deadline_s))
         watchdog.daemon = True
         watchdog.start()

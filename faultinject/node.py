@@ -134,6 +134,12 @@ def open_node(name: str, base: Path) -> Node:
             raise UsageError(f"there is no backend {name!r}", remedy="use nvidia or simulated")
 
 
+def may_map_null() -> bool:
+    """Whether a process of ours may map address 0 (CAP_SYS_RAWIO, or a limit of 0)."""
+    limit = Path("/proc/sys/vm/mmap_min_addr")
+    return os.geteuid() == 0 or (limit.exists() and limit.read_text().strip() == "0")
+
+
 def may_choose_pids() -> bool:
     """Whether the next pid can be set (CAP_SYS_ADMIN or CAP_CHECKPOINT_RESTORE)."""
     return os.access("/proc/sys/kernel/ns_last_pid", os.W_OK) and os.geteuid() == 0

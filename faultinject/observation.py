@@ -75,6 +75,8 @@ class Observation:
     memory_back_ms: float | None = None
     attach_ms: tuple[float, ...] = ()
     guard_on: bool | None = None
+    zones: Mapping[str, Any] | None = None
+    aim: Mapping[str, Any] | None = None
     poisoned: bool = False
     moved: bool = False
     readopted: bool | None = None
@@ -92,6 +94,12 @@ class Observation:
     @property
     def record(self) -> RecordSeen | None:
         return self.records[0] if self.records else None
+
+    @property
+    def hit(self) -> Mapping[str, Any] | None:
+        """What a record of a guard hit has beside others."""
+        found: Sequence[Mapping[str, Any] | None] = [r.data.get("hit") for r in self.records]
+        return next((hit for hit in found if hit), None)
 
     @property
     def named(self) -> str | None:
@@ -136,22 +144,31 @@ class Observation:
         needs to take a process apart is in gone_ms.
         """
         told = [a["result"].get("evict_ms") for a in self.answers if a.get("ok") and a.get("op") == "kill"]
-        told += [(r.data.get("hit") or {}).get("outcome_ms") for r in self.records]
+        if self.hit and self.hit.get("outcome") == "evicted":
+            # Nobody asked: mpsd counts from the hit.
+            told.append(self.hit.get("outcome_ms"))
         return next((float(ms) for ms in told if ms is not None), None)
 
     @property
+    def _evict_since(self) -> float | None:
+        """When the eviction was asked for; where a guard zone was hit, when the offender went."""
+        return self.fired_at if self.evict_asked is None and self.hit else self.evict_asked
+
+    @property
     def gone_ms(self) -> float | None:
-        """From the request to the death of the offender's process, as the harness saw it."""
-        if self.evict_asked is None or self.evicted_at is None or self.evicted_at < self.evict_asked:
+        """From the request, or the hit, to the death of the offender's process, as the harness saw it."""
+        since = self._evict_since
+        if since is None or self.evicted_at is None or self.evicted_at < since:
             return None
-        return _ms(self.evicted_at - self.evict_asked)
+        return _ms(self.evicted_at - since)
 
     @property
     def off_gpu_ms(self) -> float | None:
-        """From the request until the offender's own error, or its death: what mpsd answered, from outside."""
-        if self.evict_asked is None or self.off_gpu_at is None or self.off_gpu_at < self.evict_asked:
+        """From the request, or the hit, until the offender's own error, or its death: seen from outside."""
+        since = self._evict_since
+        if since is None or self.off_gpu_at is None or self.off_gpu_at < since:
             return None
-        return _ms(self.off_gpu_at - self.evict_asked)
+        return _ms(self.off_gpu_at - since)
 
     @property
     def stall_ms(self) -> float | None:
@@ -218,6 +235,8 @@ def observe(history: History) -> Observation:
         memory_back_ms=_value(history.first("memory_back"), "ms"),
         attach_ms=tuple(e.data["ms"] for e in history.all("attached") if e.data["ms"] is not None),
         guard_on=_value(history.first("guard"), "on"),
+        zones=_value(history.first("zones"), "zones"),
+        aim=fired.data.get("aim") if fired else None,
         poisoned=history.first("poisoned") is not None,
         moved=history.first("moved") is not None,
         readopted=_value(history.first("readopted"), "all"),

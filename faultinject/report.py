@@ -135,17 +135,18 @@ def validate(report: Any) -> list[str]:
     """What is wrong with it, in words; an empty list for a report that keeps to the schema."""
     if not isinstance(report, dict):
         return ["a report is an object"]
-    problems = _against(SCHEMA, report, "report")
+    problems = against(SCHEMA, report, "report")
     if report.get("schema") != SCHEMA_VERSION:
         problems.append(f"report.schema is {report.get('schema')!r}, this program reads {SCHEMA_VERSION}")
     runs = report.get("runs")
     for i, run in enumerate(runs if isinstance(runs, list) else []):
         where = f"report.runs[{i}]"
-        problems += _against(RUN_SCHEMA, run, where) if isinstance(run, dict) else [f"{where} is no object"]
+        problems += against(RUN_SCHEMA, run, where) if isinstance(run, dict) else [f"{where} is no object"]
     return problems
 
 
-def _against(schema: Mapping[str, tuple[type, ...]], value: Mapping[str, Any], where: str) -> list[str]:
+def against(schema: Mapping[str, tuple[type, ...]], value: Mapping[str, Any], where: str) -> list[str]:
+    """What of an object's keys and types is not as the schema has it, in words."""
     missing = [f"{where}.{key} is missing" for key in schema if key not in value]
     foreign = [f"{where}.{key} is not in the schema" for key in value if key not in schema]
     mistyped = [

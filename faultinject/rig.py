@@ -9,7 +9,7 @@ from __future__ import annotations
 import shutil
 import signal
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -20,6 +20,7 @@ from faultinject.control import StockControl
 from faultinject.disk import SmallDisk
 from faultinject.history import History
 from faultinject.node import Node, open_node
+from faultinject.proxy.library import Libraries
 from faultinject.service import MpsdService, Service, StockService
 from faultinject.worker import Worker, python_environment
 
@@ -38,12 +39,15 @@ class Rig:
         small_disk: bool = False,
         settings: Mapping[str, str] | None = None,
         logs_to: Path | None = None,
+        libraries: Libraries | None = None,
     ) -> None:
+        """`libraries`: the proxy, for programs that need it."""
         self.mode, self.history = mode, history
         self.base = Path(tempfile.mkdtemp(prefix="mpsd-fi-", dir="/tmp"))
         self._backend, self._logs_to = backend, logs_to
         self._closers: list[Callable[[], None]] = []
         self._small_disk = small_disk
+        self.libraries = libraries
         self.workers: list[Worker] = []
         self.left: list[str] = []
         self.disk: SmallDisk | None = None
@@ -100,14 +104,25 @@ class Rig:
         return python_environment() | dict(self.node.environment) | nowhere
 
     def spawn(
-        self, name: str, module: str, *args: str, environment: Mapping[str, str] | None = None
+        self,
+        name: str,
+        module: str,
+        *args: str,
+        environment: Mapping[str, str] | None = None,
+        through: Sequence[str] = (),
+        device: str | None = None,
     ) -> Worker:
-        """Start a worker program, a client of the service unless another environment is given."""
+        """Start a worker program, a client of the service unless another environment is given.
+
+        `through`: a command in front of it that becomes it, as mpsd-run does. `device`: what it opens as its
+        GPU, where that is not the node's own (faultinject.programs.device).
+        """
         env = self.service.client_environment() if environment is None else environment
         log = self.base / f"{name}.err"
         # The tag makes every descendant recognisable, whatever it does with its environment's rest.
         tagged = {**env, "MPSD_FAULTINJECT_RUN": str(self.base)}
-        worker = Worker(name, module, [*args, "--backend", self.node.name], tagged, self.history, log)
+        args = (*args, "--backend", device or self.node.name)
+        worker = Worker(name, module, args, tagged, self.history, log, through=through)
         self.workers.append(worker)
         return worker
 
@@ -118,6 +133,13 @@ class Rig:
         self._closers.append(other.stop)
         other.start()
         return other
+
+    def error_text(self, worker: Worker, most: int = 400) -> str:
+        """The last of what a program wrote to its standard error."""
+        try:
+            return self.base.joinpath(f"{worker.name}.err").read_text(errors="replace").strip()[-most:]
+        except OSError:
+            return ""
 
     def note(self, **facts: Any) -> None:
         self.history.add("rig", "note", **facts)

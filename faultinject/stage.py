@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from faultinject import kinds
 from faultinject.checkers import effective
-from faultinject.faults import Fault, Recording
+from faultinject.faults import Fault, Need, Recording
 from faultinject.history import Entry, History, clock
 from faultinject.observation import observe
 from faultinject.programs.misdeeds import deed_of
+from faultinject.proxy.library import MPSD_RUN
 from faultinject.rig import Rig
 from faultinject.worker import Worker
-from mpsd.errors import MpsdError
+from mpsd.errors import MpsdError, UnsupportedError
 
 UP_S = 30.0
 """A program must be up by then, on a busy machine too."""
@@ -87,7 +89,23 @@ class Stage:
             environment = self.rig.other_control().environ
         elif fault.kind == "outside_mps":
             environment = self.rig.environment()
+        elif Need.PROXY in fault.needs:
+            return self._proxied_offender(number, args)
         return self.rig.spawn(f"offender-{number}", "offender", *args, environment=environment)
+
+    def _proxied_offender(self, number: int, args: Sequence[str]) -> Worker:
+        """An ordinary program that mpsd-run started. Raises UnsupportedError where there is no proxy."""
+        libraries, service = self.rig.libraries, self.rig.mpsd
+        if libraries is None:
+            raise UnsupportedError(f"{self.fault.name} needs mpsd's libcuda", remedy="give --libcuda DIR")
+        return self.rig.spawn(
+            f"offender-{number}",
+            "offender",
+            *args,
+            environment=libraries.proxied(service.environment, service.socket, vault=True),
+            through=MPSD_RUN,
+            device="standin" if libraries.driver else None,
+        )
 
     def _attached(self) -> None:
         """Note when mpsd had attached each client of its own, on the client's clock where it says so."""
@@ -105,6 +123,8 @@ class Stage:
             self.rig.note(not_attached=True)
         if self.fault.kind.startswith("guard_"):
             self._note_guard()
+        if self.fault.kind in kinds.ZONE:
+            self._note_zones()
 
     def _spare_ready(self) -> None:
         """A service that has run for a while has its spare domain: wait for it."""
@@ -141,6 +161,17 @@ class Stage:
         self.rig.mpsd.until(checked, GUARD_S)
         on = guarded(self.rig.mpsd.status())
         self.history.add("mpsd", "guard", on=on)
+
+    def _note_zones(self) -> None:
+        """Wait for the offender's guard zones, and note what `status` says of them."""
+        pid = self.offenders[0].pid
+
+        def zones(status: Mapping[str, Any]) -> Mapping[str, Any] | None:
+            mine = (c.get("guard_zones") for c in status["clients"] if c["pid"] == pid)
+            return next((found for found in mine if found), None)
+
+        self.rig.mpsd.until(lambda status: bool((zones(status) or {}).get("managed")), GUARD_S)
+        self.history.add("mpsd", "zones", zones=zones(self.rig.mpsd.status()))
 
     # ---- the fault
 

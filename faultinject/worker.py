@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,17 @@ class Worker:
     """One program. What it says goes into the history under its name, dated by its own clock."""
 
     def __init__(
-        self, name: str, module: str, args: Sequence[str], env: Mapping[str, str], history: History, log: Path
+        self,
+        name: str,
+        module: str,
+        args: Sequence[str],
+        env: Mapping[str, str],
+        history: History,
+        log: Path,
+        *,
+        through: Sequence[str] = (),
     ) -> None:
+        """`through` is a command that becomes the program, as mpsd-run does: the pid stays."""
         self.name = name
         self._history = history
         self._said: list[Entry] = []
@@ -38,7 +48,7 @@ class Worker:
         self.spawned = clock()
         with log.open("ab") as stderr:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", f"faultinject.programs.{module}", *args],
+                [*through, sys.executable, "-m", f"faultinject.programs.{module}", *args],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stderr,
@@ -79,12 +89,12 @@ class Worker:
         status = self.process.wait()
         self._note("gone", None, {"status": status})
 
-    def tell(self, order: str) -> float:
+    def tell(self, order: str, **more: Any) -> float:
         """Send one order; when. A program that has gone does not hear it."""
         assert self.process.stdin is not None
         sent = clock()
         try:
-            self.process.stdin.write(json.dumps({"do": order}).encode() + b"\n")
+            self.process.stdin.write(json.dumps({"do": order, **more}).encode() + b"\n")
             self.process.stdin.flush()
         except (BrokenPipeError, ValueError):
             pass
@@ -94,22 +104,30 @@ class Worker:
         with self._change:
             return self._find(whats)
 
-    def _find(self, whats: Sequence[str]) -> Entry | None:
-        return next((e for e in self._said if e.what in whats), None)
+    def _find(self, whats: Sequence[str], after: int = 0) -> Entry | None:
+        return next(islice((e for e in self._said if e.what in whats), after, None), None)
 
-    def wait(self, *whats: str, timeout: float) -> Entry | None:
-        """The first entry of one of these kinds; None at the deadline, or when it ended without."""
+    def count(self, *whats: str) -> int:
+        """How many entries of these kinds it has said."""
+        with self._change:
+            return sum(e.what in whats for e in self._said)
+
+    def wait(self, *whats: str, timeout: float, after: int = 0) -> Entry | None:
+        """The first entry of one of these kinds; None at the deadline, or when it ended without.
+
+        The first `after` of them are passed over: they were heard before.
+        """
         end = clock() + timeout
         with self._change:
-            while (found := self._find(whats)) is None:
+            while (found := self._find(whats, after)) is None:
                 over = self._find(("gone",)) and not self._reader.is_alive()
                 if over or (not self._change.wait(min(max(0.0, end - clock()), 0.1)) and clock() >= end):
                     return None
             return found
 
-    def must(self, *whats: str, timeout: float) -> Entry:
+    def must(self, *whats: str, timeout: float, after: int = 0) -> Entry:
         """As wait. Raises DeadlineError naming the program and what it did not say."""
-        found = self.wait(*whats, timeout=timeout)
+        found = self.wait(*whats, timeout=timeout, after=after)
         if found is None:
             raise DeadlineError(f"{self.name} (pid {self.pid}) did not say {' or '.join(whats)}")
         return found

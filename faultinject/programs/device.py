@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Protocol
+from typing import Literal, Protocol
 
 from mpsd.errors import UsageError
+
+Access = Literal["store", "load", "atomic"]
+NOT_SUPPORTED = 801
 
 
 class DeviceError(Exception):
@@ -52,6 +55,17 @@ class Device(Protocol):
         """
         ...
 
+    def free(self, address: int) -> None:
+        """Give back what alloc gave. Raises DeviceError(801) where the device has no such thing."""
+        ...
+
+    def wild(self, access: Access, address: int, span: int, seconds: float, *, fill: bool = False) -> None:
+        """Touch one word of each page in `span` bytes from `address` on, over and over for this long.
+
+        By one thread, or by as many as fill every SM, each from another page on. DeviceError(801) as free.
+        """
+        ...
+
     def synchronize(self) -> None: ...
 
     def close(self) -> None: ...
@@ -60,13 +74,18 @@ class Device(Protocol):
 def open_device(backend: str) -> Device:
     """Open the GPU of this backend. Each implementation is imported only when it is chosen.
 
-    Raises DeviceError (as the driver refused) or UsageError for an unknown backend.
+    `standin` is the stand-in driver as any program meets it, by libcuda.so.1, proxied or not. Raises
+    DeviceError (as the driver refused) or UsageError for an unknown backend.
     """
     match backend:
         case "simulated":
             from faultinject.programs.device_simulated import open_simulated
 
             return open_simulated(os.environ)
+        case "standin":
+            from faultinject.programs.device_standin import StandinDevice
+
+            return StandinDevice()
         case "nvidia":
             from faultinject.programs.device_nvidia import open_nvidia
 

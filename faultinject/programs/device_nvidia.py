@@ -14,7 +14,7 @@ from typing import Any
 from cuda.bindings import driver
 
 from faultinject import kernels
-from faultinject.programs.device import DeviceError
+from faultinject.programs.device import Access, DeviceError
 
 CUBIN = "MPSD_FAULTINJECT_CUBIN"
 """Path of the compiled kernels, so that not every program has to compile them."""
@@ -102,6 +102,13 @@ class NvidiaDevice:
 
     def endless(self, *, fill: bool = False) -> None:
         self._launch("forever", self._scratch, **self._grid(fill))
+
+    def free(self, address: int) -> None:
+        checked(driver.cuMemFree(address))
+
+    def wild(self, access: Access, address: int, span: int, seconds: float, *, fill: bool = False) -> None:
+        to = (self._scratch,) if access == "load" else ()
+        self._launch(f"wild_{access}", address, span, int(seconds * 1e9), *to, **self._grid(fill))
 
     def synchronize(self) -> None:
         checked(driver.cuCtxSynchronize())

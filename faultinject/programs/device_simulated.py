@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
-from faultinject.programs.device import DeviceError
+from faultinject.programs.device import NOT_SUPPORTED, Access, DeviceError
 from mpsd.gpu.simulated.client import GpuFailure, SimulatedDevice
 
 UNMAPPED = 0x7E0000000000
@@ -55,30 +54,15 @@ class SimulatedProgramDevice:
 
     def commit(self, kind: str, fire: Callable[[], None], stray: int = 0) -> None:
         with _translated():
-            if kind.startswith("zone_"):
-                self._stray_at_zone(kind, fire)
-                return
             address = stray or self._target(kind)
             fire()
             self._device.launch(kind, address=address)
 
-    def _stray_at_zone(self, kind: str, fire: Callable[[], None]) -> None:
-        """With memory of its own in zones, as far as a daemon grants any."""
-        from faultinject.guardzones import GRANULE, GuardedDevice
+    def free(self, address: int) -> None:
+        raise DeviceError(NOT_SUPPORTED, "memory of the simulated GPU ends with its client")
 
-        guarded = GuardedDevice(self._device, os.environ.get("MPSD_VAULT_SOCKET", ""))
-        # The zone behind the first lies right before the second.
-        first, second = guarded.alloc(WORDS), guarded.alloc(WORDS)
-        if kind == "zone_freed":
-            guarded.free(first)
-        fire()
-        match kind:
-            case "zone_past":
-                guarded.launch("store", first + GRANULE)
-            case "zone_before":
-                guarded.launch("load", second - 4096)
-            case _:
-                guarded.launch("atomic", first)
+    def wild(self, access: Access, address: int, span: int, seconds: float, *, fill: bool = False) -> None:
+        raise DeviceError(NOT_SUPPORTED, "guard zones are the libcuda proxy's: use the stand-in driver")
 
     def _target(self, kind: str) -> int:
         """The address that this kind goes to, set up as the kind needs it."""

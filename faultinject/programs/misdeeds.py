@@ -12,18 +12,23 @@ from dataclasses import dataclass
 
 from faultinject import kinds
 from faultinject.programs.device import Device
+from faultinject.programs.overrun import take_aim
 from faultinject.programs.stray import stray_address
 from faultinject.programs.talk import UNDERWAY_S, say
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to do: `fill` lets kernels occupy every SM, `busy_s` is how long a kernel runs that ends."""
+    """What to do: `fill` lets kernels occupy every SM, `busy_s` is how long a kernel runs that ends.
+
+    `target` is the allocation next to which a zone kind strays.
+    """
 
     kind: str
     variant: str = ""
     fill: bool = False
     busy_s: float = 0.5
+    target: int = 0
 
 
 def prepare(device: Device, memory: int) -> None:
@@ -38,6 +43,8 @@ def commit(device: Device, plan: Plan) -> None:
     """Commit the misdeed and wait for what the GPU says to it. Raises DeviceError."""
     if plan.kind in kinds.GPU_KINDS:
         _on_the_gpu(device, plan)
+    elif plan.kind in kinds.ZONE:
+        _into_a_zone(device, plan)
     else:
         _PROCESS_MISDEEDS[plan.kind](device, plan)
     device.synchronize()
@@ -46,6 +53,12 @@ def commit(device: Device, plan: Plan) -> None:
 def _on_the_gpu(device: Device, plan: Plan) -> None:
     stray = stray_address(plan.kind)
     device.commit(plan.kind, lambda: say("fire", stray=hex(stray) if stray else None), stray)
+
+
+def _into_a_zone(device: Device, plan: Plan) -> None:
+    aim = take_aim(device, plan.kind, plan.target, wild=plan.fill)
+    say("fire", stray=hex(aim.address), aim=aim.told())
+    device.wild(aim.access, aim.address, aim.span, plan.busy_s, fill=plan.fill)
 
 
 def _run_kernel(device: Device, plan: Plan) -> None:
@@ -143,4 +156,4 @@ COMMITTED_AS = {
 def deed_of(kind: str) -> str | None:
     """What the offender of this kind is told to do; None where no client does anything."""
     deed = COMMITTED_AS.get(kind, kind)
-    return deed if deed in _PROCESS_MISDEEDS or deed in kinds.GPU_KINDS else None
+    return deed if deed in _PROCESS_MISDEEDS or deed in kinds.GPU_KINDS + kinds.ZONE else None

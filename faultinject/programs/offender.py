@@ -6,7 +6,10 @@ import argparse
 import os
 import signal
 import sys
+from dataclasses import replace
 
+from faultinject import kinds
+from faultinject.programs import overrun
 from faultinject.programs.device import DeviceError, open_device
 from faultinject.programs.misdeeds import Plan, commit, prepare
 from faultinject.programs.talk import Inbox, clock, identity, no_core_dumps, say
@@ -30,10 +33,16 @@ def main(argv: list[str]) -> int:
         device = open_device(args.backend)
         context_at = clock()
         prepare(device, args.memory)
+        if plan.kind in kinds.ZONE:
+            # Before it says ready, so that its zones are there when the rig looks for them.
+            plan = replace(plan, target=device.alloc(overrun.SIZE))
         say("ready", **identity(), context_at=context_at, on_mps=device.on_mps)
         inbox.expect("go")
         commit(device, plan)
         say("outcome", code=0)
+        if plan.kind in kinds.ZONE:
+            # What a zone absorbed does not end it: that is for mpsd to do.
+            signal.pause()
     except DeviceError as error:
         say("outcome", code=error.code, text=str(error))
         if error.code == TERMINATED:

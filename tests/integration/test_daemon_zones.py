@@ -217,7 +217,7 @@ def test_a_user_sets_no_policy(site: Site) -> None:
 
 
 def test_who_is_no_client_gets_no_zones(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    from faultinject.guardzones import GuardedDevice
+    from tests.support.guardzones import GuardedDevice
 
     device: Any = None
     outsider = GuardedDevice(device, str(site.run_dir / "vault.sock"))

@@ -29,7 +29,7 @@ def obey(dev: SimulatedDevice) -> None:
 
     def guard(vault_socket: str) -> int:
         """From now on `zoned` allocates with guard zones; bytes of them that the daemon grants."""
-        from faultinject.guardzones import GuardedDevice
+        from tests.support.guardzones import GuardedDevice
 
         known["zoned"] = GuardedDevice(dev, vault_socket)
         return known["zoned"].granted

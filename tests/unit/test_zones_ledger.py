@@ -18,12 +18,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from faultinject.guardzones import LedgerWriter
 from mpsd.errors import GpuError
 from mpsd.model import Relation, ZoneRole
 from mpsd.zones import layout
 from mpsd.zones.ledger import Ledger
 from tests.support.descriptors import open_descriptors
+from tests.support.guardzones import LedgerWriter
 
 HEADER = Path(__file__).resolve().parents[2] / "clients" / "libcuda" / "src" / "ledger.h"
 BASE = 0x1000_0000_0000

@@ -117,9 +117,9 @@ def decode(data: bytes) -> Stats | None:
         _text(reason),
         _text(path),
         *counts,
-        Window(window & 3),
-        window & ~3,
-        unknown,
+        window=Window(window & 3),
+        window_base=window & ~3,
+        unknown=unknown,
     )
 
 

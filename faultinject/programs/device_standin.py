@@ -1,0 +1,77 @@
+"""The stand-in driver as a program meets it: libcuda.so.1 by ctypes, proxied or not.
+
+Its kernels are the functions that the driver has; how long they take shows in their stream alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+from faultinject.programs.device import NOT_SUPPORTED, Access, DeviceError
+from faultinject.programs.driver import Driver
+
+IMAGE = b"standin module\nkernel store store 0\nkernel fill fill 0\nkernel add add 0\nkernel sum sum 0\n"
+WORD = 4
+
+
+class StandinDevice:
+    """faultinject.programs.device.Device on the stand-in driver. It knows the zone kinds alone."""
+
+    def __init__(self) -> None:
+        self._driver = Driver()
+        module = ctypes.c_void_p()
+        self._driver.call("cuModuleLoadData", ctypes.byref(module), IMAGE)
+        self._module = module
+        self._scratch = self.alloc(64)
+        self.on_mps: bool | None = None
+
+    def _launch(self, name: str, *arguments: Any) -> None:
+        function = ctypes.c_void_p()
+        self._driver.call("cuModuleGetFunction", ctypes.byref(function), self._module, name.encode())
+        places = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(a) for a in arguments))
+        self._driver.call("cuLaunchKernel", function, 1, 1, 1, 1, 1, 1, 0, None, places, None)
+
+    def alloc(self, size: int) -> int:
+        return self._driver.alloc(size)
+
+    def free(self, address: int) -> None:
+        self._driver.free(address)
+
+    def write(self, address: int, data: bytes) -> None:
+        self._driver.write(address, data)
+
+    def read(self, address: int, size: int) -> bytes:
+        return self._driver.read(address, size)
+
+    def increment(self, address: int, words: int) -> None:
+        self._launch("add", ctypes.c_uint64(address), ctypes.c_uint64(words), ctypes.c_uint32(1))
+
+    def wild(self, access: Access, address: int, span: int, seconds: float, *, fill: bool = False) -> None:
+        at, words = ctypes.c_uint64(address), ctypes.c_uint64(span // WORD)
+        match access:
+            case "store" if span == WORD:
+                self._launch("store", at, ctypes.c_uint32(1))
+            case "store":
+                self._launch("fill", at, words, ctypes.c_uint32(1))
+            case "load":
+                self._launch("sum", ctypes.c_uint64(self._scratch), at, words)
+            case "atomic":
+                # It has no atomics; a word that is read and written is as near as it comes.
+                self._launch("add", at, words, ctypes.c_uint32(1))
+
+    def busy(self, seconds: float, *, fill: bool = False) -> None:
+        raise DeviceError(NOT_SUPPORTED, "kernels of the stand-in driver do not last")
+
+    def endless(self, *, fill: bool = False) -> None:
+        raise DeviceError(NOT_SUPPORTED, "kernels of the stand-in driver end")
+
+    def commit(self, kind: str, fire: Callable[[], None], stray: int = 0) -> None:
+        raise DeviceError(NOT_SUPPORTED, f"{kind} is for the other devices")
+
+    def synchronize(self) -> None:
+        self._driver.synchronize()
+
+    def close(self) -> None:
+        self._driver.close()

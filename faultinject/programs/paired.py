@@ -1,0 +1,84 @@
+"""A program that works in turns: it is told when, so that a pair of them can be compared round by round.
+
+It says `imported` (or `lacking`, with what is not installed), does `begin` (set up and so many steps),
+`block` (so many timed steps) as often as it is told, and `finish`: the digest of all its results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib
+import os
+import sys
+import time
+from typing import Any
+
+from faultinject.programs.talk import Inbox, identity, no_core_dumps, say
+from faultinject.proxy.work import NAMES, Work
+
+
+def load(name: str) -> Any:
+    """The module of this work. Raises ImportError for a package that is not installed."""
+    return importlib.import_module(f"faultinject.proxy.work.{name}")
+
+
+def timed(work: Work, steps: int) -> list[float]:
+    """Seconds of each step."""
+    times = []
+    for _ in range(steps):
+        start = time.perf_counter()
+        work.step()
+        times.append(time.perf_counter() - start)
+    return times
+
+
+def digest(work: Work) -> str:
+    found = hashlib.sha256()
+    for piece in work.results():
+        found.update(len(piece).to_bytes(8, "little"))
+        found.update(piece)
+    return found.hexdigest()
+
+
+def serve(work: Work, inbox: Inbox, steps: int) -> None:
+    """Begin, then do what is ordered until the end."""
+    times = timed(work, steps)
+    say("begun", digest=digest(work), times=times[len(times) // 2 :])
+    while True:
+        order = inbox.wait()
+        match order["do"] if order else "stop":
+            case "block":
+                say("block", times=timed(work, int(order["steps"]) if order else 0))
+            case "finish":
+                say("finished", digest=digest(work))
+            case _:
+                return
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("work", choices=NAMES)
+    parser.add_argument("--backend", required=True)
+    parser.add_argument("--seed", type=int, default=1)
+    args = parser.parse_args(argv)
+    no_core_dumps()
+    inbox = Inbox()
+    try:
+        module = load(args.work)
+    except ImportError as error:
+        say("lacking", text=f"{error.name or error} is not installed")
+        return 0
+    say("imported", **identity(), unit=module.UNIT, per_step=module.PER_STEP, untimed=module.UNTIMED)
+    begin = inbox.expect("begin")
+    work: Work = module.start(args.seed, args.backend)
+    serve(work, inbox, int(begin["steps"]))
+    work.close()
+    say("closed")
+    # Some libraries' clean-up at the interpreter's exit takes seconds; their work is over.
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,188 @@
+"""`mpsd-faultinject proxy`: the options, and what is run for them."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from faultinject import report
+from faultinject.history import History
+from faultinject.matrix import tell_stderr
+from faultinject.node import Node, open_node
+from faultinject.proxy import deaths, numba_suite, pairs, reports
+from faultinject.proxy.library import Libraries, find_libraries
+from faultinject.proxy.work import NAMES, ON_SIMULATED
+from faultinject.rig import Rig
+from mpsd.errors import UsageError
+
+SETTINGS = {"vault.enabled": "true"}
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """`programs` None: none; `deaths` 0: none; `numba` None: not that suite either."""
+
+    backend: str
+    programs: Sequence[str] | None
+    modes: Sequence[str]
+    rounds: int
+    seed: int
+    deaths: int
+    at_once: int
+    numba: numba_suite.Options | None
+    deadline_s: float
+    libcuda: Path | None = None
+    driver: Path | None = None
+
+    def command(self) -> str:
+        """The command line that repeats it, but for where the libraries are."""
+        words = ["mpsd-faultinject", "proxy", "--backend", self.backend, "--seed", str(self.seed)]
+        words += ["--programs", ",".join(self.programs or ["none"]), "--modes", ",".join(self.modes)]
+        words += ["--pairs", str(self.rounds), "--deaths", str(self.deaths), "--at-once", str(self.at_once)]
+        return shlex.join(words + (self.numba.words() if self.numba else []))
+
+
+def chosen(words: Sequence[str], backend: str) -> list[str] | None:
+    """Programs by name; `all` are those that this backend can run. Raises UsageError."""
+    known = list(ON_SIMULATED if backend == "simulated" else NAMES)
+    if list(words) == ["none"]:
+        return None
+    for word in words:
+        if word not in ("all", *NAMES):
+            raise UsageError(f"there is no program {word!r}", remedy=f"all, none, or of: {', '.join(NAMES)}")
+        if word != "all" and word not in known:
+            raise UsageError(
+                f"{word} needs a real GPU", remedy=f"on the simulated one there are: {', '.join(known)}"
+            )
+    return known if "all" in words else [name for name in known if name in words]
+
+
+def run(plan: Plan) -> dict[str, Any]:
+    """All of it; the judged report. Raises MpsdError where the rig itself cannot be had."""
+    date = datetime.now(UTC).isoformat(timespec="seconds")
+    with tempfile.TemporaryDirectory(prefix="mpsd-fi-") as base:
+        libraries = find_libraries(plan.backend, plan.libcuda, plan.driver, Path(base))
+        node = open_node(plan.backend, Path(base))
+        try:
+            found = _on(node, plan, libraries, Path(base))
+        finally:
+            node.close()
+    head = {
+        "schema": reports.SCHEMA_VERSION,
+        "kind": reports.KIND,
+        "device": node.device,
+        "driver": node.driver,
+        "backend": plan.backend,
+        "date": date,
+        "command": plan.command(),
+        "seed": plan.seed,
+        "bars": int(node.bars),
+    }
+    return reports.judged({**head, **found})
+
+
+def _on(node: Node, plan: Plan, libraries: Libraries, base: Path) -> dict[str, Any]:
+    """Each part has a daemon of its own, so that no part sees what another left."""
+    found: dict[str, Any] = {"programs": None, "numba": None, "deaths": None, "leftovers": []}
+    if plan.programs is not None:
+        with History() as history, Rig(node, "mpsd", history, settings=SETTINGS) as rig:
+            found["programs"] = pairs.run_programs(
+                rig,
+                libraries,
+                plan.programs,
+                plan.modes,
+                seed=plan.seed,
+                rounds=plan.rounds,
+                deadline_s=plan.deadline_s,
+                tell=tell_stderr,
+            )
+        found["leftovers"] += rig.left
+    if plan.deaths:
+        with History() as history, Rig(node, "mpsd", history, settings=SETTINGS) as rig:
+            slaughter = deaths.Slaughter(rig, libraries, plan.seed, tell_stderr)
+            found["deaths"] = slaughter.run(plan.deaths, plan.at_once).data()
+        found["leftovers"] += rig.left
+    if plan.numba is not None:
+        with History() as history, Rig(node, "mpsd", history, settings=SETTINGS) as rig:
+            found["numba"] = numba_suite.run(rig, libraries, plan.numba, base, tell_stderr)
+        found["leftovers"] += rig.left
+    return found
+
+
+def execute(plan: Plan, json_path: Path | None, markdown_path: Path | None) -> int:
+    """Run it with progress; table, JSON, Markdown; the exit status."""
+    finished = run(plan)
+    print(
+        f"{finished['device']}, driver {finished['driver']}, {finished['date']}; again: {finished['command']}"
+    )
+    show(finished)
+    if json_path is not None:
+        path = report.placed(json_path, finished, "proxy", "json")
+        report.save(finished, path)
+        tell_stderr(f"wrote {path}")
+    if markdown_path is not None:
+        path = report.placed(markdown_path, finished, "proxy", "md")
+        report.write_text(path, reports.markdown(finished))
+        tell_stderr(f"wrote {path}")
+    return 0 if reports.passed(finished) else 1
+
+
+def show(finished: dict[str, Any]) -> None:
+    """Tables and complaints for a terminal."""
+    if finished["programs"] is not None:
+        print(report.aligned(reports.table(finished["programs"])))
+    for line in (*reports.told(finished), *reports.complaints(finished)):
+        print(line)
+
+
+def add_parser(commands: Any, types: Any) -> None:
+    """The subcommand's options. `types` has the harness's readers of names, numbers and seconds."""
+    proxy = commands.add_parser("proxy", help="programs without and with mpsd's libcuda, in pairs")
+    proxy.add_argument("--backend", choices=types.backends, default="simulated", help="(default: simulated)")
+    types.common(proxy)
+    programs = f"all, none, or by commas: {', '.join(NAMES)}"
+    proxy.add_argument("--programs", type=types.names, default=["all"], help=programs)
+    proxy.add_argument("--modes", type=types.names, default=list(pairs.MODES), help="forward, vault")
+    proxy.add_argument(
+        "--pairs", type=types.number(1, 1000), default=9, help="rounds that are timed (default: 9)"
+    )
+    proxy.add_argument(
+        "--deaths", type=types.number(0, 100_000), default=0, help="so many programs are killed"
+    )
+    proxy.add_argument("--at-once", type=types.number(1, 32), default=deaths.AT_ONCE, help="deaths at a time")
+    proxy.add_argument("--numba", action="store_true", help="numba-cuda's own test suite, without and with")
+    numba_suite.add_options(proxy, types)
+    proxy.add_argument(
+        "--deadline", type=types.seconds, default=120.0, help="seconds for each program (default: 120)"
+    )
+    proxy.add_argument("--libcuda", type=Path, metavar="DIR", help="the folder with the proxy's libcuda.so.1")
+    proxy.add_argument("--driver", type=Path, metavar="DIR", help="the stand-in's, for the simulated GPU")
+    proxy.set_defaults(go=_go)
+
+
+def _go(args: argparse.Namespace) -> int:
+    for mode in args.modes:
+        if mode not in pairs.MODES:
+            raise UsageError(f"there is no mode {mode!r} of the proxy", remedy="use forward or vault")
+    plan = Plan(
+        args.backend,
+        chosen(args.programs, args.backend),
+        [mode for mode in pairs.MODES if mode in args.modes],
+        args.pairs,
+        args.seed,
+        args.deaths,
+        args.at_once,
+        numba_suite.options(args) if args.numba else None,
+        args.deadline,
+        args.libcuda,
+        args.driver,
+    )
+    if plan.programs is None and not plan.deaths and plan.numba is None:
+        raise UsageError("there is nothing to run", remedy="give --programs, --deaths or --numba")
+    return execute(plan, args.json, args.markdown)

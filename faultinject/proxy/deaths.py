@@ -1,0 +1,246 @@
+"""Programs with memory in the vault are killed, several at a time, at random moments: nothing may be left.
+
+After each batch: the vault holds nothing of the dead, mpsd has the descriptors that it had before the
+first, and the GPU has its memory back. Two programs live through all of it, one proxied and one not, and
+compare what they hold all the time.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from faultinject.history import clock
+from faultinject.proxy.library import MPSD_RUN, Libraries, read_stats
+from faultinject.proxy.pairs import settled
+from faultinject.rig import Rig
+from faultinject.verdict import Finding, Verdict, invalid, merge, unknown, valid
+from faultinject.worker import Worker
+from mpsd.errors import DeadlineError, MpsdError
+
+AT_ONCE = 8
+UP_S = 60.0
+CLEAR_S = 15.0
+LATEST_S = 0.4
+"""A program is killed at most so long after it was up; a third of them are not given that time."""
+
+MEMORY_BOUND = 64 << 20
+"""What NVML may see above the memory before: the driver keeps some of what it freed."""
+
+DESCRIPTORS_BOUND = 2
+"""Connections of this harness itself that may be open while the descriptors are counted."""
+
+POLL_S, KILL_POLL_S = 0.02, 0.002
+
+
+@dataclass(slots=True)
+class Batch:
+    """One batch of deaths. `vaulted`: how many of them had memory in the vault when they were killed.
+
+    `clear_s` is the time from the last death until nothing of them was left; None: it never was.
+    """
+
+    deaths: int
+    vaulted: int
+    clear_s: float | None
+    left: str = ""
+
+
+@dataclass(slots=True)
+class Deaths:
+    """All batches, and what became of those that were to live. `failure`: the harness itself failed."""
+
+    wanted: int
+    batches: list[Batch] = field(default_factory=list)
+    survivors: dict[str, dict[str, Any]] = field(default_factory=dict)
+    held_at_end: int | None = None
+    descriptors: tuple[int, int] | None = None
+    memory: tuple[int, int] | None = None
+    failure: str = ""
+
+    @property
+    def killed(self) -> int:
+        return sum(b.deaths for b in self.batches)
+
+    def data(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def judge(seen: Mapping[str, Any]) -> list[Finding]:
+    """What must hold of the stored facts (Deaths.data())."""
+    laws: Sequence[Callable[[Mapping[str, Any]], tuple[Verdict, str]]] = (
+        _all_died,
+        _were_vaulted,
+        _nothing_left,
+        _survivors_unharmed,
+    )
+    return [Finding(law.__name__.strip("_").replace("_", " "), *law(seen)) for law in laws]
+
+
+def _all_died(seen: Mapping[str, Any]) -> tuple[Verdict, str]:
+    if seen["failure"]:
+        return unknown(seen["failure"])
+    killed = sum(b["deaths"] for b in seen["batches"])
+    return valid() if killed >= seen["wanted"] else unknown(f"only {killed} of {seen['wanted']} were killed")
+
+
+def _were_vaulted(seen: Mapping[str, Any]) -> tuple[Verdict, str]:
+    killed = sum(b["deaths"] for b in seen["batches"])
+    vaulted = sum(b["vaulted"] for b in seen["batches"])
+    if not vaulted:
+        return invalid("none of them had memory in the vault")
+    # Some are killed while they start: that is wanted, but proves little of the vault.
+    return (
+        valid() if 2 * vaulted >= killed else unknown(f"only {vaulted} of {killed} had memory in the vault")
+    )
+
+
+def _nothing_left(seen: Mapping[str, Any]) -> tuple[Verdict, str]:
+    left = [f"batch {i}: {b['left']}" for i, b in enumerate(seen["batches"], 1) if b["clear_s"] is None]
+    if seen["held_at_end"]:
+        left.append(f"{seen['held_at_end']} pieces in the vault at the end")
+    return invalid("; ".join(left[:5])) if left else valid()
+
+
+def _survivors_unharmed(seen: Mapping[str, Any]) -> tuple[Verdict, str]:
+    bad = [
+        f"{name}: {tally}"
+        for name, tally in seen["survivors"].items()
+        if not tally.get("done") or tally.get("wrong") or not tally.get("steps")
+    ]
+    if bad:
+        return invalid("; ".join(bad))
+    return valid() if seen["survivors"] else unknown("nobody was there to survive")
+
+
+def verdict(findings: Sequence[Finding]) -> Verdict:
+    return merge(f.verdict for f in findings)
+
+
+class Slaughter:
+    """One run of it on a rig whose daemon has the vault on."""
+
+    def __init__(self, rig: Rig, libraries: Libraries, seed: int, tell: Callable[[str], None]) -> None:
+        self.rig, self.libraries, self.tell = rig, libraries, tell
+        self.random = random.Random(seed)
+        self.started = 0
+        self.before = (0, 0)
+
+    def spawn(self, name: str, *options: str, proxied: bool = True) -> Worker:
+        options = (*options, "--seed", str(self.random.getrandbits(32)))
+        service = self.rig.mpsd
+        if not proxied:
+            environment = self.libraries.plain(service.client_environment())
+            return self.rig.spawn(name, "holder", *options, environment=environment)
+        environment = self.libraries.proxied(service.environment, service.socket, vault=True)
+        return self.rig.spawn(name, "holder", *options, environment=environment, through=MPSD_RUN)
+
+    def run(self, count: int, at_once: int) -> Deaths:
+        """Kill `count` programs. What goes wrong in the harness is told, never raised."""
+        seen = Deaths(count)
+        try:
+            settled(self.rig)
+            # What they hold stays as it is: descriptors and memory are compared with what was before.
+            survivors = [
+                self.spawn("survivor-plain", "--still", proxied=False),
+                self.spawn("survivor-proxied", "--still"),
+            ]
+            for survivor in survivors:
+                survivor.must("ready", timeout=UP_S)
+            # One that comes and goes before anything is counted: what is made once is there then.
+            self.batch(1)
+            self.before = self.counted()
+            while seen.killed < count:
+                seen.batches.append(self.batch(min(at_once, count - seen.killed)))
+                self.tell(f"{seen.killed} of {count} killed" + self._trouble(seen.batches[-1]))
+            seen.descriptors = (self.before[0], self.counted()[0])
+            seen.memory = (self.before[1], self.counted()[1])
+            for survivor in survivors:
+                seen.survivors[survivor.name] = self._fate(survivor)
+            self.until_clear({s.pid for s in survivors}, counted=False)
+            seen.held_at_end = len(self.holdings())
+        except MpsdError as error:
+            seen.failure = f"{error.code}: {error}"
+        return seen
+
+    def _trouble(self, batch: Batch) -> str:
+        return f"; left: {batch.left}" if batch.clear_s is None else ""
+
+    def _fate(self, survivor: Worker) -> dict[str, Any]:
+        survivor.tell("stop")
+        last = survivor.wait("done", "error", "gone", timeout=UP_S)
+        survivor.wait("gone", timeout=UP_S)
+        told = dict(last.data) if last else {}
+        return {"done": last is not None and last.what == "done", **told}
+
+    def batch(self, size: int) -> Batch:
+        """So many programs, each killed at a moment of its own."""
+        victims = [self.spawn(f"victim-{self.started + i}") for i in range(size)]
+        self.started += size
+        vaulted = self._kill(victims)
+        for victim in victims:
+            victim.must("gone", timeout=UP_S)
+        died = clock()
+        clear, left = self.until_clear({v.pid for v in victims}, counted=self.before != (0, 0))
+        for victim in victims:
+            victim.end()
+            self.rig.workers.remove(victim)
+        return Batch(size, vaulted, round(clock() - died, 3) if clear else None, left)
+
+    def _kill(self, victims: Sequence[Worker]) -> int:
+        """Kill each while it starts, or a while after it holds memory; how many had some in the vault."""
+        plans = [
+            (v, "started" if self.random.random() < 1 / 3 else "ready", self.random.random() * LATEST_S)
+            for v in victims
+        ]
+        vaulted, end = 0, clock() + UP_S
+        while plans and clock() < end:
+            for plan in plans[:]:
+                victim, what, later = plan
+                said = victim.heard(what, "error", "gone")
+                if said is not None and clock() >= said.t + later:
+                    plans.remove(plan)
+                    stats = read_stats(victim.pid) if victim.running else None
+                    vaulted += bool(stats and stats["vault_taken"])
+                    victim.signal(signal.SIGKILL)
+            time.sleep(KILL_POLL_S)
+        if plans:
+            raise DeadlineError(f"{plans[0][0].name} did not say {plans[0][1]}")
+        return vaulted
+
+    def holdings(self) -> Sequence[Mapping[str, Any]]:
+        held: Sequence[Mapping[str, Any]] = self.rig.mpsd.ask(lambda c: c.vault_list())
+        return held
+
+    def counted(self) -> tuple[int, int]:
+        """mpsd's open descriptors, and the memory in use on all GPUs in bytes."""
+        return len(os.listdir(f"/proc/{self.rig.mpsd.pid}/fd")), self.rig.node.gpu_memory_used()
+
+    def until_clear(self, dead: set[int], *, counted: bool) -> tuple[bool, str]:
+        """Wait until nothing is left of these processes; what was at the deadline."""
+        end = clock() + CLEAR_S
+        while (left := self._left(dead, counted)) and clock() < end:
+            time.sleep(POLL_S)
+        return not left, left
+
+    def _left(self, dead: set[int], counted: bool) -> str:
+        held = [h for h in self.holdings() if h["pid"] in dead]
+        if held:
+            return f"{len(held)} pieces in the vault"
+        status = self.rig.mpsd.status()
+        known = dead & {c["pid"] for c in (*status["clients"], *status["dead"])}
+        if known:
+            return f"mpsd still holds something for processes {sorted(known)}"
+        if not counted:
+            return ""
+        descriptors, memory = self.counted()
+        if descriptors > self.before[0] + DESCRIPTORS_BOUND:
+            return f"{descriptors} descriptors are open in mpsd, {self.before[0]} were before"
+        if memory > self.before[1] + MEMORY_BOUND:
+            return f"{memory} bytes of GPU memory are in use, {self.before[1]} were before"
+        return ""

@@ -1,0 +1,158 @@
+"""What must hold of a program without and with the proxy. Everything is judged from the report's own numbers.
+
+`blocks` are medians of step times in seconds, one for each round; the programs of a group take their turns
+round by round, so the blocks of one round are neighbours in time. `memory` is what NVML saw the whole GPU
+gain while the program came up and worked, in bytes.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from faultinject.verdict import Finding, Verdict, invalid, merge, unknown, valid
+
+STEP_BAR, MEMORY_BAR = 0.01, 0.02
+ROUNDS_LEAST = 3
+
+Judgement = tuple[Verdict, str] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One process of a pair. `failure`: why it did not come to its end."""
+
+    digest: str = ""
+    memory: int | None = None
+    blocks: tuple[float, ...] = ()
+    stats: Mapping[str, Any] | None = None
+    failure: str = ""
+
+    @classmethod
+    def of(cls, data: Mapping[str, Any]) -> Side:
+        return cls(data["digest"], data["memory"], tuple(data["blocks"]), data["stats"], data["failure"])
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """`plain` and `again` are the same program without the proxy: how far they differ is noise.
+
+    `timed` is False for a program whose steps are not its own to time (the reason is in `untimed`).
+    """
+
+    mode: str
+    plain: Side
+    again: Side
+    proxied: Side
+    untimed: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """Median of the rounds' ratios, and their quartiles: `low` to `high` holds half of the rounds."""
+
+    median: float
+    low: float
+    high: float
+
+
+def ratio(of: Sequence[float], to: Sequence[float]) -> Ratio | None:
+    """Of blocks of the same rounds; None where there are too few."""
+    ratios = sorted(a / b for a, b in zip(of, to, strict=False) if b > 0)
+    if len(ratios) < ROUNDS_LEAST:
+        return None
+    low, _, high = statistics.quantiles(ratios, n=4, method="inclusive")
+    return Ratio(statistics.median(ratios), low, high)
+
+
+def memory_ratio(of: Side, to: Side) -> float | None:
+    """None where the GPU's memory does not show what a program takes (the simulated one)."""
+    if of.memory is None or to.memory is None or to.memory <= 0:
+        return None
+    return of.memory / to.memory
+
+
+def came_to_an_end(pair: Pair) -> Judgement:
+    for name, side in (("without the proxy", pair.plain), ("without the proxy, again", pair.again)):
+        if side.failure:
+            return unknown(f"{name}: {side.failure}")
+    if pair.proxied.failure:
+        return invalid(f"with the proxy: {pair.proxied.failure}")
+    return valid()
+
+
+def was_proxied(pair: Pair) -> Judgement:
+    if pair.proxied.failure:
+        return None
+    stats = pair.proxied.stats
+    if stats is None:
+        return invalid("there was no proxy in the process")
+    if stats["state"] != "active":
+        return invalid(f"the proxy stepped aside ({stats['state']}): {stats['reason']}")
+    return valid()
+
+
+def memory_was_vaulted(pair: Pair) -> Judgement:
+    stats = pair.proxied.stats
+    if pair.mode != "vault" or stats is None or stats["state"] != "active":
+        return None
+    if not stats["vault_taken"]:
+        return invalid("nothing was brought to the vault")
+    left_out = {name: stats[f"vault_{name}"] for name in ("refused", "lost") if stats[f"vault_{name}"]}
+    return invalid(f"pieces that the vault does not hold: {left_out}") if left_out else valid()
+
+
+def results_same(pair: Pair) -> Judgement:
+    if pair.plain.failure or pair.again.failure or pair.proxied.failure:
+        return None
+    if pair.plain.digest != pair.again.digest:
+        return unknown("without the proxy the results differ from one run to the next")
+    if pair.proxied.digest != pair.plain.digest:
+        return invalid("the results differ from those without the proxy")
+    return valid()
+
+
+def step_time_same(pair: Pair) -> Judgement:
+    if pair.untimed or pair.plain.failure or pair.proxied.failure:
+        return None
+    proxied = ratio(pair.proxied.blocks, pair.plain.blocks)
+    noise = ratio(pair.again.blocks, pair.plain.blocks)
+    if proxied is None or noise is None:
+        return unknown(f"fewer than {ROUNDS_LEAST} rounds were timed")
+    if abs(noise.median - 1) > STEP_BAR:
+        return unknown(f"without the proxy one process took {noise.median:.4f} of another's time")
+    text = f"a step took {proxied.median:.4f} of the time without the proxy"
+    return invalid(text) if proxied.median > 1 + STEP_BAR else valid(text)
+
+
+def memory_same(pair: Pair) -> Judgement:
+    if pair.plain.failure or pair.proxied.failure:
+        return None
+    found, noise = memory_ratio(pair.proxied, pair.plain), memory_ratio(pair.again, pair.plain)
+    if found is None or noise is None:
+        return None
+    if abs(noise - 1) > MEMORY_BAR:
+        return unknown(f"without the proxy one process took {noise:.4f} of another's memory")
+    text = f"it took {found:.4f} of the memory without the proxy"
+    return invalid(text) if found > 1 + MEMORY_BAR else valid(text)
+
+
+Law = Callable[[Pair], Judgement]
+LAWS: tuple[Law, ...] = (came_to_an_end, was_proxied, memory_was_vaulted, results_same)
+BAR_LAWS: tuple[Law, ...] = (step_time_same, memory_same)
+
+
+def check(pair: Pair, *, bars: bool) -> tuple[Finding, ...]:
+    """What every law says that applies; without `bars` those about time and memory are not asked."""
+    findings = []
+    for law in LAWS + (BAR_LAWS if bars else ()):
+        judgement = law(pair)
+        if judgement is not None:
+            findings.append(Finding(law.__name__.replace("_", " "), *judgement))
+    return tuple(findings)
+
+
+def verdict(findings: Sequence[Finding]) -> Verdict:
+    return merge(f.verdict for f in findings)

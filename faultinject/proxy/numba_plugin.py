@@ -1,0 +1,113 @@
+"""A pytest plugin, loaded by PYTEST_PLUGINS: chooses tests, and writes each outcome down as it comes.
+
+MPSD_SUITE_OUTCOMES names the file (one JSON object a line); MPSD_SUITE_SHARD is "I/N"; MPSD_SUITE_ONLY
+names a file with the only tests that are wanted. The standard library and pytest alone.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+import unittest
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+OUTCOMES, SHARD, ONLY = "MPSD_SUITE_OUTCOMES", "MPSD_SUITE_SHARD", "MPSD_SUITE_ONLY"
+_STATS = "/memfd:mpsd-libcuda"
+
+
+def _missing(name: str) -> Callable[..., Any]:
+    def skip(*arguments: Any, **options: Any) -> Any:
+        raise unittest.SkipTest(f"{name} is not installed")
+
+    return skip
+
+
+def _stand_in_for_filecheck() -> None:
+    """The suite's base class imports filecheck; where it is missing, the tests that use it are skipped."""
+    if importlib.util.find_spec("filecheck") is not None:
+        return
+    for module, names in {
+        "filecheck": (),
+        "filecheck.matcher": ("Matcher",),
+        "filecheck.options": ("Options",),
+        "filecheck.parser": ("Parser", "pattern_for_opts"),
+        "filecheck.finput": ("FInput",),
+    }.items():
+        made = ModuleType(module)
+        for name in names:
+            setattr(made, name, _missing("filecheck"))
+        sys.modules[module] = made
+
+
+_stand_in_for_filecheck()
+
+
+@pytest.fixture(scope="class")
+def initialize_from_pytest_config(request: pytest.FixtureRequest) -> None:
+    """What the suite's own conftest, which its wheel does not have, sets for its base class."""
+    request.cls._dump_failed_filechecks = False
+
+
+def in_shard(test: str, shard: str) -> bool:
+    """Whether a test belongs to shard "I/N": all tests of one class are in the same."""
+    number, _, of = shard.partition("/")
+    scope = test.rpartition("::")[0] or test
+    return zlib.crc32(scope.encode()) % int(of) == int(number) - 1
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    shard, only = os.environ.get(SHARD), os.environ.get(ONLY)
+    wanted = set(Path(only).read_text(encoding="utf-8").splitlines()) if only else None
+    kept = [
+        item
+        for item in items
+        if (not shard or in_shard(item.nodeid, shard)) and (wanted is None or item.nodeid in wanted)
+    ]
+    dropped = [item for item in items if item not in set(kept)]
+    items[:] = kept
+    config.hook.pytest_deselected(items=dropped)
+
+
+def _write(**facts: Any) -> None:
+    line = json.dumps(facts) + "\n"
+    target = os.open(os.environ[OUTCOMES], os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        os.write(target, line.encode())
+    finally:
+        os.close(target)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    # Workers of xdist pass their reports on to the one process that all tests are known to.
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        xfail = hasattr(report, "wasxfail")
+        _write(test=report.nodeid, when=report.when, outcome=report.outcome, xfail=xfail)
+
+
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        _write(test=report.nodeid, when="collect", outcome="failed", xfail=False)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Each process of the suite says whether it has the proxy, and what that says of itself."""
+    with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
+        mapped = any(_STATS in line for line in maps)
+    stats = _statistics() if mapped else None
+    _write(process=os.getpid(), proxy=mapped, stats=stats)
+
+
+def _statistics() -> dict[str, Any] | None:
+    from faultinject.proxy.library import read_stats
+
+    stats = read_stats(os.getpid())
+    return None if stats is None else dict(stats)

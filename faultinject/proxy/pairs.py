@@ -1,0 +1,281 @@
+"""Runs the paired programs: four processes of one program at a time, that take turns.
+
+Without the proxy twice (their difference is noise), with it passing all calls on, and with the vault. All
+come up first, one after another, so that what each takes of the GPU's memory shows; then they are timed
+round by round while the others wait. All are clients of the same mpsd.
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from faultinject.history import clock
+from faultinject.proxy.judge import Pair, Side, check, memory_ratio, ratio, verdict
+from faultinject.proxy.library import MPSD_RUN, Libraries, read_stats
+from faultinject.rig import Rig
+from faultinject.verdict import Verdict
+from faultinject.worker import Worker
+from mpsd.errors import DeadlineError
+
+MODES = ("forward", "vault")
+"""MPSD_VAULT=0: every call is passed on; or memory in the window, brought to the vault."""
+
+SIDES = ("plain", "again", *MODES)
+FIRST_STEPS = 12
+BLOCK_S = 0.3
+STEPS_MOST = 2000
+UP_S = 90.0
+STEP_S = 60.0
+SPARE_S = 20.0
+LEAST_MEMORY = 1 << 20
+
+
+@dataclass(slots=True)
+class Member:
+    """One process of a group and what it has shown so far."""
+
+    name: str
+    worker: Worker
+    digests: list[str] = field(default_factory=list)
+    memory: int | None = None
+    process_memory: int | None = None
+    blocks: list[float] = field(default_factory=list)
+    stats: Mapping[str, Any] | None = None
+    failure: str = ""
+
+    def side(self) -> Side:
+        digest = "-".join(self.digests)
+        return Side(digest, self.memory, tuple(self.blocks), self.stats, self.failure)
+
+
+class Group:
+    """One program in all its ways. `modes` are those of the proxy that are wanted."""
+
+    def __init__(
+        self, rig: Rig, libraries: Libraries, work: str, seed: int, modes: Sequence[str], rounds: int
+    ) -> None:
+        self.rig, self.libraries, self.work, self.rounds = rig, libraries, work, rounds
+        self.members = {
+            name: Member(name, self._spawn(name, seed))
+            for name in SIDES
+            if name in ("plain", "again", *modes)
+        }
+        self.facts: dict[str, Any] = {"unit": "", "per_step": 1, "untimed": ""}
+        self.lack: str | None = None
+        self._times: list[float] = []
+
+    def _spawn(self, name: str, seed: int) -> Worker:
+        service, libraries = self.rig.mpsd, self.libraries
+        arguments = (self.work, "--seed", str(seed))
+        if name not in MODES:
+            environment = libraries.plain(service.client_environment())
+            return self.rig.spawn(f"{self.work}-{name}", "paired", *arguments, environment=environment)
+        environment = libraries.proxied(service.environment, service.socket, vault=name == "vault")
+        return self.rig.spawn(
+            f"{self.work}-{name}", "paired", *arguments, environment=environment, through=MPSD_RUN
+        )
+
+    def run(self) -> None:
+        """All of it, once they are imported. Failures of a member are its own."""
+        if self.lack is not None:
+            return
+        for member in self.members.values():
+            self._attempt(member, self._begin)
+        steps = self._steps()
+        names = list(self.members)
+        for number in range(self.rounds):
+            # Nobody is always the first of a round.
+            turn = number % len(names)
+            for name in names[turn:] + names[:turn]:
+                self._attempt(self.members[name], self._block, steps)
+        for member in self.members.values():
+            self._attempt(member, self._finish)
+
+    def wait_imported(self) -> None:
+        """Until every member is there, or has said what is not installed."""
+        for member in self.members.values():
+            said = member.worker.wait("imported", "lacking", "gone", timeout=UP_S)
+            if said is not None and said.what == "lacking":
+                self.lack = str(said.data["text"])
+                return
+            if said is None or said.what == "gone":
+                member.failure = self._why(member, "it did not come up")
+            else:
+                self.facts = {key: said.data[key] for key in ("unit", "per_step", "untimed")}
+
+    def _attempt(self, member: Member, act: Any, *arguments: Any) -> None:
+        if member.failure:
+            return
+        try:
+            act(member, *arguments)
+        except DeadlineError as error:
+            member.failure = self._why(member, str(error))
+
+    def _why(self, member: Member, what: str) -> str:
+        gone = member.worker.heard("gone")
+        ended = f"; it ended with status {gone.data['status']}" if gone else ""
+        return f"{what}{ended}; {self.rig.error_text(member.worker)}".rstrip("; ")
+
+    def _begin(self, member: Member) -> None:
+        before = self.rig.node.gpu_memory_used()
+        member.worker.tell("begin", steps=FIRST_STEPS)
+        said = member.worker.must("begun", timeout=UP_S)
+        grown = self.rig.node.gpu_memory_used() - before
+        # The simulated GPU does not know the memory of C programs.
+        member.memory = grown if grown >= LEAST_MEMORY else None
+        member.process_memory = self._process_memory(member.worker.pid)
+        member.digests.append(said.data["digest"])
+        member.stats = read_stats(member.worker.pid)
+        self._times = self._times or said.data["times"]
+
+    def _process_memory(self, pid: int) -> int | None:
+        devices = self.rig.node.backend.devices
+        found = [
+            p.memory_bytes for gpu in devices.gpus() for p in devices.processes(gpu.uuid) if p.pid == pid
+        ]
+        return next((size for size in found if size), None)
+
+    def _steps(self) -> int:
+        """Steps of a block: the same for all, so that all compute the same."""
+        step = statistics.median(self._times) if self._times else BLOCK_S
+        return max(2, min(STEPS_MOST, round(BLOCK_S / max(step, 1e-6))))
+
+    def _block(self, member: Member, steps: int) -> None:
+        heard = member.worker.count("block")
+        member.worker.tell("block", steps=steps)
+        said = member.worker.must("block", timeout=STEP_S, after=heard)
+        member.blocks.append(statistics.median(said.data["times"]))
+
+    def _finish(self, member: Member) -> None:
+        if member.name in MODES:
+            # By now the vault has what was brought to it off the program's path.
+            member.stats = read_stats(member.worker.pid) or member.stats
+        member.worker.tell("finish")
+        member.digests.append(member.worker.must("finished", timeout=STEP_S).data["digest"])
+        member.worker.tell("stop")
+        member.worker.must("closed", timeout=STEP_S)
+
+    def end(self) -> None:
+        for member in self.members.values():
+            member.worker.end()
+
+
+def figures(pair: Pair, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """What the report tells beside the raw numbers; None for what was not measured."""
+    plain, proxied = pair.plain, pair.proxied
+    step_plain = statistics.median(plain.blocks) if plain.blocks else None
+    step_proxied = statistics.median(proxied.blocks) if proxied.blocks else None
+    found, noise = ratio(proxied.blocks, plain.blocks), ratio(pair.again.blocks, plain.blocks)
+    return {
+        "step_ms_plain": None if step_plain is None else round(step_plain * 1e3, 4),
+        "step_ms_proxied": None if step_proxied is None else round(step_proxied * 1e3, 4),
+        "per_second_plain": facts["per_step"] / step_plain if step_plain else None,
+        "per_second_proxied": facts["per_step"] / step_proxied if step_proxied else None,
+        "step_ratio": asdict(found) if found else None,
+        "noise_ratio": asdict(noise) if noise else None,
+        "memory_ratio": memory_ratio(proxied, plain),
+        "memory_noise": memory_ratio(pair.again, plain),
+    }
+
+
+def data_of(member: Member) -> dict[str, Any]:
+    return {**asdict(member.side()), "process_memory": member.process_memory}
+
+
+def entries(group: Group, modes: Sequence[str], *, bars: bool) -> list[dict[str, Any]]:
+    """The report's entries of one program, one for each mode."""
+    found = []
+    for mode in modes:
+        entry: dict[str, Any] = {"program": group.work, "mode": mode, "not_run": group.lack, **group.facts}
+        sides = {
+            "plain": group.members["plain"],
+            "again": group.members["again"],
+            "proxied": group.members[mode],
+        }
+        entry |= {name: data_of(member) for name, member in sides.items()}
+        found.append(judged(entry, bars=bars))
+    return found
+
+
+def judged(entry: Mapping[str, Any], *, bars: bool) -> dict[str, Any]:
+    """The entry with its figures, findings and verdict, computed from its own numbers."""
+    if entry["not_run"]:
+        return {**entry, "figures": None, "verdict": None, "findings": []}
+    sides = {name: Side.of(entry[name]) for name in ("plain", "again", "proxied")}
+    pair = Pair(entry["mode"], untimed=entry["untimed"], **sides)
+    findings = check(pair, bars=bars)
+    return {
+        **entry,
+        "figures": figures(pair, entry),
+        "verdict": verdict(findings).value,
+        "findings": [asdict(f) for f in findings if f.verdict is not Verdict.VALID],
+    }
+
+
+def settled(rig: Rig) -> None:
+    """Wait for the spare domain: what it takes of the memory must not be taken for a program's."""
+
+    def warm(status: Mapping[str, Any]) -> bool:
+        return any(d["role"] == "spare" and d["state"] == "warm" for d in status["domains"])
+
+    if rig.mpsd.until(warm, SPARE_S) is None:
+        rig.note(no_spare=True)
+
+
+def run_programs(
+    rig: Rig,
+    libraries: Libraries,
+    works: Sequence[str],
+    modes: Sequence[str],
+    *,
+    seed: int,
+    rounds: int,
+    deadline_s: float,
+    tell: Any,
+) -> list[dict[str, Any]]:
+    """All programs, one after another, each under the deadline. The rig's daemon has the vault on."""
+    settled(rig)
+    # Somebody who is always there: what the first client of a server costs is nobody's of a pair.
+    rig.spawn("anchor", "idlers", "--clients", "1").must("ready", timeout=UP_S)
+    # All start at once and wait for their turn: what a library takes to be imported is spent only once.
+    groups = [Group(rig, libraries, work, seed, modes, rounds) for work in works]
+    found = []
+    try:
+        for group in groups:
+            group.wait_imported()
+        for group in groups:
+            began = clock()
+            _under_deadline(group, deadline_s)
+            for entry in entries(group, modes, bars=rig.node.bars):
+                found.append(entry)
+                tell(progress(entry, clock() - began))
+    finally:
+        for group in groups:
+            group.end()
+    return found
+
+
+def _under_deadline(group: Group, deadline_s: float) -> None:
+    """Run a group; what is not over in time is ended, and says so."""
+    watchdog = threading.Timer(deadline_s, group.end)
+    watchdog.daemon = True
+    watchdog.start()
+    try:
+        group.run()
+    finally:
+        watchdog.cancel()
+        group.end()
+
+
+def progress(entry: Mapping[str, Any], took_s: float) -> str:
+    name = f"{entry['program']} ({entry['mode']})"
+    if entry["not_run"]:
+        return f"{name}: not run: {entry['not_run']}"
+    why = "".join(f"\n    {f['law']}: {f['text']}" for f in entry["findings"])
+    step = entry["figures"]["step_ratio"]
+    times = f", step time x {step['median']:.4f}" if step else ""
+    return f"{name}: {entry['verdict']}{times}, {took_s:.1f} s{why}"

@@ -1,0 +1,209 @@
+"""The report of the proxy's evidence: one JSON object, and its text. It holds all that a verdict needs.
+
+`kind` is "proxy"; `programs`, `numba` and `deaths` are null where they were not asked for.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from faultinject import report
+from faultinject.proxy import deaths, numba_suite, pairs
+from faultinject.verdict import Verdict
+from mpsd.errors import UsageError
+
+SCHEMA_VERSION = 1
+KIND = "proxy"
+SCHEMA: Mapping[str, tuple[type, ...]] = {
+    "schema": (int,),
+    "kind": (str,),
+    "device": (str,),
+    "driver": (str,),
+    "backend": (str,),
+    "date": (str,),
+    "command": (str,),
+    "seed": (int,),
+    "bars": (int,),  # 1: the bounds on time and memory are judged; 0 on the simulated GPU
+    "leftovers": (list,),  # processes that had to be ended, in words
+    "programs": (list, type(None)),
+    "numba": (dict, type(None)),
+    "deaths": (dict, type(None)),
+}
+
+
+def load(path: Path) -> dict[str, Any] | None:
+    """The report in this file; None if it is JSON of another kind. Raises UsageError."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError:
+        return None
+    if not isinstance(data, dict) or data.get("kind") != KIND:
+        return None
+    problems = report.against(SCHEMA, data, "report")
+    if data.get("schema") != SCHEMA_VERSION:
+        problems.append(f"report.schema is {data.get('schema')!r}, this program reads {SCHEMA_VERSION}")
+    if problems:
+        raise UsageError(f"{path} is no report of this program: {problems[0]}")
+    return data
+
+
+def judged(data: Mapping[str, Any]) -> dict[str, Any]:
+    """The report with every verdict computed anew from what was measured. Raises UsageError."""
+    try:
+        found = dict(data)
+        if data["programs"] is not None:
+            found["programs"] = [pairs.judged(e, bars=bool(data["bars"])) for e in data["programs"]]
+        for part, judge in (("numba", numba_suite.judge), ("deaths", deaths.judge)):
+            if data[part] is not None and not data[part].get("not_run"):
+                found[part] = {**data[part], **_said(judge(data[part]))}
+        return found
+    except (KeyError, TypeError) as error:
+        raise UsageError(f"the report lacks something that its verdict needs: {error!r}") from error
+
+
+def _said(findings: Sequence[Any]) -> dict[str, Any]:
+    return {
+        "verdict": deaths.verdict(findings).value,
+        "findings": [
+            {"law": f.law, "verdict": f.verdict.value, "text": f.text}
+            for f in findings
+            if f.verdict is not Verdict.VALID
+        ],
+    }
+
+
+def verdicts(data: Mapping[str, Any]) -> list[str | None]:
+    """Of every part that was asked for; None for what was not run."""
+    found = [e["verdict"] for e in data["programs"] or ()]
+    return found + [data[part].get("verdict") for part in ("numba", "deaths") if data[part] is not None]
+
+
+def passed(data: Mapping[str, Any]) -> bool:
+    """No verdict is invalid or unknown, something was run, and no process was left."""
+    said = verdicts(data)
+    return all(v in ("valid", None) for v in said) and "valid" in said and not data["leftovers"]
+
+
+_COLUMNS = (
+    "program",
+    "mode",
+    "results",
+    "step ms",
+    "proxied ms",
+    "ratio",
+    "half of rounds",
+    "noise",
+    "memory",
+)
+
+
+def table(programs: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """Header row and one row for each program and mode."""
+    return [[*_COLUMNS, "vaulted", "verdict"], *(_row(e) for e in programs)]
+
+
+def _row(entry: Mapping[str, Any]) -> list[str]:
+    name = [entry["program"], entry["mode"]]
+    if entry["not_run"]:
+        return [*name, *["-"] * (len(_COLUMNS) - 1), "not run"]
+    figures, plain, proxied = entry["figures"], entry["plain"], entry["proxied"]
+    same = "same" if plain["digest"] == proxied["digest"] and plain["digest"] else "DIFFER"
+    step, noise, stats = figures["step_ratio"], figures["noise_ratio"], proxied["stats"]
+    return [
+        *name,
+        same,
+        _number(figures["step_ms_plain"], 3),
+        _number(figures["step_ms_proxied"], 3),
+        _number(step and step["median"], 4),
+        f"{step['low']:.4f}-{step['high']:.4f}" if step else "-",
+        _number(noise and noise["median"], 4),
+        _number(figures["memory_ratio"], 4),
+        _mebibytes(stats),
+        str(entry["verdict"]),
+    ]
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _mebibytes(stats: Mapping[str, Any] | None) -> str:
+    return "-" if stats is None else f"{stats['vault_bytes'] / (1 << 20):.1f} MiB"
+
+
+def told(data: Mapping[str, Any]) -> list[str]:
+    """Lines about the parts that are no table."""
+    lines = []
+    if (killed := data["deaths"]) is not None:
+        lines.append(f"Deaths: {killed.get('verdict') or 'not run'}: {deaths_line(killed)}")
+    if (numba := data["numba"]) is not None:
+        lines.append(
+            f"numba-cuda's own tests: {numba.get('verdict') or 'not run'}: {numba_suite.line(numba)}"
+        )
+    return lines
+
+
+def deaths_line(killed: Mapping[str, Any]) -> str:
+    batches = killed["batches"]
+    cleared = [b["clear_s"] for b in batches if b["clear_s"] is not None]
+    slowest = f"{max(cleared):.2f} s" if cleared else "-"
+    return (
+        f"{sum(b['deaths'] for b in batches)} of {killed['wanted']} killed in {len(batches)} batches, "
+        f"{sum(b['vaulted'] for b in batches)} with memory in the vault; after the slowest batch everything "
+        f"was back {slowest} later; survivors: "
+        + ", ".join(f"{n} looked {t.get('steps', 0)} times" for n, t in killed["survivors"].items())
+    )
+
+
+def complaints(data: Mapping[str, Any]) -> list[str]:
+    found = []
+    for entry in data["programs"] or ():
+        name = f"{entry['program']} ({entry['mode']})"
+        if entry["not_run"]:
+            found.append(f"{name}: not run: {entry['not_run']}")
+        elif entry["untimed"]:
+            found.append(f"{name}: time not judged: {entry['untimed']}")
+        found += [f"{name}: {f['law']}: {f['verdict']}: {f['text']}" for f in entry["findings"]]
+    for part in ("numba", "deaths"):
+        if data[part] is not None:
+            found += [f"{part}: not run: {data[part]['not_run']}"] if data[part].get("not_run") else []
+            found += [
+                f"{part}: {f['law']}: {f['verdict']}: {f['text']}" for f in data[part].get("findings", ())
+            ]
+    return found + [f"left behind: {what}" for what in data["leftovers"]]
+
+
+_LEGEND = (
+    "forward: the proxy passes every call on; vault: memory in the window, brought to mpsd's vault. ratio: "
+    "step time with the proxy to that without, median over the rounds, and the range that holds half of "
+    "them; noise: the same of two processes without the proxy; memory: what the GPU's use grew by, with the "
+    "proxy to without; vaulted: held in the window when the program had come up; `-`: not measured."
+)
+
+
+def markdown(data: Mapping[str, Any]) -> str:
+    """The report for people."""
+    lines = [
+        f"# {data['device']}, driver {data['driver']}: programs without and with the proxy",
+        "",
+        f"{data['date']}, backend {data['backend']}, seed {data['seed']}:",
+        "",
+        f"    {data['command']}",
+        "",
+        _LEGEND,
+        "",
+    ]
+    if not data["bars"]:
+        lines += ["Time and memory are not judged here: this is no real GPU.", ""]
+    if data["programs"] is not None:
+        lines += [report.markdown_table(table(data["programs"])), ""]
+    lines += [line for told_line in told(data) for line in (told_line, "")]
+    wrong = complaints(data)
+    if wrong:
+        lines += ["## What did not hold, was not judged or was not run", "", *(f"- {w}" for w in wrong), ""]
+    return "\n".join(lines).rstrip() + "\n"

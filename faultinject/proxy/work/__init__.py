@@ -1,0 +1,27 @@
+"""What the paired programs do. Each module has `start(seed, backend)`, and says what a step is worth.
+
+UNIT and PER_STEP: what is counted and how much of it a step does; UNTIMED: why its steps are not judged
+by time, "" where they are. Every result is a function of the seed and the number of steps alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+TORCH = ("transformer", "convolution", "graphs", "streams", "pinned", "sharing", "generate")
+NAMES = (*TORCH, "bindings", "cupy_arrays", "calls")
+ON_SIMULATED = ("bindings", "calls")
+"""Those that need nothing of a GPU that the stand-in driver lacks."""
+
+
+class Work(Protocol):
+    def step(self) -> None:
+        """One step, over when it returns."""
+        ...
+
+    def results(self) -> Iterator[bytes]:
+        """All results so far, as bytes."""
+        ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,61 @@
+"""transformers' generate with a small model of random weights; nothing is downloaded."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from faultinject.proxy.work.tensors import DEVICE, as_bytes, prepare, wait
+
+BATCH, PROMPT, NEW, WORDS = 4, 16, 32, 2048
+UNIT, PER_STEP, UNTIMED = "tokens", BATCH * NEW, ""
+
+
+class Generation:
+    def __init__(self, seed: int) -> None:
+        prepare(seed)
+        config = GPT2Config(
+            vocab_size=WORDS,
+            n_positions=PROMPT + NEW,
+            n_embd=256,
+            n_layer=4,
+            n_head=4,
+            bos_token_id=0,
+            eos_token_id=0,
+            pad_token_id=0,
+        )
+        self.model = GPT2LMHeadModel(config).to(DEVICE).eval()
+        self.prompt = torch.randint(1, WORDS, (BATCH, PROMPT), device=DEVICE)
+        self.said: list[torch.Tensor] = []
+        wait()
+
+    def step(self) -> None:
+        with torch.no_grad():
+            words = self.model.generate(
+                self.prompt,
+                attention_mask=torch.ones_like(self.prompt),
+                max_new_tokens=NEW,
+                min_new_tokens=NEW,
+                do_sample=True,
+                top_k=50,
+            )
+        # The next prompt is what was said last: a single wrong bit changes all that follows.
+        self.prompt = words[:, -PROMPT:].contiguous()
+        self.said = [*self.said[-64:], words]
+        wait()
+
+    def results(self) -> Iterator[bytes]:
+        for words in self.said:
+            yield as_bytes(words)
+
+    def close(self) -> None:
+        wait()
+
+
+def start(seed: int, backend: str) -> Generation:
+    return Generation(seed)

@@ -1,0 +1,130 @@
+"""The evidence for the proxy, made on the stand-in driver: pairs of programs, deaths, a suite of tests."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from faultinject.__main__ import main
+from faultinject.proxy import reports
+from faultinject.proxy.work import ON_SIMULATED
+from tests.support.libcudas import Libraries, build_libraries
+
+pytestmark = [
+    pytest.mark.timeout(240),
+    pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc: the libcuda proxy cannot be built here"),
+]
+
+
+@pytest.fixture(scope="module")
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> Libraries:
+    return build_libraries(tmp_path_factory.mktemp("evidence"))
+
+
+def evidence(libraries: Libraries, target: Path, *options: str) -> tuple[int, dict[str, Any]]:
+    """Exit status and report of one run."""
+    named = ("--libcuda", str(libraries.proxy), "--driver", str(libraries.standin))
+    status = main(["proxy", "--backend", "simulated", *named, "--json", str(target), *options])
+    return status, json.loads(target.read_text())
+
+
+def test_programs_in_pairs_compute_the_same_and_are_vaulted(libraries: Libraries, tmp_path: Path) -> None:
+    target, text = tmp_path / "report.json", tmp_path / "report.md"
+    status, data = evidence(libraries, target, "--pairs", "3", "--markdown", str(text))
+    assert status == 0, reports.complaints(data)
+    assert data["leftovers"] == []
+    ran = [e for e in data["programs"] if not e["not_run"]]
+    assert {(e["program"], e["mode"]) for e in ran} >= {("calls", "forward"), ("calls", "vault")}
+    assert {e["program"] for e in data["programs"]} == set(ON_SIMULATED)
+    for entry in ran:
+        assert entry["plain"]["digest"] == entry["proxied"]["digest"] != ""
+        assert len(entry["proxied"]["blocks"]) == 3
+        assert entry["proxied"]["stats"]["state"] == "active"
+        assert bool(entry["proxied"]["stats"]["vault_taken"]) == (entry["mode"] == "vault")
+    assert "| calls | vault | same |" in text.read_text()
+    assert "no real GPU" in text.read_text()
+
+
+def test_a_report_is_judged_again_from_its_own_numbers(
+    libraries: Libraries, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "report.json"
+    asked = ("--programs", "calls", "--modes", "vault", "--pairs", "3")
+    status, data = evidence(libraries, target, *asked)
+    assert status == 0, reports.complaints(data)
+    assert main(["check", str(target)]) == 0
+    assert main(["render", str(target)]) == 0
+    data["programs"][0]["proxied"]["digest"] = "another"
+    target.write_text(json.dumps(data))
+    capsys.readouterr()
+    assert main(["check", str(target)]) == 1
+    assert "results differ" in capsys.readouterr().out
+
+
+def test_killed_programs_leave_nothing(libraries: Libraries, tmp_path: Path) -> None:
+    asked = ("--programs", "none", "--deaths", "10", "--at-once", "5")
+    status, data = evidence(libraries, tmp_path / "report.json", *asked)
+    assert status == 0, reports.complaints(data)
+    killed = data["deaths"]
+    assert sum(b["deaths"] for b in killed["batches"]) == 10
+    assert sum(b["vaulted"] for b in killed["batches"]) >= 5
+    assert killed["held_at_end"] == 0
+
+
+SUITE = """
+import ctypes, os, unittest
+from pathlib import Path
+
+class Steady(unittest.TestCase):
+    def test_passes(self): self.assertEqual(ctypes.CDLL("libcuda.so.1").cuInit(0), 0)
+    def test_fails(self): self.fail("always")
+    @unittest.skip("always")
+    def test_skipped(self): pass
+
+class Others(unittest.TestCase):
+    def test_sees_the_proxy(self):
+        ctypes.CDLL("libcuda.so.1")
+        self.assertNotIn("mpsd-libcuda", Path("/proc/self/maps").read_text())
+"""
+
+
+def suite(libraries: Libraries, place: Path, monkeypatch: pytest.MonkeyPatch, *options: str) -> Sequence[Any]:
+    """A small package of tests in the place of numba-cuda's."""
+    package = place / "small_suite"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "test_small.py").write_text(SUITE)
+    monkeypatch.setenv("PYTHONPATH", str(place))
+    monkeypatch.syspath_prepend(str(place))
+    asked = ("--programs", "none", "--numba", "--numba-suite", "small_suite", "--numba-jobs", "1")
+    try:
+        return evidence(libraries, place / "report.json", *asked, *options)
+    finally:
+        sys.modules.pop("small_suite", None)
+
+
+def test_a_suite_with_a_test_that_changes_is_invalid(
+    libraries: Libraries, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    status, data = suite(libraries, tmp_path, monkeypatch)
+    found = data["numba"]
+    assert (status, found["verdict"]) == (1, "invalid"), found
+    (changed,) = found["differing"]
+    assert changed.endswith("::Others::test_sees_the_proxy")
+    # Once with all the others, and twice again.
+    assert found["differing"][changed] == {"plain": ["passed"] * 3, "proxied": ["failed"] * 3}
+    assert sorted(found["plain"]["outcomes"].values()) == ["failed", "passed", "passed", "skipped"]
+
+
+def test_a_suite_whose_outcomes_stay_is_valid(
+    libraries: Libraries, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    status, data = suite(libraries, tmp_path, monkeypatch, "--numba-filter", "Steady")
+    assert (status, data["numba"]["verdict"]) == (0, "valid"), data["numba"]
+    assert sorted(data["numba"]["proxied"]["outcomes"].values()) == ["failed", "passed", "skipped"]

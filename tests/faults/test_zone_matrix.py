@@ -1,0 +1,44 @@
+"""Every stray access that a guard zone absorbs, by a program of the stand-in driver under the proxy."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from faultinject import kinds
+from faultinject.faults import REGISTRY, Fault
+from faultinject.matrix import Matrix, Plan
+from faultinject.proxy.library import FOLDER
+from faultinject.stage import Options
+from tests.support.libcudas import Libraries, build_libraries
+
+ZONES = [f for f in REGISTRY if f.kind in kinds.ZONE]
+
+pytestmark = [
+    pytest.mark.timeout(120),
+    pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc: the libcuda proxy cannot be built here"),
+    pytest.mark.skipif(not (FOLDER / "src" / "zones.c").exists(), reason="this libcuda lays no guard zones"),
+]
+
+
+@pytest.fixture(scope="module")
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> Libraries:
+    return build_libraries(tmp_path_factory.mktemp("zones"))
+
+
+@pytest.mark.parametrize("fault", ZONES, ids=lambda f: f.name)
+def test_a_stray_access_is_absorbed_told_and_its_offender_evicted(
+    fault: Fault, libraries: Libraries, tmp_path: Path
+) -> None:
+    named = {"libcuda": libraries.proxy, "driver": libraries.standin}
+    entry = Matrix(Plan("simulated", (), (), Options(seed=3), **named)).one(
+        fault, "mpsd", "simulated", tmp_path
+    )
+    if entry["not_run"]:
+        pytest.skip(entry["not_run"])
+    assert entry["verdict"] == "valid", entry["findings"]
+    assert (entry["lost"], entry["wrong_results"]) == (0, 0)
+    assert (entry["fault_class"], entry["named"], entry["confidence"]) == ("guard-hit", "right", "certain")
+    assert entry["evict_ms"] is not None

@@ -1,0 +1,119 @@
+"""What is said of programs without and with the proxy, from the numbers alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from faultinject.proxy.judge import MEMORY_BAR, STEP_BAR, Pair, Side, check, ratio, verdict
+from faultinject.verdict import Verdict
+
+ACTIVE: Mapping[str, Any] = {
+    "state": "active",
+    "reason": "",
+    "vault_taken": 7,
+    "vault_refused": 0,
+    "vault_lost": 0,
+    "vault_bytes": 1 << 20,
+}
+GIB = 1 << 30
+BLOCKS = (0.010, 0.0101, 0.0099, 0.010, 0.0100)
+PLAIN = Side("abc", GIB, BLOCKS)
+PROXIED = Side("abc", GIB, BLOCKS, ACTIVE)
+PAIR = Pair("vault", PLAIN, PLAIN, PROXIED)
+
+
+def slower(side: Side, factor: float) -> Side:
+    return replace(side, blocks=tuple(b * factor for b in side.blocks))
+
+
+def said(pair: Pair, *, bars: bool = True) -> tuple[Verdict, list[str]]:
+    """The verdict, and the laws that did not say valid."""
+    findings = check(pair, bars=bars)
+    return verdict(findings), [f.law for f in findings if f.verdict is not Verdict.VALID]
+
+
+def test_a_pair_that_is_the_same_is_valid() -> None:
+    assert said(PAIR) == (Verdict.VALID, [])
+
+
+@pytest.mark.parametrize(
+    ("proxied", "law"),
+    [
+        pytest.param(replace(PROXIED, digest="abd"), "results same", id="a changed digest"),
+        pytest.param(slower(PROXIED, 1.015), "step time same", id="1.5 % slower"),
+        pytest.param(replace(PROXIED, memory=GIB * 103 // 100), "memory same", id="3 % more memory"),
+        pytest.param(
+            replace(PROXIED, stats={**ACTIVE, "state": "aside", "reason": "another libcuda"}),
+            "was proxied",
+            id="a proxy that stepped aside",
+        ),
+        pytest.param(replace(PROXIED, stats=None), "was proxied", id="no proxy"),
+        pytest.param(
+            replace(PROXIED, stats={**ACTIVE, "vault_taken": 0}),
+            "memory was vaulted",
+            id="nothing in the vault",
+        ),
+        pytest.param(
+            replace(PROXIED, stats={**ACTIVE, "vault_lost": 1}), "memory was vaulted", id="a piece was lost"
+        ),
+        pytest.param(Side(failure="it ended with status 1"), "came to an end", id="it ended"),
+    ],
+)
+def test_what_the_proxy_must_not_do_is_invalid(proxied: Side, law: str) -> None:
+    assert said(replace(PAIR, proxied=proxied)) == (Verdict.INVALID, [law])
+
+
+def test_the_bounds_themselves_are_allowed_and_faster_is_no_fault() -> None:
+    near = replace(slower(PROXIED, 1 + STEP_BAR * 0.99), memory=int(GIB * (1 + MEMORY_BAR * 0.99)))
+    assert said(replace(PAIR, proxied=near)) == (Verdict.VALID, [])
+    less = replace(slower(PROXIED, 0.8), memory=GIB // 2)
+    assert said(replace(PAIR, proxied=less)) == (Verdict.VALID, [])
+
+
+def test_noise_above_a_bound_leaves_it_unknown() -> None:
+    for again, law in (
+        (slower(PLAIN, 1.02), "step time same"),
+        (replace(PLAIN, memory=GIB * 103 // 100), "memory same"),
+    ):
+        assert said(replace(PAIR, again=again)) == (Verdict.UNKNOWN, [law])
+        # Nor is it an excuse to call the proxy slow.
+        slow = replace(slower(PROXIED, 1.03), memory=GIB * 104 // 100)
+        assert law not in [
+            f.law
+            for f in check(replace(PAIR, again=again, proxied=slow), bars=True)
+            if f.verdict == "invalid"
+        ]
+
+
+def test_a_program_that_is_not_reproducible_or_fails_by_itself_proves_nothing() -> None:
+    assert said(replace(PAIR, again=replace(PLAIN, digest="xyz"))) == (Verdict.UNKNOWN, ["results same"])
+    broken = replace(PAIR, plain=Side(failure="no memory"))
+    assert said(broken) == (Verdict.UNKNOWN, ["came to an end"])
+
+
+def test_forwarding_needs_no_vault() -> None:
+    idle = replace(PROXIED, stats={**ACTIVE, "vault_taken": 0, "vault_bytes": 0})
+    assert said(replace(PAIR, mode="forward", proxied=idle)) == (Verdict.VALID, [])
+
+
+def test_time_is_not_asked_where_it_is_no_bound_or_not_the_programs_own() -> None:
+    slow = replace(PAIR, proxied=replace(slower(PROXIED, 2.0), memory=2 * GIB))
+    assert said(slow, bars=False) == (Verdict.VALID, [])
+    assert said(replace(slow, untimed="it waits for others")) == (Verdict.INVALID, ["memory same"])
+
+
+def test_too_few_rounds_are_unknown() -> None:
+    few = replace(PAIR, proxied=replace(PROXIED, blocks=BLOCKS[:2]))
+    assert said(few) == (Verdict.UNKNOWN, ["step time same"])
+
+
+def test_a_ratio_is_of_the_same_round() -> None:
+    # The machine gets slower all the time: of neighbours in time nothing shows of it.
+    plain = tuple(0.010 * 1.1**i for i in range(8))
+    found = ratio(tuple(b * 1.002 for b in plain), plain)
+    assert found is not None
+    assert found.low == found.median == found.high == pytest.approx(1.002)
