@@ -1,7 +1,7 @@
 """Roles of the measuring clients: `python -m faultinject.measure.client ROLE CUBIN [ARGUMENT...]`.
 
 A client speaks JSON lines on stdout ({"ev": ..., "t": CLOCK_MONOTONIC seconds, ...}) and takes
-commands as lines on stdin.
+commands as lines on stdin. Long because all roles are one program.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ import os
 import struct
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 MAGIC = int.from_bytes(b"mpsdcuda", "little")
@@ -80,6 +80,10 @@ class Stats:
     unknown: Mapping[str, int]
 
 
+_COUNTED = [field.name for field in fields(Stats)][4:-3]
+"""In the order of stats.h, between the path and the window."""
+
+
 def read_stats(pid: int) -> Stats | None:
     """The statistics of a process; None if it has no proxy, is gone, or has one of another version.
 
@@ -105,21 +109,21 @@ def decode(data: bytes) -> Stats | None:
     if magic != MAGIC or version != VERSION:
         return None
     # Without the reserved word among them.
-    counts: list[Any] = [*numbers[:5], *numbers[6:]]
+    counts: dict[str, Any] = dict(zip(_COUNTED, [*numbers[:5], *numbers[6:]], strict=True))
     unknown: Counter[str] = Counter()
     for number in range(_UNKNOWN_MAX):
         count, name = _UNKNOWN.unpack_from(data, _HEAD.size + number * _UNKNOWN.size)
         if count:
             unknown[_text(name)] += count
     return Stats(
-        pid,
-        State(state),
-        _text(reason),
-        _text(path),
-        *counts,
+        pid=pid,
+        state=State(state),
+        reason=_text(reason),
+        real_path=_text(path),
         window=Window(window & 3),
         window_base=window & ~3,
         unknown=unknown,
+        **counts,
     )
 
 
