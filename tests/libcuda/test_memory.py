@@ -182,7 +182,7 @@ for n in (1024, 1025, 1536):
               cuda.cuMemcpyDtoD_v2(a, b, size(n)), cuda.cuMemcpyDtoD_v2(b, a, size(n)), cuda.cuMemcpy(a, b, size(n)),
               cuda.cuMemsetD8_v2(a, 1, size(n)), cuda.cuMemsetD16_v2(a, 1, size((n + 1) // 2)),
               cuda.cuMemsetD32_v2(a, 1, size((n + 3) // 4))]
-codes += [plane(4), plane(5), plane(1, 3), plane(1, 4)]
+codes += [plane(4), plane(5), plane(1, 3), plane(1, 8)]
 must(free(other))
 codes += [cuda.cuMemcpyDtoH_v2(host, b, size(1)), cuda.cuMemcpyDtoH_v2(host, b, size(0))]
 must(cuda.cuCtxSetCurrent(None))
