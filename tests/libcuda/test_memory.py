@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from mpsd_libcuda.stats import Window
 from tests.support.libcudas import ROOT, Libraries, run
 
 MIB = 1 << 20
@@ -45,21 +46,28 @@ def start():
 
 
 def ask(libraries: Libraries, script: str, vault: str = "1", **extra: str) -> object:
+    answer, said = heard(libraries, script, vault, **extra)
+    assert said == ""
+    return answer
+
+
+def heard(libraries: Libraries, script: str, vault: str = "1", **extra: str) -> tuple[object, str]:
+    """What it answers, and what is on stderr."""
     environment = libraries.environment(proxied=True, MPSD_VAULT=vault, **extra)
     done = run([sys.executable, "-c", PREAMBLE + script], environment)
-    assert (done.returncode, done.stderr) == (0, "")
-    return json.loads(done.stdout)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout), done.stderr
 
 
 def test_the_program_sees_no_difference(libraries: Libraries) -> None:
-    """But for two accesses past the end of an allocation that its slab still has."""
+    """But for a copy past the end of an allocation that is within its last 512 bytes."""
     program = libraries.program("sequence")
     without = run([program], libraries.environment(proxied=False)).stdout.splitlines()
     environment = libraries.environment(proxied=True, MPSD_VAULT="1")
     done = run([program, "getproc"], environment)
     assert (done.returncode, done.stderr) == (0, "")
     different = [pair for pair in zip(without, done.stdout.splitlines(), strict=True) if pair[0] != pair[1]]
-    assert different == [("cuMemsetD8_v2 1", "cuMemsetD8_v2 0"), ("cuMemcpyDtoH_v2 1", "cuMemcpyDtoH_v2 0")]
+    assert different == [("cuMemcpyDtoH_v2 1", "cuMemcpyDtoH_v2 0")]
 
 
 def test_small_allocations_share_a_slab_and_large_ones_do_not(libraries: Libraries) -> None:
@@ -110,19 +118,203 @@ print(json.dumps([[one(a) for a in attributes] == expected, [a.value for a in an
         assert ask(libraries, script, vault) == [True, True]
 
 
-def test_it_is_exportable(libraries: Libraries) -> None:
+def test_a_program_finds_no_handle_in_it(libraries: Libraries) -> None:
+    """As in memory of cuMemAlloc: that of its slab would have others' allocations in it."""
     script = """
 start()
-address = alloc(4 * MIB)
-must(cuda.cuMemsetD8_v2(ctypes.c_uint64(address), 7, ctypes.c_size_t(4 * MIB)))
-handle, fd = ctypes.c_uint64(), ctypes.c_int()
-must(cuda.cuMemRetainAllocationHandle(ctypes.byref(handle), ctypes.c_void_p(address)))
-must(cuda.cuMemExportToShareableHandle(ctypes.byref(fd), handle, 1, ctypes.c_uint64(0)))
-must(cuda.cuMemRelease(handle))
-must(free(address))
-print(json.dumps([os.fstat(fd.value).st_size, os.pread(fd.value, 4, 4 * MIB - 4).hex()]))
+handle, kinds = ctypes.c_uint64(), ctypes.c_uint64(7)
+codes = []
+for address in (alloc(4 * MIB), alloc(100)):
+    codes.append(cuda.cuMemRetainAllocationHandle(ctypes.byref(handle), ctypes.c_void_p(address)))
+    must(cuda.cuPointerGetAttribute(ctypes.byref(kinds), 14, ctypes.c_uint64(address)))
+    codes.append(kinds.value)
+print(json.dumps(codes))
 """
-    assert ask(libraries, script) == [4 * MIB, "07070707"]
+    for vault in ("0", "1"):
+        assert ask(libraries, script, vault) == [1, 0, 1, 0]
+
+
+def test_each_allocation_has_an_id_and_a_flag_of_its_own(libraries: Libraries) -> None:
+    """BUFFER_ID 7 and SYNC_MEMOPS 6; what comes to lie in the same place is another allocation."""
+    script = """
+start()
+def attribute(number, address):
+    answer = ctypes.c_uint64()
+    code = cuda.cuPointerGetAttribute(ctypes.byref(answer), number, ctypes.c_uint64(address))
+    return answer.value if code == 0 else -code
+def set_sync(address, value):
+    flag = ctypes.c_uint(value)
+    return cuda.cuPointerSetAttribute(ctypes.byref(flag), 6, ctypes.c_uint64(address))
+first, second = alloc(100), alloc(100)
+ids = [attribute(7, first), attribute(7, second), attribute(7, first + 50)]
+flags = [set_sync(first, 1), attribute(6, first), attribute(6, first + 99), attribute(6, second)]
+copies = [cuda.cuMemcpyDtoD_v2(ctypes.c_uint64(second), ctypes.c_uint64(first), ctypes.c_size_t(100)),
+          set_sync(first, 0), attribute(6, first), set_sync(first, 1)]
+must(free(first))
+again = alloc(100)
+ids += [attribute(7, again)]
+print(json.dumps([[i > 0 for i in ids], len(set(ids)), ids[0] == ids[2], flags, copies, attribute(6, again),
+                  set_sync(4096, 1), cuda.cuPointerSetAttribute(None, 6, ctypes.c_uint64(again))]))
+"""
+    for vault in ("0", "1"):
+        expected = [[True] * 4, 3, True, [0, 1, 1, 0], [0, 0, 0, 0], 0, 1, 1]
+        assert ask(libraries, script, vault) == expected
+
+
+def test_copies_end_where_the_allocation_ends(libraries: Libraries) -> None:
+    """In the window from the next 512 bytes on; beside it in the same slab lies what belongs to others."""
+    script = """
+start()
+class Plane(ctypes.Structure):
+    _fields_ = [(n, t) for side in ("src", "dst") for n, t in (
+        (side + "X", ctypes.c_size_t), (side + "Y", ctypes.c_size_t), (side + "Type", ctypes.c_int),
+        (side + "Host", ctypes.c_void_p), (side + "Device", ctypes.c_uint64), (side + "Array", ctypes.c_void_p),
+        (side + "Pitch", ctypes.c_size_t))] + [("Width", ctypes.c_size_t), ("Height", ctypes.c_size_t)]
+address, other, size = alloc(1024), alloc(1024), ctypes.c_size_t
+a, b, host = ctypes.c_uint64(address), ctypes.c_uint64(other), ctypes.create_string_buffer(4096)
+def plane(height, y=0):
+    given = Plane(dstType=2, dstDevice=address, dstPitch=256, dstY=y, Width=100, Height=height, srcType=1,
+                  srcHost=ctypes.addressof(host), srcPitch=128)
+    return cuda.cuMemcpy2D_v2(ctypes.byref(given))
+codes = []
+for n in (1024, 1025, 1536):
+    codes += [cuda.cuMemcpyHtoD_v2(a, host, size(n)), cuda.cuMemcpyDtoH_v2(host, a, size(n)),
+              cuda.cuMemcpyDtoD_v2(a, b, size(n)), cuda.cuMemcpyDtoD_v2(b, a, size(n)), cuda.cuMemcpy(a, b, size(n)),
+              cuda.cuMemsetD8_v2(a, 1, size(n)), cuda.cuMemsetD16_v2(a, 1, size((n + 1) // 2)),
+              cuda.cuMemsetD32_v2(a, 1, size((n + 3) // 4))]
+codes += [plane(4), plane(5), plane(1, 3), plane(1, 8)]
+must(free(other))
+codes += [cuda.cuMemcpyDtoH_v2(host, b, size(1)), cuda.cuMemcpyDtoH_v2(host, b, size(0))]
+must(cuda.cuCtxSetCurrent(None))
+codes += [cuda.cuMemcpyDtoH_v2(host, a, size(2000))]
+print(json.dumps(codes))
+"""
+    without = ask(libraries, script, "0")
+    assert without == [0] * 8 + [1] * 16 + [0, 1, 0, 1, 1, 0, 201]
+    assert ask(libraries, script, "1") == without
+
+
+def test_what_is_not_vaulted_is_counted(libraries: Libraries) -> None:
+    script = """
+import mmap
+start()
+pointer = ctypes.c_void_p()
+must(cuda.cuMemHostAlloc(ctypes.byref(pointer), ctypes.c_size_t(100), 0))
+must(cuda.cuMemAllocHost_v2(ctypes.byref(pointer), ctypes.c_size_t(100)))
+room_for_it = mmap.mmap(-1, 4096)
+where = ctypes.addressof(ctypes.c_char.from_buffer(room_for_it))
+must(cuda.cuMemHostRegister_v2(ctypes.c_void_p(where), ctypes.c_size_t(4096), 0))
+cuda.cuMemHostRegister_v2(ctypes.c_void_p(where), ctypes.c_size_t(4096), 0)
+class Property(ctypes.Structure):
+    _fields_ = [("type", ctypes.c_int), ("handles", ctypes.c_int), ("place", ctypes.c_int), ("id", ctypes.c_int),
+                ("meta", ctypes.c_void_p), ("flags", ctypes.c_uint64)]
+handle, property = ctypes.c_uint64(), Property(1, 1, 1, 0, None, 0)
+must(cuda.cuMemCreate(ctypes.byref(handle), ctypes.c_size_t(2 * MIB), ctypes.byref(property), ctypes.c_uint64(0)))
+alloc(100)
+found = read_stats(os.getpid())
+print(json.dumps([found.passed_host, found.passed_exportable, found.passed_pool, found.passed_managed,
+                  found.vault_passed, found.vault_allocations]))
+"""
+    assert ask(libraries, script) == [3, 1, 0, 0, 0, 1]
+
+
+# -- where the window lies ---------------------------------------------------------------------------------
+
+WINDOW = """
+start()
+found = []
+if os.environ.get("TAKEN"):
+    import mmap
+    libc = ctypes.CDLL(None)
+    libc.mmap.restype = ctypes.c_uint64
+    at = int(os.environ["TAKEN"], 0)
+    assert libc.mmap(ctypes.c_void_p(at), ctypes.c_size_t(4096), 3, 0x22 | 0x100000, -1, ctypes.c_long(0)) == at
+address = alloc(3 * MIB)
+stats = read_stats(os.getpid())
+print(json.dumps([stats.window, stats.window_base, address - stats.window_base, stats.vault_allocations]))
+"""
+
+
+def test_the_window_lies_where_it_is_wanted(libraries: Libraries) -> None:
+    base = 0x310000000000
+    answer = ask(libraries, WINDOW, MPSD_WINDOW_BASE=hex(base), MPSD_WINDOW_BYTES=str(256 * MIB))
+    assert answer == [Window.AS_WANTED, base, 0, 1]
+
+
+def test_a_window_has_as_many_bytes_as_are_wanted(libraries: Libraries) -> None:
+    """What finds no room there is the driver's own."""
+    script = """
+start()
+count = len([alloc(2 * MIB) for _ in range(70)])
+print(json.dumps([count, held()[0], held()[3]]))
+"""
+    assert ask(libraries, script, MPSD_WINDOW_BYTES=hex(128 * MIB)) == [70, 64, 6]
+
+
+def test_a_window_that_collides_goes_elsewhere_and_says_so(libraries: Libraries) -> None:
+    base = 0x310000000000
+    chosen = {"MPSD_WINDOW_BASE": hex(base), "MPSD_WINDOW_BYTES": str(256 * MIB), "TAKEN": hex(base + 16 * MIB)}
+    answer, said = heard(libraries, WINDOW, **chosen)
+    assert isinstance(answer, list) and answer[1] != base
+    assert [answer[0], *answer[2:]] == [Window.ELSEWHERE, 0, 1]
+    assert said.count("\n") == 1
+    assert f"not at {hex(base)} (MPSD_WINDOW_BASE): {base + 16 * MIB:x}-" in said
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("MPSD_WINDOW_BASE", "0x310000000001"),
+        ("MPSD_WINDOW_BASE", "0x200000"),
+        ("MPSD_WINDOW_BASE", "0xffff800000000000"),
+        ("MPSD_WINDOW_BASE", "there"),
+        ("MPSD_WINDOW_BYTES", "-2097152"),
+        ("MPSD_WINDOW_BYTES", "1000"),
+        ("MPSD_WINDOW_BYTES", "99999999999999999999"),
+    ],
+)
+def test_a_window_that_cannot_be_is_refused_by_name(libraries: Libraries, name: str, value: str) -> None:
+    """And the program has the window that it would have had."""
+    answer, said = heard(libraries, WINDOW, **{name: value})
+    assert isinstance(answer, list) and answer[3] == 1
+    assert said.count("\n") == 1 and f"{name}={value} is not used: it wants a multiple of 0x200000" in said
+
+
+# -- the end of memory -------------------------------------------------------------------------------------
+
+
+def test_what_is_said_to_be_free_can_be_had(libraries: Libraries) -> None:
+    script = """
+start()
+some = [alloc(size) for size in (100, 5000, 3 * MIB, 2 * MIB - 1)]
+first = room()
+large = alloc(first)
+must(free(large))
+for address in some:
+    must(free(address))
+print(json.dumps([large > 0, room(), alloc(room()) > 0]))
+"""
+    memory = {"MPSD_STANDIN_MEMORY": str(64 * MIB + 3 * 4096)}
+    for vault in ("0", "1"):
+        assert ask(libraries, script, vault, **memory) == [True, 64 * MIB + 3 * 4096, True]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_mix_of_sizes_finds_as_much_memory_as_without(libraries: Libraries, seed: int) -> None:
+    """All that can be had, one size after the other until nothing more fits: 1 % less at most."""
+    script = f"""
+import random
+start()
+chance = random.Random({seed})
+sizes = [chance.choice((chance.randint(1, 64 << 10), chance.randint(1, MIB), chance.randint(MIB, 2 * MIB),
+                        chance.randint(2 * MIB, 9 * MIB))) for _ in range(4000)]
+print(json.dumps(sum(size for size in sizes if alloc(size) > 0)))
+"""
+    memory = {"MPSD_STANDIN_MEMORY": str(512 * MIB)}
+    without, within = (ask(libraries, script, vault, **memory) for vault in ("0", "1"))
+    assert isinstance(without, int) and isinstance(within, int)
+    assert without > 256 * MIB
+    assert within >= 0.99 * without
 
 
 @pytest.mark.parametrize("size", [2 * MIB, MIB, 4096])
@@ -178,6 +370,8 @@ start()
 limit = 2 * MIB * 1024
 resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 address = alloc(MIB)
-print(json.dumps([address > 0, free(address), held()]))
+print(json.dumps([address > 0, free(address), held(), read_stats(os.getpid()).window]))
 """
-    assert ask(libraries, script) == [True, 0, [0, 0, 0, 1]]
+    answer, said = heard(libraries, script)
+    assert answer == [True, 0, [0, 0, 0, 1], Window.NONE]
+    assert "no window of 0x" in said and "not vaulted" in said and said.count("\n") == 1

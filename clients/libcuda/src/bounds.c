@@ -83,8 +83,8 @@ CUresult wrap_cuMemcpy(CUdeviceptr dst, CUdeviceptr src, size_t ByteCount)
 	return after(real_cuMemcpy(dst, src, ByteCount), to, from);
 }
 
-CUresult wrap_cuMemcpyPeer(CUdeviceptr dstDevice, CUcontext dstContext, CUdeviceptr srcDevice, CUcontext srcContext,
-			   size_t ByteCount)
+CUresult wrap_cuMemcpyPeer(CUdeviceptr dstDevice, CUcontext dstContext, CUdeviceptr srcDevice,
+			   CUcontext srcContext, size_t ByteCount)
 {
 	enum verdict to = look(dstDevice, ByteCount), from = look(srcDevice, ByteCount);
 
@@ -136,7 +136,8 @@ CUresult wrap_cuMemsetD32_v2(CUdeviceptr dstDevice, unsigned int ui, size_t N)
 	return after(real_cuMemsetD32_v2(dstDevice, ui, N), to, FINE);
 }
 
-CUresult wrap_cuMemsetD2D8_v2(CUdeviceptr dstDevice, size_t dstPitch, unsigned char uc, size_t Width, size_t Height)
+CUresult wrap_cuMemsetD2D8_v2(CUdeviceptr dstDevice, size_t dstPitch, unsigned char uc, size_t Width,
+			      size_t Height)
 {
 	enum verdict to = look_at_rows(dstDevice, dstPitch, Width, Height);
 
@@ -145,7 +146,8 @@ CUresult wrap_cuMemsetD2D8_v2(CUdeviceptr dstDevice, size_t dstPitch, unsigned c
 	return after(real_cuMemsetD2D8_v2(dstDevice, dstPitch, uc, Width, Height), to, FINE);
 }
 
-CUresult wrap_cuMemsetD2D16_v2(CUdeviceptr dstDevice, size_t dstPitch, unsigned short us, size_t Width, size_t Height)
+CUresult wrap_cuMemsetD2D16_v2(CUdeviceptr dstDevice, size_t dstPitch, unsigned short us, size_t Width,
+			       size_t Height)
 {
 	enum verdict to = look_at_rows(dstDevice, dstPitch, 2 * Width, Height);
 
@@ -154,7 +156,8 @@ CUresult wrap_cuMemsetD2D16_v2(CUdeviceptr dstDevice, size_t dstPitch, unsigned 
 	return after(real_cuMemsetD2D16_v2(dstDevice, dstPitch, us, Width, Height), to, FINE);
 }
 
-CUresult wrap_cuMemsetD2D32_v2(CUdeviceptr dstDevice, size_t dstPitch, unsigned int ui, size_t Width, size_t Height)
+CUresult wrap_cuMemsetD2D32_v2(CUdeviceptr dstDevice, size_t dstPitch, unsigned int ui, size_t Width,
+			       size_t Height)
 {
 	enum verdict to = look_at_rows(dstDevice, dstPitch, 4 * Width, Height);
 
@@ -164,8 +167,8 @@ CUresult wrap_cuMemsetD2D32_v2(CUdeviceptr dstDevice, size_t dstPitch, unsigned 
 }
 
 /* One side of a 2-D copy. Host memory and arrays have no bounds that are known here. */
-static enum verdict look_at_plane(const CUDA_MEMCPY2D *copy, CUmemorytype type, CUdeviceptr address, size_t pitch,
-				  size_t x, size_t y)
+static enum verdict look_at_plane(const CUDA_MEMCPY2D *copy, CUmemorytype type, CUdeviceptr address,
+				  size_t pitch, size_t x, size_t y)
 {
 	size_t before;
 
@@ -179,12 +182,14 @@ static enum verdict look_at_plane(const CUDA_MEMCPY2D *copy, CUmemorytype type, 
 
 static enum verdict look_at_target(const CUDA_MEMCPY2D *copy)
 {
-	return look_at_plane(copy, copy->dstMemoryType, copy->dstDevice, copy->dstPitch, copy->dstXInBytes, copy->dstY);
+	return look_at_plane(copy, copy->dstMemoryType, copy->dstDevice, copy->dstPitch, copy->dstXInBytes,
+			     copy->dstY);
 }
 
 static enum verdict look_at_source(const CUDA_MEMCPY2D *copy)
 {
-	return look_at_plane(copy, copy->srcMemoryType, copy->srcDevice, copy->srcPitch, copy->srcXInBytes, copy->srcY);
+	return look_at_plane(copy, copy->srcMemoryType, copy->srcDevice, copy->srcPitch, copy->srcXInBytes,
+			     copy->srcY);
 }
 
 CUresult wrap_cuMemcpy2D_v2(const CUDA_MEMCPY2D *pCopy)

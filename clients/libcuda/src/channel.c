@@ -120,7 +120,8 @@ int mpsd_channel_hear(const struct mpsd_vault_message *asked)
 }
 
 /* As hear, with the answer and the descriptor that came with it, or -1. More than one the kernel closes. */
-static int hear_all(int where, const struct mpsd_vault_message *asked, struct mpsd_vault_message *answer, int *fd)
+static int hear_all(int where, const struct mpsd_vault_message *asked, struct mpsd_vault_message *answer,
+		    int *fd)
 {
 	union {
 		struct cmsghdr head;

@@ -1,41 +1,21 @@
 // SPDX-License-Identifier: MIT
 /*
- * Legacy IPC for memory in the window: the driver has none for mapped memory, so the daemon's vault
- * hands the piece's descriptor over. A handle names a piece by a secret that its exporter told the vault
- * (MPSD_VAULT_SHARE); whoever shows that to the vault, and has the same owner, gets the descriptor and
- * maps the whole piece into its own window, as the driver's IPC maps the whole block that an allocation
- * lies in.
+ * Opening what another process has shared (share.c): whoever shows its secret to the vault, and has the
+ * same owner, gets the piece's descriptor and maps the whole piece into its own window, as the driver's
+ * IPC maps the whole block that an allocation lies in.
  *
  * Handles that are not of this kind are the driver's. None of this is on the path of a launch.
  */
 #include "ipc.h"
 
-#include <errno.h>
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/random.h>
 #include <unistd.h>
 
 #include "channel.h"
-#include "marks.h"
 #include "proxy.h"
 #include "stats.h"
-#include "vault.h"
-
-/* For the vault to get what waits before it. An answer has the limit of channel.c. */
-#define REACH_MS 5000
-
-#define MAGIC "mpsd-ipc"
-
-struct handle {
-	char magic[8];
-	uint8_t token[MPSD_VAULT_TOKEN_ROOM];
-	uint64_t offset, size;		/* of the allocation in its piece */
-	uint64_t id;			/* of the allocation: what takes its place later has another handle */
-};
-
-_Static_assert(sizeof(struct handle) == sizeof(CUipcMemHandle), "a handle is as long as the driver's");
 
 struct piece {
 	struct piece *next;
@@ -55,7 +35,7 @@ struct opened {
 	unsigned int references;
 };
 
-/* Held around an open, a close, an export and the end of a context: two threads with one handle get one mapping. */
+/* Held around an open, a close and the end of a context: two threads with one handle get one mapping. */
 static pthread_mutex_t turn = PTHREAD_MUTEX_INITIALIZER;
 /* The list. Taken with, and without, memory.c's lock held; nothing is called while it is held. */
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
@@ -140,72 +120,9 @@ bool mpsd_ipc_forget(CUdeviceptr base)
 	return piece != NULL;
 }
 
-/* Exporting */
-
-static bool make_secret(uint8_t *token)
-{
-	ssize_t got;
-
-	do
-		got = getrandom(token, MPSD_VAULT_TOKEN_ROOM, 0);
-	while (got < 0 && errno == EINTR);
-	return got == MPSD_VAULT_TOKEN_ROOM;
-}
-
-/* The secret of a piece: the same one while the piece lives. */
-static bool share(CUdeviceptr piece, uint8_t *token)
-{
-	struct mpsd_vault_message message = mpsd_channel_message(MPSD_VAULT_SHARE);
-
-	if (!mpsd_vault_await(piece, REACH_MS))
-		return false;
-	if (mpsd_vault_share_of(piece, token))
-		return true;
-	if (!make_secret(token))
-		return false;
-	message.number = piece;
-	memcpy(message.token, token, sizeof(message.token));
-	return mpsd_channel_ask(&message, NULL) == MPSD_VAULT_OK && mpsd_vault_note_share(piece, token);
-}
-
-static CUresult failed(void)
-{
-	static bool said;
-
-	mpsd_count(ipc_failed);
-	if (!__atomic_exchange_n(&said, true, __ATOMIC_RELAXED))
-		mpsd_say("legacy IPC of vaulted memory failed: the vault (MPSD_VAULT_SOCKET) does not answer, "
-			 "has not got that memory (a quota), or its owner is another or has ended");
-	return CUDA_ERROR_MAP_FAILED;
-}
-
-CUresult wrap_cuIpcGetMemHandle(CUipcMemHandle *pHandle, CUdeviceptr dptr)
-{
-	struct handle handle = { .magic = MAGIC };
-	struct mpsd_allocation allocation;
-	CUdevice device;
-	bool done;
-
-	if (!pHandle || real_cuCtxGetDevice(&device) != CUDA_SUCCESS || !mpsd_memory_find(dptr, &allocation))
-		return real_cuIpcGetMemHandle(pHandle, dptr);
-	if (allocation.is_imported)
-		return CUDA_ERROR_INVALID_VALUE;
-	handle.offset = allocation.base - allocation.piece;
-	handle.size = allocation.size;
-	handle.id = mpsd_mark_id(allocation.base);
-	pthread_mutex_lock(&turn);
-	done = handle.id && share(allocation.piece, handle.token);
-	pthread_mutex_unlock(&turn);
-	if (!done)
-		return failed();
-	mpsd_count(ipc_shared);
-	memcpy(pHandle, &handle, sizeof(handle));
-	return CUDA_SUCCESS;
-}
-
 /* Opening, with the turn held */
 
-static struct piece *find_piece(const struct handle *handle, CUdevice device)
+static struct piece *find_piece(const struct mpsd_ipc_handle *handle, CUdevice device)
 {
 	struct piece *piece = pieces;
 
@@ -215,7 +132,7 @@ static struct piece *find_piece(const struct handle *handle, CUdevice device)
 }
 
 /* Ask the vault for the piece, and map it. */
-static CUresult fetch(const struct handle *handle, struct piece *piece)
+static CUresult fetch(const struct mpsd_ipc_handle *handle, struct piece *piece)
 {
 	struct mpsd_vault_message message = mpsd_channel_message(MPSD_VAULT_OPEN);
 	CUmemGenericAllocationHandle memory;
@@ -224,19 +141,19 @@ static CUresult fetch(const struct handle *handle, struct piece *piece)
 
 	memcpy(message.token, handle->token, sizeof(message.token));
 	if (mpsd_channel_ask(&message, &fd) != MPSD_VAULT_OK)
-		return failed();
+		return mpsd_ipc_failed();
 	result = real_cuMemImportFromShareableHandle(&memory, (void *)(uintptr_t)fd,
 						     CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
 	close(fd);
 	if (result != CUDA_SUCCESS)
-		return failed();
+		return mpsd_ipc_failed();
 	piece->size = message.size;
 	result = mpsd_memory_adopt(piece->device, piece->size, memory, &piece->base);
 	real_cuMemRelease(memory);
-	return result == CUDA_ERROR_NOT_SUPPORTED ? failed() : result;
+	return result == CUDA_ERROR_NOT_SUPPORTED ? mpsd_ipc_failed() : result;
 }
 
-static CUresult new_piece(const struct handle *handle, CUdevice device, struct piece **answer)
+static CUresult new_piece(const struct mpsd_ipc_handle *handle, CUdevice device, struct piece **answer)
 {
 	struct piece *piece = calloc(1, sizeof(*piece));
 	CUresult result;
@@ -258,7 +175,7 @@ static CUresult new_piece(const struct handle *handle, CUdevice device, struct p
 	return CUDA_SUCCESS;
 }
 
-static struct opened *find_opened(struct piece *piece, const struct handle *handle)
+static struct opened *find_opened(struct piece *piece, const struct mpsd_ipc_handle *handle)
 {
 	struct opened *opened = piece->opened;
 
@@ -267,7 +184,7 @@ static struct opened *find_opened(struct piece *piece, const struct handle *hand
 	return opened;
 }
 
-static CUresult open_in(struct piece *piece, const struct handle *handle, CUdeviceptr *address)
+static CUresult open_in(struct piece *piece, const struct mpsd_ipc_handle *handle, CUdeviceptr *address)
 {
 	struct opened *opened = find_opened(piece, handle);
 
@@ -300,7 +217,7 @@ static void close_piece(struct piece *piece)
 		mpsd_memory_disown(base);
 }
 
-static CUresult open_handle(CUdeviceptr *pdptr, const struct handle *handle, unsigned int flags)
+static CUresult open_handle(CUdeviceptr *pdptr, const struct mpsd_ipc_handle *handle, unsigned int flags)
 {
 	struct piece *piece;
 	CUresult result;
@@ -312,7 +229,7 @@ static CUresult open_handle(CUdeviceptr *pdptr, const struct handle *handle, uns
 	if (result != CUDA_SUCCESS)
 		return result;
 	/* As the driver has it: a handle is for other processes. */
-	if (mpsd_vault_is_own_share(handle->token))
+	if (mpsd_share_is_own(handle->token))
 		return CUDA_ERROR_INVALID_CONTEXT;
 	pthread_mutex_lock(&turn);
 	piece = find_piece(handle, device);
@@ -326,15 +243,15 @@ static CUresult open_handle(CUdeviceptr *pdptr, const struct handle *handle, uns
 	return result;
 }
 
-static bool is_ours(const CUipcMemHandle *given, struct handle *handle)
+static bool is_ours(const CUipcMemHandle *given, struct mpsd_ipc_handle *handle)
 {
 	memcpy(handle, given, sizeof(*handle));
-	return !memcmp(handle->magic, MAGIC, sizeof(handle->magic));
+	return !memcmp(handle->magic, MPSD_IPC_MAGIC, sizeof(handle->magic));
 }
 
 CUresult wrap_cuIpcOpenMemHandle_v2(CUdeviceptr *pdptr, CUipcMemHandle handle, unsigned int Flags)
 {
-	struct handle ours;
+	struct mpsd_ipc_handle ours;
 
 	if (!is_ours(&handle, &ours))
 		return real_cuIpcOpenMemHandle_v2(pdptr, handle, Flags);
@@ -344,7 +261,7 @@ CUresult wrap_cuIpcOpenMemHandle_v2(CUdeviceptr *pdptr, CUipcMemHandle handle, u
 #undef cuIpcOpenMemHandle
 CUresult wrap_cuIpcOpenMemHandle(CUdeviceptr *pdptr, CUipcMemHandle handle, unsigned int Flags)
 {
-	struct handle ours;
+	struct mpsd_ipc_handle ours;
 
 	if (!is_ours(&handle, &ours))
 		return real_cuIpcOpenMemHandle(pdptr, handle, Flags);
@@ -353,7 +270,7 @@ CUresult wrap_cuIpcOpenMemHandle(CUdeviceptr *pdptr, CUipcMemHandle handle, unsi
 
 /* Closing */
 
-/* The handle that is open at just that address, of which several may be (an allocation and what took its place). */
+/* What is open at just that address: one of several, where an allocation and what took its place are. */
 static struct opened **opened_at(CUdeviceptr address, struct piece **piece)
 {
 	struct opened **link;

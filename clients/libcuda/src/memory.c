@@ -191,6 +191,7 @@ static CUresult free_in(struct window *window, CUdeviceptr address)
 	if (!arena_find(&window->arena, address, &found) || !arena_free(&window->arena, address, &empty))
 		return CUDA_ERROR_INVALID_VALUE;
 	if (empty.size) {
+		mpsd_share_forget(empty.base);
 		mpsd_vault_drop(empty.base);
 		real_cuMemUnmap(empty.base, empty.size);
 	}
@@ -263,7 +264,8 @@ bool mpsd_memory_is_in_window(CUdeviceptr address)
 
 /* For ipc.c and peer.c */
 
-CUresult mpsd_memory_adopt(CUdevice device, size_t size, CUmemGenericAllocationHandle handle, CUdeviceptr *base)
+CUresult mpsd_memory_adopt(CUdevice device, size_t size, CUmemGenericAllocationHandle handle,
+			   CUdeviceptr *base)
 {
 	CUresult result = CUDA_ERROR_NOT_SUPPORTED;
 	struct arena_range fresh, empty;
@@ -335,19 +337,7 @@ CUresult mpsd_memory_set_peer(CUdevice home, CUdevice peer, bool on)
 	return result;
 }
 
-/* The end of a context */
-
-CUresult wrap_cuDevicePrimaryCtxRetain(CUcontext *pctx, CUdevice dev)
-{
-	CUresult result = real_cuDevicePrimaryCtxRetain(pctx, dev);
-
-	if (result == CUDA_SUCCESS && dev >= 0 && dev < DEVICES) {
-		pthread_mutex_lock(&lock);
-		windows[dev].primary = *pctx;
-		pthread_mutex_unlock(&lock);
-	}
-	return result;
-}
+/* The end of a context, for primary.c */
 
 static void drop_all(struct window *window)
 {
@@ -370,14 +360,23 @@ static void drop_peers(CUdevice dev)
 			set_peer(&windows[i], dev, false);
 }
 
+void mpsd_memory_begin(CUdevice dev, CUcontext primary)
+{
+	if (dev < 0 || dev >= DEVICES)
+		return;
+	pthread_mutex_lock(&lock);
+	windows[dev].primary = primary;
+	pthread_mutex_unlock(&lock);
+}
+
 /* A release may or may not have been the last one; the driver knows. */
-static CUresult after_end(CUresult result, CUdevice dev)
+void mpsd_memory_end(CUdevice dev)
 {
 	unsigned int flags;
 	int active = 1;
 
-	if (result != CUDA_SUCCESS || dev < 0 || dev >= DEVICES)
-		return result;
+	if (dev < 0 || dev >= DEVICES)
+		return;
 	mpsd_ipc_hold();
 	pthread_mutex_lock(&lock);
 	if (real_cuDevicePrimaryCtxGetState(dev, &flags, &active) == CUDA_SUCCESS && !active) {
@@ -387,27 +386,4 @@ static CUresult after_end(CUresult result, CUdevice dev)
 	}
 	pthread_mutex_unlock(&lock);
 	mpsd_ipc_resume();
-	return result;
-}
-
-CUresult wrap_cuDevicePrimaryCtxRelease_v2(CUdevice dev)
-{
-	return after_end(real_cuDevicePrimaryCtxRelease_v2(dev), dev);
-}
-
-CUresult wrap_cuDevicePrimaryCtxReset_v2(CUdevice dev)
-{
-	return after_end(real_cuDevicePrimaryCtxReset_v2(dev), dev);
-}
-
-#undef cuDevicePrimaryCtxRelease
-CUresult wrap_cuDevicePrimaryCtxRelease(CUdevice dev)
-{
-	return after_end(real_cuDevicePrimaryCtxRelease(dev), dev);
-}
-
-#undef cuDevicePrimaryCtxReset
-CUresult wrap_cuDevicePrimaryCtxReset(CUdevice dev)
-{
-	return after_end(real_cuDevicePrimaryCtxReset(dev), dev);
 }

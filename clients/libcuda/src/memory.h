@@ -28,7 +28,8 @@ bool mpsd_memory_is_in_window(CUdeviceptr address);
  * Map memory of another process in the window of the current context, which must be the primary one of
  * `device`: CUDA_ERROR_NOT_SUPPORTED where that has none. `size`: a multiple of the granule.
  */
-CUresult mpsd_memory_adopt(CUdevice device, size_t size, CUmemGenericAllocationHandle handle, CUdeviceptr *base);
+CUresult mpsd_memory_adopt(CUdevice device, size_t size, CUmemGenericAllocationHandle handle,
+			   CUdeviceptr *base);
 void mpsd_memory_disown(CUdeviceptr base);
 
 /* Until the work of that context has ended. */
@@ -39,3 +40,7 @@ bool mpsd_memory_is_primary(CUcontext context, CUdevice *device);
 
 /* What is, and will be, mapped in the window of `home` may be accessed by `peer` too, or no longer. */
 CUresult mpsd_memory_set_peer(CUdevice home, CUdevice peer, bool on);
+
+/* A primary context is there; one of its references was given up, or all were. */
+void mpsd_memory_begin(CUdevice dev, CUcontext primary);
+void mpsd_memory_end(CUdevice dev);

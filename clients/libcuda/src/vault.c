@@ -9,22 +9,19 @@
  *
  * A forked child is no client: it has neither the thread nor the right to speak for its parent. Locks
  * may be in any state there, so it takes none: it closes what it inherited and never comes back here.
- *
- * Long because all that touches the notes is here: one thread that delivers them, and those that wait.
  */
 #include "vault.h"
 
-#include <errno.h>
 #include <fcntl.h>
 #include <pthread.h>
 #include <signal.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 #include <unistd.h>
 
 #include "channel.h"
+#include "clock.h"
 #include "proxy.h"
 #include "stats.h"
 
@@ -49,8 +46,6 @@ struct note {
 	size_t size;
 	CUdevice device;
 	CUmemGenericAllocationHandle handle;	/* of a PUT */
-	bool shared;
-	uint8_t token[MPSD_VAULT_TOKEN_ROOM];	/* the secret, of what is shared */
 };
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
@@ -141,14 +136,6 @@ static void release(CUmemGenericAllocationHandle handle)
 	pthread_mutex_lock(&driver);
 	real_cuMemRelease(handle);
 	pthread_mutex_unlock(&driver);
-}
-
-static void pause_for(int milliseconds)
-{
-	struct timespec time = { milliseconds / 1000, milliseconds % 1000 * 1000000l };
-
-	while (nanosleep(&time, &time) && errno == EINTR)
-		;
 }
 
 static struct note **bucket_of(uint64_t base)
@@ -271,7 +258,7 @@ static void *bring(void *unused)
 		}
 		later(note);
 		ended += mpsd_channel_close();
-		pause_for(pause_ms);
+		mpsd_pause(pause_ms);
 		pause_ms = pause_ms * 2 < LAST_PAUSE_MS ? pause_ms * 2 : LAST_PAUSE_MS;
 	}
 	return NULL;
@@ -289,12 +276,10 @@ static void in_child(void)
 /* The driver is about to go: nothing of ours calls it any more. A call that lasts is not waited for. */
 static void at_end(void)
 {
-	struct timespec until;
+	struct timespec until = mpsd_in(1000);
 
 	if (atomic_exchange(&off, true))
 		return;
-	clock_gettime(CLOCK_REALTIME, &until);
-	until.tv_sec++;
 	if (pthread_mutex_timedlock(&driver, &until))
 		return;
 }
@@ -335,8 +320,7 @@ bool mpsd_vault_put(uint64_t base, size_t size, CUdevice device, CUmemGenericAll
 	pthread_mutex_lock(&lock);
 	taken = note && puts_waiting < MOST_PUTS && start();
 	if (taken) {
-		*note = (struct note){
-			.kind = MPSD_VAULT_PUT, .base = base, .size = size, .device = device, .handle = handle };
+		*note = (struct note){ NULL, MPSD_VAULT_PUT, false, false, base, size, device, handle };
 		add(note);
 	}
 	pthread_mutex_unlock(&lock);
@@ -384,21 +368,9 @@ void mpsd_vault_drop(uint64_t base)
 	free(struck);
 }
 
-static struct timespec in_milliseconds(int milliseconds)
-{
-	struct timespec until;
-
-	clock_gettime(CLOCK_REALTIME, &until);
-	until.tv_sec += milliseconds / 1000;
-	until.tv_nsec += milliseconds % 1000 * 1000000l;
-	until.tv_sec += until.tv_nsec / 1000000000l;
-	until.tv_nsec %= 1000000000l;
-	return until;
-}
-
 bool mpsd_vault_await(uint64_t base, int milliseconds)
 {
-	struct timespec until = in_milliseconds(milliseconds);
+	struct timespec until = mpsd_in(milliseconds);
 	bool has;
 
 	if (atomic_load(&off))
@@ -411,49 +383,9 @@ bool mpsd_vault_await(uint64_t base, int milliseconds)
 	return has;
 }
 
-bool mpsd_vault_share_of(uint64_t base, uint8_t *token)
-{
-	struct note *note;
-	bool shared;
-
-	pthread_mutex_lock(&lock);
-	note = *find(bucket_of(base), base);
-	shared = note && note->shared;
-	if (shared)
-		memcpy(token, note->token, sizeof(note->token));
-	pthread_mutex_unlock(&lock);
-	return shared;
-}
-
-bool mpsd_vault_note_share(uint64_t base, const uint8_t *token)
-{
-	struct note *note;
-
-	pthread_mutex_lock(&lock);
-	note = *find(bucket_of(base), base);
-	if (note) {
-		note->shared = true;
-		memcpy(note->token, token, sizeof(note->token));
-	}
-	pthread_mutex_unlock(&lock);
-	return note != NULL;
-}
-
-bool mpsd_vault_is_own_share(const uint8_t *token)
-{
-	bool is = false;
-
-	pthread_mutex_lock(&lock);
-	for (size_t i = 0; i < BUCKETS && !is; i++)
-		for (const struct note *note = held[i]; note && !is; note = note->next)
-			is = note->shared && !memcmp(note->token, token, sizeof(note->token));
-	pthread_mutex_unlock(&lock);
-	return is;
-}
-
 bool mpsd_vault_settle(void)
 {
-	struct timespec until = in_milliseconds(SETTLE_MS);
+	struct timespec until = mpsd_in(SETTLE_MS);
 	bool waited;
 
 	if (atomic_load(&off))

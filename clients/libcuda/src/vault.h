@@ -25,15 +25,6 @@ void mpsd_vault_drop(uint64_t base);
 /* Wait until the daemon has what was brought as `base`. False where it did not take it, or not in time. */
 bool mpsd_vault_await(uint64_t base, int milliseconds);
 
-/* The secret (MPSD_VAULT_TOKEN_ROOM bytes) under which what the daemon has as `base` is shared. False: none. */
-bool mpsd_vault_share_of(uint64_t base, uint8_t *token);
-
-/* It is shared so now. False where the daemon has it no longer. */
-bool mpsd_vault_note_share(uint64_t base, const uint8_t *token);
-
-/* Whether something of this process is shared under that secret. */
-bool mpsd_vault_is_own_share(const uint8_t *token);
-
 /*
  * Wait until the daemon has let go of what was dropped, for a quarter of a second at most. False where
  * there was nothing to wait for. Only for when memory has run out.

@@ -39,6 +39,9 @@ enum side {
 
 static bool is_fit(const void *address, size_t size, enum side side, enum access access)
 {
+	if (side == ANY_SIDE && (range_at((uintptr_t)address, RANGE_DEVICE, RANGE_OPENED) ||
+				 range_at((uintptr_t)address, RANGE_MAPPED, RANGE_MAPPED)))
+		side = DEVICE_SIDE;
 	return side == DEVICE_SIDE ? may_access((uintptr_t)address, size, access) : address != NULL;
 }
 

@@ -10,6 +10,7 @@
 #include "standin.h"
 
 #define ALIGNMENT ((size_t)4096)	/* a real driver promises 256, and gives 512 */
+#define SMALL ((size_t)1 << 20)
 #define PITCH_ALIGNMENT ((size_t)512)
 
 static size_t rounded(size_t size)
@@ -68,14 +69,33 @@ static uintptr_t new_range(size_t size, enum range_kind kind)
 	return 0;
 }
 
+/*
+ * What is not small takes whole granules of the GPU, as a driver is believed to do it (to be measured);
+ * the last one may be cut short. 0: so much is not there.
+ */
+static size_t take(size_t size)
+{
+	size_t whole = size > SMALL ? (size + GRANULARITY - 1) / GRANULARITY * GRANULARITY : rounded(size);
+
+	if (rounded(size) < size || whole < size)
+		return 0;
+	if (backend->take_memory(whole))
+		return whole;
+	return backend->take_memory(rounded(size)) ? rounded(size) : 0;
+}
+
 CUresult device_alloc(uintptr_t *address, size_t size)
 {
-	if (rounded(size) < size || !backend->take_memory(rounded(size)))
+	size_t taken = take(size);
+
+	if (!taken)
 		return CUDA_ERROR_OUT_OF_MEMORY;
 	*address = new_range(size, RANGE_DEVICE);
-	if (*address)
+	if (*address) {
+		range_from(*address, RANGE_DEVICE)->taken = taken;
 		return CUDA_SUCCESS;
-	backend->give_memory(rounded(size));
+	}
+	backend->give_memory(taken);
 	return CUDA_ERROR_OUT_OF_MEMORY;
 }
 
@@ -86,7 +106,7 @@ CUresult device_free(uintptr_t address)
 	if (!range)
 		return CUDA_ERROR_INVALID_VALUE;
 	unmap_device(range);
-	backend->give_memory(rounded(range->size));
+	backend->give_memory(range->taken);
 	remove_range(range);
 	return CUDA_SUCCESS;
 }

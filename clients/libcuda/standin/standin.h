@@ -125,6 +125,7 @@ struct range {
 	bool sync_memops;
 	struct physical *physical;	/* of RANGE_MAPPED */
 	off_t offset;			/* of RANGE_DEVICE in the file of memory.c */
+	size_t taken;			/* of the GPU's bytes, by RANGE_DEVICE */
 	pid_t exporter;			/* of RANGE_OPENED, with its id there and how often it is open */
 	unsigned long long exported_id;
 	unsigned int references;

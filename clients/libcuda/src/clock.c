@@ -1,0 +1,24 @@
+// SPDX-License-Identifier: MIT
+#include "clock.h"
+
+#include <errno.h>
+
+void mpsd_pause(int milliseconds)
+{
+	struct timespec time = { milliseconds / 1000, milliseconds % 1000 * 1000000l };
+
+	while (nanosleep(&time, &time) && errno == EINTR)
+		;
+}
+
+struct timespec mpsd_in(int milliseconds)
+{
+	struct timespec until;
+
+	clock_gettime(CLOCK_REALTIME, &until);
+	until.tv_sec += milliseconds / 1000;
+	until.tv_nsec += milliseconds % 1000 * 1000000l;
+	until.tv_sec += until.tv_nsec / 1000000000l;
+	until.tv_nsec %= 1000000000l;
+	return until;
+}

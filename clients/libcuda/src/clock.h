@@ -1,0 +1,11 @@
+/* SPDX-License-Identifier: MIT */
+/* Waits and deadlines. */
+#pragma once
+
+#include <time.h>
+
+/* Sleeps that long, whatever signals come. */
+void mpsd_pause(int milliseconds);
+
+/* When that will have passed, for pthread_cond_timedwait and its like. */
+struct timespec mpsd_in(int milliseconds);
