@@ -100,6 +100,26 @@ def test_guards_absorb_and_break_only_what_they_cover(domain: Domain, backend: B
     space.close()
 
 
+def test_a_managed_range_of_the_client_tells_who_asks_for_serviced_faults(
+    domain: Domain, backend: Backend
+) -> None:
+    client = domain.client().ready()
+    space = lease(backend, client)
+    deaf, tracker = space.track(), space.track()
+    tracker.report_serviced()
+    assert client.error("dev.lay_managed(0x7E0000000000, 1 << 20)") is None
+    assert client.error("dev.lay_managed(0x7E0000000000, 1 << 20)") == 1
+    assert client.error("dev.launch('load', address=0x7E0000003008) or dev.synchronize()") is None
+    assert select.select([tracker], [], [], DEADLINE_S)[0]
+    (event,) = tracker.drain().events
+    assert (event.fatal, event.address, event.access) == (False, 0x7E0000003000, "read")
+    assert client.error("dev.take_managed(0x7E0000000000, 1 << 20)") is None
+    assert client.error("dev.launch('load', address=0x7E0000003008) or dev.synchronize()") == 700
+    assert [event.fatal for event in deaf.drain().events] == [True]
+    for made in (deaf, tracker, space):
+        made.close()
+
+
 def test_events_that_nobody_reads_are_counted(domain: Domain, backend: Backend) -> None:
     from mpsd.gpu.simulated.adapters import SimulatedTracker
 

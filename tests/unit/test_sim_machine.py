@@ -510,3 +510,39 @@ def test_a_good_kernel_past_its_buffer_is_a_stray_store(here: Node) -> None:
     here.launch(here.b, "increment", address=base, words=1 << 20)
     here.pass_ms(200)
     assert here.b.error == 700 and here.sink.events[0][1].address == base + (1 << 16)
+
+
+@pytest.mark.parametrize("kind", ["store", "load", "atomic", "prefetch"])
+def test_a_stray_access_to_a_managed_range_harms_nobody_and_is_told_of_once(here: Node, kind: str) -> None:
+    here.machine.lay(here.b, "managed", 0x7E00_0000_0000, 1 << 20)
+    for _ in range(2):
+        here.launch(here.b, kind, address=0x7E00_0000_1010)
+    here.pass_ms(2)
+    ((pid, event),) = here.sink.events
+    assert (pid, event.fatal, event.address) == (B, False, 0x7E00_0000_1000)
+    assert event.access is Access({"store": "write", "load": "read"}.get(kind, kind))
+    assert [error for _, error, _ in here.sink.answers] == [0, 0]
+    here.machine.lay(here.b, "unmanaged", 0x7E00_0000_0000, 1 << 20)
+    if kind != "prefetch":
+        here.launch(here.b, kind, address=0x7E00_0000_1010)
+        here.pass_ms(2)
+        assert here.sink.events[-1][1].fatal
+
+
+def test_a_prefetch_of_nothing_does_nothing(here: Node) -> None:
+    here.launch(here.b, "prefetch", address=0x7E00_0000_0000)
+    here.pass_ms(200)
+    assert here.sink.events == []
+    assert here.answer(B) is not None
+    assert here.server.status == "ACTIVE"
+
+
+def test_a_sparse_range_of_the_program_itself_absorbs_silently(here: Node) -> None:
+    here.machine.lay(here.b, "sparse", 0x7E00_0000_0000, 1 << 20)
+    here.launch(here.b, "store", address=0x7E00_0000_1010)
+    here.pass_ms(200)
+    assert here.sink.events == []
+    with pytest.raises(Refused):
+        here.machine.lay(here.b, "managed", 0x7E00_0000_0000, 1 << 20)
+    here.machine.lay(here.b, "unsparse", 0x7E00_0000_0000, 1 << 20)
+    here.machine.lay(here.b, "managed", 0x7E00_0000_0000, 1 << 20)

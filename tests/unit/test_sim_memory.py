@@ -9,7 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpsd.gpu.simulated import semantics
-from mpsd.gpu.simulated.memory import GRANULE, WINDOW_BASE, AddressMap, Mapping, Violation, increment
+from mpsd.gpu.simulated.memory import (
+    GRANULE,
+    WINDOW_BASE,
+    AddressMap,
+    Mapping,
+    Serviced,
+    Violation,
+    increment,
+)
 from mpsd.model import UvmFaultType
 
 
@@ -109,3 +117,48 @@ def test_a_byte_is_guarded_exactly_when_an_accepted_guard_holds_it(
     space = AddressMap()
     laid = [(b, n) for b, n in wanted if space.guard(b * GRANULE, n * GRANULE) == semantics.NV_OK]
     assert space.guarded(granule * GRANULE, 1) == any(b <= granule < b + n for b, n in laid)
+
+
+STEP = 4096
+ranges = st.tuples(st.sampled_from(["manage", "unmanage", "touch"]), st.integers(0, 40), st.integers(1, 20))
+
+
+@settings(deadline=None)
+@given(st.lists(ranges, max_size=40))
+def test_managed_ranges_are_laid_cut_and_touched_as_a_set_of_pages_says(
+    steps: list[tuple[str, int, int]],
+) -> None:
+    space, pages, touched = AddressMap(), set[int](), set[int]()
+    for what, at, count in steps:
+        wanted, base = set(range(at, at + count)), at * STEP
+        granules = {page * STEP // GRANULE for page in wanted}
+        if what == "manage":
+            status = space.manage(base, count * STEP)
+            assert (status == semantics.NV_OK) == (not wanted & pages)
+            if status == semantics.NV_OK:
+                pages |= wanted
+                touched -= granules
+        elif what == "unmanage":
+            space.unmanage(base, count * STEP)
+            pages -= wanted
+            touched -= granules
+        elif at in pages:
+            granule = base // GRANULE
+            assert space.access(base + 8, 4, writes=True) == Serviced(base, granule not in touched)
+            touched.add(granule)
+        else:
+            assert isinstance(space.access(base + 8, 4, writes=True), Violation)
+
+
+def test_managed_ranges_lie_over_reservations_but_never_over_memory_or_guards(space: AddressMap) -> None:
+    mapping = allocated(space)
+    assert space.manage(mapping.base, GRANULE) == semantics.NV_ADDRESS_IN_USE
+    assert space.manage(mapping.base + GRANULE, 100) == semantics.NV_INVALID_ADDRESS
+    assert space.guard(mapping.base + GRANULE, GRANULE) == semantics.NV_OK
+    assert space.manage(mapping.base + GRANULE, STEP) == semantics.NV_ADDRESS_IN_USE
+    space.unmap(mapping.base, keep_reservation=True)
+    assert space.manage(mapping.base, GRANULE) == semantics.NV_OK
+    assert space.guard(mapping.base, GRANULE) == semantics.NV_ADDRESS_IN_USE
+    assert space.access(mapping.base + STEP + 4, 4, writes=True) == Serviced(mapping.base + STEP, True)
+    assert space.manage(0, GRANULE) == semantics.NV_OK
+    assert space.access(16, 4, writes=False) == Serviced(0, True)

@@ -101,6 +101,10 @@ class UvmTracker:
     def fileno(self) -> int:
         return self._fd
 
+    def report_serviced(self) -> None:
+        """From now on also faults that were serviced, as those in managed memory are. Raises GpuError."""
+        self.enable(1 << abi.EVENT_GPU_FAULT)
+
     def drain(self) -> TrackerBatch:
         """All queued events; never blocks."""
         return TrackerBatch(tuple(self._ring.take()), self._ring.dropped())

@@ -115,6 +115,10 @@ class SimulatedTracker:
     def fileno(self) -> int:
         return self._sock.fileno()
 
+    def report_serviced(self) -> None:
+        """From now on also faults that were serviced. Raises GpuError."""
+        _ioctl(self._sock.fileno(), {"op": "serviced"})
+
     def drain(self) -> TrackerBatch:
         """All queued events. Raises GpuError when the GPU process is gone."""
         events: list[UvmEvent] = []

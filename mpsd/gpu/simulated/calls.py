@@ -103,6 +103,13 @@ class Calls:
         self._service.machine.host_register(space, int(message["address"]), int(message["size"]))
         return {"error": 0}, []
 
+    def _context_managed(self, peer: Peer, space: Space, message: Message) -> Answer:
+        machine = self._service.machine
+        machine.lay(space, str(message["op"]), int(message["base"]), int(message["length"]))
+        return {"error": 0}, []
+
+    _context_unmanaged = _context_sparse = _context_unsparse = _context_managed
+
     def _context_close(self, peer: Peer, space: Space, message: Message) -> Answer:
         self._service.end_channel(peer)
         return {"error": 0}, []

@@ -131,6 +131,21 @@ class SimulatedDevice:
         """Pin host memory. Error 1 where a guard lies over it."""
         self._call({"op": "host_register", "address": address, "size": size})
 
+    def lay_managed(self, base: int, length: int) -> None:
+        """Stray accesses in [base, base+length) are absorbed, and reported to trackers that ask for them."""
+        self._call({"op": "managed", "base": base, "length": length})
+
+    def take_managed(self, base: int, length: int) -> None:
+        """Nothing is managed in [base, base+length) any more."""
+        self._call({"op": "unmanaged", "base": base, "length": length})
+
+    def lay_sparse(self, base: int, length: int) -> None:
+        """Stray accesses in [base, base+length) are absorbed, and nobody hears of them."""
+        self._call({"op": "sparse", "base": base, "length": length})
+
+    def take_sparse(self, base: int, length: int) -> None:
+        self._call({"op": "unsparse", "base": base, "length": length})
+
     def _locate(self, address: int, size: int) -> tuple[mmap.mmap, int]:
         for base, (memory, length) in self._memory.items():
             if base <= address and address + size <= base + length:

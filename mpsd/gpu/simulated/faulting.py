@@ -39,6 +39,19 @@ class Faults:
         self._spread(space, outcome, hit, access)
         return outcome.completes
 
+    def serviced(self, space: Space, address: int, access: str) -> None:
+        """A managed range absorbed an access: nothing breaks, and whoever asked for such events is told."""
+        event = UvmEvent(
+            False,
+            UvmFaultType.INVALID_PTE,
+            Access(access),
+            UvmReason.UNKNOWN,
+            address,
+            int(self._machine.timers.now * 1e9),
+            space.unit.gpu.index,
+        )
+        self._later(semantics.SERVICED_MS, lambda: self._machine.sink.uvm_event(space, event))
+
     def death(self, space: Space) -> None:
         """The context's process died with work in flight and nothing keeps its address space."""
         self._spread(space, semantics.DEATH, _CODE_PAGE, "read")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from mpsd.gpu.simulated import semantics
 from mpsd.gpu.simulated.faulting import Faults
-from mpsd.gpu.simulated.memory import GRANULE, WORD, Mapping, Violation, increment
+from mpsd.gpu.simulated.memory import GRANULE, WORD, Mapping, Serviced, Violation, increment
 from mpsd.gpu.simulated.parts import SERVER_BYTES, Kernel, Refused, Server, Sink, Space, Unit
 from mpsd.gpu.simulated.terminating import Terminator
 from mpsd.gpu.simulated.timers import Timers
@@ -148,6 +148,21 @@ class Machine:
         if not space.memory.unmap(address, keep_reservation=keep_reservation):
             raise Refused(semantics.INVALID_VALUE)
 
+    def lay(self, space: Space, kind: str, base: int, length: int) -> None:
+        """A range that the program declares in its own space: managed, unmanaged, sparse or unsparse."""
+        self._check_error(space)
+        memory, status = space.memory, semantics.NV_OK
+        if kind == "managed":
+            status = memory.manage(base, length)
+        elif kind == "unmanaged":
+            memory.unmanage(base, length)
+        elif kind == "sparse":
+            status = memory.guard(base, length)
+        else:
+            status = memory.unguard(base, length)
+        if status != semantics.NV_OK:
+            raise Refused(semantics.INVALID_VALUE)
+
     def host_register(self, space: Space, address: int, size: int) -> None:
         """Pinning host memory fails under a guard: its address is taken on the GPU side."""
         self._check_error(space)
@@ -237,7 +252,11 @@ class Machine:
         access = semantics.ACCESSES[kernel.name]
         if kernel.address >= 1 << 47:
             return self.faults.strike(space, kernel, semantics.OUTCOMES["noncanonical"])
-        found = space.memory.access(kernel.address, WORD, writes=access != "read")
+        found = space.memory.access(kernel.address, WORD, writes=access not in ("read", "prefetch"))
+        if isinstance(found, Serviced):
+            self._serviced(space, found, access)
+        if isinstance(found, Violation) and access == "prefetch":
+            return True
         if isinstance(found, Violation):
             outcome = semantics.OUTCOMES.get(kernel.name, semantics.STRAY)
             return self.faults.strike(space, kernel, outcome, found, access)
@@ -250,7 +269,9 @@ class Machine:
         found = space.memory.access(kernel.address, size, writes=True)
         if isinstance(found, Violation):
             return self.faults.strike(space, kernel, semantics.STRAY, found, "write")
-        if found is None:
+        if isinstance(found, Serviced):
+            self._serviced(space, found, "write")
+        if not isinstance(found, Mapping):
             return True
         offset = kernel.address - found.base
         if kernel.name == "fill":
@@ -258,6 +279,10 @@ class Machine:
         else:
             self._store(found, kernel.address, increment(found.contents()[offset : offset + size]))
         return True
+
+    def _serviced(self, space: Space, found: Serviced, access: str) -> None:
+        if found.first:
+            self.faults.serviced(space, found.address, access)
 
     def _store(self, mapping: Mapping, address: int, data: bytes) -> None:
         offset = address - mapping.base

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import mmap
 import os
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 
 from mpsd.gpu.simulated.semantics import NV_ADDRESS_IN_USE, NV_INVALID_ADDRESS, NV_OK
 from mpsd.model import UvmFaultType
 
 GRANULE = 1 << 16
+PAGE = 1 << 12
 WORD = 4
 # Where reservations lie. Clients keep the same range of their own address space free.
 WINDOW_BASE, WINDOW_SIZE = 0x1000_0000_0000, 1 << 40
 ADDRESS_LIMIT = 1 << 47
+
+
+@dataclass(frozen=True, slots=True)
+class Serviced:
+    """A managed range absorbed the access. `address` of the page; `first` in its 64 KiB, so it faulted."""
+
+    address: int
+    first: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +68,7 @@ class AddressMap:
         self._mappings: dict[int, Mapping] = {}
         self._bases: list[int] = []
         self._guards: list[tuple[int, int]] = []
+        self._managed = ManagedRanges()
         self._next = WINDOW_BASE
 
     @property
@@ -68,7 +78,8 @@ class AddressMap:
     def allocate(self, size: int, *, writable: bool = True) -> Mapping | None:
         """Map `size` bytes (rounded up to 64 KiB) at a fresh address; None when a guard lies there."""
         size = max(GRANULE, -(-size // GRANULE) * GRANULE)
-        if self._guarded(self._next, size) or self._next + size > WINDOW_BASE + WINDOW_SIZE:
+        taken = self._guarded(self._next, size) or self._managed.overlaps(self._next, size)
+        if taken or self._next + size > WINDOW_BASE + WINDOW_SIZE:
             return None
         mapping = Mapping(self._next, size, writable)
         self._mappings[mapping.base] = mapping
@@ -95,10 +106,12 @@ class AddressMap:
         mapping = self._mappings[self._bases[index]]
         return mapping if address < mapping.base + mapping.size else None
 
-    def access(self, address: int, size: int, *, writes: bool) -> Mapping | Violation | None:
-        """The mapping that serves an access; None when a guard absorbs it; else why it faults."""
+    def access(self, address: int, size: int, *, writes: bool) -> Mapping | Serviced | Violation | None:
+        """The mapping that serves an access; None when a guard absorbs it; else how it faults."""
         mapping = self.find(address)
         if mapping is None or not mapping.mapped:
+            if (first := self._managed.touch(address)) is not None:
+                return Serviced(_page(address), first)
             if self._guarded(address, size):
                 return None
             return Violation(_page(address), UvmFaultType.INVALID_PDE)
@@ -113,7 +126,7 @@ class AddressMap:
         if base == 0 or length <= 0 or base % GRANULE or length % GRANULE or base + length > ADDRESS_LIMIT:
             return NV_INVALID_ADDRESS
         taken = any(m.base < base + length and base < m.base + m.size for m in self._mappings.values())
-        if taken or self._guarded(base, length):
+        if taken or self._guarded(base, length) or self._managed.overlaps(base, length):
             return NV_ADDRESS_IN_USE
         self._guards.insert(bisect_right(self._guards, (base, length)), (base, length))
         return NV_OK
@@ -124,6 +137,22 @@ class AddressMap:
             return NV_INVALID_ADDRESS
         self._guards.remove((base, length))
         return NV_OK
+
+    def manage(self, base: int, length: int) -> int:
+        """Declare a managed range, also over a reservation without memory. Returns an NV_STATUS."""
+        if base < 0 or length <= 0 or base % PAGE or length % PAGE or base + length > ADDRESS_LIMIT:
+            return NV_INVALID_ADDRESS
+        taken = any(
+            m.mapped and m.base < base + length and base < m.base + m.size for m in self._mappings.values()
+        )
+        if taken or self._guarded(base, length) or self._managed.overlaps(base, length):
+            return NV_ADDRESS_IN_USE
+        self._managed.add(base, length)
+        return NV_OK
+
+    def unmanage(self, base: int, length: int) -> None:
+        """Whatever is managed in [base, base+length) is so no longer."""
+        self._managed.cut(base, max(0, length))
 
     def guarded(self, base: int, length: int) -> bool:
         """Whether any byte of the range lies under a guard."""
@@ -139,10 +168,50 @@ class AddressMap:
         self._mappings.clear()
         self._bases.clear()
         self._guards.clear()
+        self._managed = ManagedRanges()
+
+
+class ManagedRanges:
+    """Ranges that the driver services, and which granules of them were touched. They never overlap."""
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+        self._touched: set[int] = set()
+
+    def add(self, base: int, length: int) -> None:
+        index = bisect_right(self._starts, base)
+        self._starts.insert(index, base)
+        self._ends.insert(index, base + length)
+        self._forget(base, base + length)
+
+    def overlaps(self, base: int, length: int) -> bool:
+        index = bisect_left(self._starts, base + length) - 1
+        return index >= 0 and self._ends[index] > base
+
+    def cut(self, base: int, length: int) -> None:
+        end = base + length
+        pairs = list(zip(self._starts, self._ends, strict=True))
+        left = [(start, min(stop, base)) for start, stop in pairs if start < base]
+        right = [(max(start, end), stop) for start, stop in pairs if stop > end]
+        pairs = sorted({(start, stop) for start, stop in left + right if start < stop})
+        self._starts, self._ends = [start for start, _ in pairs], [stop for _, stop in pairs]
+        self._forget(base, end)
+
+    def touch(self, address: int) -> bool | None:
+        """None when it is not managed; True when nothing has accessed its granule before."""
+        if not self.overlaps(address, 1):
+            return None
+        first = address // GRANULE not in self._touched
+        self._touched.add(address // GRANULE)
+        return first
+
+    def _forget(self, start: int, end: int) -> None:
+        self._touched = {g for g in self._touched if (g + 1) * GRANULE <= start or g * GRANULE >= end}
 
 
 def _page(address: int) -> int:
-    return address & ~0xFFF
+    return address & -PAGE
 
 
 def increment(data: bytes) -> bytes:

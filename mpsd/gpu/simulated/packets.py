@@ -2,6 +2,23 @@
 
 Descriptors travel beside a message (SCM_RIGHTS) and arrive close-on-exec. Standard library only and
 few imports: every client and every call of the control stand-in pays for them.
+
+Ranges that a client declares in its own GPU address space, on its context's connection (the one that said
+"attach"). Numbers are bytes; each is answered by {"id": N, "error": CODE}: 0, 1 for bounds that cannot
+be or overlap memory or another range, or the context's sticky error. Nothing waits for kernels.
+
+    {"op": "managed", "id": N, "base": B, "length": L}      as an mmap on the UVM descriptor: multiples of
+                                                            4 KiB, base 0 allowed
+    {"op": "unmanaged", "id": N, "base": B, "length": L}    as a munmap: whatever is managed there is so no
+                                                            longer, ranges are cut or split; never an error
+    {"op": "sparse", "id": N, "base": B, "length": L}       multiples of 64 KiB, base not 0
+    {"op": "unsparse", "id": N, "base": B, "length": L}     with the bounds of one range exactly
+
+Loads there give zeros, stores vanish, the kernel goes on. In a managed range the first access to each
+64 KiB since it was declared is a serviced fault as well: 0.4 to 0.9 ms later the context's trackers that
+asked for GPU faults get an event with `fatal` false, the address of the 4 KiB page and the access. The
+kernels "store", "load", "atomic" and "prefetch" make one access; a prefetch elsewhere than in a managed
+range does nothing.
 """
 
 from __future__ import annotations

@@ -201,7 +201,10 @@ ACCESSES = {
     "guard_file": "write",
     "guard_heap": "write",
     "guard_stack": "write",
+    "prefetch": "prefetch",
 }
+# How long after the access a fault that was serviced is on the trackers.
+SERVICED_MS: Range = (0.4, 0.9)
 # Kernels that never end by themselves. wild_call_low: a call through 0x10.
 ENDLESS = frozenset({"forever", "endless", "wild_call_low"})
 GOOD = frozenset({"increment", "fill", "spin", "forever"})

@@ -14,6 +14,8 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mpsd.gpu.simulated import node, packets, paths, semantics
@@ -41,6 +43,14 @@ class Peer:
         self.watches = ""
 
 
+@dataclass(slots=True)
+class _Listening:
+    """One tracker: events that did not fit, and whether it gets faults that were serviced as well."""
+
+    dropped: int = 0
+    serviced: bool = False
+
+
 class Service:
     """Serves one node until `running` is cleared."""
 
@@ -56,7 +66,7 @@ class Service:
         self._selector = selectors.DefaultSelector()
         self._peers: set[Peer] = set()
         self._channels: dict[Space, Peer] = {}
-        self._trackers: dict[Space, dict[socket.socket, int]] = {}
+        self._trackers: dict[Space, dict[socket.socket, _Listening]] = {}
         self._ends: dict[Space, dict[int, str]] = {}
         self._sequence = 0
         self._calls = Calls(self)
@@ -229,20 +239,27 @@ class Service:
 
     def new_tracker(self, space: Space) -> socket.socket:
         near, far = packets.pair()
-        self._trackers.setdefault(space, {})[far] = 0
+        self._trackers.setdefault(space, {})[far] = _Listening()
         self._count(space, "tracker", 1)
         self._watch(far, lambda: self._tracker_readable(space, far))
         return near
 
     def _tracker_readable(self, space: Space, far: socket.socket) -> None:
         try:
-            packets.close_all(packets.receive(far)[1])
+            message, fds = packets.receive(far)
         except BlockingIOError:
             return
         except packets.Gone:
+            message, fds = {}, []
             self._forget(far)
             self._trackers[space].pop(far, None)
             self._count(space, "tracker", -1)
+        if message.get("op") == "serviced" and len(fds) == 1:
+            self._trackers[space][far].serviced = True
+            with socket.socket(fileno=fds.pop()) as reply, suppress(OSError):
+                reply.setblocking(False)
+                packets.send(reply, {"status": semantics.NV_OK})
+        packets.close_all(fds)
 
     def _count(self, space: Space, role: str, step: int) -> None:
         if role == "va":
@@ -269,7 +286,9 @@ class Service:
 
     def uvm_event(self, space: Space, event: UvmEvent) -> None:
         trackers = self._trackers.get(space, {})
-        for far, dropped in list(trackers.items()):
+        for far, listening in list(trackers.items()):
+            if not (event.fatal or listening.serviced):
+                continue
             fields = (
                 event.fatal,
                 int(event.fault_type),
@@ -281,9 +300,9 @@ class Service:
                 event.gpu_index,
             )
             try:
-                packets.send(far, {"event": fields, "dropped": dropped})
+                packets.send(far, {"event": fields, "dropped": listening.dropped})
             except BlockingIOError:
-                trackers[far] = dropped + 1
+                listening.dropped += 1
             except packets.Gone:
                 continue
 
