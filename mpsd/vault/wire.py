@@ -39,6 +39,7 @@ class Kind(IntEnum):
     KEEP = 4
     CLAIM = 5
     RELEASE = 6
+    LEDGER = 7
 
 
 class Status(IntEnum):

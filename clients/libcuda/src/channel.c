@@ -91,19 +91,25 @@ bool mpsd_channel_say(const struct mpsd_vault_message *message, int fd)
 	return sendmsg(atomic_load(&channel), &whole, MSG_NOSIGNAL) == (ssize_t)sizeof(*message);
 }
 
-int mpsd_channel_hear(const struct mpsd_vault_message *asked)
+int mpsd_channel_answer(const struct mpsd_vault_message *asked, struct mpsd_vault_message *answer)
 {
-	struct mpsd_vault_message answer;
 	ssize_t size;
 
 	do
-		size = recv(atomic_load(&channel), &answer, sizeof(answer), 0);
+		size = recv(atomic_load(&channel), answer, sizeof(*answer), 0);
 	while (size < 0 && errno == EINTR);
-	if (size != (ssize_t)sizeof(answer) || answer.magic != MPSD_VAULT_MAGIC ||
-	    answer.version != MPSD_VAULT_VERSION || answer.kind != asked->kind + MPSD_VAULT_ANSWER ||
-	    answer.sequence != asked->sequence)
+	if (size != (ssize_t)sizeof(*answer) || answer->magic != MPSD_VAULT_MAGIC ||
+	    answer->version != MPSD_VAULT_VERSION || answer->kind != asked->kind + MPSD_VAULT_ANSWER ||
+	    answer->sequence != asked->sequence)
 		return -1;
-	return (int)answer.status;
+	return (int)answer->status;
+}
+
+int mpsd_channel_hear(const struct mpsd_vault_message *asked)
+{
+	struct mpsd_vault_message answer;
+
+	return mpsd_channel_answer(asked, &answer);
 }
 
 struct mpsd_vault_message mpsd_channel_message(enum mpsd_vault_kind kind)

@@ -23,3 +23,6 @@ bool mpsd_channel_say(const struct mpsd_vault_message *message, int fd);
 
 /* The status of the answer to that; -1 where there is none in time. */
 int mpsd_channel_hear(const struct mpsd_vault_message *asked);
+
+/* The same, with all that was answered. */
+int mpsd_channel_answer(const struct mpsd_vault_message *asked, struct mpsd_vault_message *answer);

@@ -15,19 +15,25 @@
 #include <string.h>
 
 #include "arena.h"
+#include "notes.h"
 #include "proxy.h"
 #include "stats.h"
 #include "vault.h"
+#include "zones.h"
 
 #define DEVICES 32
 #define PITCH_ALIGNMENT ((size_t)512)
 
 /*
  * Far from where the loader, the heap and the driver's own reservations were seen. A hint only: any
- * place will do. Several times the memory, so that holes never make an allocation fail.
+ * place will do. Several times the memory, so that holes never make an allocation fail, and the zones
+ * around as many pieces as there can be; around fewer, where so many addresses cannot be had.
  */
 #define WINDOW_AT ((CUdeviceptr)0x200000000000)
+#define WINDOW_APART ((CUdeviceptr)1 << 43)
+#define WINDOW_HINTS 10
 #define WINDOW_TIMES 4
+#define FEWEST_PIECES 16
 
 static struct window {
 	struct arena arena;
@@ -54,22 +60,40 @@ static CUmemAllocationProp property_of(CUdevice device)
 }
 
 /* Each device has its own part of the addresses, so that two windows do not want the same place. */
+static CUdeviceptr reserve(CUdevice device, size_t total, size_t *size)
+{
+	CUdeviceptr base, hint = device < WINDOW_HINTS ? WINDOW_AT + (CUdeviceptr)device * WINDOW_APART : 0;
+	size_t granules = total / ARENA_GRANULE + 1, around = 2 * mpsd_zones_size(), pieces = granules;
+
+	do {
+		*size = granules * ARENA_GRANULE * WINDOW_TIMES + pieces * around;
+		if (!real_cuMemAddressReserve(&base, *size, ARENA_GRANULE, hint, 0))
+			return base;
+		pieces /= 4;
+	} while (around && pieces >= FEWEST_PIECES);
+	return 0;
+}
+
 static void open_window(struct window *window, CUdevice device)
 {
+	static bool ledger_started;
 	CUmemAllocationProp property = property_of(device);
 	size_t total = 0, size, granularity = 0;
-	CUdeviceptr base = 0;
+	CUdeviceptr base;
 
 	window->tried = true;
 	if (real_cuMemGetAllocationGranularity(&granularity, &property, CU_MEM_ALLOC_GRANULARITY_MINIMUM) ||
 	    ARENA_GRANULE % granularity || real_cuDeviceTotalMem_v2(&total, device))
 		return;
-	size = (total / ARENA_GRANULE + 1) * ARENA_GRANULE * WINDOW_TIMES;
-	if (real_cuMemAddressReserve(&base, size, ARENA_GRANULE, WINDOW_AT + (CUdeviceptr)device * (1ull << 42), 0))
+	base = reserve(device, total, &size);
+	if (!base)
 		return;
-	window->open = arena_open(&window->arena, base, size);
+	window->open = arena_open(&window->arena, base, size, mpsd_zones_size());
 	if (!window->open)
 		real_cuMemAddressFree(base, size);
+	else if (!ledger_started)
+		mpsd_ledger_start();
+	ledger_started |= window->open;
 }
 
 /* The window for allocations that the current context makes; NULL if they are not for one. */
@@ -138,10 +162,33 @@ static CUresult map(struct arena_range range, CUdevice device)
 	return result;
 }
 
+/* Addresses that were in quarantine long enough. */
+static void take_back(void)
+{
+	struct arena_range range;
+	CUdevice device;
+
+	while (mpsd_zones_out(&device, &range))
+		arena_give(&windows[device].arena, range);
+}
+
+static uint64_t find_address(struct arena *arena, size_t size, struct arena_range *fresh)
+{
+	uint64_t address;
+
+	take_back();
+	address = arena_alloc(arena, size, fresh);
+	if (address)
+		return address;
+	mpsd_zones_empty();
+	take_back();
+	return arena_alloc(arena, size, fresh);
+}
+
 static CUresult alloc_in(struct window *window, CUdevice device, CUdeviceptr *dptr, size_t size)
 {
 	struct arena_range fresh, empty;
-	uint64_t address = arena_alloc(&window->arena, size, &fresh);
+	uint64_t address = find_address(&window->arena, size, &fresh);
 	CUresult result;
 
 	if (!address)
@@ -149,8 +196,12 @@ static CUresult alloc_in(struct window *window, CUdevice device, CUdeviceptr *dp
 	result = map(fresh, device);
 	if (result != CUDA_SUCCESS) {
 		arena_free(&window->arena, address, &empty);
+		arena_give(&window->arena, empty);
 		return result;
 	}
+	if (fresh.size)
+		mpsd_zones_born(fresh.base, fresh.size, device);
+	mpsd_ledger_born(address, size, (uint32_t)device);
 	mpsd_stats->vault_allocations++;
 	mpsd_stats->vault_bytes += size;
 	mpsd_stats->vault_mapped += fresh.size;
@@ -195,15 +246,20 @@ CUresult wrap_cuMemAllocPitch_v2(CUdeviceptr *dptr, size_t *pPitch, size_t Width
 	return result;
 }
 
-static CUresult free_in(struct window *window, CUdeviceptr address)
+/* `keep`: the addresses of an empty piece go into quarantine first. Its memory never does. */
+static CUresult free_in(struct window *window, CUdeviceptr address, bool keep)
 {
 	struct arena_range found, empty;
 
 	if (!arena_find(&window->arena, address, &found) || !arena_free(&window->arena, address, &empty))
 		return CUDA_ERROR_INVALID_VALUE;
+	mpsd_ledger_freed(address);
 	if (empty.size) {
 		mpsd_vault_drop(empty.base);
 		real_cuMemUnmap(empty.base, empty.size);
+		if (!mpsd_zones_freed(empty.base, keep))
+			arena_give(&window->arena, empty);
+		take_back();
 	}
 	mpsd_stats->vault_allocations--;
 	mpsd_stats->vault_bytes -= found.size;
@@ -252,7 +308,7 @@ CUresult wrap_cuMemFree_v2(CUdeviceptr dptr)
 	if (result != CUDA_SUCCESS)
 		return result;
 	pthread_mutex_lock(&lock);
-	result = free_in(window_at(dptr), dptr);
+	result = free_in(window_at(dptr), dptr, true);
 	pthread_mutex_unlock(&lock);
 	return result;
 }
@@ -304,7 +360,9 @@ static void drop_all(struct window *window)
 	struct arena_range found;
 
 	while (window->open && arena_first(&window->arena, &found))
-		free_in(window, found.base);
+		free_in(window, found.base, false);
+	mpsd_zones_empty();
+	take_back();
 }
 
 /* A release may or may not have been the last one; the driver knows. */

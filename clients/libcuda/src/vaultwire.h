@@ -10,9 +10,11 @@
  *	KEEP	name			what this process has brought, and will bring, stays after its end
  *	CLAIM	name, index		answered with one descriptor, of `count` that there are
  *	RELEASE	name			what was kept under it is freed
+ *	LEDGER	one descriptor		the memory of ledger.h; answered with `size` bytes and `count` of managed
+ *					guard zones that this process may have; for what it was refused: none
  *
  * Each is answered once, in order, by its own kind with MPSD_VAULT_ANSWER added, its sequence and a
- * status. A descriptor comes with PUT and with a good answer to CLAIM, and with nothing else. Whoever
+ * status. A descriptor comes with PUT and LEDGER and with a good answer to CLAIM, and with nothing else. Whoever
  * says anything else is not answered: the connection is closed.
  */
 #pragma once
@@ -31,6 +33,7 @@ enum mpsd_vault_kind {
 	MPSD_VAULT_KEEP = 4,
 	MPSD_VAULT_CLAIM = 5,
 	MPSD_VAULT_RELEASE = 6,
+	MPSD_VAULT_LEDGER = 7,
 	MPSD_VAULT_ANSWER = 128,
 };
 

@@ -113,6 +113,8 @@ enum range_kind {
 	RANGE_REGISTERED,
 	RANGE_RESERVED,
 	RANGE_MAPPED,
+	RANGE_MANAGED,			/* these two absorb stray accesses */
+	RANGE_SPARSE,
 };
 
 struct range {
@@ -130,7 +132,12 @@ CUresult add_range(struct range range);
 void remove_range(struct range *range);
 struct range *first_range(enum range_kind kind);
 bool is_range_free(uintptr_t base, size_t size, enum range_kind kind);
+/* `size` where all of it may be accessed; else how many bytes before the first that may not. */
+size_t accessible(uintptr_t address, size_t size, enum access access);
 bool may_access(uintptr_t address, size_t size, enum access access);
+
+/* zones.c */
+void close_zones(void);
 
 /* memory.c */
 CUresult device_alloc(uintptr_t *address, size_t size);
