@@ -1,4 +1,4 @@
-"""Guard zones and quarantine, on the stand-in driver: alone, on the simulated GPU, and with a vault that grants."""
+"""Guard zones, quarantine, the ledger, on the stand-in driver: alone, on the simulated GPU, with a vault."""
 
 from __future__ import annotations
 
@@ -223,6 +223,35 @@ def test_the_size_of_zones_can_be_chosen(libraries: Libraries) -> None:
     with alone(libraries, MPSD_ZONE_BYTES="0") as program:
         first, second = program.do("alloc(2 << 20)"), program.do("alloc(2 << 20)")
         assert (second - first, program.ledger().zones()) == (2 * MIB, [])
+
+
+def test_launches_are_counted_and_named(libraries: Libraries) -> None:
+    with alone(libraries) as program:
+        address = program.do("alloc(4 << 20)")
+        ledger = program.ledger()
+        assert (ledger.launched, ledger.settled) == (0, 0)
+        assert program.do(f"launch(b'store', {address}, 1)") == 0
+        assert (ledger.launched, ledger.settled) == (1, 0)
+        store = ledger.launches()[0]
+        assert (ledger.names()[store[0]], store[1]) == ("store", 0)
+        assert program.do("sync()") == 0
+        assert (ledger.launched, ledger.settled) == (1, 1)
+        # The legacy stream's own wait proves as much while all launches are its own, and no longer.
+        other = "cuda.cuStreamCreate(ctypes.byref(stream := ctypes.c_void_p()), 1), stream.value"
+        wait = "cuda.cuStreamSynchronize(None)"
+        assert program.do(f"launch(b'store', {address}, 1), {wait}") == (0, 0)
+        assert ledger.settled == 2
+        code, stream = program.do(f"({other})")
+        assert code == 0
+        ones = ", ".join("111111")
+        call = f"cuda.cuLaunchKernel(function(b'sum'), {ones}, 0, ctypes.c_void_p({stream}), None, None)"
+        assert program.do(f"{call}, {wait}") == (1, 0)
+        assert (ledger.launched, ledger.settled, ledger.launches()[2][1]) == (3, 2, stream)
+        assert program.do("sync()") == 0
+        assert ledger.settled == 3
+        assert sorted(ledger.names().values()) == ["store", "sum"]
+        program.do(f"[launch(b'store', {address}, 1) for _ in range(70)] and sync()")
+        assert (ledger.launched, ledger.settled, set(ledger.launches()[6:])) == (73, 73, {store})
 
 
 # -- the daemon's word -------------------------------------------------------------------------------------

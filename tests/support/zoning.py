@@ -30,9 +30,19 @@ GUARD, QUARANTINE, NULL_PAGE = 0, 1, 2
 
 _HEAD = struct.Struct("=QIIQ27Q")
 _FIELDS = (
-    "launched settled names_used notes_lost managed_bytes sparse_bytes managed_zones sparse_zones uncovered"
-    " quarantine_bytes quarantine_count null_page"
-).split()
+    "launched",
+    "settled",
+    "names_used",
+    "notes_lost",
+    "managed_bytes",
+    "sparse_bytes",
+    "managed_zones",
+    "sparse_zones",
+    "uncovered",
+    "quarantine_bytes",
+    "quarantine_count",
+    "null_page",
+)
 _ZONE, _NOTE, _LAUNCH, _NAME = map(struct.Struct, ("=IHHQQ", "=IIQQQQQ", "=QQ", "=IIQ112s"))
 _ZONES, _NOTES, _LAUNCHES, _NAMES = 8192, 65536, 64, 4096
 _SIZE = (

@@ -11,6 +11,8 @@
 #include <sys/un.h>
 #include <unistd.h>
 
+#include "grant.h"
+
 #define ANSWER_S 5
 
 static atomic_int channel = -1;
@@ -132,5 +134,5 @@ bool mpsd_channel_open(void)
 	if (!join())
 		return false;
 	memcpy(hello.token, token, sizeof(hello.token));
-	return mpsd_channel_say(&hello, -1) && mpsd_channel_hear(&hello) == MPSD_VAULT_OK;
+	return mpsd_channel_say(&hello, -1) && mpsd_channel_hear(&hello) == MPSD_VAULT_OK && mpsd_grant_ask();
 }

@@ -9,7 +9,7 @@
 /* MPSD_VAULT_SOCKET; NULL where there is none that a socket can have. */
 const char *mpsd_channel_path(void);
 
-/* Connect and greet. False, with the connection left open, where the daemon does not answer. */
+/* Connect, greet, and show the ledger. False, with the connection left open, where the daemon does not answer. */
 bool mpsd_channel_open(void);
 bool mpsd_channel_is_open(void);
 

@@ -86,7 +86,7 @@ static struct mpsd_ledger *share(void)
 	return at;
 }
 
-void mpsd_ledger_start(void)
+static void start(void)
 {
 	struct mpsd_ledger *shared = share();
 
@@ -101,6 +101,13 @@ void mpsd_ledger_start(void)
 	mpsd_ledger->pid = (uint32_t)getpid();
 	__atomic_store_n(&mpsd_ledger->magic, MPSD_LEDGER_MAGIC, __ATOMIC_RELEASE);
 	pthread_atfork(NULL, NULL, in_child);
+}
+
+void mpsd_ledger_start(void)
+{
+	static pthread_once_t once = PTHREAD_ONCE_INIT;
+
+	pthread_once(&once, start);
 }
 
 int mpsd_ledger_fd(void)

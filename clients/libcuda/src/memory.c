@@ -15,25 +15,16 @@
 #include <string.h>
 
 #include "arena.h"
+#include "launches.h"
 #include "notes.h"
 #include "proxy.h"
 #include "stats.h"
 #include "vault.h"
+#include "window.h"
 #include "zones.h"
 
 #define DEVICES 32
 #define PITCH_ALIGNMENT ((size_t)512)
-
-/*
- * Far from where the loader, the heap and the driver's own reservations were seen. A hint only: any
- * place will do. Several times the memory, so that holes never make an allocation fail, and the zones
- * around as many pieces as there can be; around fewer, where so many addresses cannot be had.
- */
-#define WINDOW_AT ((CUdeviceptr)0x200000000000)
-#define WINDOW_APART ((CUdeviceptr)1 << 43)
-#define WINDOW_HINTS 10
-#define WINDOW_TIMES 4
-#define FEWEST_PIECES 16
 
 static struct window {
 	struct arena arena;
@@ -59,24 +50,8 @@ static CUmemAllocationProp property_of(CUdevice device)
 	};
 }
 
-/* Each device has its own part of the addresses, so that two windows do not want the same place. */
-static CUdeviceptr reserve(CUdevice device, size_t total, size_t *size)
-{
-	CUdeviceptr base, hint = device < WINDOW_HINTS ? WINDOW_AT + (CUdeviceptr)device * WINDOW_APART : 0;
-	size_t granules = total / ARENA_GRANULE + 1, around = 2 * mpsd_zones_size(), pieces = granules;
-
-	do {
-		*size = granules * ARENA_GRANULE * WINDOW_TIMES + pieces * around;
-		if (!real_cuMemAddressReserve(&base, *size, ARENA_GRANULE, hint, 0))
-			return base;
-		pieces /= 4;
-	} while (around && pieces >= FEWEST_PIECES);
-	return 0;
-}
-
 static void open_window(struct window *window, CUdevice device)
 {
-	static bool ledger_started;
 	CUmemAllocationProp property = property_of(device);
 	size_t total = 0, size, granularity = 0;
 	CUdeviceptr base;
@@ -85,15 +60,14 @@ static void open_window(struct window *window, CUdevice device)
 	if (real_cuMemGetAllocationGranularity(&granularity, &property, CU_MEM_ALLOC_GRANULARITY_MINIMUM) ||
 	    ARENA_GRANULE % granularity || real_cuDeviceTotalMem_v2(&total, device))
 		return;
-	base = reserve(device, total, &size);
+	base = mpsd_window_reserve(device, total, mpsd_zones_size(), &size);
 	if (!base)
 		return;
 	window->open = arena_open(&window->arena, base, size, mpsd_zones_size());
-	if (!window->open)
-		real_cuMemAddressFree(base, size);
-	else if (!ledger_started)
+	if (window->open)
 		mpsd_ledger_start();
-	ledger_started |= window->open;
+	else
+		real_cuMemAddressFree(base, size);
 }
 
 /* The window for allocations that the current context makes; NULL if they are not for one. */
@@ -350,6 +324,7 @@ CUresult wrap_cuDevicePrimaryCtxRetain(CUcontext *pctx, CUdevice dev)
 	if (result == CUDA_SUCCESS && dev >= 0 && dev < DEVICES) {
 		pthread_mutex_lock(&lock);
 		windows[dev].primary = *pctx;
+		mpsd_launches_context(*pctx);
 		pthread_mutex_unlock(&lock);
 	}
 	return result;
@@ -376,6 +351,7 @@ static CUresult after_end(CUresult result, CUdevice dev)
 	pthread_mutex_lock(&lock);
 	if (real_cuDevicePrimaryCtxGetState(dev, &flags, &active) == CUDA_SUCCESS && !active) {
 		drop_all(&windows[dev]);
+		mpsd_launches_no_context(windows[dev].primary);
 		windows[dev].primary = NULL;
 	}
 	pthread_mutex_unlock(&lock);

@@ -14,7 +14,7 @@
 /* Never NULL: where there is no shared memory, and in a forked child, it is memory that nobody reads. */
 extern struct mpsd_ledger *mpsd_ledger;
 
-/* Once, before the first note. */
+/* Before the first note; only the first call does something. */
 void mpsd_ledger_start(void);
 
 /* The memfd, for the daemon; it stays the ledger's. -1: there is none. */

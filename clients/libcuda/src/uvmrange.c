@@ -210,19 +210,18 @@ static bool free_external(uint64_t base, size_t size)
 	return !ioctl(descriptor, UVM_FREE, &without) && without.status == 0;
 }
 
-bool mpsd_range_sparse(uint64_t base, size_t size, CUdevice device)
+bool mpsd_range_sparse(uint64_t base, size_t size, const uint8_t gpu[16])
 {
 	struct external_range range = { base, size, UNWRITTEN, 0 };
 	struct external_sparse sparse = { base, size, { 0 }, UNWRITTEN, 0 };
-	CUuuid uuid;
 
 	if (is_standin())
 		return standin.sparse(base, size) == CUDA_SUCCESS;
 	if (descriptor < 0)
 		descriptor = find_descriptor();
-	if (descriptor < 0 || real_cuDeviceGetUuid_v2(&uuid, device) != CUDA_SUCCESS)
+	if (descriptor < 0)
 		return false;
-	memcpy(sparse.gpu, uuid.bytes, sizeof(sparse.gpu));
+	memcpy(sparse.gpu, gpu, sizeof(sparse.gpu));
 	if (ioctl(descriptor, UVM_CREATE_EXTERNAL_RANGE, &range) || range.status)
 		return false;
 	if (!ioctl(descriptor, UVM_MAP_EXTERNAL_SPARSE, &sparse) && !sparse.status)

@@ -2,19 +2,17 @@
 /*
  * Ranges of this process's GPU address space that absorb stray accesses, laid by this process itself:
  * managed ones, whose hits the driver reports to whoever tracks the address space, and sparse ones, whose
- * hits nobody hears of. Of the driver's functions none but cuDeviceGetUuid is called. For one thread at a
- * time.
+ * hits nobody hears of. None of the driver's functions is called. For one thread at a time.
  */
 #pragma once
 
-#include <cuda.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
 /* Over a part of a reservation where nothing is mapped. False: it is as it was before. */
 bool mpsd_range_manage(uint64_t base, size_t size);
-bool mpsd_range_sparse(uint64_t base, size_t size, CUdevice device);
+bool mpsd_range_sparse(uint64_t base, size_t size, const uint8_t gpu[16]);
 
 /* The first 64 KiB of all addresses, where this process may map them and nothing lies there. */
 #define MPSD_RANGE_NULL_PAGE ((size_t)64 << 10)

@@ -23,17 +23,14 @@
 #include <unistd.h>
 
 #include "channel.h"
-#include "notes.h"
 #include "proxy.h"
 #include "stats.h"
-#include "zones.h"
 
 #define MOST_PUTS 4096			/* that wait; what comes then is lost, and counted */
 #define FIRST_PAUSE_MS 100
 #define LAST_PAUSE_MS 5000
 #define SETTLE_MS 250
 #define LAST_TRIES 8			/* connections that end at once: the daemon does not want us */
-#define LAST_LEDGERS 2			/* that ended a connection: the daemon does not know them */
 #define STACK ((size_t)256 << 10)
 #define BUCKETS 4096
 
@@ -128,46 +125,9 @@ static int drop(const struct note *note)
 	return mpsd_channel_say(&message, -1) ? mpsd_channel_hear(&message) : -1;
 }
 
-/* Zones for what is there already, one piece at a time; the driver may be asked for its UUID. */
-static void cover_all(void)
-{
-	bool more = true;
-
-	while (more) {
-		pthread_mutex_lock(&driver);
-		more = !atomic_load(&off) && mpsd_zones_step();
-		pthread_mutex_unlock(&driver);
-	}
-}
-
-/*
- * On each new connection: whom the daemon watches it must know. One that ends the connection instead of an
- * answer is older than this message, if it does so again, and gets everything else.
- */
-static bool send_ledger(void)
-{
-	static int unanswered;
-	struct mpsd_vault_message message = mpsd_channel_message(MPSD_VAULT_LEDGER), answer;
-	int status = -1;
-
-	if (!mpsd_zones_size() || mpsd_ledger_fd() < 0 || unanswered >= LAST_LEDGERS)
-		return true;
-	message.size = sizeof(struct mpsd_ledger);
-	if (mpsd_channel_say(&message, mpsd_ledger_fd()))
-		status = mpsd_channel_answer(&message, &answer);
-	unanswered = status < 0 ? unanswered + 1 : 0;
-	if (status == MPSD_VAULT_OK) {
-		mpsd_zones_granted(answer.size, answer.count);
-		cover_all();
-	} else if (status > 0 || unanswered >= LAST_LEDGERS) {
-		mpsd_zones_refused();
-	}
-	return status >= 0;
-}
-
 static int deliver(const struct note *note)
 {
-	if (!mpsd_channel_is_open() && (!mpsd_channel_open() || !send_ledger()))
+	if (!mpsd_channel_is_open() && !mpsd_channel_open())
 		return -1;
 	return note->kind == MPSD_VAULT_PUT ? put(note) : drop(note);
 }

@@ -8,23 +8,18 @@
  */
 #include "zones.h"
 
-#include <errno.h>
 #include <pthread.h>
 #include <stdatomic.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <time.h>
 
+#include "cover.h"
+#include "limits.h"
 #include "notes.h"
 #include "proxy.h"
 #include "uvmrange.h"
 #include "vault.h"
 
-#define DEFAULT_SIZE ((uint64_t)32 << 20)
-#define LARGEST_SIZE ((uint64_t)16 << 30)
-#define DEFAULT_QUARANTINE ((uint64_t)1 << 30)
-#define DEFAULT_QUARANTINE_S 60
-#define DEFAULT_MAPS 65530
 #define BUCKETS 4096
 
 enum state {
@@ -40,13 +35,6 @@ enum side {
 	SIDES,
 };
 
-struct zone {
-	enum mpsd_zone_kind kind;
-	uint64_t base;
-	size_t size;
-	int row;
-};
-
 struct piece {
 	struct piece *next;	/* in its bucket while it lives; then in quarantine, or on its way out */
 	uint64_t base;
@@ -54,7 +42,8 @@ struct piece {
 	CUdevice device;
 	bool laid, bare;	/* it was tried; some side has none */
 	uint64_t freed_ns;
-	struct zone zones[SIDES];
+	CUuuid gpu;
+	struct mpsd_zone zones[SIDES];
 };
 
 struct queue {
@@ -65,8 +54,7 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static atomic_bool off_in_child;
 
-/* Read once. */
-static uint64_t zone_bytes, quarantine_limit, quarantine_ns, most_zones;
+static struct mpsd_limits limits;	/* read once */
 
 /* Under the lock. */
 static enum state state;
@@ -75,41 +63,8 @@ static struct piece *living[BUCKETS];
 static unsigned int step_bucket = BUCKETS;
 static struct queue quarantine = { NULL, &quarantine.first }, out = { NULL, &out.first };
 static uint64_t quarantine_managed_bytes, quarantine_managed_zones;
-static struct zone null_page;
+static struct mpsd_zone null_page;
 static bool null_tried;
-
-/* The environment */
-
-static uint64_t read_number(const char *name, uint64_t otherwise, uint64_t unit, uint64_t most)
-{
-	const char *given = secure_getenv(name);
-	char *end = NULL;
-	uint64_t value;
-
-	if (!given || !*given)
-		return otherwise;
-	errno = 0;
-	value = strtoull(given, &end, 0);
-	if (*given != '-' && !errno && !*end && value % unit == 0 && value <= most)
-		return value;
-	mpsd_say("%s=%s is not a multiple of %llu up to %llu: %llu is taken", name, given,
-		 (unsigned long long)unit, (unsigned long long)most, (unsigned long long)otherwise);
-	return otherwise;
-}
-
-/* Each zone is a mapping of this process, and the program needs some too. */
-static uint64_t read_most_zones(void)
-{
-	unsigned long long maps = DEFAULT_MAPS;
-	FILE *file = fopen("/proc/sys/vm/max_map_count", "re");
-
-	if (file) {
-		if (fscanf(file, "%llu", &maps) != 1)
-			maps = DEFAULT_MAPS;
-		fclose(file);
-	}
-	return maps / 4 < MPSD_LEDGER_ZONES ? maps / 4 : MPSD_LEDGER_ZONES;
-}
 
 static void in_child(void)
 {
@@ -118,28 +73,20 @@ static void in_child(void)
 
 static void start(void)
 {
-	uint64_t budget = 0;
-
-	if (!mpsd_vault_offered())
-		budget = read_number("MPSD_ZONE_BUDGET", 0, 1, UINT64_MAX);
-	if (!mpsd_vault_offered() && !budget)
-		return;
-	zone_bytes = read_number("MPSD_ZONE_BYTES", DEFAULT_SIZE, ARENA_GRANULE, LARGEST_SIZE);
-	quarantine_limit = read_number("MPSD_QUARANTINE_BYTES", DEFAULT_QUARANTINE, 1, UINT64_MAX);
-	quarantine_ns = 1000000000ull * read_number("MPSD_QUARANTINE_S", DEFAULT_QUARANTINE_S, 1, UINT32_MAX);
-	most_zones = read_most_zones();
-	if (budget) {
-		budget_bytes = budget;
-		budget_zones = most_zones;
+	limits = mpsd_limits_read(mpsd_vault_offered());
+	if (limits.own_budget) {
+		budget_bytes = limits.own_budget;
+		budget_zones = limits.zones;
 		state = ON;
 	}
-	pthread_atfork(NULL, NULL, in_child);
+	if (limits.zone_bytes)
+		pthread_atfork(NULL, NULL, in_child);
 }
 
 size_t mpsd_zones_size(void)
 {
 	pthread_once(&once, start);
-	return atomic_load(&off_in_child) ? 0 : zone_bytes;
+	return atomic_load(&off_in_child) ? 0 : limits.zone_bytes;
 }
 
 static bool enter(void)
@@ -153,41 +100,6 @@ static bool enter(void)
 static void leave(void)
 {
 	pthread_mutex_unlock(&lock);
-}
-
-/* One zone */
-
-static void count_zone(enum mpsd_zone_kind kind, size_t size, bool more)
-{
-	bool managed = kind == MPSD_ZONE_MANAGED;
-	uint64_t *bytes = managed ? &mpsd_ledger->managed_bytes : &mpsd_ledger->sparse_bytes;
-	uint64_t *zones = managed ? &mpsd_ledger->managed_zones : &mpsd_ledger->sparse_zones;
-
-	*bytes += more ? size : -size;
-	*zones += more ? 1 : -1ull;
-}
-
-static bool note_zone(struct zone *zone, enum mpsd_zone_kind kind, enum mpsd_zone_role role)
-{
-	zone->row = mpsd_ledger_zone(zone->base, zone->size, kind, role);
-	if (zone->row < 0)
-		return false;
-	zone->kind = kind;
-	count_zone(kind, zone->size, true);
-	return true;
-}
-
-/* True also where nothing was laid. */
-static bool unlay(struct zone *zone)
-{
-	if (zone->kind == MPSD_ZONE_NONE)
-		return true;
-	if (!mpsd_range_free(zone->base, zone->size, zone->kind == MPSD_ZONE_MANAGED))
-		return false;
-	mpsd_ledger_zone_gone(zone->row);
-	count_zone(zone->kind, zone->size, false);
-	zone->kind = MPSD_ZONE_NONE;
-	return true;
 }
 
 /* The quarantine and the way out */
@@ -227,7 +139,7 @@ static bool unlay_all(struct piece *piece)
 	bool all = true;
 
 	for (int side = 0; side < SIDES; side++)
-		all &= unlay(&piece->zones[side]);
+		all &= mpsd_cover_take_away(&piece->zones[side]);
 	return all;
 }
 
@@ -254,7 +166,7 @@ static void let_out_old(void)
 {
 	uint64_t now = quarantine.first ? now_ns() : 0;
 
-	while (quarantine.first && now - quarantine.first->freed_ns >= quarantine_ns)
+	while (quarantine.first && now - quarantine.first->freed_ns >= limits.quarantine_ns)
 		let_out_oldest();
 }
 
@@ -268,7 +180,7 @@ static uint64_t laid_zones(void)
 static bool is_room_for_managed(size_t size, uint64_t spare_bytes, uint64_t spare_zones)
 {
 	return mpsd_ledger->managed_bytes - spare_bytes + size <= budget_bytes &&
-	       mpsd_ledger->managed_zones - spare_zones < budget_zones && laid_zones() - spare_zones < most_zones;
+	       mpsd_ledger->managed_zones - spare_zones < budget_zones && laid_zones() - spare_zones < limits.zones;
 }
 
 /* Out of the quarantine comes only what makes the room that is wanted. */
@@ -281,21 +193,18 @@ static bool make_room(size_t size)
 	return is_room_for_managed(size, 0, 0);
 }
 
-static bool lay(struct zone *zone, uint64_t base, size_t size, CUdevice device, enum mpsd_zone_role role)
+static bool lay(struct piece *piece, enum side side, uint64_t base, size_t size)
 {
-	*zone = (struct zone){ .base = base, .size = size, .row = -1 };
-	if (make_room(size) && mpsd_range_manage(base, size)) {
-		if (note_zone(zone, MPSD_ZONE_MANAGED, role))
-			return true;
-		mpsd_range_free(base, size, true);
-		return false;
-	}
-	if (laid_zones() >= most_zones || !mpsd_range_sparse(base, size, device))
-		return false;
-	if (note_zone(zone, MPSD_ZONE_SPARSE, role))
+	struct mpsd_zone *zone = &piece->zones[side];
+
+	*zone = (struct mpsd_zone){
+		.base = base,
+		.size = size,
+		.role = side == ITSELF ? MPSD_ZONE_QUARANTINE : MPSD_ZONE_GUARD,
+	};
+	if (make_room(size) && mpsd_cover_managed(zone))
 		return true;
-	mpsd_range_free(base, size, false);
-	return false;
+	return laid_zones() < limits.zones && mpsd_cover_sparse(zone, (const uint8_t *)piece->gpu.bytes);
 }
 
 /* Only with zones: without a report of hits nobody would learn that a null pointer was followed. */
@@ -304,18 +213,13 @@ static void cover_null_page(void)
 	if (null_tried)
 		return;
 	null_tried = true;
-	if (!make_room(MPSD_RANGE_NULL_PAGE) || !mpsd_range_manage_null())
-		return;
-	null_page = (struct zone){ .base = 0, .size = MPSD_RANGE_NULL_PAGE, .row = -1 };
-	if (note_zone(&null_page, MPSD_ZONE_MANAGED, MPSD_ZONE_NULL_PAGE))
-		mpsd_ledger->null_page = 1;
-	else
-		mpsd_range_free(0, MPSD_RANGE_NULL_PAGE, true);
+	null_page = (struct mpsd_zone){ .size = MPSD_RANGE_NULL_PAGE, .role = MPSD_ZONE_NULL_PAGE };
+	mpsd_ledger->null_page = make_room(null_page.size) && mpsd_cover_managed(&null_page);
 }
 
 static void uncover_null_page(void)
 {
-	null_tried = !unlay(&null_page);
+	null_tried = !mpsd_cover_take_away(&null_page);
 	mpsd_ledger->null_page = null_tried;
 }
 
@@ -324,8 +228,8 @@ static void cover(struct piece *piece)
 	bool before, behind;
 
 	cover_null_page();
-	before = lay(&piece->zones[BEFORE], piece->base - zone_bytes, zone_bytes, piece->device, MPSD_ZONE_GUARD);
-	behind = lay(&piece->zones[BEHIND], piece->base + piece->size, zone_bytes, piece->device, MPSD_ZONE_GUARD);
+	before = lay(piece, BEFORE, piece->base - limits.zone_bytes, limits.zone_bytes);
+	behind = lay(piece, BEHIND, piece->base + piece->size, limits.zone_bytes);
 	piece->laid = true;
 	piece->bare = !before || !behind;
 	mpsd_ledger->uncovered += piece->bare;
@@ -351,6 +255,8 @@ void mpsd_zones_born(uint64_t base, size_t size, CUdevice device)
 	if (piece) {
 		*piece = (struct piece){ .next = *bucket_of(base), .base = base, .size = size, .device = device };
 		*bucket_of(base) = piece;
+		/* Here, for the channel's thread calls nothing of the driver's for a zone. */
+		real_cuDeviceGetUuid_v2(&piece->gpu, device);
 		if (state == ON)
 			cover(piece);
 	} else if (state != OFF) {
@@ -374,13 +280,13 @@ static struct piece *strike_out(uint64_t base)
 /* Newer ones than what is too much for the quarantine are not sacrificed to it. */
 static bool put_into_quarantine(struct piece *piece)
 {
-	if (piece->size > quarantine_limit || !piece->laid ||
-	    !lay(&piece->zones[ITSELF], piece->base, piece->size, piece->device, MPSD_ZONE_QUARANTINE))
+	if (piece->size > limits.quarantine_bytes || !piece->laid ||
+	    !lay(piece, ITSELF, piece->base, piece->size))
 		return false;
 	piece->freed_ns = now_ns();
 	append(&quarantine, piece);
 	count_quarantine(piece, true);
-	while (mpsd_ledger->quarantine_bytes > quarantine_limit)
+	while (mpsd_ledger->quarantine_bytes > limits.quarantine_bytes)
 		let_out_oldest();
 	return true;
 }
