@@ -239,11 +239,10 @@ static uint16_t *place_of(const void *function)
 
 static void write_name(struct mpsd_name_row *row, const void *function, const char *name)
 {
-	__atomic_store_n(&row->sequence, row->sequence + 1, __ATOMIC_RELAXED);
-	__atomic_thread_fence(__ATOMIC_RELEASE);
+	mpsd_row_begin(&row->sequence);
 	row->function = (uintptr_t)function;
 	strncpy(row->name, name, sizeof(row->name) - 1);
-	__atomic_store_n(&row->sequence, row->sequence + 1, __ATOMIC_RELEASE);
+	mpsd_row_end(&row->sequence);
 }
 
 /* A function that was unloaded may give its handle to another: its row says the latest name. */

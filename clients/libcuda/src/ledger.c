@@ -31,19 +31,6 @@ static struct {
 
 static int zones_free_from;	/* no zone row below is free */
 
-/* Rows under a sequence */
-
-static void begin(uint32_t *sequence)
-{
-	__atomic_store_n(sequence, *sequence + 1, __ATOMIC_RELAXED);
-	__atomic_thread_fence(__ATOMIC_RELEASE);
-}
-
-static void end(uint32_t *sequence)
-{
-	__atomic_store_n(sequence, *sequence + 1, __ATOMIC_RELEASE);
-}
-
 static uint64_t now_ns(void)
 {
 	struct timespec time;
@@ -140,14 +127,14 @@ void mpsd_ledger_born(uint64_t address, uint64_t size, uint32_t device)
 	notes.link[taken - 1] = *chain;
 	*chain = taken;
 	row = &mpsd_ledger->notes[taken - 1];
-	begin(&row->sequence);
+	mpsd_row_begin(&row->sequence);
 	row->device = device;
 	row->address = address;
 	row->size = size;
 	row->order = notes.order;
 	row->born_ns = now_ns();
 	row->freed_ns = 0;
-	end(&row->sequence);
+	mpsd_row_end(&row->sequence);
 }
 
 /* One that had no row is one less that is lost. */
@@ -171,9 +158,9 @@ void mpsd_ledger_freed(uint64_t address)
 		notes.first = taken;
 	notes.last = taken;
 	row = &mpsd_ledger->notes[taken - 1];
-	begin(&row->sequence);
+	mpsd_row_begin(&row->sequence);
 	row->freed_ns = now_ns();
-	end(&row->sequence);
+	mpsd_row_end(&row->sequence);
 }
 
 /* Zones */
@@ -186,12 +173,12 @@ int mpsd_ledger_zone(uint64_t start, uint64_t size, enum mpsd_zone_kind kind, en
 		return -1;
 	struct mpsd_zone_row *row = &mpsd_ledger->zones[zones_free_from];
 
-	begin(&row->sequence);
+	mpsd_row_begin(&row->sequence);
 	row->kind = (uint16_t)kind;
 	row->role = (uint16_t)role;
 	row->start = start;
 	row->end = start + size;
-	end(&row->sequence);
+	mpsd_row_end(&row->sequence);
 	return zones_free_from++;
 }
 
@@ -199,9 +186,9 @@ void mpsd_ledger_zone_gone(int number)
 {
 	struct mpsd_zone_row *row = &mpsd_ledger->zones[number];
 
-	begin(&row->sequence);
+	mpsd_row_begin(&row->sequence);
 	row->kind = MPSD_ZONE_NONE;
-	end(&row->sequence);
+	mpsd_row_end(&row->sequence);
 	if (number < zones_free_from)
 		zones_free_from = number;
 }

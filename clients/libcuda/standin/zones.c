@@ -6,6 +6,8 @@
  * is the back end's business.
  */
 #include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include "standin.h"
 
@@ -16,10 +18,16 @@ API CUresult standinManagedRange(CUdeviceptr base, size_t size);
 API CUresult standinSparseRange(CUdeviceptr base, size_t size);
 API CUresult standinFreeRange(CUdeviceptr base, size_t size);
 
-/* As the kernel has it: only some processes may map there. */
+/* As the kernel has it: only some processes may map there. Past ThreadSanitizer, which no process may. */
 static bool take_null_page(void)
 {
-	return mmap(NULL, NULL_PAGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE, -1, 0) == NULL;
+	return !syscall(SYS_mmap, NULL, NULL_PAGE, PROT_NONE,
+			MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE, -1, 0);
+}
+
+static void give_null_page(void)
+{
+	syscall(SYS_munmap, NULL, NULL_PAGE);
 }
 
 static bool may_lie_at(CUdeviceptr base, size_t size)
@@ -56,7 +64,7 @@ API CUresult standinManagedRange(CUdeviceptr base, size_t size)
 		return leave(CUDA_ERROR_NOT_PERMITTED);
 	result = lay(base, size, RANGE_MANAGED);
 	if (result != CUDA_SUCCESS)
-		munmap(NULL, NULL_PAGE);
+		give_null_page();
 	return leave(result);
 }
 
@@ -72,7 +80,7 @@ static void take_away(struct range *range)
 {
 	backend->uncover(range->base, range->size, range->kind == RANGE_MANAGED);
 	if (!range->base)
-		munmap(NULL, NULL_PAGE);
+		give_null_page();
 	remove_range(range);
 }
 
