@@ -14,6 +14,7 @@ from mpsd.core.vault import Limits, Quota
 from tests.support.libcudas import Libraries, build_libraries, run
 from tests.support.site import until
 from tests.support.vaulting import MemoryStore, RunningVault
+from tests.support.zoning import GrantingVault
 
 LIMITS = Limits(Quota(1 << 40, 512), Quota(1 << 40, 512), Quota(1 << 20, 16), 512, 3600.0)
 
@@ -42,19 +43,31 @@ def start() -> list[str]:
     return fixed if can else []
 
 
-@pytest.mark.parametrize("vault", ["0", "1", "brought"])
+@pytest.mark.parametrize("vault", ["0", "1", "brought", "zones"])
 @pytest.mark.parametrize("program, how", [("sequence", "dlsym"), ("threads", "getproc")])
 def test_no_report(sanitized: Libraries, program: str, how: str, vault: str, vault_socket: str) -> None:
-    chosen = {"MPSD_VAULT_SOCKET": vault_socket} if vault == "brought" else {"MPSD_VAULT": vault}
+    chosen = {
+        "brought": {"MPSD_VAULT_SOCKET": vault_socket},
+        "zones": {"MPSD_VAULT": "1", "MPSD_ZONE_BUDGET": str(1 << 30), "MPSD_QUARANTINE_BYTES": str(8 << 20)},
+    }.get(vault, {"MPSD_VAULT": vault})
     environment = sanitized.environment(proxied=True, **chosen)
     done = run([*start(), sanitized.program(program), how], environment)
     assert (done.returncode, done.stderr) == (0, ""), done.stderr[-4000:]
     assert done.stdout.splitlines()[-1] in ("ok", "cuCtxSynchronize 709")
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_the_arena_agrees_with_a_model(sanitized: Libraries, seed: int) -> None:
-    done = run(
-        [sanitized.program("arena", sources=("arena.c",)), str(seed)], sanitized.environment(proxied=False)
-    )
+def test_no_report_while_a_vault_grants_zones(sanitized: Libraries) -> None:
+    with tempfile.TemporaryDirectory(prefix="mpt-", dir="/tmp") as where:
+        path = Path(where) / "vault.sock"
+        with GrantingVault(path, (1 << 30, 20)) as vault:
+            environment = sanitized.environment(proxied=True, MPSD_VAULT_SOCKET=str(path))
+            done = run([*start(), sanitized.program("threads"), "dlsym"], environment)
+            assert (done.returncode, done.stderr) == (0, ""), done.stderr[-4000:]
+            assert vault.asked.is_set()
+
+
+@pytest.mark.parametrize("seed, zone", [(0, 0), (1, 0), (2, 1), (3, 1), (4, 3), (5, 10)])
+def test_the_arena_agrees_with_a_model(sanitized: Libraries, seed: int, zone: int) -> None:
+    program = sanitized.program("arena", sources=("arena.c",))
+    done = run([program, str(seed), str(zone)], sanitized.environment(proxied=False))
     assert (done.returncode, done.stdout, done.stderr) == (0, "ok\n", "")

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: MIT
 /*
  * Nanoseconds per call, one line per function: for the difference that the proxy makes. That shows
- * best at a call that does next to nothing; a launch on the stand-in wakes a thread, which is noise.
+ * best at a call that does next to nothing; a launch on the stand-in wakes a thread, which is noise, and
+ * one that is refused does not. An allocation comes first, so that the ledger is there.
  */
 #include <cuda.h>
 #include <dlfcn.h>
@@ -37,7 +38,7 @@ static double now(void)
 #define MEASURE(name, count, call) do {							\
 	double start = now();								\
 	for (long i = 0; i < (count); i++)						\
-		if ((call) != CUDA_SUCCESS)						\
+		if (!(call))								\
 			return 1;							\
 	printf("%s %.3f\n", name, (now() - start) / (double)(count));			\
 } while (0)
@@ -50,6 +51,7 @@ int main(int count, char **given)
 	CUstream stream;
 	CUmodule module;
 	CUfunction function;
+	CUdeviceptr data;
 	int priority;
 
 	library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
@@ -58,6 +60,7 @@ int main(int count, char **given)
 	LOAD(cuInit);
 	LOAD(cuCtxGetCurrent);
 	LOAD(cuCtxSetCurrent);
+	LOAD(cuMemAlloc);
 	LOAD(cuDevicePrimaryCtxRetain);
 	LOAD(cuStreamCreate);
 	LOAD(cuStreamGetPriority);
@@ -67,11 +70,13 @@ int main(int count, char **given)
 	LOAD(cuStreamSynchronize);
 	if (p_cuInit(0) || p_cuDevicePrimaryCtxRetain(&context, 0) || p_cuCtxSetCurrent(context) ||
 	    p_cuStreamCreate(&stream, CU_STREAM_NON_BLOCKING) || p_cuModuleLoadData(&module, image) ||
-	    p_cuModuleGetFunction(&function, module, "nothing"))
+	    p_cuModuleGetFunction(&function, module, "nothing") || p_cuMemAlloc(&data, 512))
 		return 1;
-	MEASURE("cuCtxGetCurrent", rounds, p_cuCtxGetCurrent(&context));
-	MEASURE("cuStreamGetPriority", rounds, p_cuStreamGetPriority(stream, &priority));
+	MEASURE("cuCtxGetCurrent", rounds, !p_cuCtxGetCurrent(&context));
+	MEASURE("cuStreamGetPriority", rounds, !p_cuStreamGetPriority(stream, &priority));
+	MEASURE("cuLaunchKernel-refused", rounds,
+		p_cuLaunchKernel(NULL, 1, 1, 1, 32, 1, 1, 0, stream, NULL, NULL));
 	MEASURE("cuLaunchKernel", rounds / 100,
-		p_cuLaunchKernel(function, 1, 1, 1, 32, 1, 1, 0, stream, NULL, NULL));
+		!p_cuLaunchKernel(function, 1, 1, 1, 32, 1, 1, 0, stream, NULL, NULL));
 	return p_cuStreamSynchronize(stream) != CUDA_SUCCESS;
 }

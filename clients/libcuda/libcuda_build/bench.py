@@ -15,6 +15,11 @@ from libcuda_build.compile import FOLDER, build_proxy, build_standin
 from libcuda_build.header import find_include
 
 LIMIT_NS = 50.0
+MODES = {
+    "passed on": {"MPSD_VAULT": "0"},
+    "memory in a window": {"MPSD_VAULT": "1", "MPSD_ZONE_BUDGET": str(1 << 30)},
+}
+"""What the library does with memory decides which functions have wrappers."""
 
 
 def main() -> int:
@@ -29,12 +34,14 @@ def main() -> int:
         build_proxy(folder / "proxy")
         build_standin(folder / "standin")
         _compile(folder / "launch")
-        pairs = [_pair(folder, given.calls) for _ in range(given.runs)]
+        found = {how: [_pair(folder, how, given.calls) for _ in range(given.runs)] for how in MODES}
     print(
         "on the stand-in driver; nanoseconds per call, median (and quartiles) of", given.runs, "paired runs"
     )
-    print(f"{'function':<22}{'without':>10}{'with':>10}{'added':>10}   quartiles")
-    worst = max(_report(name, pairs) for name in pairs[0][0])
+    worst = 0.0
+    for how, pairs in found.items():
+        print(f"{how + ':':<26}{'without':>10}{'with':>10}{'added':>10}   quartiles")
+        worst = max(worst, *(_report(name, pairs) for name in pairs[0][0]))
     print(f"most added: {worst:.1f} ns; the aim is under {LIMIT_NS:.0f} ns")
     return 0
 
@@ -55,13 +62,14 @@ def _compile(target: Path) -> None:
     subprocess.run(command, check=True)
 
 
-def _pair(folder: Path, calls: int) -> tuple[dict[str, float], dict[str, float]]:
-    return _run(folder, "standin", calls), _run(folder, "proxy", calls)
+def _pair(folder: Path, how: str, calls: int) -> tuple[dict[str, float], dict[str, float]]:
+    return _run(folder, "standin", how, calls), _run(folder, "proxy", how, calls)
 
 
-def _run(folder: Path, library: str, calls: int) -> dict[str, float]:
+def _run(folder: Path, library: str, how: str, calls: int) -> dict[str, float]:
     environment = {
         **os.environ,
+        **MODES[how],
         "LD_LIBRARY_PATH": str(folder / library),
         "MPSD_REAL_LIBCUDA": str(folder / "standin" / "libcuda.so.1"),
     }
@@ -75,7 +83,7 @@ def _report(name: str, pairs: Sequence[tuple[dict[str, float], dict[str, float]]
     low, middle, high = statistics.quantiles(added, n=4)
     without = statistics.median(pair[0][name] for pair in pairs)
     with_it = statistics.median(pair[1][name] for pair in pairs)
-    print(f"{name:<22}{without:>10.1f}{with_it:>10.1f}{middle:>10.1f}   {low:.1f} to {high:.1f}")
+    print(f"{name:<26}{without:>10.1f}{with_it:>10.1f}{middle:>10.1f}   {low:.1f} to {high:.1f}")
     return middle
 
 

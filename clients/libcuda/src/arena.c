@@ -12,6 +12,7 @@ struct arena_slab {
 	struct arena_slab *next, **link;	/* among the roomy ones */
 	uint32_t granule;
 	uint32_t used;
+	uint32_t next_unit;			/* where to look first */
 	uint64_t taken[UNITS / WORD_BITS];
 	uint16_t units[UNITS];
 	uint32_t size[UNITS];			/* bytes asked for */
@@ -55,27 +56,36 @@ static void drop_extent(struct arena *arena, uint32_t at)
 	arena->extent_count--;
 }
 
-/* The lowest granules that are enough; arena->granules if there are none. */
+/* The lowest granules that are enough, with their zones; arena->granules if there are none. */
 static uint32_t take_granules(struct arena *arena, uint32_t count)
 {
+	uint32_t whole = count + 2 * arena->zone;
+
 	if (!make_room(arena))
 		return arena->granules;
 	for (uint32_t i = 0; i < arena->extent_count; i++) {
 		struct arena_extent *extent = &arena->extents[i];
-		uint32_t first = extent->first;
+		uint32_t first = extent->first + arena->zone;
 
-		if (extent->count < count)
+		if (extent->count < whole)
 			continue;
-		extent->first += count;
-		extent->count -= count;
+		extent->first += whole;
+		extent->count -= whole;
 		if (!extent->count)
 			drop_extent(arena, i);
 		for (uint32_t g = first; g < first + count; g++)
 			arena->head[g] = first + 1;
 		arena->pieces++;
+		if (first < arena->lowest)
+			arena->lowest = first;
 		return first;
 	}
 	return arena->granules;
+}
+
+static void leave_granules(struct arena *arena, uint32_t first, uint32_t count)
+{
+	memset(arena->head + first, 0, count * sizeof(*arena->head));
 }
 
 static void give_granules(struct arena *arena, uint32_t first, uint32_t count)
@@ -84,7 +94,6 @@ static void give_granules(struct arena *arena, uint32_t first, uint32_t count)
 	struct arena_extent *at;
 
 	arena->pieces--;
-	memset(arena->head + first, 0, count * sizeof(*arena->head));
 	while (low < high) {
 		uint32_t middle = (low + high) / 2;
 
@@ -111,18 +120,19 @@ static void give_granules(struct arena *arena, uint32_t first, uint32_t count)
 
 static void make_roomy(struct arena *arena, struct arena_slab *slab)
 {
-	slab->next = arena->roomy;
-	slab->link = &arena->roomy;
-	if (slab->next)
-		slab->next->link = &slab->next;
-	arena->roomy = slab;
+	slab->next = NULL;
+	slab->link = arena->roomy_end;
+	*arena->roomy_end = slab;
+	arena->roomy_end = &slab->next;
 }
 
-static void make_full(struct arena_slab *slab)
+static void make_full(struct arena *arena, struct arena_slab *slab)
 {
 	*slab->link = slab->next;
 	if (slab->next)
 		slab->next->link = slab->link;
+	else
+		arena->roomy_end = slab->link;
 	slab->link = NULL;
 }
 
@@ -144,12 +154,15 @@ static void mark(struct arena_slab *slab, uint32_t first, uint32_t count, bool t
 	slab->used += taken ? count : -count;
 }
 
-/* The first of `count` free units in a row; UNITS if there are none. Full words are stepped over whole. */
-static uint32_t find_units(const struct arena_slab *slab, uint32_t count)
+/*
+ * The first of `count` free units in a row, from unit `from` on; UNITS if there are none. Full words are
+ * stepped over whole.
+ */
+static uint32_t find_from(const struct arena_slab *slab, uint32_t from, uint32_t count)
 {
 	uint32_t run = 0;
 
-	for (uint32_t unit = 0; unit < UNITS; unit++) {
+	for (uint32_t unit = from; unit < UNITS; unit++) {
 		if (unit % WORD_BITS == 0 && slab->taken[unit / WORD_BITS] == UINT64_MAX) {
 			run = 0;
 			unit += WORD_BITS - 1;
@@ -160,6 +173,14 @@ static uint32_t find_units(const struct arena_slab *slab, uint32_t count)
 			return unit + 1 - count;
 	}
 	return UNITS;
+}
+
+/* Behind the latest allocation first, so that freed units are given out as late as the slab allows. */
+static uint32_t find_units(const struct arena_slab *slab, uint32_t count)
+{
+	uint32_t unit = find_from(slab, slab->next_unit, count);
+
+	return unit < UNITS || !slab->next_unit ? unit : find_from(slab, 0, count);
 }
 
 static struct arena_slab *new_slab(struct arena *arena)
@@ -197,10 +218,11 @@ static uint64_t alloc_small(struct arena *arena, size_t size, struct arena_range
 		unit = 0;
 	}
 	mark(slab, unit, count, true);
+	slab->next_unit = unit + count;
 	slab->units[unit] = (uint16_t)count;
 	slab->size[unit] = (uint32_t)size;
 	if (slab->used == UNITS)
-		make_full(slab);
+		make_full(arena, slab);
 	return arena->base + slab->granule * ARENA_GRANULE + unit * ARENA_UNIT;
 }
 
@@ -216,10 +238,10 @@ static bool free_small(struct arena *arena, struct arena_slab *slab, size_t offs
 	slab->units[unit] = 0;
 	if (slab->used)
 		return true;
-	make_full(slab);
+	make_full(arena, slab);
 	*empty = range_of(arena, slab->granule, 1);
 	arena->slab[slab->granule] = NULL;
-	give_granules(arena, slab->granule, 1);
+	leave_granules(arena, slab->granule, 1);
 	free(slab);
 	return true;
 }
@@ -249,17 +271,20 @@ static bool find_large(const struct arena *arena, uint32_t granule, struct arena
 
 /* The whole */
 
-bool arena_open(struct arena *arena, uint64_t base, size_t size)
+bool arena_open(struct arena *arena, uint64_t base, size_t size, size_t zone)
 {
 	uint32_t granules = (uint32_t)(size / ARENA_GRANULE);
 
 	*arena = (struct arena){
 		.base = base,
 		.granules = granules,
+		.zone = (uint32_t)(zone / ARENA_GRANULE),
+		.lowest = granules,
 		.head = calloc(granules, sizeof(*arena->head)),
 		.size = calloc(granules, sizeof(*arena->size)),
 		.slab = calloc(granules, sizeof(*arena->slab)),
 	};
+	arena->roomy_end = &arena->roomy;
 	if (arena->head && arena->size && arena->slab && make_room(arena)) {
 		arena->pieces = 1;
 		give_granules(arena, 0, granules);
@@ -310,8 +335,16 @@ bool arena_free(struct arena *arena, uint64_t address, struct arena_range *empty
 	if (offset % ARENA_GRANULE || arena->head[granule] != granule + 1)
 		return false;
 	*empty = range_of(arena, granule, granules_of(arena->size[granule]));
-	give_granules(arena, granule, granules_of(arena->size[granule]));
+	leave_granules(arena, granule, granules_of(arena->size[granule]));
 	return true;
+}
+
+void arena_give(struct arena *arena, struct arena_range empty)
+{
+	uint32_t first = (uint32_t)((empty.base - arena->base) / ARENA_GRANULE);
+
+	if (empty.size)
+		give_granules(arena, first - arena->zone, granules_of(empty.size) + 2 * arena->zone);
 }
 
 bool arena_find(const struct arena *arena, uint64_t address, struct arena_range *found)
@@ -351,17 +384,17 @@ bool arena_next_piece(const struct arena *arena, uint64_t address, struct arena_
 	return false;
 }
 
-bool arena_first(const struct arena *arena, struct arena_range *found)
+bool arena_first(struct arena *arena, struct arena_range *found)
 {
-	/* Before the first hole everything is in use, and a hole at 0 ends at what is. */
-	uint32_t granule = arena->extent_count && !arena->extents[0].first ? arena->extents[0].count : 0;
 	const struct arena_slab *slab;
 
-	if (granule >= arena->granules)
+	while (arena->lowest < arena->granules && !arena->head[arena->lowest])
+		arena->lowest++;
+	if (arena->lowest >= arena->granules)
 		return false;
-	slab = arena->slab[granule];
+	slab = arena->slab[arena->lowest];
 	if (!slab)
-		return find_large(arena, granule, found);
+		return find_large(arena, arena->lowest, found);
 	for (uint32_t unit = 0; unit < UNITS; unit++)
 		if (slab->units[unit])
 			return find_small(arena, slab, unit * ARENA_UNIT, found);

@@ -5,7 +5,12 @@
  * it tells its caller.
  *
  * Small allocations share a granule (a slab), in units of 512 bytes, which is also the alignment of
- * all; larger ones have whole granules of their own.
+ * all; larger ones have whole granules of their own. A slab or a large allocation is a piece; before and
+ * behind each lies a zone of addresses that belong to it and that nobody gets.
+ *
+ * What was freed is not given out again at once: a slab goes on behind its latest allocation and starts
+ * over at its end, slabs that were full wait their turn, and the addresses of a whole piece come back
+ * when the caller says so (arena_give).
  */
 #pragma once
 
@@ -31,27 +36,39 @@ struct arena_slab;
 struct arena {
 	uint64_t base;
 	uint32_t granules;
-	uint32_t *head;			/* per granule: 1 + the first one of what lies there; 0: free */
+	uint32_t zone;			/* granules before each piece, and as many behind it */
+	uint32_t *head;			/* per granule: 1 + the first one of the piece there; 0: no piece */
 	size_t *size;			/* at a first one: bytes asked for */
 	struct arena_slab **slab;	/* at a granule that is a slab */
-	struct arena_slab *roomy;	/* slabs with a free unit, the last one that got one first */
+	struct arena_slab *roomy;	/* slabs with a free unit, the last one that got one last */
+	struct arena_slab **roomy_end;
 	struct arena_extent *extents;	/* by address, never two that touch */
 	uint32_t extent_count, extent_room;
-	uint32_t pieces;		/* large allocations and slabs */
+	uint32_t pieces;		/* that have their granules, given back by arena_free or not */
+	uint32_t lowest;		/* no living piece begins below this granule */
 };
 
-/* A window of `size` bytes at `base`, both multiples of the granule. False: out of host memory. */
-bool arena_open(struct arena *arena, uint64_t base, size_t size);
+/*
+ * A window of `size` bytes at `base`, with `zone` bytes around each piece, all multiples of the granule.
+ * False: out of host memory.
+ */
+bool arena_open(struct arena *arena, uint64_t base, size_t size, size_t zone);
 void arena_close(struct arena *arena);
 
 /*
  * An address for `size` (not 0) bytes, 0 if there is no room. `fresh` is what has to be mapped before the
- * address is used; a caller that cannot do so frees the address again.
+ * address is used; a caller that cannot do so frees the address again, and gives its piece back.
  */
 uint64_t arena_alloc(struct arena *arena, size_t size, struct arena_range *fresh);
 
-/* False if no allocation begins at `address`. `empty` is what may be unmapped now. */
+/*
+ * False if no allocation begins at `address`. `empty` is what may be unmapped now: a piece whose addresses
+ * nobody gets before arena_give.
+ */
 bool arena_free(struct arena *arena, uint64_t address, struct arena_range *empty);
+
+/* The addresses of an empty piece, and of its zones, may be given out again. */
+void arena_give(struct arena *arena, struct arena_range empty);
 
 /* The allocation that contains `address`. False if there is none. */
 bool arena_find(const struct arena *arena, uint64_t address, struct arena_range *found);
@@ -63,4 +80,4 @@ bool arena_piece(const struct arena *arena, uint64_t address, struct arena_range
 bool arena_next_piece(const struct arena *arena, uint64_t address, struct arena_range *piece);
 
 /* Some allocation, for whoever wants to free all. False if there is none. */
-bool arena_first(const struct arena *arena, struct arena_range *found);
+bool arena_first(struct arena *arena, struct arena_range *found);

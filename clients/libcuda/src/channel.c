@@ -11,6 +11,8 @@
 #include <sys/un.h>
 #include <unistd.h>
 
+#include "grant.h"
+
 #define ANSWER_S 5
 
 static atomic_int channel = -1;
@@ -103,23 +105,29 @@ static int status_of(const struct mpsd_vault_message *answer, const struct mpsd_
 	return (int)answer->status;
 }
 
-static int hear(int where, const struct mpsd_vault_message *asked)
+static int hear(int where, const struct mpsd_vault_message *asked, struct mpsd_vault_message *answer)
 {
-	struct mpsd_vault_message answer;
 	ssize_t size;
 
 	do
-		size = recv(where, &answer, sizeof(answer), 0);
+		size = recv(where, answer, sizeof(*answer), 0);
 	while (size < 0 && errno == EINTR);
-	return size == (ssize_t)sizeof(answer) ? status_of(&answer, asked) : -1;
+	return size == (ssize_t)sizeof(*answer) ? status_of(answer, asked) : -1;
+}
+
+int mpsd_channel_answer(const struct mpsd_vault_message *asked, struct mpsd_vault_message *answer)
+{
+	return hear(atomic_load(&channel), asked, answer);
 }
 
 int mpsd_channel_hear(const struct mpsd_vault_message *asked)
 {
-	return hear(atomic_load(&channel), asked);
+	struct mpsd_vault_message answer;
+
+	return mpsd_channel_answer(asked, &answer);
 }
 
-/* As hear, with the answer and the descriptor that came with it, or -1. More than one the kernel closes. */
+/* As hear, with the descriptor that came with it, or -1. More than one the kernel closes. */
 static int hear_all(int where, const struct mpsd_vault_message *asked, struct mpsd_vault_message *answer,
 		    int *fd)
 {
@@ -163,10 +171,10 @@ struct mpsd_vault_message mpsd_channel_message(enum mpsd_vault_kind kind)
 /* MPSD_VAULT_TOKEN, cut or filled up with zeros: whoever has it comes back from any cgroup. */
 static bool greet(int where)
 {
-	struct mpsd_vault_message hello = mpsd_channel_message(MPSD_VAULT_HELLO);
+	struct mpsd_vault_message hello = mpsd_channel_message(MPSD_VAULT_HELLO), answer;
 
 	memcpy(hello.token, token, sizeof(hello.token));
-	return say(where, &hello, -1) && hear(where, &hello) == MPSD_VAULT_OK;
+	return say(where, &hello, -1) && hear(where, &hello, &answer) == MPSD_VAULT_OK;
 }
 
 bool mpsd_channel_open(void)
@@ -176,7 +184,7 @@ bool mpsd_channel_open(void)
 	if (fd < 0)
 		return false;
 	atomic_store(&channel, fd);
-	return greet(fd);
+	return greet(fd) && mpsd_grant_ask();
 }
 
 int mpsd_channel_ask(struct mpsd_vault_message *message, int *fd)

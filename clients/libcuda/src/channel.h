@@ -12,7 +12,7 @@
 /* MPSD_VAULT_SOCKET; NULL where there is none that a socket can have. */
 const char *mpsd_channel_path(void);
 
-/* Connect and greet. False, with the connection left open, where the daemon does not answer. */
+/* Connect, greet, and show the ledger. False, with the connection left open, where the daemon does not answer. */
 bool mpsd_channel_open(void);
 bool mpsd_channel_is_open(void);
 
@@ -33,3 +33,6 @@ int mpsd_channel_hear(const struct mpsd_vault_message *asked);
  * close, or -1; NULL where none may come.
  */
 int mpsd_channel_ask(struct mpsd_vault_message *message, int *fd);
+
+/* The same, with all that was answered. */
+int mpsd_channel_answer(const struct mpsd_vault_message *asked, struct mpsd_vault_message *answer);

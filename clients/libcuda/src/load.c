@@ -20,6 +20,7 @@ static CUresult no_function(void)
 /* Whole from the start: a constructor of the program's may call before this library's own has run. */
 void *mpsd_table[MPSD_SLOTS] = { [0 ... MPSD_SLOTS - 1] = (void *)no_driver };
 void *mpsd_real[MPSD_SLOTS];
+void *mpsd_real_handle;
 
 static void read_real(void *handle)
 {
@@ -67,6 +68,7 @@ __attribute__((constructor(101))) static void load(void)
 		mpsd_say("no CUDA driver found (no libcuda.so.1 but this one); programs find no device");
 		return;
 	}
+	mpsd_real_handle = handle;
 	read_real(handle);
 	mpsd_match_exports(handle);
 	fill_map();

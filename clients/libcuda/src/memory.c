@@ -16,11 +16,14 @@
 
 #include "arena.h"
 #include "ipc.h"
+#include "launches.h"
 #include "marks.h"
+#include "notes.h"
 #include "proxy.h"
 #include "stats.h"
 #include "vault.h"
 #include "window.h"
+#include "zones.h"
 
 #define DEVICES 32
 
@@ -48,10 +51,12 @@ static void open_window(struct window *window, CUdevice device)
 
 	window->tried = true;
 	if (real_cuMemGetAllocationGranularity(&granularity, &property, CU_MEM_ALLOC_GRANULARITY_MINIMUM) ||
-	    ARENA_GRANULE % granularity || !mpsd_window_reserve(device, &base, &size))
+	    ARENA_GRANULE % granularity || !mpsd_window_reserve(device, mpsd_zones_size(), &base, &size))
 		return;
-	window->open = arena_open(&window->arena, base, size);
-	if (!window->open)
+	window->open = arena_open(&window->arena, base, size, mpsd_zones_size());
+	if (window->open)
+		mpsd_ledger_start();
+	else
 		mpsd_window_give_up(base, size);
 }
 
@@ -142,10 +147,33 @@ static CUresult map(struct arena_range range, CUdevice device)
 	return result;
 }
 
+/* Addresses that were in quarantine long enough. */
+static void take_back(void)
+{
+	struct arena_range range;
+	CUdevice device;
+
+	while (mpsd_zones_out(&device, &range))
+		arena_give(&windows[device].arena, range);
+}
+
+static uint64_t find_address(struct arena *arena, size_t size, struct arena_range *fresh)
+{
+	uint64_t address;
+
+	take_back();
+	address = arena_alloc(arena, size, fresh);
+	if (address)
+		return address;
+	mpsd_zones_empty();
+	take_back();
+	return arena_alloc(arena, size, fresh);
+}
+
 static CUresult alloc_in(struct window *window, CUdevice device, CUdeviceptr *dptr, size_t size)
 {
 	struct arena_range fresh, empty;
-	uint64_t address = arena_alloc(&window->arena, size, &fresh);
+	uint64_t address = find_address(&window->arena, size, &fresh);
 	CUresult result;
 
 	if (!address)
@@ -153,8 +181,12 @@ static CUresult alloc_in(struct window *window, CUdevice device, CUdeviceptr *dp
 	result = map(fresh, device);
 	if (result != CUDA_SUCCESS) {
 		arena_free(&window->arena, address, &empty);
+		arena_give(&window->arena, empty);
 		return result;
 	}
+	if (fresh.size)
+		mpsd_zones_born(fresh.base, fresh.size, device);
+	mpsd_ledger_born(address, size, (uint32_t)device);
 	mpsd_stats->vault_allocations++;
 	mpsd_stats->vault_bytes += size;
 	mpsd_stats->vault_mapped += fresh.size;
@@ -184,16 +216,21 @@ CUresult wrap_cuMemAlloc_v2(CUdeviceptr *dptr, size_t bytesize)
 	return result;
 }
 
-static CUresult free_in(struct window *window, CUdeviceptr address)
+/* `keep`: the addresses of an empty piece go into quarantine first. Its memory never does. */
+static CUresult free_in(struct window *window, CUdeviceptr address, bool keep)
 {
 	struct arena_range found, empty;
 
 	if (!arena_find(&window->arena, address, &found) || !arena_free(&window->arena, address, &empty))
 		return CUDA_ERROR_INVALID_VALUE;
+	mpsd_ledger_freed(address);
 	if (empty.size) {
 		mpsd_share_forget(empty.base);
 		mpsd_vault_drop(empty.base);
 		real_cuMemUnmap(empty.base, empty.size);
+		if (!mpsd_zones_freed(empty.base, keep))
+			arena_give(&window->arena, empty);
+		take_back();
 	}
 	mpsd_mark_forget(found.base);
 	mpsd_stats->vault_allocations--;
@@ -247,7 +284,7 @@ CUresult wrap_cuMemFree_v2(CUdeviceptr dptr)
 	if (result != CUDA_SUCCESS)
 		return result;
 	pthread_mutex_lock(&lock);
-	result = free_in(window_at(dptr), dptr);
+	result = free_in(window_at(dptr), dptr, true);
 	pthread_mutex_unlock(&lock);
 	return result;
 }
@@ -273,11 +310,15 @@ CUresult mpsd_memory_adopt(CUdevice device, size_t size, CUmemGenericAllocationH
 
 	pthread_mutex_lock(&lock);
 	window = size && size % ARENA_GRANULE == 0 ? window_of(device) : NULL;
-	*base = window ? arena_alloc(&window->arena, size, &fresh) : 0;
+	*base = window ? find_address(&window->arena, size, &fresh) : 0;
 	if (*base) {
 		result = place(fresh, device, handle);
-		if (result != CUDA_SUCCESS)
+		if (result == CUDA_SUCCESS) {
+			mpsd_zones_born(fresh.base, fresh.size, device);
+		} else {
 			arena_free(&window->arena, *base, &empty);
+			arena_give(&window->arena, empty);
+		}
 	}
 	pthread_mutex_unlock(&lock);
 	return result;
@@ -287,8 +328,11 @@ static void unmap_adopted(struct window *window, CUdeviceptr base)
 {
 	struct arena_range empty;
 
-	if (window && arena_free(&window->arena, base, &empty) && empty.size)
-		real_cuMemUnmap(empty.base, empty.size);
+	if (!window || !arena_free(&window->arena, base, &empty) || !empty.size)
+		return;
+	real_cuMemUnmap(empty.base, empty.size);
+	mpsd_zones_freed(empty.base, false);
+	arena_give(&window->arena, empty);
 }
 
 void mpsd_memory_disown(CUdeviceptr base)
@@ -347,8 +391,10 @@ static void drop_all(struct window *window)
 		if (mpsd_ipc_forget(found.base))
 			unmap_adopted(window, found.base);
 		else
-			free_in(window, found.base);
+			free_in(window, found.base, false);
 	}
+	mpsd_zones_empty();
+	take_back();
 }
 
 /* With it ends what was enabled between it and others. */
@@ -366,6 +412,7 @@ void mpsd_memory_begin(CUdevice dev, CUcontext primary)
 		return;
 	pthread_mutex_lock(&lock);
 	windows[dev].primary = primary;
+	mpsd_launches_context(primary);
 	pthread_mutex_unlock(&lock);
 }
 
@@ -382,6 +429,7 @@ void mpsd_memory_end(CUdevice dev)
 	if (real_cuDevicePrimaryCtxGetState(dev, &flags, &active) == CUDA_SUCCESS && !active) {
 		drop_all(&windows[dev]);
 		drop_peers(dev);
+		mpsd_launches_no_context(windows[dev].primary);
 		windows[dev].primary = NULL;
 	}
 	pthread_mutex_unlock(&lock);

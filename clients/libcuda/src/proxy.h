@@ -38,6 +38,7 @@ extern const char mpsd_stubs[];
 /* load.c */
 extern void *mpsd_table[MPSD_SLOTS];
 extern void *mpsd_real[MPSD_SLOTS];
+extern void *mpsd_real_handle;		/* of dlopen; NULL: there is no driver */
 
 static inline void *mpsd_stub(unsigned int index)
 {

@@ -3,7 +3,8 @@
  * Where a window lies. MPSD_WINDOW_BASE and MPSD_WINDOW_BYTES (of each device, the next device's right
  * behind) choose, in C's notation; without them it is far from where the loader, the heap and the
  * driver's own reservations were seen, with several times the memory, so that holes never make an
- * allocation fail. Any place will do: what is in use, or refused, is passed over.
+ * allocation fail, and the zones around as many pieces as there can be; around fewer, where so many
+ * addresses cannot be had. Any place will do: what is in use, or refused, is passed over.
  */
 #include "window.h"
 
@@ -18,8 +19,9 @@
 #include "stats.h"
 
 #define DEFAULT_BASE ((CUdeviceptr)0x200000000000)
-#define DEFAULT_STEP ((CUdeviceptr)1 << 42)
+#define DEFAULT_STEP ((CUdeviceptr)1 << 43)
 #define TIMES 4
+#define FEWEST_PIECES 16
 
 /* What an x86-64 process may map, and half of an address space of the driver's. */
 #define LOWEST ((CUdeviceptr)4 << 30)
@@ -110,21 +112,27 @@ static bool reserve_somewhere(struct wish wish, CUdevice device, CUdeviceptr wan
 	return true;
 }
 
-bool mpsd_window_reserve(CUdevice device, CUdeviceptr *base, size_t *size)
+bool mpsd_window_reserve(CUdevice device, size_t zone, CUdeviceptr *base, size_t *size)
 {
 	struct wish wish = {
 		read_number("MPSD_WINDOW_BASE", LOWEST, END_OF_ADDRESSES - ARENA_GRANULE),
 		read_number("MPSD_WINDOW_BYTES", ARENA_GRANULE, END_OF_ADDRESSES / 2),
 	};
+	size_t total = 0, granules, pieces;
 	CUdeviceptr wanted;
-	size_t total = 0;
 
 	if (real_cuDeviceTotalMem_v2(&total, device) != CUDA_SUCCESS)
 		return false;
-	*size = wish.size ? wish.size : (total / ARENA_GRANULE + 1) * ARENA_GRANULE * TIMES;
-	wanted = wish.base ? wish.base + (CUdeviceptr)device * *size : DEFAULT_BASE + (CUdeviceptr)device * DEFAULT_STEP;
-	if (reserve_somewhere(wish, device, wanted, *size, base))
-		return true;
+	granules = total / ARENA_GRANULE + 1;
+	pieces = granules;
+	do {
+		*size = wish.size ? wish.size : granules * ARENA_GRANULE * TIMES + pieces * 2 * zone;
+		wanted = wish.base ? wish.base + (CUdeviceptr)device * *size
+				   : DEFAULT_BASE + (CUdeviceptr)device * DEFAULT_STEP;
+		if (reserve_somewhere(wish, device, wanted, *size, base))
+			return true;
+		pieces /= 4;
+	} while (zone && !wish.size && pieces >= FEWEST_PIECES);
 	note(device, MPSD_WINDOW_NONE, 0);
 	mpsd_say("no window of 0x%zx bytes for device %d: its memory is the driver's own, and not vaulted", *size,
 		 device);

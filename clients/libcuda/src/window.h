@@ -8,9 +8,10 @@
 
 /*
  * Reserve the addresses of a device's window, where MPSD_WINDOW_BASE and MPSD_WINDOW_BYTES want them if
- * that can be; what could not be is said, and in the statistics. False: there is no window.
+ * that can be; what could not be is said, and in the statistics. `zone` bytes are wanted on each side of a
+ * piece. False: there is no window.
  */
-bool mpsd_window_reserve(CUdevice device, CUdeviceptr *base, size_t *size);
+bool mpsd_window_reserve(CUdevice device, size_t zone, CUdeviceptr *base, size_t *size);
 
 /* It could not be used. */
 void mpsd_window_give_up(CUdeviceptr base, size_t size);

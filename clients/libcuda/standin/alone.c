@@ -6,7 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "seam.h"
+#include "standin.h"
 
 #define DEFAULT_MEMORY ((size_t)4 << 30)
 
@@ -46,11 +46,26 @@ static void give_memory(size_t size)
 	used -= size;
 }
 
+/* There is nobody to be told. */
+static bool cover(CUdeviceptr base, size_t size, bool managed)
+{
+	(void)base;
+	(void)size;
+	(void)managed;
+	return true;
+}
+
+static void uncover(CUdeviceptr base, size_t size, bool managed)
+{
+	(void)base;
+	(void)size;
+	(void)managed;
+}
+
 static CUresult fault(CUdeviceptr address, enum access access)
 {
-	(void)address;
 	(void)access;
-	return CUDA_ERROR_ILLEGAL_ADDRESS;
+	return range_at(address, RANGE_MANAGED, RANGE_SPARSE) ? CUDA_SUCCESS : CUDA_ERROR_ILLEGAL_ADDRESS;
 }
 
 static CUresult look(void)
@@ -66,6 +81,8 @@ static const struct backend alone = {
 	.free_memory = free_memory,
 	.take_memory = take_memory,
 	.give_memory = give_memory,
+	.cover = cover,
+	.uncover = uncover,
 	.fault = fault,
 	.look = look,
 };

@@ -9,18 +9,18 @@
 
 bool gpu_reaches(uint64_t address, size_t size, enum access access)
 {
-	bool can;
+	size_t can;
 
 	pthread_mutex_lock(&gpu_lock);
-	can = may_access(address, size, access);
-	if (!can) {
-		CUresult deadly = backend->fault(address, access);
+	can = accessible(address, size, access);
+	if (can < size) {
+		CUresult deadly = backend->fault(address + can, access);
 
 		if (deadly != CUDA_SUCCESS)
 			kill_context(deadly);
 	}
 	pthread_mutex_unlock(&gpu_lock);
-	return can;
+	return can == size;
 }
 
 static void nothing(const uint64_t *arguments)

@@ -107,6 +107,7 @@ static void end_context(void)
 	close_streams(&primary);
 	close_modules();
 	close_memory();
+	close_zones();
 	backend->detach();
 	primary.broken = CUDA_SUCCESS;
 }

@@ -95,20 +95,25 @@ bool is_range_free(uintptr_t base, size_t size, enum range_kind kind)
 }
 
 /* Neighbours may carry an access together, as two mappings of one reservation do. */
-bool may_access(uintptr_t address, size_t size, enum access access)
+size_t accessible(uintptr_t address, size_t size, enum access access)
 {
-	uintptr_t end = address + size;
+	uintptr_t at = address, end = address + size;
 
 	if (end < address)
-		return false;
-	while (address < end) {
-		struct range *range = range_at(address, RANGE_DEVICE, RANGE_REGISTERED);
+		return 0;
+	while (at < end) {
+		struct range *range = range_at(at, RANGE_DEVICE, RANGE_REGISTERED);
 
 		if (!range)
-			range = range_at(address, RANGE_MAPPED, RANGE_MAPPED);
+			range = range_at(at, RANGE_MAPPED, RANGE_MAPPED);
 		if (!range || !(access == ACCESS_WRITE ? range->writable : range->readable))
-			return false;
-		address = range->base + range->size;
+			return at - address;
+		at = range->base + range->size;
 	}
-	return true;
+	return size;
+}
+
+bool may_access(uintptr_t address, size_t size, enum access access)
+{
+	return accessible(address, size, access) == size;
 }

@@ -24,6 +24,9 @@ struct backend {
 	size_t (*free_memory)(void);
 	bool (*take_memory)(size_t size);
 	void (*give_memory)(size_t size);
+	/* A range that absorbs stray accesses, and reports them if it is managed. False: it cannot be had. */
+	bool (*cover)(CUdeviceptr base, size_t size, bool managed);
+	void (*uncover)(CUdeviceptr base, size_t size, bool managed);
 	/* What the context dies of; CUDA_SUCCESS if the access was absorbed. */
 	CUresult (*fault)(CUdeviceptr address, enum access access);
 	/* At the end of a wait: what the context has died of meanwhile, by others' doing. */

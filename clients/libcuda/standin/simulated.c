@@ -173,6 +173,24 @@ static CUresult ask(const char *operation)
 	return call(channel, request) ? (CUresult)number("error") : CUDA_ERROR_DEVICE_UNAVAILABLE;
 }
 
+static bool lay(const char *operation, CUdeviceptr base, size_t size)
+{
+	char request[128];
+
+	snprintf(request, sizeof(request), "{\"op\":\"%s\",\"base\":%llu,\"length\":%zu}", operation, base, size);
+	return channel >= 0 && call(channel, request) && !number("error");
+}
+
+static bool cover(CUdeviceptr base, size_t size, bool managed)
+{
+	return lay(managed ? "managed" : "sparse", base, size);
+}
+
+static void uncover(CUdeviceptr base, size_t size, bool managed)
+{
+	lay(managed ? "unmanaged" : "unsparse", base, size);
+}
+
 static void detach(void)
 {
 	if (channel < 0)
@@ -209,6 +227,8 @@ const struct backend *simulated_backend(const struct backend *memory)
 	simulated.name = "simulated";
 	simulated.attach = attach;
 	simulated.detach = detach;
+	simulated.cover = cover;
+	simulated.uncover = uncover;
 	simulated.fault = fault;
 	simulated.look = look;
 	return &simulated;

@@ -115,6 +115,8 @@ enum range_kind {
 	RANGE_REGISTERED,
 	RANGE_RESERVED,
 	RANGE_MAPPED,
+	RANGE_MANAGED,			/* these two absorb stray accesses */
+	RANGE_SPARSE,
 };
 
 struct range {
@@ -139,7 +141,12 @@ void remove_range(struct range *range);
 struct range *first_range(enum range_kind kind);
 struct range *next_range(uintptr_t address, enum range_kind kind);	/* at or above */
 bool is_range_free(uintptr_t base, size_t size, enum range_kind kind);
+/* `size` where all of it may be accessed; else how many bytes before the first that may not. */
+size_t accessible(uintptr_t address, size_t size, enum access access);
 bool may_access(uintptr_t address, size_t size, enum access access);
+
+/* zones.c */
+void close_zones(void);
 
 /* memory.c */
 CUresult device_alloc(uintptr_t *address, size_t size);

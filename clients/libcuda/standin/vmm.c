@@ -239,7 +239,8 @@ API CUresult cuMemMap(CUdeviceptr ptr, size_t size, size_t offset, CUmemGenericA
 	physical = find(handle);
 	reserved = range_at(ptr, RANGE_RESERVED, RANGE_RESERVED);
 	if (!physical || size != physical->size || !reserved ||
-	    ptr + size > reserved->base + reserved->size || !is_range_free(ptr, size, RANGE_MAPPED))
+	    ptr + size > reserved->base + reserved->size || !is_range_free(ptr, size, RANGE_MAPPED) ||
+	    !is_range_free(ptr, size, RANGE_MANAGED) || !is_range_free(ptr, size, RANGE_SPARSE))
 		return leave(CUDA_ERROR_INVALID_VALUE);
 	if (mmap((void *)ptr, size, PROT_NONE, MAP_SHARED | MAP_FIXED, physical->fd, 0) == MAP_FAILED)
 		return leave(CUDA_ERROR_OUT_OF_MEMORY);

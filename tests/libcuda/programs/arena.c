@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: MIT
 /*
  * Random operations on an arena, each checked against a model that is too simple to be wrong: an
- * array that says for each unit of the window which allocation has it.
+ * array that says for each unit of the window which allocation has it, and one that says for each
+ * granule whether a piece or a zone has it. Empty pieces are kept for a while, oldest out first.
  */
 #include "arena.h"
 
@@ -12,13 +13,16 @@
 #define UNITS (GRANULES * (ARENA_GRANULE / ARENA_UNIT))
 #define BASE ((uint64_t)0x200000000000)
 #define LIVE 400
+#define KEPT 3
 
 static struct {
 	uint64_t base;
 	size_t size;
 } live[LIVE];
 static int owner[UNITS];	/* index into live, plus 1 */
-static bool mapped[GRANULES];
+static bool mapped[GRANULES], reserved[GRANULES];
+static struct arena_range kept[GRANULES];
+static size_t kept_count, zone;
 static uint64_t state;
 
 #define CHECK(condition) do {								\
@@ -68,12 +72,34 @@ static void map(struct arena_range range, bool to)
 	}
 }
 
+/* The piece with its zones. */
+static void reserve(struct arena_range range, bool to)
+{
+	size_t first = (range.base - BASE) / ARENA_GRANULE - zone;
+	size_t end = (range.base + range.size - BASE) / ARENA_GRANULE + zone;
+
+	CHECK(first < GRANULES && end <= GRANULES);
+	for (size_t granule = first; range.size && granule < end; granule++) {
+		CHECK(reserved[granule] != to);
+		reserved[granule] = to;
+	}
+}
+
+static void give_oldest(struct arena *arena)
+{
+	arena_give(arena, kept[0]);
+	reserve(kept[0], false);
+	kept_count--;
+	for (size_t i = 0; i < kept_count; i++)
+		kept[i] = kept[i + 1];
+}
+
 static size_t longest_free_run(void)
 {
 	size_t run = 0, longest = 0;
 
 	for (size_t granule = 0; granule < GRANULES; granule++) {
-		run = mapped[granule] ? 0 : run + 1;
+		run = reserved[granule] ? 0 : run + 1;
 		longest = run > longest ? run : longest;
 	}
 	return longest;
@@ -81,7 +107,7 @@ static size_t longest_free_run(void)
 
 static void allocate(struct arena *arena, int slot)
 {
-	size_t size = random_size(), need = (size + ARENA_GRANULE - 1) / ARENA_GRANULE;
+	size_t size = random_size(), need = (size + ARENA_GRANULE - 1) / ARENA_GRANULE + 2 * zone;
 	struct arena_range fresh;
 	uint64_t address = arena_alloc(arena, size, &fresh);
 
@@ -91,6 +117,8 @@ static void allocate(struct arena *arena, int slot)
 	}
 	CHECK(address % ARENA_UNIT == 0 && address >= BASE);
 	map(fresh, true);
+	if (fresh.size)
+		reserve(fresh, true);
 	live[slot].base = address;
 	live[slot].size = size;
 	for (uint64_t at = address; at < address + size; at += ARENA_UNIT) {
@@ -114,6 +142,10 @@ static void release(struct arena *arena, int slot)
 		if (owner[unit] == slot + 1)
 			owner[unit] = 0;
 	map(empty, false);
+	if (empty.size)
+		kept[kept_count++] = empty;
+	while (kept_count > KEPT)
+		give_oldest(arena);
 	CHECK(!arena_free(arena, live[slot].base, &empty));
 	live[slot].size = 0;
 }
@@ -134,14 +166,34 @@ static void look(struct arena *arena)
 	CHECK(!arena_find(arena, BASE + GRANULES * ARENA_GRANULE, &found));
 }
 
+/* A slab gives out what was freed in it only when it has come to its end. */
+static void reuse(void)
+{
+	uint64_t first, second, third;
+	struct arena_range range;
+	struct arena arena;
+
+	CHECK(arena_open(&arena, BASE, 2 * ARENA_GRANULE, 0));
+	first = arena_alloc(&arena, ARENA_UNIT, &range);
+	second = arena_alloc(&arena, ARENA_UNIT, &range);
+	CHECK(first == BASE && second == BASE + ARENA_UNIT);
+	CHECK(arena_free(&arena, first, &range));
+	for (third = second + ARENA_UNIT; third < BASE + ARENA_GRANULE; third += ARENA_UNIT)
+		CHECK(arena_alloc(&arena, ARENA_UNIT, &range) == third && !range.size);
+	CHECK(arena_alloc(&arena, ARENA_UNIT, &range) == first && !range.size);
+	CHECK(arena_alloc(&arena, ARENA_UNIT, &range) == BASE + ARENA_GRANULE && range.size);
+	arena_close(&arena);
+}
+
 int main(int count, char **given)
 {
-	struct arena_range range;
+	struct arena_range range, empty;
 	struct arena arena;
 	uint64_t address;
 
 	state = count > 1 ? strtoull(given[1], NULL, 0) : 1;
-	CHECK(arena_open(&arena, BASE, GRANULES * ARENA_GRANULE));
+	zone = count > 2 ? strtoull(given[2], NULL, 0) : 0;
+	CHECK(arena_open(&arena, BASE, GRANULES * ARENA_GRANULE, zone * ARENA_GRANULE));
 	for (int step = 0; step < 4000; step++) {
 		int slot = (int)random_below(step % 1000 < 500 ? LIVE : LIVE / 8);
 
@@ -153,12 +205,17 @@ int main(int count, char **given)
 	}
 	while (arena_first(&arena, &range))
 		release(&arena, owner[(range.base - BASE) / ARENA_UNIT] - 1);
+	while (kept_count)
+		give_oldest(&arena);
 	CHECK(longest_free_run() == GRANULES);
-	address = arena_alloc(&arena, GRANULES * ARENA_GRANULE, &range);
-	CHECK(address == BASE && range.size == GRANULES * ARENA_GRANULE);
+	address = arena_alloc(&arena, (GRANULES - 2 * zone) * ARENA_GRANULE, &range);
+	CHECK(address == BASE + zone * ARENA_GRANULE && range.size == (GRANULES - 2 * zone) * ARENA_GRANULE);
+	CHECK(!arena_find(&arena, address - 1, &empty));
+	CHECK(!arena_find(&arena, address + range.size, &empty));
 	CHECK(!arena_alloc(&arena, 1, &range));
 	CHECK(!arena_alloc(&arena, SIZE_MAX, &range));
 	arena_close(&arena);
+	reuse();
 	puts("ok");
 	return 0;
 }

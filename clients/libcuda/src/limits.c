@@ -1,0 +1,62 @@
+// SPDX-License-Identifier: MIT
+#include "limits.h"
+
+#include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+#include "arena.h"
+#include "ledger.h"
+#include "proxy.h"
+
+#define DEFAULT_ZONE ((uint64_t)32 << 20)
+#define LARGEST_ZONE ((uint64_t)16 << 30)
+#define DEFAULT_QUARANTINE ((uint64_t)1 << 30)
+#define DEFAULT_QUARANTINE_S 60
+#define DEFAULT_MAPS 65530
+
+static uint64_t read_number(const char *name, uint64_t otherwise, uint64_t unit, uint64_t most)
+{
+	const char *given = secure_getenv(name);
+	char *end = NULL;
+	uint64_t value;
+
+	if (!given || !*given)
+		return otherwise;
+	errno = 0;
+	value = strtoull(given, &end, 0);
+	if (*given >= '0' && *given <= '9' && !errno && !*end && value % unit == 0 && value <= most)
+		return value;
+	mpsd_say("%s=%s is not a multiple of %llu up to %llu: %llu is taken", name, given,
+		 (unsigned long long)unit, (unsigned long long)most, (unsigned long long)otherwise);
+	return otherwise;
+}
+
+/* Each zone is a mapping of this process, and the program needs some too. */
+static uint64_t read_most_zones(void)
+{
+	unsigned long long maps = DEFAULT_MAPS;
+	FILE *file = fopen("/proc/sys/vm/max_map_count", "re");
+
+	if (file) {
+		if (fscanf(file, "%llu", &maps) != 1)
+			maps = DEFAULT_MAPS;
+		fclose(file);
+	}
+	return maps / 4 < MPSD_LEDGER_ZONES ? maps / 4 : MPSD_LEDGER_ZONES;
+}
+
+struct mpsd_limits mpsd_limits_read(bool daemon)
+{
+	struct mpsd_limits limits = { 0 };
+
+	if (!daemon)
+		limits.own_budget = read_number("MPSD_ZONE_BUDGET", 0, 1, UINT64_MAX);
+	if (!daemon && !limits.own_budget)
+		return limits;
+	limits.zone_bytes = read_number("MPSD_ZONE_BYTES", DEFAULT_ZONE, ARENA_GRANULE, LARGEST_ZONE);
+	limits.quarantine_bytes = read_number("MPSD_QUARANTINE_BYTES", DEFAULT_QUARANTINE, 1, UINT64_MAX);
+	limits.quarantine_ns = 1000000000ull * read_number("MPSD_QUARANTINE_S", DEFAULT_QUARANTINE_S, 1, UINT32_MAX);
+	limits.zones = read_most_zones();
+	return limits;
+}

@@ -1,0 +1,16 @@
+/* SPDX-License-Identifier: MIT */
+#pragma once
+
+#include <stdbool.h>
+#include <stdint.h>
+
+/* What the environment says of guard zones and quarantine. */
+struct mpsd_limits {
+	uint64_t zone_bytes;		/* on each side of a piece; 0: none, and nothing else counts */
+	uint64_t own_budget;		/* bytes of managed zones where no daemon is to be asked */
+	uint64_t quarantine_bytes, quarantine_ns;
+	uint64_t zones;			/* of any kind, at a time */
+};
+
+/* A wrong value is said, and the default taken. */
+struct mpsd_limits mpsd_limits_read(bool daemon);

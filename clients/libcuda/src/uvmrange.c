@@ -1,0 +1,243 @@
+// SPDX-License-Identifier: MIT
+/*
+ * Over UVM, a managed range is an mmap of the process's own descriptor of /dev/nvidia-uvm, shared and
+ * with the address as its offset. Of the two descriptors that libcuda has open, only the one that is the
+ * address space accepts it. It is libcuda's: it is looked for again when it does not work any more.
+ *
+ * What the CPU does there must stay a crash, so the mapping allows it nothing; the GPU's accesses are
+ * absorbed all the same (measured at the null page).
+ */
+#include "uvmrange.h"
+
+#include <dirent.h>
+#include <dlfcn.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/ioctl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "proxy.h"
+
+/* What a program on the CPU may do in a zone. */
+#define CPU_ACCESS PROT_NONE
+
+#define DEVICE_NAME "nvidia-uvm"
+#define PROBE ((size_t)64 << 10)
+#define MOST_SEARCHES 16	/* that found none: there is none */
+
+/* UVM's ioctls are plain numbers. The same layouts are in mpsd/gpu/nvidia/uvm_abi.py. */
+#define UVM_FREE 34ul
+#define UVM_CREATE_EXTERNAL_RANGE 73ul
+#define UVM_MAP_EXTERNAL_SPARSE 74ul
+#define UNWRITTEN UINT32_MAX
+
+struct external_range {
+	uint64_t base, length;
+	uint32_t status, padding;
+};
+
+struct external_sparse {
+	uint64_t base, length;
+	uint8_t gpu[16];
+	uint32_t status, padding;
+};
+
+struct free_with_length {
+	uint64_t base, length;
+	uint32_t status, padding;
+};
+
+struct free_base_only {
+	uint64_t base;
+	uint32_t status, padding;
+};
+
+_Static_assert(sizeof(struct external_range) == 24 && sizeof(struct external_sparse) == 40 &&
+	       sizeof(struct free_with_length) == 24 && sizeof(struct free_base_only) == 16,
+	       "the layouts are the driver's");
+
+static int descriptor = -1;
+
+/* The stand-in driver's own functions in place of UVM, which it has none of. */
+static struct {
+	bool tried;
+	CUresult (*managed)(CUdeviceptr base, size_t size);
+	CUresult (*sparse)(CUdeviceptr base, size_t size);
+	CUresult (*release)(CUdeviceptr base, size_t size);
+} standin;
+
+static bool is_standin(void)
+{
+	if (!standin.tried) {
+		standin.managed = (__typeof__(standin.managed))dlsym(mpsd_real_handle, "standinManagedRange");
+		standin.sparse = (__typeof__(standin.sparse))dlsym(mpsd_real_handle, "standinSparseRange");
+		standin.release = (__typeof__(standin.release))dlsym(mpsd_real_handle, "standinFreeRange");
+		standin.tried = true;
+	}
+	return standin.managed && standin.sparse && standin.release;
+}
+
+/* The descriptor */
+
+static void *mmap_uvm(int fd, uint64_t base, size_t size, int how)
+{
+	return mmap((void *)base, size, PROT_READ | PROT_WRITE, MAP_SHARED | how, fd, (off_t)base);
+}
+
+/* As libcuda has a reservation: nothing but a place. Without REPLACE not over what another thread put there. */
+static bool put_placeholder(uint64_t base, size_t size, bool replace)
+{
+	int how = replace ? MAP_FIXED : MAP_FIXED_NOREPLACE;
+	void *at = mmap((void *)base, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | how, -1, 0);
+
+	return at == (void *)base;
+}
+
+/* On scratch addresses: where it fails, the kernel may have taken away what was there. */
+static bool is_address_space(int fd)
+{
+	void *scratch = mmap(NULL, PROBE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+	bool is;
+
+	if (scratch == MAP_FAILED)
+		return false;
+	is = mmap_uvm(fd, (uint64_t)scratch, PROBE, MAP_FIXED) == scratch;
+	if (is)
+		munmap(scratch, PROBE);
+	else if (put_placeholder((uint64_t)scratch, PROBE, false))
+		munmap(scratch, PROBE);
+	return is;
+}
+
+static bool is_uvm(DIR *directory, const char *name)
+{
+	char link[256];
+	ssize_t length = readlinkat(dirfd(directory), name, link, sizeof(link) - 1);
+	struct stat status;
+	const char *last;
+
+	if (length <= 0)
+		return false;
+	link[length] = 0;
+	last = strrchr(link, '/');
+	return last && !strcmp(last + 1, DEVICE_NAME) && !fstat(atoi(name), &status) && S_ISCHR(status.st_mode);
+}
+
+static int find_descriptor(void)
+{
+	static int searches;
+	DIR *directory = searches < MOST_SEARCHES ? opendir("/proc/self/fd") : NULL;
+	struct dirent *entry;
+	int found = -1;
+
+	if (!directory)
+		return -1;
+	while (found < 0 && (entry = readdir(directory)))
+		if (is_uvm(directory, entry->d_name) && is_address_space(atoi(entry->d_name)))
+			found = atoi(entry->d_name);
+	closedir(directory);
+	searches = found < 0 ? searches + 1 : 0;
+	return found;
+}
+
+/* Managed ranges */
+
+/* No child of a fork has it: what it does with its copy of the addresses is no business of the parent's. */
+static bool hide(uint64_t base, size_t size)
+{
+	return !madvise((void *)base, size, MADV_DONTFORK) && !mprotect((void *)base, size, CPU_ACCESS);
+}
+
+static bool try_manage(uint64_t base, size_t size)
+{
+	if (descriptor < 0)
+		return false;
+	if (mmap_uvm(descriptor, base, size, MAP_FIXED) != (void *)base) {
+		put_placeholder(base, size, false);
+		return false;
+	}
+	if (hide(base, size))
+		return true;
+	put_placeholder(base, size, true);
+	return false;
+}
+
+/* A second time, for the descriptor may be another by now. */
+bool mpsd_range_manage(uint64_t base, size_t size)
+{
+	if (is_standin())
+		return standin.managed(base, size) == CUDA_SUCCESS;
+	if (try_manage(base, size))
+		return true;
+	descriptor = find_descriptor();
+	return try_manage(base, size);
+}
+
+bool mpsd_range_manage_null(void)
+{
+	void *at;
+
+	if (is_standin())
+		return standin.managed(0, MPSD_RANGE_NULL_PAGE) == CUDA_SUCCESS;
+	if (descriptor < 0)
+		descriptor = find_descriptor();
+	if (descriptor < 0)
+		return false;
+	/* Nothing that the program has there is replaced. */
+	at = mmap_uvm(descriptor, 0, MPSD_RANGE_NULL_PAGE, MAP_FIXED_NOREPLACE);
+	if (at == MAP_FAILED)
+		return false;
+	/* A kernel that does not know the flag takes the address for a hint. */
+	if (at == NULL && hide(0, MPSD_RANGE_NULL_PAGE))
+		return true;
+	munmap(at, MPSD_RANGE_NULL_PAGE);
+	return false;
+}
+
+/* Sparse ranges */
+
+static bool free_external(uint64_t base, size_t size)
+{
+	struct free_with_length with = { base, size, UNWRITTEN, 0 };
+	struct free_base_only without = { base, UNWRITTEN, 0 };
+
+	/* Which of the two a driver wants depends on its branch; the other one's status it does not write. */
+	if (!ioctl(descriptor, UVM_FREE, &with) && with.status != UNWRITTEN)
+		return with.status == 0;
+	return !ioctl(descriptor, UVM_FREE, &without) && without.status == 0;
+}
+
+bool mpsd_range_sparse(uint64_t base, size_t size, const uint8_t gpu[16])
+{
+	struct external_range range = { base, size, UNWRITTEN, 0 };
+	struct external_sparse sparse = { base, size, { 0 }, UNWRITTEN, 0 };
+
+	if (is_standin())
+		return standin.sparse(base, size) == CUDA_SUCCESS;
+	if (descriptor < 0)
+		descriptor = find_descriptor();
+	if (descriptor < 0)
+		return false;
+	memcpy(sparse.gpu, gpu, sizeof(sparse.gpu));
+	if (ioctl(descriptor, UVM_CREATE_EXTERNAL_RANGE, &range) || range.status)
+		return false;
+	if (!ioctl(descriptor, UVM_MAP_EXTERNAL_SPARSE, &sparse) && !sparse.status)
+		return true;
+	free_external(base, size);
+	return false;
+}
+
+bool mpsd_range_free(uint64_t base, size_t size, bool managed)
+{
+	if (is_standin()) {
+		/* What it does not find has gone with the context. */
+		standin.release(base, size);
+		return true;
+	}
+	if (!managed)
+		return free_external(base, size);
+	return base ? put_placeholder(base, size, true) : !munmap(NULL, size);
+}

@@ -1,0 +1,391 @@
+// SPDX-License-Identifier: MIT
+/*
+ * Policy, in this order: managed zones as long as the daemon's budget for them lasts, what is in
+ * quarantine making room for what lives, oldest first; then sparse zones; then none.
+ *
+ * New pieces get their zones in the allocating thread: that is two system calls or three each, and only so
+ * is it certain that no kernel of the program meets the allocation without them.
+ */
+#include "zones.h"
+
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <time.h>
+
+#include "cover.h"
+#include "limits.h"
+#include "notes.h"
+#include "proxy.h"
+#include "uvmrange.h"
+#include "vault.h"
+
+#define BUCKETS 4096
+
+enum state {
+	WAITING,		/* for the daemon's word: pieces are noted and not covered */
+	OFF,
+	ON,
+};
+
+enum side {
+	BEFORE,
+	BEHIND,
+	ITSELF,			/* in quarantine */
+	SIDES,
+};
+
+struct piece {
+	struct piece *next;	/* in its bucket while it lives; then in quarantine, or on its way out */
+	uint64_t base;
+	size_t size;
+	CUdevice device;
+	bool laid, bare;	/* it was tried; some side has none */
+	uint64_t freed_ns;
+	CUuuid gpu;
+	struct mpsd_zone zones[SIDES];
+};
+
+struct queue {
+	struct piece *first, **last;
+};
+
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static pthread_once_t once = PTHREAD_ONCE_INIT;
+static atomic_bool off_in_child;
+
+static struct mpsd_limits limits;	/* read once */
+
+/* Under the lock. */
+static enum state state;
+static uint64_t budget_bytes, budget_zones;
+static struct piece *living[BUCKETS];
+static unsigned int step_bucket = BUCKETS;
+static struct queue quarantine = { NULL, &quarantine.first }, out = { NULL, &out.first };
+static uint64_t quarantine_managed_bytes, quarantine_managed_zones;
+static struct mpsd_zone null_page;
+static bool null_tried;
+
+static void in_child(void)
+{
+	atomic_store(&off_in_child, true);
+}
+
+static void start(void)
+{
+	limits = mpsd_limits_read(mpsd_vault_offered());
+	if (limits.own_budget) {
+		budget_bytes = limits.own_budget;
+		budget_zones = limits.zones;
+		state = ON;
+	}
+	if (limits.zone_bytes)
+		pthread_atfork(NULL, NULL, in_child);
+}
+
+size_t mpsd_zones_size(void)
+{
+	pthread_once(&once, start);
+	return atomic_load(&off_in_child) ? 0 : limits.zone_bytes;
+}
+
+static bool enter(void)
+{
+	if (!mpsd_zones_size())
+		return false;
+	pthread_mutex_lock(&lock);
+	return true;
+}
+
+static void leave(void)
+{
+	pthread_mutex_unlock(&lock);
+}
+
+/* The quarantine and the way out */
+
+static void append(struct queue *queue, struct piece *piece)
+{
+	piece->next = NULL;
+	*queue->last = piece;
+	queue->last = &piece->next;
+}
+
+static struct piece *take_first(struct queue *queue)
+{
+	struct piece *piece = queue->first;
+
+	queue->first = piece->next;
+	if (!queue->first)
+		queue->last = &queue->first;
+	return piece;
+}
+
+static void count_quarantine(const struct piece *piece, bool more)
+{
+	mpsd_ledger->quarantine_bytes += more ? piece->size : -piece->size;
+	mpsd_ledger->quarantine_count += more ? 1 : -1ull;
+	for (int side = 0; side < SIDES; side++) {
+		if (piece->zones[side].kind != MPSD_ZONE_MANAGED)
+			continue;
+		quarantine_managed_bytes += more ? piece->zones[side].size : -piece->zones[side].size;
+		quarantine_managed_zones += more ? 1 : -1ull;
+	}
+}
+
+/* A zone that cannot be taken away keeps its addresses for good; its row stays, so that it can be seen. */
+static bool unlay_all(struct piece *piece)
+{
+	bool all = true;
+
+	for (int side = 0; side < SIDES; side++)
+		all &= mpsd_cover_take_away(&piece->zones[side]);
+	return all;
+}
+
+static void let_out_oldest(void)
+{
+	struct piece *piece = take_first(&quarantine);
+
+	count_quarantine(piece, false);
+	if (unlay_all(piece))
+		append(&out, piece);
+	else
+		free(piece);
+}
+
+static uint64_t now_ns(void)
+{
+	struct timespec time;
+
+	clock_gettime(CLOCK_MONOTONIC, &time);
+	return (uint64_t)time.tv_sec * 1000000000u + (uint64_t)time.tv_nsec;
+}
+
+static void let_out_old(void)
+{
+	uint64_t now = quarantine.first ? now_ns() : 0;
+
+	while (quarantine.first && now - quarantine.first->freed_ns >= limits.quarantine_ns)
+		let_out_oldest();
+}
+
+/* Laying */
+
+static uint64_t laid_zones(void)
+{
+	return mpsd_ledger->managed_zones + mpsd_ledger->sparse_zones;
+}
+
+static bool is_room_for_managed(size_t size, uint64_t spare_bytes, uint64_t spare_zones)
+{
+	return mpsd_ledger->managed_bytes - spare_bytes + size <= budget_bytes &&
+	       mpsd_ledger->managed_zones - spare_zones < budget_zones && laid_zones() - spare_zones < limits.zones;
+}
+
+/* Out of the quarantine comes only what makes the room that is wanted. */
+static bool make_room(size_t size)
+{
+	if (!is_room_for_managed(size, quarantine_managed_bytes, quarantine_managed_zones))
+		return false;
+	while (!is_room_for_managed(size, 0, 0) && quarantine.first)
+		let_out_oldest();
+	return is_room_for_managed(size, 0, 0);
+}
+
+static bool lay(struct piece *piece, enum side side, uint64_t base, size_t size)
+{
+	struct mpsd_zone *zone = &piece->zones[side];
+
+	*zone = (struct mpsd_zone){
+		.base = base,
+		.size = size,
+		.role = side == ITSELF ? MPSD_ZONE_QUARANTINE : MPSD_ZONE_GUARD,
+	};
+	if (make_room(size) && mpsd_cover_managed(zone))
+		return true;
+	return laid_zones() < limits.zones && mpsd_cover_sparse(zone, (const uint8_t *)piece->gpu.bytes);
+}
+
+/* Only with zones: without a report of hits nobody would learn that a null pointer was followed. */
+static void cover_null_page(void)
+{
+	if (null_tried)
+		return;
+	null_tried = true;
+	null_page = (struct mpsd_zone){ .size = MPSD_RANGE_NULL_PAGE, .role = MPSD_ZONE_NULL_PAGE };
+	mpsd_ledger->null_page = make_room(null_page.size) && mpsd_cover_managed(&null_page);
+}
+
+static void uncover_null_page(void)
+{
+	null_tried = !mpsd_cover_take_away(&null_page);
+	mpsd_ledger->null_page = null_tried;
+}
+
+static void cover(struct piece *piece)
+{
+	bool before, behind;
+
+	cover_null_page();
+	before = lay(piece, BEFORE, piece->base - limits.zone_bytes, limits.zone_bytes);
+	behind = lay(piece, BEHIND, piece->base + piece->size, limits.zone_bytes);
+	piece->laid = true;
+	piece->bare = !before || !behind;
+	mpsd_ledger->uncovered += piece->bare;
+}
+
+/* What memory.c says */
+
+static struct piece **bucket_of(uint64_t base)
+{
+	return &living[(base / ARENA_GRANULE * 0x9e3779b97f4a7c15ull) >> 52];
+}
+
+_Static_assert(BUCKETS == 1 << 12, "the hash above has 12 bits");
+
+void mpsd_zones_born(uint64_t base, size_t size, CUdevice device)
+{
+	struct piece *piece;
+
+	if (!enter())
+		return;
+	let_out_old();
+	piece = state == OFF ? NULL : malloc(sizeof(*piece));
+	if (piece) {
+		*piece = (struct piece){ .next = *bucket_of(base), .base = base, .size = size, .device = device };
+		*bucket_of(base) = piece;
+		/* Here, for the channel's thread calls nothing of the driver's for a zone. */
+		real_cuDeviceGetUuid_v2(&piece->gpu, device);
+		if (state == ON)
+			cover(piece);
+	} else if (state != OFF) {
+		mpsd_ledger->uncovered++;
+	}
+	leave();
+}
+
+static struct piece *strike_out(uint64_t base)
+{
+	struct piece **link = bucket_of(base), *piece;
+
+	while (*link && (*link)->base != base)
+		link = &(*link)->next;
+	piece = *link;
+	if (piece)
+		*link = piece->next;
+	return piece;
+}
+
+/* Newer ones than what is too much for the quarantine are not sacrificed to it. */
+static bool put_into_quarantine(struct piece *piece)
+{
+	if (piece->size > limits.quarantine_bytes || !piece->laid ||
+	    !lay(piece, ITSELF, piece->base, piece->size))
+		return false;
+	piece->freed_ns = now_ns();
+	append(&quarantine, piece);
+	count_quarantine(piece, true);
+	while (mpsd_ledger->quarantine_bytes > limits.quarantine_bytes)
+		let_out_oldest();
+	return true;
+}
+
+bool mpsd_zones_freed(uint64_t base, bool keep)
+{
+	struct piece *piece;
+	bool kept = false;
+
+	if (!enter())
+		return false;
+	let_out_old();
+	piece = strike_out(base);
+	if (piece) {
+		mpsd_ledger->uncovered -= piece->bare;
+		kept = keep && state == ON && put_into_quarantine(piece);
+		if (!kept) {
+			/* Addresses under a zone that cannot be taken away are never given out again. */
+			kept = !unlay_all(piece);
+			free(piece);
+		}
+	}
+	leave();
+	return kept;
+}
+
+bool mpsd_zones_out(CUdevice *device, struct arena_range *range)
+{
+	struct piece *piece = NULL;
+
+	if (!enter())
+		return false;
+	let_out_old();
+	if (out.first) {
+		piece = take_first(&out);
+		*device = piece->device;
+		*range = (struct arena_range){ piece->base, piece->size };
+		free(piece);
+	}
+	leave();
+	return piece != NULL;
+}
+
+static bool is_any_alive(void)
+{
+	for (unsigned int i = 0; i < BUCKETS; i++)
+		if (living[i])
+			return true;
+	return false;
+}
+
+void mpsd_zones_empty(void)
+{
+	if (!enter())
+		return;
+	while (quarantine.first)
+		let_out_oldest();
+	if (!is_any_alive())
+		uncover_null_page();
+	leave();
+}
+
+/* What the channel says */
+
+void mpsd_zones_granted(uint64_t bytes, uint64_t count)
+{
+	if (!enter())
+		return;
+	budget_bytes = bytes;
+	budget_zones = count;
+	state = ON;
+	step_bucket = 0;
+	leave();
+}
+
+void mpsd_zones_refused(void)
+{
+	if (!enter())
+		return;
+	if (state == WAITING)
+		state = OFF;
+	leave();
+}
+
+bool mpsd_zones_step(void)
+{
+	struct piece *piece;
+
+	if (!enter())
+		return false;
+	while (step_bucket < BUCKETS) {
+		for (piece = living[step_bucket]; piece && piece->laid; piece = piece->next)
+			;
+		if (piece)
+			break;
+		step_bucket++;
+	}
+	if (step_bucket < BUCKETS)
+		cover(piece);
+	leave();
+	return step_bucket < BUCKETS;
+}

@@ -1,0 +1,43 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * Guard zones before and behind each piece of memory, and quarantine of what was freed: which addresses
+ * are covered, with what, and for how long. How a range is covered is uvmrange.h's business.
+ *
+ * Nothing here ever fails an allocation: what cannot be covered is not, and counted in the ledger. Called
+ * under the lock of memory.c, but for granted, refused and step, which are the channel's thread's.
+ */
+#pragma once
+
+#include <cuda.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "arena.h"
+
+/* Bytes on each side of a piece; 0: there are no zones in this process. The first call reads the environment. */
+size_t mpsd_zones_size(void);
+
+/* A piece has its memory now: it gets its zones before this returns, if it is known how many there may be. */
+void mpsd_zones_born(uint64_t base, size_t size, CUdevice device);
+
+/*
+ * The memory of a piece has gone. True: its addresses are kept until mpsd_zones_out says otherwise. False: they
+ * are free at once, which they always are without `keep`.
+ */
+bool mpsd_zones_freed(uint64_t base, bool keep);
+
+/* The next piece whose addresses are free again. False: there is none. */
+bool mpsd_zones_out(CUdevice *device, struct arena_range *range);
+
+/* All of the quarantine is to come out: addresses have run out, or the context has ended. */
+void mpsd_zones_empty(void);
+
+/* The daemon's word: `bytes` of managed zones, `count` of them; more are sparse. Pieces that are there: step. */
+void mpsd_zones_granted(uint64_t bytes, uint64_t count);
+
+/* The daemon knows of no zones: there are none. */
+void mpsd_zones_refused(void);
+
+/* Cover some of what was there before the daemon's word came. False: nothing is left to be covered. */
+bool mpsd_zones_step(void);

@@ -1,0 +1,361 @@
+"""Guard zones, quarantine, the ledger, on the stand-in driver: alone, on the simulated GPU, with a vault."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mpsd.gpu.base import Backend
+from mpsd.model import Access
+from mpsd.vault.wire import Status
+from tests.support.libcudas import Libraries, run
+from tests.support.simfixtures import backend, domain
+from tests.support.simnode import Domain
+from tests.support.waiting import DEADLINE_S, readable, until
+from tests.support.zoning import (
+    GUARD,
+    MANAGED,
+    MIB,
+    NULL_PAGE,
+    QUARANTINE,
+    SPARSE,
+    ZONE,
+    GrantingVault,
+    LedgerView,
+    Obedient,
+    Zone,
+)
+
+__all__ = ["backend", "domain"]
+FAR = 0x7E0000000000
+PLENTY = str(64 << 30)
+
+
+def alone(libraries: Libraries, budget: str = PLENTY, **extra: str) -> Obedient:
+    chosen = {"MPSD_VAULT": "1", "MPSD_ZONE_BUDGET": budget, **extra}
+    return Obedient(libraries.environment(proxied=True, **chosen))
+
+
+def around(base: int, size: int = 2 * MIB, kind: int = MANAGED) -> list[Zone]:
+    return [Zone(kind, GUARD, base - ZONE, base), Zone(kind, GUARD, base + size, base + size + ZONE)]
+
+
+def zones(ledger: LedgerView) -> list[Zone]:
+    """All but the null page's, which not every process may have."""
+    return [zone for zone in ledger.zones() if zone.role != NULL_PAGE]
+
+
+def test_stray_accesses_around_a_piece_are_absorbed(libraries: Libraries) -> None:
+    with alone(libraries) as program:
+        small, large = program.do("alloc(1000)"), program.do("alloc(3 << 20)")
+        ledger = program.ledger()
+        slab = small // (2 * MIB) * (2 * MIB)
+        assert zones(ledger) == around(slab) + around(large, 4 * MIB)
+        assert (ledger.managed_bytes - 65536 * ledger.null_page, ledger.uncovered) == (4 * ZONE, 0)
+        program.do(f"launch(b'fill', {large}, {3 * MIB // 4}, 5)")
+        end = large + 4 * MIB
+        for stray in (end, end + 16 * MIB, end + ZONE - 4, large - 4, large - ZONE, slab - 4, slab + 2 * MIB):
+            assert (program.do(f"hit({stray})"), program.do(f"look({stray})")) == (0, 0)
+        assert (program.do(f"word({large})"), program.do(f"word({large} + {3 * MIB - 4})")) == (5, 5)
+        assert program.do(f"hit({FAR})") == 700
+
+
+def test_an_overrun_ends_in_the_zone(libraries: Libraries) -> None:
+    """A kernel that begins inside its allocation and goes on."""
+    with alone(libraries) as program:
+        large = program.do("alloc(4 << 20)")
+        assert program.do(f"launch(b'fill', {large}, {20 * MIB // 4}, 1), sync()") == (0, 0)
+
+
+def test_without_a_budget_there_are_none(libraries: Libraries) -> None:
+    with alone(libraries, "0") as program:
+        first, second = program.do("alloc(2 << 20)"), program.do("alloc(2 << 20)")
+        assert (second - first, program.ledger().zones()) == (2 * MIB, [])
+        # Nor a quarantine: the next one has its addresses.
+        assert program.do(f"free({second})") == 0
+        assert program.do("alloc(2 << 20)") == second
+        assert program.do(f"hit({second} + {2 * MIB})") == 700
+
+
+def test_freed_memory_is_given_back_at_once_and_its_addresses_are_not(libraries: Libraries) -> None:
+    with alone(libraries) as program:
+        room = program.do("room()")
+        freed = program.do("alloc(5 << 20)")
+        assert program.do(f"free({freed}), room()") == (0, room)
+        ledger = program.ledger()
+        assert Zone(MANAGED, QUARANTINE, freed, freed + 6 * MIB) in ledger.zones()
+        assert (ledger.quarantine_bytes, ledger.quarantine_count) == (6 * MIB, 1)
+        assert program.do(f"hit({freed})") == 0
+        assert program.do(f"hit({freed} + {5 * MIB})") == 0
+        assert program.do("alloc(5 << 20)") != freed
+        # The program knows that it is no longer its own.
+        assert program.do(f"free({freed})") == 1
+        (old, new) = ledger.notes()
+        assert (old.address, old.size, old.order, new.order) == (freed, 5 * MIB, 1, 2)
+        assert old.born_ns < old.freed_ns < new.born_ns and not new.freed_ns
+
+
+def test_the_oldest_leave_a_full_quarantine_first(libraries: Libraries) -> None:
+    with alone(libraries, MPSD_QUARANTINE_BYTES=str(8 * MIB)) as program:
+        addresses = [program.do("alloc(4 << 20)") for _ in range(3)]
+        for address in addresses:
+            assert program.do(f"free({address})") == 0
+        ledger = program.ledger()
+        held = [zone.start for zone in ledger.zones() if zone.role == QUARANTINE]
+        assert held == addresses[1:]
+        # Its zones went with it.
+        assert len(zones(ledger)) == 6
+        assert program.do("alloc(4 << 20)") == addresses[0]
+        # What is larger than all of it does not go in.
+        large = program.do("alloc(10 << 20)")
+        assert program.do(f"free({large})") == 0
+        assert ledger.quarantine_bytes == 8 * MIB
+        assert program.do("alloc(10 << 20)") == large
+
+
+def test_what_is_old_leaves_the_quarantine(libraries: Libraries) -> None:
+    with alone(libraries, MPSD_QUARANTINE_S="0") as program:
+        address = program.do("alloc(4 << 20)")
+        assert program.do(f"free({address})") == 0
+        assert (program.ledger().quarantine_count, zones(program.ledger())) == (0, [])
+        assert program.do("alloc(4 << 20)") == address
+
+
+def test_beyond_the_budget_zones_are_sparse_then_none(libraries: Libraries) -> None:
+    with alone(libraries, str(2 * ZONE + 65536)) as program:
+        first, second = program.do("alloc(4 << 20)"), program.do("alloc(4 << 20)")
+        ledger = program.ledger()
+        assert zones(ledger) == around(first, 4 * MIB) + around(second, 4 * MIB, SPARSE)
+        assert program.do(f"hit({second} - 4)") == 0
+        assert (ledger.sparse_bytes, ledger.sparse_zones, ledger.uncovered) == (2 * ZONE, 2, 0)
+
+
+def test_the_quarantine_makes_room_for_the_living(libraries: Libraries) -> None:
+    with alone(libraries, str(2 * ZONE + 4 * MIB + 65536)) as program:
+        first = program.do("alloc(4 << 20)")
+        assert program.do(f"free({first})") == 0
+        ledger = program.ledger()
+        assert ledger.quarantine_count == 1
+        second = program.do("alloc(4 << 20)")
+        assert (zones(ledger), ledger.quarantine_count) == (around(second, 4 * MIB), 0)
+
+
+def test_small_allocations_have_notes_and_share_zones(libraries: Libraries) -> None:
+    with alone(libraries) as program:
+        first, second = program.do("alloc(100)"), program.do("alloc(200)")
+        ledger = program.ledger()
+        assert [(note.address, note.size) for note in ledger.notes()] == [(first, 100), (second, 200)]
+        assert len(zones(ledger)) == 2
+        assert program.do(f"free({first})") == 0
+        assert [bool(note.freed_ns) for note in ledger.notes()] == [True, False]
+        # Inside a living slab nothing can be covered, but its place is not given out at once.
+        assert program.do("alloc(100)") not in (first, second)
+
+
+def test_the_null_page_is_covered_where_it_may_be(libraries: Libraries) -> None:
+    with alone(libraries) as program:
+        program.do("alloc(100)")
+        ledger = program.ledger()
+        if not ledger.null_page:
+            assert program.do("hit(16)") == 700
+            return
+        assert ledger.zones()[0] == Zone(MANAGED, NULL_PAGE, 0, 65536)
+        assert program.do("hit(16)") == 0
+        # On the CPU it is what it always was.
+        assert program.do("forked(lambda: ctypes.c_char.from_address(16).value and 0)") == signal.SIGSEGV
+
+
+def test_a_child_changes_nothing_of_its_parent_s(libraries: Libraries) -> None:
+    with alone(libraries) as program:
+        address = program.do("alloc(4 << 20)")
+        ledger = program.ledger()
+        before = os.pread(ledger.fd, 1 << 22, 0)
+        work = f"(free({address}), cuda.cuMemAlloc_v2(ctypes.byref(context), ctypes.c_size_t(100)))"
+        assert program.do(f"forked(lambda: {work} and 0)") == 0
+        assert os.pread(ledger.fd, 1 << 22, 0) == before
+        assert program.do(f"hit({address} - 4)") == 0
+
+
+def test_zones_end_with_the_context_and_come_back_with_the_next(libraries: Libraries) -> None:
+    with alone(libraries) as program:
+        first = program.do("alloc(4 << 20)")
+        ledger = program.ledger()
+        covered = ledger.null_page
+        program.do("free(alloc(4 << 20)), cuda.cuDevicePrimaryCtxReset_v2(0)")
+        assert (ledger.zones(), ledger.managed_bytes, ledger.quarantine_bytes) == ([], 0, 0)
+        assert all(note.freed_ns for note in ledger.notes())
+        program.do("start()")
+        assert program.do("alloc(4 << 20)") == first
+        assert (zones(ledger), ledger.null_page) == (around(first, 4 * MIB), covered)
+        assert program.do(f"hit({first} - 4)") == 0
+
+
+@pytest.mark.parametrize(
+    "name, value, taken",
+    [
+        ("MPSD_ZONE_BYTES", "3000000", ZONE),
+        ("MPSD_ZONE_BYTES", "-1", ZONE),
+        ("MPSD_QUARANTINE_BYTES", "much", 1 << 30),
+        ("MPSD_QUARANTINE_S", "1e3", 60),
+    ],
+)
+def test_a_wrong_number_is_said_and_the_default_taken(
+    libraries: Libraries, name: str, value: str, taken: int
+) -> None:
+    chosen = {"MPSD_VAULT": "1", "MPSD_ZONE_BUDGET": PLENTY, name: value}
+    done = run([libraries.program("threads"), "dlsym"], libraries.environment(proxied=True, **chosen))
+    assert done.returncode == 0
+    assert f"{name}={value} is not a multiple of" in done.stderr and f" {taken} is taken" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_the_size_of_zones_can_be_chosen(libraries: Libraries) -> None:
+    with alone(libraries, MPSD_ZONE_BYTES=str(2 * MIB)) as program:
+        first, second = program.do("alloc(2 << 20)"), program.do("alloc(2 << 20)")
+        assert second - first == 6 * MIB
+        assert [zone.end - zone.start for zone in zones(program.ledger())] == [2 * MIB] * 4
+        assert program.do(f"hit({second} + {4 * MIB})") == 700
+    with alone(libraries, MPSD_ZONE_BYTES="0") as program:
+        first, second = program.do("alloc(2 << 20)"), program.do("alloc(2 << 20)")
+        assert (second - first, program.ledger().zones()) == (2 * MIB, [])
+
+
+def test_launches_are_counted_and_named(libraries: Libraries) -> None:
+    with alone(libraries) as program:
+        address = program.do("alloc(4 << 20)")
+        ledger = program.ledger()
+        assert (ledger.launched, ledger.settled) == (0, 0)
+        assert program.do(f"launch(b'store', {address}, 1)") == 0
+        assert (ledger.launched, ledger.settled) == (1, 0)
+        store = ledger.launches()[0]
+        assert (ledger.names()[store[0]], store[1]) == ("store", 0)
+        assert program.do("sync()") == 0
+        assert (ledger.launched, ledger.settled) == (1, 1)
+        # The legacy stream's own wait proves as much while all launches are its own, and no longer.
+        other = "cuda.cuStreamCreate(ctypes.byref(stream := ctypes.c_void_p()), 1), stream.value"
+        wait = "cuda.cuStreamSynchronize(None)"
+        assert program.do(f"launch(b'store', {address}, 1), {wait}") == (0, 0)
+        assert ledger.settled == 2
+        code, stream = program.do(f"({other})")
+        assert code == 0
+        ones = ", ".join("111111")
+        call = f"cuda.cuLaunchKernel(function(b'sum'), {ones}, 0, ctypes.c_void_p({stream}), None, None)"
+        assert program.do(f"{call}, {wait}") == (1, 0)
+        assert (ledger.launched, ledger.settled, ledger.launches()[2][1]) == (3, 2, stream)
+        assert program.do("sync()") == 0
+        assert ledger.settled == 3
+        assert sorted(ledger.names().values()) == ["store", "sum"]
+        program.do(f"[launch(b'store', {address}, 1) for _ in range(70)] and sync()")
+        assert (ledger.launched, ledger.settled, set(ledger.launches()[6:])) == (73, 73, {store})
+
+
+# -- the daemon's word -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="mpt-", dir="/tmp") as where:
+        yield Path(where) / "vault.sock"
+
+
+def client(libraries: Libraries, place: Path) -> Obedient:
+    return Obedient(libraries.environment(proxied=True, MPSD_VAULT_SOCKET=str(place)))
+
+
+def test_zones_are_laid_when_the_daemon_has_granted_them(libraries: Libraries, place: Path) -> None:
+    with GrantingVault(place, (1 << 30, 100), answers=False) as vault, client(libraries, place) as program:
+        first = program.do("alloc(4 << 20)")
+        assert vault.asked.wait(DEADLINE_S)
+        (ledger,) = vault.ledgers
+        assert ledger.pid == program.process.pid
+        assert (ledger.zones(), [note.address for note in ledger.notes()]) == ([], [first])
+        vault.answer.set()
+        until(lambda: zones(ledger) == around(first, 4 * MIB), "the first piece is covered")
+        # From now on nothing is usable before it is covered.
+        second = program.do("alloc(4 << 20)")
+        assert zones(ledger) == around(first, 4 * MIB) + around(second, 4 * MIB)
+        assert program.do(f"hit({first} - 4), hit({second} - 4)") == (0, 0)
+        until(lambda: vault.puts == 2, "the pieces are brought too")
+
+
+def test_no_more_zones_are_laid_than_were_granted(libraries: Libraries, place: Path) -> None:
+    with GrantingVault(place, (1 << 40, 3)) as vault, client(libraries, place) as program:
+        first = program.do("alloc(4 << 20)")
+        until(lambda: vault.puts == 1, "the answer was heard")
+        second = program.do("alloc(4 << 20)")
+        (ledger,) = vault.ledgers
+        kinds = [zone.kind for zone in zones(ledger)]
+        assert kinds.count(MANAGED) == 3 - ledger.null_page and kinds.count(SPARSE) == 1 + ledger.null_page
+        assert program.do(f"hit({first} - 4), hit({second} + {4 * MIB})") == (0, 0)
+
+
+def test_a_grant_of_nothing_leaves_sparse_zones(libraries: Libraries, place: Path) -> None:
+    with GrantingVault(place, (0, 0)) as vault, client(libraries, place) as program:
+        first = program.do("alloc(4 << 20)")
+        until(lambda: vault.puts == 1, "the answer was heard")
+        assert vault.ledgers[0].zones() == around(first, 4 * MIB, SPARSE)
+
+
+def test_a_refusal_leaves_none(libraries: Libraries, place: Path) -> None:
+    with GrantingVault(place, Status.QUOTA) as vault, client(libraries, place) as program:
+        first = program.do("alloc(4 << 20)")
+        until(lambda: vault.puts == 1, "the answer was heard")
+        assert vault.ledgers[0].zones() == []
+        assert program.do(f"hit({first} - 4)") == 700
+
+
+def test_the_next_daemon_is_sent_the_ledger_too(libraries: Libraries, place: Path) -> None:
+    with client(libraries, place) as program:
+        with GrantingVault(place, (1 << 30, 100)) as vault:
+            first = program.do("alloc(4 << 20)")
+            until(lambda: vault.puts == 1, "it is in the vault")
+        place.unlink()
+        with GrantingVault(place, (1 << 30, 100)) as vault:
+            second = program.do("alloc(4 << 20)")
+            until(lambda: vault.puts == 1, "it is in the next one's")
+            assert zones(vault.ledgers[0]) == around(first, 4 * MIB) + around(second, 4 * MIB)
+
+
+# -- the simulated GPU -------------------------------------------------------------------------------------
+
+
+def test_a_hit_is_reported_on_the_client_s_tracker(
+    libraries: Libraries, domain: Domain, backend: Backend
+) -> None:
+    chosen = {**domain.environment, "MPSD_STANDIN_GPU": "simulated", "SCRATCH": "1"}
+    with alone(libraries, str(4 * ZONE + 4 * MIB + 65536), **chosen) as program:
+        neighbour = domain.client().ready()
+        address = program.do("alloc(4 << 20)")
+        silent = program.do("alloc(4 << 20)")
+        pidfd = os.pidfd_open(program.process.pid)
+        (space,) = backend.uvm.open(program.instance, pidfd)
+        os.close(pidfd)
+        tracker = space.track()
+        tracker.report_serviced()
+
+        def event() -> tuple[bool, Access, int]:
+            assert readable(tracker, DEADLINE_S)
+            (found,) = tracker.drain().events
+            return found.fatal, found.access, found.address
+
+        assert program.do(f"hit({address} + {4 * MIB + 8200})") == 0
+        assert event() == (False, Access.WRITE, address + 4 * MIB + 8192)
+        # A sparse zone says nothing: the next event is the load's.
+        assert program.do(f"hit({silent} - 4)") == 0
+        assert program.do(f"look({address} - 65536)") == 0
+        assert event() == (False, Access.READ, address - 65536)
+        assert program.do(f"free({address})") == 0
+        assert program.do(f"hit({address} + 64)") == 0
+        assert event() == (False, Access.WRITE, address)
+        assert neighbour.error() is None
+        # Out of quarantine the addresses are like any others.
+        assert program.do("[alloc(4 << 20) for _ in range(3)]")
+        assert program.do(f"hit({FAR})") == 700
+        assert event() == (True, Access.WRITE, FAR)
+        tracker.close()
+        space.close()
