@@ -178,7 +178,12 @@ class MpsdService:
         return answer
 
     def client_environment(self) -> Mapping[str, str]:
-        return self.environment | dict(self.ask(lambda c: c.env()))
+        def joining(client: mpsd_client.Client) -> dict[str, str]:
+            found = client.env()
+            return found | ({"MPSD_VAULT_SOCKET": client.vault_socket} if client.vault_socket else {})
+
+        more: dict[str, str] = self.ask(joining)
+        return self.environment | more
 
     def active(self) -> Mapping[str, Any] | None:
         """The domain that new clients of this user are sent to, once its server is ACTIVE."""

@@ -243,6 +243,7 @@ class Daemon:
         ledgers = LedgerDesk(self._zones, self._trackers, lambda: self.runtime.state, self.vault.knows)
         door = Door(self.layout.vault_socket, self.vault, take_ledger=ledgers.take)
         self.vault.on_end.append(self._zones.leave)
+        self.vault.held_elsewhere = self._zones.knows
         if self.config.vault.enabled:
             try:
                 door.start()

@@ -123,7 +123,7 @@ class Performer:
         self._hands.post(ev.LivenessSeen(effect.process, procs.liveness(effect.process)))
 
     def _publish(self, effect: fx.Publish) -> None:
-        owners = frozenset() if effect.owner is None else frozenset({effect.owner})
+        owners = effect.others | (set() if effect.owner is None else {effect.owner})
         self._hands.bulletin.publish(effect.kind, owners, effect.data)
 
     def _arm(self, effect: fx.ArmTimer) -> None:

@@ -23,7 +23,7 @@ from mpsd.zones.book import Hit, Zones
 log = structlog.get_logger("mpsd.trackers")
 
 EVENTS_PER_DRAIN = 64
-CALM_S = 0.003
+CALM_S = 0.002
 
 
 @dataclass(slots=True, eq=False)

@@ -238,6 +238,10 @@ class EventStream:
             if isinstance(answer, messages.ErrorReply):
                 raise _error(answer)
 
+    def interrupt(self) -> None:
+        """Have a thread that waits for the next event give up with NotRunningError. From any thread."""
+        self._transport.interrupt()
+
     def close(self) -> None:
         self._transport.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import time
@@ -75,6 +76,11 @@ class Transport:
                 raise self._broken(error) from None
             if answer is not None:
                 return answer
+
+    def interrupt(self) -> None:
+        """Have a thread that waits here give up: NotRunningError. From any thread; close() is still due."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         self.session.close()

@@ -8,7 +8,7 @@ from mpsd.core import domains, hitrecords, leases, proof, slots
 from mpsd.core import events as ev
 from mpsd.core.draft import Draft
 from mpsd.core.effects import Answer, ArmTimer, Attach, Effect, ProbeWork, ReleaseLease, Terminate
-from mpsd.core.killing import answer_gone, awaited, kill, kill_by_policy
+from mpsd.core.killing import announce, answer_gone, awaited, kill, kill_by_policy
 from mpsd.core.lifecycle import ClientTrigger, allows, next_client_state
 from mpsd.core.state import POLICY, Client, ClientState, Domain, DomainState, Eviction
 from mpsd.model import ClientId, Liveness, ProcessInstance
@@ -170,6 +170,10 @@ def _end(draft: Draft, process: ProcessInstance, how: str) -> None:
             linger = draft.state.policy.linger_limit_s
             draft.emit(ProbeWork(client.id), ArmTimer("linger", str(client.id.process), linger))
         draft.publish("client-ended", client.facts.uid, domain=client.id.domain, pid=process.pid)
+        # The others in a shared domain hear that one has ended, and not which.
+        neighbours = draft.users_of(client.id.domain) - {client.facts.uid}
+        if neighbours:
+            draft.publish("neighbour-ended", None, neighbours, domain=client.id.domain)
     leases.forget_if_done(draft, process)
     for name in {c.id.domain for c in spaces}:
         slots.touch(draft, name)
@@ -234,6 +238,7 @@ def begin_eviction(draft: Draft, believed: list[Client], eviction: Eviction, liv
     draft.count("evictions")
     process = believed[0].id.process
     targets = [c for c in draft.state.spaces_of(process) if c.living]
+    announce(draft, targets, eviction.reason)
     obstacle = _obstacle(draft, targets, believed, liveness)
     if obstacle:
         kill(draft, believed[0], replace(eviction, steps=(obstacle,)))

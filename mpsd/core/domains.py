@@ -214,7 +214,8 @@ def leave(draft: Draft, name: str, trigger: DomainTrigger) -> bool:
     slot = draft.state.slots[domain.slot]
     if slot.spare == name:
         slot = draft.put_slot(replace(slot, spare=None))
-    draft.publish("domain-left", domain.uid, domain=name, state=domain.state.value, why=trigger.value)
+    state, users = domain.state.value, draft.users_of(name)
+    draft.publish("domain-left", domain.uid, users, domain=name, state=state, why=trigger.value)
     ensure(draft, slot.id)
     if domain.state is DomainState.FAULTED:
         # The server has lost its contexts: nothing that the dead left there can still run.

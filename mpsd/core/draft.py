@@ -33,8 +33,14 @@ class Draft:
     def emit(self, *effects: Effect) -> None:
         self.effects.extend(effects)
 
-    def publish(self, kind: str, owner: int | None = None, **data: object) -> None:
-        self.emit(Publish(kind, owner, MappingProxyType(data)))
+    def publish(
+        self, kind: str, owner: int | None = None, others: frozenset[int] = frozenset(), **data: object
+    ) -> None:
+        self.emit(Publish(kind, owner, MappingProxyType(data), others))
+
+    def users_of(self, domain: str) -> frozenset[int]:
+        """The users who have living clients in a domain."""
+        return frozenset(c.facts.uid for c in self.state.living_of(domain))
 
     def count(self, name: str, by: int = 1) -> None:
         self.state = self.state.counted(name, by)

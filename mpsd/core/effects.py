@@ -143,11 +143,12 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Publish:
-    """Tell subscribers. `owner` None: for root and the group only."""
+    """Tell subscribers: root and the group, the `owner`, and `others`, whose clients it concerns too."""
 
     kind: str
     owner: int | None
     data: Mapping[str, object]
+    others: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

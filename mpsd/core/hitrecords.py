@@ -29,11 +29,10 @@ def find(state: State, number: int) -> FaultRecord | None:
     return next((r for r in state.hits if r.id == number), None)
 
 
-def of(state: State, process: ProcessInstance) -> FaultRecord | None:
+def of(state: State, process: ProcessInstance, now: float) -> FaultRecord | None:
     """The record that another hit of this process belongs to."""
-    return next(
-        (r for r in reversed(state.hits) if _whose(r) == process and _facts(r).outcome not in _DONE), None
-    )
+    own = (r for r in reversed(state.hits) if _whose(r) == process and _facts(r).outcome not in _DONE)
+    return next((r for r in own if _kept(state, r, now)), None)
 
 
 def _whose(record: FaultRecord) -> ProcessInstance | None:

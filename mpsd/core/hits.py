@@ -37,7 +37,7 @@ def on_guard_hit(draft: Draft, event: ev.GuardHit) -> None:
     policy = policy_of(draft, client)
     outcome, why = _act(draft, client, policy, event.liveness) if client.living else (HitOutcome.ENDED, "")
     process = client.id.process
-    record = hitrecords.of(draft.state, process)
+    record = hitrecords.of(draft.state, process, draft.now)
     if record is not None:
         _once_more(draft, record, event, policy, outcome, why)
     elif not client.living or hitrecords.silent(draft.state, process, draft.now):
@@ -176,7 +176,7 @@ def on_freeze_refused(draft: Draft, event: ev.FreezeRefused) -> None:
 
 
 def _not_frozen(draft: Draft, process: ProcessInstance, outcome: HitOutcome, why: str) -> None:
-    record = hitrecords.of(draft.state, process)
+    record = hitrecords.of(draft.state, process, draft.now)
     if record is not None and record.hit is not None and record.hit.outcome is HitOutcome.FROZEN:
         hitrecords.write(draft, replace(record, hit=replace(record.hit, outcome=outcome, why=why)))
 

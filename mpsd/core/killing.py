@@ -31,6 +31,13 @@ def kill(draft: Draft, grounds: Client, eviction: Eviction) -> None:
     draft.emit(Kill(grounds.id, eviction.reason, owner), ArmTimer("kill-wait", str(process), KILL_WAIT_S))
 
 
+def announce(draft: Draft, clients: list[Client], why: str) -> None:
+    """Tell their user, before anything is done."""
+    for client in clients:
+        pid, domain = client.id.process.pid, client.id.domain
+        draft.publish("client-evicting", client.facts.uid, domain=domain, pid=pid, reason=why)
+
+
 def kill_by_policy(draft: Draft, client: Client, why: str) -> bool:
     """Kill a living client that policy wants gone, once; who asked for its eviction before is still answered.
 
@@ -41,6 +48,8 @@ def kill_by_policy(draft: Draft, client: Client, why: str) -> bool:
     living = _living(draft, client.id.process)
     if any(allows(c.state, ClientTrigger.KILL) for c in living):
         begun = next((c.eviction for c in living if c.eviction is not None), None)
+        if begun is None:
+            announce(draft, living, why)
         kill(draft, client, begun or Eviction(POLICY, why, draft.now))
     return True
 

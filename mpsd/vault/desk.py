@@ -43,6 +43,7 @@ class Desk:
             "gpu": holding.gpu,
             "address": hex(holding.address),
             "name": holding.name,
+            "alone": holding.alone,
             "age_s": round(now - holding.since, 3),
             "died_s": None if died_s is None else round(died_s, 3),
             "expires_s": None if died_s is None else round(max(0.0, keep_age_s - died_s), 3),
@@ -72,7 +73,7 @@ class Desk:
         )
         if refusal is not None:
             raise _keep_error(refusal, name)
-        held = self._vault.ledger.of(process)
+        held = [h for h in self._vault.ledger.of(process) if not h.alone]
         return {"held": [h.id for h in held], "bytes": sum(h.size for h in held), "dry_run": dry_run}
 
     async def free(self, peer: Peer, args: Mapping[str, Any]) -> Reply:
@@ -109,9 +110,7 @@ def _keep_error(refusal: Refusal, name: str) -> MpsdError:
         return UsageError(
             f"{name!r} is not a name", remedy="1 to 63 printable characters without blanks, not a number"
         )
-    if refusal is Refusal.NAME_TAKEN:
-        return AmbiguousError(
-            f"another process of the same owner keeps memory as {name!r}",
-            remedy="choose another name, or free that one first",
-        )
-    return NotFoundError("the process has ended", remedy=_LOOK)
+    return AmbiguousError(
+        f"another process of the same owner keeps memory as {name!r}, or it is the name of one piece",
+        remedy="choose another name, or free that one first",
+    )

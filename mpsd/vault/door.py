@@ -29,7 +29,7 @@ from pathlib import Path
 import structlog
 
 from mpsd.config import check_socket_path
-from mpsd.core.vault import Owner, Refusal
+from mpsd.core.vault import Holding, Outcome, Owner, Refusal
 from mpsd.errors import GpuError, MpsdError
 from mpsd.gpu.base import ExportedMemory
 from mpsd.model import ProcessInstance
@@ -53,9 +53,11 @@ _STATUS = {
     Refusal.NAME_TAKEN: Status.NAME,
     Refusal.BAD_NAME: Status.NAME,
     Refusal.NOTHING: Status.UNKNOWN,
+    Refusal.IN_USE: Status.IN_USE,
 }
 LedgerTaker = Callable[[ProcessInstance, int], Awaitable["Grant | None"]]
 """Takes a ledger over and says what may be laid. Raises GpuError for what is no ledger, which it leaves."""
+_CARRIES = (Kind.PUT, Kind.PUT_NAMED, Kind.LEDGER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,7 +274,7 @@ class Door:
             self._loop.add_reader(visit.socket.fileno(), self._read, visit)
 
     def _obey(self, visit: Visit, message: Message, fds: list[int]) -> None:
-        if bool(fds) != (message.kind in (Kind.PUT, Kind.LEDGER)):
+        if bool(fds) != (message.kind in _CARRIES):
             raise Refused("descriptors")
         if (message.kind is Kind.HELLO) != (visit.process is None):
             raise Refused("order")
@@ -290,6 +292,8 @@ class Door:
             case Kind.KEEP:
                 outcome = self._vault.keep(process, message.name)
                 self._answer(visit, message, _STATUS[outcome.refusal])
+            case Kind.PUT_NAMED:
+                self._put_named(visit, process, message, fds)
             case Kind.CLAIM:
                 self._claim(visit, process, message)
             case Kind.LEDGER:
@@ -303,6 +307,11 @@ class Door:
                 self._share(visit, process, message)
             case Kind.OPEN:
                 self._open(visit, process, message)
+            case Kind.TAKE:
+                self._take(visit, process, message)
+            case Kind.LEAVE:
+                outcome = self._vault.leave_piece(process, message.number)
+                self._answer(visit, message, _STATUS[outcome.refusal])
 
     def _hello(self, visit: Visit, message: Message) -> None:
         peer = visit.peer
@@ -321,13 +330,31 @@ class Door:
         self._answer(visit, message, Status.OK)
 
     def _put(self, visit: Visit, process: ProcessInstance, message: Message, fds: list[int]) -> None:
+        self._answer(visit, message, _STATUS[self._taken_in(process, message, fds).refusal])
+
+    def _put_named(self, visit: Visit, process: ProcessInstance, message: Message, fds: list[int]) -> None:
+        outcome = self._taken_in(process, message, fds, message.name)
+        if outcome.holding is None:
+            self._answer(visit, message, _STATUS[outcome.refusal])
+            return
+        # Its program relies on it: the answer comes when it outlives the daemon too.
+        self._pause(visit)
+        visit.task = self._loop.create_task(self._when_stored(visit, message, outcome.holding))
+
+    def _taken_in(
+        self, process: ProcessInstance, message: Message, fds: list[int], alone: str | None = None
+    ) -> Outcome:
         claimed = ExportedMemory(message.size, message.gpu)
         try:
-            refusal = self._vault.put(process, claimed, message.number, message.address, fds[0])
+            outcome = self._vault.put(process, claimed, message.number, message.address, fds[0], alone)
         except GpuError as error:
             raise Refused("not_memory") from error
         fds.clear()
-        self._answer(visit, message, _STATUS[refusal])
+        return outcome
+
+    async def _when_stored(self, visit: Visit, message: Message, holding: Holding) -> None:
+        stored = await self._vault.stored(holding)
+        self._answer_late(visit, replace(message, count=int(stored)), Status.OK)
 
     async def _ledger(self, visit: Visit, process: ProcessInstance, message: Message, fd: int) -> None:
         taken: list[int] = [fd]
@@ -356,6 +383,10 @@ class Door:
             named = self._vault.named(process, message.name)
             done = await self._vault.gone(self._vault.ledger.free(named))
             status = Status.OK if done else Status.DENIED
+        self._answer_late(visit, message, status)
+
+    def _answer_late(self, visit: Visit, message: Message, status: Status) -> None:
+        """To one that was not read meanwhile, and may have gone."""
         visit.task = None
         if self._visits.get(visit.socket.fileno()) is visit:
             self._answer(visit, message, status)
@@ -368,14 +399,26 @@ class Door:
             self._vault.counters["claims_denied"] += 1
             self._answer(visit, message, Status.UNKNOWN if found else Status.DENIED)
             return
-        holding = found[message.index]
+        self._hand_out(visit, message, found[message.index], len(found))
+
+    def _take(self, visit: Visit, process: ProcessInstance, message: Message) -> None:
+        outcome = self._vault.take(process, message.name, message.number, message.address)
+        if outcome.holding is not None:
+            self._hand_out(visit, message, outcome.holding, 1)
+            return
+        # What is nobody's and what is another owner's look the same.
+        unknown = outcome.refusal is Refusal.NOTHING
+        self._vault.counters["claims_denied"] += unknown
+        self._answer(visit, message, Status.DENIED if unknown else _STATUS[outcome.refusal])
+
+    def _hand_out(self, visit: Visit, message: Message, holding: Holding, count: int) -> None:
         answer = replace(
             message,
             number=holding.number,
             size=holding.size,
             address=holding.address,
             gpu=holding.gpu,
-            count=len(found),
+            count=count,
         )
         self._vault.counters["claims"] += 1
         self._answer(visit, answer, Status.OK, [self._vault.descriptor(holding)])

@@ -3,6 +3,8 @@
 Every descriptor is also in the descriptor store, under `vault.ID`, with one file of notes beside them
 (`vault.notes`): a daemon that is killed drops nothing, and the next one rebuilds the ledger. A process's
 end is that of its pidfd; a connection that ends is none, but for a process that replaced its program.
+
+Long because descriptors, their store and the ends of processes can only be kept in step in one place.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ log = structlog.get_logger("mpsd.vault")
 PREFIX = "vault."
 NOTES = "vault.notes"
 GONE_DEADLINE_S = 1.0
+STORED_DEADLINE_S = 1.0
 
 
 @dataclass(slots=True)
@@ -53,6 +56,8 @@ class Vault:
         """The door's socket, while it is open."""
         self.on_end: list[Callable[[ProcessInstance], None]] = []
         """Told when a process has ended, runs another program, or left with nothing held."""
+        self.held_elsewhere: Callable[[ProcessInstance], bool] = lambda process: False
+        """Whether another part holds something of a process (its ledger), until it is told as above."""
         self._inspector = inspector
         self._store = store
         self._loop = asyncio.get_running_loop()
@@ -63,6 +68,7 @@ class Vault:
         self._found: dict[str, list[int]] = {}
         self._unstored: dict[str, None] = {}
         self._wake = asyncio.Event()
+        self._store_moved = asyncio.Condition()
         self._storing = self._loop.create_task(self._store_one_by_one())
         self._looking: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
@@ -101,7 +107,7 @@ class Vault:
         client.connections -= 1
         if client.connections:
             return
-        if not self.ledger.of(process):
+        if not self.ledger.of(process) and not self.held_elsewhere(process):
             self._ended(process)
         elif client.program is not None:
             task = self._loop.create_task(self._look_for_exec(client))
@@ -138,10 +144,17 @@ class Vault:
     # -- what they ask -----------------------------------------------------------------------------------
 
     def put(
-        self, process: ProcessInstance, claimed: ExportedMemory, number: int, address: int, fd: int
-    ) -> Refusal | None:
-        """Hold a descriptor; owns it from then on. Raises GpuError for one that is no exported memory:
-        that one is still the caller's, who must not close it where that could wait."""
+        self,
+        process: ProcessInstance,
+        claimed: ExportedMemory,
+        number: int,
+        address: int,
+        fd: int,
+        alone: str | None = None,
+    ) -> Outcome:
+        """Hold a descriptor; owns it from then on. `alone`: keep it under this name. Raises GpuError for
+        one that is no exported memory: that one is still the caller's, who must not close it where that
+        could wait."""
         found = self._inspector.identify(fd, claimed)
         outcome = self.ledger.admit(
             self._clients[process].owner,
@@ -151,18 +164,39 @@ class Vault:
             address=address,
             gpu=found.gpu_uuid,
             now=time.monotonic(),
+            alone=alone,
         )
         self._settle(outcome)
         if outcome.holding is None:
             self.counters[f"refused_{(outcome.refusal or Refusal.FULL).name.lower()}"] += 1
             self._close([fd])
-            return outcome.refusal
+            return outcome
         self.counters["taken"] += 1
         self._fds[outcome.holding.id] = fd
         self._note(outcome.holding)
         self._unstored[f"{PREFIX}{outcome.holding.id}"] = None
         self._wake.set()
-        return None
+        return outcome
+
+    async def stored(self, holding: Holding) -> bool:
+        """Whether it is where it outlives this daemon, once it is, or after STORED_DEADLINE_S."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(STORED_DEADLINE_S):
+                async with self._store_moved:
+                    await self._store_moved.wait_for(lambda: self.is_stored(holding))
+        return self.is_stored(holding)
+
+    def take(self, process: ProcessInstance, name: str, number: int, address: int) -> Outcome:
+        """A piece kept alone becomes this process's. Whether the one that had it has ended says its pidfd,
+        which the loop may not have looked at yet."""
+        owner = self._clients[process].owner
+        for holding in self.ledger.named(owner, name):
+            known = self._clients.get(holding.process)
+            if holding.died is None and known is not None and not known.pinned.alive():
+                self._ended(holding.process)
+        outcome = self.ledger.take(owner, process, name, number=number, address=address)
+        self._settle(outcome)
+        return outcome
 
     async def drop(self, process: ProcessInstance, number: int) -> bool:
         """The program has freed it: returns when nothing of it is held, or after GONE_DEADLINE_S.
@@ -174,6 +208,11 @@ class Vault:
         if waits:
             await asyncio.wait(waits, timeout=GONE_DEADLINE_S)
         return bool(outcome.freed)
+
+    def leave_piece(self, process: ProcessInstance, number: int) -> Outcome:
+        outcome = self.ledger.leave(process, number, time.monotonic())
+        self._settle(outcome)
+        return outcome
 
     def keep(self, process: ProcessInstance, name: str) -> Outcome:
         outcome = self.ledger.keep(self._clients[process].owner, process, name)
@@ -269,6 +308,8 @@ class Vault:
                 if not held.cancelled():
                     self._unstored.pop(name, None)
                     self._problem = ""
+                    async with self._store_moved:
+                        self._store_moved.notify_all()
             await self._wake.wait()
 
     def takes(self, name: str, fds: Sequence[int]) -> bool:
@@ -293,7 +334,8 @@ class Vault:
             self._store.drop(NOTES)
             self._close(notes)
         self.ledger.next_id = 1 + max((_id_of(name) for name in found), default=0)
-        restored = [self._restored(name, fds, noted) for name, fds in sorted(found.items(), key=_by_id)]
+        now = time.monotonic()
+        restored = [self._restored(name, fds, noted, now) for name, fds in sorted(found.items(), key=_by_id)]
         for lost in noted.keys() - self._fds.keys():
             if self._notes is not None:
                 self._notes.strike(lost)
@@ -301,12 +343,12 @@ class Vault:
         self._expire()
         log.info("the vault was taken over", held=sum(restored), freed=len(restored) - sum(restored))
 
-    def _restored(self, name: str, fds: list[int], noted: dict[int, Holding]) -> bool:
+    def _restored(self, name: str, fds: list[int], noted: dict[int, Holding], now: float) -> bool:
         holding = noted.get(_id_of(name))
         if holding is not None and len(fds) == 1:
             alive = self._alive(holding)
             if not alive and holding.name is not None and holding.died is None:
-                holding = replace(holding, died=time.monotonic())
+                holding = replace(holding, died=now)
             if (alive or holding.name is not None) and self.ledger.restore(holding):
                 self._fds[holding.id] = fds[0]
                 self._note(holding)
@@ -342,7 +384,7 @@ class Vault:
         return {process: self.ledger.bytes_of(process) for process in self._clients}
 
     def is_stored(self, holding: Holding) -> bool:
-        return f"{PREFIX}{holding.id}" not in self._unstored
+        return not {f"{PREFIX}{holding.id}", NOTES} & self._unstored.keys()
 
     def problems(self) -> list[str]:
         return [self._problem] if self._problem else []

@@ -14,8 +14,9 @@ from mpsd.model import ProcessInstance
 from mpsd.slotnotes import SlotNotes
 
 SLOT = 512
-# id, pid, start ticks, uid, number, size, address, since, died (-1: lives), GPU, token, name, cgroup, share
-_NOTE = struct.Struct("<QIQIQQQdd48s64s64s256s16s")
+# id, pid, start ticks, uid, number, size, address, since, died (-1: lives), GPU, token, name, cgroup, share,
+# and whether the name is of this piece alone. What an earlier mpsd did not note yet is zero.
+_NOTE = struct.Struct("<QIQIQQQdd48s64s64s255s16sB")
 assert _NOTE.size <= SLOT
 
 
@@ -94,11 +95,12 @@ def _pack(holding: Holding) -> bytes:
         (holding.name or "").encode(),
         holding.owner.cgroup.encode(),
         bytes.fromhex(holding.share),
+        holding.alone,
     )
 
 
 def _unpack(raw: bytes) -> Holding | None:
-    number, pid, start, uid, own, size, address, since, died, *texts, share = _NOTE.unpack_from(raw)
+    number, pid, start, uid, own, size, address, since, died, *texts, share, alone = _NOTE.unpack_from(raw)
     try:
         gpu, token, name, cgroup = (text.rstrip(b"\0").decode() for text in texts)
     except UnicodeDecodeError:
@@ -116,5 +118,6 @@ def _unpack(raw: bytes) -> Holding | None:
         since,
         name or None,
         died if died >= 0 else None,
+        bool(alone and name),
         share.hex() if any(share) else "",
     )

@@ -42,6 +42,9 @@ class Kind(IntEnum):
     LEDGER = 7
     SHARE = 8
     OPEN = 9
+    PUT_NAMED = 10
+    TAKE = 11
+    LEAVE = 12
 
 
 class Status(IntEnum):
@@ -51,6 +54,7 @@ class Status(IntEnum):
     DENIED = 3
     TWICE = 4
     NAME = 5
+    IN_USE = 16
 
 
 class WireError(Exception):

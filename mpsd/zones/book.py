@@ -2,7 +2,7 @@
 
 Lives on the event loop. A client with managed memory of its own makes thousands of events a second, so
 an event is looked up in a sorted list that is kept, and the ledger is read again no more often than every
-few milliseconds; until then events of unknown addresses wait, some of them. What was dropped or forgotten
+few milliseconds; until then events of unknown addresses wait. What was dropped or found no room
 is counted, and is never a hit.
 """
 
@@ -24,7 +24,8 @@ from mpsd.zones.ledger import Head, Ledger, Zone, ZoneMap
 
 READ_AGAIN_S = 0.02
 DESCRIBE_S = 2.0
-WAITING_KEPT = 64
+# More than any GPU makes in that time.
+WAITING_KEPT = 4096
 
 
 @dataclass(frozen=True, slots=True)

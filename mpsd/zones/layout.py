@@ -44,6 +44,18 @@ LAUNCH_FIELDS = ("function", "stream")
 NAME = struct.Struct(f"=IIQ{NAME_ROOM}s")
 NAME_FIELDS = ("sequence", "reserved", "function", "name")
 
+COUNTER = struct.Struct("=Q")
+SEQUENCE = struct.Struct("=I")
+HEAD_VERSION = struct.Struct("=II")
+HEAD_VERSION_AT = 8
+
+
+def counter_at(field: str) -> int:
+    """Where a field of 64 bits of the header lies."""
+    index = HEAD_FIELDS.index(field)
+    return 0 if index == 0 else 8 * (index - 1)
+
+
 ZONES_AT = HEAD.size
 NOTES_AT = ZONES_AT + ZONES * ZONE.size
 LAUNCHES_AT = NOTES_AT + NOTES * NOTE.size

@@ -73,6 +73,9 @@ class ZoneMap:
     def __len__(self) -> int:
         return len(self._zones)
 
+    def __iter__(self) -> Iterator[Zone]:
+        return iter(self._zones)
+
     def at(self, address: int) -> Zone | None:
         index = bisect_right(self._starts, address) - 1
         if index < 0 or address >= self._zones[index].end:

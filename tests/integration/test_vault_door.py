@@ -78,6 +78,50 @@ def test_what_is_kept_is_claimed_by_its_owner_with_every_byte(vault: RunningVaul
         assert client.ask(Message(Kind.RELEASE, name="model")).status == Status.DENIED
 
 
+def test_a_piece_alone_is_taken_over_and_survives_its_next_process_too(
+    vault: RunningVault, store: MemoryStore
+) -> None:
+    keep = "client.keep_alone('weights', 7, b'bytes'); print('kept', flush=True); signal.pause()"
+    first = program(vault.path, then=keep)
+    assert first.stdout is not None and first.stdout.readline() == "kept\n"
+    end(first)
+    until(lambda: held(vault) == [7], "what was not kept has gone")
+    take = "answer, fds = client.take('weights', 9); print(answer.status, os.pread(fds[0], 5, 0), flush=True)"
+    second = program(vault.path, then=f"import os; {take}; signal.pause()")
+    assert second.stdout is not None and second.stdout.readline() == "0 b'bytes'\n"
+    with VaultClient(vault.path) as client:
+        assert client.take("weights", 1)[0].status == Status.IN_USE
+        assert client.take("nothing", 1)[0].status == Status.DENIED
+        assert client.put(3).status == Status.OK
+        assert client.ask(Message(Kind.KEEP, name="weights")).status == Status.NAME
+        assert client.keep_alone("weights", 4).status == Status.NAME
+        end(second)
+        # However fast it comes after the end, which the loop may not have seen.
+        answer, fds = client.take("weights", 5)
+        assert (answer.status, answer.size, os.pread(fds[0], 5, 0)) == (Status.OK, 4096, b"bytes")
+        os.close(fds[0])
+        assert client.ask(Message(Kind.LEAVE, number=3)).status == Status.UNKNOWN
+        assert client.ask(Message(Kind.LEAVE, number=5)).status == Status.OK
+        assert vault.look(lambda: vault.vault.ledger.next_expiry()) is not None
+        assert client.ask(Message(Kind.RELEASE, name="weights")).status == Status.OK
+        assert held(vault) == [3]
+
+
+def test_a_piece_alone_is_answered_for_when_it_outlives_the_daemon(place: Path, store: MemoryStore) -> None:
+    with RunningVault(place, store, LIMITS), VaultClient(place) as client:
+        answer = client.keep_alone("weights", 7, b"bytes")
+        assert (answer.status, answer.count) == (Status.OK, 1)
+        assert set(store.held) == {"vault.notes", "vault.1"}
+        assert client.keep_alone("moments", 8).count == 1
+    with RunningVault(place, store, LIMITS), VaultClient(place) as client:
+        # Two names of one process, each its own still; this process lives and has them.
+        answer, fds = client.take("weights", 7)
+        assert (answer.status, os.pread(fds[0], 5, 0)) == (Status.OK, b"bytes")
+        os.close(fds[0])
+        assert client.ask(Message(Kind.RELEASE, name="weights")).status == Status.OK
+        assert client.ask(Message(Kind.RELEASE, name="moments")).status == Status.OK
+
+
 @root_only
 def test_another_owner_is_denied(vault: RunningVault) -> None:
     end(program(vault.path, name="model"))

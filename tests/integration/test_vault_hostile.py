@@ -53,6 +53,20 @@ def test_nonsense_closes_the_connection_and_is_counted(vault: RunningVault) -> N
     os.close(null)
 
 
+def test_ledgers_that_are_none_and_more_than_one_close_the_connection(vault: RunningVault) -> None:
+    asks, fd = pack(Message(Kind.LEDGER)), memory()
+    refused(vault, "descriptors", asks)
+    refused(vault, "descriptors", asks, (fd, fd))
+    refused(vault, "order", asks, (fd,), greet=False)
+    with VaultClient(vault.path) as client:
+        # Nobody grants zones here: what it is is not even looked at.
+        answer = client.ask(Message(Kind.LEDGER), [fd])
+        assert (answer.status, answer.size, answer.count) == (Status.QUOTA, 0, 0)
+        client.send(asks, [fd])
+        assert client.is_closed()
+    os.close(fd)
+
+
 def test_a_process_cannot_change_its_owner(vault: RunningVault) -> None:
     with VaultClient(vault.path) as client:
         client.put(1)

@@ -25,10 +25,20 @@ def say(**what: object) -> None:
 
 def obey(dev: SimulatedDevice) -> None:
     # Not sys.stdin: what it reads ahead would be lost to a program that takes this one's place.
+    known: dict[str, object] = {"dev": dev, "os": os, "sys": sys, "say": say}
+
+    def guard(vault_socket: str) -> int:
+        """From now on `zoned` allocates with guard zones; bytes of them that the daemon grants."""
+        from tests.support.guardzones import GuardedDevice
+
+        known["zoned"] = GuardedDevice(dev, vault_socket)
+        return known["zoned"].granted
+
+    known["guard"] = guard
     with open(0, "rb", buffering=0, closefd=False) as orders:
         for line in orders:
             try:
-                result = eval(line, {"dev": dev, "os": os, "sys": sys, "say": say})
+                result = eval(line, known)
                 say(result=result.hex() if isinstance(result, bytes) else result)
             except GpuFailure as failure:
                 say(error=failure.code)

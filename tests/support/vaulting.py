@@ -74,6 +74,17 @@ class VaultClient:
         finally:
             os.close(fd)
 
+    def keep_alone(self, name: str, number: int, content: bytes = b"", size: int = 4096) -> Message:
+        fd = memory(size, content)
+        try:
+            return self.ask(Message(Kind.PUT_NAMED, number=number, size=size, name=name), [fd])
+        finally:
+            os.close(fd)
+
+    def take(self, name: str, number: int) -> tuple[Message, list[int]]:
+        self.send(pack(Message(Kind.TAKE, name=name, number=number)))
+        return self.receive()
+
     def claim(self, name: str, index: int = 0) -> tuple[Message, list[int]]:
         self.send(pack(Message(Kind.CLAIM, name=name, index=index)))
         return self.receive()

@@ -298,7 +298,10 @@ def test_eviction_asks_then_kills_then_answers() -> None:
     world = World().ready()
     world.join(10, 11)
     world.evict(10)
-    assert world.last == (fx.Terminate("d1", server_of("d1"), process(10), 0.05),)
+    told, terminate = world.last
+    assert isinstance(told, fx.Publish) and (told.kind, told.owner) == ("client-evicting", 1000)
+    assert told.data == {"domain": "d1", "pid": 10, "reason": "asked"}
+    assert terminate == fx.Terminate("d1", server_of("d1"), process(10), 0.05)
     assert world.client("d1", 10).state is ClientState.TERMINATING
     world.wait(0.008).terminate_finished(10)
     assert world.made(fx.Kill) == [fx.Kill(ClientId("d1", process(10)), "asked")]

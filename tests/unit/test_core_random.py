@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -20,6 +21,7 @@ from mpsd.core import effects as fx
 from mpsd.core import events as ev
 from mpsd.core.draft import DEPARTED_KEPT, OPEN_FAULTS_KEPT
 from mpsd.core.faults import STRAYS_KEPT
+from mpsd.core.hitrecords import HITS_KEPT
 from mpsd.core.state import DomainState, Policy
 from mpsd.model import (
     Access,
@@ -27,10 +29,14 @@ from mpsd.model import (
     Confidence,
     LiesThere,
     Liveness,
+    Nearby,
     NvmlXid,
     ProcessInstance,
+    Relation,
     ServerState,
     UvmFaultType,
+    ZonePolicy,
+    ZoneRole,
 )
 from tests.support.core import (
     MISALIGNED,
@@ -52,7 +58,18 @@ SLOTS = (("a", "GPU-0", 1000), ("b", "GPU-0", 2000), ("c", "GPU-1", None))
 ADDRESSES = (0, 0x7F0000001000, 0x7F0000002000)
 WORDS = ("", OUT_OF_RANGE, MISALIGNED, REGISTER, "@ 0x_", mmu_text(ADDRESSES[1], "GPCCLIENT_GCC"))
 XIDS = (13, 31, 32, 43, 45, 69, 48, 79, 9999)
-TIMERS = ("ensure", "ask", "laggards", "kill-victims", "linger", "kill-wait", "strays", "no-such")
+TIMERS = (
+    "ensure",
+    "ask",
+    "laggards",
+    "kill-victims",
+    "linger",
+    "kill-wait",
+    "strays",
+    "hits",
+    "thaw",
+    "no-such",
+)
 ROUNDS = 10
 
 pids = st.integers(10, 17)
@@ -69,6 +86,7 @@ class Truth:
     faulted: set[ProcessInstance] = field(default_factory=set)
     ended: set[ClientId] = field(default_factory=set)
     vouched: set[tuple[str, ProcessInstance]] = field(default_factory=set)
+    stopped: set[ProcessInstance] = field(default_factory=set)
     asked: set[str] = field(default_factory=set)
     answered: Counter[str] = field(default_factory=Counter)
     revisions: dict[int, int] = field(default_factory=dict)
@@ -81,10 +99,14 @@ class Daemon(RuleBasedStateMachine):
         self.world = World()
         self.truth = Truth()
 
-    @initialize(spare=st.booleans(), kill=st.booleans(), crowded=st.booleans())
-    def begin(self, spare: bool, kill: bool, crowded: bool) -> None:
-        room = {"max_slots": 2, "slot_idle_s": 1.0} if crowded else {}
-        self.world = World(Policy(spare=spare, kill_victims_after_s=3.0 if kill else 0.0, **room))
+    @initialize(
+        spare=st.booleans(), kill=st.booleans(), crowded=st.booleans(), zone=st.sampled_from(ZonePolicy)
+    )
+    def begin(self, spare: bool, kill: bool, crowded: bool, zone: ZonePolicy) -> None:
+        room: dict[str, Any] = {"max_slots": 2, "slot_idle_s": 1.0} if crowded else {}
+        self.world = World(
+            Policy(spare=spare, kill_victims_after_s=3.0 if kill else 0.0, zone_policy=zone, **room)
+        )
         for slot, gpu, uid in SLOTS[:2]:
             self.do(ev.SlotWanted(slot, (gpu,), uid))
         for name in tuple(self.world.state.domains):
@@ -99,8 +121,13 @@ class Daemon(RuleBasedStateMachine):
                 case fx.SwitchPath(domain=name):
                     assert name in self.truth.came_up, f"the path leads to {name}, which never came up"
                 case fx.Terminate():
-                    asked = isinstance(event, ev.EvictRequested) and event.liveness is Liveness.RUNNING
-                    assert asked, "terminate_client for a client that may not be running"
+                    asked = isinstance(event, ev.EvictRequested | ev.GuardHit)
+                    assert asked and event.liveness is Liveness.RUNNING, "asked though it may not be running"
+                    assert effect.process not in self.truth.stopped, "terminate_client for a frozen client"
+                case fx.Freeze(client=client):
+                    assert isinstance(event, ev.GuardHit), f"{client} is stopped by {event}"
+                    assert (client.domain, client.process) in self.truth.vouched
+                    self.truth.stopped.add(client.process)
                 case fx.Kill(client=client):
                     self.check_kill(event, client)
                 case fx.ReleaseLease(client=client):
@@ -120,7 +147,7 @@ class Daemon(RuleBasedStateMachine):
     def check_kill(self, event: ev.Event, client: ClientId) -> None:
         came = isinstance(event, ev.ClientNoticed | ev.ClientAttached)
         victims = isinstance(event, ev.TimerFired) and event.kind == "kill-victims"
-        asked = isinstance(event, ev.EvictRequested | ev.TerminateFinished)
+        asked = isinstance(event, ev.EvictRequested | ev.TerminateFinished | ev.GuardHit)
         stop = isinstance(event, ev.StopRequested) or (came and self.world.state.stopping)
         assert asked or stop or victims, f"{client} is killed by {event}"
         uid = self.world.state.domains[client.domain].uid
@@ -287,6 +314,7 @@ class Daemon(RuleBasedStateMachine):
     def dies(self, pick: int) -> None:
         who = self.client_picked(pick).process
         self.truth.ended -= {c.id for c in self.world.state.spaces_of(who) if c.living}
+        self.truth.stopped.discard(who)
         self.do(ev.ClientDied(who))
 
     @rule(pick=picks)
@@ -297,6 +325,7 @@ class Daemon(RuleBasedStateMachine):
     def leaves(self, pick: int) -> None:
         who = self.client_picked(pick).process
         self.truth.ended -= {c.id for c in self.world.state.spaces_of(who) if c.living}
+        self.truth.stopped.discard(who)
         self.do(ev.ClientLeft(who, "exec"))
 
     @rule(pick=picks)
@@ -349,6 +378,48 @@ class Daemon(RuleBasedStateMachine):
     def server_fatal(self, pick: int) -> None:
         self.do(ev.ServerFatalLogged(self.domain_named(pick), "fatal GPU error"))
 
+    # Guard zones
+
+    @rule(
+        pick=picks,
+        role=st.sampled_from(ZoneRole),
+        liveness=st.sampled_from((Liveness.RUNNING, Liveness.RUNNING, Liveness.STOPPED)),
+        access=st.sampled_from((Access.WRITE, Access.WRITE, Access.PREFETCH)),
+        count=st.integers(1, 3),
+    )
+    def guard_hit(self, pick: int, role: ZoneRole, liveness: Liveness, access: Access, count: int) -> None:
+        client = self.client_picked(pick)
+        if access is not Access.PREFETCH:
+            self.truth.faulted.add(client.process)
+        event = replace(uvm(ADDRESSES[1], access), fatal=False)
+        self.do(ev.GuardHit(client, event, role, count, liveness))
+
+    @rule(number=st.integers(0, 30), kernel=st.sampled_from((None, "wild")))
+    def hit_described(self, number: int, kernel: str | None) -> None:
+        nearby = Nearby(Relation.PAST, 4096, True, 0x7F0000000000, 4096, 1, 3.0)
+        self.do(ev.HitDescribed(number, nearby, kernel))
+
+    @rule(pick=picks, policy=st.sampled_from(ZonePolicy))
+    def zone_policy(self, pick: int, policy: ZonePolicy) -> None:
+        self.do(ev.ZonePolicySet(self.client_picked(pick).process, policy))
+
+    @rule(pick=picks)
+    def freeze_restored(self, pick: int) -> None:
+        self.do(ev.FreezeRestored(self.client_picked(pick).process))
+
+    @rule(pick=picks)
+    def freeze_refused(self, pick: int) -> None:
+        who = self.client_picked(pick).process
+        self.truth.stopped.discard(who)
+        self.do(ev.FreezeRefused(who, "not its user's own"))
+
+    @rule(pick=picks, liveness=st.sampled_from(Liveness))
+    def liveness_seen(self, pick: int, liveness: Liveness) -> None:
+        who = self.client_picked(pick).process
+        if liveness is Liveness.RUNNING:
+            self.truth.stopped.discard(who)
+        self.do(ev.LivenessSeen(who, liveness))
+
     @rule(number=st.integers(0, 30), lies=st.sampled_from(LiesThere))
     def inspected(self, number: int, lies: LiesThere) -> None:
         self.do(ev.Inspected(number, lies))
@@ -386,6 +457,8 @@ class Daemon(RuleBasedStateMachine):
         assert len(state.departed) <= DEPARTED_KEPT
         assert len(state.open_faults) <= OPEN_FAULTS_KEPT
         assert len(state.strays) <= STRAYS_KEPT
+        assert len(state.hits) <= HITS_KEPT
+        assert len(state.tallies) <= len(state.clients)
         assert not (state.stopping and any(s.active or s.spare for s in state.slots.values()))
 
     @invariant()

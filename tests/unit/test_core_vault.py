@@ -18,8 +18,17 @@ PROCESS = st.integers(0, 7)
 GENEROUS = Limits(Quota(1 << 40, 1 << 20), Quota(1 << 40, 1 << 20), Quota(1 << 40, 64), 1 << 20, 10.0)
 
 
-def admit(ledger: Ledger, owner: Owner, process: ProcessInstance, number: int, size: int = 1) -> Outcome:
-    return ledger.admit(owner, process, number=number, size=size, address=0, gpu="GPU-0", now=0.0)
+def admit(
+    ledger: Ledger,
+    owner: Owner,
+    process: ProcessInstance,
+    number: int,
+    size: int = 1,
+    alone: str | None = None,
+) -> Outcome:
+    return ledger.admit(
+        owner, process, number=number, size=size, address=0, gpu="GPU-0", now=0.0, alone=alone
+    )
 
 
 class LedgerMachine(RuleBasedStateMachine):
@@ -43,20 +52,39 @@ class LedgerMachine(RuleBasedStateMachine):
             del self.model[gone.id]
         for changed in outcome.changed:
             before = self.model[changed.id]
-            assert replace(before, name=changed.name, died=changed.died, share=changed.share) == changed
+            if changed.alone:
+                moved = {"process": changed.process, "number": changed.number, "address": changed.address}
+                moved |= {"share": changed.share}
+                assert before.alone and replace(before, died=changed.died, **moved) == changed
+            else:
+                assert replace(before, name=changed.name, died=changed.died, share=changed.share) == changed
             self.model[changed.id] = changed
 
-    @rule(which=PROCESS, number=st.integers(0, 5), size=st.integers(1, 70))
-    def admit(self, which: int, number: int, size: int) -> None:
+    def lives(self, which: int) -> list[Holding]:
+        return [h for h in self.model.values() if h.process == self.process(which) and h.died is None]
+
+    @rule(
+        which=PROCESS,
+        number=st.integers(0, 5),
+        size=st.integers(1, 70),
+        alone=st.none() | st.sampled_from((*NAMES, "7")),
+    )
+    def admit(self, which: int, number: int, size: int, alone: str | None) -> None:
         process, owner = self.process(which), self.owner(which)
-        mine = [h for h in self.model.values() if h.process == process]
-        outcome = admit(self.ledger, owner, process, number, size)
+        mine = self.lives(which)
+        outcome = admit(self.ledger, owner, process, number, size, alone)
         self.told(outcome)
         assert (outcome.holding is None) != (outcome.refusal is None)
         # Room is made of the same owner's dead alone.
         assert all(h.owner == owner and h.died is not None for h in outcome.freed)
         if number in {h.number for h in mine}:
             assert outcome.refusal is Refusal.TWICE
+        elif alone == "7":
+            assert outcome.refusal is Refusal.BAD_NAME
+        elif outcome.refusal is Refusal.NAME_TAKEN:
+            assert alone is not None
+        elif alone and any((h.owner, h.name) == (owner, alone) for h in self.model.values()):
+            raise AssertionError("two have one name")
         elif sum(h.size for h in mine) + size > 60 or len(mine) >= 4:
             assert outcome.refusal is Refusal.CLIENT_QUOTA
         elif outcome.refusal is not None:
@@ -68,6 +96,38 @@ class LedgerMachine(RuleBasedStateMachine):
             assert over or len(self.model) - spare >= 9
         if outcome.holding is not None:
             self.model[outcome.holding.id] = outcome.holding
+            assert outcome.holding.alone == (alone is not None)
+
+    @rule(which=PROCESS, name=st.sampled_from(NAMES), number=st.integers(0, 5))
+    def take(self, which: int, name: str, number: int) -> None:
+        process, owner, mine = self.process(which), self.owner(which), self.lives(which)
+        there = [h for h in self.model.values() if (h.owner, h.name) == (owner, name)]
+        outcome = self.ledger.take(owner, process, name, number=number, address=9)
+        self.told(outcome)
+        assert not outcome.freed
+        if not there:
+            # The name may be wished for by somebody who has nothing yet.
+            assert outcome.refusal in (Refusal.NOTHING, Refusal.NAME_TAKEN)
+        elif not there[0].alone:
+            assert outcome.refusal is Refusal.NAME_TAKEN
+        elif there[0].died is None and there[0].process != process:
+            assert outcome.refusal is Refusal.IN_USE
+        elif outcome.refusal is Refusal.TWICE:
+            assert number in {h.number for h in mine} - {h.number for h in mine if h is there[0]}
+        elif outcome.refusal is not None:
+            assert outcome.refusal is Refusal.CLIENT_QUOTA
+            assert sum(h.size for h in mine) + there[0].size > 60 or len(mine) >= 4
+        else:
+            assert outcome.holding in self.lives(which) and self.ledger.named(owner, name) == outcome.changed
+
+    @rule(which=PROCESS, number=st.integers(0, 5))
+    def leave(self, which: int, number: int) -> None:
+        self.now += 1
+        found = [h for h in self.lives(which) if h.number == number and h.alone]
+        outcome = self.ledger.leave(self.process(which), number, self.now)
+        self.told(outcome)
+        assert (outcome.refusal is None) == bool(found)
+        assert all(h.died is not None for h in outcome.freed)
 
     @rule(which=PROCESS, number=st.integers(0, 5))
     def drop(self, which: int, number: int) -> None:
@@ -83,15 +143,15 @@ class LedgerMachine(RuleBasedStateMachine):
         if name not in NAMES:
             assert outcome.refusal is Refusal.BAD_NAME
         elif outcome.refusal is None:
-            assert all(h.name == name for h in self.model.values() if h.process == process)
+            assert all((h.name == name) != h.alone for h in self.lives(which))
 
     @rule(which=PROCESS)
     def die(self, which: int) -> None:
         process = self.process(which)
         self.now += 1
         self.told(self.ledger.died(process, self.now))
-        left = [h for h in self.model.values() if h.process == process]
-        assert all(h.name and h.died == self.now and not h.share for h in left)
+        mine = [h for h in self.model.values() if h.process == process]
+        assert all(h.name and h.died is not None and not h.share for h in mine)
         self.life[which] += 1
 
     @rule(which=PROCESS, number=st.integers(0, 5), share=st.sampled_from(SHARES))
@@ -196,6 +256,56 @@ def test_a_kept_name_is_its_owner_s_alone() -> None:
     assert ledger.keep(owner, again, "model").refusal is Refusal.NAME_TAKEN
     ledger.free(ledger.named(owner, "model"))
     assert ledger.keep(owner, again, "model").refusal is None
+
+
+def test_a_piece_kept_alone_goes_from_process_to_process() -> None:
+    ledger = Ledger(GENEROUS)
+    owner, first, second = Owner(0, "/pod"), ProcessInstance(7, 1), ProcessInstance(8, 1)
+    admit(ledger, owner, first, 1, alone="weights")
+    admit(ledger, owner, first, 2, alone="moments")
+    assert ledger.take(owner, second, "weights", number=5, address=0).refusal is Refusal.IN_USE
+    assert ledger.take(Owner(1, "/pod"), second, "weights", number=5, address=0).refusal is Refusal.NOTHING
+    # Neither is part of what the process keeps as a whole.
+    admit(ledger, owner, first, 3)
+    assert [h.number for h in ledger.keep(owner, first, "all").changed] == [3]
+    assert ledger.keep(owner, second, "weights").refusal is Refusal.NAME_TAKEN
+    assert admit(ledger, owner, second, 1, alone="all").refusal is Refusal.NAME_TAKEN
+    assert ledger.died(first, 5.0).freed == ()
+    taken = ledger.take(owner, second, "weights", number=5, address=0).holding
+    assert taken is not None and (taken.process, taken.number, taken.died) == (second, 5, None)
+    # The others grow old; that one does not while its process lives, and does after it.
+    assert {h.name for h in ledger.expire(15.0).freed} == {"moments", "all"}
+    assert ledger.next_expiry() is None
+    ledger.died(second, 20.0)
+    assert ledger.next_expiry() == 30.0
+    assert [h.name for h in ledger.expire(30.0).freed] == ["weights"] and ledger.is_empty()
+
+
+def test_what_is_left_is_there_for_the_next_and_for_the_same_process() -> None:
+    ledger = Ledger(GENEROUS)
+    owner, first, second = Owner(0), ProcessInstance(7, 1), ProcessInstance(8, 1)
+    admit(ledger, owner, first, 1, alone="weights")
+    admit(ledger, owner, first, 2)
+    assert ledger.leave(first, 2, 1.0).refusal is Refusal.NOTHING
+    assert ledger.leave(first, 1, 1.0).refusal is None
+    assert ledger.take(owner, first, "weights", number=3, address=0).refusal is None
+    assert ledger.take(owner, second, "weights", number=3, address=0).refusal is Refusal.IN_USE
+    ledger.leave(first, 3, 2.0)
+    assert ledger.take(owner, second, "weights", number=3, address=0).refusal is None
+
+
+def test_a_program_that_replaced_itself_can_use_its_numbers_again() -> None:
+    """The process is the same, and what the program before kept is not among what it has."""
+    ledger = Ledger(GENEROUS)
+    owner, process = Owner(0), ProcessInstance(7, 1)
+    admit(ledger, owner, process, 1, alone="weights")
+    ledger.died(process, 1.0)
+    assert admit(ledger, owner, process, 1).refusal is None
+    assert [h.number for h in ledger.of(process)] == [1]
+    assert ledger.take(owner, process, "weights", number=1, address=0).refusal is Refusal.TWICE
+    assert ledger.take(owner, process, "weights", number=2, address=0).refusal is None
+    assert [h.name for h in ledger.died(process, 2.0).freed] == [None]
+    assert [h.name for h in ledger.expire(99.0).freed] == ["weights"] and ledger.is_empty()
 
 
 def test_names() -> None:

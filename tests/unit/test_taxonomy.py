@@ -12,7 +12,7 @@ from tests.support.core import MISALIGNED, OUT_OF_RANGE, REGISTER, STACK, mmu_te
 NAMES = """
 mmu-invalid-address mmu-null mmu-use-after-unmap mmu-permission mmu-instruction-fetch pbdma-fault
 sm-out-of-range sm-misaligned sm-trap sm-stack-overflow sm-exception device-assert death-in-flight hang
-server-death control-death device-ecc device-bus device-gsp device-other unattributed-xid
+guard-hit server-death control-death device-ecc device-bus device-gsp device-other unattributed-xid
 """
 
 

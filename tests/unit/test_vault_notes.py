@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -26,8 +27,9 @@ HOLDINGS = st.builds(
     SECONDS,
     st.none() | st.sampled_from(("model", "x" * 63)),
     st.none() | SECONDS,
+    st.booleans(),
     st.sampled_from(("", "a" * 32)),
-)
+).map(lambda h: replace(h, alone=h.alone and h.name is not None))
 
 
 @given(st.lists(HOLDINGS | st.integers(1, 12), max_size=30))

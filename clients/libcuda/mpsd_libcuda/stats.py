@@ -8,6 +8,7 @@ import struct
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 MAGIC = int.from_bytes(b"mpsdcuda", "little")
 VERSION = 1
@@ -100,26 +101,11 @@ def decode(data: bytes) -> Stats | None:
     """The structure in `data`; None if it is none of this version."""
     if len(data) < _HEAD.size + _UNKNOWN_MAX * _UNKNOWN.size:
         return None
-    magic, version, _, pid, state, driver, names, hidden, added, lacking, _, *rest = _HEAD.unpack_from(data)
+    magic, version, _, pid, state, *numbers, window, reason, path = _HEAD.unpack_from(data)
     if magic != MAGIC or version != VERSION:
         return None
-    (
-        asked,
-        mapped,
-        unmapped,
-        tables,
-        held,
-        held_bytes,
-        held_mapped,
-        passed,
-        taken,
-        refused,
-        lost,
-        *shared_and_passed,
-        window,
-        reason,
-        path,
-    ) = rest
+    # Without the reserved word among them.
+    counts: list[Any] = [*numbers[:5], *numbers[6:]]
     unknown: Counter[str] = Counter()
     for number in range(_UNKNOWN_MAX):
         count, name = _UNKNOWN.unpack_from(data, _HEAD.size + number * _UNKNOWN.size)
@@ -130,26 +116,10 @@ def decode(data: bytes) -> Stats | None:
         State(state),
         _text(reason),
         _text(path),
-        driver,
-        names,
-        hidden,
-        added,
-        lacking,
-        asked,
-        mapped,
-        unmapped,
-        tables,
-        held,
-        held_bytes,
-        held_mapped,
-        passed,
-        taken,
-        refused,
-        lost,
-        *shared_and_passed,
-        Window(window & 3),
-        window & ~3,
-        unknown,
+        *counts,
+        window=Window(window & 3),
+        window_base=window & ~3,
+        unknown=unknown,
     )
 
 

@@ -15,10 +15,14 @@
  *	SHARE	number, token		other processes of the owner may open it, until it is dropped or
  *					its process ends; the token is a new secret, not that of HELLO
  *	OPEN	token			answered with size, gpu and one descriptor
+ *	PUT_NAMED  as PUT, name		this piece alone is kept, under a name of its own; answered when the
+ *					descriptor store has it too (count 1; 0: it does not answer)
+ *	TAKE	name, number, address	what PUT_NAMED kept becomes this process's; answered as CLAIM
+ *	LEAVE	number			this process has done with it: the next may take it
  *
  * Each is answered once, in order, by its own kind with MPSD_VAULT_ANSWER added, its sequence and a
- * status. A descriptor comes with PUT, LEDGER and a good answer to CLAIM or OPEN, and with nothing
- * else. Whoever says anything else is not answered: the connection is closed.
+ * status. A descriptor comes with PUT, PUT_NAMED and LEDGER, and with a good answer to CLAIM, OPEN and
+ * TAKE, and with nothing else. Whoever says anything else is not answered: the connection is closed.
  */
 #pragma once
 
@@ -39,6 +43,9 @@ enum mpsd_vault_kind {
 	MPSD_VAULT_LEDGER = 7,
 	MPSD_VAULT_SHARE = 8,
 	MPSD_VAULT_OPEN = 9,
+	MPSD_VAULT_PUT_NAMED = 10,
+	MPSD_VAULT_TAKE = 11,
+	MPSD_VAULT_LEAVE = 12,
 	MPSD_VAULT_ANSWER = 128,
 };
 
@@ -49,6 +56,7 @@ enum mpsd_vault_status {
 	MPSD_VAULT_DENIED = 3,		/* this owner has nothing under that name or token, whoever else may */
 	MPSD_VAULT_TWICE = 4,		/* that number is held already */
 	MPSD_VAULT_NAME = 5,		/* not a name, or another process of the owner keeps it */
+	MPSD_VAULT_IN_USE = 16,		/* another living process has it */
 };
 
 struct mpsd_vault_message {

@@ -30,8 +30,9 @@ FILES_LIMIT = 1 << 16
 # A CUDA process has two, and two more for each further copy of libcuda. Telling them apart is quadratic.
 UVM_FILES_LIMIT = 64
 
-# 512 entries fill 32 KiB; the driver drops and counts what does not fit.
-_QUEUE_ENTRIES = 512
+# 2048 entries fill 128 KiB; the driver drops and counts what does not fit. Fatal faults alone would need
+# few, but it handles serviced ones by the hundred, and a queue that tells of them is read in intervals.
+_QUEUE_ENTRIES = 2048
 _VERSION_FILES = ("/sys/module/nvidia/version", "/proc/driver/nvidia/version")
 _SYS_PIDFD_GETFD = 438
 

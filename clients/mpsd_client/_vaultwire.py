@@ -1,0 +1,89 @@
+"""Messages on RUN/vault.sock, for programs: the client's own encoder of clients/libcuda/src/vaultwire.h.
+
+mpsd/vault/wire.py is the daemon's; a test compares the two, byte by byte.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+
+MAGIC = 0x746C7661
+VERSION = 1
+ANSWER = 128
+NAME_ROOM = 64
+TOKEN_ROOM = 32
+LAYOUT = struct.Struct(f"=IHHIIQQQII16s{TOKEN_ROOM}s{NAME_ROOM}s")
+
+
+class Kind(IntEnum):
+    HELLO = 1
+    RELEASE = 6
+    PUT_NAMED = 10
+    TAKE = 11
+    LEAVE = 12
+
+
+class Status(IntEnum):
+    OK = 0
+    QUOTA = 1
+    UNKNOWN = 2
+    DENIED = 3
+    TWICE = 4
+    NAME = 5
+    IN_USE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """`size` in bytes, `gpu` 16 bytes as cuDeviceGetUuid gives them, `token` of TOKEN_ROOM bytes."""
+
+    kind: Kind
+    sequence: int = 0
+    number: int = 0
+    size: int = 0
+    address: int = 0
+    index: int = 0
+    count: int = 0
+    gpu: bytes = bytes(16)
+    token: bytes = bytes(TOKEN_ROOM)
+    name: str = ""
+    status: Status = Status.OK
+
+
+def valid_name(name: str) -> bool:
+    """As the daemon has it: 1 to 63 printable ASCII characters without blanks, not a number."""
+    return 0 < len(name) < NAME_ROOM and all("!" <= c <= "~" for c in name) and not name.isdecimal()
+
+
+def pack(message: Message, *, answer: bool = False) -> bytes:
+    return LAYOUT.pack(
+        MAGIC,
+        VERSION,
+        message.kind + (ANSWER if answer else 0),
+        message.sequence,
+        message.status,
+        message.number,
+        message.size,
+        message.address,
+        message.index,
+        message.count,
+        message.gpu,
+        message.token,
+        message.name.encode("ascii"),
+    )
+
+
+def unpack_answer(data: bytes) -> Message:
+    """Raises ValueError for what is no answer."""
+    if len(data) != LAYOUT.size:
+        raise ValueError(f"{len(data)} bytes are no message")
+    magic, version, kind, sequence, status, number, size, address, index, count, gpu, token, name = (
+        LAYOUT.unpack(data)
+    )
+    if (magic, version) != (MAGIC, VERSION):
+        raise ValueError(f"magic {magic:#x} version {version}")
+    text = name.rstrip(b"\0").decode("ascii")
+    numbers = (sequence, number, size, address, index, count)
+    return Message(Kind(kind - ANSWER), *numbers, gpu, token, text, Status(status))
