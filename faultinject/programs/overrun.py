@@ -10,7 +10,7 @@ SIZE = 20 << 20
 """Of the allocation: a multiple of the granule in which memory is mapped, so that nothing lies behind it."""
 
 FAR = 16 << 20
-SPAN = 8 << 20
+SPAN = 16 << 20
 """Bytes over which a full grid strays."""
 
 WORD = 4
