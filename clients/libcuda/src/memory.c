@@ -331,8 +331,8 @@ static void unmap_adopted(struct window *window, CUdeviceptr base)
 	if (!window || !arena_free(&window->arena, base, &empty) || !empty.size)
 		return;
 	real_cuMemUnmap(empty.base, empty.size);
-	mpsd_zones_freed(empty.base, false);
-	arena_give(&window->arena, empty);
+	if (!mpsd_zones_freed(empty.base, false))
+		arena_give(&window->arena, empty);
 }
 
 void mpsd_memory_disown(CUdeviceptr base)

@@ -30,6 +30,7 @@
 
 /* UVM's ioctls are plain numbers. The same layouts are in mpsd/gpu/nvidia/uvm_abi.py. */
 #define UVM_FREE 34ul
+#define UVM_SET_PREFERRED_LOCATION 42ul
 #define UVM_CREATE_EXTERNAL_RANGE 73ul
 #define UVM_MAP_EXTERNAL_SPARSE 74ul
 #define UNWRITTEN UINT32_MAX
@@ -55,6 +56,19 @@ struct free_base_only {
 	uint32_t status, padding;
 };
 
+struct preferred_location {
+	uint64_t base, length;
+	uint8_t processor[16];
+	int32_t node;
+	uint32_t status;
+};
+
+/* The CPU, as UVM calls it. */
+static const uint8_t cpu[16] = {
+	0xa6, 0x5e, 0x0f, 0x4e, 0xd7, 0xd4, 0x7b, 0xa2, 0x50, 0x47, 0x41, 0x2c, 0x14, 0x2a, 0x77, 0x73,
+};
+
+_Static_assert(sizeof(struct preferred_location) == 40, "the layout is the driver's");
 _Static_assert(sizeof(struct external_range) == 24 && sizeof(struct external_sparse) == 40 &&
 	       sizeof(struct free_with_length) == 24 && sizeof(struct free_base_only) == 16,
 	       "the layouts are the driver's");
@@ -151,6 +165,19 @@ static bool hide(uint64_t base, size_t size)
 	return !madvise((void *)base, size, MADV_DONTFORK) && !mprotect((void *)base, size, CPU_ACCESS);
 }
 
+/*
+ * Pages of a zone that is hit come from the host: on a GPU that has none left the access would be fatal for
+ * everybody. Branches before 550 have the status where the node is, and do the same; where it is refused, as
+ * at address 0, pages come from the GPU.
+ */
+static void prefer_host(uint64_t base, size_t size)
+{
+	struct preferred_location wish = { .base = base, .length = size, .node = -1 };
+
+	memcpy(wish.processor, cpu, sizeof(wish.processor));
+	ioctl(descriptor, UVM_SET_PREFERRED_LOCATION, &wish);
+}
+
 static bool try_manage(uint64_t base, size_t size)
 {
 	if (descriptor < 0)
@@ -159,8 +186,10 @@ static bool try_manage(uint64_t base, size_t size)
 		put_placeholder(base, size, false);
 		return false;
 	}
-	if (hide(base, size))
+	if (hide(base, size)) {
+		prefer_host(base, size);
 		return true;
+	}
 	put_placeholder(base, size, true);
 	return false;
 }

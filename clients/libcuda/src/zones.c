@@ -22,6 +22,9 @@
 
 #define BUCKETS 4096
 
+/* A grid that runs wild in a zone lasts as long as its faults, so no more of a freed piece reports. */
+#define REPORTED ((size_t)16 << 20)
+
 enum state {
 	WAITING,		/* for the daemon's word: pieces are noted and not covered */
 	OFF,
@@ -31,7 +34,8 @@ enum state {
 enum side {
 	BEFORE,
 	BEHIND,
-	ITSELF,			/* in quarantine */
+	ITSELF,			/* in quarantine, its beginning */
+	REST,			/* and the rest of it, which is sparse */
 	SIDES,
 };
 
@@ -200,9 +204,9 @@ static bool lay(struct piece *piece, enum side side, uint64_t base, size_t size)
 	*zone = (struct mpsd_zone){
 		.base = base,
 		.size = size,
-		.role = side == ITSELF ? MPSD_ZONE_QUARANTINE : MPSD_ZONE_GUARD,
+		.role = side == ITSELF || side == REST ? MPSD_ZONE_QUARANTINE : MPSD_ZONE_GUARD,
 	};
-	if (make_room(size) && mpsd_cover_managed(zone))
+	if (side != REST && make_room(size) && mpsd_cover_managed(zone))
 		return true;
 	return laid_zones() < limits.zones && mpsd_cover_sparse(zone, (const uint8_t *)piece->gpu.bytes);
 }
@@ -277,11 +281,18 @@ static struct piece *strike_out(uint64_t base)
 	return piece;
 }
 
+static bool cover_itself(struct piece *piece)
+{
+	size_t reported = piece->size < REPORTED ? piece->size : REPORTED;
+
+	return lay(piece, ITSELF, piece->base, reported) &&
+	       (reported == piece->size || lay(piece, REST, piece->base + reported, piece->size - reported));
+}
+
 /* Newer ones than what is too much for the quarantine are not sacrificed to it. */
 static bool put_into_quarantine(struct piece *piece)
 {
-	if (piece->size > limits.quarantine_bytes || !piece->laid ||
-	    !lay(piece, ITSELF, piece->base, piece->size))
+	if (piece->size > limits.quarantine_bytes || !piece->laid || !cover_itself(piece))
 		return false;
 	piece->freed_ns = now_ns();
 	append(&quarantine, piece);
