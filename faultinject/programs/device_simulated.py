@@ -12,6 +12,7 @@ from mpsd.gpu.simulated.client import GpuFailure, SimulatedDevice
 UNMAPPED = 0x7E0000000000
 LOW_CODE = 0x10
 WORDS = 1024
+GOES_ON_S = 2.0
 
 
 @contextmanager
@@ -28,6 +29,8 @@ class SimulatedProgramDevice:
     def __init__(self, device: SimulatedDevice) -> None:
         self._device = device
         self.on_mps: bool | None = device.on_mps
+        # Open for as long as the program runs.
+        self._guarded: object = None
 
     def alloc(self, size: int) -> int:
         with _translated():
@@ -79,6 +82,9 @@ class SimulatedProgramDevice:
                 guarded.launch("load", second - 4096)
             case _:
                 guarded.launch("atomic", first)
+        # It works on, as a program would that has not noticed anything.
+        self._device.launch("spin", duration_s=GOES_ON_S)
+        self._guarded = guarded
 
     def _target(self, kind: str) -> int:
         """The address that this kind goes to, set up as the kind needs it."""
