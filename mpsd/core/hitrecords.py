@@ -29,10 +29,11 @@ def find(state: State, number: int) -> FaultRecord | None:
     return next((r for r in state.hits if r.id == number), None)
 
 
-def of(state: State, process: ProcessInstance, now: float) -> FaultRecord | None:
-    """The record that another hit of this process belongs to."""
-    own = (r for r in reversed(state.hits) if _whose(r) == process and _facts(r).outcome not in _DONE)
-    return next((r for r in own if _kept(state, r, now)), None)
+def of(state: State, process: ProcessInstance, now: float, *, living: bool = True) -> FaultRecord | None:
+    """The record that another hit of this process belongs to; of the dead one that has its end already."""
+    own = (r for r in reversed(state.hits) if _whose(r) == process)
+    fitting = (r for r in own if not living or _facts(r).outcome not in _DONE)
+    return next((r for r in fitting if _kept(state, r, now)), None)
 
 
 def _whose(record: FaultRecord) -> ProcessInstance | None:
@@ -125,12 +126,13 @@ def ended(draft: Draft, process: ProcessInstance) -> None:
         outcome = HitOutcome.EVICTED if put_out and evictions else HitOutcome.ENDED
         until = sent[0] if sent and outcome is HitOutcome.EVICTED else draft.now
         facts = replace(
-            facts, outcome=outcome, outcome_s=max(0.0, until - record.at), alone=_alone(draft, record)
+            facts, outcome=outcome, outcome_s=max(0.0, until - record.at), alone=alone(draft, record)
         )
         write(draft, replace(record, hit=facts))
 
 
-def _alone(draft: Draft, record: FaultRecord) -> bool:
+def alone(draft: Draft, record: FaultRecord) -> bool:
+    """Whether nothing happened to its domain since."""
     assert record.domain is not None
     domain = draft.state.domains.get(record.domain)
     sound = domain is not None and domain.state not in (DomainState.FAULTED, DomainState.HEADLESS)

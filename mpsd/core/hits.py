@@ -37,11 +37,12 @@ def on_guard_hit(draft: Draft, event: ev.GuardHit) -> None:
     policy = policy_of(draft, client)
     outcome, why = _act(draft, client, policy, event.liveness) if client.living else (HitOutcome.ENDED, "")
     process = client.id.process
-    record = hitrecords.of(draft.state, process, draft.now)
+    # Of the dead too: their kernels run on, and what they did is told a moment later.
+    record = hitrecords.of(draft.state, process, draft.now, living=client.living)
     if record is not None:
         _once_more(draft, record, event, policy, outcome, why)
-    elif not client.living or hitrecords.silent(draft.state, process, draft.now):
-        # Its kernels run on after its end, or its record had to make room: counted, and no more.
+    elif hitrecords.silent(draft.state, process, draft.now):
+        # Its record had to make room for others': counted, and no more.
         draft.count("guard_hits_untold", event.count)
     else:
         _begin(draft, client, event, HitFacts(event.role, policy, draft.now, outcome, event.count, why=why))
@@ -83,6 +84,8 @@ def _begin(draft: Draft, client: Client, event: ev.GuardHit, facts: HitFacts) ->
         evidence=(Evidence(Source.UVM, draft.now, text),),
         hit=facts,
     )
+    if facts.outcome is HitOutcome.ENDED:
+        record = replace(record, hit=replace(facts, alone=hitrecords.alone(draft, record)))
     draft.emit(Describe(number, client.id.process, seen.address, event.role))
     hitrecords.write(draft, record)
 

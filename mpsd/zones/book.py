@@ -16,9 +16,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from mpsd import procs
 from mpsd.errors import GpuError, MpsdError
 from mpsd.looks import Looks
-from mpsd.model import Access, Nearby, ProcessInstance, UvmEvent, ZoneRole
+from mpsd.model import Access, Liveness, Nearby, ProcessInstance, UvmEvent, ZoneRole
 from mpsd.zones.grants import Grant, Grants, ZoneLimits
 from mpsd.zones.ledger import Head, Ledger, Zone, ZoneMap
 
@@ -26,6 +27,7 @@ READ_AGAIN_S = 0.02
 DESCRIBE_S = 2.0
 # More than any GPU makes in that time.
 WAITING_KEPT = 4096
+LATE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +98,23 @@ class Zones:
         self.counters["refused"] += 1
 
     def leave(self, process: ProcessInstance) -> None:
-        """The process has ended, or runs another program."""
+        """The process has ended, or runs another program: what it was granted is free.
+
+        What the dead did is told a moment later, so their ledger stays for that long. Not so with another
+        program: that one may have memory of its own where the zones were.
+        """
         self.grants.take_back(process)
-        entry = self._entries.pop(process, None)
-        if entry is not None:
+        entry = self._entries.get(process)
+        if entry is None:
+            return
+        if procs.liveness(process) is Liveness.DEAD:
+            self._loop.call_later(LATE_S, self._forget, process, entry)
+        else:
+            self._forget(process, entry)
+
+    def _forget(self, process: ProcessInstance, entry: _Entry) -> None:
+        if self._entries.get(process) is entry:
+            del self._entries[process]
             _end(entry)
 
     def knows(self, process: ProcessInstance) -> bool:
@@ -219,8 +234,8 @@ class Zones:
         return {f"zone_{name}": count for name, count in sorted(self.counters.items())}
 
     def close(self) -> None:
-        for process in tuple(self._entries):
-            self.leave(process)
+        for process, entry in tuple(self._entries.items()):
+            self._forget(process, entry)
         self._looks.close()
 
 

@@ -244,7 +244,18 @@ def test_the_work_of_the_dead_that_strays_on_is_counted() -> None:
     hit(here)
     end(here)
     hit(here)
-    assert here.state.counters["guard_hits_untold"] == 1
+    assert len(here.records()) == 1
+    facts_of = here.state.hits[0].hit
+    assert facts_of is not None and (facts_of.outcome, facts_of.count) == (HitOutcome.EVICTED, 2)
+
+
+def test_who_ended_before_its_hit_was_told_is_named_all_the_same() -> None:
+    here = world()
+    here.die(10)
+    hit(here)
+    assert not here.ever(fx.Terminate) and not here.ever(fx.Kill)
+    assert hittext.summary(here.record()).endswith("absorbed, it ended; nobody else noticed")
+    hit(here)
     assert len(here.records()) == 1
 
 

@@ -1,0 +1,206 @@
+"""Grants of guard zones, and which event is a hit: on a clock of the test's own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from faultinject.guardzones import LedgerWriter
+from mpsd.errors import GpuError
+from mpsd.linux import procfs
+from mpsd.model import Access, ProcessInstance, UvmEvent, UvmFaultType, UvmReason, ZoneRole
+from mpsd.zones import layout
+from mpsd.zones.book import READ_AGAIN_S, Hit, Zones
+from mpsd.zones.grants import LEAST, Grants, ZoneLimits
+
+BASE, MIB, GIB = 0x1000_0000_0000, 1 << 20, 1 << 30
+ME = ProcessInstance(os.getpid(), procfs.start_ticks(os.getpid()))
+LIMITS = ZoneLimits(64 * GIB, 16 * GIB, 100)
+
+
+def fault(address: int, access: Access = Access.WRITE, *, fatal: bool = False) -> UvmEvent:
+    return UvmEvent(fatal, UvmFaultType.INVALID_PTE, access, UvmReason.UNKNOWN, address, 1)
+
+
+class Stand:
+    """One client with one zone at BASE, and a clock."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.late: list[Hit] = []
+        self.zones = Zones(LIMITS, clock=lambda: self.now)
+        self.zones.on_late = lambda process, hit: self.late.append(hit)
+        self.writer = LedgerWriter()
+        self.lay(0, BASE)
+        assert self.zones.join(ME, 0, ("GPU-0",), os.dup(self.writer.fd)) is not None
+
+    def lay(self, row: int, start: int, kind: int = layout.Kind.MANAGED) -> None:
+        self.writer.zone(row, kind, layout.Role.GUARD, start, start + MIB)
+
+    def hits(self, *events: UvmEvent) -> Hit | None:
+        return self.zones.hits(ME, events)
+
+    def close(self) -> None:
+        self.zones.close()
+        self.writer.close()
+
+
+def run(test: Callable[[Stand], Coroutine[Any, Any, None]]) -> None:
+    async def whole() -> None:
+        stand = Stand()
+        try:
+            await test(stand)
+        finally:
+            stand.close()
+
+    asyncio.run(whole())
+
+
+def test_only_serviced_accesses_in_a_zone_of_its_own_are_hits() -> None:
+    async def test(stand: Stand) -> None:
+        hit = stand.hits(fault(BASE - 1), fault(BASE + 5), fault(BASE + MIB - 1), fault(BASE + MIB))
+        assert hit is not None
+        assert (hit.event.address, hit.role, hit.count) == (BASE + 5, ZoneRole.GUARD, 2)
+        stand.now += 1
+        assert stand.hits(fault(BASE, Access.PREFETCH)) is None
+        assert stand.hits(fault(BASE, fatal=True)) is None
+        assert stand.zones.hits(ProcessInstance(1, 1), [fault(BASE)]) is None
+
+    run(test)
+
+
+def test_a_zone_that_has_gone_is_none_however_fresh_the_list() -> None:
+    async def test(stand: Stand) -> None:
+        assert stand.hits(fault(BASE)) is not None
+        stand.lay(0, 0, layout.Kind.NONE)
+        assert stand.hits(fault(BASE)) is None
+
+    run(test)
+
+
+def test_a_flood_reads_the_ledger_rarely_and_loses_no_hit_in_a_new_zone() -> None:
+    async def test(stand: Stand) -> None:
+        reads = 0
+        entry = stand.zones._entries[ME]
+        read = entry.ledger.zone_bytes
+
+        def counted() -> bytes:
+            nonlocal reads
+            reads += 1
+            return read()
+
+        entry.ledger.zone_bytes = counted  # type: ignore[method-assign]
+        assert stand.hits(fault(BASE + 9 * MIB)) is None
+        stand.lay(1, BASE + 4 * MIB)
+        reads = 0
+        for number in range(500):
+            assert stand.hits(fault(BASE + (number + 10) * MIB)) is None
+        assert stand.hits(fault(BASE + 4 * MIB)) is None
+        assert reads == 0
+        stand.now += READ_AGAIN_S
+        async with asyncio.timeout(10):
+            while not stand.late:
+                await asyncio.sleep(0)
+        assert [(h.event.address, h.count) for h in stand.late] == [(BASE + 4 * MIB, 1)]
+        assert stand.zones.counters["events_not_looked_up"] == 0
+
+    run(test)
+
+
+def test_the_ledger_of_the_dead_stays_a_moment_and_what_was_granted_does_not() -> None:
+    async def test(stand: Stand) -> None:
+        child = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
+        process = ProcessInstance(child.pid, procfs.start_ticks(child.pid))
+        assert stand.zones.join(process, 0, ("GPU-0",), os.dup(stand.writer.fd)) is not None
+        child.kill()
+        child.communicate(timeout=10)
+        stand.zones.leave(process)
+        assert stand.zones.grants.of(process) is None
+        assert stand.zones.hits(process, [fault(BASE)]) is not None
+        # Another program in a living process may have memory of its own there.
+        stand.zones.leave(ME)
+        assert stand.hits(fault(BASE)) is None
+
+    run(test)
+
+
+def test_what_lies_there_is_read_though_the_client_is_forgotten() -> None:
+    async def test(stand: Stand) -> None:
+        stand.writer.note(0, BASE - MIB, MIB, order=3, born=1)
+        stand.writer.launched("wild")
+        looking = stand.zones.describe(ME, BASE, ZoneRole.GUARD)
+        stand.zones.leave(ME)
+        found = await looking
+        assert found.nearby is not None and found.nearby.order == 3
+        assert found.kernel == "wild"
+        again = await stand.zones.describe(ME, BASE, ZoneRole.GUARD)
+        assert (again.nearby, again.kernel) == (None, None)
+
+    run(test)
+
+
+def test_what_is_no_ledger_is_not_taken() -> None:
+    async def test(stand: Stand) -> None:
+        null = os.open("/dev/null", os.O_RDONLY)
+        with pytest.raises(GpuError):
+            stand.zones.join(ProcessInstance(1, 1), 0, ("GPU-0",), null)
+        os.close(null)
+        assert stand.hits(fault(BASE)) is not None
+
+    run(test)
+
+
+# -- grants ----------------------------------------------------------------------------------------------
+
+STEPS = st.lists(
+    st.tuples(st.integers(1, 30), st.booleans(), st.sampled_from((0, GIB, 1 << 50))), max_size=60
+)
+
+
+@given(STEPS)
+def test_caps_hold_whoever_comes_and_goes(steps: list[tuple[int, bool, int]]) -> None:
+    grants = Grants(LIMITS)
+    for pid, comes, laid in steps:
+        process = ProcessInstance(pid, 1)
+        if comes:
+            before = grants.of(process)
+            given_now = grants.give(process, ("GPU-0",), laid)
+            assert before in (None, given_now)
+            assert given_now is None or LEAST <= given_now.bytes <= LIMITS.client_bytes
+        else:
+            grants.take_back(process)
+        assert 0 <= grants.given_on("GPU-0") <= LIMITS.gpu_bytes
+    for pid in range(1, 31):
+        grants.take_back(ProcessInstance(pid, 1))
+    assert grants.given_on("GPU-0") == 0
+
+
+def test_who_comes_late_gets_some_and_who_was_there_before_keeps_his() -> None:
+    grants = Grants(LIMITS)
+    sizes = []
+    for pid in range(1, 8):
+        grant = grants.give(ProcessInstance(pid, 1), ("GPU-0",), 0)
+        assert grant is not None
+        sizes.append(grant.bytes // GIB)
+    assert sizes == [16, 16, 16, 8, 4, 2, 1]
+    elsewhere = grants.give(ProcessInstance(9, 1), ("GPU-1",), 0)
+    assert elsewhere is not None and elsewhere.bytes == LIMITS.client_bytes
+    again = Grants(LIMITS)
+    again.give(ProcessInstance(1, 1), ("GPU-0",), 0)
+    for pid in range(2, 5):
+        again.give(ProcessInstance(pid, 1), ("GPU-0",), 0)
+    kept = again.give(ProcessInstance(6, 1), ("GPU-0",), 7 * GIB)
+    assert kept is not None and kept.bytes == 7 * GIB
+
+
+def test_no_zones_at_all_is_a_choice() -> None:
+    for limits in (ZoneLimits(0, GIB, 10), ZoneLimits(GIB, 0, 10), ZoneLimits(GIB, GIB, 0)):
+        assert Grants(limits).give(ME, ("GPU-0",), 0) is None
+    assert Grants(LIMITS).give(ME, (), 0) is None
