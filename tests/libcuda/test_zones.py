@@ -321,6 +321,23 @@ def test_the_next_daemon_is_sent_the_ledger_too(libraries: Libraries, place: Pat
             assert zones(vault.ledgers[0]) == around(first, 4 * MIB) + around(second, 4 * MIB)
 
 
+def test_the_next_daemon_s_word_counts(libraries: Libraries, place: Path) -> None:
+    """Refused by the first one, granted by the second, refused by the third."""
+    with client(libraries, place) as program:
+        bases = []
+        for grant in (Status.QUOTA, (1 << 30, 100), Status.QUOTA):
+            place.unlink(missing_ok=True)
+            with GrantingVault(place, grant) as vault:
+                bases.append(program.do("alloc(4 << 20)"))
+                until(lambda there=vault: there.puts == 1, "the answer was heard")
+        # Each of these was there before its daemon's word was.
+        managed = [zone for base in bases for zone in around(base, 4 * MIB)]
+        ledger = program.ledger()
+        assert zones(ledger) == managed
+        late = program.do("alloc(4 << 20)")
+        assert zones(ledger) == managed + around(late, 4 * MIB, SPARSE)
+
+
 # -- the simulated GPU -------------------------------------------------------------------------------------
 
 

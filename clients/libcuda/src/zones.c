@@ -25,12 +25,6 @@
 /* A grid that runs wild in a zone lasts as long as its faults, so no more of a freed piece reports. */
 #define REPORTED ((size_t)16 << 20)
 
-enum state {
-	WAITING,		/* for the daemon's word: pieces are noted and not covered */
-	OFF,
-	ON,
-};
-
 enum side {
 	BEFORE,
 	BEHIND,
@@ -61,7 +55,7 @@ static atomic_bool off_in_child;
 static struct mpsd_limits limits;	/* read once */
 
 /* Under the lock. */
-static enum state state;
+static bool granted;		/* before that, pieces are noted and not covered */
 static uint64_t budget_bytes, budget_zones;
 static struct piece *living[BUCKETS];
 static unsigned int step_bucket = BUCKETS;
@@ -81,7 +75,7 @@ static void start(void)
 	if (limits.own_budget) {
 		budget_bytes = limits.own_budget;
 		budget_zones = limits.zones;
-		state = ON;
+		granted = true;
 	}
 	if (limits.zone_bytes)
 		pthread_atfork(NULL, NULL, in_child);
@@ -255,15 +249,15 @@ void mpsd_zones_born(uint64_t base, size_t size, CUdevice device)
 	if (!enter())
 		return;
 	let_out_old();
-	piece = state == OFF ? NULL : malloc(sizeof(*piece));
+	piece = malloc(sizeof(*piece));
 	if (piece) {
 		*piece = (struct piece){ .next = *bucket_of(base), .base = base, .size = size, .device = device };
 		*bucket_of(base) = piece;
 		/* Here, for the channel's thread calls nothing of the driver's for a zone. */
 		real_cuDeviceGetUuid_v2(&piece->gpu, device);
-		if (state == ON)
+		if (granted)
 			cover(piece);
-	} else if (state != OFF) {
+	} else {
 		mpsd_ledger->uncovered++;
 	}
 	leave();
@@ -313,7 +307,7 @@ bool mpsd_zones_freed(uint64_t base, bool keep)
 	piece = strike_out(base);
 	if (piece) {
 		mpsd_ledger->uncovered -= piece->bare;
-		kept = keep && state == ON && put_into_quarantine(piece);
+		kept = keep && granted && put_into_quarantine(piece);
 		if (!kept) {
 			/* Addresses under a zone that cannot be taken away are never given out again. */
 			kept = !unlay_all(piece);
@@ -368,7 +362,7 @@ void mpsd_zones_granted(uint64_t bytes, uint64_t count)
 		return;
 	budget_bytes = bytes;
 	budget_zones = count;
-	state = ON;
+	granted = true;
 	step_bucket = 0;
 	leave();
 }
@@ -377,8 +371,7 @@ void mpsd_zones_refused(void)
 {
 	if (!enter())
 		return;
-	if (state == WAITING)
-		state = OFF;
+	budget_bytes = budget_zones = 0;
 	leave();
 }
 

@@ -36,7 +36,10 @@ void mpsd_zones_empty(void);
 /* The daemon's word: `bytes` of managed zones, `count` of them; more are sparse. Pieces that are there: step. */
 void mpsd_zones_granted(uint64_t bytes, uint64_t count);
 
-/* The daemon knows of no zones: there are none. */
+/*
+ * The daemon knows of no zones, or refuses them. There are none if it is the first word; after a grant by
+ * another daemon the managed ones do not become more.
+ */
 void mpsd_zones_refused(void);
 
 /* Cover some of what was there before the daemon's word came. False: nothing is left to be covered. */
