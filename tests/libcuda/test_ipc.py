@@ -158,9 +158,7 @@ def test_a_stranger_with_the_handle_opens_nothing(
     assert vault.look(lambda: vault.vault.counters["opens_denied"]) == 2
 
 
-def test_a_bad_handle_is_an_error(
-    libraries: Libraries, vault: RunningVault, programs: list[Program]
-) -> None:
+def test_a_bad_handle_is_an_error(libraries: Libraries, vault: RunningVault, programs: list[Program]) -> None:
     """Whatever a program writes into those 64 bytes."""
     exporter, opener = (start(libraries, vault.path, programs) for _ in range(2))
     handle = exporter.do(f"export({exporter.do('alloc(100)')})")

@@ -253,7 +253,11 @@ print(json.dumps([count, held()[0], held()[3]]))
 
 def test_a_window_that_collides_goes_elsewhere_and_says_so(libraries: Libraries) -> None:
     base = 0x310000000000
-    chosen = {"MPSD_WINDOW_BASE": hex(base), "MPSD_WINDOW_BYTES": str(256 * MIB), "TAKEN": hex(base + 16 * MIB)}
+    chosen = {
+        "MPSD_WINDOW_BASE": hex(base),
+        "MPSD_WINDOW_BYTES": str(256 * MIB),
+        "TAKEN": hex(base + 16 * MIB),
+    }
     answer, said = heard(libraries, WINDOW, **chosen)
     assert isinstance(answer, list) and answer[1] != base
     assert [answer[0], *answer[2:]] == [Window.ELSEWHERE, 0, 1]

@@ -52,6 +52,18 @@ def test_no_report(sanitized: Libraries, program: str, how: str, vault: str, vau
     assert done.stdout.splitlines()[-1] in ("ok", "cuCtxSynchronize 709")
 
 
+@pytest.mark.parametrize("proxied", [False, True])
+@pytest.mark.parametrize("program, how", [("ipc", "dlsym"), ("ipcthreads", "getproc")])
+def test_no_report_of_two_processes(
+    sanitized: Libraries, program: str, how: str, proxied: bool, vault_socket: str
+) -> None:
+    chosen = {"MPSD_VAULT_SOCKET": vault_socket} if proxied else {}
+    environment = sanitized.environment(proxied=proxied, **chosen)
+    done = run([*start(), sanitized.program(program), how], environment)
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr[-4000:]
+    assert done.stdout.splitlines()[-1] == "ok"
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_the_arena_agrees_with_a_model(sanitized: Libraries, seed: int) -> None:
     done = run(
