@@ -168,8 +168,9 @@ start()
 class Plane(ctypes.Structure):
     _fields_ = [(n, t) for side in ("src", "dst") for n, t in (
         (side + "X", ctypes.c_size_t), (side + "Y", ctypes.c_size_t), (side + "Type", ctypes.c_int),
-        (side + "Host", ctypes.c_void_p), (side + "Device", ctypes.c_uint64), (side + "Array", ctypes.c_void_p),
-        (side + "Pitch", ctypes.c_size_t))] + [("Width", ctypes.c_size_t), ("Height", ctypes.c_size_t)]
+        (side + "Host", ctypes.c_void_p), (side + "Device", ctypes.c_uint64),
+        (side + "Array", ctypes.c_void_p), (side + "Pitch", ctypes.c_size_t))]
+    _fields_ += [("Width", ctypes.c_size_t), ("Height", ctypes.c_size_t)]
 address, other, size = alloc(1024), alloc(1024), ctypes.c_size_t
 a, b, host = ctypes.c_uint64(address), ctypes.c_uint64(other), ctypes.create_string_buffer(4096)
 def plane(height, y=0):
@@ -179,7 +180,8 @@ def plane(height, y=0):
 codes = []
 for n in (1024, 1025, 1536):
     codes += [cuda.cuMemcpyHtoD_v2(a, host, size(n)), cuda.cuMemcpyDtoH_v2(host, a, size(n)),
-              cuda.cuMemcpyDtoD_v2(a, b, size(n)), cuda.cuMemcpyDtoD_v2(b, a, size(n)), cuda.cuMemcpy(a, b, size(n)),
+              cuda.cuMemcpyDtoD_v2(a, b, size(n)), cuda.cuMemcpyDtoD_v2(b, a, size(n)),
+              cuda.cuMemcpy(a, b, size(n)),
               cuda.cuMemsetD8_v2(a, 1, size(n)), cuda.cuMemsetD16_v2(a, 1, size((n + 1) // 2)),
               cuda.cuMemsetD32_v2(a, 1, size((n + 3) // 4))]
 codes += [plane(4), plane(5), plane(1, 3), plane(1, 8)]
@@ -206,10 +208,10 @@ where = ctypes.addressof(ctypes.c_char.from_buffer(room_for_it))
 must(cuda.cuMemHostRegister_v2(ctypes.c_void_p(where), ctypes.c_size_t(4096), 0))
 cuda.cuMemHostRegister_v2(ctypes.c_void_p(where), ctypes.c_size_t(4096), 0)
 class Property(ctypes.Structure):
-    _fields_ = [("type", ctypes.c_int), ("handles", ctypes.c_int), ("place", ctypes.c_int), ("id", ctypes.c_int),
-                ("meta", ctypes.c_void_p), ("flags", ctypes.c_uint64)]
-handle, property = ctypes.c_uint64(), Property(1, 1, 1, 0, None, 0)
-must(cuda.cuMemCreate(ctypes.byref(handle), ctypes.c_size_t(2 * MIB), ctypes.byref(property), ctypes.c_uint64(0)))
+    _fields_ = [("type", ctypes.c_int), ("handles", ctypes.c_int), ("place", ctypes.c_int),
+                ("id", ctypes.c_int), ("meta", ctypes.c_void_p), ("flags", ctypes.c_uint64)]
+handle, wanted, none = ctypes.c_uint64(), Property(1, 1, 1, 0, None, 0), ctypes.c_uint64(0)
+must(cuda.cuMemCreate(ctypes.byref(handle), ctypes.c_size_t(2 * MIB), ctypes.byref(wanted), none))
 alloc(100)
 found = read_stats(os.getpid())
 print(json.dumps([found.passed_host, found.passed_exportable, found.passed_pool, found.passed_managed,
@@ -228,7 +230,8 @@ if os.environ.get("TAKEN"):
     libc = ctypes.CDLL(None)
     libc.mmap.restype = ctypes.c_uint64
     at = int(os.environ["TAKEN"], 0)
-    assert libc.mmap(ctypes.c_void_p(at), ctypes.c_size_t(4096), 3, 0x22 | 0x100000, -1, ctypes.c_long(0)) == at
+    page, none = ctypes.c_size_t(4096), ctypes.c_long(0)
+    assert libc.mmap(ctypes.c_void_p(at), page, 3, 0x22 | 0x100000, -1, none) == at
 address = alloc(3 * MIB)
 stats = read_stats(os.getpid())
 print(json.dumps([stats.window, stats.window_base, address - stats.window_base, stats.vault_allocations]))

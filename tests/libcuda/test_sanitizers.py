@@ -66,6 +66,18 @@ def test_no_report_while_a_vault_grants_zones(sanitized: Libraries) -> None:
             assert vault.asked.is_set()
 
 
+@pytest.mark.parametrize("proxied", [False, True])
+@pytest.mark.parametrize("program, how", [("ipc", "dlsym"), ("ipcthreads", "getproc")])
+def test_no_report_of_two_processes(
+    sanitized: Libraries, program: str, how: str, proxied: bool, vault_socket: str
+) -> None:
+    chosen = {"MPSD_VAULT_SOCKET": vault_socket} if proxied else {}
+    environment = sanitized.environment(proxied=proxied, **chosen)
+    done = run([*start(), sanitized.program(program), how], environment)
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr[-4000:]
+    assert done.stdout.splitlines()[-1] == "ok"
+
+
 @pytest.mark.parametrize("seed, zone", [(0, 0), (1, 0), (2, 1), (3, 1), (4, 3), (5, 10)])
 def test_the_arena_agrees_with_a_model(sanitized: Libraries, seed: int, zone: int) -> None:
     program = sanitized.program("arena", sources=("arena.c",))

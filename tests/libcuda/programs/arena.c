@@ -23,6 +23,7 @@ static int owner[UNITS];	/* index into live, plus 1 */
 static bool mapped[GRANULES], reserved[GRANULES];
 static struct arena_range kept[GRANULES];
 static size_t kept_count, zone;
+static struct arena_range piece_of[GRANULES];
 static uint64_t state;
 
 #define CHECK(condition) do {								\
@@ -67,6 +68,7 @@ static void map(struct arena_range range, bool to)
 
 		CHECK(granule < GRANULES && mapped[granule] != to);
 		mapped[granule] = to;
+		piece_of[granule] = range;
 		for (size_t unit = 0; !to && unit < ARENA_GRANULE / ARENA_UNIT; unit++)
 			CHECK(!owner[granule * (ARENA_GRANULE / ARENA_UNIT) + unit]);
 	}
@@ -150,6 +152,21 @@ static void release(struct arena *arena, int slot)
 	live[slot].size = 0;
 }
 
+/* What is mapped as one, and the next of those. */
+static void look_at_pieces(struct arena *arena, uint64_t address)
+{
+	size_t granule = (address - BASE) / ARENA_GRANULE;
+	struct arena_range piece;
+
+	CHECK(arena_piece(arena, address, &piece) == mapped[granule]);
+	CHECK(!mapped[granule] || (piece.base == piece_of[granule].base && piece.size == piece_of[granule].size));
+	while (granule < GRANULES && !mapped[granule])
+		granule++;
+	CHECK(arena_next_piece(arena, address, &piece) == (granule < GRANULES));
+	CHECK(granule == GRANULES || piece.base == piece_of[granule].base);
+	CHECK(!arena_piece(arena, BASE - 1, &piece) && !arena_piece(arena, BASE + GRANULES * ARENA_GRANULE, &piece));
+}
+
 static void look(struct arena *arena)
 {
 	uint64_t address = BASE + random_below(GRANULES * ARENA_GRANULE);
@@ -162,6 +179,7 @@ static void look(struct arena *arena)
 	CHECK(arena_find(arena, address, &found) == (slot != 0));
 	if (slot)
 		CHECK(found.base == live[slot - 1].base && found.size == live[slot - 1].size);
+	look_at_pieces(arena, address);
 	CHECK(!arena_find(arena, BASE - 1, &found));
 	CHECK(!arena_find(arena, BASE + GRANULES * ARENA_GRANULE, &found));
 }
