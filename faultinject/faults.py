@@ -3,6 +3,8 @@
 A fault is a value: what it is, what it needs of the machine, which class mpsd must give it, who must
 survive it in which mode, how sure the naming must be, and how it is healed. The expectations for stock
 MPS are the rows of the measured table (docs: faultinject/reports): False means "known to be lost".
+
+Long because it is one table with a row for every kind.
 """
 
 from __future__ import annotations
