@@ -367,21 +367,19 @@ bool arena_find(const struct arena *arena, uint64_t address, struct arena_range 
 bool arena_piece(const struct arena *arena, uint64_t address, struct arena_range *piece)
 {
 	uint64_t granule = (address - arena->base) / ARENA_GRANULE;
-	uint32_t first;
+	uint32_t first = granule < arena->granules ? arena->head[granule] : 0;
 
-	if (granule >= arena->granules || !arena->head[granule])
+	if (!first--)
 		return false;
-	first = arena->head[granule] - 1;
 	*piece = range_of(arena, first, arena->slab[first] ? 1 : granules_of(arena->size[first]));
 	return true;
 }
 
 bool arena_next_piece(const struct arena *arena, uint64_t address, struct arena_range *piece)
 {
-	for (; address - arena->base < arena->granules * ARENA_GRANULE; address += ARENA_GRANULE)
-		if (arena_piece(arena, address, piece))
-			return true;
-	return false;
+	while (address - arena->base < arena->granules * ARENA_GRANULE && !arena_piece(arena, address, piece))
+		address += ARENA_GRANULE;
+	return address - arena->base < arena->granules * ARENA_GRANULE;
 }
 
 bool arena_first(struct arena *arena, struct arena_range *found)

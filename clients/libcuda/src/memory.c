@@ -19,13 +19,14 @@
 #include "launches.h"
 #include "marks.h"
 #include "notes.h"
+#include "physical.h"
 #include "proxy.h"
 #include "stats.h"
 #include "vault.h"
 #include "window.h"
 #include "zones.h"
 
-#define DEVICES 32
+#define DEVICES MPSD_DEVICES
 
 static struct window {
 	struct arena arena;
@@ -86,67 +87,6 @@ static struct window *window_at(CUdeviceptr address)
 	return NULL;
 }
 
-/*
- * What the program has freed is free when the daemon has let go of it too: before memory is said to be
- * out, that is waited for, a quarter of a second at most.
- */
-static CUresult create(CUmemGenericAllocationHandle *handle, size_t size, CUdevice device)
-{
-	CUmemAllocationProp property = mpsd_window_property(device);
-	CUresult result = real_cuMemCreate(handle, size, &property, 0);
-
-	if (result == CUDA_ERROR_OUT_OF_MEMORY && mpsd_vault_settle())
-		result = real_cuMemCreate(handle, size, &property, 0);
-	/* A driver may have it for memory that is not exported alone. */
-	if (result != CUDA_SUCCESS && result != CUDA_ERROR_OUT_OF_MEMORY && property.allocFlags.gpuDirectRDMACapable) {
-		property.allocFlags.gpuDirectRDMACapable = 0;
-		result = real_cuMemCreate(handle, size, &property, 0);
-	}
-	return result;
-}
-
-/* For the device itself, and for those that may access its memory. */
-static CUresult set_access(struct arena_range range, uint32_t devices, CUmemAccess_flags flags)
-{
-	CUmemAccessDesc access[DEVICES];
-	size_t count = 0;
-
-	for (int i = 0; i < DEVICES; i++)
-		if (devices >> i & 1)
-			access[count++] = (CUmemAccessDesc){
-				.location = { .type = CU_MEM_LOCATION_TYPE_DEVICE, .id = i }, .flags = flags };
-	return real_cuMemSetAccess(range.base, range.size, access, count);
-}
-
-static CUresult place(struct arena_range range, CUdevice device, CUmemGenericAllocationHandle handle)
-{
-	CUresult result = real_cuMemMap(range.base, range.size, 0, handle, 0);
-
-	if (result != CUDA_SUCCESS)
-		return result;
-	result = set_access(range, 1u << device | windows[device].peers, CU_MEM_ACCESS_FLAGS_PROT_READWRITE);
-	if (result != CUDA_SUCCESS)
-		real_cuMemUnmap(range.base, range.size);
-	return result;
-}
-
-/* The mapping alone keeps the physical memory; the vault's side takes the handle, or it is released. */
-static CUresult map(struct arena_range range, CUdevice device)
-{
-	CUmemGenericAllocationHandle handle;
-	CUresult result;
-
-	if (!range.size)
-		return CUDA_SUCCESS;
-	result = create(&handle, range.size, device);
-	if (result != CUDA_SUCCESS)
-		return result;
-	result = place(range, device, handle);
-	if (result != CUDA_SUCCESS || !mpsd_vault_put(range.base, range.size, device, handle))
-		real_cuMemRelease(handle);
-	return result;
-}
-
 /* Addresses that were in quarantine long enough. */
 static void take_back(void)
 {
@@ -178,7 +118,7 @@ static CUresult alloc_in(struct window *window, CUdevice device, CUdeviceptr *dp
 
 	if (!address)
 		return CUDA_ERROR_OUT_OF_MEMORY;
-	result = map(fresh, device);
+	result = mpsd_physical_map(fresh, device, window->peers);
 	if (result != CUDA_SUCCESS) {
 		arena_free(&window->arena, address, &empty);
 		arena_give(&window->arena, empty);
@@ -312,7 +252,7 @@ CUresult mpsd_memory_adopt(CUdevice device, size_t size, CUmemGenericAllocationH
 	window = size && size % ARENA_GRANULE == 0 ? window_of(device) : NULL;
 	*base = window ? find_address(&window->arena, size, &fresh) : 0;
 	if (*base) {
-		result = place(fresh, device, handle);
+		result = mpsd_physical_place(fresh, 1u << device | window->peers, handle);
 		if (result == CUDA_SUCCESS) {
 			mpsd_zones_born(fresh.base, fresh.size, device);
 		} else {
@@ -364,7 +304,7 @@ static CUresult set_peer(struct window *window, CUdevice peer, bool on)
 
 	window->peers = on ? window->peers | 1u << peer : window->peers & ~(1u << peer);
 	while (window->open && arena_next_piece(&window->arena, piece.base + piece.size, &piece)) {
-		CUresult one = set_access(piece, 1u << peer, flags);
+		CUresult one = mpsd_physical_access(piece, 1u << peer, flags);
 
 		result = result ? result : one;
 	}

@@ -1,0 +1,65 @@
+// SPDX-License-Identifier: MIT
+#include "physical.h"
+
+#include "proxy.h"
+#include "vault.h"
+#include "window.h"
+
+/*
+ * What the program has freed is free when the daemon has let go of it too: before memory is said to be
+ * out, that is waited for, a quarter of a second at most.
+ */
+static CUresult create(CUmemGenericAllocationHandle *handle, size_t size, CUdevice device)
+{
+	CUmemAllocationProp property = mpsd_window_property(device);
+	CUresult result = real_cuMemCreate(handle, size, &property, 0);
+
+	if (result == CUDA_ERROR_OUT_OF_MEMORY && mpsd_vault_settle())
+		result = real_cuMemCreate(handle, size, &property, 0);
+	/* A driver may have it for memory that is not exported alone. */
+	if (result != CUDA_SUCCESS && result != CUDA_ERROR_OUT_OF_MEMORY && property.allocFlags.gpuDirectRDMACapable) {
+		property.allocFlags.gpuDirectRDMACapable = 0;
+		result = real_cuMemCreate(handle, size, &property, 0);
+	}
+	return result;
+}
+
+CUresult mpsd_physical_access(struct arena_range range, uint32_t devices, CUmemAccess_flags flags)
+{
+	CUmemAccessDesc access[MPSD_DEVICES];
+	size_t count = 0;
+
+	for (int i = 0; i < MPSD_DEVICES; i++)
+		if (devices >> i & 1)
+			access[count++] = (CUmemAccessDesc){
+				.location = { .type = CU_MEM_LOCATION_TYPE_DEVICE, .id = i }, .flags = flags };
+	return real_cuMemSetAccess(range.base, range.size, access, count);
+}
+
+CUresult mpsd_physical_place(struct arena_range range, uint32_t devices, CUmemGenericAllocationHandle handle)
+{
+	CUresult result = real_cuMemMap(range.base, range.size, 0, handle, 0);
+
+	if (result != CUDA_SUCCESS)
+		return result;
+	result = mpsd_physical_access(range, devices, CU_MEM_ACCESS_FLAGS_PROT_READWRITE);
+	if (result != CUDA_SUCCESS)
+		real_cuMemUnmap(range.base, range.size);
+	return result;
+}
+
+CUresult mpsd_physical_map(struct arena_range range, CUdevice device, uint32_t peers)
+{
+	CUmemGenericAllocationHandle handle;
+	CUresult result;
+
+	if (!range.size)
+		return CUDA_SUCCESS;
+	result = create(&handle, range.size, device);
+	if (result != CUDA_SUCCESS)
+		return result;
+	result = mpsd_physical_place(range, 1u << device | peers, handle);
+	if (result != CUDA_SUCCESS || !mpsd_vault_put(range.base, range.size, device, handle))
+		real_cuMemRelease(handle);
+	return result;
+}
