@@ -24,6 +24,8 @@ log = structlog.get_logger("mpsd.trackers")
 
 EVENTS_PER_DRAIN = 64
 CALM_S = 0.002
+SETTLES_S = 0.001
+"""A program that waits for its kernels has learnt of the end of this one by then, as a rule."""
 
 
 @dataclass(slots=True, eq=False)
@@ -115,8 +117,17 @@ class Trackers:
         self._loop.add_reader(queue.tracker.fileno(), self._drain, queue)
 
     def _hit(self, client: ClientId, hit: Hit) -> None:
-        liveness = procs.liveness(client.process)
-        self._post(ev.GuardHit(client, hit.event, hit.role, hit.count, liveness))
+        if self._is_idle(client):
+            self._tell(client, hit)
+        else:
+            self._loop.call_later(SETTLES_S, self._tell, client, hit)
+
+    def _is_idle(self, client: ClientId) -> bool:
+        return self._zones is not None and self._zones.idle(client.process)
+
+    def _tell(self, client: ClientId, hit: Hit) -> None:
+        liveness, idle = procs.liveness(client.process), self._is_idle(client)
+        self._post(ev.GuardHit(client, hit.event, hit.role, hit.count, liveness, idle))
 
     def _hit_late(self, process: ProcessInstance, hit: Hit) -> None:
         client = next((c for c in self._queues if c.process == process), None)

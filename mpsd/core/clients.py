@@ -233,13 +233,19 @@ def on_evict(draft: Draft, event: ev.EvictRequested) -> None:
     begin_eviction(draft, believed, Eviction(event.request, event.reason, draft.now), event.liveness)
 
 
-def begin_eviction(draft: Draft, believed: list[Client], eviction: Eviction, liveness: Liveness) -> None:
-    """Put a process out. `believed`: those of its clients that are proven, one at least."""
+def begin_eviction(
+    draft: Draft, believed: list[Client], eviction: Eviction, liveness: Liveness, *, idle: bool = False
+) -> None:
+    """Put a process out. `believed`: those of its clients that are proven, one at least. `idle`: nothing of
+    it is said to run on the GPU."""
     draft.count("evictions")
     process = believed[0].id.process
     targets = [c for c in draft.state.spaces_of(process) if c.living]
     announce(draft, targets, eviction.reason)
     obstacle = _obstacle(draft, targets, believed, liveness)
+    if not obstacle and idle and all(c.state is ClientState.ATTACHED for c in targets):
+        # terminate_client makes everybody wait for milliseconds. Were it not true, the lease holds all the same.
+        obstacle = "nothing of the client runs, by its ledger: SIGKILL under the lease makes nobody wait"
     if obstacle:
         kill(draft, believed[0], replace(eviction, steps=(obstacle,)))
         return

@@ -214,7 +214,7 @@ class UvmFatal:
 class GuardHit:
     """Guard zones of this client absorbed `count` accesses, `event` the first of them.
 
-    `liveness` was read just before.
+    `liveness` was read just before. `idle`: its ledger says that whatever it launched has ended.
     """
 
     client: ClientId
@@ -222,6 +222,7 @@ class GuardHit:
     role: ZoneRole
     count: int
     liveness: Liveness
+    idle: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ def on_guard_hit(draft: Draft, event: ev.GuardHit) -> None:
         return
     draft.count("guard_hits", event.count)
     policy = policy_of(draft, client)
-    outcome, why = _act(draft, client, policy, event.liveness) if client.living else (HitOutcome.ENDED, "")
+    outcome, why = _act(draft, client, policy, event) if client.living else (HitOutcome.ENDED, "")
     process = client.id.process
     # Of the dead too: their kernels run on, and what they did is told a moment later.
     record = hitrecords.of(draft.state, process, draft.now, living=client.living)
@@ -93,7 +93,7 @@ def _begin(draft: Draft, client: Client, event: ev.GuardHit, facts: HitFacts) ->
 # -- what is done ----------------------------------------------------------------------------------------
 
 
-def _act(draft: Draft, client: Client, policy: ZonePolicy, liveness: Liveness) -> tuple[HitOutcome, str]:
+def _act(draft: Draft, client: Client, policy: ZonePolicy, event: ev.GuardHit) -> tuple[HitOutcome, str]:
     """Do what the policy wants; what that comes to, and why it is less than that."""
     process = client.id.process
     living = [c for c in draft.state.spaces_of(process) if c.living]
@@ -107,9 +107,10 @@ def _act(draft: Draft, client: Client, policy: ZonePolicy, liveness: Liveness) -
         draft.count("guard_hits_unproven")
         return HitOutcome.WITHHELD, "it is another user's in this user's domain: only who asks may end it"
     if policy is ZonePolicy.EVICT:
-        begin_eviction(draft, believed, Eviction(POLICY, "a guard zone was hit", draft.now), liveness)
+        eviction = Eviction(POLICY, "a guard zone was hit", draft.now)
+        begin_eviction(draft, believed, eviction, event.liveness, idle=event.idle)
     else:
-        _freeze(draft, believed[0], liveness)
+        _freeze(draft, believed[0], event.liveness)
     return hitrecords.outcome_of(policy), ""
 
 

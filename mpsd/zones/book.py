@@ -120,6 +120,15 @@ class Zones:
     def knows(self, process: ProcessInstance) -> bool:
         return process in self._entries
 
+    def idle(self, process: ProcessInstance) -> bool:
+        """Whether its ledger says that it has launched something, and that all of that has ended."""
+        entry = self._entries.get(process)
+        try:
+            head = entry.ledger.head() if entry is not None else None
+        except (GpuError, OSError):
+            return False
+        return head is not None and 0 < head.launched == head.settled
+
     # -- hits --------------------------------------------------------------------------------------------
 
     def hits(self, process: ProcessInstance, events: Iterable[UvmEvent]) -> Hit | None:

@@ -29,6 +29,7 @@ PAGE = 4096
 ADDRESS_LIMIT = 1 << 57
 _MEMFD = "/memfd:"
 _ROWS_AT_A_TIME = 1024
+_NO_ROWS = bytes(_ROWS_AT_A_TIME * layout.NOTE.size)
 _ROLES = {
     Role.GUARD: ZoneRole.GUARD,
     Role.QUARANTINE: ZoneRole.QUARANTINE,
@@ -181,10 +182,10 @@ class Ledger:
         for first in range(0, layout.NOTES, _ROWS_AT_A_TIME):
             at, length = layout.NOTES_AT + first * size, _ROWS_AT_A_TIME * size
             before = self._read(at, length)
+            if before == _NO_ROWS:
+                continue
             rows = self._read(at, length)
             after = self._read(at, length)
-            if not any(rows):
-                continue
             sequences = [memoryview(part).cast("I")[:: size // 4].tolist() for part in (before, after)]
             for sequence, then, note in zip(*sequences, layout.NOTE.iter_unpack(rows), strict=True):
                 start, length = note[2], note[3]

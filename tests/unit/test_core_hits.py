@@ -52,6 +52,26 @@ def end(here: World, pid: int = 10) -> None:
     here.die(pid)
 
 
+@pytest.mark.parametrize("liveness", [Liveness.RUNNING, Liveness.STOPPED])
+def test_of_a_client_with_nothing_running_nobody_is_asked_to_let_it_go(liveness: Liveness) -> None:
+    """terminate_client would make the others wait."""
+    here = world()
+    event = replace(uvm(access=Access.WRITE), fatal=False)
+    here.do(ev.GuardHit(ClientId("d1", process(10)), event, ZoneRole.GUARD, 1, liveness, idle=True))
+    assert not any(isinstance(effect, fx.Terminate) for effect in here.last)
+    (kill,) = (effect for effect in here.last if isinstance(effect, fx.Kill))
+    assert kill.client == ClientId("d1", process(10))
+
+
+def test_what_is_not_leased_is_asked_for_though_it_seems_idle() -> None:
+    here = world()
+    here.do(ev.ClientNoticed("d1", facts(12), listed=True))
+    event = replace(uvm(access=Access.WRITE), fatal=False)
+    here.do(ev.GuardHit(ClientId("d1", process(12)), event, ZoneRole.GUARD, 1, Liveness.RUNNING, idle=True))
+    assert not any(isinstance(effect, fx.Kill) for effect in here.last)
+    assert any(isinstance(effect, fx.Terminate) for effect in here.last)
+
+
 def test_a_hit_names_its_client_for_certain_and_puts_it_out_first() -> None:
     here = world()
     hit(here)
