@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from faultinject.proxy.work.tensors import DEVICE, as_bytes, prepare, wait
 
-BATCH, LENGTH, WIDTH, HEADS, LAYERS, WORDS = 8, 256, 512, 8, 4, 4096
+BATCH, LENGTH, WIDTH, HEADS, LAYERS, WORDS = 16, 512, 1024, 16, 4, 4096
 UNIT, PER_STEP, UNTIMED = "tokens", BATCH * LENGTH, ""
 KEPT_LOSSES = 4096
 
