@@ -17,7 +17,6 @@ from typing import Any
 from faultinject.programs.talk import Inbox, identity, no_core_dumps, say
 from faultinject.proxy.work import NAMES, Work
 
-
 CPUS = 2
 SPARE_CPUS = 4
 

@@ -244,7 +244,7 @@ def begin_eviction(
     announce(draft, targets, eviction.reason)
     obstacle = _obstacle(draft, targets, believed, liveness)
     if not obstacle and idle and all(c.state is ClientState.ATTACHED for c in targets):
-        # terminate_client makes everybody wait for milliseconds. If it is not true, the lease holds all the same.
+        # terminate_client makes all others wait for milliseconds. Were it not true, the lease would hold it.
         obstacle = "nothing of the client runs, by its ledger: SIGKILL under the lease makes nobody wait"
     if obstacle:
         kill(draft, believed[0], replace(eviction, steps=(obstacle,)))
