@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from tests.support.zoning import (
     MIB,
     NULL_PAGE,
     QUARANTINE,
+    REPORTED,
     SPARSE,
     ZONE,
     GrantingVault,
@@ -59,7 +61,8 @@ def test_stray_accesses_around_a_piece_are_absorbed(libraries: Libraries) -> Non
         assert (ledger.managed_bytes - 65536 * ledger.null_page, ledger.uncovered) == (4 * ZONE, 0)
         program.do(f"launch(b'fill', {large}, {3 * MIB // 4}, 5)")
         end = large + 4 * MIB
-        for stray in (end, end + 16 * MIB, end + ZONE - 4, large - 4, large - ZONE, slab - 4, slab + 2 * MIB):
+        far = end + ZONE
+        for stray in (end, end + ZONE // 2, far - 4, large - 4, large - ZONE, slab - 4, slab + 2 * MIB):
             assert (program.do(f"hit({stray})"), program.do(f"look({stray})")) == (0, 0)
         assert (program.do(f"word({large})"), program.do(f"word({large} + {3 * MIB - 4})")) == (5, 5)
         assert program.do(f"hit({FAR})") == 700
@@ -69,7 +72,11 @@ def test_an_overrun_ends_in_the_zone(libraries: Libraries) -> None:
     """A kernel that begins inside its allocation and goes on."""
     with alone(libraries) as program:
         large = program.do("alloc(4 << 20)")
-        assert program.do(f"launch(b'fill', {large}, {20 * MIB // 4}, 1), sync()") == (0, 0)
+        count = (4 * MIB + ZONE) // 4
+        assert program.do(f"launch(b'fill', {large}, {count}, 1), sync()") == (0, 0)
+        beyond = large + 4 * MIB + ZONE
+        assert max(zone.end for zone in zones(program.ledger())) == beyond
+        assert program.do(f"hit({beyond})") == 700
 
 
 def test_without_a_budget_there_are_none(libraries: Libraries) -> None:
@@ -341,38 +348,88 @@ def test_the_next_daemon_s_word_counts(libraries: Libraries, place: Path) -> Non
 # -- the simulated GPU -------------------------------------------------------------------------------------
 
 
+@contextlib.contextmanager
+def heard(program: Obedient, backend: Backend) -> Iterator[Callable[[], tuple[bool, Access, int]]]:
+    """The next event on the program's tracker: (fatal, access, page). Two at a time are a failure."""
+    pidfd = os.pidfd_open(program.process.pid)
+    try:
+        (space,) = backend.uvm.open(program.instance, pidfd)
+    finally:
+        os.close(pidfd)
+    tracker = space.track()
+    tracker.report_serviced()
+
+    def event() -> tuple[bool, Access, int]:
+        assert readable(tracker, DEADLINE_S)
+        (found,) = tracker.drain().events
+        return found.fatal, found.access, found.address
+
+    try:
+        yield event
+    finally:
+        tracker.close()
+        space.close()
+
+
+def simulated(libraries: Libraries, domain: Domain, budget: int) -> Obedient:
+    chosen = {**domain.environment, "MPSD_STANDIN_GPU": "simulated", "SCRATCH": "1"}
+    return alone(libraries, str(budget), **chosen)
+
+
 def test_a_hit_is_reported_on_the_client_s_tracker(
     libraries: Libraries, domain: Domain, backend: Backend
 ) -> None:
-    chosen = {**domain.environment, "MPSD_STANDIN_GPU": "simulated", "SCRATCH": "1"}
-    with alone(libraries, str(4 * ZONE + 4 * MIB + 65536), **chosen) as program:
+    with simulated(libraries, domain, 4 * ZONE + 4 * MIB + 65536) as program:
         neighbour = domain.client().ready()
         address = program.do("alloc(4 << 20)")
         silent = program.do("alloc(4 << 20)")
-        pidfd = os.pidfd_open(program.process.pid)
-        (space,) = backend.uvm.open(program.instance, pidfd)
-        os.close(pidfd)
-        tracker = space.track()
-        tracker.report_serviced()
+        beside = [zone.kind for zone in zones(program.ledger()) if zone.end == silent]
+        assert beside == [SPARSE]
+        with heard(program, backend) as event:
+            assert program.do(f"hit({address} + {4 * MIB + 8200})") == 0
+            assert event() == (False, Access.WRITE, address + 4 * MIB + 8192)
+            # A sparse zone says nothing: the next event is the load's.
+            assert program.do(f"hit({silent} - 4)") == 0
+            assert program.do(f"look({address} - 65536)") == 0
+            assert event() == (False, Access.READ, address - 65536)
+            assert program.do(f"free({address})") == 0
+            assert program.do(f"hit({address} + 64)") == 0
+            assert event() == (False, Access.WRITE, address)
+            assert neighbour.error() is None
+            # Out of quarantine the addresses are like any others.
+            assert program.do("[alloc(4 << 20) for _ in range(3)]")
+            assert program.do(f"hit({FAR})") == 700
+            assert event() == (True, Access.WRITE, FAR)
 
-        def event() -> tuple[bool, Access, int]:
-            assert readable(tracker, DEADLINE_S)
-            (found,) = tracker.drain().events
-            return found.fatal, found.access, found.address
 
-        assert program.do(f"hit({address} + {4 * MIB + 8200})") == 0
-        assert event() == (False, Access.WRITE, address + 4 * MIB + 8192)
-        # A sparse zone says nothing: the next event is the load's.
-        assert program.do(f"hit({silent} - 4)") == 0
-        assert program.do(f"look({address} - 65536)") == 0
-        assert event() == (False, Access.READ, address - 65536)
-        assert program.do(f"free({address})") == 0
-        assert program.do(f"hit({address} + 64)") == 0
-        assert event() == (False, Access.WRITE, address)
-        assert neighbour.error() is None
-        # Out of quarantine the addresses are like any others.
-        assert program.do("[alloc(4 << 20) for _ in range(3)]")
-        assert program.do(f"hit({FAR})") == 700
-        assert event() == (True, Access.WRITE, FAR)
-        tracker.close()
-        space.close()
+def test_of_a_large_freed_piece_the_beginning_reports(
+    libraries: Libraries, domain: Domain, backend: Backend
+) -> None:
+    """The rest absorbs in silence."""
+    with simulated(libraries, domain, 1 << 30) as program:
+        freed = program.do(f"alloc({REPORTED + 4 * MIB})")
+        end = freed + REPORTED + 4 * MIB
+        room = program.do("room()")
+        assert program.do(f"free({freed}), room()") == (0, room + REPORTED + 4 * MIB)
+        ledger = program.ledger()
+        assert [zone for zone in ledger.zones() if zone.role == QUARANTINE] == [
+            Zone(MANAGED, QUARANTINE, freed, freed + REPORTED),
+            Zone(SPARSE, QUARANTINE, freed + REPORTED, end),
+        ]
+        assert (ledger.quarantine_bytes, ledger.quarantine_count) == (REPORTED + 4 * MIB, 1)
+        assert (ledger.sparse_bytes, ledger.sparse_zones) == (4 * MIB, 1)
+        with heard(program, backend) as event:
+            assert program.do(f"hit({freed + REPORTED - 4})") == 0
+            assert event() == (False, Access.WRITE, freed + REPORTED - 4096)
+            assert program.do(f"hit({freed + REPORTED}), look({end - 4})") == (0, 0)
+            # The next event is that of the zone behind.
+            assert program.do(f"hit({end})") == 0
+            assert event() == (False, Access.WRITE, end)
+
+
+def test_a_freed_piece_of_the_reported_size_has_no_rest(libraries: Libraries) -> None:
+    with alone(libraries) as program:
+        freed = program.do(f"alloc({REPORTED})")
+        assert program.do(f"free({freed})") == 0
+        held = [zone for zone in program.ledger().zones() if zone.role == QUARANTINE]
+        assert held == [Zone(MANAGED, QUARANTINE, freed, freed + REPORTED)]
