@@ -1,4 +1,7 @@
-"""Guard zones, quarantine, the ledger, on the stand-in driver: alone, on the simulated GPU, with a vault."""
+"""Guard zones, quarantine, the ledger, on the stand-in driver: alone, on the simulated GPU, with a vault.
+
+Long because each promise of the zones is one test on the same obedient program.
+"""
 
 from __future__ import annotations
 
@@ -259,6 +262,18 @@ def test_launches_are_counted_and_named(libraries: Libraries) -> None:
         assert sorted(ledger.names().values()) == ["store", "sum"]
         program.do(f"[launch(b'store', {address}, 1) for _ in range(70)] and sync()")
         assert (ledger.launched, ledger.settled, set(ledger.launches()[6:])) == (73, 73, {store})
+
+
+def test_what_was_launched_before_the_first_allocation_is_known_too(libraries: Libraries) -> None:
+    """The ledger comes with the window; programs load their kernels first."""
+    with alone(libraries) as program:
+        fill = "launch(b'fill', 0, 0, 1)"
+        assert program.do(f"{fill}, {fill}, sync(), {fill}") == (0, 0, 0, 0)
+        assert program.do("function(b'sum').value and alloc(100)") > 0
+        ledger = program.ledger()
+        assert sorted(ledger.names().values()) == ["fill", "sum"]
+        assert (ledger.launched, ledger.settled) == (3, 2)
+        assert [ledger.names()[function] for function, _ in ledger.launches()[:3]] == ["fill"] * 3
 
 
 # -- the daemon's word -------------------------------------------------------------------------------------

@@ -19,11 +19,17 @@ static atomic_uintptr_t only_context;
 static atomic_bool several_contexts;
 static uint64_t elsewhere;	/* 1 + the number of the latest launch that was not on the legacy stream */
 
+/* Another thread may just be opening the first window. */
+static inline struct mpsd_ledger *current(void)
+{
+	return __atomic_load_n(&mpsd_ledger, __ATOMIC_ACQUIRE);
+}
+
 /* The path of a launch */
 
 static inline void count(const void *function, CUstream stream, bool may_be_legacy)
 {
-	struct mpsd_ledger *ledger = mpsd_ledger;
+	struct mpsd_ledger *ledger = current();
 	uint64_t number = __atomic_fetch_add(&ledger->launched, 1, __ATOMIC_RELAXED);
 	struct mpsd_launch_row *row = &ledger->launches[number % MPSD_LEDGER_LAUNCHES];
 
@@ -109,17 +115,17 @@ struct wait {
 
 static struct wait begin_wait(void)
 {
-	struct mpsd_ledger *ledger = mpsd_ledger;
+	struct mpsd_ledger *ledger = current();
 
 	return (struct wait){ ledger, __atomic_load_n(&ledger->launched, __ATOMIC_ACQUIRE) };
 }
 
-/* Launches of before the window was opened are not in the ledger that is there after it. */
+/* A wait that was begun before the window was opened proves nothing in the ledger that is there after it. */
 static void settle(struct wait wait)
 {
 	uint64_t *settled = &wait.ledger->settled, before = __atomic_load_n(settled, __ATOMIC_RELAXED);
 
-	if (wait.ledger != mpsd_ledger || atomic_load(&several_contexts))
+	if (wait.ledger != current() || atomic_load(&several_contexts))
 		return;
 	while (before < wait.launched &&
 	       !__atomic_compare_exchange_n(settled, &before, wait.launched, false, __ATOMIC_RELEASE,
@@ -248,10 +254,11 @@ static void write_name(struct mpsd_name_row *row, const void *function, const ch
 /* A function that was unloaded may give its handle to another: its row says the latest name. */
 static void keep_name(const void *function, const char *name)
 {
-	struct mpsd_ledger *ledger = mpsd_ledger;
+	struct mpsd_ledger *ledger;
 	uint16_t *place;
 
 	pthread_mutex_lock(&names_lock);
+	ledger = mpsd_ledger;
 	place = place_of(function);
 	if (*place) {
 		struct mpsd_name_row *row = &ledger->names[*place - 1];
@@ -263,6 +270,28 @@ static void keep_name(const void *function, const char *name)
 		*place = (uint16_t)(ledger->names_used + 1);
 		__atomic_store_n(&ledger->names_used, ledger->names_used + 1, __ATOMIC_RELEASE);
 	}
+	pthread_mutex_unlock(&names_lock);
+}
+
+/* A launch at this very moment may be counted in the ledger that was there before, and nowhere else. */
+static void move_launches(struct mpsd_ledger *to, const struct mpsd_ledger *from)
+{
+	for (int i = 0; i < MPSD_LEDGER_LAUNCHES; i++) {
+		to->launches[i].function = __atomic_load_n(&from->launches[i].function, __ATOMIC_RELAXED);
+		to->launches[i].stream = __atomic_load_n(&from->launches[i].stream, __ATOMIC_RELAXED);
+	}
+	/* In this order: what is settled was launched. */
+	to->settled = __atomic_load_n(&from->settled, __ATOMIC_ACQUIRE);
+	to->launched = __atomic_load_n(&from->launched, __ATOMIC_RELAXED);
+}
+
+void mpsd_launches_move(struct mpsd_ledger *to)
+{
+	pthread_mutex_lock(&names_lock);
+	memcpy(to->names, mpsd_ledger->names, mpsd_ledger->names_used * sizeof(to->names[0]));
+	to->names_used = mpsd_ledger->names_used;
+	move_launches(to, mpsd_ledger);
+	__atomic_store_n(&mpsd_ledger, to, __ATOMIC_RELEASE);
 	pthread_mutex_unlock(&names_lock);
 }
 

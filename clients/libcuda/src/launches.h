@@ -7,3 +7,8 @@
 /* A context came to be, or ended. While there is only one, a wait for it is a wait for everything. */
 void mpsd_launches_context(CUcontext context);
 void mpsd_launches_no_context(CUcontext context);
+
+struct mpsd_ledger;
+
+/* From now on the ledger is `to`, which nobody reads yet; what is known of names and launches comes along. */
+void mpsd_launches_move(struct mpsd_ledger *to);

@@ -13,6 +13,8 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "launches.h"
+
 #define BUCKETS 65536u
 
 static struct mpsd_ledger fallback;
@@ -78,7 +80,7 @@ static void start(void)
 	struct mpsd_ledger *shared = share();
 
 	if (shared)
-		mpsd_ledger = shared;
+		mpsd_launches_move(shared);
 	for (uint32_t row = 0; row + 1 < MPSD_LEDGER_NOTES; row++)
 		notes.link[row] = row + 2;
 	notes.first = 1;
