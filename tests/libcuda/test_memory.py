@@ -355,6 +355,21 @@ print(json.dumps([kept, dropped, room() == whole, free(addresses[0]), alloc(100)
     assert ask(libraries, script) == [4, [0, 0, 0], True, 1, True]
 
 
+def test_a_forked_child_has_no_driver(libraries: Libraries) -> None:
+    script = """
+start()
+address, byte = ctypes.c_uint64(alloc(100)), ctypes.create_string_buffer(1)
+size = ctypes.c_size_t(1)
+if not (child := os.fork()):
+    codes = {cuda.cuMemcpyDtoH_v2(byte, address, size), cuda.cuMemFree_v2(address), range_of(address.value),
+             cuda.cuMemsetD8_v2(address, 1, ctypes.c_size_t(1 << 40)), cuda.cuIpcCloseMemHandle(address)}
+    os._exit(0 if codes == {3} else 1)
+print(json.dumps([os.waitpid(child, 0)[1], cuda.cuMemcpyDtoH_v2(byte, address, size)]))
+"""
+    for vault in ("0", "1"):
+        assert ask(libraries, script, vault) == [0, 0]
+
+
 def test_errors_are_the_driver_s(libraries: Libraries) -> None:
     script = """
 codes = [alloc(1), free(4096)]

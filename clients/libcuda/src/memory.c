@@ -185,6 +185,8 @@ bool mpsd_memory_find(CUdeviceptr address, struct mpsd_allocation *allocation)
 	struct window *window;
 	bool is;
 
+	if (mpsd_window_is_lost())
+		return false;
 	pthread_mutex_lock(&lock);
 	window = window_at(address);
 	is = window && arena_find(&window->arena, address, &found) &&
@@ -233,6 +235,8 @@ bool mpsd_memory_is_in_window(CUdeviceptr address)
 {
 	bool is;
 
+	if (mpsd_window_is_lost())
+		return false;
 	pthread_mutex_lock(&lock);
 	is = window_at(address) != NULL;
 	pthread_mutex_unlock(&lock);

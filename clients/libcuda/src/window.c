@@ -9,6 +9,7 @@
 #include "window.h"
 
 #include <errno.h>
+#include <pthread.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -112,8 +113,26 @@ static bool reserve_somewhere(struct wish wish, CUdevice device, CUdeviceptr wan
 	return true;
 }
 
+static bool is_lost;
+
+static void in_child(void)
+{
+	is_lost = true;
+}
+
+bool mpsd_window_is_lost(void)
+{
+	return is_lost;
+}
+
+static void watch_forks(void)
+{
+	pthread_atfork(NULL, NULL, in_child);
+}
+
 bool mpsd_window_reserve(CUdevice device, size_t zone, CUdeviceptr *base, size_t *size)
 {
+	static pthread_once_t once = PTHREAD_ONCE_INIT;
 	struct wish wish = {
 		read_number("MPSD_WINDOW_BASE", LOWEST, END_OF_ADDRESSES - ARENA_GRANULE),
 		read_number("MPSD_WINDOW_BYTES", ARENA_GRANULE, END_OF_ADDRESSES / 2),
@@ -121,6 +140,7 @@ bool mpsd_window_reserve(CUdevice device, size_t zone, CUdeviceptr *base, size_t
 	size_t total = 0, granules, pieces;
 	CUdeviceptr wanted;
 
+	pthread_once(&once, watch_forks);
 	if (real_cuDeviceTotalMem_v2(&total, device) != CUDA_SUCCESS)
 		return false;
 	granules = total / ARENA_GRANULE + 1;

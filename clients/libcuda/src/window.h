@@ -13,6 +13,12 @@
  */
 bool mpsd_window_reserve(CUdevice device, size_t zone, CUdeviceptr *base, size_t *size);
 
+/*
+ * Whether this is a forked child: it has no driver, and may have inherited locks as other threads of its
+ * parent had them, so it takes none.
+ */
+bool mpsd_window_is_lost(void);
+
 /* It could not be used. */
 void mpsd_window_give_up(CUdeviceptr base, size_t size);
 

@@ -12,12 +12,12 @@ bool gpu_reaches(uint64_t address, size_t size, enum access access)
 	size_t can;
 
 	pthread_mutex_lock(&gpu_lock);
-	can = accessible(address, size, access);
+	can = accessible(address, size, access, working_for);
 	if (can < size) {
 		CUresult deadly = backend->fault(address + can, access);
 
 		if (deadly != CUDA_SUCCESS)
-			kill_context(deadly);
+			kill_context(working_for, deadly);
 	}
 	pthread_mutex_unlock(&gpu_lock);
 	return can == size;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT
-/* Initialisation, and the one context. */
+/* Initialisation, and the primary contexts. */
 #include <stddef.h>
+#include <stdlib.h>
 
 #include "standin.h"
 
@@ -9,11 +10,39 @@ pthread_cond_t gpu_changed = PTHREAD_COND_INITIALIZER;
 
 #define STACK_DEPTH 16
 
-static struct CUctx_st primary;
+static struct CUctx_st primaries[MOST_DEVICES];
 static int state;	/* 0 not initialised, 1 initialised, 2 the child of a process that was */
 
 static __thread CUcontext stack[STACK_DEPTH];
 static __thread unsigned int depth;
+
+__thread CUcontext working_for;
+
+int device_count(void)
+{
+	const char *given = getenv("MPSD_STANDIN_DEVICES");
+	int count = given ? atoi(given) : 1;
+
+	return count < 1 ? 1 : count > MOST_DEVICES ? MOST_DEVICES : count;
+}
+
+bool is_device(CUdevice device)
+{
+	return device >= 0 && device < device_count();
+}
+
+CUcontext primary_of(CUdevice device)
+{
+	return &primaries[device];
+}
+
+static bool is_context(CUcontext context)
+{
+	for (int i = 0; i < MOST_DEVICES; i++)
+		if (context == &primaries[i])
+			return true;
+	return false;
+}
 
 /* A forked child has none of the threads: like the real driver it is not initialised, for good. */
 static void after_fork(void)
@@ -37,6 +66,11 @@ static CUcontext current(void)
 	return depth ? stack[depth - 1] : NULL;
 }
 
+CUdevice current_device(void)
+{
+	return current() ? current()->device : 0;
+}
+
 CUresult enter(CUcontext *context)
 {
 	CUresult result = is_initialised();
@@ -47,9 +81,9 @@ CUresult enter(CUcontext *context)
 	if (!*context)
 		return CUDA_ERROR_INVALID_CONTEXT;
 	pthread_mutex_lock(&gpu_lock);
-	if (!primary.retained)
+	if (!(*context)->retained)
 		return leave(CUDA_ERROR_CONTEXT_IS_DESTROYED);
-	return primary.broken ? leave(primary.broken) : CUDA_SUCCESS;
+	return (*context)->broken ? leave((*context)->broken) : CUDA_SUCCESS;
 }
 
 CUresult leave(CUresult result)
@@ -59,10 +93,10 @@ CUresult leave(CUresult result)
 }
 
 /* The first reason stays. Waiters look again. */
-void kill_context(CUresult reason)
+void kill_context(CUcontext context, CUresult reason)
 {
-	if (!primary.broken)
-		primary.broken = reason;
+	if (!context->broken)
+		context->broken = reason;
 	pthread_cond_broadcast(&gpu_changed);
 }
 
@@ -76,6 +110,26 @@ API CUresult cuInit(unsigned int Flags)
 	return is_initialised();
 }
 
+static bool is_any_retained(void)
+{
+	for (int i = 0; i < MOST_DEVICES; i++)
+		if (primaries[i].retained)
+			return true;
+	return false;
+}
+
+static CUresult open_context(CUcontext context, CUdevice device)
+{
+	CUresult result = is_any_retained() ? CUDA_SUCCESS : backend->attach();
+
+	context->device = device;
+	if (result == CUDA_SUCCESS)
+		result = open_streams(context);
+	if (result == CUDA_SUCCESS)
+		context->broken = CUDA_SUCCESS;
+	return result;
+}
+
 API CUresult cuDevicePrimaryCtxRetain(CUcontext *pctx, CUdevice dev)
 {
 	CUresult result = is_initialised();
@@ -84,32 +138,35 @@ API CUresult cuDevicePrimaryCtxRetain(CUcontext *pctx, CUdevice dev)
 		return result;
 	if (!pctx)
 		return CUDA_ERROR_INVALID_VALUE;
-	if (dev)
+	if (!is_device(dev))
 		return CUDA_ERROR_INVALID_DEVICE;
 	pthread_mutex_lock(&gpu_lock);
-	if (!primary.retained) {
-		result = backend->attach();
-		if (result == CUDA_SUCCESS)
-			result = open_streams(&primary);
-		if (result != CUDA_SUCCESS)
-			return leave(result);
-		primary.broken = CUDA_SUCCESS;
-	}
-	primary.retained++;
-	*pctx = &primary;
+	if (!primaries[dev].retained)
+		result = open_context(&primaries[dev], dev);
+	if (result != CUDA_SUCCESS)
+		return leave(result);
+	primaries[dev].retained++;
+	*pctx = &primaries[dev];
 	return leave(CUDA_SUCCESS);
 }
 
-/* With the context go its modules and what cuMemAlloc and its like gave; virtual memory management stays. */
-static void end_context(void)
+/*
+ * With the context go its modules, what cuMemAlloc and its like gave, and what was enabled between it and
+ * others; virtual memory management stays.
+ */
+static void end_context(CUcontext context)
 {
-	primary.retained = 0;	/* first: nobody comes in while the streams end */
-	close_streams(&primary);
-	close_modules();
-	close_memory();
-	close_zones();
-	backend->detach();
-	primary.broken = CUDA_SUCCESS;
+	context->retained = 0;	/* first: nobody comes in while the streams end */
+	close_streams(context);
+	close_modules(context->device);
+	close_memory(context->device);
+	close_zones(context->device);
+	context->peers = 0;
+	for (int i = 0; i < MOST_DEVICES; i++)
+		primaries[i].peers &= ~(1u << context->device);
+	if (!is_any_retained())
+		backend->detach();
+	context->broken = CUDA_SUCCESS;
 }
 
 /* With the lock held if there is such a device. */
@@ -119,7 +176,7 @@ static CUresult enter_device(CUdevice dev)
 
 	if (result != CUDA_SUCCESS)
 		return result;
-	if (dev)
+	if (!is_device(dev))
 		return CUDA_ERROR_INVALID_DEVICE;
 	pthread_mutex_lock(&gpu_lock);
 	return CUDA_SUCCESS;
@@ -131,12 +188,12 @@ API CUresult cuDevicePrimaryCtxRelease_v2(CUdevice dev)
 
 	if (result != CUDA_SUCCESS)
 		return result;
-	if (!primary.retained)
+	if (!primaries[dev].retained)
 		return leave(CUDA_ERROR_INVALID_CONTEXT);
-	if (primary.retained == 1)
-		end_context();
+	if (primaries[dev].retained == 1)
+		end_context(&primaries[dev]);
 	else
-		primary.retained--;
+		primaries[dev].retained--;
 	return leave(CUDA_SUCCESS);
 }
 
@@ -146,8 +203,8 @@ API CUresult cuDevicePrimaryCtxReset_v2(CUdevice dev)
 
 	if (result != CUDA_SUCCESS)
 		return result;
-	if (primary.retained)
-		end_context();
+	if (primaries[dev].retained)
+		end_context(&primaries[dev]);
 	return leave(CUDA_SUCCESS);
 }
 
@@ -167,22 +224,22 @@ API CUresult cuDevicePrimaryCtxReset(CUdevice dev)
 
 API CUresult cuDevicePrimaryCtxGetState(CUdevice dev, unsigned int *flags, int *active)
 {
-	if (dev)
+	if (!is_device(dev))
 		return CUDA_ERROR_INVALID_DEVICE;
 	if (!flags || !active)
 		return CUDA_ERROR_INVALID_VALUE;
 	pthread_mutex_lock(&gpu_lock);
-	*flags = primary.flags;
-	*active = primary.retained != 0;
+	*flags = primaries[dev].flags;
+	*active = primaries[dev].retained != 0;
 	return leave(CUDA_SUCCESS);
 }
 
 API CUresult cuDevicePrimaryCtxSetFlags_v2(CUdevice dev, unsigned int flags)
 {
-	if (dev)
+	if (!is_device(dev))
 		return CUDA_ERROR_INVALID_DEVICE;
 	pthread_mutex_lock(&gpu_lock);
-	primary.flags = flags;
+	primaries[dev].flags = flags;
 	return leave(CUDA_SUCCESS);
 }
 
@@ -192,7 +249,7 @@ API CUresult cuCtxSetCurrent(CUcontext ctx)
 
 	if (result != CUDA_SUCCESS)
 		return result;
-	if (ctx && ctx != &primary)
+	if (ctx && !is_context(ctx))
 		return CUDA_ERROR_INVALID_CONTEXT;
 	if (!depth)
 		depth = 1;
@@ -213,7 +270,7 @@ API CUresult cuCtxGetCurrent(CUcontext *pctx)
 
 API CUresult cuCtxPushCurrent_v2(CUcontext ctx)
 {
-	if (ctx != &primary || depth == STACK_DEPTH)
+	if (!is_context(ctx) || depth == STACK_DEPTH)
 		return CUDA_ERROR_INVALID_CONTEXT;
 	stack[depth++] = ctx;
 	return CUDA_SUCCESS;
@@ -238,7 +295,7 @@ API CUresult cuCtxGetDevice(CUdevice *device)
 		return result;
 	if (!device)
 		return leave(CUDA_ERROR_INVALID_VALUE);
-	*device = 0;
+	*device = context->device;
 	return leave(CUDA_SUCCESS);
 }
 
@@ -246,9 +303,9 @@ API CUresult cuCtxGetDevice_v2(CUdevice *device, CUcontext ctx)
 {
 	if (!ctx)
 		return cuCtxGetDevice(device);
-	if (!device || ctx != &primary)
+	if (!device || !is_context(ctx))
 		return CUDA_ERROR_INVALID_VALUE;
-	*device = 0;
+	*device = ctx->device;
 	return CUDA_SUCCESS;
 }
 
@@ -291,7 +348,7 @@ API CUresult cuCtxSynchronize(void)
 
 API CUresult cuCtxSynchronize_v2(CUcontext ctx)
 {
-	if (ctx && ctx != &primary)
+	if (ctx && !is_context(ctx))
 		return CUDA_ERROR_INVALID_CONTEXT;
 	return cuCtxSynchronize();
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-/* The one device, what can be asked about pointers, and the names of errors. */
+/* The devices, what can be asked about pointers, and the names of errors. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -26,7 +26,7 @@ API CUresult cuDeviceGetCount(int *count)
 	if (result == CUDA_SUCCESS && !count)
 		result = CUDA_ERROR_INVALID_VALUE;
 	if (result == CUDA_SUCCESS)
-		*count = 1;
+		*count = device_count();
 	return result;
 }
 
@@ -36,7 +36,7 @@ static CUresult check(CUdevice dev, const void *answer)
 
 	if (result != CUDA_SUCCESS)
 		return result;
-	if (dev)
+	if (!is_device(dev))
 		return CUDA_ERROR_INVALID_DEVICE;
 	return answer ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
@@ -46,7 +46,7 @@ API CUresult cuDeviceGet(CUdevice *device, int ordinal)
 	CUresult result = check(ordinal, device);
 
 	if (result == CUDA_SUCCESS)
-		*device = 0;
+		*device = ordinal;
 	return result;
 }
 
@@ -63,8 +63,10 @@ API CUresult cuDeviceGetUuid_v2(CUuuid *uuid, CUdevice dev)
 {
 	CUresult result = check(dev, uuid);
 
-	if (result == CUDA_SUCCESS)
-		memcpy(uuid->bytes, "mpsd-stand-in-0", sizeof(uuid->bytes));
+	if (result != CUDA_SUCCESS)
+		return result;
+	memcpy(uuid->bytes, "mpsd-stand-in-0", sizeof(uuid->bytes));
+	uuid->bytes[sizeof(uuid->bytes) - 2] = (char)('0' + dev);
 	return result;
 }
 
@@ -137,13 +139,13 @@ API CUresult cuDeviceGetAttribute(int *pi, CUdevice_attribute attrib, CUdevice d
 
 /* 0 is no range: an attribute of a pointer that the driver does not know. */
 static CUresult pointer_attribute(void *data, CUpointer_attribute attribute, const struct range *range,
-				  CUcontext context, CUdeviceptr ptr)
+				  CUdeviceptr ptr)
 {
 	bool on_host = range->kind == RANGE_HOST || range->kind == RANGE_REGISTERED;
 
 	switch (attribute) {
 	case CU_POINTER_ATTRIBUTE_CONTEXT:
-		*(CUcontext *)data = range->kind == RANGE_MAPPED ? NULL : context;
+		*(CUcontext *)data = range->kind == RANGE_MAPPED ? NULL : primary_of(range->device);
 		return CUDA_SUCCESS;
 	case CU_POINTER_ATTRIBUTE_MEMORY_TYPE:
 		*(unsigned int *)data = on_host ? CU_MEMORYTYPE_HOST : CU_MEMORYTYPE_DEVICE;
@@ -163,7 +165,7 @@ static CUresult pointer_attribute(void *data, CUpointer_attribute attribute, con
 		*(bool *)data = false;
 		return CUDA_SUCCESS;
 	case CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL:
-		*(int *)data = 0;
+		*(int *)data = range->kind == RANGE_MAPPED ? physical_device(range->physical) : range->device;
 		return CUDA_SUCCESS;
 	case CU_POINTER_ATTRIBUTE_RANGE_START_ADDR:
 		*(CUdeviceptr *)data = range->base;
@@ -210,7 +212,7 @@ API CUresult cuPointerGetAttribute(void *data, CUpointer_attribute attribute, CU
 	range = pointed_to(ptr);
 	if (!data || !range)
 		return leave(CUDA_ERROR_INVALID_VALUE);
-	return leave(pointer_attribute(data, attribute, range, context, ptr));
+	return leave(pointer_attribute(data, attribute, range, ptr));
 }
 
 /* Unlike the single question, this one is no error for a pointer that is not the driver's. */
@@ -228,7 +230,7 @@ API CUresult cuPointerGetAttributes(unsigned int numAttributes, CUpointer_attrib
 	range = pointed_to(ptr);
 	for (unsigned int i = 0; i < numAttributes; i++) {
 		if (range)
-			pointer_attribute(data[i], attributes[i], range, context, ptr);
+			pointer_attribute(data[i], attributes[i], range, ptr);
 		else if (attributes[i] == CU_POINTER_ATTRIBUTE_MEMORY_TYPE)
 			*(unsigned int *)data[i] = 0;
 		else if (attributes[i] == CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL)

@@ -152,10 +152,10 @@ API CUresult cuIpcCloseMemHandle(CUdeviceptr dptr)
 	return leave(result);
 }
 
-void close_opened(void)
+void close_opened(CUdevice device)
 {
 	struct range *range;
 
-	while ((range = first_range(RANGE_OPENED)))
+	while ((range = first_range(RANGE_OPENED, device)))
 		close_range_of(range);
 }

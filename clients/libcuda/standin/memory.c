@@ -117,16 +117,16 @@ static void host_free(struct range *range)
 	remove_range(range);
 }
 
-void close_memory(void)
+void close_memory(CUdevice device)
 {
 	struct range *range;
 
-	while ((range = first_range(RANGE_DEVICE)))
+	while ((range = first_range(RANGE_DEVICE, device)))
 		device_free(range->base);
-	close_opened();
-	while ((range = first_range(RANGE_HOST)))
+	close_opened(device);
+	while ((range = first_range(RANGE_HOST, device)))
 		host_free(range);
-	while ((range = first_range(RANGE_REGISTERED)))
+	while ((range = first_range(RANGE_REGISTERED, device)))
 		remove_range(range);
 }
 

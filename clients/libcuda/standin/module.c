@@ -27,6 +27,7 @@ struct CUmod_st {
 	struct CUmod_st *next;
 	struct CUfunc_st *functions;
 	struct global *globals;
+	CUdevice device;
 };
 
 static struct CUmod_st *modules;
@@ -87,12 +88,16 @@ static void free_module(struct CUmod_st *module)
 	free(module);
 }
 
-void close_modules(void)
+void close_modules(CUdevice device)
 {
-	struct CUmod_st *module;
+	struct CUmod_st **link = &modules, *module;
 
-	while ((module = modules)) {
-		modules = module->next;
+	while ((module = *link)) {
+		if (module->device != device) {
+			link = &module->next;
+			continue;
+		}
+		*link = module->next;
 		free_module(module);
 	}
 }
@@ -154,6 +159,7 @@ API CUresult cuModuleLoadData(CUmodule *module, const void *image)
 		free_module(made);
 		return leave(result);
 	}
+	made->device = context->device;
 	made->next = modules;
 	modules = made;
 	*module = made;

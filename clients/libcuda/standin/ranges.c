@@ -60,6 +60,7 @@ CUresult add_range(struct range range)
 	}
 	memmove(ranges + at + 1, ranges + at, (count - at) * sizeof(*ranges));
 	range.id = ++last_id;
+	range.device = current_device();
 	ranges[at] = range;
 	count++;
 	return CUDA_SUCCESS;
@@ -81,9 +82,13 @@ struct range *next_range(uintptr_t address, enum range_kind kind)
 	return NULL;
 }
 
-struct range *first_range(enum range_kind kind)
+struct range *first_range(enum range_kind kind, CUdevice device)
 {
-	return next_range(0, kind);
+	struct range *range = next_range(0, kind);
+
+	while (range && range->device != device)
+		range = next_range(range->base + 1, kind);
+	return range;
 }
 
 bool is_range_free(uintptr_t base, size_t size, enum range_kind kind)
@@ -94,8 +99,20 @@ bool is_range_free(uintptr_t base, size_t size, enum range_kind kind)
 	return true;
 }
 
+/* Copies go anywhere, by whatever way; a kernel goes where its device has been let. */
+static bool is_let(const struct range *range, CUcontext context)
+{
+	uint32_t own = 1u << context->device;
+
+	if (range->kind == RANGE_MAPPED)
+		return range->devices & own;
+	if (range->kind == RANGE_DEVICE || range->kind == RANGE_OPENED)
+		return (own | context->peers) >> range->device & 1;
+	return true;
+}
+
 /* Neighbours may carry an access together, as two mappings of one reservation do. */
-size_t accessible(uintptr_t address, size_t size, enum access access)
+size_t accessible(uintptr_t address, size_t size, enum access access, CUcontext context)
 {
 	uintptr_t at = address, end = address + size;
 
@@ -106,7 +123,8 @@ size_t accessible(uintptr_t address, size_t size, enum access access)
 
 		if (!range)
 			range = range_at(at, RANGE_MAPPED, RANGE_MAPPED);
-		if (!range || !(access == ACCESS_WRITE ? range->writable : range->readable))
+		if (!range || !(access == ACCESS_WRITE ? range->writable : range->readable) ||
+		    (context && !is_let(range, context)))
 			return at - address;
 		at = range->base + range->size;
 	}
@@ -115,5 +133,5 @@ size_t accessible(uintptr_t address, size_t size, enum access access)
 
 bool may_access(uintptr_t address, size_t size, enum access access)
 {
-	return accessible(address, size, access) == size;
+	return accessible(address, size, access, NULL) == size;
 }

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * A CUDA driver without a GPU: one device, its primary context, streams that are threads, kernels
- * that are host functions, device pointers that the host can follow. For tests and benchmarks.
+ * A CUDA driver without a GPU: devices (one, unless MPSD_STANDIN_DEVICES wants more, which share one lot
+ * of memory), their primary contexts, streams that are threads,
+ * kernels that are host functions, device pointers that the host can follow. For tests and benchmarks.
  *
  * One lock guards everything but the work itself, which workers do without it; one condition is
  * signalled at every end of an operation. That is slow and easy to be right about.
@@ -19,6 +20,7 @@
 #define API __attribute__((visibility("default")))
 #define DRIVER_VERSION 13000
 #define GRANULARITY ((size_t)2 << 20)
+#define MOST_DEVICES 4
 
 extern pthread_mutex_t gpu_lock;
 extern pthread_cond_t gpu_changed;
@@ -27,6 +29,8 @@ extern pthread_cond_t gpu_changed;
 struct CUctx_st {
 	unsigned int retained;
 	unsigned int flags;
+	CUdevice device;
+	uint32_t peers;			/* devices whose memory it may access too, a bit for each */
 	CUresult broken;		/* what every call answers once it is not CUDA_SUCCESS */
 	struct CUstream_st *streams;	/* all, the destroyed ones too, until the context ends */
 	struct CUstream_st *legacy;	/* the NULL stream */
@@ -35,7 +39,12 @@ struct CUctx_st {
 CUresult enter(CUcontext *context);	/* takes the lock if it succeeds, and only then */
 CUresult leave(CUresult result);	/* gives it back, and passes its argument on */
 CUresult is_initialised(void);
-void kill_context(CUresult reason);
+void kill_context(CUcontext context, CUresult reason);
+int device_count(void);
+bool is_device(CUdevice device);
+CUcontext primary_of(CUdevice device);	/* of a device that is; its `retained` may be 0 */
+CUdevice current_device(void);		/* that of the current context; 0 without one */
+extern __thread CUcontext working_for;	/* in a stream's thread: its context */
 
 /* stream.c */
 struct moment {			/* "after operation `number` of `stream`" */
@@ -124,6 +133,8 @@ struct range {
 	size_t size;
 	enum range_kind kind;
 	bool readable, writable;
+	CUdevice device;		/* that of the context which it was made in */
+	uint32_t devices;		/* of RANGE_MAPPED: those that may access it, a bit for each */
 	bool sync_memops;
 	struct physical *physical;	/* of RANGE_MAPPED */
 	off_t offset;			/* of RANGE_DEVICE in the file of memory.c */
@@ -138,15 +149,21 @@ struct range *range_at(uintptr_t address, enum range_kind first, enum range_kind
 struct range *range_from(uintptr_t base, enum range_kind kind);
 CUresult add_range(struct range range);
 void remove_range(struct range *range);
-struct range *first_range(enum range_kind kind);
+struct range *first_range(enum range_kind kind, CUdevice device);	/* made in that device's context */
 struct range *next_range(uintptr_t address, enum range_kind kind);	/* at or above */
 bool is_range_free(uintptr_t base, size_t size, enum range_kind kind);
-/* `size` where all of it may be accessed; else how many bytes before the first that may not. */
-size_t accessible(uintptr_t address, size_t size, enum access access);
+/*
+ * `size` where all of it may be accessed, by a kernel of that context or (NULL) by a copy; else how many
+ * bytes before the first that may not.
+ */
+size_t accessible(uintptr_t address, size_t size, enum access access, CUcontext context);
 bool may_access(uintptr_t address, size_t size, enum access access);
 
+/* vmm.c */
+CUdevice physical_device(const struct physical *physical);
+
 /* zones.c */
-void close_zones(void);
+void close_zones(CUdevice device);
 
 /* memory.c */
 CUresult device_alloc(uintptr_t *address, size_t size);
@@ -154,8 +171,8 @@ CUresult device_free(uintptr_t address);
 int device_file(void);		/* where all device memory of this process is */
 
 /* ipc.c */
-void close_opened(void);
-void close_memory(void);
+void close_opened(CUdevice device);
+void close_memory(CUdevice device);
 
 /* module.c */
 struct builtin {
@@ -174,7 +191,7 @@ struct CUfunc_st {
 	int shared_bytes;
 };
 
-void close_modules(void);
+void close_modules(CUdevice device);
 struct CUfunc_st *find_function(const struct CUfunc_st *handle);	/* NULL if it is none */
 const struct builtin *find_builtin(const char *name);
 bool gpu_reaches(uint64_t address, size_t size, enum access access);	/* takes the lock */

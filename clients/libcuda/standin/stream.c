@@ -51,6 +51,7 @@ static void *work(void *argument)
 	struct CUstream_st *stream = argument;
 	struct operation *operation;
 
+	working_for = stream->context;
 	pthread_mutex_lock(&gpu_lock);
 	for (;;) {
 		operation = stream->first;
@@ -169,7 +170,7 @@ CUresult wait_for(CUcontext context, struct moment moment)
 		CUresult deadly = backend->look();
 
 		if (deadly != CUDA_SUCCESS)
-			kill_context(deadly);
+			kill_context(context, deadly);
 	}
 	return context->broken;
 }

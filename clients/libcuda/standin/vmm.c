@@ -23,6 +23,7 @@ struct physical {
 	unsigned int mappings;
 	bool ours;			/* counted against this process */
 	bool exportable;
+	CUdevice device;
 };
 
 static struct physical *physicals;
@@ -51,13 +52,18 @@ static void put(struct physical *physical)
 	free(physical);
 }
 
+CUdevice physical_device(const struct physical *physical)
+{
+	return physical->device;
+}
+
 static CUresult add(int fd, size_t size, bool ours, bool exportable, CUmemGenericAllocationHandle *handle)
 {
 	struct physical *physical = malloc(sizeof(*physical));
 
 	if (!physical)
 		return CUDA_ERROR_OUT_OF_MEMORY;
-	*physical = (struct physical){ physicals, fd, size, 1, 0, ours, exportable };
+	*physical = (struct physical){ physicals, fd, size, 1, 0, ours, exportable, 0 };
 	physicals = physical;
 	*handle = (uintptr_t)physical;
 	return CUDA_SUCCESS;
@@ -66,7 +72,7 @@ static CUresult add(int fd, size_t size, bool ours, bool exportable, CUmemGeneri
 static bool is_valid(const CUmemAllocationProp *prop)
 {
 	return prop && prop->type == CU_MEM_ALLOCATION_TYPE_PINNED &&
-	       prop->location.type == CU_MEM_LOCATION_TYPE_DEVICE && prop->location.id == 0 &&
+	       prop->location.type == CU_MEM_LOCATION_TYPE_DEVICE && is_device(prop->location.id) &&
 	       (prop->requestedHandleTypes == CU_MEM_HANDLE_TYPE_NONE ||
 		prop->requestedHandleTypes == CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
 }
@@ -102,6 +108,8 @@ API CUresult cuMemCreate(CUmemGenericAllocationHandle *handle, size_t size, cons
 		result = CUDA_ERROR_OUT_OF_MEMORY;
 	if (result == CUDA_SUCCESS)
 		result = add(fd, size, true, prop->requestedHandleTypes != 0, handle);
+	if (result == CUDA_SUCCESS)
+		physicals->device = prop->location.id;
 	if (result != CUDA_SUCCESS) {
 		backend->give_memory(size);
 		if (fd >= 0)
@@ -266,29 +274,53 @@ static bool covers_whole_mappings(CUdeviceptr ptr, size_t size)
 	return size != 0;
 }
 
-API CUresult cuMemSetAccess(CUdeviceptr ptr, size_t size, const CUmemAccessDesc *desc, size_t count)
+static bool is_access(const CUmemAccessDesc *desc)
+{
+	return desc->location.type == CU_MEM_LOCATION_TYPE_DEVICE && is_device(desc->location.id);
+}
+
+/* What one device may write all that may access it may: the host's page tables are one for all. */
+static CUresult set_access(struct range *range, const CUmemAccessDesc *desc)
 {
 	int protection = PROT_NONE;
 
-	if (!desc || count != 1 || desc->location.type != CU_MEM_LOCATION_TYPE_DEVICE || desc->location.id)
-		return CUDA_ERROR_INVALID_VALUE;
+	if (desc->flags == CU_MEM_ACCESS_FLAGS_PROT_NONE)
+		range->devices &= ~(1u << desc->location.id);
+	else
+		range->devices |= 1u << desc->location.id;
+	if (range->devices && desc->flags == CU_MEM_ACCESS_FLAGS_PROT_NONE)
+		return CUDA_SUCCESS;
 	if (desc->flags & CU_MEM_ACCESS_FLAGS_PROT_READ)
 		protection |= PROT_READ;
 	if (desc->flags == CU_MEM_ACCESS_FLAGS_PROT_READWRITE)
 		protection |= PROT_WRITE;
+	if (mprotect((void *)range->base, range->size, protection))
+		return CUDA_ERROR_OUT_OF_MEMORY;
+	range->readable = protection & PROT_READ;
+	range->writable = protection & PROT_WRITE;
+	return CUDA_SUCCESS;
+}
+
+API CUresult cuMemSetAccess(CUdeviceptr ptr, size_t size, const CUmemAccessDesc *desc, size_t count)
+{
+	CUresult result = CUDA_SUCCESS;
+
+	for (size_t i = 0; desc && i < count; i++)
+		if (!is_access(&desc[i]))
+			return CUDA_ERROR_INVALID_VALUE;
+	if (!desc || !count)
+		return CUDA_ERROR_INVALID_VALUE;
 	pthread_mutex_lock(&gpu_lock);
 	if (!covers_whole_mappings(ptr, size))
 		return leave(CUDA_ERROR_INVALID_VALUE);
-	if (mprotect((void *)ptr, size, protection))
-		return leave(CUDA_ERROR_OUT_OF_MEMORY);
-	for (CUdeviceptr at = ptr; at < ptr + size;) {
+	for (CUdeviceptr at = ptr; at < ptr + size && result == CUDA_SUCCESS;) {
 		struct range *range = range_from(at, RANGE_MAPPED);
 
-		range->readable = protection & PROT_READ;
-		range->writable = protection & PROT_WRITE;
+		for (size_t i = 0; i < count && result == CUDA_SUCCESS; i++)
+			result = set_access(range, &desc[i]);
 		at += range->size;
 	}
-	return leave(CUDA_SUCCESS);
+	return leave(result);
 }
 
 API CUresult cuMemUnmap(CUdeviceptr ptr, size_t size)

@@ -100,10 +100,10 @@ API CUresult standinFreeRange(CUdeviceptr base, size_t size)
 }
 
 /* They end with the context. */
-void close_zones(void)
+void close_zones(CUdevice device)
 {
 	struct range *range;
 
-	while ((range = first_range(RANGE_MANAGED)) || (range = first_range(RANGE_SPARSE)))
+	while ((range = first_range(RANGE_MANAGED, device)) || (range = first_range(RANGE_SPARSE, device)))
 		take_away(range);
 }

@@ -1,0 +1,57 @@
+// SPDX-License-Identifier: MIT
+/* Peer access between the devices, all of which can. */
+#include "standin.h"
+
+API CUresult cuDeviceCanAccessPeer(int *canAccessPeer, CUdevice dev, CUdevice peerDev)
+{
+	CUresult result = is_initialised();
+
+	if (result != CUDA_SUCCESS)
+		return result;
+	if (!canAccessPeer)
+		return CUDA_ERROR_INVALID_VALUE;
+	if (!is_device(dev) || !is_device(peerDev))
+		return CUDA_ERROR_INVALID_DEVICE;
+	*canAccessPeer = dev != peerDev;
+	return CUDA_SUCCESS;
+}
+
+static CUresult enter_pair(CUcontext other, CUcontext *context)
+{
+	CUresult result = enter(context);
+
+	if (result != CUDA_SUCCESS)
+		return result;
+	for (int i = 0; i < device_count(); i++)
+		if (other == primary_of(i) && other->retained && other != *context)
+			return CUDA_SUCCESS;
+	return leave(CUDA_ERROR_INVALID_CONTEXT);
+}
+
+API CUresult cuCtxEnablePeerAccess(CUcontext peerContext, unsigned int Flags)
+{
+	CUcontext context;
+	CUresult result = enter_pair(peerContext, &context);
+
+	if (result != CUDA_SUCCESS)
+		return result;
+	if (Flags)
+		return leave(CUDA_ERROR_INVALID_VALUE);
+	if (context->peers >> peerContext->device & 1)
+		return leave(CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED);
+	context->peers |= 1u << peerContext->device;
+	return leave(CUDA_SUCCESS);
+}
+
+API CUresult cuCtxDisablePeerAccess(CUcontext peerContext)
+{
+	CUcontext context;
+	CUresult result = enter_pair(peerContext, &context);
+
+	if (result != CUDA_SUCCESS)
+		return result;
+	if (!(context->peers >> peerContext->device & 1))
+		return leave(CUDA_ERROR_PEER_ACCESS_NOT_ENABLED);
+	context->peers &= ~(1u << peerContext->device);
+	return leave(CUDA_SUCCESS);
+}
