@@ -161,8 +161,9 @@ def _guard(kind: str, where: str) -> tuple[Fault, Fault]:
     return auto, asked
 
 
-def _zone(kind: str, what: str, *needs: Need) -> tuple[Fault, Fault]:
-    """By one thread, and by a full grid: absorbed, told, and the offender evicted before anybody notices."""
+def _zone(kind: str, what: str, *needs: Need) -> tuple[Fault, Fault, Fault]:
+    """By one thread whose kernel ends with it or goes on, and by a full grid: absorbed, told, and the
+    offender evicted before anybody notices."""
     one = Fault(
         kind,
         f"{what}, one thread",
@@ -182,7 +183,8 @@ def _zone(kind: str, what: str, *needs: Need) -> tuple[Fault, Fault]:
         fills_gpu=True,
         stall_bar=StallBar.EVICTION,
     )
-    return one, grid
+    long = replace(one, title=f"{what}, one thread whose kernel goes on", variant="long")
+    return one, long, grid
 
 
 def _eviction(kind: str, title: str, variant: str = "", *, fills_gpu: bool = False) -> Fault:

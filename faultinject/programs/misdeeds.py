@@ -58,7 +58,9 @@ def _on_the_gpu(device: Device, plan: Plan) -> None:
 def _into_a_zone(device: Device, plan: Plan) -> None:
     aim = take_aim(device, plan.kind, plan.target, wild=plan.fill)
     say("fire", stray=hex(aim.address), aim=aim.told())
-    device.wild(aim.access, aim.address, aim.span, plan.busy_s, fill=plan.fill)
+    # One stray access ends with its kernel; a grid, and `long`, go on.
+    seconds = 0.0 if plan.variant == "one" else plan.busy_s
+    device.wild(aim.access, aim.address, aim.span, seconds, fill=plan.fill)
 
 
 def _run_kernel(device: Device, plan: Plan) -> None:

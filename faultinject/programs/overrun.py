@@ -13,6 +13,9 @@ FAR = 16 << 20
 SPAN = 16 << 20
 """Bytes over which a full grid strays."""
 
+FAR_SPAN = 1 << 20
+"""The same that far away."""
+
 WORD = 4
 NULL_FIELD = 16
 """A field of a structure whose pointer is null."""
@@ -50,7 +53,7 @@ def take_aim(device: Device, kind: str, allocation: int, *, wild: bool) -> Aim:
             device.free(allocation)
             return Aim("store", allocation, span, allocation, "inside")
         case "zone_far":
-            return Aim("store", end + FAR, span, allocation, "past")
+            return Aim("store", end + FAR, FAR_SPAN if wild else WORD, allocation, "past")
         case "zone_null":
             return Aim("store", NULL_FIELD, NULL_SPAN if wild else WORD, 0, "")
         case _:

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -130,6 +132,7 @@ class Slaughter:
         self.random = random.Random(seed)
         self.started = 0
         self.before = (0, 0)
+        self.open_before: Counter[str] = Counter()
 
     def spawn(self, name: str, *options: str, proxied: bool = True) -> Worker:
         options = (*options, "--seed", str(self.random.getrandbits(32)))
@@ -154,7 +157,7 @@ class Slaughter:
                 survivor.must("ready", timeout=UP_S)
             # One that comes and goes before anything is counted: what is made once is there then.
             self.batch(1)
-            self.before = self.counted()
+            self.before, self.open_before = self.counted(), self.open_files()
             while seen.killed < count:
                 seen.batches.append(self.batch(min(at_once, count - seen.killed)))
                 self.tell(f"{seen.killed} of {count} killed" + self._trouble(seen.batches[-1]))
@@ -221,6 +224,17 @@ class Slaughter:
         """mpsd's open descriptors, and the memory in use on all GPUs in bytes."""
         return len(os.listdir(f"/proc/{self.rig.mpsd.pid}/fd")), self.rig.node.gpu_memory_used()
 
+    def open_files(self) -> Counter[str]:
+        """What mpsd's descriptors are, without what numbers one of many."""
+        found: Counter[str] = Counter()
+        directory = f"/proc/{self.rig.mpsd.pid}/fd"
+        for name in os.listdir(directory):
+            try:
+                found[re.sub(r"\d+", "N", os.readlink(f"{directory}/{name}"))] += 1
+            except OSError:
+                continue
+        return found
+
     def until_clear(self, dead: set[int], *, counted: bool) -> tuple[bool, str]:
         """Wait until nothing is left of these processes; what was at the deadline."""
         end = clock() + CLEAR_S
@@ -240,7 +254,10 @@ class Slaughter:
             return ""
         descriptors, memory = self.counted()
         if descriptors > self.before[0] + DESCRIPTORS_BOUND:
-            return f"{descriptors} descriptors are open in mpsd, {self.before[0]} were before"
+            more = ", ".join(
+                f"{name} +{count}" for name, count in (self.open_files() - self.open_before).items()
+            )
+            return f"{descriptors} descriptors are open in mpsd, {self.before[0]} were before ({more})"
         if memory > self.before[1] + MEMORY_BOUND:
             return f"{memory} bytes of GPU memory are in use, {self.before[1]} were before"
         return ""

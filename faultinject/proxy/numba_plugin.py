@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 OUTCOMES, SHARD, ONLY = "MPSD_SUITE_OUTCOMES", "MPSD_SUITE_SHARD", "MPSD_SUITE_ONLY"
+WHY = 160
 _STATS = "/memfd:mpsd-libcuda"
 
 
@@ -89,12 +90,14 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     # Workers of xdist pass their reports on to the one process that all tests are known to.
     if "PYTEST_XDIST_WORKER" not in os.environ:
         xfail = hasattr(report, "wasxfail")
-        _write(test=report.nodeid, when=report.when, outcome=report.outcome, xfail=xfail)
+        why = report.longreprtext.strip().rpartition("\n")[2][:WHY] if report.failed else ""
+        _write(test=report.nodeid, when=report.when, outcome=report.outcome, xfail=xfail, why=why)
 
 
 def pytest_collectreport(report: pytest.CollectReport) -> None:
     if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
-        _write(test=report.nodeid, when="collect", outcome="failed", xfail=False)
+        why = report.longreprtext.strip().rpartition("\n")[2][:WHY]
+        _write(test=report.nodeid, when="collect", outcome="failed", xfail=False, why=why)
 
 
 @pytest.hookimpl(trylast=True)

@@ -28,6 +28,7 @@ from faultinject.verdict import Finding, Verdict, invalid, unknown, valid
 SUITE = "numba.cuda.tests"
 GRACE_S = 10.0
 REPEATS = 2
+REASONS = 8
 COMPLETE = (0, 1, 5)
 """pytest's exit statuses after a whole run: all passed, some failed, none was chosen."""
 
@@ -104,6 +105,19 @@ def combine(lines: Iterable[str]) -> tuple[dict[str, str], list[dict[str, Any]]]
         else:
             outcomes[test] = outcome
     return outcomes, processes
+
+
+def reasons(lines: Iterable[str]) -> dict[str, int]:
+    """The commonest last lines of what failed, and how often each came."""
+    found: Counter[str] = Counter()
+    for line in lines:
+        try:
+            why = json.loads(line).get("why")
+        except ValueError:
+            continue
+        if why:
+            found[why] += 1
+    return dict(found.most_common(REASONS))
 
 
 def _outcome(said: Mapping[str, Any]) -> str:
@@ -186,7 +200,9 @@ def line(seen: Mapping[str, Any]) -> str:
     for side in ("plain", "proxied"):
         counts = Counter(seen[side]["outcomes"].values())
         told = ", ".join(f"{count} {outcome}" for outcome, count in counts.most_common())
-        parts.append(f"{side}: {told or 'none'} in {seen[side]['took_s']:.0f} s")
+        why = next(iter(seen[side].get("reasons", {}).items()), None)
+        most = f" ({why[1]} times: {why[0]})" if why else ""
+        parts.append(f"{side}: {told or 'none'} in {seen[side]['took_s']:.0f} s{most}")
     kinds = Counter(sort_out(d["plain"], d["proxied"]) for d in seen["differing"].values())
     parts.append(", ".join(f"{count} {kind}" for kind, count in kinds.items()) or "none differs")
     return "; ".join(parts)
@@ -267,7 +283,13 @@ class Suite:
         self._end()
         lines = self.outcomes.read_text(encoding="utf-8").splitlines() if self.outcomes.exists() else []
         outcomes, processes = combine(lines)
-        return {"outcomes": outcomes, "processes": processes, "failure": failure, "took_s": round(took, 1)}
+        return {
+            "outcomes": outcomes,
+            "processes": processes,
+            "reasons": reasons(lines),
+            "failure": failure,
+            "took_s": round(took, 1),
+        }
 
     def _end(self) -> None:
         assert self.process is not None

@@ -143,3 +143,13 @@ def test_the_options_are_in_the_command_that_repeats_it() -> None:
         *("--numba", "--numba-jobs", "4", "--numba-deadline", "540"),
         *("--numba-filter", "ipc or array", "--numba-shard", "2/3"),
     ]
+
+
+def test_the_commonest_reasons_of_failures_are_told() -> None:
+    lines = [
+        '{"test": "a", "why": "no GPU"}',
+        '{"test": "b", "why": "no GPU"}',
+        '{"test": "c", "why": ""}',
+        "{",
+    ]
+    assert reasons([*lines, '{"test": "d", "why": "1 != 2"}']) == {"no GPU": 2, "1 != 2": 1}

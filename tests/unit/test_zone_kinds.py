@@ -13,7 +13,7 @@ from faultinject.checkers import check, verdict
 from faultinject.faults import REGISTRY, Need, by_name
 from faultinject.matrix import Matrix, Plan, lacking
 from faultinject.observation import Observation, RecordSeen, SurvivorSeen
-from faultinject.programs.overrun import FAR, SIZE, SPAN, WORD, take_aim
+from faultinject.programs.overrun import FAR, FAR_SPAN, SIZE, SPAN, WORD, take_aim
 from faultinject.verdict import Verdict
 from mpsd_client.driver import LIBRARY_NAME
 
@@ -124,7 +124,7 @@ def test_a_null_pointer_misses_no_allocation_but_needs_its_page_covered() -> Non
 def test_each_kind_strays_beside_its_allocation_or_into_it_once_freed(kind: str, wild: bool) -> None:
     device = Freed()
     aim = take_aim(device, kind, TARGET, wild=wild)
-    assert aim.span == (SPAN if wild else WORD)
+    assert aim.span == ((FAR_SPAN if kind == "zone_far" else SPAN) if wild else WORD)
     past, before = aim.address - (TARGET + SIZE), TARGET - (aim.address + aim.span)
     assert aim.told()["address"] == hex(TARGET)
     match aim.relation:
