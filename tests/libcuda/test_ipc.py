@@ -11,10 +11,13 @@ from pathlib import Path
 import pytest
 
 from mpsd.core.vault import Limits, Quota
+from mpsd.model import ProcessInstance
+from mpsd.zones.grants import Grant
 from tests.libcuda.test_vault import LIMITS, Program
 from tests.support.libcudas import Libraries, run
 from tests.support.site import OTHER_UID, until
 from tests.support.vaulting import MemoryStore, RunningVault
+from tests.support.zoning import NULL_PAGE, ZONE, LedgerView
 
 MIB = 1 << 20
 # Descriptors of a process that has had a window: what it tells of itself stays open.
@@ -110,6 +113,43 @@ def test_an_allocation_is_shared_with_its_piece_mapped_once(
     assert [opener.do(f"close({address})") for address in there] == [0, 0]
     assert opener.stats().ipc_opened == 0
     assert opener.do("files()") == before + LEDGER
+
+
+def test_what_is_opened_lies_between_zones_until_it_is_closed(
+    libraries: Libraries, place: Path, programs: list[Program]
+) -> None:
+    """As soon as the opener has memory of its own: only then it asks the daemon how much it may cover."""
+    ledgers: dict[int, LedgerView] = {}
+
+    async def grant(process: ProcessInstance, fd: int) -> Grant:
+        ledgers[process.pid] = LedgerView(fd)
+        return Grant(1 << 30, 100)
+
+    store = MemoryStore()
+    with RunningVault(place, store, LIMITS, take_ledger=grant) as vault:
+        exporter, opener = (start(libraries, place, programs) for _ in range(2))
+        handle = exporter.do(f"export({exporter.do('alloc(3 << 20)')})")
+        there = opener.do(f"opened({handle!r})")
+        assert opener.pid not in ledgers
+        own = opener.do("alloc(3 << 20)")
+        until(lambda: vault.look(lambda: opener.pid in ledgers), "its ledger is brought")
+
+        def covered() -> set[tuple[int, int]]:
+            found = ledgers[opener.pid].zones()
+            return {(zone.start, zone.end) for zone in found if zone.role != NULL_PAGE}
+
+        def around(base: int) -> set[tuple[int, int]]:
+            return {(base - ZONE, base), (base + 4 * MIB, base + 4 * MIB + ZONE)}
+
+        until(lambda: covered() == around(there) | around(own), "both are covered")
+        assert opener.do(f"close({there})") == 0
+        # Not into quarantine, for it was nobody's here.
+        assert covered() == around(own)
+        again = opener.do(f"opened({handle!r})")
+        assert covered() == around(own) | around(again)
+    for ledger in ledgers.values():
+        ledger.close()
+    store.empty()
 
 
 def test_memory_lives_while_it_is_open(

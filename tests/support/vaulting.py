@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from mpsd.vault.wire import LAYOUT, Kind, Message, pack, unpack
 
 if TYPE_CHECKING:
-    from mpsd.vault.door import Door, DoorLimits
+    from mpsd.vault.door import Door, DoorLimits, LedgerTaker
     from mpsd.vault.hold import Vault
 
 T = TypeVar("T")
@@ -150,9 +150,15 @@ class RunningVault:
     """A context: vault and door on a thread's loop, on simulated memory of one GPU of 1 GiB."""
 
     def __init__(
-        self, path: Path, store: MemoryStore, ledger_limits: Any, door_limits: DoorLimits | None = None
+        self,
+        path: Path,
+        store: MemoryStore,
+        ledger_limits: Any,
+        door_limits: DoorLimits | None = None,
+        take_ledger: LedgerTaker | None = None,
     ) -> None:
         self.path, self.store = path, store
+        self._take_ledger = take_ledger
         self._limits = ledger_limits, door_limits
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever)
@@ -179,7 +185,7 @@ class RunningVault:
         for name, fds in self._lease_store.fetch_all().items():
             assert self.vault.takes(name, fds)
         self.vault.adopt()
-        self.door = Door(self.path, self.vault, self._limits[1])
+        self.door = Door(self.path, self.vault, self._limits[1], self._take_ledger)
         self.door.start()
 
     async def _stop(self) -> None:

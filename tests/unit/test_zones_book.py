@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from faultinject.guardzones import LedgerWriter
 from mpsd.errors import GpuError
 from mpsd.linux import procfs
 from mpsd.model import Access, ProcessInstance, UvmEvent, UvmFaultType, UvmReason, ZoneRole
 from mpsd.zones import layout
 from mpsd.zones.book import READ_AGAIN_S, Hit, Zones
 from mpsd.zones.grants import LEAST, Grants, ZoneLimits
+from tests.support.guardzones import LedgerWriter
 
 BASE, MIB, GIB = 0x1000_0000_0000, 1 << 20, 1 << 30
 ME = ProcessInstance(os.getpid(), procfs.start_ticks(os.getpid()))
