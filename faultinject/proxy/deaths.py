@@ -257,7 +257,11 @@ class Slaughter:
             more = ", ".join(
                 f"{name} +{count}" for name, count in (self.open_files() - self.open_before).items()
             )
-            return f"{descriptors} descriptors are open in mpsd, {self.before[0]} were before ({more})"
+            domains = ", ".join(f"{d['id']} {d['state']}" for d in status["domains"])
+            was = self.before[0]
+            return (
+                f"{descriptors} descriptors are open in mpsd, {was} were before ({more}); domains {domains}"
+            )
         if memory > self.before[1] + MEMORY_BOUND:
             return f"{memory} bytes of GPU memory are in use, {self.before[1]} were before"
         return ""

@@ -182,8 +182,10 @@ def figures(pair: Pair, facts: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def data_of(member: Member) -> dict[str, Any]:
-    return {**asdict(member.side()), "process_memory": member.process_memory}
+def data_of(member: Member, *, by_device: bool) -> dict[str, Any]:
+    side = asdict(member.side())
+    memory = member.memory if by_device else member.process_memory
+    return {**side, "memory": memory, "device_memory": member.memory, "process_memory": member.process_memory}
 
 
 def entries(group: Group, modes: Sequence[str], *, bars: bool) -> list[dict[str, Any]]:
@@ -196,7 +198,9 @@ def entries(group: Group, modes: Sequence[str], *, bars: bool) -> list[dict[str,
             "again": group.members["again"],
             "proxied": group.members[mode],
         }
-        entry |= {name: data_of(member) for name, member in sides.items()}
+        # By what the whole device has more of, where that was seen each time; else by what NVML gives the process.
+        by_device = all(member.memory is not None for member in sides.values())
+        entry |= {name: data_of(member, by_device=by_device) for name, member in sides.items()}
         found.append(judged(entry, bars=bars))
     return found
 

@@ -9,7 +9,7 @@ import pytest
 
 from faultinject.proxy import deaths
 from faultinject.proxy.numba_plugin import in_shard
-from faultinject.proxy.numba_suite import Options, combine, differing, judge, sort_out
+from faultinject.proxy.numba_suite import Options, combine, differing, judge, reasons, sort_out
 
 PROXY = {"proxy": True, "stats": {"state": "active", "reason": ""}}
 NONE = {"proxy": False, "stats": None}
@@ -146,10 +146,5 @@ def test_the_options_are_in_the_command_that_repeats_it() -> None:
 
 
 def test_the_commonest_reasons_of_failures_are_told() -> None:
-    lines = [
-        '{"test": "a", "why": "no GPU"}',
-        '{"test": "b", "why": "no GPU"}',
-        '{"test": "c", "why": ""}',
-        "{",
-    ]
-    assert reasons([*lines, '{"test": "d", "why": "1 != 2"}']) == {"no GPU": 2, "1 != 2": 1}
+    lines = ['{"test": "a", "why": "no GPU"}', '{"test": "b", "why": "no GPU"}', '{"test": "c", "why": ""}']
+    assert reasons([*lines, "{", '{"test": "d", "why": "1 != 2"}']) == {"no GPU": 2, "1 != 2": 1}
