@@ -167,7 +167,7 @@ static CUresult free_in(struct window *window, CUdeviceptr address, bool keep)
 	if (empty.size) {
 		mpsd_share_forget(empty.base);
 		mpsd_vault_drop(empty.base);
-		real_cuMemUnmap(empty.base, empty.size);
+		mpsd_physical_unmap(empty);
 		if (!mpsd_zones_freed(empty.base, keep))
 			arena_give(&window->arena, empty);
 		take_back();
@@ -274,7 +274,7 @@ static void unmap_adopted(struct window *window, CUdeviceptr base)
 
 	if (!window || !arena_free(&window->arena, base, &empty) || !empty.size)
 		return;
-	real_cuMemUnmap(empty.base, empty.size);
+	mpsd_physical_unmap(empty);
 	if (!mpsd_zones_freed(empty.base, false))
 		arena_give(&window->arena, empty);
 }

@@ -2,6 +2,7 @@
 #include "physical.h"
 
 #include "proxy.h"
+#include "turn.h"
 #include "vault.h"
 #include "window.h"
 
@@ -62,4 +63,12 @@ CUresult mpsd_physical_map(struct arena_range range, CUdevice device, uint32_t p
 	if (result != CUDA_SUCCESS || !mpsd_vault_put(range.base, range.size, device, handle))
 		real_cuMemRelease(handle);
 	return result;
+}
+
+void mpsd_physical_unmap(struct arena_range range)
+{
+	bool turn = mpsd_turn_take();
+
+	real_cuMemUnmap(range.base, range.size);
+	mpsd_turn_give(turn);
 }

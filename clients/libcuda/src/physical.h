@@ -20,3 +20,5 @@ CUresult mpsd_physical_place(struct arena_range range, uint32_t devices, CUmemGe
  * alone keeps the memory: the vault's side takes the handle, or it is released. An empty range is done.
  */
 CUresult mpsd_physical_map(struct arena_range range, CUdevice device, uint32_t peers);
+
+void mpsd_physical_unmap(struct arena_range range);

@@ -24,6 +24,7 @@
 #include "clock.h"
 #include "proxy.h"
 #include "stats.h"
+#include "turn.h"
 
 #define MOST_PUTS 4096			/* that wait; what comes then is lost, and counted */
 #define FIRST_PAUSE_MS 100
@@ -50,8 +51,6 @@ struct note {
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
-/* Held around calls of the driver's; taken for good when the program ends. */
-static pthread_mutex_t driver = PTHREAD_MUTEX_INITIALIZER;
 static struct note *first, **last = &first;
 static struct note *held[BUCKETS];
 static unsigned int puts_waiting, drops_waiting;
@@ -76,10 +75,10 @@ static void close_exported(void)
 
 static bool export_memory(const struct note *note, struct mpsd_vault_message *message)
 {
+	bool turn = mpsd_turn_take();
 	CUuuid uuid;
 	int fd = -1;
 
-	pthread_mutex_lock(&driver);
 	if (!atomic_load(&off) && real_cuDeviceGetUuid_v2(&uuid, note->device) == CUDA_SUCCESS &&
 	    real_cuMemExportToShareableHandle(&fd, note->handle, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR,
 					      0) == CUDA_SUCCESS) {
@@ -87,7 +86,7 @@ static bool export_memory(const struct note *note, struct mpsd_vault_message *me
 		fcntl(fd, F_SETFD, FD_CLOEXEC);
 		memcpy(message->gpu, uuid.bytes, sizeof(message->gpu));
 	}
-	pthread_mutex_unlock(&driver);
+	mpsd_turn_give(turn);
 	return fd >= 0;
 }
 
@@ -133,9 +132,12 @@ static int deliver(const struct note *note)
 
 static void release(CUmemGenericAllocationHandle handle)
 {
-	pthread_mutex_lock(&driver);
-	real_cuMemRelease(handle);
-	pthread_mutex_unlock(&driver);
+	bool turn = mpsd_turn_take();
+
+	/* Without it the driver is about to go, and the handle with it. */
+	if (turn)
+		real_cuMemRelease(handle);
+	mpsd_turn_give(turn);
 }
 
 static struct note **bucket_of(uint64_t base)
@@ -269,19 +271,16 @@ static void *bring(void *unused)
 static void in_child(void)
 {
 	atomic_store(&off, true);
+	mpsd_turn_forget();
 	mpsd_channel_close();
 	close_exported();
 }
 
-/* The driver is about to go: nothing of ours calls it any more. A call that lasts is not waited for. */
+/* The driver is about to go: nothing of ours calls it any more. */
 static void at_end(void)
 {
-	struct timespec until = mpsd_in(1000);
-
-	if (atomic_exchange(&off, true))
-		return;
-	if (pthread_mutex_timedlock(&driver, &until))
-		return;
+	if (!atomic_exchange(&off, true))
+		mpsd_turn_keep();
 }
 
 /* Under the lock. Signals are for the program's own threads. */
@@ -364,7 +363,7 @@ void mpsd_vault_drop(uint64_t base)
 	}
 	pthread_mutex_unlock(&lock);
 	if (struck)
-		real_cuMemRelease(struck->handle);
+		release(struck->handle);
 	free(struck);
 }
 
