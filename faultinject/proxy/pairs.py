@@ -198,7 +198,7 @@ def entries(group: Group, modes: Sequence[str], *, bars: bool) -> list[dict[str,
             "again": group.members["again"],
             "proxied": group.members[mode],
         }
-        # By what the whole device has more of, where that was seen each time; else by NVML's word for the process.
+        # By what the whole device has more of, where that was seen each time; else by the process's own.
         by_device = all(member.memory is not None for member in sides.values())
         entry |= {name: data_of(member, by_device=by_device) for name, member in sides.items()}
         found.append(judged(entry, bars=bars))
