@@ -170,14 +170,7 @@ def _run(args: argparse.Namespace) -> int:
 
 def write(finished: dict[str, Any], json_path: Path | None, markdown_path: Path | None) -> None:
     """The report as JSON and Markdown, where paths are given."""
-    if json_path is not None:
-        path = report.placed(json_path, finished, "matrix", "json")
-        report.save(finished, path)
-        tell_stderr(f"wrote {path}")
-    if markdown_path is not None:
-        path = report.placed(markdown_path, finished, "matrix", "md")
-        report.write_text(path, report.markdown(finished))
-        tell_stderr(f"wrote {path}")
+    report.deliver(finished, "matrix", json_path, markdown_path, report.markdown(finished), tell_stderr)
 
 
 def _list(args: argparse.Namespace) -> int:

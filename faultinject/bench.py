@@ -240,7 +240,4 @@ def _write(
     text = f"{head}    {finished['command']}\n\n{report.markdown_table(rows)}\n"
     text += f"\nEvents at rising rates: {_stream_head(finished['stream'])}\n\n"
     text += f"{report.markdown_table(stream.table(finished['stream']))}\n"
-    if json_path is not None:
-        report.save(finished, report.placed(json_path, finished, "bench", "json"))
-    if md_path is not None:
-        report.write_text(report.placed(md_path, finished, "bench", "md"), text)
+    report.deliver(finished, "bench", json_path, md_path, text)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -183,6 +183,28 @@ def placed(path: Path, report: Mapping[str, Any], what: str, suffix: str) -> Pat
     if not path.is_dir():
         return path
     return path / file_name(report["device"], report["driver"], what, suffix)
+
+
+def deliver(
+    report: Mapping[str, Any],
+    what: str,
+    json_path: Path | None,
+    markdown_path: Path | None,
+    markdown: str,
+    tell: Callable[[str], None] = lambda line: None,
+) -> None:
+    """Write a report as JSON and as text, where paths are given, under its standard name in a directory.
+
+    `tell` is called with each file that was written. Raises StoreError, which names the file.
+    """
+    if json_path is not None:
+        path = placed(json_path, report, what, "json")
+        save(report, path)
+        tell(f"wrote {path}")
+    if markdown_path is not None:
+        path = placed(markdown_path, report, what, "md")
+        write_text(path, markdown)
+        tell(f"wrote {path}")
 
 
 def check_target(path: Path | None, option: str) -> None:

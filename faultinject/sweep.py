@@ -280,11 +280,7 @@ def sweep(plan: SweepPlan, json_path: Path | None, markdown_path: Path | None = 
     print(f"again: {command}")
     print(report.aligned(_table(outcomes)))
     print(f"{len(outcomes)} deaths tried, {len(bad)} not survived as they should")
-    if json_path is not None:
-        report.save(finished, report.placed(json_path, finished, "sweep", "json"))
-    if markdown_path is not None:
-        path = report.placed(markdown_path, finished, "sweep", "md")
-        report.write_text(path, _markdown(finished, outcomes))
+    report.deliver(finished, "sweep", json_path, markdown_path, _markdown(finished, outcomes))
     return 1 if bad or not outcomes else 0
 
 

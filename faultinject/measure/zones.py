@@ -13,6 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -89,16 +90,8 @@ Rows = list[Any]
 Case = Callable[[Domain, Client, Client, Watch, Rows], None]
 
 
-def single(where: str) -> Case:
+def single(where: str, _: Domain, survivor: Client, strayer: Client, watch: Watch, rows: Rows) -> None:
     """One access of each kind on either side, at the null page, and into a freed buffer."""
-
-    def run(_: Domain, survivor: Client, strayer: Client, watch: Watch, rows: Rows) -> None:
-        single_accesses(where, survivor, strayer, watch, rows)
-
-    return run
-
-
-def single_accesses(where: str, survivor: Client, strayer: Client, watch: Watch, rows: Rows) -> None:
     rows.append({"what": "laying", **ask(strayer, f"lay {where}")})
     touches = [
         ("store", "0x200000"), ("store", "-4"), ("load", "0x1800000"), ("atomic", "0x1a00000"),
@@ -174,26 +167,22 @@ def endure(mode: str, mib: int, grid: int, *, where: str = "gpu") -> Case:
     return run
 
 
-def full(where: str) -> Case:
+def full(where: str, _: Domain, survivor: Client, strayer: Client, watch: Watch, rows: Rows) -> None:
     """Single accesses when the GPU has no memory left; no more, for its driver has to find pages."""
-
-    def run(_: Domain, survivor: Client, strayer: Client, watch: Watch, rows: Rows) -> None:
-        rows.append({"what": "laying", **ask(strayer, f"lay {where}")})
-        rows.append({"what": "fill", **ask(strayer, "fill 0")})
-        for kind, offset in (
-            ("store", "0x200000"),
-            ("atomic", "0x1400000"),
-            ("load", "-4"),
-            ("store", "null"),
-        ):
-            watch.clear()
-            answer = ask(strayer, f"touch {kind} {offset}")
-            watch.arrived.wait(0.3)
-            seen = watch.summary(answer.get("launched", now()))
-            rows.append({"what": f"{kind} at {offset}", **answer, **seen, "survivor": state_of(survivor)})
-        rows.append({"what": "drain", **ask(strayer, "drain"), "survivor": state_of(survivor)})
-
-    return run
+    rows.append({"what": "laying", **ask(strayer, f"lay {where}")})
+    rows.append({"what": "fill", **ask(strayer, "fill 0")})
+    for kind, offset in (
+        ("store", "0x200000"),
+        ("atomic", "0x1400000"),
+        ("load", "-4"),
+        ("store", "null"),
+    ):
+        watch.clear()
+        answer = ask(strayer, f"touch {kind} {offset}")
+        watch.arrived.wait(0.3)
+        seen = watch.summary(answer.get("launched", now()))
+        rows.append({"what": f"{kind} at {offset}", **answer, **seen, "survivor": state_of(survivor)})
+    rows.append({"what": "drain", **ask(strayer, "drain"), "survivor": state_of(survivor)})
 
 
 def windows(made: Domain) -> list[Any]:
@@ -226,8 +215,8 @@ def windows(made: Domain) -> list[Any]:
 
 ALL_SMS = 132 * 8
 CASES: dict[str, Case] = {
-    "single accesses": single("gpu"),
-    "single accesses, host": single("host"),
+    "single accesses": partial(single, "gpu"),
+    "single accesses, host": partial(single, "host"),
     "one block": storm("store", 32, 1),
     "full grid": storm("store", 32, ALL_SMS),
     "full grid, host": storm("store", 32, ALL_SMS, where="host"),
@@ -244,8 +233,8 @@ CASES: dict[str, Case] = {
     "SMs left": storm("store", 32, 64),
     "SMs left, host": storm("store", 32, 64, where="host"),
     "GPU nearly full": storm("store", 32, ALL_SMS, 128),
-    "GPU full": full("gpu"),
-    "GPU full, host": full("host"),
+    "GPU full": partial(full, "gpu"),
+    "GPU full, host": partial(full, "host"),
     "endured": endure("store", 32, ALL_SMS),
     "endured, host": endure("store", 32, ALL_SMS, where="host"),
     "endured, free SMs": endure("store", 32, 8),

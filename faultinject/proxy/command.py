@@ -122,14 +122,7 @@ def execute(plan: Plan, json_path: Path | None, markdown_path: Path | None) -> i
         f"{finished['device']}, driver {finished['driver']}, {finished['date']}; again: {finished['command']}"
     )
     show(finished)
-    if json_path is not None:
-        path = report.placed(json_path, finished, "proxy", "json")
-        report.save(finished, path)
-        tell_stderr(f"wrote {path}")
-    if markdown_path is not None:
-        path = report.placed(markdown_path, finished, "proxy", "md")
-        report.write_text(path, reports.markdown(finished))
-        tell_stderr(f"wrote {path}")
+    report.deliver(finished, "proxy", json_path, markdown_path, reports.markdown(finished), tell_stderr)
     return 0 if reports.passed(finished) else 1
 
 

@@ -22,6 +22,7 @@ from mpsd.core.vault import Limits, Quota
 from mpsd.vault.wire import Status
 from mpsd_libcuda.stats import Stats, read_stats
 from tests.support.libcudas import DEADLINE_S, MPSD_RUN, ROOT, Libraries
+from tests.support.obeying import Obeys
 from tests.support.site import OTHER_UID, Site, as_user, until
 from tests.support.vaulting import MemoryStore, RunningVault, VaultClient
 
@@ -55,7 +56,7 @@ for line in sys.stdin:
 """
 
 
-class Program:
+class Program(Obeys):
     """Ended at the end of its test at the latest."""
 
     def __init__(self, command: Sequence[str], environment: dict[str, str]) -> None:
@@ -67,17 +68,7 @@ class Program:
             text=True,
         )
         _STARTED.append(self)
-        assert self._line() == "there"
-
-    def _line(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
-
-    def do(self, expression: str) -> Any:
-        assert self.process.stdin is not None
-        self.process.stdin.write(expression + "\n")
-        self.process.stdin.flush()
-        return eval(self._line())
+        assert self.line() == "there"
 
     @property
     def pid(self) -> int:

@@ -21,6 +21,7 @@ from typing import Any
 from mpsd.linux import procfs
 from mpsd.model import ProcessInstance
 from mpsd.vault.wire import LAYOUT, Kind, Message, Status, pack, unpack
+from tests.support.obeying import Obeys
 from tests.support.waiting import DEADLINE_S
 
 MIB = 1 << 20
@@ -168,7 +169,7 @@ class LedgerView:
         os.close(self.fd)
 
 
-class Obedient:
+class Obedient(Obeys):
     """A context: a program that is ended with it. `ledger` opens what it tells of itself."""
 
     def __init__(self, environment: Mapping[str, str], command: Sequence[str] = ()) -> None:
@@ -183,7 +184,7 @@ class Obedient:
         self.views: list[LedgerView] = []
 
     def __enter__(self) -> Obedient:
-        assert self._line() == "there", self.process.communicate(timeout=DEADLINE_S)[1]
+        assert self.line() == "there", self.process.communicate(timeout=DEADLINE_S)[1]
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
@@ -193,16 +194,6 @@ class Obedient:
             self.process.kill()
         said = self.process.communicate(timeout=DEADLINE_S)[1]
         assert kind is not None or (self.process.returncode, said) == (0, "")
-
-    def _line(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
-
-    def do(self, expression: str) -> Any:
-        assert self.process.stdin is not None
-        self.process.stdin.write(expression + "\n")
-        self.process.stdin.flush()
-        return eval(self._line())
 
     @property
     def instance(self) -> ProcessInstance:
