@@ -178,8 +178,8 @@ class Lease:
 
     linger_limit_s: float = _key(
         30.0,
-        "a dead client's kernel that still runs after this is called endless (what it had only queued, the driver "
-        "drops after 2 s: keep it above 4)",
+        "a dead client's kernel that still runs after this is called endless "
+        "(what was only queued, the driver drops after 2 s: keep it above 4)",
         unit="s",
         low=0.1,
         high=86400,

@@ -104,7 +104,8 @@ def _on(node: Node, plan: Plan, libraries: Libraries, base: Path) -> dict[str, A
             )
         found["leftovers"] += rig.left
     if plan.deaths:
-        with History() as history, Rig(node, "mpsd", history, settings={**SETTINGS, **deaths.SETTINGS}) as rig:
+        settings = {**SETTINGS, **deaths.SETTINGS}
+        with History() as history, Rig(node, "mpsd", history, settings=settings) as rig:
             slaughter = deaths.Slaughter(rig, libraries, plan.seed, tell_stderr)
             found["deaths"] = slaughter.run(plan.deaths, plan.at_once).data()
         found["leftovers"] += rig.left

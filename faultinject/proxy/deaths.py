@@ -38,7 +38,7 @@ DESCRIPTORS_BOUND = 2
 """Connections of this harness itself that may be open while the descriptors are counted."""
 
 SETTINGS = {"lease.linger_limit_s": "10.0"}
-"""Of mpsd: launches that a killed program had queued are dropped by the driver after 2 s, and are no endless work."""
+"""Launches that a killed program had queued are dropped by the driver after 2 s: they are no endless work."""
 
 POLL_S, KILL_POLL_S = 0.02, 0.002
 
