@@ -29,7 +29,7 @@ from mpsd.listener import Peer
 from mpsd.model import Gpu, Liveness, ZonePolicy
 from mpsd.privacy import owners, shown_to
 from mpsd.statusview import Surroundings, status
-from mpsd.vault.desk import Desk
+from mpsd.vault.desk import Desk, must_be_open
 from mpsd.wire.messages import Request
 
 if TYPE_CHECKING:
@@ -196,6 +196,8 @@ class Operations:
         client, wanted = self._client(int(args["pid"]), args.get("start_ticks")), str(args["policy"])
         if wanted not in set(ZonePolicy):
             raise UsageError(f"{wanted!r} is no policy", remedy=f"one of: {', '.join(ZonePolicy)}")
+        # Without it nobody has guard zones: a policy would look like a protection and be none.
+        must_be_open(self._daemon.vault)
         daemon, process = self._daemon, client.id.process
         daemon.runtime.post(ev.ZonePolicySet(process, ZonePolicy(wanted)))
         if problem := daemon.save_pending():

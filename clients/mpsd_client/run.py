@@ -34,8 +34,8 @@ program's own, and its children, whatever starts them, have the variables too.
   MPSD_REAL_LIBCUDA        the real driver, for mpsd's libcuda.so.1 to load
   MPSD_VAULT_SOCKET        only where the daemon offers the vault: GPU memory that can outlive the program
 
-Without a daemon nothing is set; without mpsd's library (pip install mpsd-libcuda) or the real driver the
-first alone is. One line says so, and the program runs in any case.
+Without a daemon nothing is set; without mpsd's library (clients/libcuda in its sources) or the real driver
+the first alone is. One line says so, and the program runs in any case.
 
 exit status: the program's; 2 the command line is wrong, 126 it cannot be executed, 127 it is not found
 """
@@ -84,7 +84,9 @@ def make_plan(
     proxy = find_proxy(environ, library)
     real = find_driver(environ, proxy) if proxy else None
     if proxy is None:
-        plan.aside.append("no libcuda of mpsd's (pip install mpsd-libcuda): the program runs without it")
+        plan.aside.append(
+            "no libcuda of mpsd's (pip install ./clients/libcuda in its sources): the program runs without it"
+        )
     elif real is None:
         plan.aside.append(f"no CUDA driver ({LIBRARY_NAME}) found: the program runs without mpsd's libcuda")
     else:

@@ -19,12 +19,20 @@ Reply = Mapping[str, Any]
 _LOOK = "mpsd-ctl vault list shows what there is"
 
 
+def must_be_open(vault: Vault) -> None:
+    """Raises NotFoundError while no program can bring anything: nothing asked of it could have an effect."""
+    if not vault.offered_at:
+        raise NotFoundError("the vault is off", remedy="set [vault] enabled = true and restart mpsd")
+
+
 class Desk:
     def __init__(self, vault: Vault) -> None:
         self._vault = vault
 
     async def list(self, peer: Peer) -> Reply:
         now = time.monotonic()
+        if not any(self._vault.ledger.holdings()):
+            must_be_open(self._vault)
         mine = [h for h in self._vault.ledger.holdings() if _may(peer, h)]
         return {"holdings": [self._row(h, now) for h in sorted(mine, key=lambda h: h.id)]}
 
@@ -54,7 +62,11 @@ class Desk:
         pid, name = int(args["pid"]), str(args["name"])
         found = self._vault.owner_of(pid)
         if found is None:
-            raise NotFoundError(f"process {pid} is no client of the vault", remedy=_LOOK)
+            must_be_open(self._vault)
+            raise NotFoundError(
+                f"process {pid} is no client of the vault",
+                remedy=f"is it started with mpsd-run, and mpsd's libcuda installed? {_LOOK}",
+            )
         process, owner = found
         if args.get("start_ticks") not in (None, process.start_ticks):
             raise AmbiguousError(
