@@ -15,6 +15,7 @@
 #include <string.h>
 
 #include "arena.h"
+#include "capture.h"
 #include "ipc.h"
 #include "launches.h"
 #include "marks.h"
@@ -134,28 +135,6 @@ static CUresult alloc_in(struct window *window, CUdevice device, CUdeviceptr *dp
 	return CUDA_SUCCESS;
 }
 
-/* Whatever is wrong with the arguments or the context is for the driver to say. */
-CUresult wrap_cuMemAlloc_v2(CUdeviceptr *dptr, size_t bytesize)
-{
-	struct window *window;
-	CUresult result = CUDA_ERROR_NOT_SUPPORTED;
-	CUdevice device;
-
-	if (!dptr || !bytesize || real_cuCtxGetDevice(&device) != CUDA_SUCCESS)
-		return real_cuMemAlloc_v2(dptr, bytesize);
-	pthread_mutex_lock(&lock);
-	window = window_of(device);
-	if (window)
-		result = alloc_in(window, device, dptr, bytesize);
-	pthread_mutex_unlock(&lock);
-	if (result == CUDA_SUCCESS)
-		return result;
-	result = real_cuMemAlloc_v2(dptr, bytesize);
-	if (result == CUDA_SUCCESS)
-		mpsd_count(vault_passed);
-	return result;
-}
-
 /* `keep`: the addresses of an empty piece go into quarantine first. Its memory never does. */
 static CUresult free_in(struct window *window, CUdeviceptr address, bool keep)
 {
@@ -164,6 +143,7 @@ static CUresult free_in(struct window *window, CUdeviceptr address, bool keep)
 	if (!arena_find(&window->arena, address, &found) || !arena_free(&window->arena, address, &empty))
 		return CUDA_ERROR_INVALID_VALUE;
 	mpsd_ledger_freed(address);
+	mpsd_capture_forget(address);
 	if (empty.size) {
 		mpsd_share_forget(empty.base);
 		mpsd_vault_drop(empty.base);
@@ -200,15 +180,27 @@ bool mpsd_memory_find(CUdeviceptr address, struct mpsd_allocation *allocation)
 	return is && (!allocation->is_imported || mpsd_ipc_narrow(allocation, address));
 }
 
-CUresult mpsd_memory_wait(CUcontext owner)
+static CUresult free_now(CUdeviceptr address, CUcontext owner)
 {
-	CUresult result = real_cuCtxPushCurrent_v2(owner);
+	CUresult result = mpsd_memory_wait(owner);
 
 	if (result != CUDA_SUCCESS)
 		return result;
-	result = real_cuCtxSynchronize();
-	real_cuCtxPopCurrent_v2(&owner);
+	pthread_mutex_lock(&lock);
+	result = free_in(window_at(address), address, true);
+	pthread_mutex_unlock(&lock);
 	return result;
+}
+
+/* What was freed during a capture. */
+static void free_put_off(void)
+{
+	struct mpsd_allocation allocation;
+	CUdeviceptr address;
+
+	while (mpsd_capture_take(&address))
+		if (mpsd_memory_find(address, &allocation))
+			free_now(address, allocation.owner);
 }
 
 /*
@@ -222,12 +214,39 @@ CUresult wrap_cuMemFree_v2(CUdeviceptr dptr)
 
 	if (!mpsd_memory_find(dptr, &allocation) || allocation.base != dptr || allocation.is_imported)
 		return real_cuMemFree_v2(dptr);
-	result = mpsd_memory_wait(allocation.owner);
-	if (result != CUDA_SUCCESS)
-		return result;
+	free_put_off();
+	if (!mpsd_capture_active())
+		return free_now(dptr, allocation.owner);
+	result = mpsd_capture_probe();
+	return result == CUDA_SUCCESS ? mpsd_capture_put_off(dptr) : result;
+}
+
+/* Whatever is wrong with the arguments or the context is for the driver to say. */
+CUresult wrap_cuMemAlloc_v2(CUdeviceptr *dptr, size_t bytesize)
+{
+	struct window *window;
+	CUresult result = CUDA_ERROR_NOT_SUPPORTED;
+	CUdevice device;
+
+	if (!dptr || !bytesize || real_cuCtxGetDevice(&device) != CUDA_SUCCESS)
+		return real_cuMemAlloc_v2(dptr, bytesize);
+	free_put_off();
+	if (mpsd_capture_active()) {
+		CUresult said = mpsd_capture_probe();
+
+		if (said != CUDA_SUCCESS)
+			return said;
+	}
 	pthread_mutex_lock(&lock);
-	result = free_in(window_at(dptr), dptr, true);
+	window = window_of(device);
+	if (window)
+		result = alloc_in(window, device, dptr, bytesize);
 	pthread_mutex_unlock(&lock);
+	if (result == CUDA_SUCCESS)
+		return result;
+	result = real_cuMemAlloc_v2(dptr, bytesize);
+	if (result == CUDA_SUCCESS)
+		mpsd_count(vault_passed);
 	return result;
 }
 

@@ -40,3 +40,14 @@ CUresult wrap_cuDevicePrimaryCtxReset(CUdevice dev)
 {
 	return after_end(real_cuDevicePrimaryCtxReset(dev), dev);
 }
+
+CUresult mpsd_memory_wait(CUcontext owner)
+{
+	CUresult result = real_cuCtxPushCurrent_v2(owner);
+
+	if (result != CUDA_SUCCESS)
+		return result;
+	result = real_cuCtxSynchronize();
+	real_cuCtxPopCurrent_v2(&owner);
+	return result;
+}

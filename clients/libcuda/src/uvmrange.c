@@ -74,6 +74,7 @@ _Static_assert(sizeof(struct external_range) == 24 && sizeof(struct external_spa
 	       "the layouts are the driver's");
 
 static int descriptor = -1;
+static struct stat found_as;
 
 /* The stand-in driver's own functions in place of UVM, which it has none of. */
 static struct {
@@ -178,9 +179,21 @@ static void prefer_host(uint64_t base, size_t size)
 	ioctl(descriptor, UVM_SET_PREFERRED_LOCATION, &wish);
 }
 
+/* The number may be another file's by now: the driver closes what it likes. */
+static bool have_descriptor(void)
+{
+	struct stat now;
+
+	if (descriptor >= 0 && !fstat(descriptor, &now) && now.st_dev == found_as.st_dev &&
+	    now.st_ino == found_as.st_ino && now.st_rdev == found_as.st_rdev)
+		return true;
+	descriptor = find_descriptor();
+	return descriptor >= 0 && !fstat(descriptor, &found_as);
+}
+
 static bool try_manage(uint64_t base, size_t size)
 {
-	if (descriptor < 0)
+	if (!have_descriptor())
 		return false;
 	if (mmap_uvm(descriptor, base, size, MAP_FIXED) != (void *)base) {
 		put_placeholder(base, size, false);
@@ -201,7 +214,7 @@ bool mpsd_range_manage(uint64_t base, size_t size)
 		return standin.managed(base, size) == CUDA_SUCCESS;
 	if (try_manage(base, size))
 		return true;
-	descriptor = find_descriptor();
+	descriptor = -1;
 	return try_manage(base, size);
 }
 
@@ -211,9 +224,7 @@ bool mpsd_range_manage_null(void)
 
 	if (is_standin())
 		return standin.managed(0, MPSD_RANGE_NULL_PAGE) == CUDA_SUCCESS;
-	if (descriptor < 0)
-		descriptor = find_descriptor();
-	if (descriptor < 0)
+	if (!have_descriptor())
 		return false;
 	/* Nothing that the program has there is replaced. */
 	at = mmap_uvm(descriptor, 0, MPSD_RANGE_NULL_PAGE, MAP_FIXED_NOREPLACE);
@@ -233,6 +244,8 @@ static bool free_external(uint64_t base, size_t size)
 	struct free_with_length with = { base, size, UNWRITTEN, 0 };
 	struct free_base_only without = { base, UNWRITTEN, 0 };
 
+	if (!have_descriptor())
+		return false;
 	/* Which of the two a driver wants depends on its branch; the other one's status it does not write. */
 	if (!ioctl(descriptor, UVM_FREE, &with) && with.status != UNWRITTEN)
 		return with.status == 0;
@@ -246,9 +259,7 @@ bool mpsd_range_sparse(uint64_t base, size_t size, const uint8_t gpu[16])
 
 	if (is_standin())
 		return standin.sparse(base, size) == CUDA_SUCCESS;
-	if (descriptor < 0)
-		descriptor = find_descriptor();
-	if (descriptor < 0)
+	if (!have_descriptor())
 		return false;
 	memcpy(sparse.gpu, gpu, sizeof(sparse.gpu));
 	if (ioctl(descriptor, UVM_CREATE_EXTERNAL_RANGE, &range) || range.status)

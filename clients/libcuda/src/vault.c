@@ -31,7 +31,6 @@
 #define LAST_PAUSE_MS 5000
 #define SETTLE_MS 250
 #define LAST_TRIES 8			/* connections that end at once: the daemon does not want us */
-#define STACK ((size_t)256 << 10)
 #define BUCKETS 4096
 
 /*
@@ -283,9 +282,10 @@ static void at_end(void)
 		mpsd_turn_keep();
 }
 
-/* Under the lock. Signals are for the program's own threads. */
+/* Under the lock. Signals are for the program's own threads. Its thread-local storage is taken from our stack. */
 static bool start(void)
 {
+	static bool failed;
 	pthread_attr_t attributes;
 	sigset_t all, before;
 	pthread_t thread;
@@ -295,7 +295,6 @@ static bool start(void)
 	if (!mpsd_channel_path() || pthread_attr_init(&attributes))
 		return false;
 	pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
-	pthread_attr_setstacksize(&attributes, STACK);
 	sigfillset(&all);
 	pthread_sigmask(SIG_SETMASK, &all, &before);
 	started = !pthread_create(&thread, &attributes, bring, NULL);
@@ -304,7 +303,10 @@ static bool start(void)
 	if (started) {
 		pthread_atfork(NULL, NULL, in_child);
 		atexit(at_end);
+	} else if (!failed) {
+		mpsd_say("no thread for the vault: memory is not brought to mpsd, and has no guard zones");
 	}
+	failed = !started;
 	return started;
 }
 
@@ -393,7 +395,8 @@ bool mpsd_vault_settle(void)
 	waited = dropped_lately;
 	while (drops_waiting && !pthread_cond_timedwait(&changed, &lock, &until))
 		;
-	dropped_lately = drops_waiting != 0;
+	/* With no daemon there every allocation that fails would wait. */
+	dropped_lately = false;
 	pthread_mutex_unlock(&lock);
 	return waited;
 }

@@ -343,7 +343,10 @@ API CUresult cuCtxSynchronize(void)
 	CUcontext context;
 	CUresult result = enter(&context);
 
-	return result == CUDA_SUCCESS ? leave(wait_for_all(context)) : result;
+	if (result != CUDA_SUCCESS)
+		return result;
+	result = refuse_in_capture(context, true);
+	return leave(result == CUDA_SUCCESS ? wait_for_all(context) : result);
 }
 
 API CUresult cuCtxSynchronize_v2(CUcontext ctx)

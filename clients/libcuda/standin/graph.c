@@ -25,6 +25,29 @@ CUresult capture(struct CUgraph_st *graph, const struct operation *operation)
 	return CUDA_SUCCESS;
 }
 
+/* As documented for cuThreadExchangeStreamCaptureMode. */
+static bool is_unsafe(CUstream stream)
+{
+	if (thread_mode == CU_STREAM_CAPTURE_MODE_GLOBAL && stream->capture_mode == CU_STREAM_CAPTURE_MODE_GLOBAL)
+		return true;
+	return thread_mode != CU_STREAM_CAPTURE_MODE_RELAXED &&
+	       stream->capture_mode != CU_STREAM_CAPTURE_MODE_RELAXED &&
+	       pthread_equal(stream->capturer, pthread_self());
+}
+
+CUresult refuse_in_capture(CUcontext context, bool any)
+{
+	CUresult result = CUDA_SUCCESS;
+
+	for (CUstream stream = context->streams; stream; stream = stream->next) {
+		if (stream->destroyed || !stream->capture || !(any || is_unsafe(stream)))
+			continue;
+		stream->spoiled = true;
+		result = CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+	}
+	return result;
+}
+
 API CUresult cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode *mode)
 {
 	CUstreamCaptureMode old = thread_mode;
@@ -41,7 +64,6 @@ API CUresult cuStreamBeginCapture_v2(CUstream hStream, CUstreamCaptureMode mode)
 	CUstream stream;
 	CUresult result = enter_stream(hStream, &stream);
 
-	(void)mode;
 	if (result != CUDA_SUCCESS)
 		return result;
 	if (stream == stream->context->legacy)
@@ -49,6 +71,9 @@ API CUresult cuStreamBeginCapture_v2(CUstream hStream, CUstreamCaptureMode mode)
 	if (stream->capture)
 		return leave(CUDA_ERROR_ILLEGAL_STATE);
 	stream->capture = calloc(1, sizeof(*stream->capture));
+	stream->capture_mode = mode;
+	stream->capturer = pthread_self();
+	stream->spoiled = false;
 	return leave(stream->capture ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY);
 }
 
@@ -61,9 +86,13 @@ API CUresult cuStreamEndCapture(CUstream hStream, CUgraph *phGraph)
 		return result;
 	if (!phGraph || !stream->capture)
 		return leave(phGraph ? CUDA_ERROR_ILLEGAL_STATE : CUDA_ERROR_INVALID_VALUE);
-	*phGraph = stream->capture;
+	*phGraph = stream->spoiled ? NULL : stream->capture;
+	if (stream->spoiled) {
+		free(stream->capture->nodes);
+		free(stream->capture);
+	}
 	stream->capture = NULL;
-	return leave(CUDA_SUCCESS);
+	return leave(stream->spoiled ? CUDA_ERROR_STREAM_CAPTURE_INVALIDATED : CUDA_SUCCESS);
 }
 
 API CUresult cuStreamIsCapturing(CUstream hStream, CUstreamCaptureStatus *captureStatus)

@@ -140,7 +140,9 @@ API CUresult cuMemAlloc_v2(CUdeviceptr *dptr, size_t bytesize)
 		return result;
 	if (!dptr || !bytesize)
 		return leave(CUDA_ERROR_INVALID_VALUE);
-	result = device_alloc(&address, bytesize);
+	result = refuse_in_capture(context, false);
+	if (result == CUDA_SUCCESS)
+		result = device_alloc(&address, bytesize);
 	if (result == CUDA_SUCCESS)
 		*dptr = address;
 	return leave(result);
@@ -170,8 +172,22 @@ API CUresult cuMemFree_v2(CUdeviceptr dptr)
 		return leave(CUDA_SUCCESS);
 	if (!range_from(dptr, RANGE_DEVICE))
 		return leave(CUDA_ERROR_INVALID_VALUE);
-	result = wait_for_all(context);
+	result = refuse_in_capture(context, false);
+	if (result == CUDA_SUCCESS)
+		result = wait_for_all(context);
 	return leave(result == CUDA_SUCCESS ? device_free(dptr) : result);
+}
+
+/* Of memory of cuMemAlloc, there being no other. It waits for more than it must. */
+API CUresult cuMemFreeAsync(CUdeviceptr dptr, CUstream hStream)
+{
+	CUstream stream;
+	CUresult result = enter_stream(hStream, &stream);
+
+	if (result != CUDA_SUCCESS)
+		return result;
+	leave(CUDA_SUCCESS);
+	return dptr ? cuMemFree_v2(dptr) : CUDA_ERROR_INVALID_VALUE;
 }
 
 API CUresult cuMemGetInfo_v2(size_t *free, size_t *total)

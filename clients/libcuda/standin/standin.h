@@ -61,6 +61,9 @@ struct CUstream_st {
 	uint64_t submitted, completed;
 	bool started, destroyed, finished;
 	struct CUgraph_st *capture;
+	CUstreamCaptureMode capture_mode;
+	pthread_t capturer;
+	bool spoiled;				/* its capture */
 };
 
 struct operation {
@@ -115,6 +118,8 @@ struct CUgraph_st {
 };
 
 CUresult capture(struct CUgraph_st *graph, const struct operation *operation);
+/* What a capture in the context forbids is refused, and spoils it. `any`: whatever its mode and thread. */
+CUresult refuse_in_capture(CUcontext context, bool any);
 
 /* ranges.c: every piece of memory that the driver gave out, by address. The lock is held. */
 enum range_kind {
