@@ -18,12 +18,15 @@ from typing import Any
 
 from mpsd import procs
 from mpsd.errors import GpuError, MpsdError
+from mpsd.linux import procfs
 from mpsd.looks import Looks
 from mpsd.model import Access, Liveness, Nearby, ProcessInstance, UvmEvent, ZoneRole
 from mpsd.zones.grants import Grant, Grants, ZoneLimits
 from mpsd.zones.ledger import Head, Ledger, Zone, ZoneMap
 
 DESCRIBE_S = 2.0
+# Who lived under a daemon before this one connects again within this time, or has to do with a new share.
+RETURN_S = 60.0
 LATE_S = 1.0
 
 
@@ -55,9 +58,11 @@ class _Entry:
 
 
 class Zones:
-    def __init__(self, limits: ZoneLimits) -> None:
+    def __init__(self, limits: ZoneLimits, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.grants = Grants(limits)
         self.counters: Counter[str] = Counter()
+        self._clock = clock
+        self._began = clock()
         self._entries: dict[ProcessInstance, _Entry] = {}
         self._loop = asyncio.get_running_loop()
         self._looks = Looks("ledger")
@@ -70,7 +75,8 @@ class Zones:
         Owns `fd` from then on. Raises GpuError for what is no ledger: that one is still the caller's.
         """
         ledger = Ledger(fd)
-        grant = self.grants.give(process, gpus, ledger.head().managed_bytes)
+        laid = ledger.head().managed_bytes if self._returns(process) else 0
+        grant = self.grants.give(process, gpus, laid)
         if grant is None:
             ledger.close()
             self.counters["refused"] += 1
@@ -81,6 +87,11 @@ class Zones:
         self._entries[process] = _Entry(ledger, uid)
         self.counters["ledgers"] += 1
         return grant
+
+    def _returns(self, process: ProcessInstance) -> bool:
+        """Whether it may have laid zones under a daemon before this one."""
+        up = self._clock() - self._began
+        return up < RETURN_S and procfs.age_s(process.start_ticks) > up
 
     def refuse(self, fd: int) -> None:
         """Close the ledger of a client that gets nothing. Raises GpuError as `join` does."""

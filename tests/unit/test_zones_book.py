@@ -16,8 +16,8 @@ from mpsd.errors import GpuError
 from mpsd.linux import procfs
 from mpsd.model import Access, ProcessInstance, UvmEvent, UvmFaultType, UvmReason, ZoneRole
 from mpsd.zones import layout
-from mpsd.zones.book import Hit, Zones
-from mpsd.zones.grants import LEAST, Grants, ZoneLimits
+from mpsd.zones.book import RETURN_S, Hit, Zones
+from mpsd.zones.grants import LEAST, SHARE, Grants, ZoneLimits
 from mpsd.zones.ledger import ZoneMap
 from tests.support.guardzones import LedgerWriter
 
@@ -185,22 +185,45 @@ def test_caps_hold_whoever_comes_and_goes(steps: list[tuple[int, bool, int]]) ->
     assert grants.given_on("GPU-0") == 0
 
 
-def test_who_comes_late_gets_some_and_who_was_there_before_keeps_his() -> None:
+def test_who_comes_late_gets_some_though_many_came_before() -> None:
+    grants = Grants(ZoneLimits())
+    given_out = [grants.give(ProcessInstance(pid, 1), ("GPU-0",), 0) for pid in range(1, 61)]
+    assert all(grant is not None and grant.bytes >= LEAST for grant in given_out)
+    elsewhere = grants.give(ProcessInstance(1000, 1), ("GPU-1",), 0)
+    assert elsewhere == given_out[0]
+
+
+def test_who_was_there_before_keeps_his_and_liars_leave_half_to_the_others() -> None:
     grants = Grants(LIMITS)
-    sizes = []
-    for pid in range(1, 8):
-        grant = grants.give(ProcessInstance(pid, 1), ("GPU-0",), 0)
-        assert grant is not None
-        sizes.append(grant.bytes // GIB)
-    assert sizes == [16, 16, 16, 8, 4, 2, 1]
-    elsewhere = grants.give(ProcessInstance(9, 1), ("GPU-1",), 0)
-    assert elsewhere is not None and elsewhere.bytes == LIMITS.client_bytes
-    again = Grants(LIMITS)
-    again.give(ProcessInstance(1, 1), ("GPU-0",), 0)
-    for pid in range(2, 5):
-        again.give(ProcessInstance(pid, 1), ("GPU-0",), 0)
-    kept = again.give(ProcessInstance(6, 1), ("GPU-0",), 7 * GIB)
+    kept = grants.give(ProcessInstance(1, 1), ("GPU-0",), 7 * GIB)
     assert kept is not None and kept.bytes == 7 * GIB
+    grants = Grants(ZoneLimits())
+    for pid in range(1, 5):
+        lied = grants.give(ProcessInstance(pid, 1), ("GPU-0",), 1 << 57)
+        assert lied is not None and lied.bytes == ZoneLimits().client_bytes
+    assert grants.given_on("GPU-0") == ZoneLimits().gpu_bytes // 2
+    for pid in range(5, 65):
+        grant = grants.give(ProcessInstance(pid, 1), ("GPU-0",), (pid % 2) << 57)
+        assert grant is not None and LEAST <= grant.bytes <= ZoneLimits().gpu_bytes // 32
+
+
+def test_what_was_laid_is_believed_of_who_was_there_before_this_daemon_and_for_a_while() -> None:
+    async def granted(process: ProcessInstance, up_s: float) -> int:
+        now, writer = 100.0, LedgerWriter()
+        zones = Zones(LIMITS, clock=lambda: now)
+        writer.head("managed_bytes", 1 << 57)
+        now += up_s
+        grant = zones.join(process, 0, ("GPU-0",), os.dup(writer.fd))
+        zones.close()
+        writer.close()
+        assert grant is not None
+        return grant.bytes
+
+    long_ago, just_now = ProcessInstance(ME.pid, 1), ProcessInstance(ME.pid, 1 << 40)
+    assert asyncio.run(granted(long_ago, 1)) == LIMITS.client_bytes
+    share = LIMITS.gpu_bytes // SHARE
+    assert asyncio.run(granted(long_ago, RETURN_S)) == share
+    assert asyncio.run(granted(just_now, 1)) == share
 
 
 def test_no_zones_at_all_is_a_choice() -> None:
