@@ -6,6 +6,8 @@ takes nothing out of service.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -47,10 +49,21 @@ def _facts(record: FaultRecord) -> HitFacts:
 
 def put(draft: Draft, record: FaultRecord) -> FaultRecord:
     """Keep it for later revisions, written or not."""
-    others = tuple(r for r in draft.state.hits if r.id != record.id)
-    kept = tuple(sorted((*others, record), key=lambda r: r.id))[-HITS_KEPT:]
-    draft.state = replace(draft.state, hits=kept)
+    others = [r for r in draft.state.hits if r.id != record.id]
+    while len(others) >= HITS_KEPT:
+        others.remove(_least_needed(others))
+    draft.state = replace(draft.state, hits=tuple(sorted((*others, record), key=lambda r: r.id)))
     return record
+
+
+def _least_needed(records: Sequence[FaultRecord]) -> FaultRecord:
+    """One that is finished before one that is not, then one of the user who has most, then the oldest."""
+    of_user = Counter(_user(r) for r in records)
+    return max(records, key=lambda r: (_facts(r).outcome in _DONE, of_user[_user(r)], -r.id))
+
+
+def _user(record: FaultRecord) -> int | None:
+    return record.offender.facts.uid if record.offender else None
 
 
 def write(draft: Draft, record: FaultRecord) -> None:
