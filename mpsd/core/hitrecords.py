@@ -17,7 +17,7 @@ from mpsd.core.draft import Draft
 from mpsd.core.effects import ArmTimer, Record
 from mpsd.core.records import FaultRecord, HitFacts, HitOutcome
 from mpsd.core.state import POLICY, DomainState, State, Tally
-from mpsd.model import ProcessInstance, ZonePolicy
+from mpsd.model import ProcessInstance
 
 HITS_KEPT = 64
 # A client that goes on and strays again within this gives no new record, only a greater count.
@@ -165,12 +165,3 @@ def _kept(state: State, record: FaultRecord, now: float) -> bool:
     lives = any(c.living for c in state.spaces_of(process))
     waits = lives and facts.outcome in (HitOutcome.EVICTING, HitOutcome.FROZEN)
     return waits or now - facts.last <= QUIET_S
-
-
-def outcome_of(policy: ZonePolicy) -> HitOutcome:
-    """What a policy comes to where nothing stands in its way."""
-    return {
-        ZonePolicy.EVICT: HitOutcome.EVICTING,
-        ZonePolicy.ABSORB: HitOutcome.ABSORBED,
-        ZonePolicy.FREEZE: HitOutcome.FROZEN,
-    }[policy]

@@ -209,6 +209,35 @@ def test_freeze_stops_it_and_nobody_asks_it_to_leave() -> None:
     assert record.hit is not None and record.hit.outcome is HitOutcome.EVICTED
 
 
+def test_what_mpsd_froze_is_killed_when_its_domain_faults_and_the_domain_empties() -> None:
+    here = world(ZonePolicy.FREEZE)
+    hit(here)
+    here.fault(11)
+    (kill,) = here.ever(fx.Kill)
+    assert kill.client == ClientId("d1", process(10))
+    assert here.client("d1", 11).state is ClientState.ATTACHED, "the others are not killed for it"
+    here.die(10)
+    here.die(11)
+    assert here.domain("d1").state is DomainState.STOPPING
+
+
+def test_who_is_frozen_in_a_domain_that_has_faulted_or_lost_its_server_is_killed() -> None:
+    here = world(ZonePolicy.FREEZE)
+    here.server_state("d1", ServerState.FAULT)
+    hit(here)
+    assert [e.client.process for e in here.ever(fx.Kill)] == [process(10)]
+    here = world(ZonePolicy.FREEZE)
+    here.server_state("d1", ServerState.FAULT)
+    here.do(ev.FreezeRestored(process(10)))
+    assert [e.client.process for e in here.ever(fx.Kill)] == [process(10)]
+    here = world(ZonePolicy.FREEZE)
+    hit(here)
+    server = here.domain("d1").server
+    assert server is not None
+    here.do(ev.ServerDied("d1", server))
+    assert [e.client.process for e in here.ever(fx.Kill)] == [process(10)]
+
+
 def test_a_client_that_is_being_put_out_is_not_stopped() -> None:
     here = world(ZonePolicy.FREEZE)
     here.evict(10)
