@@ -48,8 +48,6 @@ class Trackers:
         self._zones = zones
         self._loop = asyncio.get_running_loop()
         self._queues: dict[ClientId, _Queue] = {}
-        if zones is not None:
-            zones.on_late = self._hit_late
 
     def add(self, client: ClientId, tracker: Tracker) -> None:
         """Read this queue from now on."""
@@ -128,8 +126,3 @@ class Trackers:
     def _tell(self, client: ClientId, hit: Hit) -> None:
         liveness, idle = procs.liveness(client.process), self._is_idle(client)
         self._post(ev.GuardHit(client, hit.event, hit.role, hit.count, liveness, idle))
-
-    def _hit_late(self, process: ProcessInstance, hit: Hit) -> None:
-        client = next((c for c in self._queues if c.process == process), None)
-        if client is not None:
-            self._hit(client, hit)

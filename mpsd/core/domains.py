@@ -220,9 +220,18 @@ def leave(draft: Draft, name: str, trigger: DomainTrigger) -> bool:
     if domain.state is DomainState.FAULTED:
         # The server has lost its contexts: nothing that the dead left there can still run.
         leases.release_dead(draft, name)
+    kill_frozen(draft, name)
     _arm_drain(draft, domain, in_place=slot.exclusive and slot.active == name)
     settle(draft, name)
     return True
+
+
+def kill_frozen(draft: Draft, name: str) -> None:
+    """What mpsd has stopped can neither notice that its work is lost nor leave."""
+    if not work_is_lost(draft.state.domains[name]):
+        return
+    for client in [c for c in draft.state.living_of(name) if c.frozen is not None]:
+        kill_by_policy(draft, client, "mpsd had frozen it, and its domain is lost")
 
 
 def _arm_drain(draft: Draft, domain: Domain, *, in_place: bool) -> None:
@@ -335,7 +344,7 @@ def on_stop(draft: Draft, event: ev.StopRequested) -> None:
 
 def on_laggards(draft: Draft, domain: str) -> None:
     late = [c for c in draft.state.living_of(domain)]
-    if late and _work_is_lost(draft.state.domains[domain]):
+    if late and work_is_lost(draft.state.domains[domain]):
         draft.publish(
             "victims-stay",
             None,
@@ -347,7 +356,7 @@ def on_laggards(draft: Draft, domain: str) -> None:
 
 def on_kill_victims(draft: Draft, domain: str) -> None:
     where = draft.state.domains[domain]
-    if _work_is_lost(where):
+    if work_is_lost(where):
         why = "victim of a fault that did not leave"
         killed = [kill_by_policy(draft, c, why) for c in tuple(draft.state.living_of(domain))]
         if not all(killed):
@@ -355,7 +364,7 @@ def on_kill_victims(draft: Draft, domain: str) -> None:
             draft.emit(ArmTimer("kill-victims", domain, PROOF_WAIT_S))
 
 
-def _work_is_lost(domain: Domain) -> bool:
+def work_is_lost(domain: Domain) -> bool:
     """Whether whoever lives in this domain is a victim: it faulted, and no later server took clients."""
     served_out = domain.state is DomainState.RETIRED and domain.server is None
     return domain.state is DomainState.FAULTED or served_out

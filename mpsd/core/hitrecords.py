@@ -6,6 +6,8 @@ takes nothing out of service.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -15,7 +17,7 @@ from mpsd.core.draft import Draft
 from mpsd.core.effects import ArmTimer, Record
 from mpsd.core.records import FaultRecord, HitFacts, HitOutcome
 from mpsd.core.state import POLICY, DomainState, State, Tally
-from mpsd.model import ProcessInstance, ZonePolicy
+from mpsd.model import ProcessInstance
 
 HITS_KEPT = 64
 # A client that goes on and strays again within this gives no new record, only a greater count.
@@ -47,10 +49,21 @@ def _facts(record: FaultRecord) -> HitFacts:
 
 def put(draft: Draft, record: FaultRecord) -> FaultRecord:
     """Keep it for later revisions, written or not."""
-    others = tuple(r for r in draft.state.hits if r.id != record.id)
-    kept = tuple(sorted((*others, record), key=lambda r: r.id))[-HITS_KEPT:]
-    draft.state = replace(draft.state, hits=kept)
+    others = [r for r in draft.state.hits if r.id != record.id]
+    while len(others) >= HITS_KEPT:
+        others.remove(_least_needed(others))
+    draft.state = replace(draft.state, hits=tuple(sorted((*others, record), key=lambda r: r.id)))
     return record
+
+
+def _least_needed(records: Sequence[FaultRecord]) -> FaultRecord:
+    """One that is finished before one that is not, then one of the user who has most, then the oldest."""
+    of_user = Counter(_user(r) for r in records)
+    return max(records, key=lambda r: (_facts(r).outcome in _DONE, of_user[_user(r)], -r.id))
+
+
+def _user(record: FaultRecord) -> int | None:
+    return record.offender.facts.uid if record.offender else None
 
 
 def write(draft: Draft, record: FaultRecord) -> None:
@@ -152,12 +165,3 @@ def _kept(state: State, record: FaultRecord, now: float) -> bool:
     lives = any(c.living for c in state.spaces_of(process))
     waits = lives and facts.outcome in (HitOutcome.EVICTING, HitOutcome.FROZEN)
     return waits or now - facts.last <= QUIET_S
-
-
-def outcome_of(policy: ZonePolicy) -> HitOutcome:
-    """What a policy comes to where nothing stands in its way."""
-    return {
-        ZonePolicy.EVICT: HitOutcome.EVICTING,
-        ZonePolicy.ABSORB: HitOutcome.ABSORBED,
-        ZonePolicy.FREEZE: HitOutcome.FROZEN,
-    }[policy]

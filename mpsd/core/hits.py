@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mpsd.core import attribution as at
+from mpsd.core import domains, hitrecords, proof
 from mpsd.core import events as ev
-from mpsd.core import hitrecords, proof
 from mpsd.core.clients import begin_eviction
 from mpsd.core.draft import Draft
 from mpsd.core.effects import ArmTimer, Describe, Freeze, LookAtFrozen
@@ -106,12 +106,14 @@ def _act(draft: Draft, client: Client, policy: ZonePolicy, event: ev.GuardHit) -
     if not believed:
         draft.count("guard_hits_unproven")
         return HitOutcome.WITHHELD, "it is another user's in this user's domain: only who asks may end it"
-    if policy is ZonePolicy.EVICT:
+    # In a lost domain there is nothing to inspect, and who is stopped there would stay for ever.
+    lost = any(domains.work_is_lost(draft.state.domains[c.id.domain]) for c in living)
+    if policy is ZonePolicy.EVICT or lost:
         eviction = Eviction(POLICY, "a guard zone was hit", draft.now)
         begin_eviction(draft, believed, eviction, event.liveness, idle=event.idle)
-    else:
-        _freeze(draft, believed[0], event.liveness)
-    return hitrecords.outcome_of(policy), ""
+        return HitOutcome.EVICTING, ""
+    _freeze(draft, believed[0], event.liveness)
+    return HitOutcome.FROZEN, ""
 
 
 def _freeze(draft: Draft, client: Client, liveness: Liveness) -> None:
@@ -163,8 +165,11 @@ def on_liveness_seen(draft: Draft, event: ev.LivenessSeen) -> None:
 def on_freeze_restored(draft: Draft, event: ev.FreezeRestored) -> None:
     if any(c.state in _GOING for c in draft.state.spaces_of(event.process)):
         return
-    if _set_frozen(draft, event.process, draft.now):
+    frozen = _set_frozen(draft, event.process, draft.now)
+    if frozen:
         _watch_for_thaw(draft, event.process)
+        for name in sorted({c.id.domain for c in frozen}):
+            domains.kill_frozen(draft, name)
 
 
 def on_freeze_refused(draft: Draft, event: ev.FreezeRefused) -> None:

@@ -1,9 +1,9 @@
 """The ledgers of all clients: which event is a hit, what lay there, how much each may cover.
 
-Lives on the event loop. A client with managed memory of its own makes thousands of events a second, so
-an event is looked up in a sorted list that is kept, and the ledger is read again no more often than every
-few milliseconds; until then events of unknown addresses wait. What was dropped or found no room
-is counted, and is never a hit.
+Lives on the event loop. Events are looked up at once, in the zones that are there as they arrive: a zone
+that is laid later, where the program's own memory was, makes none of them a hit. A client with managed
+memory of its own makes thousands of events a second, in batches some milliseconds apart (mpsd.trackers):
+for each of these the rows are read, and looked into only where they have changed.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from typing import Any
 
 from mpsd import procs
 from mpsd.errors import GpuError, MpsdError
+from mpsd.linux import procfs
 from mpsd.looks import Looks
 from mpsd.model import Access, Liveness, Nearby, ProcessInstance, UvmEvent, ZoneRole
 from mpsd.zones.grants import Grant, Grants, ZoneLimits
 from mpsd.zones.ledger import Head, Ledger, Zone, ZoneMap
 
-READ_AGAIN_S = 0.02
 DESCRIBE_S = 2.0
-# More than any GPU makes in that time.
-WAITING_KEPT = 4096
+# Who lived under a daemon before this one connects again within this time, or has to do with a new share.
+RETURN_S = 60.0
 LATE_S = 1.0
 
 
@@ -49,25 +49,20 @@ class Description:
 
 @dataclass(slots=True)
 class _Entry:
-    """One client's ledger. `rows` and `zones` were read at `read` (monotonic seconds)."""
+    """One client's ledger, and the zones as they were when it was read last."""
 
     ledger: Ledger
     uid: int
     rows: bytes = b""
     zones: ZoneMap = field(default_factory=lambda: ZoneMap([]))
-    read: float = 0.0
-    waiting: list[UvmEvent] = field(default_factory=list)
-    timer: asyncio.TimerHandle | None = None
 
 
 class Zones:
-    """`on_late`: called with a process and a hit that was found only when its ledger was read again."""
-
     def __init__(self, limits: ZoneLimits, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.grants = Grants(limits)
         self.counters: Counter[str] = Counter()
-        self.on_late: Callable[[ProcessInstance, Hit], None] = lambda process, hit: None
         self._clock = clock
+        self._began = clock()
         self._entries: dict[ProcessInstance, _Entry] = {}
         self._loop = asyncio.get_running_loop()
         self._looks = Looks("ledger")
@@ -80,17 +75,23 @@ class Zones:
         Owns `fd` from then on. Raises GpuError for what is no ledger: that one is still the caller's.
         """
         ledger = Ledger(fd)
-        grant = self.grants.give(process, gpus, ledger.head().managed_bytes)
+        laid = ledger.head().managed_bytes if self._returns(process) else 0
+        grant = self.grants.give(process, gpus, laid)
         if grant is None:
             ledger.close()
             self.counters["refused"] += 1
             return None
         before = self._entries.pop(process, None)
         if before is not None:
-            _end(before)
+            before.ledger.close()
         self._entries[process] = _Entry(ledger, uid)
         self.counters["ledgers"] += 1
         return grant
+
+    def _returns(self, process: ProcessInstance) -> bool:
+        """Whether it may have laid zones under a daemon before this one."""
+        up = self._clock() - self._began
+        return up < RETURN_S and procfs.age_s(process.start_ticks) > up
 
     def refuse(self, fd: int) -> None:
         """Close the ledger of a client that gets nothing. Raises GpuError as `join` does."""
@@ -115,7 +116,7 @@ class Zones:
     def _forget(self, process: ProcessInstance, entry: _Entry) -> None:
         if self._entries.get(process) is entry:
             del self._entries[process]
-            _end(entry)
+            entry.ledger.close()
 
     def knows(self, process: ProcessInstance) -> bool:
         return process in self._entries
@@ -137,16 +138,7 @@ class Zones:
         if entry is None:
             return None
         wanted = [e for e in events if not e.fatal and e.access is not Access.PREFETCH]
-        if not wanted:
-            return None
-        unknown = [e for e in wanted if entry.zones.at(e.address) is None]
-        if len(unknown) == len(wanted) and self._clock() - entry.read < READ_AGAIN_S:
-            self._put_off(process, entry, unknown)
-            return None
-        # Also for those that are known: a zone may have gone, and the program's own memory come there.
-        if not self._read(entry):
-            return None
-        return self._found(entry, wanted)
+        return self._found(entry, wanted) if wanted and self._read(entry) else None
 
     def _found(self, entry: _Entry, events: Sequence[UvmEvent]) -> Hit | None:
         found: list[tuple[UvmEvent, Zone]] = []
@@ -159,22 +151,6 @@ class Zones:
             return None
         return Hit(found[0][0], found[0][1].role, len(found))
 
-    def _put_off(self, process: ProcessInstance, entry: _Entry, events: Sequence[UvmEvent]) -> None:
-        room = WAITING_KEPT - len(entry.waiting)
-        entry.waiting += events[:room]
-        self.counters["events_not_looked_up"] += max(0, len(events) - room)
-        if entry.timer is None:
-            due = entry.read + READ_AGAIN_S - self._clock()
-            entry.timer = self._loop.call_later(max(0.0, due), self._look_again, process, entry)
-
-    def _look_again(self, process: ProcessInstance, entry: _Entry) -> None:
-        entry.timer = None
-        events, entry.waiting = entry.waiting, []
-        if self._entries.get(process) is entry and self._read(entry):
-            hit = self._found(entry, events)
-            if hit is not None:
-                self.on_late(process, hit)
-
     def _read(self, entry: _Entry) -> bool:
         try:
             rows = entry.ledger.zone_bytes()
@@ -183,7 +159,6 @@ class Zones:
         except (GpuError, OSError):
             self.counters["ledgers_unreadable"] += 1
             return False
-        entry.read = self._clock()
         return True
 
     # -- what lay there ----------------------------------------------------------------------------------
@@ -246,12 +221,6 @@ class Zones:
         for process, entry in tuple(self._entries.items()):
             self._forget(process, entry)
         self._looks.close()
-
-
-def _end(entry: _Entry) -> None:
-    if entry.timer is not None:
-        entry.timer.cancel()
-    entry.ledger.close()
 
 
 def _describe(ledger: Ledger, head: Head, address: int, role: ZoneRole, now_ns: int) -> Description:

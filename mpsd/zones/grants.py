@@ -2,7 +2,7 @@
 
 A zone costs one mapping of the client and, when it is hit, pages of the GPU's memory: a wild grid can
 fill all of its zones before it is put out. So there is a cap for all clients of a GPU together, one for
-each of them, and the last half of what is left is never given at once: who comes late gets some too.
+each of them, and nobody gets more than a share of what is left, small enough that dozens get some.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from mpsd.model import ProcessInstance
 UNIT = 2 << 20
 LEAST = 64 << 20
 """Less than this covers nothing worth having: the client does better with ranges that only absorb."""
+SHARE = 16
+"""One client gets at most this part of what is left; while that is too little, the least that is of use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,15 +42,16 @@ class Grants:
     def give(self, process: ProcessInstance, gpus: Sequence[str], laid: int) -> Grant | None:
         """What the process may lay on these GPUs; None when nothing is left.
 
-        A process that has a grant keeps it. `laid`: bytes that it has laid already, under a daemon before
-        this one, and may keep as far as the caps allow.
+        A process that has a grant keeps it. `laid`: bytes that it has laid already under a daemon before
+        this one. That is its own word: it is believed as far as half of the GPU's cap stays for the others.
         """
         known = self._given.get(process)
         if known is not None:
             return known[0]
         left = min((self.limits.gpu_bytes - self.given_on(gpu) for gpu in gpus), default=0)
-        half = left // 2 // UNIT * UNIT
-        size = min(self.limits.client_bytes, left, max(half, laid))
+        share = max(LEAST, left // SHARE // UNIT * UNIT)
+        believed = min(laid, left - self.limits.gpu_bytes // 2)
+        size = min(self.limits.client_bytes, left, max(share, believed))
         if size < LEAST or not self.limits.client_zones:
             return None
         grant = Grant(size, self.limits.client_zones)

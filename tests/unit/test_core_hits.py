@@ -173,6 +173,28 @@ def test_more_clients_that_stray_than_records_are_kept_do_not_flood_the_journal(
     assert here.state.counters["guard_hits_untold"] > 0
 
 
+def test_room_is_made_by_finished_records_then_by_those_of_who_has_most() -> None:
+    here = world(ZonePolicy.ABSORB, 10)
+    here.do(ev.ClientNoticed("d1", facts(11, uid=2000)))
+    here.do(ev.ClientAttached("d1", process(11), 1, tracked=True))
+    hit(here, 11)
+    first = here.record().id
+    hit(here, 10)
+    for pid in range(100, 100 + 2 * HITS_KEPT):
+        here.join(pid)
+        hit(here, pid)
+        here.die(pid)
+    assert {first, first + 1} <= {r.id for r in here.state.hits}
+    pids = range(300, 300 + 2 * HITS_KEPT)
+    here.join(*pids)
+    for pid in pids:
+        hit(here, pid)
+    assert len(here.state.hits) == HITS_KEPT
+    kept = {r.id: r for r in here.state.hits}
+    assert first in kept and first + 1 not in kept
+    assert not any(r.hit is None or r.hit.outcome is HitOutcome.ENDED for r in kept.values())
+
+
 def test_freeze_stops_it_and_nobody_asks_it_to_leave() -> None:
     here = world(ZonePolicy.FREEZE)
     hit(here)
@@ -185,6 +207,35 @@ def test_freeze_stops_it_and_nobody_asks_it_to_leave() -> None:
     here.die(10)
     record = here.record()
     assert record.hit is not None and record.hit.outcome is HitOutcome.EVICTED
+
+
+def test_what_mpsd_froze_is_killed_when_its_domain_faults_and_the_domain_empties() -> None:
+    here = world(ZonePolicy.FREEZE)
+    hit(here)
+    here.fault(11)
+    (kill,) = here.ever(fx.Kill)
+    assert kill.client == ClientId("d1", process(10))
+    assert here.client("d1", 11).state is ClientState.ATTACHED, "the others are not killed for it"
+    here.die(10)
+    here.die(11)
+    assert here.domain("d1").state is DomainState.STOPPING
+
+
+def test_who_is_frozen_in_a_domain_that_has_faulted_or_lost_its_server_is_killed() -> None:
+    here = world(ZonePolicy.FREEZE)
+    here.server_state("d1", ServerState.FAULT)
+    hit(here)
+    assert [e.client.process for e in here.ever(fx.Kill)] == [process(10)]
+    here = world(ZonePolicy.FREEZE)
+    here.server_state("d1", ServerState.FAULT)
+    here.do(ev.FreezeRestored(process(10)))
+    assert [e.client.process for e in here.ever(fx.Kill)] == [process(10)]
+    here = world(ZonePolicy.FREEZE)
+    hit(here)
+    server = here.domain("d1").server
+    assert server is not None
+    here.do(ev.ServerDied("d1", server))
+    assert [e.client.process for e in here.ever(fx.Kill)] == [process(10)]
 
 
 def test_a_client_that_is_being_put_out_is_not_stopped() -> None:

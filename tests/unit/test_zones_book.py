@@ -1,4 +1,4 @@
-"""Grants of guard zones, and which event is a hit: on a clock of the test's own."""
+"""Grants of guard zones, and which event is a hit."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from mpsd.errors import GpuError
 from mpsd.linux import procfs
 from mpsd.model import Access, ProcessInstance, UvmEvent, UvmFaultType, UvmReason, ZoneRole
 from mpsd.zones import layout
-from mpsd.zones.book import READ_AGAIN_S, Hit, Zones
-from mpsd.zones.grants import LEAST, Grants, ZoneLimits
+from mpsd.zones.book import RETURN_S, Hit, Zones
+from mpsd.zones.grants import LEAST, SHARE, Grants, ZoneLimits
+from mpsd.zones.ledger import ZoneMap
 from tests.support.guardzones import LedgerWriter
 
 BASE, MIB, GIB = 0x1000_0000_0000, 1 << 20, 1 << 30
@@ -30,13 +31,10 @@ def fault(address: int, access: Access = Access.WRITE, *, fatal: bool = False) -
 
 
 class Stand:
-    """One client with one zone at BASE, and a clock."""
+    """One client with one zone at BASE."""
 
     def __init__(self) -> None:
-        self.now = 100.0
-        self.late: list[Hit] = []
-        self.zones = Zones(LIMITS, clock=lambda: self.now)
-        self.zones.on_late = lambda process, hit: self.late.append(hit)
+        self.zones = Zones(LIMITS)
         self.writer = LedgerWriter()
         self.lay(0, BASE)
         assert self.zones.join(ME, 0, ("GPU-0",), os.dup(self.writer.fd)) is not None
@@ -68,7 +66,6 @@ def test_only_serviced_accesses_in_a_zone_of_its_own_are_hits() -> None:
         hit = stand.hits(fault(BASE - 1), fault(BASE + 5), fault(BASE + MIB - 1), fault(BASE + MIB))
         assert hit is not None
         assert (hit.event.address, hit.role, hit.count) == (BASE + 5, ZoneRole.GUARD, 2)
-        stand.now += 1
         assert stand.hits(fault(BASE, Access.PREFETCH)) is None
         assert stand.hits(fault(BASE, fatal=True)) is None
         assert stand.zones.hits(ProcessInstance(1, 1), [fault(BASE)]) is None
@@ -85,31 +82,37 @@ def test_a_zone_that_has_gone_is_none_however_fresh_the_list() -> None:
     run(test)
 
 
-def test_a_flood_reads_the_ledger_rarely_and_loses_no_hit_in_a_new_zone() -> None:
+def test_what_came_before_the_zone_was_laid_is_none_and_what_came_right_after_is_one() -> None:
     async def test(stand: Stand) -> None:
-        reads = 0
-        entry = stand.zones._entries[ME]
-        read = entry.ledger.zone_bytes
+        own = BASE + 4 * MIB
+        assert stand.hits(fault(BASE)) is not None
+        assert stand.hits(fault(own)) is None
+        stand.lay(1, own)
+        await asyncio.sleep(0.05)
+        assert stand.hits(fault(BASE)) == Hit(fault(BASE), ZoneRole.GUARD, 1)
+        assert stand.zones.counters["events_of_own_memory"] == 1
+        stand.lay(2, own + 2 * MIB)
+        assert stand.hits(fault(own + 2 * MIB)) is not None
 
-        def counted() -> bytes:
-            nonlocal reads
-            reads += 1
-            return read()
+    run(test)
 
-        entry.ledger.zone_bytes = counted  # type: ignore[method-assign]
-        assert stand.hits(fault(BASE + 9 * MIB)) is None
-        stand.lay(1, BASE + 4 * MIB)
-        reads = 0
+
+def test_a_flood_looks_into_the_ledger_only_where_it_has_changed() -> None:
+    async def test(stand: Stand) -> None:
+        ledger, looks = stand.zones._entries[ME].ledger, 0
+        zones = ledger.zones
+
+        def counted(rows: bytes) -> ZoneMap:
+            nonlocal looks
+            looks += 1
+            return zones(rows)
+
+        ledger.zones = counted  # type: ignore[method-assign]
         for number in range(500):
             assert stand.hits(fault(BASE + (number + 10) * MIB)) is None
-        assert stand.hits(fault(BASE + 4 * MIB)) is None
-        assert reads == 0
-        stand.now += READ_AGAIN_S
-        async with asyncio.timeout(10):
-            while not stand.late:
-                await asyncio.sleep(0)
-        assert [(h.event.address, h.count) for h in stand.late] == [(BASE + 4 * MIB, 1)]
-        assert stand.zones.counters["events_not_looked_up"] == 0
+        stand.lay(1, BASE + 4 * MIB)
+        assert stand.hits(fault(BASE + 4 * MIB)) is not None
+        assert looks == 2
 
     run(test)
 
@@ -182,22 +185,45 @@ def test_caps_hold_whoever_comes_and_goes(steps: list[tuple[int, bool, int]]) ->
     assert grants.given_on("GPU-0") == 0
 
 
-def test_who_comes_late_gets_some_and_who_was_there_before_keeps_his() -> None:
+def test_who_comes_late_gets_some_though_many_came_before() -> None:
+    grants = Grants(ZoneLimits())
+    given_out = [grants.give(ProcessInstance(pid, 1), ("GPU-0",), 0) for pid in range(1, 61)]
+    assert all(grant is not None and grant.bytes >= LEAST for grant in given_out)
+    elsewhere = grants.give(ProcessInstance(1000, 1), ("GPU-1",), 0)
+    assert elsewhere == given_out[0]
+
+
+def test_who_was_there_before_keeps_his_and_liars_leave_half_to_the_others() -> None:
     grants = Grants(LIMITS)
-    sizes = []
-    for pid in range(1, 8):
-        grant = grants.give(ProcessInstance(pid, 1), ("GPU-0",), 0)
-        assert grant is not None
-        sizes.append(grant.bytes // GIB)
-    assert sizes == [16, 16, 16, 8, 4, 2, 1]
-    elsewhere = grants.give(ProcessInstance(9, 1), ("GPU-1",), 0)
-    assert elsewhere is not None and elsewhere.bytes == LIMITS.client_bytes
-    again = Grants(LIMITS)
-    again.give(ProcessInstance(1, 1), ("GPU-0",), 0)
-    for pid in range(2, 5):
-        again.give(ProcessInstance(pid, 1), ("GPU-0",), 0)
-    kept = again.give(ProcessInstance(6, 1), ("GPU-0",), 7 * GIB)
+    kept = grants.give(ProcessInstance(1, 1), ("GPU-0",), 7 * GIB)
     assert kept is not None and kept.bytes == 7 * GIB
+    grants = Grants(ZoneLimits())
+    for pid in range(1, 5):
+        lied = grants.give(ProcessInstance(pid, 1), ("GPU-0",), 1 << 57)
+        assert lied is not None and lied.bytes == ZoneLimits().client_bytes
+    assert grants.given_on("GPU-0") == ZoneLimits().gpu_bytes // 2
+    for pid in range(5, 65):
+        grant = grants.give(ProcessInstance(pid, 1), ("GPU-0",), (pid % 2) << 57)
+        assert grant is not None and LEAST <= grant.bytes <= ZoneLimits().gpu_bytes // 32
+
+
+def test_what_was_laid_is_believed_of_who_was_there_before_this_daemon_and_for_a_while() -> None:
+    async def granted(process: ProcessInstance, up_s: float) -> int:
+        now, writer = 100.0, LedgerWriter()
+        zones = Zones(LIMITS, clock=lambda: now)
+        writer.head("managed_bytes", 1 << 57)
+        now += up_s
+        grant = zones.join(process, 0, ("GPU-0",), os.dup(writer.fd))
+        zones.close()
+        writer.close()
+        assert grant is not None
+        return grant.bytes
+
+    long_ago, just_now = ProcessInstance(ME.pid, 1), ProcessInstance(ME.pid, 1 << 40)
+    assert asyncio.run(granted(long_ago, 1)) == LIMITS.client_bytes
+    share = LIMITS.gpu_bytes // SHARE
+    assert asyncio.run(granted(long_ago, RETURN_S)) == share
+    assert asyncio.run(granted(just_now, 1)) == share
 
 
 def test_no_zones_at_all_is_a_choice() -> None:
