@@ -53,16 +53,26 @@ class Plan:
 def main(arguments: Sequence[str] | None = None) -> int:
     given = _parser().parse_args(arguments)
     program = given.program[1:] if given.program[:1] == ["--"] else given.program
-    plan = make_plan(os.environ, socket_path=given.socket, gpu=given.gpu, library=given.library)
+    plan = _plan(given)
     for line in plan.aside + (plan.notes if given.verbose else []):
-        print(f"mpsd-run: {line}", file=sys.stderr)
+        say(line)
     if given.env:
         print("\n".join(export_lines(plan.variables, given.env)))
         return 0
     if not program:
-        print("mpsd-run: which program? (mpsd-run --help)", file=sys.stderr)
+        say("which program? (mpsd-run --help)")
         return USAGE
     return become(program, {**os.environ, **plan.variables})
+
+
+def say(line: str) -> None:
+    """One line on stderr. Where that cannot be had the program runs all the same."""
+    if sys.stderr is None:  # Closed when this process began; what is number 2 now is something else.
+        return
+    try:
+        os.write(2, f"mpsd-run: {line}\n".encode(errors="backslashreplace"))
+    except OSError:
+        pass
 
 
 def make_plan(
@@ -100,16 +110,38 @@ def make_plan(
 
 def become(program: Sequence[str], environ: Mapping[str, str]) -> int:
     """Replace this process; returns an exit status only if that fails."""
+    _flush()
     # Python ignores these two, and a program that is executed keeps what is ignored.
-    for number in (signal.SIGPIPE, signal.SIGXFSZ):
-        signal.signal(number, signal.SIG_DFL)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    _handle_writes_that_fail(signal.SIG_DFL)
     try:
         os.execvpe(program[0], list(program), dict(environ))
     except OSError as error:
-        print(f"mpsd-run: {program[0]}: {error.strerror}", file=sys.stderr)
+        _handle_writes_that_fail(signal.SIG_IGN)
+        say(f"{program[0]}: {error.strerror}")
         return NOT_FOUND if isinstance(error, FileNotFoundError | NotADirectoryError) else NOT_EXECUTABLE
+
+
+def _plan(given: argparse.Namespace) -> Plan:
+    """make_plan() for this command line; what it does not expect is a reason to step aside too."""
+    try:
+        return make_plan(os.environ, socket_path=given.socket, gpu=given.gpu, library=given.library)
+    except Exception as error:
+        why = f"{type(error).__name__}: {error}"
+        return Plan(aside=[f"stepping aside: {why}; the program runs without mpsd"])
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            if stream is not None:
+                stream.flush()
+        except (OSError, ValueError):  # It cannot be written, or is closed.
+            pass
+
+
+def _handle_writes_that_fail(how: signal.Handlers) -> None:
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(number, how)
 
 
 def _first(folder: str, path: str) -> str:

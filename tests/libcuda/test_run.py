@@ -200,3 +200,42 @@ def test_without_the_library_or_a_driver_the_program_joins_all_the_same(
     done = run([*MPSD_RUN, *SHOW], environment)
     assert done.stdout.split() == [f"[{pipe_directory}]", f"[{tmp_path}]", "[]"]
     assert "no CUDA driver" in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("streams", ["2>&-", ">&-", "<&-", "<&- >&- 2>&-", "2>/dev/full", ">/dev/full"])
+@pytest.mark.parametrize("daemon", [True, False], ids=["daemon", "no daemon"])
+def test_streams_that_are_closed_or_full_do_not_keep_the_program_from_running(
+    environment: dict[str, str], tmp_path: Path, streams: str, daemon: bool
+) -> None:
+    if not daemon:
+        environment["MPSD_SOCKET"] = str(tmp_path / "none.sock")
+    program = ["sh", "-c", 'ls -l /proc/$$/fd >"$0"; exit 7', tmp_path / "ran"]
+    done = run(["sh", "-c", f'exec "$@" {streams}', "sh", *MPSD_RUN, "-v", *program], environment)
+    assert (done.returncode, done.stdout) == (7, "")
+    assert "socket:" not in (tmp_path / "ran").read_text()
+
+
+@pytest.mark.parametrize("program, status", [(["sh", "-c", "exit 7"], 7), (["/nonexistent/program"], 127)])
+def test_a_stderr_that_nobody_reads_does_not_keep_the_program_from_running(
+    environment: dict[str, str], program: list[str], status: int
+) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        command = [*MPSD_RUN, "-v", *program]
+        done = subprocess.run(command, env=environment, stderr=writer, timeout=DEADLINE_S, check=False)
+    finally:
+        os.close(writer)
+    assert done.returncode == status
+
+
+def test_what_it_does_not_expect_is_a_reason_to_step_aside(environment: dict[str, str]) -> None:
+    """Here a daemon whose answer has no environment in it."""
+    script = (
+        "import sys; from mpsd_client import client, run; client.Client.call = lambda *_: {}; "
+        "sys.exit(run.main(sys.argv[1:]))"
+    )
+    done = run([sys.executable, "-c", script, *SHOW], environment)
+    assert done.returncode == 0
+    assert done.stdout.split() == ["[]", f"[{environment['LD_LIBRARY_PATH']}]", "[]"]
+    assert done.stderr == "mpsd-run: stepping aside: KeyError: 'env'; the program runs without mpsd\n"
