@@ -13,6 +13,7 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from mpsd_client._protocol import errors
 from mpsd_client.client import connect
@@ -21,6 +22,7 @@ from mpsd_client.env import SHELLS, export_lines
 
 USAGE, NOT_EXECUTABLE, NOT_FOUND = 2, 126, 127
 _PATH, _REAL, _VAULT = "LD_LIBRARY_PATH", "MPSD_REAL_LIBCUDA", "MPSD_VAULT_SOCKET"
+_LOCALE, _COERCED = "LC_CTYPE", ("C.UTF-8", "C.utf8", "UTF-8")  # What PEP 538 sets, and to what.
 
 _DESCRIPTION = (
     "Run a CUDA program under mpsd: on the shared GPU, and through mpsd's libcuda where that is installed."
@@ -62,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not program:
         say("which program? (mpsd-run --help)")
         return USAGE
-    return become(program, {**os.environ, **plan.variables})
+    return become(program, {**_own_environ(), **plan.variables})
 
 
 def say(line: str) -> None:
@@ -128,6 +130,21 @@ def _plan(given: argparse.Namespace) -> Plan:
     except Exception as error:
         why = f"{type(error).__name__}: {error}"
         return Plan(aside=[f"stepping aside: {why}; the program runs without mpsd"])
+
+
+def _own_environ() -> dict[str, str]:
+    """os.environ less the locale that Python sets for itself where it is started with none."""
+    environ = dict(os.environ)
+    if environ.get(_LOCALE) not in _COERCED:
+        return environ
+    try:
+        given = Path("/proc/self/environ").read_bytes().split(b"\0")
+    except OSError:
+        return environ
+    mark = os.fsencode(f"{_LOCALE}=")
+    before = [os.fsdecode(entry.removeprefix(mark)) for entry in given if entry.startswith(mark)]
+    del environ[_LOCALE]
+    return {**environ, _LOCALE: before[0]} if before else environ
 
 
 def _flush() -> None:

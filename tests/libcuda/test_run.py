@@ -239,3 +239,13 @@ def test_what_it_does_not_expect_is_a_reason_to_step_aside(environment: dict[str
     assert done.returncode == 0
     assert done.stdout.split() == ["[]", f"[{environment['LD_LIBRARY_PATH']}]", "[]"]
     assert done.stderr == "mpsd-run: stepping aside: KeyError: 'env'; the program runs without mpsd\n"
+
+
+@pytest.mark.parametrize("given", [[], ["LC_CTYPE=C"], ["LC_CTYPE=C.UTF-8"], ["LC_ALL=C"], ["LANG=C"]])
+def test_the_program_has_the_locale_that_it_was_given(
+    environment: dict[str, str], tmp_path: Path, given: list[str]
+) -> None:
+    """Python makes the locale C into C.UTF-8 for itself and its children."""
+    kept = [f"PYTHONPATH={environment['PYTHONPATH']}", f"MPSD_SOCKET={tmp_path / 'none.sock'}", *given]
+    done = run(["env", "-i", *kept, *MPSD_RUN, "/usr/bin/env"], environment)
+    assert sorted(done.stdout.splitlines()) == sorted(kept)
