@@ -8,12 +8,14 @@ said in one line, and the program runs all the same: without the proxy, or as if
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NoReturn
 
 from mpsd_client._protocol import errors
 from mpsd_client.client import connect
@@ -21,6 +23,7 @@ from mpsd_client.driver import LIBRARY_NAME, find_driver, find_proxy
 from mpsd_client.env import SHELLS, export_lines
 
 USAGE, NOT_EXECUTABLE, NOT_FOUND = 2, 126, 127
+_SHELL, _ABSENT = "/bin/sh", (FileNotFoundError, NotADirectoryError)
 _PATH, _REAL, _VAULT = "LD_LIBRARY_PATH", "MPSD_REAL_LIBCUDA", "MPSD_VAULT_SOCKET"
 _LOCALE, _COERCED = "LC_CTYPE", ("C.UTF-8", "C.utf8", "UTF-8")  # What PEP 538 sets, and to what.
 
@@ -116,11 +119,27 @@ def become(program: Sequence[str], environ: Mapping[str, str]) -> int:
     # Python ignores these two, and a program that is executed keeps what is ignored.
     _handle_writes_that_fail(signal.SIG_DFL)
     try:
-        os.execvpe(program[0], list(program), dict(environ))
+        _execute(program, environ)
     except OSError as error:
         _handle_writes_that_fail(signal.SIG_IGN)
         say(f"{program[0]}: {error.strerror}")
-        return NOT_FOUND if isinstance(error, FileNotFoundError | NotADirectoryError) else NOT_EXECUTABLE
+        return NOT_FOUND if isinstance(error, _ABSENT) else NOT_EXECUTABLE
+
+
+def _execute(program: Sequence[str], environ: Mapping[str, str]) -> NoReturn:
+    """execvp(3): os.execvpe() gives up on scripts without `#!`, which are the shell's."""
+    name = program[0]
+    folders = [""] if os.path.dirname(name) else os.get_exec_path(environ) if name else []
+    refused: OSError = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+    for path in (os.path.join(folder, name) for folder in folders):
+        try:
+            os.execve(path, list(program), environ)
+        except OSError as error:
+            if error.errno == errno.ENOEXEC:
+                os.execve(_SHELL, [_SHELL, path, *program[1:]], environ)
+            if isinstance(refused, _ABSENT):
+                refused = error
+    raise refused
 
 
 def _plan(given: argparse.Namespace) -> Plan:

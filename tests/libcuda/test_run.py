@@ -249,3 +249,28 @@ def test_the_program_has_the_locale_that_it_was_given(
     kept = [f"PYTHONPATH={environment['PYTHONPATH']}", f"MPSD_SOCKET={tmp_path / 'none.sock'}", *given]
     done = run(["env", "-i", *kept, *MPSD_RUN, "/usr/bin/env"], environment)
     assert sorted(done.stdout.splitlines()) == sorted(kept)
+
+
+@pytest.mark.parametrize("by_path", [True, False], ids=["path", "PATH"])
+def test_a_script_that_names_no_interpreter_is_the_shells(
+    environment: dict[str, str], tmp_path: Path, pipe_directory: str, by_path: bool
+) -> None:
+    script = tmp_path / "mine"
+    script.write_text('echo "$0" "$@" "$CUDA_MPS_PIPE_DIRECTORY"; exit 7\n')
+    script.chmod(0o755)
+    environment["PATH"] = f"/nonexistent:{tmp_path}:{environment['PATH']}"
+    done = run([*MPSD_RUN, script if by_path else "mine", "a", "b c"], environment)
+    assert (done.returncode, done.stderr) == (7, "")
+    assert done.stdout == f"{script} a b c {pipe_directory}\n"
+
+
+def test_a_program_on_the_path_that_may_not_be_executed_is_passed_over(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / "true").write_text("")
+    (tmp_path / "mine").write_text("")
+    environment["PATH"] = f"{tmp_path}:{environment['PATH']}"
+    assert run([*MPSD_RUN, "true"], environment).returncode == 0
+    assert run([*MPSD_RUN, "mine"], environment).returncode == 126
+    assert run([*MPSD_RUN, "none-of-this-name"], environment).returncode == 127
+    assert run([*MPSD_RUN, ""], environment).returncode == 127
