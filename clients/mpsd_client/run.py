@@ -42,6 +42,9 @@ program's own, and its children, whatever starts them, have the variables too.
 Without a daemon nothing is set; without mpsd's library (clients/libcuda in its sources) or the real driver
 the first alone is. One line says so, and the program runs in any case.
 
+The program begins with SIGPIPE and SIGXFSZ at their defaults even where the caller ignores them: Python,
+which runs mpsd-run, does not keep what it was given.
+
 exit status: the program's; 2 the command line is wrong, 126 it cannot be executed, 127 it is not found
 """
 
@@ -116,7 +119,8 @@ def make_plan(
 def become(program: Sequence[str], environ: Mapping[str, str]) -> int:
     """Replace this process; returns an exit status only if that fails."""
     _flush()
-    # Python ignores these two, and a program that is executed keeps what is ignored.
+    # Python ignores these two, and a program that is executed keeps what is ignored. What they were before
+    # is lost when Python starts.
     _handle_writes_that_fail(signal.SIG_DFL)
     try:
         _execute(program, environ)
