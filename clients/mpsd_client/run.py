@@ -8,11 +8,14 @@ said in one line, and the program runs all the same: without the proxy, or as if
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NoReturn
 
 from mpsd_client._protocol import errors
 from mpsd_client.client import connect
@@ -20,7 +23,9 @@ from mpsd_client.driver import LIBRARY_NAME, find_driver, find_proxy
 from mpsd_client.env import SHELLS, export_lines
 
 USAGE, NOT_EXECUTABLE, NOT_FOUND = 2, 126, 127
+_SHELL, _ABSENT = "/bin/sh", (FileNotFoundError, NotADirectoryError)
 _PATH, _REAL, _VAULT = "LD_LIBRARY_PATH", "MPSD_REAL_LIBCUDA", "MPSD_VAULT_SOCKET"
+_LOCALE, _COERCED = "LC_CTYPE", ("C.UTF-8", "C.utf8", "UTF-8")  # What PEP 538 sets, and to what.
 
 _DESCRIPTION = (
     "Run a CUDA program under mpsd: on the shared GPU, and through mpsd's libcuda where that is installed."
@@ -36,6 +41,9 @@ program's own, and its children, whatever starts them, have the variables too.
 
 Without a daemon nothing is set; without mpsd's library (clients/libcuda in its sources) or the real driver
 the first alone is. One line says so, and the program runs in any case.
+
+The program begins with SIGPIPE and SIGXFSZ at their defaults even where the caller ignores them: Python,
+which runs mpsd-run, does not keep what it was given.
 
 exit status: the program's; 2 the command line is wrong, 126 it cannot be executed, 127 it is not found
 """
@@ -53,16 +61,26 @@ class Plan:
 def main(arguments: Sequence[str] | None = None) -> int:
     given = _parser().parse_args(arguments)
     program = given.program[1:] if given.program[:1] == ["--"] else given.program
-    plan = make_plan(os.environ, socket_path=given.socket, gpu=given.gpu, library=given.library)
+    plan = _plan(given)
     for line in plan.aside + (plan.notes if given.verbose else []):
-        print(f"mpsd-run: {line}", file=sys.stderr)
+        say(line)
     if given.env:
         print("\n".join(export_lines(plan.variables, given.env)))
         return 0
     if not program:
-        print("mpsd-run: which program? (mpsd-run --help)", file=sys.stderr)
+        say("which program? (mpsd-run --help)")
         return USAGE
-    return become(program, {**os.environ, **plan.variables})
+    return become(program, {**_own_environ(), **plan.variables})
+
+
+def say(line: str) -> None:
+    """One line on stderr. Where that cannot be had the program runs all the same."""
+    if sys.stderr is None:  # Closed when this process began; what is number 2 now is something else.
+        return
+    try:
+        os.write(2, f"mpsd-run: {line}\n".encode(errors="backslashreplace"))
+    except OSError:
+        pass
 
 
 def make_plan(
@@ -100,16 +118,70 @@ def make_plan(
 
 def become(program: Sequence[str], environ: Mapping[str, str]) -> int:
     """Replace this process; returns an exit status only if that fails."""
-    # Python ignores these two, and a program that is executed keeps what is ignored.
-    for number in (signal.SIGPIPE, signal.SIGXFSZ):
-        signal.signal(number, signal.SIG_DFL)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    _flush()
+    # Python ignores these two, and a program that is executed keeps what is ignored. What they were before
+    # is lost when Python starts.
+    _handle_writes_that_fail(signal.SIG_DFL)
     try:
-        os.execvpe(program[0], list(program), dict(environ))
+        _execute(program, environ)
     except OSError as error:
-        print(f"mpsd-run: {program[0]}: {error.strerror}", file=sys.stderr)
-        return NOT_FOUND if isinstance(error, FileNotFoundError | NotADirectoryError) else NOT_EXECUTABLE
+        _handle_writes_that_fail(signal.SIG_IGN)
+        say(f"{program[0]}: {error.strerror}")
+        return NOT_FOUND if isinstance(error, _ABSENT) else NOT_EXECUTABLE
+
+
+def _execute(program: Sequence[str], environ: Mapping[str, str]) -> NoReturn:
+    """execvp(3): os.execvpe() gives up on scripts without `#!`, which are the shell's."""
+    name = program[0]
+    folders = [""] if os.path.dirname(name) else os.get_exec_path(environ) if name else []
+    refused: OSError = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+    for path in (os.path.join(folder, name) for folder in folders):
+        try:
+            os.execve(path, list(program), environ)
+        except OSError as error:
+            if error.errno == errno.ENOEXEC:
+                os.execve(_SHELL, [_SHELL, path, *program[1:]], environ)
+            if isinstance(refused, _ABSENT):
+                refused = error
+    raise refused
+
+
+def _plan(given: argparse.Namespace) -> Plan:
+    """make_plan() for this command line; what it does not expect is a reason to step aside too."""
+    try:
+        return make_plan(os.environ, socket_path=given.socket, gpu=given.gpu, library=given.library)
+    except Exception as error:
+        why = f"{type(error).__name__}: {error}"
+        return Plan(aside=[f"stepping aside: {why}; the program runs without mpsd"])
+
+
+def _own_environ() -> dict[str, str]:
+    """os.environ less the locale that Python sets for itself where it is started with none."""
+    environ = dict(os.environ)
+    if environ.get(_LOCALE) not in _COERCED:
+        return environ
+    try:
+        given = Path("/proc/self/environ").read_bytes().split(b"\0")
+    except OSError:
+        return environ
+    mark = os.fsencode(f"{_LOCALE}=")
+    before = [os.fsdecode(entry.removeprefix(mark)) for entry in given if entry.startswith(mark)]
+    del environ[_LOCALE]
+    return {**environ, _LOCALE: before[0]} if before else environ
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            if stream is not None:
+                stream.flush()
+        except (OSError, ValueError):  # It cannot be written, or is closed.
+            pass
+
+
+def _handle_writes_that_fail(how: signal.Handlers) -> None:
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(number, how)
 
 
 def _first(folder: str, path: str) -> str:

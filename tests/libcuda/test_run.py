@@ -200,3 +200,77 @@ def test_without_the_library_or_a_driver_the_program_joins_all_the_same(
     done = run([*MPSD_RUN, *SHOW], environment)
     assert done.stdout.split() == [f"[{pipe_directory}]", f"[{tmp_path}]", "[]"]
     assert "no CUDA driver" in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("streams", ["2>&-", ">&-", "<&-", "<&- >&- 2>&-", "2>/dev/full", ">/dev/full"])
+@pytest.mark.parametrize("daemon", [True, False], ids=["daemon", "no daemon"])
+def test_streams_that_are_closed_or_full_do_not_keep_the_program_from_running(
+    environment: dict[str, str], tmp_path: Path, streams: str, daemon: bool
+) -> None:
+    if not daemon:
+        environment["MPSD_SOCKET"] = str(tmp_path / "none.sock")
+    program = ["sh", "-c", 'ls -l /proc/$$/fd >"$0"; exit 7', tmp_path / "ran"]
+    done = run(["sh", "-c", f'exec "$@" {streams}', "sh", *MPSD_RUN, "-v", *program], environment)
+    assert (done.returncode, done.stdout) == (7, "")
+    assert "socket:" not in (tmp_path / "ran").read_text()
+
+
+@pytest.mark.parametrize("program, status", [(["sh", "-c", "exit 7"], 7), (["/nonexistent/program"], 127)])
+def test_a_stderr_that_nobody_reads_does_not_keep_the_program_from_running(
+    environment: dict[str, str], program: list[str], status: int
+) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        command = [*MPSD_RUN, "-v", *program]
+        done = subprocess.run(command, env=environment, stderr=writer, timeout=DEADLINE_S, check=False)
+    finally:
+        os.close(writer)
+    assert done.returncode == status
+
+
+def test_what_it_does_not_expect_is_a_reason_to_step_aside(environment: dict[str, str]) -> None:
+    """Here a daemon whose answer has no environment in it."""
+    script = (
+        "import sys; from mpsd_client import client, run; client.Client.call = lambda *_: {}; "
+        "sys.exit(run.main(sys.argv[1:]))"
+    )
+    done = run([sys.executable, "-c", script, *SHOW], environment)
+    assert done.returncode == 0
+    assert done.stdout.split() == ["[]", f"[{environment['LD_LIBRARY_PATH']}]", "[]"]
+    assert done.stderr == "mpsd-run: stepping aside: KeyError: 'env'; the program runs without mpsd\n"
+
+
+@pytest.mark.parametrize("given", [[], ["LC_CTYPE=C"], ["LC_CTYPE=C.UTF-8"], ["LC_ALL=C"], ["LANG=C"]])
+def test_the_program_has_the_locale_that_it_was_given(
+    environment: dict[str, str], tmp_path: Path, given: list[str]
+) -> None:
+    """Python makes the locale C into C.UTF-8 for itself and its children."""
+    kept = [f"PYTHONPATH={environment['PYTHONPATH']}", f"MPSD_SOCKET={tmp_path / 'none.sock'}", *given]
+    done = run(["env", "-i", *kept, *MPSD_RUN, "/usr/bin/env"], environment)
+    assert sorted(done.stdout.splitlines()) == sorted(kept)
+
+
+@pytest.mark.parametrize("by_path", [True, False], ids=["path", "PATH"])
+def test_a_script_that_names_no_interpreter_is_the_shells(
+    environment: dict[str, str], tmp_path: Path, pipe_directory: str, by_path: bool
+) -> None:
+    script = tmp_path / "mine"
+    script.write_text('echo "$0" "$@" "$CUDA_MPS_PIPE_DIRECTORY"; exit 7\n')
+    script.chmod(0o755)
+    environment["PATH"] = f"/nonexistent:{tmp_path}:{environment['PATH']}"
+    done = run([*MPSD_RUN, script if by_path else "mine", "a", "b c"], environment)
+    assert (done.returncode, done.stderr) == (7, "")
+    assert done.stdout == f"{script} a b c {pipe_directory}\n"
+
+
+def test_a_program_on_the_path_that_may_not_be_executed_is_passed_over(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / "true").write_text("")
+    (tmp_path / "mine").write_text("")
+    environment["PATH"] = f"{tmp_path}:{environment['PATH']}"
+    assert run([*MPSD_RUN, "true"], environment).returncode == 0
+    assert run([*MPSD_RUN, "mine"], environment).returncode == 126
+    assert run([*MPSD_RUN, "none-of-this-name"], environment).returncode == 127
+    assert run([*MPSD_RUN, ""], environment).returncode == 127
