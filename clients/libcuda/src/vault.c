@@ -7,6 +7,8 @@
  * delivered again on the next connection: the daemon may be restarted at any time and knows then what
  * it has.
  *
+ * Long because one lock guards all that can become of a note.
+ *
  * A forked child is no client: it has neither the thread nor the right to speak for its parent. Locks
  * may be in any state there, so it takes none: it closes what it inherited and never comes back here.
  */
@@ -30,6 +32,7 @@
 #define FIRST_PAUSE_MS 100
 #define LAST_PAUSE_MS 5000
 #define SETTLE_MS 250
+#define IDLE_MS 500			/* between two looks at a connection on which nothing is said */
 #define LAST_TRIES 8			/* connections that end at once: the daemon does not want us */
 #define STACK ((size_t)256 << 10)
 #define BUCKETS 4096
@@ -176,15 +179,18 @@ static struct note *take(struct note **link)
 	return note;
 }
 
+/* NULL where none came in a while. */
 static struct note *next_note(void)
 {
+	struct timespec until = mpsd_in(IDLE_MS);
 	struct note *note;
 
 	pthread_mutex_lock(&lock);
-	while (!first)
-		pthread_cond_wait(&changed, &lock);
+	while (!first && !pthread_cond_timedwait(&changed, &lock, &until))
+		;
 	note = first;
-	note->busy = true;
+	if (note)
+		note->busy = true;
 	pthread_mutex_unlock(&lock);
 	return note;
 }
@@ -236,6 +242,20 @@ static void later(struct note *note)
 	pthread_mutex_unlock(&lock);
 }
 
+/*
+ * Nothing is to be brought, and perhaps never will be again: the next daemon must be shown the ledger all the
+ * same, or it hears of no hit. Returns how many connections have ended one after another.
+ */
+static int keep_up(int ended)
+{
+	if (mpsd_channel_is_open() && mpsd_channel_is_up())
+		return 0;
+	ended += mpsd_channel_close();
+	if (ended < LAST_TRIES && !mpsd_channel_open())
+		ended += mpsd_channel_close();
+	return ended;
+}
+
 /* A daemon that is not there may come back; one that ends each connection does not want us. */
 static void *bring(void *unused)
 {
@@ -245,6 +265,10 @@ static void *bring(void *unused)
 	while (!atomic_load(&off)) {
 		struct note *note = next_note();
 
+		if (!note) {
+			ended = ended < LAST_TRIES ? keep_up(ended) : ended;
+			continue;
+		}
 		if (ended >= LAST_TRIES) {
 			if (note->kind == MPSD_VAULT_PUT)
 				mpsd_count(vault_lost);
