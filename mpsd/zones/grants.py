@@ -2,7 +2,8 @@
 
 A zone costs one mapping of the client and, when it is hit, pages of the GPU's memory: a wild grid can
 fill all of its zones before it is put out. So there is a cap for all clients of a GPU together, one for
-each of them, and the last half of what is left is never given at once: who comes late gets some too.
+each of them, and the last half of what is left is never given at once: who comes late gets some too, and who
+comes when too little is left gets leave for ranges that only absorb.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ class ZoneLimits:
 
 @dataclass(frozen=True, slots=True)
 class Grant:
+    """`bytes` of managed zones, 0 for none; `zones` of any kind."""
+
     bytes: int
     zones: int
 
@@ -38,7 +41,7 @@ class Grants:
     _given: dict[ProcessInstance, tuple[Grant, frozenset[str]]] = field(default_factory=dict)
 
     def give(self, process: ProcessInstance, gpus: Sequence[str], laid: int) -> Grant | None:
-        """What the process may lay on these GPUs; None when nothing is left.
+        """What the process may lay on these GPUs; None where the limits want no zones at all.
 
         A process that has a grant keeps it. `laid`: bytes that it has laid already, under a daemon before
         this one, and may keep as far as the caps allow.
@@ -46,12 +49,12 @@ class Grants:
         known = self._given.get(process)
         if known is not None:
             return known[0]
-        left = min((self.limits.gpu_bytes - self.given_on(gpu) for gpu in gpus), default=0)
+        if not (gpus and self.limits.gpu_bytes and self.limits.client_bytes and self.limits.client_zones):
+            return None
+        left = min(self.limits.gpu_bytes - self.given_on(gpu) for gpu in gpus)
         half = left // 2 // UNIT * UNIT
         size = min(self.limits.client_bytes, left, max(half, laid))
-        if size < LEAST or not self.limits.client_zones:
-            return None
-        grant = Grant(size, self.limits.client_zones)
+        grant = Grant(size if size >= LEAST else 0, self.limits.client_zones)
         self._given[process] = grant, frozenset(gpus)
         return grant
 

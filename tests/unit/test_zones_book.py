@@ -173,7 +173,8 @@ def test_caps_hold_whoever_comes_and_goes(steps: list[tuple[int, bool, int]]) ->
             before = grants.of(process)
             given_now = grants.give(process, ("GPU-0",), laid)
             assert before in (None, given_now)
-            assert given_now is None or LEAST <= given_now.bytes <= LIMITS.client_bytes
+            assert given_now is not None
+            assert given_now.bytes == 0 or LEAST <= given_now.bytes <= LIMITS.client_bytes
         else:
             grants.take_back(process)
         assert 0 <= grants.given_on("GPU-0") <= LIMITS.gpu_bytes
@@ -198,6 +199,12 @@ def test_who_comes_late_gets_some_and_who_was_there_before_keeps_his() -> None:
         again.give(ProcessInstance(pid, 1), ("GPU-0",), 0)
     kept = again.give(ProcessInstance(6, 1), ("GPU-0",), 7 * GIB)
     assert kept is not None and kept.bytes == 7 * GIB
+
+
+def test_who_comes_when_too_little_is_left_gets_ranges_that_only_absorb() -> None:
+    grants = Grants(ZoneLimits(LEAST, GIB, 10))
+    grant = grants.give(ME, ("GPU-0",), 0)
+    assert grant is not None and (grant.bytes, grant.zones) == (0, 10)
 
 
 def test_no_zones_at_all_is_a_choice() -> None:
