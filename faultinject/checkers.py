@@ -2,6 +2,7 @@
 
 A law returns None where it does not apply. Times are laws of their own and bind only where the history
 says that they do (`bars` in its beginning): on the simulated GPU they are measured, not judged.
+Long because it is one list of laws, which is read as a whole.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from faultinject import kinds
-from faultinject.faults import Fault, Naming, Recording, StallBar, Story
+from faultinject.faults import Fault, Hit, Naming, Recording, StallBar, Story
 from faultinject.observation import REFUSED_IN_FAULT, Observation
 from faultinject.verdict import Finding, Verdict, invalid, merge, unknown, valid
 
@@ -32,6 +33,8 @@ class Bars:
 
 
 BARS = Bars()
+FULL_BYTES = 4 << 20
+"""With less than this free the GPU is called full: the driver maps memory in pieces of 2 MiB."""
 
 
 def effective(fault: Fault, seen: Observation) -> Fault:
@@ -164,7 +167,7 @@ def memory_returned(fault: Fault, seen: Observation) -> Judgement:
 
 
 def guard_laid(fault: Fault, seen: Observation) -> Judgement:
-    if not any(key.startswith("guard.") for key in fault.settings):
+    if fault.kind not in kinds.GUARD or not fault.settings:
         return None
     return valid() if seen.guard_on else invalid("the guard that was asked for was not laid")
 
@@ -185,14 +188,15 @@ def zones_laid(fault: Fault, seen: Observation) -> Judgement:
     zones = seen.zones or {}
     if fault.kind == "zone_null" and not zones.get("null_page"):
         return invalid("the null page of the offender is not covered")
-    if zones.get("managed"):
+    if zones.get("sparse" if fault.hit is Hit.SILENT else "managed"):
         return valid()
-    return invalid(f"the offender had no guard zones that report: {dict(zones) or 'none at all'}")
+    lacks = "that absorb in silence" if fault.hit is Hit.SILENT else "that report"
+    return invalid(f"the offender had no guard zones {lacks}: {dict(zones) or 'none at all'}")
 
 
 def allocation_right(fault: Fault, seen: Observation) -> Judgement:
     """The record of a hit names the allocation that was missed, and on which side."""
-    if fault.kind not in kinds.ZONE:
+    if fault.kind not in kinds.ZONE or fault.hit is Hit.SILENT:
         return None
     if seen.hit is None:
         return invalid("no record tells of a hit")
@@ -205,11 +209,49 @@ def allocation_right(fault: Fault, seen: Observation) -> Judgement:
 
 
 def hit_evicted(fault: Fault, seen: Observation) -> Judgement:
-    if fault.kind not in kinds.ZONE or seen.hit is None:
+    if fault.kind not in kinds.ZONE or fault.hit not in (Hit.EVICTED, Hit.FROZEN) or seen.hit is None:
         return None
     if seen.hit.get("outcome") != "evicted":
         return invalid(f"after the hit the offender was {seen.hit.get('outcome')}, not evicted")
     return valid() if seen.evicted_at is not None else invalid("the offender lived on")
+
+
+def hit_absorbed(fault: Fault, seen: Observation) -> Judgement:
+    """The offender goes on, with right results; one record tells of it, or none."""
+    if fault.kind not in kinds.ZONE or fault.hit not in (Hit.ABSORBED, Hit.SILENT):
+        return None
+    # A program that the rig has ended has "ended", by a later revision of its record.
+    told = [h.get("outcome") for h in seen.hits]
+    if fault.hit is Hit.ABSORBED and told not in (["absorbed"], ["ended"]):
+        return invalid(f"one absorbed hit was to be told, and were: {told}")
+    if seen.lived is None or seen.evicted_at is not None:
+        return invalid("the offender did not live on")
+    return invalid("the offender's later results are wrong") if seen.lived["wrong"] else valid()
+
+
+def frozen_then_killed(fault: Fault, seen: Observation) -> Judgement:
+    """It was stopped, as mpsd and the system say, and never asked through MPS to leave."""
+    if fault.hit is not Hit.FROZEN:
+        return None
+    if seen.frozen is None or not (seen.frozen["told"] and seen.frozen["stopped"]):
+        return invalid(f"the offender was not stopped: {dict(seen.frozen or {})}")
+    steps = [s for a in seen.answers if a.get("ok") for s in a["result"].get("steps", ())]
+    if not steps:
+        return invalid("the eviction that was asked for was not answered with what was done")
+    asked = [s for s in steps if s.startswith("terminate_client")]
+    return invalid(f"a stopped client was sent {asked[0]}") if asked else valid()
+
+
+def gpu_was_full(fault: Fault, seen: Observation) -> Judgement:
+    if fault.story is not Story.GPU_FULL:
+        return None
+    if seen.filler is None or "code" in seen.filler:
+        return invalid(f"the client that held the memory was lost: {dict(seen.filler or {})}")
+    if seen.filler["wrong"]:
+        return invalid(f"{seen.filler['wrong']} pieces of the client that held the memory have changed")
+    if seen.room_left is None or seen.room_left >= FULL_BYTES:
+        return unknown(f"the GPU was not full: {seen.room_left} bytes were free")
+    return valid()
 
 
 def poison_told(fault: Fault, seen: Observation) -> Judgement:
@@ -219,7 +261,7 @@ def poison_told(fault: Fault, seen: Observation) -> Judgement:
 
 
 def readopted(fault: Fault, seen: Observation) -> Judgement:
-    if fault.story is not Story.DAEMON_DIES or seen.mode == "stock":
+    if fault.story not in (Story.DAEMON_DIES, Story.HIT_AFTER_RESTART) or seen.mode == "stock":
         return None
     return valid() if seen.readopted else invalid("the new daemon did not take the clients over")
 
@@ -279,6 +321,9 @@ LAWS: tuple[Law, ...] = (
     zones_laid,
     allocation_right,
     hit_evicted,
+    hit_absorbed,
+    frozen_then_killed,
+    gpu_was_full,
     daemon_sound,
     poison_told,
     readopted,

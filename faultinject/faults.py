@@ -52,6 +52,15 @@ class Need(StrEnum):
     NULL_PAGE = "the right to map address 0"
 
 
+class Hit(StrEnum):
+    """What a stray access into a guard zone leads to (zone kinds alone)."""
+
+    EVICTED = "the offender is evicted"
+    ABSORBED = "it is told, and the offender lives on"
+    FROZEN = "the offender is stopped, and evicted once that is asked for"
+    SILENT = "nothing: it is absorbed and not told"
+
+
 class StallBar(StrEnum):
     """What bounds the longest stall of a survivor, where the project states a bound."""
 
@@ -70,6 +79,9 @@ class Story(StrEnum):
     DISK_FULL = "the log disk is full when it happens"
     PID_REUSE = "a pid comes back as another process"
     CHURN = "many clients come and go"
+    GPU_FULL = "the offender does it while another client has all memory that was left"
+    FROZEN = "the offender does it, is stopped by mpsd, and is then evicted"
+    HIT_AFTER_RESTART = "mpsd is killed and started again, then the offender does it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +108,8 @@ class Fault:
     stall_bar: StallBar = StallBar.NONE
     memory_back: bool = False
     poisons: bool = False
+    hit: Hit = Hit.EVICTED
+    proxied_survivors: bool = False
     settings: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -187,6 +201,72 @@ def _zone(kind: str, what: str, *needs: Need) -> tuple[Fault, Fault, Fault]:
     return one, long, grid
 
 
+def _at_full(one: Fault, *, fills_gpu: bool = False) -> Fault:
+    """The same while no memory of the GPU is free."""
+    how = "a full grid running wild" if fills_gpu else "one thread"
+    return replace(
+        one,
+        title=f"{one.title.removesuffix(', one thread')}, {how}, no GPU memory left",
+        variant="fullgrid" if fills_gpu else "full",
+        story=Story.GPU_FULL,
+        fills_gpu=fills_gpu,
+        stall_bar=StallBar.EVICTION if fills_gpu else StallBar.FREE,
+    )
+
+
+def _policies(one: Fault) -> tuple[Fault, ...]:
+    """What else may become of an offender than its eviction, and by whom it may be heard."""
+    absorb = replace(
+        one,
+        kind="zone_absorb",
+        title="store past the end, policy absorb, one thread",
+        hit=Hit.ABSORBED,
+        settings={**one.settings, "guard.zone_policy": '"absorb"'},
+    )
+    freeze = replace(
+        one,
+        kind="zone_freeze",
+        title="store past the end, policy freeze, one thread",
+        story=Story.FROZEN,
+        heal=Heal.KILL_OFFENDER,
+        hit=Hit.FROZEN,
+        settings={**one.settings, "guard.zone_policy": '"freeze"'},
+    )
+    restart = replace(
+        one,
+        kind="zone_restart",
+        title="kill -9 of mpsd, then a store past the end under the next one",
+        story=Story.HIT_AFTER_RESTART,
+        heal=Heal.RESTART_DAEMON,
+        proxied_survivors=True,
+    )
+    sparse = replace(
+        one,
+        kind="zone_sparse",
+        title="store past the end where no budget for managed zones is left, one thread",
+        classes=frozenset(),
+        recording=Recording.NONE,
+        naming=Naming.NOBODY,
+        hit=Hit.SILENT,
+        # Less than any client is granted: its zones absorb, and no more.
+        settings={**one.settings, "guard.zones_bytes_per_gpu": str(64 << 20)},
+    )
+
+    def wild(fault: Fault) -> Fault:
+        title = fault.title.replace("one thread", "a full grid running wild")
+        return replace(fault, title=title, variant="grid", fills_gpu=True, stall_bar=StallBar.NONE)
+
+    return (
+        absorb,
+        wild(absorb),
+        freeze,
+        replace(freeze, title="store past the end, policy freeze, its kernel goes on", variant="long"),
+        restart,
+        sparse,
+        wild(sparse),
+    )
+
+
 def _eviction(kind: str, title: str, variant: str = "", *, fills_gpu: bool = False) -> Fault:
     return Fault(
         kind,
@@ -274,6 +354,8 @@ _GPU_FAULTS = (
     *_guard("guard_stack", "the stack"),
 )
 
+_FULL = (("past_end", "store"), ("load", "load"), ("atomic", "atomic"))
+
 _ZONE_FAULTS = (
     *_zone("zone_past_end", "store past the end of an allocation"),
     *_zone("zone_load", "load past the end of an allocation"),
@@ -282,6 +364,9 @@ _ZONE_FAULTS = (
     *_zone("zone_far", "store 16 MiB past the end of an allocation"),
     *_zone("zone_atomic", "atomic past the end of an allocation"),
     *_zone("zone_null", "store through a null pointer", Need.NULL_PAGE),
+    *(_at_full(_zone(f"zone_{kind}", f"{what} past the end of an allocation")[0]) for kind, what in _FULL),
+    _at_full(_zone("zone_past_end", "store past the end of an allocation")[0], fills_gpu=True),
+    *_policies(_zone("zone_past_end", "")[0]),
 )
 
 _PROCESS_FAULTS = (

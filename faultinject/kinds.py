@@ -38,6 +38,10 @@ ZONE = (
     "zone_far",
     "zone_atomic",
     "zone_null",
+    "zone_absorb",
+    "zone_freeze",
+    "zone_restart",
+    "zone_sparse",
 )
 """A program with the libcuda proxy touches what its guard zones cover."""
 

@@ -77,6 +77,10 @@ class Observation:
     guard_on: bool | None = None
     zones: Mapping[str, Any] | None = None
     aim: Mapping[str, Any] | None = None
+    lived: Mapping[str, Any] | None = None
+    frozen: Mapping[str, Any] | None = None
+    room_left: int | None = None
+    filler: Mapping[str, Any] | None = None
     poisoned: bool = False
     moved: bool = False
     readopted: bool | None = None
@@ -96,10 +100,14 @@ class Observation:
         return self.records[0] if self.records else None
 
     @property
-    def hit(self) -> Mapping[str, Any] | None:
-        """What a record of a guard hit has beside others."""
+    def hits(self) -> Sequence[Mapping[str, Any]]:
+        """What records of guard hits have beside others."""
         found: Sequence[Mapping[str, Any] | None] = [r.data.get("hit") for r in self.records]
-        return next((hit for hit in found if hit), None)
+        return [hit for hit in found if hit]
+
+    @property
+    def hit(self) -> Mapping[str, Any] | None:
+        return self.hits[0] if self.hits else None
 
     @property
     def named(self) -> str | None:
@@ -235,8 +243,12 @@ def observe(history: History) -> Observation:
         memory_back_ms=_value(history.first("memory_back"), "ms"),
         attach_ms=tuple(e.data["ms"] for e in history.all("attached") if e.data["ms"] is not None),
         guard_on=_value(history.first("guard"), "on"),
-        zones=_value(history.first("zones"), "zones"),
+        zones=_value(history.last("zones"), "zones"),
         aim=fired.data.get("aim") if fired else None,
+        lived=_data(history.first("lived")),
+        frozen=_data(history.first("frozen")),
+        room_left=_value(history.first("left"), "bytes"),
+        filler=_data(history.first("done", "filler") or history.first("error", "filler")),
         poisoned=history.first("poisoned") is not None,
         moved=history.first("moved") is not None,
         readopted=_value(history.first("readopted"), "all"),
@@ -306,8 +318,10 @@ def _off_gpu(history: History, names: Sequence[str]) -> float | None:
 
 
 def _gone(history: History, names: Sequence[str]) -> float | None:
+    finishing = history.first("finishing")
     gone = [history.first("gone", n) for n in names]
-    return max((e.t for e in gone if e), default=None)
+    # Who lived until the rig ended it had not gone.
+    return max((e.t for e in gone if e and (finishing is None or e.t < finishing.t)), default=None)
 
 
 def _records(history: History) -> tuple[RecordSeen, ...]:

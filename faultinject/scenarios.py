@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from faultinject.faults import Fault, Heal, Story
+from faultinject.faults import Fault, Heal, Hit, Story
 from faultinject.history import clock
 from faultinject.programs.talk import UNDERWAY_S
-from faultinject.stage import UP_S, Stage, wait_for
+from faultinject.stage import UP_S, Stage, process_state, wait_for
 from mpsd.errors import UnsupportedError
 
 LAST_PID = Path("/proc/sys/kernel/ns_last_pid")
@@ -25,7 +25,45 @@ PID_TRIES = 200
 def misdeed(stage: Stage) -> None:
     """The offender commits its misdeed; then: record, a new client, a fresh server."""
     stage.fire()
+    if stage.fault.hit in (Hit.ABSORBED, Hit.SILENT):
+        stage.prove_alive()
     aftermath(stage)
+
+
+def gpu_full(stage: Stage) -> None:
+    """The same while another client holds all of the GPU's memory; newcomers come when it is back."""
+    filler = stage.fill_gpu()
+    stage.fire()
+    stage.await_record()
+    for offender in stage.offenders:
+        offender.wait("gone", timeout=stage.node.busy_s + UP_S)
+    # What a fault does to others shows in this time: the GPU stays full for as long.
+    time.sleep(stage.node.quiet_s)
+    stage.end_filler(filler)
+    aftermath(stage)
+
+
+def frozen(stage: Stage) -> None:
+    """The offender is stopped by mpsd; while it stands the others compute; then it is evicted on request."""
+    stage.fire()
+    stage.await_record()
+    stage.await_frozen()
+    time.sleep(stage.node.quiet_s)
+    stage.evict(stage.offenders[0])
+    stage.offenders[0].wait("gone", timeout=UP_S)
+    aftermath(stage)
+
+
+def hit_after_restart(stage: Stage) -> None:
+    """mpsd dies while programs have guard zones; under the next one, once they are back, a zone is hit."""
+    mpsd = stage.rig.mpsd
+    mpsd.kill()
+    mpsd.start()
+    at = stage.await_attached()
+    pids = [w.pid for w in (*stage.survivors, *stage.offenders)]
+    stage.history.add("mpsd", "readopted", all=at is not None, pids=pids)
+    stage.note_zones(UP_S)
+    misdeed(stage)
 
 
 def aftermath(stage: Stage) -> None:
@@ -75,14 +113,6 @@ def being_evicted(stage: Stage, pid: int) -> bool:
     """Whether mpsd has taken up a request to evict this client."""
     clients = stage.rig.mpsd.status()["clients"]
     return any(c["pid"] == pid and c["state"] in ("terminating", "killing") for c in clients)
-
-
-def process_state(pid: int) -> str:
-    """The state letter of a process (proc(5)), `X` for one that has gone."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return "X"
 
 
 def part_dies(stage: Stage) -> None:
@@ -194,6 +224,9 @@ STORIES: Mapping[Story, Callable[[Stage], None]] = {
     Story.DISK_FULL: disk_full,
     Story.PID_REUSE: pid_reuse,
     Story.CHURN: churn,
+    Story.GPU_FULL: gpu_full,
+    Story.FROZEN: frozen,
+    Story.HIT_AFTER_RESTART: hit_after_restart,
 }
 
 

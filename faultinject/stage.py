@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from faultinject import kinds
 from faultinject.checkers import effective
-from faultinject.faults import Fault, Need, Recording
+from faultinject.faults import Fault, Hit, Need, Recording
 from faultinject.history import Entry, History, clock
 from faultinject.observation import observe
 from faultinject.programs.misdeeds import deed_of
@@ -46,6 +47,14 @@ def wait_for(holds: Callable[[], bool], timeout: float) -> bool:
     return True
 
 
+def process_state(pid: int) -> str:
+    """The state letter of a process (proc(5)), `X` for one that has gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "X"
+
+
 class Stage:
     """The cast of one run. Stories call these in turn; every wait has a deadline."""
 
@@ -64,10 +73,7 @@ class Stage:
     def bring_up(self) -> None:
         """Start everybody, wait until all are ready and, with mpsd, attached. Raises MpsdError."""
         seeds = range(self.options.seed, self.options.seed + self.options.survivors)
-        self.survivors = [
-            self.rig.spawn(f"survivor-{i}", "survivor", "--seed", str(seed * 7919))
-            for i, seed in enumerate(seeds)
-        ]
+        self.survivors = [self._survivor(i, seed * 7919) for i, seed in enumerate(seeds)]
         deed = deed_of(self.fault.kind)
         if deed is not None:
             self.offenders = [self._offender(i, deed) for i in range(self.fault.offenders)]
@@ -80,6 +86,12 @@ class Stage:
             self.domain_before = active["id"] if active else None
         self.memory_before = self.node.gpu_memory_used()
 
+    def _survivor(self, number: int, seed: int) -> Worker:
+        name, args = f"survivor-{number}", ("--seed", str(seed))
+        if self.fault.proxied_survivors:
+            return self._proxied(name, "survivor", args)
+        return self.rig.spawn(name, "survivor", *args)
+
     def _offender(self, number: int, deed: str) -> Worker:
         fault = self.fault
         args = [deed, "--variant", fault.variant, "--busy-s", str(self.node.busy_s)]
@@ -90,31 +102,37 @@ class Stage:
         elif fault.kind == "outside_mps":
             environment = self.rig.environment()
         elif Need.PROXY in fault.needs:
-            return self._proxied_offender(number, args)
+            return self._proxied(f"offender-{number}", "offender", args)
         return self.rig.spawn(f"offender-{number}", "offender", *args, environment=environment)
 
-    def _proxied_offender(self, number: int, args: Sequence[str]) -> Worker:
+    def _proxied(self, name: str, module: str, args: Sequence[str]) -> Worker:
         """An ordinary program that mpsd-run started. Raises UnsupportedError where there is no proxy."""
         libraries, service = self.rig.libraries, self.rig.mpsd
         if libraries is None:
             raise UnsupportedError(f"{self.fault.name} needs mpsd's libcuda", remedy="give --libcuda DIR")
         return self.rig.spawn(
-            f"offender-{number}",
-            "offender",
+            name,
+            module,
             *args,
             environment=libraries.proxied(service.environment, service.socket, vault=True),
             through=MPSD_RUN,
             device="standin" if libraries.driver else None,
         )
 
+    def await_attached(self, deadline_s: float = 10.0) -> float | None:
+        """When mpsd had attached every client of its own that lives; None at the deadline."""
+        ours = self.survivors + ([] if self.fault.elsewhere else self.offenders)
+        alive = {w.pid for w in ours if w.running}
+
+        def all_attached(status: Mapping[str, Any]) -> bool:
+            return alive <= {c["pid"] for c in status["clients"] if c["state"] == "attached"}
+
+        return self.rig.mpsd.until(all_attached, deadline_s)
+
     def _attached(self) -> None:
         """Note when mpsd had attached each client of its own, on the client's clock where it says so."""
         ours = {w.pid: w for w in self.survivors + ([] if self.fault.elsewhere else self.offenders)}
-
-        def all_attached(status: Mapping[str, Any]) -> bool:
-            return ours.keys() <= {c["pid"] for c in status["clients"] if c["state"] == "attached"}
-
-        at = self.rig.mpsd.until(all_attached, 10.0)
+        at = self.await_attached()
         status = self.rig.mpsd.status()
         for client in status["clients"]:
             if client["pid"] in ours:
@@ -124,7 +142,7 @@ class Stage:
         if self.fault.kind.startswith("guard_"):
             self._note_guard()
         if self.fault.kind in kinds.ZONE:
-            self._note_zones()
+            self.note_zones()
 
     def _spare_ready(self) -> None:
         """A service that has run for a while has its spare domain: wait for it."""
@@ -162,15 +180,16 @@ class Stage:
         on = guarded(self.rig.mpsd.status())
         self.history.add("mpsd", "guard", on=on)
 
-    def _note_zones(self) -> None:
+    def note_zones(self, patience_s: float = GUARD_S) -> None:
         """Wait for the offender's guard zones, and note what `status` says of them."""
+        wanted = "sparse" if self.fault.hit is Hit.SILENT else "managed"
         pid = self.offenders[0].pid
 
         def zones(status: Mapping[str, Any]) -> Mapping[str, Any] | None:
             mine = (c.get("guard_zones") for c in status["clients"] if c["pid"] == pid)
             return next((found for found in mine if found), None)
 
-        self.rig.mpsd.until(lambda status: bool((zones(status) or {}).get("managed")), GUARD_S)
+        self.rig.mpsd.until(lambda status: bool((zones(status) or {}).get(wanted)), patience_s)
         self.history.add("mpsd", "zones", zones=zones(self.rig.mpsd.status()))
 
     # ---- the fault
@@ -181,6 +200,42 @@ class Stage:
             offender.tell("go")
         for offender in self.offenders:
             offender.wait("fire", "gone", timeout=UP_S)
+
+    def fill_gpu(self) -> Worker:
+        """Start a client that takes what memory is left; `full` in the history says how much still was."""
+        filler = self.rig.spawn("filler", "filler")
+        said = filler.must("full", "error", "gone", timeout=UP_S)
+        if said.what == "full" and said.data["left"] is None:
+            # The GPU of all clients is the simulated one, which tells what is used.
+            total = sum(gpu.memory_bytes for gpu in self.node.backend.devices.gpus())
+            self.history.add("rig", "left", bytes=total - self.node.gpu_memory_used())
+        elif said.what == "full":
+            self.history.add("rig", "left", bytes=said.data["left"])
+        return filler
+
+    def end_filler(self, filler: Worker) -> None:
+        """Have it look at what it holds, and wait until its memory is back."""
+        filler.tell("look")
+        filler.wait("done", "error", "gone", timeout=UP_S)
+        filler.wait("gone", timeout=UP_S)
+
+    def prove_alive(self) -> None:
+        """Have the offender compute something, where what it did is to be absorbed."""
+        for offender in self.offenders:
+            offender.wait("outcome", "gone", timeout=self.node.busy_s + UP_S)
+            offender.tell("prove")
+            offender.wait("lived", "gone", timeout=UP_S)
+
+    def await_frozen(self) -> None:
+        """Note when mpsd has stopped the offender, and what the system says of its process then."""
+        pid = self.offenders[0].pid
+
+        def frozen(status: Mapping[str, Any]) -> bool:
+            return any(c["pid"] == pid and c["frozen"] for c in status["clients"])
+
+        at = self.rig.mpsd.until(frozen, RECORD_S)
+        stopped = wait_for(lambda: process_state(pid) == "T", 2.0)
+        self.history.add("mpsd", "frozen", told=at is not None, stopped=stopped)
 
     def fired_by_rig(self, **what: Any) -> None:
         self.history.add("rig", "fire", **what)
@@ -275,6 +330,8 @@ class Stage:
 
     def finish(self) -> None:
         """Stop everybody, collect what mpsd knows."""
+        # Who ends after this was ended by the rig.
+        self.history.add("rig", "finishing")
         for newcomer in self.newcomers:
             newcomer.wait("first_kernel", "gone", timeout=NEWCOMER_S + 5)
         for survivor in self.survivors:

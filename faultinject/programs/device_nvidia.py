@@ -110,6 +110,9 @@ class NvidiaDevice:
         to = (self._scratch,) if access == "load" else ()
         self._launch(f"wild_{access}", address, span, int(seconds * 1e9), *to, **self._grid(fill))
 
+    def room(self) -> int | None:
+        return int(checked(driver.cuMemGetInfo())[0])
+
     def synchronize(self) -> None:
         checked(driver.cuCtxSynchronize())
 

@@ -80,6 +80,9 @@ class SimulatedProgramDevice:
             case _:
                 return 0
 
+    def room(self) -> int | None:
+        return None
+
     def synchronize(self) -> None:
         with _translated():
             self._device.synchronize()

@@ -70,6 +70,9 @@ class StandinDevice:
     def commit(self, kind: str, fire: Callable[[], None], stray: int = 0) -> None:
         raise DeviceError(NOT_SUPPORTED, f"{kind} is for the other devices")
 
+    def room(self) -> int | None:
+        return self._driver.room()[0]
+
     def synchronize(self) -> None:
         self._driver.synchronize()
 

@@ -11,6 +11,7 @@ _SUFFIXED = frozenset(
     {
         "cuMemAlloc",
         "cuMemFree",
+        "cuMemGetInfo",
         "cuMemsetD8",
         "cuMemcpyHtoD",
         "cuMemcpyDtoH",
@@ -45,6 +46,12 @@ class Driver:
         address = ctypes.c_uint64()
         self.call("cuMemAlloc", ctypes.byref(address), ctypes.c_size_t(size))
         return address.value
+
+    def room(self) -> tuple[int, int]:
+        """Free bytes of the GPU's memory, and all of them."""
+        free, total = ctypes.c_size_t(), ctypes.c_size_t()
+        self.call("cuMemGetInfo", ctypes.byref(free), ctypes.byref(total))
+        return free.value, total.value
 
     def free(self, address: int) -> None:
         self.call("cuMemFree", ctypes.c_uint64(address))

@@ -7,14 +7,27 @@ import os
 import signal
 import sys
 from dataclasses import replace
+from typing import NoReturn
 
 from faultinject import kinds
 from faultinject.programs import overrun
-from faultinject.programs.device import DeviceError, open_device
-from faultinject.programs.misdeeds import Plan, commit, prepare
+from faultinject.programs.device import Device, DeviceError, open_device
+from faultinject.programs.misdeeds import Plan, commit, prepare, rehearse
+from faultinject.programs.survivor import Computation
 from faultinject.programs.talk import Inbox, clock, identity, no_core_dumps, say
 
 TERMINATED = 810
+PROOF_STEPS, PROOF_WORDS = 32, 4096
+
+
+def live_on(device: Device, inbox: Inbox) -> NoReturn:
+    """Whenever asked to, compute and check the results, as a program would that noticed nothing."""
+    while True:
+        inbox.expect("prove")
+        computation = Computation(device, os.getpid(), PROOF_WORDS, check=True)
+        for _ in range(PROOF_STEPS):
+            computation.step()
+        say("lived", steps=computation.tally.steps, wrong=computation.tally.wrong)
 
 
 def main(argv: list[str]) -> int:
@@ -36,13 +49,15 @@ def main(argv: list[str]) -> int:
         if plan.kind in kinds.ZONE:
             # Before it says ready, so that its zones are there when the rig looks for them.
             plan = replace(plan, target=device.alloc(overrun.SIZE))
+            if plan.variant.startswith("full"):
+                rehearse(device, plan)
         say("ready", **identity(), context_at=context_at, on_mps=device.on_mps)
         inbox.expect("go")
         commit(device, plan)
         say("outcome", code=0)
         if plan.kind in kinds.ZONE:
             # What a zone absorbed does not end it: that is for mpsd to do.
-            signal.pause()
+            live_on(device, inbox)
     except DeviceError as error:
         say("outcome", code=error.code, text=str(error))
         if error.code == TERMINATED:

@@ -2,7 +2,8 @@
 
 A zone costs one mapping of the client and, when it is hit, pages of the GPU's memory: a wild grid can
 fill all of its zones before it is put out. So there is a cap for all clients of a GPU together, one for
-each of them, and nobody gets more than a share of what is left, small enough that dozens get some.
+each of them, and nobody gets more than a share of what is left, small enough that dozens get some. Who
+comes when too little is left gets leave for ranges that only absorb.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ class ZoneLimits:
 
 @dataclass(frozen=True, slots=True)
 class Grant:
+    """`bytes` of managed zones, 0 for none; `zones` of any kind."""
+
     bytes: int
     zones: int
 
@@ -40,7 +43,7 @@ class Grants:
     _given: dict[ProcessInstance, tuple[Grant, frozenset[str]]] = field(default_factory=dict)
 
     def give(self, process: ProcessInstance, gpus: Sequence[str], laid: int) -> Grant | None:
-        """What the process may lay on these GPUs; None when nothing is left.
+        """What the process may lay on these GPUs; None where the limits want no zones at all.
 
         A process that has a grant keeps it. `laid`: bytes that it has laid already under a daemon before
         this one. That is its own word: it is believed as far as half of the GPU's cap stays for the others.
@@ -48,13 +51,13 @@ class Grants:
         known = self._given.get(process)
         if known is not None:
             return known[0]
-        left = min((self.limits.gpu_bytes - self.given_on(gpu) for gpu in gpus), default=0)
+        if not (gpus and self.limits.gpu_bytes and self.limits.client_bytes and self.limits.client_zones):
+            return None
+        left = min(self.limits.gpu_bytes - self.given_on(gpu) for gpu in gpus)
         share = max(LEAST, left // SHARE // UNIT * UNIT)
         believed = min(laid, left - self.limits.gpu_bytes // 2)
         size = min(self.limits.client_bytes, left, max(share, believed))
-        if size < LEAST or not self.limits.client_zones:
-            return None
-        grant = Grant(size, self.limits.client_zones)
+        grant = Grant(size if size >= LEAST else 0, self.limits.client_zones)
         self._given[process] = grant, frozenset(gpus)
         return grant
 

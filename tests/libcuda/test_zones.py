@@ -360,6 +360,21 @@ def test_the_next_daemon_s_word_counts(libraries: Libraries, place: Path) -> Non
         assert zones(ledger) == managed + around(late, 4 * MIB, SPARSE)
 
 
+def test_the_next_daemon_hears_of_a_program_that_allocates_nothing_any_more(
+    libraries: Libraries, place: Path
+) -> None:
+    with client(libraries, place) as program:
+        with GrantingVault(place, (1 << 30, 100)) as vault:
+            base = program.do("alloc(4 << 20)")
+            until(lambda: vault.puts == 1, "it was brought")
+        place.unlink()
+        with GrantingVault(place, (1 << 30, 100)) as vault:
+            assert vault.asked.wait(DEADLINE_S)
+            until(lambda: len(vault.ledgers) == 1, "the ledger came again")
+            assert zones(vault.ledgers[0]) == around(base, 4 * MIB)
+            assert vault.puts == 0
+
+
 # -- the simulated GPU -------------------------------------------------------------------------------------
 
 

@@ -119,6 +119,63 @@ def test_a_null_pointer_misses_no_allocation_but_needs_its_page_covered() -> Non
     assert complaints("zone_null@one", bare) == {"zones laid": Verdict.INVALID}
 
 
+ABSORBED = {**HIT, "outcome": "absorbed", "outcome_ms": None}
+KILLED = {
+    "op": "kill",
+    "ok": True,
+    "result": {"steps": ["mpsd has stopped the client", "gone"], "evict_ms": 0.1},
+}
+ASKED = {**KILLED, "result": {"steps": ["terminate_client: done after 3 ms"], "evict_ms": 3.0}}
+STOPPED = {"told": True, "stopped": True}
+LIVED = {"steps": 32, "wrong": 0}
+
+
+def absorbed(**changes: Any) -> Observation:
+    return seen(**{"hit": ABSORBED, "lived": LIVED, "evicted_at": None, **changes})
+
+
+def frozen(**changes: Any) -> Observation:
+    return seen(**{"frozen": STOPPED, "answers": (KILLED,), **changes})
+
+
+def unheard(**changes: Any) -> Observation:
+    return absorbed(**{"records": (), "zones": {"sparse": 4, "managed": 0}, **changes})
+
+
+def full(**changes: Any) -> Observation:
+    return seen(**{"room_left": 1 << 20, "filler": {"wrong": 0}, **changes})
+
+
+@pytest.mark.parametrize(
+    ("kind", "good", "bad", "law"),
+    [
+        ("zone_absorb@one", absorbed(), absorbed(lived=None), "hit absorbed"),
+        ("zone_absorb@one", absorbed(), absorbed(lived={"steps": 32, "wrong": 1}), "hit absorbed"),
+        ("zone_absorb@one", absorbed(), absorbed(evicted_at=10.1), "hit absorbed"),
+        ("zone_absorb@one", absorbed(), absorbed(hit=HIT), "hit absorbed"),
+        ("zone_absorb@one", absorbed(), absorbed(records=absorbed().records * 2), "hit absorbed"),
+        ("zone_freeze@one", frozen(), frozen(frozen=None), "frozen then killed"),
+        ("zone_freeze@one", frozen(), frozen(frozen={**STOPPED, "stopped": False}), "frozen then killed"),
+        ("zone_freeze@one", frozen(), frozen(answers=(ASKED,)), "frozen then killed"),
+        ("zone_freeze@one", frozen(), frozen(evicted_at=None), "hit evicted"),
+        ("zone_restart@one", seen(readopted=True), seen(readopted=False), "readopted"),
+        ("zone_sparse@one", unheard(), unheard(zones={"managed": 4, "sparse": 0}), "zones laid"),
+        ("zone_sparse@one", unheard(), absorbed(zones={"sparse": 4}), "recorded"),
+        ("zone_past_end@full", full(), full(filler={"code": 700, "text": ""}), "gpu was full"),
+        ("zone_past_end@full", full(), full(filler={"wrong": 2}), "gpu was full"),
+    ],
+)
+def test_what_else_may_become_of_an_offender(
+    kind: str, good: Observation, bad: Observation, law: str
+) -> None:
+    assert complaints(kind, good) == {}
+    assert complaints(kind, bad).get(law) is Verdict.INVALID
+
+
+def test_a_gpu_that_was_not_full_proves_nothing() -> None:
+    assert complaints("zone_past_end@full", full(room_left=8 << 20)) == {"gpu was full": Verdict.UNKNOWN}
+
+
 @pytest.mark.parametrize("wild", [False, True])
 @pytest.mark.parametrize("kind", [k for k in kinds.ZONE if k != "zone_null"])
 def test_each_kind_strays_beside_its_allocation_or_into_it_once_freed(kind: str, wild: bool) -> None:

@@ -176,7 +176,8 @@ def test_caps_hold_whoever_comes_and_goes(steps: list[tuple[int, bool, int]]) ->
             before = grants.of(process)
             given_now = grants.give(process, ("GPU-0",), laid)
             assert before in (None, given_now)
-            assert given_now is None or LEAST <= given_now.bytes <= LIMITS.client_bytes
+            assert given_now is not None
+            assert given_now.bytes == 0 or LEAST <= given_now.bytes <= LIMITS.client_bytes
         else:
             grants.take_back(process)
         assert 0 <= grants.given_on("GPU-0") <= LIMITS.gpu_bytes
@@ -224,6 +225,12 @@ def test_what_was_laid_is_believed_of_who_was_there_before_this_daemon_and_for_a
     share = LIMITS.gpu_bytes // SHARE
     assert asyncio.run(granted(long_ago, RETURN_S)) == share
     assert asyncio.run(granted(just_now, 1)) == share
+
+
+def test_who_comes_when_too_little_is_left_gets_ranges_that_only_absorb() -> None:
+    grants = Grants(ZoneLimits(LEAST, GIB, 10))
+    grant = grants.give(ME, ("GPU-0",), 0)
+    assert grant is not None and (grant.bytes, grant.zones) == (0, 10)
 
 
 def test_no_zones_at_all_is_a_choice() -> None:

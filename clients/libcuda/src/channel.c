@@ -44,6 +44,14 @@ bool mpsd_channel_is_open(void)
 	return atomic_load(&channel) >= 0;
 }
 
+bool mpsd_channel_is_up(void)
+{
+	char byte;
+	ssize_t size = recv(atomic_load(&channel), &byte, sizeof(byte), MSG_PEEK | MSG_DONTWAIT);
+
+	return size > 0 || (size < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR));
+}
+
 bool mpsd_channel_close(void)
 {
 	int fd = atomic_exchange(&channel, -1);

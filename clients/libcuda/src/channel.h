@@ -16,6 +16,9 @@ const char *mpsd_channel_path(void);
 bool mpsd_channel_open(void);
 bool mpsd_channel_is_open(void);
 
+/* Whether the daemon's side is there still, without asking it anything. */
+bool mpsd_channel_is_up(void);
+
 /* Whether there was one to close. */
 bool mpsd_channel_close(void);
 

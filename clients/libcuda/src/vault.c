@@ -7,6 +7,8 @@
  * delivered again on the next connection: the daemon may be restarted at any time and knows then what
  * it has.
  *
+ * Long because one lock guards all that can become of a note.
+ *
  * A forked child is no client: it has neither the thread nor the right to speak for its parent. Locks
  * may be in any state there, so it takes none: it closes what it inherited and never comes back here.
  */
@@ -22,6 +24,7 @@
 
 #include "channel.h"
 #include "clock.h"
+#include "export.h"
 #include "proxy.h"
 #include "stats.h"
 #include "turn.h"
@@ -30,6 +33,7 @@
 #define FIRST_PAUSE_MS 100
 #define LAST_PAUSE_MS 5000
 #define SETTLE_MS 250
+#define IDLE_MS 500			/* between two looks at a connection on which nothing is said */
 #define LAST_TRIES 8			/* connections that end at once: the daemon does not want us */
 #define BUCKETS 4096
 
@@ -55,7 +59,6 @@ static struct note *held[BUCKETS];
 static unsigned int puts_waiting, drops_waiting;
 static bool started, dropped_lately;
 static atomic_bool off;
-static atomic_int exported = -1;
 
 bool mpsd_vault_offered(void)
 {
@@ -64,46 +67,21 @@ bool mpsd_vault_offered(void)
 
 /* Delivering */
 
-static void close_exported(void)
-{
-	int fd = atomic_exchange(&exported, -1);
-
-	if (fd >= 0)
-		close(fd);
-}
-
-static bool export_memory(const struct note *note, struct mpsd_vault_message *message)
-{
-	bool turn = mpsd_turn_take();
-	CUuuid uuid;
-	int fd = -1;
-
-	if (!atomic_load(&off) && real_cuDeviceGetUuid_v2(&uuid, note->device) == CUDA_SUCCESS &&
-	    real_cuMemExportToShareableHandle(&fd, note->handle, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR,
-					      0) == CUDA_SUCCESS) {
-		atomic_store(&exported, fd);
-		fcntl(fd, F_SETFD, FD_CLOEXEC);
-		memcpy(message->gpu, uuid.bytes, sizeof(message->gpu));
-	}
-	mpsd_turn_give(turn);
-	return fd >= 0;
-}
-
 /* The daemon's answer; -1: none, and the connection is of no use any more. */
 static int put(const struct note *note)
 {
 	struct mpsd_vault_message message = mpsd_channel_message(MPSD_VAULT_PUT);
 	int status = -1;
 
-	if (!export_memory(note, &message)) {
+	if (!mpsd_export(note->device, note->handle, &off, &message)) {
 		mpsd_count(vault_lost);
 		return MPSD_VAULT_UNKNOWN;
 	}
 	message.number = message.address = note->base;
 	message.size = note->size;
-	if (mpsd_channel_say(&message, atomic_load(&exported)))
+	if (mpsd_channel_say(&message, mpsd_exported()))
 		status = mpsd_channel_hear(&message);
-	close_exported();
+	mpsd_export_close();
 	/* Brought before, and the answer got lost: as good. */
 	if (status == MPSD_VAULT_TWICE)
 		status = MPSD_VAULT_OK;
@@ -175,15 +153,18 @@ static struct note *take(struct note **link)
 	return note;
 }
 
+/* NULL where none came in a while. */
 static struct note *next_note(void)
 {
+	struct timespec until = mpsd_in(IDLE_MS);
 	struct note *note;
 
 	pthread_mutex_lock(&lock);
-	while (!first)
-		pthread_cond_wait(&changed, &lock);
+	while (!first && !pthread_cond_timedwait(&changed, &lock, &until))
+		;
 	note = first;
-	note->busy = true;
+	if (note)
+		note->busy = true;
 	pthread_mutex_unlock(&lock);
 	return note;
 }
@@ -235,6 +216,20 @@ static void later(struct note *note)
 	pthread_mutex_unlock(&lock);
 }
 
+/*
+ * Nothing is to be brought, and perhaps never will be again: the next daemon must be shown the ledger all the
+ * same, or it hears of no hit. Returns how many connections have ended one after another.
+ */
+static int keep_up(int ended)
+{
+	if (mpsd_channel_is_open() && mpsd_channel_is_up())
+		return 0;
+	ended += mpsd_channel_close();
+	if (ended < LAST_TRIES && !mpsd_channel_open())
+		ended += mpsd_channel_close();
+	return ended;
+}
+
 /* A daemon that is not there may come back; one that ends each connection does not want us. */
 static void *bring(void *unused)
 {
@@ -244,6 +239,10 @@ static void *bring(void *unused)
 	while (!atomic_load(&off)) {
 		struct note *note = next_note();
 
+		if (!note) {
+			ended = ended < LAST_TRIES ? keep_up(ended) : ended;
+			continue;
+		}
 		if (ended >= LAST_TRIES) {
 			if (note->kind == MPSD_VAULT_PUT)
 				mpsd_count(vault_lost);
@@ -272,7 +271,7 @@ static void in_child(void)
 	atomic_store(&off, true);
 	mpsd_turn_forget();
 	mpsd_channel_close();
-	close_exported();
+	mpsd_export_close();
 }
 
 /* The driver is about to go: nothing of ours calls it any more. */

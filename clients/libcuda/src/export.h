@@ -1,0 +1,19 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * The one descriptor that is exported at a time, by the thread that brings memory to the daemon. Its number is
+ * where a forked child finds it, to close what it inherited.
+ */
+#pragma once
+
+#include <cuda.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+
+#include "vaultwire.h"
+
+/* Fills in the message's GPU. Nothing where the driver will not, or the program is `off`. */
+bool mpsd_export(CUdevice device, CUmemGenericAllocationHandle handle, const atomic_bool *off,
+		 struct mpsd_vault_message *message);
+
+int mpsd_exported(void);	/* -1: none */
+void mpsd_export_close(void);

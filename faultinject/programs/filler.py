@@ -1,0 +1,61 @@
+"""A client that takes all of the GPU's memory that is left, in pieces that get smaller, until told to stop.
+
+It says how much was left then, and at its end whether its pieces still hold what was written into them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+
+from faultinject.programs.device import Device, DeviceError, open_device
+from faultinject.programs.talk import Inbox, identity, no_core_dumps, say
+
+LARGEST, SMALLEST = 1 << 30, 64 << 10
+OUT_OF_MEMORY = 2
+MARK = 64
+"""Bytes at the start of each piece that are written, and compared at the end."""
+
+
+def fill(device: Device) -> Iterator[tuple[int, int]]:
+    """Address and size of each piece. Raises DeviceError for all but the end of memory."""
+    size = LARGEST
+    while size >= SMALLEST:
+        try:
+            yield device.alloc(size), size
+        except DeviceError as error:
+            if error.code != OUT_OF_MEMORY:
+                raise
+            size //= 2
+
+
+def mark(number: int) -> bytes:
+    return number.to_bytes(4, "little") * (MARK // 4)
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--backend", required=True)
+    args = parser.parse_args(argv)
+    no_core_dumps()
+    inbox = Inbox()
+    try:
+        device = open_device(args.backend)
+        pieces = list(fill(device))
+        for number, (address, _) in enumerate(pieces):
+            device.write(address, mark(number))
+        held = sum(size for _, size in pieces)
+        say("full", **identity(), pieces=len(pieces), held=held, left=device.room())
+        inbox.expect("look")
+        wrong = sum(device.read(a, MARK) != mark(n) for n, (a, _) in enumerate(pieces))
+        say("done", wrong=wrong)
+        device.close()
+        return 0
+    except DeviceError as error:
+        say("error", code=error.code, text=str(error))
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
