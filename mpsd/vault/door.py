@@ -7,7 +7,7 @@ connection, counted by its reason; it does not end what the process has brought 
 
 Nothing that a peer does blocks the loop: peers are identified in threads, sending never waits, a peer's
 messages are taken in one by one at a limited rate, and descriptors that are not what they should be are
-closed in a thread of their own, for a file system may make its close wait.
+closed in threads, for a file system may make its close wait; connections too, for descriptors wait in them.
 
 Long because whatever a peer may say is answered, refused or counted in this one place.
 """
@@ -19,11 +19,11 @@ import contextlib
 import os
 import socket
 import struct
-import threading
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import structlog
@@ -34,6 +34,7 @@ from mpsd.errors import GpuError, MpsdError
 from mpsd.gpu.base import ExportedMemory
 from mpsd.model import ProcessInstance
 from mpsd.vault import wire
+from mpsd.vault.closing import Closers
 from mpsd.vault.hold import Vault
 from mpsd.vault.notes import digest, share_digest
 from mpsd.vault.peer import CREDENTIALS, VaultPeer, credentials, identify
@@ -42,8 +43,9 @@ from mpsd.zones.grants import Grant
 
 log = structlog.get_logger("mpsd.vault.door")
 
-# Room for two descriptors and no more: the kernel closes what does not fit and says so.
-_ANCILLARY = socket.CMSG_SPACE(4) + socket.CMSG_SPACE(CREDENTIALS.size)
+# Room for as many descriptors as a message can carry (SCM_MAX_FD): what does not fit the kernel would close
+# inside our recvmsg, on the loop.
+_ANCILLARY = socket.CMSG_SPACE(253 * 4) + socket.CMSG_SPACE(CREDENTIALS.size)
 _STATUS = {
     None: Status.OK,
     Refusal.CLIENT_QUOTA: Status.QUOTA,
@@ -88,6 +90,7 @@ class Visit:
         self.filled = time.monotonic()
         self.task: asyncio.Task[None] | None = None
         self.timer: asyncio.TimerHandle | None = None
+        self.pause: asyncio.TimerHandle | None = None
 
 
 class Door:
@@ -107,6 +110,7 @@ class Door:
         self._visits: dict[int, Visit] = {}
         self._per_user: Counter[int] = Counter()
         self._threads = asyncio.Semaphore(2)
+        self._closers = Closers()
         self._listener: socket.socket | None = None
         vault.on_end.append(self._process_ended)
 
@@ -132,16 +136,18 @@ class Door:
     async def close(self) -> None:
         if self._listener is not None:
             self._loop.remove_reader(self._listener.fileno())
-            self._listener.close()
             self._vault.offered_at = ""
             with contextlib.suppress(OSError):
                 os.unlink(self.path)
+            # Who has connected and is not accepted yet may have sent something.
+            self._close_socket(self._listener, os.getuid())
         tasks = [v.task for v in self._visits.values() if v.task is not None]
         for visit in tuple(self._visits.values()):
             self._end(visit)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        self._closers.end()
 
     # -- connections -------------------------------------------------------------------------------------
 
@@ -154,27 +160,52 @@ class Door:
         except OSError as error:
             # No descriptor is free: the next one waits a little.
             self._count("no_descriptor", error.strerror or "")
-            listener = self._listener.fileno()
-            self._loop.remove_reader(listener)
-            self._loop.call_later(0.1, self._listen_again)
+            self._listen_later(None)
             return
         sock.setblocking(False)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         _, uid = credentials(sock)
+        # Those that are still being closed count.
         if (
-            len(self._visits) >= self._limits.all_connections
+            self._per_user.total() >= self._limits.all_connections
             or self._per_user[uid] >= self._limits.connections
         ):
             self._count("connections", f"uid {uid}")
-            sock.close()
+            self._close_socket(sock, uid)
+            if self._closers.full(uid):
+                self._listen_later(uid)
             return
         visit = self._visits[sock.fileno()] = Visit(sock, uid, self._limits.burst)
         self._per_user[uid] += 1
         visit.task = self._loop.create_task(self._meet(visit))
 
-    def _listen_again(self) -> None:
+    def _listen_later(self, uid: int | None) -> None:
+        """`uid`: whose connections cannot even be refused until some of them are closed."""
         if self._listener is not None and self._listener.fileno() >= 0:
+            self._loop.remove_reader(self._listener.fileno())
+            self._loop.call_later(0.1, self._listen_again, uid)
+
+    def _listen_again(self, uid: int | None) -> None:
+        if uid is not None and self._closers.full(uid):
+            self._listen_later(uid)
+        elif self._listener is not None and self._listener.fileno() >= 0:
             self._loop.add_reader(self._listener.fileno(), self._accept)
+
+    def _close_socket(self, sock: socket.socket, uid: int, then: Callable[[], None] | None = None) -> None:
+        """Its peer sees the end at once; what lies unread in it is closed off the loop."""
+        with contextlib.suppress(OSError):
+            sock.shutdown(socket.SHUT_RDWR)
+        self._closers.close(uid, [sock.detach()], then)
+
+    def _closed(self, uid: int) -> None:
+        """In a thread: a connection of this user is no more."""
+        with contextlib.suppress(RuntimeError):  # The loop has ended.
+            self._loop.call_soon_threadsafe(self._one_less, uid)
+
+    def _one_less(self, uid: int) -> None:
+        self._per_user[uid] -= 1
+        if not self._per_user[uid]:
+            del self._per_user[uid]
 
     async def _meet(self, visit: Visit) -> None:
         async with self._threads:
@@ -206,13 +237,11 @@ class Door:
         number = visit.socket.fileno()
         if self._visits.pop(number, None) is None:
             return
-        self._per_user[visit.uid] -= 1
-        if not self._per_user[visit.uid]:
-            del self._per_user[visit.uid]
         self._loop.remove_reader(number)
-        if visit.timer is not None:
-            visit.timer.cancel()
-        visit.socket.close()
+        for timer in (visit.timer, visit.pause):
+            if timer is not None:
+                timer.cancel()
+        self._close_socket(visit.socket, visit.uid, partial(self._closed, visit.uid))
         if visit.process is not None:
             self._vault.leave(visit.process)
         elif visit.peer is not None:
@@ -231,11 +260,11 @@ class Door:
         now = time.monotonic()
         fresh = (now - visit.filled) * self._limits.rate
         visit.allowance, visit.filled = min(self._limits.burst, visit.allowance + fresh), now
-        if visit.allowance < 1:
+        if visit.allowance < 1 or self._closers.full(visit.uid):
             self._pause(visit)
             self._vault.counters["slowed"] += 1
             pause_s = min(1.0, self._limits.burst / 2 / self._limits.rate)
-            visit.timer = self._loop.call_later(pause_s, self._resume, visit)
+            visit.pause = self._loop.call_later(pause_s, self._resume, visit)
             return
         visit.allowance -= 1
         fds: list[int] = []
@@ -259,7 +288,7 @@ class Door:
             self._end(visit)
         finally:
             # What was taken has been taken off the list.
-            close_strangers(fds)
+            self._closers.close(visit.uid, fds)
 
     def _check_sender(self, visit: Visit, sender: int | None) -> None:
         """A forked child, or whoever was given the socket, is not the client."""
@@ -367,7 +396,7 @@ class Door:
             self._refuse(visit, "not_ledger")
             return
         finally:
-            close_strangers(taken)
+            self._closers.close(visit.uid, taken)
         visit.task = None
         if self._visits.get(visit.socket.fileno()) is visit:
             status = Status.QUOTA if grant is None else Status.OK
@@ -464,17 +493,6 @@ def _unpack_ancillary(ancillary: Sequence[tuple[int, int, bytes]]) -> tuple[list
         elif level == socket.SOL_SOCKET and kind == socket.SCM_CREDENTIALS:
             sender = CREDENTIALS.unpack(payload)[0]
     return fds, sender
-
-
-def close_strangers(fds: Sequence[int]) -> None:
-    """Close descriptors that may be of anything. A close can wait for a file system, for ever."""
-    if fds:
-        threading.Thread(target=_close_all, args=(tuple(fds),), daemon=True, name="vault-stranger").start()
-
-
-def _close_all(fds: Sequence[int]) -> None:
-    for fd in fds:
-        os.close(fd)
 
 
 def _close_pinned(asked: asyncio.Future[VaultPeer]) -> None:

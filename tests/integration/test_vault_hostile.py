@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import socket
+import struct
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from mpsd.vault.door import DoorLimits
 from mpsd.vault.wire import LAYOUT, Kind, Message, Status, pack
 from tests.support import vaulting
+from tests.support.site import until
 from tests.support.vaultfixtures import LIMITS, counted, held, place, store, vault
 from tests.support.vaulting import MemoryStore, RunningVault, VaultClient, memory
 
@@ -113,6 +115,48 @@ def test_a_flood_is_slowed_and_others_are_served(place: Path, store: MemoryStore
         assert other.ask(Message(Kind.DROP, number=2)).status == Status.UNKNOWN
         assert [flooding.receive()[0].status for _ in range(15)] == [Status.UNKNOWN] * 15
         assert counted(running, "slowed") >= 1
+
+
+def lingering() -> tuple[int, socket.socket]:
+    """A descriptor whose last close waits for longer than any test, and what ends the wait when closed."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        sender = socket.create_connection(server.getsockname())
+        receiver, _ = server.accept()
+    sender.setblocking(False)
+    try:
+        while True:
+            sender.send(bytes(1 << 16))
+    except BlockingIOError:
+        pass
+    sender.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 60))
+    return sender.detach(), receiver
+
+
+@pytest.mark.parametrize("how", ["one_of_many", "queued_behind_garbage", "never_greeted"])
+def test_a_close_that_waits_holds_up_nobody_else(vault: RunningVault, how: str) -> None:
+    slow, end = lingering()
+    uid = os.getuid()
+    with end, VaultClient(vault.path) as other:
+        stranger = VaultClient(vault.path, greet=how != "never_greeted")
+        put = pack(Message(Kind.PUT, number=1, size=4096))
+
+        def attack() -> None:
+            """On the loop, which so reads nothing before all is there and nobody else has it open."""
+            if how == "queued_behind_garbage":
+                stranger.send(b"x")
+            many = {"one_of_many": [0, 0], "never_greeted": [0] * 200}
+            stranger.send(put, [*many.get(how, []), slow])
+            os.close(slow)
+
+        vault.look(attack)
+        assert stranger.is_closed()
+        stranger.close()
+        # Whoever closes it is at it, and stays at it: the others are answered meanwhile.
+        assert other.put(7).status == Status.OK
+        with VaultClient(vault.path) as third:
+            assert third.ask(Message(Kind.DROP, number=1)).status == Status.UNKNOWN
+        assert vault.look(lambda: vault.door._closers.pending(uid)) >= 1
+    until(lambda: not vault.door._closers.pending(uid), "all of the stranger is closed")
 
 
 def test_fuzz(vault: RunningVault) -> None:
