@@ -30,7 +30,7 @@ import structlog
 
 from mpsd.config import check_socket_path
 from mpsd.core.vault import Holding, Outcome, Owner, Refusal
-from mpsd.errors import GpuError, MpsdError
+from mpsd.errors import DeadlineError, GpuError, MpsdError
 from mpsd.gpu.base import ExportedMemory
 from mpsd.model import ProcessInstance
 from mpsd.vault import wire
@@ -46,6 +46,7 @@ log = structlog.get_logger("mpsd.vault.door")
 # Room for as many descriptors as a message can carry (SCM_MAX_FD): what does not fit the kernel would close
 # inside our recvmsg, on the loop.
 _ANCILLARY = socket.CMSG_SPACE(253 * 4) + socket.CMSG_SPACE(CREDENTIALS.size)
+IDENTIFY_DEADLINE_S = 2.0
 _STATUS = {
     None: Status.OK,
     Refusal.CLIENT_QUOTA: Status.QUOTA,
@@ -109,7 +110,6 @@ class Door:
         self._loop = asyncio.get_running_loop()
         self._visits: dict[int, Visit] = {}
         self._per_user: Counter[int] = Counter()
-        self._threads = asyncio.Semaphore(2)
         self._closers = Closers()
         self._listener: socket.socket | None = None
         vault.on_end.append(self._process_ended)
@@ -208,17 +208,17 @@ class Door:
             del self._per_user[uid]
 
     async def _meet(self, visit: Visit) -> None:
-        async with self._threads:
-            asked = self._loop.run_in_executor(None, identify, visit.socket)
-            try:
-                peer = await asyncio.shield(asked)
-            except (MpsdError, OSError):
-                self._refuse(visit, "gone")
-                return
-            except asyncio.CancelledError:
-                # The thread goes on; what it opens is closed when it ends.
-                asked.add_done_callback(_close_pinned)
-                raise
+        try:
+            peer = await self._vault.looks.run(
+                visit.uid, partial(identify, visit.socket), IDENTIFY_DEADLINE_S, late=_unpin
+            )
+        except DeadlineError:
+            # Its program lies on a file server that does not answer, perhaps.
+            self._refuse(visit, "not_seen")
+            return
+        except (MpsdError, OSError):
+            self._refuse(visit, "gone")
+            return
         visit.task = None
         visit.peer = peer
         visit.timer = self._loop.call_later(self._limits.hello_s, self._refuse, visit, "silent")
@@ -495,6 +495,5 @@ def _unpack_ancillary(ancillary: Sequence[tuple[int, int, bytes]]) -> tuple[list
     return fds, sender
 
 
-def _close_pinned(asked: asyncio.Future[VaultPeer]) -> None:
-    if not asked.cancelled() and asked.exception() is None:
-        asked.result().pinned.close()
+def _unpin(peer: VaultPeer) -> None:
+    peer.pinned.close()

@@ -6,13 +6,16 @@ import os
 import random
 import socket
 import struct
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from mpsd.vault import door
 from mpsd.vault.door import DoorLimits
+from mpsd.vault.peer import VaultPeer, identify
 from mpsd.vault.wire import LAYOUT, Kind, Message, Status, pack
 from tests.support import vaulting
 from tests.support.site import until
@@ -157,6 +160,30 @@ def test_a_close_that_waits_holds_up_nobody_else(vault: RunningVault, how: str) 
             assert third.ask(Message(Kind.DROP, number=1)).status == Status.UNKNOWN
         assert vault.look(lambda: vault.door._closers.pending(uid)) >= 1
     until(lambda: not vault.door._closers.pending(uid), "all of the stranger is closed")
+
+
+def test_programs_that_cannot_be_looked_at_close_the_door_for_nobody(
+    vault: RunningVault, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on, left = threading.Event(), [1, 2, 3]
+
+    def slow(sock: socket.socket) -> VaultPeer:
+        peer = identify(sock)
+        if left and left.pop():
+            assert go_on.wait(vaulting.DEADLINE_S)
+        return peer
+
+    monkeypatch.setattr(door, "identify", slow)
+    monkeypatch.setattr(door, "IDENTIFY_DEADLINE_S", 0.2)
+    stuck = [VaultClient(vault.path, greet=False) for _ in range(3)]
+    until(lambda: not left, "all three are looked at")
+    monkeypatch.setattr(door, "IDENTIFY_DEADLINE_S", vaulting.DEADLINE_S)
+    with VaultClient(vault.path) as other:
+        assert other.put(1).status == Status.OK
+    assert all(client.is_closed() for client in stuck) and counted(vault, "closed_not_seen") == 3
+    go_on.set()
+    for client in stuck:
+        client.close()
 
 
 def test_fuzz(vault: RunningVault) -> None:
