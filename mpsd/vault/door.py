@@ -47,6 +47,8 @@ log = structlog.get_logger("mpsd.vault.door")
 # inside our recvmsg, on the loop.
 _ANCILLARY = socket.CMSG_SPACE(253 * 4) + socket.CMSG_SPACE(CREDENTIALS.size)
 IDENTIFY_DEADLINE_S = 2.0
+PIECES_FOR_ONE = 8
+_BUDGETS = 1024
 _STATUS = {
     None: Status.OK,
     Refusal.CLIENT_QUOTA: Status.QUOTA,
@@ -65,7 +67,8 @@ _CARRIES = (Kind.PUT, Kind.PUT_NAMED, Kind.LEDGER)
 
 @dataclass(frozen=True, slots=True)
 class DoorLimits:
-    """`rate`: messages a second of one connection, `burst` at once. Then it is not read for a while."""
+    """`rate`: messages a second of one user over all connections, `burst` at once. Then they are not read
+    for a while. PIECES_FOR_ONE pieces that a message touches count as one more."""
 
     connections: int = 256
     all_connections: int = 1024
@@ -78,17 +81,28 @@ class Refused(Exception):
     """Ends a connection; the text is what is counted."""
 
 
+@dataclass(slots=True)
+class _Budget:
+    """Of one user: may be overdrawn by what one message touches."""
+
+    left: float
+    filled: float
+
+    def fill(self, now: float, limits: DoorLimits) -> float:
+        self.left = min(limits.burst, self.left + (now - self.filled) * limits.rate)
+        self.filled = now
+        return self.left
+
+
 class Visit:
     """One connection: not known yet, known (`peer`), greeted (`process`)."""
 
-    def __init__(self, sock: socket.socket, uid: int, burst: float) -> None:
+    def __init__(self, sock: socket.socket, uid: int) -> None:
         self.socket = sock
         self.uid = uid
         self.peer: VaultPeer | None = None
         self.process: ProcessInstance | None = None
         self.ledger = False
-        self.allowance = burst
-        self.filled = time.monotonic()
         self.task: asyncio.Task[None] | None = None
         self.timer: asyncio.TimerHandle | None = None
         self.pause: asyncio.TimerHandle | None = None
@@ -111,6 +125,7 @@ class Door:
         self._visits: dict[int, Visit] = {}
         self._per_user: Counter[int] = Counter()
         self._closers = Closers()
+        self._budgets: dict[int, _Budget] = {}
         self._listener: socket.socket | None = None
         vault.on_end.append(self._process_ended)
 
@@ -175,7 +190,7 @@ class Door:
             if self._closers.full(uid):
                 self._listen_later(uid)
             return
-        visit = self._visits[sock.fileno()] = Visit(sock, uid, self._limits.burst)
+        visit = self._visits[sock.fileno()] = Visit(sock, uid)
         self._per_user[uid] += 1
         visit.task = self._loop.create_task(self._meet(visit))
 
@@ -257,16 +272,14 @@ class Door:
 
     def _read(self, visit: Visit) -> None:
         """One message; the loop serves others before the next."""
-        now = time.monotonic()
-        fresh = (now - visit.filled) * self._limits.rate
-        visit.allowance, visit.filled = min(self._limits.burst, visit.allowance + fresh), now
-        if visit.allowance < 1 or self._closers.full(visit.uid):
+        budget = self._budget(visit.uid)
+        if budget.left < 1 or self._closers.full(visit.uid):
             self._pause(visit)
             self._vault.counters["slowed"] += 1
             pause_s = min(1.0, self._limits.burst / 2 / self._limits.rate)
             visit.pause = self._loop.call_later(pause_s, self._resume, visit)
             return
-        visit.allowance -= 1
+        budget.left -= 1
         fds: list[int] = []
         try:
             data, ancillary, flags, _ = visit.socket.recvmsg(
@@ -289,6 +302,24 @@ class Door:
         finally:
             # What was taken has been taken off the list.
             self._closers.close(visit.uid, fds)
+
+    def _budget(self, uid: int) -> _Budget:
+        """As it is now. It outlives connections: who comes back has no more than who stayed."""
+        now = time.monotonic()
+        budget = self._budgets.get(uid)
+        if budget is None:
+            if len(self._budgets) >= _BUDGETS:
+                full = [
+                    u for u, b in self._budgets.items() if b.fill(now, self._limits) >= self._limits.burst
+                ]
+                for user in full:
+                    del self._budgets[user]
+            budget = self._budgets[uid] = _Budget(self._limits.burst, now)
+        budget.fill(now, self._limits)
+        return budget
+
+    def _charge(self, visit: Visit, pieces: int) -> None:
+        self._budget(visit.uid).left -= pieces / PIECES_FOR_ONE
 
     def _check_sender(self, visit: Visit, sender: int | None) -> None:
         """A forked child, or whoever was given the socket, is not the client."""
@@ -320,6 +351,7 @@ class Door:
                 visit.task = self._loop.create_task(self._let_go(visit, process, message))
             case Kind.KEEP:
                 outcome = self._vault.keep(process, message.name)
+                self._charge(visit, len(outcome.changed))
                 self._answer(visit, message, _STATUS[outcome.refusal])
             case Kind.PUT_NAMED:
                 self._put_named(visit, process, message, fds)
@@ -410,6 +442,7 @@ class Door:
             status = Status.OK if done else Status.UNKNOWN
         else:
             named = self._vault.named(process, message.name)
+            self._charge(visit, len(named))
             done = await self._vault.gone(self._vault.ledger.free(named))
             status = Status.OK if done else Status.DENIED
         self._answer_late(visit, message, status)
@@ -424,6 +457,8 @@ class Door:
     def _claim(self, visit: Visit, process: ProcessInstance, message: Message) -> None:
         """A duplicate; what is kept stays until it is released, freed or too old."""
         found = self._vault.named(process, message.name)
+        # They are only listed, and who comes back claims each of them.
+        self._charge(visit, len(found) // 64)
         if message.index >= len(found):
             self._vault.counters["claims_denied"] += 1
             self._answer(visit, message, Status.UNKNOWN if found else Status.DENIED)

@@ -162,6 +162,27 @@ def test_a_close_that_waits_holds_up_nobody_else(vault: RunningVault, how: str) 
     until(lambda: not vault.door._closers.pending(uid), "all of the stranger is closed")
 
 
+def test_all_connections_of_a_user_have_one_budget_and_pieces_count(place: Path, store: MemoryStore) -> None:
+    with (
+        RunningVault(place, store, LIMITS, DoorLimits(rate=0.001, burst=40.0)) as running,
+        VaultClient(place) as one,
+        VaultClient(place) as two,
+    ):
+
+        def left() -> int:
+            return running.look(lambda: round(running.door._budget(os.getuid()).left))
+
+        assert left() == 38
+        for number in range(16):
+            assert (one, two)[number % 2].put(number).status == Status.OK
+        assert left() == 22
+        assert one.ask(Message(Kind.KEEP, name="x")).status == Status.OK
+        assert left() == 19
+        _, fds = two.claim("x")
+        os.close(fds[0])
+        assert left() == 18
+
+
 def test_programs_that_cannot_be_looked_at_close_the_door_for_nobody(
     vault: RunningVault, monkeypatch: pytest.MonkeyPatch
 ) -> None:
