@@ -7,7 +7,7 @@ connection, counted by its reason; it does not end what the process has brought 
 
 Nothing that a peer does blocks the loop: peers are identified in threads, sending never waits, a peer's
 messages are taken in one by one at a limited rate, and descriptors that are not what they should be are
-closed in a thread of their own, for a file system may make its close wait.
+closed in threads, for a file system may make its close wait; connections too, for descriptors wait in them.
 
 Long because whatever a peer may say is answered, refused or counted in this one place.
 """
@@ -19,21 +19,22 @@ import contextlib
 import os
 import socket
 import struct
-import threading
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import structlog
 
 from mpsd.config import check_socket_path
 from mpsd.core.vault import Holding, Outcome, Owner, Refusal
-from mpsd.errors import GpuError, MpsdError
+from mpsd.errors import DeadlineError, GpuError, MpsdError
 from mpsd.gpu.base import ExportedMemory
 from mpsd.model import ProcessInstance
 from mpsd.vault import wire
+from mpsd.vault.closing import Closers
 from mpsd.vault.hold import Vault
 from mpsd.vault.notes import digest, share_digest
 from mpsd.vault.peer import CREDENTIALS, VaultPeer, credentials, identify
@@ -42,8 +43,12 @@ from mpsd.zones.grants import Grant
 
 log = structlog.get_logger("mpsd.vault.door")
 
-# Room for two descriptors and no more: the kernel closes what does not fit and says so.
-_ANCILLARY = socket.CMSG_SPACE(4) + socket.CMSG_SPACE(CREDENTIALS.size)
+# Room for as many descriptors as a message can carry (SCM_MAX_FD): what does not fit the kernel would close
+# inside our recvmsg, on the loop.
+_ANCILLARY = socket.CMSG_SPACE(253 * 4) + socket.CMSG_SPACE(CREDENTIALS.size)
+IDENTIFY_DEADLINE_S = 2.0
+PIECES_FOR_ONE = 8
+_BUDGETS = 1024
 _STATUS = {
     None: Status.OK,
     Refusal.CLIENT_QUOTA: Status.QUOTA,
@@ -62,7 +67,8 @@ _CARRIES = (Kind.PUT, Kind.PUT_NAMED, Kind.LEDGER)
 
 @dataclass(frozen=True, slots=True)
 class DoorLimits:
-    """`rate`: messages a second of one connection, `burst` at once. Then it is not read for a while."""
+    """`rate`: messages a second of one user over all connections, `burst` at once. Then they are not read
+    for a while. PIECES_FOR_ONE pieces that a message touches count as one more."""
 
     connections: int = 256
     all_connections: int = 1024
@@ -75,19 +81,31 @@ class Refused(Exception):
     """Ends a connection; the text is what is counted."""
 
 
+@dataclass(slots=True)
+class _Budget:
+    """Of one user: may be overdrawn by what one message touches."""
+
+    left: float
+    filled: float
+
+    def fill(self, now: float, limits: DoorLimits) -> float:
+        self.left = min(limits.burst, self.left + (now - self.filled) * limits.rate)
+        self.filled = now
+        return self.left
+
+
 class Visit:
     """One connection: not known yet, known (`peer`), greeted (`process`)."""
 
-    def __init__(self, sock: socket.socket, uid: int, burst: float) -> None:
+    def __init__(self, sock: socket.socket, uid: int) -> None:
         self.socket = sock
         self.uid = uid
         self.peer: VaultPeer | None = None
         self.process: ProcessInstance | None = None
         self.ledger = False
-        self.allowance = burst
-        self.filled = time.monotonic()
         self.task: asyncio.Task[None] | None = None
         self.timer: asyncio.TimerHandle | None = None
+        self.pause: asyncio.TimerHandle | None = None
 
 
 class Door:
@@ -106,7 +124,8 @@ class Door:
         self._loop = asyncio.get_running_loop()
         self._visits: dict[int, Visit] = {}
         self._per_user: Counter[int] = Counter()
-        self._threads = asyncio.Semaphore(2)
+        self._closers = Closers()
+        self._budgets: dict[int, _Budget] = {}
         self._listener: socket.socket | None = None
         vault.on_end.append(self._process_ended)
 
@@ -132,16 +151,18 @@ class Door:
     async def close(self) -> None:
         if self._listener is not None:
             self._loop.remove_reader(self._listener.fileno())
-            self._listener.close()
             self._vault.offered_at = ""
             with contextlib.suppress(OSError):
                 os.unlink(self.path)
+            # Who has connected and is not accepted yet may have sent something.
+            self._close_socket(self._listener, os.getuid())
         tasks = [v.task for v in self._visits.values() if v.task is not None]
         for visit in tuple(self._visits.values()):
             self._end(visit)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        self._closers.end()
 
     # -- connections -------------------------------------------------------------------------------------
 
@@ -154,40 +175,65 @@ class Door:
         except OSError as error:
             # No descriptor is free: the next one waits a little.
             self._count("no_descriptor", error.strerror or "")
-            listener = self._listener.fileno()
-            self._loop.remove_reader(listener)
-            self._loop.call_later(0.1, self._listen_again)
+            self._listen_later(None)
             return
         sock.setblocking(False)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         _, uid = credentials(sock)
+        # Those that are still being closed count.
         if (
-            len(self._visits) >= self._limits.all_connections
+            self._per_user.total() >= self._limits.all_connections
             or self._per_user[uid] >= self._limits.connections
         ):
             self._count("connections", f"uid {uid}")
-            sock.close()
+            self._close_socket(sock, uid)
+            if self._closers.full(uid):
+                self._listen_later(uid)
             return
-        visit = self._visits[sock.fileno()] = Visit(sock, uid, self._limits.burst)
+        visit = self._visits[sock.fileno()] = Visit(sock, uid)
         self._per_user[uid] += 1
         visit.task = self._loop.create_task(self._meet(visit))
 
-    def _listen_again(self) -> None:
+    def _listen_later(self, uid: int | None) -> None:
+        """`uid`: whose connections cannot even be refused until some of them are closed."""
         if self._listener is not None and self._listener.fileno() >= 0:
+            self._loop.remove_reader(self._listener.fileno())
+            self._loop.call_later(0.1, self._listen_again, uid)
+
+    def _listen_again(self, uid: int | None) -> None:
+        if uid is not None and self._closers.full(uid):
+            self._listen_later(uid)
+        elif self._listener is not None and self._listener.fileno() >= 0:
             self._loop.add_reader(self._listener.fileno(), self._accept)
 
+    def _close_socket(self, sock: socket.socket, uid: int, then: Callable[[], None] | None = None) -> None:
+        """Its peer sees the end at once; what lies unread in it is closed off the loop."""
+        with contextlib.suppress(OSError):
+            sock.shutdown(socket.SHUT_RDWR)
+        self._closers.close(uid, [sock.detach()], then)
+
+    def _closed(self, uid: int) -> None:
+        """In a thread: a connection of this user is no more."""
+        with contextlib.suppress(RuntimeError):  # The loop has ended.
+            self._loop.call_soon_threadsafe(self._one_less, uid)
+
+    def _one_less(self, uid: int) -> None:
+        self._per_user[uid] -= 1
+        if not self._per_user[uid]:
+            del self._per_user[uid]
+
     async def _meet(self, visit: Visit) -> None:
-        async with self._threads:
-            asked = self._loop.run_in_executor(None, identify, visit.socket)
-            try:
-                peer = await asyncio.shield(asked)
-            except (MpsdError, OSError):
-                self._refuse(visit, "gone")
-                return
-            except asyncio.CancelledError:
-                # The thread goes on; what it opens is closed when it ends.
-                asked.add_done_callback(_close_pinned)
-                raise
+        try:
+            peer = await self._vault.looks.run(
+                visit.uid, partial(identify, visit.socket), IDENTIFY_DEADLINE_S, late=_unpin
+            )
+        except DeadlineError:
+            # Its program lies on a file server that does not answer, perhaps.
+            self._refuse(visit, "not_seen")
+            return
+        except (MpsdError, OSError):
+            self._refuse(visit, "gone")
+            return
         visit.task = None
         visit.peer = peer
         visit.timer = self._loop.call_later(self._limits.hello_s, self._refuse, visit, "silent")
@@ -206,13 +252,11 @@ class Door:
         number = visit.socket.fileno()
         if self._visits.pop(number, None) is None:
             return
-        self._per_user[visit.uid] -= 1
-        if not self._per_user[visit.uid]:
-            del self._per_user[visit.uid]
         self._loop.remove_reader(number)
-        if visit.timer is not None:
-            visit.timer.cancel()
-        visit.socket.close()
+        for timer in (visit.timer, visit.pause):
+            if timer is not None:
+                timer.cancel()
+        self._close_socket(visit.socket, visit.uid, partial(self._closed, visit.uid))
         if visit.process is not None:
             self._vault.leave(visit.process)
         elif visit.peer is not None:
@@ -228,16 +272,14 @@ class Door:
 
     def _read(self, visit: Visit) -> None:
         """One message; the loop serves others before the next."""
-        now = time.monotonic()
-        fresh = (now - visit.filled) * self._limits.rate
-        visit.allowance, visit.filled = min(self._limits.burst, visit.allowance + fresh), now
-        if visit.allowance < 1:
+        budget = self._budget(visit.uid)
+        if budget.left < 1 or self._closers.full(visit.uid):
             self._pause(visit)
             self._vault.counters["slowed"] += 1
             pause_s = min(1.0, self._limits.burst / 2 / self._limits.rate)
-            visit.timer = self._loop.call_later(pause_s, self._resume, visit)
+            visit.pause = self._loop.call_later(pause_s, self._resume, visit)
             return
-        visit.allowance -= 1
+        budget.left -= 1
         fds: list[int] = []
         try:
             data, ancillary, flags, _ = visit.socket.recvmsg(
@@ -259,7 +301,25 @@ class Door:
             self._end(visit)
         finally:
             # What was taken has been taken off the list.
-            close_strangers(fds)
+            self._closers.close(visit.uid, fds)
+
+    def _budget(self, uid: int) -> _Budget:
+        """As it is now. It outlives connections: who comes back has no more than who stayed."""
+        now = time.monotonic()
+        budget = self._budgets.get(uid)
+        if budget is None:
+            if len(self._budgets) >= _BUDGETS:
+                full = [
+                    u for u, b in self._budgets.items() if b.fill(now, self._limits) >= self._limits.burst
+                ]
+                for user in full:
+                    del self._budgets[user]
+            budget = self._budgets[uid] = _Budget(self._limits.burst, now)
+        budget.fill(now, self._limits)
+        return budget
+
+    def _charge(self, visit: Visit, pieces: int) -> None:
+        self._budget(visit.uid).left -= pieces / PIECES_FOR_ONE
 
     def _check_sender(self, visit: Visit, sender: int | None) -> None:
         """A forked child, or whoever was given the socket, is not the client."""
@@ -291,6 +351,7 @@ class Door:
                 visit.task = self._loop.create_task(self._let_go(visit, process, message))
             case Kind.KEEP:
                 outcome = self._vault.keep(process, message.name)
+                self._charge(visit, len(outcome.changed))
                 self._answer(visit, message, _STATUS[outcome.refusal])
             case Kind.PUT_NAMED:
                 self._put_named(visit, process, message, fds)
@@ -367,7 +428,7 @@ class Door:
             self._refuse(visit, "not_ledger")
             return
         finally:
-            close_strangers(taken)
+            self._closers.close(visit.uid, taken)
         visit.task = None
         if self._visits.get(visit.socket.fileno()) is visit:
             status = Status.QUOTA if grant is None else Status.OK
@@ -381,6 +442,7 @@ class Door:
             status = Status.OK if done else Status.UNKNOWN
         else:
             named = self._vault.named(process, message.name)
+            self._charge(visit, len(named))
             done = await self._vault.gone(self._vault.ledger.free(named))
             status = Status.OK if done else Status.DENIED
         self._answer_late(visit, message, status)
@@ -395,6 +457,8 @@ class Door:
     def _claim(self, visit: Visit, process: ProcessInstance, message: Message) -> None:
         """A duplicate; what is kept stays until it is released, freed or too old."""
         found = self._vault.named(process, message.name)
+        # They are only listed, and who comes back claims each of them.
+        self._charge(visit, len(found) // 64)
         if message.index >= len(found):
             self._vault.counters["claims_denied"] += 1
             self._answer(visit, message, Status.UNKNOWN if found else Status.DENIED)
@@ -466,17 +530,5 @@ def _unpack_ancillary(ancillary: Sequence[tuple[int, int, bytes]]) -> tuple[list
     return fds, sender
 
 
-def close_strangers(fds: Sequence[int]) -> None:
-    """Close descriptors that may be of anything. A close can wait for a file system, for ever."""
-    if fds:
-        threading.Thread(target=_close_all, args=(tuple(fds),), daemon=True, name="vault-stranger").start()
-
-
-def _close_all(fds: Sequence[int]) -> None:
-    for fd in fds:
-        os.close(fd)
-
-
-def _close_pinned(asked: asyncio.Future[VaultPeer]) -> None:
-    if not asked.cancelled() and asked.exception() is None:
-        asked.result().pinned.close()
+def _unpin(peer: VaultPeer) -> None:
+    peer.pinned.close()

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 
 import structlog
 
@@ -25,6 +26,7 @@ from mpsd.core.vault import Holding, Ledger, Limits, Outcome, Owner, Refusal
 from mpsd.errors import MpsdError, StoreError
 from mpsd.gpu.base import ExportedMemory, MemoryInspector
 from mpsd.leasestore import LeaseStore
+from mpsd.looks import Looks
 from mpsd.model import ProcessInstance
 from mpsd.vault.notes import VaultNotes
 
@@ -32,6 +34,7 @@ log = structlog.get_logger("mpsd.vault")
 
 PREFIX = "vault."
 NOTES = "vault.notes"
+EXEC_DEADLINE_S = 2.0
 GONE_DEADLINE_S = 1.0
 STORED_DEADLINE_S = 1.0
 
@@ -58,6 +61,8 @@ class Vault:
         """Told when a process has ended, runs another program, or left with nothing held."""
         self.held_elsewhere: Callable[[ProcessInstance], bool] = lambda process: False
         """Whether another part holds something of a process (its ledger), until it is told as above."""
+        self.looks = Looks("vault")
+        """At clients, each on its user's account."""
         self._inspector = inspector
         self._store = store
         self._loop = asyncio.get_running_loop()
@@ -117,7 +122,9 @@ class Vault:
     async def _look_for_exec(self, client: Client) -> None:
         process = client.pinned.instance
         try:
-            program = await asyncio.to_thread(procs.exec_identity, process)
+            program = await self.looks.run(
+                client.owner.uid, partial(procs.exec_identity, process), EXEC_DEADLINE_S
+            )
         except MpsdError:
             return
         if program != client.program and not client.connections and self._clients.get(process) is client:
@@ -398,7 +405,8 @@ class Vault:
 
     async def close(self) -> None:
         """Let go of what is this process's own. What the store holds lives on."""
-        self._storing.cancel()
+        for task in (self._storing, *self._looking):
+            task.cancel()
         await asyncio.gather(self._storing, *self._looking, return_exceptions=True)
         if self._timer is not None:
             self._timer.cancel()
@@ -411,6 +419,7 @@ class Vault:
         await self._close(list(self._fds.values()))
         self._fds.clear()
         self._closer.shutdown(wait=False)
+        self.looks.close()
 
 
 def _close_all(fds: Iterable[int]) -> None:

@@ -5,15 +5,20 @@ from __future__ import annotations
 import os
 import random
 import socket
+import struct
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from mpsd.vault import door
 from mpsd.vault.door import DoorLimits
+from mpsd.vault.peer import VaultPeer, identify
 from mpsd.vault.wire import LAYOUT, Kind, Message, Status, pack
 from tests.support import vaulting
+from tests.support.site import until
 from tests.support.vaultfixtures import LIMITS, counted, held, place, store, vault
 from tests.support.vaulting import MemoryStore, RunningVault, VaultClient, memory
 
@@ -113,6 +118,93 @@ def test_a_flood_is_slowed_and_others_are_served(place: Path, store: MemoryStore
         assert other.ask(Message(Kind.DROP, number=2)).status == Status.UNKNOWN
         assert [flooding.receive()[0].status for _ in range(15)] == [Status.UNKNOWN] * 15
         assert counted(running, "slowed") >= 1
+
+
+def lingering() -> tuple[int, socket.socket]:
+    """A descriptor whose last close waits for longer than any test, and what ends the wait when closed."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        sender = socket.create_connection(server.getsockname())
+        receiver, _ = server.accept()
+    sender.setblocking(False)
+    try:
+        while True:
+            sender.send(bytes(1 << 16))
+    except BlockingIOError:
+        pass
+    sender.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 60))
+    return sender.detach(), receiver
+
+
+@pytest.mark.parametrize("how", ["one_of_many", "queued_behind_garbage", "never_greeted"])
+def test_a_close_that_waits_holds_up_nobody_else(vault: RunningVault, how: str) -> None:
+    slow, end = lingering()
+    uid = os.getuid()
+    with end, VaultClient(vault.path) as other:
+        stranger = VaultClient(vault.path, greet=how != "never_greeted")
+        put = pack(Message(Kind.PUT, number=1, size=4096))
+
+        def attack() -> None:
+            """On the loop, which so reads nothing before all is there and nobody else has it open."""
+            if how == "queued_behind_garbage":
+                stranger.send(b"x")
+            many = {"one_of_many": [0, 0], "never_greeted": [0] * 200}
+            stranger.send(put, [*many.get(how, []), slow])
+            os.close(slow)
+
+        vault.look(attack)
+        assert stranger.is_closed()
+        stranger.close()
+        # Whoever closes it is at it, and stays at it: the others are answered meanwhile.
+        assert other.put(7).status == Status.OK
+        with VaultClient(vault.path) as third:
+            assert third.ask(Message(Kind.DROP, number=1)).status == Status.UNKNOWN
+        assert vault.look(lambda: vault.door._closers.pending(uid)) >= 1
+    until(lambda: not vault.door._closers.pending(uid), "all of the stranger is closed")
+
+
+def test_all_connections_of_a_user_have_one_budget_and_pieces_count(place: Path, store: MemoryStore) -> None:
+    with (
+        RunningVault(place, store, LIMITS, DoorLimits(rate=0.001, burst=40.0)) as running,
+        VaultClient(place) as one,
+        VaultClient(place) as two,
+    ):
+
+        def left() -> int:
+            return running.look(lambda: round(running.door._budget(os.getuid()).left))
+
+        assert left() == 38
+        for number in range(16):
+            assert (one, two)[number % 2].put(number).status == Status.OK
+        assert left() == 22
+        assert one.ask(Message(Kind.KEEP, name="x")).status == Status.OK
+        assert left() == 19
+        _, fds = two.claim("x")
+        os.close(fds[0])
+        assert left() == 18
+
+
+def test_programs_that_cannot_be_looked_at_close_the_door_for_nobody(
+    vault: RunningVault, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on, left = threading.Event(), [1, 2, 3]
+
+    def slow(sock: socket.socket) -> VaultPeer:
+        peer = identify(sock)
+        if left and left.pop():
+            assert go_on.wait(vaulting.DEADLINE_S)
+        return peer
+
+    monkeypatch.setattr(door, "identify", slow)
+    monkeypatch.setattr(door, "IDENTIFY_DEADLINE_S", 0.2)
+    stuck = [VaultClient(vault.path, greet=False) for _ in range(3)]
+    until(lambda: not left, "all three are looked at")
+    monkeypatch.setattr(door, "IDENTIFY_DEADLINE_S", vaulting.DEADLINE_S)
+    with VaultClient(vault.path) as other:
+        assert other.put(1).status == Status.OK
+    assert all(client.is_closed() for client in stuck) and counted(vault, "closed_not_seen") == 3
+    go_on.set()
+    for client in stuck:
+        client.close()
 
 
 def test_fuzz(vault: RunningVault) -> None:
