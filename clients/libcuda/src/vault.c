@@ -14,13 +14,11 @@
  */
 #include "vault.h"
 
-#include <fcntl.h>
 #include <pthread.h>
 #include <signal.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
 
 #include "channel.h"
 #include "clock.h"
