@@ -249,7 +249,7 @@ def _policies(one: Fault) -> tuple[Fault, ...]:
         naming=Naming.NOBODY,
         hit=Hit.SILENT,
         # Less than any client is granted: its zones absorb, and no more.
-        settings={**one.settings, "guard.zones_bytes_per_gpu": str(64 << 20)},
+        settings={**one.settings, "guard.zones_bytes_per_gpu": str(32 << 20)},
     )
 
     def wild(fault: Fault) -> Fault:

@@ -15,7 +15,7 @@ from faultinject import report
 from faultinject.history import History
 from faultinject.matrix import tell_stderr
 from faultinject.node import Node, open_node
-from faultinject.proxy import deaths, numba_suite, pairs, reports
+from faultinject.proxy import deaths, memory_end, numba_suite, pairs, reports
 from faultinject.proxy.library import Libraries, find_libraries
 from faultinject.proxy.work import NAMES, ON_SIMULATED
 from faultinject.rig import Rig
@@ -39,12 +39,14 @@ class Plan:
     deadline_s: float
     libcuda: Path | None = None
     driver: Path | None = None
+    memory_end: bool = False
 
     def command(self) -> str:
         """The command line that repeats it, but for where the libraries are."""
         words = ["mpsd-faultinject", "proxy", "--backend", self.backend, "--seed", str(self.seed)]
         words += ["--programs", ",".join(self.programs or ["none"]), "--modes", ",".join(self.modes)]
         words += ["--pairs", str(self.rounds), "--deaths", str(self.deaths), "--at-once", str(self.at_once)]
+        words += ["--memory-end"] if self.memory_end else []
         return shlex.join(words + (self.numba.words() if self.numba else []))
 
 
@@ -89,7 +91,8 @@ def run(plan: Plan) -> dict[str, Any]:
 
 def _on(node: Node, plan: Plan, libraries: Libraries, base: Path) -> dict[str, Any]:
     """Each part has a daemon of its own, so that no part sees what another left."""
-    found: dict[str, Any] = {"programs": None, "numba": None, "deaths": None, "leftovers": []}
+    found: dict[str, Any] = dict.fromkeys(("programs", "numba", "deaths", "memory_end"))
+    found["leftovers"] = []
     if plan.programs is not None:
         with History() as history, Rig(node, "mpsd", history, settings=SETTINGS) as rig:
             found["programs"] = pairs.run_programs(
@@ -108,6 +111,10 @@ def _on(node: Node, plan: Plan, libraries: Libraries, base: Path) -> dict[str, A
         with History() as history, Rig(node, "mpsd", history, settings=settings) as rig:
             slaughter = deaths.Slaughter(rig, libraries, plan.seed, tell_stderr)
             found["deaths"] = slaughter.run(plan.deaths, plan.at_once).data()
+        found["leftovers"] += rig.left
+    if plan.memory_end:
+        with History() as history, Rig(node, "mpsd", history, settings=SETTINGS) as rig:
+            found["memory_end"] = memory_end.run(rig, libraries, plan.seed, tell_stderr)
         found["leftovers"] += rig.left
     if plan.numba is not None:
         with History() as history, Rig(node, "mpsd", history, settings=SETTINGS) as rig:
@@ -150,6 +157,8 @@ def add_parser(commands: Any, types: Any) -> None:
         "--deaths", type=types.number(0, 100_000), default=0, help="so many programs are killed"
     )
     proxy.add_argument("--at-once", type=types.number(1, 32), default=deaths.AT_ONCE, help="deaths at a time")
+    ends = "a program takes all memory there is, without and with the proxy"
+    proxy.add_argument("--memory-end", action="store_true", help=ends)
     proxy.add_argument("--numba", action="store_true", help="numba-cuda's own test suite, without and with")
     numba_suite.add_options(proxy, types)
     proxy.add_argument(
@@ -176,7 +185,10 @@ def _go(args: argparse.Namespace) -> int:
         args.deadline,
         args.libcuda,
         args.driver,
+        args.memory_end,
     )
-    if plan.programs is None and not plan.deaths and plan.numba is None:
-        raise UsageError("there is nothing to run", remedy="give --programs, --deaths or --numba")
+    if plan.programs is None and not (plan.deaths or plan.memory_end) and plan.numba is None:
+        raise UsageError(
+            "there is nothing to run", remedy="give --programs, --deaths, --memory-end or --numba"
+        )
     return execute(plan, args.json, args.markdown)

@@ -1,6 +1,6 @@
 """The report of the proxy's evidence: one JSON object, and its text. It holds all that a verdict needs.
 
-`kind` is "proxy"; `programs`, `numba` and `deaths` are null where they were not asked for.
+`kind` is "proxy"; `programs`, `numba`, `deaths` and `memory_end` are null where they were not asked for.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from faultinject import report
-from faultinject.proxy import deaths, numba_suite, pairs
+from faultinject.proxy import deaths, memory_end, numba_suite, pairs
 from faultinject.verdict import Verdict
 from mpsd.errors import UsageError
 
@@ -31,7 +31,9 @@ SCHEMA: Mapping[str, tuple[type, ...]] = {
     "programs": (list, type(None)),
     "numba": (dict, type(None)),
     "deaths": (dict, type(None)),
+    "memory_end": (dict, type(None)),
 }
+PARTS = (("numba", numba_suite.judge), ("deaths", deaths.judge), ("memory_end", memory_end.judge))
 
 
 def load(path: Path) -> dict[str, Any] | None:
@@ -44,6 +46,8 @@ def load(path: Path) -> dict[str, Any] | None:
         return None
     if not isinstance(data, dict) or data.get("kind") != KIND:
         return None
+    # Reports that were made before there was that part.
+    data.setdefault("memory_end", None)
     problems = report.against(SCHEMA, data, "report")
     if data.get("schema") != SCHEMA_VERSION:
         problems.append(f"report.schema is {data.get('schema')!r}, this program reads {SCHEMA_VERSION}")
@@ -58,7 +62,7 @@ def judged(data: Mapping[str, Any]) -> dict[str, Any]:
         found = dict(data)
         if data["programs"] is not None:
             found["programs"] = [pairs.judged(e, bars=bool(data["bars"])) for e in data["programs"]]
-        for part, judge in (("numba", numba_suite.judge), ("deaths", deaths.judge)):
+        for part, judge in PARTS:
             if data[part] is not None and not data[part].get("not_run"):
                 found[part] = {**data[part], **_said(judge(data[part]))}
         return found
@@ -80,7 +84,7 @@ def _said(findings: Sequence[Any]) -> dict[str, Any]:
 def verdicts(data: Mapping[str, Any]) -> list[str | None]:
     """Of every part that was asked for; None for what was not run."""
     found = [e["verdict"] for e in data["programs"] or ()]
-    return found + [data[part].get("verdict") for part in ("numba", "deaths") if data[part] is not None]
+    return found + [data[part].get("verdict") for part, _ in PARTS if data[part] is not None]
 
 
 def passed(data: Mapping[str, Any]) -> bool:
@@ -145,6 +149,8 @@ def told(data: Mapping[str, Any]) -> list[str]:
         lines.append(
             f"numba-cuda's own tests: {numba.get('verdict') or 'not run'}: {numba_suite.line(numba)}"
         )
+    if (ends := data["memory_end"]) is not None:
+        lines.append(f"Memory's end: {ends.get('verdict')}: {memory_end.line(ends)}")
     return lines
 
 
@@ -169,7 +175,7 @@ def complaints(data: Mapping[str, Any]) -> list[str]:
         elif entry["untimed"]:
             found.append(f"{name}: time not judged: {entry['untimed']}")
         found += [f"{name}: {f['law']}: {f['verdict']}: {f['text']}" for f in entry["findings"]]
-    for part in ("numba", "deaths"):
+    for part, _ in PARTS:
         if data[part] is not None:
             found += [f"{part}: not run: {data[part]['not_run']}"] if data[part].get("not_run") else []
             found += [

@@ -77,6 +77,20 @@ def test_killed_programs_leave_nothing(libraries: Libraries, tmp_path: Path) -> 
     assert killed["held_at_end"] == 0
 
 
+def test_memory_ends_where_it_ends_without_the_proxy(libraries: Libraries, tmp_path: Path) -> None:
+    target, text = tmp_path / "report.json", tmp_path / "report.md"
+    asked = ("--programs", "none", "--memory-end", "--markdown", str(text))
+    status, data = evidence(libraries, target, *asked)
+    assert status == 0, reports.complaints(data)
+    assert set(data["memory_end"]["sides"]) == {"plain", "forward", "vault"}
+    assert "Memory's end: valid: plain " in text.read_text()
+    for share, law in ((0.989, "as much memory"), (0.991, None)):
+        sides = data["memory_end"]["sides"]
+        sides["vault"]["had"] = int(share * sides["plain"]["had"])
+        findings = reports.judged(data)["memory_end"]["findings"]
+        assert [f["law"] for f in findings] == ([law] if law else [])
+
+
 SUITE = """
 import ctypes, os, unittest
 from pathlib import Path

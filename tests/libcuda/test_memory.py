@@ -355,66 +355,6 @@ print(json.dumps([kept, dropped, room() == whole, free(addresses[0]), alloc(100)
     assert ask(libraries, script) == [4, [0, 0, 0], True, 1, True]
 
 
-def test_a_capture_goes_on_as_without_whoever_allocates_or_frees(libraries: Libraries) -> None:
-    """In each mode, by the thread that captures and by another; and what was freed meanwhile comes back."""
-    script = """
-import threading
-start()
-context = ctypes.c_void_p()
-must(cuda.cuCtxGetCurrent(ctypes.byref(context)))
-before = room()
-def one(mode, other, deed):
-    stream, graph, found = ctypes.c_void_p(), ctypes.c_void_p(), []
-    must(cuda.cuStreamCreate(ctypes.byref(stream), 1))
-    had = alloc(3 * MIB)
-    def do():
-        cuda.cuCtxSetCurrent(context)
-        found.append(free(had) if deed == "free" else min(alloc(3 * MIB), 0))
-        if deed == "free" and found[0] == 0:
-            found.append(free(had) != 0)
-    must(cuda.cuStreamBeginCapture_v2(stream, mode))
-    if other:
-        thread = threading.Thread(target=do)
-        thread.start()
-        thread.join()
-    else:
-        do()
-    found.append(cuda.cuStreamEndCapture(stream, ctypes.byref(graph)))
-    must(cuda.cuStreamDestroy_v2(stream))
-    if found[0]:
-        must(free(had))
-    return found
-def freed_all():
-    must(free(alloc(100)))
-    return room() == before
-seen = [one(mode, other, "free") for mode in (0, 1, 2) for other in (False, True)]
-seen.append(freed_all())
-seen += [one(mode, other, "alloc") for mode in (0, 1, 2) for other in (False, True)]
-stream = ctypes.c_void_p()
-must(cuda.cuStreamCreate(ctypes.byref(stream), 1))
-seen.append(cuda.cuMemFreeAsync(ctypes.c_uint64(alloc(3 * MIB)), stream))
-print(json.dumps(seen))
-"""
-    without = ask(libraries, script, "0")
-    assert isinstance(without, list)
-    assert [900, 901] in without and [0, True, 0] in without and [-900, 901] in without and without[-1] == 0
-    assert ask(libraries, script, "1") == without
-
-
-def test_what_a_destroyed_stream_captured_keeps_no_memory_back(libraries: Libraries) -> None:
-    script = """
-start()
-before, stream, had = room(), ctypes.c_void_p(), alloc(3 * MIB)
-must(cuda.cuStreamCreate(ctypes.byref(stream), 1))
-must(cuda.cuStreamBeginCapture_v2(stream, 2))
-must(free(had))
-must(cuda.cuStreamDestroy_v2(stream))
-must(free(alloc(100)))
-print(json.dumps(room() == before))
-"""
-    assert ask(libraries, script) is True
-
-
 def test_a_forked_child_has_no_driver(libraries: Libraries) -> None:
     script = """
 start()

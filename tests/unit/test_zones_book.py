@@ -17,7 +17,7 @@ from mpsd.linux import procfs
 from mpsd.model import Access, ProcessInstance, UvmEvent, UvmFaultType, UvmReason, ZoneRole
 from mpsd.zones import layout
 from mpsd.zones.book import RETURN_S, Hit, Zones
-from mpsd.zones.grants import LEAST, SHARE, Grants, ZoneLimits
+from mpsd.zones.grants import LEAST, SHARE, Grant, Grants, ZoneLimits
 from mpsd.zones.ledger import ZoneMap
 from tests.support.guardzones import LedgerWriter
 
@@ -229,6 +229,7 @@ def test_what_was_laid_is_believed_of_who_was_there_before_this_daemon_and_for_a
 
 def test_who_comes_when_too_little_is_left_gets_ranges_that_only_absorb() -> None:
     grants = Grants(ZoneLimits(LEAST, GIB, 10))
+    assert grants.give(ProcessInstance(5, 1), ("GPU-0",), 0) == Grant(LEAST, 10)
     grant = grants.give(ME, ("GPU-0",), 0)
     assert grant is not None and (grant.bytes, grant.zones) == (0, 10)
 

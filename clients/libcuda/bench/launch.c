@@ -1,30 +1,64 @@
 // SPDX-License-Identifier: MIT
 /*
- * Nanoseconds per call, one line per function: for the difference that the proxy makes. That shows
- * best at a call that does next to nothing; a launch on the stand-in wakes a thread, which is noise, and
- * one that is refused does not. An allocation comes first, so that the ledger is there.
+ * launch CALLS IMAGE REFUSED: nanoseconds per call, for the difference that the proxy makes. For each line of
+ * its input it measures all functions once, and answers with a line of
+ *
+ *	NAME NANOSECONDS NANOSECONDS
+ *
+ * for each, and an empty one. The first figure is of libcuda.so.1 as the loader finds it; the second of the
+ * file that MPSD_REAL_LIBCUDA names, in the same process and context. Where that is the same library, they
+ * differ by noise.
+ *
+ * IMAGE is a file with a kernel `nothing`. The difference shows best at a call that does next to nothing.
+ * A launch that is refused (REFUSED 1) is one on the stand-in, where a real one wakes a thread. An allocation
+ * comes first, so that the ledger is there.
  */
 #include <cuda.h>
 #include <dlfcn.h>
+#include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <time.h>
 
-#define LOAD(name) __typeof__(&name) p_##name = (__typeof__(&name))find(#name)
+/* What a queue of launches holds on any driver: the rest of a block would wait for the GPU. */
+#define LAUNCHES 256
 
-static void *library;
+#define FUNCTIONS(with)			\
+	with(cuCtxGetCurrent)		\
+	with(cuStreamQuery)		\
+	with(cuStreamGetPriority)	\
+	with(cuLaunchKernel)
 
-static void *find(const char *name)
+#define MEMBER(name) __typeof__(&name) name;
+struct api {
+	FUNCTIONS(MEMBER)
+};
+
+static CUfunction nothing;
+static CUstream stream;
+static int (*settle)(CUstream);
+
+static void fail(const char *what)
+{
+	fprintf(stderr, "launch: %s\n", what);
+	exit(1);
+}
+
+static void *find(void *library, const char *name)
 {
 	CUresult (*getproc)(const char *, void **, int, cuuint64_t, CUdriverProcAddressQueryResult *);
 	void *found = NULL;
 
 	getproc = (__typeof__(getproc))dlsym(library, "cuGetProcAddress_v2");
-	if (!getproc || getproc(name, &found, 12040, 0, NULL) || !found) {
-		fprintf(stderr, "no %s\n", name);
-		exit(1);
-	}
+	if (!getproc || getproc(name, &found, 12040, 0, NULL) || !found)
+		fail(name);
 	return found;
+}
+
+static void fill(struct api *api, void *library)
+{
+#define FIND(name) api->name = (__typeof__(&name))find(library, #name);
+	FUNCTIONS(FIND)
 }
 
 static double now(void)
@@ -35,48 +69,120 @@ static double now(void)
 	return (double)time.tv_sec * 1e9 + (double)time.tv_nsec;
 }
 
-#define MEASURE(name, count, call) do {							\
+#define MEASURED(name, call)								\
+static double name(const struct api *api, long count)					\
+{											\
 	double start = now();								\
-	for (long i = 0; i < (count); i++)						\
+	for (long i = 0; i < count; i++)						\
 		if (!(call))								\
-			return 1;							\
-	printf("%s %.3f\n", name, (now() - start) / (double)(count));			\
-} while (0)
+			fail(#name);							\
+	return now() - start;								\
+}
 
-int main(int count, char **given)
+static CUcontext current;
+static int priority;
+
+MEASURED(context, !api->cuCtxGetCurrent(&current))
+MEASURED(query, !api->cuStreamQuery(stream))
+MEASURED(get_priority, !api->cuStreamGetPriority(stream, &priority))
+MEASURED(refused, api->cuLaunchKernel(NULL, 1, 1, 1, 32, 1, 1, 0, stream, NULL, NULL))
+MEASURED(launch_some, !api->cuLaunchKernel(nothing, 1, 1, 1, 32, 1, 1, 0, stream, NULL, NULL))
+
+static double launch(const struct api *api, long count)
 {
-	static const char image[] = "standin module\nkernel nothing nothing 0\n";
-	long rounds = count > 1 ? atol(given[1]) : 1000000;
-	CUcontext context;
-	CUstream stream;
-	CUmodule module;
-	CUfunction function;
-	CUdeviceptr data;
-	int priority;
+	double spent = 0;
 
-	library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
-	if (!library)
-		return 1;
+	for (long left = count; left > 0; left -= LAUNCHES) {
+		spent += launch_some(api, left < LAUNCHES ? left : LAUNCHES);
+		if (settle(stream))
+			fail("cuStreamSynchronize");
+	}
+	return spent;
+}
+
+/* In turns that are short: what changes the clock of the processor meets both. */
+static void compare(const char *name, double (*measure)(const struct api *, long), const struct api *apis,
+		    long count)
+{
+	enum { TURNS = 8 };
+	double spent[2] = { 0 };
+	long each = count / TURNS > 0 ? count / TURNS : 1;
+
+	for (int turn = 0; turn < TURNS; turn++)
+		for (int side = 0; side < 2; side++)
+			spent[side ^ (turn & 1)] += measure(&apis[side ^ (turn & 1)], each);
+	printf("%s %.3f %.3f\n", name, spent[0] / (double)(each * TURNS), spent[1] / (double)(each * TURNS));
+}
+
+static char *read_image(const char *path)
+{
+	static char image[1 << 20];
+	FILE *file = fopen(path, "rb");
+
+	if (!file || !fread(image, 1, sizeof(image) - 1, file))
+		fail(path);
+	fclose(file);
+	return image;
+}
+
+static void prepare(void *library, const char *image)
+{
+#define LOAD(name) __typeof__(&name) p_##name = (__typeof__(&name))find(library, #name)
 	LOAD(cuInit);
-	LOAD(cuCtxGetCurrent);
+	LOAD(cuDriverGetVersion);
+	LOAD(cuDeviceGetName);
 	LOAD(cuCtxSetCurrent);
 	LOAD(cuMemAlloc);
 	LOAD(cuDevicePrimaryCtxRetain);
 	LOAD(cuStreamCreate);
-	LOAD(cuStreamGetPriority);
 	LOAD(cuModuleLoadData);
 	LOAD(cuModuleGetFunction);
-	LOAD(cuLaunchKernel);
-	LOAD(cuStreamSynchronize);
+	char name[128] = "";
+	CUcontext context;
+	CUdeviceptr data;
+	CUmodule module;
+	int version;
+
+	settle = (__typeof__(settle))find(library, "cuStreamSynchronize");
 	if (p_cuInit(0) || p_cuDevicePrimaryCtxRetain(&context, 0) || p_cuCtxSetCurrent(context) ||
-	    p_cuStreamCreate(&stream, CU_STREAM_NON_BLOCKING) || p_cuModuleLoadData(&module, image) ||
-	    p_cuModuleGetFunction(&function, module, "nothing") || p_cuMemAlloc(&data, 512))
-		return 1;
-	MEASURE("cuCtxGetCurrent", rounds, !p_cuCtxGetCurrent(&context));
-	MEASURE("cuStreamGetPriority", rounds, !p_cuStreamGetPriority(stream, &priority));
-	MEASURE("cuLaunchKernel-refused", rounds,
-		p_cuLaunchKernel(NULL, 1, 1, 1, 32, 1, 1, 0, stream, NULL, NULL));
-	MEASURE("cuLaunchKernel", rounds / 100,
-		!p_cuLaunchKernel(function, 1, 1, 1, 32, 1, 1, 0, stream, NULL, NULL));
-	return p_cuStreamSynchronize(stream) != CUDA_SUCCESS;
+	    p_cuStreamCreate(&stream, CU_STREAM_NON_BLOCKING) || p_cuDriverGetVersion(&version) ||
+	    p_cuDeviceGetName(name, sizeof(name), 0) || p_cuMemAlloc(&data, 512))
+		fail("no context");
+	if (p_cuModuleLoadData(&module, image) || p_cuModuleGetFunction(&nothing, module, "nothing"))
+		fail("the kernel cannot be loaded");
+	printf("ready %d %s\n", version, name);
+}
+
+int main(int count, char **given)
+{
+	const char *path = getenv("MPSD_REAL_LIBCUDA");
+	struct api apis[2];
+	void *library, *real;
+	long calls;
+	char line[16];
+
+	if (count != 4)
+		fail("CALLS IMAGE REFUSED");
+	setvbuf(stdout, NULL, _IOLBF, 0);
+	calls = atol(given[1]);
+	library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
+	if (!library)
+		fail("no libcuda.so.1");
+	prepare(library, read_image(given[2]));
+	real = path ? dlopen(path, RTLD_NOW | RTLD_LOCAL) : library;
+	if (!real)
+		fail(path);
+	fill(&apis[0], library);
+	fill(&apis[1], real);
+	launch(&apis[0], LAUNCHES);
+	while (fgets(line, sizeof(line), stdin)) {
+		compare("cuCtxGetCurrent", context, apis, calls);
+		compare("cuStreamQuery", query, apis, calls / 10);
+		compare("cuStreamGetPriority", get_priority, apis, calls);
+		if (atoi(given[3]))
+			compare("cuLaunchKernel-refused", refused, apis, calls);
+		compare("cuLaunchKernel", launch, apis, calls / 50);
+		printf("\n");
+	}
+	return 0;
 }

@@ -1,19 +1,29 @@
-"""What the proxy adds to a call, on the stand-in driver: paired runs, without and with, in turn."""
+"""What the proxy adds to a call: on the stand-in driver, or on the machine's own.
+
+Two processes run side by side, one without the proxy and one with it, and measure in turn. The one with the
+proxy also calls the driver's own functions, in the same context: that difference has no noise of processes in
+it, and is the one that is judged.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import shlex
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
-from libcuda_build.compile import FOLDER, build_proxy, build_standin
-from libcuda_build.header import find_include
-
+FOLDER = Path(__file__).resolve().parent.parent
 LIMIT_NS = 50.0
 MODES = {
     "passed on": {"MPSD_VAULT": "0"},
@@ -21,70 +31,289 @@ MODES = {
 }
 """What the library does with memory decides which functions have wrappers."""
 
+STANDIN_IMAGE = b"standin module\nkernel nothing nothing 0\n"
+SOURCE = 'extern "C" __global__ void nothing() {}\n'
+PTX = b".version 7.0\n.target sm_75\n.address_size 64\n.visible .entry nothing()\n{\n  ret;\n}\n\0"
+"""The same, for a driver that compiles it where there is no nvcc."""
+
+DEADLINE_S = 60.0
+SYSTEM_INCLUDE = Path("/usr/local/cuda/include")
+FIND_DRIVER = """
+import ctypes
+ctypes.CDLL("libcuda.so.1")
+print(next(line.split()[-1] for line in open("/proc/self/maps") if "libcuda.so" in line))
+"""
+
+Figures = Mapping[str, tuple[float, float]]
+"""For each function: nanoseconds as the program calls it, and of the driver's own."""
+
+
+class BenchError(Exception):
+    """It cannot be measured here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """`plain` is the folder of a driver that stands alone (None: the loader's choice), `real` its file."""
+
+    program: Path
+    image: Path
+    proxy: Path
+    plain: Path | None
+    real: Path
+    calls: int
+    refused: bool
+
 
 def main() -> int:
+    given = _parser().parse_args()
+    try:
+        with tempfile.TemporaryDirectory(prefix="mpsd-libcuda-bench-") as made:
+            report = _measure(given, Path(made))
+    except (BenchError, OSError, subprocess.SubprocessError) as error:
+        print(f"bench-libcuda: {error}", file=sys.stderr)
+        return 2
+    text = table(report)
+    print(text)
+    if given.json:
+        given.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    if given.markdown:
+        given.markdown.write_text(markdown(report, text), encoding="utf-8")
+    return 0 if report["verdict"] == "valid" or not report["bars"] else 1
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="scripts/bench-libcuda", description=__doc__)
-    parser.add_argument("--runs", type=int, default=15, help="pairs of runs")
-    parser.add_argument(
-        "--calls", type=int, default=1_000_000, help="calls in a run; a hundredth of them launches"
-    )
-    given = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="mpsd-libcuda-bench-") as made:
-        folder = Path(made)
-        build_proxy(folder / "proxy")
-        build_standin(folder / "standin")
-        _compile(folder / "launch")
-        found = {how: [_pair(folder, how, given.calls) for _ in range(given.runs)] for how in MODES}
-    print(
-        "on the stand-in driver; nanoseconds per call, median (and quartiles) of", given.runs, "paired runs"
-    )
-    worst = 0.0
-    for how, pairs in found.items():
-        print(f"{how + ':':<26}{'without':>10}{'with':>10}{'added':>10}   quartiles")
-        worst = max(worst, *(_report(name, pairs) for name in pairs[0][0]))
-    print(f"most added: {worst:.1f} ns; the aim is under {LIMIT_NS:.0f} ns")
-    return 0
+    parser.add_argument("--backend", choices=("standin", "nvidia"), default="standin", help="the driver")
+    parser.add_argument("--pairs", type=int, default=4, help="pairs of processes (default: 4)")
+    parser.add_argument("--rounds", type=int, default=10, help="rounds of each pair (default: 10)")
+    parser.add_argument("--calls", type=int, default=200_000, help="calls in a round; a fiftieth of launches")
+    parser.add_argument("--libcuda", type=Path, metavar="DIR", help="a proxy that was built before")
+    parser.add_argument("--include", type=Path, metavar="DIR", help="the folder with cuda.h")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--markdown", type=Path, help="write the table here")
+    return parser
 
 
-def _compile(target: Path) -> None:
-    source = FOLDER / "bench" / "launch.c"
-    command = [
-        "gcc",
-        "-O2",
-        "-std=gnu11",
-        "-isystem",
-        str(find_include()),
-        "-o",
-        str(target),
-        str(source),
-        "-ldl",
-    ]
-    subprocess.run(command, check=True)
-
-
-def _pair(folder: Path, how: str, calls: int) -> tuple[dict[str, float], dict[str, float]]:
-    return _run(folder, "standin", how, calls), _run(folder, "proxy", how, calls)
-
-
-def _run(folder: Path, library: str, how: str, calls: int) -> dict[str, float]:
-    environment = {
-        **os.environ,
-        **MODES[how],
-        "LD_LIBRARY_PATH": str(folder / library),
-        "MPSD_REAL_LIBCUDA": str(folder / "standin" / "libcuda.so.1"),
+def _measure(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """All of it: the report. Raises BenchError."""
+    date = datetime.now(UTC).isoformat(timespec="seconds")
+    setting = _set_up(given, folder)
+    rows, device, driver = [], "", ""
+    for mode, variables in MODES.items():
+        rounds: list[tuple[Figures, Figures]] = []
+        for _ in range(given.pairs):
+            with _running(setting, None) as plain, _running(setting, variables) as proxied:
+                driver, device = plain.driver, plain.device
+                rounds += [(plain.round(), proxied.round()) for _ in range(given.rounds)]
+        rows += [_row(mode, name, rounds) for name in rounds[0][0]]
+    verdicts = {row["verdict"] for row in rows}
+    return {
+        "schema": 1,
+        "kind": "bench-libcuda",
+        "device": device if given.backend == "nvidia" else "STAND-IN",
+        "driver": driver,
+        "backend": given.backend,
+        "date": date,
+        "command": shlex.join(_command(given)),
+        "limit_ns": LIMIT_NS,
+        "bars": int(given.backend == "nvidia"),
+        "pairs": given.pairs,
+        "rounds": given.rounds,
+        "rows": rows,
+        "verdict": next(v for v in ("invalid", "unknown", "valid") if v in verdicts),
     }
-    command = [str(folder / "launch"), str(calls)]
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    return {name: float(value) for name, value in (line.split() for line in done.stdout.splitlines())}
 
 
-def _report(name: str, pairs: Sequence[tuple[dict[str, float], dict[str, float]]]) -> float:
-    added = [with_it[name] - without[name] for without, with_it in pairs]
-    low, middle, high = statistics.quantiles(added, n=4)
-    without = statistics.median(pair[0][name] for pair in pairs)
-    with_it = statistics.median(pair[1][name] for pair in pairs)
-    print(f"{name:<26}{without:>10.1f}{with_it:>10.1f}{middle:>10.1f}   {low:.1f} to {high:.1f}")
-    return middle
+def _command(given: argparse.Namespace) -> list[str]:
+    """What repeats it, but for where things are."""
+    words = ["scripts/bench-libcuda", "--backend", given.backend, "--pairs", str(given.pairs)]
+    return [*words, "--rounds", str(given.rounds), "--calls", str(given.calls)]
+
+
+# -- what is measured with ---------------------------------------------------------------------------------
+
+
+def _set_up(given: argparse.Namespace, folder: Path) -> Setting:
+    include = given.include or _find_include()
+    _compile(folder / "launch", include)
+    proxy = given.libcuda or _build("build_proxy", folder / "proxy", include)
+    plain, image = None, folder / "image"
+    if given.backend == "standin":
+        plain = _build("build_standin", folder / "standin", include)
+        image.write_bytes(STANDIN_IMAGE)
+        real = plain / "libcuda.so.1"
+    else:
+        real = _find_driver()
+        _compile_kernel(folder, image)
+    return Setting(folder / "launch", image, proxy.resolve(), plain, real, given.calls, plain is not None)
+
+
+def _find_include() -> Path:
+    """The folder of cuda.h: the PyPI package's, or the toolkit's. Raises BenchError."""
+    try:
+        from libcuda_build.header import HeaderError, find_include
+    except ImportError:
+        pass
+    else:
+        try:
+            return find_include()
+        except HeaderError:
+            pass
+    if (SYSTEM_INCLUDE / "cuda.h").is_file():
+        return SYSTEM_INCLUDE
+    raise BenchError("no cuda.h: pip install nvidia-cuda-runtime, or name its folder with --include")
+
+
+def _build(what: str, target: Path, include: Path) -> Path:
+    """The proxy or the stand-in. Raises BenchError."""
+    try:
+        from libcuda_build import compile as builder
+    except ImportError as error:
+        raise BenchError(f"the library cannot be built here ({error}): name one with --libcuda") from error
+    try:
+        getattr(builder, what)(target, include=include)
+    except builder.BuildError as error:
+        raise BenchError(str(error)) from error
+    return target
+
+
+def _find_driver() -> Path:
+    """The file of the machine's own libcuda. Raises BenchError."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("MPSD_")}
+    done = subprocess.run(
+        [sys.executable, "-c", FIND_DRIVER],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    if done.returncode:
+        raise BenchError("no CUDA driver here: --backend standin needs none")
+    return Path(done.stdout.strip())
+
+
+def _compile(target: Path, include: Path) -> None:
+    source = str(FOLDER / "bench" / "launch.c")
+    command = ["gcc", "-O2", "-std=gnu11", "-isystem", str(include), "-o", str(target), source, "-ldl"]
+    subprocess.run(command, check=True, timeout=DEADLINE_S)
+
+
+def _compile_kernel(folder: Path, image: Path) -> None:
+    """For this GPU by nvcc, or as text for the driver to compile."""
+    (folder / "nothing.cu").write_text(SOURCE, encoding="utf-8")
+    if shutil.which("nvcc"):
+        command = ["nvcc", "-arch=native", "-cubin", "-o", str(image), str(folder / "nothing.cu")]
+        done = subprocess.run(command, capture_output=True, timeout=DEADLINE_S, check=False)
+        if done.returncode == 0 and image.is_file():
+            return
+    image.write_bytes(PTX)
+
+
+class Running:
+    """One process that measures when it is told to."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+        words = self._line().split(maxsplit=2)
+        if words[:1] != ["ready"]:
+            raise BenchError("a process that was to measure ended before it was ready")
+        self.driver, self.device = words[1], words[2] if len(words) > 2 else ""
+
+    def _line(self) -> str:
+        assert self._process.stdout is not None
+        return self._process.stdout.readline().strip()
+
+    def round(self) -> Figures:
+        assert self._process.stdin is not None
+        self._process.stdin.write("go\n")
+        self._process.stdin.flush()
+        found = {}
+        while line := self._line():
+            name, through, direct = line.split()
+            found[name] = (float(through), float(direct))
+        if not found:
+            raise BenchError("a process that was measuring has ended")
+        return found
+
+
+@contextmanager
+def _running(setting: Setting, proxied: Mapping[str, str] | None) -> Iterator[Running]:
+    """`proxied`: variables of a process with the proxy; None: one without."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("MPSD_")}
+    folder = setting.plain if proxied is None else setting.proxy
+    if folder is not None:
+        before = environment.get("LD_LIBRARY_PATH", "")
+        environment["LD_LIBRARY_PATH"] = f"{folder}:{before}" if before else str(folder)
+    environment |= {"MPSD_REAL_LIBCUDA": str(setting.real), **(proxied or {})}
+    command = [str(setting.program), str(setting.calls), str(setting.image), str(int(setting.refused))]
+    with subprocess.Popen(
+        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            yield Running(process)
+        finally:
+            process.kill()
+
+
+# -- what was found ----------------------------------------------------------------------------------------
+
+
+def _row(mode: str, name: str, rounds: Sequence[tuple[Figures, Figures]]) -> dict[str, Any]:
+    """`added`: of two processes; `inside`: of one. Nanoseconds: median, and the quartiles."""
+    added = [with_it[name][0] - without[name][0] for without, with_it in rounds]
+    inside = [with_it[name][0] - with_it[name][1] for _, with_it in rounds]
+    row: dict[str, Any] = {
+        "mode": mode,
+        "call": name,
+        "without_ns": round(statistics.median(without[name][0] for without, _ in rounds), 1),
+        "with_ns": round(statistics.median(with_it[name][0] for _, with_it in rounds), 1),
+        "added_ns": _spread(added),
+        "inside_ns": _spread(inside),
+    }
+    return {**row, "verdict": verdict(row["inside_ns"])}
+
+
+def _spread(values: Sequence[float]) -> dict[str, float]:
+    low, middle, high = statistics.quantiles(values, n=4) if len(values) > 1 else [values[0]] * 3
+    return {"median": round(middle, 1), "low": round(low, 1), "high": round(high, 1)}
+
+
+def verdict(inside: Mapping[str, float]) -> str:
+    """Whether what is added is under the limit; unknown where the quartiles lie on both sides of it."""
+    if inside["high"] < LIMIT_NS:
+        return "valid"
+    return "invalid" if inside["low"] >= LIMIT_NS else "unknown"
+
+
+def table(report: Mapping[str, Any]) -> str:
+    head = (
+        f"{report['device']}, driver {report['driver']}; nanoseconds per call, median (and quartiles) of "
+        f"{report['pairs']} x {report['rounds']} rounds"
+    )
+    lines = [head]
+    for mode in MODES:
+        columns = f"{'without':>10}{'with':>10}   {'two processes':<26}{'one process':<26}"
+        lines.append(f"{mode + ':':<26}{columns}")
+        for row in (r for r in report["rows"] if r["mode"] == mode):
+            figures = f"{row['without_ns']:>10.1f}{row['with_ns']:>10.1f}"
+            spreads = f"{_told(row['added_ns']):<26}{_told(row['inside_ns']):<26}"
+            lines.append(f"{row['call']:<26}{figures}   {spreads}{row['verdict']}")
+    most = max(row["inside_ns"]["median"] for row in report["rows"])
+    lines.append(f"most added: {most:.1f} ns; the aim is under {LIMIT_NS:.0f} ns: {report['verdict']}")
+    return "\n".join(lines)
+
+
+def _told(spread: Mapping[str, float]) -> str:
+    return f"{spread['median']:+.1f} ({spread['low']:+.1f} to {spread['high']:+.1f})"
+
+
+def markdown(report: Mapping[str, Any], text: str) -> str:
+    """The report for people."""
+    title = f"# {report['device']}, driver {report['driver']}: what the proxy adds to a call"
+    block = "\n".join(f"    {line}" for line in text.splitlines())
+    return f"{title}\n\n{report['date']}:\n\n    {report['command']}\n\n{block}\n"
 
 
 if __name__ == "__main__":

@@ -1,0 +1,34 @@
+"""scripts/bench-libcuda: what it measures, and when that is under the limit."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from libcuda_build.bench import LIMIT_NS, MODES, verdict
+from tests.support.libcudas import ROOT, Libraries, run
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "said"),
+    [(1.0, LIMIT_NS - 1, "valid"), (1.0, LIMIT_NS + 1, "unknown"), (LIMIT_NS, 2 * LIMIT_NS, "invalid")],
+)
+def test_quartiles_on_both_sides_of_the_limit_say_nothing(low: float, high: float, said: str) -> None:
+    assert verdict({"low": low, "median": (low + high) / 2, "high": high}) == said
+
+
+def test_every_call_is_measured_in_both_modes(libraries: Libraries, tmp_path: Path) -> None:
+    target = tmp_path / "bench.json"
+    command = [sys.executable, "-m", "libcuda_build.bench", "--pairs", "1", "--rounds", "2"]
+    command += ["--calls", "2000", "--libcuda", str(libraries.proxy), "--json", str(target)]
+    done = run(command, {**os.environ, "PYTHONPATH": str(ROOT / "clients" / "libcuda")})
+    assert done.returncode == 0, done.stderr
+    report = json.loads(target.read_text())
+    assert {row["mode"] for row in report["rows"]} == set(MODES)
+    assert {row["call"] for row in report["rows"]} >= {"cuLaunchKernel", "cuStreamQuery", "cuCtxGetCurrent"}
+    assert (report["backend"], report["bars"], report["device"]) == ("standin", 0, "STAND-IN")
+    assert "most added: " in done.stdout
