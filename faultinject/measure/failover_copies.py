@@ -1,4 +1,4 @@
-"""Clients that load many copies of libcuda, and that use a domain again after a fault.
+"""Clients that load copies of libcuda: in each way, many, and again into a domain after a fault.
 
 Each finding is an event "row" as it comes, so that a crash loses only what follows; "told" is the end.
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from faultinject.measure.client import emit
-from faultinject.measure.failover_driver import Copies, Driver, DriverError, first, ms, now
+from faultinject.measure.failover_driver import Copies, Driver, DriverError, Shared, first, ms, now
 from faultinject.measure.nvml import Nvml
 
 MANY = 8
@@ -153,5 +153,32 @@ def cycles(cubin: str, folder: str, pipe: str) -> None:
         row(f"unloaded faulted copy {number}", **unload(gone, f"renamed-{number}.so"), growth=usage.growth())
     row("in the end", works=[works(driver), works(standby)])
     emit("told")
+    sys.stdin.readline()
+    os._exit(0)
+
+
+def once(cubin: str, folder: str, pipe: str, how: str) -> None:
+    """Both copies, the second one made in this way (`nothing`: unchanged); what it took, and worked."""
+    a = first()
+    row: dict[str, Any] = {"how": how, "A": a.start(Path(cubin))}
+    copies = Copies(Path(folder))
+    try:
+        b: Driver = copies.load(1, Path(pipe), how)
+        row |= copies.notes | {"counts after dlopen": copies.helper.counts()}
+        row |= copies.helper.within(Path(pipe), 1, lambda: b.start(Path(cubin)))
+        shared = Shared(a, b)
+        b.current()
+        b.launch("increment", shared.other, 1)
+        b.sync()
+        a.current()
+        a.launch("increment", shared.one, 1)
+        a.sync()
+        row["both wrote"] = a.read_u64(shared.one) == 2
+    except (DriverError, OSError) as error:
+        row["failed"] = str(error)
+    row["counts"] = copies.helper.counts()
+    sockets = Path("/proc/net/unix").read_text().splitlines()
+    row["sockets"] = [line.split()[-1] for line in sockets if f"-{os.getpid()}" in line and "@" in line]
+    emit("told", **row, pid=os.getpid())
     sys.stdin.readline()
     os._exit(0)

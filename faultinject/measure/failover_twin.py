@@ -22,8 +22,6 @@ from faultinject.measure.failover_driver import (
     GRANULE,
     NOT_READY,
     Copies,
-    Driver,
-    DriverError,
     Shared,
     first,
     now,
@@ -367,38 +365,11 @@ def offender(cubin: str, kind: str) -> None:
     os._exit(5)
 
 
-def once(cubin: str, folder: str, pipe: str, how: str) -> None:
-    """Both copies, the second one made in this way (`nothing`: unchanged); what it took, and worked."""
-    a = first()
-    row: dict[str, Any] = {"how": how, "A": a.start(Path(cubin))}
-    copies = Copies(Path(folder))
-    try:
-        b: Driver = copies.load(1, Path(pipe), how)
-        row |= copies.notes | {"counts after dlopen": copies.helper.counts()}
-        row |= copies.helper.within(Path(pipe), 1, lambda: b.start(Path(cubin)))
-        shared = Shared(a, b)
-        b.current()
-        b.launch("increment", shared.other, 1)
-        b.sync()
-        a.current()
-        a.launch("increment", shared.one, 1)
-        a.sync()
-        row["both wrote"] = a.read_u64(shared.one) == 2
-    except (DriverError, OSError) as error:
-        row["failed"] = str(error)
-    row["counts"] = copies.helper.counts()
-    sockets = Path("/proc/net/unix").read_text().splitlines()
-    row["sockets"] = [line.split()[-1] for line in sockets if f"-{os.getpid()}" in line and "@" in line]
-    emit("told", **row, pid=os.getpid())
-    sys.stdin.readline()
-    os._exit(0)
-
-
 ROLES: dict[str, Callable[..., None]] = {
     "writer": writer,
     "loop": loop,
     "offender": offender,
-    "once": once,
+    "once": failover_copies.once,
     "many": failover_copies.many,
     "cycles": failover_copies.cycles,
     "host": failover_shared.host,
