@@ -77,6 +77,17 @@ __global__ void count(u64 *counter, u64 duration_ns, const volatile u32 *stop)
     }
 }
 
+// Counts in word[0] for duration_ns, once at least, or until *stop is set; word[1] is when it last did.
+__global__ void pulse(volatile u64 *word, u64 duration_ns, const volatile u32 *stop)
+{
+    u64 begin = nanoseconds();
+    do {
+        word[1] = nanoseconds();
+        word[0] += 1;
+        __threadfence_system();
+    } while (nanoseconds() - begin < duration_ns && *stop == 0);
+}
+
 __global__ void forever(const volatile u32 *stop)
 {
     while (*stop == 0) { }
@@ -201,6 +212,7 @@ KERNELS: Mapping[str, tuple[type[Any], ...]] = MappingProxyType(
         "verify": (_ADDRESS, _U64, _U32, _ADDRESS),
         "spin": (_U64,),
         "count": (_ADDRESS, _U64, _ADDRESS),
+        "pulse": (_ADDRESS, _U64, _ADDRESS),
         "forever": (_ADDRESS,),
         "store": (_ADDRESS,),
         "load": (_ADDRESS, _ADDRESS),

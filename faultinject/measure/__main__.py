@@ -34,6 +34,7 @@ QUESTIONS = {
     "guard": ("guard", 60),
     "work-memory": ("work_memory", 40),
     "zones": ("zones", 150),
+    "failover": ("failover", 150),
 }
 
 

@@ -389,6 +389,13 @@ def zones(cubin: str, *_: str) -> None:
     zone_calls.serve(Cuda(cubin), emit)
 
 
+def failover(cubin: str, role: str, *arguments: str) -> None:
+    """A process with two copies of the driver, or a neighbour of one (faultinject.measure.failover)."""
+    from faultinject.measure import failover_twin
+
+    failover_twin.ROLES[role](cubin, *arguments)
+
+
 ROLES: dict[str, Callable[..., None]] = {
     "survivor": survivor,
     "worker": worker,
@@ -397,6 +404,7 @@ ROLES: dict[str, Callable[..., None]] = {
     "memory": memory,
     "zones": zones,
     "bench": bench,
+    "failover": failover,
 }
 
 if __name__ == "__main__":

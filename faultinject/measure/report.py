@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from faultinject.measure.failover_report import failover
+
 Row = dict[str, Any]
 HEAD = ("schema", "device", "driver", "kernel", "date", "command")
 
@@ -271,6 +273,7 @@ SUMMARIES: dict[str, Callable[[list[Row]], list[Row]]] = {
     "guard": guard,
     "work-memory": work_memory,
     "zones": zones,
+    "failover": failover,
 }
 
 # What identifies one machine has no place in a report: where its Python lies, its GPU's uuid.

@@ -62,9 +62,12 @@ def prefer_host(fd: int, address: int, length: int) -> int:
     return int(_PREFERRED.unpack(buffer)[4])
 
 
-def lay(address: int, length: int, *, host: bool) -> dict[str, Any]:
-    """A managed range there, hidden from the CPU, its pages on the host or on the GPU; time taken."""
-    for fd in uvm_descriptors():
+def lay(address: int, length: int, *, host: bool, descriptors: list[int] | None = None) -> dict[str, Any]:
+    """A managed range there, hidden from the CPU, its pages on the host or on the GPU; time taken.
+
+    Of the address space of one of `descriptors`, or of any that the process has.
+    """
+    for fd in uvm_descriptors() if descriptors is None else descriptors:
         began = time.monotonic()
         got = _libc.mmap(address, length, 3, _MAP_SHARED | _MAP_FIXED, fd, address)
         if got == _FAILED or (got or 0) != address:

@@ -1,0 +1,91 @@
+"""What a fail-over inside the process rests on: copies of the driver, the fence, signs, shared things.
+
+Each case is a process of its own with a deadline (faultinject.measure.failover_cases); its findings are
+written as they come, so a hang costs only what would have followed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from faultinject.measure.failover_driver import Copies
+from faultinject.measure.nvml import Nvml
+from mpsd.gpu.nvidia.uvm import NvidiaUvm
+
+# Case -> deadline in seconds. The faults take what is left of the whole.
+CASES = {"technique": 14, "host": 12, "graph": 10, "window": 14, "many": 16, "cycles": 20, "faults": 110}
+WHOLE_S = 142
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The findings of a case so far; a torn last line is dropped."""
+    rows = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            break
+    return rows
+
+
+def end_control(pid: int) -> None:
+    """SIGKILL to a control daemon that a case left behind; its server goes with it."""
+    try:
+        if b"nvidia-cuda-mps-control" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            os.kill(pid, signal.SIGKILL)
+    except OSError:
+        pass
+
+
+def run_case(name: str, out: Path, cubin: Path, folder: Path, limit_s: float) -> list[dict[str, Any]]:
+    """Run one case to its end or its deadline; its findings."""
+    path = out / f"failover-{name}.jsonl"
+    command = [sys.executable, "-m", "faultinject.measure.failover_cases", name]
+    command += [str(out), str(cubin), str(folder), f"{limit_s - 3:.1f}"]
+    began, said = time.monotonic(), ""
+    with tempfile.TemporaryFile() as errors:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=errors, stderr=errors, start_new_session=True
+        )
+        try:
+            process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            said = f"not finished within {limit_s:.0f} s"
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait(5)
+        errors.seek(0)
+        tail = errors.read().decode(errors="replace")[-1500:]
+    rows = read_rows(path)
+    for row in rows:
+        if "control" in row:
+            end_control(int(row["control"]))
+    rows = [{"case": name, **row} for row in rows if "control" not in row]
+    if said or process.returncode:
+        rows.append({"case": name, "failed": said or f"exit status {process.returncode}", "stderr": tail})
+    rows.append({"case": name, "what": "took", "seconds": round(time.monotonic() - began, 1)})
+    return rows
+
+
+def measure(out: Path, cubin: Path, uvm: NvidiaUvm, nvml: Nvml, rows: list[Any]) -> None:
+    end = time.monotonic() + WHOLE_S
+    os.environ["CUDA_MODULE_LOADING"] = "LAZY"
+    folder = Path(tempfile.mkdtemp(prefix="mm-copies-", dir="/tmp"))
+    try:
+        rows.append({"case": "file", **Copies.prepare(folder)})
+        for name, limit_s in CASES.items():
+            left = end - time.monotonic()
+            if left > 5:
+                rows += run_case(name, out, cubin, folder, min(limit_s, left))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
