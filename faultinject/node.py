@@ -55,13 +55,13 @@ _SETTINGS = {"lease.linger_limit_s": "2.0", "domains.stop_deadline_s": "3.0", "l
 _FEW_ZONES = {"guard.zones_bytes_per_gpu": str(48 << 30)}
 
 
-def open_simulated_node(base: Path) -> Node:
-    """A simulated node under `base`, started now. Raises MpsdError."""
+def open_simulated_node(base: Path, gpus: int = 1) -> Node:
+    """A simulated node with so many GPUs under `base`, started now. Raises MpsdError."""
     from mpsd.gpu.simulated.backend import open_simulated, stop_simulated
 
     directory = base / "g"
     directory.mkdir(parents=True, exist_ok=True)
-    backend = open_simulated(directory)
+    backend = open_simulated(directory, gpus=gpus)
 
     def close() -> None:
         _close_backend(backend)

@@ -41,13 +41,13 @@ def checked(result: tuple[Any, ...]) -> Any:
 
 
 class NvidiaDevice:
-    """faultinject.programs.device.Device on the first visible GPU."""
+    """faultinject.programs.device.Device on a visible GPU, by default the first."""
 
-    def __init__(self, cubin: Path | None) -> None:
+    def __init__(self, cubin: Path | None, ordinal: int = 0) -> None:
         checked(driver.cuInit(0))
-        self._device = checked(driver.cuDeviceGet(0))
+        self._device = checked(driver.cuDeviceGet(ordinal))
         self._context = checked(driver.cuDevicePrimaryCtxRetain(self._device))
-        checked(driver.cuCtxSetCurrent(self._context))
+        self.use()
         self.on_mps = self._under_mps()
         image = cubin.read_bytes() if cubin else kernels.compile(self._arch())
         self._module = checked(driver.cuModuleLoadData(image))
@@ -59,6 +59,10 @@ class NvidiaDevice:
         self._scratch = self.alloc(1 << 16)
         checked(driver.cuMemsetD8(self._scratch, 0, 1 << 16))
         self._stream = checked(driver.cuStreamCreate(1))
+
+    def use(self) -> None:
+        """Make its context the one of this thread: for a program with several."""
+        checked(driver.cuCtxSetCurrent(self._context))
 
     def _attribute(self, name: str) -> int:
         attribute = getattr(driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
@@ -185,10 +189,10 @@ class NvidiaDevice:
         return int(address)
 
 
-def open_nvidia(environ: Mapping[str, str]) -> NvidiaDevice:
-    """Open the first visible GPU. Raises DeviceError as the driver refused."""
+def open_nvidia(environ: Mapping[str, str], ordinal: int = 0) -> NvidiaDevice:
+    """Open a visible GPU, by default the first. Raises DeviceError as the driver refused."""
     named = environ.get(CUBIN)
-    return NvidiaDevice(Path(named) if named else None)
+    return NvidiaDevice(Path(named) if named else None, ordinal)
 
 
 def prepare_kernels(target: Path) -> None:

@@ -1,0 +1,65 @@
+"""Whole programs under a whole mpsd, on the simulated GPU, and on the real one where MPSD_TEST_GPU allows it
+(tests/conftest.py). The proxy is that of MPSD_LIBCUDA_DIR, an installed one, or built here."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from faultinject.history import History
+from faultinject.node import Node, open_node, open_simulated_node
+from faultinject.proxy.library import Libraries, find_libraries
+from faultinject.rig import Rig
+from mpsd.errors import MpsdError
+
+BACKENDS = ("simulated", pytest.param("nvidia", marks=pytest.mark.gpu))
+
+
+@pytest.fixture(scope="session")
+def base() -> Iterator[Path]:
+    # Short, for socket paths must fit in 107 bytes.
+    with tempfile.TemporaryDirectory(prefix="mpsd-gt-", dir="/tmp") as where:
+        yield Path(where)
+
+
+@pytest.fixture(scope="session", params=BACKENDS)
+def node(request: pytest.FixtureRequest, base: Path) -> Iterator[Node]:
+    with warnings.catch_warnings():
+        # Those of CUDA's binding are not ours to mend.
+        warnings.simplefilter("ignore")
+        simulated = request.param == "simulated"
+        where = base / request.param
+        opened = open_simulated_node(where, gpus=2) if simulated else open_node(request.param, where)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def gpus(node: Node) -> list[str]:
+    """UUIDs of two GPUs."""
+    found = [gpu.uuid for gpu in node.backend.devices.gpus()]
+    if len(found) < 2:
+        pytest.skip(f"needs two GPUs, and there are fewer: {len(found)}")
+    return found[:2]
+
+
+@pytest.fixture(scope="session")
+def libraries(node: Node, base: Path) -> Libraries:
+    named = os.environ.get("MPSD_LIBCUDA_DIR")
+    try:
+        return find_libraries(node.name, Path(named) if named else None, None, base / "lib")
+    except MpsdError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture
+def rig(node: Node) -> Iterator[Rig]:
+    """A daemon with the vault on. Nothing of the run may be left."""
+    with History() as history, Rig(node, "mpsd", history, settings={"vault.enabled": "true"}) as started:
+        yield started
+    assert started.left == []

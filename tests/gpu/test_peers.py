@@ -1,0 +1,84 @@
+"""Peer access between two GPUs: the same with the proxy, passing calls on or with its memory, as without."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from faultinject.node import Node
+from faultinject.proxy.library import Libraries
+from faultinject.worker import REPOSITORY, python_environment
+
+pytestmark = pytest.mark.timeout(200)
+DEADLINE_S = 60.0
+PROGRAM = REPOSITORY / "tests" / "gpu" / "peers.py"
+
+EXPECTED = {
+    "can": 1,
+    "never": [0, 5],
+    "before": [0, 5],
+    "twice": 704,
+    "after": [0, 5],
+    "large": [0, 5],
+    "copied": [0, 5],
+    "disabled": 0,
+    "again": 705,
+    "unreachable": 700,
+}
+"""`never`: copied by the driver with nothing enabled; the others: what a kernel read, and codes."""
+
+SIDES = {
+    "plain": None,
+    "forward": {"MPSD_VAULT": "0"},
+    "vault": {"MPSD_VAULT": "1", "MPSD_ZONE_BUDGET": str(4 << 30)},
+}
+
+
+def environment(node: Node, libraries: Libraries, nowhere: Path, side: str) -> dict[str, str]:
+    """Outside MPS: the last thing that the program does must be its own affair."""
+    variables = SIDES[side]
+    found = python_environment() | dict(node.environment) | {"CUDA_MPS_PIPE_DIRECTORY": str(nowhere)}
+    folder = libraries.driver if variables is None else libraries.proxy
+    if folder is not None:
+        found["LD_LIBRARY_PATH"] = f"{folder}:{os.environ.get('LD_LIBRARY_PATH', '')}"
+    if libraries.driver is not None:
+        found |= {"MPSD_REAL_LIBCUDA": str(libraries.driver / "libcuda.so.1"), "MPSD_STANDIN_DEVICES": "2"}
+    return found | (variables or {})
+
+
+def seen(node: Node, libraries: Libraries, nowhere: Path, side: str) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM)],
+        env=environment(node, libraries, nowhere, side),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return answer
+
+
+def test_a_peer_reaches_the_same_with_the_proxy_and_without(
+    node: Node, gpus: list[str], libraries: Libraries, tmp_path: Path
+) -> None:
+    found = {side: seen(node, libraries, tmp_path / "none", side) for side in SIDES}
+    plain = found["plain"]
+    if not plain["can"]:
+        pytest.skip("these two GPUs cannot reach each other's memory")
+    windowed = {side: answer.pop("windowed") for side, answer in found.items()}
+    assert windowed == {"plain": 0, "forward": 0, "vault": 4}
+    # The stand-in has no cuMemcpyPeer.
+    lacking = {name for name, value in plain.items() if value is None}
+    assert lacking == (set() if libraries.driver is None else {"never", "copied"})
+    assert plain == {k: None if k in lacking else v for k, v in EXPECTED.items()}
+    assert found["forward"] == plain
+    assert found["vault"] == plain
