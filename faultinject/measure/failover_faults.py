@@ -148,7 +148,7 @@ class Round:
         return {
             "means": ended.get("means", "none"),
             "words": {
-                name: [self.since(told[key][name]) for key in ("written", "before", "seen")]
+                name: [self.since(told[key][name]) for key in ("written", "before", "after")]
                 for name in told["values"]
             },
             "signs": {name: [self.since(t), code] for name, (t, code) in told["signs"].items()},

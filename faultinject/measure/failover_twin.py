@@ -248,7 +248,7 @@ def writer(cubin: str, folder: str, pipe: str, means: str = "none") -> None:
     twins.b.write_u32(twins.shared.other + STOP, 1)
     last = {name: gpu / 1e9 - offset for name, gpu in reader.gpu_ns.items()}
     emit(
-        "told", values=reader.values, before=reader.before, seen=reader.seen, written=last,
+        "told", values=reader.values, before=reader.before, after=reader.seen, written=last,
         clock_error_ms=round(error * 1e3, 4), reads=reader.reads, read_code=reader.code,
         longest_read_ms=round(reader.longest * 1e3, 2), signs=work.signs.first, ended=ended,
     )  # fmt: skip
