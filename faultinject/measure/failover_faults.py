@@ -255,7 +255,7 @@ def run(case: Case) -> None:
                 began = now()
                 try:
                     one(case, b, bystander, nvml, xids, kind, means)
-                except (DeadlineError, GpuError, OSError, AssertionError, KeyError) as error:
+                except (DeadlineError, GpuError, OSError, AssertionError, LookupError, TypeError) as error:
                     case.record({"kind": kind, "means": means, "failed": f"{type(error).__name__}: {error}"})
                 case.record({"what": "round", "seconds": round(now() - began, 2)})
                 if bystander.find("error"):
