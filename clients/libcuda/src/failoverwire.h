@@ -1,0 +1,69 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * What is said on RUN/failover.sock (SOCK_SEQPACKET), in both directions: one structure of fixed size per
+ * message, in the machine's own byte order. mpsd/failover/wire.py reads the same, and a test compares the
+ * two by what the compiler says. Neither side answers a message; each goes on as it can.
+ *
+ * A standby is a context in a second domain on the same GPU, made by a second copy of the driver in the
+ * program's own process. Its generation names it: what is said of another generation is of no account.
+ *
+ * The program says
+ *	HELLO		mode; once, first
+ *	READY		generation; values: ns since STANDBY came, bytes of GPU memory that it takes (0: unknown)
+ *	UNREADY		generation; text: why there will be none
+ *	OPAQUE		text: the driver's function that made what cannot be carried over; each name once
+ *	OWN_ERROR	values: a CUresult that its own context gave. A claim, which moves nobody else
+ *	MOVED		generation; values: ns since MOVE came until its calls were held, until the old
+ *			context could write no more, until the first call went on; bytes restored; launches
+ *			done again
+ *	STAYED		generation; text: why it did not move. It has the old context, and the old error
+ * and the daemon
+ *	WELCOME		mode: the one granted; MPSD_FAILOVER_OFF: it is told no more
+ *	STANDBY		generation; path: CUDA_MPS_PIPE_DIRECTORY of the second domain; text: the folder with
+ *			copies of the driver (libcuda-0.so.1, libcuda-1.so.1)
+ *	STAND_DOWN	generation; text: why. Its context goes, if the program is not in it
+ *	MOVE		generation: the program's domain is lost (or is to be left), go on there now
+ */
+#pragma once
+
+#include <stdint.h>
+
+#define MPSD_FAILOVER_MAGIC 0x726f6c66u		/* "flor" */
+#define MPSD_FAILOVER_VERSION 1
+#define MPSD_FAILOVER_PATH_ROOM 112
+#define MPSD_FAILOVER_TEXT_ROOM 128
+#define MPSD_FAILOVER_VALUES 6
+
+enum mpsd_failover_kind {
+	MPSD_FAILOVER_HELLO = 1,
+	MPSD_FAILOVER_READY = 2,
+	MPSD_FAILOVER_UNREADY = 3,
+	MPSD_FAILOVER_OPAQUE = 4,
+	MPSD_FAILOVER_OWN_ERROR = 5,
+	MPSD_FAILOVER_MOVED = 6,
+	MPSD_FAILOVER_STAYED = 7,
+	MPSD_FAILOVER_WELCOME = 65,
+	MPSD_FAILOVER_STANDBY = 66,
+	MPSD_FAILOVER_STAND_DOWN = 67,
+	MPSD_FAILOVER_MOVE = 68,
+};
+
+enum mpsd_failover_mode {
+	MPSD_FAILOVER_OFF = 0,
+	MPSD_FAILOVER_KEEP = 1,		/* memory is kept; what was in flight may be half done, and it is said */
+	MPSD_FAILOVER_EXACT = 2,	/* undone and done again */
+};
+
+struct mpsd_failover_message {
+	uint32_t magic;
+	uint16_t version;
+	uint16_t kind;
+	uint32_t mode;
+	uint32_t reserved;		/* 0 */
+	uint64_t generation;
+	uint64_t values[MPSD_FAILOVER_VALUES];
+	char path[MPSD_FAILOVER_PATH_ROOM];	/* these two with a final zero, zeros after it */
+	char text[MPSD_FAILOVER_TEXT_ROOM];
+};
+
+_Static_assert(sizeof(struct mpsd_failover_message) == 312, "the layout is an interface");
