@@ -49,7 +49,8 @@ def build_proxy(out: Path, *, sanitize: str = "", include: Path | None = None) -
         except (HeaderError, TableError) as error:
             raise BuildError(str(error)) from error
         folders = (generated, FOLDER / "src")
-        sources = [*sorted((FOLDER / "src").glob("*.c")), generated / "names.c", generated / "stubs.S"]
+        sources = sorted((FOLDER / "src").rglob("*.c"))
+        sources += [generated / name for name in ("names.c", "carry.c", "stubs.S", "thunks.S")]
         return _library(out, sources, folders, headers, sanitize)
 
 

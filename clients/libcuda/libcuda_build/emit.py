@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from libcuda_build import carry
 from libcuda_build.table import Plan
 
 SPARE = 128
@@ -76,6 +77,9 @@ def write_sources(plan: Plan, folder: Path) -> None:
     (folder / "stubs.S").write_text("\n".join(_stubs(plan)) + "\n" + _NOTES)
     (folder / "names.c").write_text("\n".join(_names(plan)) + "\n")
     (folder / "functions.h").write_text("\n".join(_functions(plan)) + "\n")
+    (folder / "carry.c").write_text(f"/* {_MADE} */\n" + "\n".join(carry.source(plan.carried)) + "\n")
+    thunks = carry.thunks(len(plan.names) + SPARE)
+    (folder / "thunks.S").write_text(f"/* {_MADE} */\n" + "\n".join(thunks) + "\n" + _NOTES)
 
 
 def spare_name(number: int) -> str:
@@ -110,10 +114,14 @@ def _functions(plan: Plan) -> Iterator[str]:
     yield f"#define MPSD_SPARE_NAME_ROOM {SPARE_NAME_ROOM}"
     yield '#define MPSD_SPARE_PREFIX "cu__mpsd_spare_"'
     yield f"#define MPSD_WRAPPERS {len(plan.wrapped)}"
-    for name in plan.called:
+    for name in sorted({*plan.called, *(one.function.name for one in plan.carried)}):
         parameters = ", ".join(plan.functions[name].parameters) or "void"
         yield ""
         yield f"#define MPSD_{name} {plan.names.index(name)}"
         if name in plan.wrapped:
             yield f"CUresult wrap_{name}({parameters});"
-        yield f"#define real_{name} ((CUresult (*)({parameters}))mpsd_real[MPSD_{name}])"
+        for table in ("real", "inner", "other"):
+            called = f"__atomic_load_n(&mpsd_{table}[MPSD_{name}], __ATOMIC_RELAXED)"
+            yield f"#define {table}_{name} ((CUresult (*)({parameters})){called})"
+    yield ""
+    yield from carry.declarations(plan.carried)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from libcuda_build.carry import Carried, CarryError, read_carried
 from libcuda_build.header import Function
 
 ALWAYS, MEMORY, NEVER = WHEN = ("always", "memory", "never")
@@ -24,6 +25,7 @@ class Plan:
     called: tuple[str, ...]  # those whose real function the proxy calls
     wrapped: Mapping[str, str]  # those that have a wrapper too, and when
     functions: Mapping[str, Function]
+    carried: tuple[Carried, ...] = ()
 
 
 def read_plan(folder: Path, functions: Mapping[str, Function]) -> Plan:
@@ -34,7 +36,14 @@ def read_plan(folder: Path, functions: Mapping[str, Function]) -> Plan:
         raise TableError(f"functions.toml: cuda.h does not declare {', '.join(unknown)}")
     names = sorted({*functions, *_extra(folder / "names.txt")})
     wrapped = {name: when for name, when in sorted(entries.items()) if when != NEVER}
-    return Plan(tuple(names), tuple(sorted(entries)), wrapped, functions)
+    return Plan(tuple(names), tuple(sorted(entries)), wrapped, functions, _carried(folder, functions))
+
+
+def _carried(folder: Path, functions: Mapping[str, Function]) -> tuple[Carried, ...]:
+    try:
+        return read_carried(folder / "carry.toml", functions)
+    except CarryError as error:
+        raise TableError(str(error)) from error
 
 
 def _entries(table: Mapping[str, object]) -> dict[str, str]:

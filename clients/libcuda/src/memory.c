@@ -16,6 +16,7 @@
 
 #include "arena.h"
 #include "capture.h"
+#include "failover/mirror.h"
 #include "ipc.h"
 #include "launches.h"
 #include "marks.h"
@@ -25,18 +26,14 @@
 #include "stats.h"
 #include "vault.h"
 #include "window.h"
+#include "windows.h"
 #include "zones.h"
 
-#define DEVICES MPSD_DEVICES
+#define windows mpsd_windows
+#define lock mpsd_windows_lock
 
-static struct window {
-	struct arena arena;
-	bool tried, open;
-	uint32_t peers;		/* devices that may access it too, a bit for each */
-	CUcontext primary;	/* the only context whose allocations come here; NULL: none is alive */
-} windows[DEVICES];
-
-static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+struct window windows[DEVICES];
+pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 
 bool mpsd_memory_wanted(void)
 {
@@ -56,10 +53,12 @@ static void open_window(struct window *window, CUdevice device)
 	    ARENA_GRANULE % granularity || !mpsd_window_reserve(device, mpsd_zones_size(), &base, &size))
 		return;
 	window->open = arena_open(&window->arena, base, size, mpsd_zones_size());
-	if (window->open)
-		mpsd_ledger_start();
-	else
+	if (!window->open) {
 		mpsd_window_give_up(base, size);
+		return;
+	}
+	mpsd_mirror_window(device, base, size);
+	mpsd_ledger_start();
 }
 
 /* The window for allocations that the current context makes; NULL if they are not for one. */
@@ -89,7 +88,7 @@ static struct window *window_at(CUdeviceptr address)
 }
 
 /* Addresses that were in quarantine long enough. */
-static void take_back(void)
+void mpsd_windows_take_back(void)
 {
 	struct arena_range range;
 	CUdevice device;
@@ -102,12 +101,12 @@ static uint64_t find_address(struct arena *arena, size_t size, struct arena_rang
 {
 	uint64_t address;
 
-	take_back();
+	mpsd_windows_take_back();
 	address = arena_alloc(arena, size, fresh);
 	if (address)
 		return address;
 	mpsd_zones_empty();
-	take_back();
+	mpsd_windows_take_back();
 	return arena_alloc(arena, size, fresh);
 }
 
@@ -136,7 +135,7 @@ static CUresult alloc_in(struct window *window, CUdevice device, CUdeviceptr *dp
 }
 
 /* `keep`: the addresses of an empty piece go into quarantine first. Its memory never does. */
-static CUresult free_in(struct window *window, CUdeviceptr address, bool keep)
+CUresult mpsd_windows_free(struct window *window, CUdeviceptr address, bool keep)
 {
 	struct arena_range found, empty;
 
@@ -150,7 +149,7 @@ static CUresult free_in(struct window *window, CUdeviceptr address, bool keep)
 		mpsd_physical_unmap(empty);
 		if (!mpsd_zones_freed(empty.base, keep))
 			arena_give(&window->arena, empty);
-		take_back();
+		mpsd_windows_take_back();
 	}
 	mpsd_mark_forget(found.base);
 	mpsd_stats->vault_allocations--;
@@ -187,7 +186,7 @@ static CUresult free_now(CUdeviceptr address, CUcontext owner)
 	if (result != CUDA_SUCCESS)
 		return result;
 	pthread_mutex_lock(&lock);
-	result = free_in(window_at(address), address, true);
+	result = mpsd_windows_free(window_at(address), address, true);
 	pthread_mutex_unlock(&lock);
 	return result;
 }
@@ -287,7 +286,7 @@ CUresult mpsd_memory_adopt(CUdevice device, size_t size, CUmemGenericAllocationH
 	return result;
 }
 
-static void unmap_adopted(struct window *window, CUdeviceptr base)
+void mpsd_windows_unmap_adopted(struct window *window, CUdeviceptr base)
 {
 	struct arena_range empty;
 
@@ -301,100 +300,6 @@ static void unmap_adopted(struct window *window, CUdeviceptr base)
 void mpsd_memory_disown(CUdeviceptr base)
 {
 	pthread_mutex_lock(&lock);
-	unmap_adopted(window_at(base), base);
+	mpsd_windows_unmap_adopted(window_at(base), base);
 	pthread_mutex_unlock(&lock);
-}
-
-bool mpsd_memory_is_primary(CUcontext context, CUdevice *device)
-{
-	bool is = false;
-
-	pthread_mutex_lock(&lock);
-	for (int i = 0; i < DEVICES && !is && context; i++) {
-		is = windows[i].primary == context;
-		*device = i;
-	}
-	pthread_mutex_unlock(&lock);
-	return is;
-}
-
-/* With the lock held. What is mapped already keeps its own device. */
-static CUresult set_peer(struct window *window, CUdevice peer, bool on)
-{
-	CUmemAccess_flags flags = on ? CU_MEM_ACCESS_FLAGS_PROT_READWRITE : CU_MEM_ACCESS_FLAGS_PROT_NONE;
-	struct arena_range piece = { window->arena.base, 0 };
-	CUresult result = CUDA_SUCCESS;
-
-	window->peers = on ? window->peers | 1u << peer : window->peers & ~(1u << peer);
-	while (window->open && arena_next_piece(&window->arena, piece.base + piece.size, &piece)) {
-		CUresult one = mpsd_physical_access(piece, 1u << peer, flags);
-
-		result = result ? result : one;
-	}
-	return result;
-}
-
-CUresult mpsd_memory_set_peer(CUdevice home, CUdevice peer, bool on)
-{
-	CUresult result;
-
-	pthread_mutex_lock(&lock);
-	result = set_peer(&windows[home], peer, on);
-	pthread_mutex_unlock(&lock);
-	return result;
-}
-
-/* The end of a context, for primary.c */
-
-static void drop_all(struct window *window)
-{
-	struct arena_range found;
-
-	while (window->open && arena_first(&window->arena, &found)) {
-		if (mpsd_ipc_forget(found.base))
-			unmap_adopted(window, found.base);
-		else
-			free_in(window, found.base, false);
-	}
-	mpsd_zones_empty();
-	take_back();
-}
-
-/* With it ends what was enabled between it and others. */
-static void drop_peers(CUdevice dev)
-{
-	windows[dev].peers = 0;
-	for (int i = 0; i < DEVICES; i++)
-		if (windows[i].peers >> dev & 1)
-			set_peer(&windows[i], dev, false);
-}
-
-void mpsd_memory_begin(CUdevice dev, CUcontext primary)
-{
-	if (dev < 0 || dev >= DEVICES)
-		return;
-	pthread_mutex_lock(&lock);
-	windows[dev].primary = primary;
-	mpsd_launches_context(primary);
-	pthread_mutex_unlock(&lock);
-}
-
-/* A release may or may not have been the last one; the driver knows. */
-void mpsd_memory_end(CUdevice dev)
-{
-	unsigned int flags;
-	int active = 1;
-
-	if (dev < 0 || dev >= DEVICES)
-		return;
-	mpsd_ipc_hold();
-	pthread_mutex_lock(&lock);
-	if (real_cuDevicePrimaryCtxGetState(dev, &flags, &active) == CUDA_SUCCESS && !active) {
-		drop_all(&windows[dev]);
-		drop_peers(dev);
-		mpsd_launches_no_context(windows[dev].primary);
-		windows[dev].primary = NULL;
-	}
-	pthread_mutex_unlock(&lock);
-	mpsd_ipc_resume();
 }

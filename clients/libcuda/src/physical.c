@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT
 #include "physical.h"
 
+#include "failover/mirror.h"
 #include "proxy.h"
 #include "turn.h"
 #include "vault.h"
@@ -60,6 +61,8 @@ CUresult mpsd_physical_map(struct arena_range range, CUdevice device, uint32_t p
 	if (result != CUDA_SUCCESS)
 		return result;
 	result = mpsd_physical_place(range, 1u << device | peers, handle);
+	if (result == CUDA_SUCCESS)
+		mpsd_mirror_born(range, device, handle);
 	if (result != CUDA_SUCCESS || !mpsd_vault_put(range.base, range.size, device, handle))
 		real_cuMemRelease(handle);
 	return result;
@@ -69,6 +72,7 @@ void mpsd_physical_unmap(struct arena_range range)
 {
 	bool turn = mpsd_turn_take();
 
+	mpsd_mirror_gone(range);
 	real_cuMemUnmap(range.base, range.size);
 	mpsd_turn_give(turn);
 }

@@ -2,6 +2,8 @@
 /* The wrappers that every program meets: how it starts, and how it finds functions. */
 #include <pthread.h>
 
+#include "failover/carry.h"
+#include "failover/line.h"
 #include "memory.h"
 #include "proxy.h"
 #include "stats.h"
@@ -14,6 +16,9 @@ static void check(void)
 		mpsd_step_aside(reason);
 	else if (mpsd_memory_wanted())
 		mpsd_install(MPSD_WHEN_MEMORY);
+	/* Only what lies in a window can come along. */
+	if (!reason && mpsd_memory_wanted() && mpsd_line_offered())
+		mpsd_carry_install();
 }
 
 CUresult wrap_cuInit(unsigned int Flags)

@@ -1,0 +1,184 @@
+"""What carries a program's calls from one copy of the driver to the next: carry.toml, and the C made from it."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from libcuda_build.header import Function
+
+HANDLES = ("CUcontext", "CUstream", "CUevent", "CUmodule", "CUfunction", "CUlibrary", "CUkernel")
+"""The types of what the program names by what the first copy answered."""
+
+CLASSES = ("ask", "work", "waits_all", "waits_stream", "waits_legacy", "waits", "give", "make", "end")
+
+_NAME = re.compile(r"(\w+)(?:\[\w*\])?$")
+
+
+class CarryError(Exception):
+    """carry.toml says something that cannot be."""
+
+
+@dataclass(frozen=True)
+class Carried:
+    """A function and its class."""
+
+    function: Function
+    does: str
+
+
+def read_carried(path: Path, functions: Mapping[str, Function]) -> tuple[Carried, ...]:
+    """The functions of carry.toml, in order of their names. Raises CarryError."""
+    table = tomllib.loads(path.read_text())
+    unknown = sorted(set(table) - set(CLASSES))
+    if unknown:
+        raise CarryError(f"{path.name}: no such class: {', '.join(unknown)}")
+    does: dict[str, str] = {}
+    for kind, names in table.items():
+        for name in names:
+            if name in does:
+                raise CarryError(f"{path.name}: {name} is there twice")
+            if name not in functions:
+                raise CarryError(f"{path.name}: cuda.h does not declare {name}")
+            does[name] = kind
+    return tuple(Carried(functions[name], does[name]) for name in sorted(does))
+
+
+def declarations(carried: Sequence[Carried]) -> Iterator[str]:
+    """Prototypes of what carry.c calls and src/failover defines."""
+    yield f"#define MPSD_CARRIED {len(carried)}"
+    for one in carried:
+        if one.does in ("make", "end"):
+            yield f"CUresult {one.does}_{one.function.name}({_list(one.function)});"
+
+
+def source(carried: Sequence[Carried]) -> Iterator[str]:
+    """carry.c: a wrapper for each, and the list of them."""
+    yield '#include "failover/carry.h"'
+    for one in carried:
+        yield f"static CUresult carry_{one.function.name}({_list(one.function)})"
+        yield "{"
+        yield from _body(one)
+        yield "}"
+    yield "const struct mpsd_carried mpsd_carried[MPSD_CARRIED] = {"
+    for one in carried:
+        yield f"\t{{ MPSD_{one.function.name}, (void *)carry_{one.function.name} }},"
+    yield "};"
+
+
+def _body(one: Carried) -> Iterator[str]:
+    name, stream = one.function.name, _stream(one.function)
+    if one.does == "waits_legacy":
+        stream = "CU_STREAM_LEGACY"
+    prefix = one.does if one.does in ("make", "end") else "inner"
+    yield "\tCUresult result;"
+    yield "\tuint64_t moves;"
+    if one.does.startswith("waits_"):
+        yield "\tuint64_t work = mpsd_work_count();"
+    if one.does == "work":
+        yield f"\tmpsd_work({stream});"
+    yield "\tdo {"
+    yield "\t\tmoves = mpsd_carry_enter();"
+    yield f"\t\tresult = {prefix}_{name}({', '.join(_arguments(one, translate=prefix == 'inner'))});"
+    yield "\t} while (__builtin_expect(result != CUDA_SUCCESS, 0) && mpsd_carry_again(result, moves));"
+    if one.does == "waits_all":
+        yield "\tmpsd_waited_for_all(result, moves, work);"
+    elif one.does in ("waits_stream", "waits_legacy"):
+        yield f"\tmpsd_waited(result, moves, {stream}, work);"
+    if one.does.startswith("waits"):
+        yield "\tresult = mpsd_work_told(result);"
+    if one.does == "give":
+        for text in one.function.parameters:
+            kind, _, argument = text.rpartition("*")
+            if kind.strip() in HANDLES:
+                yield f"\tif (result == CUDA_SUCCESS && {argument})"
+                yield f"\t\t*{argument} = mpsd_name(*{argument});"
+    yield "\treturn result;"
+
+
+def _list(function: Function) -> str:
+    return ", ".join(function.parameters) or "void"
+
+
+def _arguments(one: Carried, *, translate: bool) -> Iterator[str]:
+    for text in one.function.parameters:
+        name = _argument(text)
+        kind = text.removesuffix(name).strip()
+        yield f"mpsd_native({name})" if translate and kind in HANDLES else name
+
+
+def _argument(text: str) -> str:
+    found = _NAME.search(text)
+    if not found:
+        raise CarryError(f"a parameter without a name: {text}")
+    return found[1]
+
+
+def _stream(function: Function) -> str:
+    """Of the stream that the work goes into; without one, the legacy stream's."""
+    for text in function.parameters:
+        if text.startswith("CUstream ") and "*" not in text:
+            return _argument(text)
+    return "CU_STREAM_LEGACY"
+
+
+# A function that is not carried over: noted once, and after a move its handles are translated by their
+# values, as far as they are in registers.
+_THUNKS = """\
+#if defined(__x86_64__)
+.macro thunk index
+	.balign 16
+	endbr64
+	pushq $\\index
+	jmp mpsd_thunk_common
+.endm
+
+	.hidden mpsd_thunks
+	.globl mpsd_thunks
+	.hidden mpsd_opaque
+	.text
+mpsd_thunk_common:
+	.cfi_startproc
+	.cfi_def_cfa_offset 16
+	push %rbp
+	.cfi_def_cfa_offset 24
+	mov %rsp, %rbp
+	sub $48, %rsp
+	mov %rdi, 0(%rsp)
+	mov %rsi, 8(%rsp)
+	mov %rdx, 16(%rsp)
+	mov %rcx, 24(%rsp)
+	mov %r8, 32(%rsp)
+	mov %r9, 40(%rsp)
+	mov %rsp, %rsi
+	mov 8(%rbp), %rdi
+	and $-16, %rsp
+	call mpsd_opaque
+	lea -48(%rbp), %rsp
+	mov %rax, %r11
+	mov 0(%rsp), %rdi
+	mov 8(%rsp), %rsi
+	mov 16(%rsp), %rdx
+	mov 24(%rsp), %rcx
+	mov 32(%rsp), %r8
+	mov 40(%rsp), %r9
+	mov %rbp, %rsp
+	pop %rbp
+	.cfi_def_cfa_offset 16
+	add $8, %rsp
+	.cfi_def_cfa_offset 8
+	jmp *%r11
+	.cfi_endproc
+	.balign 64
+mpsd_thunks:
+"""
+
+
+def thunks(slots: int) -> Iterator[str]:
+    """The body of thunks.S, between the head and the notes of stubs.S."""
+    yield _THUNKS
+    yield from (f"\tthunk {index}" for index in range(slots))
+    yield "#endif"

@@ -1,0 +1,91 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * How a call goes where a fail-over may come (MPSD_FAILOVER_SOCKET):
+ *
+ *	program --> stub --> carry_NAME() --> mpsd_inner[i]: wrap_NAME(), or the driver's own
+ *
+ * carry_NAME() is made from carry.toml. Until the first move it costs a look at one word. While the program
+ * is moved, calls wait here; after it, the names that the program has (what the first copy of the driver
+ * answered) become what the copy in use calls the same things. An error that the loss of a context gives is
+ * not the program's until it is known that nothing is moved.
+ */
+#pragma once
+
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "proxy.h"
+
+struct mpsd_carried {
+	unsigned int index;
+	void *function;
+};
+
+/* Generated. */
+extern const struct mpsd_carried mpsd_carried[MPSD_CARRIED];
+extern const char mpsd_thunks[];
+
+extern void *mpsd_inner[MPSD_SLOTS];	/* what carry_NAME() calls */
+extern void *mpsd_other[MPSD_SLOTS];	/* of the standby's copy, for the thread of line.c alone */
+
+/* 2 * moves that were, + 1 while there is one. */
+extern atomic_uint_least64_t mpsd_moves;
+
+#define MPSD_AGAIN ((CUresult)-2)	/* of a make_NAME() that a move overtook */
+
+/* After wrappers are installed, and before the program has a context. Once. */
+void mpsd_carry_install(void);
+
+/* phase.c */
+
+uint64_t mpsd_carry_wait(void);
+bool mpsd_carry_again(CUresult result, uint64_t moves);
+
+/* The number of the moves that were; waits for the end of one, and sees to the thread's context after it. */
+static inline uint64_t mpsd_carry_enter(void)
+{
+	uint64_t moves = atomic_load(&mpsd_moves);
+
+	return __builtin_expect(moves != 0, 0) ? mpsd_carry_wait() : moves;
+}
+
+/* What the loss of a context, or of the MPS server, gives to each later call. */
+static inline bool mpsd_is_loss(CUresult result)
+{
+	switch ((int)result) {
+	case 700: case 702: case 710: case 714: case 715: case 716: case 717: case 718: case 719:
+	case 805: case 806: case 807:
+		return true;
+	default:
+		return false;
+	}
+}
+
+/* names.c: a handle in the copy in use, of what the program calls `name`; and the reverse. */
+void *mpsd_native_of(const void *name);
+void *mpsd_name_of(const void *native);
+
+static inline void *mpsd_native_pointer(const void *name)
+{
+	return __builtin_expect(atomic_load_explicit(&mpsd_moves, memory_order_relaxed) != 0, 0)
+		       ? mpsd_native_of(name) : (void *)name;
+}
+
+#define mpsd_native(name) ((__typeof__(name))mpsd_native_pointer(name))
+#define mpsd_name(native) ((__typeof__(native))mpsd_name_of(native))
+
+/* work.c: what may be in flight. */
+extern atomic_uint_least64_t mpsd_work_done_count;
+uint64_t mpsd_work_count(void);
+void mpsd_work(CUstream stream);
+void mpsd_waited_for_all(CUresult result, uint64_t moves, uint64_t work);
+void mpsd_waited(CUresult result, uint64_t moves, CUstream stream, uint64_t work);
+
+/* Once after work was lost, in place of success. */
+CUresult mpsd_work_told(CUresult result);
+
+/* Whether something may be in flight; from now on it is lost, and the program will be told. */
+bool mpsd_work_lost(void);
+
+void *mpsd_opaque(unsigned int index, uint64_t *registers);

@@ -1,0 +1,214 @@
+// SPDX-License-Identifier: MIT
+/*
+ * A second copy of libcuda wants two things of its own: an abstract socket, which the first one holds under a
+ * name that is made of the process's id, and another CUDA_MPS_PIPE_DIRECTORY. Its own slots for bind() and
+ * getenv() lead here; the program's environment and its other libraries stay as they are.
+ */
+#include "failover/copy.h"
+
+#include <dlfcn.h>
+#include <link.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include "elfview.h"
+
+#define COPIES 2
+#define SOCKET_NAME "cuda-uvmfd-"
+#define PIPE "CUDA_MPS_PIPE_DIRECTORY"
+
+static _Thread_local const char *pipe_directory;
+static _Thread_local uint64_t copy_number;
+
+void mpsd_copy_pipe(const char *directory, uint64_t number)
+{
+	pipe_directory = directory;
+	copy_number = number;
+}
+
+static int own_bind(int fd, const struct sockaddr *address, socklen_t length)
+{
+	const struct sockaddr_un *given = (const struct sockaddr_un *)address;
+	struct sockaddr_un own = { .sun_family = AF_UNIX };
+	int size;
+
+	if (length <= sizeof(sa_family_t) + 1 || address->sa_family != AF_UNIX || given->sun_path[0] ||
+	    strncmp(given->sun_path + 1, SOCKET_NAME, strlen(SOCKET_NAME)) != 0)
+		return bind(fd, address, length);
+	size = snprintf(own.sun_path + 1, sizeof(own.sun_path) - 1, "mpsd-%llu-%.*s",
+			(unsigned long long)copy_number, (int)(length - sizeof(sa_family_t) - 1),
+			given->sun_path + 1);
+	return bind(fd, (struct sockaddr *)&own, (socklen_t)(sizeof(sa_family_t) + 1 + (size_t)size));
+}
+
+static char *own_getenv(const char *name)
+{
+	return pipe_directory && !strcmp(name, PIPE) ? (char *)pipe_directory : getenv(name);
+}
+
+static char *own_secure_getenv(const char *name)
+{
+	return pipe_directory && !strcmp(name, PIPE) ? (char *)pipe_directory : secure_getenv(name);
+}
+
+static void *replacement(const char *symbol)
+{
+	if (!strcmp(symbol, "bind"))
+		return (void *)own_bind;
+	if (!strcmp(symbol, "getenv"))
+		return (void *)own_getenv;
+	return strcmp(symbol, "secure_getenv") ? NULL : (void *)own_secure_getenv;
+}
+
+struct relro {
+	ElfW(Addr) base, begin, end;
+};
+
+/* What the loader has made read-only after it had relocated it. */
+static int find_relro(struct dl_phdr_info *object, size_t size, void *context)
+{
+	struct relro *relro = context;
+
+	(void)size;
+	if (object->dlpi_addr != relro->base)
+		return 0;
+	for (int i = 0; i < object->dlpi_phnum; i++) {
+		if (object->dlpi_phdr[i].p_type != PT_GNU_RELRO)
+			continue;
+		relro->begin = relro->base + object->dlpi_phdr[i].p_vaddr;
+		relro->end = relro->begin + object->dlpi_phdr[i].p_memsz;
+	}
+	return 1;
+}
+
+static bool write_slot(ElfW(Addr) base, void **slot, void *value)
+{
+	struct relro relro = { .base = base };
+	size_t page = (size_t)sysconf(_SC_PAGESIZE);
+	void *begin = (void *)((uintptr_t)slot & ~(uintptr_t)(page - 1));
+
+	if (mprotect(begin, page, PROT_READ | PROT_WRITE))
+		return false;
+	*slot = value;
+	dl_iterate_phdr(find_relro, &relro);
+	return (uintptr_t)slot < relro.begin || (uintptr_t)slot >= relro.end || !mprotect(begin, page, PROT_READ);
+}
+
+static bool write_table(const struct elfview *view, const ElfW(Rela) *table, size_t bytes)
+{
+	for (size_t i = 0; i < bytes / sizeof(*table); i++) {
+		uint32_t symbol = (uint32_t)ELF64_R_SYM(table[i].r_info);
+		void *with = symbol ? replacement(view->strings + view->symbols[symbol].st_name) : NULL;
+
+		if (with && !view->symbols[symbol].st_shndx &&
+		    !write_slot(view->base, (void **)(view->base + table[i].r_offset), with))
+			return false;
+	}
+	return true;
+}
+
+static const void *absolute(const struct link_map *map, ElfW(Addr) value)
+{
+	return (const void *)(value < map->l_addr ? map->l_addr + value : value);
+}
+
+static bool write_slots(const struct link_map *map)
+{
+	const ElfW(Rela) *rela = NULL, *plt = NULL;
+	size_t rela_bytes = 0, plt_bytes = 0;
+	struct elfview view;
+
+	if (!mpsd_elfview_of_map(map, &view))
+		return false;
+	for (const ElfW(Dyn) *entry = map->l_ld; entry->d_tag != DT_NULL; entry++) {
+		if (entry->d_tag == DT_RELA)
+			rela = absolute(map, entry->d_un.d_ptr);
+		else if (entry->d_tag == DT_RELASZ)
+			rela_bytes = entry->d_un.d_val;
+		else if (entry->d_tag == DT_JMPREL)
+			plt = absolute(map, entry->d_un.d_ptr);
+		else if (entry->d_tag == DT_PLTRELSZ)
+			plt_bytes = entry->d_un.d_val;
+	}
+	return write_table(&view, rela, rela ? rela_bytes : 0) && write_table(&view, plt, plt ? plt_bytes : 0);
+}
+
+struct search {
+	struct stat file;
+	bool found;
+};
+
+/* By inode, for the loader answers with what is loaded from the same one. */
+static int is_loaded(struct dl_phdr_info *object, size_t size, void *context)
+{
+	struct search *search = context;
+	struct stat file;
+
+	(void)size;
+	search->found = *object->dlpi_name && !stat(object->dlpi_name, &file) &&
+			file.st_dev == search->file.st_dev && file.st_ino == search->file.st_ino;
+	return search->found;
+}
+
+static bool is_free(const char *path)
+{
+	struct search search = { .found = false };
+
+	if (stat(path, &search.file))
+		return false;
+	dl_iterate_phdr(is_loaded, &search);
+	return !search.found;
+}
+
+static bool open_one(struct mpsd_copy *copy, const char *path, const char **why)
+{
+	struct link_map *map = NULL;
+
+	copy->handle = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+	if (!copy->handle || dlinfo(copy->handle, RTLD_DI_LINKMAP, &map) || !write_slots(map)) {
+		*why = copy->handle ? "the copy's calls of bind and getenv cannot be led elsewhere"
+				    : "the copy of the driver does not load";
+		mpsd_copy_unload(copy);
+		return false;
+	}
+	for (unsigned int i = 0; i < MPSD_NAMES; i++)
+		copy->calls[i] = dlsym(copy->handle, mpsd_names[i]);
+	for (unsigned int i = 0; i < MPSD_NAMES; i++) {
+		if (!copy->calls[i] == !mpsd_real[i])
+			continue;
+		*why = "the copy is of another driver";
+		mpsd_copy_unload(copy);
+		return false;
+	}
+	return true;
+}
+
+bool mpsd_copy_load(struct mpsd_copy *copy, const char *folder, const char **why)
+{
+	char path[512];
+
+	*copy = (struct mpsd_copy){ .handle = NULL };
+	*why = "every copy of the driver is in use";
+	for (int i = 0; i < COPIES; i++) {
+		snprintf(path, sizeof(path), "%s/libcuda-%d.so.1", folder, i);
+		if (is_free(path))
+			return open_one(copy, path, why);
+		if (access(path, R_OK))
+			*why = "there is no copy of the driver";
+	}
+	return false;
+}
+
+void mpsd_copy_unload(struct mpsd_copy *copy)
+{
+	if (copy->handle)
+		dlclose(copy->handle);
+	copy->handle = NULL;
+}

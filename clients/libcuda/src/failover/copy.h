@@ -1,0 +1,25 @@
+/* SPDX-License-Identifier: MIT */
+/* Copies of the driver's library beside the first one. */
+#pragma once
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "proxy.h"
+
+struct mpsd_copy {
+	void *handle;
+	void *calls[MPSD_SLOTS];
+};
+
+/*
+ * Load one of the copies in `folder` that is not loaded, and keep its bind() and getenv() from the first one's.
+ * False: `why` says why not.
+ */
+bool mpsd_copy_load(struct mpsd_copy *copy, const char *folder, const char **why);
+
+/* Nothing of it may be called any more. */
+void mpsd_copy_unload(struct mpsd_copy *copy);
+
+/* What getenv("CUDA_MPS_PIPE_DIRECTORY") says to a copy, on this thread; NULL: as to the program. */
+void mpsd_copy_pipe(const char *directory, uint64_t number);

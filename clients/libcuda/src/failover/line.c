@@ -1,0 +1,363 @@
+// SPDX-License-Identifier: MIT
+/*
+ * One thread per program: it hears of standbys and makes them, follows what the program makes, and moves the
+ * program when it is told to. The program's threads leave it notes, and wait for it in a move alone. With no
+ * daemon there is no standby, and what the program does is as it would be.
+ *
+ * A forked child is no client: it has neither the thread nor the connection.
+ */
+#include "failover/line.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <poll.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "clock.h"
+#include "failover/carry.h"
+#include "failover/made.h"
+#include "failover/move.h"
+#include "failoverwire.h"
+
+#define FIRST_PAUSE_MS 100
+#define LAST_PAUSE_MS 5000
+#define LAST_TRIES 8
+#define SEND_S 2
+#define MOST_OPAQUE 16
+
+static char path[sizeof(((struct sockaddr_un *)0)->sun_path)];
+static uint32_t mode = MPSD_FAILOVER_KEEP;
+
+static atomic_int line = -1, wake = -1;
+static atomic_bool off, ready, given_up, woken, error_said;
+static _Atomic(const char *) opaque[MOST_OPAQUE];
+static atomic_uint opaques;
+static uint64_t generation;	/* of the standby that there is, or that was asked for; 0: none */
+
+/* From the program's threads */
+
+static void read_environment(void)
+{
+	const char *where = secure_getenv("MPSD_FAILOVER_SOCKET"), *wish = secure_getenv("MPSD_FAILOVER");
+
+	if (wish && !strcmp(wish, "off"))
+		return;
+	if (where && strlen(where) < sizeof(path))
+		strcpy(path, where);
+}
+
+bool mpsd_line_offered(void)
+{
+	static pthread_once_t once = PTHREAD_ONCE_INIT;
+
+	pthread_once(&once, read_environment);
+	return *path;
+}
+
+void mpsd_line_wake(void)
+{
+	uint64_t one = 1;
+	int fd = atomic_load(&wake);
+
+	if (fd >= 0 && !atomic_exchange(&woken, true) && write(fd, &one, sizeof(one)) < 0)
+		atomic_store(&woken, false);
+}
+
+bool mpsd_line_ready(void)
+{
+	return atomic_load(&ready) && !atomic_load(&given_up) && !atomic_load(&opaques) && !atomic_load(&off);
+}
+
+void mpsd_line_give_up(void)
+{
+	atomic_store(&given_up, true);
+}
+
+static struct mpsd_failover_message message_of(enum mpsd_failover_kind kind, const char *text)
+{
+	struct mpsd_failover_message message = {
+		.magic = MPSD_FAILOVER_MAGIC,
+		.version = MPSD_FAILOVER_VERSION,
+		.kind = (uint16_t)kind,
+		.generation = generation,
+	};
+
+	if (text)
+		strncpy(message.text, text, sizeof(message.text) - 1);
+	return message;
+}
+
+static bool say(const struct mpsd_failover_message *message)
+{
+	return send(atomic_load(&line), message, sizeof(*message), MSG_NOSIGNAL) == (ssize_t)sizeof(*message);
+}
+
+void mpsd_line_error(CUresult result)
+{
+	struct mpsd_failover_message message = message_of(MPSD_FAILOVER_OWN_ERROR, NULL);
+
+	message.values[0] = (uint64_t)result;
+	if (atomic_load(&line) >= 0 && !atomic_exchange(&error_said, true))
+		say(&message);
+}
+
+void mpsd_line_opaque(const char *what)
+{
+	unsigned int number = atomic_fetch_add(&opaques, 1);
+
+	if (number < MOST_OPAQUE)
+		atomic_store(&opaque[number], what);
+	mpsd_line_wake();
+}
+
+/* The thread */
+
+static uint64_t now_ns(void)
+{
+	struct timespec time;
+
+	clock_gettime(CLOCK_MONOTONIC, &time);
+	return (uint64_t)time.tv_sec * 1000000000u + (uint64_t)time.tv_nsec;
+}
+
+static bool say_unready(const char *why)
+{
+	struct mpsd_failover_message message = message_of(MPSD_FAILOVER_UNREADY, why);
+
+	atomic_store(&ready, false);
+	mpsd_standby_close();
+	return say(&message);
+}
+
+static bool stand_by(const struct mpsd_failover_message *order)
+{
+	struct mpsd_failover_message message;
+	const char *why = NULL;
+	uint64_t began = now_ns();
+
+	atomic_store(&ready, false);
+	generation = order->generation;
+	if (atomic_load(&opaques)) {
+		mpsd_standby_close();
+		return true;
+	}
+	if (!mpsd_standby_open(generation, order->path, order->text, &why))
+		return say_unready(why);
+	atomic_store(&given_up, false);
+	atomic_store(&error_said, false);
+	atomic_store(&ready, true);
+	message = message_of(MPSD_FAILOVER_READY, NULL);
+	message.values[0] = now_ns() - began;
+	return say(&message);
+}
+
+static bool move(const struct mpsd_failover_message *order)
+{
+	struct mpsd_failover_message message = message_of(MPSD_FAILOVER_STAYED, "there is no standby of that generation");
+	uint64_t began = now_ns();
+	struct mpsd_times times;
+	const char *why = NULL;
+
+	if (order->generation != generation || !mpsd_line_ready())
+		return say(&message);
+	atomic_store(&ready, false);
+	if (!mpsd_move(&times, &why)) {
+		message = message_of(MPSD_FAILOVER_STAYED, why);
+		mpsd_phase_wake();
+		mpsd_standby_close();
+		return say(&message);
+	}
+	message = message_of(MPSD_FAILOVER_MOVED, NULL);
+	message.values[0] = times.held_ns - began;
+	message.values[1] = times.fence_ns - began;
+	message.values[2] = times.on_ns - began;
+	generation = 0;
+	return say(&message);
+}
+
+static bool stand_down(const struct mpsd_failover_message *order)
+{
+	if (order->generation != generation)
+		return true;
+	atomic_store(&ready, false);
+	mpsd_phase_wake();
+	mpsd_standby_close();
+	generation = 0;
+	return true;
+}
+
+static bool is_text(const char *text, size_t room)
+{
+	return memchr(text, 0, room) != NULL;
+}
+
+static bool obey(const struct mpsd_failover_message *order)
+{
+	if (order->magic != MPSD_FAILOVER_MAGIC || order->version != MPSD_FAILOVER_VERSION ||
+	    !is_text(order->path, sizeof(order->path)) || !is_text(order->text, sizeof(order->text)))
+		return false;
+	switch ((int)order->kind) {
+	case MPSD_FAILOVER_WELCOME:
+		mode = order->mode;
+		return true;
+	case MPSD_FAILOVER_STANDBY:
+		return stand_by(order);
+	case MPSD_FAILOVER_STAND_DOWN:
+		return stand_down(order);
+	case MPSD_FAILOVER_MOVE:
+		return move(order);
+	default:
+		return false;
+	}
+}
+
+static bool tell_opaque(unsigned int *told)
+{
+	for (; *told < atomic_load(&opaques) && *told < MOST_OPAQUE; ++*told) {
+		const char *what = atomic_load(&opaque[*told]);
+		struct mpsd_failover_message message;
+
+		if (!what)
+			return true;
+		message = message_of(MPSD_FAILOVER_OPAQUE, what);
+		if (!say(&message))
+			return false;
+		atomic_store(&ready, false);
+		mpsd_phase_wake();
+		mpsd_standby_close();
+	}
+	return true;
+}
+
+static bool follow(unsigned int *told)
+{
+	const char *why = NULL;
+	uint64_t count;
+
+	if (read(atomic_load(&wake), &count, sizeof(count)) < 0 && errno != EAGAIN)
+		return false;
+	atomic_store(&woken, false);
+	if (!tell_opaque(told))
+		return false;
+	return !atomic_load(&ready) || mpsd_standby_follow(&why) || say_unready(why);
+}
+
+/* Until the connection ends. */
+static void listen_to(int fd)
+{
+	struct mpsd_failover_message message = message_of(MPSD_FAILOVER_HELLO, NULL);
+	struct pollfd polled[2] = { { .fd = fd, .events = POLLIN },
+				    { .fd = atomic_load(&wake), .events = POLLIN } };
+	unsigned int told = 0;
+
+	message.mode = mode;
+	if (!say(&message) || !tell_opaque(&told))
+		return;
+	while (!atomic_load(&off)) {
+		if (poll(polled, 2, -1) < 0 && errno != EINTR)
+			return;
+		if (polled[0].revents) {
+			if (recv(fd, &message, sizeof(message), 0) != (ssize_t)sizeof(message) || !obey(&message))
+				return;
+		} else if (polled[1].revents && !follow(&told)) {
+			return;
+		}
+	}
+}
+
+static int connect_to_daemon(void)
+{
+	struct sockaddr_un address = { .sun_family = AF_UNIX };
+	struct timeval patience = { .tv_sec = SEND_S };
+	int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
+
+	strcpy(address.sun_path, path);
+	if (fd < 0)
+		return -1;
+	setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &patience, sizeof(patience));
+	if (!connect(fd, (struct sockaddr *)&address, sizeof(address)))
+		return fd;
+	close(fd);
+	return -1;
+}
+
+/* The daemon may come back at any time, and knows then by whom it is asked. A standby stays meanwhile. */
+static void *run(void *unused)
+{
+	int pause_ms = FIRST_PAUSE_MS, ended = 0;
+
+	(void)unused;
+	while (!atomic_load(&off) && ended < LAST_TRIES && mode != MPSD_FAILOVER_OFF) {
+		uint64_t began = now_ns();
+		int fd = connect_to_daemon();
+
+		if (fd >= 0) {
+			atomic_store(&line, fd);
+			listen_to(fd);
+			if (atomic_exchange(&line, -1) == fd)
+				close(fd);
+			ended = now_ns() - began > 1000000000u ? 0 : ended + 1;
+			pause_ms = FIRST_PAUSE_MS;
+		}
+		mpsd_pause(pause_ms);
+		pause_ms = pause_ms * 2 < LAST_PAUSE_MS ? pause_ms * 2 : LAST_PAUSE_MS;
+	}
+	return NULL;
+}
+
+static void in_child(void)
+{
+	int fd = atomic_exchange(&line, -1), other = atomic_exchange(&wake, -1);
+
+	atomic_store(&off, true);
+	if (fd >= 0)
+		close(fd);
+	if (other >= 0)
+		close(other);
+}
+
+static void at_end(void)
+{
+	atomic_store(&off, true);
+	mpsd_line_wake();
+}
+
+static void start(void)
+{
+	pthread_attr_t attributes;
+	sigset_t all, before;
+	pthread_t thread;
+	bool is;
+
+	if (!mpsd_line_offered() || pthread_attr_init(&attributes))
+		return;
+	atomic_store(&wake, eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+	pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
+	sigfillset(&all);
+	pthread_sigmask(SIG_SETMASK, &all, &before);
+	is = atomic_load(&wake) >= 0 && !pthread_create(&thread, &attributes, run, NULL);
+	pthread_sigmask(SIG_SETMASK, &before, NULL);
+	pthread_attr_destroy(&attributes);
+	if (!is) {
+		mpsd_say("no thread for fail-over: a fault that is not isolated is met as without mpsd");
+		return;
+	}
+	pthread_atfork(NULL, NULL, in_child);
+	atexit(at_end);
+}
+
+void mpsd_line_start(void)
+{
+	static pthread_once_t once = PTHREAD_ONCE_INIT;
+
+	pthread_once(&once, start);
+}

@@ -1,0 +1,27 @@
+/* SPDX-License-Identifier: MIT */
+/* The thread that talks with the daemon about a standby (failoverwire.h), and makes it. */
+#pragma once
+
+#include <cuda.h>
+#include <stdbool.h>
+
+/* Whether the environment names a daemon that offers it (MPSD_FAILOVER_SOCKET). */
+bool mpsd_line_offered(void);
+
+/* The program has a context. Only the first call does something. */
+void mpsd_line_start(void);
+
+/* Something was made that the standby lacks. */
+void mpsd_line_wake(void);
+
+/* Whether a move may come: there is a whole standby, and nothing that could not come along. */
+bool mpsd_line_ready(void);
+
+/* The program has met the loss of its context. */
+void mpsd_line_error(CUresult result);
+
+/* The daemon has not moved it: from now on its errors are its own. */
+void mpsd_line_give_up(void);
+
+/* The program uses what cannot come along; `what` stays valid. Each is told once. */
+void mpsd_line_opaque(const char *what);

@@ -1,0 +1,307 @@
+// SPDX-License-Identifier: MIT
+/* make_NAME() of carry.toml: each makes its thing in the copy in use, and a record of how. */
+#include "failover/made.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "failover/line.h"
+
+static CUdevice current_device(void)
+{
+	CUdevice device = 0;
+
+	return real_cuCtxGetDevice(&device) == CUDA_SUCCESS ? device : -1;
+}
+
+static uint64_t moves_now(void)
+{
+	return atomic_load(&mpsd_moves);
+}
+
+/* `handle`: where the driver has put it, and where the program looks for its name. */
+static CUresult note(CUresult result, struct mpsd_made record, void **handle, uint64_t moves)
+{
+	if (result != CUDA_SUCCESS)
+		return result;
+	record.native = *handle;
+	if (!mpsd_made_add(&record, moves))
+		return MPSD_AGAIN;
+	*handle = record.name;
+	return result;
+}
+
+static CUresult note_setting(CUresult result, struct mpsd_made record, uint64_t moves)
+{
+	if (result != CUDA_SUCCESS)
+		return result;
+	return mpsd_made_set(&record, moves) ? result : MPSD_AGAIN;
+}
+
+static struct mpsd_made *parent(const void *name)
+{
+	struct mpsd_made *made;
+
+	mpsd_made_lock();
+	made = mpsd_made_find(name);
+	mpsd_made_unlock();
+	return made;
+}
+
+/* Contexts */
+
+CUresult make_cuDevicePrimaryCtxRetain(CUcontext *pctx, CUdevice dev)
+{
+	struct mpsd_made record = { .kind = MPSD_MADE_CONTEXT, .device = dev };
+	uint64_t moves = moves_now();
+	CUresult result = note(inner_cuDevicePrimaryCtxRetain(pctx, dev), record, (void **)pctx, moves);
+	struct mpsd_made *made;
+
+	if (result != CUDA_SUCCESS)
+		return result;
+	mpsd_made_lock();
+	made = mpsd_made_find(*pctx);
+	if (made)
+		made->flags++;
+	mpsd_made_unlock();
+	mpsd_line_start();
+	return result;
+}
+
+/* All that was in it has ended too. Programs do so when they end, and hardly ever go on. */
+static CUresult context_ended(CUresult result, CUdevice dev, bool all)
+{
+	struct mpsd_made *made;
+	bool is = false;
+
+	if (result != CUDA_SUCCESS)
+		return result;
+	mpsd_made_lock();
+	made = mpsd_made_context(dev);
+	is = made && (all || made->flags <= 1);
+	if (made && made->flags)
+		made->flags--;
+	mpsd_made_unlock();
+	if (is)
+		mpsd_line_opaque("the end of a primary context");
+	return result;
+}
+
+CUresult end_cuDevicePrimaryCtxRelease_v2(CUdevice dev)
+{
+	return context_ended(inner_cuDevicePrimaryCtxRelease_v2(dev), dev, false);
+}
+
+CUresult end_cuDevicePrimaryCtxReset_v2(CUdevice dev)
+{
+	return context_ended(inner_cuDevicePrimaryCtxReset_v2(dev), dev, true);
+}
+
+CUresult make_cuDevicePrimaryCtxSetFlags_v2(CUdevice dev, unsigned int flags)
+{
+	struct mpsd_made record = { .kind = MPSD_MADE_PRIMARY_FLAGS, .device = dev, .value = (int)flags };
+
+	return note_setting(inner_cuDevicePrimaryCtxSetFlags_v2(dev, flags), record, moves_now());
+}
+
+CUresult make_cuCtxSetLimit(CUlimit limit, size_t value)
+{
+	struct mpsd_made record = { .kind = MPSD_MADE_LIMIT, .device = current_device(), .what = (int)limit,
+				    .size = value };
+
+	return note_setting(inner_cuCtxSetLimit(limit, value), record, moves_now());
+}
+
+CUresult make_cuCtxSetCacheConfig(CUfunc_cache config)
+{
+	struct mpsd_made record = { .kind = MPSD_MADE_CONTEXT_CACHE, .device = current_device(),
+				    .value = (int)config };
+
+	return note_setting(inner_cuCtxSetCacheConfig(config), record, moves_now());
+}
+
+/* Streams and events */
+
+CUresult make_cuStreamCreate(CUstream *phStream, unsigned int Flags)
+{
+	struct mpsd_made record = { .kind = MPSD_MADE_STREAM, .device = current_device(), .flags = Flags };
+	uint64_t moves = moves_now();
+
+	return note(inner_cuStreamCreate(phStream, Flags), record, (void **)phStream, moves);
+}
+
+CUresult make_cuStreamCreateWithPriority(CUstream *phStream, unsigned int flags, int priority)
+{
+	struct mpsd_made record = { .kind = MPSD_MADE_STREAM, .device = current_device(), .flags = flags,
+				    .value = priority };
+	uint64_t moves = moves_now();
+
+	return note(inner_cuStreamCreateWithPriority(phStream, flags, priority), record, (void **)phStream, moves);
+}
+
+CUresult make_cuEventCreate(CUevent *phEvent, unsigned int Flags)
+{
+	struct mpsd_made record = { .kind = MPSD_MADE_EVENT, .device = current_device(), .flags = Flags };
+	uint64_t moves = moves_now();
+
+	return note(inner_cuEventCreate(phEvent, Flags), record, (void **)phEvent, moves);
+}
+
+/* The record goes first, so that the address of what has ended is nobody's when the driver gives it again. */
+#define END(function, type)							\
+	CUresult end_##function(type handle)					\
+	{									\
+		type native = mpsd_native(handle);				\
+										\
+		mpsd_made_end(handle);						\
+		return inner_##function(native);				\
+	}
+
+END(cuStreamDestroy_v2, CUstream)
+END(cuEventDestroy_v2, CUevent)
+END(cuModuleUnload, CUmodule)
+END(cuLibraryUnload, CUlibrary)
+
+/* Code */
+
+static CUresult note_image(CUresult result, enum mpsd_made_kind kind, void **handle, struct mpsd_image *image,
+			   uint64_t moves)
+{
+	struct mpsd_made record = { .kind = kind, .device = current_device(), .image = image };
+
+	if (result == CUDA_SUCCESS && !image)
+		mpsd_line_opaque("an image of code whose size is unknown");
+	result = note(result, record, handle, moves);
+	if (result != CUDA_SUCCESS)
+		mpsd_image_free(image);
+	return result;
+}
+
+CUresult make_cuModuleLoadData(CUmodule *module, const void *image)
+{
+	struct mpsd_image *kept = mpsd_image_keep(image, 0, NULL, NULL);
+	uint64_t moves = moves_now();
+
+	return note_image(inner_cuModuleLoadData(module, image), MPSD_MADE_MODULE, (void **)module, kept, moves);
+}
+
+CUresult make_cuModuleLoadDataEx(CUmodule *module, const void *image, unsigned int numOptions,
+				 CUjit_option *options, void **optionValues)
+{
+	struct mpsd_image *kept = mpsd_image_keep(image, numOptions, options, optionValues);
+	uint64_t moves = moves_now();
+
+	return note_image(inner_cuModuleLoadDataEx(module, image, numOptions, options, optionValues),
+			  MPSD_MADE_MODULE, (void **)module, kept, moves);
+}
+
+CUresult make_cuModuleLoadFatBinary(CUmodule *module, const void *fatCubin)
+{
+	struct mpsd_image *kept = mpsd_image_keep(fatCubin, 0, NULL, NULL);
+	uint64_t moves = moves_now();
+
+	return note_image(inner_cuModuleLoadFatBinary(module, fatCubin), MPSD_MADE_MODULE, (void **)module, kept,
+			  moves);
+}
+
+CUresult make_cuModuleLoad(CUmodule *module, const char *fname)
+{
+	struct mpsd_made record = { .kind = MPSD_MADE_MODULE, .device = current_device() };
+	uint64_t moves = moves_now();
+	CUresult result = inner_cuModuleLoad(module, fname);
+
+	if (result == CUDA_SUCCESS)
+		record.text = strdup(fname);
+	return note(result, record, (void **)module, moves);
+}
+
+CUresult make_cuLibraryLoadData(CUlibrary *library, const void *code, CUjit_option *jitOptions,
+				void **jitOptionsValues, unsigned int numJitOptions,
+				CUlibraryOption *libraryOptions, void **libraryOptionValues,
+				unsigned int numLibraryOptions)
+{
+	struct mpsd_image *kept = mpsd_image_keep(code, numJitOptions, jitOptions, jitOptionsValues);
+	uint64_t moves = moves_now();
+
+	return note_image(inner_cuLibraryLoadData(library, code, jitOptions, jitOptionsValues, numJitOptions,
+						  libraryOptions, libraryOptionValues, numLibraryOptions),
+			  MPSD_MADE_LIBRARY, (void **)library, kept, moves);
+}
+
+static CUresult note_part(CUresult result, enum mpsd_made_kind kind, const void *of, const char *name,
+			  void **handle, uint64_t moves)
+{
+	struct mpsd_made record = { .kind = kind, .device = current_device(), .of = parent(of) };
+
+	if (result != CUDA_SUCCESS)
+		return result;
+	/* Of something that came by a way that is not followed, which was said then. */
+	if (!record.of)
+		return result;
+	record.text = name ? strdup(name) : NULL;
+	return note(result, record, handle, moves);
+}
+
+CUresult make_cuModuleGetFunction(CUfunction *hfunc, CUmodule hmod, const char *name)
+{
+	uint64_t moves = moves_now();
+
+	return note_part(inner_cuModuleGetFunction(hfunc, mpsd_native(hmod), name), MPSD_MADE_FUNCTION, hmod, name,
+			 (void **)hfunc, moves);
+}
+
+CUresult make_cuLibraryGetKernel(CUkernel *pKernel, CUlibrary library, const char *name)
+{
+	uint64_t moves = moves_now();
+
+	return note_part(inner_cuLibraryGetKernel(pKernel, mpsd_native(library), name), MPSD_MADE_KERNEL, library,
+			 name, (void **)pKernel, moves);
+}
+
+CUresult make_cuLibraryGetModule(CUmodule *pMod, CUlibrary library)
+{
+	uint64_t moves = moves_now();
+
+	return note_part(inner_cuLibraryGetModule(pMod, mpsd_native(library)), MPSD_MADE_LIBRARY_MODULE, library,
+			 NULL, (void **)pMod, moves);
+}
+
+CUresult make_cuKernelGetFunction(CUfunction *pFunc, CUkernel kernel)
+{
+	uint64_t moves = moves_now();
+
+	return note_part(inner_cuKernelGetFunction(pFunc, mpsd_native(kernel)), MPSD_MADE_KERNEL_FUNCTION, kernel,
+			 NULL, (void **)pFunc, moves);
+}
+
+CUresult make_cuFuncSetAttribute(CUfunction hfunc, CUfunction_attribute attrib, int value)
+{
+	struct mpsd_made record = { .kind = MPSD_MADE_FUNCTION_ATTRIBUTE, .of = parent(hfunc),
+				    .device = current_device(), .what = (int)attrib, .value = value };
+
+	return note_setting(inner_cuFuncSetAttribute(mpsd_native(hfunc), attrib, value), record, moves_now());
+}
+
+CUresult make_cuFuncSetCacheConfig(CUfunction hfunc, CUfunc_cache config)
+{
+	struct mpsd_made record = { .kind = MPSD_MADE_FUNCTION_CACHE, .of = parent(hfunc),
+				    .device = current_device(), .value = (int)config };
+
+	return note_setting(inner_cuFuncSetCacheConfig(mpsd_native(hfunc), config), record, moves_now());
+}
+
+CUresult make_cuKernelSetAttribute(CUfunction_attribute attrib, int val, CUkernel kernel, CUdevice dev)
+{
+	struct mpsd_made record = { .kind = MPSD_MADE_KERNEL_ATTRIBUTE, .of = parent(kernel), .device = dev,
+				    .what = (int)attrib, .value = val };
+
+	return note_setting(inner_cuKernelSetAttribute(attrib, val, mpsd_native(kernel), dev), record, moves_now());
+}
+
+CUresult make_cuKernelSetCacheConfig(CUkernel kernel, CUfunc_cache config, CUdevice dev)
+{
+	struct mpsd_made record = { .kind = MPSD_MADE_KERNEL_CACHE, .of = parent(kernel), .device = dev,
+				    .value = (int)config };
+
+	return note_setting(inner_cuKernelSetCacheConfig(mpsd_native(kernel), config, dev), record, moves_now());
+}

@@ -1,0 +1,96 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * What the program has made, and how it is made again in another copy of the driver: one record for each
+ * thing that has a name (a handle) or must be so in the next context too. In the order in which it was made.
+ */
+#pragma once
+
+#include "failover/carry.h"
+
+enum mpsd_made_kind {
+	MPSD_MADE_CONTEXT,
+	MPSD_MADE_STREAM,
+	MPSD_MADE_EVENT,
+	MPSD_MADE_MODULE,
+	MPSD_MADE_LIBRARY,
+	MPSD_MADE_LIBRARY_MODULE,
+	MPSD_MADE_FUNCTION,
+	MPSD_MADE_KERNEL,
+	MPSD_MADE_KERNEL_FUNCTION,
+	MPSD_MADE_HOST,		/* pages that the GPU reaches; the name is their address */
+	MPSD_MADE_LIMIT,	/* settings: what, value */
+	MPSD_MADE_FUNCTION_ATTRIBUTE,
+	MPSD_MADE_KERNEL_ATTRIBUTE,
+	MPSD_MADE_FUNCTION_CACHE,
+	MPSD_MADE_KERNEL_CACHE,
+	MPSD_MADE_CONTEXT_CACHE,
+	MPSD_MADE_PRIMARY_FLAGS,
+};
+
+struct mpsd_made {
+	struct mpsd_made *next_name, *next_native;	/* in their buckets */
+	struct mpsd_made *older, *newer;
+	enum mpsd_made_kind kind;
+	void *name;			/* what the program calls it; NULL for a setting */
+	void *native;			/* what the copy in use does */
+	void *twin;			/* and the standby's, once it is there */
+	bool is_twin;
+	struct mpsd_made *of;		/* the module of a function, and so on */
+	CUdevice device;		/* that was current, or whose primary context it is */
+	unsigned int flags;		/* of a context: how often it was retained */
+	int what, value;		/* of a setting; value: a stream's priority */
+	size_t size;			/* of pages, a limit */
+	char *text;			/* a function's name, a file's */
+	struct mpsd_image *image;
+};
+
+/* All under this lock, which is taken after that of the windows (windows.h), where both are. */
+void mpsd_made_lock(void);
+void mpsd_made_unlock(void);
+
+/*
+ * Add a record for what a call made that began when mpsd_moves was `moves`. False: a move came between, and
+ * what was made belongs to the old copy. `record` is copied; `native` is its name too where nobody else has
+ * that.
+ */
+bool mpsd_made_add(struct mpsd_made *record, uint64_t moves);
+
+/* As add, in place of an earlier record of the same setting. */
+bool mpsd_made_set(struct mpsd_made *record, uint64_t moves);
+
+/* Under the lock. NULL: nothing of that name. */
+struct mpsd_made *mpsd_made_find(const void *name);
+
+/* The program has ended it: what is of it goes too, and its twin. */
+void mpsd_made_end(const void *name);
+
+/* For the thread of line.c */
+
+/* Make what has no twin yet. False: `what` could not be made, so there is no standby. */
+bool mpsd_made_twins(const char **what);
+
+/* Whether anything has none. */
+bool mpsd_made_waits(void);
+
+/* The standby has gone: nothing has a twin. */
+void mpsd_made_no_twins(void);
+
+/* Under the lock, in a move: the twins are what is in use now. */
+void mpsd_made_move(void);
+
+/* Under the lock: the record of a device's primary context; NULL if it has none. */
+struct mpsd_made *mpsd_made_context(CUdevice device);
+
+/* Under the lock: all records, in their order. */
+struct mpsd_made *mpsd_made_oldest(void);
+
+/* twins.c, under the lock: make a record's thing in the standby. False: `what` does not work there. */
+bool mpsd_twin_make(struct mpsd_made *made, const char **what);
+
+/* Images of modules */
+struct mpsd_image;
+struct mpsd_image *mpsd_image_keep(const void *image, unsigned int options, const CUjit_option *names,
+				   void **values);
+void mpsd_image_free(struct mpsd_image *image);
+const void *mpsd_image_data(const struct mpsd_image *image);
+unsigned int mpsd_image_options(const struct mpsd_image *image, const CUjit_option **names, void ***values);

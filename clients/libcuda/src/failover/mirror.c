@@ -1,0 +1,188 @@
+// SPDX-License-Identifier: MIT
+#include "failover/mirror.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include "failover/carry.h"
+#include "failover/line.h"
+#include "failover/made.h"
+#include "turn.h"
+#include "window.h"
+#include "windows.h"
+#include "zones.h"
+
+static bool on;
+static const char *fault;
+
+bool mpsd_mirror_is_on(void)
+{
+	return on;
+}
+
+const char *mpsd_mirror_fault(void)
+{
+	return fault;
+}
+
+static bool fails(const char *why)
+{
+	if (!fault)
+		fault = why;
+	mpsd_line_wake();
+	return false;
+}
+
+/* The two copies' contexts have address spaces of their own; what lies here is only the process's placeholder. */
+static bool reserve(CUdeviceptr base, size_t size)
+{
+	CUdeviceptr got = 0;
+
+	if (munmap((void *)base, size))
+		return fails("the window's placeholder cannot be taken away");
+	if (other_cuMemAddressReserve(&got, size, ARENA_GRANULE, base, 0) == CUDA_SUCCESS && got == base)
+		return true;
+	if (got)
+		other_cuMemAddressFree(got, size);
+	mmap((void *)base, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED_NOREPLACE, -1, 0);
+	return fails("the standby's copy gets another window of addresses");
+}
+
+static bool enter_context(CUdevice device)
+{
+	struct mpsd_made *context;
+	bool is;
+
+	mpsd_made_lock();
+	context = mpsd_made_context(device);
+	is = context && context->is_twin && other_cuCtxSetCurrent(context->twin) == CUDA_SUCCESS;
+	mpsd_made_unlock();
+	return is || fails("the device has no context in the standby");
+}
+
+static bool map_there(struct arena_range range, CUdevice device, int fd)
+{
+	CUmemAccessDesc access = { .location = { .type = CU_MEM_LOCATION_TYPE_DEVICE, .id = device },
+				   .flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE };
+	CUmemGenericAllocationHandle handle;
+	bool mapped;
+
+	if (other_cuMemImportFromShareableHandle(&handle, (void *)(uintptr_t)fd,
+						 CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR) != CUDA_SUCCESS)
+		return fails("cuMemImportFromShareableHandle");
+	mapped = other_cuMemMap(range.base, range.size, 0, handle, 0) == CUDA_SUCCESS;
+	if (mapped && other_cuMemSetAccess(range.base, range.size, &access, 1) != CUDA_SUCCESS) {
+		other_cuMemUnmap(range.base, range.size);
+		mapped = false;
+	}
+	other_cuMemRelease(handle);
+	return mapped || fails("cuMemMap");
+}
+
+static bool mirror(struct arena_range range, CUdevice device, CUmemGenericAllocationHandle handle)
+{
+	bool turn = mpsd_turn_take(), is;
+	int fd = -1;
+
+	is = real_cuMemExportToShareableHandle(&fd, handle, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0) ==
+	     CUDA_SUCCESS;
+	mpsd_turn_give(turn);
+	if (!is)
+		return fails("cuMemExportToShareableHandle");
+	fcntl(fd, F_SETFD, FD_CLOEXEC);
+	is = map_there(range, device, fd);
+	close(fd);
+	return is;
+}
+
+static bool mirror_piece(struct arena_range range, CUdevice device)
+{
+	CUmemGenericAllocationHandle handle;
+	bool is, turn;
+
+	if (real_cuMemRetainAllocationHandle(&handle, (void *)range.base) != CUDA_SUCCESS)
+		return fails("cuMemRetainAllocationHandle");
+	is = mirror(range, device, handle);
+	turn = mpsd_turn_take();
+	real_cuMemRelease(handle);
+	mpsd_turn_give(turn);
+	return is;
+}
+
+static bool mirror_window(struct window *window, CUdevice device)
+{
+	struct arena_range piece = { window->arena.base, 0 };
+	CUdeviceptr end = window->arena.base + (CUdeviceptr)window->arena.granules * ARENA_GRANULE;
+
+	if (!enter_context(device) || !reserve(window->arena.base, end - window->arena.base))
+		return false;
+	while (arena_next_piece(&window->arena, piece.base + piece.size, &piece))
+		if (!mirror_piece(piece, device))
+			return false;
+	return true;
+}
+
+bool mpsd_mirror_begin(const char **why)
+{
+	fault = NULL;
+	on = true;
+	for (int i = 0; i < DEVICES && !fault; i++)
+		if (mpsd_windows[i].open)
+			mirror_window(&mpsd_windows[i], i);
+	*why = fault;
+	return !fault;
+}
+
+static void unmap_all(void)
+{
+	for (int i = 0; i < DEVICES; i++) {
+		struct window *window = &mpsd_windows[i];
+		struct arena_range piece = { window->arena.base, 0 };
+
+		while (window->open && arena_next_piece(&window->arena, piece.base + piece.size, &piece))
+			other_cuMemUnmap(piece.base, piece.size);
+		if (window->open)
+			other_cuMemAddressFree(window->arena.base, window->arena.granules * ARENA_GRANULE);
+	}
+}
+
+void mpsd_mirror_end(bool unmap)
+{
+	if (on && unmap)
+		unmap_all();
+	on = false;
+	fault = NULL;
+}
+
+void mpsd_mirror_window(CUdevice device, CUdeviceptr base, size_t size)
+{
+	if (on && !fault && enter_context(device))
+		reserve(base, size);
+}
+
+void mpsd_mirror_born(struct arena_range range, CUdevice device, CUmemGenericAllocationHandle handle)
+{
+	if (on && !fault && enter_context(device))
+		mirror(range, device, handle);
+}
+
+void mpsd_mirror_gone(struct arena_range range)
+{
+	if (on && !fault)
+		other_cuMemUnmap(range.base, range.size);
+}
+
+bool mpsd_mirror_fence(void)
+{
+	bool all = true;
+
+	for (int i = 0; i < DEVICES; i++) {
+		struct window *window = &mpsd_windows[i];
+		struct arena_range piece = { window->arena.base, 0 };
+
+		while (window->open && arena_next_piece(&window->arena, piece.base + piece.size, &piece))
+			all &= real_cuMemUnmap(piece.base, piece.size) == CUDA_SUCCESS;
+	}
+	return all;
+}

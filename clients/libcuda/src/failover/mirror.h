@@ -1,0 +1,31 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * The memory of the windows, mapped at the same addresses in the standby's copy of the driver. All under the
+ * lock of the windows.
+ */
+#pragma once
+
+#include <cuda.h>
+#include <stdbool.h>
+
+#include "arena.h"
+
+/* Whether there is a standby to be kept like this. */
+bool mpsd_mirror_is_on(void);
+
+/* Of what there is, and of what comes from now on. False: `why` not. */
+bool mpsd_mirror_begin(const char **why);
+
+/* No standby any more. With `unmap` its mappings go; otherwise they are in use now, or its copy has ended. */
+void mpsd_mirror_end(bool unmap);
+
+/* What could not be mirrored since; NULL: nothing. */
+const char *mpsd_mirror_fault(void);
+
+/* From memory.c and physical.c */
+void mpsd_mirror_window(CUdevice device, CUdeviceptr base, size_t size);
+void mpsd_mirror_born(struct arena_range range, CUdevice device, CUmemGenericAllocationHandle handle);
+void mpsd_mirror_gone(struct arena_range range);
+
+/* In a move: the copy in use can reach nothing of the windows any more. False: some of it, perhaps. */
+bool mpsd_mirror_fence(void);

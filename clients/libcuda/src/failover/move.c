@@ -1,0 +1,203 @@
+// SPDX-License-Identifier: MIT
+/* The standby's copy of the driver, and the move into it. */
+#include "failover/move.h"
+
+#include <pthread.h>
+#include <time.h>
+
+#include "failover/carry.h"
+#include "failover/copy.h"
+#include "failover/line.h"
+#include "failover/made.h"
+#include "failover/mirror.h"
+#include "launches.h"
+#include "windows.h"
+
+void *mpsd_other[MPSD_SLOTS];
+static CUresult (*first_current)(CUcontext *);	/* cuCtxGetCurrent of the program's first copy, which stays */
+
+static struct mpsd_copy in_use, standby;	/* in_use: no handle while it is the program's first one */
+
+static uint64_t now_ns(void)
+{
+	struct timespec time;
+
+	clock_gettime(CLOCK_MONOTONIC, &time);
+	return (uint64_t)time.tv_sec * 1000000000u + (uint64_t)time.tv_nsec;
+}
+
+static void fill(void **table, void *const *with)
+{
+	for (unsigned int i = 0; i < MPSD_SLOTS; i++)
+		__atomic_store_n(&table[i], with ? with[i] : NULL, __ATOMIC_RELEASE);
+}
+
+static bool same_version(void)
+{
+	int ours = 0, theirs = 0;
+
+	return real_cuDriverGetVersion(&ours) == CUDA_SUCCESS && other_cuDriverGetVersion(&theirs) == CUDA_SUCCESS &&
+	       ours == theirs;
+}
+
+bool mpsd_standby_open(uint64_t generation, const char *pipe, const char *folder, const char **why)
+{
+	bool is;
+
+	mpsd_standby_close();
+	if (!mpsd_copy_load(&standby, folder, why))
+		return false;
+	fill(mpsd_other, standby.calls);
+	mpsd_copy_pipe(pipe, generation);
+	*why = "cuInit of the copy";
+	is = other_cuInit(0) == CUDA_SUCCESS && same_version() && mpsd_made_twins(why);
+	mpsd_copy_pipe(NULL, 0);
+	if (is) {
+		pthread_mutex_lock(&mpsd_windows_lock);
+		is = mpsd_mirror_begin(why);
+		pthread_mutex_unlock(&mpsd_windows_lock);
+	}
+	if (!is)
+		mpsd_standby_close();
+	return is;
+}
+
+bool mpsd_standby_follow(const char **why)
+{
+	const char *fault;
+
+	if (!mpsd_made_twins(why))
+		return false;
+	pthread_mutex_lock(&mpsd_windows_lock);
+	fault = mpsd_mirror_fault();
+	pthread_mutex_unlock(&mpsd_windows_lock);
+	if (fault)
+		*why = fault;
+	return !fault;
+}
+
+/* The end of what a copy has on the GPU, then of the copy. */
+static void end_copy(struct mpsd_copy *copy)
+{
+	CUresult (*reset)(CUdevice) = (CUresult (*)(CUdevice))copy->calls[MPSD_cuDevicePrimaryCtxReset_v2];
+
+	for (int i = 0; copy->handle && i < DEVICES; i++)
+		if (mpsd_windows[i].primary)
+			reset(i);
+	mpsd_copy_unload(copy);
+}
+
+void mpsd_standby_close(void)
+{
+	if (!standby.handle)
+		return;
+	pthread_mutex_lock(&mpsd_windows_lock);
+	mpsd_mirror_end(true);
+	pthread_mutex_unlock(&mpsd_windows_lock);
+	mpsd_made_no_twins();
+	fill(mpsd_other, NULL);
+	end_copy(&standby);
+}
+
+/* The copy in use is the standby now. With the locks of made.h and of the windows. */
+static void switch_over(void)
+{
+	if (!first_current)
+		first_current = (CUresult (*)(CUcontext *))mpsd_real[MPSD_cuCtxGetCurrent];
+	for (unsigned int i = 0; i < MPSD_SLOTS; i++)
+		if (mpsd_inner[i] == mpsd_real[i])
+			__atomic_store_n(&mpsd_inner[i], mpsd_other[i], __ATOMIC_RELEASE);
+	fill(mpsd_real, mpsd_other);
+	for (int i = 0; i < DEVICES; i++) {
+		struct mpsd_made *context = mpsd_windows[i].primary ? mpsd_made_context(i) : NULL;
+
+		if (!context)
+			continue;
+		mpsd_launches_no_context(mpsd_windows[i].primary);
+		mpsd_windows[i].primary = context->twin;
+		mpsd_launches_context(context->twin);
+	}
+	mpsd_made_move();
+	mpsd_mirror_end(false);
+	fill(mpsd_other, NULL);
+}
+
+static bool hold_and_switch(struct mpsd_times *times, const char **why)
+{
+	bool is;
+
+	times->held_ns = now_ns();
+	if (!mpsd_standby_follow(why))
+		return false;
+	pthread_mutex_lock(&mpsd_windows_lock);
+	mpsd_made_lock();
+	/* What was made since is there too: nobody makes anything while a move is on. */
+	is = !mpsd_made_waits();
+	*why = is ? "the old context may still write" : "something was made meanwhile";
+	is = is && mpsd_mirror_fence();
+	times->fence_ns = now_ns();
+	if (is)
+		switch_over();
+	mpsd_made_unlock();
+	pthread_mutex_unlock(&mpsd_windows_lock);
+	return is;
+}
+
+bool mpsd_move(struct mpsd_times *times, const char **why)
+{
+	struct mpsd_copy last = in_use;
+	bool is;
+
+	mpsd_phase_begin();
+	is = hold_and_switch(times, why);
+	if (is) {
+		in_use = standby;
+		standby = (struct mpsd_copy){ .handle = NULL };
+		if (mpsd_work_lost())
+			mpsd_say("moved to a fresh context, with all memory; what was in flight may be missing");
+	}
+	mpsd_phase_end(is);
+	times->on_ns = now_ns();
+	if (is && last.handle)
+		end_copy(&last);
+	return is;
+}
+
+/* Since the first move its context is what it set through this library; before, the first copy knows. */
+static _Thread_local CUcontext thread_context;
+
+void mpsd_move_thread(bool is_first)
+{
+	if (is_first && first_current(&thread_context) != CUDA_SUCCESS)
+		thread_context = NULL;
+	real_cuCtxSetCurrent(mpsd_native(thread_context));
+}
+
+static CUresult note_context(CUresult result)
+{
+	CUcontext current;
+
+	if (result == CUDA_SUCCESS && atomic_load_explicit(&mpsd_moves, memory_order_relaxed) &&
+	    real_cuCtxGetCurrent(&current) == CUDA_SUCCESS)
+		thread_context = mpsd_name(current);
+	return result;
+}
+
+CUresult make_cuCtxSetCurrent(CUcontext ctx)
+{
+	return note_context(inner_cuCtxSetCurrent(mpsd_native(ctx)));
+}
+
+CUresult make_cuCtxPushCurrent_v2(CUcontext ctx)
+{
+	return note_context(inner_cuCtxPushCurrent_v2(mpsd_native(ctx)));
+}
+
+CUresult make_cuCtxPopCurrent_v2(CUcontext *pctx)
+{
+	CUresult result = note_context(inner_cuCtxPopCurrent_v2(pctx));
+
+	if (result == CUDA_SUCCESS && pctx)
+		*pctx = mpsd_name(*pctx);
+	return result;
+}

@@ -1,0 +1,296 @@
+// SPDX-License-Identifier: MIT
+/* The records, found by the program's names and by the driver's. */
+#include <pthread.h>
+#include <stdlib.h>
+
+#include "failover/line.h"
+#include "failover/made.h"
+
+#define BUCKETS 4096
+
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static struct mpsd_made *by_name[BUCKETS], *by_native[BUCKETS];
+static struct mpsd_made *oldest, *newest;
+static atomic_uint waiting;
+
+/* Names that the driver could never give: what is made after a move may get the address of an old handle. */
+static char spare_names[1 << 16];
+static unsigned int spare_used;
+
+void mpsd_made_lock(void)
+{
+	pthread_mutex_lock(&lock);
+}
+
+void mpsd_made_unlock(void)
+{
+	pthread_mutex_unlock(&lock);
+}
+
+static unsigned int bucket(const void *handle)
+{
+	return (unsigned int)(((uintptr_t)handle * 0x9e3779b97f4a7c15ull) >> 52);
+}
+
+struct mpsd_made *mpsd_made_find(const void *name)
+{
+	struct mpsd_made *made = name ? by_name[bucket(name)] : NULL;
+
+	while (made && made->name != name)
+		made = made->next_name;
+	return made;
+}
+
+static struct mpsd_made *find_native(const void *native)
+{
+	struct mpsd_made *made = native ? by_native[bucket(native)] : NULL;
+
+	while (made && made->native != native)
+		made = made->next_native;
+	return made;
+}
+
+void *mpsd_native_of(const void *name)
+{
+	struct mpsd_made *made;
+	void *native;
+
+	mpsd_made_lock();
+	made = mpsd_made_find(name);
+	native = made ? made->native : (void *)name;
+	mpsd_made_unlock();
+	return native;
+}
+
+void *mpsd_name_of(const void *native)
+{
+	struct mpsd_made *made = NULL;
+	void *name;
+
+	if (!atomic_load_explicit(&mpsd_moves, memory_order_relaxed))
+		return (void *)native;
+	mpsd_made_lock();
+	made = find_native(native);
+	name = made ? made->name : (void *)native;
+	mpsd_made_unlock();
+	return name;
+}
+
+static void enter_name(struct mpsd_made *made)
+{
+	made->next_name = by_name[bucket(made->name)];
+	by_name[bucket(made->name)] = made;
+}
+
+static void enter_native(struct mpsd_made *made)
+{
+	made->next_native = by_native[bucket(made->native)];
+	by_native[bucket(made->native)] = made;
+}
+
+static void append(struct mpsd_made *made)
+{
+	made->older = newest;
+	made->newer = NULL;
+	*(newest ? &newest->newer : &oldest) = made;
+	newest = made;
+	atomic_fetch_add(&waiting, 1);
+	mpsd_line_wake();
+}
+
+static bool add(struct mpsd_made *record, uint64_t moves)
+{
+	struct mpsd_made *made, *known = find_native(record->native);
+
+	if (atomic_load(&mpsd_moves) != moves)
+		return false;
+	/* A driver answers twice with the same function. */
+	if (known && known->kind == record->kind && known->of == record->of) {
+		record->name = known->name;
+		return true;
+	}
+	made = malloc(sizeof(*made));
+	if (!made) {
+		mpsd_line_opaque("malloc");
+		return true;
+	}
+	if (record->native && mpsd_made_find(record->native)) {
+		if (spare_used == sizeof(spare_names))
+			mpsd_line_opaque("65536 handles after a move");
+		else
+			record->name = &spare_names[spare_used++];
+	} else {
+		record->name = record->native;
+	}
+	*made = *record;
+	if (made->name) {
+		enter_name(made);
+		enter_native(made);
+	}
+	append(made);
+	return true;
+}
+
+bool mpsd_made_add(struct mpsd_made *record, uint64_t moves)
+{
+	bool is;
+
+	mpsd_made_lock();
+	is = add(record, moves);
+	mpsd_made_unlock();
+	return is;
+}
+
+static void strike(struct mpsd_made **link, struct mpsd_made *made, bool by)
+{
+	while (*link != made)
+		link = by ? &(*link)->next_name : &(*link)->next_native;
+	*link = by ? made->next_name : made->next_native;
+}
+
+static void forget(struct mpsd_made *made)
+{
+	if (made->name) {
+		strike(&by_name[bucket(made->name)], made, true);
+		strike(&by_native[bucket(made->native)], made, false);
+	}
+	*(made->older ? &made->older->newer : &oldest) = made->newer;
+	*(made->newer ? &made->newer->older : &newest) = made->older;
+	if (!made->is_twin)
+		atomic_fetch_sub(&waiting, 1);
+	mpsd_image_free(made->image);
+	free(made->text);
+	free(made);
+}
+
+bool mpsd_made_set(struct mpsd_made *record, uint64_t moves)
+{
+	struct mpsd_made *made, *next;
+	bool is;
+
+	mpsd_made_lock();
+	is = atomic_load(&mpsd_moves) == moves;
+	for (made = is ? oldest : NULL; made; made = next) {
+		next = made->newer;
+		if (made->kind == record->kind && made->of == record->of && made->what == record->what &&
+		    made->device == record->device)
+			forget(made);
+	}
+	is = is && add(record, moves);
+	mpsd_made_unlock();
+	return is;
+}
+
+/* Of the kinds that have an end of their own. The rest goes with what it is of. */
+static void end_twin(const struct mpsd_made *made)
+{
+	if (!made->is_twin)
+		return;
+	switch (made->kind) {
+	case MPSD_MADE_STREAM:
+		other_cuStreamDestroy_v2(made->twin);
+		break;
+	case MPSD_MADE_EVENT:
+		other_cuEventDestroy_v2(made->twin);
+		break;
+	case MPSD_MADE_MODULE:
+		other_cuModuleUnload(made->twin);
+		break;
+	case MPSD_MADE_LIBRARY:
+		other_cuLibraryUnload(made->twin);
+		break;
+	case MPSD_MADE_HOST:
+		other_cuMemHostUnregister(made->name);
+		break;
+	default:
+		break;
+	}
+}
+
+static bool is_of(const struct mpsd_made *made, const struct mpsd_made *ancestor)
+{
+	while (made && made != ancestor)
+		made = made->of;
+	return made != NULL;
+}
+
+void mpsd_made_end(const void *name)
+{
+	struct mpsd_made *made, *ended, *older;
+
+	mpsd_made_lock();
+	ended = mpsd_made_find(name);
+	/* What is of it is newer. */
+	for (made = ended ? newest : NULL; made; made = older) {
+		older = made == ended ? NULL : made->older;
+		if (is_of(made, ended)) {
+			end_twin(made);
+			forget(made);
+		}
+	}
+	mpsd_made_unlock();
+}
+
+bool mpsd_made_waits(void)
+{
+	return atomic_load(&waiting) != 0;
+}
+
+/* With the lock: what the program makes meanwhile waits. */
+bool mpsd_made_twins(const char **what)
+{
+	bool all = true;
+
+	mpsd_made_lock();
+	for (struct mpsd_made *made = oldest; made && all; made = made->newer) {
+		if (made->is_twin)
+			continue;
+		all = mpsd_twin_make(made, what);
+		if (all) {
+			made->is_twin = true;
+			atomic_fetch_sub(&waiting, 1);
+		}
+	}
+	mpsd_made_unlock();
+	return all;
+}
+
+void mpsd_made_no_twins(void)
+{
+	mpsd_made_lock();
+	for (struct mpsd_made *made = oldest; made; made = made->newer) {
+		if (made->is_twin)
+			atomic_fetch_add(&waiting, 1);
+		made->is_twin = false;
+		made->twin = NULL;
+	}
+	mpsd_made_unlock();
+}
+
+void mpsd_made_move(void)
+{
+	for (unsigned int i = 0; i < BUCKETS; i++)
+		by_native[i] = NULL;
+	for (struct mpsd_made *made = oldest; made; made = made->newer) {
+		made->native = made->twin;
+		made->twin = NULL;
+		made->is_twin = false;
+		atomic_fetch_add(&waiting, 1);
+		if (made->name)
+			enter_native(made);
+	}
+}
+
+struct mpsd_made *mpsd_made_context(CUdevice device)
+{
+	struct mpsd_made *made = oldest;
+
+	while (made && (made->kind != MPSD_MADE_CONTEXT || made->device != device))
+		made = made->newer;
+	return made;
+}
+
+struct mpsd_made *mpsd_made_oldest(void)
+{
+	return oldest;
+}

@@ -1,0 +1,121 @@
+// SPDX-License-Identifier: MIT
+/* Whether the program is being moved: who waits, who tries again, which functions cannot come along. */
+#include <pthread.h>
+#include <string.h>
+
+#include "clock.h"
+#include "failover/carry.h"
+#include "failover/line.h"
+#include "failover/move.h"
+
+/* A move that lasts longer than that has failed: the program has its error. */
+#define MOVE_MS 5000
+/* How long an error of the program's own is kept from it while the daemon may still move it. */
+#define WORD_MS 1000
+
+void *mpsd_inner[MPSD_SLOTS];
+atomic_uint_least64_t mpsd_moves;
+
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
+static _Thread_local uint64_t thread_moves;	/* up to which this thread has its contexts */
+
+void mpsd_phase_begin(void)
+{
+	atomic_fetch_add(&mpsd_moves, 1);
+}
+
+void mpsd_phase_end(bool moved)
+{
+	pthread_mutex_lock(&lock);
+	/* Where nothing was moved, the number is that of before. */
+	atomic_fetch_add(&mpsd_moves, moved ? 1 : -1ull);
+	pthread_cond_broadcast(&changed);
+	pthread_mutex_unlock(&lock);
+}
+
+void mpsd_phase_wake(void)
+{
+	pthread_mutex_lock(&lock);
+	pthread_cond_broadcast(&changed);
+	pthread_mutex_unlock(&lock);
+}
+
+/* A thread has its current context in the copy that it last called. */
+static void bring_context(uint64_t moves)
+{
+	if (thread_moves != moves)
+		mpsd_move_thread(!thread_moves);
+	thread_moves = moves;
+}
+
+uint64_t mpsd_carry_wait(void)
+{
+	uint64_t moves = atomic_load(&mpsd_moves);
+
+	if (moves & 1) {
+		struct timespec until = mpsd_in(MOVE_MS);
+
+		pthread_mutex_lock(&lock);
+		while (atomic_load(&mpsd_moves) & 1 && !pthread_cond_timedwait(&changed, &lock, &until))
+			;
+		moves = atomic_load(&mpsd_moves);
+		pthread_mutex_unlock(&lock);
+	}
+	bring_context(moves & ~1ull);
+	return moves;
+}
+
+static bool wait_for_word(uint64_t moves, CUresult result)
+{
+	struct timespec until = mpsd_in(WORD_MS);
+
+	mpsd_line_error(result);
+	pthread_mutex_lock(&lock);
+	while (atomic_load(&mpsd_moves) == moves && mpsd_line_ready() &&
+	       !pthread_cond_timedwait(&changed, &lock, &until))
+		;
+	pthread_mutex_unlock(&lock);
+	if (atomic_load(&mpsd_moves) == moves)
+		mpsd_line_give_up();
+	return atomic_load(&mpsd_moves) != moves;
+}
+
+/* Whatever went wrong while the context changed is tried again in the next one. */
+bool mpsd_carry_again(CUresult result, uint64_t moves)
+{
+	if (result == MPSD_AGAIN)
+		return true;
+	if (atomic_load(&mpsd_moves) == moves && (!mpsd_is_loss(result) || !mpsd_line_ready() ||
+						   !wait_for_word(moves, result)))
+		return false;
+	mpsd_carry_wait();
+	return (atomic_load(&mpsd_moves) & ~1ull) != moves;
+}
+
+/* Functions that cannot come along */
+
+static atomic_uchar noted[MPSD_SLOTS];
+
+void *mpsd_opaque(unsigned int index, uint64_t *registers)
+{
+	if (!atomic_exchange(&noted[index], 1))
+		mpsd_line_opaque(index < MPSD_NAMES ? mpsd_names[index] : "a function of a newer driver");
+	mpsd_carry_enter();
+	for (int i = 0; atomic_load(&mpsd_moves) && i < 6; i++)
+		registers[i] = (uint64_t)(uintptr_t)mpsd_native_of((void *)(uintptr_t)registers[i]);
+	return __atomic_load_n(&mpsd_inner[index], __ATOMIC_RELAXED);
+}
+
+void mpsd_carry_install(void)
+{
+	for (unsigned int i = 0; i < MPSD_SLOTS; i++)
+		mpsd_inner[i] = mpsd_table[i];
+	for (unsigned int i = 0; i < MPSD_SLOTS; i++)
+		if (mpsd_real[i])
+			__atomic_store_n(&mpsd_table[i], (void *)(mpsd_thunks + (size_t)16 * i), __ATOMIC_RELEASE);
+	for (unsigned int i = 0; i < MPSD_CARRIED; i++)
+		if (mpsd_real[mpsd_carried[i].index])
+			__atomic_store_n(&mpsd_table[mpsd_carried[i].index], mpsd_carried[i].function,
+					 __ATOMIC_RELEASE);
+}
