@@ -24,15 +24,17 @@ _CODE = (
     "-fno-plt",
     "-fno-semantic-interposition",
 )
-# nodelete: programs keep pointers to the stubs. sysv: the hash table that exports.c edits.
+# sysv: the hash table that exports.c edits.
 _LINK = (
     "-shared",
     "-Wl,-soname,libcuda.so.1",
-    "-Wl,-z,nodelete,-z,relro,-z,now,-z,separate-code",
+    "-Wl,-z,relro,-z,now,-z,separate-code",
     "-Wl,--hash-style=sysv",
     "-Wl,-Bsymbolic",
     "-Wl,--no-undefined",
 )
+# Programs keep pointers to the stubs. The driver itself, and so the stand-in, can be unloaded.
+_STAYS = "-Wl,-z,nodelete"
 
 
 class BuildError(Exception):
@@ -51,7 +53,7 @@ def build_proxy(out: Path, *, sanitize: str = "", include: Path | None = None) -
         folders = (generated, FOLDER / "src")
         sources = sorted((FOLDER / "src").rglob("*.c"))
         sources += [generated / name for name in ("names.c", "carry.c", "stubs.S", "thunks.S")]
-        return _library(out, sources, folders, headers, sanitize)
+        return _library(out, sources, folders, headers, sanitize, _STAYS)
 
 
 def build_standin(out: Path, *, sanitize: str = "", include: Path | None = None) -> Path:
@@ -65,14 +67,14 @@ def build_standin(out: Path, *, sanitize: str = "", include: Path | None = None)
 
 
 def _library(
-    out: Path, sources: Sequence[Path], folders: Sequence[Path], headers: Path, sanitize: str
+    out: Path, sources: Sequence[Path], folders: Sequence[Path], headers: Path, sanitize: str, *more: str
 ) -> Path:
     out.mkdir(parents=True, exist_ok=True)
     target = out / "libcuda.so.1"
     # Built beside and renamed: a process that has the old one mapped keeps it.
     fresh = out / ".libcuda.so.1.new"
     command = [_compiler(), *_CODE, *_WARNINGS, *(f"-I{folder}" for folder in folders), f"-isystem{headers}"]
-    link = list(_LINK)
+    link = [*_LINK, *more]
     if sanitize:
         # The runtime of the sanitizer comes with the program.
         command += [f"-fsanitize={sanitize}", "-fno-omit-frame-pointer", "-fno-sanitize-recover=all"]

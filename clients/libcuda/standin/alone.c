@@ -89,7 +89,7 @@ static const struct backend alone = {
 
 const struct backend *backend = &alone;
 
-__attribute__((constructor)) static void choose(void)
+void choose_backend(void)
 {
 	const char *given = getenv("MPSD_STANDIN_GPU");
 

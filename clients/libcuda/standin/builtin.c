@@ -7,8 +7,10 @@
 
 #include "standin.h"
 
-bool gpu_reaches(uint64_t address, size_t size, enum access access)
+/* The way to memory that the context may access; NULL after a stray access, absorbed or not. */
+static void *reach(uint64_t address, size_t size, enum access access)
 {
+	void *pointer;
 	size_t can;
 
 	pthread_mutex_lock(&gpu_lock);
@@ -19,8 +21,9 @@ bool gpu_reaches(uint64_t address, size_t size, enum access access)
 		if (deadly != CUDA_SUCCESS)
 			kill_context(working_for, deadly);
 	}
+	pointer = can == size ? gpu_pointer(address) : NULL;
 	pthread_mutex_unlock(&gpu_lock);
-	return can == size;
+	return pointer;
 }
 
 static void nothing(const uint64_t *arguments)
@@ -31,22 +34,18 @@ static void nothing(const uint64_t *arguments)
 /* to, words, value */
 static void fill(const uint64_t *arguments)
 {
-	uint32_t *to = (uint32_t *)arguments[0];
+	uint32_t *to = reach(arguments[0], arguments[1] * sizeof(*to), ACCESS_WRITE);
 
-	if (!gpu_reaches(arguments[0], arguments[1] * sizeof(*to), ACCESS_WRITE))
-		return;
-	for (uint64_t i = 0; i < arguments[1]; i++)
+	for (uint64_t i = 0; to && i < arguments[1]; i++)
 		to[i] = (uint32_t)arguments[2];
 }
 
 /* to, words, value */
 static void add(const uint64_t *arguments)
 {
-	uint32_t *to = (uint32_t *)arguments[0];
+	uint32_t *to = reach(arguments[0], arguments[1] * sizeof(*to), ACCESS_WRITE);
 
-	if (!gpu_reaches(arguments[0], arguments[1] * sizeof(*to), ACCESS_WRITE))
-		return;
-	for (uint64_t i = 0; i < arguments[1]; i++)
+	for (uint64_t i = 0; to && i < arguments[1]; i++)
 		to[i] += (uint32_t)arguments[2];
 }
 
@@ -54,30 +53,33 @@ static void add(const uint64_t *arguments)
 static void copy(const uint64_t *arguments)
 {
 	size_t size = arguments[2] * sizeof(uint32_t);
+	const void *from = reach(arguments[1], size, ACCESS_READ);
+	void *to = from ? reach(arguments[0], size, ACCESS_WRITE) : NULL;
 
-	if (gpu_reaches(arguments[1], size, ACCESS_READ) && gpu_reaches(arguments[0], size, ACCESS_WRITE))
-		memmove((void *)arguments[0], (const void *)arguments[1], size);
+	if (to)
+		memmove(to, from, size);
 }
 
 /* to (one 64-bit word), from, words */
 static void sum(const uint64_t *arguments)
 {
-	const uint32_t *from = (const uint32_t *)arguments[1];
-	uint64_t total = 0;
+	const uint32_t *from = reach(arguments[1], arguments[2] * sizeof(*from), ACCESS_READ);
+	uint64_t *to = from ? reach(arguments[0], sizeof(*to), ACCESS_WRITE) : NULL, total = 0;
 
-	if (!gpu_reaches(arguments[1], arguments[2] * sizeof(*from), ACCESS_READ) ||
-	    !gpu_reaches(arguments[0], sizeof(total), ACCESS_WRITE))
+	if (!to)
 		return;
 	for (uint64_t i = 0; i < arguments[2]; i++)
 		total += from[i];
-	*(uint64_t *)arguments[0] = total;
+	*to = total;
 }
 
 /* to, value: one word, wherever that is */
 static void store(const uint64_t *arguments)
 {
-	if (gpu_reaches(arguments[0], sizeof(uint32_t), ACCESS_WRITE))
-		*(uint32_t *)arguments[0] = (uint32_t)arguments[1];
+	uint32_t *to = reach(arguments[0], sizeof(*to), ACCESS_WRITE);
+
+	if (to)
+		*to = (uint32_t)arguments[1];
 }
 
 static const struct builtin builtins[] = {

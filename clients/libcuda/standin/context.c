@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-/* Initialisation, and the primary contexts. */
+/* The primary contexts. */
 #include <stddef.h>
 #include <stdlib.h>
 
@@ -11,7 +11,6 @@ pthread_cond_t gpu_changed = PTHREAD_COND_INITIALIZER;
 #define STACK_DEPTH 16
 
 static struct CUctx_st primaries[MOST_DEVICES];
-static int state;	/* 0 not initialised, 1 initialised, 2 the child of a process that was */
 
 static __thread CUcontext stack[STACK_DEPTH];
 static __thread unsigned int depth;
@@ -42,23 +41,6 @@ static bool is_context(CUcontext context)
 		if (context == &primaries[i])
 			return true;
 	return false;
-}
-
-/* A forked child has none of the threads: like the real driver it is not initialised, for good. */
-static void after_fork(void)
-{
-	if (state)
-		state = 2;
-}
-
-__attribute__((constructor)) static void watch_forks(void)
-{
-	pthread_atfork(NULL, NULL, after_fork);
-}
-
-CUresult is_initialised(void)
-{
-	return __atomic_load_n(&state, __ATOMIC_ACQUIRE) == 1 ? CUDA_SUCCESS : CUDA_ERROR_NOT_INITIALIZED;
 }
 
 static CUcontext current(void)
@@ -100,17 +82,7 @@ void kill_context(CUcontext context, CUresult reason)
 	pthread_cond_broadcast(&gpu_changed);
 }
 
-API CUresult cuInit(unsigned int Flags)
-{
-	int before = 0;
-
-	if (Flags)
-		return CUDA_ERROR_INVALID_VALUE;
-	__atomic_compare_exchange_n(&state, &before, 1, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
-	return is_initialised();
-}
-
-static bool is_any_retained(void)
+bool is_any_retained(void)
 {
 	for (int i = 0; i < MOST_DEVICES; i++)
 		if (primaries[i].retained)
@@ -123,6 +95,7 @@ static CUresult open_context(CUcontext context, CUdevice device)
 	CUresult result = is_any_retained() ? CUDA_SUCCESS : backend->attach();
 
 	context->device = device;
+	context->life++;
 	if (result == CUDA_SUCCESS)
 		result = open_streams(context);
 	if (result == CUDA_SUCCESS)
@@ -156,7 +129,8 @@ API CUresult cuDevicePrimaryCtxRetain(CUcontext *pctx, CUdevice dev)
  */
 static void end_context(CUcontext context)
 {
-	context->retained = 0;	/* first: nobody comes in while the streams end */
+	look_at(context);	/* what is dead need not be waited for */
+	context->retained = 0;	/* before the streams end: nobody comes in meanwhile */
 	close_streams(context);
 	close_modules(context->device);
 	close_memory(context->device);

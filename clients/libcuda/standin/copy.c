@@ -8,27 +8,55 @@
 
 #include "standin.h"
 
+/*
+ * The way to what was looked at when the call was made. Mapped memory may have been taken away since then: the
+ * copy engine's fault. The lock is not held, gpu_memory is.
+ */
+static void *reach(const void *address, size_t size, enum access access)
+{
+	uintptr_t at = (uintptr_t)address;
+	void *pointer;
+
+	pthread_mutex_lock(&gpu_lock);
+	pointer = gpu_pointer(at);
+	if (pointer != address && !may_access(at, size, access)) {
+		kill_context(working_for, CUDA_ERROR_ILLEGAL_ADDRESS);
+		pointer = NULL;
+	}
+	pthread_mutex_unlock(&gpu_lock);
+	return pointer;
+}
+
 static void copy(struct operation *operation)
 {
-	char *to = operation->copy.to;
-	const char *from = operation->copy.from;
+	size_t size = operation->copy.size, last = operation->copy.rows - 1;
+	size_t to_pitch = operation->copy.to_pitch, from_pitch = operation->copy.from_pitch;
+	const char *from;
+	char *to;
 
-	for (size_t row = 0; row < operation->copy.rows; row++)
-		memmove(to + row * operation->copy.to_pitch, from + row * operation->copy.from_pitch,
-			operation->copy.size);
+	pthread_rwlock_rdlock(&gpu_memory);
+	from = reach(operation->copy.from, last * from_pitch + size, ACCESS_READ);
+	to = from ? reach(operation->copy.to, last * to_pitch + size, ACCESS_WRITE) : NULL;
+	for (size_t row = 0; to && row <= last; row++)
+		memmove(to + row * to_pitch, from + row * from_pitch, size);
+	pthread_rwlock_unlock(&gpu_memory);
 }
 
 static void set(struct operation *operation)
 {
 	size_t count = operation->set.count, width = operation->set.width;
 	uint32_t value = operation->set.value;
+	void *to;
 
-	if (width == 1)
-		memset(operation->set.to, (int)value, count);
-	for (size_t i = 0; width == 2 && i < count; i++)
-		((uint16_t *)operation->set.to)[i] = (uint16_t)value;
-	for (size_t i = 0; width == 4 && i < count; i++)
-		((uint32_t *)operation->set.to)[i] = value;
+	pthread_rwlock_rdlock(&gpu_memory);
+	to = reach(operation->set.to, count * width, ACCESS_WRITE);
+	if (to && width == 1)
+		memset(to, (int)value, count);
+	for (size_t i = 0; to && width == 2 && i < count; i++)
+		((uint16_t *)to)[i] = (uint16_t)value;
+	for (size_t i = 0; to && width == 4 && i < count; i++)
+		((uint32_t *)to)[i] = value;
+	pthread_rwlock_unlock(&gpu_memory);
 }
 
 enum side {

@@ -5,11 +5,11 @@
 
 #include "standin.h"
 
-#define SIGN 0x45564e54u
-
 /* Kept when destroyed, for an operation may still point to it: marked, and freed by its last user. */
 struct CUevent_st {
-	uint32_t sign;
+	const void *sign;	/* &own: of another copy of this library it is no event here */
+	CUcontext context;
+	uint64_t life;		/* of that context */
 	unsigned int flags;
 	struct moment moment;
 	unsigned int users;
@@ -18,15 +18,21 @@ struct CUevent_st {
 	struct timespec when;
 };
 
+static const char own;
+
+static bool is_event(CUevent event, CUcontext context)
+{
+	return event && event->sign == &own && !event->destroyed && event->context == context &&
+	       event->life == context->life;
+}
+
 static CUresult enter_event(CUevent event, CUcontext *context)
 {
 	CUresult result = enter(context);
 
 	if (result != CUDA_SUCCESS)
 		return result;
-	if (!event || event->sign != SIGN || event->destroyed)
-		return leave(CUDA_ERROR_INVALID_HANDLE);
-	return CUDA_SUCCESS;
+	return is_event(event, *context) ? CUDA_SUCCESS : leave(CUDA_ERROR_INVALID_HANDLE);
 }
 
 static void put_event(CUevent event)
@@ -47,7 +53,9 @@ API CUresult cuEventCreate(CUevent *phEvent, unsigned int Flags)
 	*phEvent = calloc(1, sizeof(**phEvent));
 	if (!*phEvent)
 		return leave(CUDA_ERROR_OUT_OF_MEMORY);
-	(*phEvent)->sign = SIGN;
+	(*phEvent)->sign = &own;
+	(*phEvent)->context = context;
+	(*phEvent)->life = context->life;
 	(*phEvent)->flags = Flags;
 	return leave(CUDA_SUCCESS);
 }
@@ -113,6 +121,9 @@ API CUresult cuEventQuery(CUevent hEvent)
 
 	if (result != CUDA_SUCCESS)
 		return result;
+	look_sometimes(context);
+	if (context->broken)
+		return leave(context->broken);
 	return leave(reached(hEvent->moment) ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY);
 }
 
@@ -131,7 +142,7 @@ API CUresult cuEventElapsedTime_v2(float *pMilliseconds, CUevent hStart, CUevent
 
 	if (result != CUDA_SUCCESS)
 		return result;
-	if (!pMilliseconds || !hEnd || hEnd->sign != SIGN || hEnd->destroyed || !hStart->recorded ||
+	if (!pMilliseconds || !is_event(hEnd, context) || !hStart->recorded ||
 	    !hEnd->recorded || ((hStart->flags | hEnd->flags) & CU_EVENT_DISABLE_TIMING))
 		return leave(CUDA_ERROR_INVALID_HANDLE);
 	if (!reached(hStart->moment) || !reached(hEnd->moment))

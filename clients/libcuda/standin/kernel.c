@@ -76,7 +76,9 @@ API CUresult cuFuncGetParamInfo(CUfunction func, size_t paramIndex, size_t *para
 
 static void run_kernel(struct operation *operation)
 {
+	pthread_rwlock_rdlock(&gpu_memory);
 	operation->kernel.builtin->run(operation->kernel.arguments);
+	pthread_rwlock_unlock(&gpu_memory);
 }
 
 /* Parameters are copied now: the caller may change them as soon as the launch returns. */

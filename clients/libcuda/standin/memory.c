@@ -26,6 +26,14 @@ int device_file(void)
 	return file;
 }
 
+void close_device_file(void)
+{
+	if (file >= 0)
+		close(file);
+	file = -1;
+	file_end = 0;
+}
+
 static void *map_device(size_t size)
 {
 	void *at;

@@ -99,6 +99,13 @@ bool is_range_free(uintptr_t base, size_t size, enum range_kind kind)
 	return true;
 }
 
+void forget_ranges(void)
+{
+	free(ranges);
+	ranges = NULL;
+	count = room = 0;
+}
+
 /* Copies go anywhere, by whatever way; a kernel goes where its device has been let. */
 static bool is_let(const struct range *range, CUcontext context)
 {
@@ -129,6 +136,15 @@ size_t accessible(uintptr_t address, size_t size, enum access access, CUcontext 
 		at = range->base + range->size;
 	}
 	return size;
+}
+
+void *gpu_pointer(uintptr_t address)
+{
+	struct range *reserved = NULL;
+
+	if (!range_at(address, RANGE_DEVICE, RANGE_REGISTERED))
+		reserved = range_at(address, RANGE_RESERVED, RANGE_RESERVED);
+	return reserved ? reserved->alias + (address - reserved->base) : (void *)address;
 }
 
 bool may_access(uintptr_t address, size_t size, enum access access)

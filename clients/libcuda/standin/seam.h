@@ -35,4 +35,5 @@ struct backend {
 
 extern const struct backend *backend;
 
+void choose_backend(void);
 const struct backend *simulated_backend(const struct backend *memory);

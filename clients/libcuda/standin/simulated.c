@@ -103,8 +103,8 @@ static void string(const char *key, char *to, size_t size)
 /* Which server, on which node; nobody who answers means a context without MPS. */
 static CUresult join(long *server, char *node, size_t size)
 {
-	const char *directory = getenv("CUDA_MPS_PIPE_DIRECTORY"), *named = getenv("MPSD_SIM_DIR");
-	int fd = connect_to(directory ? directory : "/tmp/nvidia-mps", "control");
+	const char *named = getenv("MPSD_SIM_DIR");
+	int fd = connect_to(*pipe_directory ? pipe_directory : "/tmp/nvidia-mps", "control");
 	char request[64];
 	bool heard;
 

@@ -24,6 +24,11 @@
 
 extern pthread_mutex_t gpu_lock;
 extern pthread_cond_t gpu_changed;
+/* Held for reading by whatever follows device pointers, for writing while that changes; taken before gpu_lock. */
+extern pthread_rwlock_t gpu_memory;
+
+/* init.c */
+extern char pipe_directory[];	/* what CUDA_MPS_PIPE_DIRECTORY was at cuInit; empty: it was not there */
 
 /* context.c */
 struct CUctx_st {
@@ -31,6 +36,7 @@ struct CUctx_st {
 	unsigned int flags;
 	CUdevice device;
 	uint32_t peers;			/* devices whose memory it may access too, a bit for each */
+	uint64_t life;			/* how often it was opened */
 	CUresult broken;		/* what every call answers once it is not CUDA_SUCCESS */
 	struct CUstream_st *streams;	/* all, the destroyed ones too, until the context ends */
 	struct CUstream_st *legacy;	/* the NULL stream */
@@ -42,6 +48,7 @@ CUresult is_initialised(void);
 void kill_context(CUcontext context, CUresult reason);
 int device_count(void);
 bool is_device(CUdevice device);
+bool is_any_retained(void);
 CUcontext primary_of(CUdevice device);	/* of a device that is; its `retained` may be 0 */
 CUdevice current_device(void);		/* that of the current context; 0 without one */
 extern __thread CUcontext working_for;	/* in a stream's thread: its context */
@@ -59,7 +66,8 @@ struct CUstream_st {
 	int priority;
 	struct operation *first, *last;
 	uint64_t submitted, completed;
-	bool started, destroyed, finished;
+	pthread_t thread;
+	bool started, destroyed, finished, joined;
 	struct CUgraph_st *capture;
 	CUstreamCaptureMode capture_mode;
 	pthread_t capturer;
@@ -109,6 +117,8 @@ CUresult wait_for(CUcontext context, struct moment moment);
 CUresult wait_for_all(CUcontext context);
 CUresult open_streams(CUcontext context);
 void close_streams(CUcontext context);
+void look_at(CUcontext context);	/* has it died of others' doing? */
+void look_sometimes(CUcontext context);	/* the same, but not each time, for it is a question to the GPU */
 
 /* graph.c */
 struct CUgraph_st {
@@ -142,6 +152,8 @@ struct range {
 	uint32_t devices;		/* of RANGE_MAPPED: those that may access it, a bit for each */
 	bool sync_memops;
 	struct physical *physical;	/* of RANGE_MAPPED */
+	char *alias;			/* of RANGE_RESERVED: where its memory is mapped in truth */
+	bool placeholder;		/* of RANGE_RESERVED: the place itself is still taken by it */
 	off_t offset;			/* of RANGE_DEVICE in the file of memory.c */
 	size_t taken;			/* of the GPU's bytes, by RANGE_DEVICE */
 	pid_t exporter;			/* of RANGE_OPENED, with its id there and how often it is open */
@@ -163,9 +175,15 @@ bool is_range_free(uintptr_t base, size_t size, enum range_kind kind);
  */
 size_t accessible(uintptr_t address, size_t size, enum access access, CUcontext context);
 bool may_access(uintptr_t address, size_t size, enum access access);
+void *gpu_pointer(uintptr_t address);	/* the host's way there, under gpu_memory */
+void forget_ranges(void);
+
+/* reserve.c */
+void close_reservations(void);
 
 /* vmm.c */
 CUdevice physical_device(const struct physical *physical);
+void close_physical(void);
 
 /* zones.c */
 void close_zones(CUdevice device);
@@ -174,6 +192,7 @@ void close_zones(CUdevice device);
 CUresult device_alloc(uintptr_t *address, size_t size);
 CUresult device_free(uintptr_t address);
 int device_file(void);		/* where all device memory of this process is */
+void close_device_file(void);
 
 /* ipc.c */
 void close_opened(CUdevice device);
@@ -199,4 +218,3 @@ struct CUfunc_st {
 void close_modules(CUdevice device);
 struct CUfunc_st *find_function(const struct CUfunc_st *handle);	/* NULL if it is none */
 const struct builtin *find_builtin(const char *name);
-bool gpu_reaches(uint64_t address, size_t size, enum access access);	/* takes the lock */

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: MIT
 /*
- * Virtual memory management: physical memory is a memfd, a mapping is an mmap of it. So a handle
- * that left the process as a descriptor is as alive as that descriptor, as on a GPU.
+ * Virtual memory management: physical memory is a memfd, a mapping is an mmap of it in the alias of
+ * its reservation (reserve.c). So a handle that left the process as a descriptor is as alive as that
+ * descriptor, and mapped memory is the GPU's alone, both as on a GPU.
  */
 #include <fcntl.h>
 #include <stdlib.h>
@@ -11,8 +12,6 @@
 
 #include "standin.h"
 
-/* Measured on a driver: the hint of a small reservation is ignored, that of a large one is kept. */
-#define HINT_FROM ((size_t)64 << 20)
 #define NAME "mpsd-standin-vmm"
 
 struct physical {
@@ -61,6 +60,17 @@ static void put(struct physical *physical)
 		backend->give_memory(physical->size);
 	close(physical->fd);
 	free(physical);
+}
+
+/* At the end of the library: whatever is left of mappings went with the reservations. */
+void close_physical(void)
+{
+	struct physical *physical;
+
+	while ((physical = physicals)) {
+		physical->references = physical->mappings = 0;
+		put(physical);
+	}
 }
 
 CUdevice physical_device(const struct physical *physical)
@@ -185,66 +195,18 @@ API CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle *handle
 	return leave(result);
 }
 
-/* More than is asked for, so that an aligned part of it can be kept. */
-static void *reserve(size_t size, size_t alignment, void *hint)
+/* For what changes where device pointers lead: nobody follows one meanwhile. */
+static void lock_memory(void)
 {
-	size_t whole = size + alignment;
-	char *at = MAP_FAILED, *start;
-
-	/* A plain hint and a look: ThreadSanitizer turns a fixed one that it dislikes into address 0. */
-	if (hint && size >= HINT_FROM && !((uintptr_t)hint % GRANULARITY)) {
-		at = mmap(hint, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-		if (at == hint)
-			return at;
-		if (at != MAP_FAILED)
-			munmap(at, size);
-	}
-	at = mmap(NULL, whole, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-	if (at == MAP_FAILED)
-		return NULL;
-	start = (char *)(((uintptr_t)at + alignment - 1) / alignment * alignment);
-	if (start > at)
-		munmap(at, (size_t)(start - at));
-	if (at + whole > start + size)
-		munmap(start + size, (size_t)(at + whole - (start + size)));
-	return start;
+	pthread_rwlock_wrlock(&gpu_memory);
+	pthread_mutex_lock(&gpu_lock);
 }
 
-API CUresult cuMemAddressReserve(CUdeviceptr *ptr, size_t size, size_t alignment, CUdeviceptr addr,
-				 unsigned long long flags)
+static CUresult leave_memory(CUresult result)
 {
-	CUresult result = is_initialised();
-	void *at;
-
-	if (result != CUDA_SUCCESS)
-		return result;
-	if (alignment < GRANULARITY)
-		alignment = GRANULARITY;
-	if (!ptr || !size || size % GRANULARITY || (alignment & (alignment - 1)) || flags)
-		return CUDA_ERROR_INVALID_VALUE;
-	at = reserve(size, alignment, (void *)addr);
-	if (!at)
-		return CUDA_ERROR_OUT_OF_MEMORY;
-	pthread_mutex_lock(&gpu_lock);
-	result = add_range((struct range){ .base = (uintptr_t)at, .size = size, .kind = RANGE_RESERVED });
-	if (result == CUDA_SUCCESS)
-		*ptr = (CUdeviceptr)at;
-	else
-		munmap(at, size);
-	return leave(result);
-}
-
-API CUresult cuMemAddressFree(CUdeviceptr ptr, size_t size)
-{
-	struct range *range;
-
-	pthread_mutex_lock(&gpu_lock);
-	range = range_from(ptr, RANGE_RESERVED);
-	if (!range || range->size != size || !is_range_free(ptr, size, RANGE_MAPPED))
-		return leave(CUDA_ERROR_INVALID_VALUE);
-	munmap((void *)range->base, range->size);
-	remove_range(range);
-	return leave(CUDA_SUCCESS);
+	pthread_mutex_unlock(&gpu_lock);
+	pthread_rwlock_unlock(&gpu_memory);
+	return result;
 }
 
 API CUresult cuMemMap(CUdeviceptr ptr, size_t size, size_t offset, CUmemGenericAllocationHandle handle,
@@ -256,20 +218,20 @@ API CUresult cuMemMap(CUdeviceptr ptr, size_t size, size_t offset, CUmemGenericA
 
 	if (!size || size % GRANULARITY || offset || ptr % GRANULARITY || flags)
 		return CUDA_ERROR_INVALID_VALUE;
-	pthread_mutex_lock(&gpu_lock);
+	lock_memory();
 	physical = find(handle);
 	reserved = range_at(ptr, RANGE_RESERVED, RANGE_RESERVED);
 	if (!physical || size != physical->size || !reserved ||
 	    ptr + size > reserved->base + reserved->size || !is_range_free(ptr, size, RANGE_MAPPED) ||
 	    !is_range_free(ptr, size, RANGE_MANAGED) || !is_range_free(ptr, size, RANGE_SPARSE))
-		return leave(CUDA_ERROR_INVALID_VALUE);
-	if (mmap((void *)ptr, size, PROT_NONE, MAP_SHARED | MAP_FIXED, physical->fd, 0) == MAP_FAILED)
-		return leave(CUDA_ERROR_OUT_OF_MEMORY);
+		return leave_memory(CUDA_ERROR_INVALID_VALUE);
+	if (mmap(gpu_pointer(ptr), size, PROT_NONE, MAP_SHARED | MAP_FIXED, physical->fd, 0) == MAP_FAILED)
+		return leave_memory(CUDA_ERROR_OUT_OF_MEMORY);
 	result = add_range((struct range){
 		.base = ptr, .size = size, .kind = RANGE_MAPPED, .physical = physical });
 	if (result == CUDA_SUCCESS)
 		physical->mappings++;
-	return leave(result);
+	return leave_memory(result);
 }
 
 /* A whole number of mappings, as the real driver wants it. */
@@ -307,7 +269,7 @@ static CUresult set_access(struct range *range, const CUmemAccessDesc *desc)
 		protection |= PROT_READ;
 	if (desc->flags == CU_MEM_ACCESS_FLAGS_PROT_READWRITE)
 		protection |= PROT_WRITE;
-	if (mprotect((void *)range->base, range->size, protection))
+	if (mprotect(gpu_pointer(range->base), range->size, protection))
 		return CUDA_ERROR_OUT_OF_MEMORY;
 	range->readable = protection & PROT_READ;
 	range->writable = protection & PROT_WRITE;
@@ -323,9 +285,9 @@ API CUresult cuMemSetAccess(CUdeviceptr ptr, size_t size, const CUmemAccessDesc 
 			return CUDA_ERROR_INVALID_VALUE;
 	if (!desc || !count)
 		return CUDA_ERROR_INVALID_VALUE;
-	pthread_mutex_lock(&gpu_lock);
+	lock_memory();
 	if (!covers_whole_mappings(ptr, size))
-		return leave(CUDA_ERROR_INVALID_VALUE);
+		return leave_memory(CUDA_ERROR_INVALID_VALUE);
 	for (CUdeviceptr at = ptr; at < ptr + size && result == CUDA_SUCCESS;) {
 		struct range *range = range_from(at, RANGE_MAPPED);
 
@@ -333,17 +295,17 @@ API CUresult cuMemSetAccess(CUdeviceptr ptr, size_t size, const CUmemAccessDesc 
 			result = set_access(range, &desc[i]);
 		at += range->size;
 	}
-	return leave(result);
+	return leave_memory(result);
 }
 
 API CUresult cuMemUnmap(CUdeviceptr ptr, size_t size)
 {
 	CUmemGenericAllocationHandle last = 0;
 
-	pthread_mutex_lock(&gpu_lock);
+	lock_memory();
 	if (!covers_whole_mappings(ptr, size))
-		return leave(CUDA_ERROR_INVALID_VALUE);
-	mmap((void *)ptr, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+		return leave_memory(CUDA_ERROR_INVALID_VALUE);
+	mmap(gpu_pointer(ptr), size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
 	for (CUdeviceptr at = ptr; at < ptr + size;) {
 		struct range *range = range_from(at, RANGE_MAPPED);
 		struct physical *physical = range->physical;
@@ -354,7 +316,7 @@ API CUresult cuMemUnmap(CUdeviceptr ptr, size_t size)
 		last = (uintptr_t)physical;
 		put(physical);
 	}
-	pthread_mutex_unlock(&gpu_lock);
+	leave_memory(CUDA_SUCCESS);
 	touch(last);
 	return CUDA_SUCCESS;
 }
