@@ -66,11 +66,10 @@ uint64_t mpsd_carry_wait(void)
 	return moves;
 }
 
-static bool wait_for_word(uint64_t moves, CUresult result)
+static bool wait_for_word(uint64_t moves)
 {
 	struct timespec until = mpsd_in(WORD_MS);
 
-	mpsd_line_error(result);
 	pthread_mutex_lock(&lock);
 	while (atomic_load(&mpsd_moves) == moves && mpsd_line_ready() &&
 	       !pthread_cond_timedwait(&changed, &lock, &until))
@@ -86,8 +85,10 @@ bool mpsd_carry_again(CUresult result, uint64_t moves)
 {
 	if (result == MPSD_AGAIN)
 		return true;
-	if (atomic_load(&mpsd_moves) == moves && (!mpsd_is_loss(result) || !mpsd_line_ready() ||
-						   !wait_for_word(moves, result)))
+	if (mpsd_is_loss(result))
+		mpsd_line_error(result);
+	if (atomic_load(&mpsd_moves) == moves &&
+	    (!mpsd_is_loss(result) || !mpsd_line_ready() || !wait_for_word(moves)))
 		return false;
 	mpsd_carry_wait();
 	return (atomic_load(&mpsd_moves) & ~1ull) != moves;

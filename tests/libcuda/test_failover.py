@@ -1,0 +1,220 @@
+"""A program goes on in a second copy of the driver: the stand-in's, on the simulated GPU, with a daemon that
+the test plays."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support import moving
+from tests.support.libcudas import DEADLINE_S, PROGRAMS, ROOT, Libraries
+from tests.support.moving import Line, Post, open_post
+from tests.support.simfixtures import backend, domain, second
+from tests.support.simnode import Domain, until
+
+__all__ = ["backend", "domain", "second"]
+
+
+@pytest.fixture
+def post() -> Iterator[Post]:
+    # Short, for a socket's path must fit in 107 bytes.
+    with tempfile.TemporaryDirectory(prefix="mpsd-fo-", dir="/tmp") as folder, open_post(Path(folder)) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def copies(libraries: Libraries, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("copies")
+    for number in range(2):
+        shutil.copyfile(libraries.real, folder / f"libcuda-{number}.so.1")
+    return folder
+
+
+class Program:
+    def __init__(self, libraries: Libraries, home: Domain, post: Post, **extra: str) -> None:
+        found = f"{ROOT}:{ROOT / 'clients'}:{ROOT / 'clients' / 'libcuda'}"
+        environment = libraries.environment(
+            proxied=True,
+            PYTHONPATH=found,
+            CUDA_MPS_PIPE_DIRECTORY=home.environment["CUDA_MPS_PIPE_DIRECTORY"],
+            MPSD_STANDIN_GPU="simulated",
+            MPSD_VAULT="1",
+            MPSD_FAILOVER_SOCKET=str(post.path),
+            **extra,
+        )
+        self.process = subprocess.Popen(
+            [sys.executable, str(PROGRAMS / "moving.py")],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert self._answer() == str(self.process.pid)
+
+    def _answer(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def tell(self, expression: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(expression + "\n")
+        self.process.stdin.flush()
+
+    def __call__(self, expression: str) -> str:
+        self.tell(expression)
+        return self._answer()
+
+    def end(self) -> str:
+        """What it has said on stderr."""
+        _, said = self.process.communicate(timeout=DEADLINE_S)
+        assert self.process.returncode == 0, said
+        return said
+
+
+@pytest.fixture
+def ask(libraries: Libraries, domain: Domain, post: Post) -> Iterator[Program]:
+    program = Program(libraries, domain, post)
+    try:
+        yield program
+    finally:
+        program.process.kill()
+        program.process.communicate()
+
+
+def stand_by(line: Line, at: Domain, copies: Path, generation: int = 1) -> None:
+    line.say(moving.STANDBY, generation, at.environment["CUDA_MPS_PIPE_DIRECTORY"], str(copies))
+    said = line.hear(moving.READY, moving.UNREADY)
+    assert (said.kind, said.generation, said.text) == (moving.READY, generation, "")
+
+
+def move(line: Line, generation: int = 1) -> None:
+    line.say(moving.MOVE, generation)
+    said = line.hear(moving.MOVED, moving.STAYED, moving.OWN_ERROR)
+    if said.kind == moving.OWN_ERROR:
+        said = line.hear(moving.MOVED, moving.STAYED)
+    assert (said.kind, said.text) == (moving.MOVED, "")
+
+
+def break_domain(domain: Domain) -> None:
+    neighbour = domain.client().ready()
+    assert neighbour.error("dev.launch('store')") is None
+    until(lambda: domain.status() == "FAULT")
+
+
+def test_memory_names_and_threads_live_on(
+    domain: Domain, second: Domain, post: Post, ask: Program, copies: Path
+) -> None:
+    line = post.greet()
+    ask("m = gpu.memory(8 << 20)")
+    ask("s = gpu.stream(); e = gpu.made('cuEventCreate', 0); small = gpu.memory(600)")
+    assert ask("[gpu.run('add', m, 8, 1, stream=s), gpu.sync()]") == "[0, 0]"
+    stand_by(line, second, copies)
+    ask("late = gpu.memory(4 << 20); t = gpu.stream(); f = gpu.made('cuModuleGetFunction', gpu.module, b'fill')")
+    ask("other = Later(gpu)")
+    context = ask("gpu.now()")
+    assert ask("[gpu.run('add', m, 8, 1, stream=t), gpu.sync()]") == "[0, 0]"
+    break_domain(domain)
+    move(line)
+    assert ask("gpu.now()") == context
+    assert ask("[gpu.word(m), gpu.word(late), gpu.word(small)]") == "[2, 0, 0]"
+    assert ask("[gpu.run('add', m, 8, 1, stream=s), gpu.run('add', m, 8, 1, stream=t), gpu.sync()]") == "[0, 0, 0]"
+    assert ask("gpu.code('cuEventRecord', e, s), gpu.code('cuEventSynchronize', e)") == "(0, 0)"
+    assert ask("gpu.word(m)") == "4"
+    assert ask("other.start('gpu.now()'), other.result()") == f"(None, {context})"
+    # What is made afterwards, and the end of what was made before.
+    assert ask("u = gpu.stream()") == "None"
+    assert ask("[gpu.run('add', m, 8, 1, stream=u), gpu.sync(), gpu.word(m)]") == "[0, 0, 5]"
+    assert ask("[gpu.code('cuStreamDestroy_v2', x) for x in (s, t, u)]") == "[0, 0, 0]"
+    assert ask("[gpu.code('cuMemFree_v2', x) for x in (m, late, small)]") == "[0, 0, 0]"
+    assert ask("gpu.code('cuModuleUnload', gpu.module)") == "0"
+    assert (domain.status(), second.status()) == ("FAULT", "ACTIVE")
+    assert ask.end() == ""
+
+
+def test_a_thread_that_waits_is_carried_over_and_is_told_once(
+    domain: Domain, second: Domain, post: Post, ask: Program, copies: Path
+) -> None:
+    line = post.greet()
+    ask("m = gpu.memory(8 << 20)")
+    stand_by(line, second, copies)
+    assert ask("gpu.run('long', m, 8, 1)") == "0"
+    ask.tell("gpu.sync()")
+    break_domain(domain)
+    move(line)
+    # What was in flight is gone, and it is said once.
+    assert ask._answer() == "719"
+    assert ask("[gpu.sync(), gpu.run('add', m, 8, 1), gpu.sync(), gpu.word(m)]") == "[0, 0, 0, 1]"
+    assert "what was in flight may be missing" in ask.end()
+
+
+def test_an_error_waits_for_the_daemons_word(
+    domain: Domain, second: Domain, post: Post, ask: Program, copies: Path
+) -> None:
+    line = post.greet()
+    ask("m = gpu.memory(8 << 20)")
+    stand_by(line, second, copies)
+    break_domain(domain)
+    ask.tell("gpu.run('add', m, 8, 1), gpu.sync(), gpu.word(m)")
+    assert line.hear(moving.OWN_ERROR).values[0] == 700
+    move(line)
+    # The launch may have gone to either context; where it went to the old one, that was said.
+    assert ask._answer() in ("(0, 0, 1)", "(0, 719, 1)", "(0, 719, 0)", "cuMemcpyDtoH_v2: 719")
+    assert ask("gpu.sync()") == "0"
+
+
+def test_without_a_standby_the_error_is_the_programs(domain: Domain, post: Post, ask: Program) -> None:
+    line = post.greet()
+    break_domain(domain)
+    assert ask("gpu.sync()") == "700"
+    assert line.hear(moving.OWN_ERROR, moving.OPAQUE).kind == moving.OWN_ERROR
+
+
+def test_from_copy_to_copy(domain: Domain, second: Domain, post: Post, ask: Program, copies: Path) -> None:
+    line, homes = post.greet(), (domain, second)
+    ask("m = gpu.memory(8 << 20); s = gpu.stream(); other = Later(gpu); gpu.sync()")
+    for generation in range(1, 7):
+        here, there = homes[(generation + 1) % 2], homes[generation % 2]
+        stand_by(line, there, copies, generation)
+        os.kill(here.server(), signal.SIGKILL)
+        move(line, generation)
+        assert ask("[gpu.run('add', m, 8, 1, stream=s), gpu.sync(), gpu.word(m)]") == f"[0, 0, {generation}]"
+        if generation % 3 == 0:
+            assert ask("other.start('gpu.word(m)'), other.result()") == f"(None, {generation})"
+    assert ask("mappings('libcuda-0') > 0, mappings('libcuda-1') > 0") in ("(True, False)", "(False, True)")
+    assert ask.end() == ""
+
+
+def test_what_cannot_come_along_is_said_and_stays(
+    domain: Domain, second: Domain, post: Post, ask: Program, copies: Path
+) -> None:
+    line = post.greet()
+    stand_by(line, second, copies)
+    ask("gpu.code('cuIpcCloseMemHandle', 0)")
+    assert line.hear(moving.OPAQUE).text == "cuIpcCloseMemHandle"
+    line.say(moving.MOVE, 1)
+    assert line.hear(moving.STAYED).generation == 1
+    break_domain(domain)
+    assert ask("gpu.sync()") == "700"
+
+
+@pytest.mark.parametrize("what", ["absent", "another"])
+def test_a_copy_that_does_not_fit(
+    domain: Domain, second: Domain, post: Post, ask: Program, tmp_path: Path, what: str
+) -> None:
+    line = post.greet()
+    if what == "another":
+        shutil.copyfile("/lib/x86_64-linux-gnu/libc.so.6", tmp_path / "libcuda-0.so.1")
+    line.say(moving.STANDBY, 1, second.environment["CUDA_MPS_PIPE_DIRECTORY"], str(tmp_path))
+    said = line.hear(moving.UNREADY)
+    assert "copy" in said.text
+    assert ask("gpu.sync()") == "0"
+    assert ask.end() == ""

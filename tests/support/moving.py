@@ -1,0 +1,82 @@
+"""The daemon's end of failover.sock, as tests play it."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+MAGIC, VERSION = 0x726F6C66, 1
+HELLO, READY, UNREADY, OPAQUE, OWN_ERROR, MOVED, STAYED = range(1, 8)
+WELCOME, STANDBY, STAND_DOWN, MOVE = range(65, 69)
+_LAYOUT = struct.Struct("=IHHIIQ6Q112s128s")
+DEADLINE_S = 20.0
+
+
+@dataclass(frozen=True)
+class Said:
+    kind: int
+    generation: int
+    values: tuple[int, ...]
+    text: str
+
+
+class Line:
+    """A connection from one program."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        sock.settimeout(DEADLINE_S)
+
+    def say(self, kind: int, generation: int = 0, path: str = "", text: str = "") -> None:
+        self._sock.send(
+            _LAYOUT.pack(MAGIC, VERSION, kind, 1, 0, generation, *[0] * 6, path.encode(), text.encode())
+        )
+
+    def hear(self, *kinds: int) -> Said:
+        """The next that is said, which must be of these kinds."""
+        magic, version, kind, _, _, generation, *rest = _LAYOUT.unpack(self._sock.recv(4096))
+        assert (magic, version) == (MAGIC, VERSION)
+        said = Said(kind, generation, tuple(rest[:6]), rest[7].rstrip(b"\0").decode())
+        assert kind in kinds, said
+        return said
+
+    def close(self) -> None:
+        self._sock.close()
+
+
+class Post:
+    """A socket that programs find by MPSD_FAILOVER_SOCKET."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.bind(str(path))
+        self._listener.listen()
+        self._listener.settimeout(DEADLINE_S)
+        self._lines: list[Line] = []
+
+    def greet(self) -> Line:
+        """The next program, which has said HELLO."""
+        line = Line(self._listener.accept()[0])
+        self._lines.append(line)
+        line.hear(HELLO)
+        line.say(WELCOME)
+        return line
+
+    def close(self) -> None:
+        for line in self._lines:
+            line.close()
+        self._listener.close()
+
+
+@contextlib.contextmanager
+def open_post(folder: Path) -> Iterator[Post]:
+    post = Post(folder / "failover.sock")
+    try:
+        yield post
+    finally:
+        post.close()
