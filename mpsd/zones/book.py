@@ -122,7 +122,8 @@ class Zones:
         return process in self._entries
 
     def idle(self, process: ProcessInstance) -> bool:
-        """Whether its ledger says that it has launched something, and that all of that has ended."""
+        """Whether its ledger says that it has launched something, and that all of that has ended: the
+        client's own word, on which alone nothing is done."""
         entry = self._entries.get(process)
         try:
             head = entry.ledger.head() if entry is not None else None
