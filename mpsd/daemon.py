@@ -348,7 +348,7 @@ class Daemon:
             self.vault.takes,
         )
         adoption.run(saved)
-        self.vault.adopt()
+        await self.vault.adopt()
         self._unknown_domains = adoption.unknown
         await adoption.join_living()
         lost = self._attacher.discard_kept()

@@ -14,10 +14,11 @@ import contextlib
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import structlog
 
@@ -35,6 +36,8 @@ log = structlog.get_logger("mpsd.vault")
 PREFIX = "vault."
 NOTES = "vault.notes"
 EXEC_DEADLINE_S = 2.0
+# So long an adoption waits for looks at the living; they go on, and nobody else waits for them.
+ADOPTION_S = 0.5
 GONE_DEADLINE_S = 1.0
 STORED_DEADLINE_S = 1.0
 
@@ -115,17 +118,25 @@ class Vault:
         if not self.ledger.of(process) and not self.held_elsewhere(process):
             self._ended(process)
         elif client.program is not None:
-            task = self._loop.create_task(self._look_for_exec(client))
-            self._looking.add(task)
-            task.add_done_callback(self._looking.discard)
+            self._spawn_look(self._look_for_exec(client))
+
+    def _spawn_look(self, look: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(look)
+        self._looking.add(task)
+        task.add_done_callback(self._looking.discard)
+
+    async def _program_of(self, client: Client) -> procs.ExecIdentity | None:
+        """None where that cannot be told, or not in time."""
+        look = partial(procs.exec_identity, client.pinned.instance)
+        try:
+            return await self.looks.run(client.owner.uid, look, EXEC_DEADLINE_S)
+        except (MpsdError, OSError):
+            return None
 
     async def _look_for_exec(self, client: Client) -> None:
         process = client.pinned.instance
-        try:
-            program = await self.looks.run(
-                client.owner.uid, partial(procs.exec_identity, process), EXEC_DEADLINE_S
-            )
-        except MpsdError:
+        program = await self._program_of(client)
+        if program is None:
             return
         if program != client.program and not client.connections and self._clients.get(process) is client:
             log.info("a client of the vault replaced its program", process=str(process))
@@ -326,7 +337,7 @@ class Vault:
         self._found[name] = list(fds)
         return True
 
-    def adopt(self) -> None:
+    async def adopt(self) -> None:
         """Rebuild what an earlier daemon held from the sets that were given to `takes`."""
         found, self._found = self._found, {}
         if not found:
@@ -348,6 +359,8 @@ class Vault:
                 self._notes.strike(lost)
         self._settle(Outcome())
         self._expire()
+        if self._looking:
+            await asyncio.wait(self._looking, timeout=ADOPTION_S)
         log.info("the vault was taken over", held=sum(restored), freed=len(restored) - sum(restored))
 
     def _restored(self, name: str, fds: list[int], noted: dict[int, Holding], now: float) -> bool:
@@ -377,12 +390,13 @@ class Vault:
         if not pinned.alive():
             pinned.close()
             return False
-        try:
-            program = procs.exec_identity(process)
-        except MpsdError:
-            program = None
-        self._watch(pinned, holding.owner, program)
+        self._spawn_look(self._learn_program(self._watch(pinned, holding.owner, None)))
         return True
+
+    async def _learn_program(self, client: Client) -> None:
+        program = await self._program_of(client)
+        if client.program is None:
+            client.program = program
 
     # -- looking -----------------------------------------------------------------------------------------
 
