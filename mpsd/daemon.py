@@ -148,7 +148,7 @@ class Daemon:
         self._work = workwatch.WorkWatch(self.backend.work, interval_s, self._post)
         guard = self.config.guard
         self._zones = Zones(zone_limits(self.config))
-        self._trackers = Trackers(self._post, self._zones)
+        self._trackers = Trackers(self._post, self._zones, self._work.quiet)
         self._attacher = Attacher(
             self.backend.uvm, self._work, self._store, self._post, self._known, self._trackers
         )
@@ -348,7 +348,7 @@ class Daemon:
             self.vault.takes,
         )
         adoption.run(saved)
-        self.vault.adopt()
+        await self.vault.adopt()
         self._unknown_domains = adoption.unknown
         await adoption.join_living()
         lost = self._attacher.discard_kept()

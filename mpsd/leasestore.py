@@ -133,6 +133,11 @@ class LeaseStore:
         elif gone is not None and not gone.done():
             gone.set_result(None)
 
+    def holds(self, name: str) -> bool:
+        """Whether the store has it now: a store that died has nothing until it is replaced."""
+        waiting = [*self._jobs, *([self._running] if self._running else [])]
+        return name in self._held and not any(j.kind is _Kind.REVIVE for j in waiting)
+
     def problems(self) -> list[str]:
         """What is not as it should be, for `status`."""
         found = [f"leases end with mpsd: {j.problem}" for j in self._failed(_Kind.REVIVE)]

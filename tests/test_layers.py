@@ -63,9 +63,10 @@ GROUPS: dict[str, tuple[set[str], set[str]]] = {
         {"mpsd.guard", "mpsd.guardnotes", "mpsd.guardplan"},
         {"base", "core", "gpu base", "linux", "looks", "notes"},
     ),
+    "tasks": ({"mpsd.tasks"}, {"core"}),
     "zones": (
         {"mpsd.zones", "mpsd.trackers"},
-        {"base", "core", "gpu base", "linux", "looks", "procs"},
+        {"base", "core", "gpu base", "linux", "looks", "procs", "tasks"},
     ),
     "listener": ({"mpsd.listener"}, {"base", "wire", "linux"}),
     "client": ({"mpsd_client"}, {"wire", "base"}),

@@ -14,10 +14,11 @@ import contextlib
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import structlog
 
@@ -25,7 +26,7 @@ from mpsd import procs
 from mpsd.core.vault import Holding, Ledger, Limits, Outcome, Owner, Refusal
 from mpsd.errors import MpsdError, StoreError
 from mpsd.gpu.base import ExportedMemory, MemoryInspector
-from mpsd.leasestore import LeaseStore
+from mpsd.leasestore import FIRST_PAUSE_S, LONGEST_PAUSE_S, LeaseStore
 from mpsd.looks import Looks
 from mpsd.model import ProcessInstance
 from mpsd.vault.notes import VaultNotes
@@ -35,6 +36,8 @@ log = structlog.get_logger("mpsd.vault")
 PREFIX = "vault."
 NOTES = "vault.notes"
 EXEC_DEADLINE_S = 2.0
+# So long an adoption waits for looks at the living; they go on, and nobody else waits for them.
+ADOPTION_S = 0.5
 GONE_DEADLINE_S = 1.0
 STORED_DEADLINE_S = 1.0
 
@@ -71,13 +74,15 @@ class Vault:
         self._clients: dict[ProcessInstance, Client] = {}
         self._notes: VaultNotes | None = None
         self._found: dict[str, list[int]] = {}
+        # Names to be stored, and holdings whose notes are to be written (again), in order.
         self._unstored: dict[str, None] = {}
+        self._unnoted: dict[int, None] = {}
         self._wake = asyncio.Event()
         self._store_moved = asyncio.Condition()
         self._storing = self._loop.create_task(self._store_one_by_one())
         self._looking: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
-        self._problem = ""
+        self._store_problem = self._note_problem = ""
 
     # -- processes ---------------------------------------------------------------------------------------
 
@@ -115,17 +120,25 @@ class Vault:
         if not self.ledger.of(process) and not self.held_elsewhere(process):
             self._ended(process)
         elif client.program is not None:
-            task = self._loop.create_task(self._look_for_exec(client))
-            self._looking.add(task)
-            task.add_done_callback(self._looking.discard)
+            self._spawn_look(self._look_for_exec(client))
+
+    def _spawn_look(self, look: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(look)
+        self._looking.add(task)
+        task.add_done_callback(self._looking.discard)
+
+    async def _program_of(self, client: Client) -> procs.ExecIdentity | None:
+        """None where that cannot be told, or not in time."""
+        look = partial(procs.exec_identity, client.pinned.instance)
+        try:
+            return await self.looks.run(client.owner.uid, look, EXEC_DEADLINE_S)
+        except (MpsdError, OSError):
+            return None
 
     async def _look_for_exec(self, client: Client) -> None:
         process = client.pinned.instance
-        try:
-            program = await self.looks.run(
-                client.owner.uid, partial(procs.exec_identity, process), EXEC_DEADLINE_S
-            )
-        except MpsdError:
+        program = await self._program_of(client)
+        if program is None:
             return
         if program != client.program and not client.connections and self._clients.get(process) is client:
             log.info("a client of the vault replaced its program", process=str(process))
@@ -256,6 +269,7 @@ class Vault:
                 with contextlib.suppress(OSError):
                     self._notes.strike(holding.id)
             self._unstored.pop(name, None)
+            self._unnoted.pop(holding.id, None)
             gone: asyncio.Future[None] = self._loop.create_future()
             self._store.drop(name, gone)
             waits += [gone, self._close([self._fds.pop(holding.id)])]
@@ -278,8 +292,12 @@ class Vault:
                 self._notes = VaultNotes.create()
                 self._unstored[NOTES] = None
             self._notes.write(holding)
+            self._unnoted.pop(holding.id, None)
         except OSError as error:
-            self._problem = f"the vault is not noted and ends with mpsd: {error.strerror}"
+            self._unnoted[holding.id] = None
+            self._note_problem = error.strerror or str(error)
+        if self._unnoted or self._unstored:
+            self._wake.set()
 
     def _arm(self) -> None:
         if self._timer is not None:
@@ -297,27 +315,44 @@ class Vault:
 
     async def _store_one_by_one(self) -> None:
         """One at a time, so that a lease never waits behind a program's thousand allocations."""
+        pause_s = FIRST_PAUSE_S
         while True:
             self._wake.clear()
-            while self._unstored:
-                name = NOTES if NOTES in self._unstored else next(iter(self._unstored))
-                if name == NOTES and self._notes is not None:
-                    fd = self._notes.fd
-                else:
-                    fd = self._fds[int(name.removeprefix(PREFIX))]
-                try:
-                    held = self._store.put(name, [fd])
-                except StoreError as error:
-                    self._problem = str(error)
-                    break
-                # It ends by itself; cancelled where it was dropped meanwhile.
-                await asyncio.wait({held})
-                if not held.cancelled():
-                    self._unstored.pop(name, None)
-                    self._problem = ""
-                    async with self._store_moved:
-                        self._store_moved.notify_all()
-            await self._wake.wait()
+            if await self._all_kept():
+                pause_s = FIRST_PAUSE_S
+                await self._wake.wait()
+            else:
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    async def _all_kept(self) -> bool:
+        """Note and store what is not yet. False where something failed and is to be tried again."""
+        for holding_id in tuple(self._unnoted):
+            holding = self.ledger.get(holding_id)
+            if holding is not None:
+                self._note(holding)
+        while self._unstored:
+            name = NOTES if NOTES in self._unstored else next(iter(self._unstored))
+            notes = self._notes
+            fd = notes.fd if name == NOTES and notes is not None else self._fds[_id_of(name)]
+            try:
+                held = self._store.put(name, [fd])
+            except StoreError as error:
+                self._store_problem = str(error)
+                return False
+            # It ends by itself, tried again where the store fails; cancelled where it was dropped meanwhile.
+            await asyncio.wait({held})
+            if held.cancelled() or (name == NOTES and self._notes is not notes):
+                continue
+            self._unstored.pop(name, None)
+            await self._tell_stored()
+        self._store_problem = ""
+        await self._tell_stored()
+        return not self._unnoted
+
+    async def _tell_stored(self) -> None:
+        async with self._store_moved:
+            self._store_moved.notify_all()
 
     def takes(self, name: str, fds: Sequence[int]) -> bool:
         """Whether a set in the descriptor store is the vault's; then it owns the descriptors."""
@@ -326,7 +361,7 @@ class Vault:
         self._found[name] = list(fds)
         return True
 
-    def adopt(self) -> None:
+    async def adopt(self) -> None:
         """Rebuild what an earlier daemon held from the sets that were given to `takes`."""
         found, self._found = self._found, {}
         if not found:
@@ -348,6 +383,8 @@ class Vault:
                 self._notes.strike(lost)
         self._settle(Outcome())
         self._expire()
+        if self._looking:
+            await asyncio.wait(self._looking, timeout=ADOPTION_S)
         log.info("the vault was taken over", held=sum(restored), freed=len(restored) - sum(restored))
 
     def _restored(self, name: str, fds: list[int], noted: dict[int, Holding], now: float) -> bool:
@@ -377,12 +414,13 @@ class Vault:
         if not pinned.alive():
             pinned.close()
             return False
-        try:
-            program = procs.exec_identity(process)
-        except MpsdError:
-            program = None
-        self._watch(pinned, holding.owner, program)
+        self._spawn_look(self._learn_program(self._watch(pinned, holding.owner, None)))
         return True
+
+    async def _learn_program(self, client: Client) -> None:
+        program = await self._program_of(client)
+        if client.program is None:
+            client.program = program
 
     # -- looking -----------------------------------------------------------------------------------------
 
@@ -391,10 +429,17 @@ class Vault:
         return {process: self.ledger.bytes_of(process) for process in self._clients}
 
     def is_stored(self, holding: Holding) -> bool:
-        return not {f"{PREFIX}{holding.id}", NOTES} & self._unstored.keys()
+        """Whether it, and what is noted of it, would outlive this daemon if that ended now."""
+        noted = self._notes is not None and holding.id not in self._unnoted and self._store.holds(NOTES)
+        return noted and holding.id in self._fds and self._store.holds(f"{PREFIX}{holding.id}")
 
     def problems(self) -> list[str]:
-        return [self._problem] if self._problem else []
+        found = []
+        if self._unnoted:
+            found.append(f"{len(self._unnoted)} piece(s) of the vault are not noted: {self._note_problem}")
+        if self._store_problem:
+            found.append(f"{len(self._unstored)} piece(s) of the vault are not stored: {self._store_problem}")
+        return [f"{text}; they end with mpsd" for text in found]
 
     def totals(self) -> dict[str, int]:
         return {

@@ -1,9 +1,10 @@
 """The ledgers of all clients: which event is a hit, what lay there, how much each may cover.
 
-Lives on the event loop. Events are looked up at once, in the zones that are there as they arrive: a zone
-that is laid later, where the program's own memory was, makes none of them a hit. A client with managed
-memory of its own makes thousands of events a second, in batches some milliseconds apart (mpsd.trackers):
-for each of these the rows are read, and looked into only where they have changed.
+Lives on the event loop. Events are looked up at once, in the zones that are there as they arrive. One that
+the driver dated before its zone was born met what lay there before, the program's own memory, and is no hit.
+(A zone's birth is noted once it is laid: what it absorbs in the microseconds between goes untold.) A client
+with managed memory of its own makes thousands of events a second, in batches some milliseconds apart
+(mpsd.trackers): for each of these the rows are read, and looked into only where they have changed.
 """
 
 from __future__ import annotations
@@ -122,7 +123,8 @@ class Zones:
         return process in self._entries
 
     def idle(self, process: ProcessInstance) -> bool:
-        """Whether its ledger says that it has launched something, and that all of that has ended."""
+        """Whether its ledger says that it has launched something, and that all of that has ended: the
+        client's own word, on which alone nothing is done."""
         entry = self._entries.get(process)
         try:
             head = entry.ledger.head() if entry is not None else None
@@ -144,7 +146,7 @@ class Zones:
         found: list[tuple[UvmEvent, Zone]] = []
         for event in events:
             zone = entry.zones.at(event.address)
-            if zone is not None:
+            if zone is not None and event.timestamp_ns >= zone.born_ns:
                 found.append((event, zone))
         self.counters["events_of_own_memory"] += len(events) - len(found)
         if not found:

@@ -6,7 +6,7 @@ import struct
 from enum import IntEnum
 
 MAGIC = 0x726764656C64706D
-VERSION = 1
+VERSION = 2
 ZONES = 8192
 NOTES = 65536
 LAUNCHES = 64
@@ -35,8 +35,8 @@ HEAD_FIELDS = (
 )
 """In the order of the header; none of the layouts here has padding, and neither has the header."""
 
-ZONE = struct.Struct("=IHHQQ")
-ZONE_FIELDS = ("sequence", "kind", "role", "start", "end")
+ZONE = struct.Struct("=IHHQQQ")
+ZONE_FIELDS = ("sequence", "kind", "role", "start", "end", "born_ns")
 NOTE = struct.Struct("=IIQQQQQ")
 NOTE_FIELDS = ("sequence", "device", "address", "size", "order", "born_ns", "freed_ns")
 LAUNCH = struct.Struct("=QQ")

@@ -57,11 +57,12 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class Zone:
-    """[start, end) that absorbs and reports."""
+    """[start, end) that absorbs and reports, since `born_ns`: CLOCK_MONOTONIC_RAW, as events have it."""
 
     start: int
     end: int
     role: ZoneRole
+    born_ns: int = 0
 
 
 class ZoneMap:
@@ -145,12 +146,12 @@ class Ledger:
         # Rows are filled from the first on, and mostly few are.
         used = -(-len(rows.rstrip(b"\0")) // layout.ZONE.size) * layout.ZONE.size
         rows = rows[:used]
-        for index, (sequence, kind, role, start, end) in enumerate(layout.ZONE.iter_unpack(rows)):
+        for index, (sequence, kind, role, start, end, born) in enumerate(layout.ZONE.iter_unpack(rows)):
             if kind != Kind.MANAGED or sequence % 2 or not 0 <= start < end <= ADDRESS_LIMIT:
                 continue
             at = index * layout.ZONE.size
             if role in _ROLES and again[at : at + layout.ZONE.size] == rows[at : at + layout.ZONE.size]:
-                found.append(Zone(start, end, _ROLES[Role(role)]))
+                found.append(Zone(start, end, _ROLES[Role(role)], born))
         return ZoneMap(found)
 
     # -- what lies there ---------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import contextlib
 import os
 import signal
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -69,6 +70,25 @@ def test_stray_accesses_around_a_piece_are_absorbed(libraries: Libraries) -> Non
             assert (program.do(f"hit({stray})"), program.do(f"look({stray})")) == (0, 0)
         assert (program.do(f"word({large})"), program.do(f"word({large} + {3 * MIB - 4})")) == (5, 5)
         assert program.do(f"hit({FAR})") == 700
+
+
+def test_each_zone_says_since_when_it_lies_there_by_the_driver_s_clock(libraries: Libraries) -> None:
+    def now() -> int:
+        return time.clock_gettime_ns(time.CLOCK_MONOTONIC_RAW)
+
+    with alone(libraries) as program:
+        times = [now()]
+        first = program.do("alloc(4 << 20)")
+        times.append(now())
+        second = program.do("alloc(4 << 20)")
+        times.append(now())
+        ledger = program.ledger()
+        born = {zone.start: zone.born_ns for zone in zones(ledger)}
+        assert times[0] < born[first - ZONE] <= born[first + 4 * MIB] < times[1]
+        assert times[1] < born[second - ZONE] <= born[second + 4 * MIB] < times[2]
+        assert program.do(f"free({first})") == 0
+        born = {zone.start: zone.born_ns for zone in zones(ledger)}
+        assert born[first] > times[2] > born[first - ZONE]
 
 
 def test_an_overrun_ends_in_the_zone(libraries: Libraries) -> None:

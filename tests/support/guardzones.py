@@ -48,12 +48,12 @@ class LedgerWriter:
     def add(self, field: str, by: int) -> None:
         self.head(field, self.read_head(field) + by)
 
-    def zone(self, row: int, kind: int, role: int, start: int, end: int) -> None:
+    def zone(self, row: int, kind: int, role: int, start: int, end: int, born: int = 0) -> None:
         """Write a row; as a whole, to whoever looks at its sequence."""
         at = layout.ZONES_AT + row * layout.ZONE.size
         sequence = layout.ZONE.unpack_from(self.memory, at)[0]
         layout.SEQUENCE.pack_into(self.memory, at, sequence | 1)
-        layout.ZONE.pack_into(self.memory, at, sequence | 1, kind, role, start, end)
+        layout.ZONE.pack_into(self.memory, at, sequence | 1, kind, role, start, end, born)
         layout.SEQUENCE.pack_into(self.memory, at, (sequence | 1) + 1 & 0xFFFF_FFFF)
 
     def note(self, row: int, address: int, size: int, *, order: int, born: int, freed: int = 0) -> None:
@@ -142,7 +142,8 @@ class GuardedDevice:
     def lay(self, base: int, length: int, role: int = layout.Role.GUARD) -> None:
         """A managed zone; `length` bytes."""
         self.device.lay_managed(base, length)
-        self.ledger.zone(self._rows, layout.Kind.MANAGED, role, base, base + length)
+        born = time.clock_gettime_ns(time.CLOCK_MONOTONIC_RAW)
+        self.ledger.zone(self._rows, layout.Kind.MANAGED, role, base, base + length, born)
         self._rows += 1
         self.ledger.add("managed_zones", 1)
         self.ledger.add("managed_bytes", length)

@@ -184,7 +184,7 @@ class RunningVault:
         self.vault = Vault(self._limits[0], SimulatedMemory({"GPU-0": 1 << 30}), self._lease_store)
         for name, fds in self._lease_store.fetch_all().items():
             assert self.vault.takes(name, fds)
-        self.vault.adopt()
+        await self.vault.adopt()
         self.door = Door(self.path, self.vault, self._limits[1], self._take_ledger)
         self.door.start()
 

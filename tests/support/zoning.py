@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,7 @@ _FIELDS = (
     "quarantine_count",
     "null_page",
 )
-_ZONE, _NOTE, _LAUNCH, _NAME = map(struct.Struct, ("=IHHQQ", "=IIQQQQQ", "=QQ", "=IIQ112s"))
+_ZONE, _NOTE, _LAUNCH, _NAME = map(struct.Struct, ("=IHHQQQ", "=IIQQQQQ", "=QQ", "=IIQ112s"))
 _ZONES, _NOTES, _LAUNCHES, _NAMES = 8192, 65536, 64, 4096
 _SIZE = (
     _HEAD.size + _ZONE.size * _ZONES + _NOTE.size * _NOTES + _LAUNCH.size * _LAUNCHES + _NAME.size * _NAMES
@@ -115,6 +115,7 @@ class Zone:
     role: int
     start: int
     end: int
+    born_ns: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,7 @@ class LedgerView:
         assert os.fstat(fd).st_size == _SIZE
         self.fd = fd
         magic, version, self.pid, size, *_ = self._head()
-        assert (magic, version, size) == (0x726764656C64706D, 1, _SIZE)
+        assert (magic, version, size) == (0x726764656C64706D, 2, _SIZE)
 
     def _head(self) -> tuple[int, ...]:
         return _HEAD.unpack(os.pread(self.fd, _HEAD.size, 0))

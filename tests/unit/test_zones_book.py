@@ -26,8 +26,8 @@ ME = ProcessInstance(os.getpid(), procfs.start_ticks(os.getpid()))
 LIMITS = ZoneLimits(64 * GIB, 16 * GIB, 100)
 
 
-def fault(address: int, access: Access = Access.WRITE, *, fatal: bool = False) -> UvmEvent:
-    return UvmEvent(fatal, UvmFaultType.INVALID_PTE, access, UvmReason.UNKNOWN, address, 1)
+def fault(address: int, access: Access = Access.WRITE, *, fatal: bool = False, at: int = 1) -> UvmEvent:
+    return UvmEvent(fatal, UvmFaultType.INVALID_PTE, access, UvmReason.UNKNOWN, address, at)
 
 
 class Stand:
@@ -93,6 +93,22 @@ def test_what_came_before_the_zone_was_laid_is_none_and_what_came_right_after_is
         assert stand.zones.counters["events_of_own_memory"] == 1
         stand.lay(2, own + 2 * MIB)
         assert stand.hits(fault(own + 2 * MIB)) is not None
+
+    run(test)
+
+
+def test_what_the_driver_dated_before_a_zone_was_born_met_what_lay_there_before() -> None:
+    async def test(stand: Stand) -> None:
+        own = BASE + 4 * MIB
+        stand.writer.zone(1, layout.Kind.MANAGED, layout.Role.GUARD, own, own + MIB, born=1000)
+        assert stand.hits(fault(own, at=999)) is None
+        assert stand.zones.counters["events_of_own_memory"] == 1
+        assert stand.hits(fault(own, at=998), fault(own + 5, at=1000)) == Hit(
+            fault(own + 5, at=1000), ZoneRole.GUARD, 1
+        )
+        # Another zone in the same place.
+        stand.writer.zone(1, layout.Kind.MANAGED, layout.Role.GUARD, own, own + MIB, born=2000)
+        assert stand.hits(fault(own, at=1999)) is None
 
     run(test)
 

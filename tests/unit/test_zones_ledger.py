@@ -102,6 +102,20 @@ def test_the_header_s_constants_are_these() -> None:
     assert kinds == dict(layout.Kind.__members__) and roles == dict(layout.Role.__members__)
 
 
+def test_a_ledger_of_another_version_is_refused() -> None:
+    for version in (1, layout.VERSION + 1):
+        fd = shared()
+        os.pwrite(fd, struct.pack("=I", version), layout.HEAD_VERSION_AT)
+        with pytest.raises(GpuError, match="version"):
+            Ledger(fd)
+        os.close(fd)
+    # As large as those of the first version were: their zones had no time of birth.
+    fd = shared(layout.SIZE - 8 * layout.ZONES)
+    with pytest.raises(GpuError):
+        Ledger(fd)
+    os.close(fd)
+
+
 # -- what a stranger may send ----------------------------------------------------------------------------
 
 
@@ -216,7 +230,7 @@ def test_no_row_is_ever_read_torn(writer: LedgerWriter, ledger: Ledger) -> None:
         while not stop.is_set():
             number += 1
             start = BASE + number * MIB
-            writer.zone(0, layout.Kind.MANAGED, layout.Role.GUARD, start, start + MIB)
+            writer.zone(0, layout.Kind.MANAGED, layout.Role.GUARD, start, start + MIB, born=number)
             writer.note(0, start, number, order=number, born=number)
 
     thread = threading.Thread(target=write)
@@ -225,6 +239,7 @@ def test_no_row_is_ever_read_torn(writer: LedgerWriter, ledger: Ledger) -> None:
         for _ in range(40):
             zones = ledger.zones(ledger.zone_bytes())
             assert all(zone.end - zone.start == MIB for zone in zones)
+            assert all(zone.start == BASE + zone.born_ns * MIB for zone in zones)
             found = ledger.nearest(BASE - 1, ZoneRole.GUARD, NOW)
             assert found is None or found.address == BASE + found.size * MIB == BASE + found.order * MIB
     finally:

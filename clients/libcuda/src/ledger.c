@@ -33,11 +33,11 @@ static struct {
 
 static int zones_free_from;	/* no zone row below is free */
 
-static uint64_t now_ns(void)
+static uint64_t now_ns(clockid_t clock)
 {
 	struct timespec time;
 
-	clock_gettime(CLOCK_MONOTONIC, &time);
+	clock_gettime(clock, &time);
 	return (uint64_t)time.tv_sec * 1000000000u + (uint64_t)time.tv_nsec;
 }
 
@@ -134,7 +134,7 @@ void mpsd_ledger_born(uint64_t address, uint64_t size, uint32_t device)
 	row->address = address;
 	row->size = size;
 	row->order = notes.order;
-	row->born_ns = now_ns();
+	row->born_ns = now_ns(CLOCK_MONOTONIC);
 	row->freed_ns = 0;
 	mpsd_row_end(&row->sequence);
 }
@@ -161,7 +161,7 @@ void mpsd_ledger_freed(uint64_t address)
 	notes.last = taken;
 	row = &mpsd_ledger->notes[taken - 1];
 	mpsd_row_begin(&row->sequence);
-	row->freed_ns = now_ns();
+	row->freed_ns = now_ns(CLOCK_MONOTONIC);
 	mpsd_row_end(&row->sequence);
 }
 
@@ -180,6 +180,7 @@ int mpsd_ledger_zone(uint64_t start, uint64_t size, enum mpsd_zone_kind kind, en
 	row->role = (uint16_t)role;
 	row->start = start;
 	row->end = start + size;
+	row->born_ns = now_ns(CLOCK_MONOTONIC_RAW);
 	mpsd_row_end(&row->sequence);
 	return zones_free_from++;
 }

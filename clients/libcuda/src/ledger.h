@@ -8,14 +8,15 @@
  * One process writes, others only read, and none of them trusts what it reads. A row is written under
  * its own sequence: odd while it is being written; a reader takes what had the same even one before and
  * after. Rows of notes are used again, the oldest freed one first; `notes_lost` counts live ones that had
- * no room. Times are CLOCK_MONOTONIC in nanoseconds.
+ * no room. Times are CLOCK_MONOTONIC in nanoseconds, but for those of zones: CLOCK_MONOTONIC_RAW, by which
+ * the driver dates the accesses that they absorb.
  */
 #pragma once
 
 #include <stdint.h>
 
 #define MPSD_LEDGER_MAGIC 0x726764656c64706dull	/* "mpdledgr" */
-#define MPSD_LEDGER_VERSION 1
+#define MPSD_LEDGER_VERSION 2
 #define MPSD_LEDGER_ZONES 8192
 #define MPSD_LEDGER_NOTES 65536
 #define MPSD_LEDGER_LAUNCHES 64
@@ -38,6 +39,7 @@ struct mpsd_zone_row {
 	uint32_t sequence;
 	uint16_t kind, role;
 	uint64_t start, end;
+	uint64_t born_ns;		/* just after it was laid: what came before is no access to it */
 };
 
 struct mpsd_note_row {
@@ -81,8 +83,8 @@ struct mpsd_ledger {
 	struct mpsd_name_row names[MPSD_LEDGER_NAMES];
 };
 
-_Static_assert(sizeof(struct mpsd_zone_row) == 24, "the layout is an interface");
+_Static_assert(sizeof(struct mpsd_zone_row) == 32, "the layout is an interface");
 _Static_assert(sizeof(struct mpsd_note_row) == 48, "the layout is an interface");
 _Static_assert(sizeof(struct mpsd_name_row) == 128, "the layout is an interface");
-_Static_assert(sizeof(struct mpsd_ledger) == 240 + 24 * MPSD_LEDGER_ZONES + 48 * MPSD_LEDGER_NOTES +
+_Static_assert(sizeof(struct mpsd_ledger) == 240 + 32 * MPSD_LEDGER_ZONES + 48 * MPSD_LEDGER_NOTES +
 	       16 * MPSD_LEDGER_LAUNCHES + 128 * MPSD_LEDGER_NAMES, "the layout is an interface");

@@ -36,6 +36,6 @@ int mpsd_ledger_fd(void);
 void mpsd_ledger_born(uint64_t address, uint64_t size, uint32_t device);
 void mpsd_ledger_freed(uint64_t address);
 
-/* A row for a zone that is laid; -1 where all are taken. */
+/* A row for a zone that has just been laid; -1 where all are taken. */
 int mpsd_ledger_zone(uint64_t start, uint64_t size, enum mpsd_zone_kind kind, enum mpsd_zone_role role);
 void mpsd_ledger_zone_gone(int row);
