@@ -2,7 +2,8 @@
 /*
  * A CUDA driver without a GPU: devices (one, unless MPSD_STANDIN_DEVICES wants more, which share one lot
  * of memory), their primary contexts, streams that are threads,
- * kernels that are host functions, device pointers that the host can follow. For tests and benchmarks.
+ * kernels that are host functions, device pointers that the host can follow, but for mapped memory. For
+ * tests and benchmarks. A process may have several copies, which share nothing (init.c, reserve.c).
  *
  * One lock guards everything but the work itself, which workers do without it; one condition is
  * signalled at every end of an operation. That is slow and easy to be right about.
