@@ -83,3 +83,11 @@ def test_the_arena_agrees_with_a_model(sanitized: Libraries, seed: int, zone: in
     program = sanitized.program("arena", sources=("arena.c",))
     done = run([program, str(seed), str(zone)], sanitized.environment(proxied=False))
     assert (done.returncode, done.stdout, done.stderr) == (0, "ok\n", "")
+
+
+def test_no_report_of_several_copies(sanitized: Libraries, tmp_path: Path) -> None:
+    for number in range(1, 7):
+        shutil.copyfile(sanitized.real, tmp_path / f"copy-{number}.so")
+    environment = sanitized.environment(proxied=False)
+    done = run([*start(), sanitized.program("copies"), sanitized.real, tmp_path], environment)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "ok\n", ""), done.stderr[-4000:]

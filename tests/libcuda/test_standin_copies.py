@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
 import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from faultinject.measure.failover_copy import build_helper
-from tests.support.libcudas import PROGRAMS, ROOT, Libraries, run
+from tests.support.libcudas import DEADLINE_S, PROGRAMS, ROOT, Libraries, run
+from tests.support.simfixtures import backend, domain, second
+from tests.support.simnode import Domain, until
+
+__all__ = ["backend", "domain", "second"]
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +38,95 @@ def environment(libraries: Libraries, **extra: str) -> dict[str, str]:
     )
 
 
-@pytest.mark.parametrize("what", ["names", "memory", "live", "strays", "unmapped", "host", "cycles"])
+@pytest.mark.parametrize(
+    "what", ["names", "memory", "live", "strays", "unmapped", "host", "handles", "cycles"]
+)
 def test_two_copies(libraries: Libraries, helper: Path, tmp_path: Path, what: str) -> None:
     done = run([sys.executable, PROGRAMS / "copies.py", what, tmp_path, helper], environment(libraries))
     assert (done.returncode, done.stdout, done.stderr) == (0, "ok\n", "")
+
+
+Ask = Callable[[str], str]
+
+
+@pytest.fixture
+def ask(libraries: Libraries, helper: Path, tmp_path: Path, domain: Domain, second: Domain) -> Iterator[Ask]:
+    """A process with copy `a` in the first domain, copy `b` in the second, and memory of both at WINDOW."""
+    chosen = environment(
+        libraries,
+        CUDA_MPS_PIPE_DIRECTORY=domain.environment["CUDA_MPS_PIPE_DIRECTORY"],
+        SECOND_PIPE_DIRECTORY=second.environment["CUDA_MPS_PIPE_DIRECTORY"],
+        MPSD_STANDIN_GPU="simulated",
+    )
+    command = [sys.executable, str(PROGRAMS / "copies.py"), "obey", str(tmp_path), str(helper)]
+    with subprocess.Popen(
+        command, env=chosen, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdin is not None and process.stdout is not None
+            stdin, stdout = process.stdin, process.stdout
+            assert stdout.readline() == f"{process.pid}\n"
+
+            def tell(expression: str) -> str:
+                stdin.write(expression + "\n")
+                stdin.flush()
+                return stdout.readline().strip()
+
+            assert domain.server() != second.server()
+            for one in (domain, second):
+                assert one.say(f"get_client_list {one.server()}") == str(process.pid)
+            yield tell
+            stdin.close()
+            assert process.wait(DEADLINE_S) == 0
+        finally:
+            process.kill()
+
+
+ADD = "ran('add', WINDOW, 8, 1)"
+SYNC = "code('cuCtxSynchronize')"
+RESET = "code('cuDevicePrimaryCtxReset_v2', 0)"
+
+
+def test_a_neighbours_fault_reaches_one_copy_of_two(domain: Domain, second: Domain, ask: Ask) -> None:
+    assert (ask(f"a.{ADD}"), ask(f"b.{ADD}")) == ("0", "0")
+    neighbour = domain.client().ready()
+    assert neighbour.error("dev.launch('store')") is None
+    until(lambda: ask(f"a.{SYNC}") == "700")
+    assert ask("a.code('cuEventCreate', ctypes.byref(ctypes.c_uint64()), 0)") == "700"
+    assert (domain.status(), second.status()) == ("FAULT", "ACTIVE")
+    assert (ask(f"b.{ADD}"), ask("b.word(WINDOW)")) == ("0", "3")
+    # The domain is there again for a new context once everybody has left it.
+    assert ask(f"a.{RESET}") == "0"
+    neighbour.kill()
+    until(lambda: domain.status() == "ACTIVE")
+    ask("a.ready()")
+    assert (ask(f"a.{ADD}"), ask("b.word(WINDOW)")) == ("0", "4")
+
+
+def test_an_own_fault_ends_one_copy_of_two(domain: Domain, second: Domain, ask: Ask) -> None:
+    assert ask("a.ran('store', 0x7E0000000000, 1)") == "700"
+    assert (ask(f"b.{ADD}"), domain.status(), second.status()) == ("0", "FAULT", "ACTIVE")
+    assert ask("[a.code('cuDevicePrimaryCtxReset_v2', 0), a.unload()]") == "[0, None]"
+    assert (ask(f"b.{ADD}"), ask("b.word(WINDOW)")) == ("0", "2")
+
+
+def test_a_killed_server_ends_the_waits_of_its_copy(domain: Domain, ask: Ask) -> None:
+    ask("a.run('late', WINDOW, 8, 1)")
+    ask("a.run('long', WINDOW, 8, 1)")
+    os.kill(domain.server(), signal.SIGKILL)
+    began = time.monotonic()
+    assert ask(f"a.{SYNC}") == "806"
+    assert ask("a.code('cuStreamQuery', 0)") == "806"
+    assert ask(f"a.{RESET}") == "0"
+    assert time.monotonic() - began < 10
+    assert (ask(f"b.{SYNC}"), ask("b.word(WINDOW)")) == ("0", "0")
+    ask("a.ready()")
+    assert (ask(f"a.{ADD}"), ask("b.word(WINDOW)")) == ("0", "1")
+
+
+def test_a_query_and_queued_work_see_a_killed_server_too(domain: Domain, ask: Ask) -> None:
+    ask("[a.run('late', WINDOW, 8, 1) for _ in range(5)]")
+    os.kill(domain.server(), signal.SIGKILL)
+    until(lambda: ask("a.code('cuStreamQuery', 0)") == "806")
+    time.sleep(1.2)
+    assert ask("b.word(WINDOW)") == "0"

@@ -2,6 +2,7 @@
 /* The primary contexts. */
 #include <stddef.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "standin.h"
 
@@ -90,12 +91,27 @@ bool is_any_retained(void)
 	return false;
 }
 
+/* Those that a GPU of this kind has. */
+static const size_t first_limits[CU_LIMIT_MAX] = {
+	[CU_LIMIT_STACK_SIZE] = 1024,
+	[CU_LIMIT_PRINTF_FIFO_SIZE] = 1 << 20,
+	[CU_LIMIT_MALLOC_HEAP_SIZE] = 8 << 20,
+	[CU_LIMIT_DEV_RUNTIME_PENDING_LAUNCH_COUNT] = 2048,
+	[CU_LIMIT_MAX_L2_FETCH_GRANULARITY] = 64,
+};
+
+static bool has_limit(CUlimit limit)
+{
+	return (unsigned int)limit < CU_LIMIT_MAX &&
+	       (first_limits[limit] || limit == CU_LIMIT_PERSISTING_L2_CACHE_SIZE);
+}
+
 static CUresult open_context(CUcontext context, CUdevice device)
 {
 	CUresult result = is_any_retained() ? CUDA_SUCCESS : backend->attach();
 
 	context->device = device;
-	context->life++;
+	memcpy(context->limits, first_limits, sizeof(first_limits));
 	if (result == CUDA_SUCCESS)
 		result = open_streams(context);
 	if (result == CUDA_SUCCESS)
@@ -132,6 +148,7 @@ static void end_context(CUcontext context)
 	look_at(context);	/* what is dead need not be waited for */
 	context->retained = 0;	/* before the streams end: nobody comes in meanwhile */
 	close_streams(context);
+	close_events(context);
 	close_modules(context->device);
 	close_memory(context->device);
 	close_zones(context->device);
@@ -330,12 +347,6 @@ API CUresult cuCtxSynchronize_v2(CUcontext ctx)
 	return cuCtxSynchronize();
 }
 
-static size_t limits[CU_LIMIT_MAX] = {
-	[CU_LIMIT_STACK_SIZE] = 1024,
-	[CU_LIMIT_PRINTF_FIFO_SIZE] = 1 << 20,
-	[CU_LIMIT_MALLOC_HEAP_SIZE] = 8 << 20,
-};
-
 API CUresult cuCtxGetLimit(size_t *pvalue, CUlimit limit)
 {
 	CUcontext context;
@@ -343,9 +354,9 @@ API CUresult cuCtxGetLimit(size_t *pvalue, CUlimit limit)
 
 	if (result != CUDA_SUCCESS)
 		return result;
-	if (!pvalue || (unsigned int)limit >= CU_LIMIT_MAX)
-		return leave(CUDA_ERROR_INVALID_VALUE);
-	*pvalue = limits[limit];
+	if (!pvalue || !has_limit(limit))
+		return leave(pvalue ? CUDA_ERROR_UNSUPPORTED_LIMIT : CUDA_ERROR_INVALID_VALUE);
+	*pvalue = context->limits[limit];
 	return leave(CUDA_SUCCESS);
 }
 
@@ -356,8 +367,8 @@ API CUresult cuCtxSetLimit(CUlimit limit, size_t value)
 
 	if (result != CUDA_SUCCESS)
 		return result;
-	if ((unsigned int)limit >= CU_LIMIT_MAX)
-		return leave(CUDA_ERROR_INVALID_VALUE);
-	limits[limit] = value;
+	if (!has_limit(limit))
+		return leave(CUDA_ERROR_UNSUPPORTED_LIMIT);
+	context->limits[limit] = value;
 	return leave(CUDA_SUCCESS);
 }

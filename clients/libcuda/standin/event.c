@@ -7,9 +7,8 @@
 
 /* Kept when destroyed, for an operation may still point to it: marked, and freed by its last user. */
 struct CUevent_st {
-	const void *sign;	/* &own: of another copy of this library it is no event here */
+	struct CUevent_st *next;
 	CUcontext context;
-	uint64_t life;		/* of that context */
 	unsigned int flags;
 	struct moment moment;
 	unsigned int users;
@@ -18,12 +17,15 @@ struct CUevent_st {
 	struct timespec when;
 };
 
-static const char own;
+static struct CUevent_st *events;
 
-static bool is_event(CUevent event, CUcontext context)
+static bool is_event(const struct CUevent_st *handle, CUcontext context)
 {
-	return event && event->sign == &own && !event->destroyed && event->context == context &&
-	       event->life == context->life;
+	const struct CUevent_st *event = events;
+
+	while (event && event != handle)
+		event = event->next;
+	return event && !event->destroyed && event->context == context;
 }
 
 static CUresult enter_event(CUevent event, CUcontext *context)
@@ -37,8 +39,34 @@ static CUresult enter_event(CUevent event, CUcontext *context)
 
 static void put_event(CUevent event)
 {
-	if (event->destroyed && !event->users)
+	struct CUevent_st **link = &events;
+
+	if (!event->destroyed || event->users)
+		return;
+	while (*link != event)
+		link = &(*link)->next;
+	*link = event->next;
+	free(event);
+}
+
+void close_events(CUcontext context)
+{
+	struct CUevent_st **link = &events, *event;
+
+	while ((event = *link)) {
+		if (event->context != context) {
+			link = &event->next;
+			continue;
+		}
+		*link = event->next;
 		free(event);
+	}
+}
+
+static bool are_flags(unsigned int flags)
+{
+	return flags <= (CU_EVENT_BLOCKING_SYNC | CU_EVENT_DISABLE_TIMING | CU_EVENT_INTERPROCESS) &&
+	       (!(flags & CU_EVENT_INTERPROCESS) || flags & CU_EVENT_DISABLE_TIMING);
 }
 
 API CUresult cuEventCreate(CUevent *phEvent, unsigned int Flags)
@@ -48,15 +76,15 @@ API CUresult cuEventCreate(CUevent *phEvent, unsigned int Flags)
 
 	if (result != CUDA_SUCCESS)
 		return result;
-	if (!phEvent)
+	if (!phEvent || !are_flags(Flags))
 		return leave(CUDA_ERROR_INVALID_VALUE);
 	*phEvent = calloc(1, sizeof(**phEvent));
 	if (!*phEvent)
 		return leave(CUDA_ERROR_OUT_OF_MEMORY);
-	(*phEvent)->sign = &own;
 	(*phEvent)->context = context;
-	(*phEvent)->life = context->life;
 	(*phEvent)->flags = Flags;
+	(*phEvent)->next = events;
+	events = *phEvent;
 	return leave(CUDA_SUCCESS);
 }
 

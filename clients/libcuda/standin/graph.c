@@ -13,6 +13,12 @@ struct CUgraphExec_st {
 };
 
 static __thread CUstreamCaptureMode thread_mode = CU_STREAM_CAPTURE_MODE_GLOBAL;
+static const char own;
+
+static bool is_graph(const struct CUgraph_st *graph)
+{
+	return graph && graph->sign == &own;
+}
 
 CUresult capture(struct CUgraph_st *graph, const struct operation *operation)
 {
@@ -23,6 +29,14 @@ CUresult capture(struct CUgraph_st *graph, const struct operation *operation)
 	graph->nodes = larger;
 	graph->nodes[graph->count++] = *operation;
 	return CUDA_SUCCESS;
+}
+
+void drop_capture(CUstream stream)
+{
+	if (stream->capture)
+		free(stream->capture->nodes);
+	free(stream->capture);
+	stream->capture = NULL;
 }
 
 /* As documented for cuThreadExchangeStreamCaptureMode. */
@@ -71,6 +85,8 @@ API CUresult cuStreamBeginCapture_v2(CUstream hStream, CUstreamCaptureMode mode)
 	if (stream->capture)
 		return leave(CUDA_ERROR_ILLEGAL_STATE);
 	stream->capture = calloc(1, sizeof(*stream->capture));
+	if (stream->capture)
+		stream->capture->sign = &own;
 	stream->capture_mode = mode;
 	stream->capturer = pthread_self();
 	stream->spoiled = false;
@@ -87,10 +103,8 @@ API CUresult cuStreamEndCapture(CUstream hStream, CUgraph *phGraph)
 	if (!phGraph || !stream->capture)
 		return leave(phGraph ? CUDA_ERROR_ILLEGAL_STATE : CUDA_ERROR_INVALID_VALUE);
 	*phGraph = stream->spoiled ? NULL : stream->capture;
-	if (stream->spoiled) {
-		free(stream->capture->nodes);
-		free(stream->capture);
-	}
+	if (stream->spoiled)
+		drop_capture(stream);
 	stream->capture = NULL;
 	return leave(stream->spoiled ? CUDA_ERROR_STREAM_CAPTURE_INVALIDATED : CUDA_SUCCESS);
 }
@@ -134,7 +148,7 @@ API CUresult cuStreamGetCaptureInfo_v3(CUstream hStream, CUstreamCaptureStatus *
 /* Nodes have no handles of their own beyond their place in the list. */
 API CUresult cuGraphGetNodes(CUgraph hGraph, CUgraphNode *nodes, size_t *numNodes)
 {
-	if (!hGraph || !numNodes)
+	if (!is_graph(hGraph) || !numNodes)
 		return CUDA_ERROR_INVALID_VALUE;
 	for (size_t i = 0; nodes && i < *numNodes; i++)
 		nodes[i] = i < hGraph->count ? (CUgraphNode)&hGraph->nodes[i] : NULL;
@@ -147,11 +161,12 @@ API CUresult cuGraphInstantiateWithFlags(CUgraphExec *phGraphExec, CUgraph hGrap
 	struct CUgraphExec_st *made;
 
 	(void)flags;
-	if (!phGraphExec || !hGraph)
+	if (!phGraphExec || !is_graph(hGraph))
 		return CUDA_ERROR_INVALID_VALUE;
 	made = calloc(1, sizeof(*made));
 	if (!made)
 		return CUDA_ERROR_OUT_OF_MEMORY;
+	made->graph.sign = &own;
 	for (size_t i = 0; i < hGraph->count; i++) {
 		if (capture(&made->graph, &hGraph->nodes[i]) != CUDA_SUCCESS) {
 			free(made->graph.nodes);
@@ -168,7 +183,7 @@ API CUresult cuGraphLaunch(CUgraphExec hGraphExec, CUstream hStream)
 	CUstream stream;
 	CUresult result;
 
-	if (!hGraphExec)
+	if (!hGraphExec || !is_graph(&hGraphExec->graph))
 		return CUDA_ERROR_INVALID_VALUE;
 	result = enter_stream(hStream, &stream);
 	if (result != CUDA_SUCCESS)
@@ -180,7 +195,7 @@ API CUresult cuGraphLaunch(CUgraphExec hGraphExec, CUstream hStream)
 
 API CUresult cuGraphExecDestroy(CUgraphExec hGraphExec)
 {
-	if (!hGraphExec)
+	if (!hGraphExec || !is_graph(&hGraphExec->graph))
 		return CUDA_ERROR_INVALID_VALUE;
 	free(hGraphExec->graph.nodes);
 	free(hGraphExec);
@@ -189,7 +204,7 @@ API CUresult cuGraphExecDestroy(CUgraphExec hGraphExec)
 
 API CUresult cuGraphDestroy(CUgraph hGraph)
 {
-	if (!hGraph)
+	if (!is_graph(hGraph))
 		return CUDA_ERROR_INVALID_VALUE;
 	free(hGraph->nodes);
 	free(hGraph);

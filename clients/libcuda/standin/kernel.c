@@ -4,6 +4,22 @@
 
 #include "standin.h"
 
+void start_attributes(struct CUfunc_st *function)
+{
+	function->attributes[CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK] = 1024;
+	function->attributes[CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES] = SHARED_BYTES;
+	function->attributes[CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT] = -1;
+}
+
+/* The others say what the kernel is. */
+static bool may_be_set(CUfunction_attribute attribute)
+{
+	return attribute == CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES ||
+	       attribute == CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT ||
+	       (attribute >= CU_FUNC_ATTRIBUTE_REQUIRED_CLUSTER_WIDTH &&
+		attribute <= CU_FUNC_ATTRIBUTE_CLUSTER_SCHEDULING_POLICY_PREFERENCE);
+}
+
 API CUresult cuFuncGetAttribute(int *pi, CUfunction_attribute attrib, CUfunction hfunc)
 {
 	struct CUfunc_st *function;
@@ -13,18 +29,9 @@ API CUresult cuFuncGetAttribute(int *pi, CUfunction_attribute attrib, CUfunction
 	if (result != CUDA_SUCCESS)
 		return result;
 	function = find_function(hfunc);
-	if (!pi || !function)
-		return leave(pi ? CUDA_ERROR_INVALID_HANDLE : CUDA_ERROR_INVALID_VALUE);
-	switch (attrib) {
-	case CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK:
-		*pi = 1024;
-		break;
-	case CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES:
-		*pi = function->shared_bytes;
-		break;
-	default:
-		*pi = 0;
-	}
+	if (!pi || (unsigned int)attrib >= CU_FUNC_ATTRIBUTE_MAX || !function)
+		return leave(function ? CUDA_ERROR_INVALID_VALUE : CUDA_ERROR_INVALID_HANDLE);
+	*pi = function->attributes[attrib];
 	return leave(CUDA_SUCCESS);
 }
 
@@ -39,19 +46,21 @@ API CUresult cuFuncSetAttribute(CUfunction hfunc, CUfunction_attribute attrib, i
 	function = find_function(hfunc);
 	if (!function)
 		return leave(CUDA_ERROR_INVALID_HANDLE);
-	if (attrib == CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES)
-		function->shared_bytes = value;
+	if (!may_be_set(attrib) || value < (attrib == CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT ? -1 : 0) ||
+	    (attrib == CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES && value > MOST_SHARED_BYTES))
+		return leave(CUDA_ERROR_INVALID_VALUE);
+	function->attributes[attrib] = value;
 	return leave(CUDA_SUCCESS);
 }
 
 API CUresult cuKernelGetAttribute(int *pi, CUfunction_attribute attrib, CUkernel kernel, CUdevice dev)
 {
-	return dev ? CUDA_ERROR_INVALID_DEVICE : cuFuncGetAttribute(pi, attrib, (CUfunction)kernel);
+	return !is_device(dev) ? CUDA_ERROR_INVALID_DEVICE : cuFuncGetAttribute(pi, attrib, (CUfunction)kernel);
 }
 
 API CUresult cuKernelSetAttribute(CUfunction_attribute attrib, int val, CUkernel kernel, CUdevice dev)
 {
-	return dev ? CUDA_ERROR_INVALID_DEVICE : cuFuncSetAttribute((CUfunction)kernel, attrib, val);
+	return !is_device(dev) ? CUDA_ERROR_INVALID_DEVICE : cuFuncSetAttribute((CUfunction)kernel, attrib, val);
 }
 
 API CUresult cuFuncGetParamInfo(CUfunction func, size_t paramIndex, size_t *paramOffset, size_t *paramSize)
@@ -81,6 +90,14 @@ static void run_kernel(struct operation *operation)
 	pthread_rwlock_unlock(&gpu_memory);
 }
 
+/* What was asked for is never less than what any function may have. */
+static unsigned int most_shared(const struct CUfunc_st *function)
+{
+	int asked = function->attributes[CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES];
+
+	return (unsigned int)(asked > SHARED_BYTES ? asked : SHARED_BYTES);
+}
+
 /* Parameters are copied now: the caller may change them as soon as the launch returns. */
 API CUresult cuLaunchKernel(CUfunction f, unsigned int gridDimX, unsigned int gridDimY, unsigned int gridDimZ,
 			    unsigned int blockDimX, unsigned int blockDimY, unsigned int blockDimZ,
@@ -92,7 +109,6 @@ API CUresult cuLaunchKernel(CUfunction f, unsigned int gridDimX, unsigned int gr
 	CUstream stream;
 	CUresult result = enter(&context);
 
-	(void)sharedMemBytes;
 	if (result != CUDA_SUCCESS)
 		return result;
 	function = find_function(f);
@@ -100,7 +116,8 @@ API CUresult cuLaunchKernel(CUfunction f, unsigned int gridDimX, unsigned int gr
 	if (!function || result != CUDA_SUCCESS)
 		return leave(CUDA_ERROR_INVALID_HANDLE);
 	if (extra || (function->builtin->parameters && !kernelParams) || !gridDimX || !gridDimY || !gridDimZ ||
-	    !blockDimX || !blockDimY || !blockDimZ || blockDimX * blockDimY * blockDimZ > 1024)
+	    !blockDimX || !blockDimY || !blockDimZ || blockDimX * blockDimY * blockDimZ > 1024 ||
+	    sharedMemBytes > most_shared(function))
 		return leave(CUDA_ERROR_INVALID_VALUE);
 	operation.duration_ns = function->duration_ns;
 	operation.kernel.builtin = function->builtin;
@@ -142,7 +159,7 @@ API CUresult cuOccupancyAvailableDynamicSMemPerBlock(size_t *dynamicSmemSize, CU
 	(void)func;
 	if (!dynamicSmemSize || numBlocks <= 0 || blockSize <= 0)
 		return CUDA_ERROR_INVALID_VALUE;
-	*dynamicSmemSize = (size_t)(227 << 10) / (size_t)numBlocks;
+	*dynamicSmemSize = (size_t)MOST_SHARED_BYTES / (size_t)numBlocks;
 	return CUDA_SUCCESS;
 }
 

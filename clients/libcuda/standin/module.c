@@ -48,6 +48,7 @@ static CUresult add_kernel(struct CUmod_st *module, const char *line)
 	}
 	function->duration_ns = (uint64_t)microseconds * 1000;
 	function->module = module;
+	start_attributes(function);
 	function->next = module->functions;
 	module->functions = function;
 	return CUDA_SUCCESS;
@@ -258,6 +259,19 @@ API CUresult cuLibraryUnload(CUlibrary library)
 	return cuModuleUnload((CUmodule)library);
 }
 
+API CUresult cuLibraryGetModule(CUmodule *pMod, CUlibrary library)
+{
+	CUcontext context;
+	CUresult result = enter(&context);
+
+	if (result != CUDA_SUCCESS)
+		return result;
+	if (!pMod)
+		return leave(CUDA_ERROR_INVALID_VALUE);
+	*pMod = find_module((CUmodule)library);
+	return leave(*pMod ? CUDA_SUCCESS : CUDA_ERROR_INVALID_HANDLE);
+}
+
 API CUresult cuLibraryGetKernel(CUkernel *pKernel, CUlibrary library, const char *name)
 {
 	return cuModuleGetFunction((CUfunction *)pKernel, (CUmodule)library, name);
@@ -276,7 +290,7 @@ API CUresult cuKernelGetFunction(CUfunction *pFunc, CUkernel kernel)
 	if (result != CUDA_SUCCESS)
 		return result;
 	if (!pFunc || !find_function((CUfunction)kernel))
-		return leave(CUDA_ERROR_INVALID_HANDLE);
+		return leave(pFunc ? CUDA_ERROR_INVALID_HANDLE : CUDA_ERROR_INVALID_VALUE);
 	*pFunc = (CUfunction)kernel;
 	return leave(CUDA_SUCCESS);
 }

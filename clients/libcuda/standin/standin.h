@@ -2,7 +2,8 @@
 /*
  * A CUDA driver without a GPU: devices (one, unless MPSD_STANDIN_DEVICES wants more, which share one lot
  * of memory), their primary contexts, streams that are threads,
- * kernels that are host functions, device pointers that the host can follow. For tests and benchmarks.
+ * kernels that are host functions, device pointers that the host can follow, but for mapped memory. For
+ * tests and benchmarks. A process may have several copies, which share nothing (init.c, reserve.c).
  *
  * One lock guards everything but the work itself, which workers do without it; one condition is
  * signalled at every end of an operation. That is slow and easy to be right about.
@@ -20,6 +21,8 @@
 #define API __attribute__((visibility("default")))
 #define DRIVER_VERSION 13000
 #define GRANULARITY ((size_t)2 << 20)
+#define SHARED_BYTES (48 << 10)		/* of a block, and if a function asks for more */
+#define MOST_SHARED_BYTES (227 << 10)
 #define MOST_DEVICES 4
 
 extern pthread_mutex_t gpu_lock;
@@ -36,7 +39,7 @@ struct CUctx_st {
 	unsigned int flags;
 	CUdevice device;
 	uint32_t peers;			/* devices whose memory it may access too, a bit for each */
-	uint64_t life;			/* how often it was opened */
+	size_t limits[CU_LIMIT_MAX];
 	CUresult broken;		/* what every call answers once it is not CUDA_SUCCESS */
 	struct CUstream_st *streams;	/* all, the destroyed ones too, until the context ends */
 	struct CUstream_st *legacy;	/* the NULL stream */
@@ -120,14 +123,19 @@ void close_streams(CUcontext context);
 void look_at(CUcontext context);	/* has it died of others' doing? */
 void look_sometimes(CUcontext context);	/* the same, but not each time, for it is a question to the GPU */
 
+/* event.c */
+void close_events(CUcontext context);	/* after its streams */
+
 /* graph.c */
 struct CUgraph_st {
+	const void *sign;		/* of another copy of this library it is no graph here */
 	struct operation *nodes;
 	size_t count;
 	CUstream captured_by;
 };
 
 CUresult capture(struct CUgraph_st *graph, const struct operation *operation);
+void drop_capture(CUstream stream);
 /* What a capture in the context forbids is refused, and spoils it. `any`: whatever its mode and thread. */
 CUresult refuse_in_capture(CUcontext context, bool any);
 
@@ -212,9 +220,10 @@ struct CUfunc_st {
 	uint64_t duration_ns;
 	struct CUmod_st *module;
 	struct CUfunc_st *next;
-	int shared_bytes;
+	int attributes[CU_FUNC_ATTRIBUTE_MAX];
 };
 
 void close_modules(CUdevice device);
+void start_attributes(struct CUfunc_st *function);
 struct CUfunc_st *find_function(const struct CUfunc_st *handle);	/* NULL if it is none */
 const struct builtin *find_builtin(const char *name);

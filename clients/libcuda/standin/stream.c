@@ -248,6 +248,7 @@ void close_streams(CUcontext context)
 	}
 	for (CUstream stream = context->streams; stream; stream = next) {
 		next = stream->next;
+		drop_capture(stream);
 		free(stream);
 	}
 	context->streams = context->legacy = NULL;
@@ -349,6 +350,8 @@ API CUresult cuStreamGetPriority(CUstream hStream, int *priority)
 
 	if (result != CUDA_SUCCESS)
 		return result;
+	if (!priority)
+		return leave(CUDA_ERROR_INVALID_VALUE);
 	*priority = stream->priority;
 	return leave(CUDA_SUCCESS);
 }
@@ -360,6 +363,8 @@ API CUresult cuStreamGetFlags(CUstream hStream, unsigned int *flags)
 
 	if (result != CUDA_SUCCESS)
 		return result;
+	if (!flags)
+		return leave(CUDA_ERROR_INVALID_VALUE);
 	*flags = stream->flags;
 	return leave(CUDA_SUCCESS);
 }
@@ -371,6 +376,8 @@ API CUresult cuStreamGetCtx(CUstream hStream, CUcontext *pctx)
 
 	if (result != CUDA_SUCCESS)
 		return result;
+	if (!pctx)
+		return leave(CUDA_ERROR_INVALID_VALUE);
 	*pctx = stream->context;
 	return leave(CUDA_SUCCESS);
 }

@@ -264,6 +264,75 @@ def host() -> None:
     assert b.ran("add", pages, 4, 1) == 0
 
 
+def handles() -> None:
+    """Handles are of the copy that gave them: in the other one they are none."""
+    a, b = both()
+    made = {}
+    for driver in (a, b):
+        driver.current()
+        stream = driver.made("cuStreamCreateWithPriority", 1, -3)
+        priority, flags = ctypes.c_int(), ctypes.c_uint()
+        driver("cuStreamGetPriority", stream, ctypes.byref(priority))
+        driver("cuStreamGetFlags", stream, ctypes.byref(flags))
+        assert (priority.value, flags.value) == (-3, 1)
+        event = driver.made("cuEventCreate", 0)
+        library = driver.made("cuLibraryLoadData", IMAGE, 0, 0, 0, 0, 0, 0)
+        kernel = driver.made("cuLibraryGetKernel", library, b"add")
+        assert driver.made("cuLibraryGetModule", library) and driver.made("cuKernelGetFunction", kernel)
+        driver("cuStreamBeginCapture_v2", stream, 0)
+        driver.run("late", WINDOW, 0, 0, stream=stream)
+        graph = ctypes.c_uint64()
+        driver("cuStreamEndCapture", stream, ctypes.byref(graph))
+        ready = driver.made("cuGraphInstantiateWithFlags", graph.value, 0)
+        made[driver] = stream, event, library, kernel, graph.value, ready
+    stream, event, library, kernel, recorded, ready = made[a]
+    b.current()
+    out = ctypes.byref(ctypes.c_uint64())
+    assert b.code("cuCtxSetCurrent", a.context) == 201
+    wrong = [
+        b.code("cuStreamQuery", stream),
+        b.code("cuStreamSynchronize", stream),
+        b.code("cuEventQuery", event),
+        b.code("cuEventRecord", event, 0),
+        b.code("cuEventRecord", made[b][1], stream),
+        b.code("cuStreamWaitEvent", made[b][0], event, 0),
+        b.code("cuLibraryGetKernel", out, library, b"add"),
+        b.code("cuLibraryGetModule", out, library),
+        b.code("cuLibraryUnload", library),
+        b.code("cuKernelGetFunction", out, kernel),
+        b.code("cuModuleGetFunction", out, a.module, b"add"),
+        b.code("cuModuleGetGlobal_v2", out, 0, a.module, b"add"),
+        b.code("cuFuncSetAttribute", a.functions["add"], 8, 0),
+        b.code("cuKernelSetAttribute", 8, 0, kernel, 0),
+        b.code("cuLaunchKernel", a.functions["add"], 1, 1, 1, 1, 1, 1, 0, 0, 0, 0),
+        b.code("cuLaunchHostFunc", stream, 1, 0),
+        b.code("cuMemsetD32Async", b.made("cuMemAlloc_v2", 64), 0, 4, stream),
+    ]
+    assert wrong == [400] * len(wrong)
+    assert (b.code("cuGraphLaunch", ready, 0), b.code("cuGraphDestroy", recorded)) == (1, 1)
+    attribute, limit = ctypes.c_int(), ctypes.c_size_t()
+    most = 227 << 10
+    assert b.code("cuLaunchKernel", b.functions["store"], 1, 1, 1, 1, 1, 1, most, 0, 0, 0) == 1
+    assert b.code("cuFuncSetAttribute", b.functions["store"], 8, most + 1) == 1
+    b("cuFuncSetAttribute", b.functions["store"], 8, most)
+    b("cuFuncGetAttribute", ctypes.byref(attribute), 8, b.functions["store"])
+    assert attribute.value == most
+    b("cuCtxSetLimit", 0, 4096)
+    for driver, value in ((a, 1024), (b, 4096)):
+        driver.current()
+        driver("cuCtxGetLimit", ctypes.byref(limit), 0)
+        assert limit.value == value
+    assert b.code("cuCtxSetLimit", 99, 1) == 215
+    # An event of a context that has ended is none in the next one.
+    b("cuDevicePrimaryCtxReset_v2", 0)
+    b.ready()
+    assert b.code("cuEventQuery", made[b][1]) == 400
+    a.current()
+    a("cuStreamSynchronize", stream)
+    a("cuEventRecord", event, stream)
+    a("cuEventSynchronize", event)
+
+
 def _counts() -> dict[str, int]:
     gc.collect()
     return {
@@ -313,6 +382,17 @@ def cycles() -> None:
     after = _counts()
     assert {k: after[k] - before[k] for k in before} == dict.fromkeys(before, 0)
     assert a.code("cuCtxSynchronize") == 0
+
+
+def obey() -> None:
+    """Each line of the input is an expression; its value is a line of the output."""
+    a, b = both()
+    one_window(a, b)
+    handle, _ = shared(a, b, WINDOW)
+    known = {**globals(), "a": a, "b": b, "handle": handle}
+    print(os.getpid(), flush=True)
+    for line in sys.stdin:
+        print(eval(line, known), flush=True)
 
 
 if __name__ == "__main__":
