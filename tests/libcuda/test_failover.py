@@ -81,8 +81,10 @@ class Program:
 
 
 @pytest.fixture
-def ask(libraries: Libraries, domain: Domain, post: Post) -> Iterator[Program]:
-    program = Program(libraries, domain, post)
+def ask(
+    request: pytest.FixtureRequest, libraries: Libraries, domain: Domain, post: Post
+) -> Iterator[Program]:
+    program = Program(libraries, domain, post, **getattr(request, "param", {}))
     try:
         yield program
     finally:
@@ -174,7 +176,7 @@ def test_an_error_waits_for_the_daemons_word(
 def test_without_a_standby_the_error_is_the_programs(domain: Domain, post: Post, ask: Program) -> None:
     line = post.greet()
     break_domain(domain)
-    assert ask("gpu.sync()") == "700"
+    until(lambda: ask("gpu.sync()") == "700")
     assert line.hear(moving.OWN_ERROR, moving.OPAQUE).kind == moving.OWN_ERROR
 
 
@@ -203,7 +205,7 @@ def test_what_cannot_come_along_is_said_and_stays(
     line.say(moving.MOVE, 1)
     assert line.hear(moving.STAYED).generation == 1
     break_domain(domain)
-    assert ask("gpu.sync()") == "700"
+    until(lambda: ask("gpu.sync()") == "700")
 
 
 @pytest.mark.parametrize("what", ["absent", "another"])
@@ -218,3 +220,21 @@ def test_a_copy_that_does_not_fit(
     assert "copy" in said.text
     assert ask("gpu.sync()") == "0"
     assert ask.end() == ""
+
+
+@pytest.mark.parametrize("ask", [{"MPSD_ZONE_BUDGET": str(1 << 30)}], indirect=True)
+def test_guard_zones_come_along(
+    domain: Domain, second: Domain, post: Post, ask: Program, copies: Path
+) -> None:
+    line = post.greet()
+    ask("m = gpu.memory(8 << 20); gpu.sync()")
+    assert ask("[gpu.run('store', m + (8 << 20), 4, 1), gpu.sync()]") == "[0, 0]"
+    stand_by(line, second, copies)
+    assert ask("[gpu.run('store', m - 4, 4, 1), gpu.sync()]") == "[0, 0]"
+    ask("n = gpu.memory(4 << 20); gpu.sync()")
+    break_domain(domain)
+    move(line)
+    assert ask("[gpu.run('store', x, 4, 1) for x in (m - 4, m + (8 << 20), n + (4 << 20))]") == "[0, 0, 0]"
+    assert ask("gpu.sync()") == "0"
+    assert second.status() == "ACTIVE"
+    assert ask("[gpu.run('store', 0x7E0000000000, 4, 1), gpu.sync()]") == "[0, 700]"

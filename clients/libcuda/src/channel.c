@@ -12,6 +12,7 @@
 #include <unistd.h>
 
 #include "grant.h"
+#include "vault.h"
 
 #define ANSWER_S 5
 
@@ -37,6 +38,12 @@ const char *mpsd_channel_path(void)
 
 	pthread_once(&once, read_environment);
 	return *path ? path : NULL;
+}
+
+/* vault.h */
+bool mpsd_vault_offered(void)
+{
+	return mpsd_channel_path() != NULL;
 }
 
 bool mpsd_channel_is_open(void)

@@ -5,21 +5,37 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "failover/carry.h"
 #include "proxy.h"
 #include "turn.h"
 
 static atomic_int exported = -1;
 
-bool mpsd_export(CUdevice device, CUmemGenericAllocationHandle handle, const atomic_bool *off,
-		 struct mpsd_vault_message *message)
+/* After a fail-over the handle was another copy's, and the memory is mapped in this one. */
+static CUresult export_handle(int *fd, CUmemGenericAllocationHandle handle, uint64_t moves, uint64_t base)
+{
+	bool is_old = moves != mpsd_moves_done();
+	CUresult result = CUDA_SUCCESS;
+
+	if (is_old)
+		result = real_cuMemRetainAllocationHandle(&handle, (void *)base);
+	if (result != CUDA_SUCCESS)
+		return result;
+	result = real_cuMemExportToShareableHandle(fd, handle, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0);
+	if (is_old)
+		real_cuMemRelease(handle);
+	return result;
+}
+
+bool mpsd_export(CUdevice device, CUmemGenericAllocationHandle handle, uint64_t moves, uint64_t base,
+		 const atomic_bool *off, struct mpsd_vault_message *message)
 {
 	bool turn = mpsd_turn_take();
 	CUuuid uuid;
 	int fd = -1;
 
 	if (!atomic_load(off) && real_cuDeviceGetUuid_v2(&uuid, device) == CUDA_SUCCESS &&
-	    real_cuMemExportToShareableHandle(&fd, handle, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0) ==
-		    CUDA_SUCCESS) {
+	    export_handle(&fd, handle, moves, base) == CUDA_SUCCESS) {
 		atomic_store(&exported, fd);
 		fcntl(fd, F_SETFD, FD_CLOEXEC);
 		memcpy(message->gpu, uuid.bytes, sizeof(message->gpu));

@@ -73,8 +73,16 @@ _Static_assert(sizeof(struct external_range) == 24 && sizeof(struct external_spa
 	       sizeof(struct free_with_length) == 24 && sizeof(struct free_base_only) == 16,
 	       "the layouts are the driver's");
 
+#define MOST_DESCRIPTORS 16
+
+struct descriptors {
+	int count, fds[MOST_DESCRIPTORS];
+};
+
 static int descriptor = -1;
 static struct stat found_as;
+static struct descriptors before, others;	/* those of a second copy: not to be used */
+static bool is_gone;
 
 /* The stand-in driver's own functions in place of UVM, which it has none of. */
 static struct {
@@ -141,19 +149,74 @@ static bool is_uvm(DIR *directory, const char *name)
 	return last && !strcmp(last + 1, DEVICE_NAME) && !fstat(atoi(name), &status) && S_ISCHR(status.st_mode);
 }
 
+static struct descriptors all_descriptors(void)
+{
+	DIR *directory = opendir("/proc/self/fd");
+	struct descriptors all = { .count = 0 };
+	struct dirent *entry;
+
+	while (directory && all.count < MOST_DESCRIPTORS && (entry = readdir(directory)))
+		if (is_uvm(directory, entry->d_name))
+			all.fds[all.count++] = atoi(entry->d_name);
+	if (directory)
+		closedir(directory);
+	return all;
+}
+
+static bool is_among(int fd, const struct descriptors *those)
+{
+	for (int i = 0; i < those->count; i++)
+		if (those->fds[i] == fd)
+			return true;
+	return false;
+}
+
+static struct descriptors without(struct descriptors all, const struct descriptors *those)
+{
+	struct descriptors left = { .count = 0 };
+
+	for (int i = 0; i < all.count; i++)
+		if (!is_among(all.fds[i], those))
+			left.fds[left.count++] = all.fds[i];
+	return left;
+}
+
+void mpsd_range_copy(enum mpsd_range_copy what)
+{
+	switch (what) {
+	case MPSD_RANGE_COPY_COMES:
+		before = all_descriptors();
+		break;
+	case MPSD_RANGE_COPY_IS_THERE:
+		others = without(all_descriptors(), &before);
+		break;
+	case MPSD_RANGE_COPY_WENT:
+		others.count = 0;
+		break;
+	case MPSD_RANGE_COPY_TAKES_OVER:
+		others = before;
+		descriptor = -1;
+		standin.tried = false;
+		break;
+	}
+}
+
+void mpsd_range_gone(bool gone)
+{
+	is_gone = gone;
+}
+
 static int find_descriptor(void)
 {
 	static int searches;
-	DIR *directory = searches < MOST_SEARCHES ? opendir("/proc/self/fd") : NULL;
-	struct dirent *entry;
+	struct descriptors all = { .count = 0 };
 	int found = -1;
 
-	if (!directory)
-		return -1;
-	while (found < 0 && (entry = readdir(directory)))
-		if (is_uvm(directory, entry->d_name) && is_address_space(atoi(entry->d_name)))
-			found = atoi(entry->d_name);
-	closedir(directory);
+	if (searches < MOST_SEARCHES)
+		all = all_descriptors();
+	for (int i = 0; i < all.count && found < 0; i++)
+		if (!is_among(all.fds[i], &others) && is_address_space(all.fds[i]))
+			found = all.fds[i];
 	searches = found < 0 ? searches + 1 : 0;
 	return found;
 }
@@ -278,6 +341,6 @@ bool mpsd_range_free(uint64_t base, size_t size, bool managed)
 		return true;
 	}
 	if (!managed)
-		return free_external(base, size);
+		return is_gone || free_external(base, size);
 	return base ? put_placeholder(base, size, true) : !munmap(NULL, size);
 }

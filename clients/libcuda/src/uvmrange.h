@@ -23,3 +23,18 @@ bool mpsd_range_manage_null(void);
  * is still there, so the addresses are of no use.
  */
 bool mpsd_range_free(uint64_t base, size_t size, bool managed);
+
+/*
+ * A second copy of the driver has descriptors too, of an address space of its own. Before it opens them; after
+ * that; when it has gone; when it is the one in use.
+ */
+enum mpsd_range_copy {
+	MPSD_RANGE_COPY_COMES,
+	MPSD_RANGE_COPY_IS_THERE,
+	MPSD_RANGE_COPY_WENT,
+	MPSD_RANGE_COPY_TAKES_OVER,
+};
+void mpsd_range_copy(enum mpsd_range_copy what);
+
+/* Whether what is taken away was laid for a copy that is used no more: nothing is asked of it. */
+void mpsd_range_gone(bool gone);

@@ -23,6 +23,7 @@
 #include "channel.h"
 #include "clock.h"
 #include "export.h"
+#include "failover/carry.h"
 #include "proxy.h"
 #include "stats.h"
 #include "turn.h"
@@ -48,6 +49,7 @@ struct note {
 	size_t size;
 	CUdevice device;
 	CUmemGenericAllocationHandle handle;	/* of a PUT */
+	uint64_t moves;		/* of a fail-over: in which copy of the driver it is a handle */
 };
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
@@ -58,11 +60,6 @@ static unsigned int puts_waiting, drops_waiting;
 static bool started, dropped_lately;
 static atomic_bool off;
 
-bool mpsd_vault_offered(void)
-{
-	return mpsd_channel_path() != NULL;
-}
-
 /* Delivering */
 
 /* The daemon's answer; -1: none, and the connection is of no use any more. */
@@ -71,7 +68,7 @@ static int put(const struct note *note)
 	struct mpsd_vault_message message = mpsd_channel_message(MPSD_VAULT_PUT);
 	int status = -1;
 
-	if (!mpsd_export(note->device, note->handle, &off, &message)) {
+	if (!mpsd_export(note->device, note->handle, note->moves, note->base, &off, &message)) {
 		mpsd_count(vault_lost);
 		return MPSD_VAULT_UNKNOWN;
 	}
@@ -105,12 +102,12 @@ static int deliver(const struct note *note)
 	return note->kind == MPSD_VAULT_PUT ? put(note) : drop(note);
 }
 
-static void release(CUmemGenericAllocationHandle handle)
+static void release(CUmemGenericAllocationHandle handle, uint64_t moves)
 {
 	bool turn = mpsd_turn_take();
 
-	/* Without it the driver is about to go, and the handle with it. */
-	if (turn)
+	/* Without it, or in another copy, the driver is about to go, and the handle with it. */
+	if (turn && moves == mpsd_moves_done())
 		real_cuMemRelease(handle);
 	mpsd_turn_give(turn);
 }
@@ -175,7 +172,7 @@ static void done(struct note *note, bool taken)
 
 	/* Before anybody may believe that it is given up. */
 	if (is_put)
-		release(handle);
+		release(handle, note->moves);
 	pthread_mutex_lock(&lock);
 	take(&first);
 	if (note->dropped)
@@ -205,7 +202,7 @@ static void later(struct note *note)
 	if (!given_up)
 		return;
 	/* Nobody else touches a note that was dropped. */
-	release(note->handle);
+	release(note->handle, note->moves);
 	pthread_mutex_lock(&lock);
 	note->kind = MPSD_VAULT_DROP;
 	note->dropped = false;
@@ -318,7 +315,8 @@ bool mpsd_vault_put(uint64_t base, size_t size, CUdevice device, CUmemGenericAll
 	pthread_mutex_lock(&lock);
 	taken = note && puts_waiting < MOST_PUTS && start();
 	if (taken) {
-		*note = (struct note){ NULL, MPSD_VAULT_PUT, false, false, base, size, device, handle };
+		*note = (struct note){ NULL, MPSD_VAULT_PUT, false, false, base, size, device, handle,
+					 mpsd_moves_done() };
 		add(note);
 	}
 	pthread_mutex_unlock(&lock);
@@ -362,7 +360,7 @@ void mpsd_vault_drop(uint64_t base)
 	}
 	pthread_mutex_unlock(&lock);
 	if (struck)
-		release(struck->handle);
+		release(struck->handle, struck->moves);
 	free(struck);
 }
 

@@ -13,9 +13,9 @@
 #include <stdlib.h>
 #include <time.h>
 
-#include "cover.h"
 #include "limits.h"
 #include "notes.h"
+#include "pieces.h"
 #include "proxy.h"
 #include "uvmrange.h"
 #include "vault.h"
@@ -24,29 +24,6 @@
 
 /* A grid that runs wild in a zone lasts as long as its faults, so no more of a freed piece reports. */
 #define REPORTED ((size_t)16 << 20)
-
-enum side {
-	BEFORE,
-	BEHIND,
-	ITSELF,			/* in quarantine, its beginning */
-	REST,			/* and the rest of it, which is sparse */
-	SIDES,
-};
-
-struct piece {
-	struct piece *next;	/* in its bucket while it lives; then in quarantine, or on its way out */
-	uint64_t base;
-	size_t size;
-	CUdevice device;
-	bool laid, bare;	/* it was tried; some side has none */
-	uint64_t freed_ns;
-	CUuuid gpu;
-	struct mpsd_zone zones[SIDES];
-};
-
-struct queue {
-	struct piece *first, **last;
-};
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_once_t once = PTHREAD_ONCE_INIT;
@@ -59,10 +36,9 @@ static bool granted;		/* before that, pieces are noted and not covered */
 static uint64_t budget_bytes, budget_zones;
 static struct piece *living[BUCKETS];
 static unsigned int step_bucket = BUCKETS;
-static struct queue quarantine = { NULL, &quarantine.first }, out = { NULL, &out.first };
-static uint64_t quarantine_managed_bytes, quarantine_managed_zones;
 static struct mpsd_zone null_page;
 static bool null_tried;
+static bool lifted;		/* nothing is laid for a while */
 
 static void in_child(void)
 {
@@ -100,58 +76,6 @@ static void leave(void)
 	pthread_mutex_unlock(&lock);
 }
 
-/* The quarantine and the way out */
-
-static void append(struct queue *queue, struct piece *piece)
-{
-	piece->next = NULL;
-	*queue->last = piece;
-	queue->last = &piece->next;
-}
-
-static struct piece *take_first(struct queue *queue)
-{
-	struct piece *piece = queue->first;
-
-	queue->first = piece->next;
-	if (!queue->first)
-		queue->last = &queue->first;
-	return piece;
-}
-
-static void count_quarantine(const struct piece *piece, bool more)
-{
-	mpsd_ledger->quarantine_bytes += more ? piece->size : -piece->size;
-	mpsd_ledger->quarantine_count += more ? 1 : -1ull;
-	for (int side = 0; side < SIDES; side++) {
-		if (piece->zones[side].kind != MPSD_ZONE_MANAGED)
-			continue;
-		quarantine_managed_bytes += more ? piece->zones[side].size : -piece->zones[side].size;
-		quarantine_managed_zones += more ? 1 : -1ull;
-	}
-}
-
-/* A zone that cannot be taken away keeps its addresses for good; its row stays, so that it can be seen. */
-static bool unlay_all(struct piece *piece)
-{
-	bool all = true;
-
-	for (int side = 0; side < SIDES; side++)
-		all &= mpsd_cover_take_away(&piece->zones[side]);
-	return all;
-}
-
-static void let_out_oldest(void)
-{
-	struct piece *piece = take_first(&quarantine);
-
-	count_quarantine(piece, false);
-	if (unlay_all(piece))
-		append(&out, piece);
-	else
-		free(piece);
-}
-
 static uint64_t now_ns(void)
 {
 	struct timespec time;
@@ -162,10 +86,10 @@ static uint64_t now_ns(void)
 
 static void let_out_old(void)
 {
-	uint64_t now = quarantine.first ? now_ns() : 0;
+	uint64_t now = mpsd_quarantine.kept.first ? now_ns() : 0;
 
-	while (quarantine.first && now - quarantine.first->freed_ns >= limits.quarantine_ns)
-		let_out_oldest();
+	while (mpsd_quarantine.kept.first && now - mpsd_quarantine.kept.first->freed_ns >= limits.quarantine_ns)
+		mpsd_quarantine_let_out();
 }
 
 /* Laying */
@@ -184,10 +108,10 @@ static bool is_room_for_managed(size_t size, uint64_t spare_bytes, uint64_t spar
 /* Out of the quarantine comes only what makes the room that is wanted. */
 static bool make_room(size_t size)
 {
-	if (!is_room_for_managed(size, quarantine_managed_bytes, quarantine_managed_zones))
+	if (!is_room_for_managed(size, mpsd_quarantine.managed_bytes, mpsd_quarantine.managed_zones))
 		return false;
-	while (!is_room_for_managed(size, 0, 0) && quarantine.first)
-		let_out_oldest();
+	while (!is_room_for_managed(size, 0, 0) && mpsd_quarantine.kept.first)
+		mpsd_quarantine_let_out();
 	return is_room_for_managed(size, 0, 0);
 }
 
@@ -255,7 +179,7 @@ void mpsd_zones_born(uint64_t base, size_t size, CUdevice device)
 		*bucket_of(base) = piece;
 		/* Here, for the channel's thread calls nothing of the driver's for a zone. */
 		real_cuDeviceGetUuid_v2(&piece->gpu, device);
-		if (granted)
+		if (granted && !lifted)
 			cover(piece);
 	} else {
 		mpsd_ledger->uncovered++;
@@ -289,10 +213,9 @@ static bool put_into_quarantine(struct piece *piece)
 	if (piece->size > limits.quarantine_bytes || !piece->laid || !cover_itself(piece))
 		return false;
 	piece->freed_ns = now_ns();
-	append(&quarantine, piece);
-	count_quarantine(piece, true);
+	mpsd_quarantine_add(piece);
 	while (mpsd_ledger->quarantine_bytes > limits.quarantine_bytes)
-		let_out_oldest();
+		mpsd_quarantine_let_out();
 	return true;
 }
 
@@ -310,7 +233,7 @@ bool mpsd_zones_freed(uint64_t base, bool keep)
 		kept = keep && granted && put_into_quarantine(piece);
 		if (!kept) {
 			/* Addresses under a zone that cannot be taken away are never given out again. */
-			kept = !unlay_all(piece);
+			kept = !mpsd_piece_unlay(piece);
 			free(piece);
 		}
 	}
@@ -325,8 +248,8 @@ bool mpsd_zones_out(CUdevice *device, struct arena_range *range)
 	if (!enter())
 		return false;
 	let_out_old();
-	if (out.first) {
-		piece = take_first(&out);
+	if (mpsd_quarantine.out.first) {
+		piece = mpsd_queue_take(&mpsd_quarantine.out);
 		*device = piece->device;
 		*range = (struct arena_range){ piece->base, piece->size };
 		free(piece);
@@ -347,8 +270,8 @@ void mpsd_zones_empty(void)
 {
 	if (!enter())
 		return;
-	while (quarantine.first)
-		let_out_oldest();
+	while (mpsd_quarantine.kept.first)
+		mpsd_quarantine_let_out();
 	if (!is_any_alive())
 		uncover_null_page();
 	leave();
@@ -377,19 +300,63 @@ void mpsd_zones_refused(void)
 
 bool mpsd_zones_step(void)
 {
-	struct piece *piece;
+	struct piece *piece = NULL;
+	bool is;
 
 	if (!enter())
 		return false;
-	while (step_bucket < BUCKETS) {
+	while (!lifted && step_bucket < BUCKETS) {
 		for (piece = living[step_bucket]; piece && piece->laid; piece = piece->next)
 			;
 		if (piece)
 			break;
 		step_bucket++;
 	}
-	if (step_bucket < BUCKETS)
+	if (!lifted && step_bucket < BUCKETS)
 		cover(piece);
+	is = !lifted && step_bucket < BUCKETS;
 	leave();
-	return step_bucket < BUCKETS;
+	return is;
+}
+
+/* What fail-over says */
+
+void mpsd_zones_lift(bool gone)
+{
+	if (!enter())
+		return;
+	mpsd_range_gone(gone);
+	while (mpsd_quarantine.kept.first)
+		mpsd_quarantine_let_out();
+	for (unsigned int i = 0; i < BUCKETS; i++) {
+		for (struct piece *piece = living[i]; piece; piece = piece->next) {
+			mpsd_ledger->uncovered -= piece->bare;
+			mpsd_piece_unlay(piece);
+			piece->laid = piece->bare = false;
+		}
+	}
+	uncover_null_page();
+	mpsd_range_gone(false);
+	lifted = true;
+	leave();
+}
+
+void mpsd_zones_lay(void)
+{
+	if (!enter())
+		return;
+	lifted = false;
+	if (granted)
+		step_bucket = 0;
+	leave();
+	while (mpsd_zones_step())
+		;
+}
+
+void mpsd_zones_copy(enum mpsd_range_copy what)
+{
+	if (!enter())
+		return;
+	mpsd_range_copy(what);
+	leave();
 }

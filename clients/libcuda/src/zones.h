@@ -14,6 +14,7 @@
 #include <stdint.h>
 
 #include "arena.h"
+#include "uvmrange.h"
 
 /* Bytes on each side of a piece; 0: there are no zones in this process. The first call reads the environment. */
 size_t mpsd_zones_size(void);
@@ -44,3 +45,11 @@ void mpsd_zones_refused(void);
 
 /* Cover some of what was there before the daemon's word came. False: nothing is left to be covered. */
 bool mpsd_zones_step(void);
+
+/*
+ * For fail-over. Nothing is covered between lift and lay: the addresses are reserved anew, or what is covered
+ * is in another copy's address space from now on; `gone`: the copy that it was laid for is used no more.
+ */
+void mpsd_zones_lift(bool gone);
+void mpsd_zones_lay(void);
+void mpsd_zones_copy(enum mpsd_range_copy what);

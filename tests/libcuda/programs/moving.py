@@ -14,6 +14,7 @@ from pathlib import Path
 from faultinject.measure.failover_driver import Driver, DriverError
 
 IMAGE = b"standin module\nkernel add add 0\nkernel late add 200000\nkernel fill fill 0\nkernel long add 30000000\n"
+IMAGE += b"kernel store store 0\n"
 ADD = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint32)
 
 
@@ -24,7 +25,7 @@ class Program(Driver):
         self.context = self.made("cuDevicePrimaryCtxRetain", 0)
         self.current()
         self.module = self.made("cuModuleLoadData", IMAGE)
-        for name in ("add", "late", "fill", "long"):
+        for name in ("add", "late", "fill", "long", "store"):
             self.functions[name] = self.made("cuModuleGetFunction", self.module, name.encode())
 
     def memory(self, size: int) -> int:

@@ -32,6 +32,11 @@ extern void *mpsd_other[MPSD_SLOTS];	/* of the standby's copy, for the thread of
 /* 2 * moves that were, + 1 while there is one. */
 extern atomic_uint_least64_t mpsd_moves;
 
+static inline uint64_t mpsd_moves_done(void)
+{
+	return atomic_load(&mpsd_moves) & ~(uint64_t)1;
+}
+
 #define MPSD_AGAIN ((CUresult)-2)	/* of a make_NAME() that a move overtook */
 
 /* After wrappers are installed, and before the program has a context. Once. */

@@ -11,7 +11,9 @@
 #include "failover/made.h"
 #include "failover/mirror.h"
 #include "launches.h"
+#include "turn.h"
 #include "windows.h"
+#include "zones.h"
 
 void *mpsd_other[MPSD_SLOTS];
 static CUresult (*first_current)(CUcontext *);	/* cuCtxGetCurrent of the program's first copy, which stays */
@@ -45,6 +47,7 @@ bool mpsd_standby_open(uint64_t generation, const char *pipe, const char *folder
 	bool is;
 
 	mpsd_standby_close();
+	mpsd_zones_copy(MPSD_RANGE_COPY_COMES);
 	if (!mpsd_copy_load(&standby, folder, why))
 		return false;
 	fill(mpsd_other, standby.calls);
@@ -53,8 +56,12 @@ bool mpsd_standby_open(uint64_t generation, const char *pipe, const char *folder
 	is = other_cuInit(0) == CUDA_SUCCESS && same_version() && mpsd_made_twins(why);
 	mpsd_copy_pipe(NULL, 0);
 	if (is) {
+		/* A zone is a mapping of the process's, in the way of the copy's reservation. */
 		pthread_mutex_lock(&mpsd_windows_lock);
+		mpsd_zones_copy(MPSD_RANGE_COPY_IS_THERE);
+		mpsd_zones_lift(false);
 		is = mpsd_mirror_begin(why);
+		mpsd_zones_lay();
 		pthread_mutex_unlock(&mpsd_windows_lock);
 	}
 	if (!is)
@@ -93,6 +100,7 @@ void mpsd_standby_close(void)
 		return;
 	pthread_mutex_lock(&mpsd_windows_lock);
 	mpsd_mirror_end(true);
+	mpsd_zones_copy(MPSD_RANGE_COPY_WENT);
 	pthread_mutex_unlock(&mpsd_windows_lock);
 	mpsd_made_no_twins();
 	fill(mpsd_other, NULL);
@@ -117,14 +125,16 @@ static void switch_over(void)
 		mpsd_windows[i].primary = context->twin;
 		mpsd_launches_context(context->twin);
 	}
+	__atomic_store_n(&mpsd_real_handle, standby.handle, __ATOMIC_RELEASE);
 	mpsd_made_move();
 	mpsd_mirror_end(false);
+	mpsd_zones_copy(MPSD_RANGE_COPY_TAKES_OVER);
 	fill(mpsd_other, NULL);
 }
 
 static bool hold_and_switch(struct mpsd_times *times, const char **why)
 {
-	bool is;
+	bool is, turn;
 
 	times->held_ns = now_ns();
 	if (!mpsd_standby_follow(why))
@@ -134,13 +144,24 @@ static bool hold_and_switch(struct mpsd_times *times, const char **why)
 	/* What was made since is there too: nobody makes anything while a move is on. */
 	is = !mpsd_made_waits();
 	*why = is ? "the old context may still write" : "something was made meanwhile";
+	turn = mpsd_turn_take();
 	is = is && mpsd_mirror_fence();
 	times->fence_ns = now_ns();
 	if (is)
 		switch_over();
+	mpsd_turn_give(turn);
 	mpsd_made_unlock();
 	pthread_mutex_unlock(&mpsd_windows_lock);
 	return is;
+}
+
+/* Zones absorb in the copy that they were laid for. */
+static void cover_again(void)
+{
+	pthread_mutex_lock(&mpsd_windows_lock);
+	mpsd_zones_lift(true);
+	mpsd_zones_lay();
+	pthread_mutex_unlock(&mpsd_windows_lock);
 }
 
 bool mpsd_move(struct mpsd_times *times, const char **why)
@@ -158,6 +179,8 @@ bool mpsd_move(struct mpsd_times *times, const char **why)
 	}
 	mpsd_phase_end(is);
 	times->on_ns = now_ns();
+	if (is)
+		cover_again();
 	if (is && last.handle)
 		end_copy(&last);
 	return is;
