@@ -139,8 +139,19 @@ def victims(state: State, domain: str, offender: ClientId | None) -> tuple[Party
 
 
 def elsewhere(state: State, client: Client) -> bool:
-    """Whether this process is a living client of another domain as well (a second copy of libcuda)."""
-    return any(c.living and c.id.domain != client.id.domain for c in state.spaces_of(client.id.process))
+    """Whether a fault of this client may be that of another domain, of which its process is a client as well
+    (a second copy of libcuda)."""
+    others = [c for c in state.spaces_of(client.id.process) if c.living and c.id.domain != client.id.domain]
+    return any(not _told_apart(client, other) for other in others)
+
+
+def _told_apart(client: Client, other: Client) -> bool:
+    """Whether a fault of `client` is surely none of `other`: their address spaces are known to be two.
+
+    One that came after the first was leased, and is not leased itself, cannot be in that lease.
+    """
+    newer = other.attached is None and client.attached is not None and other.noticed > client.attached
+    return client.apart and (other.apart or newer)
 
 
 def dead_in_flight(state: State, domain: str, now: float) -> Party | None:
