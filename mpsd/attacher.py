@@ -45,6 +45,8 @@ ATTACH_DEADLINE_S = 60.0
 FIRST_TRIES_S = 2.0
 FAST_STEP_S = 0.002
 SLOW_STEP_S = 0.05
+# Many programs make their second contexts at a time, one after the other.
+SECOND_COPY_S = 20.0
 SETTLE_S = 5.0
 FACTS_DEADLINE_S = 0.25
 # A look at a client takes milliseconds; one that hangs (files on a dead file server) is given up.
@@ -269,7 +271,9 @@ class Attacher:
                 self._store.drop(lease.name)
             return
         clients = [ClientId(domain, process, space + n) for n in range(len(reached.leases))]
-        apart = kept_apart(reached.leases, self._elsewhere(domain, process))
+        # One copy of libcuda has one address space: where there are two, the other is another domain's.
+        alone = len(reached.leases) == 1
+        apart = alone and kept_apart(reached.leases, self._elsewhere(domain, process))
         self._leases.update(zip(clients, reached.leases, strict=True))
         if reached.work is not None:
             self._work.follow(clients, reached.work)
@@ -324,7 +328,9 @@ class Attacher:
                         return None
                     raise
             now = time.monotonic()
-            step = FAST_STEP_S if now - began < FIRST_TRIES_S else SLOW_STEP_S
+            hurry = now - began < FIRST_TRIES_S and not self._elsewhere(domain, process)
+            # Each look at a process that has an address space already takes hold of that one, too.
+            step = FAST_STEP_S if hurry else SLOW_STEP_S
             # Many newcomers at once must not eat the processor, nor one that takes long to look through.
             busy = sum(1 for p in self._pins.values() if p.attaching)
             with contextlib.suppress(TimeoutError):
@@ -345,7 +351,7 @@ class Attacher:
             reached.leases = [lease for lease in reached.leases if not any(lease is k for k in known)]
             await asyncio.to_thread(_close_all, known)
             return True
-        if after_s < FIRST_TRIES_S:
+        if after_s < SECOND_COPY_S:
             await asyncio.to_thread(reached.close)
             return False
         # Nothing new has come for long: better held twice than not at all.

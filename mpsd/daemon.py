@@ -476,7 +476,7 @@ class Daemon:
                         gpus = after.domains[client.id.domain].gpus
                         self._guards.add(client.id, lease.space, gpus, lease.notes, client.facts.uid)
         same = before.slots is after.slots and before.domains is after.domains
-        same = same and before.members is after.members
+        same = same and before.homes_changed == after.homes_changed
         if not (same and before.clients is after.clients and before.drained is after.drained):
             # Before the tasks that effects start: a process is never started that the file does not know.
             self._save_soon()

@@ -95,12 +95,14 @@ def likeliest(records: Iterable[FaultRecord], sign: Evidence) -> FaultRecord:
 def owner_of_pid(state: State, gpu: str | None, pid: int, now: float) -> Domain | None:
     """The domain that a pid in a kernel log line belongs to: its server, or a client, past or present."""
     candidates = [d for d in state.domains.values() if gpu is None or gpu in d.gpus]
-    for domain in candidates:
-        own = (domain.server, domain.former_server, domain.control)
-        members = {p.pid for p in own if p is not None}
-        members |= {c.id.process.pid for c in state.clients_of(domain.id)}
-        if pid in members:
-            return domain
+    for at_home in (True, False):
+        # Of a process in two domains it is the one where its work runs.
+        for domain in candidates:
+            own = (domain.server, domain.former_server, domain.control)
+            members = {p.pid for p in own if p is not None}
+            here = (c for c in state.clients_of(domain.id) if state.at_home(c) or not at_home)
+            if pid in members | {c.id.process.pid for c in here}:
+                return domain
     for gone in reversed(state.departed):
         recent = now - gone.at <= state.policy.evidence_window_s
         if gone.id.process.pid == pid and recent:

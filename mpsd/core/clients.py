@@ -30,7 +30,10 @@ def on_noticed(draft: Draft, event: ev.ClientNoticed) -> None:
             _proof_came(draft, [draft.put_client(replace(c, listed=True)) for c in living])
     elif domain.state is DomainState.FAULTED and not draft.state.adopting:
         # While adopting it is a victim that was there before the daemon.
-        _refuse(draft, domain, process.pid)
+        member = draft.state.members.get(process)
+        if member is None or member.home in (None, event.domain):
+            # Its server still lists who has moved away.
+            _refuse(draft, domain, process.pid)
         leases.forget_if_done(draft, process)
     else:
         # After an exec the old address space may still linger: the new one is another client.

@@ -366,8 +366,12 @@ def on_kill_victims(draft: Draft, domain: str) -> None:
     where = draft.state.domains[domain]
     if work_is_lost(where):
         why = "victim of a fault that did not leave"
-        killed = [kill_by_policy(draft, c, why) for c in tuple(draft.state.living_of(domain))]
-        if not all(killed):
+        here = tuple(draft.state.living_of(domain))
+        moving = [c for c in here if failover.is_moving(draft.state, c.id.process)]
+        killed = [kill_by_policy(draft, c, why) for c in here if c not in moving]
+        if moving:
+            draft.emit(ArmTimer("kill-victims", domain, draft.state.policy.move_wait_s))
+        elif not all(killed):
             # What proves them clients may still come.
             draft.emit(ArmTimer("kill-victims", domain, PROOF_WAIT_S))
 

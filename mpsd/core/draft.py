@@ -79,11 +79,15 @@ class Draft:
         return record
 
     def put_member(self, member: Member) -> Member:
+        before = self.state.members.get(member.process)
+        if before is None or before.lasting != member.lasting:
+            self.state = replace(self.state, homes_changed=self.state.homes_changed + 1)
         self.state = replace(self.state, members=_with(self.state.members, member.process, member))
         return member
 
     def drop_member(self, process: ProcessInstance) -> None:
-        self.state = replace(self.state, members=_without(self.state.members, process))
+        members, changed = _without(self.state.members, process), self.state.homes_changed + 1
+        self.state = replace(self.state, members=members, homes_changed=changed)
 
     def put_failover(self, record: FailoverRecord) -> FailoverRecord:
         others = tuple(r for r in self.state.failovers if r.id != record.id)

@@ -56,13 +56,13 @@ def next_of(state: State, home: Domain) -> Domain | None:
 def find_home(state: State, process: ProcessInstance, generation: int = 0) -> str | None:
     """Where the work of a process runs that has not been seen before; None: it is no client yet.
 
-    `generation`: of the standby in which it lives, by its own word.
+    `generation`: of the standby in which it lives, by its own word. In its first context it is where it came
+    first, and any standby is of a later number.
     """
-    here = [c.id.domain for c in state.spaces_of(process) if c.living]
+    here = {c.id.domain for c in state.spaces_of(process) if c.living}
     if f"d{generation}" in here:
         return f"d{generation}"
-    actives = [name for name in here if any(s.active == name for s in state.slots.values())]
-    return next(iter([*actives, *here]), None)
+    return min(here, key=lambda name: (state.domains[name].generation, name), default=None)
 
 
 def refresh(draft: Draft, process: ProcessInstance) -> None:
@@ -255,6 +255,23 @@ def latest_of(state: State, process: ProcessInstance) -> FailoverRecord | None:
 def idle_here(state: State, client: Client) -> bool:
     """Whether this is a context in which nothing is to run: a member's, outside its home."""
     return client.living and not state.at_home(client)
+
+
+def is_moving(state: State, process: ProcessInstance) -> bool:
+    """It was told to move, and its time to answer is not over."""
+    record = latest_of(state, process)
+    fates = record.fates if record is not None else ()
+    return any(f.process == process and f.outcome is Outcome.TOLD for f in fates)
+
+
+def named(draft: Draft, domain: str, process: ProcessInstance) -> None:
+    """A sign that came after the others were told: this process made the fault, and was told with them."""
+    for record in reversed(draft.state.failovers):
+        told = (Outcome.TOLD, Outcome.MOVED, Outcome.SILENT)
+        if record.domain == domain and any(f.process == process and f.outcome in told for f in record.fates):
+            revise(draft, record, process, why="it made the fault, which was known after it was told")
+            _put_out(draft, [process], draft.state.domains.get(record.to or ""))
+            return
 
 
 def link(draft: Draft, domain: str, fault: int) -> None:

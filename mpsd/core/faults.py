@@ -45,6 +45,7 @@ def on_uvm_fatal(draft: Draft, event: ev.UvmFatal) -> None:
         _write(draft, record)
     else:
         _out_of_service(draft, domain, record)
+        failover.named(draft, domain.id, client.id.process)
     if event.event.address >= taxonomy.NULL_PAGE_BYTES:
         draft.emit(Inspect(record.id, client.id.process, event.event.address))
 

@@ -51,6 +51,12 @@ class Member:
     ready_ms: float | None = None
     bytes: int = 0
 
+    @property
+    def lasting(self) -> tuple[FailoverMode, str | None, str | None]:
+        """What a later daemon needs of it."""
+        left = self.reason if self.standing is Standing.LEFT_BEHIND else None
+        return self.mode, self.home, left
+
 
 class Outcome(StrEnum):
     TOLD = "told"

@@ -205,8 +205,10 @@ class State:
     """`hits`: records of guard hits that may yet be revised (bounded). `tallies`: of living clients.
 
     `departed` remembers which processes were clients of which domain, newest last (bounded). `members`: see
-    mpsd.core.standby. `failovers`: records that may yet be revised (bounded). `copies_problem`: why programs
-    have no second copy of the driver to load."""
+    mpsd.core.standby; `homes_changed` counts changes of what a later daemon needs of them. `failovers`:
+    records that may yet be revised (bounded). `copies_problem`: why programs have no second copy of the
+    driver to load.
+    """
 
     policy: Policy = Policy()
     slots: Mapping[str, Slot] = field(default_factory=lambda: MappingProxyType({}))
@@ -225,6 +227,7 @@ class State:
     next_failover: int = 1
     members: Mapping[ProcessInstance, Member] = field(default_factory=lambda: MappingProxyType({}))
     failovers: tuple[FailoverRecord, ...] = ()
+    homes_changed: int = 0
     copies_problem: str = "the driver is not copied yet"
     counters: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
 
