@@ -180,7 +180,11 @@ class MpsdService:
     def client_environment(self) -> Mapping[str, str]:
         def joining(client: mpsd_client.Client) -> dict[str, str]:
             found = client.env()
-            return found | ({"MPSD_VAULT_SOCKET": client.vault_socket} if client.vault_socket else {})
+            more = {
+                "MPSD_VAULT_SOCKET": client.vault_socket,
+                "MPSD_FAILOVER_SOCKET": client.failover_socket,
+            }
+            return found | {name: path for name, path in more.items() if path}
 
         more: dict[str, str] = self.ask(joining)
         return self.environment | more

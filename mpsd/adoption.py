@@ -17,13 +17,14 @@ import structlog
 from mpsd import pipedir, procs
 from mpsd.attacher import Attacher
 from mpsd.core import events as ev
+from mpsd.core.standby import Member, Standing
 from mpsd.core.state import Client, Domain, DomainState, State
 from mpsd.errors import MpsdError
 from mpsd.host import Hosts, Post
 from mpsd.layout import Layout
 from mpsd.lease import Kept, domain_named, is_current, stored_lease
 from mpsd.leasestore import LeaseStore
-from mpsd.model import ClientId, ProcessFacts, ProcessInstance, ServerState, ZonePolicy
+from mpsd.model import ClientId, FailoverMode, ProcessFacts, ProcessInstance, ServerState, ZonePolicy
 from mpsd.orphans import Orphans, pin_domain
 
 log = structlog.get_logger("mpsd.adoption")
@@ -53,6 +54,7 @@ def to_file(state: State, settings: Mapping[str, Sequence[str]]) -> dict[str, An
         ],
         "domains": [_domain_row(d) for d in state.domains.values()],
         "clients": [_client_row(c) for c in state.clients.values() if c.leased],
+        "members": [_member_row(m) for m in state.members.values() if m.home is not None],
         "zone_policies": [_policy_row(c) for c in state.clients.values() if c.living and _is_special(c)],
     }
 
@@ -66,6 +68,18 @@ def _policy_row(client: Client) -> dict[str, Any]:
         "process": _instance_row(client.id.process),
         "policy": client.zone_policy,
         "frozen": client.frozen is not None,
+    }
+
+
+def _member_row(member: Member) -> dict[str, Any]:
+    """Where its work runs: it may be a client of two domains."""
+    left = member.reason if member.standing is Standing.LEFT_BEHIND else ""
+    return {
+        "process": _instance_row(member.process),
+        "uid": member.uid,
+        "mode": member.mode,
+        "home": member.home,
+        "left_behind": left,
     }
 
 
@@ -134,6 +148,8 @@ class Adoption:
         self._hold(strange)
         self.attacher.inherit(kept)
         self.rows = saved["clients"] if saved else ()
+        for row in saved.get("members", ()) if saved else ():
+            self._member(row)
         # Not in files of an earlier mpsd.
         self.policies = saved.get("zone_policies", ()) if saved else ()
         self._dead(kept)
@@ -275,6 +291,18 @@ class Adoption:
         self._died_meanwhile()
         for row in self.policies:
             self._restore_policy(row)
+
+    def _member(self, row: Mapping[str, Any]) -> None:
+        """Of a program that lives on, and will come again; what is not understood is left out."""
+        try:
+            process, home = _instance(row["process"]), str(row["home"])
+            mode, left = FailoverMode(row["mode"]), str(row["left_behind"])
+            uid = int(row["uid"])
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            log.warning("a program that could fail over is not restored", reason=repr(error))
+            return
+        if process is not None and _alive(process):
+            self.post(ev.MemberRestored(process, uid, mode, home, left))
 
     def _restore_policy(self, row: Mapping[str, Any]) -> None:
         """Of a client that lives on; what is not understood is left out."""

@@ -26,7 +26,7 @@ from mpsd import procs
 from mpsd.core import events as ev
 from mpsd.errors import DeadlineError, GpuError, MpsdError, NotReadyError
 from mpsd.gpu.base import Uvm, WorkView
-from mpsd.lease import Kept, Lease, adopt, is_current, take, track
+from mpsd.lease import Kept, Lease, adopt, held_before, is_current, kept_apart, take, track
 from mpsd.leasestore import LeaseStore
 from mpsd.looks import Looks
 from mpsd.model import ClientId, ProcessFacts, ProcessInstance
@@ -45,6 +45,8 @@ ATTACH_DEADLINE_S = 60.0
 FIRST_TRIES_S = 2.0
 FAST_STEP_S = 0.002
 SLOW_STEP_S = 0.05
+# Many programs make their second contexts at a time, one after the other.
+SECOND_COPY_S = 20.0
 SETTLE_S = 5.0
 FACTS_DEADLINE_S = 0.25
 # A look at a client takes milliseconds; one that hangs (files on a dead file server) is given up.
@@ -76,7 +78,7 @@ class Pin:
 class Reached:
     """What was taken of a process: its address spaces, and a look at its work where that is new."""
 
-    leases: Sequence[Lease]
+    leases: list[Lease]
     work: WorkView | None
     problems: Sequence[str]
     kept: bool = False
@@ -255,7 +257,7 @@ class Attacher:
             return self._pins.get(process) is not pin or pin.life != life
 
         try:
-            reached = await self._taken_over(kept, space) or await self._until_reached(pin, life)
+            reached = await self._taken_over(kept, space) or await self._until_reached(domain, pin, life)
         except (MpsdError, OSError) as error:
             if not stale():
                 self._post(ev.AttachFailed(domain, process, str(error), space))
@@ -269,6 +271,9 @@ class Attacher:
                 self._store.drop(lease.name)
             return
         clients = [ClientId(domain, process, space + n) for n in range(len(reached.leases))]
+        # One copy of libcuda has one address space: where there are two, the other is another domain's.
+        alone = len(reached.leases) == 1
+        apart = alone and kept_apart(reached.leases, self._elsewhere(domain, process))
         self._leases.update(zip(clients, reached.leases, strict=True))
         if reached.work is not None:
             self._work.follow(clients, reached.work)
@@ -289,9 +294,13 @@ class Attacher:
                 self._trackers.add(client, tracker)
         tracked = all(lease.tracker is not None for lease in reached.leases)
         problem = "; ".join(reached.problems)
-        self._post(ev.ClientAttached(domain, process, len(clients), tracked, problem, space, late))
+        self._post(ev.ClientAttached(domain, process, len(clients), tracked, problem, space, late, apart))
 
-    async def _until_reached(self, pin: Pin, life: int) -> Reached | None:
+    def _elsewhere(self, domain: str, process: ProcessInstance) -> list[Lease]:
+        """Its leases as a client of other domains."""
+        return [lease for c, lease in self._leases.items() if c.process == process and c.domain != domain]
+
+    async def _until_reached(self, domain: str, pin: Pin, life: int) -> Reached | None:
         """What there is to be leased, once there is; None when the process, or this life of it, has gone.
 
         Raises MpsdError, OSError when there is nothing more to try, or a look at it hangs.
@@ -303,13 +312,15 @@ class Attacher:
             if not any(c.process == process for c in self._ending):
                 try:
                     pidfd = os.dup(pin.process.fileno())
-                    return await self._looks.run(
+                    reached = await self._looks.run(
                         pin.uid,
                         partial(self._reach, process, pidfd),
                         LOOK_DEADLINE_S,
                         late=Reached.close,
                         unbegun=partial(os.close, pidfd),
                     )
+                    if await self._narrowed(reached, domain, process, time.monotonic() - began):
+                        return reached
                 except NotReadyError:
                     pass
                 except (MpsdError, OSError):
@@ -317,7 +328,9 @@ class Attacher:
                         return None
                     raise
             now = time.monotonic()
-            step = FAST_STEP_S if now - began < FIRST_TRIES_S else SLOW_STEP_S
+            hurry = now - began < FIRST_TRIES_S and not self._elsewhere(domain, process)
+            # Each look at a process that has an address space already takes hold of that one, too.
+            step = FAST_STEP_S if hurry else SLOW_STEP_S
             # Many newcomers at once must not eat the processor, nor one that takes long to look through.
             busy = sum(1 for p in self._pins.values() if p.attaching)
             with contextlib.suppress(TimeoutError):
@@ -326,6 +339,23 @@ class Attacher:
             if pin.gone.is_set() or pin.life != life:
                 return None
         raise GpuError(f"no GPU address space within {ATTACH_DEADLINE_S:g} s")
+
+    async def _narrowed(
+        self, reached: Reached, domain: str, process: ProcessInstance, after_s: float
+    ) -> bool:
+        """Leave what is this domain's. False while that is nothing: then all of it is closed."""
+        known = held_before(reached.leases, self._elsewhere(domain, process))
+        if not known:
+            return True
+        if len(known) < len(reached.leases):
+            reached.leases = [lease for lease in reached.leases if not any(lease is k for k in known)]
+            await asyncio.to_thread(_close_all, known)
+            return True
+        if after_s < SECOND_COPY_S:
+            await asyncio.to_thread(reached.close)
+            return False
+        # Nothing new has come for long: better held twice than not at all.
+        return True
 
     def _reach(self, process: ProcessInstance, pidfd: int) -> Reached:
         """In a thread, which owns `pidfd`."""
@@ -533,6 +563,11 @@ class Attacher:
         self._leases.clear()
         self._looks.close()
         self._sweep.close()
+
+
+def _close_all(leases: Sequence[Lease]) -> None:
+    for lease in leases:
+        lease.close()
 
 
 def _identity(process: ProcessInstance) -> procs.ExecIdentity | None:

@@ -11,10 +11,11 @@ from typing import Any
 import structlog
 
 from mpsd.core.records import FaultRecord
+from mpsd.core.standby import FailoverRecord
 from mpsd.errors import DeadlineError
 from mpsd.journal import Journal
 from mpsd.privacy import owners
-from mpsd.recordtext import record_json
+from mpsd.recordtext import failover_json, record_json
 
 log = structlog.get_logger("mpsd.bulletin")
 
@@ -27,8 +28,11 @@ Sink = Callable[[Mapping[str, Any], frozenset[int], int], None]
 class Bulletin:
     """Numbers events, keeps the last of them for late subscribers, and hands them to the listener."""
 
-    def __init__(self, journal: Journal) -> None:
+    def __init__(self, journal: Journal, failovers: Journal | None = None) -> None:
+        """`failovers`: a journal of their own; None keeps none of them."""
         self.journal = journal
+        self.failovers = failovers
+        self._sent_ms: dict[int, float | None] = {}
         self.wall_at_zero = time.time() - time.monotonic()
         self._sink: Sink | None = None
         self._seq = 0
@@ -76,6 +80,27 @@ class Bulletin:
                 offender=who,
                 confidence=record.confidence.value,
             )
+
+    def failover(self, record: FailoverRecord) -> None:
+        """Write a revision of a fail-over's record. Its first one comes right after all were told."""
+        if record.id not in self._sent_ms:
+            raw = time.clock_gettime_ns(time.CLOCK_MONOTONIC_RAW)
+            self._sent_ms[record.id] = round((raw - record.source_ns) / 1e6, 3) if record.source_ns else None
+            while len(self._sent_ms) > RECORDS_TIMED:
+                del self._sent_ms[next(iter(self._sent_ms))]
+        shown = failover_json(record, self.wall_at_zero, self._sent_ms[record.id])
+        if self.failovers is not None:
+            self.failovers.append(shown)
+        self.publish("failover", frozenset(f.uid for f in record.fates), shown)
+
+    def problems(self) -> list[str]:
+        journals = (self.journal, self.failovers)
+        return [j.problem for j in journals if j is not None and j.problem]
+
+    def close(self) -> None:
+        self.journal.close()
+        if self.failovers is not None:
+            self.failovers.close()
 
     def expect(self) -> tuple[str, asyncio.Future[tuple[bool, Mapping[str, object]]]]:
         """A fresh request id and the future that its answer will come by."""

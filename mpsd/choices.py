@@ -6,7 +6,7 @@ from mpsd.config import Config, GuardSetting
 from mpsd.core.state import Policy
 from mpsd.core.vault import Limits, Quota
 from mpsd.gpu.base import Backend
-from mpsd.model import GuardClass
+from mpsd.model import FailoverMode, GuardClass
 from mpsd.zones.grants import ZoneLimits
 
 # What `auto` means. The measurements behind it: faultinject/reports/README.md.
@@ -28,6 +28,11 @@ def policy_of(config: Config, backend: Backend) -> Policy:
         start_retry_max_s=domains.start_retry_max_s,
         evidence_window_s=config.journal.evidence_window_s,
         zone_policy=config.guard.zone_policy,
+        failover=config.failover.mode if config.failover.enabled else FailoverMode.OFF,
+        moves_per_minute=config.failover.per_minute,
+        move_wait_s=config.failover.answer_s,
+        standby_linger_s=config.failover.linger_s,
+        evict_offender=config.failover.evict_offender,
     )
 
 

@@ -7,6 +7,8 @@ A value comes from, later ones win: the default below, the file, the environment
 `[domains] spare` is MPSD_DOMAINS_SPARE and the one for the top-level `run_dir` is MPSD_RUN_DIR; its
 text is a TOML value, or a bare word where the key takes text. The file is $MPSD_CONFIG, else
 /etc/mpsd/mpsd.toml, and may be absent.
+
+Long because it is the one place where every key is explained.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from typing import Any
 
 from mpsd.errors import ConfigError
 from mpsd.limits import SOCKET_PATH_LIMIT
-from mpsd.model import ZonePolicy
+from mpsd.model import FailoverMode, ZonePolicy
 
 SCHEMA_VERSION = 1
 DEFAULT_FILE = Path("/etc/mpsd/mpsd.toml")
@@ -273,6 +275,39 @@ class VaultSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class FailoverSettings:
+    """[failover]: programs under mpsd-run that go on in a second domain when theirs is lost.
+
+    Needs [vault] enabled, for only memory that the vault holds can be carried over.
+    """
+
+    enabled: bool = _key(False, "offer it; young: the daemon's half was seen with the simulated GPU alone")
+    mode: FailoverMode = _key(
+        FailoverMode.KEEP,
+        "the most that a program may have: off, keep (memory; what ran may be half done), exact (done again)",
+    )
+    per_minute: int = _key(3, "moves of one program within a minute; then it has its error", low=1, high=1000)
+    answer_s: float = _key(
+        2.0,
+        "a program that was told to move and says nothing is recorded as silent",
+        unit="s",
+        low=0.1,
+        high=60,
+    )
+    linger_s: float = _key(
+        60.0,
+        "a standby that no program wants is given up after this, unless domains.spare keeps one in any case",
+        unit="s",
+        low=0.1,
+        high=86400,
+    )
+    evict_offender: bool = _key(
+        True, "end the named offender once the others have moved to where its own second context lies"
+    )
+    driver: str = _key("", "the libcuda.so.1 to copy for programs; empty: the one that the loader finds")
+
+
+@dataclass(frozen=True, slots=True)
 class Log:
     """[log]: mpsd's own log on stderr, and the size of the logs of control daemons and servers."""
 
@@ -306,6 +341,7 @@ class Config:
     journal: JournalSettings = field(default_factory=JournalSettings)
     store: Store = field(default_factory=Store)
     vault: VaultSettings = field(default_factory=VaultSettings)
+    failover: FailoverSettings = field(default_factory=FailoverSettings)
     log: Log = field(default_factory=Log)
 
 
@@ -347,6 +383,16 @@ def check_rules(config: Config, where: str) -> None:
         raise ConfigError(
             f"{where}: vault.descriptors is more than half of store.max_descriptors",
             remedy="leases need the other half: raise the one or lower the other",
+        )
+    if config.failover.enabled and not config.vault.enabled:
+        raise ConfigError(
+            f"{where}: failover.enabled needs vault.enabled: only what the vault holds can be carried over",
+            remedy="set [vault] enabled = true as well, or [failover] enabled = false",
+        )
+    if config.failover.driver and not os.path.isabs(config.failover.driver):
+        raise ConfigError(
+            f"{where}: failover.driver = {config.failover.driver!r} is not an absolute path",
+            remedy="start it with /",
         )
     seen: set[str] = set()
     for gpu in (gpu for group in config.domains.span for gpu in group):

@@ -32,12 +32,13 @@ from mpsd.errors import (
     NotReadyError,
     UnsupportedError,
 )
+from mpsd.failover.desk import FailoverDesk
 from mpsd.fdstore import open_store
 from mpsd.gpu.base import Backend, KernelLog, XidSource
 from mpsd.gpuviews import GpuViews
 from mpsd.guard import Guards
 from mpsd.host import Callbacks, Hosts
-from mpsd.journal import Journal
+from mpsd.journal import FAILOVERS, Journal
 from mpsd.layout import Layout
 from mpsd.leasestore import LeaseStore
 from mpsd.listener import Listener
@@ -136,7 +137,11 @@ class Daemon:
         journal = Journal.open(
             self.layout.state_dir, self.config.journal.max_records, self.config.journal.max_bytes
         )
-        self.bulletin = Bulletin(journal)
+        failovers = None
+        if self.config.failover.enabled:
+            bounds = self.config.journal.max_records, self.config.journal.max_bytes
+            failovers = Journal.open(self.layout.state_dir, *bounds, name=FAILOVERS)
+        self.bulletin = Bulletin(journal, failovers)
         store = self.config.store
         self._store = LeaseStore(
             open_store(store.kind.value, self.layout.run_dir, store.max_descriptors, self._environ, notifier),
@@ -166,6 +171,12 @@ class Daemon:
             start_deadline_s=self.config.domains.start_deadline_s,
             private=self.config.domains.private,
         )
+        self.failover = FailoverDesk(
+            self.layout,
+            self._post,
+            enabled=self.config.failover.enabled,
+            driver=self.config.failover.driver,
+        )
         hands = Hands(
             self._hosts,
             self._attacher,
@@ -174,12 +185,14 @@ class Daemon:
             self._zones,
             self.layout,
             self.bulletin,
+            self.failover,
             self._post,
         )
         self._performer = Performer(hands)
         first = State(
             policy=self.policy,
             next_fault=journal.last_id + 1,
+            next_failover=failovers.last_id + 1 if failovers is not None else 1,
             # Records and logs speak of domains by name: a name is not given twice.
             next_domain=self.layout.last_domain() + 1,
         )
@@ -189,7 +202,7 @@ class Daemon:
             self._attacher,
             self._orphans,
             self._work,
-            journal,
+            [j for j in (journal, failovers) if j is not None],
             self._statefile,
             self._hosts,
             self.layout,
@@ -249,6 +262,7 @@ class Daemon:
                 door.start()
             except OSError as error:
                 self._source_problems.append(f"the vault is not offered: {error}")
+        self.failover.start()
         self.bulletin.connect(listener.publish)
         background = [
             self._loop.create_task(self._guards.follow()),
@@ -269,6 +283,7 @@ class Daemon:
             await asyncio.gather(*background, return_exceptions=True)
             await listener.close()
             await door.close()
+            await self.failover.close()
             for source in sources:
                 self._loop.remove_reader(source.fileno())
                 source.close()
@@ -291,7 +306,7 @@ class Daemon:
         await self._orphans.close()
         # With nothing kept alive by it any more, the store leaves no process behind.
         await self._store.close(STORE_DEADLINE_S, end=not held and not self._hosts_left)
-        self.bulletin.journal.close()
+        self.bulletin.close()
 
     def _open_sources(self) -> list[XidSource | KernelLog]:
         """Xids and the kernel log, where they can be had; what is missing is said, not fatal."""
@@ -461,6 +476,7 @@ class Daemon:
                         gpus = after.domains[client.id.domain].gpus
                         self._guards.add(client.id, lease.space, gpus, lease.notes, client.facts.uid)
         same = before.slots is after.slots and before.domains is after.domains
+        same = same and before.homes_changed == after.homes_changed
         if not (same and before.clients is after.clients and before.drained is after.drained):
             # Before the tasks that effects start: a process is never started that the file does not know.
             self._save_soon()
@@ -535,7 +551,8 @@ class Daemon:
         """Capability losses of the daemon itself, for `status`."""
         found = [*self._source_problems, *self._store.problems(), *self._unknown_domains]
         found += self._orphans.problems() + self.vault.problems()
-        found += [p for p in (self.bulletin.journal.problem, self._statefile.problem) if p]
+        found += [p for p in (*self.bulletin.problems(), self._statefile.problem) if p]
+        found += self.failover.problems()
         found += [f"no domain starts for {slot}: {why}" for slot, why in self._start_problems.items()]
         found += self._rounds.problems()
         if self._guards.kinds:
@@ -550,4 +567,5 @@ class Daemon:
             "effects_performed": self.runtime.performed,
             **self.vault.totals(),
             **self._zones.totals(),
+            **self.failover.counters(),
         }

@@ -1,4 +1,5 @@
-"""The fault records, kept over restarts: an append-only file of checked lines, bounded in size.
+"""The fault records, and those of fail-overs, kept over restarts: append-only files of checked lines, bounded
+in size.
 
 Each line is `crc32 length json`, the first one a head with the level and the last id given out. A
 line that was cut or damaged is skipped and the rest read, so a death at any byte costs at most the
@@ -25,6 +26,7 @@ from mpsd.errors import StoreError
 from mpsd.statefile import check_level, replace_file, set_aside, sync_file, write_all
 
 NAME = "faults.journal"
+FAILOVERS = "failovers.journal"
 KIND = "mpsd fault journal"
 LEVEL = 1
 
@@ -32,8 +34,8 @@ LEVEL = 1
 class Journal:
     """`records()` gives the newest `max_records`, oldest first, whether they are on disk or not."""
 
-    def __init__(self, directory: str | Path, max_records: int, max_bytes: int) -> None:
-        self.path = Path(directory) / NAME
+    def __init__(self, directory: str | Path, max_records: int, max_bytes: int, name: str = NAME) -> None:
+        self.path = Path(directory) / name
         self.problem: str | None = None
         self.last_id = 0
         self._max_records = max_records
@@ -47,12 +49,14 @@ class Journal:
         self._lines = 0
 
     @classmethod
-    def open(cls, directory: str | Path, max_records: int = 1000, max_bytes: int = 16 << 20) -> Journal:
+    def open(
+        cls, directory: str | Path, max_records: int = 1000, max_bytes: int = 16 << 20, name: str = NAME
+    ) -> Journal:
         """Read what is there. Never raises for the state of the disk: see `problem`.
 
         A journal of a newer mpsd is renamed to NAME.newer, untouched, and a new one begun.
         """
-        journal = cls(directory, max_records, max_bytes)
+        journal = cls(directory, max_records, max_bytes, name)
         try:
             journal._prepare()
         except OSError as error:

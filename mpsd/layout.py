@@ -1,7 +1,8 @@
 """Where a daemon keeps things: the run directory, domains' directories, the stable paths.
 
-    RUN/lock  RUN/mpsd.sock  RUN/vault.sock  RUN/keeper.sock  RUN/state.json
+    RUN/lock  RUN/mpsd.sock  RUN/vault.sock  RUN/failover.sock  RUN/keeper.sock  RUN/state.json
     RUN/d/DOMAIN      pipe directory of one domain
+    RUN/copies        copies of the driver, for programs that can fail over
     RUN/s/SLOT        the stable path: a symbolic link to RUN/d/DOMAIN, replaced by rename
     LOG/DOMAIN        logs of that domain's control daemon and servers
 
@@ -43,6 +44,14 @@ class Layout:
     @property
     def vault_socket(self) -> Path:
         return self.run_dir / "vault.sock"
+
+    @property
+    def failover_socket(self) -> Path:
+        return self.run_dir / "failover.sock"
+
+    @property
+    def copies_dir(self) -> Path:
+        return self.run_dir / "copies"
 
     @property
     def keeper_socket(self) -> Path:

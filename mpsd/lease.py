@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from mpsd.errors import GpuError
 from mpsd.gpu.base import AddressSpace, Tracker, Uvm
 from mpsd.guardnotes import GuardNotes
+from mpsd.linux.samefile import can_tell, same_file
 from mpsd.model import ClientId, ProcessInstance
 
 GUARD_ROLE = "guard"
@@ -130,6 +131,25 @@ def track(lease: Lease) -> tuple[Lease, str]:
     except (GpuError, OSError) as error:
         return lease, f"faults are not seen: {error}"
     return lease, ""
+
+
+def held_before(leases: Sequence[Lease], elsewhere: Sequence[Lease]) -> list[Lease]:
+    """Those of address spaces that are held for another domain of the process.
+
+    With a second copy of libcuda a process is a client of two domains, with an address space for each: what
+    was there before is the first one's.
+    """
+    return [lease for lease in leases if any(_same(lease, other) for other in elsewhere)]
+
+
+def kept_apart(leases: Sequence[Lease], elsewhere: Sequence[Lease]) -> bool:
+    """Whether none of these is held for another domain too, as far as the kernel can tell files apart."""
+    return can_tell() and not any(_same(lease, other) for lease in leases for other in elsewhere)
+
+
+def _same(left: Lease, right: Lease) -> bool:
+    mine, other = left.space.fds.get("va"), right.space.fds.get("va")
+    return mine is not None and other is not None and same_file(mine, other)
 
 
 def file_of(fd: int) -> tuple[int, int] | None:

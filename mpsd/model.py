@@ -221,6 +221,16 @@ class ZonePolicy(StrEnum):
     FREEZE = "freeze"
 
 
+class FailoverMode(StrEnum):
+    """What a program does when its domain is lost. keep: its memory is kept, what was in flight may be half
+    done, and that is said. exact: what was in flight is undone and done again. off: it has the error.
+    """
+
+    OFF = "off"
+    KEEP = "keep"
+    EXACT = "exact"
+
+
 class ZoneRole(StrEnum):
     """Why a guard zone lies where it does."""
 

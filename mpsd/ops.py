@@ -53,6 +53,7 @@ class Operations:
         self._table: Mapping[str, Operation] = {
             "status": self._status,
             "faults": self._faults,
+            "failovers": self._failovers,
             "explain": self._explain,
             "kill": self._kill,
             "env": self._env,
@@ -118,6 +119,7 @@ class Operations:
             orphans=daemon.orphan_rows(),
             vault=daemon.vault.shown(),
             zones=daemon.guard_zones(),
+            failover=daemon.failover.shown(),
         )
         answer: Reply = shown_to(peer, status(daemon.runtime.state, around))
         return answer
@@ -128,6 +130,14 @@ class Operations:
             records = [r for r in self._daemon.bulletin.journal.records() if r["id"] > since]
             seen = [r for r in records if peer.admin or peer.may_see(owners(r))]
             return {"faults": [shown_to(peer, r) for r in (seen[-limit:] if limit else seen)]}
+
+    async def _failovers(self, peer: Peer, args: Mapping[str, Any]) -> Reply:
+        since, limit = int(args.get("since_id") or 0), int(args.get("limit") or 100)
+        journal = self._daemon.bulletin.failovers
+        async with self._turn(peer):
+            records = [r for r in (journal.records() if journal else []) if r["id"] > since]
+            seen = [r for r in records if peer.admin or peer.uid in {c["uid"] for c in r["clients"]}]
+            return {"failovers": [shown_to(peer, r) for r in seen[-limit:]]}
 
     async def _explain(self, peer: Peer, args: Mapping[str, Any]) -> Reply:
         return {"text": taxonomy.explain(str(args["class"]))}
@@ -229,7 +239,11 @@ class Operations:
 
     async def _env(self, peer: Peer, args: Mapping[str, Any]) -> Reply:
         path = await self._daemon.path_for(peer.uid, args.get("gpu"), shared=bool(args.get("shared")))
-        return {"env": {"CUDA_MPS_PIPE_DIRECTORY": path}, "vault": self._daemon.vault.offered_at}
+        return {
+            "env": {"CUDA_MPS_PIPE_DIRECTORY": path},
+            "vault": self._daemon.vault.offered_at,
+            "failover": self._daemon.failover.offered_at,
+        }
 
     async def _drain(self, peer: Peer, args: Mapping[str, Any]) -> Reply:
         return self._set_drain(args, on=True)

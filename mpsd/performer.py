@@ -18,6 +18,7 @@ from mpsd.attacher import Attacher
 from mpsd.bulletin import Bulletin
 from mpsd.core import effects as fx
 from mpsd.core import events as ev
+from mpsd.failover.desk import FailoverDesk
 from mpsd.guard import Guards
 from mpsd.host import Hosts
 from mpsd.layout import Layout
@@ -44,6 +45,7 @@ class Hands:
     zones: Zones
     layout: Layout
     bulletin: Bulletin
+    failover: FailoverDesk
     post: Callable[[ev.Event], None]
 
 
@@ -71,6 +73,11 @@ class Performer:
             fx.Freeze: self._freeze,
             fx.LookAtFrozen: self._look_at_frozen,
             fx.Record: lambda e: hands.bulletin.record(e.record),
+            fx.Welcome: hands.failover.welcome,
+            fx.OfferStandby: hands.failover.offer,
+            fx.StandDown: hands.failover.stand_down,
+            fx.Move: hands.failover.move,
+            fx.RecordFailover: lambda e: hands.bulletin.failover(e.record),
             fx.Publish: self._publish,
             fx.Answer: lambda e: hands.bulletin.answer(e.request, e.ok, e.data),
             fx.ArmTimer: self._arm,

@@ -13,7 +13,17 @@ from typing import Any
 from mpsd.listener import Peer
 
 HIDDEN = "[another user's]"
-_IDENTITY = {"pid": None, "start_ticks": None, "uid": None, "user": HIDDEN, "command": HIDDEN}
+_IDENTITY: Mapping[str, Any] = {
+    "pid": None,
+    "start_ticks": None,
+    "uid": None,
+    "user": HIDDEN,
+    "command": HIDDEN,
+    # What a program says of itself.
+    "reason": "",
+    "why": "",
+    "opaque": [],
+}
 _TEXTS = ("problem", "pending")
 # Where a text of the driver or of a server begins to speak of processes; names in it are untrusted text.
 _NAMES_PROCESS = re.compile(r"\bpid\b|\bprocess \d|\{|\b\d+@\d+|\bclients?\b|\bserver \d", re.IGNORECASE)

@@ -7,6 +7,7 @@ from typing import Any
 
 from mpsd import hittext
 from mpsd.core.records import FaultRecord, Party
+from mpsd.core.standby import FailoverRecord, Fate
 from mpsd.core.taxonomy import CLASSES
 from mpsd.usernames import user_name
 
@@ -56,4 +57,43 @@ def record_json(record: FaultRecord, wall_at_zero: float, record_ms: float | Non
         "refused_807": record.refused,
         "action": record.action,
         "record_ms": record_ms,
+    }
+
+
+def failover_json(record: FailoverRecord, wall_at_zero: float, sent_ms: float | None) -> dict[str, Any]:
+    """`sent_ms`: from the driver's own stamp of the fault until all were told; None where it gave none."""
+    when = datetime.fromtimestamp(wall_at_zero + record.at, UTC)
+    return {
+        "id": record.id,
+        "time": when.isoformat(timespec="milliseconds"),
+        "slot": record.slot,
+        "domain": record.domain,
+        "to": record.to,
+        "generation": record.generation,
+        "trigger": record.trigger,
+        "planned": record.planned,
+        "fault": record.fault,
+        "decision_ms": record.decision_ms,
+        "sent_ms": sent_ms,
+        "clients": [_fate_json(fate) for fate in record.fates],
+        "revision": record.revision,
+    }
+
+
+def _fate_json(fate: Fate) -> dict[str, Any]:
+    return {
+        "pid": fate.process.pid,
+        "start_ticks": fate.process.start_ticks,
+        "uid": fate.uid,
+        "user": user_name(fate.uid),
+        "command": fate.command,
+        "outcome": fate.outcome.value,
+        "why": fate.why,
+        "suspect": fate.suspect,
+        "told_ms": fate.told_ms,
+        "held_ms": fate.held_ms,
+        "fence_ms": fate.fence_ms,
+        "first_ms": fate.first_ms,
+        "restored_bytes": fate.restored_bytes,
+        "replayed": fate.replayed,
     }

@@ -39,7 +39,7 @@ class Rounds:
     attacher: Attacher
     orphans: Orphans
     work: WorkWatch
-    journal: Journal
+    journals: Sequence[Journal]
     statefile: StateFile
     hosts: Hosts
     layout: Layout
@@ -86,8 +86,9 @@ class Rounds:
         self.attacher.check_identities()
         self.orphans.look_around()
         self.work.refresh(set(self.attacher.leases))
-        if self.journal.problem:
-            self.journal.retry()
+        for journal in self.journals:
+            if journal.problem:
+                journal.retry()
         if self.statefile.problem:
             self.statefile.retry()
         self._claim_default_path()
@@ -106,7 +107,8 @@ class Rounds:
     def _flush(self) -> None:
         """For a loss of power. Disks take their time: never on the loop."""
         self.statefile.sync()
-        self.journal.sync()
+        for journal in self.journals:
+            journal.sync()
 
     async def _look_at_modes(self) -> None:
         for slot in tuple(self.state().slots.values()):

@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mpsd import __version__, procs
+from mpsd.core.failover import idle_here
 from mpsd.core.proof import proofs
 from mpsd.core.state import Client, Domain, DomainState, State
 from mpsd.errors import MpsdError
+from mpsd.failover import view as failover_view
 from mpsd.gpu.base import DeviceManager
 from mpsd.layout import Layout
 from mpsd.linux import procfs
@@ -57,6 +59,7 @@ class Surroundings:
     zones: Mapping[ProcessInstance, Mapping[str, Any]] = field(default_factory=dict)
     # Bytes in the vault of each process that is proxied.
     vault: Mapping[ProcessInstance, int] = field(default_factory=dict)
+    failover: Mapping[str, Any] = field(default_factory=dict)
 
 
 def look_at_gpus(devices: DeviceManager, gpus: Sequence[Gpu]) -> list[GpuView]:
@@ -89,6 +92,8 @@ def status(state: State, around: Surroundings) -> dict[str, Any]:
         "drained_gpus": sorted(v.gpu.uuid for v in around.gpus if state.drained & {"*", v.gpu.uuid}),
         "problems": list(around.problems),
         "gpus": [_gpu(state, view, around) for view in around.gpus],
+        "failover": dict(around.failover),
+        "slots": failover_view.slot_rows(state, around.now),
         "domains": [_domain(state, d, around, memory) for d in state.domains.values()],
         "clients": [_client(state, c, around, memory) for c in state.clients.values() if c.living],
         "dead": [_dead(c, around, memory) for c in state.clients.values() if not c.living]
@@ -172,6 +177,8 @@ def _domain(
         "server_pid": domain.server.pid if domain.server else None,
         "uptime_s": _domain_age(domain, around),
         "clients": len({c.id.process for c in state.living_of(domain.id)}),
+        # Contexts of programs whose work runs elsewhere.
+        "idle_contexts": len({c.id.process for c in state.clients_of(domain.id) if idle_here(state, c)}),
         "clients_limit": around.clients_limit,
         "last_fault": domain.last_fault,
         "path": str(around.layout.slot_path(domain.slot)),
@@ -239,6 +246,7 @@ def _client(
         "proxied": client.id.process in around.vault,
         "vault_bytes": around.vault.get(client.id.process, 0),
         "guard_zones": None if zones is None else dict(zones),
+        "failover": failover_view.of_client(state, client),
         "guard_hits": tally.count if tally is not None else 0,
         "zone_policy": (client.zone_policy or state.policy.zone_policy).value,
         "zone_policy_set": client.zone_policy is not None,

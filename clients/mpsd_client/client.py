@@ -46,6 +46,8 @@ class Client:
         self._timeout = timeout
         self.vault_socket = ""
         """Where programs bring memory that is to outlive them, once `env` was asked; empty: no vault."""
+        self.failover_socket = ""
+        """Where programs hear when they are to go on in another domain, as above; empty: there is none."""
         self._streams: list[EventStream] = []
         self._transport = Transport(socket_path, timeout)
 
@@ -67,6 +69,14 @@ class Client:
         found: Sequence[Mapping[str, Any]] = self.call(
             "faults", {"limit": limit, "since_id": since_id}, timeout
         )["faults"]
+        return found
+
+    def failovers(
+        self, limit: int | None = None, since_id: int | None = None, timeout: float | None = None
+    ) -> Sequence[Mapping[str, Any]]:
+        """What became of programs whose domains were left, as for `faults`."""
+        args = {"limit": limit, "since_id": since_id}
+        found: Sequence[Mapping[str, Any]] = self.call("failovers", args, timeout)["failovers"]
         return found
 
     def explain(self, fault_class: str, timeout: float | None = None) -> str:
@@ -112,6 +122,7 @@ class Client:
         """The environment that a workload of this user must set before it initialises CUDA."""
         answer = self.call("env", {"gpu": gpu, "shared": shared}, timeout)
         self.vault_socket = str(answer.get("vault", ""))
+        self.failover_socket = str(answer.get("failover", ""))
         return {str(name): str(value) for name, value in answer["env"].items()}
 
     def vault_list(self, timeout: float | None = None) -> Sequence[Mapping[str, Any]]:

@@ -25,6 +25,7 @@ from mpsd_client.env import SHELLS, export_lines
 USAGE, NOT_EXECUTABLE, NOT_FOUND = 2, 126, 127
 _SHELL, _ABSENT = "/bin/sh", (FileNotFoundError, NotADirectoryError)
 _PATH, _REAL, _VAULT = "LD_LIBRARY_PATH", "MPSD_REAL_LIBCUDA", "MPSD_VAULT_SOCKET"
+_FAILOVER = "MPSD_FAILOVER_SOCKET"
 _LOCALE, _COERCED = "LC_CTYPE", ("C.UTF-8", "C.utf8", "UTF-8")  # What PEP 538 sets, and to what.
 
 _DESCRIPTION = (
@@ -38,6 +39,7 @@ program's own, and its children, whatever starts them, have the variables too.
   LD_LIBRARY_PATH          first the folder with mpsd's libcuda.so.1, then what was there
   MPSD_REAL_LIBCUDA        the real driver, for mpsd's libcuda.so.1 to load
   MPSD_VAULT_SOCKET        only where the daemon offers the vault: GPU memory that can outlive the program
+  MPSD_FAILOVER_SOCKET     only where the daemon offers it: the program goes on where its domain is lost
 
 Without a daemon nothing is set; without mpsd's library (clients/libcuda in its sources) or the real driver
 the first alone is. One line says so, and the program runs in any case.
@@ -95,7 +97,7 @@ def make_plan(
     try:
         with connect(socket_path) as daemon:
             plan.variables.update(daemon.env(gpu))
-            vault = daemon.vault_socket
+            vault, failover = daemon.vault_socket, daemon.failover_socket
     except errors.MpsdError as error:
         plan.aside.append(f"stepping aside: {error.message}; the program runs without mpsd")
         return plan
@@ -112,6 +114,8 @@ def make_plan(
         plan.variables[_PATH] = _first(proxy, environ.get(_PATH, ""))
         if vault:
             plan.variables[_VAULT] = vault
+        if failover:
+            plan.variables[_FAILOVER] = failover
     plan.notes += [f"{name}={value}" for name, value in sorted(plan.variables.items())]
     return plan
 

@@ -95,12 +95,14 @@ def likeliest(records: Iterable[FaultRecord], sign: Evidence) -> FaultRecord:
 def owner_of_pid(state: State, gpu: str | None, pid: int, now: float) -> Domain | None:
     """The domain that a pid in a kernel log line belongs to: its server, or a client, past or present."""
     candidates = [d for d in state.domains.values() if gpu is None or gpu in d.gpus]
-    for domain in candidates:
-        own = (domain.server, domain.former_server, domain.control)
-        members = {p.pid for p in own if p is not None}
-        members |= {c.id.process.pid for c in state.clients_of(domain.id)}
-        if pid in members:
-            return domain
+    for at_home in (True, False):
+        # Of a process in two domains it is the one where its work runs.
+        for domain in candidates:
+            own = (domain.server, domain.former_server, domain.control)
+            members = {p.pid for p in own if p is not None}
+            here = (c for c in state.clients_of(domain.id) if state.at_home(c) or not at_home)
+            if pid in members | {c.id.process.pid for c in here}:
+                return domain
     for gone in reversed(state.departed):
         recent = now - gone.at <= state.policy.evidence_window_s
         if gone.id.process.pid == pid and recent:
@@ -139,8 +141,19 @@ def victims(state: State, domain: str, offender: ClientId | None) -> tuple[Party
 
 
 def elsewhere(state: State, client: Client) -> bool:
-    """Whether this process is a living client of another domain as well (a second copy of libcuda)."""
-    return any(c.living and c.id.domain != client.id.domain for c in state.spaces_of(client.id.process))
+    """Whether a fault of this client may be that of another domain, of which its process is a client as well
+    (a second copy of libcuda)."""
+    others = [c for c in state.spaces_of(client.id.process) if c.living and c.id.domain != client.id.domain]
+    return any(not _told_apart(client, other) for other in others)
+
+
+def _told_apart(client: Client, other: Client) -> bool:
+    """Whether a fault of `client` is surely none of `other`: their address spaces are known to be two.
+
+    One that came after the first was leased, and is not leased itself, cannot be in that lease.
+    """
+    newer = other.attached is None and client.attached is not None and other.noticed > client.attached
+    return client.apart and (other.apart or newer)
 
 
 def dead_in_flight(state: State, domain: str, now: float) -> Party | None:

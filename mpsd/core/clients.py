@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mpsd.core import domains, hitrecords, leases, proof, slots
+from mpsd.core import domains, hitrecords, leases, members, proof, slots
 from mpsd.core import events as ev
 from mpsd.core.draft import Draft
 from mpsd.core.effects import Answer, ArmTimer, Attach, Effect, ProbeWork, ReleaseLease, Terminate
@@ -30,7 +30,10 @@ def on_noticed(draft: Draft, event: ev.ClientNoticed) -> None:
             _proof_came(draft, [draft.put_client(replace(c, listed=True)) for c in living])
     elif domain.state is DomainState.FAULTED and not draft.state.adopting:
         # While adopting it is a victim that was there before the daemon.
-        _refuse(draft, domain, process.pid)
+        member = draft.state.members.get(process)
+        if member is None or member.home in (None, event.domain):
+            # Its server still lists who has moved away.
+            _refuse(draft, domain, process.pid)
         leases.forget_if_done(draft, process)
     else:
         # After an exec the old address space may still linger: the new one is another client.
@@ -41,6 +44,7 @@ def on_noticed(draft: Draft, event: ev.ClientNoticed) -> None:
         slots.touch(draft, event.domain)
         draft.emit(Attach(event.domain, process, space))
         _proof_came(draft, [client])
+        members.refresh(draft, process)
 
 
 def _proof_came(draft: Draft, clients: list[Client]) -> None:
@@ -83,6 +87,7 @@ def on_attached(draft: Draft, event: ev.ClientAttached) -> None:
                 attached=draft.now,
                 problem=event.problem,
                 unstored=client_id.space in event.unstored,
+                apart=event.apart,
             )
         )
         for client_id in ids
@@ -98,6 +103,7 @@ def on_attached(draft: Draft, event: ev.ClientAttached) -> None:
         problem=event.problem,
     )
     _proof_came(draft, attached)
+    members.refresh(draft, event.process)
 
 
 def on_lease_stored(draft: Draft, event: ev.LeaseStored) -> None:
@@ -119,6 +125,7 @@ def on_attach_failed(draft: Draft, event: ev.AttachFailed) -> None:
         pid=event.process.pid,
         reason=event.reason,
     )
+    members.refresh(draft, event.process)
 
 
 def on_lease_restored(draft: Draft, event: ev.LeaseRestored) -> None:
@@ -156,6 +163,7 @@ def _end(draft: Draft, process: ProcessInstance, how: str) -> None:
     """A process is no client any more: forget it, or keep its lease until its work has ended."""
     spaces = [c for c in draft.state.spaces_of(process) if c.living]
     hitrecords.ended(draft, process)
+    members.ended(draft, process)
     answer_gone(draft, process, how)
     for client in spaces:
         domain = draft.state.domains[client.id.domain]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mpsd.core import events as ev
-from mpsd.core import leases, slots
+from mpsd.core import failover, leases, slots
 from mpsd.core.draft import Draft
 from mpsd.core.effects import ArmTimer, AskServer, StartDomain, StopDomain, SwitchPath
 from mpsd.core.killing import kill_by_policy
@@ -102,7 +102,8 @@ def ensure(draft: Draft, slot_id: str) -> None:
     active = state.domains[slot.active] if slot.active else None
     spare = state.domains[slot.spare] if slot.spare else None
     if active is not None and active.state in SERVING:
-        if spare is None and state.policy.spare and not slot.exclusive:
+        wanted = state.policy.spare or failover.willing(state, slot)
+        if spare is None and wanted and not slot.exclusive:
             started = start(draft, slot)
             draft.put_slot(replace(draft.state.slots[slot_id], spare=started))
     elif spare is not None and spare.state is DomainState.WARM:
@@ -158,6 +159,7 @@ def on_started(draft: Draft, event: ev.DomainStarted) -> None:
     current = draft.state.domains[slot.active] if slot.active else None
     if current is None or current.id == domain.id or current.state not in SERVING:
         promote(draft, slot, domain.id)
+    failover.refresh_all(draft, slot.id)
 
 
 def on_start_failed(draft: Draft, event: ev.DomainStartFailed) -> None:
@@ -206,8 +208,11 @@ def move(draft: Draft, name: str, trigger: DomainTrigger) -> bool:
     return True
 
 
-def leave(draft: Draft, name: str, trigger: DomainTrigger) -> bool:
-    """Take a domain out of service and let the spare take over its slot, in one decision."""
+def leave(draft: Draft, name: str, trigger: DomainTrigger, *, planned: bool = False) -> bool:
+    """Take a domain out of service and let the spare take over its slot, in one decision.
+
+    `planned`: the programs that can are to go on elsewhere, though nothing is lost.
+    """
     if not move(draft, name, trigger):
         return False
     domain = draft.state.domains[name]
@@ -217,6 +222,8 @@ def leave(draft: Draft, name: str, trigger: DomainTrigger) -> bool:
     state, users = domain.state.value, draft.users_of(name)
     draft.publish("domain-left", domain.uid, users, domain=name, state=state, why=trigger.value)
     ensure(draft, slot.id)
+    # First of what follows: from here to the program is all that lies between a fault and its next kernel.
+    failover.domain_left(draft, name, "drain" if planned else trigger.value, planned)
     if domain.state is DomainState.FAULTED:
         # The server has lost its contexts: nothing that the dead left there can still run.
         leases.release_dead(draft, name)
@@ -310,6 +317,7 @@ def on_mode_seen(draft: Draft, event: ev.ModeSeen) -> None:
     slot = draft.put_slot(replace(slot, exclusive=event.exclusive, spare=None if spare else slot.spare))
     if spare is not None:
         move(draft, spare, DomainTrigger.RETIRE)
+        failover.refresh_all(draft, slot.id)
         settle(draft, spare)
     ensure(draft, slot.id)
     if slot.active is not None:
@@ -358,8 +366,12 @@ def on_kill_victims(draft: Draft, domain: str) -> None:
     where = draft.state.domains[domain]
     if work_is_lost(where):
         why = "victim of a fault that did not leave"
-        killed = [kill_by_policy(draft, c, why) for c in tuple(draft.state.living_of(domain))]
-        if not all(killed):
+        here = tuple(draft.state.living_of(domain))
+        moving = [c for c in here if failover.is_moving(draft.state, c.id.process)]
+        killed = [kill_by_policy(draft, c, why) for c in here if c not in moving]
+        if moving:
+            draft.emit(ArmTimer("kill-victims", domain, draft.state.policy.move_wait_s))
+        elif not all(killed):
             # What proves them clients may still come.
             draft.emit(ArmTimer("kill-victims", domain, PROOF_WAIT_S))
 

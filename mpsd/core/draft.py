@@ -12,14 +12,16 @@ from typing import TypeVar
 
 from mpsd.core.effects import Effect, Publish
 from mpsd.core.records import FaultRecord
+from mpsd.core.standby import FailoverRecord, Member
 from mpsd.core.state import Client, Departed, Domain, Slot, State
-from mpsd.model import ClientId
+from mpsd.model import ClientId, ProcessInstance
 
-K = TypeVar("K", str, ClientId)
+K = TypeVar("K", str, ClientId, ProcessInstance)
 V = TypeVar("V")
 
 DEPARTED_KEPT = 256
 OPEN_FAULTS_KEPT = 64
+FAILOVERS_KEPT = 16
 
 
 class Draft:
@@ -74,6 +76,23 @@ class Draft:
         others = tuple(r for r in self.state.open_faults if r.id != record.id)
         kept = tuple(sorted((*others, record), key=lambda r: r.id))[-OPEN_FAULTS_KEPT:]
         self.state = replace(self.state, open_faults=kept)
+        return record
+
+    def put_member(self, member: Member) -> Member:
+        before = self.state.members.get(member.process)
+        if before is None or before.lasting != member.lasting:
+            self.state = replace(self.state, homes_changed=self.state.homes_changed + 1)
+        self.state = replace(self.state, members=_with(self.state.members, member.process, member))
+        return member
+
+    def drop_member(self, process: ProcessInstance) -> None:
+        members, changed = _without(self.state.members, process), self.state.homes_changed + 1
+        self.state = replace(self.state, members=members, homes_changed=changed)
+
+    def put_failover(self, record: FailoverRecord) -> FailoverRecord:
+        others = tuple(r for r in self.state.failovers if r.id != record.id)
+        kept = tuple(sorted((*others, record), key=lambda r: r.id))[-FAILOVERS_KEPT:]
+        self.state = replace(self.state, failovers=kept)
         return record
 
     def fault(self, number: int | None) -> FaultRecord | None:

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mpsd.core.records import FaultRecord
-from mpsd.model import ClientId, ProcessInstance, ZoneRole
+from mpsd.core.standby import FailoverRecord
+from mpsd.model import ClientId, FailoverMode, ProcessInstance, ZoneRole
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +170,48 @@ class ArmTimer:
     delay_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """Tell a program how it may fail over; OFF: it is told nothing more."""
+
+    process: ProcessInstance
+    mode: FailoverMode
+
+
+@dataclass(frozen=True, slots=True)
+class OfferStandby:
+    """Tell a program that it may have a second context in this domain."""
+
+    process: ProcessInstance
+    generation: int
+    domain: str
+
+
+@dataclass(frozen=True, slots=True)
+class StandDown:
+    """Tell a program that the standby of this generation is none any more."""
+
+    process: ProcessInstance
+    generation: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Tell a program to go on in its standby now. `why` is for its log."""
+
+    process: ProcessInstance
+    generation: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class RecordFailover:
+    """Write a record of a fail-over (or a new revision of it) to the journal and the event stream."""
+
+    record: FailoverRecord
+
+
 Effect = (
     StartDomain
     | StopDomain
@@ -186,6 +229,11 @@ Effect = (
     | Freeze
     | LookAtFrozen
     | Record
+    | Welcome
+    | OfferStandby
+    | StandDown
+    | Move
+    | RecordFailover
     | Publish
     | Answer
     | ArmTimer

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mpsd.core import attribution, clients, domains, faults, hitrecords, hits, killing, proof
+from mpsd.core import attribution, clients, domains, faults, hitrecords, hits, killing, members, proof
 from mpsd.core import events as ev
 from mpsd.core.draft import Draft
 from mpsd.core.effects import Effect, Freeze, Kill, ReleaseLease, Terminate
@@ -64,6 +64,8 @@ _TIMERS: Mapping[str, Callable[[Draft, str], None]] = {
     "strays": faults.on_strays,
     "hits": hits.on_tell,
     "thaw": hits.on_thaw_timer,
+    "failover-wait": members.on_wait,
+    "standby-linger": members.on_linger,
 }
 
 # The key of each entry is the type of the handler's second argument; Any stands for that pairing.
@@ -102,9 +104,19 @@ _HANDLERS: Mapping[type, Callable[[Draft, Any], None]] = {
     ev.EvictRequested: clients.on_evict,
     ev.TerminateFinished: clients.on_terminate_finished,
     ev.KillRefused: killing.on_kill_refused,
-    ev.DrainRequested: domains.on_drain,
+    ev.DrainRequested: members.on_drain,
     ev.StopRequested: domains.on_stop,
     ev.ModeSeen: domains.on_mode_seen,
+    ev.MemberCame: members.on_came,
+    ev.MemberRestored: members.on_restored,
+    ev.MemberLeft: members.on_left,
+    ev.MemberReady: members.on_ready,
+    ev.MemberUnready: members.on_unready,
+    ev.MemberOpaque: members.on_opaque,
+    ev.MemberError: members.on_error,
+    ev.MemberMoved: members.on_moved,
+    ev.MemberStayed: members.on_stayed,
+    ev.CopiesSeen: members.on_copies,
     ev.Counted: _on_counted,
     ev.TimerFired: _on_timer,
 }

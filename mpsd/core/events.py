@@ -1,4 +1,7 @@
-"""Everything that can happen to the daemon. Frozen values; the daemon makes them, core decides."""
+"""Everything that can happen to the daemon. Frozen values; the daemon makes them, core decides.
+
+Long because it is the one list of them.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from enum import StrEnum
 from mpsd.core.state import DomainState
 from mpsd.model import (
     ClientId,
+    FailoverMode,
     KernelXid,
     LiesThere,
     Liveness,
@@ -147,7 +151,8 @@ class ClientNoticed:
 class ClientAttached:
     """Leases are held for this many address spaces, numbered from `space`; `tracked`: faults are seen.
 
-    `unstored`: the numbers of those that the descriptor store does not hold yet.
+    `unstored`: the numbers of those that the descriptor store does not hold yet. `apart`: none of them is
+    held for another domain as well.
     """
 
     domain: str
@@ -157,6 +162,7 @@ class ClientAttached:
     problem: str = ""
     space: int = 0
     unstored: tuple[int, ...] = ()
+    apart: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,6 +349,92 @@ class Counted:
 
 
 @dataclass(frozen=True, slots=True)
+class MemberCame:
+    """A program said HELLO. `generation`: of the standby in which it lives by now; 0: its first context."""
+
+    process: ProcessInstance
+    uid: int
+    mode: FailoverMode
+    generation: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class MemberRestored:
+    """An earlier daemon knew this member; it has not come again yet."""
+
+    process: ProcessInstance
+    uid: int
+    mode: FailoverMode
+    home: str
+    left_behind: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class MemberLeft:
+    """Its connection has ended."""
+
+    process: ProcessInstance
+
+
+@dataclass(frozen=True, slots=True)
+class MemberReady:
+    process: ProcessInstance
+    generation: int
+    after_ns: int = 0
+    bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class MemberUnready:
+    process: ProcessInstance
+    generation: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class MemberOpaque:
+    """It made something that cannot be carried over, by this function of the driver."""
+
+    process: ProcessInstance
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class MemberError:
+    """Its own context gave this error, so it says."""
+
+    process: ProcessInstance
+    code: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemberMoved:
+    """It goes on in the standby of this generation; times since it was told."""
+
+    process: ProcessInstance
+    generation: int
+    held_ns: int = 0
+    fence_ns: int = 0
+    first_ns: int = 0
+    restored: int = 0
+    replayed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class MemberStayed:
+    process: ProcessInstance
+    generation: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class CopiesSeen:
+    """The copies of the driver were looked at; `problem`: why there are none, empty when there are."""
+
+    problem: str
+
+
+@dataclass(frozen=True, slots=True)
 class TimerFired:
     """A timer armed by an ArmTimer effect has run out."""
 
@@ -389,5 +481,15 @@ Event = (
     | KillRefused
     | ModeSeen
     | Counted
+    | MemberCame
+    | MemberRestored
+    | MemberLeft
+    | MemberReady
+    | MemberUnready
+    | MemberOpaque
+    | MemberError
+    | MemberMoved
+    | MemberStayed
+    | CopiesSeen
     | TimerFired
 )

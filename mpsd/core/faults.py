@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mpsd.core import attribution as at
-from mpsd.core import domains, taxonomy
+from mpsd.core import domains, failover, taxonomy
 from mpsd.core import events as ev
 from mpsd.core.clients import endless
 from mpsd.core.draft import Draft
@@ -45,6 +45,7 @@ def on_uvm_fatal(draft: Draft, event: ev.UvmFatal) -> None:
         _write(draft, record)
     else:
         _out_of_service(draft, domain, record)
+        failover.named(draft, domain.id, client.id.process)
     if event.event.address >= taxonomy.NULL_PAGE_BYTES:
         draft.emit(Inspect(record.id, client.id.process, event.event.address))
 
@@ -192,6 +193,10 @@ def _blame(draft: Draft, record: FaultRecord) -> FaultRecord:
             suspects=(),
             victims=at.victims(draft.state, record.domain, dead.id),
         )
+    alone = draft.state.clients.get(record.suspects[0].id) if len(record.suspects) == 1 else None
+    if alone is not None and failover.idle_here(draft.state, alone):
+        # Nothing of it is to run there: a context in waiting is suspected, never named for being alone.
+        return record
     return at.blame_one(record)
 
 
@@ -348,6 +353,7 @@ def _process_record(draft: Draft, name: str, fault_class: str, text: str) -> Non
     record = replace(_new(draft, domain, fault_class), suspects=(), revision=1)
     draft.put_domain(replace(domain, last_fault=record.id))
     _write(draft, at.add_evidence(record, Evidence(Source.PROCESS, draft.now, text)))
+    failover.link(draft, name, record.id)
 
 
 def on_linger(draft: Draft, subject: str) -> None:

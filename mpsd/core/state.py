@@ -13,7 +13,8 @@ from enum import StrEnum
 from types import MappingProxyType
 
 from mpsd.core.records import Evidence, FaultRecord
-from mpsd.model import ClientId, ProcessFacts, ProcessInstance, ServerState, ZonePolicy
+from mpsd.core.standby import FailoverRecord, Member
+from mpsd.model import ClientId, FailoverMode, ProcessFacts, ProcessInstance, ServerState, ZonePolicy
 
 
 class DomainState(StrEnum):
@@ -70,6 +71,12 @@ class Policy:
     slot_idle_s: float = 600.0
     slot_forget_s: float = 86400.0
     zone_policy: ZonePolicy = ZonePolicy.EVICT
+    # OFF: there is no fail-over. Otherwise the most that a program may have.
+    failover: FailoverMode = FailoverMode.OFF
+    moves_per_minute: int = 3
+    move_wait_s: float = 2.0
+    standby_linger_s: float = 60.0
+    evict_offender: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +117,12 @@ class Domain:
     problem: str = ""
     former_server: ProcessInstance | None = None
 
+    @property
+    def generation(self) -> int:
+        """Its number as a standby; 0 for a name that is none of ours."""
+        digits = self.id.removeprefix("d")
+        return int(digits) if digits.isdecimal() else 0
+
 
 POLICY = "policy"
 """The requester of an eviction that nobody waits for."""
@@ -130,7 +143,8 @@ class Eviction:
 class Client:
     """`leased`, `listed` (by the server, when asked): see mpsd.core.proof. `unstored`: its lease is held
     by the daemon alone. `blind`: the end of its work is not seen. `zone_policy`: set for its process, None
-    where the default holds. `frozen`: stopped by mpsd itself, since when.
+    where the default holds. `frozen`: stopped by mpsd itself, since when. `apart`: its address spaces were
+    told from those that its process has in other domains.
     """
 
     id: ClientId
@@ -148,6 +162,7 @@ class Client:
     problem: str = ""
     zone_policy: ZonePolicy | None = None
     frozen: float | None = None
+    apart: bool = False
 
     @property
     def living(self) -> bool:
@@ -189,7 +204,11 @@ class Tally:
 class State:
     """`hits`: records of guard hits that may yet be revised (bounded). `tallies`: of living clients.
 
-    `departed` remembers which processes were clients of which domain, newest last (bounded)."""
+    `departed` remembers which processes were clients of which domain, newest last (bounded). `members`: see
+    mpsd.core.standby; `homes_changed` counts changes of what a later daemon needs of them. `failovers`:
+    records that may yet be revised (bounded). `copies_problem`: why programs have no second copy of the
+    driver to load.
+    """
 
     policy: Policy = Policy()
     slots: Mapping[str, Slot] = field(default_factory=lambda: MappingProxyType({}))
@@ -205,13 +224,24 @@ class State:
     adopting: bool = False
     next_fault: int = 1
     next_domain: int = 1
+    next_failover: int = 1
+    members: Mapping[ProcessInstance, Member] = field(default_factory=lambda: MappingProxyType({}))
+    failovers: tuple[FailoverRecord, ...] = ()
+    homes_changed: int = 0
+    copies_problem: str = "the driver is not copied yet"
     counters: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
 
     def clients_of(self, domain: str) -> Iterator[Client]:
         return (c for c in self.clients.values() if c.id.domain == domain)
 
     def living_of(self, domain: str) -> Iterator[Client]:
-        return (c for c in self.clients_of(domain) if c.living)
+        """Whose work would be lost with the domain."""
+        return (c for c in self.clients_of(domain) if c.living and self.at_home(c))
+
+    def at_home(self, client: Client) -> bool:
+        """False for the context of a member outside its home: nothing of it runs there."""
+        member = self.members.get(client.id.process)
+        return member is None or member.home in (None, client.id.domain)
 
     def spaces_of(self, process: ProcessInstance) -> Iterator[Client]:
         return (c for c in self.clients.values() if c.id.process == process)

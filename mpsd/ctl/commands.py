@@ -13,7 +13,7 @@ from typing import Any, TextIO
 
 from mpsd import __version__
 from mpsd.core import taxonomy
-from mpsd.ctl import render
+from mpsd.ctl import failovertext, render
 from mpsd.errors import NotRunningError
 from mpsd.text import printable
 from mpsd_client import Client, connect
@@ -157,6 +157,16 @@ def faults(options: Namespace, out: TextIO) -> int:
     return 0
 
 
+def failovers(options: Namespace, out: TextIO) -> int:
+    with connect(options.socket) as client:
+        records = client.failovers(limit=options.limit, since_id=options.since)
+    if options.json:
+        _json(out, {"schema": SCHEMA, "failovers": list(records)})
+    else:
+        _print(out, failovertext.records(records))
+    return 0
+
+
 def doctor(options: Namespace, out: TextIO) -> int:
     try:
         with connect(options.socket) as client:
@@ -260,6 +270,7 @@ VERBS: Mapping[str, Callable[[Namespace, TextIO], int]] = {
     "policy": policy,
     "events": events,
     "faults": faults,
+    "failovers": failovers,
     "doctor": doctor,
     "drain": drain,
     "undrain": drain,

@@ -94,6 +94,12 @@ evidence admits no other client), the evidence itself, who was hurt, and what to
 --explain tells about a class of fault without asking the daemon.
 """
 
+_FAILOVERS = """\
+Records of fail-overs, oldest first: the domain that was left and why, where its programs went, and what
+became of each: moved (with its own times since it was told), stayed, silent, or not told, and why. Only
+programs under mpsd-run that said they can go on elsewhere are in it ([failover] enabled).
+"""
+
 _DOCTOR = """\
 What this machine can do for mpsd and what it cannot, each with a remedy: driver, device nodes, binaries,
 compute mode, rights, limits, directories, sockets. Asked of the daemon; where none answers, found out
@@ -102,6 +108,7 @@ here, with the rights of the one who asks. Nothing is changed. Exit status 10 if
 
 _DRAIN = """\
 Give out no more environments for a GPU, or for all of them; clients that are there stay and are listed.
+With [failover] enabled, programs that are ready go on in a fresh domain, and the old one ends after them.
 It lasts over restarts of the daemon, until undrain. For administrators.
 """
 
@@ -147,6 +154,7 @@ def build() -> argparse.ArgumentParser:
     _policy(verbs)
     _events(verbs)
     _faults(verbs)
+    _failovers(verbs)
     _verb(verbs, "doctor", "what this machine can and cannot do, and what to do about it", _DOCTOR)
     _drain(verbs, "drain", "take no new clients", _DRAIN)
     _drain(verbs, "undrain", "take new clients again", _UNDRAIN)
@@ -253,6 +261,12 @@ def _faults(verbs: _Verbs) -> None:
     parser.add_argument("--limit", type=_count, default=20, metavar="N", help="the newest N (default 20)")
     parser.add_argument("--since", type=_number, metavar="ID", help="only records with greater numbers")
     parser.add_argument("--explain", metavar="CLASS", help="what a class of fault means and what to do")
+
+
+def _failovers(verbs: _Verbs) -> None:
+    parser = _verb(verbs, "failovers", "programs whose domain was left: moved, stayed, and why", _FAILOVERS)
+    parser.add_argument("--limit", type=_count, default=20, metavar="N", help="the newest N (default 20)")
+    parser.add_argument("--since", type=_number, metavar="ID", help="only records with greater numbers")
 
 
 def _drain(verbs: _Verbs, name: str, text: str, description: str) -> None:

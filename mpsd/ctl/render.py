@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mpsd.ctl import failovertext
 from mpsd.text import printable
 
 _STYLES = {"bad": "\x1b[31m", "warn": "\x1b[33m", "good": "\x1b[32m", "head": "\x1b[1m"}
@@ -78,6 +79,7 @@ def status(view: Mapping[str, Any], style: Style, *, headers: bool = True) -> li
     lines += [style.paint(f"note: {printable(text)}", "warn") for text in view.get("problems", ())]
     for gpu in view["gpus"]:
         lines += ["", *_gpu(gpu, view, style)]
+    lines += failovertext.slots(view)
     lines += _clients(view, style, headers=headers)
     lines += _dead(view, style, headers=headers)
     for gpu in view["gpus"]:
@@ -102,9 +104,10 @@ def _domain(domain: Mapping[str, Any], style: Style) -> str:
     refused = f", {domain['refused_807']} refused (807)" if domain["refused_807"] else ""
     problem = f", {printable(domain['problem'])}" if domain.get("problem") else ""
     whose = domain["user"] or "all users"
+    idle = f", {domain['idle_contexts']} in waiting" if domain.get("idle_contexts") else ""
     return (
         f"  {domain['id']} {domain['role']} {style.state(domain['state'])}, {whose}, {pids}, "
-        f"up {age(domain['uptime_s'])}, clients {domain['clients']}/{domain['clients_limit']}"
+        f"up {age(domain['uptime_s'])}, clients {domain['clients']}/{domain['clients_limit']}{idle}"
         f"{fault}{refused}{problem}; {domain['reach']}"
     )
 
@@ -115,7 +118,7 @@ def _clients(view: Mapping[str, Any], style: Style, *, headers: bool) -> list[st
             _pid(c),
             c["user"],
             c["domain"],
-            "frozen" if c.get("frozen") else c["state"],
+            _state(c),
             size(c["memory_bytes"]),
             age(c["age_s"]),
             _protections(c) or "none" + (f": {c['problem']}" if c.get("problem") else ""),
@@ -130,6 +133,14 @@ def _clients(view: Mapping[str, Any], style: Style, *, headers: bool) -> list[st
         f"  {pid} is stopped after a guard hit: look at it, then mpsd-ctl kill {pid}, or kill -CONT {pid}"
         for pid in frozen
     ]
+
+
+def _state(client: Mapping[str, Any]) -> str:
+    if client.get("frozen"):
+        return "frozen"
+    # The second context of a program whose work runs elsewhere.
+    waits = client.get("failover") and not client["failover"]["here"]
+    return "in waiting" if waits else str(client["state"])
 
 
 def _protections(client: Mapping[str, Any]) -> str:

@@ -18,14 +18,14 @@ OF_ONE = 256
 class Closers:
     """`THREADS` users' closes at once; the threads begin here and never later, so `close` cannot fail."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "vault-stranger") -> None:
         self._changed = threading.Condition()
         self._waiting: dict[int, deque[tuple[tuple[int, ...], Callable[[], None] | None]]] = {}
         self._busy: set[int] = set()
         self._pending = Counter[int]()
         self._ending = False
         for number in range(THREADS):
-            threading.Thread(target=self._serve, daemon=True, name=f"vault-stranger-{number + 1}").start()
+            threading.Thread(target=self._serve, daemon=True, name=f"{name}-{number + 1}").start()
 
     def close(self, uid: int, fds: Sequence[int], then: Callable[[], None] | None = None) -> None:
         """Owns the descriptors; `then` is called, in a thread, when they are closed."""

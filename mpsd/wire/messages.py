@@ -104,6 +104,12 @@ _TABLE = (
         (Argument("limit", Kind.INTEGER, low=1, high=1000), _SINCE),
     ),
     Operation(
+        "failovers",
+        Right.ANY,
+        "what became of programs whose domains were left, newest last; a user gets those of its own",
+        (Argument("limit", Kind.INTEGER, low=1, high=1000), _SINCE),
+    ),
+    Operation(
         "explain",
         Right.ANY,
         "one class of fault",

@@ -23,7 +23,19 @@ from tests.support.listening import DEADLINE_S, RunningListener, frame
 from tests.support.site import OTHER_UID, Program, Site, as_user
 
 COMMAND = [sys.executable, "-m", "mpsd.ctl"]
-VERBS = ("status", "kill", "events", "faults", "doctor", "drain", "undrain", "env", "vault", "version")
+VERBS = (
+    "status",
+    "kill",
+    "events",
+    "faults",
+    "failovers",
+    "doctor",
+    "drain",
+    "undrain",
+    "env",
+    "vault",
+    "version",
+)
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be somebody else")
 
 

@@ -34,7 +34,14 @@ def obey(dev: SimulatedDevice) -> None:
         known["zoned"] = GuardedDevice(dev, vault_socket)
         return known["zoned"].granted
 
-    known["guard"] = guard
+    def failover(socket_path: str, mode: str = "keep") -> list[object]:
+        """Say HELLO on failover.sock; `fo` goes on from there. What was answered."""
+        from tests.support.failovering import FailoverProgram
+
+        known["fo"] = FailoverProgram(known, socket_path)
+        return known["fo"].hello(mode)
+
+    known["guard"], known["failover"] = guard, failover
     with open(0, "rb", buffering=0, closefd=False) as orders:
         for line in orders:
             try:

@@ -69,7 +69,7 @@ class Machine:
             part,
             part,
             part,
-            part,
+            [part],
             part,
             part,
             self.layout,

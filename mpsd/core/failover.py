@@ -1,0 +1,283 @@
+"""Fail-over: which standby a program is offered, and who is told to move when a domain is lost.
+
+A standby is the slot's spare, so the one decision that takes a domain out of service lets the path lead to
+the standby and tells the programs that are ready in it. Words of a program count for itself alone: an error
+that it reports moves nobody, and so does nothing else that it may say.
+
+Who is named for certain is not carried over. Where nobody is named, everybody is a suspect and everybody is
+told: the offender too, and what it does again costs the next domain. What is missing is a trial domain, in
+which suspects go on one by one before they join the others. Until then the bound on moves ends such a series.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from mpsd.core import attribution as at
+from mpsd.core.draft import Draft
+from mpsd.core.effects import ArmTimer, Move, OfferStandby, RecordFailover, StandDown
+from mpsd.core.killing import kill_by_policy
+from mpsd.core.records import FaultRecord
+from mpsd.core.standby import OFFERED, FailoverRecord, Fate, Member, Outcome, Standing
+from mpsd.core.state import Client, ClientState, Domain, DomainState, Slot, State
+from mpsd.model import Confidence, FailoverMode, ProcessInstance
+
+MINUTE_S = 60.0
+FINAL = frozenset({Outcome.MOVED, Outcome.STAYED, Outcome.ENDED})
+
+
+def is_lost(domain: Domain) -> bool:
+    """Whether the contexts in this domain are dead, or nobody is left who could end it in order."""
+    served_out = domain.state is DomainState.RETIRED and domain.server is None
+    return served_out or domain.state in (DomainState.FAULTED, DomainState.HEADLESS)
+
+
+def willing(state: State, slot: Slot) -> list[Member]:
+    """The programs that would move away from the slot's active domain."""
+    return [m for m in state.members.values() if m.connected and m.home is not None and m.home == slot.active]
+
+
+def target_of(state: State, member: Member) -> Domain | None:
+    """Where this program could go on: the standby, or, where its own domain has been left, the next one."""
+    home = state.domains.get(member.home or "")
+    return next_of(state, home) if home is not None and member.connected else None
+
+
+def next_of(state: State, home: Domain) -> Domain | None:
+    """Where the programs of this domain can go on."""
+    slot = state.slots[home.slot]
+    at_active = slot.active == home.id
+    found = state.domains.get((slot.spare if at_active else slot.active) or "")
+    usable = DomainState.WARM if at_active else DomainState.ACTIVE
+    return found if found is not None and found.state is usable and found.generation else None
+
+
+def find_home(state: State, process: ProcessInstance, generation: int = 0) -> str | None:
+    """Where the work of a process runs that has not been seen before; None: it is no client yet.
+
+    `generation`: of the standby in which it lives, by its own word. In its first context it is where it came
+    first, and any standby is of a later number.
+    """
+    here = {c.id.domain for c in state.spaces_of(process) if c.living}
+    if f"d{generation}" in here:
+        return f"d{generation}"
+    return min(here, key=lambda name: (state.domains[name].generation, name), default=None)
+
+
+def refresh(draft: Draft, process: ProcessInstance) -> None:
+    """Offer this program what there is for it now, and take back what is none any more."""
+    member = draft.state.members.get(process)
+    if member is None or member.standing in (Standing.MOVING, Standing.LEFT_BEHIND):
+        return
+    if member.home not in draft.state.domains:
+        member = draft.put_member(replace(member, home=find_home(draft.state, process)))
+    target = target_of(draft.state, member)
+    if member.standing in OFFERED and (target is None or target.generation != member.generation):
+        member = _take_back(draft, member, "this standby has ended")
+    if target is None:
+        return
+    if member.standing is Standing.WAITING and _may_be_offered(draft.state, member):
+        offered = replace(member, standing=Standing.OFFERED, generation=target.generation, reason="")
+        draft.put_member(replace(offered, ready_ms=None, bytes=0))
+        draft.emit(OfferStandby(process, target.generation, target.id))
+    elif member.standing is Standing.READY and is_lost(draft.state.domains[member.home or ""]):
+        _move_late(draft, member, target)
+
+
+def refresh_all(draft: Draft, slot: str | None = None) -> None:
+    for member in tuple(draft.state.members.values()):
+        home = draft.state.domains.get(member.home or "")
+        if slot is None or home is None or home.slot == slot:
+            refresh(draft, member.process)
+
+
+def _may_be_offered(state: State, member: Member) -> bool:
+    """Not before its first context is leased: what it has then is told from what it makes now."""
+    home = [c for c in state.spaces_of(member.process) if c.id.domain == member.home and c.living]
+    settled = [c for c in home if c.state in (ClientState.ATTACHED, ClientState.UNPROTECTED)]
+    return bool(settled) and not state.copies_problem and not state.stopping
+
+
+def _take_back(draft: Draft, member: Member, why: str) -> Member:
+    if member.connected:
+        draft.emit(StandDown(member.process, member.generation, why))
+    return draft.put_member(replace(member, standing=Standing.WAITING, generation=0, reason=""))
+
+
+def leave_behind(draft: Draft, member: Member, why: str) -> None:
+    """It is told no more of any standby for as long as it lives where it does."""
+    if member.generation and member.connected:
+        draft.emit(StandDown(member.process, member.generation, why))
+    draft.put_member(replace(member, standing=Standing.LEFT_BEHIND, generation=0, reason=why))
+
+
+def why_not(draft: Draft, member: Member, target: Domain | None) -> str:
+    """Why this program cannot be told to go on in `target`; empty when it can."""
+    limit = draft.state.policy.moves_per_minute
+    recent = [t for t in member.told if draft.now - t < MINUTE_S]
+    if not member.connected:
+        return "it is not connected"
+    if target is None:
+        return "there was no standby"
+    if member.standing is not Standing.READY or member.generation != target.generation:
+        return f"it was not ready: {member.reason or member.standing.value}"
+    if len(recent) >= limit:
+        return f"it was moved {len(recent)} times within a minute (failover.per_minute = {limit})"
+    return ""
+
+
+def _tell(draft: Draft, member: Member, why: str) -> None:
+    draft.emit(Move(member.process, member.generation, why))
+    told = (*(t for t in member.told if draft.now - t < MINUTE_S), draft.now)
+    draft.put_member(replace(member, standing=Standing.MOVING, told=told))
+    draft.count("failover_moves")
+
+
+def _move_late(draft: Draft, member: Member, target: Domain) -> None:
+    """It became ready after its domain was lost: the standby of then is the domain of now."""
+    refusal = why_not(draft, member, target)
+    if refusal:
+        leave_behind(draft, member, refusal)
+        return
+    for record in reversed(draft.state.failovers):
+        if record.domain == member.home and any(f.process == member.process for f in record.fates):
+            _tell(draft, member, "its domain is lost")
+            told_ms = round((draft.now - record.at) * 1e3, 3)
+            revise(draft, record, member.process, outcome=Outcome.TOLD, why="", told_ms=told_ms)
+            draft.emit(ArmTimer("failover-wait", str(record.id), draft.state.policy.move_wait_s))
+            return
+    # It came after the loss, or the daemon did.
+    home = draft.state.domains[member.home or ""]
+    _record(draft, home, "its domain was lost before it came", False, [member], [], "")
+
+
+def domain_left(draft: Draft, name: str, trigger: str, planned: bool = False) -> None:
+    """A domain has gone out of service, and its slot leads to the next one where there is one."""
+    if draft.state.policy.failover is FailoverMode.OFF:
+        return
+    domain = draft.state.domains[name]
+    if planned or is_lost(domain):
+        faults = at.open_for(draft.state, name, draft.now)
+        device = at.device_fault(draft.state, domain, draft.now)
+        concerned = [m for m in draft.state.members.values() if m.home == name]
+        concerned = [m for m in concerned if m.standing not in (Standing.MOVING, Standing.LEFT_BEHIND)]
+        if concerned:
+            dead = "the device itself failed" if device is not None else ""
+            _record(draft, domain, trigger, planned, concerned, faults, dead)
+    refresh_all(draft, domain.slot)
+
+
+def _record(
+    draft: Draft,
+    domain: Domain,
+    trigger: str,
+    planned: bool,
+    concerned: list[Member],
+    faults: list[FaultRecord],
+    dead: str,
+) -> None:
+    sure = [r.offender.id.process for r in faults if r.offender and r.confidence is Confidence.CERTAIN]
+    suspects = {p.id.process for r in faults for p in r.suspects}
+    target = next_of(draft.state, domain)
+    fates = []
+    for member in sorted(concerned, key=lambda m: (m.process.pid, m.process.start_ticks)):
+        refusal = "it made the fault" if member.process in sure else dead
+        refusal = refusal or why_not(draft, member, target_of(draft.state, member))
+        if not refusal:
+            _tell(draft, member, trigger)
+        elif member.process in sure or dead or member.standing is Standing.READY:
+            leave_behind(draft, member, refusal)
+        fates.append(_fate(draft.state, member, refusal, member.process in suspects))
+    number = draft.state.next_failover
+    draft.state = replace(draft.state, next_failover=number + 1)
+    first = min((r.evidence[0].at for r in faults[:1] if r.evidence), default=draft.now)
+    record = FailoverRecord(
+        number,
+        draft.now,
+        domain.slot,
+        domain.id,
+        target.id if target is not None else None,
+        target.generation if target is not None else 0,
+        trigger,
+        planned,
+        faults[0].id if faults else None,
+        round((draft.now - first) * 1e3, 3),
+        faults[0].source_ns if faults else None,
+        tuple(fates),
+    )
+    draft.put_failover(record)
+    draft.emit(RecordFailover(record))
+    draft.count("failovers")
+    if any(f.outcome is Outcome.TOLD for f in fates):
+        draft.emit(ArmTimer("failover-wait", str(number), draft.state.policy.move_wait_s))
+        _put_out(draft, sure, target)
+
+
+def _fate(state: State, member: Member, refusal: str, suspect: bool) -> Fate:
+    facts = next((c.facts for c in state.spaces_of(member.process)), None)
+    outcome = Outcome.NOT_TOLD if refusal else Outcome.TOLD
+    told_ms = None if refusal else 0.0
+    command = facts.command if facts is not None else ""
+    return Fate(member.process, member.uid, command, outcome, refusal, suspect, told_ms)
+
+
+def _put_out(draft: Draft, sure: Iterable[ProcessInstance], target: Domain | None) -> None:
+    """A named offender with a context in the domain where the others have just gone does not stay there."""
+    if target is None or not draft.state.policy.evict_offender:
+        return
+    for process in sure:
+        here = [c for c in draft.state.spaces_of(process) if c.living and c.id.domain == target.id]
+        for client in here[:1]:
+            kill_by_policy(draft, client, "it made the fault from which the others fail over")
+
+
+def revise(draft: Draft, record: FailoverRecord, process: ProcessInstance, **changes: object) -> None:
+    """Write a new revision of a record with what became of one program."""
+    fates = tuple(
+        replace(f, **changes) if f.process == process else f  # type: ignore[arg-type]
+        for f in record.fates
+    )
+    if fates != record.fates:
+        record = draft.put_failover(replace(record, fates=fates, revision=record.revision + 1))
+        draft.emit(RecordFailover(record))
+
+
+def latest_of(state: State, process: ProcessInstance) -> FailoverRecord | None:
+    """The record that still waits for a word of this program."""
+    for record in reversed(state.failovers):
+        mine = [f for f in record.fates if f.process == process]
+        if mine:
+            return record if mine[0].outcome not in FINAL else None
+    return None
+
+
+def idle_here(state: State, client: Client) -> bool:
+    """Whether this is a context in which nothing is to run: a member's, outside its home."""
+    return client.living and not state.at_home(client)
+
+
+def is_moving(state: State, process: ProcessInstance) -> bool:
+    """It was told to move, and its time to answer is not over."""
+    record = latest_of(state, process)
+    fates = record.fates if record is not None else ()
+    return any(f.process == process and f.outcome is Outcome.TOLD for f in fates)
+
+
+def named(draft: Draft, domain: str, process: ProcessInstance) -> None:
+    """A sign that came after the others were told: this process made the fault, and was told with them."""
+    for record in reversed(draft.state.failovers):
+        told = (Outcome.TOLD, Outcome.MOVED, Outcome.SILENT)
+        if record.domain == domain and any(f.process == process and f.outcome in told for f in record.fates):
+            revise(draft, record, process, why="it made the fault, which was known after it was told")
+            _put_out(draft, [process], draft.state.domains.get(record.to or ""))
+            return
+
+
+def link(draft: Draft, domain: str, fault: int) -> None:
+    """The record of the fault was made after that of the fail-over."""
+    for record in reversed(draft.state.failovers):
+        if record.domain == domain and record.fault is None and record.at == draft.now:
+            record = draft.put_failover(replace(record, fault=fault, revision=record.revision + 1))
+            draft.emit(RecordFailover(record))
+            return

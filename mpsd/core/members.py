@@ -1,0 +1,227 @@
+"""Handlers for what programs say of their standby contexts. Each is a claim about itself, and no more."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from mpsd.core import domains, failover, leases
+from mpsd.core import events as ev
+from mpsd.core.draft import Draft
+from mpsd.core.effects import ArmTimer, AskServer, StandDown, Welcome
+from mpsd.core.lifecycle import DomainTrigger
+from mpsd.core.standby import OFFERED, OPAQUE_KEPT, Member, Outcome, Standing
+from mpsd.core.state import SERVING, DomainState
+from mpsd.model import FailoverMode, ProcessInstance
+
+_ORDER = (FailoverMode.OFF, FailoverMode.KEEP, FailoverMode.EXACT)
+
+
+def on_came(draft: Draft, event: ev.MemberCame) -> None:
+    most = draft.state.policy.failover
+    mode = min(event.mode, most, key=_ORDER.index)
+    draft.emit(Welcome(event.process, mode))
+    if mode is FailoverMode.OFF:
+        return
+    known = draft.state.members.get(event.process)
+    home = known.home if known is not None else None
+    if event.generation or home is None:
+        home = failover.find_home(draft.state, event.process, event.generation) or home
+    # What it had been told before it is told again: it may be another daemon that it tells.
+    fresh = Member(event.process, event.uid, mode, home=home)
+    if known is not None:
+        fresh = replace(fresh, opaque=known.opaque, told=known.told)
+    if known is not None and known.standing is Standing.LEFT_BEHIND and known.home == home:
+        fresh = replace(fresh, standing=Standing.LEFT_BEHIND, reason=known.reason)
+    draft.put_member(fresh)
+    refresh(draft, event.process)
+
+
+def refresh(draft: Draft, process: ProcessInstance) -> None:
+    """As failover.refresh, and start a standby where there is none yet."""
+    failover.refresh(draft, process)
+    member = draft.state.members.get(process)
+    home = draft.state.domains.get((member.home if member is not None else None) or "")
+    if home is not None and home.state in SERVING:
+        domains.ensure(draft, home.slot)
+
+
+def on_restored(draft: Draft, event: ev.MemberRestored) -> None:
+    if draft.state.policy.failover is FailoverMode.OFF or event.process in draft.state.members:
+        return
+    member = Member(event.process, event.uid, event.mode, connected=False, home=event.home)
+    if event.left_behind:
+        member = replace(member, standing=Standing.LEFT_BEHIND, reason=event.left_behind)
+    draft.put_member(member)
+
+
+def on_left(draft: Draft, event: ev.MemberLeft) -> None:
+    """It may come again. Where its work runs is remembered for as long as it is a client."""
+    member = draft.state.members.get(event.process)
+    if member is None:
+        return
+    if not any(c.living for c in draft.state.spaces_of(event.process)):
+        ended(draft, event.process)
+        return
+    gone = replace(member, connected=False)
+    if member.standing in OFFERED:
+        gone = replace(gone, standing=Standing.WAITING, generation=0)
+    draft.put_member(gone)
+    _nobody_left(draft, member)
+
+
+def ended(draft: Draft, process: ProcessInstance) -> None:
+    """The process has ended, or is no client any more."""
+    member = draft.state.members.get(process)
+    if member is None:
+        return
+    record = failover.latest_of(draft.state, process)
+    if record is not None and any(
+        f.process == process and f.outcome is not Outcome.NOT_TOLD for f in record.fates
+    ):
+        failover.revise(draft, record, process, outcome=Outcome.ENDED)
+    draft.drop_member(process)
+    _nobody_left(draft, member)
+
+
+def _nobody_left(draft: Draft, member: Member) -> None:
+    home = draft.state.domains.get(member.home or "")
+    if home is not None and not failover.willing(draft.state, draft.state.slots[home.slot]):
+        draft.emit(ArmTimer("standby-linger", home.slot, draft.state.policy.standby_linger_s))
+
+
+def on_linger(draft: Draft, name: str) -> None:
+    """Nobody has wanted the standby for a while. A spare that is kept in any case stays one."""
+    slot = draft.state.slots.get(name)
+    if slot is None or slot.spare is None or draft.state.policy.spare:
+        return
+    active = draft.state.domains.get(slot.active or "")
+    if failover.willing(draft.state, slot) or active is None or active.state not in SERVING:
+        return
+    draft.put_slot(replace(slot, spare=None))
+    domains.move(draft, slot.spare, DomainTrigger.RETIRE)
+    failover.refresh_all(draft, name)
+    domains.settle(draft, slot.spare)
+
+
+def _told(draft: Draft, process: ProcessInstance, generation: int) -> Member | None:
+    """The member, if it speaks of the standby that it was last told of."""
+    member = draft.state.members.get(process)
+    if member is None or member.generation != generation or not generation:
+        draft.count("failover_words_ignored")
+        return None
+    return member
+
+
+def on_ready(draft: Draft, event: ev.MemberReady) -> None:
+    member = _told(draft, event.process, event.generation)
+    if member is None or member.standing not in OFFERED:
+        return
+    ready = replace(member, standing=Standing.READY, reason="", bytes=event.bytes)
+    draft.put_member(replace(ready, ready_ms=round(event.after_ns / 1e6, 3)))
+    refresh(draft, event.process)
+
+
+def on_unready(draft: Draft, event: ev.MemberUnready) -> None:
+    member = _told(draft, event.process, event.generation)
+    if member is not None and member.standing in OFFERED:
+        draft.put_member(replace(member, standing=Standing.UNREADY, reason=event.reason))
+
+
+def on_opaque(draft: Draft, event: ev.MemberOpaque) -> None:
+    member = draft.state.members.get(event.process)
+    if member is not None and event.name not in member.opaque and len(member.opaque) < OPAQUE_KEPT:
+        draft.put_member(replace(member, opaque=(*member.opaque, event.name)))
+
+
+def on_error(draft: Draft, event: ev.MemberError) -> None:
+    """A claim. All it does is that the server is asked at once how it stands."""
+    member = draft.state.members.get(event.process)
+    home = draft.state.domains.get((member.home if member is not None else None) or "")
+    draft.count("failover_own_errors")
+    if home is not None and home.server is not None and home.state in SERVING:
+        draft.emit(AskServer(home.id))
+
+
+def on_moved(draft: Draft, event: ev.MemberMoved) -> None:
+    member = draft.state.members.get(event.process)
+    name = f"d{event.generation}"
+    there = {c.id.domain for c in draft.state.spaces_of(event.process) if c.living}
+    told = member is not None and member.standing is Standing.MOVING and member.generation == event.generation
+    if member is None or name not in draft.state.domains or not (told or name in there):
+        draft.count("failover_words_ignored")
+        return
+    old = member.home
+    draft.put_member(replace(member, home=name, standing=Standing.WAITING, generation=0, reason=""))
+    record = failover.latest_of(draft.state, event.process)
+    if record is not None:
+        failover.revise(
+            draft,
+            record,
+            event.process,
+            outcome=Outcome.MOVED,
+            why="",
+            held_ms=round(event.held_ns / 1e6, 3),
+            fence_ms=round(event.fence_ns / 1e6, 3),
+            first_ms=round(event.first_ns / 1e6, 3),
+            restored_bytes=event.restored,
+            replayed=event.replayed,
+        )
+    draft.publish("failover-moved", member.uid, pid=event.process.pid, domain=name)
+    if old is not None and old != name and old in draft.state.domains:
+        # What it has left there is nobody's work any more: the domain may end over it.
+        if draft.state.domains[old].state is DomainState.FAULTED:
+            leases.release_dead(draft, old)
+        domains.settle(draft, old)
+    refresh(draft, event.process)
+
+
+def on_stayed(draft: Draft, event: ev.MemberStayed) -> None:
+    member = _told(draft, event.process, event.generation)
+    if member is None or member.standing is not Standing.MOVING:
+        return
+    record = failover.latest_of(draft.state, event.process)
+    if record is not None:
+        failover.revise(draft, record, event.process, outcome=Outcome.STAYED, why=event.reason)
+    draft.publish("failover-stayed", member.uid, pid=event.process.pid, reason=event.reason)
+    home = draft.state.domains.get(member.home or "")
+    if home is not None and not failover.is_lost(home):
+        # A planned move: it lives on where it is, and may be ready for the next one.
+        draft.emit(StandDown(event.process, event.generation, "it stayed"))
+        draft.put_member(replace(member, standing=Standing.WAITING, generation=0, reason=event.reason))
+        return
+    failover.leave_behind(draft, member, f"it stayed: {event.reason}")
+
+
+def on_wait(draft: Draft, subject: str) -> None:
+    """Who was told has had its time: whoever says nothing is recorded as silent, and may still speak."""
+    record = next((r for r in draft.state.failovers if str(r.id) == subject), None)
+    for fate in record.fates if record is not None else ():
+        current = next(r for r in draft.state.failovers if str(r.id) == subject)
+        if fate.outcome is Outcome.TOLD:
+            limit = draft.state.policy.move_wait_s
+            why = f"no word within {limit:g} s"
+            failover.revise(draft, current, fate.process, outcome=Outcome.SILENT, why=why)
+
+
+def on_drain(draft: Draft, event: ev.DrainRequested) -> None:
+    """Programs that are ready are moved live: a fail-over without a fault, which names nobody."""
+    domains.on_drain(draft, event)
+    for domain in tuple(draft.state.domains.values()) if event.on else ():
+        here = not event.gpus or set(event.gpus) & set(domain.gpus)
+        ready = [
+            m
+            for m in draft.state.members.values()
+            if m.home == domain.id and not failover.why_not(draft, m, failover.target_of(draft.state, m))
+        ]
+        if not here or not ready or failover.is_lost(domain):
+            continue
+        if draft.state.slots[domain.slot].active == domain.id:
+            domains.leave(draft, domain.id, DomainTrigger.RETIRE, planned=True)
+        else:
+            failover.domain_left(draft, domain.id, "drain", planned=True)
+
+
+def on_copies(draft: Draft, event: ev.CopiesSeen) -> None:
+    if draft.state.copies_problem != event.problem:
+        draft.state = replace(draft.state, copies_problem=event.problem)
+        failover.refresh_all(draft)

@@ -1,0 +1,108 @@
+"""Values of fail-over: the programs that can go on in a second domain, and what became of them when it came
+to that.
+
+A STANDBY is the slot's spare, in which willing programs hold a second context. Its GENERATION is the number
+of the domain: no name is given twice, over restarts neither. A MEMBER is a process that has said HELLO; its
+HOME is the domain in which its work runs. A context that it has anywhere else is idle (a standby, or one that
+it has left), and counts there as nobody's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from mpsd.model import FailoverMode, ProcessInstance
+
+OPAQUE_KEPT = 64
+
+
+class Standing(StrEnum):
+    WAITING = "no standby"
+    OFFERED = "preparing"
+    READY = "ready"
+    UNREADY = "not ready"
+    MOVING = "moving"
+    LEFT_BEHIND = "left behind"
+
+
+OFFERED = frozenset({Standing.OFFERED, Standing.READY, Standing.UNREADY})
+"""It was told of a standby, which is its `generation`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """`connected`: it can be told something. `reason`: why it is not ready, or was left behind.
+
+    `opaque`: what it has made that cannot be carried over. `told`: monotonic seconds of its moves in the last
+    minute. `ready_ms`, `bytes`: of its standby context, by its own word.
+    """
+
+    process: ProcessInstance
+    uid: int
+    mode: FailoverMode
+    connected: bool = True
+    home: str | None = None
+    standing: Standing = Standing.WAITING
+    generation: int = 0
+    reason: str = ""
+    opaque: tuple[str, ...] = ()
+    told: tuple[float, ...] = ()
+    ready_ms: float | None = None
+    bytes: int = 0
+
+    @property
+    def lasting(self) -> tuple[FailoverMode, str | None, str | None]:
+        """What a later daemon needs of it."""
+        left = self.reason if self.standing is Standing.LEFT_BEHIND else None
+        return self.mode, self.home, left
+
+
+class Outcome(StrEnum):
+    TOLD = "told"
+    MOVED = "moved"
+    STAYED = "stayed"
+    SILENT = "silent"
+    NOT_TOLD = "not told"
+    ENDED = "ended"
+
+
+@dataclass(frozen=True, slots=True)
+class Fate:
+    """What became of one program. Times in ms since it was told, by its own word."""
+
+    process: ProcessInstance
+    uid: int
+    command: str
+    outcome: Outcome
+    why: str = ""
+    suspect: bool = False
+    told_ms: float | None = None
+    held_ms: float | None = None
+    fence_ms: float | None = None
+    first_ms: float | None = None
+    restored_bytes: int = 0
+    replayed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class FailoverRecord:
+    """One domain that was left. `generation`: of the standby that was moved to, 0 where there was none.
+
+    `at`: monotonic seconds; `source_ns`: the driver's own stamp of the fault, where it gave one.
+    `decision_ms`: from the first sign until it was decided. `fault`: the number of the fault's record.
+    """
+
+    id: int
+    at: float
+    slot: str
+    domain: str
+    to: str | None
+    generation: int
+    trigger: str
+    planned: bool
+    fault: int | None
+    decision_ms: float
+    source_ns: int | None
+    fates: tuple[Fate, ...]
+    revision: int = 1

@@ -1,0 +1,147 @@
+"""RUN/copies: two real copies of the driver, for programs to load as their second and third libcuda.
+
+The loader knows a file by its inode: a link would be the very library that is loaded already. So each is a
+file of its own, written beside and renamed, and made again when the driver was replaced. They belong to the
+daemon's user and nobody else may write them, for programs of all users load what lies there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import stat
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+LIBRARY_NAME = "libcuda.so.1"
+NAMES = ("libcuda-0.so.1", "libcuda-1.so.1")
+_STAMP = "source.json"
+_USUAL_PLACES = (
+    "/lib64",
+    "/usr/lib64",
+    "/lib",
+    "/usr/lib",
+    f"/usr/lib/{os.uname().machine}-linux-gnu",
+    "/usr/local/nvidia/lib64",
+    "/usr/local/nvidia/lib",
+    "/usr/lib/wsl/lib",
+    "/run/opengl-driver/lib",
+)
+_LDCONFIG_S = 10.0
+Stamp = list[str | int]
+# What mpsd's own libcuda has near its start, and no driver has.
+_PROXY_MARK, _WITHIN = b"cu__mpsd_spare_", 1 << 18
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """`problem`: why there are no copies; empty when there are. `bytes`: what they take on disk."""
+
+    source: str = ""
+    bytes: int = 0
+    problem: str = ""
+
+
+class Copies:
+    """The folder with the copies. `ensure` takes long: call it from a thread, one at a time."""
+
+    def __init__(self, folder: Path, driver: str = "") -> None:
+        """`driver`: the library to copy; empty: what the loader would find."""
+        self.folder = folder
+        self._driver = driver
+
+    def ensure(self) -> Copied:
+        """Make what is missing or out of date; never raises for the state of the disk."""
+        source = self._driver or find_driver()
+        if not source:
+            self.remove()
+            return Copied(problem=f"no {LIBRARY_NAME} was found to copy: set failover.driver")
+        try:
+            return self._ensure(os.path.realpath(source))
+        except OSError as error:
+            self.remove()
+            return Copied(source, problem=f"{source} is not copied to {self.folder}: {error.strerror}")
+
+    def _ensure(self, source: str) -> Copied:
+        """Raises OSError."""
+        with open(source, "rb") as file:
+            info = os.fstat(file.fileno())
+            if not stat.S_ISREG(info.st_mode):
+                raise OSError(0, "it is no file")
+            stamp: Stamp = [source, info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns]
+            if not self._is_current(stamp):
+                self._make(stamp, source)
+        return Copied(source, sum(os.stat(self.folder / n).st_blocks * 512 for n in NAMES))
+
+    def _is_current(self, stamp: Stamp) -> bool:
+        try:
+            kept = json.loads((self.folder / _STAMP).read_text())
+            found = [os.lstat(self.folder / name) for name in NAMES]
+        except (OSError, ValueError):
+            return False
+        whole = all(stat.S_ISREG(f.st_mode) and f.st_size == stamp[3] and f.st_nlink == 1 for f in found)
+        return bool(kept == stamp and whole)
+
+    def _make(self, stamp: Stamp, source: str) -> None:
+        self.folder.mkdir(mode=0o755, exist_ok=True)
+        os.chmod(self.folder, 0o755)
+        (self.folder / _STAMP).unlink(missing_ok=True)
+        for name in NAMES:
+            draft = self.folder / f".{name}.new"
+            draft.unlink(missing_ok=True)
+            fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            with open(fd, "wb") as target, open(source, "rb") as origin:
+                shutil.copyfileobj(origin, target, 1 << 20)
+                target.flush()
+                os.fchmod(fd, 0o644)
+            os.replace(draft, self.folder / name)
+        # Last: what is not whole has no stamp, and is made again.
+        draft = self.folder / f".{_STAMP}.new"
+        draft.write_text(json.dumps(stamp))
+        os.replace(draft, self.folder / _STAMP)
+
+    def remove(self) -> None:
+        """Nothing is left; who has loaded a copy keeps it."""
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def find_driver() -> str:
+    """The libcuda.so.1 that a program would load; empty where there is none."""
+    for path in _candidates():
+        with contextlib.suppress(OSError), open(path, "rb") as file:
+            start = file.read(_WITHIN)
+            with open("/proc/self/exe", "rb") as mine:
+                own = mine.read(20)
+            # Class, byte order and machine of this process: a 32-bit driver is for others.
+            fits = (start[4:6], start[18:20]) == (own[4:6], own[18:20])
+            if start.startswith(b"\x7fELF") and fits and _PROXY_MARK not in start:
+                return path
+    return ""
+
+
+def _candidates() -> Iterator[str]:
+    yield from _cached()
+    for folder in _USUAL_PLACES:
+        yield os.path.join(folder, LIBRARY_NAME)
+
+
+def _cached() -> Iterator[str]:
+    """What the loader's cache has, in its order."""
+    ldconfig = shutil.which("ldconfig", path="/sbin:/usr/sbin:/bin:/usr/bin")
+    if ldconfig is None:
+        return
+    try:
+        done = subprocess.run(
+            [ldconfig, "-p"], capture_output=True, text=True, timeout=_LDCONFIG_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return
+    for line in done.stdout.splitlines():
+        name, _, path = line.partition(" => ")
+        if name.split(" ", 1)[0].strip() == LIBRARY_NAME and path:
+            yield path

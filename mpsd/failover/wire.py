@@ -1,0 +1,107 @@
+"""Messages on RUN/failover.sock, as clients/libcuda/src/failoverwire.h has them. Bytes in, values out."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+
+from mpsd.model import FailoverMode
+
+MAGIC = 0x726F6C66
+VERSION = 1
+PATH_ROOM = 112
+TEXT_ROOM = 128
+VALUES = 6
+
+LAYOUT = struct.Struct(f"=IHHIIQ{VALUES * 8}s{PATH_ROOM}s{TEXT_ROOM}s")
+FIELDS = ("magic", "version", "kind", "mode", "reserved", "generation", "values", "path", "text")
+"""In the order of the header; LAYOUT has no padding, and neither has it."""
+_NUMBERS = struct.Struct(f"={VALUES}Q")
+MODES = (FailoverMode.OFF, FailoverMode.KEEP, FailoverMode.EXACT)
+"""By the number that stands for each."""
+
+
+class Kind(IntEnum):
+    HELLO = 1
+    READY = 2
+    UNREADY = 3
+    OPAQUE = 4
+    OWN_ERROR = 5
+    MOVED = 6
+    STAYED = 7
+    WELCOME = 65
+    STANDBY = 66
+    STAND_DOWN = 67
+    MOVE = 68
+
+
+FROM_PROGRAM = frozenset(k for k in Kind if k < Kind.WELCOME)
+
+
+class WireError(Exception):
+    """Not a message of this protocol; the text is a word or two, for counting."""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    kind: Kind
+    mode: FailoverMode = FailoverMode.OFF
+    generation: int = 0
+    values: tuple[int, ...] = (0,) * VALUES
+    path: str = ""
+    text: str = ""
+
+
+def pack(message: Message) -> bytes:
+    """A text that has no room is cut. Raises ValueError for a path that has none."""
+    path = message.path.encode()
+    if len(path) >= PATH_ROOM:
+        raise ValueError(f"{message.path!r} has no room in a message")
+    values = (*message.values, *(0,) * VALUES)[:VALUES]
+    return LAYOUT.pack(
+        MAGIC,
+        VERSION,
+        message.kind,
+        MODES.index(message.mode),
+        0,
+        message.generation,
+        _NUMBERS.pack(*values),
+        path,
+        fitting(message.text).encode(),
+    )
+
+
+def fitting(text: str) -> str:
+    """As much of a text as one message has room for, its final zero included."""
+    return text.encode()[: TEXT_ROOM - 1].decode(errors="ignore")
+
+
+def unpack(data: bytes) -> Message:
+    """Raises WireError."""
+    if len(data) != LAYOUT.size:
+        raise WireError("size")
+    magic, version, kind, mode, reserved, generation, values, path, text = LAYOUT.unpack(data)
+    if magic != MAGIC:
+        raise WireError("magic")
+    if version != VERSION:
+        raise WireError("version")
+    if reserved:
+        raise WireError("reserved")
+    if mode >= len(MODES):
+        raise WireError("mode")
+    try:
+        known = Kind(kind)
+    except ValueError as error:
+        raise WireError("kind") from error
+    return Message(known, MODES[mode], generation, _NUMBERS.unpack(values), _text(path), _text(text))
+
+
+def _text(room: bytes) -> str:
+    said, end, rest = room.partition(b"\0")
+    if not end or rest.strip(b"\0"):
+        raise WireError("text")
+    try:
+        return said.decode()
+    except UnicodeDecodeError as error:
+        raise WireError("text") from error

@@ -1,0 +1,340 @@
+"""Fail-over under a running daemon, on the simulated GPU: who is told, where the path leads, the records."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.support.site import Program, Site, until
+
+SETTINGS = {"vault__enabled": "true", "failover__enabled": "true", "failover__driver": '"/bin/true"'}
+
+
+@pytest.fixture
+def site() -> Iterator[Site]:
+    with Site(**SETTINGS) as started:
+        yield started.start()
+
+
+def socket_of(site: Site) -> str:
+    return str(site.run_dir / "failover.sock")
+
+
+def said(program: Program, expression: str) -> Any:
+    answer = program.do(expression)
+    assert "result" in answer, answer
+    return answer["result"]
+
+
+def hello(site: Site, program: Program) -> None:
+    assert said(program, f"failover({socket_of(site)!r})")[0] == "WELCOME"
+
+
+def ready(site: Site) -> Program:
+    """A program with a context in the standby, which it has said."""
+    program = site.join()
+    hello(site, program)
+    assert said(program, "fo.prepare()")[0] == "STANDBY"
+    return program
+
+
+def slot(status: Mapping[str, Any]) -> Mapping[str, Any]:
+    (found,) = status["slots"]
+    assert isinstance(found, Mapping)
+    return found
+
+
+def standings(status: Mapping[str, Any]) -> dict[int, str]:
+    return {m["pid"]: m["standing"] for m in slot(status)["programs"]}
+
+
+def all_ready(site: Site, *programs: Program) -> Mapping[str, Any]:
+    wanted = {p.pid for p in programs}
+    return site.until(
+        lambda s: wanted <= {pid for pid, standing in standings(s).items() if standing == "ready"},
+        f"{sorted(wanted)} are ready",
+    )
+
+
+def fault(program: Program, kernel: str = "store") -> None:
+    program.do(f"dev.launch('{kernel}')")
+    program.do("dev.synchronize()")
+
+
+def active(status: Mapping[str, Any]) -> Mapping[str, Any]:
+    found: Mapping[str, Any] = next(d for d in status["domains"] if d["role"] == "active")
+    return found
+
+
+def path_of(site: Site) -> str:
+    return os.path.basename(os.readlink(site.client_environ()["CUDA_MPS_PIPE_DIRECTORY"]))
+
+
+def failovers(site: Site) -> Sequence[Mapping[str, Any]]:
+    found: Sequence[Mapping[str, Any]] = site.ask(lambda c: c.failovers())
+    return found
+
+
+def outcomes(record: Mapping[str, Any]) -> dict[int, str]:
+    return {c["pid"]: c["outcome"] for c in record["clients"]}
+
+
+def until_outcome(site: Site, wanted: Mapping[int, str], number: int = -1) -> Mapping[str, Any]:
+    def look() -> Mapping[str, Any] | None:
+        records = failovers(site)
+        return records[number] if records and outcomes(records[number]) == wanted else None
+
+    found = until(look, f"outcomes {wanted}; last {[outcomes(r) for r in failovers(site)]}")
+    assert found is not None
+    return found
+
+
+def test_survivors_move_and_the_offender_is_named_and_not_told(site: Site) -> None:
+    first, second, offender = ready(site), ready(site), ready(site)
+    before = all_ready(site, first, second, offender)
+    old, generation = active(before)["id"], slot(before)["generation"]
+    assert slot(before)["survivable"] == 1
+    fault(offender)
+    for survivor in (first, second):
+        assert said(survivor, "fo.move()")[:2] == ["MOVE", generation]
+        assert said(survivor, "dev.alloc(16) > 0")
+        said(survivor, "dev.synchronize()")
+    record = until_outcome(site, {first.pid: "moved", second.pid: "moved", offender.pid: "not told"})
+    told = next(c for c in record["clients"] if c["pid"] == first.pid)
+    assert (
+        told["held_ms"],
+        told["fence_ms"],
+        told["first_ms"],
+        told["restored_bytes"],
+        told["replayed"],
+    ) == (
+        1.0,
+        2.0,
+        3.0,
+        64,
+        5,
+    )
+    blamed = site.until_fault("mmu-invalid-address")
+    assert (record["fault"], record["domain"], record["generation"]) == (blamed["id"], old, generation)
+    assert (blamed["offender"]["pid"], blamed["confidence"]) == (offender.pid, "certain")
+    assert sorted(blamed["victims"]) == sorted([first.pid, second.pid])
+    assert path_of(site) == f"d{generation}" == record["to"]
+    # Its second context lay where the others are now.
+    assert offender.wait() < 0
+    after = site.until(lambda s: slot(s)["generation"] > generation, "the next standby")
+    assert active(after)["id"] == record["to"]
+    for survivor in (first, second):
+        assert said(survivor, "fo.prepare()")[1] == slot(after)["generation"]
+    status = site.until(
+        lambda s: old not in {d["id"] for d in s["domains"]}, "the old domain has ended, its programs live on"
+    )
+    assert {c["pid"] for c in status["clients"]} == {first.pid, second.pid}
+
+
+def test_where_nobody_is_named_all_are_told_as_suspects(site: Site) -> None:
+    first, second = ready(site), ready(site)
+    all_ready(site, first, second)
+    fault(second, "trap")
+    for program in (first, second):
+        said(program, "fo.move()")
+    record = until_outcome(site, {first.pid: "moved", second.pid: "moved"})
+    assert all(c["suspect"] for c in record["clients"])
+
+
+def test_a_server_that_dies_is_left_and_a_standby_that_dies_is_replaced(site: Site) -> None:
+    program = ready(site)
+    status = all_ready(site, program)
+    generation = slot(status)["generation"]
+    spare = next(d for d in status["domains"] if d["id"] == f"d{generation}")
+    psutil.Process(spare["server_pid"]).kill()
+    assert said(program, "fo.hear()")[:2] == ["STAND_DOWN", generation]
+    said(program, "fo.drop()")
+    heard = said(program, "fo.prepare()")
+    assert heard[1] > generation
+    status = all_ready(site, program)
+    # Nobody's work was in it.
+    assert not site.faults() and not failovers(site)
+    psutil.Process(active(status)["server_pid"]).kill()
+    assert said(program, "fo.move()")[1] == heard[1]
+    record = until_outcome(site, {program.pid: "moved"})
+    assert record["fault"] == site.until_fault("server-death")["id"]
+    assert said(program, "dev.alloc(16) > 0")
+
+
+def test_who_is_not_ready_in_time_is_told_when_it_is(site: Site) -> None:
+    late, offender = site.join(), ready(site)
+    hello(site, late)
+    said(late, "fo.prepare(ready=False)")
+    all_ready(site, offender)
+    fault(offender)
+    until_outcome(site, {late.pid: "not told", offender.pid: "not told"})
+    said(late, "fo.ready()")
+    said(late, "fo.move()")
+    until_outcome(site, {late.pid: "moved", offender.pid: "not told"})
+
+
+def test_who_stays_and_who_says_nothing_are_recorded(site: Site) -> None:
+    site.kill()
+    site.write_config(failover__answer_s="0.2")
+    site.start()
+    stays, silent, offender = ready(site), ready(site), ready(site)
+    all_ready(site, stays, silent, offender)
+    fault(offender)
+    said(stays, "fo.stay('graphs cannot be carried over')")
+    record = until_outcome(site, {stays.pid: "stayed", silent.pid: "silent", offender.pid: "not told"})
+    assert (
+        next(c for c in record["clients"] if c["pid"] == stays.pid)["why"] == "graphs cannot be carried over"
+    )
+    assert said(stays, "fo.hear()")[0] == "STAND_DOWN"
+    # It has an answer all the same, however late.
+    said(silent, "fo.move()")
+    until_outcome(site, {stays.pid: "stayed", silent.pid: "moved", offender.pid: "not told"})
+
+
+def test_words_of_a_program_move_nobody_else(site: Site) -> None:
+    honest, liar = ready(site), ready(site)
+    before = all_ready(site, honest, liar)
+    for words in (
+        "fo.say('OWN_ERROR', values=(719,))",
+        "fo.say('OPAQUE', text='cuGraphInstantiate')",
+        "fo.say('MOVED', generation=1)",
+        "fo.say('STAYED', generation=77, text='never told')",
+    ):
+        said(liar, words)
+    status = site.until(
+        lambda s: [m for m in slot(s)["programs"] if m["opaque"] == ["cuGraphInstantiate"]], "it is shown"
+    )
+    assert active(status)["id"] == active(before)["id"] and not failovers(site)
+    assert standings(status)[honest.pid] == "ready"
+    assert status["counters"]["failover_own_errors"] == 1
+
+
+def test_moves_are_bounded(site: Site) -> None:
+    site.kill()
+    site.write_config(failover__per_minute="1")
+    site.start()
+    program, first = ready(site), site.join()
+    all_ready(site, program)
+    fault(first)
+    said(program, "fo.move()")
+    said(program, "fo.prepare()")
+    all_ready(site, program)
+    second = site.join()
+    fault(second)
+    record = until_outcome(site, {program.pid: "not told"})
+    assert "per_minute = 1" in record["clients"][0]["why"]
+    status = site.status()
+    assert standings(status) == {program.pid: "left behind"}
+    assert "per_minute" in slot(status)["programs"][0]["reason"]
+
+
+def test_a_daemon_that_is_killed_is_none_the_worse_for_it(site: Site) -> None:
+    moved, fresh = ready(site), ready(site)
+    all_ready(site, moved, fresh)
+    fault(site.join())
+    for program in (moved, fresh):
+        said(program, "fo.move()")
+    for program in (moved, fresh):
+        said(program, "fo.prepare()")
+    before = all_ready(site, moved, fresh)
+    site.kill()
+    site.start()
+    for program in (moved, fresh):
+        assert said(program, "fo.hear()")[0] == "gone"
+        assert said(program, f"fo.hello(generation={int(active(before)['id'][1:])})")[0] == "WELCOME"
+        assert said(program, "fo.prepare()")[1] == slot(before)["generation"]
+    after = all_ready(site, moved, fresh)
+    assert active(after)["id"] == active(before)["id"]
+    offender = site.join()
+    fault(offender)
+    for program in (moved, fresh):
+        said(program, "fo.move()")
+        assert said(program, "dev.alloc(16) > 0")
+    assert path_of(site) == f"d{slot(before)['generation']}"
+    until_outcome(site, {moved.pid: "moved", fresh.pid: "moved"})
+
+
+def test_a_fault_while_no_daemon_runs_is_failed_over_by_the_next(site: Site) -> None:
+    program, offender = ready(site), site.join()
+    before = all_ready(site, program)
+    site.kill()
+    fault(offender)
+    site.start()
+    # It says where it was: in its first context.
+    assert said(program, "fo.hello()")[0] == "WELCOME"
+    assert said(program, "fo.prepare()")[1] == slot(before)["generation"]
+    said(program, "fo.move()")
+    assert said(program, "dev.alloc(16) > 0")
+    until_outcome(site, {program.pid: "moved"})
+
+
+def test_twenty_programs_at_once(site: Site) -> None:
+    programs = [site.program() for _ in range(20)]
+    site.attached(*programs)
+    for program in programs:
+        program.order(f"failover({socket_of(site)!r})")
+    for program in programs:
+        assert program.hear()["result"][0] == "WELCOME"
+        program.order("fo.prepare()")
+    for program in programs:
+        assert program.hear()["result"][0] == "STANDBY"
+    all_ready(site, *programs)
+    fault(site.join())
+    for program in programs:
+        program.order("fo.move()")
+    for program in programs:
+        assert program.hear()["result"][0] == "MOVE"
+    until_outcome(site, {p.pid: "moved" for p in programs})
+    for program in programs:
+        program.order("dev.alloc(16) > 0")
+    assert all(program.hear() == {"result": True} for program in programs)
+
+
+def test_drain_moves_programs_live(site: Site) -> None:
+    program = ready(site)
+    before = all_ready(site, program)
+    site.ask(lambda c: c.drain())
+    assert said(program, "fo.move()")[1] == slot(before)["generation"]
+    record = until_outcome(site, {program.pid: "moved"})
+    assert record["planned"] and record["fault"] is None
+    assert not site.faults()
+    site.until(lambda s: active(before)["id"] not in {d["id"] for d in s["domains"]}, "the old one has ended")
+
+
+def test_exclusive_mode_has_none_and_says_what_to_change(site: Site) -> None:
+    site.node(op="inject", fault="mode", mode="exclusive-process")
+    program = site.join()
+    hello(site, program)
+    status = site.until(lambda s: slot(s)["programs"], "it is known")
+    assert (slot(status)["survivable"], slot(status)["standby"]) == (0, None)
+    assert "EXCLUSIVE_PROCESS" in slot(status)["why_none"] and "nvidia-smi -c 0" in slot(status)["why_none"]
+
+
+def test_without_copies_there_is_no_standby_and_it_is_said() -> None:
+    with Site(**(SETTINGS | {"failover__driver": '"/nowhere/libcuda.so.1"'})) as site:
+        site.start()
+        program = site.join()
+        hello(site, program)
+        status = site.until(lambda s: slot(s)["programs"], "it is known")
+        assert "/nowhere/libcuda.so.1" in slot(status)["why_none"]
+        assert any("/nowhere/libcuda.so.1" in p for p in status["problems"])
+        driver = site.base / "driver.so"
+        driver.write_bytes(b"driver")
+        assert not (Path(site.run_dir) / "copies").exists()
+
+
+def test_the_copies_are_files_of_their_own(site: Site) -> None:
+    status = site.until(lambda s: s["failover"]["copies_bytes"], "copied")
+    folder = Path(status["failover"]["copies"])
+    files = [folder / "libcuda-0.so.1", folder / "libcuda-1.so.1"]
+    source = os.stat("/bin/true")
+    found = [os.lstat(f) for f in files]
+    assert len({source.st_ino, *(f.st_ino for f in found)}) == 3
+    assert all(f.read_bytes() == Path("/bin/true").read_bytes() for f in files)
+    assert {f.st_mode & 0o7777 for f in found} == {0o644}
+    assert os.stat(folder).st_mode & 0o7777 == 0o755

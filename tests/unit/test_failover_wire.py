@@ -1,0 +1,91 @@
+"""Messages of the fail-over's socket: one layout for compiler and Python; nonsense is refused."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpsd.failover import wire
+from mpsd.failover.wire import Kind, Message, WireError, pack, unpack
+from mpsd.model import FailoverMode
+
+HEADER = Path(__file__).resolve().parents[2] / "clients" / "libcuda" / "src" / "failoverwire.h"
+U64 = st.integers(0, 2**64 - 1)
+
+
+def words(room: int) -> st.SearchStrategy[str]:
+    text = st.text(st.characters(min_codepoint=1, exclude_categories=["Cs"]), max_size=room)
+    return text.filter(lambda t: len(t.encode()) < room)
+
+
+MESSAGES = st.builds(
+    Message,
+    st.sampled_from(Kind),
+    st.sampled_from(FailoverMode),
+    U64,
+    st.tuples(*[U64] * wire.VALUES),
+    words(wire.PATH_ROOM),
+    words(wire.TEXT_ROOM),
+)
+
+
+@given(MESSAGES)
+def test_what_is_packed_is_unpacked(message: Message) -> None:
+    assert unpack(pack(message)) == message
+
+
+@given(
+    st.binary(max_size=400)
+    | st.tuples(MESSAGES.map(pack), st.integers(0, 311), st.binary(max_size=9)).map(
+        lambda given: given[0][: given[1]] + given[2] + given[0][given[1] + len(given[2]) :]
+    )
+)
+def test_bytes_are_a_message_or_an_error(data: bytes) -> None:
+    try:
+        message = unpack(data)
+    except WireError:
+        return
+    assert pack(message) == data
+
+
+def test_a_long_text_is_cut_between_characters_and_a_long_path_refused() -> None:
+    message = unpack(pack(Message(Kind.STAYED, text="\u20ac" * 100)))
+    assert message.text == "\u20ac" * 42
+    with pytest.raises(ValueError, match="no room"):
+        pack(Message(Kind.STANDBY, path="/" + "x" * wire.PATH_ROOM))
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc")
+def test_the_compiler_lays_it_out_the_same(tmp_path: Path) -> None:
+    body = "".join(
+        f'printf("%zu %zu\\n", offsetof(struct mpsd_failover_message, {f}), sizeof(m.{f}));'
+        for f in wire.FIELDS
+    )
+    source = tmp_path / "layout.c"
+    source.write_text(
+        f'#include <stddef.h>\n#include <stdio.h>\n#include "{HEADER}"\n'
+        f"int main(void) {{ struct mpsd_failover_message m; {body} return sizeof(m) != {wire.LAYOUT.size}; }}"
+    )
+    program = tmp_path / "layout"
+    subprocess.run(["gcc", "-o", program, source], check=True, timeout=30)
+    said = subprocess.run([program], check=True, capture_output=True, text=True, timeout=30).stdout
+    found = [tuple(map(int, line.split())) for line in said.splitlines()]
+    sizes = [4, 2, 2, 4, 4, 8, 8 * wire.VALUES, wire.PATH_ROOM, wire.TEXT_ROOM]
+    assert found == [(sum(sizes[:i]), size) for i, size in enumerate(sizes)]
+
+
+def test_the_header_s_constants_are_these() -> None:
+    text = HEADER.read_text()
+    numbers = {name: int(value, 0) for name, value in re.findall(r"MPSD_FAILOVER_(\w+) = (\d+),", text)}
+    modes = {mode.name: number for number, mode in enumerate(wire.MODES)}
+    assert numbers == {**Kind.__members__, **modes}
+    defined = dict(re.findall(r"#define MPSD_FAILOVER_(\w+) (\w+)", text))
+    assert (int(defined["MAGIC"].rstrip("u"), 0), int(defined["VERSION"])) == (wire.MAGIC, wire.VERSION)
+    rooms = tuple(int(defined[name]) for name in ("PATH_ROOM", "TEXT_ROOM", "VALUES"))
+    assert rooms == (wire.PATH_ROOM, wire.TEXT_ROOM, wire.VALUES)
