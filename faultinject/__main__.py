@@ -24,6 +24,7 @@ from faultinject.kinds import MODES
 from faultinject.matrix import Matrix, Plan, passed, tell_stderr
 from faultinject.node import BACKENDS
 from faultinject.observation import observe
+from faultinject.failover import command as failover
 from faultinject.proxy import command as proxy
 from faultinject.proxy import reports as proxy_reports
 from faultinject.stage import Options
@@ -136,6 +137,7 @@ def parser() -> argparse.ArgumentParser:
     sweep.add_argument("--out", type=Path, help="keep histories and logs")
     sweep.set_defaults(go=_sweep)
     proxy.add_parser(commands, _TYPES)
+    failover.add_parser(commands, _TYPES)
     render = commands.add_parser("render", help="render a report as Markdown")
     render.add_argument("report", type=Path)
     render.set_defaults(go=_render)

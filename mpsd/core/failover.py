@@ -264,6 +264,17 @@ def is_moving(state: State, process: ProcessInstance) -> bool:
     return any(f.process == process and f.outcome is Outcome.TOLD for f in fates)
 
 
+def was_told(state: State, domain: str, process: ProcessInstance) -> bool:
+    """Whether this program was told to move out of that domain."""
+    told = (Outcome.TOLD, Outcome.MOVED, Outcome.SILENT)
+    return any(
+        f.process == process and f.outcome in told
+        for record in state.failovers
+        if record.domain == domain
+        for f in record.fates
+    )
+
+
 def named(draft: Draft, domain: str, process: ProcessInstance) -> None:
     """A sign that came after the others were told: this process made the fault, and was told with them."""
     for record in reversed(draft.state.failovers):

@@ -26,6 +26,10 @@ def on_uvm_fatal(draft: Draft, event: ev.UvmFatal) -> None:
     if client is None or domain is None or event.event.access is Access.PREFETCH:
         draft.count("uvm_events_without_client")
         return
+    if failover.was_told(draft.state, domain.id, client.id.process):
+        # Its old context may reach its memory no more, and what still runs there meets that: no fault of its own.
+        draft.count("failover_echoes")
+        return
     sign = at.uvm_evidence(event.event, draft.now)
     open_records = at.open_for(draft.state, domain.id, draft.now)
     sure = (r for r in open_records if r.confidence is Confidence.CERTAIN and r.offender is not None)

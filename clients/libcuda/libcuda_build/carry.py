@@ -83,6 +83,7 @@ def _body(one: Carried) -> Iterator[str]:
     yield "\tdo {"
     yield "\t\tmoves = mpsd_carry_enter();"
     yield f"\t\tresult = {prefix}_{name}({', '.join(_arguments(one, translate=prefix == 'inner'))});"
+    yield "\t\tmpsd_carry_leave(moves);"
     yield "\t} while (__builtin_expect(result != CUDA_SUCCESS, 0) && mpsd_carry_again(result, moves));"
     if one.does == "waits_all":
         yield "\tmpsd_waited_for_all(result, moves, work);"

@@ -47,12 +47,30 @@ void mpsd_carry_install(void);
 uint64_t mpsd_carry_wait(void);
 bool mpsd_carry_again(CUresult result, uint64_t moves);
 
-/* The number of the moves that were; waits for the end of one, and sees to the thread's context after it. */
+/*
+ * The number of the moves that were; waits for the end of one, and sees to the thread's context after it.
+ * Followed by mpsd_carry_leave().
+ */
 static inline uint64_t mpsd_carry_enter(void)
 {
 	uint64_t moves = atomic_load(&mpsd_moves);
 
 	return __builtin_expect(moves != 0, 0) ? mpsd_carry_wait() : moves;
+}
+
+/* Calls inside each of the copies that came after the first one, which alone may be unloaded. */
+#define MPSD_COPIES_KNOWN 8
+extern atomic_uint mpsd_inside[MPSD_COPIES_KNOWN];
+
+static inline atomic_uint *mpsd_inside_of(uint64_t moves)
+{
+	return &mpsd_inside[(moves >> 1) % MPSD_COPIES_KNOWN];
+}
+
+static inline void mpsd_carry_leave(uint64_t moves)
+{
+	if (__builtin_expect(moves != 0, 0))
+		atomic_fetch_sub(mpsd_inside_of(moves), 1);
 }
 
 /* What the loss of a context, or of the MPS server, gives to each later call. */

@@ -5,6 +5,7 @@
 #include <pthread.h>
 #include <time.h>
 
+#include "clock.h"
 #include "failover/carry.h"
 #include "failover/copy.h"
 #include "failover/line.h"
@@ -15,10 +16,14 @@
 #include "windows.h"
 #include "zones.h"
 
+#define MOST_LEAVE_MS 1000
+
 void *mpsd_other[MPSD_SLOTS];
 static CUresult (*first_current)(CUcontext *);	/* cuCtxGetCurrent of the program's first copy, which stays */
 
-static struct mpsd_copy in_use, standby;	/* in_use: no handle while it is the program's first one */
+/* in_use has no handle while it is the program's first one; left is waited for by whoever is inside it. */
+static struct mpsd_copy in_use, standby, left;
+static uint64_t left_moves;
 
 static uint64_t now_ns(void)
 {
@@ -42,10 +47,30 @@ static bool same_version(void)
 	       ours == theirs;
 }
 
+static void end_copy(struct mpsd_copy *copy)
+{
+	CUresult (*reset)(CUdevice) = (CUresult (*)(CUdevice))copy->calls[MPSD_cuDevicePrimaryCtxReset_v2];
+
+	for (int i = 0; copy->handle && i < DEVICES; i++)
+		if (mpsd_windows[i].primary)
+			reset(i);
+	mpsd_copy_unload(copy);
+}
+
+/* The end of what a copy has on the GPU, then of the copy, once nobody is inside it. */
+static void end_left(void)
+{
+	for (int ms = 0; left.handle && ms < MOST_LEAVE_MS && atomic_load(mpsd_inside_of(left_moves)); ms++)
+		mpsd_pause(1);
+	if (left.handle && !atomic_load(mpsd_inside_of(left_moves)))
+		end_copy(&left);
+}
+
 bool mpsd_standby_open(uint64_t generation, const char *pipe, const char *folder, const char **why)
 {
 	bool is;
 
+	end_left();
 	mpsd_standby_close();
 	mpsd_zones_copy(MPSD_RANGE_COPY_COMES);
 	if (!mpsd_copy_load(&standby, folder, why))
@@ -81,17 +106,6 @@ bool mpsd_standby_follow(const char **why)
 	if (fault)
 		*why = fault;
 	return !fault;
-}
-
-/* The end of what a copy has on the GPU, then of the copy. */
-static void end_copy(struct mpsd_copy *copy)
-{
-	CUresult (*reset)(CUdevice) = (CUresult (*)(CUdevice))copy->calls[MPSD_cuDevicePrimaryCtxReset_v2];
-
-	for (int i = 0; copy->handle && i < DEVICES; i++)
-		if (mpsd_windows[i].primary)
-			reset(i);
-	mpsd_copy_unload(copy);
 }
 
 void mpsd_standby_close(void)
@@ -166,12 +180,13 @@ static void cover_again(void)
 
 bool mpsd_move(struct mpsd_times *times, const char **why)
 {
-	struct mpsd_copy last = in_use;
 	bool is;
 
 	mpsd_phase_begin();
 	is = hold_and_switch(times, why);
 	if (is) {
+		left = in_use;
+		left_moves = mpsd_moves_done();
 		in_use = standby;
 		standby = (struct mpsd_copy){ .handle = NULL };
 		if (mpsd_work_lost())
@@ -181,8 +196,7 @@ bool mpsd_move(struct mpsd_times *times, const char **why)
 	times->on_ns = now_ns();
 	if (is)
 		cover_again();
-	if (is && last.handle)
-		end_copy(&last);
+	end_left();
 	return is;
 }
 

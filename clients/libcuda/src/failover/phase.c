@@ -15,6 +15,7 @@
 
 void *mpsd_inner[MPSD_SLOTS];
 atomic_uint_least64_t mpsd_moves;
+atomic_uint mpsd_inside[MPSD_COPIES_KNOWN];
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
@@ -49,7 +50,7 @@ static void bring_context(uint64_t moves)
 	thread_moves = moves;
 }
 
-uint64_t mpsd_carry_wait(void)
+static uint64_t settled(void)
 {
 	uint64_t moves = atomic_load(&mpsd_moves);
 
@@ -62,8 +63,25 @@ uint64_t mpsd_carry_wait(void)
 		moves = atomic_load(&mpsd_moves);
 		pthread_mutex_unlock(&lock);
 	}
-	bring_context(moves & ~1ull);
-	return moves;
+	/* A move that does not end leaves the program where it was. */
+	return moves & ~1ull;
+}
+
+/* Counted before the number is read again: whoever unloads a copy looks after it has changed the number. */
+uint64_t mpsd_carry_wait(void)
+{
+	for (;;) {
+		uint64_t moves = settled();
+
+		if (!moves)
+			return moves;
+		atomic_fetch_add(mpsd_inside_of(moves), 1);
+		if ((atomic_load(&mpsd_moves) & ~1ull) == moves) {
+			bring_context(moves);
+			return moves;
+		}
+		atomic_fetch_sub(mpsd_inside_of(moves), 1);
+	}
 }
 
 static bool wait_for_word(uint64_t moves)
@@ -90,8 +108,7 @@ bool mpsd_carry_again(CUresult result, uint64_t moves)
 	if (atomic_load(&mpsd_moves) == moves &&
 	    (!mpsd_is_loss(result) || !mpsd_line_ready() || !wait_for_word(moves)))
 		return false;
-	mpsd_carry_wait();
-	return (atomic_load(&mpsd_moves) & ~1ull) != moves;
+	return settled() != moves;
 }
 
 /* Functions that cannot come along */
@@ -102,7 +119,7 @@ void *mpsd_opaque(unsigned int index, uint64_t *registers)
 {
 	if (!atomic_exchange(&noted[index], 1))
 		mpsd_line_opaque(index < MPSD_NAMES ? mpsd_names[index] : "a function of a newer driver");
-	mpsd_carry_enter();
+	mpsd_carry_leave(mpsd_carry_enter());
 	for (int i = 0; atomic_load(&mpsd_moves) && i < 6; i++)
 		registers[i] = (uint64_t)(uintptr_t)mpsd_native_of((void *)(uintptr_t)registers[i]);
 	return __atomic_load_n(&mpsd_inner[index], __ATOMIC_RELAXED);

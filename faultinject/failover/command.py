@@ -1,0 +1,168 @@
+"""`mpsd-faultinject failover`: the options, the run, the table."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import tempfile
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from faultinject import kinds, report
+from faultinject.failover.rounds import PARTS, SETTINGS, Rounds, data
+from faultinject.history import History
+from faultinject.matrix import tell_stderr
+from faultinject.node import open_node
+from faultinject.proxy.library import find_libraries
+from faultinject.rig import Rig
+from mpsd.errors import MpsdError, UsageError
+
+KINDS = ("trap", "misaligned", "shared_window", "stack_overflow", "store", "pbdma", "server_death")
+
+
+def judge(faults: Sequence[Mapping[str, Any]]) -> str:
+    """valid, or what was seen that must not be."""
+    for fault in faults:
+        if fault["problem"]:
+            return f"invalid: {fault['problem'][:300]}"
+        for program in fault["programs"]:
+            if not program["alive"]:
+                return "invalid: a program was lost"
+            if program["wrong"]:
+                return "invalid: a program saw a wrong result, or memory that had changed"
+            if len(program["told"]) > 1:
+                return f"invalid: a program met more than one error: {program['told']}"
+    return "valid"
+
+
+def row(kind: str, faults: Sequence[Mapping[str, Any]]) -> list[str]:
+    """kind, faults, lost, told, times in ms (median / worst), verdict."""
+    programs = [p for fault in faults for p in fault["programs"]]
+    fates = [fate for fault in faults if fault["record"] for fate in fault["record"]["clients"]]
+    return [
+        kind,
+        str(len(faults)),
+        str(sum(not p["alive"] for p in programs)),
+        str(sum(bool(p["told"]) for p in programs)),
+        _spread([p["stall"] for p in programs]),
+        _spread([fault["record"]["decision_ms"] for fault in faults if fault["record"]]),
+        *(_spread([fate.get(name) for fate in fates]) for name in ("held_ms", "fence_ms", "first_ms")),
+        judge(faults),
+    ]
+
+
+HEAD = ["kind", "faults", "lost", "told", "longest step", "decided", "held", "fence", "goes on", "verdict"]
+
+
+def _spread(values: Sequence[float | None]) -> str:
+    known = sorted(v for v in values if v is not None)
+    return f"{median(known):.2f} / {known[-1]:.2f}" if known else "-"
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """All kinds, each in a rig of its own. Raises MpsdError where the rig itself cannot be had."""
+    date = datetime.now(UTC).isoformat(timespec="seconds")
+    found: dict[str, Any] = {}
+    left: list[str] = []
+    with tempfile.TemporaryDirectory(prefix="mpsd-fi-") as base:
+        libraries = find_libraries(args.backend, args.libcuda, args.driver, Path(base))
+        node = open_node(args.backend, Path(base))
+        try:
+            settings = dict(SETTINGS)
+            if libraries.driver:
+                settings["failover.driver"] = f'"{libraries.driver / "libcuda.so.1"}"'
+            for kind in args.kinds:
+                with (
+                    History() as history,
+                    Rig(node, "mpsd", history, settings=settings, logs_to=args.out and args.out / kind) as rig,
+                ):
+                    rounds = Rounds(rig, libraries, tell_stderr)
+                    try:
+                        rounds.start()
+                        found[kind] = data(rounds.run(kind, args.faults, args.deadline))
+                        rounds.end()
+                    except MpsdError as error:
+                        found.setdefault(kind, [_broken(kind, f"{error}; mpsd: {rig.mpsd.tail()[-300:]}")])
+                left += rig.left
+        finally:
+            node.close()
+    words = ["mpsd-faultinject", "failover", "--backend", args.backend]
+    words += ["--kinds", ",".join(args.kinds), "--faults", str(args.faults)]
+    return {
+        "schema": 1,
+        "kind": "failover",
+        "device": node.device,
+        "driver": node.driver,
+        "backend": args.backend,
+        "date": date,
+        "command": shlex.join(words),
+        "leftovers": left,
+        "faults": found,
+    }
+
+
+def _broken(kind: str, problem: str) -> dict[str, Any]:
+    return {"kind": kind, "problem": problem, "offender_code": None, "programs": [], "record": None}
+
+
+def table(finished: Mapping[str, Any]) -> list[list[str]]:
+    return [HEAD, *(row(kind, faults) for kind, faults in finished["faults"].items())]
+
+
+def markdown(finished: Mapping[str, Any]) -> str:
+    rows = table(finished)
+    lines = [
+        f"# Fail-over: {finished['device']}, driver {finished['driver']}",
+        "",
+        f"{finished['date']}; again: `{finished['command']}`",
+        "",
+        "Three servers keep memory in the vault and check every result; a neighbour faults again and again, and",
+        "they go on in a second domain each time. Times in ms, median / worst: the longest step of a server",
+        "around the fault; from mpsd's first sign to its decision; from the word to a program until its calls",
+        "were held, its old context could write no more, and it went on. `told`: how often a server met one",
+        "error, for what was in flight is lost in the mode `keep`.",
+        "",
+        "| " + " | ".join(rows[0]) + " |",
+        "| " + " | ".join("---" for _ in rows[0]) + " |",
+        *("| " + " | ".join(line) + " |" for line in rows[1:]),
+        "",
+        "Left behind: " + ("; ".join(finished["leftovers"]) or "nothing") + ".",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def passed(finished: Mapping[str, Any]) -> bool:
+    return not finished["leftovers"] and all(judge(faults) == "valid" for faults in finished["faults"].values())
+
+
+def _go(args: argparse.Namespace) -> int:
+    known = (*kinds.GPU_KINDS, *PARTS)
+    for kind in args.kinds:
+        if kind not in known:
+            raise UsageError(f"there is no kind {kind!r} for fail-over", remedy=f"of: {', '.join(known)}")
+    finished = run(args)
+    print(f"{finished['device']}, driver {finished['driver']}, {finished['date']}; again: {finished['command']}")
+    print(report.aligned(table(finished)))
+    for path, text in ((args.json, json.dumps(finished, indent=1) + "\n"), (args.markdown, markdown(finished))):
+        if path:
+            path.write_text(text)
+            tell_stderr(f"wrote {path}")
+    return 0 if passed(finished) else 1
+
+
+def add_parser(commands: Any, types: Any) -> None:
+    """The subcommand's options. `types` has the harness's readers of names, numbers and seconds."""
+    parser = commands.add_parser("failover", help="faults that nothing isolates, beside programs that go on")
+    parser.add_argument("--backend", choices=types.backends, default="simulated", help="(default: simulated)")
+    types.common(parser)
+    parser.add_argument("--kinds", type=types.names, default=list(KINDS), help=f"of: {', '.join(KINDS)}, ...")
+    parser.add_argument("--faults", type=types.number(1, 1000), default=3, help="of each kind (default: 3)")
+    parser.add_argument("--deadline", type=types.seconds, default=120.0, help="seconds for each kind")
+    parser.add_argument("--libcuda", type=Path, metavar="DIR", help="the folder with the proxy's libcuda.so.1")
+    parser.add_argument("--driver", type=Path, metavar="DIR", help="the stand-in's, for the simulated GPU")
+    parser.add_argument("--out", type=Path, help="keep the logs of each kind here")
+    parser.set_defaults(go=_go)

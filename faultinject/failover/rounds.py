@@ -1,0 +1,212 @@
+"""Faults one after another beside the same servers under mpsd-run; what each cost, and what mpsd recorded."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from faultinject.history import clock
+from faultinject.proxy.library import MPSD_RUN, Libraries
+from faultinject.rig import Rig
+from faultinject.worker import Worker
+from mpsd.errors import DeadlineError, MpsdError
+
+SETTINGS = {
+    "vault.enabled": "true",
+    "failover.enabled": "true",
+    "failover.per_minute": "1000",
+    **{f"guard.{name}": "false" for name in ("low", "file", "heap", "stack")},
+}
+"""Without guards, so that memory faults reach everybody too. Moves are not bounded: many faults, one run."""
+
+SERVERS = 3
+UP_S, READY_S, FAULT_S, MOVED_S = 60.0, 30.0, 20.0, 15.0
+POLL_S = 0.01
+PARTS = ("server_death",)
+
+
+@dataclass(slots=True)
+class Moved:
+    """What one program lived through at one fault; times in ms, None where it was never reached.
+
+    `stall` is the longest step that began after 0.2 s before the fault; `after` how long after the fault the
+    first step ended that began after it; `told` the codes that it met.
+    """
+
+    alive: bool
+    wrong: int
+    steps: int
+    stall: float | None
+    after: float | None
+    told: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Fault:
+    """One fault and its fail-over. `problem`: what did not come in time."""
+
+    kind: str
+    problem: str = ""
+    offender_code: int | None = None
+    programs: list[Moved] = field(default_factory=list)
+    record: Mapping[str, Any] | None = None
+
+
+class Rounds:
+    """Servers in one domain, with a rig that has an mpsd."""
+
+    def __init__(self, rig: Rig, libraries: Libraries, tell: Callable[[str], None]) -> None:
+        self._rig, self._libraries, self._tell = rig, libraries, tell
+        self._servers: list[Worker] = []
+        self._reports: dict[str, int] = {}
+        self._seen_failovers = 0
+
+    def start(self) -> None:
+        """The servers, working. Raises DeadlineError."""
+        service = self._rig.mpsd
+        device = "standin" if self._libraries.driver else None
+        environment = self._libraries.proxied(service.environment, service.socket, vault=True)
+        for number in range(SERVERS):
+            self._servers.append(
+                self._rig.spawn(
+                    f"server-{number}",
+                    "server",
+                    *("--seed", str(number)),
+                    environment=environment,
+                    through=MPSD_RUN,
+                    device=device,
+                )
+            )
+        for server in self._servers:
+            server.must("ready", timeout=UP_S)
+
+    def run(self, kind: str, faults: int, deadline_s: float) -> list[Fault]:
+        """So many of one kind, as far as the time reaches."""
+        end, found = clock() + deadline_s, []
+        for number in range(faults):
+            if clock() > end:
+                found.append(Fault(kind, f"the deadline passed after {number} of {faults}"))
+                break
+            found.append(self._one(kind, number))
+            self._tell(f"{kind} {number + 1}/{faults}: {found[-1].problem or 'done'}")
+            if found[-1].problem:
+                break
+        return found
+
+    def _one(self, kind: str, number: int) -> Fault:
+        fault = Fault(kind)
+        try:
+            self._wait_until_ready()
+            self._reset_reports()
+            at = self._server_dies() if kind == "server_death" else self._offend(fault, kind, number)
+            fault.record = self._record(at)
+            self._collect(fault, at)
+        except (DeadlineError, MpsdError) as error:
+            fault.problem = str(error)
+            if not fault.programs:
+                self._collect(fault, clock())
+        return fault
+
+    def _programs(self) -> Mapping[int, Mapping[str, Any]]:
+        slots = self._rig.mpsd.status()["slots"]
+        return {p["pid"]: {**p, "slot": slot} for slot in slots for p in slot["programs"]}
+
+    def _wait_until_ready(self) -> None:
+        end, why = clock() + READY_S, "no answer"
+        while clock() < end:
+            known = self._programs()
+            mine = [known.get(server.pid) for server in self._servers]
+            if all(p is not None and p["standing"] == "ready" and p["slot"]["survivable"] for p in mine):
+                return
+            lost = next((server for server in self._servers if not server.running), None)
+            if lost is not None:
+                raise DeadlineError(self._last_words(lost))
+            why = "; ".join(
+                "unknown" if p is None else f"{p['standing']} {p['reason']} {p['opaque']} {p['slot']['why_none']}"
+                for p in mine
+            )
+            time.sleep(POLL_S)
+        raise DeadlineError(f"not every server had a standby within {READY_S:.0f} s: {why}")
+
+    def _offend(self, fault: Fault, kind: str, number: int) -> float:
+        offender = self._rig.spawn(f"offender-{kind}-{number}", "offender", kind)
+        offender.must("ready", timeout=UP_S)
+        at = offender.tell("go")
+        outcome = offender.wait("outcome", "gone", timeout=0.05)
+        fault.offender_code = outcome.data.get("code") if outcome else None
+        return at
+
+    def _server_dies(self) -> float:
+        import os
+        import signal
+
+        pid = self._rig.mpsd.part("server")
+        if pid is None:
+            raise DeadlineError("there is no MPS server")
+        at = clock()
+        os.kill(pid, signal.SIGKILL)
+        return at
+
+    def _record(self, at: float) -> Mapping[str, Any]:
+        """The new fail-over's record, once every program in it has a fate."""
+        end = clock() + MOVED_S
+        while clock() < end:
+            records = self._rig.mpsd.ask(lambda c: c.failovers())
+            mine = [r for r in records if r["id"] > self._seen_failovers]
+            if mine and all(fate["outcome"] not in ("told", "moving") for fate in mine[-1]["clients"]):
+                self._seen_failovers = mine[-1]["id"]
+                return dict(mine[-1])
+            time.sleep(POLL_S)
+        raise DeadlineError(f"no fail-over was recorded within {MOVED_S:.0f} s")
+
+    def _reset_reports(self) -> None:
+        for server in self._servers:
+            self._report(server)
+
+    def _report(self, server: Worker) -> Mapping[str, Any] | None:
+        before = self._reports.get(server.name, 0)
+        server.tell("report")
+        said = server.wait("report", timeout=FAULT_S, after=before)
+        self._reports[server.name] = before + 1
+        return said.data if said else None
+
+    def _collect(self, fault: Fault, at: float) -> None:
+        for server in self._servers:
+            said = self._report(server)
+            if said is None:
+                fault.programs.append(Moved(False, 0, 0, None, None))
+                fault.problem = fault.problem or self._last_words(server)
+                continue
+            fault.programs.append(_moved(said, at))
+
+    def _last_words(self, server: Worker) -> str:
+        error = server.heard("error")
+        gone = server.heard("gone")
+        silent = f"it ended with {gone.data['status']}" if gone else "it says nothing"
+        said = f"{error.data['text']}, after {error.data.get('told')}" if error else silent
+        return f"{server.name} is lost ({said}): {self._rig.error_text(server, 120)}"
+
+    def end(self) -> None:
+        for server in self._servers:
+            server.tell("stop")
+        for server in self._servers:
+            server.must("done", "gone", timeout=FAULT_S)
+
+
+def _moved(said: Mapping[str, Any], at: float) -> Moved:
+    steps = [(start, end) for start, end in said["longest"] if end > at - 0.2]
+    later = [end for start, end in steps if end > at]
+    return Moved(
+        alive=True,
+        wrong=said["wrong"],
+        steps=said["steps"],
+        stall=round(max((end - start for start, end in steps), default=0.0) * 1e3, 3),
+        after=round((min(later) - at) * 1e3, 3) if later else None,
+        told=[code for _, code in said["told"]],
+    )
+
+
+def data(faults: Sequence[Fault]) -> list[dict[str, Any]]:
+    return [asdict(fault) for fault in faults]

@@ -1,0 +1,96 @@
+"""A client that keeps its data on the GPU and tries again what failed, as a server would that is moved.
+
+It computes and checks as the survivor does. An error of a call costs it the step, never the program: what
+must not have changed is compared, what was being computed is written anew, and the step is done again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from typing import Any
+
+from faultinject.programs.device import DeviceError, open_device
+from faultinject.programs.survivor import Computation
+from faultinject.programs.talk import Inbox, clock, identity, no_core_dumps, say
+
+MOST_IN_A_ROW = 3
+
+
+class Server:
+    """The computation and what happened to it. `told`: errors met, as (time, code)."""
+
+    def __init__(self, computation: Computation) -> None:
+        self.computation = computation
+        self.told: list[tuple[float, int]] = []
+
+    def serve(self) -> None:
+        """One step, tried again after an error. Raises DeviceError when it fails over and over."""
+        for left in reversed(range(MOST_IN_A_ROW)):
+            try:
+                self.computation.step()
+                return
+            except DeviceError as error:
+                self.told.append((clock(), error.code))
+                if not left:
+                    raise
+                self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        work = self.computation
+        try:
+            if work.device.read(work.still_at, work.words * 4) != work.still:
+                work.tally.wrong += 1
+                say("wrong", step=work.tally.steps, buffer="still")
+            work.device.write(work.moving_at, work.expected.tobytes())
+        except DeviceError as error:
+            self.told.append((clock(), error.code))
+
+    def report(self) -> dict[str, Any]:
+        """Since the last report."""
+        tally, told = self.computation.tally, self.told
+        report = {**tally.report(), "told": told}
+        tally.longest, self.told = {}, []
+        return report
+
+
+def work(server: Server, inbox: Inbox, pause_s: float) -> None:
+    """Serve until told to stop. Raises DeviceError."""
+    while True:
+        order = inbox.wait(0)
+        if order is not None and order["do"] == "stop":
+            return
+        if order is not None and order["do"] == "report":
+            say("report", **server.report())
+        server.serve()
+        if pause_s:
+            time.sleep(pause_s)
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--backend", required=True)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--words", type=int, default=256)
+    parser.add_argument("--pause-ms", type=float, default=0.0)
+    args = parser.parse_args(argv)
+    no_core_dumps()
+    inbox = Inbox()
+    server = None
+    try:
+        device = open_device(args.backend)
+        server = Server(Computation(device, args.seed, args.words, check=True))
+        server.serve()
+        say("ready", **identity())
+        work(server, inbox, args.pause_ms / 1e3)
+        say("done", **server.report())
+        device.close()
+        return 0
+    except DeviceError as error:
+        say("error", code=error.code, text=str(error), **(server.report() if server else {}))
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
