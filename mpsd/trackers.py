@@ -3,16 +3,12 @@
 A program with managed memory of its own makes thousands of serviced faults a second. A queue that tells
 of such and of nothing else is read at most every few milliseconds; what the driver drops meanwhile is
 counted, shown, and never a hit.
-
-What a hit is told with, that nothing of its client runs, decides how that is put out. The client's ledger is
-asked first, which costs nothing; its yes counts only when a look at its work on the GPU says the same.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import structlog
@@ -22,7 +18,6 @@ from mpsd.core import events as ev
 from mpsd.errors import GpuError
 from mpsd.gpu.base import Tracker
 from mpsd.model import ClientId, ProcessInstance, UvmEvent
-from mpsd.tasks import Tasks
 from mpsd.zones.book import Hit, Zones
 
 log = structlog.get_logger("mpsd.trackers")
@@ -31,8 +26,6 @@ EVENTS_PER_DRAIN = 64
 CALM_S = 0.002
 SETTLES_S = 0.001
 """A program that waits for its kernels has learnt of the end of this one by then, as a rule."""
-LOOK_AGAIN_S = 1.0
-"""Whoever is not put out at once may hit for ever: the look reads much, and is not taken for each batch."""
 
 
 @dataclass(slots=True, eq=False)
@@ -47,27 +40,12 @@ class _Queue:
     lost: bool = False
 
 
-async def never_quiet(process: ProcessInstance) -> bool:
-    """Where nobody can look at a client's work."""
-    return False
-
-
 class Trackers:
-    """Lives on the event loop. `zones`: None where no client can have any. `quiet`: a look at whether nothing
-    of a living process is on the GPU; it never raises and has a deadline."""
+    """Lives on the event loop. `zones`: None where no client can have any."""
 
-    def __init__(
-        self,
-        post: Callable[[ev.Event], None],
-        zones: Zones | None = None,
-        quiet: Callable[[ProcessInstance], Awaitable[bool]] = never_quiet,
-    ) -> None:
+    def __init__(self, post: Callable[[ev.Event], None], zones: Zones | None = None) -> None:
         self._post = post
         self._zones = zones
-        self._quiet = quiet
-        self._tasks = Tasks(post)
-        self._waiting: dict[ProcessInstance, list[tuple[ClientId, Hit]]] = {}
-        self._looked: dict[ProcessInstance, float] = {}
         self._loop = asyncio.get_running_loop()
         self._queues: dict[ClientId, _Queue] = {}
 
@@ -87,8 +65,6 @@ class Trackers:
             queue.rest.cancel()
         elif not queue.lost:
             self._loop.remove_reader(queue.tracker.fileno())
-        if not any(q.client.process == client.process for q in self._queues.values()):
-            self._looked.pop(client.process, None)
 
     def report(self, process: ProcessInstance) -> bool:
         """Let the queues of this process tell of serviced faults too. False where none of them does."""
@@ -139,40 +115,14 @@ class Trackers:
         self._loop.add_reader(queue.tracker.fileno(), self._drain, queue)
 
     def _hit(self, client: ClientId, hit: Hit) -> None:
-        if self._says_idle(client):
-            self._look_or_tell(client, hit)
+        if self._is_idle(client):
+            self._tell(client, hit)
         else:
-            self._loop.call_later(SETTLES_S, self._look_or_tell, client, hit)
+            self._loop.call_later(SETTLES_S, self._tell, client, hit)
 
-    def _says_idle(self, client: ClientId) -> bool:
+    def _is_idle(self, client: ClientId) -> bool:
         return self._zones is not None and self._zones.idle(client.process)
 
-    def _look_or_tell(self, client: ClientId, hit: Hit) -> None:
-        process, now = client.process, time.monotonic()
-        if process in self._waiting:
-            # In order: none is told before the one that the look is taken for.
-            self._waiting[process].append((client, hit))
-        elif self._may_look(client, now):
-            self._waiting[process] = [(client, hit)]
-            self._looked[process] = now
-            self._tasks.spawn(self._look(process))
-        else:
-            self._tell(client, hit, idle=False)
-
-    def _may_look(self, client: ClientId, now: float) -> bool:
-        looked = self._looked.get(client.process)
-        again = looked is None or now - looked >= LOOK_AGAIN_S
-        return again and client in self._queues and self._says_idle(client)
-
-    async def _look(self, process: ProcessInstance) -> None:
-        quiet = False
-        try:
-            quiet = await self._quiet(process)
-        finally:
-            for client, hit in self._waiting.pop(process):
-                # What it has launched meanwhile, it may have said.
-                self._tell(client, hit, idle=quiet and self._says_idle(client))
-
-    def _tell(self, client: ClientId, hit: Hit, *, idle: bool) -> None:
-        liveness = procs.liveness(client.process)
+    def _tell(self, client: ClientId, hit: Hit) -> None:
+        liveness, idle = procs.liveness(client.process), self._is_idle(client)
         self._post(ev.GuardHit(client, hit.event, hit.role, hit.count, liveness, idle))

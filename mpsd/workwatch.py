@@ -1,4 +1,4 @@
-"""Watching the dead: from the death of a client until its work on the GPU has ended; and looks at the living.
+"""Watching the dead: from the death of a client until its work on the GPU has ended.
 
 What is watched is a life, from one exec to the next: its work ends apart from that of the next one.
 """
@@ -29,8 +29,6 @@ YOUNG_STEP_S = 0.02
 # One without a context may get it, and launch, at any time: what was not seen by its death is not known.
 EMPTY_STEP_S = 0.05
 CLOSE_S = 5.0
-# Whoever waits for the look takes a client for busy then, which is right of any.
-QUIET_S = 0.05
 
 
 @dataclass(slots=True, eq=False)
@@ -123,22 +121,6 @@ class WorkWatch:
             await self._looks.run(id(view), view.refresh)
         except (OSError, GpuError) as error:
             log.warning("areas of a client are not noted", reason=str(error))
-
-    async def quiet(self, process: ProcessInstance) -> bool:
-        """Whether nothing of a living process is seen on the GPU now; False also where that cannot be told,
-        or not in QUIET_S."""
-        own = (life for client, life in self._lives.items() if client.process == process)
-        lives = [life for life in dict.fromkeys(own) if life.watch is None]
-        try:
-            async with asyncio.timeout(QUIET_S):
-                for life in lives:
-                    await self._look(life)
-                    if not await self._looks.run(id(life.view), life.view.quiet):
-                        return False
-        except (TimeoutError, OSError, GpuError) as error:
-            log.info("work of a living client cannot be seen", process=str(process), reason=repr(error))
-            return False
-        return bool(lives)
 
     def all_pending(self) -> Mapping[ProcessInstance, str]:
         """What each dead client still has on the GPU, for `status`."""

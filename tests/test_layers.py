@@ -63,10 +63,9 @@ GROUPS: dict[str, tuple[set[str], set[str]]] = {
         {"mpsd.guard", "mpsd.guardnotes", "mpsd.guardplan"},
         {"base", "core", "gpu base", "linux", "looks", "notes"},
     ),
-    "tasks": ({"mpsd.tasks"}, {"core"}),
     "zones": (
         {"mpsd.zones", "mpsd.trackers"},
-        {"base", "core", "gpu base", "linux", "looks", "procs", "tasks"},
+        {"base", "core", "gpu base", "linux", "looks", "procs"},
     ),
     "listener": ({"mpsd.listener"}, {"base", "wire", "linux"}),
     "client": ({"mpsd_client"}, {"wire", "base"}),

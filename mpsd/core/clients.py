@@ -245,7 +245,7 @@ def begin_eviction(
     draft: Draft, believed: list[Client], eviction: Eviction, liveness: Liveness, *, idle: bool = False
 ) -> None:
     """Put a process out. `believed`: those of its clients that are proven, one at least. `idle`: nothing of
-    it runs on the GPU, and that is not its own word alone."""
+    it is said to run on the GPU."""
     draft.count("evictions")
     process = believed[0].id.process
     targets = [c for c in draft.state.spaces_of(process) if c.living]
@@ -253,7 +253,7 @@ def begin_eviction(
     obstacle = _obstacle(draft, targets, believed, liveness)
     if not obstacle and idle and all(c.state is ClientState.ATTACHED for c in targets):
         # terminate_client makes all others wait for milliseconds. Were it not true, the lease would hold it.
-        obstacle = "nothing of the client runs: SIGKILL under the lease makes nobody wait"
+        obstacle = "nothing of the client runs, by its ledger: SIGKILL under the lease makes nobody wait"
     if obstacle:
         kill(draft, believed[0], replace(eviction, steps=(obstacle,)))
         return

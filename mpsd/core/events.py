@@ -220,8 +220,7 @@ class UvmFatal:
 class GuardHit:
     """Guard zones of this client absorbed `count` accesses, `event` the first of them.
 
-    `liveness` was read just before. `idle`: its ledger says that whatever it launched has ended, and our own
-    look at its work saw nothing else.
+    `liveness` was read just before. `idle`: its ledger says that whatever it launched has ended.
     """
 
     client: ClientId

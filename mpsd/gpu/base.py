@@ -102,13 +102,6 @@ class WorkView(Protocol):
         """
         ...
 
-    def quiet(self) -> bool:
-        """Whether nothing of a living client is seen on the GPU at this moment, just after a `refresh`.
-
-        False where this machine cannot tell. May be called in a thread while the view is closed.
-        """
-        ...
-
     def close(self) -> None: ...
 
 

@@ -123,8 +123,7 @@ class Zones:
         return process in self._entries
 
     def idle(self, process: ProcessInstance) -> bool:
-        """Whether its ledger says that it has launched something, and that all of that has ended: the
-        client's own word, on which alone nothing is done."""
+        """Whether its ledger says that it has launched something, and that all of that has ended."""
         entry = self._entries.get(process)
         try:
             head = entry.ledger.head() if entry is not None else None

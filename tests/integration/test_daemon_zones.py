@@ -83,32 +83,6 @@ def test_a_stray_access_into_a_zone_is_named_and_its_client_evicted(site: Site, 
     assert survivor.finish()["rounds"] > 0
 
 
-def terminations(site: Site) -> int:
-    """How many clients the servers were asked to let go of."""
-    return sum(log.read_text().count("Cmd:terminate_client") for log in site.log_dir.rglob("control.log"))
-
-
-def test_who_is_idle_by_its_ledger_is_asked_to_leave_when_its_work_says_otherwise(site: Site) -> None:
-    client, address = zoned(site)
-    assert client.do("zoned.launch('fill', zoned.alloc(16)) or zoned.synchronize()") == {"result": None}
-    before = terminations(site)
-    # Of these the ledger says nothing.
-    client.do("dev.launch('spin', duration_s=0.05)")
-    client.do(f"dev.launch('store', address={address + MIB})")
-    client.do("dev.launch('forever')")
-    client.wait()
-    finished(site, client, "evicted")
-    until(lambda: terminations(site) > before, "the server was asked to let go of it")
-    site.gone(client)
-    client, address = zoned(site)
-    assert client.do("zoned.launch('fill', zoned.alloc(16)) or zoned.synchronize()") == {"result": None}
-    before = terminations(site)
-    client.do(f"dev.launch('store', address={address + MIB})")
-    client.wait()
-    finished(site, client, "evicted")
-    assert terminations(site) == before
-
-
 def test_a_ledger_outlives_its_connection_and_ends_with_its_process(site: Site) -> None:
     client, address = zoned(site)
     assert client.do("zoned.channel.close()") == {"result": None}

@@ -26,8 +26,8 @@ def report(address: int, number: int) -> bytes:
     return words(0x200426C0, address >> 32, address & 0xFFFFFFFF, number, 4)
 
 
-def launch(number: int, slot: int = SLOT, semaphore: int = REPORT) -> bytes:
-    return mark(slot) + words(0x200120AD, 0x20380C8, 0x200120B0, 0xA) + report(semaphore, number)
+def launch(number: int, slot: int = SLOT) -> bytes:
+    return mark(slot) + words(0x200120AD, 0x20380C8, 0x200120B0, 0xA) + report(REPORT, number)
 
 
 def pending(signs: Signs, memory: dict[int, int]) -> bool:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 import os
 import subprocess
 import sys
@@ -13,13 +11,11 @@ import pytest
 
 from mpsd import procs
 from mpsd.gpu.nvidia import work
-from mpsd.gpu.nvidia.semaphores import BUSY, Area
+from mpsd.gpu.nvidia.semaphores import Area
 from mpsd.gpu.nvidia.work import NvidiaWork, areas_noted, record_of
 from mpsd.model import ProcessInstance
-from tests.unit.test_semaphores import launch
 
 FEW, MANY = [Area(1 << 21, 1 << 22)], [Area(n << 21, (n + 1) << 21) for n in range(1, 90, 2)]
-LOW, SIZE = 0x2_0300_0000, 1 << 20
 # Says a line, then runs the same program again at each line that it is told.
 PROGRAM = "import os, sys; print(flush=True); sys.stdin.readline(); os.execv(sys.executable, sys.orig_argv)"
 
@@ -217,44 +213,3 @@ def test_what_is_kept_of_a_program_before_an_exec_is_not_present(child: subproce
 def test_nothing_kept_tells_nothing(child: subprocess.Popen[str]) -> None:
     assert NvidiaWork().is_present(instance(child), {})
     assert NvidiaWork().is_present(ProcessInstance(child.pid, 1), {"mem": 0})
-
-
-@pytest.fixture
-def low() -> Iterator[ctypes.Array[ctypes.c_char]]:
-    """Memory of this process where libcuda keeps what it shares with the GPU."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long)
-    fixed = 0x100000
-    found = libc.mmap(LOW, SIZE, 3, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | fixed, -1, 0)
-    assert found == LOW
-    yield (ctypes.c_char * SIZE).from_address(LOW)
-    libc.munmap(ctypes.c_void_p(LOW), SIZE)
-
-
-def test_the_living_are_quiet_when_all_that_they_launched_has_ended(
-    low: ctypes.Array[ctypes.c_char], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(work, "areas", lambda rows: [Area(LOW, LOW + SIZE)])
-    slot, report = LOW + 0x100, LOW + 0x200
-    view = NvidiaWork().open(procs.facts(os.getpid()).instance, -1)
-    assert not view.quiet(), "who has launched nothing may begin at any moment"
-    low[:2] = b"go"
-    assert not view.quiet(), "commands that are not understood"
-
-    def word(address: int, value: int) -> None:
-        low[address - LOW : address - LOW + 4] = value.to_bytes(4, "little")
-
-    commands = launch(7, slot, report)
-    low[0x1000 : 0x1000 + len(commands)] = commands
-    for state, number, expected in ((0, 6, False), (BUSY, 7, False), (6, 7, True), (6, 6, False)):
-        word(slot, state)
-        word(report, number)
-        assert view.quiet() is expected
-    word(report, 7)
-    assert view.quiet()
-    monkeypatch.setattr(work, "SOON_S", 0.0)
-    assert not view.quiet(), "of mappings that were not looked at just now nothing is known"
-    view.close()
-    monkeypatch.setattr(work, "SOON_S", 60.0)
-    assert not view.quiet()

@@ -29,7 +29,6 @@ class View:
         self.left: str | None = ""
         self.located = True
         self.looks = 0
-        self.idle = True
         self.go_on = threading.Event()
         self.go_on.set()
 
@@ -41,10 +40,6 @@ class View:
         self.looks += 1
         assert not self.closed
         return self.left
-
-    def quiet(self) -> bool:
-        assert self.refreshed
-        return self.idle
 
     def close(self) -> None:
         self.closed += 1
@@ -230,33 +225,3 @@ def test_one_without_a_context_is_looked_at_until_it_has_one(monkeypatch: pytest
         await desk.watch.close()
 
     asyncio.run(run())
-
-
-def test_the_living_are_quiet_when_each_view_says_so_after_a_fresh_look() -> None:
-    async def play(desk: Desk) -> None:
-        assert not await desk.watch.quiet(PROCESS)
-        views = [desk.follow(FIRST), desk.follow(SECOND)]
-        before = [view.refreshed for view in views]
-        assert await desk.watch.quiet(PROCESS)
-        assert all(view.refreshed > count for view, count in zip(views, before, strict=True))
-        views[1].idle = False
-        assert not await desk.watch.quiet(PROCESS)
-        views[1].idle = True
-        desk.watch.watch(SECOND)
-        views[0].idle = False
-        assert not await desk.watch.quiet(PROCESS)
-
-    at_a_desk(play)
-
-
-def test_a_look_at_the_living_that_hangs_finds_them_busy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workwatch, "QUIET_S", 0.02)
-
-    async def play(desk: Desk) -> None:
-        view = desk.follow(FIRST)
-        view.go_on.clear()
-        async with asyncio.timeout(5):
-            assert not await desk.watch.quiet(PROCESS)
-        view.go_on.set()
-
-    at_a_desk(play)

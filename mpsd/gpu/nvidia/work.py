@@ -169,33 +169,40 @@ class ProcessWork:
             return True
         return self._settled and bool(self._areas)
 
-    def quiet(self) -> bool:
-        with self._turn:
-            # From memory whose mappings were not looked at just now, a context's may be missing.
-            recent = self._looked is not None and time.monotonic() - self._looked < SOON_S
-            if self._blind or self._mem < 0 or not recent:
-                return False
-            seen, mem = list(self._areas), os.dup(self._mem)
-        try:
-            # Not under the lock, which the event loop takes: reading from the living can wait.
-            signs, _ = _scan(mem, seen)
-            return signs.understood and not any(_late(mem, signs) for _ in range(CALM))
-        finally:
-            os.close(mem)
-
     def _left(self) -> str | None:
         if self._signs is None:
-            # The process is dead: nobody writes commands any more.
-            self._signs, self._wrote_commands = _scan(self._mem, self._areas)
+            self._signs = self._scan()
             self._died = time.monotonic()
         if not self._signs.understood:
             # A client that never launched anything has no commands at all; any others are not ours to read.
             return None if self._wrote_commands else ""
-        late = _late(self._mem, self._signs, dropped=time.monotonic() - self._died > DROPPED_S)
+        running = self._signs.running(self._word)
+        queued = [] if time.monotonic() - self._died > DROPPED_S else self._signs.queued(self._word)
+        late = [*running, *queued]
         self._calm = 0 if late else self._calm + 1
         if late:
             return ", ".join(late[:4])
         return "" if self._calm >= CALM else "looking once more"
+
+    def _scan(self) -> Signs:
+        """Read every area once: the process is dead, so nobody writes commands any more."""
+        signs = Signs()
+        for area in self._areas:
+            for at in range(area.start, area.end, PIECE):
+                for block in written(self._read(at, min(PIECE + OVERLAP, area.end - at))):
+                    self._wrote_commands = True
+                    signs.scan(block)
+        return signs
+
+    def _read(self, at: int, size: int) -> bytes:
+        try:
+            return os.pread(self._mem, size, at)
+        except OSError:
+            return b""
+
+    def _word(self, address: int) -> int | None:
+        data = self._read(address, 4)
+        return int.from_bytes(data, "little") if len(data) == 4 else None
 
     def close(self) -> None:
         with self._turn:
@@ -203,34 +210,6 @@ class ProcessWork:
                 if fd >= 0:
                     os.close(fd)
             self._mem = self._notes = self._maps = -1
-
-
-def _scan(mem: int, where: Sequence[Area]) -> tuple[Signs, bool]:
-    """Read every area once: what its commands say, and whether there are any."""
-    signs, wrote = Signs(), False
-    for area in where:
-        for at in range(area.start, area.end, PIECE):
-            for block in written(_read(mem, at, min(PIECE + OVERLAP, area.end - at))):
-                wrote = True
-                signs.scan(block)
-    return signs, wrote
-
-
-def _late(mem: int, signs: Signs, *, dropped: bool = False) -> list[str]:
-    """What has not ended yet. `dropped`: launches that are still queued never will run."""
-
-    def word(address: int) -> int | None:
-        data = _read(mem, address, 4)
-        return int.from_bytes(data, "little") if len(data) == 4 else None
-
-    return [*signs.running(word), *([] if dropped else signs.queued(word))]
-
-
-def _read(mem: int, at: int, size: int) -> bytes:
-    try:
-        return os.pread(mem, size, at)
-    except OSError:
-        return b""
 
 
 class NvidiaWork:

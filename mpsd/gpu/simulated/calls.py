@@ -195,13 +195,13 @@ class Calls:
         return {"error": 0, "spaces": self._service.references(int(message["pid"]))}, []
 
     def _node_work(self, peer: Peer, message: Message) -> Answer:
-        """How many contexts have kernels to run: `busy` of a dead process, `running` of a living one.
+        """How many contexts of a dead process still have kernels to run.
 
         Until the end of its connection has been read, launches may still stand in it.
         """
-        spaces = [s for s in self._service.machine.spaces.values() if s.pid == int(message["pid"])]
-        left = [s for s in spaces if s.connected or s.busy]
-        return {"error": 0, "busy": len(left), "running": sum(bool(s.busy) for s in spaces)}, []
+        spaces = self._service.machine.spaces.values()
+        left = [s for s in spaces if s.pid == int(message["pid"]) and (s.connected or s.busy)]
+        return {"error": 0, "busy": len(left)}, []
 
     def _node_duplicate(self, peer: Peer, message: Message) -> Answer:
         """New descriptors for a space, where the kernel refuses pidfd_getfd: for its user and root only."""

@@ -1,6 +1,6 @@
-"""When a client's kernels have ended: asked of the GPU process, which knows.
+"""When a dead client's kernels have ended: asked of the GPU process, which knows.
 
-Simulated only: on a real node the same is read from the client's semaphores.
+Simulated only: on a real node the same is read from the dead client's semaphores.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from mpsd.errors import GpuError
 from mpsd.gpu.simulated.adapters import NodeLink
 from mpsd.model import ProcessInstance
 
@@ -31,10 +30,6 @@ class SimulatedWork:
     def busy(self, pid: int) -> int:
         """Contexts of a dead process that still have kernels to run. Raises GpuError."""
         return int(self._link.ask({"op": "work", "pid": pid})[0]["busy"])
-
-    def running(self, pid: int) -> int:
-        """Contexts of a living process that have kernels to run. Raises GpuError."""
-        return int(self._link.ask({"op": "work", "pid": pid})[0]["running"])
 
 
 class SimulatedWorkView:
@@ -59,12 +54,6 @@ class SimulatedWorkView:
     def pending(self) -> str | None:
         busy = self._inspector.busy(self._process.pid)
         return f"{busy} context(s) with kernels to run" if busy else ""
-
-    def quiet(self) -> bool:
-        try:
-            return self._inspector.running(self._process.pid) == 0
-        except GpuError:
-            return False
 
     def close(self) -> None:
         return
