@@ -41,11 +41,18 @@ class _Queue:
 
 
 class Trackers:
-    """Lives on the event loop. `zones`: None where no client can have any."""
+    """Lives on the event loop. `zones`: None where no client can have any. `holds`: whether the vault has memory
+    of this process at an address."""
 
-    def __init__(self, post: Callable[[ev.Event], None], zones: Zones | None = None) -> None:
+    def __init__(
+        self,
+        post: Callable[[ev.Event], None],
+        zones: Zones | None = None,
+        holds: Callable[[ProcessInstance, int], bool] = lambda process, address: False,
+    ) -> None:
         self._post = post
         self._zones = zones
+        self._holds = holds
         self._loop = asyncio.get_running_loop()
         self._queues: dict[ClientId, _Queue] = {}
 
@@ -102,7 +109,8 @@ class Trackers:
 
     def _fatal(self, queue: _Queue, fatal: list[UvmEvent]) -> None:
         for event in fatal[:EVENTS_PER_DRAIN]:
-            self._post(ev.UvmFatal(queue.client, event))
+            own = self._holds(queue.client.process, event.address)
+            self._post(ev.UvmFatal(queue.client, event, own_memory=own))
         if len(fatal) > EVENTS_PER_DRAIN:
             self._post(ev.Counted({"events_dropped": len(fatal) - EVENTS_PER_DRAIN}))
 

@@ -52,6 +52,7 @@ class Fault:
     offender_code: int | None = None
     programs: list[Moved] = field(default_factory=list)
     record: Mapping[str, Any] | None = None
+    faults: list[Mapping[str, Any]] = field(default_factory=list)
 
 
 class Rounds:
@@ -61,7 +62,7 @@ class Rounds:
         self._rig, self._libraries, self._tell = rig, libraries, tell
         self._servers: list[Worker] = []
         self._reports: dict[str, int] = {}
-        self._seen_failovers = 0
+        self._seen_failovers = self._seen_faults = 0
 
     def start(self) -> None:
         """The servers, working. Raises DeadlineError."""
@@ -107,7 +108,19 @@ class Rounds:
             fault.problem = str(error)
             if not fault.programs:
                 self._collect(fault, clock())
+        fault.faults = self._new_faults()
         return fault
+
+    def _new_faults(self) -> list[Mapping[str, Any]]:
+        """What mpsd has recorded since, in short."""
+        try:
+            records = self._rig.mpsd.ask(lambda c: c.faults())
+        except MpsdError:
+            return []
+        mine = [r for r in records if r["id"] > self._seen_faults]
+        self._seen_faults = max((r["id"] for r in mine), default=self._seen_faults)
+        names = ("id", "fault_class", "domain", "offender", "confidence", "evidence")
+        return [{name: record.get(name) for name in names} for record in mine]
 
     def _programs(self) -> Mapping[int, Mapping[str, Any]]:
         slots = self._rig.mpsd.status()["slots"]

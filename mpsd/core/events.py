@@ -212,8 +212,12 @@ class WorkNotVisible:
 
 @dataclass(frozen=True, slots=True)
 class UvmFatal:
+    """A fault that UVM could not service. `own_memory`: at an address where the vault holds memory for its
+    process, which a context in use has mapped: it is met there by a context that the process has left."""
+
     client: ClientId
     event: UvmEvent
+    own_memory: bool = False
 
 
 @dataclass(frozen=True, slots=True)

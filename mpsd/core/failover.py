@@ -264,11 +264,24 @@ def is_moving(state: State, process: ProcessInstance) -> bool:
     return any(f.process == process and f.outcome is Outcome.TOLD for f in fates)
 
 
+_LEFT = (Outcome.TOLD, Outcome.MOVED, Outcome.SILENT)
+
+
+def left_lately(state: State, pid: int, now: float) -> str | None:
+    """The domain that a program with this pid has just been told to leave: a late sign that names the pid is of
+    that one, not of where it has gone."""
+    for record in reversed(state.failovers):
+        if now - record.at > state.policy.evidence_window_s:
+            return None
+        if any(f.process.pid == pid and f.outcome in _LEFT for f in record.fates):
+            return record.domain
+    return None
+
+
 def was_told(state: State, domain: str, process: ProcessInstance) -> bool:
     """Whether this program was told to move out of that domain."""
-    told = (Outcome.TOLD, Outcome.MOVED, Outcome.SILENT)
     return any(
-        f.process == process and f.outcome in told
+        f.process == process and f.outcome in _LEFT
         for record in state.failovers
         if record.domain == domain
         for f in record.fates
@@ -278,8 +291,7 @@ def was_told(state: State, domain: str, process: ProcessInstance) -> bool:
 def named(draft: Draft, domain: str, process: ProcessInstance) -> None:
     """A sign that came after the others were told: this process made the fault, and was told with them."""
     for record in reversed(draft.state.failovers):
-        told = (Outcome.TOLD, Outcome.MOVED, Outcome.SILENT)
-        if record.domain == domain and any(f.process == process and f.outcome in told for f in record.fates):
+        if record.domain == domain and any(f.process == process and f.outcome in _LEFT for f in record.fates):
             revise(draft, record, process, why="it made the fault, which was known after it was told")
             _put_out(draft, [process], draft.state.domains.get(record.to or ""))
             return

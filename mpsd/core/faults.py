@@ -26,7 +26,8 @@ def on_uvm_fatal(draft: Draft, event: ev.UvmFatal) -> None:
     if client is None or domain is None or event.event.access is Access.PREFETCH:
         draft.count("uvm_events_without_client")
         return
-    if failover.was_told(draft.state, domain.id, client.id.process):
+    told = failover.was_told(draft.state, domain.id, client.id.process)
+    if told or (event.own_memory and client.id.process in draft.state.members):
         # Its old context may reach its memory no more, and what still runs there meets that: no fault of its own.
         draft.count("failover_echoes")
         return
@@ -216,6 +217,10 @@ def on_kernel_xid(draft: Draft, event: ev.KernelXidSeen) -> None:
     if event.xid.pid is None:
         _join_or_stray(draft, event.gpu, event.xid.xid, sign)
         return
+    left = failover.left_lately(draft.state, event.xid.pid, draft.now)
+    if left is not None:
+        _echo(draft, left, sign)
+        return
     domain = at.owner_of_pid(draft.state, event.gpu, event.xid.pid, draft.now)
     if domain is not None:
         domain_sign(draft, domain, sign)
@@ -230,7 +235,12 @@ def on_kernel_xid(draft: Draft, event: ev.KernelXidSeen) -> None:
 def _echo_of_gone(draft: Draft, pid: int, sign: Evidence) -> bool:
     """Whether the line is a late sign of a fault whose domain, of which this was a client, has ended."""
     domain = at.former_domain(draft.state, pid, draft.now)
-    records = at.open_for(draft.state, domain, draft.now) if domain is not None else []
+    return domain is not None and _echo(draft, domain, sign)
+
+
+def _echo(draft: Draft, domain: str, sign: Evidence) -> bool:
+    """Add a late sign to the fault of its domain. False where that is not open any more."""
+    records = at.open_for(draft.state, domain, draft.now)
     if records:
         record = at.likeliest(records, sign)
         _revise(draft, record, at.refine(record, (sign,)))

@@ -157,6 +157,10 @@ class Vault:
     def knows(self, process: ProcessInstance) -> bool:
         return process in self._clients
 
+    def has(self, process: ProcessInstance, address: int) -> bool:
+        """Whether memory of this process that lies at this address is held."""
+        return any(0 <= address - h.address < h.size for h in self.ledger.of(process))
+
     def owner_of(self, pid: int) -> tuple[ProcessInstance, Owner] | None:
         """The living client with this pid."""
         return next(((p, c.owner) for p, c in self._clients.items() if p.pid == pid), None)
