@@ -18,13 +18,13 @@ from typing import Any, TextIO
 
 from faultinject import report
 from faultinject.checkers import check, verdict
+from faultinject.failover import command as failover
 from faultinject.faults import REGISTRY, by_name, select
 from faultinject.history import load
 from faultinject.kinds import MODES
 from faultinject.matrix import Matrix, Plan, passed, tell_stderr
 from faultinject.node import BACKENDS
 from faultinject.observation import observe
-from faultinject.failover import command as failover
 from faultinject.proxy import command as proxy
 from faultinject.proxy import reports as proxy_reports
 from faultinject.stage import Options

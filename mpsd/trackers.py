@@ -41,8 +41,8 @@ class _Queue:
 
 
 class Trackers:
-    """Lives on the event loop. `zones`: None where no client can have any. `holds`: whether the vault has memory
-    of this process at an address."""
+    """Lives on the event loop. `zones`: None where no client can have any. `holds`: whether the vault has
+    memory of this process at an address."""
 
     def __init__(
         self,

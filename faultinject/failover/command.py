@@ -78,7 +78,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             for kind in args.kinds:
                 with (
                     History() as history,
-                    Rig(node, "mpsd", history, settings=settings, logs_to=args.out and args.out / kind) as rig,
+                    Rig(
+                        node, "mpsd", history, settings=settings, logs_to=args.out and args.out / kind
+                    ) as rig,
                 ):
                     rounds = Rounds(rig, libraries, tell_stderr)
                     try:
@@ -120,10 +122,10 @@ def markdown(finished: Mapping[str, Any]) -> str:
         "",
         f"{finished['date']}; again: `{finished['command']}`",
         "",
-        "Three servers keep memory in the vault and check every result; a neighbour faults again and again, and",
-        "they go on in a second domain each time. Times in ms, median / worst: the longest step of a server",
-        "around the fault; from mpsd's first sign to its decision; from the word to a program until its calls",
-        "were held, its old context could write no more, and it went on. `told`: how often a server met one",
+        "Three servers keep memory in the vault and check every result; a neighbour faults again and",
+        "again, and they go on in a second domain each time. Times in ms, median / worst: the longest step of a server",
+        "around the fault; from mpsd's first sign to its decision; from the word to a program until its",
+        "calls were held, its old context could write no more, and it went on. `told`: how often a server met one",
         "error, for what was in flight is lost in the mode `keep`.",
         "",
         "| " + " | ".join(rows[0]) + " |",
@@ -136,7 +138,9 @@ def markdown(finished: Mapping[str, Any]) -> str:
 
 
 def passed(finished: Mapping[str, Any]) -> bool:
-    return not finished["leftovers"] and all(judge(faults) == "valid" for faults in finished["faults"].values())
+    return not finished["leftovers"] and all(
+        judge(faults) == "valid" for faults in finished["faults"].values()
+    )
 
 
 def _go(args: argparse.Namespace) -> int:
@@ -145,9 +149,14 @@ def _go(args: argparse.Namespace) -> int:
         if kind not in known:
             raise UsageError(f"there is no kind {kind!r} for fail-over", remedy=f"of: {', '.join(known)}")
     finished = run(args)
-    print(f"{finished['device']}, driver {finished['driver']}, {finished['date']}; again: {finished['command']}")
+    print(
+        f"{finished['device']}, driver {finished['driver']}, {finished['date']}; again: {finished['command']}"
+    )
     print(report.aligned(table(finished)))
-    for path, text in ((args.json, json.dumps(finished, indent=1) + "\n"), (args.markdown, markdown(finished))):
+    for path, text in (
+        (args.json, json.dumps(finished, indent=1) + "\n"),
+        (args.markdown, markdown(finished)),
+    ):
         if path:
             path.write_text(text)
             tell_stderr(f"wrote {path}")
@@ -162,7 +171,9 @@ def add_parser(commands: Any, types: Any) -> None:
     parser.add_argument("--kinds", type=types.names, default=list(KINDS), help=f"of: {', '.join(KINDS)}, ...")
     parser.add_argument("--faults", type=types.number(1, 1000), default=3, help="of each kind (default: 3)")
     parser.add_argument("--deadline", type=types.seconds, default=120.0, help="seconds for each kind")
-    parser.add_argument("--libcuda", type=Path, metavar="DIR", help="the folder with the proxy's libcuda.so.1")
+    parser.add_argument(
+        "--libcuda", type=Path, metavar="DIR", help="the folder with the proxy's libcuda.so.1"
+    )
     parser.add_argument("--driver", type=Path, metavar="DIR", help="the stand-in's, for the simulated GPU")
     parser.add_argument("--out", type=Path, help="keep the logs of each kind here")
     parser.set_defaults(go=_go)

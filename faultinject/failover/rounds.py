@@ -137,7 +137,9 @@ class Rounds:
             if lost is not None:
                 raise DeadlineError(self._last_words(lost))
             why = "; ".join(
-                "unknown" if p is None else f"{p['standing']} {p['reason']} {p['opaque']} {p['slot']['why_none']}"
+                "unknown"
+                if p is None
+                else f"{p['standing']} {p['reason']} {p['opaque']} {p['slot']['why_none']}"
                 for p in mine
             )
             time.sleep(POLL_S)

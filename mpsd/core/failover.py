@@ -268,8 +268,10 @@ _LEFT = (Outcome.TOLD, Outcome.MOVED, Outcome.SILENT)
 
 
 def left_lately(state: State, pid: int, now: float) -> str | None:
-    """The domain that a program with this pid has just been told to leave: a late sign that names the pid is of
-    that one, not of where it has gone."""
+    """The domain that a program with this pid has just been told to leave.
+
+    A late sign that names the pid is of that one, not of where it has gone.
+    """
     for record in reversed(state.failovers):
         if now - record.at > state.policy.evidence_window_s:
             return None

@@ -28,7 +28,7 @@ def on_uvm_fatal(draft: Draft, event: ev.UvmFatal) -> None:
         return
     told = failover.was_told(draft.state, domain.id, client.id.process)
     if told or (event.own_memory and client.id.process in draft.state.members):
-        # Its old context may reach its memory no more, and what still runs there meets that: no fault of its own.
+        # Its old context may reach its memory no more; that what still runs there meets this is no fault.
         draft.count("failover_echoes")
         return
     sign = at.uvm_evidence(event.event, draft.now)

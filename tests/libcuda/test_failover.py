@@ -26,7 +26,10 @@ __all__ = ["backend", "domain", "second"]
 @pytest.fixture
 def post() -> Iterator[Post]:
     # Short, for a socket's path must fit in 107 bytes.
-    with tempfile.TemporaryDirectory(prefix="mpsd-fo-", dir="/tmp") as folder, open_post(Path(folder)) as made:
+    with (
+        tempfile.TemporaryDirectory(prefix="mpsd-fo-", dir="/tmp") as folder,
+        open_post(Path(folder)) as made,
+    ):
         yield made
 
 
@@ -120,7 +123,10 @@ def test_memory_names_and_threads_live_on(
     ask("s = gpu.stream(); e = gpu.made('cuEventCreate', 0); small = gpu.memory(600)")
     assert ask("[gpu.run('add', m, 8, 1, stream=s), gpu.sync()]") == "[0, 0]"
     stand_by(line, second, copies)
-    ask("late = gpu.memory(4 << 20); t = gpu.stream(); f = gpu.made('cuModuleGetFunction', gpu.module, b'fill')")
+    ask(
+        "late = gpu.memory(4 << 20); t = gpu.stream();"
+        "f = gpu.made('cuModuleGetFunction', gpu.module, b'fill')"
+    )
     ask("other = Later(gpu)")
     context = ask("gpu.now()")
     assert ask("[gpu.run('add', m, 8, 1, stream=t), gpu.sync()]") == "[0, 0]"
@@ -128,7 +134,10 @@ def test_memory_names_and_threads_live_on(
     move(line)
     assert ask("gpu.now()") == context
     assert ask("[gpu.word(m), gpu.word(late), gpu.word(small)]") == "[2, 0, 0]"
-    assert ask("[gpu.run('add', m, 8, 1, stream=s), gpu.run('add', m, 8, 1, stream=t), gpu.sync()]") == "[0, 0, 0]"
+    assert (
+        ask("[gpu.run('add', m, 8, 1, stream=s), gpu.run('add', m, 8, 1, stream=t), gpu.sync()]")
+        == "[0, 0, 0]"
+    )
     assert ask("gpu.code('cuEventRecord', e, s), gpu.code('cuEventSynchronize', e)") == "(0, 0)"
     assert ask("gpu.word(m)") == "4"
     assert ask("other.start('gpu.now()'), other.result()") == f"(None, {context})"

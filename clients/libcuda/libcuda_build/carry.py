@@ -1,4 +1,4 @@
-"""What carries a program's calls from one copy of the driver to the next: carry.toml, and the C made from it."""
+"""What carries calls from one copy of the driver to the next: carry.toml, and the C made from it."""
 
 from __future__ import annotations
 

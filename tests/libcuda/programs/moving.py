@@ -13,8 +13,8 @@ from pathlib import Path
 
 from faultinject.measure.failover_driver import Driver, DriverError
 
-IMAGE = b"standin module\nkernel add add 0\nkernel late add 200000\nkernel fill fill 0\nkernel long add 30000000\n"
-IMAGE += b"kernel store store 0\n"
+IMAGE = b"standin module\nkernel add add 0\nkernel late add 200000\nkernel fill fill 0\n"
+IMAGE += b"kernel long add 30000000\nkernel store store 0\n"
 ADD = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint32)
 
 
