@@ -1,5 +1,7 @@
 """Two copies of the stand-in driver in one process, as a fail-over has them: run by
-tests/libcuda/test_standin_copies.py, which says which of the functions below, and where the helper is."""
+tests/libcuda/test_standin_copies.py, which says which of the functions below, and where the helper is.
+
+Long because each of its parts needs the same two copies."""
 
 from __future__ import annotations
 
