@@ -13,7 +13,7 @@
 #include "windows.h"
 #include "zones.h"
 
-static bool on;
+static bool on, clear;	/* clear: no placeholder lies in any window */
 static const char *fault;
 
 bool mpsd_mirror_is_on(void)
@@ -34,18 +34,44 @@ static bool fails(const char *why)
 	return false;
 }
 
-/* The two copies' contexts have address spaces of their own; what lies here is only the process's placeholder. */
+static size_t bytes_of(const struct window *window)
+{
+	return window->arena.granules * ARENA_GRANULE;
+}
+
+static void put_placeholder(CUdeviceptr base, size_t size)
+{
+	mmap((void *)base, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED_NOREPLACE, -1, 0);
+}
+
+/*
+ * The copies' contexts have address spaces of their own; what lies in a window is only the process's placeholder.
+ * A copy looks at its first call for what is taken, and never gives that out: so they are away by then.
+ */
+void mpsd_mirror_clear(void)
+{
+	for (int i = 0; i < DEVICES; i++)
+		if (mpsd_windows[i].open)
+			munmap((void *)mpsd_windows[i].arena.base, bytes_of(&mpsd_windows[i]));
+	clear = true;
+}
+
+static void fill_again(void)
+{
+	for (int i = 0; clear && i < DEVICES; i++)
+		if (mpsd_windows[i].open)
+			put_placeholder(mpsd_windows[i].arena.base, bytes_of(&mpsd_windows[i]));
+	clear = false;
+}
+
 static bool reserve(CUdeviceptr base, size_t size)
 {
 	CUdeviceptr got = 0;
 
-	if (munmap((void *)base, size))
-		return fails("the window's placeholder cannot be taken away");
 	if (other_cuMemAddressReserve(&got, size, ARENA_GRANULE, base, 0) == CUDA_SUCCESS && got == base)
 		return true;
 	if (got)
 		other_cuMemAddressFree(got, size);
-	mmap((void *)base, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED_NOREPLACE, -1, 0);
 	return fails("the standby's copy gets another window of addresses");
 }
 
@@ -113,9 +139,8 @@ static bool mirror_piece(struct arena_range range, CUdevice device)
 static bool mirror_window(struct window *window, CUdevice device)
 {
 	struct arena_range piece = { window->arena.base, 0 };
-	CUdeviceptr end = window->arena.base + (CUdeviceptr)window->arena.granules * ARENA_GRANULE;
 
-	if (!enter_context(device) || !reserve(window->arena.base, end - window->arena.base))
+	if (!enter_context(device) || !reserve(window->arena.base, bytes_of(window)))
 		return false;
 	while (arena_next_piece(&window->arena, piece.base + piece.size, &piece))
 		if (!mirror_piece(piece, device))
@@ -130,6 +155,8 @@ bool mpsd_mirror_begin(const char **why)
 	for (int i = 0; i < DEVICES && !fault; i++)
 		if (mpsd_windows[i].open)
 			mirror_window(&mpsd_windows[i], i);
+	/* Where some have their reservation and some have not, a placeholder finds its place taken. */
+	fill_again();
 	*why = fault;
 	return !fault;
 }
@@ -143,22 +170,27 @@ static void unmap_all(void)
 		while (window->open && arena_next_piece(&window->arena, piece.base + piece.size, &piece))
 			other_cuMemUnmap(piece.base, piece.size);
 		if (window->open)
-			other_cuMemAddressFree(window->arena.base, window->arena.granules * ARENA_GRANULE);
+			other_cuMemAddressFree(window->arena.base, bytes_of(window));
 	}
 }
 
 void mpsd_mirror_end(bool unmap)
 {
-	if (on && unmap)
+	if (on && unmap) {
 		unmap_all();
+		clear = true;
+	}
+	fill_again();
 	on = false;
 	fault = NULL;
 }
 
 void mpsd_mirror_window(CUdevice device, CUdeviceptr base, size_t size)
 {
-	if (on && !fault && enter_context(device))
-		reserve(base, size);
+	if (on || clear)
+		munmap((void *)base, size);
+	if (on && !fault && enter_context(device) && !reserve(base, size))
+		put_placeholder(base, size);
 }
 
 void mpsd_mirror_born(struct arena_range range, CUdevice device, CUmemGenericAllocationHandle handle)

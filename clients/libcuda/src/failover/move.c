@@ -76,19 +76,23 @@ bool mpsd_standby_open(uint64_t generation, const char *pipe, const char *folder
 	if (!mpsd_copy_load(&standby, folder, why))
 		return false;
 	fill(mpsd_other, standby.calls);
+	/* A zone is a mapping of the process's, in the way as a placeholder is. Until lay there are none. */
+	pthread_mutex_lock(&mpsd_windows_lock);
+	mpsd_zones_lift(false);
+	mpsd_mirror_clear();
+	pthread_mutex_unlock(&mpsd_windows_lock);
 	mpsd_copy_pipe(pipe, generation);
 	*why = "cuInit of the copy";
 	is = other_cuInit(0) == CUDA_SUCCESS && same_version() && mpsd_made_twins(why);
 	mpsd_copy_pipe(NULL, 0);
-	if (is) {
-		/* A zone is a mapping of the process's, in the way of the copy's reservation. */
-		pthread_mutex_lock(&mpsd_windows_lock);
-		mpsd_zones_copy(MPSD_RANGE_COPY_IS_THERE);
-		mpsd_zones_lift(false);
+	pthread_mutex_lock(&mpsd_windows_lock);
+	mpsd_zones_copy(MPSD_RANGE_COPY_IS_THERE);
+	if (is)
 		is = mpsd_mirror_begin(why);
-		mpsd_zones_lay();
-		pthread_mutex_unlock(&mpsd_windows_lock);
-	}
+	else
+		mpsd_mirror_end(false);
+	mpsd_zones_lay();
+	pthread_mutex_unlock(&mpsd_windows_lock);
 	if (!is)
 		mpsd_standby_close();
 	return is;
@@ -113,8 +117,10 @@ void mpsd_standby_close(void)
 	if (!standby.handle)
 		return;
 	pthread_mutex_lock(&mpsd_windows_lock);
+	mpsd_zones_lift(false);
 	mpsd_mirror_end(true);
 	mpsd_zones_copy(MPSD_RANGE_COPY_WENT);
+	mpsd_zones_lay();
 	pthread_mutex_unlock(&mpsd_windows_lock);
 	mpsd_made_no_twins();
 	fill(mpsd_other, NULL);
