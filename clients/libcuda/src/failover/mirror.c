@@ -2,6 +2,7 @@
 #include "failover/mirror.h"
 
 #include <fcntl.h>
+#include <stdio.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -66,13 +67,17 @@ static void fill_again(void)
 
 static bool reserve(CUdeviceptr base, size_t size)
 {
+	static char said[96];
 	CUdeviceptr got = 0;
+	CUresult result = other_cuMemAddressReserve(&got, size, ARENA_GRANULE, base, 0);
 
-	if (other_cuMemAddressReserve(&got, size, ARENA_GRANULE, base, 0) == CUDA_SUCCESS && got == base)
+	if (result == CUDA_SUCCESS && got == base)
 		return true;
+	snprintf(said, sizeof(said), "the copy's window is at 0x%llx, not at 0x%llx (%d)", (unsigned long long)got,
+		 (unsigned long long)base, (int)result);
 	if (got)
 		other_cuMemAddressFree(got, size);
-	return fails("the standby's copy gets another window of addresses");
+	return fails(said);
 }
 
 static bool enter_context(CUdevice device)

@@ -66,6 +66,18 @@ static void end_left(void)
 		end_copy(&left);
 }
 
+static bool start_copy(uint64_t generation, const char *pipe, const char **why)
+{
+	bool is;
+
+	fill(mpsd_other, standby.calls);
+	mpsd_copy_pipe(pipe, generation);
+	*why = "cuInit of the copy";
+	is = other_cuInit(0) == CUDA_SUCCESS && same_version() && mpsd_made_twins(why);
+	mpsd_copy_pipe(NULL, 0);
+	return is;
+}
+
 bool mpsd_standby_open(uint64_t generation, const char *pipe, const char *folder, const char **why)
 {
 	bool is;
@@ -73,18 +85,12 @@ bool mpsd_standby_open(uint64_t generation, const char *pipe, const char *folder
 	end_left();
 	mpsd_standby_close();
 	mpsd_zones_copy(MPSD_RANGE_COPY_COMES);
-	if (!mpsd_copy_load(&standby, folder, why))
-		return false;
-	fill(mpsd_other, standby.calls);
 	/* A zone is a mapping of the process's, in the way as a placeholder is. Until lay there are none. */
 	pthread_mutex_lock(&mpsd_windows_lock);
 	mpsd_zones_lift(false);
 	mpsd_mirror_clear();
 	pthread_mutex_unlock(&mpsd_windows_lock);
-	mpsd_copy_pipe(pipe, generation);
-	*why = "cuInit of the copy";
-	is = other_cuInit(0) == CUDA_SUCCESS && same_version() && mpsd_made_twins(why);
-	mpsd_copy_pipe(NULL, 0);
+	is = mpsd_copy_load(&standby, folder, why) && start_copy(generation, pipe, why);
 	pthread_mutex_lock(&mpsd_windows_lock);
 	mpsd_zones_copy(MPSD_RANGE_COPY_IS_THERE);
 	if (is)
