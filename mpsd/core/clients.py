@@ -49,7 +49,7 @@ def on_noticed(draft: Draft, event: ev.ClientNoticed) -> None:
 
 def _proof_came(draft: Draft, clients: list[Client]) -> None:
     """While the domains are being stopped, a newcomer goes as soon as it is proven to be a client."""
-    if draft.state.stopping:
+    if draft.state.stopping and clients:
         kill_by_policy(draft, clients[0], "mpsd is stopping its domains")
 
 

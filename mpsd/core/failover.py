@@ -274,6 +274,13 @@ def named(draft: Draft, domain: str, process: ProcessInstance) -> None:
             return
 
 
+def forget_absent(draft: Draft) -> None:
+    """Members of an earlier daemon whose processes are no clients any more."""
+    for member in tuple(draft.state.members.values()):
+        if not member.connected and not any(c.living for c in draft.state.spaces_of(member.process)):
+            draft.drop_member(member.process)
+
+
 def link(draft: Draft, domain: str, fault: int) -> None:
     """The record of the fault was made after that of the fail-over."""
     for record in reversed(draft.state.failovers):
