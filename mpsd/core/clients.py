@@ -238,6 +238,12 @@ def on_evict(draft: Draft, event: ev.EvictRequested) -> None:
         draft.count("evictions_unproven")
         _reject(draft, event, "unproven", f"only a line in a log says that {event.process} is a client")
         return
+    if any(c.state is ClientState.TERMINATING for c in targets):
+        # By policy, which waits for nobody: whoever asks now is answered by the same end.
+        for client in targets:
+            eviction = client.eviction or Eviction(event.request, event.reason, draft.now)
+            draft.put_client(replace(client, eviction=replace(eviction, requester=event.request)))
+        return
     begin_eviction(draft, believed, Eviction(event.request, event.reason, draft.now), event.liveness)
 
 
