@@ -1,4 +1,7 @@
-"""Fail-over as core decides it: who is offered a standby, who is told, who is not, and what is remembered."""
+"""Fail-over as core decides it: who is offered a standby, who is told, who is not, and what is remembered.
+
+Long because each sign, word and death by itself has a case here.
+"""
 
 from __future__ import annotations
 

@@ -95,3 +95,19 @@ def test_the_loader_s_driver_is_taken_and_never_the_proxy(
     assert copies.find_driver() == str(driver)
     monkeypatch.setattr(copies, "_candidates", lambda: iter(places[:-1]))
     assert "failover.driver" in Copies(tmp_path / "copies").ensure().problem
+
+
+def test_a_folder_in_which_others_may_write_or_nothing_loads_is_not_used(
+    tmp_path: Path, driver: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = Copies(tmp_path / "copies", str(driver))
+    made.folder.mkdir()
+    kept = made.folder / "somebody's"
+    kept.write_text("else")
+    made.folder.chmod(0o777)
+    assert "others may write" in made.ensure().problem
+    made.folder.chmod(0o755)
+    noexec = os.statvfs_result((4096,) * 8 + (os.ST_NOEXEC, 255))
+    monkeypatch.setattr(os, "statvfs", lambda path: noexec)
+    assert "noexec" in made.ensure().problem
+    assert kept.read_text() == "else"
