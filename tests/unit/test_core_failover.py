@@ -443,3 +443,23 @@ def test_evidence_has_the_time_of_the_decision() -> None:
     world.fault(11)
     assert world.failover().decision_ms == 0.0
     assert world.record().evidence[0].source is Source.UVM
+
+
+def test_a_hang_of_a_dead_program_is_none_of_its_second_context() -> None:
+    world = site(10, 11)
+    world.die(10)
+    world.timer("linger", process(10))
+    assert world.domain("d1").state is DomainState.POISONED
+    assert world.domain("d2").state is DomainState.ACTIVE and len(world.records()) == 1
+    # Nobody is at home in the one that was its standby but newcomers; both leases end with its work.
+    world.work_ended(10)
+    assert not list(world.state.spaces_of(process(10)))
+
+
+def test_the_lease_of_a_second_context_is_held_until_the_work_has_ended() -> None:
+    world = site(10)
+    world.attach(11, "d1")
+    world.attach(12, "d2")
+    world.die(10)
+    assert not world.made(fx.ReleaseLease)
+    assert len(world.made(fx.ProbeWork)) == 2
