@@ -185,7 +185,9 @@ def _record(
     dead: str,
 ) -> None:
     sure = culprits(faults)
-    suspects = {p.id.process for r in faults for p in r.suspects}
+    # Likely is not certain: it is told with the others.
+    suspects = {p.id.process for r in faults for p in (*r.suspects, *([r.offender] if r.offender else []))}
+    suspects -= set(sure)
     target = next_of(draft.state, domain)
     fates = []
     for member in sorted(concerned, key=lambda m: (m.process.pid, m.process.start_ticks)):

@@ -408,3 +408,16 @@ def test_programs_under_mpsd_run_are_told_of_the_socket(site: Site, tmp_path: Pa
     program = site.join()
     assert "1 can be" not in "\n".join(render.status(site.status(), render.Style()))
     assert said(program, "dev.on_mps")
+
+
+def test_where_no_spare_is_kept_the_willing_have_one_for_as_long_as_they_are_there() -> None:
+    with Site(**SETTINGS, domains__spare="false", failover__linger_s="0.1") as site:
+        site.start()
+        assert len(site.status()["domains"]) <= 1
+        program = ready(site)
+        status = all_ready(site, program)
+        assert len(status["domains"]) == 2
+        program.close()
+        site.until(lambda s: len(s["domains"]) == 1, "the standby is given up")
+        fault(site.join())
+        site.until(lambda s: active(s)["id"] == "d3" and active(s)["state"] == "active", "a fresh one serves")
