@@ -305,6 +305,7 @@ class FailoverSettings:
         True, "end the named offender once the others have moved to where its own second context lies"
     )
     driver: str = _key("", "the libcuda.so.1 to copy for programs; empty: the one that the loader finds")
+    copies: str = _key("", "folder of the copies, on a file system that is not noexec; empty: RUN_DIR/copies")
 
 
 @dataclass(frozen=True, slots=True)
@@ -389,11 +390,12 @@ def check_rules(config: Config, where: str) -> None:
             f"{where}: failover.enabled needs vault.enabled: only what the vault holds can be carried over",
             remedy="set [vault] enabled = true as well, or [failover] enabled = false",
         )
-    if config.failover.driver and not os.path.isabs(config.failover.driver):
-        raise ConfigError(
-            f"{where}: failover.driver = {config.failover.driver!r} is not an absolute path",
-            remedy="start it with /",
-        )
+    for key in ("driver", "copies"):
+        value = getattr(config.failover, key)
+        if value and not os.path.isabs(value):
+            raise ConfigError(
+                f"{where}: failover.{key} = {value!r} is not an absolute path", remedy="start it with /"
+            )
     seen: set[str] = set()
     for gpu in (gpu for group in config.domains.span for gpu in group):
         if gpu in seen:

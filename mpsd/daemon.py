@@ -176,6 +176,7 @@ class Daemon:
             self._post,
             enabled=self.config.failover.enabled,
             driver=self.config.failover.driver,
+            copies=self.config.failover.copies,
         )
         hands = Hands(
             self._hosts,

@@ -136,7 +136,7 @@ def suspects(state: State, domain: str, now: float) -> tuple[Party, ...]:
 def victims(state: State, domain: str, offender: ClientId | None) -> tuple[Party, ...]:
     """Living clients of the domain, the offender's process left out."""
     spared = offender.process if offender else None
-    others = [c for c in state.living_of(domain) if c.id.process != spared]
+    others = [c for c in state.living_of(domain) if c.id.process != spared and state.at_home(c)]
     return tuple(party(c) for c in sorted(others, key=lambda c: c.id))
 
 

@@ -49,7 +49,7 @@ def on_noticed(draft: Draft, event: ev.ClientNoticed) -> None:
 
 def _proof_came(draft: Draft, clients: list[Client]) -> None:
     """While the domains are being stopped, a newcomer goes as soon as it is proven to be a client."""
-    if draft.state.stopping:
+    if draft.state.stopping and clients:
         kill_by_policy(draft, clients[0], "mpsd is stopping its domains")
 
 
@@ -162,6 +162,7 @@ def on_left(draft: Draft, event: ev.ClientLeft) -> None:
 def _end(draft: Draft, process: ProcessInstance, how: str) -> None:
     """A process is no client any more: forget it, or keep its lease until its work has ended."""
     spaces = [c for c in draft.state.spaces_of(process) if c.living]
+    idle = {c.id for c in spaces if not draft.state.at_home(c)}
     hitrecords.ended(draft, process)
     members.ended(draft, process)
     answer_gone(draft, process, how)
@@ -172,9 +173,10 @@ def _end(draft: Draft, process: ProcessInstance, how: str) -> None:
         elif domain.state in _WORK_IS_LOST:
             leases.release(draft, client)
         else:
-            draft.put_client(
-                replace(client, state=ClientState.LINGERING, died=draft.now, eviction=None, frozen=None)
-            )
+            lingering = replace(client, state=ClientState.LINGERING, died=draft.now)
+            # What is seen to run is the whole process's: a hang of it is none of a context in waiting.
+            lingering = replace(lingering, blind=lingering.blind or client.id in idle)
+            draft.put_client(replace(lingering, eviction=None, frozen=None))
             linger = draft.state.policy.linger_limit_s
             draft.emit(ProbeWork(client.id), ArmTimer("linger", str(client.id.process), linger))
         draft.publish("client-ended", client.facts.uid, domain=client.id.domain, pid=process.pid)
@@ -237,6 +239,12 @@ def on_evict(draft: Draft, event: ev.EvictRequested) -> None:
     if not believed:
         draft.count("evictions_unproven")
         _reject(draft, event, "unproven", f"only a line in a log says that {event.process} is a client")
+        return
+    if any(c.state is ClientState.TERMINATING for c in targets):
+        # By policy, which waits for nobody: whoever asks now is answered by the same end.
+        for client in targets:
+            eviction = client.eviction or Eviction(event.request, event.reason, draft.now)
+            draft.put_client(replace(client, eviction=replace(eviction, requester=event.request)))
         return
     begin_eviction(draft, believed, Eviction(event.request, event.reason, draft.now), event.liveness)
 

@@ -85,6 +85,7 @@ def _adopt_role(draft: Draft, slot: Slot, domain: Domain, role: ev.DomainRole) -
 
 def on_adoption_done(draft: Draft, event: ev.AdoptionDone) -> None:
     draft.state = replace(draft.state, adopting=False)
+    failover.forget_absent(draft)
     for slot in tuple(draft.state.slots.values()):
         if slots.forgotten(draft, slot):
             slots.retire(draft, slot)
@@ -336,7 +337,8 @@ def on_drain(draft: Draft, event: ev.DrainRequested) -> None:
 def on_stop(draft: Draft, event: ev.StopRequested) -> None:
     """Evict every client, then stop every domain; the daemon waits until none is left."""
     draft.state = replace(draft.state, stopping=True)
-    for client in [c for c in draft.state.clients.values() if c.living]:
+    living = [c for c in draft.state.clients.values() if c.living]
+    for client in sorted(living, key=lambda c: not draft.state.at_home(c)):
         kill_by_policy(draft, client, "mpsd was told to stop its domains")
     spared = {c.id.process.pid for c in draft.state.clients.values() if c.living and c.eviction is None}
     if spared:

@@ -24,6 +24,7 @@ from mpsd.core.state import Client, ClientState, Domain, DomainState, Slot, Stat
 from mpsd.model import Confidence, FailoverMode, ProcessInstance
 
 MINUTE_S = 60.0
+MADE_IT = "it made the fault"
 FINAL = frozenset({Outcome.MOVED, Outcome.STAYED, Outcome.ENDED})
 
 
@@ -136,7 +137,9 @@ def _tell(draft: Draft, member: Member, why: str) -> None:
 
 def _move_late(draft: Draft, member: Member, target: Domain) -> None:
     """It became ready after its domain was lost: the standby of then is the domain of now."""
-    refusal = why_not(draft, member, target)
+    home = draft.state.domains[member.home or ""]
+    faults = at.open_for(draft.state, home.id, draft.now)
+    refusal = MADE_IT if member.process in culprits(faults) else why_not(draft, member, target)
     if refusal:
         leave_behind(draft, member, refusal)
         return
@@ -148,8 +151,12 @@ def _move_late(draft: Draft, member: Member, target: Domain) -> None:
             draft.emit(ArmTimer("failover-wait", str(record.id), draft.state.policy.move_wait_s))
             return
     # It came after the loss, or the daemon did.
-    home = draft.state.domains[member.home or ""]
-    _record(draft, home, "its domain was lost before it came", False, [member], [], "")
+    _record(draft, home, "its domain was lost before it came", False, [member], faults, "")
+
+
+def culprits(faults: Iterable[FaultRecord]) -> list[ProcessInstance]:
+    """Who is named for certain: nobody else is kept from moving."""
+    return [r.offender.id.process for r in faults if r.offender and r.confidence is Confidence.CERTAIN]
 
 
 def domain_left(draft: Draft, name: str, trigger: str, planned: bool = False) -> None:
@@ -177,12 +184,14 @@ def _record(
     faults: list[FaultRecord],
     dead: str,
 ) -> None:
-    sure = [r.offender.id.process for r in faults if r.offender and r.confidence is Confidence.CERTAIN]
-    suspects = {p.id.process for r in faults for p in r.suspects}
+    sure = culprits(faults)
+    # Likely is not certain: it is told with the others.
+    suspects = {p.id.process for r in faults for p in (*r.suspects, *([r.offender] if r.offender else []))}
+    suspects -= set(sure)
     target = next_of(draft.state, domain)
     fates = []
     for member in sorted(concerned, key=lambda m: (m.process.pid, m.process.start_ticks)):
-        refusal = "it made the fault" if member.process in sure else dead
+        refusal = MADE_IT if member.process in sure else dead
         refusal = refusal or why_not(draft, member, target_of(draft.state, member))
         if not refusal:
             _tell(draft, member, trigger)
@@ -297,6 +306,13 @@ def named(draft: Draft, domain: str, process: ProcessInstance) -> None:
             revise(draft, record, process, why="it made the fault, which was known after it was told")
             _put_out(draft, [process], draft.state.domains.get(record.to or ""))
             return
+
+
+def forget_absent(draft: Draft) -> None:
+    """Members of an earlier daemon whose processes are no clients any more."""
+    for member in tuple(draft.state.members.values()):
+        if not member.connected and not any(c.living for c in draft.state.spaces_of(member.process)):
+            draft.drop_member(member.process)
 
 
 def link(draft: Draft, domain: str, fault: int) -> None:

@@ -19,7 +19,7 @@ def release_dead(draft: Draft, domain: str) -> None:
     """Release every dead client of a domain in which nothing it left can harm anybody any more; so too who
     lives, and has nothing but an idle context there."""
     for client in tuple(draft.state.clients_of(domain)):
-        if not client.living or not draft.state.at_home(client):
+        if not client.living or draft.state.is_idle(client):
             release(draft, client)
 
 

@@ -21,6 +21,8 @@ def on_came(draft: Draft, event: ev.MemberCame) -> None:
     mode = min(event.mode, most, key=_ORDER.index)
     draft.emit(Welcome(event.process, mode))
     if mode is FailoverMode.OFF:
+        # Told no more, whatever it had said before.
+        on_left(draft, ev.MemberLeft(event.process))
         return
     known = draft.state.members.get(event.process)
     home = known.home if known is not None else None

@@ -235,13 +235,22 @@ class State:
         return (c for c in self.clients.values() if c.id.domain == domain)
 
     def living_of(self, domain: str) -> Iterator[Client]:
-        """Whose work would be lost with the domain."""
-        return (c for c in self.clients_of(domain) if c.living and self.at_home(c))
+        """Whose work would be lost with the domain, and who is being put out of it."""
+        return (c for c in self.clients_of(domain) if c.living and not self.is_idle(c))
 
     def at_home(self, client: Client) -> bool:
-        """False for the context of a member outside its home: nothing of it runs there."""
+        """False for the context of a member outside its home: nothing of it runs there.
+
+        A home in which the process is no client is a word, and no more.
+        """
         member = self.members.get(client.id.process)
-        return member is None or member.home in (None, client.id.domain)
+        if member is None or member.home in (None, client.id.domain):
+            return True
+        return not any(c.living and c.id.domain == member.home for c in self.spaces_of(client.id.process))
+
+    def is_idle(self, client: Client) -> bool:
+        """Whether it may go with its domain, though its process lives: nobody waits for its end, either."""
+        return client.living and client.eviction is None and not self.at_home(client)
 
     def spaces_of(self, process: ProcessInstance) -> Iterator[Client]:
         return (c for c in self.clients.values() if c.id.process == process)

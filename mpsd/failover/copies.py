@@ -1,4 +1,4 @@
-"""RUN/copies: two real copies of the driver, for programs to load as their second and third libcuda.
+"""RUN/copies, as a rule: two real copies of the driver, for programs to load as further libcudas.
 
 The loader knows a file by its inode: a link would be the very library that is loaded already. So each is a
 file of its own, written beside and renamed, and made again when the driver was replaced. They belong to the
@@ -68,6 +68,7 @@ class Copies:
 
     def _ensure(self, source: str) -> Copied:
         """Raises OSError."""
+        self._prepare()
         with open(source, "rb") as file:
             info = os.fstat(file.fileno())
             if not stat.S_ISREG(info.st_mode):
@@ -87,8 +88,6 @@ class Copies:
         return bool(kept == stamp and whole)
 
     def _make(self, stamp: Stamp, source: str) -> None:
-        self.folder.mkdir(mode=0o755, exist_ok=True)
-        os.chmod(self.folder, 0o755)
         (self.folder / _STAMP).unlink(missing_ok=True)
         for name in NAMES:
             draft = self.folder / f".{name}.new"
@@ -104,10 +103,27 @@ class Copies:
         draft.write_text(json.dumps(stamp))
         os.replace(draft, self.folder / _STAMP)
 
+    def _prepare(self) -> None:
+        """Raises OSError for a folder in which programs could not load, or others could write."""
+        with contextlib.suppress(FileExistsError):
+            self.folder.mkdir(mode=0o755)
+            os.chmod(self.folder, 0o755)
+        found = os.lstat(self.folder)
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid not in (0, os.geteuid()) or found.st_mode & 0o022:
+            raise OSError(0, "the folder is not the daemon's own, or others may write there")
+        if os.statvfs(self.folder).f_flag & os.ST_NOEXEC:
+            raise OSError(
+                0, "it is mounted noexec, so no library can be loaded: set failover.copies elsewhere"
+            )
+
     def remove(self) -> None:
-        """Nothing is left; who has loaded a copy keeps it."""
-        with contextlib.suppress(FileNotFoundError):
-            shutil.rmtree(self.folder, ignore_errors=True)
+        """None of ours is left; who has loaded a copy keeps it."""
+        for name in (_STAMP, *NAMES):
+            for path in (self.folder / name, self.folder / f".{name}.new"):
+                with contextlib.suppress(OSError):
+                    path.unlink()
+        with contextlib.suppress(OSError):
+            self.folder.rmdir()
 
 
 def find_driver() -> str:

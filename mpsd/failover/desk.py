@@ -27,15 +27,22 @@ class FailoverDesk:
     """Not enabled: nothing is offered, nothing is copied, and an earlier daemon's copies go."""
 
     def __init__(
-        self, layout: Layout, post: Callable[[ev.Event], None], *, enabled: bool, driver: str = ""
+        self,
+        layout: Layout,
+        post: Callable[[ev.Event], None],
+        *,
+        enabled: bool,
+        driver: str = "",
+        copies: str = "",
     ) -> None:
+        """`driver`, `copies`: as configured; empty for the usual ones."""
         self.enabled = enabled
         self.copied = Copied()
         self.problem = ""
         self._layout = layout
         self._post = post
         self._door = Door(layout.failover_socket, post)
-        self._copies = Copies(layout.copies_dir, driver)
+        self._copies = Copies(Path(copies) if copies else layout.copies_dir, driver)
         self._tasks = Tasks(post)
 
     @property
@@ -48,11 +55,12 @@ class FailoverDesk:
         if not self.enabled:
             self._copies.remove()
             return
-        room = max(len(os.fsencode(self._layout.pipe_dir("d" + "9" * 9))) - PATH_ROOM, 0)
-        room += max(len(os.fsencode(self._layout.copies_dir)) - TEXT_ROOM, 0)
+        # With the final zero of each.
+        room = max(1 + len(os.fsencode(self._layout.pipe_dir("d" + "9" * 9))) - PATH_ROOM, 0)
+        room += max(1 + len(os.fsencode(self._copies.folder)) - TEXT_ROOM, 0)
         try:
             if room:
-                raise OSError(0, "run_dir is too long for its messages")
+                raise OSError(0, "run_dir, or failover.copies, is too long for its messages")
             self._door.start()
         except OSError as error:
             self.problem = f"fail-over is not offered: {error.strerror or error}"
@@ -84,7 +92,7 @@ class FailoverDesk:
         return {
             "enabled": self.enabled,
             "socket": self.offered_at,
-            "copies": str(self._layout.copies_dir) if self.copied.bytes else "",
+            "copies": str(self._copies.folder) if self.copied.bytes else "",
             "copies_bytes": self.copied.bytes,
             "driver": self.copied.source,
             "problem": self.problem or self.copied.problem,
@@ -99,7 +107,7 @@ class FailoverDesk:
         self._door.tell(effect.process, Message(Kind.WELCOME, effect.mode))
 
     def offer(self, effect: fx.OfferStandby) -> None:
-        path, folder = self._layout.pipe_dir(effect.domain), self._layout.copies_dir
+        path, folder = self._layout.pipe_dir(effect.domain), self._copies.folder
         self._door.tell(effect.process, offer_of(effect.generation, path, folder))
 
     def stand_down(self, effect: fx.StandDown) -> None:

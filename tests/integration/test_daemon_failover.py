@@ -10,7 +10,9 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.support.site import Program, Site, until
+from mpsd.ctl import failovertext, render
+from mpsd_client.run import make_plan
+from tests.support.site import OTHER_UID, Program, Site, until
 
 SETTINGS = {"vault__enabled": "true", "failover__enabled": "true", "failover__driver": '"/bin/true"'}
 
@@ -338,3 +340,84 @@ def test_the_copies_are_files_of_their_own(site: Site) -> None:
     assert all(f.read_bytes() == Path("/bin/true").read_bytes() for f in files)
     assert {f.st_mode & 0o7777 for f in found} == {0o644}
     assert os.stat(folder).st_mode & 0o7777 == 0o755
+
+
+def test_two_contexts_of_a_process_are_leased_and_tracked_once_each(site: Site) -> None:
+    program = ready(site)
+    status = site.until(
+        lambda s: len([c for c in s["clients"] if c["state"] == "attached"]) == 2,
+        "both contexts are attached",
+    )
+    rows = sorted(status["clients"], key=lambda c: str(c["domain"]))
+    assert [(c["pid"], c["space"], c["failover"]["here"]) for c in rows] == [
+        (program.pid, 0, True),
+        (program.pid, 0, False),
+    ]
+    assert all("tracker" in c["protections"] and "lease" in c["protections"] for c in rows)
+    assert status["counters"]["leases_held"] == 2
+    counts = {d["id"]: (d["clients"], d["idle_contexts"]) for d in status["domains"]}
+    assert counts == {rows[0]["domain"]: (1, 0), rows[1]["domain"]: (0, 1)}
+    # Killed, both are held until its work has ended, and then given up.
+    program.die()
+    site.gone(program)
+    site.until(lambda s: s["counters"]["leases_held"] == 0 and not slot(s)["programs"], "nothing is held")
+
+
+def test_what_an_operator_reads(site: Site) -> None:
+    program, other = ready(site), site.join()
+    before = all_ready(site, program)
+    text = "\n".join(render.status(before, render.Style()))
+    for part in ("1 can be survived now", f"standby {slot(before)['standby']} warm", "programs ready 1/1"):
+        assert part in text
+    assert "driver copies" in text and "in waiting" in text
+    fault(other)
+    said(program, "fo.move()")
+    record = until_outcome(site, {program.pid: "moved"})
+    text = "\n".join(failovertext.records([record]))
+    assert f"pid {program.pid}" in text and "held 1.000 ms, fence 2.000 ms" in text
+    assert f"fault #{record['fault']}" in text and "after the driver's own stamp" in text
+    assert failovertext.records([]) == ["no fail-overs"]
+
+
+def test_another_user_s_programs_are_not_told_of(site: Site) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("needs root to be somebody else")
+    program, other = ready(site), site.join()
+    said(program, "fo.say('OPAQUE', text='cuSecret')")
+    all_ready(site, program)
+    seen = site.ask(lambda c: c.status(), OTHER_UID)
+    (row,) = slot(seen)["programs"]
+    assert (row["pid"], row["uid"], row["opaque"]) == (None, None, [])
+    fault(other)
+    said(program, "fo.move()")
+    until_outcome(site, {program.pid: "moved"})
+    assert site.ask(lambda c: c.failovers(), OTHER_UID) == []
+
+
+def test_programs_under_mpsd_run_are_told_of_the_socket(site: Site, tmp_path: Path) -> None:
+    (tmp_path / "libcuda.so.1").write_bytes(b"")
+    environ = {"MPSD_REAL_LIBCUDA": "/bin/true"}
+    plan = make_plan(environ, socket_path=site.socket, library=str(tmp_path))
+    assert plan.variables["MPSD_FAILOVER_SOCKET"] == socket_of(site)
+    site.kill()
+    site.write_config(failover__enabled="false")
+    site.start()
+    plan = make_plan(environ, socket_path=site.socket, library=str(tmp_path))
+    assert "MPSD_FAILOVER_SOCKET" not in plan.variables
+    assert not (site.run_dir / "copies").exists()
+    program = site.join()
+    assert "1 can be" not in "\n".join(render.status(site.status(), render.Style()))
+    assert said(program, "dev.on_mps")
+
+
+def test_where_no_spare_is_kept_the_willing_have_one_for_as_long_as_they_are_there() -> None:
+    with Site(**SETTINGS, domains__spare="false", failover__linger_s="0.1") as site:
+        site.start()
+        assert len(site.status()["domains"]) <= 1
+        program = ready(site)
+        status = all_ready(site, program)
+        assert len(status["domains"]) == 2
+        program.close()
+        site.until(lambda s: len(s["domains"]) == 1, "the standby is given up")
+        fault(site.join())
+        site.until(lambda s: active(s)["id"] == "d3" and active(s)["state"] == "active", "a fresh one serves")

@@ -274,6 +274,22 @@ def test_check_names_every_mistake_at_once(tmp_path: Path, capsys: pytest.Captur
         assert part in told
 
 
+def test_fail_over_needs_the_vault(tmp_path: Path) -> None:
+    text = "[vault]\nenabled = {}\n[failover]\nenabled = true\n"
+    with pytest.raises(ConfigError, match=r"needs vault\.enabled"):
+        read(tmp_path, text.format("false"))
+    config = read(tmp_path, text.format("true"))
+    assert config.failover.enabled and config.failover.mode == "keep"
+    assert not read(tmp_path, "").failover.enabled
+
+
+@pytest.mark.parametrize("line", ['mode = "some"', "per_minute = 0", 'driver = "libcuda.so.1"', "modes = 1"])
+def test_mistakes_in_fail_over_are_named(tmp_path: Path, line: str) -> None:
+    text = f"[vault]\nenabled = true\n[failover]\nenabled = true\n{line}\n"
+    with pytest.raises(ConfigError, match=f"failover.{line.split()[0]}"):
+        read(tmp_path, text)
+
+
 def test_the_vault_leaves_room_for_leases(tmp_path: Path) -> None:
     text = "[vault]\nenabled = {}\ndescriptors = 600\n[store]\nmax_descriptors = 1000\n"
     with pytest.raises(ConfigError, match="more than half"):

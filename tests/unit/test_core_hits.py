@@ -367,3 +367,17 @@ def test_every_place_has_its_words(nearby: Nearby | None, role: ZoneRole, said: 
     assert summary.startswith(f"pid 10 wrote {said}")
     assert summary.endswith("absorbed, it goes on")
     assert hittext.hit_json(here.state.hits[0].hit or pytest.fail("no hit"))["zone"] == role.value
+
+
+def test_who_asks_for_an_eviction_that_policy_has_begun_is_answered_by_its_end() -> None:
+    world = World().ready()
+    world.join(10)
+    hit = replace(uvm(), fatal=False)
+    world.do(ev.GuardHit(ClientId("d1", process(10)), hit, ZoneRole.GUARD, 1, Liveness.RUNNING))
+    assert len(world.made(fx.Terminate)) == 1
+    world.evict(10)
+    assert not world.last
+    world.terminate_finished(10)
+    assert len(world.made(fx.Kill)) == 1
+    world.die(10)
+    assert [(e.request, e.ok) for e in world.made(fx.Answer)] == [("r1", True)]
