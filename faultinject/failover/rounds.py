@@ -22,7 +22,7 @@ SETTINGS = {
 """Without guards, so that memory faults reach everybody too. Moves are not bounded: many faults, one run."""
 
 SERVERS = 3
-UP_S, READY_S, FAULT_S, MOVED_S = 60.0, 30.0, 20.0, 15.0
+UP_S, READY_S, FAULT_S, MOVED_S = 60.0, 15.0, 20.0, 15.0
 POLL_S = 0.01
 PARTS = ("server_death",)
 
