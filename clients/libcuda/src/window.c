@@ -51,8 +51,7 @@ static uint64_t read_number(const char *name, uint64_t least, uint64_t most)
 	return 0;
 }
 
-/* Whatever of this process lies there already, as /proc/self/maps has it. */
-static bool is_in_use(CUdeviceptr base, size_t size, char *what, size_t room)
+bool mpsd_window_in_use(CUdeviceptr base, size_t size, char *what, size_t room)
 {
 	FILE *maps = fopen("/proc/self/maps", "re");
 	char line[512];
@@ -98,7 +97,7 @@ static void note(CUdevice device, enum mpsd_window how, CUdeviceptr base)
 static bool reserve_somewhere(struct wish wish, CUdevice device, CUdeviceptr wanted, size_t size, CUdeviceptr *base)
 {
 	char what[512] = "the driver gives another place";
-	bool used = is_in_use(wanted, size, what, sizeof(what));
+	bool used = mpsd_window_in_use(wanted, size, what, sizeof(what));
 
 	if (!used && reserve_at(wanted, size, base)) {
 		note(device, MPSD_WINDOW_AS_WANTED, *base);

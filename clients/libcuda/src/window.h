@@ -19,6 +19,9 @@ bool mpsd_window_reserve(CUdevice device, size_t zone, CUdeviceptr *base, size_t
  */
 bool mpsd_window_is_lost(void);
 
+/* Whether anything of this process lies there already; `what`: its line in /proc/self/maps. */
+bool mpsd_window_in_use(CUdeviceptr base, size_t size, char *what, size_t room);
+
 /* It could not be used. */
 void mpsd_window_give_up(CUdeviceptr base, size_t size);
 

@@ -67,14 +67,16 @@ static void fill_again(void)
 
 static bool reserve(CUdeviceptr base, size_t size)
 {
-	static char said[96];
+	static char said[160], before[48], there[64];
 	CUdeviceptr got = 0;
+	bool used = mpsd_window_in_use(base, size, before, sizeof(before));
 	CUresult result = other_cuMemAddressReserve(&got, size, ARENA_GRANULE, base, 0);
 
 	if (result == CUDA_SUCCESS && got == base)
 		return true;
-	snprintf(said, sizeof(said), "the copy's window is at 0x%llx, not at 0x%llx (%d)", (unsigned long long)got,
-		 (unsigned long long)base, (int)result);
+	snprintf(there, sizeof(there), "at 0x%llx of 0x%llx (%d)", (unsigned long long)got, (unsigned long long)base,
+		 (int)result);
+	snprintf(said, sizeof(said), "the copy's window is %s: %s", there, used ? before : "it was free");
 	if (got)
 		other_cuMemAddressFree(got, size);
 	return fails(said);
