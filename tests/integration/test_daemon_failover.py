@@ -1,4 +1,7 @@
-"""Fail-over under a running daemon, on the simulated GPU: who is told, where the path leads, the records."""
+"""Fail-over under a running daemon, on the simulated GPU: who is told, where the path leads, the records.
+
+Long because one daemon at a time is led through each way to lose a domain.
+"""
 
 from __future__ import annotations
 
