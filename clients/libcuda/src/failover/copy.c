@@ -58,8 +58,42 @@ static char *own_secure_getenv(const char *name)
 	return pipe_directory && !strcmp(name, PIPE) ? (char *)pipe_directory : secure_getenv(name);
 }
 
+static _Thread_local struct {
+	void *base;
+	size_t size;		/* 0: the thread reserves nothing */
+} place;
+
+void mpsd_copy_place(uint64_t base, size_t size)
+{
+	place.base = (void *)base;
+	place.size = size;
+}
+
+/* Whatever lies there is the process's own, and stays: the copy is told that it has got it. */
+static void *own_mmap(void *address, size_t length, int protection, int flags, int fd, off_t offset)
+{
+	if (getenv("MPSD_COPY_TRACE") && place.size)
+		mpsd_say("copy mmap %p %zx prot %x flags %x fd %d", address, length, protection, flags, fd);
+	if (place.size && length >= place.size && fd < 0)
+		return place.base;
+	return mmap(address, length, protection, flags, fd, offset);
+}
+
+static int own_munmap(void *address, size_t length)
+{
+	if (getenv("MPSD_COPY_TRACE") && place.size)
+		mpsd_say("copy munmap %p %zx", address, length);
+	if (place.size)
+		return 0;
+	return munmap(address, length);
+}
+
 static void *replacement(const char *symbol)
 {
+	if (!strcmp(symbol, "mmap") || !strcmp(symbol, "mmap64"))
+		return (void *)own_mmap;
+	if (!strcmp(symbol, "munmap"))
+		return (void *)own_munmap;
 	if (!strcmp(symbol, "bind"))
 		return (void *)own_bind;
 	if (!strcmp(symbol, "getenv"))

@@ -21,5 +21,11 @@ bool mpsd_copy_load(struct mpsd_copy *copy, const char *folder, const char **why
 /* Nothing of it may be called any more. */
 void mpsd_copy_unload(struct mpsd_copy *copy);
 
+/*
+ * What the copy reserves on this thread is to lie there, over what the process has there already; size 0: no
+ * more. Nothing is mapped or unmapped for it meanwhile.
+ */
+void mpsd_copy_place(uint64_t base, size_t size);
+
 /* What getenv("CUDA_MPS_PIPE_DIRECTORY") says to a copy, on this thread; NULL: as to the program. */
 void mpsd_copy_pipe(const char *directory, uint64_t number);

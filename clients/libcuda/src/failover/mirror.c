@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include "failover/carry.h"
+#include "failover/copy.h"
 #include "failover/line.h"
 #include "failover/made.h"
 #include "turn.h"
@@ -70,7 +71,11 @@ static bool reserve(CUdeviceptr base, size_t size)
 	static char said[160], before[48], there[64];
 	CUdeviceptr got = 0;
 	bool used = mpsd_window_in_use(base, size, before, sizeof(before));
-	CUresult result = other_cuMemAddressReserve(&got, size, ARENA_GRANULE, base, 0);
+	CUresult result;
+
+	mpsd_copy_place(base, size);
+	result = other_cuMemAddressReserve(&got, size, ARENA_GRANULE, base, 0);
+	mpsd_copy_place(0, 0);
 
 	if (result == CUDA_SUCCESS && got == base)
 		return true;
