@@ -54,7 +54,7 @@ static void open_window(struct window *window, CUdevice device)
 		return;
 	window->open = arena_open(&window->arena, base, size, mpsd_zones_size());
 	if (!window->open) {
-		mpsd_window_give_up(base, size);
+		mpsd_window_give_up(device, base, size);
 		return;
 	}
 	mpsd_mirror_window(device, base, size);

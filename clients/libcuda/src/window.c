@@ -10,12 +10,14 @@
 
 #include <errno.h>
 #include <pthread.h>
+#include <stdatomic.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "arena.h"
+#include "physical.h"
 #include "proxy.h"
 #include "stats.h"
 
@@ -51,7 +53,8 @@ static uint64_t read_number(const char *name, uint64_t least, uint64_t most)
 	return 0;
 }
 
-bool mpsd_window_in_use(CUdeviceptr base, size_t size, char *what, size_t room)
+/* Whatever of this process lies there already, as /proc/self/maps has it. */
+static bool is_in_use(CUdeviceptr base, size_t size, char *what, size_t room)
 {
 	FILE *maps = fopen("/proc/self/maps", "re");
 	char line[512];
@@ -82,6 +85,22 @@ static bool reserve_at(CUdeviceptr wanted, size_t size, CUdeviceptr *base)
 	return false;
 }
 
+/* Never changed once the size is there. */
+static struct {
+	_Atomic(uint64_t) base, size;
+} reserved[MPSD_DEVICES];
+
+bool mpsd_window_covers(uint64_t address, size_t size)
+{
+	for (int i = 0; i < MPSD_DEVICES; i++) {
+		uint64_t there = atomic_load(&reserved[i].size), base = atomic_load(&reserved[i].base);
+
+		if (there && address < base + there && address + size > base)
+			return true;
+	}
+	return false;
+}
+
 static void note(CUdevice device, enum mpsd_window how, CUdeviceptr base)
 {
 	uint64_t before = mpsd_stats->window;
@@ -97,7 +116,7 @@ static void note(CUdevice device, enum mpsd_window how, CUdeviceptr base)
 static bool reserve_somewhere(struct wish wish, CUdevice device, CUdeviceptr wanted, size_t size, CUdeviceptr *base)
 {
 	char what[512] = "the driver gives another place";
-	bool used = mpsd_window_in_use(wanted, size, what, sizeof(what));
+	bool used = is_in_use(wanted, size, what, sizeof(what));
 
 	if (!used && reserve_at(wanted, size, base)) {
 		note(device, MPSD_WINDOW_AS_WANTED, *base);
@@ -148,8 +167,11 @@ bool mpsd_window_reserve(CUdevice device, size_t zone, CUdeviceptr *base, size_t
 		*size = wish.size ? wish.size : granules * ARENA_GRANULE * TIMES + pieces * 2 * zone;
 		wanted = wish.base ? wish.base + (CUdeviceptr)device * *size
 				   : DEFAULT_BASE + (CUdeviceptr)device * DEFAULT_STEP;
-		if (reserve_somewhere(wish, device, wanted, *size, base))
+		if (reserve_somewhere(wish, device, wanted, *size, base)) {
+			atomic_store(&reserved[device].base, *base);
+			atomic_store(&reserved[device].size, *size);
 			return true;
+		}
 		pieces /= 4;
 	} while (zone && !wish.size && pieces >= FEWEST_PIECES);
 	note(device, MPSD_WINDOW_NONE, 0);
@@ -158,8 +180,9 @@ bool mpsd_window_reserve(CUdevice device, size_t zone, CUdeviceptr *base, size_t
 	return false;
 }
 
-void mpsd_window_give_up(CUdeviceptr base, size_t size)
+void mpsd_window_give_up(CUdevice device, CUdeviceptr base, size_t size)
 {
+	atomic_store(&reserved[device].size, 0);
 	real_cuMemAddressFree(base, size);
 	mpsd_stats->window = MPSD_WINDOW_NONE;
 	mpsd_say("no memory to keep books of a window of 0x%zx bytes: memory is the driver's own, and not vaulted", size);

@@ -5,6 +5,7 @@
 #include <cuda.h>
 #include <stdbool.h>
 #include <stddef.h>
+#include <stdint.h>
 
 /*
  * Reserve the addresses of a device's window, where MPSD_WINDOW_BASE and MPSD_WINDOW_BYTES want them if
@@ -19,11 +20,11 @@ bool mpsd_window_reserve(CUdevice device, size_t zone, CUdeviceptr *base, size_t
  */
 bool mpsd_window_is_lost(void);
 
-/* Whether anything of this process lies there already; `what`: its line in /proc/self/maps. */
-bool mpsd_window_in_use(CUdeviceptr base, size_t size, char *what, size_t room);
+/* Whether some of it lies in a window. Takes no lock. */
+bool mpsd_window_covers(uint64_t address, size_t size);
 
 /* It could not be used. */
-void mpsd_window_give_up(CUdeviceptr base, size_t size);
+void mpsd_window_give_up(CUdevice device, CUdeviceptr base, size_t size);
 
 /* The physical memory that is mapped there: exportable, and otherwise as much like cuMemAlloc's as can be. */
 CUmemAllocationProp mpsd_window_property(CUdevice device);

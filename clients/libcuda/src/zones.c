@@ -321,11 +321,11 @@ bool mpsd_zones_step(void)
 
 /* What fail-over says */
 
-void mpsd_zones_lift(bool gone)
+void mpsd_zones_lift(void)
 {
 	if (!enter())
 		return;
-	mpsd_range_gone(gone);
+	mpsd_range_gone(true);
 	while (mpsd_quarantine.kept.first)
 		mpsd_quarantine_let_out();
 	for (unsigned int i = 0; i < BUCKETS; i++) {

@@ -47,9 +47,9 @@ void mpsd_zones_refused(void);
 bool mpsd_zones_step(void);
 
 /*
- * For fail-over. Nothing is covered between lift and lay: the addresses are reserved anew, or what is covered
- * is in another copy's address space from now on; `gone`: the copy that it was laid for is used no more.
+ * For fail-over: what was covered was so in the address space of a copy that is used no more. Nothing is between
+ * lift and lay.
  */
-void mpsd_zones_lift(bool gone);
+void mpsd_zones_lift(void);
 void mpsd_zones_lay(void);
 void mpsd_zones_copy(enum mpsd_range_copy what);

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: MIT
 /*
- * A second copy of libcuda wants two things of its own: an abstract socket, which the first one holds under a
- * name that is made of the process's id, and another CUDA_MPS_PIPE_DIRECTORY. Its own slots for bind() and
- * getenv() lead here; the program's environment and its other libraries stay as they are.
+ * A second copy of libcuda wants three things of its own: an abstract socket, which the first one holds under a
+ * name that is made of the process's id, another CUDA_MPS_PIPE_DIRECTORY, and the addresses of the windows,
+ * where the process has a placeholder already. Its own slots for bind(), getenv(), mmap() and munmap() lead
+ * here; the program's environment and its other libraries stay as they are.
  */
 #include "failover/copy.h"
 
@@ -19,6 +20,7 @@
 #include <unistd.h>
 
 #include "elfview.h"
+#include "window.h"
 
 #define COPIES 2
 #define SOCKET_NAME "cuda-uvmfd-"
@@ -69,21 +71,18 @@ void mpsd_copy_place(uint64_t base, size_t size)
 	place.size = size;
 }
 
-/* Whatever lies there is the process's own, and stays: the copy is told that it has got it. */
+/* What lies there is the process's own, a window's placeholder and its zones: the copy is told that it has it. */
 static void *own_mmap(void *address, size_t length, int protection, int flags, int fd, off_t offset)
 {
-	if (getenv("MPSD_COPY_TRACE") && place.size)
-		mpsd_say("copy mmap %p %zx prot %x flags %x fd %d", address, length, protection, flags, fd);
-	if (place.size && length >= place.size && fd < 0)
+	if (place.size && address == place.base && length >= place.size && fd < 0)
 		return place.base;
 	return mmap(address, length, protection, flags, fd, offset);
 }
 
+/* Nor does it take away what it never mapped: when it gives its reservation back, or ends. */
 static int own_munmap(void *address, size_t length)
 {
-	if (getenv("MPSD_COPY_TRACE") && place.size)
-		mpsd_say("copy munmap %p %zx", address, length);
-	if (place.size)
+	if (mpsd_window_covers((uint64_t)address, length))
 		return 0;
 	return munmap(address, length);
 }
@@ -207,7 +206,7 @@ static bool open_one(struct mpsd_copy *copy, const char *path, const char **why)
 
 	copy->handle = dlopen(path, RTLD_NOW | RTLD_LOCAL);
 	if (!copy->handle || dlinfo(copy->handle, RTLD_DI_LINKMAP, &map) || !write_slots(map)) {
-		*why = copy->handle ? "the copy's calls of bind and getenv cannot be led elsewhere"
+		*why = copy->handle ? "the copy's calls of bind, getenv and mmap cannot be led elsewhere"
 				    : "the copy of the driver does not load";
 		mpsd_copy_unload(copy);
 		return false;

@@ -66,8 +66,8 @@ void mpsd_made_end(const void *name);
 
 /* For the thread of line.c */
 
-/* Make what has no twin yet, or its contexts alone. False: `what` could not be made, so there is no standby. */
-bool mpsd_made_twins(bool contexts, const char **what);
+/* Make what has no twin yet. False: `what` could not be made, so there is no standby. */
+bool mpsd_made_twins(const char **what);
 
 /* Whether anything has none. */
 bool mpsd_made_waits(void);

@@ -3,7 +3,6 @@
 
 #include <fcntl.h>
 #include <stdio.h>
-#include <sys/mman.h>
 #include <unistd.h>
 
 #include "failover/carry.h"
@@ -11,11 +10,9 @@
 #include "failover/line.h"
 #include "failover/made.h"
 #include "turn.h"
-#include "window.h"
 #include "windows.h"
-#include "zones.h"
 
-static bool on, clear;	/* clear: no placeholder lies in any window */
+static bool on;
 static const char *fault;
 
 bool mpsd_mirror_is_on(void)
@@ -41,36 +38,11 @@ static size_t bytes_of(const struct window *window)
 	return window->arena.granules * ARENA_GRANULE;
 }
 
-static void put_placeholder(CUdeviceptr base, size_t size)
-{
-	mmap((void *)base, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED_NOREPLACE, -1, 0);
-}
-
-/*
- * The copies' contexts have address spaces of their own; what lies in a window is only the process's placeholder.
- * A copy looks at its first call for what is taken, and never gives that out: so they are away by then.
- */
-void mpsd_mirror_clear(void)
-{
-	for (int i = 0; i < DEVICES; i++)
-		if (mpsd_windows[i].open)
-			munmap((void *)mpsd_windows[i].arena.base, bytes_of(&mpsd_windows[i]));
-	clear = true;
-}
-
-static void fill_again(void)
-{
-	for (int i = 0; clear && i < DEVICES; i++)
-		if (mpsd_windows[i].open)
-			put_placeholder(mpsd_windows[i].arena.base, bytes_of(&mpsd_windows[i]));
-	clear = false;
-}
-
+/* The copies' contexts have address spaces of their own; what lies here is the process's alone. */
 static bool reserve(CUdeviceptr base, size_t size)
 {
-	static char said[160], before[48], there[64];
+	static char said[96];
 	CUdeviceptr got = 0;
-	bool used = mpsd_window_in_use(base, size, before, sizeof(before));
 	CUresult result;
 
 	mpsd_copy_place(base, size);
@@ -79,9 +51,8 @@ static bool reserve(CUdeviceptr base, size_t size)
 
 	if (result == CUDA_SUCCESS && got == base)
 		return true;
-	snprintf(there, sizeof(there), "at 0x%llx of 0x%llx (%d)", (unsigned long long)got, (unsigned long long)base,
-		 (int)result);
-	snprintf(said, sizeof(said), "the copy's window is %s: %s", there, used ? before : "it was free");
+	snprintf(said, sizeof(said), "the copy's window is at 0x%llx, not at 0x%llx (%d)", (unsigned long long)got,
+		 (unsigned long long)base, (int)result);
 	if (got)
 		other_cuMemAddressFree(got, size);
 	return fails(said);
@@ -167,8 +138,6 @@ bool mpsd_mirror_begin(const char **why)
 	for (int i = 0; i < DEVICES && !fault; i++)
 		if (mpsd_windows[i].open)
 			mirror_window(&mpsd_windows[i], i);
-	/* Where some have their reservation and some have not, a placeholder finds its place taken. */
-	fill_again();
 	*why = fault;
 	return !fault;
 }
@@ -188,21 +157,16 @@ static void unmap_all(void)
 
 void mpsd_mirror_end(bool unmap)
 {
-	if (on && unmap) {
+	if (on && unmap)
 		unmap_all();
-		clear = true;
-	}
-	fill_again();
 	on = false;
 	fault = NULL;
 }
 
 void mpsd_mirror_window(CUdevice device, CUdeviceptr base, size_t size)
 {
-	if (on || clear)
-		munmap((void *)base, size);
-	if (on && !fault && enter_context(device) && !reserve(base, size))
-		put_placeholder(base, size);
+	if (on && !fault && enter_context(device))
+		reserve(base, size);
 }
 
 void mpsd_mirror_born(struct arena_range range, CUdevice device, CUmemGenericAllocationHandle handle)

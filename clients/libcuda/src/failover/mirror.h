@@ -13,9 +13,6 @@
 /* Whether there is a standby to be kept like this. */
 bool mpsd_mirror_is_on(void);
 
-/* Before a copy is started, which must find the windows' addresses free. Undone by begin or end. */
-void mpsd_mirror_clear(void);
-
 /* Of what there is, and of what comes from now on. False: `why` not. */
 bool mpsd_mirror_begin(const char **why);
 

@@ -73,32 +73,8 @@ static bool start_copy(uint64_t generation, const char *pipe, const char **why)
 	fill(mpsd_other, standby.calls);
 	mpsd_copy_pipe(pipe, generation);
 	*why = "cuInit of the copy";
-	is = other_cuInit(0) == CUDA_SUCCESS && same_version() && mpsd_made_twins(true, why);
+	is = other_cuInit(0) == CUDA_SUCCESS && same_version() && mpsd_made_twins(why);
 	mpsd_copy_pipe(NULL, 0);
-	return is;
-}
-
-/*
- * A copy notes what is taken when it is started, and never gives that out: so the windows are free of zones and
- * placeholders until it has reserved them. The driver puts a placeholder back where memory is mapped, so
- * meanwhile none is: an allocation waits for about as long as a context takes.
- */
-static bool open_in_windows(uint64_t generation, const char *pipe, const char *folder, const char **why)
-{
-	bool is;
-
-	pthread_mutex_lock(&mpsd_windows_lock);
-	mpsd_zones_copy(MPSD_RANGE_COPY_COMES);
-	mpsd_zones_lift(false);
-	mpsd_mirror_clear();
-	is = mpsd_copy_load(&standby, folder, why) && start_copy(generation, pipe, why);
-	mpsd_zones_copy(MPSD_RANGE_COPY_IS_THERE);
-	if (is)
-		is = mpsd_mirror_begin(why);
-	else
-		mpsd_mirror_end(false);
-	mpsd_zones_lay();
-	pthread_mutex_unlock(&mpsd_windows_lock);
 	return is;
 }
 
@@ -108,7 +84,12 @@ bool mpsd_standby_open(uint64_t generation, const char *pipe, const char *folder
 
 	end_left();
 	mpsd_standby_close();
-	is = open_in_windows(generation, pipe, folder, why) && mpsd_made_twins(false, why);
+	mpsd_zones_copy(MPSD_RANGE_COPY_COMES);
+	is = mpsd_copy_load(&standby, folder, why) && start_copy(generation, pipe, why);
+	pthread_mutex_lock(&mpsd_windows_lock);
+	mpsd_zones_copy(MPSD_RANGE_COPY_IS_THERE);
+	is = is && mpsd_mirror_begin(why);
+	pthread_mutex_unlock(&mpsd_windows_lock);
 	if (!is)
 		mpsd_standby_close();
 	return is;
@@ -118,7 +99,7 @@ bool mpsd_standby_follow(const char **why)
 {
 	const char *fault;
 
-	if (!mpsd_made_twins(false, why))
+	if (!mpsd_made_twins(why))
 		return false;
 	pthread_mutex_lock(&mpsd_windows_lock);
 	fault = mpsd_mirror_fault();
@@ -133,10 +114,8 @@ void mpsd_standby_close(void)
 	if (!standby.handle)
 		return;
 	pthread_mutex_lock(&mpsd_windows_lock);
-	mpsd_zones_lift(false);
 	mpsd_mirror_end(true);
 	mpsd_zones_copy(MPSD_RANGE_COPY_WENT);
-	mpsd_zones_lay();
 	pthread_mutex_unlock(&mpsd_windows_lock);
 	mpsd_made_no_twins();
 	fill(mpsd_other, NULL);
@@ -195,7 +174,7 @@ static bool hold_and_switch(struct mpsd_times *times, const char **why)
 static void cover_again(void)
 {
 	pthread_mutex_lock(&mpsd_windows_lock);
-	mpsd_zones_lift(true);
+	mpsd_zones_lift();
 	mpsd_zones_lay();
 	pthread_mutex_unlock(&mpsd_windows_lock);
 }

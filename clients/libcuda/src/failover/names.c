@@ -237,13 +237,13 @@ bool mpsd_made_waits(void)
 }
 
 /* With the lock: what the program makes meanwhile waits. */
-bool mpsd_made_twins(bool contexts, const char **what)
+bool mpsd_made_twins(const char **what)
 {
 	bool all = true;
 
 	mpsd_made_lock();
 	for (struct mpsd_made *made = oldest; made && all; made = made->newer) {
-		if (made->is_twin || (contexts && made->kind != MPSD_MADE_CONTEXT && made->kind != MPSD_MADE_PRIMARY_FLAGS))
+		if (made->is_twin)
 			continue;
 		all = mpsd_twin_make(made, what);
 		if (all) {
