@@ -8,6 +8,7 @@ counted, shown, and never a hit.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -110,7 +111,8 @@ class Trackers:
     def _fatal(self, queue: _Queue, fatal: list[UvmEvent]) -> None:
         for event in fatal[:EVENTS_PER_DRAIN]:
             own = self._holds(queue.client.process, event.address)
-            self._post(ev.UvmFatal(queue.client, event, own_memory=own))
+            age_ns = time.clock_gettime_ns(time.CLOCK_MONOTONIC_RAW) - event.timestamp_ns
+            self._post(ev.UvmFatal(queue.client, event, own, max(0.0, age_ns / 1e9)))
         if len(fatal) > EVENTS_PER_DRAIN:
             self._post(ev.Counted({"events_dropped": len(fatal) - EVENTS_PER_DRAIN}))
 

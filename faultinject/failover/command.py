@@ -17,7 +17,7 @@ from faultinject.failover.rounds import PARTS, SETTINGS, Rounds, data
 from faultinject.history import History
 from faultinject.matrix import tell_stderr
 from faultinject.node import open_node
-from faultinject.proxy.library import find_libraries
+from faultinject.proxy.library import Libraries, find_libraries
 from faultinject.rig import Rig
 from mpsd.errors import MpsdError, UsageError
 
@@ -63,6 +63,14 @@ def _spread(values: Sequence[float | None]) -> str:
     return f"{median(known):.2f} / {known[-1]:.2f}" if known else "-"
 
 
+def main_settings(libraries: Libraries) -> dict[str, str]:
+    """Of the daemon in these runs."""
+    settings = dict(SETTINGS)
+    if libraries.driver:
+        settings["failover.driver"] = f'"{libraries.driver / "libcuda.so.1"}"'
+    return settings
+
+
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """All kinds, each in a rig of its own. Raises MpsdError where the rig itself cannot be had."""
     date = datetime.now(UTC).isoformat(timespec="seconds")
@@ -72,9 +80,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         libraries = find_libraries(args.backend, args.libcuda, args.driver, Path(base))
         node = open_node(args.backend, Path(base))
         try:
-            settings = dict(SETTINGS)
-            if libraries.driver:
-                settings["failover.driver"] = f'"{libraries.driver / "libcuda.so.1"}"'
+            settings = main_settings(libraries)
             for kind in args.kinds:
                 with (
                     History() as history,
@@ -123,10 +129,10 @@ def markdown(finished: Mapping[str, Any]) -> str:
         f"{finished['date']}; again: `{finished['command']}`",
         "",
         "Three servers keep memory in the vault and check every result; a neighbour faults again and",
-        "again, and they go on in a second domain each time. Times in ms, median / worst: the longest step of",
-        "a server around the fault; from mpsd's first sign to its decision; from the word to a program until",
-        "its calls were held, its old context could write no more, and it went on. `told`: how often a server",
-        "met one error, for what was in flight is lost in the mode `keep`.",
+        "again, and they go on in a second domain each time. Times in ms, median / worst: the longest step",
+        "of a server around the fault; from mpsd's first sign to its decision; from the word to a program",
+        "until its calls were held, its old context could write no more, and it went on. `told`: how often a",
+        "server met one error, for what was in flight is lost in the mode `keep`.",
         "",
         "| " + " | ".join(rows[0]) + " |",
         "| " + " | ".join("---" for _ in rows[0]) + " |",

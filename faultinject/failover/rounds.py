@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -24,7 +26,7 @@ SETTINGS = {
 SERVERS = 3
 UP_S, READY_S, FAULT_S, MOVED_S = 60.0, 15.0, 20.0, 15.0
 POLL_S = 0.01
-PARTS = ("server_death",)
+PARTS = ("server_death", "drain")
 
 
 @dataclass(slots=True)
@@ -101,7 +103,7 @@ class Rounds:
         try:
             self._wait_until_ready()
             self._reset_reports()
-            at = self._server_dies() if kind == "server_death" else self._offend(fault, kind, number)
+            at = self._begin(fault, kind, number)
             fault.record = self._record(at)
             self._collect(fault, at)
         except (DeadlineError, MpsdError) as error:
@@ -153,10 +155,20 @@ class Rounds:
         fault.offender_code = outcome.data.get("code") if outcome else None
         return at
 
-    def _server_dies(self) -> float:
-        import os
-        import signal
+    def _begin(self, fault: Fault, kind: str, number: int) -> float:
+        if kind == "server_death":
+            return self._server_dies()
+        if kind == "drain":
+            return self._drain()
+        return self._offend(fault, kind, number)
 
+    def _drain(self) -> float:
+        at = clock()
+        self._rig.mpsd.ask(lambda c: c.drain())
+        self._rig.mpsd.ask(lambda c: c.undrain())
+        return at
+
+    def _server_dies(self) -> float:
         pid = self._rig.mpsd.part("server")
         if pid is None:
             raise DeadlineError("there is no MPS server")

@@ -198,11 +198,13 @@ class StandDown:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Tell a program to go on in its standby now. `why` is for its log."""
+    """Tell a program to go on in its standby now. `why` is for its log. `planned`: its context is well, so it
+    ends its work there first."""
 
     process: ProcessInstance
     generation: int
     why: str
+    planned: bool = False
 
 
 @dataclass(frozen=True, slots=True)

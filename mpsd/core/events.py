@@ -212,12 +212,17 @@ class WorkNotVisible:
 
 @dataclass(frozen=True, slots=True)
 class UvmFatal:
-    """A fault that UVM could not service. `own_memory`: at an address where the vault holds memory for its
-    process, which a context in use has mapped: it is met there by a context that the process has left."""
+    """A fault that UVM could not service.
+
+    `own_memory`: at an address where the vault holds memory for its process, which a context in use has
+    mapped: it is met there by a context that the process has left. `age_s`: for how long it had been there,
+    by the driver's stamp, when it was read.
+    """
 
     client: ClientId
     event: UvmEvent
     own_memory: bool = False
+    age_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,8 +128,8 @@ def why_not(draft: Draft, member: Member, target: Domain | None) -> str:
     return ""
 
 
-def _tell(draft: Draft, member: Member, why: str) -> None:
-    draft.emit(Move(member.process, member.generation, why))
+def _tell(draft: Draft, member: Member, why: str, planned: bool = False) -> None:
+    draft.emit(Move(member.process, member.generation, why, planned))
     told = (*(t for t in member.told if draft.now - t < MINUTE_S), draft.now)
     draft.put_member(replace(member, standing=Standing.MOVING, told=told))
     draft.count("failover_moves")
@@ -194,7 +194,7 @@ def _record(
         refusal = MADE_IT if member.process in sure else dead
         refusal = refusal or why_not(draft, member, target_of(draft.state, member))
         if not refusal:
-            _tell(draft, member, trigger)
+            _tell(draft, member, trigger, planned)
         elif member.process in sure or dead or member.standing is Standing.READY:
             leave_behind(draft, member, refusal)
         fates.append(_fate(draft.state, member, refusal, member.process in suspects))
@@ -289,10 +289,10 @@ def left_lately(state: State, pid: int, now: float) -> str | None:
     return None
 
 
-def was_told(state: State, domain: str, process: ProcessInstance) -> bool:
-    """Whether this program was told to move out of that domain."""
+def was_told(state: State, domain: str, process: ProcessInstance, when: float) -> bool:
+    """Whether this program had been told to move out of that domain by then."""
     return any(
-        f.process == process and f.outcome in _LEFT
+        f.process == process and f.outcome in _LEFT and record.at + (f.told_ms or 0.0) / 1e3 <= when
         for record in state.failovers
         if record.domain == domain
         for f in record.fates

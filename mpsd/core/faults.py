@@ -26,7 +26,8 @@ def on_uvm_fatal(draft: Draft, event: ev.UvmFatal) -> None:
     if client is None or domain is None or event.event.access is Access.PREFETCH:
         draft.count("uvm_events_without_client")
         return
-    told = failover.was_told(draft.state, domain.id, client.id.process)
+    when = draft.now - event.age_s
+    told = failover.was_told(draft.state, domain.id, client.id.process, when)
     if told or (event.own_memory and client.id.process in draft.state.members):
         # Its old context may reach its memory no more; that what still runs there meets this is no fault.
         draft.count("failover_echoes")

@@ -116,7 +116,9 @@ class FailoverDesk:
         )
 
     def move(self, effect: fx.Move) -> None:
-        self._door.tell(effect.process, Message(Kind.MOVE, generation=effect.generation, text=effect.why))
+        values = (int(effect.planned),)
+        message = Message(Kind.MOVE, generation=effect.generation, values=values, text=effect.why)
+        self._door.tell(effect.process, message)
 
 
 def offer_of(generation: int, pipe_dir: Path, copies: Path) -> Message:

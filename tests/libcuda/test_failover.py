@@ -247,3 +247,37 @@ def test_guard_zones_come_along(
     assert ask("gpu.sync()") == "0"
     assert second.status() == "ACTIVE"
     assert ask("[gpu.run('store', 0x7E0000000000, 4, 1), gpu.sync()]") == "[0, 700]"
+
+
+def test_a_planned_move_loses_nothing(
+    domain: Domain, second: Domain, post: Post, ask: Program, copies: Path
+) -> None:
+    line = post.greet()
+    ask("m = gpu.memory(8 << 20); s = gpu.stream(); gpu.sync()")
+    stand_by(line, second, copies)
+    assert ask("[gpu.run('late', m, 8, 1, stream=s), gpu.run('late', m, 8, 1)]") == "[0, 0]"
+    line.say(moving.MOVE, 1, planned=True)
+    assert line.hear(moving.MOVED).generation == 1
+    assert ask("[gpu.sync(), gpu.word(m), gpu.run('add', m, 8, 1, stream=s), gpu.sync()]") == "[0, 2, 0, 0]"
+    assert ask("gpu.word(m)") == "3"
+    assert domain.status() == "ACTIVE"
+    # Told once more, it says where it is.
+    line.say(moving.MOVE, 1)
+    assert line.hear(moving.MOVED).generation == 1
+    assert ask.end() == ""
+
+
+def test_a_daemon_that_comes_back_finds_the_standby(
+    domain: Domain, second: Domain, post: Post, ask: Program, copies: Path
+) -> None:
+    line = post.greet()
+    ask("m = gpu.memory(8 << 20); gpu.sync()")
+    stand_by(line, second, copies, 7)
+    line.close()
+    line = post.greet()
+    stand_by(line, second, copies, 7)
+    os.kill(domain.server(), signal.SIGKILL)
+    move(line, 7)
+    assert ask("[gpu.run('add', m, 8, 1), gpu.sync(), gpu.word(m)]") == "[0, 0, 1]"
+    line.close()
+    assert post.accept().hear(moving.HELLO).generation == 7

@@ -31,10 +31,12 @@ class Line:
         self._sock = sock
         sock.settimeout(DEADLINE_S)
 
-    def say(self, kind: int, generation: int = 0, path: str = "", text: str = "") -> None:
-        self._sock.send(
-            _LAYOUT.pack(MAGIC, VERSION, kind, 1, 0, generation, *[0] * 6, path.encode(), text.encode())
-        )
+    def say(
+        self, kind: int, generation: int = 0, path: str = "", text: str = "", *, planned: bool = False
+    ) -> None:
+        values = (int(planned), *[0] * 5)
+        words = (path.encode(), text.encode())
+        self._sock.send(_LAYOUT.pack(MAGIC, VERSION, kind, 1, 0, generation, *values, *words))
 
     def hear(self, *kinds: int) -> Said:
         """The next that is said, which must be of these kinds."""
@@ -59,10 +61,14 @@ class Post:
         self._listener.settimeout(DEADLINE_S)
         self._lines: list[Line] = []
 
-    def greet(self) -> Line:
-        """The next program, which has said HELLO."""
+    def accept(self) -> Line:
         line = Line(self._listener.accept()[0])
         self._lines.append(line)
+        return line
+
+    def greet(self) -> Line:
+        """The next program, which has said HELLO."""
+        line = self.accept()
         line.hear(HELLO)
         line.say(WELCOME)
         return line

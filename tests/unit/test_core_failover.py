@@ -16,7 +16,7 @@ from mpsd.core.records import Source
 from mpsd.core.standby import FailoverRecord, Outcome, Standing
 from mpsd.core.state import DomainState, Policy
 from mpsd.model import ClientId, Confidence, FailoverMode, ServerState
-from tests.support.core import GPU, SLOT, UID, World, process, server_of
+from tests.support.core import GPU, SLOT, UID, World, process, server_of, uvm
 
 KEEP = FailoverMode.KEEP
 ON = Policy(failover=KEEP, linger_limit_s=30.0)
@@ -170,7 +170,10 @@ def test_who_is_named_after_all_were_told_does_not_stay_among_them() -> None:
     world = site(10, 11)
     world.do(ev.ServerFatalLogged("d1", "fatal GPU error"))
     assert world.told() == [10, 11]
-    world.fault(11)
+    # What an old context meets once it may reach nothing any more is nobody's fault.
+    world.do(ev.UvmFatal(ClientId("d1", process(10)), uvm()))
+    assert not world.made(fx.Kill)
+    world.do(ev.UvmFatal(ClientId("d1", process(11)), uvm(), age_s=0.01))
     assert [e.client.process.pid for e in world.made(fx.Kill)] == [11]
     assert "after it was told" in {f.process.pid: f.why for f in world.failover().fates}[11]
 

@@ -8,7 +8,7 @@
  * program's own process. Its generation names it: what is said of another generation is of no account.
  *
  * The program says
- *	HELLO		mode; once, first
+ *	HELLO		mode; generation: where it lives now, 0: in its first context; once, first
  *	READY		generation; values: ns since STANDBY came, bytes of GPU memory that it takes (0: unknown)
  *	UNREADY		generation; text: why there will be none
  *	OPAQUE		text: the driver's function that made what cannot be carried over; each name once
@@ -22,7 +22,8 @@
  *	STANDBY		generation; path: CUDA_MPS_PIPE_DIRECTORY of the second domain; text: the folder with
  *			copies of the driver (libcuda-0.so.1, libcuda-1.so.1)
  *	STAND_DOWN	generation; text: why. Its context goes, if the program is not in it
- *	MOVE		generation: the program's domain is lost (or is to be left), go on there now
+ *	MOVE		generation: go on there now; values: 0: its domain is lost, 1: it is to be left, and the
+ *			program ends its work there first; text: why
  */
 #pragma once
 

@@ -108,6 +108,9 @@ void mpsd_waited(CUresult result, uint64_t moves, CUstream stream, uint64_t work
 /* Once after work was lost, in place of success. */
 CUresult mpsd_work_told(CUresult result);
 
+/* All that was given has ended. */
+void mpsd_work_ended(void);
+
 /* Whether something may be in flight; from now on it is lost, and the program will be told. */
 bool mpsd_work_lost(void);
 

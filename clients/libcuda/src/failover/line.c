@@ -42,6 +42,7 @@ static atomic_bool off, ready, given_up, woken, error_said;
 static _Atomic(const char *) opaque[MOST_OPAQUE];
 static atomic_uint opaques;
 static uint64_t generation;	/* of the standby that there is, or that was asked for; 0: none */
+static uint64_t home;		/* where the program lives; 0: in its first context */
 
 /* From the program's threads */
 
@@ -144,6 +145,11 @@ static bool stand_by(const struct mpsd_failover_message *order)
 	const char *why = NULL;
 	uint64_t began = now_ns();
 
+	/* A daemon that has come back offers what there is already. */
+	if (order->generation == generation && atomic_load(&ready)) {
+		message = message_of(MPSD_FAILOVER_READY, NULL);
+		return say(&message);
+	}
 	atomic_store(&ready, false);
 	generation = order->generation;
 	if (atomic_load(&opaques)) {
@@ -167,10 +173,16 @@ static bool move(const struct mpsd_failover_message *order)
 	struct mpsd_times times;
 	const char *why = NULL;
 
+	if (order->generation == home && home) {
+		message = message_of(MPSD_FAILOVER_MOVED, NULL);
+		message.generation = home;
+		return say(&message);
+	}
+	message.generation = order->generation;
 	if (order->generation != generation || !mpsd_line_ready())
 		return say(&message);
 	atomic_store(&ready, false);
-	if (!mpsd_move(&times, &why)) {
+	if (!mpsd_move(order->values[0] != 0, &times, &why)) {
 		message = message_of(MPSD_FAILOVER_STAYED, why);
 		mpsd_phase_wake();
 		mpsd_standby_close();
@@ -180,6 +192,7 @@ static bool move(const struct mpsd_failover_message *order)
 	message.values[0] = times.held_ns - began;
 	message.values[1] = times.fence_ns - began;
 	message.values[2] = times.on_ns - began;
+	home = generation;
 	generation = 0;
 	return say(&message);
 }
@@ -260,6 +273,7 @@ static void listen_to(int fd)
 	unsigned int told = 0;
 
 	message.mode = mode;
+	message.generation = home;
 	if (!say(&message) || !tell_opaque(&told))
 		return;
 	while (!atomic_load(&off)) {

@@ -17,6 +17,7 @@
 #include "zones.h"
 
 #define MOST_LEAVE_MS 1000
+#define MOST_REST_MS 2000
 
 void *mpsd_other[MPSD_SLOTS];
 static CUresult (*first_current)(CUcontext *);	/* cuCtxGetCurrent of the program's first copy, which stays */
@@ -147,12 +148,50 @@ static void switch_over(void)
 	fill(mpsd_other, NULL);
 }
 
-static bool hold_and_switch(struct mpsd_times *times, const char **why)
+/* Whether nothing is left to be done in the copy in use, which is well. With the lock of made.h. */
+static bool is_at_rest(void)
+{
+	for (struct mpsd_made *made = mpsd_made_oldest(); made; made = made->newer) {
+		CUresult result = CUDA_SUCCESS;
+
+		if (made->kind == MPSD_MADE_STREAM)
+			result = real_cuStreamQuery(made->native);
+		else if (made->kind == MPSD_MADE_CONTEXT && real_cuCtxPushCurrent_v2(made->native) == CUDA_SUCCESS) {
+			result = real_cuStreamQuery(CU_STREAM_LEGACY);
+			real_cuCtxPopCurrent_v2(&(CUcontext){ NULL });
+		}
+		if (result == CUDA_ERROR_NOT_READY)
+			return false;
+	}
+	return true;
+}
+
+static bool come_to_rest(void)
+{
+	for (int ms = 0; ms < MOST_REST_MS; ms++) {
+		bool is;
+
+		mpsd_made_lock();
+		is = is_at_rest();
+		mpsd_made_unlock();
+		if (is) {
+			mpsd_work_ended();
+			return true;
+		}
+		mpsd_pause(1);
+	}
+	return false;
+}
+
+static bool hold_and_switch(bool planned, struct mpsd_times *times, const char **why)
 {
 	bool is, turn;
 
 	times->held_ns = now_ns();
 	if (!mpsd_standby_follow(why))
+		return false;
+	*why = "its work did not end in time";
+	if (planned && !come_to_rest())
 		return false;
 	pthread_mutex_lock(&mpsd_windows_lock);
 	mpsd_made_lock();
@@ -179,12 +218,12 @@ static void cover_again(void)
 	pthread_mutex_unlock(&mpsd_windows_lock);
 }
 
-bool mpsd_move(struct mpsd_times *times, const char **why)
+bool mpsd_move(bool planned, struct mpsd_times *times, const char **why)
 {
 	bool is;
 
 	mpsd_phase_begin();
-	is = hold_and_switch(times, why);
+	is = hold_and_switch(planned, times, why);
 	if (is) {
 		left = in_use;
 		left_moves = mpsd_moves_done();

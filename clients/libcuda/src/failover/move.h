@@ -20,8 +20,8 @@ bool mpsd_standby_follow(const char **why);
 
 void mpsd_standby_close(void);
 
-/* Hold all calls, end what the old context may write, and go on in the standby. */
-bool mpsd_move(struct mpsd_times *times, const char **why);
+/* Hold all calls, end what the old context may write, and go on in the standby. `planned`: that context is well. */
+bool mpsd_move(bool planned, struct mpsd_times *times, const char **why);
 
 /* The calling thread's context, in the copy in use; `is_first`: it has not called since the first move. */
 void mpsd_move_thread(bool is_first);

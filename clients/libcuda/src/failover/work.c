@@ -58,6 +58,11 @@ void mpsd_waited(CUresult result, uint64_t moves, CUstream stream, uint64_t work
 		mpsd_waited_for_all(result, moves, work);
 }
 
+void mpsd_work_ended(void)
+{
+	proven(atomic_load(&given));
+}
+
 bool mpsd_work_lost(void)
 {
 	bool is = atomic_load(&given) != atomic_load(&ended);

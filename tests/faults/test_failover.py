@@ -1,0 +1,45 @@
+"""Programs go on through faults that nothing isolates, under a whole mpsd, on the simulated GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from faultinject.failover.command import judge, main_settings
+from faultinject.failover.rounds import Rounds, data
+from faultinject.history import History
+from faultinject.node import Node, open_simulated_node
+from faultinject.proxy.library import Libraries, find_libraries
+from faultinject.rig import Rig
+
+pytestmark = pytest.mark.timeout(150)
+DEADLINE_S = 90.0
+
+
+@pytest.fixture(scope="module")
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> Libraries:
+    return find_libraries("simulated", None, None, tmp_path_factory.mktemp("libcuda"))
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Node]:
+    opened = open_simulated_node(tmp_path)
+    yield opened
+    opened.close()
+
+
+@pytest.mark.parametrize("kind", ["store", "trap", "misaligned", "pbdma", "server_death", "drain"])
+def test_no_program_is_lost(node: Node, libraries: Libraries, kind: str) -> None:
+    with History() as history, Rig(node, "mpsd", history, settings=main_settings(libraries)) as rig:
+        rounds = Rounds(rig, libraries, lambda _: None)
+        rounds.start()
+        found = data(rounds.run(kind, 3, DEADLINE_S))
+        rounds.end()
+    assert rig.left == []
+    assert [len(found), judge(found)] == [3, "valid"]
+    assert all(fate["outcome"] == "moved" for fault in found for fate in fault["record"]["clients"])
+    if kind == "drain":
+        # Nothing was in flight when they moved, so nobody was told anything.
+        assert [p["told"] for fault in found for p in fault["programs"]] == [[]] * 9
