@@ -167,6 +167,26 @@ def test_a_thread_that_waits_is_carried_over_and_is_told_once(
     assert "what was in flight may be missing" in ask.end()
 
 
+@pytest.mark.parametrize(
+    "wait", ["sync()", "code('cuStreamSynchronize', s)", "code('cuEventSynchronize', e)", "word(m)"]
+)
+def test_a_wait_does_not_sit_in_the_copy_that_is_left(
+    domain: Domain, second: Domain, post: Post, ask: Program, copies: Path, wait: str
+) -> None:
+    """Its context is well, its kernel takes half a minute, and nothing but the move ends the wait."""
+    line = post.greet()
+    ask("m = gpu.memory(8 << 20); s = gpu.stream(); e = gpu.made('cuEventCreate', 0); gpu.sync()")
+    stand_by(line, second, copies)
+    stream = "s" if wait.endswith("s)") else "0"
+    assert ask(f"gpu.run('long', m, 8, 1, stream={stream})") == "0"
+    ask(f"gpu.code('cuEventRecord', e, {stream})")
+    ask.tell(f"gpu.{wait}")
+    line.say(moving.MOVE, 1)
+    assert line.hear(moving.MOVED).generation == 1
+    assert "719" in ask._answer()
+    assert ask("[gpu.sync(), gpu.run('add', m, 8, 1), gpu.sync(), gpu.word(m)]") == "[0, 0, 0, 1]"
+
+
 def test_an_error_waits_for_the_daemons_word(
     domain: Domain, second: Domain, post: Post, ask: Program, copies: Path
 ) -> None:
@@ -255,11 +275,11 @@ def test_a_planned_move_loses_nothing(
     line = post.greet()
     ask("m = gpu.memory(8 << 20); s = gpu.stream(); gpu.sync()")
     stand_by(line, second, copies)
-    assert ask("[gpu.run('late', m, 8, 1, stream=s), gpu.run('late', m, 8, 1)]") == "[0, 0]"
+    assert ask("[gpu.run('late', m, 8, 1, stream=s), gpu.run('late', m + 4096, 8, 1)]") == "[0, 0]"
     line.say(moving.MOVE, 1, planned=True)
     assert line.hear(moving.MOVED).generation == 1
-    assert ask("[gpu.sync(), gpu.word(m), gpu.run('add', m, 8, 1, stream=s), gpu.sync()]") == "[0, 2, 0, 0]"
-    assert ask("gpu.word(m)") == "3"
+    assert ask("[gpu.sync(), gpu.word(m), gpu.word(m + 4096)]") == "[0, 1, 1]"
+    assert ask("[gpu.run('add', m, 8, 1, stream=s), gpu.sync(), gpu.word(m)]") == "[0, 0, 2]"
     assert domain.status() == "ACTIVE"
     # Told once more, it says where it is.
     line.say(moving.MOVE, 1)

@@ -28,11 +28,13 @@ class Carried:
 
     function: Function
     does: str
+    polls: bool = False
 
 
 def read_carried(path: Path, functions: Mapping[str, Function]) -> tuple[Carried, ...]:
     """The functions of carry.toml, in order of their names. Raises CarryError."""
     table = tomllib.loads(path.read_text())
+    polls = table.pop("polls", [])
     unknown = sorted(set(table) - set(CLASSES))
     if unknown:
         raise CarryError(f"{path.name}: no such class: {', '.join(unknown)}")
@@ -44,15 +46,18 @@ def read_carried(path: Path, functions: Mapping[str, Function]) -> tuple[Carried
             if name not in functions:
                 raise CarryError(f"{path.name}: cuda.h does not declare {name}")
             does[name] = kind
-    return tuple(Carried(functions[name], does[name]) for name in sorted(does))
+    for name in polls:
+        if not does.get(name, "").startswith("waits"):
+            raise CarryError(f"{path.name}: {name} polls, and does not wait")
+    return tuple(Carried(functions[name], does[name], name in polls) for name in sorted(does))
 
 
 def declarations(carried: Sequence[Carried]) -> Iterator[str]:
     """Prototypes of what carry.c calls and src/failover defines."""
     yield f"#define MPSD_CARRIED {len(carried)}"
     for one in carried:
-        if one.does in ("make", "end"):
-            yield f"CUresult {one.does}_{one.function.name}({_list(one.function)});"
+        if _prefix(one) != "inner":
+            yield f"CUresult {_prefix(one)}_{one.function.name}({_list(one.function)});"
 
 
 def source(carried: Sequence[Carried]) -> Iterator[str]:
@@ -73,7 +78,7 @@ def _body(one: Carried) -> Iterator[str]:
     name, stream = one.function.name, _stream(one.function)
     if one.does == "waits_legacy":
         stream = "CU_STREAM_LEGACY"
-    prefix = one.does if one.does in ("make", "end") else "inner"
+    prefix = _prefix(one)
     yield "\tCUresult result;"
     yield "\tuint64_t moves;"
     if one.does.startswith("waits_"):
@@ -98,6 +103,10 @@ def _body(one: Carried) -> Iterator[str]:
                 yield f"\tif (result == CUDA_SUCCESS && {argument})"
                 yield f"\t\t*{argument} = mpsd_name(*{argument});"
     yield "\treturn result;"
+
+
+def _prefix(one: Carried) -> str:
+    return one.does if one.does in ("make", "end") else "poll" if one.polls else "inner"
 
 
 def _list(function: Function) -> str:

@@ -120,8 +120,11 @@ def _functions(plan: Plan) -> Iterator[str]:
         yield f"#define MPSD_{name} {plan.names.index(name)}"
         if name in plan.wrapped:
             yield f"CUresult wrap_{name}({parameters});"
-        for table in ("real", "inner", "other"):
-            called = f"__atomic_load_n(&mpsd_{table}[MPSD_{name}], __ATOMIC_RELAXED)"
-            yield f"#define {table}_{name} ((CUresult (*)({parameters})){called})"
+        for table, where in (
+            ("real", "mpsd_tables()->real"),
+            ("inner", "mpsd_tables()->inner"),
+            ("other", "mpsd_other"),
+        ):
+            yield f"#define {table}_{name} ((CUresult (*)({parameters})){where}[MPSD_{name}])"
     yield ""
     yield from carry.declarations(plan.carried)

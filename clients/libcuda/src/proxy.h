@@ -11,8 +11,10 @@
  */
 #pragma once
 
+#include <stdatomic.h>
 #include <stdbool.h>
 #include <stddef.h>
+#include <stdint.h>
 
 #include "functions.h"
 
@@ -43,6 +45,27 @@ extern void *mpsd_real_handle;		/* of dlopen; NULL: there is no driver */
 static inline void *mpsd_stub(unsigned int index)
 {
 	return (void *)(mpsd_stubs + (size_t)MPSD_STUB_BYTES * index);
+}
+
+/*
+ * What calls lead to: the real driver's functions, and the wrappers or those. There is one of these, but for a
+ * fail-over (failover/carry.h): each copy of the driver that was ever in use has its own, which never changes,
+ * and a call keeps to the one with which it began, whatever happens meanwhile.
+ */
+struct mpsd_tables {
+	void **real, **inner;
+	uint64_t moves;		/* that were before it was in use; an even number */
+};
+
+extern _Atomic(const struct mpsd_tables *) mpsd_tables_now;
+extern _Thread_local const struct mpsd_tables *mpsd_thread_tables __attribute__((tls_model("initial-exec")));
+
+/* Those of the call that this thread makes; outside of any, those in use. */
+static inline const struct mpsd_tables *mpsd_tables(void)
+{
+	const struct mpsd_tables *own = mpsd_thread_tables;
+
+	return own ? own : atomic_load_explicit(&mpsd_tables_now, memory_order_acquire);
 }
 
 void mpsd_install(enum mpsd_when when);

@@ -44,19 +44,9 @@ void mpsd_carry_install(void);
 
 /* phase.c */
 
+extern const struct mpsd_tables *mpsd_first_tables;
 uint64_t mpsd_carry_wait(void);
 bool mpsd_carry_again(CUresult result, uint64_t moves);
-
-/*
- * The number of the moves that were; waits for the end of one, and sees to the thread's context after it.
- * Followed by mpsd_carry_leave().
- */
-static inline uint64_t mpsd_carry_enter(void)
-{
-	uint64_t moves = atomic_load(&mpsd_moves);
-
-	return __builtin_expect(moves != 0, 0) ? mpsd_carry_wait() : moves;
-}
 
 /* Calls inside each of the copies that came after the first one, which alone may be unloaded. */
 #define MPSD_COPIES_KNOWN 8
@@ -67,8 +57,23 @@ static inline atomic_uint *mpsd_inside_of(uint64_t moves)
 	return &mpsd_inside[(moves >> 1) % MPSD_COPIES_KNOWN];
 }
 
+/*
+ * The number of the moves that were; waits for the end of one, and sees to the thread's context after it. Until
+ * mpsd_carry_leave() the thread's calls are those of that copy.
+ */
+static inline uint64_t mpsd_carry_enter(void)
+{
+	uint64_t moves = atomic_load(&mpsd_moves);
+
+	if (__builtin_expect(moves != 0, 0))
+		return mpsd_carry_wait();
+	mpsd_thread_tables = mpsd_first_tables;
+	return 0;
+}
+
 static inline void mpsd_carry_leave(uint64_t moves)
 {
+	mpsd_thread_tables = NULL;
 	if (__builtin_expect(moves != 0, 0))
 		atomic_fetch_sub(mpsd_inside_of(moves), 1);
 }
@@ -85,14 +90,16 @@ static inline bool mpsd_is_loss(CUresult result)
 	}
 }
 
-/* names.c: a handle in the copy in use, of what the program calls `name`; and the reverse. */
+/*
+ * names.c: a handle in the copy of this call, of what the program calls `name`; and the reverse. NULL where another
+ * copy is in use by now: what fails with that is tried again.
+ */
 void *mpsd_native_of(const void *name);
 void *mpsd_name_of(const void *native);
 
 static inline void *mpsd_native_pointer(const void *name)
 {
-	return __builtin_expect(atomic_load_explicit(&mpsd_moves, memory_order_relaxed) != 0, 0)
-		       ? mpsd_native_of(name) : (void *)name;
+	return __builtin_expect(mpsd_tables()->moves != 0, 0) ? mpsd_native_of(name) : (void *)name;
 }
 
 #define mpsd_native(name) ((__typeof__(name))mpsd_native_pointer(name))

@@ -20,7 +20,7 @@ static CUresult note_pages(CUresult result, void *pages, size_t size, unsigned i
 
 CUresult make_cuMemHostAlloc(void **pp, size_t bytesize, unsigned int Flags)
 {
-	uint64_t moves = atomic_load(&mpsd_moves);
+	uint64_t moves = mpsd_tables()->moves;
 	CUresult result = inner_cuMemHostAlloc(pp, bytesize, Flags);
 
 	return note_pages(result, result == CUDA_SUCCESS ? *pp : NULL, bytesize, Flags, true, moves);
@@ -28,7 +28,7 @@ CUresult make_cuMemHostAlloc(void **pp, size_t bytesize, unsigned int Flags)
 
 CUresult make_cuMemAllocHost_v2(void **pp, size_t bytesize)
 {
-	uint64_t moves = atomic_load(&mpsd_moves);
+	uint64_t moves = mpsd_tables()->moves;
 	CUresult result = inner_cuMemAllocHost_v2(pp, bytesize);
 
 	return note_pages(result, result == CUDA_SUCCESS ? *pp : NULL, bytesize, 0, true, moves);
@@ -36,7 +36,7 @@ CUresult make_cuMemAllocHost_v2(void **pp, size_t bytesize)
 
 CUresult make_cuMemHostRegister_v2(void *p, size_t bytesize, unsigned int Flags)
 {
-	uint64_t moves = atomic_load(&mpsd_moves);
+	uint64_t moves = mpsd_tables()->moves;
 	CUresult result = inner_cuMemHostRegister_v2(p, bytesize, Flags);
 
 	if (result == CUDA_SUCCESS && Flags & ~(unsigned int)REGISTER_FLAGS)
@@ -62,7 +62,7 @@ CUresult make_cuMemFreeHost(void *p)
 		moves = made->value;
 	mpsd_made_unlock();
 	mpsd_made_end(p);
-	if (moves >= 0 && (uint64_t)moves != (atomic_load(&mpsd_moves) & ~1ull))
+	if (moves >= 0 && (uint64_t)moves != (mpsd_tables()->moves))
 		return inner_cuMemHostUnregister(p);
 	return inner_cuMemFreeHost(p);
 }
@@ -94,7 +94,7 @@ CUresult make_cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction f, void 
 
 	if (config)
 		mpsd_work(config->hStream);
-	if (!config || !atomic_load_explicit(&mpsd_moves, memory_order_relaxed) ||
+	if (!config || !mpsd_tables()->moves ||
 	    config->numAttrs > MOST_ATTRIBUTES)
 		return inner_cuLaunchKernelEx(config, f, kernelParams, extra);
 	own = *config;

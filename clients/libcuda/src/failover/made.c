@@ -16,7 +16,7 @@ static CUdevice current_device(void)
 
 static uint64_t moves_now(void)
 {
-	return atomic_load(&mpsd_moves);
+	return mpsd_tables()->moves;
 }
 
 /* `handle`: where the driver has put it, and where the program looks for its name. */

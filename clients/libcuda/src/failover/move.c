@@ -3,6 +3,7 @@
 #include "failover/move.h"
 
 #include <pthread.h>
+#include <stdlib.h>
 #include <time.h>
 
 #include "clock.h"
@@ -25,6 +26,12 @@ static CUresult (*first_current)(CUcontext *);	/* cuCtxGetCurrent of the program
 /* in_use has no handle while it is the program's first one; left is waited for by whoever is inside it. */
 static struct mpsd_copy in_use, standby, left;
 static uint64_t left_moves;
+
+/* Of each copy that comes into use. Kept for good: a thread may be inside one at any time. */
+static struct own_tables {
+	struct mpsd_tables tables;
+	void *real[MPSD_SLOTS], *inner[MPSD_SLOTS];
+} *next;
 
 static uint64_t now_ns(void)
 {
@@ -85,6 +92,9 @@ bool mpsd_standby_open(uint64_t generation, const char *pipe, const char *folder
 
 	end_left();
 	mpsd_standby_close();
+	*why = "out of host memory";
+	if (!next && !(next = calloc(1, sizeof(*next))))
+		return false;
 	mpsd_zones_copy(MPSD_RANGE_COPY_COMES);
 	is = mpsd_copy_load(&standby, folder, why) && start_copy(generation, pipe, why);
 	pthread_mutex_lock(&mpsd_windows_lock);
@@ -127,11 +137,14 @@ void mpsd_standby_close(void)
 static void switch_over(void)
 {
 	if (!first_current)
-		first_current = (CUresult (*)(CUcontext *))mpsd_real[MPSD_cuCtxGetCurrent];
-	for (unsigned int i = 0; i < MPSD_SLOTS; i++)
-		if (mpsd_inner[i] == mpsd_real[i])
-			__atomic_store_n(&mpsd_inner[i], mpsd_other[i], __ATOMIC_RELEASE);
-	fill(mpsd_real, mpsd_other);
+		first_current = real_cuCtxGetCurrent;
+	for (unsigned int i = 0; i < MPSD_SLOTS; i++) {
+		next->real[i] = mpsd_other[i];
+		next->inner[i] = mpsd_inner[i] == mpsd_real[i] ? mpsd_other[i] : mpsd_inner[i];
+	}
+	next->tables = (struct mpsd_tables){ next->real, next->inner, mpsd_moves_done() + 2 };
+	atomic_store(&mpsd_tables_now, &next->tables);
+	next = NULL;
 	for (int i = 0; i < DEVICES; i++) {
 		struct mpsd_made *context = mpsd_windows[i].primary ? mpsd_made_context(i) : NULL;
 
@@ -254,8 +267,7 @@ static CUresult note_context(CUresult result)
 {
 	CUcontext current;
 
-	if (result == CUDA_SUCCESS && atomic_load_explicit(&mpsd_moves, memory_order_relaxed) &&
-	    real_cuCtxGetCurrent(&current) == CUDA_SUCCESS)
+	if (result == CUDA_SUCCESS && mpsd_tables()->moves && real_cuCtxGetCurrent(&current) == CUDA_SUCCESS)
 		thread_context = mpsd_name(current);
 	return result;
 }

@@ -58,6 +58,8 @@ void *mpsd_native_of(const void *name)
 	mpsd_made_lock();
 	made = mpsd_made_find(name);
 	native = made ? made->native : (void *)name;
+	if (made && mpsd_tables()->moves != mpsd_moves_done())
+		native = NULL;
 	mpsd_made_unlock();
 	return native;
 }
@@ -67,7 +69,7 @@ void *mpsd_name_of(const void *native)
 	struct mpsd_made *made = NULL;
 	void *name;
 
-	if (!atomic_load_explicit(&mpsd_moves, memory_order_relaxed))
+	if (!mpsd_tables()->moves)
 		return (void *)native;
 	mpsd_made_lock();
 	made = find_native(native);

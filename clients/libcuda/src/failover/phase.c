@@ -14,6 +14,7 @@
 #define WORD_MS 1000
 
 void *mpsd_inner[MPSD_SLOTS];
+const struct mpsd_tables *mpsd_first_tables;
 atomic_uint_least64_t mpsd_moves;
 atomic_uint mpsd_inside[MPSD_COPIES_KNOWN];
 
@@ -73,14 +74,17 @@ uint64_t mpsd_carry_wait(void)
 	for (;;) {
 		uint64_t moves = settled();
 
-		if (!moves)
+		if (!moves) {
+			mpsd_thread_tables = mpsd_first_tables;
 			return moves;
+		}
 		atomic_fetch_add(mpsd_inside_of(moves), 1);
-		if ((atomic_load(&mpsd_moves) & ~1ull) == moves) {
+		mpsd_thread_tables = atomic_load(&mpsd_tables_now);
+		if (mpsd_moves_done() == moves && mpsd_thread_tables->moves == moves) {
 			bring_context(moves);
 			return moves;
 		}
-		atomic_fetch_sub(mpsd_inside_of(moves), 1);
+		mpsd_carry_leave(moves);
 	}
 }
 
@@ -117,16 +121,22 @@ static atomic_uchar noted[MPSD_SLOTS];
 
 void *mpsd_opaque(unsigned int index, uint64_t *registers)
 {
+	uint64_t moves;
+	void *target;
+
 	if (!atomic_exchange(&noted[index], 1))
 		mpsd_line_opaque(index < MPSD_NAMES ? mpsd_names[index] : "a function of a newer driver");
-	mpsd_carry_leave(mpsd_carry_enter());
-	for (int i = 0; atomic_load(&mpsd_moves) && i < 6; i++)
+	moves = mpsd_carry_enter();
+	for (int i = 0; moves && i < 6; i++)
 		registers[i] = (uint64_t)(uintptr_t)mpsd_native_of((void *)(uintptr_t)registers[i]);
-	return __atomic_load_n(&mpsd_inner[index], __ATOMIC_RELAXED);
+	target = mpsd_tables()->inner[index];
+	mpsd_carry_leave(moves);
+	return target;
 }
 
 void mpsd_carry_install(void)
 {
+	mpsd_first_tables = atomic_load(&mpsd_tables_now);
 	for (unsigned int i = 0; i < MPSD_SLOTS; i++)
 		mpsd_inner[i] = mpsd_table[i];
 	for (unsigned int i = 0; i < MPSD_SLOTS; i++)

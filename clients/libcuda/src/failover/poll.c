@@ -1,0 +1,120 @@
+// SPDX-License-Identifier: MIT
+/*
+ * Waits that do not sit in the driver: a copy whose context is lost lets nobody out before it knows that itself,
+ * which may be long after the program could go on elsewhere. So work is asked for until it has ended, and the
+ * driver's own wait comes then. Where no move can come, and where the program has asked for waits that do not
+ * spin, that is all.
+ */
+#include <sched.h>
+
+#include "failover/line.h"
+#include "failover/made.h"
+
+#define SPINS 2000
+
+static bool may_poll(void)
+{
+	unsigned int flags;
+
+	return mpsd_line_ready() && inner_cuCtxGetFlags(&flags) == CUDA_SUCCESS && !(flags & CU_CTX_SCHED_BLOCKING_SYNC);
+}
+
+/* Another look? `moves` is that of the first one. */
+static bool goes_on(CUresult result, uint64_t moves, unsigned int *looks)
+{
+	if (result != CUDA_ERROR_NOT_READY || atomic_load(&mpsd_moves) != moves)
+		return false;
+	if (++*looks > SPINS)
+		sched_yield();
+	return true;
+}
+
+/* Whether the driver's own wait comes next; otherwise what to answer. */
+static bool ended(CUresult *result, uint64_t moves)
+{
+	if (atomic_load(&mpsd_moves) != moves)
+		*result = MPSD_AGAIN;
+	/* What else is wrong is for that wait to say, but for a loss, in which it may take long. */
+	return *result != MPSD_AGAIN && !mpsd_is_loss(*result);
+}
+
+static CUresult poll_stream(CUstream native, uint64_t moves)
+{
+	unsigned int looks = 0;
+	CUresult result;
+
+	do
+		result = inner_cuStreamQuery(native);
+	while (goes_on(result, moves, &looks));
+	return result;
+}
+
+CUresult poll_cuStreamSynchronize(CUstream hStream)
+{
+	uint64_t moves = mpsd_tables()->moves;
+	CUresult result = CUDA_SUCCESS;
+
+	if (may_poll())
+		result = poll_stream(mpsd_native(hStream), moves);
+	return ended(&result, moves) ? inner_cuStreamSynchronize(mpsd_native(hStream)) : result;
+}
+
+CUresult poll_cuEventSynchronize(CUevent hEvent)
+{
+	uint64_t moves = mpsd_tables()->moves;
+	CUresult result = CUDA_SUCCESS;
+	unsigned int looks = 0;
+
+	if (may_poll()) {
+		do
+			result = inner_cuEventQuery(mpsd_native(hEvent));
+		while (goes_on(result, moves, &looks));
+	}
+	return ended(&result, moves) ? inner_cuEventSynchronize(mpsd_native(hEvent)) : result;
+}
+
+/* The stream that was made after `before` (NULL: the first) on this device; NULL: none. */
+static CUstream next_stream(CUstream before, CUdevice device)
+{
+	struct mpsd_made *made;
+	bool passed = !before;
+	CUstream found = NULL;
+
+	mpsd_made_lock();
+	for (made = mpsd_made_oldest(); made && !found; made = made->newer) {
+		if (made->kind != MPSD_MADE_STREAM || made->device != device)
+			continue;
+		if (passed)
+			found = made->native;
+		passed |= made->native == before;
+	}
+	mpsd_made_unlock();
+	return found;
+}
+
+/* A stream that another thread makes or ends meanwhile is left to the driver's own wait. */
+CUresult poll_cuCtxSynchronize(void)
+{
+	uint64_t moves = mpsd_tables()->moves;
+	CUresult result = CUDA_SUCCESS;
+	CUstream stream = NULL;
+	CUdevice device;
+
+	if (may_poll() && inner_cuCtxGetDevice(&device) == CUDA_SUCCESS) {
+		result = poll_stream(CU_STREAM_LEGACY, moves);
+		while (result == CUDA_SUCCESS && (stream = next_stream(stream, device)))
+			result = poll_stream(stream, moves);
+	}
+	return ended(&result, moves) ? inner_cuCtxSynchronize() : result;
+}
+
+/* It waits for what is in the legacy stream before it copies. */
+CUresult poll_cuMemcpyDtoH_v2(void *dstHost, CUdeviceptr srcDevice, size_t ByteCount)
+{
+	uint64_t moves = mpsd_tables()->moves;
+	CUresult result = CUDA_SUCCESS;
+
+	if (may_poll())
+		result = poll_stream(CU_STREAM_LEGACY, moves);
+	return ended(&result, moves) ? inner_cuMemcpyDtoH_v2(dstHost, srcDevice, ByteCount) : result;
+}
