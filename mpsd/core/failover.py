@@ -289,12 +289,18 @@ def left_lately(state: State, pid: int, now: float) -> str | None:
     return None
 
 
-def was_told(state: State, domain: str, process: ProcessInstance, when: float) -> bool:
-    """Whether this program had been told to move out of that domain by then."""
+def was_told(state: State, domain: str | None, process: ProcessInstance, when: float) -> bool:
+    """Whether this program had been told to move out of that domain (None: of any) by then.
+
+    Who was to leave a domain that is well, and said nothing, is in it still.
+    """
     return any(
-        f.process == process and f.outcome in _LEFT and record.at + (f.told_ms or 0.0) / 1e3 <= when
+        f.process == process
+        and f.outcome in _LEFT
+        and not (record.planned and f.outcome is Outcome.SILENT)
+        and record.at + (f.told_ms or 0.0) / 1e3 <= when
         for record in state.failovers
-        if record.domain == domain
+        if domain in (None, record.domain)
         for f in record.fates
     )
 

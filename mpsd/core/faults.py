@@ -28,7 +28,7 @@ def on_uvm_fatal(draft: Draft, event: ev.UvmFatal) -> None:
         return
     when = draft.now - event.age_s
     told = failover.was_told(draft.state, domain.id, client.id.process, when)
-    if told or (event.own_memory and client.id.process in draft.state.members):
+    if told or (event.own_memory and failover.was_told(draft.state, None, client.id.process, when)):
         # Its old context may reach its memory no more; that what still runs there meets this is no fault.
         draft.count("failover_echoes")
         return

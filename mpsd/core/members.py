@@ -131,8 +131,12 @@ def on_unready(draft: Draft, event: ev.MemberUnready) -> None:
 
 def on_opaque(draft: Draft, event: ev.MemberOpaque) -> None:
     member = draft.state.members.get(event.process)
-    if member is not None and event.name not in member.opaque and len(member.opaque) < OPAQUE_KEPT:
-        draft.put_member(replace(member, opaque=(*member.opaque, event.name)))
+    if member is None or event.name in member.opaque or len(member.opaque) >= OPAQUE_KEPT:
+        return
+    member = replace(member, opaque=(*member.opaque, event.name))
+    if member.standing in OFFERED:
+        member = replace(member, standing=Standing.UNREADY, reason=f"it uses {event.name}")
+    draft.put_member(member)
 
 
 def on_error(draft: Draft, event: ev.MemberError) -> None:

@@ -301,3 +301,38 @@ def test_a_daemon_that_comes_back_finds_the_standby(
     assert ask("[gpu.run('add', m, 8, 1), gpu.sync(), gpu.word(m)]") == "[0, 0, 1]"
     line.close()
     assert post.accept().hear(moving.HELLO).generation == 7
+
+
+def test_a_planned_move_out_of_a_lost_context_is_told(
+    domain: Domain, second: Domain, post: Post, ask: Program, copies: Path
+) -> None:
+    line = post.greet()
+    ask("m = gpu.memory(8 << 20); gpu.sync()")
+    stand_by(line, second, copies)
+    assert ask("gpu.run('long', m, 8, 1)") == "0"
+    os.kill(domain.server(), signal.SIGKILL)
+    line.say(moving.MOVE, 1, planned=True)
+    said = line.hear(moving.MOVED, moving.OWN_ERROR)
+    assert said.kind == moving.MOVED or line.hear(moving.MOVED)
+    assert ask("[gpu.sync(), gpu.word(m)]") == "[719, 0]"
+
+
+def test_what_is_asked_after_a_move(
+    domain: Domain, second: Domain, post: Post, ask: Program, copies: Path
+) -> None:
+    """Pointers to functions stay the library's, retained contexts stay, pinned memory outlives its copy."""
+    line = post.greet()
+    ask("m = gpu.memory(8 << 20); before = gpu.function('cuMemAlloc'); gpu.sync()")
+    stand_by(line, second, copies)
+    assert ask("gpu.made('cuDevicePrimaryCtxRetain', 0) == gpu.context") == "True"
+    # Freed and allocated again at the same place, it is registered with the standby all the same.
+    assert ask("[gpu.pinned(), gpu.pinned()]") == "[0, 0]"
+    move(line)
+    assert ask("gpu.function('cuMemAlloc') == before, gpu.sync()") == "(True, 0)"
+    ask("p = gpu.made('cuMemHostAlloc', 1 << 20, 0)")
+    assert ask("gpu.code('cuDevicePrimaryCtxRelease_v2', 0), gpu.word(m)") == "(0, 0)"
+    stand_by(line, domain, copies, 2)
+    move(line, 2)
+    assert ask("ctypes.memset(p, 1, 1 << 20) == p, gpu.code('cuMemFreeHost', p)") == "(True, 0)"
+    assert ask("gpu.code('cuIpcCloseMemHandle', 0)") == "801"
+    assert ask.end() == ""

@@ -90,6 +90,8 @@ def _body(one: Carried) -> Iterator[str]:
     yield f"\t\tresult = {prefix}_{name}({', '.join(_arguments(one, translate=prefix == 'inner'))});"
     yield "\t\tmpsd_carry_leave(moves);"
     yield "\t} while (__builtin_expect(result != CUDA_SUCCESS, 0) && mpsd_carry_again(result, moves));"
+    if one.does == "work":
+        yield "\tmpsd_work_given();"
     if one.does == "waits_all":
         yield "\tmpsd_waited_for_all(result, moves, work);"
     elif one.does in ("waits_stream", "waits_legacy"):
@@ -135,8 +137,7 @@ def _stream(function: Function) -> str:
     return "CU_STREAM_LEGACY"
 
 
-# A function that is not carried over: noted once, and after a move its handles are translated by their
-# values, as far as they are in registers.
+# A function that is not carried over: noted once, and refused after a move.
 _THUNKS = """\
 #if defined(__x86_64__)
 .macro thunk index
@@ -163,7 +164,6 @@ mpsd_thunk_common:
 	mov %rcx, 24(%rsp)
 	mov %r8, 32(%rsp)
 	mov %r9, 40(%rsp)
-	mov %rsp, %rsi
 	mov 8(%rbp), %rdi
 	and $-16, %rsp
 	call mpsd_opaque

@@ -14,7 +14,7 @@ static atomic_int exported = -1;
 /* After a fail-over the handle was another copy's, and the memory is mapped in this one. */
 static CUresult export_handle(int *fd, CUmemGenericAllocationHandle handle, uint64_t moves, uint64_t base)
 {
-	bool is_old = moves != mpsd_moves_done();
+	bool is_old = moves != mpsd_tables()->moves;
 	CUresult result = CUDA_SUCCESS;
 
 	if (is_old)

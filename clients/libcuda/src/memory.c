@@ -16,6 +16,7 @@
 
 #include "arena.h"
 #include "capture.h"
+#include "failover/line.h"
 #include "failover/mirror.h"
 #include "ipc.h"
 #include "launches.h"
@@ -244,8 +245,10 @@ CUresult wrap_cuMemAlloc_v2(CUdeviceptr *dptr, size_t bytesize)
 	if (result == CUDA_SUCCESS)
 		return result;
 	result = real_cuMemAlloc_v2(dptr, bytesize);
-	if (result == CUDA_SUCCESS)
+	if (result == CUDA_SUCCESS) {
 		mpsd_count(vault_passed);
+		mpsd_line_opaque("cuMemAlloc outside the window");
+	}
 	return result;
 }
 

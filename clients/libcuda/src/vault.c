@@ -107,7 +107,7 @@ static void release(CUmemGenericAllocationHandle handle, uint64_t moves)
 	bool turn = mpsd_turn_take();
 
 	/* Without it, or in another copy, the driver is about to go, and the handle with it. */
-	if (turn && moves == mpsd_moves_done())
+	if (turn && moves == mpsd_tables()->moves)
 		real_cuMemRelease(handle);
 	mpsd_turn_give(turn);
 }
@@ -316,7 +316,7 @@ bool mpsd_vault_put(uint64_t base, size_t size, CUdevice device, CUmemGenericAll
 	taken = note && puts_waiting < MOST_PUTS && start();
 	if (taken) {
 		*note = (struct note){ NULL, MPSD_VAULT_PUT, false, false, base, size, device, handle,
-					 mpsd_moves_done() };
+					 mpsd_tables()->moves };
 		add(note);
 	}
 	pthread_mutex_unlock(&lock);

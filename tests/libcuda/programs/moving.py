@@ -51,18 +51,14 @@ class Program(Driver):
     def now(self) -> int:
         return self.made("cuCtxGetCurrent")
 
-    def aside(self, *expressions: str) -> list[object]:
-        """Each in one and the same other thread."""
-        found: list[object] = []
+    def function(self, name: str) -> int:
+        out = ctypes.c_uint64()
+        self("cuGetProcAddress_v2", name.encode(), ctypes.byref(out), 12000, 0, None)
+        return out.value
 
-        def act() -> None:
-            self.current()
-            found.extend(eval(expression) for expression in expressions)
-
-        thread = threading.Thread(target=act)
-        thread.start()
-        thread.join(20)
-        return found
+    def pinned(self) -> int:
+        """Pinned memory, taken and given back."""
+        return self.code("cuMemFreeHost", self.made("cuMemHostAlloc", 1 << 20, 0))
 
 
 class Later:

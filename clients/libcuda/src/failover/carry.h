@@ -109,6 +109,8 @@ static inline void *mpsd_native_pointer(const void *name)
 extern atomic_uint_least64_t mpsd_work_done_count;
 uint64_t mpsd_work_count(void);
 void mpsd_work(CUstream stream);
+void mpsd_work_given(void);	/* after each of those */
+void mpsd_work_several(void);	/* there is more than one context: a wait proves nothing of the other */
 void mpsd_waited_for_all(CUresult result, uint64_t moves, uint64_t work);
 void mpsd_waited(CUresult result, uint64_t moves, CUstream stream, uint64_t work);
 
@@ -121,4 +123,4 @@ void mpsd_work_ended(void);
 /* Whether something may be in flight; from now on it is lost, and the program will be told. */
 bool mpsd_work_lost(void);
 
-void *mpsd_opaque(unsigned int index, uint64_t *registers);
+void *mpsd_opaque(unsigned int index);

@@ -1,16 +1,22 @@
 // SPDX-License-Identifier: MIT
 /* Host memory that the GPU reaches, and calls with handles inside structures. */
+#include <sys/mman.h>
+
 #include "failover/line.h"
 #include "failover/made.h"
 
 /* What both calls know: a standby's copy registers the same pages. */
 #define REGISTER_FLAGS (CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP)
 
-static CUresult note_pages(CUresult result, void *pages, size_t size, unsigned int flags, bool own, uint64_t moves)
+/* The record's value: who allocated them. */
+#define FIRST_COPYS 0
+#define PROGRAMS (-1)
+#define OWN_PAGES (-2)
+
+static CUresult note_pages(CUresult result, void *pages, size_t size, unsigned int flags, int whose, uint64_t moves)
 {
 	struct mpsd_made record = {
-		.kind = MPSD_MADE_HOST, .native = pages, .size = size, .flags = flags & REGISTER_FLAGS,
-		.value = own ? (int)moves : -1,
+		.kind = MPSD_MADE_HOST, .native = pages, .size = size, .flags = flags & REGISTER_FLAGS, .value = whose,
 	};
 
 	if (result != CUDA_SUCCESS)
@@ -18,20 +24,47 @@ static CUresult note_pages(CUresult result, void *pages, size_t size, unsigned i
 	return mpsd_made_add(&record, moves) ? result : MPSD_AGAIN;
 }
 
+static CUresult first_pages(CUresult result, void **pp, size_t size, unsigned int flags, uint64_t moves)
+{
+	return note_pages(result, result == CUDA_SUCCESS ? *pp : NULL, size, flags, FIRST_COPYS, moves);
+}
+
+/* What a later copy allocated would go with it; the process's own pages stay, registered with whichever is in use. */
+static CUresult own_pages(void **pp, size_t size, unsigned int flags, uint64_t moves)
+{
+	struct mpsd_made record = { .kind = MPSD_MADE_HOST, .size = size, .flags = flags & REGISTER_FLAGS,
+				    .value = OWN_PAGES };
+	void *pages = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+	CUresult result;
+
+	if (pages == MAP_FAILED)
+		return CUDA_ERROR_OUT_OF_MEMORY;
+	result = inner_cuMemHostRegister_v2(pages, size, record.flags);
+	record.native = pages;
+	if (result == CUDA_SUCCESS && !mpsd_made_add(&record, moves))
+		result = MPSD_AGAIN;
+	if (result != CUDA_SUCCESS)
+		munmap(pages, size);
+	else
+		*pp = pages;
+	return result;
+}
+
 CUresult make_cuMemHostAlloc(void **pp, size_t bytesize, unsigned int Flags)
 {
 	uint64_t moves = mpsd_tables()->moves;
-	CUresult result = inner_cuMemHostAlloc(pp, bytesize, Flags);
 
-	return note_pages(result, result == CUDA_SUCCESS ? *pp : NULL, bytesize, Flags, true, moves);
+	if (moves && pp && bytesize)
+		return own_pages(pp, bytesize, Flags, moves);
+	return first_pages(inner_cuMemHostAlloc(pp, bytesize, Flags), pp, bytesize, Flags, moves);
 }
-
 CUresult make_cuMemAllocHost_v2(void **pp, size_t bytesize)
 {
 	uint64_t moves = mpsd_tables()->moves;
-	CUresult result = inner_cuMemAllocHost_v2(pp, bytesize);
 
-	return note_pages(result, result == CUDA_SUCCESS ? *pp : NULL, bytesize, 0, true, moves);
+	if (moves && pp && bytesize)
+		return own_pages(pp, bytesize, 0, moves);
+	return first_pages(inner_cuMemAllocHost_v2(pp, bytesize), pp, bytesize, 0, moves);
 }
 
 CUresult make_cuMemHostRegister_v2(void *p, size_t bytesize, unsigned int Flags)
@@ -41,7 +74,7 @@ CUresult make_cuMemHostRegister_v2(void *p, size_t bytesize, unsigned int Flags)
 
 	if (result == CUDA_SUCCESS && Flags & ~(unsigned int)REGISTER_FLAGS)
 		mpsd_line_opaque("cuMemHostRegister of other memory than the process's own");
-	return note_pages(result, p, bytesize, Flags, false, moves);
+	return note_pages(result, p, bytesize, Flags, PROGRAMS, moves);
 }
 
 CUresult make_cuMemHostUnregister(void *p)
@@ -50,21 +83,39 @@ CUresult make_cuMemHostUnregister(void *p)
 	return inner_cuMemHostUnregister(p);
 }
 
-/* What a copy allocated that has gone is registered in this one, and stays the program's until it ends. */
+/* What the first copy allocated stays the program's until it ends, once another one is in use. */
 CUresult make_cuMemFreeHost(void *p)
 {
 	struct mpsd_made *made;
-	int moves = 0;
+	CUresult result;
+	int whose = FIRST_COPYS;
+	size_t size = 0;
 
 	mpsd_made_lock();
 	made = mpsd_made_find(p);
-	if (made && made->kind == MPSD_MADE_HOST)
-		moves = made->value;
+	if (made && made->kind == MPSD_MADE_HOST) {
+		whose = made->value;
+		size = made->size;
+	}
 	mpsd_made_unlock();
 	mpsd_made_end(p);
-	if (moves >= 0 && (uint64_t)moves != (mpsd_tables()->moves))
-		return inner_cuMemHostUnregister(p);
-	return inner_cuMemFreeHost(p);
+	if (whose == FIRST_COPYS && !mpsd_tables()->moves)
+		return inner_cuMemFreeHost(p);
+	result = size ? inner_cuMemHostUnregister(p) : inner_cuMemFreeHost(p);
+	if (whose == OWN_PAGES)
+		munmap(p, size);
+	return result;
+}
+
+CUresult make_cuPointerGetAttributes(unsigned int numAttributes, CUpointer_attribute *attributes, void **data,
+				     CUdeviceptr ptr)
+{
+	CUresult result = inner_cuPointerGetAttributes(numAttributes, attributes, data, ptr);
+
+	for (unsigned int i = 0; result == CUDA_SUCCESS && i < numAttributes; i++)
+		if (attributes[i] == CU_POINTER_ATTRIBUTE_CONTEXT)
+			*(CUcontext *)data[i] = mpsd_name(*(CUcontext *)data[i]);
+	return result;
 }
 
 CUresult make_cuPointerGetAttribute(void *data, CUpointer_attribute attribute, CUdeviceptr ptr)
@@ -87,13 +138,11 @@ static void translate(CUlaunchAttribute *attribute)
 			mpsd_native(attribute->value.launchCompletionEvent.event);
 }
 
-CUresult make_cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction f, void **kernelParams, void **extra)
+static CUresult launch(const CUlaunchConfig *config, CUfunction f, void **kernelParams, void **extra)
 {
 	CUlaunchAttribute attributes[MOST_ATTRIBUTES];
 	CUlaunchConfig own;
 
-	if (config)
-		mpsd_work(config->hStream);
 	if (!config || !mpsd_tables()->moves ||
 	    config->numAttrs > MOST_ATTRIBUTES)
 		return inner_cuLaunchKernelEx(config, f, kernelParams, extra);
@@ -105,4 +154,16 @@ CUresult make_cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction f, void 
 	}
 	own.attrs = attributes;
 	return inner_cuLaunchKernelEx(&own, mpsd_native(f), kernelParams, extra);
+}
+
+CUresult make_cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction f, void **kernelParams, void **extra)
+{
+	CUresult result;
+
+	if (config)
+		mpsd_work(config->hStream);
+	result = launch(config, f, kernelParams, extra);
+	if (config)
+		mpsd_work_given();
+	return result;
 }

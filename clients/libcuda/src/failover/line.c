@@ -33,6 +33,7 @@
 #define LAST_TRIES 8
 #define SEND_S 2
 #define MOST_OPAQUE 16
+#define END_MS 2000
 
 static char path[sizeof(((struct sockaddr_un *)0)->sun_path)];
 static uint32_t mode = MPSD_FAILOVER_KEEP;
@@ -41,6 +42,8 @@ static atomic_int line = -1, wake = -1;
 static atomic_bool off, ready, given_up, woken, error_said;
 static _Atomic(const char *) opaque[MOST_OPAQUE];
 static atomic_uint opaques;
+static atomic_int own_error;	/* to be said; 0: none */
+static pthread_mutex_t busy = PTHREAD_MUTEX_INITIALIZER;	/* the thread calls a copy */
 static uint64_t generation;	/* of the standby that there is, or that was asked for; 0: none */
 static uint64_t home;		/* where the program lives; 0: in its first context */
 
@@ -102,19 +105,23 @@ static bool say(const struct mpsd_failover_message *message)
 	return send(atomic_load(&line), message, sizeof(*message), MSG_NOSIGNAL) == (ssize_t)sizeof(*message);
 }
 
+/* Once for each context. The thread says it: it alone knows whose the descriptor is. */
 void mpsd_line_error(CUresult result)
 {
-	struct mpsd_failover_message message = message_of(MPSD_FAILOVER_OWN_ERROR, NULL);
-
-	message.values[0] = (uint64_t)result;
-	if (atomic_load(&line) >= 0 && !atomic_exchange(&error_said, true))
-		say(&message);
+	if (!atomic_exchange(&error_said, true)) {
+		atomic_store(&own_error, (int)result);
+		mpsd_line_wake();
+	}
 }
 
 void mpsd_line_opaque(const char *what)
 {
-	unsigned int number = atomic_fetch_add(&opaques, 1);
+	unsigned int number;
 
+	for (unsigned int i = 0; i < MOST_OPAQUE && i < atomic_load(&opaques); i++)
+		if (atomic_load(&opaque[i]) == what)
+			return;
+	number = atomic_fetch_add(&opaques, 1);
 	if (number < MOST_OPAQUE)
 		atomic_store(&opaque[number], what);
 	mpsd_line_wake();
@@ -194,7 +201,11 @@ static bool move(const struct mpsd_failover_message *order)
 	message.values[2] = times.on_ns - began;
 	home = generation;
 	generation = 0;
-	return say(&message);
+	atomic_store(&error_said, false);
+	if (!say(&message))
+		return false;
+	mpsd_standby_end_left();
+	return true;
 }
 
 static bool stand_down(const struct mpsd_failover_message *order)
@@ -251,6 +262,14 @@ static bool tell_opaque(unsigned int *told)
 	return true;
 }
 
+static bool tell_error(void)
+{
+	struct mpsd_failover_message message = message_of(MPSD_FAILOVER_OWN_ERROR, NULL);
+
+	message.values[0] = (uint64_t)atomic_exchange(&own_error, 0);
+	return !message.values[0] || say(&message);
+}
+
 static bool follow(unsigned int *told)
 {
 	const char *why = NULL;
@@ -259,9 +278,26 @@ static bool follow(unsigned int *told)
 	if (read(atomic_load(&wake), &count, sizeof(count)) < 0 && errno != EAGAIN)
 		return false;
 	atomic_store(&woken, false);
-	if (!tell_opaque(told))
+	if (!tell_opaque(told) || !tell_error())
 		return false;
 	return !atomic_load(&ready) || mpsd_standby_follow(&why) || say_unready(why);
+}
+
+/* Not while the process ends, which waits for this. */
+static bool act(int fd, bool said, bool was_woken, unsigned int *told)
+{
+	struct mpsd_failover_message message;
+	bool is = true;
+
+	pthread_mutex_lock(&busy);
+	if (atomic_load(&off))
+		is = false;
+	else if (said)
+		is = recv(fd, &message, sizeof(message), 0) == (ssize_t)sizeof(message) && obey(&message);
+	else if (was_woken)
+		is = follow(told);
+	pthread_mutex_unlock(&busy);
+	return is;
 }
 
 /* Until the connection ends. */
@@ -279,12 +315,8 @@ static void listen_to(int fd)
 	while (!atomic_load(&off)) {
 		if (poll(polled, 2, -1) < 0 && errno != EINTR)
 			return;
-		if (polled[0].revents) {
-			if (recv(fd, &message, sizeof(message), 0) != (ssize_t)sizeof(message) || !obey(&message))
-				return;
-		} else if (polled[1].revents && !follow(&told)) {
+		if (!act(fd, polled[0].revents != 0, polled[1].revents != 0, &told))
 			return;
-		}
 	}
 }
 
@@ -333,16 +365,27 @@ static void in_child(void)
 	int fd = atomic_exchange(&line, -1), other = atomic_exchange(&wake, -1);
 
 	atomic_store(&off, true);
+	mpsd_phase_child();
 	if (fd >= 0)
 		close(fd);
 	if (other >= 0)
 		close(other);
 }
 
+/* What a copy has registered for the end comes after this, if this was registered after it. */
 static void at_end(void)
 {
+	struct timespec until = mpsd_in(END_MS);
+
 	atomic_store(&off, true);
 	mpsd_line_wake();
+	if (!pthread_mutex_timedlock(&busy, &until))
+		pthread_mutex_unlock(&busy);
+}
+
+void mpsd_line_ends_first(void)
+{
+	atexit(at_end);
 }
 
 static void start(void)
@@ -366,7 +409,7 @@ static void start(void)
 		return;
 	}
 	pthread_atfork(NULL, NULL, in_child);
-	atexit(at_end);
+	mpsd_line_ends_first();
 }
 
 void mpsd_line_start(void)

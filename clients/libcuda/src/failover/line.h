@@ -11,6 +11,9 @@ bool mpsd_line_offered(void);
 /* The program has a context. Only the first call does something. */
 void mpsd_line_start(void);
 
+/* A copy of the driver was loaded or started: the process's end waits for this thread before it comes to that. */
+void mpsd_line_ends_first(void);
+
 /* Something was made that the standby lacks. */
 void mpsd_line_wake(void);
 

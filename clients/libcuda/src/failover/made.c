@@ -25,8 +25,10 @@ static CUresult note(CUresult result, struct mpsd_made record, void **handle, ui
 	if (result != CUDA_SUCCESS)
 		return result;
 	record.native = *handle;
-	if (!mpsd_made_add(&record, moves))
+	if (!mpsd_made_add(&record, moves)) {
+		free(record.text);
 		return MPSD_AGAIN;
+	}
 	*handle = record.name;
 	return result;
 }
@@ -56,6 +58,7 @@ CUresult make_cuDevicePrimaryCtxRetain(CUcontext *pctx, CUdevice dev)
 	uint64_t moves = moves_now();
 	CUresult result = note(inner_cuDevicePrimaryCtxRetain(pctx, dev), record, (void **)pctx, moves);
 	struct mpsd_made *made;
+	int contexts = 0;
 
 	if (result != CUDA_SUCCESS)
 		return result;
@@ -63,8 +66,13 @@ CUresult make_cuDevicePrimaryCtxRetain(CUcontext *pctx, CUdevice dev)
 	made = mpsd_made_find(*pctx);
 	if (made)
 		made->flags++;
+	for (made = mpsd_made_oldest(); made; made = made->newer)
+		contexts += made->kind == MPSD_MADE_CONTEXT;
 	mpsd_made_unlock();
+	if (contexts > 1)
+		mpsd_work_several();
 	mpsd_line_start();
+	mpsd_line_wake();
 	return result;
 }
 

@@ -38,6 +38,7 @@ struct mpsd_made {
 	struct mpsd_made *of;		/* the module of a function, and so on */
 	CUdevice device;		/* that was current, or whose primary context it is */
 	unsigned int flags;		/* of a context: how often it was retained */
+	unsigned int twin_flags;	/* and its twin */
 	int what, value;		/* of a setting; value: a stream's priority */
 	size_t size;			/* of pages, a limit */
 	char *text;			/* a function's name, a file's */
@@ -47,6 +48,7 @@ struct mpsd_made {
 /* All under this lock, which is taken after that of the windows (windows.h), where both are. */
 void mpsd_made_lock(void);
 void mpsd_made_unlock(void);
+void mpsd_made_child(void);
 
 /*
  * Add a record for what a call made that began when mpsd_moves was `moves`. False: a move came between, and

@@ -66,7 +66,7 @@ static void end_copy(struct mpsd_copy *copy)
 }
 
 /* The end of what a copy has on the GPU, then of the copy, once nobody is inside it. */
-static void end_left(void)
+void mpsd_standby_end_left(void)
 {
 	for (int ms = 0; left.handle && ms < MOST_LEAVE_MS && atomic_load(mpsd_inside_of(left_moves)); ms++)
 		mpsd_pause(1);
@@ -90,13 +90,16 @@ bool mpsd_standby_open(uint64_t generation, const char *pipe, const char *folder
 {
 	bool is;
 
-	end_left();
+	mpsd_standby_end_left();
 	mpsd_standby_close();
 	*why = "out of host memory";
 	if (!next && !(next = calloc(1, sizeof(*next))))
 		return false;
 	mpsd_zones_copy(MPSD_RANGE_COPY_COMES);
-	is = mpsd_copy_load(&standby, folder, why) && start_copy(generation, pipe, why);
+	is = mpsd_copy_load(&standby, folder, why);
+	mpsd_line_ends_first();
+	is = is && start_copy(generation, pipe, why);
+	mpsd_line_ends_first();
 	pthread_mutex_lock(&mpsd_windows_lock);
 	mpsd_zones_copy(MPSD_RANGE_COPY_IS_THERE);
 	is = is && mpsd_mirror_begin(why);
@@ -133,14 +136,25 @@ void mpsd_standby_close(void)
 	end_copy(&standby);
 }
 
+static CUresult no_function(void)
+{
+	return CUDA_ERROR_NOT_FOUND;
+}
+
+/* Answers with pointers into the driver: those into the first copy are known, and it stays. */
+static bool is_the_firsts(unsigned int index)
+{
+	return index == MPSD_cuGetProcAddress || index == MPSD_cuGetProcAddress_v2 || index == MPSD_cuGetExportTable;
+}
+
 /* The copy in use is the standby now. With the locks of made.h and of the windows. */
 static void switch_over(void)
 {
 	if (!first_current)
 		first_current = real_cuCtxGetCurrent;
 	for (unsigned int i = 0; i < MPSD_SLOTS; i++) {
-		next->real[i] = mpsd_other[i];
-		next->inner[i] = mpsd_inner[i] == mpsd_real[i] ? mpsd_other[i] : mpsd_inner[i];
+		next->real[i] = is_the_firsts(i) ? mpsd_real[i] : mpsd_other[i] ? mpsd_other[i] : (void *)no_function;
+		next->inner[i] = mpsd_inner[i] == mpsd_real[i] ? next->real[i] : mpsd_inner[i];
 	}
 	next->tables = (struct mpsd_tables){ next->real, next->inner, mpsd_moves_done() + 2 };
 	atomic_store(&mpsd_tables_now, &next->tables);
@@ -161,51 +175,61 @@ static void switch_over(void)
 	fill(mpsd_other, NULL);
 }
 
-/* Whether nothing is left to be done in the copy in use, which is well. With the lock of made.h. */
-static bool is_at_rest(void)
+/*
+ * What is left to be done in the copy in use: SUCCESS for nothing, NOT_READY, or what its loss says. With the lock
+ * of made.h.
+ */
+static CUresult look_for_work(void)
 {
 	for (struct mpsd_made *made = mpsd_made_oldest(); made; made = made->newer) {
-		CUresult result = CUDA_SUCCESS;
+		struct mpsd_made *context = mpsd_made_context(made->device);
+		CUstream stream = made->kind == MPSD_MADE_STREAM ? made->native : CU_STREAM_LEGACY;
+		CUresult result;
 
-		if (made->kind == MPSD_MADE_STREAM)
-			result = real_cuStreamQuery(made->native);
-		else if (made->kind == MPSD_MADE_CONTEXT && real_cuCtxPushCurrent_v2(made->native) == CUDA_SUCCESS) {
-			result = real_cuStreamQuery(CU_STREAM_LEGACY);
+		if ((made->kind != MPSD_MADE_STREAM && made->kind != MPSD_MADE_CONTEXT) || !context)
+			continue;
+		result = real_cuCtxPushCurrent_v2(context->native);
+		if (result == CUDA_SUCCESS) {
+			result = real_cuStreamQuery(stream);
 			real_cuCtxPopCurrent_v2(&(CUcontext){ NULL });
 		}
-		if (result == CUDA_ERROR_NOT_READY)
-			return false;
+		if (result != CUDA_SUCCESS)
+			return result;
 	}
-	return true;
+	return CUDA_SUCCESS;
 }
 
-static bool come_to_rest(void)
+/* NOT_READY: not in time. What a loss says: the context is not well any more, and its work is lost. */
+static CUresult come_to_rest(void)
 {
-	for (int ms = 0; ms < MOST_REST_MS; ms++) {
-		bool is;
+	CUresult result = CUDA_ERROR_NOT_READY;
 
+	for (int ms = 0; ms < MOST_REST_MS && result == CUDA_ERROR_NOT_READY; ms++) {
 		mpsd_made_lock();
-		is = is_at_rest();
+		result = look_for_work();
 		mpsd_made_unlock();
-		if (is) {
-			mpsd_work_ended();
-			return true;
-		}
-		mpsd_pause(1);
+		if (result == CUDA_ERROR_NOT_READY)
+			mpsd_pause(1);
 	}
-	return false;
+	if (result == CUDA_SUCCESS)
+		mpsd_work_ended();
+	return result;
 }
 
-static bool hold_and_switch(bool planned, struct mpsd_times *times, const char **why)
+static bool hold_and_switch(bool *planned, struct mpsd_times *times, const char **why)
 {
+	CUresult rest = CUDA_SUCCESS;
 	bool is, turn;
 
 	times->held_ns = now_ns();
 	if (!mpsd_standby_follow(why))
 		return false;
 	*why = "its work did not end in time";
-	if (planned && !come_to_rest())
+	if (*planned)
+		rest = come_to_rest();
+	if (rest == CUDA_ERROR_NOT_READY)
 		return false;
+	*planned = *planned && rest == CUDA_SUCCESS;
 	pthread_mutex_lock(&mpsd_windows_lock);
 	mpsd_made_lock();
 	/* What was made since is there too: nobody makes anything while a move is on. */
@@ -236,20 +260,19 @@ bool mpsd_move(bool planned, struct mpsd_times *times, const char **why)
 	bool is;
 
 	mpsd_phase_begin();
-	is = hold_and_switch(planned, times, why);
+	is = hold_and_switch(&planned, times, why);
 	if (is) {
 		left = in_use;
 		left_moves = mpsd_moves_done();
 		in_use = standby;
 		standby = (struct mpsd_copy){ .handle = NULL };
-		if (mpsd_work_lost())
+		if (!planned && mpsd_work_lost())
 			mpsd_say("moved to a fresh context, with all memory; what was in flight may be missing");
 	}
 	mpsd_phase_end(is);
 	times->on_ns = now_ns();
 	if (is)
 		cover_again();
-	end_left();
 	return is;
 }
 

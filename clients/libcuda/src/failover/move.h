@@ -23,6 +23,9 @@ void mpsd_standby_close(void);
 /* Hold all calls, end what the old context may write, and go on in the standby. `planned`: that context is well. */
 bool mpsd_move(bool planned, struct mpsd_times *times, const char **why);
 
+/* After a move: the copy that was left is unloaded once nobody is inside it, which is waited for. */
+void mpsd_standby_end_left(void);
+
 /* The calling thread's context, in the copy in use; `is_first`: it has not called since the first move. */
 void mpsd_move_thread(bool is_first);
 
@@ -30,3 +33,4 @@ void mpsd_move_thread(bool is_first);
 void mpsd_phase_begin(void);
 void mpsd_phase_end(bool moved);
 void mpsd_phase_wake(void);
+void mpsd_phase_child(void);

@@ -8,10 +8,16 @@
 
 #define BUCKETS 4096
 
+/*
+ * Who makes and ends records, and twins, has `lock`; who changes the buckets or what they lead to has `names` too, for
+ * writing; who looks a name up has that alone, for a twin may take long.
+ */
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static pthread_rwlock_t names = PTHREAD_RWLOCK_INITIALIZER;
 static struct mpsd_made *by_name[BUCKETS], *by_native[BUCKETS];
 static struct mpsd_made *oldest, *newest;
 static atomic_uint waiting;
+static uint64_t natives_of_moves;
 
 /* Names that the driver could never give: what is made after a move may get the address of an old handle. */
 static char spare_names[1 << 16];
@@ -55,12 +61,12 @@ void *mpsd_native_of(const void *name)
 	struct mpsd_made *made;
 	void *native;
 
-	mpsd_made_lock();
+	pthread_rwlock_rdlock(&names);
 	made = mpsd_made_find(name);
 	native = made ? made->native : (void *)name;
-	if (made && mpsd_tables()->moves != mpsd_moves_done())
+	if (made && mpsd_tables()->moves != natives_of_moves)
 		native = NULL;
-	mpsd_made_unlock();
+	pthread_rwlock_unlock(&names);
 	return native;
 }
 
@@ -71,10 +77,10 @@ void *mpsd_name_of(const void *native)
 
 	if (!mpsd_tables()->moves)
 		return (void *)native;
-	mpsd_made_lock();
+	pthread_rwlock_rdlock(&names);
 	made = find_native(native);
 	name = made ? made->name : (void *)native;
-	mpsd_made_unlock();
+	pthread_rwlock_unlock(&names);
 	return name;
 }
 
@@ -109,25 +115,25 @@ static bool add(struct mpsd_made *record, uint64_t moves)
 	/* A driver answers twice with the same function. */
 	if (known && known->kind == record->kind && known->of == record->of) {
 		record->name = known->name;
+		free(record->text);
 		return true;
 	}
 	made = malloc(sizeof(*made));
-	if (!made) {
-		mpsd_line_opaque("malloc");
-		return true;
-	}
-	if (record->native && mpsd_made_find(record->native)) {
-		if (spare_used == sizeof(spare_names))
-			mpsd_line_opaque("65536 handles after a move");
-		else
-			record->name = &spare_names[spare_used++];
-	} else {
+	record->name = record->native;
+	if (record->native && mpsd_made_find(record->native))
+		record->name = spare_used < sizeof(spare_names) ? &spare_names[spare_used++] : NULL;
+	if (!made || (record->native && !record->name)) {
+		mpsd_line_opaque("more handles than there is memory or names for");
 		record->name = record->native;
+		free(made);
+		return true;
 	}
 	*made = *record;
 	if (made->name) {
+		pthread_rwlock_wrlock(&names);
 		enter_name(made);
 		enter_native(made);
+		pthread_rwlock_unlock(&names);
 	}
 	append(made);
 	return true;
@@ -153,8 +159,10 @@ static void strike(struct mpsd_made **link, struct mpsd_made *made, bool by)
 static void forget(struct mpsd_made *made)
 {
 	if (made->name) {
+		pthread_rwlock_wrlock(&names);
 		strike(&by_name[bucket(made->name)], made, true);
 		strike(&by_native[bucket(made->native)], made, false);
+		pthread_rwlock_unlock(&names);
 	}
 	*(made->older ? &made->older->newer : &oldest) = made->newer;
 	*(made->newer ? &made->newer->older : &newest) = made->older;
@@ -168,17 +176,21 @@ static void forget(struct mpsd_made *made)
 bool mpsd_made_set(struct mpsd_made *record, uint64_t moves)
 {
 	struct mpsd_made *made, *next;
-	bool is;
+	bool is, same = false;
 
 	mpsd_made_lock();
 	is = atomic_load(&mpsd_moves) == moves;
 	for (made = is ? oldest : NULL; made; made = next) {
 		next = made->newer;
-		if (made->kind == record->kind && made->of == record->of && made->what == record->what &&
-		    made->device == record->device)
-			forget(made);
+		if (made->kind != record->kind || made->of != record->of || made->what != record->what ||
+		    made->device != record->device)
+			continue;
+		same = made->value == record->value && made->size == record->size;
+		if (same)
+			break;
+		forget(made);
 	}
-	is = is && add(record, moves);
+	is = is && (same || add(record, moves));
 	mpsd_made_unlock();
 	return is;
 }
@@ -186,8 +198,12 @@ bool mpsd_made_set(struct mpsd_made *record, uint64_t moves)
 /* Of the kinds that have an end of their own. The rest goes with what it is of. */
 static void end_twin(const struct mpsd_made *made)
 {
+	struct mpsd_made *context = mpsd_made_context(made->device);
+
 	if (!made->is_twin)
 		return;
+	if (context && context->is_twin)
+		other_cuCtxSetCurrent(context->twin);
 	switch (made->kind) {
 	case MPSD_MADE_STREAM:
 		other_cuStreamDestroy_v2(made->twin);
@@ -238,23 +254,48 @@ bool mpsd_made_waits(void)
 	return atomic_load(&waiting) != 0;
 }
 
-/* With the lock: what the program makes meanwhile waits. */
-bool mpsd_made_twins(const char **what)
+/* The program retains and releases a context as it likes, and so it will do with the twin. */
+static void even_out(struct mpsd_made *made)
 {
-	bool all = true;
+	CUcontext context;
+
+	for (; made->twin_flags < made->flags; made->twin_flags++)
+		other_cuDevicePrimaryCtxRetain(&context, made->device);
+	for (; made->twin_flags > made->flags && made->flags; made->twin_flags--)
+		other_cuDevicePrimaryCtxRelease_v2(made->device);
+}
+
+/* The oldest that has no twin; false: `what` cannot be made. */
+static bool make_one(const char **what, bool *more)
+{
+	struct mpsd_made *made;
+	bool is = true;
 
 	mpsd_made_lock();
-	for (struct mpsd_made *made = oldest; made && all; made = made->newer) {
-		if (made->is_twin)
-			continue;
-		all = mpsd_twin_make(made, what);
-		if (all) {
-			made->is_twin = true;
-			atomic_fetch_sub(&waiting, 1);
-		}
+	for (made = oldest; made && made->is_twin; made = made->newer)
+		if (made->kind == MPSD_MADE_CONTEXT)
+			even_out(made);
+	*more = made != NULL;
+	if (made)
+		is = mpsd_twin_make(made, what);
+	if (made && is) {
+		made->is_twin = true;
+		made->twin_flags = made->kind == MPSD_MADE_CONTEXT;
+		atomic_fetch_sub(&waiting, 1);
 	}
 	mpsd_made_unlock();
-	return all;
+	return is;
+}
+
+/* One at a time: what the program makes meanwhile waits for one. */
+bool mpsd_made_twins(const char **what)
+{
+	bool more = true;
+
+	while (more)
+		if (!make_one(what, &more))
+			return false;
+	return true;
 }
 
 void mpsd_made_no_twins(void)
@@ -271,6 +312,8 @@ void mpsd_made_no_twins(void)
 
 void mpsd_made_move(void)
 {
+	pthread_rwlock_wrlock(&names);
+	natives_of_moves = mpsd_moves_done() + 2;
 	for (unsigned int i = 0; i < BUCKETS; i++)
 		by_native[i] = NULL;
 	for (struct mpsd_made *made = oldest; made; made = made->newer) {
@@ -281,6 +324,14 @@ void mpsd_made_move(void)
 		if (made->name)
 			enter_native(made);
 	}
+	pthread_rwlock_unlock(&names);
+}
+
+/* In a forked child, where another thread of the parent's may have had them. */
+void mpsd_made_child(void)
+{
+	lock = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
+	names = (pthread_rwlock_t)PTHREAD_RWLOCK_INITIALIZER;
 }
 
 struct mpsd_made *mpsd_made_context(CUdevice device)

@@ -6,6 +6,7 @@
 #include "clock.h"
 #include "failover/carry.h"
 #include "failover/line.h"
+#include "failover/made.h"
 #include "failover/move.h"
 
 /* A move that lasts longer than that has failed: the program has its error. */
@@ -119,7 +120,12 @@ bool mpsd_carry_again(CUresult result, uint64_t moves)
 
 static atomic_uchar noted[MPSD_SLOTS];
 
-void *mpsd_opaque(unsigned int index, uint64_t *registers)
+static CUresult not_supported(void)
+{
+	return CUDA_ERROR_NOT_SUPPORTED;
+}
+
+void *mpsd_opaque(unsigned int index)
 {
 	uint64_t moves;
 	void *target;
@@ -127,9 +133,8 @@ void *mpsd_opaque(unsigned int index, uint64_t *registers)
 	if (!atomic_exchange(&noted[index], 1))
 		mpsd_line_opaque(index < MPSD_NAMES ? mpsd_names[index] : "a function of a newer driver");
 	moves = mpsd_carry_enter();
-	for (int i = 0; moves && i < 6; i++)
-		registers[i] = (uint64_t)(uintptr_t)mpsd_native_of((void *)(uintptr_t)registers[i]);
-	target = mpsd_tables()->inner[index];
+	/* Its arguments may be handles of the first copy's, anywhere. */
+	target = moves ? (void *)not_supported : mpsd_tables()->inner[index];
 	mpsd_carry_leave(moves);
 	return target;
 }
@@ -146,4 +151,13 @@ void mpsd_carry_install(void)
 		if (mpsd_real[mpsd_carried[i].index])
 			__atomic_store_n(&mpsd_table[mpsd_carried[i].index], mpsd_carried[i].function,
 					 __ATOMIC_RELEASE);
+}
+
+/* In a forked child no move will end. */
+void mpsd_phase_child(void)
+{
+	lock = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
+	if (atomic_load(&mpsd_moves) & 1)
+		atomic_fetch_sub(&mpsd_moves, 1);
+	mpsd_made_child();
 }

@@ -8,9 +8,6 @@ static CUresult make_context(struct mpsd_made *made)
 	CUresult result = other_cuDevicePrimaryCtxRetain(&context, made->device);
 
 	made->twin = context;
-	/* As often as the program has, for it will release it so. */
-	for (unsigned int i = 1; result == CUDA_SUCCESS && i < made->flags; i++)
-		result = other_cuDevicePrimaryCtxRetain(&context, made->device);
 	return result;
 }
 
@@ -20,6 +17,8 @@ static CUresult load_module(struct mpsd_made *made)
 	void **values;
 	unsigned int options;
 
+	if (!made->image && !made->text)
+		return CUDA_ERROR_INVALID_IMAGE;
 	if (!made->image)
 		return other_cuModuleLoad((CUmodule *)&made->twin, made->text);
 	options = mpsd_image_options(made->image, &names, &values);
@@ -31,8 +30,11 @@ static CUresult load_library(struct mpsd_made *made)
 {
 	const CUjit_option *names;
 	void **values;
-	unsigned int options = mpsd_image_options(made->image, &names, &values);
+	unsigned int options;
 
+	if (!made->image)
+		return CUDA_ERROR_INVALID_IMAGE;
+	options = mpsd_image_options(made->image, &names, &values);
 	return other_cuLibraryLoadData((CUlibrary *)&made->twin, mpsd_image_data(made->image),
 				       (CUjit_option *)names, values, options, NULL, NULL, 0);
 }

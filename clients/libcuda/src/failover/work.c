@@ -1,21 +1,26 @@
 // SPDX-License-Identifier: MIT
 /*
  * Whether work may have been in flight when a context was lost. Each piece of work is counted before it is
- * given to the driver; a wait for all, or for the one stream that all of it went into, proves that what was
- * counted before the wait has ended. A fail-over that keeps memory alone tells the program once, in the
- * first wait after it, where work may be missing or half done.
+ * given to the driver, and again when that has it; a wait for all, or for the one stream that all of it went
+ * into, proves that what was counted before the wait has ended, if nothing was on its way to the driver then. A
+ * fail-over that keeps memory alone tells the program once, in the first wait after it, where work may be missing
+ * or half done.
  */
 #include "failover/carry.h"
+#include "failover/line.h"
 
 #define SEVERAL UINT64_MAX
 
-static atomic_uint_least64_t given, ended;
+static atomic_uint_least64_t begun, given, ended;
 static atomic_uint_least64_t only;	/* 1 + the stream; 0: none yet */
-static atomic_bool lost;
+static atomic_bool lost, several_contexts;
 
+/* What a wait that begins now may prove; 0: nothing. */
 uint64_t mpsd_work_count(void)
 {
-	return atomic_load(&given);
+	uint64_t there = atomic_load(&given);
+
+	return atomic_load(&begun) == there ? there : 0;
 }
 
 static uint64_t key(CUstream stream)
@@ -27,6 +32,9 @@ static void more(uint64_t stream)
 {
 	uint64_t none = 0;
 
+	/* One handle for as many streams as there are threads. */
+	if (stream == key(CU_STREAM_PER_THREAD))
+		mpsd_line_opaque("CU_STREAM_PER_THREAD");
 	if (!atomic_compare_exchange_strong(&only, &none, stream) && none != stream)
 		atomic_store(&only, SEVERAL);
 }
@@ -35,7 +43,17 @@ void mpsd_work(CUstream stream)
 {
 	if (atomic_load_explicit(&only, memory_order_relaxed) != key(stream))
 		more(key(stream));
+	atomic_fetch_add(&begun, 1);
+}
+
+void mpsd_work_given(void)
+{
 	atomic_fetch_add(&given, 1);
+}
+
+void mpsd_work_several(void)
+{
+	atomic_store(&several_contexts, true);
 }
 
 static void proven(uint64_t work)
@@ -48,7 +66,7 @@ static void proven(uint64_t work)
 
 void mpsd_waited_for_all(CUresult result, uint64_t moves, uint64_t work)
 {
-	if (result == CUDA_SUCCESS && moves == atomic_load(&mpsd_moves))
+	if (result == CUDA_SUCCESS && moves == atomic_load(&mpsd_moves) && !atomic_load(&several_contexts))
 		proven(work);
 }
 
@@ -58,6 +76,7 @@ void mpsd_waited(CUresult result, uint64_t moves, CUstream stream, uint64_t work
 		mpsd_waited_for_all(result, moves, work);
 }
 
+/* What is on its way to the driver is held, and comes to the next copy. */
 void mpsd_work_ended(void)
 {
 	proven(atomic_load(&given));
@@ -65,7 +84,7 @@ void mpsd_work_ended(void)
 
 bool mpsd_work_lost(void)
 {
-	bool is = atomic_load(&given) != atomic_load(&ended);
+	bool is = atomic_load(&begun) != atomic_load(&ended);
 
 	if (is)
 		atomic_store(&lost, true);
