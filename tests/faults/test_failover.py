@@ -13,6 +13,7 @@ from faultinject.history import History
 from faultinject.node import Node, open_simulated_node
 from faultinject.proxy.library import Libraries, find_libraries
 from faultinject.rig import Rig
+from mpsd import exporter
 
 pytestmark = pytest.mark.timeout(150)
 DEADLINE_S = 90.0
@@ -43,3 +44,17 @@ def test_no_program_is_lost(node: Node, libraries: Libraries, kind: str) -> None
     if kind == "drain":
         # Nothing was in flight when they moved, so nobody was told anything.
         assert [p["told"] for fault in found for p in fault["programs"]] == [[]] * 9
+
+
+def test_the_exporter_tells_of_it(node: Node, libraries: Libraries) -> None:
+    with History() as history, Rig(node, "mpsd", history, settings=main_settings(libraries)) as rig:
+        rounds = Rounds(rig, libraries, lambda _: None)
+        rounds.start()
+        assert judge(data(rounds.run("drain", 1, DEADLINE_S))) == "valid"
+        registry = exporter.CollectorRegistry(auto_describe=False)
+        registry.register(exporter.Collector(lambda: exporter.ask(str(rig.mpsd.socket))))
+        told = exporter.generate_latest(registry).decode()
+        rounds.end()
+    assert "mpsd_up 1.0" in told
+    assert 'mpsd_failover_programs_told_total{outcome="moved"} 3.0' in told
+    assert 'mpsd_failover_seconds_count{step="fence"} 3.0' in told
