@@ -194,11 +194,12 @@ def test_an_error_waits_for_the_daemons_word(
     ask("m = gpu.memory(8 << 20)")
     stand_by(line, second, copies)
     break_domain(domain)
-    ask.tell("gpu.run('add', m, 8, 1), gpu.sync(), gpu.word(m)")
+    # The driver looks now and then, so a single wait may still succeed.
+    ask.tell("max(gpu.sync() for _ in range(50000))")
     assert line.hear(moving.OWN_ERROR).values[0] == 700
     move(line)
-    # The launch may have gone to either context; where it went to the old one, that was said.
-    assert ask._answer() in ("(0, 0, 1)", "(0, 719, 1)", "(0, 719, 0)", "cuMemcpyDtoH_v2: 719")
+    assert ask._answer() in ("0", "719")
+    assert ask("[gpu.run('add', m, 8, 1), gpu.sync(), gpu.word(m)]") == "[0, 0, 1]"
     assert ask("gpu.sync()") == "0"
 
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-/* Host memory that the GPU reaches, and calls with handles inside structures. */
+/* Host memory that the GPU reaches, and what is asked about pointers. */
 #include <sys/mman.h>
 
 #include "failover/line.h"
@@ -124,46 +124,5 @@ CUresult make_cuPointerGetAttribute(void *data, CUpointer_attribute attribute, C
 
 	if (result == CUDA_SUCCESS && attribute == CU_POINTER_ATTRIBUTE_CONTEXT)
 		*(CUcontext *)data = mpsd_name(*(CUcontext *)data);
-	return result;
-}
-
-#define MOST_ATTRIBUTES 32
-
-static void translate(CUlaunchAttribute *attribute)
-{
-	if (attribute->id == CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_EVENT)
-		attribute->value.programmaticEvent.event = mpsd_native(attribute->value.programmaticEvent.event);
-	else if (attribute->id == CU_LAUNCH_ATTRIBUTE_LAUNCH_COMPLETION_EVENT)
-		attribute->value.launchCompletionEvent.event =
-			mpsd_native(attribute->value.launchCompletionEvent.event);
-}
-
-static CUresult launch(const CUlaunchConfig *config, CUfunction f, void **kernelParams, void **extra)
-{
-	CUlaunchAttribute attributes[MOST_ATTRIBUTES];
-	CUlaunchConfig own;
-
-	if (!config || !mpsd_tables()->moves ||
-	    config->numAttrs > MOST_ATTRIBUTES)
-		return inner_cuLaunchKernelEx(config, f, kernelParams, extra);
-	own = *config;
-	own.hStream = mpsd_native(own.hStream);
-	for (unsigned int i = 0; i < own.numAttrs; i++) {
-		attributes[i] = config->attrs[i];
-		translate(&attributes[i]);
-	}
-	own.attrs = attributes;
-	return inner_cuLaunchKernelEx(&own, mpsd_native(f), kernelParams, extra);
-}
-
-CUresult make_cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction f, void **kernelParams, void **extra)
-{
-	CUresult result;
-
-	if (config)
-		mpsd_work(config->hStream);
-	result = launch(config, f, kernelParams, extra);
-	if (config)
-		mpsd_work_given();
 	return result;
 }

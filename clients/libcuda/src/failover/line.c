@@ -26,12 +26,12 @@
 #include "failover/carry.h"
 #include "failover/made.h"
 #include "failover/move.h"
+#include "failover/post.h"
 #include "failoverwire.h"
 
 #define FIRST_PAUSE_MS 100
 #define LAST_PAUSE_MS 5000
 #define LAST_TRIES 8
-#define SEND_S 2
 #define MOST_OPAQUE 16
 #define END_MS 2000
 
@@ -129,14 +129,6 @@ void mpsd_line_opaque(const char *what)
 
 /* The thread */
 
-static uint64_t now_ns(void)
-{
-	struct timespec time;
-
-	clock_gettime(CLOCK_MONOTONIC, &time);
-	return (uint64_t)time.tv_sec * 1000000000u + (uint64_t)time.tv_nsec;
-}
-
 static bool say_unready(const char *why)
 {
 	struct mpsd_failover_message message = message_of(MPSD_FAILOVER_UNREADY, why);
@@ -150,7 +142,7 @@ static bool stand_by(const struct mpsd_failover_message *order)
 {
 	struct mpsd_failover_message message;
 	const char *why = NULL;
-	uint64_t began = now_ns();
+	uint64_t began = mpsd_post_now_ns();
 
 	/* A daemon that has come back offers what there is already. */
 	if (order->generation == generation && atomic_load(&ready)) {
@@ -169,14 +161,14 @@ static bool stand_by(const struct mpsd_failover_message *order)
 	atomic_store(&error_said, false);
 	atomic_store(&ready, true);
 	message = message_of(MPSD_FAILOVER_READY, NULL);
-	message.values[0] = now_ns() - began;
+	message.values[0] = mpsd_post_now_ns() - began;
 	return say(&message);
 }
 
 static bool move(const struct mpsd_failover_message *order)
 {
 	struct mpsd_failover_message message = message_of(MPSD_FAILOVER_STAYED, "there is no standby of that generation");
-	uint64_t began = now_ns();
+	uint64_t began = mpsd_post_now_ns();
 	struct mpsd_times times;
 	const char *why = NULL;
 
@@ -320,22 +312,6 @@ static void listen_to(int fd)
 	}
 }
 
-static int connect_to_daemon(void)
-{
-	struct sockaddr_un address = { .sun_family = AF_UNIX };
-	struct timeval patience = { .tv_sec = SEND_S };
-	int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
-
-	strcpy(address.sun_path, path);
-	if (fd < 0)
-		return -1;
-	setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &patience, sizeof(patience));
-	if (!connect(fd, (struct sockaddr *)&address, sizeof(address)))
-		return fd;
-	close(fd);
-	return -1;
-}
-
 /* The daemon may come back at any time, and knows then by whom it is asked. A standby stays meanwhile. */
 static void *run(void *unused)
 {
@@ -343,15 +319,15 @@ static void *run(void *unused)
 
 	(void)unused;
 	while (!atomic_load(&off) && ended < LAST_TRIES && mode != MPSD_FAILOVER_OFF) {
-		uint64_t began = now_ns();
-		int fd = connect_to_daemon();
+		uint64_t began = mpsd_post_now_ns();
+		int fd = mpsd_post_connect(path);
 
 		if (fd >= 0) {
 			atomic_store(&line, fd);
 			listen_to(fd);
 			if (atomic_exchange(&line, -1) == fd)
 				close(fd);
-			ended = now_ns() - began > 1000000000u ? 0 : ended + 1;
+			ended = mpsd_post_now_ns() - began > 1000000000u ? 0 : ended + 1;
 			pause_ms = FIRST_PAUSE_MS;
 		}
 		mpsd_pause(pause_ms);

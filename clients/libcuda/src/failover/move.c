@@ -12,6 +12,7 @@
 #include "failover/line.h"
 #include "failover/made.h"
 #include "failover/mirror.h"
+#include "failover/post.h"
 #include "launches.h"
 #include "turn.h"
 #include "windows.h"
@@ -32,14 +33,6 @@ static struct own_tables {
 	struct mpsd_tables tables;
 	void *real[MPSD_SLOTS], *inner[MPSD_SLOTS];
 } *next;
-
-static uint64_t now_ns(void)
-{
-	struct timespec time;
-
-	clock_gettime(CLOCK_MONOTONIC, &time);
-	return (uint64_t)time.tv_sec * 1000000000u + (uint64_t)time.tv_nsec;
-}
 
 static void fill(void **table, void *const *with)
 {
@@ -221,7 +214,7 @@ static bool hold_and_switch(bool *planned, struct mpsd_times *times, const char 
 	CUresult rest = CUDA_SUCCESS;
 	bool is, turn;
 
-	times->held_ns = now_ns();
+	times->held_ns = mpsd_post_now_ns();
 	if (!mpsd_standby_follow(why))
 		return false;
 	*why = "its work did not end in time";
@@ -237,7 +230,7 @@ static bool hold_and_switch(bool *planned, struct mpsd_times *times, const char 
 	*why = is ? "the old context may still write" : "something was made meanwhile";
 	turn = mpsd_turn_take();
 	is = is && mpsd_mirror_fence();
-	times->fence_ns = now_ns();
+	times->fence_ns = mpsd_post_now_ns();
 	if (is)
 		switch_over();
 	mpsd_turn_give(turn);
@@ -270,7 +263,7 @@ bool mpsd_move(bool planned, struct mpsd_times *times, const char **why)
 			mpsd_say("moved to a fresh context, with all memory; what was in flight may be missing");
 	}
 	mpsd_phase_end(is);
-	times->on_ns = now_ns();
+	times->on_ns = mpsd_post_now_ns();
 	if (is)
 		cover_again();
 	return is;
