@@ -16,6 +16,7 @@
 
 #include "arena.h"
 #include "capture.h"
+#include "failover/carry.h"
 #include "failover/line.h"
 #include "failover/mirror.h"
 #include "ipc.h"
@@ -187,7 +188,7 @@ static CUresult free_now(CUdeviceptr address, CUcontext owner)
 	if (result != CUDA_SUCCESS)
 		return result;
 	pthread_mutex_lock(&lock);
-	result = mpsd_windows_free(window_at(address), address, true);
+	result = mpsd_is_left() ? MPSD_AGAIN : mpsd_windows_free(window_at(address), address, true);
 	pthread_mutex_unlock(&lock);
 	return result;
 }
@@ -214,6 +215,9 @@ CUresult wrap_cuMemFree_v2(CUdeviceptr dptr)
 
 	if (!mpsd_memory_find(dptr, &allocation) || allocation.base != dptr || allocation.is_imported)
 		return real_cuMemFree_v2(dptr);
+	/* Otherwise the owner is of this copy. */
+	if (mpsd_is_left())
+		return MPSD_AGAIN;
 	free_put_off();
 	if (!mpsd_capture_active())
 		return free_now(dptr, allocation.owner);
@@ -227,6 +231,7 @@ CUresult wrap_cuMemAlloc_v2(CUdeviceptr *dptr, size_t bytesize)
 	struct window *window;
 	CUresult result = CUDA_ERROR_NOT_SUPPORTED;
 	CUdevice device;
+	bool left;
 
 	if (!dptr || !bytesize || real_cuCtxGetDevice(&device) != CUDA_SUCCESS)
 		return real_cuMemAlloc_v2(dptr, bytesize);
@@ -238,13 +243,17 @@ CUresult wrap_cuMemAlloc_v2(CUdeviceptr *dptr, size_t bytesize)
 			return said;
 	}
 	pthread_mutex_lock(&lock);
-	window = window_of(device);
+	left = mpsd_is_left();
+	window = left ? NULL : window_of(device);
 	if (window)
 		result = alloc_in(window, device, dptr, bytesize);
 	pthread_mutex_unlock(&lock);
 	if (result == CUDA_SUCCESS)
 		return result;
-	result = real_cuMemAlloc_v2(dptr, bytesize);
+	if (!left)
+		result = real_cuMemAlloc_v2(dptr, bytesize);
+	if (left || mpsd_is_left())
+		return MPSD_AGAIN;
 	if (result == CUDA_SUCCESS) {
 		mpsd_count(vault_passed);
 		mpsd_line_opaque("cuMemAlloc outside the window");

@@ -39,6 +39,17 @@ static inline uint64_t mpsd_moves_done(void)
 
 #define MPSD_AGAIN ((CUresult)-2)	/* of a make_NAME() that a move overtook */
 
+/*
+ * Whether the copy that this thread's call is in has been left. It comes into that only while the locks of made.h
+ * and of the windows are held.
+ */
+static inline bool mpsd_is_left(void)
+{
+	const struct mpsd_tables *own = mpsd_thread_tables;
+
+	return own && own != atomic_load(&mpsd_tables_now);
+}
+
 /* After wrappers are installed, and before the program has a context. Once. */
 void mpsd_carry_install(void);
 

@@ -79,13 +79,17 @@ CUresult make_cuMemHostRegister_v2(void *p, size_t bytesize, unsigned int Flags)
 
 CUresult make_cuMemHostUnregister(void *p)
 {
-	mpsd_made_end(p);
-	return inner_cuMemHostUnregister(p);
+	uint64_t moves = mpsd_tables()->moves;
+
+	if (!mpsd_made_end(p, moves))
+		return MPSD_AGAIN;
+	return mpsd_made_ended(inner_cuMemHostUnregister(p), moves);
 }
 
 /* What the first copy allocated stays the program's until it ends, once another one is in use. */
 CUresult make_cuMemFreeHost(void *p)
 {
+	uint64_t moves = mpsd_tables()->moves;
 	struct mpsd_made *made;
 	CUresult result;
 	int whose = FIRST_COPYS;
@@ -98,13 +102,14 @@ CUresult make_cuMemFreeHost(void *p)
 		size = made->size;
 	}
 	mpsd_made_unlock();
-	mpsd_made_end(p);
-	if (whose == FIRST_COPYS && !mpsd_tables()->moves)
-		return inner_cuMemFreeHost(p);
+	if (!mpsd_made_end(p, moves))
+		return MPSD_AGAIN;
+	if (whose == FIRST_COPYS && !moves)
+		return mpsd_made_ended(inner_cuMemFreeHost(p), moves);
 	result = size ? inner_cuMemHostUnregister(p) : inner_cuMemFreeHost(p);
 	if (whose == OWN_PAGES)
 		munmap(p, size);
-	return result;
+	return mpsd_made_ended(result, moves);
 }
 
 CUresult make_cuPointerGetAttributes(unsigned int numAttributes, CUpointer_attribute *attributes, void **data,

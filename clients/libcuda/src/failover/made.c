@@ -159,10 +159,12 @@ CUresult make_cuEventCreate(CUevent *phEvent, unsigned int Flags)
 #define END(function, type)							\
 	CUresult end_##function(type handle)					\
 	{									\
+		uint64_t moves = moves_now();					\
 		type native = mpsd_native(handle);				\
 										\
-		mpsd_made_end(handle);						\
-		return inner_##function(native);				\
+		if (!mpsd_made_end(handle, moves))				\
+			return MPSD_AGAIN;					\
+		return mpsd_made_ended(inner_##function(native), moves);	\
 	}
 
 END(cuStreamDestroy_v2, CUstream)

@@ -63,8 +63,14 @@ bool mpsd_made_set(struct mpsd_made *record, uint64_t moves);
 /* Under the lock. NULL: nothing of that name. */
 struct mpsd_made *mpsd_made_find(const void *name);
 
-/* The program has ended it: what is of it goes too, and its twin. */
-void mpsd_made_end(const void *name);
+/*
+ * The program ends it: what is of it goes too, and its twin. False: nothing goes, for a move came since the call
+ * began, when there had been that many `moves`.
+ */
+bool mpsd_made_end(const void *name, uint64_t moves);
+
+/* What the driver then said of it, in the copy of then. Its twin is gone: after a move it has ended all the same. */
+CUresult mpsd_made_ended(CUresult result, uint64_t moves);
 
 /* For the thread of line.c */
 

@@ -232,12 +232,14 @@ static bool is_of(const struct mpsd_made *made, const struct mpsd_made *ancestor
 	return made != NULL;
 }
 
-void mpsd_made_end(const void *name)
+bool mpsd_made_end(const void *name, uint64_t moves)
 {
 	struct mpsd_made *made, *ended, *older;
+	bool is;
 
 	mpsd_made_lock();
-	ended = mpsd_made_find(name);
+	is = atomic_load(&mpsd_moves) == moves;
+	ended = is ? mpsd_made_find(name) : NULL;
 	/* What is of it is newer. */
 	for (made = ended ? newest : NULL; made; made = older) {
 		older = made == ended ? NULL : made->older;
@@ -247,6 +249,17 @@ void mpsd_made_end(const void *name)
 		}
 	}
 	mpsd_made_unlock();
+	return is;
+}
+
+CUresult mpsd_made_ended(CUresult result, uint64_t moves)
+{
+	if (atomic_load(&mpsd_moves) != moves)
+		return CUDA_SUCCESS;
+	if (!mpsd_is_loss(result) || !mpsd_line_ready())
+		return result;
+	mpsd_line_error(result);
+	return CUDA_SUCCESS;
 }
 
 bool mpsd_made_waits(void)
