@@ -39,10 +39,11 @@ static char path[sizeof(((struct sockaddr_un *)0)->sun_path)];
 static uint32_t mode = MPSD_FAILOVER_KEEP;
 
 static atomic_int line = -1, wake = -1;
-static atomic_bool off, ready, given_up, woken, error_said;
+static atomic_bool off, ready, given_up, woken;
 static _Atomic(const char *) opaque[MOST_OPAQUE];
 static atomic_uint opaques;
-static atomic_int own_error;	/* to be said; 0: none */
+static atomic_uint_least64_t own_error;	/* to be said, below the context's `moves`; 0: none */
+static atomic_uint_least64_t error_of;	/* 1 + `moves` of the context whose error was said; 0: none */
 static pthread_mutex_t busy = PTHREAD_MUTEX_INITIALIZER;	/* the thread calls a copy */
 static uint64_t generation;	/* of the standby that there is, or that was asked for; 0: none */
 static uint64_t home;		/* where the program lives; 0: in its first context */
@@ -105,11 +106,11 @@ static bool say(const struct mpsd_failover_message *message)
 	return send(atomic_load(&line), message, sizeof(*message), MSG_NOSIGNAL) == (ssize_t)sizeof(*message);
 }
 
-/* Once for each context. The thread says it: it alone knows whose the descriptor is. */
-void mpsd_line_error(CUresult result)
+/* Once for each context that is in use. The thread says it: it alone knows whose the descriptor is. */
+void mpsd_line_error(CUresult result, uint64_t moves)
 {
-	if (!atomic_exchange(&error_said, true)) {
-		atomic_store(&own_error, (int)result);
+	if (mpsd_moves_done() == moves && atomic_exchange(&error_of, moves + 1) != moves + 1) {
+		atomic_store(&own_error, moves << 16 | (uint64_t)result);
 		mpsd_line_wake();
 	}
 }
@@ -158,7 +159,7 @@ static bool stand_by(const struct mpsd_failover_message *order)
 	if (!mpsd_standby_open(generation, order->path, order->text, &why))
 		return say_unready(why);
 	atomic_store(&given_up, false);
-	atomic_store(&error_said, false);
+	atomic_store(&error_of, 0);
 	atomic_store(&ready, true);
 	message = message_of(MPSD_FAILOVER_READY, NULL);
 	message.values[0] = mpsd_post_now_ns() - began;
@@ -193,7 +194,6 @@ static bool move(const struct mpsd_failover_message *order)
 	message.values[2] = times.on_ns - began;
 	home = generation;
 	generation = 0;
-	atomic_store(&error_said, false);
 	if (!say(&message))
 		return false;
 	mpsd_standby_end_left();
@@ -257,9 +257,10 @@ static bool tell_opaque(unsigned int *told)
 static bool tell_error(void)
 {
 	struct mpsd_failover_message message = message_of(MPSD_FAILOVER_OWN_ERROR, NULL);
+	uint64_t error = atomic_exchange(&own_error, 0);
 
-	message.values[0] = (uint64_t)atomic_exchange(&own_error, 0);
-	return !message.values[0] || say(&message);
+	message.values[0] = error & 0xffff;
+	return !error || error >> 16 != mpsd_moves_done() || say(&message);
 }
 
 static bool follow(unsigned int *told)

@@ -4,6 +4,7 @@
 
 #include <cuda.h>
 #include <stdbool.h>
+#include <stdint.h>
 
 /* Whether the environment names a daemon that offers it (MPSD_FAILOVER_SOCKET). */
 bool mpsd_line_offered(void);
@@ -20,8 +21,8 @@ void mpsd_line_wake(void);
 /* Whether a move may come: there is a whole standby, and nothing that could not come along. */
 bool mpsd_line_ready(void);
 
-/* The program has met the loss of its context. */
-void mpsd_line_error(CUresult result);
+/* The program has met the loss of its context, the one after so many `moves`. */
+void mpsd_line_error(CUresult result, uint64_t moves);
 
 /* The daemon has not moved it: from now on its errors are its own. */
 void mpsd_line_give_up(void);

@@ -258,7 +258,7 @@ CUresult mpsd_made_ended(CUresult result, uint64_t moves)
 		return CUDA_SUCCESS;
 	if (!mpsd_is_loss(result) || !mpsd_line_ready())
 		return result;
-	mpsd_line_error(result);
+	mpsd_line_error(result, moves);
 	return CUDA_SUCCESS;
 }
 

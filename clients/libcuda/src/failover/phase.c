@@ -109,7 +109,7 @@ bool mpsd_carry_again(CUresult result, uint64_t moves)
 	if (result == MPSD_AGAIN)
 		return true;
 	if (mpsd_is_loss(result))
-		mpsd_line_error(result);
+		mpsd_line_error(result, moves);
 	if (atomic_load(&mpsd_moves) == moves &&
 	    (!mpsd_is_loss(result) || !mpsd_line_ready() || !wait_for_word(moves)))
 		return false;
