@@ -48,13 +48,21 @@ static bool same_version(void)
 	       ours == theirs;
 }
 
+/* Its contexts, whatever the program has by now, or how that which was to become one ended. */
 static void end_copy(struct mpsd_copy *copy)
 {
-	CUresult (*reset)(CUdevice) = (CUresult (*)(CUdevice))copy->calls[MPSD_cuDevicePrimaryCtxReset_v2];
+	__typeof__(&cuDevicePrimaryCtxGetState) state;
+	__typeof__(&cuDevicePrimaryCtxReset) reset;
 
-	for (int i = 0; copy->handle && i < DEVICES; i++)
-		if (mpsd_windows[i].primary)
+	state = (__typeof__(state))copy->calls[MPSD_cuDevicePrimaryCtxGetState];
+	reset = (__typeof__(reset))copy->calls[MPSD_cuDevicePrimaryCtxReset_v2];
+	for (int i = 0; copy->handle && i < DEVICES; i++) {
+		unsigned int flags;
+		int active = 0;
+
+		if (state(i, &flags, &active) != CUDA_SUCCESS || active)
 			reset(i);
+	}
 	mpsd_copy_unload(copy);
 }
 
