@@ -32,7 +32,8 @@ static uint64_t left_moves;
 static struct own_tables {
 	struct mpsd_tables tables;
 	void *real[MPSD_SLOTS], *inner[MPSD_SLOTS];
-} *next;
+	struct own_tables *older;
+} *next, *newest;
 
 static void fill(void **table, void *const *with)
 {
@@ -159,6 +160,8 @@ static void switch_over(void)
 	}
 	next->tables = (struct mpsd_tables){ next->real, next->inner, mpsd_moves_done() + 2 };
 	atomic_store(&mpsd_tables_now, &next->tables);
+	next->older = newest;
+	newest = next;
 	next = NULL;
 	for (int i = 0; i < DEVICES; i++) {
 		struct mpsd_made *context = mpsd_windows[i].primary ? mpsd_made_context(i) : NULL;
