@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from mpsd.core.vault import Limits, Quota
-from tests.support.libcudas import Libraries, build_libraries, run
+from tests.support import moving
+from tests.support.libcudas import DEADLINE_S, Libraries, build_libraries, run
+from tests.support.moving import Line, open_post
 from tests.support.site import until
 from tests.support.vaulting import MemoryStore, RunningVault
 from tests.support.zoning import GrantingVault
@@ -91,3 +94,89 @@ def test_no_report_of_several_copies(sanitized: Libraries, tmp_path: Path) -> No
     environment = sanitized.environment(proxied=False)
     done = run([*start(), sanitized.program("copies"), sanitized.real, tmp_path], environment)
     assert (done.returncode, done.stdout, done.stderr) == (0, "ok\n", ""), done.stderr[-4000:]
+
+
+class Moved:
+    """programs/failover.c, which goes on in copies of the stand-in."""
+
+    def __init__(self, libraries: Libraries, folder: Path, **extra: str) -> None:
+        environment = libraries.environment(proxied=True, MPSD_VAULT="1", **extra)
+        self.folder = folder
+        self.generation = 0
+        self.process = subprocess.Popen(
+            [*start(), libraries.program("failover"), "dlsym"],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def rounds(self) -> tuple[int, int]:
+        """More rounds were done: those that moves have spoilt so far, and the waits that said so."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        try:
+            self.process.stdin.write("more\n")
+            self.process.stdin.flush()
+            spoilt, told = self.process.stdout.readline().split()
+        except (OSError, ValueError):
+            raise AssertionError(self.end()) from None
+        return int(spoilt), int(told)
+
+    def stand_by(self, line: Line) -> None:
+        self.generation += 1
+        line.say(moving.STANDBY, self.generation, "/nowhere", str(self.folder))
+        said = line.hear(moving.READY)
+        assert said.generation == self.generation
+
+    def move(self, line: Line, *, planned: bool = False) -> None:
+        line.say(moving.MOVE, self.generation, planned=planned)
+        said = line.hear(moving.MOVED, moving.OWN_ERROR)
+        if said.kind == moving.OWN_ERROR:
+            said = line.hear(moving.MOVED)
+        assert said.generation == self.generation
+
+    def end(self) -> str:
+        try:
+            said, wrong = self.process.communicate(timeout=DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            said, wrong = self.process.communicate()
+        return f"{self.process.returncode} {said}{wrong[-6000:]}"
+
+
+def test_no_report_of_a_program_that_is_moved(sanitized: Libraries, tmp_path: Path) -> None:
+    for number in range(2):
+        shutil.copyfile(sanitized.real, tmp_path / f"libcuda-{number}.so.1")
+    with tempfile.TemporaryDirectory(prefix="mpt-", dir="/tmp") as where, open_post(Path(where)) as post:
+        program = Moved(sanitized, tmp_path, MPSD_FAILOVER_SOCKET=str(post.path))
+        try:
+            line = post.greet()
+            for _ in range(3):
+                program.stand_by(line)
+                program.rounds()
+                program.move(line, planned=True)
+                assert program.rounds() == (0, 0)
+            program.stand_by(line)
+            line.say(moving.STAND_DOWN, program.generation)
+            assert program.rounds() == (0, 0)
+            for number in range(1, 5):
+                program.stand_by(line)
+                program.rounds()
+                if number == 2:
+                    line.close()
+                    line = post.greet()
+                program.move(line)
+                spoilt, told = program.rounds()
+                assert spoilt <= 2 * 4 * number and told <= number
+            line.close()
+            line = post.greet()
+            program.stand_by(line)
+            assert program.rounds() == (spoilt, told)
+            said = program.end()
+            lines = said.splitlines()
+            assert lines[0] == "0 ok", said
+            assert all("what was in flight may be missing" in line for line in lines[1:]), said
+        finally:
+            program.process.kill()
+            program.process.communicate()

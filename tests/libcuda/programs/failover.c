@@ -1,0 +1,235 @@
+// SPDX-License-Identifier: MIT
+/*
+ * Threads that make, use and end everything that a fail-over brings along, while the test moves the program from
+ * copy to copy: for sanitizers. Each line of its input is answered, once each thread has done more rounds, with
+ * how many rounds a move has spoilt and how often a wait has said so; it ends with its input.
+ *
+ * Only what was in flight may be missing. What each thread keeps is written once, and is looked at in each round.
+ */
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "driver.h"
+
+#define THREADS 4
+#define WORDS 4096
+#define BYTES (WORDS * sizeof(uint32_t))
+#define ROUNDS 2
+#define DEADLINE_S 30
+#define IMAGE "standin module\nkernel fill fill 20\nkernel add add 20\n"
+
+#define MUST(name, ...) must(CU(name)(__VA_ARGS__), #name)
+#define WAIT(name, ...) waited(CU(name)(__VA_ARGS__), #name)
+
+struct worker {
+	pthread_t thread;
+	uint32_t number, round;		/* round: under `lock` */
+	CUcontext context;
+	CUstream stream;		/* as old as the thread */
+	CUmodule module;
+	CUfunction add;
+	CUdeviceptr kept;
+	uint32_t *pinned, *host;	/* pinned: as old as the thread */
+};
+
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
+static atomic_bool ending;
+static atomic_uint spoilt, told;
+
+static void must(CUresult result, const char *what)
+{
+	if (result != CUDA_SUCCESS) {
+		fprintf(stderr, "%s: %d\n", what, (int)result);
+		_exit(1);
+	}
+}
+
+/* What was in flight in a move is gone; one wait says so. */
+static void waited(CUresult result, const char *what)
+{
+	if (result == CUDA_ERROR_LAUNCH_FAILED)
+		atomic_fetch_add(&told, 1);
+	else
+		must(result, what);
+}
+
+static int all_are(const uint32_t *words, uint32_t value)
+{
+	int are = 1;
+
+	for (int i = 0; i < WORDS; i++)
+		are &= words[i] == value;
+	return are;
+}
+
+static void launch(CUfunction function, CUdeviceptr to, uint32_t value, CUstream stream)
+{
+	uint64_t words = WORDS;
+	void *values[] = { &to, &words, &value };
+
+	MUST(cuLaunchKernel, function, 1, 1, 1, 32, 1, 1, 0, stream, values, NULL);
+}
+
+static void look_at_what_is_kept(struct worker *self)
+{
+	memset(self->host, 0, BYTES);
+	WAIT(cuMemcpyDtoH, self->host, self->kept, BYTES);
+	must(all_are(self->host, self->number) ? CUDA_SUCCESS : CUDA_ERROR_UNKNOWN, "what is kept");
+}
+
+static void *image(void)
+{
+	return strdup(IMAGE);
+}
+
+/* Everything is made in this round, and ends with it. */
+static int fresh_things(struct worker *self)
+{
+	uint32_t value = self->number << 16 | self->round;
+	CUdeviceptr data;
+	CUfunction fill;
+	CUmodule module;
+	CUstream stream;
+	CUevent event;
+	void *text = image(), *pinned;
+	int are;
+
+	MUST(cuModuleLoadData, &module, text);
+	free(text);
+	MUST(cuModuleGetFunction, &fill, module, "fill");
+	MUST(cuStreamCreate, &stream, CU_STREAM_NON_BLOCKING);
+	MUST(cuEventCreate, &event, CU_EVENT_DISABLE_TIMING);
+	MUST(cuMemHostAlloc, &pinned, BYTES, 0);
+	MUST(cuMemAlloc, &data, BYTES);
+	launch(fill, data, value, stream);
+	MUST(cuEventRecord, event, stream);
+	MUST(cuStreamWaitEvent, self->stream, event, 0);
+	launch(self->add, data, 1, self->stream);
+	WAIT(cuEventSynchronize, event);
+	WAIT(cuStreamSynchronize, self->stream);
+	memset(pinned, 0, BYTES);
+	MUST(cuMemcpyDtoHAsync, pinned, data, BYTES, stream);
+	WAIT(cuStreamSynchronize, stream);
+	are = all_are(pinned, value + 1);
+	MUST(cuMemFreeHost, pinned);
+	MUST(cuMemFree, data);
+	MUST(cuEventDestroy, event);
+	MUST(cuStreamDestroy, stream);
+	MUST(cuModuleUnload, module);
+	return are;
+}
+
+/* What is as old as the thread. */
+static int old_things(struct worker *self)
+{
+	uint32_t value = self->round;
+	CUdeviceptr data;
+	CUcontext now;
+
+	MUST(cuCtxGetCurrent, &now);
+	must(now == self->context ? CUDA_SUCCESS : CUDA_ERROR_UNKNOWN, "the context");
+	MUST(cuCtxSetCurrent, NULL);
+	MUST(cuCtxSetCurrent, self->context);
+	MUST(cuMemAlloc, &data, (size_t)4 << 20);
+	MUST(cuMemsetD32Async, data, value, WORDS, self->stream);
+	launch(self->add, data, self->number, self->stream);
+	memset(self->pinned, 0, BYTES);
+	MUST(cuMemcpyDtoHAsync, self->pinned, data, BYTES, self->stream);
+	WAIT(cuCtxSynchronize);
+	MUST(cuMemFree, data);
+	return all_are(self->pinned, value + self->number);
+}
+
+static void begin(struct worker *self)
+{
+	void *text = image();
+
+	MUST(cuCtxSetCurrent, self->context);
+	MUST(cuModuleLoadData, &self->module, text);
+	free(text);
+	MUST(cuModuleGetFunction, &self->add, self->module, "add");
+	MUST(cuStreamCreate, &self->stream, CU_STREAM_NON_BLOCKING);
+	MUST(cuMemAllocHost, (void **)&self->pinned, BYTES);
+	self->host = malloc(BYTES);
+	MUST(cuMemHostRegister, self->host, BYTES, 0);
+	MUST(cuMemAlloc, &self->kept, BYTES);
+	MUST(cuMemsetD32, self->kept, self->number, WORDS);
+	WAIT(cuCtxSynchronize);
+}
+
+static void end(struct worker *self)
+{
+	MUST(cuMemFree, self->kept);
+	MUST(cuMemHostUnregister, self->host);
+	free(self->host);
+	MUST(cuMemFreeHost, self->pinned);
+	MUST(cuStreamDestroy, self->stream);
+	MUST(cuModuleUnload, self->module);
+}
+
+static void *work(void *argument)
+{
+	struct worker *self = argument;
+
+	begin(self);
+	while (!atomic_load(&ending)) {
+		atomic_fetch_add(&spoilt, !fresh_things(self));
+		atomic_fetch_add(&spoilt, !old_things(self));
+		look_at_what_is_kept(self);
+		pthread_mutex_lock(&lock);
+		self->round++;
+		pthread_cond_broadcast(&changed);
+		pthread_mutex_unlock(&lock);
+	}
+	end(self);
+	return NULL;
+}
+
+static void wait_for_rounds(const struct worker *workers)
+{
+	uint32_t wanted[THREADS];
+	struct timespec until;
+	int code = 0;
+
+	clock_gettime(CLOCK_REALTIME, &until);
+	until.tv_sec += DEADLINE_S;
+	pthread_mutex_lock(&lock);
+	for (int i = 0; i < THREADS; i++)
+		wanted[i] = workers[i].round + ROUNDS;
+	for (int i = 0; i < THREADS && !code; i++)
+		while (workers[i].round < wanted[i] && !code)
+			code = pthread_cond_timedwait(&changed, &lock, &until);
+	pthread_mutex_unlock(&lock);
+	must(code ? CUDA_ERROR_TIMEOUT : CUDA_SUCCESS, "rounds");
+}
+
+int main(int count, char **given)
+{
+	struct worker workers[THREADS] = { 0 };
+	CUcontext context;
+	char line[16];
+
+	driver_open(count > 1 ? given[1] : "getproc", "libcuda.so.1");
+	MUST(cuInit, 0);
+	MUST(cuDevicePrimaryCtxRetain, &context, 0);
+	for (uint32_t i = 0; i < THREADS; i++) {
+		workers[i].number = i + 1;
+		workers[i].context = context;
+		pthread_create(&workers[i].thread, NULL, work, &workers[i]);
+	}
+	while (fgets(line, sizeof(line), stdin)) {
+		wait_for_rounds(workers);
+		printf("%u %u\n", atomic_load(&spoilt), atomic_load(&told));
+		fflush(stdout);
+	}
+	atomic_store(&ending, 1);
+	for (int i = 0; i < THREADS; i++)
+		pthread_join(workers[i].thread, NULL);
+	MUST(cuDevicePrimaryCtxRelease, 0);
+	puts("ok");
+	return 0;
+}
