@@ -121,6 +121,8 @@ extern atomic_uint_least64_t mpsd_work_done_count;
 uint64_t mpsd_work_count(void);
 void mpsd_work(CUstream stream);
 void mpsd_work_given(void);	/* after each of those */
+void mpsd_work_held(bool is);	/* the thread waits for the end of a move */
+bool mpsd_work_rests(void);	/* in a move: nobody is about to give the driver something */
 void mpsd_work_several(void);	/* there is more than one context: a wait proves nothing of the other */
 void mpsd_waited_for_all(CUresult result, uint64_t moves, uint64_t work);
 void mpsd_waited(CUresult result, uint64_t moves, CUstream stream, uint64_t work);

@@ -54,7 +54,11 @@ CUresult make_cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction f, void 
 
 	if (config)
 		mpsd_work(config->hStream);
-	result = inner_cuLaunchKernelEx(in_copy(config, &own), mpsd_native(f), kernelParams, extra);
+	/* It is counted too late for a move that has begun. */
+	if (atomic_load(&mpsd_moves) != mpsd_tables()->moves)
+		result = MPSD_AGAIN;
+	else
+		result = inner_cuLaunchKernelEx(in_copy(config, &own), mpsd_native(f), kernelParams, extra);
 	if (config)
 		mpsd_work_given();
 	return result;

@@ -209,9 +209,13 @@ static CUresult come_to_rest(void)
 	CUresult result = CUDA_ERROR_NOT_READY;
 
 	for (int ms = 0; ms < MOST_REST_MS && result == CUDA_ERROR_NOT_READY; ms++) {
+		bool rests = mpsd_work_rests();
+
 		mpsd_made_lock();
 		result = look_for_work();
 		mpsd_made_unlock();
+		if (result == CUDA_SUCCESS && !rests)
+			result = CUDA_ERROR_NOT_READY;
 		if (result == CUDA_ERROR_NOT_READY)
 			mpsd_pause(1);
 	}

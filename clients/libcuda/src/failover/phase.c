@@ -59,11 +59,13 @@ static uint64_t settled(void)
 	if (moves & 1) {
 		struct timespec until = mpsd_in(MOVE_MS);
 
+		mpsd_work_held(true);
 		pthread_mutex_lock(&lock);
 		while (atomic_load(&mpsd_moves) & 1 && !pthread_cond_timedwait(&changed, &lock, &until))
 			;
 		moves = atomic_load(&mpsd_moves);
 		pthread_mutex_unlock(&lock);
+		mpsd_work_held(false);
 	}
 	/* A move that does not end leaves the program where it was. */
 	return moves & ~1ull;

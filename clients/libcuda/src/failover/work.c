@@ -12,6 +12,8 @@
 #define SEVERAL UINT64_MAX
 
 static atomic_uint_least64_t begun, given, ended;
+static atomic_uint_least64_t held;	/* of those begun and not given: they wait for the end of a move */
+static _Thread_local bool works __attribute__((tls_model("initial-exec")));
 static atomic_uint_least64_t only;	/* 1 + the stream; 0: none yet */
 static atomic_bool lost, several_contexts;
 
@@ -43,12 +45,31 @@ void mpsd_work(CUstream stream)
 {
 	if (atomic_load_explicit(&only, memory_order_relaxed) != key(stream))
 		more(key(stream));
+	works = true;
 	atomic_fetch_add(&begun, 1);
 }
 
 void mpsd_work_given(void)
 {
 	atomic_fetch_add(&given, 1);
+	works = false;
+}
+
+void mpsd_work_held(bool is)
+{
+	if (works)
+		atomic_fetch_add(&held, is ? 1 : -1ull);
+}
+
+/*
+ * Who begins now finds the move, and is held; who had begun before is counted. In this order: what comes between is
+ * counted too often, never not at all.
+ */
+bool mpsd_work_rests(void)
+{
+	uint64_t waits = atomic_load(&held), there = atomic_load(&given);
+
+	return atomic_load(&begun) == there + waits;
 }
 
 void mpsd_work_several(void)
