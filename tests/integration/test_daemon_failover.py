@@ -386,15 +386,15 @@ def test_another_user_s_programs_are_not_told_of(site: Site) -> None:
     if os.geteuid() != 0:
         pytest.skip("needs root to be somebody else")
     program, other = ready(site), site.join()
-    said(program, "fo.say('OPAQUE', text='cuSecret')")
     all_ready(site, program)
-    seen = site.ask(lambda c: c.status(), OTHER_UID)
-    (row,) = slot(seen)["programs"]
-    assert (row["pid"], row["uid"], row["opaque"]) == (None, None, [])
     fault(other)
     said(program, "fo.move()")
     until_outcome(site, {program.pid: "moved"})
     assert site.ask(lambda c: c.failovers(), OTHER_UID) == []
+    said(program, "fo.say('OPAQUE', text='cuSecret')")
+    until(lambda: slot(site.status())["programs"][0]["opaque"] == ["cuSecret"], "it is known")
+    (row,) = slot(site.ask(lambda c: c.status(), OTHER_UID))["programs"]
+    assert (row["pid"], row["uid"], row["opaque"]) == (None, None, [])
 
 
 def test_programs_under_mpsd_run_are_told_of_the_socket(site: Site, tmp_path: Path) -> None:
