@@ -153,7 +153,7 @@ class Daemon:
         self._work = workwatch.WorkWatch(self.backend.work, interval_s, self._post)
         guard = self.config.guard
         self._zones = Zones(zone_limits(self.config))
-        self._trackers = Trackers(self._post, self._zones, lambda process, at: self.vault.has(process, at))
+        self._trackers = Trackers(self._post, self._zones, lambda *asked: self.vault.has(*asked))
         self._attacher = Attacher(
             self.backend.uvm, self._work, self._store, self._post, self._known, self._trackers
         )

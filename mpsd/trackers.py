@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import structlog
@@ -41,15 +41,20 @@ class _Queue:
     lost: bool = False
 
 
+def _holds_nothing(process: ProcessInstance, addresses: Sequence[int]) -> Sequence[bool]:
+    """Where there is no vault."""
+    return [False] * len(addresses)
+
+
 class Trackers:
     """Lives on the event loop. `zones`: None where no client can have any. `holds`: whether the vault has
-    memory of this process at an address."""
+    memory of this process, at each of these addresses."""
 
     def __init__(
         self,
         post: Callable[[ev.Event], None],
         zones: Zones | None = None,
-        holds: Callable[[ProcessInstance, int], bool] = lambda process, address: False,
+        holds: Callable[[ProcessInstance, Sequence[int]], Sequence[bool]] = _holds_nothing,
     ) -> None:
         self._post = post
         self._zones = zones
@@ -109,8 +114,9 @@ class Trackers:
             self._rest(queue)
 
     def _fatal(self, queue: _Queue, fatal: list[UvmEvent]) -> None:
-        for event in fatal[:EVENTS_PER_DRAIN]:
-            own = self._holds(queue.client.process, event.address)
+        told = fatal[:EVENTS_PER_DRAIN]
+        held = self._holds(queue.client.process, [event.address for event in told]) if told else ()
+        for event, own in zip(told, held, strict=True):
             age_ns = time.clock_gettime_ns(time.CLOCK_MONOTONIC_RAW) - event.timestamp_ns
             self._post(ev.UvmFatal(queue.client, event, own, max(0.0, age_ns / 1e9)))
         if len(fatal) > EVENTS_PER_DRAIN:

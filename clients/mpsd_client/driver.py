@@ -46,10 +46,10 @@ def _packaged() -> Iterator[str]:
         yield os.path.join(place, "lib")
 
 
-def find_driver(environ: Mapping[str, str], proxy: str) -> str | None:
-    """The libcuda.so.1 that a program would load if there were no proxy; `proxy` is its folder."""
+def find_driver(environ: Mapping[str, str], proxy: str | None) -> str | None:
+    """The libcuda.so.1 that a program would load if there were no proxy; `proxy` is its folder, if known."""
     named = environ.get("MPSD_REAL_LIBCUDA")
-    own = os.path.join(proxy, LIBRARY_NAME)
+    own = os.path.join(proxy, LIBRARY_NAME) if proxy is not None else None
     for path in [*([named] if named else []), *_candidates(environ)]:
         if _is_driver(path, own):
             return os.path.abspath(path)
@@ -82,10 +82,10 @@ def _cached() -> Iterator[str]:
             yield path
 
 
-def _is_driver(path: str, own: str) -> bool:
+def _is_driver(path: str, own: str | None) -> bool:
     """A library for this machine's kind of program, and neither the proxy nor a copy of it."""
     try:
-        if os.path.samefile(path, own):
+        if own is not None and os.path.samefile(path, own):
             return False
         start = _start(path, _MARK_WITHIN)
         mine = _start("/proc/self/exe", _HEAD)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -159,13 +158,7 @@ def _go(args: argparse.Namespace) -> int:
         f"{finished['device']}, driver {finished['driver']}, {finished['date']}; again: {finished['command']}"
     )
     print(report.aligned(table(finished)))
-    for path, text in (
-        (args.json, json.dumps(finished, indent=1) + "\n"),
-        (args.markdown, markdown(finished)),
-    ):
-        if path:
-            path.write_text(text)
-            tell_stderr(f"wrote {path}")
+    report.deliver(finished, "moves", args.json, args.markdown, markdown(finished), tell_stderr)
     return 0 if passed(finished) else 1
 
 

@@ -12,29 +12,14 @@ import json
 import os
 import shutil
 import stat
-import subprocess
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-LIBRARY_NAME = "libcuda.so.1"
+from mpsd_client import driver as drivers
+
 NAMES = ("libcuda-0.so.1", "libcuda-1.so.1")
 _STAMP = "source.json"
-_USUAL_PLACES = (
-    "/lib64",
-    "/usr/lib64",
-    "/lib",
-    "/usr/lib",
-    f"/usr/lib/{os.uname().machine}-linux-gnu",
-    "/usr/local/nvidia/lib64",
-    "/usr/local/nvidia/lib",
-    "/usr/lib/wsl/lib",
-    "/run/opengl-driver/lib",
-)
-_LDCONFIG_S = 10.0
 Stamp = list[str | int]
-# What mpsd's own libcuda has near its start, and no driver has.
-_PROXY_MARK, _WITHIN = b"cu__mpsd_spare_", 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +44,7 @@ class Copies:
         source = self._driver or find_driver()
         if not source:
             self.remove()
-            return Copied(problem=f"no {LIBRARY_NAME} was found to copy: set failover.driver")
+            return Copied(problem=f"no {drivers.LIBRARY_NAME} was found to copy: set failover.driver")
         try:
             return self._ensure(os.path.realpath(source))
         except OSError as error:
@@ -127,37 +112,5 @@ class Copies:
 
 
 def find_driver() -> str:
-    """The libcuda.so.1 that a program would load; empty where there is none."""
-    for path in _candidates():
-        with contextlib.suppress(OSError), open(path, "rb") as file:
-            start = file.read(_WITHIN)
-            with open("/proc/self/exe", "rb") as mine:
-                own = mine.read(20)
-            # Class, byte order and machine of this process: a 32-bit driver is for others.
-            fits = (start[4:6], start[18:20]) == (own[4:6], own[18:20])
-            if start.startswith(b"\x7fELF") and fits and _PROXY_MARK not in start:
-                return path
-    return ""
-
-
-def _candidates() -> Iterator[str]:
-    yield from _cached()
-    for folder in _USUAL_PLACES:
-        yield os.path.join(folder, LIBRARY_NAME)
-
-
-def _cached() -> Iterator[str]:
-    """What the loader's cache has, in its order."""
-    ldconfig = shutil.which("ldconfig", path="/sbin:/usr/sbin:/bin:/usr/bin")
-    if ldconfig is None:
-        return
-    try:
-        done = subprocess.run(
-            [ldconfig, "-p"], capture_output=True, text=True, timeout=_LDCONFIG_S, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return
-    for line in done.stdout.splitlines():
-        name, _, path = line.partition(" => ")
-        if name.split(" ", 1)[0].strip() == LIBRARY_NAME and path:
-            yield path
+    """The libcuda.so.1 that a program would load, whatever is in our environment; empty: there is none."""
+    return drivers.find_driver({}, None) or ""

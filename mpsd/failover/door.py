@@ -15,29 +15,23 @@ import asyncio
 import contextlib
 import os
 import socket
-import struct
-import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
 
-from mpsd.config import check_socket_path
 from mpsd.core import events as ev
+from mpsd.doors import ANCILLARY, Budgets, Refused, listen, unpack_ancillary
 from mpsd.errors import MpsdError
 from mpsd.failover import wire
 from mpsd.failover.wire import Kind, Message, WireError
 from mpsd.model import ProcessInstance
 from mpsd.vault.closing import Closers
-from mpsd.vault.peer import CREDENTIALS, credentials, pin
+from mpsd.vault.peer import credentials, pin
 
 log = structlog.get_logger("mpsd.failover.door")
-
-# Room for as many descriptors as a message can carry: what does not fit the kernel would close on the loop.
-_ANCILLARY = socket.CMSG_SPACE(253 * 4) + socket.CMSG_SPACE(CREDENTIALS.size)
-_BUDGETS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +44,6 @@ class DoorLimits:
     rate: float = 500.0
     burst: float = 1000.0
     hello_s: float = 10.0
-
-
-class Refused(Exception):
-    """Ends a connection; the text is what is counted."""
 
 
 class Visit:
@@ -83,25 +73,13 @@ class Door:
         self._visits: dict[int, Visit] = {}
         self._greeted: dict[ProcessInstance, Visit] = {}
         self._per_user: Counter[int] = Counter()
-        self._budgets: dict[int, tuple[float, float]] = {}
+        self._budgets = Budgets(self._limits.rate, self._limits.burst)
         self._closers: Closers | None = None
         self._listener: socket.socket | None = None
 
     def start(self) -> None:
         """Raises ConfigError, OSError."""
-        path = check_socket_path(self.path)
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
-        try:
-            sock.setblocking(False)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
-            sock.bind(path)
-            os.chmod(path, 0o666)
-            sock.listen(128)
-        except BaseException:
-            sock.close()
-            raise
+        sock, path = listen(self.path)
         self._closers = Closers("failover-stranger")
         self._listener = sock
         self.offered_at = path
@@ -196,17 +174,19 @@ class Door:
     def _read(self, visit: Visit) -> None:
         """One message; the loop serves others before the next."""
         assert self._closers is not None
-        if not self._may_speak(visit.uid) or self._closers.full(visit.uid):
+        budget = self._budgets.of(visit.uid)
+        if budget.left < 1 or self._closers.full(visit.uid):
             self._loop.remove_reader(visit.socket.fileno())
             self.counters["slowed"] += 1
             visit.pause = self._loop.call_later(0.1, self._resume, visit)
             return
+        budget.left -= 1
         fds: list[int] = []
         try:
             data, ancillary, flags, _ = visit.socket.recvmsg(
-                wire.LAYOUT.size + 1, _ANCILLARY, socket.MSG_CMSG_CLOEXEC
+                wire.LAYOUT.size + 1, ANCILLARY, socket.MSG_CMSG_CLOEXEC
             )
-            fds, sender = _unpack_ancillary(ancillary)
+            fds, sender = unpack_ancillary(ancillary)
             if not data:
                 self._end(visit)
                 return
@@ -224,16 +204,6 @@ class Door:
             self._end(visit)
         finally:
             self._closers.close(visit.uid, fds)
-
-    def _may_speak(self, uid: int) -> bool:
-        """Takes one message out of the user's budget, which outlives connections."""
-        now = time.monotonic()
-        left, filled = self._budgets.get(uid, (self._limits.burst, now))
-        left = min(self._limits.burst, left + (now - filled) * self._limits.rate)
-        if len(self._budgets) >= _BUDGETS and uid not in self._budgets:
-            self._budgets.clear()
-        self._budgets[uid] = (left - 1 if left >= 1 else left, now)
-        return left >= 1
 
     def _resume(self, visit: Visit) -> None:
         if self._visits.get(visit.socket.fileno()) is visit:
@@ -290,15 +260,3 @@ def _event(visit: Visit, message: Message) -> ev.Event:
         case Kind.STAYED:
             return ev.MemberStayed(process, generation, message.text)
     raise Refused("order")
-
-
-def _unpack_ancillary(ancillary: Sequence[tuple[int, int, bytes]]) -> tuple[list[int], int | None]:
-    """Descriptors, and the pid of the sender, which the kernel adds."""
-    fds: list[int] = []
-    sender = None
-    for level, kind, payload in ancillary:
-        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-            fds += struct.unpack(f"{len(payload) // 4}i", payload[: len(payload) // 4 * 4])
-        elif level == socket.SOL_SOCKET and kind == socket.SCM_CREDENTIALS:
-            sender = CREDENTIALS.unpack(payload)[0]
-    return fds, sender

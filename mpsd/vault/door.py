@@ -19,7 +19,6 @@ import contextlib
 import os
 import socket
 import struct
-import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
@@ -28,8 +27,8 @@ from pathlib import Path
 
 import structlog
 
-from mpsd.config import check_socket_path
 from mpsd.core.vault import Holding, Outcome, Owner, Refusal
+from mpsd.doors import ANCILLARY, Budgets, Refused, listen, unpack_ancillary
 from mpsd.errors import DeadlineError, GpuError, MpsdError
 from mpsd.gpu.base import ExportedMemory
 from mpsd.model import ProcessInstance
@@ -37,18 +36,14 @@ from mpsd.vault import wire
 from mpsd.vault.closing import Closers
 from mpsd.vault.hold import Vault
 from mpsd.vault.notes import digest, share_digest
-from mpsd.vault.peer import CREDENTIALS, VaultPeer, credentials, identify
+from mpsd.vault.peer import VaultPeer, credentials, identify
 from mpsd.vault.wire import Kind, Message, Status, WireError
 from mpsd.zones.grants import Grant
 
 log = structlog.get_logger("mpsd.vault.door")
 
-# Room for as many descriptors as a message can carry (SCM_MAX_FD): what does not fit the kernel would close
-# inside our recvmsg, on the loop.
-_ANCILLARY = socket.CMSG_SPACE(253 * 4) + socket.CMSG_SPACE(CREDENTIALS.size)
 IDENTIFY_DEADLINE_S = 2.0
 PIECES_FOR_ONE = 8
-_BUDGETS = 1024
 _STATUS = {
     None: Status.OK,
     Refusal.CLIENT_QUOTA: Status.QUOTA,
@@ -75,23 +70,6 @@ class DoorLimits:
     rate: float = 2000.0
     burst: float = 500.0
     hello_s: float = 10.0
-
-
-class Refused(Exception):
-    """Ends a connection; the text is what is counted."""
-
-
-@dataclass(slots=True)
-class _Budget:
-    """Of one user: may be overdrawn by what one message touches."""
-
-    left: float
-    filled: float
-
-    def fill(self, now: float, limits: DoorLimits) -> float:
-        self.left = min(limits.burst, self.left + (now - self.filled) * limits.rate)
-        self.filled = now
-        return self.left
 
 
 class Visit:
@@ -125,25 +103,13 @@ class Door:
         self._visits: dict[int, Visit] = {}
         self._per_user: Counter[int] = Counter()
         self._closers = Closers()
-        self._budgets: dict[int, _Budget] = {}
+        self._budgets = Budgets(self._limits.rate, self._limits.burst)
         self._listener: socket.socket | None = None
         vault.on_end.append(self._process_ended)
 
     def start(self) -> None:
         """Raises ConfigError, OSError."""
-        path = check_socket_path(self.path)
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
-        try:
-            sock.setblocking(False)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
-            sock.bind(path)
-            os.chmod(path, 0o666)
-            sock.listen(128)
-        except BaseException:
-            sock.close()
-            raise
+        sock, path = listen(self.path)
         self._listener = sock
         self._vault.offered_at = path
         self._loop.add_reader(sock.fileno(), self._accept)
@@ -272,7 +238,7 @@ class Door:
 
     def _read(self, visit: Visit) -> None:
         """One message; the loop serves others before the next."""
-        budget = self._budget(visit.uid)
+        budget = self._budgets.of(visit.uid)
         if budget.left < 1 or self._closers.full(visit.uid):
             self._pause(visit)
             self._vault.counters["slowed"] += 1
@@ -283,9 +249,9 @@ class Door:
         fds: list[int] = []
         try:
             data, ancillary, flags, _ = visit.socket.recvmsg(
-                wire.LAYOUT.size + 1, _ANCILLARY, socket.MSG_CMSG_CLOEXEC
+                wire.LAYOUT.size + 1, ANCILLARY, socket.MSG_CMSG_CLOEXEC
             )
-            fds, sender = _unpack_ancillary(ancillary)
+            fds, sender = unpack_ancillary(ancillary)
             if not data:
                 self._end(visit)
                 return
@@ -303,23 +269,8 @@ class Door:
             # What was taken has been taken off the list.
             self._closers.close(visit.uid, fds)
 
-    def _budget(self, uid: int) -> _Budget:
-        """As it is now. It outlives connections: who comes back has no more than who stayed."""
-        now = time.monotonic()
-        budget = self._budgets.get(uid)
-        if budget is None:
-            if len(self._budgets) >= _BUDGETS:
-                full = [
-                    u for u, b in self._budgets.items() if b.fill(now, self._limits) >= self._limits.burst
-                ]
-                for user in full:
-                    del self._budgets[user]
-            budget = self._budgets[uid] = _Budget(self._limits.burst, now)
-        budget.fill(now, self._limits)
-        return budget
-
     def _charge(self, visit: Visit, pieces: int) -> None:
-        self._budget(visit.uid).left -= pieces / PIECES_FOR_ONE
+        self._budgets.of(visit.uid).left -= pieces / PIECES_FOR_ONE
 
     def _check_sender(self, visit: Visit, sender: int | None) -> None:
         """A forked child, or whoever was given the socket, is not the client."""
@@ -516,18 +467,6 @@ class Door:
             self._refuse(visit, "does_not_read")
         except OSError:
             self._end(visit)
-
-
-def _unpack_ancillary(ancillary: Sequence[tuple[int, int, bytes]]) -> tuple[list[int], int | None]:
-    """Descriptors, and the pid of the sender, which the kernel adds."""
-    fds: list[int] = []
-    sender = None
-    for level, kind, payload in ancillary:
-        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-            fds += struct.unpack(f"{len(payload) // 4}i", payload[: len(payload) // 4 * 4])
-        elif level == socket.SOL_SOCKET and kind == socket.SCM_CREDENTIALS:
-            sender = CREDENTIALS.unpack(payload)[0]
-    return fds, sender
 
 
 def _unpin(peer: VaultPeer) -> None:

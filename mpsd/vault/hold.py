@@ -13,11 +13,13 @@ import asyncio
 import contextlib
 import os
 import time
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import structlog
@@ -157,9 +159,13 @@ class Vault:
     def knows(self, process: ProcessInstance) -> bool:
         return process in self._clients
 
-    def has(self, process: ProcessInstance, address: int) -> bool:
-        """Whether memory of this process that lies at this address is held."""
-        return any(0 <= address - h.address < h.size for h in self.ledger.of(process))
+    def has(self, process: ProcessInstance, addresses: Sequence[int]) -> list[bool]:
+        """Whether memory of this process that lies at each of these addresses is held."""
+        spans = sorted((h.address, h.address + h.size) for h in self.ledger.of(process))
+        starts = [start for start, _ in spans]
+        # The furthest end of all that begin no later: a process may have pieces one over another.
+        ends = [0, *accumulate((end for _, end in spans), max)]
+        return [address < ends[bisect_right(starts, address)] for address in addresses]
 
     def owner_of(self, pid: int) -> tuple[ProcessInstance, Owner] | None:
         """The living client with this pid."""

@@ -170,7 +170,7 @@ def test_all_connections_of_a_user_have_one_budget_and_pieces_count(place: Path,
     ):
 
         def left() -> int:
-            return running.look(lambda: round(running.door._budget(os.getuid()).left))
+            return running.look(lambda: round(running.door._budgets.of(os.getuid()).left))
 
         assert left() == 38
         for number in range(16):

@@ -11,6 +11,7 @@ import pytest
 
 from mpsd.failover import copies
 from mpsd.failover.copies import NAMES, Copies
+from mpsd_client import driver as client_driver
 
 
 @pytest.fixture
@@ -87,13 +88,13 @@ def test_the_loader_s_driver_is_taken_and_never_the_proxy(
 ) -> None:
     real = Path("/proc/self/exe").read_bytes()[:64]
     proxy, foreign, driver = tmp_path / "a", tmp_path / "b", tmp_path / "c"
-    proxy.write_bytes(real + copies._PROXY_MARK)
+    proxy.write_bytes(real + client_driver._MARK)
     foreign.write_bytes(b"\x7fELF\x01" + real[5:])
     driver.write_bytes(real)
     places = [str(tmp_path / "absent"), str(proxy), str(foreign), str(driver)]
-    monkeypatch.setattr(copies, "_candidates", lambda: iter(places))
+    monkeypatch.setattr(client_driver, "_candidates", lambda environ: iter(places))
     assert copies.find_driver() == str(driver)
-    monkeypatch.setattr(copies, "_candidates", lambda: iter(places[:-1]))
+    monkeypatch.setattr(client_driver, "_candidates", lambda environ: iter(places[:-1]))
     assert "failover.driver" in Copies(tmp_path / "copies").ensure().problem
 
 

@@ -7,10 +7,10 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>
-#include <sys/time.h>
 #include <sys/un.h>
 #include <unistd.h>
 
+#include "connect.h"
 #include "grant.h"
 #include "vault.h"
 
@@ -70,21 +70,7 @@ bool mpsd_channel_close(void)
 
 static int connect_to_daemon(void)
 {
-	struct sockaddr_un address = { .sun_family = AF_UNIX };
-	struct timeval patience = { .tv_sec = ANSWER_S };
-	int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
-
-	if (fd < 0)
-		return -1;
-	/* Also for connect(2), where nobody accepts. */
-	setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &patience, sizeof(patience));
-	setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof(patience));
-	strcpy(address.sun_path, path);
-	if (connect(fd, (struct sockaddr *)&address, sizeof(address))) {
-		close(fd);
-		return -1;
-	}
-	return fd;
+	return mpsd_connect(path, ANSWER_S, ANSWER_S);
 }
 
 static bool say(int where, const struct mpsd_vault_message *message, int fd)

@@ -11,6 +11,14 @@ void mpsd_pause(int milliseconds)
 		;
 }
 
+uint64_t mpsd_now_ns(void)
+{
+	struct timespec time;
+
+	clock_gettime(CLOCK_MONOTONIC, &time);
+	return (uint64_t)time.tv_sec * 1000000000u + (uint64_t)time.tv_nsec;
+}
+
 struct timespec mpsd_in(int milliseconds)
 {
 	struct timespec until;

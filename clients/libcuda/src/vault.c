@@ -15,7 +15,6 @@
 #include "vault.h"
 
 #include <pthread.h>
-#include <signal.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
@@ -26,6 +25,7 @@
 #include "failover/carry.h"
 #include "proxy.h"
 #include "stats.h"
+#include "thread.h"
 #include "turn.h"
 
 #define MOST_PUTS 4096			/* that wait; what comes then is lost, and counted */
@@ -276,24 +276,16 @@ static void at_end(void)
 		mpsd_turn_keep();
 }
 
-/* Under the lock. Signals are for the program's own threads. Its thread-local storage is taken from our stack. */
+/* Under the lock. The thread's thread-local storage is taken from our stack. */
 static bool start(void)
 {
 	static bool failed;
-	pthread_attr_t attributes;
-	sigset_t all, before;
-	pthread_t thread;
 
 	if (started)
 		return true;
-	if (!mpsd_channel_path() || pthread_attr_init(&attributes))
+	if (!mpsd_channel_path())
 		return false;
-	pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
-	sigfillset(&all);
-	pthread_sigmask(SIG_SETMASK, &all, &before);
-	started = !pthread_create(&thread, &attributes, bring, NULL);
-	pthread_sigmask(SIG_SETMASK, &before, NULL);
-	pthread_attr_destroy(&attributes);
+	started = mpsd_thread_start(bring);
 	if (started) {
 		pthread_atfork(NULL, NULL, in_child);
 		atexit(at_end);

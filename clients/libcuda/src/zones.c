@@ -11,8 +11,8 @@
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdlib.h>
-#include <time.h>
 
+#include "clock.h"
 #include "limits.h"
 #include "notes.h"
 #include "pieces.h"
@@ -76,17 +76,9 @@ static void leave(void)
 	pthread_mutex_unlock(&lock);
 }
 
-static uint64_t now_ns(void)
-{
-	struct timespec time;
-
-	clock_gettime(CLOCK_MONOTONIC, &time);
-	return (uint64_t)time.tv_sec * 1000000000u + (uint64_t)time.tv_nsec;
-}
-
 static void let_out_old(void)
 {
-	uint64_t now = mpsd_quarantine.kept.first ? now_ns() : 0;
+	uint64_t now = mpsd_quarantine.kept.first ? mpsd_now_ns() : 0;
 
 	while (mpsd_quarantine.kept.first && now - mpsd_quarantine.kept.first->freed_ns >= limits.quarantine_ns)
 		mpsd_quarantine_let_out();
@@ -212,7 +204,7 @@ static bool put_into_quarantine(struct piece *piece)
 {
 	if (piece->size > limits.quarantine_bytes || !piece->laid || !cover_itself(piece))
 		return false;
-	piece->freed_ns = now_ns();
+	piece->freed_ns = mpsd_now_ns();
 	mpsd_quarantine_add(piece);
 	while (mpsd_ledger->quarantine_bytes > limits.quarantine_bytes)
 		mpsd_quarantine_let_out();

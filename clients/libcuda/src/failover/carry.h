@@ -117,7 +117,6 @@ static inline void *mpsd_native_pointer(const void *name)
 #define mpsd_name(native) ((__typeof__(native))mpsd_name_of(native))
 
 /* work.c: what may be in flight. */
-extern atomic_uint_least64_t mpsd_work_done_count;
 uint64_t mpsd_work_count(void);
 void mpsd_work(CUstream stream);
 void mpsd_work_given(void);	/* after each of those */

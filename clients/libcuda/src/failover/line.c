@@ -12,7 +12,6 @@
 #include <fcntl.h>
 #include <poll.h>
 #include <pthread.h>
-#include <signal.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
@@ -23,17 +22,19 @@
 #include <unistd.h>
 
 #include "clock.h"
+#include "connect.h"
 #include "failover/carry.h"
 #include "failover/made.h"
 #include "failover/move.h"
-#include "failover/post.h"
 #include "failoverwire.h"
+#include "thread.h"
 
 #define FIRST_PAUSE_MS 100
 #define LAST_PAUSE_MS 5000
 #define LAST_TRIES 8
 #define MOST_OPAQUE 16
 #define END_MS 2000
+#define SEND_S 2
 
 static char path[sizeof(((struct sockaddr_un *)0)->sun_path)];
 static uint32_t mode = MPSD_FAILOVER_KEEP;
@@ -143,7 +144,7 @@ static bool stand_by(const struct mpsd_failover_message *order)
 {
 	struct mpsd_failover_message message;
 	const char *why = NULL;
-	uint64_t began = mpsd_post_now_ns();
+	uint64_t began = mpsd_now_ns();
 
 	/* A daemon that has come back offers what there is already. */
 	if (order->generation == generation && atomic_load(&ready)) {
@@ -162,14 +163,14 @@ static bool stand_by(const struct mpsd_failover_message *order)
 	atomic_store(&error_of, 0);
 	atomic_store(&ready, true);
 	message = message_of(MPSD_FAILOVER_READY, NULL);
-	message.values[0] = mpsd_post_now_ns() - began;
+	message.values[0] = mpsd_now_ns() - began;
 	return say(&message);
 }
 
 static bool move(const struct mpsd_failover_message *order)
 {
 	struct mpsd_failover_message message = message_of(MPSD_FAILOVER_STAYED, "there is no standby of that generation");
-	uint64_t began = mpsd_post_now_ns();
+	uint64_t began = mpsd_now_ns();
 	struct mpsd_times times;
 	const char *why = NULL;
 
@@ -320,15 +321,15 @@ static void *run(void *unused)
 
 	(void)unused;
 	while (!atomic_load(&off) && ended < LAST_TRIES && mode != MPSD_FAILOVER_OFF) {
-		uint64_t began = mpsd_post_now_ns();
-		int fd = mpsd_post_connect(path);
+		uint64_t began = mpsd_now_ns();
+		int fd = mpsd_connect(path, SEND_S, 0);
 
 		if (fd >= 0) {
 			atomic_store(&line, fd);
 			listen_to(fd);
 			if (atomic_exchange(&line, -1) == fd)
 				close(fd);
-			ended = mpsd_post_now_ns() - began > 1000000000u ? 0 : ended + 1;
+			ended = mpsd_now_ns() - began > 1000000000u ? 0 : ended + 1;
 			pause_ms = FIRST_PAUSE_MS;
 		}
 		mpsd_pause(pause_ms);
@@ -367,21 +368,10 @@ void mpsd_line_ends_first(void)
 
 static void start(void)
 {
-	pthread_attr_t attributes;
-	sigset_t all, before;
-	pthread_t thread;
-	bool is;
-
-	if (!mpsd_line_offered() || pthread_attr_init(&attributes))
+	if (!mpsd_line_offered())
 		return;
 	atomic_store(&wake, eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
-	pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
-	sigfillset(&all);
-	pthread_sigmask(SIG_SETMASK, &all, &before);
-	is = atomic_load(&wake) >= 0 && !pthread_create(&thread, &attributes, run, NULL);
-	pthread_sigmask(SIG_SETMASK, &before, NULL);
-	pthread_attr_destroy(&attributes);
-	if (!is) {
+	if (atomic_load(&wake) < 0 || !mpsd_thread_start(run)) {
 		mpsd_say("no thread for fail-over: a fault that is not isolated is met as without mpsd");
 		return;
 	}

@@ -15,11 +15,6 @@
 static bool on;
 static const char *fault;
 
-bool mpsd_mirror_is_on(void)
-{
-	return on;
-}
-
 const char *mpsd_mirror_fault(void)
 {
 	return fault;

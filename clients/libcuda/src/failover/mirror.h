@@ -10,9 +10,6 @@
 
 #include "arena.h"
 
-/* Whether there is a standby to be kept like this. */
-bool mpsd_mirror_is_on(void);
-
 /* Of what there is, and of what comes from now on. False: `why` not. */
 bool mpsd_mirror_begin(const char **why);
 

@@ -4,7 +4,6 @@
 
 #include <pthread.h>
 #include <stdlib.h>
-#include <time.h>
 
 #include "clock.h"
 #include "failover/carry.h"
@@ -12,7 +11,6 @@
 #include "failover/line.h"
 #include "failover/made.h"
 #include "failover/mirror.h"
-#include "failover/post.h"
 #include "launches.h"
 #include "turn.h"
 #include "windows.h"
@@ -22,7 +20,6 @@
 #define MOST_REST_MS 2000
 
 void *mpsd_other[MPSD_SLOTS];
-static CUresult (*first_current)(CUcontext *);	/* cuCtxGetCurrent of the program's first copy, which stays */
 
 /* in_use has no handle while it is the program's first one; left is waited for by whoever is inside it. */
 static struct mpsd_copy in_use, standby, left;
@@ -152,8 +149,6 @@ static bool is_the_firsts(unsigned int index)
 /* The copy in use is the standby now. With the locks of made.h and of the windows. */
 static void switch_over(void)
 {
-	if (!first_current)
-		first_current = real_cuCtxGetCurrent;
 	for (unsigned int i = 0; i < MPSD_SLOTS; i++) {
 		next->real[i] = is_the_firsts(i) ? mpsd_real[i] : mpsd_other[i] ? mpsd_other[i] : (void *)no_function;
 		next->inner[i] = mpsd_inner[i] == mpsd_real[i] ? next->real[i] : mpsd_inner[i];
@@ -229,7 +224,7 @@ static bool hold_and_switch(bool *planned, struct mpsd_times *times, const char 
 	CUresult rest = CUDA_SUCCESS;
 	bool is, turn;
 
-	times->held_ns = mpsd_post_now_ns();
+	times->held_ns = mpsd_now_ns();
 	if (!mpsd_standby_follow(why))
 		return false;
 	*why = "its work did not end in time";
@@ -245,7 +240,7 @@ static bool hold_and_switch(bool *planned, struct mpsd_times *times, const char 
 	*why = is ? "the old context may still write" : "something was made meanwhile";
 	turn = mpsd_turn_take();
 	is = is && mpsd_mirror_fence();
-	times->fence_ns = mpsd_post_now_ns();
+	times->fence_ns = mpsd_now_ns();
 	if (is)
 		switch_over();
 	mpsd_turn_give(turn);
@@ -278,7 +273,7 @@ bool mpsd_move(bool planned, struct mpsd_times *times, const char **why)
 			mpsd_say("moved to a fresh context, with all memory; what was in flight may be missing");
 	}
 	mpsd_phase_end(is);
-	times->on_ns = mpsd_post_now_ns();
+	times->on_ns = mpsd_now_ns();
 	if (is)
 		cover_again();
 	return is;
@@ -289,7 +284,9 @@ static _Thread_local CUcontext thread_context;
 
 void mpsd_move_thread(bool is_first)
 {
-	if (is_first && first_current(&thread_context) != CUDA_SUCCESS)
+	__typeof__(&cuCtxGetCurrent) get = (__typeof__(get))mpsd_first_tables->real[MPSD_cuCtxGetCurrent];
+
+	if (is_first && get(&thread_context) != CUDA_SUCCESS)
 		thread_context = NULL;
 	real_cuCtxSetCurrent(mpsd_native(thread_context));
 }

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: MIT
 /* Whether the program is being moved: who waits, who tries again, which functions cannot come along. */
 #include <pthread.h>
-#include <string.h>
 
 #include "clock.h"
 #include "failover/carry.h"
