@@ -95,12 +95,15 @@ API CUresult cuInit(unsigned int Flags)
 
 /*
  * The file is unloaded, or the process ends. With a context there are threads, which only its end could
- * end: then everything stays as it is. A thread that is in the driver now keeps what it uses too.
+ * end: then everything stays as it is, but for the threads that have ended. A thread that is in the driver now keeps
+ * what it uses too.
  */
 __attribute__((destructor)) static void unload(void)
 {
 	if (state == 2 || pthread_mutex_trylock(&gpu_lock))
 		return;
+	for (CUdevice device = 0; device < MOST_DEVICES; device++)
+		join_streams(primary_of(device));
 	if (!is_any_retained()) {
 		close_reservations();
 		close_physical();

@@ -119,6 +119,8 @@ bool reached(struct moment moment);
 CUresult wait_for(CUcontext context, struct moment moment);
 CUresult wait_for_all(CUcontext context);
 CUresult open_streams(CUcontext context);
+/* Those whose threads have ended: threads that nobody waits for are a leak. */
+void join_streams(CUcontext context);
 void close_streams(CUcontext context);
 void look_at(CUcontext context);	/* has it died of others' doing? */
 void look_sometimes(CUcontext context);	/* the same, but not each time, for it is a question to the GPU */

@@ -208,12 +208,17 @@ CUresult wait_for_all(CUcontext context)
 	return result;
 }
 
+void join_streams(CUcontext context)
+{
+	for (CUstream stream = context->streams; stream; stream = stream->next)
+		join(stream);
+}
+
 static CUstream new_stream(CUcontext context, unsigned int flags, int priority)
 {
 	CUstream stream = calloc(1, sizeof(*stream));
 
-	for (CUstream other = context->streams; other; other = other->next)
-		join(other);
+	join_streams(context);
 	if (!stream)
 		return NULL;
 	*stream = (struct CUstream_st){
