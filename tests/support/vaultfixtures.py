@@ -33,7 +33,14 @@ def store() -> Iterator[MemoryStore]:
     kept = MemoryStore()
     yield kept
     kept.empty()
-    until(lambda: not (open_descriptors().keys() - before.keys()), "no descriptor is left open")
+
+    def left() -> dict[int, str]:
+        return {fd: target for fd, target in open_descriptors().items() if fd not in before}
+
+    try:
+        until(lambda: not left(), "no descriptor is left open")
+    except AssertionError as error:
+        raise AssertionError(f"{error}: {left()}") from None
 
 
 @pytest.fixture

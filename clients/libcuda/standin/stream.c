@@ -112,11 +112,13 @@ static CUresult start(CUstream stream)
 }
 
 /* A thread that called itself finished needs the lock no more, so it may be waited for with the lock held. */
-static void join(CUstream stream)
+void join_streams(CUcontext context)
 {
-	if (stream->finished && !stream->joined)
-		pthread_join(stream->thread, NULL);
-	stream->joined = stream->finished;
+	for (CUstream stream = context->streams; stream; stream = stream->next) {
+		if (stream->finished && !stream->joined)
+			pthread_join(stream->thread, NULL);
+		stream->joined = stream->finished;
+	}
 }
 
 static bool is_blocking(const struct CUstream_st *stream)
@@ -208,12 +210,6 @@ CUresult wait_for_all(CUcontext context)
 	return result;
 }
 
-void join_streams(CUcontext context)
-{
-	for (CUstream stream = context->streams; stream; stream = stream->next)
-		join(stream);
-}
-
 static CUstream new_stream(CUcontext context, unsigned int flags, int priority)
 {
 	CUstream stream = calloc(1, sizeof(*stream));
@@ -245,12 +241,10 @@ void close_streams(CUcontext context)
 	for (CUstream stream = context->streams; stream; stream = stream->next)
 		stream->destroyed = true;
 	pthread_cond_broadcast(&gpu_changed);
-	for (CUstream stream = context->streams; stream; stream = next) {
+	for (CUstream stream = context->streams; stream; stream = stream->next)
 		while (stream->started && !stream->finished)
 			pthread_cond_wait(&gpu_changed, &gpu_lock);
-		join(stream);
-		next = stream->next;
-	}
+	join_streams(context);
 	for (CUstream stream = context->streams; stream; stream = next) {
 		next = stream->next;
 		drop_capture(stream);
