@@ -129,12 +129,13 @@ class Moved:
         said = line.hear(moving.READY)
         assert said.generation == self.generation
 
-    def move(self, line: Line, *, planned: bool = False) -> None:
-        line.say(moving.MOVE, self.generation, planned=planned)
+    def move(self, line: Line, *, planned: bool = False) -> str:
+        line.say(moving.MOVE, self.generation, planned=planned, again=True)
         said = line.hear(moving.MOVED, moving.OWN_ERROR)
         if said.kind == moving.OWN_ERROR:
             said = line.hear(moving.MOVED)
         assert said.generation == self.generation
+        return said.text
 
     def end(self) -> str:
         try:
@@ -177,6 +178,25 @@ def test_no_report_of_a_program_that_is_moved(sanitized: Libraries, tmp_path: Pa
             lines = said.splitlines()
             assert lines[0] == "0 ok", said
             assert all("what was in flight may be missing" in line for line in lines[1:]), said
+        finally:
+            program.process.kill()
+            program.process.communicate()
+
+
+def test_no_report_of_a_program_that_loses_nothing(sanitized: Libraries, tmp_path: Path) -> None:
+    """In mode `exact`, while its old context still works: nothing is spoilt, and nothing is told."""
+    for number in range(2):
+        shutil.copyfile(sanitized.real, tmp_path / f"libcuda-{number}.so.1")
+    with tempfile.TemporaryDirectory(prefix="mpt-", dir="/tmp") as where, open_post(Path(where)) as post:
+        program = Moved(sanitized, tmp_path, MPSD_FAILOVER_SOCKET=str(post.path), MPSD_FAILOVER="exact")
+        try:
+            line = post.greet(moving.EXACT)
+            for _ in range(4):
+                program.stand_by(line)
+                program.rounds()
+                assert program.move(line) == ""
+                assert program.rounds() == (0, 0)
+            assert program.end() == "0 ok\n"
         finally:
             program.process.kill()
             program.process.communicate()

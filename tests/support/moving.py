@@ -13,6 +13,7 @@ MAGIC, VERSION = 0x726F6C66, 1
 HELLO, READY, UNREADY, OPAQUE, OWN_ERROR, MOVED, STAYED = range(1, 8)
 WELCOME, STANDBY, STAND_DOWN, MOVE = range(65, 69)
 _LAYOUT = struct.Struct("=IHHIIQ6Q112s128s")
+KEEP, EXACT = 1, 2
 DEADLINE_S = 20.0
 
 
@@ -29,14 +30,22 @@ class Line:
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
+        self.mode = KEEP
         sock.settimeout(DEADLINE_S)
 
     def say(
-        self, kind: int, generation: int = 0, path: str = "", text: str = "", *, planned: bool = False
+        self,
+        kind: int,
+        generation: int = 0,
+        path: str = "",
+        text: str = "",
+        *,
+        planned: bool = False,
+        again: bool = False,
     ) -> None:
-        values = (int(planned), *[0] * 5)
+        values = (int(planned), int(again), *[0] * 4)
         words = (path.encode(), text.encode())
-        self._sock.send(_LAYOUT.pack(MAGIC, VERSION, kind, 1, 0, generation, *values, *words))
+        self._sock.send(_LAYOUT.pack(MAGIC, VERSION, kind, self.mode, 0, generation, *values, *words))
 
     def hear(self, *kinds: int) -> Said:
         """The next that is said, which must be of these kinds."""
@@ -66,9 +75,10 @@ class Post:
         self._lines.append(line)
         return line
 
-    def greet(self) -> Line:
-        """The next program, which has said HELLO."""
+    def greet(self, mode: int = KEEP) -> Line:
+        """The next program, which has said HELLO and is granted that mode."""
         line = self.accept()
+        line.mode = mode
         line.hear(HELLO)
         line.say(WELCOME)
         return line

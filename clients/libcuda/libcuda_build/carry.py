@@ -15,6 +15,11 @@ HANDLES = ("CUcontext", "CUstream", "CUevent", "CUmodule", "CUfunction", "CUlibr
 
 CLASSES = ("ask", "work", "waits_all", "waits_stream", "waits_legacy", "waits", "give", "make", "end")
 
+SETTLES = ("settles", "settles_code", "settles_stream", "settles_event")
+"""What mode `exact` does before a call that takes something away."""
+
+_WAITS = {"waits_all": "ALL", "waits_stream": "STREAM", "waits_legacy": "COPY", "waits": "EVENT"}
+_CONFIG = "const CUlaunchConfig *config"
 _NAME = re.compile(r"(\w+)(?:\[\w*\])?$")
 
 
@@ -29,12 +34,14 @@ class Carried:
     function: Function
     does: str
     polls: bool = False
+    settles: str = ""
 
 
 def read_carried(path: Path, functions: Mapping[str, Function]) -> tuple[Carried, ...]:
     """The functions of carry.toml, in order of their names. Raises CarryError."""
     table = tomllib.loads(path.read_text())
     polls = table.pop("polls", [])
+    settles = {name: kind for kind in SETTLES for name in table.pop(kind, [])}
     unknown = sorted(set(table) - set(CLASSES))
     if unknown:
         raise CarryError(f"{path.name}: no such class: {', '.join(unknown)}")
@@ -49,7 +56,12 @@ def read_carried(path: Path, functions: Mapping[str, Function]) -> tuple[Carried
     for name in polls:
         if not does.get(name, "").startswith("waits"):
             raise CarryError(f"{path.name}: {name} polls, and does not wait")
-    return tuple(Carried(functions[name], does[name], name in polls) for name in sorted(does))
+    for name in settles:
+        if name not in does:
+            raise CarryError(f"{path.name}: {name} settles, and has no class")
+    return tuple(
+        Carried(functions[name], does[name], name in polls, settles.get(name, "")) for name in sorted(does)
+    )
 
 
 def declarations(carried: Sequence[Carried]) -> Iterator[str]:
@@ -58,10 +70,13 @@ def declarations(carried: Sequence[Carried]) -> Iterator[str]:
     for one in carried:
         if _prefix(one) != "inner":
             yield f"CUresult {_prefix(one)}_{one.function.name}({_list(one.function)});"
+        if one.does == "work":
+            yield f"CUresult work_{one.function.name}({_list(one.function)});"
 
 
 def source(carried: Sequence[Carried]) -> Iterator[str]:
     """carry.c: a wrapper for each, and the list of them."""
+    yield '#include "exact/exact.h"'
     yield '#include "failover/carry.h"'
     for one in carried:
         yield f"static CUresult carry_{one.function.name}({_list(one.function)})"
@@ -79,6 +94,9 @@ def _body(one: Carried) -> Iterator[str]:
     if one.does == "waits_legacy":
         stream = "CU_STREAM_LEGACY"
     prefix = _prefix(one)
+    call = f"{prefix}_{name}({', '.join(_arguments(one, translate=prefix == 'inner'))})"
+    if one.does == "work":
+        call = f"mpsd_exact() ? work_{name}({', '.join(_arguments(one, translate=False))}) : {call}"
     yield "\tCUresult result;"
     yield "\tuint64_t moves;"
     if one.does.startswith("waits_"):
@@ -87,7 +105,16 @@ def _body(one: Carried) -> Iterator[str]:
         yield f"\tmpsd_work({stream});"
     yield "\tdo {"
     yield "\t\tmoves = mpsd_carry_enter();"
-    yield f"\t\tresult = {prefix}_{name}({', '.join(_arguments(one, translate=prefix == 'inner'))});"
+    if one.does in _WAITS:
+        yield from _waiting(one, call, "hEvent" if one.does == "waits" else stream)
+    elif one.settles:
+        handle = _argument(one.function.parameters[0]) if one.settles.count("_") and one.does == "end" else ""
+        handle = "" if one.settles == "settles_code" else handle
+        yield f"\t\tresult = mpsd_exact() ? mpsd_exact_{one.settles.replace('settles', 'settle')}({handle}) : CUDA_SUCCESS;"
+        yield "\t\tif (result == CUDA_SUCCESS)"
+        yield f"\t\t\tresult = {call};"
+    else:
+        yield f"\t\tresult = {call};"
     yield "\t\tmpsd_carry_leave(moves);"
     yield "\t} while (__builtin_expect(result != CUDA_SUCCESS, 0) && mpsd_carry_again(result, moves));"
     if one.does == "work":
@@ -107,7 +134,25 @@ def _body(one: Carried) -> Iterator[str]:
     yield "\treturn result;"
 
 
+def _waiting(one: Carried, call: str, handle: str) -> Iterator[str]:
+    """The wait, between what mode `exact` does before and after it."""
+    given = "NULL" if one.does in ("waits_all", "waits_legacy") else handle
+    yield "\t\tif (mpsd_exact()) {"
+    yield "\t\t\tstruct mpsd_proof proof;"
+    yield ""
+    yield f"\t\t\tresult = mpsd_exact_before(&proof, MPSD_WAIT_{_WAITS[one.does]}, {given});"
+    yield "\t\t\tif (result == CUDA_SUCCESS)"
+    yield f"\t\t\t\tresult = {call};"
+    yield "\t\t\tif (result == CUDA_SUCCESS)"
+    yield f"\t\t\t\tresult = mpsd_exact_after(&proof, MPSD_WAIT_{_WAITS[one.does]});"
+    yield "\t\t} else {"
+    yield f"\t\t\tresult = {call};"
+    yield "\t\t}"
+
+
 def _prefix(one: Carried) -> str:
+    if one.does == "work" and _CONFIG in one.function.parameters:
+        return "make"
     return one.does if one.does in ("make", "end") else "poll" if one.polls else "inner"
 
 
@@ -131,6 +176,8 @@ def _argument(text: str) -> str:
 
 def _stream(function: Function) -> str:
     """Of the stream that the work goes into; without one, the legacy stream's."""
+    if _CONFIG in function.parameters:
+        return "(config ? config->hStream : CU_STREAM_LEGACY)"
     for text in function.parameters:
         if text.startswith("CUstream ") and "*" not in text:
             return _argument(text)

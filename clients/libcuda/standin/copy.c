@@ -54,8 +54,9 @@ static void set(struct operation *operation)
 		memset(to, (int)value, count);
 	for (size_t i = 0; to && width == 2 && i < count; i++)
 		((uint16_t *)to)[i] = (uint16_t)value;
+	/* A word that the host looks at meanwhile is there at once, after what came before it. */
 	for (size_t i = 0; to && width == 4 && i < count; i++)
-		((uint32_t *)to)[i] = value;
+		__atomic_store_n((uint32_t *)to + i, value, __ATOMIC_RELEASE);
 	pthread_rwlock_unlock(&gpu_memory);
 }
 

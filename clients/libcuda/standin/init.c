@@ -74,6 +74,7 @@ static CUresult initialise(void)
 	directory = getenv("CUDA_MPS_PIPE_DIRECTORY");
 	snprintf(pipe_directory, sizeof(pipe_directory), "%s", directory ? directory : "");
 	choose_backend();
+	gate_find();
 	__atomic_store_n(&state, 1, __ATOMIC_RELEASE);
 	return CUDA_SUCCESS;
 }
@@ -109,6 +110,7 @@ __attribute__((destructor)) static void unload(void)
 		close_physical();
 		close_device_file();
 		forget_ranges();
+		gate_forget();
 		if (name_holder >= 0)
 			close(name_holder);
 		name_holder = -1;

@@ -33,6 +33,12 @@ extern pthread_rwlock_t gpu_memory;
 /* init.c */
 extern char pipe_directory[];	/* what CUDA_MPS_PIPE_DIRECTORY was at cuInit; empty: it was not there */
 
+/* gate.c, under the lock */
+void gate_find(void);
+void gate_forget(void);
+bool gate_lets(CUcontext context);	/* the next operation; false: it was waited for a while */
+CUresult gate_fault(void);
+
 /* context.c */
 struct CUctx_st {
 	unsigned int retained;

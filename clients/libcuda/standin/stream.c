@@ -41,7 +41,10 @@ static void run(CUcontext context, struct operation *operation)
 
 void look_at(CUcontext context)
 {
-	CUresult deadly = context->broken ? CUDA_SUCCESS : backend->look();
+	CUresult deadly = context->broken ? CUDA_SUCCESS : gate_fault();
+
+	if (!context->broken && deadly == CUDA_SUCCESS)
+		deadly = backend->look();
 
 	if (deadly != CUDA_SUCCESS)
 		kill_context(context, deadly);
@@ -89,6 +92,8 @@ static void *work(void *argument)
 			pthread_cond_wait(&gpu_changed, &gpu_lock);
 			continue;
 		}
+		if (!gate_lets(stream->context))
+			continue;
 		run(stream->context, operation);
 		stream->first = operation->next;
 		if (!stream->first)
@@ -340,45 +345,6 @@ API CUresult cuStreamQuery(CUstream hStream)
 	if (stream->context->broken)
 		return leave(stream->context->broken);
 	return leave(stream->completed == stream->submitted ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY);
-}
-
-API CUresult cuStreamGetPriority(CUstream hStream, int *priority)
-{
-	CUstream stream;
-	CUresult result = enter_stream(hStream, &stream);
-
-	if (result != CUDA_SUCCESS)
-		return result;
-	if (!priority)
-		return leave(CUDA_ERROR_INVALID_VALUE);
-	*priority = stream->priority;
-	return leave(CUDA_SUCCESS);
-}
-
-API CUresult cuStreamGetFlags(CUstream hStream, unsigned int *flags)
-{
-	CUstream stream;
-	CUresult result = enter_stream(hStream, &stream);
-
-	if (result != CUDA_SUCCESS)
-		return result;
-	if (!flags)
-		return leave(CUDA_ERROR_INVALID_VALUE);
-	*flags = stream->flags;
-	return leave(CUDA_SUCCESS);
-}
-
-API CUresult cuStreamGetCtx(CUstream hStream, CUcontext *pctx)
-{
-	CUstream stream;
-	CUresult result = enter_stream(hStream, &stream);
-
-	if (result != CUDA_SUCCESS)
-		return result;
-	if (!pctx)
-		return leave(CUDA_ERROR_INVALID_VALUE);
-	*pctx = stream->context;
-	return leave(CUDA_SUCCESS);
 }
 
 static void call_host(struct operation *operation)

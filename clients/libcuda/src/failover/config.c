@@ -50,16 +50,6 @@ CUresult make_cuOccupancyMaxPotentialClusterSize(int *clusterSize, CUfunction fu
 CUresult make_cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction f, void **kernelParams, void **extra)
 {
 	struct own_config own;
-	CUresult result;
 
-	if (config)
-		mpsd_work(config->hStream);
-	/* It is counted too late for a move that has begun. */
-	if (atomic_load(&mpsd_moves) != mpsd_tables()->moves)
-		result = MPSD_AGAIN;
-	else
-		result = inner_cuLaunchKernelEx(in_copy(config, &own), mpsd_native(f), kernelParams, extra);
-	if (config)
-		mpsd_work_given();
-	return result;
+	return inner_cuLaunchKernelEx(in_copy(config, &own), mpsd_native(f), kernelParams, extra);
 }

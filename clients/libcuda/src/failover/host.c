@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: MIT
 /* Host memory that the GPU reaches, and what is asked about pointers. */
+#include <stdint.h>
 #include <sys/mman.h>
 
+#include "exact/state.h"
 #include "failover/line.h"
 #include "failover/made.h"
 
@@ -13,6 +15,34 @@
 #define PROGRAMS (-1)
 #define OWN_PAGES (-2)
 
+/* Around all that ever were: most addresses lie elsewhere, and are not looked for. */
+static atomic_uintptr_t lowest = UINTPTR_MAX, highest;
+
+static void widen(uintptr_t base, size_t size)
+{
+	uintptr_t low = atomic_load(&lowest), high = atomic_load(&highest);
+
+	while (base < low && !atomic_compare_exchange_weak(&lowest, &low, base))
+		;
+	while (base + size > high && !atomic_compare_exchange_weak(&highest, &high, base + size))
+		;
+}
+
+bool mpsd_is_pinned(const void *address)
+{
+	uintptr_t at = (uintptr_t)address;
+	bool is = false;
+
+	if (at < atomic_load_explicit(&lowest, memory_order_relaxed) ||
+	    at >= atomic_load_explicit(&highest, memory_order_relaxed))
+		return false;
+	mpsd_made_lock();
+	for (struct mpsd_made *made = mpsd_made_oldest(); made && !is; made = made->newer)
+		is = made->kind == MPSD_MADE_HOST && at - (uintptr_t)made->name < made->size;
+	mpsd_made_unlock();
+	return is;
+}
+
 static CUresult note_pages(CUresult result, void *pages, size_t size, unsigned int flags, int whose, uint64_t moves)
 {
 	struct mpsd_made record = {
@@ -21,6 +51,7 @@ static CUresult note_pages(CUresult result, void *pages, size_t size, unsigned i
 
 	if (result != CUDA_SUCCESS)
 		return result;
+	widen((uintptr_t)pages, size);
 	return mpsd_made_add(&record, moves) ? result : MPSD_AGAIN;
 }
 
@@ -41,6 +72,7 @@ static CUresult own_pages(void **pp, size_t size, unsigned int flags, uint64_t m
 		return CUDA_ERROR_OUT_OF_MEMORY;
 	result = inner_cuMemHostRegister_v2(pages, size, record.flags);
 	record.native = pages;
+	widen((uintptr_t)pages, size);
 	if (result == CUDA_SUCCESS && !mpsd_made_add(&record, moves))
 		result = MPSD_AGAIN;
 	if (result != CUDA_SUCCESS)

@@ -23,6 +23,7 @@
 
 #include "clock.h"
 #include "connect.h"
+#include "exact/exact.h"
 #include "failover/carry.h"
 #include "failover/made.h"
 #include "failover/move.h"
@@ -59,6 +60,8 @@ static void read_environment(void)
 		return;
 	if (where && strlen(where) < sizeof(path))
 		strcpy(path, where);
+	if (wish && !strcmp(wish, "exact"))
+		mode = MPSD_FAILOVER_EXACT;
 }
 
 bool mpsd_line_offered(void)
@@ -81,6 +84,11 @@ void mpsd_line_wake(void)
 bool mpsd_line_ready(void)
 {
 	return atomic_load(&ready) && !atomic_load(&given_up) && !atomic_load(&opaques) && !atomic_load(&off);
+}
+
+void mpsd_line_moves(void)
+{
+	atomic_store(&ready, false);
 }
 
 void mpsd_line_give_up(void)
@@ -123,6 +131,7 @@ void mpsd_line_opaque(const char *what)
 	for (unsigned int i = 0; i < MOST_OPAQUE && i < atomic_load(&opaques); i++)
 		if (atomic_load(&opaque[i]) == what)
 			return;
+	mpsd_exact_stop(what);
 	number = atomic_fetch_add(&opaques, 1);
 	if (number < MOST_OPAQUE)
 		atomic_store(&opaque[number], what);
@@ -182,8 +191,7 @@ static bool move(const struct mpsd_failover_message *order)
 	message.generation = order->generation;
 	if (order->generation != generation || !mpsd_line_ready())
 		return say(&message);
-	atomic_store(&ready, false);
-	if (!mpsd_move(order->values[0] != 0, &times, &why)) {
+	if (!mpsd_move(order->values[0] != 0, order->values[1] != 0, &times, &why)) {
 		message = message_of(MPSD_FAILOVER_STAYED, why);
 		mpsd_phase_wake();
 		mpsd_standby_close();
@@ -193,6 +201,10 @@ static bool move(const struct mpsd_failover_message *order)
 	message.values[0] = times.held_ns - began;
 	message.values[1] = times.fence_ns - began;
 	message.values[2] = times.on_ns - began;
+	message.values[3] = times.replayed.bytes;
+	message.values[4] = times.replayed.operations;
+	if (times.replayed.unsure)
+		strncpy(message.text, times.replayed.unsure, sizeof(message.text) - 1);
 	home = generation;
 	generation = 0;
 	if (!say(&message))
@@ -225,6 +237,8 @@ static bool obey(const struct mpsd_failover_message *order)
 	switch ((int)order->kind) {
 	case MPSD_FAILOVER_WELCOME:
 		mode = order->mode;
+		if (mode != MPSD_FAILOVER_EXACT)
+			mpsd_exact_stop("the daemon's configuration");
 		return true;
 	case MPSD_FAILOVER_STANDBY:
 		return stand_by(order);
@@ -344,6 +358,7 @@ static void in_child(void)
 
 	atomic_store(&off, true);
 	mpsd_phase_child();
+	mpsd_exact_child();
 	if (fd >= 0)
 		close(fd);
 	if (other >= 0)
@@ -370,8 +385,12 @@ static void start(void)
 {
 	if (!mpsd_line_offered())
 		return;
+	/* Before there is a thread that may be told otherwise. */
+	if (mode == MPSD_FAILOVER_EXACT)
+		mpsd_exact_start();
 	atomic_store(&wake, eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
 	if (atomic_load(&wake) < 0 || !mpsd_thread_start(run)) {
+		mpsd_exact_stop("no thread");
 		mpsd_say("no thread for fail-over: a fault that is not isolated is met as without mpsd");
 		return;
 	}

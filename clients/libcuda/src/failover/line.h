@@ -21,6 +21,9 @@ void mpsd_line_wake(void);
 /* Whether a move may come: there is a whole standby, and nothing that could not come along. */
 bool mpsd_line_ready(void);
 
+/* The standby is being moved into: after the move has begun, so that nobody sees neither. */
+void mpsd_line_moves(void);
+
 /* The program has met the loss of its context, the one after so many `moves`. */
 void mpsd_line_error(CUresult result, uint64_t moves);
 

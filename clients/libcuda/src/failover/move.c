@@ -214,8 +214,10 @@ static CUresult come_to_rest(void)
 		if (result == CUDA_ERROR_NOT_READY)
 			mpsd_pause(1);
 	}
-	if (result == CUDA_SUCCESS)
+	if (result == CUDA_SUCCESS) {
 		mpsd_work_ended();
+		mpsd_exact_rested();
+	}
 	return result;
 }
 
@@ -258,19 +260,35 @@ static void cover_again(void)
 	pthread_mutex_unlock(&mpsd_windows_lock);
 }
 
-bool mpsd_move(bool planned, struct mpsd_times *times, const char **why)
+/* What was in flight, in the copy that is in use now. Why some of it may be missing; NULL: nothing is. */
+static const char *go_on(bool planned, bool again, struct mpsd_replayed *replayed)
+{
+	if (mpsd_exact()) {
+		mpsd_exact_move(again, replayed);
+		if (!replayed->unsure || !mpsd_work_lost())
+			return NULL;
+		return replayed->unsure;
+	}
+	*replayed = (struct mpsd_replayed){ 0 };
+	return !planned && mpsd_work_lost() ? "mode keep" : NULL;
+}
+
+bool mpsd_move(bool planned, bool again, struct mpsd_times *times, const char **why)
 {
 	bool is;
 
 	mpsd_phase_begin();
+	mpsd_line_moves();
 	is = hold_and_switch(&planned, times, why);
 	if (is) {
 		left = in_use;
 		left_moves = mpsd_moves_done();
 		in_use = standby;
 		standby = (struct mpsd_copy){ .handle = NULL };
-		if (!planned && mpsd_work_lost())
-			mpsd_say("moved to a fresh context, with all memory; what was in flight may be missing");
+		times->replayed.unsure = go_on(planned, again, &times->replayed);
+		if (times->replayed.unsure)
+			mpsd_say("moved to a fresh context, with all memory; what was in flight may be missing (%s)",
+				 times->replayed.unsure);
 	}
 	mpsd_phase_end(is);
 	times->on_ns = mpsd_now_ns();

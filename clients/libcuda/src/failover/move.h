@@ -6,8 +6,11 @@
 #include <stdbool.h>
 #include <stdint.h>
 
+#include "exact/exact.h"
+
 struct mpsd_times {
 	uint64_t held_ns, fence_ns, on_ns;	/* CLOCK_MONOTONIC */
+	struct mpsd_replayed replayed;		/* `unsure` too where the mode is not `exact` */
 };
 
 /* All for the thread of line.c, but where it says otherwise. */
@@ -20,8 +23,11 @@ bool mpsd_standby_follow(const char **why);
 
 void mpsd_standby_close(void);
 
-/* Hold all calls, end what the old context may write, and go on in the standby. `planned`: that context is well. */
-bool mpsd_move(bool planned, struct mpsd_times *times, const char **why);
+/*
+ * Hold all calls, end what the old context may write, and go on in the standby. `planned`: that context is well.
+ * `again`: what was in flight may be done again.
+ */
+bool mpsd_move(bool planned, bool again, struct mpsd_times *times, const char **why);
 
 /* After a move: the copy that was left is unloaded once nobody is inside it, which is waited for. */
 void mpsd_standby_end_left(void);

@@ -6,6 +6,7 @@
  * fail-over that keeps memory alone tells the program once, in the first wait after it, where work may be missing
  * or half done.
  */
+#include "exact/exact.h"
 #include "failover/carry.h"
 #include "failover/line.h"
 
@@ -53,6 +54,8 @@ void mpsd_work_given(void)
 {
 	atomic_fetch_add(&given, 1);
 	works = false;
+	if (mpsd_exact())
+		mpsd_exact_given();
 }
 
 void mpsd_work_held(bool is)

@@ -1,0 +1,286 @@
+// SPDX-License-Identifier: MIT
+/* The program's calls, as operations. carry.c calls these, and only where the mode is `exact`. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "exact/state.h"
+#include "memory.h"
+
+#define MOST_COPIED ((size_t)64 << 10)	/* of the host's memory, whosever it is */
+#define MOST_KEPT ((size_t)1 << 20)	/* of pageable memory; more is waited for */
+
+static CUresult submit(const struct mpsd_op *given, bool proves)
+{
+	struct mpsd_op *op = malloc(sizeof(*op));
+
+	if (!op)
+		return CUDA_ERROR_OUT_OF_MEMORY;
+	*op = *given;
+	return mpsd_submit(op, proves);
+}
+
+/* Launches */
+
+static CUresult submit_launch(const struct mpsd_op *given, void **parameters, void **extra)
+{
+	struct mpsd_op *op = malloc(sizeof(*op));
+	size_t attributes = given->launch.config.numAttrs * sizeof(*op->launch.attributes);
+	CUresult result = CUDA_ERROR_OUT_OF_MEMORY;
+
+	if (!op)
+		return result;
+	*op = *given;
+	op->launch.attributes = malloc(attributes + 1);
+	if (op->launch.attributes)
+		result = mpsd_params_take(op, parameters, extra);
+	if (result == CUDA_SUCCESS) {
+		if (attributes)
+			memcpy(op->launch.attributes, given->launch.config.attrs, attributes);
+		return mpsd_submit(op, false);
+	}
+	mpsd_op_free(op);
+	if (mpsd_is_loss(result))
+		return result;
+	/* A function that a move has overtaken is unknown for that alone. */
+	if (atomic_load(&mpsd_moves) == mpsd_tables()->moves)
+		mpsd_exact_stop("a kernel whose parameters are unknown");
+	return MPSD_AGAIN;
+}
+
+CUresult work_cuLaunchKernel(CUfunction f, unsigned int gridDimX, unsigned int gridDimY, unsigned int gridDimZ,
+			     unsigned int blockDimX, unsigned int blockDimY, unsigned int blockDimZ,
+			     unsigned int sharedMemBytes, CUstream hStream, void **kernelParams, void **extra)
+{
+	struct mpsd_op op = {
+		.kind = MPSD_OP_LAUNCH,
+		.stream = hStream,
+		.launch = {
+			.function = f,
+			.config = { gridDimX, gridDimY, gridDimZ, blockDimX, blockDimY, blockDimZ, sharedMemBytes,
+				    hStream, NULL, 0 },
+			.is_plain = true,
+		},
+	};
+
+	return submit_launch(&op, kernelParams, extra);
+}
+
+CUresult work_cuLaunchCooperativeKernel(CUfunction f, unsigned int gridDimX, unsigned int gridDimY,
+					unsigned int gridDimZ, unsigned int blockDimX, unsigned int blockDimY,
+					unsigned int blockDimZ, unsigned int sharedMemBytes, CUstream hStream,
+					void **kernelParams)
+{
+	struct mpsd_op op = {
+		.kind = MPSD_OP_LAUNCH,
+		.stream = hStream,
+		.launch = {
+			.function = f,
+			.config = { gridDimX, gridDimY, gridDimZ, blockDimX, blockDimY, blockDimZ, sharedMemBytes,
+				    hStream, NULL, 0 },
+			.is_cooperative = true,
+		},
+	};
+
+	return submit_launch(&op, kernelParams, NULL);
+}
+
+CUresult work_cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction f, void **kernelParams, void **extra)
+{
+	struct mpsd_op op = { .kind = MPSD_OP_LAUNCH, .launch = { .function = f } };
+
+	if (!config)
+		return inner_cuLaunchKernelEx(config, mpsd_native(f), kernelParams, extra);
+	op.stream = config->hStream;
+	op.launch.config = *config;
+	return submit_launch(&op, kernelParams, extra);
+}
+
+/* Copies */
+
+static bool is_device(CUdeviceptr address)
+{
+	return mpsd_memory_is_in_window(address);
+}
+
+/* From the host: its bytes are copied, or borrowed until it may know that they were read. */
+static CUresult submit_in(struct mpsd_op op)
+{
+	bool is_small = op.copy.size <= MOST_COPIED;
+	bool is_pinned = !is_small && mpsd_is_pinned((const void *)op.copy.from);
+
+	if (is_small || (!is_pinned && op.copy.size <= MOST_KEPT)) {
+		op.copy.kept = malloc(op.copy.size);
+		if (!op.copy.kept)
+			return CUDA_ERROR_OUT_OF_MEMORY;
+		memcpy(op.copy.kept, (const void *)op.copy.from, op.copy.size);
+		return submit(&op, false);
+	}
+	op.copy.is_borrowed = true;
+	return submit(&op, !is_pinned);
+}
+
+static CUresult submit_copy(enum mpsd_op_copy way, CUdeviceptr to, CUdeviceptr from, size_t size, CUstream stream,
+			    bool waits)
+{
+	struct mpsd_op op = {
+		.kind = MPSD_OP_COPY,
+		.waits = waits,
+		.stream = stream,
+		.copy = { .way = way, .to = to, .from = from, .size = size },
+	};
+	bool is_in = way == MPSD_COPY_IN || (way == MPSD_COPY_ANY && !is_device(from));
+
+	op.copy.is_for_host = way == MPSD_COPY_OUT || (way == MPSD_COPY_ANY && !is_device(to));
+	if (is_in && size)
+		return submit_in(op);
+	/* What the program may read as soon as the call returns. */
+	return submit(&op, op.copy.is_for_host && (waits || !mpsd_is_pinned((const void *)to)));
+}
+
+CUresult work_cuMemcpyAsync(CUdeviceptr dst, CUdeviceptr src, size_t ByteCount, CUstream hStream)
+{
+	return submit_copy(MPSD_COPY_ANY, dst, src, ByteCount, hStream, false);
+}
+
+CUresult work_cuMemcpyHtoDAsync_v2(CUdeviceptr dstDevice, const void *srcHost, size_t ByteCount, CUstream hStream)
+{
+	return submit_copy(MPSD_COPY_IN, dstDevice, (CUdeviceptr)srcHost, ByteCount, hStream, false);
+}
+
+CUresult work_cuMemcpyDtoHAsync_v2(void *dstHost, CUdeviceptr srcDevice, size_t ByteCount, CUstream hStream)
+{
+	return submit_copy(MPSD_COPY_OUT, (CUdeviceptr)dstHost, srcDevice, ByteCount, hStream, false);
+}
+
+CUresult work_cuMemcpyDtoDAsync_v2(CUdeviceptr dstDevice, CUdeviceptr srcDevice, size_t ByteCount, CUstream hStream)
+{
+	return submit_copy(MPSD_COPY_WITHIN, dstDevice, srcDevice, ByteCount, hStream, false);
+}
+
+CUresult work_cuMemcpy(CUdeviceptr dst, CUdeviceptr src, size_t ByteCount)
+{
+	return submit_copy(MPSD_COPY_ANY, dst, src, ByteCount, CU_STREAM_LEGACY, true);
+}
+
+CUresult work_cuMemcpyHtoD_v2(CUdeviceptr dstDevice, const void *srcHost, size_t ByteCount)
+{
+	return submit_copy(MPSD_COPY_IN, dstDevice, (CUdeviceptr)srcHost, ByteCount, CU_STREAM_LEGACY, true);
+}
+
+CUresult work_cuMemcpyDtoD_v2(CUdeviceptr dstDevice, CUdeviceptr srcDevice, size_t ByteCount)
+{
+	return submit_copy(MPSD_COPY_WITHIN, dstDevice, srcDevice, ByteCount, CU_STREAM_LEGACY, true);
+}
+
+/* Memsets */
+
+static CUresult submit_set(CUdeviceptr to, uint32_t value, size_t width, size_t count, CUstream stream, bool waits)
+{
+	struct mpsd_op op = {
+		.kind = MPSD_OP_SET,
+		.waits = waits,
+		.stream = stream,
+		.set = { .to = to, .value = value, .width = width, .count = count },
+	};
+
+	if (count && !is_device(to))
+		mpsd_epoch_unsure("a memset of memory outside the window");
+	return submit(&op, false);
+}
+
+CUresult work_cuMemsetD8_v2(CUdeviceptr dstDevice, unsigned char uc, size_t N)
+{
+	return submit_set(dstDevice, uc, 1, N, CU_STREAM_LEGACY, true);
+}
+
+CUresult work_cuMemsetD16_v2(CUdeviceptr dstDevice, unsigned short us, size_t N)
+{
+	return submit_set(dstDevice, us, 2, N, CU_STREAM_LEGACY, true);
+}
+
+CUresult work_cuMemsetD32_v2(CUdeviceptr dstDevice, unsigned int ui, size_t N)
+{
+	return submit_set(dstDevice, ui, 4, N, CU_STREAM_LEGACY, true);
+}
+
+CUresult work_cuMemsetD8Async(CUdeviceptr dstDevice, unsigned char uc, size_t N, CUstream hStream)
+{
+	return submit_set(dstDevice, uc, 1, N, hStream, false);
+}
+
+CUresult work_cuMemsetD16Async(CUdeviceptr dstDevice, unsigned short us, size_t N, CUstream hStream)
+{
+	return submit_set(dstDevice, us, 2, N, hStream, false);
+}
+
+CUresult work_cuMemsetD32Async(CUdeviceptr dstDevice, unsigned int ui, size_t N, CUstream hStream)
+{
+	return submit_set(dstDevice, ui, 4, N, hStream, false);
+}
+
+/* Events */
+
+CUresult work_cuEventRecord(CUevent hEvent, CUstream hStream)
+{
+	struct mpsd_op op = { .kind = MPSD_OP_RECORD, .stream = hStream, .event = { .event = hEvent } };
+
+	return submit(&op, false);
+}
+
+CUresult work_cuEventRecordWithFlags(CUevent hEvent, CUstream hStream, unsigned int flags)
+{
+	struct mpsd_op op = {
+		.kind = MPSD_OP_RECORD,
+		.stream = hStream,
+		.event = { .event = hEvent, .flags = flags, .is_flagged = true },
+	};
+
+	return submit(&op, false);
+}
+
+CUresult work_cuStreamWaitEvent(CUstream hStream, CUevent hEvent, unsigned int Flags)
+{
+	struct mpsd_op op = {
+		.kind = MPSD_OP_WAIT,
+		.stream = hStream,
+		.event = { .event = hEvent, .flags = Flags },
+	};
+
+	return submit(&op, false);
+}
+
+/* Memory: copies of the proxy's own give way to what the program asks for. */
+
+static CUresult make_room(void)
+{
+	uint64_t moves = mpsd_tables()->moves;
+	CUresult result;
+
+	if (!mpsd_order_take(moves))
+		return MPSD_AGAIN;
+	result = mpsd_undo_give_back();
+	mpsd_order_give(moves);
+	return result;
+}
+
+CUresult make_cuMemAlloc_v2(CUdeviceptr *dptr, size_t bytesize)
+{
+	CUresult result = inner_cuMemAlloc_v2(dptr, bytesize);
+
+	if (result != CUDA_ERROR_OUT_OF_MEMORY || !mpsd_undo_has())
+		return result;
+	result = make_room();
+	return result == CUDA_SUCCESS ? inner_cuMemAlloc_v2(dptr, bytesize) : result;
+}
+
+CUresult make_cuMemAllocPitch_v2(CUdeviceptr *dptr, size_t *pPitch, size_t WidthInBytes, size_t Height,
+				 unsigned int ElementSizeBytes)
+{
+	CUresult result = inner_cuMemAllocPitch_v2(dptr, pPitch, WidthInBytes, Height, ElementSizeBytes);
+
+	if (result != CUDA_ERROR_OUT_OF_MEMORY || !mpsd_undo_has())
+		return result;
+	result = make_room();
+	return result == CUDA_SUCCESS ? inner_cuMemAllocPitch_v2(dptr, pPitch, WidthInBytes, Height, ElementSizeBytes)
+				      : result;
+}

@@ -1,0 +1,112 @@
+// SPDX-License-Identifier: MIT
+/* What was submitted since all was last proven to have ended. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "exact/state.h"
+
+pthread_mutex_t mpsd_exact_lock = PTHREAD_MUTEX_INITIALIZER;
+struct mpsd_epoch mpsd_epoch = { .number = 1, .last = &mpsd_epoch.first };
+
+void mpsd_epoch_unsure(const char *why)
+{
+	pthread_mutex_lock(&mpsd_exact_lock);
+	if (!mpsd_epoch.unsure)
+		mpsd_epoch.unsure = why;
+	pthread_mutex_unlock(&mpsd_exact_lock);
+}
+
+void mpsd_epoch_append(struct mpsd_op *op)
+{
+	op->number = ++op->lane->given;
+	op->next = NULL;
+	*mpsd_epoch.last = op;
+	mpsd_epoch.last = &op->next;
+	mpsd_epoch.operations++;
+	if (op->kind == MPSD_OP_COPY) {
+		mpsd_epoch.has_borrowed |= op->copy.is_borrowed;
+		mpsd_epoch.kept_bytes += op->copy.kept ? op->copy.size : 0;
+	}
+}
+
+/* Its number stays taken: what comes later proves that too. Who gives it to the driver frees it. */
+void mpsd_epoch_strike(struct mpsd_op *op)
+{
+	struct mpsd_op **link = &mpsd_epoch.first;
+
+	while (*link && *link != op)
+		link = &(*link)->next;
+	if (!*link)
+		return;
+	*link = op->next;
+	if (!op->next)
+		mpsd_epoch.last = link;
+	mpsd_epoch.operations--;
+	op->is_orphan = true;
+}
+
+void mpsd_epoch_end(void)
+{
+	struct mpsd_op *op, *next;
+
+	for (op = mpsd_epoch.first; op; op = next) {
+		next = op->next;
+		op->is_orphan = true;
+		if (!op->is_busy)
+			mpsd_op_free(op);
+	}
+	mpsd_epoch = (struct mpsd_epoch){ .number = mpsd_epoch.number + 1, .last = &mpsd_epoch.first };
+	mpsd_undo_forget();
+}
+
+/* What was the program's is its own again, as soon as it may know that it was read. */
+static void take_borrowed(void)
+{
+	bool has = false;
+
+	for (struct mpsd_op *op = mpsd_epoch.first; op; op = op->next) {
+		if (op->kind != MPSD_OP_COPY || !op->copy.is_borrowed)
+			continue;
+		if (mpsd_lane_look(op->lane) < op->number) {
+			has = true;
+			continue;
+		}
+		op->copy.kept = malloc(op->copy.size);
+		op->copy.is_borrowed = false;
+		if (op->copy.kept)
+			memcpy(op->copy.kept, (const void *)op->copy.from, op->copy.size);
+		else
+			mpsd_epoch.unsure = "no host memory";
+	}
+	mpsd_epoch.has_borrowed = has;
+}
+
+/* In a move nothing ends: what is proven by then the mover sees itself. */
+void mpsd_epoch_observed(void)
+{
+	pthread_mutex_lock(&mpsd_exact_lock);
+	if (!mpsd_is_left()) {
+		if (mpsd_lanes_all_proven() && !mpsd_epoch.is_awaited)
+			mpsd_epoch_end();
+		else if (mpsd_epoch.has_borrowed)
+			take_borrowed();
+	}
+	pthread_mutex_unlock(&mpsd_exact_lock);
+}
+
+CUresult mpsd_epoch_settle(void)
+{
+	CUresult result = mpsd_lanes_mark();
+
+	if (result == CUDA_SUCCESS)
+		result = mpsd_lanes_wait();
+	if (result == CUDA_SUCCESS)
+		mpsd_epoch_observed();
+	return result;
+}
+
+void mpsd_exact_child(void)
+{
+	atomic_store(&mpsd_exact_on, false);
+	mpsd_exact_lock = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
+}

@@ -1,0 +1,82 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * Mode `exact`: what was not proven to have ended when a context was lost is undone, and done again in the next one.
+ *
+ *	work_NAME() --> order --> save what it may write --> note it --> the driver        submit.c, undo.c, issue.c
+ *	waits       --> let the GPU write a counter after the work --> look for it         waits.c, lanes.c
+ *	all proven  --> the epoch ends: notes and saves are dropped                        epoch.c
+ *	a move      --> put back what was saved, issue what was noted, in its order        replay.c
+ *
+ * A lane is a stream with a word in pinned memory: the GPU writes there how many of the stream's operations are
+ * behind it. Nothing else proves that work has ended: the return code of a wait in a context that dies does not.
+ *
+ * What cannot be undone or done again does not stop the program: the epoch is `unsure`, with the reason, and a move
+ * in it keeps memory alone and says so, like mode `keep`.
+ */
+#pragma once
+
+#include <cuda.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stdint.h>
+
+#define MPSD_LANES 256
+
+extern atomic_bool mpsd_exact_on;
+
+static inline bool mpsd_exact(void)
+{
+	return __builtin_expect(atomic_load_explicit(&mpsd_exact_on, memory_order_relaxed), 0);
+}
+
+/* Before the program has a context: it wishes to be exact. */
+void mpsd_exact_start(void);
+
+/* From now on what is in flight in a move is lost. Any thread's; `why` stays valid. */
+void mpsd_exact_stop(const char *why);
+
+/* For carry.c. What each returns is a result of the driver's, or MPSD_AGAIN. */
+
+enum mpsd_wait {
+	MPSD_WAIT_ALL,
+	MPSD_WAIT_STREAM,
+	MPSD_WAIT_EVENT,
+	MPSD_WAIT_COPY,		/* in the legacy stream, made by the call itself */
+};
+
+/* What the GPU has to have written before a wait may say so. */
+struct mpsd_proof {
+	unsigned int count;
+	struct {
+		unsigned int lane;
+		uint64_t number;
+	} wanted[MPSD_LANES];
+};
+
+/* Around a wait, or a look, that is about to say, or has said, that work has ended. */
+CUresult mpsd_exact_before(struct mpsd_proof *proof, enum mpsd_wait wait, const void *handle);
+CUresult mpsd_exact_after(struct mpsd_proof *proof, enum mpsd_wait wait);
+
+/* All work has provably ended: before something that it may use is taken away, and what is known of that forgotten. */
+CUresult mpsd_exact_settle(void);
+CUresult mpsd_exact_settle_code(void);
+CUresult mpsd_exact_settle_stream(CUstream stream);
+CUresult mpsd_exact_settle_event(CUevent event);
+
+/* After the last try of a call that submits. */
+void mpsd_exact_given(void);
+
+/* For the mover */
+
+struct mpsd_replayed {
+	uint64_t bytes, operations;
+	const char *unsure;	/* NULL: nothing is missing */
+};
+
+/* The context came to rest, and is well. */
+void mpsd_exact_rested(void);
+
+/* In the copy that comes into use, behind the fence. `may`: what is noted may be done again. */
+void mpsd_exact_move(bool may, struct mpsd_replayed *replayed);
+
+void mpsd_exact_child(void);

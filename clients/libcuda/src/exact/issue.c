@@ -1,0 +1,156 @@
+// SPDX-License-Identifier: MIT
+/* Operations, given to the driver: the first time as the program did, and again in another copy. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "exact/state.h"
+
+void mpsd_op_free(struct mpsd_op *op)
+{
+	if (op->kind == MPSD_OP_LAUNCH) {
+		free(op->launch.attributes);
+		free(op->launch.parameters);
+		free(op->launch.buffer);
+	} else if (op->kind == MPSD_OP_COPY) {
+		free(op->copy.kept);
+	}
+	free(op);
+}
+
+static CUlaunchAttribute *translated(const struct mpsd_op *op)
+{
+	unsigned int count = op->launch.config.numAttrs;
+	CUlaunchAttribute *attributes = malloc((count + 1) * sizeof(*attributes));
+
+	for (unsigned int i = 0; attributes && i < count; i++) {
+		CUlaunchAttribute *one = &attributes[i];
+
+		*one = op->launch.attributes[i];
+		if (one->id == CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_EVENT)
+			one->value.programmaticEvent.event = mpsd_native(one->value.programmaticEvent.event);
+		else if (one->id == CU_LAUNCH_ATTRIBUTE_LAUNCH_COMPLETION_EVENT)
+			one->value.launchCompletionEvent.event = mpsd_native(one->value.launchCompletionEvent.event);
+	}
+	return attributes;
+}
+
+static CUresult launch_with(const struct mpsd_op *op, CUstream stream, void **extra)
+{
+	CUlaunchConfig config = op->launch.config;
+	CUresult result;
+
+	config.hStream = stream;
+	config.attrs = translated(op);
+	if (!config.attrs)
+		return CUDA_ERROR_OUT_OF_MEMORY;
+	result = inner_cuLaunchKernelEx(&config, mpsd_native(op->launch.function),
+					extra ? NULL : op->launch.parameters, extra);
+	free(config.attrs);
+	return result;
+}
+
+static CUresult launch(const struct mpsd_op *op, CUstream stream)
+{
+	const CUlaunchConfig *c = &op->launch.config;
+	CUfunction function = mpsd_native(op->launch.function);
+	size_t bytes = op->launch.bytes;
+	void *given[] = { CU_LAUNCH_PARAM_BUFFER_POINTER, op->launch.buffer, CU_LAUNCH_PARAM_BUFFER_SIZE, &bytes,
+			  CU_LAUNCH_PARAM_END };
+	void **extra = op->launch.is_buffer ? given : NULL;
+
+	if (op->launch.is_cooperative)
+		return inner_cuLaunchCooperativeKernel(function, c->gridDimX, c->gridDimY, c->gridDimZ, c->blockDimX,
+						       c->blockDimY, c->blockDimZ, c->sharedMemBytes, stream,
+						       op->launch.parameters);
+	if (!op->launch.is_plain)
+		return launch_with(op, stream, extra);
+	return inner_cuLaunchKernel(function, c->gridDimX, c->gridDimY, c->gridDimZ, c->blockDimX, c->blockDimY,
+				    c->blockDimZ, c->sharedMemBytes, stream, extra ? NULL : op->launch.parameters,
+				    extra);
+}
+
+static CUresult copy_now(const struct mpsd_op *op)
+{
+	const void *from = op->copy.kept ? op->copy.kept : (const void *)op->copy.from;
+
+	switch (op->copy.way) {
+	case MPSD_COPY_IN:
+		return inner_cuMemcpyHtoD_v2(op->copy.to, from, op->copy.size);
+	case MPSD_COPY_WITHIN:
+		return inner_cuMemcpyDtoD_v2(op->copy.to, op->copy.from, op->copy.size);
+	default:
+		return inner_cuMemcpy(op->copy.to, (CUdeviceptr)from, op->copy.size);
+	}
+}
+
+static CUresult copy(const struct mpsd_op *op, CUstream stream)
+{
+	const void *from = op->copy.kept ? op->copy.kept : (const void *)op->copy.from;
+
+	switch (op->copy.way) {
+	case MPSD_COPY_IN:
+		return inner_cuMemcpyHtoDAsync_v2(op->copy.to, from, op->copy.size, stream);
+	case MPSD_COPY_OUT:
+		return inner_cuMemcpyDtoHAsync_v2((void *)op->copy.to, op->copy.from, op->copy.size, stream);
+	case MPSD_COPY_WITHIN:
+		return inner_cuMemcpyDtoDAsync_v2(op->copy.to, op->copy.from, op->copy.size, stream);
+	default:
+		return inner_cuMemcpyAsync(op->copy.to, (CUdeviceptr)from, op->copy.size, stream);
+	}
+}
+
+static CUresult set_now(const struct mpsd_op *op)
+{
+	switch (op->set.width) {
+	case 1:
+		return inner_cuMemsetD8_v2(op->set.to, (unsigned char)op->set.value, op->set.count);
+	case 2:
+		return inner_cuMemsetD16_v2(op->set.to, (unsigned short)op->set.value, op->set.count);
+	default:
+		return inner_cuMemsetD32_v2(op->set.to, op->set.value, op->set.count);
+	}
+}
+
+static CUresult set(const struct mpsd_op *op, CUstream stream)
+{
+	switch (op->set.width) {
+	case 1:
+		return inner_cuMemsetD8Async(op->set.to, (unsigned char)op->set.value, op->set.count, stream);
+	case 2:
+		return inner_cuMemsetD16Async(op->set.to, (unsigned short)op->set.value, op->set.count, stream);
+	default:
+		return inner_cuMemsetD32Async(op->set.to, op->set.value, op->set.count, stream);
+	}
+}
+
+static CUresult issue(const struct mpsd_op *op, CUstream stream)
+{
+	CUevent event = op->kind == MPSD_OP_RECORD || op->kind == MPSD_OP_WAIT ? mpsd_native(op->event.event) : NULL;
+
+	switch (op->kind) {
+	case MPSD_OP_LAUNCH:
+		return launch(op, stream);
+	case MPSD_OP_COPY:
+		return copy(op, stream);
+	case MPSD_OP_SET:
+		return set(op, stream);
+	case MPSD_OP_RECORD:
+		if (op->event.is_flagged)
+			return inner_cuEventRecordWithFlags(event, stream, op->event.flags);
+		return inner_cuEventRecord(event, stream);
+	default:
+		return inner_cuStreamWaitEvent(stream, event, op->event.flags);
+	}
+}
+
+CUresult mpsd_op_issue(const struct mpsd_op *op)
+{
+	if (!op->waits)
+		return issue(op, mpsd_native(op->stream));
+	return op->kind == MPSD_OP_SET ? set_now(op) : copy_now(op);
+}
+
+CUresult mpsd_op_again(const struct mpsd_op *op)
+{
+	return op->kind == MPSD_OP_WAIT ? CUDA_SUCCESS : issue(op, CU_STREAM_LEGACY);
+}

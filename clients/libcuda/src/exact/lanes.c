@@ -1,0 +1,293 @@
+// SPDX-License-Identifier: MIT
+/* Streams, and how far the GPU itself says that it has come in each. */
+#include <sched.h>
+#include <stdlib.h>
+
+#include "exact/state.h"
+#include "failover/made.h"
+
+#define GENERATIONS 8		/* an old copy may write for a while after it was left, but not for so many moves */
+#define POINTS 1024		/* buckets */
+#define LOOKS 4096		/* between two questions whether the context lives */
+
+/* Pinned, and its device address is the host's: CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING. */
+static uint32_t (*words)[MPSD_LANES];
+
+struct mpsd_lane mpsd_lanes[MPSD_LANES];
+static unsigned int used;	/* lanes that ever were */
+
+static struct known_point {
+	struct known_point *next;
+	CUevent event;
+	struct mpsd_point point;
+	uint32_t epoch;			/* the last one with an operation that names it */
+} *points[POINTS];
+
+CUresult make_cuMemHostAlloc(void **pp, size_t bytesize, unsigned int Flags);
+CUresult make_cuMemFreeHost(void *p);
+
+bool mpsd_lanes_ready(void)
+{
+	size_t size = GENERATIONS * sizeof(*words);
+	void *pages = NULL;
+
+	if (__atomic_load_n(&words, __ATOMIC_ACQUIRE))
+		return true;
+	if (make_cuMemHostAlloc(&pages, size, CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP) != CUDA_SUCCESS) {
+		/* Else it is tried again, in the next copy. */
+		if (!mpsd_is_left())
+			mpsd_exact_stop("no pinned memory");
+		return false;
+	}
+	pthread_mutex_lock(&mpsd_exact_lock);
+	if (!words) {
+		for (size_t i = 0; i < size / sizeof(uint32_t); i++)
+			__atomic_store_n((uint32_t *)pages + i, 0, __ATOMIC_RELAXED);
+		__atomic_store_n(&words, pages, __ATOMIC_RELEASE);
+		pages = NULL;
+	}
+	pthread_mutex_unlock(&mpsd_exact_lock);
+	if (pages)
+		make_cuMemFreeHost(pages);
+	return true;
+}
+
+static uint32_t *word_in(uint64_t moves, const struct mpsd_lane *lane)
+{
+	return &words[moves / 2 % GENERATIONS][lane - mpsd_lanes];
+}
+
+static uint32_t *word_of(const struct mpsd_lane *lane)
+{
+	return word_in(mpsd_tables()->moves, lane);
+}
+
+static CUstream key(CUstream stream)
+{
+	return stream ? stream : CU_STREAM_LEGACY;
+}
+
+struct mpsd_lane *mpsd_lane_find(CUstream stream)
+{
+	for (unsigned int i = 0; i < used; i++)
+		if (mpsd_lanes[i].is_used && mpsd_lanes[i].stream == key(stream))
+			return &mpsd_lanes[i];
+	return NULL;
+}
+
+/* A lane that nobody uses any more goes on counting where it was: nothing of it is open. */
+struct mpsd_lane *mpsd_lane_of(CUstream stream)
+{
+	struct mpsd_lane *lane = mpsd_lane_find(stream);
+
+	for (unsigned int i = 0; !lane && i < used; i++)
+		if (!mpsd_lanes[i].is_used)
+			lane = &mpsd_lanes[i];
+	if (!lane && used < MPSD_LANES)
+		lane = &mpsd_lanes[used++];
+	if (lane) {
+		lane->stream = key(stream);
+		lane->is_used = true;
+	}
+	return lane;
+}
+
+/* The words have 32 bits of a number that has 64. */
+static uint64_t look(struct mpsd_lane *lane, const uint32_t *word)
+{
+	uint32_t ahead = __atomic_load_n(word, __ATOMIC_ACQUIRE) - (uint32_t)lane->proven;
+	uint64_t said = lane->proven + ahead;
+
+	/* Nothing that was not asked for: host memory is not trusted beyond that. */
+	if (said > lane->proven && said <= lane->marked)
+		lane->proven = said;
+	return lane->proven;
+}
+
+uint64_t mpsd_lane_look(struct mpsd_lane *lane)
+{
+	return look(lane, word_of(lane));
+}
+
+bool mpsd_lanes_all_proven(void)
+{
+	for (unsigned int i = 0; i < used; i++)
+		if (mpsd_lane_look(&mpsd_lanes[i]) != mpsd_lanes[i].given)
+			return false;
+	return true;
+}
+
+CUresult mpsd_lane_mark(struct mpsd_lane *lane)
+{
+	uint64_t number, before;
+	CUresult result;
+	CUstream stream;
+	bool left;
+
+	pthread_mutex_lock(&mpsd_exact_lock);
+	left = mpsd_is_left();
+	number = lane->given;
+	before = lane->marked;
+	stream = lane->stream;
+	/* Before the GPU can have written it. */
+	if (!left)
+		lane->marked = number;
+	pthread_mutex_unlock(&mpsd_exact_lock);
+	if (left)
+		return MPSD_AGAIN;
+	if (number == before)
+		return CUDA_SUCCESS;
+	result = real_cuMemsetD32Async((CUdeviceptr)word_of(lane), (uint32_t)number, 1, mpsd_native(stream));
+	if (result != CUDA_SUCCESS) {
+		pthread_mutex_lock(&mpsd_exact_lock);
+		if (!mpsd_is_left())
+			lane->marked = before;
+		pthread_mutex_unlock(&mpsd_exact_lock);
+	}
+	return result;
+}
+
+CUresult mpsd_lanes_mark(void)
+{
+	CUresult result = CUDA_SUCCESS;
+	unsigned int count;
+
+	pthread_mutex_lock(&mpsd_exact_lock);
+	count = used;
+	pthread_mutex_unlock(&mpsd_exact_lock);
+	for (unsigned int i = 0; i < count && result == CUDA_SUCCESS; i++)
+		result = mpsd_lane_mark(&mpsd_lanes[i]);
+	return result;
+}
+
+/* What a stream of that name answers is of no interest but for the loss of the context. */
+CUresult mpsd_lane_wait(struct mpsd_lane *lane, uint64_t number)
+{
+	uint64_t moves = mpsd_tables()->moves, proven;
+	CUstream stream;
+
+	for (unsigned int looks = 1;; looks++) {
+		pthread_mutex_lock(&mpsd_exact_lock);
+		proven = mpsd_is_left() ? 0 : mpsd_lane_look(lane);
+		stream = lane->stream;
+		pthread_mutex_unlock(&mpsd_exact_lock);
+		if (atomic_load(&mpsd_moves) != moves)
+			return MPSD_AGAIN;
+		if (proven >= number)
+			return CUDA_SUCCESS;
+		if (looks % LOOKS == 0) {
+			CUresult result = real_cuStreamQuery(mpsd_native(stream));
+
+			if (mpsd_is_loss(result))
+				return result;
+			sched_yield();
+		}
+	}
+}
+
+CUresult mpsd_lanes_wait(void)
+{
+	CUresult result = CUDA_SUCCESS;
+
+	for (unsigned int i = 0; i < used && result == CUDA_SUCCESS; i++)
+		result = mpsd_lane_wait(&mpsd_lanes[i], mpsd_lanes[i].given);
+	return result;
+}
+
+void mpsd_lanes_move(void)
+{
+	uint64_t moves = mpsd_tables()->moves;
+
+	for (unsigned int i = 0; i < used; i++) {
+		struct mpsd_lane *lane = &mpsd_lanes[i];
+
+		lane->marked = look(lane, word_in(moves - 2, lane));
+		__atomic_store_n(word_in(moves, lane), (uint32_t)lane->proven, __ATOMIC_RELEASE);
+	}
+}
+
+CUresult mpsd_lane_mark_now(struct mpsd_lane *lane, uint64_t number)
+{
+	if (number <= lane->marked)
+		return CUDA_SUCCESS;
+	lane->marked = number;
+	return real_cuMemsetD32Async((CUdeviceptr)word_of(lane), (uint32_t)number, 1, CU_STREAM_LEGACY);
+}
+
+void mpsd_lanes_give_up(void)
+{
+	for (unsigned int i = 0; i < used; i++) {
+		struct mpsd_lane *lane = &mpsd_lanes[i];
+
+		lane->proven = lane->marked = lane->given;
+		__atomic_store_n(word_of(lane), (uint32_t)lane->given, __ATOMIC_RELEASE);
+	}
+}
+
+static struct known_point **place_of(CUevent event)
+{
+	struct known_point **place = &points[(uintptr_t)event * 0x9e3779b97f4a7c15ull >> 54];
+
+	while (*place && (*place)->event != event)
+		place = &(*place)->next;
+	return place;
+}
+
+static struct known_point *used_point(CUevent event)
+{
+	struct known_point **place = place_of(event);
+
+	if (!*place)
+		*place = calloc(1, sizeof(**place));
+	if (*place) {
+		(*place)->event = event;
+		(*place)->epoch = mpsd_epoch.number;
+	} else {
+		mpsd_epoch.unsure = "no host memory";
+	}
+	return *place;
+}
+
+void mpsd_point_set(CUevent event, struct mpsd_point point)
+{
+	struct known_point *known = used_point(event);
+
+	if (known)
+		known->point = point;
+}
+
+void mpsd_point_use(CUevent event)
+{
+	used_point(event);
+}
+
+bool mpsd_point_is_used(CUevent event)
+{
+	struct known_point *known = *place_of(event);
+
+	return known && known->epoch == mpsd_epoch.number;
+}
+
+struct mpsd_point mpsd_point_of(CUevent event)
+{
+	struct known_point *known = *place_of(event);
+
+	return known ? known->point : (struct mpsd_point){ NULL, 0 };
+}
+
+void mpsd_point_forget(CUevent event)
+{
+	struct known_point **place = place_of(event), *known = *place;
+
+	if (known)
+		*place = known->next;
+	free(known);
+}
+
+void mpsd_points_forget_lane(const struct mpsd_lane *lane)
+{
+	for (unsigned int i = 0; i < POINTS; i++)
+		for (struct known_point *known = points[i]; known; known = known->next)
+			if (known->point.lane == lane)
+				known->point = (struct mpsd_point){ NULL, 0 };
+}

@@ -1,0 +1,197 @@
+// SPDX-License-Identifier: MIT
+/*
+ * The parameters of launches: copied, for a launch that is done again, and looked through for addresses, for what a
+ * kernel may write is taken to be every allocation that its parameters point into. Addresses lie at multiples of 8.
+ *
+ * Pointers that a kernel finds in memory are not seen (MPSD_FAILOVER_VALIDATE names kernels that follow any).
+ */
+#include <stdlib.h>
+#include <string.h>
+
+#include "exact/state.h"
+#include "failover/made.h"
+
+#define PLACES 8192u
+#define MOST_PARAMETERS 512u
+#define MOST_BYTES 32768u	/* 32,764 by the CUDA programming guide, from compute capability 7.0 on */
+
+struct place {
+	uint32_t offset, size;
+};
+
+/* What the driver says of a function's parameters; names of functions are few, and never more than there are places. */
+struct info {
+	CUfunction function;
+	uint32_t count, bytes;
+	struct place *places;
+};
+
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static struct info infos[PLACES];
+static unsigned int known;
+
+static bool is_kernel(CUfunction function)
+{
+	struct mpsd_made *made;
+	bool is;
+
+	mpsd_made_lock();
+	made = mpsd_made_find(function);
+	is = made && made->kind == MPSD_MADE_KERNEL;
+	mpsd_made_unlock();
+	return is;
+}
+
+static bool can_ask(bool kernel)
+{
+	return mpsd_tables()->real[kernel ? MPSD_cuKernelGetParamInfo : MPSD_cuFuncGetParamInfo] != NULL;
+}
+
+/* NOT_SUPPORTED: nobody knows. Anything else is the driver's. */
+static CUresult ask(CUfunction function, struct place *places, uint32_t *count)
+{
+	bool kernel = is_kernel(function);
+
+	if (!can_ask(kernel))
+		return CUDA_ERROR_NOT_SUPPORTED;
+	for (*count = 0; *count < MOST_PARAMETERS; ++*count) {
+		size_t offset = 0, size = 0;
+		CUresult result;
+
+		result = kernel ? real_cuKernelGetParamInfo(mpsd_native((CUkernel)function), *count, &offset, &size)
+				: real_cuFuncGetParamInfo(mpsd_native(function), *count, &offset, &size);
+		if (result == CUDA_ERROR_INVALID_VALUE)
+			return CUDA_SUCCESS;
+		if (result != CUDA_SUCCESS)
+			return result;
+		if (offset + size > MOST_BYTES)
+			return CUDA_ERROR_NOT_SUPPORTED;
+		places[*count] = (struct place){ (uint32_t)offset, (uint32_t)size };
+	}
+	return CUDA_ERROR_NOT_SUPPORTED;
+}
+
+static struct info *slot_of(CUfunction function)
+{
+	uint32_t at = (uint32_t)(((uintptr_t)function >> 3) * 0x9e3779b97f4a7c15ull >> 51);
+
+	while (infos[at].function && infos[at].function != function)
+		at = (at + 1) % PLACES;
+	return &infos[at];
+}
+
+/* Under the lock. */
+static CUresult find(CUfunction function, const struct info **found)
+{
+	struct place places[MOST_PARAMETERS];
+	struct info *info = slot_of(function);
+	uint32_t count = 0, bytes = 0;
+	CUresult result;
+
+	*found = info;
+	if (info->function)
+		return CUDA_SUCCESS;
+	result = known < PLACES / 2 ? ask(function, places, &count) : CUDA_ERROR_NOT_SUPPORTED;
+	if (result != CUDA_SUCCESS)
+		return result;
+	for (uint32_t i = 0; i < count; i++)
+		if (places[i].offset + places[i].size > bytes)
+			bytes = places[i].offset + places[i].size;
+	info->places = malloc((count + 1) * sizeof(*places));
+	if (!info->places)
+		return CUDA_ERROR_OUT_OF_MEMORY;
+	memcpy(info->places, places, count * sizeof(*places));
+	info->function = function;
+	info->count = count;
+	info->bytes = bytes;
+	known++;
+	return CUDA_SUCCESS;
+}
+
+void mpsd_params_forget(void)
+{
+	pthread_mutex_lock(&lock);
+	for (unsigned int i = 0; i < PLACES; i++) {
+		free(infos[i].places);
+		infos[i] = (struct info){ NULL, 0, 0, NULL };
+	}
+	known = 0;
+	pthread_mutex_unlock(&lock);
+}
+
+/* Under the lock. */
+static CUresult copy_each(struct mpsd_op *op, const struct info *info, void **parameters)
+{
+	if (info->count && !parameters)
+		return CUDA_ERROR_INVALID_VALUE;
+	op->launch.count = info->count;
+	op->launch.bytes = info->bytes;
+	op->launch.parameters = malloc((info->count + 1) * sizeof(void *));
+	op->launch.buffer = calloc(1, info->bytes + sizeof(CUdeviceptr));
+	if (!op->launch.parameters || !op->launch.buffer)
+		return CUDA_ERROR_OUT_OF_MEMORY;
+	for (uint32_t i = 0; i < info->count; i++) {
+		op->launch.parameters[i] = op->launch.buffer + info->places[i].offset;
+		memcpy(op->launch.parameters[i], parameters[i], info->places[i].size);
+	}
+	return CUDA_SUCCESS;
+}
+
+static CUresult take_each(struct mpsd_op *op, void **parameters)
+{
+	const struct info *info;
+	CUresult result;
+
+	pthread_mutex_lock(&lock);
+	result = find(op->launch.function, &info);
+	if (result == CUDA_SUCCESS)
+		result = copy_each(op, info, parameters);
+	pthread_mutex_unlock(&lock);
+	return result;
+}
+
+/* cuda.h: CU_LAUNCH_PARAM_BUFFER_POINTER and _SIZE, each followed by its value, until _END. */
+static CUresult take_buffer(struct mpsd_op *op, void **extra)
+{
+	const void *from = NULL;
+	size_t size = 0;
+
+	for (; *extra != CU_LAUNCH_PARAM_END; extra += 2) {
+		if (*extra == CU_LAUNCH_PARAM_BUFFER_POINTER)
+			from = extra[1];
+		else if (*extra == CU_LAUNCH_PARAM_BUFFER_SIZE)
+			size = *(const size_t *)extra[1];
+		else
+			return CUDA_ERROR_NOT_SUPPORTED;
+	}
+	if (size > MOST_BYTES || (size && !from))
+		return CUDA_ERROR_NOT_SUPPORTED;
+	op->launch.is_buffer = true;
+	op->launch.bytes = size;
+	op->launch.buffer = calloc(1, size + sizeof(CUdeviceptr));
+	if (!op->launch.buffer)
+		return CUDA_ERROR_OUT_OF_MEMORY;
+	memcpy(op->launch.buffer, from, size);
+	return CUDA_SUCCESS;
+}
+
+CUresult mpsd_params_take(struct mpsd_op *op, void **parameters, void **extra)
+{
+	return extra ? take_buffer(op, extra) : take_each(op, parameters);
+}
+
+CUresult mpsd_params_save(const struct mpsd_op *op, struct mpsd_plan *plan)
+{
+	for (size_t at = 0; at + sizeof(CUdeviceptr) <= op->launch.bytes; at += sizeof(CUdeviceptr)) {
+		CUdeviceptr word;
+		CUresult result;
+
+		memcpy(&word, op->launch.buffer + at, sizeof(word));
+		result = mpsd_undo_save_around(plan, word);
+		if (result != CUDA_SUCCESS)
+			return result;
+		if (mpsd_is_pinned((const void *)word))
+			mpsd_epoch_unsure("a kernel that may write pinned memory of the host");
+	}
+	return CUDA_SUCCESS;
+}

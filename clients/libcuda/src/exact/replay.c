@@ -1,0 +1,121 @@
+// SPDX-License-Identifier: MIT
+/* In a move: what was not proven to have ended, undone and done again. */
+#include "exact/state.h"
+#include "failover/line.h"
+#include "failover/made.h"
+
+/* What it did to the host's memory it has done, and the program may have changed that since. */
+static bool has_been_seen(const struct mpsd_op *op, uint64_t proven)
+{
+	return op->kind == MPSD_OP_COPY && op->copy.is_for_host && op->number <= proven;
+}
+
+/* What was proven when the move came; marks of this one come later. */
+static uint64_t proven_before[MPSD_LANES];
+
+static CUresult do_again(struct mpsd_replayed *replayed)
+{
+	CUresult result = CUDA_SUCCESS;
+
+	for (struct mpsd_op *op = mpsd_epoch.first; op && result == CUDA_SUCCESS; op = op->next) {
+		if (has_been_seen(op, proven_before[op->lane - mpsd_lanes]))
+			continue;
+		if (op->kind == MPSD_OP_RECORD)
+			result = mpsd_lane_mark_now(op->lane, op->number - 1);
+		if (result == CUDA_SUCCESS)
+			result = mpsd_op_again(op);
+		replayed->operations++;
+	}
+	for (unsigned int i = 0; i < MPSD_LANES && result == CUDA_SUCCESS; i++)
+		result = mpsd_lane_mark_now(&mpsd_lanes[i], mpsd_lanes[i].given);
+	return result;
+}
+
+/* After all that was done again, in the copy after so many moves, where it ends with that. */
+static CUevent done;
+static uint64_t done_moves;
+
+static CUresult note_end(void)
+{
+	CUresult result = real_cuEventCreate(&done, CU_EVENT_DISABLE_TIMING);
+
+	if (result == CUDA_SUCCESS)
+		result = real_cuEventRecord(done, CU_STREAM_LEGACY);
+	if (result == CUDA_SUCCESS)
+		done_moves = mpsd_tables()->moves;
+	return result;
+}
+
+CUresult mpsd_replay_come_after(struct mpsd_lane *lane)
+{
+	uint64_t moves = mpsd_tables()->moves;
+	CUresult result;
+
+	if (!moves || done_moves != moves || lane->after_replay == moves)
+		return CUDA_SUCCESS;
+	result = real_cuStreamWaitEvent(mpsd_native(lane->stream), done, 0);
+	if (result == CUDA_SUCCESS)
+		lane->after_replay = moves;
+	return result;
+}
+
+/* A thread of this library's has none of the program's contexts. */
+static CUresult enter_context(void)
+{
+	struct mpsd_made *context;
+	CUresult result;
+
+	mpsd_made_lock();
+	context = mpsd_made_context(0);
+	result = context ? real_cuCtxSetCurrent(context->native) : CUDA_ERROR_INVALID_CONTEXT;
+	mpsd_made_unlock();
+	return result;
+}
+
+static void move(bool may, struct mpsd_replayed *replayed)
+{
+	CUresult result;
+
+	mpsd_lanes_move();
+	for (unsigned int i = 0; i < MPSD_LANES; i++)
+		proven_before[i] = mpsd_lanes[i].proven;
+	if (mpsd_lanes_all_proven()) {
+		mpsd_epoch_end();
+		return;
+	}
+	replayed->unsure = mpsd_epoch.unsure ? mpsd_epoch.unsure : may ? NULL : "nobody knows whose fault it was";
+	if (!replayed->unsure) {
+		result = enter_context();
+		if (result == CUDA_SUCCESS)
+			result = mpsd_undo_restore(&replayed->bytes);
+		if (result == CUDA_SUCCESS)
+			result = do_again(replayed);
+		if (result == CUDA_SUCCESS)
+			result = note_end();
+		if (result != CUDA_SUCCESS)
+			replayed->unsure = "it cannot be done again";
+		real_cuCtxSetCurrent(NULL);
+	}
+	if (replayed->unsure) {
+		mpsd_lanes_give_up();
+		mpsd_epoch_end();
+	}
+}
+
+void mpsd_exact_move(bool may, struct mpsd_replayed *replayed)
+{
+	*replayed = (struct mpsd_replayed){ 0 };
+	pthread_mutex_lock(&mpsd_exact_lock);
+	/* Whoever was about to do something finds the copy left. */
+	mpsd_epoch.is_awaited = false;
+	move(may, replayed);
+	pthread_mutex_unlock(&mpsd_exact_lock);
+}
+
+void mpsd_exact_rested(void)
+{
+	pthread_mutex_lock(&mpsd_exact_lock);
+	mpsd_lanes_give_up();
+	mpsd_epoch_end();
+	pthread_mutex_unlock(&mpsd_exact_lock);
+}

@@ -1,0 +1,221 @@
+/* SPDX-License-Identifier: MIT */
+/* What the files of mode `exact` share. */
+#pragma once
+
+#include <pthread.h>
+
+#include "exact/exact.h"
+#include "failover/carry.h"
+
+#define MPSD_EXACT_PAGE ((uint64_t)2 << 20)
+
+/* Of everything below. Not held in calls of the driver, but in a move, when nobody else calls it. */
+extern pthread_mutex_t mpsd_exact_lock;
+
+/* operations (issue.c) */
+
+enum mpsd_op_kind {
+	MPSD_OP_LAUNCH,
+	MPSD_OP_COPY,
+	MPSD_OP_SET,
+	MPSD_OP_RECORD,
+	MPSD_OP_WAIT,
+};
+
+enum mpsd_op_copy {
+	MPSD_COPY_ANY,
+	MPSD_COPY_IN,		/* from the host */
+	MPSD_COPY_OUT,		/* to the host */
+	MPSD_COPY_WITHIN,
+};
+
+struct mpsd_op {
+	struct mpsd_op *next;
+	enum mpsd_op_kind kind;
+	bool waits;			/* the call is one without a stream */
+	bool is_busy, is_orphan;	/* a thread gives it to the driver; the epoch has forgotten it */
+	CUstream stream;		/* what the program calls it */
+	struct mpsd_lane *lane;
+	uint64_t number;		/* in its lane */
+	union {
+		struct {
+			CUfunction function;
+			CUlaunchConfig config;
+			CUlaunchAttribute *attributes;
+			bool is_plain, is_cooperative, is_buffer;
+			unsigned int count;
+			size_t bytes;
+			void **parameters;
+			char *buffer;
+		} launch;
+		struct {
+			enum mpsd_op_copy way;
+			CUdeviceptr to, from;
+			size_t size;
+			void *kept;		/* what was there when it was given */
+			bool is_borrowed;	/* the program's own, until it may know that it was read */
+			bool is_for_host;	/* what it writes */
+		} copy;
+		struct {
+			CUdeviceptr to;
+			uint32_t value;
+			size_t width, count;
+		} set;
+		struct {
+			CUevent event;
+			unsigned int flags;
+			bool is_flagged;
+		} event;
+	};
+};
+
+void mpsd_op_free(struct mpsd_op *op);
+
+/* As the program called it, in the copy of this call. */
+CUresult mpsd_op_issue(const struct mpsd_op *op);
+
+/*
+ * In the legacy stream, whatever stream it was for: one after the other, in the order in which they were submitted,
+ * is right whatever made the program sure of an order then, an event or a wait of its own.
+ */
+CUresult mpsd_op_again(const struct mpsd_op *op);
+
+/* lanes.c */
+
+struct mpsd_lane {
+	CUstream stream;
+	bool is_used;
+	uint64_t given;		/* operations so far */
+	uint64_t marked;	/* after so many of them the GPU writes */
+	uint64_t proven;	/* and has written */
+	uint64_t saved;		/* the last one of them that is a save; 0: none that matters */
+	uint64_t after_saves;	/* how many saves, of any lane, what comes next is known to come after */
+	uint64_t after_replay;	/* in the copy after so many moves it waits for what was done again there */
+	CUevent event;		/* after its last save; the program does not know it */
+};
+
+extern struct mpsd_lane mpsd_lanes[MPSD_LANES];
+
+/* Without the lock. False: no memory for the words. */
+bool mpsd_lanes_ready(void);
+
+/* With the lock. NULL: there are no more. */
+struct mpsd_lane *mpsd_lane_of(CUstream stream);
+struct mpsd_lane *mpsd_lane_find(CUstream stream);
+
+/* With the lock: what the GPU has written by now. */
+uint64_t mpsd_lane_look(struct mpsd_lane *lane);
+bool mpsd_lanes_all_proven(void);
+
+/* Without the lock, by who has the order: the GPU writes after what was given so far. */
+CUresult mpsd_lane_mark(struct mpsd_lane *lane);
+CUresult mpsd_lanes_mark(void);
+
+/* Without the lock: until the GPU has written that. */
+CUresult mpsd_lane_wait(struct mpsd_lane *lane, uint64_t number);
+CUresult mpsd_lanes_wait(void);		/* all that was given; by who has the order */
+
+/* In a move, with the lock: other words. What is proven stays so. */
+void mpsd_lanes_move(void);
+
+/* In a move, with the lock: the GPU writes that number, in the legacy stream. */
+CUresult mpsd_lane_mark_now(struct mpsd_lane *lane, uint64_t number);
+
+/* With the lock: nothing is waited for any more. */
+void mpsd_lanes_give_up(void);
+
+/* With the lock: where an event is. A record that is proven, or none, is (NULL, 0). */
+struct mpsd_point {
+	struct mpsd_lane *lane;
+	uint64_t number;
+};
+
+void mpsd_point_set(CUevent event, struct mpsd_point point);
+void mpsd_point_use(CUevent event);		/* by an operation of this epoch */
+struct mpsd_point mpsd_point_of(CUevent event);
+bool mpsd_point_is_used(CUevent event);
+void mpsd_point_forget(CUevent event);
+void mpsd_points_forget_lane(const struct mpsd_lane *lane);
+
+/* epoch.c */
+
+extern struct mpsd_epoch {
+	uint32_t number;	/* from 1 */
+	struct mpsd_op *first, **last;
+	uint64_t operations, kept_bytes;
+	bool has_borrowed;
+	bool is_awaited;	/* an operation is about to come into it */
+	const char *unsure;
+} mpsd_epoch;
+
+void mpsd_epoch_unsure(const char *why);	/* takes the lock */
+
+/* With the lock */
+void mpsd_epoch_append(struct mpsd_op *op);
+void mpsd_epoch_strike(struct mpsd_op *op);	/* the last one */
+void mpsd_epoch_end(void);
+
+/* Takes the lock: the program is about to know what is proven. */
+void mpsd_epoch_observed(void);
+
+/* Without the lock, with the order. */
+CUresult mpsd_epoch_settle(void);
+
+/* undo.c */
+
+struct save;
+
+/* What one operation wants saved, in the lane that it goes into. */
+struct mpsd_plan {
+	struct mpsd_lane *lane;
+	struct save *saves;
+};
+
+/*
+ * Without the lock, with the order: what may be written there is copied, if it was not in this epoch.
+ * OUT_OF_MEMORY: there is no room; the epoch has to end first, and then all of the plan comes anew.
+ */
+CUresult mpsd_undo_save(struct mpsd_plan *plan, CUdeviceptr address, uint64_t size);
+
+/* The same, of the whole allocation around the address; nothing where there is none. */
+CUresult mpsd_undo_save_around(struct mpsd_plan *plan, CUdeviceptr address);
+
+/* From here on the copies count, and what is submitted to the lane comes after them and those of other lanes. */
+CUresult mpsd_undo_done(struct mpsd_plan *plan);
+
+/* In place of that: nothing was saved. */
+void mpsd_undo_drop(struct mpsd_plan *plan);
+
+/* With the lock: the epoch has ended. */
+void mpsd_undo_forget(void);
+
+/* In a move, with the lock: put back what is proven to have been saved, save the rest anew. */
+CUresult mpsd_undo_restore(uint64_t *bytes);
+
+/* Without the lock, with the order: the room for copies, for the program. */
+CUresult mpsd_undo_give_back(void);
+bool mpsd_undo_has(void);
+
+/* replay.c: without the lock, with the order: what comes next into the lane comes after what was done again. */
+CUresult mpsd_replay_come_after(struct mpsd_lane *lane);
+
+/* params.c */
+
+/* What a launch was given, copied into the operation, which is a LAUNCH. NOT_SUPPORTED: it is not known how much. */
+CUresult mpsd_params_take(struct mpsd_op *op, void **parameters, void **extra);
+void mpsd_params_forget(void);	/* functions have gone: their handles may come again */
+
+/* Save what the parameters of a launch lead to. */
+CUresult mpsd_params_save(const struct mpsd_op *op, struct mpsd_plan *plan);
+
+/* submit.c */
+
+/* `op` is the callee's. `proves`: it has ended when this returns, as the program may rely on. */
+CUresult mpsd_submit(struct mpsd_op *op, bool proves);
+
+/* One at a time submits to a copy. False: the copy was left. */
+bool mpsd_order_take(uint64_t moves);
+void mpsd_order_give(uint64_t moves);
+
+/* host.c of src/failover: whether the GPU reaches that address, which is the host's. */
+bool mpsd_is_pinned(const void *address);

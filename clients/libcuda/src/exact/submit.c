@@ -1,0 +1,274 @@
+// SPDX-License-Identifier: MIT
+/*
+ * What the program submits: noted before the driver has it, in the order in which the driver gets it, and with what
+ * it may write saved first. One thread at a time does that; who is overtaken by a move finds its operation done.
+ */
+#include "clock.h"
+#include "exact/state.h"
+#include "failover/line.h"
+
+#define ORDERS 8		/* a thread may still be stuck in a copy that was left */
+#define LOOK_MS 1
+#define MOST_OPERATIONS 262144u		/* in an epoch */
+#define MOST_KEPT_BYTES ((uint64_t)256 << 20)
+
+atomic_bool mpsd_exact_on;
+
+static pthread_mutex_t orders[ORDERS] = {
+	PTHREAD_MUTEX_INITIALIZER, PTHREAD_MUTEX_INITIALIZER, PTHREAD_MUTEX_INITIALIZER, PTHREAD_MUTEX_INITIALIZER,
+	PTHREAD_MUTEX_INITIALIZER, PTHREAD_MUTEX_INITIALIZER, PTHREAD_MUTEX_INITIALIZER, PTHREAD_MUTEX_INITIALIZER,
+};
+
+/* 1 + the moves before the copy in which this thread's operation was noted and not known to have been taken. */
+static _Thread_local uint64_t noted_in;
+#define DONE UINT64_MAX		/* it has been taken; what is left is to see that it ended */
+
+bool mpsd_order_take(uint64_t moves)
+{
+	pthread_mutex_t *order = &orders[moves / 2 % ORDERS];
+
+	while (pthread_mutex_trylock(order)) {
+		struct timespec until = mpsd_in(LOOK_MS);
+
+		if (!pthread_mutex_timedlock(order, &until))
+			break;
+		if (atomic_load(&mpsd_moves) != moves)
+			return false;
+	}
+	return true;
+}
+
+void mpsd_order_give(uint64_t moves)
+{
+	pthread_mutex_unlock(&orders[moves / 2 % ORDERS]);
+}
+
+void mpsd_exact_start(void)
+{
+	atomic_store(&mpsd_exact_on, true);
+}
+
+void mpsd_exact_stop(const char *why)
+{
+	if (atomic_exchange(&mpsd_exact_on, false))
+		mpsd_epoch_unsure(why);
+}
+
+void mpsd_exact_given(void)
+{
+	noted_in = 0;
+}
+
+static CUresult plan_for(const struct mpsd_op *op, struct mpsd_plan *plan)
+{
+	switch (op->kind) {
+	case MPSD_OP_LAUNCH:
+		return mpsd_params_save(op, plan);
+	case MPSD_OP_COPY:
+		return op->copy.way == MPSD_COPY_OUT ? CUDA_SUCCESS : mpsd_undo_save(plan, op->copy.to, op->copy.size);
+	case MPSD_OP_SET:
+		return mpsd_undo_save(plan, op->set.to, op->set.width * op->set.count);
+	default:
+		return CUDA_SUCCESS;
+	}
+}
+
+static bool is_unsure(void)
+{
+	return __atomic_load_n(&mpsd_epoch.unsure, __ATOMIC_RELAXED) != NULL;
+}
+
+/* OUT_OF_MEMORY: not all of it. */
+static CUresult try_to_save(const struct mpsd_op *op)
+{
+	struct mpsd_plan plan = { op->lane, NULL };
+	CUresult planned = plan_for(op, &plan), done;
+
+	if (planned != CUDA_SUCCESS && planned != CUDA_ERROR_OUT_OF_MEMORY) {
+		mpsd_undo_drop(&plan);
+		return planned;
+	}
+	done = mpsd_undo_done(&plan);
+	mpsd_undo_drop(&plan);
+	return done == CUDA_SUCCESS ? planned : done;
+}
+
+/* With the lock: the epoch must not end between what is saved for an operation and the operation. */
+static void prepare(bool is)
+{
+	if (!mpsd_is_left())
+		mpsd_epoch.is_awaited = is;
+}
+
+static CUresult settle(void)
+{
+	CUresult result;
+
+	pthread_mutex_lock(&mpsd_exact_lock);
+	prepare(false);
+	pthread_mutex_unlock(&mpsd_exact_lock);
+	result = mpsd_epoch_settle();
+	pthread_mutex_lock(&mpsd_exact_lock);
+	prepare(true);
+	pthread_mutex_unlock(&mpsd_exact_lock);
+	return result;
+}
+
+static CUresult save(const struct mpsd_op *op)
+{
+	CUresult result;
+
+	if (is_unsure())
+		return CUDA_SUCCESS;
+	result = try_to_save(op);
+	if (result != CUDA_ERROR_OUT_OF_MEMORY)
+		return result;
+	result = settle();
+	if (result == CUDA_SUCCESS)
+		result = try_to_save(op);
+	if (result != CUDA_ERROR_OUT_OF_MEMORY)
+		return result;
+	mpsd_epoch_unsure("what one operation may write is more than MPSD_FAILOVER_UNDO_MIB");
+	return CUDA_SUCCESS;
+}
+
+static bool is_full(void)
+{
+	return mpsd_epoch.operations >= MOST_OPERATIONS || mpsd_epoch.kept_bytes >= MOST_KEPT_BYTES;
+}
+
+/* With the lock. In an unsure epoch it is counted only. */
+static void note(struct mpsd_op *op, uint64_t moves)
+{
+	op->is_busy = true;
+	if (mpsd_epoch.unsure) {
+		op->number = ++op->lane->given;
+		op->is_orphan = true;
+	} else {
+		mpsd_epoch_append(op);
+	}
+	if (op->kind == MPSD_OP_RECORD)
+		mpsd_point_set(op->event.event, (struct mpsd_point){ op->lane, op->number - 1 });
+	else if (op->kind == MPSD_OP_WAIT)
+		mpsd_point_use(op->event.event);
+	noted_in = 1 + moves;
+}
+
+/* Whoever is last frees it: the driver may have kept this thread for longer than the epoch lasted. */
+static CUresult finish(struct mpsd_op *op, CUresult result)
+{
+	bool left, is_orphan, lost = mpsd_is_loss(result);
+
+	pthread_mutex_lock(&mpsd_exact_lock);
+	left = mpsd_is_left();
+	op->is_busy = false;
+	/* An operation that the driver has refused leaves nothing. */
+	if (!left && result != CUDA_SUCCESS && !lost && !op->is_orphan)
+		mpsd_epoch_strike(op);
+	is_orphan = op->is_orphan;
+	pthread_mutex_unlock(&mpsd_exact_lock);
+	if (is_orphan)
+		mpsd_op_free(op);
+	if (left)
+		return MPSD_AGAIN;
+	if (!lost)
+		noted_in = 0;
+	return result;
+}
+
+/* Everything before the driver has it. */
+static CUresult make_ready(const struct mpsd_op *op, bool full)
+{
+	CUresult result = full ? settle() : CUDA_SUCCESS;
+
+	if (result == CUDA_SUCCESS)
+		result = mpsd_replay_come_after(op->lane);
+	if (result == CUDA_SUCCESS)
+		result = save(op);
+	/* An event that is reached proves what is before it. */
+	if (result == CUDA_SUCCESS && op->kind == MPSD_OP_RECORD)
+		result = mpsd_lane_mark(op->lane);
+	return result;
+}
+
+/* With the order, which everybody's next operation waits for. */
+static CUresult put(struct mpsd_op *op, uint64_t moves)
+{
+	bool left, full;
+	CUresult result;
+
+	pthread_mutex_lock(&mpsd_exact_lock);
+	left = mpsd_is_left();
+	op->lane = left ? NULL : mpsd_lane_of(op->stream);
+	full = is_full();
+	prepare(op->lane != NULL);
+	pthread_mutex_unlock(&mpsd_exact_lock);
+	if (!op->lane) {
+		mpsd_op_free(op);
+		if (!left)
+			mpsd_exact_stop("more streams than there are lanes");
+		return MPSD_AGAIN;
+	}
+	result = make_ready(op, full);
+	pthread_mutex_lock(&mpsd_exact_lock);
+	prepare(false);
+	left = mpsd_is_left();
+	if (!left && result == CUDA_SUCCESS)
+		note(op, moves);
+	pthread_mutex_unlock(&mpsd_exact_lock);
+	if (left || result != CUDA_SUCCESS) {
+		mpsd_op_free(op);
+		return left ? MPSD_AGAIN : result;
+	}
+	return finish(op, mpsd_op_issue(op));
+}
+
+static CUresult prove(CUstream stream)
+{
+	struct mpsd_lane *lane;
+	uint64_t number;
+	CUresult result;
+
+	pthread_mutex_lock(&mpsd_exact_lock);
+	lane = mpsd_lane_find(stream);
+	number = lane ? lane->given : 0;
+	pthread_mutex_unlock(&mpsd_exact_lock);
+	if (!lane)
+		return CUDA_SUCCESS;
+	result = mpsd_lane_mark(lane);
+	if (result == CUDA_SUCCESS)
+		result = mpsd_lane_wait(lane, number);
+	if (result == CUDA_SUCCESS)
+		mpsd_epoch_observed();
+	return result;
+}
+
+CUresult mpsd_submit(struct mpsd_op *op, bool proves)
+{
+	uint64_t moves = mpsd_tables()->moves;
+	bool is_done = noted_in && noted_in != 1 + moves;
+	CUstream stream = op->stream;
+	CUresult result = CUDA_SUCCESS;
+
+	if (is_done)
+		mpsd_op_free(op);
+	if (is_done && !proves) {
+		noted_in = 0;
+		return CUDA_SUCCESS;
+	}
+	if (!mpsd_lanes_ready() || !mpsd_order_take(moves)) {
+		if (!is_done)
+			mpsd_op_free(op);
+		return MPSD_AGAIN;
+	}
+	if (!is_done)
+		result = put(op, moves);
+	if (result == CUDA_SUCCESS && proves) {
+		noted_in = DONE;
+		result = prove(stream);
+		if (result == CUDA_SUCCESS)
+			noted_in = 0;
+	}
+	mpsd_order_give(moves);
+	return result;
+}

@@ -1,0 +1,376 @@
+// SPDX-License-Identifier: MIT
+/*
+ * What memory was before the epoch: copies of it, made by the GPU in the stream of whatever may write there first.
+ * In pages of 2 MiB, which no two of a window's allocations share unless they are small.
+ *
+ * A save is worth something once its lane is proven to have come behind it. Before that its page is as it was, for
+ * what writes there comes after the save: in its own lane by order, in another by waiting for the lane's event.
+ *
+ * The copies are allocations in the window like the program's, so that they outlive the context too.
+ */
+#include <stdlib.h>
+
+#include "exact/state.h"
+#include "failover/line.h"
+#include "memory.h"
+#include "windows.h"
+
+#define CHUNK_BYTES ((size_t)64 << 20)
+#define MOST_CHUNKS 1024
+#define DEFAULT_MIB 1024
+#define MOST_MIB (1u << 20)
+
+struct save {
+	struct save *next;
+	CUdeviceptr address, undo;
+	uint64_t size;
+	struct mpsd_lane *lane;
+	uint64_t number;		/* of the lane, from which on it is there */
+};
+
+static struct save *saves;		/* of the epoch */
+static uint64_t batches;		/* of saves, ever */
+
+static struct chunk {
+	CUdeviceptr base;
+	size_t size;
+} chunks[MOST_CHUNKS];
+static unsigned int chunk_count, chunk_now;
+static size_t chunk_used;		/* of chunks[chunk_now] */
+
+static CUdeviceptr window_base;
+static uint32_t *stamps;		/* for each page of the window: in which epoch it was saved */
+static uint64_t pages;
+
+static size_t budget(void)
+{
+	static size_t bytes;
+	const char *given;
+	unsigned long mib;
+	char *end;
+
+	if (bytes)
+		return bytes;
+	given = secure_getenv("MPSD_FAILOVER_UNDO_MIB");
+	mib = given ? strtoul(given, &end, 10) : DEFAULT_MIB;
+	if (given && (*end || end == given || !mib || mib > MOST_MIB)) {
+		mpsd_say("MPSD_FAILOVER_UNDO_MIB: not a number of MiB from 1 to %u; %d is taken", MOST_MIB, DEFAULT_MIB);
+		mib = DEFAULT_MIB;
+	}
+	return bytes = (size_t)mib << 20;
+}
+
+/* Windows open with the first allocation, and stay. */
+static bool know_window(CUdeviceptr address)
+{
+	struct mpsd_allocation allocation;
+	CUdeviceptr base;
+	uint64_t count;
+	uint32_t *fresh;
+
+	if (!mpsd_memory_is_in_window(address) || !mpsd_memory_find(address, &allocation))
+		return false;
+	pthread_mutex_lock(&mpsd_windows_lock);
+	base = mpsd_windows[allocation.device].arena.base;
+	count = mpsd_windows[allocation.device].arena.granules;
+	pthread_mutex_unlock(&mpsd_windows_lock);
+	fresh = calloc(count, sizeof(*fresh));
+	pthread_mutex_lock(&mpsd_exact_lock);
+	if (!stamps && fresh) {
+		window_base = base;
+		pages = count;
+		__atomic_store_n(&stamps, fresh, __ATOMIC_RELEASE);
+		fresh = NULL;
+	}
+	pthread_mutex_unlock(&mpsd_exact_lock);
+	free(fresh);
+	return true;
+}
+
+_Static_assert(MPSD_EXACT_PAGE == ARENA_GRANULE, "a page of the window is what memory is mapped by");
+
+/* Room for `size`, or as much of it as lies in one; 0: none is left. Under the lock. */
+static CUdeviceptr take_room(uint64_t size, uint64_t *got)
+{
+	CUdeviceptr at;
+
+	while (chunk_now < chunk_count && chunk_used == chunks[chunk_now].size) {
+		chunk_now++;
+		chunk_used = 0;
+	}
+	if (chunk_now == chunk_count)
+		return 0;
+	*got = chunks[chunk_now].size - chunk_used;
+	if (*got > size)
+		*got = size;
+	at = chunks[chunk_now].base + chunk_used;
+	chunk_used += *got;
+	return at;
+}
+
+static CUresult more_room(uint64_t size)
+{
+	CUdeviceptr base;
+	CUresult result;
+	size_t there = 0;
+
+	for (unsigned int i = 0; i < chunk_count; i++)
+		there += chunks[i].size;
+	if (size < CHUNK_BYTES)
+		size = CHUNK_BYTES;
+	if (there + size > budget() && there < budget())
+		size = budget() - there;
+	if (there + size > budget() || chunk_count == MOST_CHUNKS)
+		return CUDA_ERROR_OUT_OF_MEMORY;
+	result = inner_cuMemAlloc_v2(&base, size);
+	if (result != CUDA_SUCCESS)
+		return result;
+	pthread_mutex_lock(&mpsd_exact_lock);
+	chunks[chunk_count++] = (struct chunk){ base, size };
+	pthread_mutex_unlock(&mpsd_exact_lock);
+	return CUDA_SUCCESS;
+}
+
+static CUresult save_run(struct mpsd_plan *plan, CUdeviceptr address, uint64_t size)
+{
+	while (size) {
+		struct save *save = malloc(sizeof(*save));
+		uint64_t got = 0;
+		CUdeviceptr undo;
+		CUresult result;
+
+		if (!save)
+			return CUDA_ERROR_OUT_OF_MEMORY;
+		pthread_mutex_lock(&mpsd_exact_lock);
+		undo = take_room(size, &got);
+		pthread_mutex_unlock(&mpsd_exact_lock);
+		result = undo ? real_cuMemcpyDtoDAsync_v2(undo, address, got, mpsd_native(plan->lane->stream))
+			      : more_room(size);
+		if (!undo || result != CUDA_SUCCESS) {
+			free(save);
+			if (result != CUDA_SUCCESS)
+				return result;
+			continue;
+		}
+		*save = (struct save){ plan->saves, address, undo, got, plan->lane, 0 };
+		plan->saves = save;
+		address += got;
+		size -= got;
+	}
+	return CUDA_SUCCESS;
+}
+
+static CUdeviceptr address_of(uint64_t page)
+{
+	return window_base + page * MPSD_EXACT_PAGE;
+}
+
+static bool is_saved(const struct mpsd_plan *plan, uint64_t page)
+{
+	if (__atomic_load_n(&stamps[page], __ATOMIC_RELAXED) == mpsd_epoch.number)
+		return true;
+	for (const struct save *save = plan->saves; save; save = save->next)
+		if (address_of(page) - save->address < save->size)
+			return true;
+	return false;
+}
+
+static CUresult save_pages(struct mpsd_plan *plan, uint64_t first, uint64_t end)
+{
+	CUresult result = CUDA_SUCCESS;
+
+	while (first < end && result == CUDA_SUCCESS) {
+		uint64_t behind = first;
+
+		while (behind < end && !is_saved(plan, behind))
+			behind++;
+		if (behind > first)
+			result = save_run(plan, address_of(first), (behind - first) * MPSD_EXACT_PAGE);
+		first = behind + 1;
+	}
+	return result;
+}
+
+static bool is_in_window(CUdeviceptr address)
+{
+	return __atomic_load_n(&stamps, __ATOMIC_ACQUIRE) && address - window_base < pages * MPSD_EXACT_PAGE;
+}
+
+CUresult mpsd_undo_save(struct mpsd_plan *plan, CUdeviceptr address, uint64_t size)
+{
+	if (!size || (!is_in_window(address) && !know_window(address)))
+		return CUDA_SUCCESS;
+	if (!is_in_window(address)) {
+		mpsd_epoch_unsure("memory of more than one GPU");
+		return CUDA_SUCCESS;
+	}
+	return save_pages(plan, (address - window_base) / MPSD_EXACT_PAGE,
+			  (address - window_base + size + MPSD_EXACT_PAGE - 1) / MPSD_EXACT_PAGE);
+}
+
+CUresult mpsd_undo_save_around(struct mpsd_plan *plan, CUdeviceptr address)
+{
+	struct mpsd_allocation allocation;
+
+	if (is_in_window(address) && is_saved(plan, (address - window_base) / MPSD_EXACT_PAGE))
+		return CUDA_SUCCESS;
+	if (!mpsd_memory_is_in_window(address) || !mpsd_memory_find(address, &allocation))
+		return CUDA_SUCCESS;
+	if (allocation.is_imported)
+		mpsd_epoch_unsure("memory of another process");
+	return mpsd_undo_save(plan, allocation.base, allocation.size);
+}
+
+static void free_all(struct save *save)
+{
+	while (save) {
+		struct save *next = save->next;
+
+		free(save);
+		save = next;
+	}
+}
+
+void mpsd_undo_drop(struct mpsd_plan *plan)
+{
+	free_all(plan->saves);
+	plan->saves = NULL;
+}
+
+static void stamp(const struct save *save)
+{
+	uint64_t first = (save->address - window_base) / MPSD_EXACT_PAGE;
+
+	for (uint64_t i = 0; i < save->size / MPSD_EXACT_PAGE; i++)
+		__atomic_store_n(&stamps[first + i], mpsd_epoch.number, __ATOMIC_RELAXED);
+}
+
+/* With the lock. */
+static void commit(struct mpsd_plan *plan)
+{
+	struct mpsd_lane *lane = plan->lane;
+
+	lane->saved = ++lane->given;
+	batches++;
+	while (plan->saves) {
+		struct save *save = plan->saves;
+
+		plan->saves = save->next;
+		save->number = lane->saved;
+		stamp(save);
+		save->next = saves;
+		saves = save;
+	}
+}
+
+CUresult make_cuEventCreate(CUevent *phEvent, unsigned int Flags);
+
+static CUresult mark_saves(struct mpsd_lane *lane)
+{
+	CUresult result = mpsd_lane_mark(lane);
+
+	if (result == CUDA_SUCCESS)
+		result = real_cuEventRecord(mpsd_native(lane->event), mpsd_native(lane->stream));
+	return result;
+}
+
+/* What another lane saves may be what this one is about to write. */
+static CUresult come_after_others(struct mpsd_lane *lane)
+{
+	CUevent events[MPSD_LANES];
+	CUresult result = CUDA_SUCCESS;
+	unsigned int count = 0;
+	uint64_t all;
+
+	pthread_mutex_lock(&mpsd_exact_lock);
+	all = batches;
+	for (unsigned int i = 0; i < MPSD_LANES && lane->after_saves < all; i++) {
+		struct mpsd_lane *other = &mpsd_lanes[i];
+
+		if (other != lane && other->saved > mpsd_lane_look(other))
+			events[count++] = other->event;
+	}
+	pthread_mutex_unlock(&mpsd_exact_lock);
+	for (unsigned int i = 0; i < count && result == CUDA_SUCCESS; i++)
+		result = real_cuStreamWaitEvent(mpsd_native(lane->stream), mpsd_native(events[i]), 0);
+	pthread_mutex_lock(&mpsd_exact_lock);
+	if (result == CUDA_SUCCESS && !mpsd_is_left())
+		lane->after_saves = all;
+	pthread_mutex_unlock(&mpsd_exact_lock);
+	return result;
+}
+
+CUresult mpsd_undo_done(struct mpsd_plan *plan)
+{
+	CUresult result = CUDA_SUCCESS;
+	bool left;
+
+	if (!plan->saves)
+		return come_after_others(plan->lane);
+	if (!plan->lane->event)
+		result = make_cuEventCreate(&plan->lane->event, CU_EVENT_DISABLE_TIMING);
+	if (result != CUDA_SUCCESS)
+		return result;
+	pthread_mutex_lock(&mpsd_exact_lock);
+	left = mpsd_is_left();
+	if (!left)
+		commit(plan);
+	pthread_mutex_unlock(&mpsd_exact_lock);
+	if (left)
+		return MPSD_AGAIN;
+	result = mark_saves(plan->lane);
+	return result == CUDA_SUCCESS ? come_after_others(plan->lane) : result;
+}
+
+void mpsd_undo_forget(void)
+{
+	free_all(saves);
+	saves = NULL;
+	chunk_now = 0;
+	chunk_used = 0;
+}
+
+/*
+ * In the legacy stream, like all that is done again. What is put back can be put back once more; what is saved anew
+ * has to be there before anything else happens.
+ */
+CUresult mpsd_undo_restore(uint64_t *bytes)
+{
+	CUresult result = CUDA_SUCCESS;
+	bool is_new = false;
+
+	for (struct save *save = saves; save && result == CUDA_SUCCESS; save = save->next) {
+		bool is_there = save->number <= mpsd_lane_look(save->lane);
+
+		*bytes += is_there ? save->size : 0;
+		is_new |= !is_there;
+		result = real_cuMemcpyDtoDAsync_v2(is_there ? save->address : save->undo,
+						   is_there ? save->undo : save->address, save->size,
+						   CU_STREAM_LEGACY);
+	}
+	if (result == CUDA_SUCCESS && is_new)
+		result = real_cuStreamSynchronize(CU_STREAM_LEGACY);
+	if (result != CUDA_SUCCESS)
+		return result;
+	for (struct save *save = saves; save; save = save->next) {
+		save->number = 0;
+		save->lane->saved = 0;
+	}
+	return CUDA_SUCCESS;
+}
+
+CUresult mpsd_undo_give_back(void)
+{
+	CUresult result = mpsd_exact() ? mpsd_epoch_settle() : CUDA_SUCCESS;
+
+	while (result == CUDA_SUCCESS && chunk_count) {
+		result = inner_cuMemFree_v2(chunks[chunk_count - 1].base);
+		chunk_count -= result == CUDA_SUCCESS;
+	}
+	return result;
+}
+
+bool mpsd_undo_has(void)
+{
+	return __atomic_load_n(&chunk_count, __ATOMIC_RELAXED) != 0;
+}

@@ -1,0 +1,167 @@
+// SPDX-License-Identifier: MIT
+/*
+ * Where the program is told that work has ended. What it is told then has to be so: the driver's word is taken when
+ * the GPU's own is there, which the driver's comes after.
+ */
+#include "exact/state.h"
+
+static void want(struct mpsd_proof *proof, const struct mpsd_lane *lane, uint64_t number)
+{
+	proof->wanted[proof->count].lane = (unsigned int)(lane - mpsd_lanes);
+	proof->wanted[proof->count++].number = number;
+}
+
+/* With the lock, before the marks: what they are to prove. */
+static void want_all(struct mpsd_proof *proof)
+{
+	for (unsigned int i = 0; i < MPSD_LANES; i++)
+		if (mpsd_lanes[i].is_used && mpsd_lane_look(&mpsd_lanes[i]) < mpsd_lanes[i].given)
+			want(proof, &mpsd_lanes[i], mpsd_lanes[i].given);
+}
+
+static void want_one(struct mpsd_proof *proof, enum mpsd_wait wait, const void *handle)
+{
+	if (wait == MPSD_WAIT_EVENT) {
+		struct mpsd_point point = mpsd_point_of((CUevent)handle);
+
+		if (point.lane)
+			want(proof, point.lane, point.number);
+	} else {
+		struct mpsd_lane *lane = mpsd_lane_find((CUstream)handle);
+
+		if (lane)
+			want(proof, lane, lane->given);
+	}
+}
+
+/* The legacy stream waits for the others that block with it. */
+static bool is_for_all(enum mpsd_wait wait, const void *handle)
+{
+	return wait == MPSD_WAIT_ALL || wait == MPSD_WAIT_COPY ||
+	       (wait == MPSD_WAIT_STREAM && (!handle || handle == CU_STREAM_LEGACY));
+}
+
+static CUresult mark(const struct mpsd_proof *proof)
+{
+	uint64_t moves = mpsd_tables()->moves;
+	CUresult result = CUDA_SUCCESS;
+
+	if (!proof->count)
+		return CUDA_SUCCESS;
+	if (!mpsd_order_take(moves))
+		return MPSD_AGAIN;
+	for (unsigned int i = 0; i < proof->count && result == CUDA_SUCCESS; i++)
+		result = mpsd_lane_mark(&mpsd_lanes[proof->wanted[i].lane]);
+	mpsd_order_give(moves);
+	return result;
+}
+
+CUresult mpsd_exact_before(struct mpsd_proof *proof, enum mpsd_wait wait, const void *handle)
+{
+	bool left;
+
+	proof->count = 0;
+	pthread_mutex_lock(&mpsd_exact_lock);
+	left = mpsd_is_left();
+	if (!left && is_for_all(wait, handle))
+		want_all(proof);
+	else if (!left)
+		want_one(proof, wait, handle);
+	pthread_mutex_unlock(&mpsd_exact_lock);
+	if (left)
+		return MPSD_AGAIN;
+	return wait == MPSD_WAIT_EVENT ? CUDA_SUCCESS : mark(proof);
+}
+
+/* A copy that the call made itself has ended if something after it has. */
+static CUresult come_behind(struct mpsd_proof *proof)
+{
+	uint64_t moves = mpsd_tables()->moves;
+	struct mpsd_lane *lane = NULL;
+	CUresult result;
+
+	if (!mpsd_lanes_ready()) {
+		mpsd_exact_stop("no pinned memory");
+		return MPSD_AGAIN;
+	}
+	if (!mpsd_order_take(moves))
+		return MPSD_AGAIN;
+	proof->count = 0;
+	pthread_mutex_lock(&mpsd_exact_lock);
+	if (!mpsd_is_left())
+		lane = mpsd_lane_of(CU_STREAM_LEGACY);
+	if (lane)
+		want(proof, lane, ++lane->given);
+	pthread_mutex_unlock(&mpsd_exact_lock);
+	result = lane ? mpsd_lane_mark(lane) : MPSD_AGAIN;
+	mpsd_order_give(moves);
+	return result;
+}
+
+CUresult mpsd_exact_after(struct mpsd_proof *proof, enum mpsd_wait wait)
+{
+	CUresult result = wait == MPSD_WAIT_COPY ? come_behind(proof) : CUDA_SUCCESS;
+
+	for (unsigned int i = 0; i < proof->count && result == CUDA_SUCCESS; i++)
+		result = mpsd_lane_wait(&mpsd_lanes[proof->wanted[i].lane], proof->wanted[i].number);
+	if (result == CUDA_SUCCESS)
+		mpsd_epoch_observed();
+	return result;
+}
+
+CUresult mpsd_exact_settle(void)
+{
+	uint64_t moves = mpsd_tables()->moves;
+	CUresult result;
+
+	if (!mpsd_order_take(moves))
+		return MPSD_AGAIN;
+	result = mpsd_epoch_settle();
+	mpsd_order_give(moves);
+	return result;
+}
+
+CUresult mpsd_exact_settle_code(void)
+{
+	CUresult result = mpsd_exact_settle();
+
+	if (result == CUDA_SUCCESS)
+		mpsd_params_forget();
+	return result;
+}
+
+/* The handle may be somebody else's next. */
+CUresult mpsd_exact_settle_stream(CUstream stream)
+{
+	CUresult result = mpsd_exact_settle();
+	struct mpsd_lane *lane;
+
+	if (result != CUDA_SUCCESS)
+		return result;
+	pthread_mutex_lock(&mpsd_exact_lock);
+	lane = mpsd_lane_find(stream);
+	if (lane) {
+		lane->is_used = false;
+		mpsd_points_forget_lane(lane);
+	}
+	pthread_mutex_unlock(&mpsd_exact_lock);
+	return CUDA_SUCCESS;
+}
+
+CUresult mpsd_exact_settle_event(CUevent event)
+{
+	CUresult result = CUDA_SUCCESS;
+	bool is_used;
+
+	pthread_mutex_lock(&mpsd_exact_lock);
+	is_used = mpsd_point_is_used(event);
+	pthread_mutex_unlock(&mpsd_exact_lock);
+	if (is_used)
+		result = mpsd_exact_settle();
+	if (result != CUDA_SUCCESS)
+		return result;
+	pthread_mutex_lock(&mpsd_exact_lock);
+	mpsd_point_forget(event);
+	pthread_mutex_unlock(&mpsd_exact_lock);
+	return CUDA_SUCCESS;
+}

@@ -1,0 +1,73 @@
+// SPDX-License-Identifier: MIT
+/*
+ * For tests that have to know how far the GPU is: a file named gate in CUDA_MPS_PIPE_DIRECTORY has two words of 64
+ * bits, shared with the test. How many more operations may begin (all ones: any number), and what the context dies
+ * of (0: nothing). Without the file nothing is held.
+ */
+#include <fcntl.h>
+#include <stdio.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "standin.h"
+
+#define LOOK_NS 1000000
+
+static uint64_t *gate;
+
+void gate_find(void)
+{
+	char path[4200];
+	struct stat info;
+	int fd;
+
+	snprintf(path, sizeof(path), "%s/gate", pipe_directory);
+	fd = *pipe_directory ? open(path, O_RDWR | O_CLOEXEC) : -1;
+	if (fd < 0)
+		return;
+	if (!fstat(fd, &info) && info.st_size >= (off_t)(2 * sizeof(*gate)))
+		gate = mmap(NULL, 2 * sizeof(*gate), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+	if (gate == MAP_FAILED)
+		gate = NULL;
+	close(fd);
+}
+
+void gate_forget(void)
+{
+	if (gate)
+		munmap(gate, 2 * sizeof(*gate));
+	gate = NULL;
+}
+
+static bool pass(void)
+{
+	uint64_t left = gate ? __atomic_load_n(gate, __ATOMIC_ACQUIRE) : UINT64_MAX;
+
+	while (left && left != UINT64_MAX &&
+	       !__atomic_compare_exchange_n(gate, &left, left - 1, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE))
+		;
+	return left != 0;
+}
+
+/* Nobody says when the test opens the gate. */
+bool gate_lets(CUcontext context)
+{
+	struct timespec soon;
+
+	if (context->broken || pass())
+		return true;
+	clock_gettime(CLOCK_MONOTONIC, &soon);
+	soon.tv_nsec += LOOK_NS;
+	soon.tv_sec += soon.tv_nsec / 1000000000;
+	soon.tv_nsec %= 1000000000;
+	pthread_cond_clockwait(&gpu_changed, &gpu_lock, CLOCK_MONOTONIC, &soon);
+	look_at(context);
+	return false;
+}
+
+CUresult gate_fault(void)
+{
+	return gate ? (CUresult)__atomic_load_n(gate + 1, __ATOMIC_ACQUIRE) : CUDA_SUCCESS;
+}

@@ -1,0 +1,172 @@
+"""A random program, run by tests/libcuda/test_exact_random.py, which moves it while it runs.
+
+Each line of its input is a program: a JSON list of steps. Before each step it says the step's number, and where the
+test asked for it waits for a line. At the end it says what the program has seen, as JSON.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import sys
+from typing import Any
+
+from faultinject.measure.failover_driver import Driver
+
+IMAGE = b"standin module\nkernel add add 0\nkernel fill fill 0\nkernel copy copy 0\nkernel sum sum 0\n"
+SIZES = (8 << 20, 600, 4 << 20, 3 << 20)
+STREAMS = 3
+WORDS = 6
+KINDS = {"add": (8, 8, 4), "fill": (8, 8, 4), "copy": (8, 8, 8), "sum": (8, 8, 8)}
+NON_BLOCKING, DISABLE_TIMING = 1, 2
+
+
+class Program(Driver):
+    """Buffers, streams and the order in which streams have to take turns at buffers."""
+
+    def __init__(self) -> None:
+        super().__init__(ctypes.CDLL("libcuda.so.1"))
+        self("cuInit", 0)
+        self.context = self.made("cuDevicePrimaryCtxRetain", 0)
+        self.current()
+        module = self.made("cuModuleLoadData", IMAGE)
+        for name in KINDS:
+            self.functions[name] = self.made("cuModuleGetFunction", module, name.encode())
+        self.streams = [0] + [self.made("cuStreamCreate", NON_BLOCKING) for _ in range(STREAMS - 1)]
+        self.events = [self.made("cuEventCreate", DISABLE_TIMING) for _ in range(STREAMS)]
+        self.pinned = self.made("cuMemHostAlloc", 1 << 20, 0)
+        self.buffers: list[int] = []
+        self.last: list[int] = []
+
+    def begin(self) -> None:
+        self.buffers = [self.made("cuMemAlloc_v2", size) for size in SIZES]
+        self.last = [0] * len(SIZES)
+        for address, size in zip(self.buffers, SIZES, strict=True):
+            self("cuMemsetD8_v2", address, 0, size)
+
+    def end(self) -> list[int]:
+        self("cuCtxSynchronize")
+        words = [self.word(buffer, at) for buffer in range(len(SIZES)) for at in range(WORDS)]
+        for address in self.buffers:
+            self("cuMemFree_v2", address)
+        return words
+
+    def word(self, buffer: int, at: int) -> int:
+        out = ctypes.c_uint32()
+        self.turn(buffer, 0)
+        self("cuMemcpyDtoH_v2", ctypes.byref(out), self.buffers[buffer] + 4 * at, 4)
+        return out.value
+
+    def turn(self, buffer: int, stream: int) -> None:
+        """What comes next in that stream comes after what was last done to the buffer."""
+        before, self.last[buffer] = self.last[buffer], stream
+        if before != stream:
+            self("cuEventRecord", self.events[before], self.streams[before])
+            self("cuStreamWaitEvent", self.streams[stream], self.events[before], 0)
+
+    def launch(self, kernel: str, stream: int, *values: int) -> None:
+        kinds = [ctypes.c_uint64 if size == 8 else ctypes.c_uint32 for size in KINDS[kernel]]
+        held = [kind(value) for kind, value in zip(kinds, values, strict=True)]
+        pointers = (ctypes.c_void_p * len(held))(*map(ctypes.addressof, held))
+        self(
+            "cuLaunchKernel",
+            self.functions[kernel],
+            1,
+            1,
+            1,
+            1,
+            1,
+            1,
+            0,
+            self.streams[stream],
+            pointers,
+            None,
+        )
+
+    def step(self, what: str, stream: int, one: int, two: int, value: int) -> list[int]:
+        """What the program sees by it."""
+        if what in ("add", "fill"):
+            self.turn(one, stream)
+            self.launch(what, stream, self.buffers[one], 4, value)
+        elif what in ("copy", "sum"):
+            self.turn(one, stream)
+            self.turn(two, stream)
+            self.launch(what, stream, self.buffers[one] + 16 * (what == "sum"), self.buffers[two], 4)
+        elif what == "set":
+            self.turn(one, stream)
+            self("cuMemsetD32Async", self.buffers[one], value, 3, self.streams[stream])
+        elif what == "in":
+            self.turn(one, stream)
+            source = (ctypes.c_uint32 * 4)(value, value + 1, value + 2, value + 3)
+            self("cuMemcpyHtoDAsync_v2", self.buffers[one], source, 16, self.streams[stream])
+            source[:] = [0] * 4
+        elif what == "in_pinned":
+            return self.in_pinned(stream, one, value)
+        elif what == "out":
+            self.turn(one, stream)
+            seen = (ctypes.c_uint32 * 4).from_address(self.pinned)
+            self("cuMemcpyDtoHAsync_v2", self.pinned, self.buffers[one], 16, self.streams[stream])
+            self("cuStreamSynchronize", self.streams[stream])
+            found, seen[:] = list(seen), [0] * 4
+            return found
+        elif what == "out_now":
+            self.turn(one, stream)
+            into = (ctypes.c_uint32 * 4)()
+            self("cuMemcpyDtoHAsync_v2", into, self.buffers[one], 16, self.streams[stream])
+            return list(into)
+        elif what == "look":
+            return [self.word(one, value % 4)]
+        elif what == "wait":
+            self("cuStreamSynchronize", self.streams[stream])
+        elif what == "wait_event":
+            self("cuEventRecord", self.events[stream], self.streams[stream])
+            while self.code("cuEventQuery", self.events[stream]) == 600:
+                pass
+            self("cuEventSynchronize", self.events[stream])
+        elif what == "wait_all":
+            self("cuCtxSynchronize")
+        elif what == "again":
+            self("cuMemFree_v2", self.buffers[one])
+            self.buffers[one] = self.made("cuMemAlloc_v2", SIZES[one])
+            self.last[one] = 0
+            self("cuMemsetD8_v2", self.buffers[one], 0, SIZES[one])
+        return []
+
+    def in_pinned(self, stream: int, one: int, value: int) -> list[int]:
+        """More than is copied by the proxy; the program's again when its event is reached."""
+        count = (256 << 10) // 4
+        self.turn(one, stream)
+        source = (ctypes.c_uint32 * count).from_address(self.pinned)
+        source[:4] = [value, value + 1, value + 2, value + 3]
+        self("cuMemcpyHtoDAsync_v2", self.buffers[one], self.pinned, 4 * count, self.streams[stream])
+        self("cuEventRecord", self.events[stream], self.streams[stream])
+        self("cuEventSynchronize", self.events[stream])
+        source[:4] = [0] * 4
+        return []
+
+
+def say(text: str) -> None:
+    os.write(1, text.encode() + b"\n")
+
+
+def run(program: Program, steps: list[Any], stops: list[int]) -> None:
+    seen: list[int] = []
+    program.begin()
+    for number, step in enumerate(steps):
+        say(str(number))
+        if number in stops:
+            sys.stdin.readline()
+        seen += program.step(*step)
+    say("end")
+    if len(steps) in stops:
+        sys.stdin.readline()
+    seen += program.end()
+    say(json.dumps(seen))
+
+
+gpu = Program()
+say(str(os.getpid()))
+for line in sys.stdin:
+    asked = json.loads(line)
+    run(gpu, asked["steps"], asked["stops"])

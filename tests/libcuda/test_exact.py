@@ -1,0 +1,171 @@
+"""Mode `exact`: what was in flight when a context was lost is undone, and done again in the next one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.libcuda.test_failover import Program, ask, break_domain, copies, post, stand_by
+from tests.support import moving
+from tests.support.libcudas import Libraries
+from tests.support.moving import Line, Post, Said
+from tests.support.simfixtures import backend, domain, second
+from tests.support.simnode import Domain
+
+__all__ = ["ask", "backend", "copies", "domain", "post", "second"]
+
+EXACT = pytest.mark.parametrize("ask", [{"MPSD_FAILOVER": "exact"}], indirect=True)
+
+
+def move(line: Line, generation: int = 1, *, again: bool = True, planned: bool = False) -> Said:
+    line.say(moving.MOVE, generation, again=again, planned=planned)
+    said = line.hear(moving.MOVED, moving.STAYED, moving.OWN_ERROR)
+    if said.kind == moving.OWN_ERROR:
+        said = line.hear(moving.MOVED, moving.STAYED)
+    assert said.kind == moving.MOVED, said
+    return said
+
+
+@EXACT
+def test_what_was_in_flight_is_done_again(
+    domain: Domain, second: Domain, post: Post, ask: Program, copies: Path
+) -> None:
+    line = post.greet(moving.EXACT)
+    ask("m = gpu.memory(8 << 20)")
+    stand_by(line, second, copies)
+    assert ask("[gpu.run('add', m, 8, 5), gpu.sync()]") == "[0, 0]"
+    assert ask("[gpu.run('add', m, 8, 1), gpu.run('late', m, 8, 1), gpu.run('add', m, 8, 1)]") == "[0, 0, 0]"
+    ask.tell("gpu.sync()")
+    break_domain(domain)
+    said = move(line)
+    assert (said.text, said.values[3] >= 2 << 20, said.values[4]) == ("", True, 3)
+    assert ask._answer() == "0"
+    assert ask("[gpu.word(m), gpu.run('add', m, 8, 1), gpu.sync(), gpu.word(m)]") == "[8, 0, 0, 9]"
+    assert ask.end() == ""
+
+
+@EXACT
+def test_nobody_knows_whose_fault_it_was(
+    domain: Domain, second: Domain, post: Post, ask: Program, copies: Path
+) -> None:
+    """What an offender submitted would fault again, and so nothing is done again; the program is told, once."""
+    line = post.greet(moving.EXACT)
+    ask("m = gpu.memory(8 << 20)")
+    stand_by(line, second, copies)
+    assert ask("gpu.sync(), gpu.run('long', m, 8, 1)") == "(0, 0)"
+    break_domain(domain)
+    said = move(line, again=False)
+    assert (said.text, said.values[3:5]) == ("nobody knows whose fault it was", (0, 0))
+    assert ask("[gpu.sync(), gpu.sync(), gpu.word(m)]") == "[719, 0, 0]"
+    assert "nobody knows whose fault it was" in ask.end()
+
+
+@EXACT
+def test_who_has_nothing_in_flight_is_told_nothing(
+    domain: Domain, second: Domain, post: Post, ask: Program, copies: Path
+) -> None:
+    line = post.greet(moving.EXACT)
+    ask("m = gpu.memory(8 << 20)")
+    stand_by(line, second, copies)
+    assert ask("gpu.run('add', m, 8, 3), gpu.sync()") == "(0, 0)"
+    break_domain(domain)
+    said = move(line, again=False)
+    assert (said.text, said.values[3:5]) == ("", (0, 0))
+    assert ask("[gpu.sync(), gpu.word(m)]") == "[0, 3]"
+    assert ask.end() == ""
+
+
+@pytest.mark.parametrize("ask", [{"MPSD_FAILOVER": "exact", "MPSD_FAILOVER_UNDO_MIB": "4"}], indirect=True)
+def test_more_may_be_written_than_there_is_room_for(
+    domain: Domain, second: Domain, post: Post, ask: Program, copies: Path
+) -> None:
+    line = post.greet(moving.EXACT)
+    ask(
+        "large = gpu.memory(8 << 20); gpu.sync(); small = [gpu.memory(2 << 20) for _ in range(4)]; gpu.sync()"
+    )
+    stand_by(line, second, copies)
+    # One after the other, for the room is for two of them: the epoch ends in between, and nothing is missing.
+    assert (
+        ask("[gpu.run('add', m, 8, 1) for m in small], gpu.run('late', small[0], 8, 1)")
+        == "([0, 0, 0, 0], 0)"
+    )
+    break_domain(domain)
+    assert move(line).text == ""
+    assert ask("[gpu.word(m) for m in small]") == "[2, 1, 1, 1]"
+    # What one operation alone may write is more.
+    third = line
+    assert ask("gpu.sync(), gpu.run('add', large, 8, 1), gpu.sync(), gpu.word(large)") == "(0, 0, 0, 1)"
+    assert third is line and ask.end() == ""
+
+
+@pytest.mark.parametrize("ask", [{"MPSD_FAILOVER": "exact", "MPSD_FAILOVER_UNDO_MIB": "4"}], indirect=True)
+def test_an_operation_that_cannot_be_undone_is_said_by_name(
+    domain: Domain, second: Domain, post: Post, ask: Program, copies: Path
+) -> None:
+    line = post.greet(moving.EXACT)
+    ask("large = gpu.memory(8 << 20); gpu.sync()")
+    stand_by(line, second, copies)
+    assert ask("gpu.run('long', large, 8, 1)") == "0"
+    break_domain(domain)
+    assert "MPSD_FAILOVER_UNDO_MIB" in move(line).text
+    assert ask("[gpu.sync(), gpu.sync(), gpu.run('add', large, 8, 1), gpu.word(large)]") == "[719, 0, 0, 1]"
+    assert "MPSD_FAILOVER_UNDO_MIB" in ask.end()
+
+
+@EXACT
+def test_the_daemon_wants_less(
+    domain: Domain, second: Domain, post: Post, ask: Program, copies: Path
+) -> None:
+    line = post.greet(moving.KEEP)
+    ask("m = gpu.memory(8 << 20)")
+    stand_by(line, second, copies)
+    assert ask("gpu.sync(), gpu.run('long', m, 8, 1)") == "(0, 0)"
+    break_domain(domain)
+    move(line)
+    assert ask("[gpu.sync(), gpu.sync(), gpu.word(m)]") == "[719, 0, 0]"
+    assert "what was in flight may be missing" in ask.end()
+
+
+@EXACT
+def test_pinned_memory_that_a_kernel_may_write_is_not_done_again(
+    domain: Domain, second: Domain, post: Post, ask: Program, copies: Path
+) -> None:
+    line = post.greet(moving.EXACT)
+    ask("m = gpu.memory(8 << 20); host = gpu.made('cuMemHostAlloc', 4096, 0); gpu.sync()")
+    stand_by(line, second, copies)
+    assert ask("[gpu.run('add', host, 8, 1), gpu.run('long', m, 8, 1)]") == "[0, 0]"
+    break_domain(domain)
+    assert "pinned memory" in move(line).text
+    assert ask("gpu.sync(), gpu.sync()") == "(719, 0)"
+    assert "pinned memory" in ask.end()
+
+
+@EXACT
+def test_a_planned_move_does_nothing_again(
+    domain: Domain, second: Domain, post: Post, ask: Program, copies: Path
+) -> None:
+    line = post.greet(moving.EXACT)
+    ask("m = gpu.memory(8 << 20)")
+    stand_by(line, second, copies)
+    assert ask("gpu.run('late', m, 8, 3)") == "0"
+    said = move(line, planned=True)
+    assert (said.text, said.values[3:5]) == ("", (0, 0))
+    assert ask("[gpu.sync(), gpu.word(m)]") == "[0, 3]"
+    assert ask.end() == ""
+
+
+@EXACT
+def test_undo_gives_way_to_what_the_program_allocates(
+    domain: Domain, second: Domain, post: Post, ask: Program, copies: Path
+) -> None:
+    post.greet(moving.EXACT)
+    ask("m = gpu.memory(2 << 20); gpu.sync()")
+    assert ask("gpu.run('add', m, 8, 1), gpu.sync()") == "(0, 0)"
+    ask("free = ctypes.c_uint64(); total = ctypes.c_uint64()")
+    ask("gpu('cuMemGetInfo_v2', ctypes.byref(free), ctypes.byref(total))")
+    # More than is free, and no more than is free with the room for copies.
+    assert ask("rest = gpu.made('cuMemAlloc_v2', free.value + (32 << 20))") == "None"
+    assert ask("gpu.run('add', m, 8, 1), gpu.sync(), gpu.word(m)") == "(0, 0, 2)"
+    assert ask.end() == ""

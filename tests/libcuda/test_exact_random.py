@@ -1,0 +1,256 @@
+"""Random programs, moved at every boundary between their calls and inside the calls that wait: what they see is
+what they would have seen without a fault."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import shutil
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.support import moving
+from tests.support.libcudas import DEADLINE_S, PROGRAMS, ROOT, Libraries
+from tests.support.moving import Post
+
+WORDS = 6
+ANY = 2**64 - 1
+LAUNCH_FAILED = 719
+WAITING = {"in", "out", "out_now", "look", "wait", "wait_event", "wait_all", "again", "in_pinned"}
+Step = tuple[str, int, int, int, int]
+
+LARGE = (0, 2, 3)
+"""The buffers that a large copy fits into."""
+
+
+def model(steps: Sequence[Step]) -> list[int]:
+    """What the program of epochs.py sees."""
+    buffers = [[0] * WORDS for _ in range(4)]
+    seen: list[int] = []
+    for what, _, one, two, value in steps:
+        words = buffers[one]
+        if what == "add":
+            words[:4] = [word + value for word in words[:4]]
+        elif what == "fill":
+            words[:4] = [value] * 4
+        elif what == "copy":
+            words[:4] = buffers[two][:4]
+        elif what == "sum":
+            words[4:6] = [sum(buffers[two][:4]), 0]
+        elif what == "set":
+            words[:3] = [value] * 3
+        elif what in ("in", "in_pinned"):
+            words[:4] = [value + n for n in range(4)]
+            if what == "in_pinned":
+                words[4:6] = [0, 0]
+        elif what in ("out", "out_now"):
+            seen += words[:4]
+        elif what == "look":
+            seen.append(words[value % 4])
+        elif what == "again":
+            words[:] = [0] * WORDS
+    return seen + [word for words in buffers for word in words]
+
+
+class Gate:
+    """How far the stand-in may go in one domain."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir()
+        path = folder / "gate"
+        path.write_bytes(struct.pack("=QQ", ANY, 0))
+        self.folder = folder
+        with path.open("r+b") as file:
+            self._words = mmap.mmap(file.fileno(), 16)
+
+    def let(self, operations: int) -> None:
+        self._words[:8] = struct.pack("=Q", operations)
+
+    def break_context(self) -> None:
+        self._words[8:] = struct.pack("=Q", LAUNCH_FAILED)
+
+    def close(self) -> None:
+        self._words.close()
+
+
+class Moved:
+    """epochs.py, which is moved from one domain to the next."""
+
+    def __init__(self, libraries: Libraries, post: Post, folder: Path) -> None:
+        for number in range(2):
+            shutil.copyfile(libraries.real, folder / f"libcuda-{number}.so.1")
+        self._folder = folder
+        self.generation = 0
+        self._gate = Gate(folder / "0")
+        environment = libraries.environment(
+            proxied=True,
+            PYTHONPATH=f"{ROOT}:{ROOT / 'clients'}:{ROOT / 'clients' / 'libcuda'}",
+            CUDA_MPS_PIPE_DIRECTORY=str(self._gate.folder),
+            MPSD_VAULT="1",
+            MPSD_FAILOVER="exact",
+            MPSD_FAILOVER_SOCKET=str(post.path),
+        )
+        self.process = subprocess.Popen(
+            [sys.executable, str(PROGRAMS / "epochs.py")],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert self._line() == str(self.process.pid)
+        self._line_to = post.greet(moving.EXACT)
+
+    def _line(self) -> str:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline().strip()
+        assert line, self.end()
+        return line
+
+    def _tell(self, text: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(text + "\n")
+        self.process.stdin.flush()
+
+    def _until(self, line: str) -> None:
+        while self._line() != line:
+            pass
+
+    def stand_by(self) -> Gate:
+        self.generation += 1
+        there = Gate(self._folder / str(self.generation))
+        self._line_to.say(moving.STANDBY, self.generation, str(there.folder), str(self._folder))
+        said = self._line_to.hear(moving.READY, moving.UNREADY)
+        assert (said.kind, said.text) == (moving.READY, "")
+        return there
+
+    def move(self, there: Gate) -> moving.Said:
+        self._gate.break_context()
+        self._line_to.say(moving.MOVE, self.generation, again=True)
+        said = self._line_to.hear(moving.MOVED, moving.STAYED, moving.OWN_ERROR)
+        while said.kind == moving.OWN_ERROR:
+            said = self._line_to.hear(moving.MOVED, moving.STAYED, moving.OWN_ERROR)
+        assert (said.kind, said.text) == (moving.MOVED, ""), said
+        self._gate.close()
+        self._gate = there
+        return said
+
+    def run(self, steps: Sequence[Step], at: int, lets: int, *, inside: bool) -> list[int]:
+        """What the program sees that is moved before step `at`, or while it does that step, when its GPU has done
+        `lets` of the operations since its last wait."""
+        # A program that hangs ends, and so says nothing more.
+        watch = threading.Timer(DEADLINE_S, self.process.kill)
+        watch.start()
+        try:
+            return self._run(steps, at, lets, inside=inside)
+        finally:
+            watch.cancel()
+
+    def _run(self, steps: Sequence[Step], at: int, lets: int, *, inside: bool) -> list[int]:
+        there = self.stand_by()
+        held = at
+        while held and steps[held - 1][0] not in WAITING:
+            held -= 1
+        stops = [held] if inside else [held, *([at] if at > held else [])]
+        self._tell(json.dumps({"steps": steps, "stops": stops}))
+        self._until(str(held) if held < len(steps) else "end")
+        self._gate.let(lets)
+        name = str(at) if at < len(steps) else "end"
+        if inside or at > held:
+            self._tell("go")
+        if at > held:
+            self._until(name)
+        self.move(there)
+        if not inside:
+            self._tell("go")
+        while not (line := self._line()).startswith("["):
+            pass
+        return list(map(int, json.loads(line)))
+
+    def end(self) -> str:
+        self._gate.let(ANY)
+        try:
+            _, said = self.process.communicate(timeout=DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            _, said = self.process.communicate()
+        return said
+
+
+class Programs:
+    """One at a time; another one where the last has died of what it was asked to do."""
+
+    def __init__(self, libraries: Libraries, folder: Path) -> None:
+        self._libraries, self._folder = libraries, folder
+        self._count = 0
+        self._now: Moved | None = None
+        self._post: Post | None = None
+
+    def one(self) -> Moved:
+        if self._now is None or self._now.process.poll() is not None:
+            self.kill()
+            folder = self._folder / str(self._count)
+            self._count += 1
+            folder.mkdir()
+            self._post = Post(folder / "failover.sock")
+            self._now = Moved(self._libraries, self._post, folder)
+        return self._now
+
+    def end(self) -> None:
+        if self._now is not None:
+            assert self._now.end() == ""
+            assert self._now.process.returncode == 0
+
+    def kill(self) -> None:
+        if self._now is not None:
+            self._now.process.kill()
+            self._now.process.communicate()
+        if self._post is not None:
+            self._post.close()
+
+
+@pytest.fixture(scope="module")
+def programs(libraries: Libraries) -> Iterator[Programs]:
+    with tempfile.TemporaryDirectory(prefix="mpt-", dir="/tmp") as folder:
+        programs = Programs(libraries, Path(folder))
+        try:
+            yield programs
+            programs.end()
+        finally:
+            programs.kill()
+
+
+def steps() -> st.SearchStrategy[list[Step]]:
+    streams, values = st.integers(0, 2), st.integers(1, 1000)
+    plain = st.sampled_from(sorted(({"add", "fill", "copy", "sum", "set"} | WAITING) - {"in_pinned"}))
+    buffers = st.integers(0, 3)
+    step = st.tuples(plain, streams, buffers, buffers, values)
+    large = st.tuples(st.just("in_pinned"), streams, st.sampled_from(LARGE), buffers, values)
+    return st.lists(st.one_of(step, step, step, large), min_size=2, max_size=9)
+
+
+@pytest.mark.timeout(1200)
+@settings(
+    max_examples=1500 if os.environ.get("MPSD_TEST_LONG") else 40,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
+@given(steps=steps(), lets=st.lists(st.integers(0, 12), min_size=11, max_size=11))
+def test_what_is_seen_is_as_without_a_fault(programs: Programs, steps: list[Step], lets: list[int]) -> None:
+    expected = model(steps)
+    for at in range(len(steps) + 1):
+        assert programs.one().run(steps, at, lets[at], inside=False) == expected, at
+        if at == len(steps) or steps[at][0] in WAITING:
+            assert programs.one().run(steps, at, lets[at], inside=True) == expected, (at, "inside")
