@@ -199,12 +199,13 @@ class StandDown:
 @dataclass(frozen=True, slots=True)
 class Move:
     """Tell a program to go on in its standby now. `why` is for its log. `planned`: its context is well, so it
-    ends its work there first."""
+    ends its work there first. `again`: what was in flight may be done again there (mode exact)."""
 
     process: ProcessInstance
     generation: int
     why: str
     planned: bool = False
+    again: bool = False
 
 
 @dataclass(frozen=True, slots=True)

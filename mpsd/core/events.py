@@ -417,7 +417,8 @@ class MemberError:
 
 @dataclass(frozen=True, slots=True)
 class MemberMoved:
-    """It goes on in the standby of this generation; times since it was told."""
+    """It goes on in the standby of this generation; times since it was told. `missing`: why what was in
+    flight may be missing or half done; empty where nothing is."""
 
     process: ProcessInstance
     generation: int
@@ -426,6 +427,7 @@ class MemberMoved:
     first_ns: int = 0
     restored: int = 0
     replayed: int = 0
+    missing: str = ""
 
 
 @dataclass(frozen=True, slots=True)

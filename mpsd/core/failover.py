@@ -128,8 +128,18 @@ def why_not(draft: Draft, member: Member, target: Domain | None) -> str:
     return ""
 
 
-def _tell(draft: Draft, member: Member, why: str, planned: bool = False) -> None:
-    draft.emit(Move(member.process, member.generation, why, planned))
+def may_go_again(domain: Domain, faults: Iterable[FaultRecord]) -> bool:
+    """Whether what was in flight there may be done again: nobody's work was at fault, or it is known whose.
+
+    What a suspect had in flight would fault again, and take with it whoever goes on beside it.
+    """
+    faults = list(faults)
+    return bool(culprits(faults)) or (domain.state is not DomainState.FAULTED and not faults)
+
+
+def _tell(draft: Draft, member: Member, why: str, *, planned: bool = False, again: bool = False) -> None:
+    exact = member.mode is FailoverMode.EXACT
+    draft.emit(Move(member.process, member.generation, why, planned, again and exact))
     told = (*(t for t in member.told if draft.now - t < MINUTE_S), draft.now)
     draft.put_member(replace(member, standing=Standing.MOVING, told=told))
     draft.count("failover_moves")
@@ -145,7 +155,7 @@ def _move_late(draft: Draft, member: Member, target: Domain) -> None:
         return
     for record in reversed(draft.state.failovers):
         if record.domain == member.home and any(f.process == member.process for f in record.fates):
-            _tell(draft, member, "its domain is lost")
+            _tell(draft, member, "its domain is lost", again=may_go_again(home, faults))
             told_ms = round((draft.now - record.at) * 1e3, 3)
             revise(draft, record, member.process, outcome=Outcome.TOLD, why="", told_ms=told_ms)
             draft.emit(ArmTimer("failover-wait", str(record.id), draft.state.policy.move_wait_s))
@@ -194,7 +204,7 @@ def _record(
         refusal = MADE_IT if member.process in sure else dead
         refusal = refusal or why_not(draft, member, target_of(draft.state, member))
         if not refusal:
-            _tell(draft, member, trigger, planned)
+            _tell(draft, member, trigger, planned=planned, again=may_go_again(domain, faults))
         elif member.process in sure or dead or member.standing is Standing.READY:
             leave_behind(draft, member, refusal)
         fates.append(_fate(draft.state, member, refusal, member.process in suspects))

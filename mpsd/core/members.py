@@ -13,6 +13,7 @@ from mpsd.core.standby import OFFERED, OPAQUE_KEPT, Member, Outcome, Standing
 from mpsd.core.state import SERVING, DomainState
 from mpsd.model import FailoverMode, ProcessInstance
 
+MISSING = "what was in flight may be missing"
 _ORDER = (FailoverMode.OFF, FailoverMode.KEEP, FailoverMode.EXACT)
 
 
@@ -165,7 +166,7 @@ def on_moved(draft: Draft, event: ev.MemberMoved) -> None:
             record,
             event.process,
             outcome=Outcome.MOVED,
-            why="",
+            why=f"{MISSING}: {event.missing}" if event.missing else "",
             held_ms=round(event.held_ns / 1e6, 3),
             fence_ms=round(event.fence_ns / 1e6, 3),
             first_ms=round(event.first_ns / 1e6, 3),

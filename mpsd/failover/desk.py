@@ -116,7 +116,7 @@ class FailoverDesk:
         )
 
     def move(self, effect: fx.Move) -> None:
-        values = (int(effect.planned),)
+        values = (int(effect.planned), int(effect.again))
         message = Message(Kind.MOVE, generation=effect.generation, values=values, text=effect.why)
         self._door.tell(effect.process, message)
 

@@ -256,7 +256,8 @@ def _event(visit: Visit, message: Message) -> ev.Event:
         case Kind.OWN_ERROR:
             return ev.MemberError(process, values[0])
         case Kind.MOVED:
-            return ev.MemberMoved(process, generation, *values[:5])
+            held, fence, first, restored, replayed = values[:5]
+            return ev.MemberMoved(process, generation, held, fence, first, restored, replayed, message.text)
         case Kind.STAYED:
             return ev.MemberStayed(process, generation, message.text)
     raise Refused("order")

@@ -1,5 +1,5 @@
-"""Random programs, moved at every boundary between their calls and inside the calls that wait: what they see is
-what they would have seen without a fault."""
+"""Random programs, moved at every boundary between their calls and inside the calls that wait: what they see
+is what they would have seen without a fault."""
 
 from __future__ import annotations
 
@@ -146,8 +146,8 @@ class Moved:
         return said
 
     def run(self, steps: Sequence[Step], at: int, lets: int, *, inside: bool) -> list[int]:
-        """What the program sees that is moved before step `at`, or while it does that step, when its GPU has done
-        `lets` of the operations since its last wait."""
+        """What the program sees that is moved before step `at`, or while it does that step, when its GPU has
+        done `lets` of the operations since its last wait."""
         # A program that hangs ends, and so says nothing more.
         watch = threading.Timer(DEADLINE_S, self.process.kill)
         watch.start()

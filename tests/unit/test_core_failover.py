@@ -166,6 +166,51 @@ def test_suspects_are_all_told_and_recorded_as_such() -> None:
     assert [f.suspect for f in world.failover().fates] == [True, True]
 
 
+def exact(*pids: int) -> Site:
+    """As site(), in mode exact, but for the last of them."""
+    world = Site(replace(ON, failover=FailoverMode.EXACT))
+    world.ready()
+    world.do(ev.CopiesSeen(""))
+    for pid in pids:
+        world.attach(pid, "d1")
+        world.hello(pid, KEEP if pid == pids[-1] else FailoverMode.EXACT)
+    for pid in pids:
+        world.is_ready(pid, 2)
+    return world
+
+
+def again(world: Site) -> dict[int, bool]:
+    return {e.process.pid: e.again for e in world.made(fx.Move)}
+
+
+def test_what_was_in_flight_is_done_again_where_it_is_known_whose_fault_it_was() -> None:
+    world = exact(10, 11, 12, 13)
+    world.fault(12)
+    assert again(world) == {10: True, 11: True, 13: False}
+
+
+def test_what_a_suspect_had_in_flight_is_not_done_again_among_others() -> None:
+    world = exact(10, 11, 12)
+    world.kernel(43, "channel 0x1", server_of("d1").pid, "nvidia-cuda-mps")
+    assert again(world) == {10: False, 11: False, 12: False}
+
+
+def test_the_end_of_a_server_is_nobodys_fault() -> None:
+    world = exact(10, 11, 12)
+    world.do(ev.ServerDied("d1", server_of("d1")))
+    assert again(world) == {10: True, 11: True, 12: False}
+
+
+def test_what_may_be_missing_is_recorded() -> None:
+    world = exact(10, 11, 12)
+    world.fault(11)
+    world.is_ready(10, 2)
+    world.do(ev.MemberMoved(process(10), 2, 1, 2, 3, 0, 0, "memory of another process"))
+    (fate,) = (f for f in world.failover().fates if f.process.pid == 10)
+    assert fate.outcome is Outcome.MOVED
+    assert fate.why == "what was in flight may be missing: memory of another process"
+
+
 def test_who_is_named_after_all_were_told_does_not_stay_among_them() -> None:
     world = site(10, 11)
     world.do(ev.ServerFatalLogged("d1", "fatal GPU error"))

@@ -108,9 +108,7 @@ def _body(one: Carried) -> Iterator[str]:
     if one.does in _WAITS:
         yield from _waiting(one, call, "hEvent" if one.does == "waits" else stream)
     elif one.settles:
-        handle = _argument(one.function.parameters[0]) if one.settles.count("_") and one.does == "end" else ""
-        handle = "" if one.settles == "settles_code" else handle
-        yield f"\t\tresult = mpsd_exact() ? mpsd_exact_{one.settles.replace('settles', 'settle')}({handle}) : CUDA_SUCCESS;"
+        yield f"\t\tresult = mpsd_exact() ? {_settling(one)} : CUDA_SUCCESS;"
         yield "\t\tif (result == CUDA_SUCCESS)"
         yield f"\t\t\tresult = {call};"
     else:
@@ -132,6 +130,12 @@ def _body(one: Carried) -> Iterator[str]:
                 yield f"\tif (result == CUDA_SUCCESS && {argument})"
                 yield f"\t\t*{argument} = mpsd_name(*{argument});"
     yield "\treturn result;"
+
+
+def _settling(one: Carried) -> str:
+    """What mode `exact` does before something is taken away; a stream and an event are forgotten too."""
+    handle = _argument(one.function.parameters[0]) if one.settles in SETTLES[2:] else ""
+    return f"mpsd_exact_{one.settles.replace('settles', 'settle')}({handle})"
 
 
 def _waiting(one: Carried, call: str, handle: str) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """A random program, run by tests/libcuda/test_exact_random.py, which moves it while it runs.
 
-Each line of its input is a program: a JSON list of steps. Before each step it says the step's number, and where the
-test asked for it waits for a line. At the end it says what the program has seen, as JSON.
+Each line of its input is a program: a JSON list of steps. Before each step it says the step's number, and
+where the test asked for it waits for a line. At the end it says what the program has seen, as JSON.
 """
 
 from __future__ import annotations
