@@ -283,7 +283,7 @@ class FailoverSettings:
 
     enabled: bool = _key(False, "offer it; young: the daemon's half was seen with the simulated GPU alone")
     mode: FailoverMode = _key(
-        FailoverMode.KEEP,
+        FailoverMode.EXACT,
         "the most that a program may have: off, keep (memory; what ran may be half done), exact (done again)",
     )
     per_minute: int = _key(3, "moves of one program within a minute; then it has its error", low=1, high=1000)

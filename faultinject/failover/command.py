@@ -18,6 +18,7 @@ from faultinject.matrix import tell_stderr
 from faultinject.node import open_node
 from faultinject.proxy.library import Libraries, find_libraries
 from faultinject.rig import Rig
+from mpsd.core.members import MISSING
 from mpsd.errors import MpsdError, UsageError
 
 KINDS = ("trap", "misaligned", "shared_window", "stack_overflow", "store", "pbdma", "server_death")
@@ -35,7 +36,14 @@ def judge(faults: Sequence[Mapping[str, Any]]) -> str:
                 return "invalid: a program saw a wrong result, or memory that had changed"
             if len(program["told"]) > 1:
                 return f"invalid: a program met more than one error: {program['told']}"
+        if sum(bool(p["told"]) for p in fault["programs"]) > _missing(fault):
+            return "invalid: a program met an error where nothing of its was missing"
     return "valid"
+
+
+def _missing(fault: Mapping[str, Any]) -> int:
+    """Programs of which mpsd knows that what they had in flight may be missing."""
+    return sum(fate["why"].startswith(MISSING) for fate in fault["record"]["clients"])
 
 
 def row(kind: str, faults: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -62,9 +70,9 @@ def _spread(values: Sequence[float | None]) -> str:
     return f"{median(known):.2f} / {known[-1]:.2f}" if known else "-"
 
 
-def main_settings(libraries: Libraries) -> dict[str, str]:
+def main_settings(libraries: Libraries, mode: str = "exact") -> dict[str, str]:
     """Of the daemon in these runs."""
-    settings = dict(SETTINGS)
+    settings = {**SETTINGS, "failover.mode": f'"{mode}"'}
     if libraries.driver:
         settings["failover.driver"] = f'"{libraries.driver / "libcuda.so.1"}"'
     return settings
@@ -79,7 +87,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         libraries = find_libraries(args.backend, args.libcuda, args.driver, Path(base))
         node = open_node(args.backend, Path(base))
         try:
-            settings = main_settings(libraries)
+            settings = main_settings(libraries, args.mode)
             for kind in args.kinds:
                 with (
                     History() as history,
@@ -98,13 +106,14 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         finally:
             node.close()
     words = ["mpsd-faultinject", "failover", "--backend", args.backend]
-    words += ["--kinds", ",".join(args.kinds), "--faults", str(args.faults)]
+    words += ["--mode", args.mode, "--kinds", ",".join(args.kinds), "--faults", str(args.faults)]
     return {
         "schema": 1,
         "kind": "failover",
         "device": node.device,
         "driver": node.driver,
         "backend": args.backend,
+        "mode": args.mode,
         "date": date,
         "command": shlex.join(words),
         "leftovers": left,
@@ -131,7 +140,8 @@ def markdown(finished: Mapping[str, Any]) -> str:
         "again, and they go on in a second domain each time. Times in ms, median / worst: the longest step",
         "of a server around the fault; from mpsd's first sign to its decision; from the word to a program",
         "until its calls were held, its old context could write no more, and it went on. `told`: how often a",
-        "server met one error, for what was in flight is lost in the mode `keep`.",
+        "server met one error that said that what it had in flight may be missing: always in the mode `keep`,",
+        "in the mode `exact` where it cannot be done again.",
         "",
         "| " + " | ".join(rows[0]) + " |",
         "| " + " | ".join("---" for _ in rows[0]) + " |",
@@ -168,6 +178,7 @@ def add_parser(commands: Any, types: Any) -> None:
     parser.add_argument("--backend", choices=types.backends, default="simulated", help="(default: simulated)")
     types.common(parser)
     parser.add_argument("--kinds", type=types.names, default=list(KINDS), help=f"of: {', '.join(KINDS)}, ...")
+    parser.add_argument("--mode", choices=("exact", "keep"), default="exact", help="(default: exact)")
     parser.add_argument("--faults", type=types.number(1, 1000), default=3, help="of each kind (default: 3)")
     parser.add_argument("--deadline", type=types.seconds, default=120.0, help="seconds for each kind")
     parser.add_argument(

@@ -38,7 +38,7 @@
 #define SEND_S 2
 
 static char path[sizeof(((struct sockaddr_un *)0)->sun_path)];
-static uint32_t mode = MPSD_FAILOVER_KEEP;
+static uint32_t mode = MPSD_FAILOVER_EXACT;
 
 static atomic_int line = -1, wake = -1;
 static atomic_bool off, ready, given_up, woken;
@@ -60,8 +60,10 @@ static void read_environment(void)
 		return;
 	if (where && strlen(where) < sizeof(path))
 		strcpy(path, where);
-	if (wish && !strcmp(wish, "exact"))
-		mode = MPSD_FAILOVER_EXACT;
+	if (wish && !strcmp(wish, "keep"))
+		mode = MPSD_FAILOVER_KEEP;
+	else if (wish && strcmp(wish, "exact"))
+		mpsd_say("MPSD_FAILOVER: not one of off, keep, exact; exact is taken");
 }
 
 bool mpsd_line_offered(void)
