@@ -26,7 +26,7 @@ from tests.support.moving import Post
 WORDS = 6
 ANY = 2**64 - 1
 LAUNCH_FAILED = 719
-WAITING = {"in", "out", "out_now", "look", "wait", "wait_event", "wait_all", "again", "in_pinned"}
+WAITING = {"graph", "in", "out", "out_now", "look", "wait", "wait_event", "wait_all", "again", "in_pinned"}
 Step = tuple[str, int, int, int, int]
 
 LARGE = (0, 2, 3)
@@ -57,6 +57,9 @@ def model(steps: Sequence[Step]) -> list[int]:
             seen += words[:4]
         elif what == "look":
             seen.append(words[value % 4])
+        elif what == "graph":
+            words[:4] = [word + 2 * value for word in words[:4]]
+            buffers[two][:4] = words[:4]
         elif what == "again":
             words[:] = [0] * WORDS
     return seen + [word for words in buffers for word in words]

@@ -69,8 +69,11 @@ class Program:
 
     def tell(self, expression: str) -> None:
         assert self.process.stdin is not None
-        self.process.stdin.write(expression + "\n")
-        self.process.stdin.flush()
+        try:
+            self.process.stdin.write(expression + "\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            raise AssertionError(self.process.stderr and self.process.stderr.read()) from None
 
     def __call__(self, expression: str) -> str:
         self.tell(expression)

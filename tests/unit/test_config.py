@@ -279,7 +279,7 @@ def test_fail_over_needs_the_vault(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"needs vault\.enabled"):
         read(tmp_path, text.format("false"))
     config = read(tmp_path, text.format("true"))
-    assert config.failover.enabled and config.failover.mode == "keep"
+    assert config.failover.enabled and config.failover.mode == "exact"
     assert not read(tmp_path, "").failover.enabled
 
 

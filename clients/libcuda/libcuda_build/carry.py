@@ -20,6 +20,8 @@ SETTLES = ("settles", "settles_code", "settles_stream", "settles_event")
 
 _WAITS = {"waits_all": "ALL", "waits_stream": "STREAM", "waits_legacy": "COPY", "waits": "EVENT"}
 _CONFIG = "const CUlaunchConfig *config"
+_INSIDE = (_CONFIG, "CUgraphExec ")
+"""What work is given that has handles inside, or is one that is not translated by its type."""
 _NAME = re.compile(r"(\w+)(?:\[\w*\])?$")
 
 
@@ -96,7 +98,7 @@ def _body(one: Carried) -> Iterator[str]:
     prefix = _prefix(one)
     call = f"{prefix}_{name}({', '.join(_arguments(one, translate=prefix == 'inner'))})"
     if one.does == "work":
-        call = f"mpsd_exact() ? work_{name}({', '.join(_arguments(one, translate=False))}) : {call}"
+        call = f"mpsd_notes() ? work_{name}({', '.join(_arguments(one, translate=False))}) : {call}"
     yield "\tCUresult result;"
     yield "\tuint64_t moves;"
     if one.does.startswith("waits_"):
@@ -155,7 +157,7 @@ def _waiting(one: Carried, call: str, handle: str) -> Iterator[str]:
 
 
 def _prefix(one: Carried) -> str:
-    if one.does == "work" and _CONFIG in one.function.parameters:
+    if one.does == "work" and any(kind in p for kind in _INSIDE for p in one.function.parameters):
         return "make"
     return one.does if one.does in ("make", "end") else "poll" if one.polls else "inner"
 

@@ -19,7 +19,7 @@ SIZES = (8 << 20, 600, 4 << 20, 3 << 20)
 STREAMS = 3
 WORDS = 6
 KINDS = {"add": (8, 8, 4), "fill": (8, 8, 4), "copy": (8, 8, 8), "sum": (8, 8, 8)}
-NON_BLOCKING, DISABLE_TIMING = 1, 2
+NON_BLOCKING, DISABLE_TIMING, RELAXED = 1, 2, 2
 
 
 class Program(Driver):
@@ -126,12 +126,30 @@ class Program(Driver):
             self("cuEventSynchronize", self.events[stream])
         elif what == "wait_all":
             self("cuCtxSynchronize")
+        elif what == "graph":
+            self.graph(max(1, stream), one, two, value)
         elif what == "again":
             self("cuMemFree_v2", self.buffers[one])
             self.buffers[one] = self.made("cuMemAlloc_v2", SIZES[one])
             self.last[one] = 0
             self("cuMemsetD8_v2", self.buffers[one], 0, SIZES[one])
         return []
+
+    def graph(self, stream: int, one: int, two: int, value: int) -> None:
+        """One that adds and then copies is captured, and launched twice."""
+        self.turn(one, stream)
+        self.turn(two, stream)
+        native = self.streams[stream]
+        self("cuStreamBeginCapture_v2", native, RELAXED)
+        self.launch("add", stream, self.buffers[one], 4, value)
+        self.launch("copy", stream, self.buffers[two], self.buffers[one], 4)
+        graph = ctypes.c_uint64()
+        self("cuStreamEndCapture", native, ctypes.byref(graph))
+        executable = self.made("cuGraphInstantiateWithFlags", graph.value, 0)
+        self("cuGraphDestroy", graph.value)
+        self("cuGraphLaunch", executable, native)
+        self("cuGraphLaunch", executable, native)
+        self("cuGraphExecDestroy", executable)
 
     def in_pinned(self, stream: int, one: int, value: int) -> list[int]:
         """More than is copied by the proxy; the program's again when its event is reached."""

@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "exact/state.h"
+#include "failover/graph.h"
 #include "memory.h"
 
 #define MOST_COPIED ((size_t)64 << 10)	/* of the host's memory, whosever it is */
@@ -93,6 +94,20 @@ CUresult work_cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction f, void 
 	op.stream = config->hStream;
 	op.launch.config = *config;
 	return submit_launch(&op, kernelParams, extra);
+}
+
+CUresult work_cuGraphLaunch(CUgraphExec hGraphExec, CUstream hStream)
+{
+	struct mpsd_op op = {
+		.kind = MPSD_OP_GRAPH,
+		.stream = hStream,
+		.graph = { .exec = hGraphExec, .graph = mpsd_exec_graph(hGraphExec) },
+	};
+
+	if (op.graph.graph)
+		return submit(&op, false);
+	mpsd_exact_stop("a graph that was not captured");
+	return MPSD_AGAIN;
 }
 
 /* Copies */

@@ -29,6 +29,14 @@ static inline bool mpsd_exact(void)
 	return __builtin_expect(atomic_load_explicit(&mpsd_exact_on, memory_order_relaxed), 0);
 }
 
+/* Whether what is submitted is noted: that too which is captured, in any mode. */
+extern atomic_uint mpsd_captures;
+
+static inline bool mpsd_notes(void)
+{
+	return mpsd_exact() || __builtin_expect(atomic_load_explicit(&mpsd_captures, memory_order_relaxed) != 0, 0);
+}
+
 /* Before the program has a context: it wishes to be exact. */
 void mpsd_exact_start(void);
 

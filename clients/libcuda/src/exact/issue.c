@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "exact/state.h"
+#include "failover/graph.h"
 
 void mpsd_op_free(struct mpsd_op *op)
 {
@@ -13,6 +14,8 @@ void mpsd_op_free(struct mpsd_op *op)
 		free(op->launch.buffer);
 	} else if (op->kind == MPSD_OP_COPY) {
 		free(op->copy.kept);
+	} else if (op->kind == MPSD_OP_GRAPH) {
+		mpsd_graph_let_go(op->graph.graph);
 	}
 	free(op);
 }
@@ -123,10 +126,16 @@ static CUresult set(const struct mpsd_op *op, CUstream stream)
 	}
 }
 
-static CUresult issue(const struct mpsd_op *op, CUstream stream)
+static CUresult launch_graph(const struct mpsd_op *op, CUstream stream)
 {
-	CUevent event = op->kind == MPSD_OP_RECORD || op->kind == MPSD_OP_WAIT ? mpsd_native(op->event.event) : NULL;
+	CUgraphExec native;
+	CUresult result = mpsd_exec_native(op->graph.exec, &native);
 
+	return result == CUDA_SUCCESS ? inner_cuGraphLaunch(native, stream) : result;
+}
+
+CUresult mpsd_op_issue_on(const struct mpsd_op *op, CUstream stream, CUevent event)
+{
 	switch (op->kind) {
 	case MPSD_OP_LAUNCH:
 		return launch(op, stream);
@@ -138,9 +147,18 @@ static CUresult issue(const struct mpsd_op *op, CUstream stream)
 		if (op->event.is_flagged)
 			return inner_cuEventRecordWithFlags(event, stream, op->event.flags);
 		return inner_cuEventRecord(event, stream);
+	case MPSD_OP_GRAPH:
+		return launch_graph(op, stream);
 	default:
 		return inner_cuStreamWaitEvent(stream, event, op->event.flags);
 	}
+}
+
+static CUresult issue(const struct mpsd_op *op, CUstream stream)
+{
+	bool names = op->kind == MPSD_OP_RECORD || op->kind == MPSD_OP_WAIT;
+
+	return mpsd_op_issue_on(op, stream, names ? mpsd_native(op->event.event) : NULL);
 }
 
 CUresult mpsd_op_issue(const struct mpsd_op *op)

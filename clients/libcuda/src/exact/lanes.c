@@ -4,6 +4,7 @@
 #include <stdlib.h>
 
 #include "exact/state.h"
+#include "failover/graph.h"
 #include "failover/made.h"
 
 #define GENERATIONS 8		/* an old copy may write for a while after it was left, but not for so many moves */
@@ -124,6 +125,9 @@ CUresult mpsd_lane_mark(struct mpsd_lane *lane)
 	CUstream stream;
 	bool left;
 
+	/* What is captured now does not go on before the capture has ended. */
+	if (mpsd_is_captured(lane->stream))
+		return CUDA_SUCCESS;
 	pthread_mutex_lock(&mpsd_exact_lock);
 	left = mpsd_is_left();
 	number = lane->given;
@@ -190,7 +194,8 @@ CUresult mpsd_lanes_wait(void)
 	CUresult result = CUDA_SUCCESS;
 
 	for (unsigned int i = 0; i < used && result == CUDA_SUCCESS; i++)
-		result = mpsd_lane_wait(&mpsd_lanes[i], mpsd_lanes[i].given);
+		if (!mpsd_is_captured(mpsd_lanes[i].stream))
+			result = mpsd_lane_wait(&mpsd_lanes[i], mpsd_lanes[i].given);
 	return result;
 }
 

@@ -20,6 +20,7 @@ enum mpsd_op_kind {
 	MPSD_OP_SET,
 	MPSD_OP_RECORD,
 	MPSD_OP_WAIT,
+	MPSD_OP_GRAPH,
 };
 
 enum mpsd_op_copy {
@@ -66,6 +67,10 @@ struct mpsd_op {
 			unsigned int flags;
 			bool is_flagged;
 		} event;
+		struct {
+			CUgraphExec exec;
+			struct mpsd_graph *graph;	/* a reference to it */
+		} graph;
 	};
 };
 
@@ -73,6 +78,9 @@ void mpsd_op_free(struct mpsd_op *op);
 
 /* As the program called it, in the copy of this call. */
 CUresult mpsd_op_issue(const struct mpsd_op *op);
+
+/* The same with other streams and events, by the names of the copy of this call. */
+CUresult mpsd_op_issue_on(const struct mpsd_op *op, CUstream stream, CUevent event);
 
 /*
  * In the legacy stream, whatever stream it was for: one after the other, in the order in which they were submitted,

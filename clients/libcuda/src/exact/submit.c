@@ -5,6 +5,7 @@
  */
 #include "clock.h"
 #include "exact/state.h"
+#include "failover/graph.h"
 #include "failover/line.h"
 
 #define ORDERS 8		/* a thread may still be stuck in a copy that was left */
@@ -59,6 +60,8 @@ void mpsd_exact_given(void)
 	noted_in = 0;
 }
 
+static CUresult plan_for_graph(const struct mpsd_op *op, struct mpsd_plan *plan);
+
 static CUresult plan_for(const struct mpsd_op *op, struct mpsd_plan *plan)
 {
 	switch (op->kind) {
@@ -68,9 +71,24 @@ static CUresult plan_for(const struct mpsd_op *op, struct mpsd_plan *plan)
 		return op->copy.way == MPSD_COPY_OUT ? CUDA_SUCCESS : mpsd_undo_save(plan, op->copy.to, op->copy.size);
 	case MPSD_OP_SET:
 		return mpsd_undo_save(plan, op->set.to, op->set.width * op->set.count);
+	case MPSD_OP_GRAPH:
+		return plan_for_graph(op, plan);
 	default:
 		return CUDA_SUCCESS;
 	}
+}
+
+/* All that it consists of, for it runs as one. */
+static CUresult plan_for_graph(const struct mpsd_op *op, struct mpsd_plan *plan)
+{
+	CUresult result = CUDA_SUCCESS;
+
+	if (mpsd_graph_has_host(op->graph.graph))
+		mpsd_epoch_unsure("a graph with copies from or to the host");
+	for (const struct mpsd_op *part = mpsd_graph_first(op->graph.graph); part && result == CUDA_SUCCESS;
+	     part = part->next)
+		result = plan_for(part, plan);
+	return result;
 }
 
 static bool is_unsure(void)
@@ -250,6 +268,13 @@ CUresult mpsd_submit(struct mpsd_op *op, bool proves)
 	CUstream stream = op->stream;
 	CUresult result = CUDA_SUCCESS;
 
+	if (mpsd_capturing() && mpsd_capture_op(op, &result))
+		return result;
+	if (!mpsd_exact()) {
+		result = mpsd_op_issue(op);
+		mpsd_op_free(op);
+		return result;
+	}
 	if (is_done)
 		mpsd_op_free(op);
 	if (is_done && !proves) {

@@ -17,7 +17,6 @@
 #include <string.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
-#include <sys/un.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -25,8 +24,10 @@
 #include "connect.h"
 #include "exact/exact.h"
 #include "failover/carry.h"
+#include "failover/graph.h"
 #include "failover/made.h"
 #include "failover/move.h"
+#include "failover/wish.h"
 #include "failoverwire.h"
 #include "thread.h"
 
@@ -37,8 +38,7 @@
 #define END_MS 2000
 #define SEND_S 2
 
-static char path[sizeof(((struct sockaddr_un *)0)->sun_path)];
-static uint32_t mode = MPSD_FAILOVER_EXACT;
+static uint32_t mode;		/* wished; then granted */
 
 static atomic_int line = -1, wake = -1;
 static atomic_bool off, ready, given_up, woken;
@@ -51,28 +51,6 @@ static uint64_t generation;	/* of the standby that there is, or that was asked f
 static uint64_t home;		/* where the program lives; 0: in its first context */
 
 /* From the program's threads */
-
-static void read_environment(void)
-{
-	const char *where = secure_getenv("MPSD_FAILOVER_SOCKET"), *wish = secure_getenv("MPSD_FAILOVER");
-
-	if (wish && !strcmp(wish, "off"))
-		return;
-	if (where && strlen(where) < sizeof(path))
-		strcpy(path, where);
-	if (wish && !strcmp(wish, "keep"))
-		mode = MPSD_FAILOVER_KEEP;
-	else if (wish && strcmp(wish, "exact"))
-		mpsd_say("MPSD_FAILOVER: not one of off, keep, exact; exact is taken");
-}
-
-bool mpsd_line_offered(void)
-{
-	static pthread_once_t once = PTHREAD_ONCE_INIT;
-
-	pthread_once(&once, read_environment);
-	return *path;
-}
 
 void mpsd_line_wake(void)
 {
@@ -338,7 +316,7 @@ static void *run(void *unused)
 	(void)unused;
 	while (!atomic_load(&off) && ended < LAST_TRIES && mode != MPSD_FAILOVER_OFF) {
 		uint64_t began = mpsd_now_ns();
-		int fd = mpsd_connect(path, SEND_S, 0);
+		int fd = mpsd_connect(mpsd_wish()->path, SEND_S, 0);
 
 		if (fd >= 0) {
 			atomic_store(&line, fd);
@@ -361,6 +339,7 @@ static void in_child(void)
 	atomic_store(&off, true);
 	mpsd_phase_child();
 	mpsd_exact_child();
+	mpsd_captures_child();
 	if (fd >= 0)
 		close(fd);
 	if (other >= 0)
@@ -387,6 +366,7 @@ static void start(void)
 {
 	if (!mpsd_line_offered())
 		return;
+	mode = mpsd_wish()->mode;
 	/* Before there is a thread that may be told otherwise. */
 	if (mode == MPSD_FAILOVER_EXACT)
 		mpsd_exact_start();

@@ -25,6 +25,8 @@ enum mpsd_made_kind {
 	MPSD_MADE_KERNEL_CACHE,
 	MPSD_MADE_CONTEXT_CACHE,
 	MPSD_MADE_PRIMARY_FLAGS,
+	MPSD_MADE_GRAPH,	/* these two are made in another copy when they are needed there (rebuild.c) */
+	MPSD_MADE_EXEC,
 };
 
 struct mpsd_made {
@@ -43,6 +45,7 @@ struct mpsd_made {
 	size_t size;			/* of pages, a limit */
 	char *text;			/* a function's name, a file's */
 	struct mpsd_image *image;
+	struct mpsd_graph *graph;	/* one reference to it */
 };
 
 /* All under this lock, which is taken after that of the windows (windows.h), where both are. */
@@ -59,6 +62,9 @@ bool mpsd_made_add(struct mpsd_made *record, uint64_t moves);
 
 /* As add, in place of an earlier record of the same setting. */
 bool mpsd_made_set(struct mpsd_made *record, uint64_t moves);
+
+/* Under the lock: what it is called by the copy in use, where that did not have it yet. */
+void mpsd_made_native(struct mpsd_made *made, void *native);
 
 /* Under the lock. NULL: nothing of that name. */
 struct mpsd_made *mpsd_made_find(const void *name);

@@ -8,6 +8,7 @@
 #include "clock.h"
 #include "failover/carry.h"
 #include "failover/copy.h"
+#include "failover/graph.h"
 #include "failover/line.h"
 #include "failover/made.h"
 #include "failover/mirror.h"
@@ -204,10 +205,11 @@ static CUresult come_to_rest(void)
 	CUresult result = CUDA_ERROR_NOT_READY;
 
 	for (int ms = 0; ms < MOST_REST_MS && result == CUDA_ERROR_NOT_READY; ms++) {
-		bool rests = mpsd_work_rests();
+		/* A look at streams would end a capture. */
+		bool rests = mpsd_work_rests() && !mpsd_capturing();
 
 		mpsd_made_lock();
-		result = look_for_work();
+		result = mpsd_capturing() ? CUDA_ERROR_NOT_READY : look_for_work();
 		mpsd_made_unlock();
 		if (result == CUDA_SUCCESS && !rests)
 			result = CUDA_ERROR_NOT_READY;
@@ -273,6 +275,21 @@ static const char *go_on(bool planned, bool again, struct mpsd_replayed *replaye
 	return !planned && mpsd_work_lost() ? "mode keep" : NULL;
 }
 
+/* This thread has none of the program's contexts. */
+static void go_on_capturing(void)
+{
+	struct mpsd_made *context;
+
+	if (!mpsd_capturing())
+		return;
+	mpsd_made_lock();
+	context = mpsd_made_context(0);
+	real_cuCtxSetCurrent(context ? context->native : NULL);
+	mpsd_made_unlock();
+	mpsd_captures_move();
+	real_cuCtxSetCurrent(NULL);
+}
+
 bool mpsd_move(bool planned, bool again, struct mpsd_times *times, const char **why)
 {
 	bool is;
@@ -285,6 +302,7 @@ bool mpsd_move(bool planned, bool again, struct mpsd_times *times, const char **
 		left_moves = mpsd_moves_done();
 		in_use = standby;
 		standby = (struct mpsd_copy){ .handle = NULL };
+		go_on_capturing();
 		times->replayed.unsure = go_on(planned, again, &times->replayed);
 		if (times->replayed.unsure)
 			mpsd_say("moved to a fresh context, with all memory; what was in flight may be missing (%s)",

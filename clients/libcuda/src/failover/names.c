@@ -3,6 +3,7 @@
 #include <pthread.h>
 #include <stdlib.h>
 
+#include "failover/graph.h"
 #include "failover/line.h"
 #include "failover/made.h"
 
@@ -169,8 +170,18 @@ static void forget(struct mpsd_made *made)
 	if (!made->is_twin)
 		atomic_fetch_sub(&waiting, 1);
 	mpsd_image_free(made->image);
+	mpsd_graph_let_go(made->graph);
 	free(made->text);
 	free(made);
+}
+
+void mpsd_made_native(struct mpsd_made *made, void *native)
+{
+	pthread_rwlock_wrlock(&names);
+	strike(&by_native[bucket(made->native)], made, false);
+	made->native = native;
+	enter_native(made);
+	pthread_rwlock_unlock(&names);
 }
 
 bool mpsd_made_set(struct mpsd_made *record, uint64_t moves)

@@ -81,6 +81,10 @@ static CUresult make(struct mpsd_made *made, const char **what)
 		return TRY(cuKernelSetCacheConfig, of, (CUfunc_cache)made->value, made->device);
 	case MPSD_MADE_CONTEXT_CACHE:
 		return TRY(cuCtxSetCacheConfig, (CUfunc_cache)made->value);
+	case MPSD_MADE_GRAPH:
+	case MPSD_MADE_EXEC:
+		made->twin = NULL;
+		return CUDA_SUCCESS;
 	case MPSD_MADE_PRIMARY_FLAGS:
 		return TRY(cuDevicePrimaryCtxSetFlags_v2, made->device, (unsigned int)made->value);
 	}

@@ -8,6 +8,7 @@
  */
 #include "exact/exact.h"
 #include "failover/carry.h"
+#include "failover/graph.h"
 #include "failover/line.h"
 
 #define SEVERAL UINT64_MAX
@@ -44,6 +45,9 @@ static void more(uint64_t stream)
 
 void mpsd_work(CUstream stream)
 {
+	/* It is done when the graph is launched. */
+	if (mpsd_is_captured(stream))
+		return;
 	if (atomic_load_explicit(&only, memory_order_relaxed) != key(stream))
 		more(key(stream));
 	works = true;
@@ -52,7 +56,8 @@ void mpsd_work(CUstream stream)
 
 void mpsd_work_given(void)
 {
-	atomic_fetch_add(&given, 1);
+	if (works)
+		atomic_fetch_add(&given, 1);
 	works = false;
 	if (mpsd_exact())
 		mpsd_exact_given();

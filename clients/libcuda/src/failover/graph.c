@@ -1,0 +1,352 @@
+// SPDX-License-Identifier: MIT
+#include "failover/graph.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "exact/state.h"
+#include "failover/line.h"
+
+struct mpsd_graph {
+	atomic_uint references;
+	CUstream origin;
+	struct mpsd_op *first, **last;
+	bool has_host;
+};
+
+struct session {
+	struct session *next;
+	cuuint64_t id;			/* of the capture, in the copy in use */
+	struct mpsd_graph *graph;
+};
+
+atomic_uint mpsd_captures;
+
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static struct session *sessions;
+
+static struct mpsd_graph *new_graph(CUstream origin)
+{
+	struct mpsd_graph *graph = calloc(1, sizeof(*graph));
+
+	if (!graph)
+		return NULL;
+	graph->references = 1;
+	graph->origin = origin;
+	graph->last = &graph->first;
+	return graph;
+}
+
+void mpsd_graph_let_go(struct mpsd_graph *graph)
+{
+	if (!graph || atomic_fetch_sub(&graph->references, 1) > 1)
+		return;
+	for (struct mpsd_op *op = graph->first, *next; op; op = next) {
+		next = op->next;
+		mpsd_op_free(op);
+	}
+	free(graph);
+}
+
+const struct mpsd_op *mpsd_graph_first(const struct mpsd_graph *graph)
+{
+	return graph->first;
+}
+
+CUstream mpsd_graph_origin(const struct mpsd_graph *graph)
+{
+	return graph->origin;
+}
+
+bool mpsd_graph_has_host(const struct mpsd_graph *graph)
+{
+	return graph->has_host;
+}
+
+static void append(struct mpsd_graph *graph, struct mpsd_op *op)
+{
+	op->next = NULL;
+	*graph->last = op;
+	graph->last = &op->next;
+	if (op->kind == MPSD_OP_COPY && op->copy.way != MPSD_COPY_WITHIN)
+		graph->has_host = true;
+}
+
+/* 0: the stream is not captured. */
+static cuuint64_t capture_of(CUstream native)
+{
+	CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE;
+	void *const *real = mpsd_tables()->real;
+	cuuint64_t id = 0;
+	CUresult result = CUDA_ERROR_NOT_FOUND;
+
+	if (real[MPSD_cuStreamGetCaptureInfo_v3])
+		result = real_cuStreamGetCaptureInfo_v3(native, &status, &id, NULL, NULL, NULL, NULL);
+	else if (real[MPSD_cuStreamGetCaptureInfo_v2])
+		result = real_cuStreamGetCaptureInfo_v2(native, &status, &id, NULL, NULL, NULL);
+	return result == CUDA_SUCCESS && status == CU_STREAM_CAPTURE_STATUS_ACTIVE ? id : 0;
+}
+
+static struct session *session_of(cuuint64_t id)
+{
+	struct session *session = id ? sessions : NULL;
+
+	while (session && session->id != id)
+		session = session->next;
+	return session;
+}
+
+/* The capture in which an event was recorded last: whoever waits for it joins that. */
+static struct session *session_of_event(CUevent event)
+{
+	for (struct session *session = sessions; session; session = session->next)
+		for (struct mpsd_op *op = session->graph->first; op; op = op->next)
+			if (op->kind == MPSD_OP_RECORD && op->event.event == event)
+				return session;
+	return NULL;
+}
+
+static struct session *session_for(const struct mpsd_op *op)
+{
+	struct session *session = session_of(capture_of(mpsd_native(op->stream)));
+
+	return !session && op->kind == MPSD_OP_WAIT ? session_of_event(op->event.event) : session;
+}
+
+bool mpsd_is_in_capture(CUstream stream)
+{
+	return capture_of(mpsd_native(stream)) != 0;
+}
+
+/* A graph reads what its copies are from when it is launched. */
+static void lend(struct mpsd_op *op)
+{
+	if (op->kind != MPSD_OP_COPY)
+		return;
+	free(op->copy.kept);
+	op->copy.kept = NULL;
+	op->copy.is_borrowed = false;
+}
+
+bool mpsd_capture_op(struct mpsd_op *op, CUresult *result)
+{
+	struct session *session;
+	bool is;
+
+	pthread_mutex_lock(&lock);
+	session = session_for(op);
+	is = session != NULL;
+	if (is) {
+		lend(op);
+		*result = mpsd_op_issue(op);
+		if (mpsd_is_left())
+			*result = MPSD_AGAIN;
+		if (*result == CUDA_SUCCESS)
+			append(session->graph, op);
+		else
+			mpsd_op_free(op);
+	}
+	pthread_mutex_unlock(&lock);
+	return is;
+}
+
+/* The program's calls */
+
+CUresult make_cuStreamBeginCapture_v2(CUstream hStream, CUstreamCaptureMode mode)
+{
+	struct session *session = calloc(1, sizeof(*session));
+	struct mpsd_graph *graph = new_graph(hStream);
+	CUresult result = CUDA_ERROR_OUT_OF_MEMORY;
+	struct mpsd_proof proof;
+
+	/* What is before it is to be proven without it. */
+	if (session && graph)
+		result = mpsd_exact() ? mpsd_exact_before(&proof, MPSD_WAIT_STREAM, hStream) : CUDA_SUCCESS;
+	if (session && graph && result == CUDA_SUCCESS)
+		result = inner_cuStreamBeginCapture_v2(mpsd_native(hStream), mode);
+	if (result != CUDA_SUCCESS) {
+		free(session);
+		mpsd_graph_let_go(graph);
+		return result;
+	}
+	pthread_mutex_lock(&lock);
+	session->id = capture_of(mpsd_native(hStream));
+	session->graph = graph;
+	session->next = sessions;
+	sessions = session;
+	atomic_fetch_add(&mpsd_captures, 1);
+	pthread_mutex_unlock(&lock);
+	return mpsd_is_left() ? MPSD_AGAIN : CUDA_SUCCESS;
+}
+
+static struct session *take(struct session *session)
+{
+	struct session **link = &sessions;
+
+	while (*link && *link != session)
+		link = &(*link)->next;
+	if (!*link)
+		return NULL;
+	*link = session->next;
+	atomic_fetch_sub(&mpsd_captures, 1);
+	return session;
+}
+
+static CUresult note_graph(CUresult result, enum mpsd_made_kind kind, void **handle, struct mpsd_graph *graph,
+			   unsigned int flags, uint64_t moves)
+{
+	struct mpsd_made record = { .kind = kind, .native = *handle, .device = 0, .flags = flags, .graph = graph };
+
+	if (result == CUDA_SUCCESS && mpsd_made_add(&record, moves)) {
+		*handle = record.name;
+		return result;
+	}
+	mpsd_graph_let_go(graph);
+	return result == CUDA_SUCCESS ? MPSD_AGAIN : result;
+}
+
+CUresult make_cuStreamEndCapture(CUstream hStream, CUgraph *phGraph)
+{
+	uint64_t moves = mpsd_tables()->moves;
+	struct session *session;
+	CUresult result;
+
+	pthread_mutex_lock(&lock);
+	session = session_of(capture_of(mpsd_native(hStream)));
+	result = inner_cuStreamEndCapture(mpsd_native(hStream), phGraph);
+	if (session && !mpsd_is_left() && !capture_of(mpsd_native(hStream)))
+		session = take(session);
+	else
+		session = NULL;
+	pthread_mutex_unlock(&lock);
+	if (!session)
+		return result;
+	result = note_graph(result, MPSD_MADE_GRAPH, (void **)phGraph, session->graph, 0, moves);
+	free(session);
+	return result;
+}
+
+static struct mpsd_graph *graph_of(const void *name)
+{
+	struct mpsd_graph *graph = NULL;
+	struct mpsd_made *made;
+
+	mpsd_made_lock();
+	made = mpsd_made_find(name);
+	if (made && (made->kind == MPSD_MADE_GRAPH || made->kind == MPSD_MADE_EXEC))
+		graph = made->graph;
+	if (graph)
+		atomic_fetch_add(&graph->references, 1);
+	mpsd_made_unlock();
+	return graph;
+}
+
+struct mpsd_graph *mpsd_exec_graph(CUgraphExec name)
+{
+	return graph_of(name);
+}
+
+CUresult make_cuGraphInstantiateWithFlags(CUgraphExec *phGraphExec, CUgraph hGraph, unsigned long long flags)
+{
+	uint64_t moves = mpsd_tables()->moves;
+	struct mpsd_graph *graph = graph_of(hGraph);
+	CUgraph native;
+	CUresult result = mpsd_graph_native(hGraph, &native);
+
+	if (result == CUDA_SUCCESS)
+		result = inner_cuGraphInstantiateWithFlags(phGraphExec, native, flags);
+	if (!graph) {
+		mpsd_line_opaque("a graph that was not captured");
+		return result;
+	}
+	return note_graph(result, MPSD_MADE_EXEC, (void **)phGraphExec, graph, (unsigned int)flags, moves);
+}
+
+CUresult make_cuGraphGetNodes(CUgraph hGraph, CUgraphNode *nodes, size_t *numNodes)
+{
+	CUgraph native;
+	CUresult result = mpsd_graph_native(hGraph, &native);
+
+	return result == CUDA_SUCCESS ? inner_cuGraphGetNodes(native, nodes, numNodes) : result;
+}
+
+CUresult make_cuGraphLaunch(CUgraphExec hGraphExec, CUstream hStream)
+{
+	CUgraphExec native;
+	CUresult result = mpsd_exec_native(hGraphExec, &native);
+
+	return result == CUDA_SUCCESS ? inner_cuGraphLaunch(native, mpsd_native(hStream)) : result;
+}
+
+CUresult make_cuGraphUpload(CUgraphExec hGraphExec, CUstream hStream)
+{
+	CUgraphExec native;
+	CUresult result = mpsd_exec_native(hGraphExec, &native);
+
+	return result == CUDA_SUCCESS ? inner_cuGraphUpload(native, mpsd_native(hStream)) : result;
+}
+
+/* What is not in this copy has nothing there to be ended. */
+static bool is_here(const void *name)
+{
+	struct mpsd_made *made;
+	bool is;
+
+	mpsd_made_lock();
+	made = mpsd_made_find(name);
+	is = !made || made->native;
+	mpsd_made_unlock();
+	return is;
+}
+
+CUresult end_cuGraphDestroy(CUgraph hGraph)
+{
+	uint64_t moves = mpsd_tables()->moves;
+	bool is = is_here(hGraph);
+	CUgraph native = mpsd_native(hGraph);
+
+	if (!mpsd_made_end(hGraph, moves))
+		return MPSD_AGAIN;
+	return is ? mpsd_made_ended(inner_cuGraphDestroy(native), moves) : CUDA_SUCCESS;
+}
+
+CUresult end_cuGraphExecDestroy(CUgraphExec hGraphExec)
+{
+	uint64_t moves = mpsd_tables()->moves;
+	bool is = is_here(hGraphExec);
+	CUgraphExec native = mpsd_native(hGraphExec);
+
+	if (!mpsd_made_end(hGraphExec, moves))
+		return MPSD_AGAIN;
+	return is ? mpsd_made_ended(inner_cuGraphExecDestroy(native), moves) : CUDA_SUCCESS;
+}
+
+/* In another copy */
+
+/* With the streams and events of the program, which it goes on with. */
+static CUresult go_on(struct session *session)
+{
+	CUstream origin = mpsd_native(session->graph->origin);
+	/* The thread that goes on, and ends it, is another one than this. */
+	CUresult result = real_cuStreamBeginCapture_v2(origin, CU_STREAM_CAPTURE_MODE_RELAXED);
+
+	for (struct mpsd_op *op = session->graph->first; op && result == CUDA_SUCCESS; op = op->next)
+		result = mpsd_op_issue(op);
+	session->id = capture_of(origin);
+	return result;
+}
+
+void mpsd_captures_move(void)
+{
+	pthread_mutex_lock(&lock);
+	for (struct session *session = sessions; session; session = session->next)
+		if (go_on(session) != CUDA_SUCCESS)
+			mpsd_line_opaque("a capture that does not go on");
+	pthread_mutex_unlock(&lock);
+}
+
+void mpsd_captures_child(void)
+{
+	lock = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
+	atomic_store(&mpsd_captures, 0);
+}

@@ -1,0 +1,46 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * Graphs that come of stream capture: what was captured is noted as operations (src/exact/state.h), and captured anew in
+ * another copy of the driver. A capture that a move overtakes goes on there.
+ */
+#pragma once
+
+#include "exact/exact.h"
+#include "failover/made.h"
+
+struct mpsd_op;
+struct mpsd_graph;
+
+/* Whether any capture is under way. */
+static inline bool mpsd_capturing(void)
+{
+	return __builtin_expect(atomic_load_explicit(&mpsd_captures, memory_order_relaxed) != 0, 0);
+}
+
+/*
+ * Whether the operation goes into a capture; then it has been given to the driver, `result` is what that said, and
+ * the operation is taken.
+ */
+bool mpsd_capture_op(struct mpsd_op *op, CUresult *result);
+
+bool mpsd_is_in_capture(CUstream stream);
+
+static inline bool mpsd_is_captured(CUstream stream)
+{
+	return mpsd_capturing() && mpsd_is_in_capture(stream);
+}
+
+/* The program's graph in the copy of this call, made there if it is not there yet. */
+CUresult mpsd_graph_native(CUgraph name, CUgraph *native);
+CUresult mpsd_exec_native(CUgraphExec name, CUgraphExec *native);
+
+/* What a graph to be launched consists of, with a reference to it; NULL: nobody knows. */
+struct mpsd_graph *mpsd_exec_graph(CUgraphExec name);
+const struct mpsd_op *mpsd_graph_first(const struct mpsd_graph *graph);
+CUstream mpsd_graph_origin(const struct mpsd_graph *graph);
+bool mpsd_graph_has_host(const struct mpsd_graph *graph);	/* it reads or writes memory of the host's */
+void mpsd_graph_let_go(struct mpsd_graph *graph);
+
+/* In a move, in the copy that comes into use, with its context current: captures under way go on. */
+void mpsd_captures_move(void);
+void mpsd_captures_child(void);

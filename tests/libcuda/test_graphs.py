@@ -1,0 +1,116 @@
+"""Graphs that were captured go on in another copy of the driver, and so does a capture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.libcuda.test_exact import move
+from tests.libcuda.test_failover import Program, ask, break_domain, copies, post, stand_by
+from tests.support import moving
+from tests.support.moving import Post
+from tests.support.simfixtures import backend, domain, second
+from tests.support.simnode import Domain
+
+__all__ = ["ask", "backend", "copies", "domain", "post", "second"]
+
+MODES = pytest.mark.parametrize(
+    ("ask", "mode"),
+    [({"MPSD_FAILOVER": "exact"}, moving.EXACT), ({"MPSD_FAILOVER": "keep"}, moving.KEEP)],
+    indirect=["ask"],
+    ids=["exact", "keep"],
+)
+NON_BLOCKING, RELAXED = 1, 2
+BEGIN = f"gpu('cuStreamBeginCapture_v2', s, {RELAXED})"
+
+
+def capture(ask: Program) -> None:
+    """x: a graph that adds 1, and 10 to the same words."""
+    assert ask(BEGIN) == "None"
+    assert ask("gpu.run('add', m, 8, 1, stream=s), gpu.run('add', m, 8, 10, stream=s)") == "(0, 0)"
+    end(ask)
+
+
+def end(ask: Program) -> None:
+    ask("g = ctypes.c_uint64(); gpu('cuStreamEndCapture', s, ctypes.byref(g)); g = g.value")
+    ask("x = gpu.made('cuGraphInstantiateWithFlags', g, 0)")
+
+
+@MODES
+def test_a_graph_is_there_after_the_move(
+    domain: Domain, second: Domain, post: Post, ask: Program, copies: Path, mode: int
+) -> None:
+    line = post.greet(mode)
+    ask(f"m = gpu.memory(4 << 20); s = gpu.made('cuStreamCreate', {NON_BLOCKING}); gpu.sync()")
+    capture(ask)
+    stand_by(line, second, copies)
+    assert ask("gpu.code('cuGraphLaunch', x, s), gpu.sync(), gpu.word(m)") == "(0, 0, 11)"
+    ask("n = ctypes.c_uint64(0)")
+    assert ask("gpu.code('cuGraphGetNodes', g, None, ctypes.byref(n)), n.value") == "(0, 2)"
+    assert ask("gpu.code('cuGraphDestroy', g)") == "0"
+    break_domain(domain)
+    assert move(line).text == ""
+    assert ask("gpu.code('cuGraphLaunch', x, s), gpu.sync(), gpu.word(m)") == "(0, 0, 22)"
+    assert ask("gpu.code('cuGraphLaunch', x, 0), gpu.sync(), gpu.word(m)") == "(0, 0, 33)"
+    # And what is captured there.
+    capture(ask)
+    assert ask("gpu.code('cuGraphLaunch', x, s), gpu.sync(), gpu.word(m)") == "(0, 0, 44)"
+    assert ask("gpu.code('cuGraphExecDestroy', x), gpu.code('cuGraphDestroy', g)") == "(0, 0)"
+    assert ask.end() == ""
+
+
+@MODES
+def test_a_capture_goes_on_in_the_next_copy(
+    domain: Domain, second: Domain, post: Post, ask: Program, copies: Path, mode: int
+) -> None:
+    line = post.greet(mode)
+    ask(f"m = gpu.memory(4 << 20); s = gpu.made('cuStreamCreate', {NON_BLOCKING}); gpu.sync()")
+    stand_by(line, second, copies)
+    assert ask(BEGIN) == "None"
+    assert ask("gpu.run('add', m, 8, 1, stream=s)") == "0"
+    break_domain(domain)
+    assert move(line).text == ""
+    ask("status = ctypes.c_int(0)")
+    assert ask("gpu.code('cuStreamIsCapturing', s, ctypes.byref(status)), status.value") == "(0, 1)"
+    assert ask("gpu.run('add', m, 8, 10, stream=s)") == "0"
+    end(ask)
+    assert ask("gpu.word(m), gpu.code('cuGraphLaunch', x, s), gpu.sync(), gpu.word(m)") == "(0, 0, 0, 11)"
+    assert ask.end() == ""
+
+
+@pytest.mark.parametrize("ask", [{"MPSD_FAILOVER": "exact"}], indirect=True)
+def test_a_graph_in_flight_is_launched_again(
+    domain: Domain, second: Domain, post: Post, ask: Program, copies: Path
+) -> None:
+    line = post.greet(moving.EXACT)
+    ask(f"m = gpu.memory(4 << 20); s = gpu.made('cuStreamCreate', {NON_BLOCKING}); gpu.sync()")
+    capture(ask)
+    stand_by(line, second, copies)
+    assert ask("gpu.code('cuGraphLaunch', x, s), gpu.sync()") == "(0, 0)"
+    assert ask("[gpu.code('cuGraphLaunch', x, s), gpu.code('cuGraphLaunch', x, s)]") == "[0, 0]"
+    ask.tell("gpu.sync()")
+    break_domain(domain)
+    assert move(line).text == ""
+    assert ask._answer() == "0"
+    assert ask("gpu.word(m)") == "33"
+    assert ask.end() == ""
+
+
+@pytest.mark.parametrize("ask", [{"MPSD_FAILOVER": "exact"}], indirect=True)
+def test_a_graph_with_the_hosts_memory_is_not_launched_again(
+    domain: Domain, second: Domain, post: Post, ask: Program, copies: Path
+) -> None:
+    """Nobody knows what was there when it was read."""
+    line = post.greet(moving.EXACT)
+    ask(f"m = gpu.memory(4 << 20); s = gpu.made('cuStreamCreate', {NON_BLOCKING}); gpu.sync()")
+    ask("host = gpu.made('cuMemHostAlloc', 4096, 0)")
+    assert ask(BEGIN) == "None"
+    assert ask("gpu.code('cuMemcpyHtoDAsync_v2', m, host, 4096, s)") == "0"
+    end(ask)
+    stand_by(line, second, copies)
+    assert ask("gpu.code('cuGraphLaunch', x, s), gpu.run('long', m, 8, 1)") == "(0, 0)"
+    break_domain(domain)
+    assert "a graph with copies" in move(line).text
+    assert ask("gpu.sync(), gpu.sync(), gpu.code('cuGraphLaunch', x, s), gpu.sync()") == "(719, 0, 0, 0)"
+    assert "a graph with copies" in ask.end()
