@@ -82,6 +82,16 @@ static void store(const uint64_t *arguments)
 		*to = (uint32_t)arguments[1];
 }
 
+/* to (a word that has the address of another one), value */
+static void follow(const uint64_t *arguments)
+{
+	const uint64_t *at = reach(arguments[0], sizeof(*at), ACCESS_READ);
+	uint32_t *to = at ? reach(*at, sizeof(*to), ACCESS_WRITE) : NULL;
+
+	if (to)
+		*to = (uint32_t)arguments[1];
+}
+
 static const struct builtin builtins[] = {
 	{ "nothing", 0, { 0 }, nothing },
 	{ "fill", 3, { 8, 8, 4 }, fill },
@@ -89,6 +99,7 @@ static const struct builtin builtins[] = {
 	{ "copy", 3, { 8, 8, 8 }, copy },
 	{ "sum", 3, { 8, 8, 8 }, sum },
 	{ "store", 2, { 8, 4 }, store },
+	{ "follow", 2, { 8, 4 }, follow },
 };
 
 const struct builtin *find_builtin(const char *name)

@@ -87,4 +87,7 @@ void mpsd_exact_rested(void);
 /* In the copy that comes into use, behind the fence. `may`: what is noted may be done again. */
 void mpsd_exact_move(bool may, struct mpsd_replayed *replayed);
 
+/* At the program's end. */
+void mpsd_validate_report(void);
+
 void mpsd_exact_child(void);

@@ -200,6 +200,9 @@ void mpsd_undo_forget(void);
 /* In a move, with the lock: put back what is proven to have been saved, save the rest anew. */
 CUresult mpsd_undo_restore(uint64_t *bytes);
 
+/* With the order: whether the page at that address was saved in this epoch, or is room for such copies. */
+bool mpsd_undo_is_saved(CUdeviceptr address);
+
 /* Without the lock, with the order: the room for copies, for the program. */
 CUresult mpsd_undo_give_back(void);
 bool mpsd_undo_has(void);
@@ -215,6 +218,11 @@ void mpsd_params_forget(void);	/* functions have gone: their handles may come ag
 
 /* Save what the parameters of a launch lead to. */
 CUresult mpsd_params_save(const struct mpsd_op *op, struct mpsd_plan *plan);
+
+/* validate.c: around one operation, with the order. The saves of the operation are those of its epoch. */
+bool mpsd_validates(void);
+CUresult mpsd_validate_before(void);
+CUresult mpsd_validate_after(const struct mpsd_op *op);
 
 /* submit.c */
 

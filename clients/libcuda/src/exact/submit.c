@@ -118,14 +118,14 @@ static void prepare(bool is)
 		mpsd_epoch.is_awaited = is;
 }
 
-static CUresult settle(void)
+static CUresult out_of_the_way(CUresult (*call)(void))
 {
 	CUresult result;
 
 	pthread_mutex_lock(&mpsd_exact_lock);
 	prepare(false);
 	pthread_mutex_unlock(&mpsd_exact_lock);
-	result = mpsd_epoch_settle();
+	result = call();
 	pthread_mutex_lock(&mpsd_exact_lock);
 	prepare(true);
 	pthread_mutex_unlock(&mpsd_exact_lock);
@@ -141,7 +141,7 @@ static CUresult save(const struct mpsd_op *op)
 	result = try_to_save(op);
 	if (result != CUDA_ERROR_OUT_OF_MEMORY)
 		return result;
-	result = settle();
+	result = out_of_the_way(mpsd_epoch_settle);
 	if (result == CUDA_SUCCESS)
 		result = try_to_save(op);
 	if (result != CUDA_ERROR_OUT_OF_MEMORY)
@@ -179,6 +179,7 @@ static CUresult finish(struct mpsd_op *op, CUresult result)
 
 	pthread_mutex_lock(&mpsd_exact_lock);
 	left = mpsd_is_left();
+	prepare(false);
 	op->is_busy = false;
 	/* An operation that the driver has refused leaves nothing. */
 	if (!left && result != CUDA_SUCCESS && !lost && !op->is_orphan)
@@ -197,8 +198,10 @@ static CUresult finish(struct mpsd_op *op, CUresult result)
 /* Everything before the driver has it. */
 static CUresult make_ready(const struct mpsd_op *op, bool full)
 {
-	CUresult result = full ? settle() : CUDA_SUCCESS;
+	CUresult result = full ? out_of_the_way(mpsd_epoch_settle) : CUDA_SUCCESS;
 
+	if (result == CUDA_SUCCESS && mpsd_validates())
+		result = out_of_the_way(mpsd_validate_before);
 	if (result == CUDA_SUCCESS)
 		result = mpsd_replay_come_after(op->lane);
 	if (result == CUDA_SUCCESS)
@@ -229,7 +232,8 @@ static CUresult put(struct mpsd_op *op, uint64_t moves)
 	}
 	result = make_ready(op, full);
 	pthread_mutex_lock(&mpsd_exact_lock);
-	prepare(false);
+	/* What is validated looks at the epoch's saves afterwards. */
+	prepare(result == CUDA_SUCCESS && mpsd_validates());
 	left = mpsd_is_left();
 	if (!left && result == CUDA_SUCCESS)
 		note(op, moves);
@@ -238,7 +242,10 @@ static CUresult put(struct mpsd_op *op, uint64_t moves)
 		mpsd_op_free(op);
 		return left ? MPSD_AGAIN : result;
 	}
-	return finish(op, mpsd_op_issue(op));
+	result = mpsd_op_issue(op);
+	if (result == CUDA_SUCCESS && mpsd_validates())
+		result = mpsd_validate_after(op);
+	return finish(op, result);
 }
 
 static CUresult prove(CUstream stream)

@@ -359,6 +359,16 @@ CUresult mpsd_undo_restore(uint64_t *bytes)
 	return CUDA_SUCCESS;
 }
 
+bool mpsd_undo_is_saved(CUdeviceptr address)
+{
+	const struct mpsd_plan none = { NULL, NULL };
+
+	for (unsigned int i = 0; i < chunk_count; i++)
+		if (address - chunks[i].base < chunks[i].size)
+			return true;
+	return is_in_window(address) && is_saved(&none, (address - window_base) / MPSD_EXACT_PAGE);
+}
+
 CUresult mpsd_undo_give_back(void)
 {
 	CUresult result = mpsd_exact() ? mpsd_epoch_settle() : CUDA_SUCCESS;

@@ -351,7 +351,8 @@ static void at_end(void)
 {
 	struct timespec until = mpsd_in(END_MS);
 
-	atomic_store(&off, true);
+	if (!atomic_exchange(&off, true))
+		mpsd_validate_report();
 	mpsd_line_wake();
 	if (!pthread_mutex_timedlock(&busy, &until))
 		pthread_mutex_unlock(&busy);
