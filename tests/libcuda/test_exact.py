@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.libcuda.test_failover import Program, ask, break_domain, copies, post, stand_by
 from tests.support import moving
+from tests.support.gate import ANY, Gate
 from tests.support.moving import Line, Post, Said
 from tests.support.simfixtures import backend, domain, second
-from tests.support.simnode import Domain
+from tests.support.simnode import Domain, until
 
 __all__ = ["ask", "backend", "copies", "domain", "post", "second"]
 
@@ -26,21 +28,51 @@ def move(line: Line, generation: int = 1, *, again: bool = True, planned: bool =
     return said
 
 
+@pytest.fixture
+def gate(domain: Domain) -> Iterator[Gate]:
+    """Of the domain in which the program starts."""
+    made = Gate(Path(domain.environment["CUDA_MPS_PIPE_DIRECTORY"]))
+    yield made
+    made.let(ANY)
+    made.close()
+
+
 @EXACT
 def test_what_was_in_flight_is_done_again(
-    domain: Domain, second: Domain, post: Post, ask: Program, copies: Path
+    domain: Domain, gate: Gate, second: Domain, post: Post, ask: Program, copies: Path
 ) -> None:
     line = post.greet(moving.EXACT)
     ask("m = gpu.memory(8 << 20)")
     stand_by(line, second, copies)
     assert ask("[gpu.run('add', m, 8, 5), gpu.sync()]") == "[0, 0]"
-    assert ask("[gpu.run('add', m, 8, 1), gpu.run('late', m, 8, 1), gpu.run('add', m, 8, 1)]") == "[0, 0, 0]"
+    # What m was is saved, that is noted, and an event is recorded; no kernel runs.
+    gate.let(3)
+    assert ask("[gpu.run('add', m, 8, 1) for _ in range(3)]") == "[0, 0, 0]"
+    until(lambda: gate.left() == 0)
     ask.tell("gpu.sync()")
     break_domain(domain)
     said = move(line)
-    assert (said.text, said.values[3] >= 2 << 20, said.values[4]) == ("", True, 3)
+    assert (said.text, said.values[3], said.values[4]) == ("", 8 << 20, 3)
     assert ask._answer() == "0"
     assert ask("[gpu.word(m), gpu.run('add', m, 8, 1), gpu.sync(), gpu.word(m)]") == "[8, 0, 0, 9]"
+    assert ask.end() == ""
+
+
+@EXACT
+@pytest.mark.parametrize("lets", range(7))
+def test_it_does_not_matter_how_far_the_gpu_was(
+    domain: Domain, gate: Gate, second: Domain, post: Post, ask: Program, copies: Path, lets: int
+) -> None:
+    line = post.greet(moving.EXACT)
+    ask("m = gpu.memory(8 << 20); n = gpu.memory(2 << 20); s = gpu.stream()")
+    stand_by(line, second, copies)
+    assert ask("gpu.run('add', m, 8, 5), gpu.sync()") == "(0, 0)"
+    gate.let(lets)
+    assert ask("gpu.run('add', m, 8, 1), gpu.run('add', n, 8, 1, stream=s)") == "(0, 0)"
+    until(lambda: gate.left() == 0)
+    break_domain(domain)
+    assert move(line).text == ""
+    assert ask("gpu.sync(), gpu.word(m), gpu.word(n)") == "(0, 6, 1)"
     assert ask.end() == ""
 
 

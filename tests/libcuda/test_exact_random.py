@@ -4,10 +4,8 @@ is what they would have seen without a fault."""
 from __future__ import annotations
 
 import json
-import mmap
 import os
 import shutil
-import struct
 import subprocess
 import sys
 import tempfile
@@ -20,12 +18,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support import moving
+from tests.support.gate import ANY, Gate
 from tests.support.libcudas import DEADLINE_S, PROGRAMS, ROOT, Libraries
 from tests.support.moving import Post
 
 WORDS = 6
-ANY = 2**64 - 1
-LAUNCH_FAILED = 719
 WAITING = {"graph", "in", "out", "out_now", "look", "wait", "wait_event", "wait_all", "again", "in_pinned"}
 Step = tuple[str, int, int, int, int]
 
@@ -63,27 +60,6 @@ def model(steps: Sequence[Step]) -> list[int]:
         elif what == "again":
             words[:] = [0] * WORDS
     return seen + [word for words in buffers for word in words]
-
-
-class Gate:
-    """How far the stand-in may go in one domain."""
-
-    def __init__(self, folder: Path) -> None:
-        folder.mkdir()
-        path = folder / "gate"
-        path.write_bytes(struct.pack("=QQ", ANY, 0))
-        self.folder = folder
-        with path.open("r+b") as file:
-            self._words = mmap.mmap(file.fileno(), 16)
-
-    def let(self, operations: int) -> None:
-        self._words[:8] = struct.pack("=Q", operations)
-
-    def break_context(self) -> None:
-        self._words[8:] = struct.pack("=Q", LAUNCH_FAILED)
-
-    def close(self) -> None:
-        self._words.close()
 
 
 class Moved:
@@ -180,6 +156,22 @@ class Moved:
             pass
         return list(map(int, json.loads(line)))
 
+    def run_twice(self, steps: Sequence[Step], at: int, held: int, lets: int, lets_again: int) -> list[int]:
+        """As run(), but the next context is lost too, when its GPU has done `lets_again` operations."""
+        there = self.stand_by()
+        self._tell(json.dumps({"steps": steps, "stops": [held, at]}))
+        self._until(str(held))
+        self._gate.let(lets)
+        self._tell("go")
+        self._until(str(at))
+        there.let(lets_again)
+        self.move(there)
+        self.move(self.stand_by())
+        self._tell("go")
+        while not (line := self._line()).startswith("["):
+            pass
+        return list(map(int, json.loads(line)))
+
     def end(self) -> str:
         self._gate.let(ANY)
         try:
@@ -257,3 +249,12 @@ def test_what_is_seen_is_as_without_a_fault(programs: Programs, steps: list[Step
         assert programs.one().run(steps, at, lets[at], inside=False) == expected, at
         if at == len(steps) or steps[at][0] in WAITING:
             assert programs.one().run(steps, at, lets[at], inside=True) == expected, (at, "inside")
+
+
+@pytest.mark.parametrize("lets_again", range(0, 12, 2))
+def test_a_fault_while_it_is_done_again(programs: Programs, lets_again: int) -> None:
+    adds: list[Step] = [("add", stream, buffer, 0, 3) for stream, buffer in ((0, 0), (1, 1), (1, 0), (2, 3))]
+    steps: list[Step] = [("add", 0, 0, 0, 5), ("wait_all", 0, 0, 0, 0), *adds, ("look", 0, 0, 0, 0)]
+    for lets in range(0, 14, 3):
+        found = programs.one().run_twice(steps, len(steps) - 1, 2, lets, lets_again)
+        assert found == model(steps), lets

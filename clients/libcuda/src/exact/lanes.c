@@ -14,8 +14,9 @@
 /* Pinned, and its device address is the host's: CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING. */
 static uint32_t (*words)[MPSD_LANES];
 
-struct mpsd_lane mpsd_lanes[MPSD_LANES];
-static unsigned int used;	/* lanes that ever were */
+/* The first one is the mover's own. */
+struct mpsd_lane mpsd_lanes[MPSD_LANES] = { { .stream = CU_STREAM_LEGACY, .is_used = true } };
+static unsigned int used = 1;	/* lanes that ever were */
 
 static struct known_point {
 	struct known_point *next;
@@ -70,7 +71,7 @@ static CUstream key(CUstream stream)
 
 struct mpsd_lane *mpsd_lane_find(CUstream stream)
 {
-	for (unsigned int i = 0; i < used; i++)
+	for (unsigned int i = 1; i < used; i++)
 		if (mpsd_lanes[i].is_used && mpsd_lanes[i].stream == key(stream))
 			return &mpsd_lanes[i];
 	return NULL;
@@ -81,7 +82,7 @@ struct mpsd_lane *mpsd_lane_of(CUstream stream)
 {
 	struct mpsd_lane *lane = mpsd_lane_find(stream);
 
-	for (unsigned int i = 0; !lane && i < used; i++)
+	for (unsigned int i = 1; !lane && i < used; i++)
 		if (!mpsd_lanes[i].is_used)
 			lane = &mpsd_lanes[i];
 	if (!lane && used < MPSD_LANES)
@@ -112,7 +113,7 @@ uint64_t mpsd_lane_look(struct mpsd_lane *lane)
 
 bool mpsd_lanes_all_proven(void)
 {
-	for (unsigned int i = 0; i < used; i++)
+	for (unsigned int i = 0; words && i < used; i++)
 		if (mpsd_lane_look(&mpsd_lanes[i]) != mpsd_lanes[i].given)
 			return false;
 	return true;
@@ -203,7 +204,7 @@ void mpsd_lanes_move(void)
 {
 	uint64_t moves = mpsd_tables()->moves;
 
-	for (unsigned int i = 0; i < used; i++) {
+	for (unsigned int i = 0; words && i < used; i++) {
 		struct mpsd_lane *lane = &mpsd_lanes[i];
 
 		lane->marked = look(lane, word_in(moves - 2, lane));
@@ -221,7 +222,7 @@ CUresult mpsd_lane_mark_now(struct mpsd_lane *lane, uint64_t number)
 
 void mpsd_lanes_give_up(void)
 {
-	for (unsigned int i = 0; i < used; i++) {
+	for (unsigned int i = 0; words && i < used; i++) {
 		struct mpsd_lane *lane = &mpsd_lanes[i];
 
 		lane->proven = lane->marked = lane->given;

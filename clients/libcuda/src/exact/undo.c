@@ -331,32 +331,27 @@ void mpsd_undo_forget(void)
 }
 
 /*
- * In the legacy stream, like all that is done again. What is put back can be put back once more; what is saved anew
- * has to be there before anything else happens.
+ * In the legacy stream, like all that is done again. What is put back can be put back once more; what is saved anew is
+ * proven in the mover's own lane. Nobody waits: this context may be the next that is lost.
  */
 CUresult mpsd_undo_restore(uint64_t *bytes)
 {
+	struct mpsd_lane *own = &mpsd_lanes[0];
 	CUresult result = CUDA_SUCCESS;
-	bool is_new = false;
 
+	own->given++;
 	for (struct save *save = saves; save && result == CUDA_SUCCESS; save = save->next) {
 		bool is_there = save->number <= mpsd_lane_look(save->lane);
 
 		*bytes += is_there ? save->size : 0;
-		is_new |= !is_there;
+		save->lane->saved = 0;
+		save->lane = own;
+		save->number = is_there ? 0 : own->given;
 		result = real_cuMemcpyDtoDAsync_v2(is_there ? save->address : save->undo,
 						   is_there ? save->undo : save->address, save->size,
 						   CU_STREAM_LEGACY);
 	}
-	if (result == CUDA_SUCCESS && is_new)
-		result = real_cuStreamSynchronize(CU_STREAM_LEGACY);
-	if (result != CUDA_SUCCESS)
-		return result;
-	for (struct save *save = saves; save; save = save->next) {
-		save->number = 0;
-		save->lane->saved = 0;
-	}
-	return CUDA_SUCCESS;
+	return result == CUDA_SUCCESS ? mpsd_lane_mark_now(own, own->given) : result;
 }
 
 bool mpsd_undo_is_saved(CUdeviceptr address)

@@ -1,0 +1,35 @@
+"""The stand-in's gate (clients/libcuda/standin/gate.c): how far it may go in one domain, and its end."""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from pathlib import Path
+
+ANY = 2**64 - 1
+LAUNCH_FAILED = 719
+
+
+class Gate:
+    """Before the driver is initialised with this CUDA_MPS_PIPE_DIRECTORY."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(exist_ok=True)
+        path = folder / "gate"
+        path.write_bytes(struct.pack("=QQ", ANY, 0))
+        self.folder = folder
+        with path.open("r+b") as file:
+            self._words = mmap.mmap(file.fileno(), 16)
+
+    def let(self, operations: int) -> None:
+        """So many more, and then none."""
+        self._words[:8] = struct.pack("=Q", operations)
+
+    def left(self) -> int:
+        return int(struct.unpack("=Q", self._words[:8])[0])
+
+    def break_context(self) -> None:
+        self._words[8:] = struct.pack("=Q", LAUNCH_FAILED)
+
+    def close(self) -> None:
+        self._words.close()
