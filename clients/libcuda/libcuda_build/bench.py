@@ -28,7 +28,16 @@ LIMIT_NS = 50.0
 MODES = {
     "passed on": {"MPSD_VAULT": "0"},
     "memory in a window": {"MPSD_VAULT": "1", "MPSD_ZONE_BUDGET": str(1 << 30)},
-    "ready for a fail-over": {"MPSD_VAULT": "1", "MPSD_FAILOVER_SOCKET": "/nonexistent/failover.sock"},
+    "ready for a fail-over, keep": {
+        "MPSD_VAULT": "1",
+        "MPSD_FAILOVER": "keep",
+        "MPSD_FAILOVER_SOCKET": "/nonexistent/failover.sock",
+    },
+    "ready for a fail-over, exact": {
+        "MPSD_VAULT": "1",
+        "MPSD_FAILOVER": "exact",
+        "MPSD_FAILOVER_SOCKET": "/nonexistent/failover.sock",
+    },
 }
 """What the library does with memory decides which functions have wrappers."""
 

@@ -329,6 +329,7 @@ static void *run(void *unused)
 		mpsd_pause(pause_ms);
 		pause_ms = pause_ms * 2 < LAST_PAUSE_MS ? pause_ms * 2 : LAST_PAUSE_MS;
 	}
+	mpsd_exact_stop("nobody offers it");
 	return NULL;
 }
 
