@@ -231,6 +231,14 @@ class FailoverMode(StrEnum):
     EXACT = "exact"
 
 
+class Again(IntEnum):
+    """What becomes of what a program had in flight when it moves."""
+
+    LOST = 0
+    AGAIN = 1
+    IN_TURN = 2
+
+
 class ZoneRole(StrEnum):
     """Why a guard zone lies where it does."""
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from mpsd.core.records import FaultRecord
 from mpsd.core.standby import FailoverRecord
-from mpsd.model import ClientId, FailoverMode, ProcessInstance, ZoneRole
+from mpsd.model import Again, ClientId, FailoverMode, ProcessInstance, ZoneRole
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,13 +199,21 @@ class StandDown:
 @dataclass(frozen=True, slots=True)
 class Move:
     """Tell a program to go on in its standby now. `why` is for its log. `planned`: its context is well, so it
-    ends its work there first. `again`: what was in flight may be done again there (mode exact)."""
+    ends its work there first. `again`: what becomes there of what was in flight (mode exact)."""
 
     process: ProcessInstance
     generation: int
     why: str
     planned: bool = False
-    again: bool = False
+    again: Again = Again.LOST
+
+
+@dataclass(frozen=True, slots=True)
+class HaveTurn:
+    """Tell a program that waits in this generation to do again what it had in flight."""
+
+    process: ProcessInstance
+    generation: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,6 +243,7 @@ Effect = (
     | Welcome
     | OfferStandby
     | StandDown
+    | HaveTurn
     | Move
     | RecordFailover
     | Publish

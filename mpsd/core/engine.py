@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mpsd.core import attribution, clients, domains, faults, hitrecords, hits, killing, members, proof
+from mpsd.core import attribution, clients, domains, faults, hitrecords, hits, killing, members, proof, turns
 from mpsd.core import events as ev
 from mpsd.core.draft import Draft
 from mpsd.core.effects import Effect, Freeze, Kill, ReleaseLease, Terminate
@@ -65,6 +65,7 @@ _TIMERS: Mapping[str, Callable[[Draft, str], None]] = {
     "hits": hits.on_tell,
     "thaw": hits.on_thaw_timer,
     "failover-wait": members.on_wait,
+    "failover-turn": turns.on_timer,
     "standby-linger": members.on_linger,
 }
 
@@ -116,6 +117,7 @@ _HANDLERS: Mapping[type, Callable[[Draft, Any], None]] = {
     ev.MemberError: members.on_error,
     ev.MemberMoved: members.on_moved,
     ev.MemberStayed: members.on_stayed,
+    ev.MemberDone: members.on_done,
     ev.CopiesSeen: members.on_copies,
     ev.Counted: _on_counted,
     ev.TimerFired: _on_timer,

@@ -418,13 +418,25 @@ class MemberError:
 @dataclass(frozen=True, slots=True)
 class MemberMoved:
     """It goes on in the standby of this generation; times since it was told. `missing`: why what was in
-    flight may be missing or half done; empty where nothing is."""
+    flight may be missing or half done; empty where nothing is. `waits`: it holds its calls for its turn."""
 
     process: ProcessInstance
     generation: int
     held_ns: int = 0
     fence_ns: int = 0
     first_ns: int = 0
+    restored: int = 0
+    replayed: int = 0
+    missing: str = ""
+    waits: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MemberDone:
+    """It has had its turn, or has given it up (`missing`), in the domain of this generation."""
+
+    process: ProcessInstance
+    generation: int
     restored: int = 0
     replayed: int = 0
     missing: str = ""
@@ -500,6 +512,7 @@ Event = (
     | MemberError
     | MemberMoved
     | MemberStayed
+    | MemberDone
     | CopiesSeen
     | TimerFired
 )

@@ -5,8 +5,9 @@ the standby and tells the programs that are ready in it. Words of a program coun
 that it reports moves nobody, and so does nothing else that it may say.
 
 Who is named for certain is not carried over. Where nobody is named, everybody is a suspect and everybody is
-told: the offender too, and what it does again costs the next domain. What is missing is a trial domain, in
-which suspects go on one by one before they join the others. Until then the bound on moves ends such a series.
+told: the offender too, and what it does again costs the next domain. So suspects in mode exact do their work
+again one at a time (turns.py), and the one with which the next domain is lost is the offender. In mode keep
+nothing is done again, and the bound on moves ends such a series.
 """
 
 from __future__ import annotations
@@ -15,16 +16,18 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from mpsd.core import attribution as at
+from mpsd.core import turns
 from mpsd.core.draft import Draft
 from mpsd.core.effects import ArmTimer, Move, OfferStandby, RecordFailover, StandDown
 from mpsd.core.killing import kill_by_policy
 from mpsd.core.records import FaultRecord
-from mpsd.core.standby import OFFERED, FailoverRecord, Fate, Member, Outcome, Standing
+from mpsd.core.standby import OFFERED, FailoverRecord, Fate, Member, Outcome, Standing, Turn
 from mpsd.core.state import Client, ClientState, Domain, DomainState, Slot, State
-from mpsd.model import Confidence, FailoverMode, ProcessInstance
+from mpsd.model import Again, Confidence, FailoverMode, ProcessInstance
 
 MINUTE_S = 60.0
 MADE_IT = "it made the fault"
+FAULTED_AGAIN = "what it did again faulted again"
 FINAL = frozenset({Outcome.MOVED, Outcome.STAYED, Outcome.ENDED})
 
 
@@ -110,7 +113,8 @@ def leave_behind(draft: Draft, member: Member, why: str) -> None:
     """It is told no more of any standby for as long as it lives where it does."""
     if member.generation and member.connected:
         draft.emit(StandDown(member.process, member.generation, why))
-    draft.put_member(replace(member, standing=Standing.LEFT_BEHIND, generation=0, reason=why))
+    gone = replace(member, standing=Standing.LEFT_BEHIND, generation=0, reason=why, turn=Turn.NONE)
+    draft.put_member(gone)
 
 
 def why_not(draft: Draft, member: Member, target: Domain | None) -> str:
@@ -128,18 +132,18 @@ def why_not(draft: Draft, member: Member, target: Domain | None) -> str:
     return ""
 
 
-def may_go_again(domain: Domain, faults: Iterable[FaultRecord]) -> bool:
-    """Whether what was in flight there may be done again: nobody's work was at fault, or it is known whose.
-
-    What a suspect had in flight would fault again, and take with it whoever goes on beside it.
-    """
-    faults = list(faults)
-    return bool(culprits(faults)) or (domain.state is not DomainState.FAULTED and not faults)
+def may_go_again(domain: Domain, faults: Iterable[FaultRecord], sure: Iterable[ProcessInstance]) -> Again:
+    """How what was in flight there may be done again: at once where nobody's work was at fault, or it is
+    known whose. What a suspect had in flight may fault again, so then it is one after the other."""
+    nobodys = domain.state is not DomainState.FAULTED and not list(faults)
+    return Again.AGAIN if nobodys or list(sure) else Again.IN_TURN
 
 
-def _tell(draft: Draft, member: Member, why: str, *, planned: bool = False, again: bool = False) -> None:
+def _tell(
+    draft: Draft, member: Member, why: str, *, planned: bool = False, again: Again = Again.LOST
+) -> None:
     exact = member.mode is FailoverMode.EXACT
-    draft.emit(Move(member.process, member.generation, why, planned, again and exact))
+    draft.emit(Move(member.process, member.generation, why, planned, again if exact else Again.LOST))
     told = (*(t for t in member.told if draft.now - t < MINUTE_S), draft.now)
     draft.put_member(replace(member, standing=Standing.MOVING, told=told))
     draft.count("failover_moves")
@@ -155,7 +159,7 @@ def _move_late(draft: Draft, member: Member, target: Domain) -> None:
         return
     for record in reversed(draft.state.failovers):
         if record.domain == member.home and any(f.process == member.process for f in record.fates):
-            _tell(draft, member, "its domain is lost", again=may_go_again(home, faults))
+            _tell(draft, member, "its domain is lost", again=may_go_again(home, faults, culprits(faults)))
             told_ms = round((draft.now - record.at) * 1e3, 3)
             revise(draft, record, member.process, outcome=Outcome.TOLD, why="", told_ms=told_ms)
             draft.emit(ArmTimer("failover-wait", str(record.id), draft.state.policy.move_wait_s))
@@ -194,7 +198,9 @@ def _record(
     faults: list[FaultRecord],
     dead: str,
 ) -> None:
-    sure = culprits(faults)
+    repeated = turns.holders(draft.state, domain.id)
+    sure = [*culprits(faults), *repeated]
+    again = may_go_again(domain, faults, sure)
     # Likely is not certain: it is told with the others.
     suspects = {p.id.process for r in faults for p in (*r.suspects, *([r.offender] if r.offender else []))}
     suspects -= set(sure)
@@ -202,9 +208,10 @@ def _record(
     fates = []
     for member in sorted(concerned, key=lambda m: (m.process.pid, m.process.start_ticks)):
         refusal = MADE_IT if member.process in sure else dead
+        refusal = FAULTED_AGAIN if member.process in repeated else refusal
         refusal = refusal or why_not(draft, member, target_of(draft.state, member))
         if not refusal:
-            _tell(draft, member, trigger, planned=planned, again=may_go_again(domain, faults))
+            _tell(draft, member, trigger, planned=planned, again=again)
         elif member.process in sure or dead or member.standing is Standing.READY:
             leave_behind(draft, member, refusal)
         fates.append(_fate(draft.state, member, refusal, member.process in suspects))

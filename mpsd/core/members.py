@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mpsd.core import domains, failover, leases
+from mpsd.core import domains, failover, leases, turns
 from mpsd.core import events as ev
 from mpsd.core.draft import Draft
 from mpsd.core.effects import ArmTimer, AskServer, StandDown, Welcome
 from mpsd.core.lifecycle import DomainTrigger
-from mpsd.core.standby import OFFERED, OPAQUE_KEPT, Member, Outcome, Standing
+from mpsd.core.standby import OFFERED, OPAQUE_KEPT, Member, Outcome, Standing, Turn
 from mpsd.core.state import SERVING, DomainState
 from mpsd.model import FailoverMode, ProcessInstance
 
@@ -62,6 +62,8 @@ def on_left(draft: Draft, event: ev.MemberLeft) -> None:
     member = draft.state.members.get(event.process)
     if member is None:
         return
+    turns.over(draft, event.process)
+    member = draft.state.members[event.process]
     if not any(c.living for c in draft.state.spaces_of(event.process)):
         ended(draft, event.process)
         return
@@ -77,6 +79,7 @@ def ended(draft: Draft, process: ProcessInstance) -> None:
     member = draft.state.members.get(process)
     if member is None:
         return
+    turns.over(draft, process)
     record = failover.latest_of(draft.state, process)
     if record is not None and any(
         f.process == process and f.outcome is not Outcome.NOT_TOLD for f in record.fates
@@ -158,7 +161,10 @@ def on_moved(draft: Draft, event: ev.MemberMoved) -> None:
         draft.count("failover_words_ignored")
         return
     old = member.home
-    draft.put_member(replace(member, home=name, standing=Standing.WAITING, generation=0, reason=""))
+    moved = replace(member, home=name, standing=Standing.WAITING, generation=0, reason="", turn=Turn.NONE)
+    draft.put_member(moved)
+    if event.waits:
+        turns.wait(draft, moved)
     record = failover.latest_of(draft.state, event.process)
     if record is not None:
         failover.revise(
@@ -180,6 +186,21 @@ def on_moved(draft: Draft, event: ev.MemberMoved) -> None:
             leases.release_dead(draft, old)
         domains.settle(draft, old)
     refresh(draft, event.process)
+
+
+def on_done(draft: Draft, event: ev.MemberDone) -> None:
+    member = draft.state.members.get(event.process)
+    if member is None or member.turn is Turn.NONE or member.home != f"d{event.generation}":
+        draft.count("failover_words_ignored")
+        return
+    for record in reversed(draft.state.failovers):
+        if any(f.process == event.process for f in record.fates):
+            why = f"{MISSING}: {event.missing}" if event.missing else ""
+            failover.revise(
+                draft, record, event.process, why=why, restored_bytes=event.restored, replayed=event.replayed
+            )
+            break
+    turns.over(draft, event.process)
 
 
 def on_stayed(draft: Draft, event: ev.MemberStayed) -> None:

@@ -30,6 +30,14 @@ OFFERED = frozenset({Standing.OFFERED, Standing.READY, Standing.UNREADY})
 """It was told of a standby, which is its `generation`."""
 
 
+class Turn(StrEnum):
+    """Of a program that had work in flight when nobody knew whose work was at fault."""
+
+    NONE = ""
+    WAITS = "waits for its turn"
+    HAS = "does its work again"
+
+
 @dataclass(frozen=True, slots=True)
 class Member:
     """`connected`: it can be told something. `reason`: why it is not ready, or was left behind.
@@ -50,6 +58,7 @@ class Member:
     told: tuple[float, ...] = ()
     ready_ms: float | None = None
     bytes: int = 0
+    turn: Turn = Turn.NONE
 
     @property
     def lasting(self) -> tuple[FailoverMode, str | None, str | None]:

@@ -120,6 +120,9 @@ class FailoverDesk:
         message = Message(Kind.MOVE, generation=effect.generation, values=values, text=effect.why)
         self._door.tell(effect.process, message)
 
+    def have_turn(self, effect: fx.HaveTurn) -> None:
+        self._door.tell(effect.process, Message(Kind.TURN, generation=effect.generation))
+
 
 def offer_of(generation: int, pipe_dir: Path, copies: Path) -> Message:
     return Message(Kind.STANDBY, generation=generation, path=str(pipe_dir), text=str(copies))

@@ -257,7 +257,10 @@ def _event(visit: Visit, message: Message) -> ev.Event:
             return ev.MemberError(process, values[0])
         case Kind.MOVED:
             held, fence, first, restored, replayed = values[:5]
-            return ev.MemberMoved(process, generation, held, fence, first, restored, replayed, message.text)
+            told = (held, fence, first, restored, replayed, message.text, bool(values[5]))
+            return ev.MemberMoved(process, generation, *told)
+        case Kind.DONE:
+            return ev.MemberDone(process, generation, values[0], values[1], message.text)
         case Kind.STAYED:
             return ev.MemberStayed(process, generation, message.text)
     raise Refused("order")

@@ -30,10 +30,12 @@ class Kind(IntEnum):
     OWN_ERROR = 5
     MOVED = 6
     STAYED = 7
+    DONE = 8
     WELCOME = 65
     STANDBY = 66
     STAND_DOWN = 67
     MOVE = 68
+    TURN = 69
 
 
 FROM_PROGRAM = frozenset(k for k in Kind if k < Kind.WELCOME)

@@ -11,15 +11,15 @@ from tests.libcuda.test_failover import Program, ask, break_domain, copies, post
 from tests.support import moving
 from tests.support.gate import ANY, Gate
 from tests.support.moving import Line, Post, Said
-from tests.support.simfixtures import backend, domain, second
+from tests.support.simfixtures import backend, domain, second, third
 from tests.support.simnode import Domain, until
 
-__all__ = ["ask", "backend", "copies", "domain", "post", "second"]
+__all__ = ["ask", "backend", "copies", "domain", "post", "second", "third"]
 
 EXACT = pytest.mark.parametrize("ask", [{"MPSD_FAILOVER": "exact"}], indirect=True)
 
 
-def move(line: Line, generation: int = 1, *, again: bool = True, planned: bool = False) -> Said:
+def move(line: Line, generation: int = 1, *, again: int = 1, planned: bool = False) -> Said:
     line.say(moving.MOVE, generation, again=again, planned=planned)
     said = line.hear(moving.MOVED, moving.STAYED, moving.OWN_ERROR)
     if said.kind == moving.OWN_ERROR:
@@ -86,7 +86,7 @@ def test_nobody_knows_whose_fault_it_was(
     stand_by(line, second, copies)
     assert ask("gpu.sync(), gpu.run('long', m, 8, 1)") == "(0, 0)"
     break_domain(domain)
-    said = move(line, again=False)
+    said = move(line, again=0)
     assert (said.text, said.values[3:5]) == ("nobody knows whose fault it was", (0, 0))
     assert ask("[gpu.sync(), gpu.sync(), gpu.word(m)]") == "[719, 0, 0]"
     assert "nobody knows whose fault it was" in ask.end()
@@ -101,7 +101,7 @@ def test_who_has_nothing_in_flight_is_told_nothing(
     stand_by(line, second, copies)
     assert ask("gpu.run('add', m, 8, 3), gpu.sync()") == "(0, 0)"
     break_domain(domain)
-    said = move(line, again=False)
+    said = move(line, again=0)
     assert (said.text, said.values[3:5]) == ("", (0, 0))
     assert ask("[gpu.sync(), gpu.word(m)]") == "[0, 3]"
     assert ask.end() == ""
@@ -215,3 +215,89 @@ def test_validation_names_what_writes_where_its_parameters_do_not_lead(post: Pos
     said = ask.end().splitlines()
     assert "where its parameters do not lead" in said[0]
     assert "1 pages written where no parameter leads" in said[1] and len(said) == 2
+
+
+def in_turn(line: Line, generation: int) -> Said:
+    line.say(moving.MOVE, generation, again=2)
+    said = line.hear(moving.MOVED, moving.OWN_ERROR)
+    return said if said.kind == moving.MOVED else line.hear(moving.MOVED)
+
+
+@EXACT
+def test_a_program_waits_for_its_turn(
+    domain: Domain, gate: Gate, second: Domain, post: Post, ask: Program, copies: Path
+) -> None:
+    line = post.greet(moving.EXACT)
+    ask("m = gpu.memory(8 << 20)")
+    stand_by(line, second, copies)
+    assert ask("gpu.run('add', m, 8, 5), gpu.sync()") == "(0, 0)"
+    gate.let(3)
+    assert ask("gpu.run('add', m, 8, 1)") == "0"
+    break_domain(domain)
+    said = in_turn(line, 1)
+    assert (said.text, said.values[3:]) == ("", (0, 0, 1))
+    ask.tell("gpu.sync()")
+    line.say(moving.TURN, 7)
+    line.say(moving.TURN, 1)
+    done = line.hear(moving.DONE)
+    assert (done.generation, done.text, done.values[:2]) == (1, "", (8 << 20, 1))
+    assert ask._answer() == "0"
+    assert ask("gpu.word(m)") == "6"
+    assert ask.end() == ""
+
+
+@EXACT
+def test_who_has_nothing_to_do_again_waits_for_no_turn(
+    domain: Domain, second: Domain, post: Post, ask: Program, copies: Path
+) -> None:
+    line = post.greet(moving.EXACT)
+    ask("m = gpu.memory(8 << 20)")
+    stand_by(line, second, copies)
+    assert ask("gpu.run('add', m, 8, 5), gpu.sync()") == "(0, 0)"
+    break_domain(domain)
+    assert in_turn(line, 1).values[5] == 0
+    assert ask("gpu.sync(), gpu.word(m)") == "(0, 5)"
+    assert ask.end() == ""
+
+
+@EXACT
+@pytest.mark.parametrize("silent", [True, False], ids=["no word", "no daemon"])
+def test_a_turn_that_never_comes(
+    domain: Domain, gate: Gate, second: Domain, post: Post, ask: Program, copies: Path, silent: bool
+) -> None:
+    line = post.greet(moving.EXACT)
+    ask("m = gpu.memory(8 << 20)")
+    stand_by(line, second, copies)
+    assert ask("gpu.sync()") == "0"
+    gate.let(0)
+    assert ask("gpu.run('add', m, 8, 1)") == "0"
+    break_domain(domain)
+    assert in_turn(line, 1).values[5] == 1
+    if silent:
+        assert line.hear(moving.DONE).text == "nobody knows whose fault it was"
+    else:
+        line.close()
+    assert ask("gpu.sync(), gpu.sync(), gpu.word(m)") == "(719, 0, 0)"
+    assert "nobody knows whose fault it was" in ask.end()
+
+
+@EXACT
+def test_the_next_domain_is_lost_while_a_turn_is_waited_for(
+    domain: Domain, gate: Gate, second: Domain, third: Domain, post: Post, ask: Program, copies: Path
+) -> None:
+    line = post.greet(moving.EXACT)
+    ask("m = gpu.memory(8 << 20)")
+    stand_by(line, second, copies)
+    assert ask("gpu.run('add', m, 8, 5), gpu.sync()") == "(0, 0)"
+    gate.let(3)
+    assert ask("gpu.run('add', m, 8, 1)") == "0"
+    break_domain(domain)
+    assert in_turn(line, 1).values[5] == 1
+    ask.tell("gpu.sync()")
+    stand_by(line, third, copies, 2)
+    break_domain(second)
+    said = move(line, 2)
+    assert (said.text, said.values[3:5]) == ("", (8 << 20, 1))
+    assert ask._answer() == "0"
+    assert ask("gpu.word(m)") == "6"
+    assert ask.end() == ""

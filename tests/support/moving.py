@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MAGIC, VERSION = 0x726F6C66, 1
-HELLO, READY, UNREADY, OPAQUE, OWN_ERROR, MOVED, STAYED = range(1, 8)
-WELCOME, STANDBY, STAND_DOWN, MOVE = range(65, 69)
+HELLO, READY, UNREADY, OPAQUE, OWN_ERROR, MOVED, STAYED, DONE = range(1, 9)
+WELCOME, STANDBY, STAND_DOWN, MOVE, TURN = range(65, 70)
 _LAYOUT = struct.Struct("=IHHIIQ6Q112s128s")
 KEEP, EXACT = 1, 2
 DEADLINE_S = 20.0
@@ -41,7 +41,7 @@ class Line:
         text: str = "",
         *,
         planned: bool = False,
-        again: bool = False,
+        again: int = 0,
     ) -> None:
         values = (int(planned), int(again), *[0] * 4)
         words = (path.encode(), text.encode())

@@ -1,4 +1,4 @@
-"""Fixtures of the tests on a simulated node: `backend` for a module, `domain` and `second` for a test."""
+"""Fixtures of tests on a simulated node: `backend` for a module, `domain`, `second`, `third` for a test."""
 
 from __future__ import annotations
 
@@ -45,6 +45,12 @@ def domain(backend: Backend) -> Iterator[Domain]:
 
 @pytest.fixture
 def second(backend: Backend) -> Iterator[Domain]:
+    with _running(backend) as made:
+        yield made
+
+
+@pytest.fixture
+def third(backend: Backend) -> Iterator[Domain]:
     with _running(backend) as made:
         yield made
 

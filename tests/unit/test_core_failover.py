@@ -13,9 +13,9 @@ from mpsd.core import effects as fx
 from mpsd.core import events as ev
 from mpsd.core import failover
 from mpsd.core.records import Source
-from mpsd.core.standby import FailoverRecord, Outcome, Standing
+from mpsd.core.standby import FailoverRecord, Outcome, Standing, Turn
 from mpsd.core.state import DomainState, Policy
-from mpsd.model import ClientId, Confidence, FailoverMode, ServerState
+from mpsd.model import Again, ClientId, Confidence, FailoverMode, ServerState
 from tests.support.core import GPU, SLOT, UID, World, process, server_of, uvm
 
 KEEP = FailoverMode.KEEP
@@ -179,26 +179,79 @@ def exact(*pids: int) -> Site:
     return world
 
 
-def again(world: Site) -> dict[int, bool]:
+LOST, AGAIN, IN_TURN = Again
+
+
+def again(world: Site) -> dict[int, Again]:
     return {e.process.pid: e.again for e in world.made(fx.Move)}
 
 
 def test_what_was_in_flight_is_done_again_where_it_is_known_whose_fault_it_was() -> None:
     world = exact(10, 11, 12, 13)
     world.fault(12)
-    assert again(world) == {10: True, 11: True, 13: False}
+    assert again(world) == {10: AGAIN, 11: AGAIN, 13: LOST}
 
 
-def test_what_a_suspect_had_in_flight_is_not_done_again_among_others() -> None:
-    world = exact(10, 11, 12)
+def suspected(*pids: int) -> Site:
+    """Nobody is named, and all of them have moved; those but the last wait for their turns."""
+    world = exact(*pids)
     world.kernel(43, "channel 0x1", server_of("d1").pid, "nvidia-cuda-mps")
-    assert again(world) == {10: False, 11: False, 12: False}
+    assert again(world) == {pid: LOST if pid == pids[-1] else IN_TURN for pid in pids}
+    for pid in pids:
+        world.do(ev.MemberMoved(process(pid), 2, 1, 2, 3, waits=pid != pids[-1]))
+    return world
+
+
+def turns_of(world: Site) -> dict[int, Turn]:
+    return {p.pid: m.turn for p, m in world.state.members.items() if m.turn is not Turn.NONE}
+
+
+def test_suspects_do_their_work_again_one_after_the_other() -> None:
+    world = suspected(10, 11, 12, 13)
+    assert [e.process.pid for e in world.ever(fx.HaveTurn)] == [10]
+    assert turns_of(world) == {10: Turn.HAS, 11: Turn.WAITS, 12: Turn.WAITS}
+    world.do(ev.MemberDone(process(12), 1))
+    assert turns_of(world)[12] is Turn.WAITS
+    world.do(ev.MemberDone(process(10), 2, 5, 6))
+    assert world.made(fx.HaveTurn) == [fx.HaveTurn(process(11), 2)]
+    (fate,) = (f for f in world.failover().fates if f.process.pid == 10)
+    assert (fate.restored_bytes, fate.replayed, fate.why) == (5, 6, "")
+    # One that gives up, and one that ends.
+    world.do(ev.MemberDone(process(12), 2, missing="nobody knows"))
+    assert turns_of(world) == {11: Turn.HAS}
+    world.do(ev.MemberLeft(process(11)))
+    assert turns_of(world) == {}
+
+
+def test_a_turn_does_not_last_for_ever() -> None:
+    world = suspected(10, 11, 12)
+    (timer,) = (e for e in world.ever(fx.ArmTimer) if e.kind == "failover-turn")
+    world.timer("failover-turn", timer.subject)
+    assert turns_of(world) == {11: Turn.HAS}
+    world.timer("failover-turn", timer.subject)
+    assert turns_of(world) == {11: Turn.HAS}
+
+
+def test_whose_work_faults_again_is_the_offender() -> None:
+    world = suspected(10, 11, 12)
+    world.started("d3")
+    for pid in (10, 11, 12):
+        world.is_ready(pid, 3)
+    world.kernel(43, "channel 0x1", server_of("d2").pid, "nvidia-cuda-mps")
+    assert again(world) == {11: AGAIN, 12: LOST}
+    assert world.standing(10) is Standing.LEFT_BEHIND
+    assert {f.process.pid: f.why for f in world.failover().fates}[10] == "what it did again faulted again"
+    # It has a context where the others go.
+    assert [e.client.process.pid for e in world.made(fx.Kill)] == [10]
+    assert turns_of(world) == {11: Turn.WAITS}
+    world.do(ev.MemberMoved(process(11), 3, 1, 2, 3, 4, 5))
+    assert turns_of(world) == {}
 
 
 def test_the_end_of_a_server_is_nobodys_fault() -> None:
     world = exact(10, 11, 12)
     world.do(ev.ServerDied("d1", server_of("d1")))
-    assert again(world) == {10: True, 11: True, 12: False}
+    assert again(world) == {10: AGAIN, 11: AGAIN, 12: LOST}
 
 
 def test_what_may_be_missing_is_recorded() -> None:

@@ -15,15 +15,19 @@
  *	OWN_ERROR	values: a CUresult that its own context gave. A claim, which moves nobody else
  *	MOVED		generation; values: ns since MOVE came until its calls were held, until the old
  *			context could write no more, until the first call went on; bytes restored; launches
- *			done again
+ *			done again; 1: it waits for its TURN to do that. text: why something may be missing
+ *	DONE		generation; values: bytes restored, launches done again; text: why something may be
+ *			missing. It has had its turn, and what was done again has ended
  *	STAYED		generation; text: why it did not move. It has the old context, and the old error
  * and the daemon
  *	WELCOME		mode: the one granted; MPSD_FAILOVER_OFF: it is told no more
  *	STANDBY		generation; path: CUDA_MPS_PIPE_DIRECTORY of the second domain; text: the folder with
  *			copies of the driver (libcuda-0.so.1, libcuda-1.so.1)
  *	STAND_DOWN	generation; text: why. Its context goes, if the program is not in it
+ *	TURN		generation: where it has moved to, and waits to do again what was in flight. It does now
  *	MOVE		generation: go on there now; values: 0: its domain is lost, 1: it is to be left, and the
- *			program ends its work there first; text: why
+ *			program ends its work there first; what was in flight is 0: lost, 1: done again, 2: done
+ *			again when it has its turn (mode exact); text: why
  */
 #pragma once
 
@@ -43,10 +47,18 @@ enum mpsd_failover_kind {
 	MPSD_FAILOVER_OWN_ERROR = 5,
 	MPSD_FAILOVER_MOVED = 6,
 	MPSD_FAILOVER_STAYED = 7,
+	MPSD_FAILOVER_DONE = 8,
 	MPSD_FAILOVER_WELCOME = 65,
 	MPSD_FAILOVER_STANDBY = 66,
 	MPSD_FAILOVER_STAND_DOWN = 67,
 	MPSD_FAILOVER_MOVE = 68,
+	MPSD_FAILOVER_TURN = 69,
+};
+
+enum mpsd_failover_again {
+	MPSD_FAILOVER_LOST = 0,
+	MPSD_FAILOVER_AGAIN = 1,
+	MPSD_FAILOVER_IN_TURN = 2,
 };
 
 enum mpsd_failover_mode {

@@ -84,6 +84,12 @@ struct mpsd_replayed {
 /* The context came to rest, and is well. */
 void mpsd_exact_rested(void);
 
+/* Behind the fence, before the next call: whether anything is to be undone and done again. */
+bool mpsd_exact_is_due(void);
+
+/* After that call: whether all of it has ended. LAUNCH_FAILED and the like: the context is lost. */
+CUresult mpsd_exact_look(void);
+
 /* In the copy that comes into use, behind the fence. `may`: what is noted may be done again. */
 void mpsd_exact_move(bool may, struct mpsd_replayed *replayed);
 

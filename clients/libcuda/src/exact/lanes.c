@@ -17,6 +17,7 @@ static uint32_t (*words)[MPSD_LANES];
 /* The first one is the mover's own. */
 struct mpsd_lane mpsd_lanes[MPSD_LANES] = { { .stream = CU_STREAM_LEGACY, .is_used = true } };
 static unsigned int used = 1;	/* lanes that ever were */
+static uint64_t words_of;	/* the moves before the copy that they are marked in */
 
 static struct known_point {
 	struct known_point *next;
@@ -108,7 +109,7 @@ static uint64_t look(struct mpsd_lane *lane, const uint32_t *word)
 
 uint64_t mpsd_lane_look(struct mpsd_lane *lane)
 {
-	return look(lane, word_of(lane));
+	return look(lane, word_in(words_of, lane));
 }
 
 bool mpsd_lanes_all_proven(void)
@@ -119,6 +120,19 @@ bool mpsd_lanes_all_proven(void)
 	return true;
 }
 
+/* What is captured now does not go on before the capture has ended. */
+static bool is_captured(const struct mpsd_lane *lane)
+{
+	CUstream stream;
+
+	if (!mpsd_capturing())
+		return false;
+	pthread_mutex_lock(&mpsd_exact_lock);
+	stream = lane->stream;
+	pthread_mutex_unlock(&mpsd_exact_lock);
+	return mpsd_is_in_capture(stream);
+}
+
 CUresult mpsd_lane_mark(struct mpsd_lane *lane)
 {
 	uint64_t number, before;
@@ -126,8 +140,7 @@ CUresult mpsd_lane_mark(struct mpsd_lane *lane)
 	CUstream stream;
 	bool left;
 
-	/* What is captured now does not go on before the capture has ended. */
-	if (mpsd_is_captured(lane->stream))
+	if (is_captured(lane))
 		return CUDA_SUCCESS;
 	pthread_mutex_lock(&mpsd_exact_lock);
 	left = mpsd_is_left();
@@ -171,6 +184,8 @@ CUresult mpsd_lane_wait(struct mpsd_lane *lane, uint64_t number)
 	uint64_t moves = mpsd_tables()->moves, proven;
 	CUstream stream;
 
+	if (is_captured(lane))
+		return CUDA_SUCCESS;
 	for (unsigned int looks = 1;; looks++) {
 		pthread_mutex_lock(&mpsd_exact_lock);
 		proven = mpsd_is_left() ? 0 : mpsd_lane_look(lane);
@@ -195,8 +210,7 @@ CUresult mpsd_lanes_wait(void)
 	CUresult result = CUDA_SUCCESS;
 
 	for (unsigned int i = 0; i < used && result == CUDA_SUCCESS; i++)
-		if (!mpsd_is_captured(mpsd_lanes[i].stream))
-			result = mpsd_lane_wait(&mpsd_lanes[i], mpsd_lanes[i].given);
+		result = mpsd_lane_wait(&mpsd_lanes[i], mpsd_lanes[i].given);
 	return result;
 }
 
@@ -207,9 +221,10 @@ void mpsd_lanes_move(void)
 	for (unsigned int i = 0; words && i < used; i++) {
 		struct mpsd_lane *lane = &mpsd_lanes[i];
 
-		lane->marked = look(lane, word_in(moves - 2, lane));
+		lane->marked = mpsd_lane_look(lane);
 		__atomic_store_n(word_in(moves, lane), (uint32_t)lane->proven, __ATOMIC_RELEASE);
 	}
+	words_of = moves;
 }
 
 CUresult mpsd_lane_mark_now(struct mpsd_lane *lane, uint64_t number)
@@ -226,7 +241,7 @@ void mpsd_lanes_give_up(void)
 		struct mpsd_lane *lane = &mpsd_lanes[i];
 
 		lane->proven = lane->marked = lane->given;
-		__atomic_store_n(word_of(lane), (uint32_t)lane->given, __ATOMIC_RELEASE);
+		__atomic_store_n(word_in(words_of, lane), (uint32_t)lane->given, __ATOMIC_RELEASE);
 	}
 }
 

@@ -112,6 +112,33 @@ void mpsd_exact_move(bool may, struct mpsd_replayed *replayed)
 	pthread_mutex_unlock(&mpsd_exact_lock);
 }
 
+bool mpsd_exact_is_due(void)
+{
+	bool is;
+
+	pthread_mutex_lock(&mpsd_exact_lock);
+	is = mpsd_exact() && !mpsd_epoch.unsure && !mpsd_lanes_all_proven();
+	pthread_mutex_unlock(&mpsd_exact_lock);
+	return is;
+}
+
+CUresult mpsd_exact_look(void)
+{
+	CUresult result;
+	bool is;
+
+	pthread_mutex_lock(&mpsd_exact_lock);
+	is = mpsd_lanes_all_proven();
+	pthread_mutex_unlock(&mpsd_exact_lock);
+	if (is)
+		return CUDA_SUCCESS;
+	result = enter_context();
+	if (result == CUDA_SUCCESS)
+		result = real_cuStreamQuery(CU_STREAM_LEGACY);
+	real_cuCtxSetCurrent(NULL);
+	return mpsd_is_loss(result) ? result : CUDA_ERROR_NOT_READY;
+}
+
 void mpsd_exact_rested(void)
 {
 	pthread_mutex_lock(&mpsd_exact_lock);

@@ -119,7 +119,7 @@ bool mpsd_lanes_all_proven(void);
 CUresult mpsd_lane_mark(struct mpsd_lane *lane);
 CUresult mpsd_lanes_mark(void);
 
-/* Without the lock: until the GPU has written that. */
+/* Without the lock: until the GPU has written that, but for a lane that is captured. */
 CUresult mpsd_lane_wait(struct mpsd_lane *lane, uint64_t number);
 CUresult mpsd_lanes_wait(void);		/* all that was given; by who has the order */
 

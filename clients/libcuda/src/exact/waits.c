@@ -4,7 +4,6 @@
  * the GPU's own is there, which the driver's comes after.
  */
 #include "exact/state.h"
-#include "failover/graph.h"
 
 static void want(struct mpsd_proof *proof, const struct mpsd_lane *lane, uint64_t number)
 {
@@ -104,8 +103,7 @@ CUresult mpsd_exact_after(struct mpsd_proof *proof, enum mpsd_wait wait)
 	CUresult result = wait == MPSD_WAIT_COPY ? come_behind(proof) : CUDA_SUCCESS;
 
 	for (unsigned int i = 0; i < proof->count && result == CUDA_SUCCESS; i++)
-		if (!mpsd_is_captured(mpsd_lanes[proof->wanted[i].lane].stream))
-			result = mpsd_lane_wait(&mpsd_lanes[proof->wanted[i].lane], proof->wanted[i].number);
+		result = mpsd_lane_wait(&mpsd_lanes[proof->wanted[i].lane], proof->wanted[i].number);
 	if (result == CUDA_SUCCESS)
 		mpsd_epoch_observed();
 	return result;

@@ -34,7 +34,6 @@
 #define FIRST_PAUSE_MS 100
 #define LAST_PAUSE_MS 5000
 #define LAST_TRIES 8
-#define MOST_OPAQUE 16
 #define END_MS 2000
 #define SEND_S 2
 
@@ -42,8 +41,6 @@ static uint32_t mode;		/* wished; then granted */
 
 static atomic_int line = -1, wake = -1;
 static atomic_bool off, ready, given_up, woken;
-static _Atomic(const char *) opaque[MOST_OPAQUE];
-static atomic_uint opaques;
 static atomic_uint_least64_t own_error;	/* to be said, below the context's `moves`; 0: none */
 static atomic_uint_least64_t error_of;	/* 1 + `moves` of the context whose error was said; 0: none */
 static pthread_mutex_t busy = PTHREAD_MUTEX_INITIALIZER;	/* the thread calls a copy */
@@ -63,7 +60,7 @@ void mpsd_line_wake(void)
 
 bool mpsd_line_ready(void)
 {
-	return atomic_load(&ready) && !atomic_load(&given_up) && !atomic_load(&opaques) && !atomic_load(&off);
+	return atomic_load(&ready) && !atomic_load(&given_up) && !mpsd_opaque_count() && !atomic_load(&off);
 }
 
 void mpsd_line_moves(void)
@@ -104,20 +101,6 @@ void mpsd_line_error(CUresult result, uint64_t moves)
 	}
 }
 
-void mpsd_line_opaque(const char *what)
-{
-	unsigned int number;
-
-	for (unsigned int i = 0; i < MOST_OPAQUE && i < atomic_load(&opaques); i++)
-		if (atomic_load(&opaque[i]) == what)
-			return;
-	mpsd_exact_stop(what);
-	number = atomic_fetch_add(&opaques, 1);
-	if (number < MOST_OPAQUE)
-		atomic_store(&opaque[number], what);
-	mpsd_line_wake();
-}
-
 /* The thread */
 
 static bool say_unready(const char *why)
@@ -142,7 +125,7 @@ static bool stand_by(const struct mpsd_failover_message *order)
 	}
 	atomic_store(&ready, false);
 	generation = order->generation;
-	if (atomic_load(&opaques)) {
+	if (mpsd_opaque_count()) {
 		mpsd_standby_close();
 		return true;
 	}
@@ -171,26 +154,36 @@ static bool move(const struct mpsd_failover_message *order)
 	message.generation = order->generation;
 	if (order->generation != generation || !mpsd_line_ready())
 		return say(&message);
-	if (!mpsd_move(order->values[0] != 0, order->values[1] != 0, &times, &why)) {
+	if (!mpsd_move(order->values[0] != 0, (enum mpsd_failover_again)order->values[1], &times, &why)) {
 		message = message_of(MPSD_FAILOVER_STAYED, why);
 		mpsd_phase_wake();
 		mpsd_standby_close();
 		return say(&message);
 	}
-	message = message_of(MPSD_FAILOVER_MOVED, NULL);
+	message = message_of(MPSD_FAILOVER_MOVED, times.replayed.unsure);
 	message.values[0] = times.held_ns - began;
 	message.values[1] = times.fence_ns - began;
 	message.values[2] = times.on_ns - began;
 	message.values[3] = times.replayed.bytes;
 	message.values[4] = times.replayed.operations;
-	if (times.replayed.unsure)
-		strncpy(message.text, times.replayed.unsure, sizeof(message.text) - 1);
+	message.values[5] = times.waits;
 	home = generation;
 	generation = 0;
 	if (!say(&message))
 		return false;
 	mpsd_standby_end_left();
 	return true;
+}
+
+static bool have_turn(bool may)
+{
+	struct mpsd_failover_message message = message_of(MPSD_FAILOVER_DONE, NULL);
+
+	message.generation = home;
+	if (!mpsd_turn_is_due())
+		return true;
+	mpsd_turn_take_it(may, atomic_load(&line), &message);
+	return say(&message);
 }
 
 static bool stand_down(const struct mpsd_failover_message *order)
@@ -226,6 +219,8 @@ static bool obey(const struct mpsd_failover_message *order)
 		return stand_down(order);
 	case MPSD_FAILOVER_MOVE:
 		return move(order);
+	case MPSD_FAILOVER_TURN:
+		return order->generation != home || have_turn(true);
 	default:
 		return false;
 	}
@@ -233,8 +228,8 @@ static bool obey(const struct mpsd_failover_message *order)
 
 static bool tell_opaque(unsigned int *told)
 {
-	for (; *told < atomic_load(&opaques) && *told < MOST_OPAQUE; ++*told) {
-		const char *what = atomic_load(&opaque[*told]);
+	for (; *told < mpsd_opaque_count() && *told < MPSD_MOST_OPAQUE; ++*told) {
+		const char *what = mpsd_opaque_name(*told);
 		struct mpsd_failover_message message;
 
 		if (!what)
@@ -301,7 +296,9 @@ static void listen_to(int fd)
 	if (!say(&message) || !tell_opaque(&told))
 		return;
 	while (!atomic_load(&off)) {
-		if (poll(polled, 2, -1) < 0 && errno != EINTR)
+		if (poll(polled, 2, mpsd_turn_left_ms()) < 0 && errno != EINTR)
+			return;
+		if (!mpsd_turn_left_ms() && !have_turn(false))
 			return;
 		if (!act(fd, polled[0].revents != 0, polled[1].revents != 0, &told))
 			return;
@@ -323,6 +320,7 @@ static void *run(void *unused)
 			listen_to(fd);
 			if (atomic_exchange(&line, -1) == fd)
 				close(fd);
+			mpsd_turn_forgo();
 			ended = mpsd_now_ns() - began > 1000000000u ? 0 : ended + 1;
 			pause_ms = FIRST_PAUSE_MS;
 		}

@@ -31,4 +31,7 @@ void mpsd_line_error(CUresult result, uint64_t moves);
 void mpsd_line_give_up(void);
 
 /* The program uses what cannot come along; `what` stays valid. Each is told once. */
+#define MPSD_MOST_OPAQUE 16
 void mpsd_line_opaque(const char *what);
+unsigned int mpsd_opaque_count(void);
+const char *mpsd_opaque_name(unsigned int number);	/* NULL: it is just being written */

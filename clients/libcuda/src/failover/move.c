@@ -19,6 +19,7 @@
 
 #define MOST_LEAVE_MS 1000
 #define MOST_REST_MS 2000
+#define TURN_MS 3000		/* less than a held call waits */
 
 void *mpsd_other[MPSD_SLOTS];
 
@@ -290,67 +291,75 @@ static void go_on_capturing(void)
 	real_cuCtxSetCurrent(NULL);
 }
 
-bool mpsd_move(bool planned, bool again, struct mpsd_times *times, const char **why)
+/* Calls are held until what was in flight may be done again. */
+static bool waits_for_turn;
+static uint64_t turn_until_ns;
+
+bool mpsd_turn_is_due(void)
+{
+	return waits_for_turn;
+}
+
+int mpsd_turn_left_ms(void)
+{
+	uint64_t now = mpsd_now_ns();
+
+	if (!waits_for_turn)
+		return -1;
+	return now < turn_until_ns ? (int)((turn_until_ns - now) / 1000000) + 1 : 0;
+}
+
+static void say_missing(const struct mpsd_replayed *replayed)
+{
+	if (replayed->unsure)
+		mpsd_say("moved to a fresh context, with all memory; what was in flight may be missing (%s)",
+			 replayed->unsure);
+}
+
+void mpsd_turn(bool may, struct mpsd_replayed *replayed)
+{
+	replayed->unsure = go_on(false, may, replayed);
+	say_missing(replayed);
+	waits_for_turn = false;
+	mpsd_phase_end(true);
+	cover_again();
+}
+
+static void take_over(void)
+{
+	left = in_use;
+	left_moves = mpsd_moves_done();
+	in_use = standby;
+	standby = (struct mpsd_copy){ .handle = NULL };
+	go_on_capturing();
+}
+
+bool mpsd_move(bool planned, enum mpsd_failover_again again, struct mpsd_times *times, const char **why)
 {
 	bool is;
 
-	mpsd_phase_begin();
+	times->replayed = (struct mpsd_replayed){ 0 };
+	if (!waits_for_turn)
+		mpsd_phase_begin();
 	mpsd_line_moves();
 	is = hold_and_switch(&planned, times, why);
-	if (is) {
-		left = in_use;
-		left_moves = mpsd_moves_done();
-		in_use = standby;
-		standby = (struct mpsd_copy){ .handle = NULL };
-		go_on_capturing();
-		times->replayed.unsure = go_on(planned, again, &times->replayed);
-		if (times->replayed.unsure)
-			mpsd_say("moved to a fresh context, with all memory; what was in flight may be missing (%s)",
-				 times->replayed.unsure);
+	if (is)
+		take_over();
+	if (is && again == MPSD_FAILOVER_IN_TURN && mpsd_exact_is_due()) {
+		times->waits = waits_for_turn = true;
+		turn_until_ns = mpsd_now_ns() + TURN_MS * 1000000ull;
+		times->on_ns = mpsd_now_ns();
+		return true;
 	}
-	mpsd_phase_end(is);
+	times->waits = false;
+	if (is || waits_for_turn) {
+		times->replayed.unsure = go_on(planned, is && again != MPSD_FAILOVER_LOST, &times->replayed);
+		say_missing(&times->replayed);
+	}
+	mpsd_phase_end(is || waits_for_turn);
+	waits_for_turn = false;
 	times->on_ns = mpsd_now_ns();
 	if (is)
 		cover_again();
 	return is;
-}
-
-/* Since the first move its context is what it set through this library; before, the first copy knows. */
-static _Thread_local CUcontext thread_context;
-
-void mpsd_move_thread(bool is_first)
-{
-	__typeof__(&cuCtxGetCurrent) get = (__typeof__(get))mpsd_first_tables->real[MPSD_cuCtxGetCurrent];
-
-	if (is_first && get(&thread_context) != CUDA_SUCCESS)
-		thread_context = NULL;
-	real_cuCtxSetCurrent(mpsd_native(thread_context));
-}
-
-static CUresult note_context(CUresult result)
-{
-	CUcontext current;
-
-	if (result == CUDA_SUCCESS && mpsd_tables()->moves && real_cuCtxGetCurrent(&current) == CUDA_SUCCESS)
-		thread_context = mpsd_name(current);
-	return result;
-}
-
-CUresult make_cuCtxSetCurrent(CUcontext ctx)
-{
-	return note_context(inner_cuCtxSetCurrent(mpsd_native(ctx)));
-}
-
-CUresult make_cuCtxPushCurrent_v2(CUcontext ctx)
-{
-	return note_context(inner_cuCtxPushCurrent_v2(mpsd_native(ctx)));
-}
-
-CUresult make_cuCtxPopCurrent_v2(CUcontext *pctx)
-{
-	CUresult result = note_context(inner_cuCtxPopCurrent_v2(pctx));
-
-	if (result == CUDA_SUCCESS && pctx)
-		*pctx = mpsd_name(*pctx);
-	return result;
 }

@@ -7,10 +7,12 @@
 #include <stdint.h>
 
 #include "exact/exact.h"
+#include "failoverwire.h"
 
 struct mpsd_times {
 	uint64_t held_ns, fence_ns, on_ns;	/* CLOCK_MONOTONIC */
 	struct mpsd_replayed replayed;		/* `unsure` too where the mode is not `exact` */
+	bool waits;				/* calls are held until mpsd_turn() */
 };
 
 /* All for the thread of line.c, but where it says otherwise. */
@@ -25,9 +27,20 @@ void mpsd_standby_close(void);
 
 /*
  * Hold all calls, end what the old context may write, and go on in the standby. `planned`: that context is well.
- * `again`: what was in flight may be done again.
+ * With IN_TURN what was in flight may wait, if there is anything.
  */
-bool mpsd_move(bool planned, bool again, struct mpsd_times *times, const char **why);
+bool mpsd_move(bool planned, enum mpsd_failover_again again, struct mpsd_times *times, const char **why);
+
+/* After a move that waits: what was in flight is done again (`may`) or lost, and calls go on. */
+void mpsd_turn(bool may, struct mpsd_replayed *replayed);
+bool mpsd_turn_is_due(void);
+int mpsd_turn_left_ms(void);		/* until it gives up; -1: it does not wait */
+
+/* again.c: the same, seen to its end or until the daemon says something on `line`. `done` gets its values and text. */
+void mpsd_turn_take_it(bool may, int line, struct mpsd_failover_message *done);
+
+/* There is no daemon that would say so. */
+void mpsd_turn_forgo(void);
 
 /* After a move: the copy that was left is unloaded once nobody is inside it, which is waited for. */
 void mpsd_standby_end_left(void);

@@ -1,0 +1,44 @@
+// SPDX-License-Identifier: MIT
+/* The contexts of the program's threads. */
+#include "failover/carry.h"
+#include "failover/move.h"
+
+/* Since the first move its context is what it set through this library; before, the first copy knows. */
+static _Thread_local CUcontext thread_context;
+
+void mpsd_move_thread(bool is_first)
+{
+	__typeof__(&cuCtxGetCurrent) get = (__typeof__(get))mpsd_first_tables->real[MPSD_cuCtxGetCurrent];
+
+	if (is_first && get(&thread_context) != CUDA_SUCCESS)
+		thread_context = NULL;
+	real_cuCtxSetCurrent(mpsd_native(thread_context));
+}
+
+static CUresult note_context(CUresult result)
+{
+	CUcontext current;
+
+	if (result == CUDA_SUCCESS && mpsd_tables()->moves && real_cuCtxGetCurrent(&current) == CUDA_SUCCESS)
+		thread_context = mpsd_name(current);
+	return result;
+}
+
+CUresult make_cuCtxSetCurrent(CUcontext ctx)
+{
+	return note_context(inner_cuCtxSetCurrent(mpsd_native(ctx)));
+}
+
+CUresult make_cuCtxPushCurrent_v2(CUcontext ctx)
+{
+	return note_context(inner_cuCtxPushCurrent_v2(mpsd_native(ctx)));
+}
+
+CUresult make_cuCtxPopCurrent_v2(CUcontext *pctx)
+{
+	CUresult result = note_context(inner_cuCtxPopCurrent_v2(pctx));
+
+	if (result == CUDA_SUCCESS && pctx)
+		*pctx = mpsd_name(*pctx);
+	return result;
+}
