@@ -41,9 +41,18 @@ def test_no_program_is_lost(node: Node, libraries: Libraries, kind: str) -> None
     assert rig.left == []
     assert [len(found), judge(found)] == [3, "valid"]
     assert all(fate["outcome"] == "moved" for fault in found for fate in fault["record"]["clients"])
-    if kind == "drain":
-        # Nothing was in flight when they moved, so nobody was told anything.
-        assert [p["told"] for fault in found for p in fault["programs"]] == [[]] * 9
+    # What was in flight was done again, so nobody was told anything.
+    assert [p["told"] for fault in found for p in fault["programs"]] == [[]] * 9
+
+
+def test_what_was_in_flight_may_be_lost_in_mode_keep(node: Node, libraries: Libraries) -> None:
+    settings = main_settings(libraries, "keep")
+    with History() as history, Rig(node, "mpsd", history, settings=settings) as rig:
+        rounds = Rounds(rig, libraries, lambda _: None)
+        rounds.start()
+        found = data(rounds.run("trap", 3, DEADLINE_S))
+        rounds.end()
+    assert [len(found), judge(found)] == [3, "valid"]
 
 
 def test_the_exporter_tells_of_it(node: Node, libraries: Libraries) -> None:
