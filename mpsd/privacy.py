@@ -23,6 +23,7 @@ _IDENTITY: Mapping[str, Any] = {
     "reason": "",
     "why": "",
     "opaque": [],
+    "unsure": [],
 }
 _TEXTS = ("problem", "pending")
 # Where a text of the driver or of a server begins to speak of processes; names in it are untrusted text.

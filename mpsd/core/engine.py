@@ -116,6 +116,7 @@ _HANDLERS: Mapping[type, Callable[[Draft, Any], None]] = {
     ev.MemberOpaque: members.on_opaque,
     ev.MemberError: members.on_error,
     ev.MemberMoved: members.on_moved,
+    ev.MemberUnsure: members.on_unsure,
     ev.MemberStayed: members.on_stayed,
     ev.MemberDone: members.on_done,
     ev.CopiesSeen: members.on_copies,

@@ -408,6 +408,14 @@ class MemberOpaque:
 
 
 @dataclass(frozen=True, slots=True)
+class MemberUnsure:
+    """It did something that cannot be undone or done again."""
+
+    process: ProcessInstance
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
 class MemberError:
     """Its own context gave this error, so it says."""
 
@@ -509,6 +517,7 @@ Event = (
     | MemberReady
     | MemberUnready
     | MemberOpaque
+    | MemberUnsure
     | MemberError
     | MemberMoved
     | MemberStayed

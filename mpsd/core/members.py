@@ -32,7 +32,7 @@ def on_came(draft: Draft, event: ev.MemberCame) -> None:
     # What it had been told before it is told again: it may be another daemon that it tells.
     fresh = Member(event.process, event.uid, mode, home=home)
     if known is not None:
-        fresh = replace(fresh, opaque=known.opaque, told=known.told)
+        fresh = replace(fresh, opaque=known.opaque, unsure=known.unsure, told=known.told)
     if known is not None and known.standing is Standing.LEFT_BEHIND and known.home == home:
         fresh = replace(fresh, standing=Standing.LEFT_BEHIND, reason=known.reason)
     draft.put_member(fresh)
@@ -141,6 +141,12 @@ def on_opaque(draft: Draft, event: ev.MemberOpaque) -> None:
     if member.standing in OFFERED:
         member = replace(member, standing=Standing.UNREADY, reason=f"it uses {event.name}")
     draft.put_member(member)
+
+
+def on_unsure(draft: Draft, event: ev.MemberUnsure) -> None:
+    member = draft.state.members.get(event.process)
+    if member is not None and event.name not in member.unsure and len(member.unsure) < OPAQUE_KEPT:
+        draft.put_member(replace(member, unsure=(*member.unsure, event.name)))
 
 
 def on_error(draft: Draft, event: ev.MemberError) -> None:

@@ -42,8 +42,9 @@ class Turn(StrEnum):
 class Member:
     """`connected`: it can be told something. `reason`: why it is not ready, or was left behind.
 
-    `opaque`: what it has made that cannot be carried over. `told`: monotonic seconds of its moves in the last
-    minute. `ready_ms`, `bytes`: of its standby context, by its own word.
+    `opaque`: what it has made that cannot be carried over. `unsure`: what it did that cannot be undone.
+    `told`: monotonic seconds of its moves in the last minute. `ready_ms`, `bytes`: of its standby context, by
+    its own word.
     """
 
     process: ProcessInstance
@@ -55,6 +56,7 @@ class Member:
     generation: int = 0
     reason: str = ""
     opaque: tuple[str, ...] = ()
+    unsure: tuple[str, ...] = ()
     told: tuple[float, ...] = ()
     ready_ms: float | None = None
     bytes: int = 0

@@ -42,6 +42,8 @@ def _program(program: Mapping[str, Any]) -> str:
         text += f": {printable(program['reason'], 200)}"
     if program["opaque"]:
         text += f"; cannot be carried over: {printable(', '.join(program['opaque']), 400)}"
+    if program["unsure"]:
+        text += f"; cannot be undone: {printable(', '.join(program['unsure']), 400)}"
     return text
 
 

@@ -253,6 +253,8 @@ def _event(visit: Visit, message: Message) -> ev.Event:
             return ev.MemberUnready(process, generation, message.text)
         case Kind.OPAQUE:
             return ev.MemberOpaque(process, message.text)
+        case Kind.UNSURE:
+            return ev.MemberUnsure(process, message.text)
         case Kind.OWN_ERROR:
             return ev.MemberError(process, values[0])
         case Kind.MOVED:

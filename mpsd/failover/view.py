@@ -91,6 +91,7 @@ def of_member(member: Member) -> dict[str, Any]:
         "generation": member.generation if member.standing in OFFERED else 0,
         "home": member.home,
         "opaque": list(member.opaque),
+        "unsure": list(member.unsure),
         "ready_ms": member.ready_ms,
         "standby_bytes": member.bytes,
     }

@@ -31,6 +31,7 @@ class Kind(IntEnum):
     MOVED = 6
     STAYED = 7
     DONE = 8
+    UNSURE = 9
     WELCOME = 65
     STANDBY = 66
     STAND_DOWN = 67

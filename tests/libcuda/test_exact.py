@@ -167,6 +167,8 @@ def test_pinned_memory_that_a_kernel_may_write_is_not_done_again(
     assert ask("[gpu.run('add', host, 8, 1), gpu.run('long', m, 8, 1)]") == "[0, 0]"
     break_domain(domain)
     assert "pinned memory" in move(line).text
+    # The daemon had heard of it before.
+    assert line.unsure == ["a kernel that may write pinned memory of the host"]
     assert ask("gpu.sync(), gpu.sync()") == "(719, 0)"
     assert "pinned memory" in ask.end()
 
@@ -197,6 +199,20 @@ def test_undo_gives_way_to_what_the_program_allocates(
     # More than is free, and no more than is free with the room for copies.
     assert ask("rest = gpu.made('cuMemAlloc_v2', free.value + (32 << 20))") == "None"
     assert ask("gpu.run('add', m, 8, 1), gpu.sync(), gpu.word(m)") == "(0, 0, 2)"
+    assert ask.end() == ""
+
+
+@EXACT
+def test_the_standby_gives_way_to_what_the_program_allocates(
+    second: Domain, post: Post, ask: Program, copies: Path
+) -> None:
+    line = post.greet(moving.EXACT)
+    ask("m = gpu.memory(2 << 20); gpu.sync()")
+    stand_by(line, second, copies)
+    assert ask("gpu.code('cuMemAlloc_v2', ctypes.byref(ctypes.c_uint64()), 1 << 50)") == "2"
+    said = line.hear(moving.UNREADY)
+    assert said.text == "its memory was needed"
+    assert ask("gpu.run('add', m, 8, 1), gpu.sync(), gpu.word(m)") == "(0, 0, 1)"
     assert ask.end() == ""
 
 

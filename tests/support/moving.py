@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MAGIC, VERSION = 0x726F6C66, 1
-HELLO, READY, UNREADY, OPAQUE, OWN_ERROR, MOVED, STAYED, DONE = range(1, 9)
+HELLO, READY, UNREADY, OPAQUE, OWN_ERROR, MOVED, STAYED, DONE, UNSURE = range(1, 10)
 WELCOME, STANDBY, STAND_DOWN, MOVE, TURN = range(65, 70)
 _LAYOUT = struct.Struct("=IHHIIQ6Q112s128s")
 KEEP, EXACT = 1, 2
@@ -31,6 +31,7 @@ class Line:
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self.mode = KEEP
+        self.unsure: list[str] = []
         sock.settimeout(DEADLINE_S)
 
     def say(
@@ -48,12 +49,18 @@ class Line:
         self._sock.send(_LAYOUT.pack(MAGIC, VERSION, kind, self.mode, 0, generation, *values, *words))
 
     def hear(self, *kinds: int) -> Said:
-        """The next that is said, which must be of these kinds."""
+        """The next that is said, which must be of these kinds; what is UNSURE is kept aside otherwise."""
+        said = self._next()
+        while said.kind == UNSURE and UNSURE not in kinds:
+            self.unsure.append(said.text)
+            said = self._next()
+        assert said.kind in kinds, said
+        return said
+
+    def _next(self) -> Said:
         magic, version, kind, _, _, generation, *rest = _LAYOUT.unpack(self._sock.recv(4096))
         assert (magic, version) == (MAGIC, VERSION)
-        said = Said(kind, generation, tuple(rest[:6]), rest[7].rstrip(b"\0").decode())
-        assert kind in kinds, said
-        return said
+        return Said(kind, generation, tuple(rest[:6]), rest[7].rstrip(b"\0").decode())
 
     def close(self) -> None:
         self._sock.close()

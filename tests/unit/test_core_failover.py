@@ -254,6 +254,17 @@ def test_the_end_of_a_server_is_nobodys_fault() -> None:
     assert again(world) == {10: AGAIN, 11: AGAIN, 12: LOST}
 
 
+def test_what_cannot_be_undone_is_shown_once_by_name() -> None:
+    world = exact(10, 11)
+    for name in ("pinned", "peer", "pinned"):
+        world.do(ev.MemberUnsure(process(10), name))
+    world.do(ev.MemberUnsure(process(99), "nobody's"))
+    assert world.state.members[process(10)].unsure == ("pinned", "peer")
+    for number in range(100):
+        world.do(ev.MemberUnsure(process(10), str(number)))
+    assert len(world.state.members[process(10)].unsure) == 64
+
+
 def test_what_may_be_missing_is_recorded() -> None:
     world = exact(10, 11, 12)
     world.fault(11)

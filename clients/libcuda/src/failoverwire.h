@@ -12,6 +12,7 @@
  *	READY		generation; values: ns since STANDBY came, bytes of GPU memory that it takes (0: unknown)
  *	UNREADY		generation; text: why there will be none
  *	OPAQUE		text: the driver's function that made what cannot be carried over; each name once
+ *	UNSURE		text: what it did that cannot be undone or done again; each once
  *	OWN_ERROR	values: a CUresult that its own context gave. A claim, which moves nobody else
  *	MOVED		generation; values: ns since MOVE came until its calls were held, until the old
  *			context could write no more, until the first call went on; bytes restored; launches
@@ -48,6 +49,7 @@ enum mpsd_failover_kind {
 	MPSD_FAILOVER_MOVED = 6,
 	MPSD_FAILOVER_STAYED = 7,
 	MPSD_FAILOVER_DONE = 8,
+	MPSD_FAILOVER_UNSURE = 9,
 	MPSD_FAILOVER_WELCOME = 65,
 	MPSD_FAILOVER_STANDBY = 66,
 	MPSD_FAILOVER_STAND_DOWN = 67,

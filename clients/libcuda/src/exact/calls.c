@@ -5,6 +5,7 @@
 
 #include "exact/state.h"
 #include "failover/graph.h"
+#include "failover/line.h"
 #include "memory.h"
 
 #define MOST_COPIED ((size_t)64 << 10)	/* of the host's memory, whosever it is */
@@ -44,7 +45,7 @@ static CUresult submit_launch(const struct mpsd_op *given, void **parameters, vo
 		return result;
 	/* A function that a move has overtaken is unknown for that alone. */
 	if (atomic_load(&mpsd_moves) == mpsd_tables()->moves)
-		mpsd_exact_stop("a kernel whose parameters are unknown");
+		mpsd_exact_fail("a kernel whose parameters are unknown");
 	return MPSD_AGAIN;
 }
 
@@ -106,7 +107,7 @@ CUresult work_cuGraphLaunch(CUgraphExec hGraphExec, CUstream hStream)
 
 	if (op.graph.graph)
 		return submit(&op, false);
-	mpsd_exact_stop("a graph that was not captured");
+	mpsd_exact_fail("a graph that was not captured");
 	return MPSD_AGAIN;
 }
 
@@ -264,9 +265,9 @@ CUresult work_cuStreamWaitEvent(CUstream hStream, CUevent hEvent, unsigned int F
 	return submit(&op, false);
 }
 
-/* Memory: copies of the proxy's own give way to what the program asks for. */
+/* Memory: copies of the proxy's own give way to what the program asks for, and then the standby does. */
 
-static CUresult make_room(void)
+static CUresult give_copies_back(void)
 {
 	uint64_t moves = mpsd_tables()->moves;
 	CUresult result;
@@ -278,14 +279,28 @@ static CUresult make_room(void)
 	return result;
 }
 
+/* After an allocation that failed, again and again: SUCCESS, there is more room than there was. */
+static CUresult make_room(CUresult failed)
+{
+	if (failed != CUDA_ERROR_OUT_OF_MEMORY)
+		return failed;
+	if (mpsd_undo_has())
+		return give_copies_back();
+	return mpsd_room_ask() ? CUDA_SUCCESS : failed;
+}
+
 CUresult make_cuMemAlloc_v2(CUdeviceptr *dptr, size_t bytesize)
 {
 	CUresult result = inner_cuMemAlloc_v2(dptr, bytesize);
 
-	if (result != CUDA_ERROR_OUT_OF_MEMORY || !mpsd_undo_has())
-		return result;
-	result = make_room();
-	return result == CUDA_SUCCESS ? inner_cuMemAlloc_v2(dptr, bytesize) : result;
+	while (result != CUDA_SUCCESS) {
+		CUresult room = make_room(result);
+
+		if (room != CUDA_SUCCESS)
+			return room;
+		result = inner_cuMemAlloc_v2(dptr, bytesize);
+	}
+	return result;
 }
 
 CUresult make_cuMemAllocPitch_v2(CUdeviceptr *dptr, size_t *pPitch, size_t WidthInBytes, size_t Height,
@@ -293,9 +308,12 @@ CUresult make_cuMemAllocPitch_v2(CUdeviceptr *dptr, size_t *pPitch, size_t Width
 {
 	CUresult result = inner_cuMemAllocPitch_v2(dptr, pPitch, WidthInBytes, Height, ElementSizeBytes);
 
-	if (result != CUDA_ERROR_OUT_OF_MEMORY || !mpsd_undo_has())
-		return result;
-	result = make_room();
-	return result == CUDA_SUCCESS ? inner_cuMemAllocPitch_v2(dptr, pPitch, WidthInBytes, Height, ElementSizeBytes)
-				      : result;
+	while (result != CUDA_SUCCESS) {
+		CUresult room = make_room(result);
+
+		if (room != CUDA_SUCCESS)
+			return room;
+		result = inner_cuMemAllocPitch_v2(dptr, pPitch, WidthInBytes, Height, ElementSizeBytes);
+	}
+	return result;
 }

@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "exact/state.h"
+#include "failover/line.h"
 
 pthread_mutex_t mpsd_exact_lock = PTHREAD_MUTEX_INITIALIZER;
 struct mpsd_epoch mpsd_epoch = { .number = 1, .last = &mpsd_epoch.first };
@@ -14,6 +15,8 @@ void mpsd_epoch_unsure(const char *why)
 	if (!mpsd_epoch.unsure)
 		mpsd_epoch.unsure = why;
 	pthread_mutex_unlock(&mpsd_exact_lock);
+	if (mpsd_exact())
+		mpsd_line_unsure(why);
 }
 
 void mpsd_epoch_append(struct mpsd_op *op)

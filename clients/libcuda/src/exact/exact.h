@@ -43,6 +43,9 @@ void mpsd_exact_start(void);
 /* From now on what is in flight in a move is lost. Any thread's; `why` stays valid. */
 void mpsd_exact_stop(const char *why);
 
+/* The same, for what the program does; the daemon hears of it. */
+void mpsd_exact_fail(const char *why);
+
 /* For carry.c. What each returns is a result of the driver's, or MPSD_AGAIN. */
 
 enum mpsd_wait {

@@ -39,7 +39,7 @@ bool mpsd_lanes_ready(void)
 	if (make_cuMemHostAlloc(&pages, size, CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP) != CUDA_SUCCESS) {
 		/* Else it is tried again, in the next copy. */
 		if (!mpsd_is_left())
-			mpsd_exact_stop("no pinned memory");
+			mpsd_exact_fail("no pinned memory");
 		return false;
 	}
 	pthread_mutex_lock(&mpsd_exact_lock);

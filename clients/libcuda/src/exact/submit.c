@@ -55,6 +55,12 @@ void mpsd_exact_stop(const char *why)
 		mpsd_epoch_unsure(why);
 }
 
+void mpsd_exact_fail(const char *why)
+{
+	mpsd_exact_stop(why);
+	mpsd_line_unsure(why);
+}
+
 void mpsd_exact_given(void)
 {
 	noted_in = 0;
@@ -227,7 +233,7 @@ static CUresult put(struct mpsd_op *op, uint64_t moves)
 	if (!op->lane) {
 		mpsd_op_free(op);
 		if (!left)
-			mpsd_exact_stop("more streams than there are lanes");
+			mpsd_exact_fail("more streams than there are lanes");
 		return MPSD_AGAIN;
 	}
 	result = make_ready(op, full);

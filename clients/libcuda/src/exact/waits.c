@@ -81,7 +81,7 @@ static CUresult come_behind(struct mpsd_proof *proof)
 	CUresult result;
 
 	if (!mpsd_lanes_ready()) {
-		mpsd_exact_stop("no pinned memory");
+		mpsd_exact_fail("no pinned memory");
 		return MPSD_AGAIN;
 	}
 	if (!mpsd_order_take(moves))

@@ -41,8 +41,6 @@ static uint32_t mode;		/* wished; then granted */
 
 static atomic_int line = -1, wake = -1;
 static atomic_bool off, ready, given_up, woken;
-static atomic_uint_least64_t own_error;	/* to be said, below the context's `moves`; 0: none */
-static atomic_uint_least64_t error_of;	/* 1 + `moves` of the context whose error was said; 0: none */
 static pthread_mutex_t busy = PTHREAD_MUTEX_INITIALIZER;	/* the thread calls a copy */
 static uint64_t generation;	/* of the standby that there is, or that was asked for; 0: none */
 static uint64_t home;		/* where the program lives; 0: in its first context */
@@ -60,7 +58,7 @@ void mpsd_line_wake(void)
 
 bool mpsd_line_ready(void)
 {
-	return atomic_load(&ready) && !atomic_load(&given_up) && !mpsd_opaque_count() && !atomic_load(&off);
+	return atomic_load(&ready) && !atomic_load(&given_up) && !atomic_load(&mpsd_opaque_notes()->count) && !atomic_load(&off);
 }
 
 void mpsd_line_moves(void)
@@ -92,15 +90,6 @@ static bool say(const struct mpsd_failover_message *message)
 	return send(atomic_load(&line), message, sizeof(*message), MSG_NOSIGNAL) == (ssize_t)sizeof(*message);
 }
 
-/* Once for each context that is in use. The thread says it: it alone knows whose the descriptor is. */
-void mpsd_line_error(CUresult result, uint64_t moves)
-{
-	if (mpsd_moves_done() == moves && atomic_exchange(&error_of, moves + 1) != moves + 1) {
-		atomic_store(&own_error, moves << 16 | (uint64_t)result);
-		mpsd_line_wake();
-	}
-}
-
 /* The thread */
 
 static bool say_unready(const char *why)
@@ -125,14 +114,14 @@ static bool stand_by(const struct mpsd_failover_message *order)
 	}
 	atomic_store(&ready, false);
 	generation = order->generation;
-	if (mpsd_opaque_count()) {
+	if (atomic_load(&mpsd_opaque_notes()->count)) {
 		mpsd_standby_close();
 		return true;
 	}
 	if (!mpsd_standby_open(generation, order->path, order->text, &why))
 		return say_unready(why);
 	atomic_store(&given_up, false);
-	atomic_store(&error_of, 0);
+	mpsd_own_error_forget();
 	atomic_store(&ready, true);
 	message = message_of(MPSD_FAILOVER_READY, NULL);
 	message.values[0] = mpsd_now_ns() - began;
@@ -226,17 +215,31 @@ static bool obey(const struct mpsd_failover_message *order)
 	}
 }
 
-static bool tell_opaque(unsigned int *told)
-{
-	for (; *told < mpsd_opaque_count() && *told < MPSD_MOST_OPAQUE; ++*told) {
-		const char *what = mpsd_opaque_name(*told);
-		struct mpsd_failover_message message;
+struct told {
+	unsigned int opaque, unsure;
+};
 
-		if (!what)
-			return true;
-		message = message_of(MPSD_FAILOVER_OPAQUE, what);
+static bool tell_notes(enum mpsd_failover_kind kind, struct mpsd_notes *notes, unsigned int *told)
+{
+	const char *what;
+
+	while ((what = mpsd_notes_next(notes, told))) {
+		struct mpsd_failover_message message = message_of(kind, what);
+
 		if (!say(&message))
 			return false;
+	}
+	return true;
+}
+
+static bool tell(struct told *told)
+{
+	unsigned int before = told->opaque;
+
+	if (!tell_notes(MPSD_FAILOVER_OPAQUE, mpsd_opaque_notes(), &told->opaque) ||
+	    !tell_notes(MPSD_FAILOVER_UNSURE, mpsd_unsure_notes(), &told->unsure))
+		return false;
+	if (told->opaque != before) {
 		atomic_store(&ready, false);
 		mpsd_phase_wake();
 		mpsd_standby_close();
@@ -247,13 +250,20 @@ static bool tell_opaque(unsigned int *told)
 static bool tell_error(void)
 {
 	struct mpsd_failover_message message = message_of(MPSD_FAILOVER_OWN_ERROR, NULL);
-	uint64_t error = atomic_exchange(&own_error, 0);
 
-	message.values[0] = error & 0xffff;
-	return !error || error >> 16 != mpsd_moves_done() || say(&message);
+	message.values[0] = mpsd_own_error_take();
+	return !message.values[0] || say(&message);
 }
 
-static bool follow(unsigned int *told)
+static bool give_room(void)
+{
+	bool is = !mpsd_room_is_wanted() || !atomic_load(&ready) || say_unready("its memory was needed");
+
+	mpsd_room_is_given();
+	return is;
+}
+
+static bool follow(struct told *told)
 {
 	const char *why = NULL;
 	uint64_t count;
@@ -261,13 +271,13 @@ static bool follow(unsigned int *told)
 	if (read(atomic_load(&wake), &count, sizeof(count)) < 0 && errno != EAGAIN)
 		return false;
 	atomic_store(&woken, false);
-	if (!tell_opaque(told) || !tell_error())
+	if (!tell(told) || !tell_error() || !give_room())
 		return false;
 	return !atomic_load(&ready) || mpsd_standby_follow(&why) || say_unready(why);
 }
 
 /* Not while the process ends, which waits for this. */
-static bool act(int fd, bool said, bool was_woken, unsigned int *told)
+static bool act(int fd, bool said, bool was_woken, struct told *told)
 {
 	struct mpsd_failover_message message;
 	bool is = true;
@@ -289,11 +299,11 @@ static void listen_to(int fd)
 	struct mpsd_failover_message message = message_of(MPSD_FAILOVER_HELLO, NULL);
 	struct pollfd polled[2] = { { .fd = fd, .events = POLLIN },
 				    { .fd = atomic_load(&wake), .events = POLLIN } };
-	unsigned int told = 0;
+	struct told told = { 0, 0 };
 
 	message.mode = mode;
 	message.generation = home;
-	if (!say(&message) || !tell_opaque(&told))
+	if (!say(&message) || !tell(&told))
 		return;
 	while (!atomic_load(&off)) {
 		if (poll(polled, 2, mpsd_turn_left_ms()) < 0 && errno != EINTR)

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cuda.h>
+#include <stdatomic.h>
 #include <stdbool.h>
 #include <stdint.h>
 
@@ -24,6 +25,11 @@ bool mpsd_line_ready(void);
 /* The standby is being moved into: after the move has begun, so that nobody sees neither. */
 void mpsd_line_moves(void);
 
+/* room.c: the standby goes, for the memory that it takes. False: there is none, or it did not go in time. */
+bool mpsd_room_ask(void);
+bool mpsd_room_is_wanted(void);		/* these two for the thread */
+void mpsd_room_is_given(void);
+
 /* The program has met the loss of its context, the one after so many `moves`. */
 void mpsd_line_error(CUresult result, uint64_t moves);
 
@@ -31,7 +37,23 @@ void mpsd_line_error(CUresult result, uint64_t moves);
 void mpsd_line_give_up(void);
 
 /* The program uses what cannot come along; `what` stays valid. Each is told once. */
-#define MPSD_MOST_OPAQUE 16
 void mpsd_line_opaque(const char *what);
-unsigned int mpsd_opaque_count(void);
-const char *mpsd_opaque_name(unsigned int number);	/* NULL: it is just being written */
+
+/* It did what cannot be undone or done again: where that was in flight in a move, it is lost. */
+void mpsd_line_unsure(const char *what);
+
+/* For the thread: an error to be said (0: none), and that the next one is another context's. */
+uint64_t mpsd_own_error_take(void);
+void mpsd_own_error_forget(void);
+
+/* For the thread: what was told so, in its order. */
+#define MPSD_MOST_NOTES 16
+struct mpsd_notes {
+	_Atomic(const char *) names[MPSD_MOST_NOTES];
+	atomic_uint count;
+};
+
+/* The one after so many, which is one more then; NULL: there is none, or it is just being written. */
+const char *mpsd_notes_next(struct mpsd_notes *notes, unsigned int *told);
+struct mpsd_notes *mpsd_opaque_notes(void);
+struct mpsd_notes *mpsd_unsure_notes(void);

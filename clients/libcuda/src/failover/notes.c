@@ -1,0 +1,77 @@
+// SPDX-License-Identifier: MIT
+/* What the daemon is told of the program, each once: what cannot come along or cannot be undone, and its errors. */
+#include "exact/exact.h"
+#include "failover/carry.h"
+#include "failover/line.h"
+
+static struct mpsd_notes opaque, unsure;
+static atomic_uint_least64_t own_error;	/* to be said, below the context's `moves`; 0: none */
+static atomic_uint_least64_t error_of;	/* 1 + `moves` of the context whose error was said; 0: none */
+
+static bool note(struct mpsd_notes *notes, const char *what)
+{
+	unsigned int number;
+
+	for (unsigned int i = 0; i < MPSD_MOST_NOTES && i < atomic_load(&notes->count); i++)
+		if (atomic_load(&notes->names[i]) == what)
+			return false;
+	number = atomic_fetch_add(&notes->count, 1);
+	if (number < MPSD_MOST_NOTES)
+		atomic_store(&notes->names[number], what);
+	return number < MPSD_MOST_NOTES;
+}
+
+const char *mpsd_notes_next(struct mpsd_notes *notes, unsigned int *told)
+{
+	const char *what = NULL;
+
+	if (*told < atomic_load(&notes->count) && *told < MPSD_MOST_NOTES)
+		what = atomic_load(&notes->names[*told]);
+	*told += what != NULL;
+	return what;
+}
+
+struct mpsd_notes *mpsd_opaque_notes(void)
+{
+	return &opaque;
+}
+
+struct mpsd_notes *mpsd_unsure_notes(void)
+{
+	return &unsure;
+}
+
+void mpsd_line_opaque(const char *what)
+{
+	if (!note(&opaque, what))
+		return;
+	mpsd_exact_stop(what);
+	mpsd_line_wake();
+}
+
+void mpsd_line_unsure(const char *what)
+{
+	if (note(&unsure, what))
+		mpsd_line_wake();
+}
+
+/* Once for each context that is in use. The thread says it: it alone knows whose the descriptor is. */
+void mpsd_line_error(CUresult result, uint64_t moves)
+{
+	if (mpsd_moves_done() == moves && atomic_exchange(&error_of, moves + 1) != moves + 1) {
+		atomic_store(&own_error, moves << 16 | (uint64_t)result);
+		mpsd_line_wake();
+	}
+}
+
+uint64_t mpsd_own_error_take(void)
+{
+	uint64_t error = atomic_exchange(&own_error, 0);
+
+	return error >> 16 == mpsd_moves_done() ? error & 0xffff : 0;
+}
+
+void mpsd_own_error_forget(void)
+{
+	atomic_store(&error_of, 0);
+}
