@@ -23,6 +23,21 @@ static CUresult submit(const struct mpsd_op *given, bool proves)
 
 /* Launches */
 
+/* In mode `keep`, for a capture that cannot be noted: the program goes on, and stays where it is. */
+static CUresult launch_unnoted(const struct mpsd_op *given, void **parameters, void **extra)
+{
+	CUlaunchConfig c = given->launch.config;
+	CUfunction function = mpsd_native(given->launch.function);
+
+	mpsd_line_opaque("a kernel whose parameters are unknown, in a capture");
+	c.hStream = mpsd_native(given->stream);
+	if (given->launch.is_cooperative)
+		return inner_cuLaunchCooperativeKernel(function, c.gridDimX, c.gridDimY, c.gridDimZ, c.blockDimX,
+						       c.blockDimY, c.blockDimZ, c.sharedMemBytes, c.hStream,
+						       parameters);
+	return inner_cuLaunchKernelEx(&c, function, parameters, extra);
+}
+
 static CUresult submit_launch(const struct mpsd_op *given, void **parameters, void **extra)
 {
 	struct mpsd_op *op = malloc(sizeof(*op));
@@ -44,8 +59,11 @@ static CUresult submit_launch(const struct mpsd_op *given, void **parameters, vo
 	if (mpsd_is_loss(result))
 		return result;
 	/* A function that a move has overtaken is unknown for that alone. */
-	if (atomic_load(&mpsd_moves) == mpsd_tables()->moves)
-		mpsd_exact_fail("a kernel whose parameters are unknown");
+	if (atomic_load(&mpsd_moves) != mpsd_tables()->moves)
+		return MPSD_AGAIN;
+	if (!mpsd_exact())
+		return launch_unnoted(given, parameters, extra);
+	mpsd_exact_fail("a kernel whose parameters are unknown");
 	return MPSD_AGAIN;
 }
 
@@ -97,6 +115,8 @@ CUresult work_cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction f, void 
 	return submit_launch(&op, kernelParams, extra);
 }
 
+CUresult make_cuGraphLaunch(CUgraphExec hGraphExec, CUstream hStream);
+
 CUresult work_cuGraphLaunch(CUgraphExec hGraphExec, CUstream hStream)
 {
 	struct mpsd_op op = {
@@ -108,7 +128,7 @@ CUresult work_cuGraphLaunch(CUgraphExec hGraphExec, CUstream hStream)
 	if (op.graph.graph)
 		return submit(&op, false);
 	mpsd_exact_fail("a graph that was not captured");
-	return MPSD_AGAIN;
+	return make_cuGraphLaunch(hGraphExec, hStream);
 }
 
 /* Copies */

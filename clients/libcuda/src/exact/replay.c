@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT
 /* In a move: what was not proven to have ended, undone and done again. */
 #include "exact/state.h"
+#include "failover/graph.h"
 #include "failover/line.h"
 #include "failover/made.h"
 
@@ -33,7 +34,20 @@ static CUresult do_again(struct mpsd_replayed *replayed)
 
 /* After all that was done again, in the copy after so many moves, where it ends with that. */
 static CUevent done;
-static uint64_t done_moves;
+static atomic_uint_least64_t done_moves;
+
+CUresult mpsd_replay_come_after(struct mpsd_lane *lane)
+{
+	uint64_t moves = mpsd_tables()->moves;
+	CUresult result;
+
+	if (!moves || atomic_load(&done_moves) != moves || lane->after_replay == moves)
+		return CUDA_SUCCESS;
+	result = real_cuStreamWaitEvent(mpsd_native(lane->stream), done, 0);
+	if (result == CUDA_SUCCESS)
+		lane->after_replay = moves;
+	return result;
+}
 
 static CUresult note_end(void)
 {
@@ -42,21 +56,20 @@ static CUresult note_end(void)
 	if (result == CUDA_SUCCESS)
 		result = real_cuEventRecord(done, CU_STREAM_LEGACY);
 	if (result == CUDA_SUCCESS)
-		done_moves = mpsd_tables()->moves;
+		atomic_store(&done_moves, mpsd_tables()->moves);
+	for (unsigned int i = 1; i < MPSD_LANES && result == CUDA_SUCCESS; i++)
+		if (mpsd_lanes[i].is_used && !mpsd_is_captured(mpsd_lanes[i].stream))
+			result = mpsd_replay_come_after(&mpsd_lanes[i]);
 	return result;
 }
 
-CUresult mpsd_replay_come_after(struct mpsd_lane *lane)
+/* The mode ends: streams that come later do not wait for it. */
+void mpsd_replay_finish(void)
 {
-	uint64_t moves = mpsd_tables()->moves;
-	CUresult result;
+	uint64_t moves = atomic_load(&done_moves);
 
-	if (!moves || done_moves != moves || lane->after_replay == moves)
-		return CUDA_SUCCESS;
-	result = real_cuStreamWaitEvent(mpsd_native(lane->stream), done, 0);
-	if (result == CUDA_SUCCESS)
-		lane->after_replay = moves;
-	return result;
+	if (moves && moves == mpsd_tables()->moves)
+		real_cuEventSynchronize(done);
 }
 
 /* A thread of this library's has none of the program's contexts. */

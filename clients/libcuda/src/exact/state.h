@@ -209,6 +209,7 @@ bool mpsd_undo_has(void);
 
 /* replay.c: without the lock, with the order: what comes next into the lane comes after what was done again. */
 CUresult mpsd_replay_come_after(struct mpsd_lane *lane);
+void mpsd_replay_finish(void);
 
 /* params.c */
 

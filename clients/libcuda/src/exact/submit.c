@@ -51,8 +51,10 @@ void mpsd_exact_start(void)
 
 void mpsd_exact_stop(const char *why)
 {
-	if (atomic_exchange(&mpsd_exact_on, false))
-		mpsd_epoch_unsure(why);
+	if (!atomic_exchange(&mpsd_exact_on, false))
+		return;
+	mpsd_epoch_unsure(why);
+	mpsd_replay_finish();
 }
 
 void mpsd_exact_fail(const char *why)
@@ -254,24 +256,14 @@ static CUresult put(struct mpsd_op *op, uint64_t moves)
 	return finish(op, result);
 }
 
-static CUresult prove(CUstream stream)
+/* With the order: what the lane has been given by now is to be proven. */
+static CUresult mark_for(CUstream stream, struct mpsd_lane **lane, uint64_t *number)
 {
-	struct mpsd_lane *lane;
-	uint64_t number;
-	CUresult result;
-
 	pthread_mutex_lock(&mpsd_exact_lock);
-	lane = mpsd_lane_find(stream);
-	number = lane ? lane->given : 0;
+	*lane = mpsd_lane_find(stream);
+	*number = *lane ? (*lane)->given : 0;
 	pthread_mutex_unlock(&mpsd_exact_lock);
-	if (!lane)
-		return CUDA_SUCCESS;
-	result = mpsd_lane_mark(lane);
-	if (result == CUDA_SUCCESS)
-		result = mpsd_lane_wait(lane, number);
-	if (result == CUDA_SUCCESS)
-		mpsd_epoch_observed();
-	return result;
+	return *lane ? mpsd_lane_mark(*lane) : CUDA_SUCCESS;
 }
 
 CUresult mpsd_submit(struct mpsd_op *op, bool proves)
@@ -280,6 +272,8 @@ CUresult mpsd_submit(struct mpsd_op *op, bool proves)
 	bool is_done = noted_in && noted_in != 1 + moves;
 	CUstream stream = op->stream;
 	CUresult result = CUDA_SUCCESS;
+	struct mpsd_lane *lane = NULL;
+	uint64_t number = 0;
 
 	if (mpsd_capturing() && mpsd_capture_op(op, &result))
 		return result;
@@ -303,10 +297,16 @@ CUresult mpsd_submit(struct mpsd_op *op, bool proves)
 		result = put(op, moves);
 	if (result == CUDA_SUCCESS && proves) {
 		noted_in = DONE;
-		result = prove(stream);
-		if (result == CUDA_SUCCESS)
-			noted_in = 0;
+		result = mark_for(stream, &lane, &number);
 	}
 	mpsd_order_give(moves);
+	if (result != CUDA_SUCCESS || !proves)
+		return result;
+	if (lane)
+		result = mpsd_lane_wait(lane, number);
+	if (result == CUDA_SUCCESS) {
+		mpsd_epoch_observed();
+		noted_in = 0;
+	}
 	return result;
 }
