@@ -13,7 +13,7 @@ void mpsd_epoch_unsure(const char *why)
 {
 	pthread_mutex_lock(&mpsd_exact_lock);
 	if (!mpsd_epoch.unsure)
-		mpsd_epoch.unsure = why;
+		__atomic_store_n(&mpsd_epoch.unsure, why, __ATOMIC_RELAXED);
 	pthread_mutex_unlock(&mpsd_exact_lock);
 	if (mpsd_exact())
 		mpsd_line_unsure(why);
@@ -58,7 +58,13 @@ void mpsd_epoch_end(void)
 		if (!op->is_busy)
 			mpsd_op_free(op);
 	}
-	mpsd_epoch = (struct mpsd_epoch){ .number = mpsd_epoch.number + 1, .last = &mpsd_epoch.first };
+	mpsd_epoch.first = NULL;
+	mpsd_epoch.last = &mpsd_epoch.first;
+	mpsd_epoch.operations = mpsd_epoch.kept_bytes = 0;
+	mpsd_epoch.has_borrowed = false;
+	/* These two are looked at without the lock, by who will find that a move has come between. */
+	__atomic_store_n(&mpsd_epoch.number, mpsd_epoch.number + 1, __ATOMIC_RELAXED);
+	__atomic_store_n(&mpsd_epoch.unsure, NULL, __ATOMIC_RELAXED);
 	mpsd_undo_forget();
 }
 
@@ -79,7 +85,7 @@ static void take_borrowed(void)
 		if (op->copy.kept)
 			memcpy(op->copy.kept, (const void *)op->copy.from, op->copy.size);
 		else
-			mpsd_epoch.unsure = "no host memory";
+			__atomic_store_n(&mpsd_epoch.unsure, "no host memory", __ATOMIC_RELAXED);
 	}
 	mpsd_epoch.has_borrowed = has;
 }

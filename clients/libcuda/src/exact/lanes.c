@@ -83,6 +83,8 @@ struct mpsd_lane *mpsd_lane_of(CUstream stream)
 {
 	struct mpsd_lane *lane = mpsd_lane_find(stream);
 
+	if (lane)
+		return lane;
 	for (unsigned int i = 1; !lane && i < used; i++)
 		if (!mpsd_lanes[i].is_used)
 			lane = &mpsd_lanes[i];
@@ -264,7 +266,7 @@ static struct known_point *used_point(CUevent event)
 		(*place)->event = event;
 		(*place)->epoch = mpsd_epoch.number;
 	} else {
-		mpsd_epoch.unsure = "no host memory";
+		__atomic_store_n(&mpsd_epoch.unsure, "no host memory", __ATOMIC_RELAXED);
 	}
 	return *place;
 }

@@ -41,11 +41,13 @@ CUresult mpsd_replay_come_after(struct mpsd_lane *lane)
 	uint64_t moves = mpsd_tables()->moves;
 	CUresult result;
 
-	if (!moves || atomic_load(&done_moves) != moves || lane->after_replay == moves)
+	/* A thread that a move overtakes may look at it with no lock. */
+	if (!moves || atomic_load(&done_moves) != moves ||
+	    __atomic_load_n(&lane->after_replay, __ATOMIC_RELAXED) == moves)
 		return CUDA_SUCCESS;
 	result = real_cuStreamWaitEvent(mpsd_native(lane->stream), done, 0);
 	if (result == CUDA_SUCCESS)
-		lane->after_replay = moves;
+		__atomic_store_n(&lane->after_replay, moves, __ATOMIC_RELAXED);
 	return result;
 }
 

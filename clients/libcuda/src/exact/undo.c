@@ -167,7 +167,8 @@ static CUdeviceptr address_of(uint64_t page)
 
 static bool is_saved(const struct mpsd_plan *plan, uint64_t page)
 {
-	if (__atomic_load_n(&stamps[page], __ATOMIC_RELAXED) == mpsd_epoch.number)
+	if (__atomic_load_n(&stamps[page], __ATOMIC_RELAXED) ==
+	    __atomic_load_n(&mpsd_epoch.number, __ATOMIC_RELAXED))
 		return true;
 	for (const struct save *save = plan->saves; save; save = save->next)
 		if (address_of(page) - save->address < save->size)
