@@ -13,10 +13,12 @@ from typing import Any
 
 from faultinject import kinds, report
 from faultinject.failover.rounds import PARTS, SETTINGS, Rounds, data
+from faultinject.failover.works import WorkRounds
 from faultinject.history import History
 from faultinject.matrix import tell_stderr
 from faultinject.node import open_node
 from faultinject.proxy.library import Libraries, find_libraries
+from faultinject.proxy.work import NAMES
 from faultinject.rig import Rig
 from mpsd.core.members import MISSING
 from mpsd.errors import MpsdError, UsageError
@@ -95,17 +97,15 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                         node, "mpsd", history, settings=settings, logs_to=args.out and args.out / kind
                     ) as rig,
                 ):
-                    rounds = Rounds(rig, libraries, tell_stderr)
                     try:
-                        rounds.start()
-                        found[kind] = data(rounds.run(kind, args.faults, args.deadline))
-                        rounds.end()
+                        found[kind] = _one_kind(args, rig, libraries, kind)
                     except MpsdError as error:
                         found.setdefault(kind, [_broken(kind, f"{error}; mpsd: {rig.mpsd.tail()[-300:]}")])
                 left += rig.left
         finally:
             node.close()
     words = ["mpsd-faultinject", "failover", "--backend", args.backend]
+    words += ["--works", ",".join(args.works)] if args.works else []
     words += ["--mode", args.mode, "--kinds", ",".join(args.kinds), "--faults", str(args.faults)]
     return {
         "schema": 1,
@@ -114,11 +114,28 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "driver": node.driver,
         "backend": args.backend,
         "mode": args.mode,
+        "works": list(args.works),
         "date": date,
         "command": shlex.join(words),
         "leftovers": left,
         "faults": found,
     }
+
+
+def _one_kind(args: argparse.Namespace, rig: Rig, libraries: Libraries, kind: str) -> list[dict[str, Any]]:
+    """Raises MpsdError for what is missing; what goes wrong is in the faults."""
+    if not args.works:
+        rounds = Rounds(rig, libraries, tell_stderr)
+        rounds.start()
+        faults = rounds.run(kind, args.faults, args.deadline)
+        rounds.end()
+        return data(faults)
+    works = WorkRounds(rig, libraries, tell_stderr, args.works)
+    works.start()
+    faults = works.run(kind, args.faults, args.deadline)
+    works.end()
+    works.compare(faults)
+    return data(faults)
 
 
 def _broken(kind: str, problem: str) -> dict[str, Any]:
@@ -129,6 +146,12 @@ def table(finished: Mapping[str, Any]) -> list[list[str]]:
     return [HEAD, *(row(kind, faults) for kind, faults in finished["faults"].items())]
 
 
+def _who(works: Sequence[str]) -> str:
+    if not works:
+        return "Three servers keep memory in the vault and check every result."
+    return f"Programs ({', '.join(works)}), whose results are compared with those of a run without faults."
+
+
 def markdown(finished: Mapping[str, Any]) -> str:
     rows = table(finished)
     lines = [
@@ -136,12 +159,12 @@ def markdown(finished: Mapping[str, Any]) -> str:
         "",
         f"{finished['date']}; again: `{finished['command']}`",
         "",
-        "Three servers keep memory in the vault and check every result; a neighbour faults again and",
-        "again, and they go on in a second domain each time. Times in ms, median / worst: the longest step",
-        "of a server around the fault; from mpsd's first sign to its decision; from the word to a program",
-        "until its calls were held, its old context could write no more, and it went on. `told`: how often a",
-        "server met one error, which said that what it had in flight may be lost: in the mode `keep` always,",
-        "and in the mode `exact` where it cannot be done again.",
+        f"{_who(finished['works'])} A neighbour faults again and again, and they go on in a second",
+        "domain each time. Times in ms, median / worst: the longest step of a program around the fault;",
+        "from mpsd's first sign to its decision; from the word to a program until its calls were held, its",
+        "old context could write no more, and it went on. `told`: how often a program met one error, which",
+        "said that what it had in flight may be lost: in the mode `keep` always, and in the mode `exact`",
+        "where it cannot be done again.",
         "",
         "| " + " | ".join(rows[0]) + " |",
         "| " + " | ".join("---" for _ in rows[0]) + " |",
@@ -163,6 +186,9 @@ def _go(args: argparse.Namespace) -> int:
     for kind in args.kinds:
         if kind not in known:
             raise UsageError(f"there is no kind {kind!r} for fail-over", remedy=f"of: {', '.join(known)}")
+    for work in args.works:
+        if work not in NAMES:
+            raise UsageError(f"there is no work {work!r}", remedy=f"of: {', '.join(NAMES)}")
     finished = run(args)
     print(
         f"{finished['device']}, driver {finished['driver']}, {finished['date']}; again: {finished['command']}"
@@ -179,6 +205,12 @@ def add_parser(commands: Any, types: Any) -> None:
     types.common(parser)
     parser.add_argument("--kinds", type=types.names, default=list(KINDS), help=f"of: {', '.join(KINDS)}, ...")
     parser.add_argument("--mode", choices=("exact", "keep"), default="exact", help="(default: exact)")
+    parser.add_argument(
+        "--works",
+        type=types.names,
+        default=[],
+        help=f"programs in place of servers, whose results are compared: {', '.join(NAMES)}",
+    )
     parser.add_argument("--faults", type=types.number(1, 1000), default=3, help="of each kind (default: 3)")
     parser.add_argument("--deadline", type=types.seconds, default=120.0, help="seconds for each kind")
     parser.add_argument(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from faultinject.failover.command import judge, main_settings
 from faultinject.failover.rounds import Rounds, data
+from faultinject.failover.works import WorkRounds
 from faultinject.history import History
 from faultinject.node import Node, open_simulated_node
 from faultinject.proxy.library import Libraries, find_libraries
@@ -43,6 +45,21 @@ def test_no_program_is_lost(node: Node, libraries: Libraries, kind: str) -> None
     assert all(fate["outcome"] == "moved" for fault in found for fate in fault["record"]["clients"])
     # What was in flight was done again, so nobody was told anything.
     assert [p["told"] for fault in found for p in fault["programs"]] == [[]] * 9
+
+
+@pytest.mark.parametrize("kind", ["store", "misaligned"])
+def test_programs_compute_what_they_would_have_without_faults(
+    node: Node, libraries: Libraries, kind: str
+) -> None:
+    works = ("calls", "bindings") if importlib.util.find_spec("cuda") else ("calls",)
+    with History() as history, Rig(node, "mpsd", history, settings=main_settings(libraries)) as rig:
+        rounds = WorkRounds(rig, libraries, lambda _: None, works)
+        rounds.start()
+        faults = rounds.run(kind, 3, DEADLINE_S)
+        rounds.end()
+        same = rounds.compare(faults)
+    assert [len(faults), judge(data(faults))] == [3, "valid"]
+    assert same == dict.fromkeys(works, True)
 
 
 def test_what_was_in_flight_may_be_lost_in_mode_keep(node: Node, libraries: Libraries) -> None:

@@ -32,9 +32,13 @@ static inline bool mpsd_exact(void)
 /* Whether what is submitted is noted: that too which is captured, in any mode. */
 extern atomic_uint mpsd_captures;
 
+/* 1 + the moves before the copy in which this thread's operation was noted and not known to have been taken. */
+extern _Thread_local uint64_t mpsd_noted_in __attribute__((tls_model("initial-exec")));
+
 static inline bool mpsd_notes(void)
 {
-	return mpsd_exact() || __builtin_expect(atomic_load_explicit(&mpsd_captures, memory_order_relaxed) != 0, 0);
+	return mpsd_exact() || __builtin_expect(atomic_load_explicit(&mpsd_captures, memory_order_relaxed) != 0, 0) ||
+	       __builtin_expect(mpsd_noted_in != 0, 0);
 }
 
 /* Before the program has a context: it wishes to be exact. */
@@ -75,7 +79,10 @@ CUresult mpsd_exact_settle_stream(CUstream stream);
 CUresult mpsd_exact_settle_event(CUevent event);
 
 /* After the last try of a call that submits. */
-void mpsd_exact_given(void);
+static inline void mpsd_exact_given(void)
+{
+	mpsd_noted_in = 0;
+}
 
 /* For the mover */
 

@@ -20,8 +20,7 @@ static pthread_mutex_t orders[ORDERS] = {
 	PTHREAD_MUTEX_INITIALIZER, PTHREAD_MUTEX_INITIALIZER, PTHREAD_MUTEX_INITIALIZER, PTHREAD_MUTEX_INITIALIZER,
 };
 
-/* 1 + the moves before the copy in which this thread's operation was noted and not known to have been taken. */
-static _Thread_local uint64_t noted_in;
+_Thread_local uint64_t mpsd_noted_in;
 #define DONE UINT64_MAX		/* it has been taken; what is left is to see that it ended */
 
 bool mpsd_order_take(uint64_t moves)
@@ -61,11 +60,6 @@ void mpsd_exact_fail(const char *why)
 {
 	mpsd_exact_stop(why);
 	mpsd_line_unsure(why);
-}
-
-void mpsd_exact_given(void)
-{
-	noted_in = 0;
 }
 
 static CUresult plan_for_graph(const struct mpsd_op *op, struct mpsd_plan *plan);
@@ -177,7 +171,7 @@ static void note(struct mpsd_op *op, uint64_t moves)
 		mpsd_point_set(op->event.event, (struct mpsd_point){ op->lane, op->number - 1 });
 	else if (op->kind == MPSD_OP_WAIT)
 		mpsd_point_use(op->event.event);
-	noted_in = 1 + moves;
+	mpsd_noted_in = 1 + moves;
 }
 
 /* Whoever is last frees it: the driver may have kept this thread for longer than the epoch lasted. */
@@ -199,7 +193,7 @@ static CUresult finish(struct mpsd_op *op, CUresult result)
 	if (left)
 		return MPSD_AGAIN;
 	if (!lost)
-		noted_in = 0;
+		mpsd_noted_in = 0;
 	return result;
 }
 
@@ -269,24 +263,25 @@ static CUresult mark_for(CUstream stream, struct mpsd_lane **lane, uint64_t *num
 CUresult mpsd_submit(struct mpsd_op *op, bool proves)
 {
 	uint64_t moves = mpsd_tables()->moves;
-	bool is_done = noted_in && noted_in != 1 + moves;
+	bool is_done = mpsd_noted_in && mpsd_noted_in != 1 + moves;
 	CUstream stream = op->stream;
 	CUresult result = CUDA_SUCCESS;
 	struct mpsd_lane *lane = NULL;
 	uint64_t number = 0;
 
-	if (mpsd_capturing() && mpsd_capture_op(op, &result))
+	if (is_done)
+		mpsd_op_free(op);
+	/* Where the mode has ended since, that has seen to its end. */
+	if (is_done && (!proves || !mpsd_exact())) {
+		mpsd_noted_in = 0;
+		return CUDA_SUCCESS;
+	}
+	if (!is_done && mpsd_capturing() && mpsd_capture_op(op, &result))
 		return result;
 	if (!mpsd_exact()) {
 		result = mpsd_op_issue(op);
 		mpsd_op_free(op);
 		return result;
-	}
-	if (is_done)
-		mpsd_op_free(op);
-	if (is_done && !proves) {
-		noted_in = 0;
-		return CUDA_SUCCESS;
 	}
 	if (!mpsd_lanes_ready() || !mpsd_order_take(moves)) {
 		if (!is_done)
@@ -296,7 +291,7 @@ CUresult mpsd_submit(struct mpsd_op *op, bool proves)
 	if (!is_done)
 		result = put(op, moves);
 	if (result == CUDA_SUCCESS && proves) {
-		noted_in = DONE;
+		mpsd_noted_in = DONE;
 		result = mark_for(stream, &lane, &number);
 	}
 	mpsd_order_give(moves);
@@ -306,7 +301,7 @@ CUresult mpsd_submit(struct mpsd_op *op, bool proves)
 		result = mpsd_lane_wait(lane, number);
 	if (result == CUDA_SUCCESS) {
 		mpsd_epoch_observed();
-		noted_in = 0;
+		mpsd_noted_in = 0;
 	}
 	return result;
 }

@@ -123,8 +123,9 @@ static CUresult more_room(uint64_t size)
 	if (there + size > budget() || chunk_count == MOST_CHUNKS)
 		return CUDA_ERROR_OUT_OF_MEMORY;
 	result = inner_cuMemAlloc_v2(&base, size);
+	/* While another thread captures it may be forbidden. */
 	if (result != CUDA_SUCCESS)
-		return result;
+		return result == MPSD_AGAIN || mpsd_is_loss(result) ? result : CUDA_ERROR_OUT_OF_MEMORY;
 	pthread_mutex_lock(&mpsd_exact_lock);
 	chunks[chunk_count++] = (struct chunk){ base, size };
 	pthread_mutex_unlock(&mpsd_exact_lock);

@@ -59,8 +59,7 @@ void mpsd_work_given(void)
 	if (works)
 		atomic_fetch_add(&given, 1);
 	works = false;
-	if (mpsd_exact())
-		mpsd_exact_given();
+	mpsd_exact_given();
 }
 
 void mpsd_work_held(bool is)

@@ -1,0 +1,118 @@
+"""Faults beside programs that know nothing of them: afterwards their results are those of a run without any.
+
+Each does blocks of steps (faultinject/programs/paired.py), and during each block one fault comes. Then a
+second process of the same program, without the proxy and without faults, does the same blocks; a result is a
+function of the seed and the number of steps alone, so the digests have to be the same.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from faultinject.failover.rounds import Fault, Moved, Rounds
+from faultinject.proxy.library import MPSD_RUN, Libraries
+from faultinject.rig import Rig
+from faultinject.worker import Worker
+from mpsd.errors import DeadlineError, UnsupportedError
+
+FIRST_STEPS = 12
+SEED = 1
+BLOCK_S = 1.5
+STEPS_MOST = 2000
+UP_S, BLOCK_MOST_S = 90.0, 60.0
+
+
+class WorkRounds(Rounds):
+    """As Rounds, with paired programs in place of servers."""
+
+    def __init__(
+        self, rig: Rig, libraries: Libraries, tell: Callable[[str], None], works: Sequence[str]
+    ) -> None:
+        super().__init__(rig, libraries, tell)
+        self._works = tuple(works)
+        self._steps: dict[str, int] = {}
+        self._blocks = 0
+        self._choose = random.Random(SEED)
+        self._digests: dict[str, list[str]] = {work: [] for work in works}
+
+    def start(self) -> None:
+        """The programs, begun. Raises DeadlineError, UnsupportedError."""
+        service = self._rig.mpsd
+        environment = self._libraries.proxied(service.environment, service.socket, vault=True)
+        self._servers = [self._spawn(work, "moved", environment, MPSD_RUN) for work in self._works]
+        for work, worker in zip(self._works, self._servers, strict=True):
+            times = self._begin_one(work, worker, self._digests[work])
+            step = statistics.median(times) if times else BLOCK_S
+            self._steps[work] = max(2, min(STEPS_MOST, round(BLOCK_S / max(step, 1e-6))))
+
+    def _spawn(
+        self, work: str, name: str, environment: Mapping[str, str], through: Sequence[str] = ()
+    ) -> Worker:
+        arguments = (work, "--seed", str(SEED))
+        return self._rig.spawn(
+            f"{work}-{name}", "paired", *arguments, environment=environment, through=through
+        )
+
+    def _begin_one(self, work: str, worker: Worker, digests: list[str]) -> list[float]:
+        said = worker.must("imported", "lacking", timeout=UP_S)
+        if said.what == "lacking":
+            raise UnsupportedError(f"{work} cannot run here: {said.data['text']}", remedy="install it")
+        worker.tell("begin", steps=FIRST_STEPS)
+        begun = worker.must("begun", timeout=UP_S)
+        digests.append(begun.data["digest"])
+        return list(begun.data["times"])
+
+    def _begin(self, fault: Fault, kind: str, number: int) -> float:
+        # At another moment of the block each time.
+        time.sleep(self._choose.uniform(0.05, BLOCK_S / 2))
+        return super()._begin(fault, kind, number)
+
+    def _reset_reports(self) -> None:
+        for work, worker in zip(self._works, self._servers, strict=True):
+            worker.tell("block", steps=self._steps[work])
+        self._blocks += 1
+
+    def _collect(self, fault: Fault, at: float) -> None:
+        for worker in self._servers:
+            said = worker.wait("block", timeout=BLOCK_MOST_S, after=self._blocks - 1)
+            if said is None:
+                fault.programs.append(Moved(False, 0, 0, None, None))
+                fault.problem = fault.problem or self._last_words(worker)
+                continue
+            times = said.data["times"]
+            longest = round(max(times, default=0.0) * 1e3, 3)
+            fault.programs.append(Moved(True, 0, len(times), longest, None))
+
+    def end(self) -> None:
+        for work, worker in zip(self._works, self._servers, strict=True):
+            self._finish(worker, self._digests[work])
+
+    def _finish(self, worker: Worker, digests: list[str]) -> None:
+        worker.tell("finish")
+        digests.append(worker.must("finished", timeout=UP_S).data["digest"])
+        worker.tell("stop")
+        worker.must("closed", timeout=UP_S)
+
+    def compare(self, faults: Sequence[Fault]) -> dict[str, bool]:
+        """The same blocks without the proxy and without faults: which works have the same digests.
+
+        A program whose results differ has seen something wrong, by the last fault at the latest. Raises
+        DeadlineError.
+        """
+        same = {}
+        environment = self._libraries.plain(self._rig.mpsd.client_environment())
+        for number, work in enumerate(self._works):
+            worker, digests = self._spawn(work, "alone", environment), list[str]()
+            self._begin_one(work, worker, digests)
+            for block in range(self._blocks):
+                worker.tell("block", steps=self._steps[work])
+                if worker.wait("block", timeout=BLOCK_MOST_S, after=block) is None:
+                    raise DeadlineError(f"{work} did not end a block within {BLOCK_MOST_S:.0f} s")
+            self._finish(worker, digests)
+            same[work] = digests == self._digests[work]
+            if faults and not same[work] and number < len(faults[-1].programs):
+                faults[-1].programs[number].wrong += 1
+        return same
