@@ -20,10 +20,7 @@ EXACT = pytest.mark.parametrize("ask", [{"MPSD_FAILOVER": "exact"}], indirect=Tr
 
 
 def move(line: Line, generation: int = 1, *, again: int = 1, planned: bool = False) -> Said:
-    line.say(moving.MOVE, generation, again=again, planned=planned)
-    said = line.hear(moving.MOVED, moving.STAYED, moving.OWN_ERROR)
-    if said.kind == moving.OWN_ERROR:
-        said = line.hear(moving.MOVED, moving.STAYED)
+    said = line.move(generation, again=again, planned=planned)
     assert said.kind == moving.MOVED, said
     return said
 
@@ -233,12 +230,6 @@ def test_validation_names_what_writes_where_its_parameters_do_not_lead(post: Pos
     assert "1 pages written where no parameter leads" in said[1] and len(said) == 2
 
 
-def in_turn(line: Line, generation: int) -> Said:
-    line.say(moving.MOVE, generation, again=2)
-    said = line.hear(moving.MOVED, moving.OWN_ERROR)
-    return said if said.kind == moving.MOVED else line.hear(moving.MOVED)
-
-
 @EXACT
 def test_a_program_waits_for_its_turn(
     domain: Domain, gate: Gate, second: Domain, post: Post, ask: Program, copies: Path
@@ -250,7 +241,7 @@ def test_a_program_waits_for_its_turn(
     gate.let(3)
     assert ask("gpu.run('add', m, 8, 1)") == "0"
     break_domain(domain)
-    said = in_turn(line, 1)
+    said = move(line, again=2)
     assert (said.text, said.values[3:]) == ("", (0, 0, 1))
     ask.tell("gpu.sync()")
     line.say(moving.TURN, 7)
@@ -271,7 +262,7 @@ def test_who_has_nothing_to_do_again_waits_for_no_turn(
     stand_by(line, second, copies)
     assert ask("gpu.run('add', m, 8, 5), gpu.sync()") == "(0, 0)"
     break_domain(domain)
-    assert in_turn(line, 1).values[5] == 0
+    assert move(line, again=2).values[5] == 0
     assert ask("gpu.sync(), gpu.word(m)") == "(0, 5)"
     assert ask.end() == ""
 
@@ -288,7 +279,7 @@ def test_a_turn_that_never_comes(
     gate.let(0)
     assert ask("gpu.run('add', m, 8, 1)") == "0"
     break_domain(domain)
-    assert in_turn(line, 1).values[5] == 1
+    assert move(line, again=2).values[5] == 1
     if silent:
         assert line.hear(moving.DONE).text == "nobody knows whose fault it was"
     else:
@@ -308,7 +299,7 @@ def test_the_next_domain_is_lost_while_a_turn_is_waited_for(
     gate.let(3)
     assert ask("gpu.run('add', m, 8, 1)") == "0"
     break_domain(domain)
-    assert in_turn(line, 1).values[5] == 1
+    assert move(line, again=2).values[5] == 1
     ask.tell("gpu.sync()")
     stand_by(line, third, copies, 2)
     break_domain(second)

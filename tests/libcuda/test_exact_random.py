@@ -115,10 +115,7 @@ class Moved:
 
     def move(self, there: Gate) -> moving.Said:
         self._gate.break_context()
-        self._line_to.say(moving.MOVE, self.generation, again=True)
-        said = self._line_to.hear(moving.MOVED, moving.STAYED, moving.OWN_ERROR)
-        while said.kind == moving.OWN_ERROR:
-            said = self._line_to.hear(moving.MOVED, moving.STAYED, moving.OWN_ERROR)
+        said = self._line_to.move(self.generation, again=1)
         assert (said.kind, said.text) == (moving.MOVED, ""), said
         self._gate.close()
         self._gate = there

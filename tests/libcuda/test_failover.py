@@ -105,11 +105,8 @@ def stand_by(line: Line, at: Domain, copies: Path, generation: int = 1) -> None:
 
 
 def move(line: Line, generation: int = 1) -> None:
-    line.say(moving.MOVE, generation)
-    said = line.hear(moving.MOVED, moving.STAYED, moving.OWN_ERROR)
-    if said.kind == moving.OWN_ERROR:
-        said = line.hear(moving.MOVED, moving.STAYED)
-    assert said.kind == moving.MOVED, said
+    said = line.move(generation)
+    assert said.kind == moving.MOVED and said.text in ("", "mode keep"), said
 
 
 def break_domain(domain: Domain) -> None:

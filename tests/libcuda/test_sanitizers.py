@@ -130,11 +130,8 @@ class Moved:
         assert said.generation == self.generation
 
     def move(self, line: Line, *, planned: bool = False) -> str:
-        line.say(moving.MOVE, self.generation, planned=planned, again=True)
-        said = line.hear(moving.MOVED, moving.OWN_ERROR)
-        if said.kind == moving.OWN_ERROR:
-            said = line.hear(moving.MOVED)
-        assert said.generation == self.generation
+        said = line.move(self.generation, planned=planned, again=1)
+        assert (said.kind, said.generation) == (moving.MOVED, self.generation)
         return said.text
 
     def end(self) -> str:

@@ -48,6 +48,14 @@ class Line:
         words = (path.encode(), text.encode())
         self._sock.send(_LAYOUT.pack(MAGIC, VERSION, kind, self.mode, 0, generation, *values, *words))
 
+    def move(self, generation: int, *, planned: bool = False, again: int = 0) -> Said:
+        """What the program says when it is told to move, but for an error of its own: MOVED or STAYED."""
+        self.say(MOVE, generation, planned=planned, again=again)
+        said = self.hear(MOVED, STAYED, OWN_ERROR)
+        while said.kind == OWN_ERROR:
+            said = self.hear(MOVED, STAYED, OWN_ERROR)
+        return said
+
     def hear(self, *kinds: int) -> Said:
         """The next that is said, which must be of these kinds; what is UNSURE is kept aside otherwise."""
         said = self._next()

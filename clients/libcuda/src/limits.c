@@ -19,7 +19,7 @@
 #define DEFAULT_QUARANTINE_S 60
 #define DEFAULT_MAPS 65530
 
-static uint64_t read_number(const char *name, uint64_t otherwise, uint64_t unit, uint64_t most)
+uint64_t mpsd_read_number(const char *name, uint64_t otherwise, uint64_t unit, uint64_t least, uint64_t most)
 {
 	const char *given = secure_getenv(name);
 	char *end = NULL;
@@ -29,10 +29,12 @@ static uint64_t read_number(const char *name, uint64_t otherwise, uint64_t unit,
 		return otherwise;
 	errno = 0;
 	value = strtoull(given, &end, 0);
-	if (*given >= '0' && *given <= '9' && !errno && !*end && value % unit == 0 && value <= most)
+	if (*given >= '0' && *given <= '9' && !errno && !*end && value % unit == 0 &&
+	    value >= least && value <= most)
 		return value;
-	mpsd_say("%s=%s is not a multiple of %llu up to %llu: %llu is taken", name, given,
-		 (unsigned long long)unit, (unsigned long long)most, (unsigned long long)otherwise);
+	mpsd_say("%s=%s is not a multiple of %llu from %llu to %llu: %llu is taken", name, given,
+		 (unsigned long long)unit, (unsigned long long)least, (unsigned long long)most,
+		 (unsigned long long)otherwise);
 	return otherwise;
 }
 
@@ -55,12 +57,13 @@ struct mpsd_limits mpsd_limits_read(bool daemon)
 	struct mpsd_limits limits = { 0 };
 
 	if (!daemon)
-		limits.own_budget = read_number("MPSD_ZONE_BUDGET", 0, 1, UINT64_MAX);
+		limits.own_budget = mpsd_read_number("MPSD_ZONE_BUDGET", 0, 1, 0, UINT64_MAX);
 	if (!daemon && !limits.own_budget)
 		return limits;
-	limits.zone_bytes = read_number("MPSD_ZONE_BYTES", DEFAULT_ZONE, ARENA_GRANULE, LARGEST_ZONE);
-	limits.quarantine_bytes = read_number("MPSD_QUARANTINE_BYTES", DEFAULT_QUARANTINE, 1, UINT64_MAX);
-	limits.quarantine_ns = 1000000000ull * read_number("MPSD_QUARANTINE_S", DEFAULT_QUARANTINE_S, 1, UINT32_MAX);
+	limits.zone_bytes = mpsd_read_number("MPSD_ZONE_BYTES", DEFAULT_ZONE, ARENA_GRANULE, 0, LARGEST_ZONE);
+	limits.quarantine_bytes = mpsd_read_number("MPSD_QUARANTINE_BYTES", DEFAULT_QUARANTINE, 1, 0, UINT64_MAX);
+	limits.quarantine_ns =
+		1000000000ull * mpsd_read_number("MPSD_QUARANTINE_S", DEFAULT_QUARANTINE_S, 1, 0, UINT32_MAX);
 	limits.zones = read_most_zones();
 	return limits;
 }

@@ -12,5 +12,11 @@ struct mpsd_limits {
 	uint64_t zones;			/* of any kind, at a time */
 };
 
+/*
+ * A number of the environment's: a multiple of `unit` from `least` to `most`. A wrong one is said, and `otherwise`
+ * taken.
+ */
+uint64_t mpsd_read_number(const char *name, uint64_t otherwise, uint64_t unit, uint64_t least, uint64_t most);
+
 /* A wrong value is said, and the default taken. */
 struct mpsd_limits mpsd_limits_read(bool daemon);

@@ -67,21 +67,23 @@ static CUresult submit_launch(const struct mpsd_op *given, void **parameters, vo
 	return MPSD_AGAIN;
 }
 
+static struct mpsd_op launch_of(CUfunction f, CUlaunchConfig config)
+{
+	return (struct mpsd_op){
+		.kind = MPSD_OP_LAUNCH,
+		.stream = config.hStream,
+		.launch = { .function = f, .config = config },
+	};
+}
+
 CUresult work_cuLaunchKernel(CUfunction f, unsigned int gridDimX, unsigned int gridDimY, unsigned int gridDimZ,
 			     unsigned int blockDimX, unsigned int blockDimY, unsigned int blockDimZ,
 			     unsigned int sharedMemBytes, CUstream hStream, void **kernelParams, void **extra)
 {
-	struct mpsd_op op = {
-		.kind = MPSD_OP_LAUNCH,
-		.stream = hStream,
-		.launch = {
-			.function = f,
-			.config = { gridDimX, gridDimY, gridDimZ, blockDimX, blockDimY, blockDimZ, sharedMemBytes,
-				    hStream, NULL, 0 },
-			.is_plain = true,
-		},
-	};
+	struct mpsd_op op = launch_of(f, (CUlaunchConfig){ gridDimX, gridDimY, gridDimZ, blockDimX, blockDimY,
+							   blockDimZ, sharedMemBytes, hStream, NULL, 0 });
 
+	op.launch.is_plain = true;
 	return submit_launch(&op, kernelParams, extra);
 }
 
@@ -90,28 +92,20 @@ CUresult work_cuLaunchCooperativeKernel(CUfunction f, unsigned int gridDimX, uns
 					unsigned int blockDimZ, unsigned int sharedMemBytes, CUstream hStream,
 					void **kernelParams)
 {
-	struct mpsd_op op = {
-		.kind = MPSD_OP_LAUNCH,
-		.stream = hStream,
-		.launch = {
-			.function = f,
-			.config = { gridDimX, gridDimY, gridDimZ, blockDimX, blockDimY, blockDimZ, sharedMemBytes,
-				    hStream, NULL, 0 },
-			.is_cooperative = true,
-		},
-	};
+	struct mpsd_op op = launch_of(f, (CUlaunchConfig){ gridDimX, gridDimY, gridDimZ, blockDimX, blockDimY,
+							   blockDimZ, sharedMemBytes, hStream, NULL, 0 });
 
+	op.launch.is_cooperative = true;
 	return submit_launch(&op, kernelParams, NULL);
 }
 
 CUresult work_cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction f, void **kernelParams, void **extra)
 {
-	struct mpsd_op op = { .kind = MPSD_OP_LAUNCH, .launch = { .function = f } };
+	struct mpsd_op op;
 
 	if (!config)
 		return inner_cuLaunchKernelEx(config, mpsd_native(f), kernelParams, extra);
-	op.stream = config->hStream;
-	op.launch.config = *config;
+	op = launch_of(f, *config);
 	return submit_launch(&op, kernelParams, extra);
 }
 
@@ -287,53 +281,38 @@ CUresult work_cuStreamWaitEvent(CUstream hStream, CUevent hEvent, unsigned int F
 
 /* Memory: copies of the proxy's own give way to what the program asks for, and then the standby does. */
 
-static CUresult give_copies_back(void)
+/* After an allocation: whether it is to be tried again, for there is more room than there was. */
+static bool has_more_room(CUresult *result)
 {
-	uint64_t moves = mpsd_tables()->moves;
-	CUresult result;
+	CUresult room = CUDA_SUCCESS;
 
-	if (!mpsd_order_take(moves))
-		return MPSD_AGAIN;
-	result = mpsd_undo_give_back();
-	mpsd_order_give(moves);
-	return result;
-}
-
-/* After an allocation that failed, again and again: SUCCESS, there is more room than there was. */
-static CUresult make_room(CUresult failed)
-{
-	if (failed != CUDA_ERROR_OUT_OF_MEMORY)
-		return failed;
+	if (*result != CUDA_ERROR_OUT_OF_MEMORY)
+		return false;
 	if (mpsd_undo_has())
-		return give_copies_back();
-	return mpsd_room_ask() ? CUDA_SUCCESS : failed;
+		room = mpsd_in_order(mpsd_undo_give_back);
+	else if (!mpsd_room_ask())
+		return false;
+	*result = room;
+	return room == CUDA_SUCCESS;
 }
 
 CUresult make_cuMemAlloc_v2(CUdeviceptr *dptr, size_t bytesize)
 {
-	CUresult result = inner_cuMemAlloc_v2(dptr, bytesize);
+	CUresult result;
 
-	while (result != CUDA_SUCCESS) {
-		CUresult room = make_room(result);
-
-		if (room != CUDA_SUCCESS)
-			return room;
+	do
 		result = inner_cuMemAlloc_v2(dptr, bytesize);
-	}
+	while (has_more_room(&result));
 	return result;
 }
 
 CUresult make_cuMemAllocPitch_v2(CUdeviceptr *dptr, size_t *pPitch, size_t WidthInBytes, size_t Height,
 				 unsigned int ElementSizeBytes)
 {
-	CUresult result = inner_cuMemAllocPitch_v2(dptr, pPitch, WidthInBytes, Height, ElementSizeBytes);
+	CUresult result;
 
-	while (result != CUDA_SUCCESS) {
-		CUresult room = make_room(result);
-
-		if (room != CUDA_SUCCESS)
-			return room;
+	do
 		result = inner_cuMemAllocPitch_v2(dptr, pPitch, WidthInBytes, Height, ElementSizeBytes);
-	}
+	while (has_more_room(&result));
 	return result;
 }

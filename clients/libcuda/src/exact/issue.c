@@ -26,13 +26,8 @@ static CUlaunchAttribute *translated(const struct mpsd_op *op)
 	CUlaunchAttribute *attributes = malloc((count + 1) * sizeof(*attributes));
 
 	for (unsigned int i = 0; attributes && i < count; i++) {
-		CUlaunchAttribute *one = &attributes[i];
-
-		*one = op->launch.attributes[i];
-		if (one->id == CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_EVENT)
-			one->value.programmaticEvent.event = mpsd_native(one->value.programmaticEvent.event);
-		else if (one->id == CU_LAUNCH_ATTRIBUTE_LAUNCH_COMPLETION_EVENT)
-			one->value.launchCompletionEvent.event = mpsd_native(one->value.launchCompletionEvent.event);
+		attributes[i] = op->launch.attributes[i];
+		mpsd_attribute_native(&attributes[i]);
 	}
 	return attributes;
 }

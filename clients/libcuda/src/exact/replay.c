@@ -74,19 +74,6 @@ void mpsd_replay_finish(void)
 		real_cuEventSynchronize(done);
 }
 
-/* A thread of this library's has none of the program's contexts. */
-static CUresult enter_context(void)
-{
-	struct mpsd_made *context;
-	CUresult result;
-
-	mpsd_made_lock();
-	context = mpsd_made_context(0);
-	result = context ? real_cuCtxSetCurrent(context->native) : CUDA_ERROR_INVALID_CONTEXT;
-	mpsd_made_unlock();
-	return result;
-}
-
 static void move(bool may, struct mpsd_replayed *replayed)
 {
 	CUresult result;
@@ -100,7 +87,7 @@ static void move(bool may, struct mpsd_replayed *replayed)
 	}
 	replayed->unsure = mpsd_epoch.unsure ? mpsd_epoch.unsure : may ? NULL : "nobody knows whose fault it was";
 	if (!replayed->unsure) {
-		result = enter_context();
+		result = mpsd_enter_context();
 		if (result == CUDA_SUCCESS)
 			result = mpsd_undo_restore(&replayed->bytes);
 		if (result == CUDA_SUCCESS)
@@ -147,7 +134,7 @@ CUresult mpsd_exact_look(void)
 	pthread_mutex_unlock(&mpsd_exact_lock);
 	if (is)
 		return CUDA_SUCCESS;
-	result = enter_context();
+	result = mpsd_enter_context();
 	if (result == CUDA_SUCCESS)
 		result = real_cuStreamQuery(CU_STREAM_LEGACY);
 	real_cuCtxSetCurrent(NULL);

@@ -234,5 +234,8 @@ CUresult mpsd_submit(struct mpsd_op *op, bool proves);
 bool mpsd_order_take(uint64_t moves);
 void mpsd_order_give(uint64_t moves);
 
+/* What is for who has the order, by this thread. */
+CUresult mpsd_in_order(CUresult (*call)(void));
+
 /* host.c of src/failover: whether the GPU reaches that address, which is the host's. */
 bool mpsd_is_pinned(const void *address);

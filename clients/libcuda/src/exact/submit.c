@@ -62,6 +62,18 @@ void mpsd_exact_fail(const char *why)
 	mpsd_line_unsure(why);
 }
 
+CUresult mpsd_in_order(CUresult (*call)(void))
+{
+	uint64_t moves = mpsd_tables()->moves;
+	CUresult result;
+
+	if (!mpsd_order_take(moves))
+		return MPSD_AGAIN;
+	result = call();
+	mpsd_order_give(moves);
+	return result;
+}
+
 static CUresult plan_for_graph(const struct mpsd_op *op, struct mpsd_plan *plan);
 
 static CUresult plan_for(const struct mpsd_op *op, struct mpsd_plan *plan)

@@ -11,7 +11,7 @@
 #include <stdlib.h>
 
 #include "exact/state.h"
-#include "failover/line.h"
+#include "limits.h"
 #include "memory.h"
 #include "windows.h"
 
@@ -45,19 +45,10 @@ static uint64_t pages;
 static size_t budget(void)
 {
 	static size_t bytes;
-	const char *given;
-	unsigned long mib;
-	char *end;
 
-	if (bytes)
-		return bytes;
-	given = secure_getenv("MPSD_FAILOVER_UNDO_MIB");
-	mib = given ? strtoul(given, &end, 10) : DEFAULT_MIB;
-	if (given && (*end || end == given || !mib || mib > MOST_MIB)) {
-		mpsd_say("MPSD_FAILOVER_UNDO_MIB: not a number of MiB from 1 to %u; %d is taken", MOST_MIB, DEFAULT_MIB);
-		mib = DEFAULT_MIB;
-	}
-	return bytes = (size_t)mib << 20;
+	if (!bytes)
+		bytes = mpsd_read_number("MPSD_FAILOVER_UNDO_MIB", DEFAULT_MIB, 1, 1, MOST_MIB) << 20;
+	return bytes;
 }
 
 /* Windows open with the first allocation, and stay. */
@@ -253,7 +244,7 @@ static void commit(struct mpsd_plan *plan)
 	struct mpsd_lane *lane = plan->lane;
 
 	lane->saved = ++lane->given;
-	batches++;
+	__atomic_store_n(&batches, batches + 1, __ATOMIC_RELAXED);
 	while (plan->saves) {
 		struct save *save = plan->saves;
 
@@ -282,11 +273,13 @@ static CUresult come_after_others(struct mpsd_lane *lane)
 	CUevent events[MPSD_LANES];
 	CUresult result = CUDA_SUCCESS;
 	unsigned int count = 0;
-	uint64_t all;
+	uint64_t all = __atomic_load_n(&batches, __ATOMIC_RELAXED);
 
+	if (__atomic_load_n(&lane->after_saves, __ATOMIC_RELAXED) == all)
+		return CUDA_SUCCESS;
 	pthread_mutex_lock(&mpsd_exact_lock);
 	all = batches;
-	for (unsigned int i = 0; i < MPSD_LANES && lane->after_saves < all; i++) {
+	for (unsigned int i = 0; i < MPSD_LANES; i++) {
 		struct mpsd_lane *other = &mpsd_lanes[i];
 
 		if (other != lane && other->saved > mpsd_lane_look(other))
@@ -297,7 +290,7 @@ static CUresult come_after_others(struct mpsd_lane *lane)
 		result = real_cuStreamWaitEvent(mpsd_native(lane->stream), mpsd_native(events[i]), 0);
 	pthread_mutex_lock(&mpsd_exact_lock);
 	if (result == CUDA_SUCCESS && !mpsd_is_left())
-		lane->after_saves = all;
+		__atomic_store_n(&lane->after_saves, all, __ATOMIC_RELAXED);
 	pthread_mutex_unlock(&mpsd_exact_lock);
 	return result;
 }

@@ -13,7 +13,6 @@
 #define MOST_NAMES 256
 
 static uint64_t *hashes;		/* of each page of the first window, as it was last seen; 0: not mapped */
-static uint64_t page_count;
 static char *buffer;
 static uint64_t looks, strays;
 static const void *told[MOST_NAMES];
@@ -108,8 +107,7 @@ static void look(const struct mpsd_op *op)
 
 	pthread_mutex_lock(&mpsd_windows_lock);
 	if (!hashes && window->open) {
-		page_count = window->arena.granules;
-		hashes = calloc(page_count, sizeof(*hashes));
+		hashes = calloc(window->arena.granules, sizeof(*hashes));
 		buffer = malloc(MPSD_EXACT_PAGE);
 	}
 	pieces = hashes && buffer ? find_pieces(window, &count) : NULL;

@@ -111,14 +111,7 @@ CUresult mpsd_exact_after(struct mpsd_proof *proof, enum mpsd_wait wait)
 
 CUresult mpsd_exact_settle(void)
 {
-	uint64_t moves = mpsd_tables()->moves;
-	CUresult result;
-
-	if (!mpsd_order_take(moves))
-		return MPSD_AGAIN;
-	result = mpsd_epoch_settle();
-	mpsd_order_give(moves);
-	return result;
+	return mpsd_in_order(mpsd_epoch_settle);
 }
 
 CUresult mpsd_exact_settle_code(void)

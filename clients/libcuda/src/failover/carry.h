@@ -116,6 +116,9 @@ static inline void *mpsd_native_pointer(const void *name)
 #define mpsd_native(name) ((__typeof__(name))mpsd_native_pointer(name))
 #define mpsd_name(native) ((__typeof__(native))mpsd_name_of(native))
 
+/* config.c: a launch attribute with handles of the copy of this call. */
+void mpsd_attribute_native(CUlaunchAttribute *attribute);
+
 /* work.c: what may be in flight. */
 uint64_t mpsd_work_count(void);
 void mpsd_work(CUstream stream);

@@ -4,7 +4,7 @@
 
 #define MOST_ATTRIBUTES 32
 
-static void translate(CUlaunchAttribute *attribute)
+void mpsd_attribute_native(CUlaunchAttribute *attribute)
 {
 	if (attribute->id == CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_EVENT)
 		attribute->value.programmaticEvent.event = mpsd_native(attribute->value.programmaticEvent.event);
@@ -27,7 +27,7 @@ static const CUlaunchConfig *in_copy(const CUlaunchConfig *config, struct own_co
 	own->config.hStream = mpsd_native(config->hStream);
 	for (unsigned int i = 0; i < config->numAttrs; i++) {
 		own->attributes[i] = config->attrs[i];
-		translate(&own->attributes[i]);
+		mpsd_attribute_native(&own->attributes[i]);
 	}
 	own->config.attrs = own->attributes;
 	return &own->config;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
 /* The contexts of the program's threads. */
-#include "failover/carry.h"
+#include "failover/made.h"
 #include "failover/move.h"
 
 /* Since the first move its context is what it set through this library; before, the first copy knows. */
@@ -40,5 +40,17 @@ CUresult make_cuCtxPopCurrent_v2(CUcontext *pctx)
 
 	if (result == CUDA_SUCCESS && pctx)
 		*pctx = mpsd_name(*pctx);
+	return result;
+}
+
+CUresult mpsd_enter_context(void)
+{
+	struct mpsd_made *context;
+	CUresult result;
+
+	mpsd_made_lock();
+	context = mpsd_made_context(0);
+	result = context ? real_cuCtxSetCurrent(context->native) : CUDA_ERROR_INVALID_CONTEXT;
+	mpsd_made_unlock();
 	return result;
 }

@@ -286,41 +286,6 @@ CUresult make_cuGraphUpload(CUgraphExec hGraphExec, CUstream hStream)
 	return result == CUDA_SUCCESS ? inner_cuGraphUpload(native, mpsd_native(hStream)) : result;
 }
 
-/* What is not in this copy has nothing there to be ended. */
-static bool is_here(const void *name)
-{
-	struct mpsd_made *made;
-	bool is;
-
-	mpsd_made_lock();
-	made = mpsd_made_find(name);
-	is = !made || made->native;
-	mpsd_made_unlock();
-	return is;
-}
-
-CUresult end_cuGraphDestroy(CUgraph hGraph)
-{
-	uint64_t moves = mpsd_tables()->moves;
-	bool is = is_here(hGraph);
-	CUgraph native = mpsd_native(hGraph);
-
-	if (!mpsd_made_end(hGraph, moves))
-		return MPSD_AGAIN;
-	return is ? mpsd_made_ended(inner_cuGraphDestroy(native), moves) : CUDA_SUCCESS;
-}
-
-CUresult end_cuGraphExecDestroy(CUgraphExec hGraphExec)
-{
-	uint64_t moves = mpsd_tables()->moves;
-	bool is = is_here(hGraphExec);
-	CUgraphExec native = mpsd_native(hGraphExec);
-
-	if (!mpsd_made_end(hGraphExec, moves))
-		return MPSD_AGAIN;
-	return is ? mpsd_made_ended(inner_cuGraphExecDestroy(native), moves) : CUDA_SUCCESS;
-}
-
 /* In another copy */
 
 /* With the streams and events of the program, which it goes on with. */

@@ -155,7 +155,10 @@ CUresult make_cuEventCreate(CUevent *phEvent, unsigned int Flags)
 	return note(inner_cuEventCreate(phEvent, Flags), record, (void **)phEvent, moves);
 }
 
-/* The record goes first, so that the address of what has ended is nobody's when the driver gives it again. */
+/*
+ * The record goes first, so that the address of what has ended is nobody's when the driver gives it again. A graph that
+ * was not needed in this copy yet has nothing here to be ended.
+ */
 #define END(function, type)							\
 	CUresult end_##function(type handle)					\
 	{									\
@@ -164,6 +167,8 @@ CUresult make_cuEventCreate(CUevent *phEvent, unsigned int Flags)
 										\
 		if (!mpsd_made_end(handle, moves))				\
 			return MPSD_AGAIN;					\
+		if (handle && !native)						\
+			return CUDA_SUCCESS;					\
 		return mpsd_made_ended(inner_##function(native), moves);	\
 	}
 
@@ -171,6 +176,8 @@ END(cuStreamDestroy_v2, CUstream)
 END(cuEventDestroy_v2, CUevent)
 END(cuModuleUnload, CUmodule)
 END(cuLibraryUnload, CUlibrary)
+END(cuGraphDestroy, CUgraph)
+END(cuGraphExecDestroy, CUgraphExec)
 
 /* Code */
 

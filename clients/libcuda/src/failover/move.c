@@ -276,17 +276,11 @@ static const char *go_on(bool planned, bool again, struct mpsd_replayed *replaye
 	return !planned && mpsd_work_lost() ? "mode keep" : NULL;
 }
 
-/* This thread has none of the program's contexts. */
 static void go_on_capturing(void)
 {
-	struct mpsd_made *context;
-
 	if (!mpsd_capturing())
 		return;
-	mpsd_made_lock();
-	context = mpsd_made_context(0);
-	real_cuCtxSetCurrent(context ? context->native : NULL);
-	mpsd_made_unlock();
+	mpsd_enter_context();
 	mpsd_captures_move();
 	real_cuCtxSetCurrent(NULL);
 }

@@ -14,27 +14,17 @@ struct cast {
 	unsigned int count;
 };
 
-static CUresult find_stream(struct cast *cast, CUstream name, CUstream *native)
+static CUresult make_stream(void **native)
 {
-	unsigned int i = 0;
-	CUresult result;
-
-	while (i < cast->count && cast->names[i] != name)
-		i++;
-	if (i == MOST)
-		return CUDA_ERROR_NOT_SUPPORTED;
-	if (i == cast->count) {
-		result = real_cuStreamCreate((CUstream *)&cast->natives[i], CU_STREAM_NON_BLOCKING);
-		if (result != CUDA_SUCCESS)
-			return result;
-		cast->names[i] = name;
-		cast->count++;
-	}
-	*native = cast->natives[i];
-	return CUDA_SUCCESS;
+	return real_cuStreamCreate((CUstream *)native, CU_STREAM_NON_BLOCKING);
 }
 
-static CUresult find_event(struct cast *cast, CUevent name, CUevent *native)
+static CUresult make_event(void **native)
+{
+	return real_cuEventCreate((CUevent *)native, CU_EVENT_DISABLE_TIMING);
+}
+
+static CUresult find(struct cast *cast, const void *name, CUresult (*make_one)(void **native), void **native)
 {
 	unsigned int i = 0;
 	CUresult result;
@@ -44,7 +34,7 @@ static CUresult find_event(struct cast *cast, CUevent name, CUevent *native)
 	if (i == MOST)
 		return CUDA_ERROR_NOT_SUPPORTED;
 	if (i == cast->count) {
-		result = real_cuEventCreate((CUevent *)&cast->natives[i], CU_EVENT_DISABLE_TIMING);
+		result = make_one(&cast->natives[i]);
 		if (result != CUDA_SUCCESS)
 			return result;
 		cast->names[i] = name;
@@ -59,12 +49,11 @@ static CUresult capture_again(const struct mpsd_graph *graph, struct cast *strea
 	CUresult result = CUDA_SUCCESS;
 
 	for (const struct mpsd_op *op = mpsd_graph_first(graph); op && result == CUDA_SUCCESS; op = op->next) {
-		CUstream stream = NULL;
-		CUevent event = NULL;
+		void *stream = NULL, *event = NULL;
 
-		result = find_stream(streams, op->stream, &stream);
+		result = find(streams, op->stream, make_stream, &stream);
 		if (result == CUDA_SUCCESS && (op->kind == MPSD_OP_RECORD || op->kind == MPSD_OP_WAIT))
-			result = find_event(events, op->event.event, &event);
+			result = find(events, op->event.event, make_event, &event);
 		if (result == CUDA_SUCCESS)
 			result = mpsd_op_issue_on(op, stream, event);
 	}
@@ -74,10 +63,10 @@ static CUresult capture_again(const struct mpsd_graph *graph, struct cast *strea
 static CUresult capture(const struct mpsd_graph *graph, CUgraph *native)
 {
 	struct cast streams = { .count = 0 }, events = { .count = 0 };
-	CUstream origin;
+	void *origin;
 	CUresult result, ended;
 
-	result = find_stream(&streams, mpsd_graph_origin(graph), &origin);
+	result = find(&streams, mpsd_graph_origin(graph), make_stream, &origin);
 	if (result == CUDA_SUCCESS)
 		result = real_cuStreamBeginCapture_v2(origin, CU_STREAM_CAPTURE_MODE_RELAXED);
 	if (result == CUDA_SUCCESS) {
