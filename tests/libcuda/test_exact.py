@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -52,6 +54,46 @@ def test_what_was_in_flight_is_done_again(
     assert (said.text, said.values[3], said.values[4]) == ("", 8 << 20, 3)
     assert ask._answer() == "0"
     assert ask("[gpu.word(m), gpu.run('add', m, 8, 1), gpu.sync(), gpu.word(m)]") == "[8, 0, 0, 9]"
+    assert ask.end() == ""
+
+
+@EXACT
+def test_a_program_may_wait_before_it_has_done_anything(post: Post, ask: Program) -> None:
+    post.greet(moving.EXACT)
+    assert ask("[gpu.sync(), gpu.code('cuCtxSynchronize_v2', gpu.context), gpu.sync()]") == "[0, 0, 0]"
+
+
+@EXACT
+@pytest.mark.parametrize("lets", [0, 1, 2, 3])
+@pytest.mark.parametrize("ends", [break_domain, lambda domain: os.kill(domain.server(), signal.SIGKILL)])
+def test_a_long_copy_to_the_host_goes_on_where_it_was(
+    domain: Domain,
+    gate: Gate,
+    second: Domain,
+    post: Post,
+    ask: Program,
+    copies: Path,
+    lets: int,
+    ends: Callable[[Domain], None],
+) -> None:
+    """Of 10 MiB, in pieces of 4: the kernel before it, or some of its pieces, have ended."""
+    line = post.greet(moving.EXACT)
+    ask("import ctypes; m = gpu.memory(10 << 20); out = (ctypes.c_uint32 * (10 << 18))()")
+    for piece, words in ((0, 1 << 20), (1, 1 << 20), (2, 1 << 19)):
+        assert ask(f"gpu.code('cuMemsetD32_v2', m + {piece << 22}, {piece + 3}, {words})") == "0"
+    assert ask("gpu.sync()") == "0"
+    stand_by(line, second, copies)
+    gate.let(lets)
+    ask("gpu.run('add', m, 1, 1)")
+    ask.tell("gpu.code('cuMemcpyDtoH_v2', out, m, 10 << 20)")
+    until(lambda: gate.left() == 0)
+    ends(domain)
+    move(line)
+    assert ask._answer() == "0"
+    assert (
+        ask("[out[0], [sorted(set(out[i << 20 or 1:i + 1 << 20])) for i in range(3)]]")
+        == "[4, [[3], [4], [5]]]"
+    )
     assert ask.end() == ""
 
 
@@ -165,7 +207,8 @@ def test_pinned_memory_that_a_kernel_may_write_is_not_done_again(
     break_domain(domain)
     assert "pinned memory" in move(line).text
     # The daemon had heard of it before.
-    assert line.unsure == ["a kernel that may write pinned memory of the host"]
+    (reason,) = line.unsure
+    assert reason.startswith("a kernel that may write pinned memory of the host: ")
     assert ask("gpu.sync(), gpu.sync()") == "(719, 0)"
     assert "pinned memory" in ask.end()
 

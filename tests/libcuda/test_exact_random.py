@@ -78,6 +78,7 @@ class Moved:
             MPSD_VAULT="1",
             MPSD_FAILOVER="exact",
             MPSD_FAILOVER_SOCKET=str(post.path),
+            MPSD_FAILOVER_SETTLE_MS="0",
         )
         self.process = subprocess.Popen(
             [sys.executable, str(PROGRAMS / "epochs.py")],

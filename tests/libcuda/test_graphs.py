@@ -6,14 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.libcuda.test_exact import move
+from tests.libcuda.test_exact import gate, move
 from tests.libcuda.test_failover import Program, ask, break_domain, copies, post, stand_by
 from tests.support import moving
+from tests.support.gate import BEGIN_CAPTURE, END_CAPTURE, Gate
 from tests.support.moving import Post
-from tests.support.simfixtures import backend, domain, second
-from tests.support.simnode import Domain
+from tests.support.simfixtures import backend, domain, second, third
+from tests.support.simnode import Domain, until
 
-__all__ = ["ask", "backend", "copies", "domain", "post", "second"]
+__all__ = ["ask", "backend", "copies", "domain", "gate", "post", "second", "third"]
 
 MODES = pytest.mark.parametrize(
     ("ask", "mode"),
@@ -76,6 +77,50 @@ def test_a_capture_goes_on_in_the_next_copy(
     assert ask("gpu.run('add', m, 8, 10, stream=s)") == "0"
     end(ask)
     assert ask("gpu.word(m), gpu.code('cuGraphLaunch', x, s), gpu.sync(), gpu.word(m)") == "(0, 0, 0, 11)"
+    assert ask.end() == ""
+
+
+@MODES
+@pytest.mark.parametrize("call", [BEGIN_CAPTURE, END_CAPTURE])
+def test_a_capture_whose_beginning_or_end_a_move_overtakes_goes_on(
+    domain: Domain,
+    gate: Gate,
+    second: Domain,
+    third: Domain,
+    post: Post,
+    ask: Program,
+    copies: Path,
+    mode: int,
+    call: int,
+) -> None:
+    """A thread is still in the old copy's call when its memory is unmapped there, and comes back then."""
+    line = post.greet(mode)
+    ask(f"m = gpu.memory(4 << 20); s = gpu.made('cuStreamCreate', {NON_BLOCKING}); gpu.sync()")
+    stand_by(line, second, copies)
+    before = ask("mappings('mpsd-standin-vmm')")
+    if call == END_CAPTURE:
+        assert ask(BEGIN) == "None"
+        assert ask("gpu.run('add', m, 8, 1, stream=s), gpu.run('add', m, 8, 10, stream=s)") == "(0, 0)"
+    ask("g = ctypes.c_uint64(); later = Later(gpu)")
+    gate.keep(call)
+    ended = "gpu.code('cuStreamEndCapture', s, ctypes.byref(g))"
+    ask(f"later.start({BEGIN if call == BEGIN_CAPTURE else ended!r})")
+    until(lambda: gate.kept() == call)
+    break_domain(domain)
+    line.say(moving.MOVE, 1, again=1)
+    until(lambda: ask("mappings('mpsd-standin-vmm')") != before)
+    gate.keep(0)
+    assert line.hear(moving.MOVED, moving.STAYED).kind == moving.MOVED
+    assert ask("later.result()") == ("None" if call == BEGIN_CAPTURE else "0")
+    if call == BEGIN_CAPTURE:
+        assert ask("gpu.run('add', m, 8, 1, stream=s), gpu.run('add', m, 8, 10, stream=s)") == "(0, 0)"
+        assert ask(ended) == "0"
+    ask("x = gpu.made('cuGraphInstantiateWithFlags', g.value, 0)")
+    assert ask("gpu.code('cuGraphLaunch', x, s), gpu.sync(), gpu.word(m)") == "(0, 0, 11)"
+    # No capture is thought to be under way: a planned move comes to rest.
+    stand_by(line, third, copies, 2)
+    assert move(line, 2, planned=True).text == ""
+    assert ask("gpu.code('cuGraphLaunch', x, s), gpu.sync(), gpu.word(m)") == "(0, 0, 22)"
     assert ask.end() == ""
 
 

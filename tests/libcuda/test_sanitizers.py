@@ -147,7 +147,7 @@ def test_no_report_of_a_program_that_is_moved(sanitized: Libraries, tmp_path: Pa
     for number in range(2):
         shutil.copyfile(sanitized.real, tmp_path / f"libcuda-{number}.so.1")
     with tempfile.TemporaryDirectory(prefix="mpt-", dir="/tmp") as where, open_post(Path(where)) as post:
-        program = Moved(sanitized, tmp_path, MPSD_FAILOVER_SOCKET=str(post.path))
+        program = Moved(sanitized, tmp_path, MPSD_FAILOVER_SOCKET=str(post.path), MPSD_FAILOVER_SETTLE_MS="0")
         try:
             line = post.greet()
             for _ in range(3):
@@ -185,7 +185,13 @@ def test_no_report_of_a_program_that_loses_nothing(sanitized: Libraries, tmp_pat
     for number in range(2):
         shutil.copyfile(sanitized.real, tmp_path / f"libcuda-{number}.so.1")
     with tempfile.TemporaryDirectory(prefix="mpt-", dir="/tmp") as where, open_post(Path(where)) as post:
-        program = Moved(sanitized, tmp_path, MPSD_FAILOVER_SOCKET=str(post.path), MPSD_FAILOVER="exact")
+        program = Moved(
+            sanitized,
+            tmp_path,
+            MPSD_FAILOVER_SOCKET=str(post.path),
+            MPSD_FAILOVER_SETTLE_MS="0",
+            MPSD_FAILOVER="exact",
+        )
         try:
             line = post.greet(moving.EXACT)
             for _ in range(4):

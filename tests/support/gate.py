@@ -8,6 +8,7 @@ from pathlib import Path
 
 ANY = 2**64 - 1
 LAUNCH_FAILED = 719
+BEGIN_CAPTURE, END_CAPTURE = 1, 2
 
 
 class Gate:
@@ -16,10 +17,10 @@ class Gate:
     def __init__(self, folder: Path) -> None:
         folder.mkdir(exist_ok=True)
         path = folder / "gate"
-        path.write_bytes(struct.pack("=QQ", ANY, 0))
+        path.write_bytes(struct.pack("=QQQQ", ANY, 0, 0, 0))
         self.folder = folder
         with path.open("r+b") as file:
-            self._words = mmap.mmap(file.fileno(), 16)
+            self._words = mmap.mmap(file.fileno(), 32)
 
     def let(self, operations: int) -> None:
         """So many more, and then none."""
@@ -29,7 +30,15 @@ class Gate:
         return int(struct.unpack("=Q", self._words[:8])[0])
 
     def break_context(self) -> None:
-        self._words[8:] = struct.pack("=Q", LAUNCH_FAILED)
+        self._words[8:16] = struct.pack("=Q", LAUNCH_FAILED)
+
+    def keep(self, call: int) -> None:
+        """From now on whoever makes this call comes back when it is `keep(0)`."""
+        self._words[16:24] = struct.pack("=Q", call)
+
+    def kept(self) -> int:
+        """The call in which somebody was kept last."""
+        return int(struct.unpack("=Q", self._words[24:])[0])
 
     def close(self) -> None:
         self._words.close()

@@ -101,16 +101,23 @@ def _body(one: Carried) -> Iterator[str]:
         call = f"mpsd_notes() ? work_{name}({', '.join(_arguments(one, translate=False))}) : {call}"
     yield "\tCUresult result;"
     yield "\tuint64_t moves;"
+    written = [_argument(p) for p in one.function.parameters if re.match(r"CUdeviceptr dst", p)]
+    host = [_argument(p) for p in one.function.parameters if p == "const void *srcHost"]
     if one.does.startswith("waits_"):
         yield "\tuint64_t work = mpsd_work_count();"
     if one.does == "work":
+        yield from (f"\tmpsd_written({argument});" for argument in written if not host)
         yield f"\tmpsd_work({stream});"
     yield "\tdo {"
     yield "\t\tmoves = mpsd_carry_enter();"
     if one.does in _WAITS:
         yield from _waiting(one, call, "hEvent" if one.does == "waits" else stream)
-    elif one.settles:
-        yield f"\t\tresult = mpsd_exact() ? {_settling(one)} : CUDA_SUCCESS;"
+    elif one.settles or host:
+        if one.settles:
+            yield f"\t\tresult = mpsd_exact() ? {_settling(one)} : CUDA_SUCCESS;"
+        else:
+            put = f"mpsd_variable_put({written[0]}, {host[0]}, ByteCount, {stream})"
+            yield f"\t\tresult = mpsd_knows_variables() ? {put} : CUDA_SUCCESS;"
         yield "\t\tif (result == CUDA_SUCCESS)"
         yield f"\t\t\tresult = {call};"
     else:
@@ -123,6 +130,8 @@ def _body(one: Carried) -> Iterator[str]:
         yield "\tmpsd_waited_for_all(result, moves, work);"
     elif one.does in ("waits_stream", "waits_legacy"):
         yield f"\tmpsd_waited(result, moves, {stream}, work);"
+    if one.does == "waits_legacy":
+        yield "\tmpsd_exact_given();"
     if one.does.startswith("waits"):
         yield "\tresult = mpsd_work_told(result);"
     if one.does == "give":
@@ -143,10 +152,11 @@ def _settling(one: Carried) -> str:
 def _waiting(one: Carried, call: str, handle: str) -> Iterator[str]:
     """The wait, between what mode `exact` does before and after it."""
     given = "NULL" if one.does in ("waits_all", "waits_legacy") else handle
+    look = "false" if one.polls else "true"
     yield "\t\tif (mpsd_exact()) {"
     yield "\t\t\tstruct mpsd_proof proof;"
     yield ""
-    yield f"\t\t\tresult = mpsd_exact_before(&proof, MPSD_WAIT_{_WAITS[one.does]}, {given});"
+    yield f"\t\t\tresult = mpsd_exact_before(&proof, MPSD_WAIT_{_WAITS[one.does]}, {given}, {look});"
     yield "\t\t\tif (result == CUDA_SUCCESS)"
     yield f"\t\t\t\tresult = {call};"
     yield "\t\t\tif (result == CUDA_SUCCESS)"
@@ -170,7 +180,12 @@ def _arguments(one: Carried, *, translate: bool) -> Iterator[str]:
     for text in one.function.parameters:
         name = _argument(text)
         kind = text.removesuffix(name).strip()
-        yield f"mpsd_native({name})" if translate and kind in HANDLES else name
+        if translate and kind in HANDLES:
+            yield f"mpsd_native({name})"
+        elif translate and kind == "CUdeviceptr":
+            yield f"mpsd_address({name})"
+        else:
+            yield name
 
 
 def _argument(text: str) -> str:

@@ -40,6 +40,11 @@ static bool is_refused(enum verdict one, enum verdict two)
 	return (one == PAST_THE_END || two == PAST_THE_END) && real_cuCtxGetDevice(&device) == CUDA_SUCCESS;
 }
 
+bool mpsd_bounds_refuse(CUdeviceptr address, size_t size)
+{
+	return is_refused(look(address, size), FINE);
+}
+
 static CUresult after(CUresult result, enum verdict one, enum verdict two)
 {
 	if (result == CUDA_SUCCESS && (one == FINE_AND_WAIT || two == FINE_AND_WAIT))

@@ -25,6 +25,7 @@
 #define DEFAULT_STEP ((CUdeviceptr)1 << 43)
 #define TIMES 4
 #define FEWEST_PIECES 16
+#define DRIVERS_STEP ((size_t)1 << 30)	/* it was seen to round up to 128 MiB */
 
 /* What an x86-64 process may map, and half of an address space of the driver's. */
 #define LOWEST ((CUdeviceptr)4 << 30)
@@ -131,6 +132,12 @@ static bool reserve_somewhere(struct wish wish, CUdevice device, CUdeviceptr wan
 	return true;
 }
 
+/* To what the driver reserves: the rest of that would be its own, and a second copy's just there. */
+static size_t rounded(size_t size)
+{
+	return (size + DRIVERS_STEP - 1) / DRIVERS_STEP * DRIVERS_STEP;
+}
+
 static bool is_lost;
 
 static void in_child(void)
@@ -164,7 +171,7 @@ bool mpsd_window_reserve(CUdevice device, size_t zone, CUdeviceptr *base, size_t
 	granules = total / ARENA_GRANULE + 1;
 	pieces = granules;
 	do {
-		*size = wish.size ? wish.size : granules * ARENA_GRANULE * TIMES + pieces * 2 * zone;
+		*size = wish.size ? wish.size : rounded(granules * ARENA_GRANULE * TIMES + pieces * 2 * zone);
 		wanted = wish.base ? wish.base + (CUdeviceptr)device * *size
 				   : DEFAULT_BASE + (CUdeviceptr)device * DEFAULT_STEP;
 		if (reserve_somewhere(wish, device, wanted, *size, base)) {

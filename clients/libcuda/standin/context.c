@@ -114,8 +114,10 @@ static CUresult open_context(CUcontext context, CUdevice device)
 	memcpy(context->limits, first_limits, sizeof(first_limits));
 	if (result == CUDA_SUCCESS)
 		result = open_streams(context);
-	if (result == CUDA_SUCCESS)
+	if (result == CUDA_SUCCESS) {
 		context->broken = CUDA_SUCCESS;
+		note_taken();
+	}
 	return result;
 }
 

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: MIT
 /*
- * For tests that have to know how far the GPU is: a file named gate in CUDA_MPS_PIPE_DIRECTORY has two words of 64
- * bits, shared with the test. How many more operations may begin (all ones: any number), and what the context dies
- * of (0: nothing). Without the file nothing is held.
+ * For tests that have to know how far the GPU is: a file named gate in CUDA_MPS_PIPE_DIRECTORY has four words of 64
+ * bits, shared with the test. How many more operations may begin (all ones: any number); what the context dies
+ * of (0: nothing); in which calls threads are kept (the sum of GATE_...), and in which one is. Without the file
+ * nothing is held.
  */
 #include <fcntl.h>
 #include <stdio.h>
@@ -14,6 +15,7 @@
 #include "standin.h"
 
 #define LOOK_NS 1000000
+#define WORDS 4
 
 static uint64_t *gate;
 
@@ -27,8 +29,8 @@ void gate_find(void)
 	fd = *pipe_directory ? open(path, O_RDWR | O_CLOEXEC) : -1;
 	if (fd < 0)
 		return;
-	if (!fstat(fd, &info) && info.st_size >= (off_t)(2 * sizeof(*gate)))
-		gate = mmap(NULL, 2 * sizeof(*gate), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+	if (!fstat(fd, &info) && info.st_size >= (off_t)(WORDS * sizeof(*gate)))
+		gate = mmap(NULL, WORDS * sizeof(*gate), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
 	if (gate == MAP_FAILED)
 		gate = NULL;
 	close(fd);
@@ -37,7 +39,7 @@ void gate_find(void)
 void gate_forget(void)
 {
 	if (gate)
-		munmap(gate, 2 * sizeof(*gate));
+		munmap(gate, WORDS * sizeof(*gate));
 	gate = NULL;
 }
 
@@ -65,6 +67,14 @@ bool gate_lets(CUcontext context)
 	pthread_cond_clockwait(&gpu_changed, &gpu_lock, CLOCK_MONOTONIC, &soon);
 	look_at(context);
 	return false;
+}
+
+void gate_keep(uint64_t call)
+{
+	while (gate && __atomic_load_n(gate + 2, __ATOMIC_ACQUIRE) & call) {
+		__atomic_store_n(gate + 3, call, __ATOMIC_RELEASE);
+		usleep(LOOK_NS / 1000);
+	}
 }
 
 CUresult gate_fault(void)

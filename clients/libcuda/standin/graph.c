@@ -90,7 +90,9 @@ API CUresult cuStreamBeginCapture_v2(CUstream hStream, CUstreamCaptureMode mode)
 	stream->capture_mode = mode;
 	stream->capturer = pthread_self();
 	stream->spoiled = false;
-	return leave(stream->capture ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY);
+	result = leave(stream->capture ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY);
+	gate_keep(GATE_BEGIN_CAPTURE);
+	return result;
 }
 
 API CUresult cuStreamEndCapture(CUstream hStream, CUgraph *phGraph)
@@ -106,7 +108,9 @@ API CUresult cuStreamEndCapture(CUstream hStream, CUgraph *phGraph)
 	if (stream->spoiled)
 		drop_capture(stream);
 	stream->capture = NULL;
-	return leave(stream->spoiled ? CUDA_ERROR_STREAM_CAPTURE_INVALIDATED : CUDA_SUCCESS);
+	result = leave(stream->spoiled ? CUDA_ERROR_STREAM_CAPTURE_INVALIDATED : CUDA_SUCCESS);
+	gate_keep(GATE_END_CAPTURE);
+	return result;
 }
 
 API CUresult cuStreamIsCapturing(CUstream hStream, CUstreamCaptureStatus *captureStatus)

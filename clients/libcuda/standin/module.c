@@ -212,6 +212,84 @@ API CUresult cuModuleGetFunction(CUfunction *hfunc, CUmodule hmod, const char *n
 	return leave(function ? CUDA_SUCCESS : CUDA_ERROR_NOT_FOUND);
 }
 
+API CUresult cuFuncGetName(const char **name, CUfunction hfunc)
+{
+	CUcontext context;
+	CUresult result = enter(&context);
+
+	if (result != CUDA_SUCCESS)
+		return result;
+	if (!name || !find_function(hfunc))
+		return leave(name ? CUDA_ERROR_INVALID_HANDLE : CUDA_ERROR_INVALID_VALUE);
+	*name = hfunc->name;
+	return leave(CUDA_SUCCESS);
+}
+
+API CUresult cuKernelGetName(const char **name, CUkernel kernel)
+{
+	return cuFuncGetName(name, (CUfunction)kernel);
+}
+
+API CUresult cuFuncGetModule(CUmodule *hmod, CUfunction hfunc)
+{
+	CUcontext context;
+	CUresult result = enter(&context);
+
+	if (result != CUDA_SUCCESS)
+		return result;
+	if (!hmod || !find_function(hfunc))
+		return leave(hmod ? CUDA_ERROR_INVALID_HANDLE : CUDA_ERROR_INVALID_VALUE);
+	*hmod = hfunc->module;
+	return leave(CUDA_SUCCESS);
+}
+
+API CUresult cuModuleGetFunctionCount(unsigned int *count, CUmodule mod)
+{
+	CUcontext context;
+	CUresult result = enter(&context);
+
+	if (result != CUDA_SUCCESS)
+		return result;
+	if (!count || !find_module(mod))
+		return leave(count ? CUDA_ERROR_INVALID_HANDLE : CUDA_ERROR_INVALID_VALUE);
+	*count = 0;
+	for (struct CUfunc_st *function = mod->functions; function; function = function->next)
+		++*count;
+	return leave(CUDA_SUCCESS);
+}
+
+API CUresult cuModuleEnumerateFunctions(CUfunction *functions, unsigned int numFunctions, CUmodule mod)
+{
+	CUcontext context;
+	CUresult result = enter(&context);
+
+	if (result != CUDA_SUCCESS)
+		return result;
+	if (!functions || !find_module(mod))
+		return leave(functions ? CUDA_ERROR_INVALID_HANDLE : CUDA_ERROR_INVALID_VALUE);
+	for (struct CUfunc_st *function = mod->functions; function && numFunctions--; function = function->next)
+		*functions++ = function;
+	return leave(CUDA_SUCCESS);
+}
+
+API CUresult cuLibraryGetKernelCount(unsigned int *count, CUlibrary lib)
+{
+	return cuModuleGetFunctionCount(count, (CUmodule)lib);
+}
+
+API CUresult cuLibraryEnumerateKernels(CUkernel *kernels, unsigned int numKernels, CUlibrary lib)
+{
+	return cuModuleEnumerateFunctions((CUfunction *)kernels, numKernels, (CUmodule)lib);
+}
+
+/* As the private tables of the driver do: by a way that nobody can follow. */
+static CUresult find_privately(CUfunction *function, CUmodule module, const char *name)
+{
+	return cuModuleGetFunction(function, module, name);
+}
+
+const struct standin_table standin_table = { sizeof(standin_table), find_privately };
+
 API CUresult cuModuleGetGlobal_v2(CUdeviceptr *dptr, size_t *bytes, CUmodule hmod, const char *name)
 {
 	struct global *global;

@@ -85,10 +85,11 @@ API CUresult cuStandinFromTheFuture(int *answer)
 	return CUDA_SUCCESS;
 }
 
+/* One table, of the name of 16 times 's'. */
 API CUresult cuGetExportTable(const void **ppExportTable, const CUuuid *pExportTableId)
 {
 	if (!ppExportTable || !pExportTableId)
 		return CUDA_ERROR_INVALID_VALUE;
-	*ppExportTable = NULL;
-	return CUDA_ERROR_NOT_FOUND;
+	*ppExportTable = memcmp(pExportTableId, "ssssssssssssssss", 16) == 0 ? &standin_table : NULL;
+	return *ppExportTable ? CUDA_SUCCESS : CUDA_ERROR_NOT_FOUND;
 }

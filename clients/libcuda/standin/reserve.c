@@ -7,6 +7,7 @@
  */
 #include <dlfcn.h>
 #include <link.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -17,6 +18,7 @@
 #define HINT_FROM ((size_t)64 << 20)
 #define MOST_OBJECTS 512
 #define MOST_REFUSED 16
+#define MOST_TAKEN 64
 
 typedef void (*placeholder_lost)(uintptr_t base, size_t size);
 
@@ -73,6 +75,40 @@ static void tell_other_copies(uintptr_t base, size_t size)
 	}
 }
 
+/* Measured: a place that was mapped without access when the context was made is not asked for. */
+static struct {
+	uintptr_t begin, end;
+} taken[MOST_TAKEN];
+static size_t taken_count;
+
+void note_taken(void)
+{
+	FILE *maps = fopen("/proc/self/maps", "re");
+	char line[512];
+
+	taken_count = 0;
+	while (maps && taken_count < MOST_TAKEN && fgets(line, sizeof(line), maps)) {
+		unsigned long begin, end;
+		char access[5];
+
+		if (sscanf(line, "%lx-%lx %4s", &begin, &end, access) != 3 || strncmp(access, "---", 3) != 0 ||
+		    end - begin < HINT_FROM)
+			continue;
+		taken[taken_count].begin = begin;
+		taken[taken_count++].end = end;
+	}
+	if (maps)
+		fclose(maps);
+}
+
+static bool is_taken(uintptr_t begin, size_t size)
+{
+	for (size_t i = 0; i < taken_count; i++)
+		if (begin < taken[i].end && begin + size > taken[i].begin)
+			return true;
+	return false;
+}
+
 static void *take(void *hint, size_t size)
 {
 	void *at = mmap(hint, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -101,7 +137,7 @@ static char *take_placeholder(size_t size, size_t alignment, void *hint)
 	char *at;
 
 	/* A plain hint and a look: ThreadSanitizer turns a fixed one that it dislikes into address 0. */
-	if (hint && size >= HINT_FROM && !((uintptr_t)hint % GRANULARITY)) {
+	if (hint && size >= HINT_FROM && !((uintptr_t)hint % GRANULARITY) && !is_taken((uintptr_t)hint, size)) {
 		at = take(hint, size);
 		if (at == hint)
 			return at;

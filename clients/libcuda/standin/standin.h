@@ -39,6 +39,11 @@ void gate_forget(void);
 bool gate_lets(CUcontext context);	/* the next operation; false: it was waited for a while */
 CUresult gate_fault(void);
 
+/* Without the lock, when the call has done what it does and is about to return. */
+#define GATE_BEGIN_CAPTURE 1
+#define GATE_END_CAPTURE 2
+void gate_keep(uint64_t call);
+
 /* context.c */
 struct CUctx_st {
 	unsigned int retained;
@@ -58,6 +63,9 @@ void kill_context(CUcontext context, CUresult reason);
 int device_count(void);
 bool is_device(CUdevice device);
 bool is_any_retained(void);
+
+/* reserve.c: what the process has mapped by now. */
+void note_taken(void);
 CUcontext primary_of(CUdevice device);	/* of a device that is; its `retained` may be 0 */
 CUdevice current_device(void);		/* that of the current context; 0 without one */
 extern __thread CUcontext working_for;	/* in a stream's thread: its context */
@@ -233,5 +241,12 @@ struct CUfunc_st {
 
 void close_modules(CUdevice device);
 void start_attributes(struct CUfunc_st *function);
+
+struct standin_table {
+	size_t bytes;
+	CUresult (*find)(CUfunction *function, CUmodule module, const char *name);
+};
+extern const struct standin_table standin_table;	/* what cuGetExportTable answers with */
+
 struct CUfunc_st *find_function(const struct CUfunc_st *handle);	/* NULL if it is none */
 const struct builtin *find_builtin(const char *name);

@@ -189,7 +189,8 @@ API CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle *handle
 	if (fd < 0)
 		return CUDA_ERROR_OPERATING_SYSTEM;
 	pthread_mutex_lock(&gpu_lock);
-	result = add(fd, (size_t)status.st_size, false, true, handle);
+	/* Measured: what was imported cannot be exported again. */
+	result = add(fd, (size_t)status.st_size, false, false, handle);
 	if (result != CUDA_SUCCESS)
 		close(fd);
 	return leave(result);

@@ -132,15 +132,13 @@ static CUmemGenericAllocationHandle create(struct copy *copy)
 	return handle;
 }
 
-static CUmemGenericAllocationHandle adopt(struct copy *from, CUmemGenericAllocationHandle handle, struct copy *to)
+/* Each copy imports what the first one exported: what was imported cannot be exported again. */
+static CUmemGenericAllocationHandle adopt(int fd, struct copy *to)
 {
 	CUmemGenericAllocationHandle adopted;
-	int fd;
 
-	MUST(CU(from, cuMemExportToShareableHandle)(&fd, handle, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0));
 	MUST(CU(to, cuMemImportFromShareableHandle)(&adopted, (void *)(intptr_t)fd,
 						    CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR));
-	close(fd);
 	return adopted;
 }
 
@@ -156,8 +154,6 @@ static void reserve(struct copy *copy)
 {
 	CUdeviceptr at;
 
-	if (window)
-		munmap((void *)window, SPAN);
 	MUST(CU(copy, cuMemAddressReserve)(&at, SPAN, 0, window, 0));
 	MUST(window && at != window);
 	window = at;
@@ -232,6 +228,7 @@ int main(int count_of_arguments, char **arguments)
 	CUmemGenericAllocationHandle handle;
 	pthread_t threads[4];
 	char path[512];
+	int fd;
 
 	MUST(count_of_arguments != 3);
 	load(old, arguments[1]);
@@ -239,15 +236,18 @@ int main(int count_of_arguments, char **arguments)
 	reserve(old);
 	handle = create(old);
 	map(old, window, handle);
+	MUST(CU(old, cuMemExportToShareableHandle)(&fd, handle, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0));
 	for (int life = 1; life <= LIVES; life++) {
 		struct copy *fresh = &copies[life];
 		CUmemGenericAllocationHandle adopted;
 
 		snprintf(path, sizeof(path), "%s/copy-%d.so", arguments[2], life);
 		load(fresh, path);
+		/* A copy does not ask for what it found taken when it made its context. */
+		munmap((void *)window, SPAN);
 		begin(fresh);
 		reserve(fresh);
-		adopted = adopt(old, handle, fresh);
+		adopted = adopt(fd, fresh);
 		map(fresh, window, adopted);
 		pthread_create(&threads[0], NULL, count, old);
 		pthread_create(&threads[1], NULL, remap, old);
@@ -264,6 +264,7 @@ int main(int count_of_arguments, char **arguments)
 	}
 	MUST(CU(old, cuDevicePrimaryCtxReset)(0));
 	MUST(dlclose(old->handle));
+	close(fd);
 	puts("ok");
 	return 0;
 }

@@ -14,7 +14,7 @@ from pathlib import Path
 from faultinject.measure.failover_driver import Driver, DriverError
 
 IMAGE = b"standin module\nkernel add add 0\nkernel late add 200000\nkernel fill fill 0\n"
-IMAGE += b"kernel long add 30000000\nkernel store store 0\n"
+IMAGE += b"kernel long add 30000000\nkernel store store 0\nglobal table 16\n"
 ADD = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint32)
 
 
@@ -39,6 +39,50 @@ class Program(Driver):
         return self.code(
             "cuLaunchKernel", self.functions[kernel], 1, 1, 1, 1, 1, 1, 0, stream, pointers, None
         )
+
+    def found(self, kernel: str, way: str) -> int:
+        """A kernel of a module, or library, loaded for it; from then on it has the name of the way."""
+        if way.startswith("library"):
+            library = ctypes.c_void_p()
+            self("cuLibraryLoadData", ctypes.byref(library), IMAGE, None, None, 0, None, None, 0)
+        else:
+            module = self.made("cuModuleLoadData", IMAGE)
+        if way.endswith("listed"):
+            of, kinds = (
+                (library, "LibraryEnumerateKernels")
+                if "library" in way
+                else (module, "ModuleEnumerateFunctions")
+            )
+            several = (ctypes.c_uint64 * 16)()
+            self(f"cu{kinds}", several, 16, of)
+            names = {self.name_of(one): one for one in several if one}
+            self.functions[way] = names[kernel]
+        else:
+            at = ctypes.c_void_p()
+            self("cuGetExportTable", ctypes.byref(at), b"s" * 16)
+            find = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p)
+            table = ctypes.cast(at, ctypes.POINTER(ctypes.c_void_p))
+            if "library" in way:
+                module = self.made("cuLibraryGetModule", library)
+            function = ctypes.c_void_p()
+            assert find(table[1] or 0)(ctypes.addressof(function), module, kernel.encode()) == 0
+            self.functions[way] = function.value or 0
+        return 0
+
+    def name_of(self, function: int) -> str:
+        name = ctypes.c_char_p()
+        self("cuFuncGetName", ctypes.byref(name), ctypes.c_uint64(function))
+        return (name.value or b"").decode()
+
+    def variable(self, name: str) -> int:
+        """The address of a module's variable."""
+        address, size = ctypes.c_uint64(), ctypes.c_size_t()
+        self("cuModuleGetGlobal_v2", ctypes.byref(address), ctypes.byref(size), self.module, name.encode())
+        return address.value
+
+    def put(self, address: int, *words: int) -> int:
+        given = (ctypes.c_uint32 * len(words))(*words)
+        return self.code("cuMemcpyHtoD_v2", address, given, 4 * len(words))
 
     def sync(self) -> int:  # type: ignore[override]
         return self.code("cuCtxSynchronize")
@@ -93,6 +137,20 @@ class Later:
 
 def mappings(part: str) -> int:
     return sum(part in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def memory_descriptors() -> int:
+    """Descriptors of the stand-in's physical memory."""
+    names = (os.readlink(each) for each in Path("/proc/self/fd").iterdir() if each.is_symlink())
+    return sum("standin" in name for name in names)
+
+
+def in_child(expression: str) -> int:
+    """The value, up to 255, in a forked child."""
+    child = os.fork()
+    if not child:
+        os._exit(eval(expression))
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 gpu = Program()

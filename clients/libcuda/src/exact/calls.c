@@ -11,7 +11,7 @@
 #define MOST_COPIED ((size_t)64 << 10)	/* of the host's memory, whosever it is */
 #define MOST_KEPT ((size_t)1 << 20)	/* of pageable memory; more is waited for */
 
-static CUresult submit(const struct mpsd_op *given, bool proves)
+CUresult mpsd_submit_new(const struct mpsd_op *given, bool proves)
 {
 	struct mpsd_op *op = malloc(sizeof(*op));
 
@@ -116,11 +116,11 @@ CUresult work_cuGraphLaunch(CUgraphExec hGraphExec, CUstream hStream)
 	struct mpsd_op op = {
 		.kind = MPSD_OP_GRAPH,
 		.stream = hStream,
-		.graph = { .exec = hGraphExec, .graph = mpsd_exec_graph(hGraphExec) },
+		.graph = { .exec = hGraphExec, .graph = mpsd_made_graph(hGraphExec) },
 	};
 
 	if (op.graph.graph)
-		return submit(&op, false);
+		return mpsd_submit_new(&op, false);
 	mpsd_exact_fail("a graph that was not captured");
 	return make_cuGraphLaunch(hGraphExec, hStream);
 }
@@ -129,7 +129,7 @@ CUresult work_cuGraphLaunch(CUgraphExec hGraphExec, CUstream hStream)
 
 static bool is_device(CUdeviceptr address)
 {
-	return mpsd_memory_is_in_window(address);
+	return mpsd_memory_is_in_window(address) || mpsd_is_variable(address);
 }
 
 /* From the host: its bytes are copied, or borrowed until it may know that they were read. */
@@ -143,10 +143,10 @@ static CUresult submit_in(struct mpsd_op op)
 		if (!op.copy.kept)
 			return CUDA_ERROR_OUT_OF_MEMORY;
 		memcpy(op.copy.kept, (const void *)op.copy.from, op.copy.size);
-		return submit(&op, false);
+		return mpsd_submit_new(&op, false);
 	}
 	op.copy.is_borrowed = true;
-	return submit(&op, !is_pinned);
+	return mpsd_submit_new(&op, !is_pinned);
 }
 
 static CUresult submit_copy(enum mpsd_op_copy way, CUdeviceptr to, CUdeviceptr from, size_t size, CUstream stream,
@@ -158,13 +158,16 @@ static CUresult submit_copy(enum mpsd_op_copy way, CUdeviceptr to, CUdeviceptr f
 		.stream = stream,
 		.copy = { .way = way, .to = to, .from = from, .size = size },
 	};
-	bool is_in = way == MPSD_COPY_IN || (way == MPSD_COPY_ANY && !is_device(from));
+	bool is_in = way == MPSD_COPY_IN || (way == MPSD_COPY_ANY && !is_device(from)), is_awaited;
 
 	op.copy.is_for_host = way == MPSD_COPY_OUT || (way == MPSD_COPY_ANY && !is_device(to));
 	if (is_in && size)
 		return submit_in(op);
 	/* What the program may read as soon as the call returns. */
-	return submit(&op, op.copy.is_for_host && (waits || !mpsd_is_pinned((const void *)to)));
+	is_awaited = op.copy.is_for_host && (waits || !mpsd_is_pinned((const void *)to));
+	if (is_awaited && size && !mpsd_capturing())
+		return mpsd_stage_out((void *)to, from, size, stream);
+	return mpsd_submit_new(&op, is_awaited);
 }
 
 CUresult work_cuMemcpyAsync(CUdeviceptr dst, CUdeviceptr src, size_t ByteCount, CUstream hStream)
@@ -215,7 +218,7 @@ static CUresult submit_set(CUdeviceptr to, uint32_t value, size_t width, size_t 
 
 	if (count && !is_device(to))
 		mpsd_epoch_unsure("a memset of memory outside the window");
-	return submit(&op, false);
+	return mpsd_submit_new(&op, false);
 }
 
 CUresult work_cuMemsetD8_v2(CUdeviceptr dstDevice, unsigned char uc, size_t N)
@@ -254,7 +257,7 @@ CUresult work_cuEventRecord(CUevent hEvent, CUstream hStream)
 {
 	struct mpsd_op op = { .kind = MPSD_OP_RECORD, .stream = hStream, .event = { .event = hEvent } };
 
-	return submit(&op, false);
+	return mpsd_submit_new(&op, false);
 }
 
 CUresult work_cuEventRecordWithFlags(CUevent hEvent, CUstream hStream, unsigned int flags)
@@ -265,7 +268,7 @@ CUresult work_cuEventRecordWithFlags(CUevent hEvent, CUstream hStream, unsigned 
 		.event = { .event = hEvent, .flags = flags, .is_flagged = true },
 	};
 
-	return submit(&op, false);
+	return mpsd_submit_new(&op, false);
 }
 
 CUresult work_cuStreamWaitEvent(CUstream hStream, CUevent hEvent, unsigned int Flags)
@@ -276,7 +279,7 @@ CUresult work_cuStreamWaitEvent(CUstream hStream, CUevent hEvent, unsigned int F
 		.event = { .event = hEvent, .flags = Flags },
 	};
 
-	return submit(&op, false);
+	return mpsd_submit_new(&op, false);
 }
 
 /* Memory: copies of the proxy's own give way to what the program asks for, and then the standby does. */

@@ -118,4 +118,5 @@ void mpsd_exact_child(void)
 {
 	atomic_store(&mpsd_exact_on, false);
 	mpsd_exact_lock = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
+	mpsd_stage_child();
 }

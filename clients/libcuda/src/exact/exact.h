@@ -20,6 +20,8 @@
 #include <stdbool.h>
 #include <stdint.h>
 
+#include "failover/carry.h"
+
 #define MPSD_LANES 256
 
 extern atomic_bool mpsd_exact_on;
@@ -29,7 +31,7 @@ static inline bool mpsd_exact(void)
 	return __builtin_expect(atomic_load_explicit(&mpsd_exact_on, memory_order_relaxed), 0);
 }
 
-/* Whether what is submitted is noted: that too which is captured, in any mode. */
+/* Whether what is submitted is noted: in any mode what is captured, and what may lead to a variable elsewhere. */
 extern atomic_uint mpsd_captures;
 
 /* 1 + the moves before the copy in which this thread's operation was noted and not known to have been taken. */
@@ -38,7 +40,7 @@ extern _Thread_local uint64_t mpsd_noted_in __attribute__((tls_model("initial-ex
 static inline bool mpsd_notes(void)
 {
 	return mpsd_exact() || __builtin_expect(atomic_load_explicit(&mpsd_captures, memory_order_relaxed) != 0, 0) ||
-	       __builtin_expect(mpsd_noted_in != 0, 0);
+	       __builtin_expect(mpsd_noted_in != 0, 0) || (mpsd_knows_variables() && mpsd_tables()->moves);
 }
 
 /* Before the program has a context: it wishes to be exact. */
@@ -69,8 +71,14 @@ struct mpsd_proof {
 };
 
 /* Around a wait, or a look, that is about to say, or has said, that work has ended. */
-CUresult mpsd_exact_before(struct mpsd_proof *proof, enum mpsd_wait wait, const void *handle);
+CUresult mpsd_exact_before(struct mpsd_proof *proof, enum mpsd_wait wait, const void *handle, bool is_look);
+/* A copy that the program may read when this returns, which holds nobody in the driver. */
+CUresult mpsd_stage_out(void *to, CUdeviceptr from, size_t size, CUstream stream);
+
 CUresult mpsd_exact_after(struct mpsd_proof *proof, enum mpsd_wait wait);
+
+/* What is to be proven is marked, and nobody waits. */
+CUresult mpsd_exact_mark(struct mpsd_proof *proof, enum mpsd_wait wait, const void *handle);
 
 /* All work has provably ended: before something that it may use is taken away, and what is known of that forgotten. */
 CUresult mpsd_exact_settle(void);

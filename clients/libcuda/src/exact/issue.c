@@ -73,11 +73,11 @@ static CUresult copy_now(const struct mpsd_op *op)
 
 	switch (op->copy.way) {
 	case MPSD_COPY_IN:
-		return inner_cuMemcpyHtoD_v2(op->copy.to, from, op->copy.size);
+		return inner_cuMemcpyHtoD_v2(mpsd_address(op->copy.to), from, op->copy.size);
 	case MPSD_COPY_WITHIN:
-		return inner_cuMemcpyDtoD_v2(op->copy.to, op->copy.from, op->copy.size);
+		return inner_cuMemcpyDtoD_v2(mpsd_address(op->copy.to), mpsd_address(op->copy.from), op->copy.size);
 	default:
-		return inner_cuMemcpy(op->copy.to, (CUdeviceptr)from, op->copy.size);
+		return inner_cuMemcpy(mpsd_address(op->copy.to), mpsd_address((CUdeviceptr)from), op->copy.size);
 	}
 }
 
@@ -87,13 +87,15 @@ static CUresult copy(const struct mpsd_op *op, CUstream stream)
 
 	switch (op->copy.way) {
 	case MPSD_COPY_IN:
-		return inner_cuMemcpyHtoDAsync_v2(op->copy.to, from, op->copy.size, stream);
+		return inner_cuMemcpyHtoDAsync_v2(mpsd_address(op->copy.to), from, op->copy.size, stream);
 	case MPSD_COPY_OUT:
-		return inner_cuMemcpyDtoHAsync_v2((void *)op->copy.to, op->copy.from, op->copy.size, stream);
+		return inner_cuMemcpyDtoHAsync_v2((void *)op->copy.to, mpsd_address(op->copy.from), op->copy.size, stream);
 	case MPSD_COPY_WITHIN:
-		return inner_cuMemcpyDtoDAsync_v2(op->copy.to, op->copy.from, op->copy.size, stream);
+		return inner_cuMemcpyDtoDAsync_v2(mpsd_address(op->copy.to), mpsd_address(op->copy.from),
+						  op->copy.size, stream);
 	default:
-		return inner_cuMemcpyAsync(op->copy.to, (CUdeviceptr)from, op->copy.size, stream);
+		return inner_cuMemcpyAsync(mpsd_address(op->copy.to), mpsd_address((CUdeviceptr)from),
+					   op->copy.size, stream);
 	}
 }
 
@@ -101,11 +103,11 @@ static CUresult set_now(const struct mpsd_op *op)
 {
 	switch (op->set.width) {
 	case 1:
-		return inner_cuMemsetD8_v2(op->set.to, (unsigned char)op->set.value, op->set.count);
+		return inner_cuMemsetD8_v2(mpsd_address(op->set.to), (unsigned char)op->set.value, op->set.count);
 	case 2:
-		return inner_cuMemsetD16_v2(op->set.to, (unsigned short)op->set.value, op->set.count);
+		return inner_cuMemsetD16_v2(mpsd_address(op->set.to), (unsigned short)op->set.value, op->set.count);
 	default:
-		return inner_cuMemsetD32_v2(op->set.to, op->set.value, op->set.count);
+		return inner_cuMemsetD32_v2(mpsd_address(op->set.to), op->set.value, op->set.count);
 	}
 }
 
@@ -113,11 +115,11 @@ static CUresult set(const struct mpsd_op *op, CUstream stream)
 {
 	switch (op->set.width) {
 	case 1:
-		return inner_cuMemsetD8Async(op->set.to, (unsigned char)op->set.value, op->set.count, stream);
+		return inner_cuMemsetD8Async(mpsd_address(op->set.to), (unsigned char)op->set.value, op->set.count, stream);
 	case 2:
-		return inner_cuMemsetD16Async(op->set.to, (unsigned short)op->set.value, op->set.count, stream);
+		return inner_cuMemsetD16Async(mpsd_address(op->set.to), (unsigned short)op->set.value, op->set.count, stream);
 	default:
-		return inner_cuMemsetD32Async(op->set.to, op->set.value, op->set.count, stream);
+		return inner_cuMemsetD32Async(mpsd_address(op->set.to), op->set.value, op->set.count, stream);
 	}
 }
 

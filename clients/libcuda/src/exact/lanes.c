@@ -2,14 +2,21 @@
 /* Streams, and how far the GPU itself says that it has come in each. */
 #include <sched.h>
 #include <stdlib.h>
+#include <unistd.h>
 
+#include "clock.h"
 #include "exact/state.h"
 #include "failover/graph.h"
+#include "failover/line.h"
 #include "failover/made.h"
 
 #define GENERATIONS 8		/* an old copy may write for a while after it was left, but not for so many moves */
 #define POINTS 1024		/* buckets */
-#define LOOKS 4096		/* between two questions whether the context lives */
+#define LOOKS 4096		/* before a wait lets others have the processor */
+#define OFTEN_NS 1000000ull	/* between two questions whether the context lives */
+#define SELDOM_NS 1000000000ull
+#define LONG_NS 20000000ull	/* from then on a wait sleeps between its looks */
+#define REST_US 50
 
 /* Pinned, and its device address is the host's: CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING. */
 static uint32_t (*words)[MPSD_LANES];
@@ -52,6 +59,8 @@ bool mpsd_lanes_ready(void)
 	pthread_mutex_unlock(&mpsd_exact_lock);
 	if (pages)
 		make_cuMemFreeHost(pages);
+	else
+		mpsd_pins_forget(words);
 	return true;
 }
 
@@ -93,6 +102,7 @@ struct mpsd_lane *mpsd_lane_of(CUstream stream)
 	if (lane) {
 		lane->stream = key(stream);
 		lane->is_used = true;
+		lane->is_apart = mpsd_made_is_apart(stream);
 	}
 	return lane;
 }
@@ -111,12 +121,12 @@ static uint64_t look(struct mpsd_lane *lane, const uint32_t *word)
 
 uint64_t mpsd_lane_look(struct mpsd_lane *lane)
 {
-	return look(lane, word_in(words_of, lane));
+	return words ? look(lane, word_in(words_of, lane)) : lane->proven;
 }
 
 bool mpsd_lanes_all_proven(void)
 {
-	for (unsigned int i = 0; words && i < used; i++)
+	for (unsigned int i = 0; i < used; i++)
 		if (mpsd_lane_look(&mpsd_lanes[i]) != mpsd_lanes[i].given)
 			return false;
 	return true;
@@ -180,10 +190,35 @@ CUresult mpsd_lanes_mark(void)
 	return result;
 }
 
-/* What a stream of that name answers is of no interest but for the loss of the context. */
+/* Of a context that may be lost the driver is asked seldom: the daemon knows sooner, and it may keep who asks. */
+static uint64_t question_ns(void)
+{
+	return mpsd_line_ready() ? SELDOM_NS : OFTEN_NS;
+}
+
+static void rest(uint64_t waited_ns)
+{
+	if (waited_ns > LONG_NS)
+		usleep(REST_US);
+	else
+		sched_yield();
+}
+
+/* What a stream of that name answers is of no interest but for what is wrong with the context. */
+static bool is_wrong(CUresult result)
+{
+	switch ((int)result) {
+	case CUDA_SUCCESS: case CUDA_ERROR_NOT_READY: case CUDA_ERROR_INVALID_CONTEXT: case CUDA_ERROR_INVALID_HANDLE:
+		return false;
+	default:
+		return (int)result < CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED ||
+		       (int)result > CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD;
+	}
+}
+
 CUresult mpsd_lane_wait(struct mpsd_lane *lane, uint64_t number)
 {
-	uint64_t moves = mpsd_tables()->moves, proven;
+	uint64_t moves = mpsd_tables()->moves, began = 0, asked = 0, proven;
 	CUstream stream;
 
 	if (is_captured(lane))
@@ -197,14 +232,37 @@ CUresult mpsd_lane_wait(struct mpsd_lane *lane, uint64_t number)
 			return MPSD_AGAIN;
 		if (proven >= number)
 			return CUDA_SUCCESS;
-		if (looks % LOOKS == 0) {
-			CUresult result = real_cuStreamQuery(mpsd_native(stream));
+		if (looks >= LOOKS) {
+			uint64_t now = mpsd_now_ns();
+			CUresult result = CUDA_SUCCESS;
 
-			if (mpsd_is_loss(result))
+			began = began ? began : now;
+			asked = asked ? asked : now;
+			if (now - asked > question_ns()) {
+				result = real_cuStreamQuery(mpsd_native(stream));
+				asked = mpsd_now_ns();
+			}
+			if (is_wrong(result))
 				return result;
-			sched_yield();
+			rest(now - began);
 		}
 	}
+}
+
+CUresult mpsd_lane_seen(struct mpsd_lane *lane, uint64_t number)
+{
+	uint64_t now = mpsd_now_ns();
+	bool is, may_ask;
+
+	if (is_captured(lane))
+		return CUDA_SUCCESS;
+	pthread_mutex_lock(&mpsd_exact_lock);
+	is = mpsd_is_left() || mpsd_lane_look(lane) >= number;
+	may_ask = !is && now - lane->asked_ns > question_ns();
+	if (may_ask)
+		lane->asked_ns = now;
+	pthread_mutex_unlock(&mpsd_exact_lock);
+	return is || may_ask ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
 }
 
 CUresult mpsd_lanes_wait(void)

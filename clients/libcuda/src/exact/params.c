@@ -5,10 +5,12 @@
  *
  * Pointers that a kernel finds in memory are not seen (MPSD_FAILOVER_VALIDATE names kernels that follow any).
  */
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "exact/state.h"
+#include "failover/line.h"
 #include "failover/made.h"
 
 #define PLACES 8192u
@@ -24,6 +26,7 @@ struct info {
 	CUfunction function;
 	uint32_t count, bytes;
 	struct place *places;
+	char *pinned;		/* said once its parameters led to pinned memory */
 };
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
@@ -32,14 +35,7 @@ static unsigned int known;
 
 static bool is_kernel(CUfunction function)
 {
-	struct mpsd_made *made;
-	bool is;
-
-	mpsd_made_lock();
-	made = mpsd_made_find(function);
-	is = made && made->kind == MPSD_MADE_KERNEL;
-	mpsd_made_unlock();
-	return is;
+	return mpsd_made_is(function, MPSD_MADE_KERNEL);
 }
 
 static bool can_ask(bool kernel)
@@ -52,6 +48,8 @@ static CUresult ask(CUfunction function, struct place *places, uint32_t *count)
 {
 	bool kernel = is_kernel(function);
 
+	if (!kernel && !mpsd_made_learn(function))
+		mpsd_line_opaque("a function that came by a way that is not followed");
 	if (!can_ask(kernel))
 		return CUDA_ERROR_NOT_SUPPORTED;
 	for (*count = 0; *count < MOST_PARAMETERS; ++*count) {
@@ -113,7 +111,7 @@ void mpsd_params_forget(void)
 	pthread_mutex_lock(&lock);
 	for (unsigned int i = 0; i < PLACES; i++) {
 		free(infos[i].places);
-		infos[i] = (struct info){ NULL, 0, 0, NULL };
+		infos[i] = (struct info){ NULL, 0, 0, NULL, NULL };
 	}
 	known = 0;
 	pthread_mutex_unlock(&lock);
@@ -175,9 +173,49 @@ static CUresult take_buffer(struct mpsd_op *op, void **extra)
 	return CUDA_SUCCESS;
 }
 
+static void follow_variables(struct mpsd_op *op)
+{
+	for (size_t at = 0; at + sizeof(CUdeviceptr) <= op->launch.bytes; at += sizeof(CUdeviceptr)) {
+		CUdeviceptr word;
+
+		memcpy(&word, op->launch.buffer + at, sizeof(word));
+		if (mpsd_variable_given(&word))
+			memcpy(op->launch.buffer + at, &word, sizeof(word));
+	}
+}
+
 CUresult mpsd_params_take(struct mpsd_op *op, void **parameters, void **extra)
 {
-	return extra ? take_buffer(op, extra) : take_each(op, parameters);
+	CUresult result = extra ? take_buffer(op, extra) : take_each(op, parameters);
+
+	if (result == CUDA_SUCCESS && mpsd_knows_variables())
+		follow_variables(op);
+	return result;
+}
+
+#define PINNED "a kernel that may write pinned memory of the host"
+
+/* What is said stays. */
+static const char *why_pinned(CUfunction function)
+{
+	const char *name = NULL, *said = PINNED;
+	struct info *info;
+	CUresult result = CUDA_ERROR_NOT_FOUND;
+
+	if (is_kernel(function) && mpsd_tables()->real[MPSD_cuKernelGetName])
+		result = real_cuKernelGetName(&name, mpsd_native((CUkernel)function));
+	else if (mpsd_tables()->real[MPSD_cuFuncGetName])
+		result = real_cuFuncGetName(&name, mpsd_native(function));
+	if (result != CUDA_SUCCESS || !name)
+		return said;
+	pthread_mutex_lock(&lock);
+	info = slot_of(function);
+	if (info->function && !info->pinned && asprintf(&info->pinned, PINNED ": %.120s", name) < 0)
+		info->pinned = NULL;
+	if (info->pinned)
+		said = info->pinned;
+	pthread_mutex_unlock(&lock);
+	return said;
 }
 
 CUresult mpsd_params_save(const struct mpsd_op *op, struct mpsd_plan *plan)
@@ -191,7 +229,7 @@ CUresult mpsd_params_save(const struct mpsd_op *op, struct mpsd_plan *plan)
 		if (result != CUDA_SUCCESS)
 			return result;
 		if (mpsd_is_pinned((const void *)word))
-			mpsd_epoch_unsure("a kernel that may write pinned memory of the host");
+			mpsd_epoch_unsure(why_pinned(op->launch.function));
 	}
 	return CUDA_SUCCESS;
 }

@@ -8,7 +8,7 @@
 /* What it did to the host's memory it has done, and the program may have changed that since. */
 static bool has_been_seen(const struct mpsd_op *op, uint64_t proven)
 {
-	return op->kind == MPSD_OP_COPY && op->copy.is_for_host && op->number <= proven;
+	return op->kind == MPSD_OP_COPY && (op->copy.is_staged || (op->copy.is_for_host && op->number <= proven));
 }
 
 /* What was proven when the move came; marks of this one come later. */

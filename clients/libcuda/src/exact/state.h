@@ -56,6 +56,7 @@ struct mpsd_op {
 			void *kept;		/* what was there when it was given */
 			bool is_borrowed;	/* the program's own, until it may know that it was read */
 			bool is_for_host;	/* what it writes */
+			bool is_staged;		/* the thread that waits for it begins anew after a move */
 		} copy;
 		struct {
 			CUdeviceptr to;
@@ -76,6 +77,12 @@ struct mpsd_op {
 
 void mpsd_op_free(struct mpsd_op *op);
 
+/* calls.c: a copy of it, put into the order and given to the driver; `proves`: it has ended when this returns. */
+CUresult mpsd_submit_new(const struct mpsd_op *given, bool proves);
+
+/* staging.c: with the locks as they are in a forked child. */
+void mpsd_stage_child(void);
+
 /* As the program called it, in the copy of this call. */
 CUresult mpsd_op_issue(const struct mpsd_op *op);
 
@@ -92,7 +99,7 @@ CUresult mpsd_op_again(const struct mpsd_op *op);
 
 struct mpsd_lane {
 	CUstream stream;
-	bool is_used;
+	bool is_used, is_apart;	/* the legacy stream does not wait for it */
 	uint64_t given;		/* operations so far */
 	uint64_t marked;	/* after so many of them the GPU writes */
 	uint64_t proven;	/* and has written */
@@ -100,6 +107,7 @@ struct mpsd_lane {
 	uint64_t after_saves;	/* how many saves, of any lane, what comes next is known to come after */
 	uint64_t after_replay;	/* in the copy after so many moves it waits for what was done again there */
 	CUevent event;		/* after its last save; the program does not know it */
+	uint64_t asked_ns;	/* when the driver was asked last, in place of its word */
 };
 
 extern struct mpsd_lane mpsd_lanes[MPSD_LANES];
@@ -121,6 +129,9 @@ CUresult mpsd_lanes_mark(void);
 
 /* Without the lock: until the GPU has written that, but for a lane that is captured. */
 CUresult mpsd_lane_wait(struct mpsd_lane *lane, uint64_t number);
+
+/* Without the lock. NOT_READY: it has not, and the driver need not be asked. */
+CUresult mpsd_lane_seen(struct mpsd_lane *lane, uint64_t number);
 CUresult mpsd_lanes_wait(void);		/* all that was given; by who has the order */
 
 /* In a move, with the lock: other words. What is proven stays so. */
@@ -239,3 +250,6 @@ CUresult mpsd_in_order(CUresult (*call)(void));
 
 /* host.c of src/failover: whether the GPU reaches that address, which is the host's. */
 bool mpsd_is_pinned(const void *address);
+
+/* These pages are this library's own: the program does not know where they are. */
+void mpsd_pins_forget(const void *base);

@@ -11,6 +11,8 @@
 #define ORDERS 8		/* a thread may still be stuck in a copy that was left */
 #define LOOK_MS 1
 #define MOST_OPERATIONS 262144u		/* in an epoch */
+#define MARK_EACH 128u			/* operations of a lane */
+#define MOST_AHEAD 768u			/* the driver keeps who is a thousand launches ahead */
 #define MOST_KEPT_BYTES ((uint64_t)256 << 20)
 
 atomic_bool mpsd_exact_on;
@@ -209,6 +211,36 @@ static CUresult finish(struct mpsd_op *op, CUresult result)
 	return result;
 }
 
+/*
+ * Not so far ahead of the GPU that the driver would keep the thread: when the context is lost meanwhile, it would not
+ * let it go. Without the order, for others may be what is waited for.
+ */
+static CUresult stay_near(CUstream stream, uint64_t moves)
+{
+	uint64_t given = 0, marked = 0, proven = 0;
+	CUresult result = CUDA_SUCCESS;
+	struct mpsd_lane *lane = NULL;
+
+	pthread_mutex_lock(&mpsd_exact_lock);
+	if (!mpsd_is_left())
+		lane = mpsd_lane_find(stream);
+	if (lane) {
+		given = lane->given;
+		marked = lane->marked;
+		proven = given - lane->proven < MOST_AHEAD ? given : mpsd_lane_look(lane);
+	}
+	pthread_mutex_unlock(&mpsd_exact_lock);
+	if (given - marked >= MARK_EACH) {
+		if (!mpsd_order_take(moves))
+			return MPSD_AGAIN;
+		result = mpsd_lane_mark(lane);
+		mpsd_order_give(moves);
+	}
+	if (result == CUDA_SUCCESS && given - proven >= MOST_AHEAD)
+		result = mpsd_lane_wait(lane, given - MOST_AHEAD + MARK_EACH);
+	return result;
+}
+
 /* Everything before the driver has it. */
 static CUresult make_ready(const struct mpsd_op *op, bool full)
 {
@@ -295,10 +327,16 @@ CUresult mpsd_submit(struct mpsd_op *op, bool proves)
 		mpsd_op_free(op);
 		return result;
 	}
-	if (!mpsd_lanes_ready() || !mpsd_order_take(moves)) {
+	if (!mpsd_lanes_ready())
+		result = MPSD_AGAIN;
+	else if (!is_done)
+		result = stay_near(stream, moves);
+	if (result == CUDA_SUCCESS && !mpsd_order_take(moves))
+		result = MPSD_AGAIN;
+	if (result != CUDA_SUCCESS) {
 		if (!is_done)
 			mpsd_op_free(op);
-		return MPSD_AGAIN;
+		return result;
 	}
 	if (!is_done)
 		result = put(op, moves);

@@ -15,9 +15,10 @@
 #include "memory.h"
 #include "windows.h"
 
-#define CHUNK_BYTES ((size_t)64 << 20)
+#define MIB ((size_t)1 << 20)
+#define CHUNK_BYTES (64 * MIB)
 #define MOST_CHUNKS 1024
-#define DEFAULT_MIB 1024
+#define DEFAULT_PART 16		/* of the GPU's memory */
 #define MOST_MIB (1u << 20)
 
 struct save {
@@ -45,9 +46,14 @@ static uint64_t pages;
 static size_t budget(void)
 {
 	static size_t bytes;
+	size_t total = 0;
 
-	if (!bytes)
-		bytes = mpsd_read_number("MPSD_FAILOVER_UNDO_MIB", DEFAULT_MIB, 1, 1, MOST_MIB) << 20;
+	if (bytes)
+		return bytes;
+	if (real_cuDeviceTotalMem_v2(&total, 0) != CUDA_SUCCESS)
+		total = 0;
+	total = (total / DEFAULT_PART >> 20) + CHUNK_BYTES / MIB;
+	bytes = mpsd_read_number("MPSD_FAILOVER_UNDO_MIB", total, 1, 1, MOST_MIB) << 20;
 	return bytes;
 }
 

@@ -4,6 +4,7 @@
  * the GPU's own is there, which the driver's comes after.
  */
 #include "exact/state.h"
+#include "failover/line.h"
 
 static void want(struct mpsd_proof *proof, const struct mpsd_lane *lane, uint64_t number)
 {
@@ -12,10 +13,10 @@ static void want(struct mpsd_proof *proof, const struct mpsd_lane *lane, uint64_
 }
 
 /* With the lock, before the marks: what they are to prove. */
-static void want_all(struct mpsd_proof *proof)
+static void want_all(struct mpsd_proof *proof, bool legacy)
 {
 	for (unsigned int i = 0; i < MPSD_LANES; i++)
-		if (mpsd_lanes[i].is_used && mpsd_lane_look(&mpsd_lanes[i]) < mpsd_lanes[i].given)
+		if (mpsd_lanes[i].is_used && !(legacy && mpsd_lanes[i].is_apart) && mpsd_lane_look(&mpsd_lanes[i]) < mpsd_lanes[i].given)
 			want(proof, &mpsd_lanes[i], mpsd_lanes[i].given);
 }
 
@@ -56,7 +57,21 @@ static CUresult mark(const struct mpsd_proof *proof)
 	return result;
 }
 
-CUresult mpsd_exact_before(struct mpsd_proof *proof, enum mpsd_wait wait, const void *handle)
+/* Without the driver: one whose context is lost keeps whoever asks it. */
+static CUresult come(const struct mpsd_proof *proof, bool is_look)
+{
+	CUresult result = CUDA_SUCCESS;
+
+	for (unsigned int i = 0; i < proof->count && result == CUDA_SUCCESS; i++) {
+		struct mpsd_lane *lane = &mpsd_lanes[proof->wanted[i].lane];
+		uint64_t number = proof->wanted[i].number;
+
+		result = is_look ? mpsd_lane_seen(lane, number) : mpsd_lane_wait(lane, number);
+	}
+	return result;
+}
+
+CUresult mpsd_exact_mark(struct mpsd_proof *proof, enum mpsd_wait wait, const void *handle)
 {
 	bool left;
 
@@ -64,13 +79,23 @@ CUresult mpsd_exact_before(struct mpsd_proof *proof, enum mpsd_wait wait, const 
 	pthread_mutex_lock(&mpsd_exact_lock);
 	left = mpsd_is_left();
 	if (!left && is_for_all(wait, handle))
-		want_all(proof);
+		want_all(proof, wait != MPSD_WAIT_ALL);
 	else if (!left)
 		want_one(proof, wait, handle);
 	pthread_mutex_unlock(&mpsd_exact_lock);
 	if (left)
 		return MPSD_AGAIN;
 	return wait == MPSD_WAIT_EVENT ? CUDA_SUCCESS : mark(proof);
+}
+
+CUresult mpsd_exact_before(struct mpsd_proof *proof, enum mpsd_wait wait, const void *handle, bool is_look)
+{
+	CUresult result = mpsd_exact_mark(proof, wait, handle);
+
+	/* A copy that the call makes comes behind what it waits for, and is waited for itself. */
+	if (result == CUDA_SUCCESS && wait != MPSD_WAIT_COPY && mpsd_line_ready())
+		result = come(proof, is_look);
+	return result;
 }
 
 /* A copy that the call made itself has ended if something after it has. */

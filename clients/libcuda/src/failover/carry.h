@@ -113,6 +113,43 @@ static inline void *mpsd_native_pointer(const void *name)
 	return __builtin_expect(mpsd_tables()->moves != 0, 0) ? mpsd_native_of(name) : (void *)name;
 }
 
+/* variable.c: how many variables of modules the program knows the addresses of. */
+extern atomic_uint mpsd_variables;
+
+/* An address of the program's in the copy of this call; 0 where another copy is in use by now. */
+CUdeviceptr mpsd_variable_address(CUdeviceptr address);
+
+bool mpsd_variable_is(CUdeviceptr address);
+
+/* The program puts something there: with bytes of the host's, which are kept. */
+void mpsd_variable_written(CUdeviceptr address);
+void mpsd_variables_child(void);
+CUresult mpsd_variable_put(CUdeviceptr address, const void *bytes, size_t size, CUstream stream);
+
+/* False: it is not the address of a variable. It is put right for the copy of this call. */
+bool mpsd_variable_given(CUdeviceptr *word);
+
+static inline bool mpsd_knows_variables(void)
+{
+	return __builtin_expect(atomic_load_explicit(&mpsd_variables, memory_order_relaxed) != 0, 0);
+}
+
+static inline bool mpsd_is_variable(CUdeviceptr address)
+{
+	return mpsd_knows_variables() && mpsd_variable_is(address);
+}
+
+static inline CUdeviceptr mpsd_address(CUdeviceptr address)
+{
+	return mpsd_knows_variables() && mpsd_tables()->moves ? mpsd_variable_address(address) : address;
+}
+
+static inline void mpsd_written(CUdeviceptr address)
+{
+	if (mpsd_knows_variables())
+		mpsd_variable_written(address);
+}
+
 #define mpsd_native(name) ((__typeof__(name))mpsd_native_pointer(name))
 #define mpsd_name(native) ((__typeof__(native))mpsd_name_of(native))
 

@@ -2,14 +2,16 @@
 /*
  * A second copy of libcuda wants three things of its own: an abstract socket, which the first one holds under a
  * name that is made of the process's id, another CUDA_MPS_PIPE_DIRECTORY, and the addresses of the windows,
- * where the process has a placeholder already. Its own slots for bind(), getenv(), mmap() and munmap() lead
- * here; the program's environment and its other libraries stay as they are.
+ * where the process has a placeholder already. Its own slots for bind(), getenv(), mmap(), munmap(), fopen() and
+ * open() lead here; the program's environment and its other libraries stay as they are.
  */
 #include "failover/copy.h"
 
 #include <dlfcn.h>
+#include <fcntl.h>
 #include <link.h>
 #include <pthread.h>
+#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -20,6 +22,7 @@
 #include <unistd.h>
 
 #include "elfview.h"
+#include "failover/maps.h"
 #include "window.h"
 
 #define COPIES 2
@@ -71,10 +74,13 @@ void mpsd_copy_place(uint64_t base, size_t size)
 	place.size = size;
 }
 
-/* What lies there is the process's own, a window's placeholder and its zones: the copy is told that it has it. */
+/*
+ * What lies there is the process's own, a window's placeholder and its zones: the copy is told that it has it. Not
+ * more than that: what is behind it in the first copy's reservation is used by that.
+ */
 static void *own_mmap(void *address, size_t length, int protection, int flags, int fd, off_t offset)
 {
-	if (place.size && address == place.base && length >= place.size && fd < 0)
+	if (place.size && address == place.base && length == place.size && fd < 0)
 		return place.base;
 	return mmap(address, length, protection, flags, fd, offset);
 }
@@ -87,8 +93,35 @@ static int own_munmap(void *address, size_t length)
 	return munmap(address, length);
 }
 
+static FILE *own_fopen(const char *path, const char *how)
+{
+	int fd;
+
+	if (!mpsd_maps_is(path))
+		return fopen(path, how);
+	fd = mpsd_maps_open();
+	return fd < 0 ? NULL : fdopen(fd, "r");
+}
+
+static int own_open(const char *path, int flags, ...)
+{
+	va_list more;
+	mode_t mode;
+
+	if (mpsd_maps_is(path))
+		return mpsd_maps_open();
+	va_start(more, flags);
+	mode = va_arg(more, mode_t);
+	va_end(more);
+	return open(path, flags, mode);
+}
+
 static void *replacement(const char *symbol)
 {
+	if (!strcmp(symbol, "fopen") || !strcmp(symbol, "fopen64"))
+		return (void *)own_fopen;
+	if (!strcmp(symbol, "open") || !strcmp(symbol, "open64"))
+		return (void *)own_open;
 	if (!strcmp(symbol, "mmap") || !strcmp(symbol, "mmap64"))
 		return (void *)own_mmap;
 	if (!strcmp(symbol, "munmap"))

@@ -37,6 +37,12 @@ static struct mpsd_graph *new_graph(CUstream origin)
 	return graph;
 }
 
+struct mpsd_graph *mpsd_graph_hold(struct mpsd_graph *graph)
+{
+	atomic_fetch_add(&graph->references, 1);
+	return graph;
+}
+
 void mpsd_graph_let_go(struct mpsd_graph *graph)
 {
 	if (!graph || atomic_fetch_sub(&graph->references, 1) > 1)
@@ -161,7 +167,7 @@ CUresult make_cuStreamBeginCapture_v2(CUstream hStream, CUstreamCaptureMode mode
 
 	/* What is before it is to be proven without it. */
 	if (session && graph)
-		result = mpsd_exact() ? mpsd_exact_before(&proof, MPSD_WAIT_STREAM, hStream) : CUDA_SUCCESS;
+		result = mpsd_exact() ? mpsd_exact_mark(&proof, MPSD_WAIT_STREAM, hStream) : CUDA_SUCCESS;
 	if (session && graph && result == CUDA_SUCCESS)
 		result = inner_cuStreamBeginCapture_v2(mpsd_native(hStream), mode);
 	if (result != CUDA_SUCCESS) {
@@ -170,13 +176,22 @@ CUresult make_cuStreamBeginCapture_v2(CUstream hStream, CUstreamCaptureMode mode
 		return result;
 	}
 	pthread_mutex_lock(&lock);
-	session->id = capture_of(mpsd_native(hStream));
-	session->graph = graph;
-	session->next = sessions;
-	sessions = session;
-	atomic_fetch_add(&mpsd_captures, 1);
+	/* What is there when the copy is left goes on in the next one, and is not begun again. */
+	if (mpsd_is_left()) {
+		result = MPSD_AGAIN;
+	} else {
+		session->id = capture_of(mpsd_native(hStream));
+		session->graph = graph;
+		session->next = sessions;
+		sessions = session;
+		atomic_fetch_add(&mpsd_captures, 1);
+	}
 	pthread_mutex_unlock(&lock);
-	return mpsd_is_left() ? MPSD_AGAIN : CUDA_SUCCESS;
+	if (result != CUDA_SUCCESS) {
+		free(session);
+		mpsd_graph_let_go(graph);
+	}
+	return result;
 }
 
 static struct session *take(struct session *session)
@@ -190,6 +205,12 @@ static struct session *take(struct session *session)
 	*link = session->next;
 	atomic_fetch_sub(&mpsd_captures, 1);
 	return session;
+}
+
+static void end_session(struct session *session)
+{
+	mpsd_graph_let_go(session->graph);
+	free(take(session));
 }
 
 static CUresult note_graph(CUresult result, enum mpsd_made_kind kind, void **handle, struct mpsd_graph *graph,
@@ -214,42 +235,24 @@ CUresult make_cuStreamEndCapture(CUstream hStream, CUgraph *phGraph)
 	pthread_mutex_lock(&lock);
 	session = session_of(capture_of(mpsd_native(hStream)));
 	result = inner_cuStreamEndCapture(mpsd_native(hStream), phGraph);
-	if (session && !mpsd_is_left() && !capture_of(mpsd_native(hStream)))
-		session = take(session);
-	else
-		session = NULL;
+	if (session && mpsd_is_left()) {
+		/* It goes on in the next copy, and is ended there. */
+		result = MPSD_AGAIN;
+	} else if (session && !capture_of(mpsd_native(hStream))) {
+		mpsd_graph_hold(session->graph);
+		result = note_graph(result, MPSD_MADE_GRAPH, (void **)phGraph, session->graph, 0, moves);
+		/* Overtaken since, it is still there for the move to go on with. */
+		if (result != MPSD_AGAIN)
+			end_session(session);
+	}
 	pthread_mutex_unlock(&lock);
-	if (!session)
-		return result;
-	result = note_graph(result, MPSD_MADE_GRAPH, (void **)phGraph, session->graph, 0, moves);
-	free(session);
 	return result;
-}
-
-static struct mpsd_graph *graph_of(const void *name)
-{
-	struct mpsd_graph *graph = NULL;
-	struct mpsd_made *made;
-
-	mpsd_made_lock();
-	made = mpsd_made_find(name);
-	if (made && (made->kind == MPSD_MADE_GRAPH || made->kind == MPSD_MADE_EXEC))
-		graph = made->graph;
-	if (graph)
-		atomic_fetch_add(&graph->references, 1);
-	mpsd_made_unlock();
-	return graph;
-}
-
-struct mpsd_graph *mpsd_exec_graph(CUgraphExec name)
-{
-	return graph_of(name);
 }
 
 CUresult make_cuGraphInstantiateWithFlags(CUgraphExec *phGraphExec, CUgraph hGraph, unsigned long long flags)
 {
 	uint64_t moves = mpsd_tables()->moves;
-	struct mpsd_graph *graph = graph_of(hGraph);
+	struct mpsd_graph *graph = mpsd_made_graph(hGraph);
 	CUgraph native;
 	CUresult result = mpsd_graph_native(hGraph, &native);
 

@@ -34,11 +34,11 @@ static inline bool mpsd_is_captured(CUstream stream)
 CUresult mpsd_graph_native(CUgraph name, CUgraph *native);
 CUresult mpsd_exec_native(CUgraphExec name, CUgraphExec *native);
 
-/* What a graph to be launched consists of, with a reference to it; NULL: nobody knows. */
-struct mpsd_graph *mpsd_exec_graph(CUgraphExec name);
+/* What a graph to be launched consists of (mpsd_made_graph()). */
 const struct mpsd_op *mpsd_graph_first(const struct mpsd_graph *graph);
 CUstream mpsd_graph_origin(const struct mpsd_graph *graph);
 bool mpsd_graph_has_host(const struct mpsd_graph *graph);	/* it reads or writes memory of the host's */
+struct mpsd_graph *mpsd_graph_hold(struct mpsd_graph *graph);
 void mpsd_graph_let_go(struct mpsd_graph *graph);
 
 /* In a move, in the copy that comes into use, with its context current: captures under way go on. */

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT
 /* Host memory that the GPU reaches, and what is asked about pointers. */
 #include <stdint.h>
+#include <stdlib.h>
 #include <sys/mman.h>
 
 #include "exact/state.h"
@@ -14,6 +15,41 @@
 #define FIRST_COPYS 0
 #define PROGRAMS (-1)
 #define OWN_PAGES (-2)
+
+/* All of them. The records have a lock that is held for long while a standby is made. */
+static pthread_rwlock_t pins_lock = PTHREAD_RWLOCK_INITIALIZER;
+static struct pin {
+	struct pin *next;
+	uintptr_t base;
+	size_t size;
+} *pins;
+
+static bool pin(const void *base, size_t size)
+{
+	struct pin *made = malloc(sizeof(*made));
+
+	if (!made)
+		return false;
+	pthread_rwlock_wrlock(&pins_lock);
+	*made = (struct pin){ pins, (uintptr_t)base, size };
+	pins = made;
+	pthread_rwlock_unlock(&pins_lock);
+	return true;
+}
+
+void mpsd_pins_forget(const void *base)
+{
+	struct pin **link = &pins, *gone;
+
+	pthread_rwlock_wrlock(&pins_lock);
+	while (*link && (*link)->base != (uintptr_t)base)
+		link = &(*link)->next;
+	gone = *link;
+	if (gone)
+		*link = gone->next;
+	pthread_rwlock_unlock(&pins_lock);
+	free(gone);
+}
 
 /* Around all that ever were: most addresses lie elsewhere, and are not looked for. */
 static atomic_uintptr_t lowest = UINTPTR_MAX, highest;
@@ -36,11 +72,17 @@ bool mpsd_is_pinned(const void *address)
 	if (at < atomic_load_explicit(&lowest, memory_order_relaxed) ||
 	    at >= atomic_load_explicit(&highest, memory_order_relaxed))
 		return false;
-	mpsd_made_lock();
-	for (struct mpsd_made *made = mpsd_made_oldest(); made && !is; made = made->newer)
-		is = made->kind == MPSD_MADE_HOST && at - (uintptr_t)made->name < made->size;
-	mpsd_made_unlock();
+	pthread_rwlock_rdlock(&pins_lock);
+	for (const struct pin *each = pins; each && !is; each = each->next)
+		is = at - each->base < each->size;
+	pthread_rwlock_unlock(&pins_lock);
 	return is;
+}
+
+/* In a forked child, where another thread of the parent's may have had it. */
+void mpsd_pins_child(void)
+{
+	pins_lock = (pthread_rwlock_t)PTHREAD_RWLOCK_INITIALIZER;
 }
 
 static CUresult note_pages(CUresult result, void *pages, size_t size, unsigned int flags, int whose, uint64_t moves)
@@ -51,8 +93,13 @@ static CUresult note_pages(CUresult result, void *pages, size_t size, unsigned i
 
 	if (result != CUDA_SUCCESS)
 		return result;
+	if (!pin(pages, size))
+		mpsd_line_opaque("no host memory");
 	widen((uintptr_t)pages, size);
-	return mpsd_made_add(&record, moves) ? result : MPSD_AGAIN;
+	if (mpsd_made_add(&record, moves))
+		return result;
+	mpsd_pins_forget(pages);
+	return MPSD_AGAIN;
 }
 
 static CUresult first_pages(CUresult result, void **pp, size_t size, unsigned int flags, uint64_t moves)
@@ -72,13 +119,17 @@ static CUresult own_pages(void **pp, size_t size, unsigned int flags, uint64_t m
 		return CUDA_ERROR_OUT_OF_MEMORY;
 	result = inner_cuMemHostRegister_v2(pages, size, record.flags);
 	record.native = pages;
+	if (result == CUDA_SUCCESS && !pin(pages, size))
+		mpsd_line_opaque("no host memory");
 	widen((uintptr_t)pages, size);
 	if (result == CUDA_SUCCESS && !mpsd_made_add(&record, moves))
 		result = MPSD_AGAIN;
-	if (result != CUDA_SUCCESS)
+	if (result != CUDA_SUCCESS) {
+		mpsd_pins_forget(pages);
 		munmap(pages, size);
-	else
+	} else {
 		*pp = pages;
+	}
 	return result;
 }
 
@@ -90,6 +141,7 @@ CUresult make_cuMemHostAlloc(void **pp, size_t bytesize, unsigned int Flags)
 		return own_pages(pp, bytesize, Flags, moves);
 	return first_pages(inner_cuMemHostAlloc(pp, bytesize, Flags), pp, bytesize, Flags, moves);
 }
+
 CUresult make_cuMemAllocHost_v2(void **pp, size_t bytesize)
 {
 	uint64_t moves = mpsd_tables()->moves;
@@ -115,6 +167,7 @@ CUresult make_cuMemHostUnregister(void *p)
 
 	if (!mpsd_made_end(p, moves))
 		return MPSD_AGAIN;
+	mpsd_pins_forget(p);
 	return mpsd_made_ended(inner_cuMemHostUnregister(p), moves);
 }
 
@@ -136,6 +189,7 @@ CUresult make_cuMemFreeHost(void *p)
 	mpsd_made_unlock();
 	if (!mpsd_made_end(p, moves))
 		return MPSD_AGAIN;
+	mpsd_pins_forget(p);
 	if (whose == FIRST_COPYS && !moves)
 		return mpsd_made_ended(inner_cuMemFreeHost(p), moves);
 	result = size ? inner_cuMemHostUnregister(p) : inner_cuMemFreeHost(p);

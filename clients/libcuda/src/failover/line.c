@@ -25,6 +25,7 @@
 #include "exact/exact.h"
 #include "failover/carry.h"
 #include "failover/graph.h"
+#include "failover/kept.h"
 #include "failover/made.h"
 #include "failover/move.h"
 #include "failover/wish.h"
@@ -158,10 +159,7 @@ static bool move(const struct mpsd_failover_message *order)
 	message.values[5] = times.waits;
 	home = generation;
 	generation = 0;
-	if (!say(&message))
-		return false;
-	mpsd_standby_end_left();
-	return true;
+	return say(&message);
 }
 
 static bool have_turn(bool may)
@@ -306,10 +304,13 @@ static void listen_to(int fd)
 	if (!say(&message) || !tell(&told))
 		return;
 	while (!atomic_load(&off)) {
-		if (poll(polled, 2, mpsd_turn_left_ms()) < 0 && errno != EINTR)
+		if (poll(polled, 2, mpsd_due_ms()) < 0 && errno != EINTR)
 			return;
 		if (!mpsd_turn_left_ms() && !have_turn(false))
 			return;
+		pthread_mutex_lock(&busy);
+		mpsd_standby_tend();
+		pthread_mutex_unlock(&busy);
 		if (!act(fd, polled[0].revents != 0, polled[1].revents != 0, &told))
 			return;
 	}
@@ -349,6 +350,7 @@ static void in_child(void)
 	mpsd_phase_child();
 	mpsd_exact_child();
 	mpsd_captures_child();
+	mpsd_kept_child();
 	if (fd >= 0)
 		close(fd);
 	if (other >= 0)

@@ -37,6 +37,10 @@ static CUresult note_setting(CUresult result, struct mpsd_made record, uint64_t 
 {
 	if (result != CUDA_SUCCESS)
 		return result;
+	if (!record.of && record.kind >= MPSD_MADE_FUNCTION_ATTRIBUTE && record.kind <= MPSD_MADE_KERNEL_CACHE) {
+		mpsd_line_opaque("a function that came by a way that is not followed");
+		return result;
+	}
 	return mpsd_made_set(&record, moves) ? result : MPSD_AGAIN;
 }
 
@@ -291,9 +295,54 @@ CUresult make_cuKernelGetFunction(CUfunction *pFunc, CUkernel kernel)
 			 NULL, (void **)pFunc, moves);
 }
 
+/* Lists of all that is in a module, which say no names: the driver does. */
+
+static CUresult note_listed(CUresult result, enum mpsd_made_kind kind, const void *of, const char *name,
+			    void **handle, uint64_t moves)
+{
+	if (result == CUDA_SUCCESS && name)
+		return note_part(result, kind, of, name, handle, moves);
+	mpsd_line_opaque("a list of functions whose names are not known");
+	return CUDA_SUCCESS;
+}
+
+CUresult make_cuModuleEnumerateFunctions(CUfunction *functions, unsigned int numFunctions, CUmodule mod)
+{
+	uint64_t moves = moves_now();
+	unsigned int there = 0;
+	CUresult result = real_cuModuleGetFunctionCount(&there, mpsd_native(mod));
+
+	if (result == CUDA_SUCCESS)
+		result = inner_cuModuleEnumerateFunctions(functions, numFunctions, mpsd_native(mod));
+	for (unsigned int i = 0; result == CUDA_SUCCESS && i < numFunctions && i < there; i++) {
+		const char *name = NULL;
+
+		result = real_cuFuncGetName(&name, functions[i]);
+		result = note_listed(result, MPSD_MADE_FUNCTION, mod, name, (void **)&functions[i], moves);
+	}
+	return result;
+}
+
+CUresult make_cuLibraryEnumerateKernels(CUkernel *kernels, unsigned int numKernels, CUlibrary lib)
+{
+	uint64_t moves = moves_now();
+	unsigned int there = 0;
+	CUresult result = real_cuLibraryGetKernelCount(&there, mpsd_native(lib));
+
+	if (result == CUDA_SUCCESS)
+		result = inner_cuLibraryEnumerateKernels(kernels, numKernels, mpsd_native(lib));
+	for (unsigned int i = 0; result == CUDA_SUCCESS && i < numKernels && i < there; i++) {
+		const char *name = NULL;
+
+		result = real_cuKernelGetName(&name, kernels[i]);
+		result = note_listed(result, MPSD_MADE_KERNEL, lib, name, (void **)&kernels[i], moves);
+	}
+	return result;
+}
+
 CUresult make_cuFuncSetAttribute(CUfunction hfunc, CUfunction_attribute attrib, int value)
 {
-	struct mpsd_made record = { .kind = MPSD_MADE_FUNCTION_ATTRIBUTE, .of = parent(hfunc),
+	struct mpsd_made record = { .kind = MPSD_MADE_FUNCTION_ATTRIBUTE, .of = mpsd_made_learn(hfunc),
 				    .device = current_device(), .what = (int)attrib, .value = value };
 
 	return note_setting(inner_cuFuncSetAttribute(mpsd_native(hfunc), attrib, value), record, moves_now());
@@ -301,7 +350,7 @@ CUresult make_cuFuncSetAttribute(CUfunction hfunc, CUfunction_attribute attrib, 
 
 CUresult make_cuFuncSetCacheConfig(CUfunction hfunc, CUfunc_cache config)
 {
-	struct mpsd_made record = { .kind = MPSD_MADE_FUNCTION_CACHE, .of = parent(hfunc),
+	struct mpsd_made record = { .kind = MPSD_MADE_FUNCTION_CACHE, .of = mpsd_made_learn(hfunc),
 				    .device = current_device(), .value = (int)config };
 
 	return note_setting(inner_cuFuncSetCacheConfig(mpsd_native(hfunc), config), record, moves_now());

@@ -17,6 +17,7 @@ enum mpsd_made_kind {
 	MPSD_MADE_FUNCTION,
 	MPSD_MADE_KERNEL,
 	MPSD_MADE_KERNEL_FUNCTION,
+	MPSD_MADE_VARIABLE,	/* the name is its address, size: of it */
 	MPSD_MADE_HOST,		/* pages that the GPU reaches; the name is their address */
 	MPSD_MADE_LIMIT,	/* settings: what, value */
 	MPSD_MADE_FUNCTION_ATTRIBUTE,
@@ -48,10 +49,14 @@ struct mpsd_made {
 	struct mpsd_graph *graph;	/* one reference to it */
 };
 
+/* How many have no twin. */
+extern atomic_uint mpsd_made_waiting;
+
 /* All under this lock, which is taken after that of the windows (windows.h), where both are. */
 void mpsd_made_lock(void);
 void mpsd_made_unlock(void);
 void mpsd_made_child(void);
+bool mpsd_made_is_wanted(void);		/* whether anybody waits for it */
 
 /*
  * Add a record for what a call made that began when mpsd_moves was `moves`. False: a move came between, and
@@ -60,11 +65,32 @@ void mpsd_made_child(void);
  */
 bool mpsd_made_add(struct mpsd_made *record, uint64_t moves);
 
+/*
+ * The record of a function. One that came by a way that is not followed (a private table of the driver's) is made, where
+ * the driver says what it is called and of what it is; NULL: it does not.
+ */
+struct mpsd_made *mpsd_made_learn(CUfunction function);
+
 /* As add, in place of an earlier record of the same setting. */
 bool mpsd_made_set(struct mpsd_made *record, uint64_t moves);
 
 /* Under the lock: what it is called by the copy in use, where that did not have it yet. */
 void mpsd_made_native(struct mpsd_made *made, void *native);
+
+/* Its twin is not as it should be: it is made once more. False as of mpsd_made_add(). */
+bool mpsd_made_again(const void *name, uint64_t moves);
+
+/* Without the lock: a stream that the legacy one does not wait for. */
+bool mpsd_made_is_apart(const void *name);
+
+/* Without the lock. */
+bool mpsd_made_is(const void *name, enum mpsd_made_kind kind);
+
+/* Without the lock: a reference to that of a graph or an executable one; NULL: it has none. */
+struct mpsd_graph *mpsd_made_graph(const void *name);
+
+/* Whether it is a name that no driver gave. */
+bool mpsd_made_is_spare(const void *name);
 
 /* Under the lock. NULL: nothing of that name. */
 struct mpsd_made *mpsd_made_find(const void *name);
@@ -82,6 +108,9 @@ CUresult mpsd_made_ended(CUresult result, uint64_t moves);
 
 /* Make what has no twin yet. False: `what` could not be made, so there is no standby. */
 bool mpsd_made_twins(const char **what);
+
+/* host.c: in a forked child. */
+void mpsd_pins_child(void);
 
 /* Whether anything has none. */
 bool mpsd_made_waits(void);
@@ -103,6 +132,12 @@ struct mpsd_made *mpsd_made_oldest(void);
 
 /* twins.c, under the lock: make a record's thing in the standby. False: `what` does not work there. */
 bool mpsd_twin_make(struct mpsd_made *made, const char **what);
+
+/* The same: its end, of the kinds that have one of their own. The rest goes with what it is of. */
+void mpsd_twin_end(const struct mpsd_made *made);
+
+/* variable.c: what the program has put into a variable, into its twin. */
+CUresult mpsd_variable_fill(const void *name, CUdeviceptr twin);
 
 /* Images of modules */
 struct mpsd_image;

@@ -7,6 +7,7 @@
 
 #include "failover/carry.h"
 #include "failover/copy.h"
+#include "failover/kept.h"
 #include "failover/line.h"
 #include "failover/made.h"
 #include "turn.h"
@@ -86,17 +87,21 @@ static bool map_there(struct arena_range range, CUdevice device, int fd)
 
 static bool mirror(struct arena_range range, CUdevice device, CUmemGenericAllocationHandle handle)
 {
-	bool turn = mpsd_turn_take(), is;
-	int fd = -1;
+	bool turn, is;
+	int fd = mpsd_kept_find(range.base);
 
+	if (fd >= 0)
+		return map_there(range, device, fd);
+	turn = mpsd_turn_take();
 	is = real_cuMemExportToShareableHandle(&fd, handle, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0) ==
 	     CUDA_SUCCESS;
 	mpsd_turn_give(turn);
 	if (!is)
-		return fails("cuMemExportToShareableHandle");
+		return fails(mpsd_moves_done() ? "cuMemExportToShareableHandle of imported memory (RLIMIT_NOFILE)"
+					       : "cuMemExportToShareableHandle");
 	fcntl(fd, F_SETFD, FD_CLOEXEC);
 	is = map_there(range, device, fd);
-	close(fd);
+	mpsd_kept_add(range.base, fd);
 	return is;
 }
 
@@ -172,6 +177,7 @@ void mpsd_mirror_born(struct arena_range range, CUdevice device, CUmemGenericAll
 
 void mpsd_mirror_gone(struct arena_range range)
 {
+	mpsd_kept_drop(range.base);
 	if (on && !fault)
 		other_cuMemUnmap(range.base, range.size);
 }

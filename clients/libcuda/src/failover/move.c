@@ -13,11 +13,14 @@
 #include "failover/made.h"
 #include "failover/mirror.h"
 #include "launches.h"
+#include "limits.h"
 #include "turn.h"
 #include "windows.h"
 #include "zones.h"
 
 #define MOST_LEAVE_MS 1000
+#define RETRY_NS 100000000ull
+#define SETTLE_MS 1000		/* threads come into the next copy, for which they may need the loader, first */
 #define MOST_REST_MS 2000
 #define TURN_MS 3000		/* less than a held call waits */
 
@@ -25,7 +28,7 @@ void *mpsd_other[MPSD_SLOTS];
 
 /* in_use has no handle while it is the program's first one; left is waited for by whoever is inside it. */
 static struct mpsd_copy in_use, standby, left;
-static uint64_t left_moves;
+static uint64_t left_moves, left_ns;
 
 /* Of each copy that comes into use. Kept for good: a thread may be inside one at any time. */
 static struct own_tables {
@@ -66,9 +69,32 @@ static void end_copy(struct mpsd_copy *copy)
 	mpsd_copy_unload(copy);
 }
 
-/* The end of what a copy has on the GPU, then of the copy, once nobody is inside it. */
-void mpsd_standby_end_left(void)
+/* Until the copy that was left is due to be unloaded; -1: there is none. */
+static int left_ms(void)
 {
+	uint64_t now = mpsd_now_ns(), due;
+
+	if (!left.handle)
+		return -1;
+	due = left_ns + 1000000 * mpsd_read_number("MPSD_FAILOVER_SETTLE_MS", SETTLE_MS, 1, 0, 60000);
+	return now < due ? (int)((due - now) / 1000000) + 1 : 0;
+}
+
+void mpsd_standby_tend(void)
+{
+	if (left_ms())
+		return;
+	if (atomic_load(mpsd_inside_of(left_moves)))
+		left_ns += RETRY_NS;
+	else
+		end_copy(&left);
+}
+
+/* The end of what a copy has on the GPU, then of the copy, once nobody is inside it. */
+static void end_left(void)
+{
+	while (left_ms() > 0)
+		mpsd_pause(left_ms());
 	for (int ms = 0; left.handle && ms < MOST_LEAVE_MS && atomic_load(mpsd_inside_of(left_moves)); ms++)
 		mpsd_pause(1);
 	if (left.handle && !atomic_load(mpsd_inside_of(left_moves)))
@@ -87,11 +113,11 @@ static bool start_copy(uint64_t generation, const char *pipe, const char **why)
 	return is;
 }
 
-bool mpsd_standby_open(uint64_t generation, const char *pipe, const char *folder, const char **why)
+static bool open_once(uint64_t generation, const char *pipe, const char *folder, const char **why)
 {
 	bool is;
 
-	mpsd_standby_end_left();
+	end_left();
 	mpsd_standby_close();
 	*why = "out of host memory";
 	if (!next && !(next = calloc(1, sizeof(*next))))
@@ -108,6 +134,12 @@ bool mpsd_standby_open(uint64_t generation, const char *pipe, const char *folder
 	if (!is)
 		mpsd_standby_close();
 	return is;
+}
+
+/* Twice, for a window may just have come when the copy looked for what is taken. */
+bool mpsd_standby_open(uint64_t generation, const char *pipe, const char *folder, const char **why)
+{
+	return open_once(generation, pipe, folder, why) || open_once(generation, pipe, folder, why);
 }
 
 bool mpsd_standby_follow(const char **why)
@@ -303,6 +335,13 @@ int mpsd_turn_left_ms(void)
 	return now < turn_until_ns ? (int)((turn_until_ns - now) / 1000000) + 1 : 0;
 }
 
+int mpsd_due_ms(void)
+{
+	int turn = mpsd_turn_left_ms(), end = left_ms();
+
+	return turn < 0 || (end >= 0 && end < turn) ? end : turn;
+}
+
 static void say_missing(const struct mpsd_replayed *replayed)
 {
 	if (replayed->unsure)
@@ -323,6 +362,7 @@ static void take_over(void)
 {
 	left = in_use;
 	left_moves = mpsd_moves_done();
+	left_ns = mpsd_now_ns();
 	in_use = standby;
 	standby = (struct mpsd_copy){ .handle = NULL };
 	go_on_capturing();

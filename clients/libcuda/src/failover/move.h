@@ -42,8 +42,11 @@ void mpsd_turn_take_it(bool may, int line, struct mpsd_failover_message *done);
 /* There is no daemon that would say so. */
 void mpsd_turn_forgo(void);
 
-/* After a move: the copy that was left is unloaded once nobody is inside it, which is waited for. */
-void mpsd_standby_end_left(void);
+/* After a move: the copy that was left is unloaded, once that is due and nobody is inside it. Nothing is waited for. */
+void mpsd_standby_tend(void);
+
+/* Until that is due, or mpsd_turn_left_ms() is; -1: neither will be. */
+int mpsd_due_ms(void);
 
 /* The calling thread's context, in the copy in use; `is_first`: it has not called since the first move. */
 void mpsd_move_thread(bool is_first);

@@ -17,21 +17,39 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_rwlock_t names = PTHREAD_RWLOCK_INITIALIZER;
 static struct mpsd_made *by_name[BUCKETS], *by_native[BUCKETS];
 static struct mpsd_made *oldest, *newest;
-static atomic_uint waiting;
+atomic_uint mpsd_made_waiting;
+static atomic_bool is_short;		/* of names or memory, and it was not said yet */
+static atomic_uint wanting;		/* threads that want the lock */
 static uint64_t natives_of_moves;
 
 /* Names that the driver could never give: what is made after a move may get the address of an old handle. */
 static char spare_names[1 << 16];
 static unsigned int spare_used;
 
+bool mpsd_made_is_spare(const void *name)
+{
+	return (const char *)name >= spare_names && (const char *)name < spare_names + sizeof(spare_names);
+}
+
 void mpsd_made_lock(void)
 {
+	atomic_fetch_add(&wanting, 1);
 	pthread_mutex_lock(&lock);
+	atomic_fetch_sub(&wanting, 1);
+}
+
+bool mpsd_made_is_wanted(void)
+{
+	return atomic_load(&wanting) != 0;
 }
 
 void mpsd_made_unlock(void)
 {
+	bool is = atomic_exchange(&is_short, false);
+
 	pthread_mutex_unlock(&lock);
+	if (is)
+		mpsd_line_opaque("more handles than there is memory or names for");
 }
 
 static unsigned int bucket(const void *handle)
@@ -57,6 +75,18 @@ static struct mpsd_made *find_native(const void *native)
 	return made;
 }
 
+/*
+ * A handle of the first copy's that nobody knows, for it came by a way that is not followed, would lead another copy
+ * astray. In what it finds here there is nothing that it could take for its own. Not for CU_STREAM_LEGACY and the like.
+ */
+#define LARGEST_WORD 0x10
+static char nothing[4096];
+
+static void *unknown(const void *name)
+{
+	return (uintptr_t)name <= LARGEST_WORD ? (void *)name : nothing;
+}
+
 void *mpsd_native_of(const void *name)
 {
 	struct mpsd_made *made;
@@ -64,11 +94,65 @@ void *mpsd_native_of(const void *name)
 
 	pthread_rwlock_rdlock(&names);
 	made = mpsd_made_find(name);
-	native = made ? made->native : (void *)name;
+	native = made ? made->native : unknown(name);
 	if (made && mpsd_tables()->moves != natives_of_moves)
 		native = NULL;
 	pthread_rwlock_unlock(&names);
 	return native;
+}
+
+bool mpsd_made_is_apart(const void *name)
+{
+	const struct mpsd_made *made;
+	bool is;
+
+	pthread_rwlock_rdlock(&names);
+	made = mpsd_made_find(name);
+	is = made && made->kind == MPSD_MADE_STREAM && made->flags & CU_STREAM_NON_BLOCKING;
+	pthread_rwlock_unlock(&names);
+	return is;
+}
+
+struct mpsd_graph *mpsd_made_graph(const void *name)
+{
+	struct mpsd_graph *graph = NULL;
+	const struct mpsd_made *made;
+
+	pthread_rwlock_rdlock(&names);
+	made = mpsd_made_find(name);
+	if (made && (made->kind == MPSD_MADE_GRAPH || made->kind == MPSD_MADE_EXEC))
+		graph = made->graph ? mpsd_graph_hold(made->graph) : NULL;
+	pthread_rwlock_unlock(&names);
+	return graph;
+}
+
+bool mpsd_made_again(const void *name, uint64_t moves)
+{
+	struct mpsd_made *made;
+	bool is;
+
+	mpsd_made_lock();
+	is = atomic_load(&mpsd_moves) == moves;
+	made = is ? mpsd_made_find(name) : NULL;
+	if (made && made->is_twin) {
+		made->is_twin = false;
+		atomic_fetch_add(&mpsd_made_waiting, 1);
+		mpsd_line_wake();
+	}
+	mpsd_made_unlock();
+	return is;
+}
+
+bool mpsd_made_is(const void *name, enum mpsd_made_kind kind)
+{
+	const struct mpsd_made *made;
+	bool is;
+
+	pthread_rwlock_rdlock(&names);
+	made = mpsd_made_find(name);
+	is = made && made->kind == kind;
+	pthread_rwlock_unlock(&names);
+	return is;
 }
 
 void *mpsd_name_of(const void *native)
@@ -103,7 +187,7 @@ static void append(struct mpsd_made *made)
 	made->newer = NULL;
 	*(newest ? &newest->newer : &oldest) = made;
 	newest = made;
-	atomic_fetch_add(&waiting, 1);
+	atomic_fetch_add(&mpsd_made_waiting, 1);
 	mpsd_line_wake();
 }
 
@@ -121,10 +205,11 @@ static bool add(struct mpsd_made *record, uint64_t moves)
 	}
 	made = malloc(sizeof(*made));
 	record->name = record->native;
-	if (record->native && mpsd_made_find(record->native))
+	/* Before the first move nothing is translated: one function may come by two ways. */
+	if (record->native && moves && mpsd_made_find(record->native))
 		record->name = spare_used < sizeof(spare_names) ? &spare_names[spare_used++] : NULL;
 	if (!made || (record->native && !record->name)) {
-		mpsd_line_opaque("more handles than there is memory or names for");
+		atomic_store(&is_short, true);
 		record->name = record->native;
 		free(made);
 		return true;
@@ -168,7 +253,7 @@ static void forget(struct mpsd_made *made)
 	*(made->older ? &made->older->newer : &oldest) = made->newer;
 	*(made->newer ? &made->newer->older : &newest) = made->older;
 	if (!made->is_twin)
-		atomic_fetch_sub(&waiting, 1);
+		atomic_fetch_sub(&mpsd_made_waiting, 1);
 	mpsd_image_free(made->image);
 	mpsd_graph_let_go(made->graph);
 	free(made->text);
@@ -206,36 +291,6 @@ bool mpsd_made_set(struct mpsd_made *record, uint64_t moves)
 	return is;
 }
 
-/* Of the kinds that have an end of their own. The rest goes with what it is of. */
-static void end_twin(const struct mpsd_made *made)
-{
-	struct mpsd_made *context = mpsd_made_context(made->device);
-
-	if (!made->is_twin)
-		return;
-	if (context && context->is_twin)
-		other_cuCtxSetCurrent(context->twin);
-	switch (made->kind) {
-	case MPSD_MADE_STREAM:
-		other_cuStreamDestroy_v2(made->twin);
-		break;
-	case MPSD_MADE_EVENT:
-		other_cuEventDestroy_v2(made->twin);
-		break;
-	case MPSD_MADE_MODULE:
-		other_cuModuleUnload(made->twin);
-		break;
-	case MPSD_MADE_LIBRARY:
-		other_cuLibraryUnload(made->twin);
-		break;
-	case MPSD_MADE_HOST:
-		other_cuMemHostUnregister(made->name);
-		break;
-	default:
-		break;
-	}
-}
-
 static bool is_of(const struct mpsd_made *made, const struct mpsd_made *ancestor)
 {
 	while (made && made != ancestor)
@@ -255,7 +310,7 @@ bool mpsd_made_end(const void *name, uint64_t moves)
 	for (made = ended ? newest : NULL; made; made = older) {
 		older = made == ended ? NULL : made->older;
 		if (is_of(made, ended)) {
-			end_twin(made);
+			mpsd_twin_end(made);
 			forget(made);
 		}
 	}
@@ -275,63 +330,7 @@ CUresult mpsd_made_ended(CUresult result, uint64_t moves)
 
 bool mpsd_made_waits(void)
 {
-	return atomic_load(&waiting) != 0;
-}
-
-/* The program retains and releases a context as it likes, and so it will do with the twin. */
-static void even_out(struct mpsd_made *made)
-{
-	CUcontext context;
-
-	for (; made->twin_flags < made->flags; made->twin_flags++)
-		other_cuDevicePrimaryCtxRetain(&context, made->device);
-	for (; made->twin_flags > made->flags && made->flags; made->twin_flags--)
-		other_cuDevicePrimaryCtxRelease_v2(made->device);
-}
-
-/* The oldest that has no twin; false: `what` cannot be made. */
-static bool make_one(const char **what, bool *more)
-{
-	struct mpsd_made *made;
-	bool is = true;
-
-	mpsd_made_lock();
-	for (made = oldest; made && made->is_twin; made = made->newer)
-		if (made->kind == MPSD_MADE_CONTEXT)
-			even_out(made);
-	*more = made != NULL;
-	if (made)
-		is = mpsd_twin_make(made, what);
-	if (made && is) {
-		made->is_twin = true;
-		made->twin_flags = made->kind == MPSD_MADE_CONTEXT;
-		atomic_fetch_sub(&waiting, 1);
-	}
-	mpsd_made_unlock();
-	return is;
-}
-
-/* One at a time: what the program makes meanwhile waits for one. */
-bool mpsd_made_twins(const char **what)
-{
-	bool more = true;
-
-	while (more)
-		if (!make_one(what, &more))
-			return false;
-	return true;
-}
-
-void mpsd_made_no_twins(void)
-{
-	mpsd_made_lock();
-	for (struct mpsd_made *made = oldest; made; made = made->newer) {
-		if (made->is_twin)
-			atomic_fetch_add(&waiting, 1);
-		made->is_twin = false;
-		made->twin = NULL;
-	}
-	mpsd_made_unlock();
+	return atomic_load(&mpsd_made_waiting) != 0;
 }
 
 void mpsd_made_move(void)
@@ -344,7 +343,7 @@ void mpsd_made_move(void)
 		made->native = made->twin;
 		made->twin = NULL;
 		made->is_twin = false;
-		atomic_fetch_add(&waiting, 1);
+		atomic_fetch_add(&mpsd_made_waiting, 1);
 		if (made->name)
 			enter_native(made);
 	}

@@ -161,4 +161,6 @@ void mpsd_phase_child(void)
 	if (atomic_load(&mpsd_moves) & 1)
 		atomic_fetch_sub(&mpsd_moves, 1);
 	mpsd_made_child();
+	mpsd_pins_child();
+	mpsd_variables_child();
 }

@@ -7,8 +7,10 @@
  */
 #include <sched.h>
 
+#include "exact/exact.h"
 #include "failover/line.h"
 #include "failover/made.h"
+#include "memory.h"
 
 #define SPINS 2000
 
@@ -108,13 +110,32 @@ CUresult poll_cuCtxSynchronize(void)
 	return ended(&result, moves) ? inner_cuCtxSynchronize() : result;
 }
 
+CUresult poll_cuCtxSynchronize_v2(CUcontext ctx)
+{
+	CUcontext context = mpsd_native(ctx);
+	CUresult result;
+
+	if (!context)
+		return inner_cuCtxSynchronize_v2(ctx);
+	result = inner_cuCtxPushCurrent_v2(context);
+	if (result != CUDA_SUCCESS)
+		return result;
+	result = poll_cuCtxSynchronize();
+	inner_cuCtxPopCurrent_v2(&context);
+	return result;
+}
+
 /* It waits for what is in the legacy stream before it copies. */
 CUresult poll_cuMemcpyDtoH_v2(void *dstHost, CUdeviceptr srcDevice, size_t ByteCount)
 {
 	uint64_t moves = mpsd_tables()->moves;
 	CUresult result = CUDA_SUCCESS;
 
+	if (mpsd_exact() && mpsd_line_ready() && ByteCount && dstHost)
+		return mpsd_bounds_refuse(srcDevice, ByteCount) ? CUDA_ERROR_INVALID_VALUE
+								: mpsd_stage_out(dstHost, srcDevice, ByteCount,
+										 CU_STREAM_LEGACY);
 	if (may_poll())
 		result = poll_stream(CU_STREAM_LEGACY, moves);
-	return ended(&result, moves) ? inner_cuMemcpyDtoH_v2(dstHost, srcDevice, ByteCount) : result;
+	return ended(&result, moves) ? inner_cuMemcpyDtoH_v2(dstHost, mpsd_address(srcDevice), ByteCount) : result;
 }

@@ -114,6 +114,9 @@ static CUresult native_of(const void *name, void **native)
 	CUresult result = CUDA_SUCCESS;
 	struct mpsd_made *made;
 
+	*native = mpsd_native((void *)name);
+	if (*native)
+		return result;
 	*native = (void *)name;
 	mpsd_made_lock();
 	made = mpsd_made_find(name);

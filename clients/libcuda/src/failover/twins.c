@@ -1,6 +1,11 @@
 // SPDX-License-Identifier: MIT
 /* What the program has made, made again in the standby's copy of the driver. */
+#include <sched.h>
+#include <stdio.h>
+
 #include "failover/made.h"
+
+#define MOST_YIELDS 1000
 
 static CUresult make_context(struct mpsd_made *made)
 {
@@ -39,6 +44,23 @@ static CUresult load_library(struct mpsd_made *made)
 				       (CUjit_option *)names, values, options, NULL, NULL, 0);
 }
 
+static CUresult find_variable(struct mpsd_made *made, const char **what)
+{
+	CUdeviceptr address = 0;
+	CUresult result;
+	size_t size = 0;
+
+	*what = "cuModuleGetGlobal";
+	if (made->of->kind == MPSD_MADE_LIBRARY)
+		result = other_cuLibraryGetGlobal(&address, &size, made->of->twin, made->text);
+	else
+		result = other_cuModuleGetGlobal_v2(&address, &size, made->of->twin, made->text);
+	made->twin = (void *)address;
+	if (result == CUDA_SUCCESS && size != made->size)
+		return CUDA_ERROR_INVALID_IMAGE;
+	return result == CUDA_SUCCESS ? mpsd_variable_fill(made->name, address) : result;
+}
+
 static CUresult make(struct mpsd_made *made, const char **what)
 {
 	void *of = made->of ? made->of->twin : NULL;
@@ -66,16 +88,24 @@ static CUresult make(struct mpsd_made *made, const char **what)
 		return TRY(cuLibraryGetKernel, (CUkernel *)&made->twin, of, made->text);
 	case MPSD_MADE_KERNEL_FUNCTION:
 		return TRY(cuKernelGetFunction, (CUfunction *)&made->twin, of);
+	case MPSD_MADE_VARIABLE:
+		return find_variable(made, what);
 	case MPSD_MADE_HOST:
 		made->twin = made->name;
 		return TRY(cuMemHostRegister_v2, made->name, made->size, made->flags);
 	case MPSD_MADE_LIMIT:
 		return TRY(cuCtxSetLimit, (CUlimit)made->what, made->size);
 	case MPSD_MADE_FUNCTION_ATTRIBUTE:
+		/* A kernel passes for a function where it has been loaded, which its twin may not be. */
+		if (made->of->kind == MPSD_MADE_KERNEL)
+			return TRY(cuKernelSetAttribute, (CUfunction_attribute)made->what, made->value, of,
+				   made->device);
 		return TRY(cuFuncSetAttribute, of, (CUfunction_attribute)made->what, made->value);
 	case MPSD_MADE_KERNEL_ATTRIBUTE:
 		return TRY(cuKernelSetAttribute, (CUfunction_attribute)made->what, made->value, of, made->device);
 	case MPSD_MADE_FUNCTION_CACHE:
+		if (made->of->kind == MPSD_MADE_KERNEL)
+			return TRY(cuKernelSetCacheConfig, of, (CUfunc_cache)made->value, made->device);
 		return TRY(cuFuncSetCacheConfig, of, (CUfunc_cache)made->value);
 	case MPSD_MADE_KERNEL_CACHE:
 		return TRY(cuKernelSetCacheConfig, of, (CUfunc_cache)made->value, made->device);
@@ -95,9 +125,105 @@ static CUresult make(struct mpsd_made *made, const char **what)
 
 bool mpsd_twin_make(struct mpsd_made *made, const char **what)
 {
+	static char said[160];	/* this thread's alone */
+	CUresult result;
 	struct mpsd_made *context = made->device >= 0 ? mpsd_made_context(made->device) : NULL;
 
 	if (made->kind != MPSD_MADE_CONTEXT && context && context->is_twin)
 		other_cuCtxSetCurrent(context->twin);
-	return make(made, what) == CUDA_SUCCESS;
+	result = make(made, what);
+	if (result == CUDA_SUCCESS)
+		return true;
+	snprintf(said, sizeof(said), "%s: %d %.90s", *what, (int)result,
+		 made->text ? made->text : made->of && made->of->text ? made->of->text : "");
+	*what = said;
+	return false;
+}
+
+void mpsd_twin_end(const struct mpsd_made *made)
+{
+	struct mpsd_made *context = mpsd_made_context(made->device);
+
+	if (!made->is_twin)
+		return;
+	if (context && context->is_twin)
+		other_cuCtxSetCurrent(context->twin);
+	switch (made->kind) {
+	case MPSD_MADE_STREAM:
+		other_cuStreamDestroy_v2(made->twin);
+		break;
+	case MPSD_MADE_EVENT:
+		other_cuEventDestroy_v2(made->twin);
+		break;
+	case MPSD_MADE_MODULE:
+		other_cuModuleUnload(made->twin);
+		break;
+	case MPSD_MADE_LIBRARY:
+		other_cuLibraryUnload(made->twin);
+		break;
+	case MPSD_MADE_HOST:
+		other_cuMemHostUnregister(made->name);
+		break;
+	default:
+		break;
+	}
+}
+
+/* The program retains and releases a context as it likes, and so it will do with the twin. */
+static void even_out(struct mpsd_made *made)
+{
+	CUcontext context;
+
+	for (; made->twin_flags < made->flags; made->twin_flags++)
+		other_cuDevicePrimaryCtxRetain(&context, made->device);
+	for (; made->twin_flags > made->flags && made->flags; made->twin_flags--)
+		other_cuDevicePrimaryCtxRelease_v2(made->device);
+}
+
+/* The oldest that has no twin; false: `what` cannot be made. */
+static bool make_one(const char **what, bool *more)
+{
+	struct mpsd_made *made;
+	bool is = true;
+
+	mpsd_made_lock();
+	for (made = mpsd_made_oldest(); made && made->is_twin; made = made->newer)
+		if (made->kind == MPSD_MADE_CONTEXT)
+			even_out(made);
+	*more = made != NULL;
+	if (made)
+		is = mpsd_twin_make(made, what);
+	if (made && is) {
+		made->is_twin = true;
+		made->twin_flags = made->kind == MPSD_MADE_CONTEXT;
+		atomic_fetch_sub(&mpsd_made_waiting, 1);
+	}
+	mpsd_made_unlock();
+	return is;
+}
+
+/* One at a time, and the program's threads come first: what they make meanwhile waits for one. */
+bool mpsd_made_twins(const char **what)
+{
+	bool more = true;
+
+	while (more) {
+		for (int i = 0; i < MOST_YIELDS && mpsd_made_is_wanted(); i++)
+			sched_yield();
+		if (!make_one(what, &more))
+			return false;
+	}
+	return true;
+}
+
+void mpsd_made_no_twins(void)
+{
+	mpsd_made_lock();
+	for (struct mpsd_made *made = mpsd_made_oldest(); made; made = made->newer) {
+		if (made->is_twin)
+			atomic_fetch_add(&mpsd_made_waiting, 1);
+		made->is_twin = false;
+		made->twin = NULL;
+	}
+	mpsd_made_unlock();
 }

@@ -1,0 +1,248 @@
+// SPDX-License-Identifier: MIT
+/*
+ * A module's variable lies at another address in each copy of the driver. One that the program has asked for is
+ * found in the next copy by its name, and copies of it lead there. It is as the module was loaded, and with what the
+ * host has put into it since. What the GPU may put there does not come along: nor does a program, from then on, that
+ * hands its address to a kernel or copies into it from elsewhere.
+ */
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "exact/state.h"
+#include "failover/graph.h"
+#include "failover/line.h"
+#include "failover/made.h"
+
+#define MOST 256
+#define MOST_BYTES ((size_t)16 << 20)	/* of one of them */
+
+atomic_uint mpsd_variables;
+
+/* What the host has put there. */
+struct part {
+	struct part *next;
+	size_t offset, size;
+	char bytes[];
+};
+
+static struct {
+	CUdeviceptr name;	/* its address in the copy in which the program asked */
+	size_t size;
+	struct part *parts;	/* the oldest first */
+} known[MOST];
+
+static pthread_mutex_t parts_lock = PTHREAD_MUTEX_INITIALIZER;
+
+/* How far into which; NULL: into none. An unloaded module's may be another's now, or memory. */
+static const void *variable_at(CUdeviceptr address, CUdeviceptr *offset)
+{
+	unsigned int count = atomic_load_explicit(&mpsd_variables, memory_order_acquire);
+
+	for (unsigned int i = 0; i < count; i++) {
+		*offset = address - known[i].name;
+		if (*offset < known[i].size && mpsd_made_is((const void *)known[i].name, MPSD_MADE_VARIABLE))
+			return (const void *)known[i].name;
+	}
+	return NULL;
+}
+
+bool mpsd_variable_is(CUdeviceptr address)
+{
+	CUdeviceptr offset;
+
+	return variable_at(address, &offset) != NULL;
+}
+
+CUdeviceptr mpsd_variable_address(CUdeviceptr address)
+{
+	CUdeviceptr offset;
+	const void *name = variable_at(address, &offset), *native = name ? mpsd_native(name) : NULL;
+
+	if (!name)
+		return address;
+	return native ? (CUdeviceptr)native + offset : 0;
+}
+
+void mpsd_variable_written(CUdeviceptr address)
+{
+	CUdeviceptr offset;
+
+	if (variable_at(address, &offset))
+		mpsd_line_opaque("a copy into a module's variable");
+}
+
+static void free_parts(struct part *part)
+{
+	while (part) {
+		struct part *next = part->next;
+
+		free(part);
+		part = next;
+	}
+}
+
+/* What it covers is gone. */
+static bool keep(struct part **link, const void *bytes, size_t offset, size_t size)
+{
+	struct part *made = malloc(sizeof(*made) + size);
+	size_t kept = size;
+
+	if (!made)
+		return false;
+	*made = (struct part){ NULL, offset, size };
+	memcpy(made->bytes, bytes, size);
+	while (*link) {
+		struct part *part = *link;
+
+		if (part->offset >= offset && part->offset + part->size <= offset + size) {
+			*link = part->next;
+			free(part);
+			continue;
+		}
+		kept += part->size;
+		link = &part->next;
+	}
+	*link = made;
+	return kept <= MOST_BYTES;
+}
+
+CUresult mpsd_variable_put(CUdeviceptr address, const void *bytes, size_t size, CUstream stream)
+{
+	CUresult result = CUDA_SUCCESS;
+	CUdeviceptr offset;
+	const void *name = variable_at(address, &offset);
+	/* Pinned memory may be filled before it is read. */
+	bool is = bytes && !mpsd_is_captured(stream) && (mpsd_exact() || !mpsd_is_pinned(bytes));
+
+	if (!name || !size)
+		return CUDA_SUCCESS;
+	/* What is done again of before is to find what was there before. */
+	if (mpsd_exact())
+		result = mpsd_exact_settle();
+	if (result != CUDA_SUCCESS)
+		return result;
+	pthread_mutex_lock(&parts_lock);
+	for (unsigned int i = 0; is && i < atomic_load(&mpsd_variables); i++)
+		if (known[i].name == (CUdeviceptr)name)
+			is = size <= known[i].size - offset && keep(&known[i].parts, bytes, offset, size);
+	pthread_mutex_unlock(&parts_lock);
+	if (!is)
+		mpsd_line_opaque("a copy into a module's variable");
+	return mpsd_made_again(name, mpsd_tables()->moves) ? CUDA_SUCCESS : MPSD_AGAIN;
+}
+
+CUresult mpsd_variable_fill(const void *name, CUdeviceptr twin)
+{
+	CUresult result = CUDA_SUCCESS;
+
+	pthread_mutex_lock(&parts_lock);
+	for (unsigned int i = 0; i < atomic_load(&mpsd_variables); i++) {
+		if (known[i].name != (CUdeviceptr)name)
+			continue;
+		for (const struct part *part = known[i].parts; part && result == CUDA_SUCCESS; part = part->next)
+			result = other_cuMemcpyHtoD_v2(twin + part->offset, part->bytes, part->size);
+	}
+	pthread_mutex_unlock(&parts_lock);
+	return result;
+}
+
+void mpsd_variables_child(void)
+{
+	parts_lock = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
+}
+
+bool mpsd_variable_given(CUdeviceptr *word)
+{
+	CUdeviceptr offset;
+
+	if (!variable_at(*word, &offset))
+		return false;
+	mpsd_line_opaque("a kernel that is given a module's variable");
+	*word = mpsd_address(*word);
+	return true;
+}
+
+/* With the lock of made.h. False: there is no room. */
+static bool know(CUdeviceptr name, size_t size, bool is_new)
+{
+	unsigned int count = atomic_load(&mpsd_variables), i = 0;
+
+	while (i < count && known[i].name != name)
+		i++;
+	if (i == MOST)
+		return false;
+	known[i].name = name;
+	known[i].size = size;
+	if (is_new && known[i].parts) {
+		free_parts(known[i].parts);
+		known[i].parts = NULL;
+	}
+	if (i == count)
+		atomic_store_explicit(&mpsd_variables, count + 1, memory_order_release);
+	return true;
+}
+
+static CUresult note(struct mpsd_made *record, CUdeviceptr *dptr, uint64_t moves)
+{
+	bool is_new, is_known;
+
+	record->native = (void *)*dptr;
+	/* Not where it was asked for before: its module has been unloaded since, or it is another's. */
+	is_new = !mpsd_made_is(mpsd_name(record->native), MPSD_MADE_VARIABLE);
+	if (!mpsd_made_add(record, moves)) {
+		free(record->text);
+		return MPSD_AGAIN;
+	}
+	*dptr = (CUdeviceptr)record->name;
+	/* A name that is no address of the GPU's has no room for what comes after its first byte. */
+	if (mpsd_made_is_spare(record->name))
+		mpsd_line_opaque("a module's variable where another thing was");
+	mpsd_made_lock();
+	is_known = know(*dptr, record->size, is_new);
+	mpsd_made_unlock();
+	if (!is_known)
+		mpsd_line_opaque("more variables of modules than are kept");
+	return CUDA_SUCCESS;
+}
+
+static CUresult ask(const void *of, const char *name, CUdeviceptr *dptr, size_t *bytes, bool library)
+{
+	struct mpsd_made record = { .kind = MPSD_MADE_VARIABLE, .device = -1 };
+	uint64_t moves = mpsd_tables()->moves;
+	CUdeviceptr address = 0;
+	int is_managed = 0;
+	CUresult result;
+
+	result = library ? inner_cuLibraryGetGlobal(&address, &record.size, mpsd_native((CUlibrary)of), name)
+			 : inner_cuModuleGetGlobal_v2(&address, &record.size, mpsd_native((CUmodule)of), name);
+	if (result != CUDA_SUCCESS)
+		return result;
+	mpsd_made_lock();
+	record.of = mpsd_made_find(of);
+	if (record.of)
+		record.device = record.of->device;
+	mpsd_made_unlock();
+	/* The host goes on with the pages of the copy that it got them from. */
+	if (inner_cuPointerGetAttribute(&is_managed, CU_POINTER_ATTRIBUTE_IS_MANAGED, address) == CUDA_SUCCESS && is_managed)
+		mpsd_line_opaque("a managed variable of a module");
+	record.text = record.of && address ? strdup(name) : NULL;
+	result = record.text ? note(&record, &address, moves) : CUDA_SUCCESS;
+	if (result != CUDA_SUCCESS)
+		return result;
+	if (dptr)
+		*dptr = address;
+	if (bytes)
+		*bytes = record.size;
+	return CUDA_SUCCESS;
+}
+
+CUresult make_cuModuleGetGlobal_v2(CUdeviceptr *dptr, size_t *bytes, CUmodule hmod, const char *name)
+{
+	return ask(hmod, name, dptr, bytes, false);
+}
+
+CUresult make_cuLibraryGetGlobal(CUdeviceptr *dptr, size_t *bytes, CUlibrary library, const char *name)
+{
+	return ask(library, name, dptr, bytes, true);
+}

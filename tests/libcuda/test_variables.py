@@ -1,0 +1,114 @@
+"""Variables of modules in a move: each copy of the driver has them at addresses of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.libcuda.test_failover import Program, ask, break_domain, copies, post, stand_by
+from tests.support import moving
+from tests.support.moving import Post
+from tests.support.simfixtures import backend, domain, second, third
+from tests.support.simnode import Domain
+
+__all__ = ["ask", "backend", "copies", "domain", "post", "second", "third"]
+
+MODES = pytest.mark.parametrize(
+    ("ask", "mode"), [({"MPSD_FAILOVER": "exact"}, moving.EXACT), ({}, moving.KEEP)], indirect=["ask"]
+)
+
+
+@MODES
+def test_what_the_host_has_put_there_comes_along(
+    mode: int, domain: Domain, second: Domain, third: Domain, post: Post, ask: Program, copies: Path
+) -> None:
+    line = post.greet(mode)
+    ask("m = gpu.memory(8 << 20); table = gpu.variable('table')")
+    assert ask("gpu.put(table, 1, 2, 3, 4)") == "0"
+    stand_by(line, second, copies)
+    # Into the standby's too, and over a part of what was there.
+    assert ask("[gpu.put(table + 4, 7), gpu.sync()]") == "[0, 0]"
+    for home, away, generation in ((domain, third, 1), (second, None, 2)):
+        break_domain(home)
+        said = line.move(generation, again=1)
+        assert (said.kind, said.text) == (moving.MOVED, ""), said
+        assert ask("[gpu.word(table + 4 * i) for i in range(4)]") == "[1, 7, 3, 4]"
+        # By the name that it has had from the beginning, and from there.
+        assert ask("gpu.variable('table') == table") == "True"
+        assert ask("[gpu.code('cuMemcpyDtoD_v2', m, table, 16), gpu.word(m + 8)]") == "[0, 3]"
+        if away:
+            stand_by(line, away, copies, 2)
+    assert ask("[gpu.put(table, 9), gpu.word(table), gpu.word(table + 4)]") == "[0, 9, 7]"
+    assert ask.end() == ""
+
+
+@MODES
+def test_copies_of_any_kind_lead_to_it(
+    mode: int, domain: Domain, second: Domain, post: Post, ask: Program, copies: Path
+) -> None:
+    line = post.greet(mode)
+    ask("m = gpu.memory(8 << 20); table = gpu.variable('table'); import ctypes")
+    ask("out = (ctypes.c_uint32 * 4)(); at = ctypes.addressof(out)")
+    assert ask("gpu.put(table, 1, 2, 3, 4)") == "0"
+    copied = (
+        "[gpu.code('cuMemcpyAsync', m, table, 16, 0), gpu.code('cuMemcpy', at, table, 16), gpu.sync(),"
+        " gpu.word(m + 4), list(out)]"
+    )
+    assert ask(copied) == "[0, 0, 0, 2, [1, 2, 3, 4]]"
+    stand_by(line, second, copies)
+    break_domain(domain)
+    assert line.move(1, again=1).kind == moving.MOVED
+    ask("gpu.code('cuMemsetD8_v2', m, 0, 16), gpu.sync(), ctypes.memset(at, 0, 16)")
+    assert ask(copied) == "[0, 0, 0, 2, [1, 2, 3, 4]]"
+
+
+@MODES
+@pytest.mark.parametrize(
+    ("does", "why"),
+    [
+        ("gpu.code('cuMemsetD8_v2', table, 1, 4)", "a copy into a module's variable"),
+        ("gpu.code('cuMemcpyDtoD_v2', table + 8, m, 4)", "a copy into a module's variable"),
+        ("gpu.put(table + 12, 1, 2)", "a copy into a module's variable"),
+    ],
+)
+def test_what_else_is_put_there_does_not(
+    mode: int, does: str, why: str, second: Domain, post: Post, ask: Program, copies: Path
+) -> None:
+    line = post.greet(mode)
+    ask("m = gpu.memory(8 << 20); table = gpu.variable('table')")
+    stand_by(line, second, copies)
+    assert ask(does) in ("0", "1")
+    assert line.hear(moving.OPAQUE).text == why
+
+
+def test_a_kernel_that_is_given_one_may_write_there(post: Post, ask: Program) -> None:
+    """Before a move mode `keep` does not look at what kernels are given."""
+    line = post.greet()
+    ask("m = gpu.memory(8 << 20); table = gpu.variable('table')")
+    assert (
+        ask("[gpu.run('add', m, 4, 1), gpu.run('add', table, 4, 1), gpu.sync(), gpu.word(table)]")
+        == "[0, 0, 0, 1]"
+    )
+    del line
+
+
+@pytest.mark.parametrize("ask", [{"MPSD_FAILOVER": "exact"}], indirect=True)
+def test_in_exact_it_is_seen(post: Post, ask: Program) -> None:
+    line = post.greet(moving.EXACT)
+    ask("m = gpu.memory(8 << 20); table = gpu.variable('table')")
+    assert ask("[gpu.run('add', table + 4, 2, 1), gpu.sync(), gpu.word(table + 4)]") == "[0, 0, 1]"
+    assert line.hear(moving.OPAQUE).text == "a kernel that is given a module's variable"
+
+
+def test_after_a_move_a_kernel_finds_it(
+    domain: Domain, second: Domain, post: Post, ask: Program, copies: Path
+) -> None:
+    line = post.greet()
+    ask("m = gpu.memory(8 << 20); table = gpu.variable('table')")
+    assert ask("[gpu.put(table, 5), gpu.sync()]") == "[0, 0]"
+    stand_by(line, second, copies)
+    break_domain(domain)
+    assert line.move(1).kind == moving.MOVED
+    assert ask("[gpu.run('add', table, 1, 1), gpu.sync(), gpu.word(table)]") == "[0, 0, 6]"
+    assert line.hear(moving.OPAQUE).text == "a kernel that is given a module's variable"
