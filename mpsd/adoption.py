@@ -169,13 +169,17 @@ class Adoption:
             if name in known:
                 continue
             found = pipedir.ownership(str(self.layout.pipe_dir(name)))
-            if found.owner in (pipedir.Owner.NOBODY, pipedir.Owner.STALE):
+            living = self._living(name)
+            if found.owner in (pipedir.Owner.NOBODY, pipedir.Owner.STALE) and not living:
                 self.layout.forget_domain(name)
                 continue
-            self.unknown.append(
-                f"domain {name} of an earlier mpsd is not supervised any more (process {found.pid} "
-                "serves it): end it with quit once its clients have left"
-            )
+            self._tell_unknown(name, found.pid or (living[0].pid if living else None))
+
+    def _tell_unknown(self, name: str, pid: int | None) -> None:
+        self.unknown.append(
+            f"domain {name} of an earlier mpsd is not supervised any more (process {pid} "
+            "serves it): end it with quit once its clients have left"
+        )
 
     def _kept_leases(self) -> tuple[dict[ClientId, Kept], dict[str, Sequence[int]]]:
         """What the store kept: leases, and by name what is not understood."""
@@ -221,7 +225,12 @@ class Adoption:
             log.info("control daemon is not adopted", domain=name, reason=str(error))
             control = None
         if control is None:
+            control, server = self._started_unseen(name, gpus, slot["uid"])
+        if control is None:
             server = _instance(row["server"])
+            if strangers := self._living(name, besides=server):
+                self._tell_unknown(name, strangers[0].pid)
+                return
             if not self.hosts.adopt_headless(name, gpus, server):
                 # Nothing of it is left: its directory goes, so that the name can never mislead.
                 self.layout.forget_domain(name)
@@ -239,6 +248,27 @@ class Adoption:
             state = DomainState.ACTIVE
         self.post(ev.DomainAdopted(name, slot["id"], role, state, control, server, running))
         self.hosts.ask(name)
+
+    def _living(self, name: str, besides: ProcessInstance | None = None) -> list[ProcessInstance]:
+        """Processes of ours that were started in a domain's pipe directory: anybody may say that of his."""
+        found = []
+        for process in pin_domain(str(self.layout.pipe_dir(name))):
+            process.close()
+            with contextlib.suppress(MpsdError):
+                if process.instance != besides and procs.users(process.instance).all_are(os.getuid()):
+                    found.append(process.instance)
+        return found
+
+    def _started_unseen(
+        self, name: str, gpus: tuple[str, ...], uid: int | None
+    ) -> tuple[ProcessInstance | None, ProcessInstance | None]:
+        """The control daemon, and its server, that no file names: the daemon was killed as it started it."""
+        for process in self._living(name):
+            try:
+                return process, self.hosts.adopt(name, gpus, uid, process)
+            except MpsdError:
+                continue  # A server, or not ours at all.
+        return None, None
 
     def _recorded(self, name: str) -> ProcessInstance | None:
         """The control daemon that a pipe directory's own pid file names, pinned by its present life."""

@@ -84,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
     layout = Layout.of(config)
     layout.prepare()
     # Before a simulated GPU is started, which would stay.
-    lock = layout.lock()
+    locks = layout.lock()
     try:
         backend = open_backend(config)
         try:
@@ -97,7 +97,8 @@ def run(arguments: argparse.Namespace) -> int:
         finally:
             backend.devices.close()
     finally:
-        os.close(lock)
+        for fd in locks:
+            os.close(fd)
     return 0
 
 

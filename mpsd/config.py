@@ -252,7 +252,7 @@ class VaultSettings:
     """[vault]: GPU memory of programs under mpsd-run, held so that it can outlive them."""
 
     enabled: bool = _key(
-        False, "offer the vault to programs under mpsd-run; so far seen with the stand-in driver alone"
+        False, "offer the vault to programs under mpsd-run; young: README says what was seen on a GPU"
     )
     client_bytes: int = _key(1 << 40, "held of one program", unit="bytes", low=0, high=1 << 50)
     client_descriptors: int = _key(1024, "pieces held of one program", low=0, high=65536)
@@ -281,7 +281,7 @@ class FailoverSettings:
     Needs [vault] enabled, for only memory that the vault holds can be carried over.
     """
 
-    enabled: bool = _key(False, "offer it; young: the daemon's half was seen with the simulated GPU alone")
+    enabled: bool = _key(False, "offer it; young: README says what was seen on a GPU")
     mode: FailoverMode = _key(
         FailoverMode.EXACT,
         "the most that a program may have: off, keep (memory; what ran may be half done), exact (done again)",

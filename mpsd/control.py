@@ -293,14 +293,19 @@ class ControlDaemon(ControlCommands):
             # A script (the simulated stand-in) runs under its interpreter and shows in the arguments.
             arguments = procfs.command_line(pid)
             pipe = procfs.environment(pid).get("CUDA_MPS_PIPE_DIRECTORY", "")
+            owner = int(procfs.status_fields(pid)["Uid"].split()[0])
         except (FileNotFoundError, ProcessLookupError) as error:
             raise NotFoundError(f"there is no process {pid}") from error
         except PermissionError as error:
             raise DeniedError(f"may not look at process {pid}", remedy="run as root") from error
-        names = {os.path.realpath(name) for name in (program, *arguments[:3]) if name.startswith("/")}
-        if os.path.realpath(self.binary) not in names:
+        # By its name alone: an update of the driver lets the path lead to another file.
+        names = {os.path.basename(name) for name in (program, *arguments[:3])}
+        wanted = {os.path.basename(self.binary), os.path.basename(os.path.realpath(self.binary))}
+        # Without -f or -d it is the prompt of the same name, which somebody asks another daemon with.
+        serves = {"-f", "-d"} & set(arguments)
+        if not names & wanted or not serves or owner != os.getuid():
             raise AmbiguousError(
-                f"process {pid} is no control daemon: it runs {printable(program)}",
+                f"process {pid} is no control daemon of ours: it runs {printable(program)} for uid {owner}",
                 remedy="nothing was done to it",
             )
         if os.path.realpath(pipe) != os.path.realpath(self.pipe_dir):

@@ -18,11 +18,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import structlog
+
 from mpsd.errors import StoreError
 from mpsd.fdset import ANSWER_TIMEOUT_S, check_new, close_all, labelled, lost, whole_sets
 from mpsd.keeperstore import KeeperStore
 from mpsd.linux.samefile import can_tell, same_file
 from mpsd.notify import Channel, Notifier, listen_fds
+
+log = structlog.get_logger("mpsd.fdstore")
 
 _FILE, _SET = "#file", "#set"
 _FILE_LABEL = re.compile(r"file\.(?P<number>\d+)#file")
@@ -173,11 +177,12 @@ class SystemdStore:
             if not file.uses:
                 os.close(self._files.pop(file.label).copy)
 
-    def adopt(self, name: str, fds: Sequence[int]) -> None:
-        """`put`, and give the set back from fetch_all like those that were inherited. Owns `fds`."""
-        self.put(name, fds)
-        close_all({name: fds})
-        self._fresh.append(name)
+    def holds(self, name: str) -> bool:
+        return name in self._sets
+
+    def give_back(self, names: Sequence[str]) -> None:
+        """Sets that were put, from fetch_all like those that were inherited."""
+        self._fresh += names
 
     def remove(self, name: str) -> None:
         if name in self._sets:
@@ -235,7 +240,8 @@ def open_store(
     `auto` is systemd's where it says that it has one (FDSTORE=, systemd 254 and later, which keeps
     it over a restart too) and the kernel can tell one open file from another: where it cannot, systemd
     takes all descriptors of one device for the same. What a keeper of the directory still holds then
-    moves over. Takes the LISTEN_ variables and FDSTORE out of `environ`. Raises StoreError.
+    moves over; where it does not fit the keeper stays, whatever is wished for. Takes the LISTEN_ variables
+    and FDSTORE out of `environ`. Raises StoreError.
     """
     inherited = listen_fds(environ)
     offered = environ.pop("FDSTORE", "")
@@ -252,21 +258,75 @@ def open_store(
     systemd = SystemdStore(notifier.channel, inherited, room or limit)
     if kind == "keeper" or (kind == "auto" and (room == 0 or not can_tell())):
         return _move_to_keeper(systemd, KeeperStore.open(directory, limit=limit))
-    with contextlib.suppress(StoreError):
-        _move_to_systemd(KeeperStore.open(directory, limit=limit, start=False), systemd)
-    return systemd
+    try:
+        left = KeeperStore.open(directory, limit=limit, start=False)
+    except StoreError:
+        return systemd
+    return _move_to_systemd(left, systemd)
+
+
+class _Mover(Protocol):
+    """Either store, when the other's sets come to it."""
+
+    def put(self, name: str, fds: Sequence[int]) -> None: ...
+    def remove(self, name: str) -> None: ...
+    def holds(self, name: str) -> bool: ...
+
+
+def _copy(found: Mapping[str, Sequence[int]], store: _Mover) -> list[str]:
+    """Put all of it there, but what is there already; the names. Raises StoreError, with nothing put."""
+    copied: list[str] = []
+    try:
+        for name, fds in found.items():
+            if not store.holds(name):
+                store.put(name, fds)
+                copied.append(name)
+    except StoreError:
+        for name in copied:
+            with contextlib.suppress(StoreError):
+                store.remove(name)
+        raise
+    return copied
 
 
 def _move_to_keeper(systemd: SystemdStore, keeper: KeeperStore) -> KeeperStore:
-    for name, fds in systemd.fetch_all().items():
-        keeper.put(name, fds)
-        systemd.remove(name)
-        close_all({name: fds})
+    """Copied first, and removed when all of it is there. Raises StoreError."""
+    close_all(keeper.fetch_all())  # Which tells it what it holds.
+    found = systemd.fetch_all()
+    try:
+        _copy(found, keeper)
+        for name in found:
+            systemd.remove(name)
+    except StoreError:
+        systemd.give_back(list(found))
+        raise
+    finally:
+        close_all(found)
     systemd.close()
     return keeper
 
 
-def _move_to_systemd(keeper: KeeperStore, systemd: SystemdStore) -> None:
-    for name, fds in keeper.fetch_all().items():
-        systemd.adopt(name, fds)
-    keeper.end()
+def _move_to_systemd(keeper: KeeperStore, systemd: SystemdStore) -> DescriptorStore:
+    """Where not all of it fits, the keeper goes on, and takes over what systemd's has; where that does not
+    fit either, each keeps its own, and the keeper's is not looked at until there is room."""
+    found = keeper.fetch_all()
+    try:
+        systemd.give_back(_copy(found, systemd))
+    except StoreError as error:
+        log.warning("what the keeper holds stays there", reason=str(error), remedy=error.remedy)
+    else:
+        keeper.end()
+        return systemd
+    finally:
+        close_all(found)
+    try:
+        return _move_to_keeper(systemd, keeper)
+    except StoreError as error:
+        log.error(
+            "leases in the keeper are held, and not looked at",
+            sets=len(found),
+            reason=str(error),
+            remedy="raise FileDescriptorStoreMax= and [store] max_descriptors, and restart mpsd",
+        )
+        keeper.close()
+        return systemd

@@ -169,14 +169,15 @@ class Hosts:
     def adopt_headless(self, domain: str, gpus: tuple[str, ...], server: ProcessInstance | None) -> bool:
         """Take over what is left of a domain whose control daemon died; False if nothing is."""
         # Without a control daemon there is nobody to be set: whose it is does not matter.
+        if server is None:
+            return False
         host = Host(domain, None, self._control(domain, gpus))
-        if server is not None:
-            try:
-                self._set_server(host, Pinned.open(server.pid, server.start_ticks))
-            except MpsdError:
-                return False
+        try:
+            self._set_server(host, Pinned.open(server.pid, server.start_ticks))
+        except MpsdError:
+            return False
         self._hosts[domain] = host
-        return host.server is not None
+        return True
 
     def _follow(self, host: Host) -> None:
         path = os.path.join(host.control.log_dir, OUTPUT_FILE)

@@ -99,6 +99,10 @@ class KeeperStore:
                 self._copies[name] = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 0) for fd in fds]
         return sets
 
+    def holds(self, name: str) -> bool:
+        """As far as it was put or fetched here."""
+        return name in self._copies
+
     def fileno(self) -> int:
         return -1 if self._presence is None else self._presence.fileno()
 

@@ -3,6 +3,7 @@
     RUN/lock  RUN/mpsd.sock  RUN/vault.sock  RUN/failover.sock  RUN/keeper.sock  RUN/state.json
     RUN/d/DOMAIN      pipe directory of one domain
     RUN/copies        copies of the driver, for programs that can fail over
+    RUN/room          nothing; given up where the disk is full and a path has to be replaced
     RUN/s/SLOT        the stable path: a symbolic link to RUN/d/DOMAIN, replaced by rename
     LOG/DOMAIN        logs of that domain's control daemon and servers
 
@@ -11,18 +12,21 @@ A client that follows a link sees the old domain or the new one, never nothing: 
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
 from pathlib import Path
 
 from mpsd.config import Config
-from mpsd.errors import AlreadyRunningError, ConfigError, StoreError
+from mpsd.errors import AlreadyRunningError, ConfigError, MpsdError, StoreError
 from mpsd.limits import SOCKET_PATH_LIMIT
 
 LONGEST_SOCKET = "control_privileged"
 # Logs of so many ended domains are kept.
 LOGS_KEPT = 32
+# One page and one inode: what a link takes on any file system.
+ROOM = 4096
 
 
 class Layout:
@@ -56,6 +60,10 @@ class Layout:
     @property
     def keeper_socket(self) -> Path:
         return self.run_dir / "keeper.sock"
+
+    @property
+    def _room(self) -> Path:
+        return self.run_dir / "room"
 
     @property
     def state_file(self) -> Path:
@@ -94,31 +102,49 @@ class Layout:
                 remedy="choose a shorter run_dir",
             )
 
-    def lock(self) -> int:
-        """Own the run directory for the life of this process: a locked, close-on-exec descriptor.
+    def lock(self) -> list[int]:
+        """Own the three directories for the life of this process: locked, close-on-exec descriptors.
 
-        Raises AlreadyRunningError when another daemon does.
+        Logs are where domains are numbered and followed, so two daemons may not share them either.
+        Raises AlreadyRunningError when another daemon has one.
         """
-        path = self.run_dir / "lock"
+        held = [self._lock(self.run_dir / "lock")]
+        try:
+            for each in sorted({path.resolve() for path in (self.log_dir, self.state_dir)}):
+                held.append(self._lock(each / ".mpsd.lock", full=True))
+        except MpsdError:
+            for fd in held:
+                os.close(fd)
+            raise
+        return held
+
+    @staticmethod
+    def _lock(path: Path, *, full: bool = False) -> int:
+        """`full`: the disk may be, and then nothing there says whose it is."""
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
-            raise ConfigError(
-                f"cannot open {path}: {error.strerror}", remedy="run as the owner of the run directory"
-            ) from error
+            if not full or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise ConfigError(
+                    f"cannot open {path}: {error.strerror}", remedy="run as the owner of that directory"
+                ) from error
+            # The directory itself, with nothing written.
+            fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            owner = os.read(fd, 32).decode("ascii", "replace").strip() or "unknown"
+            owner = _first_words(path) or "unknown"
             os.close(fd)
             raise AlreadyRunningError(
-                f"another mpsd (pid {owner}) runs on {self.run_dir}",
-                remedy="stop it first, or give this one another run_dir",
+                f"another mpsd (pid {owner}) runs on {path.parent}",
+                remedy="stop it first, or give this one another run_dir, log_dir and state_dir",
             ) from error
         try:
             os.ftruncate(fd, 0)
             os.write(fd, f"{os.getpid()}\n".encode())
         except OSError as error:
+            if full:
+                return fd
             os.close(fd)
             raise StoreError(
                 f"cannot write {path}: {error.strerror}", remedy="make room there, or set another run_dir"
@@ -126,8 +152,38 @@ class Layout:
         return fd
 
     def switch(self, slot: str, domain: str) -> None:
-        """Let the slot's stable path lead to a domain, atomically. Raises OSError."""
-        replace_link(self.slot_path(slot), self.pipe_dir(domain))
+        """Let the slot's stable path lead to a domain, atomically; on a full disk in the room that was set
+        aside. Raises OSError."""
+        path, target = self.slot_path(slot), self.pipe_dir(domain)
+        try:
+            replace_link(path, target)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not self._room.exists():
+                raise
+            self._room.unlink()
+            replace_link(path, target)
+
+    def set_room_aside(self) -> str:
+        """So that on a full disk new clients can still be led away from a fault. Why not; empty when done."""
+        if self._room.exists():
+            return ""
+        draft = self._room.with_suffix(".new")
+        try:
+            draft.write_bytes(b"\0" * ROOM)
+            draft.rename(self._room)
+        except OSError as error:
+            draft.unlink(missing_ok=True)
+            return (
+                f"{self.run_dir}: {error.strerror}; make room there, or paths cannot be led away from a fault"
+            )
+        return ""
+
+    def leads_to(self, slot: str) -> str | None:
+        """The domain that a slot's stable path leads to; None: to none."""
+        try:
+            return Path(os.readlink(self.slot_path(slot))).name
+        except OSError:
+            return None
 
     def drop(self, slot: str) -> None:
         """Remove a slot's stable path: it is given up. Raises OSError."""
@@ -152,6 +208,13 @@ class Layout:
         ended = sorted(_numbers(self.log_dir) - _numbers(self.run_dir / "d"))
         for number in ended[:-LOGS_KEPT]:
             shutil.rmtree(self.domain_log_dir(f"d{number}"), ignore_errors=True)
+
+
+def _first_words(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii", errors="replace")[:32].strip()
+    except OSError:
+        return ""
 
 
 def _numbers(directory: Path) -> set[int]:

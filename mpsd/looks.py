@@ -15,7 +15,11 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
+import structlog
+
 from mpsd.errors import DeadlineError, GpuError
+
+log = structlog.get_logger("mpsd.looks")
 
 T = TypeVar("T")
 OF_ONE = 8
@@ -33,6 +37,10 @@ class _Look:
     answer: asyncio.Future[Any]
     begun: bool = False
     taken: bool = False
+    # Under the lock of Looks, for the loop may turn no more when a result comes: of its thread, which brings
+    # a result, and the loop, which gives it up, whoever comes second lets go of it.
+    given_up: bool = False
+    came: tuple[Any] | None = None
 
 
 class Looks:
@@ -46,6 +54,7 @@ class Looks:
         self._running = Counter[Hashable]()
         self._under_way = self._threads = 0
         self._jobs: SimpleQueue[_Look | None] = SimpleQueue()
+        self._lock = threading.Lock()
         self._closed = False
 
     async def run(
@@ -59,8 +68,8 @@ class Looks:
     ) -> T:
         """What `work` returns or raises, in a thread; `key`: whose share of the threads it takes.
 
-        `late` is given, in a thread, a result that nobody waits for any more; `unbegun` is called when it
-        was given up before it began. Raises DeadlineError.
+        `late` is given, in a thread, a result that nobody waits for any more, whether or not the loop still
+        turns; `unbegun` is called when it was given up before it began. Raises DeadlineError.
         """
         look = _Look(key, work, late, unbegun, self._loop.create_future())
         self._waiting.setdefault(key, deque()).append(look)
@@ -113,12 +122,18 @@ class Looks:
                 result = look.work()
             except BaseException as raised:
                 error = raised
+            with self._lock:
+                late = look.given_up
+                look.came = None if error is not None else (result,)
+            # Before its place is another look's: to let go can take as long as the look did.
+            if late:
+                self._let_go(look)
             try:
                 self._loop.call_soon_threadsafe(self._ended, look, result, error)
             except RuntimeError:
                 # The loop is closed: nobody waits for anything any more.
-                if error is None and look.late is not None:
-                    look.late(result)
+                if not late and self._is_given_up(look):
+                    self._let_go(look)
             # Not held until the next look comes.
             del look, result, error
 
@@ -128,26 +143,37 @@ class Looks:
         if not self._running[look.key]:
             del self._running[look.key]
         if look.answer.cancelled():
-            if error is None:
-                self._too_late(look, result)
+            pass
         elif error is not None:
             look.answer.set_exception(error)
         else:
             look.answer.set_result(result)
         self._begin()
 
-    def _too_late(self, look: _Look, result: Any) -> None:
-        # Rare. To let go of what was taken can take as long as to take it.
-        if look.late is not None:
-            threading.Thread(target=look.late, args=(result,), daemon=True).start()
+    def _is_given_up(self, look: _Look) -> bool:
+        """Whether it is by this call, which has to let go of what has come."""
+        with self._lock:
+            first, look.given_up = not look.given_up, True
+            return first
+
+    @staticmethod
+    def _let_go(look: _Look) -> None:
+        """In a thread."""
+        if look.came is None or look.late is None:
+            return
+        try:
+            look.late(*look.came)
+        except Exception as error:
+            log.warning("what a look brought too late is not let go of", reason=repr(error))
 
     def _give_up(self, look: _Look) -> None:
-        if look.answer.cancelled():
+        if not self._is_given_up(look):
             return
+        if look.came is not None:
+            # Rare: it came in the turn of the loop in which its waiter was cancelled.
+            threading.Thread(target=self._let_go, args=(look,), daemon=True).start()
         if look.answer.done():
-            # Whoever waited was cancelled in the turn of the loop in which it came.
-            if look.answer.exception() is None:
-                self._too_late(look, look.answer.result())
+            look.answer.exception()  # Nobody waits for it: not an error that was never looked at.
             return
         look.answer.cancel()
         if not look.begun:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ from mpsd.errors import (
     DeniedError,
     MpsdError,
     NotFoundError,
+    NotReadyError,
     StoreError,
     UsageError,
 )
@@ -184,7 +186,8 @@ class Operations:
 
     async def _kill(self, peer: Peer, args: Mapping[str, Any]) -> Reply:
         client = self._client(int(args["pid"]), args.get("start_ticks"))
-        if not peer.admin and peer.uid != client.facts.uid:
+        # As it is now: exec and setuid(2) may have changed whose it is since it was noticed.
+        if not peer.admin and not procs.users(client.id.process).all_are(peer.uid):
             raise DeniedError(
                 f"process {client.id.process.pid} belongs to another user",
                 remedy="its owner, root and the mpsd group may evict it",
@@ -196,7 +199,10 @@ class Operations:
             return {"steps": self._planned(client, liveness), "outcome": "dry-run", "evict_ms": None}
         request, future = self._daemon.bulletin.expect()
         reason = str(args.get("reason") or f"asked for by uid {peer.uid}")
-        self._daemon.runtime.post(ev.EvictRequested(client.id.process, liveness, request, reason))
+        owner = None if peer.admin else peer.uid
+        self._daemon.runtime.post(
+            ev.EvictRequested(client.id.process, liveness, request, reason, owner=owner)
+        )
         ok, data = await self._daemon.bulletin.answered(request, future, KILL_ANSWER_S)
         if not ok:
             raise _evict_error(str(data.get("code")), str(data.get("message")))
@@ -239,11 +245,37 @@ class Operations:
 
     async def _env(self, peer: Peer, args: Mapping[str, Any]) -> Reply:
         path = await self._daemon.path_for(peer.uid, args.get("gpu"), shared=bool(args.get("shared")))
+        domain = self._daemon.layout.leads_to(os.path.basename(path))
+        if args.get("standby"):
+            domain = self._standby(os.path.basename(path))
+            path = str(self._daemon.layout.pipe_dir(domain))
         return {
             "env": {"CUDA_MPS_PIPE_DIRECTORY": path},
+            "domain": domain,
+            "gpus": self._gpus_of(domain),
+            "directory": None if domain is None else str(self._daemon.layout.pipe_dir(domain)),
             "vault": self._daemon.vault.offered_at,
             "failover": self._daemon.failover.offered_at,
         }
+
+    def _gpus_of(self, domain: str | None) -> list[str]:
+        known = self._daemon.runtime.state.domains.get(domain or "")
+        return list(known.gpus) if known is not None else []
+
+    def _standby(self, slot: str) -> str:
+        """The domain that would take the place of the active one now. Raises NotReadyError."""
+        state = self._daemon.runtime.state
+        found = state.slots.get(slot)
+        spare = found.spare if found is not None else None
+        if spare is not None and state.domains[spare].state is DomainState.WARM:
+            return spare
+        if found is not None and found.exclusive:
+            why = "compute mode EXCLUSIVE_PROCESS allows one server: nvidia-smi -c DEFAULT allows another"
+        elif not state.policy.spare:
+            why = "spare = true under [domains] in mpsd's configuration keeps one"
+        else:
+            why = "one is being started: ask again in a moment"
+        raise NotReadyError("there is no standby domain", remedy=why)
 
     async def _drain(self, peer: Peer, args: Mapping[str, Any]) -> Reply:
         return self._set_drain(args, on=True)

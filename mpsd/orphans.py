@@ -23,11 +23,13 @@ from mpsd.errors import GpuError, MpsdError
 from mpsd.gpu.base import Uvm, WorkInspector
 from mpsd.lease import Kept, Lease, adopt
 from mpsd.leasestore import LeaseStore
+from mpsd.linux import procfs
 from mpsd.model import ClientId, ProcessInstance
 from mpsd.workwatch import WorkWatch
 
 log = structlog.get_logger("mpsd.orphans")
 
+MPS_PREFIX = "nvidia-cuda-mps-"
 WHY = "its domain is of an earlier mpsd and not supervised"
 
 
@@ -190,9 +192,19 @@ class Orphans:
 
 
 def pin_domain(pipe_dir: str) -> list[procs.Pinned]:
-    """The living control daemon and servers of a pipe directory."""
-    found = [_pinned(p) for p in procs.with_environment("CUDA_MPS_PIPE_DIRECTORY", pipe_dir)]
+    """The living control daemon and servers of a pipe directory. A client may be told of it by its own name,
+    too: it is none of them."""
+    found = [_pinned(p) for p in procs.with_environment("CUDA_MPS_PIPE_DIRECTORY", pipe_dir) if _is_mps(p)]
     return [p for p in found if p is not None]
+
+
+def _is_mps(process: ProcessInstance) -> bool:
+    try:
+        # A script (the simulated stand-in) runs under its interpreter and shows in the arguments.
+        names = (procfs.exe_path(process.pid), *procfs.command_line(process.pid)[:3])
+    except OSError:
+        return False
+    return any(os.path.basename(name).startswith(MPS_PREFIX) for name in names)
 
 
 def _pinned(process: ProcessInstance) -> procs.Pinned | None:

@@ -52,6 +52,7 @@ class Rounds:
     log_bytes: int
     _default_path_problem: str = ""
     _log_disk_full: bool = False
+    _path_problems: list[str] = field(default_factory=list)
     _modes: asyncio.Task[None] | None = field(default=None)
     _reconciling: asyncio.Task[None] | None = field(default=None)
 
@@ -74,6 +75,7 @@ class Rounds:
     def problems(self) -> list[str]:
         """What the last round found wrong, for `status`."""
         found = [self._default_path_problem] if self._default_path_problem else []
+        found += self._path_problems
         if self._log_disk_full:
             found.append(
                 f"{self.layout.log_dir} is full (less than {LOG_SPACE_NEEDED >> 10} KiB left): "
@@ -91,6 +93,7 @@ class Rounds:
                 journal.retry()
         if self.statefile.problem:
             self.statefile.retry()
+        self._path_problems = self._lead_paths()
         self._claim_default_path()
         if number % MODE_EVERY == 0 and (self._modes is None or self._modes.done()):
             # Not awaited: NVML can hang for good, and all else must go on.
@@ -115,6 +118,21 @@ class Rounds:
             exclusive = await asyncio.to_thread(self.exclusive, slot.gpus)
             if exclusive != slot.exclusive:
                 self.post(ev.ModeSeen(slot.id, exclusive))
+
+    def _lead_paths(self) -> list[str]:
+        """Stable paths that could not be led elsewhere when they should have been, for want of room."""
+        problems = []
+        for slot in self.state().slots.values():
+            if slot.active is None or self.layout.leads_to(slot.id) == slot.active:
+                continue
+            try:
+                self.layout.switch(slot.id, slot.active)
+            except OSError as error:
+                path = self.layout.slot_path(slot.id)
+                problems.append(f"{path} does not lead to {slot.active}: {error.strerror}; make room there")
+        if not problems and (problem := self.layout.set_room_aside()):
+            problems.append(problem)
+        return problems
 
     def _claim_default_path(self) -> None:
         path = self.default_path

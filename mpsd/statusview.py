@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mpsd import __version__, procs
+from mpsd.core.domains import work_is_lost
 from mpsd.core.failover import idle_here
 from mpsd.core.proof import proofs
 from mpsd.core.state import Client, Domain, DomainState, State
@@ -183,6 +184,8 @@ def _domain(
         "last_fault": domain.last_fault,
         "path": str(around.layout.slot_path(domain.slot)),
         "reach": _reach(domain),
+        # Whether the work of whoever lives in it is.
+        "lost": work_is_lost(domain),
         "refused_807": domain.refused,
         "held_gpu_bytes": _sum(memory.get(c.id.process.pid) for c in dead),
         "held_host_bytes": _sum(procs.host_memory(c.id.process.pid) for c in dead),
@@ -263,4 +266,6 @@ def _dead(client: Client, around: Surroundings, memory: Mapping[int, int | None]
         "held_host_bytes": procs.host_memory(client.id.process.pid),
         "since_s": round(around.now - (client.died or around.now), 3),
         "pending": around.pending.get(client.id.process, ""),
+        # Nobody sees the end of its work.
+        "blind": client.blind,
     }

@@ -240,13 +240,16 @@ def on_evict(draft: Draft, event: ev.EvictRequested) -> None:
         draft.count("evictions_unproven")
         _reject(draft, event, "unproven", f"only a line in a log says that {event.process} is a client")
         return
+    asked = Eviction(event.request, event.reason, draft.now, owner=event.owner)
     if any(c.state is ClientState.TERMINATING for c in targets):
-        # By policy, which waits for nobody: whoever asks now is answered by the same end.
+        # By policy, which waits for nobody: whoever asks now is answered by the same end, and has no more
+        # killed than he may.
         for client in targets:
-            eviction = client.eviction or Eviction(event.request, event.reason, draft.now)
-            draft.put_client(replace(client, eviction=replace(eviction, requester=event.request)))
+            begun = client.eviction or asked
+            taken = replace(begun, requester=event.request, owner=event.owner)
+            draft.put_client(replace(client, eviction=taken))
         return
-    begin_eviction(draft, believed, Eviction(event.request, event.reason, draft.now), event.liveness)
+    begin_eviction(draft, believed, asked, event.liveness)
 
 
 def begin_eviction(

@@ -221,7 +221,8 @@ def leave(draft: Draft, name: str, trigger: DomainTrigger, *, planned: bool = Fa
     if slot.spare == name:
         slot = draft.put_slot(replace(slot, spare=None))
     state, users = domain.state.value, draft.users_of(name)
-    draft.publish("domain-left", domain.uid, users, domain=name, state=state, why=trigger.value)
+    lost = work_is_lost(domain)
+    draft.publish("domain-left", domain.uid, users, domain=name, state=state, why=trigger.value, lost=lost)
     ensure(draft, slot.id)
     # First of what follows: from here to the program is all that lies between a fault and its next kernel.
     failover.domain_left(draft, name, "drain" if planned else trigger.value, planned)

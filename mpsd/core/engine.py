@@ -10,7 +10,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mpsd.core import attribution, clients, domains, faults, hitrecords, hits, killing, members, proof, turns
+from mpsd.core import (
+    attribution,
+    clients,
+    domains,
+    faults,
+    hitrecords,
+    hits,
+    killing,
+    members,
+    proof,
+    strays,
+    turns,
+)
 from mpsd.core import events as ev
 from mpsd.core.draft import Draft
 from mpsd.core.effects import Effect, Freeze, Kill, ReleaseLease, Terminate
@@ -61,7 +73,7 @@ _TIMERS: Mapping[str, Callable[[Draft, str], None]] = {
     "kill-victims": _for_domain(domains.on_kill_victims),
     "linger": faults.on_linger,
     "kill-wait": killing.on_kill_wait,
-    "strays": faults.on_strays,
+    "strays": strays.on_strays,
     "hits": hits.on_tell,
     "thaw": hits.on_thaw_timer,
     "failover-wait": members.on_wait,

@@ -303,12 +303,16 @@ class KernelXidSeen:
 
 @dataclass(frozen=True, slots=True)
 class EvictRequested:
-    """Evict this process; `liveness` was read just before. `request` is answered when it is done."""
+    """Evict this process; `liveness` was read just before. `request` is answered when it is done.
+
+    `owner`: the user who asks, who may have only his own processes killed; None for the admin.
+    """
 
     process: ProcessInstance
     liveness: Liveness
     request: str
     reason: str
+    owner: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mpsd.core import attribution as at
-from mpsd.core import domains, failover, taxonomy
+from mpsd.core import domains, failover, strays, taxonomy
 from mpsd.core import events as ev
 from mpsd.core.clients import endless
 from mpsd.core.draft import Draft
-from mpsd.core.effects import ArmTimer, Inspect, Record
+from mpsd.core.effects import Inspect
 from mpsd.core.lifecycle import DomainTrigger, next_domain_state
 from mpsd.core.records import Evidence, FaultRecord, Party, Source
 from mpsd.core.state import Domain, DomainState, Stray
+from mpsd.core.writing import deviceless, revise, write
 from mpsd.model import Access, Confidence, LiesThere, ServerState
 
-STRAYS_KEPT = 64
 _VAGUE = frozenset({"sm-exception", "death-in-flight"})
 _IN_SERVICE = (DomainState.ACTIVE, DomainState.WARM, DomainState.POISONED, DomainState.RETIRED)
 
@@ -43,12 +43,12 @@ def on_uvm_fatal(draft: Draft, event: ev.UvmFatal) -> None:
     vague = next((r for r in open_records if _could_be_uvm(r)), None)
     record = _certain(draft, vague or _new(draft, domain), at.party(client), event)
     # What came before this event was read without knowing it: it is read again.
-    record = at.refine(at.add_evidence(record, sign), (*record.evidence, *_take_strays(draft, record)))
+    record = at.refine(at.add_evidence(record, sign), (*record.evidence, *strays.take(draft, record)))
     if at.elsewhere(draft.state, client):
         # Its trackers see every address space it has: which of its servers the fault takes, that one tells.
         record = draft.put_fault(replace(record, victims=(), revision=record.revision + 1))
         draft.put_domain(replace(draft.state.domains[domain.id], last_fault=record.id))
-        _write(draft, record)
+        write(draft, record)
     else:
         _out_of_service(draft, domain, record)
         failover.named(draft, domain.id, client.id.process)
@@ -95,22 +95,6 @@ def _new(draft: Draft, domain: Domain, fault_class: str = "sm-exception") -> Fau
     )
 
 
-def _take_strays(draft: Draft, record: FaultRecord) -> tuple[Evidence, ...]:
-    """Claim the strays of this GPU, unless another domain's open fault could own them as well."""
-    rivals = [
-        r
-        for gpu in record.gpus
-        for r in at.open_on_gpu(draft.state, gpu, draft.now)
-        if r.domain != record.domain
-    ]
-    if rivals:
-        return ()
-    taken = at.matching_strays(draft.state, record.gpus, draft.now)
-    kept = tuple(s for s in draft.state.strays if s not in taken)
-    draft.state = replace(draft.state, strays=kept)
-    return tuple(s.evidence for s in taken)
-
-
 def _out_of_service(draft: Draft, domain: Domain, record: FaultRecord) -> None:
     """The order matters: once the record is out, the stable path already leads elsewhere."""
     record = replace(record, revision=record.revision + 1)
@@ -119,34 +103,7 @@ def _out_of_service(draft: Draft, domain: Domain, record: FaultRecord) -> None:
     draft.put_domain(replace(current, last_fault=record.id))
     if current.state in _IN_SERVICE:
         domains.leave(draft, domain.id, DomainTrigger.FAULT)
-    _write(draft, record)
-
-
-def _write(draft: Draft, record: FaultRecord) -> None:
-    domain = draft.state.domains.get(record.domain) if record.domain else None
-    refused = domain.refused if domain else record.refused
-    record = draft.put_fault(replace(record, refused=refused, action=_action(draft, record)))
-    draft.emit(Record(record))
-
-
-def _action(draft: Draft, record: FaultRecord) -> str:
-    advice = taxonomy.CLASSES[record.fault_class].action
-    domain = draft.state.domains.get(record.domain) if record.domain else None
-    slot = draft.state.slots.get(domain.slot) if domain else None
-    if domain is None or slot is None:
-        return advice
-    if slot.active not in (domain.id, None):
-        return f"new clients go to domain {slot.active}; {advice}"
-    return f"a fresh domain is being started; {advice}" if not slot.exclusive else advice
-
-
-def _revise(draft: Draft, old: FaultRecord, new: FaultRecord) -> None:
-    """Write a new revision where something a reader cares about has changed; else just remember."""
-    told = ("fault_class", "offender", "confidence", "lies_there", "suspects", "victims")
-    if any(getattr(old, name) != getattr(new, name) for name in told):
-        _write(draft, replace(new, revision=new.revision + 1))
-    else:
-        draft.put_fault(new)
+    write(draft, record)
 
 
 def on_inspected(draft: Draft, event: ev.Inspected) -> None:
@@ -156,7 +113,7 @@ def on_inspected(draft: Draft, event: ev.Inspected) -> None:
     fault_class = record.fault_class
     if event.lies_there is LiesThere.FREED and fault_class == "mmu-invalid-address":
         fault_class = "mmu-use-after-unmap"
-    _revise(draft, record, replace(record, lies_there=event.lies_there, fault_class=fault_class))
+    revise(draft, record, replace(record, lies_there=event.lies_there, fault_class=fault_class))
 
 
 def domain_sign(draft: Draft, domain: Domain, sign: Evidence) -> None:
@@ -168,7 +125,7 @@ def domain_sign(draft: Draft, domain: Domain, sign: Evidence) -> None:
             if old.confidence is Confidence.CERTAIN and old.offender is not None:
                 new = replace(old, victims=at.victims(draft.state, domain.id, old.offender.id))
             domains.leave(draft, domain.id, DomainTrigger.FAULT)
-        _revise(draft, old, at.refine(new, (*_take_strays(draft, old), sign)))
+        revise(draft, old, at.refine(new, (*strays.take(draft, old), sign)))
         return
     if domain.state not in (*_IN_SERVICE, DomainState.HEADLESS):
         return
@@ -181,7 +138,7 @@ def domain_sign(draft: Draft, domain: Domain, sign: Evidence) -> None:
             domains.leave(draft, domain.id, DomainTrigger.FAULT)
         return
     record = _new(draft, domain)
-    record = at.refine(record, (*_take_strays(draft, record), sign))
+    record = at.refine(record, (*strays.take(draft, record), sign))
     _out_of_service(draft, domain, _blame(draft, record))
 
 
@@ -228,7 +185,7 @@ def on_kernel_xid(draft: Draft, event: ev.KernelXidSeen) -> None:
     elif _echo_of_gone(draft, event.xid.pid, sign):
         return
     elif event.gpu is not None:
-        _add_stray(draft, Stray(event.gpu, event.xid.xid, sign, foreign=True))
+        strays.add(draft, Stray(event.gpu, event.xid.xid, sign, foreign=True))
     else:
         draft.count("xids_of_unknown_gpus")
 
@@ -244,7 +201,7 @@ def _echo(draft: Draft, domain: str, sign: Evidence) -> bool:
     records = at.open_for(draft.state, domain, draft.now)
     if records:
         record = at.likeliest(records, sign)
-        _revise(draft, record, at.refine(record, (sign,)))
+        revise(draft, record, at.refine(record, (sign,)))
     return bool(records)
 
 
@@ -265,31 +222,9 @@ def _join_or_stray(draft: Draft, gpu: str | None, xid: int, sign: Evidence) -> N
     records = at.open_on_gpu(draft.state, gpu, draft.now)
     if len({r.domain for r in records}) == 1:
         record = at.likeliest(records, sign)
-        _revise(draft, record, at.refine(record, (sign,)))
+        revise(draft, record, at.refine(record, (sign,)))
     else:
-        _add_stray(draft, Stray(gpu, xid, sign))
-
-
-def _add_stray(draft: Draft, stray: Stray) -> None:
-    # Only the first arms the timer: one process that faults all the time must not put it off for ever.
-    if not any(s.gpu == stray.gpu for s in draft.state.strays):
-        draft.emit(ArmTimer("strays", stray.gpu, draft.state.policy.evidence_window_s))
-    draft.count("strays_dropped", max(0, len(draft.state.strays) + 1 - STRAYS_KEPT))
-    draft.state = replace(draft.state, strays=(*draft.state.strays, stray)[-STRAYS_KEPT:])
-
-
-def on_strays(draft: Draft, gpu: str) -> None:
-    """No domain claimed these signs: one record says so, and moves nobody."""
-    window = draft.state.policy.evidence_window_s
-    here = [s for s in draft.state.strays if s.gpu == gpu]
-    old = [s for s in here if draft.now - s.evidence.at >= window * 0.99]
-    kept = tuple(s for s in draft.state.strays if s not in old)
-    draft.state = replace(draft.state, strays=kept)
-    if old:
-        _deviceless(draft, "unattributed-xid", gpu, tuple(s.evidence for s in old))
-    if len(here) > len(old):
-        oldest = min(s.evidence.at for s in here if s not in old)
-        draft.emit(ArmTimer("strays", gpu, max(0.0, oldest + window - draft.now)))
+        strays.add(draft, Stray(gpu, xid, sign))
 
 
 def _device_fault(draft: Draft, fault_class: str, gpu: str | None, sign: Evidence) -> None:
@@ -301,7 +236,7 @@ def _device_fault(draft: Draft, fault_class: str, gpu: str | None, sign: Evidenc
         if same and at.is_open(draft.state, record, draft.now):
             draft.put_fault(at.add_evidence(record, sign))
             return
-    _deviceless(draft, fault_class, gpu, (sign,))
+    deviceless(draft, fault_class, gpu, (sign,))
 
 
 def _blame_device(draft: Draft, fault_class: str, gpu: str, sign: Evidence) -> None:
@@ -312,17 +247,7 @@ def _blame_device(draft: Draft, fault_class: str, gpu: str, sign: Evidence) -> N
             changed = replace(
                 record, fault_class=fault_class, offender=None, confidence=Confidence.UNKNOWN, suspects=()
             )
-            _revise(draft, record, at.add_evidence(changed, sign))
-
-
-def _deviceless(draft: Draft, fault_class: str, gpu: str | None, signs: tuple[Evidence, ...]) -> None:
-    """A record that belongs to a GPU and to no domain."""
-    number = draft.state.next_fault
-    draft.state = replace(draft.state, next_fault=number + 1)
-    draft.count("faults")
-    gpus = (gpu,) if gpu else ()
-    record = FaultRecord(number, draft.now, None, gpus, fault_class, revision=1)
-    _write(draft, at.add_evidence(record, *signs))
+            revise(draft, record, at.add_evidence(changed, sign))
 
 
 def on_server_fatal(draft: Draft, event: ev.ServerFatalLogged) -> None:
@@ -354,7 +279,7 @@ def on_control_died(draft: Draft, event: ev.ControlDied) -> None:
     if same is None:
         _process_record(draft, event.domain, "control-death", text)
     else:
-        _revise(draft, same, at.add_evidence(replace(same, fault_class="control-death"), sign))
+        revise(draft, same, at.add_evidence(replace(same, fault_class="control-death"), sign))
 
 
 def on_server_died(draft: Draft, event: ev.ServerDied) -> None:
@@ -367,7 +292,7 @@ def _process_record(draft: Draft, name: str, fault_class: str, text: str) -> Non
     domain = draft.state.domains[name]
     record = replace(_new(draft, domain, fault_class), suspects=(), revision=1)
     draft.put_domain(replace(domain, last_fault=record.id))
-    _write(draft, at.add_evidence(record, Evidence(Source.PROCESS, draft.now, text)))
+    write(draft, at.add_evidence(record, Evidence(Source.PROCESS, draft.now, text)))
     failover.link(draft, name, record.id)
 
 
@@ -378,10 +303,15 @@ def on_linger(draft: Draft, subject: str) -> None:
         domain = draft.state.domains[client.id.domain]
         limit = draft.state.policy.linger_limit_s
         text = f"work of {client.id.process} has not ended {limit:g} s after its death"
+        # Beside another's endless kernel a short one looks the same: it never has its turn.
+        others = any(
+            c.id.process != client.id.process and not draft.state.is_idle(c)
+            for c in draft.state.clients_of(domain.id)
+        )
         record = replace(
             _new(draft, domain, "hang"),
             offender=at.party(client),
-            confidence=Confidence.CERTAIN,
+            confidence=Confidence.LIKELY if others else Confidence.CERTAIN,
             suspects=(),
             victims=(),
             revision=1,
@@ -390,4 +320,4 @@ def on_linger(draft: Draft, subject: str) -> None:
         record = at.add_evidence(record, Evidence(Source.PROCESS, draft.now, text))
         if next_domain_state(domain.state, DomainTrigger.POISON) is not None:
             domains.leave(draft, domain.id, DomainTrigger.POISON)
-        _write(draft, record)
+        write(draft, record)

@@ -8,7 +8,7 @@ from mpsd.core import events as ev
 from mpsd.core.draft import Draft
 from mpsd.core.effects import Answer, ArmTimer, Kill
 from mpsd.core.lifecycle import ClientTrigger, allows
-from mpsd.core.proof import owner_needed, proven
+from mpsd.core.proof import owner_of_kill, proven
 from mpsd.core.state import POLICY, Client, ClientState, Eviction
 from mpsd.model import ProcessInstance
 
@@ -26,8 +26,7 @@ def kill(draft: Draft, grounds: Client, eviction: Eviction) -> None:
     eviction, process = replace(eviction, killed=draft.now), grounds.id.process
     for client in _living(draft, process):
         draft.put_client(replace(client, state=ClientState.KILLING, eviction=eviction))
-    asked = eviction.requester != POLICY
-    owner = owner_needed(draft.state.domains[grounds.id.domain], grounds, asked=asked)
+    owner = owner_of_kill(draft.state.domains[grounds.id.domain], grounds, eviction)
     draft.emit(Kill(grounds.id, eviction.reason, owner), ArmTimer("kill-wait", str(process), KILL_WAIT_S))
 
 

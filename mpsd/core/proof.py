@@ -15,7 +15,7 @@ from __future__ import annotations
 from enum import StrEnum
 
 from mpsd.core.effects import Freeze, Kill, Terminate
-from mpsd.core.state import POLICY, Client, ClientState, Domain, InvariantViolation, State
+from mpsd.core.state import POLICY, Client, ClientState, Domain, Eviction, InvariantViolation, State
 from mpsd.model import ClientId, ProcessInstance
 
 
@@ -50,6 +50,13 @@ def owner_needed(domain: Domain, client: Client, *, asked: bool) -> int | None:
     return None if others and (asked or domain.uid is None) else domain.uid
 
 
+def owner_of_kill(domain: Domain, client: Client, eviction: Eviction) -> int | None:
+    """The same for an eviction: a user has only his own processes killed, whatever proves them."""
+    if eviction.owner is not None:
+        return eviction.owner
+    return owner_needed(domain, client, asked=eviction.requester != POLICY)
+
+
 def grounds(state: State, process: ProcessInstance, *, asked: bool) -> Client | None:
     """The living client for which this process may be killed; None: for nothing that is known."""
     for client in state.spaces_of(process):
@@ -67,7 +74,8 @@ def check_kill(state: State, effect: Kill) -> None:
     eviction = state.clients[effect.client].eviction if effect.client in state.clients else None
     asked = eviction is not None and eviction.requester != POLICY
     client = _check_proof(state, effect.client, asked=asked)
-    if effect.owner != owner_needed(state.domains[effect.client.domain], client, asked=asked):
+    domain = state.domains[effect.client.domain]
+    if eviction is None or effect.owner != owner_of_kill(domain, client, eviction):
         raise InvariantViolation(f"{effect.client} is killed whosoever's it is by then")
 
 

@@ -130,13 +130,17 @@ POLICY = "policy"
 
 @dataclass(frozen=True, slots=True)
 class Eviction:
-    """An eviction under way: who asked (a request id or POLICY), since when, and when SIGKILL was sent."""
+    """An eviction under way: who asked (a request id or POLICY), since when, and when SIGKILL was sent.
+
+    `owner`: the user who asked, who may have only his own processes killed; None for policy and the admin.
+    """
 
     requester: str
     reason: str
     began: float
     steps: tuple[str, ...] = ()
     killed: float | None = None
+    owner: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

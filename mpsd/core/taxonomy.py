@@ -183,7 +183,8 @@ _ROWS = (
     _row(
         "hang",
         "a dead client's kernel never ends",
-        "the client's process has gone, its work has not ended within the linger limit",
+        "the client's process has gone, its work has not ended within the linger limit; certain where it was "
+        "alone in its domain, for others' kernels may make it wait",
         Scope.NOBODY,
         "by the death lease: its domain is marked poisoned, new clients go to a fresh one",
         "let the other clients of the poisoned domain finish; the lease ends when the last one has gone",

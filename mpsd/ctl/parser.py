@@ -16,7 +16,7 @@ a hang of one of them is seen, named and kept away from the others as far as tha
 
 _EPILOG = """\
 first steps:
-  eval "$(mpsd-ctl env)"; python train.py    run a job on the shared GPU
+  eval "$(mpsd-ctl env)" && python train.py  run a job on the shared GPU
   mpsd-ctl status                            who is there, how they are protected, what is wrong
   mpsd-ctl faults                            what happened, who did it, how sure that is, what to do
   mpsd-ctl kill PID                          put a job out without harming its neighbours

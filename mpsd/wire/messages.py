@@ -127,7 +127,7 @@ _TABLE = (
         "env",
         Right.ANY,
         "the environment that a workload of this user must set; may start a domain",
-        (_GPU, Argument("shared", Kind.FLAG)),
+        (_GPU, Argument("shared", Kind.FLAG), Argument("standby", Kind.FLAG)),
         deadline_s=15.0,
     ),
     Operation("doctor", Right.ANY, "what this machine can and cannot do", deadline_s=30.0),

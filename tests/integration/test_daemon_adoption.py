@@ -11,9 +11,11 @@ import psutil
 import pytest
 
 import mpsd_client
+from mpsd import adoption, pipedir
 from mpsd.guardplan import plan
 from mpsd.linux import procfs
 from mpsd.model import GuardClass
+from mpsd.statefile import StateFile
 from tests.support.site import Site, alive, until
 
 
@@ -363,3 +365,27 @@ def test_a_death_between_a_fault_and_the_switch(effect: int) -> None:
         assert newcomer.do("dev.alloc(16) > 0") == {"result": True}
         assert status["counters"].get("internal_errors", 0) == 0
         assert status["counters"].get("effects_failed", 0) == 0
+
+
+def test_killed_between_the_start_of_a_control_daemon_and_its_pid_file(site: Site) -> None:
+    """The state file says that it is being started, and no file says which process it is."""
+    worker = site.join("work")
+    before = settled(site)
+    spare = next(d for d in before["domains"] if d["state"] == "warm")
+    site.kill()
+    file = StateFile(site.run_dir / "state.json", adoption.KIND, adoption.LEVEL)
+    saved = file.load()
+    assert saved is not None
+    row = next(d for d in saved["domains"] if d["id"] == spare["id"])
+    row.update(state="starting", control=None, server=None)
+    assert file.save(saved)
+    (site.run_dir / "d" / spare["id"] / pipedir.PID_FILE).unlink()
+    site.start()
+    until(lambda: not alive(spare["control_pid"]) and not alive(spare["server_pid"]), "it is ended")
+    after = site.until(
+        lambda s: {d["state"] for d in s["domains"] if d["id"] != spare["id"]} == {"active", "warm"},
+        "another spare",
+    )
+    assert not (site.run_dir / "d" / spare["id"]).exists()
+    assert not any(spare["id"] in problem for problem in after["problems"])
+    assert worker.finish()["rounds"] > 0

@@ -219,7 +219,8 @@ def test_an_endless_kernel_of_a_dead_client_poisons_its_domain() -> None:
         client.die()
         record = site.until_fault("hang")
         assert record["offender"]["pid"] == client.pid
-        assert record["confidence"] == "certain"
+        # Beside another, whose kernels may have made it wait.
+        assert record["confidence"] == "likely"
 
         def left(status: Mapping[str, Any]) -> list[Any]:
             # It is left once there is another one to go to.

@@ -334,3 +334,31 @@ def test_a_daemon_carries_no_tls() -> None:
         maps = Path(f"/proc/{site.pid}/maps").read_text()
         assert "/libssl" not in maps and "/libcrypto" not in maps
         assert site.status()["pid"] == site.pid
+
+
+def test_env_says_where_a_standby_process_waits(site: Site) -> None:
+    site.join()
+    status = site.until(lambda s: sorted(d["state"] for d in s["domains"]) == ["active", "warm"], "a spare")
+    names = {d["state"]: d["id"] for d in status["domains"]}
+
+    def asked(client: mpsd_client.Client) -> tuple[str, str, str]:
+        path = client.env(standby=True)["CUDA_MPS_PIPE_DIRECTORY"]
+        found = (path, client.domain, client.directory)
+        assert client.env()["CUDA_MPS_PIPE_DIRECTORY"] == str(site.run_dir / "s" / Path(path_of(site)).name)
+        assert client.domain == names["active"]
+        return found
+
+    there = str(site.run_dir / "d" / names["warm"])
+    assert site.ask(asked) == (there, names["warm"], there)
+
+
+def path_of(site: Site) -> str:
+    return site.client_environ()["CUDA_MPS_PIPE_DIRECTORY"]
+
+
+def test_where_no_standby_is_kept_env_says_what_would_keep_one() -> None:
+    with Site(domains__spare="false") as site:
+        site.start()
+        with pytest.raises(mpsd_client.MpsdError, match="no standby domain") as told:
+            site.ask(lambda client: client.env(standby=True))
+        assert "spare = true" in told.value.remedy

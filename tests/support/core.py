@@ -168,8 +168,14 @@ class World:
     def nvml(self, xid: int, gpu: str = GPU) -> None:
         self.do(ev.NvmlXidSeen(NvmlXid(gpu, xid)))
 
-    def evict(self, pid: int, request: str = "r1", liveness: Liveness = Liveness.RUNNING) -> None:
-        self.do(ev.EvictRequested(process(pid), liveness, request, "asked"))
+    def evict(
+        self,
+        pid: int,
+        request: str = "r1",
+        liveness: Liveness = Liveness.RUNNING,
+        owner: int | None = None,
+    ) -> None:
+        self.do(ev.EvictRequested(process(pid), liveness, request, "asked", owner=owner))
 
     def terminate_finished(self, pid: int, done: bool = True) -> None:
         self.do(ev.TerminateFinished(process(pid), done, "done" if done else "no answer"))

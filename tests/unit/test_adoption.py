@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from mpsd import adoption, procs
 from mpsd.adoption import Adoption
 from mpsd.core import events as ev
+from mpsd.errors import AmbiguousError
 from mpsd.layout import Layout
 from mpsd.lease import Kept, lease_name
 from mpsd.model import ClientId, ProcessInstance
@@ -167,3 +169,79 @@ def test_who_dies_before_it_is_described_keeps_its_lease(
     assert parts.restored == [client]
     # What nobody claims of the living is given up later.
     assert [c.process for c in parts.kept] == [me()]
+
+
+class Halfway(Parts):
+    """Hosts too: `adopts` says which process is a control daemon of ours."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.adopts: ProcessInstance | None = None
+        self.headless: list[ProcessInstance | None] = []
+
+    def names(self) -> list[str]:
+        return []
+
+    def adopt(
+        self, name: str, gpus: tuple[str, ...], uid: int | None, control: ProcessInstance
+    ) -> ProcessInstance | None:
+        if control != self.adopts:
+            raise AmbiguousError("it is no control daemon")
+        return None
+
+    def adopt_headless(self, name: str, gpus: tuple[str, ...], server: ProcessInstance | None) -> bool:
+        self.headless.append(server)
+        return False
+
+    def ask(self, name: str) -> None:
+        pass
+
+
+def taken(
+    base: Path, parts: Halfway, state: str, control: list[int] | None
+) -> tuple[Adoption, list[ev.Event]]:
+    posted: list[ev.Event] = []
+    layout = Layout(base / "r", base / "l", base / "s")
+    layout.pipe_dir("d4").mkdir(parents=True)
+    part: Any = parts
+    taking = Adoption(layout, part, part, part, part, posted.append)
+    slot = {"id": "all", "gpus": ["G"], "uid": None, "exclusive": False, "active": None, "spare": "d4"}
+    row = {"id": "d4", "slot": "all", "state": state, "control": control, "server": None}
+    taking.run({"slots": [slot], "domains": [row], "clients": []})
+    return taking, [e for e in posted if isinstance(e, ev.DomainAdopted)]
+
+
+def mps(base: Path, name: str = "nvidia-cuda-mps-control") -> subprocess.Popen[bytes]:
+    """A process of this name that was started in the domain's directory."""
+    where = {"CUDA_MPS_PIPE_DIRECTORY": str(base / "r" / "d" / "d4")}
+    return subprocess.Popen([f"/usr/bin/{name}", "60"], executable=shutil.which("sleep"), env=where)
+
+
+@pytest.mark.parametrize("state", ["starting", "warm"])
+def test_a_control_daemon_that_no_file_names_is_found_by_its_environment(tmp_path: Path, state: str) -> None:
+    """mpsd was killed between its start and its pid file: it is taken over, and ended if it served nobody."""
+    with mps(tmp_path) as process:
+        parts = Halfway()
+        parts.adopts = procs.facts(process.pid).instance
+        _, (event,) = taken(tmp_path, parts, state, None)
+        process.kill()
+    assert event.control == parts.adopts and not parts.headless
+    assert event.state.value == ("retired" if state == "starting" else "warm")
+
+
+def test_the_directory_of_what_lives_and_is_not_understood_stays(tmp_path: Path) -> None:
+    with mps(tmp_path) as process:
+        taking, events = taken(tmp_path, Halfway(), "active", [process.pid, 1])
+        process.kill()
+    assert not events and str(process.pid) in taking.unknown[0]
+    assert taking.layout.pipe_dir("d4").is_dir()
+
+
+def test_the_directory_of_what_has_ended_goes(tmp_path: Path) -> None:
+    """Whoever else was told of it by its name, a client, does not keep it."""
+    parts = Halfway()
+    with mps(tmp_path, "python3") as client:
+        taking, events = taken(tmp_path, parts, "active", None)
+        client.kill()
+    assert not events and parts.headless == [None]
+    assert not taking.unknown and not taking.layout.pipe_dir("d4").exists()

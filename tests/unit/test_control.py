@@ -311,6 +311,8 @@ def test_adoption_needs_the_same_life_program_and_directory(rig: Rig, tmp_path: 
             ControlDaemon.adopt(arguments[0], str(tmp_path / "other"), arguments[2], instance)
         with pytest.raises(AmbiguousError, match="no control daemon"):
             ControlDaemon.adopt("/bin/true", *arguments[1:], instance)
+        # An update of the driver: the same name leads elsewhere now.
+        ControlDaemon.adopt(f"/nowhere/{rig.binary.name}", *arguments[1:], instance).close()
         with pytest.raises(AlreadyRunningError):
             await rig.control().start(20)
         assert await adopted.kill()

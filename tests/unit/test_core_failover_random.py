@@ -3,7 +3,7 @@ programs say, true or not."""
 
 from __future__ import annotations
 
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, rule
 
@@ -195,12 +195,9 @@ class FailoverDaemon(base.Daemon):
 
 TestFailoverDaemon = FailoverDaemon.TestCase
 TestFailoverDaemon.settings = settings(
-    derandomize=False,
-    database=None,
+    derandomize=True,
     max_examples=150,
     stateful_step_count=60,
     deadline=None,
-    phases=(Phase.explicit, Phase.generate),
-    report_multiple_bugs=False,
     suppress_health_check=list(HealthCheck),
 )

@@ -315,6 +315,21 @@ def test_a_foreign_process_moves_nobody_and_gives_one_record() -> None:
     assert not world.state.strays
 
 
+def test_the_second_source_of_a_foreign_xid_is_no_second_record_though_it_comes_later() -> None:
+    world = three_clients()
+    world.kernel(31, mmu_text(ADDRESS), pid=4242, name="outside")
+    world.wait(0.5).nvml(31)
+    world.wait(1.5).timer("strays", GPU)
+    assert len(world.record().evidence) == 1
+    world.wait(0.5).timer("strays", GPU)
+    assert len(world.records()) == 1 and not world.state.strays
+    assert [e.source for e in world.state.open_faults[0].evidence] == [Source.KERNEL_LOG, Source.NVML]
+    # The same from the same source is another one, and so is one much later.
+    world.nvml(31)
+    world.wait(2).timer("strays", GPU)
+    assert len(world.records()) == 2
+
+
 def test_a_foreign_line_never_joins_the_fault_of_a_domain() -> None:
     world = three_clients()
     world.kernel(13, MISALIGNED, pid=4242, name="outside")

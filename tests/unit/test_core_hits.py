@@ -23,7 +23,7 @@ from mpsd.model import (
     ZonePolicy,
     ZoneRole,
 )
-from tests.support.core import World, facts, process, uvm
+from tests.support.core import UID, World, facts, process, uvm
 
 MIB = 1 << 20
 NEAR = Nearby(Relation.PAST, 4096, False, 0x7F0000000000, 20 * MIB, 7, 3.0)
@@ -369,15 +369,17 @@ def test_every_place_has_its_words(nearby: Nearby | None, role: ZoneRole, said: 
     assert hittext.hit_json(here.state.hits[0].hit or pytest.fail("no hit"))["zone"] == role.value
 
 
-def test_who_asks_for_an_eviction_that_policy_has_begun_is_answered_by_its_end() -> None:
+@pytest.mark.parametrize("owner", [None, UID])
+def test_who_asks_for_an_eviction_that_policy_has_begun_is_answered_by_its_end(owner: int | None) -> None:
     world = World().ready()
     world.join(10)
     hit = replace(uvm(), fatal=False)
     world.do(ev.GuardHit(ClientId("d1", process(10)), hit, ZoneRole.GUARD, 1, Liveness.RUNNING))
     assert len(world.made(fx.Terminate)) == 1
-    world.evict(10)
+    world.evict(10, owner=owner)
     assert not world.last
     world.terminate_finished(10)
-    assert len(world.made(fx.Kill)) == 1
+    # Whoever asks has no more killed than he may.
+    assert [e.owner for e in world.made(fx.Kill)] == [owner]
     world.die(10)
     assert [(e.request, e.ok) for e in world.made(fx.Answer)] == [("r1", True)]

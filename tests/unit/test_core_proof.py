@@ -230,3 +230,13 @@ def test_effects_without_proof_are_noticed(monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setitem(engine._HANDLERS, ev.AdoptionDone, lambda d, e, made=effect: d.emit(made))
         with pytest.raises(InvariantViolation, match="without proof"):
             where.do(ev.AdoptionDone())
+
+
+@pytest.mark.parametrize("liveness", [Liveness.STOPPED, Liveness.RUNNING])
+def test_a_user_has_only_what_is_his_own_at_that_moment_killed(liveness: Liveness) -> None:
+    world = World().ready()
+    world.join(10)
+    world.evict(10, liveness=liveness, owner=UID)
+    if liveness is Liveness.RUNNING:
+        world.terminate_finished(10)
+    assert [e.owner for e in world.made(fx.Kill)] == [UID]

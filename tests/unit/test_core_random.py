@@ -20,9 +20,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from mpsd.core import effects as fx
 from mpsd.core import events as ev
 from mpsd.core.draft import DEPARTED_KEPT, OPEN_FAULTS_KEPT
-from mpsd.core.faults import STRAYS_KEPT
 from mpsd.core.hitrecords import HITS_KEPT
 from mpsd.core.state import DomainState, Policy
+from mpsd.core.strays import STRAYS_KEPT
 from mpsd.model import (
     Access,
     ClientId,
@@ -126,7 +126,8 @@ class Daemon(RuleBasedStateMachine):
                     assert effect.process not in self.truth.stopped, "terminate_client for a frozen client"
                 case fx.Freeze(client=client):
                     assert isinstance(event, ev.GuardHit), f"{client} is stopped by {event}"
-                    assert (client.domain, client.process) in self.truth.vouched
+                    own = self.world.state.domains[client.domain].uid == UID
+                    assert own or (client.domain, client.process) in self.truth.vouched
                     self.truth.stopped.add(client.process)
                 case fx.Kill(client=client):
                     self.check_kill(event, client)
@@ -149,7 +150,10 @@ class Daemon(RuleBasedStateMachine):
         victims = isinstance(event, ev.TimerFired) and event.kind == "kill-victims"
         asked = isinstance(event, ev.EvictRequested | ev.TerminateFinished | ev.GuardHit)
         stop = isinstance(event, ev.StopRequested) or (came and self.world.state.stopping)
-        assert asked or stop or victims, f"{client} is killed by {event}"
+        # What mpsd has stopped would never leave a domain that is lost.
+        frozen = any(c.frozen is not None for c in self.world.state.spaces_of(client.process))
+        lost = frozen and self.world.state.domains[client.domain].state is not DomainState.ACTIVE
+        assert asked or stop or victims or lost, f"{client} is killed by {event}"
         uid = self.world.state.domains[client.domain].uid
         besides = (client.domain, client.process) in self.truth.vouched
         assert uid == UID or (besides and (asked or uid is None)), f"only a log says that {client} is one"
@@ -157,8 +161,9 @@ class Daemon(RuleBasedStateMachine):
     def check_release(self, client: ClientId) -> None:
         domain = self.world.state.domains.get(client.domain)
         harmless = domain is None or domain.state in (DomainState.FAULTED, DomainState.STOPPING)
-        known = client in self.known
-        if known and not harmless and client not in self.truth.ended:
+        # One that departed before it was leased is told apart: its lease was never core's to hold.
+        held = any(gone.id == client and gone.leased for gone in self.world.state.departed)
+        if held and not harmless and client not in self.truth.ended:
             assert not any(self.world.state.living_of(client.domain)), f"work of {client} is let loose"
 
     def check_record(self, effect: fx.Record) -> None:
@@ -175,10 +180,6 @@ class Daemon(RuleBasedStateMachine):
             assert held or who in self.truth.faulted, f"{who} is named for certain"
         assert (record.offender is None) == (record.confidence is Confidence.UNKNOWN)
         assert record.offender is None or not record.suspects
-
-    @property
-    def known(self) -> set[ClientId]:
-        return {gone.id for gone in self.world.state.departed}
 
     # Picking: something that is there, or something that is not
 
@@ -426,11 +427,13 @@ class Daemon(RuleBasedStateMachine):
 
     # Eviction and time
 
-    @rule(pick=picks, liveness=st.sampled_from(Liveness))
-    def evict(self, pick: int, liveness: Liveness) -> None:
+    @rule(pick=picks, liveness=st.sampled_from(Liveness), as_user=st.booleans())
+    def evict(self, pick: int, liveness: Liveness, as_user: bool) -> None:
         request = f"r{len(self.truth.asked)}"
         self.truth.asked.add(request)
-        self.do(ev.EvictRequested(self.client_picked(pick).process, liveness, request, "asked"))
+        owner = UID if as_user else None
+        process = self.client_picked(pick).process
+        self.do(ev.EvictRequested(process, liveness, request, "asked", owner=owner))
 
     @rule(pick=picks, done=st.booleans())
     def terminate_finishes(self, pick: int, done: bool) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from mpsd.errors import StoreError
-from mpsd.fdset import whole_sets
+from mpsd.fdset import close_all, whole_sets
 from mpsd.fdstore import SystemdStore, open_store
 from mpsd.keeperstore import KeeperStore
 from mpsd.linux.samefile import same_file
@@ -232,6 +232,72 @@ def test_what_a_keeper_holds_moves_to_the_manager(manager: Manager, run_dir: Pat
     notifier.close()
     assert set(before) <= set(open_descriptors())
     assert not [fd for fd in set(open_descriptors()) - set(before) if fd not in dict(manager.stored).values()]
+
+
+def test_what_a_keeper_holds_and_the_manager_has_no_room_for_stays(
+    manager: Manager, run_dir: Path, files: list[int]
+) -> None:
+    """What the manager held comes to it: all of it is found, in one place."""
+    old = KeeperStore.open(run_dir)
+    for number, fd in enumerate(files):
+        old.put(f"lease {number}", [fd])
+    old.close()
+    before = SystemdStore(Channel(manager.address), {}, 64)
+    before.put("known", files[:1])
+    before.put("lease 1", files[1:2])
+    before.close()
+    before._channel.close()
+    out = run_dir / "out"
+    code = f"""
+import json, os
+from mpsd.fdstore import open_store
+from mpsd.notify import Notifier
+os.environ["FDSTORE"] = "6"
+store = open_store("auto", {str(run_dir)!r}, 6, os.environ, Notifier.from_environ(os.environ))
+opened = len(os.listdir("/proc/self/fd"))
+found = store.fetch_all()
+opened = len(os.listdir("/proc/self/fd")) - opened
+open({str(out)!r}, "w").write(json.dumps([store.kind, sorted(found), opened]))
+"""
+    process = manager.start([sys.executable, "-W", "ignore::ResourceWarning", "-c", code], os.environ)
+    assert process.wait(DEADLINE_S) == 0
+    assert json.loads(out.read_text()) == ["keeper", ["known", "lease 0", "lease 1", "lease 2"], 4]
+    assert manager.names() == []
+
+
+def test_what_fits_nowhere_whole_stays_where_it_is_and_is_said(
+    manager: Manager, run_dir: Path, files: list[int]
+) -> None:
+    old = KeeperStore.open(run_dir, limit=4)
+    for number, fd in enumerate(files):
+        old.put(f"lease {number}", [fd])
+    old.close()
+    before = SystemdStore(Channel(manager.address), {}, 64)
+    for number in range(2):
+        before.put(f"known {number}", files[number : number + 1])
+    before.close()
+    before._channel.close()
+    held, out = manager.names(), run_dir / "out"
+    code = f"""
+import json, os
+from mpsd.fdstore import open_store
+from mpsd.notify import Notifier
+os.environ["FDSTORE"] = "6"
+store = open_store("auto", {str(run_dir)!r}, 4, os.environ, Notifier.from_environ(os.environ))
+opened = len(os.listdir("/proc/self/fd"))
+found = store.fetch_all()
+opened = len(os.listdir("/proc/self/fd")) - opened
+open({str(out)!r}, "w").write(json.dumps([store.kind, sorted(found), opened]))
+"""
+    process = manager.start([sys.executable, "-W", "ignore::ResourceWarning", "-c", code], os.environ)
+    assert process.wait(DEADLINE_S) == 0
+    assert json.loads(out.read_text()) == ["systemd", ["known 0", "known 1"], 2]
+    assert manager.names() == held
+    again = KeeperStore.open(run_dir, limit=4, start=False)
+    found = again.fetch_all()
+    assert sorted(found) == ["lease 0", "lease 1", "lease 2"]
+    close_all(found)
+    again.close()
 
 
 def test_what_the_manager_holds_moves_to_a_keeper(manager: Manager, run_dir: Path, files: list[int]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import tempfile
 from collections.abc import Iterator
@@ -27,11 +28,70 @@ def layout_in(path: Path) -> Layout:
 def test_second_owner_is_refused_by_name(short_dir: Path) -> None:
     layout = layout_in(short_dir)
     layout.prepare()
-    lock = layout.lock()
+    locks = layout.lock()
     with pytest.raises(AlreadyRunningError, match=str(os.getpid())):
         layout.lock()
-    os.close(lock)
-    os.close(layout.lock())
+    close(locks)
+    close(layout.lock())
+
+
+def close(descriptors: list[int]) -> None:
+    for each in descriptors:
+        os.close(each)
+
+
+@pytest.mark.parametrize("shared", ["log", "state"])
+def test_two_daemons_share_no_directory(short_dir: Path, shared: str) -> None:
+    first = layout_in(short_dir)
+    other = short_dir / "other"
+    second = Layout(
+        other / "run",
+        first.log_dir if shared == "log" else other / "log",
+        first.state_dir if shared == "state" else other / "state",
+    )
+    first.prepare()
+    second.prepare()
+    locks = first.lock()
+    with pytest.raises(AlreadyRunningError, match=f"runs on .*/{shared}"):
+        second.lock()
+    close(locks)
+    close(second.lock())
+
+
+def test_one_directory_for_logs_and_state(short_dir: Path) -> None:
+    layout = Layout(short_dir / "run", short_dir / "both", short_dir / "both")
+    layout.prepare()
+    close(layout.lock())
+
+
+def test_where_a_path_leads(short_dir: Path) -> None:
+    layout = layout_in(short_dir)
+    layout.prepare()
+    assert layout.leads_to("slot") is None
+    layout.switch("slot", "d7")
+    assert layout.leads_to("slot") == "d7"
+
+
+def test_on_a_full_disk_a_path_is_replaced_in_the_room_that_was_set_aside(
+    short_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = layout_in(short_dir)
+    layout.prepare()
+    layout.switch("slot", "d1")
+    assert layout.set_room_aside() == ""
+    assert (layout.run_dir / "room").stat().st_blocks > 0
+    real = Path.symlink_to
+
+    def full(path: Path, target: Path) -> None:
+        if (layout.run_dir / "room").exists():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(path, target)
+
+    monkeypatch.setattr(Path, "symlink_to", full)
+    layout.switch("slot", "d2")
+    assert layout.leads_to("slot") == "d2"
+    monkeypatch.setattr(Path, "write_bytes", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
+    assert str(layout.run_dir) in layout.set_room_aside()
 
 
 def test_long_run_dir_is_refused(tmp_path: Path) -> None:

@@ -136,3 +136,41 @@ def test_what_waits_when_it_is_closed_never_begins() -> None:
         assert await first == "late"
 
     play(act, of_one=1)
+
+
+def test_what_is_let_go_of_slowly_holds_up_nobody_else() -> None:
+    """Its place is not another's before that is done, and whoever fails at it ends no thread."""
+    hang, slow = Hang(), Hang()
+
+    def late(result: str) -> None:
+        slow()
+        raise ValueError(result)
+
+    async def act(looks: Looks) -> None:
+        with pytest.raises(DeadlineError):
+            await looks.run("a", hang, 0.01, late=late)
+        hang.free.set()
+        await until(slow.begun.is_set)
+        assert await looks.run("b", lambda: 1, PATIENCE_S) == 1
+        slow.free.set()
+        assert await looks.run("a", lambda: 2, PATIENCE_S) == 2
+
+    play(act)
+
+
+def test_a_result_that_comes_while_the_loop_no_longer_turns_is_let_go_of() -> None:
+    """It is queued for a loop that is closed without another turn: nobody would ever take it from there."""
+    let_go, hang = threading.Event(), Hang()
+    loop = asyncio.new_event_loop()
+
+    async def give_up() -> Looks:
+        looks = Looks("test")
+        with pytest.raises(DeadlineError):
+            await looks.run("a", hang, 0.01, late=lambda _: let_go.set())
+        return looks
+
+    looks = loop.run_until_complete(give_up())
+    hang.free.set()
+    assert let_go.wait(PATIENCE_S)
+    loop.close()
+    looks.close()

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +113,26 @@ def test_an_ordinary_round_asks_no_control_daemon(machine: Machine) -> None:
 def test_what_could_not_be_written_is_tried_again(machine: Machine) -> None:
     machine.spy.problem = "full"
     assert machine.round(1).count("retry") == 2
+
+
+def test_a_path_that_could_not_be_led_elsewhere_is_led_there_later(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine.state = replace(machine.state, slots={"s": Slot("s", ("GPU-a",), None, active="d2")})
+    machine.layout.switch("s", "d1")
+    with monkeypatch.context() as full:
+        full.setattr(machine.layout, "switch", _no_room)
+        machine.round(1)
+    assert machine.layout.leads_to("s") == "d1"
+    (problem,) = machine.rounds.problems()
+    assert "does not lead to d2: No space left on device" in problem
+    machine.round(2)
+    assert machine.layout.leads_to("s") == "d2"
+    assert machine.rounds.problems() == []
+
+
+def _no_room(slot: str, domain: str) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def test_now_and_then_the_servers_lists_are_compared(machine: Machine) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from mpsd import procs
+from mpsd.errors import UnsupportedError
 from mpsd.gpu.nvidia import work
 from mpsd.gpu.nvidia.semaphores import Area
 from mpsd.gpu.nvidia.work import NvidiaWork, areas_noted, record_of
@@ -48,6 +49,12 @@ def changed(view: work.ProcessWork) -> None:
     view._found = None
 
 
+@pytest.fixture
+def readable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that nobody wrote to lies wherever it is read, as under a lease."""
+    monkeypatch.setattr(work, "_memory", lambda mem, at, size: bytes(size))
+
+
 def notes(text: bytes) -> int:
     fd = os.memfd_create("notes", os.MFD_CLOEXEC)
     os.write(fd, text)
@@ -66,6 +73,7 @@ def test_what_one_look_alone_saw_is_noted_as_that() -> None:
     assert areas_noted(record_of(None, settled=False)) is None
 
 
+@pytest.mark.usefixtures("readable")
 def test_a_context_seen_once_by_a_daemon_that_was_killed_is_not_taken_for_whole(
     child: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -94,6 +102,7 @@ def test_records_that_are_not_whole_say_nothing() -> None:
         assert areas_noted(torn) is None
 
 
+@pytest.mark.usefixtures("readable")
 @pytest.mark.parametrize("steps", [0, 1])
 def test_a_daemon_killed_while_it_notes_leaves_no_lie(
     child: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch, steps: int
@@ -172,6 +181,7 @@ def test_a_look_at_the_dead_that_comes_in_time_is_the_last(
         one.close()
 
 
+@pytest.mark.usefixtures("readable")
 def test_areas_that_two_looks_agreed_on_are_known(
     child: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,6 +197,40 @@ def test_areas_that_two_looks_agreed_on_are_known(
     assert once.pending() is None
     assert twice.pending() is not None and adopted.pending() is not None
     for view in (once, twice, adopted):
+        view.close()
+
+
+def test_areas_that_cannot_be_read_while_their_client_lives_tell_nothing_of_it_when_it_is_dead(
+    child: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is mapped there: as where the kernel does not let another process read such a mapping."""
+    monkeypatch.setattr(work, "areas", lambda rows: FEW)
+    view = NvidiaWork().open(instance(child), -1)
+    view.refresh()
+    kept = copies(view)
+    assert areas_noted(os.pread(kept["areas"], 1 << 16, 0)) is None
+    adopted = NvidiaWork().adopt(ProcessInstance(child.pid, 1), kept)
+    assert view.pending() is None and adopted.pending() is None
+    for one in (view, adopted):
+        one.close()
+
+
+@pytest.mark.usefixtures("readable")
+def test_what_was_unmapped_since_has_no_commands_but_what_has_gone_altogether_tells_nothing(
+    child: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(work, "areas", lambda rows: FEW)
+    left, gone = (NvidiaWork().open(instance(child), -1) for _ in range(2))
+    for view in (left, gone):
+        changed(view)
+        view.refresh()
+    monkeypatch.undo()
+    assert left.pending() == ""
+    child.kill()
+    child.wait()
+    with pytest.raises(UnsupportedError, match="memory has gone"):
+        gone.pending()
+    for view in (left, gone):
         view.close()
 
 

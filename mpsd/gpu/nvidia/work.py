@@ -88,6 +88,7 @@ class ProcessWork:
         self._maps = maps
         self._areas: list[Area] = []
         self._blind = True
+        self._unreadable = False
         self._settled = False
         self._looked: float | None = None
         self._found: procfs.MapLines | None = None
@@ -110,7 +111,7 @@ class ProcessWork:
     def refresh(self) -> None:
         self._look()
 
-    def _look(self) -> bool:
+    def _look(self, *, dead: bool = False) -> bool:
         """Whether the look was completed."""
         began = time.monotonic()
         try:
@@ -128,23 +129,33 @@ class ProcessWork:
         there = areas((r.start, r.end, r.permissions, r.path) for r in rows)
         with self._turn:
             if self._notes >= 0:
-                self._take(there, truncated=found.truncated, began=began)
+                self._take(there, truncated=found.truncated, began=began, dead=dead)
             self._found = found
         return True
 
-    def _take(self, there: list[Area], *, truncated: bool, began: float) -> None:
+    def _take(self, there: list[Area], *, truncated: bool, began: float, dead: bool) -> None:
         first = self._looked is None
         self._looked = began
         # A client that ends takes its areas away: what they were is not forgotten.
         there = there or self._areas
         self._settled = there == self._areas and (self._settled or not first)
         self._areas, self._blind = there, truncated
-        record = record_of(None if truncated else there, settled=self._settled)
+        if not dead:
+            self._unreadable = not self._can_be_read(there)
+        record = record_of(None if truncated or self._unreadable else there, settled=self._settled)
         if record != self._noted:
             # In this order: killed in between, it leaves a record that is not whole, never an empty one.
             os.pwrite(self._notes, record, 0)
             os.ftruncate(self._notes, len(record))
             self._noted = record
+
+    def _can_be_read(self, there: Sequence[Area]) -> bool:
+        """Whether the driver lets the memory of the living be read. Of the dead nobody could tell that from
+        a client that has taken its areas away."""
+        try:
+            return not there or any(_memory(self._mem, area.start, 1) for area in there)
+        except UnsupportedError:
+            return True  # It has just ended: that is seen when its work is looked for.
 
     def recall(self) -> None:
         """After adoption: the areas that an earlier daemon noted."""
@@ -156,12 +167,12 @@ class ProcessWork:
 
     def pending(self) -> str | None:
         if self._signs is None:
-            exact = self._look()
+            exact = self._look(dead=True)
             with self._turn:
                 if not (exact or self._seen_to_the_end()):
                     self._blind = True
         with self._turn:
-            return None if self._blind or self._mem < 0 else self._left()
+            return None if self._blind or self._unreadable or self._mem < 0 else self._left()
 
     def _seen_to_the_end(self) -> bool:
         """Whether the last look can have missed no context, nor a part of it."""
@@ -189,19 +200,13 @@ class ProcessWork:
         signs = Signs()
         for area in self._areas:
             for at in range(area.start, area.end, PIECE):
-                for block in written(self._read(at, min(PIECE + OVERLAP, area.end - at))):
+                for block in written(_memory(self._mem, at, min(PIECE + OVERLAP, area.end - at))):
                     self._wrote_commands = True
                     signs.scan(block)
         return signs
 
-    def _read(self, at: int, size: int) -> bytes:
-        try:
-            return os.pread(self._mem, size, at)
-        except OSError:
-            return b""
-
     def _word(self, address: int) -> int | None:
-        data = self._read(address, 4)
+        data = _memory(self._mem, address, 4)
         return int.from_bytes(data, "little") if len(data) == 4 else None
 
     def close(self) -> None:
@@ -254,6 +259,21 @@ class NvidiaWork:
 
     def is_present(self, process: ProcessInstance, fds: Mapping[str, int]) -> bool:
         return "mem" not in fds or _same_program(process, fds["mem"]) is not False
+
+
+def _memory(mem: int, at: int, size: int) -> bytes:
+    """What lies at an address, through /proc/PID/mem; nothing where nothing is mapped.
+
+    Raises UnsupportedError where there is no memory map any more, which its lease should have kept: that
+    reads as the end of the file.
+    """
+    try:
+        data = os.pread(mem, size, at)
+    except OSError:
+        return b""
+    if not data:
+        raise UnsupportedError("its memory has gone before its work was seen to end")
+    return data
 
 
 def _close(*fds: int) -> None:
