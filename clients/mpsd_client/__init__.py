@@ -30,7 +30,7 @@ from mpsd_client.vault import InUseError, NameTakenError, NoVaultError, QuotaErr
 if TYPE_CHECKING:
     from mpsd_client._cuda import CudaError
     from mpsd_client.buffer import Buffer, View
-    from mpsd_client.buffers import NotPersistentWarning, Session, attach, forget, session
+    from mpsd_client.buffers import NotPersistentWarning, Session, attach, forget, session, wait_for_turn
 
 MpsdError = errors.MpsdError
 AmbiguousError = errors.AmbiguousError
@@ -52,6 +52,7 @@ _BUFFERS = {
     "attach": "buffers",
     "forget": "buffers",
     "session": "buffers",
+    "wait_for_turn": "buffers",
 }
 
 
@@ -92,4 +93,5 @@ __all__ = [
     "forget",
     "on_event",
     "session",
+    "wait_for_turn",
 ]

@@ -19,6 +19,7 @@ LAYOUT = struct.Struct(f"=IHHIIQQQII16s{TOKEN_ROOM}s{NAME_ROOM}s")
 
 class Kind(IntEnum):
     HELLO = 1
+    CLAIM = 5
     RELEASE = 6
     PUT_NAMED = 10
     TAKE = 11

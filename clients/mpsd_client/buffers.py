@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 import warnings
 import weakref
 from collections.abc import Collection
+from dataclasses import dataclass
 from types import TracebackType
 
+from mpsd_client import turns
 from mpsd_client import vault as vaults
 from mpsd_client._cuda import Device
 from mpsd_client._protocol import errors
@@ -17,6 +20,7 @@ from mpsd_client.buffer import Buffer, Mapping
 from mpsd_client.events import Callback, Watcher
 from mpsd_client.vault import InUseError, NoVaultError, Piece, QuotaError, Vault
 
+DYING_S = 5.0
 _NOT_TAKEN = (NoVaultError, QuotaError, errors.DeadlineError, errors.DeniedError)
 
 
@@ -24,6 +28,17 @@ class NotPersistentWarning(UserWarning):
     """A buffer will not outlive its process, or not mpsd; the text says why."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Borrowed:
+    """A buffer that a process has beside the one whose it is, until its turn: what it will call it, and how
+    the other one calls it, which changes with the memory."""
+
+    path: str
+    number: int
+    theirs: int
+
+
+_borrowed: dict[str, _Borrowed] = {}
 # Names that this process has attached, so that nobody maps one twice by mistake.
 _attached: weakref.WeakValueDictionary[str, Buffer] = weakref.WeakValueDictionary()
 _attaching = threading.Lock()
@@ -34,6 +49,9 @@ def attach(name: str, size: int | None = None, *, device: int = 0, socket_path: 
 
     It is made, of zeros, where this owner (this user in this cgroup, or with this MPSD_VAULT_TOKEN) keeps
     nothing so, and outlives this process, however it ends, and mpsd. One process has it at a time.
+
+    Under mpsd-standby a process that waits for its turn has it beside the one that works, and is not to write
+    to it before wait_for_turn() has returned.
 
     `size`: bytes, at least 1; None: only come back to what is there, all of it, in whole granules (2 MiB).
     `device`: ordinal of the GPU as this process counts them. `socket_path`: the daemon's; by default the
@@ -48,7 +66,8 @@ def attach(name: str, size: int | None = None, *, device: int = 0, socket_path: 
     with _attaching:
         _check_not_attached(name)
         with Vault(path, vaults.token_of(os.environ)) as vault:
-            buffer = _attach(vault, path, name, size, device)
+            make = _borrow if _waits() else _attach
+            buffer = make(vault, path, name, size, device)
         return _noted(buffer)
 
 
@@ -96,6 +115,10 @@ class Session:
         self._watchers.append(watcher)
         return watcher
 
+    def wait_for_turn(self) -> bool:
+        """As wait_for_turn()."""
+        return wait_for_turn()
+
     def close(self) -> None:
         """Close all buffers and watchers of the session. Idempotent."""
         for watcher in self._watchers:
@@ -127,6 +150,81 @@ def session(socket_path: str | None = None) -> Session:
     `socket_path`: the daemon's, as for attach(). Nothing is looked for before the first attach().
     """
     return Session(socket_path)
+
+
+def wait_for_turn() -> bool:
+    """Under mpsd-standby: say that all is done that can be done beforehand, and return when it is this
+    process's turn; all that it has attached is its own then. True where another one had a turn before it.
+    Without mpsd-standby: False, at once.
+
+    Raises NotRunningError where mpsd-standby ends meanwhile, AmbiguousError where a buffer was made anew
+    under its name since this process attached it, and what attach() raises.
+    """
+    turn = turns.turn()
+    if turn is None:
+        return False
+    waits = turn.waits
+    turn.say(turns.READY)
+    if waits:
+        turn.wait()
+        with _attaching:
+            for name, borrowed in tuple(_borrowed.items()):
+                _take_over(name, borrowed)
+        turn.say(turns.TOOK)
+    return not turn.is_first
+
+
+def _waits() -> bool:
+    turn = turns.turn()
+    return turn is not None and turn.waits
+
+
+def _borrow(vault: Vault, path: str, name: str, size: int | None, device: int) -> Buffer:
+    """As _attach, of what another living process has."""
+    found = vault.claim(name)
+    if found is None:
+        raise errors.NotFoundError(
+            f"nothing of yours is kept as {name!r}, and a process that waits for its turn makes nothing",
+            remedy="the program must attach it before it calls wait_for_turn()",
+        )
+    piece, theirs = found
+    try:
+        gpu = Device(device)
+        try:
+            mapping = _come_back(gpu, piece, name, size)
+        except BaseException:
+            gpu.close()
+            raise
+    finally:
+        os.close(piece.descriptor)
+    number = _number()
+    _borrowed[name] = _Borrowed(path, number, theirs)
+    return _buffer(mapping, path, name, piece.size if size is None else size, number, found=True)
+
+
+def _take_over(name: str, borrowed: _Borrowed) -> None:
+    with Vault(borrowed.path, vaults.token_of(os.environ)) as vault:
+        found = vault.claim(name)
+        if found is not None:
+            os.close(found[0].descriptor)
+        if found is None or found[1] != borrowed.theirs:
+            raise errors.AmbiguousError(
+                f"{name!r} was made anew, or forgotten, while this process waited for its turn",
+                remedy="attach it once, before wait_for_turn(), and keep it",
+            )
+        end = time.monotonic() + DYING_S
+        while True:
+            try:
+                piece = vault.take(name, borrowed.number)
+                break
+            except InUseError:
+                # A child of the one before, which is just being killed.
+                if time.monotonic() > end:
+                    raise
+                time.sleep(0.002)
+        if piece is not None:
+            os.close(piece.descriptor)
+    del _borrowed[name]
 
 
 def _check(name: str, size: int | None) -> None:
@@ -247,7 +345,7 @@ def _ordinary(name: str, size: int, device: int) -> Buffer:
 def _buffer(mapping: Mapping, path: str, name: str, size: int, number: int, *, found: bool) -> Buffer:
     def closed(leaves: bool) -> None:
         _attached.pop(name, None)
-        if leaves:
+        if _borrowed.pop(name, None) is None and leaves:
             # Without a daemon it stays this process's until that ends.
             with contextlib.suppress(errors.MpsdError), Vault(path, vaults.token_of(os.environ)) as vault:
                 vault.leave(number)

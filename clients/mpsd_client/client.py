@@ -48,6 +48,11 @@ class Client:
         """Where programs bring memory that is to outlive them, once `env` was asked; empty: no vault."""
         self.failover_socket = ""
         """Where programs hear when they are to go on in another domain, as above; empty: there is none."""
+        self.domain = self.directory = ""
+        """The domain that `env` led to when it was asked, and its own pipe directory, which never leads to
+        another; empty: not said."""
+        self.gpus: tuple[str, ...] = ()
+        """The GPUs of that domain, by UUID."""
         self._streams: list[EventStream] = []
         self._transport = Transport(socket_path, timeout)
 
@@ -117,10 +122,23 @@ class Client:
         return self.call("zone_policy", args, timeout)
 
     def env(
-        self, gpu: str | None = None, shared: bool = False, timeout: float | None = None
+        self,
+        gpu: str | None = None,
+        shared: bool = False,
+        timeout: float | None = None,
+        *,
+        standby: bool = False,
     ) -> dict[str, str]:
-        """The environment that a workload of this user must set before it initialises CUDA."""
-        answer = self.call("env", {"gpu": gpu, "shared": shared}, timeout)
+        """The environment that a workload of this user must set before it initialises CUDA.
+
+        `standby`: of one that is to wait in the domain that takes the active one's place when that is lost,
+        by that domain's own directory. Raises "not-ready" (RemoteError) where there is none at the moment.
+        """
+        args = {"gpu": gpu, "shared": shared, "standby": standby or None}
+        answer = self.call("env", args, timeout)
+        self.domain = str(answer.get("domain") or "")
+        self.directory = str(answer.get("directory") or "")
+        self.gpus = tuple(str(uuid) for uuid in answer.get("gpus") or ())
         self.vault_socket = str(answer.get("vault", ""))
         self.failover_socket = str(answer.get("failover", ""))
         return {str(name): str(value) for name, value in answer["env"].items()}

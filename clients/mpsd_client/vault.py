@@ -149,6 +149,16 @@ class Vault:
             raise _error(answer, name)
         return Piece(fds[0], answer.size, answer.address, answer.gpu)
 
+    def claim(self, name: str) -> tuple[Piece, int] | None:
+        """What is kept under a name, beside the process that has it, and how that one calls it; None where
+        this owner keeps nothing so."""
+        answer, fds = self._ask(Message(Kind.CLAIM, name=name))
+        if answer.status in (Status.DENIED, Status.UNKNOWN):
+            return None
+        if answer.status is not Status.OK:
+            raise _error(answer, name)
+        return Piece(fds[0], answer.size, answer.address, answer.gpu), answer.number
+
     def leave(self, number: int) -> None:
         """This process has done with a piece that it brought or took: the next process may take it."""
         self._ask(Message(Kind.LEAVE, number=number))
@@ -176,7 +186,7 @@ class Vault:
             if not said:
                 raise self._closed(message, "closed")
             answer = wire.unpack_answer(said)
-            wants = message.kind is Kind.TAKE and answer.status is Status.OK
+            wants = message.kind in (Kind.TAKE, Kind.CLAIM) and answer.status is Status.OK
             if (answer.kind, answer.sequence, len(fds)) != (message.kind, self._sequence, int(wants)):
                 raise ValueError("an answer to something else")
         except ValueError as error:

@@ -1,0 +1,76 @@
+"""The processes of mpsd-standby, without a daemon: what they leave, and what becomes of what they started."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+
+from mpsd_client.actors import Actor
+from mpsd_client.rota import Left
+from mpsd_client.standby import _left_by
+from tests.support.descriptors import open_descriptors
+from tests.support.site import alive, until
+
+# Says who its child is, by its line; the child is in a session of its own.
+PARENT = """
+import os, socket, subprocess, sys
+child = subprocess.Popen(["sleep", "3004"], start_new_session=True)
+line = socket.socket(fileno=int(os.environ["MPSD_TURN"].split()[0]))
+line.sendall(f"{child.pid}\\n".encode())
+print(flush=True)
+line.recv(1)
+"""
+
+
+@pytest.fixture
+def actor() -> Iterator[Actor]:
+    before = open_descriptors()
+    made = Actor([sys.executable, "-c", PARENT], dict(os.environ), "first")
+    yield made
+    made.kill()
+    made.finish()
+    made.close()
+    assert set(open_descriptors()) == set(before)
+
+
+def test_all_that_it_has_started_is_found_and_killed(actor: Actor) -> None:
+    (said,) = until(actor.lines, "it says who its child is")
+    child = int(said)
+    assert set(actor.members()) == {actor.pid, child}
+    assert actor.kill()
+    assert not actor.members() and not alive(child)
+    assert select.select([actor], [], [], 10)[0]
+    assert actor.finish() == -signal.SIGKILL
+    # It is remembered, for what the daemon still has of it.
+    assert {pid for pid, _ in actor.known} == {actor.pid, child}
+
+
+def test_the_end_of_its_line_is_told_from_nothing_said(actor: Actor) -> None:
+    until(actor.lines, "it says who its child is")
+    assert actor.lines() == []
+    actor.kill()
+    assert actor.lines() is None
+
+
+def test_what_the_daemon_still_has_of_it(actor: Actor) -> None:
+    until(actor.lines, "it says who its child is")
+    actor.members()
+    (pid, start), *_ = sorted(actor.known)
+    mine: Mapping[str, Any] = {"pid": pid, "start_ticks": start, "blind": False}
+    other: Mapping[str, Any] = {"pid": None, "start_ticks": None, "command": "[another user's]"}
+    reused: Mapping[str, Any] = {"pid": pid, "start_ticks": start + 1}
+
+    def left(clients: list[Mapping[str, Any]], dead: list[Mapping[str, Any]]) -> Left:
+        return _left_by(actor, {"clients": clients, "dead": dead})
+
+    assert left([other, reused], [other]) is Left.NOTHING
+    assert left([other, mine], []) is Left.WORK
+    assert left([other], [mine, other]) is Left.WORK
+    assert left([], [{**mine, "blind": True}]) is Left.UNKNOWN
+    assert left([], [{**mine, "blind": True}, mine]) is Left.WORK
