@@ -16,9 +16,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TextIO
 
-from faultinject import report
+from faultinject import report, takeover
 from faultinject.checkers import check, verdict
 from faultinject.failover import command as failover
+from faultinject.failover import reports as failover_reports
 from faultinject.faults import REGISTRY, by_name, select
 from faultinject.history import load
 from faultinject.kinds import MODES
@@ -138,10 +139,13 @@ def parser() -> argparse.ArgumentParser:
     sweep.set_defaults(go=_sweep)
     proxy.add_parser(commands, _TYPES)
     failover.add_parser(commands, _TYPES)
+    takeover.add_parser(commands, _TYPES)
     render = commands.add_parser("render", help="render a report as Markdown")
     render.add_argument("report", type=Path)
     render.set_defaults(go=_render)
-    again = commands.add_parser("check", help="judge a stored history, or a report of proxy, again")
+    again = commands.add_parser(
+        "check", help="judge a stored history, or a report of proxy, failover or takeover"
+    )
     again.add_argument("history", type=Path)
     again.set_defaults(go=_check)
     return top
@@ -216,7 +220,15 @@ def _sweep(args: argparse.Namespace) -> int:
 
 def _render(args: argparse.Namespace) -> int:
     of_proxy = proxy_reports.load(args.report)
-    text = proxy_reports.markdown(of_proxy) if of_proxy else report.markdown(report.load(args.report))
+    of_failover = None if of_proxy else failover_reports.load(args.report)
+    if of_proxy:
+        text = proxy_reports.markdown(of_proxy)
+    elif of_failover:
+        text = failover_reports.markdown(of_failover)
+    elif of_takeover := takeover.load(args.report):
+        text = takeover.markdown(of_takeover)
+    else:
+        text = report.markdown(report.load(args.report))
     print(text, end="")
     return 0
 
@@ -227,6 +239,14 @@ def _check(args: argparse.Namespace) -> int:
         again = proxy_reports.judged(of_proxy)
         proxy.show(again)
         return 0 if proxy_reports.passed(again) else 1
+    of_failover = failover_reports.load(args.history)
+    if of_failover is not None:
+        print(report.aligned(failover_reports.table(of_failover)))
+        return 0 if failover_reports.passed(of_failover) else 1
+    of_takeover = takeover.load(args.history)
+    if of_takeover is not None:
+        print(report.aligned(takeover.table(of_takeover)))
+        return 0 if takeover.passed(of_takeover) else 1
     history = load(args.history)
     begin, node = history.first("begin"), history.first("node")
     if begin is None:

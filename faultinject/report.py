@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -172,6 +172,17 @@ def load(path: Path) -> dict[str, Any]:
     return checked
 
 
+def load_of_kind(path: Path, kind: str) -> dict[str, Any] | None:
+    """The JSON object in this file whose `kind` that is; None if it is something else. Raises UsageError."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError:
+        return None
+    return data if isinstance(data, dict) and data.get("kind") == kind else None
+
+
 def file_name(device: str, driver: str, what: str, suffix: str = "json") -> str:
     """DEVICE-DRIVER-WHAT.suffix with nothing in it that a shell would mind."""
     parts = (re.sub(r"[^A-Za-z0-9.]+", "-", p).strip("-") for p in (device, driver, what))
@@ -183,6 +194,26 @@ def placed(path: Path, report: Mapping[str, Any], what: str, suffix: str) -> Pat
     if not path.is_dir():
         return path
     return path / file_name(report["device"], report["driver"], what, suffix)
+
+
+def load_sound(
+    path: Path, kind: str, problems: Callable[[Mapping[str, Any]], Iterator[str]]
+) -> dict[str, Any] | None:
+    """As load_of_kind. Raises UsageError, too, for the first of what `problems` finds in it."""
+    data = load_of_kind(path, kind)
+    problem = next(problems(data), None) if data else None
+    if problem:
+        raise UsageError(f"{path} is no report of this program: {problem}")
+    return data
+
+
+def against_version(
+    schema: Mapping[str, tuple[type, ...]], version: int, data: Mapping[str, Any]
+) -> Iterator[str]:
+    """What a whole report lacks, one by one; its version is looked at when it has one."""
+    yield from against(schema, data, "report")
+    if data["schema"] != version:
+        yield f"report.schema is {data['schema']!r}, this program reads {version}"
 
 
 def deliver(

@@ -107,6 +107,11 @@ class Worker:
     def _find(self, whats: Sequence[str], after: int = 0) -> Entry | None:
         return next(islice((e for e in self._said if e.what in whats), after, None), None)
 
+    def said(self, *whats: str) -> list[Entry]:
+        """All entries of these kinds, in their order."""
+        with self._change:
+            return [e for e in self._said if e.what in whats]
+
     def count(self, *whats: str) -> int:
         """How many entries of these kinds it has said."""
         with self._change:

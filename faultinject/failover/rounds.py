@@ -102,10 +102,12 @@ class Rounds:
         fault = Fault(kind)
         try:
             self._wait_until_ready()
+            offender = None if kind in PARTS else self._offender(kind, number)
             self._reset_reports()
-            at = self._begin(fault, kind, number)
+            at = self._begin(fault, kind, offender)
             fault.record = self._record(at)
             self._collect(fault, at)
+            fault.record = self._latest(fault.record)
         except (DeadlineError, MpsdError) as error:
             fault.problem = str(error)
             if not fault.programs:
@@ -147,20 +149,22 @@ class Rounds:
             time.sleep(POLL_S)
         raise DeadlineError(f"not every server had a standby within {READY_S:.0f} s: {why}")
 
-    def _offend(self, fault: Fault, kind: str, number: int) -> float:
+    def _offender(self, kind: str, number: int) -> Worker:
         offender = self._rig.spawn(f"offender-{kind}-{number}", "offender", kind)
         offender.must("ready", timeout=UP_S)
+        return offender
+
+    @staticmethod
+    def _offend(fault: Fault, offender: Worker) -> float:
         at = offender.tell("go")
         outcome = offender.wait("outcome", "gone", timeout=0.05)
         fault.offender_code = outcome.data.get("code") if outcome else None
         return at
 
-    def _begin(self, fault: Fault, kind: str, number: int) -> float:
-        if kind == "server_death":
-            return self._server_dies()
-        if kind == "drain":
-            return self._drain()
-        return self._offend(fault, kind, number)
+    def _begin(self, fault: Fault, kind: str, offender: Worker | None) -> float:
+        if offender is not None:
+            return self._offend(fault, offender)
+        return self._server_dies() if kind == "server_death" else self._drain()
 
     def _drain(self) -> float:
         at = clock()
@@ -187,6 +191,11 @@ class Rounds:
                 return _plain(mine[-1])
             time.sleep(POLL_S)
         raise DeadlineError(f"no fail-over was recorded within {MOVED_S:.0f} s")
+
+    def _latest(self, record: Mapping[str, Any]) -> Mapping[str, Any]:
+        """As it has become: what was done again in a program's turn is known when that is over."""
+        records = self._rig.mpsd.ask(lambda c: c.failovers())
+        return next((_plain(r) for r in records if r["id"] == record["id"]), record)
 
     def _reset_reports(self) -> None:
         for server in self._servers:

@@ -65,10 +65,10 @@ class WorkRounds(Rounds):
         digests.append(begun.data["digest"])
         return list(begun.data["times"])
 
-    def _begin(self, fault: Fault, kind: str, number: int) -> float:
+    def _begin(self, fault: Fault, kind: str, offender: Worker | None) -> float:
         # At another moment of the block each time.
         time.sleep(self._choose.uniform(0.05, BLOCK_S / 2))
-        return super()._begin(fault, kind, number)
+        return super()._begin(fault, kind, offender)
 
     def _reset_reports(self) -> None:
         for work, worker in zip(self._works, self._servers, strict=True):
@@ -76,13 +76,15 @@ class WorkRounds(Rounds):
         self._blocks += 1
 
     def _collect(self, fault: Fault, at: float) -> None:
-        for worker in self._servers:
+        for worker in self._servers if self._blocks else ():
             said = worker.wait("block", timeout=BLOCK_MOST_S, after=self._blocks - 1)
             if said is None:
                 fault.programs.append(Moved(False, 0, 0, None, None))
                 fault.problem = fault.problem or self._last_words(worker)
                 continue
-            times = said.data["times"]
+            times, began = said.data["times"], said.data["began"]
+            if not began <= at <= began + sum(times):
+                fault.problem = fault.problem or f"{worker.name} was not at work when the fault came"
             longest = round(max(times, default=0.0) * 1e3, 3)
             fault.programs.append(Moved(True, 0, len(times), longest, None))
 

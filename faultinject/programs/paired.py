@@ -14,7 +14,7 @@ import sys
 import time
 from typing import Any
 
-from faultinject.programs.talk import Inbox, identity, no_core_dumps, say
+from faultinject.programs.talk import Inbox, clock, identity, no_core_dumps, say
 from faultinject.proxy.work import NAMES, Work
 
 CPUS = 2
@@ -60,7 +60,8 @@ def serve(work: Work, inbox: Inbox, steps: int) -> None:
         order = inbox.wait()
         match order["do"] if order else "stop":
             case "block":
-                say("block", times=timed(work, int(order["steps"]) if order else 0))
+                began = clock()
+                say("block", began=began, times=timed(work, int(order["steps"]) if order else 0))
             case "finish":
                 say("finished", digest=digest(work))
             case _:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,13 +37,8 @@ PARTS = (("numba", numba_suite.judge), ("deaths", deaths.judge), ("memory_end", 
 
 def load(path: Path) -> dict[str, Any] | None:
     """The report in this file; None if it is JSON of another kind. Raises UsageError."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError:
-        return None
-    if not isinstance(data, dict) or data.get("kind") != KIND:
+    data = report.load_of_kind(path, KIND)
+    if data is None:
         return None
     # Reports that were made before there was that part.
     data.setdefault("memory_end", None)

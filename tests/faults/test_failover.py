@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from faultinject.failover.command import judge, main_settings
+from faultinject.failover.command import main_settings
+from faultinject.failover.reports import judge
 from faultinject.failover.rounds import Rounds, data
 from faultinject.failover.works import WorkRounds
 from faultinject.history import History

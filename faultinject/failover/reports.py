@@ -1,0 +1,138 @@
+"""Reports of fail-overs: their form, their verdicts, their tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from faultinject import report
+from faultinject.failover.rounds import Fault, Moved
+from mpsd.core.members import MISSING
+
+KIND, SCHEMA_VERSION = "failover", 1
+
+SCHEMA: Mapping[str, tuple[type, ...]] = {
+    "schema": (int,),
+    "kind": (str,),
+    "device": (str,),
+    "driver": (str,),
+    "backend": (str,),
+    "mode": (str,),
+    "works": (list,),  # of names; none: three servers
+    "date": (str,),  # ISO 8601, UTC
+    "command": (str,),
+    "leftovers": (list,),
+    "faults": (dict,),  # kind: list of Fault
+}
+
+
+def load(path: Path) -> dict[str, Any] | None:
+    """The report in this file; None if it is something else. Raises UsageError."""
+    return report.load_sound(path, KIND, _problems)
+
+
+def _problems(data: Mapping[str, Any]) -> Iterator[str]:
+    yield from report.against_version(SCHEMA, SCHEMA_VERSION, data)
+    for kind, faults in data["faults"].items():
+        if not isinstance(faults, list):
+            yield f"report.faults.{kind} is no list"
+            continue
+        for number, fault in enumerate(faults):
+            where = f"report.faults.{kind}[{number}]"
+            yield from _keys(fault, Fault, where)
+            for place, program in enumerate(fault["programs"]):
+                yield from _keys(program, Moved, f"{where}.programs[{place}]")
+
+
+def _keys(value: Any, of: type[Fault] | type[Moved], where: str) -> Iterator[str]:
+    if not isinstance(value, dict):
+        yield f"{where} is no object"
+        return
+    for each in fields(of):
+        if each.name not in value:
+            yield f"{where}.{each.name} is missing"
+
+
+def judge(faults: Sequence[Mapping[str, Any]]) -> str:
+    """valid, or what was seen that must not be."""
+    for fault in faults:
+        if fault["problem"]:
+            return f"invalid: {fault['problem'][:300]}"
+        for program in fault["programs"]:
+            if not program["alive"]:
+                return "invalid: a program was lost"
+            if program["wrong"]:
+                return "invalid: a program saw a wrong result, or memory that had changed"
+            if len(program["told"]) > 1:
+                return f"invalid: a program met more than one error: {program['told']}"
+        if sum(bool(p["told"]) for p in fault["programs"]) > _missing(fault):
+            return "invalid: a program met an error where nothing of its was missing"
+    return "valid"
+
+
+def _missing(fault: Mapping[str, Any]) -> int:
+    """Programs of which mpsd knows that what they had in flight may be missing."""
+    return sum(fate["why"].startswith(MISSING) for fate in fault["record"]["clients"])
+
+
+def row(kind: str, faults: Sequence[Mapping[str, Any]]) -> list[str]:
+    """kind, faults, lost, told, times in ms (median / worst), verdict."""
+    programs = [p for fault in faults for p in fault["programs"]]
+    fates = [fate for fault in faults if fault["record"] for fate in fault["record"]["clients"]]
+    return [
+        kind,
+        str(len(faults)),
+        str(sum(not p["alive"] for p in programs)),
+        str(sum(bool(p["told"]) for p in programs)),
+        _spread([p["stall"] for p in programs]),
+        _spread([fault["record"]["decision_ms"] for fault in faults if fault["record"]]),
+        *(_spread([fate.get(name) for fate in fates]) for name in ("held_ms", "fence_ms", "first_ms")),
+        judge(faults),
+    ]
+
+
+HEAD = ["kind", "faults", "lost", "told", "longest step", "decided", "held", "fence", "goes on", "verdict"]
+
+
+def _spread(values: Sequence[float | None]) -> str:
+    known = sorted(v for v in values if v is not None)
+    return f"{median(known):.2f} / {known[-1]:.2f}" if known else "-"
+
+
+def table(finished: Mapping[str, Any]) -> list[list[str]]:
+    return [HEAD, *(row(kind, faults) for kind, faults in finished["faults"].items())]
+
+
+def _who(works: Sequence[str]) -> str:
+    if not works:
+        return "Three servers keep memory in the vault and check every result."
+    return f"Programs ({', '.join(works)}), whose results are compared with those of a run without faults."
+
+
+def markdown(finished: Mapping[str, Any]) -> str:
+    lines = [
+        f"# Fail-over: {finished['device']}, driver {finished['driver']}",
+        "",
+        f"{finished['date']}; again: `{finished['command']}`",
+        "",
+        f"{_who(finished['works'])} A neighbour faults again and again, and they go on in a second",
+        "domain each time. Times in ms, median / worst: the longest step of a program around the fault;",
+        "from mpsd's first sign to its decision; from the word to a program until its calls were held, its",
+        "old context could write no more, and it went on. `told`: how often a program met one error, which",
+        "said that what it had in flight may be lost: in the mode `keep` always, and in the mode `exact`",
+        "where it cannot be done again.",
+        "",
+        report.markdown_table(table(finished)),
+        "",
+        "Left behind: " + ("; ".join(finished["leftovers"]) or "nothing") + ".",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def passed(finished: Mapping[str, Any]) -> bool:
+    return not finished["leftovers"] and all(
+        judge(faults) == "valid" for faults in finished["faults"].values()
+    )

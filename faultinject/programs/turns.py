@@ -1,0 +1,75 @@
+"""A client under mpsd-standby: it counts by kernels in memory that the vault keeps, and another goes on.
+
+Every word of the first page is to be the count; beside it stands the count that was last complete. A death
+may come in the middle of a kernel: then some words are one ahead, and whoever goes on puts them right first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+
+import mpsd_client
+from faultinject.programs.device import Device, DeviceError, open_device
+from faultinject.programs.talk import identity, no_core_dumps, say
+
+WORDS = 1024
+DONE_AT = 4 * WORDS
+SIZE = 2 << 20
+
+
+class Count:
+    def __init__(self, device: Device, at: int) -> None:
+        self.device, self.at = device, at
+        self.number = 0
+
+    def load(self) -> int:
+        """Take over what is there; how many words are neither done nor one ahead."""
+        self.number = int.from_bytes(self.device.read(self.at + DONE_AT, 4), "little")
+        wrong = sum(word not in (self.number, self.number + 1) for word in self._words())
+        self.device.write(self.at, self.number.to_bytes(4, "little") * WORDS)
+        return wrong
+
+    def _words(self) -> list[int]:
+        page = self.device.read(self.at, 4 * WORDS)
+        return [int.from_bytes(page[i : i + 4], "little") for i in range(0, len(page), 4)]
+
+    def next(self) -> int:
+        """One kernel; how many words are wrong."""
+        self.device.increment(self.at, WORDS)
+        wrong = sum(word != self.number + 1 for word in self._words())
+        self.number += 1
+        self.device.write(self.at + DONE_AT, self.number.to_bytes(4, "little"))
+        return wrong
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--backend", required=True)
+    parser.add_argument("--pause-ms", type=float, default=1.0)
+    args = parser.parse_args(argv)
+    no_core_dumps()
+    try:
+        device = open_device(args.backend)
+        # A first run of the kernel: what is loaded lazily is loaded then.
+        warm = device.alloc(4 * WORDS)
+        device.increment(warm, WORDS)
+        device.synchronize()
+        with mpsd_client.session() as session:
+            buffer = session.attach("turns", SIZE)
+            say("waits", **identity())
+            took_over = session.wait_for_turn()
+            count = Count(device, buffer.pointer)
+            say("turn", took_over=took_over, wrong=count.load(), **identity())
+            while True:
+                wrong = count.next()
+                say("step", number=count.number, wrong=wrong, **identity())
+                time.sleep(args.pause_ms / 1e3)
+    except (DeviceError, mpsd_client.MpsdError) as error:
+        say("error", text=str(error), **identity())
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,65 @@
+"""Programs under mpsd-standby go on in another process, under a whole mpsd, on the simulated GPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from faultinject import takeover
+from faultinject.__main__ import main
+from mpsd.errors import UsageError
+
+pytestmark = pytest.mark.timeout(150)
+
+
+def test_counts_go_on_warm_and_cold_and_the_report_is_read_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "report.json"
+    options = ["--kinds", "misaligned", "--faults", "2", "--json", str(path)]
+    assert main(["takeover", *options]) == 0
+    found = json.loads(path.read_text())
+    assert {mode: [f["kind"] for f in faults] for mode, faults in found["takeovers"].items()} == {
+        mode: ["misaligned", "misaligned"] for mode in ("warm", "cold")
+    }
+    assert not found["leftovers"]
+    capsys.readouterr()
+    assert main(["check", str(path)]) == 0
+    assert main(["render", str(path)]) == 0
+    said = capsys.readouterr().out
+    assert "Simulated: these times are no GPU's" in said and "| cold | misaligned | 2 |" in said
+
+
+def fault(**changes: object) -> dict[str, object]:
+    return {"kind": "trap", "problem": "", "after": 100.0, "stall": 50.0, "lost": 0, "wrong": 0, **changes}
+
+
+@pytest.mark.parametrize(
+    ("faults", "timed", "verdict"),
+    [
+        ([fault(), fault(lost=1), fault(after=130.9)], True, "valid"),
+        ([fault(after=140.0)], True, "invalid: 90 ms beyond the stall"),
+        ([fault(after=140.0)], False, "valid"),
+        ([fault(lost=2)], False, "invalid: counts"),
+        ([fault(wrong=1)], False, "invalid: counts"),
+        ([fault(), fault(problem="silent", after=None)], False, "invalid: silent"),
+    ],
+)
+def test_what_is_no_good_is_said(faults: list[dict[str, object]], timed: bool, verdict: str) -> None:
+    assert takeover.judge("warm", faults, timed=timed).startswith(verdict)
+
+
+def test_another_report_is_not_read_as_one(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    path.write_text("{}")
+    assert takeover.load(path) is None
+    path.write_text(json.dumps({"kind": takeover.KIND, "schema": 1}))
+    with pytest.raises(UsageError, match="no report of this program"):
+        takeover.load(path)
+
+
+def test_kinds_that_are_not_there_are_named() -> None:
+    assert main(["takeover", "--kinds", "bolt"]) == 2
+    assert main(["takeover", "--modes", "tepid"]) == 2

@@ -1,0 +1,93 @@
+"""Reports of fail-overs: those that are kept, and what is wrong with others."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from faultinject.__main__ import main
+from faultinject.failover import reports
+from mpsd.errors import UsageError
+
+KEPT = sorted((Path(reports.__file__).parent.parent / "reports").glob("*-moves*.json"))
+
+
+def test_some_are_kept() -> None:
+    assert KEPT
+
+
+@pytest.mark.parametrize("path", KEPT, ids=lambda path: str(path.stem))
+def test_what_is_kept_says_what_its_table_says(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["render", str(path)]) == 0
+    assert capsys.readouterr().out == path.with_suffix(".md").read_text()
+    assert main(["check", str(path)]) == 0
+    assert "valid" in capsys.readouterr().out
+
+
+def _lost(data: Any) -> None:
+    data["faults"]["trap"][0]["programs"][0]["alive"] = False
+
+
+def _wrong(data: Any) -> None:
+    data["faults"]["trap"][0]["programs"][0]["wrong"] = 1
+
+
+def _told_for_nothing(data: Any) -> None:
+    data["faults"]["trap"][0]["programs"][0]["told"] = [719]
+
+
+def _left(data: Any) -> None:
+    data["leftovers"].append("a process")
+
+
+@pytest.mark.parametrize("change", [_lost, _wrong, _told_for_nothing, _left])
+def test_what_must_not_be_is_not_valid(
+    change: Callable[[Any], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = json.loads(KEPT[0].read_text())
+    change(data)
+    (tmp_path / "report.json").write_text(json.dumps(data))
+    assert main(["check", str(tmp_path / "report.json")]) == 1
+    assert ("invalid" in capsys.readouterr().out) == (change is not _left)
+
+
+def _without_steps(data: Any) -> None:
+    del data["faults"]["trap"][0]["programs"][0]["steps"]
+
+
+def _of_tomorrow(data: Any) -> None:
+    data["schema"] = 2
+
+
+def _with_more(data: Any) -> None:
+    data["host"] = "somewhere"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (_without_steps, "trap[0].programs[0].steps is missing"),
+        (_of_tomorrow, "schema is 2"),
+        (_with_more, "host"),
+    ],
+)
+def test_another_form_is_refused(change: Callable[[Any], None], says: str, tmp_path: Path) -> None:
+    data = json.loads(KEPT[0].read_text())
+    change(data)
+    (tmp_path / "report.json").write_text(json.dumps(data))
+    with pytest.raises(UsageError, match="is no report of this program") as refused:
+        reports.load(tmp_path / "report.json")
+    assert says in str(refused.value)
+
+
+def test_what_is_no_such_report(tmp_path: Path) -> None:
+    (tmp_path / "other.json").write_text('{"kind": "proxy"}')
+    (tmp_path / "text.json").write_text("not JSON")
+    assert reports.load(tmp_path / "other.json") is None
+    assert reports.load(tmp_path / "text.json") is None
+    with pytest.raises(UsageError, match="cannot read"):
+        reports.load(tmp_path / "absent.json")
