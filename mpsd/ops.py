@@ -14,6 +14,7 @@ from mpsd import __version__, procs
 from mpsd.config import BackendName
 from mpsd.core import events as ev
 from mpsd.core import taxonomy
+from mpsd.core.domains import work_is_lost
 from mpsd.core.proof import grounds
 from mpsd.core.state import Client, DomainState, State
 from mpsd.doctor import KERNEL_LOG, run_checks
@@ -254,6 +255,7 @@ class Operations:
             "domain": domain,
             "gpus": self._gpus_of(domain),
             "directory": None if domain is None else str(self._daemon.layout.pipe_dir(domain)),
+            "lost": self._is_lost(domain),
             "vault": self._daemon.vault.offered_at,
             "failover": self._daemon.failover.offered_at,
         }
@@ -261,6 +263,11 @@ class Operations:
     def _gpus_of(self, domain: str | None) -> list[str]:
         known = self._daemon.runtime.state.domains.get(domain or "")
         return list(known.gpus) if known is not None else []
+
+    def _is_lost(self, domain: str | None) -> bool:
+        """Whoever starts there now fails, until the domain is another or its server has recovered."""
+        known = self._daemon.runtime.state.domains.get(domain or "")
+        return known is not None and work_is_lost(known)
 
     def _standby(self, slot: str) -> str:
         """The domain that would take the place of the active one now. Raises NotReadyError."""

@@ -53,6 +53,8 @@ class Client:
         another; empty: not said."""
         self.gpus: tuple[str, ...] = ()
         """The GPUs of that domain, by UUID."""
+        self.lost = False
+        """Whether that domain is lost, and nothing has taken its place yet: what starts there fails."""
         self._streams: list[EventStream] = []
         self._transport = Transport(socket_path, timeout)
 
@@ -139,6 +141,7 @@ class Client:
         self.domain = str(answer.get("domain") or "")
         self.directory = str(answer.get("directory") or "")
         self.gpus = tuple(str(uuid) for uuid in answer.get("gpus") or ())
+        self.lost = bool(answer.get("lost"))
         self.vault_socket = str(answer.get("vault", ""))
         self.failover_socket = str(answer.get("failover", ""))
         return {str(name): str(value) for name, value in answer["env"].items()}

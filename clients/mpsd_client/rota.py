@@ -14,7 +14,6 @@ from enum import Enum
 
 STANDBY_TRIES = 3
 STEADY_S = 60.0
-LOST_KEPT = 64
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.25, 5.0
 
 
@@ -96,7 +95,7 @@ class Rota:
         self._warm = warm
         self._restarts, self._within_s = restarts, within_s
         self._given: deque[float] = deque()
-        self._lost: deque[str] = deque(maxlen=LOST_KEPT)
+        self._lost = set[str]()
         self._tries = self._unready = 0
         self._wanted: Role | None = None
         # Nobody has the turn, and whoever comes gets it.
@@ -118,8 +117,13 @@ class Rota:
         self._wanted = role
         return [Start(role)]
 
+    def asking(self) -> None:
+        """The daemon is asked where to start from here on. A domain that was lost before may be in service
+        again: its server recovers once it is empty, and where nothing else was there it is used again."""
+        self._lost.clear()
+
     def started(self, number: int, domain: str) -> list[Action]:
-        """What was to be started last has been."""
+        """What was to be started last has been, where the daemon said when it was last asked."""
         assert self._wanted is not None
         actor, self._wanted = Actor(number, self._wanted, domain), None
         if actor.role is Role.STANDBY:
@@ -170,7 +174,7 @@ class Rota:
         """The domain takes no new clients any more; `work_too`: what runs there is lost as well."""
         found: list[Action] = []
         if work_too:
-            self._lost.append(domain)
+            self._lost.add(domain)
         working, waiting = self.working, self.waiting
         if work_too and working is not None and working.domain == domain and not working.over:
             working.over = why

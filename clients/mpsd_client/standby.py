@@ -198,13 +198,15 @@ class Stage:
         waits = role is rota.Role.STANDBY
         again = role is rota.Role.AGAIN
         await asyncio.sleep(self._rota.pause_s if again else 0.0)
-        end = time.monotonic() + (STARTS_FOR_S if again else 0.0)
+        end = time.monotonic() + STARTS_FOR_S
         while True:
+            self._rota.asking()
             try:
                 domain, variables = await asyncio.to_thread(self._ask_env, waits)
                 break
             except errors.MpsdError as error:
-                if time.monotonic() >= end or self._rota.stopping:
+                patient = again or (isinstance(error, errors.NotReadyError) and not waits)
+                if not patient or time.monotonic() >= end or self._rota.stopping:
                     status = 0 if waits else UNAVAILABLE
                     self._heard.put_nowait(("not-started", role, status, str(error)))
                     return
@@ -254,6 +256,8 @@ class Stage:
                 raise errors.ProtocolError("the daemon says no domain", remedy="use an mpsd of this version")
             if standby and working is not None and daemon.domain == working.domain:
                 raise errors.NotFoundError("there is no domain besides the one in which the program works")
+            if daemon.lost:
+                raise errors.NotReadyError(f"domain {daemon.domain} is lost, and no other is there yet")
             self._gpu = self._gpu or (daemon.gpus[0] if daemon.gpus else None)
             variables["CUDA_MPS_PIPE_DIRECTORY"] = daemon.directory
             if daemon.vault_socket:

@@ -128,6 +128,25 @@ def test_one_that_waits_takes_over_when_its_neighbour_breaks_the_domain(
     whole(service, service.counted[-1][0])
 
 
+def test_where_no_other_server_can_be_it_goes_on_in_the_domain_that_recovers(
+    site: Site, libraries: Libraries
+) -> None:
+    site.node(op="inject", fault="mode", mode="exclusive-process")
+    site.until(lambda s: s["gpus"][0]["compute_mode"] == "exclusive-process", "the mode is known")
+    program = [*SERVICE, "--to", "100000"]
+    with Service(environment(libraries, site), "--cold", program=program) as service:
+        for turn in (1, 2):
+            first = service.counts()
+            offender = site.join()
+            (domain,) = (d["id"] for d in site.status()["domains"] if d["clients"])
+            fault(offender)
+            offender.finish()
+            until(lambda first=first: service.counted[-1][1] != first, "another one counts")  # type: ignore[misc]
+            (again,) = (d["id"] for d in site.status()["domains"] if d["clients"])
+            assert again == domain
+    whole(service, service.counted[-1][0])
+
+
 @pytest.mark.parametrize("options", [[], ["--cold"]])
 def test_one_that_is_killed_is_followed_and_nothing_is_lost(
     options: list[str], site: Site, libraries: Libraries

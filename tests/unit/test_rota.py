@@ -28,6 +28,7 @@ class Play:
             self.did.append(action)
             match action:
                 case Start(role):
+                    self.rota.asking()
                     self.pid += 1
                     self.alive[self.pid] = role
                     free = [n for n in range(self.domain, self.domain + 9) if f"d{n}" not in self.lost]
@@ -70,6 +71,17 @@ class Play:
         self.do(self.rota.lost(domain, "fault", work_too=work_too))
         self.do(self.rota.wants_standby())
         return self
+
+
+def test_a_domain_that_was_lost_and_is_in_service_again_is_worked_in() -> None:
+    """Its server recovers when it is empty, and is used again where no other was there."""
+    play = Play(warm=False).begin().ready(100).lose("d1")
+    assert play.alive == {101: Role.AGAIN}
+    play.lost.clear()
+    play.domain = 1
+    play.exits(101, 1)
+    working = play.rota.working
+    assert working is not None and (working.number, working.domain, working.over) == (102, "d1", "")
 
 
 def both() -> Play:
@@ -247,6 +259,9 @@ def test_whatever_happens_two_never_have_the_turn() -> None:
                     play.exits(choose.choice(pids), choose.choice((1, -9, 2)))
                 case 3:
                     play.domain += choose.randrange(2)
+                    if choose.random() < 0.2:
+                        play.lost.clear()
+                        play.domain = 1
                     play.lose(f"d{choose.randrange(1, 4)}", work_too=choose.random() < 0.7)
                 case 4:
                     play.do(rota.wants_standby())
