@@ -135,7 +135,7 @@ def test_where_no_other_server_can_be_it_goes_on_in_the_domain_that_recovers(
     site.until(lambda s: s["gpus"][0]["compute_mode"] == "exclusive-process", "the mode is known")
     program = [*SERVICE, "--to", "100000"]
     with Service(environment(libraries, site), "--cold", program=program) as service:
-        for turn in (1, 2):
+        for _turn in (1, 2):
             first = service.counts()
             offender = site.join()
             (domain,) = (d["id"] for d in site.status()["domains"] if d["clients"])
