@@ -134,6 +134,12 @@ def _body(one: Carried) -> Iterator[str]:
         yield "\tmpsd_exact_given();"
     if one.does.startswith("waits"):
         yield "\tresult = mpsd_work_told(result);"
+    if one.does == "waits":
+        yield "\tif (result == CUDA_SUCCESS)"
+        yield "\t\tmpsd_event_reached(hEvent);"
+    if one.does == "work" and name.startswith("cuEventRecord"):
+        yield "\tif (result == CUDA_SUCCESS)"
+        yield f"\t\tmpsd_event_recorded(hEvent, {stream}, moves);"
     if one.does == "give":
         for text in one.function.parameters:
             kind, _, argument = text.rpartition("*")

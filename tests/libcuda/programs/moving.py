@@ -92,6 +92,16 @@ class Program(Driver):
         self("cuMemcpyDtoH_v2", ctypes.byref(out), address, 4)
         return out.value
 
+    def timed(self, event: int) -> int:
+        """Recorded, and reached."""
+        self("cuEventRecord", event, 0)
+        return self.code("cuEventSynchronize", event)
+
+    def elapsed(self, start: int, end: int) -> float:
+        out = ctypes.c_float()
+        self("cuEventElapsedTime", ctypes.byref(out), start, end)
+        return out.value
+
     def now(self) -> int:
         return self.made("cuCtxGetCurrent")
 

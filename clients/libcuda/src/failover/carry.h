@@ -156,6 +156,10 @@ static inline void mpsd_written(CUdeviceptr address)
 /* config.c: a launch attribute with handles of the copy of this call. */
 void mpsd_attribute_native(CUlaunchAttribute *attribute);
 
+/* times.c: what the driver, and then the program, was told of an event; `moves`: before the copy of that call. */
+void mpsd_event_recorded(CUevent event, CUstream stream, uint64_t moves);
+void mpsd_event_reached(CUevent event);
+
 /* work.c: what may be in flight. */
 uint64_t mpsd_work_count(void);
 void mpsd_work(CUstream stream);

@@ -30,6 +30,11 @@ enum mpsd_made_kind {
 	MPSD_MADE_EXEC,
 };
 
+/* Of an event: `moves` before the copy in which it was recorded last; in ns, when, and when the program knew of it. */
+struct mpsd_moments {
+	uint64_t moves, recorded, reached;
+};
+
 struct mpsd_made {
 	struct mpsd_made *next_name, *next_native;	/* in their buckets */
 	struct mpsd_made *older, *newer;
@@ -47,6 +52,7 @@ struct mpsd_made {
 	char *text;			/* a function's name, a file's */
 	struct mpsd_image *image;
 	struct mpsd_graph *graph;	/* one reference to it */
+	struct mpsd_moments times;	/* read and written at once, without the lock */
 };
 
 /* How many have no twin. */
@@ -85,6 +91,10 @@ bool mpsd_made_is_apart(const void *name);
 
 /* Without the lock. */
 bool mpsd_made_is(const void *name, enum mpsd_made_kind kind);
+
+/* Without the lock: that record, which lives until looked(). NULL: nothing of that name. */
+struct mpsd_made *mpsd_made_look(const void *name);
+void mpsd_made_looked(void);
 
 /* Without the lock: a reference to that of a graph or an executable one; NULL: it has none. */
 struct mpsd_graph *mpsd_made_graph(const void *name);

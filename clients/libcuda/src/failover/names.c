@@ -101,28 +101,34 @@ void *mpsd_native_of(const void *name)
 	return native;
 }
 
+struct mpsd_made *mpsd_made_look(const void *name)
+{
+	pthread_rwlock_rdlock(&names);
+	return mpsd_made_find(name);
+}
+
+void mpsd_made_looked(void)
+{
+	pthread_rwlock_unlock(&names);
+}
+
 bool mpsd_made_is_apart(const void *name)
 {
-	const struct mpsd_made *made;
-	bool is;
+	const struct mpsd_made *made = mpsd_made_look(name);
+	bool is = made && made->kind == MPSD_MADE_STREAM && made->flags & CU_STREAM_NON_BLOCKING;
 
-	pthread_rwlock_rdlock(&names);
-	made = mpsd_made_find(name);
-	is = made && made->kind == MPSD_MADE_STREAM && made->flags & CU_STREAM_NON_BLOCKING;
-	pthread_rwlock_unlock(&names);
+	mpsd_made_looked();
 	return is;
 }
 
 struct mpsd_graph *mpsd_made_graph(const void *name)
 {
+	const struct mpsd_made *made = mpsd_made_look(name);
 	struct mpsd_graph *graph = NULL;
-	const struct mpsd_made *made;
 
-	pthread_rwlock_rdlock(&names);
-	made = mpsd_made_find(name);
 	if (made && (made->kind == MPSD_MADE_GRAPH || made->kind == MPSD_MADE_EXEC))
 		graph = made->graph ? mpsd_graph_hold(made->graph) : NULL;
-	pthread_rwlock_unlock(&names);
+	mpsd_made_looked();
 	return graph;
 }
 
@@ -145,13 +151,10 @@ bool mpsd_made_again(const void *name, uint64_t moves)
 
 bool mpsd_made_is(const void *name, enum mpsd_made_kind kind)
 {
-	const struct mpsd_made *made;
-	bool is;
+	const struct mpsd_made *made = mpsd_made_look(name);
+	bool is = made && made->kind == kind;
 
-	pthread_rwlock_rdlock(&names);
-	made = mpsd_made_find(name);
-	is = made && made->kind == kind;
-	pthread_rwlock_unlock(&names);
+	mpsd_made_looked();
 	return is;
 }
 
