@@ -286,6 +286,10 @@ class FailoverSettings:
         FailoverMode.EXACT,
         "the most that a program may have: off, keep (memory; what ran may be half done), exact (done again)",
     )
+    lazy: bool = _key(
+        False,
+        "a program's second context is made in a fail-over only: its memory is saved, and it goes on later",
+    )
     per_minute: int = _key(3, "moves of one program within a minute; then it has its error", low=1, high=1000)
     answer_s: float = _key(
         2.0,

@@ -175,6 +175,7 @@ class Daemon:
             self.layout,
             self._post,
             enabled=self.config.failover.enabled,
+            lazy=self.config.failover.lazy,
             driver=self.config.failover.driver,
             copies=self.config.failover.copies,
         )

@@ -32,13 +32,15 @@ class FailoverDesk:
         post: Callable[[ev.Event], None],
         *,
         enabled: bool,
+        lazy: bool = False,
         driver: str = "",
         copies: str = "",
     ) -> None:
-        """`driver`, `copies`: as configured; empty for the usual ones."""
+        """`lazy`: what programs are told; `driver`, `copies`: as configured; empty for the usual ones."""
         self.enabled = enabled
         self.copied = Copied()
         self.problem = ""
+        self._lazy = lazy
         self._layout = layout
         self._post = post
         self._door = Door(layout.failover_socket, post)
@@ -104,7 +106,7 @@ class FailoverDesk:
     # -- effects -----------------------------------------------------------------------------------------
 
     def welcome(self, effect: fx.Welcome) -> None:
-        self._door.tell(effect.process, Message(Kind.WELCOME, effect.mode))
+        self._door.tell(effect.process, Message(Kind.WELCOME, effect.mode, values=(int(self._lazy),)))
 
     def offer(self, effect: fx.OfferStandby) -> None:
         path, folder = self._layout.pipe_dir(effect.domain), self._copies.folder

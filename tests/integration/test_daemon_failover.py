@@ -311,6 +311,14 @@ def test_drain_moves_programs_live(site: Site) -> None:
     site.until(lambda s: active(before)["id"] not in {d["id"] for d in s["domains"]}, "the old one has ended")
 
 
+@pytest.mark.parametrize("lazy", ["true", "false"])
+def test_programs_are_told_whether_standbys_are_lazy(lazy: str) -> None:
+    with Site(**SETTINGS, failover__lazy=lazy) as site:
+        program = site.start().join()
+        hello(site, program)
+        assert said(program, "fo.values[0]") == (lazy == "true")
+
+
 def test_exclusive_mode_has_none_and_says_what_to_change(site: Site) -> None:
     site.node(op="inject", fault="mode", mode="exclusive-process")
     program = site.join()

@@ -48,6 +48,7 @@ class FailoverProgram:
     def __init__(self, known: dict[str, Any], path: str) -> None:
         self._known = known
         self._path = path
+        self.values: tuple[int, ...] = ()
         self._speaker: Speaker | None = None
         self.standby: SimulatedDevice | None = None
         self.generation = 0
@@ -67,12 +68,12 @@ class FailoverProgram:
         return self.hear()
 
     def hear(self) -> list[object]:
-        """[kind, generation, mode or path, text]"""
+        """[kind, generation, mode or path, text]; `values` are those of that."""
         try:
             message = self.speaker.hear()
         except EOFError:
             return ["gone", 0, "", ""]
-        name, generation = message.kind.name, message.generation
+        name, generation, self.values = message.kind.name, message.generation, message.values
         return [name, generation, message.path or message.mode.value, message.text]
 
     def prepare(self, ready: bool = True) -> list[object]:

@@ -43,8 +43,10 @@ class Line:
         *,
         planned: bool = False,
         again: int = 0,
+        lazy: bool = False,
     ) -> None:
-        values = (int(planned), int(again), *[0] * 4)
+        """`planned` and `again`: of a MOVE; `lazy`: of a WELCOME."""
+        values = (int(planned or lazy), int(again), *[0] * 4)
         words = (path.encode(), text.encode())
         self._sock.send(_LAYOUT.pack(MAGIC, VERSION, kind, self.mode, 0, generation, *values, *words))
 
@@ -90,12 +92,12 @@ class Post:
         self._lines.append(line)
         return line
 
-    def greet(self, mode: int = KEEP) -> Line:
+    def greet(self, mode: int = KEEP, *, lazy: bool = False) -> Line:
         """The next program, which has said HELLO and is granted that mode."""
         line = self.accept()
         line.mode = mode
         line.hear(HELLO)
-        line.say(WELCOME)
+        line.say(WELCOME, lazy=lazy)
         return line
 
     def close(self) -> None:

@@ -21,7 +21,8 @@
  *			missing. It has had its turn, and what was done again has ended
  *	STAYED		generation; text: why it did not move. It has the old context, and the old error
  * and the daemon
- *	WELCOME		mode: the one granted; MPSD_FAILOVER_OFF: it is told no more
+ *	WELCOME		mode: the one granted; MPSD_FAILOVER_OFF: it is told no more; values: 1: standbys are to be
+ *			lazy, made when a move comes, where the program's environment says nothing
  *	STANDBY		generation; path: CUDA_MPS_PIPE_DIRECTORY of the second domain; text: the folder with
  *			copies of the driver (libcuda-0.so.1, libcuda-1.so.1)
  *	STAND_DOWN	generation; text: why. Its context goes, if the program is not in it

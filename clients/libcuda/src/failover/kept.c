@@ -76,17 +76,18 @@ int mpsd_kept_find(CUdeviceptr base)
 	return at < count && pieces[at].base == base ? pieces[at].fd : -1;
 }
 
-void mpsd_kept_add(CUdeviceptr base, int fd)
+bool mpsd_kept_add(CUdeviceptr base, int fd)
 {
 	int high = has_room() ? fcntl(fd, F_DUPFD_CLOEXEC, lowest()) : -1;
 	size_t at = place_of(base);
 
 	close(fd);
 	if (high < 0)
-		return;
+		return false;
 	memmove(&pieces[at + 1], &pieces[at], (count - at) * sizeof(*pieces));
 	pieces[at] = (struct piece){ base, high };
 	count++;
+	return true;
 }
 
 void mpsd_kept_drop(CUdeviceptr base)

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * A descriptor of each piece of memory that has been mirrored, for what was imported into a copy of the driver cannot
- * be exported from it again. All with the lock of the windows.
+ * A descriptor of each piece of memory that has been mirrored, or is to be, for what was imported into a copy of the
+ * driver cannot be exported from it again. All with the lock of the windows.
  */
 #pragma once
 
@@ -12,7 +12,7 @@
 int mpsd_kept_find(CUdeviceptr base);
 
 /* Take the descriptor over. Where there is no room for it in the process it is closed. */
-void mpsd_kept_add(CUdeviceptr base, int fd);
+bool mpsd_kept_add(CUdeviceptr base, int fd);
 
 /* In a forked child, which has none of them: memory lasts as long as the last descriptor. */
 void mpsd_kept_child(void);

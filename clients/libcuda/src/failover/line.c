@@ -17,7 +17,6 @@
 #include <string.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
-#include <time.h>
 #include <unistd.h>
 
 #include "clock.h"
@@ -119,7 +118,7 @@ static bool stand_by(const struct mpsd_failover_message *order)
 		mpsd_standby_close();
 		return true;
 	}
-	if (!mpsd_standby_open(generation, order->path, order->text, &why))
+	if (!mpsd_standby_offer(generation, order->path, order->text, &why))
 		return say_unready(why);
 	atomic_store(&given_up, false);
 	mpsd_own_error_forget();
@@ -197,6 +196,7 @@ static bool obey(const struct mpsd_failover_message *order)
 	switch ((int)order->kind) {
 	case MPSD_FAILOVER_WELCOME:
 		mode = order->mode;
+		mpsd_standby_lazy(order->values[0] != 0);
 		if (mode != MPSD_FAILOVER_EXACT)
 			mpsd_exact_stop("the daemon's configuration");
 		return true;

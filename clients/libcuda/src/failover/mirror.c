@@ -13,7 +13,7 @@
 #include "turn.h"
 #include "windows.h"
 
-static bool on;
+static bool on, keeps;
 static const char *fault;
 
 const char *mpsd_mirror_fault(void)
@@ -85,50 +85,81 @@ static bool map_there(struct arena_range range, CUdevice device, int fd)
 	return mapped || fails("cuMemMap");
 }
 
-static bool mirror(struct arena_range range, CUdevice device, CUmemGenericAllocationHandle handle)
+static bool take_descriptor(int *fd, CUmemGenericAllocationHandle handle)
 {
-	bool turn, is;
-	int fd = mpsd_kept_find(range.base);
+	bool turn = mpsd_turn_take(), is;
 
-	if (fd >= 0)
-		return map_there(range, device, fd);
-	turn = mpsd_turn_take();
-	is = real_cuMemExportToShareableHandle(&fd, handle, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0) ==
-	     CUDA_SUCCESS;
+	is = real_cuMemExportToShareableHandle(fd, handle, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0) == CUDA_SUCCESS;
 	mpsd_turn_give(turn);
 	if (!is)
 		return fails(mpsd_moves_done() ? "cuMemExportToShareableHandle of imported memory (RLIMIT_NOFILE)"
 					       : "cuMemExportToShareableHandle");
-	fcntl(fd, F_SETFD, FD_CLOEXEC);
+	fcntl(*fd, F_SETFD, FD_CLOEXEC);
+	return true;
+}
+
+static bool keep(struct arena_range range, CUdevice device, CUmemGenericAllocationHandle handle)
+{
+	int fd;
+
+	(void)device;
+	return take_descriptor(&fd, handle) && (mpsd_kept_add(range.base, fd) || fails("RLIMIT_NOFILE"));
+}
+
+static bool mirror(struct arena_range range, CUdevice device, CUmemGenericAllocationHandle handle)
+{
+	bool is;
+	int fd;
+
+	if (!take_descriptor(&fd, handle))
+		return false;
 	is = map_there(range, device, fd);
 	mpsd_kept_add(range.base, fd);
 	return is;
 }
 
-static bool mirror_piece(struct arena_range range, CUdevice device)
+static bool with_handle(struct arena_range range, CUdevice device,
+			bool (*call)(struct arena_range, CUdevice, CUmemGenericAllocationHandle))
 {
 	CUmemGenericAllocationHandle handle;
 	bool is, turn;
 
 	if (real_cuMemRetainAllocationHandle(&handle, (void *)range.base) != CUDA_SUCCESS)
 		return fails("cuMemRetainAllocationHandle");
-	is = mirror(range, device, handle);
+	is = call(range, device, handle);
 	turn = mpsd_turn_take();
 	real_cuMemRelease(handle);
 	mpsd_turn_give(turn);
 	return is;
 }
 
-static bool mirror_window(struct window *window, CUdevice device)
+/* A lost context is asked nothing where there is a descriptor already. */
+static bool mirror_piece(struct arena_range range, CUdevice device)
+{
+	int fd = mpsd_kept_find(range.base);
+
+	return fd >= 0 ? map_there(range, device, fd) : with_handle(range, device, mirror);
+}
+
+static bool keep_piece(struct arena_range range, CUdevice device)
+{
+	return mpsd_kept_find(range.base) >= 0 || with_handle(range, device, keep);
+}
+
+static bool for_each(const struct window *window, CUdevice device, bool (*call)(struct arena_range, CUdevice))
 {
 	struct arena_range piece = { window->arena.base, 0 };
 
-	if (!enter_context(device) || !reserve(window->arena.base, bytes_of(window)))
-		return false;
 	while (arena_next_piece(&window->arena, piece.base + piece.size, &piece))
-		if (!mirror_piece(piece, device))
+		if (!call(piece, device))
 			return false;
 	return true;
+}
+
+static bool mirror_window(struct window *window, CUdevice device)
+{
+	return enter_context(device) && reserve(window->arena.base, bytes_of(window)) &&
+	       for_each(window, device, mirror_piece);
 }
 
 bool mpsd_mirror_begin(const char **why)
@@ -138,6 +169,17 @@ bool mpsd_mirror_begin(const char **why)
 	for (int i = 0; i < DEVICES && !fault; i++)
 		if (mpsd_windows[i].open)
 			mirror_window(&mpsd_windows[i], i);
+	*why = fault;
+	return !fault;
+}
+
+bool mpsd_mirror_keep(const char **why)
+{
+	fault = NULL;
+	keeps = true;
+	for (int i = 0; i < DEVICES && !fault; i++)
+		if (mpsd_windows[i].open)
+			for_each(&mpsd_windows[i], i, keep_piece);
 	*why = fault;
 	return !fault;
 }
@@ -173,6 +215,8 @@ void mpsd_mirror_born(struct arena_range range, CUdevice device, CUmemGenericAll
 {
 	if (on && !fault && enter_context(device))
 		mirror(range, device, handle);
+	else if (keeps && !on && !fault)
+		keep(range, device, handle);
 }
 
 void mpsd_mirror_gone(struct arena_range range)

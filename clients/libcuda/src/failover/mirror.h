@@ -13,6 +13,9 @@
 /* Of what there is, and of what comes from now on. False: `why` not. */
 bool mpsd_mirror_begin(const char **why);
 
+/* A descriptor of all that there is, and of what comes, for a standby that is made when it is needed. */
+bool mpsd_mirror_keep(const char **why);
+
 /* No standby any more. With `unmap` its mappings go; otherwise they are in use now, or its copy has ended. */
 void mpsd_mirror_end(bool unmap);
 

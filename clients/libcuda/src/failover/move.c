@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-/* The standby's copy of the driver, and the move into it. */
+/* The move into the standby's copy of the driver. */
 #include "failover/move.h"
 
 #include <pthread.h>
@@ -18,17 +18,8 @@
 #include "windows.h"
 #include "zones.h"
 
-#define MOST_LEAVE_MS 1000
-#define RETRY_NS 100000000ull
-#define SETTLE_MS 1000		/* threads come into the next copy, for which they may need the loader, first */
 #define MOST_REST_MS 2000
 #define TURN_MS 3000		/* less than a held call waits */
-
-void *mpsd_other[MPSD_SLOTS];
-
-/* in_use has no handle while it is the program's first one; left is waited for by whoever is inside it. */
-static struct mpsd_copy in_use, standby, left;
-static uint64_t left_moves, left_ns;
 
 /* Of each copy that comes into use. Kept for good: a thread may be inside one at any time. */
 static struct own_tables {
@@ -36,138 +27,6 @@ static struct own_tables {
 	void *real[MPSD_SLOTS], *inner[MPSD_SLOTS];
 	struct own_tables *older;
 } *next, *newest;
-
-static void fill(void **table, void *const *with)
-{
-	for (unsigned int i = 0; i < MPSD_SLOTS; i++)
-		__atomic_store_n(&table[i], with ? with[i] : NULL, __ATOMIC_RELEASE);
-}
-
-static bool same_version(void)
-{
-	int ours = 0, theirs = 0;
-
-	return real_cuDriverGetVersion(&ours) == CUDA_SUCCESS && other_cuDriverGetVersion(&theirs) == CUDA_SUCCESS &&
-	       ours == theirs;
-}
-
-/* Its contexts, whatever the program has by now, or how that which was to become one ended. */
-static void end_copy(struct mpsd_copy *copy)
-{
-	__typeof__(&cuDevicePrimaryCtxGetState) state;
-	__typeof__(&cuDevicePrimaryCtxReset) reset;
-
-	state = (__typeof__(state))copy->calls[MPSD_cuDevicePrimaryCtxGetState];
-	reset = (__typeof__(reset))copy->calls[MPSD_cuDevicePrimaryCtxReset_v2];
-	for (int i = 0; copy->handle && i < DEVICES; i++) {
-		unsigned int flags;
-		int active = 0;
-
-		if (state(i, &flags, &active) != CUDA_SUCCESS || active)
-			reset(i);
-	}
-	mpsd_copy_unload(copy);
-}
-
-/* Until the copy that was left is due to be unloaded; -1: there is none. */
-static int left_ms(void)
-{
-	uint64_t now = mpsd_now_ns(), due;
-
-	if (!left.handle)
-		return -1;
-	due = left_ns + 1000000 * mpsd_read_number("MPSD_FAILOVER_SETTLE_MS", SETTLE_MS, 1, 0, 60000);
-	return now < due ? (int)((due - now) / 1000000) + 1 : 0;
-}
-
-void mpsd_standby_tend(void)
-{
-	if (left_ms())
-		return;
-	if (atomic_load(mpsd_inside_of(left_moves)))
-		left_ns += RETRY_NS;
-	else
-		end_copy(&left);
-}
-
-/* The end of what a copy has on the GPU, then of the copy, once nobody is inside it. */
-static void end_left(void)
-{
-	while (left_ms() > 0)
-		mpsd_pause(left_ms());
-	for (int ms = 0; left.handle && ms < MOST_LEAVE_MS && atomic_load(mpsd_inside_of(left_moves)); ms++)
-		mpsd_pause(1);
-	if (left.handle && !atomic_load(mpsd_inside_of(left_moves)))
-		end_copy(&left);
-}
-
-static bool start_copy(uint64_t generation, const char *pipe, const char **why)
-{
-	bool is;
-
-	fill(mpsd_other, standby.calls);
-	mpsd_copy_pipe(pipe, generation);
-	*why = "cuInit of the copy";
-	is = other_cuInit(0) == CUDA_SUCCESS && same_version() && mpsd_made_twins(why);
-	mpsd_copy_pipe(NULL, 0);
-	return is;
-}
-
-static bool open_once(uint64_t generation, const char *pipe, const char *folder, const char **why)
-{
-	bool is;
-
-	end_left();
-	mpsd_standby_close();
-	*why = "out of host memory";
-	if (!next && !(next = calloc(1, sizeof(*next))))
-		return false;
-	mpsd_zones_copy(MPSD_RANGE_COPY_COMES);
-	is = mpsd_copy_load(&standby, folder, why);
-	mpsd_line_ends_first();
-	is = is && start_copy(generation, pipe, why);
-	mpsd_line_ends_first();
-	pthread_mutex_lock(&mpsd_windows_lock);
-	mpsd_zones_copy(MPSD_RANGE_COPY_IS_THERE);
-	is = is && mpsd_mirror_begin(why);
-	pthread_mutex_unlock(&mpsd_windows_lock);
-	if (!is)
-		mpsd_standby_close();
-	return is;
-}
-
-/* Twice, for a window may just have come when the copy looked for what is taken. */
-bool mpsd_standby_open(uint64_t generation, const char *pipe, const char *folder, const char **why)
-{
-	return open_once(generation, pipe, folder, why) || open_once(generation, pipe, folder, why);
-}
-
-bool mpsd_standby_follow(const char **why)
-{
-	const char *fault;
-
-	if (!mpsd_made_twins(why))
-		return false;
-	pthread_mutex_lock(&mpsd_windows_lock);
-	fault = mpsd_mirror_fault();
-	pthread_mutex_unlock(&mpsd_windows_lock);
-	if (fault)
-		*why = fault;
-	return !fault;
-}
-
-void mpsd_standby_close(void)
-{
-	if (!standby.handle)
-		return;
-	pthread_mutex_lock(&mpsd_windows_lock);
-	mpsd_mirror_end(true);
-	mpsd_zones_copy(MPSD_RANGE_COPY_WENT);
-	pthread_mutex_unlock(&mpsd_windows_lock);
-	mpsd_made_no_twins();
-	fill(mpsd_other, NULL);
-	end_copy(&standby);
-}
 
 static CUresult no_function(void)
 {
@@ -201,11 +60,11 @@ static void switch_over(void)
 		mpsd_windows[i].primary = context->twin;
 		mpsd_launches_context(context->twin);
 	}
-	__atomic_store_n(&mpsd_real_handle, standby.handle, __ATOMIC_RELEASE);
+	__atomic_store_n(&mpsd_real_handle, mpsd_standby_handle(), __ATOMIC_RELEASE);
 	mpsd_made_move();
 	mpsd_mirror_end(false);
 	mpsd_zones_copy(MPSD_RANGE_COPY_TAKES_OVER);
-	fill(mpsd_other, NULL);
+	mpsd_standby_no_calls();
 }
 
 /*
@@ -262,7 +121,10 @@ static bool hold_and_switch(bool *planned, struct mpsd_times *times, const char 
 	bool is, turn;
 
 	times->held_ns = mpsd_now_ns();
-	if (!mpsd_standby_follow(why))
+	if (!mpsd_standby_come(why) || !mpsd_standby_follow(why))
+		return false;
+	*why = "out of host memory";
+	if (!next && !(next = calloc(1, sizeof(*next))))
 		return false;
 	*why = "its work did not end in time";
 	if (*planned)
@@ -337,7 +199,7 @@ int mpsd_turn_left_ms(void)
 
 int mpsd_due_ms(void)
 {
-	int turn = mpsd_turn_left_ms(), end = left_ms();
+	int turn = mpsd_turn_left_ms(), end = mpsd_left_ms();
 
 	return turn < 0 || (end >= 0 && end < turn) ? end : turn;
 }
@@ -360,11 +222,7 @@ void mpsd_turn(bool may, struct mpsd_replayed *replayed)
 
 static void take_over(void)
 {
-	left = in_use;
-	left_moves = mpsd_moves_done();
-	left_ns = mpsd_now_ns();
-	in_use = standby;
-	standby = (struct mpsd_copy){ .handle = NULL };
+	mpsd_standby_used();
 	go_on_capturing();
 }
 
@@ -373,6 +231,9 @@ bool mpsd_move(bool planned, enum mpsd_failover_again again, struct mpsd_times *
 	bool is;
 
 	times->replayed = (struct mpsd_replayed){ 0 };
+	/* Where nothing is lost, calls go on while a lazy standby is made. */
+	if (planned && !waits_for_turn && !mpsd_standby_come(why))
+		return false;
 	if (!waits_for_turn)
 		mpsd_phase_begin();
 	mpsd_line_moves();

@@ -17,13 +17,29 @@ struct mpsd_times {
 
 /* All for the thread of line.c, but where it says otherwise. */
 
-/* Load a copy from `folder`, and make a context in the domain of `pipe`. False: `why` says why not. */
-bool mpsd_standby_open(uint64_t generation, const char *pipe, const char *folder, const char **why);
+/*
+ * Load a copy from `folder`, and make a context in the domain of `pipe`; a lazy one is made when it is to come. False:
+ * `why` says why not.
+ */
+bool mpsd_standby_offer(uint64_t generation, const char *pipe, const char *folder, const char **why);
+bool mpsd_standby_come(const char **why);
+
+/* Whether standbys are lazy, by the daemon's word, where the environment says nothing. Asked by any thread. */
+void mpsd_standby_lazy(bool is);
+bool mpsd_standby_is_lazy(void);
 
 /* What the program has made since. False: the standby is of no use. */
 bool mpsd_standby_follow(const char **why);
 
 void mpsd_standby_close(void);
+
+/* For the move: its library; its calls are nobody's any more; it is what is in use, and what was so has been left. */
+void *mpsd_standby_handle(void);
+void mpsd_standby_no_calls(void);
+void mpsd_standby_used(void);
+
+/* Until what was left is due to be unloaded; -1: there is nothing. */
+int mpsd_left_ms(void);
 
 /*
  * Hold all calls, end what the old context may write, and go on in the standby. `planned`: that context is well.

@@ -5,6 +5,7 @@
 
 #include "clock.h"
 #include "failover/line.h"
+#include "failover/move.h"
 
 #define GIVE_MS 2000
 
@@ -35,7 +36,7 @@ bool mpsd_room_ask(void)
 	struct timespec until = mpsd_in(GIVE_MS);
 	bool is;
 
-	if (!mpsd_line_ready())
+	if (!mpsd_line_ready() || mpsd_standby_is_lazy())
 		return false;
 	pthread_mutex_lock(&lock);
 	is_wanted = true;

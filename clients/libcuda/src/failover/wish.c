@@ -14,6 +14,7 @@ static struct mpsd_wish wish = { .mode = MPSD_FAILOVER_EXACT };
 static void read_environment(void)
 {
 	const char *where = secure_getenv("MPSD_FAILOVER_SOCKET"), *mode = secure_getenv("MPSD_FAILOVER");
+	const char *mirror = secure_getenv("MPSD_FAILOVER_MIRROR");
 
 	if (mode && !strcmp(mode, "off"))
 		return;
@@ -23,6 +24,12 @@ static void read_environment(void)
 		wish.mode = MPSD_FAILOVER_KEEP;
 	else if (mode && strcmp(mode, "exact"))
 		mpsd_say("MPSD_FAILOVER: not one of off, keep, exact; exact is taken");
+	if (mirror && !strcmp(mirror, "lazy"))
+		wish.mirror = MPSD_WISH_LAZY;
+	else if (mirror && !strcmp(mirror, "eager"))
+		wish.mirror = MPSD_WISH_EAGER;
+	else if (mirror)
+		mpsd_say("MPSD_FAILOVER_MIRROR: not one of eager, lazy; the daemon's choice is taken");
 }
 
 const struct mpsd_wish *mpsd_wish(void)

@@ -4,9 +4,16 @@
 #include <stdint.h>
 
 /* What the program's environment says of fail-over. */
+enum mpsd_wish_mirror {
+	MPSD_WISH_ANY,
+	MPSD_WISH_EAGER,
+	MPSD_WISH_LAZY,
+};
+
 struct mpsd_wish {
 	char path[108];			/* of the daemon's socket, as long as such a path may be; empty: none */
 	uint32_t mode;			/* enum mpsd_failover_mode, and never OFF */
+	enum mpsd_wish_mirror mirror;	/* when its standby is made: at once, or in a move */
 };
 
 const struct mpsd_wish *mpsd_wish(void);

@@ -1,0 +1,243 @@
+// SPDX-License-Identifier: MIT
+/*
+ * The copies of the driver: the one in use, the standby's, and the one that was left. A lazy standby is one that is
+ * offered and not made before a move into it comes: until then it costs a descriptor for each piece of memory.
+ */
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "clock.h"
+#include "failover/carry.h"
+#include "failover/copy.h"
+#include "failover/line.h"
+#include "failover/made.h"
+#include "failover/mirror.h"
+#include "failover/move.h"
+#include "failover/wish.h"
+#include "failoverwire.h"
+#include "limits.h"
+#include "windows.h"
+#include "zones.h"
+
+#define MOST_LEAVE_MS 1000
+#define RETRY_NS 100000000ull
+#define SETTLE_MS 1000		/* threads come into the next copy, for which they may need the loader, first */
+
+void *mpsd_other[MPSD_SLOTS];
+
+/* in_use has no handle while it is the program's first one; left is waited for by whoever is inside it. */
+static struct mpsd_copy in_use, standby, left;
+static uint64_t left_moves, left_ns;
+
+static atomic_bool is_lazy;	/* by the daemon's configuration */
+
+/* Of a lazy standby that is offered; generation 0: there is none. */
+static struct {
+	uint64_t generation;
+	char pipe[MPSD_FAILOVER_PATH_ROOM], folder[MPSD_FAILOVER_TEXT_ROOM];
+} offer;
+
+static void fill(void **table, void *const *with)
+{
+	for (unsigned int i = 0; i < MPSD_SLOTS; i++)
+		__atomic_store_n(&table[i], with ? with[i] : NULL, __ATOMIC_RELEASE);
+}
+
+void mpsd_standby_no_calls(void)
+{
+	fill(mpsd_other, NULL);
+}
+
+static bool same_version(void)
+{
+	int ours = 0, theirs = 0;
+
+	return real_cuDriverGetVersion(&ours) == CUDA_SUCCESS && other_cuDriverGetVersion(&theirs) == CUDA_SUCCESS &&
+	       ours == theirs;
+}
+
+/* Its contexts, whatever the program has by now, or how that which was to become one ended. */
+static void end_copy(struct mpsd_copy *copy)
+{
+	__typeof__(&cuDevicePrimaryCtxGetState) state;
+	__typeof__(&cuDevicePrimaryCtxReset) reset;
+
+	state = (__typeof__(state))copy->calls[MPSD_cuDevicePrimaryCtxGetState];
+	reset = (__typeof__(reset))copy->calls[MPSD_cuDevicePrimaryCtxReset_v2];
+	for (int i = 0; copy->handle && i < DEVICES; i++) {
+		unsigned int flags;
+		int active = 0;
+
+		if (state(i, &flags, &active) != CUDA_SUCCESS || active)
+			reset(i);
+	}
+	mpsd_copy_unload(copy);
+}
+
+/* Until the copy that was left is due to be unloaded; -1: there is none. */
+int mpsd_left_ms(void)
+{
+	uint64_t now = mpsd_now_ns(), due;
+
+	if (!left.handle)
+		return -1;
+	due = left_ns + 1000000 * mpsd_read_number("MPSD_FAILOVER_SETTLE_MS", SETTLE_MS, 1, 0, 60000);
+	return now < due ? (int)((due - now) / 1000000) + 1 : 0;
+}
+
+void mpsd_standby_tend(void)
+{
+	if (mpsd_left_ms())
+		return;
+	if (atomic_load(mpsd_inside_of(left_moves)))
+		left_ns += RETRY_NS;
+	else
+		end_copy(&left);
+}
+
+/* The end of what a copy has on the GPU, then of the copy, once nobody is inside it. */
+static void end_left(void)
+{
+	while (mpsd_left_ms() > 0)
+		mpsd_pause(mpsd_left_ms());
+	for (int ms = 0; left.handle && ms < MOST_LEAVE_MS && atomic_load(mpsd_inside_of(left_moves)); ms++)
+		mpsd_pause(1);
+	if (left.handle && !atomic_load(mpsd_inside_of(left_moves)))
+		end_copy(&left);
+}
+
+static bool start_copy(uint64_t generation, const char *pipe, const char **why)
+{
+	bool is;
+
+	fill(mpsd_other, standby.calls);
+	mpsd_copy_pipe(pipe, generation);
+	*why = "cuInit of the copy";
+	is = other_cuInit(0) == CUDA_SUCCESS && same_version() && mpsd_made_twins(why);
+	mpsd_copy_pipe(NULL, 0);
+	return is;
+}
+
+static bool open_once(uint64_t generation, const char *pipe, const char *folder, const char **why)
+{
+	bool is;
+
+	end_left();
+	mpsd_standby_close();
+	mpsd_zones_copy(MPSD_RANGE_COPY_COMES);
+	is = mpsd_copy_load(&standby, folder, why);
+	mpsd_line_ends_first();
+	is = is && start_copy(generation, pipe, why);
+	mpsd_line_ends_first();
+	pthread_mutex_lock(&mpsd_windows_lock);
+	mpsd_zones_copy(MPSD_RANGE_COPY_IS_THERE);
+	is = is && mpsd_mirror_begin(why);
+	pthread_mutex_unlock(&mpsd_windows_lock);
+	if (!is)
+		mpsd_standby_close();
+	return is;
+}
+
+/* Twice, for a window may just have come when the copy looked for what is taken. */
+static bool open_now(uint64_t generation, const char *pipe, const char *folder, const char **why)
+{
+	return open_once(generation, pipe, folder, why) || open_once(generation, pipe, folder, why);
+}
+
+static bool would_fit(const char *folder, const char **why)
+{
+	bool is = mpsd_copy_load(&standby, folder, why);
+
+	if (!is)
+		return false;
+	fill(mpsd_other, standby.calls);
+	is = same_version();
+	mpsd_standby_no_calls();
+	mpsd_copy_unload(&standby);
+	*why = "the copy is of another driver";
+	return is;
+}
+
+void mpsd_standby_lazy(bool is)
+{
+	atomic_store(&is_lazy, is);
+}
+
+bool mpsd_standby_is_lazy(void)
+{
+	enum mpsd_wish_mirror mirror = mpsd_wish()->mirror;
+
+	return mirror == MPSD_WISH_LAZY || (mirror == MPSD_WISH_ANY && atomic_load(&is_lazy));
+}
+
+bool mpsd_standby_offer(uint64_t generation, const char *pipe, const char *folder, const char **why)
+{
+	bool is;
+
+	if (!mpsd_standby_is_lazy())
+		return open_now(generation, pipe, folder, why);
+	end_left();
+	mpsd_standby_close();
+	if (!would_fit(folder, why))
+		return false;
+	pthread_mutex_lock(&mpsd_windows_lock);
+	is = mpsd_mirror_keep(why);
+	pthread_mutex_unlock(&mpsd_windows_lock);
+	offer.generation = is ? generation : 0;
+	strcpy(offer.pipe, pipe);
+	strcpy(offer.folder, folder);
+	return is;
+}
+
+bool mpsd_standby_come(const char **why)
+{
+	__typeof__(offer) one = offer;
+
+	return standby.handle || open_now(one.generation, one.pipe, one.folder, why);
+}
+
+void *mpsd_standby_handle(void)
+{
+	return standby.handle;
+}
+
+void mpsd_standby_used(void)
+{
+	left = in_use;
+	left_moves = mpsd_moves_done();
+	left_ns = mpsd_now_ns();
+	in_use = standby;
+	standby = (struct mpsd_copy){ .handle = NULL };
+	offer.generation = 0;
+}
+
+bool mpsd_standby_follow(const char **why)
+{
+	const char *fault;
+
+	if (standby.handle && !mpsd_made_twins(why))
+		return false;
+	pthread_mutex_lock(&mpsd_windows_lock);
+	fault = mpsd_mirror_fault();
+	pthread_mutex_unlock(&mpsd_windows_lock);
+	if (fault)
+		*why = fault;
+	return !fault;
+}
+
+void mpsd_standby_close(void)
+{
+	offer.generation = 0;
+	if (!standby.handle)
+		return;
+	pthread_mutex_lock(&mpsd_windows_lock);
+	mpsd_mirror_end(true);
+	mpsd_zones_copy(MPSD_RANGE_COPY_WENT);
+	pthread_mutex_unlock(&mpsd_windows_lock);
+	mpsd_made_no_twins();
+	mpsd_standby_no_calls();
+	end_copy(&standby);
+}
+
