@@ -103,8 +103,12 @@ def _body(one: Carried) -> Iterator[str]:
     yield "\tuint64_t moves;"
     written = [_argument(p) for p in one.function.parameters if re.match(r"CUdeviceptr dst", p)]
     host = [_argument(p) for p in one.function.parameters if p == "const void *srcHost"]
+    read = [_argument(p) for p in one.function.parameters if re.match(r"CUdeviceptr src", p)]
     if one.does.startswith("waits_"):
         yield "\tuint64_t work = mpsd_work_count();"
+    for argument in read:
+        yield f"\tif (!mpsd_read({argument}))"
+        yield "\t\treturn CUDA_ERROR_LAUNCH_FAILED;"
     if one.does == "work":
         yield from (f"\tmpsd_written({argument});" for argument in written if not host)
         yield f"\tmpsd_work({stream});"
@@ -146,6 +150,10 @@ def _body(one: Carried) -> Iterator[str]:
             if kind.strip() in HANDLES:
                 yield f"\tif (result == CUDA_SUCCESS && {argument})"
                 yield f"\t\t*{argument} = mpsd_name(*{argument});"
+    # A move may have come meanwhile.
+    for argument in read:
+        yield f"\tif (result == CUDA_SUCCESS && !mpsd_read({argument}))"
+        yield "\t\tresult = CUDA_ERROR_LAUNCH_FAILED;"
     yield "\treturn result;"
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from faultinject.measure.failover_driver import Driver, DriverError
 
 IMAGE = b"standin module\nkernel add add 0\nkernel late add 200000\nkernel fill fill 0\n"
-IMAGE += b"kernel long add 30000000\nkernel store store 0\nglobal table 16\n"
+IMAGE += b"kernel copy copy 0\nkernel long add 30000000\nkernel store store 0\nglobal table 16\n"
 ADD = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint32)
 
 
@@ -25,7 +25,7 @@ class Program(Driver):
         self.context = self.made("cuDevicePrimaryCtxRetain", 0)
         self.current()
         self.module = self.made("cuModuleLoadData", IMAGE)
-        for name in ("add", "late", "fill", "long", "store"):
+        for name in ("add", "late", "fill", "copy", "long", "store"):
             self.functions[name] = self.made("cuModuleGetFunction", self.module, name.encode())
 
     def memory(self, size: int) -> int:
@@ -101,6 +101,14 @@ class Program(Driver):
         out = ctypes.c_float()
         self("cuEventElapsedTime", ctypes.byref(out), start, end)
         return out.value
+
+    def peek(self, address: int, words: int) -> list[int]:
+        """What a kernel finds there, in memory that is no variable's."""
+        out = self.memory(4 * words)
+        held = [ctypes.c_uint64(value) for value in (out, address, words)]
+        pointers = (ctypes.c_void_p * 3)(*map(ctypes.addressof, held))
+        self("cuLaunchKernel", self.functions["copy"], 1, 1, 1, 1, 1, 1, 0, 0, pointers, None)
+        return [self.word(out + 4 * i) for i in range(words)]
 
     def now(self) -> int:
         return self.made("cuCtxGetCurrent")

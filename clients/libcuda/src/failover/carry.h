@@ -123,6 +123,7 @@ bool mpsd_variable_is(CUdeviceptr address);
 
 /* The program puts something there: with bytes of the host's, which are kept. */
 void mpsd_variable_written(CUdeviceptr address);
+bool mpsd_variable_read(CUdeviceptr address);
 void mpsd_variables_child(void);
 CUresult mpsd_variable_put(CUdeviceptr address, const void *bytes, size_t size, CUstream stream);
 
@@ -142,6 +143,12 @@ static inline bool mpsd_is_variable(CUdeviceptr address)
 static inline CUdeviceptr mpsd_address(CUdeviceptr address)
 {
 	return mpsd_knows_variables() && mpsd_tables()->moves ? mpsd_variable_address(address) : address;
+}
+
+/* False: what is to be read there was lost in a move. */
+static inline bool mpsd_read(CUdeviceptr address)
+{
+	return !mpsd_knows_variables() || mpsd_variable_read(address);
 }
 
 static inline void mpsd_written(CUdeviceptr address)

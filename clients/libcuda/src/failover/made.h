@@ -44,6 +44,7 @@ struct mpsd_made {
 	void *twin;			/* and the standby's, once it is there */
 	bool is_twin;
 	struct mpsd_made *of;		/* the module of a function, and so on */
+	uint64_t since;			/* `moves` before the copy in which it was made first */
 	CUdevice device;		/* that was current, or whose primary context it is */
 	unsigned int flags;		/* of a context: how often it was retained */
 	unsigned int twin_flags;	/* and its twin */

@@ -218,6 +218,7 @@ static bool add(struct mpsd_made *record, uint64_t moves)
 		return true;
 	}
 	*made = *record;
+	made->since = moves;
 	if (made->name) {
 		pthread_rwlock_wrlock(&names);
 		enter_name(made);

@@ -3,7 +3,7 @@
  * A module's variable lies at another address in each copy of the driver. One that the program has asked for is
  * found in the next copy by its name, and copies of it lead there. It is as the module was loaded, and with what the
  * host has put into it since. What the GPU may put there does not come along: nor does a program, from then on, that
- * hands its address to a kernel or copies into it from elsewhere.
+ * hands its address to a kernel, copies into it from elsewhere, or reads it back; and after a move it is not read.
  */
 #include <pthread.h>
 #include <stdlib.h>
@@ -70,6 +70,27 @@ void mpsd_variable_written(CUdeviceptr address)
 
 	if (variable_at(address, &offset))
 		mpsd_line_opaque("a copy into a module's variable");
+}
+
+/* Whoever reads one back wants what kernels have put there, or the address of a function, which is this copy's. */
+bool mpsd_variable_read(CUdeviceptr address)
+{
+	uint64_t moves = mpsd_moves_done();
+	static atomic_bool said;
+	const struct mpsd_made *made;
+	CUdeviceptr offset;
+	const void *name = variable_at(address, &offset);
+	bool is;
+
+	if (!name)
+		return true;
+	mpsd_line_opaque("a copy from a module's variable");
+	made = mpsd_made_look(name);
+	is = !made || !made->of || made->of->since == moves;
+	mpsd_made_looked();
+	if (!is && !atomic_exchange(&said, true))
+		mpsd_say("what kernels had put into a module's variable was lost in a move: it is not read");
+	return is;
 }
 
 static void free_parts(struct part *part)
