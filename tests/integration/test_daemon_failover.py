@@ -66,11 +66,6 @@ def all_ready(site: Site, *programs: Program) -> Mapping[str, Any]:
     )
 
 
-def fault(program: Program, kernel: str = "store") -> None:
-    program.do(f"dev.launch('{kernel}')")
-    program.do("dev.synchronize()")
-
-
 def active(status: Mapping[str, Any]) -> Mapping[str, Any]:
     found: Mapping[str, Any] = next(d for d in status["domains"] if d["role"] == "active")
     return found
@@ -104,7 +99,7 @@ def test_survivors_move_and_the_offender_is_named_and_not_told(site: Site) -> No
     before = all_ready(site, first, second, offender)
     old, generation = active(before)["id"], slot(before)["generation"]
     assert slot(before)["survivable"] == 1
-    fault(offender)
+    offender.fault()
     for survivor in (first, second):
         assert said(survivor, "fo.move()")[:2] == ["MOVE", generation]
         assert said(survivor, "dev.alloc(16) > 0")
@@ -144,7 +139,7 @@ def test_survivors_move_and_the_offender_is_named_and_not_told(site: Site) -> No
 def test_where_nobody_is_named_all_are_told_as_suspects(site: Site) -> None:
     first, second = ready(site), ready(site)
     all_ready(site, first, second)
-    fault(second, "trap")
+    second.fault("trap")
     for program in (first, second):
         said(program, "fo.move()")
     record = until_outcome(site, {first.pid: "moved", second.pid: "moved"})
@@ -176,7 +171,7 @@ def test_who_is_not_ready_in_time_is_told_when_it_is(site: Site) -> None:
     hello(site, late)
     said(late, "fo.prepare(ready=False)")
     all_ready(site, offender)
-    fault(offender)
+    offender.fault()
     until_outcome(site, {late.pid: "not told", offender.pid: "not told"})
     said(late, "fo.ready()")
     said(late, "fo.move()")
@@ -189,7 +184,7 @@ def test_who_stays_and_who_says_nothing_are_recorded(site: Site) -> None:
     site.start()
     stays, silent, offender = ready(site), ready(site), ready(site)
     all_ready(site, stays, silent, offender)
-    fault(offender)
+    offender.fault()
     said(stays, "fo.stay('graphs cannot be carried over')")
     record = until_outcome(site, {stays.pid: "stayed", silent.pid: "silent", offender.pid: "not told"})
     assert (
@@ -225,12 +220,12 @@ def test_moves_are_bounded(site: Site) -> None:
     site.start()
     program, first = ready(site), site.join()
     all_ready(site, program)
-    fault(first)
+    first.fault()
     said(program, "fo.move()")
     said(program, "fo.prepare()")
     all_ready(site, program)
     second = site.join()
-    fault(second)
+    second.fault()
     record = until_outcome(site, {program.pid: "not told"})
     assert "per_minute = 1" in record["clients"][0]["why"]
     status = site.status()
@@ -241,7 +236,7 @@ def test_moves_are_bounded(site: Site) -> None:
 def test_a_daemon_that_is_killed_is_none_the_worse_for_it(site: Site) -> None:
     moved, fresh = ready(site), ready(site)
     all_ready(site, moved, fresh)
-    fault(site.join())
+    site.join().fault()
     for program in (moved, fresh):
         said(program, "fo.move()")
     for program in (moved, fresh):
@@ -256,7 +251,7 @@ def test_a_daemon_that_is_killed_is_none_the_worse_for_it(site: Site) -> None:
     after = all_ready(site, moved, fresh)
     assert active(after)["id"] == active(before)["id"]
     offender = site.join()
-    fault(offender)
+    offender.fault()
     for program in (moved, fresh):
         said(program, "fo.move()")
         assert said(program, "dev.alloc(16) > 0")
@@ -268,7 +263,7 @@ def test_a_fault_while_no_daemon_runs_is_failed_over_by_the_next(site: Site) -> 
     program, offender = ready(site), site.join()
     before = all_ready(site, program)
     site.kill()
-    fault(offender)
+    offender.fault()
     site.start()
     # It says where it was: in its first context.
     assert said(program, "fo.hello()")[0] == "WELCOME"
@@ -292,7 +287,7 @@ def test_as_many_programs_at_once_as_a_server_takes() -> None:
         for program in programs:
             assert program.hear()["result"][0] == "STANDBY"
         all_ready(site, *programs)
-        fault(site.join())
+        site.join().fault()
         for program in programs:
             program.order("fo.move()")
         for program in programs:
@@ -384,7 +379,7 @@ def test_what_an_operator_reads(site: Site) -> None:
     for part in ("1 can be survived now", f"standby {slot(before)['standby']} warm", "programs ready 1/1"):
         assert part in text
     assert "driver copies" in text and "in waiting" in text
-    fault(other)
+    other.fault()
     said(program, "fo.move()")
     record = until_outcome(site, {program.pid: "moved"})
     text = "\n".join(failovertext.records([record]))
@@ -398,7 +393,7 @@ def test_another_user_s_programs_are_not_told_of(site: Site) -> None:
         pytest.skip("needs root to be somebody else")
     program, other = ready(site), site.join()
     all_ready(site, program)
-    fault(other)
+    other.fault()
     said(program, "fo.move()")
     until_outcome(site, {program.pid: "moved"})
     assert site.ask(lambda c: c.failovers(), OTHER_UID) == []
@@ -433,5 +428,5 @@ def test_where_no_spare_is_kept_the_willing_have_one_for_as_long_as_they_are_the
         assert len(status["domains"]) == 2
         program.close()
         site.until(lambda s: len(s["domains"]) == 1, "the standby is given up")
-        fault(site.join())
+        site.join().fault()
         site.until(lambda s: active(s)["id"] == "d3" and active(s)["state"] == "active", "a fresh one serves")

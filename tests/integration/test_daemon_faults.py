@@ -23,11 +23,6 @@ def site() -> Iterator[Site]:
         yield started.start()
 
 
-def fault(program: Program, kernel: str = "store") -> None:
-    program.do(f"dev.launch('{kernel}')")
-    program.do("dev.synchronize()")
-
-
 def active(status: Mapping[str, Any]) -> Mapping[str, Any]:
     found: Mapping[str, Any] = next(d for d in status["domains"] if d["role"] == "active")
     return found
@@ -46,7 +41,7 @@ def test_a_fault_names_its_offender_and_the_spare_takes_over(site: Site) -> None
     path = Path(site.client_environ()["CUDA_MPS_PIPE_DIRECTORY"])
     with mpsd_client.connect(site.socket) as connection:
         stream = connection.subscribe()
-        fault(offender)
+        offender.fault()
         end = time.monotonic() + DEADLINE_S
         event: dict[str, Any] = {}
         while event.get("kind") != "fault":
@@ -74,7 +69,7 @@ def test_a_fault_names_its_offender_and_the_spare_takes_over(site: Site) -> None
 
 def test_fault_records_survive_a_restart(site: Site) -> None:
     offender = site.join()
-    fault(offender, "null")
+    offender.fault("null")
     first = site.until_fault("mmu-null")
     offender.close()
     settled(site)
@@ -84,7 +79,7 @@ def test_fault_records_survive_a_restart(site: Site) -> None:
     assert site.faults()[0]["offender"] == first["offender"]
     # Numbers go on where they were.
     second = site.join()
-    fault(second)
+    second.fault()
     assert site.until_fault("mmu-invalid-address")["id"] > first["id"]
     assert [r["id"] for r in site.ask(lambda c: c.faults(since_id=first["id"]))] == [
         site.until_fault("mmu-invalid-address")["id"]
@@ -97,7 +92,7 @@ def test_who_comes_to_a_faulted_domain_is_counted_once(site: Site) -> None:
     old = active(site.status())["id"]
     # Straight to the domain, past the stable path: as one that read the path just before the switch.
     late = site.environ() | {"CUDA_MPS_PIPE_DIRECTORY": str(site.run_dir / "d" / old)}
-    fault(offender)
+    offender.fault()
     site.until(lambda s: [d for d in s["domains"] if d["state"] == "faulted"], "faulted")
     site.until(
         lambda s: [d for d in s["domains"] if d["id"] == old and d["server_state"] == "FAULT"], "FAULT"
@@ -169,7 +164,7 @@ def test_an_xid_of_a_process_outside_mps_moves_nobody(site: Site) -> None:
         environ=site.environ() | {"MPSD_SIM_DIR": str(site.node_dir), "CUDA_MPS_PIPE_DIRECTORY": "/nowhere"}
     )
     assert outside.do("dev.on_mps") == {"result": False}
-    fault(outside)
+    outside.fault()
     record = site.until_fault("unattributed-xid")
     assert (record["domain"], record["offender"]) == (None, None)
     assert [d["id"] for d in settled(site)["domains"]] == [d["id"] for d in before["domains"]]
@@ -194,7 +189,7 @@ def test_settings_made_by_hand_reach_the_next_domain_and_the_next_daemon(site: S
     site.start()
     assert shown in site.status()["gpus"][0]["limits"]
     site.attached(offender)
-    fault(offender)
+    offender.fault()
     offender.close()
     status = settled(site)
     fresh = next(d for d in status["domains"] if d["role"] == "spare")["id"]
@@ -223,7 +218,7 @@ def test_the_default_path_is_served_on_request() -> None:
         row = site.attached(client)["clients"][0]
         domain = next(d for d in site.status()["domains"] if d["id"] == row["domain"])
         assert (domain["uid"], row["state"]) == (None, "attached")
-        fault(client)
+        client.fault()
         site.until_fault("mmu-invalid-address")
         again = site.program(environ=site.environ() | {"CUDA_MPS_PIPE_DIRECTORY": str(default)})
         assert again.do("dev.alloc(16) > 0") == {"result": True}
@@ -253,7 +248,7 @@ def test_exclusive_mode_has_no_spare_and_recovers_in_place() -> None:
         assert "EXCLUSIVE_PROCESS" in " ".join(status["gpus"][0]["limits"])
         assert [d["role"] for d in status["domains"]] == ["active"]
         old = active(status)
-        fault(offender)
+        offender.fault()
         site.until_fault("mmu-invalid-address")
         site.until(lambda s: active(s)["state"] == "faulted", "it is faulted, and nothing replaces it")
         for program in (victim, offender):
@@ -269,7 +264,7 @@ def test_exclusive_mode_empties_a_faulted_domain_at_its_deadline() -> None:
         site.start()
         site.node(op="inject", fault="mode", mode="exclusive-process")
         victim, offender = site.join(), site.join()
-        fault(offender)
+        offender.fault()
         # Neither leaves by itself, and nobody can work before they have.
         assert victim.wait() == -signal.SIGKILL
         assert offender.wait() == -signal.SIGKILL
@@ -282,7 +277,7 @@ def test_victims_are_killed_only_where_that_is_configured() -> None:
         site.start()
         victim, offender = site.join(), site.join()
         settled(site)
-        fault(offender)
+        offender.fault()
         assert victim.wait() == -signal.SIGKILL
         settled(site)
 
@@ -294,7 +289,7 @@ def test_victims_that_stay_are_reported_and_left_alone() -> None:
         settled(site)
         with mpsd_client.connect(site.socket) as connection:
             stream = connection.subscribe()
-            fault(offender)
+            offender.fault()
             end = time.monotonic() + DEADLINE_S
             event: dict[str, Any] = {}
             while event.get("kind") != "victims-stay":
@@ -323,7 +318,7 @@ def test_a_full_disk_costs_records_on_disk_and_nothing_else() -> None:
                 disk.fill()
                 offender = site.join()
                 count = len(site.faults())
-                fault(offender)
+                offender.fault()
                 until(lambda count=count: len(site.faults()) > count, "it is recorded")  # type: ignore[misc]
                 assert site.faults()[-1]["offender"]["pid"] == offender.pid
                 offender.close()

@@ -17,7 +17,6 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.integration.test_daemon_faults import fault
 from tests.libcuda.test_attach import environment
 from tests.support.libcudas import DEADLINE_S, ROOT, Libraries
 from tests.support.site import Site, alive, until
@@ -117,7 +116,7 @@ def test_one_that_waits_takes_over_when_its_neighbour_breaks_the_domain(
             service.said("standby", turn)
             first = service.counts()
             offender = site.join()
-            fault(offender)
+            offender.fault()
             service.said("took-over", turn)
             assert service.counts() != first
             # It is the same domain's memory all the time, and nobody else has it.
@@ -139,7 +138,7 @@ def test_where_no_other_server_can_be_it_goes_on_in_the_domain_that_recovers(
             first = service.counts()
             offender = site.join()
             (domain,) = (d["id"] for d in site.status()["domains"] if d["clients"])
-            fault(offender)
+            offender.fault()
             offender.finish()
             until(lambda first=first: service.counted[-1][1] != first, "another one counts")  # type: ignore[misc]
             (again,) = (d["id"] for d in site.status()["domains"] if d["clients"])
@@ -171,7 +170,7 @@ def test_a_daemon_that_is_restarted_meanwhile_is_found_again(site: Site, librari
         first = service.counts()
         site.start()
         until(lambda: site.status()["clients"], "its clients are known")
-        fault(site.join())
+        site.join().fault()
         service.said("took-over")
         assert service.counts() != first
 
@@ -185,7 +184,7 @@ def test_the_standby_of_a_lost_domain_is_replaced_and_the_first_works_on(
         spare = site.ask(lambda client: client.env(standby=True))["CUDA_MPS_PIPE_DIRECTORY"]
         there = site.program(environ=site.environ() | {"CUDA_MPS_PIPE_DIRECTORY": spare})
         assert there.do("dev.on_mps") == {"result": True}
-        fault(there)
+        there.fault()
         service.said("standby", 2)
         assert service.counts() == first
 

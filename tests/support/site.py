@@ -91,6 +91,10 @@ class Program:
         self.order(expression)
         return self.hear()
 
+    def fault(self, kernel: str = "store") -> None:
+        """In one order, for it may be ended for that at once."""
+        self.do(f"(dev.launch('{kernel}'), dev.synchronize())")
+
     def busy(self, seconds: float) -> None:
         """A kernel that runs for this long, from now on."""
         assert self.do(f"dev.launch('spin', duration_s={seconds})") == {"result": None}
