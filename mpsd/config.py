@@ -27,6 +27,9 @@ from mpsd.limits import SOCKET_PATH_LIMIT
 from mpsd.model import FailoverMode, ZonePolicy
 
 SCHEMA_VERSION = 1
+# A socket of a control daemon by a slot's stable path (mpsd.layout), whose name may have so many bytes.
+SLOT_NAME_BYTES = 24
+LONGEST_IN_RUN_DIR = f"s/{'x' * SLOT_NAME_BYTES}/control_privileged"
 DEFAULT_FILE = Path("/etc/mpsd/mpsd.toml")
 
 
@@ -372,14 +375,21 @@ def check_socket_path(path: str | os.PathLike[str]) -> str:
     return text
 
 
-def check_rules(config: Config, where: str) -> None:
-    """What no single key can say. Raises ConfigError."""
+def check_rules(config: Config, where: str, uid: int) -> None:
+    """What no single key can say, for an mpsd that this user runs. Raises ConfigError."""
     for key in ("run_dir", "log_dir", "state_dir"):
         value = getattr(config, key)
         if not os.path.isabs(value):
             raise ConfigError(f"{where}: {key} = {value!r} is not an absolute path", remedy="start it with /")
-    check_socket_path(f"{config.run_dir}/mpsd.sock")
+    longest = len(os.fsencode(f"{config.run_dir}/{LONGEST_IN_RUN_DIR}"))
+    if longest > SOCKET_PATH_LIMIT:
+        raise ConfigError(
+            f"{where}: run_dir {config.run_dir!r} is too long: a socket path may have {SOCKET_PATH_LIMIT} "
+            f"bytes, and the longest below it would have {longest}",
+            remedy=f"choose a run_dir that is {longest - SOCKET_PATH_LIMIT} bytes shorter",
+        )
     check_socket_path(f"{config.domains.default_path}/control")
+    _check_rights(config, where, uid)
     if config.vault.enabled and config.vault.descriptors > config.store.max_descriptors // 2:
         raise ConfigError(
             f"{where}: vault.descriptors is more than half of store.max_descriptors",
@@ -414,3 +424,14 @@ def check_rules(config: Config, where: str) -> None:
                 f"{where}: limits.pinned_device_memory names {gpu!r}, which is no GPU",
                 remedy='use an ordinal ("0") or a UUID ("GPU-...")',
             )
+
+
+def _check_rights(config: Config, where: str, uid: int) -> None:
+    """Domains of everybody's need servers that change their user."""
+    domains = config.domains
+    if uid != 0 and (domains.mode is DomainMode.SHARED or domains.serve_default_path):
+        key = "mode = shared" if domains.mode is DomainMode.SHARED else "serve_default_path = true"
+        raise ConfigError(
+            f"{where}: [domains] {key} serves every user, which only an mpsd that root runs can do",
+            remedy='run it as root, or set mode = "per-user" and serve_default_path = false',
+        )

@@ -25,7 +25,6 @@ from mpsd.core import events as ev
 from mpsd.core.state import DomainState, State
 from mpsd.errors import (
     BusyError,
-    ConfigError,
     DeadlineError,
     DeniedError,
     MpsdError,
@@ -104,9 +103,8 @@ class Daemon:
     async def run(self, *, stop_domains: bool = False) -> None:
         """Serve until stopped, in directories that are prepared and locked (Layout).
 
-        Raises MpsdError when this machine or configuration does not allow it.
+        Raises MpsdError when this machine does not allow it.
         """
-        self._check_rights()
         notifier = Notifier.from_environ(self._environ)
         try:
             self._assemble(notifier)
@@ -117,16 +115,6 @@ class Daemon:
             )
         finally:
             notifier.close()
-
-    def _check_rights(self) -> None:
-        """Domains of everybody's need servers that change their user. Raises ConfigError."""
-        domains = self.config.domains
-        if os.geteuid() != 0 and (domains.mode is DomainMode.SHARED or domains.serve_default_path):
-            key = "mode = shared" if domains.mode is DomainMode.SHARED else "serve_default_path = true"
-            raise ConfigError(
-                f"[domains] {key} serves every user, which only an mpsd that root runs can do",
-                remedy='run it as root, or set mode = "per-user" and serve_default_path = false',
-            )
 
     def _assemble(self, notifier: Notifier) -> None:
         loop = asyncio.get_running_loop()

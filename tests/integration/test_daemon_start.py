@@ -39,6 +39,12 @@ def refuse(site: Site, uid: int | None = None) -> tuple[int, str]:
     return status, said
 
 
+def made_by(site: Site) -> set[str]:
+    """Of a daemon that was refused: what it has left of the places that it was given."""
+    places = (site.run_dir, site.log_dir, site.state_dir, site.node_dir)
+    return {str(path) for path in places if os.path.lexists(path)}
+
+
 def test_status_has_the_keys_of_schema_1(site: Site) -> None:
     client = site.join()
     status = site.attached(client)
@@ -209,6 +215,7 @@ def test_a_wrong_configuration_is_refused_with_the_key(setting: dict[str, str], 
     with Site() as site:
         site.write_config(**setting)
         status, said = refuse(site)
+        assert not made_by(site)
     assert status == 2
     for word in words:
         assert word in said
@@ -221,7 +228,7 @@ def test_a_run_directory_too_long_for_sockets_is_refused() -> None:
         status, said = refuse(site)
     assert status == 2
     assert "too long" in said
-    assert "choose a shorter run_dir" in said
+    assert "choose a run_dir that is" in said
 
 
 def test_directories_that_cannot_be_made_are_named() -> None:
@@ -232,7 +239,7 @@ def test_directories_that_cannot_be_made_are_named() -> None:
         site.write_config()
         status, said = refuse(site)
         # No simulated GPU was started for nobody.
-        assert not site.node_dir.exists()
+        assert not made_by(site)
     assert status == 2
     assert str(site.state_dir) in said
 
@@ -257,6 +264,7 @@ def test_an_ordinary_user_cannot_serve_everybody(setting: dict[str, str]) -> Non
         shutil.chown(site.base, OTHER_UID, OTHER_UID)
         site.write_config(**setting)
         status, said = refuse(site, uid=OTHER_UID)
+        assert not made_by(site)
     assert status == 2
     assert next(iter(setting)).partition(".")[2] in said
     assert "as root" in said
@@ -288,7 +296,7 @@ def test_nvidia_without_a_driver_is_refused_and_never_replaced_by_the_simulation
         status, said = refuse(site)
         assert status == 1
         assert "mpsd: " in said
-        assert not site.node_dir.exists()
+        assert not made_by(site)
 
 
 def test_a_socket_that_a_dead_daemon_left_is_replaced() -> None:
