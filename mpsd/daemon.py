@@ -19,7 +19,7 @@ from mpsd import workwatch
 from mpsd.adoption import KIND, LEVEL, Adoption, to_file
 from mpsd.attacher import Attacher
 from mpsd.bulletin import Bulletin
-from mpsd.choices import guard_classes, policy_of, vault_limits, zone_limits
+from mpsd.choices import absent_gpus, guard_classes, policy_of, vault_limits, zone_limits
 from mpsd.config import Config, DomainMode
 from mpsd.core import events as ev
 from mpsd.core.state import DomainState, State
@@ -122,6 +122,9 @@ class Daemon:
         self.gpus = tuple(self.backend.devices.gpus())
         if not self.gpus:
             raise UnsupportedError("there is no GPU on this machine", remedy="run mpsd-ctl doctor")
+        self.absent = absent_gpus(self.config, [g.uuid for g in self.gpus], max(map(len, self.groups())))
+        for text in self.absent:
+            log.warning("a GPU of the configuration is not there", problem=text)
         journal = Journal.open(
             self.layout.state_dir, self.config.journal.max_records, self.config.journal.max_bytes
         )
@@ -538,7 +541,7 @@ class Daemon:
 
     def problems(self) -> list[str]:
         """Capability losses of the daemon itself, for `status`."""
-        found = [*self._source_problems, *self._store.problems(), *self._unknown_domains]
+        found = [*self._source_problems, *self.absent, *self._store.problems(), *self._unknown_domains]
         found += self._orphans.problems() + self.vault.problems()
         found += [p for p in (*self.bulletin.problems(), self._statefile.problem) if p]
         found += self.failover.problems()

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,7 @@ from mpsd.errors import (
     StoreError,
     UsageError,
 )
+from mpsd.gpu.base import Check
 from mpsd.listener import Peer
 from mpsd.model import Gpu, Liveness, ZonePolicy
 from mpsd.privacy import owners, shown_to
@@ -166,7 +167,7 @@ class Operations:
             gpus={g.uuid: partial(daemon.backend.devices.memory_used, g.uuid) for g in daemon.gpus},
         )
         async with self._slow:
-            checks = await asyncio.to_thread(ask)
+            checks = [*await asyncio.to_thread(ask), _configured(daemon.absent)]
         rows = [{"name": c.name, "ok": c.ok, "finding": c.finding, "remedy": c.remedy} for c in checks]
         return {"checks": rows}
 
@@ -312,6 +313,13 @@ class Operations:
             "dry_run": bool(args.get("dry_run")),
             "clients": sorted(staying),
         }
+
+
+def _configured(absent: Sequence[str]) -> Check:
+    if not absent:
+        return Check("configuration", True, "every GPU that it names is there")
+    remedy = "mpsd-ctl status lists the GPUs: mend the file and restart mpsd, or see why one has gone"
+    return Check("configuration", False, "; ".join(absent), remedy)
 
 
 def _evict_error(code: str, message: str) -> MpsdError:

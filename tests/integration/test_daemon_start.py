@@ -336,6 +336,32 @@ def test_starts_that_fail_leave_no_directory_behind() -> None:
         assert {path.name for path in (site.run_dir / "d").iterdir()} <= known
 
 
+def test_gpus_of_the_configuration_that_are_not_there_are_told() -> None:
+    with Site() as site:
+        site.start()
+        here = site.status()["gpus"][0]["uuid"]
+        assert not [p for p in site.status()["problems"] if "names" in p]
+        assert {c["name"]: c["ok"] for c in site.ask(lambda c: c.doctor())}["configuration"]
+        site.terminate()
+        site.write_config(
+            domains__span=f'[["{here}", "GPU-gone"]]',
+            limits__pinned_device_memory=f'{{ "0" = "1G", "1" = "1G", "{here}" = "1G", "GPU-away" = "1G" }}',
+        )
+        site.start()
+        told = [p for p in site.status()["problems"] if "names" in p]
+        assert [text.split(",")[0].split(":")[0] for text in told] == [
+            "domains.span names GPU-gone",
+            "limits.pinned_device_memory names 1",
+            "limits.pinned_device_memory names GPU-away",
+        ]
+        logged = site.said("a GPU of the configuration is not there")
+        assert [line["problem"] for line in logged] == told
+        (row,) = [c for c in site.ask(lambda c: c.doctor()) if c["name"] == "configuration"]
+        assert (row["ok"], row["finding"]) == (False, "; ".join(told)) and row["remedy"]
+        # What is there serves all the same.
+        assert site.client_environ()["CUDA_MPS_PIPE_DIRECTORY"]
+
+
 def test_a_daemon_carries_no_tls() -> None:
     with Site() as site:
         site.start()
