@@ -363,20 +363,23 @@ def default_directories(uid: int, environ: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def check_socket_path(path: str | os.PathLike[str]) -> str:
-    """The path as text, or ConfigError when a Unix socket cannot be bound to it."""
+def check_socket_path(path: str | os.PathLike[str], key: str = "run_dir") -> str:
+    """The path as text, or ConfigError, naming the key, when a Unix socket cannot be bound to it."""
     text = os.fspath(path)
     size = len(os.fsencode(text))
     if size > SOCKET_PATH_LIMIT:
         raise ConfigError(
             f"socket path {text!r} has {size} bytes; a Unix socket takes {SOCKET_PATH_LIMIT}",
-            remedy=f"choose a run_dir that is {size - SOCKET_PATH_LIMIT} bytes shorter",
+            remedy=f"choose a {key} that is {size - SOCKET_PATH_LIMIT} bytes shorter",
         )
     return text
 
 
-def check_rules(config: Config, where: str, uid: int) -> None:
-    """What no single key can say, for an mpsd that this user runs. Raises ConfigError."""
+def check_rules(config: Config, where: str, uid: int, node: str = "") -> None:
+    """What no single key can say, for an mpsd that this user runs. Raises ConfigError.
+
+    `node`: where the simulated GPU would be, if that is known; empty otherwise.
+    """
     for key in ("run_dir", "log_dir", "state_dir"):
         value = getattr(config, key)
         if not os.path.isabs(value):
@@ -388,8 +391,10 @@ def check_rules(config: Config, where: str, uid: int) -> None:
             f"bytes, and the longest below it would have {longest}",
             remedy=f"choose a run_dir that is {longest - SOCKET_PATH_LIMIT} bytes shorter",
         )
-    check_socket_path(f"{config.domains.default_path}/control")
+    check_socket_path(f"{config.domains.default_path}/control", "default_path")
     _check_rights(config, where, uid)
+    if config.backend is BackendName.SIMULATED and node:
+        _check_node(config, where, node)
     if config.vault.enabled and config.vault.descriptors > config.store.max_descriptors // 2:
         raise ConfigError(
             f"{where}: vault.descriptors is more than half of store.max_descriptors",
@@ -434,4 +439,14 @@ def _check_rights(config: Config, where: str, uid: int) -> None:
         raise ConfigError(
             f"{where}: [domains] {key} serves every user, which only an mpsd that root runs can do",
             remedy='run it as root, or set mode = "per-user" and serve_default_path = false',
+        )
+
+
+def _check_node(config: Config, where: str, node: str) -> None:
+    """The simulated GPU is a process of its own, with a lock and sockets in a directory of its own."""
+    check_socket_path(f"{os.path.abspath(node)}/gpu.sock", "[simulated] dir")
+    if os.path.realpath(node) == os.path.realpath(config.run_dir):
+        raise ConfigError(
+            f"{where}: the simulated GPU's directory {node!r} is run_dir too",
+            remedy="set another [simulated] dir (or MPSD_SIM_DIR)",
         )

@@ -79,7 +79,8 @@ def load(path: str | Path | None = None, environ: Mapping[str, str] | None = Non
         if not getattr(config, key)
     }
     config = replace(config, **missing)
-    check_rules(config, " with ".join([str(source), *(f"${name}" for name in given)]), os.geteuid())
+    where = " with ".join([str(source), *(f"${name}" for name in given)])
+    check_rules(config, where, os.geteuid(), config.simulated.dir or env.get("MPSD_SIM_DIR", ""))
     return config
 
 

@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tempfile
 from argparse import ArgumentParser
 from dataclasses import fields
 from pathlib import Path
@@ -314,6 +315,21 @@ def test_check_names_every_mistake_at_once(tmp_path: Path, capsys: pytest.Captur
     told = capsys.readouterr().err
     for part in ("'run_dir'?", "guard.low = 'maybe'", "'guard.lw'", "max_records = -5"):
         assert part in told
+
+
+def test_the_simulated_gpu_has_a_directory_of_its_own(tmp_path: Path) -> None:
+    # pytest's own temporary paths are too long for sockets.
+    with tempfile.TemporaryDirectory(prefix="mpsd-", dir="/tmp") as base:
+        text, same = f"run_dir = '{base}/one'", f"{base}/link/one/"
+        Path(base, "link").symlink_to(base)
+        with pytest.raises(ConfigError, match="is run_dir too") as refused:
+            read(tmp_path, f"backend = 'simulated'\n{text}\n[simulated]\ndir = '{same}'")
+        assert same in str(refused.value) and "dir" in refused.value.remedy
+        with pytest.raises(ConfigError, match="is run_dir too"):
+            read(tmp_path, f"backend = 'simulated'\n{text}", MPSD_SIM_DIR=same)
+        assert read(tmp_path, f"{text}\n[simulated]\ndir = '{same}'").backend is BackendName.NVIDIA
+    with pytest.raises(ConfigError, match=r"choose a \[simulated\] dir that is \d+ bytes shorter"):
+        read(tmp_path, f"backend = 'simulated'\n[simulated]\ndir = '/{'x' * 100}'")
 
 
 def test_fail_over_needs_the_vault(tmp_path: Path) -> None:
