@@ -94,7 +94,7 @@ def main(arguments: list[str] | None = None) -> int:
                 )
     except (MpsdError, OSError) as error:
         print(f"cannot use {directory}: {error}", file=sys.stderr)
-        return 1
+        return error.exit_code if isinstance(error, MpsdError) else 1
 
 
 if __name__ == "__main__":
