@@ -31,6 +31,7 @@ from mpsd.errors import (
     NotReadyError,
     UnsupportedError,
 )
+from mpsd.eventnumbers import EventNumbers
 from mpsd.failover.desk import FailoverDesk
 from mpsd.fdstore import open_store
 from mpsd.gpu.base import Backend, KernelLog, XidSource
@@ -132,7 +133,7 @@ class Daemon:
         if self.config.failover.enabled:
             bounds = self.config.journal.max_records, self.config.journal.max_bytes
             failovers = Journal.open(self.layout.state_dir, *bounds, name=FAILOVERS)
-        self.bulletin = Bulletin(journal, failovers)
+        self.bulletin = Bulletin(journal, failovers, EventNumbers(self.layout.state_dir))
         store = self.config.store
         self._store = LeaseStore(
             open_store(store.kind.value, self.layout.run_dir, store.max_descriptors, self._environ, notifier),
@@ -238,6 +239,7 @@ class Daemon:
             Operations(self).handle,
             self.config.group,
             history=self.bulletin.events_since,
+            gap=self.bulletin.gap_after,
             shown=shown_to,
         )
         sources = self._open_sources()

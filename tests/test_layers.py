@@ -42,7 +42,7 @@ GROUPS: dict[str, tuple[set[str], set[str]]] = {
         {"mpsd.notify", "mpsd.keeperstore", "mpsd.fdset", "mpsd.fdstore"},
         {"base", "linux", "keeper"},
     ),
-    "files": ({"mpsd.journal", "mpsd.statefile"}, {"base", "linux"}),
+    "files": ({"mpsd.journal", "mpsd.statefile", "mpsd.eventnumbers"}, {"base", "linux"}),
     "control": (
         {
             "mpsd.control",

@@ -85,7 +85,8 @@ client is refused, and so is one that became another process since you looked (-
 _EVENTS = """\
 One line for each thing that happened: its number, its kind, what it is about. Without --follow the events
 that the daemon still remembers; with it those to come, after those past --since, if given. A reader that
-is too slow is told how many events it lost, and nobody waits for it.
+is too slow is told how many events it lost, and nobody waits for it. Numbers go on where an earlier life
+of the daemon ended, with a gap. Where not all events after --since are remembered, stderr says so.
 """
 
 _FAULTS = """\
