@@ -79,7 +79,8 @@ then killed; its GPU memory is held until its kernels have ended. Not asked, onl
 stopped or traced, or whose domain is in FAULT, because asking would stall everybody else.
 
 On a terminal the plan is shown first and you are asked, unless --yes is given. A pid that is not a
-client is refused, and so is one that became another process since you looked (--start-ticks).
+client is refused, and so is one that became another process since you looked (--start-ticks). Whether
+another user's process is a client, ordinary users are not told.
 """
 
 _EVENTS = """\

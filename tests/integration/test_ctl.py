@@ -129,9 +129,9 @@ def test_kill_refuses_what_is_not_that_client(site: Site) -> None:
 @root_only
 def test_others_are_told_that_they_may_not(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
     client = site.join()
-    for arguments in (("kill", str(client.pid)), ("drain",), ("undrain", "--dry-run")):
+    for arguments, status in ((("kill", str(client.pid)), 1), (("drain",), 4), (("undrain", "--dry-run"), 4)):
         with as_user(OTHER_UID):
-            assert main(["--socket", site.socket, *arguments]) == 4
+            assert main(["--socket", site.socket, *arguments]) == status
         shown = capsys.readouterr()
         assert shown.out == "" and "mpsd group" in shown.err
     with as_user(OTHER_UID):
