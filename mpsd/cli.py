@@ -43,7 +43,8 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--backend",
         choices=[b.value for b in BackendName],
-        help="nvidia, or simulated: a whole daemon without a GPU (overrides the configuration)",
+        help="nvidia, or simulated: a whole daemon without a GPU (overrides the configuration, whose "
+        "[simulated] dir, if it is set, `python -m mpsd.gpu.simulated stop` needs as --dir)",
     )
     run.add_argument(
         "--stop-domains",

@@ -90,7 +90,11 @@ def _key(
 class Simulated:
     """[simulated]: the simulated GPU, used only where backend = "simulated"."""
 
-    dir: str = _key("", "run directory of the simulated node; empty: the default of the simulated node")
+    dir: str = _key(
+        "",
+        "directory of the simulated node, which `python -m mpsd.gpu.simulated stop` then needs as --dir; "
+        "empty: $MPSD_SIM_DIR, else $XDG_RUNTIME_DIR/mpsd-sim or /tmp/mpsd-sim-UID",
+    )
     gpus: int = _key(1, "how many GPUs the simulated node has", low=1, high=16)
 
 

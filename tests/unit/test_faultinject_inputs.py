@@ -99,6 +99,14 @@ def test_the_simulated_gpu_refuses_a_number_of_gpus_as_a_mistake(tmp_path: Path)
     assert (status, "1 to 16 GPUs, not 0" in said) == (2, True)
 
 
+def test_who_looks_for_the_simulated_gpu_in_the_wrong_place_is_told_of_dir(tmp_path: Path) -> None:
+    status, said = ended("mpsd.gpu.simulated", "stop", MPSD_SIM_DIR=str(tmp_path))
+    assert (status, said.splitlines()) == (
+        3,
+        [f"no simulated GPU serves {tmp_path} (--dir DIR where mpsd's configuration sets [simulated] dir)"],
+    )
+
+
 @pytest.mark.parametrize("words", [["--only", "foo"], ["--only", "guard", "--out", "/dev/null/x"]])
 def test_measure_refuses_what_it_cannot_do_before_it_looks_for_a_gpu(
     tmp_path: Path, words: list[str]
