@@ -6,7 +6,6 @@ Exit status: 0 every verdict is valid; 1 one is invalid or unknown; 2 usage; as 
 from __future__ import annotations
 
 import argparse
-import errno
 import os
 import signal
 import sys
@@ -28,6 +27,7 @@ from faultinject.node import BACKENDS
 from faultinject.observation import observe
 from faultinject.proxy import command as proxy
 from faultinject.proxy import reports as proxy_reports
+from faultinject.proxy.library import check_folders
 from faultinject.stage import Options
 from faultinject.verdict import Verdict
 from mpsd.errors import MpsdError, UsageError
@@ -155,6 +155,7 @@ def _run(args: argparse.Namespace) -> int:
     for mode in args.modes:
         if mode not in MODES:
             raise UsageError(f"there is no mode {mode!r}", remedy=f"use {' or '.join(MODES)}")
+    check_folders(args.libcuda, args.driver)
     plan = Plan(
         args.backend,
         tuple(select(args.kinds)),
@@ -206,6 +207,8 @@ def _bench(args: argparse.Namespace) -> int:
 def _sweep(args: argparse.Namespace) -> int:
     from faultinject.sweep import SweepPlan, sweep
 
+    if args.last and args.last < args.first:
+        raise UsageError(f"--to {args.last} is before --from {args.first}", remedy="0: until none is left")
     plan = SweepPlan(
         args.backend,
         args.seed,
@@ -305,10 +308,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         _mute(sys.stdout)
         return 0
     except OSError as error:
-        if error.filename is not None or error.errno not in (errno.ENOSPC, errno.EIO, errno.EDQUOT):
-            raise
-        _mute(sys.stdout)
-        print(f"mpsd-faultinject: cannot write: {error.strerror}", file=sys.stderr)
+        if error.filename is None:
+            _mute(sys.stdout)
+        what = "cannot write" if error.filename is None else f"cannot use {error.filename}"
+        print(f"mpsd-faultinject: {what}: {error.strerror or error}", file=sys.stderr)
         return 1
     finally:
         signal.signal(signal.SIGTERM, before)

@@ -86,6 +86,10 @@ def load(path: Path) -> History:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise UsageError(f"cannot read the history {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(
+            f"{path} is no history: it is not text", remedy="give a .jsonl file that a run wrote"
+        ) from error
     for number, line in enumerate(lines, 1):
         try:
             data = json.loads(line)

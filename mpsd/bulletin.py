@@ -13,9 +13,11 @@ import structlog
 from mpsd.core.records import FaultRecord
 from mpsd.core.standby import FailoverRecord
 from mpsd.errors import DeadlineError
+from mpsd.eventnumbers import EventNumbers
 from mpsd.journal import Journal
 from mpsd.privacy import owners
 from mpsd.recordtext import failover_json, record_json
+from mpsd.wire.messages import Gap
 
 log = structlog.get_logger("mpsd.bulletin")
 
@@ -28,14 +30,14 @@ Sink = Callable[[Mapping[str, Any], frozenset[int], int], None]
 class Bulletin:
     """Numbers events, keeps the last of them for late subscribers, and hands them to the listener."""
 
-    def __init__(self, journal: Journal, failovers: Journal | None = None) -> None:
+    def __init__(self, journal: Journal, failovers: Journal | None, numbers: EventNumbers) -> None:
         """`failovers`: a journal of their own; None keeps none of them."""
         self.journal = journal
+        self._numbers = numbers
         self.failovers = failovers
         self._sent_ms: dict[int, float | None] = {}
         self.wall_at_zero = time.time() - time.monotonic()
         self._sink: Sink | None = None
-        self._seq = 0
         self._events: deque[tuple[int, frozenset[int], Mapping[str, Any]]] = deque(maxlen=EVENTS_KEPT)
         self._answers: dict[str, asyncio.Future[tuple[bool, Mapping[str, object]]]] = {}
         self._requests = 0
@@ -47,13 +49,22 @@ class Bulletin:
     def events_since(self, seq: int) -> list[tuple[int, frozenset[int], Mapping[str, Any]]]:
         return [entry for entry in self._events if entry[0] > seq]
 
+    def gap_after(self, seq: int) -> Gap:
+        """Why a reader who knows the events up to this number cannot be told all that came after it."""
+        if seq > self._numbers.last:
+            return Gap.NEVER
+        if 0 < seq < self._numbers.first:
+            return Gap.EARLIER
+        oldest = self._events[0][0] if self._events else self._numbers.last + 1
+        return Gap.FORGOTTEN if 0 < seq < oldest - 1 else Gap.NONE
+
     def publish(self, kind: str, owners: frozenset[int], data: Mapping[str, object]) -> None:
         """`owners`: the users whose event this is; root and the group see every one."""
-        self._seq += 1
+        seq = self._numbers.next()
         event = {"kind": kind, "at": self._wall(time.monotonic()), **data}
-        self._events.append((self._seq, owners, event))
+        self._events.append((seq, owners, event))
         if self._sink is not None:
-            self._sink(event, owners, self._seq)
+            self._sink(event, owners, seq)
 
     def _wall(self, at: float) -> float:
         return round(self.wall_at_zero + at, 6)
@@ -95,7 +106,8 @@ class Bulletin:
 
     def problems(self) -> list[str]:
         journals = (self.journal, self.failovers)
-        return [j.problem for j in journals if j is not None and j.problem]
+        found = [j.problem for j in journals if j is not None and j.problem]
+        return found + ([self._numbers.problem] if self._numbers.problem else [])
 
     def close(self) -> None:
         self.journal.close()

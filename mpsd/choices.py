@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from mpsd.config import Config, GuardSetting
 from mpsd.core.state import Policy
 from mpsd.core.vault import Limits, Quota
@@ -64,3 +66,18 @@ def zone_limits(config: Config) -> ZoneLimits:
     """How much all clients, and each, may cover with guard zones of their own."""
     guard = config.guard
     return ZoneLimits(guard.zones_bytes_per_gpu, guard.zones_bytes_per_client, guard.zones_per_client)
+
+
+def absent_gpus(config: Config, here: Sequence[str], largest: int) -> list[str]:
+    """What the configuration says of GPUs that are not there, in words. `largest`: a domain's most GPUs."""
+    found = []
+    for name in (name for span in config.domains.span for name in span):
+        if name not in here:
+            found.append(f"domains.span names {name}, which is not on this machine: it is left out")
+    for name in config.limits.pinned_device_memory:
+        key = f"limits.pinned_device_memory names {name}"
+        if name.isdecimal() and int(name) >= largest:
+            found.append(f"{key}: ordinals count the GPUs of one domain, from 0 to {largest - 1} here")
+        elif name.startswith("GPU-") and not any(uuid.startswith(name) for uuid in here):
+            found.append(f"{key}, which is not on this machine: it limits nothing")
+    return found

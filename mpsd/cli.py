@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -43,7 +43,8 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--backend",
         choices=[b.value for b in BackendName],
-        help="nvidia, or simulated: a whole daemon without a GPU (overrides the configuration)",
+        help="nvidia, or simulated: a whole daemon without a GPU (overrides the configuration, whose "
+        "[simulated] dir, if it is set, `python -m mpsd.gpu.simulated stop` needs as --dir)",
     )
     run.add_argument(
         "--stop-domains",
@@ -81,11 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
         structlog.get_logger("mpsd").warning("variable without a meaning", name=name, remedy=remedy)
     # A client takes up to ten descriptors, and a login shell's limit is often 1024.
     descriptors.raise_limit()
-    layout = Layout.of(config)
-    layout.prepare()
-    # Before a simulated GPU is started, which would stay.
-    locks = layout.lock()
-    try:
+    with _directories(Layout.of(config)):
         backend = open_backend(config)
         try:
 
@@ -96,10 +93,24 @@ def run(arguments: argparse.Namespace) -> int:
             asyncio.run(serve())
         finally:
             backend.devices.close()
+    return 0
+
+
+@contextlib.contextmanager
+def _directories(layout: Layout) -> Iterator[None]:
+    """Made, and ours. A start that is refused leaves none that it made."""
+    layout.prepare()
+    locks: list[int] = []
+    try:
+        # Before a simulated GPU is started, which would stay.
+        locks = layout.lock()
+        yield
+    except MpsdError:
+        layout.undo()
+        raise
     finally:
         for fd in locks:
             os.close(fd)
-    return 0
 
 
 def _leave(status: int, before: Collection[threading.Thread]) -> int:

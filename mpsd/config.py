@@ -27,6 +27,9 @@ from mpsd.limits import SOCKET_PATH_LIMIT
 from mpsd.model import FailoverMode, ZonePolicy
 
 SCHEMA_VERSION = 1
+# A socket of a control daemon by a slot's stable path (mpsd.layout), whose name may have so many bytes.
+SLOT_NAME_BYTES = 24
+LONGEST_IN_RUN_DIR = f"s/{'x' * SLOT_NAME_BYTES}/control_privileged"
 DEFAULT_FILE = Path("/etc/mpsd/mpsd.toml")
 
 
@@ -87,7 +90,11 @@ def _key(
 class Simulated:
     """[simulated]: the simulated GPU, used only where backend = "simulated"."""
 
-    dir: str = _key("", "run directory of the simulated node; empty: the default of the simulated node")
+    dir: str = _key(
+        "",
+        "directory of the simulated node, which `python -m mpsd.gpu.simulated stop` then needs as --dir; "
+        "empty: $MPSD_SIM_DIR, else $XDG_RUNTIME_DIR/mpsd-sim or /tmp/mpsd-sim-UID",
+    )
     gpus: int = _key(1, "how many GPUs the simulated node has", low=1, high=16)
 
 
@@ -364,26 +371,38 @@ def default_directories(uid: int, environ: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def check_socket_path(path: str | os.PathLike[str]) -> str:
-    """The path as text, or ConfigError when a Unix socket cannot be bound to it."""
+def check_socket_path(path: str | os.PathLike[str], key: str = "run_dir") -> str:
+    """The path as text, or ConfigError, naming the key, when a Unix socket cannot be bound to it."""
     text = os.fspath(path)
     size = len(os.fsencode(text))
     if size > SOCKET_PATH_LIMIT:
         raise ConfigError(
             f"socket path {text!r} has {size} bytes; a Unix socket takes {SOCKET_PATH_LIMIT}",
-            remedy=f"choose a run_dir that is {size - SOCKET_PATH_LIMIT} bytes shorter",
+            remedy=f"choose a {key} that is {size - SOCKET_PATH_LIMIT} bytes shorter",
         )
     return text
 
 
-def check_rules(config: Config, where: str) -> None:
-    """What no single key can say. Raises ConfigError."""
+def check_rules(config: Config, where: str, uid: int, node: str = "") -> None:
+    """What no single key can say, for an mpsd that this user runs. Raises ConfigError.
+
+    `node`: where the simulated GPU would be, if that is known; empty otherwise.
+    """
     for key in ("run_dir", "log_dir", "state_dir"):
         value = getattr(config, key)
         if not os.path.isabs(value):
             raise ConfigError(f"{where}: {key} = {value!r} is not an absolute path", remedy="start it with /")
-    check_socket_path(f"{config.run_dir}/mpsd.sock")
-    check_socket_path(f"{config.domains.default_path}/control")
+    longest = len(os.fsencode(f"{config.run_dir}/{LONGEST_IN_RUN_DIR}"))
+    if longest > SOCKET_PATH_LIMIT:
+        raise ConfigError(
+            f"{where}: run_dir {config.run_dir!r} is too long: a socket path may have {SOCKET_PATH_LIMIT} "
+            f"bytes, and the longest below it would have {longest}",
+            remedy=f"choose a run_dir that is {longest - SOCKET_PATH_LIMIT} bytes shorter",
+        )
+    check_socket_path(f"{config.domains.default_path}/control", "default_path")
+    _check_rights(config, where, uid)
+    if config.backend is BackendName.SIMULATED and node:
+        _check_node(config, where, node)
     if config.vault.enabled and config.vault.descriptors > config.store.max_descriptors // 2:
         raise ConfigError(
             f"{where}: vault.descriptors is more than half of store.max_descriptors",
@@ -418,3 +437,24 @@ def check_rules(config: Config, where: str) -> None:
                 f"{where}: limits.pinned_device_memory names {gpu!r}, which is no GPU",
                 remedy='use an ordinal ("0") or a UUID ("GPU-...")',
             )
+
+
+def _check_rights(config: Config, where: str, uid: int) -> None:
+    """Domains of everybody's need servers that change their user."""
+    domains = config.domains
+    if uid != 0 and (domains.mode is DomainMode.SHARED or domains.serve_default_path):
+        key = "mode = shared" if domains.mode is DomainMode.SHARED else "serve_default_path = true"
+        raise ConfigError(
+            f"{where}: [domains] {key} serves every user, which only an mpsd that root runs can do",
+            remedy='run it as root, or set mode = "per-user" and serve_default_path = false',
+        )
+
+
+def _check_node(config: Config, where: str, node: str) -> None:
+    """The simulated GPU is a process of its own, with a lock and sockets in a directory of its own."""
+    check_socket_path(f"{os.path.abspath(node)}/gpu.sock", "[simulated] dir")
+    if os.path.realpath(node) == os.path.realpath(config.run_dir):
+        raise ConfigError(
+            f"{where}: the simulated GPU's directory {node!r} is run_dir too",
+            remedy="set another [simulated] dir (or MPSD_SIM_DIR)",
+        )

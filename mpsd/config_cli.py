@@ -1,7 +1,7 @@
 """`mpsd config check [FILE]` and `mpsd config show [FILE]`.
 
-`check` reads one file with nothing from the environment but $MPSD_CONFIG, and refuses MPSD_ variables
-that mean nothing; `show` prints the values in effect, environment included, as TOML that can be saved
+Both read what `mpsd run` would: a file with the MPSD_ variables over it. `check` accepts what that accepts,
+and says the same otherwise, with nothing made; `show` prints the values in effect as TOML that can be saved
 and edited.
 """
 
@@ -17,13 +17,14 @@ from typing import TextIO
 from mpsd.config import DEFAULT_FILE
 from mpsd.config_reader import load, mistakes, to_toml, unknown_variables
 from mpsd.errors import ConfigError, MpsdError
+from mpsd.layout import Layout
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Give a parser (of `mpsd config`) its two verbs; the result goes to `run`."""
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="check|show")
     for name, text in (
-        ("check", "read a configuration file and say what is wrong with it"),
+        ("check", "say what is wrong with a configuration file and the MPSD_ variables that are set"),
         ("show", "print the configuration in effect, each key explained"),
     ):
         verb = verbs.add_parser(name, help=text, description=text)
@@ -32,24 +33,20 @@ def add_arguments(parser: ArgumentParser) -> None:
         )
 
 
-def run(arguments: Namespace, environ: Mapping[str, str], out: TextIO) -> int:
-    """Perform the verb. Raises ConfigError."""
+def run(arguments: Namespace, environ: Mapping[str, str], out: TextIO, notes: TextIO) -> int:
+    """Perform the verb. `notes`: what is no error and still to be told. Raises ConfigError."""
     if arguments.verb == "show":
         out.write(to_toml(load(arguments.file, environ)))
         return 0
-    plain = {
-        key: value for key, value in environ.items() if not key.startswith("MPSD_") or key == "MPSD_CONFIG"
-    }
-    wrong = mistakes(arguments.file, plain)
-    wrong += [
-        ConfigError(f"no key has the variable ${name}, which is set", remedy=remedy)
-        for name, remedy in unknown_variables(environ)
-    ]
+    for name, remedy in unknown_variables(environ):
+        notes.write(f"mpsd: variable without a meaning: {name} ({remedy})\n")
+    wrong = mistakes(arguments.file, environ)
     if len(wrong) == 1:
         raise wrong[0]
     if wrong:
         # One error for the caller, each mistake on a line of its own.
         raise ConfigError("\n      ".join(map(str, wrong)))
+    Layout.of(load(arguments.file, environ)).check()
     named = arguments.file or environ.get("MPSD_CONFIG")
     if named or DEFAULT_FILE.exists():
         out.write(f"{named or DEFAULT_FILE}: ok\n")
@@ -60,8 +57,12 @@ def run(arguments: Namespace, environ: Mapping[str, str], out: TextIO) -> int:
 
 def main_of(arguments: Namespace, environ: Mapping[str, str]) -> int:
     """`run` on standard output, which may be closed, full or a pipe that nobody reads. Raises ConfigError."""
-    text = io.StringIO()
-    status = run(arguments, environ, text)
+    text, notes = io.StringIO(), io.StringIO()
+    try:
+        status = run(arguments, environ, text, notes)
+    finally:
+        if sys.stderr is not None:
+            sys.stderr.write(notes.getvalue())
     try:
         if sys.stdout is not None:
             sys.stdout.write(text.getvalue())

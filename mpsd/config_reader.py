@@ -23,12 +23,28 @@ from mpsd.errors import ConfigError
 OTHER_VARIABLES = (
     "MPSD_CONFIG",
     "MPSD_SOCKET",
-    "MPSD_VAULT_SOCKET",
-    "MPSD_VAULT_TOKEN",
-    "MPSD_FAILOVER_SOCKET",
     "MPSD_SIM_DIR",
     "MPSD_VENV",
     "MPSD_DIE_BEFORE_EFFECT",
+    # Programs', and of what they are started with.
+    "MPSD_LIBCUDA_DIR",
+    "MPSD_REAL_LIBCUDA",
+    "MPSD_VAULT",
+    "MPSD_VAULT_SOCKET",
+    "MPSD_VAULT_TOKEN",
+    "MPSD_FAILOVER",
+    "MPSD_FAILOVER_SOCKET",
+    "MPSD_FAILOVER_SETTLE_MS",
+    "MPSD_FAILOVER_UNDO_MIB",
+    "MPSD_FAILOVER_VALIDATE",
+    "MPSD_WINDOW_BASE",
+    "MPSD_WINDOW_BYTES",
+    "MPSD_ZONE_BUDGET",
+    "MPSD_ZONE_BYTES",
+    "MPSD_QUARANTINE_BYTES",
+    "MPSD_QUARANTINE_S",
+    "MPSD_TURN",
+    "MPSD_TURN_MARK",
 )
 """MPSD_ variables that are no keys and still mean something."""
 # The harness's and the tests' own, and what Kubernetes sets where there is a service of this name.
@@ -37,6 +53,8 @@ _OTHER_PREFIXES = (
     "MPSD_TEST_",
     "MPSD_CONTRACT_TEST",
     "MPSD_SETUP_",
+    "MPSD_STANDIN_",
+    "MPSD_SUITE_",
     "MPSD_SERVICE_",
     "MPSD_PORT",
 )
@@ -54,20 +72,21 @@ def load(path: str | Path | None = None, environ: Mapping[str, str] | None = Non
     table = _read_file(source, optional=not named)
     config = _build(Config, table, str(source), "")
     config = _override(config, env)
-    given = sorted(name for _, _, name in _variables() if name in env)
+    given = _given(env)
     missing: dict[str, Any] = {
         key: value
         for key, value in default_directories(os.geteuid(), env).items()
         if not getattr(config, key)
     }
     config = replace(config, **missing)
-    check_rules(config, " with ".join([str(source), *(f"${name}" for name in given)]))
+    where = " with ".join([str(source), *(f"${name}" for name in given)])
+    check_rules(config, where, os.geteuid(), config.simulated.dir or env.get("MPSD_SIM_DIR", ""))
     return config
 
 
 def mistakes(path: str | Path | None, environ: Mapping[str, str]) -> list[ConfigError]:
-    """Everything that is wrong with a file, as far as it can be read at all. Raises ConfigError for one
-    that cannot.
+    """Everything that is wrong with a file and the variables over it, as far as the file can be read at all.
+    Raises ConfigError for one that cannot.
     """
     named = path or environ.get("MPSD_CONFIG")
     source = Path(named) if named else DEFAULT_FILE
@@ -80,6 +99,11 @@ def mistakes(path: str | Path | None, environ: Mapping[str, str]) -> list[Config
             except ConfigError as error:
                 if str(error) not in map(str, found):
                     found.append(error)
+    for name in _given(environ):
+        try:
+            _override(Config(), {name: environ[name]})
+        except ConfigError as error:
+            found.append(error)
     if not found:
         try:
             load(path, environ)
@@ -163,6 +187,11 @@ def _variables() -> Iterator[tuple[str, Field[Any], str]]:
     """(section or "", field, the environment variable) of every key."""
     for section, key, spec in keys():
         yield section, spec, "_".join(part for part in ("MPSD", section, key) if part).upper()
+
+
+def _given(environ: Mapping[str, str]) -> list[str]:
+    """The variables that set a key."""
+    return sorted(name for _, _, name in _variables() if name in environ)
 
 
 def _override(config: Config, environ: Mapping[str, str]) -> Config:

@@ -19,19 +19,19 @@ from mpsd import workwatch
 from mpsd.adoption import KIND, LEVEL, Adoption, to_file
 from mpsd.attacher import Attacher
 from mpsd.bulletin import Bulletin
-from mpsd.choices import guard_classes, policy_of, vault_limits, zone_limits
+from mpsd.choices import absent_gpus, guard_classes, policy_of, vault_limits, zone_limits
 from mpsd.config import Config, DomainMode
 from mpsd.core import events as ev
 from mpsd.core.state import DomainState, State
 from mpsd.errors import (
     BusyError,
-    ConfigError,
     DeadlineError,
     DeniedError,
     MpsdError,
     NotReadyError,
     UnsupportedError,
 )
+from mpsd.eventnumbers import EventNumbers
 from mpsd.failover.desk import FailoverDesk
 from mpsd.fdstore import open_store
 from mpsd.gpu.base import Backend, KernelLog, XidSource
@@ -104,9 +104,8 @@ class Daemon:
     async def run(self, *, stop_domains: bool = False) -> None:
         """Serve until stopped, in directories that are prepared and locked (Layout).
 
-        Raises MpsdError when this machine or configuration does not allow it.
+        Raises MpsdError when this machine does not allow it.
         """
-        self._check_rights()
         notifier = Notifier.from_environ(self._environ)
         try:
             self._assemble(notifier)
@@ -118,22 +117,15 @@ class Daemon:
         finally:
             notifier.close()
 
-    def _check_rights(self) -> None:
-        """Domains of everybody's need servers that change their user. Raises ConfigError."""
-        domains = self.config.domains
-        if os.geteuid() != 0 and (domains.mode is DomainMode.SHARED or domains.serve_default_path):
-            key = "mode = shared" if domains.mode is DomainMode.SHARED else "serve_default_path = true"
-            raise ConfigError(
-                f"[domains] {key} serves every user, which only an mpsd that root runs can do",
-                remedy='run it as root, or set mode = "per-user" and serve_default_path = false',
-            )
-
     def _assemble(self, notifier: Notifier) -> None:
         loop = asyncio.get_running_loop()
         foresee(0)
         self.gpus = tuple(self.backend.devices.gpus())
         if not self.gpus:
             raise UnsupportedError("there is no GPU on this machine", remedy="run mpsd-ctl doctor")
+        self.absent = absent_gpus(self.config, [g.uuid for g in self.gpus], max(map(len, self.groups())))
+        for text in self.absent:
+            log.warning("a GPU of the configuration is not there", problem=text)
         journal = Journal.open(
             self.layout.state_dir, self.config.journal.max_records, self.config.journal.max_bytes
         )
@@ -141,7 +133,7 @@ class Daemon:
         if self.config.failover.enabled:
             bounds = self.config.journal.max_records, self.config.journal.max_bytes
             failovers = Journal.open(self.layout.state_dir, *bounds, name=FAILOVERS)
-        self.bulletin = Bulletin(journal, failovers)
+        self.bulletin = Bulletin(journal, failovers, EventNumbers(self.layout.state_dir))
         store = self.config.store
         self._store = LeaseStore(
             open_store(store.kind.value, self.layout.run_dir, store.max_descriptors, self._environ, notifier),
@@ -248,6 +240,7 @@ class Daemon:
             Operations(self).handle,
             self.config.group,
             history=self.bulletin.events_since,
+            gap=self.bulletin.gap_after,
             shown=shown_to,
         )
         sources = self._open_sources()
@@ -551,7 +544,7 @@ class Daemon:
 
     def problems(self) -> list[str]:
         """Capability losses of the daemon itself, for `status`."""
-        found = [*self._source_problems, *self._store.problems(), *self._unknown_domains]
+        found = [*self._source_problems, *self.absent, *self._store.problems(), *self._unknown_domains]
         found += self._orphans.problems() + self.vault.problems()
         found += [p for p in (*self.bulletin.problems(), self._statefile.problem) if p]
         found += self.failover.problems()

@@ -12,6 +12,7 @@ A client that follows a link sees the old domain or the new one, never nothing: 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -20,9 +21,8 @@ from pathlib import Path
 
 from mpsd.config import Config
 from mpsd.errors import AlreadyRunningError, ConfigError, MpsdError, StoreError
-from mpsd.limits import SOCKET_PATH_LIMIT
 
-LONGEST_SOCKET = "control_privileged"
+_LOCKS = ("lock", ".mpsd.lock")
 # Logs of so many ended domains are kept.
 LOGS_KEPT = 32
 # One page and one inode: what a link takes on any file system.
@@ -36,6 +36,7 @@ class Layout:
         self.run_dir = run_dir
         self.log_dir = log_dir
         self.state_dir = state_dir
+        self._made: list[Path] = []
 
     @classmethod
     def of(cls, config: Config) -> Layout:
@@ -78,29 +79,53 @@ class Layout:
     def slot_path(self, slot: str) -> Path:
         return self.run_dir / "s" / slot
 
+    def check(self) -> None:
+        """What `prepare` would refuse, with nothing made. Raises ConfigError naming the directory."""
+        for path in self._modes():
+            _check_place(path)
+
     def prepare(self) -> None:
-        """Make the directories. Raises ConfigError naming the one that cannot be made."""
-        for path, mode in (
-            (self.run_dir, 0o755),
-            (self.run_dir / "d", 0o755),
-            (self.run_dir / "s", 0o755),
-            (self.log_dir, 0o750),
-            (self.state_dir, 0o750),
-        ):
+        """Make the directories, all or none. Raises ConfigError naming the one that cannot be made."""
+        self.check()
+        for path, mode in self._modes().items():
             try:
-                path.mkdir(mode=mode, parents=True, exist_ok=True)
+                self._make(path, mode)
             except OSError as error:
-                raise ConfigError(
-                    f"cannot make directory {path}: {error.strerror}",
-                    remedy="run as root, or set run_dir, log_dir and state_dir to places you may write",
-                ) from error
-            _check_trusted(path)
-        longest = self.slot_path("x" * 24) / LONGEST_SOCKET
-        if len(os.fsencode(longest)) > SOCKET_PATH_LIMIT:
-            raise ConfigError(
-                f"run_dir {self.run_dir} is too long: a socket path may have {SOCKET_PATH_LIMIT} bytes",
-                remedy="choose a shorter run_dir",
-            )
+                self.undo()
+                raise _cannot_make(path, error) from error
+
+    def undo(self) -> None:
+        """Remove those directories that `prepare` made and that hold nothing but locks: the start is refused.
+
+        To be called before the locks are given back, so that nobody else has begun there.
+        """
+        for path in reversed(self._made):
+            for name in _LOCKS:
+                with contextlib.suppress(OSError):
+                    (path / name).unlink()
+            with contextlib.suppress(OSError):
+                path.rmdir()
+        self._made.clear()
+
+    def _modes(self) -> dict[Path, int]:
+        below = {self.run_dir / "d": 0o755, self.run_dir / "s": 0o755}
+        return {self.run_dir: 0o755, **below, self.log_dir: 0o750, self.state_dir: 0o750}
+
+    def _make(self, path: Path, mode: int) -> None:
+        """Raises OSError."""
+        if path.is_dir():
+            return
+        missing = [path]
+        while not os.path.lexists(missing[-1].parent):
+            missing.append(missing[-1].parent)
+        for each in reversed(missing):
+            try:
+                each.mkdir(mode=mode if each is path else 0o777)
+            except FileExistsError:
+                if not each.is_dir():
+                    raise
+            else:
+                self._made.append(each)
 
     def lock(self) -> list[int]:
         """Own the three directories for the life of this process: locked, close-on-exec descriptors.
@@ -252,6 +277,38 @@ def claim_default_path(path: Path, target: Path) -> str:
     except OSError as error:
         return f"cannot make {path}: {error.strerror}"
     return ""
+
+
+def _cannot_make(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"cannot make directory {path}: {error.strerror}",
+        remedy="run as root, or set run_dir, log_dir and state_dir to places you may write",
+    )
+
+
+def _check_place(path: Path) -> None:
+    """Whether the directory is there and ours, or can be made. Raises ConfigError."""
+    place = path
+    while not os.path.lexists(place):
+        place = place.parent
+    try:
+        place.stat()
+    except OSError as error:
+        raise _cannot_make(path, error) from error
+    if not place.is_dir():
+        code = errno.EEXIST if place == path else errno.ENOTDIR
+    elif not os.access(place, os.W_OK | os.X_OK):
+        code = errno.EACCES
+    else:
+        code = 0
+    if code and place == path and place.is_dir():
+        raise ConfigError(
+            f"may not write in {path}: {os.strerror(code)}", remedy="run as the owner of that directory"
+        )
+    if code:
+        raise _cannot_make(path, OSError(code, os.strerror(code)))
+    if place == path:
+        _check_trusted(path)
 
 
 def _check_trusted(path: Path) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,15 +21,15 @@ from mpsd.doctor import KERNEL_LOG, run_checks
 from mpsd.errors import (
     AmbiguousError,
     DeadlineError,
-    DeniedError,
     MpsdError,
     NotFoundError,
     NotReadyError,
     StoreError,
     UsageError,
 )
+from mpsd.gpu.base import Check
 from mpsd.listener import Peer
-from mpsd.model import Gpu, Liveness, ZonePolicy
+from mpsd.model import Gpu, Liveness, ProcessInstance, ZonePolicy
 from mpsd.privacy import owners, shown_to
 from mpsd.statusview import Surroundings, status
 from mpsd.vault.desk import Desk, must_be_open
@@ -166,14 +166,21 @@ class Operations:
             gpus={g.uuid: partial(daemon.backend.devices.memory_used, g.uuid) for g in daemon.gpus},
         )
         async with self._slow:
-            checks = await asyncio.to_thread(ask)
+            checks = [*await asyncio.to_thread(ask), _configured(daemon.absent)]
         rows = [{"name": c.name, "ok": c.ok, "finding": c.finding, "remedy": c.remedy} for c in checks]
         return {"checks": rows}
 
-    def _client(self, pid: int, start_ticks: int | None) -> Client:
+    def _client(self, peer: Peer, pid: int, start_ticks: int | None) -> Client:
+        """A client of theirs; administrators may mean anybody's. Raises NotFoundError, AmbiguousError."""
         found = [
             c for c in self._daemon.runtime.state.clients.values() if c.living and c.id.process.pid == pid
         ]
+        if not peer.admin and not (found and _is_of(found[0].id.process, peer.uid)):
+            # The same words for another user's client and for what is none: neither is theirs to know.
+            raise NotFoundError(
+                f"process {pid} is not a client of yours",
+                remedy="mpsd-ctl status lists your clients; root and the mpsd group may evict others",
+            )
         if not found:
             raise NotFoundError(
                 f"process {pid} is not a client of any domain", remedy="mpsd-ctl status lists the clients"
@@ -186,13 +193,7 @@ class Operations:
         return found[0]
 
     async def _kill(self, peer: Peer, args: Mapping[str, Any]) -> Reply:
-        client = self._client(int(args["pid"]), args.get("start_ticks"))
-        # As it is now: exec and setuid(2) may have changed whose it is since it was noticed.
-        if not peer.admin and not procs.users(client.id.process).all_are(peer.uid):
-            raise DeniedError(
-                f"process {client.id.process.pid} belongs to another user",
-                remedy="its owner, root and the mpsd group may evict it",
-            )
+        client = self._client(peer, int(args["pid"]), args.get("start_ticks"))
         if grounds(self._daemon.runtime.state, client.id.process, asked=True) is None:
             await self._daemon.list_clients(client.id.domain)
         liveness = procs.liveness(client.id.process)
@@ -210,7 +211,7 @@ class Operations:
         return dict(data)
 
     async def _zone_policy(self, peer: Peer, args: Mapping[str, Any]) -> Reply:
-        client, wanted = self._client(int(args["pid"]), args.get("start_ticks")), str(args["policy"])
+        client, wanted = self._client(peer, int(args["pid"]), args.get("start_ticks")), str(args["policy"])
         if wanted not in set(ZonePolicy):
             raise UsageError(f"{wanted!r} is no policy", remedy=f"one of: {', '.join(ZonePolicy)}")
         # Without it nobody has guard zones: a policy would look like a protection and be none.
@@ -312,6 +313,21 @@ class Operations:
             "dry_run": bool(args.get("dry_run")),
             "clients": sorted(staying),
         }
+
+
+def _is_of(process: ProcessInstance, uid: int) -> bool:
+    """As it is now: exec and setuid(2) may have changed whose it is since it was noticed."""
+    try:
+        return procs.users(process).all_are(uid)
+    except NotFoundError:
+        return False
+
+
+def _configured(absent: Sequence[str]) -> Check:
+    if not absent:
+        return Check("configuration", True, "every GPU that it names is there")
+    remedy = "mpsd-ctl status lists the GPUs: mend the file and restart mpsd, or see why one has gone"
+    return Check("configuration", False, "; ".join(absent), remedy)
 
 
 def _evict_error(code: str, message: str) -> MpsdError:

@@ -33,7 +33,7 @@ GROUPS: dict[str, tuple[set[str], set[str]]] = {
     "core": ({"mpsd.core"}, {"base"}),
     "gpu base": ({"mpsd.gpu", "mpsd.gpu.base"}, {"base"}),
     "linux": ({"mpsd.linux"}, {"base"}),
-    "config": ({"mpsd.config", "mpsd.config_reader", "mpsd.config_cli"}, {"base"}),
+    "config": ({"mpsd.config", "mpsd.config_reader"}, {"base"}),
     "logs": ({"mpsd.logs"}, {"base"}),
     "nvidia": ({"mpsd.gpu.nvidia"}, {"base", "gpu base", "linux"}),
     "simulated": ({"mpsd.gpu.simulated"}, {"base", "gpu base", "linux"}),
@@ -42,7 +42,7 @@ GROUPS: dict[str, tuple[set[str], set[str]]] = {
         {"mpsd.notify", "mpsd.keeperstore", "mpsd.fdset", "mpsd.fdstore"},
         {"base", "linux", "keeper"},
     ),
-    "files": ({"mpsd.journal", "mpsd.statefile"}, {"base", "linux"}),
+    "files": ({"mpsd.journal", "mpsd.statefile", "mpsd.eventnumbers"}, {"base", "linux"}),
     "control": (
         {
             "mpsd.control",
@@ -56,6 +56,7 @@ GROUPS: dict[str, tuple[set[str], set[str]]] = {
     ),
     "procs": ({"mpsd.procs"}, {"base", "linux"}),
     "layout": ({"mpsd.layout"}, {"base", "linux", "config"}),
+    "config's verbs": ({"mpsd.config_cli"}, {"base", "config", "layout"}),
     "settings": ({"mpsd.settings"}, {"base", "config"}),
     "looks": ({"mpsd.looks", "mpsd.sweeps", "mpsd.turns"}, {"base"}),
     "notes": ({"mpsd.slotnotes"}, set()),

@@ -210,7 +210,8 @@ class Client:
     def subscribe(self, since_id: int | None = None, timeout: float | None = None) -> EventStream:
         """Events from now on, on a connection of their own, which ends with this client.
 
-        `since_id`: first those kept with a greater "seq" (0: all that are kept).
+        `since_id`: first those kept with a greater "seq" (0: all that are kept). `gap` of the stream says
+        whether those are not all that there were.
         """
         stream = EventStream(self.socket_path, since_id, self._timeout, timeout)
         self._streams.append(stream)
@@ -234,7 +235,10 @@ class EventStream:
     """An endless iterator over events: {"seq", "kind", ...}.
 
     {"kind": "lost", "count": N} stands for N events that this reader was too slow for. `kept` is how
-    many of the first events are from the past. Iterating raises NotRunningError when the daemon goes.
+    many of the first events are from the past. `gap`: why these are not all since the one that was named:
+    "earlier" (that was in an earlier life of the daemon), "never" (there was none of this number; all that
+    are kept come), "forgotten" (it is long ago); empty otherwise. Iterating raises NotRunningError when
+    the daemon goes.
     """
 
     def __init__(
@@ -243,7 +247,9 @@ class EventStream:
         self._transport = Transport(socket_path, connect_timeout)
         try:
             args = {} if since_id is None else {"since_id": since_id}
-            self.kept = int(_call(self._transport, messages.SUBSCRIBE, args, timeout).get("kept", 0))
+            answer = _call(self._transport, messages.SUBSCRIBE, args, timeout)
+            self.kept = int(answer.get("kept", 0))
+            self.gap = str(answer.get("gap", ""))
         except BaseException:
             self._transport.close()
             raise

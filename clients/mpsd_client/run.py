@@ -2,7 +2,8 @@
 
 Everything is passed on by environment variables, so children of every kind have it too; then this process
 becomes the program, so that signals, terminal and exit status are the program's own. What is missing is
-said in one line, and the program runs all the same: without the proxy, or as if there were no mpsd.
+said in one line, and the program runs all the same: without the proxy, or as if there were no mpsd. What was
+asked for on the command line (a GPU, a daemon, a library) and cannot be had is an error: nothing runs.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from mpsd_client.client import connect
 from mpsd_client.driver import LIBRARY_NAME, find_driver, find_proxy
 from mpsd_client.env import SHELLS, export_lines
 
-USAGE, NOT_EXECUTABLE, NOT_FOUND = 2, 126, 127
+USAGE, UNAVAILABLE, NOT_EXECUTABLE, NOT_FOUND = 2, 69, 126, 127
 _SHELL, _ABSENT = "/bin/sh", (FileNotFoundError, NotADirectoryError)
 _PATH, _REAL, _VAULT = "LD_LIBRARY_PATH", "MPSD_REAL_LIBCUDA", "MPSD_VAULT_SOCKET"
 _FAILOVER = "MPSD_FAILOVER_SOCKET"
@@ -42,20 +43,23 @@ program's own, and its children, whatever starts them, have the variables too.
   MPSD_FAILOVER_SOCKET     only where the daemon offers it: the program goes on where its domain is lost
 
 Without a daemon nothing is set; without mpsd's library (clients/libcuda in its sources) or the real driver
-the first alone is. One line says so, and the program runs in any case.
+the first alone is. One line says so, and the program runs in any case. But what --gpu, --socket or --library
+asks for must be there, and --env needs a daemon: else nothing runs, and `eval "$(mpsd-run --env)"` fails.
 
 The program begins with SIGPIPE and SIGXFSZ at their defaults even where the caller ignores them: Python,
 which runs mpsd-run, does not keep what it was given.
 
-exit status: the program's; 2 the command line is wrong, 126 it cannot be executed, 127 it is not found
+exit status: the program's; 2 the command line is wrong, 69 what it asks for cannot be had, 126 the program
+cannot be executed, 127 it is not found
 """
 
 
 @dataclass
 class Plan:
-    """What to set, and what to say: `aside` always, `notes` with -v."""
+    """What to set, and what to say: `aside` always, `notes` with -v. `unmet`: what was asked for in vain."""
 
     variables: dict[str, str] = field(default_factory=dict)
+    unmet: list[str] = field(default_factory=list)
     aside: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -63,16 +67,28 @@ class Plan:
 def main(arguments: Sequence[str] | None = None) -> int:
     given = _parser().parse_args(arguments)
     program = given.program[1:] if given.program[:1] == ["--"] else given.program
-    plan = _plan(given)
-    for line in plan.aside + (plan.notes if given.verbose else []):
-        say(line)
-    if given.env:
-        print("\n".join(export_lines(plan.variables, given.env)))
-        return 0
-    if not program:
+    if not program and not given.env:
         say("which program? (mpsd-run --help)")
         return USAGE
+    plan = _plan(given)
+    for line in plan.unmet or plan.aside + (plan.notes if given.verbose else []):
+        say(line)
+    if given.env:
+        # In `eval "$(mpsd-run --env)"` nobody sees the exit status of this.
+        return _print(["false"] if plan.unmet else export_lines(plan.variables, given.env), plan)
+    if plan.unmet:
+        return UNAVAILABLE
     return become(program, {**_own_environ(), **plan.variables})
+
+
+def _print(lines: Sequence[str], plan: Plan) -> int:
+    try:
+        print("\n".join(lines), flush=True)
+    except OSError as error:
+        say(f"cannot write: {error.strerror}")
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return UNAVAILABLE
+    return UNAVAILABLE if plan.unmet else 0
 
 
 def say(line: str) -> None:
@@ -91,19 +107,25 @@ def make_plan(
     socket_path: str | None = None,
     gpu: str | None = None,
     library: str | None = None,
+    required: bool = False,
 ) -> Plan:
-    """What a program needs besides `environ`."""
+    """What a program needs besides `environ`. `required`: a daemon, as where one or a GPU is named."""
     plan = Plan()
     try:
         with connect(socket_path) as daemon:
             plan.variables.update(daemon.env(gpu))
             vault, failover = daemon.vault_socket, daemon.failover_socket
     except errors.MpsdError as error:
-        plan.aside.append(f"stepping aside: {error.message}; the program runs without mpsd")
+        if required or gpu or socket_path:
+            plan.unmet.append(str(error))
+        else:
+            plan.aside.append(f"stepping aside: {error.message}; the program runs without mpsd")
         return plan
     proxy = find_proxy(environ, library)
     real = find_driver(environ, proxy) if proxy else None
-    if proxy is None:
+    if proxy is None and library:
+        plan.unmet.append(f"there is no {LIBRARY_NAME} in {library} (--library: the folder with mpsd's)")
+    elif proxy is None:
         plan.aside.append(
             "no libcuda of mpsd's (pip install ./clients/libcuda in its sources): the program runs without it"
         )
@@ -152,10 +174,14 @@ def _execute(program: Sequence[str], environ: Mapping[str, str]) -> NoReturn:
 
 def _plan(given: argparse.Namespace) -> Plan:
     """make_plan() for this command line; what it does not expect is a reason to step aside too."""
+    needs = {"socket_path": given.socket, "gpu": given.gpu, "library": given.library}
+    required = given.env is not None or any(value is not None for value in needs.values())
     try:
-        return make_plan(os.environ, socket_path=given.socket, gpu=given.gpu, library=given.library)
+        return make_plan(os.environ, **needs, required=required)
     except Exception as error:
         why = f"{type(error).__name__}: {error}"
+        if required:
+            return Plan(unmet=[why])
         return Plan(aside=[f"stepping aside: {why}; the program runs without mpsd"])
 
 
@@ -205,7 +231,9 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("-v", "--verbose", action="store_true", help="say what is set")
-    parser.add_argument("--gpu", help="index or UUID of the GPU, where there are several")
+    parser.add_argument(
+        "--gpu", help="index or UUID of the GPU, where there are several; nothing runs where it is not there"
+    )
     parser.add_argument(
         "--socket", help="the daemon's socket; default: $MPSD_SOCKET, your own's, the machine's"
     )

@@ -19,9 +19,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from pynvml import NVMLError
+
 from faultinject import kernels
 from faultinject.measure import report
 from faultinject.measure.nvml import Nvml
+from mpsd.errors import MpsdError
 from mpsd.gpu.nvidia.uvm import NvidiaUvm
 
 # Question -> module with measure(out, cubin, uvm, nvml), and its deadline in seconds.
@@ -70,11 +73,21 @@ def main() -> int:
     parser.add_argument("--report", type=Path, help="directory of the rendered report (default: OUT)")
     options = parser.parse_args()
     out: Path = options.out
-    out.mkdir(parents=True, exist_ok=True)
+    for name in options.only.split(","):
+        if name not in QUESTIONS:
+            parser.error(f"--only: there is no question {name!r} (of: {', '.join(QUESTIONS)})")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--out {out}: cannot be made: {error.strerror}")
     faulthandler.enable()
     signal.signal(signal.SIGALRM, _expire)
     os.environ.setdefault("PYTHONPATH", os.getcwd())
-    nvml, uvm = Nvml(), NvidiaUvm()
+    try:
+        nvml, uvm = Nvml(), NvidiaUvm()
+    except (NVMLError, MpsdError) as error:
+        print(f"{parser.prog}: no GPU to measure: {error}", file=sys.stderr)
+        return 1
     cubin = out / "kernels.cubin"
     cubin.write_bytes(kernels.compile(nvml.arch()))
     head = {

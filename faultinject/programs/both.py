@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from faultinject.programs.device import Device, DeviceError
+from faultinject.programs.device import BACKENDS, Device, DeviceError
 from faultinject.programs.survivor import Computation
 from faultinject.programs.talk import Inbox, clock, identity, no_core_dumps, say
 
@@ -45,7 +45,7 @@ def open_places(backend: str) -> list[Place]:
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--backend", required=True)
+    parser.add_argument("--backend", required=True, choices=BACKENDS)
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args(argv)
     no_core_dumps()

@@ -16,7 +16,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 
-from faultinject.programs.device import DeviceError, open_device
+from faultinject.programs.device import BACKENDS, DeviceError, open_device
 from faultinject.programs.survivor import Computation
 from faultinject.programs.talk import no_core_dumps, say
 
@@ -96,7 +96,7 @@ def reap(members: set[int], census: Census, *, block: bool) -> None:
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--backend", required=True)
+    parser.add_argument("--backend", required=True, choices=BACKENDS)
     parser.add_argument("--clients", type=int, default=57)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--pause-ms", type=float, default=20.0)

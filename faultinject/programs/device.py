@@ -9,7 +9,8 @@ from typing import Literal, Protocol
 from mpsd.errors import UsageError
 
 Access = Literal["store", "load", "atomic"]
-NOT_SUPPORTED = 801
+BACKENDS = ("nvidia", "simulated", "standin")
+NO_DEVICE, NOT_SUPPORTED = 100, 801
 
 
 class DeviceError(Exception):
@@ -79,8 +80,18 @@ def open_device(backend: str) -> Device:
     """Open the GPU of this backend. Each implementation is imported only when it is chosen.
 
     `standin` is the stand-in driver as any program meets it, by libcuda.so.1, proxied or not. Raises
-    DeviceError (as the driver refused) or UsageError for an unknown backend.
+    DeviceError (as the driver refused; NO_DEVICE without a driver) or UsageError for an unknown backend.
     """
+    if backend not in BACKENDS:
+        raise UsageError(f"there is no backend {backend!r}", remedy=f"use one of {', '.join(BACKENDS)}")
+    try:
+        return _opened(backend)
+    except (ImportError, OSError, RuntimeError) as error:
+        # RuntimeError: cuda-bindings without a libcuda.
+        raise DeviceError(NO_DEVICE, f"{backend} cannot be opened here: {error}") from error
+
+
+def _opened(backend: str) -> Device:
     match backend:
         case "simulated":
             from faultinject.programs.device_simulated import open_simulated
@@ -90,9 +101,7 @@ def open_device(backend: str) -> Device:
             from faultinject.programs.device_standin import StandinDevice
 
             return StandinDevice()
-        case "nvidia":
+        case _:
             from faultinject.programs.device_nvidia import open_nvidia
 
             return open_nvidia(os.environ)
-        case _:
-            raise UsageError(f"there is no backend {backend!r}", remedy="use nvidia or simulated")

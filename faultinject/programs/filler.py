@@ -9,7 +9,7 @@ import argparse
 import sys
 from collections.abc import Iterator
 
-from faultinject.programs.device import Device, DeviceError, open_device
+from faultinject.programs.device import BACKENDS, Device, DeviceError, open_device
 from faultinject.programs.talk import Inbox, identity, no_core_dumps, say
 
 LARGEST, SMALLEST = 1 << 30, 64 << 10
@@ -36,7 +36,7 @@ def mark(number: int) -> bytes:
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--backend", required=True)
+    parser.add_argument("--backend", required=True, choices=BACKENDS)
     args = parser.parse_args(argv)
     no_core_dumps()
     inbox = Inbox()

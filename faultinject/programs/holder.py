@@ -11,7 +11,7 @@ import random
 import sys
 from dataclasses import dataclass
 
-from faultinject.programs.device import DeviceError
+from faultinject.programs.device import BACKENDS, DeviceError
 from faultinject.programs.driver import Driver
 from faultinject.programs.talk import Inbox, clock, identity, no_core_dumps, say
 
@@ -66,7 +66,7 @@ class Holder:
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--backend", required=True)
+    parser.add_argument("--backend", required=True, choices=BACKENDS)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--pieces", type=int, default=PIECES)
     parser.add_argument("--still", action="store_true", help="give nothing back before the end")

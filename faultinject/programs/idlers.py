@@ -2,6 +2,7 @@
 
 A parent without a context forks them; each opens the device, computes one step and waits. The parent
 says ready, with every member's pid and the time at which it had its context, and ends them all on any order.
+Where nobody gets a context it says why, and ends with status 1.
 """
 
 from __future__ import annotations
@@ -14,9 +15,12 @@ import signal
 import sys
 
 from faultinject.programs.crowd import REFUSED, end_with_parent
-from faultinject.programs.device import DeviceError, open_device
+from faultinject.programs.device import BACKENDS, DeviceError, open_device
 from faultinject.programs.survivor import Computation
 from faultinject.programs.talk import clock, no_core_dumps, say, start_ticks
+
+MOST = 1000
+_REMEDY = "is the environment of mpsd-ctl env set, and the backend the daemon's?"
 
 
 def member(backend: str, report: int) -> int:
@@ -26,12 +30,18 @@ def member(backend: str, report: int) -> int:
         context_at = clock()
         Computation(device, os.getpid(), 64, check=True).step()
     except DeviceError as error:
-        os.write(report, json.dumps({"code": error.code}).encode() + b"\n")
+        os.write(report, json.dumps({"code": error.code, "text": str(error)}).encode() + b"\n")
         return REFUSED
     facts = {"pid": os.getpid(), "start_ticks": start_ticks(), "context_at": context_at}
     os.write(report, json.dumps(facts).encode() + b"\n")
     while True:
         signal.pause()
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not int(text) <= MOST:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 0 to {MOST}")
+    return int(text)
 
 
 def start_member(backend: str, report: int) -> int:
@@ -45,8 +55,8 @@ def start_member(backend: str, report: int) -> int:
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--backend", required=True)
-    parser.add_argument("--clients", type=int, default=10)
+    parser.add_argument("--backend", required=True, choices=BACKENDS)
+    parser.add_argument("--clients", type=_count, default=10)
     args = parser.parse_args(argv)
     no_core_dumps()
     read, write = os.pipe()
@@ -55,6 +65,10 @@ def main(argv: list[str]) -> int:
     with os.fdopen(read, encoding="utf-8") as lines:
         told = [json.loads(lines.readline()) for _ in members]
         refused = [m["code"] for m in told if "code" in m]
+        if told and len(refused) == len(told):
+            say("error", text=told[0]["text"], pid=os.getpid())
+            print(f"idlers: nobody got a context: {told[0]['text']} ({_REMEDY})", file=sys.stderr)
+            return 1
         say("ready", pid=os.getpid(), members=[m for m in told if "pid" in m], refused=refused)
         select.select([0], [], [])
         for pid in members:

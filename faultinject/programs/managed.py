@@ -13,7 +13,7 @@ import sys
 
 from cuda.bindings import driver
 
-from faultinject.programs.device import DeviceError
+from faultinject.programs.device import BACKENDS, DeviceError
 from faultinject.programs.device_nvidia import checked, open_nvidia
 from faultinject.programs.talk import Inbox, identity, no_core_dumps, say
 
@@ -24,7 +24,7 @@ PAGE = 64 << 10
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--backend", required=True)
+    parser.add_argument("--backend", required=True, choices=BACKENDS)
     parser.add_argument("--seed", type=int, default=0)
     parser.parse_args(argv)
     no_core_dumps()

@@ -11,7 +11,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass, field
 
-from faultinject.programs.device import DeviceError
+from faultinject.programs.device import BACKENDS, DeviceError
 from faultinject.programs.driver import Driver
 from faultinject.programs.talk import Inbox, clock, identity, no_core_dumps, say
 
@@ -81,7 +81,7 @@ def room_again(driver: Driver, before: int) -> int:
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--backend", required=True)
+    parser.add_argument("--backend", required=True, choices=BACKENDS)
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args(argv)
     no_core_dumps()

@@ -11,7 +11,7 @@ import os
 import sys
 import time
 
-from faultinject.programs.device import DeviceError, open_device
+from faultinject.programs.device import BACKENDS, DeviceError, open_device
 from faultinject.programs.survivor import Computation
 from faultinject.programs.talk import clock, identity, no_core_dumps, say
 
@@ -20,7 +20,7 @@ RETRY_S = 0.02
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--backend", required=True)
+    parser.add_argument("--backend", required=True, choices=BACKENDS)
     parser.add_argument("--spawned", type=float, required=True)
     parser.add_argument("--deadline", type=float, default=10.0, help="seconds from the spawn")
     args = parser.parse_args(argv)

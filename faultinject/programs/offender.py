@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from faultinject import kinds
 from faultinject.programs import overrun
-from faultinject.programs.device import Device, DeviceError, open_device
+from faultinject.programs.device import BACKENDS, Device, DeviceError, open_device
 from faultinject.programs.misdeeds import Plan, commit, prepare, rehearse
 from faultinject.programs.survivor import Computation
 from faultinject.programs.talk import Inbox, clock, identity, no_core_dumps, say
@@ -33,7 +33,7 @@ def live_on(device: Device, inbox: Inbox) -> NoReturn:
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("kind")
-    parser.add_argument("--backend", required=True)
+    parser.add_argument("--backend", required=True, choices=BACKENDS)
     parser.add_argument("--variant", default="")
     parser.add_argument("--fill", action="store_true", help="kernels occupy every SM")
     parser.add_argument("--busy-s", type=float, default=0.5, help="how long a kernel runs that ends")

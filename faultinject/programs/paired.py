@@ -14,6 +14,7 @@ import sys
 import time
 from typing import Any
 
+from faultinject.programs.device import BACKENDS
 from faultinject.programs.talk import Inbox, clock, identity, no_core_dumps, say
 from faultinject.proxy.work import NAMES, Work
 
@@ -71,7 +72,7 @@ def serve(work: Work, inbox: Inbox, steps: int) -> None:
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("work", choices=NAMES)
-    parser.add_argument("--backend", required=True)
+    parser.add_argument("--backend", required=True, choices=BACKENDS)
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args(argv)
     no_core_dumps()

@@ -11,7 +11,7 @@ import sys
 import time
 from typing import Any
 
-from faultinject.programs.device import DeviceError, open_device
+from faultinject.programs.device import BACKENDS, DeviceError, open_device
 from faultinject.programs.survivor import Computation
 from faultinject.programs.talk import Inbox, clock, identity, no_core_dumps, say
 
@@ -75,7 +75,7 @@ def work(server: Server, inbox: Inbox, pause_s: float) -> None:
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--backend", required=True)
+    parser.add_argument("--backend", required=True, choices=BACKENDS)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--words", type=int, default=256)
     parser.add_argument("--pause-ms", type=float, default=0.0)

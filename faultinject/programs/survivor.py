@@ -13,7 +13,7 @@ import time
 from array import array
 from dataclasses import dataclass, field
 
-from faultinject.programs.device import Device, DeviceError, open_device
+from faultinject.programs.device import BACKENDS, Device, DeviceError, open_device
 from faultinject.programs.talk import Inbox, clock, identity, no_core_dumps, say
 
 MASK = 0xFFFFFFFF
@@ -104,7 +104,7 @@ def work(computation: Computation, inbox: Inbox, pause_s: float) -> None:
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--backend", required=True)
+    parser.add_argument("--backend", required=True, choices=BACKENDS)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--words", type=int, default=256)
     parser.add_argument("--pause-ms", type=float, default=2.0)

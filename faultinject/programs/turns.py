@@ -11,7 +11,7 @@ import sys
 import time
 
 import mpsd_client
-from faultinject.programs.device import Device, DeviceError, open_device
+from faultinject.programs.device import BACKENDS, Device, DeviceError, open_device
 from faultinject.programs.talk import identity, no_core_dumps, say
 
 WORDS = 1024
@@ -46,7 +46,7 @@ class Count:
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--backend", required=True)
+    parser.add_argument("--backend", required=True, choices=BACKENDS)
     parser.add_argument("--pause-ms", type=float, default=1.0)
     args = parser.parse_args(argv)
     no_core_dumps()

@@ -58,15 +58,20 @@ def find_libraries(backend: str, proxy: Path | None, driver: Path | None, base: 
             "--driver names the stand-in driver, which is for --backend simulated",
             remedy="leave it out: the machine's own driver is used",
         )
-    for option, folder in (("--libcuda", proxy), ("--driver", driver)):
-        if folder is not None and not (folder / LIBRARY_NAME).is_file():
-            raise UsageError(f"{option} {folder}: there is no {LIBRARY_NAME} in it", remedy=_REMEDY)
+    check_folders(proxy, driver)
     if proxy is None:
         found = find_proxy(os.environ)
         proxy = Path(found) if found else _build(base / "proxy")
     if driver is None and backend == "simulated":
         driver = _build(base / "standin", "--standin")
     return Libraries(proxy.resolve(), driver.resolve() if driver else None)
+
+
+def check_folders(proxy: Path | None, driver: Path | None) -> None:
+    """Raises UsageError for a folder that is named and has no library in it."""
+    for option, folder in (("--libcuda", proxy), ("--driver", driver)):
+        if folder is not None and not (folder / LIBRARY_NAME).is_file():
+            raise UsageError(f"{option} {folder}: there is no {LIBRARY_NAME} in it", remedy=_REMEDY)
 
 
 def installed(proxy: Path | None) -> Path | None:

@@ -1,7 +1,8 @@
 """Handlers for slots and domains: starting, switching, draining, stopping.
 
 The stable path is never absent: a slot keeps leading to its old domain, whatever became of it, until
-another one has started; and a domain is stopped only when no slot leads to it.
+another one has started; and a domain is stopped only when no slot leads to it. Where mpsd is told to stop
+its domains all of them end, and then the paths go too.
 """
 
 from __future__ import annotations
@@ -196,6 +197,8 @@ def on_stopped(draft: Draft, event: ev.DomainStopped) -> None:
     draft.drop_domain(event.domain)
     draft.publish("domain-gone", None, domain=event.domain)
     slots.drop_retired(draft, domain.slot)
+    if draft.state.stopping:
+        slots.end(draft, domain.slot)
 
 
 def move(draft: Draft, name: str, trigger: DomainTrigger) -> bool:
@@ -351,6 +354,8 @@ def on_stop(draft: Draft, event: ev.StopRequested) -> None:
         if domain.state in SERVING:
             move(draft, domain.id, DomainTrigger.RETIRE)
         settle(draft, domain.id)
+    for slot in tuple(draft.state.slots.values()):
+        slots.end(draft, slot.id)
 
 
 def on_laggards(draft: Draft, domain: str) -> None:

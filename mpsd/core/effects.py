@@ -37,7 +37,7 @@ class SwitchPath:
 
 @dataclass(frozen=True, slots=True)
 class DropPath:
-    """Remove the stable path of a slot that is given up: nobody has used it for long."""
+    """Remove the stable path of a slot that is given up: nobody has used it for long, or all has ended."""
 
     slot: str
 

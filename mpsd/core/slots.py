@@ -59,6 +59,16 @@ def drop_retired(draft: Draft, name: str) -> None:
         draft.drop_slot(name)
 
 
+def end(draft: Draft, name: str) -> None:
+    """mpsd stops its domains for good: with its last one a slot goes, and its path, which leads nowhere now.
+
+    The next mpsd starts a domain for whoever asks it, and not for everybody who ever did.
+    """
+    if name in draft.state.slots and all(d.slot != name for d in draft.state.domains.values()):
+        draft.drop_slot(name)
+        draft.emit(DropPath(name))
+
+
 def _may_go(draft: Draft, slot: Slot) -> bool:
     """Everybody's slot never goes, nor one that has a client, living or dead."""
     clients = draft.state.clients.values()

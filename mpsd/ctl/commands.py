@@ -124,6 +124,8 @@ def events(options: Namespace, out: TextIO) -> int:
     since = 0 if options.since is None and not options.follow else options.since
     with connect(options.socket) as client:
         stream = client.subscribe(since)
+        if stream.gap:
+            print(f"mpsd-ctl: {render.gap(stream.gap, options.since, stream.kept)}", file=sys.stderr)
         kept_until = time.monotonic() + KEPT_DEADLINE_S
         for _ in range(stream.kept):
             _event(options, out, stream.next(kept_until))

@@ -79,13 +79,15 @@ then killed; its GPU memory is held until its kernels have ended. Not asked, onl
 stopped or traced, or whose domain is in FAULT, because asking would stall everybody else.
 
 On a terminal the plan is shown first and you are asked, unless --yes is given. A pid that is not a
-client is refused, and so is one that became another process since you looked (--start-ticks).
+client is refused, and so is one that became another process since you looked (--start-ticks). Whether
+another user's process is a client, ordinary users are not told.
 """
 
 _EVENTS = """\
 One line for each thing that happened: its number, its kind, what it is about. Without --follow the events
 that the daemon still remembers; with it those to come, after those past --since, if given. A reader that
-is too slow is told how many events it lost, and nobody waits for it.
+is too slow is told how many events it lost, and nobody waits for it. Numbers go on where an earlier life
+of the daemon ended, with a gap. Where not all events after --since are remembered, stderr says so.
 """
 
 _FAULTS = """\

@@ -272,6 +272,19 @@ def event(seen: Mapping[str, Any]) -> str:
     return f"{seen.get('seq', '-')} {seen.get('kind', 'lost')} {text}"
 
 
+def gap(why: str, since: int, kept: int) -> str:
+    """Why what follows is not all that happened since that event."""
+    shown = f"shown are the {kept} events" if kept != 1 else "shown is the one event"
+    match why:
+        case "earlier":
+            text = f"event {since} was in an earlier life of the daemon; {shown} that this one remembers"
+        case "never":
+            text = f"there has been no event {since} yet; {shown} that the daemon remembers"
+        case _:
+            text = f"not all events since {since} are remembered; {shown} that are"
+    return text
+
+
 def _value(value: object) -> str:
     text = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
     return printable(text)

@@ -30,7 +30,7 @@ from mpsd.listener.peers import Peer, Rights, log_fields, parse_address
 from mpsd.listener.requests import Handler, Outcome, Requests
 from mpsd.listener.stream import GoneError, Stream
 from mpsd.wire import codec
-from mpsd.wire.messages import SUBSCRIBE, ErrorReply, EventMessage, ProtocolError, Request
+from mpsd.wire.messages import SUBSCRIBE, ErrorReply, EventMessage, Gap, ProtocolError, Request
 
 log = structlog.get_logger("mpsd.listener")
 
@@ -62,7 +62,8 @@ class Listener:
     called for every operation but "subscribe", with arguments checked against the table and, for
     operations that need Right.ADMIN, only for administrators; whose client something is, it checks
     itself. `history(since)` gives the kept events (number, owners, event) with greater numbers, for
-    subscribers that ask for them. `shown(peer, event)`: what of an event this peer is to see.
+    subscribers that ask for them; `gap(since)` why those are not all. `shown(peer, event)`: what of an event
+    this peer is to see.
     """
 
     def __init__(
@@ -72,12 +73,14 @@ class Listener:
         group: str = "mpsd",
         *,
         history: History | None = None,
+        gap: Callable[[int], Gap] = lambda _: Gap.NONE,
         shown: Shown = lambda _, event: event,
         limits: Limits | None = None,
     ) -> None:
         self.path = Path(endpoint_path)
         self._handler = handler
         self._history = history
+        self._gap = gap
         self._shown = shown
         self._limits = limits or Limits()
         self._requests = Requests(self._handle, Rights(group), self._answer, self._limits.pending)
@@ -265,9 +268,12 @@ class Listener:
         and being subscribed, so no event is missed or told twice."""
         if not connection.session.waits(request.id):
             return
-        kept = self._kept_for(peer, request.args.get("since_id"))
+        since = request.args.get("since_id")
+        gap = self._gap(since) if isinstance(since, int) else Gap.NONE
+        # Of a number that was never given nothing is known: it gets all that there is.
+        kept = self._kept_for(peer, 0 if gap is Gap.NEVER else since)
         connection.peer = peer
-        connection.reply(request.id, {"kept": len(kept)})
+        connection.reply(request.id, {"kept": len(kept)} | ({"gap": gap.value} if gap else {}))
         for seq, frame in kept:
             connection.publish(seq, frame)
 

@@ -25,6 +25,17 @@ MAX_REQUEST_BYTES = 16 << 10
 MAX_ANSWER_BYTES = 8 << 20
 
 MAX_ID = 2**53 - 1
+
+
+class Gap(StrEnum):
+    """Why a subscriber does not get every event after the one that it names; part of the answer."""
+
+    NONE = ""
+    EARLIER = "earlier"  # It was in an earlier life of the daemon, of which nothing is remembered.
+    NEVER = "never"  # No event has had that number. All that are remembered come.
+    FORGOTTEN = "forgotten"  # There were so many since that the oldest are not remembered any more.
+
+
 MAX_DEADLINE_MS = 600_000
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+import mpsd_client
 from mpsd.ctl.__main__ import main
 from tests.support.listening import DEADLINE_S, RunningListener, frame
 from tests.support.site import OTHER_UID, Program, Site, as_user
@@ -128,9 +129,9 @@ def test_kill_refuses_what_is_not_that_client(site: Site) -> None:
 @root_only
 def test_others_are_told_that_they_may_not(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
     client = site.join()
-    for arguments in (("kill", str(client.pid)), ("drain",), ("undrain", "--dry-run")):
+    for arguments, status in ((("kill", str(client.pid)), 1), (("drain",), 4), (("undrain", "--dry-run"), 4)):
         with as_user(OTHER_UID):
-            assert main(["--socket", site.socket, *arguments]) == 4
+            assert main(["--socket", site.socket, *arguments]) == status
         shown = capsys.readouterr()
         assert shown.out == "" and "mpsd group" in shown.err
     with as_user(OTHER_UID):
@@ -195,6 +196,31 @@ def test_events_are_listed_and_followed(site: Site) -> None:
             assert follower.stderr.read() == ""
         finally:
             follower.kill()
+
+
+def test_events_since_one_of_an_earlier_life_say_so() -> None:
+    with Site() as site:
+        site.start()
+        site.client_environ()
+        last = json.loads(said(ctl(site, "events", "--json")).splitlines()[-1])["seq"]
+        site.kill()
+        site.start()
+        site.client_environ()
+        client = site.join()
+        for since, words in (
+            (last, f"event {last} was in an earlier life of the daemon; shown "),
+            (10**9, f"there has been no event {10**9} yet; shown "),
+        ):
+            done = ctl(site, "events", "--json", "--since", str(since))
+            assert done.returncode == 0
+            assert done.stderr.startswith(f"mpsd-ctl: {words}") and len(done.stderr.splitlines()) == 1
+            shown = [json.loads(line) for line in done.stdout.splitlines()]
+            assert shown and all(event["seq"] > last for event in shown)
+            assert (f" {len(shown)} events that" if shown[1:] else " the one event that") in done.stderr
+        with mpsd_client.connect(site.socket) as connection:
+            assert connection.subscribe(last).gap == "earlier"
+            assert connection.subscribe(0).gap == connection.subscribe().gap == ""
+        client.finish()
 
 
 def test_a_reader_that_leaves_is_no_error(site: Site) -> None:

@@ -209,22 +209,6 @@ def problem_of(status: Mapping[str, Any], pid: int) -> str:
     return str(next(c["problem"] for c in status["clients"] if c["pid"] == pid))
 
 
-def test_stop_domains_ends_everything() -> None:
-    with Site() as site:
-        site.start("--stop-domains")
-        client = site.join()
-        held = site.join()
-        held.busy(0.5)
-        settled(site)
-        assert site.terminate() == 0
-        for program in (client, held):
-            assert program.wait() == -signal.SIGKILL
-        gpu = int(site.node(op="node")["pid"])
-        # The GPU is the machine's, not mpsd's.
-        until(lambda: [p.pid for p in site.processes()] == [gpu], "nothing but the GPU is left")
-        assert not list((site.run_dir / "d").iterdir())
-
-
 def test_a_daemon_that_held_nothing_leaves_no_process_behind() -> None:
     with Site() as site:
         site.start()

@@ -39,6 +39,12 @@ def refuse(site: Site, uid: int | None = None) -> tuple[int, str]:
     return status, said
 
 
+def made_by(site: Site) -> set[str]:
+    """Of a daemon that was refused: what it has left of the places that it was given."""
+    places = (site.run_dir, site.log_dir, site.state_dir, site.node_dir)
+    return {str(path) for path in places if os.path.lexists(path)}
+
+
 def test_status_has_the_keys_of_schema_1(site: Site) -> None:
     client = site.join()
     status = site.attached(client)
@@ -209,6 +215,7 @@ def test_a_wrong_configuration_is_refused_with_the_key(setting: dict[str, str], 
     with Site() as site:
         site.write_config(**setting)
         status, said = refuse(site)
+        assert not made_by(site)
     assert status == 2
     for word in words:
         assert word in said
@@ -221,7 +228,7 @@ def test_a_run_directory_too_long_for_sockets_is_refused() -> None:
         status, said = refuse(site)
     assert status == 2
     assert "too long" in said
-    assert "choose a shorter run_dir" in said
+    assert "choose a run_dir that is" in said
 
 
 def test_directories_that_cannot_be_made_are_named() -> None:
@@ -232,7 +239,7 @@ def test_directories_that_cannot_be_made_are_named() -> None:
         site.write_config()
         status, said = refuse(site)
         # No simulated GPU was started for nobody.
-        assert not site.node_dir.exists()
+        assert not made_by(site)
     assert status == 2
     assert str(site.state_dir) in said
 
@@ -257,6 +264,7 @@ def test_an_ordinary_user_cannot_serve_everybody(setting: dict[str, str]) -> Non
         shutil.chown(site.base, OTHER_UID, OTHER_UID)
         site.write_config(**setting)
         status, said = refuse(site, uid=OTHER_UID)
+        assert not made_by(site)
     assert status == 2
     assert next(iter(setting)).partition(".")[2] in said
     assert "as root" in said
@@ -288,7 +296,7 @@ def test_nvidia_without_a_driver_is_refused_and_never_replaced_by_the_simulation
         status, said = refuse(site)
         assert status == 1
         assert "mpsd: " in said
-        assert not site.node_dir.exists()
+        assert not made_by(site)
 
 
 def test_a_socket_that_a_dead_daemon_left_is_replaced() -> None:
@@ -326,6 +334,32 @@ def test_starts_that_fail_leave_no_directory_behind() -> None:
         site.until(lambda s: any(d["state"] == "active" for d in s["domains"]), "an active domain")
         known = {d["id"] for d in site.status()["domains"]}
         assert {path.name for path in (site.run_dir / "d").iterdir()} <= known
+
+
+def test_gpus_of_the_configuration_that_are_not_there_are_told() -> None:
+    with Site() as site:
+        site.start()
+        here = site.status()["gpus"][0]["uuid"]
+        assert not [p for p in site.status()["problems"] if "names" in p]
+        assert {c["name"]: c["ok"] for c in site.ask(lambda c: c.doctor())}["configuration"]
+        site.terminate()
+        site.write_config(
+            domains__span=f'[["{here}", "GPU-gone"]]',
+            limits__pinned_device_memory=f'{{ "0" = "1G", "1" = "1G", "{here}" = "1G", "GPU-away" = "1G" }}',
+        )
+        site.start()
+        told = [p for p in site.status()["problems"] if "names" in p]
+        assert [text.split(",")[0].split(":")[0] for text in told] == [
+            "domains.span names GPU-gone",
+            "limits.pinned_device_memory names 1",
+            "limits.pinned_device_memory names GPU-away",
+        ]
+        logged = site.said("a GPU of the configuration is not there")
+        assert [line["problem"] for line in logged] == told
+        (row,) = [c for c in site.ask(lambda c: c.doctor()) if c["name"] == "configuration"]
+        assert (row["ok"], row["finding"]) == (False, "; ".join(told)) and row["remedy"]
+        # What is there serves all the same.
+        assert site.client_environ()["CUDA_MPS_PIPE_DIRECTORY"]
 
 
 def test_a_daemon_carries_no_tls() -> None:

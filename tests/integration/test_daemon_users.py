@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import time
+from typing import Any
 
 import pytest
 
@@ -47,15 +48,34 @@ def test_a_fault_of_one_user_does_not_reach_another(site: Site) -> None:
 
 def test_users_evict_their_own_clients_and_no_others(site: Site) -> None:
     ours, theirs = site.join(), site.join(uid=OTHER_UID)
-    with pytest.raises(mpsd_client.DeniedError, match="belongs to"):
+    with pytest.raises(mpsd_client.NotFoundError, match="not a client of yours"):
         site.ask(lambda c: c.kill(ours.pid), uid=OTHER_UID)
-    with pytest.raises(mpsd_client.DeniedError, match="belongs to"):
+    with pytest.raises(mpsd_client.NotFoundError, match="not a client of yours"):
         site.ask(lambda c: c.kill(theirs.pid, dry_run=True), uid=THIRD_UID)
     assert ours.do("1 + 1") == {"result": 2}
     assert site.ask(lambda c: c.kill(theirs.pid), uid=OTHER_UID)["outcome"] == "evicted"
     # Root may evict anybody's.
     again = site.join(uid=OTHER_UID)
     assert site.ask(lambda c: c.kill(again.pid))["outcome"] == "evicted"
+
+
+@pytest.mark.parametrize("asked", [{}, {"dry_run": True}, {"start_ticks": 1}])
+def test_whether_a_process_of_others_is_a_client_is_not_told(site: Site, asked: dict[str, Any]) -> None:
+    client = site.join()
+
+    def answer(pid: int, uid: int | None) -> tuple[type[Exception], str]:
+        with pytest.raises(mpsd_client.MpsdError) as told:
+            site.ask(lambda c: c.kill(pid, **asked), uid=uid)
+        return type(told.value), str(told.value).replace(str(pid), "PID")
+
+    # A client of another user, a process of another user's that is none, a number that nobody has.
+    answers = {answer(pid, OTHER_UID) for pid in (client.pid, site.pid, 2**22)}
+    assert len(answers) == 1, answers
+    # Whoever may see all clients is told.
+    assert "not a client of any domain" in answer(site.pid, None)[1]
+    if "start_ticks" in asked:
+        assert "used again" in answer(client.pid, None)[1]
+    client.finish()
 
 
 @pytest.mark.parametrize("operation", ["drain", "undrain"])
@@ -99,7 +119,7 @@ def test_shared_domains_serve_several_users_at_once() -> None:
         for program in (second, third):
             assert program.do("dev.alloc(16) > 0") == {"result": True}
         # An own user's client may be evicted, another's may not.
-        with pytest.raises(mpsd_client.DeniedError):
+        with pytest.raises(mpsd_client.NotFoundError):
             site.ask(lambda c: c.kill(third.pid), uid=OTHER_UID)
         second.do("dev.launch('forever')")
         assert site.ask(lambda c: c.kill(second.pid), uid=OTHER_UID)["outcome"] == "evicted"

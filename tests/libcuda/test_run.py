@@ -187,6 +187,41 @@ def test_without_a_daemon_the_program_runs_as_it_is(environment: dict[str, str],
     assert done.stderr.startswith("mpsd-run: stepping aside: ")
 
 
+WISHES = [
+    (["--gpu", "7"], "there is no GPU '7' (GPUs here: 0: GPU-"),
+    (["--gpu", ""], "argument 'gpu'"),
+    (["--library", "/nonexistent"], "there is no libcuda.so.1 in /nonexistent"),
+    (["--socket", "/nonexistent.sock"], "no daemon answers on /nonexistent.sock"),
+]
+
+
+@pytest.mark.parametrize("wish, words", WISHES)
+def test_what_is_asked_for_and_cannot_be_had_keeps_the_program_from_running(
+    environment: dict[str, str], wish: list[str], words: str
+) -> None:
+    done = run([*MPSD_RUN, *wish, "echo", "ran"], environment)
+    assert (done.returncode, done.stdout) == (69, "")
+    assert done.stderr.startswith(f"mpsd-run: {words}") and len(done.stderr.splitlines()) == 1
+    done = run(["sh", "-c", 'eval "$("$@")" || echo noticed', "sh", *MPSD_RUN, *wish, "--env"], environment)
+    assert (done.returncode, done.stdout) == (0, "noticed\n")
+
+
+@pytest.mark.parametrize("wish", [["--gpu", "0", "echo", "ran"], ["--env"], ["--env", "csh"]])
+def test_without_a_daemon_a_wish_is_an_error(
+    environment: dict[str, str], tmp_path: Path, wish: list[str]
+) -> None:
+    environment["MPSD_SOCKET"] = str(tmp_path / "none.sock")
+    done = run([*MPSD_RUN, *wish], environment)
+    assert (done.returncode, done.stdout) == (69, "false\n" if wish[0] == "--env" else "")
+    assert done.stderr.startswith(f"mpsd-run: no daemon answers on {tmp_path}/none.sock")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_lines_for_a_shell_that_nobody_can_read_are_an_error(environment: dict[str, str]) -> None:
+    done = run(["sh", "-c", 'exec "$@" >/dev/full', "sh", *MPSD_RUN, "--env"], environment)
+    assert (done.returncode, done.stderr) == (69, "mpsd-run: cannot write: No space left on device\n")
+
+
 def test_without_the_library_or_a_driver_the_program_joins_all_the_same(
     environment: dict[str, str], libraries: Libraries, pipe_directory: str, tmp_path: Path
 ) -> None:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import shlex
 import subprocess
 import sys
+import tempfile
 from argparse import ArgumentParser
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
-from mpsd import config_cli
+from mpsd import cli, config_cli
 from mpsd.config import (
     BackendName,
     Config,
@@ -22,9 +24,12 @@ from mpsd.config import (
     check_socket_path,
     default_directories,
 )
-from mpsd.config_reader import keys, load, to_toml
+from mpsd.config_reader import keys, load, to_toml, unknown_variables
 from mpsd.errors import ConfigError
 
+ROOT = Path(__file__).resolve().parents[2]
+# To be made by whoever runs the tests.
+PLACES = "\n".join(f"{name}_dir = '/tmp/no-{os.getpid()}/{name}'" for name in ("run", "log", "state"))
 ENVIRON = {"XDG_RUNTIME_DIR": "/run/user/1000", "HOME": "/home/someone"}
 
 
@@ -219,12 +224,12 @@ def run_cli(*argv: str, environ: dict[str, str]) -> str:
     parser = ArgumentParser()
     config_cli.add_arguments(parser)
     out = io.StringIO()
-    assert config_cli.run(parser.parse_args(argv), environ, out) == 0
+    assert config_cli.run(parser.parse_args(argv), environ, out, out) == 0
     return out.getvalue()
 
 
 def test_check_and_show(tmp_path: Path) -> None:
-    path = str(write(tmp_path, "backend = 'simulated'"))
+    path = str(write(tmp_path, f"backend = 'simulated'\n{PLACES}"))
     assert run_cli("check", path, environ=ENVIRON) == f"{path}: ok\n"
     assert run_cli("check", environ={**ENVIRON, "MPSD_CONFIG": path}) == f"{path}: ok\n"
     shown = run_cli("show", path, environ={**ENVIRON, "MPSD_LIMITS_CLIENTS": "7"})
@@ -232,9 +237,42 @@ def test_check_and_show(tmp_path: Path) -> None:
     assert "clients = 7" in shown
 
 
-def test_check_looks_at_the_file_alone(tmp_path: Path) -> None:
-    path = str(write(tmp_path, ""))
-    assert run_cli("check", path, environ={**ENVIRON, "MPSD_LIMITS_CLIENTS": "many"})
+@pytest.mark.parametrize(
+    ("text", "environ"),
+    [
+        ("", {"MPSD_LIMITS_CLIENTS": "many"}),
+        ("run_dir = 'relative'", {}),
+        ("", {"MPSD_RUN_DIR": "/tmp/" + "x" * 70}),
+        ("", {"MPSD_RUN_DIR": "/dev/null/r"}),
+        ("", {"MPSD_LOG_DIR": "/tmp"}),
+        ("[failover]\nenabled = true", {}),
+        ("[domains]\nspair = true", {}),
+    ],
+)
+def test_check_and_run_refuse_with_the_same_words(
+    tmp_path: Path, text: str, environ: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = []
+    for command in (["config", "check"], ["run", "--config"]):
+        with pytest.MonkeyPatch.context() as patch:
+            # Neither gets so far as to make it.
+            for name, value in {"MPSD_STATE_DIR": "/dev/null/s", **environ}.items():
+                patch.setenv(name, value)
+            assert cli.main([*command, str(write(tmp_path, text))]) == ConfigError.exit_code
+        told.append(capsys.readouterr().err)
+    assert told[0] == told[1] and told[0].startswith("mpsd: ")
+
+
+def test_check_accepts_what_a_variable_mends(tmp_path: Path) -> None:
+    path = str(write(tmp_path, f"{PLACES}\n[failover]\nenabled = true\n"))
+    assert run_cli("check", path, environ={**ENVIRON, "MPSD_VAULT_ENABLED": "true"}) == f"{path}: ok\n"
+
+
+def test_check_names_wrong_variables_with_the_mistakes_of_the_file(tmp_path: Path) -> None:
+    path = write(tmp_path, "x = 1")
+    with pytest.raises(ConfigError, match=r"(?s)unknown key 'x'.*\$MPSD_LIMITS_CLIENTS") as refused:
+        run_cli("check", str(path), environ={**ENVIRON, "MPSD_LIMITS_CLIENTS": "many"})
+    assert len(str(refused.value).splitlines()) == 2
 
 
 @pytest.mark.parametrize(
@@ -245,18 +283,23 @@ def test_check_looks_at_the_file_alone(tmp_path: Path) -> None:
         ("MPSD_ZZZZZZ", "mpsd config show"),
     ],
 )
-def test_check_refuses_a_variable_that_means_nothing(tmp_path: Path, name: str, remedy: str) -> None:
-    path = write(tmp_path, "")
-    with pytest.raises(ConfigError, match=rf"\${name}\b") as refused:
-        run_cli("check", str(path), environ={**ENVIRON, name: "1"})
-    assert remedy in refused.value.remedy
-    others = {
-        "MPSD_SOCKET": "/x",
-        "MPSD_SIM_DIR": "/y",
-        "MPSD_PORT": "tcp:",
-        "MPSD_SERVICE_HOST": "h",
-    }
-    assert run_cli("check", str(path), environ={**ENVIRON, **others})
+def test_check_tells_of_a_variable_that_means_nothing(tmp_path: Path, name: str, remedy: str) -> None:
+    path = str(write(tmp_path, PLACES))
+    told = run_cli("check", path, environ={**ENVIRON, name: "1"})
+    assert told.startswith(f"mpsd: variable without a meaning: {name} (")
+    assert remedy in told and told.endswith(f"{path}: ok\n")
+
+
+def test_every_variable_that_something_here_reads_is_known() -> None:
+    read = re.compile(r'"(MPSD_[A-Z_]*[A-Z])"')
+    found = set()
+    for folder, ending in (("mpsd", "py"), ("clients", "py"), ("faultinject", "py"), ("clients", "c")):
+        for source in (ROOT / folder).rglob(f"*.{ending}"):
+            found.update(read.findall(source.read_text()))
+    assert {"MPSD_REAL_LIBCUDA", "MPSD_FAILOVER", "MPSD_LIBCUDA_DIR", "MPSD_ZONE_BYTES"} <= found
+    assert not unknown_variables(dict.fromkeys(found, "1"))
+    others = {"MPSD_SERVICE_HOST": "h", "MPSD_PORT": "tcp:"}
+    assert not unknown_variables(others)
 
 
 def test_main_reports_without_a_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -272,6 +315,21 @@ def test_check_names_every_mistake_at_once(tmp_path: Path, capsys: pytest.Captur
     told = capsys.readouterr().err
     for part in ("'run_dir'?", "guard.low = 'maybe'", "'guard.lw'", "max_records = -5"):
         assert part in told
+
+
+def test_the_simulated_gpu_has_a_directory_of_its_own(tmp_path: Path) -> None:
+    # pytest's own temporary paths are too long for sockets.
+    with tempfile.TemporaryDirectory(prefix="mpsd-", dir="/tmp") as base:
+        text, same = f"run_dir = '{base}/one'", f"{base}/link/one/"
+        Path(base, "link").symlink_to(base)
+        with pytest.raises(ConfigError, match="is run_dir too") as refused:
+            read(tmp_path, f"backend = 'simulated'\n{text}\n[simulated]\ndir = '{same}'")
+        assert same in str(refused.value) and "dir" in refused.value.remedy
+        with pytest.raises(ConfigError, match="is run_dir too"):
+            read(tmp_path, f"backend = 'simulated'\n{text}", MPSD_SIM_DIR=same)
+        assert read(tmp_path, f"{text}\n[simulated]\ndir = '{same}'").backend is BackendName.NVIDIA
+    with pytest.raises(ConfigError, match=r"choose a \[simulated\] dir that is \d+ bytes shorter"):
+        read(tmp_path, f"backend = 'simulated'\n[simulated]\ndir = '/{'x' * 100}'")
 
 
 def test_fail_over_needs_the_vault(tmp_path: Path) -> None:

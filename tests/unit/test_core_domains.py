@@ -403,11 +403,14 @@ def test_stop_kills_the_clients_and_then_stops_every_domain() -> None:
     world.do(ev.StopRequested())
     assert not world.last
     world.stopped("d2")
+    assert not world.ever(fx.DropPath)
     world.die(10)
     assert [e.domain for e in world.made(fx.StopDomain)] == ["d1"]
     assert {e.client.process.pid for e in world.made(fx.ReleaseLease)} == {10, 11}
     world.stopped("d1")
-    assert not world.state.domains
+    # The path led to a domain for as long as there was one.
+    assert [e.slot for e in world.made(fx.DropPath)] == [SLOT]
+    assert not world.state.domains and not world.state.slots
     world.want("another")
     world.timer("ensure", SLOT)
     assert not world.ever(fx.StartDomain)[2:]
@@ -426,6 +429,15 @@ def test_stop_ends_a_domain_that_is_starting_and_a_client_that_comes_late() -> N
     world.die(10)
     world.die(11)
     assert [e.domain for e in world.made(fx.StopDomain)] == ["d1"]
+
+
+def test_stop_gives_up_a_path_that_leads_to_nothing_and_keeps_one_whose_domain_lives() -> None:
+    world = World().ready()
+    world.join(10)
+    world.do(ev.SlotWanted("empty", (GPU,), 5, False, start=False))
+    world.do(ev.StopRequested())
+    assert [e.slot for e in world.made(fx.DropPath)] == ["empty"]
+    assert set(world.state.slots) == {SLOT}
 
 
 def test_a_fault_while_stopping_starts_nothing() -> None:

@@ -94,16 +94,55 @@ def test_on_a_full_disk_a_path_is_replaced_in_the_room_that_was_set_aside(
     assert str(layout.run_dir) in layout.set_room_aside()
 
 
-def test_long_run_dir_is_refused(tmp_path: Path) -> None:
-    deep = tmp_path / ("x" * 100)
-    with pytest.raises(ConfigError, match="too long"):
-        layout_in(deep).prepare()
-
-
 def test_unwritable_directory_is_named(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("a file")
     with pytest.raises(ConfigError, match=str(tmp_path / "run")):
         layout_in(tmp_path).prepare()
+
+
+def everything_in(path: Path) -> list[str]:
+    return sorted(str(each.relative_to(path)) for each in path.rglob("*"))
+
+
+@pytest.mark.parametrize("wrong", ["run", "log", "state"])
+def test_where_one_directory_cannot_be_made_none_is(tmp_path: Path, wrong: str) -> None:
+    (tmp_path / "file").touch()
+    places = {name: tmp_path / "deep" / name for name in ("run", "log", "state")}
+    places[wrong] = tmp_path / "file" / "x"
+    layout = Layout(places["run"], places["log"], places["state"])
+    with pytest.raises(ConfigError, match=f"cannot make directory .*{tmp_path / 'file'}") as checked:
+        layout.check()
+    with pytest.raises(ConfigError) as prepared:
+        layout.prepare()
+    assert str(prepared.value) == str(checked.value)
+    assert everything_in(tmp_path) == ["file"]
+
+
+def test_a_start_that_fails_leaves_what_was_there_before(tmp_path: Path) -> None:
+    (tmp_path / "log").mkdir(mode=0o750)
+    layout = Layout(tmp_path / "deep" / "run", tmp_path / "log", tmp_path / "state")
+    layout.check()
+    assert everything_in(tmp_path) == ["log"]
+    layout.prepare()
+    locks = layout.lock()
+    (layout.state_dir / "journal").touch()
+    layout.undo()
+    close(locks)
+    assert everything_in(tmp_path) == ["log", "log/.mpsd.lock", "state", "state/journal"]
+
+
+def test_a_disk_that_is_full_half_way_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Path.mkdir
+
+    def full(path: Path, mode: int = 0o777) -> None:
+        if path.name == "state":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(path, mode)
+
+    monkeypatch.setattr(Path, "mkdir", full)
+    with pytest.raises(ConfigError, match="No space left"):
+        layout_in(tmp_path).prepare()
+    assert everything_in(tmp_path) == []
 
 
 def test_switch_replaces_the_link_and_nothing_else(short_dir: Path) -> None:

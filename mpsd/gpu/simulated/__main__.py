@@ -11,6 +11,11 @@ import sys
 from mpsd.errors import MpsdError
 from mpsd.gpu.simulated import launchers, node, packets, paths, service
 
+_DIR = (
+    "directory of the node: what mpsd's configuration has as [simulated] dir; "
+    "default: $MPSD_SIM_DIR, else $XDG_RUNTIME_DIR/mpsd-sim or /tmp/mpsd-sim-UID (%(default)s)"
+)
+
 
 def _parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="python -m mpsd.gpu.simulated", description=__doc__)
@@ -23,7 +28,7 @@ def _parser() -> argparse.ArgumentParser:
     inject.add_argument("xid", type=int)
     inject.add_argument("--gpu", default=None, help="uuid or ordinal")
     for command in (gpu, stop, inject):
-        command.add_argument("--dir", default=paths.run_directory(os.environ), help="directory of the node")
+        command.add_argument("--dir", default=paths.run_directory(os.environ), help=_DIR)
     return top
 
 
@@ -71,7 +76,8 @@ def _ask(directory: str, message: packets.Message) -> int:
         with packets.connect(paths.gpu_socket(directory)) as sock:
             answer, _ = packets.call(sock, message)
     except packets.Gone:
-        print(f"no simulated GPU serves {directory}", file=sys.stderr)
+        remedy = "--dir DIR where mpsd's configuration sets [simulated] dir"
+        print(f"no simulated GPU serves {directory} ({remedy})", file=sys.stderr)
         return 3
     if answer.get("error"):
         print(f"refused: {answer.get('why', answer['error'])}", file=sys.stderr)
@@ -94,7 +100,7 @@ def main(arguments: list[str] | None = None) -> int:
                 )
     except (MpsdError, OSError) as error:
         print(f"cannot use {directory}: {error}", file=sys.stderr)
-        return 1
+        return error.exit_code if isinstance(error, MpsdError) else 1
 
 
 if __name__ == "__main__":

@@ -1,0 +1,55 @@
+"""How mpsd ends, with its domains or without them, and what the next one makes of what it finds."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+from tests.support.site import Site, until
+
+
+def both(site: Site) -> None:
+    """Until an active domain and its spare are there."""
+    site.until(lambda s: sorted(d["state"] for d in s["domains"]) == ["active", "warm"], "both domains")
+
+
+def test_stop_domains_ends_everything() -> None:
+    with Site() as site:
+        site.start("--stop-domains")
+        client = site.join()
+        held = site.join()
+        held.busy(0.5)
+        both(site)
+        assert site.terminate() == 0
+        for program in (client, held):
+            assert program.wait() == -signal.SIGKILL
+        gpu = int(site.node(op="node")["pid"])
+        # The GPU is the machine's, not mpsd's.
+        until(lambda: [p.pid for p in site.processes()] == [gpu], "nothing but the GPU is left")
+        assert not list((site.run_dir / "d").iterdir())
+        assert not list((site.run_dir / "s").iterdir())
+
+
+def test_after_stop_domains_a_domain_is_started_for_whoever_asks_and_nobody_else() -> None:
+    with Site() as site:
+        site.start("--stop-domains")
+        path = site.client_environ()["CUDA_MPS_PIPE_DIRECTORY"]
+        both(site)
+        assert site.terminate() == 0
+        site.start()
+        assert site.status()["domains"] == []
+        assert not os.path.lexists(path)
+        # The same path, and by it a program that kept it in its environment joins again.
+        assert site.client_environ()["CUDA_MPS_PIPE_DIRECTORY"] == path
+        site.join()
+
+
+def test_a_stop_without_its_domains_keeps_the_paths() -> None:
+    with Site() as site:
+        site.start()
+        path = site.client_environ()["CUDA_MPS_PIPE_DIRECTORY"]
+        both(site)
+        assert site.terminate() == 0
+        assert os.path.exists(path)
+        site.start()
+        assert len(site.status()["domains"]) == 2

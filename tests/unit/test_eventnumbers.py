@@ -1,0 +1,79 @@
+"""Events: numbers that are never given twice, and what a late reader is told that it cannot have."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from mpsd.bulletin import EVENTS_KEPT, Bulletin
+from mpsd.eventnumbers import BLOCK, EventNumbers
+from mpsd.journal import Journal
+from mpsd.wire.messages import Gap
+
+
+def bulletin(directory: Path) -> Bulletin:
+    return Bulletin(Journal.open(directory, 10, 65536), None, EventNumbers(directory))
+
+
+def publish(bulletin: Bulletin, count: int) -> None:
+    for _ in range(count):
+        bulletin.publish("x", frozenset(), {})
+
+
+@pytest.mark.parametrize("given", [0, 1, BLOCK - 1, BLOCK, BLOCK + 1])
+def test_a_number_is_given_once_however_a_life_ends(tmp_path: Path, given: int) -> None:
+    first = EventNumbers(tmp_path)
+    assert [first.next() for _ in range(given)] == list(range(1, given + 1))
+    # No word of its end is written.
+    second = EventNumbers(tmp_path)
+    assert second.first == second.next() > given
+    assert not second.problem
+
+
+@pytest.mark.parametrize(
+    "content", [b"x", b"{}", b"", b'{"kind": "mpsd-events", "level": 9, "crc32": 0}\n{}\n']
+)
+def test_a_damaged_file_is_told_and_kept_aside(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "events.json").write_bytes(content)
+    numbers = EventNumbers(tmp_path)
+    assert (numbers.first, numbers.next()) == (1, 1)
+    assert "events.json" in numbers.problem
+    (aside,) = [name for name in os.listdir(tmp_path) if name != "events.json"]
+    assert (tmp_path / aside).read_bytes() == content
+    assert EventNumbers(tmp_path).first > 1
+
+
+def test_what_cannot_be_reserved_is_told_and_numbers_go_on(tmp_path: Path) -> None:
+    (tmp_path / "events.json.new").mkdir()
+    numbers = EventNumbers(tmp_path)
+    assert [numbers.next() for _ in range(BLOCK + 2)][-1] == BLOCK + 2
+    assert "cannot write" in numbers.problem
+
+
+def test_what_a_reader_cannot_be_told(tmp_path: Path) -> None:
+    earlier = bulletin(tmp_path)
+    assert earlier.gap_after(0) is Gap.NONE
+    assert earlier.gap_after(1) is Gap.NEVER
+    publish(earlier, 3)
+    assert [earlier.gap_after(seq) for seq in range(4)] == [Gap.NONE] * 4
+    earlier.close()
+    later = bulletin(tmp_path)
+    assert later.gap_after(3) is Gap.EARLIER
+    publish(later, 2)
+    first = later.events_since(0)[0][0]
+    told = {seq: later.gap_after(seq) for seq in (0, 1, 3, first - 1, first, first + 1, first + 2)}
+    assert told == {
+        0: Gap.NONE,
+        1: Gap.EARLIER,
+        3: Gap.EARLIER,
+        first - 1: Gap.EARLIER,
+        first: Gap.NONE,
+        first + 1: Gap.NONE,
+        first + 2: Gap.NEVER,
+    }
+    publish(later, EVENTS_KEPT)
+    assert later.gap_after(first) is Gap.FORGOTTEN
+    assert later.gap_after(first + 1) is Gap.NONE
+    later.close()
