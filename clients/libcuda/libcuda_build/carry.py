@@ -20,8 +20,8 @@ SETTLES = ("settles", "settles_code", "settles_stream", "settles_event")
 
 _WAITS = {"waits_all": "ALL", "waits_stream": "STREAM", "waits_legacy": "COPY", "waits": "EVENT"}
 _CONFIG = "const CUlaunchConfig *config"
-_INSIDE = (_CONFIG, "CUgraphExec ")
-"""What work is given that has handles inside, or is one that is not translated by its type."""
+_INSIDE = (_CONFIG, "CUgraphExec ", "CUDA_MEMCPY2D", "CUDA_MEMCPY3D", "CUcontext dstContext")
+"""What work is given that has handles or addresses inside, or cannot be translated by its type alone."""
 _NAME = re.compile(r"(\w+)(?:\[\w*\])?$")
 
 
