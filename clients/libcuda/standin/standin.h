@@ -89,6 +89,7 @@ struct CUstream_st {
 	CUstreamCaptureMode capture_mode;
 	pthread_t capturer;
 	bool spoiled;				/* its capture */
+	CUstreamAttrValue attributes[CU_STREAM_ATTRIBUTE_MEM_SYNC_DOMAIN + 1];	/* but its priority */
 };
 
 struct operation {
