@@ -118,6 +118,7 @@ static int fresh_things(struct worker *self)
 	free(text);
 	MUST(cuModuleGetFunction, &fill, module, "fill");
 	MUST(cuStreamCreate, &stream, CU_STREAM_NON_BLOCKING);
+	MUST(cuStreamCopyAttributes, stream, self->stream);
 	MUST(cuEventCreate, &event, CU_EVENT_DISABLE_TIMING);
 	MUST(cuMemHostAlloc, &pinned, BYTES, 0);
 	MUST(cuMemAlloc, &data, BYTES);
@@ -142,6 +143,8 @@ static int fresh_things(struct worker *self)
 /* What is as old as the thread. */
 static int old_things(struct worker *self)
 {
+	CUstreamAttrValue policy = { .syncPolicy = self->round & 2 ? CU_SYNC_POLICY_SPIN : CU_SYNC_POLICY_YIELD };
+	CUstreamAttrValue now_policy = { .syncPolicy = CU_SYNC_POLICY_AUTO };
 	uint32_t value = self->round;
 	CUDA_MEMCPY2D plane;
 	CUdeviceptr data;
@@ -151,6 +154,9 @@ static int old_things(struct worker *self)
 	must(now == self->context ? CUDA_SUCCESS : CUDA_ERROR_UNKNOWN, "the context");
 	MUST(cuCtxSetCurrent, NULL);
 	MUST(cuCtxSetCurrent, self->context);
+	MUST(cuStreamSetAttribute, self->stream, CU_LAUNCH_ATTRIBUTE_SYNCHRONIZATION_POLICY, &policy);
+	MUST(cuStreamGetAttribute, self->stream, CU_LAUNCH_ATTRIBUTE_SYNCHRONIZATION_POLICY, &now_policy);
+	must(now_policy.syncPolicy == policy.syncPolicy ? CUDA_SUCCESS : CUDA_ERROR_UNKNOWN, "the policy");
 	MUST(cuMemAlloc, &data, (size_t)4 << 20);
 	MUST(cuMemsetD2D32Async, data, PITCH, value, PITCH / sizeof(uint32_t), ROWS, self->stream);
 	launch(self->add, data, self->number, self->stream);
