@@ -360,3 +360,20 @@ def test_rows_of_a_variable_are_those_of_the_copy_in_use(
     assert ask("host[0], host[2]") == "(1, 3)"
     assert ask("gpu.sync(), seen(m)[0][:4]") == "(0, [1, 5, 3, 5])"
     assert ask.end() == ""
+
+
+@EXACT
+@pytest.mark.parametrize(
+    "does",
+    [
+        "gpu.code('cuMemsetD2D8Async', m, 512, 1, 512, 1 << 40, s)",
+        "rows('cuMemcpy2DAsync_v2', (DEVICE, m, 512), (DEVICE, n, 512), 512, 1 << 40)",
+        "gpu.code('cuMemsetD8Async', m, 1, 1 << 50, s)",
+    ],
+)
+def test_what_is_larger_than_all_memory_the_driver_refuses(post: Post, ask: Program, does: str) -> None:
+    post.greet(moving.EXACT)
+    assert ask(START) == "None"
+    assert ask(does) == "1"
+    assert ask("gpu.run('add', m, 8, 1, stream=s), gpu.sync(), gpu.word(m)") == "(0, 0, 6)"
+    assert ask.end() == ""
