@@ -109,11 +109,6 @@ static enum verdict look_at_rows(CUdeviceptr address, size_t pitch, size_t width
 	return look(address, size);
 }
 
-bool mpsd_bounds_refuse_rows(CUdeviceptr address, size_t pitch, size_t width, size_t rows)
-{
-	return is_refused(look_at_rows(address, pitch, width, rows), FINE);
-}
-
 static enum verdict look_at_elements(CUdeviceptr address, size_t width, size_t count)
 {
 	return look_at_rows(address, width, width, count);

@@ -26,7 +26,6 @@ bool mpsd_memory_is_in_window(CUdeviceptr address);
 
 /* bounds.c: whether the driver would refuse a copy of so much of it, for it ends sooner. */
 bool mpsd_bounds_refuse(CUdeviceptr address, size_t size);
-bool mpsd_bounds_refuse_rows(CUdeviceptr address, size_t pitch, size_t width, size_t rows);
 
 /*
  * Map memory of another process in the window of the current context, which must be the primary one of

@@ -106,6 +106,13 @@ static bool is_host(const struct side *side, CUdeviceptr at)
 	return !is_device(at) && (side->type != CU_MEMORYTYPE_DEVICE || mpsd_is_pinned((const void *)at));
 }
 
+/* From the first byte to the last. */
+static size_t source_span(const struct mpsd_rows *rows)
+{
+	return (rows->given.Depth - 1) * rows->from_plane + (rows->given.Height - 1) * rows->from_pitch +
+	       rows->given.WidthInBytes;
+}
+
 static CUresult submit(struct mpsd_op *op, const struct mpsd_rows *rows)
 {
 	struct side to = target_of(&rows->given), from = source_of(&rows->given);
@@ -125,13 +132,10 @@ static CUresult submit(struct mpsd_op *op, const struct mpsd_rows *rows)
 		return mpsd_submit_new(op, is_awaited);
 	}
 	op->copy.is_borrowed = is_in;
-	if (is_awaited && !is_in && is_good && !mpsd_capturing()) {
-		if (op->waits && !rows->is_3d &&
-		    mpsd_bounds_refuse_rows(op->copy.from, rows->from_pitch, rows->given.WidthInBytes,
-					    rows->given.Height))
-			return CUDA_ERROR_INVALID_VALUE;
-		return mpsd_stage_rows_out(op);
-	}
+	/* By pieces, of which none may have been copied when the driver refuses another. */
+	if (is_awaited && !is_in && is_good && !mpsd_capturing())
+		return mpsd_bounds_refuse(op->copy.from, source_span(rows)) ? CUDA_ERROR_INVALID_VALUE
+									    : mpsd_stage_rows_out(op);
 	return mpsd_submit_new(op, is_awaited || (is_in && !is_pinned));
 }
 
