@@ -24,6 +24,8 @@ from tests.support.moving import Post
 
 WORDS = 6
 WAITING = {"graph", "in", "out", "out_now", "look", "wait", "wait_event", "wait_all", "again", "in_pinned"}
+ROWS = {"rows_set", "rows_copy", "rows_box"}
+WAITING_ROWS = {"rows_in", "rows_out", "rows_out_now", "rows_look", "rows_in_pinned", "peer"}
 Step = tuple[str, int, int, int, int]
 
 LARGE = (0, 2, 3)
@@ -50,6 +52,18 @@ def model(steps: Sequence[Step]) -> list[int]:
             words[:4] = [value + n for n in range(4)]
             if what == "in_pinned":
                 words[4:6] = [0, 0]
+        elif what == "peer":
+            words[:4] = buffers[two][:4]
+        elif what == "rows_set":
+            words[:2] = words[4:] = [value] * 2
+        elif what in ("rows_copy", "rows_box"):
+            words[:2], words[4:] = buffers[two][:2], buffers[two][4:]
+        elif what == "rows_in":
+            words[:2], words[4:] = [value, value + 1], [value + 2, value + 3]
+        elif what == "rows_in_pinned":
+            words[:] = [*(value + n for n in range(4)), 0, 0]
+        elif what in ("rows_out", "rows_out_now", "rows_look"):
+            seen += [*words[:2], 7, *words[4:]]
         elif what in ("out", "out_now"):
             seen += words[:4]
         elif what == "look":
@@ -136,7 +150,7 @@ class Moved:
     def _run(self, steps: Sequence[Step], at: int, lets: int, *, inside: bool) -> list[int]:
         there = self.stand_by()
         held = at
-        while held and steps[held - 1][0] not in WAITING:
+        while held and steps[held - 1][0] not in WAITING | WAITING_ROWS:
             held -= 1
         stops = [held] if inside else [held, *([at] if at > held else [])]
         self._tell(json.dumps({"steps": steps, "stops": stops}))
@@ -223,29 +237,50 @@ def programs(libraries: Libraries) -> Iterator[Programs]:
             programs.kill()
 
 
-def steps() -> st.SearchStrategy[list[Step]]:
+KINDS = {"add", "fill", "copy", "sum", "set"} | WAITING
+
+
+def steps(kinds: set[str]) -> st.SearchStrategy[list[Step]]:
     streams, values = st.integers(0, 2), st.integers(1, 1000)
-    plain = st.sampled_from(sorted(({"add", "fill", "copy", "sum", "set"} | WAITING) - {"in_pinned"}))
+    many = {kind for kind in kinds if kind.endswith("in_pinned")}
     buffers = st.integers(0, 3)
-    step = st.tuples(plain, streams, buffers, buffers, values)
-    large = st.tuples(st.just("in_pinned"), streams, st.sampled_from(LARGE), buffers, values)
+    step = st.tuples(st.sampled_from(sorted(kinds - many)), streams, buffers, buffers, values)
+    large = st.tuples(st.sampled_from(sorted(many)), streams, st.sampled_from(LARGE), buffers, values)
     return st.lists(st.one_of(step, step, step, large), min_size=2, max_size=9)
 
 
+def examples(count: int) -> settings:
+    return settings(
+        max_examples=1500 if os.environ.get("MPSD_TEST_LONG") else count,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+
+
+LETS = st.lists(st.integers(0, 12), min_size=11, max_size=11)
+
+
 @pytest.mark.timeout(1200)
-@settings(
-    max_examples=1500 if os.environ.get("MPSD_TEST_LONG") else 40,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=list(HealthCheck),
-)
-@given(steps=steps(), lets=st.lists(st.integers(0, 12), min_size=11, max_size=11))
+@examples(40)
+@given(steps=steps(KINDS), lets=LETS)
 def test_what_is_seen_is_as_without_a_fault(programs: Programs, steps: list[Step], lets: list[int]) -> None:
+    move_everywhere(programs, steps, lets)
+
+
+@pytest.mark.timeout(1200)
+@examples(30)
+@given(steps=steps(ROWS | WAITING_ROWS | {"add", "copy", "wait", "again"}), lets=LETS)
+def test_rows_are_as_without_a_fault(programs: Programs, steps: list[Step], lets: list[int]) -> None:
+    move_everywhere(programs, steps, lets)
+
+
+def move_everywhere(programs: Programs, steps: list[Step], lets: list[int]) -> None:
     expected = model(steps)
     for at in range(len(steps) + 1):
         assert programs.one().run(steps, at, lets[at], inside=False) == expected, at
-        if at == len(steps) or steps[at][0] in WAITING:
+        if at == len(steps) or steps[at][0] in WAITING | WAITING_ROWS:
             assert programs.one().run(steps, at, lets[at], inside=True) == expected, (at, "inside")
 
 

@@ -20,8 +20,9 @@ SETTLES = ("settles", "settles_code", "settles_stream", "settles_event")
 
 _WAITS = {"waits_all": "ALL", "waits_stream": "STREAM", "waits_legacy": "COPY", "waits": "EVENT"}
 _CONFIG = "const CUlaunchConfig *config"
-_INSIDE = (_CONFIG, "CUgraphExec ")
-"""What work is given that has handles inside, or is one that is not translated by its type."""
+_INSIDE = (_CONFIG, "CUgraphExec ", "CUDA_MEMCPY2D", "CUDA_MEMCPY3D", "CUcontext dstContext")
+"""What work is given that has handles or addresses inside, or cannot be translated by its type alone."""
+_ROWS = r"const CUDA_MEMCPY[23]D \*pCopy$"
 _NAME = re.compile(r"(\w+)(?:\[\w*\])?$")
 
 
@@ -104,6 +105,7 @@ def _body(one: Carried) -> Iterator[str]:
     written = [_argument(p) for p in one.function.parameters if re.match(r"CUdeviceptr dst", p)]
     host = [_argument(p) for p in one.function.parameters if p == "const void *srcHost"]
     read = [_argument(p) for p in one.function.parameters if re.match(r"CUdeviceptr src", p)]
+    read += ["mpsd_rows_source(pCopy)" for p in one.function.parameters if re.match(_ROWS, p)]
     if one.does.startswith("waits_"):
         yield "\tuint64_t work = mpsd_work_count();"
     for argument in read:

@@ -34,7 +34,9 @@ def read_plan(folder: Path, functions: Mapping[str, Function]) -> Plan:
     unknown = sorted(set(entries) - set(functions))
     if unknown:
         raise TableError(f"functions.toml: cuda.h does not declare {', '.join(unknown)}")
-    names = sorted({*functions, *_extra(folder / "names.txt")})
+    extra = _extra(folder / "names.txt")
+    functions = {**functions, **{name: Function(name, ()) for name, is_known in extra.items() if is_known}}
+    names = sorted({*functions, *extra})
     wrapped = {name: when for name, when in sorted(entries.items()) if when != NEVER}
     return Plan(tuple(names), tuple(sorted(entries)), wrapped, functions, _carried(folder, functions))
 
@@ -57,9 +59,11 @@ def _entries(table: Mapping[str, object]) -> dict[str, str]:
     return found
 
 
-def _extra(path: Path) -> list[str]:
+def _extra(path: Path) -> dict[str, bool]:
+    """The names, and whether it is known that they take nothing."""
     lines = [line.strip() for line in path.read_text().splitlines()]
-    names = [line for line in lines if line and not line.startswith("#")]
+    given = [line for line in lines if line and not line.startswith("#")]
+    names = {line.removesuffix("()"): line.endswith("()") for line in given}
     wrong = [name for name in names if not (name.isidentifier() and name.startswith("cu"))]
     if wrong:
         raise TableError(f"{path.name}: not names of the driver's: {', '.join(wrong)}")

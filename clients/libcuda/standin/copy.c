@@ -27,36 +27,51 @@ static void *reach(const void *address, size_t size, enum access access)
 	return pointer;
 }
 
+/* From the first byte to the last: whoever copies rows is not told where the driver found no way. */
+static size_t span(size_t size, size_t pitch, size_t rows, size_t plane, size_t planes)
+{
+	return (planes - 1) * plane + (rows - 1) * pitch + size;
+}
+
 static void copy(struct operation *operation)
 {
-	size_t size = operation->copy.size, last = operation->copy.rows - 1;
+	size_t size = operation->copy.size, rows = operation->copy.rows, planes = operation->copy.planes;
 	size_t to_pitch = operation->copy.to_pitch, from_pitch = operation->copy.from_pitch;
+	size_t to_plane = operation->copy.to_plane, from_plane = operation->copy.from_plane;
 	const char *from;
 	char *to;
 
 	pthread_rwlock_rdlock(&gpu_memory);
-	from = reach(operation->copy.from, last * from_pitch + size, ACCESS_READ);
-	to = from ? reach(operation->copy.to, last * to_pitch + size, ACCESS_WRITE) : NULL;
-	for (size_t row = 0; to && row <= last; row++)
-		memmove(to + row * to_pitch, from + row * from_pitch, size);
+	from = reach(operation->copy.from, span(size, from_pitch, rows, from_plane, planes), ACCESS_READ);
+	to = from ? reach(operation->copy.to, span(size, to_pitch, rows, to_plane, planes), ACCESS_WRITE) : NULL;
+	for (size_t plane = 0; to && plane < planes; plane++)
+		for (size_t row = 0; row < rows; row++)
+			memmove(to + plane * to_plane + row * to_pitch, from + plane * from_plane + row * from_pitch,
+				size);
 	pthread_rwlock_unlock(&gpu_memory);
+}
+
+static void set_row(void *to, uint32_t value, size_t width, size_t count)
+{
+	if (width == 1)
+		memset(to, (int)value, count);
+	for (size_t i = 0; width == 2 && i < count; i++)
+		((uint16_t *)to)[i] = (uint16_t)value;
+	/* A word that the host looks at meanwhile is there at once, after what came before it. */
+	for (size_t i = 0; width == 4 && i < count; i++)
+		__atomic_store_n((uint32_t *)to + i, value, __ATOMIC_RELEASE);
 }
 
 static void set(struct operation *operation)
 {
-	size_t count = operation->set.count, width = operation->set.width;
-	uint32_t value = operation->set.value;
-	void *to;
+	size_t size = operation->set.count * operation->set.width, rows = operation->set.rows;
+	char *to;
 
 	pthread_rwlock_rdlock(&gpu_memory);
-	to = reach(operation->set.to, count * width, ACCESS_WRITE);
-	if (to && width == 1)
-		memset(to, (int)value, count);
-	for (size_t i = 0; to && width == 2 && i < count; i++)
-		((uint16_t *)to)[i] = (uint16_t)value;
-	/* A word that the host looks at meanwhile is there at once, after what came before it. */
-	for (size_t i = 0; to && width == 4 && i < count; i++)
-		__atomic_store_n((uint32_t *)to + i, value, __ATOMIC_RELEASE);
+	to = reach(operation->set.to, span(size, operation->set.pitch, rows, 0, 1), ACCESS_WRITE);
+	for (size_t row = 0; to && row < rows; row++)
+		set_row(to + row * operation->set.pitch, operation->set.value, operation->set.width,
+			operation->set.count);
 	pthread_rwlock_unlock(&gpu_memory);
 }
 
@@ -66,17 +81,23 @@ enum side {
 	ANY_SIDE = 2,
 };
 
+static bool is_devices(const void *address)
+{
+	return range_at((uintptr_t)address, RANGE_DEVICE, RANGE_OPENED) ||
+	       range_at((uintptr_t)address, RANGE_MAPPED, RANGE_MAPPED);
+}
+
 static bool is_fit(const void *address, size_t size, enum side side, enum access access)
 {
-	if (side == ANY_SIDE && (range_at((uintptr_t)address, RANGE_DEVICE, RANGE_OPENED) ||
-				 range_at((uintptr_t)address, RANGE_MAPPED, RANGE_MAPPED)))
+	if (side == ANY_SIDE && is_devices(address))
 		side = DEVICE_SIDE;
 	return side == DEVICE_SIDE ? may_access((uintptr_t)address, size, access) : address != NULL;
 }
 
 static bool is_pageable(const void *address, enum side side)
 {
-	return side == HOST_SIDE && !range_at((uintptr_t)address, RANGE_HOST, RANGE_REGISTERED);
+	return side != DEVICE_SIDE && !range_at((uintptr_t)address, RANGE_HOST, RANGE_REGISTERED) &&
+	       !(side == ANY_SIDE && is_devices(address));
 }
 
 static CUresult give(CUstream handle, const struct operation *operation, bool wait)
@@ -101,7 +122,7 @@ static CUresult transfer(void *to, enum side to_side, const void *from, enum sid
 {
 	struct operation operation = {
 		.run = copy,
-		.copy = { .to = to, .from = from, .size = size, .rows = 1 },
+		.copy = { .to = to, .from = from, .size = size, .rows = 1, .planes = 1 },
 	};
 	CUcontext context;
 	CUresult result;
@@ -159,77 +180,94 @@ API CUresult cuMemcpyAsync(CUdeviceptr dst, CUdeviceptr src, size_t ByteCount, C
 	return transfer((void *)dst, ANY_SIDE, (void *)src, ANY_SIDE, ByteCount, hStream, false);
 }
 
-static char *plane(CUmemorytype type, const void *host, CUdeviceptr device, size_t x, size_t y, size_t pitch)
-{
-	char *base = type == CU_MEMORYTYPE_HOST ? (char *)host : (char *)device;
+/* What one side of a copy of rows is: as documented for cuMemcpy3D. */
+struct plane {
+	CUmemorytype type;
+	const void *host;
+	CUdeviceptr device;
+	size_t x, y, z, pitch, height;
+};
 
-	return base ? base + y * pitch + x : NULL;
+static bool find_side(const struct plane *given, const CUDA_MEMCPY3D *box, enum side *side, char **first,
+		      size_t *pitch, size_t *plane)
+{
+	bool is_host = given->type == CU_MEMORYTYPE_HOST;
+
+	if (!is_host && given->type != CU_MEMORYTYPE_DEVICE && given->type != CU_MEMORYTYPE_UNIFIED)
+		return false;
+	*side = is_host ? HOST_SIDE : given->type == CU_MEMORYTYPE_DEVICE ? DEVICE_SIDE : ANY_SIDE;
+	*first = is_host ? (char *)given->host : (char *)given->device;
+	*pitch = given->pitch ? given->pitch : box->WidthInBytes;
+	if (!*first || (given->pitch && given->pitch < given->x + box->WidthInBytes))
+		return false;
+	if (box->Depth > 1 && given->height < given->y + box->Height)
+		return false;
+	*plane = *pitch * given->height;
+	*first += given->z * *plane + given->y * *pitch + given->x;
+	return true;
 }
 
-static CUresult transfer_2d(const CUDA_MEMCPY2D *p, CUstream stream, bool wait)
+CUresult transfer_box(const CUDA_MEMCPY3D *box, CUstream stream, bool wait)
 {
-	struct operation operation = { .run = copy };
+	const struct plane target = { box->dstMemoryType, box->dstHost, box->dstDevice, box->dstXInBytes, box->dstY,
+				      box->dstZ, box->dstPitch, box->dstHeight };
+	const struct plane source = { box->srcMemoryType, box->srcHost, box->srcDevice, box->srcXInBytes, box->srcY,
+				      box->srcZ, box->srcPitch, box->srcHeight };
+	struct operation operation = {
+		.run = copy,
+		.copy = { .size = box->WidthInBytes, .rows = box->Height, .planes = box->Depth },
+	};
+	enum side to_side, from_side;
+	char *to, *from;
 	CUcontext context;
 	CUresult result;
 
-	if (!p || p->srcMemoryType == CU_MEMORYTYPE_ARRAY || p->dstMemoryType == CU_MEMORYTYPE_ARRAY)
-		return CUDA_ERROR_INVALID_VALUE;
-	if (!p->Height || !p->WidthInBytes)
-		return CUDA_SUCCESS;
-	operation.copy.size = p->WidthInBytes;
-	operation.copy.rows = p->Height;
-	operation.copy.to_pitch = p->dstPitch ? p->dstPitch : p->WidthInBytes;
-	operation.copy.from_pitch = p->srcPitch ? p->srcPitch : p->WidthInBytes;
-	operation.copy.to = plane(p->dstMemoryType, p->dstHost, p->dstDevice, p->dstXInBytes, p->dstY,
-				  operation.copy.to_pitch);
-	operation.copy.from = plane(p->srcMemoryType, p->srcHost, p->srcDevice, p->srcXInBytes, p->srcY,
-				    operation.copy.from_pitch);
 	result = enter(&context);
 	if (result != CUDA_SUCCESS)
 		return result;
-	if (operation.copy.to_pitch < p->WidthInBytes || operation.copy.from_pitch < p->WidthInBytes ||
-	    !is_fit(operation.copy.to, (p->Height - 1) * operation.copy.to_pitch + p->WidthInBytes,
-		    p->dstMemoryType == CU_MEMORYTYPE_DEVICE ? DEVICE_SIDE : ANY_SIDE, ACCESS_WRITE) ||
-	    !is_fit(operation.copy.from, (p->Height - 1) * operation.copy.from_pitch + p->WidthInBytes,
-		    p->srcMemoryType == CU_MEMORYTYPE_DEVICE ? DEVICE_SIDE : ANY_SIDE, ACCESS_READ))
+	if (!find_side(&target, box, &to_side, &to, &operation.copy.to_pitch, &operation.copy.to_plane) ||
+	    !find_side(&source, box, &from_side, &from, &operation.copy.from_pitch, &operation.copy.from_plane))
 		return leave(CUDA_ERROR_INVALID_VALUE);
+	if (!box->WidthInBytes || !box->Height || !box->Depth)
+		return leave(CUDA_SUCCESS);
+	operation.copy.to = to;
+	operation.copy.from = from;
+	if (!is_fit(to, span(box->WidthInBytes, operation.copy.to_pitch, box->Height, operation.copy.to_plane,
+			     box->Depth), to_side, ACCESS_WRITE) ||
+	    !is_fit(from, span(box->WidthInBytes, operation.copy.from_pitch, box->Height, operation.copy.from_plane,
+			       box->Depth), from_side, ACCESS_READ))
+		return leave(CUDA_ERROR_INVALID_VALUE);
+	wait = wait || is_pageable(to, to_side) || is_pageable(from, from_side);
 	leave(CUDA_SUCCESS);
 	return give(stream, &operation, wait);
 }
 
-API CUresult cuMemcpy2D_v2(const CUDA_MEMCPY2D *pCopy)
-{
-	return transfer_2d(pCopy, NULL, true);
-}
-
-API CUresult cuMemcpy2DUnaligned_v2(const CUDA_MEMCPY2D *pCopy)
-{
-	return transfer_2d(pCopy, NULL, true);
-}
-
-API CUresult cuMemcpy2DAsync_v2(const CUDA_MEMCPY2D *pCopy, CUstream hStream)
-{
-	return transfer_2d(pCopy, hStream, false);
-}
-
-static CUresult fill(CUdeviceptr to, uint32_t value, size_t width, size_t count, CUstream stream, bool wait)
+CUresult fill_rows(CUdeviceptr to, size_t pitch, uint32_t value, size_t width, size_t count, size_t rows,
+		   CUstream stream, bool wait)
 {
 	struct operation operation = {
 		.run = set,
-		.set = { .to = (void *)to, .value = value, .width = width, .count = count },
+		.set = { .to = (void *)to, .value = value, .width = width, .count = count, .pitch = pitch,
+			 .rows = rows },
 	};
 	CUcontext context;
 	CUresult result;
 
-	if (!count)
+	if (!count || !rows)
 		return CUDA_SUCCESS;
 	result = enter(&context);
 	if (result != CUDA_SUCCESS)
 		return result;
-	if (to % width || !may_access(to, width * count, ACCESS_WRITE))
+	if (to % width || (rows > 1 && (pitch % width || pitch < width * count)) ||
+	    !may_access(to, span(width * count, pitch, rows, 0, 1), ACCESS_WRITE))
 		return leave(CUDA_ERROR_INVALID_VALUE);
 	leave(CUDA_SUCCESS);
 	return give(stream, &operation, wait);
+}
+
+static CUresult fill(CUdeviceptr to, uint32_t value, size_t width, size_t count, CUstream stream, bool wait)
+{
+	return fill_rows(to, 0, value, width, count, 1, stream, wait);
 }
 
 API CUresult cuMemsetD8_v2(CUdeviceptr dstDevice, unsigned char uc, size_t N)

@@ -89,6 +89,7 @@ struct CUstream_st {
 	CUstreamCaptureMode capture_mode;
 	pthread_t capturer;
 	bool spoiled;				/* its capture */
+	CUstreamAttrValue attributes[CU_STREAM_ATTRIBUTE_MEM_SYNC_DOMAIN + 1];	/* but its priority */
 };
 
 struct operation {
@@ -108,11 +109,12 @@ struct operation {
 			void *to;
 			const void *from;
 			size_t size, to_pitch, from_pitch, rows;
+			size_t to_plane, from_plane, planes;
 		} copy;
 		struct {
 			void *to;
 			uint32_t value;
-			size_t width, count;
+			size_t width, count, pitch, rows;
 		} set;
 		struct {
 			CUhostFn function;
@@ -138,6 +140,11 @@ void join_streams(CUcontext context);
 void close_streams(CUcontext context);
 void look_at(CUcontext context);	/* has it died of others' doing? */
 void look_sometimes(CUcontext context);	/* the same, but not each time, for it is a question to the GPU */
+
+/* copy.c: for the calls of rows.c. */
+CUresult transfer_box(const CUDA_MEMCPY3D *box, CUstream stream, bool wait);
+CUresult fill_rows(CUdeviceptr to, size_t pitch, uint32_t value, size_t width, size_t count, size_t rows,
+		   CUstream stream, bool wait);
 
 /* event.c */
 void close_events(CUcontext context);	/* after its streams */

@@ -227,6 +227,7 @@ static CUstream new_stream(CUcontext context, unsigned int flags, int priority)
 		.context = context,
 		.flags = flags,
 		.priority = priority,
+		.attributes[CU_STREAM_ATTRIBUTE_SYNCHRONIZATION_POLICY].syncPolicy = CU_SYNC_POLICY_AUTO,
 	};
 	context->streams = stream;
 	return stream;

@@ -13,6 +13,7 @@ import sys
 from typing import Any
 
 from faultinject.measure.failover_driver import Driver
+from tests.support.rows import DEVICE, HOST, UNIFIED, Plane, box, plane
 
 IMAGE = b"standin module\nkernel add add 0\nkernel fill fill 0\nkernel copy copy 0\nkernel sum sum 0\n"
 SIZES = (8 << 20, 600, 4 << 20, 3 << 20)
@@ -20,6 +21,8 @@ STREAMS = 3
 WORDS = 6
 KINDS = {"add": (8, 8, 4), "fill": (8, 8, 4), "copy": (8, 8, 8), "sum": (8, 8, 8)}
 NON_BLOCKING, DISABLE_TIMING, RELAXED = 1, 2, 2
+# Rows of two words: the first two of a buffer and the last two that are looked at, and not what is between.
+WIDTH, PITCH, ROWS = 8, 16, 2
 
 
 class Program(Driver):
@@ -128,12 +131,74 @@ class Program(Driver):
             self("cuCtxSynchronize")
         elif what == "graph":
             self.graph(max(1, stream), one, two, value)
+        elif what == "peer":
+            self.turn(one, 0)
+            self.turn(two, 0)
+            self("cuMemcpyPeer", self.buffers[one], self.context, self.buffers[two], self.context, 16)
+        elif what.startswith("rows_"):
+            return self.rows(what, stream, one, two, value)
         elif what == "again":
             self("cuMemFree_v2", self.buffers[one])
             self.buffers[one] = self.made("cuMemAlloc_v2", SIZES[one])
             self.last[one] = 0
             self("cuMemsetD8_v2", self.buffers[one], 0, SIZES[one])
         return []
+
+    def rows(self, what: str, stream: int, one: int, two: int, value: int) -> list[int]:
+        native, here = self.streams[stream], (DEVICE, self.buffers[one], PITCH)
+        if what != "rows_look":
+            self.turn(one, stream)
+        if what == "rows_set":
+            self("cuMemsetD2D32Async", self.buffers[one], PITCH, value, WIDTH // 4, ROWS, native)
+        elif what == "rows_copy":
+            self.turn(two, stream)
+            given = plane(here, (UNIFIED, self.buffers[two], PITCH), WIDTH, ROWS)
+            self("cuMemcpy2DAsync_v2", ctypes.byref(given), native)
+        elif what == "rows_box":
+            self.turn(two, stream)
+            # One plane for each row.
+            of = (DEVICE, self.buffers[two], PITCH // 2)
+            given_box = box((*here[:2], PITCH // 2), of, WIDTH, 1, ROWS, srcHeight=2, dstHeight=2)
+            self("cuMemcpy3DAsync_v2", ctypes.byref(given_box), native)
+        elif what == "rows_in":
+            source = (ctypes.c_uint32 * 7)(0, value, value + 1, 0, value + 2, value + 3, 0)
+            given = plane(here, (HOST, ctypes.addressof(source), 12), WIDTH, ROWS, srcXInBytes=4)
+            self("cuMemcpy2DAsync_v2", ctypes.byref(given), native)
+            source[:] = [0] * 7
+        elif what == "rows_in_pinned":
+            self.rows_in_pinned(stream, one, value)
+        elif what == "rows_out":
+            return self.rows_out("cuMemcpy2DAsync_v2", here, self.pinned, native)
+        elif what == "rows_out_now":
+            into = (ctypes.c_uint32 * 5)()
+            return self.rows_out("cuMemcpy2DAsync_v2", here, ctypes.addressof(into), native)
+        elif what == "rows_look":
+            self.turn(one, 0)
+            into = (ctypes.c_uint32 * 5)()
+            return self.rows_out("cuMemcpy2DUnaligned_v2", here, ctypes.addressof(into))
+        return []
+
+    def rows_out(self, call: str, of: tuple[int, int, int], to: int, *stream: int) -> list[int]:
+        """Into rows of three words, of which the last is nobody's."""
+        words = (ctypes.c_uint32 * 5).from_address(to)
+        words[:] = [7] * 5
+        given: Plane = plane((UNIFIED, to, 12), of, WIDTH, ROWS)
+        self(call, ctypes.byref(given), *stream)
+        if to == self.pinned:
+            self("cuStreamSynchronize", *stream)
+        found, words[:] = list(words), [0] * 5
+        return found
+
+    def rows_in_pinned(self, stream: int, one: int, value: int) -> None:
+        """As in_pinned(): every other 64 KiB of the pinned memory."""
+        row = 64 << 10
+        source = (ctypes.c_uint32 * (5 * row // 4)).from_address(self.pinned)
+        source[:4] = [value, value + 1, value + 2, value + 3]
+        given = plane((DEVICE, self.buffers[one], row), (HOST, self.pinned, 2 * row), row, 3)
+        self("cuMemcpy2DAsync_v2", ctypes.byref(given), self.streams[stream])
+        self("cuEventRecord", self.events[stream], self.streams[stream])
+        self("cuEventSynchronize", self.events[stream])
+        source[:4] = [0] * 4
 
     def graph(self, stream: int, one: int, two: int, value: int) -> None:
         """One that adds and then copies is captured, and launched twice."""

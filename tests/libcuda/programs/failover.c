@@ -17,6 +17,8 @@
 #define THREADS 4
 #define WORDS 4096
 #define BYTES (WORDS * sizeof(uint32_t))
+#define ROWS 16
+#define PITCH (BYTES / ROWS)
 #define ROUNDS 2
 #define DEADLINE_S 30
 #define IMAGE "standin module\nkernel fill fill 20\nkernel add add 20\n"
@@ -74,11 +76,25 @@ static void launch(CUfunction function, CUdeviceptr to, uint32_t value, CUstream
 	MUST(cuLaunchKernel, function, 1, 1, 1, 32, 1, 1, 0, stream, values, NULL);
 }
 
+static CUDA_MEMCPY2D rows(void *to, CUdeviceptr from)
+{
+	return (CUDA_MEMCPY2D){
+		.srcMemoryType = CU_MEMORYTYPE_DEVICE, .srcDevice = from, .srcPitch = PITCH,
+		.dstMemoryType = CU_MEMORYTYPE_HOST, .dstHost = to, .dstPitch = PITCH,
+		.WidthInBytes = PITCH, .Height = ROWS,
+	};
+}
+
 static void look_at_what_is_kept(struct worker *self)
 {
+	uint32_t pageable[WORDS] = { 0 };
+	CUDA_MEMCPY2D plane = rows(pageable, self->kept);
+
 	memset(self->host, 0, BYTES);
 	WAIT(cuMemcpyDtoH, self->host, self->kept, BYTES);
 	must(all_are(self->host, self->number) ? CUDA_SUCCESS : CUDA_ERROR_UNKNOWN, "what is kept");
+	MUST(cuMemcpy2D, &plane);
+	must(all_are(pageable, self->number) ? CUDA_SUCCESS : CUDA_ERROR_UNKNOWN, "rows of what is kept");
 }
 
 static void *image(void)
@@ -102,6 +118,7 @@ static int fresh_things(struct worker *self)
 	free(text);
 	MUST(cuModuleGetFunction, &fill, module, "fill");
 	MUST(cuStreamCreate, &stream, CU_STREAM_NON_BLOCKING);
+	MUST(cuStreamCopyAttributes, stream, self->stream);
 	MUST(cuEventCreate, &event, CU_EVENT_DISABLE_TIMING);
 	MUST(cuMemHostAlloc, &pinned, BYTES, 0);
 	MUST(cuMemAlloc, &data, BYTES);
@@ -126,7 +143,10 @@ static int fresh_things(struct worker *self)
 /* What is as old as the thread. */
 static int old_things(struct worker *self)
 {
+	CUstreamAttrValue policy = { .syncPolicy = self->round & 2 ? CU_SYNC_POLICY_SPIN : CU_SYNC_POLICY_YIELD };
+	CUstreamAttrValue now_policy = { .syncPolicy = CU_SYNC_POLICY_AUTO };
 	uint32_t value = self->round;
+	CUDA_MEMCPY2D plane;
 	CUdeviceptr data;
 	CUcontext now;
 
@@ -134,11 +154,15 @@ static int old_things(struct worker *self)
 	must(now == self->context ? CUDA_SUCCESS : CUDA_ERROR_UNKNOWN, "the context");
 	MUST(cuCtxSetCurrent, NULL);
 	MUST(cuCtxSetCurrent, self->context);
+	MUST(cuStreamSetAttribute, self->stream, CU_LAUNCH_ATTRIBUTE_SYNCHRONIZATION_POLICY, &policy);
+	MUST(cuStreamGetAttribute, self->stream, CU_LAUNCH_ATTRIBUTE_SYNCHRONIZATION_POLICY, &now_policy);
+	must(now_policy.syncPolicy == policy.syncPolicy ? CUDA_SUCCESS : CUDA_ERROR_UNKNOWN, "the policy");
 	MUST(cuMemAlloc, &data, (size_t)4 << 20);
-	MUST(cuMemsetD32Async, data, value, WORDS, self->stream);
+	MUST(cuMemsetD2D32Async, data, PITCH, value, PITCH / sizeof(uint32_t), ROWS, self->stream);
 	launch(self->add, data, self->number, self->stream);
 	memset(self->pinned, 0, BYTES);
-	MUST(cuMemcpyDtoHAsync, self->pinned, data, BYTES, self->stream);
+	plane = rows(self->pinned, data);
+	MUST(cuMemcpy2DAsync, &plane, self->stream);
 	WAIT(cuCtxSynchronize);
 	MUST(cuMemFree, data);
 	return all_are(self->pinned, value + self->number);

@@ -8,16 +8,16 @@
 #include "failover/line.h"
 #include "memory.h"
 
-#define MOST_COPIED ((size_t)64 << 10)	/* of the host's memory, whosever it is */
-#define MOST_KEPT ((size_t)1 << 20)	/* of pageable memory; more is waited for */
-
 CUresult mpsd_submit_new(const struct mpsd_op *given, bool proves)
 {
-	struct mpsd_op *op = malloc(sizeof(*op));
+	const struct mpsd_rows *rows = given->kind == MPSD_OP_COPY ? given->copy.rows : NULL;
+	struct mpsd_op *op = malloc(sizeof(*op) + (rows ? sizeof(*rows) : 0));
 
 	if (!op)
 		return CUDA_ERROR_OUT_OF_MEMORY;
 	*op = *given;
+	if (rows)
+		op->copy.rows = memcpy(op + 1, rows, sizeof(*rows));
 	return mpsd_submit(op, proves);
 }
 
@@ -135,14 +135,12 @@ static bool is_device(CUdeviceptr address)
 /* From the host: its bytes are copied, or borrowed until it may know that they were read. */
 static CUresult submit_in(struct mpsd_op op)
 {
-	bool is_small = op.copy.size <= MOST_COPIED;
+	bool is_small = op.copy.size <= MPSD_MOST_COPIED;
 	bool is_pinned = !is_small && mpsd_is_pinned((const void *)op.copy.from);
 
-	if (is_small || (!is_pinned && op.copy.size <= MOST_KEPT)) {
-		op.copy.kept = malloc(op.copy.size);
-		if (!op.copy.kept)
+	if (is_small || (!is_pinned && op.copy.size <= MPSD_MOST_KEPT)) {
+		if (!mpsd_copy_keep(&op))
 			return CUDA_ERROR_OUT_OF_MEMORY;
-		memcpy(op.copy.kept, (const void *)op.copy.from, op.copy.size);
 		return mpsd_submit_new(&op, false);
 	}
 	op.copy.is_borrowed = true;

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: MIT
 /* What was submitted since all was last proven to have ended. */
 #include <stdlib.h>
-#include <string.h>
 
 #include "exact/state.h"
 #include "failover/line.h"
@@ -80,11 +79,8 @@ static void take_borrowed(void)
 			has = true;
 			continue;
 		}
-		op->copy.kept = malloc(op->copy.size);
 		op->copy.is_borrowed = false;
-		if (op->copy.kept)
-			memcpy(op->copy.kept, (const void *)op->copy.from, op->copy.size);
-		else
+		if (!mpsd_copy_keep(op))
 			__atomic_store_n(&mpsd_epoch.unsure, "no host memory", __ATOMIC_RELAXED);
 	}
 	mpsd_epoch.has_borrowed = has;

@@ -75,6 +75,10 @@ static CUresult copy_now(const struct mpsd_op *op)
 	case MPSD_COPY_IN:
 		return inner_cuMemcpyHtoD_v2(mpsd_address(op->copy.to), from, op->copy.size);
 	case MPSD_COPY_WITHIN:
+		if (op->copy.peer)
+			return inner_cuMemcpyPeer(mpsd_address(op->copy.to), mpsd_native(op->copy.peer),
+						  mpsd_address(op->copy.from), mpsd_native(op->copy.peer),
+						  op->copy.size);
 		return inner_cuMemcpyDtoD_v2(mpsd_address(op->copy.to), mpsd_address(op->copy.from), op->copy.size);
 	default:
 		return inner_cuMemcpy(mpsd_address(op->copy.to), mpsd_address((CUdeviceptr)from), op->copy.size);
@@ -91,6 +95,10 @@ static CUresult copy(const struct mpsd_op *op, CUstream stream)
 	case MPSD_COPY_OUT:
 		return inner_cuMemcpyDtoHAsync_v2((void *)op->copy.to, mpsd_address(op->copy.from), op->copy.size, stream);
 	case MPSD_COPY_WITHIN:
+		if (op->copy.peer)
+			return inner_cuMemcpyPeerAsync(mpsd_address(op->copy.to), mpsd_native(op->copy.peer),
+						       mpsd_address(op->copy.from), mpsd_native(op->copy.peer),
+						       op->copy.size, stream);
 		return inner_cuMemcpyDtoDAsync_v2(mpsd_address(op->copy.to), mpsd_address(op->copy.from),
 						  op->copy.size, stream);
 	default:
@@ -137,9 +145,9 @@ CUresult mpsd_op_issue_on(const struct mpsd_op *op, CUstream stream, CUevent eve
 	case MPSD_OP_LAUNCH:
 		return launch(op, stream);
 	case MPSD_OP_COPY:
-		return copy(op, stream);
+		return op->copy.rows ? mpsd_rows_issue(op, stream) : copy(op, stream);
 	case MPSD_OP_SET:
-		return set(op, stream);
+		return op->set.has_rows ? mpsd_rows_issue(op, stream) : set(op, stream);
 	case MPSD_OP_RECORD:
 		if (op->event.is_flagged)
 			return inner_cuEventRecordWithFlags(event, stream, op->event.flags);
@@ -162,6 +170,8 @@ CUresult mpsd_op_issue(const struct mpsd_op *op)
 {
 	if (!op->waits)
 		return issue(op, mpsd_native(op->stream));
+	if (op->kind == MPSD_OP_SET ? op->set.has_rows : op->copy.rows != NULL)
+		return mpsd_rows_issue_now(op);
 	return op->kind == MPSD_OP_SET ? set_now(op) : copy_now(op);
 }
 

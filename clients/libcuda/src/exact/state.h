@@ -30,6 +30,8 @@ enum mpsd_op_copy {
 	MPSD_COPY_WITHIN,
 };
 
+struct mpsd_plan;
+
 struct mpsd_op {
 	struct mpsd_op *next;
 	enum mpsd_op_kind kind;
@@ -57,11 +59,15 @@ struct mpsd_op {
 			bool is_borrowed;	/* the program's own, until it may know that it was read */
 			bool is_for_host;	/* what it writes */
 			bool is_staged;		/* the thread that waits for it begins anew after a move */
+			const struct mpsd_rows *rows;	/* with the operation; NULL: it is one run of bytes */
+			CUcontext peer;		/* both are in it; NULL: the call named none */
 		} copy;
 		struct {
 			CUdeviceptr to;
 			uint32_t value;
 			size_t width, count;
+			size_t pitch, rows;	/* of one that is not one run of elements */
+			bool has_rows;
 		} set;
 		struct {
 			CUevent event;
@@ -77,10 +83,35 @@ struct mpsd_op {
 
 void mpsd_op_free(struct mpsd_op *op);
 
-/* calls.c: a copy of it, put into the order and given to the driver; `proves`: it has ended when this returns. */
+/*
+ * rows.c: copies of two and three dimensions, and memsets of two. Of such a copy `to` and `from` are where its first
+ * bytes are, and `size` is that of all rows.
+ */
+struct mpsd_rows {
+	CUDA_MEMCPY3D given;	/* as the program gave it; of two dimensions it is one plane */
+	bool is_3d, is_unaligned;
+	size_t to_pitch, to_plane, from_pitch, from_plane;
+};
+
+/* Save where they are written; what lies between rows that are far apart is not saved. */
+CUresult mpsd_rows_save(const struct mpsd_op *op, struct mpsd_plan *plan);
+
+/* As the program called it; or in that stream of the copy of this call. */
+CUresult mpsd_rows_issue_now(const struct mpsd_op *op);
+CUresult mpsd_rows_issue(const struct mpsd_op *op, CUstream stream);
+
+/* What a copy reads from the host is kept, packed, where it is small, or pageable and not large. False: no memory. */
+#define MPSD_MOST_COPIED ((size_t)64 << 10)	/* of the host's memory, whosever it is */
+#define MPSD_MOST_KEPT ((size_t)1 << 20)	/* of pageable memory; more is waited for */
+bool mpsd_copy_keep(struct mpsd_op *op);
+
+/* calls.c: a copy of it (and of its rows), put into the order and given to the driver; `proves`: it has ended when this returns. */
 CUresult mpsd_submit_new(const struct mpsd_op *given, bool proves);
 
-/* staging.c: with the locks as they are in a forked child. */
+/* staging.c: as mpsd_stage_out(), of rows. */
+CUresult mpsd_stage_rows_out(const struct mpsd_op *op);
+
+/* With the locks as they are in a forked child. */
 void mpsd_stage_child(void);
 
 /* As the program called it, in the copy of this call. */

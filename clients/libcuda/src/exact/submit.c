@@ -84,9 +84,9 @@ static CUresult plan_for(const struct mpsd_op *op, struct mpsd_plan *plan)
 	case MPSD_OP_LAUNCH:
 		return mpsd_params_save(op, plan);
 	case MPSD_OP_COPY:
-		return op->copy.way == MPSD_COPY_OUT ? CUDA_SUCCESS : mpsd_undo_save(plan, op->copy.to, op->copy.size);
+		return op->copy.way == MPSD_COPY_OUT ? CUDA_SUCCESS : mpsd_rows_save(op, plan);
 	case MPSD_OP_SET:
-		return mpsd_undo_save(plan, op->set.to, op->set.width * op->set.count);
+		return mpsd_rows_save(op, plan);
 	case MPSD_OP_GRAPH:
 		return plan_for_graph(op, plan);
 	default:

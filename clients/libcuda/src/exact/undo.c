@@ -203,6 +203,9 @@ CUresult mpsd_undo_save(struct mpsd_plan *plan, CUdeviceptr address, uint64_t si
 		mpsd_epoch_unsure("memory of more than one GPU");
 		return CUDA_SUCCESS;
 	}
+	/* What goes past the window's end the driver refuses. */
+	if (size > pages * MPSD_EXACT_PAGE - (address - window_base))
+		size = pages * MPSD_EXACT_PAGE - (address - window_base);
 	return save_pages(plan, (address - window_base) / MPSD_EXACT_PAGE,
 			  (address - window_base + size + MPSD_EXACT_PAGE - 1) / MPSD_EXACT_PAGE);
 }

@@ -151,6 +151,9 @@ static inline bool mpsd_read(CUdeviceptr address)
 	return !mpsd_knows_variables() || mpsd_variable_read(address);
 }
 
+/* Of a copy of rows; 0: the host's. */
+#define mpsd_rows_source(rows) ((rows) && (rows)->srcMemoryType != CU_MEMORYTYPE_HOST ? (rows)->srcDevice : 0)
+
 static inline void mpsd_written(CUdeviceptr address)
 {
 	if (mpsd_knows_variables())

@@ -26,6 +26,7 @@ enum mpsd_made_kind {
 	MPSD_MADE_KERNEL_CACHE,
 	MPSD_MADE_CONTEXT_CACHE,
 	MPSD_MADE_PRIMARY_FLAGS,
+	MPSD_MADE_STREAM_ATTRIBUTE,
 	MPSD_MADE_GRAPH,	/* these two are made in another copy when they are needed there (rebuild.c) */
 	MPSD_MADE_EXEC,
 };
@@ -50,6 +51,7 @@ struct mpsd_made {
 	unsigned int twin_flags;	/* and its twin */
 	int what, value;		/* of a setting; value: a stream's priority */
 	size_t size;			/* of pages, a limit */
+	CUstreamAttrValue *attribute;	/* of a stream */
 	char *text;			/* a function's name, a file's */
 	struct mpsd_image *image;
 	struct mpsd_graph *graph;	/* one reference to it */
@@ -78,7 +80,7 @@ bool mpsd_made_add(struct mpsd_made *record, uint64_t moves);
  */
 struct mpsd_made *mpsd_made_learn(CUfunction function);
 
-/* As add, in place of an earlier record of the same setting. */
+/* As add, in place of an earlier record of the same setting; then its attribute is taken. */
 bool mpsd_made_set(struct mpsd_made *record, uint64_t moves);
 
 /* Under the lock: what it is called by the copy in use, where that did not have it yet. */

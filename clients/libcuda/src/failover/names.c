@@ -2,6 +2,7 @@
 /* The records, found by the program's names and by the driver's. */
 #include <pthread.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "failover/graph.h"
 #include "failover/line.h"
@@ -261,6 +262,7 @@ static void forget(struct mpsd_made *made)
 	mpsd_image_free(made->image);
 	mpsd_graph_let_go(made->graph);
 	free(made->text);
+	free(made->attribute);
 	free(made);
 }
 
@@ -271,6 +273,12 @@ void mpsd_made_native(struct mpsd_made *made, void *native)
 	made->native = native;
 	enter_native(made);
 	pthread_rwlock_unlock(&names);
+}
+
+static bool is_same(const struct mpsd_made *one, const struct mpsd_made *other)
+{
+	return one->value == other->value && one->size == other->size &&
+	       (!one->attribute || !memcmp(one->attribute, other->attribute, sizeof(*one->attribute)));
 }
 
 bool mpsd_made_set(struct mpsd_made *record, uint64_t moves)
@@ -285,11 +293,13 @@ bool mpsd_made_set(struct mpsd_made *record, uint64_t moves)
 		if (made->kind != record->kind || made->of != record->of || made->what != record->what ||
 		    made->device != record->device)
 			continue;
-		same = made->value == record->value && made->size == record->size;
+		same = is_same(made, record);
 		if (same)
 			break;
 		forget(made);
 	}
+	if (same)
+		free(record->attribute);
 	is = is && (same || add(record, moves));
 	mpsd_made_unlock();
 	return is;

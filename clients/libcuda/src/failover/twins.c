@@ -115,6 +115,8 @@ static CUresult make(struct mpsd_made *made, const char **what)
 	case MPSD_MADE_EXEC:
 		made->twin = NULL;
 		return CUDA_SUCCESS;
+	case MPSD_MADE_STREAM_ATTRIBUTE:
+		return TRY(cuStreamSetAttribute, of, (CUstreamAttrID)made->what, made->attribute);
 	case MPSD_MADE_PRIMARY_FLAGS:
 		return TRY(cuDevicePrimaryCtxSetFlags_v2, made->device, (unsigned int)made->value);
 	}
