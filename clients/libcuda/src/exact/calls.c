@@ -133,7 +133,7 @@ static bool is_device(CUdeviceptr address)
 }
 
 /* From the host: its bytes are copied, or borrowed until it may know that they were read. */
-static CUresult submit_in(struct mpsd_op op)
+static CUresult submit_in(struct mpsd_op op, bool is_awaited)
 {
 	bool is_small = op.copy.size <= MPSD_MOST_COPIED;
 	bool is_pinned = !is_small && mpsd_is_pinned((const void *)op.copy.from);
@@ -141,10 +141,16 @@ static CUresult submit_in(struct mpsd_op op)
 	if (is_small || (!is_pinned && op.copy.size <= MPSD_MOST_KEPT)) {
 		if (!mpsd_copy_keep(&op))
 			return CUDA_ERROR_OUT_OF_MEMORY;
-		return mpsd_submit_new(&op, false);
+		return mpsd_submit_new(&op, is_awaited);
 	}
 	op.copy.is_borrowed = true;
-	return mpsd_submit_new(&op, !is_pinned);
+	return mpsd_submit_new(&op, is_awaited || !is_pinned);
+}
+
+/* The GPU's addresses and those of the host's pinned memory are of one space. */
+static bool is_hosts(CUdeviceptr address)
+{
+	return !is_device(address) && mpsd_is_pinned((const void *)address);
 }
 
 static CUresult submit_copy(enum mpsd_op_copy way, CUdeviceptr to, CUdeviceptr from, size_t size, CUstream stream,
@@ -156,15 +162,23 @@ static CUresult submit_copy(enum mpsd_op_copy way, CUdeviceptr to, CUdeviceptr f
 		.stream = stream,
 		.copy = { .way = way, .to = to, .from = from, .size = size },
 	};
-	bool is_in = way == MPSD_COPY_IN || (way == MPSD_COPY_ANY && !is_device(from)), is_awaited;
+	bool is_in, is_awaited;
 
+	/* Nothing that could be copied: the driver says so. */
+	if (!to || !from || !size)
+		return mpsd_submit_new(&op, false);
+	if (way == MPSD_COPY_WITHIN && (is_hosts(from) || is_hosts(to)))
+		op.copy.way = way = MPSD_COPY_ANY;
+	is_in = way == MPSD_COPY_IN || (way == MPSD_COPY_ANY && !is_device(from));
 	op.copy.is_for_host = way == MPSD_COPY_OUT || (way == MPSD_COPY_ANY && !is_device(to));
-	if (is_in && size)
-		return submit_in(op);
 	/* What the program may read as soon as the call returns. */
 	is_awaited = op.copy.is_for_host && (waits || !mpsd_is_pinned((const void *)to));
-	if (is_awaited && size && !mpsd_capturing())
-		return mpsd_stage_out((void *)to, from, size, stream);
+	if (is_in)
+		return submit_in(op, is_awaited);
+	/* By pieces, of which none may have been copied when the driver refuses another. */
+	if (is_awaited && !mpsd_capturing())
+		return mpsd_bounds_refuse(from, size) ? CUDA_ERROR_INVALID_VALUE
+						      : mpsd_stage_out((void *)to, from, size, stream);
 	return mpsd_submit_new(&op, is_awaited);
 }
 
