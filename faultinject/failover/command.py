@@ -26,10 +26,7 @@ KINDS = ("trap", "misaligned", "shared_window", "stack_overflow", "store", "pbdm
 
 def main_settings(libraries: Libraries, mode: str = "exact") -> dict[str, str]:
     """Of the daemon in these runs."""
-    settings = {**SETTINGS, "failover.mode": f'"{mode}"'}
-    if libraries.driver:
-        settings["failover.driver"] = f'"{libraries.driver / "libcuda.so.1"}"'
-    return settings
+    return {**SETTINGS, **libraries.failover_settings(), "failover.mode": f'"{mode}"'}
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

@@ -94,7 +94,9 @@ def _on(node: Node, plan: Plan, libraries: Libraries, base: Path) -> dict[str, A
     found: dict[str, Any] = dict.fromkeys(("programs", "numba", "deaths", "memory_end"))
     found["leftovers"] = []
     if plan.programs is not None:
-        with History() as history, Rig(node, "mpsd", history, settings=SETTINGS) as rig:
+        moved = any(mode in pairs.FAILOVER_MODES for mode in plan.modes)
+        settings = {**SETTINGS, **(libraries.failover_settings() if moved else {})}
+        with History() as history, Rig(node, "mpsd", history, settings=settings) as rig:
             found["programs"] = pairs.run_programs(
                 rig,
                 libraries,
@@ -149,7 +151,8 @@ def add_parser(commands: Any, types: Any) -> None:
     types.common(proxy)
     programs = f"all, none, or by commas: {', '.join(NAMES)}"
     proxy.add_argument("--programs", type=types.names, default=["all"], help=programs)
-    proxy.add_argument("--modes", type=types.names, default=list(pairs.MODES), help="forward, vault")
+    modes = f"of: {', '.join(pairs.MODES)} (default: {','.join(pairs.DEFAULT_MODES)})"
+    proxy.add_argument("--modes", type=types.names, default=list(pairs.DEFAULT_MODES), help=modes)
     proxy.add_argument(
         "--pairs", type=types.number(1, 1000), default=9, help="rounds that are timed (default: 9)"
     )
@@ -172,7 +175,9 @@ def add_parser(commands: Any, types: Any) -> None:
 def _go(args: argparse.Namespace) -> int:
     for mode in args.modes:
         if mode not in pairs.MODES:
-            raise UsageError(f"there is no mode {mode!r} of the proxy", remedy="use forward or vault")
+            raise UsageError(
+                f"there is no mode {mode!r} of the proxy", remedy=f"of: {', '.join(pairs.MODES)}"
+            )
     plan = Plan(
         args.backend,
         chosen(args.programs, args.backend),

@@ -47,6 +47,11 @@ class Libraries:
         off = {} if vault else {"MPSD_VAULT": "0"}
         return {**self.plain(environment), **named, **off}
 
+    def failover_settings(self) -> dict[str, str]:
+        """Of a daemon that offers fail-over to programs of these."""
+        named = {"failover.driver": f'"{self.driver / LIBRARY_NAME}"'} if self.driver else {}
+        return {"failover.enabled": "true", **named}
+
 
 def find_libraries(backend: str, proxy: Path | None, driver: Path | None, base: Path) -> Libraries:
     """The proxy named, installed or built under `base`; on the simulated GPU the stand-in likewise.

@@ -1,8 +1,9 @@
 """Runs the paired programs: four processes of one program at a time, that take turns.
 
-Without the proxy twice (their difference is noise), with it passing all calls on, and with the vault. All
-come up first, one after another, so that what each takes of the GPU's memory shows; then they are timed
-round by round while the others wait. All are clients of the same mpsd.
+Without the proxy twice (their difference is noise), with it passing all calls on, with the vault, and
+ready for a fail-over in either mode. All come up first, one after another, so that what each takes of the
+GPU's memory shows; then they are timed round by round while the others wait. All are clients of the same
+mpsd.
 """
 
 from __future__ import annotations
@@ -14,23 +15,37 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from faultinject.history import clock
-from faultinject.proxy.judge import Pair, Side, check, memory_ratio, ratio, verdict
+from faultinject.proxy.judge import (
+    FAILOVER_MODES,
+    STEP_BAR,
+    TRAINING_BAR,
+    Pair,
+    Side,
+    check,
+    memory_ratio,
+    ratio,
+    verdict,
+)
 from faultinject.proxy.library import MPSD_RUN, Libraries, read_stats
 from faultinject.rig import Rig
 from faultinject.verdict import Verdict
 from faultinject.worker import Worker
 from mpsd.errors import DeadlineError
 
-MODES = ("forward", "vault")
-"""MPSD_VAULT=0: every call is passed on; or memory in the window, brought to the vault."""
+MODES = ("forward", "vault", *FAILOVER_MODES)
+"""MPSD_VAULT=0: every call is passed on; memory in the window, brought to the vault; and with a standby too,
+in that mode of fail-over."""
+
+DEFAULT_MODES = ("forward", "vault")
 
 SIDES = ("plain", "again", *MODES)
+TRAININGS = ("transformer", "convolution")
 FIRST_STEPS = 12
 BLOCK_S = 0.3
 STEPS_MOST = 2000
 UP_S = 90.0
 STEP_S = 60.0
-SPARE_S = 20.0
+SPARE_S = READY_S = 20.0
 LEAST_MEMORY = 1 << 20
 
 
@@ -45,11 +60,12 @@ class Member:
     process_memory: int | None = None
     blocks: list[float] = field(default_factory=list)
     stats: Mapping[str, Any] | None = None
+    failover: Mapping[str, Any] | None = None
     failure: str = ""
 
     def side(self) -> Side:
         digest = "-".join(self.digests)
-        return Side(digest, self.memory, tuple(self.blocks), self.stats, self.failure)
+        return Side(digest, self.memory, tuple(self.blocks), self.stats, self.failure, self.failover)
 
 
 class Group:
@@ -74,7 +90,8 @@ class Group:
         if name not in MODES:
             environment = libraries.plain(service.client_environment())
             return self.rig.spawn(f"{self.work}-{name}", "paired", *arguments, environment=environment)
-        environment = libraries.proxied(service.environment, service.socket, vault=name == "vault")
+        environment = libraries.proxied(service.environment, service.socket, vault=name != "forward")
+        environment["MPSD_FAILOVER"] = name if name in FAILOVER_MODES else "off"
         return self.rig.spawn(
             f"{self.work}-{name}", "paired", *arguments, environment=environment, through=MPSD_RUN
         )
@@ -124,6 +141,8 @@ class Group:
         before = self.rig.node.gpu_memory_used()
         member.worker.tell("begin", steps=FIRST_STEPS)
         said = member.worker.must("begun", timeout=UP_S)
+        if member.name in FAILOVER_MODES:
+            self._wait_ready(member)
         grown = self.rig.node.gpu_memory_used() - before
         # The simulated GPU does not know the memory of C programs.
         member.memory = grown if grown >= LEAST_MEMORY else None
@@ -131,6 +150,16 @@ class Group:
         member.digests.append(said.data["digest"])
         member.stats = read_stats(member.worker.pid)
         self._times = self._times or said.data["times"]
+
+    def _wait_ready(self, member: Member) -> None:
+        """Until it has a standby, whose memory counts. Raises DeadlineError."""
+
+        def ready(status: Mapping[str, Any]) -> bool:
+            member.failover = _standing(member, status)
+            return member.failover is not None and member.failover["standing"] == "ready"
+
+        if self.rig.mpsd.until(ready, READY_S) is None:
+            raise DeadlineError(f"it had no standby within {READY_S:.0f} s: {member.failover}")
 
     def _process_memory(self, pid: int) -> int | None:
         devices = self.rig.node.backend.devices
@@ -154,6 +183,8 @@ class Group:
         if member.name in MODES:
             # By now the vault has what was brought to it off the program's path.
             member.stats = read_stats(member.worker.pid) or member.stats
+        if member.name in FAILOVER_MODES:
+            member.failover = _standing(member, self.rig.mpsd.status())
         member.worker.tell("finish")
         member.digests.append(member.worker.must("finished", timeout=STEP_S).data["digest"])
         member.worker.tell("stop")
@@ -162,6 +193,13 @@ class Group:
     def end(self) -> None:
         for member in self.members.values():
             member.worker.end()
+
+
+def _standing(member: Member, status: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """How the program may fail over, as mpsd sees it; None: it is not known there."""
+    rows = [p for slot in status["slots"] for p in slot["programs"]]
+    mine = next((p for p in rows if p["pid"] == member.worker.pid), None)
+    return mine and {name: mine[name] for name in ("mode", "standing", "reason", "opaque", "unsure")}
 
 
 def figures(pair: Pair, facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -205,12 +243,18 @@ def entries(group: Group, modes: Sequence[str], *, bars: bool) -> list[dict[str,
     return found
 
 
+def step_bar(mode: str, program: str) -> float:
+    """How much longer a step may take: undoing a training's step means to save what it writes."""
+    return TRAINING_BAR if mode == "exact" and program in TRAININGS else STEP_BAR
+
+
 def judged(entry: Mapping[str, Any], *, bars: bool) -> dict[str, Any]:
     """The entry with its figures, findings and verdict, computed from its own numbers."""
     if entry["not_run"]:
         return {**entry, "figures": None, "verdict": None, "findings": []}
     sides = {name: Side.of(entry[name]) for name in ("plain", "again", "proxied")}
-    pair = Pair(entry["mode"], untimed=entry["untimed"], **sides)
+    bar = step_bar(entry["mode"], entry["program"])
+    pair = Pair(entry["mode"], untimed=entry["untimed"], step_bar=bar, **sides)
     findings = check(pair, bars=bars)
     return {
         **entry,

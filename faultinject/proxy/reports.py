@@ -179,10 +179,11 @@ def complaints(data: Mapping[str, Any]) -> list[str]:
 
 
 _LEGEND = (
-    "forward: the proxy passes every call on; vault: memory in the window, brought to mpsd's vault. ratio: "
-    "step time with the proxy to that without, median over the rounds, and the range that holds half of "
-    "them; noise: the same of two processes without the proxy; memory: what the GPU's use grew by, with the "
-    "proxy to without; vaulted: held in the window when the program had come up; `-`: not measured."
+    "forward: the proxy passes every call on; vault: memory in the window, brought to mpsd's vault; keep, "
+    "exact: and a standby, in that mode of fail-over. ratio: step time with the proxy to that without, "
+    "median over the rounds, and the range that holds half of them; noise: the same of two processes "
+    "without the proxy; memory: what the GPU's use grew by, with the proxy to without; vaulted: held in the "
+    "window when the program had come up; `-`: not measured."
 )
 
 

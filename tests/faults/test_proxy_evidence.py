@@ -51,6 +51,16 @@ def test_programs_in_pairs_compute_the_same_and_are_vaulted(libraries: Libraries
     assert "no real GPU" in text.read_text()
 
 
+def test_programs_that_could_fail_over_compute_the_same(libraries: Libraries, tmp_path: Path) -> None:
+    asked = ("--programs", "calls", "--modes", "vault,keep,exact", "--pairs", "3")
+    status, data = evidence(libraries, tmp_path / "report.json", *asked)
+    assert status == 0, reports.complaints(data)
+    found = {e["mode"]: e["proxied"]["failover"] for e in data["programs"]}
+    assert found["vault"] is None
+    for mode in ("keep", "exact"):
+        assert (found[mode]["mode"], found[mode]["standing"], found[mode]["opaque"]) == (mode, "ready", [])
+
+
 def test_a_report_is_judged_again_from_its_own_numbers(
     libraries: Libraries, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

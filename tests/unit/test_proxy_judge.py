@@ -117,3 +117,23 @@ def test_a_ratio_is_of_the_same_round() -> None:
     found = ratio(tuple(b * 1.002 for b in plain), plain)
     assert found is not None
     assert found.low == found.median == found.high == pytest.approx(1.002)
+
+
+READY: Mapping[str, Any] = {"mode": "exact", "standing": "ready", "reason": "", "opaque": [], "unsure": []}
+
+
+@pytest.mark.parametrize(
+    ("failover", "bar", "found"),
+    [
+        (READY, 0.05, []),
+        (READY, STEP_BAR, ["step time same"]),
+        (None, 0.05, ["could fail over"]),
+        ({**READY, "standing": "opaque", "opaque": ["cuIpcOpenMemHandle"]}, 0.05, ["could fail over"]),
+        ({**READY, "mode": "keep"}, 0.05, ["could fail over"]),
+    ],
+)
+def test_a_program_with_a_standby_may_take_more_memory_and_must_be_ready(
+    failover: Mapping[str, Any] | None, bar: float, found: list[str]
+) -> None:
+    proxied = replace(slower(PROXIED, 1.03), memory=2 * GIB, failover=failover)
+    assert said(Pair("exact", PLAIN, PLAIN, proxied, step_bar=bar))[1] == found
