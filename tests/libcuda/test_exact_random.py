@@ -24,6 +24,7 @@ from tests.support.moving import Post
 
 WORDS = 6
 WAITING = {"graph", "in", "out", "out_now", "look", "wait", "wait_event", "wait_all", "again", "in_pinned"}
+WAITING |= {"host_same", "host_small", "host_seen"}
 Step = tuple[str, int, int, int, int]
 
 LARGE = (0, 2, 3)
@@ -34,6 +35,7 @@ def model(steps: Sequence[Step]) -> list[int]:
     """What the program of epochs.py sees."""
     buffers = [[0] * WORDS for _ in range(4)]
     seen: list[int] = []
+    hosted = 0
     for what, _, one, two, value in steps:
         words = buffers[one]
         if what == "add":
@@ -54,12 +56,21 @@ def model(steps: Sequence[Step]) -> list[int]:
             seen += words[:4]
         elif what == "look":
             seen.append(words[value % 4])
+        elif what in ("host", "host_same", "host_small"):
+            words[:4] = [word + value for word in words[:4]]
+        elif what == "host_twice":
+            buffers[two][:4] = [word + value for word in words[:4]]
+            words[:4] = [word + (1 if two == one else 2) * value for word in words[:4]]
+            hosted += 1
+        elif what == "host_seen":
+            seen += [word + value for word in words[:4]]
         elif what == "graph":
             words[:4] = [word + 2 * value for word in words[:4]]
             buffers[two][:4] = words[:4]
         elif what == "again":
             words[:] = [0] * WORDS
-    return seen + [word for words in buffers for word in words]
+        hosted += what.startswith("host")
+    return [*seen, *(word for words in buffers for word in words), *range(hosted), 0]
 
 
 class Moved:
@@ -225,10 +236,18 @@ def programs(libraries: Libraries) -> Iterator[Programs]:
 
 def steps() -> st.SearchStrategy[list[Step]]:
     streams, values = st.integers(0, 2), st.integers(1, 1000)
-    plain = st.sampled_from(sorted(({"add", "fill", "copy", "sum", "set"} | WAITING) - {"in_pinned"}))
+    plain = st.sampled_from(
+        sorted(({"add", "fill", "copy", "sum", "set"} | WAITING) - {"in_pinned", "host_same"})
+    )
     buffers = st.integers(0, 3)
     step = st.tuples(plain, streams, buffers, buffers, values)
-    large = st.tuples(st.just("in_pinned"), streams, st.sampled_from(LARGE), buffers, values)
+    large = st.tuples(
+        st.sampled_from(["in_pinned", "host", "host_same", "host_twice"]),
+        streams,
+        st.sampled_from(LARGE),
+        buffers,
+        values,
+    )
     return st.lists(st.one_of(step, step, step, large), min_size=2, max_size=9)
 
 
@@ -247,6 +266,20 @@ def test_what_is_seen_is_as_without_a_fault(programs: Programs, steps: list[Step
         assert programs.one().run(steps, at, lets[at], inside=False) == expected, at
         if at == len(steps) or steps[at][0] in WAITING:
             assert programs.one().run(steps, at, lets[at], inside=True) == expected, (at, "inside")
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("value", [4, 5], ids=["callback", "function"])
+def test_functions_of_the_host_work_on_what_is_copied_out_and_in(programs: Programs, value: int) -> None:
+    """Moved when the GPU is anywhere in it, and inside what waits."""
+    kinds = "host host host_twice host_seen host_small host_small host_same add host_same"
+    streams = (1, 1, 2, 0, 0, 1, 0, 0, 1)
+    steps: list[Step] = [("fill", 0, 0, 0, 7), ("wait_all", 0, 0, 0, 0)]
+    steps += [(kind, stream, 0, 3, value) for kind, stream in zip(kinds.split(), streams, strict=True)]
+    for at, inside in ((5, False), (5, True), (7, True), (8, True), (10, True), (11, False), (11, True)):
+        for lets in range(0, 24, 1 if at == 5 else 2):
+            found = programs.one().run(steps, at, lets, inside=inside)
+            assert found == model(steps), (at, inside, lets)
 
 
 @pytest.mark.parametrize("lets_again", range(0, 12, 2))

@@ -20,8 +20,8 @@ SETTLES = ("settles", "settles_code", "settles_stream", "settles_event")
 
 _WAITS = {"waits_all": "ALL", "waits_stream": "STREAM", "waits_legacy": "COPY", "waits": "EVENT"}
 _CONFIG = "const CUlaunchConfig *config"
-_INSIDE = (_CONFIG, "CUgraphExec ")
-"""What work is given that has handles inside, or is one that is not translated by its type."""
+_INSIDE = (_CONFIG, "CUgraphExec ", "CUhostFn ", "CUstreamCallback ")
+"""What work is given that has handles inside, is none that is translated by its type, or is a function."""
 _NAME = re.compile(r"(\w+)(?:\[\w*\])?$")
 
 
@@ -105,6 +105,9 @@ def _body(one: Carried) -> Iterator[str]:
     host = [_argument(p) for p in one.function.parameters if p == "const void *srcHost"]
     if one.does.startswith("waits_"):
         yield "\tuint64_t work = mpsd_work_count();"
+    if one.does != "ask":
+        yield "\tif (mpsd_is_forbidden())"
+        yield "\t\treturn CUDA_ERROR_NOT_PERMITTED;"
     if one.does == "work":
         yield from (f"\tmpsd_written({argument});" for argument in written if not host)
         yield f"\tmpsd_work({stream});"

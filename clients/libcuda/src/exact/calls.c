@@ -136,9 +136,10 @@ static bool is_device(CUdeviceptr address)
 static CUresult submit_in(struct mpsd_op op)
 {
 	bool is_small = op.copy.size <= MOST_COPIED;
-	bool is_pinned = !is_small && mpsd_is_pinned((const void *)op.copy.from);
+	/* What a function of the host will have put there by then the GPU reads itself. */
+	bool is_pinned = (!is_small || mpsd_hosts_are_open()) && mpsd_is_pinned((const void *)op.copy.from);
 
-	if (is_small || (!is_pinned && op.copy.size <= MOST_KEPT)) {
+	if (!is_pinned && (is_small || op.copy.size <= MOST_KEPT)) {
 		op.copy.kept = malloc(op.copy.size);
 		if (!op.copy.kept)
 			return CUDA_ERROR_OUT_OF_MEMORY;
@@ -146,7 +147,7 @@ static CUresult submit_in(struct mpsd_op op)
 		return mpsd_submit_new(&op, false);
 	}
 	op.copy.is_borrowed = true;
-	return mpsd_submit_new(&op, !is_pinned);
+	return mpsd_submit_new(&op, !is_pinned || op.waits);
 }
 
 static CUresult submit_copy(enum mpsd_op_copy way, CUdeviceptr to, CUdeviceptr from, size_t size, CUstream stream,

@@ -21,7 +21,6 @@
 #define MOST_LEAVE_MS 1000
 #define RETRY_NS 100000000ull
 #define SETTLE_MS 1000		/* threads come into the next copy, for which they may need the loader, first */
-#define MOST_REST_MS 2000
 #define TURN_MS 3000		/* less than a held call waits */
 
 void *mpsd_other[MPSD_SLOTS];
@@ -80,6 +79,12 @@ static int left_ms(void)
 	return now < due ? (int)((due - now) / 1000000) + 1 : 0;
 }
 
+static void forget_left(void)
+{
+	end_copy(&left);
+	mpsd_hosts_copy_went(left_moves);
+}
+
 void mpsd_standby_tend(void)
 {
 	if (left_ms())
@@ -87,7 +92,7 @@ void mpsd_standby_tend(void)
 	if (atomic_load(mpsd_inside_of(left_moves)))
 		left_ns += RETRY_NS;
 	else
-		end_copy(&left);
+		forget_left();
 }
 
 /* The end of what a copy has on the GPU, then of the copy, once nobody is inside it. */
@@ -98,7 +103,7 @@ static void end_left(void)
 	for (int ms = 0; left.handle && ms < MOST_LEAVE_MS && atomic_load(mpsd_inside_of(left_moves)); ms++)
 		mpsd_pause(1);
 	if (left.handle && !atomic_load(mpsd_inside_of(left_moves)))
-		end_copy(&left);
+		forget_left();
 }
 
 static bool start_copy(uint64_t generation, const char *pipe, const char **why)
@@ -208,54 +213,6 @@ static void switch_over(void)
 	fill(mpsd_other, NULL);
 }
 
-/*
- * What is left to be done in the copy in use: SUCCESS for nothing, NOT_READY, or what its loss says. With the lock
- * of made.h.
- */
-static CUresult look_for_work(void)
-{
-	for (struct mpsd_made *made = mpsd_made_oldest(); made; made = made->newer) {
-		struct mpsd_made *context = mpsd_made_context(made->device);
-		CUstream stream = made->kind == MPSD_MADE_STREAM ? made->native : CU_STREAM_LEGACY;
-		CUresult result;
-
-		if ((made->kind != MPSD_MADE_STREAM && made->kind != MPSD_MADE_CONTEXT) || !context)
-			continue;
-		result = real_cuCtxPushCurrent_v2(context->native);
-		if (result == CUDA_SUCCESS) {
-			result = real_cuStreamQuery(stream);
-			real_cuCtxPopCurrent_v2(&(CUcontext){ NULL });
-		}
-		if (result != CUDA_SUCCESS)
-			return result;
-	}
-	return CUDA_SUCCESS;
-}
-
-/* NOT_READY: not in time. What a loss says: the context is not well any more, and its work is lost. */
-static CUresult come_to_rest(void)
-{
-	CUresult result = CUDA_ERROR_NOT_READY;
-
-	for (int ms = 0; ms < MOST_REST_MS && result == CUDA_ERROR_NOT_READY; ms++) {
-		/* A look at streams would end a capture. */
-		bool rests = mpsd_work_rests() && !mpsd_capturing();
-
-		mpsd_made_lock();
-		result = mpsd_capturing() ? CUDA_ERROR_NOT_READY : look_for_work();
-		mpsd_made_unlock();
-		if (result == CUDA_SUCCESS && !rests)
-			result = CUDA_ERROR_NOT_READY;
-		if (result == CUDA_ERROR_NOT_READY)
-			mpsd_pause(1);
-	}
-	if (result == CUDA_SUCCESS) {
-		mpsd_work_ended();
-		mpsd_exact_rested();
-	}
-	return result;
-}
-
 static bool hold_and_switch(bool *planned, struct mpsd_times *times, const char **why)
 {
 	CUresult rest = CUDA_SUCCESS;
@@ -266,7 +223,7 @@ static bool hold_and_switch(bool *planned, struct mpsd_times *times, const char 
 		return false;
 	*why = "its work did not end in time";
 	if (*planned)
-		rest = come_to_rest();
+		rest = mpsd_come_to_rest();
 	if (rest == CUDA_ERROR_NOT_READY)
 		return false;
 	*planned = *planned && rest == CUDA_SUCCESS;
@@ -305,6 +262,7 @@ static const char *go_on(bool planned, bool again, struct mpsd_replayed *replaye
 		return replayed->unsure;
 	}
 	*replayed = (struct mpsd_replayed){ 0 };
+	mpsd_hosts_lose();
 	return !planned && mpsd_work_lost() ? "mode keep" : NULL;
 }
 
