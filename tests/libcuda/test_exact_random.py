@@ -272,11 +272,13 @@ def test_what_is_seen_is_as_without_a_fault(programs: Programs, steps: list[Step
 @pytest.mark.parametrize("value", [4, 5], ids=["callback", "function"])
 def test_functions_of_the_host_work_on_what_is_copied_out_and_in(programs: Programs, value: int) -> None:
     """Moved when the GPU is anywhere in it, and inside what waits."""
-    kinds = "host host host_twice host_seen host_small host_small host_same add host_same"
-    streams = (1, 1, 2, 0, 0, 1, 0, 0, 1)
+    kinds = "host host host_twice host_seen host_small host_small host_same copy add host_same"
+    streams = (1, 1, 2, 0, 0, 1, 0, 2, 0, 1)
     steps: list[Step] = [("fill", 0, 0, 0, 7), ("wait_all", 0, 0, 0, 0)]
     steps += [(kind, stream, 0, 3, value) for kind, stream in zip(kinds.split(), streams, strict=True)]
-    for at, inside in ((5, False), (5, True), (7, True), (8, True), (10, True), (11, False), (11, True)):
+    # What was copied in is used before it is written over.
+    steps[9] = ("copy", 2, 3, 0, value)
+    for at, inside in ((5, False), (5, True), (7, True), (8, True), (11, True), (12, False), (12, True)):
         for lets in range(0, 24, 1 if at == 5 else 2):
             found = programs.one().run(steps, at, lets, inside=inside)
             assert found == model(steps), (at, inside, lets)

@@ -184,35 +184,60 @@ def test_what_is_lost_never_runs_and_a_callback_is_told_once(
     assert "what was in flight may be missing" in ask.end()
 
 
+def fault_while_one_runs(gate: Gate, ask: Program) -> None:
+    """Behind it are a function and a callback."""
+    ask("s = gpu.stream(); gpu.sync()")
+    gate.let(1)
+    assert ask("gpu.host('a', stream=s, holds=True), gpu.host('b', stream=s)") == "(0, 0)"
+    assert ask("gpu.host('c', stream=s, callback=True)") == "0"
+    until(lambda: ask("gpu.began") == "['a']")
+    gate.break_context()
+    ask("gpu.go('a')")
+
+
 @MODES
 def test_nobody_moves_the_program(
-    domain: Domain, second: Domain, post: Post, ask: Program, copies: Path, mode: int
+    gate: Gate, second: Domain, post: Post, ask: Program, copies: Path, mode: int
 ) -> None:
     """A function does not run, and a callback is told what the driver said, when nothing comes."""
     line = post.greet(mode)
-    ask("s = gpu.stream(); gpu.sync()")
+    ask("gpu.sync()")
     stand_by(line, second, copies)
-    assert ask("gpu.host('a', stream=s, holds=True), gpu.host('b', stream=s)") == "(0, 0)"
-    assert ask("gpu.host('c', stream=s, callback=True)") == "0"
-    until(lambda: ask("gpu.began") == "['a']")
-    break_domain(domain)
-    ask("gpu.go('a')")
-    assert line.hear(moving.OWN_ERROR).values[0] == 700
-    told = [("a", 0), ("c", 700)]
+    fault_while_one_runs(gate, ask)
+    assert line.hear(moving.OWN_ERROR).values[0] == 719
+    told = [("a", 0), ("c", 719)]
     assert ran(ask, *told) == str(told)
 
 
 @MODES
-def test_there_is_no_standby(domain: Domain, post: Post, ask: Program, mode: int) -> None:
+def test_there_is_no_standby(gate: Gate, post: Post, ask: Program, mode: int) -> None:
     post.greet(mode)
-    ask("s = gpu.stream(); gpu.sync()")
-    assert ask("gpu.host('a', stream=s, holds=True), gpu.host('b', stream=s)") == "(0, 0)"
-    assert ask("gpu.host('c', stream=s, callback=True)") == "0"
-    until(lambda: ask("gpu.began") == "['a']")
-    break_domain(domain)
-    ask("gpu.go('a')")
-    told = [("a", 0), ("c", 700)]
+    fault_while_one_runs(gate, ask)
+    told = [("a", 0), ("c", 719)]
     assert ran(ask, *told) == str(told)
+
+
+@EXACT
+def test_the_copy_that_was_left_runs_nothing_and_proves_nothing(
+    gate: Gate, second: Domain, post: Post, ask: Program, copies: Path
+) -> None:
+    """Its context is well, and goes on while the program waits for its turn."""
+    line = post.greet(moving.EXACT)
+    ask("s = gpu.stream(); gpu.sync()")
+    stand_by(line, second, copies)
+    gate.let(0)
+    assert ask("gpu.host('a', stream=s), gpu.host('b', stream=s, callback=True)") == "(0, 0)"
+    # A look lets the GPU write how far it is.
+    assert ask("gpu.code('cuStreamQuery', s)") == "600"
+    assert move(line, again=2).values[5] == 1
+    # Two functions, each with a word behind it.
+    gate.let(4)
+    until(lambda: gate.left() == 0)
+    assert ask("gpu.ran") == "[]"
+    line.say(moving.TURN, 1)
+    assert line.hear(moving.DONE).text == ""
+    assert ask("gpu.sync(), gpu.ran") == "(0, [('a', 0), ('b', 0)])"
+    assert ask.end() == ""
 
 
 @MODES

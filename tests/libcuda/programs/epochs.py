@@ -191,8 +191,8 @@ class Program(Driver):
         self.hosted.append(hosted)
 
     def host(self, what: str, stream: int, one: int, value: int) -> None:
-        """Out, changed in place by the host, and in again: at a place of the step's own, or of the buffer's, which
-        waits for what was read there before."""
+        """Out, changed in place by the host, and in again: at a place of the step's own, or at the buffer's,
+        where what was read there before is waited for."""
         place = {"host": 5 + len(self.hosted), "host_same": 1 + one}.get(what)
         at, size = self.pinned + HOSTED + 64 * one, 16
         if place:
