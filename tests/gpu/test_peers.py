@@ -76,9 +76,6 @@ def test_a_peer_reaches_the_same_with_the_proxy_and_without(
         pytest.skip("these two GPUs cannot reach each other's memory")
     windowed = {side: answer.pop("windowed") for side, answer in found.items()}
     assert windowed == {"plain": 0, "forward": 0, "vault": 4}
-    # The stand-in has no cuMemcpyPeer.
-    lacking = {name for name, value in plain.items() if value is None}
-    assert lacking == (set() if libraries.driver is None else {"never", "copied"})
-    assert plain == {k: None if k in lacking else v for k, v in EXPECTED.items()}
+    assert plain == EXPECTED
     assert found["forward"] == plain
     assert found["vault"] == plain

@@ -24,8 +24,10 @@ from tests.support.moving import Post
 
 WORDS = 6
 WAITING = {"graph", "in", "out", "out_now", "look", "wait", "wait_event", "wait_all", "again", "in_pinned"}
+WAITING |= {"host_same", "host_small", "host_seen"}
 ROWS = {"rows_set", "rows_copy", "rows_box"}
 WAITING_ROWS = {"rows_in", "rows_out", "rows_out_now", "rows_look", "rows_in_pinned", "peer"}
+OF_LARGE = {"in_pinned", "rows_in_pinned", "host", "host_same", "host_twice"}
 Step = tuple[str, int, int, int, int]
 
 LARGE = (0, 2, 3)
@@ -36,6 +38,7 @@ def model(steps: Sequence[Step]) -> list[int]:
     """What the program of epochs.py sees."""
     buffers = [[0] * WORDS for _ in range(4)]
     seen: list[int] = []
+    hosted = 0
     for what, _, one, two, value in steps:
         words = buffers[one]
         if what == "add":
@@ -68,12 +71,21 @@ def model(steps: Sequence[Step]) -> list[int]:
             seen += words[:4]
         elif what == "look":
             seen.append(words[value % 4])
+        elif what in ("host", "host_same", "host_small"):
+            words[:4] = [word + value for word in words[:4]]
+        elif what == "host_twice":
+            buffers[two][:4] = [word + value for word in words[:4]]
+            words[:4] = [word + (1 if two == one else 2) * value for word in words[:4]]
+            hosted += 1
+        elif what == "host_seen":
+            seen += [word + value for word in words[:4]]
         elif what == "graph":
             words[:4] = [word + 2 * value for word in words[:4]]
             buffers[two][:4] = words[:4]
         elif what == "again":
             words[:] = [0] * WORDS
-    return seen + [word for words in buffers for word in words]
+        hosted += what.startswith("host")
+    return [*seen, *(word for words in buffers for word in words), *range(hosted), 0]
 
 
 class Moved:
@@ -237,12 +249,12 @@ def programs(libraries: Libraries) -> Iterator[Programs]:
             programs.kill()
 
 
-KINDS = {"add", "fill", "copy", "sum", "set"} | WAITING
+KINDS = {"add", "fill", "copy", "sum", "set", "host", "host_twice"} | WAITING
 
 
 def steps(kinds: set[str]) -> st.SearchStrategy[list[Step]]:
     streams, values = st.integers(0, 2), st.integers(1, 1000)
-    many = {kind for kind in kinds if kind.endswith("in_pinned")}
+    many = kinds & OF_LARGE
     buffers = st.integers(0, 3)
     step = st.tuples(st.sampled_from(sorted(kinds - many)), streams, buffers, buffers, values)
     large = st.tuples(st.sampled_from(sorted(many)), streams, st.sampled_from(LARGE), buffers, values)
@@ -282,6 +294,22 @@ def move_everywhere(programs: Programs, steps: list[Step], lets: list[int]) -> N
         assert programs.one().run(steps, at, lets[at], inside=False) == expected, at
         if at == len(steps) or steps[at][0] in WAITING | WAITING_ROWS:
             assert programs.one().run(steps, at, lets[at], inside=True) == expected, (at, "inside")
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("value", [4, 5], ids=["callback", "function"])
+def test_functions_of_the_host_work_on_what_is_copied_out_and_in(programs: Programs, value: int) -> None:
+    """Moved when the GPU is anywhere in it, and inside what waits."""
+    kinds = "host host host_twice host_seen host_small host_small host_same copy add host_same"
+    streams = (1, 1, 2, 0, 0, 1, 0, 2, 0, 1)
+    steps: list[Step] = [("fill", 0, 0, 0, 7), ("wait_all", 0, 0, 0, 0)]
+    steps += [(kind, stream, 0, 3, value) for kind, stream in zip(kinds.split(), streams, strict=True)]
+    # What was copied in is used before it is written over.
+    steps[9] = ("copy", 2, 3, 0, value)
+    for at, inside in ((5, False), (5, True), (7, True), (8, True), (11, True), (12, False), (12, True)):
+        for lets in range(0, 24, 1 if at == 5 else 2):
+            found = programs.one().run(steps, at, lets, inside=inside)
+            assert found == model(steps), (at, inside, lets)
 
 
 @pytest.mark.parametrize("lets_again", range(0, 12, 2))

@@ -22,6 +22,8 @@ def test_the_stand_in_does_what_a_driver_does(without: list[str]) -> None:
         "cuMemcpyDtoH 0 3072": "a sum that waited for another stream's fill",
         "cuMemcpyDtoH 0 101376": "a sum in the default stream after a fill in a blocking one",
         "cuStreamSynchronize 0 1": "a host function ran once",
+        "cuStreamSynchronize 0 1 1 0 800": "a callback, which may not call the driver",
+        "told 1 1 700 0": "behind a fault a callback is told, and a function does not run",
         "cuMemcpyDtoH 0 21": "a graph of two kernels, launched twice",
         "cuMemcpyDtoH 0 mapped": "bytes that came back through an exported descriptor",
         "cuCtxSynchronize 700": "a stray store",

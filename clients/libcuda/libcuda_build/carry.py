@@ -20,8 +20,9 @@ SETTLES = ("settles", "settles_code", "settles_stream", "settles_event")
 
 _WAITS = {"waits_all": "ALL", "waits_stream": "STREAM", "waits_legacy": "COPY", "waits": "EVENT"}
 _CONFIG = "const CUlaunchConfig *config"
-_INSIDE = (_CONFIG, "CUgraphExec ", "CUDA_MEMCPY2D", "CUDA_MEMCPY3D", "CUcontext dstContext")
-"""What work is given that has handles or addresses inside, or cannot be translated by its type alone."""
+_INSIDE = (_CONFIG, "CUgraphExec ", "CUDA_MEMCPY2D", "CUDA_MEMCPY3D", "CUcontext dstContext", "CUhostFn ")
+_INSIDE += ("CUstreamCallback ",)
+"""What work is given that is a function, has handles or addresses inside, or whose type says too little."""
 _ROWS = r"const CUDA_MEMCPY[23]D \*pCopy$"
 _NAME = re.compile(r"(\w+)(?:\[\w*\])?$")
 
@@ -108,6 +109,9 @@ def _body(one: Carried) -> Iterator[str]:
     read += ["mpsd_rows_source(pCopy)" for p in one.function.parameters if re.match(_ROWS, p)]
     if one.does.startswith("waits_"):
         yield "\tuint64_t work = mpsd_work_count();"
+    if one.does != "ask":
+        yield "\tif (mpsd_is_forbidden())"
+        yield "\t\treturn CUDA_ERROR_NOT_PERMITTED;"
     for argument in read:
         yield f"\tif (!mpsd_read({argument}))"
         yield "\t\treturn CUDA_ERROR_LAUNCH_FAILED;"

@@ -60,6 +60,9 @@ CUresult enter(CUcontext *context)
 
 	if (result != CUDA_SUCCESS)
 		return result;
+	/* A function of the host that a stream runs. */
+	if (working_for)
+		return CUDA_ERROR_NOT_PERMITTED;
 	*context = current();
 	if (!*context)
 		return CUDA_ERROR_INVALID_CONTEXT;

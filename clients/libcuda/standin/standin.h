@@ -98,6 +98,7 @@ struct operation {
 	void (*run)(struct operation *self);	/* without the lock */
 	uint64_t duration_ns;
 	bool always;				/* in a broken context too: it owes somebody something */
+	CUresult status;			/* of the context, when it runs */
 	size_t moments;
 	struct moment *after;
 	union {
@@ -118,6 +119,8 @@ struct operation {
 		} set;
 		struct {
 			CUhostFn function;
+			CUstreamCallback callback;	/* in place of that */
+			CUstream stream;
 			void *data;
 		} host;
 		struct {

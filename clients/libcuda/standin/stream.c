@@ -34,6 +34,7 @@ static void run(CUcontext context, struct operation *operation)
 	look_sometimes(context);
 	if (!operation->run || (context->broken && !operation->always))
 		return;
+	operation->status = context->broken;
 	pthread_mutex_unlock(&gpu_lock);
 	operation->run(operation);
 	pthread_mutex_lock(&gpu_lock);
@@ -346,20 +347,4 @@ API CUresult cuStreamQuery(CUstream hStream)
 	if (stream->context->broken)
 		return leave(stream->context->broken);
 	return leave(stream->completed == stream->submitted ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY);
-}
-
-static void call_host(struct operation *operation)
-{
-	operation->host.function(operation->host.data);
-}
-
-API CUresult cuLaunchHostFunc(CUstream hStream, CUhostFn fn, void *userData)
-{
-	struct operation operation = { .run = call_host, .host = { fn, userData } };
-	CUstream stream;
-	CUresult result = enter_stream(hStream, &stream);
-
-	if (result != CUDA_SUCCESS)
-		return result;
-	return leave(fn ? submit(stream, &operation) : CUDA_ERROR_INVALID_VALUE);
 }

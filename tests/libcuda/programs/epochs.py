@@ -10,6 +10,7 @@ import ctypes
 import json
 import os
 import sys
+import threading
 from typing import Any
 
 from faultinject.measure.failover_driver import Driver
@@ -19,7 +20,14 @@ IMAGE = b"standin module\nkernel add add 0\nkernel fill fill 0\nkernel copy copy
 SIZES = (8 << 20, 600, 4 << 20, 3 << 20)
 STREAMS = 3
 WORDS = 6
+HOSTED = (
+    512 << 10
+)  # in pinned memory: what functions of the host work on, for each buffer and then for each step
+HOST_BYTES = 128 << 10  # more than is copied by the proxy, so that nothing waits
 KINDS = {"add": (8, 8, 4), "fill": (8, 8, 4), "copy": (8, 8, 8), "sum": (8, 8, 8)}
+FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
+DEADLINE_S = 30
 NON_BLOCKING, DISABLE_TIMING, RELAXED = 1, 2, 2
 # Rows of two words: the first two of a buffer and the last two that are looked at, and not what is between.
 WIDTH, PITCH, ROWS = 8, 16, 2
@@ -38,13 +46,17 @@ class Program(Driver):
             self.functions[name] = self.made("cuModuleGetFunction", module, name.encode())
         self.streams = [0] + [self.made("cuStreamCreate", NON_BLOCKING) for _ in range(STREAMS - 1)]
         self.events = [self.made("cuEventCreate", DISABLE_TIMING) for _ in range(STREAMS)]
-        self.pinned = self.made("cuMemHostAlloc", 1 << 20, 0)
+        self.pinned = self.made("cuMemHostAlloc", 4 << 20, 0)
         self.buffers: list[int] = []
         self.last: list[int] = []
+        self.hosted: list[object] = []
+        self.ran: list[int] = []
 
     def begin(self) -> None:
         self.buffers = [self.made("cuMemAlloc_v2", size) for size in SIZES]
         self.last = [0] * len(SIZES)
+        self.hosted, self.ran = [], []
+        ctypes.memset(self.pinned + HOSTED, 0, 64 * len(SIZES))
         for address, size in zip(self.buffers, SIZES, strict=True):
             self("cuMemsetD8_v2", address, 0, size)
 
@@ -53,7 +65,9 @@ class Program(Driver):
         words = [self.word(buffer, at) for buffer in range(len(SIZES)) for at in range(WORDS)]
         for address in self.buffers:
             self("cuMemFree_v2", address)
-        return words
+        # Functions of the host ran once each; what the program has written over is as it left it.
+        left = (ctypes.c_uint32 * (16 * len(SIZES))).from_address(self.pinned + HOSTED)
+        return [*words, *sorted(self.ran), sum(left[8::16])]
 
     def word(self, buffer: int, at: int) -> int:
         out = ctypes.c_uint32()
@@ -129,6 +143,12 @@ class Program(Driver):
             self("cuEventSynchronize", self.events[stream])
         elif what == "wait_all":
             self("cuCtxSynchronize")
+        elif what in ("host", "host_same", "host_small"):
+            self.host(what, stream, one, value)
+        elif what == "host_twice":
+            self.host_twice(stream, one, two, value)
+        elif what == "host_seen":
+            return self.host_seen(stream, one, value)
         elif what == "graph":
             self.graph(max(1, stream), one, two, value)
         elif what == "peer":
@@ -215,6 +235,61 @@ class Program(Driver):
         self("cuGraphLaunch", executable, native)
         self("cuGraphLaunch", executable, native)
         self("cuGraphExecDestroy", executable)
+
+    def call(self, stream: int, value: int, at: int, seen: threading.Event | None = None) -> None:
+        """A function of the host, or a callback, adds the value to four words of pinned memory, in place."""
+        number = len(self.hosted)
+        words = (ctypes.c_uint32 * 4).from_address(at)
+
+        def run(status: int) -> None:
+            words[:] = [(word + value) % 2**32 for word in words]
+            self.ran.append(number + 1000 * status)
+            if seen:
+                seen.set()
+
+        if value % 2:
+            hosted = FUNCTION(lambda _: run(0))
+            self("cuLaunchHostFunc", self.streams[stream], hosted, None)
+        else:
+            hosted = CALLBACK(lambda _stream, status, _: run(status))
+            self("cuStreamAddCallback", self.streams[stream], hosted, None, 0)
+        self.hosted.append(hosted)
+
+    def host(self, what: str, stream: int, one: int, value: int) -> None:
+        """Out, changed in place by the host, and in again: at a place of the step's own, or at the buffer's,
+        where what was read there before is waited for."""
+        place = {"host": 5 + len(self.hosted), "host_same": 1 + one}.get(what)
+        at, size = self.pinned + HOSTED + 64 * one, 16
+        if place:
+            at, size = self.pinned + HOSTED + HOST_BYTES * place, HOST_BYTES
+        self.turn(one, stream)
+        self("cuMemcpyDtoHAsync_v2", at, self.buffers[one], size, self.streams[stream])
+        self.call(stream, value, at)
+        self("cuMemcpyHtoDAsync_v2", self.buffers[one], at, size, self.streams[stream])
+
+    def host_twice(self, stream: int, one: int, two: int, value: int) -> None:
+        """Changed again where the GPU has read it, and has used it."""
+        at = self.pinned + HOSTED + HOST_BYTES * (5 + len(self.hosted))
+        self.turn(one, stream)
+        self.turn(two, stream)
+        self("cuMemcpyDtoHAsync_v2", at, self.buffers[one], HOST_BYTES, self.streams[stream])
+        self.call(stream, value, at)
+        self("cuMemcpyHtoDAsync_v2", self.buffers[one], at, HOST_BYTES, self.streams[stream])
+        self.launch("copy", stream, self.buffers[two], self.buffers[one], 4)
+        self.call(stream, value, at)
+        self("cuMemcpyHtoDAsync_v2", self.buffers[one], at, HOST_BYTES, self.streams[stream])
+
+    def host_seen(self, stream: int, one: int, value: int) -> list[int]:
+        """What is out is known by the function alone, and the program's memory again."""
+        at = self.pinned + HOSTED + 64 * one + 32
+        seen = threading.Event()
+        self.turn(one, stream)
+        self("cuMemcpyDtoHAsync_v2", at, self.buffers[one], 16, self.streams[stream])
+        self.call(stream, value, at, seen)
+        assert seen.wait(DEADLINE_S)
+        words = (ctypes.c_uint32 * 4).from_address(at)
+        found, words[:] = list(words), [0] * 4
+        return found
 
     def in_pinned(self, stream: int, one: int, value: int) -> list[int]:
         """More than is copied by the proxy; the program's again when its event is reached."""

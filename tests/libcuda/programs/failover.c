@@ -35,6 +35,8 @@ struct worker {
 	CUfunction add;
 	CUdeviceptr kept;
 	uint32_t *pinned, *host;	/* pinned: as old as the thread */
+	atomic_uint added, told;	/* functions and callbacks of the host that ran */
+	unsigned int to_tell;
 };
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
@@ -168,6 +170,57 @@ static int old_things(struct worker *self)
 	return all_are(self->pinned, value + self->number);
 }
 
+static void CUDA_CB add_one(void *data)
+{
+	struct worker *self = data;
+
+	for (int i = 0; i < WORDS; i++)
+		self->pinned[i]++;
+	atomic_fetch_add(&self->added, 1);
+}
+
+static void CUDA_CB tell(CUstream stream, CUresult status, void *data)
+{
+	struct worker *self = data;
+
+	must(stream == self->stream ? CUDA_SUCCESS : CUDA_ERROR_INVALID_HANDLE, "the stream of a callback");
+	/* It was lost. */
+	if (status != CUDA_SUCCESS)
+		atomic_fetch_add(&spoilt, 1);
+	atomic_fetch_add(&self->told, 1);
+}
+
+/* The host changes what was copied out, and it is copied in and out again: once. */
+static int hosted_things(struct worker *self)
+{
+	unsigned int before = atomic_load(&self->added);
+	CUdeviceptr data;
+
+	MUST(cuMemAlloc, &data, BYTES);
+	MUST(cuMemsetD32Async, data, self->round, WORDS, self->stream);
+	MUST(cuMemcpyDtoHAsync, self->pinned, data, BYTES, self->stream);
+	MUST(cuLaunchHostFunc, self->stream, add_one, self);
+	MUST(cuMemcpyHtoDAsync, data, self->pinned, BYTES, self->stream);
+	MUST(cuStreamAddCallback, self->stream, tell, self, 0);
+	self->to_tell++;
+	launch(self->add, data, self->number, self->stream);
+	WAIT(cuStreamSynchronize, self->stream);
+	memset(self->pinned, 0, BYTES);
+	MUST(cuMemcpyDtoHAsync, self->pinned, data, BYTES, self->stream);
+	WAIT(cuStreamSynchronize, self->stream);
+	MUST(cuMemFree, data);
+	must(atomic_load(&self->added) - before <= 1 ? CUDA_SUCCESS : CUDA_ERROR_UNKNOWN, "a function ran twice");
+	return all_are(self->pinned, self->round + 1 + self->number);
+}
+
+/* Those of what was lost are told by another thread. */
+static void wait_until_told(struct worker *self)
+{
+	for (int ms = 0; atomic_load(&self->told) < self->to_tell && ms < 1000 * DEADLINE_S; ms++)
+		usleep(1000);
+	must(atomic_load(&self->told) == self->to_tell ? CUDA_SUCCESS : CUDA_ERROR_TIMEOUT, "callbacks");
+}
+
 static void begin(struct worker *self)
 {
 	void *text = image();
@@ -187,6 +240,7 @@ static void begin(struct worker *self)
 
 static void end(struct worker *self)
 {
+	wait_until_told(self);
 	MUST(cuMemFree, self->kept);
 	MUST(cuMemHostUnregister, self->host);
 	free(self->host);
@@ -203,6 +257,7 @@ static void *work(void *argument)
 	while (!atomic_load(&ending)) {
 		atomic_fetch_add(&spoilt, !fresh_things(self));
 		atomic_fetch_add(&spoilt, !old_things(self));
+		atomic_fetch_add(&spoilt, !hosted_things(self));
 		look_at_what_is_kept(self);
 		pthread_mutex_lock(&lock);
 		self->round++;

@@ -15,6 +15,8 @@ from faultinject.measure.failover_driver import Driver, DriverError
 
 IMAGE = b"standin module\nkernel add add 0\nkernel late add 200000\nkernel fill fill 0\n"
 IMAGE += b"kernel copy copy 0\nkernel long add 30000000\nkernel store store 0\nglobal table 16\n"
+FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
 ADD = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint32)
 
 
@@ -27,6 +29,33 @@ class Program(Driver):
         self.module = self.made("cuModuleLoadData", IMAGE)
         for name in ("add", "late", "fill", "copy", "long", "store"):
             self.functions[name] = self.made("cuModuleGetFunction", self.module, name.encode())
+        self.began: list[str] = []
+        self.ran: list[tuple[str, int]] = []
+        self.may_go: dict[str, threading.Event] = {}
+        self._hosted: list[object] = []
+
+    def host(
+        self, name: str, *, stream: int = 0, callback: bool = False, holds: bool = False, does: str = ""
+    ) -> int:
+        """A function of the host, in the stream; `holds`: until go(name)."""
+        self.may_go[name] = threading.Event()
+
+        def run(status: int) -> None:
+            self.began.append(name)
+            if holds:
+                self.may_go[name].wait()
+            self.ran.append((name, eval(does) if does else status))
+
+        if callback:
+            given = CALLBACK(lambda of, status, _: run(status if (of or 0) == stream else -1))
+            self._hosted.append(given)
+            return self.code("cuStreamAddCallback", stream, given, None, 0)
+        made = FUNCTION(lambda _: run(0))
+        self._hosted.append(made)
+        return self.code("cuLaunchHostFunc", stream, made, None)
+
+    def go(self, name: str) -> None:
+        self.may_go[name].set()
 
     def memory(self, size: int) -> int:
         address = self.made("cuMemAlloc_v2", size)

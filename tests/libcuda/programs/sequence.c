@@ -4,7 +4,9 @@
  * depends on time or addresses, so two runs can be compared as texts.
  */
 #include <fcntl.h>
+#include <semaphore.h>
 #include <stdint.h>
+#include <time.h>
 #include <unistd.h>
 
 #include "driver.h"
@@ -117,6 +119,37 @@ static void CUDA_CB note(void *data)
 	*(int *)data += 1;
 }
 
+/* What a callback was told, and whether it may call the driver. */
+struct told {
+	CUstream stream;
+	CUresult status, called;
+	sem_t was;
+};
+
+static void CUDA_CB tell(CUstream stream, CUresult status, void *data)
+{
+	struct told *told = data;
+
+	told->stream = stream;
+	told->status = status;
+	told->called = CU(cuStreamQuery)(stream);
+	sem_post(&told->was);
+}
+
+static int was_told(struct told *told)
+{
+	struct timespec until;
+
+	clock_gettime(CLOCK_REALTIME, &until);
+	until.tv_sec += 20;
+	return !sem_timedwait(&told->was, &until);
+}
+
+static void CUDA_CB hold(void *data)
+{
+	sem_wait(data);
+}
+
 static void streams(void)
 {
 	CUstream one = NULL, two = NULL;
@@ -125,6 +158,7 @@ static void streams(void)
 	uint64_t words = 1024, sum_of = 0;
 	uint32_t value = 3;
 	int called = 0, least = 0, greatest = 0, positive = 0;
+	struct told told = { 0 };
 	float elapsed = 0;
 	void *fill_with[] = { &data, &words, &value }, *sum_up[] = { &total, &data, &words };
 
@@ -145,6 +179,13 @@ static void streams(void)
 	STEP(cuLaunchKernel, sum, 1, 1, 1, 32, 1, 1, 0, two, sum_up, NULL);
 	STEP(cuLaunchHostFunc, two, note, &called);
 	DO(cuStreamSynchronize, two), printf(" %d", called), END;
+	sem_init(&told.was, 0, 0);
+	STEP(cuStreamAddCallback, two, NULL, NULL, 0);
+	STEP(cuStreamAddCallback, two, tell, &told, 1);
+	STEP(cuStreamAddCallback, two, tell, &told, 0);
+	DO(cuStreamSynchronize, two), printf(" %d", was_told(&told));
+	printf(" %d %d %d", told.stream == two, told.status, told.called), END;
+	sem_destroy(&told.was);
 	DO(cuMemcpyDtoH, &sum_of, total, 8), printf(" %llu", (unsigned long long)sum_of), END;
 	DO(cuEventElapsedTime, &elapsed, event, late), positive = elapsed >= 2, printf(" %d", positive), END;
 	STEP(cuEventSynchronize, late);
@@ -250,8 +291,23 @@ static void fault(void)
 	uint32_t value = 1;
 	void *arguments[] = { &stray, &value };
 
+	struct told told = { 0 };
+	CUstream stream = NULL;
+	int called = 0;
+	sem_t may_go;
+
 	STEP(cuMemAlloc, &data, 4096);
-	STEP(cuLaunchKernel, store, 1, 1, 1, 1, 1, 1, 0, NULL, arguments, NULL);
+	STEP(cuStreamCreate, &stream, CU_STREAM_NON_BLOCKING);
+	sem_init(&told.was, 0, 0);
+	sem_init(&may_go, 0, 0);
+	/* Nothing happens before all of it is there. Behind the fault a function does not run, and a callback is told. */
+	STEP(cuLaunchHostFunc, stream, hold, &may_go);
+	STEP(cuLaunchKernel, store, 1, 1, 1, 1, 1, 1, 0, stream, arguments, NULL);
+	STEP(cuLaunchHostFunc, stream, note, &called);
+	STEP(cuStreamAddCallback, stream, tell, &told, 0);
+	sem_post(&may_go);
+	printf("told %d", was_told(&told));
+	printf(" %d %d %d", told.stream == stream, told.status, called), END;
 	STEP(cuCtxSynchronize);
 	STEP(cuMemFree, data);
 	STEP(cuStreamQuery, NULL);

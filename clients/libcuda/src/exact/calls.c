@@ -136,15 +136,16 @@ static bool is_device(CUdeviceptr address)
 static CUresult submit_in(struct mpsd_op op, bool is_awaited)
 {
 	bool is_small = op.copy.size <= MPSD_MOST_COPIED;
-	bool is_pinned = !is_small && mpsd_is_pinned((const void *)op.copy.from);
+	/* What a function of the host will have put there by then the GPU reads itself. */
+	bool is_pinned = (!is_small || mpsd_hosts_are_open()) && mpsd_is_pinned((const void *)op.copy.from);
 
-	if (is_small || (!is_pinned && op.copy.size <= MPSD_MOST_KEPT)) {
+	if (!is_pinned && (is_small || op.copy.size <= MPSD_MOST_KEPT)) {
 		if (!mpsd_copy_keep(&op))
 			return CUDA_ERROR_OUT_OF_MEMORY;
 		return mpsd_submit_new(&op, is_awaited);
 	}
 	op.copy.is_borrowed = true;
-	return mpsd_submit_new(&op, is_awaited || !is_pinned);
+	return mpsd_submit_new(&op, is_awaited || !is_pinned || op.waits);
 }
 
 /* The GPU's addresses and those of the host's pinned memory are of one space. */

@@ -86,6 +86,12 @@ static void take_borrowed(void)
 	mpsd_epoch.has_borrowed = has;
 }
 
+void mpsd_epoch_seen(void)
+{
+	if (mpsd_epoch.has_borrowed)
+		take_borrowed();
+}
+
 /* In a move nothing ends: what is proven by then the mover sees itself. */
 void mpsd_epoch_observed(void)
 {
@@ -93,10 +99,57 @@ void mpsd_epoch_observed(void)
 	if (!mpsd_is_left()) {
 		if (mpsd_lanes_all_proven() && !mpsd_epoch.is_awaited)
 			mpsd_epoch_end();
-		else if (mpsd_epoch.has_borrowed)
-			take_borrowed();
+		else
+			mpsd_epoch_seen();
 	}
 	pthread_mutex_unlock(&mpsd_exact_lock);
+}
+
+/* By a function of the host, which may wait for a thread that waits for this one: nothing of it is done again. */
+static bool is_kept(CUresult result)
+{
+	if (result == CUDA_ERROR_NOT_READY)
+		mpsd_epoch_unsure("a host function that waits");
+	return result == CUDA_ERROR_NOT_READY;
+}
+
+/* The last one that reads there what this one writes, and is not known to have done so. */
+static bool find_reader(const struct mpsd_op *writer, struct mpsd_lane **lane, uint64_t *number)
+{
+	bool is = false, may;
+
+	pthread_mutex_lock(&mpsd_exact_lock);
+	may = mpsd_epoch.has_borrowed && !mpsd_is_left();
+	for (struct mpsd_op *op = may ? mpsd_epoch.first : NULL; op; op = op->next) {
+		if (op->kind != MPSD_OP_COPY || !op->copy.is_borrowed ||
+		    op->copy.from >= writer->copy.to + writer->copy.size ||
+		    writer->copy.to >= op->copy.from + op->copy.size)
+			continue;
+		is = true;
+		*lane = op->lane;
+		*number = op->number;
+	}
+	pthread_mutex_unlock(&mpsd_exact_lock);
+	return is;
+}
+
+CUresult mpsd_epoch_come_after_reads(const struct mpsd_op *op)
+{
+	uint64_t moves = mpsd_tables()->moves, number;
+	CUresult result = CUDA_SUCCESS;
+	struct mpsd_lane *lane;
+
+	while (result == CUDA_SUCCESS && find_reader(op, &lane, &number)) {
+		if (!mpsd_order_take(moves))
+			return MPSD_AGAIN;
+		result = mpsd_lane_mark(lane);
+		mpsd_order_give(moves);
+		if (result == CUDA_SUCCESS)
+			result = mpsd_lane_come(lane, number);
+		if (result == CUDA_SUCCESS)
+			mpsd_epoch_observed();
+	}
+	return is_kept(result) ? CUDA_SUCCESS : result;
 }
 
 CUresult mpsd_epoch_settle(void)
@@ -107,7 +160,7 @@ CUresult mpsd_epoch_settle(void)
 		result = mpsd_lanes_wait();
 	if (result == CUDA_SUCCESS)
 		mpsd_epoch_observed();
-	return result;
+	return is_kept(result) ? CUDA_SUCCESS : result;
 }
 
 void mpsd_exact_child(void)
@@ -115,4 +168,5 @@ void mpsd_exact_child(void)
 	atomic_store(&mpsd_exact_on, false);
 	mpsd_exact_lock = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
 	mpsd_stage_child();
+	mpsd_hosts_child();
 }

@@ -7,6 +7,8 @@
  *	all proven  --> the epoch ends: notes and saves are dropped                        epoch.c
  *	a move      --> put back what was saved, issue what was noted, in its order        replay.c
  *
+ * A function of the host is an operation too (hostfunc.c), in mode `keep` as well: it runs once, in whichever copy.
+ *
  * A lane is a stream with a word in pinned memory: the GPU writes there how many of the stream's operations are
  * behind it. Nothing else proves that work has ended: the return code of a wait in a context that dies does not.
  *
@@ -111,7 +113,14 @@ CUresult mpsd_exact_look(void);
 /* In the copy that comes into use, behind the fence. `may`: what is noted may be done again. */
 void mpsd_exact_move(bool may, struct mpsd_replayed *replayed);
 
+/* In a move of mode `keep`: functions of the host that have not begun will not. */
+void mpsd_hosts_lose(void);
+
+/* The copy after so many moves is no more. */
+void mpsd_hosts_copy_went(uint64_t moves);
+
 /* At the program's end. */
 void mpsd_validate_report(void);
 
 void mpsd_exact_child(void);
+void mpsd_hosts_child(void);

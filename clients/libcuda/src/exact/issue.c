@@ -16,6 +16,8 @@ void mpsd_op_free(struct mpsd_op *op)
 		free(op->copy.kept);
 	} else if (op->kind == MPSD_OP_GRAPH) {
 		mpsd_graph_let_go(op->graph.graph);
+	} else if (op->kind == MPSD_OP_HOST) {
+		mpsd_host_let_go(op->host);
 	}
 	free(op);
 }
@@ -154,6 +156,8 @@ CUresult mpsd_op_issue_on(const struct mpsd_op *op, CUstream stream, CUevent eve
 		return inner_cuEventRecord(event, stream);
 	case MPSD_OP_GRAPH:
 		return launch_graph(op, stream);
+	case MPSD_OP_HOST:
+		return mpsd_host_issue(op->host, stream);
 	default:
 		return inner_cuStreamWaitEvent(stream, event, op->event.flags);
 	}

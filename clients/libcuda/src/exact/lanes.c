@@ -11,7 +11,6 @@
 #include "failover/made.h"
 
 #define GENERATIONS 8		/* an old copy may write for a while after it was left, but not for so many moves */
-#define POINTS 1024		/* buckets */
 #define LOOKS 4096		/* before a wait lets others have the processor */
 #define OFTEN_NS 1000000ull	/* between two questions whether the context lives */
 #define SELDOM_NS 1000000000ull
@@ -25,13 +24,6 @@ static uint32_t (*words)[MPSD_LANES];
 struct mpsd_lane mpsd_lanes[MPSD_LANES] = { { .stream = CU_STREAM_LEGACY, .is_used = true } };
 static unsigned int used = 1;	/* lanes that ever were */
 static uint64_t words_of;	/* the moves before the copy that they are marked in */
-
-static struct known_point {
-	struct known_point *next;
-	CUevent event;
-	struct mpsd_point point;
-	uint32_t epoch;			/* the last one with an operation that names it */
-} *points[POINTS];
 
 CUresult make_cuMemHostAlloc(void **pp, size_t bytesize, unsigned int Flags);
 CUresult make_cuMemFreeHost(void *p);
@@ -113,6 +105,8 @@ static uint64_t look(struct mpsd_lane *lane, const uint32_t *word)
 	uint32_t ahead = __atomic_load_n(word, __ATOMIC_ACQUIRE) - (uint32_t)lane->proven;
 	uint64_t said = lane->proven + ahead;
 
+	if (lane->stop && said >= lane->stop)
+		said = lane->stop - 1;
 	/* Nothing that was not asked for: host memory is not trusted beyond that. */
 	if (said > lane->proven && said <= lane->marked)
 		lane->proven = said;
@@ -190,6 +184,33 @@ CUresult mpsd_lanes_mark(void)
 	return result;
 }
 
+static bool is_ordered_with(const struct mpsd_lane *lane, const struct mpsd_lane *other)
+{
+	bool of_legacy = lane->stream == CU_STREAM_LEGACY, is_legacy = other->stream == CU_STREAM_LEGACY;
+
+	if (lane == other)
+		return true;
+	/* Nothing may come into the legacy stream while one that is ordered with it is captured. */
+	return other->is_used && !lane->is_apart && !other->is_apart &&
+	       (of_legacy || (is_legacy && !mpsd_capturing()));
+}
+
+CUresult mpsd_lanes_mark_before(struct mpsd_lane *lane)
+{
+	CUresult result = CUDA_SUCCESS;
+
+	for (unsigned int i = 1; i < MPSD_LANES && result == CUDA_SUCCESS; i++) {
+		bool is;
+
+		pthread_mutex_lock(&mpsd_exact_lock);
+		is = i < used && is_ordered_with(lane, &mpsd_lanes[i]);
+		pthread_mutex_unlock(&mpsd_exact_lock);
+		if (is)
+			result = mpsd_lane_mark(&mpsd_lanes[i]);
+	}
+	return result;
+}
+
 /* Of a context that may be lost the driver is asked seldom: the daemon knows sooner, and it may keep who asks. */
 static uint64_t question_ns(void)
 {
@@ -216,7 +237,7 @@ static bool is_wrong(CUresult result)
 	}
 }
 
-CUresult mpsd_lane_wait(struct mpsd_lane *lane, uint64_t number)
+static CUresult wait_for(struct mpsd_lane *lane, uint64_t number, bool has_followers)
 {
 	uint64_t moves = mpsd_tables()->moves, began = 0, asked = 0, proven;
 	CUstream stream;
@@ -244,9 +265,21 @@ CUresult mpsd_lane_wait(struct mpsd_lane *lane, uint64_t number)
 			}
 			if (is_wrong(result))
 				return result;
+			if (has_followers && mpsd_hosts_keep())
+				return CUDA_ERROR_NOT_READY;
 			rest(now - began);
 		}
 	}
+}
+
+CUresult mpsd_lane_wait(struct mpsd_lane *lane, uint64_t number)
+{
+	return wait_for(lane, number, false);
+}
+
+CUresult mpsd_lane_come(struct mpsd_lane *lane, uint64_t number)
+{
+	return wait_for(lane, number, true);
 }
 
 CUresult mpsd_lane_seen(struct mpsd_lane *lane, uint64_t number)
@@ -270,8 +303,15 @@ CUresult mpsd_lanes_wait(void)
 	CUresult result = CUDA_SUCCESS;
 
 	for (unsigned int i = 0; i < used && result == CUDA_SUCCESS; i++)
-		result = mpsd_lane_wait(&mpsd_lanes[i], mpsd_lanes[i].given);
+		result = mpsd_lane_come(&mpsd_lanes[i], mpsd_lanes[i].given);
 	return result;
+}
+
+/* What comes behind it may end where it was left all the same, and proves nothing of it. */
+void mpsd_lane_stop(struct mpsd_lane *lane, uint64_t number, uint64_t moves)
+{
+	if (words_of == moves && (!lane->stop || number < lane->stop))
+		lane->stop = number;
 }
 
 void mpsd_lanes_move(void)
@@ -282,6 +322,7 @@ void mpsd_lanes_move(void)
 		struct mpsd_lane *lane = &mpsd_lanes[i];
 
 		lane->marked = mpsd_lane_look(lane);
+		lane->stop = 0;
 		__atomic_store_n(word_in(moves, lane), (uint32_t)lane->proven, __ATOMIC_RELEASE);
 	}
 	words_of = moves;
@@ -289,10 +330,16 @@ void mpsd_lanes_move(void)
 
 CUresult mpsd_lane_mark_now(struct mpsd_lane *lane, uint64_t number)
 {
+	CUresult result;
+
 	if (number <= lane->marked)
 		return CUDA_SUCCESS;
 	lane->marked = number;
-	return real_cuMemsetD32Async((CUdeviceptr)word_of(lane), (uint32_t)number, 1, CU_STREAM_LEGACY);
+	/* The driver may keep this thread until functions of the host have run, which want the lock. */
+	pthread_mutex_unlock(&mpsd_exact_lock);
+	result = real_cuMemsetD32Async((CUdeviceptr)word_of(lane), (uint32_t)number, 1, CU_STREAM_LEGACY);
+	pthread_mutex_lock(&mpsd_exact_lock);
+	return result;
 }
 
 void mpsd_lanes_give_up(void)
@@ -301,74 +348,7 @@ void mpsd_lanes_give_up(void)
 		struct mpsd_lane *lane = &mpsd_lanes[i];
 
 		lane->proven = lane->marked = lane->given;
+		lane->stop = 0;
 		__atomic_store_n(word_in(words_of, lane), (uint32_t)lane->given, __ATOMIC_RELEASE);
 	}
-}
-
-static struct known_point **place_of(CUevent event)
-{
-	struct known_point **place = &points[(uintptr_t)event * 0x9e3779b97f4a7c15ull >> 54];
-
-	while (*place && (*place)->event != event)
-		place = &(*place)->next;
-	return place;
-}
-
-static struct known_point *used_point(CUevent event)
-{
-	struct known_point **place = place_of(event);
-
-	if (!*place)
-		*place = calloc(1, sizeof(**place));
-	if (*place) {
-		(*place)->event = event;
-		(*place)->epoch = mpsd_epoch.number;
-	} else {
-		__atomic_store_n(&mpsd_epoch.unsure, "no host memory", __ATOMIC_RELAXED);
-	}
-	return *place;
-}
-
-void mpsd_point_set(CUevent event, struct mpsd_point point)
-{
-	struct known_point *known = used_point(event);
-
-	if (known)
-		known->point = point;
-}
-
-void mpsd_point_use(CUevent event)
-{
-	used_point(event);
-}
-
-bool mpsd_point_is_used(CUevent event)
-{
-	struct known_point *known = *place_of(event);
-
-	return known && known->epoch == mpsd_epoch.number;
-}
-
-struct mpsd_point mpsd_point_of(CUevent event)
-{
-	struct known_point *known = *place_of(event);
-
-	return known ? known->point : (struct mpsd_point){ NULL, 0 };
-}
-
-void mpsd_point_forget(CUevent event)
-{
-	struct known_point **place = place_of(event), *known = *place;
-
-	if (known)
-		*place = known->next;
-	free(known);
-}
-
-void mpsd_points_forget_lane(const struct mpsd_lane *lane)
-{
-	for (unsigned int i = 0; i < POINTS; i++)
-		for (struct known_point *known = points[i]; known; known = known->next)
-			if (known->point.lane == lane)
-				known->point = (struct mpsd_point){ NULL, 0 };
 }

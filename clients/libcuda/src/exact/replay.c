@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: MIT
 /* In a move: what was not proven to have ended, undone and done again. */
+#include <string.h>
+
 #include "exact/state.h"
 #include "failover/graph.h"
 #include "failover/line.h"
@@ -8,24 +10,55 @@
 /* What it did to the host's memory it has done, and the program may have changed that since. */
 static bool has_been_seen(const struct mpsd_op *op, uint64_t proven)
 {
+	if (op->kind == MPSD_OP_HOST)
+		return mpsd_host_has_run(op->host);
 	return op->kind == MPSD_OP_COPY && (op->copy.is_staged || (op->copy.is_for_host && op->number <= proven));
 }
 
 /* What was proven when the move came; marks of this one come later. */
 static uint64_t proven_before[MPSD_LANES];
 
+/* Up to which operation of each lane all is done again. */
+static uint64_t again_to[MPSD_LANES];
+
+/* What is before an event, and before a function of the host whatever it came after, is proven when that is reached. */
+static CUresult mark_before(const struct mpsd_op *op)
+{
+	CUresult result = CUDA_SUCCESS;
+
+	if (op->kind == MPSD_OP_RECORD || op->kind == MPSD_OP_HOST)
+		result = mpsd_lane_mark_now(op->lane, op->number - 1);
+	for (unsigned int i = 0; op->kind == MPSD_OP_HOST && i < MPSD_LANES && result == CUDA_SUCCESS; i++)
+		result = mpsd_lane_mark_now(&mpsd_lanes[i], again_to[i]);
+	return result;
+}
+
+/* The driver may keep this thread until functions of the host have run, which want the lock. */
+static CUresult issue_again(const struct mpsd_op *op)
+{
+	CUresult result;
+
+	pthread_mutex_unlock(&mpsd_exact_lock);
+	result = mpsd_op_again(op);
+	pthread_mutex_lock(&mpsd_exact_lock);
+	return result;
+}
+
 static CUresult do_again(struct mpsd_replayed *replayed)
 {
 	CUresult result = CUDA_SUCCESS;
 
+	memset(again_to, 0, sizeof(again_to));
 	for (struct mpsd_op *op = mpsd_epoch.first; op && result == CUDA_SUCCESS; op = op->next) {
-		if (has_been_seen(op, proven_before[op->lane - mpsd_lanes]))
-			continue;
-		if (op->kind == MPSD_OP_RECORD)
-			result = mpsd_lane_mark_now(op->lane, op->number - 1);
-		if (result == CUDA_SUCCESS)
-			result = mpsd_op_again(op);
-		replayed->operations++;
+		unsigned int lane = (unsigned int)(op->lane - mpsd_lanes);
+
+		if (!has_been_seen(op, proven_before[lane])) {
+			result = mark_before(op);
+			if (result == CUDA_SUCCESS)
+				result = issue_again(op);
+			replayed->operations++;
+		}
+		again_to[lane] = op->number;
 	}
 	for (unsigned int i = 0; i < MPSD_LANES && result == CUDA_SUCCESS; i++)
 		result = mpsd_lane_mark_now(&mpsd_lanes[i], mpsd_lanes[i].given);
@@ -55,8 +88,10 @@ static CUresult note_end(void)
 {
 	CUresult result = real_cuEventCreate(&done, CU_EVENT_DISABLE_TIMING);
 
+	pthread_mutex_unlock(&mpsd_exact_lock);
 	if (result == CUDA_SUCCESS)
 		result = real_cuEventRecord(done, CU_STREAM_LEGACY);
+	pthread_mutex_lock(&mpsd_exact_lock);
 	if (result == CUDA_SUCCESS)
 		atomic_store(&done_moves, mpsd_tables()->moves);
 	for (unsigned int i = 1; i < MPSD_LANES && result == CUDA_SUCCESS; i++)
@@ -99,6 +134,7 @@ static void move(bool may, struct mpsd_replayed *replayed)
 		real_cuCtxSetCurrent(NULL);
 	}
 	if (replayed->unsure) {
+		mpsd_hosts_lose();
 		mpsd_lanes_give_up();
 		mpsd_epoch_end();
 	}

@@ -21,6 +21,7 @@ enum mpsd_op_kind {
 	MPSD_OP_RECORD,
 	MPSD_OP_WAIT,
 	MPSD_OP_GRAPH,
+	MPSD_OP_HOST,
 };
 
 enum mpsd_op_copy {
@@ -78,6 +79,7 @@ struct mpsd_op {
 			CUgraphExec exec;
 			struct mpsd_graph *graph;	/* a reference to it */
 		} graph;
+		struct mpsd_host *host;
 	};
 };
 
@@ -134,6 +136,7 @@ struct mpsd_lane {
 	uint64_t given;		/* operations so far */
 	uint64_t marked;	/* after so many of them the GPU writes */
 	uint64_t proven;	/* and has written */
+	uint64_t stop;		/* this one is not proven, whatever is written: a function that did not run; 0: none */
 	uint64_t saved;		/* the last one of them that is a save; 0: none that matters */
 	uint64_t after_saves;	/* how many saves, of any lane, what comes next is known to come after */
 	uint64_t after_replay;	/* in the copy after so many moves it waits for what was done again there */
@@ -158,23 +161,34 @@ bool mpsd_lanes_all_proven(void);
 CUresult mpsd_lane_mark(struct mpsd_lane *lane);
 CUresult mpsd_lanes_mark(void);
 
+/* The same, in all lanes that the driver itself keeps in order with this one. */
+CUresult mpsd_lanes_mark_before(struct mpsd_lane *lane);
+
 /* Without the lock: until the GPU has written that, but for a lane that is captured. */
 CUresult mpsd_lane_wait(struct mpsd_lane *lane, uint64_t number);
 
+/* The same where others may wait for this thread. NOT_READY: a function of the host that may wait for them keeps it. */
+CUresult mpsd_lane_come(struct mpsd_lane *lane, uint64_t number);
+
 /* Without the lock. NOT_READY: it has not, and the driver need not be asked. */
 CUresult mpsd_lane_seen(struct mpsd_lane *lane, uint64_t number);
-CUresult mpsd_lanes_wait(void);		/* all that was given; by who has the order */
+
+/* All that was given, by who has the order, as mpsd_lane_come(). */
+CUresult mpsd_lanes_wait(void);
+
+/* With the lock: that operation is not proven in the copy after so many moves. */
+void mpsd_lane_stop(struct mpsd_lane *lane, uint64_t number, uint64_t moves);
 
 /* In a move, with the lock: other words. What is proven stays so. */
 void mpsd_lanes_move(void);
 
-/* In a move, with the lock: the GPU writes that number, in the legacy stream. */
+/* In a move, with the lock, but not in the call: the GPU writes that number, in the legacy stream. */
 CUresult mpsd_lane_mark_now(struct mpsd_lane *lane, uint64_t number);
 
 /* With the lock: nothing is waited for any more. */
 void mpsd_lanes_give_up(void);
 
-/* With the lock: where an event is. A record that is proven, or none, is (NULL, 0). */
+/* points.c, with the lock: where an event is. A record that is proven, or none, is (NULL, 0). */
 struct mpsd_point {
 	struct mpsd_lane *lane;
 	uint64_t number;
@@ -207,6 +221,12 @@ void mpsd_epoch_end(void);
 
 /* Takes the lock: the program is about to know what is proven. */
 void mpsd_epoch_observed(void);
+
+/* The same with the lock, while something is open. */
+void mpsd_epoch_seen(void);
+
+/* Without the lock and the order: what it writes to the host's memory was read there, and is kept. */
+CUresult mpsd_epoch_come_after_reads(const struct mpsd_op *op);
 
 /* Without the lock, with the order. */
 CUresult mpsd_epoch_settle(void);
@@ -266,6 +286,23 @@ CUresult mpsd_params_save(const struct mpsd_op *op, struct mpsd_plan *plan);
 bool mpsd_validates(void);
 CUresult mpsd_validate_before(void);
 CUresult mpsd_validate_after(const struct mpsd_op *op);
+
+/* hostfunc.c: functions of the host in streams */
+
+struct mpsd_host;
+
+/* With the lock: its operation is noted. */
+void mpsd_host_noted(const struct mpsd_op *op);
+
+/* Given to the driver, in the copy of this call. */
+CUresult mpsd_host_issue(struct mpsd_host *host, CUstream stream);
+
+/* In a move: whether it has run to its end. */
+bool mpsd_host_has_run(struct mpsd_host *host);
+
+void mpsd_host_let_go(struct mpsd_host *host);
+bool mpsd_hosts_are_open(void);		/* some have not run to their end */
+bool mpsd_hosts_keep(void);		/* one runs, and has for long */
 
 /* submit.c */
 

@@ -185,6 +185,8 @@ static void note(struct mpsd_op *op, uint64_t moves)
 		mpsd_point_set(op->event.event, (struct mpsd_point){ op->lane, op->number - 1 });
 	else if (op->kind == MPSD_OP_WAIT)
 		mpsd_point_use(op->event.event);
+	else if (op->kind == MPSD_OP_HOST)
+		mpsd_host_noted(op);
 	mpsd_noted_in = 1 + moves;
 }
 
@@ -255,6 +257,9 @@ static CUresult make_ready(const struct mpsd_op *op, bool full)
 	/* An event that is reached proves what is before it. */
 	if (result == CUDA_SUCCESS && op->kind == MPSD_OP_RECORD)
 		result = mpsd_lane_mark(op->lane);
+	/* And a function of the host sees what is before it. */
+	if (result == CUDA_SUCCESS && op->kind == MPSD_OP_HOST)
+		result = mpsd_lanes_mark_before(op->lane);
 	return result;
 }
 
@@ -331,6 +336,8 @@ CUresult mpsd_submit(struct mpsd_op *op, bool proves)
 		result = MPSD_AGAIN;
 	else if (!is_done)
 		result = stay_near(stream, moves);
+	if (result == CUDA_SUCCESS && !is_done && op->kind == MPSD_OP_COPY && op->copy.is_for_host)
+		result = mpsd_epoch_come_after_reads(op);
 	if (result == CUDA_SUCCESS && !mpsd_order_take(moves))
 		result = MPSD_AGAIN;
 	if (result != CUDA_SUCCESS) {

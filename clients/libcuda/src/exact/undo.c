@@ -372,6 +372,9 @@ CUresult mpsd_undo_give_back(void)
 {
 	CUresult result = mpsd_exact() ? mpsd_epoch_settle() : CUDA_SUCCESS;
 
+	/* It has not ended, and freeing would wait for that. */
+	if (result == CUDA_SUCCESS && mpsd_exact() && __atomic_load_n(&mpsd_epoch.unsure, __ATOMIC_RELAXED))
+		return CUDA_ERROR_OUT_OF_MEMORY;
 	while (result == CUDA_SUCCESS && chunk_count) {
 		result = inner_cuMemFree_v2(chunks[chunk_count - 1].base);
 		chunk_count -= result == CUDA_SUCCESS;

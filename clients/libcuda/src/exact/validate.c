@@ -129,8 +129,12 @@ CUresult mpsd_validate_before(void)
 /* Its saves, and the room they are in, are the proxy's own doing. */
 CUresult mpsd_validate_after(const struct mpsd_op *op)
 {
-	CUresult result = mpsd_lanes_mark();
+	CUresult result = CUDA_SUCCESS;
 
+	/* A function of the host may wait for a thread that wants the order. */
+	if (op->kind == MPSD_OP_HOST || mpsd_hosts_are_open())
+		return result;
+	result = mpsd_lanes_mark();
 	if (result == CUDA_SUCCESS)
 		result = mpsd_lanes_wait();
 	if (result == CUDA_SUCCESS) {

@@ -53,7 +53,21 @@ static inline bool mpsd_is_left(void)
 /* After wrappers are installed, and before the program has a context. Once. */
 void mpsd_carry_install(void);
 
+/*
+ * The thread is in a function of the program's that runs in a stream, where nothing of the driver's may be called: it
+ * would wait for what waits for it.
+ */
+extern _Thread_local bool mpsd_in_host_function __attribute__((tls_model("initial-exec")));
+
+static inline bool mpsd_is_forbidden(void)
+{
+	return __builtin_expect(mpsd_in_host_function, 0);
+}
+
 /* phase.c */
+
+/* A loss was met: the daemon hears of it. Whether it has moved the program since, or tried to; after that. */
+bool mpsd_phase_word(CUresult result, uint64_t moves);
 
 extern const struct mpsd_tables *mpsd_first_tables;
 uint64_t mpsd_carry_wait(void);

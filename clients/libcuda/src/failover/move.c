@@ -18,7 +18,6 @@
 #include "windows.h"
 #include "zones.h"
 
-#define MOST_REST_MS 2000
 #define TURN_MS 3000		/* less than a held call waits */
 
 /* Of each copy that comes into use. Kept for good: a thread may be inside one at any time. */
@@ -67,54 +66,6 @@ static void switch_over(void)
 	mpsd_standby_no_calls();
 }
 
-/*
- * What is left to be done in the copy in use: SUCCESS for nothing, NOT_READY, or what its loss says. With the lock
- * of made.h.
- */
-static CUresult look_for_work(void)
-{
-	for (struct mpsd_made *made = mpsd_made_oldest(); made; made = made->newer) {
-		struct mpsd_made *context = mpsd_made_context(made->device);
-		CUstream stream = made->kind == MPSD_MADE_STREAM ? made->native : CU_STREAM_LEGACY;
-		CUresult result;
-
-		if ((made->kind != MPSD_MADE_STREAM && made->kind != MPSD_MADE_CONTEXT) || !context)
-			continue;
-		result = real_cuCtxPushCurrent_v2(context->native);
-		if (result == CUDA_SUCCESS) {
-			result = real_cuStreamQuery(stream);
-			real_cuCtxPopCurrent_v2(&(CUcontext){ NULL });
-		}
-		if (result != CUDA_SUCCESS)
-			return result;
-	}
-	return CUDA_SUCCESS;
-}
-
-/* NOT_READY: not in time. What a loss says: the context is not well any more, and its work is lost. */
-static CUresult come_to_rest(void)
-{
-	CUresult result = CUDA_ERROR_NOT_READY;
-
-	for (int ms = 0; ms < MOST_REST_MS && result == CUDA_ERROR_NOT_READY; ms++) {
-		/* A look at streams would end a capture. */
-		bool rests = mpsd_work_rests() && !mpsd_capturing();
-
-		mpsd_made_lock();
-		result = mpsd_capturing() ? CUDA_ERROR_NOT_READY : look_for_work();
-		mpsd_made_unlock();
-		if (result == CUDA_SUCCESS && !rests)
-			result = CUDA_ERROR_NOT_READY;
-		if (result == CUDA_ERROR_NOT_READY)
-			mpsd_pause(1);
-	}
-	if (result == CUDA_SUCCESS) {
-		mpsd_work_ended();
-		mpsd_exact_rested();
-	}
-	return result;
-}
-
 static bool hold_and_switch(bool *planned, struct mpsd_times *times, const char **why)
 {
 	CUresult rest = CUDA_SUCCESS;
@@ -128,7 +79,7 @@ static bool hold_and_switch(bool *planned, struct mpsd_times *times, const char 
 		return false;
 	*why = "its work did not end in time";
 	if (*planned)
-		rest = come_to_rest();
+		rest = mpsd_come_to_rest();
 	if (rest == CUDA_ERROR_NOT_READY)
 		return false;
 	*planned = *planned && rest == CUDA_SUCCESS;
@@ -167,6 +118,7 @@ static const char *go_on(bool planned, bool again, struct mpsd_replayed *replaye
 		return replayed->unsure;
 	}
 	*replayed = (struct mpsd_replayed){ 0 };
+	mpsd_hosts_lose();
 	return !planned && mpsd_work_lost() ? "mode keep" : NULL;
 }
 

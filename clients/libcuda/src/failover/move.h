@@ -47,6 +47,9 @@ int mpsd_left_ms(void);
  */
 bool mpsd_move(bool planned, enum mpsd_failover_again again, struct mpsd_times *times, const char **why);
 
+/* rest.c. NOT_READY: not in time. What a loss says: the context is not well any more, and its work is lost. */
+CUresult mpsd_come_to_rest(void);
+
 /* After a move that waits: what was in flight is done again (`may`) or lost, and calls go on. */
 void mpsd_turn(bool may, struct mpsd_replayed *replayed);
 bool mpsd_turn_is_due(void);

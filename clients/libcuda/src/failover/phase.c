@@ -104,6 +104,15 @@ static bool wait_for_word(uint64_t moves)
 	return atomic_load(&mpsd_moves) != moves;
 }
 
+bool mpsd_phase_word(CUresult result, uint64_t moves)
+{
+	mpsd_line_error(result, moves);
+	if (atomic_load(&mpsd_moves) == moves && (!mpsd_line_ready() || !wait_for_word(moves)))
+		return false;
+	settled();
+	return true;
+}
+
 /* Whatever went wrong while the context changed is tried again in the next one. */
 bool mpsd_carry_again(CUresult result, uint64_t moves)
 {

@@ -87,6 +87,12 @@ int mpsd_left_ms(void)
 	return now < due ? (int)((due - now) / 1000000) + 1 : 0;
 }
 
+static void forget_left(void)
+{
+	end_copy(&left);
+	mpsd_hosts_copy_went(left_moves);
+}
+
 void mpsd_standby_tend(void)
 {
 	if (mpsd_left_ms())
@@ -94,7 +100,7 @@ void mpsd_standby_tend(void)
 	if (atomic_load(mpsd_inside_of(left_moves)))
 		left_ns += RETRY_NS;
 	else
-		end_copy(&left);
+		forget_left();
 }
 
 /* The end of what a copy has on the GPU, then of the copy, once nobody is inside it. */
@@ -105,7 +111,7 @@ static void end_left(void)
 	for (int ms = 0; left.handle && ms < MOST_LEAVE_MS && atomic_load(mpsd_inside_of(left_moves)); ms++)
 		mpsd_pause(1);
 	if (left.handle && !atomic_load(mpsd_inside_of(left_moves)))
-		end_copy(&left);
+		forget_left();
 }
 
 static bool start_copy(uint64_t generation, const char *pipe, const char **why)
