@@ -46,8 +46,10 @@ static enum turn turn_of(struct mpsd_given *given, CUresult *status, bool is_lat
 		return NEVER;
 	if (left && host->lane)
 		mpsd_lane_stop(host->lane, host->number, given->moves);
-	if (left)
+	if (left) {
+		host->is_passed = true;
 		return NEVER;
+	}
 	if (host->state == RUNS)
 		return AFTER;
 	if (*status != CUDA_SUCCESS)
@@ -132,6 +134,7 @@ static bool give(struct mpsd_host *host, struct mpsd_given *given)
 			mpsd_host_open(host);
 		*given = (struct mpsd_given){ .host = host, .moves = mpsd_tables()->moves };
 		mpsd_given_begin(given);
+		host->is_passed = false;
 		if (host->state == WAITS)
 			host->status = CUDA_SUCCESS;
 		pthread_cond_broadcast(&mpsd_hosts_changed);

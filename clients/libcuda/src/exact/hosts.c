@@ -51,6 +51,8 @@ static void free_unused(struct mpsd_host *host)
 {
 	if (host->is_held || host->givens || host->state == RUNS || is_to_be_told(host))
 		return;
+	if (host->state == WAITS && host->is_passed)
+		return;
 	mpsd_host_close(host, LOST);
 	free(host);
 }
@@ -218,6 +220,7 @@ void mpsd_hosts_lose(void)
 			continue;
 		if (host->kind != CALLBACK) {
 			mpsd_host_close(host, LOST);
+			free_unused(host);
 			continue;
 		}
 		host->state = OWED;
