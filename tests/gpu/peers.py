@@ -67,15 +67,11 @@ class Peers:
         code = self.launch(source)
         return [code, -1 if code else self.read()]
 
-    def copied(self, source: int) -> list[int] | None:
-        """The same by cuMemcpyPeer; None where the driver has none."""
-        try:
-            copy = cuda.cuMemcpyPeer
-        except AttributeError:
-            return None
+    def copied(self, source: int) -> list[int]:
+        """The same by cuMemcpyPeer."""
         self.use(1)
         there, here = ctypes.c_uint64(source), ctypes.c_uint64(self.target)
-        code = int(copy(here, self.contexts[1], there, self.contexts[0], ctypes.c_size_t(4)))
+        code = int(cuda.cuMemcpyPeer(here, self.contexts[1], there, self.contexts[0], ctypes.c_size_t(4)))
         return [code, -1 if code else self.read()]
 
     def enable(self) -> int:

@@ -21,6 +21,7 @@ void mpsd_epoch_unsure(const char *why)
 void mpsd_epoch_append(struct mpsd_op *op)
 {
 	op->number = ++op->lane->given;
+	mpsd_lane_follows(op->lane);
 	op->next = NULL;
 	*mpsd_epoch.last = op;
 	mpsd_epoch.last = &op->next;

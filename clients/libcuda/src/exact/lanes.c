@@ -113,9 +113,34 @@ static uint64_t look(struct mpsd_lane *lane, const uint32_t *word)
 	return lane->proven;
 }
 
+/* What the last operation of a stream came after has ended with it. */
+static void conclude(struct mpsd_lane *lane)
+{
+	struct mpsd_lane *legacy = mpsd_lane_find(CU_STREAM_LEGACY);
+	uint64_t ended = lane->legacy;
+
+	lane->legacy = 0;
+	if (legacy && legacy->stop && ended >= legacy->stop)
+		ended = legacy->stop - 1;
+	if (legacy && ended > legacy->proven)
+		legacy->proven = ended;
+}
+
 uint64_t mpsd_lane_look(struct mpsd_lane *lane)
 {
-	return words ? look(lane, word_in(words_of, lane)) : lane->proven;
+	if (words)
+		look(lane, word_in(words_of, lane));
+	if (lane->legacy && lane->proven == lane->given)
+		conclude(lane);
+	return lane->proven;
+}
+
+void mpsd_lane_follows(struct mpsd_lane *lane)
+{
+	const struct mpsd_lane *legacy = lane->is_apart ? NULL : mpsd_lane_find(CU_STREAM_LEGACY);
+
+	if (legacy && legacy != lane)
+		lane->legacy = legacy->given;
 }
 
 bool mpsd_lanes_all_proven(void)

@@ -125,9 +125,8 @@ static CUresult submit(struct mpsd_op *op, const struct mpsd_rows *rows)
 	op->copy.way = op->copy.is_for_host ? is_in ? MPSD_COPY_ANY : MPSD_COPY_OUT
 					    : is_in ? MPSD_COPY_IN : MPSD_COPY_WITHIN;
 	is_awaited = op->copy.is_for_host && (op->waits || !mpsd_is_pinned((const void *)op->copy.to));
-	/* What a function of the host will have put there by then the GPU reads itself. */
-	if (is_in && is_good && !(is_pinned && mpsd_hosts_are_open()) &&
-	    (op->copy.size <= MPSD_MOST_COPIED || (!is_pinned && op->copy.size <= MPSD_MOST_KEPT))) {
+	/* What something before it will have put into pinned memory by then the GPU reads itself. */
+	if (is_in && is_good && !is_pinned && op->copy.size <= MPSD_MOST_KEPT) {
 		if (!mpsd_copy_keep(op))
 			return CUDA_ERROR_OUT_OF_MEMORY;
 		return mpsd_submit_new(op, is_awaited);

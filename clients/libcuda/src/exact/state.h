@@ -103,7 +103,6 @@ CUresult mpsd_rows_issue_now(const struct mpsd_op *op);
 CUresult mpsd_rows_issue(const struct mpsd_op *op, CUstream stream);
 
 /* What a copy reads from the host is kept, packed, where it is small, or pageable and not large. False: no memory. */
-#define MPSD_MOST_COPIED ((size_t)64 << 10)	/* of the host's memory, whosever it is */
 #define MPSD_MOST_KEPT ((size_t)1 << 20)	/* of pageable memory; more is waited for */
 bool mpsd_copy_keep(struct mpsd_op *op);
 
@@ -137,6 +136,7 @@ struct mpsd_lane {
 	uint64_t marked;	/* after so many of them the GPU writes */
 	uint64_t proven;	/* and has written */
 	uint64_t stop;		/* this one is not proven, whatever is written: a function that did not run; 0: none */
+	uint64_t legacy;	/* of the legacy stream's operations, those that the last one came after */
 	uint64_t saved;		/* the last one of them that is a save; 0: none that matters */
 	uint64_t after_saves;	/* how many saves, of any lane, what comes next is known to come after */
 	uint64_t after_replay;	/* in the copy after so many moves it waits for what was done again there */
@@ -155,6 +155,7 @@ struct mpsd_lane *mpsd_lane_find(CUstream stream);
 
 /* With the lock: what the GPU has written by now. */
 uint64_t mpsd_lane_look(struct mpsd_lane *lane);
+void mpsd_lane_follows(struct mpsd_lane *lane);	/* an operation came into it now */
 bool mpsd_lanes_all_proven(void);
 
 /* Without the lock, by who has the order: the GPU writes after what was given so far. */
