@@ -15,7 +15,7 @@ from faultinject import report
 from faultinject.history import History
 from faultinject.matrix import tell_stderr
 from faultinject.node import Node, open_node
-from faultinject.proxy import deaths, memory_end, numba_suite, pairs, reports
+from faultinject.proxy import deaths, judge, memory_end, numba_suite, pairs, reports
 from faultinject.proxy.library import Libraries, find_libraries
 from faultinject.proxy.work import NAMES, ON_SIMULATED
 from faultinject.rig import Rig
@@ -94,7 +94,7 @@ def _on(node: Node, plan: Plan, libraries: Libraries, base: Path) -> dict[str, A
     found: dict[str, Any] = dict.fromkeys(("programs", "numba", "deaths", "memory_end"))
     found["leftovers"] = []
     if plan.programs is not None:
-        moved = any(mode in pairs.FAILOVER_MODES for mode in plan.modes)
+        moved = any(mode in judge.FAILOVER_MODES for mode in plan.modes)
         settings = {**SETTINGS, **(libraries.failover_settings() if moved else {})}
         with History() as history, Rig(node, "mpsd", history, settings=settings) as rig:
             found["programs"] = pairs.run_programs(

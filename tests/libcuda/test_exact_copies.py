@@ -67,9 +67,8 @@ def test_where_nothing_is_to_be_copied_the_driver_says_so(post: Post, ask: Progr
 @EXACT
 def test_a_copy_from_pinned_memory_has_what_was_copied_there_before(post: Post, ask: Program) -> None:
     post.greet(moving.EXACT)
-    ask(
-        "m = gpu.memory(8 << 20); n = gpu.memory(8 << 20); p = gpu.made('cuMemHostAlloc', 4096, 0); s = gpu.stream()"
-    )
+    ask("m = gpu.memory(8 << 20); n = gpu.memory(8 << 20); s = gpu.stream()")
+    ask("p = gpu.made('cuMemHostAlloc', 4096, 0)")
     ask("gpu.code('cuMemsetD32_v2', m, 7, 8); gpu.sync()")
     assert ask("gpu.run('late', m + 4096, 1, 1, stream=s)") == "0"
     copies = "gpu.code('cuMemcpyDtoHAsync_v2', p, m, 32, s), gpu.code('cuMemcpyHtoDAsync_v2', n, p, 32, s)"
