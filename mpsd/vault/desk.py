@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mpsd.core.vault import Holding, Refusal, valid_name
-from mpsd.errors import AmbiguousError, DeniedError, MpsdError, NotFoundError, UsageError
+from mpsd.errors import AmbiguousError, MpsdError, NotFoundError, UsageError
 from mpsd.listener import Peer
 from mpsd.usernames import user_name
 from mpsd.vault.hold import Vault
@@ -61,10 +61,11 @@ class Desk:
     async def keep(self, peer: Peer, args: Mapping[str, Any]) -> Reply:
         pid, name = int(args["pid"]), str(args["name"])
         found = self._vault.owner_of(pid)
-        if found is None:
+        if found is None or not (peer.admin or peer.uid == found[1].uid):
             must_be_open(self._vault)
+            # The same words for another user's client and for what is none.
             raise NotFoundError(
-                f"process {pid} is no client of the vault",
+                f"process {pid} is no client of yours of the vault",
                 remedy=f"is it started with mpsd-run, and mpsd's libcuda installed? {_LOOK}",
             )
         process, owner = found
@@ -72,10 +73,6 @@ class Desk:
             raise AmbiguousError(
                 f"process {pid} is not the one that was meant: the pid was used again",
                 remedy="look it up again with mpsd-ctl vault list",
-            )
-        if not peer.admin and peer.uid != owner.uid:
-            raise DeniedError(
-                f"process {pid} belongs to another user", remedy="its owner, root and the mpsd group may"
             )
         dry_run = bool(args.get("dry_run"))
         refusal = (
