@@ -36,7 +36,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(arguments: Namespace, environ: Mapping[str, str], out: TextIO, notes: TextIO) -> int:
     """Perform the verb. `notes`: what is no error and still to be told. Raises ConfigError."""
     if arguments.verb == "show":
-        out.write(to_toml(load(arguments.file, environ)))
+        out.write(to_toml(load(arguments.file, environ, uid=0)))
         return 0
     for name, remedy in unknown_variables(environ):
         notes.write(f"mpsd: variable without a meaning: {name} ({remedy})\n")

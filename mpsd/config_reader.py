@@ -61,8 +61,10 @@ _OTHER_PREFIXES = (
 )
 
 
-def load(path: str | Path | None = None, environ: Mapping[str, str] | None = None) -> Config:
-    """The effective configuration.
+def load(
+    path: str | Path | None = None, environ: Mapping[str, str] | None = None, *, uid: int | None = None
+) -> Config:
+    """The effective configuration, for an mpsd that this user runs (by default the caller).
 
     A `path` that is given must exist; $MPSD_CONFIG too; the default file may be absent.
     Raises ConfigError.
@@ -81,7 +83,12 @@ def load(path: str | Path | None = None, environ: Mapping[str, str] | None = Non
     }
     config = replace(config, **missing)
     where = " with ".join([str(source), *(f"${name}" for name in given)])
-    check_rules(config, where, os.geteuid(), config.simulated.dir or env.get("MPSD_SIM_DIR", ""))
+    check_rules(
+        config,
+        where,
+        os.geteuid() if uid is None else uid,
+        config.simulated.dir or env.get("MPSD_SIM_DIR", ""),
+    )
     return config
 
 

@@ -32,6 +32,8 @@ _LEFTOVER = (
 def on_slot_wanted(draft: Draft, event: ev.SlotWanted) -> None:
     slot = draft.state.slots.get(event.slot)
     if slot is None:
+        if draft.state.stopping:
+            return
         if event.start and not slots.room(draft):
             draft.count("slots_refused")
             return

@@ -11,7 +11,7 @@ from tests.libcuda.test_failover import Program, ask, break_domain, copies, post
 from tests.support import moving
 from tests.support.moving import Post
 from tests.support.simfixtures import backend, domain, second
-from tests.support.simnode import Domain
+from tests.support.simnode import Domain, until
 
 __all__ = ["ask", "backend", "copies", "domain", "post", "second"]
 
@@ -73,4 +73,109 @@ def test_a_copy_from_pinned_memory_has_what_was_copied_there_before(post: Post, 
     assert ask("gpu.run('late', m + 4096, 1, 1, stream=s)") == "0"
     copies = "gpu.code('cuMemcpyDtoHAsync_v2', p, m, 32, s), gpu.code('cuMemcpyHtoDAsync_v2', n, p, 32, s)"
     assert ask(f"{copies}, gpu.sync(), gpu.word(n), gpu.word(n + 28)") == "(0, 0, 0, 7, 7)"
+    assert ask.end() == ""
+
+
+COPY = {
+    "in": "gpu.code('cuMemcpyHtoDAsync_v2', n, p, 32, {})",
+    "out": "gpu.code('cuMemcpyDtoHAsync_v2', p, n, 32, {})",
+}
+REACHED = "gpu.code('cuEventRecord', e, {0}), gpu.code('cuEventSynchronize', e)"
+KERNEL = "gpu.run('add', n + 64, 8, 1, stream={})"
+# Of a stream and the legacy one: what comes after what, and what the program waits for.
+ORDERS = {
+    "same": ["a", REACHED.format("a")],
+    "legacy, then an event": ["0", KERNEL.format("b"), REACHED.format("b")],
+    "an event of the legacy stream": ["a", REACHED.format("0")],
+    "a kernel between": ["a", KERNEL.format("0"), REACHED.format("0")],
+    "through the legacy stream": [
+        "a",
+        KERNEL.format("0"),
+        KERNEL.format("b"),
+        "gpu.code('cuStreamSynchronize', b)",
+    ],
+    "a copy that waits": ["a", "gpu.code('cuMemcpyHtoD_v2', m + 4096, p + 2048, 32)"],
+}
+
+
+@EXACT
+@pytest.mark.parametrize("way", COPY)
+@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
+def test_streams_that_wait_for_each_other_prove_each_other(
+    domain: Domain, second: Domain, post: Post, ask: Program, copies: Path, way: str, order: list[str]
+) -> None:
+    """What was read may be written over then, and what was written may be changed; `t` is unproven."""
+    line = post.greet(moving.EXACT)
+    ask("import ctypes; m = gpu.memory(8 << 20); n = gpu.memory(8 << 20); t = gpu.stream()")
+    ask("a = gpu.made('cuStreamCreate', 0); b = gpu.made('cuStreamCreate', 0)")
+    ask("e = gpu.made('cuEventCreate', 2)")
+    ask("p = gpu.made('cuMemHostAlloc', 4096, 0); w = (ctypes.c_uint32 * 8).from_address(p); w[:] = [5] * 8")
+    ask("gpu.sync()")
+    stand_by(line, second, copies)
+    assert ask("gpu.run('add', m, 8, 1, stream=t)") == "0"
+    assert set(ask(f"{COPY[way].format(order[0])}, {', '.join(order[1:])}")) == set("(0, )")
+    ask("w[:] = [100] * 8")
+    break_domain(domain)
+    assert move(line).text == ""
+    assert ask("gpu.sync(), gpu.word(n), w[0]") == f"(0, {5 if way == 'in' else 0}, 100)"
+    assert ask.end() == ""
+
+
+@EXACT
+def test_rows_that_are_read_are_written_over_later(
+    domain: Domain, second: Domain, post: Post, ask: Program, copies: Path
+) -> None:
+    line = post.greet(moving.EXACT)
+    ask("import ctypes; n = gpu.memory(8 << 20); s = gpu.stream()")
+    ask("from tests.support.rows import DEVICE, HOST, plane")
+    ask("p = gpu.made('cuMemHostAlloc', 1 << 20, 0); w = (ctypes.c_uint32 * (1 << 18)).from_address(p)")
+    ask("w[0] = 5; w[4096] = 6; w[8192] = 7; gpu.sync()")
+    stand_by(line, second, copies)
+    ask("g = plane((DEVICE, n, 4096), (HOST, p, 16384), 4, 3)")
+    assert (
+        ask("gpu.code('cuMemcpy2DAsync_v2', ctypes.byref(g), s), gpu.run('add', n, 1, 100, stream=s)")
+        == "(0, 0)"
+    )
+    assert ask("gpu.code('cuMemcpyDtoHAsync_v2', p + 32768, n, 4, s)") == "0"
+    until(lambda: ask("w[8192]") == "105")
+    break_domain(domain)
+    assert move(line).text == ""
+    assert ask("gpu.sync(), [gpu.word(n + 4096 * i) for i in range(3)], w[8192]") == "(0, [105, 6, 7], 105)"
+    assert ask.end() == ""
+
+
+@EXACT
+def test_a_stream_that_is_ended_behind_a_function_that_waits_is_not_forgotten(
+    domain: Domain, second: Domain, post: Post, ask: Program, copies: Path
+) -> None:
+    """Another stream gets the address or the place of it; what was in flight is lost, and that is said."""
+    line = post.greet(moving.EXACT)
+    ask("m = gpu.memory(8 << 20); n = gpu.memory(8 << 20); s = gpu.stream(); gpu.sync()")
+    stand_by(line, second, copies)
+    assert ask("gpu.host('a', stream=s, holds=True), gpu.run('add', m, 8, 10, stream=s)") == "(0, 0)"
+    until(lambda: ask("gpu.began") == "['a']")
+    assert ask("gpu.code('cuStreamDestroy_v2', s)") == "0"
+    ask("t = gpu.stream()")
+    both = "gpu.run('add', n, 8, 1, stream=t), gpu.code('cuStreamSynchronize', t)"
+    assert ask(f"{both}, {both}") == "(0, 0, 0, 0)"
+    break_domain(domain)
+    assert move(line).text == "a host function that waits"
+    ask("gpu.go('a')")
+    assert ask("gpu.sync(), gpu.word(n)") == "(719, 2)"
+    assert "a host function that waits" in ask.end()
+
+
+@pytest.mark.parametrize("ask", [{"MPSD_FAILOVER": mode} for mode in ("exact", "keep")], indirect=True)
+@pytest.mark.parametrize("rows", [False, True])
+def test_pageable_memory_is_read_behind_a_function_of_the_host(post: Post, ask: Program, rows: bool) -> None:
+    post.greet(moving.EXACT)
+    ask("import ctypes; from tests.support.rows import DEVICE, HOST, plane")
+    ask("n = gpu.memory(8 << 20); gpu.sync()")
+    ask("gpu.x = x = (ctypes.c_uint32 * 65536)(); after = threading.Timer(0.2, gpu.go, ['a'])")
+    ask("g = plane((DEVICE, n, 4096), (HOST, ctypes.addressof(x), 4096), 4096, 64)")
+    assert ask("gpu.host('a', stream=0, holds=True, does='self.x.__setitem__(0, 9) or 1')") == "0"
+    copy = (
+        "gpu.code('cuMemcpy2D_v2', ctypes.byref(g))" if rows else "gpu.code('cuMemcpyHtoD_v2', n, x, 262144)"
+    )
+    assert ask(f"after.start(), {copy}, gpu.sync(), gpu.word(n)") == "(None, 0, 0, 9)"
     assert ask.end() == ""

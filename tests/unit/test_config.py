@@ -12,6 +12,7 @@ import tempfile
 from argparse import ArgumentParser
 from dataclasses import fields
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -235,6 +236,10 @@ def test_check_and_show(tmp_path: Path) -> None:
     shown = run_cli("show", path, environ={**ENVIRON, "MPSD_LIMITS_CLIENTS": "7"})
     assert 'backend = "simulated"' in shown
     assert "clients = 7" in shown
+    # Whoever reads it need not be who may run it.
+    everybodys = str(write(tmp_path, f"{PLACES}\n[domains]\nserve_default_path = true\n"))
+    with patch("os.geteuid", return_value=1000):
+        assert "serve_default_path = true" in run_cli("show", everybodys, environ=ENVIRON)
 
 
 @pytest.mark.parametrize(

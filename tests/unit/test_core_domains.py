@@ -440,6 +440,14 @@ def test_stop_gives_up_a_path_that_leads_to_nothing_and_keeps_one_whose_domain_l
     assert set(world.state.slots) == {SLOT}
 
 
+def test_who_asks_while_it_stops_gets_no_slot_that_the_next_mpsd_would_serve() -> None:
+    world = World().ready()
+    world.join(10)
+    world.do(ev.StopRequested())
+    world.do(ev.SlotWanted("late", (GPU,), 5, False, start=True))
+    assert set(world.state.slots) == {SLOT} and not world.made(fx.StartDomain)
+
+
 def test_a_fault_while_stopping_starts_nothing() -> None:
     world = World().ready()
     world.join(10)

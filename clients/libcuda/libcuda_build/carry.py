@@ -109,7 +109,7 @@ def _body(one: Carried) -> Iterator[str]:
     read += ["mpsd_rows_source(pCopy)" for p in one.function.parameters if re.match(_ROWS, p)]
     if one.does.startswith("waits_"):
         yield "\tuint64_t work = mpsd_work_count();"
-    if one.does != "ask":
+    if one.does != "ask" or one.settles:
         yield "\tif (mpsd_is_forbidden())"
         yield "\t\treturn CUDA_ERROR_NOT_PERMITTED;"
     for argument in read:

@@ -135,10 +135,10 @@ static bool is_device(CUdeviceptr address)
 /* From the host: its bytes are copied, or borrowed until it may know that they were read. */
 static CUresult submit_in(struct mpsd_op op, bool is_awaited)
 {
-	/* What something before it will have put there by then the GPU reads itself. */
+	/* What something before it, a copy or a function of the host, will have put there the GPU reads itself. */
 	bool is_pinned = mpsd_is_pinned((const void *)op.copy.from);
 
-	if (!is_pinned && op.copy.size <= MPSD_MOST_KEPT) {
+	if (!is_pinned && op.copy.size <= MPSD_MOST_KEPT && !mpsd_hosts_are_open()) {
 		if (!mpsd_copy_keep(&op))
 			return CUDA_ERROR_OUT_OF_MEMORY;
 		return mpsd_submit_new(&op, is_awaited);

@@ -1,9 +1,14 @@
 // SPDX-License-Identifier: MIT
 /* What was submitted since all was last proven to have ended. */
 #include <stdlib.h>
+#include <unistd.h>
 
+#include "clock.h"
 #include "exact/state.h"
 #include "failover/line.h"
+
+#define READ_NS 1000000000ull
+#define READ_US 50
 
 pthread_mutex_t mpsd_exact_lock = PTHREAD_MUTEX_INITIALIZER;
 struct mpsd_epoch mpsd_epoch = { .number = 1, .last = &mpsd_epoch.first };
@@ -21,7 +26,6 @@ void mpsd_epoch_unsure(const char *why)
 void mpsd_epoch_append(struct mpsd_op *op)
 {
 	op->number = ++op->lane->given;
-	mpsd_lane_follows(op->lane);
 	op->next = NULL;
 	*mpsd_epoch.last = op;
 	mpsd_epoch.last = &op->next;
@@ -68,6 +72,41 @@ void mpsd_epoch_end(void)
 	mpsd_undo_forget();
 }
 
+static bool has_ended(const struct mpsd_op *op)
+{
+	return mpsd_lane_look(op->lane) >= op->number;
+}
+
+/* What it came after has ended, if not the operation itself. */
+static bool has_come(const struct mpsd_op *op, struct mpsd_point at)
+{
+	return (op->lane == at.lane && op->number == at.number) || has_ended(op) ||
+	       (op->is_marked && mpsd_lane_look(op->lane) + 1 >= op->number);
+}
+
+/*
+ * The legacy stream and those that block with it wait for each other: what was submitted before an operation of the
+ * legacy stream has ended when something has that came after it.
+ */
+static void conclude(struct mpsd_point at)
+{
+	const struct mpsd_op *legacy = NULL, *before = NULL, *last = NULL;
+
+	for (struct mpsd_op *op = mpsd_epoch.first; op; op = op->next) {
+		bool is_legacy = op->lane->stream == CU_STREAM_LEGACY;
+
+		if (op->lane->is_apart)
+			continue;
+		if (has_come(op, at))
+			last = !is_legacy ? legacy : has_ended(op) ? op : before;
+		before = op;
+		legacy = is_legacy ? op : legacy;
+	}
+	for (struct mpsd_op *op = last ? mpsd_epoch.first : NULL; op; op = op == last ? NULL : op->next)
+		if (!op->lane->is_apart)
+			mpsd_lane_conclude(op->lane, op->number);
+}
+
 /* What was the program's is its own again, as soon as it may know that it was read. */
 static void take_borrowed(void)
 {
@@ -81,14 +120,25 @@ static void take_borrowed(void)
 			continue;
 		}
 		op->copy.is_borrowed = false;
-		if (!mpsd_copy_keep(op))
+		if (mpsd_copy_keep(op))
+			mpsd_epoch.kept_bytes += op->copy.size;
+		else
 			__atomic_store_n(&mpsd_epoch.unsure, "no host memory", __ATOMIC_RELAXED);
 	}
 	mpsd_epoch.has_borrowed = has;
 }
 
-void mpsd_epoch_seen(void)
+void mpsd_epoch_seen(struct mpsd_point at)
 {
+	if (at.lane || mpsd_epoch.has_borrowed)
+		conclude(at);
+	if (mpsd_epoch.has_borrowed)
+		take_borrowed();
+}
+
+void mpsd_epoch_left(void)
+{
+	conclude((struct mpsd_point){ NULL, 0 });
 	if (mpsd_epoch.has_borrowed)
 		take_borrowed();
 }
@@ -101,7 +151,7 @@ void mpsd_epoch_observed(void)
 		if (mpsd_lanes_all_proven() && !mpsd_epoch.is_awaited)
 			mpsd_epoch_end();
 		else
-			mpsd_epoch_seen();
+			mpsd_epoch_seen((struct mpsd_point){ NULL, 0 });
 	}
 	pthread_mutex_unlock(&mpsd_exact_lock);
 }
@@ -114,17 +164,24 @@ static bool is_kept(CUresult result)
 	return result == CUDA_ERROR_NOT_READY;
 }
 
+static size_t span_of(const struct mpsd_op *op, bool reads)
+{
+	const struct mpsd_rows *rows = op->copy.rows;
+
+	return !rows ? op->copy.size : reads ? rows->from_span : rows->to_span;
+}
+
 /* The last one that reads there what this one writes, and is not known to have done so. */
 static bool find_reader(const struct mpsd_op *writer, struct mpsd_lane **lane, uint64_t *number)
 {
 	bool is = false, may;
 
 	pthread_mutex_lock(&mpsd_exact_lock);
-	may = mpsd_epoch.has_borrowed && !mpsd_is_left();
+	may = mpsd_epoch.has_borrowed && !mpsd_epoch.unsure && !mpsd_is_left();
 	for (struct mpsd_op *op = may ? mpsd_epoch.first : NULL; op; op = op->next) {
 		if (op->kind != MPSD_OP_COPY || !op->copy.is_borrowed ||
-		    op->copy.from >= writer->copy.to + writer->copy.size ||
-		    writer->copy.to >= op->copy.from + op->copy.size)
+		    op->copy.from >= writer->copy.to + span_of(writer, false) ||
+		    writer->copy.to >= op->copy.from + span_of(op, true))
 			continue;
 		is = true;
 		*lane = op->lane;
@@ -132,6 +189,17 @@ static bool find_reader(const struct mpsd_op *writer, struct mpsd_lane **lane, u
 	}
 	pthread_mutex_unlock(&mpsd_exact_lock);
 	return is;
+}
+
+/* NOT_READY: not in time. What is to be read may wait for what this thread does next. */
+static CUresult come_soon(struct mpsd_lane *lane, uint64_t number)
+{
+	uint64_t until = mpsd_now_ns() + READ_NS;
+	CUresult result;
+
+	while ((result = mpsd_lane_seen(lane, number)) == CUDA_ERROR_NOT_READY && mpsd_now_ns() < until)
+		usleep(READ_US);
+	return result;
 }
 
 CUresult mpsd_epoch_come_after_reads(const struct mpsd_op *op)
@@ -146,11 +214,15 @@ CUresult mpsd_epoch_come_after_reads(const struct mpsd_op *op)
 		result = mpsd_lane_mark(lane);
 		mpsd_order_give(moves);
 		if (result == CUDA_SUCCESS)
-			result = mpsd_lane_come(lane, number);
+			result = come_soon(lane, number);
 		if (result == CUDA_SUCCESS)
 			mpsd_epoch_observed();
 	}
-	return is_kept(result) ? CUDA_SUCCESS : result;
+	if (result == CUDA_ERROR_NOT_READY) {
+		mpsd_epoch_unsure("a copy into what is still to be read");
+		result = CUDA_SUCCESS;
+	}
+	return result;
 }
 
 CUresult mpsd_epoch_settle(void)

@@ -69,7 +69,7 @@ static bool has_turn(struct mpsd_given *given, CUresult *status)
 		pthread_mutex_lock(&mpsd_hosts_lock);
 		turn = turn_of(given, status, is_late);
 		if (turn == NOW && given->host->lane)
-			mpsd_epoch_seen();
+			mpsd_epoch_seen((struct mpsd_point){ given->host->lane, given->host->number });
 		pthread_mutex_unlock(&mpsd_exact_lock);
 		if (turn == AFTER)
 			pthread_cond_wait(&mpsd_hosts_changed, &mpsd_hosts_lock);

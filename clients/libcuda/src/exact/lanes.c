@@ -87,7 +87,7 @@ struct mpsd_lane *mpsd_lane_of(CUstream stream)
 	if (lane)
 		return lane;
 	for (unsigned int i = 1; !lane && i < used; i++)
-		if (!mpsd_lanes[i].is_used)
+		if (!mpsd_lanes[i].is_used && mpsd_lane_look(&mpsd_lanes[i]) == mpsd_lanes[i].given)
 			lane = &mpsd_lanes[i];
 	if (!lane && used < MPSD_LANES)
 		lane = &mpsd_lanes[used++];
@@ -113,34 +113,26 @@ static uint64_t look(struct mpsd_lane *lane, const uint32_t *word)
 	return lane->proven;
 }
 
-/* What the last operation of a stream came after has ended with it. */
-static void conclude(struct mpsd_lane *lane)
-{
-	struct mpsd_lane *legacy = mpsd_lane_find(CU_STREAM_LEGACY);
-	uint64_t ended = lane->legacy;
-
-	lane->legacy = 0;
-	if (legacy && legacy->stop && ended >= legacy->stop)
-		ended = legacy->stop - 1;
-	if (legacy && ended > legacy->proven)
-		legacy->proven = ended;
-}
-
 uint64_t mpsd_lane_look(struct mpsd_lane *lane)
 {
-	if (words)
-		look(lane, word_in(words_of, lane));
-	if (lane->legacy && lane->proven == lane->given)
-		conclude(lane);
-	return lane->proven;
+	return words ? look(lane, word_in(words_of, lane)) : lane->proven;
 }
 
-void mpsd_lane_follows(struct mpsd_lane *lane)
+void mpsd_lane_conclude(struct mpsd_lane *lane, uint64_t number)
 {
-	const struct mpsd_lane *legacy = lane->is_apart ? NULL : mpsd_lane_find(CU_STREAM_LEGACY);
+	if (lane->stop && number >= lane->stop)
+		number = lane->stop - 1;
+	if (number > lane->proven)
+		lane->proven = number;
+}
 
-	if (legacy && legacy != lane)
-		lane->legacy = legacy->given;
+bool mpsd_lane_is_ordered(const struct mpsd_lane *lane)
+{
+	unsigned int ordered = 0;
+
+	for (unsigned int i = 1; i < used; i++)
+		ordered += mpsd_lanes[i].is_used && !mpsd_lanes[i].is_apart;
+	return !lane->is_apart && ordered > 1;
 }
 
 bool mpsd_lanes_all_proven(void)
@@ -206,33 +198,6 @@ CUresult mpsd_lanes_mark(void)
 	pthread_mutex_unlock(&mpsd_exact_lock);
 	for (unsigned int i = 0; i < count && result == CUDA_SUCCESS; i++)
 		result = mpsd_lane_mark(&mpsd_lanes[i]);
-	return result;
-}
-
-static bool is_ordered_with(const struct mpsd_lane *lane, const struct mpsd_lane *other)
-{
-	bool of_legacy = lane->stream == CU_STREAM_LEGACY, is_legacy = other->stream == CU_STREAM_LEGACY;
-
-	if (lane == other)
-		return true;
-	/* Nothing may come into the legacy stream while one that is ordered with it is captured. */
-	return other->is_used && !lane->is_apart && !other->is_apart &&
-	       (of_legacy || (is_legacy && !mpsd_capturing()));
-}
-
-CUresult mpsd_lanes_mark_before(struct mpsd_lane *lane)
-{
-	CUresult result = CUDA_SUCCESS;
-
-	for (unsigned int i = 1; i < MPSD_LANES && result == CUDA_SUCCESS; i++) {
-		bool is;
-
-		pthread_mutex_lock(&mpsd_exact_lock);
-		is = i < used && is_ordered_with(lane, &mpsd_lanes[i]);
-		pthread_mutex_unlock(&mpsd_exact_lock);
-		if (is)
-			result = mpsd_lane_mark(&mpsd_lanes[i]);
-	}
 	return result;
 }
 

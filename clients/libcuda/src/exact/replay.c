@@ -114,6 +114,7 @@ static void move(bool may, struct mpsd_replayed *replayed)
 	CUresult result;
 
 	mpsd_lanes_move();
+	mpsd_epoch_left();
 	for (unsigned int i = 0; i < MPSD_LANES; i++)
 		proven_before[i] = mpsd_lanes[i].proven;
 	if (mpsd_lanes_all_proven()) {

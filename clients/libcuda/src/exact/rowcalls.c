@@ -85,6 +85,8 @@ static bool understand(struct mpsd_op *op, struct mpsd_rows *rows)
 	rows->to_plane = to.plane;
 	rows->from_pitch = from.pitch;
 	rows->from_plane = from.plane;
+	rows->to_span = (given->Depth - 1) * to.plane + (given->Height - 1) * to.pitch + given->WidthInBytes;
+	rows->from_span = (given->Depth - 1) * from.plane + (given->Height - 1) * from.pitch + given->WidthInBytes;
 	if (to.type != CU_MEMORYTYPE_HOST)
 		mpsd_written(to.at);
 	return true;
@@ -106,13 +108,6 @@ static bool is_host(const struct side *side, CUdeviceptr at)
 	return !is_device(at) && (side->type != CU_MEMORYTYPE_DEVICE || mpsd_is_pinned((const void *)at));
 }
 
-/* From the first byte to the last. */
-static size_t source_span(const struct mpsd_rows *rows)
-{
-	return (rows->given.Depth - 1) * rows->from_plane + (rows->given.Height - 1) * rows->from_pitch +
-	       rows->given.WidthInBytes;
-}
-
 static CUresult submit(struct mpsd_op *op, const struct mpsd_rows *rows)
 {
 	struct side to = target_of(&rows->given), from = source_of(&rows->given);
@@ -126,7 +121,7 @@ static CUresult submit(struct mpsd_op *op, const struct mpsd_rows *rows)
 					    : is_in ? MPSD_COPY_IN : MPSD_COPY_WITHIN;
 	is_awaited = op->copy.is_for_host && (op->waits || !mpsd_is_pinned((const void *)op->copy.to));
 	/* What something before it will have put into pinned memory by then the GPU reads itself. */
-	if (is_in && is_good && !is_pinned && op->copy.size <= MPSD_MOST_KEPT) {
+	if (is_in && is_good && !is_pinned && op->copy.size <= MPSD_MOST_KEPT && !mpsd_hosts_are_open()) {
 		if (!mpsd_copy_keep(op))
 			return CUDA_ERROR_OUT_OF_MEMORY;
 		return mpsd_submit_new(op, is_awaited);
@@ -134,7 +129,7 @@ static CUresult submit(struct mpsd_op *op, const struct mpsd_rows *rows)
 	op->copy.is_borrowed = is_in;
 	/* By pieces, of which none may have been copied when the driver refuses another. */
 	if (is_awaited && !is_in && is_good && !mpsd_capturing())
-		return mpsd_bounds_refuse(op->copy.from, source_span(rows)) ? CUDA_ERROR_INVALID_VALUE
+		return mpsd_bounds_refuse(op->copy.from, rows->from_span) ? CUDA_ERROR_INVALID_VALUE
 									    : mpsd_stage_rows_out(op);
 	return mpsd_submit_new(op, is_awaited || (is_in && (!is_pinned || op->waits)));
 }

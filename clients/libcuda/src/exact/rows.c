@@ -46,22 +46,20 @@ bool mpsd_copy_keep(struct mpsd_op *op)
 {
 	const struct mpsd_rows *rows = op->copy.rows;
 	const char *from = (const char *)op->copy.from;
-	char *to = malloc(op->copy.size);
+	char *kept = malloc(op->copy.size), *to = kept;
 
-	op->copy.kept = to;
-	if (!to)
+	if (!kept)
 		return false;
-	if (!rows) {
+	if (!rows)
 		memcpy(to, from, op->copy.size);
-		return true;
-	}
-	for (size_t plane = 0; plane < rows->given.Depth; plane++) {
+	for (size_t plane = 0; rows && plane < rows->given.Depth; plane++) {
 		for (size_t row = 0; row < rows->given.Height; row++) {
 			memcpy(to, from + plane * rows->from_plane + row * rows->from_pitch,
 			       rows->given.WidthInBytes);
 			to += rows->given.WidthInBytes;
 		}
 	}
+	op->copy.kept = kept;
 	return true;
 }
 

@@ -37,6 +37,7 @@ struct mpsd_op {
 	struct mpsd_op *next;
 	enum mpsd_op_kind kind;
 	bool waits;			/* the call is one without a stream */
+	bool is_marked;			/* when what is before it in its lane is proven, all is that it came after */
 	bool is_busy, is_orphan;	/* a thread gives it to the driver; the epoch has forgotten it */
 	CUstream stream;		/* what the program calls it */
 	struct mpsd_lane *lane;
@@ -93,6 +94,7 @@ struct mpsd_rows {
 	CUDA_MEMCPY3D given;	/* as the program gave it; of two dimensions it is one plane */
 	bool is_3d, is_unaligned;
 	size_t to_pitch, to_plane, from_pitch, from_plane;
+	size_t to_span, from_span;	/* from the first byte to the last */
 };
 
 /* Save where they are written; what lies between rows that are far apart is not saved. */
@@ -136,7 +138,6 @@ struct mpsd_lane {
 	uint64_t marked;	/* after so many of them the GPU writes */
 	uint64_t proven;	/* and has written */
 	uint64_t stop;		/* this one is not proven, whatever is written: a function that did not run; 0: none */
-	uint64_t legacy;	/* of the legacy stream's operations, those that the last one came after */
 	uint64_t saved;		/* the last one of them that is a save; 0: none that matters */
 	uint64_t after_saves;	/* how many saves, of any lane, what comes next is known to come after */
 	uint64_t after_replay;	/* in the copy after so many moves it waits for what was done again there */
@@ -155,15 +156,15 @@ struct mpsd_lane *mpsd_lane_find(CUstream stream);
 
 /* With the lock: what the GPU has written by now. */
 uint64_t mpsd_lane_look(struct mpsd_lane *lane);
-void mpsd_lane_follows(struct mpsd_lane *lane);	/* an operation came into it now */
+void mpsd_lane_conclude(struct mpsd_lane *lane, uint64_t number);	/* so many have ended, by the order of streams */
+
+/* With the lock: whether what comes into it is ordered with what comes into another, by the legacy stream. */
+bool mpsd_lane_is_ordered(const struct mpsd_lane *lane);
 bool mpsd_lanes_all_proven(void);
 
 /* Without the lock, by who has the order: the GPU writes after what was given so far. */
 CUresult mpsd_lane_mark(struct mpsd_lane *lane);
 CUresult mpsd_lanes_mark(void);
-
-/* The same, in all lanes that the driver itself keeps in order with this one. */
-CUresult mpsd_lanes_mark_before(struct mpsd_lane *lane);
 
 /* Without the lock: until the GPU has written that, but for a lane that is captured. */
 CUresult mpsd_lane_wait(struct mpsd_lane *lane, uint64_t number);
@@ -223,8 +224,11 @@ void mpsd_epoch_end(void);
 /* Takes the lock: the program is about to know what is proven. */
 void mpsd_epoch_observed(void);
 
-/* The same with the lock, while something is open. */
-void mpsd_epoch_seen(void);
+/* The same with the lock, while something is open. `at`: the GPU has come to that operation; NULL: it may have come far. */
+void mpsd_epoch_seen(struct mpsd_point at);
+
+/* In a move, with the lock: what is known of the copy that was left. */
+void mpsd_epoch_left(void);
 
 /* Without the lock and the order: what it writes to the host's memory was read there, and is kept. */
 CUresult mpsd_epoch_come_after_reads(const struct mpsd_op *op);

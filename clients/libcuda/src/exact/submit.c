@@ -243,8 +243,21 @@ static CUresult stay_near(CUstream stream, uint64_t moves)
 	return result;
 }
 
+/*
+ * An event that is reached proves what is before it, and a function of the host sees that: also what is in another
+ * stream, where the mark comes after it.
+ */
+static CUresult mark_before(struct mpsd_op *op)
+{
+	pthread_mutex_lock(&mpsd_exact_lock);
+	op->is_marked = !mpsd_is_left() && !mpsd_is_captured(op->stream) && mpsd_lane_is_ordered(op->lane);
+	op->lane->given += op->is_marked;
+	pthread_mutex_unlock(&mpsd_exact_lock);
+	return mpsd_lane_mark(op->lane);
+}
+
 /* Everything before the driver has it. */
-static CUresult make_ready(const struct mpsd_op *op, bool full)
+static CUresult make_ready(struct mpsd_op *op, bool full)
 {
 	CUresult result = full ? out_of_the_way(mpsd_epoch_settle) : CUDA_SUCCESS;
 
@@ -254,12 +267,8 @@ static CUresult make_ready(const struct mpsd_op *op, bool full)
 		result = mpsd_replay_come_after(op->lane);
 	if (result == CUDA_SUCCESS)
 		result = save(op);
-	/* An event that is reached proves what is before it. */
-	if (result == CUDA_SUCCESS && op->kind == MPSD_OP_RECORD)
-		result = mpsd_lane_mark(op->lane);
-	/* And a function of the host sees what is before it. */
-	if (result == CUDA_SUCCESS && op->kind == MPSD_OP_HOST)
-		result = mpsd_lanes_mark_before(op->lane);
+	if (result == CUDA_SUCCESS && (op->kind == MPSD_OP_RECORD || op->kind == MPSD_OP_HOST))
+		result = mark_before(op);
 	return result;
 }
 

@@ -160,6 +160,8 @@ CUresult mpsd_exact_settle_stream(CUstream stream)
 	lane = mpsd_lane_find(stream);
 	if (lane) {
 		lane->is_used = false;
+		/* Its mark may still come, and the driver is asked by a stream that is there. */
+		lane->stream = CU_STREAM_LEGACY;
 		mpsd_points_forget_lane(lane);
 	}
 	pthread_mutex_unlock(&mpsd_exact_lock);

@@ -184,6 +184,11 @@ bool mpsd_mirror_keep(const char **why)
 	return !fault;
 }
 
+void mpsd_mirror_keep_end(void)
+{
+	keeps = false;
+}
+
 static void unmap_all(void)
 {
 	for (int i = 0; i < DEVICES; i++) {

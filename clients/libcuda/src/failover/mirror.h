@@ -16,6 +16,9 @@ bool mpsd_mirror_begin(const char **why);
 /* A descriptor of all that there is, and of what comes, for a standby that is made when it is needed. */
 bool mpsd_mirror_keep(const char **why);
 
+/* Nothing more is kept so. */
+void mpsd_mirror_keep_end(void);
+
 /* No standby any more. With `unmap` its mappings go; otherwise they are in use now, or its copy has ended. */
 void mpsd_mirror_end(bool unmap);
 

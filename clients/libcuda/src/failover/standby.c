@@ -235,6 +235,11 @@ bool mpsd_standby_follow(const char **why)
 
 void mpsd_standby_close(void)
 {
+	if (offer.generation) {
+		pthread_mutex_lock(&mpsd_windows_lock);
+		mpsd_mirror_keep_end();
+		pthread_mutex_unlock(&mpsd_windows_lock);
+	}
 	offer.generation = 0;
 	if (!standby.handle)
 		return;
