@@ -234,6 +234,23 @@ def test_what_a_keeper_holds_moves_to_the_manager(manager: Manager, run_dir: Pat
     assert not [fd for fd in set(open_descriptors()) - set(before) if fd not in dict(manager.stored).values()]
 
 
+def open_both(manager: Manager, run_dir: Path, out: Path, limit: int) -> None:
+    """As a service of the manager, which has six: kind, names and descriptors of what is found, in `out`."""
+    code = f"""
+import json, os
+from mpsd.fdstore import open_store
+from mpsd.notify import Notifier
+os.environ["FDSTORE"] = "6"
+store = open_store("auto", {str(run_dir)!r}, {limit}, os.environ, Notifier.from_environ(os.environ))
+opened = len(os.listdir("/proc/self/fd"))
+found = store.fetch_all()
+opened = len(os.listdir("/proc/self/fd")) - opened
+open({str(out)!r}, "w").write(json.dumps([store.kind, sorted(found), opened]))
+"""
+    process = manager.start([sys.executable, "-W", "ignore::ResourceWarning", "-c", code], os.environ)
+    assert process.wait(DEADLINE_S) == 0
+
+
 def test_what_a_keeper_holds_and_the_manager_has_no_room_for_stays(
     manager: Manager, run_dir: Path, files: list[int]
 ) -> None:
@@ -248,19 +265,7 @@ def test_what_a_keeper_holds_and_the_manager_has_no_room_for_stays(
     before.close()
     before._channel.close()
     out = run_dir / "out"
-    code = f"""
-import json, os
-from mpsd.fdstore import open_store
-from mpsd.notify import Notifier
-os.environ["FDSTORE"] = "6"
-store = open_store("auto", {str(run_dir)!r}, 6, os.environ, Notifier.from_environ(os.environ))
-opened = len(os.listdir("/proc/self/fd"))
-found = store.fetch_all()
-opened = len(os.listdir("/proc/self/fd")) - opened
-open({str(out)!r}, "w").write(json.dumps([store.kind, sorted(found), opened]))
-"""
-    process = manager.start([sys.executable, "-W", "ignore::ResourceWarning", "-c", code], os.environ)
-    assert process.wait(DEADLINE_S) == 0
+    open_both(manager, run_dir, out, limit=6)
     assert json.loads(out.read_text()) == ["keeper", ["known", "lease 0", "lease 1", "lease 2"], 4]
     assert manager.names() == []
 
@@ -278,19 +283,7 @@ def test_what_fits_nowhere_whole_stays_where_it_is_and_is_said(
     before.close()
     before._channel.close()
     held, out = manager.names(), run_dir / "out"
-    code = f"""
-import json, os
-from mpsd.fdstore import open_store
-from mpsd.notify import Notifier
-os.environ["FDSTORE"] = "6"
-store = open_store("auto", {str(run_dir)!r}, 4, os.environ, Notifier.from_environ(os.environ))
-opened = len(os.listdir("/proc/self/fd"))
-found = store.fetch_all()
-opened = len(os.listdir("/proc/self/fd")) - opened
-open({str(out)!r}, "w").write(json.dumps([store.kind, sorted(found), opened]))
-"""
-    process = manager.start([sys.executable, "-W", "ignore::ResourceWarning", "-c", code], os.environ)
-    assert process.wait(DEADLINE_S) == 0
+    open_both(manager, run_dir, out, limit=4)
     assert json.loads(out.read_text()) == ["systemd", ["known 0", "known 1"], 2]
     assert manager.names() == held
     again = KeeperStore.open(run_dir, limit=4, start=False)

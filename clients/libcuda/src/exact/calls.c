@@ -127,7 +127,7 @@ CUresult work_cuGraphLaunch(CUgraphExec hGraphExec, CUstream hStream)
 
 /* Copies */
 
-static bool is_device(CUdeviceptr address)
+bool mpsd_is_device(CUdeviceptr address)
 {
 	return mpsd_memory_is_in_window(address) || mpsd_is_variable(address);
 }
@@ -150,7 +150,7 @@ static CUresult submit_in(struct mpsd_op op, bool is_awaited)
 /* The GPU's addresses and those of the host's pinned memory are of one space. */
 static bool is_hosts(CUdeviceptr address)
 {
-	return !is_device(address) && mpsd_is_pinned((const void *)address);
+	return !mpsd_is_device(address) && mpsd_is_pinned((const void *)address);
 }
 
 static CUresult submit_copy(enum mpsd_op_copy way, CUdeviceptr to, CUdeviceptr from, size_t size, CUstream stream,
@@ -169,8 +169,8 @@ static CUresult submit_copy(enum mpsd_op_copy way, CUdeviceptr to, CUdeviceptr f
 		return mpsd_submit_new(&op, false);
 	if (way == MPSD_COPY_WITHIN && (is_hosts(from) || is_hosts(to)))
 		op.copy.way = way = MPSD_COPY_ANY;
-	is_in = way == MPSD_COPY_IN || (way == MPSD_COPY_ANY && !is_device(from));
-	op.copy.is_for_host = way == MPSD_COPY_OUT || (way == MPSD_COPY_ANY && !is_device(to));
+	is_in = way == MPSD_COPY_IN || (way == MPSD_COPY_ANY && !mpsd_is_device(from));
+	op.copy.is_for_host = way == MPSD_COPY_OUT || (way == MPSD_COPY_ANY && !mpsd_is_device(to));
 	/* What the program may read as soon as the call returns. */
 	is_awaited = op.copy.is_for_host && (waits || !mpsd_is_pinned((const void *)to));
 	if (is_in)
@@ -228,7 +228,7 @@ static CUresult submit_set(CUdeviceptr to, uint32_t value, size_t width, size_t 
 		.set = { .to = to, .value = value, .width = width, .count = count },
 	};
 
-	if (count && !is_device(to))
+	if (count && !mpsd_is_device(to))
 		mpsd_epoch_unsure("a memset of memory outside the window");
 	return mpsd_submit_new(&op, false);
 }

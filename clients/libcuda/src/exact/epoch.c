@@ -120,6 +120,8 @@ static void take_borrowed(void)
 {
 	bool has = false;
 
+	if (!mpsd_epoch.has_borrowed)
+		return;
 	for (struct mpsd_op *op = mpsd_epoch.first; op; op = op->next) {
 		if (op->kind != MPSD_OP_COPY || !op->copy.is_borrowed)
 			continue;
@@ -140,15 +142,13 @@ void mpsd_epoch_seen(struct mpsd_point at)
 {
 	if (at.lane || mpsd_epoch.has_borrowed)
 		conclude(at);
-	if (mpsd_epoch.has_borrowed)
-		take_borrowed();
+	take_borrowed();
 }
 
 void mpsd_epoch_left(void)
 {
 	conclude((struct mpsd_point){ NULL, 0 });
-	if (mpsd_epoch.has_borrowed)
-		take_borrowed();
+	take_borrowed();
 }
 
 /* In a move nothing ends: what is proven by then the mover sees itself. */

@@ -8,11 +8,6 @@
 #include "failover/line.h"
 #include "memory.h"
 
-static bool is_device(CUdeviceptr address)
-{
-	return mpsd_memory_is_in_window(address) || mpsd_is_variable(address);
-}
-
 /* One side of a copy: what the program gave of it, and where its first byte is. */
 struct side {
 	CUmemorytype type;
@@ -99,13 +94,13 @@ static bool is_plain(const struct side *side, const CUDA_MEMCPY3D *given)
 
 	return side->base && (side->pitch ? side->pitch >= width && side->pitch - width >= side->x : !side->x) &&
 	       (given->Depth == 1 || (side->height >= side->y && side->height - side->y >= given->Height)) &&
-	       !(side->type == CU_MEMORYTYPE_HOST && is_device(side->base));
+	       !(side->type == CU_MEMORYTYPE_HOST && mpsd_is_device(side->base));
 }
 
 /* What the call names it is not always: the GPU's addresses are of one space with the host's. */
 static bool is_host(const struct side *side, CUdeviceptr at)
 {
-	return !is_device(at) && (side->type != CU_MEMORYTYPE_DEVICE || mpsd_is_pinned((const void *)at));
+	return !mpsd_is_device(at) && (side->type != CU_MEMORYTYPE_DEVICE || mpsd_is_pinned((const void *)at));
 }
 
 static CUresult submit(struct mpsd_op *op, const struct mpsd_rows *rows)
@@ -248,7 +243,7 @@ static CUresult set(CUdeviceptr to, size_t pitch, uint32_t value, size_t width, 
 	/* There is nothing to be done, or no driver could do it. */
 	if (!count || !rows || !add(&bytes, count, width) || !add(&end, rows - 1, pitch) || !add(&end, 1, bytes))
 		return mpsd_op_issue(&op);
-	if (!is_device(to))
+	if (!mpsd_is_device(to))
 		mpsd_epoch_unsure("a memset of memory outside the window");
 	return mpsd_submit_new(&op, false);
 }

@@ -108,6 +108,9 @@ CUresult mpsd_rows_issue(const struct mpsd_op *op, CUstream stream);
 #define MPSD_MOST_KEPT ((size_t)1 << 20)	/* of pageable memory; more is waited for */
 bool mpsd_copy_keep(struct mpsd_op *op);
 
+/* calls.c: whether the address is the GPU's, as far as the program's memory lies in a window. */
+bool mpsd_is_device(CUdeviceptr address);
+
 /* calls.c: a copy of it (and of its rows), put into the order and given to the driver; `proves`: it has ended when this returns. */
 CUresult mpsd_submit_new(const struct mpsd_op *given, bool proves);
 

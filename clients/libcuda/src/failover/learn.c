@@ -5,23 +5,6 @@
 
 #include "failover/made.h"
 
-static struct mpsd_made *known(const void *name)
-{
-	struct mpsd_made *made;
-
-	mpsd_made_lock();
-	made = mpsd_made_find(name);
-	mpsd_made_unlock();
-	return made;
-}
-
-static CUdevice device_now(void)
-{
-	CUdevice device = 0;
-
-	return real_cuCtxGetDevice(&device) == CUDA_SUCCESS ? device : -1;
-}
-
 struct library {
 	struct library *next;
 	CUlibrary native;
@@ -45,13 +28,13 @@ static struct library *known_libraries(void)
 
 static struct mpsd_made *noted(struct mpsd_made record, const char *name)
 {
-	record.device = device_now();
+	record.device = mpsd_current_device();
 	record.text = name ? strdup(name) : NULL;
 	if (!record.of || (name && !record.text) || !mpsd_made_add(&record, 0)) {
 		free(record.text);
 		return NULL;
 	}
-	return known(record.native);
+	return mpsd_made_known(record.native);
 }
 
 /*
@@ -71,7 +54,7 @@ static struct mpsd_made *of_library(CUfunction function, const char *name)
 		if (!found && real_cuLibraryGetKernel(&kernel, library->native, name) == CUDA_SUCCESS &&
 		    real_cuKernelGetFunction(&its, kernel) == CUDA_SUCCESS && its == function) {
 			struct mpsd_made part = { .kind = MPSD_MADE_KERNEL, .native = kernel,
-						  .of = known(library->native) };
+						  .of = mpsd_made_known(library->native) };
 			struct mpsd_made whole = { .kind = MPSD_MADE_KERNEL_FUNCTION, .native = function,
 						   .of = noted(part, name) };
 
@@ -85,7 +68,7 @@ static struct mpsd_made *of_library(CUfunction function, const char *name)
 struct mpsd_made *mpsd_made_learn(CUfunction function)
 {
 	const struct mpsd_tables *tables = mpsd_tables();
-	struct mpsd_made *made = known(function);
+	struct mpsd_made *made = mpsd_made_known(function);
 	const char *name = NULL;
 	CUmodule module;
 
@@ -96,7 +79,7 @@ struct mpsd_made *mpsd_made_learn(CUfunction function)
 	if (real_cuFuncGetName(&name, function) != CUDA_SUCCESS || !name ||
 	    real_cuFuncGetModule(&module, function) != CUDA_SUCCESS)
 		return NULL;
-	made = known(module);
+	made = mpsd_made_known(module);
 	if (made && (made->kind == MPSD_MADE_MODULE || made->kind == MPSD_MADE_LIBRARY_MODULE))
 		return noted((struct mpsd_made){ .kind = MPSD_MADE_FUNCTION, .native = function, .of = made }, name);
 	return of_library(function, name);

@@ -7,7 +7,7 @@
 
 #include "failover/line.h"
 
-static CUdevice current_device(void)
+CUdevice mpsd_current_device(void)
 {
 	CUdevice device = 0;
 
@@ -44,7 +44,7 @@ static CUresult note_setting(CUresult result, struct mpsd_made record, uint64_t 
 	return mpsd_made_set(&record, moves) ? result : MPSD_AGAIN;
 }
 
-static struct mpsd_made *parent(const void *name)
+struct mpsd_made *mpsd_made_known(const void *name)
 {
 	struct mpsd_made *made;
 
@@ -118,7 +118,7 @@ CUresult make_cuDevicePrimaryCtxSetFlags_v2(CUdevice dev, unsigned int flags)
 
 CUresult make_cuCtxSetLimit(CUlimit limit, size_t value)
 {
-	struct mpsd_made record = { .kind = MPSD_MADE_LIMIT, .device = current_device(), .what = (int)limit,
+	struct mpsd_made record = { .kind = MPSD_MADE_LIMIT, .device = mpsd_current_device(), .what = (int)limit,
 				    .size = value };
 
 	return note_setting(inner_cuCtxSetLimit(limit, value), record, moves_now());
@@ -126,7 +126,7 @@ CUresult make_cuCtxSetLimit(CUlimit limit, size_t value)
 
 CUresult make_cuCtxSetCacheConfig(CUfunc_cache config)
 {
-	struct mpsd_made record = { .kind = MPSD_MADE_CONTEXT_CACHE, .device = current_device(),
+	struct mpsd_made record = { .kind = MPSD_MADE_CONTEXT_CACHE, .device = mpsd_current_device(),
 				    .value = (int)config };
 
 	return note_setting(inner_cuCtxSetCacheConfig(config), record, moves_now());
@@ -136,7 +136,7 @@ CUresult make_cuCtxSetCacheConfig(CUfunc_cache config)
 
 CUresult make_cuStreamCreate(CUstream *phStream, unsigned int Flags)
 {
-	struct mpsd_made record = { .kind = MPSD_MADE_STREAM, .device = current_device(), .flags = Flags };
+	struct mpsd_made record = { .kind = MPSD_MADE_STREAM, .device = mpsd_current_device(), .flags = Flags };
 	uint64_t moves = moves_now();
 
 	return note(inner_cuStreamCreate(phStream, Flags), record, (void **)phStream, moves);
@@ -144,7 +144,7 @@ CUresult make_cuStreamCreate(CUstream *phStream, unsigned int Flags)
 
 CUresult make_cuStreamCreateWithPriority(CUstream *phStream, unsigned int flags, int priority)
 {
-	struct mpsd_made record = { .kind = MPSD_MADE_STREAM, .device = current_device(), .flags = flags,
+	struct mpsd_made record = { .kind = MPSD_MADE_STREAM, .device = mpsd_current_device(), .flags = flags,
 				    .value = priority };
 	uint64_t moves = moves_now();
 
@@ -153,7 +153,7 @@ CUresult make_cuStreamCreateWithPriority(CUstream *phStream, unsigned int flags,
 
 CUresult make_cuEventCreate(CUevent *phEvent, unsigned int Flags)
 {
-	struct mpsd_made record = { .kind = MPSD_MADE_EVENT, .device = current_device(), .flags = Flags };
+	struct mpsd_made record = { .kind = MPSD_MADE_EVENT, .device = mpsd_current_device(), .flags = Flags };
 	uint64_t moves = moves_now();
 
 	return note(inner_cuEventCreate(phEvent, Flags), record, (void **)phEvent, moves);
@@ -188,7 +188,7 @@ END(cuGraphExecDestroy, CUgraphExec)
 static CUresult note_image(CUresult result, enum mpsd_made_kind kind, void **handle, struct mpsd_image *image,
 			   uint64_t moves)
 {
-	struct mpsd_made record = { .kind = kind, .device = current_device(), .image = image };
+	struct mpsd_made record = { .kind = kind, .device = mpsd_current_device(), .image = image };
 
 	if (result == CUDA_SUCCESS && !image)
 		mpsd_line_opaque("an image of code whose size is unknown");
@@ -227,7 +227,7 @@ CUresult make_cuModuleLoadFatBinary(CUmodule *module, const void *fatCubin)
 
 CUresult make_cuModuleLoad(CUmodule *module, const char *fname)
 {
-	struct mpsd_made record = { .kind = MPSD_MADE_MODULE, .device = current_device() };
+	struct mpsd_made record = { .kind = MPSD_MADE_MODULE, .device = mpsd_current_device() };
 	uint64_t moves = moves_now();
 	CUresult result = inner_cuModuleLoad(module, fname);
 
@@ -252,7 +252,7 @@ CUresult make_cuLibraryLoadData(CUlibrary *library, const void *code, CUjit_opti
 static CUresult note_part(CUresult result, enum mpsd_made_kind kind, const void *of, const char *name,
 			  void **handle, uint64_t moves)
 {
-	struct mpsd_made record = { .kind = kind, .device = current_device(), .of = parent(of) };
+	struct mpsd_made record = { .kind = kind, .device = mpsd_current_device(), .of = mpsd_made_known(of) };
 
 	if (result != CUDA_SUCCESS)
 		return result;
@@ -343,7 +343,7 @@ CUresult make_cuLibraryEnumerateKernels(CUkernel *kernels, unsigned int numKerne
 CUresult make_cuFuncSetAttribute(CUfunction hfunc, CUfunction_attribute attrib, int value)
 {
 	struct mpsd_made record = { .kind = MPSD_MADE_FUNCTION_ATTRIBUTE, .of = mpsd_made_learn(hfunc),
-				    .device = current_device(), .what = (int)attrib, .value = value };
+				    .device = mpsd_current_device(), .what = (int)attrib, .value = value };
 
 	return note_setting(inner_cuFuncSetAttribute(mpsd_native(hfunc), attrib, value), record, moves_now());
 }
@@ -351,14 +351,14 @@ CUresult make_cuFuncSetAttribute(CUfunction hfunc, CUfunction_attribute attrib, 
 CUresult make_cuFuncSetCacheConfig(CUfunction hfunc, CUfunc_cache config)
 {
 	struct mpsd_made record = { .kind = MPSD_MADE_FUNCTION_CACHE, .of = mpsd_made_learn(hfunc),
-				    .device = current_device(), .value = (int)config };
+				    .device = mpsd_current_device(), .value = (int)config };
 
 	return note_setting(inner_cuFuncSetCacheConfig(mpsd_native(hfunc), config), record, moves_now());
 }
 
 CUresult make_cuKernelSetAttribute(CUfunction_attribute attrib, int val, CUkernel kernel, CUdevice dev)
 {
-	struct mpsd_made record = { .kind = MPSD_MADE_KERNEL_ATTRIBUTE, .of = parent(kernel), .device = dev,
+	struct mpsd_made record = { .kind = MPSD_MADE_KERNEL_ATTRIBUTE, .of = mpsd_made_known(kernel), .device = dev,
 				    .what = (int)attrib, .value = val };
 
 	return note_setting(inner_cuKernelSetAttribute(attrib, val, mpsd_native(kernel), dev), record, moves_now());
@@ -366,7 +366,7 @@ CUresult make_cuKernelSetAttribute(CUfunction_attribute attrib, int val, CUkerne
 
 CUresult make_cuKernelSetCacheConfig(CUkernel kernel, CUfunc_cache config, CUdevice dev)
 {
-	struct mpsd_made record = { .kind = MPSD_MADE_KERNEL_CACHE, .of = parent(kernel), .device = dev,
+	struct mpsd_made record = { .kind = MPSD_MADE_KERNEL_CACHE, .of = mpsd_made_known(kernel), .device = dev,
 				    .value = (int)config };
 
 	return note_setting(inner_cuKernelSetCacheConfig(mpsd_native(kernel), config, dev), record, moves_now());

@@ -108,6 +108,12 @@ bool mpsd_made_is_spare(const void *name);
 /* Under the lock. NULL: nothing of that name. */
 struct mpsd_made *mpsd_made_find(const void *name);
 
+/* The same, without the lock: what the call is given lives until it returns. */
+struct mpsd_made *mpsd_made_known(const void *name);
+
+/* Of the calling thread's context; -1: it has none. */
+CUdevice mpsd_current_device(void);
+
 /*
  * The program ends it: what is of it goes too, and its twin. False: nothing goes, for a move came since the call
  * began, when there had been that many `moves`.
