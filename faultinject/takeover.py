@@ -7,10 +7,12 @@ all users share has no part in it, and measures what the GPU itself was held up 
 from __future__ import annotations
 
 import argparse
+import json
 import shlex
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
@@ -27,15 +29,16 @@ from faultinject.proxy.library import Libraries, find_libraries
 from faultinject.rig import Rig
 from mpsd.errors import DeadlineError, MpsdError, UsageError
 
-KIND, SCHEMA_VERSION = "takeover", 1
+KIND, SCHEMA_VERSION = "takeover", 2
 KINDS = ("trap", "misaligned", "shared_window", "store")
 MODES = ("warm", "cold")
 SETTINGS = {name: value for name, value in WITHOUT_GUARDS.items() if not name.startswith("failover.")}
 BAR_MS: Mapping[str, float] = {"warm": 81.0, "cold": 600.0}
 """Beyond the stall: what the published system takes, and what a cold restart may."""
 UP_S, GOES_ON_S, REPORT_S = 60.0, 30.0, 20.0
-HEAD = ["mode", "kind", "faults", "lost", "wrong", "goes on after", "stall", "beyond it", "bar", "verdict"]
-
+HEAD = ["mode", "kind", "faults", "lost", "wrong", "heard", "ended", "settled", "goes on after"]
+HEAD += ["stall", "beyond it", "bar", "verdict"]
+STAGES = ("heard", "ended", "settled", "after")
 
 SCHEMA: Mapping[str, tuple[type, ...]] = {
     "schema": (int,),
@@ -52,12 +55,17 @@ SCHEMA: Mapping[str, tuple[type, ...]] = {
 
 @dataclass(slots=True)
 class Takeover:
-    """One fault. Times in ms: `after` from the offender's order to the first kernel that ended in the next
-    process; `stall` the longest step of the bystander since then. `lost`: counts that are missing, or came
-    twice. `wrong`: words with another value than they must have."""
+    """One fault. Times in ms, from the offender's order: until mpsd-standby had `heard` that the domain is
+    lost, until the process that worked there had `ended`, until nothing of it was on the GPU any more
+    (`settled`), and until the first kernel of the next process had ended (`after`). `stall`: the longest step
+    of the bystander since then. `lost`: counts that are missing, or came twice. `wrong`: words with another
+    value than they must have."""
 
     kind: str
     problem: str = ""
+    heard: float | None = None
+    ended: float | None = None
+    settled: float | None = None
     after: float | None = None
     stall: float | None = None
     lost: int = 0
@@ -80,7 +88,7 @@ class Takeovers:
         self._bystander = self._rig.spawn(
             "bystander", "server", environment={**service.environment, **shared}
         )
-        command = [sys.executable, "-m", "mpsd_client.standby", "--restarts", "1000"]
+        command = [sys.executable, "-m", "mpsd_client.standby", "--json", "--restarts", "1000"]
         command += ["--cold"] if self._mode == "cold" else []
         self._program = self._rig.spawn(
             "program", "turns", environment=environment, device=self._device, through=command
@@ -124,12 +132,24 @@ class Takeovers:
         self._heard("turn", turns)
         before, first = self._steps_around(turns)
         one.after = round((first.t - at) * 1e3, 3)
+        self._stages(one, time.time() - (clock() - at))
         one.lost = abs(int(first.data["number"]) - int(before.data["number"]) - 1)
         said = self._report()
         longest = [end - start for start, end in said["longest"] if end > at]
         one.stall = round(max(longest, default=0.0) * 1e3, 3)
         rows = self._program.said("turn", "step")
         one.wrong = sum(int(entry.data["wrong"]) for entry in rows) + int(said["wrong"])
+
+    def _stages(self, one: Takeover, at: float) -> None:
+        """By the last words of mpsd-standby, which says them before it gives the turn. `at`: of the order, in
+        seconds since the epoch, as it dates them."""
+        lines = self._rig.error_text(self._program, 1 << 16).splitlines()
+        said = [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
+        for lost in [line for line in said if line["kind"] == "lost"][-1:]:
+            one.heard = round((lost["at"] - at) * 1e3, 3)
+            for settled in [line for line in said if line["kind"] == "settled" and line["at"] >= lost["at"]]:
+                one.ended = round(one.heard + settled["ended_ms"], 3)
+                one.settled = round(one.heard + settled["ms"], 3)
 
     def _heard(self, what: str, after: int) -> Entry:
         entry = self._program.wait(what, timeout=GOES_ON_S, after=after)
@@ -241,7 +261,8 @@ def table(finished: Mapping[str, Any]) -> list[list[str]]:
                     str(len(mine)),
                     str(sum(fault["lost"] for fault in mine)),
                     str(sum(fault["wrong"] for fault in mine)),
-                    *(_spread([f[name] for f in whole]) for name in ("after", "stall")),
+                    *(_spread([f[name] for f in whole if f[name] is not None]) for name in STAGES),
+                    _spread([f["stall"] for f in whole]),
                     _spread([_beyond(f) for f in whole]),
                     f"{BAR_MS[mode]:g}",
                     judge(mode, mine, timed=timed),
@@ -266,10 +287,11 @@ def markdown(finished: Mapping[str, Any]) -> str:
         "",
         "A program under mpsd-standby, without mpsd's libcuda, counts by kernels in memory of the vault; a",
         "neighbour faults again and again, and another process of it goes on: one that waited (warm), or one",
-        "that is started then (cold). Times in ms, median / worst: from the order to the offender until the",
-        "first kernel of the next process had ended; the longest step of a bystander in another domain since",
-        "then; the difference. `bar`: what the difference may be at the median. `lost`: counts that nobody",
-        "said, one at each fault at most.",
+        "that is started then (cold). Times in ms, median / worst, from the order to the offender: until",
+        "mpsd-standby had heard that the domain is lost, until the process there had ended, until nothing",
+        "of it was on the GPU, until the first kernel of the next process had ended (goes on after); the",
+        "longest step of a bystander in another domain since then; the difference of these two. `bar`: what",
+        "that may be at the median. `lost`: counts that nobody said, one at each fault at most.",
         ""
         if finished["backend"] != "simulated"
         else "Simulated: these times are no GPU's, and do not count.",

@@ -120,7 +120,7 @@ class Attacher:
             lambda domain, named: self._missed(domain, named[0], "the log names too many"),
         )
         self._left: set[int] = set()
-        self._ending: set[ClientId] = set()
+        self._ending: dict[ClientId, int | None] = {}
         self._loop = asyncio.get_running_loop()
         self._looks = Looks("attach")
         self._sweep: Sweep[ProcessInstance, procs.ExecIdentity | None] = Sweep("identity")
@@ -441,7 +441,8 @@ class Attacher:
                 self._tasks.spawn(free)
             return
         self._trackers.remove(client)
-        self._ending.add(client)
+        pin = self._pins.get(client.process)
+        self._ending[client] = pin.uid if pin is not None else None
         self._tasks.spawn(self._close(client, lease, free))
 
     async def _close(self, client: ClientId, lease: Lease, free: Coroutine[Any, Any, None] | None) -> None:
@@ -451,7 +452,12 @@ class Attacher:
             await asyncio.to_thread(lease.close)
         finally:
             self._store.drop(lease.name)
-            self._ending.discard(client)
+            self._ending.pop(client, None)
+
+    @property
+    def ending(self) -> Mapping[ClientId, int | None]:
+        """Whose leases are given up, and not closed yet; with the user, where that is known."""
+        return self._ending
 
     def forget(self, process: ProcessInstance) -> None:
         """Drop the pin of a process that is no client any more."""

@@ -55,6 +55,7 @@ class Operations:
         self._statuses: dict[int, tuple[float, State, Reply]] = {}
         self._table: Mapping[str, Operation] = {
             "status": self._status,
+            "holders": self._holders,
             "faults": self._faults,
             "failovers": self._failovers,
             "explain": self._explain,
@@ -126,6 +127,11 @@ class Operations:
         )
         answer: Reply = shown_to(peer, status(daemon.runtime.state, around))
         return answer
+
+    async def _holders(self, peer: Peer, args: Mapping[str, Any]) -> Reply:
+        async with self._turn(peer):
+            rows = self._daemon.holders()
+            return {"holders": [row for row in rows if peer.admin or row["uid"] == peer.uid]}
 
     async def _faults(self, peer: Peer, args: Mapping[str, Any]) -> Reply:
         since, limit = int(args.get("since_id") or 0), int(args.get("limit") or 100)

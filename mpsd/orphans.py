@@ -142,6 +142,10 @@ class Orphans:
         await asyncio.to_thread(held.close)
         self._store.drop(name)
 
+    def processes(self) -> list[ProcessInstance]:
+        """Those of the dead."""
+        return [client.process for client, orphan in self._held.items() if orphan.process is None]
+
     def rows(self) -> list[dict[str, Any]]:
         """The dead among their clients, as `status` shows the dead."""
         return [

@@ -69,6 +69,15 @@ class Client:
         """GPUs, domains, clients, the dead whose memory is held, counters ("schema": 1)."""
         return self.call("status", timeout=timeout)
 
+    def holders(self, timeout: float | None = None) -> Sequence[Mapping[str, Any]]:
+        """Who has work or memory on a GPU, dead or alive, until the last of it is given back:
+        {"pid", "start_ticks", "uid", "blind" (nobody sees the end of its work)}; a user sees its own.
+
+        Does not ask the GPU's driver, unlike `status`. UsageError where the daemon is older.
+        """
+        found: Sequence[Mapping[str, Any]] = self.call("holders", timeout=timeout)["holders"]
+        return found
+
     def faults(
         self, limit: int | None = None, since_id: int | None = None, timeout: float | None = None
     ) -> Sequence[Mapping[str, Any]]:

@@ -21,14 +21,14 @@ from typing import Any
 from mpsd_client import rota, turns
 from mpsd_client._protocol import errors
 from mpsd_client.actors import Actor, adopt_orphans
-from mpsd_client.client import connect
+from mpsd_client.client import Client, connect
 from mpsd_client.events import DAEMON_BACK, DAEMON_LOST, Event, Watcher
 from mpsd_client.rota import Left
 from mpsd_client.run import NOT_EXECUTABLE, NOT_FOUND, USAGE
 from mpsd_client.transport import find_socket
 
 UNAVAILABLE = 69
-GRACE_S, SETTLE_S, STEP_S = 10.0, 30.0, 0.02
+GRACE_S, SETTLE_S, STEP_S, LOOK_S = 10.0, 30.0, 0.02, 0.002
 FIRST_PAUSE_S, LAST_PAUSE_S, COMPARE_S = 0.2, 5.0, 0.5
 ASK_S, STARTS_FOR_S = 5.0, 30.0
 _MISSED = "lost"
@@ -63,6 +63,8 @@ class Stage:
         self._tasks: set[asyncio.Task[None]] = set()
         self._gpu: str | None = given.gpu
         self._over_since = 0.0
+        self._ended_ms = 0.0
+        self._holders: Client | None = None
         self._retry_at, self._pause_s, self._why_none = 0.0, FIRST_PAUSE_S, ""
         self._compare_at: float | None = None
         self._status: int | None = None
@@ -120,6 +122,10 @@ class Stage:
             case ("ended", number, status):
                 return self._ended(number, status)
             case ("settled", left):
+                if left is Left.NOTHING:
+                    ms, ended_ms = self._since(), self._ended_ms
+                    text = f"nothing of it is on the GPU any more after {ms:.1f} ms"
+                    self._say("settled", text, ms=ms, ended_ms=ended_ms)
                 return self._rota.settled(left)
             case ("ready", number):
                 return self._rota.ready(number, time.monotonic())
@@ -128,10 +134,14 @@ class Stage:
         return []
 
     def _took(self, number: int) -> list[rota.Action]:
-        ms = (time.monotonic() - self._over_since) * 1e3 if self._over_since else 0.0
+        ms = self._since()
         self._over_since = 0.0
         self._say("took-over", f"process {number} goes on after {ms:.1f} ms", ms=ms)
         return self._rota.ready(number, time.monotonic())
+
+    def _since(self) -> float:
+        """In ms, since what worked was lost, or ended."""
+        return round((time.monotonic() - self._over_since) * 1e3, 3) if self._over_since else 0.0
 
     # -- domains -----------------------------------------------------------------------------------------
 
@@ -228,6 +238,8 @@ class Stage:
 
     def _started(self, actor: Actor, domain: str, role: rota.Role) -> list[rota.Action]:
         self._pause_s, self._why_none = FIRST_PAUSE_S, ""
+        if role is rota.Role.AGAIN:
+            self._over_since = 0.0
         self._say("started", f"process {actor.pid} in domain {domain} ({role.value})")
         return self._rota.started(actor.pid, domain)
 
@@ -269,6 +281,25 @@ class Stage:
         with connect(self._socket_path, timeout=ASK_S) as daemon:
             return daemon.status(timeout=ASK_S)
 
+    def _ask_holders(self) -> Sequence[Mapping[str, Any]]:
+        """In a thread, one at a time: who is on the GPU. By a connection that stays while this is asked."""
+        try:
+            self._holders = self._holders or connect(self._socket_path, timeout=ASK_S)
+            return self._holders.holders(timeout=ASK_S)
+        except errors.ProtocolError:
+            # An older daemon does not know the question.
+            self._hang_up()
+            status = self._ask_status()
+            return [*status["clients"], *status["dead"]]
+        except errors.MpsdError:
+            self._hang_up()
+            raise
+
+    def _hang_up(self) -> None:
+        holders, self._holders = self._holders, None
+        if holders is not None:
+            holders.close()
+
     # -- processes ---------------------------------------------------------------------------------------
 
     def _hear(self, actor: Actor) -> None:
@@ -303,6 +334,7 @@ class Stage:
         working = self._rota.working
         if working is not None and working.number == number:
             self._over_since = self._over_since or time.monotonic()
+            self._ended_ms = self._since()
         actions = self._rota.ended(number, status, time.monotonic())
         if working is None or working.number != number:
             self._retry_at = time.monotonic() + FIRST_PAUSE_S
@@ -328,7 +360,7 @@ class Stage:
         began, told = time.monotonic(), False
         while True:
             try:
-                left = _left_by(actor, await asyncio.to_thread(self._ask_status))
+                left = _left_by(actor, await asyncio.to_thread(self._ask_holders))
             except errors.MpsdError:
                 await asyncio.sleep(FIRST_PAUSE_S)
                 began = time.monotonic()
@@ -339,7 +371,8 @@ class Stage:
             if not told and waited > 1.0:
                 told = True
                 self._say("waits", f"work of process {number} is not seen to have ended yet")
-            await asyncio.sleep(STEP_S)
+            await asyncio.sleep(LOOK_S)
+        await asyncio.to_thread(self._hang_up)
         self._heard.put_nowait(("settled", left))
 
     def _let_go(self, actor: Actor) -> None:
@@ -352,9 +385,7 @@ class Stage:
         say(self._given.json, kind, text, **more)
 
 
-def _left_by(actor: Actor, status: Mapping[str, Any]) -> Left:
-    """Other users' rows have no numbers."""
-    rows = [*status["clients"], *status["dead"]]
+def _left_by(actor: Actor, rows: Sequence[Mapping[str, Any]]) -> Left:
     mine = [row for row in rows if (row.get("pid"), row.get("start_ticks")) in actor.known]
     if not mine:
         return Left.NOTHING

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import tempfile
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from faultinject.failover.rounds import PARTS, SETTINGS, Rounds, data
 from faultinject.failover.works import WorkRounds
 from faultinject.history import History
 from faultinject.matrix import tell_stderr
-from faultinject.node import open_node
+from faultinject.node import Node, open_node
 from faultinject.proxy.library import Libraries, find_libraries
 from faultinject.proxy.work import NAMES
 from faultinject.rig import Rig
@@ -29,8 +30,10 @@ def main_settings(libraries: Libraries, mode: str = "exact") -> dict[str, str]:
     return {**SETTINGS, **libraries.failover_settings(), "failover.mode": f'"{mode}"'}
 
 
-def run(args: argparse.Namespace) -> dict[str, Any]:
-    """All kinds, each in a rig of its own. Raises MpsdError where the rig itself cannot be had."""
+def run(args: argparse.Namespace, so_far: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """All kinds, each in a rig of its own. `so_far` is given a whole report of those that are done, after
+    each but the last: who ends this before its end has lost one kind. Raises MpsdError where the rig itself
+    cannot be had."""
     date = datetime.now(UTC).isoformat(timespec="seconds")
     found: dict[str, Any] = {}
     left: list[str] = []
@@ -51,11 +54,19 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                     except MpsdError as error:
                         found.setdefault(kind, [_broken(kind, f"{error}; mpsd: {rig.mpsd.tail()[-300:]}")])
                 left += rig.left
+                if kind != args.kinds[-1]:
+                    so_far(_report(args, node, date, left, found))
         finally:
             node.close()
+    return _report(args, node, date, left, found)
+
+
+def _report(
+    args: argparse.Namespace, node: Node, date: str, left: list[str], found: dict[str, Any]
+) -> dict[str, Any]:
     words = ["mpsd-faultinject", "failover", "--backend", args.backend]
     words += ["--works", ",".join(args.works)] if args.works else []
-    words += ["--mode", args.mode, "--kinds", ",".join(args.kinds), "--faults", str(args.faults)]
+    words += ["--mode", args.mode, "--kinds", ",".join(found), "--faults", str(args.faults)]
     return {
         "schema": reports.SCHEMA_VERSION,
         "kind": reports.KIND,
@@ -66,8 +77,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "works": list(args.works),
         "date": date,
         "command": shlex.join(words),
-        "leftovers": left,
-        "faults": found,
+        "leftovers": list(left),
+        "faults": dict(found),
     }
 
 
@@ -102,12 +113,16 @@ def _go(args: argparse.Namespace) -> int:
     for work in args.works:
         if work not in NAMES:
             raise UsageError(f"there is no work {work!r}", remedy=f"of: {', '.join(NAMES)}")
-    finished = run(args)
+
+    def deliver(made: dict[str, Any]) -> None:
+        report.deliver(made, "moves", args.json, args.markdown, reports.markdown(made), tell_stderr)
+
+    finished = run(args, deliver)
     print(
         f"{finished['device']}, driver {finished['driver']}, {finished['date']}; again: {finished['command']}"
     )
     print(report.aligned(reports.table(finished)))
-    report.deliver(finished, "moves", args.json, args.markdown, reports.markdown(finished), tell_stderr)
+    deliver(finished)
     return 0 if reports.passed(finished) else 1
 
 

@@ -99,22 +99,26 @@ class WorkRounds(Rounds):
         worker.must("closed", timeout=UP_S)
 
     def compare(self, faults: Sequence[Fault]) -> dict[str, bool]:
-        """The same blocks without the proxy and without faults: which works have the same digests.
+        """The same blocks without the proxy and without faults, all at once: the works of equal digests.
 
         A program whose results differ has seen something wrong, by the last fault at the latest. Raises
         DeadlineError.
         """
         same = {}
         environment = self._libraries.plain(self._rig.mpsd.client_environment())
-        for number, work in enumerate(self._works):
-            worker, digests = self._spawn(work, "alone", environment), list[str]()
-            self._begin_one(work, worker, digests)
-            for block in range(self._blocks):
+        workers = {work: self._spawn(work, "alone", environment) for work in self._works}
+        found: dict[str, list[str]] = {work: [] for work in self._works}
+        for work, worker in workers.items():
+            self._begin_one(work, worker, found[work])
+        for block in range(self._blocks):
+            for work, worker in workers.items():
                 worker.tell("block", steps=self._steps[work])
+            for work, worker in workers.items():
                 if worker.wait("block", timeout=BLOCK_MOST_S, after=block) is None:
                     raise DeadlineError(f"{work} did not end a block within {BLOCK_MOST_S:.0f} s")
-            self._finish(worker, digests)
-            same[work] = digests == self._digests[work]
+        for number, (work, worker) in enumerate(workers.items()):
+            self._finish(worker, found[work])
+            same[work] = found[work] == self._digests[work]
             if faults and not same[work] and number < len(faults[-1].programs):
                 faults[-1].programs[number].wrong += 1
         return same

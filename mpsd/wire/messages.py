@@ -108,6 +108,7 @@ _TICKS = Argument("start_ticks", Kind.INTEGER)
 
 _TABLE = (
     Operation("status", Right.ANY, "GPUs, domains, clients, what is held for the dead"),
+    Operation("holders", Right.ANY, "who has work or memory on a GPU, dead or alive; a user sees its own"),
     Operation(
         "faults",
         Right.ANY,

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from faultinject.failover.command import main_settings
+from faultinject import report
+from faultinject.failover import reports
+from faultinject.failover.command import main_settings, run
 from faultinject.failover.reports import judge
 from faultinject.failover.rounds import Rounds, data
 from faultinject.failover.works import WorkRounds
@@ -71,6 +75,21 @@ def test_what_was_in_flight_may_be_lost_in_mode_keep(node: Node, libraries: Libr
         found = data(rounds.run("trap", 3, DEADLINE_S))
         rounds.end()
     assert [len(found), judge(found)] == [3, "valid"]
+
+
+def test_a_report_of_what_is_done_is_there_before_the_end(tmp_path: Path) -> None:
+    found: list[dict[str, Any]] = []
+    args = argparse.Namespace(
+        backend="simulated", libcuda=None, driver=None, mode="exact", out=None, works=[]
+    )
+    args.kinds, args.faults, args.deadline = ["server_death", "drain"], 1, DEADLINE_S
+    whole = run(args, found.append)
+    assert [list(made["faults"]) for made in (*found, whole)] == [["server_death"], ["server_death", "drain"]]
+    for number, made in enumerate((*found, whole)):
+        path = tmp_path / f"{number}.json"
+        report.save(made, path)
+        assert reports.load(path) == made
+        assert reports.passed(made) and f"--kinds {','.join(made['faults'])} " in made["command"]
 
 
 def test_the_exporter_tells_of_it(node: Node, libraries: Libraries) -> None:

@@ -24,6 +24,8 @@ def test_counts_go_on_warm_and_cold_and_the_report_is_read_again(
     assert {mode: [f["kind"] for f in faults] for mode, faults in found["takeovers"].items()} == {
         mode: ["misaligned", "misaligned"] for mode in ("warm", "cold")
     }
+    for faults in found["takeovers"].values():
+        assert all(0 < f["heard"] <= f["ended"] <= f["settled"] <= f["after"] for f in faults), faults
     assert not found["leftovers"]
     capsys.readouterr()
     assert main(["check", str(path)]) == 0
@@ -33,7 +35,9 @@ def test_counts_go_on_warm_and_cold_and_the_report_is_read_again(
 
 
 def fault(**changes: object) -> dict[str, object]:
-    return {"kind": "trap", "problem": "", "after": 100.0, "stall": 50.0, "lost": 0, "wrong": 0, **changes}
+    stages = {"heard": 1.0, "ended": 2.0, "settled": 3.0}
+    found = {"kind": "trap", "problem": "", **stages, "after": 100.0, "stall": 50.0, "lost": 0, "wrong": 0}
+    return {**found, **changes}
 
 
 @pytest.mark.parametrize(

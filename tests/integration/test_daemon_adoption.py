@@ -100,7 +100,10 @@ def test_kill_9_with_a_dead_clients_kernel_running(site: Site) -> None:
     held = site.until(lambda s: s["dead"], "it is held")
     assert [(d["pid"], d["state"]) for d in held["dead"]] == [(client.pid, "lingering")]
     assert held["dead"][0]["command"].endswith("obey")
-    site.gone(client)
+    with mpsd_client.connect(site.socket) as asking:
+        assert {row["pid"] for row in asking.holders()} >= {worker.pid, client.pid}
+        site.gone(client)
+        until(lambda: [row["pid"] for row in asking.holders()] == [worker.pid], "nothing of it is there")
     assert site.node(op="work", pid=client.pid)["busy"] == 0
     until(lambda: site.memory_used() < used, "its memory is back")
     assert worker.finish()["rounds"] > 0

@@ -194,7 +194,7 @@ def test_a_program_that_fails_by_itself_is_left_with_its_status(site: Site, libr
     with Service(environment(libraries, site), "--restarts", "2", program=program) as service:
         assert service.end() == 7
     kinds = [event["kind"] for event in service.events if event["kind"] != "waits"]
-    assert kinds == [*["started"] * 3, "given-up"]
+    assert kinds == [*["started", "settled"] * 2, "started", "given-up"]
 
 
 def test_a_program_that_is_always_killed_by_a_signal_is_left_with_that(

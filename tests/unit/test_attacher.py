@@ -344,6 +344,19 @@ def test_after_an_exec_the_new_lease_waits_until_the_old_name_is_free() -> None:
     at_a_desk(play)
 
 
+def test_who_had_a_lease_is_known_until_it_is_closed() -> None:
+    async def play(desk: Desk) -> None:
+        await desk.joined()
+        desk.attacher.release(desk.client)
+        desk.attacher.forget(desk.process)
+        assert dict(desk.attacher.ending) == {desk.client: os.getuid()}
+        desk.uvm.spaces[0].closing.set()
+        while desk.attacher.ending:
+            await asyncio.sleep(0.001)
+
+    at_a_desk(play)
+
+
 def test_a_store_that_hangs_delays_neither_the_loop_nor_the_client_for_long() -> None:
     async def play(desk: Desk) -> None:
         desk.store.answers.clear()

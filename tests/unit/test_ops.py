@@ -65,6 +65,20 @@ def test_a_heap_of_questions_is_answered_from_one_look(monkeypatch: pytest.Monke
     asyncio.run(run())
 
 
+def test_holders_are_told_to_those_whose_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    desk = Desk(monkeypatch)
+    rows = [{"pid": uid + 100, "start_ticks": 1, "uid": uid, "blind": False} for uid in (7, 8)]
+    nobodys = {"pid": 109, "start_ticks": 1, "uid": None, "blind": None}
+    desk.daemon.holders = lambda: [*rows, nobodys]
+
+    async def run() -> None:
+        assert (await desk.ask(USER, "holders"))["holders"] == rows[:1]
+        assert (await desk.ask(OTHER, "holders"))["holders"] == rows[1:]
+        assert (await desk.ask(ROOT, "holders"))["holders"] == [*rows, nobodys]
+
+    asyncio.run(run())
+
+
 def test_no_answer_is_older_than_the_state_or_than_it_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
     desk = Desk(monkeypatch)
 
