@@ -257,10 +257,11 @@ class Operations:
         if args.get("standby"):
             domain = self._standby(os.path.basename(path))
             path = str(self._daemon.layout.pipe_dir(domain))
+        gpus = self._gpus_of(domain)
         return {
-            "env": {"CUDA_MPS_PIPE_DIRECTORY": path},
+            "env": {"CUDA_MPS_PIPE_DIRECTORY": path, **self._visible(gpus)},
             "domain": domain,
-            "gpus": self._gpus_of(domain),
+            "gpus": gpus,
             "directory": None if domain is None else str(self._daemon.layout.pipe_dir(domain)),
             "lost": self._is_lost(domain),
             "vault": self._daemon.vault.offered_at,
@@ -270,6 +271,12 @@ class Operations:
     def _gpus_of(self, domain: str | None) -> list[str]:
         known = self._daemon.runtime.state.domains.get(domain or "")
         return list(known.gpus) if known is not None else []
+
+    def _visible(self, gpus: Sequence[str]) -> Mapping[str, str]:
+        """Where the node has more GPUs than the domain: PyTorch counts them by NVML, which knows nothing of
+        domains, and ends with an error when CUDA then has fewer."""
+        others = {gpu.uuid for gpu in self._daemon.gpus} - {*gpus}
+        return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus and others else {}
 
     def _is_lost(self, domain: str | None) -> bool:
         """Whoever starts there now fails, until the domain is another or its server has recovered."""

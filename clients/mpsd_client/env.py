@@ -7,7 +7,21 @@ from collections.abc import Callable, Mapping
 
 from mpsd_client._protocol import errors
 
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
+
+
+def named_gpu(environ: Mapping[str, str]) -> str | None:
+    """The first GPU that CUDA_VISIBLE_DEVICES names by index or UUID; None where it names none."""
+    first = environ.get(_VISIBLE, "").split(",")[0].strip()
+    return first if first.isdecimal() or first.startswith("GPU-") else None
+
+
+def fitting(wanted: Mapping[str, str], environ: Mapping[str, str], gpu: str | None = None) -> dict[str, str]:
+    """What to set of what the daemon wants. Who has a CUDA_VISIBLE_DEVICES that names no GPU (nothing: none
+    is to be seen), and asks for none (`gpu`), keeps it."""
+    keeps = gpu is None and _VISIBLE in environ and named_gpu(environ) is None
+    return {name: value for name, value in wanted.items() if not (keeps and name == _VISIBLE)}
 
 
 def _sh(value: str) -> str:

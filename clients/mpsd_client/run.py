@@ -21,7 +21,7 @@ from typing import NoReturn
 from mpsd_client._protocol import errors
 from mpsd_client.client import connect
 from mpsd_client.driver import LIBRARY_NAME, find_driver, find_proxy
-from mpsd_client.env import SHELLS, export_lines
+from mpsd_client.env import SHELLS, export_lines, fitting, named_gpu
 
 USAGE, UNAVAILABLE, NOT_EXECUTABLE, NOT_FOUND = 2, 69, 126, 127
 _SHELL, _ABSENT = "/bin/sh", (FileNotFoundError, NotADirectoryError)
@@ -37,6 +37,8 @@ mpsd-run sets a few variables and then becomes the program. So exit status, sign
 program's own, and its children, whatever starts them, have the variables too.
 
   CUDA_MPS_PIPE_DIRECTORY  where programs of this user join, as the daemon says
+  CUDA_VISIBLE_DEVICES     only where there are GPUs besides that domain's: the domain's, by UUID. If it was
+                           set, the first GPU that it named is asked for, as by --gpu
   LD_LIBRARY_PATH          first the folder with mpsd's libcuda.so.1, then what was there
   MPSD_REAL_LIBCUDA        the real driver, for mpsd's libcuda.so.1 to load
   MPSD_VAULT_SOCKET        only where the daemon offers the vault: GPU memory that can outlive the program
@@ -113,7 +115,8 @@ def make_plan(
     plan = Plan()
     try:
         with connect(socket_path) as daemon:
-            plan.variables.update(daemon.env(gpu))
+            plan.variables.update(fitting(daemon.env(gpu or named_gpu(environ)), environ, gpu))
+            plan.aside += _fewer(environ, daemon.gpus)
             vault, failover = daemon.vault_socket, daemon.failover_socket
     except errors.MpsdError as error:
         if required or gpu or socket_path:
@@ -140,6 +143,15 @@ def make_plan(
             plan.variables[_FAILOVER] = failover
     plan.notes += [f"{name}={value}" for name, value in sorted(plan.variables.items())]
     return plan
+
+
+def _fewer(environ: Mapping[str, str], gpus: Sequence[str]) -> list[str]:
+    """What to say to a program that is to see several GPUs, and will see fewer."""
+    wanted = [name for name in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    if not 0 < len(gpus) < len(wanted):
+        return []
+    few = f"CUDA_VISIBLE_DEVICES names {len(wanted)} GPUs, and the program sees {', '.join(gpus)}"
+    return [f"{few}: a domain is over several where mpsd is configured so ([domains] span)"]
 
 
 def become(program: Sequence[str], environ: Mapping[str, str]) -> int:

@@ -22,6 +22,7 @@ from mpsd_client import rota, turns
 from mpsd_client._protocol import errors
 from mpsd_client.actors import Actor, adopt_orphans
 from mpsd_client.client import Client, connect
+from mpsd_client.env import fitting, named_gpu
 from mpsd_client.events import DAEMON_BACK, DAEMON_LOST, Event, Watcher
 from mpsd_client.rota import Left
 from mpsd_client.run import NOT_EXECUTABLE, NOT_FOUND, USAGE
@@ -61,7 +62,7 @@ class Stage:
         self._loop = asyncio.get_running_loop()
         self._actors: dict[int, Actor] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._gpu: str | None = given.gpu
+        self._gpu: str | None = given.gpu or named_gpu(os.environ)
         self._over_since = 0.0
         self._ended_ms = 0.0
         self._holders: Client | None = None
@@ -274,7 +275,7 @@ class Stage:
             variables["CUDA_MPS_PIPE_DIRECTORY"] = daemon.directory
             if daemon.vault_socket:
                 variables["MPSD_VAULT_SOCKET"] = daemon.vault_socket
-            return daemon.domain, variables
+            return daemon.domain, fitting(variables, os.environ, self._given.gpu)
 
     def _ask_status(self) -> Mapping[str, Any]:
         """In a thread."""

@@ -17,7 +17,7 @@ from mpsd.ctl import failovertext, render
 from mpsd.errors import NotRunningError
 from mpsd.text import printable
 from mpsd_client import Client, connect
-from mpsd_client.env import export_lines
+from mpsd_client.env import export_lines, fitting, named_gpu
 
 KEPT_DEADLINE_S = 5.0
 CLEAR = "\x1b[H\x1b[2J\x1b[3J"
@@ -209,7 +209,8 @@ def drain(options: Namespace, out: TextIO) -> int:
 
 def env(options: Namespace, out: TextIO) -> int:
     with connect(options.socket) as client:
-        wanted = client.env(options.gpu, shared=options.shared)
+        gpu = options.gpu or named_gpu(os.environ)
+        wanted = fitting(client.env(gpu, shared=options.shared), os.environ, options.gpu)
     if options.json:
         _json(out, {"schema": SCHEMA, "env": dict(wanted)})
     else:

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mpsd_client
+from mpsd_client.env import named_gpu
 
 PRINT = "import os, sys; sys.stdout.buffer.write(os.environb[b'V'])"
 VALUES = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0\r"), max_size=40)
@@ -47,3 +48,12 @@ def test_names_and_values_that_no_shell_takes_are_refused() -> None:
             mpsd_client.export_lines(environment)
     with pytest.raises(mpsd_client.UsageError, match="sh, csh, fish"):
         mpsd_client.export_lines({}, "tcl")
+
+
+@pytest.mark.parametrize(
+    ("visible", "gpu"),
+    [("3", "3"), (" GPU-1,GPU-2", "GPU-1"), ("2,0", "2"), ("", None), ("-1", None), ("MIG-7", None)],
+)
+def test_a_gpu_is_named_by_index_or_uuid(visible: str, gpu: str | None) -> None:
+    assert named_gpu({"CUDA_VISIBLE_DEVICES": visible}) == gpu
+    assert named_gpu({}) is None
