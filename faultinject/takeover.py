@@ -29,7 +29,7 @@ from faultinject.proxy.library import Libraries, find_libraries
 from faultinject.rig import Rig
 from mpsd.errors import DeadlineError, MpsdError, UsageError
 
-KIND, SCHEMA_VERSION = "takeover", 2
+KIND, SCHEMA_VERSION = "takeover", 1
 KINDS = ("trap", "misaligned", "shared_window", "store")
 MODES = ("warm", "cold")
 SETTINGS = {name: value for name, value in WITHOUT_GUARDS.items() if not name.startswith("failover.")}
@@ -223,8 +223,9 @@ def load(path: Path) -> dict[str, Any] | None:
 def _problems(data: Mapping[str, Any]) -> Iterator[str]:
     yield from report.against_version(SCHEMA, SCHEMA_VERSION, data)
     for mode, faults in data["takeovers"].items():
-        names = [field.name for field in fields(Takeover)]
-        whole = isinstance(faults, list) and all(isinstance(f, dict) and {*names} <= {*f} for f in faults)
+        # The first reports say nothing of what came between.
+        names = {field.name for field in fields(Takeover)} - {*STAGES[:-1]}
+        whole = isinstance(faults, list) and all(isinstance(f, dict) and names <= {*f} for f in faults)
         if mode not in MODES or not whole:
             yield f"report.takeovers.{mode} is no list of faults with {', '.join(names)}"
 
@@ -261,7 +262,7 @@ def table(finished: Mapping[str, Any]) -> list[list[str]]:
                     str(len(mine)),
                     str(sum(fault["lost"] for fault in mine)),
                     str(sum(fault["wrong"] for fault in mine)),
-                    *(_spread([f[name] for f in whole if f[name] is not None]) for name in STAGES),
+                    *(_spread([f[name] for f in whole if f.get(name) is not None]) for name in STAGES),
                     _spread([f["stall"] for f in whole]),
                     _spread([_beyond(f) for f in whole]),
                     f"{BAR_MS[mode]:g}",

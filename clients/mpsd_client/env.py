@@ -11,8 +11,11 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 
 
-def named_gpu(environ: Mapping[str, str]) -> str | None:
-    """The first GPU that CUDA_VISIBLE_DEVICES names by index or UUID; None where it names none."""
+def named_gpu(environ: Mapping[str, str], gpu: str | None = None) -> str | None:
+    """What was asked for (`gpu`), else the first GPU that CUDA_VISIBLE_DEVICES names by index or UUID; None
+    where it names none."""
+    if gpu is not None:
+        return gpu
     first = environ.get(_VISIBLE, "").split(",")[0].strip()
     return first if first.isdecimal() or first.startswith("GPU-") else None
 

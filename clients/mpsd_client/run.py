@@ -115,7 +115,7 @@ def make_plan(
     plan = Plan()
     try:
         with connect(socket_path) as daemon:
-            plan.variables.update(fitting(daemon.env(gpu or named_gpu(environ)), environ, gpu))
+            plan.variables.update(fitting(daemon.env(named_gpu(environ, gpu)), environ, gpu))
             plan.aside += _fewer(environ, daemon.gpus)
             vault, failover = daemon.vault_socket, daemon.failover_socket
     except errors.MpsdError as error:

@@ -62,7 +62,7 @@ class Stage:
         self._loop = asyncio.get_running_loop()
         self._actors: dict[int, Actor] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._gpu: str | None = given.gpu or named_gpu(os.environ)
+        self._gpu: str | None = named_gpu(os.environ, given.gpu)
         self._over_since = 0.0
         self._ended_ms = 0.0
         self._holders: Client | None = None

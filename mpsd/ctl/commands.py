@@ -209,8 +209,8 @@ def drain(options: Namespace, out: TextIO) -> int:
 
 def env(options: Namespace, out: TextIO) -> int:
     with connect(options.socket) as client:
-        gpu = options.gpu or named_gpu(os.environ)
-        wanted = fitting(client.env(gpu, shared=options.shared), os.environ, options.gpu)
+        wanted = client.env(named_gpu(os.environ, options.gpu), shared=options.shared)
+        wanted = fitting(wanted, os.environ, options.gpu)
     if options.json:
         _json(out, {"schema": SCHEMA, "env": dict(wanted)})
     else:

@@ -56,4 +56,5 @@ def test_names_and_values_that_no_shell_takes_are_refused() -> None:
 )
 def test_a_gpu_is_named_by_index_or_uuid(visible: str, gpu: str | None) -> None:
     assert named_gpu({"CUDA_VISIBLE_DEVICES": visible}) == gpu
+    assert named_gpu({"CUDA_VISIBLE_DEVICES": visible}, "") == ""
     assert named_gpu({}) is None
