@@ -21,6 +21,7 @@ from statistics import median
 from typing import Any
 
 from faultinject import kinds, report
+from faultinject.bystander import Bystander
 from faultinject.failover.rounds import SETTINGS as WITHOUT_GUARDS
 from faultinject.history import Entry, History, clock
 from faultinject.matrix import tell_stderr
@@ -78,28 +79,23 @@ class Takeovers:
     def __init__(self, rig: Rig, libraries: Libraries, mode: str) -> None:
         self._rig, self._libraries, self._mode = rig, libraries, mode
         self._device = "standin" if libraries.driver else None
-        self._reports = 0
 
     def start(self) -> None:
         """Raises DeadlineError."""
         service = self._rig.mpsd
         environment = self._libraries.plain({**service.environment, "MPSD_SOCKET": str(service.socket)})
-        shared = service.ask(lambda c: c.env(shared=True))
-        self._bystander = self._rig.spawn(
-            "bystander", "server", environment={**service.environment, **shared}
-        )
+        self._bystander = Bystander(self._rig)
         command = [sys.executable, "-m", "mpsd_client.standby", "--json", "--restarts", "1000"]
         command += ["--cold"] if self._mode == "cold" else []
         self._program = self._rig.spawn(
             "program", "turns", environment=environment, device=self._device, through=command
         )
-        self._bystander.must("ready", timeout=UP_S)
+        self._bystander.ready()
         self._program.must("turn", timeout=UP_S)
 
     def end(self) -> None:
         """Raises DeadlineError."""
-        self._bystander.tell("stop")
-        self._bystander.must("done", "gone", timeout=REPORT_S)
+        self._bystander.end()
         self._program.signal(signal.SIGTERM)
         self._program.must("gone", timeout=REPORT_S)
 
@@ -127,18 +123,16 @@ class Takeovers:
         turns = self._program.count("turn")
         if self._mode == "warm" and self._program.count("waits") <= turns:
             self._heard("waits", turns)
-        self._report()
+        self._bystander.stall()
         at = offender.tell("go")
         self._heard("turn", turns)
         before, first = self._steps_around(turns)
         one.after = round((first.t - at) * 1e3, 3)
         self._stages(one, time.time() - (clock() - at))
         one.lost = abs(int(first.data["number"]) - int(before.data["number"]) - 1)
-        said = self._report()
-        longest = [end - start for start, end in said["longest"] if end > at]
-        one.stall = round(max(longest, default=0.0) * 1e3, 3)
+        one.stall, wrong = self._bystander.stall(at)
         rows = self._program.said("turn", "step")
-        one.wrong = sum(int(entry.data["wrong"]) for entry in rows) + int(said["wrong"])
+        one.wrong = sum(int(entry.data["wrong"]) for entry in rows) + wrong
 
     def _stages(self, one: Takeover, at: float) -> None:
         """By the last words of mpsd-standby, which says them before it gives the turn. `at`: of the order, in
@@ -168,14 +162,6 @@ class Takeovers:
                 return rows[at - 1], rows[at + 1]
             self._heard("step", self._program.count("step"))
         raise DeadlineError(f"the program took no step within {GOES_ON_S:.0f} s of its turn")
-
-    def _report(self) -> Mapping[str, Any]:
-        self._bystander.tell("report")
-        said = self._bystander.wait("report", "gone", timeout=REPORT_S, after=self._reports)
-        self._reports += 1
-        if said is None or said.what == "gone":
-            raise DeadlineError("the bystander was lost, or says nothing")
-        return said.data
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

@@ -29,6 +29,12 @@ SCHEMA: Mapping[str, tuple[type, ...]] = {
 }
 
 
+_LATER = ("bystander", "suspect")
+"""What the first reports do not have."""
+BARS_MS: Mapping[bool, float] = {False: 5.0, True: 100.0}
+"""By whether a program is a suspect: how much longer than the GPU stood still its longest step may be."""
+
+
 def load(path: Path) -> dict[str, Any] | None:
     """The report in this file; None if it is something else. Raises UsageError."""
     return report.load_sound(path, KIND, _problems)
@@ -52,7 +58,7 @@ def _keys(value: Any, of: type[Fault] | type[Moved], where: str) -> Iterator[str
         yield f"{where} is no object"
         return
     for each in fields(of):
-        if each.name not in value:
+        if each.name not in (*value, *_LATER):
             yield f"{where}.{each.name} is missing"
 
 
@@ -79,7 +85,7 @@ def _missing(fault: Mapping[str, Any]) -> int:
 
 
 def row(kind: str, faults: Sequence[Mapping[str, Any]]) -> list[str]:
-    """kind, faults, lost, told, times in ms (median / worst), verdict."""
+    """kind, faults, lost, told, times in ms (median / worst), whether they are within the bars, verdict."""
     programs = [p for fault in faults for p in fault["programs"]]
     fates = [fate for fault in faults if fault["record"] for fate in fault["record"]["clients"]]
     return [
@@ -88,13 +94,34 @@ def row(kind: str, faults: Sequence[Mapping[str, Any]]) -> list[str]:
         str(sum(not p["alive"] for p in programs)),
         str(sum(bool(p["told"]) for p in programs)),
         _spread([p["stall"] for p in programs]),
+        _spread([fault.get("bystander") for fault in faults]),
+        *(_spread(beyond(faults, suspect=suspect)) for suspect in (False, True)),
+        in_time(faults),
         _spread([fault["record"]["decision_ms"] for fault in faults if fault["record"]]),
         *(_spread([fate.get(name) for fate in fates]) for name in ("held_ms", "fence_ms", "first_ms")),
         judge(faults),
     ]
 
 
-HEAD = ["kind", "faults", "lost", "told", "longest step", "decided", "held", "fence", "goes on", "verdict"]
+HEAD = ["kind", "faults", "lost", "told", "longest step", "GPU's", "beyond: cleared", "suspects", "in time"]
+HEAD += ["decided", "held", "fence", "goes on", "verdict"]
+
+
+def beyond(faults: Sequence[Mapping[str, Any]], *, suspect: bool) -> list[float]:
+    """How much longer than the bystander's the longest step of each such program was, in ms."""
+    return [
+        program["stall"] - fault["bystander"]
+        for fault in faults
+        for program in fault["programs"]
+        if program.get("suspect") is suspect and None not in (program["stall"], fault.get("bystander"))
+    ]
+
+
+def in_time(faults: Sequence[Mapping[str, Any]]) -> str:
+    """Whether the medians are within the bars."""
+    known = {suspect: beyond(faults, suspect=suspect) for suspect in BARS_MS}
+    late = [median(found) > BARS_MS[suspect] for suspect, found in known.items() if found]
+    return "-" if not late else "no" if any(late) else "yes"
 
 
 def _spread(values: Sequence[float | None]) -> str:
@@ -120,6 +147,8 @@ def markdown(finished: Mapping[str, Any]) -> str:
         "",
         f"{_who(finished['works'])} A neighbour faults again and again, and they go on in a second",
         "domain each time. Times in ms, median / worst: the longest step of a program around the fault;",
+        "that of a bystander in another domain, which is how long the GPU itself stood still; how much",
+        "longer those of cleared programs and of suspects were (`in time`: by 5 and 100 ms at the median);",
         "from mpsd's first sign to its decision; from the word to a program until its calls were held, its",
         "old context could write no more, and it went on. `told`: how often a program met one error, which",
         "said that what it had in flight may be lost: in the mode `keep` always, and in the mode `exact`",

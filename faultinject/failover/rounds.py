@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from faultinject.bystander import Bystander
 from faultinject.history import clock
 from faultinject.proxy.library import MPSD_RUN, Libraries
 from faultinject.rig import Rig
@@ -34,7 +35,8 @@ class Moved:
     """What one program lived through at one fault; times in ms, None where it was never reached.
 
     `stall` is the longest step that began after 0.2 s before the fault; `after` how long after the fault the
-    first step ended that began after it; `told` the codes that it met.
+    first step ended that began after it; `told` the codes that it met; `suspect` whether mpsd took it for
+    one who may have done it.
     """
 
     alive: bool
@@ -43,11 +45,13 @@ class Moved:
     stall: float | None
     after: float | None
     told: list[int] = field(default_factory=list)
+    suspect: bool | None = None
 
 
 @dataclass(slots=True)
 class Fault:
-    """One fault and its fail-over. `problem`: what did not come in time."""
+    """One fault and its fail-over. `problem`: what did not come in time. `bystander`: the longest step of a
+    program in another domain since the fault, in ms: what the GPU itself stood still."""
 
     kind: str
     problem: str = ""
@@ -55,6 +59,7 @@ class Fault:
     programs: list[Moved] = field(default_factory=list)
     record: Mapping[str, Any] | None = None
     faults: list[Mapping[str, Any]] = field(default_factory=list)
+    bystander: float | None = None
 
 
 class Rounds:
@@ -84,6 +89,11 @@ class Rounds:
             )
         for server in self._servers:
             server.must("ready", timeout=UP_S)
+        self._stand_by()
+
+    def _stand_by(self) -> None:
+        self._bystander = Bystander(self._rig)
+        self._bystander.ready()
 
     def run(self, kind: str, faults: int, deadline_s: float) -> list[Fault]:
         """So many of one kind, as far as the time reaches."""
@@ -104,16 +114,26 @@ class Rounds:
             self._wait_until_ready()
             offender = None if kind in PARTS else self._offender(kind, number)
             self._reset_reports()
+            self._bystander.stall()
             at = self._begin(fault, kind, offender)
             fault.record = self._record(at)
             self._collect(fault, at)
             fault.record = self._latest(fault.record)
+            self._suspects(fault, fault.record)
+            fault.bystander, wrong = self._bystander.stall(at)
+            if wrong:
+                fault.problem = "the bystander saw wrong results"
         except (DeadlineError, MpsdError) as error:
             fault.problem = str(error)
             if not fault.programs:
                 self._collect(fault, clock())
         fault.faults = self._new_faults()
         return fault
+
+    def _suspects(self, fault: Fault, record: Mapping[str, Any]) -> None:
+        known = {fate["pid"]: bool(fate["suspect"]) for fate in record["clients"]}
+        for server, program in zip(self._servers, fault.programs, strict=False):
+            program.suspect = known.get(server.pid)
 
     def _new_faults(self) -> list[Mapping[str, Any]]:
         """What mpsd has recorded since, in short."""
@@ -173,7 +193,9 @@ class Rounds:
         return at
 
     def _server_dies(self) -> float:
-        pid = self._rig.mpsd.part("server")
+        status = self._rig.mpsd.status()
+        mine = {slot["active"] for slot in status["slots"] if slot["programs"]}
+        pid = next((d["server_pid"] for d in status["domains"] if d["id"] in mine), None)
         if pid is None:
             raise DeadlineError("there is no MPS server")
         at = clock()
@@ -229,6 +251,7 @@ class Rounds:
             server.tell("stop")
         for server in self._servers:
             server.must("done", "gone", timeout=FAULT_S)
+        self._bystander.end()
 
 
 def _plain(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -47,6 +47,7 @@ class WorkRounds(Rounds):
             times = self._begin_one(work, worker, self._digests[work])
             step = statistics.median(times) if times else BLOCK_S
             self._steps[work] = max(2, min(STEPS_MOST, round(BLOCK_S / max(step, 1e-6))))
+        self._stand_by()
 
     def _spawn(
         self, work: str, name: str, environment: Mapping[str, str], through: Sequence[str] = ()
@@ -91,6 +92,7 @@ class WorkRounds(Rounds):
     def end(self) -> None:
         for work, worker in zip(self._works, self._servers, strict=True):
             self._finish(worker, self._digests[work])
+        self._bystander.end()
 
     def _finish(self, worker: Worker, digests: list[str]) -> None:
         worker.tell("finish")

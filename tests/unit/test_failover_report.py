@@ -91,3 +91,17 @@ def test_what_is_no_such_report(tmp_path: Path) -> None:
     assert reports.load(tmp_path / "text.json") is None
     with pytest.raises(UsageError, match="cannot read"):
         reports.load(tmp_path / "absent.json")
+
+
+def test_suspects_may_be_later_than_the_cleared() -> None:
+    def fault(bystander: float | None, *programs: tuple[float, bool | None]) -> dict[str, Any]:
+        rows = [{"stall": stall, "suspect": suspect} for stall, suspect in programs]
+        return {"bystander": bystander, "programs": rows}
+
+    cleared, suspects = fault(20.0, (24.0, False), (26.0, False)), fault(20.0, (119.0, True), (24.0, None))
+    assert reports.beyond([cleared, suspects], suspect=False) == [4.0, 6.0]
+    assert reports.beyond([cleared, suspects], suspect=True) == [99.0]
+    assert reports.in_time([cleared, suspects]) == "yes"
+    assert reports.in_time([cleared, fault(20.0, (121.0, True))]) == "no"
+    assert reports.in_time([fault(20.0, (26.0, False))]) == "no"
+    assert reports.in_time([fault(None, (26.0, False))]) == "-"
