@@ -275,7 +275,7 @@ class Stage:
             variables["CUDA_MPS_PIPE_DIRECTORY"] = daemon.directory
             if daemon.vault_socket:
                 variables["MPSD_VAULT_SOCKET"] = daemon.vault_socket
-            return daemon.domain, fitting(variables, os.environ, self._given.gpu)
+            return daemon.domain, fitting(variables, os.environ, self._given.gpu, daemon.numbers)
 
     def _ask_status(self) -> Mapping[str, Any]:
         """In a thread."""
