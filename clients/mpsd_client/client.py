@@ -72,7 +72,7 @@ class Client:
         return self.call("status", timeout=timeout)
 
     def holders(self, timeout: float | None = None) -> Sequence[Mapping[str, Any]]:
-        """Who has work or memory on a GPU, dead or alive, until the last of it is given back:
+        """Who has work or memory on a GPU, dead or alive, until mpsd has given up what it holds of it:
         {"pid", "start_ticks", "uid", "blind" (nobody sees the end of its work)}; a user sees its own.
 
         Does not ask the GPU's driver, unlike `status`. ProtocolError where the daemon is older.
