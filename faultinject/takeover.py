@@ -57,10 +57,10 @@ SCHEMA: Mapping[str, tuple[type, ...]] = {
 @dataclass(slots=True)
 class Takeover:
     """One fault. Times in ms, from the offender's order: until mpsd-standby had `heard` that the domain is
-    lost, until the process that worked there had `ended`, until nothing of it was on the GPU any more
-    (`settled`), and until the first kernel of the next process had ended (`after`). `stall`: the longest step
-    of the bystander since then. `lost`: counts that are missing, or came twice. `wrong`: words with another
-    value than they must have."""
+    lost (None where the process ended before that), until the process that worked there had `ended`, until
+    nothing of it was on the GPU any more (`settled`), and until the first kernel of the next process had
+    ended (`after`). `stall`: the longest step of the bystander since then. `lost`: counts that are missing,
+    or came twice. `wrong`: words with another value than they must have."""
 
     kind: str
     problem: str = ""
@@ -135,15 +135,17 @@ class Takeovers:
         one.wrong = sum(int(entry.data["wrong"]) for entry in rows) + wrong
 
     def _stages(self, one: Takeover, at: float) -> None:
-        """By the last words of mpsd-standby, which says them before it gives the turn. `at`: of the order, in
-        seconds since the epoch, as it dates them."""
+        """By what mpsd-standby has said since, which it says before it gives the turn. `at`: of the order, in
+        seconds since the epoch, as it dates them. A program that ends before its domain is known to be lost
+        is not heard of as lost."""
         lines = self._rig.error_text(self._program, 1 << 16).splitlines()
-        said = [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
-        for lost in [line for line in said if line["kind"] == "lost"][-1:]:
-            one.heard = round((lost["at"] - at) * 1e3, 3)
-            for settled in [line for line in said if line["kind"] == "settled" and line["at"] >= lost["at"]]:
-                one.ended = round(one.heard + settled["ended_ms"], 3)
-                one.settled = round(one.heard + settled["ms"], 3)
+        every = [json.loads(line) for line in lines if line.startswith('{"kind": ') and line.endswith("}")]
+        said = {line["kind"]: line for line in every if line["at"] >= at}
+        if "lost" in said:
+            one.heard = round((said["lost"]["at"] - at) * 1e3, 3)
+        if (settled := said.get("settled")) is not None:
+            one.settled = round((settled["at"] - at) * 1e3, 3)
+            one.ended = round(one.settled - settled["ms"] + settled["ended_ms"], 3)
 
     def _heard(self, what: str, after: int) -> Entry:
         entry = self._program.wait(what, timeout=GOES_ON_S, after=after)

@@ -286,7 +286,7 @@ class Attacher:
             late = await self._shelf.put(clients, pin.uid)
         if stale():
             for client in clients:
-                self.release(client)
+                self.release(client, uid=pin.uid)
             return
         for client in clients:
             tracker = self._leases[client].tracker
@@ -429,10 +429,13 @@ class Attacher:
             self._store.drop(kept.name)
         return len(unclaimed)
 
-    def release(self, client: ClientId, free: Coroutine[Any, Any, None] | None = None) -> None:
+    def release(
+        self, client: ClientId, free: Coroutine[Any, Any, None] | None = None, uid: int | None = None
+    ) -> None:
         """Close the lease here and in the store. Closing may take long, so a thread does it.
 
         `free` ends when nobody else uses its descriptors; from now on another life may get the same number.
+        `uid`: whose it is; by default its pin's, where it has one.
         """
         self._work.forget(client)
         lease = self._leases.pop(client, None)
@@ -441,8 +444,9 @@ class Attacher:
                 self._tasks.spawn(free)
             return
         self._trackers.remove(client)
-        pin = self._pins.get(client.process)
-        self._ending[client] = pin.uid if pin is not None else None
+        if uid is None and (pin := self._pins.get(client.process)) is not None:
+            uid = pin.uid
+        self._ending[client] = uid
         self._tasks.spawn(self._close(client, lease, free))
 
     async def _close(self, client: ClientId, lease: Lease, free: Coroutine[Any, Any, None] | None) -> None:

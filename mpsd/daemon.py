@@ -540,15 +540,15 @@ class Daemon:
         return self._zones.shown()
 
     def holders(self) -> list[dict[str, Any]]:
-        """Of whom there is anything on a GPU, as far as is known without asking the driver. `blind`: nobody
-        sees the end of its work."""
+        """Of whom there is anything on a GPU, as far as is known without asking the driver, until its leases
+        are given up; what the descriptor store has of them goes a moment later. `blind`: nobody sees the end
+        of its work."""
         clients = self.runtime.state.clients.values()
         known = [(c.id.process, c.facts.uid, c.blind) for c in clients]
         ending = [(client.process, uid, False) for client, uid in self._attacher.ending.items()]
-        orphans = [(process, None, False) for process in self._orphans.processes()]
         return [
             {"pid": process.pid, "start_ticks": process.start_ticks, "uid": uid, "blind": blind}
-            for process, uid, blind in (*known, *ending, *orphans)
+            for process, uid, blind in (*known, *ending, *self._orphans.holders())
         ]
 
     def orphan_rows(self) -> list[dict[str, Any]]:

@@ -258,10 +258,12 @@ class Operations:
             domain = self._standby(os.path.basename(path))
             path = str(self._daemon.layout.pipe_dir(domain))
         gpus = self._gpus_of(domain)
+        numbers = {gpu.uuid: gpu.index for gpu in self._daemon.gpus}
         return {
-            "env": {"CUDA_MPS_PIPE_DIRECTORY": path, **self._visible(gpus)},
+            "env": {"CUDA_MPS_PIPE_DIRECTORY": path, **self._visible(gpus, args.get("gpu"))},
             "domain": domain,
             "gpus": gpus,
+            "numbers": [numbers.get(uuid) for uuid in gpus],
             "directory": None if domain is None else str(self._daemon.layout.pipe_dir(domain)),
             "lost": self._is_lost(domain),
             "vault": self._daemon.vault.offered_at,
@@ -272,11 +274,14 @@ class Operations:
         known = self._daemon.runtime.state.domains.get(domain or "")
         return list(known.gpus) if known is not None else []
 
-    def _visible(self, gpus: Sequence[str]) -> Mapping[str, str]:
+    def _visible(self, gpus: Sequence[str], asked: str | None) -> Mapping[str, str]:
         """Where the node has more GPUs than the domain: PyTorch counts them by NVML, which knows nothing of
-        domains, and ends with an error when CUDA then has fewer."""
+        domains, and ends with an error when CUDA then has fewer. What was asked for is CUDA's device 0."""
         others = {gpu.uuid for gpu in self._daemon.gpus} - {*gpus}
-        return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus and others else {}
+        if not gpus or not others:
+            return {}
+        first = None if asked is None else self._daemon.gpu_named(asked).uuid
+        return {"CUDA_VISIBLE_DEVICES": ",".join(sorted(gpus, key=lambda uuid: uuid != first))}
 
     def _is_lost(self, domain: str | None) -> bool:
         """Whoever starts there now fails, until the domain is another or its server has recovered."""

@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import structlog
@@ -35,11 +36,14 @@ WHY = "its domain is of an earlier mpsd and not supervised"
 
 @dataclass(slots=True)
 class Orphan:
-    """`process`: its pin while it lives. `since` is monotonic seconds."""
+    """`process`: its pin while it lives. `since` is monotonic seconds. `uid`: None where it had died before
+    it could be asked. `blind`: nobody sees the end of its work."""
 
     lease: Lease
     process: procs.Pinned | None
     since: float
+    uid: int | None = None
+    blind: bool = False
 
 
 @dataclass(slots=True)
@@ -65,6 +69,7 @@ class Orphans:
         self._strange: dict[str, Strange] = {}
         self._domains: dict[str, list[procs.Pinned]] = {}
         self._closing: set[asyncio.Task[None]] = set()
+        self._ending: dict[ClientId, int | None] = {}
 
     def __len__(self) -> int:
         return len(self._held) + len(self._strange)
@@ -85,7 +90,7 @@ class Orphans:
                 # After an exec: what held this lease has ended.
                 process.close()
                 process = None
-            self._held[client] = Orphan(lease, process, time.monotonic())
+            self._held[client] = Orphan(lease, process, time.monotonic(), _owner(client.process))
             log.warning("lease of an unknown domain is held", client=str(client))
             if process is None:
                 self._work.watch(client)
@@ -121,6 +126,8 @@ class Orphans:
                 self._close_apart(self._strange.pop(name), name)
 
     def _heard(self, event: ev.Event) -> None:
+        if isinstance(event, ev.WorkNotVisible) and event.client in self._held:
+            self._held[event.client].blind = True
         if isinstance(event, ev.WorkEnded):
             self._release([event.client] if event.client in self._held else [], event.sign)
 
@@ -131,20 +138,28 @@ class Orphans:
             if orphan.process is not None:
                 orphan.process.close()
             log.info("lease of an unknown domain was given up", client=str(client), why=why)
-            self._close_apart(orphan.lease, orphan.lease.name)
+            self._ending[client] = orphan.uid
+            task = self._close_apart(orphan.lease, orphan.lease.name)
+            task.add_done_callback(partial(self._ended, client))
 
-    def _close_apart(self, held: Lease | Strange, name: str) -> None:
+    def _ended(self, client: ClientId, _: asyncio.Task[None]) -> None:
+        del self._ending[client]
+
+    def _close_apart(self, held: Lease | Strange, name: str) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(self._close(held, name))
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
+        return task
 
     async def _close(self, held: Lease | Strange, name: str) -> None:
         await asyncio.to_thread(held.close)
         self._store.drop(name)
 
-    def processes(self) -> list[ProcessInstance]:
-        """Those of the dead."""
-        return [client.process for client, orphan in self._held.items() if orphan.process is None]
+    def holders(self) -> list[tuple[ProcessInstance, int | None, bool]]:
+        """Whose they are, until they are closed: process, user where that is known, whether nobody sees the
+        end of its work. The living too: that one has died is seen a second later."""
+        held = [(client.process, orphan.uid, orphan.blind) for client, orphan in self._held.items()]
+        return [*held, *((client.process, uid, False) for client, uid in self._ending.items())]
 
     def rows(self) -> list[dict[str, Any]]:
         """The dead among their clients, as `status` shows the dead."""
@@ -209,6 +224,13 @@ def _is_mps(process: ProcessInstance) -> bool:
     except OSError:
         return False
     return any(os.path.basename(name).startswith(MPS_PREFIX) for name in names)
+
+
+def _owner(process: ProcessInstance) -> int | None:
+    try:
+        return procs.users(process).effective
+    except MpsdError:
+        return None
 
 
 def _pinned(process: ProcessInstance) -> procs.Pinned | None:

@@ -98,7 +98,7 @@ class Performer:
 
     def _release(self, effect: fx.ReleaseLease) -> None:
         # The guard's thread uses the lease's descriptors: they are closed when it is done with them.
-        self._hands.attacher.release(effect.client, self._hands.guards.remove(effect.client))
+        self._hands.attacher.release(effect.client, self._hands.guards.remove(effect.client), effect.uid)
 
     def _forget(self, effect: fx.Forget) -> None:
         self._hands.attacher.forget(effect.process)

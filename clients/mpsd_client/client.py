@@ -53,6 +53,8 @@ class Client:
         another; empty: not said."""
         self.gpus: tuple[str, ...] = ()
         """The GPUs of that domain, by UUID."""
+        self.numbers: Mapping[str, int] = {}
+        """The index of each of them; an older daemon does not say it."""
         self.lost = False
         """Whether that domain is lost, and nothing has taken its place yet: what starts there fails."""
         self._streams: list[EventStream] = []
@@ -70,10 +72,10 @@ class Client:
         return self.call("status", timeout=timeout)
 
     def holders(self, timeout: float | None = None) -> Sequence[Mapping[str, Any]]:
-        """Who has work or memory on a GPU, dead or alive, until the last of it is given back:
+        """Who has work or memory on a GPU, dead or alive, until mpsd has given up what it holds of it:
         {"pid", "start_ticks", "uid", "blind" (nobody sees the end of its work)}; a user sees its own.
 
-        Does not ask the GPU's driver, unlike `status`. UsageError where the daemon is older.
+        Does not ask the GPU's driver, unlike `status`. ProtocolError where the daemon is older.
         """
         found: Sequence[Mapping[str, Any]] = self.call("holders", timeout=timeout)["holders"]
         return found
@@ -150,6 +152,8 @@ class Client:
         self.domain = str(answer.get("domain") or "")
         self.directory = str(answer.get("directory") or "")
         self.gpus = tuple(str(uuid) for uuid in answer.get("gpus") or ())
+        numbered = zip(self.gpus, answer.get("numbers") or (), strict=False)
+        self.numbers = {uuid: int(number) for uuid, number in numbered if number is not None}
         self.lost = bool(answer.get("lost"))
         self.vault_socket = str(answer.get("vault", ""))
         self.failover_socket = str(answer.get("failover", ""))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from itertools import takewhile
+from types import MappingProxyType
 
 from mpsd_client._protocol import errors
 
@@ -14,17 +16,36 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 def named_gpu(environ: Mapping[str, str], gpu: str | None = None) -> str | None:
     """What was asked for (`gpu`), else the first GPU that CUDA_VISIBLE_DEVICES names by index or UUID; None
     where it names none."""
-    if gpu is not None:
-        return gpu
-    first = environ.get(_VISIBLE, "").split(",")[0].strip()
-    return first if first.isdecimal() or first.startswith("GPU-") else None
+    return gpu if gpu is not None else next(iter(named_gpus(environ)), None)
 
 
-def fitting(wanted: Mapping[str, str], environ: Mapping[str, str], gpu: str | None = None) -> dict[str, str]:
-    """What to set of what the daemon wants. Who has a CUDA_VISIBLE_DEVICES that names no GPU (nothing: none
-    is to be seen), and asks for none (`gpu`), keeps it."""
-    keeps = gpu is None and _VISIBLE in environ and named_gpu(environ) is None
-    return {name: value for name, value in wanted.items() if not (keeps and name == _VISIBLE)}
+def named_gpus(environ: Mapping[str, str]) -> list[str]:
+    """All that CUDA_VISIBLE_DEVICES names by index or UUID; as CUDA reads it, up to what is neither."""
+    names = (name.strip() for name in environ.get(_VISIBLE, "").split(","))
+    return list(takewhile(lambda name: name.isdecimal() or name.startswith("GPU-"), names))
+
+
+def fitting(
+    wanted: Mapping[str, str],
+    environ: Mapping[str, str],
+    gpu: str | None = None,
+    numbers: Mapping[str, int] = MappingProxyType({}),
+) -> dict[str, str]:
+    """What to set of what the daemon wants. Who asks for no GPU (`gpu`) sees none that its
+    CUDA_VISIBLE_DEVICES does not name, in the order there; where that names none (nothing: none is to be
+    seen) it stays. `numbers`: the index of each GPU of the domain."""
+    fit = dict(wanted)
+    if gpu is not None or _VISIBLE not in environ or _VISIBLE not in wanted:
+        return fit
+    there, names = fit.pop(_VISIBLE), named_gpus(environ)
+    if names:
+        mine = [uuid for name in names for uuid in there.split(",") if _is(name, uuid, numbers.get(uuid))]
+        fit[_VISIBLE] = ",".join(dict.fromkeys(mine)) or there
+    return fit
+
+
+def _is(name: str, uuid: str, number: int | None) -> bool:
+    return int(name) == number if name.isdecimal() else uuid.startswith(name)
 
 
 def _sh(value: str) -> str:

@@ -21,7 +21,7 @@ from typing import NoReturn
 from mpsd_client._protocol import errors
 from mpsd_client.client import connect
 from mpsd_client.driver import LIBRARY_NAME, find_driver, find_proxy
-from mpsd_client.env import SHELLS, export_lines, fitting, named_gpu
+from mpsd_client.env import SHELLS, export_lines, fitting, named_gpu, named_gpus
 
 USAGE, UNAVAILABLE, NOT_EXECUTABLE, NOT_FOUND = 2, 69, 126, 127
 _SHELL, _ABSENT = "/bin/sh", (FileNotFoundError, NotADirectoryError)
@@ -38,7 +38,9 @@ program's own, and its children, whatever starts them, have the variables too.
 
   CUDA_MPS_PIPE_DIRECTORY  where programs of this user join, as the daemon says
   CUDA_VISIBLE_DEVICES     only where there are GPUs besides that domain's: the domain's, by UUID. If it was
-                           set, the first GPU that it named is asked for, as by --gpu
+                           set, the first GPU that it named is asked for, as by --gpu, and others that it
+                           named are seen where they are that domain's. An index is nvidia-smi's: where a
+                           job's GPUs are numbered from 0 for it alone, name them by UUID
   LD_LIBRARY_PATH          first the folder with mpsd's libcuda.so.1, then what was there
   MPSD_REAL_LIBCUDA        the real driver, for mpsd's libcuda.so.1 to load
   MPSD_VAULT_SOCKET        only where the daemon offers the vault: GPU memory that can outlive the program
@@ -115,8 +117,10 @@ def make_plan(
     plan = Plan()
     try:
         with connect(socket_path) as daemon:
-            plan.variables.update(fitting(daemon.env(named_gpu(environ, gpu)), environ, gpu))
-            plan.aside += _fewer(environ, daemon.gpus)
+            wanted = daemon.env(named_gpu(environ, gpu))
+            plan.variables.update(fitting(wanted, environ, gpu, daemon.numbers))
+            seen = plan.variables.get("CUDA_VISIBLE_DEVICES")
+            plan.aside += _fewer(environ, daemon.gpus if seen is None else seen.split(","))
             vault, failover = daemon.vault_socket, daemon.failover_socket
     except errors.MpsdError as error:
         if required or gpu or socket_path:
@@ -147,7 +151,7 @@ def make_plan(
 
 def _fewer(environ: Mapping[str, str], gpus: Sequence[str]) -> list[str]:
     """What to say to a program that is to see several GPUs, and will see fewer."""
-    wanted = [name for name in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    wanted = named_gpus(environ)
     if not 0 < len(gpus) < len(wanted):
         return []
     few = f"CUDA_VISIBLE_DEVICES names {len(wanted)} GPUs, and the program sees {', '.join(gpus)}"

@@ -275,7 +275,7 @@ class Stage:
             variables["CUDA_MPS_PIPE_DIRECTORY"] = daemon.directory
             if daemon.vault_socket:
                 variables["MPSD_VAULT_SOCKET"] = daemon.vault_socket
-            return daemon.domain, fitting(variables, os.environ, self._given.gpu)
+            return daemon.domain, fitting(variables, os.environ, self._given.gpu, daemon.numbers)
 
     def _ask_status(self) -> Mapping[str, Any]:
         """In a thread."""
@@ -372,7 +372,7 @@ class Stage:
             if not told and waited > 1.0:
                 told = True
                 self._say("waits", f"work of process {number} is not seen to have ended yet")
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(until_next_look(waited))
         await asyncio.to_thread(self._hang_up)
         self._heard.put_nowait(("settled", left))
 
@@ -384,6 +384,12 @@ class Stage:
 
     def _say(self, kind: str, text: str, **more: object) -> None:
         say(self._given.json, kind, text, **more)
+
+
+def until_next_look(waited_s: float) -> float:
+    """Most are gone in milliseconds. One fault ends many programs, and the daemon that all of them ask has
+    their leases to close."""
+    return min(max(LOOK_S, waited_s / 5), STEP_S)
 
 
 def _left_by(actor: Actor, rows: Sequence[Mapping[str, Any]]) -> Left:

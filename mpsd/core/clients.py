@@ -134,7 +134,7 @@ def on_lease_restored(draft: Draft, event: ev.LeaseRestored) -> None:
     for space in event.spaces:
         client_id = ClientId(event.domain, event.facts.instance, space)
         if domain is None:
-            draft.emit(ReleaseLease(client_id))
+            draft.emit(ReleaseLease(client_id, event.facts.uid))
             continue
         restored = Client(client_id, event.facts, ClientState.ATTACHED, draft.now, leased=True)
         # One that is known already (a repeated event) keeps its state, and its eviction its answer.

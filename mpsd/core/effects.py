@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mpsd.core.records import FaultRecord
 from mpsd.core.standby import FailoverRecord
@@ -89,9 +89,11 @@ class ProbeWork:
 
 @dataclass(frozen=True, slots=True)
 class ReleaseLease:
-    """Close the duplicates here and in the descriptor store, with the tracker."""
+    """Close the duplicates here and in the descriptor store, with the tracker. `uid`: whose they are, where
+    core knows it: who died before this mpsd began has no pin to tell."""
 
     client: ClientId
+    uid: int | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from mpsd.model import ProcessInstance
 
 def release(draft: Draft, client: Client) -> None:
     """Give up the lease of a dead client and forget it; its pin goes with its last address space."""
-    draft.emit(ReleaseLease(client.id))
+    draft.emit(ReleaseLease(client.id, client.facts.uid))
     draft.drop_client(client)
     forget_if_done(draft, client.id.process)
 

@@ -210,7 +210,7 @@ def drain(options: Namespace, out: TextIO) -> int:
 def env(options: Namespace, out: TextIO) -> int:
     with connect(options.socket) as client:
         wanted = client.env(named_gpu(os.environ, options.gpu), shared=options.shared)
-        wanted = fitting(wanted, os.environ, options.gpu)
+        wanted = fitting(wanted, os.environ, options.gpu, client.numbers)
     if options.json:
         _json(out, {"schema": SCHEMA, "env": dict(wanted)})
     else:

@@ -118,7 +118,9 @@ _UNDRAIN = "Give out environments for a GPU, or for all of them, again. For admi
 
 _ENV = """\
 Print the commands that make a shell's jobs join: set it before a program initialises CUDA. The path is
-stable: it leads to a working domain also after a fault, so it need not be asked for again.
+stable: it leads to a working domain also after a fault, so it need not be asked for again. Without --gpu the
+first GPU that CUDA_VISIBLE_DEVICES names is asked for, by UUID or by nvidia-smi's index: where a job's GPUs
+are numbered from 0 for it alone (a container, Slurm with ConstrainDevices), say which by UUID.
 
   eval "$(mpsd-ctl env)"                        sh, bash, zsh
   eval `mpsd-ctl env --shell csh`               csh, tcsh
@@ -300,6 +302,8 @@ def _vault(verbs: _Verbs) -> None:
 
 def _env(verbs: _Verbs) -> None:
     parser = _verb(verbs, "env", "the environment that a job must set to join", _ENV)
-    parser.add_argument("--gpu", metavar="GPU", help="index or UUID (default: the daemon chooses)")
+    parser.add_argument(
+        "--gpu", metavar="GPU", help="index or UUID (default: CUDA_VISIBLE_DEVICES, or the daemon chooses)"
+    )
     parser.add_argument("--shared", action="store_true", help="the domain that all users share")
     parser.add_argument("--shell", choices=SHELLS, default="sh", help="whose commands to print")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -32,6 +34,28 @@ def test_counts_go_on_warm_and_cold_and_the_report_is_read_again(
     assert main(["render", str(path)]) == 0
     said = capsys.readouterr().out
     assert "Simulated: these times are no GPU's" in said and "| cold | misaligned | 2 |" in said
+
+
+def test_what_was_said_at_an_earlier_fault_is_none_of_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def said(kind: str, at: float, **more: float) -> str:
+        return json.dumps({"kind": kind, "text": "", "at": at, **more})
+
+    before = [said("lost", 100.0), said("settled", 100.05, ms=20.0, ended_ms=10.0), "{what a program prints}"]
+    rig = SimpleNamespace(error_text=lambda program, most: "\n".join(before))
+    takeovers = takeover.Takeovers(cast(Any, rig), cast(Any, SimpleNamespace(driver=None)), "warm")
+    monkeypatch.setattr(takeovers, "_program", None, raising=False)
+
+    def stages() -> list[float | None]:
+        one = takeover.Takeover("trap")
+        takeovers._stages(one, 200.0)
+        return [one.heard, one.ended, one.settled]
+
+    assert stages() == [None, None, None]
+    # It ended by itself before its domain was known to be lost.
+    before.append(said("settled", 200.5, ms=250.0, ended_ms=0.0))
+    assert stages() == [None, 250.0, 500.0]
+    before[-1:] = [said("lost", 200.125), said("settled", 200.5, ms=375.0, ended_ms=125.0)]
+    assert stages() == [125.0, 250.0, 500.0]
 
 
 def fault(**changes: object) -> dict[str, object]:

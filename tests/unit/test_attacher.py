@@ -357,6 +357,17 @@ def test_who_had_a_lease_is_known_until_it_is_closed() -> None:
     at_a_desk(play)
 
 
+def test_whose_the_lease_was_of_one_that_died_while_no_daemon_was_there_is_known() -> None:
+    async def play(desk: Desk) -> None:
+        fds = {role: os.memfd_create(role, os.MFD_CLOEXEC) for role in ("mm", "va")}
+        desk.attacher.inherit({desk.client: Kept(lease_name(desk.client, fds), fds)})
+        assert desk.attacher.restore(desk.client)
+        desk.attacher.release(desk.client, uid=7)
+        assert dict(desk.attacher.ending) == {desk.client: 7}
+
+    at_a_desk(play)
+
+
 def test_a_store_that_hangs_delays_neither_the_loop_nor_the_client_for_long() -> None:
     async def play(desk: Desk) -> None:
         desk.store.answers.clear()

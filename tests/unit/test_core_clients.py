@@ -11,7 +11,7 @@ from mpsd.core import effects as fx
 from mpsd.core import events as ev
 from mpsd.core.state import ClientState, DomainState
 from mpsd.model import ClientId, Confidence, Liveness
-from tests.support.core import World, control_of, facts, process, server_of
+from tests.support.core import UID, World, control_of, facts, process, server_of
 
 NOT_RUNNING = [Liveness.STOPPED, Liveness.TRACED, Liveness.FROZEN, Liveness.DEAD]
 
@@ -299,6 +299,7 @@ def test_restored_leases() -> None:
     assert released(world) == [(11, 0)]
     world.work_ended(10)
     assert released(world) == [(10, 0), (10, 2)]
+    assert {e.uid for e in world.made(fx.ReleaseLease)} == {UID}
 
 
 # Eviction

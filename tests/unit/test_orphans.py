@@ -140,3 +140,21 @@ def test_what_was_kept_of_a_program_before_an_exec_is_watched(child: subprocess.
         await until(lambda: not len(desk.orphans))
 
     at_a_desk(play)
+
+
+def test_whose_they_are_is_told_from_the_first_to_their_close(child: subprocess.Popen[bytes]) -> None:
+    """Also while nobody has seen that one has died: what it has on the GPU is there all the same."""
+
+    async def play(desk: Desk) -> None:
+        process = procs.facts(child.pid).instance
+        desk.take(ClientId("d1", process))
+        child.kill()
+        child.wait()
+        assert desk.orphans.holders() == [(process, os.getuid(), False)]
+        desk.orphans.look_around()
+        await until(lambda: not len(desk.orphans))
+        assert desk.orphans.holders() == [(process, os.getuid(), False)]
+        desk.uvm.spaces[0].closing.set()
+        await until(lambda: not desk.orphans.holders())
+
+    at_a_desk(play)

@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from mpsd_client import standby
 from mpsd_client.rota import STEADY_S, Action, End, GiveTurn, Leave, Left, Role, Rota, Say, Settle, Start
 
 
@@ -273,3 +274,8 @@ def test_whatever_happens_two_never_have_the_turn() -> None:
             play.do(play.rota.stop(143))
             assert play.status == 143
         assert not play.alive
+
+
+def test_a_process_is_looked_for_less_often_the_longer_it_lasts() -> None:
+    waits = [standby.until_next_look(waited) for waited in (0.0, 0.05, 30.0)]
+    assert waits == [standby.LOOK_S, 0.01, standby.STEP_S]
