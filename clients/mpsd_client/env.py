@@ -9,14 +9,21 @@ from types import MappingProxyType
 
 from mpsd_client._protocol import errors
 
-_VISIBLE = "CUDA_VISIBLE_DEVICES"
+_VISIBLE, _GIVEN = "CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES"
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 
 
 def named_gpu(environ: Mapping[str, str], gpu: str | None = None) -> str | None:
-    """What was asked for (`gpu`), else the first GPU that CUDA_VISIBLE_DEVICES names by index or UUID; None
-    where it names none."""
-    return gpu if gpu is not None else next(iter(named_gpus(environ)), None)
+    """What was asked for (`gpu`), else the first GPU that CUDA_VISIBLE_DEVICES names by index or UUID, else
+    the first that a container was given by UUID (NVIDIA_VISIBLE_DEVICES); None where these name none."""
+    if gpu is not None:
+        return gpu
+    given = [name for name in environ.get(_GIVEN, "").split(",") if name.startswith("GPU-")]
+    if _VISIBLE not in environ:
+        return next(iter(given), None)
+    first = next(iter(named_gpus(environ)), None)
+    # The only GPU of a container is number 0 there, and may be another for the daemon.
+    return given[0] if first == "0" and len(given) == 1 else first
 
 
 def named_gpus(environ: Mapping[str, str]) -> list[str]:

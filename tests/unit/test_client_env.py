@@ -58,3 +58,23 @@ def test_a_gpu_is_named_by_index_or_uuid(visible: str, gpu: str | None) -> None:
     assert named_gpu({"CUDA_VISIBLE_DEVICES": visible}) == gpu
     assert named_gpu({"CUDA_VISIBLE_DEVICES": visible}, "") == ""
     assert named_gpu({}) is None
+
+
+@pytest.mark.parametrize(
+    ("visible", "given", "gpu"),
+    [
+        (None, "GPU-3", "GPU-3"),
+        (None, "GPU-3,GPU-4", "GPU-3"),
+        (None, "all", None),
+        (None, "0", None),
+        ("0", "GPU-3", "GPU-3"),
+        ("1", "GPU-3,GPU-4", "1"),
+        ("GPU-4", "GPU-3,GPU-4", "GPU-4"),
+        ("", "GPU-3", None),
+    ],
+)
+def test_a_container_is_given_its_gpus_by_uuid(visible: str | None, given: str, gpu: str | None) -> None:
+    environ = {"NVIDIA_VISIBLE_DEVICES": given} | (
+        {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    )
+    assert named_gpu(environ) == gpu
