@@ -40,7 +40,8 @@ program's own, and its children, whatever starts them, have the variables too.
   CUDA_VISIBLE_DEVICES     only where there are GPUs besides that domain's: the domain's, by UUID. If it was
                            set, the first GPU that it named is asked for, as by --gpu, and others that it
                            named are seen where they are that domain's. An index is nvidia-smi's: where a
-                           job's GPUs are numbered from 0 for it alone, name them by UUID
+                           job's GPUs are numbered from 0 for it alone, name them by UUID. Where it
+                           was not set, NVIDIA_VISIBLE_DEVICES of a container, where that has UUIDs
   LD_LIBRARY_PATH          first the folder with mpsd's libcuda.so.1, then what was there
   MPSD_REAL_LIBCUDA        the real driver, for mpsd's libcuda.so.1 to load
   MPSD_VAULT_SOCKET        only where the daemon offers the vault: GPU memory that can outlive the program
