@@ -80,6 +80,44 @@ def test_a_capture_goes_on_in_the_next_copy(
     assert ask.end() == ""
 
 
+@pytest.mark.parametrize("ask", [{"MPSD_FAILOVER": "exact"}], indirect=True)
+@pytest.mark.parametrize(
+    ("does", "after"),
+    [("gpu.run('add', m, 8, 10, stream=s)", (16, [])), ("gpu.host('f', stream=s)", (6, [("f", 0)]))],
+    ids=["kernel", "function"],
+)
+def test_what_is_captured_in_a_lost_context_is_done_with_the_graph_alone(
+    domain: Domain,
+    second: Domain,
+    post: Post,
+    ask: Program,
+    copies: Path,
+    does: str,
+    after: tuple[int, list[tuple[str, int]]],
+) -> None:
+    """The driver says no more that the stream is captured."""
+    line = post.greet(moving.EXACT)
+    ask(f"m = gpu.memory(4 << 20); s = gpu.made('cuStreamCreate', {NON_BLOCKING}); gpu.sync()")
+    stand_by(line, second, copies)
+    # From here on m is saved, and a kernel is noted without a word of the driver's.
+    assert ask("gpu.run('add', m, 8, 5)") == "0"
+    assert ask(BEGIN) == "None"
+    assert ask("gpu.run('add', m, 8, 1, stream=s)") == "0"
+    break_domain(domain)
+    # Not by way of the proxy, which would wait for the move.
+    ask("import ctypes, os; driver = ctypes.CDLL(os.environ['MPSD_REAL_LIBCUDA'])")
+    ask("while driver.cuStreamQuery(None) in (0, 600): pass")
+    ask.tell(does)
+    line.hear(moving.OWN_ERROR)
+    assert move(line).text == ""
+    assert ask._answer() == "0"
+    end(ask)
+    assert ask("gpu.sync(), gpu.word(m), gpu.ran") == "(0, 5, [])"
+    assert ask("gpu.code('cuGraphLaunch', x, s), gpu.sync()") == "(0, 0)"
+    assert ask("gpu.word(m), gpu.ran") == repr(after)
+    assert ask.end() == ""
+
+
 @MODES
 @pytest.mark.parametrize("call", [BEGIN_CAPTURE, END_CAPTURE])
 def test_a_capture_whose_beginning_or_end_a_move_overtakes_goes_on(

@@ -19,7 +19,7 @@ static inline bool mpsd_capturing(void)
 
 /*
  * Whether the operation goes into a capture; then it has been given to the driver, `result` is what that said, and
- * the operation is taken.
+ * the operation is taken. So it is where a lost context does not let that be known: `result` is the loss.
  */
 bool mpsd_capture_op(struct mpsd_op *op, CUresult *result);
 
