@@ -138,6 +138,15 @@ bool mpsd_is_in_capture(CUstream stream)
 	return capture_of(mpsd_native(stream)) != 0;
 }
 
+bool mpsd_is_in_capture_outside(CUstream stream)
+{
+	uint64_t moves = mpsd_carry_enter();
+	bool is = mpsd_is_in_capture(stream);
+
+	mpsd_carry_leave(moves);
+	return is;
+}
+
 /* A graph reads what its copies are from when it is launched. */
 static void lend(struct mpsd_op *op)
 {

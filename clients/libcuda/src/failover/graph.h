@@ -25,6 +25,9 @@ bool mpsd_capture_op(struct mpsd_op *op, CUresult *result);
 
 bool mpsd_is_in_capture(CUstream stream);
 
+/* The same for who is inside no copy, which could be unloaded before it answers. */
+bool mpsd_is_in_capture_outside(CUstream stream);
+
 static inline bool mpsd_is_captured(CUstream stream)
 {
 	return mpsd_capturing() && mpsd_is_in_capture(stream);
