@@ -278,9 +278,6 @@ LETS = st.lists(st.integers(0, 12), min_size=11, max_size=11)
 @examples(40)
 @given(steps=steps(KINDS), lets=LETS)
 def test_what_is_seen_is_as_without_a_fault(programs: Programs, steps: list[Step], lets: list[int]) -> None:
-    if any(kind.startswith("host") for kind, *_ in steps):
-        # Such an epoch is unsure with a graph in it (epoch.c).
-        steps = [step for step in steps if step[0] != "graph"]
     move_everywhere(programs, steps, lets)
 
 

@@ -9,7 +9,7 @@ import pytest
 from tests.libcuda.test_exact import gate, move
 from tests.libcuda.test_failover import Program, ask, break_domain, copies, post, stand_by
 from tests.support import moving
-from tests.support.gate import BEGIN_CAPTURE, END_CAPTURE, Gate
+from tests.support.gate import BEGIN_CAPTURE, CAPTURE_INFO, END_CAPTURE, Gate
 from tests.support.moving import Post
 from tests.support.simfixtures import backend, domain, second, third
 from tests.support.simnode import Domain, until
@@ -77,6 +77,74 @@ def test_a_capture_goes_on_in_the_next_copy(
     assert ask("gpu.run('add', m, 8, 10, stream=s)") == "0"
     end(ask)
     assert ask("gpu.word(m), gpu.code('cuGraphLaunch', x, s), gpu.sync(), gpu.word(m)") == "(0, 0, 0, 11)"
+    assert ask.end() == ""
+
+
+@pytest.mark.parametrize("ask", [{"MPSD_FAILOVER": "exact"}], indirect=True)
+@pytest.mark.parametrize(
+    ("does", "after"),
+    [("gpu.run('add', m, 8, 10, stream=s)", (16, [])), ("gpu.host('f', stream=s)", (6, [("f", 0)]))],
+    ids=["kernel", "function"],
+)
+def test_what_is_captured_in_a_lost_context_is_done_with_the_graph_alone(
+    domain: Domain,
+    second: Domain,
+    post: Post,
+    ask: Program,
+    copies: Path,
+    does: str,
+    after: tuple[int, list[tuple[str, int]]],
+) -> None:
+    """The driver says no more that the stream is captured."""
+    line = post.greet(moving.EXACT)
+    ask(f"m = gpu.memory(4 << 20); s = gpu.made('cuStreamCreate', {NON_BLOCKING}); gpu.sync()")
+    stand_by(line, second, copies)
+    # From here on m is saved, and a kernel is noted without a word of the driver's.
+    assert ask("gpu.run('add', m, 8, 5)") == "0"
+    assert ask(BEGIN) == "None"
+    assert ask("gpu.run('add', m, 8, 1, stream=s)") == "0"
+    break_domain(domain)
+    # Not by way of the proxy, which would wait for the move.
+    ask("import ctypes, os; driver = ctypes.CDLL(os.environ['MPSD_REAL_LIBCUDA'])")
+    ask("while driver.cuStreamQuery(None) in (0, 600): pass")
+    ask.tell(does)
+    line.hear(moving.OWN_ERROR)
+    assert move(line).text == ""
+    assert ask._answer() == "0"
+    end(ask)
+    assert ask("gpu.sync(), gpu.word(m), gpu.ran") == "(0, 5, [])"
+    assert ask("gpu.code('cuGraphLaunch', x, s), gpu.sync()") == "(0, 0)"
+    assert ask("gpu.word(m), gpu.ran") == repr(after)
+    assert ask.end() == ""
+
+
+@MODES
+def test_a_copy_stays_while_it_is_asked_for_captures(
+    domain: Domain, second: Domain, third: Domain, post: Post, ask: Program, copies: Path, mode: int
+) -> None:
+    line = post.greet(mode)
+    ask(f"m = gpu.memory(4 << 20); s = gpu.made('cuStreamCreate', {NON_BLOCKING}); gpu.sync()")
+    ask("later = Later(gpu)")
+    gate = Gate(Path(second.environment["CUDA_MPS_PIPE_DIRECTORY"]))
+    stand_by(line, second, copies)
+    break_domain(domain)
+    assert move(line).text == ""
+    stand_by(line, third, copies, 2)
+    assert ask(BEGIN) == "None"
+    gate.keep(CAPTURE_INFO)
+    ask("later.start('gpu.run(\"add\", m, 8, 1, stream=s)')")
+    until(lambda: gate.kept() == CAPTURE_INFO)
+    break_domain(second)
+    assert move(line, 2).text == ""
+    # Of two copies one is in use, and somebody is inside the other.
+    line.say(moving.STANDBY, 3, third.environment["CUDA_MPS_PIPE_DIRECTORY"], str(copies))
+    said = line.hear(moving.READY, moving.UNREADY)
+    assert (said.kind, said.text) == (moving.UNREADY, "every copy of the driver is in use")
+    gate.keep(0)
+    assert ask("later.result()") == "0"
+    end(ask)
+    assert ask("gpu.word(m), gpu.code('cuGraphLaunch', x, s), gpu.sync(), gpu.word(m)") == "(0, 0, 0, 1)"
+    gate.close()
     assert ask.end() == ""
 
 

@@ -146,7 +146,9 @@ API CUresult cuStreamGetCaptureInfo_v3(CUstream hStream, CUstreamCaptureStatus *
 		*edgeData_out = NULL;
 	if (numDependencies_out)
 		*numDependencies_out = 0;
-	return leave(CUDA_SUCCESS);
+	leave(CUDA_SUCCESS);
+	gate_keep(GATE_CAPTURE_INFO);
+	return CUDA_SUCCESS;
 }
 
 /* Nodes have no handles of their own beyond their place in the list. */

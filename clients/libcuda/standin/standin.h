@@ -42,6 +42,7 @@ CUresult gate_fault(void);
 /* Without the lock, when the call has done what it does and is about to return. */
 #define GATE_BEGIN_CAPTURE 1
 #define GATE_END_CAPTURE 2
+#define GATE_CAPTURE_INFO 4
 void gate_keep(uint64_t call);
 
 /* context.c */

@@ -9,8 +9,6 @@
 
 #define READ_NS 1000000000ull
 #define READ_US 50
-/* A random program that had both was seen to come out wrong, once in some twenty moves: not understood yet. */
-#define TOGETHER "graphs beside functions of the host"
 
 pthread_mutex_t mpsd_exact_lock = PTHREAD_MUTEX_INITIALIZER;
 struct mpsd_epoch mpsd_epoch = { .number = 1, .last = &mpsd_epoch.first };
@@ -32,12 +30,6 @@ void mpsd_epoch_append(struct mpsd_op *op)
 	*mpsd_epoch.last = op;
 	mpsd_epoch.last = &op->next;
 	mpsd_epoch.operations++;
-	mpsd_epoch.has_graph |= op->kind == MPSD_OP_GRAPH;
-	mpsd_epoch.has_host |= op->kind == MPSD_OP_HOST;
-	if (mpsd_epoch.has_graph && mpsd_epoch.has_host && !mpsd_epoch.unsure) {
-		__atomic_store_n(&mpsd_epoch.unsure, TOGETHER, __ATOMIC_RELAXED);
-		mpsd_line_unsure(TOGETHER);
-	}
 	if (op->kind == MPSD_OP_COPY) {
 		mpsd_epoch.has_borrowed |= op->copy.is_borrowed;
 		mpsd_epoch.kept_bytes += op->copy.kept ? op->copy.size : 0;
@@ -73,7 +65,7 @@ void mpsd_epoch_end(void)
 	mpsd_epoch.first = NULL;
 	mpsd_epoch.last = &mpsd_epoch.first;
 	mpsd_epoch.operations = mpsd_epoch.kept_bytes = 0;
-	mpsd_epoch.has_borrowed = mpsd_epoch.has_graph = mpsd_epoch.has_host = false;
+	mpsd_epoch.has_borrowed = false;
 	/* These two are looked at without the lock, by who will find that a move has come between. */
 	__atomic_store_n(&mpsd_epoch.number, mpsd_epoch.number + 1, __ATOMIC_RELAXED);
 	__atomic_store_n(&mpsd_epoch.unsure, NULL, __ATOMIC_RELAXED);

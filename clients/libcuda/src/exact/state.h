@@ -214,7 +214,6 @@ extern struct mpsd_epoch {
 	uint64_t operations, kept_bytes;
 	bool has_borrowed;
 	bool is_awaited;	/* an operation is about to come into it */
-	bool has_graph, has_host;
 	const char *unsure;
 } mpsd_epoch;
 

@@ -78,19 +78,29 @@ static void append(struct mpsd_graph *graph, struct mpsd_op *op)
 		graph->has_host = true;
 }
 
-/* 0: the stream is not captured. */
-static cuuint64_t capture_of(CUstream native)
+/* *id 0: the stream is not captured. In a lost context the driver answers with the loss, whatever is captured. */
+static CUresult ask_capture(CUstream native, cuuint64_t *id)
 {
 	CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE;
 	void *const *real = mpsd_tables()->real;
-	cuuint64_t id = 0;
 	CUresult result = CUDA_ERROR_NOT_FOUND;
 
+	*id = 0;
 	if (real[MPSD_cuStreamGetCaptureInfo_v3])
-		result = real_cuStreamGetCaptureInfo_v3(native, &status, &id, NULL, NULL, NULL, NULL);
+		result = real_cuStreamGetCaptureInfo_v3(native, &status, id, NULL, NULL, NULL, NULL);
 	else if (real[MPSD_cuStreamGetCaptureInfo_v2])
-		result = real_cuStreamGetCaptureInfo_v2(native, &status, &id, NULL, NULL, NULL);
-	return result == CUDA_SUCCESS && status == CU_STREAM_CAPTURE_STATUS_ACTIVE ? id : 0;
+		result = real_cuStreamGetCaptureInfo_v2(native, &status, id, NULL, NULL, NULL);
+	if (result != CUDA_SUCCESS || status != CU_STREAM_CAPTURE_STATUS_ACTIVE)
+		*id = 0;
+	return result;
+}
+
+static cuuint64_t capture_of(CUstream native)
+{
+	cuuint64_t id;
+
+	ask_capture(native, &id);
+	return id;
 }
 
 static struct session *session_of(cuuint64_t id)
@@ -112,16 +122,29 @@ static struct session *session_of_event(CUevent event)
 	return NULL;
 }
 
-static struct session *session_for(const struct mpsd_op *op)
+static CUresult find_session(const struct mpsd_op *op, struct session **session)
 {
-	struct session *session = session_of(capture_of(mpsd_native(op->stream)));
+	cuuint64_t id;
+	CUresult result = ask_capture(mpsd_native(op->stream), &id);
 
-	return !session && op->kind == MPSD_OP_WAIT ? session_of_event(op->event.event) : session;
+	*session = session_of(id);
+	if (!*session && op->kind == MPSD_OP_WAIT)
+		*session = session_of_event(op->event.event);
+	return result;
 }
 
 bool mpsd_is_in_capture(CUstream stream)
 {
 	return capture_of(mpsd_native(stream)) != 0;
+}
+
+bool mpsd_is_in_capture_outside(CUstream stream)
+{
+	uint64_t moves = mpsd_carry_enter();
+	bool is = mpsd_is_in_capture(stream);
+
+	mpsd_carry_leave(moves);
+	return is;
 }
 
 /* A graph reads what its copies are from when it is launched. */
@@ -137,14 +160,16 @@ static void lend(struct mpsd_op *op)
 bool mpsd_capture_op(struct mpsd_op *op, CUresult *result)
 {
 	struct session *session;
+	CUresult said;
 	bool is;
 
 	pthread_mutex_lock(&lock);
-	session = session_for(op);
-	is = session != NULL;
+	said = find_session(op, &session);
+	/* What may be for a capture must not be noted as done beside it: the next copy says which it is. */
+	is = session || mpsd_is_loss(said);
 	if (is) {
 		lend(op);
-		*result = mpsd_op_issue(op);
+		*result = session ? mpsd_op_issue(op) : said;
 		if (mpsd_is_left())
 			*result = MPSD_AGAIN;
 		if (*result == CUDA_SUCCESS)
@@ -238,7 +263,7 @@ CUresult make_cuStreamEndCapture(CUstream hStream, CUgraph *phGraph)
 	if (session && mpsd_is_left()) {
 		/* It goes on in the next copy, and is ended there. */
 		result = MPSD_AGAIN;
-	} else if (session && !capture_of(mpsd_native(hStream))) {
+	} else if (session && !mpsd_is_loss(result) && !capture_of(mpsd_native(hStream))) {
 		mpsd_graph_hold(session->graph);
 		result = note_graph(result, MPSD_MADE_GRAPH, (void **)phGraph, session->graph, 0, moves);
 		/* Overtaken since, it is still there for the move to go on with. */

@@ -19,11 +19,14 @@ static inline bool mpsd_capturing(void)
 
 /*
  * Whether the operation goes into a capture; then it has been given to the driver, `result` is what that said, and
- * the operation is taken.
+ * the operation is taken. So it is where a lost context does not let that be known: `result` is the loss.
  */
 bool mpsd_capture_op(struct mpsd_op *op, CUresult *result);
 
 bool mpsd_is_in_capture(CUstream stream);
+
+/* The same for who is inside no copy, which could be unloaded before it answers. */
+bool mpsd_is_in_capture_outside(CUstream stream);
 
 static inline bool mpsd_is_captured(CUstream stream)
 {

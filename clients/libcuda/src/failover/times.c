@@ -23,7 +23,7 @@ void mpsd_event_recorded(CUevent event, CUstream stream, uint64_t moves)
 {
 	struct mpsd_made *made;
 
-	if (mpsd_is_captured(stream))
+	if (mpsd_capturing() && mpsd_is_in_capture_outside(stream))
 		return;
 	made = mpsd_made_look(event);
 	if (made) {

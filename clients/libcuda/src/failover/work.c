@@ -46,7 +46,7 @@ static void more(uint64_t stream)
 void mpsd_work(CUstream stream)
 {
 	/* It is done when the graph is launched. */
-	if (mpsd_is_captured(stream))
+	if (mpsd_capturing() && mpsd_is_in_capture_outside(stream))
 		return;
 	if (atomic_load_explicit(&only, memory_order_relaxed) != key(stream))
 		more(key(stream));
