@@ -10,7 +10,7 @@ from tests.libcuda.test_failover import LAZY, Program, ask, break_domain, copies
 from tests.support import moving
 from tests.support.moving import Post
 from tests.support.simfixtures import backend, domain, second
-from tests.support.simnode import Domain
+from tests.support.simnode import Domain, until
 
 __all__ = ["ask", "backend", "copies", "domain", "post", "second"]
 
@@ -51,7 +51,7 @@ def test_a_lazy_standby_that_cannot_be_made_leaves_the_error(
     break_domain(domain)
     said = line.move(1)
     assert said.kind == moving.STAYED and said.text
-    assert ask("gpu.sync()") == "700"
+    until(lambda: ask("gpu.sync()") == "700")
     assert ask.end() == ""
 
 

@@ -66,11 +66,7 @@ def test_what_the_daemon_still_has_of_it(actor: Actor) -> None:
     other: Mapping[str, Any] = {"pid": None, "start_ticks": None, "command": "[another user's]"}
     reused: Mapping[str, Any] = {"pid": pid, "start_ticks": start + 1}
 
-    def left(clients: list[Mapping[str, Any]], dead: list[Mapping[str, Any]]) -> Left:
-        return _left_by(actor, {"clients": clients, "dead": dead})
-
-    assert left([other, reused], [other]) is Left.NOTHING
-    assert left([other, mine], []) is Left.WORK
-    assert left([other], [mine, other]) is Left.WORK
-    assert left([], [{**mine, "blind": True}]) is Left.UNKNOWN
-    assert left([], [{**mine, "blind": True}, mine]) is Left.WORK
+    assert _left_by(actor, [other, reused]) is Left.NOTHING
+    assert _left_by(actor, [other, mine, other]) is Left.WORK
+    assert _left_by(actor, [{**mine, "blind": True}]) is Left.UNKNOWN
+    assert _left_by(actor, [{**mine, "blind": True}, mine]) is Left.WORK
