@@ -11,7 +11,7 @@ from faultinject.__main__ import main
 from faultinject.failover.command import main_settings
 from faultinject.history import History
 from faultinject.node import open_simulated_node
-from faultinject.proxy.library import find_libraries
+from faultinject.proxy.library import Libraries, find_libraries
 from faultinject.rig import Rig
 from faultinject.serving import toy
 from faultinject.serving.batch import WAVE, wave
@@ -20,11 +20,17 @@ from faultinject.serving.rounds import Serving
 pytestmark = pytest.mark.timeout(300)
 
 
+@pytest.fixture(scope="module")
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> Libraries:
+    return find_libraries("simulated", None, None, tmp_path_factory.mktemp("libcuda"))
+
+
 def test_all_is_answered_moved_and_restarted_and_the_report_is_read_again(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    libraries: Libraries, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "report.json"
-    assert main(["serving", "--kinds", "trap,store", "--faults", "1", "--json", str(path)]) == 0
+    options = ["--libcuda", str(libraries.proxy), "--driver", str(libraries.driver), "--json", str(path)]
+    assert main(["serving", "--kinds", "trap,store", "--faults", "1", *options]) == 0
     found = json.loads(path.read_text())
     assert {mode: [f["kind"] for f in faults] for mode, faults in found["served"].items()} == {
         mode: ["trap", "store"] for mode in ("moved", "restarted")
@@ -45,9 +51,8 @@ def test_all_is_answered_moved_and_restarted_and_the_report_is_read_again(
     assert "these times are no GPU's" in said and "| restarted | store | 1 |" in said
 
 
-def test_wrong_answers_are_seen(tmp_path: Path) -> None:
+def test_wrong_answers_are_seen(libraries: Libraries, tmp_path: Path) -> None:
     """The right tokens are known from arithmetic here, and those of one request are said to be others."""
-    libraries = find_libraries("simulated", None, None, tmp_path)
     answers = {each.number: toy.answer(each.prompt, each.tokens) for each in wave(1, 0)}
     answers[3] = [token + 1 for token in answers[3]]
     node = open_simulated_node(tmp_path)
