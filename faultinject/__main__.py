@@ -28,6 +28,8 @@ from faultinject.observation import observe
 from faultinject.proxy import command as proxy
 from faultinject.proxy import reports as proxy_reports
 from faultinject.proxy.library import check_folders
+from faultinject.serving import command as serving
+from faultinject.serving import reports as serving_reports
 from faultinject.stage import Options
 from faultinject.verdict import Verdict
 from mpsd.errors import MpsdError, UsageError
@@ -140,11 +142,12 @@ def parser() -> argparse.ArgumentParser:
     proxy.add_parser(commands, _TYPES)
     failover.add_parser(commands, _TYPES)
     takeover.add_parser(commands, _TYPES)
+    serving.add_parser(commands, _TYPES)
     render = commands.add_parser("render", help="render a report as Markdown")
     render.add_argument("report", type=Path)
     render.set_defaults(go=_render)
     again = commands.add_parser(
-        "check", help="judge a stored history, or a report of proxy, failover or takeover"
+        "check", help="judge a stored history, or a report of proxy, failover, takeover or serving"
     )
     again.add_argument("history", type=Path)
     again.set_defaults(go=_check)
@@ -230,6 +233,8 @@ def _render(args: argparse.Namespace) -> int:
         text = failover_reports.markdown(of_failover)
     elif of_takeover := takeover.load(args.report):
         text = takeover.markdown(of_takeover)
+    elif of_serving := serving_reports.load(args.report):
+        text = serving_reports.markdown(of_serving)
     else:
         text = report.markdown(report.load(args.report))
     print(text, end="")
@@ -250,6 +255,10 @@ def _check(args: argparse.Namespace) -> int:
     if of_takeover is not None:
         print(report.aligned(takeover.table(of_takeover)))
         return 0 if takeover.passed(of_takeover) else 1
+    of_serving = serving_reports.load(args.history)
+    if of_serving is not None:
+        serving.show(of_serving)
+        return 0 if serving_reports.passed(of_serving) else 1
     history = load(args.history)
     begin, node = history.first("begin"), history.first("node")
     if begin is None:
