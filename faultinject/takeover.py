@@ -265,7 +265,8 @@ def _spread(values: Sequence[float]) -> str:
 
 
 def passed(finished: Mapping[str, Any]) -> bool:
-    return not finished["leftovers"] and all(row[-1] == "valid" for row in table(finished)[1:])
+    rows = table(finished)[1:]
+    return not finished["leftovers"] and bool(rows) and all(row[-1] == "valid" for row in rows)
 
 
 def markdown(finished: Mapping[str, Any]) -> str:

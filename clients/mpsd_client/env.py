@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
 from types import MappingProxyType
 
@@ -49,6 +49,15 @@ def fitting(
         mine = [uuid for name in names for uuid in there.split(",") if _is(name, uuid, numbers.get(uuid))]
         fit[_VISIBLE] = ",".join(dict.fromkeys(mine)) or there
     return fit
+
+
+def fewer(environ: Mapping[str, str], gpus: Sequence[str]) -> list[str]:
+    """What to say to who is to see several GPUs, and will see fewer. `gpus`: those, by UUID."""
+    wanted = dict.fromkeys(named_gpus(environ))
+    if not 0 < len(gpus) < len(wanted):
+        return []
+    few = f"CUDA_VISIBLE_DEVICES names {len(wanted)} GPUs, and programs see {', '.join(gpus)}"
+    return [f"{few}: a domain is over several where mpsd is configured so ([domains] span)"]
 
 
 def _is(name: str, uuid: str, number: int | None) -> bool:

@@ -21,7 +21,7 @@ from typing import NoReturn
 from mpsd_client._protocol import errors
 from mpsd_client.client import connect
 from mpsd_client.driver import LIBRARY_NAME, find_driver, find_proxy
-from mpsd_client.env import SHELLS, export_lines, fitting, named_gpu, named_gpus
+from mpsd_client.env import SHELLS, export_lines, fewer, fitting, named_gpu
 
 USAGE, UNAVAILABLE, NOT_EXECUTABLE, NOT_FOUND = 2, 69, 126, 127
 _SHELL, _ABSENT = "/bin/sh", (FileNotFoundError, NotADirectoryError)
@@ -47,9 +47,10 @@ program's own, and its children, whatever starts them, have the variables too.
   MPSD_VAULT_SOCKET        only where the daemon offers the vault: GPU memory that can outlive the program
   MPSD_FAILOVER_SOCKET     only where the daemon offers it: the program goes on where its domain is lost
 
-Without a daemon nothing is set; without mpsd's library (clients/libcuda in its sources) or the real driver
-the first alone is. One line says so, and the program runs in any case. But what --gpu, --socket or --library
-asks for must be there, and --env needs a daemon: else nothing runs, and `eval "$(mpsd-run --env)"` fails.
+Without a daemon, or where it takes no new clients (drained), nothing is set; without mpsd's library
+(clients/libcuda in its sources) or the real driver the first alone is. One line says so, and the program runs
+in any case. But what --gpu, --socket or --library asks for must be there, and --env needs a daemon: else
+nothing runs, and `eval "$(mpsd-run --env)"` fails.
 
 The program begins with SIGPIPE and SIGXFSZ at their defaults even where the caller ignores them: Python,
 which runs mpsd-run, does not keep what it was given.
@@ -121,7 +122,7 @@ def make_plan(
             wanted = daemon.env(named_gpu(environ, gpu))
             plan.variables.update(fitting(wanted, environ, gpu, daemon.numbers))
             seen = plan.variables.get("CUDA_VISIBLE_DEVICES")
-            plan.aside += _fewer(environ, daemon.gpus if seen is None else seen.split(","))
+            plan.aside += fewer(environ, daemon.gpus if seen is None else seen.split(","))
             vault, failover = daemon.vault_socket, daemon.failover_socket
     except errors.MpsdError as error:
         if required or gpu or socket_path:
@@ -148,15 +149,6 @@ def make_plan(
             plan.variables[_FAILOVER] = failover
     plan.notes += [f"{name}={value}" for name, value in sorted(plan.variables.items())]
     return plan
-
-
-def _fewer(environ: Mapping[str, str], gpus: Sequence[str]) -> list[str]:
-    """What to say to a program that is to see several GPUs, and will see fewer."""
-    wanted = named_gpus(environ)
-    if not 0 < len(gpus) < len(wanted):
-        return []
-    few = f"CUDA_VISIBLE_DEVICES names {len(wanted)} GPUs, and the program sees {', '.join(gpus)}"
-    return [f"{few}: a domain is over several where mpsd is configured so ([domains] span)"]
 
 
 def become(program: Sequence[str], environ: Mapping[str, str]) -> int:

@@ -64,6 +64,8 @@ def _keys(value: Any, of: type[Fault] | type[Moved], where: str) -> Iterator[str
 
 def judge(faults: Sequence[Mapping[str, Any]]) -> str:
     """valid, or what was seen that must not be."""
+    if not faults:
+        return "invalid: nothing was run"
     for fault in faults:
         if fault["problem"]:
             return f"invalid: {fault['problem'][:300]}"
@@ -162,6 +164,5 @@ def markdown(finished: Mapping[str, Any]) -> str:
 
 
 def passed(finished: Mapping[str, Any]) -> bool:
-    return not finished["leftovers"] and all(
-        judge(faults) == "valid" for faults in finished["faults"].values()
-    )
+    verdicts = [judge(faults) for faults in finished["faults"].values()]
+    return not finished["leftovers"] and bool(verdicts) and all(verdict == "valid" for verdict in verdicts)

@@ -17,7 +17,7 @@ from mpsd.ctl import failovertext, render
 from mpsd.errors import NotRunningError
 from mpsd.text import printable
 from mpsd_client import Client, connect
-from mpsd_client.env import export_lines, fitting, named_gpu
+from mpsd_client.env import export_lines, fewer, fitting, named_gpu
 
 KEPT_DEADLINE_S = 5.0
 CLEAR = "\x1b[H\x1b[2J\x1b[3J"
@@ -211,6 +211,10 @@ def env(options: Namespace, out: TextIO) -> int:
     with connect(options.socket) as client:
         wanted = client.env(named_gpu(os.environ, options.gpu), shared=options.shared)
         wanted = fitting(wanted, os.environ, options.gpu, client.numbers)
+        # What stdout has is for the shell.
+        seen = wanted.get("CUDA_VISIBLE_DEVICES")
+        for line in fewer(os.environ, client.gpus if seen is None else seen.split(",")):
+            print(f"mpsd-ctl: {line}", file=sys.stderr)
     if options.json:
         _json(out, {"schema": SCHEMA, "env": dict(wanted)})
     else:

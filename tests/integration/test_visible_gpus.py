@@ -73,5 +73,8 @@ def test_the_command_goes_by_it_too(site: Site) -> None:
     assert ask("1") == (0, second, "")
     assert ask("1", "--gpu", "0") == (0, first, "")
     assert ask("") == (0, None, "")
+    status, seen, note = ask("1,0")
+    assert (status, seen) == (0, second) and "names 2 GPUs" in note and second in note
+    assert ask("1,1") == (0, second, "")
     status, _, error = ask("7")
     assert status != 0 and "there is no GPU '7'" in error and "Traceback" not in error

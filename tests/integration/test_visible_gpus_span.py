@@ -43,7 +43,7 @@ def test_those_that_it_named_in_its_order(
     for visible in (named, by_uuid):
         plan = make_plan({VISIBLE: visible}, socket_path=site.socket)
         assert plan.variables[VISIBLE].split(",") == [uuids[number] for number in numbers]
-        assert any("GPUs, and the program sees" in line for line in plan.aside) == fewer
+        assert any("GPUs, and programs see" in line for line in plan.aside) == fewer
         program = site.program(environ=site.environ() | plan.variables)
         assert program.do("[dev.on_mps, dev.gpu_uuid]") == {"result": [True, uuids[numbers[0]]]}
 

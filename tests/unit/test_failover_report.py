@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from faultinject import takeover
 from faultinject.__main__ import main
 from faultinject.failover import reports
 from mpsd.errors import UsageError
@@ -105,3 +106,9 @@ def test_suspects_may_be_later_than_the_cleared() -> None:
     assert reports.in_time([cleared, fault(20.0, (121.0, True))]) == "no"
     assert reports.in_time([fault(20.0, (26.0, False))]) == "no"
     assert reports.in_time([fault(None, (26.0, False))]) == "-"
+
+
+def test_a_report_of_nothing_has_not_passed() -> None:
+    assert not reports.passed({"leftovers": [], "faults": {}})
+    assert not reports.passed({"leftovers": [], "faults": {"trap": []}})
+    assert not takeover.passed({"leftovers": [], "backend": "simulated", "takeovers": {"warm": []}})
