@@ -10,8 +10,9 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from faultinject.faults import Fault
@@ -34,6 +35,18 @@ SCHEMA: Mapping[str, tuple[type, ...]] = {
     "seed": (int,),
     "runs": (list,),
 }
+
+ENVELOPE: Mapping[str, tuple[type, ...]] = {
+    "schema": (int,),
+    "kind": (str,),
+    "device": (str,),
+    "driver": (str,),
+    "backend": (str,),
+    "date": (str,),  # ISO 8601, UTC
+    "command": (str,),
+    "leftovers": (list,),  # processes that had to be ended, in words
+}
+"""What every report of another kind has, besides its results."""
 
 RUN_SCHEMA: Mapping[str, tuple[type, ...]] = {
     "kind": (str,),  # faultinject.kinds.ALL
@@ -214,6 +227,28 @@ def against_version(
     yield from against(schema, data, "report")
     if data["schema"] != version:
         yield f"report.schema is {data['schema']!r}, this program reads {version}"
+
+
+def missing_fields(value: Any, of: type, where: str, optional: Sequence[str] = ()) -> Iterator[str]:
+    """What an object lacks of a dataclass, in words; `optional`: what earlier reports do not have."""
+    if not isinstance(value, dict):
+        yield f"{where} is no object"
+        return
+    for each in fields(of):
+        if each.name not in (*value, *optional):
+            yield f"{where}.{each.name} is missing"
+
+
+def heading(finished: Mapping[str, Any]) -> str:
+    """The line that stands above a table."""
+    whose = f"{finished['device']}, driver {finished['driver']}, {finished['date']}"
+    return f"{whose}; again: {finished['command']}"
+
+
+def spread(values: Sequence[float | None], places: int = 1) -> str:
+    """Median / worst of those that were measured."""
+    known = [value for value in values if value is not None]
+    return f"{median(known):.{places}f} / {max(known):.{places}f}" if known else "-"
 
 
 def deliver(

@@ -42,14 +42,7 @@ HEAD += ["stall", "beyond it", "bar", "verdict"]
 STAGES = ("heard", "ended", "settled", "after")
 
 SCHEMA: Mapping[str, tuple[type, ...]] = {
-    "schema": (int,),
-    "kind": (str,),
-    "device": (str,),
-    "driver": (str,),
-    "backend": (str,),
-    "date": (str,),  # ISO 8601, UTC
-    "command": (str,),
-    "leftovers": (list,),
+    **report.ENVELOPE,
     "takeovers": (dict,),  # mode: list of Takeover
 }
 
@@ -250,18 +243,14 @@ def table(finished: Mapping[str, Any]) -> list[list[str]]:
                     str(len(mine)),
                     str(sum(fault["lost"] for fault in mine)),
                     str(sum(fault["wrong"] for fault in mine)),
-                    *(_spread([f[name] for f in whole if f.get(name) is not None]) for name in STAGES),
-                    _spread([f["stall"] for f in whole]),
-                    _spread([_beyond(f) for f in whole]),
+                    *(report.spread([f.get(name) for f in whole]) for name in STAGES),
+                    report.spread([f["stall"] for f in whole]),
+                    report.spread([_beyond(f) for f in whole]),
                     f"{BAR_MS[mode]:g}",
                     judge(mode, mine, timed=timed),
                 ]
             )
     return rows
-
-
-def _spread(values: Sequence[float]) -> str:
-    return f"{median(values):.1f} / {max(values):.1f}" if values else "-"
 
 
 def passed(finished: Mapping[str, Any]) -> bool:
@@ -298,9 +287,7 @@ def _go(args: argparse.Namespace) -> int:
         if wrong := next((name for name in value if name not in known), None):
             raise UsageError(f"there is no {wrong!r} here", remedy=f"of: {', '.join(known)}")
     finished = run(args)
-    print(
-        f"{finished['device']}, driver {finished['driver']}, {finished['date']}; again: {finished['command']}"
-    )
+    print(report.heading(finished))
     print(report.aligned(table(finished)))
     report.deliver(finished, KIND, args.json, args.markdown, markdown(finished), tell_stderr)
     return 0 if passed(finished) else 1

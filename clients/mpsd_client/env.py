@@ -51,9 +51,11 @@ def fitting(
     return fit
 
 
-def fewer(environ: Mapping[str, str], gpus: Sequence[str]) -> list[str]:
-    """What to say to who is to see several GPUs, and will see fewer. `gpus`: those, by UUID."""
+def fewer(environ: Mapping[str, str], fit: Mapping[str, str], domain: Sequence[str]) -> list[str]:
+    """What to say to who is to see several GPUs, and will see fewer: those in `fit` (of fitting()), else all
+    of the domain, by UUID."""
     wanted = dict.fromkeys(named_gpus(environ))
+    gpus = fit[_VISIBLE].split(",") if _VISIBLE in fit else domain
     if not 0 < len(gpus) < len(wanted):
         return []
     few = f"CUDA_VISIBLE_DEVICES names {len(wanted)} GPUs, and programs see {', '.join(gpus)}"

@@ -120,9 +120,8 @@ def make_plan(
     try:
         with connect(socket_path) as daemon:
             wanted = daemon.env(named_gpu(environ, gpu))
-            plan.variables.update(fitting(wanted, environ, gpu, daemon.numbers))
-            seen = plan.variables.get("CUDA_VISIBLE_DEVICES")
-            plan.aside += fewer(environ, daemon.gpus if seen is None else seen.split(","))
+            plan.variables = fitting(wanted, environ, gpu, daemon.numbers)
+            plan.aside += fewer(environ, plan.variables, daemon.gpus)
             vault, failover = daemon.vault_socket, daemon.failover_socket
     except errors.MpsdError as error:
         if required or gpu or socket_path:

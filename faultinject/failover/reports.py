@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -15,19 +15,14 @@ from mpsd.core.members import MISSING
 KIND, SCHEMA_VERSION = "failover", 1
 
 SCHEMA: Mapping[str, tuple[type, ...]] = {
-    "schema": (int,),
-    "kind": (str,),
-    "device": (str,),
-    "driver": (str,),
-    "backend": (str,),
+    **report.ENVELOPE,
     "mode": (str,),
     "works": (list,),  # of names; none: three servers
-    "date": (str,),  # ISO 8601, UTC
-    "command": (str,),
-    "leftovers": (list,),
     "faults": (dict,),  # kind: list of Fault
 }
 
+
+_spread = partial(report.spread, places=2)
 
 _LATER = ("bystander", "suspect")
 """What the first reports do not have."""
@@ -48,18 +43,9 @@ def _problems(data: Mapping[str, Any]) -> Iterator[str]:
             continue
         for number, fault in enumerate(faults):
             where = f"report.faults.{kind}[{number}]"
-            yield from _keys(fault, Fault, where)
+            yield from report.missing_fields(fault, Fault, where, _LATER)
             for place, program in enumerate(fault["programs"]):
-                yield from _keys(program, Moved, f"{where}.programs[{place}]")
-
-
-def _keys(value: Any, of: type[Fault] | type[Moved], where: str) -> Iterator[str]:
-    if not isinstance(value, dict):
-        yield f"{where} is no object"
-        return
-    for each in fields(of):
-        if each.name not in (*value, *_LATER):
-            yield f"{where}.{each.name} is missing"
+                yield from report.missing_fields(program, Moved, f"{where}.programs[{place}]", _LATER)
 
 
 def judge(faults: Sequence[Mapping[str, Any]]) -> str:
@@ -124,11 +110,6 @@ def in_time(faults: Sequence[Mapping[str, Any]]) -> str:
     known = {suspect: beyond(faults, suspect=suspect) for suspect in BARS_MS}
     late = [median(found) > BARS_MS[suspect] for suspect, found in known.items() if found]
     return "-" if not late else "no" if any(late) else "yes"
-
-
-def _spread(values: Sequence[float | None]) -> str:
-    known = sorted(v for v in values if v is not None)
-    return f"{median(known):.2f} / {known[-1]:.2f}" if known else "-"
 
 
 def table(finished: Mapping[str, Any]) -> list[list[str]]:

@@ -128,9 +128,7 @@ def _on(node: Node, plan: Plan, libraries: Libraries, base: Path) -> dict[str, A
 def execute(plan: Plan, json_path: Path | None, markdown_path: Path | None) -> int:
     """Run it with progress; table, JSON, Markdown; the exit status."""
     finished = run(plan)
-    print(
-        f"{finished['device']}, driver {finished['driver']}, {finished['date']}; again: {finished['command']}"
-    )
+    print(report.heading(finished))
     show(finished)
     report.deliver(finished, "proxy", json_path, markdown_path, reports.markdown(finished), tell_stderr)
     return 0 if reports.passed(finished) else 1

@@ -17,16 +17,9 @@ from mpsd.errors import UsageError
 SCHEMA_VERSION = 1
 KIND = "proxy"
 SCHEMA: Mapping[str, tuple[type, ...]] = {
-    "schema": (int,),
-    "kind": (str,),
-    "device": (str,),
-    "driver": (str,),
-    "backend": (str,),
-    "date": (str,),
-    "command": (str,),
+    **report.ENVELOPE,
     "seed": (int,),
     "bars": (int,),  # 1: the bounds on time and memory are judged; 0 on the simulated GPU
-    "leftovers": (list,),  # processes that had to be ended, in words
     "programs": (list, type(None)),
     "numba": (dict, type(None)),
     "deaths": (dict, type(None)),

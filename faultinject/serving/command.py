@@ -142,9 +142,7 @@ def _go(args: argparse.Namespace) -> int:
         report.deliver(made, reports.KIND, args.json, args.markdown, reports.markdown(made), tell_stderr)
 
     finished = run(args, deliver)
-    print(
-        f"{finished['device']}, driver {finished['driver']}, {finished['date']}; again: {finished['command']}"
-    )
+    print(report.heading(finished))
     show(finished)
     deliver(finished)
     return 0 if reports.passed(finished) else 1

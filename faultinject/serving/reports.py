@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -15,17 +15,10 @@ KIND, SCHEMA_VERSION = "serving", 1
 MODES = ("moved", "restarted")
 
 SCHEMA: Mapping[str, tuple[type, ...]] = {
-    "schema": (int,),
-    "kind": (str,),
-    "device": (str,),
-    "driver": (str,),
-    "backend": (str,),
-    "date": (str,),  # ISO 8601, UTC
-    "command": (str,),
+    **report.ENVELOPE,
     "seed": (int,),  # of the requests, and of when faults come
     "model": (str,),
     "slots": (int,),  # requests that are in the batch at once
-    "leftovers": (list,),
     "undisturbed": (dict,),  # Undisturbed
     "served": (dict,),  # mode: list of Served
 }
@@ -57,22 +50,13 @@ def load(path: Path) -> dict[str, Any] | None:
 
 def _problems(data: Mapping[str, Any]) -> Iterator[str]:
     yield from report.against_version(SCHEMA, SCHEMA_VERSION, data)
-    yield from _keys(data["undisturbed"], Undisturbed, "report.undisturbed")
+    yield from report.missing_fields(data["undisturbed"], Undisturbed, "report.undisturbed")
     for mode, faults in data["served"].items():
         if mode not in MODES or not isinstance(faults, list):
             yield f"report.served.{mode} is no list of faults in a mode that is known"
             continue
         for number, fault in enumerate(faults):
-            yield from _keys(fault, Served, f"report.served.{mode}[{number}]")
-
-
-def _keys(value: Any, of: type[Served] | type[Undisturbed], where: str) -> Iterator[str]:
-    if not isinstance(value, dict):
-        yield f"{where} is no object"
-        return
-    for each in fields(of):
-        if each.name not in value:
-            yield f"{where}.{each.name} is missing"
+            yield from report.missing_fields(fault, Served, f"report.served.{mode}[{number}]")
 
 
 def judge(mode: str, faults: Sequence[Mapping[str, Any]]) -> str:
@@ -104,15 +88,10 @@ def row(mode: str, kind: str, faults: Sequence[Mapping[str, Any]]) -> list[str]:
         total("in_flight"),
         total("completed"),
         *(total(name) for name in ("lost", "wrong", "told", "twice")),
-        *(_spread([fault[name] for fault in faults]) for name in ("median", "longest", "stall")),
-        *(_spread([fault[name] for fault in faults]) for name in ("ended", "again")),
+        *(report.spread([fault[name] for fault in faults]) for name in ("median", "longest", "stall")),
+        *(report.spread([fault[name] for fault in faults]) for name in ("ended", "again")),
         judge(mode, faults),
     ]
-
-
-def _spread(values: Sequence[float | None]) -> str:
-    known = sorted(value for value in values if value is not None)
-    return f"{median(known):.1f} / {known[-1]:.1f}" if known else "-"
 
 
 def table(finished: Mapping[str, Any]) -> list[list[str]]:

@@ -212,8 +212,7 @@ def env(options: Namespace, out: TextIO) -> int:
         wanted = client.env(named_gpu(os.environ, options.gpu), shared=options.shared)
         wanted = fitting(wanted, os.environ, options.gpu, client.numbers)
         # What stdout has is for the shell.
-        seen = wanted.get("CUDA_VISIBLE_DEVICES")
-        for line in fewer(os.environ, client.gpus if seen is None else seen.split(",")):
+        for line in fewer(os.environ, wanted, client.gpus):
             print(f"mpsd-ctl: {line}", file=sys.stderr)
     if options.json:
         _json(out, {"schema": SCHEMA, "env": dict(wanted)})
