@@ -94,6 +94,8 @@ def _fate_json(fate: Fate) -> dict[str, Any]:
         "held_ms": fate.held_ms,
         "fence_ms": fate.fence_ms,
         "first_ms": fate.first_ms,
+        "turn_ms": fate.turn_ms,
+        "done_ms": fate.done_ms,
         "restored_bytes": fate.restored_bytes,
         "replayed": fate.replayed,
     }

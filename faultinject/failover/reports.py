@@ -24,7 +24,7 @@ SCHEMA: Mapping[str, tuple[type, ...]] = {
 
 _spread = partial(report.spread, places=2)
 
-_LATER = ("bystander", "suspect")
+_LATER = ("bystander", "suspect", "word")
 """What the first reports do not have."""
 BARS_MS: Mapping[bool, float] = {False: 5.0, True: 100.0}
 """By whether a program is a suspect: how much longer than the GPU stood still its longest step may be."""
@@ -85,14 +85,16 @@ def row(kind: str, faults: Sequence[Mapping[str, Any]]) -> list[str]:
         _spread([fault.get("bystander") for fault in faults]),
         *(_spread(beyond(faults, suspect=suspect)) for suspect in (False, True)),
         in_time(faults),
+        _spread([fault.get("word") for fault in faults]),
         _spread([fault["record"]["decision_ms"] for fault in faults if fault["record"]]),
-        *(_spread([fate.get(name) for fate in fates]) for name in ("held_ms", "fence_ms", "first_ms")),
+        *(_spread([fate.get(name) for fate in fates]) for name in STEPS),
         judge(faults),
     ]
 
 
 HEAD = ["kind", "faults", "lost", "told", "longest step", "GPU's", "beyond: cleared", "suspects", "in time"]
-HEAD += ["decided", "held", "fence", "goes on", "verdict"]
+HEAD += ["word", "decided", "held", "fence", "goes on", "turn", "done", "verdict"]
+STEPS = ("held_ms", "fence_ms", "first_ms", "turn_ms", "done_ms")
 
 
 def beyond(faults: Sequence[Mapping[str, Any]], *, suspect: bool) -> list[float]:
@@ -132,10 +134,12 @@ def markdown(finished: Mapping[str, Any]) -> str:
         "domain each time. Times in ms, median / worst: the longest step of a program around the fault;",
         "that of a bystander in another domain, which is how long the GPU itself stood still; how much",
         "longer those of cleared programs and of suspects were (`in time`: by 5 and 100 ms at the median);",
-        "from mpsd's first sign to its decision; from the word to a program until its calls were held, its",
-        "old context could write no more, and it went on. `told`: how often a program met one error, which",
-        "said that what it had in flight may be lost: in the mode `keep` always, and in the mode `exact`",
-        "where it cannot be done again.",
+        "from the order to the offender until mpsd's word to move; from mpsd's first sign to that decision;",
+        "from the word until a program's calls were held, its old context could write no more, and it went",
+        "on; and, where a suspect does its work again in its turn, until it was given that and until what",
+        "was done again had ended. `told`: how often a program met one error, which said that what it had",
+        "in flight may be lost: in the mode `keep` always, and in the mode `exact` where it cannot be done",
+        "again.",
         "",
         report.markdown_table(table(finished)),
         "",

@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from datetime import datetime
 from typing import Any
 
 from faultinject.bystander import Bystander
@@ -51,7 +52,8 @@ class Moved:
 @dataclass(slots=True)
 class Fault:
     """One fault and its fail-over. `problem`: what did not come in time. `bystander`: the longest step of a
-    program in another domain since the fault, in ms: what the GPU itself stood still."""
+    program in another domain since the fault, in ms: what the GPU itself stood still. `word`: ms from the
+    order to the offender until mpsd told the programs to move (by the system's clock)."""
 
     kind: str
     problem: str = ""
@@ -60,6 +62,7 @@ class Fault:
     record: Mapping[str, Any] | None = None
     faults: list[Mapping[str, Any]] = field(default_factory=list)
     bystander: float | None = None
+    word: float | None = None
 
 
 class Rounds:
@@ -117,6 +120,7 @@ class Rounds:
             self._bystander.stall()
             at = self._begin(fault, kind, offender)
             fault.record = self._record(at)
+            fault.word = _since(at, fault.record["time"])
             self._collect(fault, at)
             fault.record = self._latest(fault.record)
             self._suspects(fault, fault.record)
@@ -252,6 +256,12 @@ class Rounds:
         for server in self._servers:
             server.must("done", "gone", timeout=FAULT_S)
         self._bystander.end()
+
+
+def _since(at: float, time_of_record: str) -> float:
+    """In ms; `at` is monotonic."""
+    asked = time.time() - (clock() - at)
+    return round((datetime.fromisoformat(time_of_record).timestamp() - asked) * 1e3, 1)
 
 
 def _plain(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from mpsd.core import attribution as at
 from mpsd.core import turns
 from mpsd.core.draft import Draft
 from mpsd.core.effects import ArmTimer, Move, OfferStandby, RecordFailover, StandDown
+from mpsd.core.fates import latest_of, revise
 from mpsd.core.killing import kill_by_policy
 from mpsd.core.records import FaultRecord
 from mpsd.core.standby import OFFERED, FailoverRecord, Fate, Member, Outcome, Standing, Turn
@@ -28,7 +29,6 @@ from mpsd.model import Again, Confidence, FailoverMode, ProcessInstance
 MINUTE_S = 60.0
 MADE_IT = "it made the fault"
 FAULTED_AGAIN = "what it did again faulted again"
-FINAL = frozenset({Outcome.MOVED, Outcome.STAYED, Outcome.ENDED})
 
 
 def is_lost(domain: Domain) -> bool:
@@ -256,26 +256,6 @@ def _put_out(draft: Draft, sure: Iterable[ProcessInstance], target: Domain | Non
         here = [c for c in draft.state.spaces_of(process) if c.living and c.id.domain == target.id]
         for client in here[:1]:
             kill_by_policy(draft, client, "it made the fault from which the others fail over")
-
-
-def revise(draft: Draft, record: FailoverRecord, process: ProcessInstance, **changes: object) -> None:
-    """Write a new revision of a record with what became of one program."""
-    fates = tuple(
-        replace(f, **changes) if f.process == process else f  # type: ignore[arg-type]
-        for f in record.fates
-    )
-    if fates != record.fates:
-        record = draft.put_failover(replace(record, fates=fates, revision=record.revision + 1))
-        draft.emit(RecordFailover(record))
-
-
-def latest_of(state: State, process: ProcessInstance) -> FailoverRecord | None:
-    """The record that still waits for a word of this program."""
-    for record in reversed(state.failovers):
-        mine = [f for f in record.fates if f.process == process]
-        if mine:
-            return record if mine[0].outcome not in FINAL else None
-    return None
 
 
 def idle_here(state: State, client: Client) -> bool:

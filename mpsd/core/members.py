@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mpsd.core import domains, failover, leases, turns
+from mpsd.core import domains, failover, fates, leases, turns
 from mpsd.core import events as ev
 from mpsd.core.draft import Draft
 from mpsd.core.effects import ArmTimer, AskServer, StandDown, Welcome
@@ -80,11 +80,11 @@ def ended(draft: Draft, process: ProcessInstance) -> None:
     if member is None:
         return
     turns.over(draft, process)
-    record = failover.latest_of(draft.state, process)
+    record = fates.latest_of(draft.state, process)
     if record is not None and any(
         f.process == process and f.outcome is not Outcome.NOT_TOLD for f in record.fates
     ):
-        failover.revise(draft, record, process, outcome=Outcome.ENDED)
+        fates.revise(draft, record, process, outcome=Outcome.ENDED)
     draft.drop_member(process)
     _nobody_left(draft, member)
 
@@ -169,11 +169,9 @@ def on_moved(draft: Draft, event: ev.MemberMoved) -> None:
     old = member.home
     moved = replace(member, home=name, standing=Standing.WAITING, generation=0, reason="", turn=Turn.NONE)
     draft.put_member(moved)
-    if event.waits:
-        turns.wait(draft, moved)
-    record = failover.latest_of(draft.state, event.process)
+    record = fates.latest_of(draft.state, event.process)
     if record is not None:
-        failover.revise(
+        fates.revise(
             draft,
             record,
             event.process,
@@ -185,6 +183,8 @@ def on_moved(draft: Draft, event: ev.MemberMoved) -> None:
             restored_bytes=event.restored,
             replayed=event.replayed,
         )
+    if event.waits:
+        turns.wait(draft, moved)
     draft.publish("failover-moved", member.uid, pid=event.process.pid, domain=name)
     if old is not None and old != name and old in draft.state.domains:
         # What it has left there is nobody's work any more: the domain may end over it.
@@ -199,13 +199,9 @@ def on_done(draft: Draft, event: ev.MemberDone) -> None:
     if member is None or member.turn is Turn.NONE or member.home != f"d{event.generation}":
         draft.count("failover_words_ignored")
         return
-    for record in reversed(draft.state.failovers):
-        if any(f.process == event.process for f in record.fates):
-            why = f"{MISSING}: {event.missing}" if event.missing else ""
-            failover.revise(
-                draft, record, event.process, why=why, restored_bytes=event.restored, replayed=event.replayed
-            )
-            break
+    why = f"{MISSING}: {event.missing}" if event.missing else ""
+    again = {"restored_bytes": event.restored, "replayed": event.replayed}
+    fates.timed(draft, event.process, "done_ms", why=why, **again)
     turns.over(draft, event.process)
 
 
@@ -213,9 +209,9 @@ def on_stayed(draft: Draft, event: ev.MemberStayed) -> None:
     member = _told(draft, event.process, event.generation)
     if member is None or member.standing is not Standing.MOVING:
         return
-    record = failover.latest_of(draft.state, event.process)
+    record = fates.latest_of(draft.state, event.process)
     if record is not None:
-        failover.revise(draft, record, event.process, outcome=Outcome.STAYED, why=event.reason)
+        fates.revise(draft, record, event.process, outcome=Outcome.STAYED, why=event.reason)
     draft.publish("failover-stayed", member.uid, pid=event.process.pid, reason=event.reason)
     home = draft.state.domains.get(member.home or "")
     if home is not None and not failover.is_lost(home):
@@ -234,7 +230,7 @@ def on_wait(draft: Draft, subject: str) -> None:
         if fate.outcome is Outcome.TOLD:
             limit = draft.state.policy.move_wait_s
             why = f"no word within {limit:g} s"
-            failover.revise(draft, current, fate.process, outcome=Outcome.SILENT, why=why)
+            fates.revise(draft, current, fate.process, outcome=Outcome.SILENT, why=why)
 
 
 def on_drain(draft: Draft, event: ev.DrainRequested) -> None:

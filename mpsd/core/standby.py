@@ -80,7 +80,8 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Fate:
-    """What became of one program. Times in ms since it was told, by its own word."""
+    """What became of one program. Times in ms since it was told, by its own word; but when it was given its
+    turn, and said that what it did again then had ended, is by the daemon's clock."""
 
     process: ProcessInstance
     uid: int
@@ -92,6 +93,8 @@ class Fate:
     held_ms: float | None = None
     fence_ms: float | None = None
     first_ms: float | None = None
+    turn_ms: float | None = None
+    done_ms: float | None = None
     restored_bytes: int = 0
     replayed: int = 0
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from mpsd.core.draft import Draft
 from mpsd.core.effects import ArmTimer, HaveTurn
+from mpsd.core.fates import timed
 from mpsd.core.standby import Member, Turn
 from mpsd.core.state import State
 from mpsd.model import ProcessInstance
@@ -60,6 +61,7 @@ def _next(draft: Draft, home: str | None) -> None:
             draft.put_member(replace(member, turn=Turn.NONE))
             continue
         draft.emit(HaveTurn(member.process, domain.generation))
+        timed(draft, member.process, "turn_ms")
         member = draft.put_member(replace(member, turn=Turn.HAS))
         draft.emit(ArmTimer("failover-turn", _subject(member), TURN_S))
         return

@@ -17,7 +17,15 @@ from prometheus_client.parser import text_string_to_metric_families
 from mpsd import exporter
 from mpsd.errors import NotFoundError, UsageError
 
-FATE = {"outcome": "moved", "told_ms": 0.0, "held_ms": 0.5, "fence_ms": 12.0, "first_ms": 13.0}
+FATE = {
+    "outcome": "moved",
+    "told_ms": 0.0,
+    "held_ms": 0.5,
+    "fence_ms": 12.0,
+    "first_ms": 13.0,
+    "turn_ms": None,
+    "done_ms": None,
+}
 RECORD = {"id": 4, "decision_ms": 1.5, "clients": [{**FATE, "restored_bytes": 7, "replayed": 2}]}
 PROGRAM = {"standing": "ready", "standby_bytes": 600}
 STATUS: dict[str, Any] = {

@@ -1,0 +1,49 @@
+"""What became of programs that were told to move: the records of fail-over, revised as more is known."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from mpsd.core.draft import Draft
+from mpsd.core.effects import RecordFailover
+from mpsd.core.standby import FailoverRecord, Outcome
+from mpsd.core.state import State
+from mpsd.model import ProcessInstance
+
+FINAL = frozenset({Outcome.MOVED, Outcome.STAYED, Outcome.ENDED})
+
+
+def revise(draft: Draft, record: FailoverRecord, process: ProcessInstance, **changes: object) -> None:
+    """Write a new revision of a record with what became of one program."""
+    fates = tuple(
+        replace(f, **changes) if f.process == process else f  # type: ignore[arg-type]
+        for f in record.fates
+    )
+    if fates != record.fates:
+        record = draft.put_failover(replace(record, fates=fates, revision=record.revision + 1))
+        draft.emit(RecordFailover(record))
+
+
+def last_of(state: State, process: ProcessInstance) -> FailoverRecord | None:
+    """The newest record with this program in it."""
+    return next(
+        (r for r in reversed(state.failovers) if any(f.process == process for f in r.fates)),
+        None,
+    )
+
+
+def latest_of(state: State, process: ProcessInstance) -> FailoverRecord | None:
+    """The same, if it still waits for a word of this program."""
+    record = last_of(state, process)
+    final = record is None or any(f.process == process and f.outcome in FINAL for f in record.fates)
+    return None if final else record
+
+
+def timed(draft: Draft, process: ProcessInstance, name: str, **changes: object) -> None:
+    """Note that this step of its move is now: ms since it was told, as `name` of its newest record."""
+    record = last_of(draft.state, process)
+    if record is None:
+        return
+    fate = next(f for f in record.fates if f.process == process)
+    told = record.at + (fate.told_ms or 0.0) / 1e3
+    revise(draft, record, process, **{name: round((draft.now - told) * 1e3, 3)}, **changes)
