@@ -77,6 +77,7 @@ class Performer:
             fx.OfferStandby: hands.failover.offer,
             fx.StandDown: hands.failover.stand_down,
             fx.Move: hands.failover.move,
+            fx.Fenced: hands.failover.fenced,
             fx.HaveTurn: hands.failover.have_turn,
             fx.RecordFailover: lambda e: hands.bulletin.failover(e.record),
             fx.Publish: self._publish,

@@ -21,6 +21,7 @@ from mpsd.model import ClientId, Confidence, KernelXid, UvmEvent, UvmFaultType
 
 EVIDENCE_KEPT = 16
 DEATH_WINDOW_S = 1.0
+RESET_XID = 43
 _ADDRESS = re.compile(r"0x[0-9a-f][0-9a-f_]*", re.IGNORECASE)
 # A record of what a dead client's work did: a GPU fault of the same domain soon after is another fault.
 _NO_GPU_FAULT = frozenset({"hang"})
@@ -108,6 +109,17 @@ def owner_of_pid(state: State, gpu: str | None, pid: int, now: float) -> Domain 
         if gone.id.process.pid == pid and recent:
             return next((d for d in candidates if d.id == gone.id.domain), None)
     return None
+
+
+def is_reset(domain: Domain, xid: KernelXid) -> bool:
+    """Whether this line says that the driver has reset the channels of a domain that was lost already.
+
+    The clients of an MPS server share its channel group, so what any of them had in flight has ended. After
+    this Xid nothing was ever seen written (faultinject/reports, -failover). Without a sign before it, the
+    line may be an old one.
+    """
+    servers = {p.pid for p in (domain.server, domain.former_server) if p is not None}
+    return domain.state is DomainState.FAULTED and xid.xid == RESET_XID and xid.pid in servers
 
 
 def former_domain(state: State, pid: int, now: float) -> str | None:

@@ -211,6 +211,14 @@ class Move:
 
 
 @dataclass(frozen=True, slots=True)
+class Fenced:
+    """Tell a program that moves into this generation that nothing in its old domain writes any more."""
+
+    process: ProcessInstance
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
 class HaveTurn:
     """Tell a program that waits in this generation to do again what it had in flight."""
 
@@ -246,6 +254,7 @@ Effect = (
     | OfferStandby
     | StandDown
     | HaveTurn
+    | Fenced
     | Move
     | RecordFailover
     | Publish

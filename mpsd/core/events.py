@@ -362,12 +362,14 @@ class Counted:
 
 @dataclass(frozen=True, slots=True)
 class MemberCame:
-    """A program said HELLO. `generation`: of the standby in which it lives by now; 0: its first context."""
+    """A program said HELLO. `generation`: of the standby in which it lives by now; 0: its first context.
+    `fences`: it takes the daemon's word that its old domain writes no more."""
 
     process: ProcessInstance
     uid: int
     mode: FailoverMode
     generation: int = 0
+    fences: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from dataclasses import replace
 from mpsd.core import attribution as at
 from mpsd.core import turns
 from mpsd.core.draft import Draft
-from mpsd.core.effects import ArmTimer, Move, OfferStandby, RecordFailover, StandDown
+from mpsd.core.effects import ArmTimer, Fenced, Move, OfferStandby, RecordFailover, StandDown
 from mpsd.core.fates import latest_of, revise
 from mpsd.core.killing import kill_by_policy
 from mpsd.core.records import FaultRecord
@@ -147,6 +147,22 @@ def _tell(
     told = (*(t for t in member.told if draft.now - t < MINUTE_S), draft.now)
     draft.put_member(replace(member, standing=Standing.MOVING, told=told))
     draft.count("failover_moves")
+
+
+def fence(draft: Draft, home: Domain) -> None:
+    """Nothing in this domain, which was lost, writes any more: who moves away need not find out by itself."""
+    for member in draft.state.members.values():
+        moving = (
+            member.home == home.id and member.standing is Standing.MOVING and not _is_planned(draft, member)
+        )
+        if moving and member.connected and member.fences:
+            draft.emit(Fenced(member.process, member.generation))
+            draft.count("failover_fences")
+
+
+def _is_planned(draft: Draft, member: Member) -> bool:
+    record = latest_of(draft.state, member.process)
+    return record is None or record.planned
 
 
 def _move_late(draft: Draft, member: Member, target: Domain) -> None:

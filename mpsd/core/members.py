@@ -30,7 +30,7 @@ def on_came(draft: Draft, event: ev.MemberCame) -> None:
     if event.generation or home is None:
         home = failover.find_home(draft.state, event.process, event.generation) or home
     # What it had been told before it is told again: it may be another daemon that it tells.
-    fresh = Member(event.process, event.uid, mode, home=home)
+    fresh = Member(event.process, event.uid, mode, home=home, fences=event.fences)
     if known is not None:
         fresh = replace(fresh, opaque=known.opaque, unsure=known.unsure, told=known.told)
     if known is not None and known.standing is Standing.LEFT_BEHIND and known.home == home:

@@ -44,7 +44,7 @@ class Member:
 
     `opaque`: what it has made that cannot be carried over. `unsure`: what it did that cannot be undone.
     `told`: monotonic seconds of its moves in the last minute. `ready_ms`, `bytes`: of its standby context, by
-    its own word.
+    its own word. `fences`: it can be told that its old domain writes no more.
     """
 
     process: ProcessInstance
@@ -61,6 +61,7 @@ class Member:
     ready_ms: float | None = None
     bytes: int = 0
     turn: Turn = Turn.NONE
+    fences: bool = False
 
     @property
     def lasting(self) -> tuple[FailoverMode, str | None, str | None]:

@@ -122,6 +122,9 @@ class FailoverDesk:
         message = Message(Kind.MOVE, generation=effect.generation, values=values, text=effect.why)
         self._door.tell(effect.process, message)
 
+    def fenced(self, effect: fx.Fenced) -> None:
+        self._door.tell(effect.process, Message(Kind.FENCED, generation=effect.generation))
+
     def have_turn(self, effect: fx.HaveTurn) -> None:
         self._door.tell(effect.process, Message(Kind.TURN, generation=effect.generation))
 

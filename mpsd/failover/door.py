@@ -246,7 +246,7 @@ def _event(visit: Visit, message: Message) -> ev.Event:
     process, generation, values = visit.process, message.generation, message.values
     match message.kind:
         case Kind.HELLO:
-            return ev.MemberCame(process, visit.uid, message.mode, generation)
+            return ev.MemberCame(process, visit.uid, message.mode, generation, bool(values[0]))
         case Kind.READY:
             return ev.MemberReady(process, generation, values[0], values[1])
         case Kind.UNREADY:

@@ -37,6 +37,7 @@ class Kind(IntEnum):
     STAND_DOWN = 67
     MOVE = 68
     TURN = 69
+    FENCED = 70
 
 
 FROM_PROGRAM = frozenset(k for k in Kind if k < Kind.WELCOME)

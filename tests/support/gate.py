@@ -8,7 +8,7 @@ from pathlib import Path
 
 ANY = 2**64 - 1
 LAUNCH_FAILED = 719
-BEGIN_CAPTURE, END_CAPTURE, CAPTURE_INFO = 1, 2, 4
+BEGIN_CAPTURE, END_CAPTURE, CAPTURE_INFO, UNMAP = 1, 2, 4, 8
 
 
 class Gate:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
 import struct
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from pathlib import Path
 
 MAGIC, VERSION = 0x726F6C66, 1
 HELLO, READY, UNREADY, OPAQUE, OWN_ERROR, MOVED, STAYED, DONE, UNSURE = range(1, 10)
-WELCOME, STANDBY, STAND_DOWN, MOVE, TURN = range(65, 70)
+WELCOME, STANDBY, STAND_DOWN, MOVE, TURN, FENCED = range(65, 71)
 _LAYOUT = struct.Struct("=IHHIIQ6Q112s128s")
 KEEP, EXACT = 1, 2
 DEADLINE_S = 20.0
@@ -71,6 +72,10 @@ class Line:
         magic, version, kind, _, _, generation, *rest = _LAYOUT.unpack(self._sock.recv(4096))
         assert (magic, version) == (MAGIC, VERSION)
         return Said(kind, generation, tuple(rest[:6]), rest[7].rstrip(b"\0").decode())
+
+    def is_silent(self) -> bool:
+        """It has said nothing that was not heard."""
+        return not select.select([self._sock], [], [], 0)[0]
 
     def close(self) -> None:
         self._sock.close()

@@ -8,7 +8,8 @@
  * program's own process. Its generation names it: what is said of another generation is of no account.
  *
  * The program says
- *	HELLO		mode; generation: where it lives now, 0: in its first context; once, first
+ *	HELLO		mode; generation: where it lives now, 0: in its first context; values: 1: it may be told FENCED;
+ *			once, first
  *	READY		generation; values: ns since STANDBY came, bytes of GPU memory that it takes (0: unknown)
  *	UNREADY		generation; text: why there will be none
  *	OPAQUE		text: the driver's function that made what cannot be carried over; each name once
@@ -27,6 +28,8 @@
  *			copies of the driver (libcuda-0.so.1, libcuda-1.so.1)
  *	STAND_DOWN	generation; text: why. Its context goes, if the program is not in it
  *	TURN		generation: where it has moved to, and waits to do again what was in flight. It does now
+ *	FENCED		generation, told to move to: nothing in the domain that is left writes any more, by the
+ *			driver's word
  *	MOVE		generation: go on there now; values: 0: its domain is lost, 1: it is to be left, and the
  *			program ends its work there first; what was in flight is 0: lost, 1: done again, 2: done
  *			again when it has its turn (mode exact); text: why
@@ -56,7 +59,10 @@ enum mpsd_failover_kind {
 	MPSD_FAILOVER_STAND_DOWN = 67,
 	MPSD_FAILOVER_MOVE = 68,
 	MPSD_FAILOVER_TURN = 69,
+	MPSD_FAILOVER_FENCED = 70,
 };
+
+#define MPSD_FAILOVER_TAKES_FENCED 1	/* in HELLO */
 
 enum mpsd_failover_again {
 	MPSD_FAILOVER_LOST = 0,

@@ -5,6 +5,8 @@
 #include <stdatomic.h>
 
 #include "clock.h"
+#include "failover/carry.h"
+#include "failover/fence.h"
 
 /* A wait looks that often whether the end has come. */
 #define LOOK_MS 100
@@ -13,7 +15,7 @@
 static pthread_mutex_t turn = PTHREAD_MUTEX_INITIALIZER;
 static atomic_bool barred;
 
-bool mpsd_turn_take(void)
+static bool take(void)
 {
 	while (!atomic_load(&barred)) {
 		struct timespec until = mpsd_in(LOOK_MS);
@@ -22,6 +24,19 @@ bool mpsd_turn_take(void)
 			return true;
 	}
 	return false;
+}
+
+bool mpsd_turn_take(void)
+{
+	bool taken = take();
+
+	/* What is still in the copy that was left, where memory is being unmapped. */
+	while (taken && mpsd_is_left() && mpsd_fence_lasts()) {
+		pthread_mutex_unlock(&turn);
+		mpsd_pause(1);
+		taken = take();
+	}
+	return taken;
 }
 
 void mpsd_turn_give(bool taken)

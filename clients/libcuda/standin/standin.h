@@ -43,6 +43,7 @@ CUresult gate_fault(void);
 #define GATE_BEGIN_CAPTURE 1
 #define GATE_END_CAPTURE 2
 #define GATE_CAPTURE_INFO 4
+#define GATE_UNMAP 8
 void gate_keep(uint64_t call);
 
 /* context.c */

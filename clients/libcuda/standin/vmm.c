@@ -303,6 +303,7 @@ API CUresult cuMemUnmap(CUdeviceptr ptr, size_t size)
 {
 	CUmemGenericAllocationHandle last = 0;
 
+	gate_keep(GATE_UNMAP);
 	lock_memory();
 	if (!covers_whole_mappings(ptr, size))
 		return leave_memory(CUDA_ERROR_INVALID_VALUE);

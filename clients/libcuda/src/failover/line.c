@@ -23,6 +23,7 @@
 #include "connect.h"
 #include "exact/exact.h"
 #include "failover/carry.h"
+#include "failover/fence.h"
 #include "failover/graph.h"
 #include "failover/kept.h"
 #include "failover/made.h"
@@ -143,6 +144,7 @@ static bool move(const struct mpsd_failover_message *order)
 	message.generation = order->generation;
 	if (order->generation != generation || !mpsd_line_ready())
 		return say(&message);
+	mpsd_fence_listen(order->values[0] ? -1 : atomic_load(&line), generation);
 	if (!mpsd_move(order->values[0] != 0, (enum mpsd_failover_again)order->values[1], &times, &why)) {
 		message = message_of(MPSD_FAILOVER_STAYED, why);
 		mpsd_phase_wake();
@@ -183,15 +185,10 @@ static bool stand_down(const struct mpsd_failover_message *order)
 	return true;
 }
 
-static bool is_text(const char *text, size_t room)
-{
-	return memchr(text, 0, room) != NULL;
-}
-
 static bool obey(const struct mpsd_failover_message *order)
 {
 	if (order->magic != MPSD_FAILOVER_MAGIC || order->version != MPSD_FAILOVER_VERSION ||
-	    !is_text(order->path, sizeof(order->path)) || !is_text(order->text, sizeof(order->text)))
+	    !memchr(order->path, 0, sizeof(order->path)) || !memchr(order->text, 0, sizeof(order->text)))
 		return false;
 	switch ((int)order->kind) {
 	case MPSD_FAILOVER_WELCOME:
@@ -208,6 +205,8 @@ static bool obey(const struct mpsd_failover_message *order)
 		return move(order);
 	case MPSD_FAILOVER_TURN:
 		return order->generation != home || have_turn(true);
+	case MPSD_FAILOVER_FENCED:
+		return true;	/* the move has its fence already, or is none */
 	default:
 		return false;
 	}
@@ -301,6 +300,7 @@ static void listen_to(int fd)
 
 	message.mode = mode;
 	message.generation = home;
+	message.values[0] = MPSD_FAILOVER_TAKES_FENCED;
 	if (!say(&message) || !tell(&told))
 		return;
 	while (!atomic_load(&off)) {

@@ -230,17 +230,3 @@ void mpsd_mirror_gone(struct arena_range range)
 	if (on && !fault)
 		other_cuMemUnmap(range.base, range.size);
 }
-
-bool mpsd_mirror_fence(void)
-{
-	bool all = true;
-
-	for (int i = 0; i < DEVICES; i++) {
-		struct window *window = &mpsd_windows[i];
-		struct arena_range piece = { window->arena.base, 0 };
-
-		while (window->open && arena_next_piece(&window->arena, piece.base + piece.size, &piece))
-			all &= real_cuMemUnmap(piece.base, piece.size) == CUDA_SUCCESS;
-	}
-	return all;
-}

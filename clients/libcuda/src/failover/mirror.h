@@ -29,6 +29,3 @@ const char *mpsd_mirror_fault(void);
 void mpsd_mirror_window(CUdevice device, CUdeviceptr base, size_t size);
 void mpsd_mirror_born(struct arena_range range, CUdevice device, CUmemGenericAllocationHandle handle);
 void mpsd_mirror_gone(struct arena_range range);
-
-/* In a move: the copy in use can reach nothing of the windows any more. False: some of it, perhaps. */
-bool mpsd_mirror_fence(void);

@@ -8,6 +8,7 @@
 #include "clock.h"
 #include "failover/carry.h"
 #include "failover/copy.h"
+#include "failover/fence.h"
 #include "failover/graph.h"
 #include "failover/line.h"
 #include "failover/made.h"
@@ -89,7 +90,7 @@ static bool hold_and_switch(bool *planned, struct mpsd_times *times, const char 
 	is = !mpsd_made_waits();
 	*why = is ? "the old context may still write" : "something was made meanwhile";
 	turn = mpsd_turn_take();
-	is = is && mpsd_mirror_fence();
+	is = is && mpsd_fence();
 	times->fence_ns = mpsd_now_ns();
 	if (is)
 		switch_over();

@@ -4,6 +4,7 @@
 
 #include "clock.h"
 #include "failover/carry.h"
+#include "failover/fence.h"
 #include "failover/line.h"
 #include "failover/made.h"
 #include "failover/move.h"
@@ -169,6 +170,7 @@ void mpsd_phase_child(void)
 	lock = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
 	if (atomic_load(&mpsd_moves) & 1)
 		atomic_fetch_sub(&mpsd_moves, 1);
+	mpsd_fence_child();
 	mpsd_made_child();
 	mpsd_pins_child();
 	mpsd_variables_child();

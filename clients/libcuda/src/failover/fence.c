@@ -1,0 +1,176 @@
+// SPDX-License-Identifier: MIT
+#include "failover/fence.h"
+
+#include <errno.h>
+#include <poll.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include "failover/carry.h"
+#include "failoverwire.h"
+#include "thread.h"
+#include "windows.h"
+
+struct unmapping {
+	__typeof__(&cuMemUnmap) unmap;	/* the left copy's */
+	uint64_t moves;			/* its number */
+	int ended;			/* eventfd */
+	bool all;
+	atomic_int holders;		/* its thread, and whoever waits for it */
+	unsigned int count;
+	struct arena_range pieces[];
+};
+
+static struct unmapping *_Atomic handed;	/* to the thread that is just being started */
+static atomic_uint lasting;
+static int line = -1;
+static uint64_t generation;
+
+void mpsd_fence_listen(int fd, uint64_t number)
+{
+	line = fd;
+	generation = number;
+}
+
+bool mpsd_fence_lasts(void)
+{
+	return atomic_load(&lasting) != 0;
+}
+
+void mpsd_fence_child(void)
+{
+	atomic_store(&lasting, 0);
+}
+
+static void let_go(struct unmapping *unmapping)
+{
+	if (atomic_fetch_sub(&unmapping->holders, 1) > 1)
+		return;
+	close(unmapping->ended);
+	free(unmapping);
+}
+
+static void unmap_all(struct unmapping *unmapping)
+{
+	for (unsigned int i = 0; i < unmapping->count; i++)
+		unmapping->all &= unmapping->unmap(unmapping->pieces[i].base, unmapping->pieces[i].size) == CUDA_SUCCESS;
+}
+
+static void *run(void *unused)
+{
+	struct unmapping *unmapping = atomic_exchange(&handed, NULL);
+	uint64_t one = 1;
+
+	(void)unused;
+	unmap_all(unmapping);
+	while (write(unmapping->ended, &one, sizeof(one)) < 0 && errno == EINTR)
+		;
+	/* The copy may be unloaded from here on. */
+	atomic_fetch_sub(mpsd_inside_of(unmapping->moves), 1);
+	atomic_fetch_sub(&lasting, 1);
+	let_go(unmapping);
+	return NULL;
+}
+
+/* How many there are; NULL: they are only counted. */
+static unsigned int gather(struct arena_range *pieces)
+{
+	unsigned int count = 0;
+
+	for (int i = 0; i < DEVICES; i++) {
+		struct window *window = &mpsd_windows[i];
+		struct arena_range piece = { window->arena.base, 0 };
+
+		while (window->open && arena_next_piece(&window->arena, piece.base + piece.size, &piece)) {
+			if (pieces)
+				pieces[count] = piece;
+			count++;
+		}
+	}
+	return count;
+}
+
+static struct unmapping *prepare(void)
+{
+	unsigned int count = gather(NULL);
+	struct unmapping *unmapping = malloc(sizeof(*unmapping) + count * sizeof(unmapping->pieces[0]));
+
+	if (!unmapping)
+		return NULL;
+	*unmapping = (struct unmapping){
+		.unmap = (__typeof__(unmapping->unmap))mpsd_tables()->real[MPSD_cuMemUnmap],
+		.moves = mpsd_moves_done(),
+		.ended = eventfd(0, EFD_CLOEXEC),
+		.all = true,
+		.holders = 1,
+		.count = count,
+	};
+	gather(unmapping->pieces);
+	return unmapping;
+}
+
+static bool start(struct unmapping *unmapping)
+{
+	if (unmapping->ended < 0)
+		return false;
+	atomic_store(&unmapping->holders, 2);
+	atomic_store(&handed, unmapping);
+	atomic_fetch_add(mpsd_inside_of(unmapping->moves), 1);
+	atomic_fetch_add(&lasting, 1);
+	if (mpsd_thread_start(run))
+		return true;
+	atomic_store(&handed, NULL);
+	atomic_fetch_sub(mpsd_inside_of(unmapping->moves), 1);
+	atomic_fetch_sub(&lasting, 1);
+	atomic_store(&unmapping->holders, 1);
+	return false;
+}
+
+/* Whether the daemon says it now: only that is taken from the line. */
+static bool says_fenced(void)
+{
+	struct mpsd_failover_message said;
+
+	if (recv(line, &said, sizeof(said), MSG_PEEK | MSG_DONTWAIT) != (ssize_t)sizeof(said) ||
+	    said.magic != MPSD_FAILOVER_MAGIC || said.version != MPSD_FAILOVER_VERSION ||
+	    said.kind != MPSD_FAILOVER_FENCED || said.generation != generation)
+		return false;
+	return recv(line, &said, sizeof(said), MSG_DONTWAIT) == (ssize_t)sizeof(said);
+}
+
+static bool wait_for(struct unmapping *unmapping)
+{
+	struct pollfd polled[2] = { { .fd = unmapping->ended, .events = POLLIN }, { .fd = line, .events = POLLIN } };
+
+	for (;;) {
+		if (poll(polled, 2, -1) < 0)
+			continue;
+		if (polled[0].revents)
+			return unmapping->all;
+		if (polled[1].revents && says_fenced())
+			return true;
+		/* Something else comes first: it is obeyed after the move. */
+		if (polled[1].revents)
+			polled[1].fd = -1;
+	}
+}
+
+bool mpsd_fence(void)
+{
+	struct unmapping *unmapping = prepare();
+	bool is;
+
+	if (!unmapping)
+		return false;
+	if (start(unmapping)) {
+		is = wait_for(unmapping);
+	} else {
+		unmap_all(unmapping);
+		is = unmapping->all;
+	}
+	let_go(unmapping);
+	return is;
+}

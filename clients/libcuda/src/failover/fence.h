@@ -1,0 +1,25 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * The end of what the copy in use may write into the windows: all of their memory is unmapped there. In a context that
+ * was lost that may last half a second, and the daemon may know sooner that the driver has ended all work of that
+ * domain (FENCED). Then the unmapping goes on beside the program, in the copy that was left.
+ */
+#pragma once
+
+#include <stdbool.h>
+#include <stdint.h>
+
+/* Where the daemon would say FENCED in the next move, and of which generation. -1: nowhere. */
+void mpsd_fence_listen(int line, uint64_t generation);
+
+/*
+ * In a move, with the lock of the windows. False: the old copy may still write, to some of it. What the daemon says
+ * else meanwhile is left for later.
+ */
+bool mpsd_fence(void);
+
+/* Whether something is being unmapped beside the program. */
+bool mpsd_fence_lasts(void);
+
+/* In a forked child, where nobody unmaps anything. */
+void mpsd_fence_child(void);

@@ -1,0 +1,102 @@
+"""A move does not wait for the unmapping in the old copy where the daemon knows that nothing writes any more."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.libcuda.test_exact import EXACT, gate
+from tests.libcuda.test_failover import Program, ask, break_domain, copies, post, stand_by
+from tests.support import moving
+from tests.support.gate import UNMAP, Gate
+from tests.support.moving import Line, Post
+from tests.support.simfixtures import backend, domain, second
+from tests.support.simnode import Domain, until
+
+__all__ = ["ask", "backend", "copies", "domain", "gate", "post", "second"]
+
+
+def ready(line: Line, gate: Gate, domain: Domain, second: Domain, ask: Program, copies: Path) -> None:
+    """Its domain is lost, and it is kept where it unmaps its memory there."""
+    assert ask("m = gpu.memory(8 << 20); n = gpu.memory(600)") == "None"
+    stand_by(line, second, copies)
+    assert ask("[gpu.run('add', m, 8, 5), gpu.sync()]") == "[0, 0]"
+    gate.keep(UNMAP)
+    break_domain(domain)
+
+
+def unmapping(gate: Gate) -> None:
+    until(lambda: gate.kept() == UNMAP)
+
+
+@EXACT
+def test_the_daemons_word_is_a_fence(
+    domain: Domain, gate: Gate, second: Domain, post: Post, ask: Program, copies: Path
+) -> None:
+    line = post.greet(moving.EXACT)
+    ready(line, gate, domain, second, ask, copies)
+    line.say(moving.MOVE, 1, again=1)
+    unmapping(gate)
+    line.say(moving.FENCED, 1)
+    assert line.hear(moving.MOVED).generation == 1
+    assert ask("[gpu.word(m), gpu.run('add', m, 8, 1), gpu.sync(), gpu.word(m)]") == "[5, 0, 0, 6]"
+    # What it frees and makes meanwhile is the next copy's.
+    assert ask("[gpu.code('cuMemFree_v2', m), (k := gpu.memory(8 << 20)) > 0]") == "[0, True]"
+    gate.keep(0)
+    assert ask("[gpu.run('fill', k, 8, 3), gpu.sync(), gpu.word(k)]") == "[0, 0, 3]"
+    assert ask.end() == ""
+
+
+@EXACT
+def test_a_program_ends_while_its_old_copy_unmaps(
+    domain: Domain, gate: Gate, second: Domain, post: Post, ask: Program, copies: Path
+) -> None:
+    line = post.greet(moving.EXACT)
+    ready(line, gate, domain, second, ask, copies)
+    line.say(moving.MOVE, 1, again=1)
+    unmapping(gate)
+    line.say(moving.FENCED, 1)
+    line.hear(moving.MOVED)
+    assert ask.end() == ""
+
+
+@EXACT
+@pytest.mark.parametrize("first", [(moving.FENCED, 7), (moving.STAND_DOWN, 7)])
+def test_other_words_are_no_fence(
+    domain: Domain,
+    gate: Gate,
+    second: Domain,
+    post: Post,
+    ask: Program,
+    copies: Path,
+    first: tuple[int, int],
+) -> None:
+    line = post.greet(moving.EXACT)
+    ready(line, gate, domain, second, ask, copies)
+    line.say(moving.MOVE, 1, again=1)
+    unmapping(gate)
+    line.say(*first)
+    line.say(moving.FENCED, 1)
+    assert line.is_silent()
+    gate.keep(0)
+    assert line.hear(moving.MOVED).generation == 1
+    assert ask("[gpu.word(m), gpu.sync()]") == "[5, 0]"
+    assert ask.end() == ""
+
+
+@EXACT
+def test_a_planned_move_has_no_such_fence(
+    domain: Domain, gate: Gate, second: Domain, post: Post, ask: Program, copies: Path
+) -> None:
+    line = post.greet(moving.EXACT)
+    assert ask("m = gpu.memory(8 << 20)") == "None"
+    stand_by(line, second, copies)
+    gate.keep(UNMAP)
+    line.say(moving.MOVE, 1, planned=True)
+    line.say(moving.FENCED, 1)
+    unmapping(gate)
+    assert line.is_silent()
+    gate.keep(0)
+    line.hear(moving.MOVED)
+    assert ask.end() == ""

@@ -1,0 +1,53 @@
+"""The driver's word that it has reset a domain's channels, told to those who move away from it."""
+
+from __future__ import annotations
+
+from mpsd.core import effects as fx
+from mpsd.core import events as ev
+from mpsd.core.state import DomainState
+from mpsd.model import FailoverMode
+from tests.support.core import UID, process, server_of
+from tests.unit.test_core_failover import Site, exact
+
+EXACT = FailoverMode.EXACT
+
+
+def reset(world: Site, domain: str, pid: int | None = None) -> None:
+    world.kernel(43, "channel 0x1", pid or server_of(domain).pid, "nvidia-cuda-mps")
+
+
+def test_the_drivers_reset_of_a_lost_domain_is_the_fence_of_those_who_leave_it() -> None:
+    world = exact(10, 11, 12)
+    for pid in (10, 11):
+        world.do(ev.MemberCame(process(pid), UID, EXACT, 0, True))
+        world.is_ready(pid, 2)
+    world.do(ev.ServerFatalLogged("d1", "Server is handling a fatal GPU error."))
+    assert world.told() == [10, 11, 12] and not world.made(fx.Fenced)
+    # Of another process, of another number, and of a domain that is well.
+    reset(world, "d1", 12)
+    world.kernel(13, "Graphics SM Warp Exception", server_of("d1").pid, "nvidia-cuda-mps")
+    assert not world.ever(fx.Fenced)
+    world.do(ev.MemberMoved(process(11), 2, 1, 2, 3))
+    reset(world, "d1")
+    # Who has gone needs no fence any more, and who knows no such word is not told.
+    assert world.made(fx.Fenced) == [fx.Fenced(process(10), 2)]
+
+
+def test_a_reset_that_is_the_first_sign_is_no_fence() -> None:
+    """It may be an old line."""
+    world = exact(10)
+    world.do(ev.MemberCame(process(10), UID, EXACT, 0, True))
+    world.is_ready(10, 2)
+    reset(world, "d1")
+    assert world.told() == [10] and not world.ever(fx.Fenced)
+
+
+def test_a_reset_is_no_fence_for_who_was_leaving_by_plan() -> None:
+    world = exact(10, 11)
+    world.do(ev.MemberCame(process(10), UID, EXACT, 0, True))
+    world.is_ready(10, 2)
+    world.do(ev.DrainRequested((), True))
+    world.do(ev.ServerFatalLogged("d1", "Server is handling a fatal GPU error."))
+    reset(world, "d1")
+    assert world.state.domains["d1"].state is DomainState.FAULTED
+    assert not world.ever(fx.Fenced)
