@@ -53,3 +53,17 @@ def test_a_list_that_is_asked_for_after_a_move_gives_names_that_the_program_can_
     assert line.move(1, again=1).kind == moving.MOVED
     ask("gpu.found('add', 'listed')")
     assert ask("[gpu.run('listed', m, 4, 1), gpu.sync(), gpu.word(m)]") == "[0, 0, 1]"
+
+
+def test_what_is_asked_for_by_name_is_loaded_before_the_move(
+    domain: Domain, second: Domain, post: Post, ask: Program, copies: Path
+) -> None:
+    """A list of all that is in a module loads nothing: most of it is never used."""
+    line = post.greet()
+    assert ask("(gpu.found('fill', 'listed'), gpu.memory(600) > 0)") == "(0, True)"
+    is_loaded = "[gpu.made('cuFuncIsLoaded', gpu.functions[way]) for way in ('add', 'listed')]"
+    assert ask(is_loaded) == "[0, 0]"
+    stand_by(line, second, copies)
+    break_domain(domain)
+    assert line.move(1).kind == moving.MOVED
+    assert ask(is_loaded) == "[1, 0]"

@@ -63,6 +63,34 @@ API CUresult cuKernelSetAttribute(CUfunction_attribute attrib, int val, CUkernel
 	return !is_device(dev) ? CUDA_ERROR_INVALID_DEVICE : cuFuncSetAttribute((CUfunction)kernel, attrib, val);
 }
 
+API CUresult cuFuncLoad(CUfunction function)
+{
+	struct CUfunc_st *found;
+	CUcontext context;
+	CUresult result = enter(&context);
+
+	if (result != CUDA_SUCCESS)
+		return result;
+	found = find_function(function);
+	if (found)
+		found->loaded = true;
+	return leave(found ? CUDA_SUCCESS : CUDA_ERROR_INVALID_HANDLE);
+}
+
+API CUresult cuFuncIsLoaded(CUfunctionLoadingState *state, CUfunction function)
+{
+	struct CUfunc_st *found;
+	CUcontext context;
+	CUresult result = enter(&context);
+
+	if (result != CUDA_SUCCESS)
+		return result;
+	found = find_function(function);
+	if (found && state)
+		*state = found->loaded ? CU_FUNCTION_LOADING_STATE_LOADED : CU_FUNCTION_LOADING_STATE_UNLOADED;
+	return leave(!found ? CUDA_ERROR_INVALID_HANDLE : state ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE);
+}
+
 API CUresult cuFuncGetParamInfo(CUfunction func, size_t paramIndex, size_t *paramOffset, size_t *paramSize)
 {
 	struct CUfunc_st *function;
@@ -119,6 +147,7 @@ API CUresult cuLaunchKernel(CUfunction f, unsigned int gridDimX, unsigned int gr
 	    !blockDimX || !blockDimY || !blockDimZ || blockDimX * blockDimY * blockDimZ > 1024 ||
 	    sharedMemBytes > most_shared(function))
 		return leave(CUDA_ERROR_INVALID_VALUE);
+	function->loaded = true;
 	operation.duration_ns = function->duration_ns;
 	operation.kernel.builtin = function->builtin;
 	for (size_t i = 0; i < function->builtin->parameters; i++)

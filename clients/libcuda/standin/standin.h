@@ -246,6 +246,7 @@ struct CUfunc_st {
 	char name[64];
 	const struct builtin *builtin;
 	uint64_t duration_ns;
+	bool loaded;			/* as a driver that loads lazily says it */
 	struct CUmod_st *module;
 	struct CUfunc_st *next;
 	int attributes[CU_FUNC_ATTRIBUTE_MAX];

@@ -249,11 +249,11 @@ CUresult make_cuLibraryLoadData(CUlibrary *library, const void *code, CUjit_opti
 			  MPSD_MADE_LIBRARY, (void **)library, kept, moves);
 }
 
-static CUresult note_part(CUresult result, enum mpsd_made_kind kind, const void *of, const char *name,
-			  void **handle, uint64_t moves)
+static CUresult note_one(CUresult result, struct mpsd_made record, const void *of, const char *name, void **handle,
+			 uint64_t moves)
 {
-	struct mpsd_made record = { .kind = kind, .device = mpsd_current_device(), .of = mpsd_made_known(of) };
-
+	record.device = mpsd_current_device();
+	record.of = mpsd_made_known(of);
 	if (result != CUDA_SUCCESS)
 		return result;
 	/* Of something that came by a way that is not followed, which was said then. */
@@ -261,6 +261,12 @@ static CUresult note_part(CUresult result, enum mpsd_made_kind kind, const void 
 		return result;
 	record.text = name ? strdup(name) : NULL;
 	return note(result, record, handle, moves);
+}
+
+static CUresult note_part(CUresult result, enum mpsd_made_kind kind, const void *of, const char *name,
+			  void **handle, uint64_t moves)
+{
+	return note_one(result, (struct mpsd_made){ .kind = kind }, of, name, handle, moves);
 }
 
 CUresult make_cuModuleGetFunction(CUfunction *hfunc, CUmodule hmod, const char *name)
@@ -301,7 +307,7 @@ static CUresult note_listed(CUresult result, enum mpsd_made_kind kind, const voi
 			    void **handle, uint64_t moves)
 {
 	if (result == CUDA_SUCCESS && name)
-		return note_part(result, kind, of, name, handle, moves);
+		return note_one(result, (struct mpsd_made){ .kind = kind, .listed = true }, of, name, handle, moves);
 	mpsd_line_opaque("a list of functions whose names are not known");
 	return CUDA_SUCCESS;
 }

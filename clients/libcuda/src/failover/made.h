@@ -49,6 +49,7 @@ struct mpsd_made {
 	CUdevice device;		/* that was current, or whose primary context it is */
 	unsigned int flags;		/* of a context: how often it was retained */
 	unsigned int twin_flags;	/* and its twin */
+	bool listed;			/* one of all that are in a module: who knows whether it is used */
 	int what, value;		/* of a setting; value: a stream's priority */
 	size_t size;			/* of pages, a limit */
 	CUstreamAttrValue *attribute;	/* of a stream */

@@ -61,6 +61,22 @@ static CUresult find_variable(struct mpsd_made *made, const char **what)
 	return result == CUDA_SUCCESS ? mpsd_variable_fill(made->name, address) : result;
 }
 
+/*
+ * What the program has asked for by its name it uses: where functions are loaded when they are first launched, it would
+ * wait for each of them after a move. One that cannot be loaded now is loaded then.
+ */
+static CUresult load_function(CUresult result, const struct mpsd_made *made)
+{
+	CUfunction function = made->twin;
+
+	/* A standby that is made in the move has no time for that. */
+	if (result != CUDA_SUCCESS || made->listed || atomic_load(&mpsd_moves) & 1 || !mpsd_other[MPSD_cuFuncLoad])
+		return result;
+	if (made->kind != MPSD_MADE_KERNEL || other_cuKernelGetFunction(&function, made->twin) == CUDA_SUCCESS)
+		other_cuFuncLoad(function);
+	return result;
+}
+
 static CUresult make(struct mpsd_made *made, const char **what)
 {
 	void *of = made->of ? made->of->twin : NULL;
@@ -83,11 +99,11 @@ static CUresult make(struct mpsd_made *made, const char **what)
 	case MPSD_MADE_LIBRARY_MODULE:
 		return TRY(cuLibraryGetModule, (CUmodule *)&made->twin, of);
 	case MPSD_MADE_FUNCTION:
-		return TRY(cuModuleGetFunction, (CUfunction *)&made->twin, of, made->text);
+		return load_function(TRY(cuModuleGetFunction, (CUfunction *)&made->twin, of, made->text), made);
 	case MPSD_MADE_KERNEL:
-		return TRY(cuLibraryGetKernel, (CUkernel *)&made->twin, of, made->text);
+		return load_function(TRY(cuLibraryGetKernel, (CUkernel *)&made->twin, of, made->text), made);
 	case MPSD_MADE_KERNEL_FUNCTION:
-		return TRY(cuKernelGetFunction, (CUfunction *)&made->twin, of);
+		return load_function(TRY(cuKernelGetFunction, (CUfunction *)&made->twin, of), made);
 	case MPSD_MADE_VARIABLE:
 		return find_variable(made, what);
 	case MPSD_MADE_HOST:
