@@ -1,4 +1,4 @@
-"""A move does not wait for the unmapping in the old copy where the daemon knows that nothing writes any more."""
+"""A move does not wait for the unmapping in its old copy where the daemon knows that nothing writes on."""
 
 from __future__ import annotations
 
