@@ -222,9 +222,10 @@ class Rota:
         return self._go_on_beside(working, now) if working.told else []
 
     def overdue(self, number: int) -> list[Action]:
-        """It has been told to let go, and has had its time."""
+        """It has been told to let go, and has had its time, or says that it cannot."""
         working = self.working
-        return self._end(working) if working is not None and working.number == number else []
+        told = working is not None and working.number == number and working.told
+        return self._end(working) if working is not None and told else []
 
     def _part(self, actor: Actor, now: float) -> list[Action]:
         actor.told = True

@@ -35,6 +35,7 @@ ASK_S, STARTS_FOR_S = 5.0, 30.0
 PATIENCE_MS = 150
 _MISSED, _FAULTED = "lost", "faulted"
 _WORDS = {turns.READY: "ready", turns.TOOK: "took", turns.HEARS: "hears", turns.LEFT: "left"}
+_WORDS |= {turns.KEEPS: "overdue"}
 
 _DESCRIPTION = "Run a CUDA program so that it goes on after a fault of its neighbours: warm, or restarted."
 _EPILOG = """\

@@ -3,8 +3,8 @@
 mpsd-standby gives each process a descriptor and a word about itself (MPSD_TURN, "FD ROLE"). The process says
 `ready` there when all is done that can be done before its turn; one that waits is answered `go`, and says
 `took` when its memory is its own. One that has its turn says `hears` before, and is told `let-go` when its
-domain is lost: it says `left` when nothing of the vault's is mapped in it any more. It may say so by itself,
-at its end. The end of the other side is the end of mpsd-standby.
+domain is lost: it says `left` when nothing of the vault's is mapped in it any more, or `keeps` where that
+fails. `left` it may say by itself, at its end. The end of the other side is the end of mpsd-standby.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from mpsd_client._protocol import errors
 
 VARIABLE = "MPSD_TURN"
 MARK = "MPSD_TURN_MARK"
-READY, GO, TOOK, HEARS, LET_GO, LEFT = b"ready\n", b"go\n", b"took\n", b"hears\n", b"let-go\n", b"left\n"
+READY, GO, TOOK = b"ready\n", b"go\n", b"took\n"
+HEARS, LET_GO, LEFT, KEEPS = b"hears\n", b"let-go\n", b"left\n", b"keeps\n"
 
 
 class Turn:
@@ -50,7 +51,7 @@ class Turn:
         self.waits = False
 
     def listen(self, let_go: Callable[[], bool]) -> bool:
-        """From now on, in a thread of its own: let go when mpsd-standby says so, and say that it was done.
+        """From now on, in a thread of its own: let go when mpsd-standby says so, and say whether it was done.
         Whether that begins by this call."""
         if self._listens:
             return False
@@ -70,8 +71,7 @@ class Turn:
         with contextlib.suppress(errors.NotRunningError):
             while self._hear() != LET_GO:
                 pass
-            if let_go():
-                self.say_left()
+            self.say(LEFT if let_go() else KEEPS)
 
     def _hear(self) -> bytes:
         while b"\n" not in self._said:

@@ -218,19 +218,20 @@ def test_one_that_has_closed_all_says_so_at_its_end_where_its_context_was_lost(
     assert said == ["left"] * lost
 
 
-def test_the_word_is_said_after_the_deed_or_not_at_all() -> None:
+@pytest.mark.parametrize(("done", "word"), [(True, turns.LEFT), (False, turns.KEEPS)])
+def test_what_came_of_it_is_said_after_the_deed(done: bool, word: bytes) -> None:
     ours, theirs = socket.socketpair()
     with ours:
         ours.settimeout(DEADLINE_S)
         turn = turns.Turn(theirs.detach(), "first")
-        did, answers = list[str](), [True]
+        did = list[str]()
 
         def let_go() -> bool:
             did.append("let go")
-            return answers[0]
+            return done
 
         assert turn.listen(let_go) and not turn.listen(let_go)
         assert ours.recv(64) == turns.HEARS
         ours.sendall(b"some word\n" + turns.LET_GO)
-        assert ours.recv(64) == turns.LEFT and did == ["let go"]
+        assert ours.recv(64) == word and did == ["let go"]
         turn._socket.close()

@@ -53,6 +53,11 @@ def test_who_does_not_let_go_is_ended_in_time_and_followed_when_nothing_of_it_is
     assert play.did[-2:] == [Settle(100), GiveTurn(101)]
 
 
+def test_nobody_is_ended_who_was_not_told_to_let_go() -> None:
+    play = hearing()
+    assert not play.rota.overdue(100) and not play.rota.overdue(101)
+
+
 def test_a_word_that_comes_late_counts_too() -> None:
     play = hearing().lose("d1")
     play.do(play.rota.overdue(100))
