@@ -36,10 +36,11 @@ MODES = ("warm", "cold")
 SETTINGS = {name: value for name, value in WITHOUT_GUARDS.items() if not name.startswith("failover.")}
 BAR_MS: Mapping[str, float] = {"warm": 81.0, "cold": 600.0}
 """Beyond the stall: what the published system takes, and what a cold restart may."""
-UP_S, GOES_ON_S, REPORT_S = 60.0, 30.0, 20.0
-HEAD = ["mode", "kind", "faults", "lost", "wrong", "heard", "ended", "settled", "goes on after"]
+LOOK_S = 0.005
+UP_S, GOES_ON_S, REPORT_S, SETTLED_S = 60.0, 30.0, 20.0, 5.0
+HEAD = ["mode", "kind", "faults", "lost", "wrong", "heard", "left", "ended", "settled", "goes on after"]
 HEAD += ["stall", "beyond it", "bar", "verdict"]
-STAGES = ("heard", "ended", "settled", "after")
+STAGES = ("heard", "left", "ended", "settled", "after")
 
 SCHEMA: Mapping[str, tuple[type, ...]] = {
     **report.ENVELOPE,
@@ -50,14 +51,16 @@ SCHEMA: Mapping[str, tuple[type, ...]] = {
 @dataclass(slots=True)
 class Takeover:
     """One fault. Times in ms, from the offender's order: until mpsd-standby had `heard` that the domain is
-    lost (None where the process ended before that), until the process that worked there had `ended`, until
-    nothing of it was on the GPU any more (`settled`), and until the first kernel of the next process had
-    ended (`after`). `stall`: the longest step of the bystander since then. `lost`: counts that are missing,
-    or came twice. `wrong`: words with another value than they must have."""
+    lost (None where the process ended before that), until the process that worked there had `left` its
+    buffers (None where it did not say so), until it had `ended`, until nothing of it was on the GPU any more
+    (`settled`; None for both where that was not seen in time), and until the first kernel of the next process
+    had ended (`after`), which need not come last. `stall`: the longest step of the bystander until then.
+    `lost`: counts that are missing, or came twice. `wrong`: words with another value than they must have."""
 
     kind: str
     problem: str = ""
     heard: float | None = None
+    left: float | None = None
     ended: float | None = None
     settled: float | None = None
     after: float | None = None
@@ -121,24 +124,31 @@ class Takeovers:
         self._heard("turn", turns)
         before, first = self._steps_around(turns)
         one.after = round((first.t - at) * 1e3, 3)
-        self._stages(one, time.time() - (clock() - at))
         one.lost = abs(int(first.data["number"]) - int(before.data["number"]) - 1)
         one.stall, wrong = self._bystander.stall(at)
         rows = self._program.said("turn", "step")
         one.wrong = sum(int(entry.data["wrong"]) for entry in rows) + wrong
+        self._stages(one, time.time() - (clock() - at), SETTLED_S)
 
-    def _stages(self, one: Takeover, at: float) -> None:
-        """By what mpsd-standby has said since, which it says before it gives the turn. `at`: of the order, in
-        seconds since the epoch, as it dates them. A program that ends before its domain is known to be lost
-        is not heard of as lost."""
-        lines = self._rig.error_text(self._program, 1 << 16).splitlines()
-        every = [json.loads(line) for line in lines if line.startswith('{"kind": ') and line.endswith("}")]
-        said = {line["kind"]: line for line in every if line["at"] >= at}
-        if "lost" in said:
-            one.heard = round((said["lost"]["at"] - at) * 1e3, 3)
+    def _stages(self, one: Takeover, at: float, patience_s: float) -> None:
+        """By what mpsd-standby has said since: the end of the process before may come after the next one's
+        turn. `at`: of the order, in seconds since the epoch, as it dates them. A program that ends before its
+        domain is known to be lost is not heard of as lost."""
+        end = clock() + patience_s
+        while "settled" not in (said := self._said_since(at)) and clock() < end:
+            time.sleep(LOOK_S)
+        for name, kind in (("heard", "lost"), ("left", "left")):
+            if kind in said:
+                setattr(one, name, round((said[kind]["at"] - at) * 1e3, 3))
         if (settled := said.get("settled")) is not None:
             one.settled = round((settled["at"] - at) * 1e3, 3)
             one.ended = round(one.settled - settled["ms"] + settled["ended_ms"], 3)
+
+    def _said_since(self, at: float) -> Mapping[str, Mapping[str, Any]]:
+        """The last of each kind."""
+        lines = self._rig.error_text(self._program, 1 << 16).splitlines()
+        every = [json.loads(line) for line in lines if line.startswith('{"kind": ') and line.endswith("}")]
+        return {line["kind"]: line for line in every if line["at"] >= at}
 
     def _heard(self, what: str, after: int) -> Entry:
         entry = self._program.wait(what, timeout=GOES_ON_S, after=after)
@@ -267,10 +277,12 @@ def markdown(finished: Mapping[str, Any]) -> str:
         "A program under mpsd-standby, without mpsd's libcuda, counts by kernels in memory of the vault; a",
         "neighbour faults again and again, and another process of it goes on: one that waited (warm), or one",
         "that is started then (cold). Times in ms, median / worst, from the order to the offender: until",
-        "mpsd-standby had heard that the domain is lost, until the process there had ended, until nothing",
-        "of it was on the GPU, until the first kernel of the next process had ended (goes on after); the",
-        "longest step of a bystander in another domain since then; the difference of these two. `bar`: what",
-        "that may be at the median. `lost`: counts that nobody said, one at each fault at most.",
+        "mpsd-standby had heard that the domain is lost, until the process there had let go of its buffers",
+        "(left; of those that said so), until it had ended, until nothing of it was on the GPU, until the",
+        "first kernel of the next process had ended (goes on after), for which one that has let go need not",
+        "have ended; the longest step of a bystander in another domain until then; the difference of these",
+        "two. `bar`: what that may be at the median. `lost`: counts that nobody said, one at each fault at",
+        "most.",
         ""
         if finished["backend"] != "simulated"
         else "Simulated: these times are no GPU's, and do not count.",

@@ -12,6 +12,7 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import ClassVar
 
 from mpsd_client._protocol import errors
 
@@ -19,6 +20,8 @@ LIBRARY = "libcuda.so.1"
 LEGACY_STREAM = 1
 _PINNED, _DEVICE, _POSIX_FD, _READ_WRITE = 1, 1, 1, 3
 _DISABLE_TIMING = 2
+# Those CUresults that end a context: errors of the memory, faults, asserts, and the loss of the MPS server.
+_FATAL = frozenset((214, 220, 226, 700, 702, 710, 714, 715, 716, 717, 718, 719, 805, 806, 810))
 
 _Size, _Pointer, _Handle, _Int = ctypes.c_size_t, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int
 
@@ -84,6 +87,7 @@ _CALLS: dict[str, Sequence[type]] = {
     "cuEventRecord": (ctypes.c_void_p, ctypes.c_void_p),
     "cuEventDestroy_v2": (ctypes.c_void_p,),
     "cuStreamWaitEvent": (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint),
+    "cuStreamQuery": (ctypes.c_void_p,),
 }
 
 
@@ -148,6 +152,9 @@ class Device:
 
     Raises CudaError, UsageError.
     """
+
+    found_lost: ClassVar[bool] = False
+    """A context of this process had been ended by a fault when its work was waited for."""
 
     def __init__(self, ordinal: int) -> None:
         self.ordinal = ordinal
@@ -253,17 +260,34 @@ class Device:
                 raise
         return at.value
 
-    def unmap(self, address: int, size: int) -> None:
-        """Waits for all work of the context first, as cuMemFree does: it may use the memory. What fails
-        after a fault of the context is not told: the context, and the address with it, are lost anyway."""
-        if os.getpid() != self._pid or self._driver.tell("cuCtxPushCurrent_v2", self._context):
-            return
-        try:
-            self._driver.tell("cuCtxSynchronize")
-            if not self._driver.tell("cuMemUnmap", address, size):
-                self._driver.tell("cuMemAddressFree", address, size)
-        finally:
+    def unmap(self, address: int, size: int) -> bool:
+        """Whether it was done; never in a forked child. It waits for no work and needs no context."""
+        return os.getpid() == self._pid and not self._driver.tell("cuMemUnmap", address, size)
+
+    def free_addresses(self, address: int, size: int) -> None:
+        """Of what is not mapped any more."""
+        self._driver.tell("cuMemAddressFree", address, size)
+
+    # -- the context's work ------------------------------------------------------------------------------
+
+    def finish_work(self) -> None:
+        """Wait for all work of the context, as cuMemFree does. What fails after a fault of the context is
+        not told: the work is lost anyway."""
+        if self._is_fatal("cuCtxSynchronize"):
+            Device.found_lost = True
+
+    def is_lost(self) -> bool:
+        """Whether the context is known to have been ended by a fault. Waits for nothing."""
+        return self._is_fatal("cuStreamQuery", LEGACY_STREAM)
+
+    def _is_fatal(self, name: str, *arguments: object) -> bool:
+        if os.getpid() != self._pid:
+            return False
+        status = self._driver.tell("cuCtxPushCurrent_v2", self._context)
+        if not status:
+            status = self._driver.tell(name, *arguments)
             self._driver.tell("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+        return status in _FATAL
 
     # -- bytes, all done when the call returns -----------------------------------------------------------
 

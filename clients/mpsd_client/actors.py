@@ -19,7 +19,6 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from mpsd_client import turns
 
-MARK = "MPSD_TURN_MARK"
 PR_SET_CHILD_SUBREAPER = 36
 _PARENT, _SESSION, _START = 1, 3, 19
 """Fields of /proc/PID/stat behind the name: ppid, session, starttime (proc(5))."""
@@ -42,7 +41,7 @@ class Actor:
         self._mark = uuid.uuid4().hex
         self.line, theirs = socket.socketpair()
         try:
-            given = {**environ, MARK: self._mark, turns.VARIABLE: f"{theirs.fileno()} {role}"}
+            given = {**environ, turns.MARK: self._mark, turns.VARIABLE: f"{theirs.fileno()} {role}"}
             self._child = subprocess.Popen(
                 list(command), env=given, pass_fds=(theirs.fileno(),), start_new_session=True
             )
@@ -59,6 +58,8 @@ class Actor:
         self.known: set[tuple[int, int]] = {(self.pid, self._since)}
         """All that ever was of it, as (pid, start ticks)."""
         self._said = b""
+        self.lost_at = self.ended_at = 0.0
+        """Monotonic: when its domain was lost, or it ended before that, and when it ended."""
 
     def fileno(self) -> int:
         return self._pidfd
@@ -76,9 +77,9 @@ class Actor:
         *lines, self._said = (self._said + part).split(b"\n")
         return [line + b"\n" for line in lines]
 
-    def give_turn(self) -> None:
+    def tell(self, word: bytes) -> None:
         with contextlib.suppress(OSError):  # It has just ended: that is heard.
-            self.line.send(turns.GO)
+            self.line.send(word)
 
     def members(self) -> dict[int, int]:
         """Those that are there now, pid to start ticks; a zombie is none."""
@@ -109,6 +110,14 @@ class Actor:
                 finally:
                     os.close(pidfd)
         return len(there)
+
+    def strike(self) -> None:
+        """SIGKILL to it and those in its group, at once: none of them comes to do anything any more. The rest
+        is for `kill`, which takes the time of a look at all processes."""
+        # Until it is reaped the number is its own.
+        if self._child.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
 
     def kill(self, patience_s: float = 5.0) -> bool:
         """SIGKILL, until nothing of it is there: what was just being started, too. False: something stays."""
@@ -175,6 +184,6 @@ def _stat_of(pid: int) -> list[int] | None:
 def _has_mark(pid: int, mark: str) -> bool:
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
-            return f"{MARK}={mark}".encode() in file.read().split(b"\0")
+            return f"{turns.MARK}={mark}".encode() in file.read().split(b"\0")
     except OSError:
         return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -35,6 +36,35 @@ _DTYPES: dict[str, tuple[int, int, str]] = {
 }
 
 
+class Range:
+    """Addresses of this process with memory behind them, until cuMemUnmap of them has returned well."""
+
+    def __init__(self, device: Device, address: int, size: int) -> None:
+        self.device, self.address, self.size = device, address, size
+        self.mapped = True
+        self.usable = True
+        """False as soon as it is being unmapped."""
+        # Reentrant: a finalizer may run anywhere, so also in the thread that is just unmapping another one.
+        self._lock = threading.RLock()
+
+    def unmap(self) -> bool:
+        """Waits for no work: that is the caller's to have done, unless the context is lost, which writes
+        nothing there any more once this returns. Whether it is unmapped."""
+        self.usable = False
+        with self._lock:
+            if self.mapped and self.device.unmap(self.address, self.size):
+                self.mapped = False
+        return not self.mapped
+
+    def end(self) -> None:
+        """When all work of its context is done: that may use it."""
+        self.device.finish_work()
+        with self._lock:
+            was_mapped = self.mapped
+            if self.unmap() and was_mapped:
+                self.device.free_addresses(self.address, self.size)
+
+
 class Mapping:
     """Memory at an address of this process, until nobody refers to it any more.
 
@@ -45,19 +75,13 @@ class Mapping:
     def __init__(self, device: Device, address: int, size: int) -> None:
         self.device = device
         self.address = address
-        self.size = size
-        self._end = weakref.finalize(self, _unmap, device, address, size)
-        self._end.atexit = False
-
-    def ending(self) -> Callable[[], bool]:
-        """Asked later: whether it is still mapped."""
-        end = self._end
-        return lambda: end.alive
+        self.range = Range(device, address, size)
+        weakref.finalize(self, _end, self.range).atexit = False
 
 
-def _unmap(device: Device, address: int, size: int) -> None:
-    device.unmap(address, size)
-    device.close()
+def _end(where: Range) -> None:
+    where.end()
+    where.device.close()
 
 
 def dtype_name(dtype: object) -> str:
@@ -103,9 +127,13 @@ class View:
         return self._there().address + self._offset
 
     def _there(self) -> Mapping:
-        if self._mapping is None:
+        if self._mapping is None or not self._mapping.range.usable:
             raise errors.UsageError("the buffer is closed", remedy="attach it again")
         return self._mapping
+
+    @property
+    def _closed_here(self) -> bool:
+        return self._mapping is None or not self._mapping.range.usable
 
     def __dlpack_device__(self) -> tuple[int, int]:
         """(2, ordinal): CUDA, and the device as this process counts them."""
@@ -149,7 +177,7 @@ class View:
         closed: whoever asks then finds no such interface.
         """
         kind = _DTYPES[self.dtype][2]
-        if self._mapping is None or not kind:
+        if self._closed_here or not kind:
             why = "the buffer is closed" if kind else "bfloat16 has no name there: use __dlpack__"
             raise AttributeError(f"no __cuda_array_interface__: {why}")
         # Whoever read it refers to this object alone: the memory has to stay as long as this does.
@@ -187,7 +215,7 @@ class View:
             )
 
     def __repr__(self) -> str:
-        where = hex(self.pointer) if self._mapping is not None else "closed"
+        where = "closed" if self._closed_here else hex(self.pointer)
         return f"<{type(self).__name__} {self.dtype}{list(self.shape)} at {where}>"
 
 
@@ -252,12 +280,12 @@ class Buffer(View):
         else when this one has ended, or has attached it again and closed it."""
         if self._mapping is None:
             return
-        mapped = self._mapping.ending()
+        where = self._mapping.range
         if self._lent:
             # They hold this object: what it refers to goes when it goes.
             self._last = self._mapping
         self._mapping = None
-        self._closed(self.persistent and not mapped())
+        self._closed(self.persistent and not where.mapped)
 
     def forget(self) -> None:
         """Let the vault give the memory up, for good: it is not found again. Here it can be used until it is
@@ -276,5 +304,5 @@ class Buffer(View):
 
     def __repr__(self) -> str:
         kind = "persistent" if self.persistent else "not persistent"
-        where = hex(self.pointer) if self._mapping is not None else "closed"
+        where = "closed" if self._closed_here else hex(self.pointer)
         return f"<Buffer {self.name!r} of {self.nbytes} bytes at {where}, {kind}>"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 import time
 import warnings
 import weakref
@@ -12,15 +11,15 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from types import TracebackType
 
-from mpsd_client import turns
+from mpsd_client import holdings, turns
 from mpsd_client import vault as vaults
 from mpsd_client._cuda import Device
 from mpsd_client._protocol import errors
-from mpsd_client.buffer import Buffer, Mapping
+from mpsd_client.buffer import Buffer, Mapping, Range
 from mpsd_client.events import Callback, Watcher
 from mpsd_client.vault import InUseError, NoVaultError, Piece, QuotaError, Vault
 
-DYING_S = 5.0
+DYING_S, LOOK_S, STEP_S = 30.0, 0.002, 0.02
 _NOT_TAKEN = (NoVaultError, QuotaError, errors.DeadlineError, errors.DeniedError)
 
 
@@ -36,12 +35,12 @@ class _Borrowed:
     path: str
     number: int
     theirs: int
+    where: Range
 
 
 _borrowed: dict[str, _Borrowed] = {}
 # Names that this process has attached, so that nobody maps one twice by mistake.
 _attached: weakref.WeakValueDictionary[str, Buffer] = weakref.WeakValueDictionary()
-_attaching = threading.Lock()
 
 
 def attach(name: str, size: int | None = None, *, device: int = 0, socket_path: str | None = None) -> Buffer:
@@ -63,7 +62,8 @@ def attach(name: str, size: int | None = None, *, device: int = 0, socket_path: 
     """
     _check(name, size)
     path = vaults.find_vault(os.environ, socket_path)
-    with _attaching:
+    with holdings.attaching:
+        holdings.check_open()
         _check_not_attached(name)
         with Vault(path, vaults.token_of(os.environ)) as vault:
             make = _borrow if _waits() else _attach
@@ -103,7 +103,7 @@ class Session:
                 text = f"buffers are not persistent, they end with this process: {error}"
                 warnings.warn(text, NotPersistentWarning, stacklevel=2)
                 self._warned = True
-            with _attaching:
+            with holdings.attaching:
                 _check_not_attached(name)
                 buffer = _noted(_ordinary(name, size, device))
         self._buffers.append(weakref.ref(buffer))
@@ -157,21 +157,32 @@ def wait_for_turn() -> bool:
     process's turn; all that it has attached is its own then. True where another one had a turn before it.
     Without mpsd-standby: False, at once.
 
+    When the domain of a process that has its turn is lost, all that it has attached is taken from it before
+    it is ended: its buffers are closed then, and it can attach nothing any more.
+
     Raises NotRunningError where mpsd-standby ends meanwhile, AmbiguousError where a buffer was made anew
     under its name since this process attached it, and what attach() raises.
     """
     turn = turns.turn()
     if turn is None:
         return False
-    waits = turn.waits
+    if not turn.waits:
+        _listen(turn)
+        turn.say(turns.READY)
+        return not turn.is_first
     turn.say(turns.READY)
-    if waits:
-        turn.wait()
-        with _attaching:
-            for name, borrowed in tuple(_borrowed.items()):
-                _take_over(name, borrowed)
-        turn.say(turns.TOOK)
-    return not turn.is_first
+    turn.wait()
+    with holdings.attaching:
+        for name, borrowed in tuple(_borrowed.items()):
+            _take_over(name, borrowed)
+    _listen(turn)
+    turn.say(turns.TOOK)
+    return True
+
+
+def _listen(turn: turns.Turn) -> None:
+    if turn.listen(holdings.let_go):
+        holdings.let_go_at_exit(turn.say_left)
 
 
 def _waits() -> bool:
@@ -198,7 +209,7 @@ def _borrow(vault: Vault, path: str, name: str, size: int | None, device: int) -
     finally:
         os.close(piece.descriptor)
     number = _number()
-    _borrowed[name] = _Borrowed(path, number, theirs)
+    _borrowed[name] = _Borrowed(path, number, theirs, mapping.range)
     return _buffer(mapping, path, name, piece.size if size is None else size, number, found=True)
 
 
@@ -212,19 +223,24 @@ def _take_over(name: str, borrowed: _Borrowed) -> None:
                 f"{name!r} was made anew, or forgotten, while this process waited for its turn",
                 remedy="attach it once, before wait_for_turn(), and keep it",
             )
-        end = time.monotonic() + DYING_S
-        while True:
-            try:
-                piece = vault.take(name, borrowed.number)
-                break
-            except InUseError:
-                # A child of the one before, which is just being killed.
-                if time.monotonic() > end:
-                    raise
-                time.sleep(0.002)
+        piece = _take(vault, name, borrowed.number)
         if piece is not None:
             os.close(piece.descriptor)
+    holdings.note(borrowed.number, borrowed.path, borrowed.where)
     del _borrowed[name]
+
+
+def _take(vault: Vault, name: str, number: int) -> Piece | None:
+    """As vault.take(). Under mpsd-standby whoever has it may be of the one before, and just be ending."""
+    turn, began = turns.turn(), time.monotonic()
+    while True:
+        try:
+            return vault.take(name, number)
+        except InUseError:
+            waited = time.monotonic() - began
+            if not turns.is_followed() or (turn is not None and turn.is_first) or waited > DYING_S:
+                raise
+            holdings.wait(min(max(LOOK_S, waited / 5), STEP_S))
 
 
 def _check(name: str, size: int | None) -> None:
@@ -254,7 +270,7 @@ def _attach(vault: Vault, path: str, name: str, size: int | None, device: int) -
     gpu = Device(device)
     try:
         number = _number()
-        piece = vault.take(name, number)
+        piece = _take(vault, name, number)
         if piece is not None:
             try:
                 mapping = _come_back(gpu, piece, name, size)
@@ -318,7 +334,7 @@ def _begin(gpu: Device, vault: Vault, name: str, size: int, number: int) -> tupl
             finally:
                 os.close(descriptor)
         except BaseException:
-            gpu.unmap(address, whole)
+            Range(gpu, address, whole).end()
             raise
     finally:
         gpu.release(handle)
@@ -343,12 +359,14 @@ def _ordinary(name: str, size: int, device: int) -> Buffer:
 
 
 def _buffer(mapping: Mapping, path: str, name: str, size: int, number: int, *, found: bool) -> Buffer:
+    if path and name not in _borrowed:
+        holdings.note(number, path, mapping.range)
+
     def closed(leaves: bool) -> None:
         _attached.pop(name, None)
-        if _borrowed.pop(name, None) is None and leaves:
-            # Without a daemon it stays this process's until that ends.
-            with contextlib.suppress(errors.MpsdError), Vault(path, vaults.token_of(os.environ)) as vault:
-                vault.leave(number)
+        if _borrowed.pop(name, None) is None:
+            with contextlib.suppress(errors.MpsdError):
+                holdings.closed(number, leaves)
 
     return Buffer(
         mapping,

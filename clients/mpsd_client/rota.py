@@ -2,8 +2,10 @@
 
 One process works. Another may wait in the standby domain, ready but for its turn. When the one that works
 ends, or its domain is lost, it is ended for certain, and the one that waits is given its turn; where none
-waits, the program is started anew. What happens comes in by the methods; they return what is to be done, in
-that order. What takes time (Start, Settle, End) is told of later. Times are monotonic seconds.
+waits, the program is started anew. That is once nothing of the first one runs on the GPU any more; or, after
+a fault, once it has said that it has let go of its memory: then it ends beside the next one. What happens
+comes in by the methods; they return what is to be done, in that order. What takes time (Start, Settle, End,
+LetGo) is told of later. Times are monotonic seconds.
 """
 
 from __future__ import annotations
@@ -46,6 +48,13 @@ class End:
 
 
 @dataclass(frozen=True, slots=True)
+class LetGo:
+    """Tell it to let go of its memory; `left` is told if it says that it has, `overdue` later in any case."""
+
+    actor: int
+
+
+@dataclass(frozen=True, slots=True)
 class Settle:
     """Wait until nothing of this process runs on the GPU any more; `settled` is told."""
 
@@ -72,19 +81,24 @@ class Say:
     text: str
 
 
-Action = Start | End | Settle | GiveTurn | Leave | Say
+Action = Start | End | LetGo | Settle | GiveTurn | Leave | Say
 
 
 @dataclass(slots=True)
 class Actor:
     """One process of the program. `number`: its pid. `ready`: since when. `over`: why it has been ended, or
-    is to be."""
+    is to be. `hears`: it can be told to let go of its memory. `told`: it has been. `left`: it says that it
+    has let go, and can have none again. `ending`: it is being ended."""
 
     number: int
     role: Role
     domain: str
     ready: float | None = None
     over: str = ""
+    hears: bool = False
+    told: bool = False
+    left: bool = False
+    ending: bool = False
 
 
 class Rota:
@@ -98,6 +112,8 @@ class Rota:
         self._lost = set[str]()
         self._tries = self._unready = 0
         self._wanted: Role | None = None
+        # Those that have let go of their memory: not ended yet, and ended but perhaps still on the GPU.
+        self._dying, self._settling = set[int](), set[int]()
         # Nobody has the turn, and whoever comes gets it.
         self._due = False
         self._status = 0
@@ -159,10 +175,12 @@ class Rota:
         return self.wants_standby()
 
     def wants_standby(self) -> list[Action]:
-        """Asked from time to time: one may have ended, or have had no domain to wait in."""
+        """Asked from time to time: one may have ended, or have had no domain to wait in. Three at a time
+        would need more memory than there is, perhaps."""
         working = self.working
         fit = working is not None and working.ready is not None and not working.over and self._wanted is None
-        if not (self._warm and fit) or self.waiting is not None or self.stopping:
+        third = self.waiting is not None or self._dying or self._settling
+        if not (self._warm and fit) or third or self.stopping:
             return []
         if self._tries >= STANDBY_TRIES:
             self._warm = False
@@ -170,24 +188,75 @@ class Rota:
             return [Say("cold", text)]
         return self._start(Role.STANDBY)
 
-    def lost(self, domain: str, why: str, *, work_too: bool = True) -> list[Action]:
-        """The domain takes no new clients any more; `work_too`: what runs there is lost as well."""
-        found: list[Action] = []
+    def lost(
+        self, domain: str, why: str, now: float, *, work_too: bool = True, faulted: bool = False
+    ) -> list[Action]:
+        """The domain takes no new clients any more; `work_too`: what runs there is lost as well. `faulted`:
+        by a fault, after which nothing is written any more to memory that was unmapped."""
+        ends: list[Action] = []
         if work_too:
             self._lost.add(domain)
         working, waiting = self.working, self.waiting
-        if work_too and working is not None and working.domain == domain and not working.over:
-            working.over = why
-            found += [Say("lost", f"domain {domain} was lost: {why}"), End(working.number)]
         if waiting is not None and waiting.domain == domain and not waiting.over:
             waiting.over = why
-            found.append(End(waiting.number))
-        return found
+            ends.append(End(waiting.number))
+        if work_too and working is not None and working.domain == domain and not working.over:
+            working.over = why
+            parts = self._part(working, now) if faulted and working.hears else self._end(working)
+            return [Say("lost", f"domain {domain} was lost: {why}"), *parts, *ends]
+        return ends
+
+    def hears(self, number: int) -> list[Action]:
+        """It has its turn, and can be told to let go."""
+        if self.working is not None and self.working.number == number:
+            self.working.hears = True
+        return []
+
+    def left(self, number: int, now: float) -> list[Action]:
+        """It says that it has let go of its memory, and can have none again: told to, or by itself at its
+        end, where it may know of the loss before anybody tells."""
+        working = self.working
+        if working is None or working.number != number or working.left:
+            return []
+        working.left = True
+        return self._go_on_beside(working, now) if working.told else []
+
+    def overdue(self, number: int) -> list[Action]:
+        """It has been told to let go, and has had its time, or says that it cannot."""
+        working = self.working
+        told = working is not None and working.number == number and working.told
+        return self._end(working) if working is not None and told else []
+
+    def _part(self, actor: Actor, now: float) -> list[Action]:
+        actor.told = True
+        return self._go_on_beside(actor, now) if actor.left else [LetGo(actor.number)]
+
+    def _go_on_beside(self, actor: Actor, now: float) -> list[Action]:
+        """It has still to end, for which nobody waits; but where nobody is to go on, its status counts."""
+        end = self._end(actor)
+        if self.stopping or self._is_worn_out(now):
+            return end
+        self._dying.add(actor.number)
+        self.working, self._unready, self._due = None, 0, True
+        self._given.append(now)
+        return [*end, *self._turn()]
+
+    def _end(self, actor: Actor) -> list[Action]:
+        if actor.ending:
+            return []
+        actor.ending = True
+        return [End(actor.number)]
 
     def ended(self, number: int, status: int, now: float) -> list[Action]:
         """`status`: as waitstatus_to_exitcode gives it, negative for a signal."""
         if self.waiting is not None and self.waiting.number == number:
             return self._waiting_ended(status, now)
+        if number in self._dying:
+            self._dying.discard(number)
+            if self.stopping:
+                return self._all_over()
+            self._settling.add(number)
+            return [Settle(number)]
         if self.working is None or self.working.number != number:
             return []
         self._unready = self._unready + 1 if self.working.ready is None and not self.working.over else 0
@@ -212,17 +281,24 @@ class Rota:
         return [said, *(self._turn() if self._due else [])]
 
     def _next(self, number: int, status: int, why: str, now: float) -> list[Action]:
-        while self._given and now - self._given[0] > self._within_s:
-            self._given.popleft()
-        if len(self._given) >= self._restarts:
+        if self._is_worn_out(now):
             self._status = status or 1
             text = f"{why}; it is left after {len(self._given)} restarts within {self._within_s:g} s"
             return [Say("given-up", text), *self._stop_waiting()]
         self._given.append(now)
         return [Settle(number)]
 
-    def settled(self, left: Left) -> list[Action]:
-        """Where work is left nobody goes on: he would share his memory with it."""
+    def _is_worn_out(self, now: float) -> bool:
+        while self._given and now - self._given[0] > self._within_s:
+            self._given.popleft()
+        return len(self._given) >= self._restarts
+
+    def settled(self, number: int, left: Left) -> list[Action]:
+        """Where work is left nobody goes on: he would share his memory with it; unless that was let go of."""
+        if number in self._settling:
+            self._settling.discard(number)
+            stays = "work of the process before does not end; it has no memory of the next one's"
+            return [Say("stays", stays)] if left is Left.WORK and not self.stopping else []
         if self.stopping:
             return self._stop_waiting()
         if left is Left.WORK:
@@ -268,8 +344,8 @@ class Rota:
         return [End(self.waiting.number)]
 
     def _all_over(self) -> list[Action]:
-        nobody = self.working is None and self.waiting is None and self._wanted is None
-        return [Leave(self._status)] if nobody else []
+        somebody = self.working or self.waiting or self._wanted or self._dying
+        return [] if somebody else [Leave(self._status)]
 
 
 def _how(status: int) -> str:

@@ -32,7 +32,10 @@ UNAVAILABLE = 69
 GRACE_S, SETTLE_S, STEP_S, LOOK_S = 10.0, 30.0, 0.02, 0.002
 FIRST_PAUSE_S, LAST_PAUSE_S, COMPARE_S = 0.2, 5.0, 0.5
 ASK_S, STARTS_FOR_S = 5.0, 30.0
-_MISSED = "lost"
+PATIENCE_MS = 150
+_MISSED, _FAULTED = "lost", "faulted"
+_WORDS = {turns.READY: "ready", turns.TOOK: "took", turns.HEARS: "hears", turns.LEFT: "left"}
+_WORDS |= {turns.KEEPS: "overdue"}
 
 _DESCRIPTION = "Run a CUDA program so that it goes on after a fault of its neighbours: warm, or restarted."
 _EPILOG = """\
@@ -40,7 +43,7 @@ The program calls session.wait_for_turn() (mpsd_client) when all is done that it
 modules loaded, its context made, its named buffers attached. Then a second process of it is started in the
 standby domain, which does the same, with the same buffers, and waits there. When the domain of the first is
 lost, or it ends by itself with an error, it is killed with all that it has started, and the second has its
-turn.
+turn: when the first has ended, or, after a fault, as soon as it has let go of its named buffers.
 
   --cold     nobody waits: the program is started anew, and finds its named buffers
 
@@ -64,8 +67,9 @@ class Stage:
         self._tasks: set[asyncio.Task[None]] = set()
         self._gpu: str | None = named_gpu(os.environ, given.gpu)
         self._over_since = 0.0
-        self._ended_ms = 0.0
         self._holders: Client | None = None
+        # Two that have ended may be waited for at a time.
+        self._asking = asyncio.Lock()
         self._retry_at, self._pause_s, self._why_none = 0.0, FIRST_PAUSE_S, ""
         self._compare_at: float | None = None
         self._status: int | None = None
@@ -122,27 +126,38 @@ class Stage:
                 return self._not_started(role, status, why)
             case ("ended", number, status):
                 return self._ended(number, status)
-            case ("settled", left):
-                if left is Left.NOTHING:
-                    ms, ended_ms = self._since(), self._ended_ms
-                    text = f"nothing of it is on the GPU any more after {ms:.1f} ms"
-                    self._say("settled", text, ms=ms, ended_ms=ended_ms)
-                return self._rota.settled(left)
+            case ("settled", actor, left):
+                return self._settled(actor, left)
+            case ("overdue", number):
+                return self._rota.overdue(number)
             case ("ready", number):
                 return self._rota.ready(number, time.monotonic())
+            case ("hears", number):
+                return self._rota.hears(number)
+            case ("left", number):
+                return self._let_go_of(number)
             case ("took", number):
                 return self._took(number)
         return []
 
     def _took(self, number: int) -> list[rota.Action]:
-        ms = self._since()
+        ms = _ms_since(self._over_since)
         self._over_since = 0.0
         self._say("took-over", f"process {number} goes on after {ms:.1f} ms", ms=ms)
         return self._rota.ready(number, time.monotonic())
 
-    def _since(self) -> float:
-        """In ms, since what worked was lost, or ended."""
-        return round((time.monotonic() - self._over_since) * 1e3, 3) if self._over_since else 0.0
+    def _let_go_of(self, number: int) -> list[rota.Action]:
+        actor = self._actors.get(number)
+        ms = _ms_since(actor.lost_at) if actor is not None else 0.0
+        self._say("left", f"process {number} has let go of its buffers after {ms:.1f} ms", ms=ms)
+        return self._rota.left(number, time.monotonic())
+
+    def _settled(self, actor: Actor, left: Left) -> list[rota.Action]:
+        if left is Left.NOTHING:
+            ms = _ms_since(actor.lost_at)
+            text = f"nothing of process {actor.pid} is on the GPU any more after {ms:.1f} ms"
+            self._say("settled", text, ms=ms, ended_ms=_ms(actor.ended_at - actor.lost_at))
+        return self._rota.settled(actor.pid, left)
 
     # -- domains -----------------------------------------------------------------------------------------
 
@@ -153,13 +168,14 @@ class Stage:
             self._compare_at = time.monotonic()
         if event.kind != "domain-left" or event.domain is None:
             return []
-        return self._left(event.domain, str(event.data.get("why")), bool(event.data.get("lost")))
+        lost, faulted = bool(event.data.get("lost")), event.data.get("state") == _FAULTED
+        return self._left(event.domain, str(event.data.get("why")), lost, faulted)
 
-    def _left(self, domain: str, why: str, lost: bool) -> list[rota.Action]:
-        working = self._rota.working
+    def _left(self, domain: str, why: str, lost: bool, faulted: bool) -> list[rota.Action]:
+        working, now = self._rota.working, time.monotonic()
         if lost and working is not None and working.domain == domain and not working.over:
-            self._over_since = time.monotonic()
-        return self._rota.lost(domain, why, work_too=lost)
+            self._over_since = self._actors[working.number].lost_at = now
+        return self._rota.lost(domain, why, now, work_too=lost, faulted=faulted)
 
     async def _compare(self) -> None:
         """What happened while nobody told: asked until somebody answers."""
@@ -172,7 +188,7 @@ class Stage:
         actions = []
         for actor in (self._rota.working, self._rota.waiting):
             if actor is not None and not serving.get(actor.domain):
-                actions += self._left(actor.domain, "lost while it was not heard of", True)
+                actions += self._left(actor.domain, "lost while it was not heard of", True, False)
         return actions
 
     # -- doing -------------------------------------------------------------------------------------------
@@ -183,11 +199,17 @@ class Stage:
                 case rota.Start(role):
                     self._spawn(self._start(role))
                 case rota.End(number):
+                    if not self._rota.stopping:
+                        # It says nothing any more to whomever it serves once the next one has its turn.
+                        self._actors[number].strike()
                     self._spawn(self._end(self._actors[number]))
+                case rota.LetGo(number):
+                    self._actors[number].tell(turns.LET_GO)
+                    self._spawn(self._be_patient(number))
                 case rota.Settle(number):
                     self._spawn(self._settle(number))
                 case rota.GiveTurn(number):
-                    self._actors[number].give_turn()
+                    self._actors[number].tell(turns.GO)
                 case rota.Say(kind, text):
                     self._say(kind, text)
                 case rota.Leave(status):
@@ -309,8 +331,8 @@ class Stage:
             self._loop.remove_reader(actor.line.fileno())
             return
         for line in lines:
-            if line in (turns.READY, turns.TOOK):
-                self._heard.put_nowait((line.decode().strip(), actor.pid))
+            if line in _WORDS:
+                self._heard.put_nowait((_WORDS[line], actor.pid))
 
     def _process_ended(self, actor: Actor) -> None:
         self._loop.remove_reader(actor.fileno())
@@ -332,11 +354,12 @@ class Stage:
         self._heard.put_nowait(("ended", actor.pid, actor.finish()))
 
     def _ended(self, number: int, status: int) -> list[rota.Action]:
-        working = self._rota.working
+        working, actor, now = self._rota.working, self._actors[number], time.monotonic()
+        actor.ended_at = now
+        actor.lost_at = actor.lost_at or now
         if working is not None and working.number == number:
-            self._over_since = self._over_since or time.monotonic()
-            self._ended_ms = self._since()
-        actions = self._rota.ended(number, status, time.monotonic())
+            self._over_since = self._over_since or now
+        actions = self._rota.ended(number, status, now)
         if working is None or working.number != number:
             self._retry_at = time.monotonic() + FIRST_PAUSE_S
         if not any(isinstance(action, rota.Settle) for action in actions):
@@ -353,6 +376,12 @@ class Stage:
             self._say("killed", f"process {actor.pid} did not end within {GRACE_S:g} s")
             await asyncio.to_thread(actor.kill)
 
+    async def _be_patient(self, number: int) -> None:
+        """It is lost, and is not to go on for long; but to be killed while it lets go would cost more time
+        than it has."""
+        await asyncio.sleep(self._given.patience / 1e3)
+        self._heard.put_nowait(("overdue", number))
+
     async def _settle(self, number: int) -> None:
         """Until nothing of it is on the GPU any more, as the daemon sees it; a daemon that does not answer is
         waited for."""
@@ -361,7 +390,8 @@ class Stage:
         began, told = time.monotonic(), False
         while True:
             try:
-                left = _left_by(actor, await asyncio.to_thread(self._ask_holders))
+                async with self._asking:
+                    left = _left_by(actor, await asyncio.to_thread(self._ask_holders))
             except errors.MpsdError:
                 await asyncio.sleep(FIRST_PAUSE_S)
                 began = time.monotonic()
@@ -373,8 +403,9 @@ class Stage:
                 told = True
                 self._say("waits", f"work of process {number} is not seen to have ended yet")
             await asyncio.sleep(until_next_look(waited))
-        await asyncio.to_thread(self._hang_up)
-        self._heard.put_nowait(("settled", left))
+        async with self._asking:
+            await asyncio.to_thread(self._hang_up)
+        self._heard.put_nowait(("settled", actor, left))
 
     def _let_go(self, actor: Actor) -> None:
         if actor.fileno() >= 0:
@@ -384,6 +415,14 @@ class Stage:
 
     def _say(self, kind: str, text: str, **more: object) -> None:
         say(self._given.json, kind, text, **more)
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1e3, 3)
+
+
+def _ms_since(moment: float) -> float:
+    return _ms(time.monotonic() - moment) if moment else 0.0
 
 
 def until_next_look(waited_s: float) -> float:
@@ -449,6 +488,13 @@ def _parser() -> argparse.ArgumentParser:
         type=count,
         default=60,
         help="... within so many seconds (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--patience",
+        type=count,
+        default=PATIENCE_MS,
+        metavar="MS",
+        help="a process whose domain had a fault has this to let go of its buffers (default: %(default)s)",
     )
     parser.add_argument("--gpu", help="index or UUID of the GPU, where there are several")
     parser.add_argument("--shared", action="store_true", help="in the domain that all users share")

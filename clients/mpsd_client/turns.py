@@ -2,19 +2,25 @@
 
 mpsd-standby gives each process a descriptor and a word about itself (MPSD_TURN, "FD ROLE"). The process says
 `ready` there when all is done that can be done before its turn; one that waits is answered `go`, and says
-`took` when its memory is its own. The end of the other side is the end of mpsd-standby.
+`took` when its memory is its own. One that has its turn says `hears` before, and is told `let-go` when its
+domain is lost: it says `left` when nothing of the vault's is mapped in it any more, or `keeps` where that
+fails. `left` it may say by itself, at its end. The end of the other side is the end of mpsd-standby.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
+from collections.abc import Callable
 
 from mpsd_client._protocol import errors
 
 VARIABLE = "MPSD_TURN"
+MARK = "MPSD_TURN_MARK"
 READY, GO, TOOK = b"ready\n", b"go\n", b"took\n"
+HEARS, LET_GO, LEFT, KEEPS = b"hears\n", b"let-go\n", b"left\n", b"keeps\n"
 
 
 class Turn:
@@ -26,6 +32,8 @@ class Turn:
         self._socket.set_inheritable(False)
         self.waits = role == "standby"
         self.is_first = role == "first"
+        self._listens = False
+        self._said = b""
 
     def say(self, word: bytes) -> None:
         """Nobody may listen any more: who works goes on."""
@@ -37,18 +45,45 @@ class Turn:
 
     def wait(self) -> None:
         """Until its turn. Raises NotRunningError when mpsd-standby ends before."""
-        said = b""
-        while not said.endswith(b"\n"):
+        said = self._hear()
+        if said != GO:
+            raise errors.ProtocolError(f"mpsd-standby said {said!r}", remedy="use one version of both")
+        self.waits = False
+
+    def listen(self, let_go: Callable[[], bool]) -> bool:
+        """From now on, in a thread of its own: let go when mpsd-standby says so, and say whether it was done.
+        Whether that begins by this call."""
+        if self._listens:
+            return False
+        try:
+            threading.Thread(target=self._obey, args=(let_go,), name="mpsd-turn", daemon=True).start()
+        except RuntimeError:
+            # No thread is to be had: its end will be waited for.
+            return False
+        self._listens = True
+        self.say(HEARS)
+        return True
+
+    def say_left(self) -> None:
+        self.say(LEFT)
+
+    def _obey(self, let_go: Callable[[], bool]) -> None:
+        with contextlib.suppress(errors.NotRunningError):
+            while self._hear() != LET_GO:
+                pass
+            self.say(LEFT if let_go() else KEEPS)
+
+    def _hear(self) -> bytes:
+        while b"\n" not in self._said:
             try:
                 part = self._socket.recv(16)
             except OSError:
                 part = b""
             if not part:
                 raise _left()
-            said += part
-        if said != GO:
-            raise errors.ProtocolError(f"mpsd-standby said {said!r}", remedy="use one version of both")
-        self.waits = False
+            self._said += part
+        word, end, self._said = self._said.partition(b"\n")
+        return word + end
 
 
 def _left() -> errors.NotRunningError:
@@ -57,6 +92,11 @@ def _left() -> errors.NotRunningError:
 
 _lock = threading.Lock()
 _turn: list[Turn | None] = []
+
+
+def is_followed() -> bool:
+    """Whether this process, or what has started it, is under mpsd-standby."""
+    return MARK in os.environ
 
 
 def turn() -> Turn | None:

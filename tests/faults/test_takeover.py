@@ -27,7 +27,10 @@ def test_counts_go_on_warm_and_cold_and_the_report_is_read_again(
         mode: ["misaligned", "misaligned"] for mode in ("warm", "cold")
     }
     for faults in found["takeovers"].values():
-        assert all(0 < f["heard"] <= f["ended"] <= f["settled"] <= f["after"] for f in faults), faults
+        assert all(0 < f["heard"] <= f["ended"] <= f["settled"] for f in faults), faults
+        # Whichever comes first lets the next one go on.
+        free = [f["settled"] if f["left"] is None else min(f["left"], f["settled"]) for f in faults]
+        assert all(first <= f["after"] for f, first in zip(faults, free, strict=True)), faults
     assert not found["leftovers"]
     capsys.readouterr()
     assert main(["check", str(path)]) == 0
@@ -47,15 +50,17 @@ def test_what_was_said_at_an_earlier_fault_is_none_of_this_one(monkeypatch: pyte
 
     def stages() -> list[float | None]:
         one = takeover.Takeover("trap")
-        takeovers._stages(one, 200.0)
-        return [one.heard, one.ended, one.settled]
+        takeovers._stages(one, 200.0, 0.0)
+        return [one.heard, one.left, one.ended, one.settled]
 
-    assert stages() == [None, None, None]
+    assert stages() == [None, None, None, None]
     # It ended by itself before its domain was known to be lost.
     before.append(said("settled", 200.5, ms=250.0, ended_ms=0.0))
-    assert stages() == [None, 250.0, 500.0]
+    assert stages() == [None, None, 250.0, 500.0]
     before[-1:] = [said("lost", 200.125), said("settled", 200.5, ms=375.0, ended_ms=125.0)]
-    assert stages() == [125.0, 250.0, 500.0]
+    assert stages() == [125.0, None, 250.0, 500.0]
+    before.append(said("left", 200.25, ms=125.0))
+    assert stages() == [125.0, 250.0, 250.0, 500.0]
 
 
 def fault(**changes: object) -> dict[str, object]:

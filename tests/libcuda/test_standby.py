@@ -34,9 +34,15 @@ def site() -> Iterator[Site]:
 class Service:
     """mpsd-standby with the example: the numbers that it counts, each with its process, and what is said."""
 
-    def __init__(self, environ: dict[str, str], *options: str, program: Sequence[str]) -> None:
+    def __init__(
+        self,
+        environ: dict[str, str],
+        *options: str,
+        program: Sequence[str],
+        command: Sequence[str] = MPSD_STANDBY,
+    ) -> None:
         self.process = subprocess.Popen(
-            [*MPSD_STANDBY, *options, *program],
+            [*command, *options, *program],
             env={**environ, "MPSD_STANDIN_GPU": "simulated"},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -44,6 +50,7 @@ class Service:
             text=True,
         )
         self.counted: list[tuple[int, int]] = []
+        self.printed: list[str] = []
         self.events: list[dict[str, Any]] = []
         self.other: list[str] = []
         self._threads = [threading.Thread(target=read) for read in (self._count, self._hear)]
@@ -55,6 +62,8 @@ class Service:
             number, _, pid = line.strip().partition(" ")
             if number.isdecimal():
                 self.counted.append((int(number), int(pid)))
+            else:
+                self.printed.append(line.strip())
 
     def _hear(self) -> None:
         for line in self.process.stderr or ():

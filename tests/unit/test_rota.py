@@ -2,76 +2,11 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 
 from mpsd_client import standby
-from mpsd_client.rota import STEADY_S, Action, End, GiveTurn, Leave, Left, Role, Rota, Say, Settle, Start
-
-
-class Play:
-    """A rota whose processes do at once what they are told. `domains`: of those that are started, in turn."""
-
-    def __init__(self, *, warm: bool = True, restarts: int = 5) -> None:
-        self.rota = Rota(warm=warm, restarts=restarts)
-        self.now = 0.0
-        self.pid = 99
-        self.alive: dict[int, Role] = {}
-        self.domain = 1
-        self.lost: set[str] = set()
-        self.did: list[Action] = []
-        self.said: list[str] = []
-        self.status: int | None = None
-
-    def do(self, actions: list[Action]) -> None:
-        for action in actions:
-            self.did.append(action)
-            match action:
-                case Start(role):
-                    self.rota.asking()
-                    self.pid += 1
-                    self.alive[self.pid] = role
-                    free = [n for n in range(self.domain, self.domain + 9) if f"d{n}" not in self.lost]
-                    self.domain, domain = free[0], free[role is Role.STANDBY]
-                    self.do(self.rota.started(self.pid, f"d{domain}"))
-                case End(number):
-                    assert number in self.alive
-                    del self.alive[number]
-                    self.do(self.rota.ended(number, -9, self.now))
-                case Settle(number):
-                    assert number not in self.alive
-                    self.do(self.rota.settled(Left.NOTHING))
-                case GiveTurn(number):
-                    assert number in self.alive
-                    working = self.rota.working
-                    assert working is not None and working.domain not in self.lost, "a turn in a lost domain"
-                case Leave(status):
-                    assert not self.alive
-                    self.status = status
-                case Say(kind, _):
-                    self.said.append(kind)
-
-    def begin(self) -> Play:
-        self.do(self.rota.begin())
-        return self
-
-    def ready(self, *pids: int) -> Play:
-        for pid in pids:
-            self.do(self.rota.ready(pid, self.now))
-        return self
-
-    def exits(self, pid: int, status: int) -> Play:
-        del self.alive[pid]
-        self.do(self.rota.ended(pid, status, self.now))
-        self.do(self.rota.wants_standby())
-        return self
-
-    def lose(self, domain: str, *, work_too: bool = True) -> Play:
-        self.lost |= {domain} if work_too else set()
-        self.do(self.rota.lost(domain, "fault", work_too=work_too))
-        self.do(self.rota.wants_standby())
-        return self
+from mpsd_client.rota import STEADY_S, End, GiveTurn, Leave, Left, Role, Rota, Say, Settle, Start
+from tests.support.rotas import Play, both
 
 
 def test_a_domain_that_was_lost_and_is_in_service_again_is_worked_in() -> None:
@@ -83,11 +18,6 @@ def test_a_domain_that_was_lost_and_is_in_service_again_is_worked_in() -> None:
     play.exits(101, 1)
     working = play.rota.working
     assert working is not None and (working.number, working.domain, working.over) == (102, "d1", "")
-
-
-def both() -> Play:
-    """100 works in d1, 101 waits in d2."""
-    return Play().begin().ready(100, 101)
 
 
 def test_the_standby_is_started_when_the_first_is_ready_and_takes_its_turn_when_the_domain_is_lost() -> None:
@@ -192,9 +122,9 @@ def test_who_is_just_being_started_when_the_turn_is_due_gets_it() -> None:
     rota.begin()
     rota.started(100, "d1")
     assert rota.ready(100, 0.0) == [Start(Role.STANDBY)]
-    assert rota.lost("d1", "fault")[1:] == [End(100)]
+    assert rota.lost("d1", "fault", 0.0)[1:] == [End(100)]
     assert rota.ended(100, -9, 1.0) == [Settle(100)]
-    assert rota.settled(Left.NOTHING) == []
+    assert rota.settled(100, Left.NOTHING) == []
     assert rota.started(101, "d2") == [GiveTurn(101)]
     # Where it could not be started, another one is, for work.
     again = Rota(warm=True)
@@ -202,13 +132,13 @@ def test_who_is_just_being_started_when_the_turn_is_due_gets_it() -> None:
     again.started(100, "d1")
     again.ready(100, 0.0)
     again.ended(100, 1, 1.0)
-    again.settled(Left.NOTHING)
+    again.settled(100, Left.NOTHING)
     assert again.not_started(127) == [Start(Role.AGAIN)]
     # In a domain that was lost meanwhile nobody is left.
-    again.lost("d5", "fault")
+    again.lost("d5", "fault", 1.0)
     assert again.started(102, "d5") == [End(102)]
     assert again.ended(102, -9, 2.0) == [Settle(102)]
-    assert again.settled(Left.NOTHING) == [Start(Role.AGAIN)]
+    assert again.settled(102, Left.NOTHING) == [Start(Role.AGAIN)]
     assert again.not_started(69) == [Leave(69)]
 
 
@@ -216,7 +146,7 @@ def test_unseen_work_holds_up_nobody_for_good_and_is_said() -> None:
     play = both()
     del play.alive[100]
     assert play.rota.ended(100, 1, 0.0) == [Settle(100)]
-    play.do(play.rota.settled(Left.UNKNOWN))
+    play.do(play.rota.settled(100, Left.UNKNOWN))
     assert "unseen" in play.said and GiveTurn(101) in play.did
 
 
@@ -233,7 +163,7 @@ def test_nobody_goes_on_beside_work_that_does_not_end() -> None:
     play = both()
     del play.alive[100]
     assert play.rota.ended(100, 1, 0.0) == [Settle(100)]
-    play.do(play.rota.settled(Left.WORK))
+    play.do(play.rota.settled(100, Left.WORK))
     assert (play.status, play.alive) == (1, {}) and play.said[-1] == "given-up"
 
 
@@ -242,38 +172,6 @@ def test_a_stop_ends_both_and_starts_nobody() -> None:
     play.do(play.rota.stop(143))
     assert (play.status, play.alive) == (143, {})
     assert not play.rota.stop(130)
-
-
-def test_whatever_happens_two_never_have_the_turn() -> None:
-    """Random lives: one works at most, a turn is given to a living one alone, and all of it ends."""
-    for seed in range(300):
-        choose = random.Random(seed)
-        play = Play(restarts=100).begin()
-        for _ in range(60):
-            if play.status is not None:
-                break
-            rota, pids = play.rota, sorted(play.alive)
-            match choose.randrange(6):
-                case 0 | 1:
-                    play.ready(choose.choice(pids or [1]))
-                case 2 if pids:
-                    play.exits(choose.choice(pids), choose.choice((1, -9, 2)))
-                case 3:
-                    play.domain += choose.randrange(2)
-                    if choose.random() < 0.2:
-                        play.lost.clear()
-                        play.domain = 1
-                    play.lose(f"d{choose.randrange(1, 4)}", work_too=choose.random() < 0.7)
-                case 4:
-                    play.do(rota.wants_standby())
-                case 5 if rota.working is not None and choose.random() < 0.05:
-                    play.exits(rota.working.number, 0)
-            works = {a.number for a in (rota.working, rota.waiting) if a is not None}
-            assert play.status is not None or works == set(play.alive)
-        if play.status is None:
-            play.do(play.rota.stop(143))
-            assert play.status == 143
-        assert not play.alive
 
 
 def test_a_process_is_looked_for_less_often_the_longer_it_lasts() -> None:

@@ -51,6 +51,17 @@ def test_all_that_it_has_started_is_found_and_killed(actor: Actor) -> None:
     assert {pid for pid, _ in actor.known} == {actor.pid, child}
 
 
+def test_it_is_killed_at_once_and_what_is_in_other_sessions_after_that(actor: Actor) -> None:
+    (said,) = until(actor.lines, "it says who its child is")
+    child = int(said)
+    actor.members()
+    actor.strike()
+    assert select.select([actor], [], [], 10)[0] and alive(child)
+    assert actor.kill() and not alive(child)
+    assert actor.finish() == -signal.SIGKILL
+    actor.strike()
+
+
 def test_the_end_of_its_line_is_told_from_nothing_said(actor: Actor) -> None:
     until(actor.lines, "it says who its child is")
     assert actor.lines() == []
