@@ -78,6 +78,7 @@ _TIMERS: Mapping[str, Callable[[Draft, str], None]] = {
     "thaw": hits.on_thaw_timer,
     "failover-wait": members.on_wait,
     "failover-turn": turns.on_timer,
+    "failover-gather": turns.on_gathered,
     "standby-linger": members.on_linger,
 }
 

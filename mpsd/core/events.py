@@ -432,7 +432,8 @@ class MemberError:
 @dataclass(frozen=True, slots=True)
 class MemberMoved:
     """It goes on in the standby of this generation; times since it was told. `missing`: why what was in
-    flight may be missing or half done; empty where nothing is. `waits`: it holds its calls for its turn."""
+    flight may be missing or half done; empty where nothing is. `waits`: it holds its calls for its turn, and
+    what was `replayed` is to be done then."""
 
     process: ProcessInstance
     generation: int

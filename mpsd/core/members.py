@@ -181,10 +181,12 @@ def on_moved(draft: Draft, event: ev.MemberMoved) -> None:
             fence_ms=round(event.fence_ns / 1e6, 3),
             first_ms=round(event.first_ns / 1e6, 3),
             restored_bytes=event.restored,
-            replayed=event.replayed,
+            replayed=0 if event.waits else event.replayed,
         )
     if event.waits:
-        turns.wait(draft, moved)
+        turns.wait(draft, moved, event.replayed)
+    else:
+        turns.gather(draft, name)
     draft.publish("failover-moved", member.uid, pid=event.process.pid, domain=name)
     if old is not None and old != name and old in draft.state.domains:
         # What it has left there is nobody's work any more: the domain may end over it.

@@ -44,7 +44,8 @@ class Member:
 
     `opaque`: what it has made that cannot be carried over. `unsure`: what it did that cannot be undone.
     `told`: monotonic seconds of its moves in the last minute. `ready_ms`, `bytes`: of its standby context, by
-    its own word. `fences`: it can be told that its old domain writes no more.
+    its own word. `ahead`: how many operations it does again in its turn. `fences`: it can be told that its
+    old domain writes no more.
     """
 
     process: ProcessInstance
@@ -61,6 +62,7 @@ class Member:
     ready_ms: float | None = None
     bytes: int = 0
     turn: Turn = Turn.NONE
+    ahead: int = 0
     fences: bool = False
 
     @property

@@ -1,7 +1,9 @@
 """Turns: where nobody knows whose work was at fault, programs do again what they had in flight one at a time.
 
 The one that has the turn when the domain is lost once more is taken for the offender: what it did again has
-faulted again. Programs that had nothing in flight work on meanwhile.
+faulted again. Programs that had nothing in flight work on meanwhile. Who has least to do is first, so a long
+training step holds up nobody who has a copy to do again; for that those who are still coming are waited for a
+little.
 """
 
 from __future__ import annotations
@@ -11,12 +13,13 @@ from dataclasses import replace
 from mpsd.core.draft import Draft
 from mpsd.core.effects import ArmTimer, HaveTurn
 from mpsd.core.fates import timed
-from mpsd.core.standby import Member, Turn
+from mpsd.core.standby import Member, Standing, Turn
 from mpsd.core.state import State
-from mpsd.model import ProcessInstance
+from mpsd.model import FailoverMode, ProcessInstance
 
 TURN_S = 1.5
 """Longer than a program looks for the end of what it did again."""
+GATHER_S = 0.02
 
 
 def holders(state: State, domain: str) -> list[ProcessInstance]:
@@ -24,10 +27,27 @@ def holders(state: State, domain: str) -> list[ProcessInstance]:
     return [m.process for m in state.members.values() if m.home == domain and m.turn is Turn.HAS]
 
 
-def wait(draft: Draft, member: Member) -> None:
-    """It has moved, and holds its calls."""
-    draft.put_member(replace(member, turn=Turn.WAITS))
-    _next(draft, member.home)
+def wait(draft: Draft, member: Member, operations: int) -> None:
+    """It has moved, and holds its calls until it has done so many again."""
+    assert member.home is not None
+    first = not any(m.home == member.home and m.turn is not Turn.NONE for m in draft.state.members.values())
+    draft.put_member(replace(member, turn=Turn.WAITS, ahead=operations))
+    gather(draft, member.home)
+    if first and not holders(draft.state, member.home):
+        draft.emit(ArmTimer("failover-gather", member.home, GATHER_S))
+
+
+def gather(draft: Draft, home: str) -> None:
+    """One more has come to this domain: when they all have, the turns begin."""
+    generation = draft.state.domains[home].generation
+    coming = (m for m in draft.state.members.values() if m.generation == generation and m.connected)
+    if not any(m.standing is Standing.MOVING and m.mode is FailoverMode.EXACT for m in coming):
+        _next(draft, home)
+
+
+def on_gathered(draft: Draft, subject: str) -> None:
+    """Who has not come by now is waited for no longer. `subject`: the domain."""
+    _next(draft, subject)
 
 
 def over(draft: Draft, process: ProcessInstance) -> None:
@@ -55,7 +75,7 @@ def _next(draft: Draft, home: str | None) -> None:
     if domain is None or holders(draft.state, domain.id):
         return
     waiting = [m for m in draft.state.members.values() if m.home == domain.id and m.turn is Turn.WAITS]
-    for member in sorted(waiting, key=lambda m: (m.process.pid, m.process.start_ticks)):
+    for member in sorted(waiting, key=lambda m: (m.ahead, m.process.pid, m.process.start_ticks)):
         if not member.connected:
             # It has given up by itself.
             draft.put_member(replace(member, turn=Turn.NONE))

@@ -5,4 +5,4 @@
 #include <stdbool.h>
 
 /* Detached, and signals are for the program's own threads. False: it does not run. */
-bool mpsd_thread_start(void *(*run)(void *));
+bool mpsd_thread_start(void *(*run)(void *), void *argument);

@@ -285,7 +285,7 @@ static bool start(void)
 		return true;
 	if (!mpsd_channel_path())
 		return false;
-	started = mpsd_thread_start(bring);
+	started = mpsd_thread_start(bring, NULL);
 	if (started) {
 		pthread_atfork(NULL, NULL, in_child);
 		atexit(at_end);

@@ -104,8 +104,8 @@ struct mpsd_replayed {
 /* The context came to rest, and is well. */
 void mpsd_exact_rested(void);
 
-/* Behind the fence, before the next call: whether anything is to be undone and done again. */
-bool mpsd_exact_is_due(void);
+/* Behind the fence, before the next call: whether anything is to be undone and done again, and how much. */
+bool mpsd_exact_is_due(uint64_t *operations);
 
 /* After that call: whether all of it has ended. LAUNCH_FAILED and the like: the context is lost. */
 CUresult mpsd_exact_look(void);

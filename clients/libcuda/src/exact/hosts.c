@@ -192,7 +192,7 @@ static void *tell(void *unused)
 
 bool mpsd_hosts_tell(void)
 {
-	tells = tells || mpsd_thread_start(tell);
+	tells = tells || mpsd_thread_start(tell, NULL);
 	return tells;
 }
 

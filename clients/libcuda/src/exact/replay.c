@@ -151,12 +151,13 @@ void mpsd_exact_move(bool may, struct mpsd_replayed *replayed)
 	pthread_mutex_unlock(&mpsd_exact_lock);
 }
 
-bool mpsd_exact_is_due(void)
+bool mpsd_exact_is_due(uint64_t *operations)
 {
 	bool is;
 
 	pthread_mutex_lock(&mpsd_exact_lock);
 	is = mpsd_exact() && !mpsd_epoch.unsure && !mpsd_lanes_all_proven();
+	*operations = is ? mpsd_epoch.operations : 0;
 	pthread_mutex_unlock(&mpsd_exact_lock);
 	return is;
 }

@@ -18,13 +18,12 @@ struct unmapping {
 	__typeof__(&cuMemUnmap) unmap;	/* the left copy's */
 	uint64_t moves;			/* its number */
 	int ended;			/* eventfd */
-	bool all;
+	atomic_bool all;
 	atomic_int holders;		/* its thread, and whoever waits for it */
 	unsigned int count;
 	struct arena_range pieces[];
 };
 
-static struct unmapping *_Atomic handed;	/* to the thread that is just being started */
 static atomic_uint lasting;
 static int line = -1;
 static uint64_t generation;
@@ -56,15 +55,15 @@ static void let_go(struct unmapping *unmapping)
 static void unmap_all(struct unmapping *unmapping)
 {
 	for (unsigned int i = 0; i < unmapping->count; i++)
-		unmapping->all &= unmapping->unmap(unmapping->pieces[i].base, unmapping->pieces[i].size) == CUDA_SUCCESS;
+		if (unmapping->unmap(unmapping->pieces[i].base, unmapping->pieces[i].size) != CUDA_SUCCESS)
+			atomic_store(&unmapping->all, false);
 }
 
-static void *run(void *unused)
+static void *run(void *argument)
 {
-	struct unmapping *unmapping = atomic_exchange(&handed, NULL);
+	struct unmapping *unmapping = argument;
 	uint64_t one = 1;
 
-	(void)unused;
 	unmap_all(unmapping);
 	while (write(unmapping->ended, &one, sizeof(one)) < 0 && errno == EINTR)
 		;
@@ -117,12 +116,10 @@ static bool start(struct unmapping *unmapping)
 	if (unmapping->ended < 0)
 		return false;
 	atomic_store(&unmapping->holders, 2);
-	atomic_store(&handed, unmapping);
 	atomic_fetch_add(mpsd_inside_of(unmapping->moves), 1);
 	atomic_fetch_add(&lasting, 1);
-	if (mpsd_thread_start(run))
+	if (mpsd_thread_start(run, unmapping))
 		return true;
-	atomic_store(&handed, NULL);
 	atomic_fetch_sub(mpsd_inside_of(unmapping->moves), 1);
 	atomic_fetch_sub(&lasting, 1);
 	atomic_store(&unmapping->holders, 1);
@@ -149,7 +146,7 @@ static bool wait_for(struct unmapping *unmapping)
 		if (poll(polled, 2, -1) < 0)
 			continue;
 		if (polled[0].revents)
-			return unmapping->all;
+			return atomic_load(&unmapping->all);
 		if (polled[1].revents && says_fenced())
 			return true;
 		/* Something else comes first: it is obeyed after the move. */
@@ -169,7 +166,7 @@ bool mpsd_fence(void)
 		is = wait_for(unmapping);
 	} else {
 		unmap_all(unmapping);
-		is = unmapping->all;
+		is = atomic_load(&unmapping->all);
 	}
 	let_go(unmapping);
 	return is;

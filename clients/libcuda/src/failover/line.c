@@ -383,7 +383,7 @@ static void start(void)
 	if (mode == MPSD_FAILOVER_EXACT)
 		mpsd_exact_start();
 	atomic_store(&wake, eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
-	if (atomic_load(&wake) < 0 || !mpsd_thread_start(run)) {
+	if (atomic_load(&wake) < 0 || !mpsd_thread_start(run, NULL)) {
 		mpsd_exact_stop("no thread");
 		mpsd_say("no thread for fail-over: a fault that is not isolated is met as without mpsd");
 		return;

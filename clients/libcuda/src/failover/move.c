@@ -193,7 +193,7 @@ bool mpsd_move(bool planned, enum mpsd_failover_again again, struct mpsd_times *
 	is = hold_and_switch(&planned, times, why);
 	if (is)
 		take_over();
-	if (is && again == MPSD_FAILOVER_IN_TURN && mpsd_exact_is_due()) {
+	if (is && again == MPSD_FAILOVER_IN_TURN && mpsd_exact_is_due(&times->replayed.operations)) {
 		times->waits = waits_for_turn = true;
 		turn_until_ns = mpsd_now_ns() + TURN_MS * 1000000ull;
 		times->on_ns = mpsd_now_ns();

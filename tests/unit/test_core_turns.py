@@ -1,0 +1,66 @@
+"""In which order suspects do their work again: who has least of it is first."""
+
+from __future__ import annotations
+
+from mpsd.core import effects as fx
+from mpsd.core import events as ev
+from mpsd.core.turns import GATHER_S
+from tests.support.core import process, server_of
+from tests.unit.test_core_failover import Site, exact
+
+
+def suspects(*pids: int) -> Site:
+    """Nobody is named, and all of them, but for one that is none, are told to move."""
+    world = exact(*pids, 99)
+    world.kernel(43, "channel 0x1", server_of("d1").pid, "nvidia-cuda-mps")
+    world.do(ev.MemberMoved(process(99), 2, 1, 2, 3))
+    return world
+
+
+def comes(world: Site, pid: int, operations: int, *, waits: bool = True) -> None:
+    world.do(ev.MemberMoved(process(pid), 2, 1, 2, 3, replayed=operations, waits=waits))
+
+
+def turns(world: Site) -> list[int]:
+    return [e.process.pid for e in world.ever(fx.HaveTurn)]
+
+
+def test_the_turns_begin_when_all_have_come_and_the_shortest_is_first() -> None:
+    world = suspects(10, 11, 12)
+    comes(world, 10, 591)
+    (timer,) = (e for e in world.ever(fx.ArmTimer) if e.kind == "failover-gather")
+    assert (timer.subject, timer.delay_s) == ("d2", GATHER_S)
+    comes(world, 11, 196)
+    assert turns(world) == []
+    comes(world, 12, 27)
+    assert turns(world) == [12]
+    fates = {f.process.pid: f for f in world.failover().fates}
+    assert [fates[pid].replayed for pid in (10, 11, 12)] == [0, 0, 0]
+    assert [fates[pid].turn_ms is None for pid in (10, 11, 12)] == [True, True, False]
+    world.timer("failover-gather", "d2")
+    assert turns(world) == [12]
+    world.do(ev.MemberDone(process(12), 2, 5, 27))
+    world.do(ev.MemberDone(process(11), 2, 5, 196))
+    assert turns(world) == [12, 11, 10]
+    done = next(f for f in world.failover().fates if f.process.pid == 12)
+    assert done.replayed == 27 and done.done_ms is not None
+
+
+def test_one_with_nothing_to_do_again_may_be_the_last_that_was_waited_for() -> None:
+    world = suspects(10, 11)
+    comes(world, 10, 3)
+    assert turns(world) == []
+    comes(world, 11, 0, waits=False)
+    assert turns(world) == [10]
+
+
+def test_who_does_not_come_is_not_waited_for_long() -> None:
+    world = suspects(10, 11, 12)
+    comes(world, 10, 591)
+    comes(world, 11, 3)
+    world.timer("failover-gather", "d2")
+    assert turns(world) == [11]
+    # It comes while the other has its turn, and is before who has more to do.
+    comes(world, 12, 5)
+    world.do(ev.MemberDone(process(11), 2))
+    assert turns(world) == [11, 12]
