@@ -285,7 +285,7 @@ def test_a_program_waits_for_its_turn(
     assert ask("gpu.run('add', m, 8, 1)") == "0"
     break_domain(domain)
     said = move(line, again=2)
-    assert (said.text, said.values[3:]) == ("", (0, 0, 1))
+    assert (said.text, said.values[3:]) == ("", (0, 1, 1))
     ask.tell("gpu.sync()")
     line.say(moving.TURN, 7)
     line.say(moving.TURN, 1)
