@@ -36,12 +36,17 @@ def test_the_drivers_reset_of_a_lost_domain_is_the_fence_of_those_who_leave_it()
 
 
 def test_a_reset_that_is_the_first_sign_is_no_fence() -> None:
-    """It may be an old line."""
+    """It may be an old line, and so may the next."""
     world = exact(10)
     world.do(ev.MemberCame(process(10), UID, EXACT, 0, True))
     world.is_ready(10, 2)
     reset(world, "d1")
     assert world.told() == [10] and not world.ever(fx.Fenced)
+    world.kernel(43, "channel 0x2", server_of("d1").pid, "nvidia-cuda-mps")
+    assert not world.ever(fx.Fenced)
+    world.do(ev.ServerFatalLogged("d1", "Server is handling a fatal GPU error."))
+    reset(world, "d1")
+    assert world.made(fx.Fenced) == [fx.Fenced(process(10), 2)]
 
 
 def test_a_reset_on_one_gpu_is_no_fence_for_another() -> None:
