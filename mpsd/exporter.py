@@ -118,7 +118,8 @@ def _failovers(records: Sequence[Mapping[str, Any]]) -> Iterator[Any]:
         labels=["step"],
     )
     steps = {"decision": [r["decision_ms"] for r in records]}
-    steps |= {step: [fate[key] for fate in fates] for key, step in STEPS.items()}
+    # Records of an earlier mpsd, in the same journal, know fewer steps.
+    steps |= {step: [fate.get(key) for fate in fates] for key, step in STEPS.items()}
     for step, values in steps.items():
         seconds = [value / 1e3 for value in values if value is not None]
         buckets = [(str(bound), sum(s <= bound for s in seconds)) for bound in BUCKETS_S]

@@ -131,7 +131,8 @@ class Actor:
 
     def _reap(self) -> None:
         """Orphans that this process has adopted."""
-        for pid, start in self.known:
+        # Somebody else may find more meanwhile.
+        for pid, start in tuple(self.known):
             with contextlib.suppress(OSError):
                 state, row = _row(pid)
                 mine = state in b"ZX" and row[_START] == start and row[_PARENT] == os.getpid()

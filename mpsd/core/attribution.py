@@ -111,15 +111,18 @@ def owner_of_pid(state: State, gpu: str | None, pid: int, now: float) -> Domain 
     return None
 
 
-def is_reset(domain: Domain, xid: KernelXid) -> bool:
+def is_reset(state: State, domain: Domain, gpu: str | None, xid: KernelXid, now: float) -> bool:
     """Whether this line says that the driver has reset the channels of a domain that was lost already.
 
-    The clients of an MPS server share its channel group, so what any of them had in flight has ended. After
-    this Xid nothing was ever seen written (faultinject/reports, -failover). Without a sign before it, the
-    line may be an old one.
+    The clients of an MPS server share its channel group on a GPU, so what kernels of any of them had in
+    flight there has ended: after this Xid none was ever seen to write (faultinject/reports, -failover). It
+    says nothing of another GPU of the domain. Without a sign of another kind, such lines may be old ones.
     """
     servers = {p.pid for p in (domain.server, domain.former_server) if p is not None}
-    return domain.state is DomainState.FAULTED and xid.xid == RESET_XID and xid.pid in servers
+    lost_here = domain.state is DomainState.FAULTED and domain.gpus == (gpu,)
+    signs = (e for record in open_for(state, domain.id, now) for e in record.evidence)
+    lost_before = any((e.source, e.xid) != (Source.KERNEL_LOG, RESET_XID) for e in signs)
+    return lost_here and lost_before and xid.xid == RESET_XID and xid.pid in servers
 
 
 def former_domain(state: State, pid: int, now: float) -> str | None:

@@ -182,7 +182,7 @@ def on_kernel_xid(draft: Draft, event: ev.KernelXidSeen) -> None:
     domain = at.owner_of_pid(draft.state, event.gpu, event.xid.pid, draft.now)
     if domain is not None:
         domain_sign(draft, domain, sign)
-        if at.is_reset(domain, event.xid):
+        if at.is_reset(draft.state, domain, event.gpu, event.xid, draft.now):
             failover.fence(draft, domain)
     elif _echo_of_gone(draft, event.xid.pid, sign):
         return

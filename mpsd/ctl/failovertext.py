@@ -72,9 +72,10 @@ def _fate(fate: Mapping[str, Any]) -> str:
             f"{fate['first_ms']:.3f} ms after it was told; {fate['restored_bytes']} bytes restored, "
             f"{fate['replayed']} launches done again"
         )
-    if fate["turn_ms"] is not None:
+    # Records of an earlier mpsd, in the same journal, know neither.
+    if fate.get("turn_ms") is not None:
         text += f"; its turn came after {fate['turn_ms']:.3f} ms"
-    if fate["done_ms"] is not None:
+    if fate.get("done_ms") is not None:
         text += f", and was over after {fate['done_ms']:.3f}"
     return text
 

@@ -23,9 +23,8 @@ FATE = {
     "held_ms": 0.5,
     "fence_ms": 12.0,
     "first_ms": 13.0,
-    "turn_ms": None,
-    "done_ms": None,
 }
+"""As a journal has it that an earlier mpsd began."""
 RECORD = {"id": 4, "decision_ms": 1.5, "clients": [{**FATE, "restored_bytes": 7, "replayed": 2}]}
 PROGRAM = {"standing": "ready", "standby_bytes": 600}
 STATUS: dict[str, Any] = {

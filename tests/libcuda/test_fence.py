@@ -62,6 +62,29 @@ def test_a_program_ends_while_its_old_copy_unmaps(
 
 
 @EXACT
+def test_it_is_no_fence_for_a_copy_from_the_host(
+    domain: Domain, gate: Gate, second: Domain, post: Post, ask: Program, copies: Path
+) -> None:
+    """An engine of its own may be at that, whatever became of the kernels."""
+    line = post.greet(moving.EXACT)
+    assert ask("m = gpu.memory(8 << 20)") == "None"
+    assert ask("p = gpu.made('cuMemHostAlloc', 4096, 0); ctypes.memset(p, 7, 4096)") == "None"
+    stand_by(line, second, copies)
+    gate.let(0)
+    assert ask("gpu.code('cuMemcpyHtoDAsync_v2', m, p, 4096, None)") == "0"
+    gate.keep(UNMAP)
+    break_domain(domain)
+    line.say(moving.MOVE, 1, again=1)
+    unmapping(gate)
+    line.say(moving.FENCED, 1)
+    assert line.is_silent()
+    gate.keep(0)
+    assert line.hear(moving.MOVED).generation == 1
+    assert ask("[gpu.sync(), gpu.word(m)]") == f"[0, {0x07070707}]"
+    assert ask.end() == ""
+
+
+@EXACT
 @pytest.mark.parametrize("first", [(moving.FENCED, 7), (moving.STAND_DOWN, 7)])
 def test_other_words_are_no_fence(
     domain: Domain,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from mpsd.core import effects as fx
 from mpsd.core import events as ev
 from mpsd.core.state import DomainState
@@ -34,12 +36,35 @@ def test_the_drivers_reset_of_a_lost_domain_is_the_fence_of_those_who_leave_it()
 
 
 def test_a_reset_that_is_the_first_sign_is_no_fence() -> None:
-    """It may be an old line."""
+    """It may be an old line, and so may the next."""
     world = exact(10)
     world.do(ev.MemberCame(process(10), UID, EXACT, 0, True))
     world.is_ready(10, 2)
     reset(world, "d1")
     assert world.told() == [10] and not world.ever(fx.Fenced)
+    world.kernel(43, "channel 0x2", server_of("d1").pid, "nvidia-cuda-mps")
+    assert not world.ever(fx.Fenced)
+    world.do(ev.ServerFatalLogged("d1", "Server is handling a fatal GPU error."))
+    reset(world, "d1")
+    assert world.made(fx.Fenced) == [fx.Fenced(process(10), 2)]
+
+
+def test_a_reset_on_one_gpu_is_no_fence_for_another() -> None:
+    world = exact(10)
+    world.do(ev.MemberCame(process(10), UID, EXACT, 0, True))
+    world.is_ready(10, 2)
+    world.do(ev.ServerFatalLogged("d1", "Server is handling a fatal GPU error."))
+    assert world.told() == [10]
+    world.kernel(43, "channel 0x1", server_of("d1").pid, "nvidia-cuda-mps", gpu=None)
+    assert not world.ever(fx.Fenced), "of which GPU it is, is not known"
+    alone = world.state.domains["d1"]
+    two = replace(alone, gpus=(*alone.gpus, "GPU-two"))
+    world.state = replace(world.state, domains={**world.state.domains, "d1": two})
+    reset(world, "d1")
+    assert not world.ever(fx.Fenced)
+    world.state = replace(world.state, domains={**world.state.domains, "d1": alone})
+    reset(world, "d1")
+    assert world.made(fx.Fenced) == [fx.Fenced(process(10), 2)]
 
 
 def test_a_reset_is_no_fence_for_who_was_leaving_by_plan() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mpsd.ctl import render
+from mpsd.ctl import failovertext, render
 from mpsd.ctl.render import Style
 
 GPU = {
@@ -175,3 +175,16 @@ def test_sizes(value: int | None, shown: str) -> None:
 )
 def test_ages(seconds: float | None, shown: str) -> None:
     assert render.age(seconds) == shown
+
+
+def test_a_fail_over_that_an_earlier_mpsd_wrote_down_can_be_read() -> None:
+    fate = {"pid": 7, "outcome": "moved", "command": "serve", "suspect": True, "why": ""}
+    fate |= {"held_ms": 1.0, "fence_ms": 2.0, "first_ms": 3.0, "restored_bytes": 4, "replayed": 5}
+    times = {"decision_ms": 0.1, "sent_ms": None, "time": "then", "trigger": "fault", "planned": False}
+    row = {"id": 1, "domain": "d1", "to": "d2", "generation": 2, "fault": 3, **times, "clients": [fate]}
+    assert failovertext.record(row)[-1].endswith("5 launches done again")
+    new = {**fate, "turn_ms": 6.0, "done_ms": 8.0}
+    assert (
+        "its turn came after 6.000 ms, and was over after 8.000"
+        in failovertext.record({**row, "clients": [new]})[-1]
+    )

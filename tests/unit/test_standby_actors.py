@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from mpsd_client import actors
 from mpsd_client.actors import Actor
 from mpsd_client.rota import Left
 from mpsd_client.standby import _left_by
@@ -60,6 +61,22 @@ def test_it_is_killed_at_once_and_what_is_in_other_sessions_after_that(actor: Ac
     assert actor.kill() and not alive(child)
     assert actor.finish() == -signal.SIGKILL
     actor.strike()
+
+
+def test_two_that_kill_it_at_a_time_may_each_find_more_of_it(
+    actor: Actor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """mpsd-standby kills it when it is to end, and once more when it has: each in a thread."""
+    until(actor.lines, "it says who its child is")
+    actor.members()
+    look = actors._row
+
+    def find_more(pid: int) -> Any:
+        actor.known.add((1 << 30, len(actor.known)))
+        return look(pid)
+
+    monkeypatch.setattr(actors, "_row", find_more)
+    assert actor.kill()
 
 
 def test_the_end_of_its_line_is_told_from_nothing_said(actor: Actor) -> None:

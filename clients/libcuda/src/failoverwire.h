@@ -28,7 +28,7 @@
  *			copies of the driver (libcuda-0.so.1, libcuda-1.so.1)
  *	STAND_DOWN	generation; text: why. Its context goes, if the program is not in it
  *	TURN		generation: where it has moved to, and waits to do again what was in flight. It does now
- *	FENCED		generation, told to move to: nothing in the domain that is left writes any more, by the
+ *	FENCED		generation, told to move to: no kernel in the domain that is left writes any more, by the
  *			driver's word
  *	MOVE		generation: go on there now; values: 0: its domain is lost, 1: it is to be left, and the
  *			program ends its work there first; what was in flight is 0: lost, 1: done again, 2: done

@@ -1,15 +1,18 @@
 // SPDX-License-Identifier: MIT
 #include "physical.h"
 
+#include "failover/fence.h"
 #include "failover/mirror.h"
 #include "proxy.h"
 #include "turn.h"
 #include "vault.h"
 #include "window.h"
 
+#define FENCE_MS 1000
+
 /*
- * What the program has freed is free when the daemon has let go of it too: before memory is said to be
- * out, that is waited for, a quarter of a second at most.
+ * What the program has freed is free when the daemon has let go of it too, and the copy of the driver that was
+ * left: before memory is said to be out, that is waited for, a quarter of a second at most, or a whole one.
  */
 static CUresult create(CUmemGenericAllocationHandle *handle, size_t size, CUdevice device)
 {
@@ -17,6 +20,8 @@ static CUresult create(CUmemGenericAllocationHandle *handle, size_t size, CUdevi
 	CUresult result = real_cuMemCreate(handle, size, &property, 0);
 
 	if (result == CUDA_ERROR_OUT_OF_MEMORY && mpsd_vault_settle())
+		result = real_cuMemCreate(handle, size, &property, 0);
+	if (result == CUDA_ERROR_OUT_OF_MEMORY && mpsd_fence_await(FENCE_MS))
 		result = real_cuMemCreate(handle, size, &property, 0);
 	/* A driver may have it for memory that is not exported alone. */
 	if (result != CUDA_SUCCESS && result != CUDA_ERROR_OUT_OF_MEMORY && property.allocFlags.gpuDirectRDMACapable) {

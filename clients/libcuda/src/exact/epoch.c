@@ -77,6 +77,31 @@ static bool has_ended(const struct mpsd_op *op)
 	return mpsd_lane_look(op->lane) >= op->number;
 }
 
+/*
+ * Copy engines have channels of their own, which the loss of the kernels' need not end. Into the host's memory they
+ * may write on in any case.
+ */
+static bool comes_from_host(const struct mpsd_op *op)
+{
+	return op->kind == MPSD_OP_COPY && !op->copy.is_for_host &&
+	       (op->copy.way == MPSD_COPY_IN || op->copy.way == MPSD_COPY_ANY);
+}
+
+/* Whoever has the lock may wait for one that the mover has. */
+bool mpsd_exact_close(void)
+{
+	bool is;
+
+	if (!mpsd_exact() || pthread_mutex_trylock(&mpsd_exact_lock))
+		return false;
+	is = !mpsd_epoch.unsure;
+	for (struct mpsd_op *op = mpsd_epoch.first; op && is; op = op->next)
+		is = has_ended(op) || !comes_from_host(op);
+	mpsd_epoch.is_closed = is;
+	pthread_mutex_unlock(&mpsd_exact_lock);
+	return is;
+}
+
 /* What it came after has ended, if not the operation itself. */
 static bool has_come(const struct mpsd_op *op, struct mpsd_point at)
 {

@@ -104,6 +104,12 @@ struct mpsd_replayed {
 /* The context came to rest, and is well. */
 void mpsd_exact_rested(void);
 
+/*
+ * In a move, before the fence: whether all that may be in flight is known, and nothing of it is a copy from the host.
+ * Then nothing more is given to the copy that is about to be left.
+ */
+bool mpsd_exact_close(void);
+
 /* Behind the fence, before the next call: whether anything is to be undone and done again, and how much. */
 bool mpsd_exact_is_due(uint64_t *operations);
 

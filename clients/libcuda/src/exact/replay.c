@@ -146,7 +146,7 @@ void mpsd_exact_move(bool may, struct mpsd_replayed *replayed)
 	*replayed = (struct mpsd_replayed){ 0 };
 	pthread_mutex_lock(&mpsd_exact_lock);
 	/* Whoever was about to do something finds the copy left. */
-	mpsd_epoch.is_awaited = false;
+	mpsd_epoch.is_awaited = mpsd_epoch.is_closed = false;
 	move(may, replayed);
 	pthread_mutex_unlock(&mpsd_exact_lock);
 }

@@ -214,6 +214,7 @@ extern struct mpsd_epoch {
 	uint64_t operations, kept_bytes;
 	bool has_borrowed;
 	bool is_awaited;	/* an operation is about to come into it */
+	bool is_closed;		/* none does: its copy is about to be left, where it can still be written */
 	const char *unsure;
 } mpsd_epoch;
 

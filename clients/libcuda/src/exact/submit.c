@@ -294,7 +294,7 @@ static CUresult put(struct mpsd_op *op, uint64_t moves)
 	pthread_mutex_lock(&mpsd_exact_lock);
 	/* What is validated looks at the epoch's saves afterwards. */
 	prepare(result == CUDA_SUCCESS && mpsd_validates());
-	left = mpsd_is_left();
+	left = mpsd_is_left() || mpsd_epoch.is_closed;
 	if (!left && result == CUDA_SUCCESS)
 		note(op, moves);
 	pthread_mutex_unlock(&mpsd_exact_lock);

@@ -9,6 +9,8 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include "clock.h"
+#include "exact/exact.h"
 #include "failover/carry.h"
 #include "failoverwire.h"
 #include "thread.h"
@@ -37,6 +39,15 @@ void mpsd_fence_listen(int fd, uint64_t number)
 bool mpsd_fence_lasts(void)
 {
 	return atomic_load(&lasting) != 0;
+}
+
+bool mpsd_fence_await(int milliseconds)
+{
+	bool lasted = mpsd_fence_lasts();
+
+	for (int ms = 0; mpsd_fence_lasts() && ms < milliseconds; ms++)
+		mpsd_pause(1);
+	return lasted && !mpsd_fence_lasts();
 }
 
 void mpsd_fence_child(void)
@@ -147,9 +158,10 @@ static bool wait_for(struct unmapping *unmapping)
 			continue;
 		if (polled[0].revents)
 			return atomic_load(&unmapping->all);
-		if (polled[1].revents && says_fenced())
+		/* What that says is the end of kernels. */
+		if (polled[1].revents && says_fenced() && mpsd_exact_close())
 			return true;
-		/* Something else comes first: it is obeyed after the move. */
+		/* Or something else comes first: it is obeyed after the move. */
 		if (polled[1].revents)
 			polled[1].fd = -1;
 	}

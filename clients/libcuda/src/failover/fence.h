@@ -21,5 +21,8 @@ bool mpsd_fence(void);
 /* Whether something is being unmapped beside the program. */
 bool mpsd_fence_lasts(void);
 
+/* Until that has ended, or so long. Whether there was such a thing, and it has. */
+bool mpsd_fence_await(int milliseconds);
+
 /* In a forked child, where nobody unmaps anything. */
 void mpsd_fence_child(void);

@@ -9,7 +9,6 @@
 #include "failover/line.h"
 
 #include <errno.h>
-#include <fcntl.h>
 #include <poll.h>
 #include <pthread.h>
 #include <stdatomic.h>
@@ -367,6 +366,7 @@ static void at_end(void)
 	mpsd_line_wake();
 	if (!pthread_mutex_timedlock(&busy, &until))
 		pthread_mutex_unlock(&busy);
+	mpsd_fence_await(END_MS);
 }
 
 void mpsd_line_ends_first(void)
