@@ -109,7 +109,7 @@ class WorkWatch:
 
     def refresh(self, leased: Collection[ClientId]) -> None:
         """Look at the living anew, all in one thread; not where that is still under way."""
-        lives = dict.fromkeys(self._lives[c] for c in leased if c in self._lives)
+        lives = dict.fromkeys(life for c in leased if (life := self._lives.get(c)) is not None)
         self._tasks.spawn(self._refresh_all(lives))
 
     async def _refresh_all(self, lives: Collection[_Life]) -> None:
