@@ -152,10 +152,11 @@ class Guards:
         found = await self._sweep.run(looks) if looks else {}
         changed = [c for c in self._guarded if c not in settled]
         for client, mapped in found.items():
-            if hash(mapped.text) != settled[client].seen:
+            guarded = settled[client]
+            if hash(mapped.text) != guarded.seen:
                 changed.append(client)
             elif client not in self._refreshing:
-                settled[client].checked = now
+                guarded.checked = now
         return changed
 
     async def _refresh_or_tell(self, client: ClientId) -> None:

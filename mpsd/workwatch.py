@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import structlog
 
@@ -18,6 +19,7 @@ from mpsd.errors import GpuError
 from mpsd.gpu.base import WorkInspector, WorkView
 from mpsd.looks import Looks
 from mpsd.model import ClientId, ProcessInstance
+from mpsd.sweeps import Sweep
 from mpsd.tasks import Tasks
 
 log = structlog.get_logger("mpsd.workwatch")
@@ -29,13 +31,16 @@ YOUNG_STEP_S = 0.02
 # One without a context may get it, and launch, at any time: what was not seen by its death is not known.
 EMPTY_STEP_S = 0.05
 CLOSE_S = 5.0
+# A look that hangs goes on when the sweep gives it up: nothing is lost, and the others wait for less.
+PATIENCE_S = 0.1
+NOT_NOTED = "areas of a client are not noted"
 
 
 @dataclass(slots=True, eq=False)
 class _Life:
     """One life of a process, its view, and the clients (address spaces) that it has in one domain.
 
-    `look`: at the living, under way or done; `watch`: after the death.
+    `look`: one that somebody waits for, at the living, under way or done; `watch`: after the death.
     """
 
     view: WorkView
@@ -55,6 +60,7 @@ class WorkWatch:
         self._tasks = Tasks(post)
         self._pending: dict[ClientId, str] = {}
         self._looks = Looks("work", of_one=1)
+        self._sweep: Sweep[_Life, Exception | None] = Sweep("areas", PATIENCE_S)
 
     def look(self, process: ProcessInstance, pidfd: int) -> WorkView:
         """A first look at a living client, from any thread; `follow` it then. Raises GpuError."""
@@ -102,25 +108,39 @@ class WorkWatch:
         return {} if life is None else life.view.fds
 
     def refresh(self, leased: Collection[ClientId]) -> None:
-        """Look at the living anew, each apart from the others; not where that is still under way."""
-        for life in dict.fromkeys(self._lives[c] for c in leased if c in self._lives):
-            if life.watch is None:
-                self._looking(life)
+        """Look at the living anew, all in one thread; not where that is still under way."""
+        lives = dict.fromkeys(life for c in leased if (life := self._lives.get(c)) is not None)
+        self._tasks.spawn(self._refresh_all(lives))
 
-    def _looking(self, life: _Life) -> asyncio.Task[None]:
-        if life.look is None or life.look.done():
-            life.look = self._tasks.spawn(self._refresh(life.view))
-        return life.look
+    async def _refresh_all(self, lives: Collection[_Life]) -> None:
+        # Each has a share of its own: of one user too, those that hang keep out no other.
+        looks = {life: (id(life), partial(_refresh, life.view)) for life in lives if self._may_be_swept(life)}
+        try:
+            found = await self._sweep.run(looks)
+        except GpuError as error:
+            log.warning(NOT_NOTED, reason=str(error))
+            return
+        if bugs := [error for error in found.values() if error is not None]:
+            raise ExceptionGroup("looks at the living failed", bugs)
+
+    @staticmethod
+    def _may_be_swept(life: _Life) -> bool:
+        return bool(life.clients) and life.watch is None and (life.look is None or life.look.done())
 
     async def _look(self, life: _Life) -> None:
-        await asyncio.wait({self._looking(life)})
+        """The look that is under way, or one that begins now; none of a sweep that has not come to it."""
+        if life.look is None or life.look.done():
+            life.look = self._tasks.spawn(self._refresh_alone(life))
+        await asyncio.wait({life.look})
 
-    async def _refresh(self, view: WorkView) -> None:
+    async def _refresh_alone(self, life: _Life) -> None:
         """In a thread: a process that changes its mappings all the time makes a look at them wait."""
+        if await self._sweep.back(life):
+            return
         try:
-            await self._looks.run(id(view), view.refresh)
+            await self._looks.run(id(life), life.view.refresh)
         except (OSError, GpuError) as error:
-            log.warning("areas of a client are not noted", reason=str(error))
+            log.warning(NOT_NOTED, reason=str(error))
 
     def all_pending(self) -> Mapping[ProcessInstance, str]:
         """What each dead client still has on the GPU, for `status`."""
@@ -137,6 +157,7 @@ class WorkWatch:
         if life is None:
             self._tasks.spawn(self._tell_unseen({client}))
         elif life.watch is None:
+            self._sweep.leave_out(life)
             life.watch = self._tasks.spawn(self._watch(life))
 
     async def _tell_unseen(self, clients: Collection[ClientId]) -> None:
@@ -173,19 +194,31 @@ class WorkWatch:
             return
         life.clients.discard(client)
         if not life.clients:
-            self._tasks.spawn(_close(life))
+            self._tasks.spawn(self._close(life))
+
+    async def _close(self, life: _Life) -> None:
+        """A look may be under way in a thread: the view is closed after it."""
+        if life.watch is not None:
+            life.watch.cancel()
+        if under_way := {t for t in (life.watch, life.look) if t is not None}:
+            await asyncio.wait(under_way)
+        await self._sweep.back(life)
+        await asyncio.to_thread(life.view.close)
 
     async def close(self) -> None:
         for client in tuple(self._lives):
             self.forget(client)
         await self._tasks.ended(CLOSE_S)
         self._looks.close()
+        self._sweep.close()
 
 
-async def _close(life: _Life) -> None:
-    """A look may be under way in a thread: the view is closed after it."""
-    if life.watch is not None:
-        life.watch.cancel()
-    if under_way := {t for t in (life.watch, life.look) if t is not None}:
-        await asyncio.wait(under_way)
-    await asyncio.to_thread(life.view.close)
+def _refresh(view: WorkView) -> Exception | None:
+    """In the thread of all. What is no error of its process is given back: it ends no other look."""
+    try:
+        view.refresh()
+    except (OSError, GpuError) as error:
+        log.warning(NOT_NOTED, reason=str(error))
+    except Exception as error:
+        return error
+    return None

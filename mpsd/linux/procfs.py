@@ -7,6 +7,7 @@ A process that is gone, or that is not ours to look at, is an OSError of the ker
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ COMMAND_LIMIT = 4096
 ENVIRONMENT_LIMIT = 2 << 20
 # The kernel's own default is 65530 mappings (vm.max_map_count); where more are allowed, more are not read.
 MAPS_LIMIT = 1 << 16
+HEX = "0123456789abcdef"
 
 
 def _read(path: str, limit: int | None = None) -> bytes:
@@ -278,27 +280,37 @@ def map_lines_of(fd: int, below: int | None) -> MapLines | None:
 
     None when nothing is mapped any more. Raises OSError once the process has been reaped. Waits as map_lines.
     """
-    text, at, whole, count = bytearray(), 0, 0, 0
+    # Each line begins behind a newline, so the first one too: that is quick to search for.
+    text, at, whole, count = bytearray(b"\n"), 0, 1, 0
     while data := os.pread(fd, 1 << 16, at):
         at += len(data)
         text += data
         before, whole = whole, text.rfind(b"\n") + 1
-        last = text.rfind(b"\n", 0, max(0, whole - 1)) + 1
-        beyond = below is not None and whole > before and _map_start(text, last) >= below
-        if beyond:
-            whole = before
-            while below is not None and _map_start(text, whole) < below:
-                whole = text.index(b"\n", whole) + 1
+        beyond = None if below is None else _from_address(below).search(text, before - 1)
+        if beyond is not None:
+            whole = beyond.start() + 1
         count += text.count(b"\n", before, whole)
         if count > MAPS_LIMIT:
-            return MapLines(b"\n".join(bytes(text[:whole]).split(b"\n", MAPS_LIMIT)[:-1]) + b"\n", True)
-        if beyond:
+            return MapLines(b"\n".join(bytes(text[1:whole]).split(b"\n", MAPS_LIMIT)[:-1]) + b"\n", True)
+        if beyond is not None:
             break
-    return MapLines(bytes(text[:whole]), False) if text else None
+    return MapLines(bytes(text[1:whole]), False) if at else None
 
 
-def _map_start(text: bytearray, line: int) -> int:
-    return int(text[line : text.index(b"-", line)], 16)
+@cache
+def _from_address(address: int) -> re.Pattern[bytes]:
+    """The start of a line of maps at this address or beyond, which the kernel writes with 8 digits or more.
+
+    A number is greater that has more digits, or as many and, behind the same first ones, a greater digit.
+    """
+    digits = f"{address:08x}"
+    same = [
+        f"{digits[:n]}[{HEX[HEX.index(digit) + 1 :]}][{HEX}]{{{len(digits) - n - 1}}}"
+        for n, digit in enumerate(digits)
+        if digit != HEX[-1]
+    ]
+    any_of = "|".join([f"[{HEX}]{{{len(digits) + 1},}}", *same, digits])
+    return re.compile(f"\n(?:{any_of})-".encode())
 
 
 def maps(pid: int) -> list[MemoryMap]:

@@ -6,6 +6,8 @@ import asyncio
 import threading
 from collections.abc import Callable
 
+import pytest
+
 from mpsd.sweeps import HANG_OF_ONE, Sweep
 
 PATIENCE_S = 0.05
@@ -16,9 +18,35 @@ def fails() -> str:
     raise FileNotFoundError("gone")
 
 
-def run(play: Callable[[Sweep[int, str]], object]) -> None:
+class Hang:
+    """A look that hangs until it is freed, and then returns or raises."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.free, self.looks = threading.Event(), 0
+        self._error = error
+
+    def __call__(self) -> str:
+        self.looks += 1
+        assert self.free.wait(ANSWER_S)
+        if self._error is not None:
+            raise self._error
+        return "late"
+
+
+async def until(holds: Callable[[], object]) -> None:
+    while not holds():
+        await asyncio.sleep(0.001)
+
+
+async def still_waits(task: asyncio.Task[bool]) -> bool:
+    for _ in range(10):
+        await asyncio.sleep(0)
+    return not task.done()
+
+
+def run(play: Callable[[Sweep[int, str]], object], patience_s: float = PATIENCE_S) -> None:
     async def body() -> None:
-        sweep: Sweep[int, str] = Sweep("test", PATIENCE_S)
+        sweep: Sweep[int, str] = Sweep("test", patience_s)
         try:
             async with asyncio.timeout(ANSWER_S):
                 await play(sweep)  # type: ignore[misc]
@@ -95,3 +123,80 @@ def test_a_run_while_another_is_under_way_finds_nothing() -> None:
         await first
 
     run(play)
+
+
+@pytest.mark.parametrize("error", [None, FileNotFoundError("gone"), ValueError("a bug")])
+def test_one_that_hung_is_waited_for_until_it_is_back_and_then_looked_at_anew(
+    error: Exception | None,
+) -> None:
+    hang = Hang(error)
+
+    async def play(sweep: Sweep[int, str]) -> None:
+        assert await sweep.run({1: (0, hang), 2: (0, lambda: "b")}) == {2: "b"}
+        assert not await sweep.back(2)
+        waiting = [asyncio.create_task(sweep.back(1)) for _ in range(2)]
+        assert await still_waits(waiting[0])
+        assert await sweep.run({1: (0, hang)}) == {}
+        hang.free.set()
+        assert await asyncio.gather(*waiting) == [True, True]
+        assert await sweep.run({1: (0, lambda: "a")}) == {1: "a"}
+        assert hang.looks == 1
+
+    run(play)
+
+
+def test_one_left_out_is_not_begun_and_the_one_under_way_is_waited_for() -> None:
+    hang, behind = Hang(), Hang()
+    behind.free.set()
+
+    async def play(sweep: Sweep[int, str]) -> None:
+        looks = {1: (0, hang), 2: (0, behind), 3: (0, lambda: "c")}
+        sweeping = asyncio.create_task(sweep.run(looks))
+        await until(lambda: hang.looks)
+        assert sweep.leave_out(1)
+        assert not sweep.leave_out(2)
+        waiting = asyncio.create_task(sweep.back(1))
+        assert await still_waits(waiting)
+        hang.free.set()
+        assert await waiting
+        assert await sweeping == {1: "late", 3: "c"}
+        assert not behind.looks
+        assert await sweep.run(looks) == {1: "late", 2: "late", 3: "c"}
+
+    run(play, ANSWER_S)
+
+
+def test_a_run_that_is_cancelled_begins_nothing_more_and_knows_what_is_under_way() -> None:
+    hang, behind = Hang(), Hang()
+
+    async def play(sweep: Sweep[int, str]) -> None:
+        sweeping = asyncio.create_task(sweep.run({1: (0, hang), 2: (0, behind)}))
+        await until(lambda: hang.looks)
+        sweeping.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await sweeping
+        assert await sweep.run({1: (0, hang), 3: (0, lambda: "c")}) == {3: "c"}
+        waiting = asyncio.create_task(sweep.back(1))
+        assert await still_waits(waiting)
+        hang.free.set()
+        assert await waiting
+        assert (hang.looks, behind.looks) == (1, 0)
+
+    run(play, ANSWER_S)
+
+
+def test_one_that_raises_what_it_should_not_ends_the_run_and_is_under_way_no_more() -> None:
+    hang = Hang(ValueError("a bug"))
+
+    async def play(sweep: Sweep[int, str]) -> None:
+        sweeping = asyncio.create_task(sweep.run({1: (0, hang)}))
+        await until(lambda: hang.looks)
+        waiting = asyncio.create_task(sweep.back(1))
+        assert await still_waits(waiting)
+        hang.free.set()
+        assert await waiting
+        with pytest.raises(ValueError, match="a bug"):
+            await sweeping
+        assert not await sweep.back(1)
+
+    run(play, ANSWER_S)

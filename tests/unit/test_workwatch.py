@@ -4,37 +4,47 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from typing import Any
 
 import pytest
 
 from mpsd import workwatch
 from mpsd.core import events as ev
+from mpsd.errors import UnsupportedError
 from mpsd.model import ClientId, ProcessInstance
 from mpsd.workwatch import WorkWatch
 
 PROCESS = ProcessInstance(10, 1)
-FIRST, SECOND = (ClientId("d1", PROCESS, space) for space in (0, 1))
+FIRST, SECOND, THIRD = (ClientId("d1", PROCESS, space) for space in (0, 1, 2))
 A_KERNEL = "a kernel"
 
 
 class View:
-    """`left`: what is pending. `go_on`: cleared, a look at the living hangs."""
+    """`left`: what is pending. `go_on`: cleared, a look at the living hangs. `error`: what it raises then."""
 
     fds: Mapping[str, int] = {}
 
     def __init__(self) -> None:
-        self.closed = self.refreshed = 0
+        self.closed = self.refreshed = self.inside = 0
+        self.closed_inside = self.twice_at_a_time = False
         self.left: str | None = ""
         self.located = True
         self.looks = 0
+        self.error: Exception | None = None
+        self.threads: set[str] = set()
         self.go_on = threading.Event()
         self.go_on.set()
 
     def refresh(self) -> None:
+        self.twice_at_a_time |= bool(self.inside)
+        self.inside += 1
         self.refreshed += 1
+        self.threads.add(threading.current_thread().name)
         assert self.go_on.wait(10)
+        self.inside -= 1
+        if self.error is not None:
+            raise self.error
 
     def pending(self) -> str | None:
         self.looks += 1
@@ -42,6 +52,7 @@ class View:
         return self.left
 
     def close(self) -> None:
+        self.closed_inside |= bool(self.inside)
         self.closed += 1
 
 
@@ -66,6 +77,11 @@ class Desk:
     def follow(self, *clients: ClientId) -> View:
         self.watch.follow(clients, self.watch.look(PROCESS, -1))
         return self.views[-1]
+
+    async def swept(self, clients: Collection[ClientId], view: View) -> None:
+        """Until a sweep of these that began after this call has looked at one of them."""
+        seen = view.refreshed
+        await until(lambda: self.watch.refresh(clients) or view.refreshed > seen)
 
     def ended(self) -> list[ClientId]:
         assert all(isinstance(event, ev.WorkEnded) for event in self.told)
@@ -93,7 +109,15 @@ def at_a_desk(play: Callable[[Desk], Coroutine[Any, Any, None]]) -> Desk:
 
     desk = asyncio.run(run())
     assert [view.closed for view in desk.views] == [1] * len(desk.views)
+    assert not any(view.closed_inside or view.twice_at_a_time for view in desk.views)
     return desk
+
+
+@pytest.fixture
+def grown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody is looked at for being young, and no sweep gives up a look."""
+    monkeypatch.setattr(workwatch, "YOUNG_S", 0.0)
+    monkeypatch.setattr(workwatch, "PATIENCE_S", 10.0)
 
 
 def test_each_life_of_a_process_is_watched_to_its_own_end() -> None:
@@ -204,6 +228,132 @@ def test_a_look_that_hangs_holds_up_no_other_and_is_not_begun_twice() -> None:
         desk.watch.forget(FIRST)
         desk.watch.refresh([FIRST, SECOND])
         assert not hung.closed, "a look is under way"
+
+    at_a_desk(play)
+
+
+@pytest.mark.usefixtures("grown")
+def test_the_living_are_looked_at_in_one_thread() -> None:
+    async def play(desk: Desk) -> None:
+        first, second = desk.follow(FIRST), desk.follow(SECOND)
+        desk.watch.refresh([FIRST, SECOND])
+        await until(lambda: second.refreshed)
+        assert len(first.threads | second.threads) == 1
+
+    at_a_desk(play)
+
+
+def test_a_view_that_hangs_in_a_sweep_keeps_out_no_other_and_is_closed_when_it_is_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(workwatch, "YOUNG_S", 0.0)
+
+    async def play(desk: Desk) -> None:
+        hung, other = desk.follow(FIRST), desk.follow(SECOND)
+        hung.go_on.clear()
+        desk.watch.refresh([FIRST, SECOND])
+        await until(lambda: hung.refreshed and other.refreshed)
+        await desk.swept([FIRST, SECOND], other)
+        desk.watch.forget(FIRST)
+        desk.watch.forget(SECOND)
+        await until(lambda: other.closed)
+        assert (hung.refreshed, hung.closed) == (1, 0)
+        hung.go_on.set()
+        await until(lambda: hung.closed)
+
+    at_a_desk(play)
+
+
+@pytest.mark.usefixtures("grown")
+def test_a_view_is_not_closed_while_a_sweep_is_at_it_nor_begun_when_it_is_given_up() -> None:
+    async def play(desk: Desk) -> None:
+        under_way, behind, other = desk.follow(FIRST), desk.follow(SECOND), desk.follow(THIRD)
+        under_way.go_on.clear()
+        desk.watch.refresh([FIRST, SECOND, THIRD])
+        await until(lambda: under_way.refreshed)
+        desk.watch.forget(FIRST)
+        desk.watch.forget(SECOND)
+        await until(lambda: behind.closed)
+        assert not under_way.closed
+        under_way.go_on.set()
+        await until(lambda: under_way.closed and other.refreshed)
+        assert not behind.refreshed
+
+    at_a_desk(play)
+
+
+@pytest.mark.usefixtures("grown")
+def test_the_dead_are_not_looked_at_as_living_by_a_sweep_that_was_begun_before() -> None:
+    async def play(desk: Desk) -> None:
+        first, dead = desk.follow(FIRST), desk.follow(SECOND)
+        first.go_on.clear()
+        desk.watch.refresh([FIRST, SECOND])
+        await until(lambda: first.refreshed)
+        dead.left = A_KERNEL
+        desk.watch.watch(SECOND)
+        await until(lambda: dead.looks)
+        first.go_on.set()
+        await desk.swept([SECOND, FIRST], first)
+        assert not dead.refreshed
+
+    at_a_desk(play)
+
+
+@pytest.mark.usefixtures("grown")
+def test_a_look_that_somebody_waits_for_does_not_wait_for_a_sweep_that_has_not_come_to_it() -> None:
+    async def play(desk: Desk) -> None:
+        first, second = desk.follow(FIRST), desk.follow(SECOND)
+        lives = desk.watch._lives
+        first.go_on.clear()
+        desk.watch.refresh([FIRST, SECOND])
+        await until(lambda: first.refreshed)
+        await desk.watch._look(lives[SECOND])
+        under_way = asyncio.create_task(desk.watch._look(lives[FIRST]))
+        await desk.watch._look(lives[SECOND])
+        assert (second.refreshed, under_way.done()) == (2, False)
+        first.go_on.set()
+        await under_way
+        assert first.refreshed == 1
+        await desk.swept([FIRST], first)
+        assert second.refreshed == 2
+
+    at_a_desk(play)
+
+
+@pytest.mark.usefixtures("grown")
+def test_a_sweep_leaves_out_whom_somebody_is_looking_at() -> None:
+    async def play(desk: Desk) -> None:
+        first, second = desk.follow(FIRST), desk.follow(SECOND)
+        first.go_on.clear()
+        alone = asyncio.create_task(desk.watch._look(desk.watch._lives[FIRST]))
+        await until(lambda: first.refreshed)
+        await desk.swept([FIRST, SECOND], second)
+        assert first.refreshed == 1
+        first.go_on.set()
+        await alone
+        await desk.swept([FIRST, SECOND], first)
+
+    at_a_desk(play)
+
+
+@pytest.mark.usefixtures("grown")
+@pytest.mark.parametrize(
+    ("error", "bugs"), [(OSError("gone"), 0), (UnsupportedError("not here"), 0), (ValueError("a bug"), 1)]
+)
+def test_an_error_of_one_view_is_told_and_ends_no_other_look(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, bugs: int
+) -> None:
+    warned: list[str] = []
+    monkeypatch.setattr(workwatch.log, "warning", lambda text, reason: warned.append(reason))
+
+    async def play(desk: Desk) -> None:
+        failing, other = desk.follow(FIRST), desk.follow(SECOND)
+        failing.error = error
+        desk.watch.refresh([FIRST, SECOND])
+        await until(lambda: not desk.watch._tasks.running())
+        assert (failing.refreshed, other.refreshed) == (1, 1)
+        assert warned == ([] if bugs else [str(error)])
+        assert desk.told == [ev.Counted({"internal_errors": 1})] * bugs
 
     at_a_desk(play)
 
