@@ -20,6 +20,7 @@ ENVIRONMENT_LIMIT = 2 << 20
 # The kernel's own default is 65530 mappings (vm.max_map_count); where more are allowed, more are not read.
 MAPS_LIMIT = 1 << 16
 HEX = "0123456789abcdef"
+FEW_LINES = 2048
 
 
 def _read(path: str, limit: int | None = None) -> bytes:
@@ -282,7 +283,8 @@ def map_lines_of(fd: int, below: int | None) -> MapLines | None:
     """
     # Each line begins behind a newline, so the first one too: that is quick to search for.
     text, at, whole, count = bytearray(b"\n"), 0, 1, 0
-    while data := os.pread(fd, 1 << 16, at):
+    # The kernel writes no more lines than are asked for, and what is low is mostly a dozen.
+    while data := os.pread(fd, FEW_LINES if below is not None and not at else 1 << 16, at):
         at += len(data)
         text += data
         before, whole = whole, text.rfind(b"\n") + 1
