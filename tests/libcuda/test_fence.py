@@ -61,17 +61,23 @@ def test_a_program_ends_while_its_old_copy_unmaps(
     assert ask.end() == ""
 
 
+FROM_HOST = "[gpu.code('cuMemcpyHtoDAsync_v2', m, p, 4096, None)]"
+# More than 4 GiB in all.
+WITHIN = "[gpu.code('cuMemsetD8Async', m, 7, 8 << 20, None) for _ in range(520)]"
+
+
 @EXACT
-def test_it_is_no_fence_for_a_copy_from_the_host(
-    domain: Domain, gate: Gate, second: Domain, post: Post, ask: Program, copies: Path
+@pytest.mark.parametrize("does", [FROM_HOST, WITHIN], ids=["from the host", "much within the GPU"])
+def test_it_is_no_fence_for_copies(
+    domain: Domain, gate: Gate, second: Domain, post: Post, ask: Program, copies: Path, does: str
 ) -> None:
-    """An engine of its own may be at that, whatever became of the kernels."""
+    """An engine of its own may be at them, whatever became of the kernels."""
     line = post.greet(moving.EXACT)
     assert ask("m = gpu.memory(8 << 20)") == "None"
     assert ask("p = gpu.made('cuMemHostAlloc', 4096, 0); ctypes.memset(p, 7, 4096)") == "None"
     stand_by(line, second, copies)
     gate.let(0)
-    assert ask("gpu.code('cuMemcpyHtoDAsync_v2', m, p, 4096, None)") == "0"
+    assert ask(f"set({does})") == "{0}"
     gate.keep(UNMAP)
     break_domain(domain)
     line.say(moving.MOVE, 1, again=1)

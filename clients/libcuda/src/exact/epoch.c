@@ -7,6 +7,7 @@
 #include "exact/state.h"
 #include "failover/line.h"
 
+#define MOST_WITHIN ((size_t)4 << 30)	/* bytes of copies in flight: some ms */
 #define READ_NS 1000000000ull
 #define READ_US 50
 
@@ -87,16 +88,31 @@ static bool comes_from_host(const struct mpsd_op *op)
 	       (op->copy.way == MPSD_COPY_IN || op->copy.way == MPSD_COPY_ANY);
 }
 
+/* Within the GPU they are over soon, and the driver's word comes 20 ms after a fault at the earliest. */
+static size_t copied_within(const struct mpsd_op *op)
+{
+	if (op->kind == MPSD_OP_COPY)
+		return op->copy.size;
+	if (op->kind != MPSD_OP_SET)
+		return 0;
+	return op->set.has_rows ? op->set.pitch * op->set.rows : op->set.width * op->set.count;
+}
+
 /* Whoever has the lock may wait for one that the mover has. */
 bool mpsd_exact_close(void)
 {
+	size_t within = 0;
 	bool is;
 
 	if (!mpsd_exact() || pthread_mutex_trylock(&mpsd_exact_lock))
 		return false;
 	is = !mpsd_epoch.unsure;
-	for (struct mpsd_op *op = mpsd_epoch.first; op && is; op = op->next)
-		is = has_ended(op) || !comes_from_host(op);
+	for (struct mpsd_op *op = mpsd_epoch.first; op && is; op = op->next) {
+		if (has_ended(op))
+			continue;
+		within += copied_within(op);
+		is = !comes_from_host(op) && within <= MOST_WITHIN;
+	}
 	mpsd_epoch.is_closed = is;
 	pthread_mutex_unlock(&mpsd_exact_lock);
 	return is;

@@ -105,8 +105,8 @@ struct mpsd_replayed {
 void mpsd_exact_rested(void);
 
 /*
- * In a move, before the fence: whether all that may be in flight is known, and nothing of it is a copy from the host.
- * Then nothing more is given to the copy that is about to be left.
+ * In a move, before the fence: whether all that may be in flight is known, and nothing of it is a copy from the host, or
+ * much within the GPU. Then nothing more is given to the copy that is about to be left.
  */
 bool mpsd_exact_close(void);
 

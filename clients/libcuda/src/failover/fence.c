@@ -16,6 +16,8 @@
 #include "thread.h"
 #include "windows.h"
 
+#define END_MS 2000
+
 struct unmapping {
 	__typeof__(&cuMemUnmap) unmap;	/* the left copy's */
 	uint64_t moves;			/* its number */
@@ -48,6 +50,17 @@ bool mpsd_fence_await(int milliseconds)
 	for (int ms = 0; mpsd_fence_lasts() && ms < milliseconds; ms++)
 		mpsd_pause(1);
 	return lasted && !mpsd_fence_lasts();
+}
+
+void mpsd_fence_at_end(void)
+{
+	static uint64_t until_ns;
+	uint64_t now = mpsd_now_ns();
+
+	if (!until_ns)
+		until_ns = now + END_MS * 1000000ull;
+	if (now < until_ns)
+		mpsd_fence_await((int)((until_ns - now) / 1000000) + 1);
 }
 
 void mpsd_fence_child(void)

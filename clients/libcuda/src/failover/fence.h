@@ -24,5 +24,8 @@ bool mpsd_fence_lasts(void);
 /* Until that has ended, or so long. Whether there was such a thing, and it has. */
 bool mpsd_fence_await(int milliseconds);
 
+/* The same where the program ends, which it is told more than once: 2 s in all. */
+void mpsd_fence_at_end(void);
+
 /* In a forked child, where nobody unmaps anything. */
 void mpsd_fence_child(void);

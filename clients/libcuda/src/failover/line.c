@@ -366,7 +366,7 @@ static void at_end(void)
 	mpsd_line_wake();
 	if (!pthread_mutex_timedlock(&busy, &until))
 		pthread_mutex_unlock(&busy);
-	mpsd_fence_await(END_MS);
+	mpsd_fence_at_end();
 }
 
 void mpsd_line_ends_first(void)
