@@ -22,7 +22,8 @@ struct unmapping {
 	__typeof__(&cuMemUnmap) unmap;	/* the left copy's */
 	uint64_t moves;			/* its number */
 	int ended;			/* eventfd */
-	atomic_bool all;
+	atomic_bool all;		/* that was tried is unmapped */
+	atomic_bool is_through;		/* all was tried: what the old copy did in it came before */
 	atomic_int holders;		/* its thread, and whoever waits for it */
 	unsigned int count;
 	struct arena_range pieces[];
@@ -89,6 +90,7 @@ static void *run(void *argument)
 	uint64_t one = 1;
 
 	unmap_all(unmapping);
+	atomic_store(&unmapping->is_through, true);
 	while (write(unmapping->ended, &one, sizeof(one)) < 0 && errno == EINTR)
 		;
 	/* The copy may be unloaded from here on. */
@@ -170,7 +172,7 @@ static bool wait_for(struct unmapping *unmapping)
 		if (poll(polled, 2, -1) < 0)
 			continue;
 		if (polled[0].revents)
-			return atomic_load(&unmapping->all);
+			return atomic_load(&unmapping->is_through) && atomic_load(&unmapping->all);
 		/* What that says is the end of kernels. */
 		if (polled[1].revents && says_fenced() && mpsd_exact_close())
 			return true;
