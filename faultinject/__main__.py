@@ -86,7 +86,27 @@ def _add_backend(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backend", choices=BACKENDS, default="simulated", help=which)
 
 
-_TYPES = SimpleNamespace(backends=BACKENDS, common=_add_common, names=names, number=number, seconds=seconds)
+def _add_fault_runs(
+    parser: argparse.ArgumentParser, of: str, libcuda: str = "the folder with the proxy's libcuda.so.1"
+) -> None:
+    """For commands that let faults come again and again beside programs. `of`: what has logs of its own."""
+    _add_backend(parser)
+    _add_common(parser)
+    parser.add_argument("--faults", type=number(1, 1000), default=3, help="of each kind (default: 3)")
+    parser.add_argument("--deadline", type=seconds, default=120.0, help="seconds for each kind")
+    parser.add_argument("--libcuda", type=Path, metavar="DIR", help=libcuda)
+    parser.add_argument("--driver", type=Path, metavar="DIR", help="the stand-in's, for the simulated GPU")
+    parser.add_argument("--out", type=Path, help=f"keep the logs of each {of} here")
+
+
+_TYPES = SimpleNamespace(
+    backends=BACKENDS,
+    common=_add_common,
+    fault_runs=_add_fault_runs,
+    names=names,
+    number=number,
+    seconds=seconds,
+)
 """What the options of a subcommand in another module are read by."""
 
 

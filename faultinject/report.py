@@ -185,6 +185,16 @@ def load(path: Path) -> dict[str, Any]:
     return checked
 
 
+def passed(finished: Mapping[str, Any], verdicts: Sequence[str]) -> bool:
+    """Something was run, all of it is valid, and nothing was left behind."""
+    return not finished["leftovers"] and bool(verdicts) and all(verdict == "valid" for verdict in verdicts)
+
+
+def left_behind(finished: Mapping[str, Any]) -> str:
+    """The last line of a text."""
+    return "Left behind: " + ("; ".join(finished["leftovers"]) or "nothing") + "."
+
+
 def load_of_kind(path: Path, kind: str) -> dict[str, Any] | None:
     """The JSON object in this file whose `kind` that is; None if it is something else. Raises UsageError."""
     try:

@@ -264,8 +264,7 @@ def table(finished: Mapping[str, Any]) -> list[list[str]]:
 
 
 def passed(finished: Mapping[str, Any]) -> bool:
-    rows = table(finished)[1:]
-    return not finished["leftovers"] and bool(rows) and all(row[-1] == "valid" for row in rows)
+    return report.passed(finished, [row[-1] for row in table(finished)[1:]])
 
 
 def markdown(finished: Mapping[str, Any]) -> str:
@@ -289,7 +288,7 @@ def markdown(finished: Mapping[str, Any]) -> str:
         "",
         report.markdown_table(table(finished)),
         "",
-        "Left behind: " + ("; ".join(finished["leftovers"]) or "nothing") + ".",
+        report.left_behind(finished),
     ]
     return "\n".join(lines) + "\n"
 
@@ -308,13 +307,7 @@ def _go(args: argparse.Namespace) -> int:
 def add_parser(commands: Any, types: Any) -> None:
     """The subcommand's options. `types` has the harness's readers of names, numbers and seconds."""
     parser = commands.add_parser("takeover", help="faults beside a program under mpsd-standby, which goes on")
-    parser.add_argument("--backend", choices=types.backends, default="simulated", help="(default: simulated)")
-    types.common(parser)
+    types.fault_runs(parser, "mode", libcuda="not used, but for the stand-in's build")
     parser.add_argument("--kinds", type=types.names, default=list(KINDS), help=f"default: {', '.join(KINDS)}")
     parser.add_argument("--modes", type=types.names, default=list(MODES), help="default: warm,cold")
-    parser.add_argument("--faults", type=types.number(1, 1000), default=3, help="of each kind (default: 3)")
-    parser.add_argument("--deadline", type=types.seconds, default=120.0, help="seconds for each kind")
-    parser.add_argument("--libcuda", type=Path, metavar="DIR", help="not used, but for the stand-in's build")
-    parser.add_argument("--driver", type=Path, metavar="DIR", help="the stand-in's, for the simulated GPU")
-    parser.add_argument("--out", type=Path, help="keep the logs of each mode here")
     parser.set_defaults(go=_go)

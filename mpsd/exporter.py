@@ -31,8 +31,14 @@ else:
     INSTALLED = True
 
 BUCKETS_S = (0.0001, 0.0005, 0.001, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
-STEPS = {"told_ms": "told", "held_ms": "held", "fence_ms": "fence", "first_ms": "first_call"}
-STEPS |= {"turn_ms": "turn", "done_ms": "done_again"}
+STEPS = {
+    "told_ms": "told",
+    "held_ms": "held",
+    "fence_ms": "fence",
+    "first_ms": "first_call",
+    "turn_ms": "turn",
+    "done_ms": "done_again",
+}
 KEPT = 1000
 """Fail-overs that are asked for at each scrape."""
 

@@ -127,7 +127,7 @@ class View:
         return self._there().address + self._offset
 
     def _there(self) -> Mapping:
-        if self._mapping is None or not self._mapping.range.usable:
+        if self._closed_here or self._mapping is None:
             raise errors.UsageError("the buffer is closed", remedy="attach it again")
         return self._mapping
 

@@ -19,7 +19,7 @@ from mpsd_client.buffer import Buffer, Mapping, Range
 from mpsd_client.events import Callback, Watcher
 from mpsd_client.vault import InUseError, NoVaultError, Piece, QuotaError, Vault
 
-DYING_S, LOOK_S, STEP_S = 30.0, 0.002, 0.02
+DYING_S = 30.0
 _NOT_TAKEN = (NoVaultError, QuotaError, errors.DeadlineError, errors.DeniedError)
 
 
@@ -240,7 +240,7 @@ def _take(vault: Vault, name: str, number: int) -> Piece | None:
             waited = time.monotonic() - began
             if not turns.is_followed() or (turn is not None and turn.is_first) or waited > DYING_S:
                 raise
-            holdings.wait(min(max(LOOK_S, waited / 5), STEP_S))
+            holdings.wait(turns.until_next_look(waited))
 
 
 def _check(name: str, size: int | None) -> None:

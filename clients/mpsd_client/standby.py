@@ -29,7 +29,7 @@ from mpsd_client.run import NOT_EXECUTABLE, NOT_FOUND, USAGE
 from mpsd_client.transport import find_socket
 
 UNAVAILABLE = 69
-GRACE_S, SETTLE_S, STEP_S, LOOK_S = 10.0, 30.0, 0.02, 0.002
+GRACE_S, SETTLE_S = 10.0, 30.0
 FIRST_PAUSE_S, LAST_PAUSE_S, COMPARE_S = 0.2, 5.0, 0.5
 ASK_S, STARTS_FOR_S = 5.0, 30.0
 PATIENCE_MS = 150
@@ -346,7 +346,7 @@ class Stage:
         if self._rota.stopping:
             end = time.monotonic() + GRACE_S
             while time.monotonic() < end and await asyncio.to_thread(actor.is_there):
-                await asyncio.sleep(STEP_S)
+                await asyncio.sleep(turns.STEP_S)
         working = self._rota.working
         works = working is not None and working.number == actor.pid and not working.over
         if not (ended_well and works) and not await asyncio.to_thread(actor.kill):
@@ -402,7 +402,7 @@ class Stage:
             if not told and waited > 1.0:
                 told = True
                 self._say("waits", f"work of process {number} is not seen to have ended yet")
-            await asyncio.sleep(until_next_look(waited))
+            await asyncio.sleep(turns.until_next_look(waited))
         async with self._asking:
             await asyncio.to_thread(self._hang_up)
         self._heard.put_nowait(("settled", actor, left))
@@ -423,12 +423,6 @@ def _ms(seconds: float) -> float:
 
 def _ms_since(moment: float) -> float:
     return _ms(time.monotonic() - moment) if moment else 0.0
-
-
-def until_next_look(waited_s: float) -> float:
-    """Most are gone in milliseconds. One fault ends many programs, and the daemon that all of them ask has
-    their leases to close."""
-    return min(max(LOOK_S, waited_s / 5), STEP_S)
 
 
 def _left_by(actor: Actor, rows: Sequence[Mapping[str, Any]]) -> Left:

@@ -21,6 +21,13 @@ VARIABLE = "MPSD_TURN"
 MARK = "MPSD_TURN_MARK"
 READY, GO, TOOK = b"ready\n", b"go\n", b"took\n"
 HEARS, LET_GO, LEFT, KEEPS = b"hears\n", b"let-go\n", b"left\n", b"keeps\n"
+LOOK_S, STEP_S = 0.002, 0.02
+
+
+def until_next_look(waited_s: float) -> float:
+    """For the end of a process that is just being killed. Most are gone in milliseconds; but one fault ends
+    many programs, and the daemon that all of them ask has their leases to close."""
+    return min(max(LOOK_S, waited_s / 5), STEP_S)
 
 
 class Turn:

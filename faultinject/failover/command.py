@@ -127,8 +127,7 @@ def _go(args: argparse.Namespace) -> int:
 def add_parser(commands: Any, types: Any) -> None:
     """The subcommand's options. `types` has the harness's readers of names, numbers and seconds."""
     parser = commands.add_parser("failover", help="faults that nothing isolates, beside programs that go on")
-    parser.add_argument("--backend", choices=types.backends, default="simulated", help="(default: simulated)")
-    types.common(parser)
+    types.fault_runs(parser, "kind")
     parser.add_argument("--kinds", type=types.names, default=list(KINDS), help=f"of: {', '.join(KINDS)}, ...")
     parser.add_argument("--mode", choices=("exact", "keep"), default="exact", help="(default: exact)")
     parser.add_argument(
@@ -137,11 +136,4 @@ def add_parser(commands: Any, types: Any) -> None:
         default=[],
         help=f"programs in place of servers, whose results are compared: {', '.join(NAMES)}",
     )
-    parser.add_argument("--faults", type=types.number(1, 1000), default=3, help="of each kind (default: 3)")
-    parser.add_argument("--deadline", type=types.seconds, default=120.0, help="seconds for each kind")
-    parser.add_argument(
-        "--libcuda", type=Path, metavar="DIR", help="the folder with the proxy's libcuda.so.1"
-    )
-    parser.add_argument("--driver", type=Path, metavar="DIR", help="the stand-in's, for the simulated GPU")
-    parser.add_argument("--out", type=Path, help="keep the logs of each kind here")
     parser.set_defaults(go=_go)

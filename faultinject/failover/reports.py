@@ -143,11 +143,10 @@ def markdown(finished: Mapping[str, Any]) -> str:
         "",
         report.markdown_table(table(finished)),
         "",
-        "Left behind: " + ("; ".join(finished["leftovers"]) or "nothing") + ".",
+        report.left_behind(finished),
     ]
     return "\n".join(lines) + "\n"
 
 
 def passed(finished: Mapping[str, Any]) -> bool:
-    verdicts = [judge(faults) for faults in finished["faults"].values()]
-    return not finished["leftovers"] and bool(verdicts) and all(verdict == "valid" for verdict in verdicts)
+    return report.passed(finished, [judge(faults) for faults in finished["faults"].values()])

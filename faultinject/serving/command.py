@@ -151,16 +151,8 @@ def _go(args: argparse.Namespace) -> int:
 def add_parser(commands: Any, types: Any) -> None:
     """The subcommand's options. `types` has the harness's readers of names, numbers and seconds."""
     parser = commands.add_parser("serving", help="requests to an LLM server beside faults")
-    parser.add_argument("--backend", choices=types.backends, default="simulated", help="(default: simulated)")
-    types.common(parser)
+    types.fault_runs(parser, "mode")
     parser.add_argument("--kinds", type=types.names, default=list(KINDS), help=f"default: {', '.join(KINDS)}")
     modes = ",".join(reports.MODES)
     parser.add_argument("--modes", type=types.names, default=list(reports.MODES), help=f"default: {modes}")
-    parser.add_argument("--faults", type=types.number(1, 1000), default=3, help="of each kind (default: 3)")
-    parser.add_argument("--deadline", type=types.seconds, default=120.0, help="seconds for each kind")
-    parser.add_argument(
-        "--libcuda", type=Path, metavar="DIR", help="the folder with the proxy's libcuda.so.1"
-    )
-    parser.add_argument("--driver", type=Path, metavar="DIR", help="the stand-in's, for the simulated GPU")
-    parser.add_argument("--out", type=Path, help="keep the logs of each mode here")
     parser.set_defaults(go=_go)

@@ -103,8 +103,7 @@ def table(finished: Mapping[str, Any]) -> list[list[str]]:
 
 
 def passed(finished: Mapping[str, Any]) -> bool:
-    rows = table(finished)[1:]
-    return not finished["leftovers"] and bool(rows) and all(each[-1] == "valid" for each in rows)
+    return report.passed(finished, [each[-1] for each in table(finished)[1:]])
 
 
 def without_faults(finished: Mapping[str, Any]) -> str:
@@ -143,6 +142,6 @@ def markdown(finished: Mapping[str, Any]) -> str:
         "",
         report.markdown_table(table(finished)),
         "",
-        "Left behind: " + ("; ".join(finished["leftovers"]) or "nothing") + ".",
+        report.left_behind(finished),
     ]
     return "\n".join(lines) + "\n"

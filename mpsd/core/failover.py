@@ -19,7 +19,7 @@ from mpsd.core import attribution as at
 from mpsd.core import turns
 from mpsd.core.draft import Draft
 from mpsd.core.effects import ArmTimer, Fenced, Move, OfferStandby, RecordFailover, StandDown
-from mpsd.core.fates import latest_of, revise
+from mpsd.core.fates import latest_of, revise, rewrite
 from mpsd.core.killing import kill_by_policy
 from mpsd.core.records import FaultRecord
 from mpsd.core.standby import OFFERED, FailoverRecord, Fate, Member, Outcome, Standing, Turn
@@ -338,6 +338,5 @@ def link(draft: Draft, domain: str, fault: int) -> None:
     """The record of the fault was made after that of the fail-over."""
     for record in reversed(draft.state.failovers):
         if record.domain == domain and record.fault is None and record.at == draft.now:
-            record = draft.put_failover(replace(record, fault=fault, revision=record.revision + 1))
-            draft.emit(RecordFailover(record))
+            rewrite(draft, replace(record, fault=fault))
             return

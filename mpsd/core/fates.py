@@ -20,8 +20,12 @@ def revise(draft: Draft, record: FailoverRecord, process: ProcessInstance, **cha
         for f in record.fates
     )
     if fates != record.fates:
-        record = draft.put_failover(replace(record, fates=fates, revision=record.revision + 1))
-        draft.emit(RecordFailover(record))
+        rewrite(draft, replace(record, fates=fates))
+
+
+def rewrite(draft: Draft, record: FailoverRecord) -> None:
+    """Write it as its next revision."""
+    draft.emit(RecordFailover(draft.put_failover(replace(record, revision=record.revision + 1))))
 
 
 def last_of(state: State, process: ProcessInstance) -> FailoverRecord | None:

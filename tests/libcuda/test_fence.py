@@ -17,13 +17,20 @@ from tests.support.simnode import Domain, until
 __all__ = ["ask", "backend", "copies", "domain", "gate", "post", "second"]
 
 
-def ready(line: Line, gate: Gate, domain: Domain, second: Domain, ask: Program, copies: Path) -> None:
-    """Its domain is lost, and it is kept where it unmaps its memory there."""
+def moving_out(line: Line, gate: Gate, domain: Domain, second: Domain, ask: Program, copies: Path) -> None:
+    """It has done something, and is moving out."""
     assert ask("m = gpu.memory(8 << 20); n = gpu.memory(600)") == "None"
     stand_by(line, second, copies)
     assert ask("[gpu.run('add', m, 8, 5), gpu.sync()]") == "[0, 0]"
+    lose(line, gate, domain)
+
+
+def lose(line: Line, gate: Gate, domain: Domain) -> None:
+    """The domain is lost, and the program, which is told so, is kept where it unmaps its memory there."""
     gate.keep(UNMAP)
     break_domain(domain)
+    line.say(moving.MOVE, 1, again=1)
+    unmapping(gate)
 
 
 def unmapping(gate: Gate) -> None:
@@ -35,9 +42,7 @@ def test_the_daemons_word_is_a_fence(
     domain: Domain, gate: Gate, second: Domain, post: Post, ask: Program, copies: Path
 ) -> None:
     line = post.greet(moving.EXACT)
-    ready(line, gate, domain, second, ask, copies)
-    line.say(moving.MOVE, 1, again=1)
-    unmapping(gate)
+    moving_out(line, gate, domain, second, ask, copies)
     line.say(moving.FENCED, 1)
     assert line.hear(moving.MOVED).generation == 1
     assert ask("[gpu.word(m), gpu.run('add', m, 8, 1), gpu.sync(), gpu.word(m)]") == "[5, 0, 0, 6]"
@@ -53,9 +58,7 @@ def test_a_program_ends_while_its_old_copy_unmaps(
     domain: Domain, gate: Gate, second: Domain, post: Post, ask: Program, copies: Path
 ) -> None:
     line = post.greet(moving.EXACT)
-    ready(line, gate, domain, second, ask, copies)
-    line.say(moving.MOVE, 1, again=1)
-    unmapping(gate)
+    moving_out(line, gate, domain, second, ask, copies)
     line.say(moving.FENCED, 1)
     line.hear(moving.MOVED)
     assert ask.end() == ""
@@ -78,10 +81,7 @@ def test_it_is_no_fence_for_copies(
     stand_by(line, second, copies)
     gate.let(0)
     assert ask(f"set({does})") == "{0}"
-    gate.keep(UNMAP)
-    break_domain(domain)
-    line.say(moving.MOVE, 1, again=1)
-    unmapping(gate)
+    lose(line, gate, domain)
     line.say(moving.FENCED, 1)
     assert line.is_silent()
     gate.keep(0)
@@ -102,9 +102,7 @@ def test_other_words_are_no_fence(
     first: tuple[int, int],
 ) -> None:
     line = post.greet(moving.EXACT)
-    ready(line, gate, domain, second, ask, copies)
-    line.say(moving.MOVE, 1, again=1)
-    unmapping(gate)
+    moving_out(line, gate, domain, second, ask, copies)
     line.say(*first)
     line.say(moving.FENCED, 1)
     assert line.is_silent()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mpsd_client import standby
+from mpsd_client import turns
 from mpsd_client.rota import STEADY_S, End, GiveTurn, Leave, Left, Role, Rota, Say, Settle, Start
 from tests.support.rotas import Play, both
 
@@ -175,5 +175,5 @@ def test_a_stop_ends_both_and_starts_nobody() -> None:
 
 
 def test_a_process_is_looked_for_less_often_the_longer_it_lasts() -> None:
-    waits = [standby.until_next_look(waited) for waited in (0.0, 0.05, 30.0)]
-    assert waits == [standby.LOOK_S, 0.01, standby.STEP_S]
+    waits = [turns.until_next_look(waited) for waited in (0.0, 0.05, 30.0)]
+    assert waits == [turns.LOOK_S, 0.01, turns.STEP_S]

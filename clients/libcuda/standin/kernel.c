@@ -20,17 +20,27 @@ static bool may_be_set(CUfunction_attribute attribute)
 		attribute <= CU_FUNC_ATTRIBUTE_CLUSTER_SCHEDULING_POLICY_PREFERENCE);
 }
 
-API CUresult cuFuncGetAttribute(int *pi, CUfunction_attribute attrib, CUfunction hfunc)
+/* As enter(), and a handle that is none leaves with its error. */
+static CUresult enter_of(const struct CUfunc_st *handle, struct CUfunc_st **function)
 {
-	struct CUfunc_st *function;
 	CUcontext context;
 	CUresult result = enter(&context);
 
 	if (result != CUDA_SUCCESS)
 		return result;
-	function = find_function(hfunc);
-	if (!pi || (unsigned int)attrib >= CU_FUNC_ATTRIBUTE_MAX || !function)
-		return leave(function ? CUDA_ERROR_INVALID_VALUE : CUDA_ERROR_INVALID_HANDLE);
+	*function = find_function(handle);
+	return *function ? CUDA_SUCCESS : leave(CUDA_ERROR_INVALID_HANDLE);
+}
+
+API CUresult cuFuncGetAttribute(int *pi, CUfunction_attribute attrib, CUfunction hfunc)
+{
+	struct CUfunc_st *function;
+	CUresult result = enter_of(hfunc, &function);
+
+	if (result != CUDA_SUCCESS)
+		return result;
+	if (!pi || (unsigned int)attrib >= CU_FUNC_ATTRIBUTE_MAX)
+		return leave(CUDA_ERROR_INVALID_VALUE);
 	*pi = function->attributes[attrib];
 	return leave(CUDA_SUCCESS);
 }
@@ -38,14 +48,10 @@ API CUresult cuFuncGetAttribute(int *pi, CUfunction_attribute attrib, CUfunction
 API CUresult cuFuncSetAttribute(CUfunction hfunc, CUfunction_attribute attrib, int value)
 {
 	struct CUfunc_st *function;
-	CUcontext context;
-	CUresult result = enter(&context);
+	CUresult result = enter_of(hfunc, &function);
 
 	if (result != CUDA_SUCCESS)
 		return result;
-	function = find_function(hfunc);
-	if (!function)
-		return leave(CUDA_ERROR_INVALID_HANDLE);
 	if (!may_be_set(attrib) || value < (attrib == CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT ? -1 : 0) ||
 	    (attrib == CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES && value > MOST_SHARED_BYTES))
 		return leave(CUDA_ERROR_INVALID_VALUE);
@@ -66,43 +72,37 @@ API CUresult cuKernelSetAttribute(CUfunction_attribute attrib, int val, CUkernel
 API CUresult cuFuncLoad(CUfunction function)
 {
 	struct CUfunc_st *found;
-	CUcontext context;
-	CUresult result = enter(&context);
+	CUresult result = enter_of(function, &found);
 
 	if (result != CUDA_SUCCESS)
 		return result;
-	found = find_function(function);
-	if (found)
-		found->loaded = true;
-	return leave(found ? CUDA_SUCCESS : CUDA_ERROR_INVALID_HANDLE);
+	found->loaded = true;
+	return leave(CUDA_SUCCESS);
 }
 
 API CUresult cuFuncIsLoaded(CUfunctionLoadingState *state, CUfunction function)
 {
 	struct CUfunc_st *found;
-	CUcontext context;
-	CUresult result = enter(&context);
+	CUresult result = enter_of(function, &found);
 
 	if (result != CUDA_SUCCESS)
 		return result;
-	found = find_function(function);
-	if (found && state)
-		*state = found->loaded ? CU_FUNCTION_LOADING_STATE_LOADED : CU_FUNCTION_LOADING_STATE_UNLOADED;
-	return leave(!found ? CUDA_ERROR_INVALID_HANDLE : state ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE);
+	if (!state)
+		return leave(CUDA_ERROR_INVALID_VALUE);
+	*state = found->loaded ? CU_FUNCTION_LOADING_STATE_LOADED : CU_FUNCTION_LOADING_STATE_UNLOADED;
+	return leave(CUDA_SUCCESS);
 }
 
 API CUresult cuFuncGetParamInfo(CUfunction func, size_t paramIndex, size_t *paramOffset, size_t *paramSize)
 {
 	struct CUfunc_st *function;
-	CUcontext context;
 	size_t offset = 0;
-	CUresult result = enter(&context);
+	CUresult result = enter_of(func, &function);
 
 	if (result != CUDA_SUCCESS)
 		return result;
-	function = find_function(func);
-	if (!function || !paramOffset || paramIndex >= function->builtin->parameters)
-		return leave(function ? CUDA_ERROR_INVALID_VALUE : CUDA_ERROR_INVALID_HANDLE);
+	if (!paramOffset || paramIndex >= function->builtin->parameters)
+		return leave(CUDA_ERROR_INVALID_VALUE);
 	for (size_t i = 0; i < paramIndex; i++)
 		offset += function->builtin->sizes[i];
 	*paramOffset = offset;
