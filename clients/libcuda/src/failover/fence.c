@@ -100,28 +100,30 @@ static void *run(void *argument)
 	return NULL;
 }
 
-/* How many there are; NULL: they are only counted. */
-static unsigned int gather(struct arena_range *pieces)
+/* Every piece that is there has its granules, so there are no more than that. */
+static unsigned int most_pieces(void)
 {
-	unsigned int count = 0;
+	unsigned int most = 0;
 
+	for (int i = 0; i < DEVICES; i++)
+		most += mpsd_windows[i].open ? mpsd_windows[i].arena.pieces : 0;
+	return most;
+}
+
+static void gather(struct unmapping *unmapping)
+{
 	for (int i = 0; i < DEVICES; i++) {
 		struct window *window = &mpsd_windows[i];
 		struct arena_range piece = { window->arena.base, 0 };
 
-		while (window->open && arena_next_piece(&window->arena, piece.base + piece.size, &piece)) {
-			if (pieces)
-				pieces[count] = piece;
-			count++;
-		}
+		while (window->open && arena_next_piece(&window->arena, piece.base + piece.size, &piece))
+			unmapping->pieces[unmapping->count++] = piece;
 	}
-	return count;
 }
 
 static struct unmapping *prepare(void)
 {
-	unsigned int count = gather(NULL);
-	struct unmapping *unmapping = malloc(sizeof(*unmapping) + count * sizeof(unmapping->pieces[0]));
+	struct unmapping *unmapping = malloc(sizeof(*unmapping) + most_pieces() * sizeof(unmapping->pieces[0]));
 
 	if (!unmapping)
 		return NULL;
@@ -131,9 +133,8 @@ static struct unmapping *prepare(void)
 		.ended = eventfd(0, EFD_CLOEXEC),
 		.all = true,
 		.holders = 1,
-		.count = count,
 	};
-	gather(unmapping->pieces);
+	gather(unmapping);
 	return unmapping;
 }
 
