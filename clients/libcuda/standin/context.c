@@ -119,6 +119,7 @@ static CUresult open_context(CUcontext context, CUdevice device)
 		result = open_streams(context);
 	if (result == CUDA_SUCCESS) {
 		context->broken = CUDA_SUCCESS;
+		manager_watch(context);
 		note_taken();
 	}
 	return result;
@@ -152,6 +153,7 @@ static void end_context(CUcontext context)
 {
 	look_at(context);	/* what is dead need not be waited for */
 	context->retained = 0;	/* before the streams end: nobody comes in meanwhile */
+	manager_forget(context);
 	close_streams(context);
 	close_events(context);
 	close_modules(context->device);

@@ -56,6 +56,8 @@ struct CUctx_st {
 	CUresult broken;		/* what every call answers once it is not CUDA_SUCCESS */
 	struct CUstream_st *streams;	/* all, the destroyed ones too, until the context ends */
 	struct CUstream_st *legacy;	/* the NULL stream */
+	bool is_watched;		/* by its watcher */
+	pthread_t watcher;
 };
 
 CUresult enter(CUcontext *context);	/* takes the lock if it succeeds, and only then */
@@ -65,6 +67,10 @@ void kill_context(CUcontext context, CUresult reason);
 int device_count(void);
 bool is_device(CUdevice device);
 bool is_any_retained(void);
+
+/* manager.c, with the lock held; it is given back meanwhile where a watcher ends. */
+void manager_watch(CUcontext context);
+void manager_forget(CUcontext context);
 
 /* reserve.c: what the process has mapped by now. */
 void note_taken(void);

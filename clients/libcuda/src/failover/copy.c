@@ -3,7 +3,8 @@
  * A second copy of libcuda wants three things of its own: an abstract socket, which the first one holds under a
  * name that is made of the process's id, another CUDA_MPS_PIPE_DIRECTORY, and the addresses of the windows,
  * where the process has a placeholder already. Its own slots for bind(), getenv(), mmap(), munmap(), fopen() and
- * open() lead here; the program's environment and its other libraries stay as they are.
+ * open() lead here, those for ioctl() and close() to autopsy.c and descriptors.c, in the first one too; the program's
+ * environment and its other libraries stay as they are.
  */
 #include "failover/copy.h"
 
@@ -22,10 +23,12 @@
 #include <unistd.h>
 
 #include "elfview.h"
+#include "failover/autopsy.h"
+#include "failover/descriptors.h"
 #include "failover/maps.h"
 #include "window.h"
 
-#define COPIES 2
+#define COPIES (MPSD_COPY_NUMBERS - 1)
 #define SOCKET_NAME "cuda-uvmfd-"
 #define PIPE "CUDA_MPS_PIPE_DIRECTORY"
 
@@ -116,8 +119,14 @@ static int own_open(const char *path, int flags, ...)
 	return open(path, flags, mode);
 }
 
-static void *replacement(const char *symbol)
+static void *replacement(const char *symbol, unsigned int number)
 {
+	if (!strcmp(symbol, "ioctl"))
+		return mpsd_autopsy_ioctl(number);
+	if (!strcmp(symbol, "close"))
+		return mpsd_descriptors_close(number);
+	if (!number)
+		return NULL;
 	if (!strcmp(symbol, "fopen") || !strcmp(symbol, "fopen64"))
 		return (void *)own_fopen;
 	if (!strcmp(symbol, "open") || !strcmp(symbol, "open64"))
@@ -167,11 +176,12 @@ static bool write_slot(ElfW(Addr) base, void **slot, void *value)
 	return (uintptr_t)slot < relro.begin || (uintptr_t)slot >= relro.end || !mprotect(begin, page, PROT_READ);
 }
 
-static bool write_table(const struct elfview *view, const ElfW(Rela) *table, size_t bytes)
+static bool write_table(const struct elfview *view, const ElfW(Rela) *table, size_t bytes, unsigned int number)
 {
 	for (size_t i = 0; i < bytes / sizeof(*table); i++) {
 		uint32_t symbol = (uint32_t)ELF64_R_SYM(table[i].r_info);
-		void *with = symbol ? replacement(view->strings + view->symbols[symbol].st_name) : NULL;
+		const char *name = view->strings + view->symbols[symbol].st_name;
+		void *with = symbol ? replacement(name, number) : NULL;
 
 		if (with && !view->symbols[symbol].st_shndx &&
 		    !write_slot(view->base, (void **)(view->base + table[i].r_offset), with))
@@ -185,7 +195,7 @@ static const void *absolute(const struct link_map *map, ElfW(Addr) value)
 	return (const void *)(value < map->l_addr ? map->l_addr + value : value);
 }
 
-static bool write_slots(const struct link_map *map)
+static bool write_slots(const struct link_map *map, unsigned int number)
 {
 	const ElfW(Rela) *rela = NULL, *plt = NULL;
 	size_t rela_bytes = 0, plt_bytes = 0;
@@ -203,7 +213,8 @@ static bool write_slots(const struct link_map *map)
 		else if (entry->d_tag == DT_PLTRELSZ)
 			plt_bytes = entry->d_un.d_val;
 	}
-	return write_table(&view, rela, rela ? rela_bytes : 0) && write_table(&view, plt, plt ? plt_bytes : 0);
+	return write_table(&view, rela, rela ? rela_bytes : 0, number) &&
+	       write_table(&view, plt, plt ? plt_bytes : 0, number);
 }
 
 struct search {
@@ -233,12 +244,24 @@ static bool is_free(const char *path)
 	return !search.found;
 }
 
-static bool open_one(struct mpsd_copy *copy, const char *path, const char **why)
+void mpsd_copy_watch_first(void)
+{
+	static bool is_done;
+	struct link_map *map = NULL;
+
+	/* Where it cannot be, a move takes longer. */
+	if (!is_done && !dlinfo(mpsd_real_handle, RTLD_DI_LINKMAP, &map))
+		write_slots(map, 0);
+	is_done = true;
+}
+
+static bool open_one(struct mpsd_copy *copy, const char **why)
 {
 	struct link_map *map = NULL;
 
-	copy->handle = dlopen(path, RTLD_NOW | RTLD_LOCAL);
-	if (!copy->handle || dlinfo(copy->handle, RTLD_DI_LINKMAP, &map) || !write_slots(map)) {
+	mpsd_autopsy_none(copy->number, false);
+	copy->handle = dlopen(copy->path, RTLD_NOW | RTLD_LOCAL);
+	if (!copy->handle || dlinfo(copy->handle, RTLD_DI_LINKMAP, &map) || !write_slots(map, copy->number)) {
 		*why = copy->handle ? "the copy's calls of bind, getenv and mmap cannot be led elsewhere"
 				    : "the copy of the driver does not load";
 		mpsd_copy_unload(copy);
@@ -258,15 +281,14 @@ static bool open_one(struct mpsd_copy *copy, const char *path, const char **why)
 
 bool mpsd_copy_load(struct mpsd_copy *copy, const char *folder, const char **why)
 {
-	char path[512];
-
 	*copy = (struct mpsd_copy){ .handle = NULL };
 	*why = "every copy of the driver is in use";
 	for (int i = 0; i < COPIES; i++) {
-		snprintf(path, sizeof(path), "%s/libcuda-%d.so.1", folder, i);
-		if (is_free(path))
-			return open_one(copy, path, why);
-		if (access(path, R_OK))
+		copy->number = (unsigned int)i + 1;
+		snprintf(copy->path, sizeof(copy->path), "%s/libcuda-%d.so.1", folder, i);
+		if (is_free(copy->path))
+			return open_one(copy, why);
+		if (access(copy->path, R_OK))
 			*why = "there is no copy of the driver";
 	}
 	return false;
@@ -274,7 +296,7 @@ bool mpsd_copy_load(struct mpsd_copy *copy, const char *folder, const char **why
 
 void mpsd_copy_unload(struct mpsd_copy *copy)
 {
-	if (copy->handle)
-		dlclose(copy->handle);
+	if (copy->handle && !dlclose(copy->handle) && is_free(copy->path))
+		mpsd_descriptors_end(copy->number);
 	copy->handle = NULL;
 }

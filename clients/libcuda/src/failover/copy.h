@@ -7,8 +7,12 @@
 
 #include "proxy.h"
 
+#define MPSD_COPY_NUMBERS 3
+
 struct mpsd_copy {
 	void *handle;
+	unsigned int number;	/* 0: the program's first one */
+	char path[512];
 	void *calls[MPSD_SLOTS];
 };
 
@@ -17,6 +21,9 @@ struct mpsd_copy {
  * False: `why` says why not.
  */
 bool mpsd_copy_load(struct mpsd_copy *copy, const char *folder, const char **why);
+
+/* Lead the ioctl() of the program's first one as that of the others is led. Once, any time. */
+void mpsd_copy_watch_first(void);
 
 /* Nothing of it may be called any more. */
 void mpsd_copy_unload(struct mpsd_copy *copy);

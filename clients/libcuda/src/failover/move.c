@@ -190,9 +190,12 @@ bool mpsd_move(bool planned, enum mpsd_failover_again again, struct mpsd_times *
 	if (!waits_for_turn)
 		mpsd_phase_begin();
 	mpsd_line_moves();
+	mpsd_standby_leave(true);
 	is = hold_and_switch(&planned, times, why);
 	if (is)
 		take_over();
+	else
+		mpsd_standby_leave(false);
 	if (is && again == MPSD_FAILOVER_IN_TURN && mpsd_exact_is_due(&times->replayed.operations)) {
 		times->waits = waits_for_turn = true;
 		turn_until_ns = mpsd_now_ns() + TURN_MS * 1000000ull;

@@ -38,6 +38,9 @@ void *mpsd_standby_handle(void);
 void mpsd_standby_no_calls(void);
 void mpsd_standby_used(void);
 
+/* The copy in use is about to be left, or is not after all. */
+void mpsd_standby_leave(bool is);
+
 /* Until what was left is due to be unloaded; -1: there is nothing. */
 int mpsd_left_ms(void);
 

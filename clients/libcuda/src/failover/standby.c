@@ -9,6 +9,7 @@
 #include <string.h>
 
 #include "clock.h"
+#include "failover/autopsy.h"
 #include "failover/carry.h"
 #include "failover/copy.h"
 #include "failover/line.h"
@@ -132,6 +133,7 @@ static bool open_once(uint64_t generation, const char *pipe, const char *folder,
 
 	end_left();
 	mpsd_standby_close();
+	mpsd_copy_watch_first();
 	mpsd_zones_copy(MPSD_RANGE_COPY_COMES);
 	is = mpsd_copy_load(&standby, folder, why);
 	mpsd_line_ends_first();
@@ -207,6 +209,11 @@ bool mpsd_standby_come(const char **why)
 void *mpsd_standby_handle(void)
 {
 	return standby.handle;
+}
+
+void mpsd_standby_leave(bool is)
+{
+	mpsd_autopsy_none(in_use.number, is);
 }
 
 void mpsd_standby_used(void)

@@ -1,0 +1,99 @@
+// SPDX-License-Identifier: MIT
+/*
+ * After an SM exception every libcuda of the domain looks at all SMs for what happened, and clears that: again and
+ * again, 0.1 s and more each time where a program is a large one, under the locks that every other process's context,
+ * allocation and unmapping needs, and the programs' own way out of there too (-autopsy). A program that is moved
+ * does not want to know. So its copy is told that this is not supported, at once if the program is on its way, and
+ * otherwise when it is; who is not moved in time is let through, and learns what happened.
+ *
+ * NVOS54_PARAMETERS and the numbers are those of the open kernel modules (535 to 580).
+ */
+#include "failover/autopsy.h"
+
+#include <stdarg.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <sys/ioctl.h>
+
+#include "clock.h"
+#include "failover/descriptors.h"
+#include "failover/line.h"
+
+#define RM_CONTROL 0xc020462aul
+#define READ_ALL_SM_ERROR_STATES 0x83de030cu
+#define CLEAR_ALL_SM_ERROR_STATES 0x83de0310u
+#define NOT_SUPPORTED 0x56u
+#define WAIT_NS 150000000ull
+
+struct control {
+	uint32_t client, object, command, flags;
+	uint64_t parameters;
+	uint32_t size, status;
+};
+
+_Static_assert(sizeof(struct control) == (RM_CONTROL >> 16 & 0x3fff), "as the number of the ioctl says");
+
+static struct {
+	atomic_bool is_left;
+	atomic_uint_least64_t since_ns;		/* the first look of this copy */
+} copies[MPSD_COPY_NUMBERS];
+
+void mpsd_autopsy_none(unsigned int number, bool is)
+{
+	if (!is)
+		atomic_store(&copies[number].since_ns, 0);
+	atomic_store(&copies[number].is_left, is);
+}
+
+static bool is_autopsy(unsigned long request, const struct control *control)
+{
+	return request == RM_CONTROL && (control->command == READ_ALL_SM_ERROR_STATES ||
+					 control->command == CLEAR_ALL_SM_ERROR_STATES);
+}
+
+/* In place of the daemon's word, which may come later than the copy's first look. */
+static bool is_left_in_time(unsigned int number)
+{
+	uint64_t none = 0, now = mpsd_now_ns();
+
+	atomic_compare_exchange_strong(&copies[number].since_ns, &none, now);
+	while (!atomic_load(&copies[number].is_left) && mpsd_line_ready() &&
+	       mpsd_now_ns() - atomic_load(&copies[number].since_ns) < WAIT_NS)
+		mpsd_pause(1);
+	return atomic_load(&copies[number].is_left);
+}
+
+static int own_ioctl(unsigned int number, int fd, unsigned long request, void *argument)
+{
+	struct control *control = argument;
+
+	mpsd_descriptors_used(number, fd);
+	if (__builtin_expect(!is_autopsy(request, control), 1) || !is_left_in_time(number))
+		return ioctl(fd, request, argument);
+	control->status = NOT_SUPPORTED;
+	return 0;
+}
+
+#define OWN_IOCTL(number)								\
+	static int own_ioctl_##number(int fd, unsigned long request, ...)		\
+	{										\
+		va_list more;								\
+		void *argument;								\
+											\
+		va_start(more, request);						\
+		argument = va_arg(more, void *);					\
+		va_end(more);								\
+		return own_ioctl(number, fd, request, argument);			\
+	}
+
+OWN_IOCTL(0)
+OWN_IOCTL(1)
+OWN_IOCTL(2)
+
+void *mpsd_autopsy_ioctl(unsigned int number)
+{
+	static int (*const own[])(int fd, unsigned long request, ...) = { own_ioctl_0, own_ioctl_1, own_ioctl_2 };
+
+	_Static_assert(sizeof(own) / sizeof(*own) == MPSD_COPY_NUMBERS, "each copy has its own");
+	return (void *)own[number];
+}

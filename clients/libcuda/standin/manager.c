@@ -1,0 +1,87 @@
+// SPDX-License-Identifier: MIT
+/*
+ * What the driver asks of its resource manager when a context is lost: to look at all SMs and to clear what they
+ * say, twice. With MPSD_STANDIN_MANAGER (a file) a thread of the context's does so, with a device that knows nothing of
+ * it, and writes there, a line each, whether somebody in between has refused it. That device is never closed.
+ */
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/ioctl.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "standin.h"
+
+#define CONTROL 0xc020462aul
+#define ROUNDS 2
+#define LOOK_NS 1000000
+
+static const uint32_t commands[] = { 0x83de030c, 0x83de0310 };
+
+struct control {
+	uint32_t client, object, command, flags;
+	uint64_t parameters;
+	uint32_t size, status;
+};
+
+static int device = -1;
+
+static void ask(const char *path, uint32_t command)
+{
+	struct control control = { .command = command };
+	int log = open(path, O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC, 0600);
+	int result = ioctl(device, CONTROL, &control);
+
+	if (log < 0)
+		return;
+	dprintf(log, "%x %s\n", (unsigned int)command, !result && control.status ? "refused" : "looked");
+	close(log);
+}
+
+static void *watch(void *argument)
+{
+	CUcontext context = argument;
+	bool is_lost;
+
+	pthread_mutex_lock(&gpu_lock);
+	while (context->is_watched && !context->broken) {
+		struct timespec soon;
+
+		clock_gettime(CLOCK_MONOTONIC, &soon);
+		soon.tv_nsec += LOOK_NS;
+		soon.tv_sec += soon.tv_nsec / 1000000000;
+		soon.tv_nsec %= 1000000000;
+		pthread_cond_clockwait(&gpu_changed, &gpu_lock, CLOCK_MONOTONIC, &soon);
+		if (context->is_watched)
+			look_at(context);
+	}
+	is_lost = context->is_watched;
+	pthread_mutex_unlock(&gpu_lock);
+	for (int i = 0; is_lost && i < ROUNDS; i++)
+		for (size_t c = 0; c < sizeof(commands) / sizeof(*commands); c++)
+			ask(getenv("MPSD_STANDIN_MANAGER"), commands[c]);
+	return NULL;
+}
+
+void manager_watch(CUcontext context)
+{
+	if (!getenv("MPSD_STANDIN_MANAGER"))
+		return;
+	if (device < 0)
+		device = open("/dev/null", O_RDWR | O_CLOEXEC);
+	ioctl(device, CONTROL, &(struct control){ 0 });
+	context->is_watched = true;
+	context->is_watched = !pthread_create(&context->watcher, NULL, watch, context);
+}
+
+void manager_forget(CUcontext context)
+{
+	if (!context->is_watched)
+		return;
+	context->is_watched = false;
+	pthread_cond_broadcast(&gpu_changed);
+	pthread_mutex_unlock(&gpu_lock);
+	pthread_join(context->watcher, NULL);
+	pthread_mutex_lock(&gpu_lock);
+}

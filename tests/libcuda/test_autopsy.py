@@ -1,0 +1,99 @@
+"""What a copy of the driver asks of a context that it has lost, and what it leaves open when it is unloaded: with
+a stand-in that asks as the driver does (MPSD_STANDIN_MANAGER)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.libcuda.test_exact import move
+from tests.libcuda.test_failover import Program, break_domain, copies, post, stand_by
+from tests.support import moving
+from tests.support.libcudas import Libraries
+from tests.support.moving import Post
+from tests.support.simfixtures import backend, domain, second
+from tests.support.simnode import Domain, until
+
+__all__ = ["backend", "copies", "domain", "post", "second"]
+
+READ, CLEAR = "83de030c", "83de0310"
+
+
+def both_twice(outcome: str) -> list[str]:
+    return [f"{command} {outcome}" for command in (READ, CLEAR)] * 2
+
+
+@pytest.fixture
+def asked(tmp_path: Path) -> Callable[[], list[str]]:
+    """What the driver's copies have asked, and what became of it."""
+    path = tmp_path / "asked"
+    return lambda: path.read_text().splitlines() if path.exists() else []
+
+
+@pytest.fixture
+def ask(libraries: Libraries, domain: Domain, post: Post, tmp_path: Path) -> Iterator[Program]:
+    extra = {"MPSD_FAILOVER": "exact", "MPSD_STANDIN_MANAGER": str(tmp_path / "asked")}
+    program = Program(libraries, domain, post, **extra)
+    try:
+        yield program
+    finally:
+        program.process.kill()
+        program.process.communicate()
+
+
+def devices(program: Program) -> int:
+    """How many devices it has open; it reads its orders from pipes."""
+    folder = Path(f"/proc/{program.process.pid}/fd")
+    return sum(os.readlink(entry) == "/dev/null" for entry in folder.iterdir())
+
+
+def test_who_is_moved_asks_nothing_of_its_lost_context(
+    domain: Domain, second: Domain, post: Post, ask: Program, copies: Path, asked: Callable[[], list[str]]
+) -> None:
+    line = post.greet(moving.EXACT)
+    assert ask("m = gpu.memory(8 << 20)") == "None"
+    stand_by(line, second, copies)
+    break_domain(domain)
+    move(line)
+    until(lambda: len(asked()) == len(both_twice("refused")))
+    assert asked() == both_twice("refused")
+    assert ask("[gpu.run('add', m, 8, 5), gpu.sync(), gpu.word(m)]") == "[0, 0, 5]"
+    # The copy that it is in now learns what became of its context: nobody moves the program any more.
+    break_domain(second)
+    until(lambda: len(asked()) == 2 * len(both_twice("looked")))
+    assert asked() == both_twice("refused") + both_twice("looked")
+    assert ask.end() == ""
+
+
+def test_who_is_not_moved_in_time_learns_what_happened(
+    domain: Domain, second: Domain, post: Post, ask: Program, copies: Path, asked: Callable[[], list[str]]
+) -> None:
+    """The daemon says nothing for longer than is waited for its word."""
+    line = post.greet(moving.EXACT)
+    assert ask("m = gpu.memory(8 << 20)") == "None"
+    stand_by(line, second, copies)
+    break_domain(domain)
+    until(lambda: len(asked()) == len(both_twice("looked")))
+    assert asked() == both_twice("looked")
+    move(line)
+    assert ask("[gpu.run('add', m, 8, 5), gpu.sync(), gpu.word(m)]") == "[0, 0, 5]"
+    assert ask.end() == ""
+
+
+def test_a_copy_that_is_unloaded_leaves_nothing_open(
+    domain: Domain, second: Domain, post: Post, ask: Program, copies: Path
+) -> None:
+    line = post.greet(moving.EXACT)
+    assert ask("m = gpu.memory(8 << 20)") == "None"
+    first = devices(ask)
+    assert first == 1
+    for number in range(1, 7):
+        stand_by(line, second if number % 2 else domain, copies, number)
+        # The one that was left has gone by then: its end is waited for.
+        assert devices(ask) == first + (1 if number == 1 else 2)
+        move(line, number, planned=True)
+    assert ask("[gpu.run('add', m, 8, 5), gpu.sync(), gpu.word(m)]") == "[0, 0, 5]"
+    assert ask.end() == ""
