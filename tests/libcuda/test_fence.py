@@ -91,6 +91,41 @@ def test_it_is_no_fence_for_copies(
 
 
 @EXACT
+@pytest.mark.parametrize(
+    ("does", "lets", "word"),
+    # What m was is saved, that is noted, an event recorded; the copy, and the word that it has ended.
+    [(FROM_HOST, 5, 0x07070708), ("[gpu.code('cuMemcpyAsync', m, n, 4096, None)]", 0, 1)],
+    ids=["a copy from the host that has ended", "a copy that does not say that it is within the GPU"],
+)
+def test_it_is_a_fence_beside_other_copies(
+    domain: Domain,
+    gate: Gate,
+    second: Domain,
+    post: Post,
+    ask: Program,
+    copies: Path,
+    does: str,
+    lets: int,
+    word: int,
+) -> None:
+    line = post.greet(moving.EXACT)
+    assert ask("m = gpu.memory(8 << 20); n = gpu.memory(8 << 20)") == "None"
+    assert ask("p = gpu.made('cuMemHostAlloc', 4096, 0); ctypes.memset(p, 7, 4096)") == "None"
+    stand_by(line, second, copies)
+    assert ask("gpu.sync()") == "0"
+    gate.let(lets)
+    assert ask(f"set({does})") == "{0}"
+    assert ask("gpu.run('add', m, 8, 1)") == "0"
+    until(lambda: gate.left() == 0)
+    lose(line, gate, domain)
+    line.say(moving.FENCED, 1)
+    assert line.hear(moving.MOVED).generation == 1
+    assert ask("[gpu.sync(), gpu.word(m)]") == f"[0, {word}]"
+    gate.keep(0)
+    assert ask.end() == ""
+
+
+@EXACT
 @pytest.mark.parametrize("first", [(moving.FENCED, 7), (moving.STAND_DOWN, 7)])
 def test_other_words_are_no_fence(
     domain: Domain,

@@ -170,6 +170,7 @@ static CUresult submit_copy(enum mpsd_op_copy way, CUdeviceptr to, CUdeviceptr f
 	if (way == MPSD_COPY_WITHIN && (is_hosts(from) || is_hosts(to)))
 		op.copy.way = way = MPSD_COPY_ANY;
 	is_in = way == MPSD_COPY_IN || (way == MPSD_COPY_ANY && !mpsd_is_device(from));
+	op.copy.is_from_host = is_in;
 	op.copy.is_for_host = way == MPSD_COPY_OUT || (way == MPSD_COPY_ANY && !mpsd_is_device(to));
 	/* What the program may read as soon as the call returns. */
 	is_awaited = op.copy.is_for_host && (waits || !mpsd_is_pinned((const void *)to));

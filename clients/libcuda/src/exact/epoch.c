@@ -8,6 +8,8 @@
 #include "failover/line.h"
 
 #define MOST_WITHIN ((size_t)4 << 30)	/* bytes of copies in flight: some ms */
+#define LONG_OPERATIONS 256
+#define SOON_NS 50000
 #define READ_NS 1000000000ull
 #define READ_US 50
 
@@ -82,10 +84,9 @@ static bool has_ended(const struct mpsd_op *op)
  * Copy engines have channels of their own, which the loss of the kernels' need not end. Into the host's memory they
  * may write on in any case.
  */
-static bool comes_from_host(const struct mpsd_op *op)
+bool mpsd_copy_comes_from_host(const struct mpsd_op *op)
 {
-	return op->kind == MPSD_OP_COPY && !op->copy.is_for_host &&
-	       (op->copy.way == MPSD_COPY_IN || op->copy.way == MPSD_COPY_ANY);
+	return op->kind == MPSD_OP_COPY && op->copy.is_from_host && !op->copy.is_for_host;
 }
 
 /* Within the GPU they are over soon, and the driver's word comes 20 ms after a fault at the earliest. */
@@ -111,7 +112,7 @@ bool mpsd_exact_close(void)
 		if (has_ended(op))
 			continue;
 		within += copied_within(op);
-		is = !comes_from_host(op) && within <= MOST_WITHIN;
+		is = !mpsd_copy_comes_from_host(op) && within <= MOST_WITHIN;
 	}
 	mpsd_epoch.is_closed = is;
 	pthread_mutex_unlock(&mpsd_exact_lock);
@@ -184,17 +185,55 @@ void mpsd_epoch_left(void)
 	take_borrowed();
 }
 
-/* In a move nothing ends: what is proven by then the mover sees itself. */
+/* With the lock. In a move nothing ends: what is proven by then the mover sees itself. */
+static void observe(void)
+{
+	if (mpsd_is_left())
+		return;
+	if (mpsd_lanes_all_proven() && !mpsd_epoch.is_awaited)
+		mpsd_epoch_end();
+	else
+		mpsd_epoch_seen((struct mpsd_point){ NULL, 0 });
+}
+
 void mpsd_epoch_observed(void)
 {
 	pthread_mutex_lock(&mpsd_exact_lock);
-	if (!mpsd_is_left()) {
-		if (mpsd_lanes_all_proven() && !mpsd_epoch.is_awaited)
-			mpsd_epoch_end();
-		else
-			mpsd_epoch_seen((struct mpsd_point){ NULL, 0 });
-	}
+	observe();
 	pthread_mutex_unlock(&mpsd_exact_lock);
+}
+
+/* With the lock */
+static bool is_long(void)
+{
+	return !mpsd_is_left() && mpsd_epoch.operations >= LONG_OPERATIONS;
+}
+
+void mpsd_epoch_hasten(void)
+{
+	bool is;
+
+	pthread_mutex_lock(&mpsd_exact_lock);
+	is = is_long();
+	pthread_mutex_unlock(&mpsd_exact_lock);
+	/* What goes wrong with that the wait will find. */
+	if (is)
+		mpsd_lanes_mark();
+}
+
+void mpsd_epoch_finish(void)
+{
+	uint64_t until = 0;
+	bool is_soon;
+
+	do {
+		pthread_mutex_lock(&mpsd_exact_lock);
+		observe();
+		is_soon = is_long() && mpsd_lanes_all_marked();
+		pthread_mutex_unlock(&mpsd_exact_lock);
+		if (is_soon && !until)
+			until = mpsd_now_ns() + SOON_NS;
+	} while (is_soon && mpsd_now_ns() < until);
 }
 
 /* By a function of the host, which may wait for a thread that waits for this one: nothing of it is done again. */

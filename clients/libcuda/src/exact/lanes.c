@@ -143,6 +143,14 @@ bool mpsd_lanes_all_proven(void)
 	return true;
 }
 
+bool mpsd_lanes_all_marked(void)
+{
+	for (unsigned int i = 0; i < used; i++)
+		if (mpsd_lanes[i].marked != mpsd_lanes[i].given)
+			return false;
+	return true;
+}
+
 /* What is captured now does not go on before the capture has ended. */
 static bool is_captured(const struct mpsd_lane *lane)
 {

@@ -111,6 +111,7 @@ static CUresult submit(struct mpsd_op *op, const struct mpsd_rows *rows)
 
 	is_good = is_plain(&to, &rows->given) && is_plain(&from, &rows->given) && !rows->given.srcLOD &&
 		  !rows->given.dstLOD && !rows->given.reserved0 && !rows->given.reserved1;
+	op->copy.is_from_host = is_in;
 	op->copy.is_for_host = is_host(&to, op->copy.to);
 	op->copy.way = op->copy.is_for_host ? is_in ? MPSD_COPY_ANY : MPSD_COPY_OUT
 					    : is_in ? MPSD_COPY_IN : MPSD_COPY_WITHIN;

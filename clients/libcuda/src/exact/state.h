@@ -59,7 +59,7 @@ struct mpsd_op {
 			size_t size;
 			void *kept;		/* what was there when it was given */
 			bool is_borrowed;	/* the program's own, until it may know that it was read */
-			bool is_for_host;	/* what it writes */
+			bool is_from_host, is_for_host;	/* what it reads, and writes */
 			bool is_staged;		/* the thread that waits for it begins anew after a move */
 			const struct mpsd_rows *rows;	/* with the operation; NULL: it is one run of bytes */
 			CUcontext peer;		/* both are in it; NULL: the call named none */
@@ -96,6 +96,9 @@ struct mpsd_rows {
 	size_t to_pitch, to_plane, from_pitch, from_plane;
 	size_t to_span, from_span;	/* from the first byte to the last */
 };
+
+/* Out of the host's memory into the GPU's: a copy engine may go on with it when kernels have ended. */
+bool mpsd_copy_comes_from_host(const struct mpsd_op *op);
 
 /* Save where they are written; what lies between rows that are far apart is not saved. */
 CUresult mpsd_rows_save(const struct mpsd_op *op, struct mpsd_plan *plan);
@@ -164,6 +167,7 @@ void mpsd_lane_conclude(struct mpsd_lane *lane, uint64_t number);	/* so many hav
 /* With the lock: whether what comes into it is ordered with what comes into another, by the legacy stream. */
 bool mpsd_lane_is_ordered(const struct mpsd_lane *lane);
 bool mpsd_lanes_all_proven(void);
+bool mpsd_lanes_all_marked(void);	/* what is not proven will be */
 
 /* Without the lock, by who has the order: the GPU writes after what was given so far. */
 CUresult mpsd_lane_mark(struct mpsd_lane *lane);
@@ -227,6 +231,13 @@ void mpsd_epoch_end(void);
 
 /* Takes the lock: the program is about to know what is proven. */
 void mpsd_epoch_observed(void);
+
+/*
+ * The same around a wait for some of it, where the epoch has become long: it ends if all has, and not only what is
+ * waited for. Without the lock; the first one with the order. Nobody waits for more than some microseconds.
+ */
+void mpsd_epoch_hasten(void);
+void mpsd_epoch_finish(void);
 
 /* The same with the lock, while something is open. `at`: the GPU has come to that operation; NULL: it may have come far. */
 void mpsd_epoch_seen(struct mpsd_point at);

@@ -303,6 +303,9 @@ static CUresult put(struct mpsd_op *op, uint64_t moves)
 		return left ? MPSD_AGAIN : result;
 	}
 	result = mpsd_op_issue(op);
+	/* While its end is not known a move waits for all that the old copy has mapped to be unmapped there. */
+	if (result == CUDA_SUCCESS && mpsd_copy_comes_from_host(op))
+		mpsd_lane_mark(op->lane);
 	if (result == CUDA_SUCCESS && mpsd_validates())
 		result = mpsd_validate_after(op);
 	return finish(op, result);
@@ -359,6 +362,7 @@ CUresult mpsd_submit(struct mpsd_op *op, bool proves)
 	if (result == CUDA_SUCCESS && proves) {
 		mpsd_noted_in = DONE;
 		result = mark_for(stream, &lane, &number);
+		mpsd_epoch_hasten();
 	}
 	mpsd_order_give(moves);
 	if (result != CUDA_SUCCESS || !proves)
@@ -366,7 +370,7 @@ CUresult mpsd_submit(struct mpsd_op *op, bool proves)
 	if (lane)
 		result = mpsd_lane_wait(lane, number);
 	if (result == CUDA_SUCCESS) {
-		mpsd_epoch_observed();
+		mpsd_epoch_finish();
 		mpsd_noted_in = 0;
 	}
 	return result;

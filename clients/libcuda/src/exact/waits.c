@@ -91,7 +91,12 @@ CUresult mpsd_exact_mark(struct mpsd_proof *proof, enum mpsd_wait wait, const vo
 CUresult mpsd_exact_before(struct mpsd_proof *proof, enum mpsd_wait wait, const void *handle, bool is_look)
 {
 	CUresult result = mpsd_exact_mark(proof, wait, handle);
+	uint64_t moves = mpsd_tables()->moves;
 
+	if (result == CUDA_SUCCESS && !is_look && proof->count && mpsd_order_take(moves)) {
+		mpsd_epoch_hasten();
+		mpsd_order_give(moves);
+	}
 	/* A copy that the call makes comes behind what it waits for, and is waited for itself. */
 	if (result == CUDA_SUCCESS && wait != MPSD_WAIT_COPY && mpsd_line_ready())
 		result = come(proof, is_look);
@@ -130,7 +135,7 @@ CUresult mpsd_exact_after(struct mpsd_proof *proof, enum mpsd_wait wait)
 	for (unsigned int i = 0; i < proof->count && result == CUDA_SUCCESS; i++)
 		result = mpsd_lane_wait(&mpsd_lanes[proof->wanted[i].lane], proof->wanted[i].number);
 	if (result == CUDA_SUCCESS)
-		mpsd_epoch_observed();
+		mpsd_epoch_finish();
 	return result;
 }
 
