@@ -20,6 +20,8 @@ from mpsd.model import ServerState
 
 ASK_AGAIN_S = 0.25
 PROOF_WAIT_S = 10.0
+LEFT_STOP_S = 0.3
+"""For a lost domain out of which programs have moved: the contexts that they have left hold it up, some for good."""
 _LEFTOVER = (
     DomainState.FAULTED,
     DomainState.POISONED,
@@ -273,9 +275,12 @@ def settle(draft: Draft, name: str) -> None:
             return
         # Only one server can exist and this one does not come back: its successor starts after it.
         draft.put_slot(replace(slot, active=None))
+    # Their memory is the GPU's until then.
+    held = work_is_lost(domain) and failover.was_left(draft.state, name)
+    deadline_s = draft.state.policy.stop_deadline_s
     leases.release_dead(draft, name)
     move(draft, name, DomainTrigger.EMPTY)
-    draft.emit(StopDomain(name, draft.state.policy.stop_deadline_s))
+    draft.emit(StopDomain(name, min(LEFT_STOP_S, deadline_s) if held else deadline_s))
     if slot.active == name:
         ensure(draft, slot.id)
 

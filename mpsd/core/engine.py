@@ -77,7 +77,7 @@ _TIMERS: Mapping[str, Callable[[Draft, str], None]] = {
     "hits": hits.on_tell,
     "thaw": hits.on_thaw_timer,
     "failover-wait": members.on_wait,
-    "failover-turn": turns.on_timer,
+    "failover-turn": members.on_turn_timer,
     "failover-gather": turns.on_gathered,
     "standby-linger": members.on_linger,
 }

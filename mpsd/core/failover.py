@@ -97,10 +97,12 @@ def refresh_all(draft: Draft, slot: str | None = None) -> None:
 
 
 def _may_be_offered(state: State, member: Member) -> bool:
-    """Not before its first context is leased: what it has then is told from what it makes now."""
+    """Not before its first context is leased: what it has then is told from what it makes now. Nor while it has
+    work to do again: who makes a standby hears nothing for a second and more."""
     home = [c for c in state.spaces_of(member.process) if c.id.domain == member.home and c.living]
     settled = [c for c in home if c.state in (ClientState.ATTACHED, ClientState.UNPROTECTED)]
-    return bool(settled) and not state.copies_problem and not state.stopping
+    works = member.turn is Turn.NONE or is_lost(state.domains[member.home or ""])
+    return works and bool(settled) and not state.copies_problem and not state.stopping
 
 
 def _take_back(draft: Draft, member: Member, why: str) -> Member:
@@ -277,6 +279,12 @@ def _put_out(draft: Draft, sure: Iterable[ProcessInstance], target: Domain | Non
 def idle_here(state: State, client: Client) -> bool:
     """Whether this is a context in which nothing is to run: a member's, outside its home."""
     return client.living and not state.at_home(client)
+
+
+def was_left(state: State, domain: str) -> bool:
+    """Whether a program has moved out of it."""
+    fates = (f for record in state.failovers if record.domain == domain for f in record.fates)
+    return any(f.outcome is Outcome.MOVED for f in fates)
 
 
 def is_moving(state: State, process: ProcessInstance) -> bool:

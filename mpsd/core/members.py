@@ -205,6 +205,12 @@ def on_done(draft: Draft, event: ev.MemberDone) -> None:
     again = {"restored_bytes": event.restored, "replayed": event.replayed}
     fates.timed(draft, event.process, "done_ms", why=why, **again)
     turns.over(draft, event.process)
+    refresh(draft, event.process)
+
+
+def on_turn_timer(draft: Draft, subject: str) -> None:
+    turns.on_timer(draft, subject)
+    failover.refresh_all(draft)
 
 
 def on_stayed(draft: Draft, event: ev.MemberStayed) -> None:

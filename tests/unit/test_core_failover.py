@@ -12,6 +12,7 @@ import pytest
 from mpsd.core import effects as fx
 from mpsd.core import events as ev
 from mpsd.core import failover
+from mpsd.core.domains import LEFT_STOP_S
 from mpsd.core.records import Source
 from mpsd.core.standby import FailoverRecord, Outcome, Standing, Turn
 from mpsd.core.state import DomainState, Policy
@@ -150,9 +151,9 @@ def test_after_a_move_the_old_context_holds_up_nothing() -> None:
     world.moved(10, 2)
     assert world.made(fx.ReleaseLease) == [fx.ReleaseLease(ClientId("d1", process(10)))]
     assert world.state.members[process(10)].home == "d2"
-    # Only the offender is left in it.
+    # Only the offender is left in it. The context that was left may stay for good: it is not waited for.
     world.die(11)
-    assert [e.domain for e in world.made(fx.StopDomain)] == ["d1"]
+    assert world.made(fx.StopDomain) == [fx.StopDomain("d1", LEFT_STOP_S)]
     world.stopped("d1")
     assert {c.id.domain for c in world.state.spaces_of(process(10))} == {"d2"}
     world.started("d3")
@@ -235,17 +236,34 @@ def test_a_turn_does_not_last_for_ever() -> None:
 def test_whose_work_faults_again_is_the_offender() -> None:
     world = suspected(10, 11, 12)
     world.started("d3")
-    for pid in (10, 11, 12):
-        world.is_ready(pid, 3)
+    world.is_ready(12, 3)
     world.kernel(43, "channel 0x1", server_of("d2").pid, "nvidia-cuda-mps")
-    assert again(world) == {11: AGAIN, 12: LOST}
+    assert again(world) == {12: LOST}
     assert world.standing(10) is Standing.LEFT_BEHIND
     assert {f.process.pid: f.why for f in world.failover().fates}[10] == "what it did again faulted again"
-    # It has a context where the others go.
-    assert [e.client.process.pid for e in world.made(fx.Kill)] == [10]
+    # The one that still waited for its turn had no standby yet: it goes there once it has one.
     assert turns_of(world) == {11: Turn.WAITS}
+    assert [e.process.pid for e in world.ever(fx.OfferStandby) if e.generation == 3] == [12, 11]
+    world.is_ready(11, 3)
+    assert again(world) == {11: IN_TURN}
     world.do(ev.MemberMoved(process(11), 3, 1, 2, 3, 4, 5))
     assert turns_of(world) == {}
+
+
+@pytest.mark.parametrize("says", [True, False])
+def test_who_has_work_to_do_again_is_offered_its_next_standby_after_that(says: bool) -> None:
+    """While it makes one it would not hear that it has its turn."""
+    world = suspected(10, 11, 12)
+    (timer,) = (e for e in world.ever(fx.ArmTimer) if e.kind == "failover-turn")
+    world.started("d3")
+    assert [e.process.pid for e in world.made(fx.OfferStandby)] == [12]
+    if says:
+        world.do(ev.MemberDone(process(10), 2, 5, 6))
+    else:
+        world.timer("failover-turn", timer.subject)
+    assert [e.process.pid for e in world.made(fx.OfferStandby)] == [10]
+    world.do(ev.MemberDone(process(11), 2, 5, 6))
+    assert [e.process.pid for e in world.made(fx.OfferStandby)] == [11]
 
 
 def test_the_end_of_a_server_is_nobodys_fault() -> None:
@@ -478,7 +496,7 @@ def test_drain_moves_who_is_ready_without_a_fault() -> None:
     assert world.client("d1", 11).living and not world.made(fx.StopDomain)
     world.die(11)
     world.work_ended(11)
-    assert [e.domain for e in world.ever(fx.StopDomain)] == ["d1"]
+    assert world.ever(fx.StopDomain) == [fx.StopDomain("d1", ON.stop_deadline_s)]
 
 
 def test_a_poisoned_domain_is_left_when_it_is_drained() -> None:
