@@ -24,10 +24,10 @@ SCHEMA: Mapping[str, tuple[type, ...]] = {
 
 _spread = partial(report.spread, places=2)
 
-_LATER = ("bystander", "suspect", "word")
+_LATER = ("bystander", "suspect", "word", "usual")
 """What the first reports do not have."""
 BARS_MS: Mapping[bool, float] = {False: 5.0, True: 100.0}
-"""By whether a program is a suspect: how much longer than the GPU stood still its longest step may be."""
+"""By whether a program is a suspect: how much later than the GPU stood still it may be with a step."""
 
 
 def load(path: Path) -> dict[str, Any] | None:
@@ -98,9 +98,9 @@ STEPS = ("held_ms", "fence_ms", "first_ms", "turn_ms", "done_ms")
 
 
 def beyond(faults: Sequence[Mapping[str, Any]], *, suspect: bool) -> list[float]:
-    """How much longer than the bystander's the longest step of each such program was, in ms."""
+    """How much longer than its usual ones the longest step of each such program was, less the bystander's, in ms."""
     return [
-        program["stall"] - fault["bystander"]
+        program["stall"] - (program.get("usual") or 0.0) - fault["bystander"]
         for fault in faults
         for program in fault["programs"]
         if program.get("suspect") is suspect and None not in (program["stall"], fault.get("bystander"))
@@ -133,7 +133,8 @@ def markdown(finished: Mapping[str, Any]) -> str:
         f"{_who(finished['works'])} A neighbour faults again and again, and they go on in a second",
         "domain each time. Times in ms, median / worst: the longest step of a program around the fault;",
         "that of a bystander in another domain, which is how long the GPU itself stood still; how much",
-        "longer those of cleared programs and of suspects were (`in time`: by 5 and 100 ms at the median);",
+        "longer those of cleared programs and of suspects were, beyond what a step of theirs takes (the",
+        "median of those around; no servers': they are short; `in time`: by 5 and 100 ms at the median);",
         "from the order to the offender until mpsd's word to move; from mpsd's first sign to that decision;",
         "from the word until a program's calls were held, its old context could write no more, and it went",
         "on; and, where a suspect does its work again in its turn, until it was given that and until what",

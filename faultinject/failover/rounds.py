@@ -37,7 +37,7 @@ class Moved:
 
     `stall` is the longest step that began after 0.2 s before the fault; `after` how long after the fault the
     first step ended that began after it; `told` the codes that it met; `suspect` whether mpsd took it for
-    one who may have done it.
+    one who may have done it; `usual` the median of its steps then, where they are not short.
     """
 
     alive: bool
@@ -47,6 +47,7 @@ class Moved:
     after: float | None
     told: list[int] = field(default_factory=list)
     suspect: bool | None = None
+    usual: float | None = None
 
 
 @dataclass(slots=True)

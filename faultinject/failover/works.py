@@ -52,7 +52,7 @@ class WorkRounds(Rounds):
     def _spawn(
         self, work: str, name: str, environment: Mapping[str, str], through: Sequence[str] = ()
     ) -> Worker:
-        arguments = (work, "--seed", str(SEED))
+        arguments = (work, "--seed", str(SEED), "--at-once")
         return self._rig.spawn(
             f"{work}-{name}", "paired", *arguments, environment=environment, through=through
         )
@@ -86,8 +86,8 @@ class WorkRounds(Rounds):
             times, began = said.data["times"], said.data["began"]
             if not began <= at <= began + sum(times):
                 fault.problem = fault.problem or f"{worker.name} was not at work when the fault came"
-            longest = round(max(times, default=0.0) * 1e3, 3)
-            fault.programs.append(Moved(True, 0, len(times), longest, None))
+            longest, usual = (round(f(times) * 1e3, 3) for f in (max, statistics.median))
+            fault.programs.append(Moved(True, 0, len(times), longest, None, usual=usual))
 
     def end(self) -> None:
         for work, worker in zip(self._works, self._servers, strict=True):

@@ -1,4 +1,5 @@
-"""A program that works in turns: it is told when, so that a pair of them can be compared round by round.
+"""A program that works when it is told: in turns, so that a pair of them can be compared round by round, or at
+once with others.
 
 It says `imported` (or `lacking`, with what is not installed), does `begin` (set up and so many steps),
 `block` (so many timed steps) as often as it is told, and `finish`: the digest of all its results.
@@ -74,9 +75,11 @@ def main(argv: list[str]) -> int:
     parser.add_argument("work", choices=NAMES)
     parser.add_argument("--backend", required=True, choices=BACKENDS)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--at-once", action="store_true", help="it takes no turns: on any CPU")
     args = parser.parse_args(argv)
     no_core_dumps()
-    settle()
+    if not args.at_once:
+        settle()
     inbox = Inbox()
     try:
         module = load(args.work)

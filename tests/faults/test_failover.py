@@ -56,7 +56,7 @@ def test_no_program_is_lost(node: Node, libraries: Libraries, kind: str) -> None
 def test_programs_compute_what_they_would_have_without_faults(
     node: Node, libraries: Libraries, kind: str
 ) -> None:
-    works = ("calls", "bindings") if importlib.util.find_spec("cuda") else ("calls",)
+    works = ("calls", "bindings_graphs") if importlib.util.find_spec("cuda") else ("calls",)
     with History() as history, Rig(node, "mpsd", history, settings=main_settings(libraries)) as rig:
         rounds = WorkRounds(rig, libraries, lambda _: None, works)
         rounds.start()
