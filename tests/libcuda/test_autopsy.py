@@ -1,5 +1,5 @@
-"""What a copy of the driver asks of a context that it has lost, and what it leaves open when it is unloaded: with
-a stand-in that asks as the driver does (MPSD_STANDIN_MANAGER)."""
+"""What a copy of the driver asks of a context that it has lost, and what it leaves open when it is unloaded:
+with a stand-in that asks as the driver does (MPSD_STANDIN_MANAGER)."""
 
 from __future__ import annotations
 
