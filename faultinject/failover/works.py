@@ -47,6 +47,7 @@ class WorkRounds(Rounds):
             times = self._begin_one(work, worker, self._digests[work])
             step = statistics.median(times) if times else BLOCK_S
             self._steps[work] = max(2, min(STEPS_MOST, round(BLOCK_S / max(step, 1e-6))))
+            self._tell(f"{work}: at work")
         self._stand_by()
 
     def _spawn(

@@ -89,12 +89,13 @@ _REMEDY = "build it: cd clients/libcuda && python -m libcuda_build --out DIR [--
 
 
 def _build(target: Path, *options: str) -> Path:
+    what = "the stand-in driver" if options else "mpsd's libcuda"
     if shutil.which("gcc") is None or not (FOLDER / "libcuda_build").is_dir():
-        what = "the stand-in driver" if options else "mpsd's libcuda"
         raise UnsupportedError(
             f"{what} is neither named nor installed, and cannot be built here (no gcc or no sources)",
             remedy=f"{'--driver' if options else '--libcuda'} DIR; {_REMEDY}",
         )
+    print(f"building {what}", file=sys.stderr, flush=True)
     command = [sys.executable, "-m", "libcuda_build", "--out", str(target), *options]
     environment = python_environment() | {"PYTHONPATH": str(FOLDER)}
     done = subprocess.run(

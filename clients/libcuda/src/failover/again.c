@@ -3,17 +3,22 @@
 #include <poll.h>
 #include <string.h>
 
+#include "clock.h"
 #include "failover/move.h"
 
-#define SEE_MS 1000
+#define SEE_NS 1000000000ull
+#define SPIN_NS 2000000ull	/* most have little to do again, and others wait for their turn */
 
 static void see_it_end(int line)
 {
 	struct pollfd polled = { .fd = line, .events = POLLIN };
+	uint64_t began = mpsd_now_ns(), passed = 0;
 
-	for (int ms = 0; ms < SEE_MS && mpsd_exact_look() == CUDA_ERROR_NOT_READY; ms++)
-		if (poll(&polled, 1, 1))
+	while (passed < SEE_NS && mpsd_exact_look() == CUDA_ERROR_NOT_READY) {
+		if (poll(&polled, 1, passed < SPIN_NS ? 0 : 1))
 			return;
+		passed = mpsd_now_ns() - began;
+	}
 }
 
 void mpsd_turn_take_it(bool may, int line, struct mpsd_failover_message *done)
