@@ -4,7 +4,8 @@
  * again, 0.1 s and more each time where a program is a large one, under the locks that every other process's context,
  * allocation and unmapping needs, and the programs' own way out of there too (-autopsy). A program that is moved
  * does not want to know. So its copy is told that this is not supported, at once if the program is on its way, and
- * otherwise when it is; who is not moved in time is let through, and learns what happened.
+ * otherwise when it is; who is not moved in time is let through, and learns what happened. So is who still asks when
+ * the others have long gone on: a thread of the program's may sit in that copy until it knows.
  *
  * NVOS54_PARAMETERS and the numbers are those of the open kernel modules (535 to 580).
  */
@@ -24,6 +25,7 @@
 #define CLEAR_ALL_SM_ERROR_STATES 0x83de0310u
 #define NOT_SUPPORTED 0x56u
 #define WAIT_NS 150000000ull
+#define REFUSE_NS 2000000000ull
 
 struct control {
 	uint32_t client, object, command, flags;
@@ -34,7 +36,7 @@ struct control {
 _Static_assert(sizeof(struct control) == (RM_CONTROL >> 16 & 0x3fff), "as the number of the ioctl says");
 
 static struct {
-	atomic_bool is_left;
+	atomic_uint_least64_t left_ns;		/* 0: it is in use, or not loaded */
 	atomic_uint_least64_t since_ns;		/* the first look of this copy */
 } copies[MPSD_COPY_NUMBERS];
 
@@ -42,7 +44,7 @@ void mpsd_autopsy_none(unsigned int number, bool is)
 {
 	if (!is)
 		atomic_store(&copies[number].since_ns, 0);
-	atomic_store(&copies[number].is_left, is);
+	atomic_store(&copies[number].left_ns, is ? mpsd_now_ns() : 0);
 }
 
 static bool is_autopsy(unsigned long request, const struct control *control)
@@ -51,16 +53,16 @@ static bool is_autopsy(unsigned long request, const struct control *control)
 					 control->command == CLEAR_ALL_SM_ERROR_STATES);
 }
 
-/* In place of the daemon's word, which may come later than the copy's first look. */
-static bool is_left_in_time(unsigned int number)
+/* The daemon's word may come later than the copy's first look. */
+static bool is_refused(unsigned int number)
 {
-	uint64_t none = 0, now = mpsd_now_ns();
+	uint64_t none = 0, left;
 
-	atomic_compare_exchange_strong(&copies[number].since_ns, &none, now);
-	while (!atomic_load(&copies[number].is_left) && mpsd_line_ready() &&
+	atomic_compare_exchange_strong(&copies[number].since_ns, &none, mpsd_now_ns());
+	while (!(left = atomic_load(&copies[number].left_ns)) && mpsd_line_ready() &&
 	       mpsd_now_ns() - atomic_load(&copies[number].since_ns) < WAIT_NS)
 		mpsd_pause(1);
-	return atomic_load(&copies[number].is_left);
+	return left && mpsd_now_ns() - left < REFUSE_NS;
 }
 
 static int own_ioctl(unsigned int number, int fd, unsigned long request, void *argument)
@@ -68,7 +70,7 @@ static int own_ioctl(unsigned int number, int fd, unsigned long request, void *a
 	struct control *control = argument;
 
 	mpsd_descriptors_used(number, fd);
-	if (__builtin_expect(!is_autopsy(request, control), 1) || !is_left_in_time(number))
+	if (__builtin_expect(!is_autopsy(request, control), 1) || !is_refused(number))
 		return ioctl(fd, request, argument);
 	control->status = NOT_SUPPORTED;
 	return 0;
