@@ -184,7 +184,7 @@ class Round:
                 [self.since(t), names(text.split(";", 1)[-1])[:200]]
                 for t, text in signs.kernel.since(self.fired)
                 if "NVRM" in text
-            ][:8],
+            ][:16],
             "server log": [
                 [self.since(t), names(line)[:160]]
                 for t, line in signs.log.since(self.fired)

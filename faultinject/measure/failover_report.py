@@ -40,6 +40,7 @@ def outside_signs(fault: Row) -> dict[str, float | None]:
         "first nvml xid": _first(fault["xids"], lambda _: True),
         "nvml xid 43": _first(fault["xids"], lambda xid: xid == 43),
         "first NVRM line": _first(fault["kernel log"], lambda _: True),
+        "kernel log's xid 43": _first(fault["kernel log"], lambda text: "): 43," in text),
         "server not ACTIVE": _first(states, lambda state: state != "ACTIVE"),
         "server in FAULT": _first(states, lambda state: state == "FAULT"),
         "killed server gone": killed[1],
@@ -58,7 +59,8 @@ def own_signs(writer: Row) -> dict[str, float | None]:
 
 
 def last_write(writer: Row) -> float:
-    """ms after the fault at which the GPU last wrote for this survivor, by its own stamp."""
+    """ms after the fault at which the GPU last wrote for this survivor, by its own stamp. Copy engines leave
+    none: of them it is when a look began after which they had written more."""
     return max(float(written) for written, _, _ in writer["words"].values())
 
 
@@ -132,8 +134,9 @@ def ends(faults: list[Row]) -> Row:
         })  # fmt: skip
     return row(
         "How long after a neighbour's fault does a survivor's old context still write?",
-        "In ms after the fault: the trigger, the last write of kernels and copies by the GPU's own stamp, "
-        "the old copy's own error, and the return of what was done to end it.",
+        "In ms after the fault: the trigger, the last write of kernels and copies by the GPU's own stamp (of "
+        "copies that no kernel is before: by when it was seen that more came), the old copy's own error, and "
+        "the return of what was done to end it.",
         table,
     )
 

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,14 @@ from faultinject.measure.failover_driver import (
     first,
     now,
 )
+from faultinject.measure.failover_engine import Engine
 
-# Offsets in the shared memory; each counter is followed by the GPU's time of its last step.
-LONG, QUEUE, COPIED, STOP = 0, 64, 128, 4096
-WORDS = {"long kernel": LONG, "queued kernels": QUEUE, "copies": COPIED}
+# Offsets in the shared memory; each counter of the first three is followed by the GPU's time of its last step.
+LONG, QUEUE, COPIED, FROM_HOST, WITHIN, STOP = 0, 64, 128, 192, 256, 4096
+READ = 320
+STAMPED = {"long kernel": LONG, "queued kernels": QUEUE, "copies": COPIED}
+ENGINES = {"copies from the host": FROM_HOST, "copies within": WITHIN}
+WORDS = STAMPED | ENGINES
 LONG_NS, SHORT_NS = 8_000_000_000, 100_000
 
 
@@ -96,10 +101,10 @@ class Reader:
 
     def _run(self) -> None:
         self._driver.current()
-        out = ctypes.create_string_buffer(192)
+        out = ctypes.create_string_buffer(READ)
         words = ctypes.cast(out, ctypes.POINTER(ctypes.c_uint64))
         read = self._driver.library.cuMemcpyDtoH_v2
-        arguments = (out, ctypes.c_uint64(self._address), ctypes.c_uint64(192))
+        arguments = (out, ctypes.c_uint64(self._address), ctypes.c_uint64(READ))
         last = now()
         while not self._stop.is_set():
             began = now()
@@ -143,7 +148,10 @@ class Writer:
         self._short = a.prepare("pulse", base + QUEUE, SHORT_NS, stop, stream=queue)
         self._source = a.prepare("pulse", private, SHORT_NS, stop, stream=copies)
         self._copy = ("cuMemcpyDtoDAsync_v2", base + COPIED, private, 16, copies)
+        engines = [Engine(a, base + at, from_host=at == FROM_HOST) for at in ENGINES.values()]
+        self._streams += [engine.stream for engine in engines]
         jobs: list[Callable[[], None]] = [self._feed_kernels, self._feed_copies, self._poll]
+        jobs += [partial(self._feed, "large copy", engine.submit, 64) for engine in engines]
         jobs += [self._wait] if blocked else []
         self._threads = [threading.Thread(target=job, daemon=True) for job in jobs]
 
@@ -246,7 +254,9 @@ def writer(cubin: str, folder: str, pipe: str, means: str = "none") -> None:
     work.ended.set()
     twins.b.current()
     twins.b.write_u32(twins.shared.other + STOP, 1)
-    last = {name: gpu / 1e9 - offset for name, gpu in reader.gpu_ns.items()}
+    last = {name: reader.gpu_ns[name] / 1e9 - offset for name in STAMPED}
+    # No stamp of the GPU's: it was not before the last look that began while more was to come.
+    last |= {name: reader.before[name] for name in ENGINES}
     emit(
         "told", values=reader.values, before=reader.before, after=reader.seen, written=last,
         clock_error_ms=round(error * 1e3, 4), reads=reader.reads, read_code=reader.code,
