@@ -29,7 +29,7 @@ from faultinject.measure.failover_driver import (
 )
 from faultinject.measure.failover_engine import Engine
 
-# Offsets in the shared memory; the counters of the first three are followed by the GPU's time of the last step.
+# Offsets in the shared memory; behind the counters of the first three is the GPU's time of the last step.
 LONG, QUEUE, COPIED, FROM_HOST, WITHIN, STOP = 0, 64, 128, 192, 256, 4096
 READ = 320
 STAMPED = {"long kernel": LONG, "queued kernels": QUEUE, "copies": COPIED}
