@@ -50,10 +50,17 @@ def devices(program: Program) -> int:
     return sum(os.readlink(entry) == "/dev/null" for entry in folder.iterdir())
 
 
+@pytest.mark.parametrize("lazy", [False, True])
 def test_who_is_moved_asks_nothing_of_its_lost_context(
-    domain: Domain, second: Domain, post: Post, ask: Program, copies: Path, asked: Callable[[], list[str]]
+    domain: Domain,
+    second: Domain,
+    post: Post,
+    ask: Program,
+    copies: Path,
+    asked: Callable[[], list[str]],
+    lazy: bool,
 ) -> None:
-    line = post.greet(moving.EXACT)
+    line = post.greet(moving.EXACT, lazy=lazy)
     assert ask("m = gpu.memory(8 << 20)") == "None"
     stand_by(line, second, copies)
     break_domain(domain)
