@@ -122,7 +122,11 @@ def test_what_a_copy_has_exported_is_not_taken_for_its_own(
     stand_by(line, domain, copies, 2)
     assert ask("own = [os.open(os.devnull, os.O_RDWR) for _ in range(16)]") == "None"
     move(line, 2, planned=True)
-    stand_by(line, second, copies, 3)
+    # Then those go that have exported it, and imported it.
+    for number in (3, 4):
+        stand_by(line, second if number % 2 else domain, copies, number)
+        move(line, number, planned=True)
+    stand_by(line, second, copies, 5)
     assert ask("{os.fstat(fd).st_rdev for fd in own} == {os.stat(os.devnull).st_rdev}") == "True"
     assert ask("[gpu.run('add', m, 8, 5), gpu.sync(), gpu.word(m)]") == "[0, 0, 5]"
     assert ask.end() == ""
