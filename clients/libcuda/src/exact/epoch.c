@@ -5,6 +5,7 @@
 
 #include "clock.h"
 #include "exact/state.h"
+#include "failover/graph.h"
 #include "failover/line.h"
 
 #define MOST_WITHIN ((size_t)4 << 30)	/* bytes of copies in flight: some ms */
@@ -216,6 +217,8 @@ void mpsd_epoch_hasten(void)
 	pthread_mutex_lock(&mpsd_exact_lock);
 	is = is_long();
 	pthread_mutex_unlock(&mpsd_exact_lock);
+	/* The legacy stream's mark would end another thread's capture in a stream that blocks with it. */
+	is = is && !mpsd_capturing();
 	/* What goes wrong with that the wait will find. */
 	if (is)
 		mpsd_lanes_mark();
