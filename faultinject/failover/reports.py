@@ -98,7 +98,7 @@ STEPS = ("held_ms", "fence_ms", "first_ms", "turn_ms", "done_ms")
 
 
 def beyond(faults: Sequence[Mapping[str, Any]], *, suspect: bool) -> list[float]:
-    """How much longer than its usual ones the longest step of each such program was, less the bystander's, in ms."""
+    """Of such program: the longest step beyond its usual ones and the bystander's, in ms."""
     return [
         program["stall"] - (program.get("usual") or 0.0) - fault["bystander"]
         for fault in faults

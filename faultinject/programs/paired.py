@@ -1,5 +1,5 @@
-"""A program that works when it is told: in turns, so that a pair of them can be compared round by round, or at
-once with others.
+"""A program that works when it is told: in turns, so that a pair of them can be compared round by round, or
+at once with others.
 
 It says `imported` (or `lacking`, with what is not installed), does `begin` (set up and so many steps),
 `block` (so many timed steps) as often as it is told, and `finish`: the digest of all its results.

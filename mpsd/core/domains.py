@@ -21,7 +21,7 @@ from mpsd.model import ServerState
 ASK_AGAIN_S = 0.25
 PROOF_WAIT_S = 10.0
 LEFT_STOP_S = 0.3
-"""For a lost domain out of which programs have moved: the contexts that they have left hold it up, some for good."""
+"""For a lost domain out of which programs have moved: the contexts that they have left hold it up."""
 _LEFTOVER = (
     DomainState.FAULTED,
     DomainState.POISONED,

@@ -97,8 +97,8 @@ def refresh_all(draft: Draft, slot: str | None = None) -> None:
 
 
 def _may_be_offered(state: State, member: Member) -> bool:
-    """Not before its first context is leased: what it has then is told from what it makes now. Nor while it has
-    work to do again: who makes a standby hears nothing for a second and more."""
+    """Not before its first context is leased: what it has then is told from what it makes now. Nor while it
+    has work to do again: who makes a standby hears nothing for a second and more."""
     home = [c for c in state.spaces_of(member.process) if c.id.domain == member.home and c.living]
     settled = [c for c in home if c.state in (ClientState.ATTACHED, ClientState.UNPROTECTED)]
     works = member.turn is Turn.NONE or is_lost(state.domains[member.home or ""])

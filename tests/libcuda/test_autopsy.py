@@ -1,5 +1,5 @@
-"""What a copy of the driver asks of a context that it has lost, and what it leaves open when it is unloaded: with
-a stand-in that asks as the driver does (MPSD_STANDIN_MANAGER)."""
+"""What a copy of the driver asks of a context that it has lost, and what it leaves open when it is unloaded:
+with a stand-in that asks as the driver does (MPSD_STANDIN_MANAGER)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def asked(tmp_path: Path) -> Callable[[], list[str]]:
 def ask(
     libraries: Libraries, domain: Domain, post: Post, tmp_path: Path, request: pytest.FixtureRequest
 ) -> Iterator[Program]:
-    """Its param: for how many ms it waits for the daemon's word, by default for longer than any test lasts."""
+    """Its param: for how many ms it waits for the daemon's word, by default for longer than a test lasts."""
     extra = {"MPSD_FAILOVER": "exact", "MPSD_STANDIN_MANAGER": str(tmp_path / "asked")}
     extra["MPSD_FAILOVER_AUTOPSY_MS"] = getattr(request, "param", "60000")
     program = Program(libraries, domain, post, **extra)

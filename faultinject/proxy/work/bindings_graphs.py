@@ -1,7 +1,7 @@
-"""A cuda-bindings program: kernels, copies and captured graphs in three streams that wait for each other's events.
+"""A cuda-bindings program: kernels, copies and captured graphs in three streams that wait for each other.
 
-Words are counted up in place and handed from one buffer to the next, so a piece of work that is missing, comes
-twice or comes too early changes every result after it.
+Words are counted up in place and handed from one buffer to the next, so a piece of work that is missing,
+comes twice or comes too early changes every result after it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ UNIT, PER_STEP, UNTIMED = "rounds", ROUNDS, ""
 
 
 class Pipeline:
-    """first -> middle -> last -> first; what is beside it belongs to no stream's order but the first one's."""
+    """first -> middle -> last -> first; what is beside it belongs to the first stream's order alone."""
 
     def __init__(self, seed: int, image: bytes, words: int) -> None:
         checked(driver.cuInit(0))
