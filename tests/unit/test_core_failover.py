@@ -224,21 +224,16 @@ def test_suspects_do_their_work_again_one_after_the_other() -> None:
     assert turns_of(world) == {}
 
 
-def test_who_comes_anew_has_given_up_its_turn() -> None:
-    """The end of its old connection is not seen then."""
-    world = suspected(10, 11, 12)
-    world.hello(10, FailoverMode.EXACT, 2)
-    assert world.made(fx.HaveTurn) == [fx.HaveTurn(process(11), 2)]
-    assert turns_of(world) == {11: Turn.HAS}
-
-
 def test_a_turn_does_not_last_for_ever() -> None:
-    world = suspected(10, 11, 12)
+    world = suspected(10, 11, 12, 13)
     (timer,) = (e for e in world.ever(fx.ArmTimer) if e.kind == "failover-turn")
     world.timer("failover-turn", timer.subject)
-    assert turns_of(world) == {11: Turn.HAS}
+    assert turns_of(world) == {11: Turn.HAS, 12: Turn.WAITS}
     world.timer("failover-turn", timer.subject)
-    assert turns_of(world) == {11: Turn.HAS}
+    assert turns_of(world) == {11: Turn.HAS, 12: Turn.WAITS}
+    # It comes by a new connection: the end of its old one is never seen.
+    world.hello(11, FailoverMode.EXACT, 2)
+    assert turns_of(world) == {12: Turn.HAS}
 
 
 def test_whose_work_faults_again_is_the_offender() -> None:
