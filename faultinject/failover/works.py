@@ -87,7 +87,7 @@ class WorkRounds(Rounds):
             times, began = said.data["times"], said.data["began"]
             if not began <= at <= began + sum(times):
                 fault.problem = fault.problem or f"{worker.name} was not at work when the fault came"
-            longest, usual = (round(f(times) * 1e3, 3) for f in (max, statistics.median))
+            longest, usual = (round(f(times) * 1e3, 3) for f in (max, statistics.median_low))
             fault.programs.append(Moved(True, 0, len(times), longest, None, usual=usual))
 
     def end(self) -> None:

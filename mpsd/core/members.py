@@ -29,6 +29,8 @@ def on_came(draft: Draft, event: ev.MemberCame) -> None:
     home = known.home if known is not None else None
     if event.generation or home is None:
         home = failover.find_home(draft.state, event.process, event.generation) or home
+    # Its turn it has given up with its old connection, whose end may not be known.
+    turns.over(draft, event.process)
     # What it had been told before it is told again: it may be another daemon that it tells.
     fresh = Member(event.process, event.uid, mode, home=home, fences=event.fences)
     if known is not None:

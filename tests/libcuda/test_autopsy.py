@@ -34,8 +34,12 @@ def asked(tmp_path: Path) -> Callable[[], list[str]]:
 
 
 @pytest.fixture
-def ask(libraries: Libraries, domain: Domain, post: Post, tmp_path: Path) -> Iterator[Program]:
+def ask(
+    libraries: Libraries, domain: Domain, post: Post, tmp_path: Path, request: pytest.FixtureRequest
+) -> Iterator[Program]:
+    """Its param: for how many ms it waits for the daemon's word, by default for longer than a test lasts."""
     extra = {"MPSD_FAILOVER": "exact", "MPSD_STANDIN_MANAGER": str(tmp_path / "asked")}
+    extra["MPSD_FAILOVER_AUTOPSY_MS"] = getattr(request, "param", "60000")
     program = Program(libraries, domain, post, **extra)
     try:
         yield program
@@ -50,10 +54,17 @@ def devices(program: Program) -> int:
     return sum(os.readlink(entry) == "/dev/null" for entry in folder.iterdir())
 
 
+@pytest.mark.parametrize("lazy", [False, True])
 def test_who_is_moved_asks_nothing_of_its_lost_context(
-    domain: Domain, second: Domain, post: Post, ask: Program, copies: Path, asked: Callable[[], list[str]]
+    domain: Domain,
+    second: Domain,
+    post: Post,
+    ask: Program,
+    copies: Path,
+    asked: Callable[[], list[str]],
+    lazy: bool,
 ) -> None:
-    line = post.greet(moving.EXACT)
+    line = post.greet(moving.EXACT, lazy=lazy)
     assert ask("m = gpu.memory(8 << 20)") == "None"
     stand_by(line, second, copies)
     break_domain(domain)
@@ -68,6 +79,7 @@ def test_who_is_moved_asks_nothing_of_its_lost_context(
     assert ask.end() == ""
 
 
+@pytest.mark.parametrize("ask", ["10"], indirect=True)
 def test_who_is_not_moved_in_time_learns_what_happened(
     domain: Domain, second: Domain, post: Post, ask: Program, copies: Path, asked: Callable[[], list[str]]
 ) -> None:
@@ -95,5 +107,26 @@ def test_a_copy_that_is_unloaded_leaves_nothing_open(
         # The one that was left has gone by then: its end is waited for.
         assert devices(ask) == first + (1 if number == 1 else 2)
         move(line, number, planned=True)
+    assert ask("[gpu.run('add', m, 8, 5), gpu.sync(), gpu.word(m)]") == "[0, 0, 5]"
+    assert ask.end() == ""
+
+
+def test_what_a_copy_has_exported_is_not_taken_for_its_own(
+    domain: Domain, second: Domain, post: Post, ask: Program, copies: Path
+) -> None:
+    """Its number is the program's next, which opens devices of its own."""
+    line = post.greet(moving.EXACT)
+    stand_by(line, second, copies)
+    move(line, planned=True)
+    assert ask("m = gpu.memory(8 << 20)") == "None"
+    stand_by(line, domain, copies, 2)
+    assert ask("own = [os.open(os.devnull, os.O_RDWR) for _ in range(16)]") == "None"
+    move(line, 2, planned=True)
+    # Then those go that have exported it, and imported it.
+    for number in (3, 4):
+        stand_by(line, second if number % 2 else domain, copies, number)
+        move(line, number, planned=True)
+    stand_by(line, second, copies, 5)
+    assert ask("{os.fstat(fd).st_rdev for fd in own} == {os.stat(os.devnull).st_rdev}") == "True"
     assert ask("[gpu.run('add', m, 8, 5), gpu.sync(), gpu.word(m)]") == "[0, 0, 5]"
     assert ask.end() == ""

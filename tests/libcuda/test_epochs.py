@@ -41,3 +41,17 @@ def test_a_wait_for_one_stream_ends_an_epoch_of_several(
     until(lambda: done_again() < MANY)
     assert ask("[gpu.sync(), gpu.word(m)]") == f"[0, {rounds * (MANY + 1)}]"
     assert ask.end() == ""
+
+
+@EXACT
+def test_what_is_captured_is_left_alone(post: Post, ask: Program) -> None:
+    """The wait may be another thread's. The legacy stream's mark would end the capture in a blocking one."""
+    post.greet(moving.EXACT)
+    assert ask(MADE + "; s = gpu.made('cuStreamCreate', 0)") == "None"
+    assert ask("gpu.run('add', m, 8, 1)") == "0"
+    assert ask("gpu.code('cuStreamBeginCapture_v2', s, 2)") == "0"
+    assert ask(WORK) == "{0}"
+    assert ask("gpu.run('add', m, 8, 1, stream=s)") == "0"
+    assert ask("gpu.code('cuStreamEndCapture', s, ctypes.byref(ctypes.c_uint64()))") == "0"
+    assert ask("gpu.sync(), gpu.word(m)") == f"(0, {MANY + 2})"
+    assert ask.end() == ""

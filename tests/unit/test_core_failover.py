@@ -225,12 +225,15 @@ def test_suspects_do_their_work_again_one_after_the_other() -> None:
 
 
 def test_a_turn_does_not_last_for_ever() -> None:
-    world = suspected(10, 11, 12)
+    world = suspected(10, 11, 12, 13)
     (timer,) = (e for e in world.ever(fx.ArmTimer) if e.kind == "failover-turn")
     world.timer("failover-turn", timer.subject)
-    assert turns_of(world) == {11: Turn.HAS}
+    assert turns_of(world) == {11: Turn.HAS, 12: Turn.WAITS}
     world.timer("failover-turn", timer.subject)
-    assert turns_of(world) == {11: Turn.HAS}
+    assert turns_of(world) == {11: Turn.HAS, 12: Turn.WAITS}
+    # It comes by a new connection: the end of its old one is never seen.
+    world.hello(11, FailoverMode.EXACT, 2)
+    assert turns_of(world) == {12: Turn.HAS}
 
 
 def test_whose_work_faults_again_is_the_offender() -> None:

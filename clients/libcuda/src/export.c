@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include "failover/carry.h"
+#include "failover/descriptors.h"
 #include "proxy.h"
 #include "turn.h"
 
@@ -36,6 +37,7 @@ bool mpsd_export(CUdevice device, CUmemGenericAllocationHandle handle, uint64_t 
 
 	if (!atomic_load(off) && real_cuDeviceGetUuid_v2(&uuid, device) == CUDA_SUCCESS &&
 	    export_handle(&fd, handle, moves, base) == CUDA_SUCCESS) {
+		mpsd_descriptors_given(fd);
 		atomic_store(&exported, fd);
 		fcntl(fd, F_SETFD, FD_CLOEXEC);
 		memcpy(message->gpu, uuid.bytes, sizeof(message->gpu));

@@ -3,6 +3,7 @@
  * What the driver asks of its resource manager when a context is lost: to look at all SMs and to clear what they
  * say, twice. With MPSD_STANDIN_MANAGER (a file) a thread of the context's does so, with a device that knows nothing of
  * it, and writes there, a line each, whether somebody in between has refused it. That device is never closed.
+ * What it exports and imports it sees in the same way.
  */
 #include <fcntl.h>
 #include <stdio.h>
@@ -37,6 +38,12 @@ static void ask(const char *path, uint32_t command)
 		return;
 	dprintf(log, "%x %s\n", (unsigned int)command, !result && control.status ? "refused" : "looked");
 	close(log);
+}
+
+void manager_see(int fd)
+{
+	if (getenv("MPSD_STANDIN_MANAGER"))
+		ioctl(fd, CONTROL, &(struct control){ 0 });
 }
 
 static void *watch(void *argument)

@@ -71,6 +71,7 @@ bool is_any_retained(void);
 /* manager.c, with the lock held; it is given back meanwhile where a watcher ends. */
 void manager_watch(CUcontext context);
 void manager_forget(CUcontext context);
+void manager_see(int fd);	/* any time */
 
 /* reserve.c: what the process has mapped by now. */
 void note_taken(void);

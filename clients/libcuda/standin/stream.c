@@ -154,6 +154,20 @@ static size_t count_streams(CUcontext context)
 	return count;
 }
 
+/* The legacy stream would come after what a blocking stream captures. */
+static CUresult refuse_legacy(CUstream legacy)
+{
+	CUresult result = CUDA_SUCCESS;
+
+	for (CUstream stream = legacy->context->streams; stream; stream = stream->next) {
+		if (stream->destroyed || !stream->capture || !is_blocking(stream))
+			continue;
+		stream->spoiled = true;
+		result = CUDA_ERROR_STREAM_CAPTURE_IMPLICIT;
+	}
+	return result;
+}
+
 CUresult submit_after(CUstream stream, const struct operation *given, struct moment moment)
 {
 	struct operation *operation;
@@ -161,7 +175,9 @@ CUresult submit_after(CUstream stream, const struct operation *given, struct mom
 
 	if (stream->capture)
 		return capture(stream->capture, given);
-	result = start(stream);
+	result = stream == stream->context->legacy ? refuse_legacy(stream) : CUDA_SUCCESS;
+	if (result == CUDA_SUCCESS)
+		result = start(stream);
 	if (result != CUDA_SUCCESS)
 		return result;
 	operation = malloc(sizeof(*operation));

@@ -169,6 +169,7 @@ API CUresult cuMemExportToShareableHandle(void *shareableHandle, CUmemGenericAll
 	fd = fcntl(physical->fd, F_DUPFD_CLOEXEC, 0);
 	if (fd < 0)
 		return leave(CUDA_ERROR_OPERATING_SYSTEM);
+	manager_see(fd);
 	*(int *)shareableHandle = fd;
 	return leave(CUDA_SUCCESS);
 }
@@ -185,6 +186,7 @@ API CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle *handle
 		return CUDA_ERROR_INVALID_VALUE;
 	if (fcntl(given, F_GET_SEALS) != (F_SEAL_SHRINK | F_SEAL_GROW) || fstat(given, &status))
 		return CUDA_ERROR_INVALID_VALUE;
+	manager_see(given);
 	fd = fcntl(given, F_DUPFD_CLOEXEC, 0);
 	if (fd < 0)
 		return CUDA_ERROR_OPERATING_SYSTEM;

@@ -5,6 +5,7 @@
 
 #include "clock.h"
 #include "exact/state.h"
+#include "failover/graph.h"
 #include "failover/line.h"
 
 #define MOST_WITHIN ((size_t)4 << 30)	/* bytes of copies in flight: some ms */
@@ -14,7 +15,7 @@
 #define READ_US 50
 
 pthread_mutex_t mpsd_exact_lock = PTHREAD_MUTEX_INITIALIZER;
-struct mpsd_epoch mpsd_epoch = { .number = 1, .last = &mpsd_epoch.first };
+struct mpsd_epoch mpsd_epoch = { .number = 1, .last = &mpsd_epoch.first, .long_from = LONG_OPERATIONS };
 
 void mpsd_epoch_unsure(const char *why)
 {
@@ -68,6 +69,7 @@ void mpsd_epoch_end(void)
 	mpsd_epoch.first = NULL;
 	mpsd_epoch.last = &mpsd_epoch.first;
 	mpsd_epoch.operations = mpsd_epoch.kept_bytes = 0;
+	mpsd_epoch.long_from = LONG_OPERATIONS;
 	mpsd_epoch.has_borrowed = false;
 	/* These two are looked at without the lock, by who will find that a move has come between. */
 	__atomic_store_n(&mpsd_epoch.number, mpsd_epoch.number + 1, __ATOMIC_RELAXED);
@@ -206,18 +208,26 @@ void mpsd_epoch_observed(void)
 /* With the lock */
 static bool is_long(void)
 {
-	return !mpsd_is_left() && mpsd_epoch.operations >= LONG_OPERATIONS;
+	return !mpsd_is_left() && mpsd_epoch.operations >= mpsd_epoch.long_from;
 }
 
-void mpsd_epoch_hasten(void)
+bool mpsd_epoch_is_long(void)
 {
 	bool is;
 
 	pthread_mutex_lock(&mpsd_exact_lock);
 	is = is_long();
 	pthread_mutex_unlock(&mpsd_exact_lock);
-	/* What goes wrong with that the wait will find. */
-	if (is)
+	return is;
+}
+
+void mpsd_epoch_hasten(void)
+{
+	/*
+	 * The legacy stream's mark would end another thread's capture in a stream that blocks with it. What goes wrong
+	 * with the marks the wait will find.
+	 */
+	if (mpsd_epoch_is_long() && !mpsd_capturing())
 		mpsd_lanes_mark();
 }
 
@@ -230,10 +240,15 @@ void mpsd_epoch_finish(void)
 		pthread_mutex_lock(&mpsd_exact_lock);
 		observe();
 		is_soon = is_long() && mpsd_lanes_all_marked();
-		pthread_mutex_unlock(&mpsd_exact_lock);
 		if (is_soon && !until)
 			until = mpsd_now_ns() + SOON_NS;
-	} while (is_soon && mpsd_now_ns() < until);
+		/* Where another stream is long at work that would be for nothing, each time. */
+		if (is_soon && mpsd_now_ns() >= until) {
+			mpsd_epoch.long_from = mpsd_epoch.operations + LONG_OPERATIONS;
+			is_soon = false;
+		}
+		pthread_mutex_unlock(&mpsd_exact_lock);
+	} while (is_soon);
 }
 
 /* By a function of the host, which may wait for a thread that waits for this one: nothing of it is done again. */

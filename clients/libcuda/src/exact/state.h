@@ -216,6 +216,7 @@ extern struct mpsd_epoch {
 	uint32_t number;	/* from 1 */
 	struct mpsd_op *first, **last;
 	uint64_t operations, kept_bytes;
+	uint64_t long_from;	/* so many operations are worth a look at all lanes */
 	bool has_borrowed;
 	bool is_awaited;	/* an operation is about to come into it */
 	bool is_closed;		/* none does: its copy is about to be left, where it can still be written */
@@ -234,8 +235,10 @@ void mpsd_epoch_observed(void);
 
 /*
  * The same around a wait for some of it, where the epoch has become long: it ends if all has, and not only what is
- * waited for. Without the lock; the first one with the order. Nobody waits for more than some microseconds.
+ * waited for. Without the lock; hasten() with the order. Nobody waits for more than some microseconds, and once for
+ * so many operations.
  */
+bool mpsd_epoch_is_long(void);
 void mpsd_epoch_hasten(void);
 void mpsd_epoch_finish(void);
 
@@ -331,6 +334,7 @@ CUresult mpsd_submit(struct mpsd_op *op, bool proves);
 
 /* One at a time submits to a copy. False: the copy was left. */
 bool mpsd_order_take(uint64_t moves);
+bool mpsd_order_try(uint64_t moves);	/* false: somebody has it */
 void mpsd_order_give(uint64_t moves);
 
 /* What is for who has the order, by this thread. */

@@ -40,6 +40,11 @@ bool mpsd_order_take(uint64_t moves)
 	return true;
 }
 
+bool mpsd_order_try(uint64_t moves)
+{
+	return !pthread_mutex_trylock(&orders[moves / 2 % ORDERS]);
+}
+
 void mpsd_order_give(uint64_t moves)
 {
 	pthread_mutex_unlock(&orders[moves / 2 % ORDERS]);

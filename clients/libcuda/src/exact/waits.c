@@ -93,7 +93,8 @@ CUresult mpsd_exact_before(struct mpsd_proof *proof, enum mpsd_wait wait, const 
 	CUresult result = mpsd_exact_mark(proof, wait, handle);
 	uint64_t moves = mpsd_tables()->moves;
 
-	if (result == CUDA_SUCCESS && !is_look && proof->count && mpsd_order_take(moves)) {
+	/* Who has the order may wait for a function of the host that waits for this thread. */
+	if (result == CUDA_SUCCESS && !is_look && proof->count && mpsd_epoch_is_long() && mpsd_order_try(moves)) {
 		mpsd_epoch_hasten();
 		mpsd_order_give(moves);
 	}

@@ -19,12 +19,13 @@
 #include "clock.h"
 #include "failover/descriptors.h"
 #include "failover/line.h"
+#include "limits.h"
 
 #define RM_CONTROL 0xc020462aul
 #define READ_ALL_SM_ERROR_STATES 0x83de030cu
 #define CLEAR_ALL_SM_ERROR_STATES 0x83de0310u
 #define NOT_SUPPORTED 0x56u
-#define WAIT_NS 150000000ull
+#define WAIT_MS 150
 #define REFUSE_NS 2000000000ull
 
 struct control {
@@ -39,6 +40,8 @@ static struct {
 	atomic_uint_least64_t left_ns;		/* 0: it is in use, or not loaded */
 	atomic_uint_least64_t since_ns;		/* the first look of this copy */
 } copies[MPSD_COPY_NUMBERS];
+
+static atomic_uint_least64_t wait_ns;
 
 void mpsd_autopsy_none(unsigned int number, bool is)
 {
@@ -60,7 +63,7 @@ static bool is_refused(unsigned int number)
 
 	atomic_compare_exchange_strong(&copies[number].since_ns, &none, mpsd_now_ns());
 	while (!(left = atomic_load(&copies[number].left_ns)) && mpsd_line_ready() &&
-	       mpsd_now_ns() - atomic_load(&copies[number].since_ns) < WAIT_NS)
+	       mpsd_now_ns() - atomic_load(&copies[number].since_ns) < atomic_load(&wait_ns))
 		mpsd_pause(1);
 	return left && mpsd_now_ns() - left < REFUSE_NS;
 }
@@ -97,5 +100,6 @@ void *mpsd_autopsy_ioctl(unsigned int number)
 	static int (*const own[])(int fd, unsigned long request, ...) = { own_ioctl_0, own_ioctl_1, own_ioctl_2 };
 
 	_Static_assert(sizeof(own) / sizeof(*own) == MPSD_COPY_NUMBERS, "each copy has its own");
+	atomic_store(&wait_ns, mpsd_read_number("MPSD_FAILOVER_AUTOPSY_MS", WAIT_MS, 1, 0, 60000) * 1000000);
 	return (void *)own[number];
 }

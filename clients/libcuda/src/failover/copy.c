@@ -159,6 +159,8 @@ static int find_relro(struct dl_phdr_info *object, size_t size, void *context)
 			continue;
 		relro->begin = relro->base + object->dlpi_phdr[i].p_vaddr;
 		relro->end = relro->begin + object->dlpi_phdr[i].p_memsz;
+		/* Of its last page, where that is not whole, the loader leaves all as it is. */
+		relro->end &= ~((ElfW(Addr))sysconf(_SC_PAGESIZE) - 1);
 	}
 	return 1;
 }
@@ -171,7 +173,8 @@ static bool write_slot(ElfW(Addr) base, void **slot, void *value)
 
 	if (mprotect(begin, page, PROT_READ | PROT_WRITE))
 		return false;
-	*slot = value;
+	/* Other threads may be on their way through it. */
+	__atomic_store_n(slot, value, __ATOMIC_RELEASE);
 	dl_iterate_phdr(find_relro, &relro);
 	return (uintptr_t)slot < relro.begin || (uintptr_t)slot >= relro.end || !mprotect(begin, page, PROT_READ);
 }

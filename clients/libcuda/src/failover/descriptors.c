@@ -2,7 +2,8 @@
 /*
  * The driver's library closes only some of its device files when it is unloaded: on driver 580 seven stay for each
  * copy, and with them what the driver and mpsd keep for an address space. Which are a copy's own is known by its calls of
- * ioctl(), and what it closes by those of close(). A number that another copy has used since is that one's.
+ * ioctl(), and what it closes by those of close(). A number that another copy has used since is that one's; none is
+ * what was exported from a copy or imported into it, or became another device's behind its back.
  */
 #include "failover/descriptors.h"
 
@@ -18,6 +19,7 @@
 #define BITS 64
 
 static atomic_uint_least64_t used[MPSD_COPY_NUMBERS][MOST / BITS];
+static atomic_uint_least64_t devices[MOST];	/* which it was when it was used first */
 
 static bool is_used(unsigned int number, int fd)
 {
@@ -29,29 +31,39 @@ static void forget(unsigned int number, int fd)
 	atomic_fetch_and(&used[number][fd / BITS], ~(1ull << fd % BITS));
 }
 
+static uint64_t device_of(int fd)
+{
+	struct stat file;
+
+	return !fstat(fd, &file) && S_ISCHR(file.st_mode) ? file.st_rdev : 0;
+}
+
 void mpsd_descriptors_used(unsigned int number, int fd)
 {
 	if (fd < 0 || fd >= MOST || is_used(number, fd))
 		return;
 	for (unsigned int other = 0; other < MPSD_COPY_NUMBERS; other++)
 		forget(other, fd);
+	atomic_store(&devices[fd], device_of(fd));
 	atomic_fetch_or(&used[number][fd / BITS], 1ull << fd % BITS);
 }
 
-static bool is_device(int fd)
+void mpsd_descriptors_given(int fd)
 {
-	struct stat file;
-
-	return !fstat(fd, &file) && S_ISCHR(file.st_mode);
+	for (unsigned int number = 0; fd >= 0 && fd < MOST && number < MPSD_COPY_NUMBERS; number++)
+		forget(number, fd);
 }
 
 void mpsd_descriptors_end(unsigned int number)
 {
 	for (int fd = 0; fd < MOST; fd++) {
+		uint64_t device;
+
 		if (!is_used(number, fd))
 			continue;
 		forget(number, fd);
-		if (is_device(fd))
+		device = device_of(fd);
+		if (device && device == atomic_load(&devices[fd]))
 			close(fd);
 	}
 }

@@ -7,6 +7,7 @@
 
 #include "failover/carry.h"
 #include "failover/copy.h"
+#include "failover/descriptors.h"
 #include "failover/kept.h"
 #include "failover/line.h"
 #include "failover/made.h"
@@ -76,6 +77,7 @@ static bool map_there(struct arena_range range, CUdevice device, int fd)
 	if (other_cuMemImportFromShareableHandle(&handle, (void *)(uintptr_t)fd,
 						 CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR) != CUDA_SUCCESS)
 		return fails("cuMemImportFromShareableHandle");
+	mpsd_descriptors_given(fd);
 	mapped = other_cuMemMap(range.base, range.size, 0, handle, 0) == CUDA_SUCCESS;
 	if (mapped && other_cuMemSetAccess(range.base, range.size, &access, 1) != CUDA_SUCCESS) {
 		other_cuMemUnmap(range.base, range.size);
@@ -94,6 +96,7 @@ static bool take_descriptor(int *fd, CUmemGenericAllocationHandle handle)
 	if (!is)
 		return fails(mpsd_moves_done() ? "cuMemExportToShareableHandle of imported memory (RLIMIT_NOFILE)"
 					       : "cuMemExportToShareableHandle");
+	mpsd_descriptors_given(*fd);
 	fcntl(*fd, F_SETFD, FD_CLOEXEC);
 	return true;
 }

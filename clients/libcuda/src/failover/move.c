@@ -189,8 +189,9 @@ bool mpsd_move(bool planned, enum mpsd_failover_again again, struct mpsd_times *
 		return false;
 	if (!waits_for_turn)
 		mpsd_phase_begin();
-	mpsd_line_moves();
+	/* In this order: who waits for the one looks at the other. */
 	mpsd_standby_leave(true);
+	mpsd_line_moves();
 	is = hold_and_switch(&planned, times, why);
 	if (is)
 		take_over();

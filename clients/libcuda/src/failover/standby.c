@@ -133,7 +133,6 @@ static bool open_once(uint64_t generation, const char *pipe, const char *folder,
 
 	end_left();
 	mpsd_standby_close();
-	mpsd_copy_watch_first();
 	mpsd_zones_copy(MPSD_RANGE_COPY_COMES);
 	is = mpsd_copy_load(&standby, folder, why);
 	mpsd_line_ends_first();
@@ -184,6 +183,8 @@ bool mpsd_standby_offer(uint64_t generation, const char *pipe, const char *folde
 {
 	bool is;
 
+	/* A lazy standby is made when the first one is lost already. */
+	mpsd_copy_watch_first();
 	if (!mpsd_standby_is_lazy())
 		return open_now(generation, pipe, folder, why);
 	end_left();
