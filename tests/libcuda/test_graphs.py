@@ -81,6 +81,33 @@ def test_a_capture_goes_on_in_the_next_copy(
 
 
 @pytest.mark.parametrize("ask", [{"MPSD_FAILOVER": "exact"}], indirect=True)
+@pytest.mark.parametrize("again", [1, 2], ids=["at once", "in its turn"])
+def test_a_capture_in_a_blocking_stream_goes_on_behind_what_is_done_again(
+    domain: Domain, second: Domain, gate: Gate, post: Post, ask: Program, copies: Path, again: int
+) -> None:
+    """That is done in the legacy stream, where nothing may be while such a stream is captured."""
+    line = post.greet(moving.EXACT)
+    ask("m = gpu.memory(4 << 20); s, o = (gpu.made('cuStreamCreate', f) for f in (0, 1)); gpu.sync()")
+    stand_by(line, second, copies)
+    gate.let(0)
+    assert ask("gpu.run('add', m, 8, 5, stream=o)") == "0"
+    assert ask(BEGIN) == "None"
+    assert ask("gpu.run('add', m, 8, 1, stream=s)") == "0"
+    break_domain(domain)
+    said = move(line, again=again)
+    if again == 2:
+        assert said.values[5]
+        line.say(moving.TURN, 1)
+        said = line.hear(moving.DONE)
+    assert said.text == ""
+    assert ask("gpu.run('add', m, 8, 10, stream=s)") == "0"
+    end(ask)
+    assert ask("gpu.sync(), gpu.word(m)") == "(0, 5)"
+    assert ask("gpu.code('cuGraphLaunch', x, s), gpu.sync(), gpu.word(m)") == "(0, 0, 16)"
+    assert ask.end() == ""
+
+
+@pytest.mark.parametrize("ask", [{"MPSD_FAILOVER": "exact"}], indirect=True)
 @pytest.mark.parametrize(
     ("does", "after"),
     [("gpu.run('add', m, 8, 10, stream=s)", (16, [])), ("gpu.host('f', stream=s)", (6, [("f", 0)]))],

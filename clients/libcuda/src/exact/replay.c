@@ -172,6 +172,9 @@ CUresult mpsd_exact_look(void)
 	pthread_mutex_unlock(&mpsd_exact_lock);
 	if (is)
 		return CUDA_SUCCESS;
+	/* To ask the legacy stream would end a capture in a stream that blocks with it. */
+	if (mpsd_capturing())
+		return CUDA_ERROR_NOT_READY;
 	result = mpsd_enter_context();
 	if (result == CUDA_SUCCESS)
 		result = real_cuStreamQuery(CU_STREAM_LEGACY);

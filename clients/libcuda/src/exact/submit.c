@@ -309,7 +309,7 @@ static CUresult put(struct mpsd_op *op, uint64_t moves)
 	}
 	result = mpsd_op_issue(op);
 	/* While its end is not known a move waits for all that the old copy has mapped to be unmapped there. */
-	if (result == CUDA_SUCCESS && mpsd_copy_comes_from_host(op))
+	if (result == CUDA_SUCCESS && mpsd_copy_comes_from_host(op) && !is_unsure())
 		mpsd_lane_mark(op->lane);
 	if (result == CUDA_SUCCESS && mpsd_validates())
 		result = mpsd_validate_after(op);

@@ -123,6 +123,7 @@ static const char *go_on(bool planned, bool again, struct mpsd_replayed *replaye
 	return !planned && mpsd_work_lost() ? "mode keep" : NULL;
 }
 
+/* After what is done again in the legacy stream, which would end a capture in a stream that blocks with it. */
 static void go_on_capturing(void)
 {
 	if (!mpsd_capturing())
@@ -167,16 +168,11 @@ static void say_missing(const struct mpsd_replayed *replayed)
 void mpsd_turn(bool may, struct mpsd_replayed *replayed)
 {
 	replayed->unsure = go_on(false, may, replayed);
+	go_on_capturing();
 	say_missing(replayed);
 	waits_for_turn = false;
 	mpsd_phase_end(true);
 	cover_again();
-}
-
-static void take_over(void)
-{
-	mpsd_standby_used();
-	go_on_capturing();
 }
 
 bool mpsd_move(bool planned, enum mpsd_failover_again again, struct mpsd_times *times, const char **why)
@@ -194,7 +190,7 @@ bool mpsd_move(bool planned, enum mpsd_failover_again again, struct mpsd_times *
 	mpsd_line_moves();
 	is = hold_and_switch(&planned, times, why);
 	if (is)
-		take_over();
+		mpsd_standby_used();
 	else
 		mpsd_standby_leave(false);
 	if (is && again == MPSD_FAILOVER_IN_TURN && mpsd_exact_is_due(&times->replayed.operations)) {
@@ -206,6 +202,7 @@ bool mpsd_move(bool planned, enum mpsd_failover_again again, struct mpsd_times *
 	times->waits = false;
 	if (is || waits_for_turn) {
 		times->replayed.unsure = go_on(planned, is && again != MPSD_FAILOVER_LOST, &times->replayed);
+		go_on_capturing();
 		say_missing(&times->replayed);
 	}
 	mpsd_phase_end(is || waits_for_turn);
