@@ -177,7 +177,8 @@ def _move_late(draft: Draft, member: Member, target: Domain) -> None:
         return
     for record in reversed(draft.state.failovers):
         if record.domain == member.home and any(f.process == member.process for f in record.fates):
-            _tell(draft, member, "its domain is lost", again=may_go_again(home, faults, culprits(faults)))
+            sure = [*culprits(faults), *(f.process for f in record.fates if f.why == FAULTED_AGAIN)]
+            _tell(draft, member, "its domain is lost", again=may_go_again(home, faults, sure))
             told_ms = round((draft.now - record.at) * 1e3, 3)
             revise(draft, record, member.process, outcome=Outcome.TOLD, why="", told_ms=told_ms)
             draft.emit(ArmTimer("failover-wait", str(record.id), draft.state.policy.move_wait_s))

@@ -248,7 +248,7 @@ def test_whose_work_faults_again_is_the_offender() -> None:
     assert turns_of(world) == {11: Turn.WAITS}
     assert [e.process.pid for e in world.ever(fx.OfferStandby) if e.generation == 3] == [12, 11]
     world.is_ready(11, 3)
-    assert again(world) == {11: IN_TURN}
+    assert again(world) == {11: AGAIN}
     world.do(ev.MemberMoved(process(11), 3, 1, 2, 3, 4, 5))
     assert turns_of(world) == {}
 
