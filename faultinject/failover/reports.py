@@ -24,10 +24,12 @@ SCHEMA: Mapping[str, tuple[type, ...]] = {
 
 _spread = partial(report.spread, places=2)
 
-_LATER = ("bystander", "suspect", "word", "usual")
+_LATER = ("bystander", "suspect", "word", "usual", "descriptors")
 """What the first reports do not have."""
 BARS_MS: Mapping[bool, float] = {False: 5.0, True: 100.0}
 """By whether a program is a suspect: how much later than the GPU stood still it may be with a step."""
+CALM_AFTER, GROWTH = 3, 1.5
+"""Before the last fault at most so many times as many descriptors are open as before that one."""
 
 
 def load(path: Path) -> dict[str, Any] | None:
@@ -64,7 +66,20 @@ def judge(faults: Sequence[Mapping[str, Any]]) -> str:
                 return f"invalid: a program met more than one error: {program['told']}"
         if sum(bool(p["told"]) for p in fault["programs"]) > _missing(fault):
             return "invalid: a program met an error where nothing of its was missing"
+    for who, counts in opened(faults).items():
+        if len(counts) > 2 * CALM_AFTER and counts[-1] > GROWTH * counts[CALM_AFTER]:
+            return f"invalid: {who} opened more and more descriptors: {counts}"
     return "valid"
+
+
+def opened(faults: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
+    """By whom: how many descriptors were open before each fault."""
+    known = [fault["descriptors"] for fault in faults if fault.get("descriptors")]
+    return {who: [both[place] for both in known] for place, who in enumerate(("mpsd", "a program"))}
+
+
+def _first_and_last(counts: Sequence[int]) -> str:
+    return f"{counts[0]} / {counts[-1]}" if counts else "-"
 
 
 def _missing(fault: Mapping[str, Any]) -> int:
@@ -73,7 +88,8 @@ def _missing(fault: Mapping[str, Any]) -> int:
 
 
 def row(kind: str, faults: Sequence[Mapping[str, Any]]) -> list[str]:
-    """kind, faults, lost, told, times in ms (median / worst), whether they are within the bars, verdict."""
+    """kind, faults, lost, told, times in ms (median / worst), whether they are within the bars, descriptors
+    (before the first fault / the last), verdict."""
     programs = [p for fault in faults for p in fault["programs"]]
     fates = [fate for fault in faults if fault["record"] for fate in fault["record"]["clients"]]
     return [
@@ -88,12 +104,13 @@ def row(kind: str, faults: Sequence[Mapping[str, Any]]) -> list[str]:
         _spread([fault.get("word") for fault in faults]),
         _spread([fault["record"]["decision_ms"] for fault in faults if fault["record"]]),
         *(_spread([fate.get(name) for fate in fates]) for name in STEPS),
+        *map(_first_and_last, opened(faults).values()),
         judge(faults),
     ]
 
 
 HEAD = ["kind", "faults", "lost", "told", "longest step", "GPU's", "beyond: cleared", "suspects", "in time"]
-HEAD += ["word", "decided", "held", "fence", "goes on", "turn", "done", "verdict"]
+HEAD += ["word", "decided", "held", "fence", "goes on", "turn", "done", "open: mpsd", "a program", "verdict"]
 STEPS = ("held_ms", "fence_ms", "first_ms", "turn_ms", "done_ms")
 
 
@@ -140,7 +157,8 @@ def markdown(finished: Mapping[str, Any]) -> str:
         "on; and, where a suspect does its work again in its turn, until it was given that and until what",
         "was done again had ended. `told`: how often a program met one error, which said that what it had",
         "in flight may be lost: in the mode `keep` always, and in the mode `exact` where it cannot be done",
-        "again.",
+        "again. `open`: descriptors of mpsd, and of the program that had most, before the first fault and",
+        "before the last.",
         "",
         report.markdown_table(table(finished)),
         "",

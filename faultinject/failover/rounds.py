@@ -54,7 +54,8 @@ class Moved:
 class Fault:
     """One fault and its fail-over. `problem`: what did not come in time. `bystander`: the longest step of a
     program in another domain since the fault, in ms: what the GPU itself stood still. `word`: ms from the
-    order to the offender until mpsd told the programs to move (by the system's clock)."""
+    order to the offender until mpsd told the programs to move (by the system's clock). `descriptors`: how
+    many mpsd had open before it, with everybody ready, and the program that had most."""
 
     kind: str
     problem: str = ""
@@ -64,6 +65,7 @@ class Fault:
     faults: list[Mapping[str, Any]] = field(default_factory=list)
     bystander: float | None = None
     word: float | None = None
+    descriptors: tuple[int, int] | None = None
 
 
 class Rounds:
@@ -116,6 +118,7 @@ class Rounds:
         fault = Fault(kind)
         try:
             self._wait_until_ready()
+            fault.descriptors = self._descriptors()
             offender = None if kind in PARTS else self._offender(kind, number)
             self._reset_reports()
             self._bystander.stall()
@@ -134,6 +137,9 @@ class Rounds:
                 self._collect(fault, clock())
         fault.faults = self._new_faults()
         return fault
+
+    def _descriptors(self) -> tuple[int, int]:
+        return _open_in(self._rig.mpsd.pid), max(_open_in(server.pid) for server in self._servers)
 
     def _suspects(self, fault: Fault, record: Mapping[str, Any]) -> None:
         known = {fate["pid"]: bool(fate["suspect"]) for fate in record["clients"]}
@@ -257,6 +263,14 @@ class Rounds:
         for server in self._servers:
             server.must("done", "gone", timeout=FAULT_S)
         self._bystander.end()
+
+
+def _open_in(pid: int) -> int:
+    """Descriptors; 0 where there is no such process."""
+    try:
+        return len(os.listdir(f"/proc/{pid}/fd"))
+    except OSError:
+        return 0
 
 
 def _since(at: float, time_of_record: str) -> float:

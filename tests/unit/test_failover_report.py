@@ -112,3 +112,16 @@ def test_a_report_of_nothing_has_not_passed() -> None:
     assert not reports.passed({"leftovers": [], "faults": {}})
     assert not reports.passed({"leftovers": [], "faults": {"trap": []}})
     assert not takeover.passed({"leftovers": [], "backend": "simulated", "takeovers": {"warm": []}})
+
+
+def test_descriptors_that_grow_with_each_fault_are_a_failure() -> None:
+    def faults(*counts: tuple[int, int]) -> list[dict[str, Any]]:
+        record: dict[str, Any] = {"clients": []}
+        return [{"problem": "", "programs": [], "record": record, "descriptors": one} for one in counts]
+
+    calm = [(43, 20), (87, 25), *[(93, 25)] * 6]
+    assert reports.judge(faults(*calm)) == "valid"
+    assert reports.judge(faults(*((43 + 60 * n, 20) for n in range(8)))).startswith(
+        "invalid: mpsd opened more"
+    )
+    assert "a program opened" in reports.judge(faults(*((43, 10 + 7 * n) for n in range(8))))

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT
 /*
  * After an SM exception every libcuda of the domain looks at all SMs for what happened, and clears that: again and
- * again, 0.1 s and more each time where a program is a large one, under the locks that every other process's context,
- * allocation and unmapping needs, and the programs' own way out of there too (-autopsy). A program that is moved
- * does not want to know. So its copy is told that this is not supported, at once if the program is on its way, and
+ * again, for long where a program is a large one, under the locks that every other process's context, allocation and
+ * unmapping needs, and the programs' own way out of there too (-moves-programs-autopsy). A program that is moved does
+ * not want to know. So its copy is told that this is not supported, at once if the program is on its way, and
  * otherwise when it is; who is not moved in time is let through, and learns what happened. So is who still asks when
  * the others have long gone on: a thread of the program's may sit in that copy until it knows.
  *

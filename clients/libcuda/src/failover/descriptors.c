@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT
 /*
- * The driver's library closes only some of its device files when it is unloaded: on driver 580 seven stay for each
- * copy, and with them what the driver and mpsd keep for an address space. Which are a copy's own is known by its calls of
+ * The driver's library closes only some of its device files when it is unloaded: the others stay, and
+ * with them what the driver and mpsd keep for an address space. Which are a copy's own is known by its calls of
  * ioctl(), and what it closes by those of close(). A number that another copy has used since is that one's; none is
  * what was exported from a copy or imported into it, or became another device's behind its back.
  */
