@@ -65,7 +65,7 @@ class Fault:
     faults: list[Mapping[str, Any]] = field(default_factory=list)
     bystander: float | None = None
     word: float | None = None
-    descriptors: tuple[int, int] | None = None
+    descriptors: list[int] | None = None
 
 
 class Rounds:
@@ -138,8 +138,8 @@ class Rounds:
         fault.faults = self._new_faults()
         return fault
 
-    def _descriptors(self) -> tuple[int, int]:
-        return _open_in(self._rig.mpsd.pid), max(_open_in(server.pid) for server in self._servers)
+    def _descriptors(self) -> list[int]:
+        return [_open_in(self._rig.mpsd.pid), max(_open_in(server.pid) for server in self._servers)]
 
     def _suspects(self, fault: Fault, record: Mapping[str, Any]) -> None:
         known = {fate["pid"]: bool(fate["suspect"]) for fate in record["clients"]}
