@@ -12,6 +12,7 @@ from typing import Any
 
 from faultinject.bystander import Bystander
 from faultinject.history import clock
+from faultinject.leftovers import open_descriptors
 from faultinject.proxy.library import MPSD_RUN, Libraries
 from faultinject.rig import Rig
 from faultinject.worker import Worker
@@ -138,8 +139,13 @@ class Rounds:
         fault.faults = self._new_faults()
         return fault
 
-    def _descriptors(self) -> list[int]:
-        return [_open_in(self._rig.mpsd.pid), max(_open_in(server.pid) for server in self._servers)]
+    def _descriptors(self) -> list[int] | None:
+        try:
+            programs = max(open_descriptors(server.pid) for server in self._servers)
+            return [open_descriptors(self._rig.mpsd.pid), programs]
+        except OSError:
+            # One of them has ended: what that means is seen by others.
+            return None
 
     def _suspects(self, fault: Fault, record: Mapping[str, Any]) -> None:
         known = {fate["pid"]: bool(fate["suspect"]) for fate in record["clients"]}
@@ -263,14 +269,6 @@ class Rounds:
         for server in self._servers:
             server.must("done", "gone", timeout=FAULT_S)
         self._bystander.end()
-
-
-def _open_in(pid: int) -> int:
-    """Descriptors; 0 where there is no such process."""
-    try:
-        return len(os.listdir(f"/proc/{pid}/fd"))
-    except OSError:
-        return 0
 
 
 def _since(at: float, time_of_record: str) -> float:

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from faultinject.history import clock
+from faultinject.leftovers import open_descriptors
 from faultinject.proxy.library import MPSD_RUN, Libraries, read_stats
 from faultinject.proxy.pairs import settled
 from faultinject.rig import Rig
@@ -225,7 +226,7 @@ class Slaughter:
 
     def counted(self) -> tuple[int, int]:
         """mpsd's open descriptors, and the memory in use on all GPUs in bytes."""
-        return len(os.listdir(f"/proc/{self.rig.mpsd.pid}/fd")), self.rig.node.gpu_memory_used()
+        return open_descriptors(self.rig.mpsd.pid), self.rig.node.gpu_memory_used()
 
     def open_files(self) -> Counter[str]:
         """What mpsd's descriptors are, without what numbers one of many."""

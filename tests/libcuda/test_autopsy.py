@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.libcuda.test_exact import move
-from tests.libcuda.test_failover import Program, break_domain, copies, post, stand_by
+from tests.libcuda.test_failover import Program, break_domain, copies, post, stand_by, started
 from tests.support import moving
 from tests.support.libcudas import Libraries
 from tests.support.moving import Post
@@ -40,12 +40,8 @@ def ask(
     """Its param: for how many ms it waits for the daemon's word, by default for longer than a test lasts."""
     extra = {"MPSD_FAILOVER": "exact", "MPSD_STANDIN_MANAGER": str(tmp_path / "asked")}
     extra["MPSD_FAILOVER_AUTOPSY_MS"] = getattr(request, "param", "60000")
-    program = Program(libraries, domain, post, **extra)
-    try:
+    with started(libraries, domain, post, **extra) as program:
         yield program
-    finally:
-        program.process.kill()
-        program.process.communicate()
 
 
 def devices(program: Program) -> int:

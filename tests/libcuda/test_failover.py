@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -91,16 +92,22 @@ LAZY = {"MPSD_FAILOVER_MIRROR": "lazy"}
 both = pytest.mark.parametrize("ask", [{}, LAZY], indirect=True, ids=["eager", "lazy"])
 
 
-@pytest.fixture
-def ask(
-    request: pytest.FixtureRequest, libraries: Libraries, domain: Domain, post: Post
-) -> Iterator[Program]:
-    program = Program(libraries, domain, post, **getattr(request, "param", {}))
+@contextmanager
+def started(libraries: Libraries, home: Domain, post: Post, **extra: str) -> Iterator[Program]:
+    program = Program(libraries, home, post, **extra)
     try:
         yield program
     finally:
         program.process.kill()
         program.process.communicate()
+
+
+@pytest.fixture
+def ask(
+    request: pytest.FixtureRequest, libraries: Libraries, domain: Domain, post: Post
+) -> Iterator[Program]:
+    with started(libraries, domain, post, **getattr(request, "param", {})) as program:
+        yield program
 
 
 def stand_by(line: Line, at: Domain, copies: Path, generation: int = 1) -> None:

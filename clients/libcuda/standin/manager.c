@@ -9,7 +9,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <sys/ioctl.h>
-#include <time.h>
 #include <unistd.h>
 
 #include "standin.h"
@@ -53,13 +52,7 @@ static void *watch(void *argument)
 
 	pthread_mutex_lock(&gpu_lock);
 	while (context->is_watched && !context->broken) {
-		struct timespec soon;
-
-		clock_gettime(CLOCK_MONOTONIC, &soon);
-		soon.tv_nsec += LOOK_NS;
-		soon.tv_sec += soon.tv_nsec / 1000000000;
-		soon.tv_nsec %= 1000000000;
-		pthread_cond_clockwait(&gpu_changed, &gpu_lock, CLOCK_MONOTONIC, &soon);
+		wait_a_moment(LOOK_NS);
 		if (context->is_watched)
 			look_at(context);
 	}

@@ -150,6 +150,7 @@ CUresult open_streams(CUcontext context);
 /* Those whose threads have ended: threads that nobody waits for are a leak. */
 void join_streams(CUcontext context);
 void close_streams(CUcontext context);
+void wait_a_moment(uint64_t nanoseconds);	/* that long, or until something has changed; with the lock */
 void look_at(CUcontext context);	/* has it died of others' doing? */
 void look_sometimes(CUcontext context);	/* the same, but not each time, for it is a question to the GPU */
 

@@ -209,14 +209,19 @@ CUresult submit(CUstream stream, const struct operation *operation)
 	return submit_after(stream, operation, (struct moment){ NULL, 0 });
 }
 
+void wait_a_moment(uint64_t nanoseconds)
+{
+	struct timespec soon;
+
+	clock_gettime(CLOCK_MONOTONIC, &soon);
+	add_nanoseconds(&soon, nanoseconds);
+	pthread_cond_clockwait(&gpu_changed, &gpu_lock, CLOCK_MONOTONIC, &soon);
+}
+
 CUresult wait_for(CUcontext context, struct moment moment)
 {
 	while (!reached(moment) && !context->broken) {
-		struct timespec soon;
-
-		clock_gettime(CLOCK_MONOTONIC, &soon);
-		add_nanoseconds(&soon, LOOK_NS);
-		pthread_cond_clockwait(&gpu_changed, &gpu_lock, CLOCK_MONOTONIC, &soon);
+		wait_a_moment(LOOK_NS);
 		look_sometimes(context);
 	}
 	look_at(context);

@@ -227,7 +227,7 @@ void mpsd_epoch_hasten(void)
 	 * The legacy stream's mark would end another thread's capture in a stream that blocks with it. What goes wrong
 	 * with the marks the wait will find.
 	 */
-	if (mpsd_epoch_is_long() && !mpsd_capturing())
+	if (!mpsd_capturing())
 		mpsd_lanes_mark();
 }
 

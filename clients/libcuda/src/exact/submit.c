@@ -367,7 +367,8 @@ CUresult mpsd_submit(struct mpsd_op *op, bool proves)
 	if (result == CUDA_SUCCESS && proves) {
 		mpsd_noted_in = DONE;
 		result = mark_for(stream, &lane, &number);
-		mpsd_epoch_hasten();
+		if (mpsd_epoch_is_long())
+			mpsd_epoch_hasten();
 	}
 	mpsd_order_give(moves);
 	if (result != CUDA_SUCCESS || !proves)

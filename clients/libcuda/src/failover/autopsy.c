@@ -43,7 +43,7 @@ static struct {
 
 static atomic_uint_least64_t wait_ns;
 
-void mpsd_autopsy_none(unsigned int number, bool is)
+void mpsd_autopsy_left(unsigned int number, bool is)
 {
 	if (!is)
 		atomic_store(&copies[number].since_ns, 0);

@@ -9,5 +9,5 @@
 /* For a copy's slot, in place of ioctl(). `number` is below MPSD_COPY_NUMBERS. */
 void *mpsd_autopsy_ioctl(unsigned int number);
 
-/* The copy comes into use, or nobody wants to know it any more. Any thread's. */
-void mpsd_autopsy_none(unsigned int number, bool is);
+/* The copy is being left, and nobody wants to know it any more; or it comes into use. Any thread's. */
+void mpsd_autopsy_left(unsigned int number, bool is);

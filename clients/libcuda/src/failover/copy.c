@@ -262,7 +262,7 @@ static bool open_one(struct mpsd_copy *copy, const char **why)
 {
 	struct link_map *map = NULL;
 
-	mpsd_autopsy_none(copy->number, false);
+	mpsd_autopsy_left(copy->number, false);
 	copy->handle = dlopen(copy->path, RTLD_NOW | RTLD_LOCAL);
 	if (!copy->handle || dlinfo(copy->handle, RTLD_DI_LINKMAP, &map) || !write_slots(map, copy->number)) {
 		*why = copy->handle ? "the copy's calls of bind, getenv and mmap cannot be led elsewhere"

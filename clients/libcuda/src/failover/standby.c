@@ -214,7 +214,7 @@ void *mpsd_standby_handle(void)
 
 void mpsd_standby_leave(bool is)
 {
-	mpsd_autopsy_none(in_use.number, is);
+	mpsd_autopsy_left(in_use.number, is);
 }
 
 void mpsd_standby_used(void)
