@@ -5,6 +5,7 @@
  * the submitter, so there are no circles.
  */
 #include <errno.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
@@ -287,10 +288,16 @@ CUresult find_stream(CUcontext context, CUstream handle, CUstream *stream)
 		*stream = context->legacy;
 		return CUDA_SUCCESS;
 	}
-	for (*stream = context->streams; *stream; *stream = (*stream)->next)
-		if (*stream == handle && !handle->destroyed)
-			return CUDA_SUCCESS;
-	return CUDA_ERROR_INVALID_HANDLE;
+	for (*stream = context->streams; *stream && *stream != handle;)
+		*stream = (*stream)->next;
+	if (!*stream)
+		return CUDA_ERROR_INVALID_HANDLE;
+	/* What NVIDIA's does then is not said anywhere, so nothing may rely on it. */
+	if (handle->destroyed) {
+		fputs("standin: a stream that was destroyed is used\n", stderr);
+		abort();
+	}
+	return CUDA_SUCCESS;
 }
 
 CUresult enter_stream(CUstream handle, CUstream *stream)

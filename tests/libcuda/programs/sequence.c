@@ -202,7 +202,6 @@ static void streams(void)
 	STEP(cuStreamQuery, one);
 	STEP(cuLaunchKernel, slow_fill, 1, 1, 1, 2048, 1, 1, 0, one, fill_with, NULL);
 	STEP(cuStreamDestroy, one);
-	STEP(cuStreamDestroy, one);
 	STEP(cuEventDestroy, event);
 	STEP(cuEventDestroy, late);
 	STEP(cuMemFree, total);

@@ -227,7 +227,8 @@ static void rest(uint64_t waited_ns)
 static bool is_wrong(CUresult result)
 {
 	switch ((int)result) {
-	case CUDA_SUCCESS: case CUDA_ERROR_NOT_READY: case CUDA_ERROR_INVALID_CONTEXT: case CUDA_ERROR_INVALID_HANDLE:
+	case CUDA_SUCCESS: case CUDA_ERROR_NOT_READY: case CUDA_ERROR_NOT_FOUND: case CUDA_ERROR_INVALID_CONTEXT:
+	case CUDA_ERROR_INVALID_HANDLE:
 		return false;
 	default:
 		return (int)result < CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED ||
@@ -258,7 +259,7 @@ static CUresult wait_for(struct mpsd_lane *lane, uint64_t number, bool has_follo
 			began = began ? began : now;
 			asked = asked ? asked : now;
 			if (now - asked > question_ns()) {
-				result = real_cuStreamQuery(mpsd_native(stream));
+				result = mpsd_poll_ask(mpsd_native(stream), moves);
 				asked = mpsd_now_ns();
 			}
 			if (is_wrong(result))

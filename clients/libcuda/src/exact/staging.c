@@ -125,11 +125,13 @@ static CUresult copy_plane(char *pages, const struct area *area, size_t plane, C
 
 static CUresult copy_through(void **pages, const struct area *area, CUstream stream)
 {
-	CUresult result = CUDA_SUCCESS;
+	void *there = *pages;
+	CUresult result = there ? CUDA_SUCCESS : make_cuMemHostAlloc(&there, BYTES, CU_MEMHOSTALLOC_PORTABLE);
 
-	if (!*pages) {
-		result = make_cuMemHostAlloc(pages, BYTES, CU_MEMHOSTALLOC_PORTABLE);
-		mpsd_pins_forget(*pages);
+	/* What a move has overtaken is the copy's that is left. */
+	if (result == CUDA_SUCCESS && !*pages) {
+		*pages = there;
+		mpsd_pins_forget(there);
 	}
 	for (size_t plane = 0; plane < area->depth && result == CUDA_SUCCESS; plane++)
 		result = copy_plane(*pages, area, plane, stream);

@@ -267,6 +267,17 @@ static void commit(struct mpsd_plan *plan)
 
 CUresult make_cuEventCreate(CUevent *phEvent, unsigned int Flags);
 
+/* What a move has overtaken was made in the copy that is left, and is nothing here. */
+static CUresult make_event(struct mpsd_lane *lane)
+{
+	CUevent event = lane->event;
+	CUresult result = event ? CUDA_SUCCESS : make_cuEventCreate(&event, CU_EVENT_DISABLE_TIMING);
+
+	if (result == CUDA_SUCCESS)
+		lane->event = event;
+	return result;
+}
+
 static CUresult mark_saves(struct mpsd_lane *lane)
 {
 	CUresult result = mpsd_lane_mark(lane);
@@ -306,13 +317,12 @@ static CUresult come_after_others(struct mpsd_lane *lane)
 
 CUresult mpsd_undo_done(struct mpsd_plan *plan)
 {
-	CUresult result = CUDA_SUCCESS;
+	CUresult result;
 	bool left;
 
 	if (!plan->saves)
 		return come_after_others(plan->lane);
-	if (!plan->lane->event)
-		result = make_cuEventCreate(&plan->lane->event, CU_EVENT_DISABLE_TIMING);
+	result = make_event(plan->lane);
 	if (result != CUDA_SUCCESS)
 		return result;
 	pthread_mutex_lock(&mpsd_exact_lock);

@@ -163,7 +163,7 @@ CUresult make_cuEventCreate(CUevent *phEvent, unsigned int Flags)
  * The record goes first, so that the address of what has ended is nobody's when the driver gives it again. A graph that
  * was not needed in this copy yet has nothing here to be ended.
  */
-#define END(function, type)							\
+#define END(function, type, may_end)						\
 	CUresult end_##function(type handle)					\
 	{									\
 		uint64_t moves = moves_now();					\
@@ -171,17 +171,19 @@ CUresult make_cuEventCreate(CUevent *phEvent, unsigned int Flags)
 										\
 		if (!mpsd_made_end(handle, moves))				\
 			return MPSD_AGAIN;					\
-		if (handle && !native)						\
+		if ((handle && !native) || !may_end(native, moves))		\
 			return CUDA_SUCCESS;					\
 		return mpsd_made_ended(inner_##function(native), moves);	\
 	}
 
-END(cuStreamDestroy_v2, CUstream)
-END(cuEventDestroy_v2, CUevent)
-END(cuModuleUnload, CUmodule)
-END(cuLibraryUnload, CUlibrary)
-END(cuGraphDestroy, CUgraph)
-END(cuGraphExecDestroy, CUgraphExec)
+#define AT_ONCE(native, moves) true
+
+END(cuStreamDestroy_v2, CUstream, mpsd_poll_ends)
+END(cuEventDestroy_v2, CUevent, AT_ONCE)
+END(cuModuleUnload, CUmodule, AT_ONCE)
+END(cuLibraryUnload, CUlibrary, AT_ONCE)
+END(cuGraphDestroy, CUgraph, AT_ONCE)
+END(cuGraphExecDestroy, CUgraphExec, AT_ONCE)
 
 /* Code */
 

@@ -116,6 +116,19 @@ struct mpsd_made *mpsd_made_known(const void *name);
 CUdevice mpsd_current_device(void);
 
 /*
+ * poll.c: cuStreamQuery of a stream that another thread may end, which waits for the answer: the driver takes what it is
+ * given for a stream. NOT_FOUND: it has ended, or the copy was left.
+ */
+CUresult mpsd_poll_ask(CUstream native, uint64_t moves);
+
+/*
+ * A stream that has no record any more is about to end: returns when nobody asks. False: the copy was left meanwhile, and
+ * nothing is to be ended there.
+ */
+bool mpsd_poll_ends(CUstream native, uint64_t moves);
+void mpsd_poll_child(void);
+
+/*
  * The program ends it: what is of it goes too, and its twin. False: nothing goes, for a move came since the call
  * began, when there had been that many `moves`.
  */

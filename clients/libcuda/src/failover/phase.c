@@ -173,5 +173,6 @@ void mpsd_phase_child(void)
 	mpsd_fence_child();
 	mpsd_made_child();
 	mpsd_pins_child();
+	mpsd_poll_child();
 	mpsd_variables_child();
 }

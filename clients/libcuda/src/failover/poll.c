@@ -5,6 +5,7 @@
  * driver's own wait comes then. Where no move can come, and where the program has asked for waits that do not
  * spin, that is all.
  */
+#include <pthread.h>
 #include <sched.h>
 
 #include "exact/exact.h"
@@ -75,23 +76,126 @@ CUresult poll_cuEventSynchronize(CUevent hEvent)
 	return ended(&result, moves) ? inner_cuEventSynchronize(mpsd_native(hEvent)) : result;
 }
 
-/* The stream that was made after `before` (NULL: the first) on this device; NULL: none. */
+/*
+ * A stream that is asked although another thread may end it: that waits for the answer, for the driver takes what it
+ * is given for a stream.
+ */
+struct question {
+	struct question *next;
+	CUstream native;
+	uint64_t moves;
+};
+
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static struct question *questions;
+
+static void begin(struct question *question)
+{
+	pthread_mutex_lock(&lock);
+	question->next = questions;
+	questions = question;
+	pthread_mutex_unlock(&lock);
+}
+
+static void end(const struct question *question)
+{
+	struct question **link = &questions;
+
+	pthread_mutex_lock(&lock);
+	while (*link != question)
+		link = &(*link)->next;
+	*link = question->next;
+	pthread_mutex_unlock(&lock);
+}
+
+static bool is_asked(CUstream native, uint64_t moves)
+{
+	bool is = false;
+
+	pthread_mutex_lock(&lock);
+	for (const struct question *question = questions; question; question = question->next)
+		is |= question->native == native && question->moves == moves;
+	pthread_mutex_unlock(&lock);
+	return is;
+}
+
+bool mpsd_poll_ends(CUstream native, uint64_t moves)
+{
+	while (is_asked(native, moves) && atomic_load(&mpsd_moves) == moves)
+		sched_yield();
+	return atomic_load(&mpsd_moves) == moves;
+}
+
+void mpsd_poll_child(void)
+{
+	lock = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
+	questions = NULL;
+}
+
+/* With the lock of made.h. The stream that was made after `before` (NULL: the first) on this device; NULL: none. */
 static CUstream next_stream(CUstream before, CUdevice device)
 {
-	struct mpsd_made *made;
+	struct mpsd_made *made = mpsd_made_oldest();
 	bool passed = !before;
-	CUstream found = NULL;
 
-	mpsd_made_lock();
-	for (made = mpsd_made_oldest(); made && !found; made = made->newer) {
+	for (; made; made = made->newer) {
 		if (made->kind != MPSD_MADE_STREAM || made->device != device)
 			continue;
 		if (passed)
-			found = made->native;
-		passed |= made->native == before;
+			return made->native;
+		passed = made->native == before;
 	}
+	return NULL;
+}
+
+/* With the lock of made.h. */
+static bool is_there(CUstream native)
+{
+	const struct mpsd_made *made = mpsd_made_oldest();
+
+	if (!native || native == CU_STREAM_LEGACY || native == CU_STREAM_PER_THREAD)
+		return true;
+	while (made && (made->kind != MPSD_MADE_STREAM || made->native != native))
+		made = made->newer;
+	return made != NULL;
+}
+
+CUresult mpsd_poll_ask(CUstream native, uint64_t moves)
+{
+	struct question question = { NULL, native, moves };
+	CUresult result;
+	bool is;
+
+	mpsd_made_lock();
+	is = atomic_load(&mpsd_moves) == moves && is_there(native);
+	if (is)
+		begin(&question);
 	mpsd_made_unlock();
-	return found;
+	if (!is)
+		return CUDA_ERROR_NOT_FOUND;
+	result = inner_cuStreamQuery(native);
+	end(&question);
+	return result;
+}
+
+static CUresult poll_each(CUdevice device, uint64_t moves)
+{
+	CUresult result = CUDA_SUCCESS;
+	CUstream stream = NULL;
+
+	while (result == CUDA_SUCCESS) {
+		unsigned int looks = 0;
+
+		mpsd_made_lock();
+		stream = atomic_load(&mpsd_moves) == moves ? next_stream(stream, device) : NULL;
+		mpsd_made_unlock();
+		if (!stream)
+			break;
+		do
+			result = mpsd_poll_ask(stream, moves);
+		while (goes_on(result, moves, &looks));
+	}
+	return result;
 }
 
 /* A stream that another thread makes or ends meanwhile is left to the driver's own wait. */
@@ -99,13 +203,12 @@ CUresult poll_cuCtxSynchronize(void)
 {
 	uint64_t moves = mpsd_tables()->moves;
 	CUresult result = CUDA_SUCCESS;
-	CUstream stream = NULL;
 	CUdevice device;
 
 	if (may_poll() && inner_cuCtxGetDevice(&device) == CUDA_SUCCESS) {
 		result = poll_stream(CU_STREAM_LEGACY, moves);
-		while (result == CUDA_SUCCESS && (stream = next_stream(stream, device)))
-			result = poll_stream(stream, moves);
+		if (result == CUDA_SUCCESS)
+			result = poll_each(device, moves);
 	}
 	return ended(&result, moves) ? inner_cuCtxSynchronize() : result;
 }
