@@ -252,6 +252,7 @@ API CUresult cuCtxSetCurrent(CUcontext ctx)
 	if (!depth)
 		depth = 1;
 	stack[depth - 1] = ctx;
+	gate_keep(GATE_CURRENT);
 	return CUDA_SUCCESS;
 }
 
@@ -263,6 +264,7 @@ API CUresult cuCtxGetCurrent(CUcontext *pctx)
 		result = CUDA_ERROR_INVALID_VALUE;
 	if (result == CUDA_SUCCESS)
 		*pctx = current();
+	gate_keep(GATE_CURRENT);
 	return result;
 }
 

@@ -126,6 +126,15 @@ API CUresult cuStreamIsCapturing(CUstream hStream, CUstreamCaptureStatus *captur
 	return leave(CUDA_SUCCESS);
 }
 
+/* That blocks with the legacy one. */
+static bool is_any_captured(CUstream legacy)
+{
+	for (CUstream stream = legacy->context->streams; stream; stream = stream->next)
+		if (!stream->destroyed && stream->capture && !(stream->flags & CU_STREAM_NON_BLOCKING))
+			return true;
+	return false;
+}
+
 API CUresult cuStreamGetCaptureInfo_v3(CUstream hStream, CUstreamCaptureStatus *captureStatus_out,
 				       cuuint64_t *id_out, CUgraph *graph_out, const CUgraphNode **dependencies_out,
 				       const CUgraphEdgeData **edgeData_out, size_t *numDependencies_out)
@@ -135,6 +144,8 @@ API CUresult cuStreamGetCaptureInfo_v3(CUstream hStream, CUstreamCaptureStatus *
 
 	if (result != CUDA_SUCCESS)
 		return result;
+	if (stream == stream->context->legacy && is_any_captured(stream))
+		return leave(CUDA_ERROR_STREAM_CAPTURE_IMPLICIT);
 	*captureStatus_out = stream->capture ? CU_STREAM_CAPTURE_STATUS_ACTIVE : CU_STREAM_CAPTURE_STATUS_NONE;
 	if (id_out)
 		*id_out = 1;

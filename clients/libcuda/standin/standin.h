@@ -44,6 +44,9 @@ CUresult gate_fault(void);
 #define GATE_END_CAPTURE 2
 #define GATE_CAPTURE_INFO 4
 #define GATE_UNMAP 8
+#define GATE_CURRENT 16		/* a context is made current */
+#define GATE_HOST 32		/* memory of the host is registered, or allocated */
+#define GATE_INIT 64
 void gate_keep(uint64_t call);
 
 /* context.c */

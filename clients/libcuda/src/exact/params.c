@@ -117,6 +117,11 @@ void mpsd_params_forget(void)
 	pthread_mutex_unlock(&lock);
 }
 
+void mpsd_params_child(void)
+{
+	lock = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
+}
+
 /* Under the lock. */
 static CUresult copy_each(struct mpsd_op *op, const struct info *info, void **parameters)
 {

@@ -24,6 +24,7 @@ static inline bool mpsd_capturing(void)
 bool mpsd_capture_op(struct mpsd_op *op, CUresult *result);
 
 bool mpsd_is_in_capture(CUstream stream);
+bool mpsd_is_native_in_capture(CUstream native);	/* what this call's copy calls it */
 
 /* The same for who is inside no copy, which could be unloaded before it answers. */
 bool mpsd_is_in_capture_outside(CUstream stream);

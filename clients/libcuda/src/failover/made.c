@@ -5,6 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "exact/state.h"
 #include "failover/line.h"
 
 CUdevice mpsd_current_device(void)
@@ -86,6 +87,7 @@ static CUresult context_ended(CUresult result, CUdevice dev, bool all)
 	struct mpsd_made *made;
 	bool is = false;
 
+	result = mpsd_answered(result);
 	if (result != CUDA_SUCCESS)
 		return result;
 	mpsd_made_lock();
@@ -177,11 +179,13 @@ CUresult make_cuEventCreate(CUevent *phEvent, unsigned int Flags)
 	}
 
 #define AT_ONCE(native, moves) true
+/* Their functions' handles may come again, with other parameters. */
+#define FORGOTTEN(native, moves) (mpsd_params_forget(), mpsd_asked_ends(native, moves))
 
-END(cuStreamDestroy_v2, CUstream, mpsd_poll_ends)
+END(cuStreamDestroy_v2, CUstream, mpsd_asked_ends)
 END(cuEventDestroy_v2, CUevent, AT_ONCE)
-END(cuModuleUnload, CUmodule, AT_ONCE)
-END(cuLibraryUnload, CUlibrary, AT_ONCE)
+END(cuModuleUnload, CUmodule, FORGOTTEN)
+END(cuLibraryUnload, CUlibrary, FORGOTTEN)
 END(cuGraphDestroy, CUgraph, AT_ONCE)
 END(cuGraphExecDestroy, CUgraphExec, AT_ONCE)
 
