@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from tests.libcuda.test_exact import gate, move
-from tests.libcuda.test_failover import Program, ask, break_domain, copies, post, stand_by
+from tests.libcuda.test_failover import Program, ask, break_domain, copies, post, stand_by, started
 from tests.support import moving
-from tests.support.gate import CURRENT, HOST, INIT, Gate
+from tests.support.gate import ANY, CURRENT, HOST, INIT, SYNC, Gate
+from tests.support.libcudas import Libraries
 from tests.support.moving import Line, Post
 from tests.support.simfixtures import backend, domain, second, third
 from tests.support.simnode import Domain, until
@@ -147,7 +148,8 @@ def test_the_end_of_a_stream_does_not_spoil_another_threads_capture(
 ) -> None:
     """All work is waited for then, by marks in all streams: not in the legacy one, which would come after it."""
     line = post.greet(moving.EXACT)
-    ask("m = gpu.memory(4 << 20); s, t = (gpu.made('cuStreamCreate', f) for f in (0, 1)); later = Later(gpu)")
+    ask("m = gpu.memory(4 << 20); s, t = (gpu.made('cuStreamCreate', f) for f in (0, 1))")
+    ask("later = Later(gpu)")
     stand_by(line, second, copies)
     assert ask("gpu.run('add', m, 8, 1), gpu.code('cuStreamBeginCapture_v2', s, 2)") == "(0, 0)"
     assert ask("later.start(\"gpu.code('cuStreamDestroy_v2', t)\"), later.result()") == "(None, 0)"
@@ -175,7 +177,10 @@ def test_a_function_with_the_handle_of_one_that_was_unloaded_has_its_own_paramet
     assert ask("{gpu.run(i, m, 8, 1, stream=s) for i in range(64)}") == "{0}"
     ask("g = ctypes.c_uint64()")
     assert ask("gpu.code('cuStreamEndCapture', s, ctypes.byref(g))") == "0"
-    assert ask("gpu.code('cuGraphDestroy', g), {gpu.code('cuModuleUnload', one) for one in modules}") == "(0, {0})"
+    assert (
+        ask("gpu.code('cuGraphDestroy', g), {gpu.code('cuModuleUnload', one) for one in modules}")
+        == "(0, {0})"
+    )
     ask("others = [find(load(b'nothing 0\\n')) for _ in range(64)]")
     assert ask("bool(set(others) & set(functions))") == "True"
     assert ask("gpu.code('cuStreamBeginCapture_v2', s, 2)") == "0"
@@ -184,3 +189,43 @@ def test_a_function_with_the_handle_of_one_that_was_unloaded_has_its_own_paramet
     assert ask("gpu.code('cuStreamEndCapture', s, ctypes.byref(g)), gpu.sync()") == "(0, 0)"
     stand_by(line, second, copies)
     assert ask.end() == ""
+
+
+@EXACT
+def test_memory_that_another_thread_frees_is_not_saved_any_more(
+    domain: Domain, gate: Gate, second: Domain, post: Post, ask: Program, copies: Path
+) -> None:
+    """A kernel's parameters may lead there, for it was its own once."""
+    line = post.greet(moving.EXACT)
+    ask("m, n = gpu.memory(8 << 20), gpu.memory(8 << 20); gpu.sync(); later, other = Later(gpu), Later(gpu)")
+    stand_by(line, second, copies)
+    assert ask("gpu.run('add', n, 8, 1), gpu.sync()") == "(0, 0)"
+    gate.keep(SYNC)
+    ask("later.start(\"gpu.code('cuMemFree_v2', m)\")")
+    until(lambda: gate.kept() == SYNC)
+    gate.let(0)
+    ask("other.start(\"gpu.run('add', m, 0, 1)\")")
+    gate.keep(0)
+    assert ask("later.result(), other.result()") == "(0, 0)"
+    gate.let(ANY)
+    assert ask("gpu.sync(), gpu.word(n)") == "(0, 1)"
+    assert ask.end() == ""
+
+
+@pytest.mark.parametrize("mode", ["exact", "keep"])
+def test_a_capture_ends_with_its_stream(
+    domain: Domain,
+    second: Domain,
+    post: Post,
+    libraries: Libraries,
+    copies: Path,
+    mode: str,
+) -> None:
+    with started(libraries, domain, post, MPSD_FAILOVER=mode) as ask:
+        line = post.greet(moving.EXACT if mode == "exact" else moving.KEEP)
+        ask("m = gpu.memory(4 << 20); s = gpu.made('cuStreamCreate', 1); gpu.sync()")
+        stand_by(line, second, copies)
+        assert ask("gpu.code('cuStreamBeginCapture_v2', s, 2), gpu.code('cuStreamDestroy_v2', s)") == "(0, 0)"
+        assert move(line, planned=True).text == ""
+        assert ask("gpu.run('add', m, 8, 1), gpu.sync(), gpu.word(m)") == "(0, 0, 1)"
+        assert ask.end() == ""

@@ -346,7 +346,9 @@ API CUresult cuCtxSynchronize(void)
 	if (result != CUDA_SUCCESS)
 		return result;
 	result = refuse_in_capture(context, true);
-	return leave(result == CUDA_SUCCESS ? wait_for_all(context) : result);
+	result = leave(result == CUDA_SUCCESS ? wait_for_all(context) : result);
+	gate_keep(GATE_SYNC);
+	return result;
 }
 
 API CUresult cuCtxSynchronize_v2(CUcontext ctx)

@@ -47,6 +47,7 @@ CUresult gate_fault(void);
 #define GATE_CURRENT 16		/* a context is made current */
 #define GATE_HOST 32		/* memory of the host is registered, or allocated */
 #define GATE_INIT 64
+#define GATE_SYNC 128
 void gate_keep(uint64_t call);
 
 /* context.c */

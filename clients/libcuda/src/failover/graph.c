@@ -261,6 +261,21 @@ static void end_session(struct session *session)
 	free(take(session));
 }
 
+void mpsd_captures_without(CUstream stream)
+{
+	struct session *session, *next;
+
+	if (!mpsd_capturing())
+		return;
+	pthread_mutex_lock(&lock);
+	for (session = sessions; session; session = next) {
+		next = session->next;
+		if (session->graph->origin == stream)
+			end_session(session);
+	}
+	pthread_mutex_unlock(&lock);
+}
+
 static CUresult note_graph(CUresult result, enum mpsd_made_kind kind, void **handle, struct mpsd_graph *graph,
 			   unsigned int flags, uint64_t moves)
 {

@@ -45,6 +45,9 @@ bool mpsd_graph_has_host(const struct mpsd_graph *graph);	/* it reads or writes 
 struct mpsd_graph *mpsd_graph_hold(struct mpsd_graph *graph);
 void mpsd_graph_let_go(struct mpsd_graph *graph);
 
+/* The stream ends, and what is captured in it. */
+void mpsd_captures_without(CUstream stream);
+
 /* In a move, in the copy that comes into use, with its context current: captures under way go on. */
 void mpsd_captures_move(void);
 void mpsd_captures_child(void);

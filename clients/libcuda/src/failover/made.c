@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "exact/state.h"
+#include "failover/graph.h"
 #include "failover/line.h"
 
 CUdevice mpsd_current_device(void)
@@ -173,16 +174,17 @@ CUresult make_cuEventCreate(CUevent *phEvent, unsigned int Flags)
 										\
 		if (!mpsd_made_end(handle, moves))				\
 			return MPSD_AGAIN;					\
-		if ((handle && !native) || !may_end(native, moves))		\
+		if ((handle && !native) || !may_end(handle, native, moves))	\
 			return CUDA_SUCCESS;					\
 		return mpsd_made_ended(inner_##function(native), moves);	\
 	}
 
-#define AT_ONCE(native, moves) true
+#define AT_ONCE(handle, native, moves) true
+#define NOT_CAPTURED(handle, native, moves) (mpsd_captures_without(handle), mpsd_asked_ends(native, moves))
 /* Their functions' handles may come again, with other parameters. */
-#define FORGOTTEN(native, moves) (mpsd_params_forget(), mpsd_asked_ends(native, moves))
+#define FORGOTTEN(handle, native, moves) (mpsd_params_forget(), mpsd_asked_ends(native, moves))
 
-END(cuStreamDestroy_v2, CUstream, mpsd_asked_ends)
+END(cuStreamDestroy_v2, CUstream, NOT_CAPTURED)
 END(cuEventDestroy_v2, CUevent, AT_ONCE)
 END(cuModuleUnload, CUmodule, FORGOTTEN)
 END(cuLibraryUnload, CUlibrary, FORGOTTEN)
