@@ -10,7 +10,7 @@ import pytest
 from tests.libcuda.test_exact import gate, move
 from tests.libcuda.test_failover import Program, ask, break_domain, copies, post, stand_by, started
 from tests.support import moving
-from tests.support.gate import ANY, CURRENT, HOST, INIT, SYNC, Gate
+from tests.support.gate import ANY, CURRENT, HOST, INIT, PARAMETERS, SYNC, Gate
 from tests.support.libcudas import Libraries
 from tests.support.moving import Line, Post
 from tests.support.simfixtures import backend, domain, second, third
@@ -146,7 +146,7 @@ def test_a_child_that_is_forked_while_calls_are_held_goes_on(
 def test_the_end_of_a_stream_does_not_spoil_another_threads_capture(
     domain: Domain, second: Domain, post: Post, ask: Program, copies: Path
 ) -> None:
-    """All work is waited for then, by marks in all streams: not in the legacy one, which would come after it."""
+    """All work is waited for then, by marks in all streams, but for the legacy one."""
     line = post.greet(moving.EXACT)
     ask("m = gpu.memory(4 << 20); s, t = (gpu.made('cuStreamCreate', f) for f in (0, 1))")
     ask("later = Later(gpu)")
@@ -229,3 +229,30 @@ def test_a_capture_ends_with_its_stream(
         assert move(line, planned=True).text == ""
         assert ask("gpu.run('add', m, 8, 1), gpu.sync(), gpu.word(m)") == "(0, 0, 1)"
         assert ask.end() == ""
+
+
+@EXACT
+def test_what_is_known_of_a_function_is_no_half_of_it(
+    domain: Domain,
+    next_gate: Gate,
+    second: Domain,
+    third: Domain,
+    post: Post,
+    ask: Program,
+    copies: Path,
+) -> None:
+    """Its parameters are asked for one by one, before its first launch; others do not wait for that."""
+    line = post.greet(moving.EXACT)
+    move_once(line, ask, domain, second, copies)
+    ask("other = Later(gpu)")
+    assert ask("gpu.run('add', m, 8, 1), gpu.sync()") == "(0, 0)"
+    stand_by(line, third, copies, 2)
+    next_gate.keep(PARAMETERS)
+    ask("later.start(\"gpu.run('late', m, 8, 1)\")")
+    until(lambda: next_gate.kept() == PARAMETERS)
+    assert ask("other.start(\"gpu.run('add', m, 8, 1), gpu.sync()\"), other.result()") == "(None, (0, 0))"
+    break_domain(second)
+    move(line, 2)
+    next_gate.keep(0)
+    assert ask("later.result(), gpu.sync(), gpu.word(m)") == "(0, 0, 3)"
+    assert ask.end() == ""

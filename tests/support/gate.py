@@ -8,7 +8,9 @@ from pathlib import Path
 
 ANY = 2**64 - 1
 LAUNCH_FAILED = 719
-BEGIN_CAPTURE, END_CAPTURE, CAPTURE_INFO, UNMAP, CURRENT, HOST, INIT, SYNC = (1 << i for i in range(8))
+BEGIN_CAPTURE, END_CAPTURE, CAPTURE_INFO, UNMAP, CURRENT, HOST, INIT, SYNC, PARAMETERS = (
+    1 << i for i in range(9)
+)
 
 
 class Gate:

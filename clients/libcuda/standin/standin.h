@@ -48,6 +48,7 @@ CUresult gate_fault(void);
 #define GATE_HOST 32		/* memory of the host is registered, or allocated */
 #define GATE_INIT 64
 #define GATE_SYNC 128
+#define GATE_PARAMETERS 256
 void gate_keep(uint64_t call);
 
 /* context.c */

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT
 /*
- * Room for what memory was before the epoch (undo.c): allocations in the window like the program's, so that they outlive
- * the context too.
+ * Room for what memory was before the epoch (undo.c): allocations in the window like the program's, so that they
+ * outlive the context too.
  */
 #include "exact/state.h"
 #include "limits.h"
