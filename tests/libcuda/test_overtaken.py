@@ -10,7 +10,7 @@ import pytest
 from tests.libcuda.test_exact import gate, move
 from tests.libcuda.test_failover import Program, ask, break_domain, copies, post, stand_by, started
 from tests.support import moving
-from tests.support.gate import ANY, CURRENT, HOST, INIT, PARAMETERS, SYNC, Gate
+from tests.support.gate import ANY, CURRENT, HOST, INIT, KERNEL, PARAMETERS, SYNC, Gate
 from tests.support.libcudas import Libraries
 from tests.support.moving import Line, Post
 from tests.support.simfixtures import backend, domain, second, third
@@ -255,4 +255,29 @@ def test_what_is_known_of_a_function_is_no_half_of_it(
     move(line, 2)
     next_gate.keep(0)
     assert ask("later.result(), gpu.sync(), gpu.word(m)") == "(0, 0, 3)"
+    assert ask.end() == ""
+
+
+@EXACT
+def test_a_library_is_not_unloaded_while_it_is_asked_for_a_function(
+    domain: Domain, gate: Gate, second: Domain, post: Post, ask: Program, copies: Path
+) -> None:
+    """Whose a function is that came by a private table nobody knows: all are asked, the latest first."""
+    line = post.greet(moving.EXACT)
+    ask("m = gpu.memory(4 << 20); gpu.sync(); later, other = Later(gpu), Later(gpu)")
+    ask("own, library, found, table = (ctypes.c_void_p() for _ in range(4))")
+    load = "gpu('cuLibraryLoadData', ctypes.byref(one), IMAGE, None, None, 0, None, None, 0)"
+    ask(f"for one in (own, library): {load}")
+    ask("gpu('cuGetExportTable', ctypes.byref(table), b's' * 16)")
+    ask("find = ctypes.cast(table, ctypes.POINTER(ctypes.c_void_p))[1]")
+    ask("find = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p)(find)")
+    assert ask("find(ctypes.addressof(found), own, b'add')") == "0"
+    ask("gpu.functions['found'] = found.value")
+    gate.keep(KERNEL)
+    ask("later.start(\"gpu.run('found', m, 8, 1)\")")
+    until(lambda: gate.kept() == KERNEL)
+    ask("other.start(\"gpu.code('cuLibraryUnload', library)\")")
+    gate.keep(0)
+    assert ask("later.result(), other.result(), gpu.sync(), gpu.word(m)") == "(0, 0, 0, 1)"
+    stand_by(line, second, copies)
     assert ask.end() == ""

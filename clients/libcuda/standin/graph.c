@@ -17,6 +17,7 @@ static const char own;
 
 static bool is_graph(const struct CUgraph_st *graph)
 {
+	must_live(graph);
 	return graph && graph->sign == &own;
 }
 
@@ -85,6 +86,7 @@ API CUresult cuStreamBeginCapture_v2(CUstream hStream, CUstreamCaptureMode mode)
 	if (stream->capture)
 		return leave(CUDA_ERROR_ILLEGAL_STATE);
 	stream->capture = calloc(1, sizeof(*stream->capture));
+	is_new(stream->capture);
 	if (stream->capture)
 		stream->capture->sign = &own;
 	stream->capture_mode = mode;
@@ -183,6 +185,7 @@ API CUresult cuGraphInstantiateWithFlags(CUgraphExec *phGraphExec, CUgraph hGrap
 	made = calloc(1, sizeof(*made));
 	if (!made)
 		return CUDA_ERROR_OUT_OF_MEMORY;
+	is_new(made);
 	made->graph.sign = &own;
 	for (size_t i = 0; i < hGraph->count; i++) {
 		if (capture(&made->graph, &hGraph->nodes[i]) != CUDA_SUCCESS) {
@@ -215,6 +218,7 @@ API CUresult cuGraphExecDestroy(CUgraphExec hGraphExec)
 	if (!hGraphExec || !is_graph(&hGraphExec->graph))
 		return CUDA_ERROR_INVALID_VALUE;
 	free(hGraphExec->graph.nodes);
+	is_gone(hGraphExec);
 	free(hGraphExec);
 	return CUDA_SUCCESS;
 }
@@ -224,6 +228,7 @@ API CUresult cuGraphDestroy(CUgraph hGraph)
 	if (!is_graph(hGraph))
 		return CUDA_ERROR_INVALID_VALUE;
 	free(hGraph->nodes);
+	is_gone(hGraph);
 	free(hGraph);
 	return CUDA_SUCCESS;
 }
