@@ -212,7 +212,15 @@ def test_a_capture_whose_beginning_or_end_a_move_overtakes_goes_on(
         assert ask(ended) == "0"
     ask("x = gpu.made('cuGraphInstantiateWithFlags', g.value, 0)")
     assert ask("gpu.code('cuGraphLaunch', x, s), gpu.sync(), gpu.word(m)") == "(0, 0, 11)"
-    # No capture is thought to be under way: a planned move comes to rest.
+    # No capture is thought to be under way, nor fewer: memory is freed at once, but for one that there is.
+    mapped = ask("mappings('mpsd-standin-vmm')")
+    assert ask("n = gpu.memory(8 << 20); gpu('cuMemFree_v2', n)") == "None"
+    assert ask("mappings('mpsd-standin-vmm')") == mapped
+    assert ask(f"n = gpu.memory(8 << 20); {BEGIN}; gpu('cuMemFree_v2', n)") == "None"
+    assert ask(f"gpu.run('add', m, 8, 1, stream=s), {ended}, gpu.code('cuGraphDestroy', g)") == "(0, 0, 0)"
+    freed = "gpu.code('cuMemFree_v2', gpu.memory(8 << 20)), mappings('mpsd-standin-vmm')"
+    assert ask(freed) == f"(0, {mapped})"
+    # And a planned move comes to rest.
     stand_by(line, third, copies, 2)
     assert move(line, 2, planned=True).text == ""
     assert ask("gpu.code('cuGraphLaunch', x, s), gpu.sync(), gpu.word(m)") == "(0, 0, 22)"

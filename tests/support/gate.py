@@ -8,7 +8,9 @@ from pathlib import Path
 
 ANY = 2**64 - 1
 LAUNCH_FAILED = 719
-BEGIN_CAPTURE, END_CAPTURE, CAPTURE_INFO, UNMAP = 1, 2, 4, 8
+BEGIN_CAPTURE, END_CAPTURE, CAPTURE_INFO, UNMAP, CURRENT, HOST, INIT, SYNC, PARAMETERS, KERNEL = (
+    1 << i for i in range(10)
+)
 
 
 class Gate:

@@ -15,7 +15,7 @@ HANDLES = ("CUcontext", "CUstream", "CUevent", "CUmodule", "CUfunction", "CUlibr
 
 CLASSES = ("ask", "work", "waits_all", "waits_stream", "waits_legacy", "waits", "give", "make", "end")
 
-SETTLES = ("settles", "settles_code", "settles_stream", "settles_event")
+SETTLES = ("settles", "settles_stream", "settles_event")
 """What mode `exact` does before a call that takes something away."""
 
 _WAITS = {"waits_all": "ALL", "waits_stream": "STREAM", "waits_legacy": "COPY", "waits": "EVENT"}
@@ -132,6 +132,7 @@ def _body(one: Carried) -> Iterator[str]:
         yield f"\t\t\tresult = {call};"
     else:
         yield f"\t\tresult = {call};"
+    yield from _answering(one)
     yield "\t\tmpsd_carry_leave(moves);"
     yield "\t} while (__builtin_expect(result != CUDA_SUCCESS, 0) && mpsd_carry_again(result, moves));"
     if one.does == "work":
@@ -150,12 +151,6 @@ def _body(one: Carried) -> Iterator[str]:
     if one.does == "work" and name.startswith("cuEventRecord"):
         yield "\tif (result == CUDA_SUCCESS)"
         yield f"\t\tmpsd_event_recorded(hEvent, {stream}, moves);"
-    if one.does == "give":
-        for text in one.function.parameters:
-            kind, _, argument = text.rpartition("*")
-            if kind.strip() in HANDLES:
-                yield f"\tif (result == CUDA_SUCCESS && {argument})"
-                yield f"\t\t*{argument} = mpsd_name(*{argument});"
     # A move may have come meanwhile.
     for argument in read:
         yield f"\tif (result == CUDA_SUCCESS && !mpsd_read({argument}))"
@@ -163,9 +158,23 @@ def _body(one: Carried) -> Iterator[str]:
     yield "\treturn result;"
 
 
+def _answering(one: Carried) -> Iterator[str]:
+    """What is known of the answer only while the copy that gave it is in use."""
+    if one.does == "give":
+        for text in one.function.parameters:
+            kind, _, argument = text.rpartition("*")
+            if kind.strip() in HANDLES:
+                yield f"\t\tif (result == CUDA_SUCCESS && {argument})"
+                yield f"\t\t\t*{argument} = mpsd_name(*{argument});"
+    # A handle of a copy that was left is none: what no handle means the driver answers too.
+    is_handle = any(_kind(text) in HANDLES for text in one.function.parameters)
+    if one.does == "give" or (one.does == "ask" and is_handle):
+        yield "\t\tresult = mpsd_answered(result);"
+
+
 def _settling(one: Carried) -> str:
     """What mode `exact` does before something is taken away; a stream and an event are forgotten too."""
-    handle = _argument(one.function.parameters[0]) if one.settles in SETTLES[2:] else ""
+    handle = _argument(one.function.parameters[0]) if one.settles in SETTLES[1:] else ""
     return f"mpsd_exact_{one.settles.replace('settles', 'settle')}({handle})"
 
 
@@ -182,7 +191,7 @@ def _waiting(one: Carried, call: str, handle: str) -> Iterator[str]:
     yield "\t\t\tif (result == CUDA_SUCCESS)"
     yield f"\t\t\t\tresult = mpsd_exact_after(&proof, MPSD_WAIT_{_WAITS[one.does]});"
     yield "\t\t} else {"
-    yield f"\t\t\tresult = {call};"
+    yield f"\t\t\tresult = mpsd_answered({call});"
     yield "\t\t}"
 
 
@@ -198,14 +207,17 @@ def _list(function: Function) -> str:
 
 def _arguments(one: Carried, *, translate: bool) -> Iterator[str]:
     for text in one.function.parameters:
-        name = _argument(text)
-        kind = text.removesuffix(name).strip()
+        name, kind = _argument(text), _kind(text)
         if translate and kind in HANDLES:
             yield f"mpsd_native({name})"
         elif translate and kind == "CUdeviceptr":
             yield f"mpsd_address({name})"
         else:
             yield name
+
+
+def _kind(text: str) -> str:
+    return text.removesuffix(_argument(text)).strip()
 
 
 def _argument(text: str) -> str:

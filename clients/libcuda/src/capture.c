@@ -5,12 +5,20 @@
 #include <stdatomic.h>
 #include <stdlib.h>
 
+#include "failover/carry.h"
 #include "memory.h"
 #include "proxy.h"
 
 #define PROBE_BYTES 512
 
-static atomic_int captures;
+/* Of each copy of the driver: a call that a move overtakes has been made in two of them. */
+static atomic_int captures[MPSD_COPIES_KNOWN];
+
+static atomic_int *captures_of(uint64_t moves)
+{
+	return &captures[moves / 2 % MPSD_COPIES_KNOWN];
+}
+
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static CUdeviceptr *later;
 static size_t count, room;
@@ -18,7 +26,12 @@ static atomic_bool some;
 
 bool mpsd_capture_active(void)
 {
-	return atomic_load(&captures) > 0;
+	return atomic_load(captures_of(mpsd_tables()->moves)) > 0;
+}
+
+void mpsd_capture_copy(uint64_t moves)
+{
+	atomic_store(captures_of(moves), 0);
 }
 
 CUresult mpsd_capture_probe(void)
@@ -102,7 +115,7 @@ void mpsd_capture_forget(CUdeviceptr base)
 static CUresult begun(CUresult result)
 {
 	if (result == CUDA_SUCCESS)
-		atomic_fetch_add(&captures, 1);
+		atomic_fetch_add(captures_of(mpsd_tables()->moves), 1);
 	return result;
 }
 
@@ -145,7 +158,7 @@ static bool is_capturing(CUstream stream, bool per_thread)
 static void end(CUstream stream, bool per_thread, bool was)
 {
 	if (was && !is_capturing(stream, per_thread))
-		atomic_fetch_sub(&captures, 1);
+		atomic_fetch_sub(captures_of(mpsd_tables()->moves), 1);
 }
 
 CUresult wrap_cuStreamEndCapture(CUstream hStream, CUgraph *phGraph)
@@ -172,7 +185,7 @@ CUresult wrap_cuStreamDestroy_v2(CUstream hStream)
 	CUresult result = real_cuStreamDestroy_v2(hStream);
 
 	if (was && result == CUDA_SUCCESS)
-		atomic_fetch_sub(&captures, 1);
+		atomic_fetch_sub(captures_of(mpsd_tables()->moves), 1);
 	return result;
 }
 

@@ -13,6 +13,9 @@
 /* Whether a capture is under way that this library saw begin. */
 bool mpsd_capture_active(void);
 
+/* The copy of the driver after so many moves comes into use: none is under way there. */
+void mpsd_capture_copy(uint64_t moves);
+
 /* What the driver says now of cuMemAlloc and cuMemFree by this thread, in its current context. */
 CUresult mpsd_capture_probe(void);
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT
 /* Windows and the contexts that they belong to: which these are, their peers, their end. */
 #include "arena.h"
+#include "failover/carry.h"
 #include "ipc.h"
 #include "launches.h"
 #include "memory.h"
@@ -81,8 +82,11 @@ void mpsd_memory_begin(CUdevice dev, CUcontext primary)
 	if (dev < 0 || dev >= DEVICES)
 		return;
 	pthread_mutex_lock(&lock);
-	windows[dev].primary = primary;
-	mpsd_launches_context(primary);
+	/* What a move has overtaken is of the copy that was left. */
+	if (!mpsd_is_left()) {
+		windows[dev].primary = primary;
+		mpsd_launches_context(primary);
+	}
 	pthread_mutex_unlock(&lock);
 }
 
@@ -96,7 +100,7 @@ void mpsd_memory_end(CUdevice dev)
 		return;
 	mpsd_ipc_hold();
 	pthread_mutex_lock(&lock);
-	if (real_cuDevicePrimaryCtxGetState(dev, &flags, &active) == CUDA_SUCCESS && !active) {
+	if (real_cuDevicePrimaryCtxGetState(dev, &flags, &active) == CUDA_SUCCESS && !active && !mpsd_is_left()) {
 		drop_all(&windows[dev]);
 		drop_peers(dev);
 		mpsd_launches_no_context(windows[dev].primary);

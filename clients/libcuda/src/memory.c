@@ -199,9 +199,15 @@ static void free_put_off(void)
 	struct mpsd_allocation allocation;
 	CUdeviceptr address;
 
-	while (mpsd_capture_take(&address))
-		if (mpsd_memory_find(address, &allocation))
-			free_now(address, allocation.owner);
+	while (mpsd_capture_take(&address)) {
+		if (!mpsd_memory_find(address, &allocation))
+			continue;
+		/* Otherwise the owner is of this copy. */
+		if (!mpsd_is_left() && free_now(address, allocation.owner) != MPSD_AGAIN)
+			continue;
+		mpsd_capture_put_off(address);
+		break;
+	}
 }
 
 /*

@@ -252,6 +252,7 @@ API CUresult cuCtxSetCurrent(CUcontext ctx)
 	if (!depth)
 		depth = 1;
 	stack[depth - 1] = ctx;
+	gate_keep(GATE_CURRENT);
 	return CUDA_SUCCESS;
 }
 
@@ -263,6 +264,7 @@ API CUresult cuCtxGetCurrent(CUcontext *pctx)
 		result = CUDA_ERROR_INVALID_VALUE;
 	if (result == CUDA_SUCCESS)
 		*pctx = current();
+	gate_keep(GATE_CURRENT);
 	return result;
 }
 
@@ -344,7 +346,9 @@ API CUresult cuCtxSynchronize(void)
 	if (result != CUDA_SUCCESS)
 		return result;
 	result = refuse_in_capture(context, true);
-	return leave(result == CUDA_SUCCESS ? wait_for_all(context) : result);
+	result = leave(result == CUDA_SUCCESS ? wait_for_all(context) : result);
+	gate_keep(GATE_SYNC);
+	return result;
 }
 
 API CUresult cuCtxSynchronize_v2(CUcontext ctx)

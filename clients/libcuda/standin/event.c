@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: MIT
 /* Events: a moment of a stream, and when it was. An event that was never recorded is reached. */
+#include <stdio.h>
 #include <stdlib.h>
 #include <time.h>
 
 #include "standin.h"
 
-/* Kept when destroyed, for an operation may still point to it: marked, and freed by its last user. */
+/* Kept when destroyed, until the context ends: an operation may still point to it, and whoever uses it is found. */
 struct CUevent_st {
 	struct CUevent_st *next;
 	CUcontext context;
 	unsigned int flags;
 	struct moment moment;
-	unsigned int users;
 	bool destroyed;
 	bool recorded;
 	struct timespec when;
@@ -25,7 +25,12 @@ static bool is_event(const struct CUevent_st *handle, CUcontext context)
 
 	while (event && event != handle)
 		event = event->next;
-	return event && !event->destroyed && event->context == context;
+	/* As of a stream (stream.c). */
+	if (event && event->destroyed) {
+		fputs("standin: an event that was destroyed is used\n", stderr);
+		abort();
+	}
+	return event && event->context == context;
 }
 
 static CUresult enter_event(CUevent event, CUcontext *context)
@@ -35,18 +40,6 @@ static CUresult enter_event(CUevent event, CUcontext *context)
 	if (result != CUDA_SUCCESS)
 		return result;
 	return is_event(event, *context) ? CUDA_SUCCESS : leave(CUDA_ERROR_INVALID_HANDLE);
-}
-
-static void put_event(CUevent event)
-{
-	struct CUevent_st **link = &events;
-
-	if (!event->destroyed || event->users)
-		return;
-	while (*link != event)
-		link = &(*link)->next;
-	*link = event->next;
-	free(event);
 }
 
 void close_events(CUcontext context)
@@ -96,7 +89,6 @@ API CUresult cuEventDestroy_v2(CUevent hEvent)
 	if (result != CUDA_SUCCESS)
 		return result;
 	hEvent->destroyed = true;
-	put_event(hEvent);
 	return leave(CUDA_SUCCESS);
 }
 
@@ -106,8 +98,6 @@ static void stamp(struct operation *operation)
 
 	pthread_mutex_lock(&gpu_lock);
 	clock_gettime(CLOCK_MONOTONIC, &event->when);
-	event->users--;
-	put_event(event);
 	pthread_mutex_unlock(&gpu_lock);
 }
 
@@ -130,7 +120,6 @@ API CUresult cuEventRecordWithFlags(CUevent hEvent, CUstream hStream, unsigned i
 		return leave(CUDA_SUCCESS);
 	result = submit(stream, &operation);
 	if (result == CUDA_SUCCESS) {
-		hEvent->users++;
 		hEvent->recorded = true;
 		hEvent->moment = (struct moment){ stream, stream->submitted };
 	}

@@ -17,6 +17,7 @@ static const char own;
 
 static bool is_graph(const struct CUgraph_st *graph)
 {
+	must_live(graph);
 	return graph && graph->sign == &own;
 }
 
@@ -85,6 +86,7 @@ API CUresult cuStreamBeginCapture_v2(CUstream hStream, CUstreamCaptureMode mode)
 	if (stream->capture)
 		return leave(CUDA_ERROR_ILLEGAL_STATE);
 	stream->capture = calloc(1, sizeof(*stream->capture));
+	is_new(stream->capture);
 	if (stream->capture)
 		stream->capture->sign = &own;
 	stream->capture_mode = mode;
@@ -126,6 +128,15 @@ API CUresult cuStreamIsCapturing(CUstream hStream, CUstreamCaptureStatus *captur
 	return leave(CUDA_SUCCESS);
 }
 
+/* That blocks with the legacy one. */
+static bool is_any_captured(CUstream legacy)
+{
+	for (CUstream stream = legacy->context->streams; stream; stream = stream->next)
+		if (!stream->destroyed && stream->capture && !(stream->flags & CU_STREAM_NON_BLOCKING))
+			return true;
+	return false;
+}
+
 API CUresult cuStreamGetCaptureInfo_v3(CUstream hStream, CUstreamCaptureStatus *captureStatus_out,
 				       cuuint64_t *id_out, CUgraph *graph_out, const CUgraphNode **dependencies_out,
 				       const CUgraphEdgeData **edgeData_out, size_t *numDependencies_out)
@@ -135,6 +146,8 @@ API CUresult cuStreamGetCaptureInfo_v3(CUstream hStream, CUstreamCaptureStatus *
 
 	if (result != CUDA_SUCCESS)
 		return result;
+	if (stream == stream->context->legacy && is_any_captured(stream))
+		return leave(CUDA_ERROR_STREAM_CAPTURE_IMPLICIT);
 	*captureStatus_out = stream->capture ? CU_STREAM_CAPTURE_STATUS_ACTIVE : CU_STREAM_CAPTURE_STATUS_NONE;
 	if (id_out)
 		*id_out = 1;
@@ -172,6 +185,7 @@ API CUresult cuGraphInstantiateWithFlags(CUgraphExec *phGraphExec, CUgraph hGrap
 	made = calloc(1, sizeof(*made));
 	if (!made)
 		return CUDA_ERROR_OUT_OF_MEMORY;
+	is_new(made);
 	made->graph.sign = &own;
 	for (size_t i = 0; i < hGraph->count; i++) {
 		if (capture(&made->graph, &hGraph->nodes[i]) != CUDA_SUCCESS) {
@@ -204,6 +218,7 @@ API CUresult cuGraphExecDestroy(CUgraphExec hGraphExec)
 	if (!hGraphExec || !is_graph(&hGraphExec->graph))
 		return CUDA_ERROR_INVALID_VALUE;
 	free(hGraphExec->graph.nodes);
+	is_gone(hGraphExec);
 	free(hGraphExec);
 	return CUDA_SUCCESS;
 }
@@ -213,6 +228,7 @@ API CUresult cuGraphDestroy(CUgraph hGraph)
 	if (!is_graph(hGraph))
 		return CUDA_ERROR_INVALID_VALUE;
 	free(hGraph->nodes);
+	is_gone(hGraph);
 	free(hGraph);
 	return CUDA_SUCCESS;
 }

@@ -91,7 +91,9 @@ API CUresult cuInit(unsigned int Flags)
 	pthread_mutex_lock(&gpu_lock);
 	if (!state)
 		result = initialise();
-	return leave(result == CUDA_SUCCESS ? is_initialised() : result);
+	result = leave(result == CUDA_SUCCESS ? is_initialised() : result);
+	gate_keep(GATE_INIT);
+	return result;
 }
 
 /*

@@ -97,7 +97,8 @@ API CUresult cuFuncGetParamInfo(CUfunction func, size_t paramIndex, size_t *para
 {
 	struct CUfunc_st *function;
 	size_t offset = 0;
-	CUresult result = enter_of(func, &function);
+	/* cuda.h knows of no other error. */
+	CUresult result = func ? enter_of(func, &function) : CUDA_ERROR_INVALID_VALUE;
 
 	if (result != CUDA_SUCCESS)
 		return result;
@@ -108,7 +109,9 @@ API CUresult cuFuncGetParamInfo(CUfunction func, size_t paramIndex, size_t *para
 	*paramOffset = offset;
 	if (paramSize)
 		*paramSize = function->builtin->sizes[paramIndex];
-	return leave(CUDA_SUCCESS);
+	result = leave(CUDA_SUCCESS);
+	gate_keep(GATE_PARAMETERS);
+	return result;
 }
 
 static void run_kernel(struct operation *operation)

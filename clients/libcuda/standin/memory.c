@@ -243,7 +243,9 @@ API CUresult cuMemHostAlloc(void **pp, size_t bytesize, unsigned int Flags)
 	if (!pp || !bytesize)
 		return leave(CUDA_ERROR_INVALID_VALUE);
 	*pp = (void *)new_range(bytesize, RANGE_HOST);
-	return leave(*pp ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY);
+	result = leave(*pp ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY);
+	gate_keep(GATE_HOST);
+	return result;
 }
 
 API CUresult cuMemAllocHost_v2(void **pp, size_t bytesize)
@@ -301,7 +303,9 @@ API CUresult cuMemHostRegister_v2(void *p, size_t bytesize, unsigned int Flags)
 		return leave(CUDA_ERROR_INVALID_VALUE);
 	if (!is_range_free(range.base, bytesize, RANGE_REGISTERED))
 		return leave(CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED);
-	return leave(add_range(range));
+	result = leave(add_range(range));
+	gate_keep(GATE_HOST);
+	return result;
 }
 
 API CUresult cuMemHostUnregister(void *p)

@@ -46,6 +46,7 @@ static CUresult add_kernel(struct CUmod_st *module, const char *line)
 		free(function);
 		return CUDA_ERROR_INVALID_IMAGE;
 	}
+	is_new(function);
 	function->duration_ns = (uint64_t)microseconds * 1000;
 	function->module = module;
 	start_attributes(function);
@@ -79,6 +80,7 @@ static void free_module(struct CUmod_st *module)
 
 	while ((function = module->functions)) {
 		module->functions = function->next;
+		is_gone(function);
 		free(function);
 	}
 	while ((global = module->globals)) {
@@ -86,6 +88,7 @@ static void free_module(struct CUmod_st *module)
 		device_free(global->address);
 		free(global);
 	}
+	is_gone(module);
 	free(module);
 }
 
@@ -128,6 +131,7 @@ static struct CUmod_st *find_module(const struct CUmod_st *handle)
 {
 	struct CUmod_st *module = modules;
 
+	must_live(handle);
 	while (module && module != handle)
 		module = module->next;
 	return module;
@@ -135,6 +139,7 @@ static struct CUmod_st *find_module(const struct CUmod_st *handle)
 
 struct CUfunc_st *find_function(const struct CUfunc_st *handle)
 {
+	must_live(handle);
 	for (struct CUmod_st *module = modules; module; module = module->next)
 		for (struct CUfunc_st *function = module->functions; function; function = function->next)
 			if (function == handle)
@@ -155,6 +160,7 @@ API CUresult cuModuleLoadData(CUmodule *module, const void *image)
 	made = calloc(1, sizeof(*made));
 	if (!made)
 		return leave(CUDA_ERROR_OUT_OF_MEMORY);
+	is_new(made);
 	result = read_image(made, image);
 	if (result != CUDA_SUCCESS) {
 		free_module(made);
@@ -352,7 +358,10 @@ API CUresult cuLibraryGetModule(CUmodule *pMod, CUlibrary library)
 
 API CUresult cuLibraryGetKernel(CUkernel *pKernel, CUlibrary library, const char *name)
 {
-	return cuModuleGetFunction((CUfunction *)pKernel, (CUmodule)library, name);
+	CUresult result = cuModuleGetFunction((CUfunction *)pKernel, (CUmodule)library, name);
+
+	gate_keep(GATE_KERNEL);
+	return result;
 }
 
 API CUresult cuLibraryGetGlobal(CUdeviceptr *dptr, size_t *bytes, CUlibrary library, const char *name)

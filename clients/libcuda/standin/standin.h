@@ -44,6 +44,12 @@ CUresult gate_fault(void);
 #define GATE_END_CAPTURE 2
 #define GATE_CAPTURE_INFO 4
 #define GATE_UNMAP 8
+#define GATE_CURRENT 16		/* a context is made current */
+#define GATE_HOST 32		/* memory of the host is registered, or allocated */
+#define GATE_INIT 64
+#define GATE_SYNC 128
+#define GATE_PARAMETERS 256
+#define GATE_KERNEL 512		/* of a library */
 void gate_keep(uint64_t call);
 
 /* context.c */
@@ -241,6 +247,11 @@ void close_device_file(void);
 /* ipc.c */
 void close_opened(CUdevice device);
 void close_memory(CUdevice device);
+
+/* graves.c */
+void is_gone(const void *handle);
+void is_new(const void *handle);
+void must_live(const void *handle);
 
 /* module.c */
 struct builtin {

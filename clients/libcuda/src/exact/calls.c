@@ -322,6 +322,32 @@ CUresult make_cuMemAlloc_v2(CUdeviceptr *dptr, size_t bytesize)
 	return result;
 }
 
+/*
+ * All work has provably ended, and nobody submits anything before it is gone: what a stale address among a kernel's
+ * parameters leads to is saved, and must not go before it is.
+ */
+CUresult make_cuMemFree_v2(CUdeviceptr dptr)
+{
+	uint64_t moves = mpsd_tables()->moves;
+	bool has_order = mpsd_exact();
+	CUresult result = CUDA_SUCCESS;
+
+	if (has_order && !mpsd_order_take(moves))
+		return MPSD_AGAIN;
+	if (has_order)
+		result = mpsd_epoch_settle();
+	/* A function of the host may wait for who wants the order, and the driver waits for that function. */
+	if (has_order && mpsd_hosts_are_open()) {
+		mpsd_order_give(moves);
+		has_order = false;
+	}
+	if (result == CUDA_SUCCESS)
+		result = inner_cuMemFree_v2(mpsd_address(dptr));
+	if (has_order)
+		mpsd_order_give(moves);
+	return result;
+}
+
 CUresult make_cuMemAllocPitch_v2(CUdeviceptr *dptr, size_t *pPitch, size_t WidthInBytes, size_t Height,
 				 unsigned int ElementSizeBytes)
 {

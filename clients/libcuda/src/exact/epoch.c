@@ -320,14 +320,28 @@ CUresult mpsd_epoch_come_after_reads(const struct mpsd_op *op)
 	return result;
 }
 
+/* What a capture keeps from being marked may still use what is taken away now. */
+static void be_unsure_of_captured(void)
+{
+	bool is;
+
+	pthread_mutex_lock(&mpsd_exact_lock);
+	is = !mpsd_is_left() && !mpsd_lanes_all_marked();
+	pthread_mutex_unlock(&mpsd_exact_lock);
+	if (is)
+		mpsd_epoch_unsure("something taken away during a capture");
+}
+
 CUresult mpsd_epoch_settle(void)
 {
 	CUresult result = mpsd_lanes_mark();
 
 	if (result == CUDA_SUCCESS)
 		result = mpsd_lanes_wait();
-	if (result == CUDA_SUCCESS)
+	if (result == CUDA_SUCCESS) {
 		mpsd_epoch_observed();
+		be_unsure_of_captured();
+	}
 	return is_kept(result) ? CUDA_SUCCESS : result;
 }
 
@@ -336,5 +350,6 @@ void mpsd_exact_child(void)
 	atomic_store(&mpsd_exact_on, false);
 	mpsd_exact_lock = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
 	mpsd_stage_child();
+	mpsd_params_child();
 	mpsd_hosts_child();
 }

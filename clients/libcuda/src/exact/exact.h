@@ -84,7 +84,6 @@ CUresult mpsd_exact_mark(struct mpsd_proof *proof, enum mpsd_wait wait, const vo
 
 /* All work has provably ended: before something that it may use is taken away, and what is known of that forgotten. */
 CUresult mpsd_exact_settle(void);
-CUresult mpsd_exact_settle_code(void);
 CUresult mpsd_exact_settle_stream(CUstream stream);
 CUresult mpsd_exact_settle_event(CUevent event);
 

@@ -28,18 +28,22 @@ static uint64_t words_of;	/* the moves before the copy that they are marked in *
 CUresult make_cuMemHostAlloc(void **pp, size_t bytesize, unsigned int Flags);
 CUresult make_cuMemFreeHost(void *p);
 
-bool mpsd_lanes_ready(void)
+CUresult mpsd_lanes_ready(void)
 {
 	size_t size = GENERATIONS * sizeof(*words);
 	void *pages = NULL;
+	CUresult result;
 
 	if (__atomic_load_n(&words, __ATOMIC_ACQUIRE))
-		return true;
-	if (make_cuMemHostAlloc(&pages, size, CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP) != CUDA_SUCCESS) {
-		/* Else it is tried again, in the next copy. */
+		return CUDA_SUCCESS;
+	result = make_cuMemHostAlloc(&pages, size, CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP);
+	/* What a move overtakes, or is about to, is tried again. */
+	if (result == MPSD_AGAIN || mpsd_is_loss(result))
+		return result;
+	if (result != CUDA_SUCCESS) {
 		if (!mpsd_is_left())
 			mpsd_exact_fail("no pinned memory");
-		return false;
+		return MPSD_AGAIN;
 	}
 	pthread_mutex_lock(&mpsd_exact_lock);
 	if (!words) {
@@ -53,7 +57,7 @@ bool mpsd_lanes_ready(void)
 		make_cuMemFreeHost(pages);
 	else
 		mpsd_pins_forget(words);
-	return true;
+	return CUDA_SUCCESS;
 }
 
 static uint32_t *word_in(uint64_t moves, const struct mpsd_lane *lane)
@@ -151,48 +155,73 @@ bool mpsd_lanes_all_marked(void)
 	return true;
 }
 
-/* What is captured now does not go on before the capture has ended. */
-static bool is_captured(const struct mpsd_lane *lane)
+/* False: this call's copy was left. */
+static bool set_marked(struct mpsd_lane *lane, uint64_t number)
 {
-	CUstream stream;
+	bool left;
 
-	if (!mpsd_capturing())
-		return false;
 	pthread_mutex_lock(&mpsd_exact_lock);
-	stream = lane->stream;
+	left = mpsd_is_left();
+	if (!left)
+		lane->marked = number;
 	pthread_mutex_unlock(&mpsd_exact_lock);
-	return mpsd_is_in_capture(stream);
+	return !left;
 }
 
+/* `native`: its stream. What is captured now does not go on before the capture has ended. */
+static CUresult write_mark(struct mpsd_lane *lane, CUstream native, uint64_t number, uint64_t before)
+{
+	CUresult result;
+
+	if (mpsd_capturing() && mpsd_is_native_in_capture(native))
+		return CUDA_SUCCESS;
+	/* Before the GPU can have written it. */
+	if (!set_marked(lane, number))
+		return MPSD_AGAIN;
+	result = real_cuMemsetD32Async((CUdeviceptr)word_of(lane), (uint32_t)number, 1, native);
+	if (result != CUDA_SUCCESS)
+		set_marked(lane, before);
+	return result;
+}
+
+/* It has ended without a word here, for the mode has: who is on the way waits for nothing of it. */
+static CUresult has_no_stream(struct mpsd_lane *lane, uint64_t number)
+{
+	bool left;
+
+	pthread_mutex_lock(&mpsd_exact_lock);
+	left = mpsd_is_left();
+	if (!left) {
+		lane->marked = number;
+		mpsd_lane_conclude(lane, number);
+	}
+	pthread_mutex_unlock(&mpsd_exact_lock);
+	return left ? MPSD_AGAIN : CUDA_SUCCESS;
+}
+
+/* Another thread's stream too, which that may end as soon as nothing of it is open. */
 CUresult mpsd_lane_mark(struct mpsd_lane *lane)
 {
+	struct mpsd_asked asked;
 	uint64_t number, before;
 	CUresult result;
 	CUstream stream;
 	bool left;
 
-	if (is_captured(lane))
-		return CUDA_SUCCESS;
 	pthread_mutex_lock(&mpsd_exact_lock);
 	left = mpsd_is_left();
 	number = lane->given;
 	before = lane->marked;
 	stream = lane->stream;
-	/* Before the GPU can have written it. */
-	if (!left)
-		lane->marked = number;
 	pthread_mutex_unlock(&mpsd_exact_lock);
 	if (left)
 		return MPSD_AGAIN;
 	if (number == before)
 		return CUDA_SUCCESS;
-	result = real_cuMemsetD32Async((CUdeviceptr)word_of(lane), (uint32_t)number, 1, mpsd_native(stream));
-	if (result != CUDA_SUCCESS) {
-		pthread_mutex_lock(&mpsd_exact_lock);
-		if (!mpsd_is_left())
-			lane->marked = before;
-		pthread_mutex_unlock(&mpsd_exact_lock);
-	}
+	if (!mpsd_ask_begin(&asked, stream))
+		return has_no_stream(lane, number);
+	result = write_mark(lane, asked.native, number, before);
+	mpsd_ask_end(&asked);
 	return result;
 }
 
@@ -238,19 +267,18 @@ static bool is_wrong(CUresult result)
 
 static CUresult wait_for(struct mpsd_lane *lane, uint64_t number, bool has_followers)
 {
-	uint64_t moves = mpsd_tables()->moves, began = 0, asked = 0, proven;
+	uint64_t moves = mpsd_tables()->moves, began = 0, asked = 0, proven, marked;
 	CUstream stream;
 
-	if (is_captured(lane))
-		return CUDA_SUCCESS;
 	for (unsigned int looks = 1;; looks++) {
 		pthread_mutex_lock(&mpsd_exact_lock);
 		proven = mpsd_is_left() ? 0 : mpsd_lane_look(lane);
+		marked = lane->marked;
 		stream = lane->stream;
 		pthread_mutex_unlock(&mpsd_exact_lock);
 		if (atomic_load(&mpsd_moves) != moves)
 			return MPSD_AGAIN;
-		if (proven >= number)
+		if (proven >= number || number > marked)
 			return CUDA_SUCCESS;
 		if (looks >= LOOKS) {
 			uint64_t now = mpsd_now_ns();
@@ -259,7 +287,7 @@ static CUresult wait_for(struct mpsd_lane *lane, uint64_t number, bool has_follo
 			began = began ? began : now;
 			asked = asked ? asked : now;
 			if (now - asked > question_ns()) {
-				result = mpsd_poll_ask(mpsd_native(stream), moves);
+				result = mpsd_poll_ask(stream);
 				asked = mpsd_now_ns();
 			}
 			if (is_wrong(result))
@@ -286,10 +314,8 @@ CUresult mpsd_lane_seen(struct mpsd_lane *lane, uint64_t number)
 	uint64_t now = mpsd_now_ns();
 	bool is, may_ask;
 
-	if (is_captured(lane))
-		return CUDA_SUCCESS;
 	pthread_mutex_lock(&mpsd_exact_lock);
-	is = mpsd_is_left() || mpsd_lane_look(lane) >= number;
+	is = mpsd_is_left() || mpsd_lane_look(lane) >= number || number > lane->marked;
 	may_ask = !is && now - lane->asked_ns > question_ns();
 	if (may_ask)
 		lane->asked_ns = now;
@@ -300,9 +326,17 @@ CUresult mpsd_lane_seen(struct mpsd_lane *lane, uint64_t number)
 CUresult mpsd_lanes_wait(void)
 {
 	CUresult result = CUDA_SUCCESS;
+	unsigned int count = MPSD_LANES;
 
-	for (unsigned int i = 0; i < used && result == CUDA_SUCCESS; i++)
-		result = mpsd_lane_come(&mpsd_lanes[i], mpsd_lanes[i].given);
+	for (unsigned int i = 0; i < count && result == CUDA_SUCCESS; i++) {
+		uint64_t given;
+
+		pthread_mutex_lock(&mpsd_exact_lock);
+		given = mpsd_lanes[i].given;
+		count = used;
+		pthread_mutex_unlock(&mpsd_exact_lock);
+		result = mpsd_lane_come(&mpsd_lanes[i], given);
+	}
 	return result;
 }
 

@@ -79,31 +79,43 @@ static struct info *slot_of(CUfunction function)
 }
 
 /* Under the lock. */
-static CUresult find(CUfunction function, const struct info **found)
+static CUresult keep(CUfunction function, const struct place *places, uint32_t count)
 {
-	struct place places[MOST_PARAMETERS];
 	struct info *info = slot_of(function);
-	uint32_t count = 0, bytes = 0;
-	CUresult result;
+	struct place *kept;
 
-	*found = info;
 	if (info->function)
 		return CUDA_SUCCESS;
-	result = known < PLACES / 2 ? ask(function, places, &count) : CUDA_ERROR_NOT_SUPPORTED;
-	if (result != CUDA_SUCCESS)
-		return result;
-	for (uint32_t i = 0; i < count; i++)
-		if (places[i].offset + places[i].size > bytes)
-			bytes = places[i].offset + places[i].size;
-	info->places = malloc((count + 1) * sizeof(*places));
-	if (!info->places)
+	if (known == PLACES / 2)
+		return CUDA_ERROR_NOT_SUPPORTED;
+	kept = malloc((count + 1) * sizeof(*kept));
+	if (!kept)
 		return CUDA_ERROR_OUT_OF_MEMORY;
-	memcpy(info->places, places, count * sizeof(*places));
-	info->function = function;
-	info->count = count;
-	info->bytes = bytes;
+	memcpy(kept, places, count * sizeof(*kept));
+	*info = (struct info){ .function = function, .count = count, .places = kept };
+	for (uint32_t i = 0; i < count; i++)
+		if (places[i].offset + places[i].size > info->bytes)
+			info->bytes = places[i].offset + places[i].size;
 	known++;
 	return CUDA_SUCCESS;
+}
+
+/* Without the lock: the driver may load the function for this, and a lost context may keep the thread. */
+static CUresult learn(CUfunction function)
+{
+	struct place places[MOST_PARAMETERS];
+	uint32_t count = 0;
+	CUresult result = ask(function, places, &count);
+
+	if (result != CUDA_SUCCESS)
+		return result;
+	/* In a copy that was left it is no function, and to have no more parameters looks the same. */
+	if (mpsd_is_left())
+		return MPSD_AGAIN;
+	pthread_mutex_lock(&lock);
+	result = keep(function, places, count);
+	pthread_mutex_unlock(&lock);
+	return result;
 }
 
 void mpsd_params_forget(void)
@@ -115,6 +127,11 @@ void mpsd_params_forget(void)
 	}
 	known = 0;
 	pthread_mutex_unlock(&lock);
+}
+
+void mpsd_params_child(void)
+{
+	lock = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
 }
 
 /* Under the lock. */
@@ -137,14 +154,22 @@ static CUresult copy_each(struct mpsd_op *op, const struct info *info, void **pa
 
 static CUresult take_each(struct mpsd_op *op, void **parameters)
 {
-	const struct info *info;
-	CUresult result;
+	CUresult result = CUDA_SUCCESS;
+	bool is_known = false;
 
-	pthread_mutex_lock(&lock);
-	result = find(op->launch.function, &info);
-	if (result == CUDA_SUCCESS)
-		result = copy_each(op, info, parameters);
-	pthread_mutex_unlock(&lock);
+	/* All may be forgotten again, when another thread unloads a module. */
+	while (result == CUDA_SUCCESS && !is_known) {
+		const struct info *info;
+
+		pthread_mutex_lock(&lock);
+		info = slot_of(op->launch.function);
+		is_known = info->function != NULL;
+		if (is_known)
+			result = copy_each(op, info, parameters);
+		pthread_mutex_unlock(&lock);
+		if (!is_known)
+			result = learn(op->launch.function);
+	}
 	return result;
 }
 

@@ -69,19 +69,37 @@ static CUresult do_again(struct mpsd_replayed *replayed)
 static CUevent done;
 static atomic_uint_least64_t done_moves;
 
+/* NULL: there is none in this call's copy, or that was left. */
+static CUevent end_in(uint64_t moves)
+{
+	CUevent event;
+
+	pthread_mutex_lock(&mpsd_exact_lock);
+	event = !mpsd_is_left() && atomic_load(&done_moves) == moves ? done : NULL;
+	pthread_mutex_unlock(&mpsd_exact_lock);
+	return event;
+}
+
+static CUresult come_after(struct mpsd_lane *lane, CUevent event)
+{
+	CUresult result = real_cuStreamWaitEvent(mpsd_native(lane->stream), event, 0);
+
+	if (result == CUDA_SUCCESS)
+		__atomic_store_n(&lane->after_replay, mpsd_tables()->moves, __ATOMIC_RELAXED);
+	return result;
+}
+
 CUresult mpsd_replay_come_after(struct mpsd_lane *lane)
 {
 	uint64_t moves = mpsd_tables()->moves;
-	CUresult result;
+	CUevent event;
 
 	/* A thread that a move overtakes may look at it with no lock. */
 	if (!moves || atomic_load(&done_moves) != moves ||
 	    __atomic_load_n(&lane->after_replay, __ATOMIC_RELAXED) == moves)
 		return CUDA_SUCCESS;
-	result = real_cuStreamWaitEvent(mpsd_native(lane->stream), done, 0);
-	if (result == CUDA_SUCCESS)
-		__atomic_store_n(&lane->after_replay, moves, __ATOMIC_RELAXED);
-	return result;
+	event = end_in(moves);
+	return event ? come_after(lane, event) : CUDA_SUCCESS;
 }
 
 static CUresult note_end(void)
@@ -96,17 +114,18 @@ static CUresult note_end(void)
 		atomic_store(&done_moves, mpsd_tables()->moves);
 	for (unsigned int i = 1; i < MPSD_LANES && result == CUDA_SUCCESS; i++)
 		if (mpsd_lanes[i].is_used && !mpsd_is_captured(mpsd_lanes[i].stream))
-			result = mpsd_replay_come_after(&mpsd_lanes[i]);
+			result = come_after(&mpsd_lanes[i], done);
 	return result;
 }
 
 /* The mode ends: streams that come later do not wait for it. */
 void mpsd_replay_finish(void)
 {
-	uint64_t moves = atomic_load(&done_moves);
+	uint64_t moves = mpsd_tables()->moves;
+	CUevent event = moves ? end_in(moves) : NULL;
 
-	if (moves && moves == mpsd_tables()->moves)
-		real_cuEventSynchronize(done);
+	if (event)
+		real_cuEventSynchronize(event);
 }
 
 static void move(bool may, struct mpsd_replayed *replayed)

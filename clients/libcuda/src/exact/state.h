@@ -153,8 +153,8 @@ struct mpsd_lane {
 
 extern struct mpsd_lane mpsd_lanes[MPSD_LANES];
 
-/* Without the lock. False: no memory for the words. */
-bool mpsd_lanes_ready(void);
+/* Without the lock. AGAIN, or a loss: there is no memory for the words yet. */
+CUresult mpsd_lanes_ready(void);
 
 /* With the lock. NULL: there are no more. */
 struct mpsd_lane *mpsd_lane_of(CUstream stream);
@@ -173,7 +173,7 @@ bool mpsd_lanes_all_marked(void);	/* what is not proven will be */
 CUresult mpsd_lane_mark(struct mpsd_lane *lane);
 CUresult mpsd_lanes_mark(void);
 
-/* Without the lock: until the GPU has written that, but for a lane that is captured. */
+/* Without the lock: until the GPU has written that. What was not marked, for it is captured, is not waited for. */
 CUresult mpsd_lane_wait(struct mpsd_lane *lane, uint64_t number);
 
 /* The same where others may wait for this thread. NOT_READY: a function of the host that may wait for them keeps it. */
@@ -288,7 +288,17 @@ CUresult mpsd_undo_restore(uint64_t *bytes);
 /* With the order: whether the page at that address was saved in this epoch, or is room for such copies. */
 bool mpsd_undo_is_saved(CUdeviceptr address);
 
-/* Without the lock, with the order: the room for copies, for the program. */
+/* chunks.c: room for such copies */
+
+/* With the lock: for `size`, or as much of it as lies in one chunk; 0: none is left. */
+CUdeviceptr mpsd_chunk_take(uint64_t size, uint64_t *got);
+void mpsd_chunks_empty(void);
+
+/* Without it, with the order. OUT_OF_MEMORY: there is no more. */
+CUresult mpsd_chunk_more(uint64_t size);
+bool mpsd_chunk_is(CUdeviceptr address);
+
+/* The same: all of it, for the program. */
 CUresult mpsd_undo_give_back(void);
 bool mpsd_undo_has(void);
 
@@ -301,6 +311,7 @@ void mpsd_replay_finish(void);
 /* What a launch was given, copied into the operation, which is a LAUNCH. NOT_SUPPORTED: it is not known how much. */
 CUresult mpsd_params_take(struct mpsd_op *op, void **parameters, void **extra);
 void mpsd_params_forget(void);	/* functions have gone: their handles may come again */
+void mpsd_params_child(void);
 
 /* Save what the parameters of a launch lead to. */
 CUresult mpsd_params_save(const struct mpsd_op *op, struct mpsd_plan *plan);

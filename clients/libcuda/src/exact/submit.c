@@ -349,9 +349,8 @@ CUresult mpsd_submit(struct mpsd_op *op, bool proves)
 		mpsd_op_free(op);
 		return result;
 	}
-	if (!mpsd_lanes_ready())
-		result = MPSD_AGAIN;
-	else if (!is_done)
+	result = mpsd_lanes_ready();
+	if (result == CUDA_SUCCESS && !is_done)
 		result = stay_near(stream, moves);
 	if (result == CUDA_SUCCESS && !is_done && op->kind == MPSD_OP_COPY && op->copy.is_for_host)
 		result = mpsd_epoch_come_after_reads(op);

@@ -5,21 +5,12 @@
  *
  * A save is worth something once its lane is proven to have come behind it. Before that its page is as it was, for
  * what writes there comes after the save: in its own lane by order, in another by waiting for the lane's event.
- *
- * The copies are allocations in the window like the program's, so that they outlive the context too.
  */
 #include <stdlib.h>
 
 #include "exact/state.h"
-#include "limits.h"
 #include "memory.h"
 #include "windows.h"
-
-#define MIB ((size_t)1 << 20)
-#define CHUNK_BYTES (64 * MIB)
-#define MOST_CHUNKS 1024
-#define DEFAULT_PART 16		/* of the GPU's memory */
-#define MOST_MIB (1u << 20)
 
 struct save {
 	struct save *next;
@@ -32,30 +23,9 @@ struct save {
 static struct save *saves;		/* of the epoch */
 static uint64_t batches;		/* of saves, ever */
 
-static struct chunk {
-	CUdeviceptr base;
-	size_t size;
-} chunks[MOST_CHUNKS];
-static unsigned int chunk_count, chunk_now;
-static size_t chunk_used;		/* of chunks[chunk_now] */
-
 static CUdeviceptr window_base;
 static uint32_t *stamps;		/* for each page of the window: in which epoch it was saved */
 static uint64_t pages;
-
-static size_t budget(void)
-{
-	static size_t bytes;
-	size_t total = 0;
-
-	if (bytes)
-		return bytes;
-	if (real_cuDeviceTotalMem_v2(&total, 0) != CUDA_SUCCESS)
-		total = 0;
-	total = (total / DEFAULT_PART >> 20) + CHUNK_BYTES / MIB;
-	bytes = mpsd_read_number("MPSD_FAILOVER_UNDO_MIB", total, 1, 1, MOST_MIB) << 20;
-	return bytes;
-}
 
 /* Windows open with the first allocation, and stay. */
 static bool know_window(CUdeviceptr address)
@@ -86,49 +56,6 @@ static bool know_window(CUdeviceptr address)
 
 _Static_assert(MPSD_EXACT_PAGE == ARENA_GRANULE, "a page of the window is what memory is mapped by");
 
-/* Room for `size`, or as much of it as lies in one; 0: none is left. Under the lock. */
-static CUdeviceptr take_room(uint64_t size, uint64_t *got)
-{
-	CUdeviceptr at;
-
-	while (chunk_now < chunk_count && chunk_used == chunks[chunk_now].size) {
-		chunk_now++;
-		chunk_used = 0;
-	}
-	if (chunk_now == chunk_count)
-		return 0;
-	*got = chunks[chunk_now].size - chunk_used;
-	if (*got > size)
-		*got = size;
-	at = chunks[chunk_now].base + chunk_used;
-	chunk_used += *got;
-	return at;
-}
-
-static CUresult more_room(uint64_t size)
-{
-	CUdeviceptr base;
-	CUresult result;
-	size_t there = 0;
-
-	for (unsigned int i = 0; i < chunk_count; i++)
-		there += chunks[i].size;
-	if (size < CHUNK_BYTES)
-		size = CHUNK_BYTES;
-	if (there + size > budget() && there < budget())
-		size = budget() - there;
-	if (there + size > budget() || chunk_count == MOST_CHUNKS)
-		return CUDA_ERROR_OUT_OF_MEMORY;
-	result = inner_cuMemAlloc_v2(&base, size);
-	/* While another thread captures it may be forbidden. */
-	if (result != CUDA_SUCCESS)
-		return result == MPSD_AGAIN || mpsd_is_loss(result) ? result : CUDA_ERROR_OUT_OF_MEMORY;
-	pthread_mutex_lock(&mpsd_exact_lock);
-	chunks[chunk_count++] = (struct chunk){ base, size };
-	pthread_mutex_unlock(&mpsd_exact_lock);
-	return CUDA_SUCCESS;
-}
-
 static CUresult save_run(struct mpsd_plan *plan, CUdeviceptr address, uint64_t size)
 {
 	while (size) {
@@ -140,10 +67,10 @@ static CUresult save_run(struct mpsd_plan *plan, CUdeviceptr address, uint64_t s
 		if (!save)
 			return CUDA_ERROR_OUT_OF_MEMORY;
 		pthread_mutex_lock(&mpsd_exact_lock);
-		undo = take_room(size, &got);
+		undo = mpsd_chunk_take(size, &got);
 		pthread_mutex_unlock(&mpsd_exact_lock);
 		result = undo ? real_cuMemcpyDtoDAsync_v2(undo, address, got, mpsd_native(plan->lane->stream))
-			      : more_room(size);
+			      : mpsd_chunk_more(size);
 		if (!undo || result != CUDA_SUCCESS) {
 			free(save);
 			if (result != CUDA_SUCCESS)
@@ -340,8 +267,7 @@ void mpsd_undo_forget(void)
 {
 	free_all(saves);
 	saves = NULL;
-	chunk_now = 0;
-	chunk_used = 0;
+	mpsd_chunks_empty();
 }
 
 /*
@@ -372,27 +298,6 @@ bool mpsd_undo_is_saved(CUdeviceptr address)
 {
 	const struct mpsd_plan none = { NULL, NULL };
 
-	for (unsigned int i = 0; i < chunk_count; i++)
-		if (address - chunks[i].base < chunks[i].size)
-			return true;
-	return is_in_window(address) && is_saved(&none, (address - window_base) / MPSD_EXACT_PAGE);
-}
-
-CUresult mpsd_undo_give_back(void)
-{
-	CUresult result = mpsd_exact() ? mpsd_epoch_settle() : CUDA_SUCCESS;
-
-	/* It has not ended, and freeing would wait for that. */
-	if (result == CUDA_SUCCESS && mpsd_exact() && __atomic_load_n(&mpsd_epoch.unsure, __ATOMIC_RELAXED))
-		return CUDA_ERROR_OUT_OF_MEMORY;
-	while (result == CUDA_SUCCESS && chunk_count) {
-		result = inner_cuMemFree_v2(chunks[chunk_count - 1].base);
-		chunk_count -= result == CUDA_SUCCESS;
-	}
-	return result;
-}
-
-bool mpsd_undo_has(void)
-{
-	return __atomic_load_n(&chunk_count, __ATOMIC_RELAXED) != 0;
+	return mpsd_chunk_is(address) ||
+	       (is_in_window(address) && is_saved(&none, (address - window_base) / MPSD_EXACT_PAGE));
 }

@@ -111,10 +111,9 @@ static CUresult come_behind(struct mpsd_proof *proof)
 	struct mpsd_lane *lane = NULL;
 	CUresult result;
 
-	if (!mpsd_lanes_ready()) {
-		mpsd_exact_fail("no pinned memory");
-		return MPSD_AGAIN;
-	}
+	result = mpsd_lanes_ready();
+	if (result != CUDA_SUCCESS)
+		return result;
 	if (!mpsd_order_take(moves))
 		return MPSD_AGAIN;
 	proof->count = 0;
@@ -143,15 +142,6 @@ CUresult mpsd_exact_after(struct mpsd_proof *proof, enum mpsd_wait wait)
 CUresult mpsd_exact_settle(void)
 {
 	return mpsd_in_order(mpsd_epoch_settle);
-}
-
-CUresult mpsd_exact_settle_code(void)
-{
-	CUresult result = mpsd_exact_settle();
-
-	if (result == CUDA_SUCCESS)
-		mpsd_params_forget();
-	return result;
 }
 
 /* The handle may be somebody else's next. */

@@ -50,6 +50,15 @@ static inline bool mpsd_is_left(void)
 	return own && own != atomic_load(&mpsd_tables_now);
 }
 
+/*
+ * An answer that changes nothing, of a copy that was left meanwhile: its handle may have been translated to none by
+ * then, and none is the legacy stream.
+ */
+static inline CUresult mpsd_answered(CUresult result)
+{
+	return result == CUDA_SUCCESS && __builtin_expect(mpsd_is_left(), 0) ? MPSD_AGAIN : result;
+}
+
 /* After wrappers are installed, and before the program has a context. Once. */
 void mpsd_carry_install(void);
 

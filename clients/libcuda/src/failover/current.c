@@ -17,10 +17,15 @@ void mpsd_move_thread(bool is_first)
 
 static CUresult note_context(CUresult result)
 {
-	CUcontext current;
+	CUcontext current, name;
 
-	if (result == CUDA_SUCCESS && mpsd_tables()->moves && real_cuCtxGetCurrent(&current) == CUDA_SUCCESS)
-		thread_context = mpsd_name(current);
+	if (result != CUDA_SUCCESS || !mpsd_tables()->moves || real_cuCtxGetCurrent(&current) != CUDA_SUCCESS)
+		return result;
+	name = mpsd_name(current);
+	/* That of a copy that was left may have been none by then, and has no name any more. */
+	if (mpsd_is_left())
+		return MPSD_AGAIN;
+	thread_context = name;
 	return result;
 }
 
@@ -36,10 +41,13 @@ CUresult make_cuCtxPushCurrent_v2(CUcontext ctx)
 
 CUresult make_cuCtxPopCurrent_v2(CUcontext *pctx)
 {
-	CUresult result = note_context(inner_cuCtxPopCurrent_v2(pctx));
+	CUresult result = inner_cuCtxPopCurrent_v2(pctx);
+	CUcontext name = result == CUDA_SUCCESS && pctx ? mpsd_name(*pctx) : NULL;
 
+	/* Last, for it is what is popped once more in the next copy. */
+	result = note_context(result);
 	if (result == CUDA_SUCCESS && pctx)
-		*pctx = mpsd_name(*pctx);
+		*pctx = name;
 	return result;
 }
 

@@ -133,6 +133,14 @@ static CUresult find_session(const struct mpsd_op *op, struct session **session)
 	return result;
 }
 
+/* The legacy stream is where one that blocks with it is: what is given to it would end that capture. */
+bool mpsd_is_native_in_capture(CUstream native)
+{
+	cuuint64_t id;
+
+	return ask_capture(native, &id) == CUDA_ERROR_STREAM_CAPTURE_IMPLICIT || id;
+}
+
 bool mpsd_is_in_capture(CUstream stream)
 {
 	return capture_of(mpsd_native(stream)) != 0;
@@ -183,19 +191,34 @@ bool mpsd_capture_op(struct mpsd_op *op, CUresult *result)
 
 /* The program's calls */
 
+static CUresult nothing(void)
+{
+	return CUDA_SUCCESS;
+}
+
+/* What is before a capture is proven without it, and who has not seen that it comes has gone. */
+static CUresult prove_before(CUstream stream)
+{
+	struct mpsd_proof proof;
+	CUresult result = mpsd_exact_mark(&proof, MPSD_WAIT_STREAM, stream);
+
+	return result == CUDA_SUCCESS ? mpsd_in_order(nothing) : result;
+}
+
 CUresult make_cuStreamBeginCapture_v2(CUstream hStream, CUstreamCaptureMode mode)
 {
 	struct session *session = calloc(1, sizeof(*session));
 	struct mpsd_graph *graph = new_graph(hStream);
 	CUresult result = CUDA_ERROR_OUT_OF_MEMORY;
-	struct mpsd_proof proof;
 
-	/* What is before it is to be proven without it. */
+	/* First: who marks other streams, or looks at them, asks from here on. */
+	atomic_fetch_add(&mpsd_captures, 1);
 	if (session && graph)
-		result = mpsd_exact() ? mpsd_exact_mark(&proof, MPSD_WAIT_STREAM, hStream) : CUDA_SUCCESS;
+		result = mpsd_exact() ? prove_before(hStream) : CUDA_SUCCESS;
 	if (session && graph && result == CUDA_SUCCESS)
 		result = inner_cuStreamBeginCapture_v2(mpsd_native(hStream), mode);
 	if (result != CUDA_SUCCESS) {
+		atomic_fetch_sub(&mpsd_captures, 1);
 		free(session);
 		mpsd_graph_let_go(graph);
 		return result;
@@ -209,10 +232,10 @@ CUresult make_cuStreamBeginCapture_v2(CUstream hStream, CUstreamCaptureMode mode
 		session->graph = graph;
 		session->next = sessions;
 		sessions = session;
-		atomic_fetch_add(&mpsd_captures, 1);
 	}
 	pthread_mutex_unlock(&lock);
 	if (result != CUDA_SUCCESS) {
+		atomic_fetch_sub(&mpsd_captures, 1);
 		free(session);
 		mpsd_graph_let_go(graph);
 	}
@@ -236,6 +259,21 @@ static void end_session(struct session *session)
 {
 	mpsd_graph_let_go(session->graph);
 	free(take(session));
+}
+
+void mpsd_captures_without(CUstream stream)
+{
+	struct session *session, *next;
+
+	if (!mpsd_capturing())
+		return;
+	pthread_mutex_lock(&lock);
+	for (session = sessions; session; session = next) {
+		next = session->next;
+		if (session->graph->origin == stream)
+			end_session(session);
+	}
+	pthread_mutex_unlock(&lock);
 }
 
 static CUresult note_graph(CUresult result, enum mpsd_made_kind kind, void **handle, struct mpsd_graph *graph,
@@ -321,7 +359,7 @@ static CUresult go_on(struct session *session)
 {
 	CUstream origin = mpsd_native(session->graph->origin);
 	/* The thread that goes on, and ends it, is another one than this. */
-	CUresult result = real_cuStreamBeginCapture_v2(origin, CU_STREAM_CAPTURE_MODE_RELAXED);
+	CUresult result = inner_cuStreamBeginCapture_v2(origin, CU_STREAM_CAPTURE_MODE_RELAXED);
 
 	for (struct mpsd_op *op = session->graph->first; op && result == CUDA_SUCCESS; op = op->next)
 		result = mpsd_op_issue(op);

@@ -24,6 +24,7 @@ static inline bool mpsd_capturing(void)
 bool mpsd_capture_op(struct mpsd_op *op, CUresult *result);
 
 bool mpsd_is_in_capture(CUstream stream);
+bool mpsd_is_native_in_capture(CUstream native);	/* what this call's copy calls it */
 
 /* The same for who is inside no copy, which could be unloaded before it answers. */
 bool mpsd_is_in_capture_outside(CUstream stream);
@@ -43,6 +44,9 @@ CUstream mpsd_graph_origin(const struct mpsd_graph *graph);
 bool mpsd_graph_has_host(const struct mpsd_graph *graph);	/* it reads or writes memory of the host's */
 struct mpsd_graph *mpsd_graph_hold(struct mpsd_graph *graph);
 void mpsd_graph_let_go(struct mpsd_graph *graph);
+
+/* The stream ends, and what is captured in it. */
+void mpsd_captures_without(CUstream stream);
 
 /* In a move, in the copy that comes into use, with its context current: captures under way go on. */
 void mpsd_captures_move(void);

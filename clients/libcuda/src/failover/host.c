@@ -85,6 +85,13 @@ void mpsd_pins_child(void)
 	pins_lock = (pthread_rwlock_t)PTHREAD_RWLOCK_INITIALIZER;
 }
 
+/* A move that does not come about leaves the copy in use, where pages are not registered twice. */
+static void unregister_again(void *pages, int whose)
+{
+	if (whose != FIRST_COPYS && !mpsd_is_left())
+		inner_cuMemHostUnregister(pages);
+}
+
 static CUresult note_pages(CUresult result, void *pages, size_t size, unsigned int flags, int whose, uint64_t moves)
 {
 	struct mpsd_made record = {
@@ -99,6 +106,7 @@ static CUresult note_pages(CUresult result, void *pages, size_t size, unsigned i
 	if (mpsd_made_add(&record, moves))
 		return result;
 	mpsd_pins_forget(pages);
+	unregister_again(pages, whose);
 	return MPSD_AGAIN;
 }
 
@@ -122,8 +130,10 @@ static CUresult own_pages(void **pp, size_t size, unsigned int flags, uint64_t m
 	if (result == CUDA_SUCCESS && !pin(pages, size))
 		mpsd_line_opaque("no host memory");
 	widen((uintptr_t)pages, size);
-	if (result == CUDA_SUCCESS && !mpsd_made_add(&record, moves))
+	if (result == CUDA_SUCCESS && !mpsd_made_add(&record, moves)) {
+		unregister_again(pages, OWN_PAGES);
 		result = MPSD_AGAIN;
+	}
 	if (result != CUDA_SUCCESS) {
 		mpsd_pins_forget(pages);
 		munmap(pages, size);
@@ -206,7 +216,7 @@ CUresult make_cuPointerGetAttributes(unsigned int numAttributes, CUpointer_attri
 	for (unsigned int i = 0; result == CUDA_SUCCESS && i < numAttributes; i++)
 		if (attributes[i] == CU_POINTER_ATTRIBUTE_CONTEXT)
 			*(CUcontext *)data[i] = mpsd_name(*(CUcontext *)data[i]);
-	return result;
+	return mpsd_answered(result);
 }
 
 CUresult make_cuPointerGetAttribute(void *data, CUpointer_attribute attribute, CUdeviceptr ptr)
@@ -215,5 +225,5 @@ CUresult make_cuPointerGetAttribute(void *data, CUpointer_attribute attribute, C
 
 	if (result == CUDA_SUCCESS && attribute == CU_POINTER_ATTRIBUTE_CONTEXT)
 		*(CUcontext *)data = mpsd_name(*(CUcontext *)data);
-	return result;
+	return mpsd_answered(result);
 }

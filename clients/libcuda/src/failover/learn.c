@@ -10,7 +10,7 @@ struct library {
 	CUlibrary native;
 };
 
-/* Those that are known now: the driver is asked without the lock. */
+/* Those that are known now: the driver is asked without the lock, of what another thread may unload meanwhile. */
 static struct library *known_libraries(void)
 {
 	struct library *first = NULL, *library;
@@ -44,14 +44,16 @@ static struct mpsd_made *noted(struct mpsd_made record, const char *name)
 static struct mpsd_made *of_library(CUfunction function, const char *name)
 {
 	struct mpsd_made *found = NULL;
+	struct mpsd_asked asked;
 	struct library *next;
 
 	for (struct library *library = known_libraries(); library; library = next) {
 		CUfunction its = NULL;
+		bool is = !found && mpsd_ask_begin(&asked, library->native);
 		CUkernel kernel;
 
 		next = library->next;
-		if (!found && real_cuLibraryGetKernel(&kernel, library->native, name) == CUDA_SUCCESS &&
+		if (is && real_cuLibraryGetKernel(&kernel, library->native, name) == CUDA_SUCCESS &&
 		    real_cuKernelGetFunction(&its, kernel) == CUDA_SUCCESS && its == function) {
 			struct mpsd_made part = { .kind = MPSD_MADE_KERNEL, .native = kernel,
 						  .of = mpsd_made_known(library->native) };
@@ -60,6 +62,8 @@ static struct mpsd_made *of_library(CUfunction function, const char *name)
 
 			found = noted(whole, NULL);
 		}
+		if (is)
+			mpsd_ask_end(&asked);
 		free(library);
 	}
 	return found;

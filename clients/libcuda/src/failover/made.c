@@ -5,6 +5,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "exact/state.h"
+#include "failover/graph.h"
 #include "failover/line.h"
 
 CUdevice mpsd_current_device(void)
@@ -86,6 +88,7 @@ static CUresult context_ended(CUresult result, CUdevice dev, bool all)
 	struct mpsd_made *made;
 	bool is = false;
 
+	result = mpsd_answered(result);
 	if (result != CUDA_SUCCESS)
 		return result;
 	mpsd_made_lock();
@@ -171,17 +174,20 @@ CUresult make_cuEventCreate(CUevent *phEvent, unsigned int Flags)
 										\
 		if (!mpsd_made_end(handle, moves))				\
 			return MPSD_AGAIN;					\
-		if ((handle && !native) || !may_end(native, moves))		\
+		if ((handle && !native) || !may_end(handle, native, moves))	\
 			return CUDA_SUCCESS;					\
 		return mpsd_made_ended(inner_##function(native), moves);	\
 	}
 
-#define AT_ONCE(native, moves) true
+#define AT_ONCE(handle, native, moves) true
+#define NOT_CAPTURED(handle, native, moves) (mpsd_captures_without(handle), mpsd_asked_ends(native, moves))
+/* Their functions' handles may come again, with other parameters. */
+#define FORGOTTEN(handle, native, moves) (mpsd_params_forget(), mpsd_asked_ends(native, moves))
 
-END(cuStreamDestroy_v2, CUstream, mpsd_poll_ends)
+END(cuStreamDestroy_v2, CUstream, NOT_CAPTURED)
 END(cuEventDestroy_v2, CUevent, AT_ONCE)
-END(cuModuleUnload, CUmodule, AT_ONCE)
-END(cuLibraryUnload, CUlibrary, AT_ONCE)
+END(cuModuleUnload, CUmodule, FORGOTTEN)
+END(cuLibraryUnload, CUlibrary, FORGOTTEN)
 END(cuGraphDestroy, CUgraph, AT_ONCE)
 END(cuGraphExecDestroy, CUgraphExec, AT_ONCE)
 

@@ -103,6 +103,9 @@ void mpsd_made_looked(void);
 /* Without the lock: a reference to that of a graph or an executable one; NULL: it has none. */
 struct mpsd_graph *mpsd_made_graph(const void *name);
 
+/* Whether it is CU_STREAM_LEGACY or the like, which every copy has. */
+bool mpsd_made_is_word(const void *name);
+
 /* Whether it is a name that no driver gave. */
 bool mpsd_made_is_spare(const void *name);
 
@@ -115,18 +118,26 @@ struct mpsd_made *mpsd_made_known(const void *name);
 /* Of the calling thread's context; -1: it has none. */
 CUdevice mpsd_current_device(void);
 
-/*
- * poll.c: cuStreamQuery of a stream that another thread may end, which waits for the answer: the driver takes what it is
- * given for a stream. NOT_FOUND: it has ended, or the copy was left.
- */
-CUresult mpsd_poll_ask(CUstream native, uint64_t moves);
+/* asked.c: a thing that another thread may end, in a call of the driver that this library makes by itself. */
+struct mpsd_asked {
+	struct mpsd_asked *next;
+	void *native;		/* in the copy of this call */
+	uint64_t moves;
+};
+
+/* Of what the program calls `name`; its end waits for mpsd_ask_end(). False: it has ended, or the copy was left. */
+bool mpsd_ask_begin(struct mpsd_asked *asked, const void *name);
+void mpsd_ask_end(const struct mpsd_asked *asked);
 
 /*
- * A stream that has no record any more is about to end: returns when nobody asks. False: the copy was left meanwhile, and
- * nothing is to be ended there.
+ * What has no record any more is about to end: returns when nobody asks. False: the copy was left meanwhile, and nothing
+ * is to be ended there.
  */
-bool mpsd_poll_ends(CUstream native, uint64_t moves);
-void mpsd_poll_child(void);
+bool mpsd_asked_ends(const void *native, uint64_t moves);
+void mpsd_asked_child(void);
+
+/* poll.c: cuStreamQuery of a stream that another thread may end. NOT_FOUND: it has ended, or the copy was left. */
+CUresult mpsd_poll_ask(CUstream name);
 
 /*
  * The program ends it: what is of it goes too, and its twin. False: nothing goes, for a move came since the call

@@ -5,6 +5,7 @@
 #include <pthread.h>
 #include <stdlib.h>
 
+#include "capture.h"
 #include "clock.h"
 #include "failover/carry.h"
 #include "failover/copy.h"
@@ -47,6 +48,7 @@ static void switch_over(void)
 		next->inner[i] = mpsd_inner[i] == mpsd_real[i] ? next->real[i] : mpsd_inner[i];
 	}
 	next->tables = (struct mpsd_tables){ next->real, next->inner, mpsd_moves_done() + 2 };
+	mpsd_capture_copy(next->tables.moves);
 	atomic_store(&mpsd_tables_now, &next->tables);
 	next->older = newest;
 	newest = next;

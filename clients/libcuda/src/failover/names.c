@@ -83,9 +83,14 @@ static struct mpsd_made *find_native(const void *native)
 #define LARGEST_WORD 0x10
 static char nothing[4096];
 
+bool mpsd_made_is_word(const void *name)
+{
+	return (uintptr_t)name <= LARGEST_WORD;
+}
+
 static void *unknown(const void *name)
 {
-	return (uintptr_t)name <= LARGEST_WORD ? (void *)name : nothing;
+	return mpsd_made_is_word(name) ? (void *)name : nothing;
 }
 
 void *mpsd_native_of(const void *name)

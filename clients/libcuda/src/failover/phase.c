@@ -168,11 +168,11 @@ void mpsd_carry_install(void)
 void mpsd_phase_child(void)
 {
 	lock = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
-	if (atomic_load(&mpsd_moves) & 1)
-		atomic_fetch_sub(&mpsd_moves, 1);
+	changed = (pthread_cond_t)PTHREAD_COND_INITIALIZER;
+	atomic_store(&mpsd_moves, atomic_load(&mpsd_tables_now)->moves);
 	mpsd_fence_child();
 	mpsd_made_child();
 	mpsd_pins_child();
-	mpsd_poll_child();
+	mpsd_asked_child();
 	mpsd_variables_child();
 }

@@ -5,7 +5,6 @@
  * driver's own wait comes then. Where no move can come, and where the program has asked for waits that do not
  * spin, that is all.
  */
-#include <pthread.h>
 #include <sched.h>
 
 #include "exact/exact.h"
@@ -76,105 +75,34 @@ CUresult poll_cuEventSynchronize(CUevent hEvent)
 	return ended(&result, moves) ? inner_cuEventSynchronize(mpsd_native(hEvent)) : result;
 }
 
-/*
- * A stream that is asked although another thread may end it: that waits for the answer, for the driver takes what it
- * is given for a stream.
- */
-struct question {
-	struct question *next;
-	CUstream native;
-	uint64_t moves;
-};
-
-static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-static struct question *questions;
-
-static void begin(struct question *question)
-{
-	pthread_mutex_lock(&lock);
-	question->next = questions;
-	questions = question;
-	pthread_mutex_unlock(&lock);
-}
-
-static void end(const struct question *question)
-{
-	struct question **link = &questions;
-
-	pthread_mutex_lock(&lock);
-	while (*link != question)
-		link = &(*link)->next;
-	*link = question->next;
-	pthread_mutex_unlock(&lock);
-}
-
-static bool is_asked(CUstream native, uint64_t moves)
-{
-	bool is = false;
-
-	pthread_mutex_lock(&lock);
-	for (const struct question *question = questions; question; question = question->next)
-		is |= question->native == native && question->moves == moves;
-	pthread_mutex_unlock(&lock);
-	return is;
-}
-
-bool mpsd_poll_ends(CUstream native, uint64_t moves)
-{
-	while (is_asked(native, moves) && atomic_load(&mpsd_moves) == moves)
-		sched_yield();
-	return atomic_load(&mpsd_moves) == moves;
-}
-
-void mpsd_poll_child(void)
-{
-	lock = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
-	questions = NULL;
-}
-
-/* With the lock of made.h. The stream that was made after `before` (NULL: the first) on this device; NULL: none. */
+/* The name of the stream that was made after `before` (NULL: the first) on this device; NULL: there is none. */
 static CUstream next_stream(CUstream before, CUdevice device)
 {
-	struct mpsd_made *made = mpsd_made_oldest();
+	struct mpsd_made *made;
 	bool passed = !before;
+	CUstream found = NULL;
 
-	for (; made; made = made->newer) {
+	mpsd_made_lock();
+	for (made = mpsd_made_oldest(); made && !found; made = made->newer) {
 		if (made->kind != MPSD_MADE_STREAM || made->device != device)
 			continue;
 		if (passed)
-			return made->native;
-		passed = made->native == before;
+			found = made->name;
+		passed |= made->name == before;
 	}
-	return NULL;
-}
-
-/* With the lock of made.h. */
-static bool is_there(CUstream native)
-{
-	const struct mpsd_made *made = mpsd_made_oldest();
-
-	if (!native || native == CU_STREAM_LEGACY || native == CU_STREAM_PER_THREAD)
-		return true;
-	while (made && (made->kind != MPSD_MADE_STREAM || made->native != native))
-		made = made->newer;
-	return made != NULL;
-}
-
-CUresult mpsd_poll_ask(CUstream native, uint64_t moves)
-{
-	struct question question = { NULL, native, moves };
-	CUresult result;
-	bool is;
-
-	mpsd_made_lock();
-	is = atomic_load(&mpsd_moves) == moves && is_there(native);
-	if (is)
-		begin(&question);
 	mpsd_made_unlock();
-	if (!is)
+	return found;
+}
+
+CUresult mpsd_poll_ask(CUstream name)
+{
+	struct mpsd_asked asked;
+	CUresult result;
+
+	if (!mpsd_ask_begin(&asked, name))
 		return CUDA_ERROR_NOT_FOUND;
-	result = inner_cuStreamQuery(native);
-	end(&question);
+	result = inner_cuStreamQuery(asked.native);
+	mpsd_ask_end(&asked);
 	return result;
 }
 
@@ -183,16 +111,11 @@ static CUresult poll_each(CUdevice device, uint64_t moves)
 	CUresult result = CUDA_SUCCESS;
 	CUstream stream = NULL;
 
-	while (result == CUDA_SUCCESS) {
+	while (result == CUDA_SUCCESS && (stream = next_stream(stream, device))) {
 		unsigned int looks = 0;
 
-		mpsd_made_lock();
-		stream = atomic_load(&mpsd_moves) == moves ? next_stream(stream, device) : NULL;
-		mpsd_made_unlock();
-		if (!stream)
-			break;
 		do
-			result = mpsd_poll_ask(stream, moves);
+			result = mpsd_poll_ask(stream);
 		while (goes_on(result, moves, &looks));
 	}
 	return result;
@@ -218,8 +141,11 @@ CUresult poll_cuCtxSynchronize_v2(CUcontext ctx)
 	CUcontext context = mpsd_native(ctx);
 	CUresult result;
 
-	if (!context)
+	if (!ctx)
 		return inner_cuCtxSynchronize_v2(ctx);
+	/* What a move has overtaken has another name there. */
+	if (!context)
+		return MPSD_AGAIN;
 	result = inner_cuCtxPushCurrent_v2(context);
 	if (result != CUDA_SUCCESS)
 		return result;

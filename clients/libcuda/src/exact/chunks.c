@@ -1,0 +1,131 @@
+// SPDX-License-Identifier: MIT
+/*
+ * Room for what memory was before the epoch (undo.c): allocations in the window like the program's, so that they
+ * outlive the context too.
+ */
+#include "exact/state.h"
+#include "limits.h"
+#include "memory.h"
+
+#define MIB ((size_t)1 << 20)
+#define CHUNK_BYTES (64 * MIB)
+#define MOST_CHUNKS 1024
+#define DEFAULT_PART 16		/* of the GPU's memory */
+#define MOST_MIB (1u << 20)
+
+static struct chunk {
+	CUdeviceptr base;
+	size_t size;
+} chunks[MOST_CHUNKS];
+static unsigned int chunk_count, chunk_now;
+static size_t chunk_used;		/* of chunks[chunk_now] */
+
+static size_t budget(void)
+{
+	static size_t bytes;
+	size_t total = 0;
+
+	if (bytes)
+		return bytes;
+	if (real_cuDeviceTotalMem_v2(&total, 0) != CUDA_SUCCESS)
+		total = 0;
+	total = (total / DEFAULT_PART >> 20) + CHUNK_BYTES / MIB;
+	bytes = mpsd_read_number("MPSD_FAILOVER_UNDO_MIB", total, 1, 1, MOST_MIB) << 20;
+	return bytes;
+}
+
+CUdeviceptr mpsd_chunk_take(uint64_t size, uint64_t *got)
+{
+	CUdeviceptr at;
+
+	while (chunk_now < chunk_count && chunk_used == chunks[chunk_now].size) {
+		chunk_now++;
+		chunk_used = 0;
+	}
+	if (chunk_now == chunk_count)
+		return 0;
+	*got = chunks[chunk_now].size - chunk_used;
+	if (*got > size)
+		*got = size;
+	at = chunks[chunk_now].base + chunk_used;
+	chunk_used += *got;
+	return at;
+}
+
+static void add_chunk(struct chunk chunk)
+{
+	pthread_mutex_lock(&mpsd_exact_lock);
+	if (chunk_count < MOST_CHUNKS)
+		chunks[chunk_count++] = chunk;
+	pthread_mutex_unlock(&mpsd_exact_lock);
+}
+
+CUresult mpsd_chunk_more(uint64_t size)
+{
+	CUdeviceptr base;
+	CUresult result;
+	size_t there = 0;
+
+	for (unsigned int i = 0; i < chunk_count; i++)
+		there += chunks[i].size;
+	if (size < CHUNK_BYTES)
+		size = CHUNK_BYTES;
+	if (there + size > budget() && there < budget())
+		size = budget() - there;
+	if (there + size > budget() || chunk_count == MOST_CHUNKS)
+		return CUDA_ERROR_OUT_OF_MEMORY;
+	result = inner_cuMemAlloc_v2(&base, size);
+	/* While another thread captures it may be forbidden. */
+	if (result != CUDA_SUCCESS)
+		return result == MPSD_AGAIN || mpsd_is_loss(result) ? result : CUDA_ERROR_OUT_OF_MEMORY;
+	add_chunk((struct chunk){ base, size });
+	return CUDA_SUCCESS;
+}
+
+void mpsd_chunks_empty(void)
+{
+	chunk_now = 0;
+	chunk_used = 0;
+}
+
+bool mpsd_chunk_is(CUdeviceptr address)
+{
+	for (unsigned int i = 0; i < chunk_count; i++)
+		if (address - chunks[i].base < chunks[i].size)
+			return true;
+	return false;
+}
+
+/* First, so that nobody in the next copy saves there when a move overtakes what frees it. */
+static bool take_chunk(struct chunk *chunk)
+{
+	bool is;
+
+	pthread_mutex_lock(&mpsd_exact_lock);
+	is = chunk_count && !mpsd_is_left();
+	if (is)
+		*chunk = chunks[--chunk_count];
+	pthread_mutex_unlock(&mpsd_exact_lock);
+	return is;
+}
+
+CUresult mpsd_undo_give_back(void)
+{
+	CUresult result = mpsd_exact() ? mpsd_epoch_settle() : CUDA_SUCCESS;
+	struct chunk chunk;
+
+	/* It has not ended, and freeing would wait for that. */
+	if (result == CUDA_SUCCESS && mpsd_exact() && __atomic_load_n(&mpsd_epoch.unsure, __ATOMIC_RELAXED))
+		return CUDA_ERROR_OUT_OF_MEMORY;
+	while (result == CUDA_SUCCESS && take_chunk(&chunk)) {
+		result = inner_cuMemFree_v2(chunk.base);
+		if (result != CUDA_SUCCESS)
+			add_chunk(chunk);
+	}
+	return result;
+}
+
+bool mpsd_undo_has(void)
+{
+	return __atomic_load_n(&chunk_count, __ATOMIC_RELAXED) != 0;
+}

@@ -1,0 +1,283 @@
+"""Calls that a move overtakes, or almost: what they have brought from the copy that was left is not kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.libcuda.test_exact import gate, move
+from tests.libcuda.test_failover import Program, ask, break_domain, copies, post, stand_by, started
+from tests.support import moving
+from tests.support.gate import ANY, CURRENT, HOST, INIT, KERNEL, PARAMETERS, SYNC, Gate
+from tests.support.libcudas import Libraries
+from tests.support.moving import Line, Post
+from tests.support.simfixtures import backend, domain, second, third
+from tests.support.simnode import Domain, until
+
+__all__ = ["ask", "backend", "copies", "domain", "gate", "post", "second", "third"]
+
+EXACT = pytest.mark.parametrize("ask", [{"MPSD_FAILOVER": "exact"}], indirect=True)
+
+
+@pytest.fixture
+def next_gate(second: Domain) -> Iterator[Gate]:
+    made = Gate(Path(second.environment["CUDA_MPS_PIPE_DIRECTORY"]))
+    yield made
+    made.keep(0)
+    made.close()
+
+
+def move_once(line: Line, ask: Program, domain: Domain, second: Domain, copies: Path) -> None:
+    """Into `second`, with a thread besides, which has called there."""
+    ask("m = gpu.memory(4 << 20); gpu.sync(); later = Later(gpu)")
+    stand_by(line, second, copies)
+    break_domain(domain)
+    move(line)
+    assert ask("later.start('gpu.now() == gpu.context'), later.result()") == "(None, True)"
+
+
+@EXACT
+@pytest.mark.parametrize(
+    ("call", "answer"),
+    [("gpu.code('cuCtxSetCurrent', gpu.context)", "0"), ("gpu.now() == gpu.context", "True")],
+    ids=["set", "asked for"],
+)
+def test_a_threads_context_is_that_of_the_next_copy(
+    domain: Domain,
+    next_gate: Gate,
+    second: Domain,
+    third: Domain,
+    post: Post,
+    ask: Program,
+    copies: Path,
+    call: str,
+    answer: str,
+) -> None:
+    line = post.greet(moving.EXACT)
+    move_once(line, ask, domain, second, copies)
+    stand_by(line, third, copies, 2)
+    next_gate.keep(CURRENT)
+    ask(f"later.start({call!r})")
+    until(lambda: next_gate.kept() == CURRENT)
+    break_domain(second)
+    move(line, 2)
+    next_gate.keep(0)
+    assert ask("later.result()") == answer
+    then = "gpu.now() == gpu.context, gpu.run('add', m, 8, 1), gpu.sync(), gpu.word(m)"
+    assert ask(f"later.start({then!r}), later.result()") == "(None, (True, 0, 0, 1))"
+    assert ask.end() == ""
+
+
+@EXACT
+def test_a_move_that_is_about_to_come_is_no_lack_of_memory(
+    domain: Domain,
+    gate: Gate,
+    next_gate: Gate,
+    second: Domain,
+    third: Domain,
+    post: Post,
+    ask: Program,
+    copies: Path,
+) -> None:
+    """The first operation wants pinned memory for its proof, while a lazy standby is being made."""
+    line = post.greet(moving.EXACT, lazy=True)
+    ask("later = Later(gpu)")
+    stand_by(line, second, copies)
+    gate.keep(HOST)
+    ask("later.start('gpu.memory(4 << 20)')")
+    until(lambda: gate.kept() == HOST)
+    next_gate.keep(INIT)
+    line.say(moving.MOVE, 1, again=1)
+    until(lambda: next_gate.kept() == INIT)
+    gate.keep(0)
+    next_gate.keep(0)
+    assert line.hear(moving.MOVED, moving.STAYED).text == ""
+    ask("m = later.result()")
+    assert ask("gpu.run('add', m, 8, 1), gpu.sync(), gpu.word(m)") == "(0, 0, 1)"
+    stand_by(line, third, copies, 2)
+    assert line.unsure == []
+    assert ask.end() == ""
+
+
+@EXACT
+def test_what_is_registered_in_a_move_that_does_not_come_about_is_registered_once(
+    domain: Domain, gate: Gate, post: Post, ask: Program, copies: Path, tmp_path: Path
+) -> None:
+    line = post.greet(moving.EXACT, lazy=True)
+    ask("m = gpu.memory(4 << 20); gpu.sync(); later = Later(gpu); pages = ctypes.create_string_buffer(4096)")
+    nowhere = Gate(tmp_path / "nobody")
+    line.say(moving.STANDBY, 1, str(nowhere.folder), str(copies))
+    assert line.hear(moving.READY).generation == 1
+    gate.keep(HOST)
+    ask("later.start('gpu.code(\"cuMemHostRegister_v2\", pages, 4096, 0)')")
+    until(lambda: gate.kept() == HOST)
+    nowhere.keep(INIT)
+    line.say(moving.MOVE, 1, again=1)
+    until(lambda: nowhere.kept() == INIT)
+    gate.keep(0)
+    nowhere.keep(0)
+    assert line.hear(moving.STAYED).generation == 1
+    assert ask("later.result(), gpu.code('cuMemHostUnregister', pages)") == "(0, 0)"
+    nowhere.close()
+    assert ask.end() == ""
+
+
+@EXACT
+def test_a_child_that_is_forked_while_calls_are_held_goes_on(
+    domain: Domain, second: Domain, third: Domain, post: Post, ask: Program, copies: Path
+) -> None:
+    line = post.greet(moving.EXACT)
+    move_once(line, ask, domain, second, copies)
+    stand_by(line, third, copies, 2)
+    assert ask("gpu.run('late', m, 8, 1)") == "0"
+    break_domain(second)
+    assert move(line, 2, again=2).values[5]
+    ask("import signal; version = ctypes.byref(ctypes.c_int())")
+    assert ask("in_child(\"signal.alarm(20) or gpu.code('cuDriverGetVersion', version)\")") == "0"
+    line.say(moving.TURN, 2)
+    assert line.hear(moving.DONE).text == ""
+    assert ask("gpu.sync(), gpu.word(m)") == "(0, 1)"
+    assert ask.end() == ""
+
+
+@EXACT
+def test_the_end_of_a_stream_does_not_spoil_another_threads_capture(
+    domain: Domain, second: Domain, post: Post, ask: Program, copies: Path
+) -> None:
+    """All work is waited for then, by marks in all streams, but for the legacy one."""
+    line = post.greet(moving.EXACT)
+    ask("m = gpu.memory(4 << 20); s, t = (gpu.made('cuStreamCreate', f) for f in (0, 1))")
+    ask("later = Later(gpu)")
+    stand_by(line, second, copies)
+    assert ask("gpu.run('add', m, 8, 1), gpu.code('cuStreamBeginCapture_v2', s, 2)") == "(0, 0)"
+    assert ask("later.start(\"gpu.code('cuStreamDestroy_v2', t)\"), later.result()") == "(None, 0)"
+    ask("g = ctypes.c_uint64()")
+    assert ask("gpu.run('add', m, 8, 10, stream=s), gpu.code('cuStreamEndCapture', s, ctypes.byref(g))") == (
+        "(0, 0)"
+    )
+    ask("x = gpu.made('cuGraphInstantiateWithFlags', g.value, 0)")
+    assert ask("gpu.code('cuGraphLaunch', x, s), gpu.sync(), gpu.word(m)") == "(0, 0, 11)"
+    assert ask.end() == ""
+
+
+@pytest.mark.parametrize("ask", [{"MPSD_FAILOVER": "keep"}], indirect=True)
+def test_a_function_with_the_handle_of_one_that_was_unloaded_has_its_own_parameters(
+    domain: Domain, second: Domain, post: Post, ask: Program, copies: Path
+) -> None:
+    """What is captured is noted with them, in any mode; what cannot be is not carried over."""
+    line = post.greet(moving.KEEP)
+    ask("m = gpu.memory(4 << 20); s = gpu.made('cuStreamCreate', 1); gpu.sync()")
+    ask("def load(line): return gpu.made('cuModuleLoadData', b'standin module\\nkernel k ' + line)")
+    ask("def find(module): return gpu.made('cuModuleGetFunction', module, b'k')")
+    assert ask("gpu.code('cuStreamBeginCapture_v2', s, 2)") == "0"
+    ask("modules = [load(b'add 0\\n') for _ in range(64)]; functions = [find(one) for one in modules]")
+    ask("gpu.functions.update(enumerate(functions))")
+    assert ask("{gpu.run(i, m, 8, 1, stream=s) for i in range(64)}") == "{0}"
+    ask("g = ctypes.c_uint64()")
+    assert ask("gpu.code('cuStreamEndCapture', s, ctypes.byref(g))") == "0"
+    assert (
+        ask("gpu.code('cuGraphDestroy', g), {gpu.code('cuModuleUnload', one) for one in modules}")
+        == "(0, {0})"
+    )
+    ask("others = [find(load(b'nothing 0\\n')) for _ in range(64)]")
+    assert ask("bool(set(others) & set(functions))") == "True"
+    assert ask("gpu.code('cuStreamBeginCapture_v2', s, 2)") == "0"
+    launch = "gpu.code('cuLaunchKernel', one, 1, 1, 1, 1, 1, 1, 0, s, None, None)"
+    assert ask(f"{{{launch} for one in others}}") == "{0}"
+    assert ask("gpu.code('cuStreamEndCapture', s, ctypes.byref(g)), gpu.sync()") == "(0, 0)"
+    stand_by(line, second, copies)
+    assert ask.end() == ""
+
+
+@EXACT
+def test_memory_that_another_thread_frees_is_not_saved_any_more(
+    domain: Domain, gate: Gate, second: Domain, post: Post, ask: Program, copies: Path
+) -> None:
+    """A kernel's parameters may lead there, for it was its own once."""
+    line = post.greet(moving.EXACT)
+    ask("m, n = gpu.memory(8 << 20), gpu.memory(8 << 20); gpu.sync(); later, other = Later(gpu), Later(gpu)")
+    stand_by(line, second, copies)
+    assert ask("gpu.run('add', n, 8, 1), gpu.sync()") == "(0, 0)"
+    gate.keep(SYNC)
+    ask("later.start(\"gpu.code('cuMemFree_v2', m)\")")
+    until(lambda: gate.kept() == SYNC)
+    gate.let(0)
+    ask("other.start(\"gpu.run('add', m, 0, 1)\")")
+    gate.keep(0)
+    assert ask("later.result(), other.result()") == "(0, 0)"
+    gate.let(ANY)
+    assert ask("gpu.sync(), gpu.word(n)") == "(0, 1)"
+    assert ask.end() == ""
+
+
+@pytest.mark.parametrize("mode", ["exact", "keep"])
+def test_a_capture_ends_with_its_stream(
+    domain: Domain,
+    second: Domain,
+    post: Post,
+    libraries: Libraries,
+    copies: Path,
+    mode: str,
+) -> None:
+    with started(libraries, domain, post, MPSD_FAILOVER=mode) as ask:
+        line = post.greet(moving.EXACT if mode == "exact" else moving.KEEP)
+        ask("m = gpu.memory(4 << 20); s = gpu.made('cuStreamCreate', 1); gpu.sync()")
+        stand_by(line, second, copies)
+        assert ask("gpu.code('cuStreamBeginCapture_v2', s, 2), gpu.code('cuStreamDestroy_v2', s)") == "(0, 0)"
+        assert move(line, planned=True).text == ""
+        assert ask("gpu.run('add', m, 8, 1), gpu.sync(), gpu.word(m)") == "(0, 0, 1)"
+        assert ask.end() == ""
+
+
+@EXACT
+def test_what_is_known_of_a_function_is_no_half_of_it(
+    domain: Domain,
+    next_gate: Gate,
+    second: Domain,
+    third: Domain,
+    post: Post,
+    ask: Program,
+    copies: Path,
+) -> None:
+    """Its parameters are asked for one by one, before its first launch; others do not wait for that."""
+    line = post.greet(moving.EXACT)
+    move_once(line, ask, domain, second, copies)
+    ask("other = Later(gpu)")
+    assert ask("gpu.run('add', m, 8, 1), gpu.sync()") == "(0, 0)"
+    stand_by(line, third, copies, 2)
+    next_gate.keep(PARAMETERS)
+    ask("later.start(\"gpu.run('late', m, 8, 1)\")")
+    until(lambda: next_gate.kept() == PARAMETERS)
+    assert ask("other.start(\"gpu.run('add', m, 8, 1), gpu.sync()\"), other.result()") == "(None, (0, 0))"
+    break_domain(second)
+    move(line, 2)
+    next_gate.keep(0)
+    assert ask("later.result(), gpu.sync(), gpu.word(m)") == "(0, 0, 3)"
+    assert ask.end() == ""
+
+
+@EXACT
+def test_a_library_is_not_unloaded_while_it_is_asked_for_a_function(
+    domain: Domain, gate: Gate, second: Domain, post: Post, ask: Program, copies: Path
+) -> None:
+    """Whose a function is that came by a private table nobody knows: all are asked, the latest first."""
+    line = post.greet(moving.EXACT)
+    ask("m = gpu.memory(4 << 20); gpu.sync(); later, other = Later(gpu), Later(gpu)")
+    ask("own, library, found, table = (ctypes.c_void_p() for _ in range(4))")
+    load = "gpu('cuLibraryLoadData', ctypes.byref(one), IMAGE, None, None, 0, None, None, 0)"
+    ask(f"for one in (own, library): {load}")
+    ask("gpu('cuGetExportTable', ctypes.byref(table), b's' * 16)")
+    ask("find = ctypes.cast(table, ctypes.POINTER(ctypes.c_void_p))[1]")
+    ask("find = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p)(find)")
+    assert ask("find(ctypes.addressof(found), own, b'add')") == "0"
+    ask("gpu.functions['found'] = found.value")
+    gate.keep(KERNEL)
+    ask("later.start(\"gpu.run('found', m, 8, 1)\")")
+    until(lambda: gate.kept() == KERNEL)
+    ask("other.start(\"gpu.code('cuLibraryUnload', library)\")")
+    gate.keep(0)
+    assert ask("later.result(), other.result(), gpu.sync(), gpu.word(m)") == "(0, 0, 0, 1)"
+    stand_by(line, second, copies)
+    assert ask.end() == ""
