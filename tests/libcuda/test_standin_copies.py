@@ -111,7 +111,6 @@ def test_an_own_fault_ends_one_copy_of_two(domain: Domain, second: Domain, ask: 
 
 
 def test_a_killed_server_ends_the_waits_of_its_copy(domain: Domain, ask: Ask) -> None:
-    ask("a.run('late', WINDOW, 8, 1)")
     ask("a.run('long', WINDOW, 8, 1)")
     os.kill(domain.server(), signal.SIGKILL)
     began = time.monotonic()
@@ -125,8 +124,9 @@ def test_a_killed_server_ends_the_waits_of_its_copy(domain: Domain, ask: Ask) ->
 
 
 def test_a_query_and_queued_work_see_a_killed_server_too(domain: Domain, ask: Ask) -> None:
-    ask("[a.run('late', WINDOW, 8, 1) for _ in range(5)]")
+    ask("[a.run(kernel, WINDOW, 8, 1) for kernel in ('long', 'add', 'add')]")
     os.kill(domain.server(), signal.SIGKILL)
     until(lambda: ask("a.code('cuStreamQuery', 0)") == "806")
-    time.sleep(1.2)
+    # Nothing of it is queued after that.
+    assert ask(f"a.{RESET}") == "0"
     assert ask("b.word(WINDOW)") == "0"
