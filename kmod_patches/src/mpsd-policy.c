@@ -14,6 +14,11 @@ static bool power_of_two(__u32 number)
 	return number && !(number & (number - 1));
 }
 
+static bool records(const struct mpsd_policy_params *params)
+{
+	return params->mode == MPSD_MODE_REPORT || params->mode == MPSD_MODE_ISOLATE;
+}
+
 /* So many deadlines, in ns. */
 static __u64 deadlines(const struct mpsd_policy_params *params, __u32 factor)
 {
@@ -197,7 +202,7 @@ void mpsd_policy_decide(const struct mpsd_policy_params *params, struct mpsd_spa
 
 	*decision = (struct mpsd_decision){ .action = MPSD_ACTION_NONE };
 	/* UVM cancels innocent entries too, when it cancels a whole batch: they are nobody's fault. */
-	if (!fault->fatal || (params->mode != MPSD_MODE_REPORT && params->mode != MPSD_MODE_ISOLATE))
+	if (!fault->fatal || !records(params))
 		return;
 	count(&space->faults);
 	why = why_not(params, space, fault, around);
@@ -313,6 +318,19 @@ void mpsd_policy_ended(struct mpsd_space *space)
 {
 	space->ended = true;
 	schedule(space, MPSD_ACTION_NONE, 0);
+}
+
+bool mpsd_policy_orphan(const struct mpsd_policy_params *params, struct mpsd_orphans *orphans, __u64 now_ns)
+{
+	bool first = !orphans->faults;
+
+	if (!records(params))
+		return false;
+	count(&orphans->faults);
+	if (!first && now_ns - orphans->reported_ns < MPSD_ORPHAN_INTERVAL_NS)
+		return false;
+	orphans->reported_ns = now_ns;
+	return true;
 }
 
 /* Records */

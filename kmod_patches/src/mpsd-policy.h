@@ -29,6 +29,7 @@
 #define MPSD_DEADLINE_MIN_MS 10U
 #define MPSD_DEADLINE_MAX_MS 60000U
 #define MPSD_DEADLINE_DEFAULT_MS 2000U
+#define MPSD_ORPHAN_INTERVAL_NS 100000000ULL
 #define MPSD_MAX_SINKS_DEFAULT 1024U
 #define MPSD_MAX_SINKS_LIMIT 65536U
 
@@ -105,6 +106,12 @@ struct mpsd_space {
 	__u32 seen[2][MPSD_WHY_COUNT];	/* of reported and of refused ones */
 };
 
+/* Of a GPU, for faults of work whose address space is gone. Zeroes are a new one. */
+struct mpsd_orphans {
+	__u32 faults;
+	__u64 reported_ns;
+};
+
 enum mpsd_answer {
 	MPSD_ANSWER_OK = 0,
 	MPSD_ANSWER_INNOCENT,		/* the space is not condemned */
@@ -147,6 +154,12 @@ void mpsd_policy_release(struct mpsd_space *space);
 
 /* The space is being destroyed, its channels are stopped: no step is to come. Faults are sunk to the end. */
 void mpsd_policy_ended(struct mpsd_space *space);
+
+/*
+ * An orphan's fault: true if it is to be reported (never in mode off), at most once per
+ * MPSD_ORPHAN_INTERVAL_NS. Counts them all.
+ */
+bool mpsd_policy_orphan(const struct mpsd_policy_params *params, struct mpsd_orphans *orphans, __u64 now_ns);
 
 /*
  * Fill what the policy knows of a record and zero the rest. `fault` and `decision` are NULL in a step, and
