@@ -287,6 +287,15 @@ def test_who_acknowledged_and_has_gone_is_not_waited_for(policy: Policy) -> None
     assert policy.tell(driver.ABANDONED, 2 * D).deadline_ns == PATIENCE * D
 
 
+def test_who_goes_after_the_kill_changes_no_step(policy: Policy) -> None:
+    policy.fault(WILD)
+    policy.tell(driver.ACKNOWLEDGE)
+    policy.tell(driver.DEADLINE, PATIENCE * D)
+    told = policy.tell(driver.ABANDONED, PATIENCE * D + 1)
+    assert (told.acknowledged, told.next_step) == (False, Action.GIVE_UP)
+    assert told.deadline_ns == 2 * PATIENCE * D
+
+
 def test_kill_now(policy: Policy) -> None:
     assert policy.tell(driver.KILL, 1).result == Answer.INNOCENT
     assert policy.tell(driver.DEADLINE, (1 << 64) - 1).result == Action.NONE
