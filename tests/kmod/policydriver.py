@@ -119,8 +119,9 @@ class Policy:
         """The record of the last fault."""
         return decode_record(self.ask([(RECORD,)])[0])
 
-    def step_record(self, step: int) -> KernelRecord:
-        return decode_record(self.ask([(STEP_RECORD, step)])[0])
+    def step_record(self, step: int, with_fault: bool = False) -> KernelRecord:
+        """The record of a step, or of an orphan, which has the last fault in it."""
+        return decode_record(self.ask([(STEP_RECORD, step, int(with_fault))])[0])
 
     def close(self) -> None:
         self._pipe.close()

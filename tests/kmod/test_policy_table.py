@@ -397,3 +397,11 @@ def test_what_a_record_says_of_a_step(policy: Policy) -> None:
     assert (record.action, record.why, record.sink, record.address) == (Action.KILL, Why.NONE, None, 0)
     assert (record.engine, record.access, record.replayable) == (Engine.UNKNOWN, Access.UNKNOWN, False)
     assert (record.condemned, record.sinks, record.deadline_ns) == (True, 1, (1 + PATIENCE) * D)
+
+
+def test_what_a_record_says_of_an_orphan(policy: Policy) -> None:
+    policy.fault(replace(WILD, fatal=False))
+    record = policy.step_record(Action.ORPHAN, with_fault=True)
+    assert (record.action, record.address, record.access) == (Action.ORPHAN, ADDRESS, Access.WRITE)
+    assert (record.engine, record.replayable, record.sink) == (Engine.GRAPHICS, True, None)
+    assert (record.space, record.pid, record.condemned) == (0, None, False)

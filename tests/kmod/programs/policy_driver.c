@@ -141,7 +141,8 @@ static void answer(const __u64 *word, __u64 *reply)
 	if (word[0] == RECORD)
 		mpsd_policy_describe(&params, space, &fault, &decision, MPSD_ACTION_NONE, (void *)reply);
 	else if (word[0] == STEP_RECORD)
-		mpsd_policy_describe(&params, space, NULL, NULL, (enum mpsd_action)word[1], (void *)reply);
+		mpsd_policy_describe(&params, space, word[2] ? &fault : NULL, NULL, (enum mpsd_action)word[1],
+				     (void *)reply);
 	else
 		tell(word, reply);
 }
