@@ -1,0 +1,29 @@
+// SPDX-License-Identifier: GPL-2.0 OR MIT
+// Description: Hook 6: our device comes after all else of the module and goes before all else. That it cannot
+//  be made is logged and fails nothing.
+// Applies-to: nvidia-uvm/uvm.c of the open kernel modules 535 to 595
+// Forwarded: no
+@include@
+@@
+  #include "uvm_common.h"
++ #include "mpsd-uvm.h"
+
+@loaded depends on include@
+@@
+  uvm_init(...)
+  {
+  <...
++ mpsd_init();
+  return 0;
+  ...>
+  }
+
+@unloading depends on include@
+@@
+  uvm_exit(...)
+  {
+  <...
++ mpsd_exit();
+  uvm_tools_exit();
+  ...>
+  }
