@@ -10,8 +10,9 @@
 
 @isolate depends on include@
 identifier service =~ "^service_fault(_once)?$";
-expression entry, gpu, channel, batch, tracker;
+expression entry, batch, tracker;
 identifier status;
+symbol gpu;
 @@
   service(...)
   {
@@ -20,7 +21,7 @@ identifier status;
 +     entry->is_fatal = false;
   if (status == NV_OK && !entry->is_fatal) {
       ...
-      clear_faulted_on_gpu(gpu, channel, entry, batch, tracker)
+      clear_faulted_on_gpu(..., entry, batch, tracker)
       ...
   }
   ...>
