@@ -62,8 +62,16 @@ def _arguments(text: str) -> int | None:
     """How many the first mention of the function has; None without one, or where a test decides it."""
     if f"NV_{CALL.upper()}" in text:
         return None
-    match = re.search(rf"\b{CALL}\s*\(([^()]*)\)", text)
-    return len(match[1].split(",")) if match else None
+    match = re.search(rf"\b{CALL}\s*\(", text)
+    if match is None:
+        return None
+    depth, count = 1, 1
+    for character in text[match.end() :]:
+        depth += {"(": 1, ")": -1}.get(character, 0)
+        if depth == 0:
+            return count
+        count += character == "," and depth == 1
+    return None
 
 
 def build(tree: Tree, for_kernel: Kernel, log: Path, *, jobs: int, deadline_s: float) -> list[Path]:

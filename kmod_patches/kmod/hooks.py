@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kmod.changes import FOLDER, HOOKS, INCLUDE, Change, Patcher, own_files, patched, spatch, write
+from kmod.changes import FOLDER, HOOKS, INCLUDE, Change, Patcher, own_files, patched, read, spatch, write
 from kmod.errors import ChangedSince, KmodError, UnknownTree
 from kmod.tree import KEPT, ORIGINALS, Tree
 
@@ -101,7 +101,8 @@ def reverse(tree: Tree) -> bool:
     if other:
         raise ChangedSince(f"{', '.join(sorted(other))} in {tree.root}: {State.CHANGED.value}")
     for name in notes.files:
-        shutil.copy2(tree.root / ORIGINALS / name, tree.root / name)
+        # Not with its old time: make would keep an object that was compiled from the patched file.
+        _replace(tree.root / name, read(tree.root / ORIGINALS / name))
     for name in notes.joined:
         (tree.root / name).unlink(missing_ok=True)
     shutil.rmtree(tree.root / KEPT)
