@@ -46,10 +46,13 @@ struct reader {
 	u64 position;
 };
 
+/* What somebody wrote to the module's parameter may be no mode: that is off. */
 struct mpsd_policy_params mpsd_params(void)
 {
+	u32 mode = READ_ONCE(uvm_mpsd_mode);
+
 	return (struct mpsd_policy_params){
-		.mode = READ_ONCE(uvm_mpsd_mode),
+		.mode = mode <= MPSD_MODE_ISOLATE ? mode : MPSD_MODE_OFF,
 		.deadline_ms = READ_ONCE(uvm_mpsd_deadline_ms),
 		.max_sinks = READ_ONCE(uvm_mpsd_max_sinks),
 		.nonreplayable = READ_ONCE(uvm_mpsd_nonreplayable),

@@ -152,7 +152,7 @@ static NV_STATUS write_sink(struct mpsd_sink_node *node, const struct mpsd_decis
 	uvm_page_tree_t *tree = &node->gpu_va_space->page_tables;
 	NV_STATUS status;
 
-	if (!(tree->hal->page_sizes() & decision->page_bytes))
+	if (!tree->hal->make_sparse_pte || !(tree->hal->page_sizes() & decision->page_bytes))
 		return NV_ERR_NOT_SUPPORTED;
 	status = uvm_page_table_range_vec_create(tree, decision->base, decision->bytes, decision->page_bytes,
 						 UVM_PMM_ALLOC_FLAGS_EVICT, &node->ptes);

@@ -39,18 +39,23 @@ static int hold_file(const void *data, struct file *file, unsigned int fd)
 	return 0;
 }
 
+/* The group's leader may have ended before its other threads, and has no files then. */
 static unsigned int hold_files(struct mpsd_owner *owner)
 {
-	struct task_struct *task = get_pid_task(owner->pid, PIDTYPE_TGID);
 	struct held held = { .owner = owner };
+	struct task_struct *leader, *thread;
 
-	if (!task)
-		return 0;
-	task_lock(task);
-	if (task->files)
-		iterate_fd(task->files, 0, hold_file, &held);
-	task_unlock(task);
-	put_task_struct(task);
+	rcu_read_lock();
+	leader = pid_task(owner->pid, PIDTYPE_TGID);
+	if (leader) {
+		for_each_thread(leader, thread) {
+			task_lock(thread);
+			if (thread->files && !held.count)
+				iterate_fd(thread->files, 0, hold_file, &held);
+			task_unlock(thread);
+		}
+	}
+	rcu_read_unlock();
 	return held.count;
 }
 

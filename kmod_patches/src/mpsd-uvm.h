@@ -36,8 +36,9 @@ void mpsd_space_destroyed(uvm_va_space_t *va_space);
 /* Its page directory is unset, its page tables are about to go: takes our references on them back. */
 void mpsd_gpu_space_ends(uvm_gpu_va_space_t *gpu_va_space);
 
-/* A failure is logged, and leaves a module that does what the stock one does. */
+/* The device. That it cannot be made is logged, and leaves faults to the module's parameters. */
 void mpsd_init(void);
+/* When no address space is left. */
 void mpsd_exit(void);
 
 #endif

@@ -120,8 +120,8 @@ error:
 
 static void uvm_exit(void)
 {
-    uvm_tools_exit();
     remove_devices();
+    uvm_global_exit();
 }
 """
 

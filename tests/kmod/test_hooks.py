@@ -228,7 +228,7 @@ def test_a_semantic_patch_that_misses_its_anchor_is_noticed(tree: Tree, patch: P
         "uvm_gpu_replayable_faults": "push_cancel_on_gpu_global",
         "uvm_gpu_non_replayable_faults": "clear_faulted_on_gpu",
         "uvm_va_space": "uvm_deferred_free_object_list",
-        "uvm": "uvm_tools_exit",
+        "uvm": "uvm_global_exit",
     }
     file = tree.root / hook.file
     file.write_text(file.read_text().replace(anchors[file.stem], "renamed"))
