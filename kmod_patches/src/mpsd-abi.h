@@ -146,7 +146,7 @@ struct mpsd_record {
 	__u64 start_ns;			/* when the process started, CLOCK_BOOTTIME: with pid, who it is */
 	__u64 deadline_ns;		/* when the next step comes; 0: none will */
 	__s32 pid;			/* who made the space, as the reader's pid namespace sees it; 0: not */
-	__u32 faults;			/* fatal faults of the space, this one included */
+	__u32 faults;			/* fatal faults of the space, this one included; of an orphan: orphans so far */
 	__u32 sinks;			/* sinks of the space, this one included */
 	__u32 channel;
 	__u8 access;			/* enum mpsd_access */

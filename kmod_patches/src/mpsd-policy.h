@@ -162,8 +162,8 @@ void mpsd_policy_ended(struct mpsd_space *space);
 bool mpsd_policy_orphan(const struct mpsd_policy_params *params, struct mpsd_orphans *orphans, __u64 now_ns);
 
 /*
- * Fill what the policy knows of a record and zero the rest. `fault` and `decision` are NULL in a step, and
- * then `action` is the step.
+ * Fill what the policy knows of a record and zero the rest. A fault of the space has its decision. A step has
+ * neither fault nor decision, an orphan's fault has no decision: there `action` says what the record is.
  */
 void mpsd_policy_describe(const struct mpsd_policy_params *params, const struct mpsd_space *space,
 			  const struct mpsd_fault *fault, const struct mpsd_decision *decision,
