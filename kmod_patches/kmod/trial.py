@@ -14,7 +14,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kmod import debian, hooks, lint
+from kmod import debian, hooks, hooksites, lint
 from kmod.build import LIB_MODULES, Kernel, build, kernel, mends
 from kmod.changes import PCI_RESIZE
 from kmod.command import run
@@ -144,6 +144,11 @@ def _try_build(row: Row, fetched: debian.Fetched, found: Kernel, given: argparse
     row.cells["warnings"] = str(len(complaints))
     row.said += complaints
     row.failed = row.failed or bool(complaints)
+    sites = hooksites.compare(tree, found, LIB_MODULES)
+    changed = ", ".join(f"{name} ({before} -> {after})" for name, before, after in sites.changed)
+    row.said.append(
+        f"{len(sites.changed)} of {sites.functions} functions in the hooked files changed: {changed}"
+    )
 
 
 def _copy_whole(source: Tree, folder: Path) -> Tree:
