@@ -5,7 +5,7 @@ Times in ns, addresses and lengths in bytes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
 from mpsd.gpu.nvidia.kernel_abi import Action, ClientType, Engine, Mode, Why
@@ -69,6 +69,13 @@ class Fault:
     @property
     def page(self) -> int:
         return self.address // PAGE * PAGE
+
+
+# A store of an SM, a copy, a semaphore, all at an address that nothing is at.
+ADDRESS = 0x7F12_3456_7000
+WILD = Fault(ADDRESS)
+COPY = replace(WILD, engine=Engine.CE, client_type=ClientType.HUB, replayable=False)
+SEMAPHORE = replace(COPY, engine=Engine.HOST)
 
 
 @dataclass

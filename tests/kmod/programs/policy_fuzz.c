@@ -71,7 +71,8 @@ static __u8 number(__u8 most)
 static void new_params(void)
 {
 	params = (struct mpsd_policy_params){
-		.mode = below(4) ? MPSD_MODE_ISOLATE : number(3), .deadline_ms = (__u32)(below(3) ? below(3) * 2000 : any()),
+		.mode = below(4) ? MPSD_MODE_ISOLATE : number(3),
+		.deadline_ms = (__u32)(below(3) ? below(3) * 2000 : any()),
 		.max_sinks = (__u32)(below(3) ? below(MAX_SINKS + 1) : any()), .nonreplayable = any() & 1,
 		.stop_channels = any() & 1,
 	};

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-/* What takes too many faults to reach one by one: counters at their end. Exits with the line that is not so. */
+/* What takes too many faults to reach one by one: counters at their end. Exits with the line that fails. */
 #include "mpsd-policy.h"
 
 #define CHECK(law) \
