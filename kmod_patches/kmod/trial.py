@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 
 from kmod import debian, hooks, hooksites, lint
@@ -52,7 +53,7 @@ def main() -> int:
             return 2
         found = None
     rows = [_try(suite, found, given) for suite in debian.SUITES]
-    print(f"\nkernel {found.release if found else 'without headers: nothing was mended or built'}")
+    print(f"\n{_place(found)}")
     print(" ".join(name.ljust(width) for name, width in zip(COLUMNS, WIDTHS, strict=True)))
     for row in rows:
         print(row.line())
@@ -62,6 +63,18 @@ def main() -> int:
     failed = [row.suite for row in rows if row.failed]
     print(f"test-kmod: {'FAILED: ' + ', '.join(failed) if failed else 'all ok'}")
     return 1 if failed else 0
+
+
+def _place(found: Kernel | None) -> str:
+    """When and with what: the first line of the table."""
+    today = datetime.now(UTC).date().isoformat()
+    if found is None:
+        return f"{today}; no kernel headers, so nothing was mended or built"
+    try:
+        compiler = run(["gcc", "--version"], deadline_s=10.0).splitlines()[0]
+    except Unavailable:
+        compiler = "no gcc"
+    return f"{today}; Linux {found.release}; {compiler}"
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -103,6 +103,14 @@ def test_a_suite_that_is_gone_is_named(tmp_path: Path) -> None:
         debian.fetch("experimental", tmp_path / "cache", apt)
 
 
+def test_a_second_run_waits_for_the_first_and_then_says_so(tmp_path: Path) -> None:
+    with debian.alone(tmp_path, 0.0), pytest.raises(KmodError, match="in use by another run"):
+        with debian.alone(tmp_path, 0.0):
+            pass
+    with debian.alone(tmp_path, 0.0):
+        assert (tmp_path / "alone").exists()
+
+
 def command(*words: object) -> subprocess.CompletedProcess[str]:
     line = [sys.executable, str(ROOT / "kmod_patches/mpsd-kmod"), *map(str, words)]
     return subprocess.run(line, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=60.0)
