@@ -104,7 +104,8 @@ def _try(suite: debian.Suite, found: Kernel | None, given: argparse.Namespace) -
     try:
         _try_hooks(row, find(fetched.tree), found)
         if found and (given.full or suite.name in given.build):
-            _try_build(row, fetched, found, given)
+            with debian.alone(given.cache / "build", debian.LOCK_DEADLINE_S):
+                _try_build(row, fetched, found, given)
         else:
             row.said.append("skipped: the build (--full builds all)")
     except KmodError as error:

@@ -104,9 +104,9 @@ def test_a_suite_that_is_gone_is_named(tmp_path: Path) -> None:
 
 
 def test_a_second_run_waits_for_the_first_and_then_says_so(tmp_path: Path) -> None:
-    with debian.alone(tmp_path, 0.0), pytest.raises(KmodError, match="in use by another run"):
-        with debian.alone(tmp_path, 0.0):
-            pass
+    refused = pytest.raises(KmodError, match="in use by another run")
+    with debian.alone(tmp_path, 0.0), refused, debian.alone(tmp_path, 0.0):
+        pytest.fail("both were alone")
     with debian.alone(tmp_path, 0.0):
         assert (tmp_path / "alone").exists()
 
