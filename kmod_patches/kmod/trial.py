@@ -147,12 +147,15 @@ def _try_build(row: Row, fetched: debian.Fetched, found: Kernel, given: argparse
     """In a folder that is kept: what did not change is not compiled again."""
     folder = given.cache / "build" / f"{fetched.version}-{found.release}"
     log = folder.with_name(folder.name + ".log")
-    tree = find(folder) if folder.is_dir() else _copy_whole(find(fetched.tree), folder)
+    kept = folder.is_dir()
+    tree = find(folder) if kept else _copy_whole(find(fetched.tree), folder)
     began = time.monotonic()
     hooks.apply(tree, hooks.whole_patch(mends(tree, found)))
     row.cells["built"] = "FAILED"
     modules = build(tree, found, log, jobs=given.jobs, deadline_s=BUILD_DEADLINE_S)
-    row.cells["built"] = f"{time.monotonic() - began:.0f} s"
+    row.cells["built"] = f"{time.monotonic() - began:.0f} s{' *' if kept else ''}"
+    if kept:
+        row.said.append("* compiled what had changed since the last time")
     row.cells["nvidia-uvm.ko"] = f"{_stripped_bytes(modules[-1]) >> 10} KiB"
     complaints = lint.warnings(tree, found, LIB_MODULES)
     row.cells["warnings"] = str(len(complaints))
