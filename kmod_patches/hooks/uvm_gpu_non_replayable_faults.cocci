@@ -17,7 +17,7 @@ symbol gpu;
   service(...)
   {
   <...
-+ if (status == NV_OK && mpsd_isolate_non_replayable(gpu, entry->va_space, entry, batch))
++ if (status == NV_OK && entry->is_fatal && mpsd_isolate_non_replayable(gpu, entry->va_space, entry, batch))
 +     entry->is_fatal = false;
   if (status == NV_OK && !entry->is_fatal) {
       ...

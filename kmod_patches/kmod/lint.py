@@ -37,7 +37,7 @@ def warnings(tree: Tree, for_kernel: Kernel, modules: Path) -> list[str]:
     """Every complaint about a file of ours in a tree that was built. Raises Unavailable without sparse."""
     found: list[str] = []
     for source in [path.name for path in own_files() if path.suffix == ".c"]:
-        arguments = _arguments(tree.root / "nvidia-uvm" / f".{source.removesuffix('.c')}.o.cmd")
+        arguments = compiled_with(tree, source)
         folder = modules / for_kernel.release / "build"
         for checker in (["sparse", "-D__CHECK_ENDIAN__"], ["gcc", "-fsyntax-only", *WARNINGS]):
             said = run_any([*checker[:1], *arguments, *checker[1:]], deadline_s=DEADLINE_S, cwd=folder)
@@ -45,7 +45,9 @@ def warnings(tree: Tree, for_kernel: Kernel, modules: Path) -> list[str]:
     return sorted(set(found))
 
 
-def _arguments(command_file: Path) -> list[str]:
+def compiled_with(tree: Tree, source: str) -> list[str]:
+    """The arguments with which the build compiled a file of nvidia-uvm; the last is the file itself."""
+    command_file = tree.root / "nvidia-uvm" / f".{source.removesuffix('.c')}.o.cmd"
     try:
         first = command_file.read_text(encoding="utf-8").splitlines()[0]
     except (OSError, IndexError) as error:
