@@ -1,0 +1,45 @@
+// SPDX-License-Identifier: GPL-2.0 OR MIT
+// Description: Replayable faults: hook 1 offers a fatal one to the isolation before it is cancelled; hook 7
+//  tells of work whose address space is gone, which the driver answers by ending everything in its TSG.
+// Applies-to: nvidia-uvm/uvm_gpu_replayable_faults.c of the open kernel modules 535 to 595
+// Forwarded: no
+@include@
+@@
+  #include "uvm_common.h"
++ #include "mpsd-uvm.h"
+
+// The tools event has been recorded, nothing has been pushed: true means that a sparse page is under the
+// address, and the replay that the caller does anyway lets the access end.
+@isolate depends on include@
+expression gpu, entry, id, space, reason, kind, info;
+@@
+  cancel_fault_precise_va(...)
+  {
+  <...
+  uvm_tools_record_gpu_fatal_fault(id, space, entry, reason);
++ if (mpsd_isolate_replayable(gpu, entry->va_space, entry, info->batch_service_context.batch_id))
++     return NV_OK;
+  ... when any
+  uvm_push_begin_acquire(gpu->channel_manager, kind, &info->replay_tracker, ...)
+  ...>
+  }
+
+@orphan depends on include@
+expression gpu, entry, wide;
+@@
+  translate_instance_ptrs(...)
+  {
+  <...
++ mpsd_orphan(gpu, entry);
+  if (wide) {
+      ...
+      push_cancel_on_gpu_targeted(gpu, entry->instance_ptr, ...)
+      ...
+  }
+  else {
+      ...
+      push_cancel_on_gpu_global(gpu, entry->instance_ptr, ...)
+      ...
+  }
+  ...>
+  }

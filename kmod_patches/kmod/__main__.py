@@ -1,0 +1,105 @@
+"""mpsd-kmod fetch SUITE | status TREE | apply TREE | reverse TREE | build TREE"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from kmod import debian, hooks
+from kmod.build import Kernel, build, kernel, mends
+from kmod.errors import KmodError, Unavailable
+from kmod.tree import Tree, find
+
+BUILD_DEADLINE_S = 3600.0
+
+
+def main() -> int:
+    given = _parser().parse_args()
+    try:
+        return int(given.verb(given))
+    except (KmodError, OSError) as error:
+        print(f"mpsd-kmod: {error}", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="mpsd-kmod", description="The patch to nvidia-uvm.")
+    verbs = parser.add_subparsers(required=True)
+    verb = verbs.add_parser(
+        "fetch", help="get the driver's source that a suite of Debian has; prints its folder"
+    )
+    verb.add_argument("suite")
+    verb.add_argument("--cache", type=Path, default=debian.cache_folder())
+    verb.set_defaults(verb=_fetch)
+    for name, function, text in (
+        ("status", _status, "say how a driver source stands to the patch"),
+        ("apply", _apply, "put the patch into a driver source"),
+        ("reverse", _reverse, "take it out again"),
+        ("build", _build, "put it in and build nvidia.ko and nvidia-uvm.ko"),
+    ):
+        verb = verbs.add_parser(name, help=text)
+        verb.add_argument(
+            "tree", type=Path, help="the folder with nvidia-uvm in it, or the one above kernel-open"
+        )
+        verb.add_argument("--kernel", default="", help="release to build for (default: the running one)")
+        verb.set_defaults(verb=function)
+        if name == "build":
+            verb.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    return parser
+
+
+def _fetch(given: argparse.Namespace) -> int:
+    fetched = debian.fetch(given.suite, given.cache)
+    print(fetched.tree)
+    return 0
+
+
+def _patch(tree: Tree, given: argparse.Namespace) -> tuple[hooks.Patch, Kernel | None]:
+    """With the mends for a kernel, where one's headers are to be had; one that is named must be."""
+    try:
+        found = kernel(given.kernel)
+    except Unavailable:
+        if given.kernel:
+            raise
+        return hooks.whole_patch(), None
+    return hooks.whole_patch(mends(tree, found)), found
+
+
+def _status(given: argparse.Namespace) -> int:
+    tree = find(given.tree)
+    patch, _ = _patch(tree, given)
+    kept = hooks.state(tree, patch)
+    print(f"driver {tree.version}{'' if tree.tested else ' (not tested)'}: {kept.value}")
+    return 0
+
+
+def _apply(given: argparse.Namespace) -> int:
+    tree = find(given.tree)
+    patch, _ = _patch(tree, given)
+    done = hooks.apply(tree, patch)
+    print(f"driver {tree.version}: {'applied' if done else 'was applied already'}")
+    if not tree.tested:
+        print(f"driver {tree.version} is not one that the patch was tested with", file=sys.stderr)
+    return 0
+
+
+def _reverse(given: argparse.Namespace) -> int:
+    tree = find(given.tree)
+    done = hooks.reverse(tree)
+    print(f"driver {tree.version}: {'put back as it was' if done else 'had no patch'}")
+    return 0
+
+
+def _build(given: argparse.Namespace) -> int:
+    _apply(given)
+    log = given.tree / "mpsd-kmod-build.log"
+    tree, found = find(given.tree), kernel(given.kernel)
+    for module in build(tree, found, log, jobs=given.jobs, deadline_s=BUILD_DEADLINE_S):
+        print(module)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

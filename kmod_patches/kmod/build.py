@@ -1,0 +1,103 @@
+"""Builds nvidia.ko and nvidia-uvm.ko with the driver's own makefile.
+
+Both, and in one go: the driver's tests of the kernel are listed by all modules together, so UVM alone lacks
+some, and the versions of the symbols that UVM takes from nvidia.ko come from the build of that nvidia.ko.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from kmod.changes import PCI_RESIZE, Change, read
+from kmod.errors import KmodError, Unavailable
+from kmod.tree import Tree
+
+MODULES = ("nvidia", "nvidia-uvm")
+LIB_MODULES = Path("/lib/modules")
+CALL = "pci_resize_resource"
+PARAMETERS_WITH_EXCLUDED = 4
+TAIL_LINES = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """A kernel whose headers are installed: its release, and the folder that has include/linux."""
+
+    release: str
+    headers: Path
+
+
+def kernel(release: str = "", folder: Path = LIB_MODULES) -> Kernel:
+    """The named kernel; by default the running one, else the newest with headers. Raises Unavailable."""
+    wanted = [release] if release else [os.uname().release, *_newest_first(folder)]
+    for name in wanted:
+        # Where a distribution splits the headers, those that all flavours share are under `source`.
+        for headers in (folder / name / "source", folder / name / "build"):
+            if (headers / "include/linux/pci.h").is_file() and (folder / name / "build").is_dir():
+                return Kernel(name, headers)
+    raise Unavailable(f"no kernel headers for {release or 'any kernel'} below {folder}")
+
+
+def _newest_first(folder: Path) -> list[str]:
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    return sorted(names, key=lambda name: [int(part) for part in re.findall(r"\d+", name)], reverse=True)
+
+
+def mends(tree: Tree, for_kernel: Kernel) -> list[Change]:
+    """What this driver's source needs to build for this kernel, besides what its own tests find out."""
+    declared = _arguments(read(for_kernel.headers / "include/linux/pci.h"))
+    source = tree.original(PCI_RESIZE.file)
+    called = _arguments(read(source)) if source.is_file() else None
+    if declared == PARAMETERS_WITH_EXCLUDED and called == PARAMETERS_WITH_EXCLUDED - 1:
+        return [PCI_RESIZE]
+    return []
+
+
+def _arguments(text: str) -> int | None:
+    """How many the first mention of the function has; None without one, or where a test decides it."""
+    if f"NV_{CALL.upper()}" in text:
+        return None
+    match = re.search(rf"\b{CALL}\s*\(", text)
+    if match is None:
+        return None
+    depth, count = 1, 1
+    for character in text[match.end() :]:
+        depth += {"(": 1, ")": -1}.get(character, 0)
+        if depth == 0:
+            return count
+        count += character == "," and depth == 1
+    return None
+
+
+def build(tree: Tree, for_kernel: Kernel, log: Path, *, jobs: int, deadline_s: float) -> list[Path]:
+    """The modules. What the compiler says goes to `log`. Raises KmodError with its last lines."""
+    command = ["make", f"-j{jobs}", f"KERNEL_UNAME={for_kernel.release}"]
+    command += [f"NV_KERNEL_MODULES={' '.join(MODULES)}", "modules"]
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            command,
+            cwd=tree.root,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            status = process.wait(timeout=deadline_s)
+        except BaseException as error:
+            # Make's children outlive it otherwise.
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            if isinstance(error, subprocess.TimeoutExpired):
+                raise KmodError(f"the build took more than {deadline_s:g} s, see {log}") from None
+            raise
+    built = [tree.root / f"{name}.ko" for name in MODULES]
+    if status or not all(path.is_file() for path in built):
+        tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL_LINES:])
+        raise KmodError(f"the build failed ({log}):\n{tail}")
+    return built

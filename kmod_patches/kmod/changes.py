@@ -1,0 +1,155 @@
+"""Which files the patch changes and by how much, and the programs' way of changing them.
+
+A rule of a semantic patch that no longer matches says nothing. So each file states how many lines must come,
+how many go, and which calls are among those that come: anything else is an error, before a file is written.
+"""
+
+from __future__ import annotations
+
+import difflib
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kmod.command import run
+from kmod.errors import HookMismatch, KmodError
+from kmod.tree import BUILD_LIST
+
+FOLDER = Path(__file__).resolve().parent.parent
+SOURCES = FOLDER / "src"
+INCLUDE = '#include "mpsd-uvm.h"'
+SPATCH_DEADLINE_S = 120.0
+
+Patcher = Callable[[Path, Path], str]
+"""(semantic patch, source file): the text after it, unchanged if nothing matched."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A driver's file, the semantic patch for it, and what that must do: lines that come and go, calls."""
+
+    file: str
+    semantic_patch: str
+    inserted: int
+    calls: tuple[str, ...]
+    removed: int = 0
+
+
+HOOKS = (
+    Change(
+        "nvidia-uvm/uvm_gpu_replayable_faults.c",
+        "hooks/uvm_gpu_replayable_faults.cocci",
+        4,
+        (INCLUDE, "mpsd_isolate_replayable(", "mpsd_orphan("),
+    ),
+    Change(
+        "nvidia-uvm/uvm_gpu_non_replayable_faults.c",
+        "hooks/uvm_gpu_non_replayable_faults.cocci",
+        3,
+        (INCLUDE, "mpsd_isolate_non_replayable("),
+    ),
+    Change(
+        "nvidia-uvm/uvm_va_space.c",
+        "hooks/uvm_va_space.cocci",
+        5,
+        (
+            INCLUDE,
+            "mpsd_space_created(",
+            "mpsd_space_stopped(",
+            "mpsd_space_destroyed(",
+            "mpsd_gpu_space_ends(",
+        ),
+    ),
+    Change("nvidia-uvm/uvm.c", "hooks/uvm.cocci", 3, (INCLUDE, "mpsd_init()", "mpsd_exit()")),
+)
+
+PCI_RESIZE = Change(
+    "nvidia/nv-pci.c", "mends/pci_resize_resource.cocci", 1, ("pci_resize_resource(",), removed=1
+)
+
+
+def read(path: Path) -> str:
+    """A file as text that `write` makes the same bytes of, whatever its encoding and line ends are."""
+    return path.read_bytes().decode("latin-1")
+
+
+def write(path: Path, text: str) -> None:
+    path.write_bytes(text.encode("latin-1"))
+
+
+def spatch(semantic_patch: Path, source: Path) -> str:
+    """Coccinelle's. Headers are not read: every name that a rule needs is in the file itself."""
+    with tempfile.TemporaryDirectory(prefix="mpsd-kmod-") as made:
+        result = Path(made) / source.name
+        command = ["spatch", "--very-quiet", "--no-includes", "--no-show-diff", "--max-width", "200"]
+        run([*command, "--sp-file", semantic_patch, source, "-o", result], deadline_s=SPATCH_DEADLINE_S)
+        return read(result if result.is_file() else source)
+
+
+def changed(root: Path, change: Change, patcher: Patcher) -> str:
+    """The file's text with the change. Raises HookMismatch if it is not just what the change states."""
+    source = root / change.file
+    try:
+        before = read(source)
+    except OSError as error:
+        raise KmodError(f"{source} cannot be read: {error.strerror}") from error
+    after = patcher(FOLDER / change.semantic_patch, source)
+    _check(change, before, after)
+    return after
+
+
+def difference(before: str, after: str) -> tuple[list[str], list[str]]:
+    """(lines that come, lines that go), without the white space around them."""
+    old, new = before.splitlines(), after.splitlines()
+    come: list[str] = []
+    go: list[str] = []
+    matcher = difflib.SequenceMatcher(None, old, new, autojunk=False)
+    for tag, old_from, old_to, new_from, new_to in matcher.get_opcodes():
+        if tag != "equal":
+            go += [line.strip() for line in old[old_from:old_to]]
+            come += [line.strip() for line in new[new_from:new_to]]
+    return come, go
+
+
+def _check(change: Change, before: str, after: str) -> None:
+    come, go = difference(before, after)
+    wrong = []
+    if (len(come), len(go)) != (change.inserted, change.removed):
+        wrong.append(
+            f"{len(come)} lines came and {len(go)} went, it must be {change.inserted} and {change.removed}"
+        )
+    for call in change.calls:
+        count = sum(call in line for line in come)
+        if count != 1:
+            wrong.append(f"{call.rstrip('(')} was put in {count} times, it must be once")
+    if wrong:
+        raise HookMismatch(
+            f"{change.file}: {'; '.join(wrong)}. This version of the driver is not one that "
+            f"{change.semantic_patch} fits; nothing was changed."
+        )
+
+
+def own_files(folder: Path = SOURCES) -> list[Path]:
+    """What is put beside the driver's files."""
+    return sorted([*folder.glob("*.c"), *folder.glob("*.h")])
+
+
+def build_list(text: str, files: Iterable[Path]) -> str:
+    """The module's list of sources with our files in one line more, at its end."""
+    names = " ".join(f"nvidia-uvm/{path.name}" for path in files if path.suffix == ".c")
+    return text + ("" if text.endswith("\n") else "\n") + f"NVIDIA_UVM_SOURCES += {names}\n"
+
+
+def patched(
+    root: Path, changes: Sequence[Change], files: Sequence[Path], patcher: Patcher = spatch
+) -> dict[str, str]:
+    """Every file of the driver's that changes, by its path below `root`, with its new text."""
+    texts = {change.file: changed(root, change, patcher) for change in changes}
+    texts[str(BUILD_LIST)] = build_list(read(root / BUILD_LIST), files)
+    return texts
+
+
+def have_spatch() -> bool:
+    return shutil.which("spatch") is not None

@@ -1,0 +1,119 @@
+"""Fetches the driver's source from Debian's suites, with an apt state of its own.
+
+The package holds the driver's build tree, as DKMS gets it, with the core objects that its vendor compiled.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kmod import aptsources
+from kmod.command import run
+from kmod.errors import KmodError, Unavailable
+
+PACKAGE = "nvidia-open-kernel-source"
+TARBALL = Path("usr/src/nvidia-open-kernel.tar.xz")
+TREE = Path("modules/nvidia-open-kernel")
+UPDATE_DEADLINE_S = 180.0
+DOWNLOAD_DEADLINE_S = 300.0
+UNPACK_DEADLINE_S = 180.0
+
+
+@dataclass(frozen=True, slots=True)
+class Suite:
+    """A required one that is gone is an error; of the others it is said that they are gone."""
+
+    name: str
+    required: bool
+
+
+SUITES = (
+    Suite("bookworm", True),
+    Suite("trixie", True),
+    Suite("sid", False),
+    Suite("experimental", False),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """An unpacked driver source: `version` as Debian numbers it, `tree` not to be changed."""
+
+    suite: str
+    version: str
+    tree: Path
+
+
+def cache_folder() -> Path:
+    """$XDG_CACHE_HOME/mpsd-kmod, or ~/.cache/mpsd-kmod."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mpsd-kmod"
+
+
+def fetch(suite: str, cache: Path, apt_folder: Path = aptsources.ARCHIVE) -> Fetched:
+    """The source that a suite has today, from the cache if it is there. Raises Unavailable, KmodError."""
+    state = cache / "apt" / suite
+    stanza = aptsources.derive(aptsources.debian(aptsources.read(apt_folder)), suite)
+    options = private_state(state, stanza)
+    try:
+        run(["apt-get", *options, "update", "--error-on=any"], deadline_s=UPDATE_DEADLINE_S)
+        version = _candidate(options)
+    except KmodError as error:
+        raise Unavailable(f"suite {suite}: {error}") from error
+    tree = cache / "trees" / version
+    if not tree.is_dir():
+        _download(version, tree, options, state)
+    return Fetched(suite, version, tree)
+
+
+def private_state(folder: Path, stanza: str) -> list[str]:
+    """Makes an apt state that knows one stanza; the options with which apt uses it and no other."""
+    for part in ("lists/partial", "cache/archives/partial"):
+        (folder / part).mkdir(parents=True, exist_ok=True)
+    source = folder / "suite.sources"
+    source.write_text(stanza, encoding="utf-8")
+    settings = {
+        "Dir::Etc::SourceList": source,
+        "Dir::Etc::SourceParts": "/dev/null",
+        "Dir::Etc::PreferencesParts": "/dev/null",
+        "Dir::Etc::Preferences": "/dev/null",
+        "Dir::State::Lists": folder / "lists",
+        "Dir::Cache": folder / "cache",
+        "APT::Architecture": "amd64",
+        "Acquire::Languages": "none",
+        "Acquire::Retries": "3",
+    }
+    if os.geteuid() == 0:
+        settings["APT::Sandbox::User"] = "root"
+    return [word for name, value in settings.items() for word in ("-o", f"{name}={value}")]
+
+
+def _candidate(options: Sequence[str]) -> str:
+    shown = run(["apt-cache", *options, "show", "--no-all-versions", PACKAGE], deadline_s=60.0)
+    match = re.search(r"^Version: (\S+)$", shown, re.MULTILINE)
+    if match is None:
+        raise Unavailable(f"it has no {PACKAGE}")
+    return match[1]
+
+
+def _download(version: str, tree: Path, options: Sequence[str], state: Path) -> None:
+    tree.parent.mkdir(parents=True, exist_ok=True)
+    made = Path(tempfile.mkdtemp(prefix=".unpack-", dir=tree.parent))
+    try:
+        command = ["apt-get", *options, "download", f"{PACKAGE}={version}"]
+        run(command, deadline_s=DOWNLOAD_DEADLINE_S, cwd=made)
+        package = next(made.glob("*.deb"))
+        run(["dpkg-deb", "-x", package, made / "package"], deadline_s=UNPACK_DEADLINE_S)
+        run(["tar", "-xJf", made / "package" / TARBALL, "-C", made], deadline_s=UNPACK_DEADLINE_S)
+        # Under its name only when it is whole: two runs at once both end with a whole tree.
+        os.rename(made / TREE, tree)
+    except OSError as error:
+        if not tree.is_dir():
+            raise KmodError(f"{PACKAGE} {version} could not be unpacked: {error}") from error
+    finally:
+        shutil.rmtree(made, ignore_errors=True)

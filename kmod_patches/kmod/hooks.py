@@ -1,0 +1,173 @@
+"""Puts the patch into a driver source and takes it out again, to the byte.
+
+What the driver's files were is kept in the tree, with the digests of both states, before the first of them
+is written: so a tree in which the work was broken off is known as such and can be put back.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kmod.changes import FOLDER, HOOKS, INCLUDE, Change, Patcher, own_files, patched, read, spatch, write
+from kmod.errors import ChangedSince, KmodError, UnknownTree
+from kmod.tree import KEPT, ORIGINALS, Tree
+
+NOTES = KEPT / "notes.json"
+FORMAT = 1
+
+
+class State(enum.Enum):
+    CLEAN = "clean"
+    APPLIED = "applied"
+    OUTDATED = "applied, from other sources of the patch than these"
+    BROKEN_OFF = "half applied"
+    CHANGED = "changed since it was applied"
+    FOREIGN = "has hooks that were not put in by this program"
+
+
+@dataclass(frozen=True, slots=True)
+class Patch:
+    """What is to be put in: the changes of the driver's files and the files beside them."""
+
+    changes: tuple[Change, ...]
+    files: tuple[Path, ...]
+
+    def digest(self) -> str:
+        semantic = [FOLDER / change.semantic_patch for change in self.changes]
+        return _digest(b"".join(path.read_bytes() for path in [*semantic, *self.files]))
+
+
+@dataclass(frozen=True, slots=True)
+class Notes:
+    """What was done to a tree: {file: (digest before, digest after)}, and the names of files that joined."""
+
+    patch: str
+    files: Mapping[str, tuple[str, str]]
+    joined: tuple[str, ...]
+
+
+def whole_patch(mends: Iterable[Change] = ()) -> Patch:
+    return Patch((*HOOKS, *mends), tuple(own_files()))
+
+
+def state(tree: Tree, patch: Patch) -> State:
+    """How a tree stands to the patch. Raises KmodError when its notes cannot be read."""
+    notes = _read_notes(tree)
+    if notes is None:
+        return State.FOREIGN if _hooked(tree) else State.CLEAN
+    stands = {_stand(tree.root / name, digests) for name, digests in notes.files.items()}
+    if "other" in stands:
+        return State.CHANGED
+    if "before" in stands or not all((tree.root / name).is_file() for name in notes.joined):
+        return State.BROKEN_OFF
+    return State.APPLIED if notes.patch == patch.digest() else State.OUTDATED
+
+
+def apply(tree: Tree, patch: Patch, patcher: Patcher = spatch) -> bool:
+    """False if it is applied already. Raises KmodError, and then nothing was put in.
+
+    What an earlier version of the patch, or a run that was broken off, left is taken out before.
+    """
+    stands = state(tree, patch)
+    if stands is State.APPLIED:
+        return False
+    if stands is State.FOREIGN:
+        raise UnknownTree(
+            f"{tree.root} {stands.value}: without notes on what the files were it cannot be put back. "
+            "Take a fresh copy of the driver's source."
+        )
+    if stands is not State.CLEAN:
+        reverse(tree)
+    texts = patched(tree.root, patch.changes, patch.files, patcher)
+    _write(tree, patch, texts)
+    return True
+
+
+def reverse(tree: Tree) -> bool:
+    """Puts back what the driver's files were; False if there is nothing to. Raises ChangedSince."""
+    notes = _read_notes(tree)
+    if notes is None:
+        if _hooked(tree):
+            raise UnknownTree(f"{tree.root} {State.FOREIGN.value}; it has no notes to put it back by")
+        return False
+    other = [name for name, digests in notes.files.items() if _stand(tree.root / name, digests) == "other"]
+    if other:
+        raise ChangedSince(f"{', '.join(sorted(other))} in {tree.root}: {State.CHANGED.value}")
+    for name in notes.files:
+        # Not with its old time: make would keep an object that was compiled from the patched file.
+        _replace(tree.root / name, read(tree.root / ORIGINALS / name))
+    for name in notes.joined:
+        (tree.root / name).unlink(missing_ok=True)
+    shutil.rmtree(tree.root / KEPT)
+    return True
+
+
+def _write(tree: Tree, patch: Patch, texts: Mapping[str, str]) -> None:
+    shutil.rmtree(tree.root / KEPT, ignore_errors=True)
+    digests = {}
+    for name, text in texts.items():
+        original = tree.root / ORIGINALS / name
+        original.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(tree.root / name, original)
+        digests[name] = (_digest(original.read_bytes()), _digest(text.encode("latin-1")))
+    joined = {f"nvidia-uvm/{path.name}": path for path in patch.files}
+    _write_notes(tree, Notes(patch.digest(), digests, tuple(joined)))
+    for name, path in joined.items():
+        shutil.copyfile(path, tree.root / name)
+    for name, text in texts.items():
+        _replace(tree.root / name, text)
+
+
+def _replace(path: Path, text: str) -> None:
+    beside = path.with_name(path.name + ".mpsd-new")
+    write(beside, text)
+    shutil.copymode(path, beside)
+    os.replace(beside, path)
+
+
+def _write_notes(tree: Tree, notes: Notes) -> None:
+    value = {"format": FORMAT, "patch": notes.patch, "files": dict(notes.files), "joined": list(notes.joined)}
+    beside = tree.root / NOTES.with_suffix(".new")
+    beside.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+    os.replace(beside, tree.root / NOTES)
+
+
+def _read_notes(tree: Tree) -> Notes | None:
+    path = tree.root / NOTES
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+        if value["format"] != FORMAT:
+            raise KmodError(f"{path} is of format {value['format']}, which this program does not know")
+        files = {str(name): (str(pair[0]), str(pair[1])) for name, pair in value["files"].items()}
+        return Notes(str(value["patch"]), files, tuple(map(str, value["joined"])))
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, OSError) as error:
+        raise KmodError(f"{path} cannot be read: {error!r}") from error
+
+
+def _stand(path: Path, digests: Sequence[str]) -> str:
+    try:
+        digest = _digest(path.read_bytes())
+    except OSError:
+        return "other"
+    return {digests[0]: "before", digests[1]: "after"}.get(digest, "other")
+
+
+def _hooked(tree: Tree) -> bool:
+    return any(
+        INCLUDE in (tree.root / hook.file).read_text(encoding="utf-8", errors="replace")
+        for hook in HOOKS
+        if (tree.root / hook.file).is_file()
+    )
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()

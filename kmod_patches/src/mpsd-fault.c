@@ -1,0 +1,210 @@
+// SPDX-License-Identifier: GPL-2.0 OR MIT
+/* From UVM's fault entry to a decision, and from the decision to what is done. */
+#include "uvm_common.h"
+#include "uvm_gpu.h"
+#include "uvm_tools.h"
+#include "uvm_va_space.h"
+#include "mpsd-glue.h"
+#include "mpsd-uvm.h"
+
+/* A type that no driver of the range 535 to 595 has by name is unknown: the stock answer. */
+static u8 type_of(uvm_fault_type_t type)
+{
+	switch (type) {
+	case UVM_FAULT_TYPE_INVALID_PDE:
+		return MPSD_FAULT_INVALID_PDE;
+	case UVM_FAULT_TYPE_INVALID_PTE:
+		return MPSD_FAULT_INVALID_PTE;
+	case UVM_FAULT_TYPE_ATOMIC:
+		return MPSD_FAULT_ATOMIC;
+	case UVM_FAULT_TYPE_WRITE:
+		return MPSD_FAULT_WRITE;
+	case UVM_FAULT_TYPE_PDE_SIZE:
+		return MPSD_FAULT_PDE_SIZE;
+	case UVM_FAULT_TYPE_VA_LIMIT_VIOLATION:
+		return MPSD_FAULT_VA_LIMIT;
+	case UVM_FAULT_TYPE_UNBOUND_INST_BLOCK:
+		return MPSD_FAULT_UNBOUND_INSTANCE;
+	case UVM_FAULT_TYPE_PRIV_VIOLATION:
+		return MPSD_FAULT_PRIVILEGE;
+	case UVM_FAULT_TYPE_PITCH_MASK_VIOLATION:
+		return MPSD_FAULT_PITCH;
+	case UVM_FAULT_TYPE_WORK_CREATION:
+		return MPSD_FAULT_WORK_CREATION;
+	case UVM_FAULT_TYPE_UNSUPPORTED_APERTURE:
+		return MPSD_FAULT_APERTURE;
+	case UVM_FAULT_TYPE_COMPRESSION_FAILURE:
+		return MPSD_FAULT_COMPRESSION;
+	case UVM_FAULT_TYPE_UNSUPPORTED_KIND:
+		return MPSD_FAULT_KIND;
+	case UVM_FAULT_TYPE_REGION_VIOLATION:
+		return MPSD_FAULT_REGION;
+	case UVM_FAULT_TYPE_POISONED:
+		return MPSD_FAULT_POISON;
+	default:
+		return 0;
+	}
+}
+
+static u8 access_of(uvm_fault_access_type_t access)
+{
+	switch (access) {
+	case UVM_FAULT_ACCESS_TYPE_READ:
+		return MPSD_ACCESS_READ;
+	case UVM_FAULT_ACCESS_TYPE_WRITE:
+		return MPSD_ACCESS_WRITE;
+	case UVM_FAULT_ACCESS_TYPE_ATOMIC_WEAK:
+	case UVM_FAULT_ACCESS_TYPE_ATOMIC_STRONG:
+		return MPSD_ACCESS_ATOMIC;
+	case UVM_FAULT_ACCESS_TYPE_PREFETCH:
+		return MPSD_ACCESS_PREFETCH;
+	default:
+		return 0;
+	}
+}
+
+static u8 engine_of(uvm_mmu_engine_type_t engine)
+{
+	switch (engine) {
+	case UVM_MMU_ENGINE_TYPE_GRAPHICS:
+		return MPSD_ENGINE_GRAPHICS;
+	case UVM_MMU_ENGINE_TYPE_HOST:
+		return MPSD_ENGINE_HOST;
+	case UVM_MMU_ENGINE_TYPE_CE:
+		return MPSD_ENGINE_CE;
+	default:
+		return 0;
+	}
+}
+
+/* UVM's reasons have the numbers of its tools interface, which are ours. */
+static struct mpsd_fault fault_of(const uvm_fault_buffer_entry_t *entry, u32 batch, bool replayable)
+{
+	return (struct mpsd_fault){
+		.address = entry->fault_address,
+		/* The two kinds count their batches on their own. */
+		.batch = (u64)batch << 1 | replayable,
+		.fault_type = type_of(entry->fault_type),
+		.access = access_of(entry->fault_access_type),
+		.uvm_reason = (u8)entry->fatal_reason,
+		.engine = engine_of(entry->fault_source.mmu_engine_type),
+		.client_type = entry->fault_source.client_type == UVM_FAULT_CLIENT_TYPE_GPC ?
+			       MPSD_CLIENT_GPC : MPSD_CLIENT_HUB,
+		.fatal = entry->is_fatal,
+		.replayable = replayable,
+	};
+}
+
+static void describe_source(const uvm_gpu_t *gpu, const uvm_fault_buffer_entry_t *entry,
+			    struct mpsd_record *record)
+{
+	record->client = entry->fault_source.client_id;
+	if (!entry->is_replayable)
+		record->channel = entry->fault_source.channel_id;
+	else if (entry->fault_source.client_type == UVM_FAULT_CLIENT_TYPE_GPC)
+		record->gpc = entry->fault_source.gpc_id;
+	if (entry->is_replayable)
+		record->veid = entry->fault_source.ve_id;
+	memcpy(record->gpu_uuid, gpu->parent->uuid.uuid, sizeof(record->gpu_uuid));
+}
+
+static void make_sink(struct mpsd_owner *owner, uvm_gpu_va_space_t *gpu_va_space,
+		      const struct mpsd_policy_params *params, const struct mpsd_fault *fault,
+		      struct mpsd_decision *decision)
+{
+	bool before = owner->policy.condemned;
+	struct mpsd_sink_node *node;
+
+	if (mpsd_sink_make(gpu_va_space, decision, &node) != NV_OK) {
+		mpsd_policy_failed(&owner->policy, decision);
+		return;
+	}
+	mpsd_policy_sunk(params, &owner->policy, fault, decision, &node->sink, mpsd_now_ns());
+	list_add(&node->list, &owner->sinks);
+	mpsd_steps_arm(owner);
+	if (!before)
+		pr_warn("mpsd: pid %d (%s) made a fault at 0x%llx, which is isolated; it must go\n",
+			pid_nr(owner->pid), owner->comm, fault->address);
+}
+
+static bool isolate_locked(struct mpsd_owner *owner, uvm_gpu_va_space_t *gpu_va_space,
+			   const uvm_fault_buffer_entry_t *entry, const struct mpsd_fault *fault)
+{
+	struct mpsd_policy_params params = mpsd_params();
+	struct mpsd_decision decision;
+	struct mpsd_around around;
+	struct mpsd_record record;
+
+	mpsd_sink_around(owner, gpu_va_space, fault->address, &around);
+	mpsd_policy_decide(&params, &owner->policy, fault, &around, &decision);
+	if (decision.action == MPSD_ACTION_SUNK)
+		make_sink(owner, gpu_va_space, &params, fault, &decision);
+	if (decision.report) {
+		mpsd_policy_describe(&params, &owner->policy, fault, &decision, decision.action, &record);
+		describe_source(gpu_va_space->gpu, entry, &record);
+		mpsd_report(owner, &record);
+	}
+	return mpsd_policy_isolates(&decision);
+}
+
+static bool isolate(uvm_gpu_t *gpu, uvm_va_space_t *va_space, const uvm_fault_buffer_entry_t *entry,
+		    const struct mpsd_fault *fault)
+{
+	uvm_gpu_va_space_t *gpu_va_space;
+	struct mpsd_owner *owner;
+	bool isolated = false;
+
+	if (!fault->fatal || mpsd_params().mode == MPSD_MODE_OFF)
+		return false;
+	owner = mpsd_owner_get(va_space);
+	if (!owner)
+		return false;
+	mutex_lock(&owner->lock);
+	gpu_va_space = uvm_gpu_va_space_get(va_space, gpu);
+	if (gpu_va_space)
+		isolated = isolate_locked(owner, gpu_va_space, entry, fault);
+	mutex_unlock(&owner->lock);
+	mpsd_owner_put(owner);
+	return isolated;
+}
+
+bool mpsd_isolate_replayable(uvm_gpu_t *gpu, uvm_va_space_t *va_space, uvm_fault_buffer_entry_t *entry,
+			     NvU32 batch)
+{
+	struct mpsd_fault fault = fault_of(entry, batch, true);
+
+	return isolate(gpu, va_space, entry, &fault);
+}
+
+bool mpsd_isolate_non_replayable(uvm_gpu_t *gpu, uvm_va_space_t *va_space, uvm_fault_buffer_entry_t *entry,
+				 NvU32 batch)
+{
+	struct mpsd_fault fault = fault_of(entry, batch, false);
+
+	if (!isolate(gpu, va_space, entry, &fault))
+		return false;
+	uvm_tools_record_gpu_fatal_fault(gpu->id, va_space, entry, entry->fatal_reason);
+	return true;
+}
+
+/* The service lock of the replayable faults is held: one at a time for each GPU, but not for all of them. */
+void mpsd_orphan(uvm_gpu_t *gpu, uvm_fault_buffer_entry_t *entry)
+{
+	static DEFINE_SPINLOCK(lock);
+	static struct mpsd_orphans orphans;
+	struct mpsd_policy_params params = mpsd_params();
+	struct mpsd_fault fault = fault_of(entry, 0, true);
+	const struct mpsd_space unknown = {};
+	struct mpsd_record record;
+	bool report;
+
+	spin_lock(&lock);
+	report = mpsd_policy_orphan(&params, &orphans, mpsd_now_ns());
+	spin_unlock(&lock);
+	if (!report)
+		return;
+	mpsd_policy_describe(&params, &unknown, &fault, NULL, MPSD_ACTION_ORPHAN, &record);
+	record.faults = READ_ONCE(orphans.faults);
+	describe_source(gpu, entry, &record);
+	mpsd_report(NULL, &record);
+}

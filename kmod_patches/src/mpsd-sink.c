@@ -1,0 +1,200 @@
+// SPDX-License-Identifier: GPL-2.0 OR MIT
+/*
+ * Sparse PTEs under a faulting address: reads give 0, writes are dropped, nothing faults. They need no memory
+ * but that of the page tables, which UVM frees with our references.
+ */
+#include <linux/slab.h>
+
+#include "uvm_common.h"
+#include "uvm_gpu.h"
+#include "uvm_hal.h"
+#include "uvm_hmm.h"
+#include "uvm_map_external.h"
+#include "uvm_mmu.h"
+#include "uvm_push.h"
+#include "uvm_tlb_batch.h"
+#include "uvm_va_range.h"
+#include "uvm_va_space.h"
+#include "mpsd-glue.h"
+#include "mpsd-uvm.h"
+
+/* Takes what lies beside the address out of the gap; true if the address itself is in it. */
+static bool clip(struct mpsd_around *around, u64 address, u64 first, u64 last)
+{
+	if (last < address)
+		around->free_first = max_t(u64, around->free_first, last + 1);
+	else if (first > address)
+		around->free_last = min_t(u64, around->free_last, first - 1);
+	else
+		return true;
+	return false;
+}
+
+static enum mpsd_range kind_of(const uvm_va_range_t *range)
+{
+	switch (range->type) {
+	case UVM_VA_RANGE_TYPE_EXTERNAL:
+		return MPSD_RANGE_HOLE;
+	case UVM_VA_RANGE_TYPE_MANAGED:
+		return MPSD_RANGE_MANAGED;
+	case UVM_VA_RANGE_TYPE_CHANNEL:
+	case UVM_VA_RANGE_TYPE_SKED_REFLECTED:
+	case UVM_VA_RANGE_TYPE_SEMAPHORE_POOL:
+		return MPSD_RANGE_PROTECTED;
+	default:
+		return MPSD_RANGE_UNKNOWN;
+	}
+}
+
+/*
+ * From 560 on an external range is a type of its own that begins with the VA range, before that it is the VA
+ * range: a pointer without type is both.
+ */
+static void look_inside(void *external, uvm_gpu_t *gpu, u64 address, struct mpsd_around *around)
+{
+	uvm_ext_gpu_range_tree_t *tree = uvm_ext_gpu_range_tree(external, gpu);
+	uvm_ext_gpu_map_t *map;
+
+	uvm_mutex_lock(&tree->lock);
+	map = uvm_ext_gpu_map_iter_first(external, gpu, around->free_first, around->free_last);
+	while (map) {
+		if (clip(around, address, map->node.start, map->node.end))
+			around->range = MPSD_RANGE_MAPPED;
+		map = uvm_ext_gpu_map_iter_next(external, map, around->free_last);
+	}
+	uvm_mutex_unlock(&tree->lock);
+}
+
+/* In a range the gap ends with it, even where what follows is free. */
+static void look_at_ranges(uvm_gpu_va_space_t *gpu_va_space, u64 address, struct mpsd_around *around)
+{
+	u64 first = around->free_first, last = around->free_last;
+	uvm_va_space_t *va_space = gpu_va_space->va_space;
+	uvm_va_range_t *range, *holder = NULL;
+
+	for (range = uvm_va_space_iter_first(va_space, first, last); range;
+	     range = uvm_va_space_iter_next(range, last)) {
+		if (clip(around, address, range->node.start, range->node.end))
+			holder = range;
+	}
+	if (!holder)
+		return;
+	around->range = kind_of(holder);
+	around->free_first = max_t(u64, around->free_first, holder->node.start);
+	around->free_last = min_t(u64, around->free_last, holder->node.end);
+	if (around->range == MPSD_RANGE_HOLE)
+		look_inside(holder, gpu_va_space->gpu, address, around);
+}
+
+static void look_at_sinks(struct mpsd_owner *owner, uvm_gpu_va_space_t *gpu_va_space, u64 address,
+			  struct mpsd_around *around)
+{
+	struct mpsd_sink_node *node;
+
+	list_for_each_entry(node, &owner->sinks, list) {
+		u64 base = node->sink.base;
+
+		if (node->gpu_va_space == gpu_va_space &&
+		    clip(around, address, base, base + (node->sink.bytes - 1)))
+			around->sink = &node->sink;
+	}
+}
+
+void mpsd_sink_around(struct mpsd_owner *owner, uvm_gpu_va_space_t *gpu_va_space, u64 address,
+		      struct mpsd_around *around)
+{
+	u64 within = MPSD_MAX_SINK_BYTES - 1;
+
+	*around = (struct mpsd_around){
+		.free_first = address & ~within,
+		.free_last = address | within,
+		.range = MPSD_RANGE_FREE,
+		.hmm = uvm_hmm_is_enabled(gpu_va_space->va_space),
+		.ats = gpu_va_space->ats.enabled,
+	};
+	around->can_address = uvm_gpu_can_address(gpu_va_space->gpu, address & ~(MPSD_PAGE_BYTES - 1),
+						  MPSD_PAGE_BYTES);
+	look_at_ranges(gpu_va_space, address, around);
+	look_at_sinks(owner, gpu_va_space, address, around);
+}
+
+static NvU64 sparse_pte(uvm_page_table_range_vec_t *ptes, NvU64 offset, void *tree)
+{
+	return ((uvm_page_tree_t *)tree)->hal->make_sparse_pte();
+}
+
+/* The TLBs may know the addresses as invalid at each page size up to the sink's, and PTEs were of one. */
+static NV_STATUS invalidate(uvm_page_tree_t *tree, u64 base, u64 bytes)
+{
+	uvm_push_t push;
+	NV_STATUS status;
+
+	status = uvm_push_begin(tree->gpu->channel_manager, UVM_CHANNEL_TYPE_MEMOPS, &push,
+				"mpsd: a sink at 0x%llx", base);
+	if (status != NV_OK)
+		return status;
+	uvm_tlb_batch_single_invalidate(tree, &push, base, bytes,
+					tree->hal->page_sizes() & (2 * bytes - 1), UVM_MEMBAR_NONE);
+	return uvm_push_end_and_wait(&push);
+}
+
+static void unmake(struct mpsd_sink_node *node)
+{
+	if (node->ptes) {
+		uvm_page_table_range_vec_clear_ptes(node->ptes, UVM_MEMBAR_NONE);
+		uvm_page_table_range_vec_destroy(node->ptes);
+	}
+	kfree(node);
+}
+
+static NV_STATUS write_sink(struct mpsd_sink_node *node, const struct mpsd_decision *decision)
+{
+	uvm_page_tree_t *tree = &node->gpu_va_space->page_tables;
+	NV_STATUS status;
+
+	if (!tree->hal->make_sparse_pte || !(tree->hal->page_sizes() & decision->page_bytes))
+		return NV_ERR_NOT_SUPPORTED;
+	status = uvm_page_table_range_vec_create(tree, decision->base, decision->bytes, decision->page_bytes,
+						 UVM_PMM_ALLOC_FLAGS_EVICT, &node->ptes);
+	if (status != NV_OK) {
+		node->ptes = NULL;
+		return status;
+	}
+	status = uvm_page_table_range_vec_write_ptes(node->ptes, UVM_MEMBAR_NONE, sparse_pte, tree);
+	return status == NV_OK ? invalidate(tree, decision->base, decision->bytes) : status;
+}
+
+NV_STATUS mpsd_sink_make(uvm_gpu_va_space_t *gpu_va_space, const struct mpsd_decision *decision,
+			 struct mpsd_sink_node **made)
+{
+	struct mpsd_sink_node *node = kzalloc(sizeof(*node), GFP_KERNEL);
+	NV_STATUS status;
+
+	if (!node)
+		return NV_ERR_NO_MEMORY;
+	node->gpu_va_space = gpu_va_space;
+	status = write_sink(node, decision);
+	if (status == NV_OK)
+		*made = node;
+	else
+		unmake(node);
+	return status;
+}
+
+void mpsd_gpu_space_ends(uvm_gpu_va_space_t *gpu_va_space)
+{
+	struct mpsd_owner *owner = mpsd_owner_get(gpu_va_space->va_space);
+	struct mpsd_sink_node *node, *next;
+
+	if (!owner)
+		return;
+	mutex_lock(&owner->lock);
+	list_for_each_entry_safe(node, next, &owner->sinks, list) {
+		if (node->gpu_va_space == gpu_va_space) {
+			list_del(&node->list);
+			unmake(node);
+		}
+	}
+	mutex_unlock(&owner->lock);
+	mpsd_owner_put(owner);
+}

@@ -1,0 +1,296 @@
+"""The binary interface of /dev/nvidia-uvm-mpsd, the device of a patched nvidia-uvm. Bytes in, values out.
+
+kmod_patches/src/mpsd-abi.h is the description; tests/kmod compares every size, offset and number here
+with what a compiler makes of it. What the device sends is parsed with suspicion: a record of a newer
+version is read as far as it is known, numbers without a name become UNKNOWN, and what cannot be a
+record raises `RecordError`.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+
+from mpsd.errors import GpuError
+from mpsd.model import Access, UvmFaultType, UvmReason
+
+DEVICE = "/dev/nvidia-uvm-mpsd"
+ABI_VERSION = 1
+RING_RECORDS = 256
+
+RECORD = struct.Struct("=HHBBBBQQQQQQQQiIIIBBBBHHHHI16s16s24x")
+QUERY = struct.Struct("=IIIIIIIIQQ32s32x")
+SET_MODE = struct.Struct("=II")
+TARGET = struct.Struct("=QQ")
+HEAD = struct.Struct("=HH")
+
+_MAGIC = 0xEC
+_WRITE, _READ = 1, 2
+
+
+def _request(direction: int, number: int, argument: struct.Struct) -> int:
+    """An ioctl request as asm-generic/ioctl.h composes it (x86-64 and arm64)."""
+    return direction << 30 | argument.size << 16 | _MAGIC << 8 | number
+
+
+IOC_QUERY = _request(_READ, 0, QUERY)
+IOC_SET_MODE = _request(_WRITE, 1, SET_MODE)
+IOC_ACKNOWLEDGE = _request(_WRITE, 2, TARGET)
+IOC_KILL = _request(_WRITE, 3, TARGET)
+IOC_RELEASE = _request(_WRITE, 4, TARGET)
+
+_NO_CHANNEL = 0xFFFF_FFFF
+_NO_ID = 0xFFFF
+# /proc/PID/stat counts in USER_HZ, which is 100 on every machine this runs on (proc(5)).
+_NS_PER_TICK = 10_000_000
+
+
+class RecordError(GpuError):
+    """What the device sent is no record: the reader and the module do not belong together."""
+
+
+class Mode(IntEnum):
+    """What the module does with a fatal fault (enum mpsd_mode)."""
+
+    OFF = 0
+    REPORT = 1
+    ISOLATE = 2
+    UNKNOWN = -1
+
+
+class Action(IntEnum):
+    """What became of a fault, or which step was taken against a condemned client (enum mpsd_action)."""
+
+    NONE = 0
+    REPORTED = 1
+    SUNK = 2
+    SUNK_BEFORE = 3
+    REFUSED = 4
+    KILL = 16
+    STOP = 17
+    GIVE_UP = 18
+    ORPHAN = 32
+    UNKNOWN = -1
+
+
+class Why(IntEnum):
+    """Why the stock driver answers a fault (enum mpsd_why)."""
+
+    NONE = 0
+    FAULT_TYPE = 1
+    ACCESS = 2
+    REASON = 3
+    PERMISSIONS = 4
+    MANAGED = 5
+    PROTECTED = 6
+    RANGE = 7
+    CLIENT = 8
+    NONREPLAYABLE = 9
+    ATS = 10
+    UNADDRESSABLE = 11
+    NO_GAP = 12
+    LOOP = 13
+    TOO_MANY = 14
+    RELEASED = 15
+    FAILED = 16
+    UNKNOWN = -1
+
+
+class Engine(IntEnum):
+    """Which engine faulted (enum mpsd_engine)."""
+
+    UNKNOWN = 0
+    GRAPHICS = 1
+    HOST = 2
+    CE = 3
+
+
+class ClientType(IntEnum):
+    """Which kind of unit faulted (enum mpsd_client_type)."""
+
+    UNKNOWN = 0
+    GPC = 1
+    HUB = 2
+
+
+_MODES = {member.value: member for member in Mode}
+_ACTIONS = {member.value: member for member in Action}
+_WHYS = {member.value: member for member in Why}
+_ENGINES = {member.value: member for member in Engine}
+_CLIENTS = {member.value: member for member in ClientType}
+_FAULT_TYPES = {member.value: member for member in UvmFaultType}
+_REASONS = {member.value: member for member in UvmReason}
+_ACCESS = {1: Access.READ, 2: Access.WRITE, 3: Access.ATOMIC, 4: Access.PREFETCH}
+
+FLAG_REPLAYABLE = 0x1
+FLAG_CONDEMNED = 0x2
+FLAG_ACKNOWLEDGED = 0x4
+FLAG_RELEASED = 0x8
+
+
+@dataclass(frozen=True, slots=True)
+class KernelRecord:
+    """One record: a fatal fault and its answer, a step against a client, or an orphan's fault.
+
+    `time_ns` and `deadline_ns` (None: no step is to come) are CLOCK_MONOTONIC_RAW. `pid` is None where
+    this process cannot see the one that made the address space; `start_ticks` is then still that one's
+    (proc(5), field 22). `sink` is (base, bytes), None where nothing was mapped. `channel`, `gpc` and
+    `veid` are None where the fault does not tell. In a step all that describes a fault is unknown or 0.
+    """
+
+    seq: int
+    time_ns: int
+    action: Action
+    why: Why
+    mode: Mode
+    space: int
+    pid: int | None
+    start_ticks: int
+    comm: str
+    gpu_uuid: str
+    address: int
+    sink: tuple[int, int] | None
+    fault_type: UvmFaultType
+    access: Access
+    reason: UvmReason
+    engine: Engine
+    client_type: ClientType
+    client: int
+    gpc: int | None
+    veid: int | None
+    channel: int | None
+    faults: int
+    sinks: int
+    deadline_ns: int | None
+    replayable: bool
+    condemned: bool
+    acknowledged: bool
+    released: bool
+
+
+@dataclass(frozen=True, slots=True)
+class KernelState:
+    """The answer to IOC_QUERY: the module's version and settings. `written` counts records since it was
+    loaded; another `loaded_ns` (CLOCK_BOOTTIME) means that their `seq` began again."""
+
+    abi_version: int
+    record_size: int
+    ring_records: int
+    mode: Mode
+    deadline_ms: int
+    max_sinks: int
+    nonreplayable: bool
+    stop_channels: bool
+    written: int
+    loaded_ns: int
+    driver: str
+
+
+def _text(raw: bytes) -> str:
+    """Up to the first 0; what is not printable ASCII becomes "?": it goes into logs and terminals."""
+    head = raw.split(b"\0", 1)[0]
+    return "".join(chr(byte) if 0x20 <= byte < 0x7F else "?" for byte in head)
+
+
+def _uuid(raw: bytes) -> str:
+    """As NVML prints it ("GPU-..."), "" for zeroes."""
+    if not any(raw):
+        return ""
+    text = raw.hex()
+    return "GPU-" + "-".join((text[:8], text[8:12], text[12:16], text[16:20], text[20:]))
+
+
+def _known(value: int, unknown: int) -> int | None:
+    return None if value == unknown else value
+
+
+def decode_record(raw: bytes | memoryview) -> KernelRecord:
+    """The record at the beginning of `raw`. Raises RecordError."""
+    if len(raw) < RECORD.size:
+        raise RecordError(f"a record of {len(raw)} bytes, at least {RECORD.size} are needed")
+    fields = RECORD.unpack_from(raw)
+    version, size, action, why, mode, fault_type, seq, time_ns, space, address = fields[:10]
+    base, length, start_ns, deadline_ns, pid, faults, sinks, channel = fields[10:18]
+    access, reason, engine, client_type, client, gpc, veid, flags, _, uuid, comm = fields[18:]
+    if version < ABI_VERSION or size < RECORD.size:
+        raise RecordError(f"a record of version {version} says it has {size} bytes")
+    return KernelRecord(
+        seq=seq,
+        time_ns=time_ns,
+        action=_ACTIONS.get(action, Action.UNKNOWN),
+        why=_WHYS.get(why, Why.UNKNOWN),
+        mode=_MODES.get(mode, Mode.UNKNOWN),
+        space=space,
+        pid=pid if pid > 0 else None,
+        start_ticks=start_ns // _NS_PER_TICK,
+        comm=_text(comm),
+        gpu_uuid=_uuid(uuid),
+        address=address,
+        sink=(base, length) if length else None,
+        fault_type=_FAULT_TYPES.get(fault_type, UvmFaultType.UNKNOWN),
+        access=_ACCESS.get(access, Access.UNKNOWN),
+        reason=_REASONS.get(reason, UvmReason.UNKNOWN),
+        engine=_ENGINES.get(engine, Engine.UNKNOWN),
+        client_type=_CLIENTS.get(client_type, ClientType.UNKNOWN),
+        client=client,
+        gpc=_known(gpc, _NO_ID),
+        veid=_known(veid, _NO_ID),
+        channel=_known(channel, _NO_CHANNEL),
+        faults=faults,
+        sinks=sinks,
+        deadline_ns=deadline_ns or None,
+        replayable=bool(flags & FLAG_REPLAYABLE),
+        condemned=bool(flags & FLAG_CONDEMNED),
+        acknowledged=bool(flags & FLAG_ACKNOWLEDGED),
+        released=bool(flags & FLAG_RELEASED),
+    )
+
+
+def decode_records(raw: bytes) -> Iterator[KernelRecord]:
+    """All records that one read() gave, each as long as it says itself. Raises RecordError."""
+    view = memoryview(raw)
+    while len(view):
+        record = decode_record(view)
+        _, size = HEAD.unpack_from(view)
+        if size > len(view):
+            raise RecordError(f"a record of {size} bytes, {len(view)} were read")
+        yield record
+        view = view[size:]
+
+
+def decode_query(raw: bytes | bytearray) -> KernelState:
+    """The structure that IOC_QUERY filled. Raises RecordError for an answer that cannot be one."""
+    if len(raw) != QUERY.size:
+        raise RecordError(f"an answer of {len(raw)} bytes, not {QUERY.size}")
+    version, size, ring, mode, deadline, sinks, nonreplayable, stop, written, loaded, driver = QUERY.unpack(
+        raw
+    )
+    if version < ABI_VERSION or size < RECORD.size:
+        raise RecordError(f"interface version {version} with records of {size} bytes")
+    return KernelState(
+        abi_version=version,
+        record_size=size,
+        ring_records=ring,
+        mode=_MODES.get(mode, Mode.UNKNOWN),
+        deadline_ms=deadline,
+        max_sinks=sinks,
+        nonreplayable=nonreplayable != 0,
+        stop_channels=stop != 0,
+        written=written,
+        loaded_ns=loaded,
+        driver=_text(driver),
+    )
+
+
+def encode_set_mode(mode: Mode) -> bytes:
+    """The argument of IOC_SET_MODE. Raises ValueError for UNKNOWN."""
+    if mode is Mode.UNKNOWN:
+        raise ValueError("UNKNOWN is no mode to set")
+    return SET_MODE.pack(mode, 0)
+
+
+def encode_target(space: int) -> bytes:
+    """The argument of IOC_ACKNOWLEDGE, IOC_KILL and IOC_RELEASE: a record's `space`."""
+    return TARGET.pack(space, 0)
