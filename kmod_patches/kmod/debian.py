@@ -5,11 +5,14 @@ The package holds the driver's build tree, as DKMS gets it, with the core object
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import shutil
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +26,8 @@ TREE = Path("modules/nvidia-open-kernel")
 UPDATE_DEADLINE_S = 180.0
 DOWNLOAD_DEADLINE_S = 300.0
 UNPACK_DEADLINE_S = 180.0
+LOCK_DEADLINE_S = 600.0
+LOCK_PAUSE_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,16 +64,34 @@ def fetch(suite: str, cache: Path, apt_folder: Path = aptsources.ARCHIVE) -> Fet
     """The source that a suite has today, from the cache if it is there. Raises Unavailable, KmodError."""
     state = cache / "apt" / suite
     stanza = aptsources.derive(aptsources.debian(aptsources.read(apt_folder)), suite)
-    options = private_state(state, stanza)
-    try:
-        run(["apt-get", *options, "update", "--error-on=any"], deadline_s=UPDATE_DEADLINE_S)
-        version = _candidate(options)
-    except KmodError as error:
-        raise Unavailable(f"suite {suite}: {error}") from error
-    tree = cache / "trees" / version
-    if not tree.is_dir():
-        _download(version, tree, options, state)
+    with alone(state, LOCK_DEADLINE_S):
+        options = private_state(state, stanza)
+        try:
+            run(["apt-get", *options, "update", "--error-on=any"], deadline_s=UPDATE_DEADLINE_S)
+            version = _candidate(options)
+        except KmodError as error:
+            raise Unavailable(f"suite {suite}: {error}") from error
+        tree = cache / "trees" / version
+        if not tree.is_dir():
+            _download(version, tree, options)
     return Fetched(suite, version, tree)
+
+
+@contextmanager
+def alone(folder: Path, deadline_s: float) -> Iterator[None]:
+    """Whoever else asks for the folder waits: apt itself gives up at once. Raises KmodError in the end."""
+    folder.mkdir(parents=True, exist_ok=True)
+    until = time.monotonic() + deadline_s
+    with (folder / "alone").open("w") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    raise KmodError(f"{folder} is in use by another run") from None
+                time.sleep(LOCK_PAUSE_S)
+        yield
 
 
 def private_state(folder: Path, stanza: str) -> list[str]:
@@ -101,7 +124,7 @@ def _candidate(options: Sequence[str]) -> str:
     return match[1]
 
 
-def _download(version: str, tree: Path, options: Sequence[str], state: Path) -> None:
+def _download(version: str, tree: Path, options: Sequence[str]) -> None:
     tree.parent.mkdir(parents=True, exist_ok=True)
     made = Path(tempfile.mkdtemp(prefix=".unpack-", dir=tree.parent))
     try:

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 
 from kmod import debian, hooks, hooksites, lint
@@ -52,7 +53,7 @@ def main() -> int:
             return 2
         found = None
     rows = [_try(suite, found, given) for suite in debian.SUITES]
-    print(f"\nkernel {found.release if found else 'without headers: nothing was mended or built'}")
+    print(f"\n{_place(found)}")
     print(" ".join(name.ljust(width) for name, width in zip(COLUMNS, WIDTHS, strict=True)))
     for row in rows:
         print(row.line())
@@ -62,6 +63,18 @@ def main() -> int:
     failed = [row.suite for row in rows if row.failed]
     print(f"test-kmod: {'FAILED: ' + ', '.join(failed) if failed else 'all ok'}")
     return 1 if failed else 0
+
+
+def _place(found: Kernel | None) -> str:
+    """When and with what: the first line of the table."""
+    today = datetime.now(UTC).date().isoformat()
+    if found is None:
+        return f"{today}; no kernel headers, so nothing was mended or built"
+    try:
+        compiler = run(["gcc", "--version"], deadline_s=10.0).splitlines()[0]
+    except Unavailable:
+        compiler = "no gcc"
+    return f"{today}; Linux {found.release}; {compiler}"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -91,7 +104,8 @@ def _try(suite: debian.Suite, found: Kernel | None, given: argparse.Namespace) -
     try:
         _try_hooks(row, find(fetched.tree), found)
         if found and (given.full or suite.name in given.build):
-            _try_build(row, fetched, found, given)
+            with debian.alone(given.cache / "build", debian.LOCK_DEADLINE_S):
+                _try_build(row, fetched, found, given)
         else:
             row.said.append("skipped: the build (--full builds all)")
     except KmodError as error:
@@ -133,12 +147,15 @@ def _try_build(row: Row, fetched: debian.Fetched, found: Kernel, given: argparse
     """In a folder that is kept: what did not change is not compiled again."""
     folder = given.cache / "build" / f"{fetched.version}-{found.release}"
     log = folder.with_name(folder.name + ".log")
-    tree = find(folder) if folder.is_dir() else _copy_whole(find(fetched.tree), folder)
+    kept = folder.is_dir()
+    tree = find(folder) if kept else _copy_whole(find(fetched.tree), folder)
     began = time.monotonic()
     hooks.apply(tree, hooks.whole_patch(mends(tree, found)))
     row.cells["built"] = "FAILED"
     modules = build(tree, found, log, jobs=given.jobs, deadline_s=BUILD_DEADLINE_S)
-    row.cells["built"] = f"{time.monotonic() - began:.0f} s"
+    row.cells["built"] = f"{time.monotonic() - began:.0f} s{' *' if kept else ''}"
+    if kept:
+        row.said.append("* compiled what had changed since the last time")
     row.cells["nvidia-uvm.ko"] = f"{_stripped_bytes(modules[-1]) >> 10} KiB"
     complaints = lint.warnings(tree, found, LIB_MODULES)
     row.cells["warnings"] = str(len(complaints))

@@ -48,7 +48,8 @@ static enum mpsd_range kind_of(const uvm_va_range_t *range)
 
 /*
  * From 560 on an external range is a type of its own that begins with the VA range, before that it is the VA
- * range: a pointer without type is both.
+ * range: a pointer without type is both. The client may map something into the hole after this look; then one
+ * of the two is lost, to a client that is condemned.
  */
 static void look_inside(void *external, uvm_gpu_t *gpu, u64 address, struct mpsd_around *around)
 {

@@ -215,6 +215,9 @@ def test_the_semantic_patches_fit_old_and_new_shapes(tmp_path: Path, patch: Patc
         "(gpu, fault->va_space, fault, buffer->batch_service_context.batch_id))\n        return NV_OK"
         in faults
     )
+    assert faults.index("mpsd_orphan(gpu, current);") < faults.index("push_cancel_on_gpu_targeted(")
+    module = (tree.root / "nvidia-uvm/uvm.c").read_text()
+    assert module.index("mpsd_exit();") > module.index("uvm_global_exit();")
     copies = (tree.root / "nvidia-uvm/uvm_gpu_non_replayable_faults.c").read_text()
     assert "(gpu, fault->va_space, fault, faults->batch_id))\n            fault->is_fatal = false;" in copies
     hooks.reverse(tree)
