@@ -13,7 +13,7 @@ from mpsd.gpu.nvidia.kernel_abi import Action, KernelRecord, Mode, Why
 from mpsd.model import Access, UvmFaultType, UvmReason
 
 GUILTY, INNOCENT = 0xC1, 0xC2
-FAR_MS = 600_000
+FAR_MS = 60_000
 NEAR_MS = 200
 STORM_PAGES = 10_000
 STORM_STEP = 500
