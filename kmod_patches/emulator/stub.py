@@ -19,6 +19,11 @@ from kmod.errors import KmodError
 SOURCES = Path(__file__).with_name("stub")
 ANSWERS = re.compile(r"^MPSD_STUB_ANSWERS\((\w+)\);$", re.MULTILINE)
 FUNCTION = re.compile(r"nvUvmInterface\w+")
+# What a driver's headers have or not, by a word of theirs: asked of the source, not of the version.
+FEATURES = {
+    "MPSD_RM_ATS": ("common/inc/nv_uvm_interface.h", "enableAts"),
+    "MPSD_RM_VIDMEM_PAGES": ("common/inc/nv_uvm_types.h", "maxVidmemPageSize"),
+}
 BUILD_DEADLINE_S = 300.0
 LOOK_DEADLINE_S = 60.0
 
@@ -79,6 +84,12 @@ def refusals(imports: Iterable[str], answers: frozenset[str]) -> str:
     return "\n".join(['#include "stub.h"', *lines, ""])
 
 
+def features(tree: Path) -> list[str]:
+    """The macros for what this driver's headers have."""
+    texts = {name: (tree / header).read_text(encoding="utf-8") for name, (header, _) in FEATURES.items()}
+    return [name for name, (_, word) in FEATURES.items() if re.search(rf"\b{word}\b", texts[name])]
+
+
 def kbuild(folder: Path, tree: Path, version: str) -> str:
     """How the kernel's build compiles the stub, with the driver's headers and the flags they count on."""
     objects = sorted(str(path.relative_to(folder).with_suffix(".o")) for path in folder.rglob("*.c"))
@@ -92,6 +103,7 @@ def kbuild(folder: Path, tree: Path, version: str) -> str:
         "-Wno-unused-function",
         "-Werror",
     ]
+    flags += [f"-D{name}" for name in features(tree)]
     flags += [rf"-DMPSD_STUB_VERSION=\"{version}\"", rf"-DNV_VERSION_STRING=\"{version}\""]
     return "\n".join(
         ["obj-m := nvidia.o", f"nvidia-y := {' '.join(objects)}", f"ccflags-y := {' '.join(flags)}", ""]

@@ -152,6 +152,16 @@ def test_answers_are_found_in_the_sources() -> None:
         assert stub.FUNCTION.fullmatch(name)
 
 
+def test_headers_are_asked_for_what_differs(tmp_path: Path) -> None:
+    for header, word in stub.FEATURES.values():
+        (tmp_path / header).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / header).write_text(f"int {word}2;\n")
+    assert stub.features(tmp_path) == []
+    header, word = stub.FEATURES["MPSD_RM_ATS"]
+    (tmp_path / header).write_text(f"int f(int {word});\n")
+    assert stub.features(tmp_path) == ["MPSD_RM_ATS"]
+
+
 def object_file(folder: Path, source: str) -> Path:
     (folder / "x.c").write_text(source)
     subprocess.run(["gcc", "-c", "-o", folder / "x.o", folder / "x.c"], check=True, timeout=60)

@@ -72,9 +72,10 @@ def test_the_stock_module_runs_on_the_stub(suite: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_the_stock_module_runs_on_the_gpu_in_software(tmp_path: Path) -> None:
+@pytest.mark.parametrize("suite", ["bookworm", "trixie"])
+def test_the_stock_module_runs_on_the_gpu_in_software(suite: str, tmp_path: Path) -> None:
     """UVM's own tests of its channels and copies pass on it; a stray store is cancelled."""
-    machine = prepared(tmp_path, "trixie", patched=False, gpu=True)
+    machine = prepared(tmp_path, suite, patched=False, gpu=True)
     assert not failures(boot(machine, "gpu-stock", tmp_path)), vm.tail(tmp_path / "console")
 
 

@@ -114,7 +114,9 @@ NV_STATUS nvUvmInterfaceGetFbInfo(uvmGpuDeviceHandle device, UvmGpuFbInfo *info)
 	memset(info, 0, sizeof(*info));
 	info->heapSize = GPU_VIDMEM_BYTES >> 10;
 	info->maxAllocatableAddress = GPU_VIDMEM_BYTES - 1;
+#ifdef MPSD_RM_VIDMEM_PAGES
 	info->maxVidmemPageSize = GPU_CHUNK;
+#endif
 	return NV_OK;
 }
 MPSD_STUB_ANSWERS(nvUvmInterfaceGetFbInfo);

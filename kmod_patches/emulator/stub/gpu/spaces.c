@@ -46,8 +46,14 @@ static NV_STATUS add(u32 client, u32 object, uvmGpuAddressSpaceHandle *handle,
 	return NV_OK;
 }
 
+#ifdef MPSD_RM_ATS
+#define ATS_PARAMETER NvBool ats,
+#else
+#define ATS_PARAMETER
+#endif
+
 NV_STATUS nvUvmInterfaceAddressSpaceCreate(uvmGpuDeviceHandle device, unsigned long long base,
-					   unsigned long long size, NvBool ats,
+					   unsigned long long size, ATS_PARAMETER
 					   uvmGpuAddressSpaceHandle *space, UvmGpuAddressSpaceInfo *info)
 {
 	mpsd_stub_answered(CALL_nvUvmInterfaceAddressSpaceCreate);
