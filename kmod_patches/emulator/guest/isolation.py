@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -18,6 +19,8 @@ NEAR_MS = 200
 STORM_PAGES = 10_000
 STORM_STEP = 500
 BURST_PAGES = 1000
+EXITS = 5
+EXIT_PAGES = 100
 PAGE = 4096
 
 
@@ -195,6 +198,22 @@ def burst() -> str:
     return f"{BURST_PAGES} pages, {sinks} sinks"
 
 
+def exit_under_fault() -> str:
+    """A client is killed with faults that UVM has not looked at: all of it goes, the next one is served."""
+    opened = isolating()
+    for _ in range(EXITS):
+        with client(GUILTY, 1, veid=3) as guilty:
+            gpu.command("mask")
+            for page in range(EXIT_PAGES):
+                gpu.command(gpu.Fault(STRAY + page * PAGE, 1, veid=3).line())
+            signal.pidfd_send_signal(guilty.pidfd, signal.SIGKILL)
+            gpu.command("unmask")
+            expect("gone", guilty.ended(), True)
+    opened.close()
+    stray_store()
+    return f"{EXITS} times {EXIT_PAGES} pages"
+
+
 def all_went_on(opened: device.Device, found: list[gpu.Deed]) -> int:
     """How many sinks it took. Raises CheckError where an access was cancelled, with the reasons told."""
     records = opened.read()
@@ -283,6 +302,7 @@ GPU_PATCHED = (
     Check("orphan-told", orphan_told),
     Check("burst", burst, 300.0),
     Check("storm", storm, 900.0),
+    Check("exit-under-fault", exit_under_fault, 300.0),
     Check("killed-at-deadline", killed),
     Check("unload-gpu", checks.unload),
     Check("kernel-log", checks.kernel_log),

@@ -148,6 +148,18 @@ void gpu_accesses_cancel_group(u64 instance)
 	mutex_unlock(&lock);
 }
 
+/* The channel is gone, and what ran on it. */
+void gpu_accesses_end(u32 channel)
+{
+	struct access *one, *next;
+
+	mutex_lock(&lock);
+	list_for_each_entry_safe(one, next, &accesses, node)
+		if (one->channel == channel)
+			end(one);
+	mutex_unlock(&lock);
+}
+
 void gpu_accesses_drop(u64 address)
 {
 	struct access *one, *next;

@@ -118,6 +118,7 @@ void gpu_accesses_resume(u32 channel);
 void gpu_accesses_cancel_address(u64 address, u64 directory, u32 engine);
 void gpu_accesses_cancel_group(u64 instance);
 void gpu_accesses_drop(u64 address);
+void gpu_accesses_end(u32 channel);
 void gpu_accesses_close(void);
 
 /* walk.c: what the page tables below a directory say of an address; see there. */

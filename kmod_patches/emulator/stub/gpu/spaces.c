@@ -214,6 +214,7 @@ void nvUvmInterfaceReleaseChannel(void *retained)
 	struct client_channel *channel = retained;
 
 	mpsd_stub_answered(CALL_nvUvmInterfaceReleaseChannel);
+	gpu_accesses_end(channel->number);
 	mutex_lock(&gpu_spaces_lock);
 	list_del(&channel->node);
 	mutex_unlock(&gpu_spaces_lock);
