@@ -41,7 +41,7 @@ def parser() -> argparse.ArgumentParser:
     made.formatter_class = argparse.RawDescriptionHelpFormatter
     made.add_argument("--suite", default="trixie", help="whose driver source: bookworm, trixie, ...")
     made.add_argument("--patched", action="store_true", help="with the patch (default: the stock module)")
-    made.add_argument("--gpu", action="store_true", help="on the GPU in software (driver 550)")
+    made.add_argument("--gpu", action="store_true", help="on the GPU in software")
     made.add_argument("--kernel", default="", help="release to boot (default: newest with headers here)")
     made.add_argument("--cache", type=Path, default=cache_folder())
     return made

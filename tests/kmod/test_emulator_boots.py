@@ -89,16 +89,18 @@ def test_the_patched_module_runs_on_the_stub(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_the_patched_module_keeps_a_fault_with_its_client(tmp_path: Path) -> None:
-    machine = prepared(tmp_path, "trixie", patched=True, gpu=True)
+@pytest.mark.parametrize("suite", ["bookworm", "trixie"])
+def test_the_patched_module_keeps_a_fault_with_its_client(suite: str, tmp_path: Path) -> None:
+    machine = prepared(tmp_path, suite, patched=True, gpu=True)
     assert not failures(boot(machine, "gpu-patched", tmp_path)), vm.tail(tmp_path / "console")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_without_the_patch_the_same_faults_do_not_stay_there(tmp_path: Path) -> None:
+@pytest.mark.parametrize("suite", ["bookworm", "trixie"])
+def test_without_the_patch_the_same_faults_do_not_stay_there(suite: str, tmp_path: Path) -> None:
     """The checks that the patched module passes can fail, and the stock module fails them."""
-    machine = prepared(tmp_path, "trixie", patched=False, gpu=True)
+    machine = prepared(tmp_path, suite, patched=False, gpu=True)
     seen = boot(machine, "isolated", tmp_path)
     failed = {result.name: result.text for result in failures(seen)}
     assert sorted(failed) == ["stray-copy-goes-on", "stray-store-goes-on"], vm.tail(tmp_path / "console")
