@@ -1,0 +1,118 @@
+"""/dev/nvidia-uvm-mpsd through the daemon's own reader of it."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import select
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from emulator.guest.check import CheckError, expect
+from mpsd.gpu.nvidia import kernel_abi as abi
+
+WAIT_S = 60.0
+READ_BYTES = abi.RECORD.size * abi.RING_RECORDS
+PARAMETERS = Path("/sys/module/nvidia_uvm/parameters")
+MODE_PARAMETER = PARAMETERS / "uvm_mpsd_mode"
+
+
+def present() -> bool:
+    """Whether this nvidia-uvm is a patched one."""
+    return os.path.exists(abi.DEVICE)
+
+
+def set_deadline(milliseconds: int) -> None:
+    """How long a condemned client may stay before the first step."""
+    (PARAMETERS / "uvm_mpsd_deadline_ms").write_text(str(milliseconds))
+
+
+class Device:
+    """An open device; reads from the oldest record that is kept."""
+
+    def __init__(self) -> None:
+        self._fd = os.open(abi.DEVICE, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    def query(self) -> abi.KernelState:
+        buffer = bytearray(abi.QUERY.size)
+        fcntl.ioctl(self._fd, abi.IOC_QUERY, buffer, True)
+        return abi.decode_query(buffer)
+
+    def set_mode(self, mode: abi.Mode) -> None:
+        fcntl.ioctl(self._fd, abi.IOC_SET_MODE, abi.encode_set_mode(mode))
+
+    def ask(self, request: int, argument: bytes) -> int:
+        """An ioctl's error number, 0 if it has none."""
+        try:
+            fcntl.ioctl(self._fd, request, argument)
+        except OSError as error:
+            return error.errno or -1
+        return 0
+
+    def acknowledge(self, space: int) -> None:
+        expect("acknowledge", self.ask(abi.IOC_ACKNOWLEDGE, abi.encode_target(space)), 0)
+
+    def read(self) -> list[abi.KernelRecord]:
+        """What is there now."""
+        try:
+            return list(abi.decode_records(os.read(self._fd, READ_BYTES)))
+        except BlockingIOError:
+            return []
+
+    def skip(self) -> None:
+        """Everything told so far."""
+        while self.read():
+            pass
+
+    def until(self, what: str, wanted: Callable[[abi.KernelRecord], bool]) -> list[abi.KernelRecord]:
+        """All records up to one that is wanted, each as it wakes the reader. Raises CheckError."""
+        found: list[abi.KernelRecord] = []
+        poller = select.poll()
+        poller.register(self._fd, select.POLLIN)
+        deadline = time.monotonic() + WAIT_S
+        while not any(map(wanted, found)):
+            if not poller.poll(max(0.0, deadline - time.monotonic()) * 1000):
+                raise CheckError(f"{what}: no such record; seen {[record.action.name for record in found]}")
+            found += self.read()
+        return found
+
+
+def answers() -> str:
+    """Version, sizes and the driver's name; nothing is told of a module that has seen nothing."""
+    device = Device()
+    state = device.query()
+    device.close()
+    seen = (state.abi_version, state.record_size, state.ring_records, state.written)
+    expect("answer", seen, (abi.ABI_VERSION, abi.RECORD.size, abi.RING_RECORDS, 0))
+    expect("driver", state.driver, Path("/sys/module/nvidia/version").read_text().strip())
+    expect("mode", state.mode, abi.Mode.REPORT)
+    return f"driver {state.driver}"
+
+
+def modes() -> str:
+    """Each mode can be set, the module's parameter shows it; what is none cannot."""
+    device = Device()
+    for mode in (abi.Mode.ISOLATE, abi.Mode.OFF, abi.Mode.REPORT):
+        device.set_mode(mode)
+        expect("mode", device.query().mode, mode)
+        expect("parameter", int(MODE_PARAMETER.read_text()), mode.value)
+    expect("mode 3", device.ask(abi.IOC_SET_MODE, abi.SET_MODE.pack(3, 0)), errno.EINVAL)
+    expect("reserved", device.ask(abi.IOC_SET_MODE, abi.SET_MODE.pack(1, 1)), errno.EINVAL)
+    expect("mode", device.query().mode, abi.Mode.REPORT)
+    device.close()
+    return "off, report, isolate"
+
+
+def nothing_to_tell() -> str:
+    """A reader that waits for nothing is told so, and nobody can be evicted who is not there."""
+    device = Device()
+    expect("records", device.read(), [])
+    for request in (abi.IOC_ACKNOWLEDGE, abi.IOC_KILL, abi.IOC_RELEASE):
+        expect("unknown space", device.ask(request, abi.encode_target(1 << 40)), errno.ENOENT)
+    device.close()
+    return "ENOENT"

@@ -1,0 +1,121 @@
+"""The software GPU as a test sees it: a client's registration with UVM, and the stub's /proc/mpsd-gpu."""
+
+from __future__ import annotations
+
+import os
+import struct
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from emulator.guest import uvm
+from emulator.guest.check import CheckError, expect
+from mpsd.gpu.nvidia import uvm_abi as abi
+
+CONTROL = Path("/proc/mpsd-gpu")
+UUID = b"mpsd software 0".ljust(16, b"\0")
+REGISTER_GPU = 37
+REGISTER_GPU_VASPACE = 25
+REGISTER_CHANNEL = 27
+OBJECT = 0xAA
+# The hardware's numbers (Turing): memory management unit's engines, access kinds, fault kinds.
+ENGINE_GRAPHICS = 64
+ENGINE_COPY = 15
+ENGINE_HOST = 32
+READ, WRITE, ATOMIC, PREFETCH = range(4)
+FAULT_PDE, FAULT_PDE_SIZE, FAULT_PTE, FAULT_VA_LIMIT, FAULT_UNBOUND, FAULT_PRIVILEGE, FAULT_READ_ONLY = range(
+    7
+)
+WAIT_S = 60.0
+POLL_S = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Deed:
+    """One thing that UVM had the GPU do; what the fields mean: see the stub's gpu.h."""
+
+    name: str
+    address: int
+    directory: int
+    first: int
+    second: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A packet of the fault buffer. `veid` counts for graphics only; `channel` gives the instance block."""
+
+    address: int
+    channel: int
+    veid: int = 0
+    engine: int = ENGINE_GRAPHICS
+    kind: int = FAULT_PTE
+    access: int = WRITE
+    replayable: bool = True
+
+    def line(self) -> str:
+        engine = self.engine + self.veid
+        unit = "g" if self.engine == ENGINE_GRAPHICS else "h"
+        numbers = (self.address, self.channel, engine, self.kind, self.access, 0, 0)
+        return f"fault {'rn'[not self.replayable]} {' '.join(f'{n:x}' for n in numbers)} {unit}"
+
+
+def command(text: str) -> None:
+    """Raises OSError where the GPU will not."""
+    fd = os.open(CONTROL, os.O_WRONLY)
+    try:
+        os.write(fd, text.encode())
+    finally:
+        os.close(fd)
+
+
+def deeds() -> list[Deed]:
+    """Everything since the last "forget". Raises CheckError where some were lost."""
+    rows = [line.split() for line in CONTROL.read_text().splitlines()]
+    if any(row[0] == "lost" for row in rows):
+        raise CheckError("more was done than is kept")
+    return [Deed(row[2], *(int(word, 16) for word in row[3:])) for row in rows if row[0] == "deed"]
+
+
+def directories() -> dict[int, int]:
+    """The page directory of each client's address space, by the client's handle; UVM's own has handle 0."""
+    rows = [line.split() for line in CONTROL.read_text().splitlines()]
+    return {int(row[1], 16): int(row[3], 16) for row in rows if row[0] == "space"}
+
+
+def wait_for(name: str, count: int = 1) -> list[Deed]:
+    """All deeds, once there are so many of a name. Raises CheckError."""
+    return wait_for_any((name,), count)
+
+
+def wait_for_any(names: tuple[str, ...], count: int = 1) -> list[Deed]:
+    """All deeds, once there are so many of these names together. Raises CheckError."""
+    deadline = time.monotonic() + WAIT_S
+    while True:
+        found = deeds()
+        if sum(deed.name in names for deed in found) >= count:
+            return found
+        if time.monotonic() > deadline:
+            seen = sorted({deed.name for deed in found})
+            raise CheckError(f"not {count} of {', '.join(names)} within {WAIT_S:g} s; seen: {seen}")
+        time.sleep(POLL_S)
+
+
+def channel_handle(channel: int, *, group: int = 1, veid: int = 0, copies: bool = False) -> int:
+    """What the stub takes a channel's handle to say."""
+    return channel | group << 8 | veid << 16 | copies << 24
+
+
+def register(space: int) -> None:
+    """UVM learns of the GPU. Raises CheckError."""
+    status = uvm.call(space, REGISTER_GPU, UUID + struct.pack("=iiiII", 0, 0, -1, 0, 0), 36)
+    expect("UVM_REGISTER_GPU", status, abi.STATUS_OK)
+
+
+def register_client(space: int, client: int, channel: int) -> None:
+    """The GPU, a page directory of the space's own, and one channel by its handle. Raises CheckError."""
+    register(space)
+    given = UUID + struct.pack("=iII", -1, client, OBJECT)
+    expect("UVM_REGISTER_GPU_VASPACE", uvm.call(space, REGISTER_GPU_VASPACE, given, 28), abi.STATUS_OK)
+    given = UUID + struct.pack("=iIIxxxxQQ", -1, client, channel, 0, 0)
+    expect("UVM_REGISTER_CHANNEL", uvm.call(space, REGISTER_CHANNEL, given, 48), abi.STATUS_OK)

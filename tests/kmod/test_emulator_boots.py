@@ -1,0 +1,108 @@
+"""The virtual machine itself: it says what went wrong inside, and the real nvidia-uvm runs in it.
+
+Needs QEMU, the headers of a kernel and its package from the machine's archive; MPSD_TEST_KMOD=1 makes a
+missing one a failure.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+
+from emulator import __main__ as command
+from emulator import image, kernel, vm
+from emulator.guest import catalogue
+from kmod.debian import cache_folder
+from kmod.errors import Unavailable
+
+FORCED = os.environ.get("MPSD_TEST_KMOD") == "1"
+
+
+def boot(machine: vm.Machine, name: str, folder: Path) -> dict[str, vm.Result]:
+    try:
+        results = vm.run(machine, [name], catalogue.SETS[name], folder / "console")
+    except Unavailable as error:
+        missing(error)
+    return {result.name: result for result in results}
+
+
+def missing(error: Unavailable) -> NoReturn:
+    if FORCED:
+        raise error
+    pytest.skip(f"{error} (MPSD_TEST_KMOD=1 makes this a failure)")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_rig_tells_what_went_wrong_inside(tmp_path: Path) -> None:
+    try:
+        found = kernel.find(cache_folder())
+    except Unavailable as error:
+        missing(error)
+    image.write(tmp_path / "initramfs", {})
+    seen = boot(vm.Machine(found.image, tmp_path / "initramfs"), "rig", tmp_path)
+    assert seen["right"].passed and seen["right"].text == 'said "all of it"\nin two lines'
+    assert not seen["wrong"].passed and "not what it has to be" in seen["wrong"].text
+    assert not seen["dead"].passed and seen["dead"].text == "its process ended with -11"
+    assert not seen["silent"].ended and "no answer within" in seen["silent"].text
+    assert seen["behind-silent"].text == "not reached"
+
+
+def prepared(folder: Path, suite: str, *, patched: bool, gpu: bool = False) -> vm.Machine:
+    try:
+        return command.prepare(folder, cache_folder(), suite, patched=patched, gpu=gpu)
+    except Unavailable as error:
+        missing(error)
+
+
+def failures(seen: dict[str, vm.Result]) -> list[vm.Result]:
+    return [result for result in seen.values() if not result.passed]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("suite", ["bookworm", "trixie"])
+def test_the_stock_module_runs_on_the_stub(suite: str, tmp_path: Path) -> None:
+    machine = prepared(tmp_path, suite, patched=False)
+    assert not failures(boot(machine, "stock", tmp_path)), vm.tail(tmp_path / "console")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("suite", ["bookworm", "trixie"])
+def test_the_stock_module_runs_on_the_gpu_in_software(suite: str, tmp_path: Path) -> None:
+    """UVM's own tests of its channels and copies pass on it; a stray store is cancelled."""
+    machine = prepared(tmp_path, suite, patched=False, gpu=True)
+    assert not failures(boot(machine, "gpu-stock", tmp_path)), vm.tail(tmp_path / "console")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_the_patched_module_runs_on_the_stub(tmp_path: Path) -> None:
+    """All that holds of the stock module, and its device answers the daemon's reader."""
+    machine = prepared(tmp_path, "trixie", patched=True)
+    assert not failures(boot(machine, "patched", tmp_path)), vm.tail(tmp_path / "console")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("suite", ["bookworm", "trixie"])
+def test_the_patched_module_keeps_a_fault_with_its_client(suite: str, tmp_path: Path) -> None:
+    machine = prepared(tmp_path, suite, patched=True, gpu=True)
+    assert not failures(boot(machine, "gpu-patched", tmp_path)), vm.tail(tmp_path / "console")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("suite", ["bookworm", "trixie"])
+def test_without_the_patch_the_same_faults_do_not_stay_there(suite: str, tmp_path: Path) -> None:
+    """The checks that the patched module passes can fail, and the stock module fails them."""
+    machine = prepared(tmp_path, suite, patched=False, gpu=True)
+    seen = boot(machine, "isolated", tmp_path)
+    failed = {result.name: result.text for result in failures(seen)}
+    assert sorted(failed) == ["stray-copy-goes-on", "stray-store-goes-on"], vm.tail(tmp_path / "console")
+    assert "cancel-va" in failed["stray-store-goes-on"]
+    assert "reported" in failed["stray-copy-goes-on"]
