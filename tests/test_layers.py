@@ -20,6 +20,8 @@ PACKAGES = {
     "mpsd": ROOT / "mpsd",
     "mpsd_client": ROOT / "clients" / "mpsd_client",
     "faultinject": ROOT / "faultinject",
+    "kmod": ROOT / "kmod_patches" / "kmod",
+    "emulator": ROOT / "kmod_patches" / "emulator",
 }
 MAX_LINES = 600
 REASON_FROM = 400
@@ -70,6 +72,9 @@ GROUPS: dict[str, tuple[set[str], set[str]]] = {
     ),
     "listener": ({"mpsd.listener"}, {"base", "wire", "linux"}),
     "client": ({"mpsd_client"}, {"wire", "base"}),
+    "kernel patch": ({"kmod"}, set()),
+    # What runs in the virtual machine are the daemon's own adapters.
+    "emulator": ({"emulator"}, {"kernel patch", "base", "nvidia"}),
     "doctor": ({"mpsd.doctor"}, {"base", "gpu base", "linux", "control", "procs", "config", "layout"}),
     # Explaining a fault and looking at the machine must work where no daemon does.
     "ctl": (
