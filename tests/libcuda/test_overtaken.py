@@ -29,13 +29,18 @@ def next_gate(second: Domain) -> Iterator[Gate]:
     made.close()
 
 
-def move_once(line: Line, ask: Program, domain: Domain, second: Domain, copies: Path) -> None:
-    """Into `second`, with a thread besides, which has called there."""
+@pytest.fixture
+def moved(
+    domain: Domain, next_gate: Gate, second: Domain, post: Post, ask: Program, copies: Path
+) -> Iterator[Line]:
+    """The program's line: it is in `second` by now, with a thread besides, which has called there."""
+    line = post.greet(moving.EXACT)
     ask("m = gpu.memory(4 << 20); gpu.sync(); later = Later(gpu)")
     stand_by(line, second, copies)
     break_domain(domain)
     move(line)
     assert ask("later.start('gpu.now() == gpu.context'), later.result()") == "(None, True)"
+    yield line
 
 
 @EXACT
@@ -45,24 +50,21 @@ def move_once(line: Line, ask: Program, domain: Domain, second: Domain, copies: 
     ids=["set", "asked for"],
 )
 def test_a_threads_context_is_that_of_the_next_copy(
-    domain: Domain,
     next_gate: Gate,
     second: Domain,
     third: Domain,
-    post: Post,
     ask: Program,
     copies: Path,
+    moved: Line,
     call: str,
     answer: str,
 ) -> None:
-    line = post.greet(moving.EXACT)
-    move_once(line, ask, domain, second, copies)
-    stand_by(line, third, copies, 2)
+    stand_by(moved, third, copies, 2)
     next_gate.keep(CURRENT)
     ask(f"later.start({call!r})")
     until(lambda: next_gate.kept() == CURRENT)
     break_domain(second)
-    move(line, 2)
+    move(moved, 2)
     next_gate.keep(0)
     assert ask("later.result()") == answer
     then = "gpu.now() == gpu.context, gpu.run('add', m, 8, 1), gpu.sync(), gpu.word(m)"
@@ -126,18 +128,16 @@ def test_what_is_registered_in_a_move_that_does_not_come_about_is_registered_onc
 
 @EXACT
 def test_a_child_that_is_forked_while_calls_are_held_goes_on(
-    domain: Domain, second: Domain, third: Domain, post: Post, ask: Program, copies: Path
+    second: Domain, third: Domain, ask: Program, copies: Path, moved: Line
 ) -> None:
-    line = post.greet(moving.EXACT)
-    move_once(line, ask, domain, second, copies)
-    stand_by(line, third, copies, 2)
+    stand_by(moved, third, copies, 2)
     assert ask("gpu.run('late', m, 8, 1)") == "0"
     break_domain(second)
-    assert move(line, 2, again=2).values[5]
+    assert move(moved, 2, again=2).values[5]
     ask("import signal; version = ctypes.byref(ctypes.c_int())")
     assert ask("in_child(\"signal.alarm(20) or gpu.code('cuDriverGetVersion', version)\")") == "0"
-    line.say(moving.TURN, 2)
-    assert line.hear(moving.DONE).text == ""
+    moved.say(moving.TURN, 2)
+    assert moved.hear(moving.DONE).text == ""
     assert ask("gpu.sync(), gpu.word(m)") == "(0, 1)"
     assert ask.end() == ""
 
@@ -233,26 +233,18 @@ def test_a_capture_ends_with_its_stream(
 
 @EXACT
 def test_what_is_known_of_a_function_is_no_half_of_it(
-    domain: Domain,
-    next_gate: Gate,
-    second: Domain,
-    third: Domain,
-    post: Post,
-    ask: Program,
-    copies: Path,
+    next_gate: Gate, second: Domain, third: Domain, ask: Program, copies: Path, moved: Line
 ) -> None:
     """Its parameters are asked for one by one, before its first launch; others do not wait for that."""
-    line = post.greet(moving.EXACT)
-    move_once(line, ask, domain, second, copies)
     ask("other = Later(gpu)")
     assert ask("gpu.run('add', m, 8, 1), gpu.sync()") == "(0, 0)"
-    stand_by(line, third, copies, 2)
+    stand_by(moved, third, copies, 2)
     next_gate.keep(PARAMETERS)
     ask("later.start(\"gpu.run('late', m, 8, 1)\")")
     until(lambda: next_gate.kept() == PARAMETERS)
     assert ask("other.start(\"gpu.run('add', m, 8, 1), gpu.sync()\"), other.result()") == "(None, (0, 0))"
     break_domain(second)
-    move(line, 2)
+    move(moved, 2)
     next_gate.keep(0)
     assert ask("later.result(), gpu.sync(), gpu.word(m)") == "(0, 0, 3)"
     assert ask.end() == ""
