@@ -14,9 +14,10 @@
 /* Of each copy of the driver: a call that a move overtakes has been made in two of them. */
 static atomic_int captures[MPSD_COPIES_KNOWN];
 
-static atomic_int *captures_of(uint64_t moves)
+/* Of the copy of this call. */
+static atomic_int *captures_here(void)
 {
-	return &captures[moves / 2 % MPSD_COPIES_KNOWN];
+	return &captures[mpsd_copy_index(mpsd_tables()->moves)];
 }
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
@@ -26,12 +27,12 @@ static atomic_bool some;
 
 bool mpsd_capture_active(void)
 {
-	return atomic_load(captures_of(mpsd_tables()->moves)) > 0;
+	return atomic_load(captures_here()) > 0;
 }
 
 void mpsd_capture_copy(uint64_t moves)
 {
-	atomic_store(captures_of(moves), 0);
+	atomic_store(&captures[mpsd_copy_index(moves)], 0);
 }
 
 CUresult mpsd_capture_probe(void)
@@ -115,7 +116,7 @@ void mpsd_capture_forget(CUdeviceptr base)
 static CUresult begun(CUresult result)
 {
 	if (result == CUDA_SUCCESS)
-		atomic_fetch_add(captures_of(mpsd_tables()->moves), 1);
+		atomic_fetch_add(captures_here(), 1);
 	return result;
 }
 
@@ -158,7 +159,7 @@ static bool is_capturing(CUstream stream, bool per_thread)
 static void end(CUstream stream, bool per_thread, bool was)
 {
 	if (was && !is_capturing(stream, per_thread))
-		atomic_fetch_sub(captures_of(mpsd_tables()->moves), 1);
+		atomic_fetch_sub(captures_here(), 1);
 }
 
 CUresult wrap_cuStreamEndCapture(CUstream hStream, CUgraph *phGraph)
@@ -185,7 +186,7 @@ CUresult wrap_cuStreamDestroy_v2(CUstream hStream)
 	CUresult result = real_cuStreamDestroy_v2(hStream);
 
 	if (was && result == CUDA_SUCCESS)
-		atomic_fetch_sub(captures_of(mpsd_tables()->moves), 1);
+		atomic_fetch_sub(captures_here(), 1);
 	return result;
 }
 

@@ -86,9 +86,15 @@ bool mpsd_carry_again(CUresult result, uint64_t moves);
 #define MPSD_COPIES_KNOWN 8
 extern atomic_uint mpsd_inside[MPSD_COPIES_KNOWN];
 
+/* Where tables of so many have what is of the copy after `moves`. */
+static inline unsigned int mpsd_copy_index(uint64_t moves)
+{
+	return (moves >> 1) % MPSD_COPIES_KNOWN;
+}
+
 static inline atomic_uint *mpsd_inside_of(uint64_t moves)
 {
-	return &mpsd_inside[(moves >> 1) % MPSD_COPIES_KNOWN];
+	return &mpsd_inside[mpsd_copy_index(moves)];
 }
 
 /*
