@@ -1,4 +1,4 @@
-"""Untrusted text (command lines, logs, replies) made fit for a terminal or a log line."""
+"""Text as people and other programs read it: untrusted text made fit for a terminal, a GPU's uuid."""
 
 from __future__ import annotations
 
@@ -12,3 +12,9 @@ def printable(text: str, limit: int = 200) -> str:
     if cut.isprintable():
         return cut
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in cut)
+
+
+def gpu_uuid(raw: bytes) -> str:
+    """16 bytes as NVML prints them: "GPU-" and five groups of hexadecimal digits."""
+    text = raw.hex()
+    return f"GPU-{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}"

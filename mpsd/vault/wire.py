@@ -6,6 +6,8 @@ import struct
 from dataclasses import dataclass
 from enum import IntEnum
 
+from mpsd.text import gpu_uuid
+
 MAGIC = 0x746C7661
 VERSION = 1
 ANSWER = 128
@@ -119,7 +121,7 @@ def unpack(data: bytes, *, answer: bool = False) -> Message:
             address,
             index,
             count,
-            uuid_text(gpu),
+            gpu_uuid(gpu),
             token,
             text.decode("ascii"),
             Status(status),
@@ -135,8 +137,3 @@ def uuid_bytes(text: str) -> bytes:
     except ValueError:
         return bytes(16)
     return raw if len(raw) == 16 else bytes(16)
-
-
-def uuid_text(raw: bytes) -> str:
-    text = raw.hex()
-    return f"GPU-{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}"

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpsd.core.vault import valid_name
+from mpsd.text import gpu_uuid
 from mpsd.vault import wire
 from mpsd_client import _vaultwire as ours
 from mpsd_client.vault import token_of
@@ -46,7 +47,7 @@ def test_both_ends_write_and_read_the_same(
     theirs = wire.Message(
         wire.Kind(kind),
         status=wire.Status(status),
-        gpu=wire.uuid_text(gpu),
+        gpu=gpu_uuid(gpu),
         **fields,  # type: ignore[arg-type]
     )
     assert ours.pack(said, answer=answer) == wire.pack(theirs, answer=answer)

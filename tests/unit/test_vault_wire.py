@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mpsd.text import gpu_uuid
 from mpsd.vault import wire
 from mpsd.vault.wire import Kind, Message, Status, WireError, pack, unpack
 
@@ -25,7 +26,7 @@ MESSAGES = st.builds(
     U64,
     U32,
     U32,
-    st.binary(min_size=16, max_size=16).map(wire.uuid_text),
+    st.binary(min_size=16, max_size=16).map(gpu_uuid),
     st.binary(min_size=32, max_size=32),
     st.text(st.characters(min_codepoint=1, max_codepoint=127), max_size=63),
     st.sampled_from(Status),

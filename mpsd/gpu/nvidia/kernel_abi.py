@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from mpsd.errors import GpuError
+from mpsd.gpu.nvidia.uvm_abi import ACCESSES, FAULT_TYPES, REASONS
 from mpsd.model import Access, UvmFaultType, UvmReason
+from mpsd.text import gpu_uuid
 
 DEVICE = "/dev/nvidia-uvm-mpsd"
 ABI_VERSION = 1
@@ -120,9 +122,6 @@ _ACTIONS = {member.value: member for member in Action}
 _WHYS = {member.value: member for member in Why}
 _ENGINES = {member.value: member for member in Engine}
 _CLIENTS = {member.value: member for member in ClientType}
-_FAULT_TYPES = {member.value: member for member in UvmFaultType}
-_REASONS = {member.value: member for member in UvmReason}
-_ACCESS = {1: Access.READ, 2: Access.WRITE, 3: Access.ATOMIC, 4: Access.PREFETCH}
 
 FLAG_REPLAYABLE = 0x1
 FLAG_CONDEMNED = 0x2
@@ -194,14 +193,6 @@ def _text(raw: bytes) -> str:
     return "".join(chr(byte) if 0x20 <= byte < 0x7F else "?" for byte in head)
 
 
-def _uuid(raw: bytes) -> str:
-    """As NVML prints it ("GPU-..."), "" for zeroes."""
-    if not any(raw):
-        return ""
-    text = raw.hex()
-    return "GPU-" + "-".join((text[:8], text[8:12], text[12:16], text[16:20], text[20:]))
-
-
 def _known(value: int, unknown: int) -> int | None:
     return None if value == unknown else value
 
@@ -226,12 +217,12 @@ def decode_record(raw: bytes | memoryview) -> KernelRecord:
         pid=pid if pid > 0 else None,
         start_ticks=start_ns // _NS_PER_TICK,
         comm=_text(comm),
-        gpu_uuid=_uuid(uuid),
+        gpu_uuid=gpu_uuid(uuid) if any(uuid) else "",
         address=address,
         sink=(base, length) if length else None,
-        fault_type=_FAULT_TYPES.get(fault_type, UvmFaultType.UNKNOWN),
-        access=_ACCESS.get(access, Access.UNKNOWN),
-        reason=_REASONS.get(reason, UvmReason.UNKNOWN),
+        fault_type=FAULT_TYPES.get(fault_type, UvmFaultType.UNKNOWN),
+        access=ACCESSES.get(access, Access.UNKNOWN),
+        reason=REASONS.get(reason, UvmReason.UNKNOWN),
         engine=_ENGINES.get(engine, Engine.UNKNOWN),
         client_type=_CLIENTS.get(client_type, ClientType.UNKNOWN),
         client=client,

@@ -52,9 +52,9 @@ _STATUS_NAMES = {
     0x68: "UVM_ADDRESS_IN_USE",
 }
 
-_FAULT_TYPES = {member.value: member for member in UvmFaultType}
-_REASONS = {member.value: member for member in UvmReason}
-_ACCESS = {1: Access.READ, 2: Access.WRITE, 3: Access.ATOMIC, 4: Access.PREFETCH}
+FAULT_TYPES = {member.value: member for member in UvmFaultType}
+REASONS = {member.value: member for member in UvmReason}
+ACCESSES = {1: Access.READ, 2: Access.WRITE, 3: Access.ATOMIC, 4: Access.PREFETCH}
 
 
 def status_name(status: int) -> str:
@@ -259,9 +259,9 @@ def decode_entry(layout: EntryLayout, entry: bytes | memoryview) -> UvmEvent | N
     address, timestamp = struct.unpack_from("=QQ", entry, 8)
     return UvmEvent(
         fatal=kind == EVENT_FATAL_FAULT,
-        fault_type=_FAULT_TYPES.get(entry[1], UvmFaultType.UNKNOWN),
-        access=_ACCESS.get(access, Access.UNKNOWN),
-        reason=_REASONS.get(reason, UvmReason.UNKNOWN),
+        fault_type=FAULT_TYPES.get(entry[1], UvmFaultType.UNKNOWN),
+        access=ACCESSES.get(access, Access.UNKNOWN),
+        reason=REASONS.get(reason, UvmReason.UNKNOWN),
         address=address,
         timestamp_ns=timestamp,
         gpu_index=processor,
