@@ -30,9 +30,7 @@ def next_gate(second: Domain) -> Iterator[Gate]:
 
 
 @pytest.fixture
-def moved(
-    domain: Domain, next_gate: Gate, second: Domain, post: Post, ask: Program, copies: Path
-) -> Iterator[Line]:
+def moved(domain: Domain, next_gate: Gate, second: Domain, post: Post, ask: Program, copies: Path) -> Line:
     """The program's line: it is in `second` by now, with a thread besides, which has called there."""
     line = post.greet(moving.EXACT)
     ask("m = gpu.memory(4 << 20); gpu.sync(); later = Later(gpu)")
@@ -40,7 +38,7 @@ def moved(
     break_domain(domain)
     move(line)
     assert ask("later.start('gpu.now() == gpu.context'), later.result()") == "(None, True)"
-    yield line
+    return line
 
 
 @EXACT
