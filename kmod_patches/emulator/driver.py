@@ -7,21 +7,18 @@ no symbol versions of nvidia.ko's: good for the stub, not for a real machine, fo
 
 from __future__ import annotations
 
-import hashlib
 import os
-import shutil
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 from emulator.kernel import Kernel
 from kmod import debian, hooks
+from kmod.caching import making
 from kmod.command import run
 from kmod.tree import copy, find
 
 BUILD_DEADLINE_S = 1800.0
-PATCH = Path(__file__).resolve().parents[1]
-PATCH_PARTS = ("src", "hooks", "mends")
+DIGEST_DIGITS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +33,7 @@ class Driver:
 def build(suite: str, kernel: Kernel, cache: Path, *, patched: bool) -> Driver:
     """The module of a suite's driver, from the cache if that holds it. Raises Unavailable, KmodError."""
     fetched = debian.fetch(suite, cache)
-    kind = patch_digest() if patched else "stock"
+    kind = hooks.whole_patch().digest()[:DIGEST_DIGITS] if patched else "stock"
     folder = cache / "uvm" / f"{fetched.version}-{kernel.release}-{kind}"
     if not folder.is_dir():
         _build(fetched.tree, kernel, folder, patched=patched)
@@ -44,20 +41,8 @@ def build(suite: str, kernel: Kernel, cache: Path, *, patched: bool) -> Driver:
     return Driver(tree.version, folder / "nvidia-uvm.ko", tree.root)
 
 
-def patch_digest() -> str:
-    """Names the patch as it is now."""
-    digest = hashlib.sha256()
-    for part in PATCH_PARTS:
-        for path in sorted((PATCH / part).rglob("*")):
-            if path.is_file() and path.suffix in (".c", ".h", ".cocci", ".py"):
-                digest.update(f"{path.relative_to(PATCH)}\0".encode() + path.read_bytes() + b"\0")
-    return digest.hexdigest()[:16]
-
-
 def _build(source: Path, kernel: Kernel, folder: Path, *, patched: bool) -> None:
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    made = Path(tempfile.mkdtemp(prefix=".build-", dir=folder.parent))
-    try:
+    with making(folder, "nvidia-uvm.ko") as made:
         tree = copy(find(source), made / "tree", whole=True)
         if patched:
             hooks.apply(tree, hooks.whole_patch())
@@ -67,8 +52,6 @@ def _build(source: Path, kernel: Kernel, folder: Path, *, patched: bool) -> None
         for path in [built, *tree.root.rglob("*.o"), *tree.root.rglob("*.o_binary")]:
             path.unlink()
         os.rename(made, folder)
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
 
 
 def make_command(tree: Path, kernel: Kernel) -> list[str | Path]:

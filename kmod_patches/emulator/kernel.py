@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from kmod.build import LIB_MODULES, releases
+from kmod.caching import making
 from kmod.command import run
 from kmod.errors import KmodError, Unavailable
 
-MODULES = Path("/lib/modules")
 DOWNLOAD_DEADLINE_S = 300.0
 
 
@@ -30,25 +29,20 @@ class Kernel:
         return frozenset(line.split("\t")[1] for line in text.splitlines())
 
 
-def releases(modules: Path = MODULES) -> list[str]:
-    """Kernels whose headers are installed, newest name last."""
-    return sorted(path.parent.name for path in modules.glob("*/build") if (path / "Module.symvers").is_file())
-
-
 def find(cache: Path, release: str = "") -> Kernel:
     """The kernel of a release, or of the newest whose headers are here. Raises Unavailable, KmodError."""
-    known = releases()
-    release = release or (known[-1] if known else "")
+    known = [name for name in releases() if (LIB_MODULES / name / "build/Module.symvers").is_file()]
+    release = release or (known[0] if known else "")
     if release not in known:
         raise Unavailable(
-            f"no kernel headers{f' of {release}' if release else ''} are installed below {MODULES}"
+            f"no kernel headers{f' of {release}' if release else ''} are installed below {LIB_MODULES}"
         )
     image = cache / "kernels" / release / "boot" / f"vmlinuz-{release}"
     if not image.is_file():
         _unpack(release, image.parents[1])
     if not image.is_file():
         raise KmodError(f"the package of kernel {release} holds no image")
-    headers, sources = MODULES / release / "build", MODULES / release / "source"
+    headers, sources = LIB_MODULES / release / "build", LIB_MODULES / release / "source"
     return Kernel(release, headers, sources if sources.is_dir() else headers, image)
 
 
@@ -57,19 +51,12 @@ def _unpack(release: str, target: Path) -> None:
     version = run(
         ["dpkg-query", "-W", "-f", "${Version}", f"linux-headers-{release}"], deadline_s=DOWNLOAD_DEADLINE_S
     )
-    target.parent.mkdir(parents=True, exist_ok=True)
-    made = Path(tempfile.mkdtemp(prefix=".unpack-", dir=target.parent))
-    try:
+    with making(target, f"the image of kernel {release}") as made:
         command = ["apt-get", "-o", "APT::Sandbox::User=root", "download", f"linux-image-{release}={version}"]
         run(command, deadline_s=DOWNLOAD_DEADLINE_S, cwd=made)
         run(["dpkg-deb", "-x", next(made.glob("*.deb")), made / "package"], deadline_s=DOWNLOAD_DEADLINE_S)
-        # Of some 400 MB one file is wanted; whole under its name, or not at all.
+        # Of some 400 MB one file is wanted.
         kept = made / "kept" / "boot"
         kept.mkdir(parents=True)
         os.rename(made / "package" / "boot" / f"vmlinuz-{release}", kept / f"vmlinuz-{release}")
         os.rename(kept.parent, target)
-    except OSError as error:
-        if not target.is_dir():
-            raise KmodError(f"the image of kernel {release} could not be unpacked: {error}") from error
-    finally:
-        shutil.rmtree(made, ignore_errors=True)

@@ -34,7 +34,7 @@ class Kernel:
 
 def kernel(release: str = "", folder: Path = LIB_MODULES) -> Kernel:
     """The named kernel; by default the running one, else the newest with headers. Raises Unavailable."""
-    wanted = [release] if release else [os.uname().release, *_newest_first(folder)]
+    wanted = [release] if release else [os.uname().release, *releases(folder)]
     for name in wanted:
         # Where a distribution splits the headers, those that all flavours share are under `source`.
         for headers in (folder / name / "source", folder / name / "build"):
@@ -43,7 +43,8 @@ def kernel(release: str = "", folder: Path = LIB_MODULES) -> Kernel:
     raise Unavailable(f"no kernel headers for {release or 'any kernel'} below {folder}")
 
 
-def _newest_first(folder: Path) -> list[str]:
+def releases(folder: Path = LIB_MODULES) -> list[str]:
+    """The kernels that have modules or headers there, the newest first."""
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
     return sorted(names, key=lambda name: [int(part) for part in re.findall(r"\d+", name)], reverse=True)
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 import fcntl
 import os
 import re
-import shutil
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kmod import aptsources
+from kmod.caching import making
 from kmod.command import run
 from kmod.errors import KmodError, Unavailable
 
@@ -125,18 +124,10 @@ def _candidate(options: Sequence[str]) -> str:
 
 
 def _download(version: str, tree: Path, options: Sequence[str]) -> None:
-    tree.parent.mkdir(parents=True, exist_ok=True)
-    made = Path(tempfile.mkdtemp(prefix=".unpack-", dir=tree.parent))
-    try:
+    with making(tree, f"{PACKAGE} {version}") as made:
         command = ["apt-get", *options, "download", f"{PACKAGE}={version}"]
         run(command, deadline_s=DOWNLOAD_DEADLINE_S, cwd=made)
         package = next(made.glob("*.deb"))
         run(["dpkg-deb", "-x", package, made / "package"], deadline_s=UNPACK_DEADLINE_S)
         run(["tar", "-xJf", made / "package" / TARBALL, "-C", made], deadline_s=UNPACK_DEADLINE_S)
-        # Under its name only when it is whole: two runs at once both end with a whole tree.
         os.rename(made / TREE, tree)
-    except OSError as error:
-        if not tree.is_dir():
-            raise KmodError(f"{PACKAGE} {version} could not be unpacked: {error}") from error
-    finally:
-        shutil.rmtree(made, ignore_errors=True)

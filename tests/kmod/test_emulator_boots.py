@@ -49,35 +49,27 @@ def failures(seen: dict[str, vm.Result]) -> list[vm.Result]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("suite", ["bookworm", "trixie"])
-def test_the_stock_module_runs_on_the_stub(suite: str, tmp_path: Path) -> None:
-    machine = prepared(tmp_path, suite, patched=False)
-    assert not failures(boot(machine, "stock", tmp_path)), vm.tail(tmp_path / "console")
+@pytest.mark.parametrize(
+    "suite, patched, gpu",
+    [
+        ("bookworm", False, False),
+        ("trixie", False, False),
+        ("bookworm", False, True),
+        ("trixie", False, True),
+        ("trixie", True, False),
+        ("bookworm", True, True),
+        ("trixie", True, True),
+    ],
+)
+def test_the_module_passes_its_checks(suite: str, patched: bool, gpu: bool, tmp_path: Path) -> None:
+    """On the stub: what holds of the stock module; the patched one's device answers the daemon's reader.
 
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("suite", ["bookworm", "trixie"])
-def test_the_stock_module_runs_on_the_gpu_in_software(suite: str, tmp_path: Path) -> None:
-    """UVM's own tests of its channels and copies pass on it; a stray store is cancelled."""
-    machine = prepared(tmp_path, suite, patched=False, gpu=True)
-    assert not failures(boot(machine, "gpu-stock", tmp_path)), vm.tail(tmp_path / "console")
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-def test_the_patched_module_runs_on_the_stub(tmp_path: Path) -> None:
-    """All that holds of the stock module, and its device answers the daemon's reader."""
-    machine = prepared(tmp_path, "trixie", patched=True)
-    assert not failures(boot(machine, "patched", tmp_path)), vm.tail(tmp_path / "console")
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("suite", ["bookworm", "trixie"])
-def test_the_patched_module_keeps_a_fault_with_its_client(suite: str, tmp_path: Path) -> None:
-    machine = prepared(tmp_path, suite, patched=True, gpu=True)
-    assert not failures(boot(machine, "gpu-patched", tmp_path)), vm.tail(tmp_path / "console")
+    On the GPU in software: UVM's own tests of its channels and copies; a stray store is cancelled by the
+    stock module, and stays with its client by the patched one.
+    """
+    machine = prepared(tmp_path, suite, patched=patched, gpu=gpu)
+    (name,) = command.sets_for(patched=patched, gpu=gpu)
+    assert not failures(boot(machine, name, tmp_path)), vm.tail(tmp_path / "console")
 
 
 @pytest.mark.slow
