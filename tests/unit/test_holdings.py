@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from types import TracebackType
+from types import SimpleNamespace, TracebackType
 from typing import Any, cast
 
 import pytest
@@ -57,7 +57,8 @@ class Here:
         monkeypatch.setattr(holdings, "_let_go", threading.Event())
         monkeypatch.setattr(holdings, "_held", {})
         monkeypatch.setattr(holdings, "Vault", self._vault)
-        monkeypatch.setattr(holdings.atexit, "register", self.exits.append)
+        # Not the module's own register(): weakref's first finalizer registers there too.
+        monkeypatch.setattr(holdings, "atexit", SimpleNamespace(register=self.exits.append))
         monkeypatch.setattr(_cuda.Device, "found_lost", False)
 
     def _vault(self, _path: str, _token: bytes) -> Vault:
