@@ -19,9 +19,9 @@ from faultinject import report, takeover
 from faultinject.checkers import check, verdict
 from faultinject.failover import command as failover
 from faultinject.failover import reports as failover_reports
-from faultinject.faults import REGISTRY, by_name, select
+from faultinject.faults import REGISTRY, by_name, select, under_kernel_part
 from faultinject.history import load
-from faultinject.kinds import MODES
+from faultinject.kinds import EVERY_MODE, KMOD, MODES
 from faultinject.matrix import Matrix, Plan, passed, tell_stderr
 from faultinject.node import BACKENDS
 from faultinject.observation import observe
@@ -117,7 +117,9 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("--backend", choices=BACKENDS, required=True, help="the GPU")
     _add_common(run)
     run.add_argument("--kinds", type=names, default=["all"], help="all, or kinds (see list), by commas")
-    run.add_argument("--modes", type=names, default=list(MODES), help="stock, mpsd")
+    run.add_argument(
+        "--modes", type=names, default=list(MODES), help=f"of: {', '.join(EVERY_MODE)} (default: stock,mpsd)"
+    )
     # Without a survivor there is nobody whose fate could be judged.
     run.add_argument(
         "--survivors", type=number(1, MOST_SURVIVORS), default=3, help=f"1 to {MOST_SURVIVORS} (default: 3)"
@@ -176,8 +178,8 @@ def parser() -> argparse.ArgumentParser:
 
 def _run(args: argparse.Namespace) -> int:
     for mode in args.modes:
-        if mode not in MODES:
-            raise UsageError(f"there is no mode {mode!r}", remedy=f"use {' or '.join(MODES)}")
+        if mode not in EVERY_MODE:
+            raise UsageError(f"there is no mode {mode!r}", remedy=f"use {' or '.join(EVERY_MODE)}")
     check_folders(args.libcuda, args.driver)
     plan = Plan(
         args.backend,
@@ -204,10 +206,12 @@ def write(finished: dict[str, Any], json_path: Path | None, markdown_path: Path 
 
 
 def _list(args: argparse.Namespace) -> int:
-    rows = [["kind", "title", "class", "survivors under stock / mpsd"]]
+    rows = [["kind", "title", "class", f"survivors under {' / '.join(EVERY_MODE)}"]]
     words = {True: "live", False: "lost", None: "open"}
     for fault in REGISTRY:
-        fates = " / ".join(words[fault.survive[m]] if m in fault.modes else "-" for m in MODES)
+        survive = under_kernel_part(fault).survive
+        expected = {**fault.survive, KMOD: survive[KMOD]}
+        fates = " / ".join(words[expected[m]] if fault.runs_in(m) else "-" for m in EVERY_MODE)
         rows.append([fault.name, fault.title, " ".join(sorted(fault.classes)) or "-", fates])
     print(report.aligned(rows))
     return 0

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from faultinject import kinds
-from faultinject.faults import Fault, Hit, Naming, Recording, StallBar, Story
+from faultinject.faults import Fault, Hit, Naming, Recording, StallBar, Story, under_kernel_part
 from faultinject.observation import REFUSED_IN_FAULT, Observation
 from faultinject.verdict import Finding, Verdict, invalid, merge, unknown, valid
 
@@ -38,7 +38,10 @@ FULL_BYTES = 4 << 20
 
 
 def effective(fault: Fault, seen: Observation) -> Fault:
-    """The fault as this machine's settings make it: a guard that is on must absorb it in silence."""
+    """The fault as this machine's settings make it: a guard that is on must absorb it in silence, the kernel
+    part must sink it."""
+    if seen.mode == kinds.KMOD:
+        return under_kernel_part(fault)
     if not fault.kind.startswith("guard_") or seen.mode != "mpsd" or fault.variant:
         return fault
     if seen.guard_on:
@@ -155,7 +158,7 @@ def fresh_server(fault: Fault, seen: Observation) -> Judgement:
 
 def domain_stays(fault: Fault, seen: Observation) -> Judgement:
     """A fault elsewhere moves nobody, nor does one that was absorbed."""
-    if seen.mode == "stock" or not (fault.elsewhere or fault.kind in kinds.ZONE):
+    if seen.mode == "stock" or not (fault.elsewhere or fault.sunk or fault.kind in kinds.ZONE):
         return None
     return invalid("clients were moved for what harms none of them") if seen.moved else valid()
 
@@ -213,6 +216,20 @@ def hit_evicted(fault: Fault, seen: Observation) -> Judgement:
         return None
     if seen.hit.get("outcome") != "evicted":
         return invalid(f"after the hit the offender was {seen.hit.get('outcome')}, not evicted")
+    return valid() if seen.evicted_at is not None else invalid("the offender lived on")
+
+
+def sunk_by_kernel(fault: Fault, seen: Observation) -> Judgement:
+    """Each offender has a record of the kernel part, and was put out by mpsd."""
+    if not fault.sunk:
+        return None
+    ended = [r.offender for r in seen.records if (r.data.get("hit") or {}).get("zone") == "sink"]
+    left = [who for who in seen.offenders if who not in ended]
+    if left:
+        return invalid(f"no record of the kernel part for {left}")
+    told = [str(hit.get("outcome")) for hit in seen.hits if hit.get("outcome") != "evicted"]
+    if told:
+        return invalid(f"after it was sunk an offender was {told[0]}, not evicted")
     return valid() if seen.evicted_at is not None else invalid("the offender lived on")
 
 
@@ -321,6 +338,7 @@ LAWS: tuple[Law, ...] = (
     zones_laid,
     allocation_right,
     hit_evicted,
+    sunk_by_kernel,
     hit_absorbed,
     frozen_then_killed,
     gpu_was_full,
@@ -354,8 +372,8 @@ def record_in_time(fault: Fault, seen: Observation) -> Judgement:
 
 
 def evicted_in_time(fault: Fault, seen: Observation) -> Judgement:
-    applies = seen.mode == "mpsd" and fault.stall_bar is not StallBar.NONE
-    limit = BARS.hit_evict if fault.kind in kinds.ZONE else BARS.evict
+    applies = seen.mode != "stock" and fault.stall_bar is not StallBar.NONE
+    limit = BARS.hit_evict if fault.sunk or fault.kind in kinds.ZONE else BARS.evict
     return _bar("the eviction", seen.evict_ms, limit) if applies else None
 
 

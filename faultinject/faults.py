@@ -110,11 +110,20 @@ class Fault:
     poisons: bool = False
     hit: Hit = Hit.EVICTED
     proxied_survivors: bool = False
+    sunk: bool = False
     settings: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
         return f"{self.kind}@{self.variant}" if self.variant else self.kind
+
+    def runs_in(self, mode: str) -> bool:
+        """Guard zones and outer guards are other means than the kernel part, and what instructions of zeroes
+        end in is not known: those are not run in mode kmod."""
+        if mode != kinds.KMOD:
+            return mode in self.modes
+        other = self.kind in kinds.ZONE + kinds.CALL or (self.kind in kinds.GUARD and self.variant != "")
+        return "mpsd" in self.modes and not other
 
     @property
     def takes_domain(self) -> bool:
@@ -488,6 +497,27 @@ _SERVICE_FAULTS = (
 )
 
 REGISTRY: tuple[Fault, ...] = _GPU_FAULTS + _ZONE_FAULTS + _PROCESS_FAULTS + _SERVICE_FAULTS
+
+
+_SUNK = frozenset(kinds.MMU + kinds.ENGINE + kinds.GUARD + ("two_offenders",)) - {"read_only"}
+
+
+def under_kernel_part(fault: Fault) -> Fault:
+    """What must hold in mode kmod: a fault that is sunk is its client's alone, and the client's end."""
+    if fault.kind not in _SUNK:
+        return replace(fault, survive={**fault.survive, kinds.KMOD: fault.survive["mpsd"]})
+    # Nobody looks up what lies at the address: the client is gone by then.
+    classes = {"mmu-invalid-address" if c == "mmu-use-after-unmap" else c for c in fault.classes}
+    return replace(
+        fault,
+        survive={**fault.survive, "mpsd": True, kinds.KMOD: True},
+        # A client that is evicted with its kernel running may have a record of that too.
+        classes=frozenset(classes | {"death-in-flight"}),
+        recording=Recording.REQUIRED,
+        naming=Naming.CERTAIN,
+        stall_bar=StallBar.FREE,
+        sunk=True,
+    )
 
 
 def by_name(name: str) -> Fault:

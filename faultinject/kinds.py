@@ -51,3 +51,8 @@ GPU_KINDS = MMU + SM + CALL + ENGINE + HARMLESS + GUARD
 ALL = GPU_KINDS + ZONE + DEATH + HANG + PROCESS + PARTS + CIRCUMSTANCE + IDENTITY
 
 MODES = ("stock", "mpsd")
+
+KMOD = "kmod"
+"""mpsd with the kernel part, where nvidia-uvm is the patched one: a mode that is asked for by its name."""
+
+EVERY_MODE = (*MODES, KMOD)

@@ -18,6 +18,7 @@ from faultinject.checkers import check, verdict
 from faultinject.disk import disk_can_be_filled
 from faultinject.faults import Fault, Need
 from faultinject.history import History, clock
+from faultinject.kinds import KMOD
 from faultinject.node import Node, may_choose_pids, may_map_null, open_node
 from faultinject.observation import observe
 from faultinject.proxy.library import Libraries, find_libraries, installed
@@ -53,7 +54,7 @@ class Plan:
     driver: Path | None = None
 
     def pairs(self) -> list[tuple[Fault, str]]:
-        return [(f, m) for f in self.faults for m in self.modes if m in f.modes]
+        return [(f, m) for f in self.faults for m in self.modes if f.runs_in(m)]
 
 
 def command(
@@ -66,11 +67,13 @@ def command(
     return shlex.join(words)
 
 
-def lacking(fault: Fault, mode: str, base: Path, no_proxy: str = "") -> str | None:
+def lacking(fault: Fault, mode: str, base: Path, no_proxy: str = "", no_kernel_part: str = "") -> str | None:
     """What this machine lacks for this fault, in words; None when nothing is missing.
 
-    `no_proxy`: why there is no libcuda of mpsd's.
+    `no_proxy`: why there is no libcuda of mpsd's; `no_kernel_part`: why there is none.
     """
+    if mode == KMOD and no_kernel_part:
+        return no_kernel_part
     if Need.PROXY in fault.needs and no_proxy:
         return no_proxy
     if Need.NULL_PAGE in fault.needs and not may_map_null():
@@ -135,7 +138,10 @@ class Matrix:
         """One run, judged. Never raises for what goes wrong in it: that is a verdict."""
         repeat = command(self.plan.backend, [fault.name], [mode], self.plan.options, self.plan.libcuda)
         more = {"seed": self.plan.options.seed, "command": repeat}
-        lack = lacking(fault, mode, base, self._find_proxy(base) if Need.PROXY in fault.needs else "")
+        no_proxy = self._find_proxy(base) if Need.PROXY in fault.needs else ""
+        # A simulated node has the kernel part.
+        no_kernel_part = node.backend.no_isolation if isinstance(node, Node) else ""
+        lack = lacking(fault, mode, base, no_proxy, no_kernel_part)
         if lack is not None:
             return report.run_entry(fault, mode, None, (), not_run=lack, **more)
         began = clock()

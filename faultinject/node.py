@@ -47,6 +47,8 @@ class Node:
 def _close_backend(backend: Backend) -> None:
     if backend.kernel_log is not None:
         backend.kernel_log.close()
+    if backend.isolation is not None:
+        backend.isolation.close()
     backend.devices.close()
 
 
@@ -56,12 +58,13 @@ _FEW_ZONES = {"guard.zones_bytes_per_gpu": str(48 << 30)}
 
 
 def open_simulated_node(base: Path, gpus: int = 1) -> Node:
-    """A simulated node with so many GPUs under `base`, started now. Raises MpsdError."""
+    """A simulated node with so many GPUs under `base`, started now; its driver has the kernel part. Raises
+    MpsdError."""
     from mpsd.gpu.simulated.backend import open_simulated, stop_simulated
 
     directory = base / "g"
     directory.mkdir(parents=True, exist_ok=True)
-    backend = open_simulated(directory, gpus=gpus)
+    backend = open_simulated(directory, gpus=gpus, isolation=True)
 
     def close() -> None:
         _close_backend(backend)

@@ -52,7 +52,7 @@ RUN_SCHEMA: Mapping[str, tuple[type, ...]] = {
     "kind": (str,),  # faultinject.kinds.ALL
     "variant": (str,),  # how the kind was committed, "" where there is one way
     "title": (str,),
-    "mode": (str,),  # stock, mpsd
+    "mode": (str,),  # stock, mpsd, kmod
     "fault_class": TEXT,  # as mpsd classed it
     "expected_classes": (list,),
     "survivors": (int,),  # how many there were

@@ -19,6 +19,7 @@ from faultinject import leftovers
 from faultinject.control import StockControl
 from faultinject.disk import SmallDisk
 from faultinject.history import History
+from faultinject.kinds import KMOD
 from faultinject.node import Node, open_node
 from faultinject.proxy.library import Libraries
 from faultinject.service import MpsdService, Service, StockService
@@ -69,7 +70,8 @@ class Rig:
         else:
             node = open_node(self._backend, self.base)
             self._closers.append(node.close)
-        self.node = replace(node, settings={**node.settings, **self._settings})
+        part = {"kernel.isolation": '"isolate"' if self.mode == KMOD else '"off"'}
+        self.node = replace(node, settings={**node.settings, **part, **self._settings})
         logs = self.base / "l"
         if self._small_disk:
             self.disk = SmallDisk(logs)

@@ -10,8 +10,9 @@ from typing import Any
 
 from faultinject import kinds
 from faultinject.checkers import effective
-from faultinject.faults import Fault, Hit, Need, Recording
+from faultinject.faults import Fault, Hit, Need, Recording, under_kernel_part
 from faultinject.history import Entry, History, clock
+from faultinject.kinds import KMOD
 from faultinject.observation import observe
 from faultinject.programs.misdeeds import deed_of
 from faultinject.proxy.library import MPSD_RUN
@@ -96,6 +97,7 @@ class Stage:
         fault = self.fault
         args = [deed, "--variant", fault.variant, "--busy-s", str(self.node.busy_s)]
         args += ["--memory", str(self.node.memory), *(["--fill"] if fault.fills_gpu else [])]
+        args += ["--stay"] if self.mode == KMOD and under_kernel_part(fault).sunk else []
         environment: Mapping[str, str] | None = None
         if fault.kind == "other_domain":
             environment = self.rig.other_control().environ

@@ -38,15 +38,19 @@ def policy_of(config: Config, backend: Backend) -> Policy:
     )
 
 
-def guard_classes(config: Config, backend: Backend) -> frozenset[GuardClass]:
-    """The classes of range that are on; none where the GPU may use host pointers: a guard breaks them."""
+def guard_classes(config: Config, backend: Backend, *, isolated: bool) -> frozenset[GuardClass]:
+    """The classes of range that are on; none where the GPU may use host pointers: a guard breaks them.
+
+    `isolated`: the kernel part absorbs what they would, and says who did it: only what was asked for.
+    """
     if backend.host_pointers_work:
         return frozenset()
     chosen = {kind: getattr(config.guard, kind.value) for kind in GuardClass}
     return frozenset(
         kind
         for kind, setting in chosen.items()
-        if setting is GuardSetting.ON or (setting is GuardSetting.AUTO and kind in SAFE_GUARDS)
+        if setting is GuardSetting.ON
+        or (setting is GuardSetting.AUTO and kind in SAFE_GUARDS and not isolated)
     )
 
 

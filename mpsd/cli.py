@@ -63,7 +63,7 @@ def open_backend(config: Config) -> Backend:
         from mpsd.gpu.simulated.paths import default_dir
 
         where = Path(config.simulated.dir) if config.simulated.dir else default_dir()
-        return open_simulated(where, gpus=config.simulated.gpus)
+        return open_simulated(where, gpus=config.simulated.gpus, isolation=config.simulated.isolation)
     from mpsd.gpu.nvidia.backend import open_nvidia
 
     return open_nvidia()
@@ -92,6 +92,8 @@ def run(arguments: argparse.Namespace) -> int:
 
             asyncio.run(serve())
         finally:
+            if backend.isolation is not None:
+                backend.isolation.close()
             backend.devices.close()
     return 0
 

@@ -24,7 +24,7 @@ from typing import Any
 
 from mpsd.errors import ConfigError
 from mpsd.limits import SOCKET_PATH_LIMIT
-from mpsd.model import FailoverMode, ZonePolicy
+from mpsd.model import FailoverMode, IsolationMode, ZonePolicy
 
 SCHEMA_VERSION = 1
 # A socket of a control daemon by a slot's stable path (mpsd.layout), whose name may have so many bytes.
@@ -96,6 +96,7 @@ class Simulated:
         "empty: $MPSD_SIM_DIR, else $XDG_RUNTIME_DIR/mpsd-sim or /tmp/mpsd-sim-UID",
     )
     gpus: int = _key(1, "how many GPUs the simulated node has", low=1, high=16)
+    isolation: bool = _key(False, "the simulated driver has the kernel part")
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,6 +235,16 @@ class Guard:
 
 
 @dataclass(frozen=True, slots=True)
+class Kernel:
+    """[kernel]: the kernel part (kmod_patches), where nvidia-uvm is the patched one."""
+
+    isolation: IsolationMode = _key(
+        IsolationMode.ISOLATE,
+        "isolate: a memory fault ends its client alone; report: it is recorded, the driver answers; off",
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class JournalSettings:
     """[journal]: fault records, kept under state_dir."""
 
@@ -350,6 +361,7 @@ class Config:
     eviction: EvictionSettings = field(default_factory=EvictionSettings)
     lease: Lease = field(default_factory=Lease)
     guard: Guard = field(default_factory=Guard)
+    kernel: Kernel = field(default_factory=Kernel)
     journal: JournalSettings = field(default_factory=JournalSettings)
     store: Store = field(default_factory=Store)
     vault: VaultSettings = field(default_factory=VaultSettings)

@@ -38,6 +38,7 @@ from mpsd.gpu.base import Backend, KernelLog, XidSource
 from mpsd.gpuviews import GpuViews
 from mpsd.guard import Guards
 from mpsd.host import Callbacks, Hosts
+from mpsd.isolation import IsolationDesk
 from mpsd.journal import FAILOVERS, Journal
 from mpsd.layout import Layout
 from mpsd.leasestore import LeaseStore
@@ -151,8 +152,12 @@ class Daemon:
         )
         self._orphans = Orphans(self.backend.uvm, self.backend.work, interval_s, self._store)
         self.vault = Vault(vault_limits(self.config), self.backend.memory, self._store)
+        self.isolation = self._open_isolation()
         self._guards = Guards(
-            guard_classes(self.config, self.backend), guard.max_ranges, guard.follow_interval_s, self._post
+            guard_classes(self.config, self.backend, isolated=self.isolation.on),
+            guard.max_ranges,
+            guard.follow_interval_s,
+            self._post,
         )
         self._hosts = Hosts(
             self.backend.control_binary,
@@ -180,6 +185,7 @@ class Daemon:
             self.layout,
             self.bulletin,
             self.failover,
+            self.isolation,
             self._post,
         )
         self._performer = Performer(hands)
@@ -210,6 +216,11 @@ class Daemon:
         )
         self._views = GpuViews(self.backend.devices, self.gpus, lambda: own_pids(self.runtime.state))
         self._loop = loop
+
+    def _open_isolation(self) -> IsolationDesk:
+        backend, wanted = self.backend, self.config.kernel.isolation
+        asked = (self.vault.has, self._zones.idle, self.policy.evidence_window_s)
+        return IsolationDesk(backend.isolation, backend.no_isolation, wanted, self._post, *asked)
 
     def _post(self, event: ev.Event) -> None:
         if isinstance(event, ev.DomainStarted | ev.DomainStartFailed):
@@ -247,6 +258,7 @@ class Daemon:
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(number, self._stop.set)
         await self._adopt()
+        self.isolation.start()
         await listener.start()
         ledgers = LedgerDesk(self._zones, self._trackers, lambda: self.runtime.state, self.vault.knows)
         door = Door(self.layout.vault_socket, self.vault, take_ledger=ledgers.take)
@@ -285,6 +297,7 @@ class Daemon:
             await self._close()
 
     async def _close(self) -> None:
+        self.isolation.close()
         self._rounds.close()
         self._views.close()
         await self._work.close()
@@ -559,7 +572,7 @@ class Daemon:
         found = [*self._source_problems, *self.absent, *self._store.problems(), *self._unknown_domains]
         found += self._orphans.problems() + self.vault.problems()
         found += [p for p in (*self.bulletin.problems(), self._statefile.problem) if p]
-        found += self.failover.problems()
+        found += self.failover.problems() + self.isolation.problems()
         found += [f"no domain starts for {slot}: {why}" for slot, why in self._start_problems.items()]
         found += self._rounds.problems()
         if self._guards.kinds:

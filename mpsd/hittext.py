@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mpsd.core.records import FaultRecord, HitFacts, HitOutcome
-from mpsd.model import Access, Nearby, Relation, ZoneRole
+from mpsd.model import Access, LiesThere, Nearby, Relation, ZoneRole
 
 PAGE = 4096
 _VERBS = {
@@ -31,10 +31,11 @@ def summary(record: FaultRecord) -> str:
 
 def _where(record: FaultRecord, facts: HitFacts) -> str:
     near = facts.nearby
-    if facts.role is ZoneRole.NULL_PAGE:
+    if record.lies_there is LiesThere.NULL_PAGE:
         return f"through a null pointer (address {record.address:#x})"
     if near is None:
-        return f"at {record.address:#x} in a guard zone"
+        where = "where nothing is mapped" if facts.role is ZoneRole.SINK else "in a guard zone"
+        return f"at {record.address:#x} {where}"
     freed = f" and freed {duration(near.freed_s)} ago" if near.freed_s is not None else ""
     what = f"a {size(near.size)} allocation made {duration(near.age_s)} ago{freed}"
     return f"{_distance(near)} {near.relation} {what}"

@@ -239,12 +239,61 @@ class Again(IntEnum):
     IN_TURN = 2
 
 
+class IsolationMode(StrEnum):
+    """What the kernel part does with a fatal MMU fault. off: the stock driver. report: the stock driver
+    answers, and it is recorded. isolate: what may be sunk is, and the client that did it has to go.
+    """
+
+    OFF = "off"
+    REPORT = "report"
+    ISOLATE = "isolate"
+
+
+class KernelAction(StrEnum):
+    """What the kernel part did: with a fault, against a client that it sank faults of, or with the fault of
+    work whose address space is gone (orphan)."""
+
+    REPORTED = "reported"
+    SUNK = "sunk"
+    REFUSED = "refused"
+    KILL = "kill"
+    STOP = "stop"
+    GIVE_UP = "give up"
+    ORPHAN = "orphan"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class KernelFault:
+    """One record of the kernel part (kmod_patches/src/mpsd-abi.h).
+
+    `space` names the address space to the module. `process` made it: None where it is not known or not seen
+    from here. `event.fatal` says only that UVM could not service it. `why`: the reason of a stock answer,
+    empty where the fault was or would be sunk. `faults` of this space so far, this one included.
+    `acknowledged`: somebody has said that this client is being put out.
+    """
+
+    seq: int
+    action: KernelAction
+    space: int
+    process: ProcessInstance | None
+    event: UvmEvent
+    engine: str
+    why: str
+    faults: int
+    gpu_uuid: str
+    sink_bytes: int = 0
+    acknowledged: bool = False
+
+
 class ZoneRole(StrEnum):
-    """Why a guard zone lies where it does."""
+    """Why an access was absorbed where it was: by a guard zone of the program's own, laid before, or by a
+    sink that the kernel part put under it."""
 
     GUARD = "guard"
     QUARANTINE = "quarantine"
     NULL_PAGE = "null page"
+    SINK = "sink"
 
 
 class Relation(StrEnum):

@@ -124,6 +124,7 @@ class Operations:
             vault=daemon.vault.shown(),
             zones=daemon.guard_zones(),
             failover=daemon.failover.shown(),
+            isolation=daemon.isolation.shown(),
         )
         answer: Reply = shown_to(peer, status(daemon.runtime.state, around))
         return answer
@@ -172,7 +173,8 @@ class Operations:
             gpus={g.uuid: partial(daemon.backend.devices.memory_used, g.uuid) for g in daemon.gpus},
         )
         async with self._slow:
-            checks = [*await asyncio.to_thread(ask), _configured(daemon.absent)]
+            isolation = await asyncio.to_thread(daemon.isolation.check)
+            checks = [*await asyncio.to_thread(ask), isolation, _configured(daemon.absent)]
         rows = [{"name": c.name, "ok": c.ok, "finding": c.finding, "remedy": c.remedy} for c in checks]
         return {"checks": rows}
 

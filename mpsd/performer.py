@@ -21,6 +21,7 @@ from mpsd.core import events as ev
 from mpsd.failover.desk import FailoverDesk
 from mpsd.guard import Guards
 from mpsd.host import Hosts
+from mpsd.isolation import IsolationDesk
 from mpsd.layout import Layout
 from mpsd.model import LiesThere
 from mpsd.tasks import Tasks
@@ -46,6 +47,7 @@ class Hands:
     layout: Layout
     bulletin: Bulletin
     failover: FailoverDesk
+    isolation: IsolationDesk
     post: Callable[[ev.Event], None]
 
 
@@ -70,6 +72,7 @@ class Performer:
             fx.Forget: self._forget,
             fx.Inspect: self._inspect,
             fx.Describe: self._describe,
+            fx.Acknowledge: lambda e: hands.isolation.acknowledge(e.space),
             fx.Freeze: self._freeze,
             fx.LookAtFrozen: self._look_at_frozen,
             fx.Record: lambda e: hands.bulletin.record(e.record),

@@ -61,6 +61,7 @@ class Surroundings:
     # Bytes in the vault of each process that is proxied.
     vault: Mapping[ProcessInstance, int] = field(default_factory=dict)
     failover: Mapping[str, Any] = field(default_factory=dict)
+    isolation: Mapping[str, Any] = field(default_factory=dict)
 
 
 def look_at_gpus(devices: DeviceManager, gpus: Sequence[Gpu]) -> list[GpuView]:
@@ -92,6 +93,7 @@ def status(state: State, around: Surroundings) -> dict[str, Any]:
         "draining": bool(state.drained),
         "drained_gpus": sorted(v.gpu.uuid for v in around.gpus if state.drained & {"*", v.gpu.uuid}),
         "problems": list(around.problems),
+        "kernel_isolation": dict(around.isolation),
         "gpus": [_gpu(state, view, around) for view in around.gpus],
         "failover": dict(around.failover),
         "slots": failover_view.slot_rows(state, around.now),

@@ -38,6 +38,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--fill", action="store_true", help="kernels occupy every SM")
     parser.add_argument("--busy-s", type=float, default=0.5, help="how long a kernel runs that ends")
     parser.add_argument("--memory", type=int, default=1 << 20, help="bytes of device memory it holds")
+    parser.add_argument("--stay", action="store_true", help="live on where the deed did it no harm")
     args = parser.parse_args(argv)
     no_core_dumps()
     inbox = Inbox()
@@ -55,8 +56,8 @@ def main(argv: list[str]) -> int:
         inbox.expect("go")
         commit(device, plan)
         say("outcome", code=0)
-        if plan.kind in kinds.ZONE:
-            # What a zone absorbed does not end it: that is for mpsd to do.
+        if args.stay or plan.kind in kinds.ZONE:
+            # What was absorbed does not end it: that is for mpsd to do.
             live_on(device, inbox)
     except DeviceError as error:
         say("outcome", code=error.code, text=str(error))

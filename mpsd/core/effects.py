@@ -123,6 +123,13 @@ class Describe:
 
 
 @dataclass(frozen=True, slots=True)
+class Acknowledge:
+    """Tell the kernel part that who made this space is being put out, so that it waits before it kills."""
+
+    space: int
+
+
+@dataclass(frozen=True, slots=True)
 class Freeze:
     """SIGSTOP by pidfd, so that it can be looked at. `owner`: as for Kill; FreezeRefused if it is not."""
 
@@ -247,6 +254,7 @@ Effect = (
     | Forget
     | Inspect
     | Describe
+    | Acknowledge
     | Freeze
     | LookAtFrozen
     | Record

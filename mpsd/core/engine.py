@@ -20,6 +20,7 @@ from mpsd.core import (
     killing,
     members,
     proof,
+    sinks,
     strays,
     turns,
 )
@@ -108,6 +109,7 @@ _HANDLERS: Mapping[type, Callable[[Draft, Any], None]] = {
     ev.UvmFatal: faults.on_uvm_fatal,
     ev.Inspected: faults.on_inspected,
     ev.GuardHit: hits.on_guard_hit,
+    ev.KernelFaultSeen: sinks.on_kernel_fault,
     ev.HitDescribed: hits.on_described,
     ev.ZonePolicySet: hits.on_policy_set,
     ev.FreezeRestored: hits.on_freeze_restored,

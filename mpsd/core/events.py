@@ -13,6 +13,7 @@ from mpsd.core.state import DomainState
 from mpsd.model import (
     ClientId,
     FailoverMode,
+    KernelFault,
     KernelXid,
     LiesThere,
     Liveness,
@@ -237,6 +238,18 @@ class GuardHit:
     role: ZoneRole
     count: int
     liveness: Liveness
+    idle: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class KernelFaultSeen:
+    """A record of the kernel part. `liveness` of its process was read just before; `own_memory` and `age_s`
+    as for UvmFatal; `idle` as for GuardHit."""
+
+    fault: KernelFault
+    liveness: Liveness
+    own_memory: bool = False
+    age_s: float = 0.0
     idle: bool = False
 
 
@@ -503,6 +516,7 @@ Event = (
     | WorkNotVisible
     | UvmFatal
     | GuardHit
+    | KernelFaultSeen
     | HitDescribed
     | ZonePolicySet
     | FreezeRestored

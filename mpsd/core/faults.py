@@ -21,6 +21,11 @@ _IN_SERVICE = (DomainState.ACTIVE, DomainState.WARM, DomainState.POISONED, Domai
 
 
 def on_uvm_fatal(draft: Draft, event: ev.UvmFatal) -> None:
+    on_fatal(draft, event, at.uvm_evidence(event.event, draft.now))
+
+
+def on_fatal(draft: Draft, event: ev.UvmFatal, sign: Evidence) -> None:
+    """A fault of the MMU that took the client's domain with it, however it came to be known (`sign`)."""
     client = draft.state.clients.get(event.client)
     domain = draft.state.domains.get(event.client.domain)
     if client is None or domain is None or event.event.access is Access.PREFETCH:
@@ -32,7 +37,6 @@ def on_uvm_fatal(draft: Draft, event: ev.UvmFatal) -> None:
         # Its old context may reach its memory no more; that what still runs there meets this is no fault.
         draft.count("failover_echoes")
         return
-    sign = at.uvm_evidence(event.event, draft.now)
     open_records = at.open_for(draft.state, domain.id, draft.now)
     sure = (r for r in open_records if r.confidence is Confidence.CERTAIN and r.offender is not None)
     same = next((r for r in sure if r.offender and r.offender.id == client.id), None)
@@ -173,7 +177,7 @@ def on_kernel_xid(draft: Draft, event: ev.KernelXidSeen) -> None:
         draft.count("xids_ignored")
         return
     if event.xid.pid is None:
-        _join_or_stray(draft, event.gpu, event.xid.xid, sign)
+        join_or_stray(draft, event.gpu, event.xid.xid, sign)
         return
     left = failover.left_lately(draft.state, event.xid.pid, draft.now)
     if left is not None:
@@ -213,10 +217,10 @@ def on_nvml_xid(draft: Draft, event: ev.NvmlXidSeen) -> None:
     if device is not None:
         _device_fault(draft, device, event.xid.gpu_uuid, sign)
     elif event.xid.xid in taxonomy.CLIENT_XIDS:
-        _join_or_stray(draft, event.xid.gpu_uuid, event.xid.xid, sign)
+        join_or_stray(draft, event.xid.gpu_uuid, event.xid.xid, sign)
 
 
-def _join_or_stray(draft: Draft, gpu: str | None, xid: int, sign: Evidence) -> None:
+def join_or_stray(draft: Draft, gpu: str | None, xid: int, sign: Evidence) -> None:
     """Give the sign to the one open fault of that GPU, or let it wait for one."""
     if gpu is None:
         draft.count("xids_of_unknown_gpus")

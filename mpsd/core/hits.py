@@ -1,4 +1,5 @@
-"""Handlers for guard hits: what is done with a client whose stray access a guard zone absorbed.
+"""Handlers for guard hits: what is done with a client whose stray access a guard zone absorbed, or a sink of
+the kernel part (core/sinks.py).
 
 The offender is certain: the event came on the tracker of its own address space, with an address in a zone
 that its own process laid. What the policy wants is done before anything is written down, and the rest of
@@ -7,10 +8,10 @@ the story (what lay there, how it ended) comes as revisions of the record.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from mpsd.core import attribution as at
-from mpsd.core import domains, hitrecords, proof
+from mpsd.core import domains, hitrecords, proof, taxonomy
 from mpsd.core import events as ev
 from mpsd.core.clients import begin_eviction
 from mpsd.core.draft import Draft
@@ -28,14 +29,33 @@ def policy_of(draft: Draft, client: Client) -> ZonePolicy:
     return client.zone_policy or draft.state.policy.zone_policy
 
 
+@dataclass(frozen=True, slots=True)
+class Stray:
+    """An access that was absorbed: what is to be done with its client, and how its record calls it."""
+
+    hit: ev.GuardHit
+    policy: ZonePolicy
+    fault_class: str
+    sign: Evidence
+    reason: str
+
+
 def on_guard_hit(draft: Draft, event: ev.GuardHit) -> None:
-    client = draft.state.clients.get(event.client)
-    if client is None or event.event.fatal or event.event.access is Access.PREFETCH:
+    client, seen = draft.state.clients.get(event.client), event.event
+    if client is None or seen.fatal or seen.access is Access.PREFETCH:
         draft.count("guard_hits_of_nobody")
         return
     draft.count("guard_hits", event.count)
+    text = f"{seen.access.value} at {seen.address:#x}, serviced, in a guard zone of its own ({event.role})"
+    sign = Evidence(Source.UVM, draft.now, text)
     policy = policy_of(draft, client)
-    outcome, why = _act(draft, client, policy, event) if client.living else (HitOutcome.ENDED, "")
+    absorbed(draft, client, Stray(event, policy, FAULT_CLASS, sign, "a guard zone was hit"))
+
+
+def absorbed(draft: Draft, client: Client, stray: Stray) -> HitOutcome:
+    """Do what is to be done with this client, and record it; what that came to."""
+    event, policy = stray.hit, stray.policy
+    outcome, why = _act(draft, client, stray) if client.living else (HitOutcome.ENDED, "")
     process = client.id.process
     # Of the dead too: their kernels run on, and what they did is told a moment later.
     record = hitrecords.of(draft.state, process, draft.now, living=client.living)
@@ -45,9 +65,10 @@ def on_guard_hit(draft: Draft, event: ev.GuardHit) -> None:
         # Its record had to make room for others': counted, and no more.
         draft.count("guard_hits_untold", event.count)
     else:
-        _begin(draft, client, event, HitFacts(event.role, policy, draft.now, outcome, event.count, why=why))
+        _begin(draft, client, stray, HitFacts(event.role, policy, draft.now, outcome, event.count, why=why))
     if client.living:
         hitrecords.tally(draft, process, event.count, recorded=record is None)
+    return outcome
 
 
 def _once_more(
@@ -63,25 +84,25 @@ def _once_more(
         hitrecords.write(draft, replace(record, hit=replace(facts, policy=policy, outcome=outcome, why=why)))
 
 
-def _begin(draft: Draft, client: Client, event: ev.GuardHit, facts: HitFacts) -> None:
-    number, seen = draft.state.next_fault, event.event
+def _begin(draft: Draft, client: Client, stray: Stray, facts: HitFacts) -> None:
+    number, event, seen = draft.state.next_fault, stray.hit, stray.hit.event
     draft.state = replace(draft.state, next_fault=number + 1)
     draft.count("guard_hit_records")
-    text = f"{seen.access.value} at {seen.address:#x}, serviced, in a guard zone of its own ({event.role})"
+    null = event.role is ZoneRole.NULL_PAGE or seen.address < taxonomy.NULL_PAGE_BYTES
     record = FaultRecord(
         number,
         draft.now,
         client.id.domain,
         draft.state.domains[client.id.domain].gpus,
-        FAULT_CLASS,
+        stray.fault_class,
         offender=at.party(client),
         confidence=Confidence.CERTAIN,
         address=seen.address,
         access=seen.access,
         fault_type=at.fault_type_name(seen),
-        lies_there=LiesThere.NULL_PAGE if event.role is ZoneRole.NULL_PAGE else None,
+        lies_there=LiesThere.NULL_PAGE if null else None,
         source_ns=seen.timestamp_ns,
-        evidence=(Evidence(Source.UVM, draft.now, text),),
+        evidence=(stray.sign,),
         hit=facts,
     )
     if facts.outcome is HitOutcome.ENDED:
@@ -93,8 +114,9 @@ def _begin(draft: Draft, client: Client, event: ev.GuardHit, facts: HitFacts) ->
 # -- what is done ----------------------------------------------------------------------------------------
 
 
-def _act(draft: Draft, client: Client, policy: ZonePolicy, event: ev.GuardHit) -> tuple[HitOutcome, str]:
+def _act(draft: Draft, client: Client, stray: Stray) -> tuple[HitOutcome, str]:
     """Do what the policy wants; what that comes to, and why it is less than that."""
+    policy, event = stray.policy, stray.hit
     process = client.id.process
     living = [c for c in draft.state.spaces_of(process) if c.living]
     if any(c.state in _GOING for c in living):
@@ -109,7 +131,7 @@ def _act(draft: Draft, client: Client, policy: ZonePolicy, event: ev.GuardHit) -
     # In a lost domain there is nothing to inspect, and who is stopped there would stay for ever.
     lost = any(domains.work_is_lost(draft.state.domains[c.id.domain]) for c in living)
     if policy is ZonePolicy.EVICT or lost:
-        eviction = Eviction(POLICY, "a guard zone was hit", draft.now)
+        eviction = Eviction(POLICY, stray.reason, draft.now)
         begin_eviction(draft, believed, eviction, event.liveness, idle=event.idle)
         return HitOutcome.EVICTING, ""
     _freeze(draft, believed[0], event.liveness)

@@ -21,6 +21,7 @@ class Source(StrEnum):
     """Where a piece of evidence came from, most telling first."""
 
     UVM = "uvm"
+    KERNEL_PART = "kernel-part"
     KERNEL_LOG = "kernel-log"
     SERVER_LOG = "server-log"
     SERVER_STATE = "server-state"

@@ -77,6 +77,7 @@ def status(view: Mapping[str, Any], style: Style, *, headers: bool = True) -> li
     if view["draining"]:
         lines.append(style.paint(f"draining: {', '.join(view['drained_gpus'])}", "warn"))
     lines += [style.paint(f"note: {printable(text)}", "warn") for text in view.get("problems", ())]
+    lines += _isolation(view.get("kernel_isolation") or {})
     for gpu in view["gpus"]:
         lines += ["", *_gpu(gpu, view, style)]
     lines += failovertext.slots(view)
@@ -85,6 +86,16 @@ def status(view: Mapping[str, Any], style: Style, *, headers: bool = True) -> li
     for gpu in view["gpus"]:
         lines += _strangers(gpu, style, headers=headers)
     return lines
+
+
+def _isolation(shown: Mapping[str, Any]) -> list[str]:
+    """One line, also where it is off: whether a memory fault ends everybody is what people want to know."""
+    if not shown:
+        return []
+    if shown["mode"] is None:
+        return [f"kernel isolation: off ({printable(shown['why_not'])})"]
+    state = "on" if shown["mode"] == "isolate" else "off"
+    return [f"kernel isolation: {state} (driver {printable(shown['driver'])}, mode {shown['mode']})"]
 
 
 def _gpu(gpu: Mapping[str, Any], view: Mapping[str, Any], style: Style) -> list[str]:

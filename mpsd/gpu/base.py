@@ -14,6 +14,8 @@ from mpsd.model import (
     ComputeMode,
     Gpu,
     GpuProcess,
+    IsolationMode,
+    KernelFault,
     KernelXid,
     NvmlXid,
     ProcessInstance,
@@ -160,6 +162,48 @@ class KernelLog(Protocol):
     def close(self) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class IsolationState:
+    """What the kernel part says of itself. `driver`: the version of the modules that it is built into;
+    `loaded_ns` (CLOCK_BOOTTIME): when. `written`: records since then."""
+
+    mode: IsolationMode
+    driver: str
+    deadline_ms: int
+    loaded_ns: int
+    written: int
+
+
+class Isolation(Protocol):
+    """The door of a patched nvidia-uvm: its records, and what it is told. Readable means: call drain()."""
+
+    def fileno(self) -> int: ...
+    def state(self) -> IsolationState:
+        """Raises GpuError."""
+        ...
+
+    def set_mode(self, mode: IsolationMode) -> None:
+        """Of the module, for everybody. Raises GpuError."""
+        ...
+
+    def drain(self) -> Sequence[KernelFault]:
+        """Records since the last call, in order; a gap in `seq` is what came too fast. Raises GpuError."""
+        ...
+
+    def acknowledge(self, space: int) -> bool:
+        """Say that who made this space is being put out: the module waits longer before it kills. False:
+        there is nothing to wait for, it has gone or is being killed. Raises GpuError."""
+        ...
+
+    def kill(self, space: int) -> bool:
+        """Let the module do that now; False as above. Raises GpuError."""
+        ...
+
+    def close(self) -> None:
+        """Takes acknowledgements back. Idempotent."""
+        ...
+
+
 class DeviceManager(Protocol):
     """NVML, or its stand-in."""
 
@@ -182,6 +226,21 @@ class Check:
     remedy: str = ""
 
 
+def isolation_check(state: IsolationState) -> Check:
+    """`doctor` on a kernel part that answers."""
+    on = state.mode is IsolationMode.ISOLATE
+    finding = f"{'on' if on else 'off'} (driver {state.driver}, mode {state.mode})"
+    return Check(
+        "kernel isolation", True if on else None, finding, "" if on else "mpsd sets the mode: [kernel]"
+    )
+
+
+def no_isolation_check(why: str, remedy: str) -> Check:
+    """`doctor` without the kernel part."""
+    instead = "a memory fault ends every client of its domain; guards and fail-over are what protects"
+    return Check("kernel isolation", None, f"off: {why}: {instead}", remedy)
+
+
 @dataclass(frozen=True, slots=True)
 class Backend:
     """A GPU node: what the daemon is assembled from.
@@ -189,6 +248,7 @@ class Backend:
     `control_binary` is the stock nvidia-cuda-mps-control or its stand-in: both are driven through
     the same adapter. `control_environment` is added to the environment of control daemons.
     `host_pointers_work`: kernels may use ordinary host memory (HMM, ATS), so no outer guard there.
+    `isolation`: None without the kernel part; `no_isolation` says why.
     """
 
     name: str
@@ -202,3 +262,5 @@ class Backend:
     memory: MemoryInspector
     checks: Sequence[Check] = ()
     host_pointers_work: bool = False
+    isolation: Isolation | None = None
+    no_isolation: str = ""

@@ -218,6 +218,7 @@ def test_the_default_path_is_served_on_request() -> None:
         row = site.attached(client)["clients"][0]
         domain = next(d for d in site.status()["domains"] if d["id"] == row["domain"])
         assert (domain["uid"], row["state"]) == (None, "attached")
+        settled(site)
         client.fault()
         site.until_fault("mmu-invalid-address")
         again = site.program(environ=site.environ() | {"CUDA_MPS_PIPE_DIRECTORY": str(default)})

@@ -27,7 +27,9 @@ from faultinject.node import open_node
 from faultinject.worker import Worker, python_environment
 from mpsd.control import ControlDaemon
 from mpsd.errors import MpsdError
-from mpsd.gpu.base import AddressSpace, Tracker, WorkView
+from mpsd.gpu.base import AddressSpace, Isolation, Tracker, WorkView
+from mpsd.gpu.nvidia.kernel import NvidiaIsolation
+from mpsd.gpu.simulated.door import SimulatedIsolation
 from mpsd.model import Gpu, KernelXid, ServerState, UvmEvent
 from tests.support.descriptors import open_descriptors
 from tests.support.program import Program
@@ -141,6 +143,14 @@ class Machine:
             base = self.next_directory()
             self._shared = Domain(self, base).start()
         return self._shared
+
+    def isolation(self) -> Isolation | None:
+        """Another open file of the kernel part; None where the driver has none."""
+        if self.backend.isolation is None:
+            return None
+        if isinstance(self.backend.isolation, NvidiaIsolation):
+            return NvidiaIsolation()
+        return SimulatedIsolation(self.harness.environment["MPSD_SIM_DIR"])
 
     def close(self) -> None:
         try:

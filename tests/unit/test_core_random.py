@@ -27,6 +27,8 @@ from mpsd.model import (
     Access,
     ClientId,
     Confidence,
+    KernelAction,
+    KernelFault,
     LiesThere,
     Liveness,
     Nearby,
@@ -394,6 +396,24 @@ class Daemon(RuleBasedStateMachine):
             self.truth.faulted.add(client.process)
         event = replace(uvm(ADDRESSES[1], access), fatal=False)
         self.do(ev.GuardHit(client, event, role, count, liveness))
+
+    @rule(
+        pick=picks,
+        action=st.sampled_from(KernelAction),
+        liveness=st.sampled_from((Liveness.RUNNING, Liveness.RUNNING, Liveness.STOPPED, Liveness.DEAD)),
+        faults=st.integers(1, 9),
+        known=st.booleans(),
+    )
+    def kernel_record(
+        self, pick: int, action: KernelAction, liveness: Liveness, faults: int, known: bool
+    ) -> None:
+        client = self.client_picked(pick)
+        faulted = (KernelAction.SUNK, KernelAction.REPORTED, KernelAction.REFUSED)
+        if known and action in faulted:
+            self.truth.faulted.add(client.process)
+        maker = client.process if known and action is not KernelAction.ORPHAN else None
+        fault = KernelFault(1, action, pick, maker, uvm(ADDRESSES[1]), "graphics", "", faults, GPUS[0])
+        self.do(ev.KernelFaultSeen(fault, liveness))
 
     @rule(number=st.integers(0, 30), kernel=st.sampled_from((None, "wild")))
     def hit_described(self, number: int, kernel: str | None) -> None:

@@ -5,8 +5,9 @@ Long because the table is long: one test or parameter for each row, all on the s
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
@@ -29,6 +30,8 @@ class Recorder:
     notices: list[dict[str, object]] = field(default_factory=list)
     xids: list[tuple[int, int | None, str]] = field(default_factory=list)
     nvml: list[int] = field(default_factory=list)
+    records: list[dict[str, Any]] = field(default_factory=list)
+    killed: list[int] = field(default_factory=list)
 
     def uvm_event(self, space: Space, event: UvmEvent) -> None:
         self.events.append((space.pid, event))
@@ -44,6 +47,12 @@ class Recorder:
 
     def nvml_xid(self, unit: Unit, number: int) -> None:
         self.nvml.append(number)
+
+    def kernel_record(self, record: Mapping[str, Any]) -> None:
+        self.records.append(dict(record))
+
+    def kill(self, space: Space) -> None:
+        self.killed.append(space.pid)
 
 
 class Node:

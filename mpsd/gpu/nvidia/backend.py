@@ -6,8 +6,15 @@ import os
 
 from mpsd.errors import MpsdError, UnsupportedError
 from mpsd.gpu.base import Backend, Check, KernelLog
-from mpsd.gpu.nvidia.checks import CONTROL_BINARY, addressing, find_binary, nvidia_checks
+from mpsd.gpu.nvidia.checks import (
+    CONTROL_BINARY,
+    addressing,
+    find_binary,
+    kernel_isolation,
+    nvidia_checks,
+)
 from mpsd.gpu.nvidia.exported import NvidiaMemory
+from mpsd.gpu.nvidia.kernel import NvidiaIsolation
 from mpsd.gpu.nvidia.nvml import Nvml
 from mpsd.gpu.nvidia.work import NvidiaWork
 from mpsd.linux.kmsg import KernelRing
@@ -31,6 +38,7 @@ def open_nvidia() -> Backend:
             f"{CONTROL_BINARY} was not found on PATH", remedy="install the driver's compute utilities"
         )
     nvml = Nvml()
+    isolation, no_isolation = _isolation()
     try:
         return Backend(
             name="nvidia",
@@ -44,22 +52,35 @@ def open_nvidia() -> Backend:
             memory=NvidiaMemory({gpu.uuid: gpu.memory_bytes for gpu in nvml.gpus()}),
             checks=nvidia_checks(nvml),
             host_pointers_work=any(addressing(nvml, gpu) != "none" for gpu in nvml.gpus()),
+            isolation=isolation,
+            no_isolation=no_isolation,
         )
     except BaseException:
+        if isolation is not None:
+            isolation.close()
         nvml.close()
         raise
 
 
 def checks() -> list[Check]:
     """The checks of this machine, also where open_nvidia() would fail."""
+    isolation = kernel_isolation()
     try:
         nvml = Nvml()
     except MpsdError as error:
-        return nvidia_checks(None, error)
+        return [*nvidia_checks(None, error), isolation]
     try:
-        return nvidia_checks(nvml)
+        return [*nvidia_checks(nvml), isolation]
     finally:
         nvml.close()
+
+
+def _isolation() -> tuple[NvidiaIsolation | None, str]:
+    """The kernel part, or why there is none."""
+    try:
+        return NvidiaIsolation(), ""
+    except MpsdError as error:
+        return None, str(error)
 
 
 def _kernel_log() -> KernelLog | None:

@@ -7,8 +7,10 @@ import stat
 from collections.abc import Callable
 from typing import TypeVar
 
-from mpsd.errors import MpsdError
-from mpsd.gpu.base import Check
+from mpsd.errors import MpsdError, UnsupportedError
+from mpsd.gpu.base import Check, isolation_check, no_isolation_check
+from mpsd.gpu.nvidia.kernel import NvidiaIsolation
+from mpsd.gpu.nvidia.kernel_abi import DEVICE
 from mpsd.gpu.nvidia.nvml import Nvml
 from mpsd.model import ComputeMode, Gpu
 from mpsd.text import printable
@@ -85,6 +87,22 @@ def _driver() -> Check:
             "install the open kernel modules (nvidia-open): the rest is unproven with these",
         )
     return Check("driver", True, first)
+
+
+def kernel_isolation(path: str = DEVICE) -> Check:
+    """Whether the loaded nvidia-uvm is the patched one, and in which mode."""
+    try:
+        device = NvidiaIsolation(path)
+    except UnsupportedError as error:
+        return no_isolation_check(error.message, error.remedy)
+    except MpsdError as error:
+        return Check(
+            "kernel isolation", False, error.message, "install the kernel part that belongs to this mpsd"
+        )
+    try:
+        return isolation_check(device.state())
+    finally:
+        device.close()
 
 
 def _node(path: str) -> Check:

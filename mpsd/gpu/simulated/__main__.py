@@ -7,6 +7,7 @@ import fcntl
 import os
 import signal
 import sys
+from dataclasses import replace
 
 from mpsd.errors import MpsdError
 from mpsd.gpu.simulated import launchers, node, packets, paths, service
@@ -23,6 +24,7 @@ def _parser() -> argparse.ArgumentParser:
     gpu = commands.add_parser("gpu", help="be the GPU of the node until told to stop")
     gpu.add_argument("--gpus", type=int, default=None, help="number of GPUs (default: as before, else 1)")
     gpu.add_argument("--detach", action="store_true", help="return once it serves, and leave it running")
+    gpu.add_argument("--isolation", action="store_true", help="a driver that has mpsd's kernel part")
     stop = commands.add_parser("stop", help="end the GPU, and with it everything that runs on it")
     inject = commands.add_parser("inject", help="a fault of the device")
     inject.add_argument("xid", type=int)
@@ -32,7 +34,7 @@ def _parser() -> argparse.ArgumentParser:
     return top
 
 
-def _gpu(directory: str, gpus: int | None, *, detach: bool) -> int:
+def _gpu(directory: str, gpus: int | None, *, detach: bool, isolation: bool) -> int:
     os.makedirs(directory, mode=0o755, exist_ok=True)
     lock = os.open(os.path.join(directory, "lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -41,8 +43,9 @@ def _gpu(directory: str, gpus: int | None, *, detach: bool) -> int:
         print(f"a simulated GPU already serves {directory}", file=sys.stderr)
         return 1
     config = node.NodeConfig.load(directory)
-    if gpus is not None and gpus != config.gpus:
-        config = node.NodeConfig(gpus, config.memory_bytes, config.seed, config.compute_mode)
+    config = replace(
+        config, gpus=config.gpus if gpus is None else gpus, isolation=isolation or config.isolation
+    )
     config.save(directory)
     launchers.write_launchers(directory)
     try:
@@ -91,7 +94,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         match parsed.command:
             case "gpu":
-                return _gpu(directory, parsed.gpus, detach=parsed.detach)
+                return _gpu(directory, parsed.gpus, detach=parsed.detach, isolation=parsed.isolation)
             case "stop":
                 return _ask(directory, {"op": "stop"})
             case _:

@@ -10,10 +10,11 @@ import sys
 import time
 from pathlib import Path
 
-from mpsd.errors import DeadlineError, GpuError, NotRunningError
+from mpsd.errors import DeadlineError, GpuError, NotRunningError, UnsupportedError
 from mpsd.gpu.base import Backend, Check
 from mpsd.gpu.simulated import packets, paths
 from mpsd.gpu.simulated.adapters import NodeLink, SimulatedDevices, SimulatedUvm
+from mpsd.gpu.simulated.door import SimulatedIsolation
 from mpsd.gpu.simulated.exported import SimulatedMemory
 from mpsd.gpu.simulated.work import SimulatedWork
 from mpsd.limits import SOCKET_PATH_LIMIT
@@ -29,6 +30,7 @@ def open_simulated(
     *,
     gpus: int = 1,
     start: bool = True,
+    isolation: bool = False,
     terminate_deadline_s: float = TERMINATE_DEADLINE_S,
 ) -> Backend:
     """The node in `directory`; its GPU process is started if none runs there (unless `start` is False).
@@ -43,10 +45,11 @@ def open_simulated(
             raise NotRunningError(
                 f"no simulated GPU runs in {where}", remedy="python -m mpsd.gpu.simulated gpu --detach"
             )
-        _start(where, gpus)
+        _start(where, gpus, isolation=isolation)
     # One connection for all three: closing `devices` closes it.
     link = NodeLink(where)
     devices = SimulatedDevices(link)
+    part, no_part = _kernel_part(where)
     return Backend(
         name="simulated",
         uvm=SimulatedUvm(link),
@@ -60,6 +63,8 @@ def open_simulated(
         checks=(
             Check("simulated GPU", True, f"{len(devices.gpus())} simulated GPU(s) in {where}: no real one"),
         ),
+        isolation=part,
+        no_isolation=no_part,
     )
 
 
@@ -104,7 +109,15 @@ def _answers(where: str) -> bool:
     return True
 
 
-def _start(where: str, gpus: int) -> None:
+def _kernel_part(where: str) -> tuple[SimulatedIsolation | None, str]:
+    """The kernel part of this node, or why there is none."""
+    try:
+        return SimulatedIsolation(where), ""
+    except UnsupportedError as error:
+        return None, str(error)
+
+
+def _start(where: str, gpus: int, *, isolation: bool) -> None:
     """Start the GPU process. When another one comes first, that one is as good."""
     command = [
         sys.executable,
@@ -116,6 +129,7 @@ def _start(where: str, gpus: int) -> None:
         where,
         "--gpus",
         str(gpus),
+        *(["--isolation"] if isolation else []),
     ]
     root = str(Path(__file__).resolve().parents[3])
     try:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import socket
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from mpsd.gpu.simulated import node, semantics
+from mpsd.gpu.simulated.isolation import DEADLINE_S, MODES, KernelPart
 from mpsd.gpu.simulated.parts import SERVER_BYTES, Refused, Server, Unit
+from mpsd.linux import procfs
 from mpsd.model import Access, UvmEvent, UvmFaultType, UvmReason
 
 if TYPE_CHECKING:
@@ -59,6 +62,8 @@ class Calls:
             unit=unit,
             limit_bytes=None if limit is None else int(limit),
         )
+        with suppress(OSError):
+            space.start_ticks = procfs.start_ticks(peer.pid)
         ends = self._service.begin_channel(peer, space)
         fds = [end.detach() for end in ends]
         self._service.answer(
@@ -74,10 +79,41 @@ class Calls:
         return {"error": 0}, []
 
     def _node_watch(self, peer: Peer, message: Message) -> Answer:
-        if message["what"] not in ("xid", "node"):
+        if message["what"] not in ("xid", "node", "isolation"):
             raise ValueError(message["what"])
         peer.watches = message["what"]
+        if peer.watches == "isolation":
+            part = self._kernel_part(peer)
+            self._service.answer(peer, {"id": message.get("id"), "error": 0})
+            for record in part.records:
+                self._service.answer(peer, record)
+            return None, []
         return {"error": 0}, []
+
+    # -- the door of the kernel part --------------------------------------------------------------------
+
+    def _kernel_part(self, peer: Peer) -> KernelPart:
+        part = self._service.machine.kernel_part
+        if part is None:
+            raise Refused(semantics.NOT_SUPPORTED)
+        self._check_owner(peer)
+        return part
+
+    def _node_isolation(self, peer: Peer, message: Message) -> Answer:
+        part = self._kernel_part(peer)
+        said = {"mode": part.mode, "driver": node.DRIVER_VERSION, "deadline_ms": round(DEADLINE_S * 1e3)}
+        return {"error": 0, **said, "loaded_ns": self._service.loaded_ns, "written": part.written}, []
+
+    def _node_isolation_mode(self, peer: Peer, message: Message) -> Answer:
+        part = self._kernel_part(peer)
+        part.mode = MODES[MODES.index(message["mode"])]
+        return {"error": 0}, []
+
+    def _node_acknowledge(self, peer: Peer, message: Message) -> Answer:
+        return {"error": 0, "done": self._kernel_part(peer).acknowledge(int(message["space"]), peer)}, []
+
+    def _node_kill_now(self, peer: Peer, message: Message) -> Answer:
+        return {"error": 0, "done": self._kernel_part(peer).kill(int(message["space"]))}, []
 
     # -- calls of a context -----------------------------------------------------------------------------
 
@@ -265,7 +301,7 @@ class Calls:
 
     def _check_owner(self, peer: Peer) -> None:
         if peer.uid not in (0, os.getuid()):
-            raise Refused(800)
+            raise Refused(semantics.NOT_PERMITTED)
 
     def _choose(self, units: list[Unit], wanted: object) -> Unit:
         """A GPU by ordinal among `units` or by uuid; the first one when nothing is named."""

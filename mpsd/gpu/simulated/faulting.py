@@ -30,6 +30,12 @@ class Faults:
         self, space: Space, kernel: Kernel, outcome: Outcome, hit: Violation = _FAR, access: str = "write"
     ) -> bool:
         """The kernel of a connected context does something bad. True when it still counts as complete."""
+        part = self._machine.kernel_part
+        seen = part is not None and outcome.event_ms is not None and not space.faulting
+        engine = "host" if outcome is semantics.OUTCOMES["pbdma"] else "graphics"
+        if seen and part is not None and part.sinks(space, hit, access, engine):
+            # What instructions of zeroes do was not measured: taken for an exception, as before.
+            return outcome is not semantics.WILD_CALL or self._fetched_zeroes(space)
         if outcome.event_ms is not None:
             self._announce(space, hit, access, self._draw(outcome.event_ms))
         if not outcome.spreads:
@@ -37,6 +43,11 @@ class Faults:
             self._later(outcome.own_ms, lambda: self._machine.fail(space, outcome.own))
             return outcome.completes
         self._spread(space, outcome, hit, access)
+        return outcome.completes
+
+    def _fetched_zeroes(self, space: Space) -> bool:
+        outcome = semantics.OUTCOMES["trap"]
+        self._spread(space, outcome, _FAR, "read")
         return outcome.completes
 
     def serviced(self, space: Space, address: int, access: str) -> None:

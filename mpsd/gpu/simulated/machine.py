@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from mpsd.gpu.simulated import semantics
 from mpsd.gpu.simulated.faulting import Faults
+from mpsd.gpu.simulated.isolation import KernelPart
 from mpsd.gpu.simulated.memory import GRANULE, WORD, Mapping, Serviced, Violation, increment
 from mpsd.gpu.simulated.parts import SERVER_BYTES, Kernel, Refused, Server, Sink, Space, Unit
 from mpsd.gpu.simulated.terminating import Terminator
@@ -40,6 +41,7 @@ class Machine:
         self.servers: dict[int, Server] = {}
         self.spaces: dict[int, Space] = {}
         self.faults = Faults(self)
+        self.kernel_part: KernelPart | None = None
         self.terminator = Terminator(self, process_state)
         self._next_id = 1
 
@@ -110,10 +112,12 @@ class Machine:
             return
         if space.busy and not (space.leased or space.faulting or space.terminating):
             self.faults.death(space)
-        if space.va == 0 and space.trackers == 0:
+        if space.va == 0 and space.trackers == 0 and not (space.held and space.busy):
             space.ended = True
             space.memory.destroy()
             self.spaces.pop(space.id, None)
+            if self.kernel_part is not None:
+                self.kernel_part.forget(space)
 
     def _leave(self, space: Space) -> None:
         server = space.server

@@ -69,6 +69,7 @@ class AddressMap:
         self._bases: list[int] = []
         self._guards: list[tuple[int, int]] = []
         self._managed = ManagedRanges()
+        self._sunk: set[int] = set()
         self._next = WINDOW_BASE
 
     @property
@@ -112,11 +113,14 @@ class AddressMap:
         if mapping is None or not mapping.mapped:
             if (first := self._managed.touch(address)) is not None:
                 return Serviced(_page(address), first)
-            if self._guarded(address, size):
+            if self._guarded(address, size) or address // GRANULE in self._sunk:
                 return None
             return Violation(_page(address), UvmFaultType.INVALID_PDE)
-        if address + size > mapping.base + mapping.size:
-            return Violation(mapping.base + mapping.size, UvmFaultType.INVALID_PDE)
+        end = mapping.base + mapping.size
+        if address + size > end and end // GRANULE in self._sunk:
+            return None
+        if address + size > end:
+            return Violation(end, UvmFaultType.INVALID_PDE)
         if writes and not mapping.writable:
             return Violation(_page(address), UvmFaultType.WRITE)
         return mapping
@@ -137,6 +141,10 @@ class AddressMap:
             return NV_INVALID_ADDRESS
         self._guards.remove((base, length))
         return NV_OK
+
+    def sink(self, address: int) -> None:
+        """From now on what is not mapped in this granule reads 0 and drops writes, address 0 included."""
+        self._sunk.add(address // GRANULE)
 
     def manage(self, base: int, length: int) -> int:
         """Declare a managed range, also over a reservation without memory. Returns an NV_STATUS."""
@@ -168,6 +176,7 @@ class AddressMap:
         self._mappings.clear()
         self._bases.clear()
         self._guards.clear()
+        self._sunk.clear()
         self._managed = ManagedRanges()
 
 

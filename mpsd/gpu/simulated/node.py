@@ -17,12 +17,14 @@ _NAME = "Simulated GPU"
 
 @dataclass(frozen=True, slots=True)
 class NodeConfig:
-    """gpus: how many; memory_bytes: of each; seed: of the drawn delays; compute_mode: of each GPU."""
+    """gpus: how many; memory_bytes: of each; seed: of the drawn delays; compute_mode: of each GPU;
+    isolation: whether the driver has the kernel part."""
 
     gpus: int = 1
     memory_bytes: int = DEFAULT_MEMORY_BYTES
     seed: int = 0
     compute_mode: str = "default"
+    isolation: bool = False
 
     def __post_init__(self) -> None:
         if not 1 <= self.gpus <= 16:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from mpsd.gpu.simulated.memory import AddressMap
 from mpsd.model import Gpu, UvmEvent
@@ -64,7 +65,8 @@ class Space:
     """One client context and its GPU address space.
 
     connected: its process still holds the context. va, mm: open duplicates of its two descriptors; trackers
-    hold the space too. waiting: requests that are answered once nothing is in flight.
+    hold the space too. held: by the kernel part. waiting: requests that are answered once nothing is in
+    flight. start_ticks: of its process.
     """
 
     id: int
@@ -83,6 +85,8 @@ class Space:
     connected: bool = True
     ended: bool = False
     terminating: bool = False
+    held: bool = False
+    start_ticks: int = 0
     va: int = 0
     mm: int = 0
     trackers: int = 0
@@ -93,7 +97,7 @@ class Space:
 
     @property
     def leased(self) -> bool:
-        return self.va > 0 and self.mm > 0
+        return self.held or (self.va > 0 and self.mm > 0)
 
     @property
     def bytes_used(self) -> int:
@@ -108,6 +112,10 @@ class Sink(Protocol):
     def server_notice(self, server: Server, notice: dict[str, object]) -> None: ...
     def xid(self, unit: Unit, number: int, pid: int | None, name: str, text: str) -> None: ...
     def nvml_xid(self, unit: Unit, number: int) -> None: ...
+    def kernel_record(self, record: Mapping[str, Any]) -> None: ...
+    def kill(self, space: Space) -> None:
+        """SIGKILL for the process of a context."""
+        ...
 
 
 class Refused(Exception):

@@ -16,7 +16,7 @@ SUCCESS, INVALID_VALUE, OUT_OF_MEMORY = 0, 1, 2
 NO_SUCH_KERNEL, ECC_UNCORRECTABLE = 98, 214
 ILLEGAL_ADDRESS, ASSERT, MISALIGNED, LAUNCH_FAILED = 700, 710, 716, 719
 CONNECTION_FAILED, RPC_FAILURE, SERVER_NOT_READY, MAX_CLIENTS, CLIENT_TERMINATED = 805, 806, 807, 808, 810
-DEVICES_UNAVAILABLE, UNKNOWN_ERROR = 46, 999
+DEVICES_UNAVAILABLE, NOT_PERMITTED, NOT_SUPPORTED, UNKNOWN_ERROR = 46, 800, 801, 999
 
 # Raw NV_STATUS values of the UVM calls.
 NV_OK, NV_ILLEGAL_ACTION, NV_INVALID_ADDRESS, NV_ADDRESS_IN_USE = 0x0, 0x16, 0x1E, 0x68
@@ -205,6 +205,8 @@ ACCESSES = {
 }
 # How long after the access a fault that was serviced is on the trackers.
 SERVICED_MS: Range = (0.4, 0.9)
+# How long after a fatal fault the kernel part's record is there (an assumption: UVM's own event's time).
+RECORD_MS: Range = (0.3, 0.9)
 # Kernels that never end by themselves. wild_call_low: a call through 0x10.
 ENDLESS = frozenset({"forever", "endless", "wild_call_low"})
 GOOD = frozenset({"increment", "fill", "spin", "forever"})

@@ -13,13 +13,14 @@ import selectors
 import signal
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mpsd.gpu.simulated import node, packets, paths, semantics
 from mpsd.gpu.simulated.calls import Calls
+from mpsd.gpu.simulated.isolation import KernelPart
 from mpsd.gpu.simulated.machine import Machine
 from mpsd.gpu.simulated.parts import Kernel, Refused, Server, Space, Unit
 from mpsd.gpu.simulated.timers import Timers
@@ -63,6 +64,9 @@ class Service:
         self.machine = Machine(
             self.units, self, timers=Timers(time.monotonic()), seed=config.seed, process_state=process_state
         )
+        if config.isolation:
+            self.machine.kernel_part = KernelPart(self.machine)
+        self.loaded_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
         self._selector = selectors.DefaultSelector()
         self._peers: set[Peer] = set()
         self._channels: dict[Space, Peer] = {}
@@ -181,6 +185,8 @@ class Service:
     def _hang_up(self, peer: Peer) -> None:
         self._peers.discard(peer)
         self._forget(peer.sock)
+        if self.machine.kernel_part is not None:
+            self.machine.kernel_part.abandon(peer)
         if peer.server is not None:
             self.machine.remove_server(peer.server)
         if peer.space is not None:
@@ -326,6 +332,18 @@ class Service:
         for peer in list(self._peers):
             if peer.watches == "xid":
                 self.answer(peer, {"gpu": unit.gpu.uuid, "xid": number})
+
+    def kernel_record(self, record: Mapping[str, Any]) -> None:
+        stamped = {**record, "time_ns": time.clock_gettime_ns(time.CLOCK_MONOTONIC_RAW)}
+        assert self.machine.kernel_part is not None
+        self.machine.kernel_part.records[-1].update(stamped)
+        for peer in list(self._peers):
+            if peer.watches == "isolation":
+                self.answer(peer, stamped)
+
+    def kill(self, space: Space) -> None:
+        with suppress(OSError):
+            os.kill(space.pid, signal.SIGKILL)
 
 
 def process_state(pid: int) -> str:

@@ -1,0 +1,100 @@
+"""Handlers for the records of the kernel part: a fault that it sank is its client's own affair and the
+client's end; one that the stock driver answered is a sign like a tracker's, of the same fault.
+
+The offender is certain: the module knows which process made the address space that faulted.
+"""
+
+from __future__ import annotations
+
+from mpsd.core import attribution as at
+from mpsd.core import events as ev
+from mpsd.core import faults, hitrecords, hits, taxonomy
+from mpsd.core.draft import Draft
+from mpsd.core.effects import Acknowledge
+from mpsd.core.records import Evidence, FaultRecord, HitOutcome, Source
+from mpsd.core.state import Client
+from mpsd.model import KernelAction, KernelFault, ProcessInstance, ZonePolicy, ZoneRole
+
+REASON = "the kernel part absorbed a stray access"
+_STEPS = {
+    KernelAction.KILL: "nobody put it out in time: the kernel part holds its address space and has killed it",
+    KernelAction.STOP: "the kernel part stopped its channels",
+    KernelAction.GIVE_UP: "the kernel part absorbs nothing more of it, and let its address space go",
+}
+
+
+def on_kernel_fault(draft: Draft, event: ev.KernelFaultSeen) -> None:
+    fault = event.fault
+    if fault.action is KernelAction.ORPHAN:
+        _orphan(draft, fault)
+        return
+    client = _client_of(draft, fault.process)
+    if client is None:
+        draft.count("kernel_records_of_others")
+    elif fault.action is KernelAction.SUNK:
+        _sunk(draft, client, event)
+    elif fault.action in (KernelAction.REPORTED, KernelAction.REFUSED):
+        fatal = ev.UvmFatal(client.id, fault.event, event.own_memory, event.age_s)
+        faults.on_fatal(draft, fatal, _evidence(draft, fault))
+    elif fault.action in _STEPS:
+        _step(draft, client, _STEPS[fault.action])
+    else:
+        draft.count("kernel_records_unknown")
+
+
+def _client_of(draft: Draft, process: ProcessInstance | None) -> Client | None:
+    """Of a process in several domains the client where its work runs."""
+    if process is None:
+        return None
+    return max(draft.state.spaces_of(process), key=lambda c: (c.living, draft.state.at_home(c)), default=None)
+
+
+def _evidence(draft: Draft, fault: KernelFault) -> Evidence:
+    seen = fault.event
+    answer = (
+        f"absorbed, {fault.sink_bytes >> 10} KiB" if fault.action is KernelAction.SUNK else "stock answer"
+    )
+    why = f" ({fault.why})" if fault.why else ""
+    text = (
+        f"{seen.access.value} at {seen.address:#x}, {at.fault_type_name(seen)}, engine {fault.engine}: "
+        f"{answer}{why}"
+    )
+    return Evidence(Source.KERNEL_PART, draft.now, text)
+
+
+def _sunk(draft: Draft, client: Client, event: ev.KernelFaultSeen) -> None:
+    fault, process = event.fault, client.id.process
+    known = hitrecords.of(draft.state, process, draft.now, living=client.living)
+    before = known.hit.count if known is not None and known.hit is not None else 0
+    count = max(1, fault.faults - before)
+    draft.count("faults_isolated", count)
+    hit = ev.GuardHit(client.id, fault.event, ZoneRole.SINK, count, event.liveness, event.idle)
+    sign = _evidence(draft, fault)
+    fault_class = "pbdma-fault" if fault.engine == "host" else taxonomy.classify_uvm(fault.event)
+    # Whatever a program's policy is: it sees no error, and computes with wrong values from here on.
+    outcome = hits.absorbed(draft, client, hits.Stray(hit, ZonePolicy.EVICT, fault_class, sign, REASON))
+    if outcome is HitOutcome.EVICTING and not fault.acknowledged:
+        draft.emit(Acknowledge(fault.space))
+
+
+def _step(draft: Draft, client: Client, text: str) -> None:
+    record = _record_of(draft, client)
+    if record is None:
+        draft.count("kernel_steps_without_record")
+        return
+    sign = Evidence(Source.KERNEL_PART, draft.now, text)
+    hitrecords.write(draft, at.add_evidence(record, sign))
+
+
+def _record_of(draft: Draft, client: Client) -> FaultRecord | None:
+    own = (r for r in reversed(draft.state.hits) if r.offender and r.offender.id.process == client.id.process)
+    return next(own, None)
+
+
+def _orphan(draft: Draft, fault: KernelFault) -> None:
+    """Work whose address space is gone: the channel group dies now, and no process is known."""
+    draft.count("orphan_faults")
+    text = f"{_evidence(draft, fault).text}: work whose address space is gone"
+    gpu = fault.gpu_uuid or None
+    draft.publish("orphan-fault", None, gpu=gpu, address=f"{fault.event.address:#x}")
+    faults.join_or_stray(draft, gpu, 31, Evidence(Source.KERNEL_PART, draft.now, text))

@@ -1,0 +1,140 @@
+"""The device of a patched nvidia-uvm as the daemon uses it: records in, requests out."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from collections.abc import Mapping
+
+from mpsd.errors import GpuError, UnsupportedError
+from mpsd.gpu.base import IsolationState
+from mpsd.gpu.nvidia import kernel_abi as abi
+from mpsd.model import IsolationMode, KernelAction, KernelFault, ProcessInstance, UvmEvent
+
+# Several records for each read; those of one moment are few.
+_READ_BYTES = 64 * 1024
+_MODES: Mapping[abi.Mode, IsolationMode] = {
+    abi.Mode.OFF: IsolationMode.OFF,
+    abi.Mode.REPORT: IsolationMode.REPORT,
+    abi.Mode.ISOLATE: IsolationMode.ISOLATE,
+}
+_NUMBERS = {mode: number for number, mode in _MODES.items()}
+_ACTIONS: Mapping[abi.Action, KernelAction] = {
+    abi.Action.REPORTED: KernelAction.REPORTED,
+    abi.Action.SUNK: KernelAction.SUNK,
+    abi.Action.SUNK_BEFORE: KernelAction.SUNK,
+    abi.Action.REFUSED: KernelAction.REFUSED,
+    abi.Action.KILL: KernelAction.KILL,
+    abi.Action.STOP: KernelAction.STOP,
+    abi.Action.GIVE_UP: KernelAction.GIVE_UP,
+    abi.Action.ORPHAN: KernelAction.ORPHAN,
+}
+_GONE = (errno.ENOENT, errno.EALREADY, errno.EPERM)
+
+
+def words(name: str) -> str:
+    return name.lower().replace("_", " ")
+
+
+def as_fault(record: abi.KernelRecord) -> KernelFault:
+    """The record in the daemon's own terms."""
+    process = ProcessInstance(record.pid, record.start_ticks) if record.pid is not None else None
+    event = UvmEvent(True, record.fault_type, record.access, record.reason, record.address, record.time_ns)
+    return KernelFault(
+        seq=record.seq,
+        action=_ACTIONS.get(record.action, KernelAction.UNKNOWN),
+        space=record.space,
+        process=process,
+        event=event,
+        engine=words(record.engine.name),
+        why=words(record.why.name) if record.why is not abi.Why.NONE else "",
+        faults=record.faults,
+        gpu_uuid=record.gpu_uuid,
+        sink_bytes=record.sink[1] if record.sink is not None else 0,
+        acknowledged=record.acknowledged,
+    )
+
+
+class NvidiaIsolation:
+    """mpsd.gpu.base.Isolation over /dev/nvidia-uvm-mpsd."""
+
+    def __init__(self, path: str = abi.DEVICE) -> None:
+        """Raises UnsupportedError where the loaded module is not the patched one, or its device may not be
+        opened; RecordError where it speaks another language."""
+        try:
+            self._fd = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+        except FileNotFoundError:
+            raise UnsupportedError(
+                "the loaded nvidia-uvm is the stock one", remedy="kmod_patches/mpsd-kmod install"
+            ) from None
+        except OSError as error:
+            raise UnsupportedError(
+                f"{path} cannot be opened: {error.strerror}", remedy="needs CAP_SYS_ADMIN"
+            ) from error
+        try:
+            self.state()
+        except BaseException:
+            self.close()
+            raise
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def state(self) -> IsolationState:
+        """Raises GpuError."""
+        answer = bytearray(abi.QUERY.size)
+        self._ask(abi.IOC_QUERY, answer)
+        said = abi.decode_query(answer)
+        if said.mode not in _MODES:
+            raise abi.RecordError("the kernel part is in a mode that this mpsd does not know")
+        return IsolationState(_MODES[said.mode], said.driver, said.deadline_ms, said.loaded_ns, said.written)
+
+    def set_mode(self, mode: IsolationMode) -> None:
+        """Raises GpuError."""
+        self._ask(abi.IOC_SET_MODE, abi.encode_set_mode(_NUMBERS[mode]))
+
+    def drain(self) -> list[KernelFault]:
+        """Raises GpuError."""
+        found: list[KernelFault] = []
+        # No more than the module keeps: a storm does not hold the loop.
+        while len(found) < abi.RING_RECORDS:
+            try:
+                raw = os.read(self._fd, _READ_BYTES)
+            except BlockingIOError:
+                break
+            except OSError as error:
+                raise GpuError(
+                    f"the kernel part gives no records: {error.strerror}", status=error.errno or 0
+                ) from error
+            found += [as_fault(record) for record in abi.decode_records(raw)]
+        return found
+
+    def acknowledge(self, space: int) -> bool:
+        """Raises GpuError."""
+        return self._tell(abi.IOC_ACKNOWLEDGE, space)
+
+    def kill(self, space: int) -> bool:
+        """Raises GpuError."""
+        return self._tell(abi.IOC_KILL, space)
+
+    def close(self) -> None:
+        """Takes acknowledgements back. Idempotent."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def _tell(self, request: int, space: int) -> bool:
+        try:
+            self._ask(request, abi.encode_target(space))
+        except GpuError as error:
+            if error.status in _GONE:
+                return False
+            raise
+        return True
+
+    def _ask(self, request: int, argument: bytes | bytearray) -> None:
+        try:
+            fcntl.ioctl(self._fd, request, argument)
+        except OSError as error:
+            raise GpuError(f"the kernel part refused: {error.strerror}", status=error.errno or 0) from error

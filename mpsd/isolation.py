@@ -1,0 +1,149 @@
+"""The kernel part on the loop: its mode, its records to core, and what is shown of it.
+
+Where it isolates, no silent guard is laid around clients: a guard would absorb what the kernel part
+absorbs too, and hide who did it. Where it is absent or lost, guards are what is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import structlog
+
+from mpsd import procs
+from mpsd.core import events as ev
+from mpsd.errors import GpuError
+from mpsd.gpu.base import Check, Isolation, IsolationState, isolation_check, no_isolation_check
+from mpsd.model import IsolationMode, KernelAction, KernelFault, Liveness, ProcessInstance
+
+log = structlog.get_logger("mpsd.isolation")
+
+_ANSWERED = (KernelAction.REPORTED, KernelAction.REFUSED)
+
+
+class IsolationDesk:
+    """Lives on the event loop. `isolation`: None where the kernel part is not there, for the reason
+    `absent`. `holds` and `idle`: as the trackers ask them. `fresh_s`: a fault that the stock driver answered
+    longer ago than this, before mpsd began, was an earlier mpsd's affair."""
+
+    def __init__(
+        self,
+        isolation: Isolation | None,
+        absent: str,
+        wanted: IsolationMode,
+        post: Callable[[ev.Event], None],
+        holds: Callable[[ProcessInstance, Sequence[int]], Sequence[bool]],
+        idle: Callable[[ProcessInstance], bool],
+        fresh_s: float,
+    ) -> None:
+        self._isolation = isolation
+        self._problem = "" if isolation is not None else absent
+        self._wanted = wanted
+        self._post = post
+        self._holds = holds
+        self._idle = idle
+        self._fresh_s = fresh_s
+        self._last = 0
+        self._reading = False
+        self._state = self._set_mode()
+
+    def _set_mode(self) -> IsolationState | None:
+        """Say what is wanted; what the kernel part then is, None where it is not there."""
+        if self._isolation is None:
+            return None
+        try:
+            self._isolation.set_mode(self._wanted)
+            return self._isolation.state()
+        except GpuError as error:
+            self._problem = str(error)
+            return None
+
+    @property
+    def on(self) -> bool:
+        """Whether memory faults stay with their clients."""
+        return self._state is not None and self._state.mode is IsolationMode.ISOLATE
+
+    def start(self) -> None:
+        """Read from now on; to be called once clients of an earlier mpsd are known again."""
+        if self._isolation is None or self._state is None:
+            return
+        asyncio.get_running_loop().add_reader(self._isolation.fileno(), self._drain)
+        self._reading = True
+        log.info("kernel isolation", mode=self._state.mode.value, driver=self._state.driver)
+
+    def acknowledge(self, space: int) -> None:
+        """Let the module wait for the eviction that has begun. Failing that, it kills at its deadline."""
+        if self._isolation is None:
+            return
+        try:
+            self._isolation.acknowledge(space)
+        except GpuError as error:
+            log.warning("the kernel part does not wait", space=space, reason=str(error))
+
+    def shown(self) -> Mapping[str, Any]:
+        """For `status`."""
+        state = self._state
+        return {
+            "mode": state.mode.value if state is not None else None,
+            "wanted": self._wanted.value,
+            "driver": state.driver if state is not None else None,
+            "deadline_ms": state.deadline_ms if state is not None else None,
+            "why_not": self._problem,
+        }
+
+    def check(self) -> Check:
+        """For `doctor`."""
+        if self._isolation is None or self._state is None:
+            return no_isolation_check(self._problem, "")
+        try:
+            return isolation_check(self._isolation.state())
+        except GpuError as error:
+            return Check("kernel isolation", False, str(error), "restart mpsd")
+
+    def problems(self) -> list[str]:
+        """Nothing where it was never there: that is no loss."""
+        lost = self._isolation is not None and self._problem
+        return [f"kernel isolation: {self._problem}"] if lost else []
+
+    def close(self) -> None:
+        """The mode stays: without mpsd the module kills at its deadline. Idempotent."""
+        if self._isolation is None:
+            return
+        self._stop_reading()
+        self._isolation.close()
+
+    def _stop_reading(self) -> None:
+        if self._reading and self._isolation is not None:
+            asyncio.get_running_loop().remove_reader(self._isolation.fileno())
+            self._reading = False
+
+    def _drain(self) -> None:
+        assert self._isolation is not None
+        try:
+            records = self._isolation.drain()
+        except GpuError as error:
+            # It would stay readable for ever.
+            self._stop_reading()
+            self._state, self._problem = None, f"lost: {error}; a restart of mpsd lays guards instead"
+            log.error("the kernel part is not read any more", reason=str(error))
+            return
+        for record in records:
+            if record.seq > self._last + 1 and self._last:
+                self._post(ev.Counted({"kernel_records_missed": record.seq - self._last - 1}))
+            self._last = record.seq
+            self._tell(record)
+
+    def _tell(self, record: KernelFault) -> None:
+        now_ns = time.clock_gettime_ns(time.CLOCK_MONOTONIC_RAW)
+        age_s = max(0.0, (now_ns - record.event.timestamp_ns) / 1e9)
+        if record.action in _ANSWERED and age_s > self._fresh_s:
+            self._post(ev.Counted({"kernel_records_old": 1}))
+            return
+        process, own, idle, liveness = record.process, False, False, Liveness.DEAD
+        if process is not None:
+            (own,) = self._holds(process, [record.event.address])
+            idle, liveness = self._idle(process), procs.liveness(process)
+        self._post(ev.KernelFaultSeen(record, liveness, own, age_s, idle))

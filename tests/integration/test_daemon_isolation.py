@@ -1,0 +1,104 @@
+"""A real mpsd on a simulated driver that has the kernel part: memory faults end their clients alone."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+
+from mpsd.ctl import render
+from tests.support.site import Program, Site, until
+
+KINDS = {"store": "mmu-invalid-address", "load": "mmu-invalid-address", "null": "mmu-null"}
+
+
+@pytest.fixture(scope="module")
+def isolated() -> Iterator[Site]:
+    with Site(simulated__isolation="true") as started:
+        yield started.start()
+
+
+@pytest.fixture
+def site(isolated: Site) -> Site:
+    return isolated
+
+
+def finished(site: Site, client: Program) -> Mapping[str, Any]:
+    """The newest record of it, once that says that it was put out."""
+
+    def look() -> Mapping[str, Any] | None:
+        own = [f for f in site.faults() if f["offender"] and f["offender"]["pid"] == client.pid]
+        ended = [f for f in own if f["hit"] and f["hit"]["outcome"] == "evicted"]
+        return ended[-1] if ended else None
+
+    return until(look, f"{client.pid} is evicted") or {}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_memory_fault_ends_its_client_alone_and_is_told(site: Site, kind: str) -> None:
+    survivor, client = site.join("work"), site.join()
+    (row,) = (c for c in site.status()["clients"] if c["pid"] == client.pid)
+    client.order(f"dev.launch({kind!r})")
+    client.wait()
+    record = finished(site, client)
+    assert (record["class"], record["confidence"], record["victims"]) == (KINDS[kind], "certain", [])
+    assert (record["hit"]["zone"], record["hit"]["alone"]) == ("sink", True)
+    assert record["evidence"][0]["source"] == "kernel-part"
+    assert record["summary"].endswith("; nobody else noticed")
+    assert {d["id"]: d["state"] for d in site.status()["domains"]}[row["domain"]] == "active"
+    assert survivor.finish()["rounds"] > 0
+
+
+def test_what_the_kernel_part_does_not_sink_is_one_record_with_all_its_signs(site: Site) -> None:
+    client = site.join()
+    client.order("dev.launch('read_only', address=dev.map_read_only(4))")
+
+    def look() -> Mapping[str, Any] | None:
+        own = [f for f in site.faults() if f["class"] == "mmu-permission" and f["offender"]]
+        return own[-1] if own else None
+
+    record = until(look, "a record of the fault")
+    assert record is not None and record["offender"]["pid"] == client.pid
+    client.die()
+    sources = {sign["source"] for sign in record["evidence"]}
+    assert "kernel-part" in sources or "uvm" in sources
+    assert len({f["id"] for f in site.faults() if f["class"] == "mmu-permission"}) == 1
+
+
+def test_status_and_doctor_say_that_it_is_on_and_no_silent_guard_is_laid(site: Site) -> None:
+    shown = site.status()
+    assert shown["kernel_isolation"] | {"driver": ""} == {
+        "mode": "isolate",
+        "wanted": "isolate",
+        "driver": "",
+        "deadline_ms": 2000,
+        "why_not": "",
+    }
+    assert not any("outer guard" in text for text in shown["problems"])
+    driver = shown["kernel_isolation"]["driver"]
+    said = f"kernel isolation: on (driver {driver}, mode isolate)"
+    assert said in render.status(shown, render.Style())
+    (found,) = (c for c in site.ask(lambda c: c.doctor()) if c["name"] == "kernel isolation")
+    assert found["ok"] is True and f"kernel isolation: {found['finding']}" == said
+
+
+def test_an_mpsd_that_was_dead_puts_out_what_was_sunk_meanwhile(site: Site) -> None:
+    survivor, client = site.join("work"), site.join()
+    site.kill()
+    client.order("dev.launch('store')")
+    site.start()
+    client.wait()
+    record = finished(site, client)
+    assert record["evidence"][0]["source"] == "kernel-part"
+    assert survivor.finish()["rounds"] > 0
+
+
+def test_without_mpsd_the_kernel_part_ends_it_at_its_deadline(site: Site) -> None:
+    survivor, client = site.join("work"), site.join()
+    site.kill()
+    client.order("dev.launch('store')")
+    assert client.wait() == -signal.SIGKILL
+    site.start()
+    assert survivor.finish()["rounds"] > 0

@@ -1,0 +1,176 @@
+"""Records of the kernel part in core: who sank goes, what the driver answered is one fault with its signs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from mpsd import hittext
+from mpsd.core import effects as fx
+from mpsd.core import events as ev
+from mpsd.core.records import HitOutcome, Source
+from mpsd.core.state import ClientState, DomainState, Policy
+from mpsd.model import (
+    Access,
+    Confidence,
+    KernelAction,
+    KernelFault,
+    LiesThere,
+    Liveness,
+    UvmEvent,
+    UvmFaultType,
+    ZonePolicy,
+)
+from tests.support.core import GPU, World, facts, mmu_text, process, uvm
+
+SPACE = 77
+
+
+def world(policy: ZonePolicy = ZonePolicy.EVICT) -> World:
+    made = World(Policy(zone_policy=policy)).ready()
+    made.join(10, 11)
+    return made
+
+
+def record(
+    action: KernelAction = KernelAction.SUNK, pid: int | None = 10, event: UvmEvent | None = None
+) -> KernelFault:
+    maker = process(pid) if pid is not None else None
+    sink = 65536 if action is KernelAction.SUNK else 0
+    return KernelFault(1, action, SPACE, maker, event or uvm(), "graphics", "", 1, GPU, sink)
+
+
+def see(here: World, fault: KernelFault, liveness: Liveness = Liveness.RUNNING) -> None:
+    here.do(ev.KernelFaultSeen(fault, liveness))
+
+
+@pytest.mark.parametrize("policy", ZonePolicy)
+def test_whoever_was_sunk_is_put_out_whatever_the_policy_of_zones_is(policy: ZonePolicy) -> None:
+    here = world(policy)
+    see(here, record())
+    kinds = [type(effect) for effect in here.last]
+    assert kinds.index(fx.Terminate) < kinds.index(fx.Record) < kinds.index(fx.Acknowledge)
+    assert here.made(fx.Acknowledge) == [fx.Acknowledge(SPACE)]
+    found = here.record()
+    assert (found.fault_class, found.confidence) == ("mmu-invalid-address", Confidence.CERTAIN)
+    assert found.offender is not None and found.offender.id.process == process(10)
+    assert found.victims == () and here.domain("d1").state is DomainState.ACTIVE
+    assert [e.source for e in found.evidence] == [Source.KERNEL_PART]
+    assert found.evidence[0].text == (
+        "write at 0x7f0000001000, invalid pte, engine graphics: absorbed, 64 KiB"
+    )
+    here.wait(0.009).terminate_finished(10)
+    assert here.made(fx.Kill)
+    here.wait(0.1).die(10)
+    facts_of = here.record().hit
+    assert facts_of is not None and facts_of.outcome is HitOutcome.EVICTED and facts_of.alone
+    assert hittext.summary(here.record()) == (
+        "pid 10 wrote at 0x7f0000001000 where nothing is mapped; evicted after 9.0 ms; nobody else noticed"
+    )
+    assert here.client_states() == {10: ClientState.LINGERING, 11: ClientState.ATTACHED}
+
+
+def test_a_null_pointer_is_called_one() -> None:
+    here = world()
+    see(here, record(event=uvm(0x10, Access.READ)))
+    found = here.record()
+    assert (found.fault_class, found.lies_there) == ("mmu-null", LiesThere.NULL_PAGE)
+    assert hittext.summary(found).startswith("pid 10 read through a null pointer (address 0x10)")
+
+
+def test_a_storm_is_one_record_and_counts_what_the_module_counted() -> None:
+    here = world()
+    for faults in (1, 2, 4, 8):
+        see(here, replace(record(), faults=faults, acknowledged=faults > 1))
+    (found,) = here.records().values()
+    assert len(here.ever(fx.Acknowledge)) == 1 and len(here.ever(fx.Terminate)) == 1
+    kept = here.state.hits[0].hit
+    assert kept is not None and kept.count == 8
+    assert found.id == here.state.hits[0].id
+    assert here.state.counters["faults_isolated"] == 8
+
+
+def test_a_stopped_client_is_killed_and_never_asked() -> None:
+    here = world()
+    see(here, record(), Liveness.STOPPED)
+    assert here.made(fx.Kill) and not here.made(fx.Terminate) and here.made(fx.Acknowledge)
+
+
+def test_what_is_not_proven_is_left_to_the_module() -> None:
+    """A line in a user's log named it: mpsd kills it not, so the module is not told to wait."""
+    here = World(Policy()).ready()
+    here.do(ev.ClientNoticed("d1", facts(12, uid=4242)))
+    see(here, record(pid=12))
+    assert not here.ever(fx.Kill) and not here.ever(fx.Terminate) and not here.ever(fx.Acknowledge)
+    kept = here.record().hit
+    assert kept is not None and kept.outcome is HitOutcome.WITHHELD
+    see(here, record(KernelAction.KILL, pid=12))
+    last = here.record().evidence[-1]
+    assert last.source is Source.KERNEL_PART and "has killed it" in last.text
+
+
+def test_work_of_the_dead_that_is_sunk_is_told_and_nobody_is_put_out() -> None:
+    here = world()
+    here.die(10)
+    see(here, record(), Liveness.DEAD)
+    kept = here.record().hit
+    assert kept is not None and kept.outcome is HitOutcome.ENDED
+    assert not here.ever(fx.Kill) and not here.ever(fx.Acknowledge)
+    assert here.domain("d1").state is DomainState.ACTIVE
+
+
+@pytest.mark.parametrize("action", [KernelAction.REPORTED, KernelAction.REFUSED])
+@pytest.mark.parametrize("first", ["module", "tracker"])
+def test_what_the_driver_answered_is_one_fault_whoever_tells_first(action: KernelAction, first: str) -> None:
+    here = world()
+    event = uvm(fault_type=UvmFaultType.WRITE)
+    told = replace(record(action, event=event), why="permissions")
+    if first == "module":
+        see(here, told)
+    here.fault(10, event)
+    if first == "tracker":
+        see(here, told)
+    here.kernel(31, mmu_text(event.address), 11)
+    here.nvml(31)
+    (found,) = here.records().values()
+    assert (found.fault_class, found.confidence) == ("mmu-permission", Confidence.CERTAIN)
+    assert found.offender is not None and found.offender.id.process == process(10)
+    assert here.pids(found.victims) == [11]
+    (kept,) = here.state.open_faults
+    assert {e.source for e in kept.evidence} == {
+        Source.KERNEL_PART,
+        Source.UVM,
+        Source.KERNEL_LOG,
+        Source.NVML,
+    }
+    assert here.domain("d1").state is DomainState.FAULTED
+
+
+def test_a_client_without_a_tracker_is_named_by_the_module() -> None:
+    here = World(Policy()).ready()
+    here.do(ev.ClientNoticed("d1", facts(10)))
+    here.do(ev.ClientNoticed("d1", facts(11)))
+    see(here, record(KernelAction.REPORTED))
+    found = here.record()
+    assert found.offender is not None and found.offender.id.process == process(10)
+    assert found.confidence is Confidence.CERTAIN
+
+
+@pytest.mark.parametrize("pid", [None, 99])
+def test_nobodys_client_moves_nothing(pid: int | None) -> None:
+    here = world()
+    for action in (KernelAction.SUNK, KernelAction.REPORTED, KernelAction.KILL):
+        see(here, record(action, pid=pid))
+    assert not here.records() and here.domain("d1").state is DomainState.ACTIVE
+    assert here.state.counters["kernel_records_of_others"] == 3
+
+
+def test_an_orphans_fault_is_told_at_once_and_joins_its_domains_fault() -> None:
+    here = world()
+    see(here, record(KernelAction.ORPHAN, pid=None))
+    (told,) = (e for e in here.made(fx.Publish) if e.kind == "orphan-fault")
+    assert told.data["gpu"] == GPU
+    here.kernel(31, mmu_text(0x7F0000001000), 11)
+    found = here.record()
+    assert any(e.source is Source.KERNEL_PART and "is gone" in e.text for e in found.evidence)
