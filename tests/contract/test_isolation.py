@@ -70,9 +70,17 @@ def test_what_is_not_sunk_is_recorded_and_answered_as_ever(node: Node, door: Iso
 def test_mode_report_changes_nothing_but_tells(node: Node, door: Isolation) -> None:
     door.set_mode(IsolationMode.REPORT)
     assert door.state().mode is IsolationMode.REPORT
-    guilty = node.offender("store").ready()
+    survivor, guilty = node.survivor().ready(), node.offender("store").ready()
     guilty.go()
     assert told(door, KernelAction.REPORTED).event.address == UNMAPPED
+    assert (guilty.failure(), survivor.failure()) == (700, 700)
+
+
+def test_who_is_alone_meets_its_own_error(node: Node, door: Isolation) -> None:
+    guilty = node.offender("store").ready()
+    guilty.go()
+    record = told(door, KernelAction.REFUSED)
+    assert (record.process, record.why) == (guilty.instance, "alone")
     assert guilty.failure() == 700
 
 
@@ -97,7 +105,7 @@ def test_kill_now_is_for_the_guilty_and_acknowledging_too(node: Node, door: Isol
 
 
 def test_a_second_reader_reads_what_is_kept(node: Node, door: Isolation) -> None:
-    guilty = node.offender("store", "--stay").ready()
+    survivor, guilty = node.survivor().ready(), node.offender("store", "--stay").ready()
     guilty.go()
     first = told(door, KernelAction.SUNK)
     other = node.machine.isolation()
@@ -106,4 +114,5 @@ def test_a_second_reader_reads_what_is_kept(node: Node, door: Isolation) -> None
         assert told(other, KernelAction.SUNK, first.seq) == first
     finally:
         other.close()
+    survivor.unharmed()
     guilty.kill()

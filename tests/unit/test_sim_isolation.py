@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from mpsd.gpu.simulated.isolation import DEADLINE_S, PATIENCE, KernelPart
-from tests.unit.test_sim_machine import A, B, Node, target
+from tests.unit.test_sim_machine import OTHER, A, B, Node, target
 
 NOWHERE = 0x7E00_0000_0000
 DEADLINE_MS = DEADLINE_S * 1e3
@@ -75,6 +75,20 @@ def test_everything_else_is_the_drivers_answer(here: Node, mode: str, kind: str,
     here.pass_ms(400)
     assert actions(here) == said
     assert here.server.fault and len(here.sink.events) == 1
+
+
+def test_who_is_alone_meets_its_own_error(here: Node) -> None:
+    """A program outside MPS, or the last client of its server: nobody else is harmed."""
+    outside = here.client(OTHER, mps=False)
+    here.launch(outside, "store", address=NOWHERE)
+    here.pass_ms(400)
+    (record,) = here.sink.records
+    assert (record["action"], record["why"]) == ("refused", "alone")
+    assert here.answer(OTHER) is not None and outside.error == 700
+    here.die(here.a)
+    here.launch(here.b, "store", address=NOWHERE)
+    here.pass_ms(400)
+    assert [r["why"] for r in here.sink.records] == ["alone", "alone"] and here.b.error == 700
 
 
 def test_whom_nobody_puts_out_is_killed_at_the_deadline_and_harms_nobody(here: Node) -> None:

@@ -84,6 +84,10 @@ class Faults:
         for server in [s for s in machine.servers.values() if unit in s.units]:
             self._server_fault(server, list(server.spaces), None)
 
+    def has_company(self, space: Space) -> bool:
+        """Whether a fault of this context would take another process's with it."""
+        return any(other.pid != space.pid for other in self._component(space))
+
     def consider_recovery(self, server: Server) -> None:
         """A server in FAULT comes back once every client has gone."""
         if not server.fault or server.landing or server.spaces or server.recovering:

@@ -55,6 +55,9 @@ class KernelPart:
         book = self._books.setdefault(space, _Book())
         book.faults += 1
         why = "permissions" if hit.fault is not UvmFaultType.INVALID_PDE else ""
+        if not why and not self._machine.faults.has_company(space):
+            # The stock answer is right where it harms nobody else.
+            why = "alone"
         if why or self.mode != "isolate":
             self._record(space, "refused" if why else "reported", hit, access, engine, why)
             return False
