@@ -219,8 +219,11 @@ class Daemon:
 
     def _open_isolation(self) -> IsolationDesk:
         backend, wanted = self.backend, self.config.kernel.isolation
-        asked = (self.vault.has, self._zones.idle, self.policy.evidence_window_s)
+        asked = (self.vault.has, self._zones.idle, self._leased, self.policy.evidence_window_s)
         return IsolationDesk(backend.isolation, backend.no_isolation, wanted, self._post, *asked)
+
+    def _leased(self, process: ProcessInstance) -> bool:
+        return any(c.leased for c in self.runtime.state.spaces_of(process))
 
     def _post(self, event: ev.Event) -> None:
         if isinstance(event, ev.DomainStarted | ev.DomainStartFailed):
@@ -231,6 +234,8 @@ class Daemon:
         elif isinstance(event, ev.SlotWanted) and event.uid is not None:
             foresee(event.uid)
         self.runtime.post(event)
+        if isinstance(event, ev.ClientAttached):
+            self.isolation.attached(event.process)
 
     def _known(self, domain: str, process: ProcessInstance, listed: bool) -> bool:
         """Whether to notice it once more would tell core nothing."""

@@ -79,6 +79,9 @@ def _count(name: str, text: str, label: str, values: Iterable[str]) -> Any:
 def _state(status: Mapping[str, Any]) -> Iterator[Any]:
     yield _count("mpsd_domains", "Fault domains by state.", "state", (d["state"] for d in status["domains"]))
     yield _count("mpsd_clients", "Clients by state.", "state", (c["state"] for c in status["clients"]))
+    isolating = status.get("kernel_isolation", {}).get("mode") == "isolate"
+    text = "Whether memory faults stay with their clients, by the kernel part."
+    yield GaugeMetricFamily("mpsd_kernel_isolation", text, int(isolating))
     yield GaugeMetricFamily("mpsd_problems", "Capability losses shown in status.", len(status["problems"]))
     # What the daemon counts since its start; a name says what.
     family = CounterMetricFamily("mpsd_events", "The daemon's own counters, by name.", labels=["name"])

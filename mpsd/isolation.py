@@ -22,11 +22,14 @@ from mpsd.model import IsolationMode, KernelAction, KernelFault, Liveness, Proce
 log = structlog.get_logger("mpsd.isolation")
 
 _ANSWERED = (KernelAction.REPORTED, KernelAction.REFUSED)
+# Processes that faulted before they were leased; more of them at once are left to the module's deadline.
+EARLY_KEPT = 64
 
 
 class IsolationDesk:
     """Lives on the event loop. `isolation`: None where the kernel part is not there, for the reason
-    `absent`. `holds` and `idle`: as the trackers ask them. `fresh_s`: a fault that the stock driver answered
+    `absent`. `holds` and `idle`: as the trackers ask them; `leased`: whether core knows that this process may
+    be put out. `fresh_s`: a fault that the stock driver answered
     longer ago than this, before mpsd began, was an earlier mpsd's affair."""
 
     def __init__(
@@ -37,6 +40,7 @@ class IsolationDesk:
         post: Callable[[ev.Event], None],
         holds: Callable[[ProcessInstance, Sequence[int]], Sequence[bool]],
         idle: Callable[[ProcessInstance], bool],
+        leased: Callable[[ProcessInstance], bool],
         fresh_s: float,
     ) -> None:
         self._isolation = isolation
@@ -45,6 +49,8 @@ class IsolationDesk:
         self._post = post
         self._holds = holds
         self._idle = idle
+        self._leased = leased
+        self._early: dict[ProcessInstance, KernelFault] = {}
         self._fresh_s = fresh_s
         self._last = 0
         self._reading = False
@@ -73,6 +79,12 @@ class IsolationDesk:
         asyncio.get_running_loop().add_reader(self._isolation.fileno(), self._drain)
         self._reading = True
         log.info("kernel isolation", mode=self._state.mode.value, driver=self._state.driver)
+
+    def attached(self, process: ProcessInstance) -> None:
+        """It is leased now: what it did before is told once more."""
+        record = self._early.pop(process, None)
+        if record is not None:
+            self._tell(record)
 
     def acknowledge(self, space: int) -> None:
         """Let the module wait for the eviction that has begun. Failing that, it kills at its deadline."""
@@ -144,6 +156,13 @@ class IsolationDesk:
             return
         process, own, idle, liveness = record.process, False, False, Liveness.DEAD
         if process is not None:
+            if record.action is KernelAction.SUNK and not self._leased(process):
+                self._keep(process, record)
             (own,) = self._holds(process, [record.event.address])
             idle, liveness = self._idle(process), procs.liveness(process)
         self._post(ev.KernelFaultSeen(record, liveness, own, age_s, idle))
+
+    def _keep(self, process: ProcessInstance, record: KernelFault) -> None:
+        self._early[process] = record
+        if len(self._early) > EARLY_KEPT:
+            del self._early[next(iter(self._early))]

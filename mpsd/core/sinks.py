@@ -66,7 +66,8 @@ def _sunk(draft: Draft, client: Client, event: ev.KernelFaultSeen) -> None:
     fault, process = event.fault, client.id.process
     known = hitrecords.of(draft.state, process, draft.now, living=client.living)
     before = known.hit.count if known is not None and known.hit is not None else 0
-    count = max(1, fault.faults - before)
+    # What is told once more counts once.
+    count = max(0, fault.faults - before)
     draft.count("faults_isolated", count)
     hit = ev.GuardHit(client.id, fault.event, ZoneRole.SINK, count, event.liveness, event.idle)
     sign = _evidence(draft, fault)

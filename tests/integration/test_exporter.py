@@ -31,6 +31,7 @@ STATUS: dict[str, Any] = {
     "domains": [{"state": "active"}, {"state": "warm"}],
     "clients": [{"state": "attached"}, {"state": "attached"}],
     "problems": [],
+    "kernel_isolation": {"mode": "isolate"},
     "counters": {"faults": 3},
     "slots": [{"id": "s", "survivable": 1, "programs": [PROGRAM, {**PROGRAM, "standing": "offered"}]}],
 }
@@ -68,6 +69,7 @@ def test_what_is_told() -> None:
     assert told["mpsd_up"] == 1
     assert told["mpsd_domains,active"] == told["mpsd_domains,warm"] == 1
     assert told["mpsd_clients,attached"] == 2
+    assert told["mpsd_kernel_isolation"] == 1
     assert told["mpsd_events_total,faults"] == 3
     assert told["mpsd_failovers_survivable,s"] == 1
     assert told["mpsd_standby_bytes,s"] == 1200
