@@ -48,7 +48,7 @@ PACKAGE_VERSION="{version}"
 AUTOINSTALL="yes"
 NO_WEAK_MODULES="yes"
 # Not for a kernel that comes when the driver itself has gone or is another one.
-[ -e {vendor} ] || BUILD_EXCLUSIVE_KERNEL="^none$"
+[ -e {vendor} ] || AUTOINSTALL=
 for index in "${{!BUILT_MODULE_NAME[@]}}"; do
     DEST_MODULE_NAME[$index]="{prefix}${{DEST_MODULE_NAME[$index]:-${{BUILT_MODULE_NAME[$index]}}}}"
     DEST_MODULE_LOCATION[$index]="/{location}"

@@ -233,9 +233,13 @@ def check(machine: Machine, release: str, modules: Sequence[Module]) -> None:
     """That modprobe takes ours, all of them, and the kernel them together. Raises KmodError."""
     ours = machine.ours(release)
     found = {module.built: resolved(machine, release, module.installed) for module in modules}
-    astray = {built: path for built, path in found.items() if path is None or path.parent != ours}
+    astray = {
+        built: path
+        for built, path in found.items()
+        if path is None or path.parent != ours or not path.is_file()
+    }
     if astray:
-        listed = ", ".join(f"{built} is {path or 'found nowhere'}" for built, path in sorted(astray.items()))
+        listed = ", ".join(f"{built} is {_where(path)}" for built, path in sorted(astray.items()))
         raise KmodError(f"modprobe does not find the patched modules in {ours}: {listed}")
     giver = found["nvidia"]
     for path in found.values():
@@ -243,6 +247,12 @@ def check(machine: Machine, release: str, modules: Sequence[Module]) -> None:
         _, differing = symbols.disagreements(giver, path)
         if differing:
             raise KmodError(f"{path} was built against another nvidia.ko: {', '.join(differing[:5])} differ")
+
+
+def _where(path: Path | None) -> str:
+    if path is None:
+        return "found nowhere"
+    return str(path) if path.is_file() else f"{path}, which is gone"
 
 
 def resolved(machine: Machine, release: str, name: str) -> Path | None:

@@ -39,21 +39,21 @@ RAMDISK = (
 
 
 def add_verbs(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    install = _verb(
-        verbs, "install", _install, "build the patched driver with DKMS and put it before the stock one"
+    verb = _verb(
+        verbs, "install", install, "build the patched driver with DKMS and put it before the stock one"
     )
-    install.add_argument(
+    verb.add_argument(
         "--tree", type=Path, help="the driver's source (default: the loaded driver's, in /usr/src)"
     )
-    install.add_argument("--kernel", default="", help="release to build for (default: the running one)")
-    install.add_argument(
+    verb.add_argument("--kernel", default="", help="release to build for (default: the running one)")
+    verb.add_argument(
         "--sign", nargs=2, type=Path, metavar=("KEY", "CERT"), help="sign with these (default: dkms' own)"
     )
-    _next_boot(install)
-    _next_boot(_verb(verbs, "uninstall", _uninstall, "remove all that install made; the stock modules stay"))
-    _verb(verbs, "load", _load, "unload the stock modules and load the patched ones, now")
-    _verb(verbs, "unload", _unload, "unload the patched modules and load the stock ones, now")
-    _verb(verbs, "users", _users, "list the loaded modules and who uses them", changes=False)
+    _next_boot(verb)
+    _next_boot(_verb(verbs, "uninstall", uninstall, "remove all that install made; the stock modules stay"))
+    _verb(verbs, "load", load, "unload the stock modules and load the patched ones, now")
+    _verb(verbs, "unload", unload, "unload the patched modules and load the stock ones, now")
+    _verb(verbs, "users", users, "list the loaded modules and who uses them", changes=False)
 
 
 def _verb(
@@ -87,7 +87,7 @@ def _next_boot(verb: argparse.ArgumentParser) -> None:
     )
 
 
-def _install(given: argparse.Namespace) -> int:
+def install(given: argparse.Namespace) -> int:
     machine = Machine(given.root)
     used = modules.use(machine)
     tree = source.choose(machine, given.tree)
@@ -132,7 +132,7 @@ def _until_boot(used: modules.Use) -> str:
     return f"takes effect at the next boot, or with mpsd-kmod load or unload; what is loaded stays{late}"
 
 
-def _uninstall(given: argparse.Namespace) -> int:
+def uninstall(given: argparse.Namespace) -> int:
     machine = Machine(given.root)
     used = modules.use(machine)
     if not given.dry_run:
@@ -152,12 +152,12 @@ def _uninstall(given: argparse.Namespace) -> int:
     return _alone(machine, given, undo)
 
 
-def _load(given: argparse.Namespace) -> int:
+def load(given: argparse.Namespace) -> int:
     machine = Machine(given.root)
     return _exchange(machine, given, plan_load, "the patched modules are loaded")
 
 
-def _unload(given: argparse.Namespace) -> int:
+def unload(given: argparse.Namespace) -> int:
     machine = Machine(given.root)
     return _exchange(machine, given, plan_unload, "the patched modules are not loaded")
 
@@ -189,7 +189,7 @@ def _installed_for(machine: Machine, release: str) -> Manifest:
     )
 
 
-def _users(given: argparse.Namespace) -> int:
+def users(given: argparse.Namespace) -> int:
     used = modules.use(Machine(given.root))
     if given.json:
         print(json.dumps(used.as_json()))

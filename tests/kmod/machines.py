@@ -176,6 +176,66 @@ def add_programs(folder: Path) -> dict[str, str]:
     return {"PATH": f"{programs}:{os.environ['PATH']}", "PARTS": str(parts)}
 
 
+# Which modules are loaded is in the machine's /proc and /sys; which file a name stands for, the real modprobe
+# tells. REFUSE: a part of the path of files that do not load. BUSY: a module that does not unload.
+MODPROBE = """\
+#!{python}
+import os, subprocess, sys
+from pathlib import Path
+root, words = Path(__file__).parents[1], sys.argv[1:]
+shown = [*words[:-1], "-S", {release!r}, "--show-depends", words[-1]]
+said = subprocess.run(["modprobe", *shown], capture_output=True, text=True, check=True).stdout
+listed = root / "proc/modules"
+refused = os.environ.get("REFUSE", "none")
+for path in [Path(line.split()[1]).resolve() for line in said.splitlines()]:
+    name = path.name.removesuffix(".ko").replace("nvidia-current-open", "nvidia").replace("-", "_")
+    lines = [line.split() for line in listed.read_text().splitlines()]
+    if name in [line[0] for line in lines]:
+        continue
+    if refused in str(path):
+        sys.exit("modprobe: ERROR: could not insert: Key was rejected by service")
+    for line in lines if name != "nvidia" else []:
+        if line[0] == "nvidia":
+            line[2:4] = [str(int(line[2]) + 1), line[3].strip("-") + name + ","]
+    lines.append([name, "1", "0", "-", "Live", "0x0"])
+    listed.write_text("".join(" ".join(line) + "\\n" for line in lines))
+    (root / "sys/module" / name).mkdir(parents=True)
+    if "updates/mpsd" in str(path) and name == "nvidia_uvm":
+        (root / "sys/module/nvidia_uvm/parameters").mkdir()
+        (root / "sys/module/nvidia_uvm/parameters/uvm_mpsd_mode").write_text("1")
+    with (root / "log").open("a") as log:
+        print("load", path.relative_to(root / "lib/modules" / {release!r}), file=log)
+"""
+
+RMMOD = """\
+#!{python}
+import os, shutil, sys
+from pathlib import Path
+root, name = Path(__file__).parents[1], sys.argv[1]
+listed = root / "proc/modules"
+lines = [line.split() for line in listed.read_text().splitlines()]
+(mine,) = [line for line in lines if line[0] == name]
+if mine[3] != "-" or os.environ.get("BUSY") == name:
+    sys.exit(f"rmmod: ERROR: Module {{name}} is in use")
+lines.remove(mine)
+for line in lines:
+    holders = [holder for holder in line[3].strip("-").split(",") if holder not in ("", name)]
+    line[2:4] = [str(len(holders)), ",".join(holders) + "," if holders else "-"]
+listed.write_text("".join(" ".join(line) + "\\n" for line in lines))
+shutil.rmtree(root / "sys/module" / name)
+with (root / "log").open("a") as log:
+    print("unload", name, file=log)
+"""
+
+
+def add_kernel_programs(machine: Machine) -> None:
+    """modprobe and rmmod, for /proc and /sys of the machine's own. What they did is in its file `log`."""
+    for name, text in (("modprobe", MODPROBE), ("rmmod", RMMOD)):
+        path = machine.root / "sbin" / name
+        path.write_text(text.format(python=sys.executable, release=RELEASE))
+        path.chmod(0o755)
+
+
 def wish(machine: Machine, tree: Tree | None = None) -> Wish:
     given = tree or find(machine.sources / f"nvidia-current-open-{VERSION}")
     return Wish(given, Kernel(RELEASE, machine.modules / RELEASE / "build"))

@@ -15,8 +15,9 @@ import pytest
 from kmod.build import LIB_MODULES, Kernel, kernel
 from kmod.changes import have_spatch
 from kmod.dkms import Module
-from kmod.errors import Unavailable
+from kmod.errors import KmodError, Unavailable
 from kmod.install import Wish, check, kernels, perform, plan_install, plan_uninstall, resolved
+from kmod.installtrial import try_install
 from kmod.machine import Machine
 from kmod.secureboot import given_key
 from kmod.symbols import disagreements
@@ -130,19 +131,50 @@ def test_both_modules_are_built_found_first_and_gone_again(wish: tuple[Machine, 
     assert kernels(machine) == [] and dkms_says(machine) == ""
 
 
-def test_a_kernel_that_dkms_removes_loses_ours(wish: tuple[Machine, Wish]) -> None:
+def dkms_itself(machine: Machine, *words: str) -> None:
+    """As the hooks of the distribution's kernel packages call it."""
+    command = ["dkms", "--dkmstree", str(machine.dkms_tree), "--sourcetree", str(machine.sources)]
+    command += ["--installtree", str(machine.modules), *words, "--no-depmod"]
+    environment = {**os.environ, "sign_file": "/nonexistent"}
+    subprocess.run(command, timeout=300.0, stdin=subprocess.DEVNULL, env=environment, check=True)
+
+
+def test_a_kernel_that_comes_and_goes_gets_and_loses_ours(wish: tuple[Machine, Wish]) -> None:
     machine, given = wish
     release = given.kernel.release
+    which = ("-m", "mpsd-nvidia", "-v", "550.163.01", "-k", release)
     steps(machine, given)
-    assert machine.ours(release).is_dir()
-    command = ["dkms", "--dkmstree", str(machine.dkms_tree), "--sourcetree", str(machine.sources)]
-    command += ["--installtree", str(machine.modules), "remove", "-m", "mpsd-nvidia", "-v", "550.163.01"]
-    subprocess.run(
-        [*command, "-k", release, "--no-depmod"], check=True, timeout=120.0, stdin=subprocess.DEVNULL
-    )
+    dkms_itself(machine, "uninstall", *which)
     assert not machine.ours(release).exists()
-    steps(machine, given)
+    dkms_itself(machine, "autoinstall", "-k", release)
+    machine.depmod(release)
     check(machine, release, NAMES)
+    dkms_itself(machine, "unbuild", *which)
+    # The driver was upgraded: its new source has another name, and the stock modules are what fits.
+    given.tree.root.rename(given.tree.root.with_name("nvidia-current-open-560.1"))
+    dkms_itself(machine, "autoinstall", "-k", release)
+    assert not machine.ours(release).exists()
+
+
+def test_a_run_after_dkms_itself_removed_all_begins_anew(wish: tuple[Machine, Wish]) -> None:
+    machine, given = wish
+    steps(machine, given)
+    dkms_itself(machine, "remove", "-m", "mpsd-nvidia", "-v", "550.163.01", "-k", given.kernel.release)
+    steps(machine, given)
+    check(machine, given.kernel.release, NAMES)
+
+
+def test_the_trial_sees_what_it_says(wish: tuple[Machine, Wish], tmp_path: Path) -> None:
+    """A source whose dkms.conf is a form, as the published one's is: its folders are its modules then."""
+    machine, given = wish
+    (given.tree.root / "dkms.conf").write_text("# a form\n__DKMS_MODULES\n")
+    steps(machine, given)
+    stock = [machine.ours(given.kernel.release) / name for name in ("nvidia.ko", "nvidia-uvm.ko")]
+    said = try_install(given.tree, given.kernel, stock, tmp_path / "trial")
+    assert "2 modules before the stock ones, 1 symbols of nvidia.ko" in said and "found again" in said
+    with pytest.raises(KmodError, match="modprobe finds None for nvidia"):
+        try_install(given.tree, given.kernel, [], tmp_path / "trial")
+    assert list((tmp_path / "trial").iterdir()) == []
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is missing")
