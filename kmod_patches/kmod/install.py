@@ -209,13 +209,40 @@ def plan_uninstall(machine: Machine) -> list[Step]:
     return steps
 
 
-def roll_back(machine: Machine, say: Callable[[str], None]) -> None:
-    """After an install that failed: DKMS would try it again with every kernel that comes."""
+def roll_back(machine: Machine, release: str, say: Callable[[str], None]) -> None:
+    """After an install that failed: DKMS would try it again with every kernel that comes.
+
+    Where ours are whole for other kernels, only what was for this one goes.
+    """
+    tool = Dkms(machine)
     for log in machine.dkms_tree.glob(f"{PACKAGE}/*/build/make.log"):
         machine.state.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(log, machine.state / "make.log")
         say(f"the build's log is kept in {machine.state / 'make.log'}")
-    perform(plan_uninstall(machine), say)
+    others = [
+        (version, kernel)
+        for version in tool.versions()
+        for kernel in tool.kernels(version)
+        if kernel != release
+    ]
+    if not others:
+        perform(plan_uninstall(machine), say)
+        return
+    say(
+        f"remove what was made for {release}; {', '.join(kernel for _, kernel in others)} keeps ours"
+    )
+    for version in {version for version, _ in others}:
+        _drop(machine, version, release)
+    machine.depmod(release)
+
+
+def _drop(machine: Machine, version: str, release: str) -> None:
+    """What there is for one kernel, whole or half; depmod is the caller's."""
+    tool = Dkms(machine)
+    _remove_files(machine, [release])
+    for link in tool.tree.glob(f"kernel-{release}-*"):
+        link.unlink()
+    tool.forget_build(version, release)
 
 
 def kernels(machine: Machine) -> list[str]:
@@ -289,13 +316,8 @@ def _register(tool: Dkms, version: str) -> None:
 
 def _build(machine: Machine, version: str, release: str) -> None:
     """From the beginning: what an earlier run left may be a half."""
-    tool = Dkms(machine)
-    if release in tool.kernels(version):
-        _remove_files(machine, [release])
-        for link in tool.tree.glob(f"kernel-{release}-*"):
-            link.unlink()
-    tool.forget_build(version, release)
-    tool.build(version, release)
+    _drop(machine, version, release)
+    Dkms(machine).build(version, release)
 
 
 def _make_source(machine: Machine, wish: Wish, manifest: Manifest) -> None:

@@ -84,4 +84,4 @@ class Machine:
 def must_be_root(machine: Machine, what: str) -> None:
     """Raises KmodError for somebody else on a real machine; below another root its own files do."""
     if machine.real and os.geteuid() != 0:
-        raise KmodError(f"{what} needs root: sudo mpsd-kmod ...")
+        raise KmodError(f"{what} needs root: sudo mpsd-kmod {what}")

@@ -89,6 +89,8 @@ def _next_boot(verb: argparse.ArgumentParser) -> None:
 
 def install(given: argparse.Namespace) -> int:
     machine = Machine(given.root)
+    if not given.dry_run:
+        must_be_root(machine, "install")
     used = modules.use(machine)
     tree = source.choose(machine, given.tree)
     try:
@@ -100,8 +102,6 @@ def install(given: argparse.Namespace) -> int:
         ) from error
     key = secureboot.given_key(*given.sign) if given.sign else None
     wish = Wish(tree, found, key)
-    if not given.dry_run:
-        must_be_root(machine, "install")
     require(machine, wish)
     here = found.release == machine.running
     if here and not given.next_boot:
@@ -116,7 +116,7 @@ def install(given: argparse.Namespace) -> int:
             _do(given, steps, "installed already", says)
         except (KmodError, OSError):
             if not given.dry_run:
-                roll_back(machine, lambda text: _say(given, f"taking out again: {text}"))
+                roll_back(machine, found.release, lambda text: _say(given, f"taking out again: {text}"))
             raise
         if steps and not given.dry_run:
             _say(given, RAMDISK.format(release=found.release))

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from kmod.build import Kernel
 from kmod.changes import INCLUDE
 from kmod.dkms import Dkms, Module, module_set
 from kmod.errors import KmodError, Unavailable
 from kmod.install import (
     Manifest,
+    Wish,
     check,
     folder_of,
+    kernels,
     perform,
     plan_install,
     plan_uninstall,
@@ -23,7 +27,7 @@ from kmod.install import (
     resolved,
     roll_back,
 )
-from kmod.machine import Machine
+from kmod.machine import Machine, must_be_root
 from kmod.tree import find
 from tests.kmod.machines import (
     NAMES,
@@ -214,11 +218,39 @@ def test_a_build_that_fails_leaves_the_stock_modules_and_the_log(
     monkeypatch.setenv("FAIL", "1")
     with pytest.raises(KmodError, match="the compiler says no"):
         install(machine)
-    roll_back(machine, quiet)
+    roll_back(machine, RELEASE, quiet)
     assert (machine.state / "make.log").read_text() == "the compiler says no\n"
     (machine.state / "make.log").unlink()
     machine.state.rmdir()
     assert_gone(machine)
+
+
+def test_a_build_that_fails_for_one_kernel_leaves_ours_for_the_other(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(machine)
+    other = "6.1.0-2-test"
+    shutil.copytree(machine.modules / RELEASE / "build", machine.modules / other / "build")
+    monkeypatch.setenv("FAIL", "1")
+    given = wish(machine)
+    given = Wish(given.tree, Kernel(other, given.kernel.headers))
+    with pytest.raises(KmodError, match="the compiler says no"):
+        perform(plan_install(machine, given), quiet)
+    roll_back(machine, other, quiet)
+    assert_installed(machine)
+    assert kernels(machine) == [RELEASE]
+    monkeypatch.delenv("FAIL")
+    perform(plan_install(machine, given), quiet)
+    assert kernels(machine) == [RELEASE, other]
+    uninstall(machine)
+    assert kernels(machine) == []
+
+
+def test_only_root_changes_a_real_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(KmodError, match="install needs root: sudo mpsd-kmod install"):
+        must_be_root(Machine(), "install")
+    must_be_root(Machine(tmp_path), "install")
 
 
 def test_modules_of_two_builds_are_an_error(machine: Machine) -> None:
