@@ -13,6 +13,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 from kmod import dkms, hooks, secureboot, symbols
@@ -142,42 +143,47 @@ def digest(wish: Wish, machine: Machine) -> str:
 
 def plan_install(machine: Machine, wish: Wish) -> list[Step]:
     """What is left to do; nothing where all is there."""
-    version, release = wish.tree.version, wish.kernel.release
-    folder = folder_of(machine, version)
-    found, wanted = Manifest.read(folder), digest(wish, machine)
-    modules = module_set(wish.tree)
-    tool = Dkms(machine)
-    fresh = found is not None and found.digest == wanted
-    steps = []
+    version, folder = wish.tree.version, folder_of(machine, wish.tree.version)
+    found = Manifest.read(folder)
+    wanted = Manifest(version, str(wish.tree.root), digest(wish, machine), module_set(wish.tree))
+    fresh = found is not None and found.digest == wanted.digest
     if _others(machine, version) or (not fresh and _remains(machine)):
         # Of another driver or another patch: a kernel would mix them.
-        steps += plan_uninstall(machine)
-        fresh = False
+        return [
+            *plan_uninstall(machine),
+            _source_step(machine, wish, wanted),
+            *_build_steps(machine, wish, wanted),
+        ]
     if not fresh:
-        manifest = Manifest(version, str(wish.tree.root), wanted, modules)
-        text = f"copy {wish.tree.root} to {folder} and put the patch in"
-        steps.append(Step(text, lambda: _make_source(machine, wish, manifest)))
-    if fresh and not steps and _active(machine, version, release, modules):
+        return [_source_step(machine, wish, wanted), *_build_steps(machine, wish, wanted)]
+    if _active(machine, version, wish.kernel.release, wanted.modules):
         return []
-    settings = settings_text(modules)
-    steps.append(
-        Step(f"write {machine.depmod_settings}", lambda: _write_whole(machine.depmod_settings, settings))
-    )
-    steps.append(Step(f"dkms: register {PACKAGE}/{version}", lambda: _register(tool, version)))
-    steps.append(Step(f"dkms: build for {release}", lambda: _build(machine, version, release)))
-    steps.append(
+    return _build_steps(machine, wish, wanted)
+
+
+def _source_step(machine: Machine, wish: Wish, manifest: Manifest) -> Step:
+    folder = folder_of(machine, manifest.version)
+    text = f"copy {wish.tree.root} to {folder} and put the patch in"
+    return Step(text, partial(_make_source, machine, wish, manifest))
+
+
+def _build_steps(machine: Machine, wish: Wish, manifest: Manifest) -> list[Step]:
+    version, release, tool = manifest.version, wish.kernel.release, Dkms(machine)
+    settings = machine.depmod_settings
+    return [
+        Step(f"write {settings}", partial(_write_whole, settings, settings_text(manifest.modules))),
+        Step(f"dkms: register {PACKAGE}/{version}", partial(_register, tool, version)),
+        Step(f"dkms: build for {release}", partial(_build, machine, version, release)),
         Step(
-            f"dkms: install for {release}, in {machine.ours(release)}", lambda: tool.install(version, release)
-        )
-    )
-    steps.append(Step(f"depmod {release}", lambda: machine.depmod(release)))
-    steps.append(
+            f"dkms: install for {release}, in {machine.ours(release)}",
+            partial(tool.install, version, release),
+        ),
+        Step(f"depmod {release}", partial(machine.depmod, release)),
         Step(
             "look whether modprobe finds them and their symbol versions agree",
-            lambda: check(machine, release, modules),
-        )
-    )
-    return steps
+            partial(check, machine, release, manifest.modules),
+        ),
+    ]
 
 
 def settings_text(modules: Sequence[Module]) -> str:
@@ -186,26 +192,19 @@ def settings_text(modules: Sequence[Module]) -> str:
 
 def plan_uninstall(machine: Machine) -> list[Step]:
     """What is left to undo; nothing where nothing of ours is."""
-    tool = Dkms(machine)
-    releases, folders, versions = kernels(machine), own_folders(machine), tool.versions()
+    tool, settings, releases = Dkms(machine), machine.depmod_settings, kernels(machine)
     steps = [
-        Step(f"dkms: forget {PACKAGE}/{version}", lambda version=version: tool.forget(version))  # type: ignore[misc]
-        for version in versions
+        Step(f"dkms: forget {PACKAGE}/{version}", partial(tool.forget, version))
+        for version in tool.versions()
     ]
     if any(_files(machine, release) for release in releases):
         places = ", ".join(str(machine.ours(release)) for release in releases)
-        steps.append(Step(f"remove {places}", lambda: _remove_files(machine, releases)))
-    if machine.depmod_settings.exists():
-        steps.append(Step(f"remove {machine.depmod_settings}", machine.depmod_settings.unlink))
+        steps.append(Step(f"remove {places}", partial(_remove_files, machine, releases)))
+    if settings.exists():
+        steps.append(Step(f"remove {settings}", settings.unlink))
     # Once more for each that it may have been broken off in: modules.dep still names ours then.
-    steps += [
-        Step(f"depmod {release}", lambda release=release: machine.depmod(release))  # type: ignore[misc]
-        for release in releases
-    ]
-    steps += [
-        Step(f"remove {folder}", lambda folder=folder: shutil.rmtree(folder))  # type: ignore[misc]
-        for folder in folders
-    ]
+    steps += [Step(f"depmod {release}", partial(machine.depmod, release)) for release in releases]
+    steps += [Step(f"remove {folder}", partial(shutil.rmtree, folder)) for folder in own_folders(machine)]
     return steps
 
 
@@ -228,9 +227,7 @@ def roll_back(machine: Machine, release: str, say: Callable[[str], None]) -> Non
     if not others:
         perform(plan_uninstall(machine), say)
         return
-    say(
-        f"remove what was made for {release}; {', '.join(kernel for _, kernel in others)} keeps ours"
-    )
+    say(f"remove what was made for {release}; {', '.join(kernel for _, kernel in others)} keeps ours")
     for version in {version for version, _ in others}:
         _drop(machine, version, release)
     machine.depmod(release)

@@ -92,37 +92,43 @@ def install(given: argparse.Namespace) -> int:
     if not given.dry_run:
         must_be_root(machine, "install")
     used = modules.use(machine)
-    tree = source.choose(machine, given.tree)
-    try:
-        found = kernel(given.kernel or machine.running, machine.modules)
-    except Unavailable as error:
-        name = given.kernel or machine.running
-        raise Unavailable(
-            f"{error}; apt-get install linux-headers-{name} (or kernel-devel-{name})"
-        ) from error
-    key = secureboot.given_key(*given.sign) if given.sign else None
-    wish = Wish(tree, found, key)
+    wish = _wish(machine, given)
     require(machine, wish)
-    here = found.release == machine.running
+    here = wish.kernel.release == machine.running
     if here and not given.next_boot:
         refuse_in_use(used, "what is installed now would not fit them", "unload them, or " + NEXT_BOOT)
-    says = [] if tree.tested else [f"driver {tree.version} is not one that the patch was tested with"]
+    says = []
+    if not wish.tree.tested:
+        says.append(f"driver {wish.tree.version} is not one that the patch was tested with")
     if here and used.loaded:
         says.append(_until_boot(used))
+    return _alone(machine, given, lambda: _make(machine, given, wish, says))
 
-    def make() -> int:
-        steps = plan_install(machine, wish)
-        try:
-            _do(given, steps, "installed already", says)
-        except (KmodError, OSError):
-            if not given.dry_run:
-                roll_back(machine, found.release, lambda text: _say(given, f"taking out again: {text}"))
-            raise
-        if steps and not given.dry_run:
-            _say(given, RAMDISK.format(release=found.release))
-        return 0
 
-    return _alone(machine, given, make)
+def _wish(machine: Machine, given: argparse.Namespace) -> Wish:
+    tree = source.choose(machine, given.tree)
+    release = given.kernel or machine.running
+    try:
+        found = kernel(release, machine.modules)
+    except Unavailable as error:
+        raise Unavailable(
+            f"{error}; apt-get install linux-headers-{release} (or kernel-devel-{release})"
+        ) from error
+    return Wish(tree, found, secureboot.given_key(*given.sign) if given.sign else None)
+
+
+def _make(machine: Machine, given: argparse.Namespace, wish: Wish, says: Sequence[str]) -> int:
+    release = wish.kernel.release
+    steps = plan_install(machine, wish)
+    try:
+        _do(given, steps, "installed already", says)
+    except (KmodError, OSError):
+        if not given.dry_run:
+            roll_back(machine, release, lambda text: _say(given, f"taking out again: {text}"))
+        raise
+    if steps and not given.dry_run:
+        _say(given, RAMDISK.format(release=release))
+    return 0
 
 
 def _until_boot(used: modules.Use) -> str:

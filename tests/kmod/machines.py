@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from kmod.build import Kernel
+from kmod.changes import HOOKS
 from kmod.dkms import Module
 from kmod.install import Wish
 from kmod.machine import Machine
@@ -79,20 +80,16 @@ uninstall)
 esac
 """
 
+# A file beside the modules has what a semantic patch that fits puts in; the mend changes a line.
 SPATCH = """\
-#!{python}
-import sys
-from pathlib import Path
-from kmod.changes import HOOKS, PCI_RESIZE, read, write
-semantic, source, result = Path(sys.argv[-4]), Path(sys.argv[-3]), Path(sys.argv[-1])
-text = read(source)
-if semantic.name == Path(PCI_RESIZE.semantic_patch).name:
-    text = text.replace("size_of(dev))", "size_of(dev), 0)")
-for hook in HOOKS:
-    if semantic.name == Path(hook.semantic_patch).name:
-        lines = [f"{{call}}x;" for call in hook.calls]
-        text += "".join(line + "\\n" for line in [*lines, *["y;"] * (hook.inserted - len(lines))])
-write(result, text)
+#!/bin/sh
+for word; do before=$semantic; semantic=$source; source=$option; option=$result; result=$word; done
+added=$PARTS/${semantic##*/}
+if [ -f "$added" ]; then
+    cat "$source" "$added" >"$result"
+else
+    sed 's/size_of(dev))/size_of(dev), 0)/' "$source" >"$result"
+fi
 """
 
 
@@ -168,9 +165,13 @@ def add_programs(folder: Path) -> dict[str, str]:
     programs, parts = folder / "programs", folder / "parts"
     for made in (programs, parts):
         made.mkdir(parents=True)
-    for name, text in (("dkms", DKMS), ("spatch", SPATCH.format(python=sys.executable))):
+    for name, text in (("dkms", DKMS), ("spatch", SPATCH)):
         (programs / name).write_text(text)
         (programs / name).chmod(0o755)
+    for hook in HOOKS:
+        lines = [f"{call}x;" for call in hook.calls]
+        lines += ["y;"] * (hook.inserted - len(lines))
+        (parts / Path(hook.semantic_patch).name).write_text("".join(f"{line}\n" for line in lines))
     (parts / "nvidia.ko").write_bytes(elf({"answer": 2}, {}))
     (parts / "nvidia-uvm.ko").write_bytes(elf({}, {"answer": 2}))
     return {"PATH": f"{programs}:{os.environ['PATH']}", "PARTS": str(parts)}

@@ -66,7 +66,7 @@ def why_not() -> str:
 
 
 REASON = why_not()
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(REASON), reason=REASON)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.skipif(bool(REASON), reason=REASON)]
 
 
 @pytest.fixture

@@ -37,8 +37,6 @@ class Typed:
 
     def __init__(self, folder: Path) -> None:
         self.environment: dict[str, str] = add_programs(folder)
-        # Coccinelle's stand-in is a program of its own and imports kmod.
-        self.environment["PYTHONPATH"] = str(COMMAND.parent)
         self.machine = make_machine(folder / "root")
         add_kernel_programs(self.machine)
 
@@ -47,7 +45,7 @@ class Typed:
         line = [sys.executable, str(COMMAND), verb, "--root", str(self.machine.root), *rest]
         environment: Mapping[str, str] = {**self.environment, **more}
         return subprocess.run(
-            line, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=60.0, env=environment
+            line, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=110.0, env=environment
         )
 
     def value(self, *words: str) -> dict[str, object]:
