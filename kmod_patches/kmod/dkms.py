@@ -86,6 +86,7 @@ set -eu
 kernel={modules}/$1
 target=$kernel/{location}
 mkdir -p "$target"
+rm -f "$target"/*.new "$target"/*.plain
 for name in {names}; do
     found=$(find "$kernel" -name "{prefix}$name.ko*" ! -path "$target/*" | head -n 1)
     [ -n "$found" ] || {{ echo "mpsd-kmod: dkms installed no {prefix}$name.ko" >&2; exit 1; }}

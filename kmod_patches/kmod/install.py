@@ -106,6 +106,8 @@ def require(machine: Machine, wish: Wish) -> None:
         packages = " ".join(sorted(set(missing)))
         raise Unavailable(f"missing here: {packages}; apt-get install {packages} (or your distribution's)")
     secureboot.require(machine, wish.key)
+    if wish.key:
+        secureboot.require_tool(machine, wish.kernel.release)
     need = SPACE_FACTOR * sum(path.stat().st_size for path in wish.tree.root.rglob("*") if path.is_file())
     for folder in (machine.sources, machine.dkms_tree.parent, machine.modules):
         free = shutil.disk_usage(folder).free if folder.is_dir() else need

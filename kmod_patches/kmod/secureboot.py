@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,6 +105,14 @@ def given_key(private: Path, certificate: Path) -> Key:
         if not os.access(path, os.R_OK):
             raise KmodError(f"--sign: {path} cannot be read")
     return Key(private.resolve(), certificate.resolve())
+
+
+def require_tool(machine: Machine, release: str) -> None:
+    """Raises Unavailable where nothing can sign for this kernel, where our script looks."""
+    headers = machine.modules / release / "build/scripts/sign-file"
+    shared = machine.root / f"usr/lib/linux-kbuild-{release.rpartition('.')[0]}/scripts/sign-file"
+    if not (os.access(headers, os.X_OK) or os.access(shared, os.X_OK) or shutil.which("kmodsign")):
+        raise Unavailable(f"--sign: {headers} is missing, which comes with the kernel's headers")
 
 
 def enrolled(certificate: Path) -> bool:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import lzma
 import os
 import shutil
 import signal
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,6 +30,7 @@ from kmod.install import (
     roll_back,
 )
 from kmod.machine import Machine, must_be_root
+from kmod.secureboot import given_key
 from kmod.tree import find
 from tests.kmod.machines import (
     NAMES,
@@ -292,6 +295,54 @@ def test_the_mend_for_some_kernels_is_chosen_when_it_is_built(machine: Machine, 
             == 0
         )
         assert (", 0)" in (folder / "nvidia/nv-pci.c").read_text()) is mended
+
+
+def placed(machine: Machine, files: dict[str, bytes]) -> dict[str, bytes]:
+    """What lies in our folder after dkms has installed these and run our script."""
+    folder = machine.modules / RELEASE / "updates/dkms"
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    script = folder_of(machine, VERSION) / "mpsd/place"
+    subprocess.run([str(script), RELEASE], check=True, timeout=60.0)
+    assert not list(folder.glob("mpsd-*"))
+    return contents(machine.ours(RELEASE))
+
+
+def test_compressed_modules_replace_others(machine: Machine) -> None:
+    install(machine)
+    (machine.ours(RELEASE) / "nvidia-current-open.ko.new").write_text("left by a run that was killed")
+    core, user = lzma.compress(elf({"answer": 3}, {})), lzma.compress(elf({}, {"answer": 3}))
+    files = {"mpsd-nvidia-current-open.ko.xz": core, "mpsd-nvidia-current-open-uvm.ko.xz": user}
+    assert placed(machine, files) == {name.removeprefix("mpsd-"): data for name, data in files.items()}
+    machine.depmod(RELEASE)
+    check(machine, RELEASE, NAMES)
+
+
+@pytest.mark.skipif(shutil.which("xz") is None, reason="xz is missing: apt-get install xz-utils")
+def test_what_is_to_be_signed_is_decompressed_before(machine: Machine, tmp_path: Path) -> None:
+    key, certificate = tmp_path / "a key", tmp_path / "certificate"
+    key.write_text("")
+    certificate.write_text("")
+    given = wish(machine)
+    signed = Wish(given.tree, given.kernel, given_key(key, certificate))
+    with pytest.raises(Unavailable, match=r"--sign: .*sign-file is missing"):
+        require(machine, signed)
+    tool = machine.modules / RELEASE / "build/scripts/sign-file"
+    tool.parent.mkdir()
+    tool.write_text('#!/bin/sh\nprintf "%s" "$1 ${2##*/} ${3##*/}" >>"$4"\n')
+    tool.chmod(0o755)
+    (machine.modules / RELEASE / "build/.config").write_text('CONFIG_MODULE_SIG_HASH="sha256"\n')
+    require(machine, signed)
+    perform(plan_install(machine, signed), quiet)
+    check(machine, RELEASE, NAMES)
+    files = {
+        "mpsd-nvidia-current-open.ko.xz": lzma.compress(b"core "),
+        "mpsd-nvidia-current-open-uvm.ko": b"user ",
+    }
+    assert placed(machine, files) == {
+        "nvidia-current-open.ko": b"core sha256 a key certificate",
+        "nvidia-current-open-uvm.ko": b"user sha256 a key certificate",
+    }
 
 
 def test_the_set_of_modules_is_the_source_s_own(machine: Machine) -> None:
