@@ -1,8 +1,11 @@
 // SPDX-License-Identifier: GPL-2.0 OR MIT
 // Description: Replayable faults: hook 1 offers a fatal one to the isolation before it is cancelled; hook 7
 //  tells of work whose address space is gone, which the driver answers by ending everything in its TSG.
-// Applies-to: nvidia-uvm/uvm_gpu_replayable_faults.c of the open kernel modules 535 to 595
+// Applies-To: nvidia-uvm/uvm_gpu_replayable_faults.c of the open kernel modules 535 to 595
+// Origin: other, written for mpsd: no text of the driver's
 // Forwarded: no
+// Last-Update: 2026-11-22
+// Last-Checked: 535.261.03 550.163.01 555.58.02
 @include@
 @@
   #include "uvm_common.h"

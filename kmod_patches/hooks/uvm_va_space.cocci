@@ -2,8 +2,11 @@
 // Description: The life of an address space: hook 3 notes its owner, hook 4 says that its channels were
 //  stopped and, later, that nothing can reach it any more; hook 5 takes the sinks out of a GPU's page tree
 //  before the driver asserts that the tree is empty.
-// Applies-to: nvidia-uvm/uvm_va_space.c of the open kernel modules 535 to 595
+// Applies-To: nvidia-uvm/uvm_va_space.c of the open kernel modules 535 to 595
+// Origin: other, written for mpsd: no text of the driver's
 // Forwarded: no
+// Last-Update: 2026-11-22
+// Last-Checked: 535.261.03 550.163.01 555.58.02
 @include@
 @@
   #include "uvm_common.h"

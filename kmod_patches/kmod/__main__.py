@@ -1,4 +1,7 @@
-"""mpsd-kmod fetch SUITE | status TREE | apply TREE | reverse TREE | build TREE"""
+"""mpsd-kmod install | uninstall | load | unload | users | status [TREE]
+
+For a driver source: fetch SUITE | apply TREE | reverse TREE | build TREE
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,17 @@ import os
 import sys
 from pathlib import Path
 
-from kmod import debian, hooks
+from kmod import debian, hooks, packaging
 from kmod.build import Kernel, build, kernel, mends
 from kmod.errors import KmodError, Unavailable
 from kmod.tree import Tree, find
 
 BUILD_DEADLINE_S = 3600.0
+DESCRIPTION = (
+    "The patch to nvidia-uvm: install builds the driver that is on this machine with the patch in and puts "
+    "it before the stock one, load loads it now, unload and uninstall go back. The others work on a driver "
+    "source. VERB --help tells more."
+)
 
 
 def main() -> int:
@@ -20,13 +28,16 @@ def main() -> int:
     try:
         return int(given.verb(given))
     except (KmodError, OSError) as error:
+        if getattr(given, "json", False):
+            print(packaging.refusal_json(error))
         print(f"mpsd-kmod: {error}", file=sys.stderr)
         return 1
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="mpsd-kmod", description="The patch to nvidia-uvm.")
-    verbs = parser.add_subparsers(required=True)
+    parser = argparse.ArgumentParser(prog="mpsd-kmod", description=DESCRIPTION)
+    verbs = parser.add_subparsers(required=True, metavar="VERB")
+    packaging.add_verbs(verbs)
     verb = verbs.add_parser(
         "fetch", help="get the driver's source that a suite of Debian has; prints its folder"
     )
@@ -34,17 +45,22 @@ def _parser() -> argparse.ArgumentParser:
     verb.add_argument("--cache", type=Path, default=debian.cache_folder())
     verb.set_defaults(verb=_fetch)
     for name, function, text in (
-        ("status", _status, "say how a driver source stands to the patch"),
+        ("status", _status, "say what is installed and loaded, or how a driver source stands to the patch"),
         ("apply", _apply, "put the patch into a driver source"),
         ("reverse", _reverse, "take it out again"),
         ("build", _build, "put it in and build nvidia.ko and nvidia-uvm.ko"),
     ):
         verb = verbs.add_parser(name, help=text)
         verb.add_argument(
-            "tree", type=Path, help="the folder with nvidia-uvm in it, or the one above kernel-open"
+            "tree",
+            type=Path,
+            nargs="?" if name == "status" else None,
+            help="the folder with nvidia-uvm in it, or the one above kernel-open",
         )
         verb.add_argument("--kernel", default="", help="release to build for (default: the running one)")
         verb.set_defaults(verb=function)
+        if name == "status":
+            packaging.add_common(verb)
         if name == "build":
             verb.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     return parser
@@ -68,6 +84,8 @@ def _patch(tree: Tree, given: argparse.Namespace) -> tuple[hooks.Patch, Kernel |
 
 
 def _status(given: argparse.Namespace) -> int:
+    if given.tree is None:
+        return packaging.machine_status(given)
     tree = find(given.tree)
     patch, _ = _patch(tree, given)
     kept = hooks.state(tree, patch)

@@ -52,11 +52,14 @@ def releases(folder: Path = LIB_MODULES) -> list[str]:
 def mends(tree: Tree, for_kernel: Kernel) -> list[Change]:
     """What this driver's source needs to build for this kernel, besides what its own tests find out."""
     declared = _arguments(read(for_kernel.headers / "include/linux/pci.h"))
+    return possible_mends(tree) if declared == PARAMETERS_WITH_EXCLUDED else []
+
+
+def possible_mends(tree: Tree) -> list[Change]:
+    """What it needs for some kernels."""
     source = tree.original(PCI_RESIZE.file)
     called = _arguments(read(source)) if source.is_file() else None
-    if declared == PARAMETERS_WITH_EXCLUDED and called == PARAMETERS_WITH_EXCLUDED - 1:
-        return [PCI_RESIZE]
-    return []
+    return [PCI_RESIZE] if called == PARAMETERS_WITH_EXCLUDED - 1 else []
 
 
 def _arguments(text: str) -> int | None:

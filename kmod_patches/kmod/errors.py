@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kmod.modules import Use
+
 
 class KmodError(Exception):
     """It cannot be done; the text says why and what was left as it was."""
@@ -21,3 +26,11 @@ class ChangedSince(KmodError):
 
 class Unavailable(KmodError):
     """A suite or a tool is not to be had here."""
+
+
+class InUse(KmodError):
+    """The driver's modules are loaded, and what was asked for would change them. Nothing was changed."""
+
+    def __init__(self, text: str, used: Use) -> None:
+        self.text, self.used = text, used
+        super().__init__("\n  ".join([text, *used.lines()]))

@@ -19,7 +19,7 @@ SMALL = ("nvidia-uvm", "Kbuild", "nvidia/nv-pci.c")
 """What of a tree the hooks and mends look at."""
 
 TESTED = ("535.261.03", "550.163.01", "555.58.02")
-"""Versions whose hooks scripts/test-kmod counts."""
+"""Versions whose hooks scripts/test-kmod counts; the headers of the semantic patches say them too."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
 """Tries the patch on the sources that Debian's suites have, and prints a table of what became of each.
 
 Always: the hooks are put in and counted, put in once more, and taken out to the byte. On request the modules
-are built and the patch's own files looked at by sparse and the compiler's stricter warnings.
+are built and the patch's own files looked at by sparse and the compiler's stricter warnings; and those of one
+suite are installed through DKMS below a folder, and taken out.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
-from kmod import debian, hooks, hooksites, lint
+from kmod import debian, hooks, hooksites, installtrial, lint
 from kmod.build import LIB_MODULES, Kernel, build, kernel, mends
 from kmod.changes import PCI_RESIZE
 from kmod.command import run
@@ -23,6 +24,7 @@ from kmod.errors import HookMismatch, KmodError, Unavailable
 from kmod.tree import SMALL, Tree, copy, find
 
 BUILD_DEADLINE_S = 3000.0
+INSTALLED = "trixie"
 COLUMNS = ("suite", "version", "hooks", "twice", "reversed", "mended", "built", "nvidia-uvm.ko", "warnings")
 WIDTHS = (12, 16, 10, 8, 8, 7, 8, 13, 8)
 
@@ -48,7 +50,7 @@ def main() -> int:
     try:
         found = kernel(given.kernel)
     except Unavailable as error:
-        if given.full or given.build:
+        if given.full or given.build or given.install:
             print(f"test-kmod: {error}; apt-get install linux-headers-amd64", file=sys.stderr)
             return 2
         found = None
@@ -83,6 +85,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--build", action="append", default=[], metavar="SUITE", help="build those of this one"
     )
+    parser.add_argument(
+        "--install",
+        action="append",
+        default=[],
+        metavar="SUITE",
+        help=f"build those of this one, install them below a folder, and take them out; --full: {INSTALLED}",
+    )
     parser.add_argument("--kernel", default="", help="release to build for (default: the running one)")
     parser.add_argument(
         "--cache", type=Path, default=debian.cache_folder(), help="sources and builds are kept here"
@@ -101,11 +110,18 @@ def _try(suite: debian.Suite, found: Kernel | None, given: argparse.Namespace) -
         row.failed = suite.required
         return row
     row.cells["version"] = fetched.version
+    if not find(fetched.tree).tested:
+        row.said.append(
+            "a version that is neither in kmod.tree.TESTED nor in the semantic patches' headers yet"
+        )
     try:
         _try_hooks(row, find(fetched.tree), found)
-        if found and (given.full or suite.name in given.build):
+        installs = suite.name in given.install or (given.full and suite.name == INSTALLED)
+        if found and (given.full or installs or suite.name in given.build):
             with debian.alone(given.cache / "build", debian.LOCK_DEADLINE_S):
-                _try_build(row, fetched, found, given)
+                modules = _try_build(row, fetched, found, given)
+                if installs:
+                    _try_install(row, fetched, found, modules, given.cache / "install")
         else:
             row.said.append("skipped: the build (--full builds all)")
     except KmodError as error:
@@ -143,8 +159,8 @@ def _contents(root: Path) -> dict[str, bytes]:
     return found
 
 
-def _try_build(row: Row, fetched: debian.Fetched, found: Kernel, given: argparse.Namespace) -> None:
-    """In a folder that is kept: what did not change is not compiled again."""
+def _try_build(row: Row, fetched: debian.Fetched, found: Kernel, given: argparse.Namespace) -> list[Path]:
+    """The modules, built in a folder that is kept: what did not change is not compiled again."""
     folder = given.cache / "build" / f"{fetched.version}-{found.release}"
     log = folder.with_name(folder.name + ".log")
     kept = folder.is_dir()
@@ -166,6 +182,14 @@ def _try_build(row: Row, fetched: debian.Fetched, found: Kernel, given: argparse
     row.said.append(
         f"{len(sites.changed)} of {sites.functions} functions in the hooked files changed: {changed}"
     )
+    return modules
+
+
+def _try_install(row: Row, fetched: debian.Fetched, found: Kernel, modules: list[Path], folder: Path) -> None:
+    try:
+        row.said.append(installtrial.try_install(find(fetched.tree), found, modules, folder))
+    except Unavailable as error:
+        row.said.append(f"skipped: the install: {error}")
 
 
 def _copy_whole(source: Tree, folder: Path) -> Tree:

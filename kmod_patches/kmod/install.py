@@ -1,0 +1,391 @@
+"""Installs the patched modules beside the driver's own, and takes them out again, in steps.
+
+What is to be done is found from what is there, not from notes on what was done: a run that was killed in the
+middle is finished, or undone, by the next one. The driver's own files are never moved, changed or removed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+from kmod import dkms, hooks, secureboot, symbols
+from kmod.build import Kernel
+from kmod.changes import have_spatch
+from kmod.command import run
+from kmod.dkms import FOLDER, PREFIX, Dkms, Module, module_set, write_configuration
+from kmod.errors import InUse, KmodError, Unavailable
+from kmod.machine import OURS, Machine
+from kmod.modules import Use
+from kmod.secureboot import Key
+from kmod.source import PACKAGE
+from kmod.tree import Tree, find
+
+MANIFEST = Path(FOLDER) / "made-from.json"
+FORMAT = 1
+NEEDED = {
+    "dkms": "dkms",
+    "spatch": "coccinelle",
+    "make": "make",
+    "gcc": "gcc",
+    "depmod": "kmod",
+    "modprobe": "kmod",
+}
+"""Program to the package that Debian has it in."""
+
+# The copy, dkms' copy, what it compiles from that (debug information and all), and the stripped modules.
+SPACE_FACTOR = 5
+LEFT_OVER = re.compile(rf"{PREFIX}nvidia[\w-]*\.ko(\.\w+)?")
+SHOW_DEADLINE_S = 60.0
+HEADER = "# Written by mpsd-kmod, which also removes it: the patched modules come before the stock ones.\n"
+# What a build leaves is for another kernel or with another patch.
+BUILT = shutil.ignore_patterns("*.ko", "*.o", "*.mod", "*.mod.c", ".*.cmd", "conftest", "Module.symvers")
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """`text` is what it does, as an order."""
+
+    text: str
+    act: Callable[[], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a source folder of ours was made from, and what it makes. Without it the folder is a half."""
+
+    version: str
+    vendor: str
+    digest: str
+    modules: tuple[Module, ...]
+
+    @staticmethod
+    def read(folder: Path) -> Manifest | None:
+        try:
+            value = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+            if value["format"] != FORMAT:
+                return None
+            modules = tuple(
+                Module(str(module["built"]), str(module["installed"])) for module in value["modules"]
+            )
+            return Manifest(str(value["version"]), str(value["vendor"]), str(value["digest"]), modules)
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def write(self, folder: Path) -> None:
+        value = {"format": FORMAT, **asdict(self)}
+        (folder / MANIFEST).write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What somebody wants installed."""
+
+    tree: Tree
+    kernel: Kernel
+    key: Key | None = None
+
+
+def perform(steps: Iterable[Step], say: Callable[[str], None]) -> None:
+    for step in steps:
+        say(step.text)
+        step.act()
+
+
+def require(machine: Machine, wish: Wish) -> None:
+    """Raises KmodError for what is missing to build, before anything is done."""
+    missing = [package for name, package in NEEDED.items() if not _have(name)]
+    if missing:
+        packages = " ".join(sorted(set(missing)))
+        raise Unavailable(f"missing here: {packages}; apt-get install {packages} (or your distribution's)")
+    secureboot.require(machine, wish.key)
+    if wish.key:
+        secureboot.require_tool(machine, wish.kernel.release)
+    need = SPACE_FACTOR * sum(path.stat().st_size for path in wish.tree.root.rglob("*") if path.is_file())
+    for folder in (machine.sources, machine.dkms_tree.parent, machine.modules):
+        free = shutil.disk_usage(folder).free if folder.is_dir() else need
+        if free < need:
+            raise KmodError(f"{folder} has {free >> 20} MiB free, and the build needs about {need >> 20} MiB")
+
+
+def _have(name: str) -> bool:
+    return have_spatch() if name == "spatch" else shutil.which(name) is not None
+
+
+def refuse_in_use(used: Use, what: str, remedy: str) -> None:
+    """Raises InUse while a module of the driver's is loaded: one loaded later would be of the other build."""
+    if used.loaded:
+        raise InUse(f"the driver's modules are loaded, so {what}; {remedy}", used)
+
+
+def folder_of(machine: Machine, version: str) -> Path:
+    return machine.sources / f"{PACKAGE}-{version}"
+
+
+def digest(wish: Wish, machine: Machine) -> str:
+    """Of all that decides what is built, but the kernel: the driver's source, the patch, the key."""
+    total = hashlib.sha256(hooks.whole_patch().digest().encode())
+    key = f"{wish.key.private} {wish.key.certificate}" if wish.key else ""
+    # What we write there is part of it: a newer mpsd-kmod may write otherwise.
+    total.update(f"{key}\0{machine.root}\0".encode() + Path(dkms.__file__).read_bytes())
+    for path in sorted(wish.tree.root.rglob("*")):
+        if path.is_file():
+            with path.open("rb") as file:
+                content = hashlib.file_digest(file, "sha256").hexdigest()
+            total.update(f"{path.relative_to(wish.tree.root)}\0{content}\0".encode())
+    return total.hexdigest()
+
+
+def plan_install(machine: Machine, wish: Wish) -> list[Step]:
+    """What is left to do; nothing where all is there."""
+    version, folder = wish.tree.version, folder_of(machine, wish.tree.version)
+    found = Manifest.read(folder)
+    wanted = Manifest(version, str(wish.tree.root), digest(wish, machine), module_set(wish.tree))
+    fresh = found is not None and found.digest == wanted.digest
+    if _others(machine, version) or (not fresh and _remains(machine)):
+        # Of another driver or another patch: a kernel would mix them.
+        return [
+            *plan_uninstall(machine),
+            _source_step(machine, wish, wanted),
+            *_build_steps(machine, wish, wanted),
+        ]
+    if not fresh:
+        return [_source_step(machine, wish, wanted), *_build_steps(machine, wish, wanted)]
+    if _active(machine, version, wish.kernel.release, wanted.modules):
+        return []
+    return _build_steps(machine, wish, wanted)
+
+
+def _source_step(machine: Machine, wish: Wish, manifest: Manifest) -> Step:
+    folder = folder_of(machine, manifest.version)
+    text = f"copy {wish.tree.root} to {folder} and put the patch in"
+    return Step(text, partial(_make_source, machine, wish, manifest))
+
+
+def _build_steps(machine: Machine, wish: Wish, manifest: Manifest) -> list[Step]:
+    version, release, tool = manifest.version, wish.kernel.release, Dkms(machine)
+    settings = machine.depmod_settings
+    return [
+        Step(f"write {settings}", partial(_write_whole, settings, settings_text(manifest.modules))),
+        Step(f"dkms: register {PACKAGE}/{version}", partial(_register, tool, version)),
+        Step(f"dkms: build for {release}", partial(_build, machine, version, release)),
+        Step(
+            f"dkms: install for {release}, in {machine.ours(release)}",
+            partial(tool.install, version, release),
+        ),
+        Step(f"depmod {release}", partial(machine.depmod, release)),
+        Step(
+            "look whether modprobe finds them and their symbol versions agree",
+            partial(check, machine, release, manifest.modules),
+        ),
+    ]
+
+
+def settings_text(modules: Sequence[Module]) -> str:
+    return HEADER + "".join(f"override {module.installed} * {OURS}\n" for module in modules)
+
+
+def plan_uninstall(machine: Machine) -> list[Step]:
+    """What is left to undo; nothing where nothing of ours is."""
+    tool, settings, releases = Dkms(machine), machine.depmod_settings, kernels(machine)
+    steps = [
+        Step(f"dkms: forget {PACKAGE}/{version}", partial(tool.forget, version))
+        for version in tool.versions()
+    ]
+    if any(_files(machine, release) for release in releases):
+        places = ", ".join(str(machine.ours(release)) for release in releases)
+        steps.append(Step(f"remove {places}", partial(_remove_files, machine, releases)))
+    if settings.exists():
+        steps.append(Step(f"remove {settings}", settings.unlink))
+    # Once more for each that it may have been broken off in: modules.dep still names ours then.
+    steps += [Step(f"depmod {release}", partial(machine.depmod, release)) for release in releases]
+    steps += [Step(f"remove {folder}", partial(shutil.rmtree, folder)) for folder in own_folders(machine)]
+    return steps
+
+
+def roll_back(machine: Machine, release: str, say: Callable[[str], None]) -> None:
+    """After an install that failed: DKMS would try it again with every kernel that comes.
+
+    Where ours are whole for other kernels, only what was for this one goes.
+    """
+    tool = Dkms(machine)
+    for log in machine.dkms_tree.glob(f"{PACKAGE}/*/build/make.log"):
+        machine.state.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(log, machine.state / "make.log")
+        say(f"the build's log is kept in {machine.state / 'make.log'}")
+    others = [
+        (version, kernel)
+        for version in tool.versions()
+        for kernel in tool.kernels(version)
+        if kernel != release
+    ]
+    if not others:
+        perform(plan_uninstall(machine), say)
+        return
+    say(f"remove what was made for {release}; {', '.join(kernel for _, kernel in others)} keeps ours")
+    for version in {version for version, _ in others}:
+        _drop(machine, version, release)
+    machine.depmod(release)
+
+
+def _drop(machine: Machine, version: str, release: str) -> None:
+    """What there is for one kernel, whole or half; depmod is the caller's."""
+    tool = Dkms(machine)
+    _remove_files(machine, [release])
+    for link in tool.tree.glob(f"kernel-{release}-*"):
+        link.unlink()
+    tool.forget_build(version, release)
+
+
+def kernels(machine: Machine) -> list[str]:
+    """Those that have files of ours, or whose modules.dep still says so."""
+    if not machine.modules.is_dir():
+        return []
+    return sorted(
+        folder.name
+        for folder in machine.modules.iterdir()
+        if folder.is_dir() and (_files(machine, folder.name) or _named(folder / "modules.dep"))
+    )
+
+
+def check(machine: Machine, release: str, modules: Sequence[Module]) -> None:
+    """That modprobe takes ours, all of them, and the kernel them together. Raises KmodError."""
+    ours = machine.ours(release)
+    found = {module.built: resolved(machine, release, module.installed) for module in modules}
+    astray = {
+        built: path
+        for built, path in found.items()
+        if path is None or path.parent != ours or not path.is_file()
+    }
+    if astray:
+        listed = ", ".join(f"{built} is {_where(path)}" for built, path in sorted(astray.items()))
+        raise KmodError(f"modprobe does not find the patched modules in {ours}: {listed}")
+    giver = found["nvidia"]
+    for path in found.values():
+        assert giver and path
+        _, differing = symbols.disagreements(giver, path)
+        if differing:
+            raise KmodError(f"{path} was built against another nvidia.ko: {', '.join(differing[:5])} differ")
+
+
+def _where(path: Path | None) -> str:
+    if path is None:
+        return "found nowhere"
+    return str(path) if path.is_file() else f"{path}, which is gone"
+
+
+def resolved(machine: Machine, release: str, name: str) -> Path | None:
+    """The file that modprobe would load for a name, whatever the machine's own modprobe settings say."""
+    where = [] if machine.real else ["-d", str(machine.root)]
+    try:
+        said = run(
+            ["modprobe", *where, "-i", "-S", release, "--show-depends", name], deadline_s=SHOW_DEADLINE_S
+        )
+    except KmodError:
+        return None
+    lines = [line.split() for line in said.splitlines() if line.startswith("insmod ")]
+    return Path(lines[-1][1]) if lines else None
+
+
+def _active(machine: Machine, version: str, release: str, modules: Sequence[Module]) -> bool:
+    settings = machine.depmod_settings
+    if release not in Dkms(machine).kernels(version) or not settings.is_file():
+        return False
+    if settings.read_text(encoding="utf-8") != settings_text(modules):
+        return False
+    try:
+        check(machine, release, modules)
+    except KmodError:
+        return False
+    return True
+
+
+def _register(tool: Dkms, version: str) -> None:
+    if not tool.added(version):
+        tool.forget(version)
+        tool.add(version)
+
+
+def _build(machine: Machine, version: str, release: str) -> None:
+    """From the beginning: what an earlier run left may be a half."""
+    _drop(machine, version, release)
+    Dkms(machine).build(version, release)
+
+
+def _make_source(machine: Machine, wish: Wish, manifest: Manifest) -> None:
+    """Under its name only when it is whole. Raises KmodError; what it is made from is only read."""
+    folder = folder_of(machine, manifest.version)
+    beside = folder.with_name(f".{folder.name}.new")
+    for old in (beside, folder):
+        if old.exists():
+            shutil.rmtree(old)
+    try:
+        machine.sources.mkdir(parents=True, exist_ok=True)
+        # Links may lead out of the source that they are in.
+        shutil.copytree(wish.tree.root, beside, symlinks=False, ignore=BUILT)
+        tree = find(beside)
+        hooks.apply(tree, hooks.whole_patch())
+        write_configuration(tree, manifest.modules, Path(manifest.vendor), machine, wish.key)
+        manifest.write(beside)
+        os.rename(beside, folder)
+    except (OSError, shutil.Error) as error:
+        raise KmodError(f"{folder} could not be made: {error}") from error
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+
+
+def _write_whole(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(path.name + ".new")
+    beside.write_text(text, encoding="utf-8")
+    os.replace(beside, path)
+
+
+def _others(machine: Machine, version: str) -> bool:
+    known = {folder.name for folder in own_folders(machine)} - {folder_of(machine, version).name}
+    return bool(known) or bool(set(Dkms(machine).versions()) - {version})
+
+
+def _remains(machine: Machine) -> bool:
+    return bool(Dkms(machine).versions() or kernels(machine) or own_folders(machine))
+
+
+def own_folders(machine: Machine) -> list[Path]:
+    """Source folders of ours, half ones too."""
+    found = [*machine.sources.glob(f"{PACKAGE}-*"), *machine.sources.glob(f".{PACKAGE}-*.new")]
+    return sorted(path for path in found if path.is_dir() and not path.is_symlink())
+
+
+def _files(machine: Machine, release: str) -> list[Path]:
+    """Files of ours below a kernel's folder: in their place, or where dkms put them."""
+    kernel = machine.modules / release
+    found = [machine.ours(release)] if machine.ours(release).exists() else []
+    for part in ("updates", "extra"):
+        for path in (kernel / part).rglob(f"{PREFIX}nvidia*"):
+            if LEFT_OVER.fullmatch(path.name):
+                found.append(path)
+    return found
+
+
+def _remove_files(machine: Machine, releases: Iterable[str]) -> None:
+    for release in releases:
+        for path in _files(machine, release):
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+
+
+def _named(modules_dep: Path) -> bool:
+    try:
+        text = modules_dep.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+    return f"{OURS}/" in text or f"/{PREFIX}nvidia" in text

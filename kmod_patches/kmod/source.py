@@ -1,0 +1,79 @@
+"""Finds the driver's source where the distribution or the driver's installer put it for DKMS."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from kmod.changes import read
+from kmod.errors import KmodError, UnknownTree
+from kmod.machine import Machine
+from kmod.tree import Tree, find
+
+PACKAGE = "mpsd-nvidia"
+"""DKMS knows what we build by this name; its source folder is PACKAGE-VERSION."""
+
+PROPRIETARY = re.compile(r'MODULE_LICENSE\s*\(\s*"NVIDIA"\s*\)')
+CORE = Path("nvidia/nv-kernel.o_binary")
+WHERE = (
+    "install the driver's open kernel modules with their source (Debian: nvidia-open-kernel-dkms; the "
+    "driver's installer: --kernel-module-type=open), or name a folder: mpsd-kmod install --tree FOLDER"
+)
+
+
+def candidates(machine: Machine) -> list[Tree]:
+    """Every driver source below /usr/src but ours, proprietary ones too."""
+    found = []
+    folders = sorted(machine.sources.glob("nvidia*")) if machine.sources.is_dir() else []
+    for folder in folders:
+        try:
+            found.append(find(folder))
+        except UnknownTree:
+            continue
+    return found
+
+
+def proprietary(tree: Tree) -> bool:
+    """Whether its nvidia.ko says it is: to a module that hangs on such a one the kernel denies symbols."""
+    return any(PROPRIETARY.search(read(path)) for path in sorted((tree.root / "nvidia").glob("*.c")))
+
+
+def loaded_version(machine: Machine) -> str:
+    """The version of the nvidia.ko that is loaded, or ""."""
+    try:
+        return (machine.sys / "module/nvidia/version").read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
+
+
+def choose(machine: Machine, named: Path | None = None) -> Tree:
+    """The source to patch. Raises KmodError, which lists what there is."""
+    tree = find(named) if named else _only(machine)
+    if proprietary(tree):
+        raise KmodError(
+            f"{tree.root} is the proprietary flavour of driver {tree.version}, the patch is for the open "
+            f"one; {WHERE}"
+        )
+    if not (tree.root / CORE).is_file():
+        raise KmodError(
+            f"{tree.root} lacks {CORE}, which the vendor compiles: it comes with the driver's packages, and "
+            "in a published source `make modules` makes it once"
+        )
+    return tree
+
+
+def _only(machine: Machine) -> Tree:
+    """The one of the driver that is loaded; without one, the only one."""
+    found = candidates(machine)
+    loaded = loaded_version(machine)
+    usable = [tree for tree in found if not proprietary(tree)] or found
+    if loaded:
+        usable = [tree for tree in usable if tree.version == loaded]
+    if len(usable) == 1:
+        return usable[0]
+    listed = ", ".join(f"{tree.root} ({tree.version})" for tree in found)
+    if not found:
+        raise KmodError(f"no driver source below {machine.sources}: {WHERE}")
+    if loaded and not usable:
+        raise KmodError(f"driver {loaded} is loaded and its source is not here ({listed}): {WHERE}")
+    raise KmodError(f"several driver sources: {listed}; say which: mpsd-kmod install --tree FOLDER")

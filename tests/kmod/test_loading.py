@@ -1,0 +1,161 @@
+"""The loaded modules are exchanged for the patched ones and back, or stay as they were."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kmod.errors import InUse, KmodError, Unavailable
+from kmod.install import Manifest, folder_of, perform, plan_install
+from kmod.loading import plan_load, plan_unload, stock_view
+from kmod.machine import Machine
+from kmod.modules import is_ours, use
+from tests.kmod.machines import (
+    RELEASE,
+    VERSION,
+    add_kernel_programs,
+    add_process,
+    add_programs,
+    load,
+    make_machine,
+    needs_kmod,
+    wish,
+)
+
+pytestmark = needs_kmod
+STOCK = "updates/dkms/nvidia-current-open"
+OURS = "updates/mpsd/nvidia-current-open"
+UNLOADED = ["unload nvidia_uvm", "unload nvidia"]
+LOADED = ["nvidia_uvm 1 0 -", "nvidia 1 1 nvidia_uvm,"]
+
+
+def quiet(text: str) -> None:
+    """Nobody listens."""
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    for name, value in add_programs(tmp_path).items():
+        monkeypatch.setenv(name, value)
+    made = make_machine(tmp_path / "root")
+    add_kernel_programs(made)
+    perform(plan_install(made, wish(made)), quiet)
+    return made
+
+
+def manifest(machine: Machine) -> Manifest:
+    found = Manifest.read(folder_of(machine, VERSION))
+    assert found
+    return found
+
+
+def load_ours(machine: Machine) -> None:
+    perform(plan_load(machine, use(machine), manifest(machine)), quiet)
+
+
+def load_stock(machine: Machine) -> None:
+    perform(plan_unload(machine, use(machine), manifest(machine)), quiet)
+
+
+def log(machine: Machine) -> list[str]:
+    path = machine.root / "log"
+    lines = path.read_text().splitlines() if path.exists() else []
+    path.unlink(missing_ok=True)
+    return lines
+
+
+def came(where: str) -> list[str]:
+    return [f"load {where}.ko", f"load {where}-uvm.ko"]
+
+
+def test_the_stock_modules_go_ours_come_and_back(machine: Machine) -> None:
+    load(machine, LOADED)
+    load_ours(machine)
+    assert log(machine) == UNLOADED + came(OURS)
+    assert is_ours(machine)
+    assert plan_load(machine, use(machine), manifest(machine)) == []
+    load_stock(machine)
+    assert log(machine) == UNLOADED + came(STOCK)
+    assert not is_ours(machine)
+    assert plan_unload(machine, use(machine), manifest(machine)) == []
+
+
+def test_nothing_is_unloaded_where_nothing_is_loaded(machine: Machine) -> None:
+    load_ours(machine)
+    assert log(machine) == came(OURS)
+
+
+@pytest.mark.parametrize("ours", [False, True])
+def test_modules_in_use_are_refused_with_who_uses_them(machine: Machine, ours: bool) -> None:
+    load(machine, LOADED, ours=ours)
+    add_process(machine, 70, "trainer", ["/dev/nvidia-uvm"])
+    plan = plan_unload if ours else plan_load
+    with pytest.raises(InUse, match=r"(?s)in use; .*process 70 of uid .*trainer.*open: /dev/nvidia-uvm"):
+        plan(machine, use(machine), manifest(machine))
+    assert log(machine) == []
+
+
+def test_ours_that_do_not_load_leave_the_stock_ones_loaded(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load(machine, LOADED)
+    monkeypatch.setenv("REFUSE", OURS + "-uvm")
+    with pytest.raises(KmodError, match=r"(?s)Key was rejected.*The driver's own are loaded again"):
+        load_ours(machine)
+    assert log(machine) == [*UNLOADED, came(OURS)[0], "unload nvidia", *came(STOCK)]
+    assert not is_ours(machine)
+
+
+def test_ours_that_do_not_load_leave_nothing_where_nothing_was(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("REFUSE", OURS + "-uvm")
+    with pytest.raises(KmodError, match=r"(?s)Key was rejected.*Nothing is loaded, as before"):
+        load_ours(machine)
+    assert use(machine).loaded == ()
+
+
+def test_a_module_that_came_into_use_meanwhile_stays_and_the_others_come_back(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load(machine, LOADED)
+    monkeypatch.setenv("BUSY", "nvidia")
+    with pytest.raises(KmodError, match=r"(?s)nvidia is in use.*loaded again"):
+        load_ours(machine)
+    assert log(machine) == ["unload nvidia_uvm", f"load {STOCK}-uvm.ko"]
+    load(machine, LOADED, ours=True)
+    with pytest.raises(KmodError, match=r"(?s)nvidia is in use.*loaded again"):
+        load_stock(machine)
+    assert log(machine) == ["unload nvidia_uvm", f"load {OURS}-uvm.ko"]
+
+
+def test_without_stock_modules_ours_are_not_unloaded(machine: Machine) -> None:
+    load_ours(machine)
+    log(machine)
+    for path in (machine.modules / RELEASE / "updates/dkms").iterdir():
+        path.unlink()
+    with pytest.raises(KmodError, match="nvidia-current-open not found"):
+        load_stock(machine)
+    assert log(machine) == []
+
+
+def test_half_of_ours_is_not_loaded(machine: Machine) -> None:
+    (machine.ours(RELEASE) / "nvidia-current-open-uvm.ko").unlink()
+    with pytest.raises(KmodError, match=r"does not find the patched modules.*which is gone"):
+        plan_load(machine, use(machine), manifest(machine))
+
+
+def test_the_view_without_ours_has_all_else(machine: Machine) -> None:
+    other = machine.modules / RELEASE / "updates/other.ko"
+    other.write_bytes((machine.modules / RELEASE / f"{STOCK}.ko").read_bytes())
+    view = stock_view(machine) / "lib/modules" / RELEASE
+    assert {path.name for path in (view / "updates").iterdir()} == {"dkms", "other.ko"}
+    text = (view / "modules.dep").read_text()
+    assert "updates/dkms/nvidia-current-open-uvm.ko" in text and "mpsd" not in text
+
+
+def test_below_another_root_nothing_of_this_machine_is_started(tmp_path: Path) -> None:
+    with pytest.raises(Unavailable, match="nothing of this machine's is loaded"):
+        Machine(tmp_path).kernel_program("rmmod")
+    assert Machine().kernel_program("rmmod") == "rmmod"

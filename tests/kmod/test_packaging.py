@@ -1,0 +1,220 @@
+"""The verbs as somebody types them: refusals with who is in the way, dry runs, JSON, errors in a sentence."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from kmod import packaging
+from kmod.debian import alone
+from kmod.errors import KmodError
+from kmod.machine import Machine
+from tests.kmod.machines import (
+    RELEASE,
+    VERSION,
+    add_kernel_programs,
+    add_process,
+    add_programs,
+    add_source,
+    load,
+    make_machine,
+    needs_kmod,
+)
+from tests.kmod.smalltree import contents
+
+COMMAND = Path(__file__).resolve().parents[2] / "kmod_patches/mpsd-kmod"
+pytestmark = needs_kmod
+
+
+class Typed:
+    """A machine, and what mpsd-kmod says to it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.environment: dict[str, str] = add_programs(folder)
+        self.machine = make_machine(folder / "root")
+        add_kernel_programs(self.machine)
+
+    def __call__(self, *words: str, **more: str) -> subprocess.CompletedProcess[str]:
+        verb, *rest = words
+        line = [sys.executable, str(COMMAND), verb, "--root", str(self.machine.root), *rest]
+        environment: Mapping[str, str] = {**self.environment, **more}
+        return subprocess.run(
+            line, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=110.0, env=environment
+        )
+
+    def value(self, *words: str) -> dict[str, object]:
+        done = self(*words, "--json")
+        assert done.stdout.count("\n") == 1
+        found = json.loads(done.stdout)
+        assert isinstance(found, dict)
+        return found
+
+
+@pytest.fixture
+def typed(tmp_path: Path) -> Typed:
+    return Typed(tmp_path)
+
+
+def busy(machine: Machine) -> None:
+    load(machine, ["nvidia_uvm 1 1 -", "nvidia 1 1 nvidia_uvm,"])
+    add_process(machine, 70, "trainer", ["/dev/nvidia0"])
+
+
+def test_there_and_back(typed: Typed) -> None:
+    assert typed("status").stdout.startswith("installed: nothing of ours\nloaded: no nvidia module\n")
+    done = typed("install")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "update-initramfs" in done.stdout
+    assert typed("install").stdout == "installed already\n"
+    said = typed("status").stdout
+    assert f"kernel {RELEASE}: the patched modules come first" in said
+    done = typed("load")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "loaded: driver" not in typed("status").stdout  # The stand-in has no file for the version.
+    assert typed("uninstall").returncode == 1
+    assert typed("unload").returncode == 0
+    (typed.machine.proc / "modules").write_text("")
+    assert typed("uninstall").returncode == 0
+    assert typed("uninstall").stdout == "nothing is installed\n"
+
+
+def test_a_dry_run_tells_each_step_and_does_none(typed: Typed) -> None:
+    before = contents(typed.machine.root)
+    done = typed("install", "--dry-run")
+    assert done.returncode == 0
+    assert [line.split()[1] for line in done.stdout.splitlines()][:2] == ["copy", "write"]
+    assert contents(typed.machine.root) == before
+    assert typed("install").returncode == 0
+    before = contents(typed.machine.root)
+    for verb in ("uninstall", "load"):
+        done = typed(verb, "--dry-run")
+        assert done.returncode == 0 and all(line.startswith("would ") for line in done.stdout.splitlines())
+    assert contents(typed.machine.root) == before
+
+
+def test_a_loaded_driver_is_not_pulled_from_under_its_users(typed: Typed) -> None:
+    busy(typed.machine)
+    before = contents(typed.machine.root)
+    done = typed("install")
+    assert done.returncode == 1
+    assert "process 70 of uid" in done.stderr and "--next-boot" in done.stderr and "nvidia_uvm" in done.stderr
+    refused = typed.value("install")
+    assert refused["done"] is False and refused["loaded"]["users"][0]["pid"] == 70  # type: ignore[index]
+    assert contents(typed.machine.root) == before
+    done = typed("install", "--next-boot")
+    assert done.returncode == 0 and "takes effect at the next boot" in done.stdout
+    assert typed("load").returncode == typed("uninstall").returncode == 1
+    assert typed("uninstall", "--next-boot").returncode == 0
+    assert contents(typed.machine.root).keys() - before.keys() <= {"run/mpsd-kmod/alone"}
+
+
+def test_a_module_that_cannot_be_loaded_until_the_next_boot_is_named(typed: Typed) -> None:
+    load(typed.machine, ["nvidia 1 0 -"])
+    assert "nvidia_uvm cannot be loaded until then" in typed("install", "--next-boot").stdout
+
+
+def test_another_kernel_is_no_matter_of_what_is_loaded(typed: Typed) -> None:
+    busy(typed.machine)
+    (typed.machine.proc / "sys/kernel/osrelease").write_text("6.1.0-0-other\n")
+    assert typed("install", "--kernel", RELEASE).returncode == 0
+    done = typed("load")
+    assert done.returncode == 1 and "not installed for the running kernel 6.1.0-0-other" in done.stderr
+
+
+def test_users_are_listed(typed: Typed) -> None:
+    assert typed("users").stdout == "no module of the driver is loaded\n"
+    assert typed.value("users")["busy"] is False
+    busy(typed.machine)
+    assert "process 70" in typed("users").stdout
+    value = typed.value("users")
+    assert value["busy"] is True and value["users"][0]["devices"] == ["/dev/nvidia0"]  # type: ignore[index]
+
+
+def test_the_state_as_json(typed: Typed) -> None:
+    assert typed.value("install")["done"] is True
+    value = typed.value("status")
+    assert value["running"] == RELEASE and value["secure_boot"] is None
+    assert value["installed"] == [
+        {
+            "folder": str(typed.machine.sources / f"mpsd-nvidia-{VERSION}"),
+            "whole": True,
+            "version": VERSION,
+            "from": str(typed.machine.sources / f"nvidia-current-open-{VERSION}"),
+            "kernels": {RELEASE: True},
+        }
+    ]
+
+
+def test_a_driver_that_was_upgraded_is_told(typed: Typed) -> None:
+    assert typed("install").returncode == 0
+    add_source(typed.machine, "560.1")
+    old = typed.machine.sources / f"nvidia-current-open-{VERSION}"
+    old.rename(typed.machine.root / "gone")
+    assert "is gone or another version: run install again" in typed("status").stdout
+    assert typed("install").stderr == "" and "560.1, patched" in typed("status").stdout
+
+
+def test_half_an_install_is_told(typed: Typed) -> None:
+    (typed.machine.sources / f"mpsd-nvidia-{VERSION}").mkdir()
+    assert "half of an install" in typed("status").stdout
+
+
+def test_a_version_that_was_not_tried_is_tried_and_said_so(typed: Typed) -> None:
+    old = typed.machine.sources / f"nvidia-current-open-{VERSION}"
+    add_source(typed.machine, "999.1")
+    old.rename(typed.machine.root / "gone")
+    done = typed("install")
+    assert done.returncode == 0 and "driver 999.1 is not one that the patch was tested with" in done.stdout
+
+
+def test_what_the_hooks_do_not_fit_is_taken_out_again(typed: Typed) -> None:
+    source = typed.machine.sources / f"nvidia-current-open-{VERSION}/nvidia-uvm/nvidia-uvm-sources.Kbuild"
+    source.with_name("uvm.c").unlink()
+    source.with_name("uvm.c").mkdir()
+    (source.with_name("uvm.c") / "x").write_text("")
+    done = typed("install", "--tree", str(source.parents[1]))
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert not list(typed.machine.sources.glob("*mpsd*"))
+
+
+def test_a_build_that_fails_is_taken_out_again(typed: Typed) -> None:
+    done = typed("install", FAIL="1")
+    assert done.returncode == 1 and "the compiler says no" in done.stderr
+    assert "taking out again: dkms: forget" in done.stdout and "log is kept in" in done.stdout
+    assert not list(typed.machine.sources.glob("*mpsd*")) and not typed.machine.depmod_settings.exists()
+
+
+def test_a_disk_that_is_full_is_one_sentence(typed: Typed, tmp_path: Path) -> None:
+    """Where a folder must be is a file: what cannot be written is named, and nothing is lost."""
+    (typed.machine.root / "etc").write_text("")
+    done = typed("install")
+    assert done.returncode == 1 and "Traceback" not in done.stderr and "etc" in done.stderr
+    assert not list(typed.machine.sources.glob("*mpsd*"))
+
+
+def test_without_headers_what_to_install_is_named(typed: Typed) -> None:
+    done = typed("install", "--kernel", "6.9.9-none")
+    assert done.returncode == 1 and "apt-get install linux-headers-6.9.9-none" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_secure_boot_without_a_key_stops_before_the_build(typed: Typed) -> None:
+    folder = typed.machine.sys / "firmware/efi/efivars"
+    folder.mkdir(parents=True)
+    (folder / "SecureBoot-0").write_bytes(b"\x06\0\0\0\x01")
+    done = typed("install")
+    assert done.returncode == 1 and "Secure Boot is on and dkms has no key" in done.stderr
+    assert "Secure Boot: on" in typed("status").stdout
+
+
+def test_two_at_once_is_refused_in_words(typed: Typed, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packaging, "LOCK_DEADLINE_S", 0.0)
+    given = argparse.Namespace(dry_run=False, root=typed.machine.root, json=False, next_boot=False)
+    with alone(typed.machine.state, 0.0), pytest.raises(KmodError, match="in use by another run"):
+        packaging.uninstall(given)
