@@ -19,6 +19,7 @@ UNREGISTER_GPU = 38
 ATTRIBUTES = struct.Struct("=16sIIIII")
 PAGE = 4096
 CHUNK = 2 << 20
+PAGES = (PAGE, 0x10000, CHUNK)
 
 
 class Mapping(IntEnum):
@@ -35,11 +36,17 @@ def attribute_slots() -> int:
     return 256 if abi.branch_of(Path("/sys/module/nvidia/version").read_text().strip()) >= 545 else 32
 
 
-def map_external(space: int, base: int, length: int, kind: Mapping = Mapping.DEFAULT) -> None:
-    """Memory of 4 KiB pages, at its own offset 0, in an external range that exists. Raises CheckError."""
+def map_external(
+    space: int, base: int, length: int, kind: Mapping = Mapping.DEFAULT, *, page: int = PAGE
+) -> None:
+    """Memory of pages of that size (the stub knows three), in an external range. Raises CheckError."""
     slots = attribute_slots() * ATTRIBUTES.size
     attributes = ATTRIBUTES.pack(gpu.UUID, kind, 0, 0, 0, 0).ljust(slots, b"\0")
-    given = struct.pack("=QQQ", base, length, 0) + attributes + struct.pack("=QiIII", 1, -1, gpu.OBJECT, 2, 0)
+    given = (
+        struct.pack("=QQQ", base, length, 0)
+        + attributes
+        + struct.pack("=QiIII", 1, -1, gpu.OBJECT, 4 + PAGES.index(page), 0)
+    )
     expect("UVM_MAP_EXTERNAL_ALLOCATION", uvm.call(space, MAP_EXTERNAL, given, len(given) - 4), abi.STATUS_OK)
 
 

@@ -30,6 +30,7 @@ SPECIAL = 0x3000_0000_0000
 BUFFERS = 0x20_0000_0000
 # Farther from each other than a sink can be wide.
 APART = 8 * memory.CHUNK
+OVERWRITES = 3
 STOPPED = ("cancel-va", "cancel-instance", "reported")
 TYPES = (
     (gpu.FAULT_PDE_SIZE, UvmFaultType.PDE_SIZE),
@@ -275,6 +276,34 @@ def small_entry(address: int) -> int:
     return [deed.directory for deed in gpu.deeds() if deed.name == "walked"][-1]
 
 
+def overwritten() -> str:
+    """The client maps memory over its sink and takes it away again: the same page is sunk once more."""
+    return ", ".join(overwritten_by(page) for page in memory.PAGES)
+
+
+def overwritten_by(page: int) -> str:
+    """By pages of that size."""
+
+    def change(space: int, word: bytes) -> bytes:
+        base = STRAY & ~(page - 1)
+        memory.map_external(space, base, page, page=page)
+        memory.unmap_external(space, base, page)
+        return word
+
+    opened = isolating()
+    with innocent(), guilty(external=RANGE, obey=change) as made:
+        gpu.command("forget")
+        for number in range(1, OVERWRITES + 1):
+            gpu.command(gpu.Fault(STRAY, CHANNEL, veid=VEID).line())
+            gpu.wait_for_rest()
+            expect("went on, cancelled", (gpu.tally()["went-on"], gpu.tally()["cancel-va"]), (number, 0))
+            made.ask(b"c")
+            expect("answer", made.answered(), b"c")
+    opened.close()
+    no_trouble()
+    return f"{OVERWRITES} times by {page >> 10} KiB"
+
+
 def widening() -> str:
     """Each sink of a client is wider than the one before, up to 2 MiB; the 1st, 2nd, 4th, 8th are told."""
     opened = isolating()
@@ -367,4 +396,5 @@ CHECKS = (
     Check("released", released),
     Check("granule-4k", beside_a_page),
     Check("granule-widens", widening),
+    Check("sink-overwritten", overwritten),
 )

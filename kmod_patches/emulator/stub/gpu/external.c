@@ -5,10 +5,17 @@
  */
 #include "gpu.h"
 
-/* Of a memory's handle: pages of 64 KiB instead of 4 KiB. */
-#define HANDLE_BIG 0 : 0
+/* Of a memory's handle: its pages, 0 4 KiB, 1 64 KiB, 2 2 MiB. */
+#define HANDLE_PAGE 1 : 0
 #define MEMORY_BYTES GPU_CHUNK
 #define RESOURCE_ID 1
+
+static u64 page_of(NvHandle memory)
+{
+	static const u64 sizes[] = { PAGE_SIZE, GPU_BIG_PAGE, GPU_CHUNK, GPU_CHUNK };
+
+	return sizes[FIELD_OF(memory, HANDLE_PAGE)];
+}
 
 static void describe(UvmGpuMemoryInfo *info, u64 page, u64 bytes)
 {
@@ -25,7 +32,7 @@ NV_STATUS nvUvmInterfaceDupMemory(uvmGpuDeviceHandle device, NvHandle client, Nv
 				  NvHandle *duplicate, UvmGpuMemoryInfo *info)
 {
 	mpsd_stub_answered(CALL_nvUvmInterfaceDupMemory);
-	describe(info, FIELD_OF(memory, HANDLE_BIG) ? GPU_BIG_PAGE : PAGE_SIZE, MEMORY_BYTES);
+	describe(info, page_of(memory), MEMORY_BYTES);
 	*duplicate = memory;
 	return NV_OK;
 }
@@ -50,19 +57,20 @@ static u64 permissions(UvmRmGpuMappingType type)
 	}
 }
 
-/* Turing's entries, of 8 bytes. Video memory is aperture 0, its address begins at bit 8. */
+/* Turing's entries: 8 bytes, 16 where a page takes a directory's place. The address begins at bit 8. */
 static NV_STATUS entries(u64 offset, u64 bytes, u64 page, UvmGpuExternalMappingInfo *info)
 {
-	u64 count = bytes / page, at;
+	u64 count = bytes / page, words = page == GPU_CHUNK ? 2 : 1, at;
 
-	if (info->pteBufferSize < count * sizeof(u64))
+	if (info->pteBufferSize < count * words * sizeof(u64))
 		return NV_ERR_INVALID_ARGUMENT;
+	memset(info->pteBuffer, 0, count * words * sizeof(u64));
 	for (at = 0; at < count; at++)
-		info->pteBuffer[at] = GPU_PTE_VALID | permissions(info->mappingType) |
+		info->pteBuffer[at * words] = GPU_PTE_VALID | permissions(info->mappingType) |
 				      (GPU_VIDMEM_BYTES + offset + at * page) >> 12 << 8;
 	info->numWrittenPtes = count;
 	info->numRemainingPtes = 0;
-	info->pteSize = sizeof(u64);
+	info->pteSize = words * sizeof(u64);
 	return NV_OK;
 }
 
@@ -70,10 +78,10 @@ static NV_STATUS entries(u64 offset, u64 bytes, u64 page, UvmGpuExternalMappingI
 NV_STATUS nvUvmInterfaceGetExternalAllocPtes(uvmGpuAddressSpaceHandle space, NvHandle memory, NvU64 offset,
 					     NvU64 bytes, UvmGpuExternalMappingInfo *info)
 {
-	u64 page = FIELD_OF(memory, HANDLE_BIG) ? GPU_BIG_PAGE : PAGE_SIZE;
+	u64 page = info->mappingPageSize;
 
 	mpsd_stub_answered(CALL_nvUvmInterfaceGetExternalAllocPtes);
-	return entries(offset, bytes, info->mappingPageSize ? info->mappingPageSize : page, info);
+	return entries(offset, bytes, page ? page : page_of(memory), info);
 }
 MPSD_STUB_ANSWERS(nvUvmInterfaceGetExternalAllocPtes);
 
