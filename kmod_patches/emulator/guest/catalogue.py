@@ -31,5 +31,5 @@ SETS = {
     "isolated": isolation.ISOLATED,
     "rig": misbehaving.RIG,
 }
-GPU_PATCHED = ("gpu-patched", "gpu-rows", "gpu-storms", "gpu-races", "gpu-failing")
-"""The sets of the patched module on the GPU: a boot each."""
+LONG = frozenset({"gpu-storms", "gpu-failing"})
+"""Sets of more than a minute, which CI leaves out."""
