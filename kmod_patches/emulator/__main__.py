@@ -12,28 +12,31 @@ import sys
 import tempfile
 from pathlib import Path
 
-from emulator import driver, image, kernel, stub, vm
+from emulator import kernel, vm
+from emulator.boots import BOOTS, Bay, Boot, lines
 from emulator.guest import catalogue
-from kmod.debian import cache_folder
+from kmod import debian
+from kmod.command import end_when_told
 from kmod.errors import KmodError
 
 
 def main(arguments: list[str] | None = None) -> int:
+    end_when_told()
     given = parser().parse_args(arguments)
-    sets = sets_for(patched=given.patched, gpu=given.gpu)
+    wanted = [
+        boot
+        for boot in BOOTS
+        if (boot.patched, boot.gpu) == (given.patched, given.gpu)
+        and boot.checks in (given.set or [boot.checks])
+    ]
     try:
         with tempfile.TemporaryDirectory(prefix="mpsd-emulator-") as folder:
-            return report(Path(folder), given, sets)
+            bay = Bay(kernel.find(given.cache, given.kernel), given.cache, Path(folder))
+            fetched = debian.fetch(given.suite, given.cache)
+            return 0 if all([report(bay, boot, fetched) for boot in wanted]) else 1
     except KmodError as error:
         print(f"emulator: {error}", file=sys.stderr)
         return 1
-
-
-def sets_for(*, patched: bool, gpu: bool) -> list[str]:
-    """One machine runs one set: each begins with a module that is not loaded."""
-    if gpu:
-        return ["gpu-patched" if patched else "gpu-stock"]
-    return ["patched" if patched else "stock"]
 
 
 def parser() -> argparse.ArgumentParser:
@@ -42,36 +45,25 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--suite", default="trixie", help="whose driver source: bookworm, trixie, ...")
     made.add_argument("--patched", action="store_true", help="with the patch (default: the stock module)")
     made.add_argument("--gpu", action="store_true", help="on the GPU in software")
+    made.add_argument(
+        "--set", action="append", choices=sorted(catalogue.SETS), help="only this set of checks"
+    )
     made.add_argument("--kernel", default="", help="release to boot (default: newest with headers here)")
-    made.add_argument("--cache", type=Path, default=cache_folder())
+    made.add_argument("--cache", type=Path, default=debian.cache_folder())
     return made
 
 
-def report(folder: Path, given: argparse.Namespace, sets: list[str]) -> int:
-    """Run and print; 0 if every check passed."""
-    options = {"patched": given.patched, "gpu": given.gpu, "release": given.kernel}
-    machine = prepare(folder, given.cache, given.suite, **options)
-    wanted = [check for name in sets for check in catalogue.SETS[name]]
-    results = vm.run(machine, sets, wanted, folder / "console")
-    for result in results:
-        print(
-            f"{'ok' if result.passed else 'FAILED':6} {result.name:24} {result.seconds:6.1f} s  {result.text}"
-        )
-    failed = [result for result in results if not result.passed]
-    if failed:
-        print(f"\nthe end of the guest's kernel log:\n{vm.tail(folder / 'console')}")
-    return 1 if failed else 0
-
-
-def prepare(
-    folder: Path, cache: Path, suite: str, *, patched: bool, gpu: bool = False, release: str = ""
-) -> vm.Machine:
-    """Everything built and packed into `folder`. Raises Unavailable, KmodError."""
-    found = kernel.find(cache, release)
-    built = driver.build(suite, found, cache, patched=patched)
-    made = stub.build(built.module, built.tree, built.version, found, folder / "stub", gpu=gpu)
-    image.write(folder / "initramfs", {"nvidia.ko": made.module, "nvidia-uvm.ko": built.module})
-    return vm.Machine(found.image, folder / "initramfs")
+def report(bay: Bay, boot: Boot, fetched: debian.Fetched | None) -> bool:
+    """Boot and print; whether every check ended as it must. Raises KmodError."""
+    place = f" (driver {fetched.version})" if fetched else ""
+    print(f"== {boot.title}{place}", flush=True)
+    found = bay.run(boot, fetched)
+    for line in lines(found):
+        print(line, flush=True)
+    right = all(verdict.right for verdict in found)
+    if not right:
+        print(f"\nthe end of the guest's kernel log:\n{vm.tail(bay.console)}", flush=True)
+    return right
 
 
 if __name__ == "__main__":

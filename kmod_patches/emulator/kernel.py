@@ -31,26 +31,38 @@ class Kernel:
 
 def find(cache: Path, release: str = "") -> Kernel:
     """The kernel of a release, or of the newest whose headers are here. Raises Unavailable, KmodError."""
-    known = [name for name in releases() if (LIB_MODULES / name / "build/Module.symvers").is_file()]
-    release = release or (known[0] if known else "")
-    if release not in known:
+    release = release or newest()
+    if release not in _known():
         raise Unavailable(
             f"no kernel headers{f' of {release}' if release else ''} are installed below {LIB_MODULES}"
         )
-    image = cache / "kernels" / release / "boot" / f"vmlinuz-{release}"
+    version = _version(release)
+    image = cache / "kernels" / f"{release}_{version}" / "boot" / f"vmlinuz-{release}"
     if not image.is_file():
-        _unpack(release, image.parents[1])
+        _unpack(release, version, image.parents[1])
     if not image.is_file():
         raise KmodError(f"the package of kernel {release} holds no image")
     headers, sources = LIB_MODULES / release / "build", LIB_MODULES / release / "source"
     return Kernel(release, headers, sources if sources.is_dir() else headers, image)
 
 
-def _unpack(release: str, target: Path) -> None:
-    """The image in its package, at the version of the installed headers, from the machine's archive."""
-    version = run(
-        ["dpkg-query", "-W", "-f", "${Version}", f"linux-headers-{release}"], deadline_s=DOWNLOAD_DEADLINE_S
-    )
+def newest() -> str:
+    """The release of the newest kernel whose headers are here, "" without one."""
+    return next(iter(_known()), "")
+
+
+def _known() -> list[str]:
+    return [name for name in releases() if (LIB_MODULES / name / "build/Module.symvers").is_file()]
+
+
+def _version(release: str) -> str:
+    """Of the installed headers: a release's name stays when Debian builds it anew."""
+    query = ["dpkg-query", "-W", "-f", "${Version}", f"linux-headers-{release}"]
+    return run(query, deadline_s=DOWNLOAD_DEADLINE_S)
+
+
+def _unpack(release: str, version: str, target: Path) -> None:
+    """The image in its package, from the machine's archive."""
     with making(target, f"the image of kernel {release}") as made:
         command = ["apt-get", "-o", "APT::Sandbox::User=root", "download", f"linux-image-{release}={version}"]
         run(command, deadline_s=DOWNLOAD_DEADLINE_S, cwd=made)

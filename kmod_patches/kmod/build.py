@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import os
 import re
-import signal
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
 from kmod.changes import PCI_RESIZE, Change, read
+from kmod.command import run_to
 from kmod.errors import KmodError, Unavailable
 from kmod.tree import Tree
 
@@ -82,24 +81,7 @@ def build(tree: Tree, for_kernel: Kernel, log: Path, *, jobs: int, deadline_s: f
     """The modules. What the compiler says goes to `log`. Raises KmodError with its last lines."""
     command = ["make", f"-j{jobs}", f"KERNEL_UNAME={for_kernel.release}"]
     command += [f"NV_KERNEL_MODULES={' '.join(MODULES)}", "modules"]
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            command,
-            cwd=tree.root,
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            status = process.wait(timeout=deadline_s)
-        except BaseException as error:
-            # Make's children outlive it otherwise.
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            if isinstance(error, subprocess.TimeoutExpired):
-                raise KmodError(f"the build took more than {deadline_s:g} s, see {log}") from None
-            raise
+    status = run_to(log, command, deadline_s=deadline_s, cwd=tree.root)
     built = [tree.root / f"{name}.ko" for name in MODULES]
     if status or not all(path.is_file() for path in built):
         tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL_LINES:])

@@ -1,11 +1,17 @@
-"""Runs a program to its end or its deadline."""
+"""Runs a program to its end or its deadline. Its children end with it, however this program ends."""
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import subprocess
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
+from typing import IO
 
 from kmod.errors import KmodError, Unavailable
 
@@ -31,22 +37,54 @@ def run_any(command: Sequence[str | Path], *, deadline_s: float, cwd: Path | Non
     return _run(command, deadline_s, cwd).stdout
 
 
+def run_to(log: Path, command: Sequence[str | Path], *, deadline_s: float, cwd: Path | None = None) -> int:
+    """Its exit status; what it prints goes to `log`. Raises Unavailable, KmodError when it takes too long."""
+    words = _words(command)
+    with log.open("wb") as out, _started(words, cwd, out) as process:
+        try:
+            return process.wait(timeout=deadline_s)
+        except subprocess.TimeoutExpired:
+            raise KmodError(f"{words[0]} took more than {deadline_s:g} s, see {log}") from None
+
+
+def end_when_told() -> None:
+    """SIGTERM raises SystemExit from now on, so that what was started is ended and half-made folders go."""
+    signal.signal(signal.SIGTERM, _end)
+
+
+def _end(number: int, _frame: FrameType | None) -> None:
+    sys.exit(128 + number)
+
+
 def _run(
     command: Sequence[str | Path], deadline_s: float, cwd: Path | None
 ) -> subprocess.CompletedProcess[str]:
+    words = _words(command)
+    with _started(words, cwd, subprocess.PIPE) as process:
+        try:
+            said, _ = process.communicate(timeout=deadline_s)
+        except subprocess.TimeoutExpired:
+            raise KmodError(f"{words[0]} took more than {deadline_s:g} s") from None
+    return subprocess.CompletedProcess(words, process.returncode, said.decode(errors="replace"))
+
+
+def _words(command: Sequence[str | Path]) -> list[str]:
     words = [str(word) for word in command]
     if shutil.which(words[0]) is None:
         raise Unavailable(f"{words[0]} is not installed")
-    try:
-        return subprocess.run(
-            words,
-            cwd=cwd,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            timeout=deadline_s,
-        )
-    except subprocess.TimeoutExpired:
-        raise KmodError(f"{words[0]} took more than {deadline_s:g} s") from None
+    return words
+
+
+@contextmanager
+def _started(
+    words: Sequence[str], cwd: Path | None, out: int | IO[bytes]
+) -> Iterator[subprocess.Popen[bytes]]:
+    """In a session of its own, killed when the block raises: make's children outlive it otherwise."""
+    with subprocess.Popen(
+        words, cwd=cwd, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+    ) as process:
+        try:
+            yield process
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise

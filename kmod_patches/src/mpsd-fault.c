@@ -139,6 +139,8 @@ static bool isolate_locked(struct mpsd_owner *owner, uvm_gpu_va_space_t *gpu_va_
 	mpsd_policy_decide(&params, &owner->policy, fault, &around, &decision);
 	if (decision.action == MPSD_ACTION_SUNK)
 		make_sink(owner, gpu_va_space, &params, fault, &decision);
+	else if (decision.renew && mpsd_sink_renew(around.sink) != NV_OK)
+		mpsd_policy_failed(&owner->policy, &decision);
 	if (decision.report) {
 		mpsd_policy_describe(&params, &owner->policy, fault, &decision, decision.action, &record);
 		describe_source(gpu_va_space->gpu, entry, &record);

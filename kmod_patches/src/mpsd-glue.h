@@ -40,6 +40,7 @@ struct mpsd_owner {
 struct mpsd_sink_node {
 	struct list_head list;
 	struct mpsd_sink sink;
+	u64 page_bytes;
 	uvm_gpu_va_space_t *gpu_va_space;
 	uvm_page_table_range_vec_t *ptes;
 };
@@ -60,6 +61,8 @@ void mpsd_sink_around(struct mpsd_owner *owner, uvm_gpu_va_space_t *gpu_va_space
 		      struct mpsd_around *around);
 NV_STATUS mpsd_sink_make(uvm_gpu_va_space_t *gpu_va_space, const struct mpsd_decision *decision,
 			 struct mpsd_sink_node **made);
+/* Of a sink that is in force, after its PTEs were lost. On failure the sink covers its addresses without any. */
+NV_STATUS mpsd_sink_renew(struct mpsd_sink *sink);
 
 /* mpsd-device.c */
 struct mpsd_policy_params mpsd_params(void);

@@ -141,6 +141,18 @@ static void hit(struct mpsd_sink *sink, __u64 batch)
 	sink->batch = batch;
 }
 
+/*
+ * A batch later the sink ought to have helped. The client may have mapped memory over it and taken that away
+ * again, and the PTEs with it. Where something is mapped in part of it now it is left as it is.
+ */
+static bool renews(const struct mpsd_around *around, __u64 batch)
+{
+	const struct mpsd_sink *sink = around->sink;
+
+	return sink->batch != batch && around->free_first <= sink->base &&
+	       sink->base + (sink->bytes - 1) <= around->free_last;
+}
+
 /* Deciding */
 
 static enum mpsd_why why_not(const struct mpsd_policy_params *params, const struct mpsd_space *space,
@@ -182,14 +194,14 @@ static void choose_sink(const struct mpsd_space *space, const struct mpsd_fault 
 static void isolate(struct mpsd_space *space, const struct mpsd_fault *fault,
 		    const struct mpsd_around *around, enum mpsd_why why, struct mpsd_decision *decision)
 {
-	bool before = covered(around, fault->address);
+	bool before = covered(around, fault->address), renew = before && renews(around, fault->batch);
 
 	if (before)
 		hit(around->sink, fault->batch);
 	if (why != MPSD_WHY_NONE)
 		answer_by_stock(space, decision, MPSD_ACTION_REFUSED, why);
 	else if (before)
-		decision->action = MPSD_ACTION_SUNK_BEFORE;
+		*decision = (struct mpsd_decision){ .action = MPSD_ACTION_SUNK_BEFORE, .renew = renew };
 	else
 		choose_sink(space, fault, around, decision);
 }

@@ -5,7 +5,8 @@
  *
  *	mpsd_policy_decide()	SINK: make the sink, then mpsd_policy_sunk(), or mpsd_policy_failed()
  *				NONE, REPORTED, REFUSED: the stock driver answers
- *				SUNK_BEFORE: nothing to do, the replay finds the earlier sink
+ *				SUNK_BEFORE: the replay finds the earlier sink; with `renew` make that anew
+ *				first, or mpsd_policy_failed()
  *	mpsd_policy_deadline()	when `deadline_ns` is reached: the step to take against the space
  *
  * A space that had a fault sunk is condemned: its client computes with wrong values and sees no error, so it
@@ -89,6 +90,7 @@ struct mpsd_decision {
 	__u64 bytes;
 	__u64 page_bytes;		/* of the PTEs to write: MPSD_PAGE_BYTES or MPSD_BIG_PAGE_BYTES */
 	bool report;			/* put a record */
+	bool renew;			/* of SUNK_BEFORE: the sink's PTEs may not be there any more */
 };
 
 /* The policy's state of a VA space. Zeroes are a new one. */

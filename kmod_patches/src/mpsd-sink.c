@@ -139,30 +139,37 @@ static NV_STATUS invalidate(uvm_page_tree_t *tree, u64 base, u64 bytes)
 	return uvm_push_end_and_wait(&push);
 }
 
+static void clear_sink(struct mpsd_sink_node *node)
+{
+	if (!node->ptes)
+		return;
+	uvm_page_table_range_vec_clear_ptes(node->ptes, UVM_MEMBAR_NONE);
+	uvm_page_table_range_vec_destroy(node->ptes);
+	node->ptes = NULL;
+}
+
 static void unmake(struct mpsd_sink_node *node)
 {
-	if (node->ptes) {
-		uvm_page_table_range_vec_clear_ptes(node->ptes, UVM_MEMBAR_NONE);
-		uvm_page_table_range_vec_destroy(node->ptes);
-	}
+	clear_sink(node);
 	kfree(node);
 }
 
-static NV_STATUS write_sink(struct mpsd_sink_node *node, const struct mpsd_decision *decision)
+static NV_STATUS write_sink(struct mpsd_sink_node *node)
 {
 	uvm_page_tree_t *tree = &node->gpu_va_space->page_tables;
+	u64 base = node->sink.base, bytes = node->sink.bytes;
 	NV_STATUS status;
 
-	if (!tree->hal->make_sparse_pte || !(tree->hal->page_sizes() & decision->page_bytes))
+	if (!tree->hal->make_sparse_pte || !(tree->hal->page_sizes() & node->page_bytes))
 		return NV_ERR_NOT_SUPPORTED;
-	status = uvm_page_table_range_vec_create(tree, decision->base, decision->bytes, decision->page_bytes,
-						 UVM_PMM_ALLOC_FLAGS_EVICT, &node->ptes);
+	status = uvm_page_table_range_vec_create(tree, base, bytes, node->page_bytes, UVM_PMM_ALLOC_FLAGS_EVICT,
+						 &node->ptes);
 	if (status != NV_OK) {
 		node->ptes = NULL;
 		return status;
 	}
 	status = uvm_page_table_range_vec_write_ptes(node->ptes, UVM_MEMBAR_NONE, sparse_pte, tree);
-	return status == NV_OK ? invalidate(tree, decision->base, decision->bytes) : status;
+	return status == NV_OK ? invalidate(tree, base, bytes) : status;
 }
 
 NV_STATUS mpsd_sink_make(uvm_gpu_va_space_t *gpu_va_space, const struct mpsd_decision *decision,
@@ -174,11 +181,26 @@ NV_STATUS mpsd_sink_make(uvm_gpu_va_space_t *gpu_va_space, const struct mpsd_dec
 	if (!node)
 		return NV_ERR_NO_MEMORY;
 	node->gpu_va_space = gpu_va_space;
-	status = write_sink(node, decision);
+	node->sink = (struct mpsd_sink){ .base = decision->base, .bytes = decision->bytes };
+	node->page_bytes = decision->page_bytes;
+	status = write_sink(node);
 	if (status == NV_OK)
 		*made = node;
 	else
 		unmake(node);
+	return status;
+}
+
+/* The tables too: a page of 2 MiB takes the place of the entry that points to them. */
+NV_STATUS mpsd_sink_renew(struct mpsd_sink *sink)
+{
+	struct mpsd_sink_node *node = container_of(sink, struct mpsd_sink_node, sink);
+	NV_STATUS status;
+
+	clear_sink(node);
+	status = write_sink(node);
+	if (status != NV_OK)
+		clear_sink(node);
 	return status;
 }
 

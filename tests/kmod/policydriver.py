@@ -43,7 +43,7 @@ def told(raw: bytes) -> Told:
     word = struct.unpack(f"={WORDS}Q", raw)
     return Told(
         result=word[0],
-        decision=Decision(word[1], word[2], word[3], word[4], word[5], bool(word[6])),
+        decision=Decision(word[1], word[2], word[3], word[4], word[5], bool(word[6] & 1), bool(word[6] & 2)),
         isolates=bool(word[7]),
         faults=word[8],
         sinks=word[9],

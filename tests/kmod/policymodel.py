@@ -102,6 +102,10 @@ class Around:
     hmm: bool = False
     ats: bool = False
 
+    def holds(self, sink: Sink) -> bool:
+        """Whether the gap has all of a sink."""
+        return self.free_first <= sink.base and sink.base + sink.bytes - 1 <= self.free_last
+
 
 @dataclass(frozen=True)
 class Decision:
@@ -111,6 +115,7 @@ class Decision:
     bytes: int = 0
     page_bytes: int = 0
     report: bool = False
+    renew: bool = False
 
     @property
     def isolates(self) -> bool:
@@ -150,6 +155,7 @@ class Space:
         if mode == Mode.REPORT:
             return self._stock(Action.REPORTED, why)
         covering = self._covering(fault, around)
+        renew = covering is not None and covering.batch != fault.batch and around.holds(covering)
         if covering is not None:
             if covering.batch != fault.batch:
                 covering.hits = min(covering.hits + 1, LATER_BATCHES + 1)
@@ -157,7 +163,7 @@ class Space:
         if why is not Why.NONE:
             return self._stock(Action.REFUSED, why)
         if covering is not None:
-            return Decision(Action.SUNK_BEFORE)
+            return Decision(Action.SUNK_BEFORE, renew=renew)
         return self._stock(Action.REFUSED, Why.FAILED) if fails else self._sink(fault, around, now)
 
     def why_not(self, fault: Fault, around: Around) -> Why:

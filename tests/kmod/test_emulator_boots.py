@@ -1,85 +1,62 @@
-"""The virtual machine itself: it says what went wrong inside, and the real nvidia-uvm runs in it.
+"""What a boot has to show: checks that must fail count as much as those that must pass.
 
-Needs QEMU, the headers of a kernel and its package from the machine's archive, and builds up to four modules:
-only where MPSD_TEST_KMOD=1 asks for it.
+The boots themselves are scripts/test-kmod's.
 """
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 import pytest
 
-from emulator import __main__ as command
-from emulator import image, kernel, vm
+from emulator import boots, proof, vm
+from emulator.boots import BOOTS, RIG, Boot, verdicts
 from emulator.guest import catalogue
-from kmod.debian import cache_folder
+from kmod import debian
 
-pytestmark = pytest.mark.skipif(
-    os.environ.get("MPSD_TEST_KMOD") != "1", reason="minutes; MPSD_TEST_KMOD=1 runs it (needs QEMU, apt)"
-)
+MUST_FAIL = Boot("isolated", fails={"stray": "cancel-va"})
 
 
-def boot(machine: vm.Machine, name: str, folder: Path) -> dict[str, vm.Result]:
-    results = vm.run(machine, [name], catalogue.SETS[name], folder / "console")
-    return {result.name: result for result in results}
+def result(name: str, text: str, *, passed: bool) -> vm.Result:
+    return vm.Result(name, passed, text, 1.0, True)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_the_rig_tells_what_went_wrong_inside(tmp_path: Path) -> None:
-    found = kernel.find(cache_folder())
-    image.write(tmp_path / "initramfs", {})
-    seen = boot(vm.Machine(found.image, tmp_path / "initramfs"), "rig", tmp_path)
-    assert seen["right"].passed and seen["right"].text == 'said "all of it"\nin two lines'
-    assert not seen["wrong"].passed and "not what it has to be" in seen["wrong"].text
-    assert not seen["dead"].passed and seen["dead"].text == "its process ended with -11"
-    assert not seen["silent"].ended and "no answer within" in seen["silent"].text
-    assert seen["behind-silent"].text == "not reached"
-
-
-def prepared(folder: Path, suite: str, *, patched: bool, gpu: bool = False) -> vm.Machine:
-    return command.prepare(folder, cache_folder(), suite, patched=patched, gpu=gpu)
-
-
-def failures(seen: dict[str, vm.Result]) -> list[vm.Result]:
-    return [result for result in seen.values() if not result.passed]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
-    "suite, patched, gpu",
+    ("seen", "right", "says"),
     [
-        ("bookworm", False, False),
-        ("trixie", False, False),
-        ("bookworm", False, True),
-        ("trixie", False, True),
-        ("trixie", True, False),
-        ("bookworm", True, True),
-        ("trixie", True, True),
+        (result("other", "fine", passed=True), True, "fine"),
+        (result("other", "why", passed=False), False, "why"),
+        (result("stray", "cancelled: ['cancel-va']", passed=False), True, "fails as it must"),
+        (result("stray", "not reached", passed=False), False, "failed, but not with 'cancel-va'"),
+        (result("stray", "sparse", passed=True), False, "passed, and has to fail"),
     ],
 )
-def test_the_module_passes_its_checks(suite: str, patched: bool, gpu: bool, tmp_path: Path) -> None:
-    """On the stub: what holds of the stock module; the patched one's device answers the daemon's reader.
-
-    On the GPU in software: UVM's own tests of its channels and copies; a stray store is cancelled by the
-    stock module, and stays with its client by the patched one.
-    """
-    machine = prepared(tmp_path, suite, patched=patched, gpu=gpu)
-    (name,) = command.sets_for(patched=patched, gpu=gpu)
-    assert not failures(boot(machine, name, tmp_path)), vm.tail(tmp_path / "console")
+def test_each_check_has_to_end_as_it_must(seen: vm.Result, right: bool, says: str) -> None:
+    (verdict,) = verdicts(MUST_FAIL, [seen])
+    assert verdict.right is right
+    assert says in verdict.text
+    (line,) = boots.lines([verdict])
+    assert line.startswith("ok " if right else "FAILED ")
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("suite", ["bookworm", "trixie"])
-def test_without_the_patch_the_same_faults_do_not_stay_there(suite: str, tmp_path: Path) -> None:
-    """The checks that the patched module passes can fail, and the stock module fails them."""
-    machine = prepared(tmp_path, suite, patched=False, gpu=True)
-    seen = boot(machine, "isolated", tmp_path)
-    failed = {result.name: result.text for result in failures(seen)}
-    assert sorted(failed) == ["stray-copy-goes-on", "stray-store-goes-on"], vm.tail(tmp_path / "console")
-    assert "cancel-va" in failed["stray-store-goes-on"]
-    assert "reported" in failed["stray-copy-goes-on"]
+@pytest.mark.parametrize("boot", [RIG, *BOOTS], ids=lambda boot: boot.checks)
+def test_what_must_fail_is_among_the_checks(boot: Boot) -> None:
+    assert set(boot.fails) <= {check.name for check in catalogue.SETS[boot.checks]}
+
+
+def test_every_set_is_booted_and_the_bar_is_what_the_patched_module_passes() -> None:
+    assert sorted(boot.checks for boot in (RIG, *BOOTS)) == sorted(catalogue.SETS)
+    (bar,) = [boot for boot in BOOTS if boot.fails]
+    assert not bar.patched
+    patched = [boot for boot in BOOTS if boot.patched and boot.gpu]
+    passed = {check.name: check.run for boot in patched for check in catalogue.SETS[boot.checks]}
+    for check in catalogue.SETS[bar.checks]:
+        if check.name in bar.fails:
+            assert passed[check.name] is check.run
+
+
+def test_ci_takes_the_required_suites() -> None:
+    required = {suite.name for suite in debian.SUITES if suite.required}
+    assert set(proof.CI.boot) == set(proof.FULL.boot) == required
+    assert len(proof.CI.core) < len(proof.CI.boot)
+    assert {"patched", "isolated"} <= set(proof.CORE) <= {boot.checks for boot in BOOTS}
+    assert proof.CI.build and set(proof.CI.build) <= required
+    assert set(proof.FULL.build) == {suite.name for suite in debian.SUITES}

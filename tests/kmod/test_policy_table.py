@@ -207,6 +207,20 @@ def test_a_page_that_the_sink_does_not_help_is_given_up(policy: Policy) -> None:
     assert (later[-1].sinks, later[-1].faults) == (1, 18)
 
 
+def test_a_sink_is_made_anew_in_a_later_batch_where_nothing_else_lies(policy: Policy) -> None:
+    policy.fault(replace(WILD, batch=1))
+    base = ADDRESS & ~(BIG_PAGE - 1)
+    free, taken = Around(sink=1), Around(sink=1, free_first=base + PAGE)
+    seen = policy.faults([(replace(WILD, batch=batch), free) for batch in (1, 2, 2)])
+    seen += policy.faults([(replace(WILD, batch=3), taken)])
+    assert [(told.isolates, told.decision.renew) for told in seen] == [
+        (True, False),
+        (True, True),
+        (True, False),
+        (True, False),
+    ]
+
+
 def test_a_page_beside_the_sink_is_another_fault(policy: Policy) -> None:
     policy.fault(WILD)
     beside = replace(WILD, address=ADDRESS + BIG_PAGE, batch=2)

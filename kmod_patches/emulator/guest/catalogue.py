@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
-from emulator.guest import checks, device, misbehaving
+from emulator.guest import checks, device, failing, isolation, misbehaving, races, rows, storms, timing
 from emulator.guest.check import Check
-from emulator.guest.gpuchecks import GPU_STOCK
-from emulator.guest.isolation import GPU_PATCHED, ISOLATED
+from emulator.guest.gpuchecks import GPU_STOCK, START
 
 DEVICE = (
     Check("device-answers", device.answers),
     Check("device-modes", device.modes),
     Check("device-nothing-to-tell", device.nothing_to_tell),
 )
+LAST = (Check("unload-gpu", checks.unload), Check("kernel-log", checks.kernel_log))
+
+
+def on_the_gpu(*parts: tuple[Check, ...]) -> tuple[Check, ...]:
+    """A boot with the GPU: loaded first, unloaded and the kernel's log read last."""
+    return (*START, *(check for part in parts for check in part), *LAST)
+
+
 SETS = {
     "stock": checks.STOCK,
     "patched": (*checks.STOCK[: -len(checks.ENDS)], *DEVICE, *checks.ENDS),
-    "gpu-stock": GPU_STOCK,
-    "gpu-patched": GPU_PATCHED,
-    "isolated": ISOLATED,
+    "gpu-stock": (*GPU_STOCK[: -len(LAST)], timing.STOCK, *LAST),
+    "gpu-patched": on_the_gpu(isolation.TOLD, timing.CHECKS),
+    "gpu-rows": on_the_gpu(rows.CHECKS),
+    "gpu-storms": on_the_gpu(storms.CHECKS),
+    "gpu-races": on_the_gpu(races.CHECKS),
+    "gpu-failing": on_the_gpu(failing.CHECKS),
+    "isolated": isolation.ISOLATED,
     "rig": misbehaving.RIG,
 }
+LONG = frozenset({"gpu-storms", "gpu-failing"})
+"""Sets of more than a minute, which CI leaves out."""

@@ -20,7 +20,9 @@ COMING = {"nvUvmInterfaceRegisterUvmCallbacks": (1, 0), "nvUvmInterfaceSessionCr
 GOING = {"nvUvmInterfaceDeRegisterUvmOps": (1, 0), "nvUvmInterfaceSessionDestroy": (1, 0)}
 # UVM's test of semaphores (206) makes one jump on purpose, which a module built for release reports.
 EXPECTED = "UVM_GPU_SEMAPHORE_MAX_JUMP"
-TROUBLE = re.compile(r"BUG:|WARNING:|Oops|general protection|UBSAN|Call Trace|Assert failed|refcount_t:")
+TROUBLE = re.compile(
+    r"BUG:|WARNING:|Oops|general protection|UBSAN|Call Trace|Assert failed|refcount_t:|[Mm]emory leak"
+)
 
 
 def load_stub() -> str:

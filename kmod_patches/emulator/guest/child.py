@@ -8,6 +8,7 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from emulator.guest.check import CheckError, expect
 
@@ -51,6 +52,8 @@ def child(body: Callable[[int, int], None]) -> Iterator[Child]:
         try:
             os.close(to_child)
             body(hear, tell)
+        except Exception as error:
+            Path("/dev/kmsg").write_text(f"client {os.getpid()}: {type(error).__name__}: {error}\n")
         finally:
             os._exit(0)
     os.close(hear)

@@ -7,8 +7,9 @@ import fcntl
 import os
 import select
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Protocol
 
 from emulator.guest.check import CheckError, expect
 from mpsd.gpu.nvidia import kernel_abi as abi
@@ -29,14 +30,35 @@ def set_deadline(milliseconds: int) -> None:
     (PARAMETERS / "uvm_mpsd_deadline_ms").write_text(str(milliseconds))
 
 
-class Device:
-    """An open device; reads from the oldest record that is kept."""
+class Adapter(Protocol):
+    """What the daemon does with an open device. Requests raise OSError."""
+
+    def fileno(self) -> int: ...
+    def close(self) -> None: ...
+    def read(self) -> Iterable[abi.KernelRecord]: ...
+    def query(self) -> abi.KernelState: ...
+    def set_mode(self, mode: abi.Mode) -> None: ...
+    def acknowledge(self, space: int) -> None: ...
+
+
+class Plain:
+    """An adapter that is no more than the calls, with the daemon's description of their bytes."""
 
     def __init__(self) -> None:
         self._fd = os.open(abi.DEVICE, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
 
+    def fileno(self) -> int:
+        return self._fd
+
     def close(self) -> None:
         os.close(self._fd)
+
+    def read(self) -> list[abi.KernelRecord]:
+        """What is there now."""
+        try:
+            return list(abi.decode_records(os.read(self._fd, READ_BYTES)))
+        except BlockingIOError:
+            return []
 
     def query(self) -> abi.KernelState:
         buffer = bytearray(abi.QUERY.size)
@@ -46,23 +68,36 @@ class Device:
     def set_mode(self, mode: abi.Mode) -> None:
         fcntl.ioctl(self._fd, abi.IOC_SET_MODE, abi.encode_set_mode(mode))
 
+    def acknowledge(self, space: int) -> None:
+        fcntl.ioctl(self._fd, abi.IOC_ACKNOWLEDGE, abi.encode_target(space))
+
+
+def open_adapter() -> Adapter:
+    """The one that all checks use."""
+    return Plain()
+
+
+class Device:
+    """The device as checks use it, through an adapter that reads from the oldest record that is kept."""
+
+    def __init__(self, adapter: Adapter | None = None) -> None:
+        self._adapter = adapter or open_adapter()
+        self.close = self._adapter.close
+        self.query = self._adapter.query
+        self.set_mode = self._adapter.set_mode
+        self.acknowledge = self._adapter.acknowledge
+
     def ask(self, request: int, argument: bytes) -> int:
-        """An ioctl's error number, 0 if it has none."""
+        """An ioctl's error number, 0 if it has none; also of what no adapter asks."""
         try:
-            fcntl.ioctl(self._fd, request, argument)
+            fcntl.ioctl(self._adapter.fileno(), request, argument)
         except OSError as error:
             return error.errno or -1
         return 0
 
-    def acknowledge(self, space: int) -> None:
-        expect("acknowledge", self.ask(abi.IOC_ACKNOWLEDGE, abi.encode_target(space)), 0)
-
     def read(self) -> list[abi.KernelRecord]:
         """What is there now."""
-        try:
-            return list(abi.decode_records(os.read(self._fd, READ_BYTES)))
-        except BlockingIOError:
-            return []
+        return list(self._adapter.read())
 
     def skip(self) -> None:
         """Everything told so far."""
@@ -73,7 +108,7 @@ class Device:
         """All records up to one that is wanted, each as it wakes the reader. Raises CheckError."""
         found: list[abi.KernelRecord] = []
         poller = select.poll()
-        poller.register(self._fd, select.POLLIN)
+        poller.register(self._adapter.fileno(), select.POLLIN)
         deadline = time.monotonic() + WAIT_S
         while not any(map(wanted, found)):
             if not poller.poll(max(0.0, deadline - time.monotonic()) * 1000):

@@ -13,19 +13,22 @@ from emulator.guest.check import CheckError, expect
 from mpsd.gpu.nvidia import uvm_abi as abi
 
 CONTROL = Path("/proc/mpsd-gpu")
+TALLY = Path("/proc/mpsd-gpu-tally")
 UUID = b"mpsd software 0".ljust(16, b"\0")
 REGISTER_GPU = 37
 REGISTER_GPU_VASPACE = 25
 REGISTER_CHANNEL = 27
 OBJECT = 0xAA
-# The hardware's numbers (Turing): memory management unit's engines, access kinds, fault kinds.
+# The hardware's numbers (Turing): memory management unit's engines, access and fault kinds, a unit.
 ENGINE_GRAPHICS = 64
 ENGINE_COPY = 15
 ENGINE_HOST = 32
 READ, WRITE, ATOMIC, PREFETCH = range(4)
-FAULT_PDE, FAULT_PDE_SIZE, FAULT_PTE, FAULT_VA_LIMIT, FAULT_UNBOUND, FAULT_PRIVILEGE, FAULT_READ_ONLY = range(
-    7
-)
+FAULT_PDE, FAULT_PDE_SIZE, FAULT_PTE, FAULT_VA_LIMIT = range(4)
+FAULT_UNBOUND, FAULT_PRIVILEGE, FAULT_READ_ONLY, FAULT_WRITE_ONLY = range(4, 8)
+FAULT_PITCH, FAULT_WORK_CREATION, FAULT_APERTURE, FAULT_COMPRESSION = range(8, 12)
+FAULT_MEMORY_KIND, FAULT_REGION, FAULT_POISON, FAULT_ATOMIC = range(12, 16)
+UNIT_INSTRUCTIONS = 0x11
 WAIT_S = 60.0
 POLL_S = 0.01
 
@@ -39,11 +42,15 @@ class Deed:
     directory: int
     first: int
     second: int
+    ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A packet of the fault buffer. `veid` counts for graphics only; `channel` gives the instance block."""
+    """A packet of the fault buffer. `veid` counts for graphics only; `channel` gives the instance block.
+
+    `hub`: of a unit outside the SMs, as all but graphics' are; `stubborn`: no mapping lets the access go on.
+    """
 
     address: int
     channel: int
@@ -52,12 +59,16 @@ class Fault:
     kind: int = FAULT_PTE
     access: int = WRITE
     replayable: bool = True
+    unit: int = 0
+    hub: bool = False
+    stubborn: bool = False
 
     def line(self) -> str:
         engine = self.engine + self.veid
-        unit = "g" if self.engine == ENGINE_GRAPHICS else "h"
-        numbers = (self.address, self.channel, engine, self.kind, self.access, 0, 0)
-        return f"fault {'rn'[not self.replayable]} {' '.join(f'{n:x}' for n in numbers)} {unit}"
+        unit = "h" if self.hub or self.engine != ENGINE_GRAPHICS else "g"
+        numbers = (self.address, self.channel, engine, self.kind, self.access, self.unit, 0)
+        words = ["fault", "rn"[not self.replayable], *(f"{number:x}" for number in numbers), unit]
+        return " ".join(words + ["s"] * self.stubborn)
 
 
 def command(text: str) -> None:
@@ -77,6 +88,19 @@ def deeds() -> list[Deed]:
     return [Deed(row[2], *(int(word, 16) for word in row[3:])) for row in rows if row[0] == "deed"]
 
 
+def tally() -> dict[str, int]:
+    """How many deeds of each name since the last "forget"."""
+    rows = (line.split() for line in TALLY.read_text().splitlines())
+    return {name: int(count) for name, count in rows}
+
+
+def digest(client: int) -> tuple[int, int]:
+    """All that a client's page tables say, as one number; how many entries say something."""
+    command(f"digest {client:x} {OBJECT:x}")
+    said = [deed for deed in deeds() if deed.name == "digested"][-1]
+    return said.address, said.first
+
+
 def directories() -> dict[int, int]:
     """The page directory of each client's address space, by the client's handle; UVM's own has handle 0."""
     rows = [line.split() for line in CONTROL.read_text().splitlines()]
@@ -90,20 +114,38 @@ def wait_for(name: str, count: int = 1) -> list[Deed]:
 
 def wait_for_any(names: tuple[str, ...], count: int = 1) -> list[Deed]:
     """All deeds, once there are so many of these names together. Raises CheckError."""
-    deadline = time.monotonic() + WAIT_S
+    wait_for_tally(names, count)
+    return deeds()
+
+
+def wait_for_tally(names: tuple[str, ...], count: int, within_s: float = WAIT_S) -> None:
+    """The same without the deeds, for many of them. Raises CheckError."""
+    deadline = time.monotonic() + within_s
     while True:
-        found = deeds()
-        if sum(deed.name in names for deed in found) >= count:
-            return found
+        seen = tally()
+        if sum(seen[name] for name in names) >= count:
+            return
         if time.monotonic() > deadline:
-            seen = sorted({deed.name for deed in found})
-            raise CheckError(f"not {count} of {', '.join(names)} within {WAIT_S:g} s; seen: {seen}")
+            said = {name: number for name, number in seen.items() if number}
+            raise CheckError(f"not {count} of {', '.join(names)} within {within_s:g} s; seen: {said}")
         time.sleep(POLL_S)
 
 
-def channel_handle(channel: int, *, group: int = 1, veid: int = 0, copies: bool = False) -> int:
+def wait_for_rest(within_s: float = WAIT_S) -> None:
+    """Until no access stands still any more. Raises CheckError."""
+    deadline = time.monotonic() + within_s
+    while tally()["standing"]:
+        if time.monotonic() > deadline:
+            said = {name: number for name, number in tally().items() if number}
+            raise CheckError(f"accesses stand still after {within_s:g} s; seen: {said}")
+        time.sleep(POLL_S)
+
+
+def channel_handle(
+    channel: int, *, group: int = 1, veid: int = 0, copies: bool = False, buffers: bool = False
+) -> int:
     """What the stub takes a channel's handle to say."""
-    return channel | group << 8 | veid << 16 | copies << 24
+    return channel | group << 8 | veid << 16 | copies << 24 | buffers << 25
 
 
 def register(space: int) -> None:
@@ -112,10 +154,13 @@ def register(space: int) -> None:
     expect("UVM_REGISTER_GPU", status, abi.STATUS_OK)
 
 
-def register_client(space: int, client: int, channel: int) -> None:
-    """The GPU, a page directory of the space's own, and one channel by its handle. Raises CheckError."""
+def register_client(space: int, client: int, channel: int, buffers: tuple[int, int] = (0, 0)) -> None:
+    """The GPU, a page directory of the space's own, and one channel by its handle. Raises CheckError.
+
+    `buffers`: base and bytes of the addresses that the channel's context buffers may have.
+    """
     register(space)
     given = UUID + struct.pack("=iII", -1, client, OBJECT)
     expect("UVM_REGISTER_GPU_VASPACE", uvm.call(space, REGISTER_GPU_VASPACE, given, 28), abi.STATUS_OK)
-    given = UUID + struct.pack("=iIIxxxxQQ", -1, client, channel, 0, 0)
+    given = UUID + struct.pack("=iIIxxxxQQ", -1, client, channel, *buffers)
     expect("UVM_REGISTER_CHANNEL", uvm.call(space, REGISTER_CHANNEL, given, 48), abi.STATUS_OK)

@@ -22,9 +22,11 @@ STRAY = 0x7F00_1234_5000
 
 
 def load_gpu() -> str:
-    """Without HMM: it would want to own video memory as pages of the kernel's."""
+    """Without HMM, which would want video memory as pages of the kernel's; UVM counts its allocations."""
     system.load(f"{checks.MODULES}/{checks.STUB}.ko")
-    system.load(f"{checks.MODULES}/{checks.UVM}.ko", "uvm_enable_builtin_tests=1 uvm_disable_hmm=1")
+    system.load(
+        f"{checks.MODULES}/{checks.UVM}.ko", "uvm_enable_builtin_tests=1 uvm_disable_hmm=1 uvm_leak_checker=1"
+    )
     return "loaded"
 
 

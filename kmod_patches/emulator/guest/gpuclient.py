@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from emulator.guest import gpu, uvm
 from emulator.guest.check import expect
-from emulator.guest.child import READY, becomes_readable, child
+from emulator.guest.child import READY, becomes_readable, child, wait_for
 from mpsd.gpu.nvidia import uvm_abi as abi
 
 
@@ -22,22 +22,55 @@ class GpuClient:
     handle: int
     channel: int
     veid: int
+    tell: int = -1
+    hear: int = -1
+
+    def ask(self, word: bytes) -> None:
+        """Has it obey; `answered` waits for the end of that."""
+        os.write(self.tell, word)
+
+    def answered(self) -> bytes:
+        """Raises CheckError where it does not answer within the time that a check waits."""
+        wait_for(self.hear, "the client's answer")
+        return os.read(self.hear, 1)
 
     def ended(self) -> bool:
         """Whether it is gone within the time that a check waits."""
         return becomes_readable(self.pidfd)
 
 
-def be_client(hold: int, tell: int, handle: int, channel: int, external: tuple[int, int] | None) -> None:
-    """Registers, says so, and does nothing until the other side closes."""
-    space = uvm.open_space()
-    uvm.pin_memory(space)
-    gpu.register_client(space, handle, channel)
-    if external is not None:
-        given = bytes(abi.encode_external_range(*external))
-        expect("external range", uvm.call(space, abi.UVM_CREATE_EXTERNAL_RANGE, given, 16), abi.STATUS_OK)
-    os.write(tell, READY)
-    os.read(hold, 1)
+@dataclass(frozen=True, slots=True)
+class Client:
+    """What a client's process does. `handle`: names its address space; `channel`: by handle, too.
+
+    `external` is (base, bytes) of an address range that it has reserved, with nothing mapped in it; `buffers`
+    the same for its channel's context buffers. `prepare` is called with the descriptor of its address space
+    once it is registered, `obey` with that and each byte that it is told; what that says is told back.
+    """
+
+    handle: int
+    channel: int
+    external: tuple[int, int] | None = None
+    buffers: tuple[int, int] = (0, 0)
+    shared: bool = False
+    prepare: Callable[[int], None] | None = None
+    obey: Callable[[int, bytes], bytes] | None = None
+
+    def be(self, hear: int, tell: int) -> None:
+        """Registers, says so, and does what it is told until the other side closes."""
+        space = uvm.open_space(shared=self.shared)
+        if not self.shared:
+            uvm.pin_memory(space)
+        gpu.register_client(space, self.handle, self.channel, self.buffers)
+        if self.external is not None:
+            given = bytes(abi.encode_external_range(*self.external))
+            expect("external range", uvm.call(space, abi.UVM_CREATE_EXTERNAL_RANGE, given, 16), abi.STATUS_OK)
+        if self.prepare is not None:
+            self.prepare(space)
+        os.write(tell, READY)
+        while word := os.read(hear, 1):
+            if self.obey is not None:
+                os.write(tell, self.obey(space, word))
 
 
 @contextmanager
@@ -48,11 +81,16 @@ def client(
     veid: int = 0,
     copies: bool = False,
     external: tuple[int, int] | None = None,
+    buffers: tuple[int, int] = (0, 0),
+    shared: bool = False,
+    prepare: Callable[[int], None] | None = None,
+    obey: Callable[[int, bytes], bytes] | None = None,
 ) -> Iterator[GpuClient]:
     """A client that is registered; killed at the end. All are of one channel group, as under MPS.
 
-    `external` is (base, bytes) of an address range that it has reserved, with nothing mapped in it.
+    The rest is as in Client.
     """
-    named = gpu.channel_handle(number, veid=veid, copies=copies)
-    with child(lambda hold, tell: be_client(hold, tell, handle, named, external)) as made:
-        yield GpuClient(made.pid, made.pidfd, handle, number, veid)
+    named = gpu.channel_handle(number, veid=veid, copies=copies, buffers=buffers != (0, 0))
+    body = Client(handle, named, external, buffers, shared, prepare, obey)
+    with child(body.be) as made:
+        yield GpuClient(made.pid, made.pidfd, handle, number, veid, made.tell, made.hear)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import signal
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from emulator.guest import checks, device, gpu
 from emulator.guest.check import Check, CheckError, expect
@@ -16,22 +15,6 @@ from mpsd.model import Access, UvmFaultType, UvmReason
 GUILTY, INNOCENT = 0xC1, 0xC2
 FAR_MS = 60_000
 NEAR_MS = 200
-STORM_PAGES = 10_000
-STORM_STEP = 500
-BURST_PAGES = 1000
-EXITS = 5
-EXIT_PAGES = 100
-PAGE = 4096
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """A row of the case table: a fault, and the client whose it is."""
-
-    name: str
-    fault: gpu.Fault
-    copies: bool = False
-    external: tuple[int, int] | None = None
 
 
 def mode(wanted: Mode) -> None:
@@ -44,6 +27,18 @@ def mode(wanted: Mode) -> None:
         opened = device.Device()
         opened.set_mode(wanted)
         opened.close()
+
+
+@contextmanager
+def parameter(name: str, value: int) -> Iterator[None]:
+    """One of the patched module's parameters, put back at the end."""
+    path = device.PARAMETERS / f"uvm_mpsd_{name}"
+    before = path.read_text()
+    path.write_text(str(value))
+    try:
+        yield
+    finally:
+        path.write_text(before)
 
 
 def stopped_or_went_on(count: int = 1) -> list[gpu.Deed]:
@@ -140,20 +135,6 @@ def walked(handle: int) -> list[tuple[int, int]]:
     return [(deed.first, deed.directory) for deed in gpu.deeds() if deed.name == "walked"][-2:]
 
 
-def refused(kind: int, why: Why) -> str:
-    """A fault that no mapping helps against gets the stock answer, and the record says why."""
-    opened = isolating()
-    with client(GUILTY, 1, veid=3):
-        gpu.command("forget")
-        gpu.command(gpu.Fault(STRAY, 1, veid=3, kind=kind).line())
-        found = gpu.wait_for("cancel-va")
-        records = opened.until("the refusal", lambda record: record.action is Action.REFUSED)
-    opened.close()
-    expect("went on", [deed for deed in found if deed.name == "went-on"], [])
-    expect("why", record_of(records, Action.REFUSED).why, why)
-    return why.name
-
-
 def killed() -> str:
     """Nobody acknowledges: the client is killed, and its files are held until the last step."""
     opened = isolating()
@@ -171,49 +152,6 @@ def killed() -> str:
     return "SIGKILL, then let go"
 
 
-def storm() -> str:
-    """Page after page while UVM is at it: each access goes on, with few sinks."""
-    opened = isolating()
-    with client(GUILTY, 1, veid=3):
-        gpu.command("forget")
-        for first in range(0, STORM_PAGES, STORM_STEP):
-            for page in range(first, first + STORM_STEP):
-                gpu.command(gpu.Fault(STRAY + page * PAGE, 1, veid=3).line())
-            found = stopped_or_went_on(first + STORM_STEP)
-    sinks = all_went_on(opened, found)
-    return f"{STORM_PAGES} pages, {sinks} sinks"
-
-
-def burst() -> str:
-    """As many pages as the fault buffer holds, all there before UVM looks."""
-    opened = isolating()
-    with client(GUILTY, 1, veid=3):
-        gpu.command("forget")
-        gpu.command("mask")
-        for page in range(BURST_PAGES):
-            gpu.command(gpu.Fault(STRAY + page * PAGE, 1, veid=3).line())
-        gpu.command("unmask")
-        found = stopped_or_went_on(BURST_PAGES)
-    sinks = all_went_on(opened, found)
-    return f"{BURST_PAGES} pages, {sinks} sinks"
-
-
-def exit_under_fault() -> str:
-    """A client is killed with faults that UVM has not looked at: all of it goes, the next one is served."""
-    opened = isolating()
-    for _ in range(EXITS):
-        with client(GUILTY, 1, veid=3) as guilty:
-            gpu.command("mask")
-            for page in range(EXIT_PAGES):
-                gpu.command(gpu.Fault(STRAY + page * PAGE, 1, veid=3).line())
-            signal.pidfd_send_signal(guilty.pidfd, signal.SIGKILL)
-            gpu.command("unmask")
-            expect("gone", guilty.ended(), True)
-    opened.close()
-    stray_store()
-    return f"{EXITS} times {EXIT_PAGES} pages"
-
-
 def all_went_on(opened: device.Device, found: list[gpu.Deed]) -> int:
     """How many sinks it took. Raises CheckError where an access was cancelled, with the reasons told."""
     records = opened.read()
@@ -222,22 +160,6 @@ def all_went_on(opened: device.Device, found: list[gpu.Deed]) -> int:
     expect(f"cancelled ({why})", [deed for deed in found if deed.name.startswith("cancel")][:3], [])
     no_trouble()
     return max(record.sinks for record in records)
-
-
-def sunk(row: Row) -> str:
-    """A row of the case table whose accesses go on."""
-    opened = isolating()
-    with client(GUILTY, 1, veid=row.fault.veid, copies=row.copies, external=row.external):
-        gpu.command("forget")
-        gpu.command(row.fault.line())
-        found = stopped_or_went_on()
-        records = opened.until("the sink", lambda record: record.action in (Action.SUNK, Action.REFUSED))
-    opened.close()
-    expect("action", (records[-1].action, records[-1].why), (Action.SUNK, Why.NONE))
-    expect("went on", [deed.address for deed in found if deed.name == "went-on"], [row.fault.address])
-    expect("cancelled", [deed.name for deed in found if deed.name in ("cancel-va", "reported")], [])
-    no_trouble()
-    return f"{(records[-1].sink or (0, 0))[1] >> 10} KiB"
 
 
 def in_mode(wanted: Mode, actions: list[Action]) -> str:
@@ -261,23 +183,6 @@ def orphan_told() -> str:
     return "told"
 
 
-def sm_row(name: str, fault: gpu.Fault, external: tuple[int, int] | None = None) -> Row:
-    return Row(name, replace(fault, veid=3), external=external)
-
-
-ROWS = (
-    sm_row("load", gpu.Fault(STRAY, 1, access=gpu.READ)),
-    sm_row("atomic", gpu.Fault(STRAY, 1, access=gpu.ATOMIC)),
-    sm_row("no-directory", gpu.Fault(STRAY, 1, kind=gpu.FAULT_PDE)),
-    sm_row("null-pointer", gpu.Fault(0, 1, access=gpu.READ)),
-    sm_row("hole-in-external", gpu.Fault(STRAY, 1), (STRAY & ~0x1F_FFFF, 0x20_0000)),
-    Row(
-        "semaphore",
-        gpu.Fault(STRAY, 1, engine=gpu.ENGINE_HOST, access=gpu.READ, replayable=False),
-        copies=True,
-    ),
-)
-
 ISOLATED = (
     *START,
     Check("stray-store-goes-on", stray_store),
@@ -285,8 +190,7 @@ ISOLATED = (
 )
 """Passes on the patched module and fails on the stock one: the bar."""
 
-GPU_PATCHED = (
-    *START,
+TOLD = (
     *(builtin(test) for test in BUILTINS),
     Check("report-store-cancelled", cancelled),
     Check("report-copy-reported", reported),
@@ -294,16 +198,8 @@ GPU_PATCHED = (
     *ISOLATED[len(START) :],
     Check("record", told),
     Check("two-clients", told_apart),
-    *(Check(f"row-{row.name}", partial(sunk, row)) for row in ROWS),
-    Check("row-privilege", lambda: refused(gpu.FAULT_PRIVILEGE, Why.FAULT_TYPE)),
-    Check("row-va-limit", lambda: refused(gpu.FAULT_VA_LIMIT, Why.FAULT_TYPE)),
     Check("mode-off", lambda: in_mode(Mode.OFF, [])),
     Check("mode-report", lambda: in_mode(Mode.REPORT, [Action.REPORTED])),
     Check("orphan-told", orphan_told),
-    Check("burst", burst, 300.0),
-    Check("storm", storm, 900.0),
-    Check("exit-under-fault", exit_under_fault, 300.0),
     Check("killed-at-deadline", killed),
-    Check("unload-gpu", checks.unload),
-    Check("kernel-log", checks.kernel_log),
 )

@@ -8,11 +8,16 @@ from pathlib import Path
 
 SYS_FINIT_MODULE = 313
 SYS_DELETE_MODULE = 176
+SYS_PIDFD_GETFD = 438
 # Symbol versions come from whatever nvidia.ko a module was built beside; the stub is another one.
 IGNORE_SYMBOL_VERSIONS = 1
 POWER_OFF = 0x4321FEDC
 
+PROT_READ, PROT_READ_WRITE = 1, 3
+MAP_SHARED_FIXED = 0x11
+
 _libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
 
 
 def _checked(what: str, result: int) -> None:
@@ -41,6 +46,26 @@ def unload(name: str) -> None:
     """Remove a kernel module that nothing uses. Raises OSError."""
     call = (ctypes.c_long(SYS_DELETE_MODULE), name.encode(), os.O_NONBLOCK)
     _checked(f"unload {name}", _libc.syscall(*call))
+
+
+def map_at(fd: int, address: int, length: int) -> None:
+    """Map a file at its own offset `address`, shared, for reading and writing. Raises OSError."""
+    words = (ctypes.c_void_p(address), ctypes.c_size_t(length), PROT_READ_WRITE, MAP_SHARED_FIXED, fd)
+    if _libc.mmap(*words, ctypes.c_long(address)) != address:
+        _checked(f"mmap at {address:#x}", -1)
+
+
+def make_read_only(address: int, length: int) -> None:
+    """Raises OSError."""
+    words = (ctypes.c_void_p(address), ctypes.c_size_t(length), PROT_READ)
+    _checked(f"mprotect at {address:#x}", _libc.mprotect(*words))
+
+
+def pidfd_getfd(pidfd: int, fd: int) -> int:
+    """A duplicate of another process's descriptor. Raises OSError."""
+    made = int(_libc.syscall(ctypes.c_long(SYS_PIDFD_GETFD), pidfd, fd, 0))
+    _checked(f"pidfd_getfd of {fd}", made)
+    return made
 
 
 def power_off() -> None:

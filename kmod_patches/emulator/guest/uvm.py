@@ -14,6 +14,7 @@ DEVICE = "/dev/nvidia-uvm"
 INITIALIZE = 0x30000001
 MM_INITIALIZE = 75
 INJECT_EVENT = 228
+MULTI_PROCESS_SHARING = 2
 # Larger than any of the structures: the module copies what its own structure has.
 BUFFER_BYTES = 256
 
@@ -55,10 +56,11 @@ def call(fd: int, request: int, given: bytes, status_at: int) -> int:
     return abi.read_u32(buffer, status_at)
 
 
-def open_space() -> int:
-    """A new address space. Raises CheckError."""
+def open_space(*, shared: bool = False) -> int:
+    """A new address space; `shared`: it outlives the memory of its process. Raises CheckError."""
     fd = os.open(DEVICE, os.O_RDWR | os.O_CLOEXEC)
-    expect("UVM_INITIALIZE", call(fd, INITIALIZE, struct.pack("=Q", 0), 8), abi.STATUS_OK)
+    flags = MULTI_PROCESS_SHARING if shared else 0
+    expect("UVM_INITIALIZE", call(fd, INITIALIZE, struct.pack("=Q", flags), 8), abi.STATUS_OK)
     return fd
 
 

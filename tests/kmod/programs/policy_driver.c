@@ -125,7 +125,8 @@ static void tell(const __u64 *word, __u64 *answer)
 	__u64 result = perform(word);
 	__u64 told[WORDS] = {
 		result, decision.action, decision.why, decision.base, decision.bytes,
-		decision.page_bytes, decision.report, mpsd_policy_isolates(&decision), space->faults,
+		decision.page_bytes, (decision.report ? 1u : 0u) | (decision.renew ? 2u : 0u),
+		mpsd_policy_isolates(&decision), space->faults,
 		space->sinks, space->condemned, space->acknowledged, space->released, space->ended,
 		space->next_step, space->deadline_ns, covering ? covering->hits : 0, space->condemned_ns,
 		sink_count, orphans.faults,

@@ -183,6 +183,7 @@ static void take_fault(void)
 	} else if (decision.action == MPSD_ACTION_SUNK_BEFORE) {
 		CHECK(around.sink && fault.address - around.sink->base < around.sink->bytes);
 		CHECK(around.sink->hits <= MPSD_LOOP_HITS && !decision.report);
+		CHECK(!decision.renew || (around.free_first <= around.sink->base && around.sink->hits));
 	} else {
 		CHECK(!decision.base && !decision.bytes && !decision.page_bytes);
 	}

@@ -13,19 +13,17 @@
 #define ACCESS_WRITE 1
 #define ACCESS_PREFETCH 3
 #define FIRST_GRAPHICS_ENGINE 64
-/* Bits of a page table entry. A sparse one is not valid, but volatile. */
-#define VALID (1u << 0)
-#define VOLATILE (1u << 3)
-#define READ_ONLY (1u << 6)
-#define NO_ATOMICS (1u << 7)
 
 struct access {
 	struct list_head node;
 	struct gpu_fault fault;
 	u32 channel;
+	bool unsent;
 };
 
 static LIST_HEAD(accesses);
+static u32 standing;
+static bool unsent;
 static DEFINE_MUTEX(lock);
 
 static u32 veid(const struct gpu_fault *fault)
@@ -37,7 +35,7 @@ static bool allowed(u64 pte, u32 access)
 {
 	if (access == ACCESS_READ || access == ACCESS_PREFETCH)
 		return true;
-	return !(pte & READ_ONLY) && (access == ACCESS_WRITE || !(pte & NO_ATOMICS));
+	return !(pte & GPU_PTE_READ_ONLY) && (access == ACCESS_WRITE || !(pte & GPU_PTE_NO_ATOMICS));
 }
 
 /* Small pages or big ones, whichever has something. */
@@ -49,9 +47,11 @@ static bool succeeds(const struct access *one, struct gpu_walk *found, bool *spa
 	for (big = 0; space && big < 2; big++) {
 		if (gpu_walk(space, one->fault.address, big, found))
 			continue;
-		*sparse = !(found->pte & VALID) && found->pte & VOLATILE;
+		*sparse = !(found->pte & GPU_PTE_VALID) && found->pte & GPU_PTE_VOLATILE;
 		/* Of a directory bit 0 is not "valid": one that points on has no pages below it here. */
-		if (*sparse || (found->level < 3 && found->pte & VALID && allowed(found->pte, one->fault.access)))
+		if (*sparse)
+			return true;
+		if (found->level < 3 && found->pte & GPU_PTE_VALID && allowed(found->pte, one->fault.access))
 			return true;
 	}
 	return false;
@@ -60,7 +60,13 @@ static bool succeeds(const struct access *one, struct gpu_walk *found, bool *spa
 static void end(struct access *one)
 {
 	list_del(&one->node);
+	standing--;
 	kfree(one);
+}
+
+u32 gpu_accesses_standing(void)
+{
+	return READ_ONCE(standing);
 }
 
 /* A fault, unless the page tables have something by now. What gpu_fault() says, 0 if there is no need of one. */
@@ -70,7 +76,7 @@ static int try(struct access *one)
 	bool done, sparse;
 
 	mutex_lock(&gpu_spaces_lock);
-	done = succeeds(one, &found, &sparse);
+	done = !one->fault.stubborn && succeeds(one, &found, &sparse);
 	mutex_unlock(&gpu_spaces_lock);
 	if (!done)
 		return gpu_fault(&one->fault);
@@ -79,10 +85,32 @@ static int try(struct access *one)
 	return 0;
 }
 
+/* A full buffer takes no more for a while. One that has gone on is no more. */
 static void again(struct access *one)
 {
-	if (try(one))
+	int error;
+
+	one->unsent = false;
+	error = try(one);
+	if (error == -ENOSPC)
+		one->unsent = true;
+	else if (error)
 		gpu_did(GPU_TROUBLE, one->fault.address, 0, 0, 0);
+	unsent |= error == -ENOSPC;
+}
+
+void gpu_accesses_unsent(void)
+{
+	struct access *one, *next;
+
+	if (!READ_ONCE(unsent))
+		return;
+	mutex_lock(&lock);
+	unsent = false;
+	list_for_each_entry_safe(one, next, &accesses, node)
+		if (one->unsent)
+			again(one);
+	mutex_unlock(&lock);
 }
 
 void gpu_accesses_replay(void)
@@ -171,9 +199,11 @@ void gpu_accesses_drop(u64 address)
 	mutex_unlock(&lock);
 }
 
+/* Nothing runs on a channel that is gone. */
 int gpu_access(const struct gpu_fault *fault, u32 channel)
 {
 	struct access *one = kzalloc(sizeof(*one), GFP_KERNEL);
+	bool known;
 	int error;
 
 	if (!one)
@@ -182,7 +212,11 @@ int gpu_access(const struct gpu_fault *fault, u32 channel)
 	one->channel = channel;
 	mutex_lock(&lock);
 	list_add_tail(&one->node, &accesses);
-	error = try(one);
+	standing++;
+	mutex_lock(&gpu_spaces_lock);
+	known = gpu_channel_known(channel);
+	mutex_unlock(&gpu_spaces_lock);
+	error = known ? try(one) : -ENXIO;
 	if (error)
 		end(one);
 	mutex_unlock(&lock);

@@ -108,6 +108,7 @@ static bool run_all(void)
 static int hardware(void *unused)
 {
 	while (!kthread_should_stop()) {
+		gpu_accesses_unsent();
 		gpu_faults_interrupt();
 		if (run_all())
 			cond_resched();

@@ -2,19 +2,25 @@
 /*
  * /proc/mpsd-gpu: what a test asks of the GPU and sees of it. Written, one command a line:
  *
- *   fault KIND ADDRESS CHANNEL ENGINE TYPE ACCESS CLIENT GPC UNIT
+ *   fault KIND ADDRESS CHANNEL ENGINE TYPE ACCESS CLIENT GPC UNIT [s]
  *       KIND r (replayable) or n, UNIT g (GPC) or h (hub), numbers hexadecimal, those of the hardware;
  *       CHANNEL: the number of the channel whose instance block the packet names. The access that
- *       faults is tried again at each replay (or clear faulted) until it succeeds or is cancelled
+ *       faults is tried again at each replay (or clear faulted) until it succeeds or is cancelled;
+ *       "s": it never succeeds
  *   walk CLIENT OBJECT ADDRESS
  *       what the page tables of a client's address space say, as two deeds: big page, small page
+ *   digest CLIENT OBJECT
+ *       all that they say, as one number
  *   forget
  *       the deeds so far
+ *   quiet
+ *       until then faults, replays and accesses that go on are counted, and not kept
  *   mask, unmask
  *       UVM hears of no fault in between: so many are there at once
  *
  * Read: "space CLIENT OBJECT DIRECTORY SYSMEM" for each with a page directory, "deed NUMBER NAME ADDRESS
- * DIRECTORY FIRST SECOND" for what was done, "lost COUNT" if there was more than is kept.
+ * DIRECTORY FIRST SECOND NS" for what was done and when, "lost COUNT" if there was more than is kept.
+ * /proc/mpsd-gpu-tally: "NAME COUNT" for each kind of deed, lost ones too, and of accesses that stand still.
  */
 #include <linux/ktime.h>
 #include <linux/proc_fs.h>
@@ -25,7 +31,8 @@
 #include "gpu.h"
 
 #define NAME "mpsd-gpu"
-#define KEPT 16384
+#define TALLY "mpsd-gpu-tally"
+#define KEPT 65536
 #define LINE 128
 
 static const char *const deeds[] = {
@@ -39,22 +46,30 @@ static const char *const deeds[] = {
 	[GPU_TROUBLE] = "trouble",
 	[GPU_WENT_ON] = "went-on",
 	[GPU_WALKED] = "walked",
+	[GPU_FAULTED] = "faulted",
+	[GPU_DIGESTED] = "digested",
 };
 
 struct deed {
-	u64 address, directory;
+	u64 address, directory, ns;
 	u32 deed, first, second;
 };
 
 static struct deed *kept;
-static u32 done, lost;
+static bool quiet;
+static u32 done, lost, tally[ARRAY_SIZE(deeds)];
 static DEFINE_SPINLOCK(lock);
 
 void gpu_did(enum gpu_deed deed, u64 address, u64 directory, u32 first, u32 second)
 {
+	u64 now = ktime_get_ns();
+
 	spin_lock(&lock);
-	if (done < KEPT)
-		kept[done++] = (struct deed){ address, directory, deed, first, second };
+	tally[deed]++;
+	if (quiet && (deed == GPU_FAULTED || deed == GPU_REPLAY || deed == GPU_WENT_ON))
+		;
+	else if (done < KEPT)
+		kept[done++] = (struct deed){ address, directory, now, deed, first, second };
 	else
 		lost++;
 	spin_unlock(&lock);
@@ -81,23 +96,34 @@ static int show(struct seq_file *file, void *unused)
 	count = done;
 	spin_unlock(&lock);
 	for (number = 0; number < count; number++)
-		seq_printf(file, "deed %u %s %llx %llx %x %x\n", number, deeds[kept[number].deed],
+		seq_printf(file, "deed %u %s %llx %llx %x %x %llx\n", number, deeds[kept[number].deed],
 			   kept[number].address, kept[number].directory, kept[number].first,
-			   kept[number].second);
+			   kept[number].second, kept[number].ns);
 	if (lost)
 		seq_printf(file, "lost %u\n", lost);
+	return 0;
+}
+
+static int show_tally(struct seq_file *file, void *unused)
+{
+	u32 deed;
+
+	for (deed = 0; deed < ARRAY_SIZE(deeds); deed++)
+		seq_printf(file, "%s %u\n", deeds[deed], READ_ONCE(tally[deed]));
+	seq_printf(file, "standing %u\n", gpu_accesses_standing());
 	return 0;
 }
 
 static int inject(const char *line)
 {
 	struct gpu_fault fault = { .timestamp = ktime_get_ns() };
-	char kind, unit;
+	char kind, unit, mood = 0;
 	u32 channel;
 
-	if (sscanf(line, "fault %c %llx %x %x %x %x %x %x %c", &kind, &fault.address, &channel, &fault.engine,
-		   &fault.type, &fault.access, &fault.client, &fault.gpc, &unit) != 9)
+	if (sscanf(line, "fault %c %llx %x %x %x %x %x %x %c %c", &kind, &fault.address, &channel, &fault.engine,
+		   &fault.type, &fault.access, &fault.client, &fault.gpc, &unit, &mood) < 9)
 		return -EINVAL;
+	fault.stubborn = mood == 's';
 	fault.instance = GPU_INSTANCE(channel);
 	fault.replayable = kind == 'r';
 	fault.hub = unit == 'h';
@@ -135,10 +161,31 @@ static int walk(const char *line)
 	return error;
 }
 
+static int digest(const char *line)
+{
+	struct gpu_space *space;
+	int error = -ENOENT;
+	u32 client, object, count;
+	u64 number;
+
+	if (sscanf(line, "digest %x %x", &client, &object) != 2)
+		return -EINVAL;
+	mutex_lock(&gpu_spaces_lock);
+	list_for_each_entry(space, &gpu_spaces, node)
+		if (space->set && space->client == client && space->object == object)
+			error = gpu_digest(space, &number, &count);
+	mutex_unlock(&gpu_spaces_lock);
+	if (!error)
+		gpu_did(GPU_DIGESTED, number, 0, count, 0);
+	return error;
+}
+
 static int forget(void)
 {
 	spin_lock(&lock);
 	done = lost = 0;
+	quiet = false;
+	memset(tally, 0, sizeof(tally));
 	spin_unlock(&lock);
 	return 0;
 }
@@ -147,10 +194,16 @@ static int obey(const char *line)
 {
 	if (!strcmp(line, "forget"))
 		return forget();
+	if (!strcmp(line, "quiet")) {
+		quiet = true;
+		return 0;
+	}
 	if (!strcmp(line, "mask") || !strcmp(line, "unmask")) {
 		gpu_faults_mask(line[0] == 'm');
 		return 0;
 	}
+	if (line[0] == 'd')
+		return digest(line);
 	return line[0] == 'w' ? walk(line) : inject(line);
 }
 
@@ -186,11 +239,14 @@ int gpu_control_open(void)
 	kept = kvcalloc(KEPT, sizeof(*kept), GFP_KERNEL);
 	if (!kept)
 		return -ENOMEM;
+	if (!proc_create_single(TALLY, 0400, NULL, show_tally))
+		return -ENOMEM;
 	return proc_create(NAME, 0600, NULL, &operations) ? 0 : -ENOMEM;
 }
 
 void gpu_control_close(void)
 {
 	remove_proc_entry(NAME, NULL);
+	remove_proc_entry(TALLY, NULL);
 	kvfree(kept);
 }

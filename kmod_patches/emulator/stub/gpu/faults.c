@@ -83,6 +83,8 @@ int gpu_fault(const struct gpu_fault *fault)
 	mutex_lock(&lock);
 	if (open)
 		error = fault->replayable ? put(packet) : put_shadow(packet);
+	if (!error)
+		gpu_did(GPU_FAULTED, fault->address, 0, fault->engine, fault->replayable);
 	mutex_unlock(&lock);
 	return error;
 }

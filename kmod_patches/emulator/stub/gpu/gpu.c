@@ -13,6 +13,7 @@ static const struct {
 } parts[] = {
 	{ gpu_memory_open, gpu_memory_close },
 	{ gpu_control_open, gpu_control_close },
+	{ gpu_failing_open, gpu_failing_close },
 	{ gpu_faults_open, gpu_faults_close },
 	{ nothing_to_open, gpu_accesses_close },
 	{ gpu_channels_open, gpu_channels_close },

@@ -26,6 +26,12 @@
 #define GPU_SUBCONTEXTS 64
 #define GPU_CHUNK (2ull << 20)
 
+/* Bits of a page table entry. A sparse one is not valid, but volatile. */
+#define GPU_PTE_VALID (1ull << 0)
+#define GPU_PTE_VOLATILE (1ull << 3)
+#define GPU_PTE_READ_ONLY (1ull << 6)
+#define GPU_PTE_NO_ATOMICS (1ull << 7)
+
 /* An address space of RM's: UVM's own, or a duplicate of a client's. */
 struct gpu_space {
 	struct list_head node;
@@ -47,6 +53,8 @@ enum gpu_deed {
 	GPU_TROUBLE,			/* the emulation does not know this: see the kernel's log */
 	GPU_WENT_ON,			/* a client's access: its address, the entry that allows it, its level, sparse? */
 	GPU_WALKED,			/* address, the entry found, its level, big page tables or small */
+	GPU_FAULTED,			/* a packet was written: address, 0, the engine, replayable? */
+	GPU_DIGESTED,			/* page tables: a number that all of them make, entries that say something */
 };
 
 void gpu_did(enum gpu_deed deed, u64 address, u64 directory, u32 first, u32 second);
@@ -67,6 +75,7 @@ extern struct list_head gpu_spaces;
 extern struct mutex gpu_spaces_lock;
 /* Where a client's access is looked up; NULL: nowhere. `hub`: the VEID does not count. */
 const struct gpu_space *gpu_space_of(u32 channel, u32 veid, bool hub);
+bool gpu_channel_known(u32 channel);
 bool gpu_same_group(u64 instance, u64 other);
 /* UVM's own. */
 const struct gpu_space *gpu_space_internal(void);
@@ -106,6 +115,7 @@ struct gpu_fault {
 	u64 address, instance, timestamp;
 	u32 engine, type, access, client, gpc;
 	bool hub, replayable;
+	bool stubborn;			/* faults whatever the page tables say, until it is cancelled */
 };
 
 /* Writes a packet. 0, or -ENOSPC: the buffer is full; -ENODEV: UVM has not asked for faults. */
@@ -114,12 +124,15 @@ int gpu_fault(const struct gpu_fault *fault);
 /* accesses.c: an access of a client that stands still, and what ends that. */
 int gpu_access(const struct gpu_fault *fault, u32 channel);
 void gpu_accesses_replay(void);
+/* Those that found the fault buffer full. */
+void gpu_accesses_unsent(void);
 void gpu_accesses_resume(u32 channel);
 void gpu_accesses_cancel_address(u64 address, u64 directory, u32 engine);
 void gpu_accesses_cancel_group(u64 instance);
 void gpu_accesses_drop(u64 address);
 void gpu_accesses_end(u32 channel);
 void gpu_accesses_close(void);
+u32 gpu_accesses_standing(void);
 
 /* walk.c: what the page tables below a directory say of an address; see there. */
 struct gpu_walk {
@@ -131,6 +144,16 @@ int gpu_walk(const struct gpu_space *space, u64 address, bool big, struct gpu_wa
 /* False: nothing is mapped there. */
 bool gpu_translate(const struct gpu_space *space, u64 address, u64 *physical, bool *sysmem);
 
+/* One number made of every entry that says something, and how many there are. */
+int gpu_digest(const struct gpu_space *space, u64 *number, u32 *count);
+
+/* external.c */
+void gpu_channel_resource(const void *descriptor, UvmGpuChannelInstanceInfo *info);
+
+/* failing.c */
+int gpu_failing_open(void);
+void gpu_failing_close(void);
+
 /* device.c */
 extern const NvProcessorUuid gpu_uuid;
 
@@ -140,7 +163,6 @@ extern const NvProcessorUuid gpu_uuid;
 /* control.c */
 int gpu_control_open(void);
 void gpu_control_close(void);
-
 
 /* ../session.c */
 const struct UvmOpsUvmEvents *mpsd_stub_callbacks(void);

@@ -7,11 +7,15 @@
 
 #include "gpu.h"
 
-/* Parts of a channel's handle: number 7:0, group 15:8, VEID 21:16, copy engine instead of graphics 24. */
+/*
+ * Parts of a channel's handle: number 7:0, group 15:8, VEID 21:16, copy engine instead of graphics 24, has a
+ * context buffer 25.
+ */
 #define HANDLE_CHANNEL 7 : 0
 #define HANDLE_GROUP 15 : 8
 #define HANDLE_VEID 21 : 16
 #define HANDLE_COPY 24 : 24
+#define HANDLE_RESOURCE 25 : 25
 
 struct client_channel {
 	struct list_head node;
@@ -119,6 +123,11 @@ static struct client_channel *channel_by_number(u32 number)
 	return NULL;
 }
 
+bool gpu_channel_known(u32 number)
+{
+	return channel_by_number(number);
+}
+
 /* An SM's packet may name any channel of the group: only the VEID tells whose access it is. */
 const struct gpu_space *gpu_space_of(u32 number, u32 veid, bool hub)
 {
@@ -194,6 +203,8 @@ NV_STATUS nvUvmInterfaceRetainChannel(uvmGpuAddressSpaceHandle space, NvHandle c
 	info->tsgMaxSubctxCount = GPU_SUBCONTEXTS;
 	info->channelEngineType = channel->in_subcontext ? UVM_GPU_CHANNEL_ENGINE_TYPE_GR :
 							   UVM_GPU_CHANNEL_ENGINE_TYPE_CE;
+	if (FIELD_OF(handle, HANDLE_RESOURCE))
+		gpu_channel_resource(channel, info);
 	mutex_lock(&gpu_spaces_lock);
 	list_add_tail(&channel->node, &client_channels);
 	mutex_unlock(&gpu_spaces_lock);

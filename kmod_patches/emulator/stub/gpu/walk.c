@@ -74,6 +74,87 @@ int gpu_walk(const struct gpu_space *space, u64 address, bool big, struct gpu_wa
 	return error ? error : leaf(pair, address, big, found);
 }
 
+/* Adds what an entry says, and where it is; 0 and "ignore the small pages" say nothing. */
+static bool says(u64 value, u64 place, u64 *number, u32 *count)
+{
+	if (!(value & ~(1ull << 5)))
+		return false;
+	*number = (*number ^ place ^ value) * 0x9e3779b97f4a7c15ull;
+	*number ^= *number >> 29;
+	++*count;
+	return true;
+}
+
+static int digest_leaves(u64 pointer, bool big, u64 base, u64 *number, u32 *count)
+{
+	bool sysmem = FIELD_OF(pointer, APERTURE) != APERTURE_VIDMEM;
+	u64 table = big ? (sysmem ? FIELD_OF(pointer, BIG_SYSMEM) : FIELD_OF(pointer, BIG_VIDMEM)) << 8 :
+			  (sysmem ? FIELD_OF(pointer, ADDRESS_SYSMEM) : FIELD_OF(pointer, ADDRESS_VIDMEM)) << 12;
+	u32 pages = GPU_CHUNK / (big ? GPU_BIG_PAGE : PAGE_SIZE), index;
+	u64 value;
+	int error;
+
+	for (index = 0; index < pages; index++) {
+		error = entry(table, sysmem, index, 1, &value);
+		if (error)
+			return error;
+		says(value, base + index * (GPU_CHUNK / pages), number, count);
+	}
+	return 0;
+}
+
+/* The last directory: a page of 2 MiB, or a table of big pages and one of small ones. */
+static int digest_pair(const u64 *pair, u64 base, u64 *number, u32 *count)
+{
+	int big, error;
+
+	says(pair[0], base, number, count);
+	says(pair[1], base, number, count);
+	if (FIELD_OF(pair[0], IS_PTE))
+		return 0;
+	for (big = 0; big < 2; big++) {
+		if (!FIELD_OF(pair[big ? 0 : 1], APERTURE))
+			continue;
+		error = digest_leaves(pair[big ? 0 : 1], big, base, number, count);
+		if (error)
+			return error;
+	}
+	return 0;
+}
+
+static int digest_table(u64 table, bool sysmem, int depth, u64 base, u64 *number, u32 *count)
+{
+	u64 pair[2], below;
+	u32 index;
+	int error;
+
+	for (index = 0; index < 1u << directories[depth].bits; index++) {
+		error = entry(table, sysmem, index, depth ? 1 : 2, pair);
+		if (error)
+			return error;
+		below = base + ((u64)index << directories[depth].shift);
+		if (!depth) {
+			error = digest_pair(pair, below, number, count);
+		} else if (says(pair[0], below, number, count) && FIELD_OF(pair[0], APERTURE)) {
+			bool next = FIELD_OF(pair[0], APERTURE) != APERTURE_VIDMEM;
+
+			error = digest_table((next ? FIELD_OF(pair[0], ADDRESS_SYSMEM) :
+						     FIELD_OF(pair[0], ADDRESS_VIDMEM)) << 12,
+					     next, depth - 1, below, number, count);
+		}
+		if (error)
+			return error;
+	}
+	return 0;
+}
+
+int gpu_digest(const struct gpu_space *space, u64 *number, u32 *count)
+{
+	*number = 0;
+	*count = 0;
+	return digest_table(space->directory, space->sysmem, TOP_DIRECTORY - LAST_DIRECTORY, 0, number, count);
+}
+
 /* Of an entry that is valid: the page it gives, by its level. */
 bool gpu_translate(const struct gpu_space *space, u64 address, u64 *physical, bool *sysmem)
 {

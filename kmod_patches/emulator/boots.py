@@ -1,0 +1,133 @@
+"""Which machines are booted to show what the driver does with and without the patch, and what each must show.
+
+Some checks have to fail, for the reason that is stated, and all others to pass: on the GPU in software the
+stock module must fail what the patched one passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from emulator import driver, image, stub, vm
+from emulator.driver import Driver
+from emulator.guest import catalogue
+from emulator.kernel import Kernel
+from kmod import debian
+
+
+@dataclass(frozen=True, slots=True)
+class Boot:
+    """A machine: the set of checks it runs, its module, and the checks that must fail, with words of why."""
+
+    checks: str
+    patched: bool = False
+    gpu: bool = False
+    fails: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def title(self) -> str:
+        module = "patched" if self.patched else "stock"
+        return f"{self.checks}: {module} nvidia-uvm {'on the GPU in software' if self.gpu else 'on the stub'}"
+
+
+RIG = Boot(
+    "rig",
+    fails={
+        "wrong": "not what it has to be",
+        "dead": "its process ended with -11",
+        "silent": "no answer within",
+        "behind-silent": "not reached",
+    },
+)
+"""No module at all: what goes wrong inside is told outside."""
+
+BOOTS = (
+    Boot("stock"),
+    Boot("patched", patched=True),
+    Boot("gpu-stock", gpu=True),
+    Boot("isolated", gpu=True, fails={"stray-store-goes-on": "cancel-va", "stray-copy-goes-on": "reported"}),
+    *(
+        Boot(name, patched=True, gpu=True)
+        for name in catalogue.SETS
+        if name.startswith("gpu-") and name != "gpu-stock"
+    ),
+)
+"""For each driver. `isolated` is the bar: the same checks are among those that the patched module passes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """A check of a boot, and whether it ended as it must."""
+
+    result: vm.Result
+    right: bool
+    text: str
+
+
+def verdicts(boot: Boot, results: Sequence[vm.Result]) -> list[Verdict]:
+    """One for each result, in order."""
+    return [_verdict(boot.fails.get(result.name), result) for result in results]
+
+
+def _verdict(must_say: str | None, result: vm.Result) -> Verdict:
+    if must_say is None:
+        return Verdict(result, result.passed, result.text)
+    if result.passed:
+        return Verdict(result, False, f"passed, and has to fail: {result.text}")
+    if must_say not in result.text:
+        return Verdict(result, False, f"failed, but not with {must_say!r}: {result.text}")
+    return Verdict(result, True, f"fails as it must: {result.text}")
+
+
+@dataclass
+class Bay:
+    """Boots one kernel with what is built for it in `folder`, which is ours; stubs are built once.
+
+    `said` has a line for each check of each boot so far.
+    """
+
+    kernel: Kernel
+    cache: Path
+    folder: Path
+    said: list[str] = field(default_factory=list)
+    _stubs: dict[tuple[bool, Path, tuple[str, ...]], Path] = field(default_factory=dict)
+
+    @property
+    def console(self) -> Path:
+        """The kernel's log of the last boot."""
+        return self.folder / "console"
+
+    def run(self, boot: Boot, fetched: debian.Fetched | None) -> list[Verdict]:
+        """Builds what is missing, boots. No source: no modules. Raises Unavailable, KmodError."""
+        modules = self.modules(boot, fetched) if fetched else {}
+        initramfs = self.folder / "initramfs"
+        image.write(initramfs, modules)
+        machine = vm.Machine(self.kernel.image, initramfs)
+        found = verdicts(boot, vm.run(machine, [boot.checks], catalogue.SETS[boot.checks], self.console))
+        place = f" (driver {fetched.version})" if fetched else ""
+        self.said += ["", f"{boot.title}{place}", *lines(found)]
+        return found
+
+    def modules(self, boot: Boot, fetched: debian.Fetched) -> dict[str, Path]:
+        """The files to load, by their names in the guest."""
+        built = driver.build(fetched, self.kernel, self.cache, patched=boot.patched)
+        return {"nvidia.ko": self._stub(built, gpu=boot.gpu), "nvidia-uvm.ko": built.module}
+
+    def _stub(self, built: Driver, *, gpu: bool) -> Path:
+        imports = stub.imported(built.module, self.kernel.exports())
+        key = (gpu, built.tree, imports)
+        if key not in self._stubs:
+            folder = self.folder / f"stub{len(self._stubs)}"
+            made = stub.build(built.module, built.tree, built.version, self.kernel, folder, gpu=gpu)
+            self._stubs[key] = made.module
+        return self._stubs[key]
+
+
+def lines(found: Sequence[Verdict]) -> Iterator[str]:
+    """A line for each check."""
+    for verdict in found:
+        word = "ok" if verdict.right else "FAILED"
+        text = verdict.text.replace("\n", " / ")
+        yield f"{word:6} {verdict.result.name:24} {verdict.result.seconds:6.1f} s  {text}"

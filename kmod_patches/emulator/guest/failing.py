@@ -1,0 +1,116 @@
+"""Allocations that fail on the way of a fault, one after the other: each ends in an answer."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from emulator.guest import checks, gpu
+from emulator.guest.beside import innocent
+from emulator.guest.check import Check, CheckError, expect
+from emulator.guest.gpuchecks import STRAY, no_trouble
+from emulator.guest.gpuclient import client
+from emulator.guest.isolation import GUILTY, isolating
+from mpsd.gpu.nvidia.kernel_abi import Action, Why
+
+CONTROL = Path("/proc/mpsd-failing")
+REPLAYABLE, NON_REPLAYABLE = "mpsd_isolate_replayable", "mpsd_isolate_non_replayable"
+FAULTS = {
+    REPLAYABLE: gpu.Fault(STRAY, 1, veid=3),
+    NON_REPLAYABLE: gpu.Fault(STRAY, 1, engine=gpu.ENGINE_COPY, access=gpu.READ, replayable=False),
+}
+STOPPED = ("cancel-va", "cancel-instance", "reported")
+MOST = 200
+
+
+@contextmanager
+def failing(function: str, number: int, *, all_of_them: bool = False) -> Iterator[None]:
+    """Inside `function` the allocation of that number (0: none) fails, with `all_of_them` all later ones."""
+    CONTROL.write_text(f"{function} {number}{' all' if all_of_them else ''}")
+    try:
+        yield
+    finally:
+        CONTROL.write_text("off")
+
+
+def failed() -> tuple[int, str]:
+    """How many allocations there were, and which function failed ("nothing": none did)."""
+    words = CONTROL.read_text().split()
+    return int(words[1]), words[3]
+
+
+def once(function: str, number: int) -> tuple[str, str]:
+    """A new client's first fault with that allocation failing: how the access ended, and what failed.
+
+    Raises CheckError where the record does not fit the end, or anybody else was touched.
+    """
+    opened = isolating()
+    with innocent(), client(GUILTY, 1, veid=3, copies=function != REPLAYABLE):
+        gpu.command("forget")
+        with failing(function, number):
+            gpu.command(FAULTS[function].line())
+            gpu.wait_for_tally((*STOPPED, "went-on"), 1)
+            what = failed()[1]
+        records = opened.until("a record", lambda record: record.action in (Action.SUNK, Action.REFUSED))
+        ended = [deed.name for deed in gpu.deeds() if deed.name in (*STOPPED, "went-on")]
+    opened.close()
+    expect("ended once", len(ended), 1)
+    told = (records[-1].action, records[-1].why)
+    wanted = (Action.SUNK, Why.NONE) if ended == ["went-on"] else (Action.REFUSED, Why.FAILED)
+    expect(f"told of {ended[0]} as {what} failed", told, wanted)
+    no_trouble()
+    return ended[0], what
+
+
+def sweep(function: str) -> str:
+    """Each allocation once, until there are no more; the access goes on where UVM has another way."""
+    stopped: Counter[str] = Counter()
+    survived: Counter[str] = Counter()
+    for number in range(1, MOST):
+        ended, what = once(function, number)
+        if what == "nothing":
+            break
+        (survived if ended == "went-on" else stopped)[what] += 1
+    else:
+        raise CheckError(f"more than {MOST} allocations")
+    if not stopped:
+        raise CheckError("no allocation failed")
+    return f"{said(stopped)} stock answer, told; {said(survived)} sunk all the same"
+
+
+def said(counts: Counter[str]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in sorted(counts.items())) or "none"
+
+
+def without_owner() -> str:
+    """No memory for what is known of an address space: the stock answer, and the log says so."""
+    opened = isolating()
+    CONTROL.write_text("mpsd_space_created 1")
+    with client(GUILTY, 1, veid=3):
+        expect("failed", failed()[1] != "nothing", True)
+        CONTROL.write_text("off")
+        gpu.command("forget")
+        gpu.command(FAULTS[REPLAYABLE].line())
+        gpu.wait_for("cancel-va")
+    expect("records", opened.read(), [])
+    opened.close()
+    expect("told in the log", any("is not isolated" in line for line in checks.read_log()), True)
+    no_trouble()
+    return "cancelled, no record"
+
+
+def again() -> str:
+    """After all of that a fault is sunk as ever."""
+    ended, what = once(REPLAYABLE, 0)
+    expect("end", (ended, what), ("went-on", "nothing"))
+    return ended
+
+
+CHECKS = (
+    Check("fail-replayable", lambda: sweep(REPLAYABLE), 600.0),
+    Check("fail-non-replayable", lambda: sweep(NON_REPLAYABLE), 600.0),
+    Check("fail-owner", without_owner),
+    Check("sunk-after-failures", again),
+)

@@ -1,0 +1,154 @@
+"""What can be shown of the patch without a GPU, in one go: the work of scripts/test-kmod.
+
+The driver sources of Debian's suites are tried (kmod.trial) and virtual machines are booted (emulator.boots).
+What became of each is printed, and what was skipped is named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from emulator import kernel
+from emulator.__main__ import report
+from emulator.boots import BOOTS, RIG, Bay, Boot
+from emulator.guest import catalogue
+from kmod import build, debian
+from kmod.command import end_when_told
+from kmod.errors import KmodError, Unavailable
+from kmod.trial import Row, Trial, table
+
+SUITES = tuple(suite.name for suite in debian.SUITES)
+BOOTED = tuple(suite.name for suite in debian.SUITES if suite.required)
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """The suites whose modules are both built, those whose nvidia-uvm is booted, and those only for CORE.
+
+    `skipped`: sets of checks that are not run. `install`: of those that are built, installed too.
+    """
+
+    build: tuple[str, ...]
+    boot: tuple[str, ...]
+    core: tuple[str, ...] = ()
+    skipped: frozenset[str] = frozenset()
+    install: tuple[str, ...] = ()
+
+
+LABEL = (
+    "What the guests said. QEMU emulates each instruction, and the GPU is software: no time here is a real\n"
+    "GPU's, and no patched module has run on one."
+)
+CORE = ("patched", "isolated", "gpu-patched")
+"""The sets that show what the patch is for."""
+
+CI = Scope(("trixie",), ("trixie", "bookworm"), ("bookworm",), catalogue.LONG)
+FULL = Scope(SUITES, BOOTED, install=("trixie",))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    end_when_told()
+    given = parser().parse_args(arguments)
+    chosen = Scope((*given.build, *given.install), tuple(given.boot), install=tuple(given.install))
+    scope = CI if given.ci else FULL if given.full else chosen
+    began = time.monotonic()
+    try:
+        found = build.kernel(given.kernel or (kernel.newest() if scope.boot else ""))
+    except Unavailable as error:
+        if scope.build or scope.boot:
+            print(f"test-kmod: {error}; apt-get install linux-headers-amd64", file=sys.stderr)
+            return 2
+        found = None
+    rows = tried(Trial(found, given.cache, given.jobs, scope.build, scope.install))
+    booted = boot_all(scope, rows, found, given) if scope.boot and found else []
+    print()
+    for line in [*table(rows, found), *booted]:
+        print(line)
+    failed = [row.suite for row in rows if row.failed] + [line for line in booted if "FAILED" in line]
+    took = f"after {time.monotonic() - began:.0f} s, with {sum(os.times()[:4]):.0f} s of one core"
+    print(f"test-kmod: {f'FAILED {took}: ' + ', '.join(failed) if failed else f'all ok {took}'}")
+    return 1 if failed else 0
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog="scripts/test-kmod", description=__doc__)
+    made.formatter_class = argparse.RawDescriptionHelpFormatter
+    scope = made.add_mutually_exclusive_group()
+    scope.add_argument(
+        "--ci",
+        action="store_true",
+        help=f"as scripts/test does: build both modules of {', '.join(CI.build)}, boot {', '.join(CI.boot)}",
+    )
+    scope.add_argument("--full", action="store_true", help=f"build all, boot {', '.join(FULL.boot)}")
+    for name, text in (
+        ("build", "build both modules of this one"),
+        ("boot", "boot this one's nvidia-uvm"),
+        ("install", "build it, install it through DKMS below a folder, and take it out"),
+    ):
+        made.add_argument(
+            f"--{name}", action="append", default=[], choices=SUITES, metavar="SUITE", help=text
+        )
+    made.add_argument(
+        "--kernel", default="", help="release to build for (default: the running one, or newest)"
+    )
+    made.add_argument(
+        "--cache", type=Path, default=debian.cache_folder(), help="sources and builds are kept here"
+    )
+    made.add_argument("--write", type=Path, help="what each guest said goes to this file, too")
+    made.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
+    return made
+
+
+def tried(trial: Trial) -> list[Row]:
+    """A row for each suite, told when its turn comes."""
+    rows = []
+    for suite in debian.SUITES:
+        print(f"== {suite.name}: hooks{' and both modules' if suite.name in trial.build else ''}", flush=True)
+        rows.append(trial.suite(suite))
+    return rows
+
+
+def boot_all(scope: Scope, rows: Sequence[Row], found: build.Kernel, given: argparse.Namespace) -> list[str]:
+    """A line for each machine; what the guests said goes to the file that is given for it."""
+    fetched = {row.suite: row.fetched for row in rows if row.fetched}
+    with tempfile.TemporaryDirectory(prefix="mpsd-emulator-") as folder:
+        try:
+            bay = Bay(kernel.find(given.cache, found.release), given.cache, Path(folder))
+        except KmodError as error:
+            return [f"virtual machines: FAILED: {error}"]
+        said = [f"rig: {booted(bay, RIG, None)}"]
+        for suite in scope.boot:
+            for boot in BOOTS:
+                if boot.checks in scope.skipped or (suite in scope.core and boot.checks not in CORE):
+                    ended = "skipped (--full)"
+                elif suite not in fetched:
+                    ended = "FAILED: no source"
+                else:
+                    ended = booted(bay, boot, fetched[suite])
+                said.append(f"{suite}: {boot.title}: {ended}")
+        if given.write:
+            given.write.write_text("\n".join([LABEL, *bay.said, ""]), encoding="utf-8")
+    return said
+
+
+def booted(bay: Bay, boot: Boot, fetched: debian.Fetched | None) -> str:
+    """How it ended, and after which time, with building what was missing."""
+    began = time.monotonic()
+    try:
+        right = report(bay, boot, fetched)
+    except KmodError as error:
+        print(error, flush=True)
+        return f"FAILED: {str(error).splitlines()[0]}"
+    fails = f", {len(boot.fails)} checks fail as they must" if boot.fails else ""
+    return f"{f'ok{fails}' if right else 'FAILED'}, {time.monotonic() - began:.0f} s"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
