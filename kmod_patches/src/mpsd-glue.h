@@ -61,6 +61,9 @@ void mpsd_sink_around(struct mpsd_owner *owner, uvm_gpu_va_space_t *gpu_va_space
 NV_STATUS mpsd_sink_make(uvm_gpu_va_space_t *gpu_va_space, const struct mpsd_decision *decision,
 			 struct mpsd_sink_node **made);
 
+/* mpsd-company.c: the VA space is locked for reading. True if a fault of it can harm another one. */
+bool mpsd_has_company(uvm_gpu_va_space_t *gpu_va_space);
+
 /* mpsd-device.c */
 struct mpsd_policy_params mpsd_params(void);
 /* Puts a record, with the process's name in it; `owner` is NULL for an orphan's. */

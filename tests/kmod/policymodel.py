@@ -101,6 +101,7 @@ class Around:
     can_address: bool = True
     hmm: bool = False
     ats: bool = False
+    alone: bool = False
 
 
 @dataclass(frozen=True)
@@ -190,6 +191,7 @@ class Space:
             (later, Why.LOOP),
             (covering is None and not in_gap, Why.NO_GAP),
             (covering is None and full, Why.TOO_MANY),
+            (around.alone, Why.ALONE),
         ]
         return next((why for holds, why in reasons if holds), Why.NONE)
 
