@@ -69,6 +69,7 @@ enum mpsd_why {
 	MPSD_WHY_TOO_MANY = 14,		/* the space has all the sinks it may have */
 	MPSD_WHY_RELEASED = 15,		/* user space, or the last step, ended the sinking */
 	MPSD_WHY_FAILED = 16,		/* the sink could not be made */
+	MPSD_WHY_ALONE = 17,		/* nobody else's work is in its channel group: nobody else is harmed */
 	MPSD_WHY_COUNT
 };
 

@@ -64,6 +64,9 @@ NV_STATUS mpsd_sink_make(uvm_gpu_va_space_t *gpu_va_space, const struct mpsd_dec
 /* Of a sink that is in force, after its PTEs were lost. On failure the sink covers its addresses without any. */
 NV_STATUS mpsd_sink_renew(struct mpsd_sink *sink);
 
+/* mpsd-company.c: the VA space is locked for reading. True if a fault of it can harm another one. */
+bool mpsd_has_company(uvm_gpu_va_space_t *gpu_va_space);
+
 /* mpsd-device.c */
 struct mpsd_policy_params mpsd_params(void);
 /* Puts a record, with the process's name in it; `owner` is NULL for an orphan's. */

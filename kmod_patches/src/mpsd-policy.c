@@ -167,8 +167,11 @@ static enum mpsd_why why_not(const struct mpsd_policy_params *params, const stru
 	if (why != MPSD_WHY_NONE)
 		return why;
 	if (covered(around, fault->address))
-		return why_of_hits(around->sink, fault->batch);
-	return why_of_room(params, space, around, fault->address);
+		why = why_of_hits(around->sink, fault->batch);
+	else
+		why = why_of_room(params, space, around, fault->address);
+	/* The last reason: it tells of what would have been sunk for the sake of others. */
+	return why == MPSD_WHY_NONE && around->alone ? MPSD_WHY_ALONE : why;
 }
 
 static void answer_by_stock(struct mpsd_space *space, struct mpsd_decision *decision, enum mpsd_action action,

@@ -81,6 +81,7 @@ struct mpsd_around {
 	bool can_address;
 	bool hmm;			/* the gap does not tell of what HMM maps */
 	bool ats;
+	bool alone;			/* no other address space has channels in a group of the space's */
 };
 
 struct mpsd_decision {

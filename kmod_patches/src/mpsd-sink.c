@@ -112,6 +112,7 @@ void mpsd_sink_around(struct mpsd_owner *owner, uvm_gpu_va_space_t *gpu_va_space
 		.range = MPSD_RANGE_FREE,
 		.hmm = uvm_hmm_is_enabled(gpu_va_space->va_space),
 		.ats = gpu_va_space->ats.enabled,
+		.alone = !mpsd_has_company(gpu_va_space),
 	};
 	around->can_address = uvm_gpu_can_address(gpu_va_space->gpu, address & ~(MPSD_PAGE_BYTES - 1),
 						  MPSD_PAGE_BYTES);

@@ -89,7 +89,7 @@ def fault_request(fault: Fault, around: Around, now: int, fails: bool = False) -
     return (
         *(FAULT, fault.address, fault.batch, *units, int(fault.fatal), int(fault.replayable)),
         *(around.sink, around.free_first, around.free_last, around.range),
-        *(int(around.can_address), int(around.hmm), int(around.ats), now, int(fails)),
+        *(int(around.can_address), int(around.hmm), int(around.ats), int(around.alone), now, int(fails)),
     )
 
 

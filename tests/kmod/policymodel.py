@@ -101,6 +101,7 @@ class Around:
     can_address: bool = True
     hmm: bool = False
     ats: bool = False
+    alone: bool = False
 
     def holds(self, sink: Sink) -> bool:
         """Whether the gap has all of a sink."""
@@ -196,6 +197,7 @@ class Space:
             (later, Why.LOOP),
             (covering is None and not in_gap, Why.NO_GAP),
             (covering is None and full, Why.TOO_MANY),
+            (around.alone, Why.ALONE),
         ]
         return next((why for holds, why in reasons if holds), Why.NONE)
 

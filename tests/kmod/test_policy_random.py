@@ -159,7 +159,7 @@ def plays(draw: st.DrawFn) -> Play:
         play.now += draw(st.sampled_from(TIMES))
         choice = draw(st.integers(0, 19))
         if choice < 14:
-            more = {name: rarely(draw, 20) for name in ("hmm", "ats")}
+            more = {name: rarely(draw, 20) for name in ("hmm", "ats", "alone")}
             more["can_address"] = not rarely(draw, 20)
             play.fault(draw(faults(play)), int(rarely(draw, 3)), rarely(draw, 10), more)
         elif choice < 17:
@@ -184,6 +184,7 @@ def sinkable(fault: Fault, around: Around) -> bool:
         and around.range in (Range.FREE, Range.HOLE)
         and around.can_address
         and not around.ats
+        and not around.alone
     )
 
 
@@ -203,7 +204,7 @@ class Laws:
         decision = answer.decision
         if answer.isolates:
             assert self.params.mode == Mode.ISOLATE
-            assert sinkable(fault, around), "only what is on the whitelist"
+            assert sinkable(fault, around), "only what is on the whitelist, beside others"
             assert not self.released, "after a release nothing is sunk"
         if decision.action == Action.SUNK:
             self.new_sink(fault, around, gpu, decision)

@@ -8,6 +8,7 @@ import pytest
 
 from mpsd.gpu.nvidia.kernel_abi import Action, ClientType, Engine, Mode, Why
 from mpsd.model import UvmFaultType, UvmReason
+from tests.kmod import policydriver as driver
 from tests.kmod.policydriver import Policy
 from tests.kmod.policymodel import (
     ADDRESS,
@@ -95,6 +96,8 @@ REFUSED: dict[str, tuple[Fault, Around, Why]] = {
     "gap begins behind the page": (WILD, Around(free_first=ADDRESS + 1), Why.NO_GAP),
     "gap ends in the page": (WILD, Around(free_last=ADDRESS + PAGE - 2), Why.NO_GAP),
     "gap is empty": (WILD, Around(free_first=1, free_last=0), Why.NO_GAP),
+    "nobody else in its channel group": (WILD, Around(alone=True), Why.ALONE),
+    "copy of one that is alone": (COPY, Around(alone=True), Why.ALONE),
 }
 
 
@@ -225,6 +228,45 @@ def test_a_page_beside_the_sink_is_another_fault(policy: Policy) -> None:
     policy.fault(WILD)
     beside = replace(WILD, address=ADDRESS + BIG_PAGE, batch=2)
     assert policy.fault(beside, Around(sink=1)).decision.action == Action.SUNK
+
+
+# Company
+
+
+@pytest.mark.parametrize("row", [row for row in REFUSED if REFUSED[row][2] is not Why.ALONE])
+def test_one_that_is_alone_is_told_what_would_have_kept_it_from_a_sink(row: str, policy: Policy) -> None:
+    """ALONE is the last reason: it tells of what mode isolate would have sunk."""
+    fault, around, why = REFUSED[row]
+    assert policy.fault(fault, replace(around, alone=True)).decision.why == why
+
+
+def test_alone_comes_after_every_other_reason(policy: Policy) -> None:
+    alone = Around(alone=True)
+    policy.begin(Params(max_sinks=0))
+    assert policy.fault(WILD, alone).decision.why == Why.TOO_MANY
+    policy.begin(Params(nonreplayable=False))
+    assert policy.fault(COPY, alone).decision.why == Why.NONREPLAYABLE
+    policy.begin()
+    policy.tell(driver.RELEASE)
+    assert policy.fault(WILD, alone).decision.why == Why.RELEASED
+
+
+def test_a_condemned_client_whose_company_has_left_is_ended_by_the_stock_driver(policy: Policy) -> None:
+    """Where it was sunk before, too; it stays condemned, and company that comes is protected again."""
+    policy.fault(WILD)
+    elsewhere = replace(WILD, address=ADDRESS + WIDEST, batch=2)
+    left = [(replace(WILD, batch=2), Around(sink=1, alone=True)), (elsewhere, Around(alone=True))]
+    for told in policy.faults(left):
+        assert (told.decision.action, told.decision.why) == (Action.REFUSED, Why.ALONE)
+        assert (told.isolates, told.condemned, told.sinks, told.next_step) == (False, True, 1, Action.KILL)
+    assert policy.fault(replace(WILD, batch=3), Around(sink=1)).decision.action == Action.SUNK_BEFORE
+    assert policy.fault(elsewhere).decision.action == Action.SUNK
+
+
+def test_a_page_that_comes_again_and_again_counts_while_alone(policy: Policy) -> None:
+    policy.fault(WILD)
+    alone = [(replace(WILD, batch=batch), Around(sink=1, alone=True)) for batch in range(2, 6)]
+    assert [told.decision.why for told in policy.faults(alone)] == [Why.ALONE] * 3 + [Why.LOOP]
 
 
 def test_a_sunk_page_that_was_mapped_since_is_left_alone(policy: Policy) -> None:

@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from emulator.guest import checks, device, failing, isolation, misbehaving, races, rows, storms, timing
+from emulator.guest import (
+    checks,
+    company,
+    device,
+    failing,
+    isolation,
+    misbehaving,
+    races,
+    rows,
+    storms,
+    timing,
+)
 from emulator.guest.check import Check
 from emulator.guest.gpuchecks import GPU_STOCK, START
 
@@ -23,7 +34,7 @@ SETS = {
     "stock": checks.STOCK,
     "patched": (*checks.STOCK[: -len(checks.ENDS)], *DEVICE, *checks.ENDS),
     "gpu-stock": (*GPU_STOCK[: -len(LAST)], timing.STOCK, *LAST),
-    "gpu-patched": on_the_gpu(isolation.TOLD, timing.CHECKS),
+    "gpu-patched": on_the_gpu(isolation.TOLD, company.CHECKS, timing.CHECKS),
     "gpu-rows": on_the_gpu(rows.CHECKS),
     "gpu-storms": on_the_gpu(storms.CHECKS),
     "gpu-races": on_the_gpu(races.CHECKS),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from emulator.guest import checks, gpu
@@ -87,10 +87,10 @@ def said(counts: Counter[str]) -> str:
 def without_owner() -> str:
     """No memory for what is known of an address space: the stock answer, and the log says so."""
     opened = isolating()
-    CONTROL.write_text("mpsd_space_created 1")
-    with client(GUILTY, 1, veid=3):
-        expect("failed", failed()[1] != "nothing", True)
-        CONTROL.write_text("off")
+    with innocent(), ExitStack() as made:
+        with failing("mpsd_space_created", 1):
+            made.enter_context(client(GUILTY, 1, veid=3))
+            expect("failed", failed()[1] != "nothing", True)
         gpu.command("forget")
         gpu.command(FAULTS[REPLAYABLE].line())
         gpu.wait_for("cancel-va")

@@ -18,6 +18,7 @@ UUID = b"mpsd software 0".ljust(16, b"\0")
 REGISTER_GPU = 37
 REGISTER_GPU_VASPACE = 25
 REGISTER_CHANNEL = 27
+UNREGISTER_CHANNEL = 28
 OBJECT = 0xAA
 # The hardware's numbers (Turing): memory management unit's engines, access and fault kinds, a unit.
 ENGINE_GRAPHICS = 64
@@ -142,10 +143,16 @@ def wait_for_rest(within_s: float = WAIT_S) -> None:
 
 
 def channel_handle(
-    channel: int, *, group: int = 1, veid: int = 0, copies: bool = False, buffers: bool = False
+    channel: int,
+    *,
+    group: int = 1,
+    veid: int = 0,
+    copies: bool = False,
+    buffers: bool = False,
+    plain: bool = False,
 ) -> int:
-    """What the stub takes a channel's handle to say."""
-    return channel | group << 8 | veid << 16 | copies << 24 | buffers << 25
+    """What the stub takes a channel's handle to say. `plain`: it is in no subcontext."""
+    return channel | group << 8 | veid << 16 | copies << 24 | buffers << 25 | plain << 26
 
 
 def register(space: int) -> None:
@@ -162,5 +169,16 @@ def register_client(space: int, client: int, channel: int, buffers: tuple[int, i
     register(space)
     given = UUID + struct.pack("=iII", -1, client, OBJECT)
     expect("UVM_REGISTER_GPU_VASPACE", uvm.call(space, REGISTER_GPU_VASPACE, given, 28), abi.STATUS_OK)
+    register_channel(space, client, channel, buffers)
+
+
+def register_channel(space: int, client: int, channel: int, buffers: tuple[int, int] = (0, 0)) -> None:
+    """One more channel of a client that is registered. Raises CheckError."""
     given = UUID + struct.pack("=iIIxxxxQQ", -1, client, channel, *buffers)
     expect("UVM_REGISTER_CHANNEL", uvm.call(space, REGISTER_CHANNEL, given, 48), abi.STATUS_OK)
+
+
+def unregister_channel(space: int, client: int, channel: int) -> None:
+    """Raises CheckError."""
+    given = UUID + struct.pack("=II", client, channel)
+    expect("UVM_UNREGISTER_CHANNEL", uvm.call(space, UNREGISTER_CHANNEL, given, 24), abi.STATUS_OK)

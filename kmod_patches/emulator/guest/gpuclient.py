@@ -12,10 +12,13 @@ from emulator.guest.check import expect
 from emulator.guest.child import READY, becomes_readable, child, wait_for
 from mpsd.gpu.nvidia import uvm_abi as abi
 
+# From the number of a client's copy channel to that of its channel for kernels.
+BESIDE = 16
+
 
 @dataclass(frozen=True, slots=True)
 class GpuClient:
-    """`handle` names its address space to the stub, `channel` the one channel that it has registered."""
+    """`handle` names its address space to the stub, `channel` is the number of the channel that it uses."""
 
     pid: int
     pidfd: int
@@ -41,7 +44,8 @@ class GpuClient:
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """What a client's process does. `handle`: names its address space; `channel`: by handle, too.
+    """What a client's process does. `handle`: names its address space; `channel`: by handle, too, and so is
+    `second`, which it has with that (0: none).
 
     `external` is (base, bytes) of an address range that it has reserved, with nothing mapped in it; `buffers`
     the same for its channel's context buffers. `prepare` is called with the descriptor of its address space
@@ -50,6 +54,7 @@ class Client:
 
     handle: int
     channel: int
+    second: int = 0
     external: tuple[int, int] | None = None
     buffers: tuple[int, int] = (0, 0)
     shared: bool = False
@@ -62,6 +67,8 @@ class Client:
         if not self.shared:
             uvm.pin_memory(space)
         gpu.register_client(space, self.handle, self.channel, self.buffers)
+        if self.second:
+            gpu.register_channel(space, self.handle, self.second)
         if self.external is not None:
             given = bytes(abi.encode_external_range(*self.external))
             expect("external range", uvm.call(space, abi.UVM_CREATE_EXTERNAL_RANGE, given, 16), abi.STATUS_OK)
@@ -78,8 +85,10 @@ def client(
     handle: int,
     number: int,
     *,
+    group: int = 1,
     veid: int = 0,
     copies: bool = False,
+    plain: bool = False,
     external: tuple[int, int] | None = None,
     buffers: tuple[int, int] = (0, 0),
     shared: bool = False,
@@ -88,9 +97,12 @@ def client(
 ) -> Iterator[GpuClient]:
     """A client that is registered; killed at the end. All are of one channel group, as under MPS.
 
-    The rest is as in Client.
+    One that `copies` has a channel for kernels, too: only those are in a subcontext. `plain`: not even they,
+    as in a process outside MPS. The rest is as in Client.
     """
-    named = gpu.channel_handle(number, veid=veid, copies=copies, buffers=buffers != (0, 0))
-    body = Client(handle, named, external, buffers, shared, prepare, obey)
+    kernels = gpu.channel_handle(0, group=group, veid=veid, plain=plain)
+    named = kernels | gpu.channel_handle(number, group=0, copies=copies, buffers=buffers != (0, 0))
+    second = kernels | number + BESIDE if copies else 0
+    body = Client(handle, named, second, external, buffers, shared, prepare, obey)
     with child(body.be) as made:
         yield GpuClient(made.pid, made.pidfd, handle, number, veid, made.tell, made.hear)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from emulator.guest import checks, device, gpu
+from emulator.guest.beside import innocent
 from emulator.guest.check import Check, CheckError, expect
 from emulator.guest.gpuchecks import BUILTINS, START, STRAY, builtin, cancelled, no_trouble, orphan, reported
 from emulator.guest.gpuclient import client
@@ -49,7 +50,7 @@ def stopped_or_went_on(count: int = 1) -> list[gpu.Deed]:
 def stray_store() -> str:
     """The work goes on, on a sparse page, and nothing was cancelled. Fails on the stock module."""
     mode(Mode.ISOLATE)
-    with client(GUILTY, 1, veid=3):
+    with innocent(), client(GUILTY, 1, veid=3):
         gpu.command("forget")
         gpu.command(gpu.Fault(STRAY, 1, veid=3).line())
         found = stopped_or_went_on()
@@ -63,7 +64,7 @@ def stray_store() -> str:
 def stray_copy() -> str:
     """The same of a copy engine. Fails on the stock module, which gives the fault back."""
     mode(Mode.ISOLATE)
-    with client(GUILTY, 1, copies=True):
+    with innocent(), client(GUILTY, 1, copies=True):
         gpu.command("forget")
         fault = gpu.Fault(STRAY, 1, engine=gpu.ENGINE_COPY, access=gpu.READ, replayable=False)
         gpu.command(fault.line())
@@ -92,7 +93,7 @@ def record_of(records: list[KernelRecord], action: Action) -> KernelRecord:
 def told() -> str:
     """The record names the process, field by field, and it can be acknowledged."""
     opened = isolating()
-    with client(GUILTY, 1, veid=3) as guilty:
+    with innocent(), client(GUILTY, 1, veid=3) as guilty:
         gpu.command(gpu.Fault(STRAY, 1, veid=3).line())
         records = opened.until("the sink", lambda record: record.action is Action.SUNK)
         record = record_of(records, Action.SUNK)
@@ -139,7 +140,7 @@ def killed() -> str:
     """Nobody acknowledges: the client is killed, and its files are held until the last step."""
     opened = isolating()
     device.set_deadline(NEAR_MS)
-    with client(GUILTY, 1, veid=3) as guilty:
+    with innocent(), client(GUILTY, 1, veid=3) as guilty:
         gpu.command(gpu.Fault(STRAY, 1, veid=3).line())
         records = opened.until("the kill", lambda record: record.action is Action.KILL)
         expect("killed", guilty.ended(), True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from statistics import median
 
 from emulator.guest import device, gpu
+from emulator.guest.beside import innocent
 from emulator.guest.check import Check, CheckError, expect
 from emulator.guest.gpuchecks import STRAY, no_trouble
 from emulator.guest.gpuclient import client
@@ -46,7 +47,8 @@ def replayed() -> list[gpu.Deed]:
 
 def told(wanted: str) -> str:
     """Median, 90th percentile and maximum of so many samples."""
-    ends, times = zip(*(sample() for _ in range(SAMPLES)), strict=True)
+    with innocent():
+        ends, times = zip(*(sample() for _ in range(SAMPLES)), strict=True)
     expect("ends", set(ends), {wanted})
     ranked = sorted(times)
     numbers = (median(ranked), ranked[int(0.9 * len(ranked))], ranked[-1])

@@ -97,6 +97,7 @@ class Why(IntEnum):
     TOO_MANY = 14
     RELEASED = 15
     FAILED = 16
+    ALONE = 17
     UNKNOWN = -1
 
 

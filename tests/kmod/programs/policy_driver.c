@@ -77,13 +77,13 @@ static void take_fault(const __u64 *word)
 {
 	struct mpsd_around around = {
 		.sink = named(word[10]), .free_first = word[11], .free_last = word[12], .range = (__u32)word[13],
-		.can_address = word[14], .hmm = word[15], .ats = word[16],
+		.can_address = word[14], .hmm = word[15], .ats = word[16], .alone = word[17],
 	};
 
 	read_fault(word);
 	mpsd_policy_decide(&params, space, &fault, &around, &decision);
 	if (decision.action == MPSD_ACTION_SUNK)
-		sink(word[17], word[18]);
+		sink(word[18], word[19]);
 }
 
 static __u64 perform(const __u64 *word)

@@ -110,6 +110,7 @@ static struct mpsd_around some_around(const struct mpsd_fault *fault)
 		.sink = sink_count && below(2) ? sinks[below(sink_count)] : NULL, .free_first = address(),
 		.free_last = address(), .range = below(4) ? MPSD_RANGE_FREE : number(6),
 		.can_address = below(8), .hmm = !below(8), .ats = !below(8),
+		.alone = !below(8),
 	};
 
 	if (below(2)) {
@@ -141,7 +142,7 @@ static void check_isolated(const struct mpsd_fault *fault, const struct mpsd_aro
 	CHECK(fault->replayable == (fault->engine == MPSD_ENGINE_GRAPHICS));
 	CHECK(!fault->replayable || fault->client_type == MPSD_CLIENT_GPC);
 	CHECK(around->range == MPSD_RANGE_FREE || around->range == MPSD_RANGE_HOLE);
-	CHECK(around->can_address && !around->ats);
+	CHECK(around->can_address && !around->ats && !around->alone);
 }
 
 static void make_sink(const struct mpsd_fault *fault, struct mpsd_decision *decision)

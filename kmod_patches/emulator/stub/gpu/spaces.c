@@ -9,13 +9,14 @@
 
 /*
  * Parts of a channel's handle: number 7:0, group 15:8, VEID 21:16, copy engine instead of graphics 24, has a
- * context buffer 25.
+ * context buffer 25, is in no subcontext 26, like all of copy engines.
  */
 #define HANDLE_CHANNEL 7 : 0
 #define HANDLE_GROUP 15 : 8
 #define HANDLE_VEID 21 : 16
 #define HANDLE_COPY 24 : 24
 #define HANDLE_RESOURCE 25 : 25
+#define HANDLE_PLAIN 26 : 26
 
 struct client_channel {
 	struct list_head node;
@@ -179,7 +180,7 @@ static struct client_channel *decode(u32 handle, uvmGpuAddressSpaceHandle space)
 	channel->space = (const struct gpu_space *)space;
 	channel->number = FIELD_OF(handle, HANDLE_CHANNEL);
 	channel->group = FIELD_OF(handle, HANDLE_GROUP);
-	channel->in_subcontext = !FIELD_OF(handle, HANDLE_COPY);
+	channel->in_subcontext = !FIELD_OF(handle, HANDLE_COPY) && !FIELD_OF(handle, HANDLE_PLAIN);
 	channel->veid = channel->in_subcontext ? FIELD_OF(handle, HANDLE_VEID) : 0;
 	return channel;
 }
@@ -201,8 +202,8 @@ NV_STATUS nvUvmInterfaceRetainChannel(uvmGpuAddressSpaceHandle space, NvHandle c
 	info->bTsgChannel = NV_TRUE;
 	info->tsgId = channel->group;
 	info->tsgMaxSubctxCount = GPU_SUBCONTEXTS;
-	info->channelEngineType = channel->in_subcontext ? UVM_GPU_CHANNEL_ENGINE_TYPE_GR :
-							   UVM_GPU_CHANNEL_ENGINE_TYPE_CE;
+	info->channelEngineType = FIELD_OF(handle, HANDLE_COPY) ? UVM_GPU_CHANNEL_ENGINE_TYPE_CE :
+								  UVM_GPU_CHANNEL_ENGINE_TYPE_GR;
 	if (FIELD_OF(handle, HANDLE_RESOURCE))
 		gpu_channel_resource(channel, info);
 	mutex_lock(&gpu_spaces_lock);
