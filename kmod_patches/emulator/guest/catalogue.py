@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from emulator.guest import (
+    adapter,
     checks,
     company,
     device,
@@ -34,7 +35,7 @@ SETS = {
     "stock": checks.STOCK,
     "patched": (*checks.STOCK[: -len(checks.ENDS)], *DEVICE, *checks.ENDS),
     "gpu-stock": (*GPU_STOCK[: -len(LAST)], timing.STOCK, *LAST),
-    "gpu-patched": on_the_gpu(isolation.TOLD, company.CHECKS, timing.CHECKS),
+    "gpu-patched": on_the_gpu(isolation.TOLD, adapter.CHECKS, company.CHECKS, timing.CHECKS),
     "gpu-rows": on_the_gpu(rows.CHECKS),
     "gpu-storms": on_the_gpu(storms.CHECKS),
     "gpu-races": on_the_gpu(races.CHECKS),
