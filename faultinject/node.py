@@ -101,6 +101,15 @@ def open_nvidia_node(base: Path) -> Node:
     from mpsd.gpu.nvidia.backend import open_nvidia
 
     backend = open_nvidia()
+    isolation = backend.isolation
+    before = isolation.state().mode if isolation is not None else None
+
+    def close() -> None:
+        # The module keeps the mode that an mpsd of the harness set, and is everybody's.
+        if isolation is not None and before is not None:
+            isolation.set_mode(before)
+        _close_backend(backend)
+
     base.mkdir(parents=True, exist_ok=True)
     cubin = base / "kernels.cubin"
     prepare_kernels(cubin)
@@ -119,7 +128,7 @@ def open_nvidia_node(base: Path) -> Node:
         memory=256 << 20,
         clients=_client_limit(backend.devices.driver_version()),
         shared=True,
-        close=lambda: _close_backend(backend),
+        close=close,
     )
 
 
