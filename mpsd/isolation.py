@@ -21,9 +21,12 @@ from mpsd.model import IsolationMode, KernelAction, KernelFault, Liveness, Proce
 
 log = structlog.get_logger("mpsd.isolation")
 
-_ANSWERED = (KernelAction.REPORTED, KernelAction.REFUSED)
+# Done with as they are told: after a restart they would be taken for signs of another fault.
+_ANSWERED = (KernelAction.REPORTED, KernelAction.REFUSED, KernelAction.ORPHAN)
 # Processes that faulted before they were leased; more of them at once are left to the module's deadline.
 EARLY_KEPT = 64
+# The module's deadlines until even a client that somebody said he would put out is killed.
+DEADLINES_LEFT = 11
 
 
 class IsolationDesk:
@@ -83,7 +86,8 @@ class IsolationDesk:
     def attached(self, process: ProcessInstance) -> None:
         """It is leased now: what it did before is told once more."""
         record = self._early.pop(process, None)
-        if record is not None:
+        # Past the deadline the module has killed whoever still had that space: this is a later life.
+        if record is not None and _age_s(record) <= self._deadlines_s(1):
             self._tell(record)
 
     def acknowledge(self, space: int) -> None:
@@ -122,10 +126,14 @@ class IsolationDesk:
 
     def close(self) -> None:
         """The mode stays: without mpsd the module kills at its deadline. Idempotent."""
-        if self._isolation is None:
+        isolation, self._isolation = self._isolation, None
+        if isolation is None:
             return
-        self._stop_reading()
-        self._isolation.close()
+        if self._reading:
+            asyncio.get_running_loop().remove_reader(isolation.fileno())
+            self._reading = False
+        self._state, self._problem = None, "mpsd is ending"
+        isolation.close()
 
     def _stop_reading(self) -> None:
         if self._reading and self._isolation is not None:
@@ -149,9 +157,8 @@ class IsolationDesk:
             self._tell(record)
 
     def _tell(self, record: KernelFault) -> None:
-        now_ns = time.clock_gettime_ns(time.CLOCK_MONOTONIC_RAW)
-        age_s = max(0.0, (now_ns - record.event.timestamp_ns) / 1e9)
-        if record.action in _ANSWERED and age_s > self._fresh_s:
+        age_s = _age_s(record)
+        if self._is_over(record, age_s):
             self._post(ev.Counted({"kernel_records_old": 1}))
             return
         process, own, idle, liveness = record.process, False, False, Liveness.DEAD
@@ -162,7 +169,22 @@ class IsolationDesk:
             idle, liveness = self._idle(process), procs.liveness(process)
         self._post(ev.KernelFaultSeen(record, liveness, own, age_s, idle))
 
+    def _is_over(self, record: KernelFault, age_s: float) -> bool:
+        """Whether this was an earlier mpsd's affair, or the module's own: a process that has replaced its
+        program since is still the same pid, and has done nothing."""
+        if record.action in _ANSWERED:
+            return age_s > self._fresh_s
+        return record.action is KernelAction.SUNK and age_s > self._deadlines_s(DEADLINES_LEFT)
+
+    def _deadlines_s(self, many: int) -> float:
+        return many * self._state.deadline_ms / 1e3 if self._state is not None else 0.0
+
     def _keep(self, process: ProcessInstance, record: KernelFault) -> None:
         self._early[process] = record
         if len(self._early) > EARLY_KEPT:
             del self._early[next(iter(self._early))]
+
+
+def _age_s(record: KernelFault) -> float:
+    now_ns = time.clock_gettime_ns(time.CLOCK_MONOTONIC_RAW)
+    return max(0.0, (now_ns - record.event.timestamp_ns) / 1e9)

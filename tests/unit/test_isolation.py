@@ -13,7 +13,7 @@ import pytest
 from mpsd.core import events as ev
 from mpsd.errors import GpuError
 from mpsd.gpu.base import IsolationState
-from mpsd.isolation import EARLY_KEPT, IsolationDesk
+from mpsd.isolation import DEADLINES_LEFT, EARLY_KEPT, IsolationDesk
 from mpsd.model import (
     Access,
     IsolationMode,
@@ -27,6 +27,7 @@ from mpsd.model import (
 
 ME = ProcessInstance(os.getpid(), 1)
 FRESH_S = 5.0
+DEADLINE_MS = 2000
 
 
 def fault(action: KernelAction = KernelAction.SUNK, seq: int = 1, age_s: float = 0.0) -> KernelFault:
@@ -56,7 +57,7 @@ class Door:
         return self.ends[0]
 
     def state(self) -> IsolationState:
-        return IsolationState(self.mode, "550.163.01", 2000, 1, 0)
+        return IsolationState(self.mode, "550.163.01", DEADLINE_MS, 1, 0)
 
     def set_mode(self, mode: IsolationMode) -> None:
         if self.broken:
@@ -168,12 +169,53 @@ def test_records_reach_core_and_what_was_missed_is_counted() -> None:
     run(test)
 
 
-def test_an_old_fault_that_the_driver_answered_is_not_told_again() -> None:
+@pytest.mark.parametrize("action", [KernelAction.REPORTED, KernelAction.REFUSED, KernelAction.ORPHAN])
+def test_an_old_fault_that_the_driver_answered_is_not_told_again(action: KernelAction) -> None:
     async def test(door: Door, place: Place) -> None:
-        old = fault(KernelAction.REPORTED, 1, FRESH_S + 1)
-        door.say(old, fault(KernelAction.SUNK, 2, FRESH_S + 1), fault(KernelAction.REFUSED, 3))
+        old = fault(action, 1, FRESH_S + 1)
+        door.say(old, fault(KernelAction.SUNK, 2, FRESH_S + 1), fault(action, 3))
         assert [f.seq for f in await place.heard(2)] == [2, 3]
         assert place.counted == {"kernel_records_old": 1}
+
+    run(test)
+
+
+def test_who_lives_long_after_the_last_deadline_is_another_program_by_now() -> None:
+    """The module kills whom it condemned; this pid has replaced its program, and the space has ended."""
+
+    async def test(door: Door, place: Place) -> None:
+        over = DEADLINES_LEFT * DEADLINE_MS / 1e3
+        door.say(fault(seq=1, age_s=over + 1), fault(seq=2, age_s=over - 1))
+        assert [f.seq for f in await place.heard(1)] == [2]
+        assert place.counted == {"kernel_records_old": 1}
+
+    run(test)
+
+
+def test_who_is_leased_after_the_deadline_is_not_told_of_once_more() -> None:
+    async def test(door: Door, place: Place) -> None:
+        place.leased = False
+        door.say(fault(age_s=DEADLINE_MS / 1e3 + 1))
+        await place.heard(1)
+        place.leased = True
+        place.desk.attached(ME)
+        assert len(place.seen) == 1
+
+    run(test)
+
+
+def test_nothing_is_asked_of_a_door_that_is_closed() -> None:
+    """Evictions go on while mpsd ends: an acknowledgement then would be given by nobody."""
+
+    async def test(door: Door, place: Place) -> None:
+        place.leased = False
+        door.say(fault())
+        await place.heard(1)
+        place.desk.close()
+        place.leased = True
+        place.desk.attached(ME)
+        place.desk.acknowledge(7)
+        assert door.acknowledged == [] and place.desk.check().ok is None
 
     run(test)
 
