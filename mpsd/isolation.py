@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import structlog
@@ -56,28 +57,41 @@ class IsolationDesk:
         self._early: dict[ProcessInstance, KernelFault] = {}
         self._fresh_s = fresh_s
         self._last = 0
-        self._reading = False
-        self._state = self._set_mode()
+        self._reading = self._lost = False
+        self._state: IsolationState | None = None
+        if self._isolation is not None:
+            self._set_mode(self._isolation)
 
-    def _set_mode(self) -> IsolationState | None:
-        """Say what is wanted; what the kernel part then is, None where it is not there."""
-        if self._isolation is None:
-            return None
+    def _set_mode(self, isolation: Isolation) -> None:
         try:
-            self._isolation.set_mode(self._wanted)
-            return self._isolation.state()
+            isolation.set_mode(self._wanted)
+            self._state = isolation.state()
+        except GpuError as error:
+            self._lost, self._problem = True, str(error)
+
+    def _look(self) -> None:
+        """What it is now: an administrator, or another mpsd, may have set the mode since."""
+        if self._isolation is None or self._lost:
+            return
+        try:
+            self._state = self._isolation.state()
         except GpuError as error:
             self._problem = str(error)
-            return None
+            return
+        mode, wanted = self._state.mode, self._wanted
+        self._problem = (
+            "" if mode is wanted else f"mode {mode} was set, and not by mpsd, which wants {wanted}"
+        )
 
     @property
     def on(self) -> bool:
         """Whether memory faults stay with their clients."""
-        return self._state is not None and self._state.mode is IsolationMode.ISOLATE
+        mode = self._state.mode if self._state is not None and not self._lost else None
+        return mode is IsolationMode.ISOLATE
 
     def start(self) -> None:
         """Read from now on; to be called once clients of an earlier mpsd are known again."""
-        if self._isolation is None or self._state is None:
+        if self._isolation is None or self._state is None or self._lost:
             return
         asyncio.get_running_loop().add_reader(self._isolation.fileno(), self._drain)
         self._reading = True
@@ -101,7 +115,8 @@ class IsolationDesk:
 
     def shown(self) -> Mapping[str, Any]:
         """For `status`."""
-        state = self._state
+        self._look()
+        state = None if self._lost else self._state
         return {
             "mode": state.mode.value if state is not None else None,
             "wanted": self._wanted.value,
@@ -111,16 +126,24 @@ class IsolationDesk:
         }
 
     def check(self) -> Check:
-        """For `doctor`."""
-        if self._isolation is None or self._state is None:
+        """For `doctor`; in a thread, while the loop may close it."""
+        isolation = self._isolation
+        if isolation is None:
             return no_isolation_check(self._problem, "")
         try:
-            return isolation_check(self._isolation.state())
+            if self._lost:
+                raise GpuError(self._problem)
+            found = isolation.state()
         except GpuError as error:
             return Check("kernel isolation", False, str(error), "restart mpsd")
+        if found.mode is self._wanted:
+            return isolation_check(found)
+        remedy = f"restart mpsd, which wants mode {self._wanted}: [kernel] isolation"
+        return replace(isolation_check(found), ok=False, remedy=remedy)
 
     def problems(self) -> list[str]:
         """Nothing where it was never there: that is no loss."""
+        self._look()
         lost = self._isolation is not None and self._problem
         return [f"kernel isolation: {self._problem}"] if lost else []
 
@@ -132,7 +155,7 @@ class IsolationDesk:
         if self._reading:
             asyncio.get_running_loop().remove_reader(isolation.fileno())
             self._reading = False
-        self._state, self._problem = None, "mpsd is ending"
+        self._lost, self._problem = True, "mpsd is ending"
         isolation.close()
 
     def _stop_reading(self) -> None:
@@ -147,7 +170,7 @@ class IsolationDesk:
         except GpuError as error:
             # It would stay readable for ever.
             self._stop_reading()
-            self._state, self._problem = None, f"lost: {error}; a restart of mpsd lays guards instead"
+            self._lost, self._problem = True, f"lost: {error}; whom it sinks it kills at its own deadline"
             log.error("the kernel part is not read any more", reason=str(error))
             return
         for record in records:

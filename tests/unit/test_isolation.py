@@ -257,8 +257,25 @@ def test_a_lost_module_is_said_and_not_read_for_ever() -> None:
         async with asyncio.timeout(10):
             while place.desk.on:
                 await asyncio.sleep(0)
+        said = "lost: gone; whom it sinks it kills at its own deadline"
+        assert place.desk.problems() == [f"kernel isolation: {said}"]
+        assert place.desk.shown()["mode"] is None and place.desk.shown()["why_not"] == said
+        found = place.desk.check()
+        assert (found.ok, found.finding) == (False, said)
+
+    run(test)
+
+
+def test_a_mode_that_somebody_else_has_set_is_shown_and_a_problem() -> None:
+    async def test(door: Door, place: Place) -> None:
+        door.mode = IsolationMode.OFF
+        assert place.desk.shown()["mode"] == "off" and not place.desk.on
         assert place.desk.problems() == [
-            "kernel isolation: lost: gone; a restart of mpsd lays guards instead"
+            "kernel isolation: mode off was set, and not by mpsd, which wants isolate"
         ]
+        found = place.desk.check()
+        assert found.ok is False and found.finding.startswith("off (driver 550")
+        door.mode = IsolationMode.ISOLATE
+        assert not place.desk.problems() and place.desk.check().ok and place.desk.on
 
     run(test)
