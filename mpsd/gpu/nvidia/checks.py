@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from mpsd.errors import MpsdError, UnsupportedError
 from mpsd.gpu.base import Check, isolation_check, no_isolation_check
-from mpsd.gpu.nvidia.kernel import NvidiaIsolation
+from mpsd.gpu.nvidia.kernel import ForbiddenError, NvidiaIsolation
 from mpsd.gpu.nvidia.kernel_abi import DEVICE
 from mpsd.gpu.nvidia.nvml import Nvml
 from mpsd.model import ComputeMode, Gpu
@@ -93,6 +93,8 @@ def kernel_isolation(path: str = DEVICE) -> Check:
     """Whether the loaded nvidia-uvm is the patched one, and in which mode."""
     try:
         device = NvidiaIsolation(path)
+    except ForbiddenError as error:
+        return Check("kernel isolation", None, f"not known: {error.message}", error.remedy)
     except UnsupportedError as error:
         return no_isolation_check(error.message, error.remedy)
     except MpsdError as error:

@@ -56,22 +56,28 @@ def as_fault(record: abi.KernelRecord) -> KernelFault:
     )
 
 
+class ForbiddenError(UnsupportedError):
+    """The device is there: what it does is not known, and it cannot be worked with."""
+
+
 class NvidiaIsolation:
     """mpsd.gpu.base.Isolation over /dev/nvidia-uvm-mpsd."""
 
     def __init__(self, path: str = abi.DEVICE) -> None:
-        """Raises UnsupportedError where the loaded module is not the patched one, or its device may not be
-        opened; RecordError where it speaks another language."""
+        """Raises UnsupportedError where the loaded module is not the patched one, ForbiddenError where its
+        device may not be opened; RecordError where it speaks another language."""
         try:
             self._fd = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         except FileNotFoundError:
             raise UnsupportedError(
                 "the loaded nvidia-uvm is the stock one", remedy="kmod_patches/mpsd-kmod install"
             ) from None
-        except OSError as error:
-            raise UnsupportedError(
+        except PermissionError as error:
+            raise ForbiddenError(
                 f"{path} cannot be opened: {error.strerror}", remedy="needs CAP_SYS_ADMIN"
             ) from error
+        except OSError as error:
+            raise UnsupportedError(f"{path} cannot be opened: {error.strerror}") from error
         try:
             self.state()
         except BaseException:
@@ -100,13 +106,15 @@ class NvidiaIsolation:
         # No more than the module keeps: a storm does not hold the loop.
         while len(found) < abi.RING_RECORDS:
             try:
-                raw = os.read(self._fd, _READ_BYTES)
+                raw = os.read(self._open(), _READ_BYTES)
             except BlockingIOError:
                 break
             except OSError as error:
                 raise GpuError(
                     f"the kernel part gives no records: {error.strerror}", status=error.errno or 0
                 ) from error
+            if not raw:
+                raise GpuError("the kernel part gives no records: its device has ended")
             found += [as_fault(record) for record in abi.decode_records(raw)]
         return found
 
@@ -135,6 +143,12 @@ class NvidiaIsolation:
 
     def _ask(self, request: int, argument: bytes | bytearray) -> None:
         try:
-            fcntl.ioctl(self._fd, request, argument)
+            fcntl.ioctl(self._open(), request, argument)
         except OSError as error:
             raise GpuError(f"the kernel part refused: {error.strerror}", status=error.errno or 0) from error
+
+    def _open(self) -> int:
+        fd = self._fd
+        if fd < 0:
+            raise GpuError("the door of the kernel part was closed")
+        return fd
