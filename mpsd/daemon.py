@@ -223,7 +223,7 @@ class Daemon:
         return IsolationDesk(backend.isolation, backend.no_isolation, wanted, self._post, *asked)
 
     def _leased(self, process: ProcessInstance) -> bool:
-        return any(c.leased for c in self.runtime.state.spaces_of(process))
+        return {c.leased for c in self.runtime.state.spaces_of(process)} == {True}
 
     def _post(self, event: ev.Event) -> None:
         if isinstance(event, ev.DomainStarted | ev.DomainStartFailed):

@@ -23,6 +23,7 @@ from mpsd.model import Access, Confidence, LiesThere, Liveness, ProcessInstance,
 FAULT_CLASS = "guard-hit"
 THAW_S = 1.0
 _GOING = (ClientState.TERMINATING, ClientState.KILLING)
+SPACES_COUNTED = 16
 
 
 def policy_of(draft: Draft, client: Client) -> ZonePolicy:
@@ -31,13 +32,15 @@ def policy_of(draft: Draft, client: Client) -> ZonePolicy:
 
 @dataclass(frozen=True, slots=True)
 class Stray:
-    """An access that was absorbed: what is to be done with its client, and how its record calls it."""
+    """An access that was absorbed: what is to be done with its client, and how its record calls it. `space`:
+    for one that the kernel part sank, where, and how many it has counted there."""
 
     hit: ev.GuardHit
     policy: ZonePolicy
     fault_class: str
     sign: Evidence
     reason: str
+    space: tuple[int, int] | None = None
 
 
 def on_guard_hit(draft: Draft, event: ev.GuardHit) -> None:
@@ -58,17 +61,36 @@ def absorbed(draft: Draft, client: Client, stray: Stray) -> HitOutcome:
     outcome, why = _act(draft, client, stray) if client.living else (HitOutcome.ENDED, "")
     process = client.id.process
     # Of the dead too: their kernels run on, and what they did is told a moment later.
-    record = hitrecords.of(draft.state, process, draft.now, living=client.living)
+    record = record_of(draft, client, event.role)
     if record is not None:
-        _once_more(draft, record, event, policy, outcome, why)
-    elif hitrecords.silent(draft.state, process, draft.now):
+        _once_more(draft, _counted(record, stray), event, policy, outcome, why)
+    elif hitrecords.of(draft.state, process, draft.now, living=client.living) is None and hitrecords.silent(
+        draft.state, process, draft.now
+    ):
         # Its record had to make room for others': counted, and no more.
         draft.count("guard_hits_untold", event.count)
     else:
-        _begin(draft, client, stray, HitFacts(event.role, policy, draft.now, outcome, event.count, why=why))
+        spaces = () if stray.space is None else (stray.space,)
+        facts = HitFacts(event.role, policy, draft.now, outcome, event.count, why=why, spaces=spaces)
+        _begin(draft, client, stray, facts)
     if client.living:
         hitrecords.tally(draft, process, event.count, recorded=record is None)
     return outcome
+
+
+def record_of(draft: Draft, client: Client, role: ZoneRole) -> FaultRecord | None:
+    """The record that this belongs to. What was sunk is no hit of a zone, after which a program may go on."""
+    found = hitrecords.of(draft.state, client.id.process, draft.now, living=client.living)
+    of_zone = found is not None and found.hit is not None and found.hit.role is not ZoneRole.SINK
+    return None if of_zone and role is ZoneRole.SINK else found
+
+
+def _counted(record: FaultRecord, stray: Stray) -> FaultRecord:
+    if stray.space is None or record.hit is None:
+        return record
+    others = tuple(s for s in record.hit.spaces if s[0] != stray.space[0])
+    spaces = (*others, stray.space)[-SPACES_COUNTED:]
+    return replace(record, hit=replace(record.hit, spaces=spaces))
 
 
 def _once_more(
@@ -119,8 +141,11 @@ def _act(draft: Draft, client: Client, stray: Stray) -> tuple[HitOutcome, str]:
     policy, event = stray.policy, stray.hit
     process = client.id.process
     living = [c for c in draft.state.spaces_of(process) if c.living]
-    if any(c.state in _GOING for c in living):
+    if any(c.state in _GOING and not _was_refused(c, policy) for c in living):
         return HitOutcome.EVICTING, ""
+    if event.role is ZoneRole.SINK and not all(c.leased for c in living):
+        # Of what dies without a lease the work faults as nobody's, which ends everybody.
+        return HitOutcome.WITHHELD, "no lease is held of it: the kernel part kills it, and holds what runs"
     if policy is ZonePolicy.ABSORB:
         frozen = any(c.frozen is not None for c in living)
         return (HitOutcome.FROZEN if frozen else HitOutcome.ABSORBED), ""
@@ -136,6 +161,12 @@ def _act(draft: Draft, client: Client, stray: Stray) -> tuple[HitOutcome, str]:
         return HitOutcome.EVICTING, ""
     _freeze(draft, believed[0], event.liveness)
     return HitOutcome.FROZEN, ""
+
+
+def _was_refused(client: Client, policy: ZonePolicy) -> bool:
+    """Whether SIGKILL came to nothing, so that nobody is putting it out. (To stop it then is no way out.)"""
+    refused = client.eviction is not None and client.eviction.killed is None
+    return policy is ZonePolicy.EVICT and client.state is ClientState.KILLING and refused
 
 
 def _freeze(draft: Draft, client: Client, liveness: Liveness) -> None:

@@ -70,7 +70,8 @@ class HitFacts:
     `count`: accesses that were reported, which are fewer than were made: only the first one in each block
     of a zone faults. `last`: monotonic seconds of the latest; `told`: the count in the last revision.
     `why`: why the client was left alone. `outcome_s`: from the hit to the outcome. `alone`: whether no
-    other client noticed anything until then; None while that is open.
+    other client noticed anything until then; None while that is open. `spaces`: what the kernel part counted
+    last, for each of the latest address spaces.
     """
 
     role: ZoneRole
@@ -85,6 +86,7 @@ class HitFacts:
     why: str = ""
     outcome_s: float | None = None
     alone: bool | None = None
+    spaces: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,17 +63,17 @@ def _evidence(draft: Draft, fault: KernelFault) -> Evidence:
 
 
 def _sunk(draft: Draft, client: Client, event: ev.KernelFaultSeen) -> None:
-    fault, process = event.fault, client.id.process
-    known = hitrecords.of(draft.state, process, draft.now, living=client.living)
-    before = known.hit.count if known is not None and known.hit is not None else 0
+    fault, known = event.fault, hits.record_of(draft, client, ZoneRole.SINK)
+    before = dict(known.hit.spaces).get(fault.space, 0) if known is not None and known.hit is not None else 0
     # What is told once more counts once.
-    count = max(0, fault.faults - before)
+    count, space = max(0, fault.faults - before), (fault.space, max(fault.faults, before))
     draft.count("faults_isolated", count)
     hit = ev.GuardHit(client.id, fault.event, ZoneRole.SINK, count, event.liveness, event.idle)
     sign = _evidence(draft, fault)
     fault_class = "pbdma-fault" if fault.engine == "host" else taxonomy.classify_uvm(fault.event)
     # Whatever a program's policy is: it sees no error, and computes with wrong values from here on.
-    outcome = hits.absorbed(draft, client, hits.Stray(hit, ZonePolicy.EVICT, fault_class, sign, REASON))
+    stray = hits.Stray(hit, ZonePolicy.EVICT, fault_class, sign, REASON, space)
+    outcome = hits.absorbed(draft, client, stray)
     if outcome is HitOutcome.EVICTING and not fault.acknowledged:
         draft.emit(Acknowledge(fault.space))
 

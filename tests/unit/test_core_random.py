@@ -21,7 +21,7 @@ from mpsd.core import effects as fx
 from mpsd.core import events as ev
 from mpsd.core.draft import DEPARTED_KEPT, OPEN_FAULTS_KEPT
 from mpsd.core.hitrecords import HITS_KEPT
-from mpsd.core.state import DomainState, Policy
+from mpsd.core.state import ClientState, DomainState, Policy
 from mpsd.core.strays import STRAYS_KEPT
 from mpsd.model import (
     Access,
@@ -123,8 +123,9 @@ class Daemon(RuleBasedStateMachine):
                 case fx.SwitchPath(domain=name):
                     assert name in self.truth.came_up, f"the path leads to {name}, which never came up"
                 case fx.Terminate():
-                    asked = isinstance(event, ev.EvictRequested | ev.GuardHit)
-                    assert asked and event.liveness is Liveness.RUNNING, "asked though it may not be running"
+                    asked = isinstance(event, ev.EvictRequested | ev.GuardHit) or _is_sunk(event)
+                    running = getattr(event, "liveness", None) is Liveness.RUNNING
+                    assert asked and running, "asked though it may not be running"
                     assert effect.process not in self.truth.stopped, "terminate_client for a frozen client"
                 case fx.Freeze(client=client):
                     assert isinstance(event, ev.GuardHit), f"{client} is stopped by {event}"
@@ -150,7 +151,7 @@ class Daemon(RuleBasedStateMachine):
     def check_kill(self, event: ev.Event, client: ClientId) -> None:
         came = isinstance(event, ev.ClientNoticed | ev.ClientAttached)
         victims = isinstance(event, ev.TimerFired) and event.kind == "kill-victims"
-        asked = isinstance(event, ev.EvictRequested | ev.TerminateFinished | ev.GuardHit)
+        asked = isinstance(event, ev.EvictRequested | ev.TerminateFinished | ev.GuardHit) or _is_sunk(event)
         stop = isinstance(event, ev.StopRequested) or (came and self.world.state.stopping)
         # What mpsd has stopped would never leave a domain that is lost.
         frozen = any(c.frozen is not None for c in self.world.state.spaces_of(client.process))
@@ -408,12 +409,33 @@ class Daemon(RuleBasedStateMachine):
         self, pick: int, action: KernelAction, liveness: Liveness, faults: int, known: bool
     ) -> None:
         client = self.client_picked(pick)
-        faulted = (KernelAction.SUNK, KernelAction.REPORTED, KernelAction.REFUSED)
-        if known and action in faulted:
-            self.truth.faulted.add(client.process)
         maker = client.process if known and action is not KernelAction.ORPHAN else None
-        fault = KernelFault(1, action, pick, maker, uvm(ADDRESSES[1]), "graphics", "", faults, GPUS[0])
+        self.tell_of_kernel(action, maker, liveness, faults)
+
+    @rule(
+        pick=picks,
+        liveness=st.sampled_from((Liveness.RUNNING, Liveness.RUNNING, Liveness.STOPPED)),
+        faults=st.integers(1, 9),
+    )
+    def sunk(self, pick: int, liveness: Liveness, faults: int) -> None:
+        """What the rule above comes to too rarely: of somebody who is there, and may be put out."""
+        living = sorted({c.id.process for c in self.world.state.clients.values() if c.living and c.leased})
+        if living:
+            self.tell_of_kernel(KernelAction.SUNK, living[pick % len(living)], liveness, faults)
+
+    def tell_of_kernel(
+        self, action: KernelAction, maker: ProcessInstance | None, liveness: Liveness, faults: int
+    ) -> None:
+        if maker is not None and action in (KernelAction.SUNK, KernelAction.REPORTED, KernelAction.REFUSED):
+            self.truth.faulted.add(maker)
+        fault = KernelFault(1, action, faults % 3, maker, uvm(ADDRESSES[1]), "graphics", "", faults, GPUS[0])
         self.do(ev.KernelFaultSeen(fault, liveness))
+        if self.world.made(fx.Acknowledge):
+            assert maker is not None and action is KernelAction.SUNK
+            living = [c for c in self.world.state.spaces_of(maker) if c.living]
+            going = [c for c in living if c.eviction is not None]
+            sent = any(c.eviction is not None and c.eviction.killed is not None for c in going)
+            assert sent or any(c.state is ClientState.TERMINATING for c in going), "nobody puts it out"
 
     @rule(number=st.integers(0, 30), kernel=st.sampled_from((None, "wild")))
     def hit_described(self, number: int, kernel: str | None) -> None:
@@ -528,6 +550,10 @@ class Daemon(RuleBasedStateMachine):
                 self.do(ev.ServerStateSeen(name, ServerState.ACTIVE))
         for slot in tuple(self.world.state.slots):
             self.do(ev.TimerFired("ensure", slot))
+
+
+def _is_sunk(event: ev.Event) -> bool:
+    return isinstance(event, ev.KernelFaultSeen) and event.fault.action is KernelAction.SUNK
 
 
 TestDaemon = Daemon.TestCase

@@ -21,6 +21,7 @@ from mpsd.model import (
     UvmEvent,
     UvmFaultType,
     ZonePolicy,
+    ZoneRole,
 )
 from tests.support.core import GPU, World, facts, mmu_text, process, uvm
 
@@ -94,7 +95,10 @@ def test_a_storm_is_one_record_and_counts_what_the_module_counted() -> None:
 def test_a_stopped_client_is_killed_and_never_asked() -> None:
     here = world()
     see(here, record(), Liveness.STOPPED)
-    assert here.made(fx.Kill) and not here.made(fx.Terminate) and here.made(fx.Acknowledge)
+    assert [type(e) for e in here.last if isinstance(e, fx.Kill | fx.Terminate | fx.Acknowledge)] == [
+        fx.Kill,
+        fx.Acknowledge,
+    ]
 
 
 def test_what_is_not_proven_is_left_to_the_module() -> None:
@@ -108,6 +112,65 @@ def test_what_is_not_proven_is_left_to_the_module() -> None:
     see(here, record(KernelAction.KILL, pid=12))
     last = here.record().evidence[-1]
     assert last.source is Source.KERNEL_PART and "has killed it" in last.text
+
+
+@pytest.mark.parametrize("liveness", [Liveness.RUNNING, Liveness.STOPPED])
+def test_who_is_not_leased_is_left_to_the_module_which_holds_what_it_kills(liveness: Liveness) -> None:
+    """Killed without a lease its work would fault as nobody's, and end everybody."""
+    here = World(Policy()).ready()
+    here.do(ev.ClientNoticed("d1", facts(12), listed=True))
+    see(here, record(pid=12), liveness)
+    assert not here.ever(fx.Kill) and not here.ever(fx.Terminate) and not here.ever(fx.Acknowledge)
+    kept = here.record().hit
+    assert kept is not None and kept.outcome is HitOutcome.WITHHELD and "lease" in kept.why
+    here.do(ev.ClientAttached("d1", process(12), 1, tracked=True))
+    see(here, record(pid=12), liveness)
+    assert any(isinstance(e, fx.Kill | fx.Terminate) for e in here.last)
+    assert here.made(fx.Acknowledge) == [fx.Acknowledge(SPACE)]
+    kept = here.record().hit
+    assert kept is not None and kept.outcome is HitOutcome.EVICTING and kept.count == 1
+
+
+def test_whom_the_kernel_would_not_kill_is_not_waited_for() -> None:
+    """It has other users' ids by now: it lives until the module's own deadline, and not ten of them."""
+    here = world()
+    see(here, record())
+    here.wait(0.01).terminate_finished(10)
+    here.do(ev.KillRefused(process(10), "it runs as another user"))
+    see(here, replace(record(), faults=2))
+    assert not here.made(fx.Acknowledge)
+    kept = here.record().hit
+    assert kept is not None and kept.outcome is HitOutcome.WITHHELD
+
+
+def test_what_is_sunk_is_told_apart_from_what_a_guard_zone_absorbed() -> None:
+    """A program that may go on after a hit of a zone, and then goes astray where no zone is."""
+    here = world(ZonePolicy.ABSORB)
+    client = next(c.id for c in here.state.clients.values() if c.id.process == process(10))
+    for _ in range(5):
+        zone = replace(uvm(0x7F0000009000), fatal=False)
+        here.do(ev.GuardHit(client, zone, ZoneRole.GUARD, 1, Liveness.RUNNING))
+    see(here, record())
+    found = here.record()
+    assert found.hit is not None and (found.hit.role, found.hit.count) == (ZoneRole.SINK, 1)
+    assert (found.fault_class, found.address) == ("mmu-invalid-address", 0x7F0000001000)
+    assert [e.source for e in found.evidence] == [Source.KERNEL_PART]
+    here.wait(0.009).terminate_finished(10)
+    here.wait(0.1).die(10)
+    assert [r.hit.outcome for r in here.records().values() if r.hit] == [
+        HitOutcome.ENDED,
+        HitOutcome.EVICTED,
+    ]
+
+
+def test_the_faults_of_two_address_spaces_of_one_process_add_up() -> None:
+    here = world()
+    for space, faults in ((77, 1), (78, 1), (77, 2), (78, 2), (77, 4), (77, 4)):
+        see(here, replace(record(), space=space, faults=faults))
+    kept = here.state.hits[0].hit
+    assert kept is not None and kept.count == 6
+    assert len(here.ever(fx.Terminate)) == 1
+    assert {e.space for e in here.ever(fx.Acknowledge)} == {77, 78}
 
 
 def test_work_of_the_dead_that_is_sunk_is_told_and_nobody_is_put_out() -> None:
