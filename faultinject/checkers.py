@@ -230,6 +230,10 @@ def sunk_by_kernel(fault: Fault, seen: Observation) -> Judgement:
     told = [str(hit.get("outcome")) for hit in seen.hits if hit.get("outcome") != "evicted"]
     if told:
         return invalid(f"after it was sunk an offender was {told[0]}, not evicted")
+    if len(seen.records) != len(seen.offenders):
+        return invalid(f"{len(seen.records)} records of {len(seen.offenders)} offenders")
+    if any(hit.get("alone") is not True for hit in seen.hits):
+        return invalid("the domain of an offender that was sunk has faulted as well")
     return valid() if seen.evicted_at is not None else invalid("the offender lived on")
 
 

@@ -511,8 +511,7 @@ def under_kernel_part(fault: Fault) -> Fault:
     return replace(
         fault,
         survive={**fault.survive, "mpsd": True, kinds.KMOD: True},
-        # A client that is evicted with its kernel running may have a record of that too.
-        classes=frozenset(classes | {"death-in-flight"}),
+        classes=frozenset(classes),
         recording=Recording.REQUIRED,
         naming=Naming.CERTAIN,
         stall_bar=StallBar.FREE,

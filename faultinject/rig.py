@@ -24,6 +24,7 @@ from faultinject.node import Node, open_node
 from faultinject.proxy.library import Libraries
 from faultinject.service import MpsdService, Service, StockService
 from faultinject.worker import Worker, python_environment
+from mpsd.model import IsolationMode
 
 GRACE_S = 3.0
 
@@ -72,6 +73,9 @@ class Rig:
             self._closers.append(node.close)
         part = {"kernel.isolation": '"isolate"' if self.mode == KMOD else '"off"'}
         self.node = replace(node, settings={**node.settings, **part, **self._settings})
+        if self.mode == "stock" and node.backend.isolation is not None:
+            # A run before may have left it isolating, and nobody else says in this one what it is to do.
+            node.backend.isolation.set_mode(IsolationMode.OFF)
         logs = self.base / "l"
         if self._small_disk:
             self.disk = SmallDisk(logs)

@@ -13,10 +13,12 @@ from faultinject import leftovers
 from faultinject.faults import by_name
 from faultinject.history import History, load
 from faultinject.matrix import Matrix, Plan
+from faultinject.node import open_node
 from faultinject.rig import Rig
 from faultinject.stage import Options
 from faultinject.worker import Worker, python_environment
 from mpsd.errors import DeadlineError
+from mpsd.model import IsolationMode
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -28,6 +30,18 @@ def test_a_run_that_outlives_its_deadline_is_unknown_and_ends_clean(tmp_path: Pa
     assert any("not over after" in f["text"] for f in entry["findings"])
     end = load(tmp_path / "assert-stock" / "history.jsonl").last("end")
     assert end is not None and end.data["leftovers"] == []
+
+
+def test_a_stock_run_does_not_get_the_mode_that_a_run_before_it_left(tmp_path: Path) -> None:
+    node = open_node("simulated", tmp_path)
+    try:
+        part = node.backend.isolation
+        assert part is not None
+        part.set_mode(IsolationMode.ISOLATE)
+        with History() as history, Rig(node, "stock", history):
+            assert part.state().mode is IsolationMode.OFF
+    finally:
+        node.close()
 
 
 def test_a_node_that_cannot_be_had_is_unknown(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from faultinject import kinds
 from faultinject.checkers import check, verdict
 from faultinject.faults import REGISTRY, Fault, by_name
 from faultinject.observation import NewcomerSeen, Observation, RecordSeen, SurvivorSeen
@@ -263,3 +264,58 @@ def test_an_innocent_named_or_a_wrong_result_is_never_valid(
     bad |= bool(fault.survive.get(mode)) and any(s.lost for s in survivors)
     if bad:
         assert verdict(findings) is Verdict.INVALID
+
+
+SECOND = (102, 7)
+
+
+def sunk(who: tuple[int, int] = OFFENDER, outcome: str = "evicted", **hit: Any) -> RecordSeen:
+    told = {"zone": "sink", "outcome": outcome, "outcome_ms": 9.0, "alone": True} | hit
+    return record("mmu-invalid-address", who, hit=told)
+
+
+def seen_in_kmod(*records: RecordSeen, offenders: tuple[tuple[int, int], ...] = (OFFENDER,)) -> Verdict:
+    seen = Observation(
+        mode=kinds.KMOD,
+        survivors=(survivor(),),
+        offenders=offenders,
+        ready_expected=1,
+        fired_at=10.0,
+        records=records,
+        evicted_at=10.02,
+        counters={},
+        leftovers=(),
+    )
+    return verdict(check(by_name("store"), seen, bars=True))
+
+
+def test_what_was_sunk_is_one_record_for_each_offender_and_his_end() -> None:
+    assert seen_in_kmod(sunk()) is Verdict.VALID
+    assert seen_in_kmod(sunk(), sunk(SECOND), offenders=(OFFENDER, SECOND)) is Verdict.VALID
+
+
+@pytest.mark.parametrize(
+    "records",
+    [
+        (),
+        (record("mmu-invalid-address"),),
+        (sunk(zone="guard"),),
+        (sunk(SECOND),),
+        (sunk(outcome="ended"),),
+        (sunk(alone=False),),
+        (sunk(), sunk()),
+        (sunk(), record("death-in-flight")),
+    ],
+)
+def test_anything_else_after_a_fault_that_should_be_sunk_is_invalid(records: tuple[RecordSeen, ...]) -> None:
+    assert seen_in_kmod(*records) is Verdict.INVALID
+
+
+def test_a_survivor_that_is_lost_or_an_offender_that_lives_on_is_invalid() -> None:
+    seen = Observation(
+        mode=kinds.KMOD, survivors=(survivor(),), offenders=(OFFENDER,), records=(sunk(),), fired_at=10.0
+    )
+    seen = replace(seen, counters={}, leftovers=(), ready_expected=1)
+    assert verdict(check(by_name("store"), seen, bars=True)) is Verdict.INVALID
+    seen = replace(seen, evicted_at=10.02, survivors=(lost(),))
+    assert verdict(check(by_name("store"), seen, bars=True)) is Verdict.INVALID
