@@ -53,6 +53,24 @@ def test_the_same_place_faults_once(here: Node) -> None:
     assert [r["faults"] for r in here.sink.records] == [1, 2]
 
 
+def test_a_storm_does_not_push_out_the_records_of_others(here: Node) -> None:
+    for number in range(20):
+        here.launch(here.b, "store", address=NOWHERE + (number << 16))
+    here.pass_ms(50)
+    assert [r["faults"] for r in here.sink.records] == [1, 2, 4, 8, 16]
+
+
+def test_whom_the_kernel_part_gave_up_gets_the_drivers_answer(here: Node) -> None:
+    """Its process cannot be killed, say: it has had its time."""
+    here.launch(here.b, "store", address=NOWHERE)
+    here.pass_ms((PATIENCE + 1) * DEADLINE_MS + 100)
+    assert actions(here) == ["sunk", "kill", "give up"]
+    here.launch(here.b, "store", address=NOWHERE + (1 << 20))
+    here.pass_ms(400)
+    assert (here.sink.records[-1]["action"], here.sink.records[-1]["why"]) == ("refused", "released")
+    assert here.server.fault
+
+
 def test_what_runs_past_its_end_computes_wrongly_and_goes_on(here: Node) -> None:
     base = here.machine.allocate(here.b, 16384).base
     here.launch(here.b, "increment", address=base, words=16385)

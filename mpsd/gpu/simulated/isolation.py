@@ -6,7 +6,7 @@ hardware. Numbers and steps are those of kmod_patches/README.md.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -29,9 +29,12 @@ Record = dict[str, Any]
 
 @dataclass(eq=False, slots=True)
 class _Book:
-    """What is held against one address space. `waiting`: who has said that he puts it out."""
+    """What is held against one address space. `ends`: its faults by what became of them. `waiting`: who has
+    said that he puts it out. `released`: nothing of it is sunk any more."""
 
     faults: int = 0
+    ends: Counter[str] = field(default_factory=Counter)
+    released: bool = False
     first: float | None = None
     killed: bool = False
     waiting: set[object] = field(default_factory=set)
@@ -58,6 +61,8 @@ class KernelPart:
         if not why and not self._machine.faults.has_company(space):
             # The stock answer is right where it harms nobody else.
             why = "alone"
+        if not why and book.released:
+            why = "released"
         if why or self.mode != "isolate":
             self._record(space, "refused" if why else "reported", hit, access, engine, why)
             return False
@@ -116,13 +121,17 @@ class KernelPart:
     def _give_up(self, space: Space) -> None:
         if space in self._books and not space.ended:
             self._step(space, "give up")
-            space.held = False
+            space.held, self._books[space].released = False, True
             self._machine.settle(space)
 
     def _step(self, space: Space, action: str) -> None:
         self._put(space, action, self._books[space].faults, (0, "unknown", 0, 0), "unknown", "", 0)
 
     def _record(self, space: Space, action: str, hit: Violation, access: str, engine: str, why: str) -> None:
+        ends = self._books[space].ends
+        ends[action] += 1
+        if ends[action].bit_count() != 1:
+            return
         reason = semantics.REASONS.get(hit.fault, UvmReason.UNKNOWN)
         event = (int(hit.fault), access, int(reason), hit.address)
         sink = SINK_BYTES if action == "sunk" else 0
