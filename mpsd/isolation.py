@@ -1,7 +1,8 @@
 """The kernel part on the loop: its mode, its records to core, and what is shown of it.
 
 Where it isolates, no silent guard is laid around clients: a guard would absorb what the kernel part
-absorbs too, and hide who did it. Where it is absent or lost, guards are what is left.
+absorbs too, and hide who did it. Where it is absent, guards are what is left; one that is lost while mpsd
+runs sinks on, and kills at its own deadline.
 """
 
 from __future__ import annotations

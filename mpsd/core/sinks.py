@@ -23,6 +23,11 @@ _STEPS = {
 }
 
 
+_WORK_LEFT = "its process has ended, its work has not ended: the kernel part holds its address space"
+# A death and the step that brought it are heard of in any order.
+SAME_END_S = 1.0
+
+
 def on_kernel_fault(draft: Draft, event: ev.KernelFaultSeen) -> None:
     fault = event.fault
     if fault.action is KernelAction.ORPHAN:
@@ -37,7 +42,7 @@ def on_kernel_fault(draft: Draft, event: ev.KernelFaultSeen) -> None:
         fatal = ev.UvmFatal(client.id, fault.event, event.own_memory, event.age_s)
         faults.on_fatal(draft, fatal, _evidence(draft, fault))
     elif fault.action in _STEPS:
-        _step(draft, client, _STEPS[fault.action])
+        _step(draft, client, fault.action)
     else:
         draft.count("kernel_records_unknown")
 
@@ -78,18 +83,27 @@ def _sunk(draft: Draft, client: Client, event: ev.KernelFaultSeen) -> None:
         draft.emit(Acknowledge(fault.space))
 
 
-def _step(draft: Draft, client: Client, text: str) -> None:
+def _step(draft: Draft, client: Client, action: KernelAction) -> None:
     record = _record_of(draft, client)
     if record is None:
         draft.count("kernel_steps_without_record")
         return
-    sign = Evidence(Source.KERNEL_PART, draft.now, text)
+    late = action is KernelAction.KILL and _had_gone(draft, record)
+    sign = Evidence(Source.KERNEL_PART, draft.now, _WORK_LEFT if late else _STEPS[action])
     hitrecords.write(draft, at.add_evidence(record, sign))
 
 
 def _record_of(draft: Draft, client: Client) -> FaultRecord | None:
     own = (r for r in reversed(draft.state.hits) if r.offender and r.offender.id.process == client.id.process)
-    return next(own, None)
+    return next((r for r in own if r.hit is not None and r.hit.role is ZoneRole.SINK), None)
+
+
+def _had_gone(draft: Draft, record: FaultRecord) -> bool:
+    """Whether it was not this step that ended it: they come for as long as a lease keeps the address space."""
+    facts = record.hit
+    if facts is None or facts.outcome is not HitOutcome.ENDED:
+        return facts is not None and facts.outcome is HitOutcome.EVICTED
+    return draft.now - record.at - (facts.outcome_s or 0.0) > SAME_END_S
 
 
 def _orphan(draft: Draft, fault: KernelFault) -> None:

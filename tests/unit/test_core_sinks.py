@@ -173,6 +173,29 @@ def test_the_faults_of_two_address_spaces_of_one_process_add_up() -> None:
     assert {e.space for e in here.ever(fx.Acknowledge)} == {77, 78}
 
 
+def test_a_step_against_one_that_mpsd_has_put_out_does_not_say_that_nobody_did() -> None:
+    """Its lease keeps its address space while its work runs: the module's steps come all the same."""
+    here = world()
+    see(here, record())
+    here.wait(0.009).terminate_finished(10)
+    here.wait(0.1).die(10)
+    here.wait(20)
+    see(here, record(KernelAction.KILL), Liveness.DEAD)
+    text = here.record().evidence[-1].text
+    assert "nobody put it out" not in text and "its work has not ended" in text
+
+
+def test_a_step_that_is_heard_of_just_after_the_death_it_brought_tells_of_it() -> None:
+    here = World(Policy()).ready()
+    here.do(ev.ClientNoticed("d1", facts(12, uid=4242)))
+    here.do(ev.ClientAttached("d1", process(12), 1, tracked=True))
+    see(here, record(pid=12))
+    here.wait(2.0).die(12)
+    here.wait(0.001)
+    see(here, record(KernelAction.KILL, pid=12), Liveness.DEAD)
+    assert "has killed it" in here.record().evidence[-1].text
+
+
 def test_work_of_the_dead_that_is_sunk_is_told_and_nobody_is_put_out() -> None:
     here = world()
     here.die(10)

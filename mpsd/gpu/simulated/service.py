@@ -24,6 +24,7 @@ from mpsd.gpu.simulated.isolation import KernelPart
 from mpsd.gpu.simulated.machine import Machine
 from mpsd.gpu.simulated.parts import Kernel, Refused, Server, Space, Unit
 from mpsd.gpu.simulated.timers import Timers
+from mpsd.linux import procfs
 from mpsd.model import UvmEvent
 
 if TYPE_CHECKING:
@@ -342,8 +343,10 @@ class Service:
                 self.answer(peer, stamped)
 
     def kill(self, space: Space) -> None:
+        # Its pid may be another's by now: a lease keeps a space beyond its process.
         with suppress(OSError):
-            os.kill(space.pid, signal.SIGKILL)
+            if procfs.start_ticks(space.pid) == space.start_ticks:
+                os.kill(space.pid, signal.SIGKILL)
 
 
 def process_state(pid: int) -> str:
