@@ -99,7 +99,7 @@ def _record_of(draft: Draft, client: Client) -> FaultRecord | None:
 
 
 def _had_gone(draft: Draft, record: FaultRecord) -> bool:
-    """Whether it was not this step that ended it: they come for as long as a lease keeps the address space."""
+    """Whether it was not this step that ended it: they come while a lease keeps the address space."""
     facts = record.hit
     if facts is None or facts.outcome is not HitOutcome.ENDED:
         return facts is not None and facts.outcome is HitOutcome.EVICTED
