@@ -115,11 +115,11 @@ class IsolationDesk:
             log.warning("the kernel part does not wait", space=space, reason=str(error))
 
     def shown(self) -> Mapping[str, Any]:
-        """For `status`."""
+        """For `status`. No mode but a driver: it is there, and nothing is heard of it."""
         self._look()
-        state = None if self._lost else self._state
+        state = self._state
         return {
-            "mode": state.mode.value if state is not None else None,
+            "mode": state.mode.value if state is not None and not self._lost else None,
             "wanted": self._wanted.value,
             "driver": state.driver if state is not None else None,
             "deadline_ms": state.deadline_ms if state is not None else None,

@@ -93,7 +93,8 @@ def _isolation(shown: Mapping[str, Any]) -> list[str]:
     if not shown:
         return []
     if shown["mode"] is None:
-        return [f"kernel isolation: off ({printable(shown['why_not'])})"]
+        known = "off" if shown["driver"] is None else "not known"
+        return [f"kernel isolation: {known} ({printable(shown['why_not'])})"]
     state = "on" if shown["mode"] == "isolate" else "off"
     return [f"kernel isolation: {state} (driver {printable(shown['driver'])}, mode {shown['mode']})"]
 

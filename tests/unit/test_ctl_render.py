@@ -77,6 +77,22 @@ def view(**changes: Any) -> dict[str, Any]:
     return whole | changes
 
 
+@pytest.mark.parametrize(
+    ("mode", "driver", "line"),
+    [
+        ("isolate", "550.1", "on (driver 550.1, mode isolate)"),
+        ("report", "550.1", "off (driver 550.1, mode report)"),
+        (None, None, "off (why)"),
+        (None, "550.1", "not known (why)"),
+    ],
+)
+def test_whether_the_kernel_isolates_is_one_line(mode: str | None, driver: str | None, line: str) -> None:
+    """Of a kernel part that is lost it is not known: it goes on by itself."""
+    shown = {"mode": mode, "driver": driver, "why_not": "why"}
+    lines = render.status(view() | {"kernel_isolation": shown}, Style())
+    assert f"kernel isolation: {line}" in lines
+
+
 def test_status_shows_everything_and_escapes_names() -> None:
     text = "\n".join(render.status(view(), Style()))
     for expected in (
