@@ -119,7 +119,7 @@ _HANDLERS: Mapping[type, Callable[[Draft, Any], None]] = {
     ev.KernelXidSeen: faults.on_kernel_xid,
     ev.EvictRequested: clients.on_evict,
     ev.TerminateFinished: clients.on_terminate_finished,
-    ev.KillRefused: killing.on_kill_refused,
+    ev.KillRefused: sinks.on_kill_refused,
     ev.DrainRequested: members.on_drain,
     ev.StopRequested: domains.on_stop,
     ev.ModeSeen: domains.on_mode_seen,

@@ -6,9 +6,11 @@ The offender is certain: the module knows which process made the address space t
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from mpsd.core import attribution as at
 from mpsd.core import events as ev
-from mpsd.core import faults, hitrecords, hits, taxonomy
+from mpsd.core import faults, hitrecords, hits, killing, taxonomy
 from mpsd.core.draft import Draft
 from mpsd.core.effects import Acknowledge
 from mpsd.core.records import Evidence, FaultRecord, HitOutcome, Source
@@ -81,6 +83,16 @@ def _sunk(draft: Draft, client: Client, event: ev.KernelFaultSeen) -> None:
     outcome = hits.absorbed(draft, client, stray)
     if outcome is HitOutcome.EVICTING and not fault.acknowledged:
         draft.emit(Acknowledge(fault.space))
+
+
+def on_kill_refused(draft: Draft, event: ev.KillRefused) -> None:
+    """The module's deadline is what is left; the record does not say for ever that somebody puts it out."""
+    killing.on_kill_refused(draft, event)
+    for client in tuple(draft.state.spaces_of(event.process))[:1]:
+        record = _record_of(draft, client)
+        if record is not None and record.hit is not None and record.hit.outcome is HitOutcome.EVICTING:
+            facts = replace(record.hit, outcome=HitOutcome.WITHHELD, why=event.reason)
+            hitrecords.write(draft, replace(record, hit=facts))
 
 
 def _step(draft: Draft, client: Client, action: KernelAction) -> None:

@@ -137,6 +137,8 @@ def test_whom_the_kernel_would_not_kill_is_not_waited_for() -> None:
     see(here, record())
     here.wait(0.01).terminate_finished(10)
     here.do(ev.KillRefused(process(10), "it runs as another user"))
+    kept = here.record().hit
+    assert kept is not None and (kept.outcome, kept.why) == (HitOutcome.WITHHELD, "it runs as another user")
     see(here, replace(record(), faults=2))
     assert not here.made(fx.Acknowledge)
     kept = here.record().hit
