@@ -106,9 +106,11 @@ def open_nvidia_node(base: Path) -> Node:
 
     def close() -> None:
         # The module keeps the mode that an mpsd of the harness set, and is everybody's.
-        if isolation is not None and before is not None:
-            isolation.set_mode(before)
-        _close_backend(backend)
+        try:
+            if isolation is not None and before is not None:
+                isolation.set_mode(before)
+        finally:
+            _close_backend(backend)
 
     base.mkdir(parents=True, exist_ok=True)
     cubin = base / "kernels.cubin"
