@@ -164,12 +164,9 @@ static enum mpsd_why why_not(const struct mpsd_policy_params *params, const stru
 		why = why_of_place(around);
 	if (why == MPSD_WHY_NONE && space->released)
 		why = MPSD_WHY_RELEASED;
-	if (why != MPSD_WHY_NONE)
-		return why;
-	if (covered(around, fault->address))
-		why = why_of_hits(around->sink, fault->batch);
-	else
-		why = why_of_room(params, space, around, fault->address);
+	if (why == MPSD_WHY_NONE)
+		why = covered(around, fault->address) ? why_of_hits(around->sink, fault->batch) :
+							why_of_room(params, space, around, fault->address);
 	/* The last reason: it tells of what would have been sunk for the sake of others. */
 	return why == MPSD_WHY_NONE && around->alone ? MPSD_WHY_ALONE : why;
 }
