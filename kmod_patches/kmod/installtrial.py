@@ -31,21 +31,27 @@ def try_install(source: Tree, for_kernel: Kernel, stock: Sequence[Path], folder:
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="install-", dir=folder) as made:
         machine = Machine(Path(made))
-        wish = Wish(_furnish(machine, source, for_kernel, stock), for_kernel)
+        wish = Wish(_stocked(machine, source, for_kernel, stock), for_kernel)
         require(machine, wish)
         return _there_and_back(machine, wish)
 
 
-def _furnish(machine: Machine, source: Tree, for_kernel: Kernel, stock: Sequence[Path]) -> Tree:
-    kernel = machine.modules / for_kernel.release
+def furnish(machine: Machine, release: str) -> Path:
+    """Below its root, what dkms and depmod need of a kernel whose headers are here; the kernel's folder."""
+    kernel = machine.modules / release
     for needed in (kernel / STOCK, machine.dkms_tree, machine.sources, machine.root / "etc"):
         needed.mkdir(parents=True)
     for name in ("modules.order", "modules.builtin"):
         (kernel / name).write_text("")
     for name in ("build", "source"):
-        link = LIB_MODULES / for_kernel.release / name
+        link = LIB_MODULES / release / name
         if link.exists():
             (kernel / name).symlink_to(link.resolve())
+    return kernel
+
+
+def _stocked(machine: Machine, source: Tree, for_kernel: Kernel, stock: Sequence[Path]) -> Tree:
+    kernel = furnish(machine, for_kernel.release)
     for path in stock:
         shutil.copy(path, kernel / STOCK)
     root = machine.sources / f"nvidia-{source.version}"

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from kmod.build import LIB_MODULES, Kernel, kernel
+from kmod.build import Kernel, kernel
 from kmod.changes import have_spatch
 from kmod.dkms import Module
 from kmod.errors import KmodError, Unavailable
 from kmod.install import Wish, check, kernels, perform, plan_install, plan_uninstall, resolved
-from kmod.installtrial import try_install
+from kmod.installtrial import furnish, try_install
 from kmod.machine import Machine
 from kmod.secureboot import given_key
 from kmod.symbols import disagreements
@@ -72,15 +72,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.skipif(boo
 @pytest.fixture
 def wish(tmp_path: Path) -> tuple[Machine, Wish]:
     machine, found = Machine(tmp_path / "root"), kernel()
-    folder = machine.modules / found.release
-    for made in (folder / "updates/dkms", machine.dkms_tree, machine.sources, machine.root / "etc"):
-        made.mkdir(parents=True)
-    for name in ("modules.order", "modules.builtin"):
-        (folder / name).write_text("")
-    for name in ("build", "source"):
-        link = LIB_MODULES / found.release / name
-        if link.exists():
-            (folder / name).symlink_to(link.resolve())
+    folder = furnish(machine, found.release)
     tree = find(add_source(machine))
     (tree.root / "nvidia/nv.c").write_text(CORE)
     (tree.root / "nvidia-uvm/tiny.c").write_text(USER)
