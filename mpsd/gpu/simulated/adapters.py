@@ -105,6 +105,23 @@ def _ioctl(fd: int, message: packets.Message) -> tuple[int, list[int]]:
     return int(answer["status"]), fds
 
 
+def drained(sock: socket.socket, gone: str) -> list[packets.Message]:
+    """All packets that wait on a connection which the GPU process reports on. Raises GpuError, with the text
+    `gone`, when there is none and the process has ended."""
+    found: list[packets.Message] = []
+    while True:
+        try:
+            message, fds = packets.receive(sock)
+        except BlockingIOError:
+            return found
+        except packets.Gone as error:
+            if found:
+                return found
+            raise GpuError(gone) from error
+        packets.close_all(fds)
+        found.append(message)
+
+
 class SimulatedTracker:
     """mpsd.gpu.base.Tracker: events come as packets on a socket."""
 
@@ -122,16 +139,7 @@ class SimulatedTracker:
     def drain(self) -> TrackerBatch:
         """All queued events. Raises GpuError when the GPU process is gone."""
         events: list[UvmEvent] = []
-        while True:
-            try:
-                message, fds = packets.receive(self._sock)
-            except BlockingIOError:
-                return TrackerBatch(tuple(events), self._dropped)
-            except packets.Gone as error:
-                if events:
-                    return TrackerBatch(tuple(events), self._dropped)
-                raise GpuError("the simulated GPU of this tracker is gone") from error
-            packets.close_all(fds)
+        for message in drained(self._sock, "the simulated GPU of this tracker is gone"):
             self._dropped = int(message["dropped"])
             fatal, fault, access, reason, address, stamp, gpu = message["event"]
             events.append(
@@ -139,6 +147,7 @@ class SimulatedTracker:
                     bool(fatal), UvmFaultType(fault), Access(access), UvmReason(reason), address, stamp, gpu
                 )
             )
+        return TrackerBatch(tuple(events), self._dropped)
 
     def close(self) -> None:
         """End the tracker. Idempotent."""
@@ -323,18 +332,8 @@ class SimulatedXids:
 
     def drain(self) -> list[NvmlXid]:
         """Xids since the last call. Raises GpuError when the GPU process is gone."""
-        found: list[NvmlXid] = []
-        while True:
-            try:
-                message, fds = packets.receive(self._sock)
-            except BlockingIOError:
-                return found
-            except packets.Gone as error:
-                if found:
-                    return found
-                raise GpuError("the simulated GPU that reported Xids is gone") from error
-            packets.close_all(fds)
-            found.append(NvmlXid(str(message["gpu"]), int(message["xid"])))
+        told = drained(self._sock, "the simulated GPU that reported Xids is gone")
+        return [NvmlXid(str(message["gpu"]), int(message["xid"])) for message in told]
 
     def close(self) -> None:
         self._sock.close()

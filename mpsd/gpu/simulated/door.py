@@ -7,7 +7,7 @@ import socket
 from mpsd.errors import GpuError, UnsupportedError
 from mpsd.gpu.base import IsolationState
 from mpsd.gpu.simulated import packets, semantics
-from mpsd.gpu.simulated.adapters import NodeLink
+from mpsd.gpu.simulated.adapters import NodeLink, drained
 from mpsd.model import (
     Access,
     IsolationMode,
@@ -78,18 +78,8 @@ class SimulatedIsolation:
 
     def drain(self) -> list[KernelFault]:
         """Records since the last call. Raises GpuError when the GPU process is gone."""
-        found: list[KernelFault] = []
-        while True:
-            try:
-                message, fds = packets.receive(self._open())
-            except BlockingIOError:
-                return found
-            except packets.Gone as error:
-                if found:
-                    return found
-                raise GpuError("the simulated GPU that kept records is gone") from error
-            packets.close_all(fds)
-            found.append(_as_fault(message))
+        told = drained(self._open(), "the simulated GPU that kept records is gone")
+        return [_as_fault(message) for message in told]
 
     def acknowledge(self, space: int) -> bool:
         """Raises GpuError."""
