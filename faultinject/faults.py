@@ -88,7 +88,7 @@ class Story(StrEnum):
 class Fault:
     """One fault. `survive` maps a mode to: all must live (True), known to be lost (False), open (None).
 
-    `settings` go into mpsd's configuration (section.key to TOML).
+    `settings` go into mpsd's configuration (section.key to TOML), `environment` into a proxied offender's.
     """
 
     kind: str
@@ -112,6 +112,7 @@ class Fault:
     proxied_survivors: bool = False
     sunk: bool = False
     settings: Mapping[str, str] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -261,6 +262,14 @@ def _policies(one: Fault) -> tuple[Fault, ...]:
         settings={**one.settings, "guard.zones_bytes_per_gpu": str(32 << 20)},
     )
 
+    host = replace(
+        sparse,
+        kind="zone_host",
+        title="store through a pointer to the program's own host memory, under a guard, one thread",
+        settings=one.settings,
+        environment={"MPSD_HOST_GUARD_BYTES": str(16 << 30)},
+    )
+
     def wild(fault: Fault) -> Fault:
         title = fault.title.replace("one thread", "a full grid running wild")
         return replace(fault, title=title, variant="grid", fills_gpu=True, stall_bar=StallBar.NONE)
@@ -273,6 +282,7 @@ def _policies(one: Fault) -> tuple[Fault, ...]:
         restart,
         sparse,
         wild(sparse),
+        host,
     )
 
 

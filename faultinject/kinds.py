@@ -42,6 +42,7 @@ ZONE = (
     "zone_freeze",
     "zone_restart",
     "zone_sparse",
+    "zone_host",
 )
 """A program with the libcuda proxy touches what its guard zones cover."""
 

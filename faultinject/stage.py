@@ -116,7 +116,10 @@ class Stage:
             name,
             module,
             *args,
-            environment=libraries.proxied(service.environment, service.socket, vault=True),
+            environment={
+                **libraries.proxied(service.environment, service.socket, vault=True),
+                **self.fault.environment,
+            },
             through=MPSD_RUN,
             device="standin" if libraries.driver else None,
         )

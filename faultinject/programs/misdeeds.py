@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from faultinject import kinds
 from faultinject.programs.device import Device
-from faultinject.programs.overrun import take_aim
+from faultinject.programs.hostpages import HostPages
+from faultinject.programs.overrun import WORD, take_aim
 from faultinject.programs.stray import stray_address
 from faultinject.programs.talk import UNDERWAY_S, say
 
@@ -21,7 +22,7 @@ from faultinject.programs.talk import UNDERWAY_S, say
 class Plan:
     """What to do: `fill` lets kernels occupy every SM, `busy_s` is how long a kernel runs that ends.
 
-    `target` is the allocation next to which a zone kind strays.
+    `target` is the allocation next to which a zone kind strays, `pages` what it strays into instead.
     """
 
     kind: str
@@ -29,6 +30,7 @@ class Plan:
     fill: bool = False
     busy_s: float = 0.5
     target: int = 0
+    pages: HostPages | None = None
 
 
 def prepare(device: Device, memory: int) -> None:
@@ -55,7 +57,17 @@ def _on_the_gpu(device: Device, plan: Plan) -> None:
     device.commit(plan.kind, lambda: say("fire", stray=hex(stray) if stray else None), stray)
 
 
+def _into_host_memory(device: Device, plan: Plan, pages: HostPages) -> None:
+    say("fire", stray=hex(pages.middle))
+    device.wild("store", pages.middle, WORD, 0.0, fill=plan.fill)
+    device.synchronize()
+    pages.prove_whole()
+
+
 def _into_a_zone(device: Device, plan: Plan) -> None:
+    if plan.pages is not None:
+        _into_host_memory(device, plan, plan.pages)
+        return
     aim = take_aim(device, plan.kind, plan.target, wild=plan.fill)
     say("fire", stray=hex(aim.address), aim=aim.told())
     # One stray access ends with its kernel; a grid, and `long`, go on.

@@ -12,6 +12,7 @@ from typing import NoReturn
 from faultinject import kinds
 from faultinject.programs import overrun
 from faultinject.programs.device import BACKENDS, Device, DeviceError, open_device
+from faultinject.programs.hostpages import HostPages
 from faultinject.programs.misdeeds import Plan, commit, prepare, rehearse
 from faultinject.programs.survivor import Computation
 from faultinject.programs.talk import Inbox, clock, identity, no_core_dumps, say
@@ -52,6 +53,10 @@ def main(argv: list[str]) -> int:
             plan = replace(plan, target=device.alloc(overrun.SIZE))
             if plan.variant.startswith("full"):
                 rehearse(device, plan)
+            if plan.kind == "zone_host":
+                pages = HostPages()
+                pages.await_guard()
+                plan = replace(plan, pages=pages)
         say("ready", **identity(), context_at=context_at, on_mps=device.on_mps)
         inbox.expect("go")
         commit(device, plan)

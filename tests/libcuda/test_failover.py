@@ -3,6 +3,7 @@ the test plays."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -20,6 +21,7 @@ from tests.support.libcudas import DEADLINE_S, PROGRAMS, ROOT, Libraries
 from tests.support.moving import Line, Post, open_post
 from tests.support.simfixtures import backend, domain, second
 from tests.support.simnode import Domain, until
+from tests.support.zoning import SPARSE, LedgerView, leads_to_ledger
 
 __all__ = ["backend", "domain", "second"]
 
@@ -325,6 +327,39 @@ def test_guard_zones_come_along(
     assert ask("gpu.sync()") == "0"
     assert second.status() == "ACTIVE"
     assert ask("[gpu.run('store', 0x7E0000000000, 4, 1), gpu.sync()]") == "[0, 700]"
+
+
+def ledger_of(program: Program) -> LedgerView:
+    folder = Path(f"/proc/{program.process.pid}/fd")
+    (path,) = (each for each in folder.iterdir() if leads_to_ledger(each))
+    return LedgerView(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+
+
+def is_covered(ledger: LedgerView, address: int) -> bool:
+    return any(zone.kind == SPARSE and zone.start <= address < zone.end for zone in ledger.zones())
+
+
+@pytest.mark.parametrize(
+    "ask", [{"MPSD_ZONE_BUDGET": str(1 << 30), "MPSD_HOST_GUARD_BYTES": str(4 << 30)}], indirect=True
+)
+def test_the_guard_over_host_memory_comes_along(
+    domain: Domain, second: Domain, post: Post, ask: Program, copies: Path
+) -> None:
+    line = post.greet()
+    ask("m = gpu.memory(8 << 20); gpu.sync(); import ctypes; b = ctypes.create_string_buffer(8 << 20)")
+    middle = int(ask("ctypes.addressof(b)")) + (4 << 20)
+    with contextlib.closing(ledger_of(ask)) as ledger:
+        until(lambda: is_covered(ledger, middle))
+        assert ask(f"[gpu.run('store', {middle}, 4, 1), gpu.sync()]") == "[0, 0]"
+        stand_by(line, second, copies)
+        break_domain(domain)
+        move(line)
+        until(lambda: is_covered(ledger, middle))
+    assert ask(f"[gpu.run('store', {middle}, 4, 1), gpu.sync(), any(b.raw)]") == "[0, 0, False]"
+    pages = f"ctypes.c_void_p({middle}), ctypes.c_size_t(4096)"
+    assert ask(f"gpu.code('cuMemHostRegister_v2', {pages}, 0)") == "0"
+    assert ask(f"[gpu.run('store', {middle}, 4, 1), gpu.sync(), b.raw[4 << 20]]") == "[0, 0, 4]"
+    assert second.status() == "ACTIVE"
 
 
 @both

@@ -46,12 +46,17 @@ def start() -> list[str]:
     return fixed if can else []
 
 
-@pytest.mark.parametrize("vault", ["0", "1", "brought", "zones"])
+@pytest.mark.parametrize("vault", ["0", "1", "brought", "zones", "guarded"])
 @pytest.mark.parametrize("program, how", [("sequence", "dlsym"), ("threads", "getproc")])
 def test_no_report(sanitized: Libraries, program: str, how: str, vault: str, vault_socket: str) -> None:
     chosen = {
         "brought": {"MPSD_VAULT_SOCKET": vault_socket},
         "zones": {"MPSD_VAULT": "1", "MPSD_ZONE_BUDGET": str(1 << 30), "MPSD_QUARANTINE_BYTES": str(8 << 20)},
+        "guarded": {
+            "MPSD_VAULT": "1",
+            "MPSD_ZONE_BUDGET": str(1 << 30),
+            "MPSD_HOST_GUARD_BYTES": str(1 << 30),
+        },
     }.get(vault, {"MPSD_VAULT": vault})
     environment = sanitized.environment(proxied=True, **chosen)
     done = run([*start(), sanitized.program(program), how], environment)

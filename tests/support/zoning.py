@@ -203,12 +203,12 @@ class Obedient(Obeys):
     def ledger(self) -> LedgerView:
         """Through its own descriptors, as only its user and root can."""
         folder = Path(f"/proc/{self.process.pid}/fd")
-        (path,) = (path for path in folder.iterdir() if _leads_to_ledger(path))
+        (path,) = (path for path in folder.iterdir() if leads_to_ledger(path))
         self.views.append(LedgerView(os.open(path, os.O_RDONLY | os.O_CLOEXEC)))
         return self.views[-1]
 
 
-def _leads_to_ledger(path: Path) -> bool:
+def leads_to_ledger(path: Path) -> bool:
     with contextlib.suppress(OSError):
         return os.readlink(path).startswith("/memfd:mpsd-ledger")
     return False

@@ -161,6 +161,8 @@ def full(**changes: Any) -> Observation:
         ("zone_restart@one", seen(readopted=True), seen(readopted=False), "readopted"),
         ("zone_sparse@one", unheard(), unheard(zones={"managed": 4, "sparse": 0}), "zones laid"),
         ("zone_sparse@one", unheard(), absorbed(zones={"sparse": 4}), "recorded"),
+        ("zone_host@one", unheard(), unheard(zones={"managed": 4, "sparse": 0}), "zones laid"),
+        ("zone_host@one", unheard(), unheard(lived=None), "hit absorbed"),
         ("zone_past_end@full", full(), full(filler={"code": 700, "text": ""}), "gpu was full"),
         ("zone_past_end@full", full(), full(filler={"wrong": 2}), "gpu was full"),
     ],

@@ -13,7 +13,7 @@ from typing import Any
 MAGIC = int.from_bytes(b"mpsdcuda", "little")
 VERSION = 1
 _NAME = "/memfd:mpsd-libcuda"
-_HEAD = struct.Struct("<Q10I19Q8x256s512s")
+_HEAD = struct.Struct("<Q10I20Q256s512s")
 _UNKNOWN = struct.Struct("<Q88s")
 _UNKNOWN_MAX = 64
 
@@ -45,7 +45,7 @@ class Stats:
     `ipc_*`: handles of such memory given out, handles of other processes that are open now, and calls that
     the vault could not answer. `passed_*`: allocations that are not vaulted, so far: stream-ordered ones,
     managed memory, host memory (registered too), and the program's own of cuMemCreate. `window_base`: the
-    address of the first window, 0 for none.
+    address of the first window, 0 for none. `host_guard`: bytes of the program's host memory under guard now.
     """
 
     pid: int
@@ -77,10 +77,11 @@ class Stats:
     passed_exportable: int
     window: Window
     window_base: int
+    host_guard: int
     unknown: Mapping[str, int]
 
 
-_COUNTED = [field.name for field in fields(Stats)][4:-3]
+_COUNTED = [field.name for field in fields(Stats)][4:-4]
 """In the order of stats.h, between the path and the window."""
 
 
@@ -105,7 +106,7 @@ def decode(data: bytes) -> Stats | None:
     """The structure in `data`; None if it is none of this version."""
     if len(data) < _HEAD.size + _UNKNOWN_MAX * _UNKNOWN.size:
         return None
-    magic, version, _, pid, state, *numbers, window, reason, path = _HEAD.unpack_from(data)
+    magic, version, _, pid, state, *numbers, window, guard, reason, path = _HEAD.unpack_from(data)
     if magic != MAGIC or version != VERSION:
         return None
     # Without the reserved word among them.
@@ -122,6 +123,7 @@ def decode(data: bytes) -> Stats | None:
         real_path=_text(path),
         window=Window(window & 3),
         window_base=window & ~3,
+        host_guard=guard,
         unknown=unknown,
         **counts,
     )

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT
 /* Memory that is not vaulted: it is the driver's, and counted. One atomic addition a call, no lock. */
+#include "hostguard.h"
 #include "proxy.h"
 #include "stats.h"
 
@@ -48,7 +49,22 @@ CUresult wrap_cuMemAllocHost_v2(void **pp, size_t bytesize)
 
 CUresult wrap_cuMemHostRegister_v2(void *p, size_t bytesize, unsigned int Flags)
 {
-	return COUNTED(passed_host, real_cuMemHostRegister_v2(p, bytesize, Flags));
+	CUresult result;
+
+	mpsd_hostguard_spare(p, bytesize);
+	result = COUNTED(passed_host, real_cuMemHostRegister_v2(p, bytesize, Flags));
+	if (result != CUDA_SUCCESS)
+		mpsd_hostguard_let_go(p);
+	return result;
+}
+
+CUresult wrap_cuMemHostUnregister(void *p)
+{
+	CUresult result = real_cuMemHostUnregister(p);
+
+	if (result == CUDA_SUCCESS)
+		mpsd_hostguard_let_go(p);
+	return result;
 }
 
 CUresult wrap_cuMemCreate(CUmemGenericAllocationHandle *handle, size_t size, const CUmemAllocationProp *prop,

@@ -64,7 +64,7 @@ struct mpsd_stats {
 	uint64_t passed_host;		/* in host memory, */
 	uint64_t passed_exportable;	/* of cuMemCreate, by the program itself */
 	uint64_t window;		/* low two bits: enum mpsd_window; the rest: where the first one is */
-	uint64_t reserved[1];
+	uint64_t host_guard;		/* bytes of the program's host memory that are under guard now */
 	char reason[256];		/* why it stepped aside */
 	char real_path[512];
 	struct mpsd_unknown unknown[MPSD_UNKNOWN_MAX];

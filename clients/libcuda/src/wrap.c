@@ -4,9 +4,16 @@
 
 #include "failover/carry.h"
 #include "failover/line.h"
+#include "hostguard.h"
 #include "memory.h"
 #include "proxy.h"
 #include "stats.h"
+
+static void start_memory(void)
+{
+	mpsd_hostguard_prepare();
+	mpsd_install(MPSD_WHEN_MEMORY);
+}
 
 static void check(void)
 {
@@ -15,7 +22,7 @@ static void check(void)
 	if (reason)
 		mpsd_step_aside(reason);
 	else if (mpsd_memory_wanted())
-		mpsd_install(MPSD_WHEN_MEMORY);
+		start_memory();
 	/* Only what lies in a window can come along. */
 	if (!reason && mpsd_memory_wanted() && mpsd_line_offered())
 		mpsd_carry_install();

@@ -13,6 +13,7 @@
 #include <stdlib.h>
 
 #include "clock.h"
+#include "hostguard.h"
 #include "limits.h"
 #include "notes.h"
 #include "pieces.h"
@@ -74,6 +75,16 @@ static bool enter(void)
 static void leave(void)
 {
 	pthread_mutex_unlock(&lock);
+}
+
+bool mpsd_zones_enter(void)
+{
+	return enter();
+}
+
+void mpsd_zones_leave(void)
+{
+	leave();
 }
 
 static void let_out_old(void)
@@ -171,6 +182,7 @@ void mpsd_zones_born(uint64_t base, size_t size, CUdevice device)
 		*bucket_of(base) = piece;
 		/* Here, for the channel's thread calls nothing of the driver's for a zone. */
 		real_cuDeviceGetUuid_v2(&piece->gpu, device);
+		mpsd_hostguard_begin(device, &piece->gpu);
 		if (granted && !lifted)
 			cover(piece);
 	} else {
@@ -328,6 +340,7 @@ void mpsd_zones_lift(void)
 		}
 	}
 	uncover_null_page();
+	mpsd_hostguard_lift();
 	mpsd_range_gone(false);
 	lifted = true;
 	leave();
@@ -338,6 +351,7 @@ void mpsd_zones_lay(void)
 	if (!enter())
 		return;
 	lifted = false;
+	mpsd_hostguard_lay();
 	if (granted)
 		step_bucket = 0;
 	leave();
@@ -350,5 +364,7 @@ void mpsd_zones_copy(enum mpsd_range_copy what)
 	if (!enter())
 		return;
 	mpsd_range_copy(what);
+	if (what == MPSD_RANGE_COPY_TAKES_OVER)
+		mpsd_hostguard_hold();
 	leave();
 }

@@ -16,6 +16,10 @@
 #include "arena.h"
 #include "uvmrange.h"
 
+/* The lock of all that is laid, for hostguard.c. False: there are no zones in this process, and no lock is taken. */
+bool mpsd_zones_enter(void);
+void mpsd_zones_leave(void);
+
 /* Bytes on each side of a piece; 0: there are no zones in this process. The first call reads the environment. */
 size_t mpsd_zones_size(void);
 

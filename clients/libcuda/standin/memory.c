@@ -71,7 +71,8 @@ static uintptr_t new_range(size_t size, enum range_kind kind)
 
 	if (at == MAP_FAILED)
 		return 0;
-	if (add_range(range) == CUDA_SUCCESS)
+	/* Measured: the kernel of the host knows of no sparse range, and the driver then fails. */
+	if (is_range_free(range.base, rounded(size), RANGE_SPARSE) && add_range(range) == CUDA_SUCCESS)
 		return range.base;
 	munmap(at, rounded(size));
 	return 0;
@@ -303,6 +304,9 @@ API CUresult cuMemHostRegister_v2(void *p, size_t bytesize, unsigned int Flags)
 		return leave(CUDA_ERROR_INVALID_VALUE);
 	if (!is_range_free(range.base, bytesize, RANGE_REGISTERED))
 		return leave(CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED);
+	/* Measured: pages under a guard cannot be registered. */
+	if (!is_range_free(range.base, bytesize, RANGE_SPARSE))
+		return leave(CUDA_ERROR_INVALID_VALUE);
 	result = leave(add_range(range));
 	gate_keep(GATE_HOST);
 	return result;

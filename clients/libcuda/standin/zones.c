@@ -30,13 +30,27 @@ static void give_null_page(void)
 	syscall(SYS_munmap, NULL, NULL_PAGE);
 }
 
-static bool may_lie_at(CUdeviceptr base, size_t size)
+static bool is_all_free(CUdeviceptr base, size_t size)
+{
+	static const enum range_kind kinds[] = {
+		RANGE_DEVICE, RANGE_OPENED, RANGE_HOST, RANGE_REGISTERED, RANGE_MAPPED, RANGE_MANAGED, RANGE_SPARSE,
+	};
+
+	for (size_t i = 0; i < sizeof(kinds) / sizeof(*kinds); i++)
+		if (!is_range_free(base, size, kinds[i]))
+			return false;
+	return true;
+}
+
+/* Over a part of a reservation; a sparse one also where the host has memory, or nothing (measured). */
+static bool may_lie_at(CUdeviceptr base, size_t size, enum range_kind kind)
 {
 	struct range *reserved = range_at(base, RANGE_RESERVED, RANGE_RESERVED);
+	bool within = reserved && base + size <= reserved->base + reserved->size;
 
-	return reserved && base + size <= reserved->base + reserved->size &&
-	       is_range_free(base, size, RANGE_MAPPED) && is_range_free(base, size, RANGE_MANAGED) &&
-	       is_range_free(base, size, RANGE_SPARSE);
+	if (!within && (kind != RANGE_SPARSE || !is_range_free(base, size, RANGE_RESERVED)))
+		return false;
+	return is_all_free(base, size);
 }
 
 static CUresult lay(CUdeviceptr base, size_t size, enum range_kind kind)
@@ -59,7 +73,7 @@ API CUresult standinManagedRange(CUdeviceptr base, size_t size)
 		return CUDA_ERROR_INVALID_VALUE;
 	pthread_mutex_lock(&gpu_lock);
 	if (base)
-		return leave(may_lie_at(base, size) ? lay(base, size, RANGE_MANAGED) : CUDA_ERROR_INVALID_VALUE);
+		return leave(may_lie_at(base, size, RANGE_MANAGED) ? lay(base, size, RANGE_MANAGED) : CUDA_ERROR_INVALID_VALUE);
 	if (size != NULL_PAGE || range_from(0, RANGE_MANAGED) || !take_null_page())
 		return leave(CUDA_ERROR_NOT_PERMITTED);
 	result = lay(base, size, RANGE_MANAGED);
@@ -73,7 +87,7 @@ API CUresult standinSparseRange(CUdeviceptr base, size_t size)
 	if (!base || !size || base % SPARSE_GRANULE || size % SPARSE_GRANULE)
 		return CUDA_ERROR_INVALID_VALUE;
 	pthread_mutex_lock(&gpu_lock);
-	return leave(may_lie_at(base, size) ? lay(base, size, RANGE_SPARSE) : CUDA_ERROR_INVALID_VALUE);
+	return leave(may_lie_at(base, size, RANGE_SPARSE) ? lay(base, size, RANGE_SPARSE) : CUDA_ERROR_INVALID_VALUE);
 }
 
 static void take_away(struct range *range)

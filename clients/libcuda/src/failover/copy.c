@@ -3,8 +3,8 @@
  * A second copy of libcuda wants three things of its own: an abstract socket, which the first one holds under a
  * name that is made of the process's id, another CUDA_MPS_PIPE_DIRECTORY, and the addresses of the windows,
  * where the process has a placeholder already. Its own slots for bind(), getenv(), mmap(), munmap(), fopen() and
- * open() lead here, those for ioctl() and close() to autopsy.c and descriptors.c, in the first one too; the program's
- * environment and its other libraries stay as they are.
+ * open() lead here, those for ioctl(), close() and mmap() to autopsy.c, descriptors.c and place.c, in the first one
+ * too; the program's environment and its other libraries stay as they are.
  */
 #include "failover/copy.h"
 
@@ -26,6 +26,7 @@
 #include "failover/autopsy.h"
 #include "failover/descriptors.h"
 #include "failover/maps.h"
+#include "place.h"
 #include "window.h"
 
 #define COPIES (MPSD_COPY_NUMBERS - 1)
@@ -85,7 +86,7 @@ static void *own_mmap(void *address, size_t length, int protection, int flags, i
 {
 	if (place.size && address == place.base && length == place.size && fd < 0)
 		return place.base;
-	return mmap(address, length, protection, flags, fd, offset);
+	return mpsd_place_mmap(address, length, protection, flags, fd, offset);
 }
 
 /* Nor does it take away what it never mapped: when it gives its reservation back, or ends. */
@@ -125,14 +126,14 @@ static void *replacement(const char *symbol, unsigned int number)
 		return mpsd_autopsy_ioctl(number);
 	if (!strcmp(symbol, "close"))
 		return mpsd_descriptors_close(number);
+	if (!strcmp(symbol, "mmap") || !strcmp(symbol, "mmap64"))
+		return number ? (void *)own_mmap : (void *)mpsd_place_mmap;
 	if (!number)
 		return NULL;
 	if (!strcmp(symbol, "fopen") || !strcmp(symbol, "fopen64"))
 		return (void *)own_fopen;
 	if (!strcmp(symbol, "open") || !strcmp(symbol, "open64"))
 		return (void *)own_open;
-	if (!strcmp(symbol, "mmap") || !strcmp(symbol, "mmap64"))
-		return (void *)own_mmap;
 	if (!strcmp(symbol, "munmap"))
 		return (void *)own_munmap;
 	if (!strcmp(symbol, "bind"))

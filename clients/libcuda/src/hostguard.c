@@ -1,0 +1,286 @@
+// SPDX-License-Identifier: MIT
+/*
+ * All is under the lock of zones.c, taken for one range at a time, so that a registration waits for one at most. A
+ * range whose mapping has gone meanwhile harms nobody: the driver maps elsewhere (place.h), and what the program
+ * registers there is taken out first.
+ */
+#include "hostguard.h"
+
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "clock.h"
+#include "cover.h"
+#include "failover/copy.h"
+#include "hostplan.h"
+#include "limits.h"
+#include "notes.h"
+#include "place.h"
+#include "proxy.h"
+#include "stats.h"
+#include "thread.h"
+#include "window.h"
+#include "zones.h"
+
+#define MOST_RANGES 1024
+#define FOLLOW_MS 1000
+#define LARGEST ((uint64_t)1 << 40)
+#define MAPS_ROOM ((size_t)64 << 10)
+
+static uint64_t most_bytes;	/* 0: there is no guard */
+static atomic_bool is_over;
+
+/* Under the lock of zones.c. */
+static bool has_begun, is_lifted;
+static CUuuid guarded_gpu;
+static struct mpsd_zone laid[MOST_RANGES];
+static size_t laid_count;
+static struct spared {
+	struct spared *next;
+	uint64_t base, size;
+} *spared;
+
+void mpsd_hostguard_prepare(void)
+{
+	most_bytes = mpsd_read_number("MPSD_HOST_GUARD_BYTES", 0, HOSTPLAN_GRANULE, 0, LARGEST);
+	if (!most_bytes)
+		return;
+	mpsd_place_begin();
+	mpsd_copy_watch_first();
+}
+
+/* Laying and taking away; under the lock */
+
+static bool is_spared(uint64_t base, uint64_t size)
+{
+	for (const struct spared *each = spared; each; each = each->next)
+		if (each->base < base + size && each->base + each->size > base)
+			return true;
+	return false;
+}
+
+static bool is_laid(const struct host_range *range)
+{
+	for (size_t i = 0; i < laid_count; i++)
+		if (laid[i].base == range->base && laid[i].size == range->size)
+			return true;
+	return false;
+}
+
+static void lay(const struct host_range *range)
+{
+	struct mpsd_zone zone = { .base = range->base, .size = range->size, .role = MPSD_ZONE_GUARD };
+
+	if (laid_count == MOST_RANGES || is_lifted || is_spared(range->base, range->size) || is_laid(range) ||
+	    !mpsd_cover_sparse(&zone, (const uint8_t *)guarded_gpu.bytes))
+		return;
+	laid[laid_count++] = zone;
+	mpsd_stats->host_guard += zone.size;
+}
+
+/* One that cannot be taken away stays: it is asked again the next time. */
+static bool take_away(size_t i)
+{
+	if (!mpsd_cover_take_away(&laid[i]))
+		return false;
+	mpsd_stats->host_guard -= laid[i].size;
+	laid[i] = laid[--laid_count];
+	return true;
+}
+
+static void take_away_all(void)
+{
+	for (size_t i = laid_count; i-- > 0;)
+		take_away(i);
+}
+
+static void take_away_from(uint64_t base, uint64_t size)
+{
+	for (size_t i = laid_count; i-- > 0;)
+		if (laid[i].base < base + size && laid[i].base + laid[i].size > base)
+			take_away(i);
+}
+
+/* Following */
+
+/* All of /proc/self/maps, to be freed; NULL where it cannot be read. */
+static char *read_maps(void)
+{
+	FILE *file = fopen("/proc/self/maps", "re");
+	char *text = NULL, *larger;
+	size_t used = 0, room = 0, more;
+
+	if (!file)
+		return NULL;
+	do {
+		room += MAPS_ROOM;
+		larger = realloc(text, room + 1);
+		if (!larger)
+			break;
+		text = larger;
+		more = fread(text + used, 1, room - used, file);
+		used += more;
+	} while (used == room);
+	fclose(file);
+	if (!larger) {
+		free(text);
+		return NULL;
+	}
+	text[used] = 0;
+	return text;
+}
+
+static bool is_off(uint64_t base, size_t size)
+{
+	return mpsd_window_covers(base, size) || mpsd_place_covers(base, size);
+}
+
+/* What was spared as the plan was made; what is spared since is seen as a range is laid. */
+static size_t plan(const char *maps, struct host_range *ranges)
+{
+	struct host_range holes[MOST_RANGES];
+	size_t count = 0;
+
+	if (!mpsd_zones_enter())
+		return 0;
+	for (const struct spared *each = spared; each && count < MOST_RANGES; each = each->next)
+		holes[count++] = (struct host_range){ each->base, each->size };
+	mpsd_zones_leave();
+	return mpsd_hostplan(maps, is_off, holes, count, most_bytes, ranges, MOST_RANGES);
+}
+
+static bool is_among(const struct mpsd_zone *zone, const struct host_range *ranges, size_t count)
+{
+	for (size_t i = 0; i < count; i++)
+		if (ranges[i].base == zone->base && ranges[i].size == zone->size)
+			return true;
+	return false;
+}
+
+/* What is no longer wanted goes first: the new ones may overlap it. */
+static void take_away_others(const struct host_range *ranges, size_t count)
+{
+	for (size_t i = MOST_RANGES; i-- > 0 && mpsd_zones_enter();) {
+		if (i < laid_count && !is_among(&laid[i], ranges, count))
+			take_away(i);
+		mpsd_zones_leave();
+	}
+}
+
+static void lay_all(const struct host_range *ranges, size_t count)
+{
+	for (size_t i = 0; i < count && !atomic_load(&is_over) && mpsd_zones_enter(); i++) {
+		lay(&ranges[i]);
+		mpsd_zones_leave();
+	}
+}
+
+static void follow_once(void)
+{
+	struct host_range ranges[MOST_RANGES];
+	char *maps = read_maps();
+	size_t count = maps && !mpsd_place_has_missed() ? plan(maps, ranges) : 0;
+
+	free(maps);
+	take_away_others(ranges, count);
+	lay_all(ranges, count);
+}
+
+static void *follow(void *unused)
+{
+	(void)unused;
+	while (!atomic_load(&is_over)) {
+		follow_once();
+		mpsd_pause(FOLLOW_MS);
+	}
+	return NULL;
+}
+
+/* What the others say */
+
+static void at_end(void)
+{
+	atomic_store(&is_over, true);
+	/* Nothing is being laid any more once this has been had. */
+	if (mpsd_zones_enter())
+		mpsd_zones_leave();
+}
+
+/* Where the GPU follows the host's page tables, every pointer of the host's is good. */
+static bool may_be_guarded(CUdevice device)
+{
+	int pageable = 0, count = 0;
+
+	return real_cuDeviceGetCount(&count) == CUDA_SUCCESS && count == 1 &&
+	       real_cuDeviceGetAttribute(&pageable, CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS, device) ==
+		       CUDA_SUCCESS &&
+	       !pageable;
+}
+
+void mpsd_hostguard_begin(CUdevice device, const CUuuid *gpu)
+{
+	if (!most_bytes || has_begun)
+		return;
+	has_begun = true;
+	guarded_gpu = *gpu;
+	if (!may_be_guarded(device)) {
+		mpsd_say("no guard over host memory: several GPUs, or one that follows the host's page tables");
+		return;
+	}
+	if (mpsd_thread_start(follow, NULL))
+		atexit(at_end);
+	else
+		mpsd_say("no guard over host memory: there is no thread for it");
+}
+
+void mpsd_hostguard_hold(void)
+{
+	is_lifted = true;
+}
+
+void mpsd_hostguard_lift(void)
+{
+	take_away_all();
+}
+
+void mpsd_hostguard_lay(void)
+{
+	is_lifted = false;
+}
+
+void mpsd_hostguard_spare(const void *base, size_t size)
+{
+	struct spared *made;
+
+	if (!most_bytes || !mpsd_zones_enter())
+		return;
+	made = malloc(sizeof(*made));
+	if (made) {
+		*made = (struct spared){ spared, (uint64_t)base, size };
+		spared = made;
+	} else {
+		/* It would be forgotten. */
+		is_lifted = true;
+		take_away_all();
+	}
+	take_away_from((uint64_t)base, size);
+	mpsd_zones_leave();
+}
+
+void mpsd_hostguard_let_go(const void *base)
+{
+	struct spared **link = &spared, *gone;
+
+	if (!most_bytes || !mpsd_zones_enter())
+		return;
+	while (*link && (*link)->base != (uint64_t)base)
+		link = &(*link)->next;
+	gone = *link;
+	if (gone)
+		*link = gone->next;
+	mpsd_zones_leave();
+	free(gone);
+}

@@ -1,0 +1,34 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * A guard over the program's own host memory, laid from inside, with MPSD_HOST_GUARD_BYTES (off without): a kernel
+ * that is handed a pointer of the host's is absorbed, silently, where it would be fatal for every client of the
+ * server. From outside that cannot be done: there nobody sees which memory the program registers, nor where the
+ * driver's own mappings will lie (place.h).
+ *
+ * Sparse ranges over what hostplan.h names, brought up to date every second. What the program registers with the
+ * driver is taken out before, so every registration goes as without.
+ */
+#pragma once
+
+#include <cuda.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+/* Before the driver's cuInit: reads the environment, and has the driver's mappings placed. */
+void mpsd_hostguard_prepare(void);
+
+/* Under the lock of zones.c, as are hold, lift and lay: the first memory in a window, so there is a context. */
+void mpsd_hostguard_begin(CUdevice device, const CUuuid *gpu);
+
+/*
+ * For fail-over, in this order: nothing is laid from now on; what was laid was so in the address space of a copy
+ * that is used no more; it may be laid again.
+ */
+void mpsd_hostguard_hold(void);
+void mpsd_hostguard_lift(void);
+void mpsd_hostguard_lay(void);
+
+/* Around a registration: nothing of it is covered until it is let go. */
+void mpsd_hostguard_spare(const void *base, size_t size);
+void mpsd_hostguard_let_go(const void *base);

@@ -1,0 +1,60 @@
+// SPDX-License-Identifier: MIT
+/*
+ * Addresses are given out in a row, and those at the end are followed by those at the beginning: a place that is in
+ * use is passed over. A hint, not MAP_FIXED: the kernel takes it where there is room, and nothing is ever replaced.
+ */
+#include "place.h"
+
+#include <stdatomic.h>
+#include <sys/mman.h>
+
+/* Behind the windows (window.c), where processes of PyTorch, CuPy and JAX had nothing either. */
+#define AREA_BASE ((uint64_t)0x280000000000)
+#define AREA_SIZE ((uint64_t)1 << 44)
+#define STEP ((uint64_t)2 << 20)
+#define TRIES 16
+#define OWN_PLACE (MAP_FIXED | MAP_FIXED_NOREPLACE | MAP_32BIT | MAP_GROWSDOWN)
+
+static atomic_bool is_on, has_missed;
+static _Atomic(uint64_t) given;		/* in all; the next place is that modulo the area */
+
+void mpsd_place_begin(void)
+{
+	atomic_store(&is_on, true);
+}
+
+bool mpsd_place_has_missed(void)
+{
+	return atomic_load(&has_missed);
+}
+
+bool mpsd_place_covers(uint64_t base, size_t size)
+{
+	return base < AREA_BASE + AREA_SIZE && base + size > AREA_BASE;
+}
+
+/* NULL where it would reach beyond the end: the next one is at the beginning. */
+static void *next_place(size_t length)
+{
+	uint64_t size = (length + STEP - 1) / STEP * STEP;
+	uint64_t at = atomic_fetch_add(&given, size) % AREA_SIZE;
+
+	return size <= AREA_SIZE - at ? (void *)(AREA_BASE + at) : NULL;
+}
+
+void *mpsd_place_mmap(void *address, size_t length, int protection, int flags, int fd, off_t offset)
+{
+	if (address || flags & OWN_PLACE || length > AREA_SIZE / 2 || !atomic_load(&is_on))
+		return mmap(address, length, protection, flags, fd, offset);
+	for (int i = 0; i < TRIES; i++) {
+		void *place = next_place(length);
+		void *at = place ? mmap(place, length, protection, flags, fd, offset) : NULL;
+
+		if (place && (at == place || at == MAP_FAILED))
+			return at;
+		if (place)
+			munmap(at, length);
+	}
+	atomic_store(&has_missed, true);
+	return mmap(NULL, length, protection, flags, fd, offset);
+}
