@@ -16,6 +16,7 @@ from faultinject.verdict import Finding, Verdict, invalid, merge, unknown, valid
 
 STEP_BAR, TRAINING_BAR, MEMORY_BAR = 0.01, 0.05, 0.02
 FAILOVER_MODES = ("keep", "exact")
+GUARDED = "guard"
 ROUNDS_LEAST = 3
 
 Judgement = tuple[Verdict, str] | None
@@ -109,6 +110,13 @@ def memory_was_vaulted(pair: Pair) -> Judgement:
     return invalid(f"pieces that the vault does not hold: {left_out}") if left_out else valid()
 
 
+def host_memory_was_guarded(pair: Pair) -> Judgement:
+    stats = pair.proxied.stats
+    if pair.mode != GUARDED or stats is None or stats["state"] != "active":
+        return None
+    return valid() if stats["host_guard"] else invalid("nothing of the program's host memory was under guard")
+
+
 def could_fail_over(pair: Pair) -> Judgement:
     if pair.mode not in FAILOVER_MODES or pair.proxied.failure:
         return None
@@ -158,7 +166,14 @@ def memory_same(pair: Pair) -> Judgement:
 
 
 Law = Callable[[Pair], Judgement]
-LAWS: tuple[Law, ...] = (came_to_an_end, was_proxied, memory_was_vaulted, could_fail_over, results_same)
+LAWS: tuple[Law, ...] = (
+    came_to_an_end,
+    was_proxied,
+    memory_was_vaulted,
+    host_memory_was_guarded,
+    could_fail_over,
+    results_same,
+)
 BAR_LAWS: tuple[Law, ...] = (step_time_same, memory_same)
 
 

@@ -1,7 +1,7 @@
 """Runs the paired programs: four processes of one program at a time, that take turns.
 
-Without the proxy twice (their difference is noise), with it passing all calls on, with the vault, and
-ready for a fail-over in either mode. All come up first, one after another, so that what each takes of the
+Without the proxy twice (their difference is noise), with it passing all calls on, with the vault, with a guard
+over host memory too, and ready for a fail-over in either mode. All come up first, one after another, so that what each takes of the
 GPU's memory shows; then they are timed round by round while the others wait. All are clients of the same
 mpsd.
 """
@@ -17,6 +17,7 @@ from typing import Any
 from faultinject.history import clock
 from faultinject.proxy.judge import (
     FAILOVER_MODES,
+    GUARDED,
     STEP_BAR,
     TRAINING_BAR,
     Pair,
@@ -32,9 +33,11 @@ from faultinject.verdict import Verdict
 from faultinject.worker import Worker
 from mpsd.errors import DeadlineError
 
-MODES = ("forward", "vault", *FAILOVER_MODES)
-"""MPSD_VAULT=0: every call is passed on; memory in the window, brought to the vault; and with a standby too,
-in that mode of fail-over."""
+MODES = ("forward", "vault", GUARDED, *FAILOVER_MODES)
+"""MPSD_VAULT=0: every call is passed on; memory in the window, brought to the vault; that, and a guard over the
+program's own host memory; with a standby too, in that mode of fail-over."""
+
+GUARD_BYTES = 16 << 30
 
 DEFAULT_MODES = ("forward", "vault")
 
@@ -92,6 +95,8 @@ class Group:
             return self.rig.spawn(f"{self.work}-{name}", "paired", *arguments, environment=environment)
         environment = libraries.proxied(service.environment, service.socket, vault=name != "forward")
         environment["MPSD_FAILOVER"] = name if name in FAILOVER_MODES else "off"
+        if name == GUARDED:
+            environment["MPSD_HOST_GUARD_BYTES"] = str(GUARD_BYTES)
         return self.rig.spawn(
             f"{self.work}-{name}", "paired", *arguments, environment=environment, through=MPSD_RUN
         )

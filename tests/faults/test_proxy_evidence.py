@@ -52,11 +52,13 @@ def test_programs_in_pairs_compute_the_same_and_are_vaulted(libraries: Libraries
 
 
 def test_programs_that_could_fail_over_compute_the_same(libraries: Libraries, tmp_path: Path) -> None:
-    asked = ("--programs", "calls", "--modes", "vault,keep,exact", "--pairs", "3")
+    asked = ("--programs", "calls", "--modes", "vault,guard,keep,exact", "--pairs", "3")
     status, data = evidence(libraries, tmp_path / "report.json", *asked)
     assert status == 0, reports.complaints(data)
     found = {e["mode"]: e["proxied"]["failover"] for e in data["programs"]}
     assert found["vault"] is None
+    guarded = {e["mode"] for e in data["programs"] if e["proxied"]["stats"]["host_guard"]}
+    assert guarded == {"guard"}
     for mode in ("keep", "exact"):
         assert (found[mode]["mode"], found[mode]["standing"], found[mode]["opaque"]) == (mode, "ready", [])
 

@@ -36,6 +36,13 @@ def said(pair: Pair, *, bars: bool = True) -> tuple[Verdict, list[str]]:
     return verdict(findings), [f.law for f in findings if f.verdict is not Verdict.VALID]
 
 
+def test_a_guard_that_covers_nothing_is_no_guard() -> None:
+    guarded = replace(PROXIED, stats={**ACTIVE, "host_guard": 1 << 20})
+    assert said(replace(PAIR, mode="guard", proxied=guarded)) == (Verdict.VALID, [])
+    bare = replace(PROXIED, stats={**ACTIVE, "host_guard": 0})
+    assert said(replace(PAIR, mode="guard", proxied=bare)) == (Verdict.INVALID, ["host memory was guarded"])
+
+
 def test_a_pair_that_is_the_same_is_valid() -> None:
     assert said(PAIR) == (Verdict.VALID, [])
 
