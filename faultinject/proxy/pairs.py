@@ -1,9 +1,9 @@
 """Runs the paired programs: four processes of one program at a time, that take turns.
 
-Without the proxy twice (their difference is noise), with it passing all calls on, with the vault, with a guard
-over host memory too, and ready for a fail-over in either mode. All come up first, one after another, so that what each takes of the
-GPU's memory shows; then they are timed round by round while the others wait. All are clients of the same
-mpsd.
+Without the proxy twice (their difference is noise), with it passing all calls on, with the vault, with a
+guard over host memory too, and ready for a fail-over in either mode. All come up first, one after another,
+so that what each takes of the GPU's memory shows; then they are timed round by round while the others wait.
+All are clients of the same mpsd.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from faultinject.worker import Worker
 from mpsd.errors import DeadlineError
 
 MODES = ("forward", "vault", GUARDED, *FAILOVER_MODES)
-"""MPSD_VAULT=0: every call is passed on; memory in the window, brought to the vault; that, and a guard over the
-program's own host memory; with a standby too, in that mode of fail-over."""
+"""MPSD_VAULT=0: every call is passed on; memory in the window, brought to the vault; that, and a guard over
+the program's own host memory; with a standby too, in that mode of fail-over."""
 
 GUARD_BYTES = 16 << 30
 
