@@ -31,7 +31,7 @@ class Plan:
     backend: str
     programs: Sequence[str] | None
     modes: Sequence[str]
-    rounds: int
+    rounds: pairs.Rounds
     seed: int
     deaths: int
     at_once: int
@@ -45,7 +45,8 @@ class Plan:
         """The command line that repeats it, but for where the libraries are."""
         words = ["mpsd-faultinject", "proxy", "--backend", self.backend, "--seed", str(self.seed)]
         words += ["--programs", ",".join(self.programs or ["none"]), "--modes", ",".join(self.modes)]
-        words += ["--pairs", str(self.rounds), "--deaths", str(self.deaths), "--at-once", str(self.at_once)]
+        words += ["--pairs", str(self.rounds.least), "--pairs-most", str(self.rounds.most)]
+        words += ["--deaths", str(self.deaths), "--at-once", str(self.at_once)]
         words += ["--memory-end"] if self.memory_end else []
         return shlex.join(words + (self.numba.words() if self.numba else []))
 
@@ -155,6 +156,12 @@ def add_parser(commands: Any, types: Any) -> None:
         "--pairs", type=types.number(1, 1000), default=9, help="rounds that are timed (default: 9)"
     )
     proxy.add_argument(
+        "--pairs-most",
+        type=types.number(1, 1000),
+        default=0,
+        help="more of them while the medians may be off by a quarter of a percent, so many at most",
+    )
+    proxy.add_argument(
         "--deaths", type=types.number(0, 100_000), default=0, help="so many programs are killed"
     )
     proxy.add_argument("--at-once", type=types.number(1, 32), default=deaths.AT_ONCE, help="deaths at a time")
@@ -180,7 +187,7 @@ def _go(args: argparse.Namespace) -> int:
         args.backend,
         chosen(args.programs, args.backend),
         [mode for mode in pairs.MODES if mode in args.modes],
-        args.pairs,
+        pairs.Rounds(args.pairs, max(args.pairs, args.pairs_most)),
         args.seed,
         args.deaths,
         args.at_once,

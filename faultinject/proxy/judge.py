@@ -7,6 +7,7 @@ gain while the program came up and worked, in bytes.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ STEP_BAR, TRAINING_BAR, MEMORY_BAR = 0.01, 0.05, 0.02
 FAILOVER_MODES = ("keep", "exact")
 GUARDED = "guard"
 ROUNDS_LEAST = 3
+# Of the bar on step times: where the median of the rounds may be off by more, the verdict would be chance.
+ERROR_SHARE = 1 / 4
 
 Judgement = tuple[Verdict, str] | None
 
@@ -71,6 +74,20 @@ def ratio(of: Sequence[float], to: Sequence[float]) -> Ratio | None:
         return None
     low, _, high = statistics.quantiles(ratios, n=4, method="inclusive")
     return Ratio(statistics.median(ratios), low, high)
+
+
+def standard_error(found: Ratio, rounds: int) -> float:
+    """Of the median of that many ratios, by their quartiles as if they were spread normally."""
+    return 1.2533 * (found.high - found.low) / 1.349 / math.sqrt(rounds)
+
+
+def are_settled(plain: Sequence[float], others: Sequence[Sequence[float]]) -> bool:
+    """Whether more rounds would hardly change what is said of any of the others beside `plain`."""
+    for blocks in others:
+        found = ratio(blocks, plain)
+        if found is None or standard_error(found, len(plain)) > STEP_BAR * ERROR_SHARE:
+            return False
+    return True
 
 
 def memory_ratio(of: Side, to: Side) -> float | None:

@@ -22,6 +22,7 @@ from faultinject.proxy.judge import (
     TRAINING_BAR,
     Pair,
     Side,
+    are_settled,
     check,
     memory_ratio,
     ratio,
@@ -52,6 +53,14 @@ SPARE_S = READY_S = 20.0
 LEAST_MEMORY = 1 << 20
 
 
+@dataclass(frozen=True, slots=True)
+class Rounds:
+    """How many are timed: `least`, and then more until the medians are settled, `most` at most."""
+
+    least: int
+    most: int
+
+
 @dataclass(slots=True)
 class Member:
     """One process of a group and what it has shown so far."""
@@ -75,7 +84,7 @@ class Group:
     """One program in all its ways. `modes` are those of the proxy that are wanted."""
 
     def __init__(
-        self, rig: Rig, libraries: Libraries, work: str, seed: int, modes: Sequence[str], rounds: int
+        self, rig: Rig, libraries: Libraries, work: str, seed: int, modes: Sequence[str], rounds: Rounds
     ) -> None:
         self.rig, self.libraries, self.work, self.rounds = rig, libraries, work, rounds
         self.members = {
@@ -109,13 +118,20 @@ class Group:
             self._attempt(member, self._begin)
         steps = self._steps()
         names = list(self.members)
-        for number in range(self.rounds):
+        for number in range(self.rounds.most):
+            if number >= self.rounds.least and self._is_settled():
+                break
             # Nobody is always the first of a round.
             turn = number % len(names)
             for name in names[turn:] + names[:turn]:
                 self._attempt(self.members[name], self._block, steps)
         for member in self.members.values():
             self._attempt(member, self._finish)
+
+    def _is_settled(self) -> bool:
+        alive = [m for m in self.members.values() if not m.failure]
+        others = [m.blocks for m in alive if m.name != "plain"]
+        return bool(self.facts["untimed"]) or are_settled(self.members["plain"].blocks, others)
 
     def wait_imported(self) -> None:
         """Until every member is there, or has said what is not installed."""
@@ -286,7 +302,7 @@ def run_programs(
     modes: Sequence[str],
     *,
     seed: int,
-    rounds: int,
+    rounds: Rounds,
     deadline_s: float,
     tell: Any,
 ) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from faultinject.proxy.judge import MEMORY_BAR, STEP_BAR, Pair, Side, check, ratio, verdict
+from faultinject.proxy.judge import MEMORY_BAR, STEP_BAR, Pair, Side, are_settled, check, ratio, verdict
 from faultinject.verdict import Verdict
 
 ACTIVE: Mapping[str, Any] = {
@@ -144,3 +144,12 @@ def test_a_program_with_a_standby_may_take_more_memory_and_must_be_ready(
 ) -> None:
     proxied = replace(slower(PROXIED, 1.03), memory=2 * GIB, failover=failover)
     assert said(Pair("exact", PLAIN, PLAIN, proxied, step_bar=bar))[1] == found
+
+
+def test_rounds_are_enough_when_the_median_can_be_off_by_a_quarter_of_the_bar() -> None:
+    steady = [1.0, 1.001] * 4
+    spread = [1.0, 1.05] * 4
+    assert are_settled([1.0] * 8, [steady, steady])
+    assert not are_settled([1.0] * 8, [steady, spread])
+    assert are_settled([1.0] * 1024, [spread * 128])
+    assert not are_settled([1.0] * 2, [[1.0, 1.0]])
