@@ -34,12 +34,14 @@ _ROLES = {
     Role.GUARD: ZoneRole.GUARD,
     Role.QUARANTINE: ZoneRole.QUARANTINE,
     Role.NULL_PAGE: ZoneRole.NULL_PAGE,
+    Role.FAR: ZoneRole.FAR,
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The counters of a ledger. `launched`, `settled`: kernels started and known to have ended."""
+    """The counters of a ledger. `launched`, `settled`: kernels started and known to have ended. Far zones are
+    among the managed ones."""
 
     launched: int
     settled: int
@@ -53,6 +55,8 @@ class Head:
     quarantine_count: int
     null_page: bool
     notes_lost: int
+    far_bytes: int
+    far_zones: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +135,8 @@ class Ledger:
             quarantine_count=min(value["quarantine_count"], layout.ZONES),
             null_page=value["null_page"] == 1,
             notes_lost=value["notes_lost"],
+            far_bytes=min(value["far_bytes"], ADDRESS_LIMIT),
+            far_zones=min(value["far_zones"], layout.ZONES),
         )
 
     # -- zones -------------------------------------------------------------------------------------------
