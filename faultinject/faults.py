@@ -229,7 +229,7 @@ def _distant() -> tuple[Fault, ...]:
     """Into the far zones. A grid's faults over so much are served one after the other, and until they are it
     cannot be ended: it has a bound of its own."""
     past, _, grid = _zone("zone_distant", "store 3 GiB past the end of an allocation")
-    wild = "a full grid running wild over 512 MiB, to be evicted within 1000 ms"
+    wild = "a full grid running wild over 256 MiB, to be evicted within 1000 ms"
     title = f"store 3 GiB past the end of an allocation, {wild}"
     before = _zone("zone_distant_before", "store 2 GiB before the start of an allocation")[0]
     return past, replace(grid, title=title, evict_bar_ms=1000.0), before

@@ -20,7 +20,7 @@ DISTANT = 3 << 30
 """As an index does that does not fit into 32 bits."""
 
 DISTANT_BEFORE = 2 << 30
-DISTANT_SPAN = 512 << 20
+DISTANT_SPAN = 256 << 20
 """A full grid's, several GiB away."""
 
 WORD = 4
