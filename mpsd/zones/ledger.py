@@ -232,13 +232,16 @@ class Ledger:
 
 def _relation(address: int, start: int, end: int, role: ZoneRole, freed: int) -> tuple[Relation, int] | None:
     """None for an allocation that cannot have been meant: where it lies there is no zone of that role."""
+    if freed and role is ZoneRole.FAR and not start <= address < end:
+        # What lived nearer once explains nothing; where it was, a use after free does.
+        return None
     width = PAGE if address % PAGE == 0 else 1
     if address >= end:
         return Relation.PAST, address - end
     if address + width <= start:
         return Relation.BEFORE, start - address
     # Where addresses are used again, a freed allocation once lay over what lives there now.
-    if freed and role is ZoneRole.QUARANTINE:
+    if freed and role in (ZoneRole.QUARANTINE, ZoneRole.FAR):
         return Relation.INSIDE, max(0, address - start)
     return None
 

@@ -276,6 +276,16 @@ def test_far_from_all_the_nearest_of_them_is_named(writer: LedgerWriter, ledger:
     assert before is not None and (before.relation, before.size) == (Relation.BEFORE, MIB)
 
 
+def test_far_from_all_what_was_freed_counts_only_where_it_was(writer: LedgerWriter, ledger: Ledger) -> None:
+    gib = 1 << 30
+    writer.note(0, BASE, 20 * MIB, order=1, born=NOW - 3_000_000_000)
+    writer.note(1, BASE + gib, gib, order=2, born=NOW - 2_000_000_000, freed=NOW - 1_000_000_000)
+    past = ledger.nearest(BASE + 3 * gib, ZoneRole.FAR, NOW)
+    assert past is not None and (past.order, past.distance) == (1, 3 * gib - 20 * MIB)
+    inside = ledger.nearest(BASE + gib + 4096, ZoneRole.FAR, NOW)
+    assert inside is not None and (inside.order, inside.relation) == (2, Relation.INSIDE)
+
+
 def test_a_library_that_knows_of_no_far_zones_has_none(writer: LedgerWriter, ledger: Ledger) -> None:
     """Its words for them are reserved ones, and so zero."""
     writer.head("managed_bytes", 5 * MIB)
