@@ -191,6 +191,8 @@ def zones_laid(fault: Fault, seen: Observation) -> Judgement:
     zones = seen.zones or {}
     if fault.kind == "zone_null" and not zones.get("null_page"):
         return invalid("the null page of the offender is not covered")
+    if fault.kind in kinds.DISTANT and not zones.get("far_bytes"):
+        return invalid("the offender had no far zones")
     if zones.get("sparse" if fault.hit is Hit.SILENT else "managed"):
         return valid()
     lacks = "that absorb in silence" if fault.hit is Hit.SILENT else "that report"
@@ -206,7 +208,8 @@ def allocation_right(fault: Fault, seen: Observation) -> Judgement:
     if seen.aim is None:
         return unknown("the offender did not say what it aimed at")
     told = seen.hit.get("allocation") or {}
-    wanted = {key: seen.aim[key] for key in ("address", "bytes", "relation") if seen.aim["address"]}
+    known = ("address", "bytes", "relation") if seen.aim["address"] else ("relation",)
+    wanted = {key: seen.aim[key] for key in known if seen.aim[key]}
     wrong = {key: told.get(key) for key, value in wanted.items() if told.get(key) != value}
     return invalid(f"the hit is told at {told or 'nothing'}, it was at {wanted}") if wrong else valid()
 
@@ -378,7 +381,7 @@ def record_in_time(fault: Fault, seen: Observation) -> Judgement:
 def evicted_in_time(fault: Fault, seen: Observation) -> Judgement:
     applies = seen.mode != "stock" and fault.stall_bar is not StallBar.NONE
     limit = BARS.hit_evict if fault.sunk or fault.kind in kinds.ZONE else BARS.evict
-    return _bar("the eviction", seen.evict_ms, limit) if applies else None
+    return _bar("the eviction", seen.evict_ms, fault.evict_bar_ms or limit) if applies else None
 
 
 def stall_bounded(fault: Fault, seen: Observation) -> Judgement:

@@ -89,6 +89,7 @@ class Fault:
     """One fault. `survive` maps a mode to: all must live (True), known to be lost (False), open (None).
 
     `settings` go into mpsd's configuration (section.key to TOML), `environment` into a proxied offender's.
+    `evict_bar_ms`: a bound of its own for the eviction after a hit, in place of that of all others.
     """
 
     kind: str
@@ -111,6 +112,7 @@ class Fault:
     hit: Hit = Hit.EVICTED
     proxied_survivors: bool = False
     sunk: bool = False
+    evict_bar_ms: float | None = None
     settings: Mapping[str, str] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
 
@@ -222,6 +224,16 @@ def _at_full(one: Fault, *, fills_gpu: bool = False) -> Fault:
         fills_gpu=fills_gpu,
         stall_bar=StallBar.EVICTION if fills_gpu else StallBar.FREE,
     )
+
+
+def _distant() -> tuple[Fault, ...]:
+    """Into the far zones. A grid's faults over so much are served one after the other, and until they are it
+    cannot be ended: it has a bound of its own."""
+    past, _, grid = _zone("zone_distant", "store 3 GiB past the end of an allocation")
+    wild = "a full grid running wild over 256 MiB, to be evicted within 1000 ms"
+    title = f"store 3 GiB past the end of an allocation, {wild}"
+    before = _zone("zone_distant_before", "store 2 GiB before the start of an allocation")[0]
+    return past, replace(grid, title=title, evict_bar_ms=1000.0), before
 
 
 def _policies(one: Fault) -> tuple[Fault, ...]:
@@ -381,6 +393,7 @@ _ZONE_FAULTS = (
     *_zone("zone_before_start", "store before the start of an allocation"),
     *_zone("zone_use_after_free", "store to an allocation that was freed"),
     *_zone("zone_far", "store 16 MiB past the end of an allocation"),
+    *_distant(),
     *_zone("zone_atomic", "atomic past the end of an allocation"),
     *_zone("zone_null", "store through a null pointer", Need.NULL_PAGE),
     *(_at_full(_zone(f"zone_{kind}", f"{what} past the end of an allocation")[0]) for kind, what in _FULL),

@@ -36,6 +36,8 @@ ZONE = (
     "zone_before_start",
     "zone_use_after_free",
     "zone_far",
+    "zone_distant",
+    "zone_distant_before",
     "zone_atomic",
     "zone_null",
     "zone_absorb",
@@ -45,6 +47,9 @@ ZONE = (
     "zone_host",
 )
 """A program with the libcuda proxy touches what its guard zones cover."""
+
+DISTANT = ("zone_distant", "zone_distant_before")
+"""Those that go GiBs away, into the far zones."""
 
 GPU_KINDS = MMU + SM + CALL + ENGINE + HARMLESS + GUARD
 """Kinds that a kernel or the host engine commits on the GPU."""

@@ -26,6 +26,11 @@ UP_S = 30.0
 RECORD_S = 3.0
 NEWCOMER_S = 10.0
 GUARD_S = 1.5
+FAR_BYTES = 4 << 30
+"""Of an offender's far zones on each side; survivors have none, so that a machine never has much of them."""
+
+FAR_LAID = 7 << 30
+"""With so many of both sides those are laid that offenders stray into, the nearest being first."""
 POLL_S = 0.005
 
 
@@ -54,6 +59,10 @@ def process_state(pid: int) -> str:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
         return "X"
+
+
+def _far_zones(name: str) -> dict[str, str]:
+    return {"MPSD_FAR_BYTES": str(FAR_BYTES if name.startswith("offender") else 0)}
 
 
 class Stage:
@@ -118,6 +127,7 @@ class Stage:
             *args,
             environment={
                 **libraries.proxied(service.environment, service.socket, vault=True),
+                **_far_zones(name),
                 **self.fault.environment,
             },
             through=MPSD_RUN,
@@ -187,14 +197,16 @@ class Stage:
 
     def note_zones(self, patience_s: float = GUARD_S) -> None:
         """Wait for the offender's guard zones, and note what `status` says of them."""
-        wanted = "sparse" if self.fault.hit is Hit.SILENT else "managed"
+        wanted, least = "sparse" if self.fault.hit is Hit.SILENT else "managed", 1
+        if self.fault.kind in kinds.DISTANT:
+            wanted, least = "far_bytes", FAR_LAID
         pid = self.offenders[0].pid
 
         def zones(status: Mapping[str, Any]) -> Mapping[str, Any] | None:
             mine = (c.get("guard_zones") for c in status["clients"] if c["pid"] == pid)
             return next((found for found in mine if found), None)
 
-        self.rig.mpsd.until(lambda status: bool((zones(status) or {}).get(wanted)), patience_s)
+        self.rig.mpsd.until(lambda status: (zones(status) or {}).get(wanted, 0) >= least, patience_s)
         self.history.add("mpsd", "zones", zones=zones(self.rig.mpsd.status()))
 
     # ---- the fault

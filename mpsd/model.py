@@ -293,6 +293,7 @@ class ZoneRole(StrEnum):
     GUARD = "guard"
     QUARANTINE = "quarantine"
     NULL_PAGE = "null page"
+    FAR = "far"
     SINK = "sink"
 
 

@@ -36,7 +36,7 @@ QUESTIONS = {
     "spare": ("spare", 45),
     "guard": ("guard", 60),
     "work-memory": ("work_memory", 40),
-    "zones": ("zones", 150),
+    "zones": ("zones", 160),
     "failover": ("failover", 150),
 }
 

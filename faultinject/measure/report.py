@@ -228,6 +228,35 @@ def work_memory(rows: list[Row]) -> list[Row]:
     ]
 
 
+TIB_OF_ADDRESSES = 128
+
+
+def _far(rows: list[Row]) -> list[Row]:
+    """What far zones cost, and what sparse ones over all addresses would. None in older results."""
+    cases = [row for row in rows if row["case"] == "far" and row.get("laid")]
+    if not cases:
+        return []
+    whole = [row for row in cases if row["laid"] == row["GiB"]]
+    managed, sparse = ([row for row in whole if row["kind"] == kind] for kind in ("managed", "sparse"))
+    per_gib = [row["GPU KiB"] / row["GiB"] for row in sparse]
+
+    def times(of: list[Row], what: str) -> str:
+        return _span(us for row in of for us in row[what])
+
+    finding = (
+        f"Managed: laid in {times(managed, 'lay us')} us a GiB, taken away in "
+        f"{times(managed, 'take away us')} us, {_span(row['GPU KiB'] / row['GiB'] for row in managed)} KiB "
+        f"of GPU memory a GiB until one is hit. Sparse: {times(sparse, 'lay us')} us and {_span(per_gib)} "
+        "KiB of GPU memory a GiB"
+    )
+    if per_gib:
+        # By the largest of them: of small ones the driver's own granularity is a part.
+        finding += (
+            f", {per_gib[-1] * TIB_OF_ADDRESSES / 1024:.0f} GiB over {TIB_OF_ADDRESSES} TiB of addresses"
+        )
+    return [_row("What do zones of several GiB cost, in chunks of one?", f"{finding}.", cases)]
+
+
 def zones(rows: list[Row]) -> list[Row]:
     done = [row for row in rows if "failed" not in row]
     singles = [
@@ -245,8 +274,9 @@ def zones(rows: list[Row]) -> list[Row]:
             f"{len(alive)} of {len(judged)} steps the survivor was unharmed. Storms ended "
             f"{_span(row['event to termination ms'] for row in storms)} ms after their first event; "
             f"the survivor's longest round took {longest} ms.",
-            [row for row in done if row["case"] != "windows"],
+            [row for row in done if row["case"] not in ("windows", "far")],
         ),
+        *_far(done),
         _row(
             "Are the addresses of a window free in other libraries' programs?",
             "; ".join(

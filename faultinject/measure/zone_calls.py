@@ -237,6 +237,12 @@ class Zones:
         inside = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         return {"mappings in the child": inside, "then": self.touch("store", hex(VMM_BYTES + 4096))}
 
+    def far(self, kind: str, gib: str) -> dict[str, Any]:
+        """What ranges of `gib` GiB cost, managed or sparse."""
+        from faultinject.measure.far_calls import Ranges
+
+        return Ranges(self.cuda, kind, int(gib)).measure()
+
     def rss(self) -> dict[str, Any]:
         """Pages that zones hold: resident and in the page tables of this process, in KiB."""
         text = Path("/proc/self/status").read_text()

@@ -185,6 +185,17 @@ def full(where: str, _: Domain, survivor: Client, strayer: Client, watch: Watch,
     rows.append({"what": "drain", **ask(strayer, "drain"), "survivor": state_of(survivor)})
 
 
+FAR = (("managed", 1), ("managed", 4), ("managed", 8), ("sparse", 1), ("sparse", 4))
+
+
+def far(_: Domain, survivor: Client, strayer: Client, watch: Watch, rows: Rows) -> None:
+    """Ranges of several GiB, in chunks: what laying them costs, and what taking them away."""
+    for kind, gib in FAR:
+        watch.clear()
+        row = {"what": f"{gib} GiB {kind}", "kind": kind, "GiB": gib, **ask(strayer, f"far {kind} {gib}")}
+        rows.append(row | watch.summary(now()) | {"survivor": state_of(survivor)})
+
+
 def windows(made: Domain) -> list[Any]:
     """Whether the addresses of the window are free in programs of other libraries."""
     rows = []
@@ -235,6 +246,7 @@ CASES: dict[str, Case] = {
     "GPU nearly full": storm("store", 32, ALL_SMS, 128),
     "GPU full": partial(full, "gpu"),
     "GPU full, host": partial(full, "host"),
+    "far": far,
     "endured": endure("store", 32, ALL_SMS),
     "endured, host": endure("store", 32, ALL_SMS, where="host"),
     "endured, free SMs": endure("store", 32, 8),

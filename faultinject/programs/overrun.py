@@ -16,6 +16,13 @@ SPAN = 16 << 20
 FAR_SPAN = 1 << 20
 """The same that far away."""
 
+DISTANT = 3 << 30
+"""As an index does that does not fit into 32 bits."""
+
+DISTANT_BEFORE = 2 << 30
+DISTANT_SPAN = 256 << 20
+"""A full grid's, several GiB away."""
+
 WORD = 4
 NULL_FIELD = 16
 """A field of a structure whose pointer is null."""
@@ -54,6 +61,11 @@ def take_aim(device: Device, kind: str, allocation: int, *, wild: bool) -> Aim:
             return Aim("store", allocation, span, allocation, "inside")
         case "zone_far":
             return Aim("store", end + FAR, FAR_SPAN if wild else WORD, allocation, "past")
+        case "zone_distant":
+            return Aim("store", end + DISTANT, DISTANT_SPAN if wild else WORD, allocation, "past")
+        case "zone_distant_before":
+            # What lies nearest is the program's first allocation, whichever that is.
+            return Aim("store", allocation - DISTANT_BEFORE, span, 0, "before")
         case "zone_null":
             return Aim("store", NULL_FIELD, NULL_SPAN if wild else WORD, 0, "")
         case _:

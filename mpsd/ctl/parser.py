@@ -51,7 +51,7 @@ Then the clients with what protects each of them:
   guard    stray accesses there are absorbed; "silent": nobody is told, its results may be wrong
   vault    it runs under mpsd-run, and so much of its memory could outlive it (mpsd-ctl vault)
   zones    guard zones that it laid around its memory: managed ones absorb and report, sparse ones absorb
-           in silence, uncovered pieces have a side with none
+           in silence, uncovered pieces have a side with none; far: managed ones, GiBs from all memory
 
 Then the dead whose memory is still held, and processes on the GPU that are not on MPS.
 """

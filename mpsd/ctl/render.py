@@ -166,6 +166,7 @@ def _zones(client: Mapping[str, Any]) -> list[str]:
     if zones:
         parts = [f"{zones['managed']} managed"]
         parts += [f"{zones[kind]} {kind}" for kind in ("sparse", "uncovered") if zones[kind]]
+        parts += [f"{size(zones['far_bytes'])} far"] if zones["far_bytes"] else []
         found.append(f"zones {'/'.join(parts)}")
     if client.get("guard_hits"):
         found.append(f"{client['guard_hits']} guard hits")

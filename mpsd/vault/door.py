@@ -384,7 +384,7 @@ class Door:
         if self._visits.get(visit.socket.fileno()) is visit:
             status = Status.QUOTA if grant is None else Status.OK
             size, count = (grant.bytes, grant.zones) if grant is not None else (0, 0)
-            self._answer(visit, replace(message, size=size, count=count), status)
+            self._answer(visit, replace(message, index=wire.READS_FAR, size=size, count=count), status)
             self._resume(visit)
 
     async def _let_go(self, visit: Visit, process: ProcessInstance, message: Message) -> None:

@@ -14,6 +14,8 @@ ANSWER = 128
 NAME_ROOM = 64
 TOKEN_ROOM = 32
 NO_TOKEN = bytes(TOKEN_ROOM)
+READS_FAR = 1
+"""`index` of an answer to LEDGER: rows of far zones are understood."""
 
 LAYOUT = struct.Struct(f"=IHHIIQQQII16s{TOKEN_ROOM}s{NAME_ROOM}s")
 FIELDS = (

@@ -208,6 +208,8 @@ class Zones:
             "sparse": head.sparse_zones,
             "sparse_bytes": head.sparse_bytes,
             "uncovered": head.uncovered,
+            "far": head.far_zones,
+            "far_bytes": head.far_bytes,
             "quarantined": head.quarantine_count,
             "quarantined_bytes": head.quarantine_bytes,
             "null_page": head.null_page,

@@ -13,7 +13,7 @@ LAUNCHES = 64
 NAMES = 4096
 NAME_ROOM = 112
 
-HEAD = struct.Struct("=QIIQQQQQQQQQQQQQ15Q")
+HEAD = struct.Struct("=QIIQQQQQQQQQQQQQQQ13Q")
 HEAD_FIELDS = (
     "magic",
     "version",
@@ -31,6 +31,8 @@ HEAD_FIELDS = (
     "quarantine_bytes",
     "quarantine_count",
     "null_page",
+    "far_bytes",
+    "far_zones",
     "reserved",
 )
 """In the order of the header; none of the layouts here has padding, and neither has the header."""
@@ -73,3 +75,4 @@ class Role(IntEnum):
     GUARD = 0
     QUARANTINE = 1
     NULL_PAGE = 2
+    FAR = 3

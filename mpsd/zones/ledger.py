@@ -34,12 +34,14 @@ _ROLES = {
     Role.GUARD: ZoneRole.GUARD,
     Role.QUARANTINE: ZoneRole.QUARANTINE,
     Role.NULL_PAGE: ZoneRole.NULL_PAGE,
+    Role.FAR: ZoneRole.FAR,
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The counters of a ledger. `launched`, `settled`: kernels started and known to have ended."""
+    """The counters of a ledger. `launched`, `settled`: kernels started and known to have ended. Far zones are
+    among the managed ones."""
 
     launched: int
     settled: int
@@ -53,6 +55,8 @@ class Head:
     quarantine_count: int
     null_page: bool
     notes_lost: int
+    far_bytes: int
+    far_zones: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +135,8 @@ class Ledger:
             quarantine_count=min(value["quarantine_count"], layout.ZONES),
             null_page=value["null_page"] == 1,
             notes_lost=value["notes_lost"],
+            far_bytes=min(value["far_bytes"], ADDRESS_LIMIT),
+            far_zones=min(value["far_zones"], layout.ZONES),
         )
 
     # -- zones -------------------------------------------------------------------------------------------
@@ -226,13 +232,16 @@ class Ledger:
 
 def _relation(address: int, start: int, end: int, role: ZoneRole, freed: int) -> tuple[Relation, int] | None:
     """None for an allocation that cannot have been meant: where it lies there is no zone of that role."""
+    if freed and role is ZoneRole.FAR and not start <= address < end:
+        # What lived nearer once explains nothing; where it was, a use after free does.
+        return None
     width = PAGE if address % PAGE == 0 else 1
     if address >= end:
         return Relation.PAST, address - end
     if address + width <= start:
         return Relation.BEFORE, start - address
     # Where addresses are used again, a freed allocation once lay over what lives there now.
-    if freed and role is ZoneRole.QUARANTINE:
+    if freed and role in (ZoneRole.QUARANTINE, ZoneRole.FAR):
         return Relation.INSIDE, max(0, address - start)
     return None
 

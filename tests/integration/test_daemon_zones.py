@@ -112,6 +112,7 @@ def test_status_shows_zones_and_what_was_granted_goes_back(site: Site) -> None:
     shown = row(site, client)
     zones = shown["guard_zones"]
     assert (zones["managed"], zones["managed_bytes"], zones["sparse"]) == (1, GRANULE, 0)
+    assert (zones["far"], zones["far_bytes"]) == (0, 0)
     assert zones["granted_bytes"] >= GRANULE and zones["granted_zones"] == 4096
     assert (shown["guard_hits"], shown["zone_policy"], shown["frozen"]) == (0, "evict", False)
     stranger = site.join()

@@ -1,5 +1,8 @@
 """A program goes on in a second copy of the driver: the stand-in's, on the simulated GPU, with a daemon that
-the test plays."""
+the test plays.
+
+Long because each thing that must come along is one test on the same program and daemon.
+"""
 
 from __future__ import annotations
 
@@ -360,6 +363,27 @@ def test_the_guard_over_host_memory_comes_along(
     assert ask(f"gpu.code('cuMemHostRegister_v2', {pages}, 0)") == "0"
     assert ask(f"[gpu.run('store', {middle}, 4, 1), gpu.sync(), b.raw[4 << 20]]") == "[0, 0, 4]"
     assert second.status() == "ACTIVE"
+
+
+@pytest.mark.parametrize("ask", [{"MPSD_ZONE_BUDGET": str(16 << 30)}], indirect=True)
+def test_far_zones_come_along_and_follow_the_window(
+    domain: Domain, second: Domain, post: Post, ask: Program, copies: Path
+) -> None:
+    """On both sides, several GiB away; what is allocated after the move lies where they were."""
+    line = post.greet()
+    ask("m = gpu.memory(8 << 20); gpu.sync()")
+    strays = "[gpu.run('store', x, 4, 1) for x in (m - (2 << 30), m + (2 << 30))]"
+    assert ask(f"[{strays}, gpu.sync()]") == "[[0, 0], 0]"
+    stand_by(line, second, copies)
+    assert ask(f"[{strays}, gpu.sync()]") == "[[0, 0], 0]"
+    break_domain(domain)
+    move(line)
+    assert ask(f"[{strays}, gpu.sync()]") == "[[0, 0], 0]"
+    ask("n = gpu.memory(8 << 20); gpu.sync()")
+    assert ask("[gpu.run('store', n, 7, 1), gpu.sync(), gpu.word(n)]") == "[0, 0, 7]"
+    assert ask(f"[{strays}, gpu.run('store', n + (2 << 30), 4, 1), gpu.sync()]") == "[[0, 0], 0, 0]"
+    assert second.status() == "ACTIVE"
+    assert ask("[gpu.run('store', 0x7E0000000000, 4, 1), gpu.sync()]") == "[0, 700]"
 
 
 @both

@@ -46,7 +46,7 @@ def start() -> list[str]:
     return fixed if can else []
 
 
-@pytest.mark.parametrize("vault", ["0", "1", "brought", "zones", "guarded"])
+@pytest.mark.parametrize("vault", ["0", "1", "brought", "zones", "guarded", "far"])
 @pytest.mark.parametrize("program, how", [("sequence", "dlsym"), ("threads", "getproc")])
 def test_no_report(sanitized: Libraries, program: str, how: str, vault: str, vault_socket: str) -> None:
     chosen = {
@@ -57,6 +57,7 @@ def test_no_report(sanitized: Libraries, program: str, how: str, vault: str, vau
             "MPSD_ZONE_BUDGET": str(1 << 30),
             "MPSD_HOST_GUARD_BYTES": str(1 << 30),
         },
+        "far": {"MPSD_VAULT": "1", "MPSD_ZONE_BUDGET": str(16 << 30), "MPSD_FAR_BYTES": str(3 << 30)},
     }.get(vault, {"MPSD_VAULT": vault})
     environment = sanitized.environment(proxied=True, **chosen)
     done = run([*start(), sanitized.program(program), how], environment)
@@ -67,7 +68,7 @@ def test_no_report(sanitized: Libraries, program: str, how: str, vault: str, vau
 def test_no_report_while_a_vault_grants_zones(sanitized: Libraries) -> None:
     with tempfile.TemporaryDirectory(prefix="mpt-", dir="/tmp") as where:
         path = Path(where) / "vault.sock"
-        with GrantingVault(path, (1 << 30, 20)) as vault:
+        with GrantingVault(path, (8 << 30, 20), reads_far=True) as vault:
             environment = sanitized.environment(proxied=True, MPSD_VAULT_SOCKET=str(path))
             done = run([*start(), sanitized.program("threads"), "dlsym"], environment)
             assert (done.returncode, done.stderr) == (0, ""), done.stderr[-4000:]
@@ -86,10 +87,12 @@ def test_no_report_of_two_processes(
     assert done.stdout.splitlines()[-1] == "ok"
 
 
-@pytest.mark.parametrize("seed, zone", [(0, 0), (1, 0), (2, 1), (3, 1), (4, 3), (5, 10)])
-def test_the_arena_agrees_with_a_model(sanitized: Libraries, seed: int, zone: int) -> None:
+@pytest.mark.parametrize(
+    "seed, zone, lead", [(0, 0, 0), (1, 0, 5), (2, 1, 0), (3, 1, 1), (4, 3, 9), (5, 10, 3)]
+)
+def test_the_arena_agrees_with_a_model(sanitized: Libraries, seed: int, zone: int, lead: int) -> None:
     program = sanitized.program("arena", sources=("arena.c",))
-    done = run([program, str(seed), str(zone)], sanitized.environment(proxied=False))
+    done = run([program, str(seed), str(zone), str(lead)], sanitized.environment(proxied=False))
     assert (done.returncode, done.stdout, done.stderr) == (0, "ok\n", "")
 
 

@@ -43,7 +43,7 @@ PLENTY = str(64 << 30)
 
 
 def alone(libraries: Libraries, budget: str = PLENTY, **extra: str) -> Obedient:
-    chosen = {"MPSD_VAULT": "1", "MPSD_ZONE_BUDGET": budget, **extra}
+    chosen = {"MPSD_VAULT": "1", "MPSD_ZONE_BUDGET": budget, "MPSD_FAR_BYTES": "0", **extra}
     return Obedient(libraries.environment(proxied=True, **chosen))
 
 
@@ -230,6 +230,7 @@ def test_zones_end_with_the_context_and_come_back_with_the_next(libraries: Libra
     [
         ("MPSD_ZONE_BYTES", "3000000", ZONE),
         ("MPSD_ZONE_BYTES", "-1", ZONE),
+        ("MPSD_FAR_BYTES", "3000000", 8 << 30),
         ("MPSD_QUARANTINE_BYTES", "much", 1 << 30),
         ("MPSD_QUARANTINE_S", "1e3", 60),
     ],

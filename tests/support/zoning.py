@@ -29,7 +29,7 @@ MIB = 1 << 20
 ZONE = 18 * MIB
 REPORTED = 16 * MIB
 MANAGED, SPARSE = 1, 2
-GUARD, QUARANTINE, NULL_PAGE = 0, 1, 2
+GUARD, QUARANTINE, NULL_PAGE, FAR = 0, 1, 2, 3
 
 _HEAD = struct.Struct("=QIIQ27Q")
 _FIELDS = (
@@ -45,6 +45,8 @@ _FIELDS = (
     "quarantine_bytes",
     "quarantine_count",
     "null_page",
+    "far_bytes",
+    "far_zones",
 )
 _ZONE, _NOTE, _LAUNCH, _NAME = map(struct.Struct, ("=IHHQQQ", "=IIQQQQQ", "=QQ", "=IIQ112s"))
 _ZONES, _NOTES, _LAUNCHES, _NAMES = 8192, 65536, 64, 4096
@@ -217,12 +219,20 @@ def leads_to_ledger(path: Path) -> bool:
 class GrantingVault:
     """A context: a vault's door that takes everything, keeps nothing, and answers LEDGER with `grant`.
 
-    `grant` is (bytes, zones) or the status of a refusal; `answer` lets it be given: until it is set, LEDGER
-    waits for its answer.
+    `grant` is (bytes, zones) or the status of a refusal, `reads_far` whether it knows of far zones; `answer`
+    lets it be given: until it is set, LEDGER waits for its answer.
     """
 
-    def __init__(self, path: Path, grant: tuple[int, int] | Status, *, answers: bool = True) -> None:
+    def __init__(
+        self,
+        path: Path,
+        grant: tuple[int, int] | Status,
+        *,
+        answers: bool = True,
+        reads_far: bool = False,
+    ) -> None:
         self.grant = grant
+        self.reads_far = reads_far
         self.answer = threading.Event()
         self.asked = threading.Event()
         self.puts = 0
@@ -280,4 +290,4 @@ class GrantingVault:
     def _granted(self, reply: Message) -> Message:
         if isinstance(self.grant, Status):
             return replace(reply, status=self.grant)
-        return replace(reply, size=self.grant[0], count=self.grant[1])
+        return replace(reply, index=int(self.reads_far), size=self.grant[0], count=self.grant[1])

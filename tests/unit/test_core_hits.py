@@ -351,6 +351,11 @@ PAGE = Nearby(Relation.BEFORE, 4096, True, 0x7F0000000000, 3 << 10, 7, 0.02)
         (replace(NEAR, distance=0), ZoneRole.GUARD, "right past the end of a 20 MiB allocation"),
         (replace(NEAR, distance=16 * MIB), ZoneRole.GUARD, "16 MiB past the end of a 20 MiB"),
         (
+            replace(NEAR, distance=6349 * MIB),
+            ZoneRole.FAR,
+            "6.2 GiB past the end of a 20 MiB allocation made 3 s ago",
+        ),
+        (
             Nearby(Relation.INSIDE, 512, False, 0, 20 * MIB, 1, 300.0, 7000.0),
             ZoneRole.QUARANTINE,
             "512 B from the start, inside a 20 MiB allocation made 5 min ago and freed 117 min ago",

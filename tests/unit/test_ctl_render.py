@@ -108,6 +108,17 @@ def test_status_shows_everything_and_escapes_names() -> None:
     assert "\x1b" not in text and "\u202e" not in text
 
 
+def test_zones_are_shown_with_what_is_not_usual_with_them() -> None:
+    zones = {"managed": 12, "sparse": 0, "uncovered": 3, "far_bytes": 0}
+    for changes, said in (
+        ({}, "zones 12 managed/3 uncovered"),
+        ({"far_bytes": 15 << 29}, "uncovered/7.5 GiB far"),
+    ):
+        client = CLIENT | {"guard_zones": zones | changes}
+        text = "\n".join(render.status(view() | {"clients": [client]}, Style()))
+        assert said in text and ("far" in text) is bool(changes)
+
+
 def test_colour_is_a_choice_and_headers_can_be_left_out() -> None:
     assert "\x1b[32mactive" in "\n".join(render.status(view(), Style(colour=True)))
     assert "PROTECTIONS" not in "\n".join(render.status(view(), Style(), headers=False))

@@ -86,6 +86,27 @@ def test_zones_say_how_many_accesses_were_seen_and_what_storms_cost(tmp_path: Pa
     assert made[2]["figures"] == [{"case": "GPU full", "failed": "lost"}]
 
 
+def test_far_zones_say_what_a_gib_costs_and_what_all_addresses_would(tmp_path: Path) -> None:
+    alive = {"ev": "alive", "longest_ms": 0.1}
+    far = {"case": "far", "survivor": alive, "take away us": [5.0, 7.0], "GPU KiB": 0}
+    rows = [
+        far | {"what": "2 GiB managed", "kind": "managed", "GiB": 2, "laid": 2, "lay us": [20.0, 31.5]},
+        far | {"what": "4 GiB managed", "kind": "managed", "GiB": 4, "laid": 1, "lay us": [900.0]},
+        far
+        | {"what": "1 GiB sparse", "kind": "sparse", "GiB": 1, "laid": 1, "lay us": [90.0], "GPU KiB": 4096},
+        far
+        | {"what": "4 GiB sparse", "kind": "sparse", "GiB": 4, "laid": 4, "lay us": [80.0], "GPU KiB": 8192},
+    ]
+    save(tmp_path, "zones", rows)
+    made = report.build(tmp_path)["rows"]
+    assert made[1]["finding"] == (
+        "Managed: laid in 20 to 31.5 us a GiB, taken away in 5 to 7 us, 0 to 0 KiB of GPU memory a GiB until "
+        "one is hit. Sparse: 80 to 90 us and 2048 to 4096 KiB of GPU memory a GiB, 256 GiB over 128 TiB of "
+        "addresses."
+    )
+    assert len(made[1]["figures"]) == 4
+
+
 MEASURED = sorted([*REPORTS.glob("*-measurements.json"), *REPORTS.glob("*-zones.json")])
 
 

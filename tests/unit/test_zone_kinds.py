@@ -13,7 +13,17 @@ from faultinject.checkers import check, verdict
 from faultinject.faults import REGISTRY, Need, by_name
 from faultinject.matrix import Matrix, Plan, lacking
 from faultinject.observation import Observation, RecordSeen, SurvivorSeen
-from faultinject.programs.overrun import FAR, FAR_SPAN, SIZE, SPAN, WORD, take_aim
+from faultinject.programs.overrun import (
+    DISTANT,
+    DISTANT_BEFORE,
+    DISTANT_SPAN,
+    FAR,
+    FAR_SPAN,
+    SIZE,
+    SPAN,
+    WORD,
+    take_aim,
+)
 from faultinject.verdict import Verdict
 from mpsd_client.driver import LIBRARY_NAME
 
@@ -26,6 +36,7 @@ HIT = {
     "allocation": {"relation": "past", "offset": 0, "address": hex(TARGET), "bytes": SIZE},
 }
 ZONES = {"managed": 4, "null_page": True}
+FAR_ZONES = {**ZONES, "far_bytes": 7 << 30}
 
 
 class Freed:
@@ -179,21 +190,42 @@ def test_a_gpu_that_was_not_full_proves_nothing() -> None:
 
 
 @pytest.mark.parametrize("wild", [False, True])
-@pytest.mark.parametrize("kind", [k for k in kinds.ZONE if k != "zone_null"])
+@pytest.mark.parametrize("kind", [k for k in kinds.ZONE if k not in ("zone_null", "zone_distant_before")])
 def test_each_kind_strays_beside_its_allocation_or_into_it_once_freed(kind: str, wild: bool) -> None:
     device = Freed()
     aim = take_aim(device, kind, TARGET, wild=wild)
-    assert aim.span == ((FAR_SPAN if kind == "zone_far" else SPAN) if wild else WORD)
+    spans = {"zone_far": FAR_SPAN, "zone_distant": DISTANT_SPAN}
+    assert aim.span == (spans.get(kind, SPAN) if wild else WORD)
     past, before = aim.address - (TARGET + SIZE), TARGET - (aim.address + aim.span)
     assert aim.told()["address"] == hex(TARGET)
     match aim.relation:
         case "past":
-            assert past == (FAR if kind == "zone_far" else 0)
+            assert past == {"zone_far": FAR, "zone_distant": DISTANT}.get(kind, 0)
         case "before":
             assert before == 0
         case "inside":
             assert (aim.address, device.freed) == (TARGET, [TARGET])
     assert bool(device.freed) == (kind == "zone_use_after_free")
+
+
+def test_far_below_the_first_allocation_is_nearest_whichever_that_is() -> None:
+    aim = take_aim(Freed(), "zone_distant_before", TARGET, wild=False)
+    assert (aim.address, aim.relation) == (TARGET - DISTANT_BEFORE, "before")
+    told = {**HIT["allocation"], "address": "0x1000", "bytes": 512}
+    as_told = {"aim": aim.told(), "zones": FAR_ZONES}
+    before = seen(hit={**HIT, "allocation": {**told, "relation": "before"}}, **as_told)
+    assert complaints("zone_distant_before@one", before) == {}
+    past = seen(hit={**HIT, "allocation": told}, **as_told)
+    assert complaints("zone_distant_before@one", past) == {"allocation right": Verdict.INVALID}
+
+
+def test_a_grid_far_away_has_a_bound_of_its_own() -> None:
+    late = {"hit": {**HIT, "outcome_ms": 900.0}, "zones": FAR_ZONES, "stall_ms": 902.0}
+    assert complaints("zone_distant@grid", seen(**late)) == {}
+    assert complaints("zone_distant@one", seen(**late))["evicted in time"] is Verdict.INVALID
+    late["hit"] = {**HIT, "outcome_ms": 1001.0}
+    assert complaints("zone_distant@grid", seen(**late)) == {"evicted in time": Verdict.INVALID}
+    assert complaints("zone_distant@grid", seen()) == {"zones laid": Verdict.INVALID}
 
 
 def test_zone_kinds_are_not_run_without_a_proxy_and_say_why(

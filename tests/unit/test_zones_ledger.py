@@ -198,12 +198,15 @@ def test_only_zones_that_report_and_are_whole_are_zones(writer: LedgerWriter, le
     writer.zone(1, layout.Kind.SPARSE, layout.Role.GUARD, BASE + 2 * MIB, BASE + 3 * MIB)
     writer.zone(8191, layout.Kind.MANAGED, layout.Role.NULL_PAGE, 0, 65536)
     writer.zone(2, layout.Kind.MANAGED, layout.Role.GUARD, BASE + 5 * MIB, BASE + 4 * MIB)
+    writer.zone(5, layout.Kind.MANAGED, layout.Role.FAR, BASE + 64 * MIB, BASE + 96 * MIB)
     writer.zone(3, layout.Kind.MANAGED, 9, BASE + 6 * MIB, BASE + 7 * MIB)
     writer.zone(4, layout.Kind.MANAGED, layout.Role.GUARD, BASE + 8 * MIB, BASE + 9 * MIB)
     # The writer is in the middle of it.
     layout.SEQUENCE.pack_into(writer.memory, layout.ZONES_AT + 4 * layout.ZONE.size, 7)
     zones = ledger.zones(ledger.zone_bytes())
-    assert len(zones) == 2
+    assert len(zones) == 3
+    far = zones.at(BASE + 70 * MIB)
+    assert far is not None and far.role is ZoneRole.FAR
     roles = [
         getattr(zones.at(a), "role", None) for a in (BASE - 1, BASE, BASE + MIB - 1, BASE + MIB, 0, 65536)
     ]
@@ -260,6 +263,36 @@ def test_the_nearest_allocation_with_its_distance(writer: LedgerWriter, ledger: 
     before = ledger.nearest(BASE + 8 * MIB - 8, ZoneRole.GUARD, NOW)
     assert before is not None
     assert (before.relation, before.distance, before.page, before.order) == (Relation.BEFORE, 8, False, 2)
+
+
+def test_far_from_all_the_nearest_of_them_is_named(writer: LedgerWriter, ledger: Ledger) -> None:
+    writer.note(0, BASE, MIB, order=1, born=NOW - 3_000_000_000)
+    writer.note(1, BASE + 40 * MIB, 20 * MIB, order=2, born=NOW - 1_000_000_000)
+    gib = 1 << 30
+    past = ledger.nearest(BASE + 60 * MIB + 6 * gib, ZoneRole.FAR, NOW)
+    assert past is not None
+    assert (past.relation, past.distance, past.size) == (Relation.PAST, 6 * gib, 20 * MIB)
+    before = ledger.nearest(BASE - 3 * gib, ZoneRole.FAR, NOW)
+    assert before is not None and (before.relation, before.size) == (Relation.BEFORE, MIB)
+
+
+def test_far_from_all_what_was_freed_counts_only_where_it_was(writer: LedgerWriter, ledger: Ledger) -> None:
+    gib = 1 << 30
+    writer.note(0, BASE, 20 * MIB, order=1, born=NOW - 3_000_000_000)
+    writer.note(1, BASE + gib, gib, order=2, born=NOW - 2_000_000_000, freed=NOW - 1_000_000_000)
+    past = ledger.nearest(BASE + 3 * gib, ZoneRole.FAR, NOW)
+    assert past is not None and (past.order, past.distance) == (1, 3 * gib - 20 * MIB)
+    inside = ledger.nearest(BASE + gib + 4096, ZoneRole.FAR, NOW)
+    assert inside is not None and (inside.order, inside.relation) == (2, Relation.INSIDE)
+
+
+def test_a_library_that_knows_of_no_far_zones_has_none(writer: LedgerWriter, ledger: Ledger) -> None:
+    """Its words for them are reserved ones, and so zero."""
+    writer.head("managed_bytes", 5 * MIB)
+    assert (ledger.head().far_bytes, ledger.head().far_zones) == (0, 0)
+    writer.head("far_bytes", 1 << 60)
+    writer.head("far_zones", 1 << 60)
+    assert (ledger.head().far_bytes, ledger.head().far_zones) == (1 << 57, layout.ZONES)
 
 
 def test_inside_a_freed_one_only_where_the_zone_is_its_quarantine(

@@ -271,9 +271,9 @@ static bool find_large(const struct arena *arena, uint32_t granule, struct arena
 
 /* The whole */
 
-bool arena_open(struct arena *arena, uint64_t base, size_t size, size_t zone)
+bool arena_open(struct arena *arena, uint64_t base, size_t size, size_t lead, size_t zone)
 {
-	uint32_t granules = (uint32_t)(size / ARENA_GRANULE);
+	uint32_t granules = (uint32_t)(size / ARENA_GRANULE), first = (uint32_t)(lead / ARENA_GRANULE);
 
 	*arena = (struct arena){
 		.base = base,
@@ -287,7 +287,7 @@ bool arena_open(struct arena *arena, uint64_t base, size_t size, size_t zone)
 	arena->roomy_end = &arena->roomy;
 	if (arena->head && arena->size && arena->slab && make_room(arena)) {
 		arena->pieces = 1;
-		give_granules(arena, 0, granules);
+		give_granules(arena, first, granules - first);
 		return true;
 	}
 	arena_close(arena);

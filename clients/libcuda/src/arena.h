@@ -49,10 +49,10 @@ struct arena {
 };
 
 /*
- * A window of `size` bytes at `base`, with `zone` bytes around each piece, all multiples of the granule.
- * False: out of host memory.
+ * A window of `size` bytes at `base`, of which nobody gets the first `lead`, with `zone` bytes around each piece,
+ * all multiples of the granule. False: out of host memory.
  */
-bool arena_open(struct arena *arena, uint64_t base, size_t size, size_t zone);
+bool arena_open(struct arena *arena, uint64_t base, size_t size, size_t lead, size_t zone);
 void arena_close(struct arena *arena);
 
 /*
@@ -78,6 +78,15 @@ bool arena_piece(const struct arena *arena, uint64_t address, struct arena_range
 
 /* The first piece at or after `address`, for whoever goes through all. False if there is none. */
 bool arena_next_piece(const struct arena *arena, uint64_t address, struct arena_range *piece);
+
+/* From there to the window's end nobody has an address, nor a piece its zone. */
+static inline uint64_t arena_tail(const struct arena *arena)
+{
+	const struct arena_extent *last = arena->extents + arena->extent_count - 1;
+	bool is_free = arena->extent_count && last->first + last->count == arena->granules;
+
+	return arena->base + (is_free ? last->first : arena->granules) * (uint64_t)ARENA_GRANULE;
+}
 
 /* Some allocation, for whoever wants to free all. False if there is none. */
 bool arena_first(struct arena *arena, struct arena_range *found);

@@ -12,6 +12,10 @@ static void count(const struct mpsd_zone *zone, bool more)
 
 	*bytes += more ? zone->size : -zone->size;
 	*zones += more ? 1 : -1ull;
+	if (zone->role == MPSD_ZONE_FAR) {
+		mpsd_ledger->far_bytes += more ? zone->size : -zone->size;
+		mpsd_ledger->far_zones += more ? 1 : -1ull;
+	}
 }
 
 /* A zone that the daemon cannot look up would make hits that nobody understands. */

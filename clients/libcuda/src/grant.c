@@ -24,7 +24,7 @@ bool mpsd_grant_ask(void)
 		status = mpsd_channel_answer(&message, &answer);
 	unanswered = status < 0 ? unanswered + 1 : 0;
 	if (status == MPSD_VAULT_OK) {
-		mpsd_zones_granted(answer.size, answer.count);
+		mpsd_zones_granted(answer.size, answer.count, answer.index >= MPSD_VAULT_READS_FAR);
 		while (mpsd_zones_step())
 			;
 	} else if (status > 0 || unanswered >= LAST_TRIES) {

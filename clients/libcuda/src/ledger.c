@@ -195,3 +195,17 @@ void mpsd_ledger_zone_gone(int number)
 	if (number < zones_free_from)
 		zones_free_from = number;
 }
+
+uint64_t mpsd_ledger_zone_born(int number)
+{
+	return mpsd_ledger->zones[number].born_ns;
+}
+
+void mpsd_ledger_zone_since(int number, uint64_t born_ns)
+{
+	struct mpsd_zone_row *row = &mpsd_ledger->zones[number];
+
+	mpsd_row_begin(&row->sequence);
+	row->born_ns = born_ns;
+	mpsd_row_end(&row->sequence);
+}

@@ -33,6 +33,7 @@ enum mpsd_zone_role {
 	MPSD_ZONE_GUARD = 0,		/* before or after a slab or a large allocation */
 	MPSD_ZONE_QUARANTINE = 1,	/* where one was freed */
 	MPSD_ZONE_NULL_PAGE = 2,
+	MPSD_ZONE_FAR = 3,		/* far from all; only for who reads it (MPSD_VAULT_LEDGER's answer) */
 };
 
 struct mpsd_zone_row {
@@ -76,7 +77,8 @@ struct mpsd_ledger {
 	uint64_t managed_zones, sparse_zones, uncovered;	/* uncovered: pieces with a side that has none */
 	uint64_t quarantine_bytes, quarantine_count;
 	uint64_t null_page;		/* 1: covered */
-	uint64_t reserved[15];
+	uint64_t far_bytes, far_zones;	/* of the managed ones; 0 with whoever knows of none */
+	uint64_t reserved[13];
 	struct mpsd_zone_row zones[MPSD_LEDGER_ZONES];
 	struct mpsd_note_row notes[MPSD_LEDGER_NOTES];
 	struct mpsd_launch_row launches[MPSD_LEDGER_LAUNCHES];

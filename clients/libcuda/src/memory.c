@@ -47,18 +47,19 @@ bool mpsd_memory_wanted(void)
 static void open_window(struct window *window, CUdevice device)
 {
 	CUmemAllocationProp property = mpsd_window_property(device);
-	size_t size, granularity = 0;
+	size_t size, granularity = 0, lead = mpsd_zones_far();
 	CUdeviceptr base;
 
 	window->tried = true;
 	if (real_cuMemGetAllocationGranularity(&granularity, &property, CU_MEM_ALLOC_GRANULARITY_MINIMUM) ||
-	    ARENA_GRANULE % granularity || !mpsd_window_reserve(device, mpsd_zones_size(), &base, &size))
+	    ARENA_GRANULE % granularity || !mpsd_window_reserve(device, mpsd_zones_size(), &lead, &base, &size))
 		return;
-	window->open = arena_open(&window->arena, base, size, mpsd_zones_size());
+	window->open = arena_open(&window->arena, base, size, lead, mpsd_zones_size());
 	if (!window->open) {
 		mpsd_window_give_up(device, base, size);
 		return;
 	}
+	mpsd_zones_window(device, base, lead, size);
 	mpsd_mirror_window(device, base, size);
 	mpsd_ledger_start();
 }
@@ -99,23 +100,34 @@ void mpsd_windows_take_back(void)
 		arena_give(&windows[device].arena, range);
 }
 
-static uint64_t find_address(struct arena *arena, size_t size, struct arena_range *fresh)
+static bool tell_tail(struct window *window)
 {
+	return mpsd_zones_tail((CUdevice)(window - windows), arena_tail(&window->arena));
+}
+
+static uint64_t find_address(struct window *window, size_t size, struct arena_range *fresh)
+{
+	struct arena_range lost;
 	uint64_t address;
 
 	mpsd_windows_take_back();
-	address = arena_alloc(arena, size, fresh);
-	if (address)
+	address = arena_alloc(&window->arena, size, fresh);
+	if (!address) {
+		mpsd_zones_empty();
+		mpsd_windows_take_back();
+		address = arena_alloc(&window->arena, size, fresh);
+	}
+	if (!address || !fresh->size || tell_tail(window))
 		return address;
-	mpsd_zones_empty();
-	mpsd_windows_take_back();
-	return arena_alloc(arena, size, fresh);
+	/* Addresses under a zone that cannot be taken away are never given out again. */
+	arena_free(&window->arena, address, &lost);
+	return 0;
 }
 
 static CUresult alloc_in(struct window *window, CUdevice device, CUdeviceptr *dptr, size_t size)
 {
 	struct arena_range fresh, empty;
-	uint64_t address = find_address(&window->arena, size, &fresh);
+	uint64_t address = find_address(window, size, &fresh);
 	CUresult result;
 
 	if (!address)
@@ -152,6 +164,7 @@ CUresult mpsd_windows_free(struct window *window, CUdeviceptr address, bool keep
 		if (!mpsd_zones_freed(empty.base, keep))
 			arena_give(&window->arena, empty);
 		mpsd_windows_take_back();
+		tell_tail(window);
 	}
 	mpsd_mark_forget(found.base);
 	mpsd_stats->vault_allocations--;
@@ -290,7 +303,7 @@ CUresult mpsd_memory_adopt(CUdevice device, size_t size, CUmemGenericAllocationH
 
 	pthread_mutex_lock(&lock);
 	window = size && size % ARENA_GRANULE == 0 ? window_of(device) : NULL;
-	*base = window ? find_address(&window->arena, size, &fresh) : 0;
+	*base = window ? find_address(window, size, &fresh) : 0;
 	if (*base) {
 		result = mpsd_physical_place(fresh, 1u << device | window->peers, handle);
 		if (result == CUDA_SUCCESS) {

@@ -39,3 +39,7 @@ void mpsd_ledger_freed(uint64_t address);
 /* A row for a zone that has just been laid; -1 where all are taken. */
 int mpsd_ledger_zone(uint64_t start, uint64_t size, enum mpsd_zone_kind kind, enum mpsd_zone_role role);
 void mpsd_ledger_zone_gone(int row);
+
+/* Since when it lies there, by the driver's clock; for one that takes the place of another there. */
+uint64_t mpsd_ledger_zone_born(int row);
+void mpsd_ledger_zone_since(int row, uint64_t born_ns);

@@ -28,6 +28,14 @@ struct piece {
 	struct mpsd_zone zones[SIDES];
 };
 
+/* Those that have their memory, by a hash of their address. */
+#define MPSD_LIVING_BUCKETS 4096
+extern struct piece *mpsd_living[MPSD_LIVING_BUCKETS];
+
+void mpsd_living_add(struct piece *piece);
+struct piece *mpsd_living_take(uint64_t base);
+bool mpsd_living_is_any(void);
+
 struct queue {
 	struct piece *first, **last;
 };

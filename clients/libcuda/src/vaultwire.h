@@ -11,7 +11,8 @@
  *	CLAIM	name, index		answered with one descriptor, of `count` that there are
  *	RELEASE	name			what was kept under it is freed
  *	LEDGER	one descriptor		ledger.h; once per connection. Answered with `size` and `count`: bytes
- *					and number of managed zones that this program may lay; QUOTA: none
+ *					and number of managed zones that this program may lay; QUOTA: none.
+ *					`index`: what the reader knows of the ledger, see below
  *	SHARE	number, token		other processes of the owner may open it, until it is dropped or
  *					its process ends; the token is a new secret, not that of HELLO
  *	OPEN	token			answered with size, gpu and one descriptor
@@ -32,6 +33,8 @@
 #define MPSD_VAULT_VERSION 1
 #define MPSD_VAULT_NAME_ROOM 64
 #define MPSD_VAULT_TOKEN_ROOM 32
+
+#define MPSD_VAULT_READS_FAR 1		/* and rows of MPSD_ZONE_FAR; 0: an older daemon */
 
 enum mpsd_vault_kind {
 	MPSD_VAULT_HELLO = 1,

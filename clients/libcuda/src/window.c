@@ -114,22 +114,32 @@ static void note(CUdevice device, enum mpsd_window how, CUdeviceptr base)
 	mpsd_stats->window = (base & ~(uint64_t)3) | (uint64_t)how;
 }
 
-static bool reserve_somewhere(struct wish wish, CUdevice device, CUdeviceptr wanted, size_t size, CUdeviceptr *base)
+/* `size` with `lead` bytes below `wanted`, or below wherever it is. */
+static bool reserve_somewhere(struct wish wish, CUdevice device, CUdeviceptr wanted, size_t lead, size_t size,
+			      CUdeviceptr *base)
 {
 	char what[512] = "the driver gives another place";
-	bool used = is_in_use(wanted, size, what, sizeof(what));
+	bool used = is_in_use(wanted - lead, size, what, sizeof(what));
 
-	if (!used && reserve_at(wanted, size, base)) {
-		note(device, MPSD_WINDOW_AS_WANTED, *base);
+	if (!used && reserve_at(wanted - lead, size, base)) {
+		note(device, MPSD_WINDOW_AS_WANTED, wanted);
 		return true;
 	}
 	if (real_cuMemAddressReserve(base, size, ARENA_GRANULE, 0, 0) != CUDA_SUCCESS)
 		return false;
-	note(device, MPSD_WINDOW_ELSEWHERE, *base);
+	note(device, MPSD_WINDOW_ELSEWHERE, *base + lead);
 	if (wish.base)
 		mpsd_say("the window of device %d is at 0x%llx, not at 0x%llx (MPSD_WINDOW_BASE): %s", device,
-			 (unsigned long long)*base, (unsigned long long)wanted, what);
+			 (unsigned long long)(*base + lead), (unsigned long long)wanted, what);
 	return true;
+}
+
+/* A place that was chosen is the memory's, and not given up for what lies below it: that comes behind then. */
+static size_t room_below(struct wish wish, CUdeviceptr wanted, size_t far)
+{
+	char what[1];
+
+	return !wish.base || (wanted >= LOWEST + far && !is_in_use(wanted - far, far, what, sizeof(what))) ? far : 0;
 }
 
 /* To what the driver reserves: the rest of that would be its own, and a second copy's just there. */
@@ -155,14 +165,14 @@ static void watch_forks(void)
 	pthread_atfork(NULL, NULL, in_child);
 }
 
-bool mpsd_window_reserve(CUdevice device, size_t zone, CUdeviceptr *base, size_t *size)
+bool mpsd_window_reserve(CUdevice device, size_t zone, size_t *lead, CUdeviceptr *base, size_t *size)
 {
 	static pthread_once_t once = PTHREAD_ONCE_INIT;
 	struct wish wish = {
 		read_number("MPSD_WINDOW_BASE", LOWEST, END_OF_ADDRESSES - ARENA_GRANULE),
 		read_number("MPSD_WINDOW_BYTES", ARENA_GRANULE, END_OF_ADDRESSES / 2),
 	};
-	size_t total = 0, granules, pieces;
+	size_t total = 0, granules, pieces, far = *lead;
 	CUdeviceptr wanted;
 
 	pthread_once(&once, watch_forks);
@@ -171,10 +181,12 @@ bool mpsd_window_reserve(CUdevice device, size_t zone, CUdeviceptr *base, size_t
 	granules = total / ARENA_GRANULE + 1;
 	pieces = granules;
 	do {
-		*size = wish.size ? wish.size : rounded(granules * ARENA_GRANULE * TIMES + pieces * 2 * zone);
+		*size = wish.size ? wish.size + far
+				  : rounded(granules * ARENA_GRANULE * TIMES + pieces * 2 * zone + 2 * far);
 		wanted = wish.base ? wish.base + (CUdeviceptr)device * *size
 				   : DEFAULT_BASE + (CUdeviceptr)device * DEFAULT_STEP;
-		if (reserve_somewhere(wish, device, wanted, *size, base)) {
+		*lead = room_below(wish, wanted, far);
+		if (reserve_somewhere(wish, device, wanted, *lead, *size, base)) {
 			atomic_store(&reserved[device].base, *base);
 			atomic_store(&reserved[device].size, *size);
 			return true;

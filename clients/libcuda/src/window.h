@@ -10,9 +10,10 @@
 /*
  * Reserve the addresses of a device's window, where MPSD_WINDOW_BASE and MPSD_WINDOW_BYTES want them if
  * that can be; what could not be is said, and in the statistics. `zone` bytes are wanted on each side of a
- * piece. False: there is no window.
+ * piece. `lead`: how many are wanted before and behind all pieces; then, how many lie between `base` and where
+ * the first piece may begin. False: there is no window.
  */
-bool mpsd_window_reserve(CUdevice device, size_t zone, CUdeviceptr *base, size_t *size);
+bool mpsd_window_reserve(CUdevice device, size_t zone, size_t *lead, CUdeviceptr *base, size_t *size);
 
 /*
  * Whether this is a forked child: it has no driver, and may have inherited locks as other threads of its

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: MIT
 /*
- * Policy, in this order: managed zones as long as the daemon's budget for them lasts, what is in
- * quarantine making room for what lives, oldest first; then sparse zones; then none.
+ * Policy, in this order: managed zones as long as the daemon's budget for them lasts, far zones and then what
+ * is in quarantine making room for what lives, furthest and oldest first; then sparse zones; then none. Far
+ * zones have half of what is left after that.
  *
  * New pieces get their zones in the allocating thread: that is two system calls or three each, and only so
  * is it certain that no kernel of the program meets the allocation without them.
@@ -13,6 +14,7 @@
 #include <stdlib.h>
 
 #include "clock.h"
+#include "far.h"
 #include "hostguard.h"
 #include "limits.h"
 #include "notes.h"
@@ -20,8 +22,6 @@
 #include "proxy.h"
 #include "uvmrange.h"
 #include "vault.h"
-
-#define BUCKETS 4096
 
 /* A grid that runs wild in a zone lasts as long as its faults, so no more of a freed piece reports. */
 #define REPORTED ((size_t)16 << 20)
@@ -34,9 +34,9 @@ static struct mpsd_limits limits;	/* read once */
 
 /* Under the lock. */
 static bool granted;		/* before that, pieces are noted and not covered */
+static bool far_granted;
 static uint64_t budget_bytes, budget_zones;
-static struct piece *living[BUCKETS];
-static unsigned int step_bucket = BUCKETS;
+static unsigned int step_bucket = MPSD_LIVING_BUCKETS;
 static struct mpsd_zone null_page;
 static bool null_tried;
 static bool lifted;		/* nothing is laid for a while */
@@ -52,7 +52,7 @@ static void start(void)
 	if (limits.own_budget) {
 		budget_bytes = limits.own_budget;
 		budget_zones = limits.zones;
-		granted = true;
+		granted = far_granted = true;
 	}
 	if (limits.zone_bytes)
 		pthread_atfork(NULL, NULL, in_child);
@@ -64,7 +64,12 @@ size_t mpsd_zones_size(void)
 	return atomic_load(&off_in_child) ? 0 : limits.zone_bytes;
 }
 
-static bool enter(void)
+size_t mpsd_zones_far(void)
+{
+	return mpsd_zones_size() ? limits.far_bytes : 0;
+}
+
+bool mpsd_zones_enter(void)
 {
 	if (!mpsd_zones_size())
 		return false;
@@ -72,19 +77,9 @@ static bool enter(void)
 	return true;
 }
 
-static void leave(void)
-{
-	pthread_mutex_unlock(&lock);
-}
-
-bool mpsd_zones_enter(void)
-{
-	return enter();
-}
-
 void mpsd_zones_leave(void)
 {
-	leave();
+	pthread_mutex_unlock(&lock);
 }
 
 static void let_out_old(void)
@@ -108,11 +103,14 @@ static bool is_room_for_managed(size_t size, uint64_t spare_bytes, uint64_t spar
 	       mpsd_ledger->managed_zones - spare_zones < budget_zones && laid_zones() - spare_zones < limits.zones;
 }
 
-/* Out of the quarantine comes only what makes the room that is wanted. */
+/* Only what makes the room that is wanted goes. */
 static bool make_room(size_t size)
 {
-	if (!is_room_for_managed(size, mpsd_quarantine.managed_bytes, mpsd_quarantine.managed_zones))
+	if (!is_room_for_managed(size, mpsd_quarantine.managed_bytes + mpsd_ledger->far_bytes,
+				 mpsd_quarantine.managed_zones + mpsd_ledger->far_zones))
 		return false;
+	while (!is_room_for_managed(size, 0, 0) && mpsd_far_drop())
+		;
 	while (!is_room_for_managed(size, 0, 0) && mpsd_quarantine.kept.first)
 		mpsd_quarantine_let_out();
 	return is_room_for_managed(size, 0, 0);
@@ -129,6 +127,8 @@ static bool lay(struct piece *piece, enum side side, uint64_t base, size_t size)
 	};
 	if (side != REST && make_room(size) && mpsd_cover_managed(zone))
 		return true;
+	while (laid_zones() >= limits.zones && mpsd_far_drop())
+		;
 	return laid_zones() < limits.zones && mpsd_cover_sparse(zone, (const uint8_t *)piece->gpu.bytes);
 }
 
@@ -160,26 +160,72 @@ static void cover(struct piece *piece)
 	mpsd_ledger->uncovered += piece->bare;
 }
 
-/* What memory.c says */
+/* Far zones */
 
-static struct piece **bucket_of(uint64_t base)
+static uint64_t half_left(uint64_t all, uint64_t used)
 {
-	return &living[(base / ARENA_GRANULE * 0x9e3779b97f4a7c15ull) >> 52];
+	return all > used ? (all - used) / 2 : 0;
 }
 
-_Static_assert(BUCKETS == 1 << 12, "the hash above has 12 bits");
+static struct mpsd_far_share far_share(void)
+{
+	uint64_t most = budget_zones < limits.zones ? budget_zones : limits.zones;
+
+	if (!far_granted || lifted)
+		return (struct mpsd_far_share){ 0, 0 };
+	return (struct mpsd_far_share){
+		half_left(budget_bytes, mpsd_ledger->managed_bytes - mpsd_ledger->far_bytes),
+		half_left(most, laid_zones() - mpsd_ledger->far_zones),
+	};
+}
+
+static void fit_far(void)
+{
+	while (mpsd_far_step(far_share()))
+		;
+}
+
+/* What memory.c says */
+
+void mpsd_zones_window(CUdevice device, uint64_t base, size_t lead, size_t size)
+{
+	if (!mpsd_zones_enter())
+		return;
+	mpsd_far_window(device, base, lead, size, limits.far_bytes);
+	mpsd_zones_leave();
+}
+
+bool mpsd_zones_tail(CUdevice device, uint64_t tail)
+{
+	bool is;
+
+	if (!mpsd_zones_enter())
+		return true;
+	is = mpsd_far_tail(device, tail);
+	fit_far();
+	mpsd_zones_leave();
+	return is;
+}
+
+void mpsd_zones_closed(CUdevice device)
+{
+	if (!mpsd_zones_enter())
+		return;
+	mpsd_far_close(device);
+	mpsd_zones_leave();
+}
 
 void mpsd_zones_born(uint64_t base, size_t size, CUdevice device)
 {
 	struct piece *piece;
 
-	if (!enter())
+	if (!mpsd_zones_enter())
 		return;
 	let_out_old();
 	piece = malloc(sizeof(*piece));
 	if (piece) {
-		*piece = (struct piece){ .next = *bucket_of(base), .base = base, .size = size, .device = device };
-		*bucket_of(base) = piece;
+		*piece = (struct piece){ .base = base, .size = size, .device = device };
+		mpsd_living_add(piece);
 		/* Here, for the channel's thread calls nothing of the driver's for a zone. */
 		real_cuDeviceGetUuid_v2(&piece->gpu, device);
 		mpsd_hostguard_begin(device, &piece->gpu);
@@ -188,19 +234,8 @@ void mpsd_zones_born(uint64_t base, size_t size, CUdevice device)
 	} else {
 		mpsd_ledger->uncovered++;
 	}
-	leave();
-}
-
-static struct piece *strike_out(uint64_t base)
-{
-	struct piece **link = bucket_of(base), *piece;
-
-	while (*link && (*link)->base != base)
-		link = &(*link)->next;
-	piece = *link;
-	if (piece)
-		*link = piece->next;
-	return piece;
+	fit_far();
+	mpsd_zones_leave();
 }
 
 static bool cover_itself(struct piece *piece)
@@ -228,10 +263,10 @@ bool mpsd_zones_freed(uint64_t base, bool keep)
 	struct piece *piece;
 	bool kept = false;
 
-	if (!enter())
+	if (!mpsd_zones_enter())
 		return false;
 	let_out_old();
-	piece = strike_out(base);
+	piece = mpsd_living_take(base);
 	if (piece) {
 		mpsd_ledger->uncovered -= piece->bare;
 		kept = keep && granted && put_into_quarantine(piece);
@@ -241,7 +276,7 @@ bool mpsd_zones_freed(uint64_t base, bool keep)
 			free(piece);
 		}
 	}
-	leave();
+	mpsd_zones_leave();
 	return kept;
 }
 
@@ -249,7 +284,7 @@ bool mpsd_zones_out(CUdevice *device, struct arena_range *range)
 {
 	struct piece *piece = NULL;
 
-	if (!enter())
+	if (!mpsd_zones_enter())
 		return false;
 	let_out_old();
 	if (mpsd_quarantine.out.first) {
@@ -258,48 +293,43 @@ bool mpsd_zones_out(CUdevice *device, struct arena_range *range)
 		*range = (struct arena_range){ piece->base, piece->size };
 		free(piece);
 	}
-	leave();
+	mpsd_zones_leave();
 	return piece != NULL;
-}
-
-static bool is_any_alive(void)
-{
-	for (unsigned int i = 0; i < BUCKETS; i++)
-		if (living[i])
-			return true;
-	return false;
 }
 
 void mpsd_zones_empty(void)
 {
-	if (!enter())
+	if (!mpsd_zones_enter())
 		return;
 	while (mpsd_quarantine.kept.first)
 		mpsd_quarantine_let_out();
-	if (!is_any_alive())
+	if (!mpsd_living_is_any())
 		uncover_null_page();
-	leave();
+	mpsd_zones_leave();
 }
 
 /* What the channel says */
 
-void mpsd_zones_granted(uint64_t bytes, uint64_t count)
+void mpsd_zones_granted(uint64_t bytes, uint64_t count, bool far)
 {
-	if (!enter())
+	if (!mpsd_zones_enter())
 		return;
 	budget_bytes = bytes;
 	budget_zones = count;
 	granted = true;
+	far_granted = far;
 	step_bucket = 0;
-	leave();
+	mpsd_zones_leave();
 }
 
 void mpsd_zones_refused(void)
 {
-	if (!enter())
+	if (!mpsd_zones_enter())
 		return;
 	budget_bytes = budget_zones = 0;
-	leave();
+	/* Nobody hears of what they absorb. */
+	fit_far();
+	mpsd_zones_leave();
 }
 
 bool mpsd_zones_step(void)
@@ -307,19 +337,17 @@ bool mpsd_zones_step(void)
 	struct piece *piece = NULL;
 	bool is;
 
-	if (!enter())
+	if (!mpsd_zones_enter())
 		return false;
-	while (!lifted && step_bucket < BUCKETS) {
-		for (piece = living[step_bucket]; piece && piece->laid; piece = piece->next)
+	while (!lifted && !piece && step_bucket < MPSD_LIVING_BUCKETS) {
+		for (piece = mpsd_living[step_bucket]; piece && piece->laid; piece = piece->next)
 			;
-		if (piece)
-			break;
-		step_bucket++;
+		step_bucket += !piece;
 	}
-	if (!lifted && step_bucket < BUCKETS)
+	if (piece)
 		cover(piece);
-	is = !lifted && step_bucket < BUCKETS;
-	leave();
+	is = piece || mpsd_far_step(far_share());
+	mpsd_zones_leave();
 	return is;
 }
 
@@ -327,44 +355,45 @@ bool mpsd_zones_step(void)
 
 void mpsd_zones_lift(void)
 {
-	if (!enter())
+	if (!mpsd_zones_enter())
 		return;
 	mpsd_range_gone(true);
 	while (mpsd_quarantine.kept.first)
 		mpsd_quarantine_let_out();
-	for (unsigned int i = 0; i < BUCKETS; i++) {
-		for (struct piece *piece = living[i]; piece; piece = piece->next) {
+	for (unsigned int i = 0; i < MPSD_LIVING_BUCKETS; i++) {
+		for (struct piece *piece = mpsd_living[i]; piece; piece = piece->next) {
 			mpsd_ledger->uncovered -= piece->bare;
 			mpsd_piece_unlay(piece);
 			piece->laid = piece->bare = false;
 		}
 	}
+	mpsd_far_drop_all();
 	uncover_null_page();
 	mpsd_hostguard_lift();
 	mpsd_range_gone(false);
 	lifted = true;
-	leave();
+	mpsd_zones_leave();
 }
 
 void mpsd_zones_lay(void)
 {
-	if (!enter())
+	if (!mpsd_zones_enter())
 		return;
 	lifted = false;
 	mpsd_hostguard_lay();
 	if (granted)
 		step_bucket = 0;
-	leave();
+	mpsd_zones_leave();
 	while (mpsd_zones_step())
 		;
 }
 
 void mpsd_zones_copy(enum mpsd_range_copy what)
 {
-	if (!enter())
+	if (!mpsd_zones_enter())
 		return;
 	mpsd_range_copy(what);
 	if (what == MPSD_RANGE_COPY_TAKES_OVER)
 		mpsd_hostguard_hold();
-	leave();
+	mpsd_zones_leave();
 }

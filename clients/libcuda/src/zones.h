@@ -23,6 +23,21 @@ void mpsd_zones_leave(void);
 /* Bytes on each side of a piece; 0: there are no zones in this process. The first call reads the environment. */
 size_t mpsd_zones_size(void);
 
+/* Bytes of the far zone on each side of a window's pieces; 0: there is none. */
+size_t mpsd_zones_far(void);
+
+/* A window was opened: `lead` bytes of it nobody gets. */
+void mpsd_zones_window(CUdevice device, uint64_t base, size_t lead, size_t size);
+
+/*
+ * Nobody has the addresses of that window from `tail` on. To be said before anything is mapped below it. False:
+ * a far zone that lies in the way cannot be taken away.
+ */
+bool mpsd_zones_tail(CUdevice device, uint64_t tail);
+
+/* The context has ended, and with it all memory in that window. */
+void mpsd_zones_closed(CUdevice device);
+
 /* A piece has its memory now: it gets its zones before this returns, if it is known how many there may be. */
 void mpsd_zones_born(uint64_t base, size_t size, CUdevice device);
 
@@ -38,8 +53,11 @@ bool mpsd_zones_out(CUdevice *device, struct arena_range *range);
 /* All of the quarantine is to come out: addresses have run out, or the context has ended. */
 void mpsd_zones_empty(void);
 
-/* The daemon's word: `bytes` of managed zones, `count` of them; more are sparse. Pieces that are there: step. */
-void mpsd_zones_granted(uint64_t bytes, uint64_t count);
+/*
+ * The daemon's word: `bytes` of managed zones, `count` of them; more are sparse. `far`: it reads of far ones too.
+ * Pieces that are there: step.
+ */
+void mpsd_zones_granted(uint64_t bytes, uint64_t count, bool far);
 
 /*
  * The daemon knows of no zones, or refuses them. There are none if it is the first word; after a grant by

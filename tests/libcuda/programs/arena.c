@@ -22,7 +22,7 @@ static struct {
 static int owner[UNITS];	/* index into live, plus 1 */
 static bool mapped[GRANULES], reserved[GRANULES];
 static struct arena_range kept[GRANULES];
-static size_t kept_count, zone;
+static size_t kept_count, zone, lead;
 static struct arena_range piece_of[GRANULES];
 static uint64_t state;
 
@@ -107,6 +107,15 @@ static size_t longest_free_run(void)
 	return longest;
 }
 
+static uint64_t end_of_reserved(void)
+{
+	size_t granule = GRANULES;
+
+	while (granule && !reserved[granule - 1])
+		granule--;
+	return BASE + granule * ARENA_GRANULE;
+}
+
 static void allocate(struct arena *arena, int slot)
 {
 	size_t size = random_size(), need = (size + ARENA_GRANULE - 1) / ARENA_GRANULE + 2 * zone;
@@ -180,6 +189,7 @@ static void look(struct arena *arena)
 	if (slot)
 		CHECK(found.base == live[slot - 1].base && found.size == live[slot - 1].size);
 	look_at_pieces(arena, address);
+	CHECK(arena_tail(arena) == end_of_reserved());
 	CHECK(!arena_find(arena, BASE - 1, &found));
 	CHECK(!arena_find(arena, BASE + GRANULES * ARENA_GRANULE, &found));
 }
@@ -191,7 +201,7 @@ static void reuse(void)
 	struct arena_range range;
 	struct arena arena;
 
-	CHECK(arena_open(&arena, BASE, 2 * ARENA_GRANULE, 0));
+	CHECK(arena_open(&arena, BASE, 2 * ARENA_GRANULE, 0, 0));
 	first = arena_alloc(&arena, ARENA_UNIT, &range);
 	second = arena_alloc(&arena, ARENA_UNIT, &range);
 	CHECK(first == BASE && second == BASE + ARENA_UNIT);
@@ -208,10 +218,14 @@ int main(int count, char **given)
 	struct arena_range range, empty;
 	struct arena arena;
 	uint64_t address;
+	size_t most;
 
 	state = count > 1 ? strtoull(given[1], NULL, 0) : 1;
 	zone = count > 2 ? strtoull(given[2], NULL, 0) : 0;
-	CHECK(arena_open(&arena, BASE, GRANULES * ARENA_GRANULE, zone * ARENA_GRANULE));
+	lead = count > 3 ? strtoull(given[3], NULL, 0) : 0;
+	CHECK(arena_open(&arena, BASE, GRANULES * ARENA_GRANULE, lead * ARENA_GRANULE, zone * ARENA_GRANULE));
+	for (size_t granule = 0; granule < lead; granule++)
+		reserved[granule] = true;
 	for (int step = 0; step < 4000; step++) {
 		int slot = (int)random_below(step % 1000 < 500 ? LIVE : LIVE / 8);
 
@@ -225,9 +239,11 @@ int main(int count, char **given)
 		release(&arena, owner[(range.base - BASE) / ARENA_UNIT] - 1);
 	while (kept_count)
 		give_oldest(&arena);
-	CHECK(longest_free_run() == GRANULES);
-	address = arena_alloc(&arena, (GRANULES - 2 * zone) * ARENA_GRANULE, &range);
-	CHECK(address == BASE + zone * ARENA_GRANULE && range.size == (GRANULES - 2 * zone) * ARENA_GRANULE);
+	CHECK(longest_free_run() == GRANULES - lead);
+	most = (GRANULES - lead - 2 * zone) * ARENA_GRANULE;
+	address = arena_alloc(&arena, most, &range);
+	CHECK(address == BASE + (lead + zone) * ARENA_GRANULE && range.size == most);
+	CHECK(arena_tail(&arena) == BASE + GRANULES * ARENA_GRANULE);
 	CHECK(!arena_find(&arena, address - 1, &empty));
 	CHECK(!arena_find(&arena, address + range.size, &empty));
 	CHECK(!arena_alloc(&arena, 1, &range));
