@@ -36,7 +36,8 @@ QUESTIONS = {
     "spare": ("spare", 45),
     "guard": ("guard", 60),
     "work-memory": ("work_memory", 40),
-    "zones": ("zones", 160),
+    "zones": ("zones", 150),
+    "far": ("far", 40),
     "failover": ("failover", 150),
 }
 

@@ -231,11 +231,9 @@ def work_memory(rows: list[Row]) -> list[Row]:
 TIB_OF_ADDRESSES = 128
 
 
-def _far(rows: list[Row]) -> list[Row]:
-    """What far zones cost, and what sparse ones over all addresses would. None in older results."""
-    cases = [row for row in rows if row["case"] == "far" and row.get("laid")]
-    if not cases:
-        return []
+def far(rows: list[Row]) -> list[Row]:
+    """What far zones cost, and what sparse ones over all addresses would."""
+    cases = [row for row in rows if row.get("laid")]
     whole = [row for row in cases if row["laid"] == row["GiB"]]
     managed, sparse = ([row for row in whole if row["kind"] == kind] for kind in ("managed", "sparse"))
     per_gib = [row["GPU KiB"] / row["GiB"] for row in sparse]
@@ -254,7 +252,7 @@ def _far(rows: list[Row]) -> list[Row]:
         finding += (
             f", {per_gib[-1] * TIB_OF_ADDRESSES / 1024:.0f} GiB over {TIB_OF_ADDRESSES} TiB of addresses"
         )
-    return [_row("What do zones of several GiB cost, in chunks of one?", f"{finding}.", cases)]
+    return [_row("What do zones of several GiB cost, in chunks of one?", f"{finding}.", rows)]
 
 
 def zones(rows: list[Row]) -> list[Row]:
@@ -274,9 +272,8 @@ def zones(rows: list[Row]) -> list[Row]:
             f"{len(alive)} of {len(judged)} steps the survivor was unharmed. Storms ended "
             f"{_span(row['event to termination ms'] for row in storms)} ms after their first event; "
             f"the survivor's longest round took {longest} ms.",
-            [row for row in done if row["case"] not in ("windows", "far")],
+            [row for row in done if row["case"] != "windows"],
         ),
-        *_far(done),
         _row(
             "Are the addresses of a window free in other libraries' programs?",
             "; ".join(
@@ -303,6 +300,7 @@ SUMMARIES: dict[str, Callable[[list[Row]], list[Row]]] = {
     "guard": guard,
     "work-memory": work_memory,
     "zones": zones,
+    "far": far,
     "failover": failover,
 }
 

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -185,17 +185,6 @@ def full(where: str, _: Domain, survivor: Client, strayer: Client, watch: Watch,
     rows.append({"what": "drain", **ask(strayer, "drain"), "survivor": state_of(survivor)})
 
 
-FAR = (("managed", 1), ("managed", 4), ("managed", 8), ("sparse", 1), ("sparse", 4))
-
-
-def far(_: Domain, survivor: Client, strayer: Client, watch: Watch, rows: Rows) -> None:
-    """Ranges of several GiB, in chunks: what laying them costs, and what taking them away."""
-    for kind, gib in FAR:
-        watch.clear()
-        row = {"what": f"{gib} GiB {kind}", "kind": kind, "GiB": gib, **ask(strayer, f"far {kind} {gib}")}
-        rows.append(row | watch.summary(now()) | {"survivor": state_of(survivor)})
-
-
 def windows(made: Domain) -> list[Any]:
     """Whether the addresses of the window are free in programs of other libraries."""
     rows = []
@@ -246,16 +235,16 @@ CASES: dict[str, Case] = {
     "GPU nearly full": storm("store", 32, ALL_SMS, 128),
     "GPU full": partial(full, "gpu"),
     "GPU full, host": partial(full, "host"),
-    "far": far,
     "endured": endure("store", 32, ALL_SMS),
     "endured, host": endure("store", 32, ALL_SMS, where="host"),
     "endured, free SMs": endure("store", 32, 8),
 }
 
 
-def measure(out: Path, cubin: Path, uvm: NvidiaUvm, nvml: Nvml, rows: list[Any]) -> None:
+def run_cases(cases: Mapping[str, Case], out: Path, cubin: Path, uvm: NvidiaUvm, rows: list[Any]) -> None:
+    """Each in a domain of its own, with a survivor and the client that lays zones."""
     os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")
-    for index, (name, case) in enumerate(CASES.items()):
+    for index, (name, case) in enumerate(cases.items()):
         with domain(f"zones{index}", out, start_server=True) as made:
             survivor, strayer = made.client("survivor", cubin), made.client("zones", cubin)
             with clients(survivor, strayer):
@@ -273,5 +262,9 @@ def measure(out: Path, cubin: Path, uvm: NvidiaUvm, nvml: Nvml, rows: list[Any])
                 except Exception as error:
                     found.append({"failed": f"{type(error).__name__}: {error}"})
                 rows += [{"case": name, **row} for row in found]
+
+
+def measure(out: Path, cubin: Path, uvm: NvidiaUvm, nvml: Nvml, rows: list[Any]) -> None:
+    run_cases(CASES, out, cubin, uvm, rows)
     with domain("windows", out, start_server=True) as made:
         rows += [{"case": "windows", **row} for row in windows(made)]

@@ -97,14 +97,14 @@ def test_far_zones_say_what_a_gib_costs_and_what_all_addresses_would(tmp_path: P
         far
         | {"what": "4 GiB sparse", "kind": "sparse", "GiB": 4, "laid": 4, "lay us": [80.0], "GPU KiB": 8192},
     ]
-    save(tmp_path, "zones", rows)
+    save(tmp_path, "far", rows)
     made = report.build(tmp_path)["rows"]
-    assert made[1]["finding"] == (
+    assert made[0]["finding"] == (
         "Managed: laid in 20 to 31.5 us a GiB, taken away in 5 to 7 us, 0 to 0 KiB of GPU memory a GiB until "
         "one is hit. Sparse: 80 to 90 us and 2048 to 4096 KiB of GPU memory a GiB, 256 GiB over 128 TiB of "
         "addresses."
     )
-    assert len(made[1]["figures"]) == 4
+    assert len(made[0]["figures"]) == 4
 
 
 MEASURED = sorted([*REPORTS.glob("*-measurements.json"), *REPORTS.glob("*-zones.json")])
