@@ -27,7 +27,7 @@ RECORD_S = 3.0
 NEWCOMER_S = 10.0
 GUARD_S = 1.5
 FAR_BYTES = 4 << 30
-"""Of an offender's far zones on each side; survivors have none, so that a machine never has much of them."""
+"""Of an offender's far zones on each side; survivors have none."""
 
 FAR_LAID = 7 << 30
 """With so many of both sides those are laid that offenders stray into, the nearest being first."""
@@ -59,10 +59,6 @@ def process_state(pid: int) -> str:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
         return "X"
-
-
-def _far_zones(name: str) -> dict[str, str]:
-    return {"MPSD_FAR_BYTES": str(FAR_BYTES if name.startswith("offender") else 0)}
 
 
 class Stage:
@@ -121,13 +117,13 @@ class Stage:
         libraries, service = self.rig.libraries, self.rig.mpsd
         if libraries is None:
             raise UnsupportedError(f"{self.fault.name} needs mpsd's libcuda", remedy="give --libcuda DIR")
+        far_bytes = FAR_BYTES if name.startswith("offender") else 0
         return self.rig.spawn(
             name,
             module,
             *args,
             environment={
-                **libraries.proxied(service.environment, service.socket, vault=True),
-                **_far_zones(name),
+                **libraries.proxied(service.environment, service.socket, vault=True, far_bytes=far_bytes),
                 **self.fault.environment,
             },
             through=MPSD_RUN,

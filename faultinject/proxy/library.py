@@ -41,9 +41,16 @@ class Libraries:
         path = f"{self.driver}:{before}" if before else str(self.driver)
         return {**environment, "LD_LIBRARY_PATH": path, "MPSD_STANDIN_GPU": "simulated"}
 
-    def proxied(self, environment: Mapping[str, str], socket: Path, *, vault: bool) -> dict[str, str]:
-        """What mpsd-run is started with; without `vault` the proxy passes every call on."""
+    def proxied(
+        self, environment: Mapping[str, str], socket: Path, *, vault: bool, far_bytes: int = 0
+    ) -> dict[str, str]:
+        """What mpsd-run is started with; without `vault` the proxy passes every call on.
+
+        `far_bytes`: of the far zones on each side. Few programs of a run have them: much managed address
+        space of all of them together has cost the driver of a GPU dearly.
+        """
         named = {"MPSD_SOCKET": str(socket), "MPSD_LIBCUDA_DIR": str(self.proxy)}
+        named["MPSD_FAR_BYTES"] = str(far_bytes)
         off = {} if vault else {"MPSD_VAULT": "0"}
         return {**self.plain(environment), **named, **off}
 

@@ -33,6 +33,9 @@ BACK_BOUND = 64 << 20
 MOST_MANAGED = 48 << 30
 """Bytes of addresses that zones of one program may cover: more has cost the driver of a GPU dearly."""
 
+FAR_BYTES = 4 << 30
+"""Of far zones on each side: memory must end where it does without them."""
+
 OUT_OF_MEMORY = 2
 
 
@@ -77,7 +80,9 @@ def _spawn(rig: Rig, libraries: Libraries, side: str, seed: int) -> Worker:
     if side == "plain":
         environment = libraries.plain(service.client_environment())
         return rig.spawn(name, "memory_end", *options, environment=environment)
-    environment = libraries.proxied(service.environment, service.socket, vault=side == "vault")
+    environment = libraries.proxied(
+        service.environment, service.socket, vault=side == "vault", far_bytes=FAR_BYTES
+    )
     return rig.spawn(name, "memory_end", *options, environment=environment, through=MPSD_RUN)
 
 

@@ -39,6 +39,9 @@ MODES = ("forward", "vault", GUARDED, *FAILOVER_MODES)
 the program's own host memory; with a standby too, in that mode of fail-over."""
 
 GUARD_BYTES = 16 << 30
+FAR_BYTES = 4 << 30
+"""Of far zones on each side, as with the default caps."""
+
 
 DEFAULT_MODES = ("forward", "vault")
 
@@ -102,7 +105,9 @@ class Group:
         if name not in MODES:
             environment = libraries.plain(service.client_environment())
             return self.rig.spawn(f"{self.work}-{name}", "paired", *arguments, environment=environment)
-        environment = libraries.proxied(service.environment, service.socket, vault=name != "forward")
+        environment = libraries.proxied(
+            service.environment, service.socket, vault=name != "forward", far_bytes=FAR_BYTES
+        )
         environment["MPSD_FAILOVER"] = name if name in FAILOVER_MODES else "off"
         if name == GUARDED:
             environment["MPSD_HOST_GUARD_BYTES"] = str(GUARD_BYTES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import tempfile
 from collections.abc import Iterator
 from itertools import pairwise
@@ -240,6 +241,62 @@ def test_as_much_memory_can_be_had_as_without(libraries: Libraries) -> None:
             program.do(f"alloc({size - 64 * MIB})")
             left.append((size, program.do("room()")))
     assert left[0] == left[1]
+
+
+@pytest.mark.parametrize(
+    ("seed", "budget", "far"), [(1, PLENTY, 8 * GIB), (2, GIB, 96 * MIB), (3, 700 * MIB, GIB)]
+)
+def test_whatever_comes_and_goes_they_lie_where_nobody_is(
+    libraries: Libraries, seed: int, budget: int, far: int
+) -> None:
+    chance = random.Random(seed)
+    chosen = {"MPSD_QUARANTINE_BYTES": str(24 * MIB)}
+    with alone(libraries, budget, far, **chosen) as program:
+        living: dict[int, tuple[int, int]] = {}
+        program.do("alloc(4 << 20)")
+        ledger = program.ledger()
+        for step in range(120):
+            if living and (len(living) > 12 or chance.random() < 0.45):
+                base = chance.choice(sorted(living))
+                size, mark = living.pop(base)
+                assert program.do(f"word({base}), free({base})") == (mark, 0)
+            else:
+                size = chance.choice((2, 4, 6, 12)) * MIB
+                base = program.do(f"alloc({size})")
+                assert program.do(f"launch(b'fill', {base}, 1, {step}), sync()") == (0, 0)
+                living[base] = size, step
+            assert overlaps(ledger) == 0
+            last = max(base + size for base, (size, _) in living.items()) if living else 0
+            assert all(zone.end <= last or zone.start >= last + ZONE for zone in far_zones(ledger) if living)
+            near = ledger.managed_bytes - ledger.far_bytes
+            assert ledger.far_bytes <= max(0, budget - near) // 2
+        assert budget != PLENTY or len(runs(ledger)) == 2
+
+
+def test_the_nearest_of_two_devices_come_first(libraries: Libraries) -> None:
+    """What the first device has taken the furthest for goes to the second one's nearest."""
+    other = (
+        "cuda.cuDevicePrimaryCtxRetain(ctypes.byref(second := ctypes.c_void_p()), 1),"
+        "cuda.cuCtxSetCurrent(second), alloc(4 << 20), cuda.cuCtxSetCurrent(context)"
+    )
+    with alone(libraries, 12 * GIB, MPSD_STANDIN_DEVICES="2") as program:
+        first = program.do("alloc(4 << 20)")
+        ledger = program.ledger()
+        (below, behind) = runs(ledger)
+        assert below[1] - below[0] >= 2 * GIB and behind[1] - behind[0] >= 2 * GIB
+        *codes, base, _ = program.do(f"({other})")
+        assert codes == [0, 0] and abs(base - first) > 64 * GIB
+        assert overlaps(ledger) == 0
+        found = runs(ledger)
+        assert len(found) == 4 and max(end - start for start, end in found) < 2 * GIB
+        assert found[3][0] == base + 4 * MIB + ZONE and found[2][1] == base - ZONE
+        near = ledger.managed_bytes - ledger.far_bytes
+        assert ledger.far_bytes <= (12 * GIB - near) // 2
+        # The end of one device's context leaves the other's room.
+        assert program.do("cuda.cuDevicePrimaryCtxReset_v2(1)") == 0
+        assert len(runs(ledger)) == 2
+        program.do("alloc(4 << 20)")
+        assert runs(ledger)[0][0] == below[0]
 
 
 # -- the daemon's word -------------------------------------------------------------------------------------

@@ -138,6 +138,7 @@ void mpsd_far_close(CUdevice device)
 {
 	drop_window(&windows[device]);
 	windows[device].open = false;
+	is_refused = false;
 }
 
 void mpsd_far_drop_all(void)
