@@ -148,6 +148,18 @@ def test_the_driver_s_own_memory_lies_where_no_guard_comes(libraries: Libraries)
         assert program.do(f"ctypes.c_uint32.from_address({pinned}).value") == 7
 
 
+def test_the_next_context_has_the_guard_again(libraries: Libraries) -> None:
+    with guarded(libraries) as program:
+        address = host_buffer(program)
+        until(lambda: covers(program, address), "the buffer is covered")
+        assert program.do("cuda.cuDevicePrimaryCtxReset_v2(0)") == 0
+        assert not covers(program, address) and shown(program) == 0
+        program.do("start()")
+        program.do("alloc(1000)")
+        until(lambda: covers(program, address), "the buffer is covered again")
+        assert (program.do(f"hit({address})"), program.do("any(buffer.raw)")) == (0, False)
+
+
 def test_a_forked_child_lays_nothing(libraries: Libraries) -> None:
     with guarded(libraries) as program:
         address = host_buffer(program)

@@ -35,6 +35,7 @@ static atomic_bool is_over;
 
 /* Under the lock of zones.c. */
 static bool has_begun, is_lifted;
+static bool has_context;	/* what is laid is so on the GPU too */
 static CUuuid guarded_gpu;
 static struct mpsd_zone laid[MOST_RANGES];
 static size_t laid_count;
@@ -74,7 +75,8 @@ static void lay(const struct host_range *range)
 {
 	struct mpsd_zone zone = { .base = range->base, .size = range->size, .role = MPSD_ZONE_GUARD };
 
-	if (laid_count == MOST_RANGES || is_lifted || is_spared(range->base, range->size) || is_laid(range) ||
+	if (atomic_load(&is_over) || !has_context || is_lifted || laid_count == MOST_RANGES || is_laid(range) ||
+	    is_spared(range->base, range->size) ||
 	    !mpsd_cover_sparse(&zone, (const uint8_t *)guarded_gpu.bytes))
 		return;
 	laid[laid_count++] = zone;
@@ -143,13 +145,15 @@ static size_t plan(const char *maps, struct host_range *ranges)
 {
 	struct host_range holes[MOST_RANGES];
 	size_t count = 0;
+	bool is;
 
 	if (!mpsd_zones_enter())
 		return 0;
+	is = has_context;
 	for (const struct spared *each = spared; each && count < MOST_RANGES; each = each->next)
 		holes[count++] = (struct host_range){ each->base, each->size };
 	mpsd_zones_leave();
-	return mpsd_hostplan(maps, is_off, holes, count, most_bytes, ranges, MOST_RANGES);
+	return is ? mpsd_hostplan(maps, is_off, holes, count, most_bytes, ranges, MOST_RANGES) : 0;
 }
 
 static bool is_among(const struct mpsd_zone *zone, const struct host_range *ranges, size_t count)
@@ -164,7 +168,7 @@ static bool is_among(const struct mpsd_zone *zone, const struct host_range *rang
 static void take_away_others(const struct host_range *ranges, size_t count)
 {
 	for (size_t i = MOST_RANGES; i-- > 0 && mpsd_zones_enter();) {
-		if (i < laid_count && !is_among(&laid[i], ranges, count))
+		if (!atomic_load(&is_over) && i < laid_count && !is_among(&laid[i], ranges, count))
 			take_away(i);
 		mpsd_zones_leave();
 	}
@@ -172,7 +176,7 @@ static void take_away_others(const struct host_range *ranges, size_t count)
 
 static void lay_all(const struct host_range *ranges, size_t count)
 {
-	for (size_t i = 0; i < count && !atomic_load(&is_over) && mpsd_zones_enter(); i++) {
+	for (size_t i = 0; i < count && mpsd_zones_enter(); i++) {
 		lay(&ranges[i]);
 		mpsd_zones_leave();
 	}
@@ -204,7 +208,7 @@ static void *follow(void *unused)
 static void at_end(void)
 {
 	atomic_store(&is_over, true);
-	/* Nothing is being laid any more once this has been had. */
+	/* Who is at it looks under the lock: nothing is laid or taken away any more once this has been had. */
 	if (mpsd_zones_enter())
 		mpsd_zones_leave();
 }
@@ -222,6 +226,7 @@ static bool may_be_guarded(CUdevice device)
 
 void mpsd_hostguard_begin(CUdevice device, const CUuuid *gpu)
 {
+	has_context = true;
 	if (!most_bytes || has_begun)
 		return;
 	has_begun = true;
@@ -234,6 +239,13 @@ void mpsd_hostguard_begin(CUdevice device, const CUuuid *gpu)
 		atexit(at_end);
 	else
 		mpsd_say("no guard over host memory: there is no thread for it");
+}
+
+/* On the GPU nothing is mapped there any more, whatever becomes of the ranges. */
+void mpsd_hostguard_end(void)
+{
+	has_context = false;
+	take_away_all();
 }
 
 void mpsd_hostguard_hold(void)

@@ -18,8 +18,11 @@
 /* Before the driver's cuInit: reads the environment, and has the driver's mappings placed. */
 void mpsd_hostguard_prepare(void);
 
-/* Under the lock of zones.c, as are hold, lift and lay: the first memory in a window, so there is a context. */
+/* Under the lock of zones.c, as are end, hold, lift and lay: memory in a window, so there is a context. */
 void mpsd_hostguard_begin(CUdevice device, const CUuuid *gpu);
+
+/* The context has gone. Nothing is laid until there is memory in another one. */
+void mpsd_hostguard_end(void);
 
 /*
  * For fail-over, in this order: nothing is laid from now on; what was laid was so in the address space of a copy
