@@ -148,6 +148,20 @@ def test_the_driver_s_own_memory_lies_where_no_guard_comes(libraries: Libraries)
         assert program.do(f"ctypes.c_uint32.from_address({pinned}).value") == 7
 
 
+TAKE = """(lambda m: (setattr(m, 'restype', ctypes.c_void_p), m(*map(ctypes.c_size_t, ({}, {}, 0, 0x104022, 0, 0))))[1])(
+ctypes.CDLL(None).mmap)""".replace("\n", "")
+"""Only a place, nothing replaced, and none of it counted."""
+
+
+def test_the_driver_s_memory_passes_over_what_is_large(libraries: Libraries) -> None:
+    with guarded(libraries) as program:
+        program.do("alloc(1000)")
+        _, first = program.do(f"{HOST_POINTER}(ctypes.c_void_p())")
+        assert program.do(TAKE.format(first + 8 * MIB, 64 * GIB)) == first + 8 * MIB
+        code, second = program.do(f"{HOST_POINTER}(ctypes.c_void_p())")
+        assert code == 0 and second in AREA and second > first + 64 * GIB
+
+
 def test_the_next_context_has_the_guard_again(libraries: Libraries) -> None:
     with guarded(libraries) as program:
         address = host_buffer(program)
@@ -166,6 +180,14 @@ def test_a_forked_child_lays_nothing(libraries: Libraries) -> None:
         until(lambda: covers(program, address), "the buffer is covered")
         assert program.do("forked(lambda: 0)") == 0
         assert program.do(f"hit({address})") == 0
+
+
+def test_without_zones_there_is_none_and_that_is_said(libraries: Libraries) -> None:
+    chosen = {"MPSD_VAULT": "1", "MPSD_ZONE_BYTES": "0", "MPSD_HOST_GUARD_BYTES": str(GIB)}
+    environment = libraries.environment(proxied=True, MPSD_ZONE_BUDGET=str(GIB), **chosen)
+    done = run([libraries.program("threads"), "dlsym"], environment)
+    assert done.returncode == 0
+    assert "no guard over host memory: there are no zones" in done.stderr
 
 
 def test_bytes_that_make_no_sense_are_said_and_not_used(libraries: Libraries) -> None:

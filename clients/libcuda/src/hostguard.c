@@ -47,6 +47,10 @@ static struct spared {
 void mpsd_hostguard_prepare(void)
 {
 	most_bytes = mpsd_read_number("MPSD_HOST_GUARD_BYTES", 0, HOSTPLAN_GRANULE, 0, LARGEST);
+	if (most_bytes && !mpsd_zones_size()) {
+		mpsd_say("no guard over host memory: there are no zones in this process");
+		most_bytes = 0;
+	}
 	if (!most_bytes)
 		return;
 	mpsd_place_begin();
