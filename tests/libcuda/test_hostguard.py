@@ -120,11 +120,12 @@ def test_without_it_such_a_pointer_is_fatal(libraries: Libraries) -> None:
         assert shown(program) == 0
 
 
-def test_registered_memory_is_no_more_covered_until_it_is_let_go(libraries: Libraries) -> None:
+@pytest.mark.parametrize("name", ["cuMemHostRegister", "cuMemHostRegister_v2"])
+def test_registered_memory_is_no_more_covered_until_it_is_let_go(libraries: Libraries, name: str) -> None:
     with guarded(libraries) as program:
         address = host_buffer(program)
         until(lambda: covers(program, address), "the buffer is covered")
-        register = f"cuda.cuMemHostRegister_v2(ctypes.c_void_p({address}), ctypes.c_size_t(4096), 0)"
+        register = f"cuda.{name}(ctypes.c_void_p({address}), ctypes.c_size_t(4096), 0)"
         assert (program.do(register), covers(program, address)) == (0, False)
         assert (program.do(f"hit({address})"), program.do(f"buffer.raw[{4 * MIB}]")) == (0, 7)
         until(lambda: covers(program, address + MIB), "what lies beside it is covered again")
@@ -132,6 +133,19 @@ def test_registered_memory_is_no_more_covered_until_it_is_let_go(libraries: Libr
         assert program.do(register) == 712
         assert program.do(f"cuda.cuMemHostUnregister(ctypes.c_void_p({address}))") == 0
         until(lambda: covers(program, address), "the buffer is covered again")
+
+
+def test_what_was_registered_in_a_context_that_has_gone_is_covered_again(libraries: Libraries) -> None:
+    with guarded(libraries) as program:
+        address = host_buffer(program)
+        register = f"cuda.cuMemHostRegister_v2(ctypes.c_void_p({address}), ctypes.c_size_t({{}}), 0)"
+        assert program.do(register.format(4096)) == 0
+        assert program.do("cuda.cuDevicePrimaryCtxReset_v2(0)") == 0
+        program.do("start()")
+        program.do("alloc(1000)")
+        assert program.do(register.format(8192)) == 0
+        assert program.do(f"cuda.cuMemHostUnregister(ctypes.c_void_p({address}))") == 0
+        until(lambda: covers(program, address), "the buffer is covered")
 
 
 def test_the_driver_s_own_memory_lies_where_no_guard_comes(libraries: Libraries) -> None:

@@ -39,9 +39,10 @@ static bool has_context;	/* what is laid is so on the GPU too */
 static CUuuid guarded_gpu;
 static struct mpsd_zone laid[MOST_RANGES];
 static size_t laid_count;
-static struct spared {
-	struct spared *next;
+static struct mpsd_spared {
+	struct mpsd_spared *next;
 	uint64_t base, size;
+	bool is_registered;	/* for certain; otherwise the driver is being asked */
 } *spared;
 
 void mpsd_hostguard_prepare(void)
@@ -61,7 +62,7 @@ void mpsd_hostguard_prepare(void)
 
 static bool is_spared(uint64_t base, uint64_t size)
 {
-	for (const struct spared *each = spared; each; each = each->next)
+	for (const struct mpsd_spared *each = spared; each; each = each->next)
 		if (each->base < base + size && each->base + each->size > base)
 			return true;
 	return false;
@@ -154,7 +155,7 @@ static size_t plan(const char *maps, struct host_range *ranges)
 	if (!mpsd_zones_enter())
 		return 0;
 	is = has_context;
-	for (const struct spared *each = spared; each && count < MOST_RANGES; each = each->next)
+	for (const struct mpsd_spared *each = spared; each && count < MOST_RANGES; each = each->next)
 		holes[count++] = (struct host_range){ each->base, each->size };
 	mpsd_zones_leave();
 	return is ? mpsd_hostplan(maps, is_off, holes, count, most_bytes, ranges, MOST_RANGES) : 0;
@@ -267,15 +268,15 @@ void mpsd_hostguard_lay(void)
 	is_lifted = false;
 }
 
-void mpsd_hostguard_spare(const void *base, size_t size)
+struct mpsd_spared *mpsd_hostguard_spare(const void *base, size_t size)
 {
-	struct spared *made;
+	struct mpsd_spared *made;
 
 	if (!most_bytes || !mpsd_zones_enter())
-		return;
+		return NULL;
 	made = malloc(sizeof(*made));
 	if (made) {
-		*made = (struct spared){ spared, (uint64_t)base, size };
+		*made = (struct mpsd_spared){ spared, (uint64_t)base, size, false };
 		spared = made;
 	} else {
 		/* It would be forgotten. */
@@ -284,19 +285,47 @@ void mpsd_hostguard_spare(const void *base, size_t size)
 	}
 	take_away_from((uint64_t)base, size);
 	mpsd_zones_leave();
+	return made;
 }
 
-void mpsd_hostguard_let_go(const void *base)
+struct mpsd_spared *mpsd_hostguard_spared(const void *base)
 {
-	struct spared **link = &spared, *gone;
+	struct mpsd_spared *found;
 
 	if (!most_bytes || !mpsd_zones_enter())
-		return;
-	while (*link && (*link)->base != (uint64_t)base)
-		link = &(*link)->next;
-	gone = *link;
-	if (gone)
-		*link = gone->next;
+		return NULL;
+	found = spared;
+	while (found && !(found->is_registered && found->base == (uint64_t)base))
+		found = found->next;
+	/* Whoever registers the same again before this is settled has a row of his own. */
+	if (found)
+		found->is_registered = false;
 	mpsd_zones_leave();
-	free(gone);
+	return found;
+}
+
+/* The driver registers nothing twice: what overlaps it was so in a context that has gone. */
+static bool is_past(const struct mpsd_spared *each, const struct mpsd_spared *now)
+{
+	return each->is_registered && each->base < now->base + now->size && each->base + each->size > now->base;
+}
+
+void mpsd_hostguard_settle(struct mpsd_spared *settled, bool is_registered)
+{
+	struct mpsd_spared **link = &spared, *each;
+
+	if (!settled || !mpsd_zones_enter())
+		return;
+	settled->is_registered = false;
+	while ((each = *link)) {
+		if (is_registered ? is_past(each, settled) : each == settled) {
+			*link = each->next;
+			free(each);
+		} else {
+			link = &each->next;
+		}
+	}
+	if (is_registered)
+		settled->is_registered = true;
+	mpsd_zones_leave();
 }

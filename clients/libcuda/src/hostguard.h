@@ -32,6 +32,11 @@ void mpsd_hostguard_hold(void);
 void mpsd_hostguard_lift(void);
 void mpsd_hostguard_lay(void);
 
-/* Around a registration: nothing of it is covered until it is let go. */
-void mpsd_hostguard_spare(const void *base, size_t size);
-void mpsd_hostguard_let_go(const void *base);
+/*
+ * Around a registration, and around its end: nothing of it is covered from the first call until it is settled that
+ * it is not registered. NULL is settled at once.
+ */
+struct mpsd_spared;
+struct mpsd_spared *mpsd_hostguard_spare(const void *base, size_t size);
+struct mpsd_spared *mpsd_hostguard_spared(const void *base);
+void mpsd_hostguard_settle(struct mpsd_spared *spared, bool is_registered);
