@@ -1,5 +1,8 @@
 """A program goes on in a second copy of the driver: the stand-in's, on the simulated GPU, with a daemon that
-the test plays."""
+the test plays.
+
+Long because each thing that comes along in a move is one test on the same two domains.
+"""
 
 from __future__ import annotations
 
