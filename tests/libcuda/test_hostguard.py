@@ -120,11 +120,12 @@ def test_without_it_such_a_pointer_is_fatal(libraries: Libraries) -> None:
         assert shown(program) == 0
 
 
-def test_registered_memory_is_no_more_covered_until_it_is_let_go(libraries: Libraries) -> None:
+@pytest.mark.parametrize("name", ["cuMemHostRegister", "cuMemHostRegister_v2"])
+def test_registered_memory_is_no_more_covered_until_it_is_let_go(libraries: Libraries, name: str) -> None:
     with guarded(libraries) as program:
         address = host_buffer(program)
         until(lambda: covers(program, address), "the buffer is covered")
-        register = f"cuda.cuMemHostRegister_v2(ctypes.c_void_p({address}), ctypes.c_size_t(4096), 0)"
+        register = f"cuda.{name}(ctypes.c_void_p({address}), ctypes.c_size_t(4096), 0)"
         assert (program.do(register), covers(program, address)) == (0, False)
         assert (program.do(f"hit({address})"), program.do(f"buffer.raw[{4 * MIB}]")) == (0, 7)
         until(lambda: covers(program, address + MIB), "what lies beside it is covered again")
@@ -132,6 +133,19 @@ def test_registered_memory_is_no_more_covered_until_it_is_let_go(libraries: Libr
         assert program.do(register) == 712
         assert program.do(f"cuda.cuMemHostUnregister(ctypes.c_void_p({address}))") == 0
         until(lambda: covers(program, address), "the buffer is covered again")
+
+
+def test_what_was_registered_in_a_context_that_has_gone_is_covered_again(libraries: Libraries) -> None:
+    with guarded(libraries) as program:
+        address = host_buffer(program)
+        register = f"cuda.cuMemHostRegister_v2(ctypes.c_void_p({address}), ctypes.c_size_t({{}}), 0)"
+        assert program.do(register.format(4096)) == 0
+        assert program.do("cuda.cuDevicePrimaryCtxReset_v2(0)") == 0
+        program.do("start()")
+        program.do("alloc(1000)")
+        assert program.do(register.format(8192)) == 0
+        assert program.do(f"cuda.cuMemHostUnregister(ctypes.c_void_p({address}))") == 0
+        until(lambda: covers(program, address), "the buffer is covered")
 
 
 def test_the_driver_s_own_memory_lies_where_no_guard_comes(libraries: Libraries) -> None:
@@ -148,12 +162,48 @@ def test_the_driver_s_own_memory_lies_where_no_guard_comes(libraries: Libraries)
         assert program.do(f"ctypes.c_uint32.from_address({pinned}).value") == 7
 
 
+TAKE = (
+    "(lambda m: setattr(m, 'restype', ctypes.c_void_p)"
+    " or m(*map(ctypes.c_size_t, ({}, {}, 0, 0x104022, 0, 0))))(ctypes.CDLL(None).mmap)"
+)
+"""Only a place, nothing replaced, and none of it counted."""
+
+
+def test_the_driver_s_memory_passes_over_what_is_large(libraries: Libraries) -> None:
+    with guarded(libraries) as program:
+        program.do("alloc(1000)")
+        _, first = program.do(f"{HOST_POINTER}(ctypes.c_void_p())")
+        assert program.do(TAKE.format(first + 8 * MIB, 64 * GIB)) == first + 8 * MIB
+        code, second = program.do(f"{HOST_POINTER}(ctypes.c_void_p())")
+        assert code == 0 and second in AREA and second > first + 64 * GIB
+
+
+def test_the_next_context_has_the_guard_again(libraries: Libraries) -> None:
+    with guarded(libraries) as program:
+        address = host_buffer(program)
+        until(lambda: covers(program, address), "the buffer is covered")
+        assert program.do("cuda.cuDevicePrimaryCtxReset_v2(0)") == 0
+        assert not covers(program, address) and shown(program) == 0
+        program.do("start()")
+        program.do("alloc(1000)")
+        until(lambda: covers(program, address), "the buffer is covered again")
+        assert (program.do(f"hit({address})"), program.do("any(buffer.raw)")) == (0, False)
+
+
 def test_a_forked_child_lays_nothing(libraries: Libraries) -> None:
     with guarded(libraries) as program:
         address = host_buffer(program)
         until(lambda: covers(program, address), "the buffer is covered")
         assert program.do("forked(lambda: 0)") == 0
         assert program.do(f"hit({address})") == 0
+
+
+def test_without_zones_there_is_none_and_that_is_said(libraries: Libraries) -> None:
+    chosen = {"MPSD_VAULT": "1", "MPSD_ZONE_BYTES": "0", "MPSD_HOST_GUARD_BYTES": str(GIB)}
+    environment = libraries.environment(proxied=True, MPSD_ZONE_BUDGET=str(GIB), **chosen)
+    done = run([libraries.program("threads"), "dlsym"], environment)
+    assert done.returncode == 0
+    assert "no guard over host memory: there are no zones" in done.stderr
 
 
 def test_bytes_that_make_no_sense_are_said_and_not_used(libraries: Libraries) -> None:

@@ -35,17 +35,23 @@ static atomic_bool is_over;
 
 /* Under the lock of zones.c. */
 static bool has_begun, is_lifted;
+static bool has_context;	/* what is laid is so on the GPU too */
 static CUuuid guarded_gpu;
 static struct mpsd_zone laid[MOST_RANGES];
 static size_t laid_count;
-static struct spared {
-	struct spared *next;
+static struct mpsd_spared {
+	struct mpsd_spared *next;
 	uint64_t base, size;
+	bool is_registered;	/* for certain; otherwise the driver is being asked */
 } *spared;
 
 void mpsd_hostguard_prepare(void)
 {
 	most_bytes = mpsd_read_number("MPSD_HOST_GUARD_BYTES", 0, HOSTPLAN_GRANULE, 0, LARGEST);
+	if (most_bytes && !mpsd_zones_size()) {
+		mpsd_say("no guard over host memory: there are no zones in this process");
+		most_bytes = 0;
+	}
 	if (!most_bytes)
 		return;
 	mpsd_place_begin();
@@ -56,7 +62,7 @@ void mpsd_hostguard_prepare(void)
 
 static bool is_spared(uint64_t base, uint64_t size)
 {
-	for (const struct spared *each = spared; each; each = each->next)
+	for (const struct mpsd_spared *each = spared; each; each = each->next)
 		if (each->base < base + size && each->base + each->size > base)
 			return true;
 	return false;
@@ -74,7 +80,8 @@ static void lay(const struct host_range *range)
 {
 	struct mpsd_zone zone = { .base = range->base, .size = range->size, .role = MPSD_ZONE_GUARD };
 
-	if (laid_count == MOST_RANGES || is_lifted || is_spared(range->base, range->size) || is_laid(range) ||
+	if (atomic_load(&is_over) || !has_context || is_lifted || laid_count == MOST_RANGES || is_laid(range) ||
+	    is_spared(range->base, range->size) ||
 	    !mpsd_cover_sparse(&zone, (const uint8_t *)guarded_gpu.bytes))
 		return;
 	laid[laid_count++] = zone;
@@ -143,13 +150,15 @@ static size_t plan(const char *maps, struct host_range *ranges)
 {
 	struct host_range holes[MOST_RANGES];
 	size_t count = 0;
+	bool is;
 
 	if (!mpsd_zones_enter())
 		return 0;
-	for (const struct spared *each = spared; each && count < MOST_RANGES; each = each->next)
+	is = has_context;
+	for (const struct mpsd_spared *each = spared; each && count < MOST_RANGES; each = each->next)
 		holes[count++] = (struct host_range){ each->base, each->size };
 	mpsd_zones_leave();
-	return mpsd_hostplan(maps, is_off, holes, count, most_bytes, ranges, MOST_RANGES);
+	return is ? mpsd_hostplan(maps, is_off, holes, count, most_bytes, ranges, MOST_RANGES) : 0;
 }
 
 static bool is_among(const struct mpsd_zone *zone, const struct host_range *ranges, size_t count)
@@ -164,7 +173,7 @@ static bool is_among(const struct mpsd_zone *zone, const struct host_range *rang
 static void take_away_others(const struct host_range *ranges, size_t count)
 {
 	for (size_t i = MOST_RANGES; i-- > 0 && mpsd_zones_enter();) {
-		if (i < laid_count && !is_among(&laid[i], ranges, count))
+		if (!atomic_load(&is_over) && i < laid_count && !is_among(&laid[i], ranges, count))
 			take_away(i);
 		mpsd_zones_leave();
 	}
@@ -172,7 +181,7 @@ static void take_away_others(const struct host_range *ranges, size_t count)
 
 static void lay_all(const struct host_range *ranges, size_t count)
 {
-	for (size_t i = 0; i < count && !atomic_load(&is_over) && mpsd_zones_enter(); i++) {
+	for (size_t i = 0; i < count && mpsd_zones_enter(); i++) {
 		lay(&ranges[i]);
 		mpsd_zones_leave();
 	}
@@ -204,7 +213,7 @@ static void *follow(void *unused)
 static void at_end(void)
 {
 	atomic_store(&is_over, true);
-	/* Nothing is being laid any more once this has been had. */
+	/* Who is at it looks under the lock: nothing is laid or taken away any more once this has been had. */
 	if (mpsd_zones_enter())
 		mpsd_zones_leave();
 }
@@ -222,6 +231,7 @@ static bool may_be_guarded(CUdevice device)
 
 void mpsd_hostguard_begin(CUdevice device, const CUuuid *gpu)
 {
+	has_context = true;
 	if (!most_bytes || has_begun)
 		return;
 	has_begun = true;
@@ -234,6 +244,13 @@ void mpsd_hostguard_begin(CUdevice device, const CUuuid *gpu)
 		atexit(at_end);
 	else
 		mpsd_say("no guard over host memory: there is no thread for it");
+}
+
+/* On the GPU nothing is mapped there any more, whatever becomes of the ranges. */
+void mpsd_hostguard_end(void)
+{
+	has_context = false;
+	take_away_all();
 }
 
 void mpsd_hostguard_hold(void)
@@ -251,15 +268,15 @@ void mpsd_hostguard_lay(void)
 	is_lifted = false;
 }
 
-void mpsd_hostguard_spare(const void *base, size_t size)
+struct mpsd_spared *mpsd_hostguard_spare(const void *base, size_t size)
 {
-	struct spared *made;
+	struct mpsd_spared *made;
 
 	if (!most_bytes || !mpsd_zones_enter())
-		return;
+		return NULL;
 	made = malloc(sizeof(*made));
 	if (made) {
-		*made = (struct spared){ spared, (uint64_t)base, size };
+		*made = (struct mpsd_spared){ spared, (uint64_t)base, size, false };
 		spared = made;
 	} else {
 		/* It would be forgotten. */
@@ -268,19 +285,47 @@ void mpsd_hostguard_spare(const void *base, size_t size)
 	}
 	take_away_from((uint64_t)base, size);
 	mpsd_zones_leave();
+	return made;
 }
 
-void mpsd_hostguard_let_go(const void *base)
+struct mpsd_spared *mpsd_hostguard_spared(const void *base)
 {
-	struct spared **link = &spared, *gone;
+	struct mpsd_spared *found;
 
 	if (!most_bytes || !mpsd_zones_enter())
-		return;
-	while (*link && (*link)->base != (uint64_t)base)
-		link = &(*link)->next;
-	gone = *link;
-	if (gone)
-		*link = gone->next;
+		return NULL;
+	found = spared;
+	while (found && !(found->is_registered && found->base == (uint64_t)base))
+		found = found->next;
+	/* Whoever registers the same again before this is settled has a row of his own. */
+	if (found)
+		found->is_registered = false;
 	mpsd_zones_leave();
-	free(gone);
+	return found;
+}
+
+/* The driver registers nothing twice: what overlaps it was so in a context that has gone. */
+static bool is_past(const struct mpsd_spared *each, const struct mpsd_spared *now)
+{
+	return each->is_registered && each->base < now->base + now->size && each->base + each->size > now->base;
+}
+
+void mpsd_hostguard_settle(struct mpsd_spared *settled, bool is_registered)
+{
+	struct mpsd_spared **link = &spared, *each;
+
+	if (!settled || !mpsd_zones_enter())
+		return;
+	settled->is_registered = false;
+	while ((each = *link)) {
+		if (is_registered ? is_past(each, settled) : each == settled) {
+			*link = each->next;
+			free(each);
+		} else {
+			link = &each->next;
+		}
+	}
+	if (is_registered)
+		settled->is_registered = true;
+	mpsd_zones_leave();
 }

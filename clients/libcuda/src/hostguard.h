@@ -18,8 +18,11 @@
 /* Before the driver's cuInit: reads the environment, and has the driver's mappings placed. */
 void mpsd_hostguard_prepare(void);
 
-/* Under the lock of zones.c, as are hold, lift and lay: the first memory in a window, so there is a context. */
+/* Under the lock of zones.c, as are end, hold, lift and lay: memory in a window, so there is a context. */
 void mpsd_hostguard_begin(CUdevice device, const CUuuid *gpu);
+
+/* The context has gone. Nothing is laid until there is memory in another one. */
+void mpsd_hostguard_end(void);
 
 /*
  * For fail-over, in this order: nothing is laid from now on; what was laid was so in the address space of a copy
@@ -29,6 +32,11 @@ void mpsd_hostguard_hold(void);
 void mpsd_hostguard_lift(void);
 void mpsd_hostguard_lay(void);
 
-/* Around a registration: nothing of it is covered until it is let go. */
-void mpsd_hostguard_spare(const void *base, size_t size);
-void mpsd_hostguard_let_go(const void *base);
+/*
+ * Around a registration, and around its end: nothing of it is covered from the first call until it is settled that
+ * it is not registered. NULL is settled at once.
+ */
+struct mpsd_spared;
+struct mpsd_spared *mpsd_hostguard_spare(const void *base, size_t size);
+struct mpsd_spared *mpsd_hostguard_spared(const void *base);
+void mpsd_hostguard_settle(struct mpsd_spared *spared, bool is_registered);

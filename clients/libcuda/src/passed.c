@@ -49,21 +49,29 @@ CUresult wrap_cuMemAllocHost_v2(void **pp, size_t bytesize)
 
 CUresult wrap_cuMemHostRegister_v2(void *p, size_t bytesize, unsigned int Flags)
 {
-	CUresult result;
+	struct mpsd_spared *spared = mpsd_hostguard_spare(p, bytesize);
+	CUresult result = COUNTED(passed_host, real_cuMemHostRegister_v2(p, bytesize, Flags));
 
-	mpsd_hostguard_spare(p, bytesize);
-	result = COUNTED(passed_host, real_cuMemHostRegister_v2(p, bytesize, Flags));
-	if (result != CUDA_SUCCESS)
-		mpsd_hostguard_let_go(p);
+	mpsd_hostguard_settle(spared, result == CUDA_SUCCESS);
+	return result;
+}
+
+#undef cuMemHostRegister
+CUresult wrap_cuMemHostRegister(void *p, size_t bytesize, unsigned int Flags)
+{
+	struct mpsd_spared *spared = mpsd_hostguard_spare(p, bytesize);
+	CUresult result = COUNTED(passed_host, real_cuMemHostRegister(p, bytesize, Flags));
+
+	mpsd_hostguard_settle(spared, result == CUDA_SUCCESS);
 	return result;
 }
 
 CUresult wrap_cuMemHostUnregister(void *p)
 {
+	struct mpsd_spared *spared = mpsd_hostguard_spared(p);
 	CUresult result = real_cuMemHostUnregister(p);
 
-	if (result == CUDA_SUCCESS)
-		mpsd_hostguard_let_go(p);
+	mpsd_hostguard_settle(spared, result != CUDA_SUCCESS);
 	return result;
 }
 

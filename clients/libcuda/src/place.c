@@ -12,7 +12,7 @@
 #define AREA_BASE ((uint64_t)0x280000000000)
 #define AREA_SIZE ((uint64_t)1 << 44)
 #define STEP ((uint64_t)2 << 20)
-#define TRIES 16
+#define TRIES 22	/* the leaps between them come to half of the area */
 #define OWN_PLACE (MAP_FIXED | MAP_FIXED_NOREPLACE | MAP_32BIT | MAP_GROWSDOWN)
 
 static atomic_bool is_on, has_missed;
@@ -42,6 +42,12 @@ static void *next_place(size_t length)
 	return size <= AREA_SIZE - at ? (void *)(AREA_BASE + at) : NULL;
 }
 
+/* Further each time: what is in use may be large, and what wants a place small. */
+static void leap(int tries)
+{
+	atomic_fetch_add(&given, STEP << tries);
+}
+
 void *mpsd_place_mmap(void *address, size_t length, int protection, int flags, int fd, off_t offset)
 {
 	if (address || flags & OWN_PLACE || length > AREA_SIZE / 2 || !atomic_load(&is_on))
@@ -54,6 +60,7 @@ void *mpsd_place_mmap(void *address, size_t length, int protection, int flags, i
 			return at;
 		if (place)
 			munmap(at, length);
+		leap(i);
 	}
 	atomic_store(&has_missed, true);
 	return mmap(NULL, length, protection, flags, fd, offset);

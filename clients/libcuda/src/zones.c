@@ -308,6 +308,15 @@ void mpsd_zones_empty(void)
 	mpsd_zones_leave();
 }
 
+void mpsd_zones_ended(void)
+{
+	mpsd_zones_empty();
+	if (!enter())
+		return;
+	mpsd_hostguard_end();
+	leave();
+}
+
 /* What the channel says */
 
 void mpsd_zones_granted(uint64_t bytes, uint64_t count, bool far)

@@ -50,8 +50,11 @@ bool mpsd_zones_freed(uint64_t base, bool keep);
 /* The next piece whose addresses are free again. False: there is none. */
 bool mpsd_zones_out(CUdevice *device, struct arena_range *range);
 
-/* All of the quarantine is to come out: addresses have run out, or the context has ended. */
+/* All of the quarantine is to come out: addresses have run out. */
 void mpsd_zones_empty(void);
+
+/* So it is, and nothing of the host's is under guard any more: a primary context has ended. */
+void mpsd_zones_ended(void);
 
 /*
  * The daemon's word: `bytes` of managed zones, `count` of them; more are sparse. `far`: it reads of far ones too.

@@ -312,6 +312,13 @@ API CUresult cuMemHostRegister_v2(void *p, size_t bytesize, unsigned int Flags)
 	return result;
 }
 
+#undef cuMemHostRegister
+API CUresult cuMemHostRegister(void *p, size_t bytesize, unsigned int Flags);
+API CUresult cuMemHostRegister(void *p, size_t bytesize, unsigned int Flags)
+{
+	return cuMemHostRegister_v2(p, bytesize, Flags);
+}
+
 API CUresult cuMemHostUnregister(void *p)
 {
 	struct range *range;
