@@ -227,7 +227,11 @@ class Guard:
         high=1 << 46,
     )
     zones_bytes_per_client: int = _key(
-        32 << 30, "address space that zones of one client may cover", unit="bytes", low=0, high=1 << 46
+        32 << 30,
+        "address space that zones of one client may cover, far ones too",
+        unit="bytes",
+        low=0,
+        high=1 << 46,
     )
     zones_per_client: int = _key(
         4096, "zones of one client; each is a mapping of its (vm.max_map_count)", low=0, high=8192

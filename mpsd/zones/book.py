@@ -76,7 +76,9 @@ class Zones:
         Owns `fd` from then on. Raises GpuError for what is no ledger: that one is still the caller's.
         """
         ledger = Ledger(fd)
-        laid = ledger.head().managed_bytes if self._returns(process) else 0
+        head = ledger.head()
+        # Far zones give way: nobody gets more than a share of what is left for them.
+        laid = max(0, head.managed_bytes - head.far_bytes) if self._returns(process) else 0
         grant = self.grants.give(process, gpus, laid)
         if grant is None:
             ledger.close()

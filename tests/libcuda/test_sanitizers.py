@@ -96,6 +96,16 @@ def test_the_arena_agrees_with_a_model(sanitized: Libraries, seed: int, zone: in
     assert (done.returncode, done.stdout, done.stderr) == (0, "ok\n", "")
 
 
+@pytest.mark.parametrize(("seed", "mib"), [(1, 8192), (2, 16384), (3, 64), (4, 2500)])
+@pytest.mark.parametrize("driver", [(), ("holds",)])
+def test_far_zones_lie_where_nobody_is(
+    sanitized: Libraries, seed: int, mib: int, driver: tuple[str, ...]
+) -> None:
+    program = sanitized.program("far", sources=("far.c",))
+    done = run([program, str(seed), str(mib), *driver], sanitized.environment(proxied=False))
+    assert (done.returncode, done.stdout, done.stderr) == (0, "ok\n", "")
+
+
 def test_no_report_of_several_copies(sanitized: Libraries, tmp_path: Path) -> None:
     for number in range(1, 7):
         shutil.copyfile(sanitized.real, tmp_path / f"copy-{number}.so")

@@ -86,3 +86,4 @@ def test_the_header_s_constants_are_these() -> None:
     assert (int(defined["MAGIC"].rstrip("u"), 0), int(defined["VERSION"])) == (wire.MAGIC, wire.VERSION)
     rooms = (int(defined["NAME_ROOM"]), int(defined["TOKEN_ROOM"]))
     assert rooms == (wire.NAME_ROOM, wire.TOKEN_ROOM)
+    assert int(defined["READS_FAR"]) == wire.READS_FAR

@@ -225,10 +225,11 @@ def test_who_was_there_before_keeps_his_and_liars_leave_half_to_the_others() -> 
 
 
 def test_what_was_laid_is_believed_of_who_was_there_before_this_daemon_and_for_a_while() -> None:
-    async def granted(process: ProcessInstance, up_s: float) -> int:
+    async def granted(process: ProcessInstance, up_s: float, far: int = 0) -> int:
         now, writer = 100.0, LedgerWriter()
         zones = Zones(LIMITS, clock=lambda: now)
         writer.head("managed_bytes", 1 << 57)
+        writer.head("far_bytes", far)
         now += up_s
         grant = zones.join(process, 0, ("GPU-0",), os.dup(writer.fd))
         zones.close()
@@ -241,6 +242,8 @@ def test_what_was_laid_is_believed_of_who_was_there_before_this_daemon_and_for_a
     share = LIMITS.gpu_bytes // SHARE
     assert asyncio.run(granted(long_ago, RETURN_S)) == share
     assert asyncio.run(granted(just_now, 1)) == share
+    # What is far zones gives way to whoever is there.
+    assert asyncio.run(granted(long_ago, 1, 1 << 57)) == share
 
 
 def test_who_comes_when_too_little_is_left_gets_ranges_that_only_absorb() -> None:

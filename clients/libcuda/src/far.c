@@ -65,15 +65,19 @@ static struct mpsd_zone below(const struct far *far, uint64_t i)
 
 static uint64_t distance(const struct far *far, const struct mpsd_zone *zone)
 {
-	return zone->base < far->first ? far->first - end_of(zone) : zone->base - far->tail;
+	if (zone->base < far->first)
+		return far->first - end_of(zone);
+	return zone->base > far->tail ? zone->base - far->tail : 0;
 }
 
-static struct mpsd_zone *laid_at(struct far *far, uint64_t base)
+/* It, or what lies in its way: what cannot be taken away is not laid over. */
+static bool is_laid(const struct far *far, const struct mpsd_zone *wanted)
 {
 	for (int i = 0; i < SLOTS; i++)
-		if (far->zones[i].kind != MPSD_ZONE_NONE && far->zones[i].base == base)
-			return &far->zones[i];
-	return NULL;
+		if (far->zones[i].kind != MPSD_ZONE_NONE && far->zones[i].base < end_of(wanted) &&
+		    end_of(&far->zones[i]) > wanted->base)
+			return true;
+	return false;
 }
 
 static bool is_wanted(const struct far *far, const struct mpsd_zone *zone)
@@ -89,14 +93,14 @@ static bool is_wanted(const struct far *far, const struct mpsd_zone *zone)
 }
 
 /* The nearest of this window that is not there. */
-static struct mpsd_zone missing(struct far *far)
+static struct mpsd_zone missing(const struct far *far)
 {
 	for (uint64_t i = 0; i <= far->size / far->chunk; i++) {
 		struct mpsd_zone one = behind(far, i), other = below(far, i);
 
-		if (one.size && !laid_at(far, one.base))
+		if (one.size && !is_laid(far, &one))
 			return one;
-		if (other.size && !laid_at(far, other.base))
+		if (other.size && !is_laid(far, &other))
 			return other;
 	}
 	return (struct mpsd_zone){ .size = 0 };
@@ -168,6 +172,7 @@ static bool cut(struct mpsd_zone *zone, uint64_t tail)
 bool mpsd_far_tail(CUdevice device, uint64_t tail)
 {
 	struct far *far = &windows[device];
+	uint64_t before = far->open ? far->tail : far->first;
 	bool all = true;
 
 	if (!far->size)
@@ -177,8 +182,9 @@ bool mpsd_far_tail(CUdevice device, uint64_t tail)
 	for (int i = 0; i < SLOTS; i++) {
 		struct mpsd_zone *zone = &far->zones[i];
 
-		if (zone->kind != MPSD_ZONE_NONE && zone->base >= far->first && zone->base < tail)
-			all &= cut(zone, tail);
+		/* One that stays there is in nobody's way once the window has grown past it. */
+		if (zone->kind != MPSD_ZONE_NONE && zone->base >= far->first && zone->base < tail && !cut(zone, tail))
+			all &= end_of(zone) <= before;
 	}
 	return all;
 }

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * Guard zones before and behind each piece of memory, and quarantine of what was freed: which addresses
- * are covered, with what, and for how long. How a range is covered is uvmrange.h's business.
+ * Guard zones before and behind each piece of memory, far zones around all of them (far.h), and quarantine of
+ * what was freed: which addresses are covered, with what, and for how long. How a range is covered is
+ * uvmrange.h's business.
  *
  * Nothing here ever fails an allocation: what cannot be covered is not, and counted in the ledger. Called
  * under the lock of memory.c, but for granted, refused and step, which are the channel's thread's.
