@@ -64,8 +64,7 @@ static void drop_all(struct window *window)
 		else
 			mpsd_windows_free(window, found.base, false);
 	}
-	mpsd_zones_ended();
-	mpsd_zones_closed((CUdevice)(window - windows));
+	mpsd_zones_ended((CUdevice)(window - windows));
 	mpsd_windows_take_back();
 }
 

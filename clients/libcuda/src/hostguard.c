@@ -34,7 +34,7 @@ static uint64_t most_bytes;	/* 0: there is no guard */
 static atomic_bool is_over;
 
 /* Under the lock of zones.c. */
-static bool has_begun, is_lifted;
+static bool has_begun, is_lifted, is_forgetful;
 static bool has_context;	/* what is laid is so on the GPU too */
 static CUuuid guarded_gpu;
 static struct mpsd_zone laid[MOST_RANGES];
@@ -80,7 +80,7 @@ static void lay(const struct host_range *range)
 {
 	struct mpsd_zone zone = { .base = range->base, .size = range->size, .role = MPSD_ZONE_GUARD };
 
-	if (atomic_load(&is_over) || !has_context || is_lifted || laid_count == MOST_RANGES || is_laid(range) ||
+	if (atomic_load(&is_over) || !has_context || is_lifted || is_forgetful || laid_count == MOST_RANGES || is_laid(range) ||
 	    is_spared(range->base, range->size) ||
 	    !mpsd_cover_sparse(&zone, (const uint8_t *)guarded_gpu.bytes))
 		return;
@@ -187,15 +187,39 @@ static void lay_all(const struct host_range *ranges, size_t count)
 	}
 }
 
+/* Once: it is lost quietly otherwise, and the fault that it was to absorb is fatal for many. */
+static void say_loss(bool has_maps, size_t wanted)
+{
+	static bool is_said;
+	const char *why = NULL;
+
+	if (mpsd_place_has_missed())
+		why = "there is no place left for the driver's mappings";
+	else if (!has_maps)
+		why = "/proc/self/maps cannot be read";
+	else if (is_forgetful)
+		why = "no host memory to note what is registered";
+	else if (wanted && !laid_count && has_context && !is_lifted)
+		why = "the driver takes no range there";
+	if (why && !is_said)
+		mpsd_say("there is no guard over host memory: %s", why);
+	is_said |= why != NULL;
+}
+
 static void follow_once(void)
 {
 	struct host_range ranges[MOST_RANGES];
 	char *maps = read_maps();
-	size_t count = maps && !mpsd_place_has_missed() ? plan(maps, ranges) : 0;
+	bool has_maps = maps != NULL;
+	size_t count = has_maps && !mpsd_place_has_missed() ? plan(maps, ranges) : 0;
 
 	free(maps);
 	take_away_others(ranges, count);
 	lay_all(ranges, count);
+	if (mpsd_zones_enter()) {
+		say_loss(has_maps, count);
+		mpsd_zones_leave();
+	}
 }
 
 static void *follow(void *unused)
@@ -210,6 +234,11 @@ static void *follow(void *unused)
 
 /* What the others say */
 
+uint64_t mpsd_hostguard_ranges(void)
+{
+	return laid_count;
+}
+
 static void at_end(void)
 {
 	atomic_store(&is_over, true);
@@ -218,32 +247,34 @@ static void at_end(void)
 		mpsd_zones_leave();
 }
 
-/* Where the GPU follows the host's page tables, every pointer of the host's is good. */
-static bool may_be_guarded(CUdevice device)
+/* Why there can be no guard; NULL: there can. */
+static const char *obstacle(CUdevice device)
 {
 	int pageable = 0, count = 0;
 
-	return real_cuDeviceGetCount(&count) == CUDA_SUCCESS && count == 1 &&
-	       real_cuDeviceGetAttribute(&pageable, CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS, device) ==
-		       CUDA_SUCCESS &&
-	       !pageable;
+	if (real_cuDeviceGetCount(&count) || count != 1)
+		return "the program has several GPUs";
+	if (real_cuDeviceGetAttribute(&pageable, CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS, device) || pageable)
+		return "the GPU follows the host's page tables, where every pointer of the host's is good";
+	return mpsd_place_is_used() ? NULL : "this driver's mappings cannot be led elsewhere";
 }
 
 void mpsd_hostguard_begin(CUdevice device, const CUuuid *gpu)
 {
+	const char *why;
+
 	has_context = true;
 	if (!most_bytes || has_begun)
 		return;
 	has_begun = true;
 	guarded_gpu = *gpu;
-	if (!may_be_guarded(device)) {
-		mpsd_say("no guard over host memory: several GPUs, or one that follows the host's page tables");
-		return;
-	}
-	if (mpsd_thread_start(follow, NULL))
-		atexit(at_end);
+	why = obstacle(device);
+	if (!why && !mpsd_thread_start(follow, NULL))
+		why = "there is no thread for it";
+	if (why)
+		mpsd_say("no guard over host memory: %s", why);
 	else
-		mpsd_say("no guard over host memory: there is no thread for it");
+		atexit(at_end);
 }
 
 /* On the GPU nothing is mapped there any more, whatever becomes of the ranges. */
@@ -251,6 +282,11 @@ void mpsd_hostguard_end(void)
 {
 	has_context = false;
 	take_away_all();
+	if (!laid_count)
+		return;
+	mpsd_range_gone(true);
+	take_away_all();
+	mpsd_range_gone(false);
 }
 
 void mpsd_hostguard_hold(void)
@@ -279,8 +315,8 @@ struct mpsd_spared *mpsd_hostguard_spare(const void *base, size_t size)
 		*made = (struct mpsd_spared){ spared, (uint64_t)base, size, false };
 		spared = made;
 	} else {
-		/* It would be forgotten. */
-		is_lifted = true;
+		/* For good: who registered this is not known. */
+		is_forgetful = true;
 		take_away_all();
 	}
 	take_away_from((uint64_t)base, size);

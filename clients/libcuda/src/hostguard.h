@@ -21,6 +21,9 @@ void mpsd_hostguard_prepare(void);
 /* Under the lock of zones.c, as are end, hold, lift and lay: memory in a window, so there is a context. */
 void mpsd_hostguard_begin(CUdevice device, const CUuuid *gpu);
 
+/* Under the lock too: how many sparse ranges are laid. They are no mappings of the process. */
+uint64_t mpsd_hostguard_ranges(void);
+
 /* The context has gone. Nothing is laid until there is memory in another one. */
 void mpsd_hostguard_end(void);
 

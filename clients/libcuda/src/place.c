@@ -15,12 +15,17 @@
 #define TRIES 22	/* the leaps between them come to half of the area */
 #define OWN_PLACE (MAP_FIXED | MAP_FIXED_NOREPLACE | MAP_32BIT | MAP_GROWSDOWN)
 
-static atomic_bool is_on, has_missed;
+static atomic_bool is_on, is_used, has_missed;
 static _Atomic(uint64_t) given;		/* in all; the next place is that modulo the area */
 
 void mpsd_place_begin(void)
 {
 	atomic_store(&is_on, true);
+}
+
+bool mpsd_place_is_used(void)
+{
+	return atomic_load(&is_used);
 }
 
 bool mpsd_place_has_missed(void)
@@ -48,20 +53,35 @@ static void leap(int tries)
 	atomic_fetch_add(&given, STEP << tries);
 }
 
-void *mpsd_place_mmap(void *address, size_t length, int protection, int flags, int fd, off_t offset)
+static void *place(size_t length, int protection, int flags, int fd, off_t offset)
 {
-	if (address || flags & OWN_PLACE || length > AREA_SIZE / 2 || !atomic_load(&is_on))
-		return mmap(address, length, protection, flags, fd, offset);
+	atomic_store(&is_used, true);
 	for (int i = 0; i < TRIES; i++) {
-		void *place = next_place(length);
-		void *at = place ? mmap(place, length, protection, flags, fd, offset) : NULL;
+		void *next = next_place(length);
+		void *at = next ? mmap(next, length, protection, flags, fd, offset) : NULL;
 
-		if (place && (at == place || at == MAP_FAILED))
+		if (next && (at == next || at == MAP_FAILED))
 			return at;
-		if (place)
+		if (next)
 			munmap(at, length);
 		leap(i);
 	}
 	atomic_store(&has_missed, true);
 	return mmap(NULL, length, protection, flags, fd, offset);
+}
+
+/* A hint that the kernel does not take is none: it would put the mapping anywhere. */
+void *mpsd_place_mmap(void *address, size_t length, int protection, int flags, int fd, off_t offset)
+{
+	void *at;
+
+	if (flags & OWN_PLACE || length > AREA_SIZE / 2 || !atomic_load(&is_on))
+		return mmap(address, length, protection, flags, fd, offset);
+	if (address) {
+		at = mmap(address, length, protection, flags, fd, offset);
+		if (at == address || at == MAP_FAILED)
+			return at;
+		munmap(at, length);
+	}
+	return place(length, protection, flags, fd, offset);
 }

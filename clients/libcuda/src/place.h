@@ -20,5 +20,8 @@ void *mpsd_place_mmap(void *address, size_t length, int protection, int flags, i
 /* Whether some of it lies in the area. Takes no lock. */
 bool mpsd_place_covers(uint64_t base, size_t size);
 
+/* Whether a mapping of the driver's was led here yet: where none is, the driver maps by ways of its own. */
+bool mpsd_place_is_used(void);
+
 /* Something had to be put elsewhere: nothing can be promised of it. */
 bool mpsd_place_has_missed(void);

@@ -33,8 +33,7 @@ static atomic_bool off_in_child;
 static struct mpsd_limits limits;	/* read once */
 
 /* Under the lock. */
-static bool granted;		/* before that, pieces are noted and not covered */
-static bool far_granted;
+static bool granted, far_granted;	/* before that, pieces are noted and not covered */
 static uint64_t budget_bytes, budget_zones;
 static unsigned int step_bucket = MPSD_LIVING_BUCKETS;
 static struct mpsd_zone null_page;
@@ -94,7 +93,7 @@ static void let_out_old(void)
 
 static uint64_t laid_zones(void)
 {
-	return mpsd_ledger->managed_zones + mpsd_ledger->sparse_zones;
+	return mpsd_ledger->managed_zones + mpsd_ledger->sparse_zones - mpsd_hostguard_ranges();
 }
 
 static bool is_room_for_managed(size_t size, uint64_t spare_bytes, uint64_t spare_zones)
@@ -207,14 +206,6 @@ bool mpsd_zones_tail(CUdevice device, uint64_t tail)
 	return is;
 }
 
-void mpsd_zones_closed(CUdevice device)
-{
-	if (!mpsd_zones_enter())
-		return;
-	mpsd_far_close(device);
-	mpsd_zones_leave();
-}
-
 void mpsd_zones_born(uint64_t base, size_t size, CUdevice device)
 {
 	struct piece *piece;
@@ -308,13 +299,14 @@ void mpsd_zones_empty(void)
 	mpsd_zones_leave();
 }
 
-void mpsd_zones_ended(void)
+void mpsd_zones_ended(CUdevice device)
 {
 	mpsd_zones_empty();
-	if (!enter())
+	if (!mpsd_zones_enter())
 		return;
+	mpsd_far_close(device);
 	mpsd_hostguard_end();
-	leave();
+	mpsd_zones_leave();
 }
 
 /* What the channel says */

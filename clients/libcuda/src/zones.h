@@ -36,9 +36,6 @@ void mpsd_zones_window(CUdevice device, uint64_t base, size_t lead, size_t size)
  */
 bool mpsd_zones_tail(CUdevice device, uint64_t tail);
 
-/* The context has ended, and with it all memory in that window. */
-void mpsd_zones_closed(CUdevice device);
-
 /* A piece has its memory now: it gets its zones before this returns, if it is known how many there may be. */
 void mpsd_zones_born(uint64_t base, size_t size, CUdevice device);
 
@@ -55,7 +52,7 @@ bool mpsd_zones_out(CUdevice *device, struct arena_range *range);
 void mpsd_zones_empty(void);
 
 /* So it is, and nothing of the host's is under guard any more: a primary context has ended. */
-void mpsd_zones_ended(void);
+void mpsd_zones_ended(CUdevice device);
 
 /*
  * The daemon's word: `bytes` of managed zones, `count` of them; more are sparse. `far`: it reads of far ones too.
