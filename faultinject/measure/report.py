@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -232,26 +233,25 @@ TIB_OF_ADDRESSES = 128
 
 
 def far(rows: list[Row]) -> list[Row]:
-    """What far zones cost, and what sparse ones over all addresses would."""
-    cases = [row for row in rows if row.get("laid")]
-    whole = [row for row in cases if row["laid"] == row["GiB"]]
-    managed, sparse = ([row for row in whole if row["kind"] == kind] for kind in ("managed", "sparse"))
-    per_gib = [row["GPU KiB"] / row["GiB"] for row in sparse]
+    """What far zones cost, and what sparse ones over all addresses would. By cuMemGetInfo, which does not see
+    what the driver keeps in stock."""
+    whole = [row for row in rows if row.get("laid") == row.get("GiB")]
+    managed, sparse = ([row for row in whole if row.get("kind") == kind] for kind in ("managed", "sparse"))
 
     def times(of: list[Row], what: str) -> str:
         return _span(us for row in of for us in row[what])
 
+    def memory(of: list[Row]) -> str:
+        return _span(row["GPU KiB"] / row["GiB"] for row in of)
+
     finding = (
         f"Managed: laid in {times(managed, 'lay us')} us a GiB, taken away in "
-        f"{times(managed, 'take away us')} us, {_span(row['GPU KiB'] / row['GiB'] for row in managed)} KiB "
-        f"of GPU memory a GiB until one is hit. Sparse: {times(sparse, 'lay us')} us and {_span(per_gib)} "
-        "KiB of GPU memory a GiB"
+        f"{times(managed, 'take away us')} us, {memory(managed)} KiB of GPU memory a GiB until one is hit. "
+        f"Sparse: {times(sparse, 'lay us')} us and {memory(sparse)} KiB of GPU memory a GiB"
     )
-    if per_gib:
-        # By the largest of them: of small ones the driver's own granularity is a part.
-        finding += (
-            f", {per_gib[-1] * TIB_OF_ADDRESSES / 1024:.0f} GiB over {TIB_OF_ADDRESSES} TiB of addresses"
-        )
+    if sparse:
+        each = statistics.median(us for row in sparse for us in row["lay us"])
+        finding += f", {each * TIB_OF_ADDRESSES * 1024 / 6e7:.0f} minutes for {TIB_OF_ADDRESSES} TiB"
     return [_row("What do zones of several GiB cost, in chunks of one?", f"{finding}.", rows)]
 
 

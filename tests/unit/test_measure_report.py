@@ -93,21 +93,36 @@ def test_far_zones_say_what_a_gib_costs_and_what_all_addresses_would(tmp_path: P
         far | {"what": "2 GiB managed", "kind": "managed", "GiB": 2, "laid": 2, "lay us": [20.0, 31.5]},
         far | {"what": "4 GiB managed", "kind": "managed", "GiB": 4, "laid": 1, "lay us": [900.0]},
         far
-        | {"what": "1 GiB sparse", "kind": "sparse", "GiB": 1, "laid": 1, "lay us": [90.0], "GPU KiB": 4096},
+        | {
+            "what": "1 GiB sparse",
+            "kind": "sparse",
+            "GiB": 1,
+            "laid": 1,
+            "lay us": [3700.0],
+            "GPU KiB": 4096,
+        },
         far
-        | {"what": "4 GiB sparse", "kind": "sparse", "GiB": 4, "laid": 4, "lay us": [80.0], "GPU KiB": 8192},
+        | {
+            "what": "4 GiB sparse",
+            "kind": "sparse",
+            "GiB": 4,
+            "laid": 4,
+            "lay us": [3600.0],
+            "GPU KiB": 8192,
+        },
     ]
     save(tmp_path, "far", rows)
     made = report.build(tmp_path)["rows"]
     assert made[0]["finding"] == (
         "Managed: laid in 20 to 31.5 us a GiB, taken away in 5 to 7 us, 0 to 0 KiB of GPU memory a GiB until "
-        "one is hit. Sparse: 80 to 90 us and 2048 to 4096 KiB of GPU memory a GiB, 256 GiB over 128 TiB of "
-        "addresses."
+        "one is hit. Sparse: 3600 to 3700 us and 2048 to 4096 KiB of GPU memory a GiB, 8 minutes for 128 TiB."
     )
     assert len(made[0]["figures"]) == 4
 
 
-MEASURED = sorted([*REPORTS.glob("*-measurements.json"), *REPORTS.glob("*-zones.json")])
+MEASURED = sorted(
+    path for kind in ("measurements", "zones", "far") for path in REPORTS.glob(f"*-{kind}.json")
+)
 
 
 @pytest.mark.parametrize("path", MEASURED, ids=lambda path: path.stem)
