@@ -365,7 +365,9 @@ def test_the_guard_over_host_memory_comes_along(
     assert second.status() == "ACTIVE"
 
 
-@pytest.mark.parametrize("ask", [{"MPSD_ZONE_BUDGET": str(16 << 30)}], indirect=True)
+@pytest.mark.parametrize(
+    "ask", [{"MPSD_ZONE_BUDGET": str(16 << 30), "MPSD_FAR_BYTES": str(4 << 30)}], indirect=True
+)
 def test_far_zones_come_along_and_follow_the_window(
     domain: Domain, second: Domain, post: Post, ask: Program, copies: Path
 ) -> None:

@@ -321,7 +321,8 @@ def granted(
 
 
 def client(libraries: Libraries, place: Path) -> Obedient:
-    return Obedient(libraries.environment(proxied=True, MPSD_VAULT_SOCKET=str(place)))
+    chosen = {"MPSD_VAULT_SOCKET": str(place), "MPSD_FAR_BYTES": str(8 * GIB)}
+    return Obedient(libraries.environment(proxied=True, **chosen))
 
 
 def test_they_are_only_for_a_daemon_that_reads_of_them(libraries: Libraries, place: Path) -> None:
@@ -365,3 +366,11 @@ def test_a_hit_far_away_is_reported(libraries: Libraries, domain: Domain, backen
             assert program.do(f"look({base} - {6 * GIB})") == 0
             assert event() == (False, Access.READ, base - 6 * GIB)
         assert neighbour.error() is None
+
+
+def test_there_are_none_unless_they_are_asked_for(libraries: Libraries) -> None:
+    chosen = {"MPSD_VAULT": "1", "MPSD_ZONE_BUDGET": str(PLENTY)}
+    with Obedient(libraries.environment(proxied=True, **chosen)) as program:
+        base = program.do("alloc(4 << 20)")
+        assert far_zones(program.ledger()) == []
+        assert program.do(f"hit({base} + {3 * GIB})") == 700

@@ -230,7 +230,7 @@ def test_zones_end_with_the_context_and_come_back_with_the_next(libraries: Libra
     [
         ("MPSD_ZONE_BYTES", "3000000", ZONE),
         ("MPSD_ZONE_BYTES", "-1", ZONE),
-        ("MPSD_FAR_BYTES", "3000000", 8 << 30),
+        ("MPSD_FAR_BYTES", "3000000", 0),
         ("MPSD_QUARANTINE_BYTES", "much", 1 << 30),
         ("MPSD_QUARANTINE_S", "1e3", 60),
     ],

@@ -15,7 +15,6 @@
  */
 #define DEFAULT_ZONE ((uint64_t)18 << 20)
 #define LARGEST_ZONE ((uint64_t)16 << 30)
-#define DEFAULT_FAR ((uint64_t)8 << 30)	/* 2^31 elements of 4 bytes */
 #define DEFAULT_QUARANTINE ((uint64_t)1 << 30)
 #define DEFAULT_QUARANTINE_S 60
 #define DEFAULT_MAPS 65530
@@ -62,7 +61,7 @@ struct mpsd_limits mpsd_limits_read(bool daemon)
 	if (!daemon && !limits.own_budget)
 		return limits;
 	limits.zone_bytes = mpsd_read_number("MPSD_ZONE_BYTES", DEFAULT_ZONE, ARENA_GRANULE, 0, LARGEST_ZONE);
-	limits.far_bytes = mpsd_read_number("MPSD_FAR_BYTES", DEFAULT_FAR, ARENA_GRANULE, 0, MPSD_FAR_MOST);
+	limits.far_bytes = mpsd_read_number("MPSD_FAR_BYTES", 0, ARENA_GRANULE, 0, MPSD_FAR_MOST);
 	limits.quarantine_bytes = mpsd_read_number("MPSD_QUARANTINE_BYTES", DEFAULT_QUARANTINE, 1, 0, UINT64_MAX);
 	limits.quarantine_ns =
 		1000000000ull * mpsd_read_number("MPSD_QUARANTINE_S", DEFAULT_QUARANTINE_S, 1, 0, UINT32_MAX);
