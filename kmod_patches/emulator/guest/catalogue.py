@@ -43,5 +43,5 @@ SETS = {
     "isolated": isolation.ISOLATED,
     "rig": misbehaving.RIG,
 }
-LONG = frozenset({"gpu-storms", "gpu-failing", "gpu-races"})
-"""Sets of more than a minute, and one that has failed once for a reason not found yet: CI leaves them out."""
+LONG = frozenset({"gpu-storms", "gpu-failing"})
+"""Sets of more than a minute, which CI leaves out."""

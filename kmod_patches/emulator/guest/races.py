@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import signal
+import time
 from collections.abc import Callable
-from contextlib import suppress
+from itertools import cycle
 
 from emulator.guest import checks, gpu, memory, uvm
 from emulator.guest.beside import innocent
@@ -40,10 +42,29 @@ def faults(rng: random.Random, count: int) -> list[gpu.Fault]:
 
 
 def send(some: list[gpu.Fault]) -> None:
-    """Those whose channel is gone by then are no accesses any more."""
     for fault in some:
-        with suppress(OSError):
-            gpu.command(fault.line())
+        gpu.command(fault.line())
+
+
+def taken(fault: gpu.Fault) -> bool:
+    """Whether its channel is there yet. One that finds the fault buffer full is no access."""
+    try:
+        gpu.command(fault.line())
+    except OSError as error:
+        if error.errno not in (errno.ENXIO, errno.ENOSPC):
+            raise
+        return error.errno == errno.ENOSPC
+    return True
+
+
+def send_till_gone(some: list[gpu.Fault]) -> None:
+    """Again and again until the channel is gone, so at that very time too. Raises CheckError if it stays."""
+    deadline = time.monotonic() + gpu.WAIT_S
+    for fault in cycle(some):
+        if not taken(fault):
+            return
+        if time.monotonic() > deadline:
+            raise CheckError(f"the channel is there after {gpu.WAIT_S:g} s")
 
 
 def change_neighbours(seed: int) -> Callable[[int, bytes], bytes]:
@@ -104,7 +125,7 @@ def ending(obey: Callable[[int, bytes], bytes] | None, act: Callable[[GpuClient]
                 some = faults(rng, FAULTS)
                 send(some[:early])
                 act(guilty)
-                send(some[early:])
+                send_till_gone(some[early:])
                 if masked:
                     gpu.command("unmask")
                 settle(guilty, obey is not None)
@@ -141,9 +162,10 @@ def unregister(request: int) -> Callable[[int, bytes], bytes]:
 
 
 def deinitialize(space: int, word: bytes) -> bytes:
-    """The end of UVM's own library: the request, and the descriptor closed."""
+    """The end of UVM's own library: the request, and both descriptors closed."""
     expect("UVM_DEINITIALIZE", uvm.call(space, DEINITIALIZE, bytes(8), 4), abi.UNWRITTEN)
-    os.close(space)
+    for fd in sorted(uvm.descriptors()):
+        os.close(fd)
     return word
 
 

@@ -6,6 +6,7 @@ import fcntl
 import os
 import struct
 from dataclasses import dataclass
+from pathlib import Path
 
 from emulator.guest.check import expect
 from mpsd.gpu.nvidia import uvm_abi as abi
@@ -69,6 +70,12 @@ def pin_memory(space: int) -> int:
     fd = os.open(DEVICE, os.O_RDWR | os.O_CLOEXEC)
     expect("UVM_MM_INITIALIZE", call(fd, MM_INITIALIZE, struct.pack("=i", space), 4), abi.STATUS_OK)
     return fd
+
+
+def descriptors() -> set[int]:
+    """All of this process that refer to UVM's device."""
+    links = {int(link.name): os.path.realpath(link) for link in Path("/proc/self/fd").iterdir()}
+    return {fd for fd, target in links.items() if target == DEVICE}
 
 
 def run_builtin(test: Builtin) -> str:

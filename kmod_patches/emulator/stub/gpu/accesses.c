@@ -176,12 +176,15 @@ void gpu_accesses_cancel_group(u64 instance)
 	mutex_unlock(&lock);
 }
 
-/* The channel is gone, and what ran on it. */
-void gpu_accesses_end(u32 channel)
+/* Nothing comes between the channel and what ran on it: an access that did would stand still for ever. */
+void gpu_accesses_end(u32 channel, struct list_head *node)
 {
 	struct access *one, *next;
 
 	mutex_lock(&lock);
+	mutex_lock(&gpu_spaces_lock);
+	list_del(node);
+	mutex_unlock(&gpu_spaces_lock);
 	list_for_each_entry_safe(one, next, &accesses, node)
 		if (one->channel == channel)
 			end(one);

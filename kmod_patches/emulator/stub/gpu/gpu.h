@@ -130,7 +130,8 @@ void gpu_accesses_resume(u32 channel);
 void gpu_accesses_cancel_address(u64 address, u64 directory, u32 engine);
 void gpu_accesses_cancel_group(u64 instance);
 void gpu_accesses_drop(u64 address);
-void gpu_accesses_end(u32 channel);
+/* Takes a channel out of the list that it is in, and ends its accesses. */
+void gpu_accesses_end(u32 channel, struct list_head *node);
 void gpu_accesses_close(void);
 u32 gpu_accesses_standing(void);
 

@@ -226,14 +226,12 @@ void nvUvmInterfaceReleaseChannel(void *retained)
 	struct client_channel *channel = retained;
 
 	mpsd_stub_answered(CALL_nvUvmInterfaceReleaseChannel);
-	gpu_accesses_end(channel->number);
-	mutex_lock(&gpu_spaces_lock);
-	list_del(&channel->node);
-	mutex_unlock(&gpu_spaces_lock);
+	gpu_accesses_end(channel->number, &channel->node);
 	kfree(channel);
 }
 MPSD_STUB_ANSWERS(nvUvmInterfaceReleaseChannel);
 
+/* It goes on faulting until it is released, which hardware's does not: UVM and the patch have to stand that. */
 void nvUvmInterfaceStopChannel(void *retained, NvBool immediate)
 {
 	mpsd_stub_answered(CALL_nvUvmInterfaceStopChannel);
