@@ -13,6 +13,10 @@
 #define AREA_SIZE ((uint64_t)1 << 44)
 #define STEP ((uint64_t)2 << 20)
 #define TRIES 22	/* the leaps between them come to half of the area */
+/* On x86 alone. */
+#ifndef MAP_32BIT
+#define MAP_32BIT 0
+#endif
 #define OWN_PLACE (MAP_FIXED | MAP_FIXED_NOREPLACE | MAP_32BIT | MAP_GROWSDOWN)
 
 static atomic_bool is_on, is_used, has_missed;
