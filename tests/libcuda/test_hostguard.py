@@ -211,3 +211,11 @@ def test_bytes_that_make_no_sense_are_said_and_not_used(libraries: Libraries) ->
     done = run([libraries.program("threads"), "dlsym"], libraries.environment(proxied=True, **chosen))
     assert done.returncode == 0
     assert "MPSD_HOST_GUARD_BYTES=12345 is not a multiple of 65536" in done.stderr
+
+
+def test_the_area_of_the_driver_s_mappings_can_be_chosen(libraries: Libraries) -> None:
+    base = 0x7EA000000000
+    with guarded(libraries, MPSD_PLACE_BASE=hex(base)) as program:
+        program.do("alloc(1000)")
+        code, pinned = program.do(f"{HOST_POINTER}(ctypes.c_void_p())")
+        assert code == 0 and base <= pinned < base + (1 << 40)

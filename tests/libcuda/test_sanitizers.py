@@ -56,6 +56,8 @@ def test_no_report(sanitized: Libraries, program: str, how: str, vault: str, vau
             "MPSD_VAULT": "1",
             "MPSD_ZONE_BUDGET": str(1 << 30),
             "MPSD_HOST_GUARD_BYTES": str(1 << 30),
+            # Where ThreadSanitizer leaves programs room, too.
+            "MPSD_PLACE_BASE": "0x7ea000000000",
         },
         "far": {"MPSD_VAULT": "1", "MPSD_ZONE_BUDGET": str(16 << 30), "MPSD_FAR_BYTES": str(3 << 30)},
     }.get(vault, {"MPSD_VAULT": vault})

@@ -8,9 +8,15 @@
 #include <stdatomic.h>
 #include <sys/mman.h>
 
+#include "limits.h"
+
 /* Behind the windows (window.c), where processes of PyTorch, CuPy and JAX had nothing either. */
-#define AREA_BASE ((uint64_t)0x280000000000)
-#define AREA_SIZE ((uint64_t)1 << 44)
+#define USUAL_BASE ((uint64_t)0x280000000000)
+#define USUAL_SIZE ((uint64_t)1 << 44)
+/* One that was chosen may lie between others. */
+#define CHOSEN_SIZE ((uint64_t)1 << 40)
+#define LOWEST ((uint64_t)8 << 30)
+#define END_OF_ADDRESSES ((uint64_t)1 << 47)
 #define STEP ((uint64_t)2 << 20)
 #define TRIES 22	/* the leaps between them come to half of the area */
 /* On x86 alone. */
@@ -20,10 +26,13 @@
 #define OWN_PLACE (MAP_FIXED | MAP_FIXED_NOREPLACE | MAP_32BIT | MAP_GROWSDOWN)
 
 static atomic_bool is_on, is_used, has_missed;
+static uint64_t area_base = USUAL_BASE, area_size = USUAL_SIZE;	/* never changed once it is on */
 static _Atomic(uint64_t) given;		/* in all; the next place is that modulo the area */
 
 void mpsd_place_begin(void)
 {
+	area_base = mpsd_read_number("MPSD_PLACE_BASE", USUAL_BASE, STEP, LOWEST, END_OF_ADDRESSES - CHOSEN_SIZE);
+	area_size = area_base == USUAL_BASE ? USUAL_SIZE : CHOSEN_SIZE;
 	atomic_store(&is_on, true);
 }
 
@@ -39,16 +48,16 @@ bool mpsd_place_has_missed(void)
 
 bool mpsd_place_covers(uint64_t base, size_t size)
 {
-	return base < AREA_BASE + AREA_SIZE && base + size > AREA_BASE;
+	return base < area_base + area_size && base + size > area_base;
 }
 
 /* NULL where it would reach beyond the end: the next one is at the beginning. */
 static void *next_place(size_t length)
 {
 	uint64_t size = (length + STEP - 1) / STEP * STEP;
-	uint64_t at = atomic_fetch_add(&given, size) % AREA_SIZE;
+	uint64_t at = atomic_fetch_add(&given, size) % area_size;
 
-	return size <= AREA_SIZE - at ? (void *)(AREA_BASE + at) : NULL;
+	return size <= area_size - at ? (void *)(area_base + at) : NULL;
 }
 
 /* Further each time: what is in use may be large, and what wants a place small. */
@@ -79,7 +88,7 @@ void *mpsd_place_mmap(void *address, size_t length, int protection, int flags, i
 {
 	void *at;
 
-	if (flags & OWN_PLACE || length > AREA_SIZE / 2 || !atomic_load(&is_on))
+	if (flags & OWN_PLACE || length > area_size / 2 || !atomic_load(&is_on))
 		return mmap(address, length, protection, flags, fd, offset);
 	if (address) {
 		at = mmap(address, length, protection, flags, fd, offset);
