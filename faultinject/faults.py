@@ -230,10 +230,10 @@ def _distant() -> tuple[Fault, ...]:
     """Into the far zones. A grid's faults over so much are served one after the other, and until they are it
     cannot be ended: it has a bound of its own."""
     # The caps that are mpsd's own: those of other runs leave one program's far zones too little.
-    caps = {"vault.enabled": "true", "guard.zones_bytes_per_gpu": str(256 << 30)}
+    caps = {"guard.zones_bytes_per_gpu": str(256 << 30)}
 
     def kinds_of(kind: str, what: str) -> tuple[Fault, ...]:
-        return tuple(replace(each, settings=caps) for each in _zone(kind, what))
+        return tuple(replace(each, settings={**each.settings, **caps}) for each in _zone(kind, what))
 
     past, _, grid = kinds_of("zone_distant", "store 3 GiB past the end of an allocation")
     wild = "a full grid running wild over 256 MiB, to be evicted within 1000 ms"

@@ -15,7 +15,7 @@ from faultinject.history import Entry, History, clock
 from faultinject.kinds import KMOD
 from faultinject.observation import observe
 from faultinject.programs.misdeeds import deed_of
-from faultinject.proxy.library import MPSD_RUN
+from faultinject.proxy.library import FAR_BYTES, MPSD_RUN
 from faultinject.rig import Rig
 from faultinject.worker import Worker
 from mpsd.errors import MpsdError, UnsupportedError
@@ -26,9 +26,6 @@ UP_S = 30.0
 RECORD_S = 3.0
 NEWCOMER_S = 10.0
 GUARD_S = 1.5
-FAR_BYTES = 4 << 30
-"""Of an offender's far zones on each side; survivors have none."""
-
 FAR_LAID = 7 << 30
 """With so many of both sides those are laid that offenders stray into, the nearest being first."""
 POLL_S = 0.005
@@ -117,6 +114,7 @@ class Stage:
         libraries, service = self.rig.libraries, self.rig.mpsd
         if libraries is None:
             raise UnsupportedError(f"{self.fault.name} needs mpsd's libcuda", remedy="give --libcuda DIR")
+        # Survivors have none.
         far_bytes = FAR_BYTES if name.startswith("offender") else 0
         return self.rig.spawn(
             name,

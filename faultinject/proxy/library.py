@@ -26,6 +26,10 @@ MPSD_RUN: Sequence[str] = (sys.executable, "-m", "mpsd_client.run")
 """The command that stands in front of a proxied program, and becomes it."""
 
 
+FAR_BYTES = 4 << 30
+"""Of a program's far zones on each side, in runs where it has some: as with mpsd's own caps."""
+
+
 @dataclass(frozen=True, slots=True)
 class Libraries:
     """Folders that hold a libcuda.so.1 each: the proxy, and the stand-in driver (None: the machine's own)."""

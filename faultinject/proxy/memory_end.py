@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from faultinject.history import clock
-from faultinject.proxy.library import MPSD_RUN, Libraries, read_stats
+from faultinject.proxy.library import FAR_BYTES, MPSD_RUN, Libraries, read_stats
 from faultinject.proxy.pairs import settled
 from faultinject.rig import Rig
 from faultinject.verdict import Finding, Verdict, invalid, unknown, valid
@@ -32,9 +32,6 @@ BACK_BOUND = 64 << 20
 
 MOST_MANAGED = 48 << 30
 """Bytes of addresses that zones of one program may cover: more has cost the driver of a GPU dearly."""
-
-FAR_BYTES = 4 << 30
-"""Of far zones on each side: memory must end where it does without them."""
 
 OUT_OF_MEMORY = 2
 

@@ -28,7 +28,7 @@ from faultinject.proxy.judge import (
     ratio,
     verdict,
 )
-from faultinject.proxy.library import MPSD_RUN, Libraries, read_stats
+from faultinject.proxy.library import FAR_BYTES, MPSD_RUN, Libraries, read_stats
 from faultinject.rig import Rig
 from faultinject.verdict import Verdict
 from faultinject.worker import Worker
@@ -39,9 +39,6 @@ MODES = ("forward", "vault", GUARDED, *FAILOVER_MODES)
 the program's own host memory; with a standby too, in that mode of fail-over."""
 
 GUARD_BYTES = 16 << 30
-FAR_BYTES = 4 << 30
-"""Of far zones on each side, as with the default caps."""
-
 
 DEFAULT_MODES = ("forward", "vault")
 

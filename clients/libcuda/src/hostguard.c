@@ -28,7 +28,6 @@
 #define MOST_RANGES 1024
 #define FOLLOW_MS 1000
 #define LARGEST ((uint64_t)1 << 40)
-#define MAPS_ROOM ((size_t)64 << 10)
 
 static uint64_t most_bytes;	/* 0: there is no guard */
 static atomic_bool is_over;
@@ -68,10 +67,15 @@ static bool is_spared(uint64_t base, uint64_t size)
 	return false;
 }
 
+static bool is_over_range(const struct mpsd_zone *zone, const struct host_range *range)
+{
+	return zone->base == range->base && zone->size == range->size;
+}
+
 static bool is_laid(const struct host_range *range)
 {
 	for (size_t i = 0; i < laid_count; i++)
-		if (laid[i].base == range->base && laid[i].size == range->size)
+		if (is_over_range(&laid[i], range))
 			return true;
 	return false;
 }
@@ -80,8 +84,8 @@ static void lay(const struct host_range *range)
 {
 	struct mpsd_zone zone = { .base = range->base, .size = range->size, .role = MPSD_ZONE_GUARD };
 
-	if (atomic_load(&is_over) || !has_context || is_lifted || is_forgetful || laid_count == MOST_RANGES || is_laid(range) ||
-	    is_spared(range->base, range->size) ||
+	if (atomic_load(&is_over) || !has_context || is_lifted || is_forgetful || laid_count == MOST_RANGES ||
+	    is_laid(range) || is_spared(range->base, range->size) ||
 	    !mpsd_cover_sparse(&zone, (const uint8_t *)guarded_gpu.bytes))
 		return;
 	laid[laid_count++] = zone;
@@ -113,31 +117,22 @@ static void take_away_from(uint64_t base, uint64_t size)
 
 /* Following */
 
-/* All of /proc/self/maps, to be freed; NULL where it cannot be read. */
+/* All of /proc/self/maps, which has no byte 0, to be freed; NULL where it cannot be read. */
 static char *read_maps(void)
 {
 	FILE *file = fopen("/proc/self/maps", "re");
-	char *text = NULL, *larger;
-	size_t used = 0, room = 0, more;
+	char *text = NULL;
+	size_t room = 0;
+	bool is;
 
 	if (!file)
 		return NULL;
-	do {
-		room += MAPS_ROOM;
-		larger = realloc(text, room + 1);
-		if (!larger)
-			break;
-		text = larger;
-		more = fread(text + used, 1, room - used, file);
-		used += more;
-	} while (used == room);
+	is = getdelim(&text, &room, 0, file) > 0;
 	fclose(file);
-	if (!larger) {
-		free(text);
-		return NULL;
-	}
-	text[used] = 0;
-	return text;
+	if (is)
+		return text;
+	free(text);
+	return NULL;
 }
 
 static bool is_off(uint64_t base, size_t size)
@@ -164,7 +159,7 @@ static size_t plan(const char *maps, struct host_range *ranges)
 static bool is_among(const struct mpsd_zone *zone, const struct host_range *ranges, size_t count)
 {
 	for (size_t i = 0; i < count; i++)
-		if (ranges[i].base == zone->base && ranges[i].size == zone->size)
+		if (is_over_range(zone, &ranges[i]))
 			return true;
 	return false;
 }

@@ -65,6 +65,11 @@ static CUresult lay(CUdeviceptr base, size_t size, enum range_kind kind)
 	return result;
 }
 
+static CUresult lay_at(CUdeviceptr base, size_t size, enum range_kind kind)
+{
+	return may_lie_at(base, size, kind) ? lay(base, size, kind) : CUDA_ERROR_INVALID_VALUE;
+}
+
 API CUresult standinManagedRange(CUdeviceptr base, size_t size)
 {
 	CUresult result;
@@ -73,7 +78,7 @@ API CUresult standinManagedRange(CUdeviceptr base, size_t size)
 		return CUDA_ERROR_INVALID_VALUE;
 	pthread_mutex_lock(&gpu_lock);
 	if (base)
-		return leave(may_lie_at(base, size, RANGE_MANAGED) ? lay(base, size, RANGE_MANAGED) : CUDA_ERROR_INVALID_VALUE);
+		return leave(lay_at(base, size, RANGE_MANAGED));
 	if (size != NULL_PAGE || range_from(0, RANGE_MANAGED) || !take_null_page())
 		return leave(CUDA_ERROR_NOT_PERMITTED);
 	result = lay(base, size, RANGE_MANAGED);
@@ -87,7 +92,7 @@ API CUresult standinSparseRange(CUdeviceptr base, size_t size)
 	if (!base || !size || base % SPARSE_GRANULE || size % SPARSE_GRANULE)
 		return CUDA_ERROR_INVALID_VALUE;
 	pthread_mutex_lock(&gpu_lock);
-	return leave(may_lie_at(base, size, RANGE_SPARSE) ? lay(base, size, RANGE_SPARSE) : CUDA_ERROR_INVALID_VALUE);
+	return leave(lay_at(base, size, RANGE_SPARSE));
 }
 
 static void take_away(struct range *range)
