@@ -24,7 +24,7 @@ from tests.support.libcudas import DEADLINE_S, PROGRAMS, ROOT, Libraries
 from tests.support.moving import Line, Post, open_post
 from tests.support.simfixtures import backend, domain, second
 from tests.support.simnode import Domain, until
-from tests.support.zoning import SPARSE, LedgerView, leads_to_ledger
+from tests.support.zoning import SPARSE, LedgerView, ledger_of
 
 __all__ = ["backend", "domain", "second"]
 
@@ -332,12 +332,6 @@ def test_guard_zones_come_along(
     assert ask("[gpu.run('store', 0x7E0000000000, 4, 1), gpu.sync()]") == "[0, 700]"
 
 
-def ledger_of(program: Program) -> LedgerView:
-    folder = Path(f"/proc/{program.process.pid}/fd")
-    (path,) = (each for each in folder.iterdir() if leads_to_ledger(each))
-    return LedgerView(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
-
-
 def is_covered(ledger: LedgerView, address: int) -> bool:
     return any(zone.kind == SPARSE and zone.start <= address < zone.end for zone in ledger.zones())
 
@@ -351,7 +345,7 @@ def test_the_guard_over_host_memory_comes_along(
     line = post.greet()
     ask("m = gpu.memory(8 << 20); gpu.sync(); import ctypes; b = ctypes.create_string_buffer(8 << 20)")
     middle = int(ask("ctypes.addressof(b)")) + (4 << 20)
-    with contextlib.closing(ledger_of(ask)) as ledger:
+    with contextlib.closing(ledger_of(ask.process.pid)) as ledger:
         until(lambda: is_covered(ledger, middle))
         assert ask(f"[gpu.run('store', {middle}, 4, 1), gpu.sync()]") == "[0, 0]"
         stand_by(line, second, copies)

@@ -203,14 +203,17 @@ class Obedient(Obeys):
         return ProcessInstance(self.process.pid, procfs.start_ticks(self.process.pid))
 
     def ledger(self) -> LedgerView:
-        """Through its own descriptors, as only its user and root can."""
-        folder = Path(f"/proc/{self.process.pid}/fd")
-        (path,) = (path for path in folder.iterdir() if leads_to_ledger(path))
-        self.views.append(LedgerView(os.open(path, os.O_RDONLY | os.O_CLOEXEC)))
+        self.views.append(ledger_of(self.process.pid))
         return self.views[-1]
 
 
-def leads_to_ledger(path: Path) -> bool:
+def ledger_of(pid: int) -> LedgerView:
+    """Through the process's own descriptors, as only its user and root can."""
+    (path,) = (path for path in Path(f"/proc/{pid}/fd").iterdir() if _leads_to_ledger(path))
+    return LedgerView(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+
+
+def _leads_to_ledger(path: Path) -> bool:
     with contextlib.suppress(OSError):
         return os.readlink(path).startswith("/memfd:mpsd-ledger")
     return False

@@ -9,6 +9,8 @@
 #include <stdio.h>
 #include <stdlib.h>
 
+#include "checking.h"
+
 #define GRANULES 24
 #define UNITS (GRANULES * (ARENA_GRANULE / ARENA_UNIT))
 #define BASE ((uint64_t)0x200000000000)
@@ -26,19 +28,6 @@ static size_t kept_count, zone, lead;
 static struct arena_range piece_of[GRANULES];
 static uint64_t state;
 
-#define CHECK(condition) do {								\
-	if (!(condition)) {								\
-		fprintf(stderr, "line %d: %s\n", __LINE__, #condition);			\
-		exit(1);								\
-	}										\
-} while (0)
-
-static uint64_t random_below(uint64_t limit)
-{
-	state = state * 6364136223846793005ull + 1442695040888963407ull;
-	return (state >> 33) % limit;
-}
-
 /* Mostly small, some of several granules, the borders between the two more often than chance has it. */
 static size_t random_size(void)
 {
@@ -47,16 +36,16 @@ static size_t random_size(void)
 		ARENA_GRANULE, ARENA_GRANULE + 1, 3 * ARENA_GRANULE, GRANULES * ARENA_GRANULE,
 	};
 
-	switch (random_below(8)) {
+	switch (random_below(&state, 8)) {
 	case 0:
-		return borders[random_below(sizeof(borders) / sizeof(*borders))];
+		return borders[random_below(&state, sizeof(borders) / sizeof(*borders))];
 	case 1:
-		return 1 + random_below(5 * ARENA_GRANULE);
+		return 1 + random_below(&state, 5 * ARENA_GRANULE);
 	case 2:
 	case 3:
-		return 1 + random_below(ARENA_SMALL);
+		return 1 + random_below(&state, ARENA_SMALL);
 	default:
-		return 1 + random_below(20 * ARENA_UNIT);
+		return 1 + random_below(&state, 20 * ARENA_UNIT);
 	}
 }
 
@@ -178,7 +167,7 @@ static void look_at_pieces(struct arena *arena, uint64_t address)
 
 static void look(struct arena *arena)
 {
-	uint64_t address = BASE + random_below(GRANULES * ARENA_GRANULE);
+	uint64_t address = BASE + random_below(&state, GRANULES * ARENA_GRANULE);
 	int slot = owner[(address - BASE) / ARENA_UNIT];
 	struct arena_range found;
 
@@ -227,7 +216,7 @@ int main(int count, char **given)
 	for (size_t granule = 0; granule < lead; granule++)
 		reserved[granule] = true;
 	for (int step = 0; step < 4000; step++) {
-		int slot = (int)random_below(step % 1000 < 500 ? LIVE : LIVE / 8);
+		int slot = (int)random_below(&state, step % 1000 < 500 ? LIVE : LIVE / 8);
 
 		if (live[slot].size)
 			release(&arena, slot);

@@ -8,6 +8,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 
+#include "checking.h"
 #include "cover.h"
 #include "notes.h"
 
@@ -30,26 +31,13 @@ static struct {
 static uint64_t state, now, side, tails[DEVICES];
 static bool refuses, holds;
 
-#define CHECK(condition) do {								\
-	if (!(condition)) {								\
-		fprintf(stderr, "line %d: %s\n", __LINE__, #condition);			\
-		exit(1);								\
-	}										\
-} while (0)
-
-static uint64_t random_below(uint64_t limit)
-{
-	state = state * 6364136223846793005ull + 1442695040888963407ull;
-	return (state >> 33) % limit;
-}
-
 /* The driver */
 
 bool mpsd_cover_managed(struct mpsd_zone *zone)
 {
 	int row = 0;
 
-	if (refuses && !random_below(3))
+	if (refuses && !random_below(&state, 3))
 		return false;
 	while (rows[row].there)
 		row++;
@@ -58,7 +46,7 @@ bool mpsd_cover_managed(struct mpsd_zone *zone)
 	rows[row].end = zone->base + zone->size;
 	rows[row].since = ++now;
 	rows[row].there = true;
-	rows[row].stuck = holds && !random_below(20);
+	rows[row].stuck = holds && !random_below(&state, 20);
 	zone->kind = MPSD_ZONE_MANAGED;
 	zone->row = row;
 	book.far_bytes += zone->size;
@@ -117,12 +105,13 @@ static void look(struct mpsd_far_share share)
 
 static void move_tail(void)
 {
-	CUdevice device = (CUdevice)random_below(DEVICES);
-	uint64_t before = tails[device], tail = before + random_below(3) * random_below(900) * 2 * MIB;
+	CUdevice device = (CUdevice)random_below(&state, DEVICES);
+	uint64_t before = tails[device], tail = before + random_below(&state, 3) * random_below(&state, 900) * 2 * MIB;
 	uint64_t end = FIRST + (uint64_t)device * STEP + WINDOW;
 
-	if (!random_below(4))
-		tail = FIRST + (uint64_t)device * STEP + random_below((before - FIRST) % STEP / MIB + 1) / 2 * 2 * MIB;
+	if (!random_below(&state, 4))
+		tail = FIRST + (uint64_t)device * STEP +
+		       random_below(&state, (before - FIRST) % STEP / MIB + 1) / 2 * 2 * MIB;
 	tails[device] = tail < end ? tail : end;
 	if (mpsd_far_tail(device, tails[device]))
 		CHECK(tails[device] <= before || !meets(before, tails[device]));
@@ -166,14 +155,14 @@ int main(int count, char **given)
 		mpsd_far_window(device, tails[device] - side, side, side + WINDOW, side);
 	}
 	for (int step = 0; step < STEPS; step++) {
-		struct mpsd_far_share share = { random_below(40) * GIB, random_below(50) };
+		struct mpsd_far_share share = { random_below(&state, 40) * GIB, random_below(&state, 50) };
 
 		refuses = step % 100 > 90;
 		move_tail();
 		settle(share);
-		if (!random_below(50) && book.far_zones && !holds)
+		if (!random_below(&state, 50) && book.far_zones && !holds)
 			CHECK(mpsd_far_drop());
-		if (!random_below(100))
+		if (!random_below(&state, 100))
 			mpsd_far_drop_all();
 	}
 	refuses = false;

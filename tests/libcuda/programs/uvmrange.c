@@ -14,16 +14,11 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include "checking.h"
+
 #define GRANULE ((size_t)2 << 20)
 
 void *mpsd_real_handle;		/* none: so there is no stand-in */
-
-#define CHECK(condition) do {								\
-	if (!(condition)) {								\
-		fprintf(stderr, "line %d: %s\n", __LINE__, #condition);			\
-		exit(1);								\
-	}										\
-} while (0)
 
 /* Whether one mapping, or some in a row, with these permissions cover exactly what is asked about. */
 static bool has(uint64_t base, size_t size, const char *permissions)
