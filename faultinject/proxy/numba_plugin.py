@@ -6,15 +6,10 @@ names a file with the only tests that are wanted. The standard library and pytes
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
-import sys
-import unittest
 import zlib
-from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -22,33 +17,6 @@ import pytest
 OUTCOMES, SHARD, ONLY = "MPSD_SUITE_OUTCOMES", "MPSD_SUITE_SHARD", "MPSD_SUITE_ONLY"
 WHY = 160
 _STATS = "/memfd:mpsd-libcuda"
-
-
-def _missing(name: str) -> Callable[..., Any]:
-    def skip(*arguments: Any, **options: Any) -> Any:
-        raise unittest.SkipTest(f"{name} is not installed")
-
-    return skip
-
-
-def _stand_in_for_filecheck() -> None:
-    """The suite's base class imports filecheck; where it is missing, the tests that use it are skipped."""
-    if importlib.util.find_spec("filecheck") is not None:
-        return
-    for module, names in {
-        "filecheck": (),
-        "filecheck.matcher": ("Matcher",),
-        "filecheck.options": ("Options",),
-        "filecheck.parser": ("Parser", "pattern_for_opts"),
-        "filecheck.finput": ("FInput",),
-    }.items():
-        made = ModuleType(module)
-        for name in names:
-            setattr(made, name, _missing("filecheck"))
-        sys.modules[module] = made
-
-
-_stand_in_for_filecheck()
 
 
 @pytest.fixture(scope="class")

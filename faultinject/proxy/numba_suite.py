@@ -29,6 +29,8 @@ SUITE = "numba.cuda.tests"
 GRACE_S = 10.0
 REPEATS = 2
 REASONS = 8
+NEEDED = ("numba_cuda", "filecheck", "cffi")
+"""Without the last two the suite runs too, but the children of its tests die as they start."""
 COMPLETE = (0, 1, 5)
 """pytest's exit statuses after a whole run: all passed, some failed, none was chosen."""
 
@@ -105,6 +107,19 @@ def combine(lines: Iterable[str]) -> tuple[dict[str, str], list[dict[str, Any]]]
         else:
             outcomes[test] = outcome
     return outcomes, processes
+
+
+def under_way(lines: Iterable[str]) -> list[str]:
+    """Tests that were set up and not torn down: what a suite that was cut short hung in, or ran."""
+    latest: dict[str, str] = {}
+    for line in lines:
+        try:
+            said = json.loads(line)
+        except ValueError:
+            continue
+        if "test" in said:
+            latest[said["test"]] = said["when"]
+    return sorted(test for test, when in latest.items() if when in ("setup", "call"))
 
 
 def reasons(lines: Iterable[str]) -> dict[str, int]:
@@ -216,8 +231,9 @@ def lacking(suite: str) -> str | None:
     for module in ("pytest", suite.partition(".")[0]):
         if importlib.util.find_spec(module) is None:
             return f"{module} is not installed"
-    if suite == SUITE and importlib.util.find_spec("numba_cuda") is None:
-        return "numba_cuda is not installed"
+    for module in NEEDED if suite == SUITE else ():
+        if importlib.util.find_spec(module) is None:
+            return f"{module} is not installed: numba-cuda's own tests need {', '.join(NEEDED)}"
     return None
 
 
@@ -272,16 +288,18 @@ class Suite:
     def finish(self, end: float) -> dict[str, Any]:
         """Wait until `end`, then end it; what it has told by then."""
         assert self.process is not None
-        failure = ""
+        failure, cut = "", False
         try:
             status = self.process.wait(max(0.0, end - clock()))
             if status not in COMPLETE:
                 failure = f"pytest ended with status {status}: {self._tail()}"
         except subprocess.TimeoutExpired:
-            failure = f"it was not over after {clock() - self.began:.0f} s"
+            failure, cut = f"it was not over after {clock() - self.began:.0f} s", True
         took = clock() - self.began
         self._end()
         lines = self.outcomes.read_text(encoding="utf-8").splitlines() if self.outcomes.exists() else []
+        if cut:
+            failure += f", under way: {', '.join(under_way(lines)) or 'no test'}"
         outcomes, processes = combine(lines)
         return {
             "outcomes": outcomes,

@@ -9,7 +9,7 @@ import pytest
 
 from faultinject.proxy import deaths
 from faultinject.proxy.numba_plugin import in_shard
-from faultinject.proxy.numba_suite import Options, combine, differing, judge, reasons, sort_out
+from faultinject.proxy.numba_suite import Options, combine, differing, judge, reasons, sort_out, under_way
 
 PROXY = {"proxy": True, "stats": {"state": "active", "reason": ""}}
 NONE = {"proxy": False, "stats": None}
@@ -54,6 +54,12 @@ def test_a_test_has_the_outcome_of_its_worst_part() -> None:
         "took its process with it": "crashed",
     }
     assert processes == [{"process": 7, **PROXY}]
+
+
+def test_what_was_set_up_and_not_torn_down_was_under_way() -> None:
+    lines = [*whole("over"), *whole("hangs")[:1], *whole("ends")[:2], line("broken.py", "collect", "failed")]
+    lines += [line("took its process with it", "setup"), line("took its process with it", "???", "failed")]
+    assert under_way([*lines, json.dumps({"process": 7, **NONE}), '{"test": "torn']) == ["ends", "hangs"]
 
 
 def test_a_part_that_fails_is_not_mended_by_one_that_passes() -> None:
