@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.libcuda.test_exact import EXACT, move
-from tests.libcuda.test_failover import Program, ask, copies, post, stand_by
+from tests.libcuda.test_exact import EXACT, gate, move
+from tests.libcuda.test_failover import Program, ask, break_domain, copies, post, stand_by
 from tests.support import moving
+from tests.support.gate import Gate
 from tests.support.moving import Post
 from tests.support.simfixtures import backend, domain, second
 from tests.support.simnode import Domain, until
 
-__all__ = ["ask", "backend", "copies", "domain", "post", "second"]
+__all__ = ["ask", "backend", "copies", "domain", "gate", "post", "second"]
 
 MANY = 300
 MADE = "m = gpu.memory(8 << 20); one, two = (gpu.made('cuStreamCreate', 1) for _ in range(2)); \
@@ -54,4 +55,47 @@ def test_what_is_captured_is_left_alone(post: Post, ask: Program) -> None:
     assert ask("gpu.run('add', m, 8, 1, stream=s)") == "0"
     assert ask("gpu.code('cuStreamEndCapture', s, ctypes.byref(ctypes.c_uint64()))") == "0"
     assert ask("gpu.sync(), gpu.word(m)") == f"(0, {MANY + 2})"
+    assert ask.end() == ""
+
+
+@EXACT
+def test_what_is_saved_waits_for_nothing_that_runs(
+    domain: Domain, gate: Gate, second: Domain, post: Post, ask: Program, copies: Path
+) -> None:
+    """When the epoch began nothing was open: the copy is of what was there then, whatever runs."""
+    line = post.greet(moving.EXACT)
+    ask("m = gpu.memory(8 << 20); n = gpu.memory(4 << 20)")
+    stand_by(line, second, copies)
+    assert ask("gpu.run('add', m, 8, 5), gpu.run('add', n, 8, 6), gpu.sync()") == "(0, 0, 0)"
+    # What the last epoch saved is copied at once: so that it is m alone.
+    assert ask("[gpu.run('add', m, 8, 1) for _ in range(2)], gpu.sync()") == "([0, 0], 0)"
+    gate.let(7)
+    assert ask("gpu.run('long', m, 8, 1), gpu.run('add', n, 8, 1)") == "(0, 0)"
+    until(lambda: gate.left() == 0)
+    break_domain(domain)
+    said = move(line)
+    assert (said.text, said.values[3], said.values[4]) == ("", 12 << 20, 2)
+    assert ask.end() == ""
+
+
+@EXACT
+def test_what_epochs_write_again_and_again_is_saved_at_once(
+    domain: Domain, gate: Gate, second: Domain, post: Post, ask: Program, copies: Path
+) -> None:
+    line = post.greet(moving.EXACT)
+    ask("several = [gpu.memory(2 << 20) for _ in range(3)]; gpu.sync()")
+    stand_by(line, second, copies)
+    add = "[gpu.run('add', m, 8, 1) for m in several], gpu.sync()"
+    assert ask(add) == "([0, 0, 0], 0)"
+    # Three copies, one mark, one event: no kernel has begun.
+    gate.let(5)
+    assert ask("gpu.run('add', several[0], 8, 1)") == "0"
+    until(lambda: gate.left() == 0)
+    break_domain(domain)
+    said = move(line)
+    assert (said.text, said.values[3], said.values[4]) == ("", 6 << 20, 1)
+    # One that was freed since is not asked for any more, and what is there instead is its own.
+    assert ask("gpu.code('cuMemFree_v2', several.pop(1)), gpu.sync()") == "(0, 0)"
+    assert ask(add.replace("8, 1", "8, 2")) == "([0, 0], 0)"
+    assert ask("[gpu.word(m) for m in several]") == "[4, 3]"
     assert ask.end() == ""

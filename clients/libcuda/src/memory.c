@@ -179,7 +179,7 @@ bool mpsd_memory_find(CUdeviceptr address, struct mpsd_allocation *allocation)
 	struct window *window;
 	bool is;
 
-	if (mpsd_window_is_lost())
+	if (!mpsd_span_may_hold(&mpsd_windows_span, address) || mpsd_window_is_lost())
 		return false;
 	pthread_mutex_lock(&lock);
 	window = window_at(address);
@@ -284,7 +284,7 @@ bool mpsd_memory_is_in_window(CUdeviceptr address)
 {
 	bool is;
 
-	if (mpsd_window_is_lost())
+	if (!mpsd_span_may_hold(&mpsd_windows_span, address) || mpsd_window_is_lost())
 		return false;
 	pthread_mutex_lock(&lock);
 	is = window_at(address) != NULL;

@@ -91,6 +91,8 @@ static struct {
 	_Atomic(uint64_t) base, size;
 } reserved[MPSD_DEVICES];
 
+struct mpsd_span mpsd_windows_span = MPSD_NO_SPAN;
+
 bool mpsd_window_covers(uint64_t address, size_t size)
 {
 	for (int i = 0; i < MPSD_DEVICES; i++) {
@@ -189,6 +191,7 @@ bool mpsd_window_reserve(CUdevice device, size_t zone, size_t *lead, CUdeviceptr
 		if (reserve_somewhere(wish, device, wanted, *lead, *size, base)) {
 			atomic_store(&reserved[device].base, *base);
 			atomic_store(&reserved[device].size, *size);
+			mpsd_span_widen(&mpsd_windows_span, *base, *size);
 			return true;
 		}
 		pieces /= 4;

@@ -7,6 +7,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "span.h"
+
 /*
  * Reserve the addresses of a device's window, where MPSD_WINDOW_BASE and MPSD_WINDOW_BYTES want them if
  * that can be; what could not be is said, and in the statistics. `zone` bytes are wanted on each side of a
@@ -20,6 +22,9 @@ bool mpsd_window_reserve(CUdevice device, size_t zone, size_t *lead, CUdeviceptr
  * parent had them, so it takes none.
  */
 bool mpsd_window_is_lost(void);
+
+/* Around all windows. */
+extern struct mpsd_span mpsd_windows_span;
 
 /* Whether some of it lies in a window. Takes no lock. */
 bool mpsd_window_covers(uint64_t address, size_t size);

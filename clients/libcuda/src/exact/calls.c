@@ -40,22 +40,11 @@ static CUresult launch_unnoted(const struct mpsd_op *given, void **parameters, v
 
 static CUresult submit_launch(const struct mpsd_op *given, void **parameters, void **extra)
 {
-	struct mpsd_op *op = malloc(sizeof(*op));
-	size_t attributes = given->launch.config.numAttrs * sizeof(*op->launch.attributes);
-	CUresult result = CUDA_ERROR_OUT_OF_MEMORY;
+	struct mpsd_op *op;
+	CUresult result = mpsd_params_take(given, parameters, extra, &op);
 
-	if (!op)
-		return result;
-	*op = *given;
-	op->launch.attributes = malloc(attributes + 1);
-	if (op->launch.attributes)
-		result = mpsd_params_take(op, parameters, extra);
-	if (result == CUDA_SUCCESS) {
-		if (attributes)
-			memcpy(op->launch.attributes, given->launch.config.attrs, attributes);
+	if (result == CUDA_SUCCESS)
 		return mpsd_submit(op, false);
-	}
-	mpsd_op_free(op);
 	if (mpsd_is_loss(result))
 		return result;
 	/* A function that a move has overtaken is unknown for that alone. */

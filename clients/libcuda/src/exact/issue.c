@@ -8,11 +8,7 @@
 
 void mpsd_op_free(struct mpsd_op *op)
 {
-	if (op->kind == MPSD_OP_LAUNCH) {
-		free(op->launch.attributes);
-		free(op->launch.parameters);
-		free(op->launch.buffer);
-	} else if (op->kind == MPSD_OP_COPY) {
+	if (op->kind == MPSD_OP_COPY) {
 		free(op->copy.kept);
 	} else if (op->kind == MPSD_OP_GRAPH) {
 		mpsd_graph_let_go(op->graph.graph);

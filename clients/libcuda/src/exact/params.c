@@ -12,6 +12,7 @@
 #include "exact/state.h"
 #include "failover/line.h"
 #include "failover/made.h"
+#include "window.h"
 
 #define PLACES 8192u
 #define MOST_PARAMETERS 512u
@@ -134,25 +135,56 @@ void mpsd_params_child(void)
 	lock = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
 }
 
+#define BUFFER_ALIGNMENT 16
+
+_Static_assert(sizeof(struct mpsd_op) % _Alignof(CUlaunchAttribute) == 0, "attributes lie behind the operation");
+_Static_assert(sizeof(CUlaunchAttribute) % sizeof(void *) == 0, "pointers lie behind the attributes");
+
+/* In one block: the operation, its attributes, where each parameter is, and the parameters, with nothing between them. */
+static struct mpsd_op *make(const struct mpsd_op *given, uint32_t count, size_t bytes)
+{
+	unsigned int attributes = given->launch.config.numAttrs;
+	size_t before = sizeof(*given) + attributes * sizeof(CUlaunchAttribute) + count * sizeof(void *);
+	struct mpsd_op *op;
+
+	before = (before + BUFFER_ALIGNMENT - 1) / BUFFER_ALIGNMENT * BUFFER_ALIGNMENT;
+	op = malloc(before + bytes);
+	if (!op)
+		return NULL;
+	*op = *given;
+	op->launch.attributes = (CUlaunchAttribute *)(op + 1);
+	if (attributes)
+		memcpy(op->launch.attributes, given->launch.config.attrs, attributes * sizeof(CUlaunchAttribute));
+	op->launch.parameters = (void **)(op->launch.attributes + attributes);
+	op->launch.buffer = memset((char *)op + before, 0, bytes);
+	op->launch.count = count;
+	op->launch.bytes = bytes;
+	return op;
+}
+
 /* Under the lock. */
-static CUresult copy_each(struct mpsd_op *op, const struct info *info, void **parameters)
+static CUresult copy_each(const struct mpsd_op *given, const struct info *info, void **parameters, struct mpsd_op **op)
 {
 	if (info->count && !parameters)
 		return CUDA_ERROR_INVALID_VALUE;
-	op->launch.count = info->count;
-	op->launch.bytes = info->bytes;
-	op->launch.parameters = malloc((info->count + 1) * sizeof(void *));
-	op->launch.buffer = calloc(1, info->bytes + sizeof(CUdeviceptr));
-	if (!op->launch.parameters || !op->launch.buffer)
+	*op = make(given, info->count, info->bytes);
+	if (!*op)
 		return CUDA_ERROR_OUT_OF_MEMORY;
 	for (uint32_t i = 0; i < info->count; i++) {
-		op->launch.parameters[i] = op->launch.buffer + info->places[i].offset;
-		memcpy(op->launch.parameters[i], parameters[i], info->places[i].size);
+		const struct place *place = &info->places[i];
+		char *to = (*op)->launch.buffer + place->offset;
+
+		(*op)->launch.parameters[i] = to;
+		/* Most are addresses, which need no call to be copied. */
+		if (place->size == sizeof(CUdeviceptr))
+			memcpy(to, parameters[i], sizeof(CUdeviceptr));
+		else
+			memcpy(to, parameters[i], place->size);
 	}
 	return CUDA_SUCCESS;
 }
 
-static CUresult take_each(struct mpsd_op *op, void **parameters)
+static CUresult take_each(const struct mpsd_op *given, void **parameters, struct mpsd_op **op)
 {
 	CUresult result = CUDA_SUCCESS;
 	bool is_known = false;
@@ -162,19 +194,19 @@ static CUresult take_each(struct mpsd_op *op, void **parameters)
 		const struct info *info;
 
 		pthread_mutex_lock(&lock);
-		info = slot_of(op->launch.function);
+		info = slot_of(given->launch.function);
 		is_known = info->function != NULL;
 		if (is_known)
-			result = copy_each(op, info, parameters);
+			result = copy_each(given, info, parameters, op);
 		pthread_mutex_unlock(&lock);
 		if (!is_known)
-			result = learn(op->launch.function);
+			result = learn(given->launch.function);
 	}
 	return result;
 }
 
 /* cuda.h: CU_LAUNCH_PARAM_BUFFER_POINTER and _SIZE, each followed by its value, until _END. */
-static CUresult take_buffer(struct mpsd_op *op, void **extra)
+static CUresult take_buffer(const struct mpsd_op *given, void **extra, struct mpsd_op **op)
 {
 	const void *from = NULL;
 	size_t size = 0;
@@ -189,12 +221,12 @@ static CUresult take_buffer(struct mpsd_op *op, void **extra)
 	}
 	if (size > MOST_BYTES || (size && !from))
 		return CUDA_ERROR_NOT_SUPPORTED;
-	op->launch.is_buffer = true;
-	op->launch.bytes = size;
-	op->launch.buffer = calloc(1, size + sizeof(CUdeviceptr));
-	if (!op->launch.buffer)
+	*op = make(given, 0, size);
+	if (!*op)
 		return CUDA_ERROR_OUT_OF_MEMORY;
-	memcpy(op->launch.buffer, from, size);
+	(*op)->launch.is_buffer = true;
+	if (size)
+		memcpy((*op)->launch.buffer, from, size);
 	return CUDA_SUCCESS;
 }
 
@@ -209,12 +241,12 @@ static void follow_variables(struct mpsd_op *op)
 	}
 }
 
-CUresult mpsd_params_take(struct mpsd_op *op, void **parameters, void **extra)
+CUresult mpsd_params_take(const struct mpsd_op *given, void **parameters, void **extra, struct mpsd_op **op)
 {
-	CUresult result = extra ? take_buffer(op, extra) : take_each(op, parameters);
+	CUresult result = extra ? take_buffer(given, extra, op) : take_each(given, parameters, op);
 
 	if (result == CUDA_SUCCESS && mpsd_knows_variables())
-		follow_variables(op);
+		follow_variables(*op);
 	return result;
 }
 
@@ -250,6 +282,9 @@ CUresult mpsd_params_save(const struct mpsd_op *op, struct mpsd_plan *plan)
 		CUresult result;
 
 		memcpy(&word, op->launch.buffer + at, sizeof(word));
+		/* Nearly all are numbers, of hundreds in a launch. */
+		if (!mpsd_span_may_hold(&mpsd_windows_span, word) && !mpsd_span_may_hold(&mpsd_pins_span, word))
+			continue;
 		result = mpsd_undo_save_around(plan, word);
 		if (result != CUDA_SUCCESS)
 			return result;

@@ -6,6 +6,7 @@
 
 #include "exact/exact.h"
 #include "failover/carry.h"
+#include "span.h"
 
 #define MPSD_EXACT_PAGE ((uint64_t)2 << 20)
 
@@ -258,9 +259,9 @@ CUresult mpsd_epoch_settle(void);
 
 struct save;
 
-/* What one operation wants saved, in the lane that it goes into. */
+/* What one operation, in that lane, wants saved; and the lane of the copies, when there are any. */
 struct mpsd_plan {
-	struct mpsd_lane *lane;
+	struct mpsd_lane *lane, *saver;
 	struct save *saves;
 };
 
@@ -272,6 +273,11 @@ CUresult mpsd_undo_save(struct mpsd_plan *plan, CUdeviceptr address, uint64_t si
 
 /* The same, of the whole allocation around the address; nothing where there is none. */
 CUresult mpsd_undo_save_around(struct mpsd_plan *plan, CUdeviceptr address);
+
+/* usual.c, with the order: allocations that kernels mostly want saved; they are, once in an epoch. */
+void mpsd_usual_note(CUdeviceptr base);
+void mpsd_usual_forget(void);
+CUresult mpsd_usual_save(struct mpsd_plan *plan);
 
 /* From here on the copies count, and what is submitted to the lane comes after them and those of other lanes. */
 CUresult mpsd_undo_done(struct mpsd_plan *plan);
@@ -308,8 +314,8 @@ void mpsd_replay_finish(void);
 
 /* params.c */
 
-/* What a launch was given, copied into the operation, which is a LAUNCH. NOT_SUPPORTED: it is not known how much. */
-CUresult mpsd_params_take(struct mpsd_op *op, void **parameters, void **extra);
+/* An operation like `given`, a LAUNCH, with a copy of what that was given. NOT_SUPPORTED: it is not known how much. */
+CUresult mpsd_params_take(const struct mpsd_op *given, void **parameters, void **extra, struct mpsd_op **op);
 void mpsd_params_forget(void);	/* functions have gone: their handles may come again */
 void mpsd_params_child(void);
 
@@ -353,6 +359,7 @@ CUresult mpsd_in_order(CUresult (*call)(void));
 
 /* host.c of src/failover: whether the GPU reaches that address, which is the host's. */
 bool mpsd_is_pinned(const void *address);
+extern struct mpsd_span mpsd_pins_span;	/* around all such memory */
 
 /* These pages are this library's own: the program does not know where they are. */
 void mpsd_pins_forget(const void *base);

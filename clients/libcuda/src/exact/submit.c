@@ -120,7 +120,7 @@ static bool is_unsure(void)
 /* OUT_OF_MEMORY: not all of it. */
 static CUresult try_to_save(const struct mpsd_op *op)
 {
-	struct mpsd_plan plan = { op->lane, NULL };
+	struct mpsd_plan plan = { op->lane, NULL, NULL };
 	CUresult planned = plan_for(op, &plan), done;
 
 	if (planned != CUDA_SUCCESS && planned != CUDA_ERROR_OUT_OF_MEMORY) {
@@ -195,8 +195,28 @@ static void note(struct mpsd_op *op, uint64_t moves)
 	mpsd_noted_in = 1 + moves;
 }
 
+/*
+ * Not so far ahead of the GPU that the driver would keep the thread: when the context is lost meanwhile, it would not
+ * let it go.
+ */
+struct ahead {
+	struct mpsd_lane *lane;
+	bool is_unmarked;
+	uint64_t until;		/* this operation is to have ended before the next one; 0: none */
+};
+
+/* With the lock */
+static struct ahead look_ahead(struct mpsd_lane *lane)
+{
+	struct ahead ahead = { lane, lane->given - lane->marked >= MARK_EACH, 0 };
+
+	if (lane->given - lane->proven >= MOST_AHEAD && lane->given - mpsd_lane_look(lane) >= MOST_AHEAD)
+		ahead.until = lane->given - MOST_AHEAD + MARK_EACH;
+	return ahead;
+}
+
 /* Whoever is last frees it: the driver may have kept this thread for longer than the epoch lasted. */
-static CUresult finish(struct mpsd_op *op, CUresult result)
+static CUresult finish(struct mpsd_op *op, CUresult result, struct ahead *ahead)
 {
 	bool left, is_orphan, lost = mpsd_is_loss(result);
 
@@ -208,6 +228,8 @@ static CUresult finish(struct mpsd_op *op, CUresult result)
 	if (!left && result != CUDA_SUCCESS && !lost && !op->is_orphan)
 		mpsd_epoch_strike(op);
 	is_orphan = op->is_orphan;
+	if (!left)
+		*ahead = look_ahead(op->lane);
 	pthread_mutex_unlock(&mpsd_exact_lock);
 	if (is_orphan)
 		mpsd_op_free(op);
@@ -215,36 +237,6 @@ static CUresult finish(struct mpsd_op *op, CUresult result)
 		return MPSD_AGAIN;
 	if (!lost)
 		mpsd_noted_in = 0;
-	return result;
-}
-
-/*
- * Not so far ahead of the GPU that the driver would keep the thread: when the context is lost meanwhile, it would not
- * let it go. Without the order, for others may be what is waited for.
- */
-static CUresult stay_near(CUstream stream, uint64_t moves)
-{
-	uint64_t given = 0, marked = 0, proven = 0;
-	CUresult result = CUDA_SUCCESS;
-	struct mpsd_lane *lane = NULL;
-
-	pthread_mutex_lock(&mpsd_exact_lock);
-	if (!mpsd_is_left())
-		lane = mpsd_lane_find(stream);
-	if (lane) {
-		given = lane->given;
-		marked = lane->marked;
-		proven = given - lane->proven < MOST_AHEAD ? given : mpsd_lane_look(lane);
-	}
-	pthread_mutex_unlock(&mpsd_exact_lock);
-	if (given - marked >= MARK_EACH) {
-		if (!mpsd_order_take(moves))
-			return MPSD_AGAIN;
-		result = mpsd_lane_mark(lane);
-		mpsd_order_give(moves);
-	}
-	if (result == CUDA_SUCCESS && given - proven >= MOST_AHEAD)
-		result = mpsd_lane_wait(lane, given - MOST_AHEAD + MARK_EACH);
 	return result;
 }
 
@@ -278,7 +270,7 @@ static CUresult make_ready(struct mpsd_op *op, bool full)
 }
 
 /* With the order, which everybody's next operation waits for. */
-static CUresult put(struct mpsd_op *op, uint64_t moves)
+static CUresult put(struct mpsd_op *op, uint64_t moves, struct ahead *ahead)
 {
 	bool left, full;
 	CUresult result;
@@ -313,7 +305,11 @@ static CUresult put(struct mpsd_op *op, uint64_t moves)
 		mpsd_lane_mark(op->lane);
 	if (result == CUDA_SUCCESS && mpsd_validates())
 		result = mpsd_validate_after(op);
-	return finish(op, result);
+	result = finish(op, result, ahead);
+	/* It is submitted: what goes wrong with the mark the next one finds. */
+	if (result == CUDA_SUCCESS && ahead->is_unmarked)
+		mpsd_lane_mark(ahead->lane);
+	return result;
 }
 
 /* With the order: what the lane has been given by now is to be proven. */
@@ -332,6 +328,7 @@ CUresult mpsd_submit(struct mpsd_op *op, bool proves)
 	bool is_done = mpsd_noted_in && mpsd_noted_in != 1 + moves;
 	CUstream stream = op->stream;
 	CUresult result = CUDA_SUCCESS;
+	struct ahead ahead = { NULL, false, 0 };
 	struct mpsd_lane *lane = NULL;
 	uint64_t number = 0;
 
@@ -350,8 +347,6 @@ CUresult mpsd_submit(struct mpsd_op *op, bool proves)
 		return result;
 	}
 	result = mpsd_lanes_ready();
-	if (result == CUDA_SUCCESS && !is_done)
-		result = stay_near(stream, moves);
 	if (result == CUDA_SUCCESS && !is_done && op->kind == MPSD_OP_COPY && op->copy.is_for_host)
 		result = mpsd_epoch_come_after_reads(op);
 	if (result == CUDA_SUCCESS && !mpsd_order_take(moves))
@@ -362,7 +357,7 @@ CUresult mpsd_submit(struct mpsd_op *op, bool proves)
 		return result;
 	}
 	if (!is_done)
-		result = put(op, moves);
+		result = put(op, moves, &ahead);
 	if (result == CUDA_SUCCESS && proves) {
 		mpsd_noted_in = DONE;
 		result = mark_for(stream, &lane, &number);
@@ -370,6 +365,9 @@ CUresult mpsd_submit(struct mpsd_op *op, bool proves)
 			mpsd_epoch_hasten();
 	}
 	mpsd_order_give(moves);
+	/* Without the order, for others may be what is waited for. A move that comes meanwhile does the operation again. */
+	if (result == CUDA_SUCCESS && !proves && ahead.until)
+		mpsd_lane_wait(ahead.lane, ahead.until);
 	if (result != CUDA_SUCCESS || !proves)
 		return result;
 	if (lane)

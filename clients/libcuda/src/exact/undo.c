@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: MIT
 /*
- * What memory was before the epoch: copies of it, made by the GPU in the stream of whatever may write there first.
- * In pages of 2 MiB, which no two of a window's allocations share unless they are small.
+ * What memory was before the epoch: copies of it, made by the GPU before whatever may write there first, in pages of
+ * 2 MiB, which no two of a window's allocations share unless they are small. They have a stream of this library's own:
+ * when the epoch began nothing was open, so they need not wait for anything, and only who may write there waits for them.
  *
  * A save is worth something once its lane is proven to have come behind it. Before that its page is as it was, for
  * what writes there comes after the save: in its own lane by order, in another by waiting for the lane's event.
@@ -56,8 +57,32 @@ static bool know_window(CUdeviceptr address)
 
 _Static_assert(MPSD_EXACT_PAGE == ARENA_GRANULE, "a page of the window is what memory is mapped by");
 
+CUresult make_cuStreamCreate(CUstream *phStream, unsigned int Flags);
+
+/* NULL: the copies go where the operation does. Where a move came between, it is tried again. */
+static struct mpsd_lane *own_lane(void)
+{
+	static struct mpsd_lane *own;
+	static atomic_bool is_refused;
+	struct mpsd_lane *lane = __atomic_load_n(&own, __ATOMIC_ACQUIRE);
+	CUstream stream;
+
+	if (lane || atomic_load(&is_refused) || make_cuStreamCreate(&stream, CU_STREAM_NON_BLOCKING) != CUDA_SUCCESS)
+		return lane;
+	pthread_mutex_lock(&mpsd_exact_lock);
+	if (!mpsd_is_left()) {
+		lane = mpsd_lane_of(stream);
+		__atomic_store_n(&own, lane, __ATOMIC_RELEASE);
+		atomic_store(&is_refused, !lane);
+	}
+	pthread_mutex_unlock(&mpsd_exact_lock);
+	return lane;
+}
+
 static CUresult save_run(struct mpsd_plan *plan, CUdeviceptr address, uint64_t size)
 {
+	plan->saver = plan->saver ? plan->saver : own_lane();
+	plan->saver = plan->saver ? plan->saver : plan->lane;
 	while (size) {
 		struct save *save = malloc(sizeof(*save));
 		uint64_t got = 0;
@@ -69,7 +94,7 @@ static CUresult save_run(struct mpsd_plan *plan, CUdeviceptr address, uint64_t s
 		pthread_mutex_lock(&mpsd_exact_lock);
 		undo = mpsd_chunk_take(size, &got);
 		pthread_mutex_unlock(&mpsd_exact_lock);
-		result = undo ? real_cuMemcpyDtoDAsync_v2(undo, address, got, mpsd_native(plan->lane->stream))
+		result = undo ? real_cuMemcpyDtoDAsync_v2(undo, address, got, mpsd_native(plan->saver->stream))
 			      : mpsd_chunk_more(size);
 		if (!undo || result != CUDA_SUCCESS) {
 			free(save);
@@ -77,7 +102,7 @@ static CUresult save_run(struct mpsd_plan *plan, CUdeviceptr address, uint64_t s
 				return result;
 			continue;
 		}
-		*save = (struct save){ plan->saves, address, undo, got, plan->lane, 0 };
+		*save = (struct save){ plan->saves, address, undo, got, plan->saver, 0 };
 		plan->saves = save;
 		address += got;
 		size -= got;
@@ -140,6 +165,7 @@ CUresult mpsd_undo_save(struct mpsd_plan *plan, CUdeviceptr address, uint64_t si
 CUresult mpsd_undo_save_around(struct mpsd_plan *plan, CUdeviceptr address)
 {
 	struct mpsd_allocation allocation;
+	CUresult result;
 
 	if (is_in_window(address) && is_saved(plan, (address - window_base) / MPSD_EXACT_PAGE))
 		return CUDA_SUCCESS;
@@ -147,7 +173,15 @@ CUresult mpsd_undo_save_around(struct mpsd_plan *plan, CUdeviceptr address)
 		return CUDA_SUCCESS;
 	if (allocation.is_imported)
 		mpsd_epoch_unsure("memory of another process");
-	return mpsd_undo_save(plan, allocation.base, allocation.size);
+	result = mpsd_usual_save(plan);
+	if (is_in_window(allocation.base))
+		mpsd_usual_note(allocation.base);
+	if (result == CUDA_SUCCESS)
+		result = mpsd_undo_save(plan, allocation.base, allocation.size);
+	/* It comes anew, and then has all the room. */
+	if (result == CUDA_ERROR_OUT_OF_MEMORY)
+		mpsd_usual_forget();
+	return result;
 }
 
 static void free_all(struct save *save)
@@ -177,7 +211,7 @@ static void stamp(const struct save *save)
 /* With the lock. */
 static void commit(struct mpsd_plan *plan)
 {
-	struct mpsd_lane *lane = plan->lane;
+	struct mpsd_lane *lane = plan->saver;
 
 	lane->saved = ++lane->given;
 	__atomic_store_n(&batches, batches + 1, __ATOMIC_RELAXED);
@@ -249,7 +283,7 @@ CUresult mpsd_undo_done(struct mpsd_plan *plan)
 
 	if (!plan->saves)
 		return come_after_others(plan->lane);
-	result = make_event(plan->lane);
+	result = make_event(plan->saver);
 	if (result != CUDA_SUCCESS)
 		return result;
 	pthread_mutex_lock(&mpsd_exact_lock);
@@ -259,7 +293,7 @@ CUresult mpsd_undo_done(struct mpsd_plan *plan)
 	pthread_mutex_unlock(&mpsd_exact_lock);
 	if (left)
 		return MPSD_AGAIN;
-	result = mark_saves(plan->lane);
+	result = mark_saves(plan->saver);
 	return result == CUDA_SUCCESS ? come_after_others(plan->lane) : result;
 }
 
@@ -296,7 +330,7 @@ CUresult mpsd_undo_restore(uint64_t *bytes)
 
 bool mpsd_undo_is_saved(CUdeviceptr address)
 {
-	const struct mpsd_plan none = { NULL, NULL };
+	const struct mpsd_plan none = { NULL, NULL, NULL };
 
 	return mpsd_chunk_is(address) ||
 	       (is_in_window(address) && is_saved(&none, (address - window_base) / MPSD_EXACT_PAGE));

@@ -51,26 +51,14 @@ void mpsd_pins_forget(const void *base)
 	free(gone);
 }
 
-/* Around all that ever were: most addresses lie elsewhere, and are not looked for. */
-static atomic_uintptr_t lowest = UINTPTR_MAX, highest;
-
-static void widen(uintptr_t base, size_t size)
-{
-	uintptr_t low = atomic_load(&lowest), high = atomic_load(&highest);
-
-	while (base < low && !atomic_compare_exchange_weak(&lowest, &low, base))
-		;
-	while (base + size > high && !atomic_compare_exchange_weak(&highest, &high, base + size))
-		;
-}
+struct mpsd_span mpsd_pins_span = MPSD_NO_SPAN;
 
 bool mpsd_is_pinned(const void *address)
 {
 	uintptr_t at = (uintptr_t)address;
 	bool is = false;
 
-	if (at < atomic_load_explicit(&lowest, memory_order_relaxed) ||
-	    at >= atomic_load_explicit(&highest, memory_order_relaxed))
+	if (!mpsd_span_may_hold(&mpsd_pins_span, at))
 		return false;
 	pthread_rwlock_rdlock(&pins_lock);
 	for (const struct pin *each = pins; each && !is; each = each->next)
@@ -102,7 +90,7 @@ static CUresult note_pages(CUresult result, void *pages, size_t size, unsigned i
 		return result;
 	if (!pin(pages, size))
 		mpsd_line_opaque("no host memory");
-	widen((uintptr_t)pages, size);
+	mpsd_span_widen(&mpsd_pins_span, (uintptr_t)pages, size);
 	if (mpsd_made_add(&record, moves))
 		return result;
 	mpsd_pins_forget(pages);
@@ -129,7 +117,7 @@ static CUresult own_pages(void **pp, size_t size, unsigned int flags, uint64_t m
 	record.native = pages;
 	if (result == CUDA_SUCCESS && !pin(pages, size))
 		mpsd_line_opaque("no host memory");
-	widen((uintptr_t)pages, size);
+	mpsd_span_widen(&mpsd_pins_span, (uintptr_t)pages, size);
 	if (result == CUDA_SUCCESS && !mpsd_made_add(&record, moves)) {
 		unregister_again(pages, OWN_PAGES);
 		result = MPSD_AGAIN;

@@ -1,0 +1,30 @@
+/* SPDX-License-Identifier: MIT */
+/* The addresses around all of a kind that ever were. Most words that might be one of them lie elsewhere. */
+#pragma once
+
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stdint.h>
+
+struct mpsd_span {
+	_Atomic(uint64_t) lowest, end;
+};
+
+#define MPSD_NO_SPAN { UINT64_MAX, 0 }
+
+/* False is certain. No lock, and next to no time. */
+static inline bool mpsd_span_may_hold(const struct mpsd_span *span, uint64_t address)
+{
+	return address >= atomic_load_explicit(&span->lowest, memory_order_relaxed) &&
+	       address < atomic_load_explicit(&span->end, memory_order_relaxed);
+}
+
+static inline void mpsd_span_widen(struct mpsd_span *span, uint64_t base, uint64_t size)
+{
+	uint64_t lowest = atomic_load(&span->lowest), end = atomic_load(&span->end);
+
+	while (base < lowest && !atomic_compare_exchange_weak(&span->lowest, &lowest, base))
+		;
+	while (base + size > end && !atomic_compare_exchange_weak(&span->end, &end, base + size))
+		;
+}
