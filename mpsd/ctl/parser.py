@@ -94,7 +94,8 @@ of the daemon ended, with a gap. Where not all events after --since are remember
 
 _FAULTS = """\
 Records of faults, oldest first: what happened and where, who did it and how sure that is (certain: the
-evidence admits no other client), the evidence itself, who was hurt, and what to do about it.
+evidence admits no other client), the evidence itself, with its time before (-) or after (+) that of the
+record, who was hurt, and what to do about it.
 --explain tells about a class of fault without asking the daemon.
 """
 
