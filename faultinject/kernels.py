@@ -244,7 +244,7 @@ def compile(arch: str) -> bytes:
         from cuda.bindings import nvrtc
     except ImportError as error:
         raise UnsupportedError(
-            "NVRTC is not installed", remedy="install the extra: pip install 'mpsd[cuda]'"
+            "NVRTC is not installed", remedy="install the extra, in mpsd's sources: pip install '.[cuda]'"
         ) from error
     result, program = nvrtc.nvrtcCreateProgram(SOURCE.encode(), b"harness.cu", 0, [], [])
     _check(nvrtc, result)

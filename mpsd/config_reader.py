@@ -247,7 +247,8 @@ def _build(kind: type[Any], table: Mapping[str, Any], source: str, prefix: str) 
 
 def _unknown_key(key: str, source: str) -> ConfigError:
     valid = [f"{section}.{name}" if section else name for section, name, _ in keys()]
-    valid += sorted({section for section, _, _ in keys() if section})
+    if "." not in key:
+        valid += sorted({section for section, _, _ in keys() if section})
     near = difflib.get_close_matches(key, valid, n=1)
     tail = key.rpartition(".")[2]
     same_name = [name for name in valid if name.rpartition(".")[2] == tail]

@@ -2,7 +2,7 @@
 
 It asks the daemon when it is scraped, over the daemon's socket, so it sees what its user may see. It
 listens on a Unix socket or on a port of this machine, never beyond. Needs prometheus-client
-(`pip install mpsd[metrics]`).
+(`pip install prometheus-client`).
 Names and types follow https://prometheus.io/docs/practices/naming/.
 """
 
@@ -191,7 +191,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     try:
         if not INSTALLED:
-            raise UnsupportedError("prometheus-client is not installed", remedy="pip install 'mpsd[metrics]'")
+            name = "prometheus-client"
+            raise UnsupportedError(f"{name} is not installed", remedy=f"pip install {name}")
         registry = CollectorRegistry(auto_describe=False)
         registry.register(Collector(lambda: ask(options.socket)))
         if not options.listen:

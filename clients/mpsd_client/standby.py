@@ -232,6 +232,7 @@ class Stage:
         again = role is rota.Role.AGAIN
         await asyncio.sleep(self._rota.pause_s if again else 0.0)
         end = time.monotonic() + STARTS_FOR_S
+        said = ""
         while True:
             self._rota.asking()
             try:
@@ -243,6 +244,8 @@ class Stage:
                     status = 0 if waits else UNAVAILABLE
                     self._heard.put_nowait(("not-started", role, status, str(error)))
                     return
+                if said != (said := str(error)):
+                    self._say("not-yet", f"nothing is started yet, {STARTS_FOR_S:g} s at most: {said}")
                 await asyncio.sleep(FIRST_PAUSE_S)
         if self._rota.stopping:
             self._heard.put_nowait(("not-started", role, 0, "it is stopped"))

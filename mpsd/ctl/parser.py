@@ -7,6 +7,8 @@ from typing import TypeAlias
 
 from mpsd import __version__
 
+# As the daemon takes them (mpsd/wire/messages.py).
+MIN_PID, MAX_PID = 2, 2**22
 SHELLS = ("sh", "csh", "fish")
 
 _DESCRIPTION = """\
@@ -34,8 +36,8 @@ exit status:
                                         13  refused: the target could be something else
 
 environment:
-  MPSD_SOCKET  the daemon's socket; otherwise your own daemon's ($XDG_RUNTIME_DIR/mpsd/mpsd.sock) if it
-               is there, else the machine's (/run/mpsd/mpsd.sock)
+  MPSD_SOCKET  the daemon's socket; otherwise your own daemon's ($XDG_RUNTIME_DIR/mpsd/mpsd.sock, or
+               /tmp/mpsd-UID/mpsd.sock) if it is there, else the machine's (/run/mpsd/mpsd.sock)
   NO_COLOR     when set, no colour, even on a terminal
 
 `mpsd-ctl COMMAND --help` says more about each command.
@@ -92,7 +94,8 @@ of the daemon ended, with a gap. Where not all events after --since are remember
 
 _FAULTS = """\
 Records of faults, oldest first: what happened and where, who did it and how sure that is (certain: the
-evidence admits no other client), the evidence itself, who was hurt, and what to do about it.
+evidence admits no other client), the evidence itself, with its time before (-) or after (+) that of the
+record, who was hurt, and what to do about it.
 --explain tells about a class of fault without asking the daemon.
 """
 
@@ -192,6 +195,13 @@ def _seconds(text: str) -> float:
     return value
 
 
+def _pid(text: str) -> int:
+    value = int(text)
+    if not MIN_PID <= value <= MAX_PID:
+        raise argparse.ArgumentTypeError(f"{text} is not {MIN_PID} to {MAX_PID}")
+    return value
+
+
 def _number(text: str) -> int:
     value = int(text)
     if value < 0:
@@ -208,6 +218,7 @@ def _count(text: str) -> int:
 
 # argparse names these in "invalid NAME value".
 _seconds.__name__ = "seconds"
+_pid.__name__ = "pid"
 _number.__name__ = "number"
 _count.__name__ = "count"
 
@@ -234,7 +245,7 @@ def _deed(parser: argparse.ArgumentParser) -> None:
 
 def _kill(verbs: _Verbs) -> None:
     parser = _verb(verbs, "kill", "evict one client without harming the others", _KILL)
-    parser.add_argument("pid", type=int, metavar="PID")
+    parser.add_argument("pid", type=_pid, metavar="PID")
     _deed(parser)
     parser.add_argument("--yes", "-y", action="store_true", help="do not ask, even on a terminal")
     parser.add_argument(
@@ -248,8 +259,8 @@ def _kill(verbs: _Verbs) -> None:
 def _policy(verbs: _Verbs) -> None:
     text = "what a guard hit of one client leads to"
     parser = _verb(verbs, "policy", text, _POLICY)
-    parser.add_argument("pid", type=int, metavar="PID")
-    parser.add_argument("policy", choices=("evict", "absorb", "freeze"))
+    parser.add_argument("pid", type=_pid, metavar="PID")
+    parser.add_argument("policy", choices=("evict", "absorb", "freeze"), metavar="evict|absorb|freeze")
     parser.add_argument("--reason", default="", metavar="TEXT", help="kept in the daemon's log")
     parser.add_argument("--start-ticks", type=_number, metavar="N", help="as for kill")
 
@@ -291,7 +302,7 @@ def _vault(verbs: _Verbs) -> None:
     listing = _verb(deeds, "list", "what is held", "One line for each piece of memory that is held.")
     listing.add_argument("--no-headers", action="store_true", help="leave out headings, for scripts")
     keep = _verb(deeds, "keep", "keep a program's memory after its end", "Keep a program's memory by name.")
-    keep.add_argument("pid", type=int, metavar="PID")
+    keep.add_argument("pid", type=_pid, metavar="PID")
     keep.add_argument("name", metavar="NAME", help="1 to 63 printable characters, not a number")
     keep.add_argument("--start-ticks", type=_number, metavar="N", help="as for kill")
     free = _verb(deeds, "free", "let go of what is held", "Let go of one piece, or of all under a name.")

@@ -232,7 +232,8 @@ def fault(record: Mapping[str, Any], style: Style) -> list[str]:
     lines = [style.paint(f"#{record['id']} {record['time']} {record['class']}", "head") + f" in {where}"]
     lines.append(f"  what      {printable(record.get('summary') or record['title'], 500)}")
     if record["address"] is not None:
-        there = f", {record['lies_there']}" if record["lies_there"] else ""
+        lies = record["lies_there"]
+        there = f", {'what lies there is unknown' if lies == 'unknown' else lies}" if lies else ""
         lines.append(f"  access    {record['access']} at {record['address']} ({record['fault_type']}{there})")
     if record["offender"]:
         lines.append(f"  offender  {_party(record['offender'])}, {record['confidence']}")

@@ -101,6 +101,7 @@ class Desk:
         found = [h for h in self._vault.ledger.holdings() if by_id == h.id or what == h.name]
         mine = tuple(h for h in found if _may(peer, h))
         if not mine:
+            must_be_open(self._vault)
             # Not told whether another user has it.
             raise NotFoundError(f"the vault holds nothing of yours as {what!r}", remedy=_LOOK)
         if len({h.owner for h in mine}) > 1:

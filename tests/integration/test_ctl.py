@@ -262,6 +262,8 @@ def test_a_drained_machine_says_so(site: Site) -> None:
 
 def test_faults_doctor_and_version(site: Site) -> None:
     assert said(ctl(site, "faults")) == "no faults\n"
+    for deed in (["list"], ["keep", str(os.getpid()), "name"], ["free", "name"]):
+        assert "the vault is off" in ctl(site, "vault", *deed).stderr
     assert json.loads(said(ctl(site, "faults", "--json"))) == {"schema": 1, "faults": []}
     checks = ctl(site, "doctor", "--json")
     assert checks.returncode in (0, 10)

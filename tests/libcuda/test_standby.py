@@ -198,6 +198,18 @@ def test_the_standby_of_a_lost_domain_is_replaced_and_the_first_works_on(
         assert service.counts() == first
 
 
+def test_where_no_domain_can_be_had_yet_it_says_so_and_starts_when_there_is_one(
+    site: Site, libraries: Libraries
+) -> None:
+    site.ask(lambda client: client.drain())
+    with Service(environment(libraries, site), program=[*SERVICE, "--to", "100"]) as service:
+        assert "is drained" in service.said("not-yet")["text"]
+        site.ask(lambda client: client.undrain())
+        assert service.end() == 0
+    whole(service, 100)
+    assert [event["kind"] for event in service.events].count("not-yet") == 1
+
+
 def test_a_program_that_fails_by_itself_is_left_with_its_status(site: Site, libraries: Libraries) -> None:
     program = [sys.executable, "-c", "raise SystemExit(7)"]
     with Service(environment(libraries, site), "--restarts", "2", program=program) as service:

@@ -86,6 +86,7 @@ def test_all_kinds_of_values(tmp_path: Path) -> None:
     [
         ("[domains]\nspair = true", "unknown key 'domains.spair' (did you mean 'domains.spare'?)"),
         ("spare = true", "unknown key 'spare' (did you mean 'domains.spare'?)"),
+        ("[vault]\nfoo = 1", "unknown key 'vault.foo' (mpsd config show lists the keys)"),
         ("[domain]\nspare = true", "unknown key 'domain' (did you mean 'domains'?)"),
         ("nonsense = 1", "unknown key 'nonsense' (mpsd config show lists the keys)"),
         ("backend = 'nvidea'", "did you mean 'nvidia'?"),

@@ -60,9 +60,11 @@ def test_one_that_was_closed_refuses_as_ever(pipe: tuple[NvidiaIsolation, int]) 
             ask()
 
 
-def test_where_there_is_no_device_the_module_is_the_stock_one(tmp_path: Path) -> None:
-    found = checks.kernel_isolation(str(tmp_path / "none"))
+def test_where_there_is_no_device_the_module_is_the_stock_one_or_none(tmp_path: Path) -> None:
+    found = checks.kernel_isolation(str(tmp_path / "none"), str(tmp_path))
     assert found.ok is None and found.finding.startswith("off: the loaded nvidia-uvm is the stock one")
+    found = checks.kernel_isolation(str(tmp_path / "none"), str(tmp_path / "none"))
+    assert found.ok is None and found.finding.startswith("off: nvidia-uvm is not loaded")
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM])

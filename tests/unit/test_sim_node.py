@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -48,6 +50,16 @@ def test_commands_to_a_node_that_does_not_run(
 ) -> None:
     assert main([*words, "--dir", str(tmp_path)]) == 3
     assert "no simulated GPU serves" in capsys.readouterr().err
+
+
+def test_a_gpu_that_is_not_there_is_named_as_that(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    start = [sys.executable, "-m", "mpsd.gpu.simulated", "gpu", "--detach", "--dir", str(tmp_path)]
+    subprocess.run(start, check=True, timeout=30)
+    try:
+        assert main(["inject", "79", "--gpu", "5", "--dir", str(tmp_path)]) == 1
+        assert capsys.readouterr().err == "refused: there is no such GPU\n"
+    finally:
+        assert main(["stop", "--dir", str(tmp_path)]) == 0
 
 
 def test_a_directory_that_cannot_be_is_an_error_not_a_traceback(

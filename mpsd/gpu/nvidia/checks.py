@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from mpsd.errors import MpsdError, UnsupportedError
 from mpsd.gpu.base import Check, isolation_check, no_isolation_check
-from mpsd.gpu.nvidia.kernel import ForbiddenError, NvidiaIsolation
+from mpsd.gpu.nvidia.kernel import MODULE, ForbiddenError, NvidiaIsolation
 from mpsd.gpu.nvidia.kernel_abi import DEVICE
 from mpsd.gpu.nvidia.nvml import Nvml
 from mpsd.model import ComputeMode, Gpu
@@ -89,10 +89,10 @@ def _driver() -> Check:
     return Check("driver", True, first)
 
 
-def kernel_isolation(path: str = DEVICE) -> Check:
+def kernel_isolation(path: str = DEVICE, module: str = MODULE) -> Check:
     """Whether the loaded nvidia-uvm is the patched one, and in which mode."""
     try:
-        device = NvidiaIsolation(path)
+        device = NvidiaIsolation(path, module)
     except ForbiddenError as error:
         return Check("kernel isolation", None, f"not known: {error.message}", error.remedy)
     except UnsupportedError as error:

@@ -12,6 +12,7 @@ from mpsd.gpu.base import IsolationState
 from mpsd.gpu.nvidia import kernel_abi as abi
 from mpsd.model import IsolationMode, KernelAction, KernelFault, ProcessInstance, UvmEvent
 
+MODULE = "/sys/module/nvidia_uvm"
 # Several records for each read; those of one moment are few.
 _READ_BYTES = 64 * 1024
 _MODES: Mapping[abi.Mode, IsolationMode] = {
@@ -63,12 +64,14 @@ class ForbiddenError(UnsupportedError):
 class NvidiaIsolation:
     """mpsd.gpu.base.Isolation over /dev/nvidia-uvm-mpsd."""
 
-    def __init__(self, path: str = abi.DEVICE) -> None:
-        """Raises UnsupportedError where the loaded module is not the patched one, ForbiddenError where its
-        device may not be opened; RecordError where it speaks another language."""
+    def __init__(self, path: str = abi.DEVICE, module: str = MODULE) -> None:
+        """Raises UnsupportedError where the patched module is not loaded, ForbiddenError where its device
+        may not be opened; RecordError where it speaks another language."""
         try:
             self._fd = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         except FileNotFoundError:
+            if not os.path.isdir(module):
+                raise UnsupportedError("nvidia-uvm is not loaded", remedy="load nvidia-uvm") from None
             raise UnsupportedError(
                 "the loaded nvidia-uvm is the stock one", remedy="kmod_patches/mpsd-kmod install"
             ) from None

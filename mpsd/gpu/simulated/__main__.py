@@ -10,8 +10,13 @@ import sys
 from dataclasses import replace
 
 from mpsd.errors import MpsdError
-from mpsd.gpu.simulated import launchers, node, packets, paths, service
+from mpsd.gpu.simulated import launchers, node, packets, paths, semantics, service
 
+_NO_DEVICE = 100
+_REASONS = {
+    _NO_DEVICE: "there is no such GPU",
+    semantics.NOT_PERMITTED: "it is for root and for the user who started it",
+}
 _DIR = (
     "directory of the node: what mpsd's configuration has as [simulated] dir; "
     "default: $MPSD_SIM_DIR, else $XDG_RUNTIME_DIR/mpsd-sim or /tmp/mpsd-sim-UID (%(default)s)"
@@ -27,7 +32,7 @@ def _parser() -> argparse.ArgumentParser:
     gpu.add_argument("--isolation", action="store_true", help="a driver that has mpsd's kernel part")
     stop = commands.add_parser("stop", help="end the GPU, and with it everything that runs on it")
     inject = commands.add_parser("inject", help="a fault of the device")
-    inject.add_argument("xid", type=int)
+    inject.add_argument("xid", type=int, metavar="XID", help="what the kernel log is to name, such as 79")
     inject.add_argument("--gpu", default=None, help="uuid or ordinal")
     for command in (gpu, stop, inject):
         command.add_argument("--dir", default=paths.run_directory(os.environ), help=_DIR)
@@ -83,7 +88,8 @@ def _ask(directory: str, message: packets.Message) -> int:
         print(f"no simulated GPU serves {directory} ({remedy})", file=sys.stderr)
         return 3
     if answer.get("error"):
-        print(f"refused: {answer.get('why', answer['error'])}", file=sys.stderr)
+        error = answer["error"]
+        print(f"refused: {answer.get('why') or _REASONS.get(error, f'CUDA error {error}')}", file=sys.stderr)
         return 1
     return 0
 
