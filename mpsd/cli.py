@@ -73,9 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
     from mpsd.daemon import Daemon
 
     environ = dict(os.environ)
-    if arguments.backend:
-        environ["MPSD_BACKEND"] = arguments.backend
-    config = config_reader.load(arguments.config, environ)
+    config = config_reader.load(arguments.config, environ, backend=arguments.backend)
     colors = False if environ.get("NO_COLOR") else None
     logs.configure(config.log.format.value, config.log.level.value, colors=colors)
     for name, remedy in config_reader.unknown_variables(environ):

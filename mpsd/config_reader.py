@@ -17,7 +17,14 @@ from pathlib import Path
 from types import MappingProxyType, NoneType
 from typing import Any, get_args, get_type_hints
 
-from mpsd.config import DEFAULT_FILE, SCHEMA_VERSION, Config, check_rules, default_directories
+from mpsd.config import (
+    DEFAULT_FILE,
+    SCHEMA_VERSION,
+    BackendName,
+    Config,
+    check_rules,
+    default_directories,
+)
 from mpsd.errors import ConfigError
 
 OTHER_VARIABLES = (
@@ -66,10 +73,15 @@ _OTHER_PREFIXES = (
 
 
 def load(
-    path: str | Path | None = None, environ: Mapping[str, str] | None = None, *, uid: int | None = None
+    path: str | Path | None = None,
+    environ: Mapping[str, str] | None = None,
+    *,
+    uid: int | None = None,
+    backend: str | None = None,
 ) -> Config:
     """The effective configuration, for an mpsd that this user runs (by default the caller).
 
+    `backend`: that of the command line, before the file's and the environment's.
     A `path` that is given must exist; $MPSD_CONFIG too; the default file may be absent.
     Raises ConfigError.
     """
@@ -79,14 +91,17 @@ def load(
     table = _read_file(source, optional=not named)
     config = _build(Config, table, str(source), "")
     config = _override(config, env)
-    given = _given(env)
+    given = [f"${name}" for name in _given(env)]
+    if backend is not None:
+        config = replace(config, backend=BackendName(backend))
+        given = [*(name for name in given if name != "$MPSD_BACKEND"), "--backend"]
     missing: dict[str, Any] = {
         key: value
         for key, value in default_directories(os.geteuid(), env).items()
         if not getattr(config, key)
     }
     config = replace(config, **missing)
-    where = " with ".join([str(source), *(f"${name}" for name in given)])
+    where = " with ".join([str(source), *given])
     check_rules(
         config,
         where,

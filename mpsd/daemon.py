@@ -455,9 +455,9 @@ class Daemon:
         await self._until_served(wanted.slot, path)
         return str(path)
 
-    def _load(self, group: tuple[str, ...]) -> tuple[int, str]:
+    def _load(self, group: tuple[str, ...]) -> int:
         state = self.runtime.state
-        return sum(1 for c in state.clients.values() if state.domains[c.id.domain].gpus == group), group[0]
+        return sum(1 for c in state.clients.values() if state.domains[c.id.domain].gpus == group)
 
     async def _until_served(self, slot: str, path: Path) -> None:
         """Wait until the slot leads to a domain that takes clients. Raises NotReadyError, DeadlineError."""

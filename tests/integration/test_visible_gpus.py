@@ -40,6 +40,16 @@ def test_where_a_domain_has_all_gpus_nothing_is_hidden() -> None:
         assert VISIBLE not in site.start().ask(lambda client: client.env())
 
 
+def test_who_names_none_gets_the_first_of_those_with_the_fewest_clients() -> None:
+    with Site(simulated__gpus="2") as site:
+        first, second = uuids(site.start())
+        environ = site.ask(lambda client: client.env())
+        assert environ[VISIBLE] == first
+        program = site.program(environ=site.environ() | environ)
+        program.do("dev.on_mps")
+        assert site.ask(lambda client: client.env())[VISIBLE] == second
+
+
 def test_what_the_environment_names_is_asked_for(site: Site) -> None:
     first, second = uuids(site)
     for named, uuid in (("1", second), (first, first), (f"{second},{first}", second), ("1,0", second)):
