@@ -7,15 +7,21 @@
 
 #include "failover/carry.h"
 #include "memory.h"
+#include "physical.h"
 #include "proxy.h"
 
 #define PROBE_BYTES 512
 
+#define ELSEWHERE MPSD_DEVICES	/* in a context that is no primary one */
+
 /* Of each copy of the driver: a call that a move overtakes has been made in two of them. */
-static atomic_int captures[MPSD_COPIES_KNOWN];
+static struct captures {
+	atomic_int all;
+	int of[MPSD_DEVICES + 1];	/* by the primary context's device; under the lock */
+} captures[MPSD_COPIES_KNOWN];
 
 /* Of the copy of this call. */
-static atomic_int *captures_here(void)
+static struct captures *captures_here(void)
 {
 	return &captures[mpsd_copy_index(mpsd_tables()->moves)];
 }
@@ -27,12 +33,29 @@ static atomic_bool some;
 
 bool mpsd_capture_active(void)
 {
-	return atomic_load(captures_here()) > 0;
+	return atomic_load(&captures_here()->all) > 0;
+}
+
+/* Under the lock. */
+static void forget_captures(struct captures *here, int home)
+{
+	atomic_fetch_sub(&here->all, here->of[home]);
+	here->of[home] = 0;
 }
 
 void mpsd_capture_copy(uint64_t moves)
 {
-	atomic_store(&captures[mpsd_copy_index(moves)], 0);
+	pthread_mutex_lock(&lock);
+	for (int home = 0; home <= ELSEWHERE; home++)
+		forget_captures(&captures[mpsd_copy_index(moves)], home);
+	pthread_mutex_unlock(&lock);
+}
+
+void mpsd_capture_context_ended(CUdevice device)
+{
+	pthread_mutex_lock(&lock);
+	forget_captures(captures_here(), device);
+	pthread_mutex_unlock(&lock);
 }
 
 CUresult mpsd_capture_probe(void)
@@ -113,21 +136,68 @@ void mpsd_capture_forget(CUdeviceptr base)
 	pthread_mutex_unlock(&lock);
 }
 
-static CUresult begun(CUresult result)
+static int home_of(CUstream stream)
 {
-	if (result == CUDA_SUCCESS)
-		atomic_fetch_add(captures_here(), 1);
+	CUcontext context;
+	CUdevice device;
+
+	if (real_cuStreamGetCtx(stream, &context) != CUDA_SUCCESS || !mpsd_memory_is_primary(context, &device))
+		return ELSEWHERE;
+	return device;
+}
+
+static CUresult begun(CUresult result, CUstream stream)
+{
+	struct captures *here = captures_here();
+	int home;
+
+	if (result != CUDA_SUCCESS)
+		return result;
+	home = home_of(stream);
+	pthread_mutex_lock(&lock);
+	here->of[home]++;
+	atomic_fetch_add(&here->all, 1);
+	pthread_mutex_unlock(&lock);
 	return result;
+}
+
+/*
+ * Whatever the driver says of the context during a capture, one less is under way. Never less than none: there
+ * may be ways to begin one that are not known here.
+ */
+static void one_less(int home)
+{
+	struct captures *here = captures_here();
+
+	pthread_mutex_lock(&lock);
+	for (int other = 0; !here->of[home] && other <= ELSEWHERE; other++)
+		home = here->of[other] ? other : home;
+	if (here->of[home]) {
+		here->of[home]--;
+		atomic_fetch_sub(&here->all, 1);
+	}
+	pthread_mutex_unlock(&lock);
+}
+
+/* The first version: of the mode that is global. */
+CUresult wrap_cuStreamBeginCapture(CUstream hStream)
+{
+	return begun(real_cuStreamBeginCapture(hStream), hStream);
+}
+
+CUresult wrap_cuStreamBeginCapture_ptsz(CUstream hStream)
+{
+	return begun(real_cuStreamBeginCapture_ptsz(hStream), hStream);
 }
 
 CUresult wrap_cuStreamBeginCapture_v2(CUstream hStream, CUstreamCaptureMode mode)
 {
-	return begun(real_cuStreamBeginCapture_v2(hStream, mode));
+	return begun(real_cuStreamBeginCapture_v2(hStream, mode), hStream);
 }
 
 CUresult wrap_cuStreamBeginCapture_v2_ptsz(CUstream hStream, CUstreamCaptureMode mode)
 {
-	return begun(real_cuStreamBeginCapture_v2_ptsz(hStream, mode));
+	return begun(real_cuStreamBeginCapture_v2_ptsz(hStream, mode), hStream);
 }
 
 CUresult wrap_cuStreamBeginCaptureToGraph(CUstream hStream, CUgraph hGraph, const CUgraphNode *dependencies,
@@ -135,7 +205,7 @@ CUresult wrap_cuStreamBeginCaptureToGraph(CUstream hStream, CUgraph hGraph, cons
 					  CUstreamCaptureMode mode)
 {
 	return begun(real_cuStreamBeginCaptureToGraph(hStream, hGraph, dependencies, dependencyData,
-						      numDependencies, mode));
+						      numDependencies, mode), hStream);
 }
 
 CUresult wrap_cuStreamBeginCaptureToGraph_ptsz(CUstream hStream, CUgraph hGraph, const CUgraphNode *dependencies,
@@ -143,7 +213,7 @@ CUresult wrap_cuStreamBeginCaptureToGraph_ptsz(CUstream hStream, CUgraph hGraph,
 					       CUstreamCaptureMode mode)
 {
 	return begun(real_cuStreamBeginCaptureToGraph_ptsz(hStream, hGraph, dependencies, dependencyData,
-							   numDependencies, mode));
+							   numDependencies, mode), hStream);
 }
 
 static bool is_capturing(CUstream stream, bool per_thread)
@@ -159,7 +229,7 @@ static bool is_capturing(CUstream stream, bool per_thread)
 static void end(CUstream stream, bool per_thread, bool was)
 {
 	if (was && !is_capturing(stream, per_thread))
-		atomic_fetch_sub(captures_here(), 1);
+		one_less(home_of(stream));
 }
 
 CUresult wrap_cuStreamEndCapture(CUstream hStream, CUgraph *phGraph)
@@ -183,10 +253,11 @@ CUresult wrap_cuStreamEndCapture_ptsz(CUstream hStream, CUgraph *phGraph)
 CUresult wrap_cuStreamDestroy_v2(CUstream hStream)
 {
 	bool was = mpsd_capture_active() && is_capturing(hStream, false);
+	int home = was ? home_of(hStream) : ELSEWHERE;
 	CUresult result = real_cuStreamDestroy_v2(hStream);
 
 	if (was && result == CUDA_SUCCESS)
-		atomic_fetch_sub(captures_here(), 1);
+		one_less(home);
 	return result;
 }
 
