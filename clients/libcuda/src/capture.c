@@ -7,17 +7,22 @@
 
 #include "failover/carry.h"
 #include "memory.h"
-#include "physical.h"
 #include "proxy.h"
 
 #define PROBE_BYTES 512
 
-#define ELSEWHERE MPSD_DEVICES	/* in a context that is no primary one */
+#define ELSEWHERE (-1)	/* in a context that is no primary one */
+
+struct capturing {
+	struct capturing *next;
+	CUstream stream;
+	CUdevice home;		/* of the primary context that it ends with */
+};
 
 /* Of each copy of the driver: a call that a move overtakes has been made in two of them. */
 static struct captures {
-	atomic_int all;
-	int of[MPSD_DEVICES + 1];	/* by the primary context's device; under the lock */
+	struct capturing *first;	/* under the lock */
+	atomic_int count;
 } captures[MPSD_COPIES_KNOWN];
 
 /* Of the copy of this call. */
@@ -33,28 +38,50 @@ static atomic_bool some;
 
 bool mpsd_capture_active(void)
 {
-	return atomic_load(&captures_here()->all) > 0;
+	return atomic_load(&captures_here()->count) > 0;
 }
 
 /* Under the lock. */
-static void forget_captures(struct captures *here, int home)
+static void take_out(struct captures *here, struct capturing **link)
 {
-	atomic_fetch_sub(&here->all, here->of[home]);
-	here->of[home] = 0;
+	struct capturing *gone = *link;
+
+	*link = gone->next;
+	free(gone);
+	atomic_fetch_sub(&here->count, 1);
+}
+
+/* Under the lock. The place of its row, or the end of the list. */
+static struct capturing **row_of(struct captures *here, CUstream stream)
+{
+	struct capturing **link = &here->first;
+
+	while (*link && (*link)->stream != stream)
+		link = &(*link)->next;
+	return link;
 }
 
 void mpsd_capture_copy(uint64_t moves)
 {
+	struct captures *here = &captures[mpsd_copy_index(moves)];
+
 	pthread_mutex_lock(&lock);
-	for (int home = 0; home <= ELSEWHERE; home++)
-		forget_captures(&captures[mpsd_copy_index(moves)], home);
+	while (here->first)
+		take_out(here, &here->first);
 	pthread_mutex_unlock(&lock);
 }
 
 void mpsd_capture_context_ended(CUdevice device)
 {
+	struct captures *here = captures_here();
+	struct capturing **link = &here->first;
+
 	pthread_mutex_lock(&lock);
-	forget_captures(captures_here(), device);
+	while (*link)
+		if ((*link)->home == device)
+			take_out(here, link);
+		else
+			link = &(*link)->next;
 	pthread_mutex_unlock(&lock);
 }
 
@@ -136,84 +163,99 @@ void mpsd_capture_forget(CUdeviceptr base)
 	pthread_mutex_unlock(&lock);
 }
 
-static int home_of(CUstream stream)
+/* Asked before the capture, during which the driver may refuse it. */
+static struct capturing *new_row(CUstream stream, bool per_thread)
 {
+	struct capturing *row = malloc(sizeof(*row));
 	CUcontext context;
-	CUdevice device;
 
-	if (real_cuStreamGetCtx(stream, &context) != CUDA_SUCCESS || !mpsd_memory_is_primary(context, &device))
-		return ELSEWHERE;
-	return device;
+	if (!row)
+		return NULL;
+	row->stream = !stream && per_thread ? CU_STREAM_PER_THREAD : stream;
+	if (real_cuStreamGetCtx(row->stream, &context) != CUDA_SUCCESS || !mpsd_memory_is_primary(context, &row->home))
+		row->home = ELSEWHERE;
+	return row;
 }
 
-static CUresult begun(CUresult result, CUstream stream)
+/* A row of the same handle is of a stream that ended in another way, or of another thread's default one. */
+static CUresult begun(CUresult result, struct capturing *row)
 {
 	struct captures *here = captures_here();
-	int home;
 
-	if (result != CUDA_SUCCESS)
+	if (result != CUDA_SUCCESS || !row) {
+		free(row);
 		return result;
-	home = home_of(stream);
+	}
 	pthread_mutex_lock(&lock);
-	here->of[home]++;
-	atomic_fetch_add(&here->all, 1);
+	if (row->stream != CU_STREAM_PER_THREAD && *row_of(here, row->stream))
+		take_out(here, row_of(here, row->stream));
+	row->next = here->first;
+	here->first = row;
+	atomic_fetch_add(&here->count, 1);
 	pthread_mutex_unlock(&lock);
 	return result;
 }
 
-/*
- * Whatever the driver says of the context during a capture, one less is under way. Never less than none: there
- * may be ways to begin one that are not known here.
- */
-static void one_less(int home)
+/* Of one that was not seen to begin there is no row. */
+static void ended(CUstream stream)
 {
 	struct captures *here = captures_here();
+	struct capturing **link;
 
 	pthread_mutex_lock(&lock);
-	for (int other = 0; !here->of[home] && other <= ELSEWHERE; other++)
-		home = here->of[other] ? other : home;
-	if (here->of[home]) {
-		here->of[home]--;
-		atomic_fetch_sub(&here->all, 1);
-	}
+	link = row_of(here, stream);
+	if (*link)
+		take_out(here, link);
 	pthread_mutex_unlock(&lock);
 }
 
 /* The first version: of the mode that is global. */
 CUresult wrap_cuStreamBeginCapture(CUstream hStream)
 {
-	return begun(real_cuStreamBeginCapture(hStream), hStream);
+	struct capturing *row = new_row(hStream, false);
+
+	return begun(real_cuStreamBeginCapture(hStream), row);
 }
 
 CUresult wrap_cuStreamBeginCapture_ptsz(CUstream hStream)
 {
-	return begun(real_cuStreamBeginCapture_ptsz(hStream), hStream);
+	struct capturing *row = new_row(hStream, true);
+
+	return begun(real_cuStreamBeginCapture_ptsz(hStream), row);
 }
 
 CUresult wrap_cuStreamBeginCapture_v2(CUstream hStream, CUstreamCaptureMode mode)
 {
-	return begun(real_cuStreamBeginCapture_v2(hStream, mode), hStream);
+	struct capturing *row = new_row(hStream, false);
+
+	return begun(real_cuStreamBeginCapture_v2(hStream, mode), row);
 }
 
 CUresult wrap_cuStreamBeginCapture_v2_ptsz(CUstream hStream, CUstreamCaptureMode mode)
 {
-	return begun(real_cuStreamBeginCapture_v2_ptsz(hStream, mode), hStream);
+	struct capturing *row = new_row(hStream, true);
+
+	return begun(real_cuStreamBeginCapture_v2_ptsz(hStream, mode), row);
 }
 
 CUresult wrap_cuStreamBeginCaptureToGraph(CUstream hStream, CUgraph hGraph, const CUgraphNode *dependencies,
 					  const CUgraphEdgeData *dependencyData, size_t numDependencies,
 					  CUstreamCaptureMode mode)
 {
+	struct capturing *row = new_row(hStream, false);
+
 	return begun(real_cuStreamBeginCaptureToGraph(hStream, hGraph, dependencies, dependencyData,
-						      numDependencies, mode), hStream);
+						      numDependencies, mode), row);
 }
 
 CUresult wrap_cuStreamBeginCaptureToGraph_ptsz(CUstream hStream, CUgraph hGraph, const CUgraphNode *dependencies,
 					       const CUgraphEdgeData *dependencyData, size_t numDependencies,
 					       CUstreamCaptureMode mode)
 {
+	struct capturing *row = new_row(hStream, true);
+
 	return begun(real_cuStreamBeginCaptureToGraph_ptsz(hStream, hGraph, dependencies, dependencyData,
-							   numDependencies, mode), hStream);
+							   numDependencies, mode), row);
 }
 
 static bool is_capturing(CUstream stream, bool per_thread)
@@ -229,7 +271,7 @@ static bool is_capturing(CUstream stream, bool per_thread)
 static void end(CUstream stream, bool per_thread, bool was)
 {
 	if (was && !is_capturing(stream, per_thread))
-		one_less(home_of(stream));
+		ended(!stream && per_thread ? CU_STREAM_PER_THREAD : stream);
 }
 
 CUresult wrap_cuStreamEndCapture(CUstream hStream, CUgraph *phGraph)
@@ -253,11 +295,10 @@ CUresult wrap_cuStreamEndCapture_ptsz(CUstream hStream, CUgraph *phGraph)
 CUresult wrap_cuStreamDestroy_v2(CUstream hStream)
 {
 	bool was = mpsd_capture_active() && is_capturing(hStream, false);
-	int home = was ? home_of(hStream) : ELSEWHERE;
 	CUresult result = real_cuStreamDestroy_v2(hStream);
 
 	if (was && result == CUDA_SUCCESS)
-		one_less(home);
+		ended(hStream);
 	return result;
 }
 
