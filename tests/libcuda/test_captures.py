@@ -111,3 +111,29 @@ print(json.dumps([*seen, room() == before]))
 """
     for vault in ("0", "1"):
         assert ask(libraries, script, vault) == [0, 0, 0, True]
+
+
+def test_no_allocation_waits_for_work_because_something_was_freed_in_a_capture(libraries: Libraries) -> None:
+    """Work that ends with what the program does after the allocation; and memory that has run out meanwhile."""
+    script = """
+import select
+start()
+stream, graph = ctypes.c_void_p(), ctypes.c_void_p()
+must(cuda.cuStreamCreate(ctypes.byref(stream), 1))
+had = alloc(48 * MIB)
+must(cuda.cuStreamBeginCapture_v2(stream, 2))
+seen = [free(had), cuda.cuStreamEndCapture(stream, ctypes.byref(graph))]
+come, go = os.pipe()
+def wait(_):
+    seen.append(bool(select.select([come], [], [], 15)[0]))
+function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(wait)
+must(cuda.cuLaunchHostFunc(stream, function, None))
+small = alloc(3 * MIB)
+os.write(go, b"x")
+must(cuda.cuStreamSynchronize(stream))
+large = alloc(48 * MIB)
+print(json.dumps([*seen, small > 0, large > 0]))
+"""
+    for vault in ("0", "1"):
+        answer = ask(libraries, script, vault, MPSD_STANDIN_MEMORY=str(64 << 20))
+        assert answer == [0, 0, True, True, True]
