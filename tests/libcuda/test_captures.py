@@ -114,7 +114,7 @@ print(json.dumps([*seen, room() == before]))
 
 
 def test_no_allocation_waits_for_work_because_something_was_freed_in_a_capture(libraries: Libraries) -> None:
-    """Work that ends with what the program does after the allocation; and memory that has run out meanwhile."""
+    """Work that ends with what the program does after the allocation; and memory that has run out."""
     script = """
 import select
 start()
@@ -137,3 +137,22 @@ print(json.dumps([*seen, small > 0, large > 0]))
     for vault in ("0", "1"):
         answer = ask(libraries, script, vault, MPSD_STANDIN_MEMORY=str(64 << 20))
         assert answer == [0, 0, True, True, True]
+
+
+def test_who_may_not_wait_loses_nothing_that_was_freed_in_a_capture(libraries: Libraries) -> None:
+    """A function of the host that frees: it is refused, and what was put off is freed with the next one."""
+    script = """
+start()
+before, stream, graph, seen = room(), ctypes.c_void_p(), ctypes.c_void_p(), []
+must(cuda.cuStreamCreate(ctypes.byref(stream), 1))
+had, other = alloc(3 * MIB), alloc(3 * MIB)
+must(cuda.cuStreamBeginCapture_v2(stream, 2))
+must(free(had))
+must(cuda.cuStreamEndCapture(stream, ctypes.byref(graph)))
+function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: seen.append(free(other)))
+must(cuda.cuLaunchHostFunc(stream, function, None))
+must(cuda.cuStreamSynchronize(stream))
+print(json.dumps([*seen, free(other), before - room()]))
+"""
+    for vault in ("0", "1"):
+        assert ask(libraries, script, vault) == [800, 0, 0]

@@ -212,14 +212,17 @@ static bool free_put_off(void)
 	struct mpsd_allocation allocation;
 	CUdeviceptr address;
 	bool was = false;
+	CUresult result;
 
 	while (mpsd_capture_take(&address)) {
 		if (!mpsd_memory_find(address, &allocation))
 			continue;
 		was = true;
 		/* Otherwise the owner is of this copy. */
-		if (!mpsd_is_left() && free_now(address, allocation.owner) != MPSD_AGAIN)
+		result = mpsd_is_left() ? MPSD_AGAIN : free_now(address, allocation.owner);
+		if (result == CUDA_SUCCESS || result == CUDA_ERROR_INVALID_VALUE)
 			continue;
+		/* A wait is not for this caller, or for nobody now: in a function of the host, for one. */
 		mpsd_capture_put_off(address);
 		break;
 	}
