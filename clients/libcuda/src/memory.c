@@ -112,7 +112,8 @@ static uint64_t find_address(struct window *window, size_t size, struct arena_ra
 
 	mpsd_windows_take_back();
 	address = arena_alloc(&window->arena, size, fresh);
-	if (!address) {
+	/* What is larger than all of the window finds no address in it however many there are. */
+	if (!address && size <= window->arena.granules * (size_t)ARENA_GRANULE) {
 		mpsd_zones_empty();
 		mpsd_windows_take_back();
 		address = arena_alloc(&window->arena, size, fresh);
