@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from libcuda_build.compile import FOLDER, BuildError, build_standin
 from libcuda_build.emit import SPARE_NAME_ROOM, spare_name, write_sources
 from libcuda_build.header import Function, HeaderError, find_include, read_functions, version_of
 from libcuda_build.table import Plan, TableError, read_plan
+from tests.support.libcudas import run
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +80,27 @@ def test_a_header_that_is_none_is_refused(tmp_path: Path) -> None:
         version_of(tmp_path / "cuda.h")
     with pytest.raises(BuildError, match="gcc"):
         build_standin(tmp_path / "out", include=tmp_path)
+
+
+def test_a_compiler_that_warns_is_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To users. Our own tests are stricter."""
+    compiler = tmp_path / "gcc"
+    compiler.write_text('#!/bin/sh\nexec gcc -Wpadded "$@"\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler))
+    assert build_standin(tmp_path / "out").exists()
+    with pytest.raises(BuildError, match="Werror=padded"):
+        build_standin(tmp_path / "out", strict=True)
+
+
+def test_no_string_lacks_its_final_zero(tmp_path: Path) -> None:
+    """What gcc 15 warns of with -Wextra, older ones say with another option."""
+    include = ["-I", str(tmp_path), "-I", str(FOLDER / "src"), "-I", str(FOLDER / "standin")]
+    write_sources(read_plan(FOLDER, read_functions(find_include())), tmp_path)
+    files = [str(path) for folder in ("src", "standin") for path in (FOLDER / folder).rglob("*.c")]
+    command = ["gcc", "-std=gnu11", "-D_GNU_SOURCE", "-fsyntax-only", "-Wc++-compat", *include]
+    done = run([*command, "-isystem", str(find_include()), *files], os.environ)
+    assert done.returncode == 0 and "initializer-string" not in done.stderr
 
 
 def test_c_files_are_short() -> None:

@@ -64,3 +64,95 @@ must(free(alloc(100)))
 print(json.dumps(room() == before))
 """
     assert ask(libraries, script) is True
+
+
+def test_what_an_ended_context_captured_keeps_no_memory_back(libraries: Libraries) -> None:
+    """A context that is reset in the middle of a capture; another device's capture goes on."""
+    script = """
+start()
+before, stream, other, graph = room(), ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
+must(cuda.cuStreamCreate(ctypes.byref(stream), 1))
+must(cuda.cuStreamBeginCapture_v2(stream, 2))
+must(cuda.cuDevicePrimaryCtxReset_v2(0))
+start()
+must(free(alloc(3 * MIB)))
+seen = [room() == before]
+must(cuda.cuStreamCreate(ctypes.byref(stream), 1))
+must(cuda.cuStreamBeginCapture_v2(stream, 2))
+context = ctypes.c_void_p()
+must(cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), 1))
+must(cuda.cuCtxSetCurrent(context))
+must(cuda.cuStreamCreate(ctypes.byref(other), 1))
+must(cuda.cuStreamBeginCapture_v2(other, 2))
+must(cuda.cuDevicePrimaryCtxReset_v2(1))
+start()
+seen.append(free(alloc(3 * MIB)))
+seen.append(cuda.cuStreamEndCapture(stream, ctypes.byref(graph)))
+must(free(alloc(100)))
+print(json.dumps([*seen, room() == before]))
+"""
+    for vault in ("0", "1"):
+        assert ask(libraries, script, vault, MPSD_STANDIN_DEVICES="2") == [True, 0, 0, True]
+
+
+def test_a_capture_begun_by_the_first_version_is_one_too(libraries: Libraries) -> None:
+    """It ends once: the next one is seen as well."""
+    script = """
+start()
+seen, before, stream, graph = [], room(), ctypes.c_void_p(), ctypes.c_void_p()
+must(cuda.cuStreamCreate(ctypes.byref(stream), 1))
+must(cuda.cuStreamBeginCapture(stream))
+seen.append(cuda.cuStreamEndCapture(stream, ctypes.byref(graph)))
+had = alloc(3 * MIB)
+must(cuda.cuStreamBeginCapture_v2(stream, 2))
+seen += [free(had), cuda.cuStreamEndCapture(stream, ctypes.byref(graph))]
+must(free(alloc(100)))
+print(json.dumps([*seen, room() == before]))
+"""
+    for vault in ("0", "1"):
+        assert ask(libraries, script, vault) == [0, 0, 0, True]
+
+
+def test_no_allocation_waits_for_work_because_something_was_freed_in_a_capture(libraries: Libraries) -> None:
+    """Work that ends with what the program does after the allocation; and memory that has run out."""
+    script = """
+import select
+start()
+stream, graph = ctypes.c_void_p(), ctypes.c_void_p()
+must(cuda.cuStreamCreate(ctypes.byref(stream), 1))
+had = alloc(48 * MIB)
+must(cuda.cuStreamBeginCapture_v2(stream, 2))
+seen = [free(had), cuda.cuStreamEndCapture(stream, ctypes.byref(graph))]
+come, go = os.pipe()
+def wait(_):
+    seen.append(bool(select.select([come], [], [], 15)[0]))
+function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(wait)
+must(cuda.cuLaunchHostFunc(stream, function, None))
+small = alloc(3 * MIB)
+os.write(go, b"x")
+must(cuda.cuStreamSynchronize(stream))
+large = alloc(48 * MIB)
+print(json.dumps([*seen, small > 0, large > 0]))
+"""
+    for vault in ("0", "1"):
+        answer = ask(libraries, script, vault, MPSD_STANDIN_MEMORY=str(64 << 20))
+        assert answer == [0, 0, True, True, True]
+
+
+def test_who_may_not_wait_loses_nothing_that_was_freed_in_a_capture(libraries: Libraries) -> None:
+    """A function of the host that frees: it is refused, and what was put off is freed with the next one."""
+    script = """
+start()
+before, stream, graph, seen = room(), ctypes.c_void_p(), ctypes.c_void_p(), []
+must(cuda.cuStreamCreate(ctypes.byref(stream), 1))
+had, other = alloc(3 * MIB), alloc(3 * MIB)
+must(cuda.cuStreamBeginCapture_v2(stream, 2))
+must(free(had))
+must(cuda.cuStreamEndCapture(stream, ctypes.byref(graph)))
+function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: seen.append(free(other)))
+must(cuda.cuLaunchHostFunc(stream, function, None))
+must(cuda.cuStreamSynchronize(stream))
+print(json.dumps([*seen, free(other), before - room()]))
+"""
+    for vault in ("0", "1"):
+        assert ask(libraries, script, vault) == [800, 0, 0]

@@ -115,6 +115,41 @@ def test_an_allocation_is_shared_with_its_piece_mapped_once(
     assert opener.do("files()") == before + LEDGER
 
 
+MARKS = """
+def ask(attribute, address):
+    answer = ctypes.c_uint64()
+    must(cuda.cuPointerGetAttribute(ctypes.byref(answer), attribute, ctypes.c_uint64(address)))
+    return answer.value
+def marks(address):
+    before = ask(6, address)
+    must(cuda.cuPointerSetAttribute(ctypes.byref(ctypes.c_uint32(1)), 6, ctypes.c_uint64(address)))
+    return address, before, ask(7, address)
+def begin_anew():
+    context = ctypes.c_void_p()
+    must(cuda.cuDevicePrimaryCtxReset_v2(0))
+    must(cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0))
+    must(cuda.cuCtxSetCurrent(context))
+"""
+
+
+def test_nothing_is_remembered_of_what_was_closed(
+    libraries: Libraries, vault: RunningVault, programs: list[Program]
+) -> None:
+    """BUFFER_ID (7) and SYNC_MEMOPS (6) of what lies there next, opened or its own, are not those before."""
+    exporter, opener = (start(libraries, vault.path, programs) for _ in range(2))
+    handles = [exporter.do(f"export({exporter.do('alloc(3 << 20)')})") for _ in range(3)]
+    opener.do(f"exec({MARKS!r}, globals())")
+    seen = []
+    for handle in handles[:2]:
+        seen.append(opener.do(f"marks(opened({handle!r}))"))
+        assert opener.do(f"close({seen[-1][0]})") == 0
+    seen.append(opener.do(f"marks(opened({handles[2]!r}))"))
+    opener.do("begin_anew()")
+    seen.append(opener.do("marks(alloc(3 << 20))"))
+    addresses, before, ids = zip(*seen, strict=True)
+    assert (len(set(addresses)), before, len(set(ids))) == (1, (0, 0, 0, 0), 4)
+
+
 def test_what_is_opened_lies_between_zones_until_it_is_closed(
     libraries: Libraries, place: Path, programs: list[Program]
 ) -> None:

@@ -130,6 +130,14 @@ def test_freed_memory_is_given_back_at_once_and_its_addresses_are_not(libraries:
         assert old.born_ns < old.freed_ns < new.born_ns and not new.freed_ns
 
 
+def test_what_can_never_be_had_empties_no_quarantine(libraries: Libraries) -> None:
+    with alone(libraries) as program:
+        program.do(f"free({program.do('alloc(3 << 20)')})")
+        size = f"ctypes.c_size_t({(1 << 64) - 1})"
+        assert program.do(f"cuda.cuMemAlloc_v2(ctypes.byref(ctypes.c_uint64()), {size})") == 2
+        assert program.ledger().quarantine_count == 1
+
+
 def test_the_oldest_leave_a_full_quarantine_first(libraries: Libraries) -> None:
     with alone(libraries, MPSD_QUARANTINE_BYTES=str(8 * MIB)) as program:
         addresses = [program.do("alloc(4 << 20)") for _ in range(3)]

@@ -60,8 +60,8 @@ class Libraries:
 def build_libraries(folder: Path, sanitize: str = "") -> Libraries:
     with ThreadPoolExecutor(2) as pool:
         made = [
-            pool.submit(build_proxy, folder / "proxy", sanitize=sanitize),
-            pool.submit(build_standin, folder / "standin", sanitize=sanitize),
+            pool.submit(build_proxy, folder / "proxy", sanitize=sanitize, strict=True),
+            pool.submit(build_standin, folder / "standin", sanitize=sanitize, strict=True),
         ]
         for one in made:
             one.result()

@@ -13,7 +13,7 @@ from libcuda_build.header import HeaderError, find_include, read_functions
 from libcuda_build.table import TableError, read_plan
 
 FOLDER = Path(__file__).resolve().parent.parent
-_WARNINGS = ("-Wall", "-Wextra", "-Werror", "-Wshadow", "-Wstrict-prototypes", "-Wmissing-prototypes")
+_WARNINGS = ("-Wall", "-Wextra", "-Wshadow", "-Wstrict-prototypes", "-Wmissing-prototypes")
 _CODE = (
     "-std=gnu11",
     "-D_GNU_SOURCE",
@@ -41,8 +41,11 @@ class BuildError(Exception):
     """What is missing, or what the compiler said."""
 
 
-def build_proxy(out: Path, *, sanitize: str = "", include: Path | None = None) -> Path:
-    """Build out/libcuda.so.1, and libcuda.so beside it. Raises BuildError."""
+def build_proxy(out: Path, *, sanitize: str = "", include: Path | None = None, strict: bool = False) -> Path:
+    """Build out/libcuda.so.1, and libcuda.so beside it. Raises BuildError; `strict`: for warnings too.
+
+    Whoever installs it has a compiler, and a cuda.h, that may warn of what none did when it was written.
+    """
     with tempfile.TemporaryDirectory(prefix="mpsd-libcuda-") as made:
         generated = Path(made)
         try:
@@ -53,27 +56,36 @@ def build_proxy(out: Path, *, sanitize: str = "", include: Path | None = None) -
         folders = (generated, FOLDER / "src")
         sources = sorted((FOLDER / "src").rglob("*.c"))
         sources += [generated / name for name in ("names.c", "carry.c", "stubs.S", "thunks.S")]
-        return _library(out, sources, folders, headers, sanitize, _STAYS)
+        return _library(out, sources, folders, headers, sanitize, strict, _STAYS)
 
 
-def build_standin(out: Path, *, sanitize: str = "", include: Path | None = None) -> Path:
-    """Build the stand-in driver as out/libcuda.so.1. Raises BuildError."""
+def build_standin(
+    out: Path, *, sanitize: str = "", include: Path | None = None, strict: bool = False
+) -> Path:
+    """Build the stand-in driver as out/libcuda.so.1. Raises BuildError; `strict`: for warnings too."""
     try:
         headers = include or find_include()
     except HeaderError as error:
         raise BuildError(str(error)) from error
     source = FOLDER / "standin"
-    return _library(out, sorted(source.glob("*.c")), (source,), headers, sanitize)
+    return _library(out, sorted(source.glob("*.c")), (source,), headers, sanitize, strict)
 
 
 def _library(
-    out: Path, sources: Sequence[Path], folders: Sequence[Path], headers: Path, sanitize: str, *more: str
+    out: Path,
+    sources: Sequence[Path],
+    folders: Sequence[Path],
+    headers: Path,
+    sanitize: str,
+    strict: bool,
+    *more: str,
 ) -> Path:
     out.mkdir(parents=True, exist_ok=True)
     target = out / "libcuda.so.1"
     # Built beside and renamed: a process that has the old one mapped keeps it.
     fresh = out / ".libcuda.so.1.new"
     command = [_compiler(), *_CODE, *_WARNINGS, *(f"-I{folder}" for folder in folders), f"-isystem{headers}"]
+    command += ["-Werror"] if strict else []
     link = [*_LINK, *more]
     if sanitize:
         # The runtime of the sanitizer comes with the program.

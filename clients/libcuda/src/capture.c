@@ -11,11 +11,22 @@
 
 #define PROBE_BYTES 512
 
+#define ELSEWHERE (-1)	/* in a context that is no primary one */
+
+struct capturing {
+	struct capturing *next;
+	CUstream stream;
+	CUdevice home;		/* of the primary context that it ends with */
+};
+
 /* Of each copy of the driver: a call that a move overtakes has been made in two of them. */
-static atomic_int captures[MPSD_COPIES_KNOWN];
+static struct captures {
+	struct capturing *first;	/* under the lock */
+	atomic_int count;
+} captures[MPSD_COPIES_KNOWN];
 
 /* Of the copy of this call. */
-static atomic_int *captures_here(void)
+static struct captures *captures_here(void)
 {
 	return &captures[mpsd_copy_index(mpsd_tables()->moves)];
 }
@@ -27,12 +38,51 @@ static atomic_bool some;
 
 bool mpsd_capture_active(void)
 {
-	return atomic_load(captures_here()) > 0;
+	return atomic_load(&captures_here()->count) > 0;
+}
+
+/* Under the lock. */
+static void take_out(struct captures *here, struct capturing **link)
+{
+	struct capturing *gone = *link;
+
+	*link = gone->next;
+	free(gone);
+	atomic_fetch_sub(&here->count, 1);
+}
+
+/* Under the lock. The place of its row, or the end of the list. */
+static struct capturing **row_of(struct captures *here, CUstream stream)
+{
+	struct capturing **link = &here->first;
+
+	while (*link && (*link)->stream != stream)
+		link = &(*link)->next;
+	return link;
 }
 
 void mpsd_capture_copy(uint64_t moves)
 {
-	atomic_store(&captures[mpsd_copy_index(moves)], 0);
+	struct captures *here = &captures[mpsd_copy_index(moves)];
+
+	pthread_mutex_lock(&lock);
+	while (here->first)
+		take_out(here, &here->first);
+	pthread_mutex_unlock(&lock);
+}
+
+void mpsd_capture_context_ended(CUdevice device)
+{
+	struct captures *here = captures_here();
+	struct capturing **link = &here->first;
+
+	pthread_mutex_lock(&lock);
+	while (*link)
+		if ((*link)->home == device)
+			take_out(here, link);
+		else
+			link = &(*link)->next;
+	pthread_mutex_unlock(&lock);
 }
 
 CUresult mpsd_capture_probe(void)
@@ -113,37 +163,99 @@ void mpsd_capture_forget(CUdeviceptr base)
 	pthread_mutex_unlock(&lock);
 }
 
-static CUresult begun(CUresult result)
+/* Asked before the capture, during which the driver may refuse it. */
+static struct capturing *new_row(CUstream stream, bool per_thread)
 {
-	if (result == CUDA_SUCCESS)
-		atomic_fetch_add(captures_here(), 1);
+	struct capturing *row = malloc(sizeof(*row));
+	CUcontext context;
+
+	if (!row)
+		return NULL;
+	row->stream = !stream && per_thread ? CU_STREAM_PER_THREAD : stream;
+	if (real_cuStreamGetCtx(row->stream, &context) != CUDA_SUCCESS || !mpsd_memory_is_primary(context, &row->home))
+		row->home = ELSEWHERE;
+	return row;
+}
+
+/* A row of the same handle is of a stream that ended in another way, or of another thread's default one. */
+static CUresult begun(CUresult result, struct capturing *row)
+{
+	struct captures *here = captures_here();
+
+	if (result != CUDA_SUCCESS || !row) {
+		free(row);
+		return result;
+	}
+	pthread_mutex_lock(&lock);
+	if (row->stream != CU_STREAM_PER_THREAD && *row_of(here, row->stream))
+		take_out(here, row_of(here, row->stream));
+	row->next = here->first;
+	here->first = row;
+	atomic_fetch_add(&here->count, 1);
+	pthread_mutex_unlock(&lock);
 	return result;
+}
+
+/* Of one that was not seen to begin there is no row. */
+static void ended(CUstream stream)
+{
+	struct captures *here = captures_here();
+	struct capturing **link;
+
+	pthread_mutex_lock(&lock);
+	link = row_of(here, stream);
+	if (*link)
+		take_out(here, link);
+	pthread_mutex_unlock(&lock);
+}
+
+/* The first version: of the mode that is global. */
+CUresult wrap_cuStreamBeginCapture(CUstream hStream)
+{
+	struct capturing *row = new_row(hStream, false);
+
+	return begun(real_cuStreamBeginCapture(hStream), row);
+}
+
+CUresult wrap_cuStreamBeginCapture_ptsz(CUstream hStream)
+{
+	struct capturing *row = new_row(hStream, true);
+
+	return begun(real_cuStreamBeginCapture_ptsz(hStream), row);
 }
 
 CUresult wrap_cuStreamBeginCapture_v2(CUstream hStream, CUstreamCaptureMode mode)
 {
-	return begun(real_cuStreamBeginCapture_v2(hStream, mode));
+	struct capturing *row = new_row(hStream, false);
+
+	return begun(real_cuStreamBeginCapture_v2(hStream, mode), row);
 }
 
 CUresult wrap_cuStreamBeginCapture_v2_ptsz(CUstream hStream, CUstreamCaptureMode mode)
 {
-	return begun(real_cuStreamBeginCapture_v2_ptsz(hStream, mode));
+	struct capturing *row = new_row(hStream, true);
+
+	return begun(real_cuStreamBeginCapture_v2_ptsz(hStream, mode), row);
 }
 
 CUresult wrap_cuStreamBeginCaptureToGraph(CUstream hStream, CUgraph hGraph, const CUgraphNode *dependencies,
 					  const CUgraphEdgeData *dependencyData, size_t numDependencies,
 					  CUstreamCaptureMode mode)
 {
+	struct capturing *row = new_row(hStream, false);
+
 	return begun(real_cuStreamBeginCaptureToGraph(hStream, hGraph, dependencies, dependencyData,
-						      numDependencies, mode));
+						      numDependencies, mode), row);
 }
 
 CUresult wrap_cuStreamBeginCaptureToGraph_ptsz(CUstream hStream, CUgraph hGraph, const CUgraphNode *dependencies,
 					       const CUgraphEdgeData *dependencyData, size_t numDependencies,
 					       CUstreamCaptureMode mode)
 {
+	struct capturing *row = new_row(hStream, true);
+
 	return begun(real_cuStreamBeginCaptureToGraph_ptsz(hStream, hGraph, dependencies, dependencyData,
-							   numDependencies, mode));
+							   numDependencies, mode), row);
 }
 
 static bool is_capturing(CUstream stream, bool per_thread)
@@ -159,7 +271,7 @@ static bool is_capturing(CUstream stream, bool per_thread)
 static void end(CUstream stream, bool per_thread, bool was)
 {
 	if (was && !is_capturing(stream, per_thread))
-		atomic_fetch_sub(captures_here(), 1);
+		ended(!stream && per_thread ? CU_STREAM_PER_THREAD : stream);
 }
 
 CUresult wrap_cuStreamEndCapture(CUstream hStream, CUgraph *phGraph)
@@ -186,7 +298,7 @@ CUresult wrap_cuStreamDestroy_v2(CUstream hStream)
 	CUresult result = real_cuStreamDestroy_v2(hStream);
 
 	if (was && result == CUDA_SUCCESS)
-		atomic_fetch_sub(captures_here(), 1);
+		ended(hStream);
 	return result;
 }
 

@@ -16,6 +16,9 @@ bool mpsd_capture_active(void);
 /* The copy of the driver after so many moves comes into use: none is under way there. */
 void mpsd_capture_copy(uint64_t moves);
 
+/* The primary context of that device has ended, and what was captured in it; the memory's lock may be held. */
+void mpsd_capture_context_ended(CUdevice device);
+
 /* What the driver says now of cuMemAlloc and cuMemFree by this thread, in its current context. */
 CUresult mpsd_capture_probe(void);
 

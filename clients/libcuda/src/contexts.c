@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT
 /* Windows and the contexts that they belong to: which these are, their peers, their end. */
 #include "arena.h"
+#include "capture.h"
 #include "failover/carry.h"
 #include "ipc.h"
 #include "launches.h"
@@ -103,6 +104,7 @@ void mpsd_memory_end(CUdevice dev)
 	if (real_cuDevicePrimaryCtxGetState(dev, &flags, &active) == CUDA_SUCCESS && !active && !mpsd_is_left()) {
 		drop_all(&windows[dev]);
 		drop_peers(dev);
+		mpsd_capture_context_ended(dev);
 		mpsd_launches_no_context(windows[dev].primary);
 		windows[dev].primary = NULL;
 	}

@@ -14,6 +14,7 @@
 #include <unistd.h>
 
 #include "channel.h"
+#include "marks.h"
 #include "proxy.h"
 #include "stats.h"
 
@@ -99,6 +100,7 @@ static void let_go(struct piece *piece)
 		struct opened *opened = piece->opened;
 
 		piece->opened = opened->next;
+		mpsd_mark_forget(opened->address);
 		free(opened);
 		__atomic_fetch_sub(&mpsd_stats->ipc_opened, 1, __ATOMIC_RELAXED);
 	}
@@ -305,6 +307,9 @@ static bool close_once(CUdeviceptr address, bool last)
 	pthread_mutex_unlock(&lock);
 	free(opened);
 	__atomic_fetch_sub(&mpsd_stats->ipc_opened, 1, __ATOMIC_RELAXED);
+	/* What was allocated in its place may be open there, too. */
+	if (!opened_at(address, &piece))
+		mpsd_mark_forget(address);
 	if (!piece->opened)
 		close_piece(piece);
 	return true;

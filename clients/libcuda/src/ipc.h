@@ -14,7 +14,7 @@
 
 /* What the 64 bytes are of a handle for memory in a window. */
 struct mpsd_ipc_handle {
-	char magic[8];
+	char magic[8];		/* without a final zero */
 	uint8_t token[MPSD_VAULT_TOKEN_ROOM];	/* the secret that the piece is shared under */
 	uint64_t offset, size;			/* of the allocation in its piece */
 	uint64_t id;				/* of the allocation: what takes its place later has another */

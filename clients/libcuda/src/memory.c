@@ -112,7 +112,8 @@ static uint64_t find_address(struct window *window, size_t size, struct arena_ra
 
 	mpsd_windows_take_back();
 	address = arena_alloc(&window->arena, size, fresh);
-	if (!address) {
+	/* What is larger than all of the window finds no address in it however many there are. */
+	if (!address && size <= window->arena.granules * (size_t)ARENA_GRANULE) {
 		mpsd_zones_empty();
 		mpsd_windows_take_back();
 		address = arena_alloc(&window->arena, size, fresh);
@@ -206,21 +207,27 @@ static CUresult free_now(CUdeviceptr address, CUcontext owner)
 	return result;
 }
 
-/* What was freed during a capture. */
-static void free_put_off(void)
+/* What was freed during a capture. Whether there was any. */
+static bool free_put_off(void)
 {
 	struct mpsd_allocation allocation;
 	CUdeviceptr address;
+	bool was = false;
+	CUresult result;
 
 	while (mpsd_capture_take(&address)) {
 		if (!mpsd_memory_find(address, &allocation))
 			continue;
+		was = true;
 		/* Otherwise the owner is of this copy. */
-		if (!mpsd_is_left() && free_now(address, allocation.owner) != MPSD_AGAIN)
+		result = mpsd_is_left() ? MPSD_AGAIN : free_now(address, allocation.owner);
+		if (result == CUDA_SUCCESS || result == CUDA_ERROR_INVALID_VALUE)
 			continue;
+		/* A wait is not for this caller, or for nobody now: in a function of the host, for one. */
 		mpsd_capture_put_off(address);
 		break;
 	}
+	return was;
 }
 
 /*
@@ -244,29 +251,41 @@ CUresult wrap_cuMemFree_v2(CUdeviceptr dptr)
 	return result == CUDA_SUCCESS ? mpsd_capture_put_off(dptr) : result;
 }
 
-/* Whatever is wrong with the arguments or the context is for the driver to say. */
+static CUresult alloc_now(CUdevice device, CUdeviceptr *dptr, size_t size, bool *left)
+{
+	CUresult result = CUDA_ERROR_NOT_SUPPORTED;
+	struct window *window;
+
+	pthread_mutex_lock(&lock);
+	*left = mpsd_is_left();
+	window = *left ? NULL : window_of(device);
+	if (window)
+		result = alloc_in(window, device, dptr, size);
+	pthread_mutex_unlock(&lock);
+	return result;
+}
+
+/*
+ * Whatever is wrong with the arguments or the context is for the driver to say. No allocation waits for work, which
+ * may need what the program does after it: only where memory has run out, for what was freed during a capture.
+ */
 CUresult wrap_cuMemAlloc_v2(CUdeviceptr *dptr, size_t bytesize)
 {
-	struct window *window;
-	CUresult result = CUDA_ERROR_NOT_SUPPORTED;
+	CUresult result;
 	CUdevice device;
 	bool left;
 
 	if (!dptr || !bytesize || real_cuCtxGetDevice(&device) != CUDA_SUCCESS)
 		return real_cuMemAlloc_v2(dptr, bytesize);
-	free_put_off();
 	if (mpsd_capture_active()) {
 		CUresult said = mpsd_capture_probe();
 
 		if (said != CUDA_SUCCESS)
 			return said;
 	}
-	pthread_mutex_lock(&lock);
-	left = mpsd_is_left();
-	window = left ? NULL : window_of(device);
-	if (window)
-		result = alloc_in(window, device, dptr, bytesize);
-	pthread_mutex_unlock(&lock);
+	result = alloc_now(device, dptr, bytesize, &left);
+	if (result == CUDA_ERROR_OUT_OF_MEMORY && free_put_off())
+		result = alloc_now(device, dptr, bytesize, &left);
 	if (result == CUDA_SUCCESS)
 		return result;
 	if (!left)

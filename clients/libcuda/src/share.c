@@ -136,7 +136,7 @@ CUresult mpsd_ipc_failed(void)
 
 CUresult wrap_cuIpcGetMemHandle(CUipcMemHandle *pHandle, CUdeviceptr dptr)
 {
-	struct mpsd_ipc_handle handle = { .magic = MPSD_IPC_MAGIC };
+	struct mpsd_ipc_handle handle = { 0 };
 	struct mpsd_allocation allocation;
 	CUdevice device;
 	bool done;
@@ -145,6 +145,7 @@ CUresult wrap_cuIpcGetMemHandle(CUipcMemHandle *pHandle, CUdeviceptr dptr)
 		return real_cuIpcGetMemHandle(pHandle, dptr);
 	if (allocation.is_imported)
 		return CUDA_ERROR_INVALID_VALUE;
+	memcpy(handle.magic, MPSD_IPC_MAGIC, sizeof(handle.magic));
 	handle.offset = allocation.base - allocation.piece;
 	handle.size = allocation.size;
 	handle.id = mpsd_mark_id(allocation.base);

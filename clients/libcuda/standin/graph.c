@@ -97,6 +97,13 @@ API CUresult cuStreamBeginCapture_v2(CUstream hStream, CUstreamCaptureMode mode)
 	return result;
 }
 
+#undef cuStreamBeginCapture
+API CUresult cuStreamBeginCapture(CUstream hStream);
+API CUresult cuStreamBeginCapture(CUstream hStream)
+{
+	return cuStreamBeginCapture_v2(hStream, CU_STREAM_CAPTURE_MODE_GLOBAL);
+}
+
 API CUresult cuStreamEndCapture(CUstream hStream, CUgraph *phGraph)
 {
 	CUstream stream;

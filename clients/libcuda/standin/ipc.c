@@ -31,7 +31,7 @@ static size_t rounded(size_t size)
 
 API CUresult cuIpcGetMemHandle(CUipcMemHandle *pHandle, CUdeviceptr dptr)
 {
-	struct handle handle = { .magic = MAGIC, .exporter = getpid() };
+	struct handle handle = { .exporter = getpid() };
 	const struct range *range;
 	CUcontext context;
 	CUresult result = enter(&context);
@@ -41,6 +41,7 @@ API CUresult cuIpcGetMemHandle(CUipcMemHandle *pHandle, CUdeviceptr dptr)
 	range = range_at(dptr, RANGE_DEVICE, RANGE_DEVICE);
 	if (!pHandle || !range)
 		return leave(CUDA_ERROR_INVALID_VALUE);
+	memcpy(handle.magic, MAGIC, sizeof(handle.magic));
 	handle.file = device_file();
 	handle.offset = range->offset;
 	handle.size = range->size;
