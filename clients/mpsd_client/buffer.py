@@ -280,6 +280,7 @@ class Buffer(View):
         else when this one has ended, or has attached it again and closed it."""
         if self._mapping is None:
             return
+        _dlpack.sweep()
         where = self._mapping.range
         if self._lent:
             # They hold this object: what it refers to goes when it goes.
