@@ -348,6 +348,21 @@ def test_the_cache_example_survives_its_death(site: Site, libraries: Libraries) 
     assert holdings(site) == []
 
 
+def test_the_cache_example_begins_where_its_first_process_ended_at_once(
+    site: Site, libraries: Libraries
+) -> None:
+    with attacher(libraries, site) as first:
+        first.do("b = m.attach('cache', 2 << 20)")
+        first.end(signal.SIGKILL)
+    with service(environment(libraries, site)) as second:
+        assert second.ready == "ready: 0 entries, kept"
+        second.end(signal.SIGKILL)
+    with attacher(libraries, site) as other:
+        other.do("b = m.attach('cache'); b.write(b'something else')")
+    with service(environment(libraries, site)) as third:
+        assert "choose another --name" in third.end()
+
+
 def test_the_cache_example_without_a_daemon_and_without_a_gpu(libraries: Libraries, tmp_path: Path) -> None:
     with service(environment(libraries, None)) as alone:
         assert alone.ready == "ready: 0 entries, not kept"
