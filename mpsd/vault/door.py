@@ -418,6 +418,21 @@ class Door:
 
     def _take(self, visit: Visit, process: ProcessInstance, message: Message) -> None:
         outcome = self._vault.take(process, message.name, message.number, message.address)
+        if outcome.refusal is Refusal.IN_USE and self._vault.unwatched(process, message.name):
+            self._pause(visit)
+            visit.task = self._loop.create_task(self._take_after_a_look(visit, process, message))
+        else:
+            self._taken(visit, message, outcome)
+
+    async def _take_after_a_look(self, visit: Visit, process: ProcessInstance, message: Message) -> None:
+        await self._vault.look_at_unwatched(process, message.name)
+        visit.task = None
+        if self._visits.get(visit.socket.fileno()) is visit:
+            outcome = self._vault.take(process, message.name, message.number, message.address)
+            self._taken(visit, message, outcome)
+            self._resume(visit)
+
+    def _taken(self, visit: Visit, message: Message, outcome: Outcome) -> None:
         if outcome.holding is not None:
             self._hand_out(visit, message, outcome.holding, 1)
             return

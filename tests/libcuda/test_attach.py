@@ -157,6 +157,18 @@ def test_a_program_that_replaces_itself_comes_back_to_it(site: Site, libraries: 
     assert kept(site) == ["moments", "weights"]
 
 
+def test_a_program_that_replaced_itself_keeps_nothing_from_others(site: Site, libraries: Libraries) -> None:
+    """It has no connection between two errands, so its end tells nobody of that."""
+    with attacher(libraries, site) as program, attacher(libraries, site) as other:
+        program.do("b = m.attach('weights', 100); b.write(b'before')")
+        assert other.do("m.attach('weights')")[0] == "in-use"
+        script = ROOT / "tests" / "support" / "attaching.py"
+        program.become(f"os.execv(sys.executable, [sys.executable, {str(script)!r}])")
+        other.do("b = m.attach('weights')")
+        assert other.do("b.read(6)") == b"before"
+        assert program.do("m.attach('weights')")[0] == "in-use"
+
+
 def test_what_is_wrong_is_said_with_its_remedy(site: Site, libraries: Libraries) -> None:
     with attacher(libraries, site) as program, attacher(libraries, site) as other:
         program.do("m.attach('weights', 3 << 20).close()")
