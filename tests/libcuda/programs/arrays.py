@@ -172,6 +172,8 @@ def arrays(m: ModuleType) -> None:
         "version": 3,
     }
     assert not hasattr(buffer.view("bfloat16"), "__cuda_array_interface__")
+    empty = buffer.view("float32", (0, 3), offset=1000).__cuda_array_interface__
+    assert (empty["data"], empty["shape"]) == ((0, False), (0, 3))
     view = buffer.view("uint8")
     assert view.__cuda_array_interface__["typestr"] == "|u1"
     assert buffer.__cuda_array_interface__["shape"] == (1000,)
@@ -215,6 +217,7 @@ def refusals(m: ModuleType) -> None:
             return "torch.float32"
 
     assert buffer.view(Like()).dtype == "float32"
+    assert buffer.view(type("bool_", (), {})).dtype == "bool"
     buffer.close()
     for late in (buffer.__dlpack__, buffer.read, buffer.view, buffer.__dlpack_device__):
         try:
