@@ -7,8 +7,10 @@ import hashlib
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from mpsd.vault import wire
 from mpsd_client.vault import Vault
 from tests.support.attaching import Attacher
 from tests.support.libcudas import DEADLINE_S, MPSD_RUN, ROOT, Libraries, run
@@ -252,6 +255,43 @@ def test_over_quota_a_session_goes_on(libraries: Libraries) -> None:
             assert program.do("m.attach('a').found") is True
             assert program.end() == 0
         assert program.said.count("NotPersistentWarning") == 1
+
+
+@contextmanager
+def vault_that_ends(path: Path) -> Iterator[None]:
+    """It greets who comes, and is gone when it is asked for something."""
+
+    def serve() -> None:
+        while True:
+            try:
+                sock, _ = listener.accept()
+            except OSError:
+                return
+            with sock:
+                hello = wire.unpack(sock.recv(wire.LAYOUT.size))
+                sock.send(wire.pack(hello, answer=True))
+                sock.recv(wire.LAYOUT.size)
+
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            thread.join()
+
+
+def test_where_the_daemon_ends_in_the_middle_a_session_goes_on(libraries: Libraries, tmp_path: Path) -> None:
+    path = tmp_path / "vault.sock"
+    with vault_that_ends(path), attacher(libraries, None, MPSD_VAULT_SOCKET=str(path)) as program:
+        assert program.do("m.attach('weights', 100)")[0] == "protocol"
+        program.do("s = m.session(); b = s.attach('weights', 100); b.write(b'abc')")
+        assert program.do("(b.persistent, b.read(3))") == (False, b"abc")
+        assert program.end() == 0
+    assert "NotPersistentWarning: buffers are not persistent" in program.said
 
 
 def test_without_a_driver_it_is_said(libraries: Libraries, site: Site, tmp_path: Path) -> None:
