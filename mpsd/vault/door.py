@@ -19,6 +19,7 @@ import contextlib
 import os
 import socket
 import struct
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
@@ -78,6 +79,7 @@ class Visit:
     def __init__(self, sock: socket.socket, uid: int) -> None:
         self.socket = sock
         self.uid = uid
+        self.accepted = time.clock_gettime(time.CLOCK_BOOTTIME)
         self.peer: VaultPeer | None = None
         self.process: ProcessInstance | None = None
         self.ledger = False
@@ -190,9 +192,8 @@ class Door:
 
     async def _meet(self, visit: Visit) -> None:
         try:
-            peer = await self._vault.looks.run(
-                visit.uid, partial(identify, visit.socket), IDENTIFY_DEADLINE_S, late=_unpin
-            )
+            look = partial(identify, visit.socket, visit.accepted)
+            peer = await self._vault.looks.run(visit.uid, look, IDENTIFY_DEADLINE_S, late=_unpin)
         except DeadlineError:
             # Its program lies on a file server that does not answer, perhaps.
             self._refuse(visit, "not_seen")
