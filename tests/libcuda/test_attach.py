@@ -1,5 +1,8 @@
 """Named GPU buffers: programs that attach, die and come back, with a real daemon. On the stand-in driver,
-whose memory is memfds; the daemon's GPU is simulated."""
+whose memory is memfds; the daemon's GPU is simulated.
+
+Long because one buffer and its vault are met by every kind of program, the examples among them.
+"""
 
 from __future__ import annotations
 
