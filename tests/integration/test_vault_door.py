@@ -331,7 +331,9 @@ def test_what_is_shared_another_process_of_the_owner_opens(vault: RunningVault) 
         assert client.open(b"x" * 32)[0].status == Status.DENIED
         assert client.open(bytes(32))[0].status == Status.DENIED
         end(process)
-        until(lambda: client.open(SECRET)[0].status == Status.DENIED, "its exporter has ended")
+        ledger = vault.vault.ledger
+        until(lambda: vault.look(lambda: all(h.died for h in ledger.holdings())), "its exporter has ended")
+        assert client.open(SECRET)[0].status == Status.DENIED
         answer, (fd,) = client.claim("model", 1)
         assert answer.status == Status.OK
         os.close(fd)
