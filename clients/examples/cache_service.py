@@ -34,7 +34,8 @@ class Cache:
         self.places: dict[str, int] = {}
         magic, self.count = HEADER.unpack(buffer.read(HEADER.size))
         if magic.rstrip(b"\0") != MAGIC:
-            if buffer.found:
+            # Zeros: its first process ended before it had written anything.
+            if magic.strip(b"\0"):
                 raise SystemExit(f"cache_service: {buffer.name!r} is no cache: choose another --name")
             self.count = 0
             self._commit()

@@ -3,13 +3,19 @@
 A capsule holds what it was given as `keeper`, and so does whoever takes it over, until the deleter is called:
 from any thread, with or without the interpreter's lock. At the end of the interpreter no Python may be called
 any more: what is lent out then gets a deleter of the C library's that does nothing.
+
+A capsule has no destructor: a consumer that refuses it frees it while its error is under way, and no error
+outlives a callback of ctypes. So capsules are held here, and those that nobody else has are let go of at the
+next look: as another is made, as a buffer is closed, as garbage is collected.
 """
 
 from __future__ import annotations
 
 import atexit
 import ctypes
+import gc
 import itertools
+import sys
 from collections.abc import Sequence
 
 CUDA = 2
@@ -61,6 +67,13 @@ class Lent:
         self.managed = managed
         self.arrays = arrays
         self.keeper = keeper
+        self.capsule: object = None
+        """Until somebody has taken it over."""
+
+    @property
+    def others(self) -> int:
+        """How many refer to the capsule, and as many more as it takes to ask."""
+        return sys.getrefcount(self.capsule)
 
 
 # By the number that is in the structure's own field for its maker.
@@ -70,18 +83,18 @@ _numbers = itertools.count(1)
 _new = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)(
     ("PyCapsule_New", ctypes.pythonapi)
 )
-# By address, not as an object: a capsule that is being freed must not be referred to.
-_is_valid = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_char_p)(
+_is_valid = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_char_p)(
     ("PyCapsule_IsValid", ctypes.pythonapi)
-)
-_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p)(
-    ("PyCapsule_GetPointer", ctypes.pythonapi)
 )
 _keep_for_ever = ctypes.PYFUNCTYPE(None, ctypes.py_object)(("Py_IncRef", ctypes.pythonapi))
 
 
 def _end(structure: type[DLManagedTensor] | type[DLManagedTensorVersioned], at: int) -> None:
-    _lent.pop(structure.from_address(at).context or 0, None)
+    try:
+        _lent.pop(structure.from_address(at).context or 0, None)
+    except BaseException:
+        # Of whoever calls this: its error shows in what is called first, and is gone after that.
+        _lent.pop(structure.from_address(at).context or 0, None)
 
 
 def _delete(at: int) -> None:
@@ -92,16 +105,29 @@ def _delete_versioned(at: int) -> None:
     _end(DLManagedTensorVersioned, at)
 
 
-def _capsule_freed(capsule: int) -> None:
-    """A consumer gives the capsule another name, and calls the deleter itself."""
-    if _is_valid(capsule, _NAME):
-        _end(DLManagedTensor, _pointer(capsule, _NAME))
-    elif _is_valid(capsule, _VERSIONED):
-        _end(DLManagedTensorVersioned, _pointer(capsule, _VERSIONED))
+def sweep() -> None:
+    """Let go of capsules that nobody has taken over, nor ever will."""
+    # Only numbers are copied: to make more could collect garbage, and so come here again.
+    for number in list(_lent):
+        lent = _lent.get(number)
+        if lent is None or lent.capsule is None:
+            continue
+        # In this order: who has it could take it over in between, and nobody else.
+        alone = lent.others == _OURS_ALONE
+        if not any(_is_valid(lent.capsule, name) for name in (_NAME, _VERSIONED)):
+            # Its consumer has given it another name, and calls the deleter.
+            lent.capsule = None
+        elif alone:
+            _lent.pop(number, None)
+
+
+def _when_collected(phase: str, _: object) -> None:
+    if phase == "stop" and _lent:
+        sweep()
 
 
 def _at_end(nothing: int | None) -> None:
-    for lent in _lent.values():
+    for lent in list(_lent.values()):
         lent.managed.deleter = nothing
         _keep_for_ever(lent)
 
@@ -110,13 +136,23 @@ def _at_end(nothing: int | None) -> None:
 atexit.register(_at_end, ctypes.cast(ctypes.CDLL(None).abs, ctypes.c_void_p).value)
 _DELETER = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_delete)
 _DELETER_VERSIONED = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_delete_versioned)
-_FREED = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(_capsule_freed)
-for _callback in (_DELETER, _DELETER_VERSIONED, _FREED):
+for _callback in (_DELETER, _DELETER_VERSIONED):
     _keep_for_ever(_callback)
+
+
+def _ours_alone() -> int:
+    lent = Lent(DLManagedTensor(), None, None)
+    lent.capsule = _new(ctypes.addressof(lent.managed), _NAME, None)
+    return lent.others
+
+
+_OURS_ALONE = _ours_alone()
+gc.callbacks.append(_when_collected)
 
 
 def lent_out() -> int:
     """How many exports somebody still has."""
+    sweep()
     return len(_lent)
 
 
@@ -155,10 +191,9 @@ def capsule(
     else:
         deleter = ctypes.cast(_DELETER, ctypes.c_void_p).value
         managed = DLManagedTensor(tensor, number, deleter)
-    _lent[number] = Lent(managed, (sizes, strides), keeper)
-    freed = ctypes.cast(_FREED, ctypes.c_void_p)
-    try:
-        return _new(ctypes.addressof(managed), _VERSIONED if versioned else _NAME, freed)
-    except BaseException:
-        del _lent[number]
-        raise
+    sweep()
+    lent = Lent(managed, (sizes, strides), keeper)
+    made: object = _new(ctypes.addressof(managed), _VERSIONED if versioned else _NAME, None)
+    lent.capsule = made
+    _lent[number] = lent
+    return made

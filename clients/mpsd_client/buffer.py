@@ -90,7 +90,8 @@ def dtype_name(dtype: object) -> str:
     Raises UsageError.
     """
     given = dtype if isinstance(dtype, str) else getattr(dtype, "__name__", None) or str(dtype)
-    name = str(given).rpartition(".")[2]
+    # NumPy 1 has its "bool_".
+    name = str(given).rpartition(".")[2].removesuffix("_")
     if name not in _DTYPES:
         raise errors.UsageError(f"no such dtype: {dtype!r}", remedy="one of " + ", ".join(_DTYPES))
     return name
@@ -185,7 +186,7 @@ class View:
         return {
             "shape": self.shape,
             "typestr": kind,
-            "data": (self.pointer, False),
+            "data": (self.pointer if self.nbytes else 0, False),  # As its specification wants it.
             "strides": None,
             "stream": None,
             "version": 3,
@@ -280,6 +281,7 @@ class Buffer(View):
         else when this one has ended, or has attached it again and closed it."""
         if self._mapping is None:
             return
+        _dlpack.sweep()
         where = self._mapping.range
         if self._lent:
             # They hold this object: what it refers to goes when it goes.

@@ -20,7 +20,8 @@ from mpsd_client.events import Callback, Watcher
 from mpsd_client.vault import InUseError, NoVaultError, Piece, QuotaError, Vault
 
 DYING_S = 30.0
-_NOT_TAKEN = (NoVaultError, QuotaError, errors.DeadlineError, errors.DeniedError)
+# A daemon that ends in the middle is a broken protocol to who speaks to it.
+_NOT_TAKEN = (NoVaultError, QuotaError, errors.DeadlineError, errors.DeniedError, errors.ProtocolError)
 
 
 class NotPersistentWarning(UserWarning):
@@ -91,9 +92,9 @@ class Session:
         self._warned = False
 
     def attach(self, name: str, size: int | None = None, *, device: int = 0) -> Buffer:
-        """As attach(). Where there is no vault, or it does not take the buffer (a quota), and a size is
-        given: an ordinary buffer of zeros, `persistent` False, and one NotPersistentWarning of the session.
-        Everything else raises as attach() does."""
+        """As attach(). Where there is no vault, or it ends just then or refuses (a quota), and
+        a size is given: an ordinary buffer of zeros, `persistent` False, and one NotPersistentWarning of
+        the session. Everything else raises as attach() does."""
         try:
             buffer = attach(name, size, device=device, socket_path=self._socket_path)
         except _NOT_TAKEN as error:

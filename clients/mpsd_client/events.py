@@ -103,6 +103,7 @@ class Watcher:
         self._lock = threading.Lock()
         self._client: Client | None = None
         self._stream: EventStream | None = None
+        self._pid = os.getpid()
         if required:
             self._connect()
         self._thread = threading.Thread(target=self._watch, name="mpsd-events", daemon=True)
@@ -114,7 +115,10 @@ class Watcher:
         return self._stream is not None
 
     def close(self) -> None:
-        """No callback is begun after this, unless it is called from one. Idempotent."""
+        """No callback is begun after this, unless it is called from one. Idempotent. Does nothing in a forked
+        child, which has no thread that listens, and whose parent's connection is not its own to end."""
+        if os.getpid() != self._pid:
+            return
         self._closing.set()
         with self._lock:
             if self._stream is not None:

@@ -30,7 +30,10 @@ def _trusted(path: str, uid: int) -> bool:
     """In /tmp anybody can make a directory of any name; one of ours is ours."""
     if not path.startswith("/tmp/"):
         return True
-    return os.lstat(os.path.dirname(path)).st_uid == uid
+    try:
+        return os.lstat(os.path.dirname(path)).st_uid == uid
+    except OSError:  # It has just gone.
+        return False
 
 
 class Transport:
@@ -140,7 +143,10 @@ class Transport:
 def _connect(path: str, timeout: float) -> socket.socket:
     if len(os.fsencode(path)) > address.MAX_PATH_BYTES:
         raise errors.UsageError(f"socket path {path} is longer than {address.MAX_PATH_BYTES} bytes")
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    except OSError as error:
+        raise errors.NotRunningError(f"no socket to ask the daemon by: {error.strerror or error}") from None
     sock.settimeout(max(timeout, 0.001))
     try:
         sock.connect(path)

@@ -19,6 +19,7 @@ import contextlib
 import os
 import socket
 import struct
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
@@ -78,6 +79,7 @@ class Visit:
     def __init__(self, sock: socket.socket, uid: int) -> None:
         self.socket = sock
         self.uid = uid
+        self.accepted = time.clock_gettime(time.CLOCK_BOOTTIME)
         self.peer: VaultPeer | None = None
         self.process: ProcessInstance | None = None
         self.ledger = False
@@ -190,9 +192,8 @@ class Door:
 
     async def _meet(self, visit: Visit) -> None:
         try:
-            peer = await self._vault.looks.run(
-                visit.uid, partial(identify, visit.socket), IDENTIFY_DEADLINE_S, late=_unpin
-            )
+            look = partial(identify, visit.socket, visit.accepted)
+            peer = await self._vault.looks.run(visit.uid, look, IDENTIFY_DEADLINE_S, late=_unpin)
         except DeadlineError:
             # Its program lies on a file server that does not answer, perhaps.
             self._refuse(visit, "not_seen")
@@ -418,6 +419,21 @@ class Door:
 
     def _take(self, visit: Visit, process: ProcessInstance, message: Message) -> None:
         outcome = self._vault.take(process, message.name, message.number, message.address)
+        if outcome.refusal is Refusal.IN_USE and self._vault.unwatched(process, message.name):
+            self._pause(visit)
+            visit.task = self._loop.create_task(self._take_after_a_look(visit, process, message))
+        else:
+            self._taken(visit, message, outcome)
+
+    async def _take_after_a_look(self, visit: Visit, process: ProcessInstance, message: Message) -> None:
+        await self._vault.look_at_unwatched(process, message.name)
+        visit.task = None
+        if self._visits.get(visit.socket.fileno()) is visit:
+            outcome = self._vault.take(process, message.name, message.number, message.address)
+            self._taken(visit, message, outcome)
+            self._resume(visit)
+
+    def _taken(self, visit: Visit, message: Message, outcome: Outcome) -> None:
         if outcome.holding is not None:
             self._hand_out(visit, message, outcome.holding, 1)
             return

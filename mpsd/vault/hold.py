@@ -228,6 +228,16 @@ class Vault:
         self._settle(outcome)
         return outcome
 
+    def unwatched(self, process: ProcessInstance, name: str) -> list[Client]:
+        """Others who have what is kept under that name, and no connection whose end would tell of an exec."""
+        holders = {h.process for h in self.named(process, name)} - {process}
+        known = [self._clients[p] for p in holders if p in self._clients]
+        return [client for client in known if not client.connections and client.program is not None]
+
+    async def look_at_unwatched(self, process: ProcessInstance, name: str) -> None:
+        """Those of them that run another program now have ended, once this returns."""
+        await asyncio.gather(*(self._look_for_exec(client) for client in self.unwatched(process, name)))
+
     async def drop(self, process: ProcessInstance, number: int) -> bool:
         """The program has freed it: returns when nothing of it is held, or after GONE_DEADLINE_S.
         False where nothing was."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import socket
 import struct
@@ -37,12 +38,13 @@ def credentials(sock: socket.socket) -> tuple[int, int]:
     return pid, uid
 
 
-def identify(sock: socket.socket) -> VaultPeer:
-    """Reads /proc: call it from a thread. Raises MpsdError when the peer has gone or cannot be seen."""
+def identify(sock: socket.socket, accepted: float) -> VaultPeer:
+    """Reads /proc: call it from a thread. `accepted` as for `pin`. Raises MpsdError when the peer has gone or
+    cannot be seen."""
     pid, uid = credentials(sock)
     if pid <= 0:
         raise NotFoundError("the peer is a process of another pid namespace")
-    pinned = pin(sock, pid)
+    pinned = pin(sock, pid, accepted=accepted)
     try:
         facts = procs.facts(pid, command="")
         try:
@@ -58,17 +60,27 @@ def identify(sock: socket.socket) -> VaultPeer:
         raise
 
 
-def pin(sock: socket.socket, pid: int, option: int = SO_PEERPIDFD) -> procs.Pinned:
-    """The very process that connected; where the kernel does not tell, the one that has its pid now and
-    keeps it. Raises MpsdError."""
+def pin(
+    sock: socket.socket, pid: int, option: int = SO_PEERPIDFD, *, accepted: float = math.inf
+) -> procs.Pinned:
+    """The very process that connected; where the kernel does not tell, the one that has its pid now and keeps
+    it, if it is not younger than the connection: `accepted` by CLOCK_BOOTTIME. Raises MpsdError."""
     try:
         pidfd = sock.getsockopt(socket.SOL_SOCKET, option)
     except OSError as error:
         if error.errno == errno.ENOPROTOOPT:
-            return procs.Pinned.open(pid)
+            return _pin_by_number(pid, accepted)
         raise NotFoundError(f"process {pid} has ended") from error
     try:
         return procs.Pinned(ProcessInstance(pid, procfs.start_ticks(pid)), pidfd)
     except OSError as error:
         os.close(pidfd)
         raise NotFoundError(f"process {pid} has ended") from error
+
+
+def _pin_by_number(pid: int, accepted: float) -> procs.Pinned:
+    pinned = procs.Pinned.open(pid)
+    if pinned.instance.start_ticks / os.sysconf("SC_CLK_TCK") > accepted:
+        pinned.close()
+        raise NotFoundError(f"process {pid} has ended, and the pid was used again")
+    return pinned

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import queue
+import socket
 import threading
 from collections.abc import Callable
 
@@ -118,6 +120,42 @@ def test_the_next_daemon_is_found(site: Site) -> None:
         heard.kind("daemon-back")
         program.die()
         assert heard.kind("client-ended").pid == program.pid
+
+
+def test_a_forked_child_that_closes_it_takes_nothing_from_its_parent(site: Site) -> None:
+    heard = Heard()
+    with mpsd_client.on_event(heard, socket_path=site.socket) as watcher:
+        child = os.fork()
+        if not child:
+            try:
+                watcher.close()
+                os._exit(0)
+            finally:
+                os._exit(1)
+        assert os.waitpid(child, 0) == (child, 0)
+        program = site.join()
+        program.die()
+        assert heard.kind("client-ended").pid == program.pid
+        assert "daemon-lost" not in {event.kind for event in heard.all}
+
+
+def test_the_next_daemon_is_found_though_no_file_could_be_opened_meanwhile(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard, refused = Heard(), threading.Event()
+
+    def full(*_: object) -> socket.socket:
+        refused.set()
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with mpsd_client.on_event(heard, socket_path=site.socket):
+        site.kill()
+        monkeypatch.setattr("mpsd_client.transport.socket.socket", full)
+        heard.kind("daemon-lost")
+        assert refused.wait(DEADLINE_S)
+        monkeypatch.undo()
+        site.start()
+        heard.kind("daemon-back")
 
 
 def test_without_a_daemon(site: Site) -> None:

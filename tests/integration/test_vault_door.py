@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from mpsd.core.vault import Limits
+from mpsd.errors import NotFoundError
+from mpsd.linux import procfs
 from mpsd.vault import peer as vault_peer
 from mpsd.vault.wire import Kind, Message, Status, pack
 from tests.support import vaulting
@@ -297,6 +299,20 @@ def test_a_peer_is_pinned_where_the_kernel_has_no_option_for_it(place: Path) -> 
                 pin.close()
 
 
+def test_who_has_the_pid_of_a_peer_that_has_ended_is_not_taken_for_it(place: Path) -> None:
+    """Where the kernel does not tell: it is younger than the connection."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(str(place))
+    listener.listen()
+    began = procfs.start_ticks(os.getpid()) / os.sysconf("SC_CLK_TCK")
+    with listener, VaultClient(place, greet=False):
+        accepted, _ = listener.accept()
+        with accepted:
+            vault_peer.pin(accepted, os.getpid(), 9999, accepted=began).close()
+            with pytest.raises(NotFoundError):
+                vault_peer.pin(accepted, os.getpid(), 9999, accepted=began - 1)
+
+
 SECRET = b"a secret of thirty-two bytes....."[:32]
 
 
@@ -315,7 +331,9 @@ def test_what_is_shared_another_process_of_the_owner_opens(vault: RunningVault) 
         assert client.open(b"x" * 32)[0].status == Status.DENIED
         assert client.open(bytes(32))[0].status == Status.DENIED
         end(process)
-        until(lambda: client.open(SECRET)[0].status == Status.DENIED, "its exporter has ended")
+        ledger = vault.vault.ledger
+        until(lambda: vault.look(lambda: all(h.died for h in ledger.holdings())), "its exporter has ended")
+        assert client.open(SECRET)[0].status == Status.DENIED
         answer, (fd,) = client.claim("model", 1)
         assert answer.status == Status.OK
         os.close(fd)

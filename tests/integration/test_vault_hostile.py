@@ -188,8 +188,8 @@ def test_programs_that_cannot_be_looked_at_close_the_door_for_nobody(
 ) -> None:
     go_on, left = threading.Event(), [1, 2, 3]
 
-    def slow(sock: socket.socket) -> VaultPeer:
-        peer = identify(sock)
+    def slow(sock: socket.socket, accepted: float) -> VaultPeer:
+        peer = identify(sock, accepted)
         if left and left.pop():
             assert go_on.wait(vaulting.DEADLINE_S)
         return peer

@@ -11,7 +11,7 @@ from tests.support.libcudas import PROGRAMS, ROOT, Libraries, run
 
 
 @pytest.mark.parametrize(
-    "what", ["unversioned", "versioned", "lifetime", "arrays", "refusals", "streams", "at_the_end"]
+    "what", ["unversioned", "versioned", "lifetime", "errors", "arrays", "refusals", "streams", "at_the_end"]
 )
 @pytest.mark.parametrize("proxied", [False, True])
 def test_a_consumer(libraries: Libraries, what: str, proxied: bool) -> None:

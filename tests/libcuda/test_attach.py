@@ -1,5 +1,8 @@
 """Named GPU buffers: programs that attach, die and come back, with a real daemon. On the stand-in driver,
-whose memory is memfds; the daemon's GPU is simulated."""
+whose memory is memfds; the daemon's GPU is simulated.
+
+Long because one buffer and its vault are met by every kind of program, the examples among them.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,10 @@ import hashlib
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +21,7 @@ from typing import Any
 
 import pytest
 
+from mpsd.vault import wire
 from mpsd_client.vault import Vault
 from tests.support.attaching import Attacher
 from tests.support.libcudas import DEADLINE_S, MPSD_RUN, ROOT, Libraries, run
@@ -157,6 +163,18 @@ def test_a_program_that_replaces_itself_comes_back_to_it(site: Site, libraries: 
     assert kept(site) == ["moments", "weights"]
 
 
+def test_a_program_that_replaced_itself_keeps_nothing_from_others(site: Site, libraries: Libraries) -> None:
+    """It has no connection between two errands, so its end tells nobody of that."""
+    with attacher(libraries, site) as program, attacher(libraries, site) as other:
+        program.do("b = m.attach('weights', 100); b.write(b'before')")
+        assert other.do("m.attach('weights')")[0] == "in-use"
+        script = ROOT / "tests" / "support" / "attaching.py"
+        program.become(f"os.execv(sys.executable, [sys.executable, {str(script)!r}])")
+        other.do("b = m.attach('weights')")
+        assert other.do("b.read(6)") == b"before"
+        assert program.do("m.attach('weights')")[0] == "in-use"
+
+
 def test_what_is_wrong_is_said_with_its_remedy(site: Site, libraries: Libraries) -> None:
     with attacher(libraries, site) as program, attacher(libraries, site) as other:
         program.do("m.attach('weights', 3 << 20).close()")
@@ -240,6 +258,43 @@ def test_over_quota_a_session_goes_on(libraries: Libraries) -> None:
             assert program.do("m.attach('a').found") is True
             assert program.end() == 0
         assert program.said.count("NotPersistentWarning") == 1
+
+
+@contextmanager
+def vault_that_ends(path: Path) -> Iterator[None]:
+    """It greets who comes, and is gone when it is asked for something."""
+
+    def serve() -> None:
+        while True:
+            try:
+                sock, _ = listener.accept()
+            except OSError:
+                return
+            with sock:
+                hello = wire.unpack(sock.recv(wire.LAYOUT.size))
+                sock.send(wire.pack(hello, answer=True))
+                sock.recv(wire.LAYOUT.size)
+
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            thread.join()
+
+
+def test_where_the_daemon_ends_in_the_middle_a_session_goes_on(libraries: Libraries, tmp_path: Path) -> None:
+    path = tmp_path / "vault.sock"
+    with vault_that_ends(path), attacher(libraries, None, MPSD_VAULT_SOCKET=str(path)) as program:
+        assert program.do("m.attach('weights', 100)")[0] == "protocol"
+        program.do("s = m.session(); b = s.attach('weights', 100); b.write(b'abc')")
+        assert program.do("(b.persistent, b.read(3))") == (False, b"abc")
+        assert program.end() == 0
+    assert "NotPersistentWarning: buffers are not persistent" in program.said
 
 
 def test_without_a_driver_it_is_said(libraries: Libraries, site: Site, tmp_path: Path) -> None:
@@ -346,6 +401,21 @@ def test_the_cache_example_survives_its_death(site: Site, libraries: Libraries) 
         assert second.ask("forget").startswith("ok")
         assert second.end() == "" and second.process.returncode == 0
     assert holdings(site) == []
+
+
+def test_the_cache_example_begins_where_its_first_process_ended_at_once(
+    site: Site, libraries: Libraries
+) -> None:
+    with attacher(libraries, site) as first:
+        first.do("b = m.attach('cache', 2 << 20)")
+        first.end(signal.SIGKILL)
+    with service(environment(libraries, site)) as second:
+        assert second.ready == "ready: 0 entries, kept"
+        second.end(signal.SIGKILL)
+    with attacher(libraries, site) as other:
+        other.do("b = m.attach('cache'); b.write(b'something else')")
+    with service(environment(libraries, site)) as third:
+        assert "choose another --name" in third.end()
 
 
 def test_the_cache_example_without_a_daemon_and_without_a_gpu(libraries: Libraries, tmp_path: Path) -> None:

@@ -120,11 +120,43 @@ def lifetime(m: ModuleType) -> None:
     del kept
     delete(lent.pop())
     del unused
+    gc.collect()
     assert mappings() == 1
     thread = threading.Thread(target=delete, args=(lent.pop(),))
     thread.start()
     thread.join()
     assert mappings() == 0
+
+
+def errors(m: ModuleType) -> None:
+    """A consumer that fails frees what it was given while its error is under way, which stays what it is."""
+    buffer = m.session().attach("a", 1000)
+    for versioned in (None, (1, 0)):
+        for refuse in (int, len, ord):
+            try:
+                refuse(buffer.__dlpack__(max_version=versioned))
+            except TypeError:
+                pass
+    first, second = consume(buffer.__dlpack__()), consume(buffer.__dlpack__())
+    buffer.close()
+    # What Python looks up for the first time can take an error away with it.
+    delete(first)
+    assert mappings() == 1
+    drop_amid_an_error(second)
+    assert mappings() == 0
+
+
+def drop_amid_an_error(at: int) -> None:
+    """Call the deleter while an error is under way: what Python's own destructors are kept from seeing."""
+    deleter = ctypes.CDLL(None)._FuncPtr(ctypes.c_void_p.from_address(at + ctypes.sizeof(Tensor) + 8).value)
+    deleter.restype, argument = None, ctypes.c_void_p(at)
+    freed = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(lambda _: deleter(argument))
+    new = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+    make = new(("PyCapsule_New", api))
+    try:
+        int(make(at, b"a tensor", ctypes.cast(freed, ctypes.c_void_p)))
+    except (TypeError, SystemError):
+        pass
 
 
 def arrays(m: ModuleType) -> None:
@@ -140,6 +172,8 @@ def arrays(m: ModuleType) -> None:
         "version": 3,
     }
     assert not hasattr(buffer.view("bfloat16"), "__cuda_array_interface__")
+    empty = buffer.view("float32", (0, 3), offset=1000).__cuda_array_interface__
+    assert (empty["data"], empty["shape"]) == ((0, False), (0, 3))
     view = buffer.view("uint8")
     assert view.__cuda_array_interface__["typestr"] == "|u1"
     assert buffer.__cuda_array_interface__["shape"] == (1000,)
@@ -183,6 +217,7 @@ def refusals(m: ModuleType) -> None:
             return "torch.float32"
 
     assert buffer.view(Like()).dtype == "float32"
+    assert buffer.view(type("bool_", (), {})).dtype == "bool"
     buffer.close()
     for late in (buffer.__dlpack__, buffer.read, buffer.view, buffer.__dlpack_device__):
         try:
