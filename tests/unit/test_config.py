@@ -323,6 +323,18 @@ def test_check_names_every_mistake_at_once(tmp_path: Path, capsys: pytest.Captur
         assert part in told
 
 
+def test_a_mistake_is_blamed_on_what_the_user_has_given(tmp_path: Path) -> None:
+    path, far = tmp_path / "mpsd.toml", tmp_path / ("x" * 120)
+    path.write_text(f"run_dir = '{far}'\n")
+    for environ, blamed in ({}, "--backend"), ({"MPSD_BACKEND": "nvidia"}, "--backend"):
+        with pytest.raises(ConfigError) as refused:
+            load(path, environ, backend="simulated")
+        assert f"{path} with {blamed}" in str(refused.value)
+    with pytest.raises(ConfigError) as refused:
+        load(path, {"MPSD_BACKEND": "simulated"})
+    assert f"{path} with $MPSD_BACKEND" in str(refused.value)
+
+
 def test_the_simulated_gpu_has_a_directory_of_its_own(tmp_path: Path) -> None:
     # pytest's own temporary paths are too long for sockets.
     with tempfile.TemporaryDirectory(prefix="mpsd-", dir="/tmp") as base:
