@@ -67,7 +67,7 @@ def test_the_driver_may_not_be_called_inside(post: Post, ask: Program, mode: int
 
 @EXACT
 @WAYS
-@pytest.mark.parametrize("lets", range(6))
+@pytest.mark.parametrize("lets", range(8))
 def test_what_did_not_run_runs_in_the_next_copy(
     domain: Domain,
     gate: Gate,
@@ -78,7 +78,7 @@ def test_what_did_not_run_runs_in_the_next_copy(
     lets: int,
     callback: bool,
 ) -> None:
-    """The operations are a save, its mark, the kernel, its mark, the function and another kernel."""
+    """A save, its mark, an event, the wait for it, the kernel, its mark, the function and another kernel."""
     line = post.greet(moving.EXACT)
     ask("m = gpu.memory(4 << 20); gpu.sync()")
     stand_by(line, second, copies)
