@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -52,3 +53,18 @@ def clear(base: Path, grace_s: float) -> list[str]:
 def open_descriptors(pid: int | None = None) -> int:
     """Of this process, or of that one. Raises OSError where there is none."""
     return len(os.listdir(f"/proc/{pid or 'self'}/fd"))
+
+
+def descriptor_kinds(pid: int) -> dict[str, int]:
+    """How many lead to each file, or to something of each kind. Raises OSError where there is no process."""
+    found: Counter[str] = Counter()
+    folder = f"/proc/{pid}/fd"
+    for name in os.listdir(folder):
+        try:
+            target = os.readlink(f"{folder}/{name}")
+        except FileNotFoundError:
+            # Closed since.
+            continue
+        kind, colon, _ = target.partition(":[")
+        found[kind if colon and kind != "anon_inode" else target] += 1
+    return dict(found)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from operator import lt
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -24,12 +25,12 @@ SCHEMA: Mapping[str, tuple[type, ...]] = {
 
 _spread = partial(report.spread, places=2)
 
-_LATER = ("bystander", "suspect", "word", "usual", "descriptors")
+_LATER = ("bystander", "suspect", "word", "usual", "descriptors", "kinds")
 """What the first reports do not have."""
 BARS_MS: Mapping[bool, float] = {False: 5.0, True: 100.0}
 """By whether a program is a suspect: how much later than the GPU stood still it may be with a step."""
 CALM_AFTER, GROWTH = 3, 1.5
-"""Before the last fault at most so many times as many descriptors are open as before that one."""
+"""Before the last fault at most so many times as many are open as before that one; nor more each time."""
 
 
 def load(path: Path) -> dict[str, Any] | None:
@@ -67,7 +68,8 @@ def judge(faults: Sequence[Mapping[str, Any]]) -> str:
         if sum(bool(p["told"]) for p in fault["programs"]) > _missing(fault):
             return "invalid: a program met an error where nothing of its was missing"
     for who, counts in opened(faults).items():
-        if len(counts) > 2 * CALM_AFTER and counts[-1] > GROWTH * counts[CALM_AFTER]:
+        calm = counts[CALM_AFTER:]
+        if len(calm) > CALM_AFTER and (calm[-1] > GROWTH * calm[0] or all(map(lt, calm, calm[1:]))):
             return f"invalid: {who} opened more and more descriptors: {counts}"
     return "valid"
 
@@ -76,6 +78,26 @@ def opened(faults: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
     """By whom: how many descriptors were open before each fault."""
     known = [fault["descriptors"] for fault in faults if fault.get("descriptors")]
     return {who: [both[place] for both in known] for place, who in enumerate(("mpsd", "a program"))}
+
+
+def grown(faults: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Of what the program that has most opens more with each fault, when it has become calm: how many."""
+    known = [fault["kinds"] for fault in faults if fault.get("kinds")][CALM_AFTER:]
+    if len(known) < 2:
+        return {}
+    first, last = known[0], known[-1]
+    more = {kind: (count - first.get(kind, 0)) / (len(known) - 1) for kind, count in last.items()}
+    return {kind: round(each, 2) for kind, each in sorted(more.items()) if each >= 1}
+
+
+def _growth(kinds: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[str]:
+    for kind, faults in kinds.items():
+        each = ", ".join(f"{number:g} of {what}" for what, number in grown(faults).items())
+        if each:
+            yield from (
+                f"{kind}: the program that has most descriptors opens more with each fault: {each}.",
+                "",
+            )
 
 
 def _first_and_last(counts: Sequence[int]) -> str:
@@ -162,6 +184,7 @@ def markdown(finished: Mapping[str, Any]) -> str:
         "",
         report.markdown_table(table(finished)),
         "",
+        *_growth(finished["faults"]),
         report.left_behind(finished),
     ]
     return "\n".join(lines) + "\n"

@@ -12,7 +12,7 @@ from typing import Any
 
 from faultinject.bystander import Bystander
 from faultinject.history import clock
-from faultinject.leftovers import open_descriptors
+from faultinject.leftovers import descriptor_kinds, open_descriptors
 from faultinject.proxy.library import MPSD_RUN, Libraries
 from faultinject.rig import Rig
 from faultinject.worker import Worker
@@ -56,7 +56,7 @@ class Fault:
     """One fault and its fail-over. `problem`: what did not come in time. `bystander`: the longest step of a
     program in another domain since the fault, in ms: what the GPU itself stood still. `word`: ms from the
     order to the offender until mpsd told the programs to move (by the system's clock). `descriptors`: how
-    many mpsd had open before it, with everybody ready, and the program that had most."""
+    many mpsd had open before it, with everybody ready, and the program with most; `kinds`: its."""
 
     kind: str
     problem: str = ""
@@ -67,6 +67,7 @@ class Fault:
     bystander: float | None = None
     word: float | None = None
     descriptors: list[int] | None = None
+    kinds: Mapping[str, int] | None = None
 
 
 class Rounds:
@@ -119,7 +120,7 @@ class Rounds:
         fault = Fault(kind)
         try:
             self._wait_until_ready()
-            fault.descriptors = self._descriptors()
+            self._count_descriptors(fault)
             offender = None if kind in PARTS else self._offender(kind, number)
             self._reset_reports()
             self._bystander.stall()
@@ -139,13 +140,14 @@ class Rounds:
         fault.faults = self._new_faults()
         return fault
 
-    def _descriptors(self) -> list[int] | None:
+    def _count_descriptors(self, fault: Fault) -> None:
         try:
-            programs = max(open_descriptors(server.pid) for server in self._servers)
-            return [open_descriptors(self._rig.mpsd.pid), programs]
+            most = max((descriptor_kinds(server.pid) for server in self._servers), key=_count)
+            fault.descriptors = [open_descriptors(self._rig.mpsd.pid), _count(most)]
+            fault.kinds = most
         except OSError:
             # One of them has ended: what that means is seen by others.
-            return None
+            return
 
     def _suspects(self, fault: Fault, record: Mapping[str, Any]) -> None:
         known = {fate["pid"]: bool(fate["suspect"]) for fate in record["clients"]}
@@ -269,6 +271,10 @@ class Rounds:
         for server in self._servers:
             server.must("done", "gone", timeout=FAULT_S)
         self._bystander.end()
+
+
+def _count(kinds: Mapping[str, int]) -> int:
+    return sum(kinds.values())
 
 
 def _since(at: float, time_of_record: str) -> float:
