@@ -239,6 +239,12 @@ def vault(options: Namespace, out: TextIO) -> int:
         else:
             result = client.vault_free(options.what, **asked)
             text = "free {}"
+    if result.get("too_much"):
+        print(
+            "mpsd-ctl: that is more than is kept of one owner's dead programs: "
+            "as it is, nothing of it would stay ([vault] kept_bytes, kept_descriptors)",
+            file=sys.stderr,
+        )
     if options.json:
         _json(out, {"schema": SCHEMA, **result})
         return 0

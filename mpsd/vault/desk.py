@@ -83,7 +83,13 @@ class Desk:
         if refusal is not None:
             raise _keep_error(refusal, name)
         held = [h for h in self._vault.ledger.of(process) if not h.alone]
-        return {"held": [h.id for h in held], "bytes": sum(h.size for h in held), "dry_run": dry_run}
+        size, most = sum(h.size for h in held), self._vault.ledger.limits.kept
+        return {
+            "held": [h.id for h in held],
+            "bytes": size,
+            "dry_run": dry_run,
+            "too_much": size > most.bytes or len(held) > most.descriptors,
+        }
 
     async def free(self, peer: Peer, args: Mapping[str, Any]) -> Reply:
         what = str(args["what"])

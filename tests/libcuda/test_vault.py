@@ -192,6 +192,23 @@ def test_a_killed_program_s_memory_is_found_again_with_every_byte(site: Site, li
     assert ctl(site, "vault", "list").stdout == "the vault is empty\n"
 
 
+def test_who_wants_more_kept_than_is_ever_kept_is_told(libraries: Libraries) -> None:
+    with Site(vault__enabled="true", vault__kept_bytes=str(4 * MIB)) as small:
+        program = Program(MPSD_RUN, environment(small.start(), libraries))
+        program.do("alloc(3 * (1 << 20))")
+        until(lambda: program.stats().vault_taken == 1, "it is in the vault")
+        done = ctl(small, "vault", "keep", str(program.pid), "model")
+        assert (done.returncode, done.stderr) == (0, "")
+        program.do("alloc(3 * (1 << 20))")
+        until(lambda: program.stats().vault_taken == 2, "it is in the vault")
+        for option in ("--dry-run", "--json"):
+            done = ctl(small, "vault", "keep", str(program.pid), "model", option)
+            assert done.returncode == 0 and "nothing of it would stay ([vault] kept_bytes" in done.stderr
+        assert json.loads(done.stdout)["too_much"] is True
+        program.end(signal.SIGKILL)
+        until(lambda: not listed(small), "nothing of it has stayed")
+
+
 @root_only
 def test_users_see_keep_and_free_their_own(site: Site, libraries: Libraries) -> None:
     program = Program(MPSD_RUN, environment(site, libraries))
