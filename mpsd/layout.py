@@ -280,10 +280,10 @@ def claim_default_path(path: Path, target: Path) -> str:
 
 
 def _cannot_make(path: Path, error: OSError) -> ConfigError:
-    return ConfigError(
-        f"cannot make directory {path}: {error.strerror}",
-        remedy="run as root, or set run_dir, log_dir and state_dir to places you may write",
-    )
+    remedy = "run as root, or set run_dir, log_dir and state_dir to places you may write"
+    if isinstance(error, FileExistsError | NotADirectoryError):
+        remedy = "something that is no directory is there: set run_dir, log_dir and state_dir to other places"
+    return ConfigError(f"cannot make directory {path}: {error.strerror}", remedy=remedy)
 
 
 def _check_place(path: Path) -> None:

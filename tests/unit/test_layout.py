@@ -96,8 +96,9 @@ def test_on_a_full_disk_a_path_is_replaced_in_the_room_that_was_set_aside(
 
 def test_unwritable_directory_is_named(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("a file")
-    with pytest.raises(ConfigError, match=str(tmp_path / "run")):
+    with pytest.raises(ConfigError, match=str(tmp_path / "run")) as refused:
         layout_in(tmp_path).prepare()
+    assert "no directory is there" in refused.value.remedy
 
 
 def everything_in(path: Path) -> list[str]:
