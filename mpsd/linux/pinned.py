@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import select
 import signal
 from types import TracebackType
 from typing import Self
 
-from mpsd.errors import AmbiguousError, DeniedError, MpsdError, NotFoundError
+from mpsd.errors import AmbiguousError, BusyError, DeniedError, MpsdError, NotFoundError
 from mpsd.linux import procfs
 from mpsd.model import ProcessInstance
 
@@ -30,7 +31,7 @@ class Pinned:
         """Pin a process, of a given life if `start_ticks` is given.
 
         Raises NotFoundError when there is no such process, AmbiguousError when the pid belongs to
-        another life by now, DeniedError without the rights.
+        another life by now, DeniedError without the rights, BusyError where that cannot be told now.
         """
         pidfd = -1
         try:
@@ -112,8 +113,13 @@ def _translated(pid: int, error: BaseException) -> BaseException:
             return NotFoundError(f"there is no process {pid}")
         case PermissionError():
             return DeniedError(f"may not look at process {pid}", remedy="run as root")
-        case OSError():
-            # EINVAL: a thread that does not lead its group.
+        case OSError(errno=errno.EINVAL):
+            # A thread that does not lead its group.
             return NotFoundError(f"{pid} is not a process: {error.strerror}")
+        case OSError():
+            return BusyError(
+                f"cannot look at process {pid}: {error.strerror}",
+                remedy="let mpsd have more open files (LimitNOFILE) and memory",
+            )
         case _:
             return error

@@ -26,7 +26,7 @@ import structlog
 
 from mpsd import procs
 from mpsd.core.vault import Holding, Ledger, Limits, Outcome, Owner, Refusal
-from mpsd.errors import MpsdError, StoreError
+from mpsd.errors import BusyError, MpsdError, StoreError
 from mpsd.gpu.base import ExportedMemory, MemoryInspector
 from mpsd.leasestore import FIRST_PAUSE_S, LONGEST_PAUSE_S, LeaseStore
 from mpsd.looks import Looks
@@ -429,6 +429,9 @@ class Vault:
             return False
         try:
             pinned = procs.Pinned.open(process.pid, process.start_ticks)
+        except BusyError:
+            # Not to be told from a dead one, whose memory would go: rather no start than that.
+            raise
         except MpsdError:
             return False
         if not pinned.alive():

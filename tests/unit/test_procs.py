@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import errno
 import mmap
 import os
 import signal
@@ -12,11 +13,12 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from unittest.mock import Mock
 
 import pytest
 
-from mpsd import procs
-from mpsd.errors import AmbiguousError, NotFoundError
+from mpsd import adoption, procs
+from mpsd.errors import AmbiguousError, BusyError, NotFoundError
 from mpsd.linux import procfs
 from mpsd.model import LiesThere, Liveness, ProcessInstance
 
@@ -69,6 +71,20 @@ def test_a_failed_pin_leaves_no_descriptor() -> None:
     with pytest.raises(AmbiguousError):
         procs.Pinned.open(os.getpid(), 1)
     assert os.listdir("/proc/self/fd") == before
+
+
+def test_who_has_no_descriptor_left_does_not_take_the_living_for_dead(
+    child: Child, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    living = procs.Pinned.open(child.pid)
+    living.close()
+    spent = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+    monkeypatch.setattr(os, "pidfd_open", Mock(side_effect=spent))
+    with pytest.raises(BusyError, match="Too many open files") as told:
+        procs.Pinned.open(child.pid)
+    assert "LimitNOFILE" in told.value.remedy
+    with pytest.raises(BusyError):
+        adoption._alive(living.instance)
 
 
 def test_waiting_for_an_end_has_a_deadline(child: Child) -> None:
