@@ -101,7 +101,7 @@ def test_ours_that_do_not_load_leave_the_stock_ones_loaded(
 ) -> None:
     load(machine, LOADED)
     monkeypatch.setenv("REFUSE", OURS + "-uvm")
-    with pytest.raises(KmodError, match=r"(?s)Key was rejected.*The driver's own are loaded again"):
+    with pytest.raises(KmodError, match=r"(?s)Key was rejected.*The driver's own are loaded again.*uninstall --next-boot"):
         load_ours(machine)
     assert log(machine) == [*UNLOADED, came(OURS)[0], "unload nvidia", *came(STOCK)]
     assert not is_ours(machine)
@@ -137,6 +137,15 @@ def test_without_stock_modules_ours_are_not_unloaded(machine: Machine) -> None:
         path.unlink()
     with pytest.raises(KmodError, match="nvidia-current-open not found"):
         load_stock(machine)
+    assert log(machine) == []
+
+
+def test_what_could_not_be_put_back_is_not_unloaded_for_ours(machine: Machine) -> None:
+    load(machine, LOADED)
+    for path in (machine.modules / RELEASE / "updates/dkms").iterdir():
+        path.unlink()
+    with pytest.raises(KmodError, match="nvidia-current-open not found"):
+        load_ours(machine)
     assert log(machine) == []
 
 
