@@ -101,7 +101,8 @@ def test_ours_that_do_not_load_leave_the_stock_ones_loaded(
 ) -> None:
     load(machine, LOADED)
     monkeypatch.setenv("REFUSE", OURS + "-uvm")
-    with pytest.raises(KmodError, match=r"(?s)Key was rejected.*The driver's own are loaded again.*uninstall --next-boot"):
+    said = r"(?s)Key was rejected.*The driver's own are loaded again.*uninstall --next-boot"
+    with pytest.raises(KmodError, match=said):
         load_ours(machine)
     assert log(machine) == [*UNLOADED, came(OURS)[0], "unload nvidia", *came(STOCK)]
     assert not is_ours(machine)
