@@ -84,6 +84,8 @@ def stock_view(machine: Machine) -> Path:
     kernel, shown = machine.modules / release, view / "lib/modules" / release
     ours = kernel / OURS
     _links(kernel, shown, ours)
+    # Some distributions' depmod and modprobe look in usr/lib/modules below the folder.
+    (view / "usr").symlink_to(".")
     run(["depmod", "-b", view, "-C", view / "none", release], deadline_s=DEPMOD_DEADLINE_S)
     return view
 

@@ -18,6 +18,7 @@ from kmod.install import (
     Wish,
     folder_of,
     kernels,
+    lies_in_ours,
     own_folders,
     perform,
     plan_install,
@@ -234,10 +235,7 @@ def status_json(machine: Machine) -> dict[str, object]:
                 "whole": folder == folder_of(machine, manifest.version),
                 "version": manifest.version,
                 "from": manifest.vendor,
-                "kernels": {
-                    release: bool(path and path.parent == machine.ours(release))
-                    for release, path in found.items()
-                },
+                "kernels": {release: lies_in_ours(machine, release, path) for release, path in found.items()},
             }
         )
     return {

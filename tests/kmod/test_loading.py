@@ -163,6 +163,7 @@ def test_the_view_without_ours_has_all_else(machine: Machine) -> None:
     assert {path.name for path in (view / "updates").iterdir()} == {"dkms", "other.ko"}
     text = (view / "modules.dep").read_text()
     assert "updates/dkms/nvidia-current-open-uvm.ko" in text and "mpsd" not in text
+    assert (stock_view(machine) / "usr/lib/modules" / RELEASE / "modules.dep").is_file()
 
 
 def test_below_another_root_nothing_of_this_machine_is_started(tmp_path: Path) -> None:
