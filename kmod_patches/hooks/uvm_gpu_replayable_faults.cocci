@@ -4,24 +4,24 @@
 // Applies-To: nvidia-uvm/uvm_gpu_replayable_faults.c of the open kernel modules 535 to 595
 // Origin: other, written for mpsd: no text of the driver's
 // Forwarded: no
-// Last-Update: 2026-11-22
+// Last-Update: 2026-11-23
 // Last-Checked: 535.261.03 550.163.01 555.58.02
 @include@
 @@
   #include "uvm_common.h"
 + #include "mpsd-uvm.h"
 
-// The tools event has been recorded, nothing has been pushed: true means that a sparse page is under the
-// address, and the replay that the caller does anyway lets the access end.
+// True means that a sparse page is under the address, and the replay that the caller does anyway lets the
+// access end. Before the tools event: what hears that takes it that the channel group ends.
 @isolate depends on include@
 expression gpu, entry, id, space, reason, kind, info;
 @@
   cancel_fault_precise_va(...)
   {
   <...
-  uvm_tools_record_gpu_fatal_fault(id, space, entry, reason);
 + if (mpsd_isolate_replayable(gpu, entry->va_space, entry, info->batch_service_context.batch_id))
 +     return NV_OK;
+  uvm_tools_record_gpu_fatal_fault(id, space, entry, reason);
   ... when any
   uvm_push_begin_acquire(gpu->channel_manager, kind, &info->replay_tracker, ...)
   ...>

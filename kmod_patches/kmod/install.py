@@ -257,22 +257,26 @@ def kernels(machine: Machine) -> list[str]:
 
 def check(machine: Machine, release: str, modules: Sequence[Module]) -> None:
     """That modprobe takes ours, all of them, and the kernel them together. Raises KmodError."""
-    ours = machine.ours(release)
     found = {module.built: resolved(machine, release, module.installed) for module in modules}
     astray = {
         built: path
         for built, path in found.items()
-        if path is None or path.parent != ours or not path.is_file()
+        if not lies_in_ours(machine, release, path) or not (path and path.is_file())
     }
     if astray:
         listed = ", ".join(f"{built} is {_where(path)}" for built, path in sorted(astray.items()))
-        raise KmodError(f"modprobe does not find the patched modules in {ours}: {listed}")
+        raise KmodError(f"modprobe does not find the patched modules in {machine.ours(release)}: {listed}")
     giver = found["nvidia"]
     for path in found.values():
         assert giver and path
         _, differing = symbols.disagreements(giver, path)
         if differing:
             raise KmodError(f"{path} was built against another nvidia.ko: {', '.join(differing[:5])} differ")
+
+
+def lies_in_ours(machine: Machine, release: str, path: Path | None) -> bool:
+    """Whether modprobe's answer lies in our folder; some distributions' calls that /usr/lib/modules."""
+    return path is not None and path.parent.resolve() == machine.ours(release).resolve()
 
 
 def _where(path: Path | None) -> str:

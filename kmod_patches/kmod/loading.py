@@ -29,7 +29,9 @@ def plan_load(machine: Machine, used: Use, manifest: Manifest) -> list[Step]:
         return []
     _refuse_busy(used, "load the patched modules")
     names = load_order(used.loaded, [module.kernel_name for module in manifest.modules])
-    steps = _unloading(machine, used, manifest.modules)
+    stock = _installed(manifest.modules, names)
+    steps = [_look_for_stock(machine, stock)] if used.loaded else []
+    steps += _unloading(machine, used, manifest.modules)
     text = f"modprobe {' '.join(names)}, from {machine.ours(release)}"
 
     def act() -> None:
@@ -51,7 +53,7 @@ def plan_unload(machine: Machine, used: Use, manifest: Manifest) -> list[Step]:
     names = load_order(used.loaded, [module.kernel_name for module in manifest.modules])
     stock = _installed(manifest.modules, names)
     return [
-        Step("look for the driver's own modules", lambda: require_stock(machine, stock)),
+        _look_for_stock(machine, stock),
         *_unloading(machine, used, manifest.modules),
         Step(
             f"modprobe {' '.join(names)}, the driver's own",
@@ -60,8 +62,12 @@ def plan_unload(machine: Machine, used: Use, manifest: Manifest) -> list[Step]:
     ]
 
 
+def _look_for_stock(machine: Machine, names: Sequence[str]) -> Step:
+    return Step("look for the driver's own modules", lambda: require_stock(machine, names))
+
+
 def require_stock(machine: Machine, names: Sequence[str]) -> None:
-    """Raises KmodError while there is something to lose: after the patched ones are gone it is too late."""
+    """Raises KmodError while there is something to lose: once what is loaded is gone it is too late."""
     view = stock_view(machine)
     for name in names:
         run(
@@ -78,6 +84,8 @@ def stock_view(machine: Machine) -> Path:
     kernel, shown = machine.modules / release, view / "lib/modules" / release
     ours = kernel / OURS
     _links(kernel, shown, ours)
+    # Some distributions' depmod and modprobe look in usr/lib/modules below the folder.
+    (view / "usr").symlink_to(".")
     run(["depmod", "-b", view, "-C", view / "none", release], deadline_s=DEPMOD_DEADLINE_S)
     return view
 
@@ -148,5 +156,6 @@ def _put_back(
         raise KmodError(f"the patched modules do not load: {error}\nNothing is loaded, as before.") from error
     _modprobe(machine, _installed(modules, names), stock_view(machine))
     raise KmodError(
-        f"the patched modules do not load: {error}\nThe driver's own are loaded again."
+        f"the patched modules do not load: {error}\nThe driver's own are loaded again. The next boot tries "
+        "the patched ones once more, unless you uninstall them: mpsd-kmod uninstall --next-boot"
     ) from error

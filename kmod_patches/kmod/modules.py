@@ -12,10 +12,10 @@ from pathlib import Path
 from kmod.machine import Machine
 
 DEVICE = re.compile(r"/dev/nvidia[^ ]*")
-OURS = "nvidia"
-"""The driver's modules are called so, or so and an underscore."""
+DRIVER = "nvidia"
 
-# Those that a GPU can do without come last: they are loaded again only where they were loaded.
+# The driver's modules; others whose names begin like that are not (nvidia_fs, nvidia_wmi_ec_backlight). Those
+# that a GPU can do without come last: they are loaded again only where they were loaded.
 ORDER = ("nvidia", "nvidia_uvm", "nvidia_modeset", "nvidia_drm", "nvidia_peermem")
 ALWAYS = ("nvidia", "nvidia_uvm")
 OWN_PARAMETER = "parameters/uvm_mpsd_mode"
@@ -91,7 +91,7 @@ def _of(user: User) -> str:
 
 
 def is_drivers(name: str) -> bool:
-    return name == OURS or name.startswith(OURS + "_")
+    return name in ORDER
 
 
 def parse(text: str) -> list[Loaded]:
@@ -221,6 +221,6 @@ def _drm_nodes(machine: Machine) -> frozenset[str]:
     """The display's device files that belong to a GPU of this driver."""
     found = set()
     for node in machine.sys.glob("class/drm/*/device/driver"):
-        if node.resolve().name == OURS:
+        if node.resolve().name == DRIVER:
             found.add(f"/dev/dri/{node.parent.parent.name}")
     return frozenset(found)

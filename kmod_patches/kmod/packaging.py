@@ -10,7 +10,7 @@ from pathlib import Path
 from kmod import modules, secureboot, source
 from kmod.build import kernel
 from kmod.debian import alone
-from kmod.dkms import Dkms
+from kmod.dkms import Dkms, module_set
 from kmod.errors import InUse, KmodError, Unavailable
 from kmod.install import (
     Manifest,
@@ -18,6 +18,7 @@ from kmod.install import (
     Wish,
     folder_of,
     kernels,
+    lies_in_ours,
     own_folders,
     perform,
     plan_install,
@@ -94,6 +95,8 @@ def install(given: argparse.Namespace) -> int:
     used = modules.use(machine)
     wish = _wish(machine, given)
     require(machine, wish)
+    name = next(module.installed for module in module_set(wish.tree) if module.built == "nvidia")
+    source.require_same_driver(machine, wish.tree, wish.kernel.release, {name, "nvidia"})
     here = wish.kernel.release == machine.running
     if here and not given.next_boot:
         refuse_in_use(used, "what is installed now would not fit them", "unload them, or " + NEXT_BOOT)
@@ -232,10 +235,7 @@ def status_json(machine: Machine) -> dict[str, object]:
                 "whole": folder == folder_of(machine, manifest.version),
                 "version": manifest.version,
                 "from": manifest.vendor,
-                "kernels": {
-                    release: bool(path and path.parent == machine.ours(release))
-                    for release, path in found.items()
-                },
+                "kernels": {release: lies_in_ours(machine, release, path) for release, path in found.items()},
             }
         )
     return {

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from kmod.changes import read
+from kmod.command import run
 from kmod.errors import KmodError, UnknownTree
 from kmod.machine import Machine
 from kmod.tree import Tree, find
@@ -14,6 +16,7 @@ PACKAGE = "mpsd-nvidia"
 """DKMS knows what we build by this name; its source folder is PACKAGE-VERSION."""
 
 PROPRIETARY = re.compile(r'MODULE_LICENSE\s*\(\s*"NVIDIA"\s*\)')
+MODINFO_DEADLINE_S = 30.0
 CORE = Path("nvidia/nv-kernel.o_binary")
 WHERE = (
     "install the driver's open kernel modules with their source (Debian: nvidia-open-kernel-dkms; the "
@@ -44,6 +47,30 @@ def loaded_version(machine: Machine) -> str:
         return (machine.sys / "module/nvidia/version").read_text(encoding="ascii").strip()
     except OSError:
         return ""
+
+
+def stock_versions(machine: Machine, release: str, names: Iterable[str]) -> set[str]:
+    """Of the driver's own nvidia.ko for a kernel, by each name that it may have there; empty without one."""
+    kernel, found = machine.modules / release, set()
+    for path in [path for name in names for path in kernel.rglob(f"{name}.ko*")]:
+        if path.parent == machine.ours(release):
+            continue
+        try:
+            found.add(run(["modinfo", "-F", "version", path], deadline_s=MODINFO_DEADLINE_S).strip())
+        except KmodError:
+            continue  # Half written, or no module: modprobe would not load it either.
+    return found - {""}
+
+
+def require_same_driver(machine: Machine, tree: Tree, release: str, names: Iterable[str]) -> None:
+    """Raises KmodError where the driver that is installed is another one: its libraries refuse this one."""
+    found = stock_versions(machine, release, names)
+    if found and tree.version not in found:
+        raise KmodError(
+            f"{tree.root} is driver {tree.version}, and what is installed for {release} is "
+            f"{', '.join(sorted(found))}: CUDA would not work with the patched modules; install driver "
+            f"{tree.version} first, or name the source of the one that is installed"
+        )
 
 
 def choose(machine: Machine, named: Path | None = None) -> Tree:

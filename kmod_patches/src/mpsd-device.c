@@ -294,9 +294,11 @@ static struct miscdevice device = {
 
 void mpsd_init(void)
 {
-	int error = misc_register(&device);
+	int error;
 
+	/* From the registration on somebody may ask. */
 	loaded_ns = ktime_get_boottime_ns();
+	error = misc_register(&device);
 	registered = !error;
 	if (error)
 		pr_warn("mpsd: no device %s (%d): faults are treated by the module's parameters\n",

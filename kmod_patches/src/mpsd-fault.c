@@ -2,7 +2,6 @@
 /* From UVM's fault entry to a decision, and from the decision to what is done. */
 #include "uvm_common.h"
 #include "uvm_gpu.h"
-#include "uvm_tools.h"
 #include "uvm_va_space.h"
 #include "mpsd-glue.h"
 #include "mpsd-uvm.h"
@@ -183,10 +182,7 @@ bool mpsd_isolate_non_replayable(uvm_gpu_t *gpu, uvm_va_space_t *va_space, uvm_f
 {
 	struct mpsd_fault fault = fault_of(entry, batch, false);
 
-	if (!isolate(gpu, va_space, entry, &fault))
-		return false;
-	uvm_tools_record_gpu_fatal_fault(gpu->id, va_space, entry, entry->fatal_reason);
-	return true;
+	return isolate(gpu, va_space, entry, &fault);
 }
 
 /* The service lock of the replayable faults is held: one at a time for each GPU, but not for all of them. */

@@ -13,7 +13,8 @@
 #include "uvm_hal_types.h"
 #include "mpsd-policy.h"
 
-#define MPSD_HELD_FILES 8
+/* The VA space's own, and that of the process's memory: UVM allows one of each. */
+#define MPSD_HELD_FILES 2
 
 /*
  * A VA space as we know it. `lock` serializes all calls of the policy for it. Order of locks: UVM's VA space

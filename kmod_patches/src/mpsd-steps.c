@@ -15,6 +15,7 @@
 
 struct held {
 	struct mpsd_owner *owner;
+	const struct files_struct *seen;
 	unsigned int count;
 };
 
@@ -30,11 +31,23 @@ static bool is_of(struct file *file, uvm_va_space_t *va_space)
 	return uvm_fd_va_space(file) == va_space;
 }
 
+static bool is_held(const struct mpsd_owner *owner, const struct file *file)
+{
+	unsigned int at;
+
+	for (at = 0; at < MPSD_HELD_FILES; at++) {
+		if (owner->held[at] == file)
+			return true;
+	}
+	return false;
+}
+
+/* A duplicated descriptor is the same file. */
 static int hold_file(const void *data, struct file *file, unsigned int fd)
 {
 	struct held *held = (struct held *)data;
 
-	if (held->count < MPSD_HELD_FILES && is_of(file, held->owner->va_space))
+	if (held->count < MPSD_HELD_FILES && is_of(file, held->owner->va_space) && !is_held(held->owner, file))
 		held->owner->held[held->count++] = get_file(file);
 	return 0;
 }
@@ -50,8 +63,9 @@ static unsigned int hold_files(struct mpsd_owner *owner)
 	if (leader) {
 		for_each_thread(leader, thread) {
 			task_lock(thread);
-			if (thread->files && !held.count)
+			if (thread->files && thread->files != held.seen)
 				iterate_fd(thread->files, 0, hold_file, &held);
+			held.seen = thread->files;
 			task_unlock(thread);
 		}
 	}

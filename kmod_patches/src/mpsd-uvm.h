@@ -10,14 +10,14 @@
 #include "uvm_hal_types.h"
 
 /*
- * True: the fault is answered by a sink, do not cancel it. The VA space is locked for reading, the service
- * lock of the GPU's faults is held, no VA block and no RM lock is. `batch` differs between passes over the
- * fault buffer.
+ * True: the fault is answered by a sink, do not cancel it, nor tell the tools of a fatal one. The VA space is
+ * locked for reading, the service lock of the GPU's faults is held, no VA block and no RM lock is. `batch`
+ * differs between passes over the fault buffer.
  */
 bool mpsd_isolate_replayable(uvm_gpu_t *gpu, uvm_va_space_t *va_space, uvm_fault_buffer_entry_t *entry,
 			     NvU32 batch);
 
-/* The same for copy engines and PBDMA; records the tools event, which UVM then has no reason to record. */
+/* The same for copy engines and PBDMA. */
 bool mpsd_isolate_non_replayable(uvm_gpu_t *gpu, uvm_va_space_t *va_space, uvm_fault_buffer_entry_t *entry,
 				 NvU32 batch);
 

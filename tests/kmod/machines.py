@@ -93,7 +93,9 @@ fi
 """
 
 
-def elf(gives: Mapping[str, int], wants: Mapping[str, int], *, absolute: bool = False) -> bytes:
+def elf(
+    gives: Mapping[str, int], wants: Mapping[str, int], *, absolute: bool = False, version: str = ""
+) -> bytes:
     """A module file as far as its symbols' versions go; `absolute`: as kernels before 5.19 have them."""
     crcs = b"".join(struct.pack("<I", crc) for crc in gives.values())
     strings, symbols = b"\0", b"\0" * 24
@@ -109,6 +111,7 @@ def elf(gives: Mapping[str, int], wants: Mapping[str, int], *, absolute: bool = 
         (".strtab", 3, strings, 0),
         ("__versions", 1, versions, 0),
         (".shstrtab", 3, b"", 0),
+        (".modinfo", 1, f"version={version}\0".encode() if version else b"", 0),
     ]
     names = b"".join(name.encode() + b"\0" for name, _, _, _ in parts)
     body, table, at = b"", b"", 64

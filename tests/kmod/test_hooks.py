@@ -215,6 +215,8 @@ def test_the_semantic_patches_fit_old_and_new_shapes(tmp_path: Path, patch: Patc
         "(gpu, fault->va_space, fault, buffer->batch_service_context.batch_id))\n        return NV_OK"
         in faults
     )
+    # Trackers hear of no fatal fault where it is sunk: they take it that the whole channel group is lost.
+    assert faults.index("mpsd_isolate_replayable(") < faults.index("uvm_tools_record_gpu_fatal_fault(")
     assert faults.index("mpsd_orphan(gpu, current);") < faults.index("push_cancel_on_gpu_targeted(")
     module = (tree.root / "nvidia-uvm/uvm.c").read_text()
     assert module.index("mpsd_exit();") > module.index("uvm_global_exit();")

@@ -66,6 +66,26 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine
     assert contents(made.sources / f"nvidia-current-open-{VERSION}") == source
 
 
+# As those say it whose module directory is /usr/lib/modules.
+MODPROBE_OF_USR = """\
+#!/bin/sh
+said=$({real} "$@") || exit
+printf '%s\\n' "$said" | sed 's|/lib/modules/|/usr/lib/modules/|'
+"""
+
+
+def test_a_modprobe_that_calls_the_folder_usr_lib_finds_ours(machine: Machine, tmp_path: Path) -> None:
+    real, stands_in = shutil.which("modprobe"), tmp_path / "programs/modprobe"
+    stands_in.write_text(MODPROBE_OF_USR.format(real=real))
+    stands_in.chmod(0o755)
+    (machine.root / "usr/lib").symlink_to("../lib")
+    install(machine)
+    found = resolved(machine, RELEASE, "nvidia-current-open")
+    assert found == machine.root / "usr/lib/modules" / RELEASE / "updates/mpsd/nvidia-current-open.ko"
+    assert plan_install(machine, wish(machine)) == []
+    uninstall(machine)
+
+
 def install(machine: Machine) -> None:
     perform(plan_install(machine, wish(machine)), quiet)
 

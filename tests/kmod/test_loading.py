@@ -101,7 +101,8 @@ def test_ours_that_do_not_load_leave_the_stock_ones_loaded(
 ) -> None:
     load(machine, LOADED)
     monkeypatch.setenv("REFUSE", OURS + "-uvm")
-    with pytest.raises(KmodError, match=r"(?s)Key was rejected.*The driver's own are loaded again"):
+    said = r"(?s)Key was rejected.*The driver's own are loaded again.*uninstall --next-boot"
+    with pytest.raises(KmodError, match=said):
         load_ours(machine)
     assert log(machine) == [*UNLOADED, came(OURS)[0], "unload nvidia", *came(STOCK)]
     assert not is_ours(machine)
@@ -140,6 +141,15 @@ def test_without_stock_modules_ours_are_not_unloaded(machine: Machine) -> None:
     assert log(machine) == []
 
 
+def test_what_could_not_be_put_back_is_not_unloaded_for_ours(machine: Machine) -> None:
+    load(machine, LOADED)
+    for path in (machine.modules / RELEASE / "updates/dkms").iterdir():
+        path.unlink()
+    with pytest.raises(KmodError, match="nvidia-current-open not found"):
+        load_ours(machine)
+    assert log(machine) == []
+
+
 def test_half_of_ours_is_not_loaded(machine: Machine) -> None:
     (machine.ours(RELEASE) / "nvidia-current-open-uvm.ko").unlink()
     with pytest.raises(KmodError, match=r"does not find the patched modules.*which is gone"):
@@ -153,6 +163,7 @@ def test_the_view_without_ours_has_all_else(machine: Machine) -> None:
     assert {path.name for path in (view / "updates").iterdir()} == {"dkms", "other.ko"}
     text = (view / "modules.dep").read_text()
     assert "updates/dkms/nvidia-current-open-uvm.ko" in text and "mpsd" not in text
+    assert (stock_view(machine) / "usr/lib/modules" / RELEASE / "modules.dep").is_file()
 
 
 def test_below_another_root_nothing_of_this_machine_is_started(tmp_path: Path) -> None:

@@ -90,6 +90,16 @@ def test_modules_that_are_not_the_driver_s_and_users_that_are_nobody_are_named(m
     assert "held by module gdrdrv" in text and "nvidia_uvm has users that are no process seen here" in text
 
 
+def test_a_name_like_the_driver_s_makes_no_module_the_driver_s(machine: Machine) -> None:
+    """The kernel's own are no driver that is loaded; another package's would not be loaded again."""
+    (machine.proc / "modules").write_text("nvidia_wmi_ec_backlight 10 0 - Live 0x0000000000000000\n")
+    assert use(machine).loaded == ()
+    load(machine, ["nvidia_fs 10 0 -", "nvidia_uvm 10 0 -", "nvidia 10 2 nvidia_uvm,nvidia_fs,"])
+    found = use(machine)
+    assert [module.name for module in found.others] == ["nvidia_fs"]
+    assert unload_order(found.loaded) == ["nvidia_uvm", "nvidia"] and found.busy
+
+
 def test_loaded_and_unused_is_not_busy(machine: Machine) -> None:
     assert use(machine).lines() == []
     load(machine, ["nvidia_uvm 10 0 -", "nvidia 10 1 nvidia_uvm,"], ours=True)

@@ -22,6 +22,7 @@ from tests.kmod.machines import (
     add_process,
     add_programs,
     add_source,
+    elf,
     load,
     make_machine,
     needs_kmod,
@@ -171,6 +172,21 @@ def test_a_version_that_was_not_tried_is_tried_and_said_so(typed: Typed) -> None
     old.rename(typed.machine.root / "gone")
     done = typed("install")
     assert done.returncode == 0 and "driver 999.1 is not one that the patch was tested with" in done.stdout
+
+
+def test_the_source_of_another_driver_than_is_installed_is_refused(typed: Typed) -> None:
+    """Its modules would come first at the next boot, and the installed libraries refuse them."""
+    other = str(add_source(typed.machine, "999.1"))
+    stock = typed.machine.modules / RELEASE / "updates/dkms/nvidia-current-open.ko"
+    stock.write_bytes(elf({"answer": 1}, {}, version=VERSION))
+    done = typed("install", "--tree", other, "--next-boot")
+    assert done.returncode == 1 and f"is driver 999.1, and what is installed for {RELEASE} is" in done.stderr
+    assert not list(typed.machine.sources.glob("*mpsd*")) and not typed.machine.depmod_settings.exists()
+    own = typed.machine.sources / f"nvidia-current-open-{VERSION}"
+    assert typed("install", "--tree", str(own)).returncode == 0
+    # Ours are not taken for what is installed: the driver was upgraded beside them.
+    stock.write_bytes(elf({"answer": 1}, {}, version="999.1"))
+    assert typed("install", "--tree", other).returncode == 0
 
 
 def test_what_the_hooks_do_not_fit_is_taken_out_again(typed: Typed) -> None:

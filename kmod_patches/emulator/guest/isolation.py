@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from emulator.guest import checks, device, gpu
+from emulator.guest import checks, device, gpu, tracking, uvm
 from emulator.guest.beside import innocent
 from emulator.guest.check import Check, CheckError, expect
 from emulator.guest.gpuchecks import BUILTINS, START, STRAY, builtin, cancelled, no_trouble, orphan, reported
@@ -16,6 +17,7 @@ from mpsd.model import Access, UvmFaultType, UvmReason
 GUILTY, INNOCENT = 0xC1, 0xC2
 FAR_MS = 60_000
 NEAR_MS = 200
+DUPLICATES, LAST_DESCRIPTOR = 16, 250
 
 
 def mode(wanted: Mode) -> None:
@@ -130,17 +132,52 @@ def told_apart() -> str:
     return "blamed by VEID"
 
 
+def heard(wanted: Mode, fault: gpu.Fault, *, copies: bool) -> list[int]:
+    """Addresses of the fatal faults that a tracker on the guilty client's address space hears of."""
+    mode(wanted)
+    with innocent(), client(GUILTY, 1, veid=fault.veid, copies=copies) as guilty:
+        space = tracking.take(guilty)
+        tracker = space.track()
+        gpu.command("forget")
+        gpu.command(fault.line())
+        stopped_or_went_on()
+        events = tracker.drain().events
+        tracker.close()
+        space.close()
+    no_trouble()
+    return [event.address for event in events if event.fatal]
+
+
+def trackers_hear() -> str:
+    """Of what is sunk nothing: whoever hears of a fatal fault takes it that all in the group are lost."""
+    store = gpu.Fault(STRAY, 1, veid=3)
+    copy = gpu.Fault(STRAY, 1, engine=gpu.ENGINE_COPY, access=gpu.READ, replayable=False)
+    for fault, copies in ((store, False), (copy, True)):
+        expect("heard in mode report", heard(Mode.REPORT, fault, copies=copies), [STRAY])
+        expect("heard in mode isolate", heard(Mode.ISOLATE, fault, copies=copies), [])
+    return "the stock answer alone"
+
+
 def walked(handle: int) -> list[tuple[int, int]]:
     """What a client's page tables say of the stray address: level and entry, for big and small pages."""
     gpu.command(f"walk {handle:x} {gpu.OBJECT:x} {STRAY:x}")
     return [(deed.first, deed.directory) for deed in gpu.deeds() if deed.name == "walked"][-2:]
 
 
-def killed() -> str:
+def behind_duplicates(space: int) -> None:
+    """Gives the descriptor that pins the memory a number behind many duplicates of the address space's."""
+    (memory,) = uvm.descriptors() - {space}
+    os.dup2(memory, LAST_DESCRIPTOR)
+    os.close(memory)
+    for _ in range(DUPLICATES):
+        os.dup(space)
+
+
+def killed(prepare: Callable[[int], None] | None = None) -> str:
     """Nobody acknowledges: the client is killed, and its files are held until the last step."""
     opened = isolating()
     device.set_deadline(NEAR_MS)
-    with innocent(), client(GUILTY, 1, veid=3) as guilty:
+    with innocent(), client(GUILTY, 1, veid=3, prepare=prepare) as guilty:
         gpu.command(gpu.Fault(STRAY, 1, veid=3).line())
         records = opened.until("the kill", lambda record: record.action is Action.KILL)
         expect("killed", guilty.ended(), True)
@@ -199,8 +236,10 @@ TOLD = (
     *ISOLATED[len(START) :],
     Check("record", told),
     Check("two-clients", told_apart),
+    Check("trackers", trackers_hear),
     Check("mode-off", lambda: in_mode(Mode.OFF, [])),
     Check("mode-report", lambda: in_mode(Mode.REPORT, [Action.REPORTED])),
     Check("orphan-told", orphan_told),
     Check("killed-at-deadline", killed),
+    Check("killed-with-duplicates", lambda: killed(behind_duplicates)),
 )

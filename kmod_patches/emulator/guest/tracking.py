@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Protocol
 
 from emulator.guest import uvm
 from emulator.guest.check import expect
@@ -17,7 +18,16 @@ STAT_START = 19
 """Field 22 of /proc/PID/stat, counted from behind the command's name."""
 
 
-def instance_of(client: Child) -> ProcessInstance:
+class Held(Protocol):
+    """A client's process."""
+
+    @property
+    def pid(self) -> int: ...
+    @property
+    def pidfd(self) -> int: ...
+
+
+def instance_of(client: Held) -> ProcessInstance:
     stat = Path(f"/proc/{client.pid}/stat").read_text()
     return ProcessInstance(client.pid, int(stat.rpartition(")")[2].split()[STAT_START]))
 
@@ -38,7 +48,7 @@ def inject(client: Child) -> None:
     expect("the client's answer", os.read(client.hear, 1), b"d")
 
 
-def take(held: Child) -> UvmAddressSpace:
+def take(held: Held) -> UvmAddressSpace:
     """The client's one address space, duplicated by the daemon's adapter."""
     spaces = NvidiaUvm().open(instance_of(held), held.pidfd)
     expect("address spaces", len(spaces), 1)
