@@ -69,9 +69,11 @@ def test_what_is_saved_waits_for_nothing_that_runs(
     assert ask("gpu.run('add', m, 8, 5), gpu.run('add', n, 8, 6), gpu.sync()") == "(0, 0, 0)"
     # What the last epoch saved is copied at once: so that it is m alone.
     assert ask("[gpu.run('add', m, 8, 1) for _ in range(2)], gpu.sync()") == "([0, 0], 0)"
+    # What is saved is waited for where it is not known to be there.
+    gate.let(0)
+    assert ask("gpu.run('long', m, 8, 1), gpu.run('add', n, 8, 1)") == "(0, 0)"
     # A copy, its mark, an event, the wait for it, the kernel; then a copy, its mark and an event again.
     gate.let(8)
-    assert ask("gpu.run('long', m, 8, 1), gpu.run('add', n, 8, 1)") == "(0, 0)"
     until(lambda: gate.left() == 0)
     break_domain(domain)
     said = move(line)

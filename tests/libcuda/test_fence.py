@@ -113,9 +113,10 @@ def test_it_is_a_fence_beside_other_copies(
     assert ask("p = gpu.made('cuMemHostAlloc', 4096, 0); ctypes.memset(p, 7, 4096)") == "None"
     stand_by(line, second, copies)
     assert ask("gpu.sync()") == "0"
-    gate.let(lets)
+    gate.let(0)
     assert ask(f"set({does})") == "{0}"
     assert ask("gpu.run('add', m, 8, 1)") == "0"
+    gate.let(lets)
     until(lambda: gate.left() == 0)
     lose(line, gate, domain)
     line.say(moving.FENCED, 1)

@@ -82,9 +82,10 @@ def test_what_did_not_run_runs_in_the_next_copy(
     line = post.greet(moving.EXACT)
     ask("m = gpu.memory(4 << 20); gpu.sync()")
     stand_by(line, second, copies)
-    gate.let(lets)
+    gate.let(0)
     work = f"gpu.run('add', m, 8, 1), gpu.host('a', callback={callback}), gpu.run('add', m, 8, 10)"
     assert ask(work) == "(0, 0, 0)"
+    gate.let(lets)
     ask.tell("gpu.sync()")
     until(lambda: gate.left() == 0)
     break_domain(domain)
