@@ -19,7 +19,7 @@ from mpsd.attacher import Attacher
 from mpsd.core import events as ev
 from mpsd.core.standby import Member, Standing
 from mpsd.core.state import Client, Domain, DomainState, State
-from mpsd.errors import BusyError, MpsdError
+from mpsd.errors import MpsdError
 from mpsd.host import Hosts, Post
 from mpsd.layout import Layout
 from mpsd.lease import Kept, domain_named, is_current, stored_lease
@@ -354,14 +354,11 @@ class Adoption:
 
 
 def _alive(process: ProcessInstance) -> bool:
-    try:
-        with procs.Pinned.open(process.pid, process.start_ticks) as pinned:
-            return pinned.alive()
-    except BusyError:
-        # Not to be told from a dead one, whose memory would go: rather no start than that.
-        raise
-    except MpsdError:
-        return False
+    """Raises BusyError where that is not to be told: rather no start than that a living one's memory goes."""
+    pinned = procs.Pinned.living(process)
+    if pinned is not None:
+        pinned.close()
+    return pinned is not None
 
 
 def _facts(process: ProcessInstance, row: Mapping[str, Any] | None) -> ProcessFacts:

@@ -20,7 +20,7 @@ import structlog
 
 from mpsd import procs
 from mpsd.core import events as ev
-from mpsd.errors import GpuError, MpsdError
+from mpsd.errors import BusyError, GpuError, MpsdError
 from mpsd.gpu.base import Uvm, WorkInspector
 from mpsd.lease import Kept, Lease, adopt
 from mpsd.leasestore import LeaseStore
@@ -234,12 +234,8 @@ def _owner(process: ProcessInstance) -> int | None:
 
 
 def _pinned(process: ProcessInstance) -> procs.Pinned | None:
-    """None once it has ended."""
+    """None once it has ended, or where that is not to be told now."""
     try:
-        pinned = procs.Pinned.open(process.pid, process.start_ticks)
-    except MpsdError:
+        return procs.Pinned.living(process)
+    except BusyError:
         return None
-    if pinned.alive():
-        return pinned
-    pinned.close()
-    return None

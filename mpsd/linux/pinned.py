@@ -49,6 +49,23 @@ class Pinned:
                 os.close(pidfd)
             raise _translated(pid, error) from error
 
+    @classmethod
+    def living(cls, process: ProcessInstance) -> Self | None:
+        """Pin that life of a process; None once it has ended, or where it may not be looked at.
+
+        Raises BusyError where the living cannot be told from the dead now.
+        """
+        try:
+            pinned = cls.open(process.pid, process.start_ticks)
+        except BusyError:
+            raise
+        except MpsdError:
+            return None
+        if pinned.alive():
+            return pinned
+        pinned.close()
+        return None
+
     @property
     def pid(self) -> int:
         return self.instance.pid

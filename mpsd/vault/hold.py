@@ -26,7 +26,7 @@ import structlog
 
 from mpsd import procs
 from mpsd.core.vault import Holding, Ledger, Limits, Outcome, Owner, Refusal
-from mpsd.errors import BusyError, MpsdError, StoreError
+from mpsd.errors import MpsdError, StoreError
 from mpsd.gpu.base import ExportedMemory, MemoryInspector
 from mpsd.leasestore import FIRST_PAUSE_S, LONGEST_PAUSE_S, LeaseStore
 from mpsd.looks import Looks
@@ -427,15 +427,9 @@ class Vault:
             return True
         if holding.died is not None:
             return False
-        try:
-            pinned = procs.Pinned.open(process.pid, process.start_ticks)
-        except BusyError:
-            # Not to be told from a dead one, whose memory would go: rather no start than that.
-            raise
-        except MpsdError:
-            return False
-        if not pinned.alive():
-            pinned.close()
+        # Where that is not to be told: rather no start than that a living one's memory goes.
+        pinned = procs.Pinned.living(process)
+        if pinned is None:
             return False
         self._spawn_look(self._learn_program(self._watch(pinned, holding.owner, None)))
         return True
