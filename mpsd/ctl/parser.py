@@ -6,9 +6,8 @@ import argparse
 from typing import TypeAlias
 
 from mpsd import __version__
+from mpsd.wire.messages import MAX_PID, MIN_PID
 
-# As the daemon takes them (mpsd/wire/messages.py).
-MIN_PID, MAX_PID = 2, 2**22
 SHELLS = ("sh", "csh", "fish")
 
 _DESCRIPTION = """\

@@ -101,7 +101,8 @@ _GPU = Argument("gpu", Kind.TEXT, low=1, high=64)
 _DRY_RUN = Argument("dry_run", Kind.FLAG)
 _REASON = Argument("reason", Kind.TEXT, high=500)
 _SINCE = Argument("since_id", Kind.INTEGER)
-_PID = Argument("pid", Kind.INTEGER, required=True, low=2, high=2**22)
+MIN_PID, MAX_PID = 2, 2**22
+_PID = Argument("pid", Kind.INTEGER, required=True, low=MIN_PID, high=MAX_PID)
 
 _NAME = Argument("name", Kind.TEXT, required=True, low=1, high=63)
 _TICKS = Argument("start_ticks", Kind.INTEGER)
