@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -81,20 +81,24 @@ def options(args: argparse.Namespace) -> Options:
 # ---- outcomes
 
 
+def _said(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+    """Lines that were cut off are passed over."""
+    for line in lines:
+        try:
+            yield json.loads(line)
+        except ValueError:
+            continue
+
+
 def combine(lines: Iterable[str]) -> tuple[dict[str, str], list[dict[str, Any]]]:
     """Outcome by test, and what the suite's processes said of themselves.
 
-    A test counts when it was torn down, or could not be collected, or took its process with it. Lines that
-    were cut off are passed over.
+    A test counts when it was torn down, or could not be collected, or took its process with it.
     """
     outcomes: dict[str, str] = {}
     processes: list[dict[str, Any]] = []
     pending: dict[str, str] = {}
-    for line in lines:
-        try:
-            said = json.loads(line)
-        except ValueError:
-            continue
+    for said in _said(lines):
         if "process" in said:
             processes.append(said)
             continue
@@ -112,11 +116,7 @@ def combine(lines: Iterable[str]) -> tuple[dict[str, str], list[dict[str, Any]]]
 def under_way(lines: Iterable[str]) -> list[str]:
     """Tests that were set up and not torn down: what a suite that was cut short hung in, or ran."""
     latest: dict[str, str] = {}
-    for line in lines:
-        try:
-            said = json.loads(line)
-        except ValueError:
-            continue
+    for said in _said(lines):
         if "test" in said:
             latest[said["test"]] = said["when"]
     return sorted(test for test, when in latest.items() if when in ("setup", "call"))
@@ -125,13 +125,9 @@ def under_way(lines: Iterable[str]) -> list[str]:
 def reasons(lines: Iterable[str]) -> dict[str, int]:
     """The commonest last lines of what failed, and how often each came."""
     found: Counter[str] = Counter()
-    for line in lines:
-        try:
-            why = json.loads(line).get("why")
-        except ValueError:
-            continue
-        if why:
-            found[why] += 1
+    for said in _said(lines):
+        if said.get("why"):
+            found[said["why"]] += 1
     return dict(found.most_common(REASONS))
 
 
