@@ -81,8 +81,11 @@ static struct mpsd_lane *own_lane(void)
 
 static CUresult save_run(struct mpsd_plan *plan, CUdeviceptr address, uint64_t size)
 {
-	plan->saver = plan->saver ? plan->saver : own_lane();
-	plan->saver = plan->saver ? plan->saver : plan->lane;
+	if (!plan->saver) {
+		struct mpsd_lane *own = own_lane();
+
+		plan->saver = own ? own : plan->lane;
+	}
 	while (size) {
 		struct save *save = malloc(sizeof(*save));
 		uint64_t got = 0;
