@@ -40,12 +40,14 @@ class Plan:
     libcuda: Path | None = None
     driver: Path | None = None
     memory_end: bool = False
+    cores: Sequence[int] = ()
 
     def command(self) -> str:
         """The command line that repeats it, but for where the libraries are."""
         words = ["mpsd-faultinject", "proxy", "--backend", self.backend, "--seed", str(self.seed)]
         words += ["--programs", ",".join(self.programs or ["none"]), "--modes", ",".join(self.modes)]
         words += ["--pairs", str(self.rounds.least), "--pairs-most", str(self.rounds.most)]
+        words += ["--cores", str(len(self.cores))] if self.cores else []
         words += ["--deaths", str(self.deaths), "--at-once", str(self.at_once)]
         words += ["--memory-end"] if self.memory_end else []
         return shlex.join(words + (self.numba.words() if self.numba else []))
@@ -105,6 +107,7 @@ def _on(node: Node, plan: Plan, libraries: Libraries, base: Path) -> dict[str, A
                 plan.modes,
                 seed=plan.seed,
                 rounds=plan.rounds,
+                cores=plan.cores,
                 deadline_s=plan.deadline_s,
                 tell=tell_stderr,
             )
@@ -162,6 +165,13 @@ def add_parser(commands: Any, types: Any) -> None:
         help="more of them while the medians may be off by a quarter of a percent, so many at most",
     )
     proxy.add_argument(
+        "--cores",
+        type=types.number(0, 1024),
+        default=0,
+        help="all processes of a program on the same so many processor cores, with the same hash seed "
+        "(default: 0, where the machine puts them): two of them differ less by chance",
+    )
+    proxy.add_argument(
         "--deaths", type=types.number(0, 100_000), default=0, help="so many programs are killed"
     )
     proxy.add_argument("--at-once", type=types.number(1, 32), default=deaths.AT_ONCE, help="deaths at a time")
@@ -196,6 +206,7 @@ def _go(args: argparse.Namespace) -> int:
         args.libcuda,
         args.driver,
         args.memory_end,
+        pairs.choose_cores(args.cores),
     )
     if plan.programs is None and not (plan.deaths or plan.memory_end) and plan.numba is None:
         raise UsageError(

@@ -8,6 +8,8 @@ All are clients of the same mpsd.
 
 from __future__ import annotations
 
+import os
+import shutil
 import statistics
 import threading
 from collections.abc import Mapping, Sequence
@@ -32,7 +34,7 @@ from faultinject.proxy.library import FAR_BYTES, MPSD_RUN, Libraries, read_stats
 from faultinject.rig import Rig
 from faultinject.verdict import Verdict
 from faultinject.worker import Worker
-from mpsd.errors import DeadlineError
+from mpsd.errors import DeadlineError, UnsupportedError, UsageError
 
 MODES = ("forward", "vault", GUARDED, *FAILOVER_MODES)
 """MPSD_VAULT=0: every call is passed on; memory in the window, brought to the vault; that, and a guard over
@@ -74,6 +76,7 @@ class Member:
     stats: Mapping[str, Any] | None = None
     failover: Mapping[str, Any] | None = None
     failure: str = ""
+    cores: int | None = None
 
     def side(self) -> Side:
         digest = "-".join(self.digests)
@@ -84,9 +87,16 @@ class Group:
     """One program in all its ways. `modes` are those of the proxy that are wanted."""
 
     def __init__(
-        self, rig: Rig, libraries: Libraries, work: str, seed: int, modes: Sequence[str], rounds: Rounds
+        self,
+        rig: Rig,
+        libraries: Libraries,
+        work: str,
+        seed: int,
+        modes: Sequence[str],
+        rounds: Rounds,
+        cores: Sequence[int] = (),
     ) -> None:
-        self.rig, self.libraries, self.work, self.rounds = rig, libraries, work, rounds
+        self.rig, self.libraries, self.work, self.rounds, self.cores = rig, libraries, work, rounds, cores
         self.members = {
             name: Member(name, self._spawn(name, seed))
             for name in SIDES
@@ -101,15 +111,24 @@ class Group:
         arguments = (self.work, "--seed", str(seed))
         if name not in MODES:
             environment = libraries.plain(service.client_environment())
-            return self.rig.spawn(f"{self.work}-{name}", "paired", *arguments, environment=environment)
+            return self._spawn_alike(name, arguments, environment, ())
         environment = libraries.proxied(
             service.environment, service.socket, vault=name != "forward", far_bytes=FAR_BYTES
         )
         environment["MPSD_FAILOVER"] = name if name in FAILOVER_MODES else "off"
         if name == GUARDED:
             environment["MPSD_HOST_GUARD_BYTES"] = str(GUARD_BYTES)
+        return self._spawn_alike(name, arguments, environment, MPSD_RUN)
+
+    def _spawn_alike(
+        self, name: str, arguments: Sequence[str], environment: Mapping[str, str], through: Sequence[str]
+    ) -> Worker:
+        """Which cores and which order of Python's dictionaries a process got is no difference of a pair."""
+        if self.cores:
+            environment = {**environment, "PYTHONHASHSEED": "0"}
+            through = ("taskset", "--cpu-list", ",".join(map(str, self.cores)), *through)
         return self.rig.spawn(
-            f"{self.work}-{name}", "paired", *arguments, environment=environment, through=MPSD_RUN
+            f"{self.work}-{name}", "paired", *arguments, environment=environment, through=through
         )
 
     def run(self) -> None:
@@ -170,6 +189,7 @@ class Group:
         # The simulated GPU does not know the memory of C programs.
         member.memory = grown if grown >= LEAST_MEMORY else None
         member.process_memory = self._process_memory(member.worker.pid)
+        member.cores = len(os.sched_getaffinity(member.worker.pid))
         member.digests.append(said.data["digest"])
         member.stats = read_stats(member.worker.pid)
         self._times = self._times or said.data["times"]
@@ -246,7 +266,8 @@ def figures(pair: Pair, facts: Mapping[str, Any]) -> dict[str, Any]:
 def data_of(member: Member, *, by_device: bool) -> dict[str, Any]:
     side = asdict(member.side())
     memory = member.memory if by_device else member.process_memory
-    return {**side, "memory": memory, "device_memory": member.memory, "process_memory": member.process_memory}
+    told = {"device_memory": member.memory, "process_memory": member.process_memory, "cores": member.cores}
+    return {**side, "memory": memory, **told}
 
 
 def entries(group: Group, modes: Sequence[str], *, bars: bool) -> list[dict[str, Any]]:
@@ -287,6 +308,19 @@ def judged(entry: Mapping[str, Any], *, bars: bool) -> dict[str, Any]:
     }
 
 
+def choose_cores(wanted: int) -> list[int]:
+    """The last of those this process may use: the first ones serve the machine's interrupts. None wanted: [].
+
+    Raises UsageError where there are not so many, UnsupportedError without taskset (util-linux).
+    """
+    allowed = sorted(os.sched_getaffinity(0))
+    if wanted > len(allowed):
+        raise UsageError(f"--cores {wanted}: only {len(allowed)} are to be had", remedy="give fewer, or none")
+    if wanted and shutil.which("taskset") is None:
+        raise UnsupportedError("--cores needs taskset, which is not here", remedy="apt install util-linux")
+    return allowed[len(allowed) - wanted :]
+
+
 def settled(rig: Rig) -> None:
     """Wait for the spare domain: what it takes of the memory must not be taken for a program's."""
 
@@ -305,6 +339,7 @@ def run_programs(
     *,
     seed: int,
     rounds: Rounds,
+    cores: Sequence[int],
     deadline_s: float,
     tell: Any,
 ) -> list[dict[str, Any]]:
@@ -313,7 +348,7 @@ def run_programs(
     # Somebody who is always there: what the first client of a server costs is nobody's of a pair.
     rig.spawn("anchor", "idlers", "--clients", "1").must("ready", timeout=UP_S)
     # All start at once and wait for their turn: what a library takes to be imported is spent only once.
-    groups = [Group(rig, libraries, work, seed, modes, rounds) for work in works]
+    groups = [Group(rig, libraries, work, seed, modes, rounds, cores) for work in works]
     found = []
     try:
         for group in groups:

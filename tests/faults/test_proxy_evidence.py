@@ -51,6 +51,19 @@ def test_programs_in_pairs_compute_the_same_and_are_vaulted(libraries: Libraries
     assert "no real GPU" in text.read_text()
 
 
+def test_all_processes_of_a_program_run_on_the_same_cores_when_asked(
+    libraries: Libraries, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ("--programs", "calls", "--modes", "vault", "--pairs", "3", "--cores")
+    status, data = evidence(libraries, tmp_path / "report.json", *asked, "1")
+    assert status == 0, reports.complaints(data)
+    (entry,) = data["programs"]
+    assert [entry[side]["cores"] for side in ("plain", "again", "proxied")] == [1, 1, 1]
+    assert "--cores 1" in data["command"]
+    assert main(["proxy", "--backend", "simulated", *asked, "1024"]) == 2
+    assert "--cores 1024: only" in capsys.readouterr().err
+
+
 def test_programs_that_could_fail_over_compute_the_same(libraries: Libraries, tmp_path: Path) -> None:
     asked = ("--programs", "calls", "--modes", "vault,guard,keep,exact", "--pairs", "3")
     status, data = evidence(libraries, tmp_path / "report.json", *asked)
