@@ -4,6 +4,7 @@ with a stand-in that asks as the driver does (MPSD_STANDIN_MANAGER)."""
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from tests.support.simnode import Domain, until
 
 __all__ = ["backend", "copies", "domain", "post", "second"]
 
+DEVICES = 2  # of each copy of the stand-in
 READ, CLEAR = "83de030c", "83de0310"
 
 
@@ -44,10 +46,10 @@ def ask(
         yield program
 
 
-def devices(program: Program) -> int:
-    """How many devices it has open; it reads its orders from pipes."""
+def opened(program: Program) -> Counter[str]:
+    """What it has open, by kind: `/dev/null` are the stand-in's devices; it reads its orders from pipes."""
     folder = Path(f"/proc/{program.process.pid}/fd")
-    return sum(os.readlink(entry) == "/dev/null" for entry in folder.iterdir())
+    return Counter(os.readlink(entry).partition(":[")[0] for entry in folder.iterdir())
 
 
 @pytest.mark.parametrize("lazy", [False, True])
@@ -96,13 +98,23 @@ def test_a_copy_that_is_unloaded_leaves_nothing_open(
 ) -> None:
     line = post.greet(moving.EXACT)
     assert ask("m = gpu.memory(8 << 20)") == "None"
-    first = devices(ask)
-    assert first == 1
+    first = opened(ask)
+    assert first["/dev/null"] == DEVICES
+    # One of the program's own with a number between those of the copies.
+    assert ask("own = os.eventfd(7)") == "None"
+    seen = []
     for number in range(1, 7):
         stand_by(line, second if number % 2 else domain, copies, number)
         # The one that was left has gone by then: its end is waited for.
-        assert devices(ask) == first + (1 if number == 1 else 2)
+        seen.append(opened(ask))
         move(line, number, planned=True)
+    standby = seen[0] - first
+    assert standby["/dev/null"] == DEVICES and standby["pipe"] >= 4 and standby["socket"] >= 3
+    assert standby["anon_inode"] == 2
+    # From then on there are three: the first one, the one in use and the next.
+    assert seen[1]["/dev/null"] == 3 * DEVICES
+    assert seen[1:] == [seen[1]] * 5
+    assert ask("os.eventfd_read(own)") == "7"
     assert ask("[gpu.run('add', m, 8, 5), gpu.sync(), gpu.word(m)]") == "[0, 0, 5]"
     assert ask.end() == ""
 

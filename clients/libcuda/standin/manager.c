@@ -2,13 +2,16 @@
 /*
  * What the driver asks of its resource manager when a context is lost: to look at all SMs and to clear what they
  * say, twice. With MPSD_STANDIN_MANAGER (a file) a thread of the context's does so, with a device that knows nothing of
- * it, and writes there, a line each, whether somebody in between has refused it. That device is never closed.
+ * it, and writes there, a line each, whether somebody in between has refused it. That device is never closed,
+ * nor are one that it asks nothing, a pipe, a pair of sockets, a socket and an eventfd that every copy makes.
  * What it exports and imports it sees in the same way.
  */
 #include <fcntl.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <sys/eventfd.h>
 #include <sys/ioctl.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
 #include "standin.h"
@@ -68,8 +71,15 @@ void manager_watch(CUcontext context)
 {
 	if (!getenv("MPSD_STANDIN_MANAGER"))
 		return;
-	if (device < 0)
+	if (device < 0) {
+		int both[2];
+
 		device = open("/dev/null", O_RDWR | O_CLOEXEC);
+		if (open("/dev/null", O_RDWR | O_CLOEXEC) < 0 || pipe2(both, O_CLOEXEC) || pipe(both) ||
+		    socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, both) ||
+		    socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0) < 0 || eventfd(0, EFD_CLOEXEC) < 0)
+			return;
+	}
 	ioctl(device, CONTROL, &(struct control){ 0 });
 	context->is_watched = true;
 	context->is_watched = !pthread_create(&context->watcher, NULL, watch, context);

@@ -2,17 +2,15 @@
 /*
  * A second copy of libcuda wants three things of its own: an abstract socket, which the first one holds under a
  * name that is made of the process's id, another CUDA_MPS_PIPE_DIRECTORY, and the addresses of the windows,
- * where the process has a placeholder already. Its own slots for bind(), getenv(), mmap(), munmap(), fopen() and
- * open() lead here, those for ioctl(), close() and mmap() to autopsy.c, descriptors.c and place.c, in the first one
- * too; the program's environment and its other libraries stay as they are.
+ * where the process has a placeholder already. Its own slots for bind(), getenv(), mmap(), munmap() and fopen()
+ * lead here, those for open() and the like to opened.c, those for ioctl(), close() and mmap() to autopsy.c,
+ * descriptors.c and place.c, in the first one too; the program's environment and its other libraries stay as they are.
  */
 #include "failover/copy.h"
 
 #include <dlfcn.h>
-#include <fcntl.h>
 #include <link.h>
 #include <pthread.h>
-#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -26,6 +24,7 @@
 #include "failover/autopsy.h"
 #include "failover/descriptors.h"
 #include "failover/maps.h"
+#include "failover/opened.h"
 #include "place.h"
 #include "window.h"
 
@@ -107,19 +106,6 @@ static FILE *own_fopen(const char *path, const char *how)
 	return fd < 0 ? NULL : fdopen(fd, "r");
 }
 
-static int own_open(const char *path, int flags, ...)
-{
-	va_list more;
-	mode_t mode;
-
-	if (mpsd_maps_is(path))
-		return mpsd_maps_open();
-	va_start(more, flags);
-	mode = va_arg(more, mode_t);
-	va_end(more);
-	return open(path, flags, mode);
-}
-
 static void *replacement(const char *symbol, unsigned int number)
 {
 	if (!strcmp(symbol, "ioctl"))
@@ -132,15 +118,15 @@ static void *replacement(const char *symbol, unsigned int number)
 		return NULL;
 	if (!strcmp(symbol, "fopen") || !strcmp(symbol, "fopen64"))
 		return (void *)own_fopen;
-	if (!strcmp(symbol, "open") || !strcmp(symbol, "open64"))
-		return (void *)own_open;
 	if (!strcmp(symbol, "munmap"))
 		return (void *)own_munmap;
 	if (!strcmp(symbol, "bind"))
 		return (void *)own_bind;
 	if (!strcmp(symbol, "getenv"))
 		return (void *)own_getenv;
-	return strcmp(symbol, "secure_getenv") ? NULL : (void *)own_secure_getenv;
+	if (!strcmp(symbol, "secure_getenv"))
+		return (void *)own_secure_getenv;
+	return mpsd_opened_call(symbol, number);
 }
 
 struct relro {

@@ -1,9 +1,12 @@
 /* SPDX-License-Identifier: MIT */
-/* The device files of each copy of the driver, which it leaves open when it is unloaded. */
+/* What each copy of the driver has opened, and leaves open when it is unloaded. */
 #pragma once
 
 /* For a copy's slot, in place of close(). `number` is below MPSD_COPY_NUMBERS. */
 void *mpsd_descriptors_close(unsigned int number);
+
+/* The copy has it from a call that makes descriptors; a call that failed is no matter. Any thread's. */
+void mpsd_descriptors_made(unsigned int number, int fd);
 
 /* The copy has called ioctl() with it. Any thread's. */
 void mpsd_descriptors_used(unsigned int number, int fd);

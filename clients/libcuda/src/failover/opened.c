@@ -1,0 +1,87 @@
+// SPDX-License-Identifier: MIT
+/* The calls that make descriptors, as a second copy of the driver makes them: what it opens is its own. */
+#include "failover/opened.h"
+
+#include <fcntl.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <string.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include "failover/copy.h"
+#include "failover/descriptors.h"
+#include "failover/maps.h"
+
+static int made(unsigned int number, int fd)
+{
+	mpsd_descriptors_made(number, fd);
+	return fd;
+}
+
+static int made_both(unsigned int number, const int *both, int result)
+{
+	for (int i = 0; !result && i < 2; i++)
+		mpsd_descriptors_made(number, both[i]);
+	return result;
+}
+
+#define OWN_CALLS(number)										\
+	static int own_open_##number(const char *path, int flags, ...)					\
+	{												\
+		va_list more;										\
+		mode_t mode;										\
+													\
+		va_start(more, flags);									\
+		mode = va_arg(more, mode_t);								\
+		va_end(more);										\
+		return made(number, mpsd_maps_is(path) ? mpsd_maps_open() : open(path, flags, mode));	\
+	}												\
+	static int own_pipe_##number(int *both)								\
+	{												\
+		return made_both(number, both, pipe(both));						\
+	}												\
+	static int own_pipe2_##number(int *both, int flags)						\
+	{												\
+		return made_both(number, both, pipe2(both, flags));					\
+	}												\
+	static int own_socketpair_##number(int domain, int type, int protocol, int *both)		\
+	{												\
+		return made_both(number, both, socketpair(domain, type, protocol, both));		\
+	}												\
+	static int own_socket_##number(int domain, int type, int protocol)				\
+	{												\
+		return made(number, socket(domain, type, protocol));					\
+	}												\
+	static int own_eventfd_##number(unsigned int count, int flags)					\
+	{												\
+		return made(number, eventfd(count, flags));						\
+	}
+
+OWN_CALLS(1)
+OWN_CALLS(2)
+
+#define OF_BOTH(call) { (void *)own_##call##_1, (void *)own_##call##_2 }
+
+static const struct {
+	const char *symbol;
+	void *own[MPSD_COPY_NUMBERS - 1];
+} calls[] = {
+	{ "open", OF_BOTH(open) },
+	{ "open64", OF_BOTH(open) },
+	{ "pipe", OF_BOTH(pipe) },
+	{ "pipe2", OF_BOTH(pipe2) },
+	{ "socketpair", OF_BOTH(socketpair) },
+	{ "socket", OF_BOTH(socket) },
+	{ "eventfd", OF_BOTH(eventfd) },
+};
+
+void *mpsd_opened_call(const char *symbol, unsigned int number)
+{
+	_Static_assert(MPSD_COPY_NUMBERS == 3, "each second copy has its own");
+	for (size_t i = 0; i < sizeof(calls) / sizeof(*calls); i++)
+		if (!strcmp(symbol, calls[i].symbol))
+			return calls[i].own[number - 1];
+	return NULL;
+}
