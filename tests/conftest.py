@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 
 import pytest
 
@@ -22,6 +23,12 @@ def unfit() -> str | None:
     if importlib.util.find_spec("cuda") is None:
         return "the package cuda-bindings is not installed"
     return None
+
+
+def pytest_configure() -> None:
+    """A shell's background command ignores interrupts, and so would all that tests start and interrupt."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

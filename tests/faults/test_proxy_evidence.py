@@ -14,7 +14,7 @@ import pytest
 from faultinject.__main__ import main
 from faultinject.proxy import reports
 from faultinject.proxy.work import ON_SIMULATED
-from tests.support.libcudas import Libraries, build_libraries
+from tests.support.libcudas import Libraries, session_libraries
 
 pytestmark = [
     pytest.mark.timeout(240),
@@ -23,8 +23,8 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def libraries(tmp_path_factory: pytest.TempPathFactory) -> Libraries:
-    return build_libraries(tmp_path_factory.mktemp("evidence"))
+def libraries() -> Libraries:
+    return session_libraries()
 
 
 def evidence(libraries: Libraries, target: Path, *options: str) -> tuple[int, dict[str, Any]]:
@@ -140,6 +140,8 @@ def suite(libraries: Libraries, place: Path, monkeypatch: pytest.MonkeyPatch, *o
     (package / "__init__.py").touch()
     (package / "test_small.py").write_text(SUITE)
     monkeypatch.setenv("PYTHONPATH", str(place))
+    # The suite has workers of its own where these tests run in several processes too.
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
     monkeypatch.syspath_prepend(str(place))
     asked = ("--programs", "none", "--numba", "--numba-suite", "small_suite", "--numba-jobs", "1")
     try:

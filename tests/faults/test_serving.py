@@ -14,19 +14,21 @@ from faultinject.__main__ import main
 from faultinject.failover.command import main_settings
 from faultinject.history import History
 from faultinject.node import open_simulated_node
-from faultinject.proxy.library import Libraries, find_libraries
+from faultinject.proxy.library import Libraries
 from faultinject.rig import Rig
 from faultinject.serving import reports, toy
 from faultinject.serving.batch import WAVE, wave
 from faultinject.serving.rounds import Serving
+from tests.support.libcudas import session_libraries
 
 pytestmark = pytest.mark.timeout(300)
 DEADLINE_S = 90.0
 
 
 @pytest.fixture(scope="module")
-def libraries(tmp_path_factory: pytest.TempPathFactory) -> Libraries:
-    return find_libraries("simulated", None, None, tmp_path_factory.mktemp("libcuda"))
+def libraries() -> Libraries:
+    built = session_libraries()
+    return Libraries(built.proxy, built.standin)
 
 
 def test_all_is_answered_moved_and_restarted_and_the_report_is_read_again(

@@ -11,7 +11,7 @@ from faultinject import kinds
 from faultinject.faults import REGISTRY, Fault, Hit
 from faultinject.matrix import Matrix, Plan
 from faultinject.stage import Options
-from tests.support.libcudas import Libraries, build_libraries
+from tests.support.libcudas import Libraries, session_libraries
 
 ZONES = [f for f in REGISTRY if f.kind in kinds.ZONE]
 
@@ -22,8 +22,8 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def libraries(tmp_path_factory: pytest.TempPathFactory) -> Libraries:
-    return build_libraries(tmp_path_factory.mktemp("zones"))
+def libraries() -> Libraries:
+    return session_libraries()
 
 
 @pytest.mark.parametrize("fault", ZONES, ids=lambda f: f.name)

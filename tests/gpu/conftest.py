@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 import warnings
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from faultinject.node import Node, open_node, open_simulated_node
 from faultinject.proxy.library import Libraries, find_libraries
 from faultinject.rig import Rig
 from mpsd.errors import MpsdError
+from tests.support.libcudas import session_libraries
 
 BACKENDS = ("simulated", pytest.param("nvidia", marks=pytest.mark.gpu))
 
@@ -51,6 +53,9 @@ def gpus(node: Node) -> list[str]:
 @pytest.fixture(scope="session")
 def libraries(node: Node, base: Path) -> Libraries:
     named = os.environ.get("MPSD_LIBCUDA_DIR")
+    if node.name == "simulated" and not named and shutil.which("gcc"):
+        built = session_libraries()
+        return Libraries(built.proxy, built.standin)
     try:
         return find_libraries(node.name, Path(named) if named else None, None, base / "lib")
     except MpsdError as error:

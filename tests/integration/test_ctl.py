@@ -174,6 +174,7 @@ def test_kill_on_a_terminal_asks_first(site: Site) -> None:
 
 
 def test_events_are_listed_and_followed(site: Site) -> None:
+    site.join().finish()
     listed = [json.loads(line) for line in said(ctl(site, "events", "--json")).splitlines()]
     assert listed and all({"seq", "kind"} <= event.keys() for event in listed)
     last = listed[-1]["seq"]

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from tests.support.libcudas import Libraries, build_libraries
+from tests.support.libcudas import Libraries, session_libraries
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -16,5 +16,5 @@ def _compiler() -> None:
 
 
 @pytest.fixture(scope="session")
-def libraries(_compiler: None, tmp_path_factory: pytest.TempPathFactory) -> Libraries:
-    return build_libraries(tmp_path_factory.mktemp("libcuda"))
+def libraries(_compiler: None) -> Libraries:
+    return session_libraries()

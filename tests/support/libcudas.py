@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 from libcuda_build.compile import FOLDER, build_proxy, build_standin
@@ -68,6 +72,14 @@ def build_libraries(folder: Path, sanitize: str = "") -> Libraries:
     programs = folder / "programs"
     programs.mkdir()
     return Libraries(folder / "proxy", folder / "standin", sanitize, programs)
+
+
+@cache
+def session_libraries() -> Libraries:
+    """Those without sanitizers, built once for all tests of this process."""
+    folder = Path(tempfile.mkdtemp(prefix="mpsd-tl-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return build_libraries(folder)
 
 
 def run(

@@ -6,6 +6,7 @@ import os
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from libcuda_build.emit import write_sources
@@ -89,13 +90,25 @@ def _library(
     link = [*_LINK, *more]
     if sanitize:
         # The runtime of the sanitizer comes with the program.
-        command += [f"-fsanitize={sanitize}", "-fno-omit-frame-pointer", "-fno-sanitize-recover=all"]
+        command += [f"-fsanitize={sanitize}", "-fno-omit-frame-pointer", "-fno-sanitize-recover=all", "-O1"]
         link.remove("-Wl,--no-undefined")
-    command += [*link, "-o", str(fresh), *map(str, sources), "-ldl", "-lpthread"]
-    _run(command)
+    with tempfile.TemporaryDirectory(prefix="mpsd-objects-") as made:
+        objects = _objects(command, sources, Path(made))
+        _run([*command, *link, "-o", str(fresh), *map(str, objects), "-ldl", "-lpthread"])
     fresh.rename(target)
     _second_name(out)
     return target
+
+
+def _objects(command: Sequence[str], sources: Sequence[Path], folder: Path) -> list[Path]:
+    """Each source compiled, as many at a time as there are processors. Raises BuildError for the first."""
+    objects = [folder / f"{number}.o" for number in range(len(sources))]
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        pairs = zip(sources, objects, strict=True)
+        made = [pool.submit(_run, [*command, "-c", "-o", str(to), str(of)]) for of, to in pairs]
+    for one in made:
+        one.result()
+    return objects
 
 
 def _second_name(out: Path) -> None:

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT
 /*
  * What the driver asks of its resource manager when a context is lost: to look at all SMs and to clear what they
- * say, twice. With MPSD_STANDIN_MANAGER (a file) a thread of the context's does so, with a device that knows nothing of
- * it, and writes there, a line each, whether somebody in between has refused it. That device is never closed,
- * nor are one that it asks nothing, a pipe, a pair of sockets, a socket and an eventfd that every copy makes.
+ * say, twice. With MPSD_STANDIN_MANAGER (a file) a thread of the context's does so, with a device that knows nothing
+ * of it, and writes there, a line each, whether somebody in between has refused it. That device is never closed, nor
+ * are one that it asks nothing, a pipe, a pair of sockets, a socket, an eventfd and doubles that every copy makes.
  * What it exports and imports it sees in the same way.
  */
 #include <fcntl.h>
@@ -77,7 +77,8 @@ void manager_watch(CUcontext context)
 		device = open("/dev/null", O_RDWR | O_CLOEXEC);
 		if (open("/dev/null", O_RDWR | O_CLOEXEC) < 0 || pipe2(both, O_CLOEXEC) || pipe(both) ||
 		    socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, both) ||
-		    socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0) < 0 || eventfd(0, EFD_CLOEXEC) < 0)
+		    socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0) < 0 || eventfd(0, EFD_CLOEXEC) < 0 ||
+		    dup(both[0]) < 0 || fcntl(both[1], F_DUPFD_CLOEXEC, 3) < 0)
 			return;
 	}
 	ioctl(device, CONTROL, &(struct control){ 0 });

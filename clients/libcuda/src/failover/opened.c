@@ -27,6 +27,26 @@ static int made_both(unsigned int number, const int *both, int result)
 	return result;
 }
 
+static int duplicated(unsigned int number, int command, int result)
+{
+	return command == F_DUPFD || command == F_DUPFD_CLOEXEC ? made(number, result) : result;
+}
+
+static ssize_t received(unsigned int number, struct msghdr *message, ssize_t result)
+{
+	struct cmsghdr *part = result < 0 ? NULL : CMSG_FIRSTHDR(message);
+
+	for (; part; part = CMSG_NXTHDR(message, part)) {
+		size_t fds = (part->cmsg_len - CMSG_LEN(0)) / sizeof(int);
+
+		if (part->cmsg_level != SOL_SOCKET || part->cmsg_type != SCM_RIGHTS)
+			continue;
+		for (size_t i = 0; i < fds; i++)
+			mpsd_descriptors_made(number, ((const int *)CMSG_DATA(part))[i]);
+	}
+	return result;
+}
+
 #define OWN_CALLS(number)										\
 	static int own_open_##number(const char *path, int flags, ...)					\
 	{												\
@@ -57,6 +77,32 @@ static int made_both(unsigned int number, const int *both, int result)
 	static int own_eventfd_##number(unsigned int count, int flags)					\
 	{												\
 		return made(number, eventfd(count, flags));						\
+	}												\
+	static int own_dup_##number(int fd)								\
+	{												\
+		return made(number, dup(fd));								\
+	}												\
+	static int own_dup2_##number(int fd, int to)							\
+	{												\
+		return made(number, dup2(fd, to));							\
+	}												\
+	static int own_dup3_##number(int fd, int to, int flags)						\
+	{												\
+		return made(number, dup3(fd, to, flags));						\
+	}												\
+	static int own_fcntl_##number(int fd, int command, ...)						\
+	{												\
+		va_list more;										\
+		void *argument;										\
+													\
+		va_start(more, command);								\
+		argument = va_arg(more, void *);							\
+		va_end(more);										\
+		return duplicated(number, command, fcntl(fd, command, argument));			\
+	}												\
+	static ssize_t own_recvmsg_##number(int socket, struct msghdr *message, int flags)		\
+	{												\
+		return received(number, message, recvmsg(socket, message, flags));			\
 	}
 
 OWN_CALLS(1)
@@ -75,6 +121,12 @@ static const struct {
 	{ "socketpair", OF_BOTH(socketpair) },
 	{ "socket", OF_BOTH(socket) },
 	{ "eventfd", OF_BOTH(eventfd) },
+	{ "dup", OF_BOTH(dup) },
+	{ "dup2", OF_BOTH(dup2) },
+	{ "dup3", OF_BOTH(dup3) },
+	{ "fcntl", OF_BOTH(fcntl) },
+	{ "fcntl64", OF_BOTH(fcntl) },
+	{ "recvmsg", OF_BOTH(recvmsg) },
 };
 
 void *mpsd_opened_call(const char *symbol, unsigned int number)
