@@ -15,7 +15,7 @@ from faultinject.failover import reports
 from mpsd.errors import UsageError
 
 KEPT = sorted((Path(reports.__file__).parent.parent / "reports").glob("*-moves*.json"))
-FALLS_SHORT = "-moves-programs-graphs"
+FALLS_SHORT = ("-moves-programs-graphs", "-moves-programs-store")
 """A program opens more descriptors with each fault (faultinject/reports/README.md)."""
 
 
