@@ -6,6 +6,7 @@
  * are one that it asks nothing, a pipe, a pair of sockets, a socket, an eventfd and doubles that every copy makes.
  * What it exports and imports it sees in the same way.
  */
+#include <dlfcn.h>
 #include <fcntl.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -72,10 +73,12 @@ void manager_watch(CUcontext context)
 	if (!getenv("MPSD_STANDIN_MANAGER"))
 		return;
 	if (device < 0) {
+		/* As the driver finds it. */
+		int (*pipe_with)(int *both, int flags) = (int (*)(int *, int))dlsym(RTLD_DEFAULT, "pipe2");
 		int both[2];
 
 		device = open("/dev/null", O_RDWR | O_CLOEXEC);
-		if (open("/dev/null", O_RDWR | O_CLOEXEC) < 0 || pipe2(both, O_CLOEXEC) || pipe(both) ||
+		if (open("/dev/null", O_RDWR | O_CLOEXEC) < 0 || pipe_with(both, O_CLOEXEC) || pipe(both) ||
 		    socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, both) ||
 		    socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0) < 0 || eventfd(0, EFD_CLOEXEC) < 0 ||
 		    dup(both[0]) < 0 || fcntl(both[1], F_DUPFD_CLOEXEC, 3) < 0)

@@ -2,6 +2,7 @@
 /* The calls that make descriptors, as a second copy of the driver makes them: what it opens is its own. */
 #include "failover/opened.h"
 
+#include <dlfcn.h>
 #include <fcntl.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -45,6 +46,14 @@ static ssize_t received(unsigned int number, struct msghdr *message, ssize_t res
 			mpsd_descriptors_made(number, ((const int *)CMSG_DATA(part))[i]);
 	}
 	return result;
+}
+
+/* The driver looks pipe2() and its like up, for the C library may be too old to have them. */
+static void *found(unsigned int number, const char *symbol, void *result)
+{
+	void *own = result ? mpsd_opened_call(symbol, number) : NULL;
+
+	return own ? own : result;
 }
 
 #define OWN_CALLS(number)										\
@@ -100,6 +109,18 @@ static ssize_t received(unsigned int number, struct msghdr *message, ssize_t res
 		va_end(more);										\
 		return duplicated(number, command, fcntl(fd, command, argument));			\
 	}												\
+	static int own_accept4_##number(int socket, struct sockaddr *from, socklen_t *size, int flags)	\
+	{												\
+		return made(number, accept4(socket, from, size, flags));				\
+	}												\
+	static void *own_dlsym_##number(void *library, const char *symbol)				\
+	{												\
+		return found(number, symbol, dlsym(library, symbol));					\
+	}												\
+	static void *own_dlvsym_##number(void *library, const char *symbol, const char *version)	\
+	{												\
+		return found(number, symbol, dlvsym(library, symbol, version));				\
+	}												\
 	static ssize_t own_recvmsg_##number(int socket, struct msghdr *message, int flags)		\
 	{												\
 		return received(number, message, recvmsg(socket, message, flags));			\
@@ -127,6 +148,9 @@ static const struct {
 	{ "fcntl", OF_BOTH(fcntl) },
 	{ "fcntl64", OF_BOTH(fcntl) },
 	{ "recvmsg", OF_BOTH(recvmsg) },
+	{ "accept4", OF_BOTH(accept4) },
+	{ "dlsym", OF_BOTH(dlsym) },
+	{ "dlvsym", OF_BOTH(dlvsym) },
 };
 
 void *mpsd_opened_call(const char *symbol, unsigned int number)
