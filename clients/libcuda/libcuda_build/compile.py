@@ -103,7 +103,7 @@ def _library(
 def _objects(command: Sequence[str], sources: Sequence[Path], folder: Path) -> list[Path]:
     """Each source compiled, as many at a time as there are processors. Raises BuildError for the first."""
     objects = [folder / f"{number}.o" for number in range(len(sources))]
-    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         pairs = zip(sources, objects, strict=True)
         made = [pool.submit(_run, [*command, "-c", "-o", str(to), str(of)]) for of, to in pairs]
     for one in made:
