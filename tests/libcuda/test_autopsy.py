@@ -4,6 +4,7 @@ with a stand-in that asks as the driver does (MPSD_STANDIN_MANAGER)."""
 from __future__ import annotations
 
 import os
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -115,6 +116,23 @@ def test_a_copy_that_is_unloaded_leaves_nothing_open(
     assert seen[1]["/dev/null"] == 3 * DEVICES
     assert seen[1:] == [seen[1]] * 5
     assert ask("os.eventfd_read(own)") == "7"
+    assert ask("[gpu.run('add', m, 8, 5), gpu.sync(), gpu.word(m)]") == "[0, 0, 5]"
+    assert ask.end() == ""
+
+
+def test_copies_of_another_folder_are_told_from_those_in_use(
+    domain: Domain, second: Domain, post: Post, ask: Program, copies: Path, tmp_path: Path
+) -> None:
+    line = post.greet(moving.EXACT)
+    assert ask("m = gpu.memory(8 << 20)") == "None"
+    stand_by(line, second, copies)
+    move(line, planned=True)
+    # As after a restart of the daemon with another setting.
+    other = shutil.copytree(copies, tmp_path / "other")
+    for number in (2, 3, 4):
+        stand_by(line, second if number % 2 else domain, other, number)
+        assert opened(ask)["/dev/null"] == 3 * DEVICES
+        move(line, number, planned=True)
     assert ask("[gpu.run('add', m, 8, 5), gpu.sync(), gpu.word(m)]") == "[0, 0, 5]"
     assert ask.end() == ""
 

@@ -14,6 +14,8 @@ from libcuda_build.header import HeaderError, find_include, read_functions
 from libcuda_build.table import TableError, read_plan
 
 FOLDER = Path(__file__).resolve().parent.parent
+JOBS = 8
+"""Compilers at a time, however many processors there are: a container may have the use of few."""
 _WARNINGS = ("-Wall", "-Wextra", "-Wshadow", "-Wstrict-prototypes", "-Wmissing-prototypes")
 _CODE = (
     "-std=gnu11",
@@ -101,13 +103,16 @@ def _library(
 
 
 def _objects(command: Sequence[str], sources: Sequence[Path], folder: Path) -> list[Path]:
-    """Each source compiled, as many at a time as there are processors. Raises BuildError for the first."""
+    """Each source compiled, some at a time. Raises BuildError for the first that does not compile."""
     objects = [folder / f"{number}.o" for number in range(len(sources))]
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+    with ThreadPoolExecutor(min(JOBS, len(os.sched_getaffinity(0)))) as pool:
         pairs = zip(sources, objects, strict=True)
         made = [pool.submit(_run, [*command, "-c", "-o", str(to), str(of)]) for of, to in pairs]
-    for one in made:
-        one.result()
+        try:
+            for one in made:
+                one.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
     return objects
 
 

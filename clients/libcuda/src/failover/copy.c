@@ -11,6 +11,7 @@
 #include <dlfcn.h>
 #include <link.h>
 #include <pthread.h>
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -245,12 +246,16 @@ void mpsd_copy_watch_first(void)
 	is_done = true;
 }
 
+/* By number: the daemon's folder may be another one by now, with files that are not loaded. */
+static atomic_bool is_taken[MPSD_COPY_NUMBERS];
+
 static bool open_one(struct mpsd_copy *copy, const char **why)
 {
 	struct link_map *map = NULL;
 
 	mpsd_autopsy_left(copy->number, false);
 	copy->handle = dlopen(copy->path, RTLD_NOW | RTLD_LOCAL);
+	is_taken[copy->number] = copy->handle != NULL;
 	if (!copy->handle || dlinfo(copy->handle, RTLD_DI_LINKMAP, &map) || !write_slots(map, copy->number)) {
 		*why = copy->handle ? "the copy's calls of bind, getenv and mmap cannot be led elsewhere"
 				    : "the copy of the driver does not load";
@@ -275,6 +280,8 @@ bool mpsd_copy_load(struct mpsd_copy *copy, const char *folder, const char **why
 	*why = "every copy of the driver is in use";
 	for (int i = 0; i < COPIES; i++) {
 		copy->number = (unsigned int)i + 1;
+		if (is_taken[copy->number])
+			continue;
 		snprintf(copy->path, sizeof(copy->path), "%s/libcuda-%d.so.1", folder, i);
 		if (is_free(copy->path))
 			return open_one(copy, why);
@@ -286,7 +293,9 @@ bool mpsd_copy_load(struct mpsd_copy *copy, const char *folder, const char **why
 
 void mpsd_copy_unload(struct mpsd_copy *copy)
 {
-	if (copy->handle && !dlclose(copy->handle) && is_free(copy->path))
+	if (copy->handle && !dlclose(copy->handle) && is_free(copy->path)) {
 		mpsd_descriptors_end(copy->number);
+		is_taken[copy->number] = false;
+	}
 	copy->handle = NULL;
 }

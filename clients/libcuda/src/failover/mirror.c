@@ -74,10 +74,11 @@ static bool map_there(struct arena_range range, CUdevice device, int fd)
 	CUmemGenericAllocationHandle handle;
 	bool mapped;
 
-	if (other_cuMemImportFromShareableHandle(&handle, (void *)(uintptr_t)fd,
-						 CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR) != CUDA_SUCCESS)
-		return fails("cuMemImportFromShareableHandle");
+	mapped = other_cuMemImportFromShareableHandle(&handle, (void *)(uintptr_t)fd,
+						      CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR) == CUDA_SUCCESS;
 	mpsd_descriptors_given(fd);
+	if (!mapped)
+		return fails("cuMemImportFromShareableHandle");
 	mapped = other_cuMemMap(range.base, range.size, 0, handle, 0) == CUDA_SUCCESS;
 	if (mapped && other_cuMemSetAccess(range.base, range.size, &access, 1) != CUDA_SUCCESS) {
 		other_cuMemUnmap(range.base, range.size);

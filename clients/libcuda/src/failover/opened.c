@@ -5,6 +5,7 @@
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <stdarg.h>
+#include <stdbool.h>
 #include <stddef.h>
 #include <string.h>
 #include <sys/eventfd.h>
@@ -28,6 +29,12 @@ static int made_both(unsigned int number, const int *both, int result)
 	return result;
 }
 
+/* The number was the caller's choice, so that it may be the program's: the copy's it is where it was before. */
+static int moved(unsigned int number, int fd, int result)
+{
+	return fd != result && mpsd_descriptors_is(number, result) ? made(number, result) : result;
+}
+
 static int duplicated(unsigned int number, int command, int result)
 {
 	return command == F_DUPFD || command == F_DUPFD_CLOEXEC ? made(number, result) : result;
@@ -48,13 +55,12 @@ static ssize_t received(unsigned int number, struct msghdr *message, ssize_t res
 	return result;
 }
 
-/* The driver looks pipe2() and its like up, for the C library may be too old to have them. */
-static void *found(unsigned int number, const char *symbol, void *result)
-{
-	void *own = result ? mpsd_opened_call(symbol, number) : NULL;
-
-	return own ? own : result;
-}
+/*
+ * The driver looks pipe2() and its like up, for the C library may be too old to have them. Whatever else it looks up
+ * must be looked up by itself, for where is searched depends on who asks: a jump of the compiler's, not a call.
+ */
+static bool is_made(const char *symbol);
+static void *own_of(unsigned int number, const char *symbol, void *result);
 
 #define OWN_CALLS(number)										\
 	static int own_open_##number(const char *path, int flags, ...)					\
@@ -93,11 +99,11 @@ static void *found(unsigned int number, const char *symbol, void *result)
 	}												\
 	static int own_dup2_##number(int fd, int to)							\
 	{												\
-		return made(number, dup2(fd, to));							\
+		return moved(number, fd, dup2(fd, to));							\
 	}												\
 	static int own_dup3_##number(int fd, int to, int flags)						\
 	{												\
-		return made(number, dup3(fd, to, flags));						\
+		return moved(number, fd, dup3(fd, to, flags));						\
 	}												\
 	static int own_fcntl_##number(int fd, int command, ...)						\
 	{												\
@@ -115,11 +121,13 @@ static void *found(unsigned int number, const char *symbol, void *result)
 	}												\
 	static void *own_dlsym_##number(void *library, const char *symbol)				\
 	{												\
-		return found(number, symbol, dlsym(library, symbol));					\
+		return is_made(symbol) ? own_of(number, symbol, dlsym(library, symbol))			\
+				       : dlsym(library, symbol);					\
 	}												\
 	static void *own_dlvsym_##number(void *library, const char *symbol, const char *version)	\
 	{												\
-		return found(number, symbol, dlvsym(library, symbol, version));				\
+		return is_made(symbol) ? own_of(number, symbol, dlvsym(library, symbol, version))	\
+				       : dlvsym(library, symbol, version);				\
 	}												\
 	static ssize_t own_recvmsg_##number(int socket, struct msghdr *message, int flags)		\
 	{												\
@@ -129,11 +137,13 @@ static void *found(unsigned int number, const char *symbol, void *result)
 OWN_CALLS(1)
 OWN_CALLS(2)
 
-#define OF_BOTH(call) { (void *)own_##call##_1, (void *)own_##call##_2 }
+#define OF_BOTH(call) { (void *)call, { (void *)own_##call##_1, (void *)own_##call##_2 } }
 
 static const struct {
 	const char *symbol;
-	void *own[MPSD_COPY_NUMBERS - 1];
+	struct {
+		void *plain, *own[MPSD_COPY_NUMBERS - 1];
+	} call;
 } calls[] = {
 	{ "open", OF_BOTH(open) },
 	{ "open64", OF_BOTH(open) },
@@ -153,11 +163,34 @@ static const struct {
 	{ "dlvsym", OF_BOTH(dlvsym) },
 };
 
+#define CALLS (sizeof(calls) / sizeof(*calls))
+
+static size_t find(const char *symbol)
+{
+	size_t i = 0;
+
+	while (i < CALLS && strcmp(symbol, calls[i].symbol))
+		i++;
+	return i;
+}
+
 void *mpsd_opened_call(const char *symbol, unsigned int number)
 {
+	size_t i = find(symbol);
+
 	_Static_assert(MPSD_COPY_NUMBERS == 3, "each second copy has its own");
-	for (size_t i = 0; i < sizeof(calls) / sizeof(*calls); i++)
-		if (!strcmp(symbol, calls[i].symbol))
-			return calls[i].own[number - 1];
-	return NULL;
+	return i < CALLS ? calls[i].call.own[number - 1] : NULL;
+}
+
+static bool is_made(const char *symbol)
+{
+	return !strcmp(symbol, "close") || find(symbol) < CALLS;
+}
+
+/* In place of the C library's own, and of nothing else that has the name. */
+static void *own_of(unsigned int number, const char *symbol, void *result)
+{
+	if (!strcmp(symbol, "close"))
+		return result == (void *)close ? mpsd_descriptors_close(number) : result;
+	return result == calls[find(symbol)].call.plain ? mpsd_opened_call(symbol, number) : result;
 }
