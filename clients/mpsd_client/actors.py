@@ -22,6 +22,8 @@ from mpsd_client import turns
 PR_SET_CHILD_SUBREAPER = 36
 _PARENT, _SESSION, _START = 1, 3, 19
 """Fields of /proc/PID/stat behind the name: ppid, session, starttime (proc(5))."""
+_LOOKS = 100
+"""At orphans without an environment: in the midst of exec nobody has one, and who was given none never."""
 
 
 def adopt_orphans() -> None:
@@ -85,6 +87,7 @@ class Actor:
         """Those that are there now, pid to start ticks; a zombie is none."""
         rows = dict(_processes())
         found = {pid for pid, row in rows.items() if pid == self.pid or row[_SESSION] == self.pid}
+        found |= {pid for pid, start in self.known if pid in rows and rows[pid][_START] == start}
         later = (pid for pid, row in rows.items() if row[_START] >= self._since and pid not in found)
         found |= {pid for pid in later if _has_mark(pid, self._mark)}
         more = found
@@ -121,13 +124,20 @@ class Actor:
 
     def kill(self, patience_s: float = 5.0) -> bool:
         """SIGKILL, until nothing of it is there: what was just being started, too. False: something stays."""
-        end = time.monotonic() + patience_s
-        while self.signal(signal.SIGKILL):
+        end, looks = time.monotonic() + patience_s, _LOOKS
+        while (there := self.signal(signal.SIGKILL)) or (looks > 0 and self._is_unclear()):
+            looks -= not there
             self._reap()
             if time.monotonic() > end:
                 return False
             time.sleep(0.001)
         return True
+
+    def _is_unclear(self) -> bool:
+        """Whether there is an orphan that does not tell whose it is."""
+        mine, since = os.getpid(), self._since
+        orphans = (pid for pid, row in _processes() if row[_PARENT] == mine and row[_START] >= since)
+        return any(_environ(pid) == b"" for pid in orphans)
 
     def _reap(self) -> None:
         """Orphans that this process has adopted."""
@@ -183,8 +193,13 @@ def _stat_of(pid: int) -> list[int] | None:
 
 
 def _has_mark(pid: int, mark: str) -> bool:
+    return f"{turns.MARK}={mark}".encode() in (_environ(pid) or b"").split(b"\0")
+
+
+def _environ(pid: int) -> bytes | None:
+    """None where there is no such process, or another's."""
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
-            return f"{turns.MARK}={mark}".encode() in file.read().split(b"\0")
+            return file.read()
     except OSError:
-        return False
+        return None
