@@ -211,6 +211,14 @@ class MpsdService:
             time.sleep(POLL_S)
         return None
 
+    def until_spare(self, deadline_s: float) -> float | None:
+        """When there first was a warm domain to take over; None at the deadline."""
+
+        def warm(status: Mapping[str, Any]) -> bool:
+            return any(d["role"] == "spare" and d["state"] == "warm" for d in status["domains"])
+
+        return self.until(warm, deadline_s)
+
     def evict(self, worker: Worker, start_ticks: int | None) -> Mapping[str, Any]:
         answer: Mapping[str, Any] = self.ask(lambda c: c.kill(worker.pid, start_ticks=start_ticks))
         return answer

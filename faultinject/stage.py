@@ -155,11 +155,7 @@ class Stage:
 
     def _spare_ready(self) -> None:
         """A service that has run for a while has its spare domain: wait for it."""
-
-        def warm(status: Mapping[str, Any]) -> bool:
-            return any(d["role"] == "spare" and d["state"] == "warm" for d in status["domains"])
-
-        if self.rig.mpsd.until(warm, 10.0) is None:
+        if self.rig.mpsd.until_spare(10.0) is None:
             self.rig.note(no_spare=True)
 
     def _note_attached(self, client: Mapping[str, Any], worker: Worker, now: float) -> None:

@@ -323,11 +323,7 @@ def choose_cores(wanted: int) -> list[int]:
 
 def settled(rig: Rig) -> None:
     """Wait for the spare domain: what it takes of the memory must not be taken for a program's."""
-
-    def warm(status: Mapping[str, Any]) -> bool:
-        return any(d["role"] == "spare" and d["state"] == "warm" for d in status["domains"])
-
-    if rig.mpsd.until(warm, SPARE_S) is None:
+    if rig.mpsd.until_spare(SPARE_S) is None:
         rig.note(no_spare=True)
 
 

@@ -27,8 +27,7 @@ DEADLINE_S = 90.0
 
 @pytest.fixture(scope="module")
 def libraries() -> Libraries:
-    built = session_libraries()
-    return Libraries(built.proxy, built.standin)
+    return session_libraries().for_harness()
 
 
 def test_all_is_answered_moved_and_restarted_and_the_report_is_read_again(

@@ -54,8 +54,7 @@ def gpus(node: Node) -> list[str]:
 def libraries(node: Node, base: Path) -> Libraries:
     named = os.environ.get("MPSD_LIBCUDA_DIR")
     if node.name == "simulated" and not named and shutil.which("gcc"):
-        built = session_libraries()
-        return Libraries(built.proxy, built.standin)
+        return session_libraries().for_harness()
     try:
         return find_libraries(node.name, Path(named) if named else None, None, base / "lib")
     except MpsdError as error:

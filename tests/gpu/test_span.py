@@ -42,10 +42,6 @@ def record_of(rig: Rig, pid: int) -> Mapping[str, Any] | None:
     return found[-1] if found else None
 
 
-def has_warm_spare(rig: Rig) -> bool:
-    return any(d["role"] == "spare" and d["state"] == "warm" for d in rig.mpsd.status()["domains"])
-
-
 def unharmed(worker: Worker) -> None:
     worker.tell("stop")
     said = worker.must("done", "error", timeout=DEADLINE_S)
@@ -61,7 +57,7 @@ def test_two_clients_on_both_gpus_and_a_fault_of_one(spanning: Rig, gpus: list[s
     first, second = both(rig, "both-0", 1), both(rig, "both-1", 1000)
     until(lambda: attached(rig, first, second), "both are attached")
     # Without one mpsd keeps the domain where that recovers.
-    until(lambda: has_warm_spare(rig), "there is a warm domain to take over")
+    assert rig.mpsd.until_spare(DEADLINE_S) is not None
     second.tell("go")
     record = until(lambda: record_of(rig, second.pid), "the fault is named") or {}
     assert (record["class"], record["confidence"]) == ("mmu-invalid-address", "certain")

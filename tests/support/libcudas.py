@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
+from faultinject.proxy import library as harness
 from libcuda_build.compile import FOLDER, build_proxy, build_standin
 from libcuda_build.header import find_include
 
@@ -32,6 +33,9 @@ class Libraries:
     sanitize: str
     programs: Path
     _built: dict[str, Path] = field(default_factory=dict)
+
+    def for_harness(self) -> harness.Libraries:
+        return harness.Libraries(self.proxy, self.standin)
 
     @property
     def real(self) -> Path:
