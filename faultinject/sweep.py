@@ -34,7 +34,6 @@ from faultinject.worker import Worker
 from mpsd.errors import DeadlineError, MpsdError, NotFoundError, NotReadyError
 
 PATIENCE_S = 20.0
-SURVIVORS = 2
 MOST_EFFECTS = 2000
 
 DEATH = Fault(
@@ -57,6 +56,7 @@ class SweepPlan:
     first: int = 1
     last: int = 0
     sample: int = 0
+    survivors: int = 2
     jobs: int = 1
     out: Path | None = None
 
@@ -143,9 +143,9 @@ class Script:
         self.rig, self.service, self.seed = rig, service, seed
         self.survivors: list[Worker] = []
 
-    def play(self) -> None:
+    def play(self, survivors: int) -> None:
         self.survivors = [
-            self._spawn(f"survivor-{i}", "survivor", "--seed", str(self.seed + i)) for i in range(SURVIVORS)
+            self._spawn(f"survivor-{i}", "survivor", "--seed", str(self.seed + i)) for i in range(survivors)
         ]
         busy = ("--busy-s", str(self.rig.node.busy_s))
         killed = self._spawn("offender-0", "offender", "sigkill_running", *busy)
@@ -223,7 +223,7 @@ def one(plan: SweepPlan, effect: int, node: Node | str) -> Outcome:
             variant="",
             mode="mpsd",
             seed=plan.seed,
-            survivors=SURVIVORS,
+            survivors=plan.survivors,
             backend=plan.backend,
             effect=effect,
         )
@@ -235,7 +235,7 @@ def one(plan: SweepPlan, effect: int, node: Node | str) -> Outcome:
                 doomed = rig.mpsd if isinstance(rig.mpsd, Doomed) else None
                 assert doomed is not None
                 history.add("rig", "fire", effect=effect)
-                Script(rig, doomed, plan.seed).play()
+                Script(rig, doomed, plan.seed).play(plan.survivors)
                 effects = patiently(doomed.effects)
         except MpsdError as error:
             history.add("rig", "failed", text=f"{error.code}: {error}")

@@ -18,17 +18,20 @@ from faultinject.failover.rounds import Rounds, data
 from faultinject.failover.works import WorkRounds
 from faultinject.history import History
 from faultinject.node import Node, open_simulated_node
-from faultinject.proxy.library import Libraries, find_libraries
+from faultinject.proxy.library import Libraries
 from faultinject.rig import Rig
 from mpsd import exporter
+from tests.support.libcudas import session_libraries
 
 pytestmark = pytest.mark.timeout(150)
 DEADLINE_S = 90.0
+FAULTS = 2
+"""Of one kind, one after the other: there and back again."""
 
 
 @pytest.fixture(scope="module")
 def libraries(tmp_path_factory: pytest.TempPathFactory) -> Libraries:
-    return find_libraries("simulated", None, None, tmp_path_factory.mktemp("libcuda"))
+    return session_libraries(tmp_path_factory).for_harness()
 
 
 @pytest.fixture
@@ -43,13 +46,13 @@ def test_no_program_is_lost(node: Node, libraries: Libraries, kind: str) -> None
     with History() as history, Rig(node, "mpsd", history, settings=main_settings(libraries)) as rig:
         rounds = Rounds(rig, libraries, lambda _: None)
         rounds.start()
-        found = data(rounds.run(kind, 3, DEADLINE_S))
+        found = data(rounds.run(kind, FAULTS, DEADLINE_S))
         rounds.end()
     assert rig.left == []
-    assert [len(found), judge(found)] == [3, "valid"]
+    assert [len(found), judge(found)] == [FAULTS, "valid"]
     assert all(fate["outcome"] == "moved" for fault in found for fate in fault["record"]["clients"])
     # What was in flight was done again, so nobody was told anything.
-    assert [p["told"] for fault in found for p in fault["programs"]] == [[]] * 9
+    assert [p["told"] for fault in found for p in fault["programs"]] == [[]] * (3 * FAULTS)
 
 
 @pytest.mark.parametrize("kind", ["store", "misaligned"])
@@ -60,10 +63,10 @@ def test_programs_compute_what_they_would_have_without_faults(
     with History() as history, Rig(node, "mpsd", history, settings=main_settings(libraries)) as rig:
         rounds = WorkRounds(rig, libraries, lambda _: None, works)
         rounds.start()
-        faults = rounds.run(kind, 3, DEADLINE_S)
+        faults = rounds.run(kind, FAULTS, DEADLINE_S)
         rounds.end()
         same = rounds.compare(faults)
-    assert [len(faults), judge(data(faults))] == [3, "valid"]
+    assert [len(faults), judge(data(faults))] == [FAULTS, "valid"]
     assert same == dict.fromkeys(works, True)
 
 
@@ -72,16 +75,15 @@ def test_what_was_in_flight_may_be_lost_in_mode_keep(node: Node, libraries: Libr
     with History() as history, Rig(node, "mpsd", history, settings=settings) as rig:
         rounds = Rounds(rig, libraries, lambda _: None)
         rounds.start()
-        found = data(rounds.run("trap", 3, DEADLINE_S))
+        found = data(rounds.run("trap", FAULTS, DEADLINE_S))
         rounds.end()
-    assert [len(found), judge(found)] == [3, "valid"]
+    assert [len(found), judge(found)] == [FAULTS, "valid"]
 
 
-def test_a_report_of_what_is_done_is_there_before_the_end(tmp_path: Path) -> None:
+def test_a_report_of_what_is_done_is_there_before_the_end(libraries: Libraries, tmp_path: Path) -> None:
     found: list[dict[str, Any]] = []
-    args = argparse.Namespace(
-        backend="simulated", libcuda=None, driver=None, mode="exact", out=None, works=[]
-    )
+    args = argparse.Namespace(backend="simulated", mode="exact", out=None, works=[])
+    args.libcuda, args.driver = libraries.proxy, libraries.driver
     args.kinds, args.faults, args.deadline = ["server_death", "drain"], 1, DEADLINE_S
     whole = run(args, found.append)
     assert [list(made["faults"]) for made in (*found, whole)] == [["server_death"], ["server_death", "drain"]]

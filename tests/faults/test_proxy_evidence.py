@@ -23,8 +23,8 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def libraries() -> Libraries:
-    return session_libraries()
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> Libraries:
+    return session_libraries(tmp_path_factory)
 
 
 def evidence(libraries: Libraries, target: Path, *options: str) -> tuple[int, dict[str, Any]]:

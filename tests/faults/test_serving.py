@@ -26,8 +26,8 @@ DEADLINE_S = 90.0
 
 
 @pytest.fixture(scope="module")
-def libraries() -> Libraries:
-    return session_libraries().for_harness()
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> Libraries:
+    return session_libraries(tmp_path_factory).for_harness()
 
 
 def test_all_is_answered_moved_and_restarted_and_the_report_is_read_again(

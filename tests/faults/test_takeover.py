@@ -12,15 +12,18 @@ import pytest
 from faultinject import takeover
 from faultinject.__main__ import main
 from mpsd.errors import UsageError
+from tests.support.libcudas import session_libraries
 
 pytestmark = pytest.mark.timeout(150)
 
 
 def test_counts_go_on_warm_and_cold_and_the_report_is_read_again(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "report.json"
-    options = ["--kinds", "misaligned", "--faults", "2", "--json", str(path)]
+    libraries = session_libraries(tmp_path_factory)
+    named = ["--libcuda", str(libraries.proxy), "--driver", str(libraries.standin)]
+    options = [*named, "--kinds", "misaligned", "--faults", "2", "--json", str(path)]
     assert main(["takeover", *options]) == 0
     found = json.loads(path.read_text())
     assert {mode: [f["kind"] for f in faults] for mode, faults in found["takeovers"].items()} == {

@@ -22,8 +22,8 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def libraries() -> Libraries:
-    return session_libraries()
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> Libraries:
+    return session_libraries(tmp_path_factory)
 
 
 @pytest.mark.parametrize("fault", ZONES, ids=lambda f: f.name)

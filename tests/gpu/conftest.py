@@ -51,10 +51,10 @@ def gpus(node: Node) -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def libraries(node: Node, base: Path) -> Libraries:
+def libraries(node: Node, base: Path, tmp_path_factory: pytest.TempPathFactory) -> Libraries:
     named = os.environ.get("MPSD_LIBCUDA_DIR")
     if node.name == "simulated" and not named and shutil.which("gcc"):
-        return session_libraries().for_harness()
+        return session_libraries(tmp_path_factory).for_harness()
     try:
         return find_libraries(node.name, Path(named) if named else None, None, base / "lib")
     except MpsdError as error:

@@ -16,5 +16,5 @@ def _compiler() -> None:
 
 
 @pytest.fixture(scope="session")
-def libraries(_compiler: None) -> Libraries:
-    return session_libraries()
+def libraries(_compiler: None, tmp_path_factory: pytest.TempPathFactory) -> Libraries:
+    return session_libraries(tmp_path_factory)

@@ -275,14 +275,14 @@ LETS = st.lists(st.integers(0, 12), min_size=11, max_size=11)
 
 
 @pytest.mark.timeout(1200)
-@examples(40)
+@examples(24)
 @given(steps=steps(KINDS), lets=LETS)
 def test_what_is_seen_is_as_without_a_fault(programs: Programs, steps: list[Step], lets: list[int]) -> None:
     move_everywhere(programs, steps, lets)
 
 
 @pytest.mark.timeout(1200)
-@examples(30)
+@examples(20)
 @given(steps=steps(ROWS | WAITING_ROWS | {"add", "copy", "wait", "again"}), lets=LETS)
 def test_rows_are_as_without_a_fault(programs: Programs, steps: list[Step], lets: list[int]) -> None:
     move_everywhere(programs, steps, lets)
@@ -307,7 +307,7 @@ def test_functions_of_the_host_work_on_what_is_copied_out_and_in(programs: Progr
     # What was copied in is used before it is written over.
     steps[9] = ("copy", 2, 3, 0, value)
     for at, inside in ((5, False), (5, True), (7, True), (8, True), (11, True), (12, False), (12, True)):
-        for lets in range(0, 24, 1 if at == 5 else 2):
+        for lets in range(0, 24, 2 if at == 5 else 3):
             found = programs.one().run(steps, at, lets, inside=inside)
             assert found == model(steps), (at, inside, lets)
 

@@ -1,18 +1,21 @@
-"""The libcuda proxy, its stand-in driver and small C programs, built once per test session."""
+"""The libcuda proxy, its stand-in driver and small C programs, built once per test session.
+
+Processes that run tests of one session side by side share the libraries; each compiles its own programs.
+"""
 
 from __future__ import annotations
 
-import atexit
+import fcntl
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+
+import pytest
 
 from faultinject.proxy import library as harness
 from libcuda_build.compile import FOLDER, build_proxy, build_standin
@@ -78,12 +81,22 @@ def build_libraries(folder: Path, sanitize: str = "") -> Libraries:
     return Libraries(folder / "proxy", folder / "standin", sanitize, programs)
 
 
+def session_libraries(factory: pytest.TempPathFactory) -> Libraries:
+    """Those without sanitizers, built once for all tests of this session."""
+    own = factory.getbasetemp()
+    # pytest-xdist gives each of its processes a folder in one that is the session's.
+    return _built(own.parent if "PYTEST_XDIST_WORKER" in os.environ else own, own)
+
+
 @cache
-def session_libraries() -> Libraries:
-    """Those without sanitizers, built once for all tests of this process."""
-    folder = Path(tempfile.mkdtemp(prefix="mpsd-tl-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return build_libraries(folder)
+def _built(shared: Path, own: Path) -> Libraries:
+    folder, programs = shared / "libcudas", own / "programs"
+    with (shared / "libcudas.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "programs").exists():
+            build_libraries(folder)
+    programs.mkdir()
+    return Libraries(folder / "proxy", folder / "standin", "", programs)
 
 
 def run(

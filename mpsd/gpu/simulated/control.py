@@ -7,16 +7,20 @@ Exits 0 whenever the daemon could be reached: whether a command worked stands in
 
 from __future__ import annotations
 
+# Of the module socket only its core, and no JSON: dozens of front ends run for each daemon, and what those
+# import would be most of what they cost.
+import _socket
 import os
 import sys
 
-from mpsd.gpu.simulated import packets, paths
+from mpsd.gpu.simulated import paths
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 BINARY_VERSION = 13000
+_LIMIT = 1 << 16
 _USAGE = "usage: nvidia-cuda-mps-control [-d | -f | -v | -h] [-multiuser-server] [COMMAND...]\n"
 
 
@@ -53,20 +57,23 @@ def _ask(commands: Sequence[str]) -> int:
     path = os.path.join(paths.pipe_directory(os.environ), "control")
     for command in commands:
         try:
-            sock = packets.connect(path)
-        except packets.Gone:
+            sock = _socket.socket(_socket.AF_UNIX, _socket.SOCK_SEQPACKET)
+            sock.connect(path)
+        except OSError:
             sys.stderr.write("Cannot find MPS control daemon process\n")
             return 1
         # Some commands wait for clients: how long is the caller's affair.
-        sock.settimeout(None)
         try:
-            answer, _ = packets.call(sock, {"ui": command})
-        except packets.Gone:
-            sys.stderr.write("Cannot send command to MPS control daemon process\n")
-            return 1
+            sock.send(f"ui {command}".encode())
+            answer = sock.recv(_LIMIT)
+        except OSError:
+            answer = b""
         finally:
             sock.close()
-        if answer.get("text"):
-            sys.stdout.write(f"{answer['text']}\n")
+        if not answer:
+            sys.stderr.write("Cannot send command to MPS control daemon process\n")
+            return 1
+        if answer != b"\n":
+            sys.stdout.write(answer.decode())
     sys.stdout.flush()
     return 0

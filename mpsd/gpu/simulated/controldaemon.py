@@ -178,7 +178,7 @@ class Daemon:
             self._front_end = None
         self._forget(sock)
 
-    def answer(self, sock: socket.socket, message: Message) -> None:
+    def answer(self, sock: socket.socket, message: Message | str) -> None:
         try:
             packets.send(sock, message)
         except (BlockingIOError, packets.Gone):
@@ -205,7 +205,7 @@ class Daemon:
             self.logbook.write("Control", text)
         self.logbook.write("Control", "UI closed")
         if sock.fileno() >= 0:
-            self.answer(sock, {"text": text})
+            self.answer(sock, text)
 
     # -- clients ----------------------------------------------------------------------------------------
 
@@ -351,7 +351,7 @@ class Daemon:
         for name in FILES:
             unlink(os.path.join(self.pipe_dir, name))
         for sock in list(self._quitting):
-            self.answer(sock, {"text": ""})
+            self.answer(sock, "")
 
 
 def unlink(path: str) -> None:

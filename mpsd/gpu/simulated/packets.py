@@ -1,7 +1,10 @@
 """Messages between the processes of a simulated node: one JSON object per SEQPACKET packet.
 
 Descriptors travel beside a message (SCM_RIGHTS) and arrive close-on-exec. Standard library only and
-few imports: every client and every call of the control stand-in pays for them.
+few imports: every client pays for them.
+
+A front end of the control stand-in, which does without JSON, says "ui COMMAND", and is answered with text
+and a final newline.
 
 Ranges that a client declares in its own GPU address space, on its context's connection (the one that said
 "attach"). Numbers are bytes; each is answered by {"id": N, "error": CODE}: 0, 1 for bounds that cannot
@@ -51,6 +54,8 @@ def encode(message: Mapping[str, object]) -> bytes:
 
 def decode(data: bytes) -> Message:
     """The object in `data`; an empty one when it is not a JSON object."""
+    if data.startswith(b"ui "):
+        return {"ui": data[3:].decode(errors="replace")}
     try:
         value = json.loads(data)
     except ValueError:
@@ -58,11 +63,13 @@ def decode(data: bytes) -> Message:
     return value if isinstance(value, dict) else {}
 
 
-def send(sock: socket.socket, message: Mapping[str, object], fds: Sequence[int] = ()) -> None:
-    """Send one packet. Raises Gone, or BlockingIOError on a non-blocking socket that is full."""
+def send(sock: socket.socket, message: Mapping[str, object] | str, fds: Sequence[int] = ()) -> None:
+    """Send one packet; text is for a front end. Raises Gone, or BlockingIOError on a non-blocking socket
+    that is full."""
+    data = f"{message}\n".encode() if isinstance(message, str) else encode(message)
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
     try:
-        sock.sendmsg([encode(message)], rights, socket.MSG_NOSIGNAL)
+        sock.sendmsg([data], rights, socket.MSG_NOSIGNAL)
     except (BrokenPipeError, ConnectionError) as error:
         raise Gone(str(error)) from error
 
