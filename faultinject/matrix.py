@@ -140,7 +140,7 @@ class Matrix:
         more = {"seed": self.plan.options.seed, "command": repeat}
         no_proxy = self._find_proxy(base) if Need.PROXY in fault.needs else ""
         # A simulated node has the kernel part.
-        no_kernel_part = node.backend.no_isolation if isinstance(node, Node) else ""
+        no_kernel_part = node.backend.no_isolation.why if isinstance(node, Node) else ""
         lack = lacking(fault, mode, base, no_proxy, no_kernel_part)
         if lack is not None:
             return report.run_entry(fault, mode, None, (), not_run=lack, **more)

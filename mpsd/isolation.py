@@ -18,7 +18,7 @@ import structlog
 from mpsd import procs
 from mpsd.core import events as ev
 from mpsd.errors import GpuError
-from mpsd.gpu.base import Check, Isolation, IsolationState, isolation_check, no_isolation_check
+from mpsd.gpu.base import Check, Isolation, IsolationState, NoIsolation, isolation_check
 from mpsd.model import IsolationMode, KernelAction, KernelFault, Liveness, ProcessInstance
 
 log = structlog.get_logger("mpsd.isolation")
@@ -40,7 +40,7 @@ class IsolationDesk:
     def __init__(
         self,
         isolation: Isolation | None,
-        absent: str,
+        absent: NoIsolation,
         wanted: IsolationMode,
         post: Callable[[ev.Event], None],
         holds: Callable[[ProcessInstance, Sequence[int]], Sequence[bool]],
@@ -49,7 +49,8 @@ class IsolationDesk:
         fresh_s: float,
     ) -> None:
         self._isolation = isolation
-        self._problem = "" if isolation is not None else absent
+        self._problem = "" if isolation is not None else absent.why
+        self._absent = absent
         self._wanted = wanted
         self._post = post
         self._holds = holds
@@ -130,7 +131,7 @@ class IsolationDesk:
         """For `doctor`; in a thread, while the loop may close it."""
         isolation = self._isolation
         if isolation is None:
-            return no_isolation_check(self._problem, "")
+            return replace(self._absent, why=self._problem).check()
         try:
             if self._lost:
                 raise GpuError(self._problem)
@@ -145,7 +146,7 @@ class IsolationDesk:
     def problems(self) -> list[str]:
         """Nothing where it was never there: that is no loss."""
         self._look()
-        lost = self._isolation is not None and self._problem
+        lost = (self._isolation is not None or not self._absent.known) and self._problem
         return [f"kernel isolation: {self._problem}"] if lost else []
 
     def close(self) -> None:

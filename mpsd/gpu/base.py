@@ -235,10 +235,20 @@ def isolation_check(state: IsolationState) -> Check:
     )
 
 
-def no_isolation_check(why: str, remedy: str) -> Check:
-    """`doctor` without the kernel part."""
-    instead = "a memory fault ends every client of its domain; guards and fail-over are what protects"
-    return Check("kernel isolation", None, f"off: {why}: {instead}", remedy)
+@dataclass(frozen=True, slots=True)
+class NoIsolation:
+    """Why there is no kernel part to work with. Not `known`: one may be loaded, isolate and kill."""
+
+    why: str
+    remedy: str = ""
+    known: bool = True
+
+    def check(self) -> Check:
+        """`doctor` without the kernel part."""
+        if not self.known:
+            return Check("kernel isolation", None, f"not known: {self.why}", self.remedy)
+        instead = "a memory fault ends every client of its domain; guards and fail-over are what protects"
+        return Check("kernel isolation", None, f"off: {self.why}: {instead}", self.remedy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,4 +273,4 @@ class Backend:
     checks: Sequence[Check] = ()
     host_pointers_work: bool = False
     isolation: Isolation | None = None
-    no_isolation: str = ""
+    no_isolation: NoIsolation = NoIsolation("")

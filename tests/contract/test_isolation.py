@@ -22,7 +22,7 @@ def door(node: Node) -> Iterator[Isolation]:
     """In mode isolate, with what was told before this test read."""
     isolation = node.machine.isolation()
     if isolation is None:
-        pytest.skip(node.machine.backend.no_isolation)
+        pytest.skip(node.machine.backend.no_isolation.why)
     isolation.set_mode(IsolationMode.ISOLATE)
     isolation.drain()
     yield isolation

@@ -12,7 +12,7 @@ import pytest
 
 from mpsd.core import events as ev
 from mpsd.errors import GpuError
-from mpsd.gpu.base import IsolationState
+from mpsd.gpu.base import IsolationState, NoIsolation
 from mpsd.isolation import DEADLINES_LEFT, EARLY_KEPT, IsolationDesk
 from mpsd.model import (
     Access,
@@ -87,13 +87,15 @@ class Door:
 class Place:
     """A desk on a loop, what it posted, and whether its clients are leased."""
 
-    def __init__(self, door: Door | None, wanted: IsolationMode = IsolationMode.ISOLATE) -> None:
+    def __init__(
+        self, door: Door | None, wanted: IsolationMode = IsolationMode.ISOLATE, *, known: bool = True
+    ) -> None:
         self.posted: list[ev.Event] = []
         self.leased = True
         self.door = door
         self.desk = IsolationDesk(
             door,
-            "the stock one",
+            NoIsolation("the stock one", known=known),
             wanted,
             self.posted.append,
             lambda process, addresses: [False] * len(addresses),
@@ -151,6 +153,10 @@ def test_where_it_was_never_there_that_is_no_problem() -> None:
     desk.start()
     desk.acknowledge(1)
     desk.close()
+    # One that may be loaded and cannot be worked with is a problem: it kills at its own deadline.
+    desk = Place(None, known=False).desk
+    assert desk.problems() == ["kernel isolation: the stock one"]
+    assert desk.check().ok is None and desk.check().finding == "not known: the stock one"
 
 
 def test_a_module_that_takes_no_mode_is_a_problem() -> None:

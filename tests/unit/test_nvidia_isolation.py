@@ -67,6 +67,16 @@ def test_where_there_is_no_device_the_module_is_the_stock_one_or_none(tmp_path: 
     assert found.ok is None and found.finding.startswith("off: nvidia-uvm is not loaded")
 
 
+def test_a_patched_module_without_a_device_is_not_called_the_stock_one(tmp_path: Path) -> None:
+    """In a container that was not given it: the module may well isolate."""
+    (tmp_path / "parameters").mkdir()
+    (tmp_path / "parameters/uvm_mpsd_mode").write_text("2\n")
+    found = checks.kernel_isolation(str(tmp_path / "none"), str(tmp_path))
+    assert found.ok is None
+    assert found.finding.startswith("not known: the loaded nvidia-uvm is patched, in mode 2")
+    assert "container" in found.remedy and "ends every client" not in found.finding
+
+
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM])
 def test_what_may_not_be_opened_is_not_said_to_be_off(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     """`doctor` of any user, without mpsd: the module may well isolate."""

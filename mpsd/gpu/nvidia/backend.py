@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from mpsd.errors import MpsdError, UnsupportedError
-from mpsd.gpu.base import Backend, Check, KernelLog
+from mpsd.gpu.base import Backend, Check, KernelLog, NoIsolation
 from mpsd.gpu.nvidia.checks import (
     CONTROL_BINARY,
     addressing,
@@ -14,7 +14,7 @@ from mpsd.gpu.nvidia.checks import (
     nvidia_checks,
 )
 from mpsd.gpu.nvidia.exported import NvidiaMemory
-from mpsd.gpu.nvidia.kernel import NvidiaIsolation
+from mpsd.gpu.nvidia.kernel import ForbiddenError, NvidiaIsolation
 from mpsd.gpu.nvidia.nvml import Nvml
 from mpsd.gpu.nvidia.work import NvidiaWork
 from mpsd.linux.kmsg import KernelRing
@@ -75,12 +75,14 @@ def checks() -> list[Check]:
         nvml.close()
 
 
-def _isolation() -> tuple[NvidiaIsolation | None, str]:
+def _isolation() -> tuple[NvidiaIsolation | None, NoIsolation]:
     """The kernel part, or why there is none."""
     try:
-        return NvidiaIsolation(), ""
+        return NvidiaIsolation(), NoIsolation("")
     except MpsdError as error:
-        return None, str(error)
+        # One that may not be opened, or that speaks another language, is loaded.
+        known = isinstance(error, UnsupportedError) and not isinstance(error, ForbiddenError)
+        return None, NoIsolation(error.message, error.remedy, known)
 
 
 def _kernel_log() -> KernelLog | None:

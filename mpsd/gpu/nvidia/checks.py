@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from mpsd.errors import MpsdError, UnsupportedError
-from mpsd.gpu.base import Check, isolation_check, no_isolation_check
+from mpsd.gpu.base import Check, NoIsolation, isolation_check
 from mpsd.gpu.nvidia.kernel import MODULE, ForbiddenError, NvidiaIsolation
 from mpsd.gpu.nvidia.kernel_abi import DEVICE
 from mpsd.gpu.nvidia.nvml import Nvml
@@ -94,9 +94,9 @@ def kernel_isolation(path: str = DEVICE, module: str = MODULE) -> Check:
     try:
         device = NvidiaIsolation(path, module)
     except ForbiddenError as error:
-        return Check("kernel isolation", None, f"not known: {error.message}", error.remedy)
+        return NoIsolation(error.message, error.remedy, known=False).check()
     except UnsupportedError as error:
-        return no_isolation_check(error.message, error.remedy)
+        return NoIsolation(error.message, error.remedy).check()
     except MpsdError as error:
         return Check(
             "kernel isolation", False, error.message, "install the kernel part that belongs to this mpsd"

@@ -58,7 +58,16 @@ def as_fault(record: abi.KernelRecord) -> KernelFault:
 
 
 class ForbiddenError(UnsupportedError):
-    """The device is there: what it does is not known, and it cannot be worked with."""
+    """The patched module is there: what it does is not known, and it cannot be worked with."""
+
+
+def _mode_of(module: str) -> str | None:
+    """The mode of a patched module that is loaded, as its parameter says it (0, 1, 2)."""
+    try:
+        with open(f"{module}/parameters/uvm_mpsd_mode", encoding="ascii") as file:
+            return file.read().strip()
+    except OSError:
+        return None
 
 
 class NvidiaIsolation:
@@ -66,12 +75,17 @@ class NvidiaIsolation:
 
     def __init__(self, path: str = abi.DEVICE, module: str = MODULE) -> None:
         """Raises UnsupportedError where the patched module is not loaded, ForbiddenError where its device
-        may not be opened; RecordError where it speaks another language."""
+        is not here or may not be opened; RecordError where it speaks another language."""
         try:
             self._fd = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         except FileNotFoundError:
             if not os.path.isdir(module):
                 raise UnsupportedError("nvidia-uvm is not loaded", remedy="load nvidia-uvm") from None
+            if (mode := _mode_of(module)) is not None:
+                raise ForbiddenError(
+                    f"the loaded nvidia-uvm is patched, in mode {mode}, and {path} is not here",
+                    remedy="give it to the container; outside of one, dmesg says why there is none",
+                ) from None
             raise UnsupportedError(
                 "the loaded nvidia-uvm is the stock one", remedy="kmod_patches/mpsd-kmod install"
             ) from None

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from mpsd.errors import DeadlineError, GpuError, NotRunningError, UnsupportedError
-from mpsd.gpu.base import Backend, Check
+from mpsd.gpu.base import Backend, Check, NoIsolation
 from mpsd.gpu.simulated import packets, paths
 from mpsd.gpu.simulated.adapters import NodeLink, SimulatedDevices, SimulatedUvm
 from mpsd.gpu.simulated.door import SimulatedIsolation
@@ -109,12 +109,12 @@ def _answers(where: str) -> bool:
     return True
 
 
-def _kernel_part(where: str) -> tuple[SimulatedIsolation | None, str]:
+def _kernel_part(where: str) -> tuple[SimulatedIsolation | None, NoIsolation]:
     """The kernel part of this node, or why there is none."""
     try:
-        return SimulatedIsolation(where), ""
+        return SimulatedIsolation(where), NoIsolation("")
     except UnsupportedError as error:
-        return None, str(error)
+        return None, NoIsolation(error.message, error.remedy)
 
 
 def _start(where: str, gpus: int, *, isolation: bool) -> None:
