@@ -6,12 +6,14 @@ For a driver source: fetch SUITE | apply TREE | reverse TREE | build TREE
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from pathlib import Path
 
 from kmod import debian, hooks, packaging
 from kmod.build import Kernel, build, kernel, mends
+from kmod.command import end_when_told
 from kmod.errors import KmodError, Unavailable
 from kmod.tree import Tree, find
 
@@ -25,8 +27,12 @@ DESCRIPTION = (
 
 def main() -> int:
     given = _parser().parse_args()
+    end_when_told()
     try:
         return int(given.verb(given))
+    except KeyboardInterrupt:
+        print("mpsd-kmod: broken off; the same command goes on with it", file=sys.stderr)
+        return 130
     except (KmodError, OSError) as error:
         if getattr(given, "json", False):
             print(packaging.refusal_json(error))
@@ -89,6 +95,15 @@ def _status(given: argparse.Namespace) -> int:
     tree = find(given.tree)
     patch, _ = _patch(tree, given)
     kept = hooks.state(tree, patch)
+    if given.json:
+        value = {
+            "folder": str(tree.root),
+            "version": tree.version,
+            "tested": tree.tested,
+            "patch": kept.value,
+        }
+        print(json.dumps(value))
+        return 0
     print(f"driver {tree.version}{'' if tree.tested else ' (not tested)'}: {kept.value}")
     return 0
 

@@ -1,4 +1,4 @@
-"""Runs a program to its end or its deadline. Its children end with it, however this program ends."""
+"""Runs a program to its end or its deadline. Its children end with it, unless this program is killed."""
 
 from __future__ import annotations
 
@@ -48,8 +48,11 @@ def run_to(log: Path, command: Sequence[str | Path], *, deadline_s: float, cwd: 
 
 
 def end_when_told() -> None:
-    """SIGTERM raises SystemExit from now on, so that what was started is ended and half-made folders go."""
-    signal.signal(signal.SIGTERM, _end)
+    """SIGTERM and a terminal that goes raise SystemExit from now on, so that what was started is ended and
+    half-made folders go."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, _end)
 
 
 def _end(number: int, _frame: FrameType | None) -> None:
@@ -79,9 +82,18 @@ def _words(command: Sequence[str | Path]) -> list[str]:
 def _started(
     words: Sequence[str], cwd: Path | None, out: int | IO[bytes]
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """In a session of its own, killed when the block raises: make's children outlive it otherwise."""
+    """In a session of its own, killed when the block raises: make's children outlive it otherwise.
+
+    It has what may be inherited: a lock is held until it has ended, too, when this program is killed.
+    """
     with subprocess.Popen(
-        words, cwd=cwd, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+        words,
+        cwd=cwd,
+        stdin=subprocess.DEVNULL,
+        stdout=out,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        close_fds=False,
     ) as process:
         try:
             yield process

@@ -82,6 +82,8 @@ def alone(folder: Path, deadline_s: float) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     until = time.monotonic() + deadline_s
     with (folder / "alone").open("w") as file:
+        # By what is started meanwhile: it may outlive a run that is killed.
+        os.set_inheritable(file.fileno(), True)
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

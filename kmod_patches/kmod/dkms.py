@@ -85,8 +85,19 @@ set -eu
 [ -n "$1" ]
 kernel={modules}/$1
 target=$kernel/{location}
+# dkms does not ask how this ended, and indexes what it installed: with the driver's own that would be a mix.
+gone() {{
+    status=$?
+    [ $status -ne 0 ] || return 0
+    rm -f "$target"/*.new "$target"/*.plain
+    for name in {names}; do
+        find "$kernel" -name "{prefix}$name.ko*" ! -path "$target/*" -delete
+    done
+    echo "mpsd-kmod: the patched modules are not in place for $1: it keeps the driver's own" >&2
+}}
+trap 'gone "$1"' EXIT
 mkdir -p "$target"
-rm -f "$target"/*.new "$target"/*.plain
+rm -f "$target"/*.new "$target"/*.plain "$target"/*.off
 for name in {names}; do
     found=$(find "$kernel" -name "{prefix}$name.ko*" ! -path "$target/*" | head -n 1)
     [ -n "$found" ] || {{ echo "mpsd-kmod: dkms installed no {prefix}$name.ko" >&2; exit 1; }}
@@ -255,7 +266,7 @@ class Dkms:
         self._run("add", version)
 
     def build(self, version: str, release: str) -> None:
-        """Raises KmodError with where the log is."""
+        """Raises KmodError with the end of the log."""
         try:
             self._run("build", version, "-k", release, *self._headers(release), deadline_s=BUILD_DEADLINE_S)
         except KmodError as error:
@@ -294,7 +305,7 @@ class Dkms:
             lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
         except OSError:
             return ""
-        return f"\n{log}:\n" + "\n".join(lines[-12:])
+        return "\nThe end of its make.log:\n" + "\n".join(lines[-12:])
 
     def _run(self, verb: str, version: str, *words: str, deadline_s: float = DEADLINE_S) -> None:
         where: list[str] = []

@@ -105,6 +105,8 @@ def reverse(tree: Tree) -> bool:
         _replace(tree.root / name, read(tree.root / ORIGINALS / name))
     for name in notes.joined:
         (tree.root / name).unlink(missing_ok=True)
+    # First: without them what is left there is rubbish, and the tree is clean.
+    (tree.root / NOTES).unlink()
     shutil.rmtree(tree.root / KEPT)
     return True
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import shutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -20,10 +19,11 @@ from kmod import dkms, hooks, secureboot, symbols
 from kmod.build import Kernel
 from kmod.changes import have_spatch
 from kmod.command import run
-from kmod.dkms import FOLDER, PREFIX, Dkms, Module, module_set, write_configuration
+from kmod.dkms import FOLDER, Dkms, Module, module_set, write_configuration
 from kmod.errors import InUse, KmodError, Unavailable
 from kmod.machine import OURS, Machine
 from kmod.modules import Use
+from kmod.placed import files, kernels, put_aside, remove_files
 from kmod.secureboot import Key
 from kmod.source import PACKAGE
 from kmod.tree import Tree, find
@@ -42,7 +42,6 @@ NEEDED = {
 
 # The copy, dkms' copy, what it compiles from that (debug information and all), and the stripped modules.
 SPACE_FACTOR = 5
-LEFT_OVER = re.compile(rf"{PREFIX}nvidia[\w-]*\.ko(\.\w+)?")
 SHOW_DEADLINE_S = 60.0
 HEADER = "# Written by mpsd-kmod, which also removes it: the patched modules come before the stock ones.\n"
 # What a build leaves is for another kernel or with another patch.
@@ -137,10 +136,16 @@ def digest(wish: Wish, machine: Machine) -> str:
     total.update(f"{key}\0{machine.root}\0".encode() + Path(dkms.__file__).read_bytes())
     for path in sorted(wish.tree.root.rglob("*")):
         if path.is_file():
-            with path.open("rb") as file:
-                content = hashlib.file_digest(file, "sha256").hexdigest()
+            content = hashlib.sha256(path.read_bytes()).hexdigest()
             total.update(f"{path.relative_to(wish.tree.root)}\0{content}\0".encode())
     return total.hexdigest()
+
+
+def replaces(machine: Machine, wish: Wish) -> bool:
+    """Whether what there is of another driver or another patch goes first: a kernel would mix them."""
+    found = Manifest.read(folder_of(machine, wish.tree.version))
+    fresh = found is not None and found.digest == digest(wish, machine)
+    return _others(machine, wish.tree.version) or (not fresh and _remains(machine))
 
 
 def plan_install(machine: Machine, wish: Wish) -> list[Step]:
@@ -149,8 +154,7 @@ def plan_install(machine: Machine, wish: Wish) -> list[Step]:
     found = Manifest.read(folder)
     wanted = Manifest(version, str(wish.tree.root), digest(wish, machine), module_set(wish.tree))
     fresh = found is not None and found.digest == wanted.digest
-    if _others(machine, version) or (not fresh and _remains(machine)):
-        # Of another driver or another patch: a kernel would mix them.
+    if replaces(machine, wish):
         return [
             *plan_uninstall(machine),
             _source_step(machine, wish, wanted),
@@ -195,13 +199,18 @@ def settings_text(modules: Sequence[Module]) -> str:
 def plan_uninstall(machine: Machine) -> list[Step]:
     """What is left to undo; nothing where nothing of ours is."""
     tool, settings, releases = Dkms(machine), machine.depmod_settings, kernels(machine)
+    # First and at once: a reboot in what follows must find the driver's own modules, not names without files.
     steps = [
+        Step(f"put {machine.ours(release)} aside; depmod {release}", partial(put_aside, machine, release))
+        for release in releases
+    ]
+    steps += [
         Step(f"dkms: forget {PACKAGE}/{version}", partial(tool.forget, version))
         for version in tool.versions()
     ]
-    if any(_files(machine, release) for release in releases):
+    if any(files(machine, release) for release in releases):
         places = ", ".join(str(machine.ours(release)) for release in releases)
-        steps.append(Step(f"remove {places}", partial(_remove_files, machine, releases)))
+        steps.append(Step(f"remove {places}", partial(remove_files, machine, releases)))
     if settings.exists():
         steps.append(Step(f"remove {settings}", settings.unlink))
     # Once more for each that it may have been broken off in: modules.dep still names ours then.
@@ -210,16 +219,16 @@ def plan_uninstall(machine: Machine) -> list[Step]:
     return steps
 
 
-def roll_back(machine: Machine, release: str, say: Callable[[str], None]) -> None:
+def roll_back(machine: Machine, release: str, say: Callable[[str], None]) -> Path | None:
     """After an install that failed: DKMS would try it again with every kernel that comes.
 
-    Where ours are whole for other kernels, only what was for this one goes.
+    Where ours are whole for other kernels, only what was for this one goes. The copy of the build's log.
     """
-    tool = Dkms(machine)
+    tool, kept = Dkms(machine), None
     for log in machine.dkms_tree.glob(f"{PACKAGE}/*/build/make.log"):
         machine.state.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(log, machine.state / "make.log")
-        say(f"the build's log is kept in {machine.state / 'make.log'}")
+        kept = machine.state / "make.log"
+        shutil.copyfile(log, kept)
     others = [
         (version, kernel)
         for version in tool.versions()
@@ -228,31 +237,21 @@ def roll_back(machine: Machine, release: str, say: Callable[[str], None]) -> Non
     ]
     if not others:
         perform(plan_uninstall(machine), say)
-        return
+        return kept
     say(f"remove what was made for {release}; {', '.join(kernel for _, kernel in others)} keeps ours")
     for version in {version for version, _ in others}:
         _drop(machine, version, release)
     machine.depmod(release)
+    return kept
 
 
 def _drop(machine: Machine, version: str, release: str) -> None:
     """What there is for one kernel, whole or half; depmod is the caller's."""
     tool = Dkms(machine)
-    _remove_files(machine, [release])
+    remove_files(machine, [release])
     for link in tool.tree.glob(f"kernel-{release}-*"):
         link.unlink()
     tool.forget_build(version, release)
-
-
-def kernels(machine: Machine) -> list[str]:
-    """Those that have files of ours, or whose modules.dep still says so."""
-    if not machine.modules.is_dir():
-        return []
-    return sorted(
-        folder.name
-        for folder in machine.modules.iterdir()
-        if folder.is_dir() and (_files(machine, folder.name) or _named(folder / "modules.dep"))
-    )
 
 
 def check(machine: Machine, release: str, modules: Sequence[Module]) -> None:
@@ -365,31 +364,3 @@ def own_folders(machine: Machine) -> list[Path]:
     """Source folders of ours, half ones too."""
     found = [*machine.sources.glob(f"{PACKAGE}-*"), *machine.sources.glob(f".{PACKAGE}-*.new")]
     return sorted(path for path in found if path.is_dir() and not path.is_symlink())
-
-
-def _files(machine: Machine, release: str) -> list[Path]:
-    """Files of ours below a kernel's folder: in their place, or where dkms put them."""
-    kernel = machine.modules / release
-    found = [machine.ours(release)] if machine.ours(release).exists() else []
-    for part in ("updates", "extra"):
-        for path in (kernel / part).rglob(f"{PREFIX}nvidia*"):
-            if LEFT_OVER.fullmatch(path.name):
-                found.append(path)
-    return found
-
-
-def _remove_files(machine: Machine, releases: Iterable[str]) -> None:
-    for release in releases:
-        for path in _files(machine, release):
-            if path.is_dir():
-                shutil.rmtree(path)
-            else:
-                path.unlink()
-
-
-def _named(modules_dep: Path) -> bool:
-    try:
-        text = modules_dep.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return False
-    return f"{OURS}/" in text or f"/{PREFIX}nvidia" in text

@@ -7,59 +7,83 @@ are not. The files' own names are asked for, past what the distribution's settin
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from kmod.command import run
 from kmod.dkms import Module
 from kmod.errors import InUse, KmodError
-from kmod.install import Manifest, Step, check
+from kmod.install import Manifest, Step, check, resolved
 from kmod.machine import OURS, Machine
-from kmod.modules import Use, is_ours, load_order, unload_order
+from kmod.modules import Use, another_build, is_ours, listed, load_order, unload_order
+from kmod.source import require_fit
 
 LOAD_DEADLINE_S = 120.0
 DEPMOD_DEADLINE_S = 300.0
+PATCHED, STOCK = "the patched modules", "the driver's own modules"
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Ctrl-C, SIGTERM and a lost terminal wait: between the old modules and the new there is no driver."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [signal.signal(number, signal.SIG_IGN) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
 
 
 def plan_load(machine: Machine, used: Use, manifest: Manifest) -> list[Step]:
     """Raises InUse, KmodError where ours are not whole. Nothing to do where ours are loaded."""
     release = machine.running
     check(machine, release, manifest.modules)
-    if used.ours:
+    require_fit(machine, manifest.version, release)
+    if used.ours and not _remembered(machine) and not loaded_is_old(machine, manifest):
         return []
-    _refuse_busy(used, "load the patched modules")
-    names = load_order(used.loaded, [module.kernel_name for module in manifest.modules])
-    stock = _installed(manifest.modules, names)
-    steps = [_look_for_stock(machine, stock)] if used.loaded else []
-    steps += _unloading(machine, used, manifest.modules)
-    text = f"modprobe {' '.join(names)}, from {machine.ours(release)}"
-
-    def act() -> None:
-        try:
-            _modprobe(machine, _installed(manifest.modules, names), None)
-            if not is_ours(machine):
-                raise KmodError("nvidia_uvm is loaded, and it is not the patched one")
-        except KmodError as error:
-            _put_back(machine, manifest.modules, used, names, error)
-
-    return [*steps, Step(text, act)]
+    return _exchange(machine, used, manifest, ours=True)
 
 
 def plan_unload(machine: Machine, used: Use, manifest: Manifest) -> list[Step]:
     """Raises InUse. Nothing to do where ours are not loaded."""
-    if not used.ours:
+    if not used.ours and not _remembered(machine):
         return []
-    _refuse_busy(used, "load the driver's own modules")
-    names = load_order(used.loaded, [module.kernel_name for module in manifest.modules])
-    stock = _installed(manifest.modules, names)
-    return [
-        _look_for_stock(machine, stock),
-        *_unloading(machine, used, manifest.modules),
-        Step(
-            f"modprobe {' '.join(names)}, the driver's own",
-            lambda: _modprobe(machine, stock, stock_view(machine)),
-        ),
-    ]
+    return _exchange(machine, used, manifest, ours=False)
+
+
+def loaded_is_old(machine: Machine, manifest: Manifest) -> bool:
+    """Whether the patched nvidia_uvm that is loaded is another than the one that is installed."""
+    name = next(module.installed for module in manifest.modules if module.built == "nvidia-uvm")
+    path = resolved(machine, machine.running, name)
+    return path is not None and is_ours(machine) and another_build(machine, path)
+
+
+def _exchange(machine: Machine, used: Use, manifest: Manifest, *, ours: bool) -> list[Step]:
+    if used.busy:
+        what = PATCHED if ours else STOCK
+        raise InUse(f"the driver's modules are in use; to load {what}, end what uses them", used)
+    modules = manifest.modules
+    before = [*(module.name for module in used.loaded), *_remembered(machine)]
+    names = load_order(before, [module.kernel_name for module in modules])
+    load = partial(_load, machine, modules, names)
+    steps = []
+    if before:
+        steps.append(_look_for_stock(machine, _installed(modules, names)))
+    steps += _unloading(machine, used, modules, names)
+    origin = f"from {machine.ours(machine.running)}" if ours else "the driver's own"
+
+    def act() -> None:
+        try:
+            load(ours=ours)
+        except KmodError as error:
+            _put_back(machine, load if before else None, error, ours=ours)
+        _forget(machine)
+
+    return [*steps, Step(f"modprobe {' '.join(names)}, {origin}", act)]
 
 
 def _look_for_stock(machine: Machine, names: Sequence[str]) -> Step:
@@ -107,29 +131,44 @@ def _given(name: str) -> bool:
     return name in ("modules.order", "modules.builtin", "modules.builtin.modinfo")
 
 
-def _refuse_busy(used: Use, what: str) -> None:
-    if used.busy:
-        raise InUse(f"the driver's modules are in use; to {what}, end what uses them", used)
-
-
-def _unloading(machine: Machine, used: Use, modules: Sequence[Module]) -> list[Step]:
+def _unloading(machine: Machine, used: Use, modules: Sequence[Module], names: Sequence[str]) -> list[Step]:
     order = unload_order(used.loaded)
     if not order:
         return []
 
     def act() -> None:
+        # A run that is killed from here on leaves fewer modules than there were: the next one brings these.
+        machine.state.mkdir(parents=True, exist_ok=True)
+        _memory(machine).write_text("".join(f"{name}\n" for name in names), encoding="ascii")
         gone: list[str] = []
         try:
             for name in order:
-                run([machine.kernel_program("rmmod"), name], deadline_s=LOAD_DEADLINE_S)
+                _rmmod(machine, name)
                 gone.append(name)
         except KmodError as error:
             # Something began to use the driver since we looked.
             known = [name for name in reversed(gone) if name in {module.kernel_name for module in modules}]
             _modprobe(machine, _installed(modules, known), None if used.ours else stock_view(machine))
+            _forget(machine)
             raise KmodError(f"{error}\nWhat was loaded is loaded again; run the same once more.") from error
 
     return [Step(f"rmmod {' '.join(order)}", act)]
+
+
+def _memory(machine: Machine) -> Path:
+    return machine.state / "to-load"
+
+
+def _remembered(machine: Machine) -> list[str]:
+    """What was loaded before an exchange that was killed in the middle, since the last boot."""
+    try:
+        return _memory(machine).read_text(encoding="ascii").split()
+    except OSError:
+        return []
+
+
+def _forget(machine: Machine) -> None:
+    _memory(machine).unlink(missing_ok=True)
 
 
 def _installed(modules: Sequence[Module], names: Sequence[str]) -> list[str]:
@@ -145,17 +184,41 @@ def _modprobe(machine: Machine, names: Sequence[str], view: Path | None) -> None
         run([machine.kernel_program("modprobe"), *where, "-i", name], deadline_s=LOAD_DEADLINE_S)
 
 
-def _put_back(
-    machine: Machine, modules: Sequence[Module], used: Use, names: Sequence[str], error: KmodError
-) -> None:
-    """Ours did not load: the driver's own once more, where it was loaded before. Raises KmodError always."""
-    for name in reversed(names):
-        if (machine.sys / "module" / name).is_dir():
-            run([machine.kernel_program("rmmod"), name], deadline_s=LOAD_DEADLINE_S)
-    if not used.loaded:
-        raise KmodError(f"the patched modules do not load: {error}\nNothing is loaded, as before.") from error
-    _modprobe(machine, _installed(modules, names), stock_view(machine))
+def _rmmod(machine: Machine, name: str) -> None:
+    run([machine.kernel_program("rmmod"), name], deadline_s=LOAD_DEADLINE_S)
+
+
+def _load(machine: Machine, modules: Sequence[Module], names: Sequence[str], *, ours: bool) -> None:
+    """Raises KmodError, too, where another nvidia_uvm is loaded then."""
+    installed = _installed(modules, names)
+    _modprobe(machine, installed, None if ours else stock_view(machine))
+    if not ours and is_ours(machine):
+        # Rules of udev's ask for nvidia_uvm as soon as there is a driver, and get what comes first.
+        _rmmod(machine, "nvidia_uvm")
+        _modprobe(machine, installed, stock_view(machine))
+    if is_ours(machine) != ours:
+        raise KmodError(f"nvidia_uvm is loaded, and it is {'not ' if ours else ''}the patched one")
+
+
+def _put_back(machine: Machine, load: Callable[..., None] | None, error: KmodError, *, ours: bool) -> None:
+    """They did not load: the others once more, where there were any. Raises KmodError always."""
+    text = f"{PATCHED if ours else STOCK} do not load: {error}"
+    try:
+        for name in unload_order(listed(machine)):
+            _rmmod(machine, name)
+        if load is not None:
+            load(ours=not ours)
+    except KmodError as second:
+        raise KmodError(
+            f"{text}\nThe others could not be loaded again: {second}\nWhat is loaded now: mpsd-kmod status; "
+            "`mpsd-kmod unload` tries once more to load the driver's own, and a reboot loads what comes first"
+        ) from error
+    _forget(machine)
+    if load is None:
+        raise KmodError(f"{text}\nNothing is loaded, as before.") from error
+    if not ours:
+        raise KmodError(f"{text}\nThe patched ones are loaded again.") from error
     raise KmodError(
-        f"the patched modules do not load: {error}\nThe driver's own are loaded again. The next boot tries "
+        f"{text}\nThe driver's own are loaded again. The next boot tries "
         "the patched ones once more, unless you uninstall them: mpsd-kmod uninstall --next-boot"
     ) from error

@@ -9,10 +9,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from kmod.command import run
+from kmod.errors import KmodError
 from kmod.machine import Machine
 
 DEVICE = re.compile(r"/dev/nvidia[^ ]*")
 DRIVER = "nvidia"
+MODINFO_DEADLINE_S = 30.0
 
 # The driver's modules; others whose names begin like that are not (nvidia_fs, nvidia_wmi_ec_backlight). Those
 # that a GPU can do without come last: they are loaded again only where they were loaded.
@@ -104,15 +107,24 @@ def parse(text: str) -> list[Loaded]:
     return found
 
 
+def _every(machine: Machine) -> list[Loaded]:
+    try:
+        return parse((machine.proc / "modules").read_text(encoding="ascii"))
+    except OSError:
+        return []
+
+
+def listed(machine: Machine) -> list[Loaded]:
+    """The driver's modules that are loaded."""
+    return [module for module in _every(machine) if is_drivers(module.name)]
+
+
 def use(machine: Machine) -> Use:
     """All that there is to know, from every process' descriptors and maps."""
-    try:
-        listed = parse((machine.proc / "modules").read_text(encoding="ascii"))
-    except OSError:
-        listed = []
-    ours = [module for module in listed if is_drivers(module.name)]
+    every = _every(machine)
+    ours = [module for module in every if is_drivers(module.name)]
     names = {holder for module in ours for holder in module.holders}
-    others = [module for module in listed if module.name in names and not is_drivers(module.name)]
+    others = [module for module in every if module.name in names and not is_drivers(module.name)]
     numbers = _majors(machine)
     drm = _drm_nodes(machine)
     users: list[User] = []
@@ -134,6 +146,16 @@ def is_ours(machine: Machine) -> bool:
     return (machine.sys / "module/nvidia_uvm" / OWN_PARAMETER).exists()
 
 
+def another_build(machine: Machine, path: Path) -> bool:
+    """Whether the nvidia_uvm that is loaded is of other sources than a file; False where nobody can tell."""
+    try:
+        loaded = (machine.sys / "module/nvidia_uvm/srcversion").read_text(encoding="ascii").strip()
+        there = run(["modinfo", "-F", "srcversion", path], deadline_s=MODINFO_DEADLINE_S).strip()
+    except (OSError, KmodError):
+        return False
+    return bool(loaded and there) and loaded != there
+
+
 def unload_order(loaded: Iterable[Loaded]) -> list[str]:
     """Each after all that hang on it."""
     left = {module.name: set(module.holders) for module in loaded}
@@ -148,10 +170,9 @@ def unload_order(loaded: Iterable[Loaded]) -> list[str]:
     return order
 
 
-def load_order(loaded: Iterable[Loaded], have: Iterable[str]) -> list[str]:
-    """nvidia and nvidia_uvm, and of the others those that are loaded now; of those that there are."""
-    names = {module.name for module in loaded}
-    there = set(have)
+def load_order(wanted: Iterable[str], have: Iterable[str]) -> list[str]:
+    """nvidia and nvidia_uvm, and of the others those that are wanted; of those that there are."""
+    names, there = set(wanted), set(have)
     return [name for name in ORDER if name in there and (name in names or name in ALWAYS)]
 
 

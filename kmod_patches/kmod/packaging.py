@@ -4,32 +4,35 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from kmod import modules, secureboot, source
 from kmod.build import kernel
 from kmod.debian import alone
-from kmod.dkms import Dkms, module_set
+from kmod.dkms import Dkms
 from kmod.errors import InUse, KmodError, Unavailable
 from kmod.install import (
     Manifest,
     Step,
     Wish,
     folder_of,
-    kernels,
     lies_in_ours,
     own_folders,
     perform,
     plan_install,
     plan_uninstall,
     refuse_in_use,
+    replaces,
     require,
     resolved,
     roll_back,
 )
-from kmod.loading import plan_load, plan_unload
+from kmod.loading import loaded_is_old, plan_load, plan_unload, undisturbed
 from kmod.machine import Machine, must_be_root
+from kmod.placed import kernels
 
 LOCK_DEADLINE_S = 60.0
 NEXT_BOOT = "--next-boot does it all the same, for the next boot"
@@ -92,25 +95,15 @@ def install(given: argparse.Namespace) -> int:
     machine = Machine(given.root)
     if not given.dry_run:
         must_be_root(machine, "install")
-    used = modules.use(machine)
     wish = _wish(machine, given)
     require(machine, wish)
-    name = next(module.installed for module in module_set(wish.tree) if module.built == "nvidia")
-    source.require_same_driver(machine, wish.tree, wish.kernel.release, {name, "nvidia"})
-    here = wish.kernel.release == machine.running
-    if here and not given.next_boot:
-        refuse_in_use(used, "what is installed now would not fit them", "unload them, or " + NEXT_BOOT)
-    says = []
-    if not wish.tree.tested:
-        says.append(f"driver {wish.tree.version} is not one that the patch was tested with")
-    if here and used.loaded:
-        says.append(_until_boot(used))
-    return _alone(machine, given, lambda: _make(machine, given, wish, says))
+    source.require_same_driver(machine, wish.tree, wish.kernel.release)
+    return _alone(machine, given, lambda: _make(machine, given, wish))
 
 
 def _wish(machine: Machine, given: argparse.Namespace) -> Wish:
-    tree = source.choose(machine, given.tree)
     release = given.kernel or machine.running
+    tree = source.choose(machine, release, given.tree)
     try:
         found = kernel(release, machine.modules)
     except Unavailable as error:
@@ -120,42 +113,62 @@ def _wish(machine: Machine, given: argparse.Namespace) -> Wish:
     return Wish(tree, found, secureboot.given_key(*given.sign) if given.sign else None)
 
 
-def _make(machine: Machine, given: argparse.Namespace, wish: Wish, says: Sequence[str]) -> int:
-    release = wish.kernel.release
+def _make(machine: Machine, given: argparse.Namespace, wish: Wish) -> int:
+    release, used = wish.kernel.release, modules.use(machine)
+    # Another build takes out that of every kernel first.
+    here = release == machine.running or (replaces(machine, wish) and machine.running in kernels(machine))
+    if here and not given.next_boot:
+        order = " ".join(modules.unload_order(used.loaded))
+        remedy = f"{NEXT_BOOT}; or end what uses them and unload them: rmmod {order}"
+        refuse_in_use(used, "what is installed now would not fit them", remedy)
+    says = []
+    if not wish.tree.tested:
+        says.append(f"driver {wish.tree.version} is not one that the patch was tested with")
+    if here and used.loaded:
+        says.append(_until_boot(used, ", or with mpsd-kmod load"))
     steps = plan_install(machine, wish)
     try:
-        _do(given, steps, "installed already", says)
-    except (KmodError, OSError):
-        if not given.dry_run:
-            roll_back(machine, release, lambda text: _say(given, f"taking out again: {text}"))
-        raise
-    if steps and not given.dry_run:
-        _say(given, RAMDISK.format(release=release))
+        _do(given, steps, "installed already", says, [RAMDISK.format(release=release)])
+    except (KmodError, OSError) as error:
+        if given.dry_run:
+            raise
+        raise _taken_out(machine, given, release, error) from error
     return 0
 
 
-def _until_boot(used: modules.Use) -> str:
+def _taken_out(machine: Machine, given: argparse.Namespace, release: str, error: Exception) -> KmodError:
+    """What to say of an install that failed, once what it made is gone."""
+    text = str(error)
+    try:
+        kept = roll_back(machine, release, lambda said: _say(given, f"taking out again: {said}"))
+    except (KmodError, OSError) as second:
+        return KmodError(f"{text}\nWhat was made could not be taken out: {second}; mpsd-kmod uninstall")
+    return KmodError(f"{text}\nThe whole log of the build: {kept}" if kept else text)
+
+
+def _until_boot(used: modules.Use, sooner: str) -> str:
     """What holds from now on to the next boot: files and loaded modules are of two builds."""
     missing = [name for name in modules.ALWAYS if name not in {module.name for module in used.loaded}]
     late = f", and {' '.join(missing)} cannot be loaded until then" if missing else ""
-    return f"takes effect at the next boot, or with mpsd-kmod load or unload; what is loaded stays{late}"
+    return f"takes effect at the next boot{sooner}; what is loaded stays{late}"
 
 
 def uninstall(given: argparse.Namespace) -> int:
     machine = Machine(given.root)
-    used = modules.use(machine)
     if not given.dry_run:
         must_be_root(machine, "uninstall")
-    says = []
-    if machine.running in kernels(machine) and used.loaded:
-        if not given.next_boot:
-            refuse_in_use(
-                used, "the stock ones would not fit them", "mpsd-kmod unload first, or " + NEXT_BOOT
-            )
-        says.append(_until_boot(used))
 
     def undo() -> int:
-        _do(given, plan_uninstall(machine), "nothing is installed", says)
+        used, releases, says = modules.use(machine), kernels(machine), []
+        # Of the driver's own, what is loaded later fits: its files are what comes first then.
+        stock = not used.ours and any(module.name == "nvidia_uvm" for module in used.loaded)
+        if machine.running in releases and used.loaded and not stock:
+            if not given.next_boot:
+                remedy = "mpsd-kmod unload first, or " + NEXT_BOOT
+                refuse_in_use(used, "the stock ones would not fit them", remedy)
+            says.append(_until_boot(used, ""))
+        after = [RAMDISK.format(release=release) for release in releases]
+        _do(given, plan_uninstall(machine), "nothing is installed", says, after)
         return 0
 
     return _alone(machine, given, undo)
@@ -182,7 +195,8 @@ def _exchange(
     manifest = _installed_for(machine, machine.running)
 
     def act() -> int:
-        _do(given, plan(machine, modules.use(machine), manifest), nothing, [])
+        with undisturbed():
+            _do(given, plan(machine, modules.use(machine), manifest), nothing, [])
         return 0
 
     return _alone(machine, given, act)
@@ -228,6 +242,7 @@ def status_json(machine: Machine) -> dict[str, object]:
             continue
         names = {module.built: module.installed for module in manifest.modules}
         active = Dkms(machine).kernels(manifest.version)
+        stock = {release: sorted(source.stock_versions(machine, release)) for release in active}
         found = {release: resolved(machine, release, names["nvidia-uvm"]) for release in active}
         installed.append(
             {
@@ -236,6 +251,7 @@ def status_json(machine: Machine) -> dict[str, object]:
                 "version": manifest.version,
                 "from": manifest.vendor,
                 "kernels": {release: lies_in_ours(machine, release, path) for release, path in found.items()},
+                "drivers": stock,
             }
         )
     return {
@@ -247,6 +263,11 @@ def status_json(machine: Machine) -> dict[str, object]:
         ],
         "loaded_version": source.loaded_version(machine),
         "loaded": used.as_json(),
+        "loaded_is_old": any(
+            loaded_is_old(machine, manifest)
+            for manifest in map(Manifest.read, own_folders(machine))
+            if manifest
+        ),
         **secureboot.as_json(machine),
     }
 
@@ -264,12 +285,20 @@ def status_lines(machine: Machine, value: dict[str, object]) -> list[str]:
             f"  kernel {release}: {'the patched modules come first' if first else 'NOT what modprobe finds'}"
             for release, first in entry["kernels"].items()
         ]
+        lines += [
+            f"  kernel {release} has driver {', '.join(others)} now, and its libraries refuse these modules: "
+            "run install again"
+            for release, others in entry["drivers"].items()
+            if others and entry["version"] not in others
+        ]
         if sources and entry["version"] not in {tree["version"] for tree in sources}:
             lines.append("  that driver's own source is gone or another version: run install again")
     if not installed:
         lines.append("installed: nothing of ours")
     version = str(value["loaded_version"])
     own = "patched" if modules.is_ours(machine) else "stock"
+    if value["loaded_is_old"]:
+        own += ", another build than is installed: mpsd-kmod load"
     lines.append(f"loaded: {f'driver {version}, {own}' if version else 'no nvidia module'}")
     lines.append(f"Secure Boot: {secureboot.state(machine).text()}")
     return lines
@@ -285,24 +314,39 @@ def refusal_json(error: Exception) -> str:
     return json.dumps(value)
 
 
-def _do(given: argparse.Namespace, steps: Sequence[Step], nothing: str, says: Sequence[str]) -> None:
+def _do(
+    given: argparse.Namespace,
+    steps: Sequence[Step],
+    nothing: str,
+    says: Sequence[str],
+    after: Sequence[str] = (),
+) -> None:
+    """`says` is told before the steps, `after` when they are done."""
     if not given.json:
         for text in says:
-            print(text)
+            _say(given, text)
     if given.dry_run:
         _say(given, "\n".join(f"would {step.text}" for step in steps) or nothing)
     elif not steps:
         _say(given, nothing)
     else:
         perform(steps, lambda text: _say(given, text))
+        for text in after:
+            _say(given, text)
     if given.json:
         done = not given.dry_run
-        print(json.dumps({"done": done, "steps": [step.text for step in steps], "notes": list(says)}))
+        notes = [*says, *(after if steps else ())]
+        print(json.dumps({"done": done, "steps": [step.text for step in steps], "notes": notes}))
 
 
 def _say(given: argparse.Namespace, text: str) -> None:
-    if not given.json:
+    if given.json:
+        return
+    try:
         print(text, flush=True)
+    except OSError:
+        # Nobody listens any more (a closed connection, a pager that was left): no reason to stop half-way.
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
 
 
 def _alone(machine: Machine, given: argparse.Namespace, act: Callable[[], int]) -> int:

@@ -16,6 +16,9 @@ PACKAGE = "mpsd-nvidia"
 """DKMS knows what we build by this name; its source folder is PACKAGE-VERSION."""
 
 PROPRIETARY = re.compile(r'MODULE_LICENSE\s*\(\s*"NVIDIA"\s*\)')
+CORE_MODULE = re.compile(r"nvidia(?!fb|-wmi)(?!.*-(uvm|modeset|drm|peermem))[\w.-]*\.ko(\.\w+)?")
+"""nvidia.ko under the names that distributions give it: nvidia-current-open.ko, nvidia-tesla.ko.xz ..."""
+
 MODINFO_DEADLINE_S = 30.0
 CORE = Path("nvidia/nv-kernel.o_binary")
 WHERE = (
@@ -49,11 +52,12 @@ def loaded_version(machine: Machine) -> str:
         return ""
 
 
-def stock_versions(machine: Machine, release: str, names: Iterable[str]) -> set[str]:
-    """Of the driver's own nvidia.ko for a kernel, by each name that it may have there; empty without one."""
-    kernel, found = machine.modules / release, set()
-    for path in [path for name in names for path in kernel.rglob(f"{name}.ko*")]:
-        if path.parent == machine.ours(release):
+def stock_versions(machine: Machine, release: str) -> set[str]:
+    """Of the driver's own nvidia.ko for a kernel, whatever the distribution calls it; empty without one."""
+    found = set()
+    for path in sorted((machine.modules / release).rglob("nvidia*.ko*")):
+        # Links of other kernels' modules (weak-updates) count: they are what modprobe loads.
+        if path.parent == machine.ours(release) or not CORE_MODULE.fullmatch(path.name):
             continue
         try:
             found.add(run(["modinfo", "-F", "version", path], deadline_s=MODINFO_DEADLINE_S).strip())
@@ -62,20 +66,34 @@ def stock_versions(machine: Machine, release: str, names: Iterable[str]) -> set[
     return found - {""}
 
 
-def require_same_driver(machine: Machine, tree: Tree, release: str, names: Iterable[str]) -> None:
+def require_same_driver(machine: Machine, tree: Tree, release: str) -> None:
     """Raises KmodError where the driver that is installed is another one: its libraries refuse this one."""
-    found = stock_versions(machine, release, names)
+    found = stock_versions(machine, release)
     if found and tree.version not in found:
         raise KmodError(
             f"{tree.root} is driver {tree.version}, and what is installed for {release} is "
-            f"{', '.join(sorted(found))}: CUDA would not work with the patched modules; install driver "
+            f"{_listed(found)}: CUDA would not work with the patched modules; install driver "
             f"{tree.version} first, or name the source of the one that is installed"
         )
 
 
-def choose(machine: Machine, named: Path | None = None) -> Tree:
+def require_fit(machine: Machine, version: str, release: str) -> None:
+    """The same of the patched modules that are there. Raises KmodError."""
+    found = stock_versions(machine, release)
+    if found and version not in found:
+        raise KmodError(
+            f"the patched modules are driver {version}, and what is installed for {release} is "
+            f"{_listed(found)}: CUDA would not work with them; `mpsd-kmod install` makes them anew"
+        )
+
+
+def _listed(versions: Iterable[str]) -> str:
+    return ", ".join(sorted(versions))
+
+
+def choose(machine: Machine, release: str, named: Path | None = None) -> Tree:
     """The source to patch. Raises KmodError, which lists what there is."""
-    tree = find(named) if named else _only(machine)
+    tree = find(named) if named else _only(machine, release)
     if proprietary(tree):
         raise KmodError(
             f"{tree.root} is the proprietary flavour of driver {tree.version}, the patch is for the open "
@@ -89,18 +107,23 @@ def choose(machine: Machine, named: Path | None = None) -> Tree:
     return tree
 
 
-def _only(machine: Machine) -> Tree:
-    """The one of the driver that is loaded; without one, the only one."""
+def _only(machine: Machine, release: str) -> Tree:
+    """The one of the driver that is installed, else of the one that is loaded; without any, the only one.
+
+    After an upgrade what is loaded may be patched modules of the old driver, whose source has gone.
+    """
     found = candidates(machine)
-    loaded = loaded_version(machine)
+    installed = stock_versions(machine, release)
+    wanted = installed or {loaded_version(machine)} - {""}
     usable = [tree for tree in found if not proprietary(tree)] or found
-    if loaded:
-        usable = [tree for tree in usable if tree.version == loaded]
+    if wanted:
+        usable = [tree for tree in usable if tree.version in wanted]
     if len(usable) == 1:
         return usable[0]
     listed = ", ".join(f"{tree.root} ({tree.version})" for tree in found)
     if not found:
         raise KmodError(f"no driver source below {machine.sources}: {WHERE}")
-    if loaded and not usable:
-        raise KmodError(f"driver {loaded} is loaded and its source is not here ({listed}): {WHERE}")
+    if wanted and not usable:
+        how = f"installed for {release}" if installed else "loaded"
+        raise KmodError(f"driver {_listed(wanted)} is {how} and its source is not here ({listed}): {WHERE}")
     raise KmodError(f"several driver sources: {listed}; say which: mpsd-kmod install --tree FOLDER")

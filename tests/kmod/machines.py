@@ -94,9 +94,16 @@ fi
 
 
 def elf(
-    gives: Mapping[str, int], wants: Mapping[str, int], *, absolute: bool = False, version: str = ""
+    gives: Mapping[str, int],
+    wants: Mapping[str, int],
+    *,
+    absolute: bool = False,
+    version: str = "",
+    source: str = "",
 ) -> bytes:
-    """A module file as far as its symbols' versions go; `absolute`: as kernels before 5.19 have them."""
+    """A module file as far as its symbols' versions go; `absolute`: as kernels before 5.19 have them.
+    `source`: what modinfo calls srcversion."""
+    told = {"version": version, "srcversion": source}
     crcs = b"".join(struct.pack("<I", crc) for crc in gives.values())
     strings, symbols = b"\0", b"\0" * 24
     for index, (name, crc) in enumerate(gives.items()):
@@ -111,7 +118,7 @@ def elf(
         (".strtab", 3, strings, 0),
         ("__versions", 1, versions, 0),
         (".shstrtab", 3, b"", 0),
-        (".modinfo", 1, f"version={version}\0".encode() if version else b"", 0),
+        (".modinfo", 1, "".join(f"{name}={text}\0" for name, text in told.items() if text).encode(), 0),
     ]
     names = b"".join(name.encode() + b"\0" for name, _, _, _ in parts)
     body, table, at = b"", b"", 64
@@ -181,7 +188,8 @@ def add_programs(folder: Path) -> dict[str, str]:
 
 
 # Which modules are loaded is in the machine's /proc and /sys; which file a name stands for, the real modprobe
-# tells. REFUSE: a part of the path of files that do not load. BUSY: a module that does not unload.
+# tells. REFUSE: a part of the path of files that do not load. BUSY: a module that does not unload. UDEV: a
+# rule asks for nvidia_uvm when nvidia has come, and modprobe without a view finds ours.
 MODPROBE = """\
 #!{python}
 import os, subprocess, sys
@@ -209,6 +217,10 @@ for path in [Path(line.split()[1]).resolve() for line in said.splitlines()]:
         (root / "sys/module/nvidia_uvm/parameters/uvm_mpsd_mode").write_text("1")
     with (root / "log").open("a") as log:
         print("load", path.relative_to(root / "lib/modules" / {release!r}), file=log)
+    if name == "nvidia" and os.environ.get("UDEV"):
+        first = dict(os.environ)
+        del first["UDEV"]
+        subprocess.run([__file__, "-d", str(root), "-i", "nvidia-current-open-uvm"], check=True, env=first)
 """
 
 RMMOD = """\

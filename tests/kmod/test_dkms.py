@@ -16,9 +16,10 @@ from kmod.build import Kernel, kernel
 from kmod.changes import have_spatch
 from kmod.dkms import Module
 from kmod.errors import KmodError, Unavailable
-from kmod.install import Wish, check, kernels, perform, plan_install, plan_uninstall, resolved
+from kmod.install import Wish, check, perform, plan_install, plan_uninstall, resolved
 from kmod.installtrial import furnish, try_install
 from kmod.machine import Machine
+from kmod.placed import kernels
 from kmod.secureboot import given_key
 from kmod.symbols import disagreements
 from kmod.tree import find

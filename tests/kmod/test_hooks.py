@@ -77,6 +77,23 @@ def test_it_comes_out_to_the_byte(tree: Tree, patch: Patch) -> None:
     assert not hooks.reverse(tree)
 
 
+def test_a_reverse_that_was_killed_while_it_threw_its_notes_away_is_none(
+    tree: Tree, patch: Patch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(_folder: Path) -> None:
+        raise KeyboardInterrupt
+
+    hooks.apply(tree, patch, puts_in)
+    with monkeypatch.context() as patched:
+        patched.setattr(hooks.shutil, "rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            hooks.reverse(tree)
+    shutil.rmtree(tree.root / "nvidia-uvm/.mpsd-kmod/originals")
+    assert hooks.state(tree, patch) is State.CLEAN
+    assert not hooks.reverse(tree)
+    assert hooks.apply(tree, patch, puts_in)
+
+
 def test_what_comes_out_is_newer_than_what_was_compiled(tree: Tree, patch: Patch) -> None:
     file = tree.root / "nvidia-uvm/uvm.c"
     hooks.apply(tree, patch, puts_in)

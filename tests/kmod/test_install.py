@@ -21,7 +21,6 @@ from kmod.install import (
     Wish,
     check,
     folder_of,
-    kernels,
     perform,
     plan_install,
     plan_uninstall,
@@ -30,6 +29,7 @@ from kmod.install import (
     roll_back,
 )
 from kmod.machine import Machine, must_be_root
+from kmod.placed import kernels
 from kmod.secureboot import given_key
 from kmod.tree import find
 from tests.kmod.machines import (
@@ -47,7 +47,7 @@ from tests.kmod.smalltree import contents
 
 pytestmark = needs_kmod
 INSTALL_STEPS = 7
-UNINSTALL_STEPS = 5
+UNINSTALL_STEPS = 6
 
 
 def quiet(text: str) -> None:
@@ -198,6 +198,26 @@ def test_an_uninstall_that_was_killed_inside_dkms_is_finished(machine: Machine) 
     killed(-1, plan_uninstall(machine), "uninstall")
     uninstall(machine)
     assert_gone(machine)
+
+
+def test_what_cannot_be_put_in_its_place_is_not_left_where_dkms_put_it(machine: Machine) -> None:
+    """dkms goes on and indexes it, and the kernel would load it beside the driver's own."""
+    install(machine)
+    stock = machine.modules / RELEASE / "updates/dkms"
+    for module in NAMES:
+        shutil.copy(machine.ours(RELEASE) / f"{module.installed}.ko", stock / f"mpsd-{module.installed}.ko")
+    shutil.rmtree(machine.ours(RELEASE))
+    machine.ours(RELEASE).write_text("where the folder must be")
+    line = [str(folder_of(machine, VERSION) / "mpsd/place"), RELEASE]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=60.0)
+    assert done.returncode != 0 and "it keeps the driver's own" in done.stderr
+    assert sorted(path.name for path in stock.iterdir()) == sorted(f"{m.installed}.ko" for m in NAMES)
+
+
+def test_a_reboot_within_an_uninstall_finds_the_stock_modules(machine: Machine) -> None:
+    install(machine)
+    killed(1, plan_uninstall(machine))
+    assert uvm(machine) == stock_uvm(machine)
 
 
 def test_half_a_source_folder_is_made_anew(machine: Machine) -> None:

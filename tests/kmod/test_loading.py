@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
 
 from kmod.errors import InUse, KmodError, Unavailable
 from kmod.install import Manifest, folder_of, perform, plan_install
-from kmod.loading import plan_load, plan_unload, stock_view
+from kmod.loading import loaded_is_old, plan_load, plan_unload, stock_view, undisturbed
 from kmod.machine import Machine
 from kmod.modules import is_ours, use
 from tests.kmod.machines import (
@@ -17,6 +19,7 @@ from tests.kmod.machines import (
     add_kernel_programs,
     add_process,
     add_programs,
+    elf,
     load,
     make_machine,
     needs_kmod,
@@ -129,6 +132,83 @@ def test_a_module_that_came_into_use_meanwhile_stays_and_the_others_come_back(
     with pytest.raises(KmodError, match=r"(?s)nvidia is in use.*loaded again"):
         load_stock(machine)
     assert log(machine) == ["unload nvidia_uvm", f"load {OURS}-uvm.ko"]
+
+
+def test_stock_modules_that_do_not_load_leave_ours_loaded(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load(machine, LOADED, ours=True)
+    monkeypatch.setenv("REFUSE", STOCK + "-uvm")
+    said = r"(?s)the driver's own modules do not load: .*Key was rejected.*The patched ones are loaded again"
+    with pytest.raises(KmodError, match=said):
+        load_stock(machine)
+    assert log(machine) == [*UNLOADED, came(STOCK)[0], "unload nvidia", *came(OURS)]
+    assert is_ours(machine)
+
+
+def test_what_cannot_be_put_back_either_is_said_with_both_reasons(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load(machine, LOADED)
+    monkeypatch.setenv("REFUSE", "-uvm")
+    said = r"(?s)patched modules do not load: .*Key was.*be loaded again: .*Key was.*mpsd-kmod status"
+    with pytest.raises(KmodError, match=said):
+        load_ours(machine)
+    monkeypatch.delenv("REFUSE")
+    log(machine)
+    # Nothing is loaded, or half of it: what there was is known all the same.
+    load_stock(machine)
+    assert log(machine)[-2:] == came(STOCK) and len(use(machine).loaded) == 2
+
+
+def test_a_rule_that_asks_for_nvidia_uvm_when_nvidia_comes_does_not_bring_ours(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load(machine, LOADED, ours=True)
+    monkeypatch.setenv("UDEV", "1")
+    load_stock(machine)
+    assert log(machine) == [*UNLOADED, came(STOCK)[0], came(OURS)[1], "unload nvidia_uvm", came(STOCK)[1]]
+    assert not is_ours(machine)
+
+
+@pytest.mark.parametrize("ours", [False, True])
+def test_an_exchange_that_was_killed_is_finished_either_way(machine: Machine, ours: bool) -> None:
+    """With nothing loaded, nothing says of itself what was."""
+    load(machine, LOADED)
+    steps = plan_load(machine, use(machine), manifest(machine))
+    perform(steps[:-1], quiet)
+    assert use(machine).loaded == () and log(machine) == UNLOADED
+    (load_ours if ours else load_stock)(machine)
+    assert log(machine) == came(OURS if ours else STOCK)
+    assert not list(machine.state.glob("to-load"))
+    plan = plan_load if ours else plan_unload
+    assert plan(machine, use(machine), manifest(machine)) == []
+
+
+def test_a_patched_module_of_another_build_is_exchanged(machine: Machine) -> None:
+    load_ours(machine)
+    log(machine)
+    (machine.sys / "module/nvidia_uvm/srcversion").write_text("AAAA\n")
+    assert not loaded_is_old(machine, manifest(machine))
+    path = machine.ours(RELEASE) / "nvidia-current-open-uvm.ko"
+    path.write_bytes(elf({}, {"answer": 2}, source="BBBB"))
+    assert loaded_is_old(machine, manifest(machine))
+    load_ours(machine)
+    assert log(machine) == UNLOADED + came(OURS)
+
+
+def test_signals_wait_for_the_end_of_an_exchange() -> None:
+    heard: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
+    try:
+        with undisturbed():
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                os.kill(os.getpid(), number)
+        assert heard == []
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert heard == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_without_stock_modules_ours_are_not_unloaded(machine: Machine) -> None:

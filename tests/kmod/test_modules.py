@@ -33,7 +33,12 @@ def test_modules_are_unloaded_before_those_that_they_hang_on(machine: Machine) -
     loaded = use(machine).loaded
     assert unload_order(loaded) == ["nvidia_drm", "nvidia_uvm", "nvidia_modeset", "nvidia"]
     have = ("nvidia", "nvidia_uvm", "nvidia_modeset", "nvidia_drm", "nvidia_peermem")
-    assert load_order(loaded, have) == ["nvidia", "nvidia_uvm", "nvidia_modeset", "nvidia_drm"]
+    assert load_order([module.name for module in loaded], have) == [
+        "nvidia",
+        "nvidia_uvm",
+        "nvidia_modeset",
+        "nvidia_drm",
+    ]
     assert load_order((), have) == ["nvidia", "nvidia_uvm"]
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -12,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from kmod import packaging
+from kmod.__main__ import main
 from kmod.debian import alone
 from kmod.errors import KmodError
 from kmod.machine import Machine
@@ -107,12 +110,69 @@ def test_a_loaded_driver_is_not_pulled_from_under_its_users(typed: Typed) -> Non
     assert "process 70 of uid" in done.stderr and "--next-boot" in done.stderr and "nvidia_uvm" in done.stderr
     refused = typed.value("install")
     assert refused["done"] is False and refused["loaded"]["users"][0]["pid"] == 70  # type: ignore[index]
-    assert contents(typed.machine.root) == before
+    lock = {"run/mpsd-kmod/alone": b""}
+    assert contents(typed.machine.root) == before | lock
     done = typed("install", "--next-boot")
     assert done.returncode == 0 and "takes effect at the next boot" in done.stdout
-    assert typed("load").returncode == typed("uninstall").returncode == 1
-    assert typed("uninstall", "--next-boot").returncode == 0
-    assert contents(typed.machine.root).keys() - before.keys() <= {"run/mpsd-kmod/alone"}
+    assert typed("load").returncode == 1
+    # The stock ones are what is loaded: without ours, what is loaded later fits them.
+    assert typed("uninstall").returncode == 0
+    assert contents(typed.machine.root).keys() == before.keys() | lock.keys()
+
+
+def test_the_patched_modules_are_not_taken_from_under_their_users(typed: Typed) -> None:
+    assert typed("install").returncode == 0
+    load(typed.machine, ["nvidia_uvm 1 1 -", "nvidia 1 1 nvidia_uvm,"], ours=True)
+    done = typed("uninstall")
+    assert done.returncode == 1 and "mpsd-kmod unload first" in done.stderr
+    # Another build takes out that of every kernel first, whichever it is for.
+    (typed.machine.sources / f"nvidia-current-open-{VERSION}/nvidia/nv.c").write_text(
+        'MODULE_LICENSE("Dual MIT/GPL"); // mended\n'
+    )
+    kernel = typed.machine.modules / RELEASE
+    shutil.copytree(kernel / "build", kernel.with_name("6.1.0-2-other") / "build")
+    done = typed("install", "--kernel", "6.1.0-2-other")
+    assert done.returncode == 1 and "--next-boot" in done.stderr and "rmmod nvidia_uvm nvidia" in done.stderr
+    assert f"kernel {RELEASE}: the patched modules come first" in typed("status").stdout
+    done = typed("uninstall", "--next-boot")
+    assert done.returncode == 0 and "update-initramfs" in done.stdout
+    assert "takes effect at the next boot; what is loaded stays" in done.stdout
+
+
+def test_nobody_has_to_listen(typed: Typed) -> None:
+    """A connection that is lost does not end an install half-way."""
+    read, write = os.pipe()
+    os.close(read)
+    line = [sys.executable, str(COMMAND), "install", "--root", str(typed.machine.root)]
+    with os.fdopen(write, "wb") as nobody:
+        done = subprocess.run(
+            line, stdout=nobody, stderr=subprocess.PIPE, timeout=110.0, env=typed.environment
+        )
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert typed("install").stdout == "installed already\n"
+
+
+def test_who_breaks_it_off_gets_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken_off(_machine: Machine) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys, "argv", ["mpsd-kmod", "users"])
+    monkeypatch.setattr(packaging.modules, "use", broken_off)
+    monkeypatch.setattr("kmod.__main__.end_when_told", lambda: None)
+    assert main() == 130
+    assert "the same command goes on with it" in capsys.readouterr().err
+
+
+def test_a_source_s_state_as_json(typed: Typed) -> None:
+    tree = typed.machine.sources / f"nvidia-current-open-{VERSION}"
+    assert typed.value("status", str(tree)) == {
+        "folder": str(tree),
+        "version": VERSION,
+        "tested": True,
+        "patch": "clean",
+    }
 
 
 def test_a_module_that_cannot_be_loaded_until_the_next_boot_is_named(typed: Typed) -> None:
@@ -148,6 +208,7 @@ def test_the_state_as_json(typed: Typed) -> None:
             "version": VERSION,
             "from": str(typed.machine.sources / f"nvidia-current-open-{VERSION}"),
             "kernels": {RELEASE: True},
+            "drivers": {RELEASE: []},
         }
     ]
 
@@ -158,7 +219,14 @@ def test_a_driver_that_was_upgraded_is_told(typed: Typed) -> None:
     old = typed.machine.sources / f"nvidia-current-open-{VERSION}"
     old.rename(typed.machine.root / "gone")
     assert "is gone or another version: run install again" in typed("status").stdout
-    assert typed("install").stderr == "" and "560.1, patched" in typed("status").stdout
+    # What is loaded meanwhile are the patched modules of the old one: they come first still.
+    stock = typed.machine.modules / RELEASE / "updates/dkms/nvidia-current-open.ko"
+    stock.write_bytes(elf({"answer": 1}, {}, version="560.1"))
+    load(typed.machine, ["nvidia_uvm 1 0 -", "nvidia 1 1 nvidia_uvm,"], ours=True)
+    assert f"kernel {RELEASE} has driver 560.1 now, and its libraries refuse" in typed("status").stdout
+    done = typed("load")
+    assert done.returncode == 1 and "`mpsd-kmod install` makes them anew" in done.stderr
+    assert typed("install", "--next-boot").stderr == "" and "560.1, patched" in typed("status").stdout
 
 
 def test_half_an_install_is_told(typed: Typed) -> None:
@@ -202,7 +270,8 @@ def test_what_the_hooks_do_not_fit_is_taken_out_again(typed: Typed) -> None:
 def test_a_build_that_fails_is_taken_out_again(typed: Typed) -> None:
     done = typed("install", FAIL="1")
     assert done.returncode == 1 and "the compiler says no" in done.stderr
-    assert "taking out again: dkms: forget" in done.stdout and "log is kept in" in done.stdout
+    assert "taking out again: dkms: forget" in done.stdout
+    assert "The whole log of the build: " in done.stderr and "/run/mpsd-kmod/make.log" in done.stderr
     assert not list(typed.machine.sources.glob("*mpsd*")) and not typed.machine.depmod_settings.exists()
 
 

@@ -1,0 +1,61 @@
+"""The patched modules' files below the kernels' folders: in their place, aside, or where dkms put them."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+from kmod.dkms import PREFIX
+from kmod.machine import OURS, Machine
+
+LEFT_OVER = re.compile(rf"{PREFIX}nvidia[\w-]*\.ko(\.\w+)?")
+ASIDE = ".off"
+"""After a module's name: depmod does not take it for one."""
+
+
+def kernels(machine: Machine) -> list[str]:
+    """Those that have files of ours, or whose modules.dep still says so."""
+    if not machine.modules.is_dir():
+        return []
+    return sorted(
+        folder.name
+        for folder in machine.modules.iterdir()
+        if folder.is_dir() and (files(machine, folder.name) or _named(folder / "modules.dep"))
+    )
+
+
+def put_aside(machine: Machine, release: str) -> None:
+    for path in machine.ours(release).glob("*.ko*"):
+        if path.suffix != ASIDE:
+            path.rename(path.with_name(path.name + ASIDE))
+    machine.depmod(release)
+
+
+def files(machine: Machine, release: str) -> list[Path]:
+    """Files of ours below a kernel's folder: in their place, or where dkms put them."""
+    kernel = machine.modules / release
+    found = [machine.ours(release)] if machine.ours(release).exists() else []
+    for part in ("updates", "extra"):
+        for path in (kernel / part).rglob(f"{PREFIX}nvidia*"):
+            if LEFT_OVER.fullmatch(path.name):
+                found.append(path)
+    return found
+
+
+def remove_files(machine: Machine, releases: Iterable[str]) -> None:
+    for release in releases:
+        for path in files(machine, release):
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+
+
+def _named(modules_dep: Path) -> bool:
+    try:
+        text = modules_dep.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+    return f"{OURS}/" in text or f"/{PREFIX}nvidia" in text
