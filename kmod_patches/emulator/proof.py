@@ -30,14 +30,13 @@ BOOTED = tuple(suite.name for suite in debian.SUITES if suite.required)
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """The suites whose modules are both built, those whose nvidia-uvm is booted, and those only for CORE.
+    """The suites whose modules are both built, and those whose nvidia-uvm is booted.
 
     `skipped`: sets of checks that are not run. `install`: of those that are built, installed too.
     """
 
     build: tuple[str, ...]
     boot: tuple[str, ...]
-    core: tuple[str, ...] = ()
     skipped: frozenset[str] = frozenset()
     install: tuple[str, ...] = ()
 
@@ -46,10 +45,7 @@ LABEL = (
     "What the guests said. QEMU emulates each instruction, and the GPU is software: no time here is a real\n"
     "GPU's, and no patched module has run on one."
 )
-CORE = ("patched", "isolated", "gpu-patched")
-"""The sets that show what the patch is for."""
-
-CI = Scope(("trixie",), ("trixie", "bookworm"), ("bookworm",), catalogue.LONG)
+CI = Scope(("trixie",), ("trixie",), catalogue.LONG)
 FULL = Scope(SUITES, BOOTED, install=("trixie",))
 
 
@@ -126,7 +122,7 @@ def boot_all(scope: Scope, rows: Sequence[Row], found: build.Kernel, given: argp
         said = [f"rig: {booted(bay, RIG, None)}"]
         for suite in scope.boot:
             for boot in BOOTS:
-                if boot.checks in scope.skipped or (suite in scope.core and boot.checks not in CORE):
+                if boot.checks in scope.skipped:
                     ended = "skipped (--full)"
                 elif suite not in fetched:
                     ended = "FAILED: no source"
