@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
-from kmod import dkms, hooks, secureboot, symbols
+from kmod import bootguard, dkms, hooks, secureboot, symbols
 from kmod.build import Kernel
 from kmod.changes import have_spatch
 from kmod.command import run
@@ -132,8 +132,10 @@ def digest(wish: Wish, machine: Machine) -> str:
     """Of all that decides what is built, but the kernel: the driver's source, the patch, the key."""
     total = hashlib.sha256(hooks.whole_patch().digest().encode())
     key = f"{wish.key.private} {wish.key.certificate}" if wish.key else ""
+    total.update(f"{key}\0{machine.root}\0".encode())
     # What we write there is part of it: a newer mpsd-kmod may write otherwise.
-    total.update(f"{key}\0{machine.root}\0".encode() + Path(dkms.__file__).read_bytes())
+    for writer in (dkms, bootguard):
+        total.update(Path(str(writer.__file__)).read_bytes())
     for path in sorted(wish.tree.root.rglob("*")):
         if path.is_file():
             content = hashlib.sha256(path.read_bytes()).hexdigest()
@@ -175,9 +177,11 @@ def _source_step(machine: Machine, wish: Wish, manifest: Manifest) -> Step:
 
 def _build_steps(machine: Machine, wish: Wish, manifest: Manifest) -> list[Step]:
     version, release, tool = manifest.version, wish.kernel.release, Dkms(machine)
-    settings = machine.depmod_settings
+    settings, folder = machine.depmod_settings, folder_of(machine, version)
+    guard = [Step(f"write {bootguard.unit(machine)}", partial(bootguard.put, machine, folder))]
     return [
         Step(f"write {settings}", partial(_write_whole, settings, settings_text(manifest.modules))),
+        *(guard if bootguard.wanted(machine) else ()),
         Step(f"dkms: register {PACKAGE}/{version}", partial(_register, tool, version)),
         Step(f"dkms: build for {release}", partial(_build, machine, version, release)),
         Step(
@@ -213,6 +217,8 @@ def plan_uninstall(machine: Machine) -> list[Step]:
         steps.append(Step(f"remove {places}", partial(remove_files, machine, releases)))
     if settings.exists():
         steps.append(Step(f"remove {settings}", settings.unlink))
+    if bootguard.remains(machine):
+        steps.append(Step(f"remove {bootguard.unit(machine)}", partial(bootguard.remove, machine)))
     # Once more for each that it may have been broken off in: modules.dep still names ours then.
     steps += [Step(f"depmod {release}", partial(machine.depmod, release)) for release in releases]
     steps += [Step(f"remove {folder}", partial(shutil.rmtree, folder)) for folder in own_folders(machine)]
@@ -303,6 +309,8 @@ def _active(machine: Machine, version: str, release: str, modules: Sequence[Modu
         return False
     if settings.read_text(encoding="utf-8") != settings_text(modules):
         return False
+    if not bootguard.present(machine, folder_of(machine, version)):
+        return False
     try:
         check(machine, release, modules)
     except KmodError:
@@ -336,6 +344,7 @@ def _make_source(machine: Machine, wish: Wish, manifest: Manifest) -> None:
         tree = find(beside)
         hooks.apply(tree, hooks.whole_patch())
         write_configuration(tree, manifest.modules, Path(manifest.vendor), machine, wish.key)
+        bootguard.write_script(machine, tree.root / FOLDER, manifest.modules)
         manifest.write(beside)
         os.rename(beside, folder)
     except (OSError, shutil.Error) as error:

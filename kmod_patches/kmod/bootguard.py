@@ -1,0 +1,133 @@
+"""Before udev loads a driver: patched modules of another driver than the installed one step aside.
+
+Ours come first wherever modprobe looks, after an upgrade of the driver too, and its libraries refuse modules
+of another version: until somebody runs `mpsd-kmod install` no CUDA program would start. So a unit of systemd's
+compares versions at each boot. Where it is not sure it changes nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from kmod.dkms import FOLDER, Module
+from kmod.machine import OURS, Machine
+from kmod.placed import ASIDE
+
+NAME = "mpsd-kmod-versions.service"
+SCRIPT = "versions"
+
+# %v is the kernel's release.
+UNIT = """\
+# Written by mpsd-kmod, which also removes it.
+[Unit]
+Description=Patched NVIDIA modules of another driver than the installed one step aside
+DefaultDependencies=no
+After=systemd-remount-fs.service
+Before=systemd-udev-trigger.service systemd-modules-load.service sysinit.target
+RequiresMountsFor={script} {modules}
+ConditionPathExists={modules}/%v/{location}
+
+[Service]
+Type=oneshot
+ExecStart={script} %v
+"""
+
+TEXT = """\
+#!/bin/sh
+# The unit runs this before a driver is loaded: our modules are put aside where the driver was upgraded.
+set -eu
+[ -n "$1" ]
+kernel={modules}/$1
+target=$kernel/{location}
+ours=
+for file in "$target/{core}.ko"*; do
+    case $file in
+    *.ko | *.ko.?z | *.ko.zst) ours=$(modinfo -F version "$file") ;;
+    esac
+done
+[ -n "$ours" ] || exit 0
+stock=
+for file in $(find "$kernel" \\( {names} \\) ! -path "$target/*"); do
+    version=$(modinfo -F version "$file" 2>/dev/null) || continue
+    [ "$version" != "$ours" ] || exit 0
+    stock=${{version:-$stock}}
+done
+[ -n "$stock" ] || exit 0
+echo "mpsd-kmod: driver $stock is installed, the patched modules are of $ours: not loaded; mpsd-kmod install"
+for file in "$target"/*.ko "$target"/*.ko.?z "$target"/*.ko.zst; do
+    [ ! -e "$file" ] || mv "$file" "$file{aside}"
+done
+{depmod} "$1"
+"""
+
+
+def unit(machine: Machine) -> Path:
+    return machine.root / "etc/systemd/system" / NAME
+
+
+def wanted(machine: Machine) -> bool:
+    """Whether systemd runs this machine, as far as its folders say."""
+    return unit(machine).parent.is_dir()
+
+
+def present(machine: Machine, source: Path) -> bool:
+    """Whether it is as it should be; `source`: the folder with our scripts."""
+    if not wanted(machine):
+        return True
+    try:
+        text = unit(machine).read_text(encoding="utf-8")
+    except OSError:
+        return False
+    return text == unit_text(machine, source) and _link(machine).is_symlink()
+
+
+def unit_text(machine: Machine, source: Path) -> str:
+    script = "/" / (source / FOLDER / SCRIPT).relative_to(machine.root)
+    return UNIT.format(script=script, modules="/lib/modules", location=OURS)
+
+
+def put(machine: Machine, source: Path) -> None:
+    """As `systemctl enable` would, which wants a running systemd."""
+    path, link = unit(machine), _link(machine)
+    beside = path.with_name(path.name + ".new")
+    beside.write_text(unit_text(machine, source), encoding="utf-8")
+    os.replace(beside, path)
+    link.parent.mkdir(exist_ok=True)
+    link.unlink(missing_ok=True)
+    link.symlink_to(f"../{NAME}")
+
+
+def remains(machine: Machine) -> bool:
+    return unit(machine).exists() or _link(machine).is_symlink()
+
+
+def remove(machine: Machine) -> None:
+    for path in (_link(machine), unit(machine)):
+        path.unlink(missing_ok=True)
+
+
+def _link(machine: Machine) -> Path:
+    return unit(machine).parent / "sysinit.target.wants" / NAME
+
+
+def write_script(machine: Machine, folder: Path, modules: Sequence[Module]) -> None:
+    """Into the folder of our scripts."""
+    core = next(module.installed for module in modules if module.built == "nvidia")
+    depmod = "depmod"
+    if not machine.real:
+        where = (str(machine.root), str(machine.depmod_settings.parent))
+        depmod += " -b {} -C {}".format(*map(shlex.quote, where))
+    names = " -o ".join(f"-name {shlex.quote(f'{name}.ko*')}" for name in sorted({core, "nvidia"}))
+    text = TEXT.format(
+        modules=shlex.quote(str(machine.modules)),
+        location=OURS,
+        core=core,
+        names=names,
+        aside=ASIDE,
+        depmod=depmod,
+    )
+    (folder / SCRIPT).write_text(text, encoding="utf-8")
+    (folder / SCRIPT).chmod(0o755)
