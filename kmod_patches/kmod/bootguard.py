@@ -1,7 +1,7 @@
 """Before udev loads a driver: patched modules of another driver than the installed one step aside.
 
 Ours come first wherever modprobe looks, after an upgrade of the driver too, and its libraries refuse modules
-of another version: until somebody runs `mpsd-kmod install` no CUDA program would start. So a unit of systemd's
+of another version: until somebody runs `mpsd-kmod install` no CUDA program would start. So a unit of systemd
 compares versions at each boot. Where it is not sure it changes nothing.
 """
 
@@ -19,7 +19,8 @@ from kmod.placed import ASIDE
 NAME = "mpsd-kmod-versions.service"
 SCRIPT = "versions"
 
-# %v is the kernel's release.
+# %v is the kernel's release. It waits for no mount: one may need udev, which waits for this. Where the script
+# cannot be reached, or takes long, the boot goes on.
 UNIT = """\
 # Written by mpsd-kmod, which also removes it.
 [Unit]
@@ -27,12 +28,12 @@ Description=Patched NVIDIA modules of another driver than the installed one step
 DefaultDependencies=no
 After=systemd-remount-fs.service
 Before=systemd-udev-trigger.service systemd-modules-load.service sysinit.target
-RequiresMountsFor={script} {modules}
 ConditionPathExists={modules}/%v/{location}
 
 [Service]
 Type=oneshot
-ExecStart={script} %v
+TimeoutStartSec=30
+ExecStart=-{script} %v
 """
 
 TEXT = """\
