@@ -31,13 +31,19 @@ def main() -> int:
     try:
         return int(given.verb(given))
     except KeyboardInterrupt:
-        print("mpsd-kmod: broken off; the same command goes on with it", file=sys.stderr)
-        return 130
+        return _failed(given, KmodError("broken off; the same command goes on with it"), 130)
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else 1
+        return _failed(given, KmodError("ended by a signal; the same command goes on with it"), status)
     except (KmodError, OSError) as error:
-        if getattr(given, "json", False):
-            print(packaging.refusal_json(error))
-        print(f"mpsd-kmod: {error}", file=sys.stderr)
-        return 1
+        return _failed(given, error, 1)
+
+
+def _failed(given: argparse.Namespace, error: Exception, status: int) -> int:
+    if getattr(given, "json", False):
+        packaging.tell(packaging.refusal_json(error))
+    print(f"mpsd-kmod: {error}", file=sys.stderr)
+    return status
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -32,8 +32,8 @@ ConditionPathExists={modules}/%v/{location}
 
 [Service]
 Type=oneshot
-TimeoutStartSec=30
-ExecStart=-{script} %v
+TimeoutStartSec=90
+ExecStart=-/bin/sh {script} %v
 """
 
 TEXT = """\
@@ -49,7 +49,11 @@ for file in "$target/{core}.ko"*; do
     *.ko | *.ko.?z | *.ko.zst) ours=$(modinfo -F version "$file") ;;
     esac
 done
-[ -n "$ours" ] || exit 0
+if [ -z "$ours" ]; then
+    # An earlier run was ended before its depmod.
+    ! grep -qs "^{location}/" "$kernel/modules.dep" || {depmod} "$1"
+    exit 0
+fi
 stock=
 for file in $(find "$kernel" \\( {names} \\) ! -path "$target/*"); do
     version=$(modinfo -F version "$file" 2>/dev/null) || continue

@@ -47,6 +47,18 @@ def run_to(log: Path, command: Sequence[str | Path], *, deadline_s: float, cwd: 
             raise KmodError(f"{words[0]} took more than {deadline_s:g} s, see {log}") from None
 
 
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Ctrl-C, SIGTERM and a lost terminal are not heard: half of what is done here is no driver at all."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [signal.signal(number, signal.SIG_IGN) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+
+
 def end_when_told() -> None:
     """SIGTERM and a terminal that goes raise SystemExit from now on, so that what was started is ended and
     half-made folders go."""

@@ -165,7 +165,7 @@ def plan_install(machine: Machine, wish: Wish) -> list[Step]:
     if not fresh:
         return [_source_step(machine, wish, wanted), *_build_steps(machine, wish, wanted)]
     if _active(machine, version, wish.kernel.release, wanted.modules):
-        return []
+        return [] if bootguard.present(machine, folder) else _guard_steps(machine, version)
     return _build_steps(machine, wish, wanted)
 
 
@@ -177,11 +177,10 @@ def _source_step(machine: Machine, wish: Wish, manifest: Manifest) -> Step:
 
 def _build_steps(machine: Machine, wish: Wish, manifest: Manifest) -> list[Step]:
     version, release, tool = manifest.version, wish.kernel.release, Dkms(machine)
-    settings, folder = machine.depmod_settings, folder_of(machine, version)
-    guard = [Step(f"write {bootguard.unit(machine)}", partial(bootguard.put, machine, folder))]
+    settings = machine.depmod_settings
     return [
         Step(f"write {settings}", partial(_write_whole, settings, settings_text(manifest.modules))),
-        *(guard if bootguard.wanted(machine) else ()),
+        *_guard_steps(machine, version),
         Step(f"dkms: register {PACKAGE}/{version}", partial(_register, tool, version)),
         Step(f"dkms: build for {release}", partial(_build, machine, version, release)),
         Step(
@@ -194,6 +193,11 @@ def _build_steps(machine: Machine, wish: Wish, manifest: Manifest) -> list[Step]
             partial(check, machine, release, manifest.modules),
         ),
     ]
+
+
+def _guard_steps(machine: Machine, version: str) -> list[Step]:
+    put = partial(bootguard.put, machine, folder_of(machine, version))
+    return [Step(f"write {bootguard.unit(machine)}", put)] if bootguard.wanted(machine) else []
 
 
 def settings_text(modules: Sequence[Module]) -> str:
@@ -309,8 +313,6 @@ def _active(machine: Machine, version: str, release: str, modules: Sequence[Modu
         return False
     if settings.read_text(encoding="utf-8") != settings_text(modules):
         return False
-    if not bootguard.present(machine, folder_of(machine, version)):
-        return False
     try:
         check(machine, release, modules)
     except KmodError:
@@ -326,6 +328,8 @@ def _register(tool: Dkms, version: str) -> None:
 
 def _build(machine: Machine, version: str, release: str) -> None:
     """From the beginning: what an earlier run left may be a half."""
+    # It takes minutes, in which modprobe must not find names without files.
+    put_aside(machine, release)
     _drop(machine, version, release)
     Dkms(machine).build(version, release)
 

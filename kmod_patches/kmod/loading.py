@@ -7,9 +7,7 @@ are not. The files' own names are asked for, past what the distribution's settin
 from __future__ import annotations
 
 import shutil
-import signal
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -26,31 +24,20 @@ DEPMOD_DEADLINE_S = 300.0
 PATCHED, STOCK = "the patched modules", "the driver's own modules"
 
 
-@contextmanager
-def undisturbed() -> Iterator[None]:
-    """Ctrl-C, SIGTERM and a lost terminal wait: between the old modules and the new there is no driver."""
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = [signal.signal(number, signal.SIG_IGN) for number in numbers]
-    try:
-        yield
-    finally:
-        for number, handler in zip(numbers, before, strict=True):
-            signal.signal(number, handler)
-
-
 def plan_load(machine: Machine, used: Use, manifest: Manifest) -> list[Step]:
     """Raises InUse, KmodError where ours are not whole. Nothing to do where ours are loaded."""
     release = machine.running
-    check(machine, release, manifest.modules)
     require_fit(machine, manifest.version, release)
-    if used.ours and not _remembered(machine) and not loaded_is_old(machine, manifest):
+    check(machine, release, manifest.modules)
+    if used.ours and not _missing(machine, used) and not loaded_is_old(machine, manifest):
         return []
     return _exchange(machine, used, manifest, ours=True)
 
 
 def plan_unload(machine: Machine, used: Use, manifest: Manifest) -> list[Step]:
-    """Raises InUse. Nothing to do where ours are not loaded."""
-    if not used.ours and not _remembered(machine):
+    """Raises InUse. Nothing to do where ours are not loaded: without nvidia_uvm nobody can tell."""
+    known = used.ours or not used.loaded or "nvidia_uvm" in {module.name for module in used.loaded}
+    if known and not used.ours and not _missing(machine, used):
         return []
     return _exchange(machine, used, manifest, ours=False)
 
@@ -67,7 +54,7 @@ def _exchange(machine: Machine, used: Use, manifest: Manifest, *, ours: bool) ->
         what = PATCHED if ours else STOCK
         raise InUse(f"the driver's modules are in use; to load {what}, end what uses them", used)
     modules = manifest.modules
-    before = [*(module.name for module in used.loaded), *_remembered(machine)]
+    before = [*(module.name for module in used.loaded), *_missing(machine, used)]
     names = load_order(before, [module.kernel_name for module in modules])
     load = partial(_load, machine, modules, names)
     steps = []
@@ -139,7 +126,7 @@ def _unloading(machine: Machine, used: Use, modules: Sequence[Module], names: Se
     def act() -> None:
         # A run that is killed from here on leaves fewer modules than there were: the next one brings these.
         machine.state.mkdir(parents=True, exist_ok=True)
-        _memory(machine).write_text("".join(f"{name}\n" for name in names), encoding="ascii")
+        machine.to_load.write_text("".join(f"{name}\n" for name in names), encoding="ascii")
         gone: list[str] = []
         try:
             for name in order:
@@ -155,20 +142,18 @@ def _unloading(machine: Machine, used: Use, modules: Sequence[Module], names: Se
     return [Step(f"rmmod {' '.join(order)}", act)]
 
 
-def _memory(machine: Machine) -> Path:
-    return machine.state / "to-load"
-
-
-def _remembered(machine: Machine) -> list[str]:
-    """What was loaded before an exchange that was killed in the middle, since the last boot."""
+def _missing(machine: Machine, used: Use) -> list[str]:
+    """What was loaded before an exchange that was killed in the middle, this boot, and is not now."""
     try:
-        return _memory(machine).read_text(encoding="ascii").split()
+        remembered = machine.to_load.read_text(encoding="ascii").split()
     except OSError:
         return []
+    loaded = {module.name for module in used.loaded}
+    return [name for name in remembered if name not in loaded]
 
 
 def _forget(machine: Machine) -> None:
-    _memory(machine).unlink(missing_ok=True)
+    machine.to_load.unlink(missing_ok=True)
 
 
 def _installed(modules: Sequence[Module], names: Sequence[str]) -> list[str]:

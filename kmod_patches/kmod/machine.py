@@ -63,6 +63,11 @@ class Machine:
         """Until the next boot."""
         return self.root / "run/mpsd-kmod"
 
+    @property
+    def to_load(self) -> Path:
+        """What an exchange of modules that goes on, or was killed, is to bring back."""
+        return self.state / "to-load"
+
     def ours(self, release: str) -> Path:
         return self.modules / release / OURS
 

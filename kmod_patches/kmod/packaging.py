@@ -11,6 +11,7 @@ from pathlib import Path
 
 from kmod import modules, secureboot, source
 from kmod.build import kernel
+from kmod.command import undisturbed
 from kmod.debian import alone
 from kmod.dkms import Dkms
 from kmod.errors import InUse, KmodError, Unavailable
@@ -30,7 +31,7 @@ from kmod.install import (
     resolved,
     roll_back,
 )
-from kmod.loading import loaded_is_old, plan_load, plan_unload, undisturbed
+from kmod.loading import loaded_is_old, plan_load, plan_unload
 from kmod.machine import Machine, must_be_root
 from kmod.placed import kernels
 
@@ -169,6 +170,8 @@ def uninstall(given: argparse.Namespace) -> int:
             says.append(_until_boot(used, ""))
         after = [RAMDISK.format(release=release) for release in releases]
         _do(given, plan_uninstall(machine), "nothing is installed", says, after)
+        if not given.dry_run:
+            machine.to_load.unlink(missing_ok=True)
         return 0
 
     return _alone(machine, given, undo)
@@ -192,9 +195,9 @@ def _exchange(
 ) -> int:
     if not given.dry_run:
         must_be_root(machine, given.verb.__name__.strip("_"))
-    manifest = _installed_for(machine, machine.running)
 
     def act() -> int:
+        manifest = _installed_for(machine, machine.running)
         with undisturbed():
             _do(given, plan(machine, modules.use(machine), manifest), nothing, [])
         return 0
@@ -336,16 +339,19 @@ def _do(
     if given.json:
         done = not given.dry_run
         notes = [*says, *(after if steps else ())]
-        print(json.dumps({"done": done, "steps": [step.text for step in steps], "notes": notes}))
+        tell(json.dumps({"done": done, "steps": [step.text for step in steps], "notes": notes}))
 
 
 def _say(given: argparse.Namespace, text: str) -> None:
-    if given.json:
-        return
+    if not given.json:
+        tell(text)
+
+
+def tell(text: str) -> None:
+    """On standard output, where somebody listens: a connection that is lost is no reason to stop half-way."""
     try:
         print(text, flush=True)
     except OSError:
-        # Nobody listens any more (a closed connection, a pager that was left): no reason to stop half-way.
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
 
 

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
+from kmod.command import undisturbed
 from kmod.dkms import PREFIX
 from kmod.machine import OURS, Machine
 
@@ -27,10 +28,14 @@ def kernels(machine: Machine) -> list[str]:
 
 
 def put_aside(machine: Machine, release: str) -> None:
-    for path in machine.ours(release).glob("*.ko*"):
-        if path.suffix != ASIDE:
-            path.rename(path.with_name(path.name + ASIDE))
-    machine.depmod(release)
+    """depmod finds the driver's own then. Nothing where there is nothing of ours."""
+    if not files(machine, release):
+        return
+    with undisturbed():
+        for path in machine.ours(release).glob("*.ko*"):
+            if path.suffix != ASIDE:
+                path.rename(path.with_name(path.name + ASIDE))
+        machine.depmod(release)
 
 
 def files(machine: Machine, release: str) -> list[Path]:

@@ -16,7 +16,7 @@ PACKAGE = "mpsd-nvidia"
 """DKMS knows what we build by this name; its source folder is PACKAGE-VERSION."""
 
 PROPRIETARY = re.compile(r'MODULE_LICENSE\s*\(\s*"NVIDIA"\s*\)')
-CORE_MODULE = re.compile(r"nvidia(?!fb|-wmi)(?!.*-(uvm|modeset|drm|peermem))[\w.-]*\.ko(\.\w+)?")
+CORE_MODULE = re.compile(r"nvidia(?!fb|[-_](wmi|fs)\b)(?!.*[-_](uvm|modeset|drm|peermem))[\w.-]*\.ko(\.\w+)?")
 """nvidia.ko under the names that distributions give it: nvidia-current-open.ko, nvidia-tesla.ko.xz ..."""
 
 MODINFO_DEADLINE_S = 30.0
@@ -113,8 +113,9 @@ def _only(machine: Machine, release: str) -> Tree:
     After an upgrade what is loaded may be patched modules of the old driver, whose source has gone.
     """
     found = candidates(machine)
-    installed = stock_versions(machine, release)
-    wanted = installed or {loaded_version(machine)} - {""}
+    installed, loaded = stock_versions(machine, release), {loaded_version(machine)} - {""}
+    # Of several that are installed, the one that is loaded is the one that modprobe takes.
+    wanted = installed & loaded or installed or loaded
     usable = [tree for tree in found if not proprietary(tree)] or found
     if wanted:
         usable = [tree for tree in usable if tree.version in wanted]

@@ -51,11 +51,12 @@ def found(machine: Machine) -> Path | None:
 
 def test_the_unit_comes_and_goes_with_our_modules(machine: Machine) -> None:
     text = bootguard.unit(machine).read_text()
-    assert f"ExecStart=-/usr/src/mpsd-nvidia-{VERSION}/mpsd/versions %v\n" in text
+    assert f"ExecStart=-/bin/sh /usr/src/mpsd-nvidia-{VERSION}/mpsd/versions %v\n" in text
     assert (machine.root / LINK).resolve() == bootguard.unit(machine)
     assert plan_install(machine, wish(machine)) == []
     (machine.root / LINK).unlink()
-    perform(plan_install(machine, wish(machine)), quiet)
+    (again,) = plan_install(machine, wish(machine))
+    perform([again], quiet)
     assert (machine.root / LINK).is_symlink()
     perform(plan_uninstall(machine), quiet)
     assert not bootguard.remains(machine) and plan_uninstall(machine) == []
@@ -82,6 +83,15 @@ def test_of_another_driver_they_step_aside_and_an_install_brings_them_back(machi
     perform(plan_install(machine, wish(machine)), quiet)
     assert found(machine) == machine.ours(RELEASE) / STOCK.name
     assert sorted(path.suffix for path in machine.ours(RELEASE).iterdir()) == [".ko", ".ko"]
+
+
+def test_one_that_was_ended_before_its_depmod_is_finished_by_the_next(machine: Machine) -> None:
+    upgrade(machine, "560.1")
+    for path in machine.ours(RELEASE).iterdir():
+        path.rename(path.with_name(path.name + ".off"))
+    assert found(machine) != machine.modules / RELEASE / STOCK
+    assert boot(machine) == ""
+    assert found(machine) == machine.modules / RELEASE / STOCK
 
 
 @pytest.mark.parametrize("how", ["no version", "half written", "none"])

@@ -1,4 +1,7 @@
-"""Installing puts the patched modules before the stock ones, uninstalling takes them away."""
+"""Installing puts the patched modules before the stock ones, uninstalling takes them away.
+
+Long because each step of both is killed, and what else may be half there is tried.
+"""
 
 from __future__ import annotations
 
@@ -217,6 +220,15 @@ def test_what_cannot_be_put_in_its_place_is_not_left_where_dkms_put_it(machine: 
 def test_a_reboot_within_an_uninstall_finds_the_stock_modules(machine: Machine) -> None:
     install(machine)
     killed(1, plan_uninstall(machine))
+    assert uvm(machine) == stock_uvm(machine)
+
+
+def test_the_stock_modules_are_found_while_ours_are_built_again(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(machine)
+    machine.depmod_settings.unlink()
+    killed(-1, plan_install(machine, wish(machine)), "build")
     assert uvm(machine) == stock_uvm(machine)
 
 

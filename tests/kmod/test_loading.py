@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from kmod.command import undisturbed
 from kmod.errors import InUse, KmodError, Unavailable
 from kmod.install import Manifest, folder_of, perform, plan_install
-from kmod.loading import loaded_is_old, plan_load, plan_unload, stock_view, undisturbed
+from kmod.loading import loaded_is_old, plan_load, plan_unload, stock_view
 from kmod.machine import Machine
 from kmod.modules import is_ours, use
 from tests.kmod.machines import (
@@ -183,6 +184,22 @@ def test_an_exchange_that_was_killed_is_finished_either_way(machine: Machine, ou
     assert not list(machine.state.glob("to-load"))
     plan = plan_load if ours else plan_unload
     assert plan(machine, use(machine), manifest(machine)) == []
+
+
+def test_what_was_to_be_loaded_and_is_loaded_by_now_is_nothing_to_do(machine: Machine) -> None:
+    """After a kill somebody else, a CUDA program say, loaded the driver; and uses it."""
+    load(machine, LOADED)
+    perform(plan_load(machine, use(machine), manifest(machine))[:-1], quiet)
+    load(machine, LOADED, ours=True)
+    add_process(machine, 70, "trainer", ["/dev/nvidia-uvm"])
+    assert plan_load(machine, use(machine), manifest(machine)) == []
+
+
+def test_without_nvidia_uvm_nobody_can_tell_whose_nvidia_is_loaded(machine: Machine) -> None:
+    load(machine, ["nvidia 1 0 -"])
+    load_stock(machine)
+    assert log(machine) == ["unload nvidia", *came(STOCK)]
+    assert plan_unload(machine, use(machine), manifest(machine)) == []
 
 
 def test_a_patched_module_of_another_build_is_exchanged(machine: Machine) -> None:

@@ -139,11 +139,12 @@ def test_the_patched_modules_are_not_taken_from_under_their_users(typed: Typed) 
     assert "takes effect at the next boot; what is loaded stays" in done.stdout
 
 
-def test_nobody_has_to_listen(typed: Typed) -> None:
-    """A connection that is lost does not end an install half-way."""
+@pytest.mark.parametrize("words", [(), ("--json",)], ids=["text", "json"])
+def test_nobody_has_to_listen(typed: Typed, words: tuple[str, ...]) -> None:
+    """A connection that is lost does not end an install half-way, nor take it out again."""
     read, write = os.pipe()
     os.close(read)
-    line = [sys.executable, str(COMMAND), "install", "--root", str(typed.machine.root)]
+    line = [sys.executable, "-u", str(COMMAND), "install", "--root", str(typed.machine.root), *words]
     with os.fdopen(write, "wb") as nobody:
         done = subprocess.run(
             line, stdout=nobody, stderr=subprocess.PIPE, timeout=110.0, env=typed.environment

@@ -62,7 +62,7 @@ def test_after_an_upgrade_the_installed_driver_s_is_taken_and_not_the_loaded_one
     stock = machine.modules / RELEASE / "kernel/drivers/video"
     stock.mkdir(parents=True)
     (stock / "nvidia-tesla.ko").write_bytes(elf({}, {}, version="560.1"))
-    for other in ("nvidiafb", "nvidia-tesla-uvm", "nvidia-wmi-ec-backlight"):
+    for other in ("nvidiafb", "nvidia-tesla-uvm", "nvidia_uvm", "nvidia-wmi-ec-backlight", "nvidia-fs"):
         (stock / f"{other}.ko").write_bytes(elf({}, {}, version="6.6"))
     (stock / "nvidia-half.ko").write_bytes(b"")
     machine.proc.mkdir()
@@ -70,6 +70,9 @@ def test_after_an_upgrade_the_installed_driver_s_is_taken_and_not_the_loaded_one
     assert choose(machine, RELEASE).root == newer
     assert choose(machine, "another kernel").root == old
     assert stock_versions(machine, RELEASE) == {"560.1"}
+    (stock / "nvidia.ko").write_bytes(elf({}, {}, version="550.1"))
+    assert choose(machine, RELEASE).root == old
+    (stock / "nvidia.ko").unlink()
     newer.rename(tmp_path / "gone")
     with pytest.raises(
         KmodError, match=rf"driver 560\.1 is installed for {RELEASE} and its source is not here"
