@@ -25,6 +25,8 @@ _STEPS = {
 }
 
 
+# Since the module tells of steps once they are taken; one that came before it tells of them beforehand.
+_NOT_TAKEN = "the kernel part found none of its files to hold, and did not act: it ended, or let go of them"
 _WORK_LEFT = "its process has ended, its work has not ended: the kernel part holds its address space"
 # A death and the step that brought it are heard of in any order.
 SAME_END_S = 1.0
@@ -44,7 +46,7 @@ def on_kernel_fault(draft: Draft, event: ev.KernelFaultSeen) -> None:
         fatal = ev.UvmFatal(client.id, fault.event, event.own_memory, event.age_s)
         faults.on_fatal(draft, fatal, _evidence(draft, fault))
     elif fault.action in _STEPS:
-        _step(draft, client, fault.action)
+        _step(draft, client, fault)
     else:
         draft.count("kernel_records_unknown")
 
@@ -95,13 +97,14 @@ def on_kill_refused(draft: Draft, event: ev.KillRefused) -> None:
             hitrecords.write(draft, replace(record, hit=facts))
 
 
-def _step(draft: Draft, client: Client, action: KernelAction) -> None:
+def _step(draft: Draft, client: Client, fault: KernelFault) -> None:
     record = _record_of(draft, client)
     if record is None:
         draft.count("kernel_steps_without_record")
         return
-    late = action is KernelAction.KILL and _had_gone(draft, record)
-    sign = Evidence(Source.KERNEL_PART, draft.now, _WORK_LEFT if late else _STEPS[action])
+    late = fault.action is KernelAction.KILL and _had_gone(draft, record)
+    text = _NOT_TAKEN if fault.why else _WORK_LEFT if late else _STEPS[fault.action]
+    sign = Evidence(Source.KERNEL_PART, draft.now, text)
     hitrecords.write(draft, at.add_evidence(record, sign))
 
 

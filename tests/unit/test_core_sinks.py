@@ -187,6 +187,13 @@ def test_a_step_against_one_that_mpsd_has_put_out_does_not_say_that_nobody_did()
     assert "nobody put it out" not in text and "its work has not ended" in text
 
 
+def test_a_step_that_was_not_taken_is_not_told_as_one() -> None:
+    here = world()
+    see(here, record())
+    see(here, replace(record(KernelAction.KILL), why="failed"))
+    assert "did not act" in here.record().evidence[-1].text
+
+
 def test_a_step_that_is_heard_of_just_after_the_death_it_brought_tells_of_it() -> None:
     here = World(Policy()).ready()
     here.do(ev.ClientNoticed("d1", facts(12, uid=4242)))
