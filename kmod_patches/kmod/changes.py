@@ -47,8 +47,8 @@ HOOKS = (
     Change(
         "nvidia-uvm/uvm_gpu_non_replayable_faults.c",
         "hooks/uvm_gpu_non_replayable_faults.cocci",
-        3,
-        (INCLUDE, "mpsd_isolate_non_replayable("),
+        4,
+        (INCLUDE, "mpsd_isolate_non_replayable(", "mpsd_given_back("),
     ),
     Change(
         "nvidia-uvm/uvm_va_space.c",

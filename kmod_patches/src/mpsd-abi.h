@@ -42,9 +42,9 @@ enum mpsd_action {
 	MPSD_ACTION_SUNK = 2,		/* [sink_base, sink_base + sink_bytes) reads 0 and drops writes */
 	MPSD_ACTION_SUNK_BEFORE = 3,	/* an earlier sink covers it; never in a record */
 	MPSD_ACTION_REFUSED = 4,	/* stock answer, for the reason in `why` */
-	/* A step against a condemned space that nobody dealt with: */
-	MPSD_ACTION_KILL = 16,		/* its UVM files are held, its process gets SIGKILL */
-	MPSD_ACTION_STOP = 17,		/* its channels are stopped: queued work does not start */
+	/* A step that was taken against a condemned space that nobody dealt with; `why` is 0, or FAILED: */
+	MPSD_ACTION_KILL = 16,		/* its UVM files are held, its process gets SIGKILL; FAILED: it has none */
+	MPSD_ACTION_STOP = 17,		/* its channels are stopped: no queued work starts; FAILED: no file is held */
 	MPSD_ACTION_GIVE_UP = 18,	/* nothing of it is sunk any more, its files are let go */
 	/* Work whose address space is gone has faulted: the channel group dies now. No process is known. */
 	MPSD_ACTION_ORPHAN = 32,
@@ -68,7 +68,7 @@ enum mpsd_why {
 	MPSD_WHY_LOOP = 13,		/* an earlier sink of this page did not help */
 	MPSD_WHY_TOO_MANY = 14,		/* the space has all the sinks it may have */
 	MPSD_WHY_RELEASED = 15,		/* user space, or the last step, ended the sinking */
-	MPSD_WHY_FAILED = 16,		/* the sink could not be made */
+	MPSD_WHY_FAILED = 16,		/* the sink could not be made, or the step not be taken */
 	MPSD_WHY_ALONE = 17,		/* nobody else's work is in its channel group: nobody else is harmed */
 	MPSD_WHY_COUNT
 };
@@ -147,7 +147,7 @@ struct mpsd_record {
 	__u64 start_ns;			/* when the process started, CLOCK_BOOTTIME: with pid, who it is */
 	__u64 deadline_ns;		/* when the next step comes; 0: none will */
 	__s32 pid;			/* who made the space, as the reader's pid namespace sees it; 0: not */
-	__u32 faults;			/* fatal faults of the space, this one included; of an orphan: orphans so far */
+	__u32 faults;			/* fatal ones of the space, this one too; of an orphan: that GPU's so far */
 	__u32 sinks;			/* sinks of the space, this one included */
 	__u32 channel;
 	__u8 access;			/* enum mpsd_access */
@@ -194,7 +194,8 @@ struct mpsd_target {
 /*
  * EINVAL: a reserved field is not 0, or no such mode. ENOENT: the space is gone.
  * EPERM: the space has done nothing (acknowledge, kill: only a condemned one is killed).
- * EALREADY: the first step was taken or asked for, or the space ends (acknowledge, kill).
+ * EALREADY: the first step was taken or asked for, or the space ends (acknowledge, kill); another file has
+ * acknowledged.
  */
 #define MPSD_IOC_QUERY _IOR(MPSD_IOC_MAGIC, 0, struct mpsd_query)
 #define MPSD_IOC_SET_MODE _IOW(MPSD_IOC_MAGIC, 1, struct mpsd_set_mode)

@@ -46,15 +46,16 @@ struct reader {
 	u64 position;
 };
 
-/* What somebody wrote to the module's parameter may be no mode: that is off. */
+/* What somebody wrote to the module's parameters may be no mode: that is off; or beyond the bounds. */
 struct mpsd_policy_params mpsd_params(void)
 {
 	u32 mode = READ_ONCE(uvm_mpsd_mode);
 
 	return (struct mpsd_policy_params){
 		.mode = mode <= MPSD_MODE_ISOLATE ? mode : MPSD_MODE_OFF,
-		.deadline_ms = READ_ONCE(uvm_mpsd_deadline_ms),
-		.max_sinks = READ_ONCE(uvm_mpsd_max_sinks),
+		.deadline_ms = clamp_t(u32, READ_ONCE(uvm_mpsd_deadline_ms), MPSD_DEADLINE_MIN_MS,
+				       MPSD_DEADLINE_MAX_MS),
+		.max_sinks = min_t(u32, READ_ONCE(uvm_mpsd_max_sinks), MPSD_MAX_SINKS_LIMIT),
 		.nonreplayable = READ_ONCE(uvm_mpsd_nonreplayable),
 		.stop_channels = READ_ONCE(uvm_mpsd_stop_channels),
 	};
@@ -225,8 +226,11 @@ static long error_of(enum mpsd_answer answer)
 static long ask_locked(struct file *file, unsigned int request, struct mpsd_owner *owner)
 {
 	struct mpsd_policy_params params = mpsd_params();
+	const void *before = owner->acknowledged_by;
 	enum mpsd_answer answer = MPSD_ANSWER_OK;
 
+	if (request == MPSD_IOC_ACKNOWLEDGE && before && before != file->private_data)
+		return -EALREADY;
 	if (request == MPSD_IOC_ACKNOWLEDGE)
 		answer = mpsd_policy_acknowledge(&params, &owner->policy);
 	else if (request == MPSD_IOC_KILL)

@@ -6,6 +6,13 @@
 #include "mpsd-glue.h"
 #include "mpsd-uvm.h"
 
+/* Each is changed under its GPU's service lock, of replayable or of other faults. */
+static struct {
+	struct mpsd_orphans orphans;
+	u64 pass;
+	u32 last_index;
+} gpus[UVM_ID_MAX_GPUS];
+
 /* A type that no driver of the range 535 to 595 has by name is unknown: the stock answer. */
 static u8 type_of(uvm_fault_type_t type)
 {
@@ -77,12 +84,12 @@ static u8 engine_of(uvm_mmu_engine_type_t engine)
 }
 
 /* UVM's reasons have the numbers of its tools interface, which are ours. */
-static struct mpsd_fault fault_of(const uvm_fault_buffer_entry_t *entry, u32 batch, bool replayable)
+static struct mpsd_fault fault_of(const uvm_fault_buffer_entry_t *entry, u64 batch, bool replayable)
 {
 	return (struct mpsd_fault){
 		.address = entry->fault_address,
 		/* The two kinds count their batches on their own. */
-		.batch = (u64)batch << 1 | replayable,
+		.batch = batch << 1 | replayable,
 		.fault_type = type_of(entry->fault_type),
 		.access = access_of(entry->fault_access_type),
 		.uvm_reason = (u8)entry->fatal_reason,
@@ -138,7 +145,8 @@ static bool isolate_locked(struct mpsd_owner *owner, uvm_gpu_va_space_t *gpu_va_
 	mpsd_policy_decide(&params, &owner->policy, fault, &around, &decision);
 	if (decision.action == MPSD_ACTION_SUNK)
 		make_sink(owner, gpu_va_space, &params, fault, &decision);
-	else if (decision.renew && mpsd_sink_renew(around.sink) != NV_OK)
+	else if ((decision.renew && mpsd_sink_renew(around.sink) != NV_OK) ||
+		 (decision.relink && mpsd_sink_relink(gpu_va_space, fault->address) != NV_OK))
 		mpsd_policy_failed(&owner->policy, &decision);
 	if (decision.report) {
 		mpsd_policy_describe(&params, &owner->policy, fault, &decision, decision.action, &record);
@@ -177,32 +185,52 @@ bool mpsd_isolate_replayable(uvm_gpu_t *gpu, uvm_va_space_t *va_space, uvm_fault
 	return isolate(gpu, va_space, entry, &fault);
 }
 
-bool mpsd_isolate_non_replayable(uvm_gpu_t *gpu, uvm_va_space_t *va_space, uvm_fault_buffer_entry_t *entry,
-				 NvU32 batch)
+/*
+ * UVM counts a batch for each of these faults. It takes all that are there and goes through them from the first to
+ * the last, and we see some of them: where the index does not grow a new pass has begun, at the latest.
+ */
+static u64 pass_of(const uvm_gpu_t *gpu, const uvm_fault_buffer_entry_t *entry)
 {
-	struct mpsd_fault fault = fault_of(entry, batch, false);
+	u32 at = uvm_id_gpu_index(gpu->id);
+
+	if (entry->non_replayable.buffer_index <= gpus[at].last_index)
+		gpus[at].pass++;
+	gpus[at].last_index = entry->non_replayable.buffer_index;
+	return gpus[at].pass;
+}
+
+bool mpsd_isolate_non_replayable(uvm_gpu_t *gpu, uvm_va_space_t *va_space, uvm_fault_buffer_entry_t *entry)
+{
+	struct mpsd_fault fault = fault_of(entry, pass_of(gpu, entry), false);
 
 	return isolate(gpu, va_space, entry, &fault);
 }
 
-/* The service lock of the replayable faults is held: one at a time for each GPU, but not for all of them. */
+/* One that was fatal from the start, or that UVM could not serve, was not offered before: it is only told. */
+void mpsd_given_back(uvm_gpu_t *gpu, uvm_va_space_t *va_space, uvm_fault_buffer_entry_t *entry)
+{
+	struct mpsd_fault fault = fault_of(entry, gpus[uvm_id_gpu_index(gpu->id)].pass, false);
+
+	if (entry->is_fatal && entry->fatal_reason != UvmEventFatalReasonInvalidFaultType)
+		return;
+	if (!entry->is_fatal)
+		fault.uvm_reason = 0;
+	fault.fatal = true;
+	isolate(gpu, va_space, entry, &fault);
+}
+
 void mpsd_orphan(uvm_gpu_t *gpu, uvm_fault_buffer_entry_t *entry)
 {
-	static DEFINE_SPINLOCK(lock);
-	static struct mpsd_orphans orphans;
+	struct mpsd_orphans *orphans = &gpus[uvm_id_gpu_index(gpu->id)].orphans;
 	struct mpsd_policy_params params = mpsd_params();
 	struct mpsd_fault fault = fault_of(entry, 0, true);
 	const struct mpsd_space unknown = {};
 	struct mpsd_record record;
-	bool report;
 
-	spin_lock(&lock);
-	report = mpsd_policy_orphan(&params, &orphans, mpsd_now_ns());
-	spin_unlock(&lock);
-	if (!report)
+	if (!mpsd_policy_orphan(&params, orphans, mpsd_now_ns()))
 		return;
 	mpsd_policy_describe(&params, &unknown, &fault, NULL, MPSD_ACTION_ORPHAN, &record);
-	record.faults = READ_ONCE(orphans.faults);
+	record.faults = orphans->faults;
 	describe_source(gpu, entry, &record);
 	mpsd_report(NULL, &record);
 }

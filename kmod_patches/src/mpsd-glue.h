@@ -62,8 +62,10 @@ void mpsd_sink_around(struct mpsd_owner *owner, uvm_gpu_va_space_t *gpu_va_space
 		      struct mpsd_around *around);
 NV_STATUS mpsd_sink_make(uvm_gpu_va_space_t *gpu_va_space, const struct mpsd_decision *decision,
 			 struct mpsd_sink_node **made);
-/* Of a sink that is in force, after its PTEs were lost. On failure the sink covers its addresses without any. */
+/* Of a sink that is in force, after its PTEs were lost: writes them where they are, with none missing meanwhile. */
 NV_STATUS mpsd_sink_renew(struct mpsd_sink *sink);
+/* Of an address in the same 2 MiB as a sink: what points to the tables there is written again. */
+NV_STATUS mpsd_sink_relink(uvm_gpu_va_space_t *gpu_va_space, u64 address);
 
 /* mpsd-company.c: the VA space is locked for reading. True if a fault of it can harm another one. */
 bool mpsd_has_company(uvm_gpu_va_space_t *gpu_va_space);

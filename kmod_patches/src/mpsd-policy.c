@@ -58,13 +58,24 @@ static enum mpsd_why why_of_fault(const struct mpsd_policy_params *params, const
 	return why_of_client(params, fault);
 }
 
-static enum mpsd_why why_of_place(const struct mpsd_around *around)
+/*
+ * What the client has mapped beside a sink is without effect while nothing points to the table that they share: a
+ * page of 2 MiB had taken the pointer's place, and was taken away.
+ */
+static bool lost_table(const struct mpsd_fault *fault, const struct mpsd_around *around)
+{
+	return around->range == MPSD_RANGE_MAPPED && around->beside && fault->fault_type == MPSD_FAULT_INVALID_PDE;
+}
+
+static enum mpsd_why why_of_place(const struct mpsd_fault *fault, const struct mpsd_around *around)
 {
 	switch (around->range) {
 	case MPSD_RANGE_FREE:
 	case MPSD_RANGE_HOLE:
 		break;
 	case MPSD_RANGE_MAPPED:
+		if (lost_table(fault, around))
+			break;
 		return MPSD_WHY_PERMISSIONS;
 	case MPSD_RANGE_MANAGED:
 		return MPSD_WHY_MANAGED;
@@ -116,11 +127,14 @@ static enum mpsd_why why_of_room(const struct mpsd_policy_params *params, const 
 
 /* The loop guard */
 
-static bool covered(const struct mpsd_around *around, __u64 address)
+/* The sink that ought to have kept the fault away, or NULL. */
+static struct mpsd_sink *concerned(const struct mpsd_fault *fault, const struct mpsd_around *around)
 {
-	const struct mpsd_sink *sink = around->sink;
+	struct mpsd_sink *sink = around->sink;
 
-	return sink && address >= sink->base && address - sink->base < sink->bytes;
+	if (lost_table(fault, around))
+		return around->beside;
+	return sink && fault->address >= sink->base && fault->address - sink->base < sink->bytes ? sink : NULL;
 }
 
 /*
@@ -143,13 +157,11 @@ static void hit(struct mpsd_sink *sink, __u64 batch)
 
 /*
  * A batch later the sink ought to have helped. The client may have mapped memory over it and taken that away
- * again, and the PTEs with it. Where something is mapped in part of it now it is left as it is.
+ * again, and the PTEs with it. Where something is mapped in part of it now the PTEs are left as they are.
  */
-static bool renews(const struct mpsd_around *around, __u64 batch)
+static bool renews(const struct mpsd_sink *sink, const struct mpsd_around *around)
 {
-	const struct mpsd_sink *sink = around->sink;
-
-	return sink->batch != batch && around->free_first <= sink->base &&
+	return around->range != MPSD_RANGE_MAPPED && around->free_first <= sink->base &&
 	       sink->base + (sink->bytes - 1) <= around->free_last;
 }
 
@@ -158,15 +170,16 @@ static bool renews(const struct mpsd_around *around, __u64 batch)
 static enum mpsd_why why_not(const struct mpsd_policy_params *params, const struct mpsd_space *space,
 			     const struct mpsd_fault *fault, const struct mpsd_around *around)
 {
+	const struct mpsd_sink *sink = concerned(fault, around);
 	enum mpsd_why why = why_of_fault(params, fault);
 
 	if (why == MPSD_WHY_NONE)
-		why = why_of_place(around);
+		why = why_of_place(fault, around);
 	if (why == MPSD_WHY_NONE && space->released)
 		why = MPSD_WHY_RELEASED;
 	if (why == MPSD_WHY_NONE)
-		why = covered(around, fault->address) ? why_of_hits(around->sink, fault->batch) :
-							why_of_room(params, space, around, fault->address);
+		why = sink ? why_of_hits(sink, fault->batch) :
+			     why_of_room(params, space, around, fault->address);
 	/* The last reason: it tells of what would have been sunk for the sake of others. */
 	return why == MPSD_WHY_NONE && around->alone ? MPSD_WHY_ALONE : why;
 }
@@ -194,14 +207,19 @@ static void choose_sink(const struct mpsd_space *space, const struct mpsd_fault 
 static void isolate(struct mpsd_space *space, const struct mpsd_fault *fault,
 		    const struct mpsd_around *around, enum mpsd_why why, struct mpsd_decision *decision)
 {
-	bool before = covered(around, fault->address), renew = before && renews(around, fault->batch);
+	struct mpsd_sink *sink = concerned(fault, around);
+	bool later = sink && sink->batch != fault->batch, renew = later && renews(sink, around);
 
-	if (before)
-		hit(around->sink, fault->batch);
+	if (sink)
+		hit(sink, fault->batch);
 	if (why != MPSD_WHY_NONE)
 		answer_by_stock(space, decision, MPSD_ACTION_REFUSED, why);
-	else if (before)
-		*decision = (struct mpsd_decision){ .action = MPSD_ACTION_SUNK_BEFORE, .renew = renew };
+	else if (sink)
+		*decision = (struct mpsd_decision){
+			.action = MPSD_ACTION_SUNK_BEFORE,
+			.renew = renew,
+			.relink = later && !renew,
+		};
 	else
 		choose_sink(space, fault, around, decision);
 }
@@ -313,7 +331,7 @@ enum mpsd_answer mpsd_policy_kill(struct mpsd_space *space, __u64 now_ns)
 {
 	if (!space->condemned)
 		return MPSD_ANSWER_INNOCENT;
-	if (space->next_step != MPSD_ACTION_KILL)
+	if (space->next_step != MPSD_ACTION_KILL || space->kill_asked)
 		return MPSD_ANSWER_ALREADY;
 	space->kill_asked = true;
 	if (space->deadline_ns > now_ns)
@@ -343,58 +361,4 @@ bool mpsd_policy_orphan(const struct mpsd_policy_params *params, struct mpsd_orp
 		return false;
 	orphans->reported_ns = now_ns;
 	return true;
-}
-
-/* Records */
-
-static __u16 flags_of(const struct mpsd_space *space, const struct mpsd_fault *fault)
-{
-	__u16 flags = 0;
-
-	if (fault && fault->replayable)
-		flags |= MPSD_FLAG_REPLAYABLE;
-	if (space->condemned)
-		flags |= MPSD_FLAG_CONDEMNED;
-	if (space->acknowledged)
-		flags |= MPSD_FLAG_ACKNOWLEDGED;
-	if (space->released)
-		flags |= MPSD_FLAG_RELEASED;
-	return flags;
-}
-
-static void describe_fault(const struct mpsd_fault *fault, struct mpsd_record *record)
-{
-	record->address = fault->address;
-	record->fault_type = fault->fault_type;
-	record->access = fault->access;
-	record->uvm_reason = fault->uvm_reason;
-	record->engine = fault->engine;
-	record->client_type = fault->client_type;
-}
-
-void mpsd_policy_describe(const struct mpsd_policy_params *params, const struct mpsd_space *space,
-			  const struct mpsd_fault *fault, const struct mpsd_decision *decision,
-			  enum mpsd_action action, struct mpsd_record *record)
-{
-	*record = (struct mpsd_record){
-		.version = MPSD_ABI_VERSION,
-		.size = sizeof(*record),
-		.action = action,
-		.mode = (__u8)params->mode,
-		.deadline_ns = space->deadline_ns,
-		.faults = space->faults,
-		.sinks = space->sinks,
-		.channel = MPSD_NO_CHANNEL,
-		.gpc = MPSD_NO_ID,
-		.veid = MPSD_NO_ID,
-		.flags = flags_of(space, fault),
-	};
-	if (fault)
-		describe_fault(fault, record);
-	if (!decision)
-		return;
-	record->action = (__u8)decision->action;
-	record->why = (__u8)decision->why;
-	record->sink_base = decision->base;
-	record->sink_bytes = decision->bytes;
 }

@@ -5,8 +5,8 @@
  *
  *	mpsd_policy_decide()	SINK: make the sink, then mpsd_policy_sunk(), or mpsd_policy_failed()
  *				NONE, REPORTED, REFUSED: the stock driver answers
- *				SUNK_BEFORE: the replay finds the earlier sink; with `renew` make that anew
- *				first, or mpsd_policy_failed()
+ *				SUNK_BEFORE: the replay finds the earlier sink; with `renew` or `relink` do
+ *				that first, or mpsd_policy_failed()
  *	mpsd_policy_deadline()	when `deadline_ns` is reached: the step to take against the space
  *
  * A space that had a fault sunk is condemned: its client computes with wrong values and sees no error, so it
@@ -19,6 +19,7 @@
 
 #ifndef __KERNEL__
 #include <stdbool.h>
+#include <stddef.h>
 #endif
 
 #define MPSD_PAGE_BYTES 0x1000ULL
@@ -44,7 +45,10 @@ struct mpsd_policy_params {
 
 struct mpsd_fault {
 	__u64 address;
-	/* The same for all faults of one pass over the fault buffer, another one in every other pass. */
+	/*
+	 * The same for all faults of one pass over the fault buffer, another one in every other pass: what is in the
+	 * buffer together tells nothing of a sink that is made meanwhile.
+	 */
 	__u64 batch;
 	__u8 fault_type;		/* enum mpsd_fault_type */
 	__u8 access;			/* enum mpsd_access */
@@ -75,6 +79,8 @@ struct mpsd_sink {
 /* What the caller knows of the address on that GPU. */
 struct mpsd_around {
 	struct mpsd_sink *sink;		/* the sink that covers the address, or NULL */
+	/* A sink in the same 2 MiB, where something is mapped at the address by smaller pages; or NULL. */
+	struct mpsd_sink *beside;
 	__u64 free_first;		/* the gap without ranges, mappings and sinks: first and last byte */
 	__u64 free_last;
 	__u32 range;			/* enum mpsd_range */
@@ -91,7 +97,9 @@ struct mpsd_decision {
 	__u64 bytes;
 	__u64 page_bytes;		/* of the PTEs to write: MPSD_PAGE_BYTES or MPSD_BIG_PAGE_BYTES */
 	bool report;			/* put a record */
-	bool renew;			/* of SUNK_BEFORE: the sink's PTEs may not be there any more */
+	/* Of SUNK_BEFORE, one of the two at most: */
+	bool renew;			/* the sink's PTEs, and what points to them, may not be there any more */
+	bool relink;			/* what points to the table of the address's PTE may not be */
 };
 
 /* The policy's state of a VA space. Zeroes are a new one. */

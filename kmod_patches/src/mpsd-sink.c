@@ -47,27 +47,31 @@ static enum mpsd_range kind_of(const uvm_va_range_t *range)
 }
 
 /*
- * From 560 on an external range is a type of its own that begins with the VA range, before that it is the VA
- * range: a pointer without type is both. The client may map something into the hole after this look; then one
- * of the two is lost, to a client that is condemned.
+ * True if pages smaller than 2 MiB are mapped at the address. From 560 on an external range is a type of its own
+ * that begins with the VA range, before that it is the VA range: a pointer without type is both. The client may
+ * map something into the hole after this look; then one of the two is lost, to a client that is condemned.
  */
-static void look_inside(void *external, uvm_gpu_t *gpu, u64 address, struct mpsd_around *around)
+static bool look_inside(void *external, uvm_gpu_t *gpu, u64 address, struct mpsd_around *around)
 {
 	uvm_ext_gpu_range_tree_t *tree = uvm_ext_gpu_range_tree(external, gpu);
 	uvm_ext_gpu_map_t *map;
+	bool small = false;
 
 	uvm_mutex_lock(&tree->lock);
 	map = uvm_ext_gpu_map_iter_first(external, gpu, around->free_first, around->free_last);
 	while (map) {
-		if (clip(around, address, map->node.start, map->node.end))
+		if (clip(around, address, map->node.start, map->node.end)) {
 			around->range = MPSD_RANGE_MAPPED;
+			small = map->pt_range_vec.page_size < MPSD_MAX_SINK_BYTES;
+		}
 		map = uvm_ext_gpu_map_iter_next(external, map, around->free_last);
 	}
 	uvm_mutex_unlock(&tree->lock);
+	return small;
 }
 
-/* In a range the gap ends with it, even where what follows is free. */
-static void look_at_ranges(uvm_gpu_va_space_t *gpu_va_space, u64 address, struct mpsd_around *around)
+/* In a range the gap ends with it, even where what follows is free. True as above. */
+static bool look_at_ranges(uvm_gpu_va_space_t *gpu_va_space, u64 address, struct mpsd_around *around)
 {
 	u64 first = around->free_first, last = around->free_last;
 	uvm_va_space_t *va_space = gpu_va_space->va_space;
@@ -79,15 +83,14 @@ static void look_at_ranges(uvm_gpu_va_space_t *gpu_va_space, u64 address, struct
 			holder = range;
 	}
 	if (!holder)
-		return;
+		return false;
 	around->range = kind_of(holder);
 	around->free_first = max_t(u64, around->free_first, holder->node.start);
 	around->free_last = min_t(u64, around->free_last, holder->node.end);
-	if (around->range == MPSD_RANGE_HOLE)
-		look_inside(holder, gpu_va_space->gpu, address, around);
+	return around->range == MPSD_RANGE_HOLE && look_inside(holder, gpu_va_space->gpu, address, around);
 }
 
-static void look_at_sinks(struct mpsd_owner *owner, uvm_gpu_va_space_t *gpu_va_space, u64 address,
+static void look_at_sinks(struct mpsd_owner *owner, uvm_gpu_va_space_t *gpu_va_space, u64 address, bool small,
 			  struct mpsd_around *around)
 {
 	struct mpsd_sink_node *node;
@@ -95,9 +98,13 @@ static void look_at_sinks(struct mpsd_owner *owner, uvm_gpu_va_space_t *gpu_va_s
 	list_for_each_entry(node, &owner->sinks, list) {
 		u64 base = node->sink.base;
 
-		if (node->gpu_va_space == gpu_va_space &&
-		    clip(around, address, base, base + (node->sink.bytes - 1)))
+		if (node->gpu_va_space != gpu_va_space)
+			continue;
+		if (clip(around, address, base, base + (node->sink.bytes - 1)))
 			around->sink = &node->sink;
+		/* The oldest, which stays the same. */
+		if (small && (base ^ address) < MPSD_MAX_SINK_BYTES)
+			around->beside = &node->sink;
 	}
 }
 
@@ -105,6 +112,7 @@ void mpsd_sink_around(struct mpsd_owner *owner, uvm_gpu_va_space_t *gpu_va_space
 		      struct mpsd_around *around)
 {
 	u64 within = MPSD_MAX_SINK_BYTES - 1;
+	bool small;
 
 	*around = (struct mpsd_around){
 		.free_first = address & ~within,
@@ -116,8 +124,8 @@ void mpsd_sink_around(struct mpsd_owner *owner, uvm_gpu_va_space_t *gpu_va_space
 	};
 	around->can_address = uvm_gpu_can_address(gpu_va_space->gpu, address & ~(MPSD_PAGE_BYTES - 1),
 						  MPSD_PAGE_BYTES);
-	look_at_ranges(gpu_va_space, address, around);
-	look_at_sinks(owner, gpu_va_space, address, around);
+	small = look_at_ranges(gpu_va_space, address, around);
+	look_at_sinks(owner, gpu_va_space, address, small, around);
 }
 
 static NvU64 sparse_pte(uvm_page_table_range_vec_t *ptes, NvU64 offset, void *tree)
@@ -125,52 +133,77 @@ static NvU64 sparse_pte(uvm_page_table_range_vec_t *ptes, NvU64 offset, void *tr
 	return ((uvm_page_tree_t *)tree)->hal->make_sparse_pte();
 }
 
-/* The TLBs may know the addresses as invalid at each page size up to the sink's, and PTEs were of one. */
-static NV_STATUS invalidate(uvm_page_tree_t *tree, u64 base, u64 bytes)
+/* Of one of 2 MiB. The TLBs may know its addresses as invalid at each page size. */
+static NV_STATUS write_entry(uvm_page_tree_t *tree, uvm_page_table_range_t *entry, u64 base)
 {
 	uvm_push_t push;
 	NV_STATUS status;
 
-	status = uvm_push_begin(tree->gpu->channel_manager, UVM_CHANNEL_TYPE_MEMOPS, &push,
-				"mpsd: a sink at 0x%llx", base);
+	status = uvm_push_begin_acquire(tree->gpu->channel_manager, UVM_CHANNEL_TYPE_MEMOPS, &tree->tracker, &push,
+					"mpsd: tables at 0x%llx", base);
 	if (status != NV_OK)
 		return status;
-	uvm_tlb_batch_single_invalidate(tree, &push, base, bytes,
-					tree->hal->page_sizes() & (2 * bytes - 1), UVM_MEMBAR_NONE);
+	uvm_page_tree_write_pde(tree, entry, &push);
+	tree->gpu->parent->host_hal->wait_for_idle(&push);
+	uvm_tlb_batch_single_invalidate(tree, &push, base, MPSD_MAX_SINK_BYTES,
+					tree->hal->page_sizes() & (2 * MPSD_MAX_SINK_BYTES - 1), UVM_MEMBAR_NONE);
 	return uvm_push_end_and_wait(&push);
 }
 
-static void clear_sink(struct mpsd_sink_node *node)
+/*
+ * A page of 2 MiB takes the place of the entry that points to the tables of smaller ones, and leaves nothing there
+ * when it goes; UVM writes the entry with a new table only. The tree's lock: UVM may write the same entry, and what
+ * comes later must be what is newer.
+ */
+static NV_STATUS link_tables(uvm_page_tree_t *tree, u64 address)
 {
-	if (!node->ptes)
-		return;
-	uvm_page_table_range_vec_clear_ptes(node->ptes, UVM_MEMBAR_NONE);
-	uvm_page_table_range_vec_destroy(node->ptes);
-	node->ptes = NULL;
+	u64 base = address & ~(MPSD_MAX_SINK_BYTES - 1);
+	uvm_page_table_range_t entry = { 0 };
+	NV_STATUS status;
+
+	status = uvm_page_tree_get_entry(tree, MPSD_MAX_SINK_BYTES, base, UVM_PMM_ALLOC_FLAGS_EVICT, &entry);
+	if (status != NV_OK)
+		return status;
+	uvm_mutex_lock(&tree->lock);
+	status = write_entry(tree, &entry, base);
+	uvm_mutex_unlock(&tree->lock);
+	uvm_page_tree_put_ptes(tree, &entry);
+	return status;
 }
 
 static void unmake(struct mpsd_sink_node *node)
 {
-	clear_sink(node);
+	if (node->ptes) {
+		uvm_page_table_range_vec_clear_ptes(node->ptes, UVM_MEMBAR_NONE);
+		uvm_page_table_range_vec_destroy(node->ptes);
+	}
 	kfree(node);
 }
 
 static NV_STATUS write_sink(struct mpsd_sink_node *node)
 {
 	uvm_page_tree_t *tree = &node->gpu_va_space->page_tables;
-	u64 base = node->sink.base, bytes = node->sink.bytes;
 	NV_STATUS status;
 
-	if (!tree->hal->make_sparse_pte || !(tree->hal->page_sizes() & node->page_bytes))
+	status = uvm_page_table_range_vec_write_ptes(node->ptes, UVM_MEMBAR_NONE, sparse_pte, tree);
+	return status == NV_OK ? link_tables(tree, node->sink.base) : status;
+}
+
+static NV_STATUS create_sink(struct mpsd_sink_node *node)
+{
+	uvm_page_tree_t *tree = &node->gpu_va_space->page_tables;
+	u64 sizes = node->page_bytes | MPSD_MAX_SINK_BYTES;
+	NV_STATUS status;
+
+	if (!tree->hal->make_sparse_pte || (tree->hal->page_sizes() & sizes) != sizes)
 		return NV_ERR_NOT_SUPPORTED;
-	status = uvm_page_table_range_vec_create(tree, base, bytes, node->page_bytes, UVM_PMM_ALLOC_FLAGS_EVICT,
-						 &node->ptes);
+	status = uvm_page_table_range_vec_create(tree, node->sink.base, node->sink.bytes, node->page_bytes,
+						 UVM_PMM_ALLOC_FLAGS_EVICT, &node->ptes);
 	if (status != NV_OK) {
 		node->ptes = NULL;
 		return status;
 	}
-	status = uvm_page_table_range_vec_write_ptes(node->ptes, UVM_MEMBAR_NONE, sparse_pte, tree);
-	return status == NV_OK ? invalidate(tree, base, bytes) : status;
+	return write_sink(node);
 }
 
 NV_STATUS mpsd_sink_make(uvm_gpu_va_space_t *gpu_va_space, const struct mpsd_decision *decision,
@@ -184,7 +217,7 @@ NV_STATUS mpsd_sink_make(uvm_gpu_va_space_t *gpu_va_space, const struct mpsd_dec
 	node->gpu_va_space = gpu_va_space;
 	node->sink = (struct mpsd_sink){ .base = decision->base, .bytes = decision->bytes };
 	node->page_bytes = decision->page_bytes;
-	status = write_sink(node);
+	status = create_sink(node);
 	if (status == NV_OK)
 		*made = node;
 	else
@@ -192,17 +225,14 @@ NV_STATUS mpsd_sink_make(uvm_gpu_va_space_t *gpu_va_space, const struct mpsd_dec
 	return status;
 }
 
-/* The tables too: a page of 2 MiB takes the place of the entry that points to them. */
 NV_STATUS mpsd_sink_renew(struct mpsd_sink *sink)
 {
-	struct mpsd_sink_node *node = container_of(sink, struct mpsd_sink_node, sink);
-	NV_STATUS status;
+	return write_sink(container_of(sink, struct mpsd_sink_node, sink));
+}
 
-	clear_sink(node);
-	status = write_sink(node);
-	if (status != NV_OK)
-		clear_sink(node);
-	return status;
+NV_STATUS mpsd_sink_relink(uvm_gpu_va_space_t *gpu_va_space, u64 address)
+{
+	return link_tables(&gpu_va_space->page_tables, address);
 }
 
 void mpsd_gpu_space_ends(uvm_gpu_va_space_t *gpu_va_space)

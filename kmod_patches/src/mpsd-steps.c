@@ -84,52 +84,68 @@ static void let_files_go(struct mpsd_owner *owner)
 	}
 }
 
-static void kill_owner(struct mpsd_owner *owner)
+/* A process that has none of the files has nothing to do with the address space any more: after an exec, say. */
+static bool kill_owner(struct mpsd_owner *owner)
 {
 	unsigned int files = hold_files(owner);
 
+	if (!files) {
+		pr_warn("mpsd: pid %d (%s) is not killed: it has let go of what made the isolated faults\n",
+			pid_nr(owner->pid), owner->comm);
+		return false;
+	}
 	pr_warn("mpsd: killing pid %d (%s), its faults were isolated and nobody evicted it; %u files held\n",
 		pid_nr(owner->pid), owner->comm, files);
 	kill_pid(owner->pid, SIGKILL, 1);
+	return true;
 }
 
 /* Only what we hold is sure to live through it: the channels are stopped by RM calls, which take long. */
-static void stop_channels(struct mpsd_owner *owner)
+static bool stop_channels(struct mpsd_owner *owner)
 {
 	if (!owner->held[0])
-		return;
+		return false;
 	uvm_va_space_down_read_rm(owner->va_space);
 	uvm_va_space_stop_all_user_channels(owner->va_space);
 	uvm_va_space_up_read_rm(owner->va_space);
+	return true;
 }
 
-static void perform(struct mpsd_owner *owner, enum mpsd_action step)
+/* False: there was nothing to do it to. */
+static bool perform(struct mpsd_owner *owner, enum mpsd_action step)
 {
 	if (step == MPSD_ACTION_KILL)
-		kill_owner(owner);
-	else if (step == MPSD_ACTION_STOP)
-		stop_channels(owner);
-	else
-		let_files_go(owner);
+		return kill_owner(owner);
+	if (step == MPSD_ACTION_STOP)
+		return stop_channels(owner);
+	let_files_go(owner);
+	return true;
 }
 
 /* Stopping channels takes the VA space's lock, which comes before ours: so ours is not held over a step. */
 static enum mpsd_action next_step(struct mpsd_owner *owner)
 {
 	struct mpsd_policy_params params = mpsd_params();
-	struct mpsd_record record;
 	enum mpsd_action step;
 
 	mutex_lock(&owner->lock);
 	step = mpsd_policy_deadline(&params, &owner->policy, mpsd_now_ns());
-	if (step == MPSD_ACTION_NONE) {
+	if (step == MPSD_ACTION_NONE)
 		mpsd_steps_arm(owner);
-	} else {
-		mpsd_policy_describe(&params, &owner->policy, NULL, NULL, step, &record);
-		mpsd_report(owner, &record);
-	}
 	mutex_unlock(&owner->lock);
 	return step;
+}
+
+static void tell(struct mpsd_owner *owner, enum mpsd_action step, bool done)
+{
+	struct mpsd_policy_params params = mpsd_params();
+	struct mpsd_record record;
+
+	mutex_lock(&owner->lock);
+	mpsd_policy_describe(&params, &owner->policy, NULL, NULL, step, &record);
+	record.why = done ? MPSD_WHY_NONE : MPSD_WHY_FAILED;
+	mpsd_report(owner, &record);
+	mutex_unlock(&owner->lock);
 }
 
 void mpsd_steps_work(struct work_struct *work)
@@ -138,7 +154,7 @@ void mpsd_steps_work(struct work_struct *work)
 	enum mpsd_action step;
 
 	while ((step = next_step(owner)) != MPSD_ACTION_NONE)
-		perform(owner, step);
+		tell(owner, step, perform(owner, step));
 }
 
 void mpsd_steps_arm(struct mpsd_owner *owner)

@@ -18,8 +18,10 @@ bool mpsd_isolate_replayable(uvm_gpu_t *gpu, uvm_va_space_t *va_space, uvm_fault
 			     NvU32 batch);
 
 /* The same for copy engines and PBDMA. */
-bool mpsd_isolate_non_replayable(uvm_gpu_t *gpu, uvm_va_space_t *va_space, uvm_fault_buffer_entry_t *entry,
-				 NvU32 batch);
+bool mpsd_isolate_non_replayable(uvm_gpu_t *gpu, uvm_va_space_t *va_space, uvm_fault_buffer_entry_t *entry);
+
+/* UVM gives such a fault back to RM, which ends the channel group: whether it was offered before or not. */
+void mpsd_given_back(uvm_gpu_t *gpu, uvm_va_space_t *va_space, uvm_fault_buffer_entry_t *entry);
 
 /* A fault of work whose address space is gone: UVM is about to end its whole channel group. */
 void mpsd_orphan(uvm_gpu_t *gpu, uvm_fault_buffer_entry_t *entry);

@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ROOT / "kmod_patches" / "src"
 PROGRAMS = ROOT / "tests" / "kmod" / "programs"
 HEADER = SOURCES / "mpsd-abi.h"
+POLICY = ("mpsd-policy.c", "mpsd-record.c")
 DEADLINE_S = 60.0
 SANITIZE = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer")
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mpsd.gpu.nvidia.kernel_abi import KernelRecord, decode_record
-from tests.kmod.native import Pipe, build
+from tests.kmod.native import POLICY, Pipe, build
 from tests.kmod.policymodel import Around, Decision, Fault, Params, Space
 
 WORDS = 20
@@ -35,6 +35,7 @@ class Told:
     deadline_ns: int
     hits: int
     condemned_ns: int
+    beside_hits: int
     orphan_faults: int
 
 
@@ -43,7 +44,7 @@ def told(raw: bytes) -> Told:
     word = struct.unpack(f"={WORDS}Q", raw)
     return Told(
         result=word[0],
-        decision=Decision(word[1], word[2], word[3], word[4], word[5], bool(word[6] & 1), bool(word[6] & 2)),
+        decision=Decision(*word[1:6], *(bool(word[6] & bit) for bit in (1, 2, 4))),
         isolates=bool(word[7]),
         faults=word[8],
         sinks=word[9],
@@ -55,12 +56,15 @@ def told(raw: bytes) -> Told:
         deadline_ns=word[15],
         hits=word[16],
         condemned_ns=word[17],
+        beside_hits=word[18],
         orphan_faults=word[19],
     )
 
 
-def expected(space: Space, result: int, decision: Decision, hits: int, orphan_faults: int = 0) -> Told:
-    """What the driver must say when it is where the model is."""
+def expected(
+    space: Space, result: int, decision: Decision, around: Around | None, orphan_faults: int = 0
+) -> Told:
+    """What the driver must say when it is where the model is; `around` is that of a fault."""
     return Told(
         result=int(result),
         decision=decision,
@@ -73,8 +77,9 @@ def expected(space: Space, result: int, decision: Decision, hits: int, orphan_fa
         ended=space.ended,
         next_step=int(space.next_step),
         deadline_ns=space.deadline_ns,
-        hits=hits,
+        hits=space.sinks[around.sink - 1].hits if around and around.sink else 0,
         condemned_ns=space.condemned_at or 0,
+        beside_hits=space.sinks[around.beside - 1].hits if around and around.beside else 0,
         orphan_faults=orphan_faults,
     )
 
@@ -88,7 +93,7 @@ def fault_request(fault: Fault, around: Around, now: int, fails: bool = False) -
     units = (fault.fault_type, fault.access, fault.reason, fault.engine, fault.client_type)
     return (
         *(FAULT, fault.address, fault.batch, *units, int(fault.fatal), int(fault.replayable)),
-        *(around.sink, around.free_first, around.free_last, around.range),
+        *(around.sink | around.beside << 32, around.free_first, around.free_last, around.range),
         *(int(around.can_address), int(around.hmm), int(around.ats), int(around.alone), now, int(fails)),
     )
 
@@ -97,7 +102,7 @@ class Policy:
     """The compiled policy with one space, as mpsd-uvm calls it."""
 
     def __init__(self, folder: Path) -> None:
-        self._pipe = Pipe(build(folder, "policy_driver", "mpsd-policy.c"), WORDS)
+        self._pipe = Pipe(build(folder, "policy_driver", *POLICY), WORDS)
 
     def ask(self, requests: Sequence[Request]) -> list[bytes]:
         return self._pipe.ask(requests)

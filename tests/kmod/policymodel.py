@@ -92,7 +92,7 @@ class Sink:
 @dataclass(frozen=True)
 class Around:
     """`sink` is the number of the sink that covers the address, from 1; 0 if none does. The gap is
-    [free_first, free_last]."""
+    [free_first, free_last]. `beside`: one in the same 2 MiB, where small pages are mapped at the address."""
 
     free_first: int = 0
     free_last: int = (1 << 64) - 1
@@ -102,10 +102,17 @@ class Around:
     hmm: bool = False
     ats: bool = False
     alone: bool = False
+    beside: int = 0
 
     def holds(self, sink: Sink) -> bool:
         """Whether the gap has all of a sink."""
         return self.free_first <= sink.base and sink.base + sink.bytes - 1 <= self.free_last
+
+
+def lost_table(fault: Fault, around: Around) -> bool:
+    """Whether what is mapped there has no effect, for want of the table that it shares with a sink."""
+    mapped = around.range == Range.MAPPED and bool(around.beside)
+    return mapped and fault.fault_type == UvmFaultType.INVALID_PDE
 
 
 @dataclass(frozen=True)
@@ -117,6 +124,7 @@ class Decision:
     page_bytes: int = 0
     report: bool = False
     renew: bool = False
+    relink: bool = False
 
     @property
     def isolates(self) -> bool:
@@ -155,22 +163,22 @@ class Space:
         why = self.why_not(fault, around)
         if mode == Mode.REPORT:
             return self._stock(Action.REPORTED, why)
-        covering = self._covering(fault, around)
-        renew = covering is not None and covering.batch != fault.batch and around.holds(covering)
-        if covering is not None:
-            if covering.batch != fault.batch:
-                covering.hits = min(covering.hits + 1, LATER_BATCHES + 1)
-            covering.batch = fault.batch
+        sink = self.concerned(fault, around)
+        later = sink is not None and sink.batch != fault.batch
+        if sink is not None:
+            sink.hits = min(sink.hits + later, LATER_BATCHES + 1)
+            sink.batch = fault.batch
         if why is not Why.NONE:
             return self._stock(Action.REFUSED, why)
-        if covering is not None:
-            return Decision(Action.SUNK_BEFORE, renew=renew)
+        if sink is not None:
+            whole = around.range is not Range.MAPPED and around.holds(sink)
+            return Decision(Action.SUNK_BEFORE, renew=later and whole, relink=later and not whole)
         return self._stock(Action.REFUSED, Why.FAILED) if fails else self._sink(fault, around, now)
 
     def why_not(self, fault: Fault, around: Around) -> Why:
         """The first reason against a sink, in the order in which reasons are told."""
-        covering = self._covering(fault, around)
-        later = covering is not None and covering.hits + (covering.batch != fault.batch) > LATER_BATCHES
+        sink = self.concerned(fault, around)
+        later = sink is not None and sink.hits + (sink.batch != fault.batch) > LATER_BATCHES
         in_gap = around.free_first <= fault.page and fault.page + PAGE - 1 <= around.free_last
         full = len(self.sinks) >= min(self.params.max_sinks, SINKS_LIMIT)
         sm = (fault.engine, fault.client_type) == (Engine.GRAPHICS, ClientType.GPC)
@@ -190,18 +198,24 @@ class Space:
             (fault.replayable and not sm, Why.CLIENT),
             (not fault.replayable and not other_engine, Why.CLIENT),
             (not fault.replayable and not self.params.nonreplayable, Why.NONREPLAYABLE),
-            (around.range not in (Range.FREE, Range.HOLE), place.get(around.range, Why.RANGE)),
+            (
+                around.range not in (Range.FREE, Range.HOLE) and not lost_table(fault, around),
+                place.get(around.range, Why.RANGE),
+            ),
             (around.ats, Why.ATS),
             (not around.can_address, Why.UNADDRESSABLE),
             (self.released, Why.RELEASED),
             (later, Why.LOOP),
-            (covering is None and not in_gap, Why.NO_GAP),
-            (covering is None and full, Why.TOO_MANY),
+            (sink is None and not in_gap, Why.NO_GAP),
+            (sink is None and full, Why.TOO_MANY),
             (around.alone, Why.ALONE),
         ]
         return next((why for holds, why in reasons if holds), Why.NONE)
 
-    def _covering(self, fault: Fault, around: Around) -> Sink | None:
+    def concerned(self, fault: Fault, around: Around) -> Sink | None:
+        """The sink that ought to have kept the fault away."""
+        if lost_table(fault, around):
+            return self.sinks[around.beside - 1]
         sink = self.sinks[around.sink - 1] if around.sink else None
         return sink if sink is not None and sink.covers(fault.address) else None
 
@@ -271,7 +285,7 @@ class Space:
     def kill(self, now: int) -> Answer:
         if self.condemned_at is None:
             return Answer.INNOCENT
-        if self.next_step is not Action.KILL:
+        if self.next_step is not Action.KILL or self.kill_asked:
             return Answer.ALREADY
         self.kill_asked = True
         self.due = min(self.due, now)

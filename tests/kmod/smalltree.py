@@ -50,6 +50,17 @@ static NV_STATUS translate_instance_ptrs(uvm_gpu_t *gpu, batch_t *batch)
 NON_REPLAYABLE = """\
 #include "uvm_common.h"
 
+static void schedule_kill_channel({killer}uvm_fault_buffer_entry_t *fault, uvm_user_channel_t *ended)
+{{
+    uvm_va_space_t *space = fault->va_space;
+
+    if (ended->kill_channel.scheduled)
+        return;
+
+    ended->kill_channel.scheduled = true;
+    later(ended, space);
+}}
+
 static NV_STATUS {name}(uvm_gpu_t *gpu, uvm_fault_buffer_entry_t *fault)
 {{
     NV_STATUS status = NV_OK;
@@ -138,7 +149,9 @@ def make_tree(root: Path, version: str = "550.163.01", *, newer: bool = False) -
         space="va_space" if newer else "fault->va_space",
     )
     non_replayable = NON_REPLAYABLE.format(
-        name="service_fault_once" if newer else "service_fault", first="" if newer else "gpu, "
+        name="service_fault_once" if newer else "service_fault",
+        first="" if newer else "gpu, ",
+        killer="" if newer else "uvm_gpu_t *gpu, ",
     )
     texts = {
         "Kbuild": KBUILD.format(version=version),

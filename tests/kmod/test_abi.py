@@ -147,7 +147,7 @@ def test_accesses(compiled: dict[str, int]) -> None:
 
 @pytest.mark.parametrize("language", ["gnu89", "gnu11", "gnu17"])
 def test_own_files_compile_in_the_kernels_languages_and_call_nothing(language: str, tmp_path: Path) -> None:
-    for source in ("mpsd-policy.c", "mpsd-ring.c"):
+    for source in (*native.POLICY, "mpsd-ring.c"):
         target = tmp_path / f"{source}.o"
         command = ["gcc", f"-std={language}", "-O2", "-ffreestanding", "-Wall", "-Wextra", "-Werror"]
         command += ["-Wdeclaration-after-statement", "-c", "-o", str(target), str(native.SOURCES / source)]

@@ -238,22 +238,29 @@ def test_the_semantic_patches_fit_old_and_new_shapes(tmp_path: Path, patch: Patc
     module = (tree.root / "nvidia-uvm/uvm.c").read_text()
     assert module.index("mpsd_exit();") > module.index("uvm_global_exit();")
     copies = (tree.root / "nvidia-uvm/uvm_gpu_non_replayable_faults.c").read_text()
-    assert "(gpu, fault->va_space, fault, faults->batch_id))\n            fault->is_fatal = false;" in copies
+    assert "(gpu, fault->va_space, fault))\n            fault->is_fatal = false;" in copies
+    given_back = "mpsd_given_back(ended->gpu, fault->va_space, fault);"
+    assert copies.index(given_back) < copies.index("if (ended->kill_channel.scheduled)")
     hooks.reverse(tree)
     assert contents(tree.root) == before
 
 
 @needs_spatch
-@pytest.mark.parametrize("hook", HOOKS, ids=lambda hook: Path(hook.file).stem)
-def test_a_semantic_patch_that_misses_its_anchor_is_noticed(tree: Tree, patch: Patch, hook: Change) -> None:
-    anchors = {
-        "uvm_gpu_replayable_faults": "push_cancel_on_gpu_global",
-        "uvm_gpu_non_replayable_faults": "clear_faulted_on_gpu",
-        "uvm_va_space": "uvm_deferred_free_object_list",
-        "uvm": "uvm_global_exit",
-    }
-    file = tree.root / hook.file
-    file.write_text(file.read_text().replace(anchors[file.stem], "renamed"))
+@pytest.mark.parametrize(
+    ("name", "anchor"),
+    [
+        ("uvm_gpu_replayable_faults", "push_cancel_on_gpu_global"),
+        ("uvm_gpu_non_replayable_faults", "clear_faulted_on_gpu"),
+        ("uvm_gpu_non_replayable_faults", "kill_channel.scheduled)"),
+        ("uvm_va_space", "uvm_deferred_free_object_list"),
+        ("uvm", "uvm_global_exit"),
+    ],
+)
+def test_a_semantic_patch_that_misses_its_anchor_is_noticed(
+    tree: Tree, patch: Patch, name: str, anchor: str
+) -> None:
+    file = tree.root / f"nvidia-uvm/{name}.c"
+    file.write_text(file.read_text().replace(anchor, "renamed" + ")" * anchor.count(")")))
     before = contents(tree.root)
     with pytest.raises(HookMismatch, match=file.name):
         hooks.apply(tree, patch)

@@ -14,7 +14,7 @@ STEPS = 500_000
 
 @pytest.fixture(scope="module")
 def fuzz(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return native.build(tmp_path_factory.mktemp("fuzz"), "policy_fuzz", "mpsd-policy.c")
+    return native.build(tmp_path_factory.mktemp("fuzz"), "policy_fuzz", *native.POLICY)
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3, 0xFFFF_FFFF_FFFF_FFFF])
@@ -23,4 +23,4 @@ def test_garbage_breaks_no_law(seed: int, fuzz: Path) -> None:
 
 
 def test_counters_at_their_end(tmp_path: Path) -> None:
-    assert native.run(native.build(tmp_path, "policy_limits", "mpsd-policy.c")) == b""
+    assert native.run(native.build(tmp_path, "policy_limits", *native.POLICY)) == b""

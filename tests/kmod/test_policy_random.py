@@ -30,6 +30,7 @@ from tests.kmod.policymodel import (
     Range,
     Sink,
     Space,
+    lost_table,
 )
 from tests.kmod.worlds import LAST, World, addresses, worlds
 
@@ -72,9 +73,9 @@ class Play:
     orphans: int = 0
     orphan_told: int | None = None
 
-    def add(self, request: Request, result: int = 0, hits: int = 0) -> None:
+    def add(self, request: Request, result: int = 0, around: Around | None = None) -> None:
         self.requests.append(request)
-        self.expected.append(expected(self.space, result, self.decision, hits, self.orphans))
+        self.expected.append(expected(self.space, result, self.decision, around, self.orphans))
 
     def fault(self, fault: Fault, gpu: int, fails: bool, more: dict[str, bool]) -> None:
         around = self.world.around(fault.address, self.gpus[gpu], **more)
@@ -82,8 +83,7 @@ class Play:
         self.decision = self.space.fault(fault, around, self.now, fails)
         if self.decision.action == Action.SUNK:
             self.gpus[gpu].append((len(self.space.sinks), self.space.sinks[-1]))
-        hits = self.space.sinks[around.sink - 1].hits if around.sink else 0
-        self.add(driver.fault_request(fault, around, self.now, fails), hits=hits)
+        self.add(driver.fault_request(fault, around, self.now, fails), around=around)
 
     def orphan(self) -> bool:
         if self.space.params.mode not in (Mode.REPORT, Mode.ISOLATE):
@@ -181,7 +181,7 @@ def sinkable(fault: Fault, around: Around) -> bool:
         and fault.access in (READ, WRITE, ATOMIC)
         and fault.reason == UvmReason.INVALID_ADDRESS
         and (by_sm or by_engine)
-        and around.range in (Range.FREE, Range.HOLE)
+        and (around.range in (Range.FREE, Range.HOLE) or lost_table(fault, around))
         and around.can_address
         and not around.ats
         and not around.alone
@@ -209,6 +209,7 @@ class Laws:
         if decision.action == Action.SUNK:
             self.new_sink(fault, around, gpu, decision)
         elif decision.action == Action.SUNK_BEFORE:
+            assert not (decision.renew and around.range == Range.MAPPED), "nothing is written over pages"
             self.same_page_again(fault, around)
         else:
             assert (decision.base, decision.bytes, decision.page_bytes) == (0, 0, 0)
@@ -229,8 +230,9 @@ class Laws:
         assert len(self.order) <= self.params.max_sinks, "never more than max_sinks"
 
     def same_page_again(self, fault: Fault, around: Around) -> None:
-        sink = self.order[around.sink - 1]
-        assert sink.covers(fault.address)
+        lost = lost_table(fault, around)
+        sink = self.order[(around.beside if lost else around.sink) - 1]
+        assert sink.base // WIDEST == fault.address // WIDEST if lost else sink.covers(fault.address)
         if fault.batch != sink.batch:
             sink.batch = fault.batch
             sink.hits += 1

@@ -216,12 +216,37 @@ def test_a_sink_is_made_anew_in_a_later_batch_where_nothing_else_lies(policy: Po
     free, taken = Around(sink=1), Around(sink=1, free_first=base + PAGE)
     seen = policy.faults([(replace(WILD, batch=batch), free) for batch in (1, 2, 2)])
     seen += policy.faults([(replace(WILD, batch=3), taken)])
-    assert [(told.isolates, told.decision.renew) for told in seen] == [
-        (True, False),
-        (True, True),
-        (True, False),
-        (True, False),
+    assert [(told.isolates, told.decision.renew, told.decision.relink) for told in seen] == [
+        (True, False, False),
+        (True, True, False),
+        (True, False, False),
+        (True, False, True),
     ]
+
+
+def test_what_is_mapped_beside_a_sink_gets_its_table_back(policy: Policy) -> None:
+    """As often as a sink is made anew; nothing is written over the page itself."""
+    lost = replace(WILD, address=ADDRESS + 4 * BIG_PAGE, fault_type=UvmFaultType.INVALID_PDE)
+    around = Around(range=Range.MAPPED, beside=1)
+    assert policy.fault(lost, Around(range=Range.MAPPED)).decision.why == Why.PERMISSIONS
+    policy.fault(replace(WILD, batch=1))
+    assert policy.fault(replace(lost, fault_type=2), around).decision.why == Why.PERMISSIONS
+    seen = policy.faults([(replace(lost, batch=batch), around) for batch in (1, 2, 2, 3, 4, 5)])
+    assert [(told.decision.action, told.decision.relink, told.beside_hits) for told in seen] == [
+        (Action.SUNK_BEFORE, False, 0),
+        (Action.SUNK_BEFORE, True, 1),
+        (Action.SUNK_BEFORE, False, 1),
+        (Action.SUNK_BEFORE, True, 2),
+        (Action.SUNK_BEFORE, True, 3),
+        (Action.REFUSED, False, 4),
+    ]
+    assert (seen[-1].decision.why, seen[-1].sinks) == (Why.LOOP, 1)
+    assert not any(told.decision.renew for told in seen)
+    over = replace(around, sink=1)
+    policy.begin()
+    policy.fault(replace(WILD, batch=1))
+    again = policy.fault(replace(WILD, batch=2, fault_type=UvmFaultType.INVALID_PDE), over).decision
+    assert (again.action, again.renew, again.relink) == (Action.SUNK_BEFORE, False, True)
 
 
 def test_a_page_beside_the_sink_is_another_fault(policy: Policy) -> None:

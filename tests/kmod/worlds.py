@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
-from tests.kmod.policymodel import PAGE, Around, Range, Sink
+from tests.kmod.policymodel import PAGE, WIDEST, Around, Range, Sink
 
 LAST = (1 << 64) - 1
 PAGES = 4096
@@ -59,7 +59,9 @@ class World:
                 first = max(first, end + 1)
             if start > address:
                 last = min(last, start - 1)
-        return Around(first, last, kind, covering, **more)
+        window = [number for number, sink in sinks if sink.base // WIDEST == address // WIDEST]
+        beside = window[0] if window and kind is Range.MAPPED else 0
+        return Around(first, last, kind, covering, beside=beside, **more)
 
 
 @st.composite

@@ -7,13 +7,16 @@ from emulator.guest import (
     checks,
     company,
     device,
+    engines,
     failing,
     isolation,
     misbehaving,
     races,
     rows,
+    steps,
     storms,
     timing,
+    windows,
 )
 from emulator.guest.check import Check
 from emulator.guest.gpuchecks import GPU_STOCK, START
@@ -35,8 +38,8 @@ SETS = {
     "stock": checks.STOCK,
     "patched": (*checks.STOCK[: -len(checks.ENDS)], *DEVICE, *checks.ENDS),
     "gpu-stock": (*GPU_STOCK[: -len(LAST)], timing.STOCK, *LAST),
-    "gpu-patched": on_the_gpu(isolation.TOLD, adapter.CHECKS, company.CHECKS, timing.CHECKS),
-    "gpu-rows": on_the_gpu(rows.CHECKS),
+    "gpu-patched": on_the_gpu(isolation.TOLD, adapter.CHECKS, company.CHECKS, steps.CHECKS, timing.CHECKS),
+    "gpu-rows": on_the_gpu(rows.CHECKS, engines.CHECKS, windows.CHECKS),
     "gpu-storms": on_the_gpu(storms.CHECKS),
     "gpu-races": on_the_gpu(races.CHECKS),
     "gpu-failing": on_the_gpu(failing.CHECKS),

@@ -76,7 +76,8 @@ static struct mpsd_sink *named(__u64 number)
 static void take_fault(const __u64 *word)
 {
 	struct mpsd_around around = {
-		.sink = named(word[10]), .free_first = word[11], .free_last = word[12], .range = (__u32)word[13],
+		.sink = named(word[10] & 0xffffffffU), .beside = named(word[10] >> 32),
+		.free_first = word[11], .free_last = word[12], .range = (__u32)word[13],
 		.can_address = word[14], .hmm = word[15], .ats = word[16], .alone = word[17],
 	};
 
@@ -121,15 +122,17 @@ static __u64 perform(const __u64 *word)
 
 static void tell(const __u64 *word, __u64 *answer)
 {
-	const struct mpsd_sink *covering = word[0] == FAULT ? named(word[10]) : NULL;
+	const struct mpsd_sink *covering = word[0] == FAULT ? named(word[10] & 0xffffffffU) : NULL;
+	const struct mpsd_sink *beside = word[0] == FAULT ? named(word[10] >> 32) : NULL;
 	__u64 result = perform(word);
 	__u64 told[WORDS] = {
 		result, decision.action, decision.why, decision.base, decision.bytes,
-		decision.page_bytes, (decision.report ? 1u : 0u) | (decision.renew ? 2u : 0u),
+		decision.page_bytes, (decision.report ? 1u : 0u) | (decision.renew ? 2u : 0u) |
+			(decision.relink ? 4u : 0u),
 		mpsd_policy_isolates(&decision), space->faults,
 		space->sinks, space->condemned, space->acknowledged, space->released, space->ended,
 		space->next_step, space->deadline_ns, covering ? covering->hits : 0, space->condemned_ns,
-		sink_count, orphans.faults,
+		beside ? beside->hits : 0, orphans.faults,
 	};
 
 	memcpy(answer, told, sizeof(told));

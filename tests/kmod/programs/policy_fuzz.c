@@ -107,7 +107,8 @@ static struct mpsd_fault some_fault(void)
 static struct mpsd_around some_around(const struct mpsd_fault *fault)
 {
 	struct mpsd_around around = {
-		.sink = sink_count && below(2) ? sinks[below(sink_count)] : NULL, .free_first = address(),
+		.sink = sink_count && below(2) ? sinks[below(sink_count)] : NULL,
+		.beside = sink_count && below(2) ? sinks[below(sink_count)] : NULL, .free_first = address(),
 		.free_last = address(), .range = below(4) ? MPSD_RANGE_FREE : number(6),
 		.can_address = below(8), .hmm = !below(8), .ats = !below(8),
 		.alone = !below(8),
@@ -141,8 +142,21 @@ static void check_isolated(const struct mpsd_fault *fault, const struct mpsd_aro
 	CHECK(fault->uvm_reason == 1 && (fault->replayable || params.nonreplayable));
 	CHECK(fault->replayable == (fault->engine == MPSD_ENGINE_GRAPHICS));
 	CHECK(!fault->replayable || fault->client_type == MPSD_CLIENT_GPC);
-	CHECK(around->range == MPSD_RANGE_FREE || around->range == MPSD_RANGE_HOLE);
+	CHECK(around->range == MPSD_RANGE_FREE || around->range == MPSD_RANGE_HOLE ||
+	      (around->range == MPSD_RANGE_MAPPED && around->beside && fault->fault_type == 1));
 	CHECK(around->can_address && !around->ats && !around->alone);
+}
+
+static void check_sunk_before(const struct mpsd_fault *fault, const struct mpsd_around *around,
+			      const struct mpsd_decision *decision)
+{
+	const struct mpsd_sink *sink = around->range == MPSD_RANGE_MAPPED ? around->beside : around->sink;
+
+	CHECK(sink && sink->hits <= MPSD_LOOP_HITS && !decision->report);
+	CHECK(sink == around->beside || fault->address - sink->base < sink->bytes);
+	CHECK(!decision->renew || (around->free_first <= sink->base && sink->hits && !decision->relink));
+	CHECK(!decision->renew || around->range != MPSD_RANGE_MAPPED);
+	CHECK(!decision->relink || sink->hits);
 }
 
 static void make_sink(const struct mpsd_fault *fault, struct mpsd_decision *decision)
@@ -182,9 +196,7 @@ static void take_fault(void)
 		check_sink(&fault, &around, &decision);
 		make_sink(&fault, &decision);
 	} else if (decision.action == MPSD_ACTION_SUNK_BEFORE) {
-		CHECK(around.sink && fault.address - around.sink->base < around.sink->bytes);
-		CHECK(around.sink->hits <= MPSD_LOOP_HITS && !decision.report);
-		CHECK(!decision.renew || (around.free_first <= around.sink->base && around.sink->hits));
+		check_sunk_before(&fault, &around, &decision);
 	} else {
 		CHECK(!decision.base && !decision.bytes && !decision.page_bytes);
 	}
@@ -224,7 +236,8 @@ static void take_orphan(void)
 
 static void ask(void)
 {
-	bool condemned = space->condemned, killable = condemned && space->next_step == MPSD_ACTION_KILL;
+	bool condemned = space->condemned;
+	bool killable = condemned && space->next_step == MPSD_ACTION_KILL && !space->kill_asked;
 	struct mpsd_record record;
 
 	switch (below(7)) {
