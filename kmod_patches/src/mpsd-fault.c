@@ -140,14 +140,17 @@ static bool isolate_locked(struct mpsd_owner *owner, uvm_gpu_va_space_t *gpu_va_
 	struct mpsd_decision decision;
 	struct mpsd_around around;
 	struct mpsd_record record;
+	uvm_mutex_t *mappings;
 
-	mpsd_sink_around(owner, gpu_va_space, fault->address, &around);
+	mappings = mpsd_sink_around(owner, gpu_va_space, fault->address, &around);
 	mpsd_policy_decide(&params, &owner->policy, fault, &around, &decision);
 	if (decision.action == MPSD_ACTION_SUNK)
 		make_sink(owner, gpu_va_space, &params, fault, &decision);
 	else if ((decision.renew && mpsd_sink_renew(around.sink) != NV_OK) ||
 		 (decision.relink && mpsd_sink_relink(gpu_va_space, fault->address) != NV_OK))
 		mpsd_policy_failed(&owner->policy, &decision);
+	if (mappings)
+		uvm_mutex_unlock(mappings);
 	if (decision.report) {
 		mpsd_policy_describe(&params, &owner->policy, fault, &decision, decision.action, &record);
 		describe_source(gpu_va_space->gpu, entry, &record);

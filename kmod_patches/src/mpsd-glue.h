@@ -11,6 +11,7 @@
 
 #include "uvm_forward_decl.h"
 #include "uvm_hal_types.h"
+#include "uvm_lock.h"
 #include "mpsd-policy.h"
 
 /* The VA space's own, and that of the process's memory: UVM allows one of each. */
@@ -58,8 +59,9 @@ void mpsd_steps_arm(struct mpsd_owner *owner);
 void mpsd_steps_work(struct work_struct *work);
 
 /* mpsd-sink.c: `lock` is held, and the VA space is locked for reading. */
-void mpsd_sink_around(struct mpsd_owner *owner, uvm_gpu_va_space_t *gpu_va_space, u64 address,
-		      struct mpsd_around *around);
+/* What it returns, unless that is NULL, is locked, and the caller's to unlock: until then nothing is mapped there. */
+uvm_mutex_t *mpsd_sink_around(struct mpsd_owner *owner, uvm_gpu_va_space_t *gpu_va_space, u64 address,
+			      struct mpsd_around *around);
 NV_STATUS mpsd_sink_make(uvm_gpu_va_space_t *gpu_va_space, const struct mpsd_decision *decision,
 			 struct mpsd_sink_node **made);
 /* Of a sink that is in force, after its PTEs were lost: writes them where they are, with none missing meanwhile. */

@@ -3,6 +3,7 @@
  * Sparse PTEs under a faulting address: reads give 0, writes are dropped, nothing faults. They need no memory
  * but that of the page tables, which UVM frees with our references.
  */
+#include <linux/delay.h>
 #include <linux/slab.h>
 
 #include "uvm_common.h"
@@ -17,6 +18,10 @@
 #include "uvm_va_space.h"
 #include "mpsd-glue.h"
 #include "mpsd-uvm.h"
+
+/* Some 100 ms in all: less than any of RM's own limits. */
+#define LOCK_TRIES 400
+#define LOCK_PAUSE_US 250
 
 /* Takes what lies beside the address out of the gap; true if the address itself is in it. */
 static bool clip(struct mpsd_around *around, u64 address, u64 first, u64 last)
@@ -47,17 +52,38 @@ static enum mpsd_range kind_of(const uvm_va_range_t *range)
 }
 
 /*
- * True if pages smaller than 2 MiB are mapped at the address. From 560 on an external range is a type of its own
- * that begins with the VA range, before that it is the VA range: a pointer without type is both. The client may
- * map something into the hole after this look; then one of the two is lost, to a client that is condemned.
+ * UVM holds this lock over RM calls, and RM may wait for the GPU, and the GPU for this very fault: so it is not
+ * waited for without end. Nobody who has it so long lets us know what is mapped.
  */
-static bool look_inside(void *external, uvm_gpu_t *gpu, u64 address, struct mpsd_around *around)
+static bool lock_mappings(uvm_mutex_t *lock)
+{
+	unsigned int tries;
+
+	for (tries = 0; tries < LOCK_TRIES; tries++) {
+		if (uvm_mutex_trylock(lock))
+			return true;
+		usleep_range(LOCK_PAUSE_US, 2 * LOCK_PAUSE_US);
+	}
+	return false;
+}
+
+/*
+ * True if pages smaller than 2 MiB are mapped at the address. From 560 on an external range is a type of its own
+ * that begins with the VA range, before that it is the VA range: a pointer without type is both. The lock is the
+ * caller's to give back, once the sink is written: what the client maps into the hole comes after it.
+ */
+static bool look_inside(void *external, uvm_gpu_t *gpu, u64 address, struct mpsd_around *around,
+			uvm_mutex_t **locked)
 {
 	uvm_ext_gpu_range_tree_t *tree = uvm_ext_gpu_range_tree(external, gpu);
 	uvm_ext_gpu_map_t *map;
 	bool small = false;
 
-	uvm_mutex_lock(&tree->lock);
+	if (!lock_mappings(&tree->lock)) {
+		around->range = MPSD_RANGE_UNKNOWN;
+		return false;
+	}
+	*locked = &tree->lock;
 	map = uvm_ext_gpu_map_iter_first(external, gpu, around->free_first, around->free_last);
 	while (map) {
 		if (clip(around, address, map->node.start, map->node.end)) {
@@ -66,12 +92,12 @@ static bool look_inside(void *external, uvm_gpu_t *gpu, u64 address, struct mpsd
 		}
 		map = uvm_ext_gpu_map_iter_next(external, map, around->free_last);
 	}
-	uvm_mutex_unlock(&tree->lock);
 	return small;
 }
 
 /* In a range the gap ends with it, even where what follows is free. True as above. */
-static bool look_at_ranges(uvm_gpu_va_space_t *gpu_va_space, u64 address, struct mpsd_around *around)
+static bool look_at_ranges(uvm_gpu_va_space_t *gpu_va_space, u64 address, struct mpsd_around *around,
+			   uvm_mutex_t **locked)
 {
 	u64 first = around->free_first, last = around->free_last;
 	uvm_va_space_t *va_space = gpu_va_space->va_space;
@@ -87,7 +113,9 @@ static bool look_at_ranges(uvm_gpu_va_space_t *gpu_va_space, u64 address, struct
 	around->range = kind_of(holder);
 	around->free_first = max_t(u64, around->free_first, holder->node.start);
 	around->free_last = min_t(u64, around->free_last, holder->node.end);
-	return around->range == MPSD_RANGE_HOLE && look_inside(holder, gpu_va_space->gpu, address, around);
+	if (around->range != MPSD_RANGE_HOLE)
+		return false;
+	return look_inside(holder, gpu_va_space->gpu, address, around, locked);
 }
 
 static void look_at_sinks(struct mpsd_owner *owner, uvm_gpu_va_space_t *gpu_va_space, u64 address, bool small,
@@ -108,9 +136,10 @@ static void look_at_sinks(struct mpsd_owner *owner, uvm_gpu_va_space_t *gpu_va_s
 	}
 }
 
-void mpsd_sink_around(struct mpsd_owner *owner, uvm_gpu_va_space_t *gpu_va_space, u64 address,
-		      struct mpsd_around *around)
+uvm_mutex_t *mpsd_sink_around(struct mpsd_owner *owner, uvm_gpu_va_space_t *gpu_va_space, u64 address,
+			      struct mpsd_around *around)
 {
+	uvm_mutex_t *locked = NULL;
 	u64 within = MPSD_MAX_SINK_BYTES - 1;
 	bool small;
 
@@ -124,8 +153,9 @@ void mpsd_sink_around(struct mpsd_owner *owner, uvm_gpu_va_space_t *gpu_va_space
 	};
 	around->can_address = uvm_gpu_can_address(gpu_va_space->gpu, address & ~(MPSD_PAGE_BYTES - 1),
 						  MPSD_PAGE_BYTES);
-	small = look_at_ranges(gpu_va_space, address, around);
+	small = look_at_ranges(gpu_va_space, address, around, &locked);
 	look_at_sinks(owner, gpu_va_space, address, small, around);
+	return locked;
 }
 
 static NvU64 sparse_pte(uvm_page_table_range_vec_t *ptes, NvU64 offset, void *tree)
