@@ -7,12 +7,12 @@ compares versions at each boot. Where it is not sure it changes nothing.
 
 from __future__ import annotations
 
-import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from kmod.dkms import FOLDER, Module
+from kmod.caching import write_whole
+from kmod.dkms import FOLDER, Module, write_program
 from kmod.machine import OURS, Machine
 from kmod.placed import ASIDE
 
@@ -96,10 +96,8 @@ def unit_text(machine: Machine, source: Path) -> str:
 
 def put(machine: Machine, source: Path) -> None:
     """As `systemctl enable` would, which wants a running systemd."""
-    path, link = unit(machine), _link(machine)
-    beside = path.with_name(path.name + ".new")
-    beside.write_text(unit_text(machine, source), encoding="utf-8")
-    os.replace(beside, path)
+    link = _link(machine)
+    write_whole(unit(machine), unit_text(machine, source))
     link.parent.mkdir(exist_ok=True)
     link.unlink(missing_ok=True)
     link.symlink_to(f"../{NAME}")
@@ -121,10 +119,6 @@ def _link(machine: Machine) -> Path:
 def write_script(machine: Machine, folder: Path, modules: Sequence[Module]) -> None:
     """Into the folder of our scripts."""
     core = next(module.installed for module in modules if module.built == "nvidia")
-    depmod = "depmod"
-    if not machine.real:
-        where = (str(machine.root), str(machine.depmod_settings.parent))
-        depmod += " -b {} -C {}".format(*map(shlex.quote, where))
     names = " -o ".join(f"-name {shlex.quote(f'{name}.ko*')}" for name in sorted({core, "nvidia"}))
     text = TEXT.format(
         modules=shlex.quote(str(machine.modules)),
@@ -132,7 +126,6 @@ def write_script(machine: Machine, folder: Path, modules: Sequence[Module]) -> N
         core=core,
         names=names,
         aside=ASIDE,
-        depmod=depmod,
+        depmod=shlex.join(machine.depmod_command),
     )
-    (folder / SCRIPT).write_text(text, encoding="utf-8")
-    (folder / SCRIPT).chmod(0o755)
+    write_program(folder / SCRIPT, text)

@@ -1,7 +1,8 @@
-"""Folders of the cache: under their names only when they are whole, whoever else makes one meanwhile."""
+"""Files, and folders of the cache: under their names only when they are whole, whoever else makes one."""
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -9,6 +10,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from kmod.errors import KmodError
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Raises OSError; what there was stays then."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(path.name + ".new")
+    beside.write_text(text, encoding="utf-8")
+    os.replace(beside, path)
 
 
 @contextmanager

@@ -220,9 +220,9 @@ def write_configuration(
         values["sign"] = SIGN.format(
             private=shlex.quote(str(key.private)), certificate=shlex.quote(str(key.certificate))
         )
-    _script(folder / "before-build", BEFORE_BUILD)
-    _script(folder / "place", PLACE.format_map(values))
-    _script(folder / "take-out", TAKE_OUT.format_map(values))
+    write_program(folder / "before-build", BEFORE_BUILD)
+    write_program(folder / "place", PLACE.format_map(values))
+    write_program(folder / "take-out", TAKE_OUT.format_map(values))
     for mend in possible_mends(tree):
         (folder / "mends").mkdir(exist_ok=True)
         name = Path(mend.file).name
@@ -232,7 +232,7 @@ def write_configuration(
     (tree.root / "dkms.conf").write_text(text, encoding="utf-8")
 
 
-def _script(path: Path, text: str) -> None:
+def write_program(path: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8")
     path.chmod(0o755)
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from kmod import bootguard, dkms, hooks, secureboot, symbols
 from kmod.build import Kernel
+from kmod.caching import write_whole
 from kmod.changes import have_spatch
 from kmod.command import run
 from kmod.dkms import FOLDER, Dkms, Module, module_set, write_configuration
@@ -143,26 +144,37 @@ def digest(wish: Wish, machine: Machine) -> str:
     return total.hexdigest()
 
 
+def _wanted(machine: Machine, wish: Wish) -> Manifest:
+    """Reads the whole source of the driver."""
+    tree = wish.tree
+    return Manifest(tree.version, str(tree.root), digest(wish, machine), module_set(tree))
+
+
+def _fresh(machine: Machine, wanted: Manifest) -> bool:
+    found = Manifest.read(folder_of(machine, wanted.version))
+    return found is not None and found.digest == wanted.digest
+
+
 def replaces(machine: Machine, wish: Wish) -> bool:
     """Whether what there is of another driver or another patch goes first: a kernel would mix them."""
-    found = Manifest.read(folder_of(machine, wish.tree.version))
-    fresh = found is not None and found.digest == digest(wish, machine)
-    return _others(machine, wish.tree.version) or (not fresh and _remains(machine))
+    return _replaced_by(machine, _wanted(machine, wish))
+
+
+def _replaced_by(machine: Machine, wanted: Manifest) -> bool:
+    return _others(machine, wanted.version) or (not _fresh(machine, wanted) and _remains(machine))
 
 
 def plan_install(machine: Machine, wish: Wish) -> list[Step]:
     """What is left to do; nothing where all is there."""
-    version, folder = wish.tree.version, folder_of(machine, wish.tree.version)
-    found = Manifest.read(folder)
-    wanted = Manifest(version, str(wish.tree.root), digest(wish, machine), module_set(wish.tree))
-    fresh = found is not None and found.digest == wanted.digest
-    if replaces(machine, wish):
+    wanted = _wanted(machine, wish)
+    version, folder = wanted.version, folder_of(machine, wanted.version)
+    if _replaced_by(machine, wanted):
         return [
             *plan_uninstall(machine),
             _source_step(machine, wish, wanted),
             *_build_steps(machine, wish, wanted),
         ]
-    if not fresh:
+    if not _fresh(machine, wanted):
         return [_source_step(machine, wish, wanted), *_build_steps(machine, wish, wanted)]
     if _active(machine, version, wish.kernel.release, wanted.modules):
         return [] if bootguard.present(machine, folder) else _guard_steps(machine, version)
@@ -179,7 +191,7 @@ def _build_steps(machine: Machine, wish: Wish, manifest: Manifest) -> list[Step]
     version, release, tool = manifest.version, wish.kernel.release, Dkms(machine)
     settings = machine.depmod_settings
     return [
-        Step(f"write {settings}", partial(_write_whole, settings, settings_text(manifest.modules))),
+        Step(f"write {settings}", partial(write_whole, settings, settings_text(manifest.modules))),
         *_guard_steps(machine, version),
         Step(f"dkms: register {PACKAGE}/{version}", partial(_register, tool, version)),
         Step(f"dkms: build for {release}", partial(_build, machine, version, release)),
@@ -355,13 +367,6 @@ def _make_source(machine: Machine, wish: Wish, manifest: Manifest) -> None:
         raise KmodError(f"{folder} could not be made: {error}") from error
     finally:
         shutil.rmtree(beside, ignore_errors=True)
-
-
-def _write_whole(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(path.name + ".new")
-    beside.write_text(text, encoding="utf-8")
-    os.replace(beside, path)
 
 
 def _others(machine: Machine, version: str) -> bool:

@@ -80,10 +80,15 @@ class Machine:
             raise Unavailable(f"{path} is missing: below another root nothing of this machine's is loaded")
         return str(path)
 
+    @property
+    def depmod_command(self) -> list[str]:
+        """Without the release."""
+        where = [] if self.real else ["-b", str(self.root), "-C", str(self.depmod_settings.parent)]
+        return ["depmod", *where]
+
     def depmod(self, release: str) -> None:
         """Writes anew which file a module's name stands for. Raises KmodError."""
-        where = [] if self.real else ["-b", str(self.root), "-C", str(self.depmod_settings.parent)]
-        run(["depmod", *where, release], deadline_s=DEPMOD_DEADLINE_S)
+        run([*self.depmod_command, release], deadline_s=DEPMOD_DEADLINE_S)
 
 
 def must_be_root(machine: Machine, what: str) -> None:

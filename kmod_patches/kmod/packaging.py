@@ -236,13 +236,14 @@ def machine_status(given: argparse.Namespace) -> int:
 
 
 def status_json(machine: Machine) -> dict[str, object]:
-    used = modules.use(machine)
+    used, old = modules.use(machine), False
     installed = []
     for folder in own_folders(machine):
         manifest = Manifest.read(folder)
         if manifest is None:
             installed.append({"folder": str(folder), "whole": False})
             continue
+        old = old or loaded_is_old(machine, manifest)
         names = {module.built: module.installed for module in manifest.modules}
         active = Dkms(machine).kernels(manifest.version)
         stock = {release: sorted(source.stock_versions(machine, release)) for release in active}
@@ -266,11 +267,7 @@ def status_json(machine: Machine) -> dict[str, object]:
         ],
         "loaded_version": source.loaded_version(machine),
         "loaded": used.as_json(),
-        "loaded_is_old": any(
-            loaded_is_old(machine, manifest)
-            for manifest in map(Manifest.read, own_folders(machine))
-            if manifest
-        ),
+        "loaded_is_old": old,
         **secureboot.as_json(machine),
     }
 

@@ -252,6 +252,10 @@ def add_kernel_programs(machine: Machine) -> None:
         path.chmod(0o755)
 
 
+def quiet(text: str) -> None:
+    """Nobody listens."""
+
+
 def wish(machine: Machine, tree: Tree | None = None) -> Wish:
     given = tree or find(machine.sources / f"nvidia-current-open-{VERSION}")
     return Wish(given, Kernel(RELEASE, machine.modules / RELEASE / "build"))

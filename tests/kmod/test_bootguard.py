@@ -11,15 +11,11 @@ import pytest
 from kmod import bootguard
 from kmod.install import folder_of, perform, plan_install, plan_uninstall, resolved
 from kmod.machine import Machine
-from tests.kmod.machines import RELEASE, VERSION, add_programs, elf, make_machine, needs_kmod, wish
+from tests.kmod.machines import RELEASE, VERSION, add_programs, elf, make_machine, needs_kmod, quiet, wish
 
 pytestmark = needs_kmod
 STOCK = Path("updates/dkms/nvidia-current-open.ko")
 LINK = Path("etc/systemd/system/sysinit.target.wants") / bootguard.NAME
-
-
-def quiet(text: str) -> None:
-    """Nobody listens."""
 
 
 @pytest.fixture

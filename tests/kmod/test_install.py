@@ -44,6 +44,7 @@ from tests.kmod.machines import (
     elf,
     make_machine,
     needs_kmod,
+    quiet,
     wish,
 )
 from tests.kmod.smalltree import contents
@@ -51,10 +52,6 @@ from tests.kmod.smalltree import contents
 pytestmark = needs_kmod
 INSTALL_STEPS = 7
 UNINSTALL_STEPS = 6
-
-
-def quiet(text: str) -> None:
-    """Nobody listens."""
 
 
 @pytest.fixture

@@ -24,6 +24,7 @@ from tests.kmod.machines import (
     load,
     make_machine,
     needs_kmod,
+    quiet,
     wish,
 )
 
@@ -32,10 +33,6 @@ STOCK = "updates/dkms/nvidia-current-open"
 OURS = "updates/mpsd/nvidia-current-open"
 UNLOADED = ["unload nvidia_uvm", "unload nvidia"]
 LOADED = ["nvidia_uvm 1 0 -", "nvidia 1 1 nvidia_uvm,"]
-
-
-def quiet(text: str) -> None:
-    """Nobody listens."""
 
 
 @pytest.fixture

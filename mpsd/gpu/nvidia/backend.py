@@ -14,7 +14,7 @@ from mpsd.gpu.nvidia.checks import (
     nvidia_checks,
 )
 from mpsd.gpu.nvidia.exported import NvidiaMemory
-from mpsd.gpu.nvidia.kernel import ForbiddenError, NvidiaIsolation
+from mpsd.gpu.nvidia.kernel import NvidiaIsolation, absence
 from mpsd.gpu.nvidia.nvml import Nvml
 from mpsd.gpu.nvidia.work import NvidiaWork
 from mpsd.linux.kmsg import KernelRing
@@ -80,9 +80,7 @@ def _isolation() -> tuple[NvidiaIsolation | None, NoIsolation]:
     try:
         return NvidiaIsolation(), NoIsolation("")
     except MpsdError as error:
-        # One that may not be opened, or that speaks another language, is loaded.
-        known = isinstance(error, UnsupportedError) and not isinstance(error, ForbiddenError)
-        return None, NoIsolation(error.message, error.remedy, known)
+        return None, absence(error)
 
 
 def _kernel_log() -> KernelLog | None:

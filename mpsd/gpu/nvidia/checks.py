@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from mpsd.errors import MpsdError, UnsupportedError
-from mpsd.gpu.base import Check, NoIsolation, isolation_check
-from mpsd.gpu.nvidia.kernel import MODULE, ForbiddenError, NvidiaIsolation
+from mpsd.gpu.base import Check, isolation_check
+from mpsd.gpu.nvidia.kernel import MODULE, NvidiaIsolation, absence
 from mpsd.gpu.nvidia.kernel_abi import DEVICE
 from mpsd.gpu.nvidia.nvml import Nvml
 from mpsd.model import ComputeMode, Gpu
@@ -93,10 +93,8 @@ def kernel_isolation(path: str = DEVICE, module: str = MODULE) -> Check:
     """Whether the loaded nvidia-uvm is the patched one, and in which mode."""
     try:
         device = NvidiaIsolation(path, module)
-    except ForbiddenError as error:
-        return NoIsolation(error.message, error.remedy, known=False).check()
     except UnsupportedError as error:
-        return NoIsolation(error.message, error.remedy).check()
+        return absence(error).check()
     except MpsdError as error:
         return Check(
             "kernel isolation", False, error.message, "install the kernel part that belongs to this mpsd"

@@ -7,8 +7,8 @@ import fcntl
 import os
 from collections.abc import Mapping
 
-from mpsd.errors import GpuError, UnsupportedError
-from mpsd.gpu.base import IsolationState
+from mpsd.errors import GpuError, MpsdError, UnsupportedError
+from mpsd.gpu.base import IsolationState, NoIsolation
 from mpsd.gpu.nvidia import kernel_abi as abi
 from mpsd.model import IsolationMode, KernelAction, KernelFault, ProcessInstance, UvmEvent
 
@@ -68,6 +68,12 @@ def _mode_of(module: str) -> str | None:
             return file.read().strip()
     except OSError:
         return None
+
+
+def absence(error: MpsdError) -> NoIsolation:
+    """What an error of NvidiaIsolation means. One not opened, or not understood, is loaded."""
+    known = isinstance(error, UnsupportedError) and not isinstance(error, ForbiddenError)
+    return NoIsolation(error.message, error.remedy, known)
 
 
 class NvidiaIsolation:
