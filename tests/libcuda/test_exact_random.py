@@ -23,7 +23,19 @@ from tests.support.libcudas import DEADLINE_S, PROGRAMS, ROOT, Libraries
 from tests.support.moving import Post
 
 WORDS = 6
-WAITING = {"graph", "in", "out", "out_now", "look", "wait", "wait_event", "wait_all", "again", "in_pinned"}
+WAITING = {
+    "graph",
+    "nodes",
+    "in",
+    "out",
+    "out_now",
+    "look",
+    "wait",
+    "wait_event",
+    "wait_all",
+    "again",
+    "in_pinned",
+}
 WAITING |= {"host_same", "host_small", "host_seen"}
 ROWS = {"rows_set", "rows_copy", "rows_box"}
 WAITING_ROWS = {"rows_in", "rows_out", "rows_out_now", "rows_look", "rows_in_pinned", "peer"}
@@ -81,6 +93,9 @@ def model(steps: Sequence[Step]) -> list[int]:
             seen += [word + value for word in words[:4]]
         elif what == "graph":
             words[:4] = [word + 2 * value for word in words[:4]]
+            buffers[two][:4] = words[:4]
+        elif what == "nodes":
+            words[:4] = [word + 4 * value for word in words[:4]]
             buffers[two][:4] = words[:4]
         elif what == "again":
             words[:] = [0] * WORDS

@@ -186,7 +186,7 @@ def test_no_report_of_a_program_that_is_moved(sanitized: Libraries, tmp_path: Pa
                     line = post.greet()
                 program.move(line)
                 spoilt, told = program.rounds()
-                assert spoilt <= 4 * 4 * number and told <= number
+                assert spoilt <= 4 * 5 * number and told <= number
             line.close()
             line = post.greet()
             program.stand_by(line)

@@ -121,7 +121,7 @@ static CUresult transfer(void *to, enum side to_side, const void *from, enum sid
 			 CUstream stream, bool wait)
 {
 	struct operation operation = {
-		.run = copy,
+		.run = copy, .type = CU_GRAPH_NODE_TYPE_MEMCPY,
 		.copy = { .to = to, .from = from, .size = size, .rows = 1, .planes = 1 },
 	};
 	CUcontext context;
@@ -207,49 +207,67 @@ static bool find_side(const struct plane *given, const CUDA_MEMCPY3D *box, enum 
 	return true;
 }
 
-CUresult transfer_box(const CUDA_MEMCPY3D *box, CUstream stream, bool wait)
+CUresult prepare_box(const CUDA_MEMCPY3D *box, struct operation *operation, bool *wait)
 {
 	const struct plane target = { box->dstMemoryType, box->dstHost, box->dstDevice, box->dstXInBytes, box->dstY,
 				      box->dstZ, box->dstPitch, box->dstHeight };
 	const struct plane source = { box->srcMemoryType, box->srcHost, box->srcDevice, box->srcXInBytes, box->srcY,
 				      box->srcZ, box->srcPitch, box->srcHeight };
-	struct operation operation = {
-		.run = copy,
-		.copy = { .size = box->WidthInBytes, .rows = box->Height, .planes = box->Depth },
-	};
 	enum side to_side, from_side;
 	char *to, *from;
-	CUcontext context;
-	CUresult result;
 
-	result = enter(&context);
+	*operation = (struct operation){
+		.run = copy, .type = CU_GRAPH_NODE_TYPE_MEMCPY,
+		.copy = { .size = box->WidthInBytes, .rows = box->Height, .planes = box->Depth },
+	};
+	if (!find_side(&target, box, &to_side, &to, &operation->copy.to_pitch, &operation->copy.to_plane) ||
+	    !find_side(&source, box, &from_side, &from, &operation->copy.from_pitch, &operation->copy.from_plane))
+		return CUDA_ERROR_INVALID_VALUE;
+	operation->copy.to = to;
+	operation->copy.from = from;
+	if (!box->WidthInBytes || !box->Height || !box->Depth)
+		return CUDA_SUCCESS;
+	if (!is_fit(to, span(box->WidthInBytes, operation->copy.to_pitch, box->Height, operation->copy.to_plane,
+			     box->Depth), to_side, ACCESS_WRITE) ||
+	    !is_fit(from, span(box->WidthInBytes, operation->copy.from_pitch, box->Height, operation->copy.from_plane,
+			       box->Depth), from_side, ACCESS_READ))
+		return CUDA_ERROR_INVALID_VALUE;
+	*wait = *wait || is_pageable(to, to_side) || is_pageable(from, from_side);
+	return CUDA_SUCCESS;
+}
+
+CUresult transfer_box(const CUDA_MEMCPY3D *box, CUstream stream, bool wait)
+{
+	struct operation operation;
+	CUcontext context;
+	CUresult result = enter(&context);
+
 	if (result != CUDA_SUCCESS)
 		return result;
-	if (!find_side(&target, box, &to_side, &to, &operation.copy.to_pitch, &operation.copy.to_plane) ||
-	    !find_side(&source, box, &from_side, &from, &operation.copy.from_pitch, &operation.copy.from_plane))
-		return leave(CUDA_ERROR_INVALID_VALUE);
-	if (!box->WidthInBytes || !box->Height || !box->Depth)
-		return leave(CUDA_SUCCESS);
-	operation.copy.to = to;
-	operation.copy.from = from;
-	if (!is_fit(to, span(box->WidthInBytes, operation.copy.to_pitch, box->Height, operation.copy.to_plane,
-			     box->Depth), to_side, ACCESS_WRITE) ||
-	    !is_fit(from, span(box->WidthInBytes, operation.copy.from_pitch, box->Height, operation.copy.from_plane,
-			       box->Depth), from_side, ACCESS_READ))
-		return leave(CUDA_ERROR_INVALID_VALUE);
-	wait = wait || is_pageable(to, to_side) || is_pageable(from, from_side);
-	leave(CUDA_SUCCESS);
+	result = leave(prepare_box(box, &operation, &wait));
+	if (result != CUDA_SUCCESS || !box->WidthInBytes || !box->Height || !box->Depth)
+		return result;
 	return give(stream, &operation, wait);
+}
+
+CUresult prepare_rows(CUdeviceptr to, size_t pitch, uint32_t value, size_t width, size_t count, size_t rows,
+		      struct operation *operation)
+{
+	*operation = (struct operation){
+		.run = set, .type = CU_GRAPH_NODE_TYPE_MEMSET,
+		.set = { .to = (void *)to, .value = value, .width = width, .count = count, .pitch = pitch,
+			 .rows = rows },
+	};
+	if (!width || to % width || (rows > 1 && (pitch % width || pitch < width * count)) ||
+	    !may_access(to, span(width * count, pitch, rows, 0, 1), ACCESS_WRITE))
+		return CUDA_ERROR_INVALID_VALUE;
+	return CUDA_SUCCESS;
 }
 
 CUresult fill_rows(CUdeviceptr to, size_t pitch, uint32_t value, size_t width, size_t count, size_t rows,
 		   CUstream stream, bool wait)
 {
-	struct operation operation = {
-		.run = set,
-		.set = { .to = (void *)to, .value = value, .width = width, .count = count, .pitch = pitch,
-			 .rows = rows },
-	};
+	struct operation operation;
 	CUcontext context;
 	CUresult result;
 
@@ -258,11 +276,8 @@ CUresult fill_rows(CUdeviceptr to, size_t pitch, uint32_t value, size_t width, s
 	result = enter(&context);
 	if (result != CUDA_SUCCESS)
 		return result;
-	if (to % width || (rows > 1 && (pitch % width || pitch < width * count)) ||
-	    !may_access(to, span(width * count, pitch, rows, 0, 1), ACCESS_WRITE))
-		return leave(CUDA_ERROR_INVALID_VALUE);
-	leave(CUDA_SUCCESS);
-	return give(stream, &operation, wait);
+	result = leave(prepare_rows(to, pitch, value, width, count, rows, &operation));
+	return result == CUDA_SUCCESS ? give(stream, &operation, wait) : result;
 }
 
 static CUresult fill(CUdeviceptr to, uint32_t value, size_t width, size_t count, CUstream stream, bool wait)

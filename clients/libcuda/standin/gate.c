@@ -70,6 +70,12 @@ void gate_keep(uint64_t call)
 	}
 }
 
+CUresult gate_node(CUresult result)
+{
+	gate_keep(GATE_NODE);
+	return result;
+}
+
 CUresult gate_fault(void)
 {
 	return gate ? (CUresult)__atomic_load_n(gate + 1, __ATOMIC_ACQUIRE) : CUDA_SUCCESS;

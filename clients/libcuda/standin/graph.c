@@ -1,42 +1,122 @@
 // SPDX-License-Identifier: MIT
 /*
- * Stream capture and graphs, as far as one stream goes: a graph is the list of operations that were
- * submitted to the capturing stream, and a launch submits them again.
+ * Stream capture, as far as one stream goes, and graphs: what was submitted to the capturing stream, or made node by node
+ * (nodes.c), is submitted again by a launch, one operation after the other.
  */
 #include <stdlib.h>
 #include <string.h>
 
 #include "standin.h"
 
-struct CUgraphExec_st {
-	struct CUgraph_st graph;
-};
-
 static __thread CUstreamCaptureMode thread_mode = CU_STREAM_CAPTURE_MODE_GLOBAL;
 static const char own;
 
-static bool is_graph(const struct CUgraph_st *graph)
+bool is_graph(const struct CUgraph_st *graph)
 {
 	must_live(graph);
 	return graph && graph->sign == &own;
 }
 
+/* No context's: they are there until somebody ends them, or this library goes. */
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static CUgraph graphs;
+
+CUgraph new_child(void)
+{
+	CUgraph graph = calloc(1, sizeof(*graph));
+
+	is_new(graph);
+	if (graph)
+		graph->sign = &own;
+	return graph;
+}
+
+CUgraph new_graph(void)
+{
+	CUgraph graph = new_child();
+
+	if (!graph)
+		return NULL;
+	pthread_mutex_lock(&lock);
+	graph->next = graphs;
+	graphs = graph;
+	pthread_mutex_unlock(&lock);
+	return graph;
+}
+
+static void strike(CUgraph graph)
+{
+	CUgraph *link = &graphs;
+
+	pthread_mutex_lock(&lock);
+	while (*link && *link != graph)
+		link = &(*link)->next;
+	if (*link)
+		*link = graph->next;
+	pthread_mutex_unlock(&lock);
+}
+
+void free_graph(CUgraph graph)
+{
+	for (size_t i = 0; graph && i < graph->count; i++) {
+		free_graph(graph->nodes[i]->child);
+		free(graph->nodes[i]->after);
+		is_gone(graph->nodes[i]);
+		free(graph->nodes[i]);
+	}
+	if (!graph)
+		return;
+	strike(graph);
+	free(graph->nodes);
+	is_gone(graph);
+	free(graph);
+}
+
+static __attribute__((destructor)) void free_graphs(void)
+{
+	while (graphs)
+		free_graph(graphs);
+}
+
+CUgraphNode add_node(CUgraph graph, CUgraphNodeType type, const struct operation *operation)
+{
+	CUgraphNode *larger = realloc(graph->nodes, (graph->count + 1) * sizeof(*larger));
+	CUgraphNode node = calloc(1, sizeof(*node));
+
+	if (larger)
+		graph->nodes = larger;
+	if (!larger || !node) {
+		free(node);
+		return NULL;
+	}
+	is_new(node);
+	node->graph = graph;
+	node->type = type;
+	if (operation)
+		node->operation = *operation;
+	return graph->nodes[graph->count++] = node;
+}
+
+/* The nodes of a capture come one after the other. */
 CUresult capture(struct CUgraph_st *graph, const struct operation *operation)
 {
-	struct operation *larger = realloc(graph->nodes, (graph->count + 1) * sizeof(*larger));
+	CUgraphNode last = graph->count ? graph->nodes[graph->count - 1] : NULL;
+	CUgraphNode node = add_node(graph, operation->type, operation);
 
-	if (!larger)
+	if (!node)
 		return CUDA_ERROR_OUT_OF_MEMORY;
-	graph->nodes = larger;
-	graph->nodes[graph->count++] = *operation;
+	if (last) {
+		node->after = malloc(sizeof(last));
+		if (!node->after)
+			return CUDA_ERROR_OUT_OF_MEMORY;
+		node->after[node->count++] = last;
+	}
 	return CUDA_SUCCESS;
 }
 
 void drop_capture(CUstream stream)
 {
-	if (stream->capture)
-		free(stream->capture->nodes);
-	free(stream->capture);
+	free_graph(stream->capture);
 	stream->capture = NULL;
 }
 
@@ -85,10 +165,7 @@ API CUresult cuStreamBeginCapture_v2(CUstream hStream, CUstreamCaptureMode mode)
 		return leave(CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
 	if (stream->capture)
 		return leave(CUDA_ERROR_ILLEGAL_STATE);
-	stream->capture = calloc(1, sizeof(*stream->capture));
-	is_new(stream->capture);
-	if (stream->capture)
-		stream->capture->sign = &own;
+	stream->capture = new_graph();
 	stream->capture_mode = mode;
 	stream->capturer = pthread_self();
 	stream->spoiled = false;
@@ -149,6 +226,7 @@ API CUresult cuStreamGetCaptureInfo_v3(CUstream hStream, CUstreamCaptureStatus *
 				       const CUgraphEdgeData **edgeData_out, size_t *numDependencies_out)
 {
 	CUstream stream;
+	size_t count;
 	CUresult result = enter_stream(hStream, &stream);
 
 	if (result != CUDA_SUCCESS)
@@ -160,82 +238,14 @@ API CUresult cuStreamGetCaptureInfo_v3(CUstream hStream, CUstreamCaptureStatus *
 		*id_out = 1;
 	if (graph_out)
 		*graph_out = stream->capture;
+	count = stream->capture ? stream->capture->count : 0;
 	if (dependencies_out)
-		*dependencies_out = NULL;
+		*dependencies_out = count ? &stream->capture->nodes[count - 1] : NULL;
 	if (edgeData_out)
 		*edgeData_out = NULL;
 	if (numDependencies_out)
-		*numDependencies_out = 0;
+		*numDependencies_out = count ? 1 : 0;
 	leave(CUDA_SUCCESS);
 	gate_keep(GATE_CAPTURE_INFO);
-	return CUDA_SUCCESS;
-}
-
-/* Nodes have no handles of their own beyond their place in the list. */
-API CUresult cuGraphGetNodes(CUgraph hGraph, CUgraphNode *nodes, size_t *numNodes)
-{
-	if (!is_graph(hGraph) || !numNodes)
-		return CUDA_ERROR_INVALID_VALUE;
-	for (size_t i = 0; nodes && i < *numNodes; i++)
-		nodes[i] = i < hGraph->count ? (CUgraphNode)&hGraph->nodes[i] : NULL;
-	*numNodes = hGraph->count;
-	return CUDA_SUCCESS;
-}
-
-API CUresult cuGraphInstantiateWithFlags(CUgraphExec *phGraphExec, CUgraph hGraph, unsigned long long flags)
-{
-	struct CUgraphExec_st *made;
-
-	(void)flags;
-	if (!phGraphExec || !is_graph(hGraph))
-		return CUDA_ERROR_INVALID_VALUE;
-	made = calloc(1, sizeof(*made));
-	if (!made)
-		return CUDA_ERROR_OUT_OF_MEMORY;
-	is_new(made);
-	made->graph.sign = &own;
-	for (size_t i = 0; i < hGraph->count; i++) {
-		if (capture(&made->graph, &hGraph->nodes[i]) != CUDA_SUCCESS) {
-			free(made->graph.nodes);
-			free(made);
-			return CUDA_ERROR_OUT_OF_MEMORY;
-		}
-	}
-	*phGraphExec = made;
-	return CUDA_SUCCESS;
-}
-
-API CUresult cuGraphLaunch(CUgraphExec hGraphExec, CUstream hStream)
-{
-	CUstream stream;
-	CUresult result;
-
-	if (!hGraphExec || !is_graph(&hGraphExec->graph))
-		return CUDA_ERROR_INVALID_VALUE;
-	result = enter_stream(hStream, &stream);
-	if (result != CUDA_SUCCESS)
-		return result;
-	for (size_t i = 0; i < hGraphExec->graph.count && result == CUDA_SUCCESS; i++)
-		result = submit(stream, &hGraphExec->graph.nodes[i]);
-	return leave(result);
-}
-
-API CUresult cuGraphExecDestroy(CUgraphExec hGraphExec)
-{
-	if (!hGraphExec || !is_graph(&hGraphExec->graph))
-		return CUDA_ERROR_INVALID_VALUE;
-	free(hGraphExec->graph.nodes);
-	is_gone(hGraphExec);
-	free(hGraphExec);
-	return CUDA_SUCCESS;
-}
-
-API CUresult cuGraphDestroy(CUgraph hGraph)
-{
-	if (!is_graph(hGraph))
-		return CUDA_ERROR_INVALID_VALUE;
-	free(hGraph->nodes);
-	is_gone(hGraph);
-	free(hGraph);
 	return CUDA_SUCCESS;
 }

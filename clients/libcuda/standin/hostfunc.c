@@ -17,7 +17,8 @@ static void call_back(struct operation *operation)
 
 API CUresult cuLaunchHostFunc(CUstream hStream, CUhostFn fn, void *userData)
 {
-	struct operation operation = { .run = call_function, .host = { .function = fn, .data = userData } };
+	struct operation operation = { .run = call_function, .type = CU_GRAPH_NODE_TYPE_HOST,
+				       .host = { .function = fn, .data = userData } };
 	CUstream stream;
 	CUresult result = enter_stream(hStream, &stream);
 

@@ -114,6 +114,11 @@ API CUresult cuFuncGetParamInfo(CUfunction func, size_t paramIndex, size_t *para
 	return result;
 }
 
+API CUresult cuKernelGetParamInfo(CUkernel kernel, size_t paramIndex, size_t *paramOffset, size_t *paramSize)
+{
+	return cuFuncGetParamInfo((CUfunction)kernel, paramIndex, paramOffset, paramSize);
+}
+
 static void run_kernel(struct operation *operation)
 {
 	pthread_rwlock_rdlock(&gpu_memory);
@@ -129,33 +134,44 @@ static unsigned int most_shared(const struct CUfunc_st *function)
 	return (unsigned int)(asked > SHARED_BYTES ? asked : SHARED_BYTES);
 }
 
-/* Parameters are copied now: the caller may change them as soon as the launch returns. */
+/* Parameters are copied now: the caller may change them as soon as the call returns. */
+CUresult prepare_kernel(const CUDA_KERNEL_NODE_PARAMS *given, struct operation *operation)
+{
+	struct CUfunc_st *function = find_function(given->func ? given->func : (CUfunction)given->kern);
+
+	*operation = (struct operation){ .run = run_kernel, .type = CU_GRAPH_NODE_TYPE_KERNEL };
+	if (!function)
+		return CUDA_ERROR_INVALID_HANDLE;
+	if (given->extra || (function->builtin->parameters && !given->kernelParams) || !given->gridDimX ||
+	    !given->gridDimY || !given->gridDimZ || !given->blockDimX || !given->blockDimY || !given->blockDimZ ||
+	    given->blockDimX * given->blockDimY * given->blockDimZ > 1024 ||
+	    given->sharedMemBytes > most_shared(function))
+		return CUDA_ERROR_INVALID_VALUE;
+	function->loaded = true;
+	operation->duration_ns = function->duration_ns;
+	operation->kernel.builtin = function->builtin;
+	for (size_t i = 0; i < function->builtin->parameters; i++)
+		memcpy(&operation->kernel.arguments[i], given->kernelParams[i], function->builtin->sizes[i]);
+	return CUDA_SUCCESS;
+}
+
 API CUresult cuLaunchKernel(CUfunction f, unsigned int gridDimX, unsigned int gridDimY, unsigned int gridDimZ,
 			    unsigned int blockDimX, unsigned int blockDimY, unsigned int blockDimZ,
 			    unsigned int sharedMemBytes, CUstream hStream, void **kernelParams, void **extra)
 {
-	struct operation operation = { .run = run_kernel };
-	struct CUfunc_st *function;
+	const CUDA_KERNEL_NODE_PARAMS given = { f, gridDimX, gridDimY, gridDimZ, blockDimX, blockDimY, blockDimZ,
+						sharedMemBytes, kernelParams, extra, NULL, NULL };
+	struct operation operation;
 	CUcontext context;
 	CUstream stream;
 	CUresult result = enter(&context);
 
 	if (result != CUDA_SUCCESS)
 		return result;
-	function = find_function(f);
-	result = find_stream(context, hStream, &stream);
-	if (!function || result != CUDA_SUCCESS)
+	if (find_stream(context, hStream, &stream) != CUDA_SUCCESS)
 		return leave(CUDA_ERROR_INVALID_HANDLE);
-	if (extra || (function->builtin->parameters && !kernelParams) || !gridDimX || !gridDimY || !gridDimZ ||
-	    !blockDimX || !blockDimY || !blockDimZ || blockDimX * blockDimY * blockDimZ > 1024 ||
-	    sharedMemBytes > most_shared(function))
-		return leave(CUDA_ERROR_INVALID_VALUE);
-	function->loaded = true;
-	operation.duration_ns = function->duration_ns;
-	operation.kernel.builtin = function->builtin;
-	for (size_t i = 0; i < function->builtin->parameters; i++)
-		memcpy(&operation.kernel.arguments[i], kernelParams[i], function->builtin->sizes[i]);
-	return leave(submit(stream, &operation));
+	result = prepare_kernel(&given, &operation);
+	return leave(result == CUDA_SUCCESS ? submit(stream, &operation) : result);
 }
 
 API CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction f, void **kernelParams, void **extra)

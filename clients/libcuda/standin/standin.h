@@ -50,7 +50,9 @@ CUresult gate_fault(void);
 #define GATE_SYNC 128
 #define GATE_PARAMETERS 256
 #define GATE_KERNEL 512		/* of a library */
+#define GATE_NODE 1024		/* a graph is made node by node, or changed */
 void gate_keep(uint64_t call);
+CUresult gate_node(CUresult result);	/* as GATE_NODE; passes its argument on */
 
 /* context.c */
 struct CUctx_st {
@@ -111,6 +113,7 @@ struct operation {
 	struct operation *next;
 	uint64_t number;
 	void (*run)(struct operation *self);	/* without the lock */
+	CUgraphNodeType type;			/* of the node that it is in a graph */
 	uint64_t duration_ns;
 	bool always;				/* in a broken context too: it owes somebody something */
 	CUresult status;			/* of the context, when it runs */
@@ -161,6 +164,9 @@ void look_at(CUcontext context);	/* has it died of others' doing? */
 void look_sometimes(CUcontext context);	/* the same, but not each time, for it is a question to the GPU */
 
 /* copy.c: for the calls of rows.c. */
+CUresult prepare_box(const CUDA_MEMCPY3D *box, struct operation *operation, bool *wait);	/* with the lock */
+CUresult prepare_rows(CUdeviceptr to, size_t pitch, uint32_t value, size_t width, size_t count, size_t rows,
+		      struct operation *operation);
 CUresult transfer_box(const CUDA_MEMCPY3D *box, CUstream stream, bool wait);
 CUresult fill_rows(CUdeviceptr to, size_t pitch, uint32_t value, size_t width, size_t count, size_t rows,
 		   CUstream stream, bool wait);
@@ -169,12 +175,35 @@ CUresult fill_rows(CUdeviceptr to, size_t pitch, uint32_t value, size_t width, s
 void close_events(CUcontext context);	/* after its streams */
 
 /* graph.c */
+struct CUgraphNode_st {
+	CUgraph graph;
+	CUgraphNodeType type;
+	struct operation operation;	/* of one that is no graph and not empty */
+	CUgraph child;			/* its own */
+	CUDA_KERNEL_NODE_PARAMS kernel;	/* as it was given, but for what it points to */
+	CUDA_MEMCPY3D copy;
+	CUDA_MEMSET_NODE_PARAMS set;
+	CUgraphNode *after;
+	size_t count;
+};
+
 struct CUgraph_st {
+	CUgraph next;
 	const void *sign;		/* of another copy of this library it is no graph here */
-	struct operation *nodes;
+	CUgraphNode *nodes;
 	size_t count;
 	CUstream captured_by;
 };
+
+CUgraph new_graph(void);		/* NULL: no memory */
+CUgraph new_child(void);		/* the same, of a node that ends it */
+void free_graph(CUgraph graph);
+bool is_graph(const struct CUgraph_st *graph);
+
+/* A new node; NULL: no memory. */
+CUgraphNode add_node(CUgraph graph, CUgraphNodeType type, const struct operation *operation);
+bool is_node(const struct CUgraphNode_st *node);
+
 
 CUresult capture(struct CUgraph_st *graph, const struct operation *operation);
 void drop_capture(CUstream stream);
@@ -272,6 +301,7 @@ struct CUfunc_st {
 };
 
 void close_modules(CUdevice device);
+CUresult prepare_kernel(const CUDA_KERNEL_NODE_PARAMS *given, struct operation *operation);	/* with the lock */
 void start_attributes(struct CUfunc_st *function);
 
 struct standin_table {

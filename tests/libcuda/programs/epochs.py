@@ -14,6 +14,7 @@ import threading
 from typing import Any
 
 from faultinject.measure.failover_driver import Driver
+from tests.support.nodes import Nodes
 from tests.support.rows import DEVICE, HOST, UNIFIED, Plane, box, plane
 
 IMAGE = b"standin module\nkernel add add 0\nkernel fill fill 0\nkernel copy copy 0\nkernel sum sum 0\n"
@@ -151,6 +152,8 @@ class Program(Driver):
             return self.host_seen(stream, one, value)
         elif what == "graph":
             self.graph(max(1, stream), one, two, value)
+        elif what == "nodes":
+            self.made_of_nodes(stream, one, two, value)
         elif what == "peer":
             self.turn(one, 0)
             self.turn(two, 0)
@@ -234,6 +237,21 @@ class Program(Driver):
         self("cuGraphDestroy", graph.value)
         self("cuGraphLaunch", executable, native)
         self("cuGraphLaunch", executable, native)
+        self("cuGraphExecDestroy", executable)
+
+    def made_of_nodes(self, stream: int, one: int, two: int, value: int) -> None:
+        """One that adds and then copies, launched, changed to add thrice as much, and launched again."""
+        self.turn(one, stream)
+        self.turn(two, stream)
+        nodes = Nodes(self)
+        graph = nodes.graph()
+        adds = nodes.add(graph, "add", self.buffers[one], 4, value)
+        nodes.copy(graph, self.buffers[two], self.buffers[one], 16, [adds])
+        executable = nodes.executable(graph)
+        self("cuGraphLaunch", executable, self.streams[stream])
+        assert nodes.change(executable, adds, nodes.kernel("add", self.buffers[one], 4, 3 * value)) == 0
+        self("cuGraphDestroy", graph)
+        self("cuGraphLaunch", executable, self.streams[stream])
         self("cuGraphExecDestroy", executable)
 
     def call(self, stream: int, value: int, at: int, seen: threading.Event | None = None) -> None:

@@ -33,7 +33,10 @@ struct worker {
 	CUstream stream;		/* as old as the thread */
 	CUmodule module;
 	CUfunction add;
-	CUdeviceptr kept;
+	CUdeviceptr kept, noded;
+	CUgraph graph;			/* as old as the thread: it clears `noded`, and adds to that */
+	CUgraphNode adds;
+	CUgraphExec exec;
 	uint32_t *pinned, *host;	/* pinned: as old as the thread */
 	atomic_uint added, told;	/* functions and callbacks of the host that ran */
 	unsigned int to_tell;
@@ -213,6 +216,61 @@ static int hosted_things(struct worker *self)
 	return all_are(self->pinned, self->round + 1 + self->number);
 }
 
+static CUDA_KERNEL_NODE_PARAMS node_that_adds(struct worker *self, void **values)
+{
+	return (CUDA_KERNEL_NODE_PARAMS){ .func = self->add, .gridDimX = 1, .gridDimY = 1, .gridDimZ = 1,
+					  .blockDimX = 32, .blockDimY = 1, .blockDimZ = 1, .kernelParams = values };
+}
+
+static void make_graph(struct worker *self)
+{
+	CUDA_MEMSET_NODE_PARAMS clear = { .dst = self->noded, .elementSize = 4, .width = WORDS, .height = 1 };
+	uint64_t words = WORDS;
+	uint32_t value = 0;
+	void *values[] = { &self->noded, &words, &value };
+	CUDA_KERNEL_NODE_PARAMS add = node_that_adds(self, values);
+	CUgraphNode clears;
+
+	MUST(cuGraphCreate, &self->graph, 0);
+	MUST(cuGraphAddMemsetNode, &clears, self->graph, NULL, 0, &clear, self->context);
+	MUST(cuGraphAddKernelNode, &self->adds, self->graph, &clears, 1, &add);
+	MUST(cuGraphInstantiate, &self->exec, self->graph, 0);
+}
+
+/* One graph is changed in each round; another one is made, has the first as its child, and ends. */
+static int graphs_of_nodes(struct worker *self)
+{
+	uint64_t words = WORDS;
+	uint32_t value = self->round + 1;
+	void *values[] = { &self->noded, &words, &value };
+	CUDA_KERNEL_NODE_PARAMS add = node_that_adds(self, values);
+	CUgraphExecUpdateResultInfo info;
+	CUgraphNode child, last;
+	CUgraphExec exec;
+	CUgraph graph;
+
+	if (self->round % 2) {
+		MUST(cuGraphExecKernelNodeSetParams, self->exec, self->adds, &add);
+	} else {
+		MUST(cuGraphKernelNodeSetParams, self->adds, &add);
+		MUST(cuGraphExecUpdate, self->exec, self->graph, &info);
+	}
+	MUST(cuGraphLaunch, self->exec, self->stream);
+	MUST(cuGraphCreate, &graph, 0);
+	MUST(cuGraphAddKernelNode, &last, graph, NULL, 0, &add);
+	MUST(cuGraphAddChildGraphNode, &child, graph, NULL, 0, self->graph);
+	MUST(cuGraphAddDependencies, graph, &child, &last, NULL, 1);
+	MUST(cuGraphInstantiate, &exec, graph, 0);
+	MUST(cuGraphLaunch, exec, self->stream);
+	MUST(cuGraphDestroy, graph);
+	memset(self->pinned, 0, BYTES);
+	MUST(cuMemcpyDtoHAsync, self->pinned, self->noded, BYTES, self->stream);
+	WAIT(cuStreamSynchronize, self->stream);
+	MUST(cuGraphExecDestroy, exec);
+	/* The graph is as it was in the latest even round. */
+	return all_are(self->pinned, value + value - self->round % 2);
+}
+
 /* Those of what was lost are told by another thread. */
 static void wait_until_told(struct worker *self)
 {
@@ -235,12 +293,17 @@ static void begin(struct worker *self)
 	MUST(cuMemHostRegister, self->host, BYTES, 0);
 	MUST(cuMemAlloc, &self->kept, BYTES);
 	MUST(cuMemsetD32, self->kept, self->number, WORDS);
+	MUST(cuMemAlloc, &self->noded, BYTES);
+	make_graph(self);
 	WAIT(cuCtxSynchronize);
 }
 
 static void end(struct worker *self)
 {
 	wait_until_told(self);
+	MUST(cuGraphExecDestroy, self->exec);
+	MUST(cuGraphDestroy, self->graph);
+	MUST(cuMemFree, self->noded);
 	MUST(cuMemFree, self->kept);
 	MUST(cuMemHostUnregister, self->host);
 	free(self->host);
@@ -258,6 +321,7 @@ static void *work(void *argument)
 		atomic_fetch_add(&spoilt, !fresh_things(self));
 		atomic_fetch_add(&spoilt, !old_things(self));
 		atomic_fetch_add(&spoilt, !hosted_things(self));
+		atomic_fetch_add(&spoilt, !graphs_of_nodes(self));
 		look_at_what_is_kept(self);
 		pthread_mutex_lock(&lock);
 		self->round++;

@@ -12,6 +12,7 @@ import threading
 from pathlib import Path
 
 from faultinject.measure.failover_driver import Driver, DriverError
+from tests.support.nodes import EMPTY, GRAPH, HOST, KERNEL, MEMCPY, MEMSET, Nodes
 
 IMAGE = b"standin module\nkernel add add 0\nkernel late add 200000\nkernel fill fill 0\n"
 IMAGE += b"kernel copy copy 0\nkernel long add 30000000\nkernel store store 0\nglobal table 16\n"
@@ -200,7 +201,10 @@ def in_child(expression: str) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
+__all__ = ["EMPTY", "GRAPH", "HOST", "KERNEL", "MEMCPY", "MEMSET"]
+
 gpu = Program()
+nodes = Nodes(gpu)
 os.write(1, b"%d\n" % os.getpid())
 for line in sys.stdin:
     try:

@@ -6,8 +6,15 @@
 #include "exact/state.h"
 #include "failover/graph.h"
 
+void mpsd_op_share(struct mpsd_op *op)
+{
+	atomic_fetch_add(&op->shares, 1);
+}
+
 void mpsd_op_free(struct mpsd_op *op)
 {
+	if (atomic_fetch_sub(&op->shares, 1) > 0)
+		return;
 	if (op->kind == MPSD_OP_COPY) {
 		free(op->copy.kept);
 	} else if (op->kind == MPSD_OP_GRAPH) {
@@ -129,11 +136,32 @@ static CUresult set(const struct mpsd_op *op, CUstream stream)
 	}
 }
 
+static CUresult issue(const struct mpsd_op *op, CUstream stream);
+
+static CUresult issue_part(const struct mpsd_op *op, void *stream)
+{
+	bool is_edge = op->kind == MPSD_OP_WAIT || (op->kind == MPSD_OP_RECORD && !op->event.is_flagged);
+
+	return is_edge ? CUDA_SUCCESS : issue(op, stream);
+}
+
+/* What was launched is no more what the executable graph is: it was updated since, and other launches are its. */
+static bool is_changed(const struct mpsd_op *op)
+{
+	struct mpsd_graph *now = mpsd_made_graph(op->graph.exec);
+
+	mpsd_graph_let_go(now);
+	return now != op->graph.graph;
+}
+
 static CUresult launch_graph(const struct mpsd_op *op, CUstream stream)
 {
 	CUgraphExec native;
-	CUresult result = mpsd_exec_native(op->graph.exec, &native);
+	CUresult result;
 
+	if (is_changed(op))
+		return mpsd_graph_each(op->graph.graph, issue_part, stream);
+	result = mpsd_exec_native(op->graph.exec, &native);
 	return result == CUDA_SUCCESS ? inner_cuGraphLaunch(native, stream) : result;
 }
 

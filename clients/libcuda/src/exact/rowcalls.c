@@ -3,6 +3,8 @@
  * The program's copies of two and three dimensions and its memsets of two: as operations in mode `exact`
  * (work_NAME()), and with the addresses of the copy in use without it (make_NAME()).
  */
+#include <stdlib.h>
+
 #include "exact/state.h"
 #include "failover/graph.h"
 #include "failover/line.h"
@@ -103,18 +105,26 @@ static bool is_host(const struct side *side, CUdeviceptr at)
 	return !mpsd_is_device(at) && (side->type != CU_MEMORYTYPE_DEVICE || mpsd_is_pinned((const void *)at));
 }
 
+static void find_way(struct mpsd_op *op, const struct side *to, const struct side *from)
+{
+	bool is_in = is_host(from, op->copy.from);
+
+	op->copy.is_from_host = is_in;
+	op->copy.is_for_host = is_host(to, op->copy.to);
+	op->copy.way = op->copy.is_for_host ? is_in ? MPSD_COPY_ANY : MPSD_COPY_OUT
+					    : is_in ? MPSD_COPY_IN : MPSD_COPY_WITHIN;
+}
+
 static CUresult submit(struct mpsd_op *op, const struct mpsd_rows *rows)
 {
 	struct side to = target_of(&rows->given), from = source_of(&rows->given);
-	bool is_in = is_host(&from, op->copy.from), is_good;
-	bool is_pinned = is_in && mpsd_is_pinned((const void *)op->copy.from), is_awaited;
+	bool is_good, is_in, is_pinned, is_awaited;
 
+	find_way(op, &to, &from);
+	is_in = op->copy.is_from_host;
+	is_pinned = is_in && mpsd_is_pinned((const void *)op->copy.from);
 	is_good = is_plain(&to, &rows->given) && is_plain(&from, &rows->given) && !rows->given.srcLOD &&
 		  !rows->given.dstLOD && !rows->given.reserved0 && !rows->given.reserved1;
-	op->copy.is_from_host = is_in;
-	op->copy.is_for_host = is_host(&to, op->copy.to);
-	op->copy.way = op->copy.is_for_host ? is_in ? MPSD_COPY_ANY : MPSD_COPY_OUT
-					    : is_in ? MPSD_COPY_IN : MPSD_COPY_WITHIN;
 	is_awaited = op->copy.is_for_host && (op->waits || !mpsd_is_pinned((const void *)op->copy.to));
 	/* What something before it will have put into pinned memory by then the GPU reads itself. */
 	if (is_in && is_good && !is_pinned && op->copy.size <= MPSD_MOST_KEPT && !mpsd_hosts_are_open()) {
@@ -263,3 +273,46 @@ static CUresult set(CUdeviceptr to, size_t pitch, uint32_t value, size_t width, 
 SET(cuMemsetD2D8_v2, cuMemsetD2D8Async, unsigned char, 1)
 SET(cuMemsetD2D16_v2, cuMemsetD2D16Async, unsigned short, 2)
 SET(cuMemsetD2D32_v2, cuMemsetD2D32Async, unsigned int, 4)
+
+/* Nodes of graphs */
+
+struct mpsd_op *mpsd_rows_of_node(const CUDA_MEMCPY3D *given)
+{
+	struct mpsd_op *op = calloc(1, sizeof(*op) + sizeof(struct mpsd_rows));
+	struct mpsd_rows *rows = (struct mpsd_rows *)(op + 1);
+	struct side to = target_of(given), from = source_of(given);
+
+	if (!op)
+		return NULL;
+	op->kind = MPSD_OP_COPY;
+	*rows = (struct mpsd_rows){ .given = *given, .is_3d = true };
+	if (!understand(op, rows)) {
+		free(op);
+		return NULL;
+	}
+	find_way(op, &to, &from);
+	return op;
+}
+
+struct mpsd_op *mpsd_set_of_node(const CUDA_MEMSET_NODE_PARAMS *given)
+{
+	size_t end = given->dst, bytes = 0, pitch = given->height > 1 ? given->pitch : 0;
+	struct mpsd_op *op;
+
+	if (!given->width || !given->height || !add(&bytes, given->width, given->elementSize) ||
+	    !add(&end, given->height - 1, pitch) || !add(&end, 1, bytes))
+		return NULL;
+	op = calloc(1, sizeof(*op));
+	if (!op)
+		return NULL;
+	op->kind = MPSD_OP_SET;
+	op->set.to = given->dst;
+	op->set.value = given->value;
+	op->set.width = given->elementSize;
+	op->set.count = given->width;
+	op->set.pitch = pitch;
+	op->set.rows = given->height;
+	op->set.has_rows = given->height > 1;
+	mpsd_written(given->dst);
+	return op;
+}

@@ -63,8 +63,7 @@ bool mpsd_copy_keep(struct mpsd_op *op)
 	return true;
 }
 
-/* With the addresses of the copy of this call. */
-static CUDA_MEMCPY3D in_copy(const struct mpsd_op *op)
+CUDA_MEMCPY3D mpsd_rows_native(const struct mpsd_op *op)
 {
 	CUDA_MEMCPY3D given = op->copy.rows->given;
 
@@ -130,7 +129,7 @@ CUresult mpsd_rows_issue_now(const struct mpsd_op *op)
 
 	if (op->kind == MPSD_OP_SET)
 		return set_now(op, mpsd_address(op->set.to));
-	given = in_copy(op);
+	given = mpsd_rows_native(op);
 	if (op->copy.rows->is_3d)
 		return inner_cuMemcpy3D_v2(&given);
 	plane = plane_of(&given);
@@ -144,7 +143,7 @@ CUresult mpsd_rows_issue(const struct mpsd_op *op, CUstream stream)
 
 	if (op->kind == MPSD_OP_SET)
 		return set(op, mpsd_address(op->set.to), stream);
-	given = in_copy(op);
+	given = mpsd_rows_native(op);
 	if (op->copy.rows->is_3d)
 		return inner_cuMemcpy3DAsync_v2(&given, stream);
 	plane = plane_of(&given);

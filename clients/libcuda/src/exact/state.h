@@ -36,6 +36,7 @@ struct mpsd_plan;
 
 struct mpsd_op {
 	struct mpsd_op *next;
+	atomic_uint shares;	/* others that will free it too */
 	enum mpsd_op_kind kind;
 	bool waits;			/* the call is one without a stream */
 	bool is_marked;			/* when what is before it in its lane is proven, all is that it came after */
@@ -86,6 +87,7 @@ struct mpsd_op {
 };
 
 void mpsd_op_free(struct mpsd_op *op);
+void mpsd_op_share(struct mpsd_op *op);
 
 /*
  * rows.c: copies of two and three dimensions, and memsets of two. Of such a copy `to` and `from` are where its first
@@ -103,6 +105,16 @@ bool mpsd_copy_comes_from_host(const struct mpsd_op *op);
 
 /* Save where they are written; what lies between rows that are far apart is not saved. */
 CUresult mpsd_rows_save(const struct mpsd_op *op, struct mpsd_plan *plan);
+
+/*
+ * What nodes of a graph do, which belong to no stream. NULL: it is not understood (arrays, nothing to be copied), or there
+ * is no memory.
+ */
+struct mpsd_op *mpsd_rows_of_node(const CUDA_MEMCPY3D *given);
+struct mpsd_op *mpsd_set_of_node(const CUDA_MEMSET_NODE_PARAMS *given);
+
+/* A copy with the addresses of the copy of this call. */
+CUDA_MEMCPY3D mpsd_rows_native(const struct mpsd_op *op);
 
 /* As the program called it; or in that stream of the copy of this call. */
 CUresult mpsd_rows_issue_now(const struct mpsd_op *op);

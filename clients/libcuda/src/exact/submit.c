@@ -83,8 +83,10 @@ CUresult mpsd_in_order(CUresult (*call)(void))
 
 static CUresult plan_for_graph(const struct mpsd_op *op, struct mpsd_plan *plan);
 
-static CUresult plan_for(const struct mpsd_op *op, struct mpsd_plan *plan)
+static CUresult plan_for(const struct mpsd_op *op, void *with)
 {
+	struct mpsd_plan *plan = with;
+
 	switch (op->kind) {
 	case MPSD_OP_LAUNCH:
 		return mpsd_params_save(op, plan);
@@ -102,14 +104,9 @@ static CUresult plan_for(const struct mpsd_op *op, struct mpsd_plan *plan)
 /* All that it consists of, for it runs as one. */
 static CUresult plan_for_graph(const struct mpsd_op *op, struct mpsd_plan *plan)
 {
-	CUresult result = CUDA_SUCCESS;
-
 	if (mpsd_graph_has_host(op->graph.graph))
 		mpsd_epoch_unsure("a graph with copies from or to the host");
-	for (const struct mpsd_op *part = mpsd_graph_first(op->graph.graph); part && result == CUDA_SUCCESS;
-	     part = part->next)
-		result = plan_for(part, plan);
-	return result;
+	return mpsd_graph_each(op->graph.graph, plan_for, plan);
 }
 
 static bool is_unsure(void)

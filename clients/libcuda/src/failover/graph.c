@@ -6,13 +6,7 @@
 
 #include "exact/state.h"
 #include "failover/line.h"
-
-struct mpsd_graph {
-	atomic_uint references;
-	CUstream origin;
-	struct mpsd_op *first, **last;
-	bool has_host;
-};
+#include "failover/nodes.h"
 
 struct session {
 	struct session *next;
@@ -24,59 +18,6 @@ atomic_uint mpsd_captures;
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static struct session *sessions;
-
-static struct mpsd_graph *new_graph(CUstream origin)
-{
-	struct mpsd_graph *graph = calloc(1, sizeof(*graph));
-
-	if (!graph)
-		return NULL;
-	graph->references = 1;
-	graph->origin = origin;
-	graph->last = &graph->first;
-	return graph;
-}
-
-struct mpsd_graph *mpsd_graph_hold(struct mpsd_graph *graph)
-{
-	atomic_fetch_add(&graph->references, 1);
-	return graph;
-}
-
-void mpsd_graph_let_go(struct mpsd_graph *graph)
-{
-	if (!graph || atomic_fetch_sub(&graph->references, 1) > 1)
-		return;
-	for (struct mpsd_op *op = graph->first, *next; op; op = next) {
-		next = op->next;
-		mpsd_op_free(op);
-	}
-	free(graph);
-}
-
-const struct mpsd_op *mpsd_graph_first(const struct mpsd_graph *graph)
-{
-	return graph->first;
-}
-
-CUstream mpsd_graph_origin(const struct mpsd_graph *graph)
-{
-	return graph->origin;
-}
-
-bool mpsd_graph_has_host(const struct mpsd_graph *graph)
-{
-	return graph->has_host;
-}
-
-static void append(struct mpsd_graph *graph, struct mpsd_op *op)
-{
-	op->next = NULL;
-	*graph->last = op;
-	graph->last = &op->next;
-	if (op->kind == MPSD_OP_COPY && op->copy.way != MPSD_COPY_WITHIN)
-		graph->has_host = true;
-}
 
 /* *id 0: the stream is not captured. In a lost context the driver answers with the loss, whatever is captured. */
 static CUresult ask_capture(CUstream native, cuuint64_t *id)
@@ -116,8 +57,9 @@ static struct session *session_of(cuuint64_t id)
 static struct session *session_of_event(CUevent event)
 {
 	for (struct session *session = sessions; session; session = session->next)
-		for (struct mpsd_op *op = session->graph->first; op; op = op->next)
-			if (op->kind == MPSD_OP_RECORD && op->event.event == event)
+		for (unsigned int i = 0; i < session->graph->count; i++)
+			if (session->graph->nodes[i].op->kind == MPSD_OP_RECORD &&
+			    session->graph->nodes[i].op->event.event == event)
 				return session;
 	return NULL;
 }
@@ -165,6 +107,30 @@ static void lend(struct mpsd_op *op)
 	op->copy.is_borrowed = false;
 }
 
+CUgraphNode mpsd_capture_last(CUstream native)
+{
+	CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE;
+	const CUgraphEdgeData *edges;
+	const CUgraphNode *nodes = NULL;
+	CUresult result = CUDA_ERROR_NOT_FOUND;
+	size_t count = 0;
+
+	if (mpsd_tables()->real[MPSD_cuStreamGetCaptureInfo_v3])
+		result = real_cuStreamGetCaptureInfo_v3(native, &status, NULL, NULL, &nodes, &edges, &count);
+	else if (mpsd_tables()->real[MPSD_cuStreamGetCaptureInfo_v2])
+		result = real_cuStreamGetCaptureInfo_v2(native, &status, NULL, NULL, &nodes, &count);
+	return result == CUDA_SUCCESS && status == CU_STREAM_CAPTURE_STATUS_ACTIVE && count == 1 ? nodes[0] : NULL;
+}
+
+/* Under the lock. */
+static CUresult append(struct mpsd_graph *graph, struct mpsd_op *op)
+{
+	bool is_node = op->kind != MPSD_OP_RECORD && op->kind != MPSD_OP_WAIT;
+	struct mpsd_node node = { .op = op, .native = is_node ? mpsd_capture_last(mpsd_native(op->stream)) : NULL };
+
+	return mpsd_graph_append(graph, node) ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
+}
+
 bool mpsd_capture_op(struct mpsd_op *op, CUresult *result)
 {
 	struct session *session;
@@ -181,7 +147,7 @@ bool mpsd_capture_op(struct mpsd_op *op, CUresult *result)
 		if (mpsd_is_left())
 			*result = MPSD_AGAIN;
 		if (*result == CUDA_SUCCESS)
-			append(session->graph, op);
+			*result = append(session->graph, op);
 		else
 			mpsd_op_free(op);
 	}
@@ -208,7 +174,7 @@ static CUresult prove_before(CUstream stream)
 CUresult make_cuStreamBeginCapture_v2(CUstream hStream, CUstreamCaptureMode mode)
 {
 	struct session *session = calloc(1, sizeof(*session));
-	struct mpsd_graph *graph = new_graph(hStream);
+	struct mpsd_graph *graph = mpsd_graph_new(hStream, false);
 	CUresult result = CUDA_ERROR_OUT_OF_MEMORY;
 
 	/* First: who marks other streams, or looks at them, asks from here on. */
@@ -276,19 +242,6 @@ void mpsd_captures_without(CUstream stream)
 	pthread_mutex_unlock(&lock);
 }
 
-static CUresult note_graph(CUresult result, enum mpsd_made_kind kind, void **handle, struct mpsd_graph *graph,
-			   unsigned int flags, uint64_t moves)
-{
-	struct mpsd_made record = { .kind = kind, .native = *handle, .device = 0, .flags = flags, .graph = graph };
-
-	if (result == CUDA_SUCCESS && mpsd_made_add(&record, moves)) {
-		*handle = record.name;
-		return result;
-	}
-	mpsd_graph_let_go(graph);
-	return result == CUDA_SUCCESS ? MPSD_AGAIN : result;
-}
-
 CUresult make_cuStreamEndCapture(CUstream hStream, CUgraph *phGraph)
 {
 	uint64_t moves = mpsd_tables()->moves;
@@ -303,53 +256,13 @@ CUresult make_cuStreamEndCapture(CUstream hStream, CUgraph *phGraph)
 		result = MPSD_AGAIN;
 	} else if (session && !mpsd_is_loss(result) && !capture_of(mpsd_native(hStream))) {
 		mpsd_graph_hold(session->graph);
-		result = note_graph(result, MPSD_MADE_GRAPH, (void **)phGraph, session->graph, 0, moves);
+		result = mpsd_graph_note(result, MPSD_MADE_GRAPH, (void **)phGraph, session->graph, 0, moves);
 		/* Overtaken since, it is still there for the move to go on with. */
 		if (result != MPSD_AGAIN)
 			end_session(session);
 	}
 	pthread_mutex_unlock(&lock);
 	return result;
-}
-
-CUresult make_cuGraphInstantiateWithFlags(CUgraphExec *phGraphExec, CUgraph hGraph, unsigned long long flags)
-{
-	uint64_t moves = mpsd_tables()->moves;
-	struct mpsd_graph *graph = mpsd_made_graph(hGraph);
-	CUgraph native;
-	CUresult result = mpsd_graph_native(hGraph, &native);
-
-	if (result == CUDA_SUCCESS)
-		result = inner_cuGraphInstantiateWithFlags(phGraphExec, native, flags);
-	if (!graph) {
-		mpsd_line_opaque("a graph that was not captured");
-		return result;
-	}
-	return note_graph(result, MPSD_MADE_EXEC, (void **)phGraphExec, graph, (unsigned int)flags, moves);
-}
-
-CUresult make_cuGraphGetNodes(CUgraph hGraph, CUgraphNode *nodes, size_t *numNodes)
-{
-	CUgraph native;
-	CUresult result = mpsd_graph_native(hGraph, &native);
-
-	return result == CUDA_SUCCESS ? inner_cuGraphGetNodes(native, nodes, numNodes) : result;
-}
-
-CUresult make_cuGraphLaunch(CUgraphExec hGraphExec, CUstream hStream)
-{
-	CUgraphExec native;
-	CUresult result = mpsd_exec_native(hGraphExec, &native);
-
-	return result == CUDA_SUCCESS ? inner_cuGraphLaunch(native, mpsd_native(hStream)) : result;
-}
-
-CUresult make_cuGraphUpload(CUgraphExec hGraphExec, CUstream hStream)
-{
-	CUgraphExec native;
-	CUresult result = mpsd_exec_native(hGraphExec, &native);
-
-	return result == CUDA_SUCCESS ? inner_cuGraphUpload(native, mpsd_native(hStream)) : result;
 }
 
 /* In another copy */
@@ -361,8 +274,12 @@ static CUresult go_on(struct session *session)
 	/* The thread that goes on, and ends it, is another one than this. */
 	CUresult result = inner_cuStreamBeginCapture_v2(origin, CU_STREAM_CAPTURE_MODE_RELAXED);
 
-	for (struct mpsd_op *op = session->graph->first; op && result == CUDA_SUCCESS; op = op->next)
-		result = mpsd_op_issue(op);
+	for (unsigned int i = 0; i < session->graph->count && result == CUDA_SUCCESS; i++) {
+		struct mpsd_node *node = &session->graph->nodes[i];
+
+		result = mpsd_op_issue(node->op);
+		node->native = node->native ? mpsd_capture_last(mpsd_native(node->op->stream)) : NULL;
+	}
 	session->id = capture_of(origin);
 	return result;
 }

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * Graphs that come of stream capture: what was captured is noted as operations (src/exact/state.h), and captured anew in
- * another copy of the driver. A capture that a move overtakes goes on there.
+ * Graphs. What was captured is noted as operations (src/exact/state.h), and captured anew in another copy of the driver; a
+ * capture that a move overtakes goes on there. What was made node by node is made so again (nodes.h).
  */
 #pragma once
 
@@ -39,8 +39,7 @@ CUresult mpsd_graph_native(CUgraph name, CUgraph *native);
 CUresult mpsd_exec_native(CUgraphExec name, CUgraphExec *native);
 
 /* What a graph to be launched consists of (mpsd_made_graph()). */
-const struct mpsd_op *mpsd_graph_first(const struct mpsd_graph *graph);
-CUstream mpsd_graph_origin(const struct mpsd_graph *graph);
+CUresult mpsd_graph_each(const struct mpsd_graph *graph, CUresult (*call)(const struct mpsd_op *op, void *with), void *with);
 bool mpsd_graph_has_host(const struct mpsd_graph *graph);	/* it reads or writes memory of the host's */
 struct mpsd_graph *mpsd_graph_hold(struct mpsd_graph *graph);
 void mpsd_graph_let_go(struct mpsd_graph *graph);

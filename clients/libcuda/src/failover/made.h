@@ -29,6 +29,7 @@ enum mpsd_made_kind {
 	MPSD_MADE_STREAM_ATTRIBUTE,
 	MPSD_MADE_GRAPH,	/* these two are made in another copy when they are needed there (rebuild.c) */
 	MPSD_MADE_EXEC,
+	MPSD_MADE_NODE,		/* of a graph; size: its number there */
 };
 
 /* Of an event: `moves` before the copy in which it was recorded last; in ns, when, and when the program knew of it. */
@@ -86,6 +87,9 @@ bool mpsd_made_set(struct mpsd_made *record, uint64_t moves);
 
 /* Under the lock: what it is called by the copy in use, where that did not have it yet. */
 void mpsd_made_native(struct mpsd_made *made, void *native);
+
+/* The same: of a graph or an executable one, what it consists of from now on; takes that reference. */
+void mpsd_made_regraph(struct mpsd_made *made, struct mpsd_graph *graph);
 
 /* Its twin is not as it should be: it is made once more. False as of mpsd_made_add(). */
 bool mpsd_made_again(const void *name, uint64_t moves);

@@ -118,26 +118,6 @@ void mpsd_made_looked(void)
 	pthread_rwlock_unlock(&names);
 }
 
-bool mpsd_made_is_apart(const void *name)
-{
-	const struct mpsd_made *made = mpsd_made_look(name);
-	bool is = made && made->kind == MPSD_MADE_STREAM && made->flags & CU_STREAM_NON_BLOCKING;
-
-	mpsd_made_looked();
-	return is;
-}
-
-struct mpsd_graph *mpsd_made_graph(const void *name)
-{
-	const struct mpsd_made *made = mpsd_made_look(name);
-	struct mpsd_graph *graph = NULL;
-
-	if (made && (made->kind == MPSD_MADE_GRAPH || made->kind == MPSD_MADE_EXEC))
-		graph = made->graph ? mpsd_graph_hold(made->graph) : NULL;
-	mpsd_made_looked();
-	return graph;
-}
-
 bool mpsd_made_again(const void *name, uint64_t moves)
 {
 	struct mpsd_made *made;
@@ -152,15 +132,6 @@ bool mpsd_made_again(const void *name, uint64_t moves)
 		mpsd_line_wake();
 	}
 	mpsd_made_unlock();
-	return is;
-}
-
-bool mpsd_made_is(const void *name, enum mpsd_made_kind kind)
-{
-	const struct mpsd_made *made = mpsd_made_look(name);
-	bool is = made && made->kind == kind;
-
-	mpsd_made_looked();
 	return is;
 }
 
@@ -184,8 +155,11 @@ static void enter_name(struct mpsd_made *made)
 	by_name[bucket(made->name)] = made;
 }
 
+/* What is not there in the copy in use cannot be looked for. */
 static void enter_native(struct mpsd_made *made)
 {
+	if (!made->native)
+		return;
 	made->next_native = by_native[bucket(made->native)];
 	by_native[bucket(made->native)] = made;
 }
@@ -245,19 +219,31 @@ bool mpsd_made_add(struct mpsd_made *record, uint64_t moves)
 	return is;
 }
 
-static void strike(struct mpsd_made **link, struct mpsd_made *made, bool by)
+static void strike_name(struct mpsd_made *made)
 {
+	struct mpsd_made **link = &by_name[bucket(made->name)];
+
 	while (*link != made)
-		link = by ? &(*link)->next_name : &(*link)->next_native;
-	*link = by ? made->next_name : made->next_native;
+		link = &(*link)->next_name;
+	*link = made->next_name;
+}
+
+static void strike_native(struct mpsd_made *made)
+{
+	struct mpsd_made **link = &by_native[bucket(made->native)];
+
+	while (made->native && *link != made)
+		link = &(*link)->next_native;
+	if (made->native)
+		*link = made->next_native;
 }
 
 static void forget(struct mpsd_made *made)
 {
 	if (made->name) {
 		pthread_rwlock_wrlock(&names);
-		strike(&by_name[bucket(made->name)], made, true);
-		strike(&by_native[bucket(made->native)], made, false);
+		strike_name(made);
+		strike_native(made);
 		pthread_rwlock_unlock(&names);
 	}
 	*(made->older ? &made->older->newer : &oldest) = made->newer;
@@ -274,10 +260,20 @@ static void forget(struct mpsd_made *made)
 void mpsd_made_native(struct mpsd_made *made, void *native)
 {
 	pthread_rwlock_wrlock(&names);
-	strike(&by_native[bucket(made->native)], made, false);
+	strike_native(made);
 	made->native = native;
 	enter_native(made);
 	pthread_rwlock_unlock(&names);
+}
+
+void mpsd_made_regraph(struct mpsd_made *made, struct mpsd_graph *graph)
+{
+	struct mpsd_graph *before = made->graph;
+
+	pthread_rwlock_wrlock(&names);
+	made->graph = graph;
+	pthread_rwlock_unlock(&names);
+	mpsd_graph_let_go(before);
 }
 
 static bool is_same(const struct mpsd_made *one, const struct mpsd_made *other)

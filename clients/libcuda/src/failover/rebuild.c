@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT
-/* Graphs in a copy that they were not captured in: captured again, when they are first needed there. */
+/* Graphs in a copy that they were not made in: captured again, or put together, when they are first needed there. */
 #include <stdlib.h>
 
 #include "exact/state.h"
-#include "failover/graph.h"
+#include "failover/nodes.h"
 
 #define MOST 64			/* streams or events in one capture */
 
@@ -44,11 +44,13 @@ static CUresult find(struct cast *cast, const void *name, CUresult (*make_one)(v
 	return CUDA_SUCCESS;
 }
 
-static CUresult capture_again(const struct mpsd_graph *graph, struct cast *streams, struct cast *events)
+static CUresult capture_again(const struct mpsd_graph *graph, struct cast *streams, struct cast *events,
+			      CUgraphNode *natives)
 {
 	CUresult result = CUDA_SUCCESS;
 
-	for (const struct mpsd_op *op = mpsd_graph_first(graph); op && result == CUDA_SUCCESS; op = op->next) {
+	for (unsigned int i = 0; i < graph->count && result == CUDA_SUCCESS; i++) {
+		const struct mpsd_op *op = graph->nodes[i].op;
 		void *stream = NULL, *event = NULL;
 
 		result = find(streams, op->stream, make_stream, &stream);
@@ -56,21 +58,23 @@ static CUresult capture_again(const struct mpsd_graph *graph, struct cast *strea
 			result = find(events, op->event.event, make_event, &event);
 		if (result == CUDA_SUCCESS)
 			result = mpsd_op_issue_on(op, stream, event);
+		if (natives)
+			natives[i] = graph->nodes[i].native ? mpsd_capture_last(stream) : NULL;
 	}
 	return result;
 }
 
-static CUresult capture(const struct mpsd_graph *graph, CUgraph *native)
+static CUresult capture(const struct mpsd_graph *graph, CUgraph *native, CUgraphNode *natives)
 {
 	struct cast streams = { .count = 0 }, events = { .count = 0 };
 	void *origin;
 	CUresult result, ended;
 
-	result = find(&streams, mpsd_graph_origin(graph), make_stream, &origin);
+	result = find(&streams, graph->origin, make_stream, &origin);
 	if (result == CUDA_SUCCESS)
 		result = real_cuStreamBeginCapture_v2(origin, CU_STREAM_CAPTURE_MODE_RELAXED);
 	if (result == CUDA_SUCCESS) {
-		result = capture_again(graph, &streams, &events);
+		result = capture_again(graph, &streams, &events, natives);
 		ended = real_cuStreamEndCapture(origin, native);
 		if (result == CUDA_SUCCESS)
 			result = ended;
@@ -82,15 +86,90 @@ static CUresult capture(const struct mpsd_graph *graph, CUgraph *native)
 	return result;
 }
 
+/* `child`: what it was put together with, which the node has a copy of. */
+static CUresult put_node(const struct mpsd_node *node, CUgraph graph, const CUgraphNode *natives, CUgraph child,
+			 CUgraphNode *native)
+{
+	CUgraphNode *after = malloc((node->count + 1) * sizeof(*after));
+	struct mpsd_node_place place = { .graph = graph, .after = after, .child = child };
+	CUresult result = CUDA_ERROR_OUT_OF_MEMORY;
+
+	for (unsigned int i = 0; after && i < node->count; i++)
+		after[i] = natives[node->after[i]];
+	if (after)
+		result = mpsd_node_give(node, &place);
+	free(after);
+	*native = place.node;
+	return result;
+}
+
+static CUresult put_together(const struct mpsd_graph *graph, CUgraph *native, CUgraphNode *natives)
+{
+	CUresult result = real_cuGraphCreate(native, 0);
+
+	for (unsigned int i = 0; i < graph->count && result == CUDA_SUCCESS; i++) {
+		unsigned int number = graph->order ? graph->order[i] : i;
+		const struct mpsd_node *node = &graph->nodes[number];
+		CUgraph child = NULL;
+
+		if (node->child)
+			result = mpsd_graph_make(node->child, &child, NULL);
+		if (result == CUDA_SUCCESS)
+			result = put_node(node, *native, natives, child, &natives[number]);
+		if (child)
+			real_cuGraphDestroy(child);
+	}
+	return result;
+}
+
+CUresult mpsd_graph_make(const struct mpsd_graph *graph, CUgraph *native, CUgraphNode *natives)
+{
+	CUgraphNode *own = NULL;
+	CUresult result;
+
+	*native = NULL;
+	if (!graph->is_built) {
+		result = capture(graph, native, natives);
+	} else {
+		own = natives ? NULL : calloc(graph->count + 1, sizeof(*own));
+		result = natives || own ? put_together(graph, native, natives ? natives : own) : CUDA_ERROR_OUT_OF_MEMORY;
+	}
+	free(own);
+	if (result != CUDA_SUCCESS && *native)
+		real_cuGraphDestroy(*native);
+	return result;
+}
+
+/* cuda.h: a stream to upload into, which only the call that says so has. */
+#define UPLOAD CUDA_GRAPH_INSTANTIATE_FLAG_UPLOAD
+
 static CUresult instantiate(const struct mpsd_made *made, void **native)
 {
 	CUgraph graph;
-	CUresult result = capture(made->graph, &graph);
+	CUresult result = mpsd_graph_make(made->graph, &graph, NULL);
 
 	if (result != CUDA_SUCCESS)
 		return result;
-	result = real_cuGraphInstantiateWithFlags((CUgraphExec *)native, graph, made->flags);
+	result = real_cuGraphInstantiateWithFlags((CUgraphExec *)native, graph, made->flags & ~(unsigned int)UPLOAD);
 	real_cuGraphDestroy(graph);
+	return result;
+}
+
+/* The program's own graph, whose nodes it has names for. */
+static CUresult make_graph(struct mpsd_made *made, void **native)
+{
+	struct mpsd_graph *graph = made->graph;
+	CUgraphNode *natives = calloc(graph->count + 1, sizeof(*natives));
+	CUresult result = natives ? mpsd_graph_make(graph, (CUgraph *)native, natives) : CUDA_ERROR_OUT_OF_MEMORY;
+
+	for (unsigned int i = 0; i < graph->count && result == CUDA_SUCCESS; i++) {
+		struct mpsd_made *node = mpsd_made_find(graph->nodes[i].name);
+
+		graph->nodes[i].native = natives[i];
+		if (node)
+			mpsd_made_native(node, natives[i]);
+	}
+	free(natives);
 	return result;
 }
 
@@ -103,7 +182,7 @@ static CUresult make(struct mpsd_made *made)
 	if (made->kind == MPSD_MADE_EXEC)
 		result = instantiate(made, &native);
 	else
-		result = capture(made->graph, (CUgraph *)&native);
+		result = make_graph(made, &native);
 	if (result == CUDA_SUCCESS)
 		mpsd_made_native(made, native);
 	return result;

@@ -129,6 +129,7 @@ static CUresult make(struct mpsd_made *made, const char **what)
 		return TRY(cuCtxSetCacheConfig, (CUfunc_cache)made->value);
 	case MPSD_MADE_GRAPH:
 	case MPSD_MADE_EXEC:
+	case MPSD_MADE_NODE:
 		made->twin = NULL;
 		return CUDA_SUCCESS;
 	case MPSD_MADE_STREAM_ATTRIBUTE:

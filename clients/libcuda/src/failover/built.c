@@ -1,0 +1,275 @@
+// SPDX-License-Identifier: MIT
+/* Graphs that the program makes node by node: what it adds, what comes after what, what a node becomes. */
+#include <stdlib.h>
+
+#include "exact/state.h"
+#include "failover/line.h"
+#include "failover/nodes.h"
+
+#define NOT_FOLLOWED "a graph that came by a way that is not followed"
+
+static uint64_t moves_now(void)
+{
+	return mpsd_tables()->moves;
+}
+
+unsigned int mpsd_node_hint(CUgraphNode name)
+{
+	const struct mpsd_made *made = mpsd_made_look(name);
+	unsigned int hint = made && made->kind == MPSD_MADE_NODE ? (unsigned int)made->size : UINT32_MAX;
+
+	mpsd_made_looked();
+	return hint;
+}
+
+/* NULL: it is none that is known. */
+static CUgraph graph_of(CUgraphNode name)
+{
+	const struct mpsd_made *made = mpsd_made_look(name);
+	CUgraph graph = made && made->kind == MPSD_MADE_NODE ? made->of->name : NULL;
+
+	mpsd_made_looked();
+	return graph;
+}
+
+CUresult mpsd_node_native(CUgraphNode name, CUgraphNode *native, CUgraph *graph)
+{
+	CUgraph there;
+	CUresult result = CUDA_SUCCESS;
+
+	*graph = graph_of(name);
+	if (*graph)
+		result = mpsd_graph_native(*graph, &there);
+	else if (moves_now())
+		return CUDA_ERROR_INVALID_VALUE;
+	*native = mpsd_native(name);
+	return result == CUDA_SUCCESS && name && !*native ? MPSD_AGAIN : result;
+}
+
+/* A node that the program is about to know of, whose number in its graph that is. */
+static CUresult note_name(CUgraph graph, unsigned int number, CUgraphNode *node, uint64_t moves)
+{
+	struct mpsd_made record = { .kind = MPSD_MADE_NODE, .native = *node, .of = mpsd_made_known(graph),
+				    .size = number };
+
+	if (!mpsd_made_add(&record, moves))
+		return MPSD_AGAIN;
+	*node = record.name;
+	return CUDA_SUCCESS;
+}
+
+CUgraphNode mpsd_node_name(CUgraph graph, CUgraphNode native, unsigned int hint)
+{
+	CUgraphNode name = native;
+	unsigned int number = 0;
+	struct mpsd_made *made;
+	bool is, is_new;
+
+	mpsd_made_lock();
+	made = mpsd_made_find(graph);
+	if (made && made->graph)
+		number = mpsd_graph_number_native(made->graph, native, hint);
+	is = made && made->graph && number < made->graph->count;
+	is_new = is && !made->graph->nodes[number].name;
+	if (is && !is_new)
+		name = made->graph->nodes[number].name;
+	mpsd_made_unlock();
+	if (!is_new || note_name(graph, number, &name, moves_now()) != CUDA_SUCCESS)
+		return name;
+	mpsd_made_lock();
+	made = mpsd_made_find(graph);
+	if (made && made->graph && number < made->graph->count)
+		made->graph->nodes[number].name = name;
+	mpsd_made_unlock();
+	return name;
+}
+
+CUresult make_cuGraphCreate(CUgraph *phGraph, unsigned int flags)
+{
+	uint64_t moves = moves_now();
+	struct mpsd_graph *graph = mpsd_graph_new(NULL, true);
+	CUresult result = inner_cuGraphCreate(phGraph, flags);
+
+	if (graph || result != CUDA_SUCCESS)
+		return mpsd_graph_note(result, MPSD_MADE_GRAPH, (void **)phGraph, graph, 0, moves);
+	mpsd_line_opaque("a graph that there is no memory for");
+	return result;
+}
+
+/* Nodes added */
+
+/* What it is to come after, by the program's names; nodes that are not known are of graphs that are not followed. */
+static CUresult find_after(const struct mpsd_addition *addition, unsigned int *numbers, CUgraphNode *natives)
+{
+	CUresult result = CUDA_SUCCESS;
+	CUgraph graph;
+
+	for (size_t i = 0; i < addition->count && result == CUDA_SUCCESS; i++) {
+		numbers[i] = mpsd_node_hint(addition->after[i]);
+		result = mpsd_node_native(addition->after[i], &natives[i], &graph);
+		if (numbers[i] == UINT32_MAX)
+			mpsd_line_opaque("a graph's node that came by a way that is not followed");
+	}
+	return result;
+}
+
+/* It is there: the program's name for it, and what it is. Takes the node. */
+static CUresult note_node(const struct mpsd_addition *addition, struct mpsd_node node, CUgraphNode native,
+			  uint64_t moves)
+{
+	struct mpsd_graph *graph = mpsd_made_graph(addition->graph);
+	struct mpsd_made *made = NULL;
+	CUresult result = CUDA_SUCCESS;
+	bool is = false;
+
+	*addition->node = node.native = native;
+	if (graph)
+		result = note_name(addition->graph, graph->count, addition->node, moves);
+	mpsd_graph_let_go(graph);
+	node.name = *addition->node;
+	mpsd_made_lock();
+	made = graph && result == CUDA_SUCCESS ? mpsd_made_find(addition->graph) : NULL;
+	graph = made ? mpsd_graph_own(made) : NULL;
+	if (graph)
+		is = mpsd_graph_append(graph, node);
+	mpsd_made_unlock();
+	if (!graph)
+		mpsd_node_let_go(&node);
+	if (result == CUDA_SUCCESS && !is)
+		mpsd_line_opaque(NOT_FOLLOWED);
+	return result;
+}
+
+CUresult mpsd_node_add(const struct mpsd_addition *addition, struct mpsd_node node, CUgraph child)
+{
+	uint64_t moves = moves_now();
+	CUgraphNode *natives = malloc((addition->count + 1) * sizeof(*natives));
+	struct mpsd_node_place place = { .after = natives, .child = child };
+	CUresult result;
+
+	if (!addition->node || !addition->graph || (addition->count && !addition->after)) {
+		free(natives);
+		mpsd_node_let_go(&node);
+		return CUDA_ERROR_INVALID_VALUE;
+	}
+	node.after = malloc((addition->count + 1) * sizeof(*node.after));
+	node.count = (unsigned int)addition->count;
+	result = natives && node.after ? mpsd_graph_native(addition->graph, &place.graph) : CUDA_ERROR_OUT_OF_MEMORY;
+	if (result == CUDA_SUCCESS)
+		result = find_after(addition, node.after, natives);
+	if (result == CUDA_SUCCESS)
+		result = mpsd_node_give(&node, &place);
+	free(natives);
+	if (result == CUDA_SUCCESS)
+		return note_node(addition, node, place.node, moves);
+	mpsd_node_let_go(&node);
+	return mpsd_is_left() ? MPSD_AGAIN : result;
+}
+
+CUresult mpsd_node_become(CUgraphNode name, struct mpsd_node node)
+{
+	struct mpsd_node_place place = { .exec = NULL };
+	CUgraph graph;
+	CUresult result = mpsd_node_native(name, &place.node, &graph);
+
+	if (result == CUDA_SUCCESS)
+		result = mpsd_node_give(&node, &place);
+	if (result == CUDA_SUCCESS && !graph)
+		mpsd_line_opaque(NOT_FOLLOWED);
+	else if (result == CUDA_SUCCESS)
+		result = mpsd_node_note(graph, mpsd_node_hint(name), &node);
+	else if (mpsd_is_left())
+		result = MPSD_AGAIN;
+	mpsd_node_let_go(&node);
+	return result;
+}
+
+/* Edges */
+
+/* Under the lock. */
+static bool note_edges(struct mpsd_graph *graph, const unsigned int *from, const unsigned int *to, size_t count)
+{
+	bool is = graph != NULL;
+
+	for (size_t i = 0; i < count && is; i++)
+		is = from[i] < graph->count && to[i] < graph->count && mpsd_graph_depends(graph, from[i], to[i]);
+	return is;
+}
+
+/* All of one size: what the driver calls them in this copy, and their numbers. */
+struct ends {
+	CUgraphNode *native[2];
+	unsigned int *number[2];
+};
+
+static CUresult find_ends(struct ends *ends, const CUgraphNode *from, const CUgraphNode *to, size_t count)
+{
+	const struct mpsd_addition sides[] = { { NULL, NULL, from, count }, { NULL, NULL, to, count } };
+	CUresult result = CUDA_SUCCESS;
+
+	for (int i = 0; i < 2 && result == CUDA_SUCCESS; i++) {
+		ends->native[i] = malloc((count + 1) * sizeof(*ends->native[i]));
+		ends->number[i] = malloc((count + 1) * sizeof(*ends->number[i]));
+		result = ends->native[i] && ends->number[i]
+				 ? find_after(&sides[i], ends->number[i], ends->native[i])
+				 : CUDA_ERROR_OUT_OF_MEMORY;
+	}
+	return result;
+}
+
+static CUresult depend(CUgraph name, const CUgraphNode *from, const CUgraphNode *to, size_t count)
+{
+	struct ends ends = { .number = { NULL } };
+	struct mpsd_made *made;
+	CUgraph native;
+	CUresult result = mpsd_graph_native(name, &native);
+	bool is = true;
+
+	if (result == CUDA_SUCCESS)
+		result = find_ends(&ends, from, to, count);
+	if (result == CUDA_SUCCESS)
+		result = inner_cuGraphAddDependencies_v2(native, ends.native[0], ends.native[1], NULL, count);
+	mpsd_made_lock();
+	if (mpsd_is_left())
+		result = MPSD_AGAIN;
+	if (result == CUDA_SUCCESS) {
+		made = mpsd_made_find(name);
+		is = note_edges(made ? mpsd_graph_own(made) : NULL, ends.number[0], ends.number[1], count);
+	}
+	mpsd_made_unlock();
+	if (!is)
+		mpsd_line_opaque(NOT_FOLLOWED);
+	for (int i = 0; i < 2; i++) {
+		free(ends.native[i]);
+		free(ends.number[i]);
+	}
+	return result;
+}
+
+CUresult make_cuGraphAddDependencies(CUgraph hGraph, const CUgraphNode *from, const CUgraphNode *to,
+				     size_t numDependencies)
+{
+	return make_cuGraphAddDependencies_v2(hGraph, from, to, NULL, numDependencies);
+}
+
+CUresult make_cuGraphAddDependencies_v2(CUgraph hGraph, const CUgraphNode *from, const CUgraphNode *to,
+					const CUgraphEdgeData *edgeData, size_t numDependencies)
+{
+	if (!hGraph || (numDependencies && (!from || !to)))
+		return CUDA_ERROR_INVALID_VALUE;
+	if (mpsd_edges_are_plain(edgeData, numDependencies))
+		return depend(hGraph, from, to, numDependencies);
+	mpsd_line_opaque("a graph's edges that say more than what comes after what");
+	return moves_now() ? CUDA_ERROR_NOT_SUPPORTED
+			   : inner_cuGraphAddDependencies_v2(hGraph, from, to, edgeData, numDependencies);
+}
+
+/* cuda.h: all 0 is what an edge without data is. */
+bool mpsd_edges_are_plain(const CUgraphEdgeData *data, size_t count)
+{
+	bool is = true;
+
+	for (size_t i = 0; data && i < count; i++)
+		is = is && !data[i].from_port && !data[i].to_port && !data[i].type;
+	return is;
+}

@@ -1,0 +1,310 @@
+// SPDX-License-Identifier: MIT
+/* The program's calls that say what a node of a graph is. What cannot be followed the driver is told as it is. */
+#include <stdlib.h>
+
+#include "exact/state.h"
+#include "failover/line.h"
+#include "failover/nodes.h"
+
+#define NOT_FOLLOWED "a graph's node of a kind that is not followed"
+
+/* After the driver was told: the program is not carried over, unless nothing came of it. */
+static CUresult passed(CUresult result)
+{
+	if (result == CUDA_SUCCESS)
+		mpsd_line_opaque(NOT_FOLLOWED);
+	return result;
+}
+
+static CUresult refused(void)
+{
+	mpsd_line_opaque(NOT_FOLLOWED);
+	return CUDA_ERROR_NOT_SUPPORTED;
+}
+
+/* In another copy than the first one its handles would lead astray. */
+#define PASS(result, call)									\
+	(mpsd_is_loss(result) || (result) == MPSD_AGAIN ? (result)				\
+	 : mpsd_tables()->moves			      ? refused()				\
+						      : passed(call))
+
+/* What a node was until now: of a graph, or of an executable one. */
+struct before {
+	struct mpsd_graph *graph;	/* NULL: it is not known */
+	const struct mpsd_op *op;
+	CUcontext context;
+};
+
+static struct before look_before(const void *graph, CUgraphNode name)
+{
+	struct before before = { mpsd_made_graph(graph), NULL, NULL };
+	unsigned int number = before.graph ? mpsd_graph_number(before.graph, name, mpsd_node_hint(name)) : 0;
+
+	if (before.graph && number < before.graph->count) {
+		before.op = before.graph->nodes[number].op;
+		before.context = before.graph->nodes[number].context;
+	}
+	return before;
+}
+
+static CUgraph graph_of(CUgraphNode name)
+{
+	CUgraphNode native;
+	CUgraph graph = NULL;
+
+	mpsd_node_native(name, &native, &graph);
+	return graph;
+}
+
+/* What each kind is. Else than SUCCESS there is none. */
+
+static CUresult kernel(const CUDA_KERNEL_NODE_PARAMS *given, const struct mpsd_op *before, struct mpsd_node *node)
+{
+	CUresult result;
+	struct mpsd_op op = {
+		.kind = MPSD_OP_LAUNCH,
+		.launch = { .is_plain = true },
+	};
+
+	if (!given)
+		return CUDA_ERROR_INVALID_VALUE;
+	op.launch.function = given->func ? given->func : (CUfunction)given->kern;
+	op.launch.config = (CUlaunchConfig){ given->gridDimX, given->gridDimY, given->gridDimZ, given->blockDimX,
+					     given->blockDimY, given->blockDimZ, given->sharedMemBytes, NULL, NULL, 0 };
+	if (before && before->kind == MPSD_OP_LAUNCH) {
+		op.stream = before->stream;
+		op.launch.config.attrs = before->launch.attributes;
+		op.launch.config.numAttrs = before->launch.config.numAttrs;
+		op.launch.is_plain = before->launch.is_plain;
+		op.launch.is_cooperative = before->launch.is_cooperative;
+	}
+	*node = (struct mpsd_node){ .context = given->ctx };
+	result = mpsd_params_take(&op, given->kernelParams, given->extra, &node->op);
+	/* A function that a move has overtaken is unknown for that alone. */
+	return result != CUDA_SUCCESS && atomic_load(&mpsd_moves) != mpsd_tables()->moves ? MPSD_AGAIN : result;
+}
+
+static CUresult made(struct mpsd_op *op, const struct mpsd_op *before, CUcontext context, struct mpsd_node *node)
+{
+	*node = (struct mpsd_node){ .op = op, .context = context };
+	if (op && before)
+		op->stream = before->stream;
+	return op ? CUDA_SUCCESS : CUDA_ERROR_NOT_SUPPORTED;
+}
+
+static CUresult copy(const CUDA_MEMCPY3D *given, CUcontext context, const struct mpsd_op *before,
+		     struct mpsd_node *node)
+{
+	return given ? made(mpsd_rows_of_node(given), before, context, node) : CUDA_ERROR_INVALID_VALUE;
+}
+
+static CUresult set(const CUDA_MEMSET_NODE_PARAMS *given, CUcontext context, const struct mpsd_op *before,
+		    struct mpsd_node *node)
+{
+	return given ? made(mpsd_set_of_node(given), before, context, node) : CUDA_ERROR_INVALID_VALUE;
+}
+
+static CUresult child(CUgraph given, CUgraph *native, struct mpsd_node *node)
+{
+	CUresult result = mpsd_graph_native(given, native);
+
+	*node = (struct mpsd_node){ .child = result == CUDA_SUCCESS ? mpsd_made_graph(given) : NULL };
+	return result != CUDA_SUCCESS || node->child ? result : CUDA_ERROR_NOT_SUPPORTED;
+}
+
+static CUresult any(const CUgraphNodeParams *given, const struct mpsd_op *before, struct mpsd_node *node, CUgraph *native)
+{
+	const CUDA_KERNEL_NODE_PARAMS_v3 *k = &given->kernel;
+	const CUDA_KERNEL_NODE_PARAMS launch = {
+		k->func, k->gridDimX, k->gridDimY, k->gridDimZ, k->blockDimX, k->blockDimY, k->blockDimZ,
+		k->sharedMemBytes, k->kernelParams, k->extra, k->kern, k->ctx,
+	};
+	const CUDA_MEMSET_NODE_PARAMS_v2 *s = &given->memset;
+	const CUDA_MEMSET_NODE_PARAMS memset = { s->dst, s->pitch, s->value, s->elementSize, s->width, s->height };
+
+	switch (given->type) {
+	case CU_GRAPH_NODE_TYPE_KERNEL:
+		return kernel(&launch, before, node);
+	case CU_GRAPH_NODE_TYPE_MEMCPY:
+		return copy(&given->memcpy.copyParams, given->memcpy.copyCtx, before, node);
+	case CU_GRAPH_NODE_TYPE_MEMSET:
+		return set(&memset, s->ctx, before, node);
+	case CU_GRAPH_NODE_TYPE_GRAPH:
+		return given->graph.ownership ? CUDA_ERROR_NOT_SUPPORTED : child(given->graph.graph, native, node);
+	case CU_GRAPH_NODE_TYPE_EMPTY:
+		*node = (struct mpsd_node){ .op = NULL };
+		return CUDA_SUCCESS;
+	default:
+		return CUDA_ERROR_NOT_SUPPORTED;
+	}
+}
+
+/* Added */
+
+#define ADD(result, native, call)											\
+	((result) == CUDA_SUCCESS										\
+		 ? mpsd_node_add(&(struct mpsd_addition){ phGraphNode, hGraph, dependencies, numDependencies }, node,	\
+				 native)										\
+		 : PASS(result, call))
+
+CUresult make_cuGraphAddKernelNode_v2(CUgraphNode *phGraphNode, CUgraph hGraph, const CUgraphNode *dependencies,
+				      size_t numDependencies, const CUDA_KERNEL_NODE_PARAMS *nodeParams)
+{
+	struct mpsd_node node;
+	CUresult result = kernel(nodeParams, NULL, &node);
+
+	return ADD(result, NULL,
+		   inner_cuGraphAddKernelNode_v2(phGraphNode, hGraph, dependencies, numDependencies, nodeParams));
+}
+
+CUresult make_cuGraphAddMemcpyNode(CUgraphNode *phGraphNode, CUgraph hGraph, const CUgraphNode *dependencies,
+				   size_t numDependencies, const CUDA_MEMCPY3D *copyParams, CUcontext ctx)
+{
+	struct mpsd_node node;
+	CUresult result = copy(copyParams, ctx, NULL, &node);
+
+	return ADD(result, NULL,
+		   inner_cuGraphAddMemcpyNode(phGraphNode, hGraph, dependencies, numDependencies, copyParams, ctx));
+}
+
+CUresult make_cuGraphAddMemsetNode(CUgraphNode *phGraphNode, CUgraph hGraph, const CUgraphNode *dependencies,
+				   size_t numDependencies, const CUDA_MEMSET_NODE_PARAMS *memsetParams, CUcontext ctx)
+{
+	struct mpsd_node node;
+	CUresult result = set(memsetParams, ctx, NULL, &node);
+
+	return ADD(result, NULL,
+		   inner_cuGraphAddMemsetNode(phGraphNode, hGraph, dependencies, numDependencies, memsetParams, ctx));
+}
+
+CUresult make_cuGraphAddEmptyNode(CUgraphNode *phGraphNode, CUgraph hGraph, const CUgraphNode *dependencies,
+				  size_t numDependencies)
+{
+	const struct mpsd_addition addition = { phGraphNode, hGraph, dependencies, numDependencies };
+
+	return mpsd_node_add(&addition, (struct mpsd_node){ .op = NULL }, NULL);
+}
+
+CUresult make_cuGraphAddChildGraphNode(CUgraphNode *phGraphNode, CUgraph hGraph, const CUgraphNode *dependencies,
+				       size_t numDependencies, CUgraph childGraph)
+{
+	struct mpsd_node node;
+	CUgraph native;
+	CUresult result = child(childGraph, &native, &node);
+
+	return ADD(result, native,
+		   inner_cuGraphAddChildGraphNode(phGraphNode, hGraph, dependencies, numDependencies, childGraph));
+}
+
+CUresult make_cuGraphAddNode_v2(CUgraphNode *phGraphNode, CUgraph hGraph, const CUgraphNode *dependencies,
+				const CUgraphEdgeData *dependencyData, size_t numDependencies,
+				CUgraphNodeParams *nodeParams)
+{
+	struct mpsd_node node;
+	CUgraph native = NULL;
+	CUresult result = CUDA_ERROR_NOT_SUPPORTED;
+
+	if (nodeParams && mpsd_edges_are_plain(dependencyData, numDependencies))
+		result = any(nodeParams, NULL, &node, &native);
+	return ADD(result, native,
+		   inner_cuGraphAddNode_v2(phGraphNode, hGraph, dependencies, dependencyData, numDependencies,
+					   nodeParams));
+}
+
+CUresult make_cuGraphAddNode(CUgraphNode *phGraphNode, CUgraph hGraph, const CUgraphNode *dependencies,
+			     size_t numDependencies, CUgraphNodeParams *nodeParams)
+{
+	struct mpsd_node node;
+	CUgraph native = NULL;
+	CUresult result = nodeParams ? any(nodeParams, NULL, &node, &native) : CUDA_ERROR_INVALID_VALUE;
+
+	return ADD(result, native,
+		   inner_cuGraphAddNode(phGraphNode, hGraph, dependencies, numDependencies, nodeParams));
+}
+
+/* Something else from now on: in the graph, which executable graphs that are there do not see */
+
+#define BECOME(of, find, call)									\
+	struct before before = look_before(of, hNode);						\
+	struct mpsd_node node;									\
+	CUresult result = find;									\
+												\
+	result = result == CUDA_SUCCESS ? mpsd_node_become(hNode, node) : PASS(result, call);	\
+	mpsd_graph_let_go(before.graph);							\
+	return result
+
+CUresult make_cuGraphKernelNodeSetParams_v2(CUgraphNode hNode, const CUDA_KERNEL_NODE_PARAMS *nodeParams)
+{
+	BECOME(graph_of(hNode), kernel(nodeParams, before.op, &node),
+	       inner_cuGraphKernelNodeSetParams_v2(hNode, nodeParams));
+}
+
+CUresult make_cuGraphMemcpyNodeSetParams(CUgraphNode hNode, const CUDA_MEMCPY3D *nodeParams)
+{
+	BECOME(graph_of(hNode), copy(nodeParams, before.context, before.op, &node),
+	       inner_cuGraphMemcpyNodeSetParams(hNode, nodeParams));
+}
+
+CUresult make_cuGraphMemsetNodeSetParams(CUgraphNode hNode, const CUDA_MEMSET_NODE_PARAMS *nodeParams)
+{
+	BECOME(graph_of(hNode), set(nodeParams, before.context, before.op, &node),
+	       inner_cuGraphMemsetNodeSetParams(hNode, nodeParams));
+}
+
+/* The same in an executable graph alone */
+
+static CUresult change(CUgraphExec exec, CUgraphNode name, struct mpsd_node node, CUgraph native)
+{
+	CUresult result = mpsd_exec_change(exec, name, &node, native);
+
+	mpsd_node_let_go(&node);
+	return result;
+}
+
+/* The driver says what it thinks of a node that the executable graph does not know. */
+#define CHANGE(find, native, call)								\
+	struct before before = look_before(hGraphExec, hNode);					\
+	struct mpsd_node node;									\
+	CUresult result = find;									\
+												\
+	if (result == CUDA_SUCCESS)								\
+		result = change(hGraphExec, hNode, node, native);				\
+	else if (!mpsd_is_loss(result) && result != MPSD_AGAIN)					\
+		result = CUDA_ERROR_NOT_FOUND;							\
+	mpsd_graph_let_go(before.graph);							\
+	return result == CUDA_ERROR_NOT_FOUND ? PASS(result, call) : result
+
+CUresult make_cuGraphExecKernelNodeSetParams_v2(CUgraphExec hGraphExec, CUgraphNode hNode,
+						const CUDA_KERNEL_NODE_PARAMS *nodeParams)
+{
+	CHANGE(kernel(nodeParams, before.op, &node), NULL,
+	       inner_cuGraphExecKernelNodeSetParams_v2(hGraphExec, hNode, nodeParams));
+}
+
+CUresult make_cuGraphExecMemcpyNodeSetParams(CUgraphExec hGraphExec, CUgraphNode hNode,
+					     const CUDA_MEMCPY3D *copyParams, CUcontext ctx)
+{
+	CHANGE(copy(copyParams, ctx, before.op, &node), NULL,
+	       inner_cuGraphExecMemcpyNodeSetParams(hGraphExec, hNode, copyParams, ctx));
+}
+
+CUresult make_cuGraphExecMemsetNodeSetParams(CUgraphExec hGraphExec, CUgraphNode hNode,
+					     const CUDA_MEMSET_NODE_PARAMS *memsetParams, CUcontext ctx)
+{
+	CHANGE(set(memsetParams, ctx, before.op, &node), NULL,
+	       inner_cuGraphExecMemsetNodeSetParams(hGraphExec, hNode, memsetParams, ctx));
+}
+
+CUresult make_cuGraphExecChildGraphNodeSetParams(CUgraphExec hGraphExec, CUgraphNode hNode, CUgraph childGraph)
+{
+	CUgraph native = NULL;
+	CHANGE(child(childGraph, &native, &node), native,
+	       inner_cuGraphExecChildGraphNodeSetParams(hGraphExec, hNode, childGraph));
+}
+
+CUresult make_cuGraphExecNodeSetParams(CUgraphExec hGraphExec, CUgraphNode hNode, CUgraphNodeParams *nodeParams)
+{
+	CUgraph native = NULL;
+	CHANGE(nodeParams ? any(nodeParams, before.op, &node, &native) : CUDA_ERROR_INVALID_VALUE, native,
+	       inner_cuGraphExecNodeSetParams(hGraphExec, hNode, nodeParams));
+}

@@ -1,0 +1,104 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * What a graph consists of. Of one that was captured: the operations, in the order in which they were captured
+ * (graph.c). Of one that was made node by node: what each node is, and what it comes after (built.c). A launch holds
+ * the graph as it was then: whoever changes one that others hold changes a copy of it (mpsd_graph_own()).
+ */
+#pragma once
+
+#include "failover/graph.h"
+
+struct mpsd_node {
+	CUgraphNode name;		/* what the program calls it; NULL: it does not know of it */
+	CUgraphNode native;		/* in the program's graph, in the copy in which that is there */
+	struct mpsd_op *op;		/* NULL: it is empty, or a graph */
+	struct mpsd_graph *child;	/* a reference to it */
+	CUcontext context;		/* what the program called that which it is to run in; NULL: it named none */
+	unsigned int *after, count;	/* nodes of the same graph */
+};
+
+struct mpsd_graph {
+	atomic_uint references;
+	CUstream origin;		/* of the capture */
+	bool is_built;			/* node by node */
+	bool has_host;			/* it reads or writes memory of the host's */
+	struct mpsd_node *nodes;
+	unsigned int count, room;
+	unsigned int *order;		/* in which all comes after what it depends on; NULL: that in which they were made */
+};
+
+/* NULL: no memory. */
+struct mpsd_graph *mpsd_graph_new(CUstream origin, bool is_built);
+
+/*
+ * Takes the operation, the reference to the child and what `after` is in; of those that were captured, NULL and 0. False:
+ * no memory, and they are taken all the same.
+ */
+bool mpsd_graph_append(struct mpsd_graph *graph, struct mpsd_node node);
+
+/* `to` comes after `from`. False: no memory. */
+bool mpsd_graph_depends(struct mpsd_graph *graph, unsigned int from, unsigned int to);
+
+/* A copy in which that node is what the other is, which it shares. NULL: no memory. */
+struct mpsd_graph *mpsd_graph_with(const struct mpsd_graph *graph, unsigned int number, const struct mpsd_node *node);
+
+/* The same of the graph, or the executable one, of that name. AGAIN: the copy was left. */
+CUresult mpsd_node_note(const void *name, unsigned int number, const struct mpsd_node *node);
+
+/* The node's number; `hint` is looked at first. graph->count: there is none. */
+unsigned int mpsd_graph_number(const struct mpsd_graph *graph, CUgraphNode name, unsigned int hint);
+unsigned int mpsd_graph_number_native(const struct mpsd_graph *graph, CUgraphNode native, unsigned int hint);
+
+/* Under the lock of made.h: the record's graph, which nobody else holds then. NULL: no memory. */
+struct mpsd_graph *mpsd_graph_own(struct mpsd_made *made);
+
+/* Where what a node is goes: into an executable graph or a node, if there is one, or into a new one, which is `node` then. */
+struct mpsd_node_place {
+	CUgraphExec exec;
+	CUgraphNode node;
+	CUgraph graph;
+	const CUgraphNode *after;	/* node->count of them */
+	CUgraph child;			/* of one that is a graph */
+};
+
+/* give.c: all by the names of the copy of this call. */
+CUresult mpsd_node_give(const struct mpsd_node *node, struct mpsd_node_place *place);
+
+/* rebuild.c: the graph made in the copy of this call. `natives`: what its nodes are called there; NULL: nobody asks. */
+CUresult mpsd_graph_make(const struct mpsd_graph *graph, CUgraph *native, CUgraphNode *natives);
+
+/* graph.c: the one node that what is captured next comes after; NULL: there is none, or several. */
+CUgraphNode mpsd_capture_last(CUstream native);
+
+/* built.c: what the copy of this call calls a node, and the program its graph, which is there then. */
+CUresult mpsd_node_native(CUgraphNode name, CUgraphNode *native, CUgraph *graph);
+
+/* Where in its graph a node is likely to be. */
+unsigned int mpsd_node_hint(CUgraphNode name);
+
+/* Where the program wants a new node, by its names. */
+struct mpsd_addition {
+	CUgraphNode *node;		/* it looks for the node there */
+	CUgraph graph;
+	const CUgraphNode *after;
+	size_t count;
+};
+
+/* These take what the node is. `child`: what this copy calls it. */
+CUresult mpsd_node_add(const struct mpsd_addition *addition, struct mpsd_node node, CUgraph child);
+CUresult mpsd_node_become(CUgraphNode name, struct mpsd_node node);
+
+void mpsd_node_let_go(const struct mpsd_node *node);
+
+/* Edges that say no more than that one node comes after another. */
+bool mpsd_edges_are_plain(const CUgraphEdgeData *data, size_t count);
+
+/* What the program calls a node of that graph, which it comes to know of. */
+CUgraphNode mpsd_node_name(CUgraph graph, CUgraphNode native, unsigned int hint);
+
+/* execs.c: a node of it is something else now. `child`: what this copy calls the node's. NOT_FOUND: it has no such node. */
+CUresult mpsd_exec_change(CUgraphExec name, CUgraphNode node_name, const struct mpsd_node *node, CUgraph child);
+
+/* A record of what was made, or of nothing; takes the reference. */
+CUresult mpsd_graph_note(CUresult result, enum mpsd_made_kind kind, void **handle, struct mpsd_graph *graph,
+			 unsigned int flags, uint64_t moves);

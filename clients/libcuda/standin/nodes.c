@@ -1,0 +1,325 @@
+// SPDX-License-Identifier: MIT
+/* Graphs that are made node by node, and what is asked of nodes. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "standin.h"
+
+bool is_node(const struct CUgraphNode_st *node)
+{
+	must_live(node);
+	return node && is_graph(node->graph);
+}
+
+API CUresult cuGraphCreate(CUgraph *phGraph, unsigned int flags)
+{
+	if (!phGraph || flags)
+		return CUDA_ERROR_INVALID_VALUE;
+	*phGraph = new_graph();
+	return gate_node(*phGraph ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY);
+}
+
+API CUresult cuGraphDestroy(CUgraph hGraph)
+{
+	if (!is_graph(hGraph))
+		return CUDA_ERROR_INVALID_VALUE;
+	free_graph(hGraph);
+	return CUDA_SUCCESS;
+}
+
+static CUresult come_after(CUgraphNode node, const CUgraphNode *others, size_t count)
+{
+	CUgraphNode *larger = realloc(node->after, (node->count + count + 1) * sizeof(*larger));
+
+	if (!larger)
+		return CUDA_ERROR_OUT_OF_MEMORY;
+	node->after = larger;
+	for (size_t i = 0; i < count; i++)
+		node->after[node->count++] = others[i];
+	return CUDA_SUCCESS;
+}
+
+static bool are_of(const struct CUgraph_st *graph, const CUgraphNode *nodes, size_t count)
+{
+	size_t i = 0;
+
+	while (i < count && nodes && is_node(nodes[i]) && nodes[i]->graph == graph)
+		i++;
+	return i == count;
+}
+
+/* With the lock, or nothing that needs it. */
+static CUresult add(CUgraphNode *out, CUgraph graph, const CUgraphNode *after, size_t count, CUgraphNodeType type,
+		    const struct operation *operation)
+{
+	CUresult result;
+
+	if (!out || !is_graph(graph) || !are_of(graph, after, count))
+		return CUDA_ERROR_INVALID_VALUE;
+	*out = add_node(graph, type, operation);
+	if (!*out)
+		return CUDA_ERROR_OUT_OF_MEMORY;
+	result = come_after(*out, after, count);
+	if (result != CUDA_SUCCESS)
+		*out = NULL;
+	return result;
+}
+
+API CUresult cuGraphAddEmptyNode(CUgraphNode *phGraphNode, CUgraph hGraph, const CUgraphNode *dependencies,
+				 size_t numDependencies)
+{
+	return add(phGraphNode, hGraph, dependencies, numDependencies, CU_GRAPH_NODE_TYPE_EMPTY, NULL);
+}
+
+API CUresult cuGraphAddKernelNode_v2(CUgraphNode *phGraphNode, CUgraph hGraph, const CUgraphNode *dependencies,
+				     size_t numDependencies, const CUDA_KERNEL_NODE_PARAMS *nodeParams)
+{
+	struct operation operation;
+	CUcontext context;
+	CUresult result = enter(&context);
+
+	if (result != CUDA_SUCCESS)
+		return result;
+	result = nodeParams ? prepare_kernel(nodeParams, &operation) : CUDA_ERROR_INVALID_VALUE;
+	if (result == CUDA_SUCCESS)
+		result = add(phGraphNode, hGraph, dependencies, numDependencies, CU_GRAPH_NODE_TYPE_KERNEL,
+			     &operation);
+	if (result == CUDA_SUCCESS)
+		(*phGraphNode)->kernel = *nodeParams;
+	return gate_node(leave(result));
+}
+
+API CUresult cuGraphAddMemcpyNode(CUgraphNode *phGraphNode, CUgraph hGraph, const CUgraphNode *dependencies,
+				  size_t numDependencies, const CUDA_MEMCPY3D *copyParams, CUcontext ctx)
+{
+	struct operation operation;
+	CUcontext context;
+	bool wait = false;
+	CUresult result = enter(&context);
+
+	if (result != CUDA_SUCCESS)
+		return result;
+	result = copyParams && ctx == context ? prepare_box(copyParams, &operation, &wait) : CUDA_ERROR_INVALID_VALUE;
+	if (result == CUDA_SUCCESS)
+		result = add(phGraphNode, hGraph, dependencies, numDependencies, CU_GRAPH_NODE_TYPE_MEMCPY,
+			     &operation);
+	if (result == CUDA_SUCCESS)
+		(*phGraphNode)->copy = *copyParams;
+	return leave(result);
+}
+
+static CUresult prepare_set(const CUDA_MEMSET_NODE_PARAMS *given, struct operation *operation)
+{
+	return prepare_rows(given->dst, given->height > 1 ? given->pitch : 0, given->value, given->elementSize,
+			    given->width, given->height, operation);
+}
+
+API CUresult cuGraphAddMemsetNode(CUgraphNode *phGraphNode, CUgraph hGraph, const CUgraphNode *dependencies,
+				  size_t numDependencies, const CUDA_MEMSET_NODE_PARAMS *memsetParams, CUcontext ctx)
+{
+	struct operation operation;
+	CUcontext context;
+	CUresult result = enter(&context);
+
+	if (result != CUDA_SUCCESS)
+		return result;
+	result = memsetParams && ctx == context ? prepare_set(memsetParams, &operation) : CUDA_ERROR_INVALID_VALUE;
+	if (result == CUDA_SUCCESS)
+		result = add(phGraphNode, hGraph, dependencies, numDependencies, CU_GRAPH_NODE_TYPE_MEMSET,
+			     &operation);
+	if (result == CUDA_SUCCESS)
+		(*phGraphNode)->set = *memsetParams;
+	return leave(result);
+}
+
+static CUgraphNode node_like(CUgraph graph, const struct CUgraph_st *other, const struct CUgraphNode_st *node)
+{
+	for (size_t i = 0; i < other->count; i++)
+		if (other->nodes[i] == node)
+			return graph->nodes[i];
+	return NULL;
+}
+
+static CUgraph copy_of(const struct CUgraph_st *other)
+{
+	CUgraph graph = new_child();
+	bool is = graph != NULL;
+
+	for (size_t i = 0; is && i < other->count; i++) {
+		const struct CUgraphNode_st *node = other->nodes[i];
+		CUgraphNode made = add_node(graph, node->type, &node->operation);
+
+		is = made != NULL;
+		if (is && node->child)
+			is = (made->child = copy_of(node->child)) != NULL;
+	}
+	for (size_t i = 0; is && i < other->count; i++) {
+		for (size_t k = 0; is && k < other->nodes[i]->count; k++) {
+			CUgraphNode after = node_like(graph, other, other->nodes[i]->after[k]);
+
+			is = come_after(graph->nodes[i], &after, 1) == CUDA_SUCCESS;
+		}
+	}
+	if (is)
+		return graph;
+	free_graph(graph);
+	return NULL;
+}
+
+API CUresult cuGraphAddChildGraphNode(CUgraphNode *phGraphNode, CUgraph hGraph, const CUgraphNode *dependencies,
+				      size_t numDependencies, CUgraph childGraph)
+{
+	CUgraph child;
+	CUresult result;
+
+	if (!is_graph(childGraph) || childGraph == hGraph)
+		return CUDA_ERROR_INVALID_VALUE;
+	child = copy_of(childGraph);
+	if (!child)
+		return CUDA_ERROR_OUT_OF_MEMORY;
+	result = add(phGraphNode, hGraph, dependencies, numDependencies, CU_GRAPH_NODE_TYPE_GRAPH, NULL);
+	if (result == CUDA_SUCCESS)
+		(*phGraphNode)->child = child;
+	else
+		free_graph(child);
+	return gate_node(result);
+}
+
+API CUresult cuGraphAddNode_v2(CUgraphNode *phGraphNode, CUgraph hGraph, const CUgraphNode *dependencies,
+			       const CUgraphEdgeData *dependencyData, size_t numDependencies,
+			       CUgraphNodeParams *nodeParams)
+{
+	CUDA_KERNEL_NODE_PARAMS kernel;
+	CUDA_MEMSET_NODE_PARAMS set;
+	CUcontext context = NULL;
+
+	(void)dependencyData;
+	if (!nodeParams)
+		return CUDA_ERROR_INVALID_VALUE;
+	switch (nodeParams->type) {
+	case CU_GRAPH_NODE_TYPE_KERNEL:
+		memcpy(&kernel, &nodeParams->kernel, sizeof(kernel));
+		return cuGraphAddKernelNode_v2(phGraphNode, hGraph, dependencies, numDependencies, &kernel);
+	case CU_GRAPH_NODE_TYPE_MEMCPY:
+		cuCtxGetCurrent(&context);
+		return cuGraphAddMemcpyNode(phGraphNode, hGraph, dependencies, numDependencies,
+					    &nodeParams->memcpy.copyParams,
+					    nodeParams->memcpy.copyCtx ? nodeParams->memcpy.copyCtx : context);
+	case CU_GRAPH_NODE_TYPE_MEMSET:
+		cuCtxGetCurrent(&context);
+		memcpy(&set, &nodeParams->memset, sizeof(set));
+		return cuGraphAddMemsetNode(phGraphNode, hGraph, dependencies, numDependencies, &set,
+					    nodeParams->memset.ctx ? nodeParams->memset.ctx : context);
+	case CU_GRAPH_NODE_TYPE_GRAPH:
+		return cuGraphAddChildGraphNode(phGraphNode, hGraph, dependencies, numDependencies,
+						nodeParams->graph.graph);
+	case CU_GRAPH_NODE_TYPE_EMPTY:
+		return cuGraphAddEmptyNode(phGraphNode, hGraph, dependencies, numDependencies);
+	default:
+		return CUDA_ERROR_NOT_SUPPORTED;
+	}
+}
+
+API CUresult cuGraphAddDependencies_v2(CUgraph hGraph, const CUgraphNode *from, const CUgraphNode *to,
+				       const CUgraphEdgeData *edgeData, size_t numDependencies)
+{
+	CUresult result = CUDA_SUCCESS;
+
+	(void)edgeData;
+	if (!is_graph(hGraph) || !are_of(hGraph, from, numDependencies) || !are_of(hGraph, to, numDependencies))
+		return CUDA_ERROR_INVALID_VALUE;
+	for (size_t i = 0; i < numDependencies && result == CUDA_SUCCESS; i++)
+		result = come_after(to[i], &from[i], 1);
+	return gate_node(result);
+}
+
+/* Asked */
+
+static CUresult tell(CUgraphNode *out, size_t *count, const CUgraphNode *nodes, size_t there)
+{
+	if (!count)
+		return CUDA_ERROR_INVALID_VALUE;
+	for (size_t i = 0; out && i < *count; i++)
+		out[i] = i < there ? nodes[i] : NULL;
+	*count = there;
+	return CUDA_SUCCESS;
+}
+
+API CUresult cuGraphGetNodes(CUgraph hGraph, CUgraphNode *nodes, size_t *numNodes)
+{
+	return is_graph(hGraph) ? tell(nodes, numNodes, hGraph->nodes, hGraph->count) : CUDA_ERROR_INVALID_VALUE;
+}
+
+API CUresult cuGraphNodeGetDependencies_v2(CUgraphNode hNode, CUgraphNode *dependencies, CUgraphEdgeData *edgeData,
+					   size_t *numDependencies)
+{
+	(void)edgeData;
+	return is_node(hNode) ? tell(dependencies, numDependencies, hNode->after, hNode->count)
+			      : CUDA_ERROR_INVALID_VALUE;
+}
+
+API CUresult cuGraphNodeGetType(CUgraphNode hNode, CUgraphNodeType *type)
+{
+	if (!is_node(hNode) || !type)
+		return CUDA_ERROR_INVALID_VALUE;
+	*type = hNode->type;
+	return CUDA_SUCCESS;
+}
+
+API CUresult cuGraphKernelNodeGetParams_v2(CUgraphNode hNode, CUDA_KERNEL_NODE_PARAMS *nodeParams)
+{
+	if (!is_node(hNode) || !nodeParams || hNode->type != CU_GRAPH_NODE_TYPE_KERNEL || !hNode->kernel.gridDimX)
+		return CUDA_ERROR_INVALID_VALUE;
+	*nodeParams = hNode->kernel;
+	nodeParams->kernelParams = nodeParams->extra = NULL;
+	return CUDA_SUCCESS;
+}
+
+/* Changed */
+
+static CUresult change(CUgraphNode node, CUgraphNodeType type, CUresult prepared, const struct operation *operation)
+{
+	if (prepared != CUDA_SUCCESS)
+		return prepared;
+	if (!is_node(node) || node->type != type)
+		return CUDA_ERROR_INVALID_VALUE;
+	node->operation = *operation;
+	return CUDA_SUCCESS;
+}
+
+API CUresult cuGraphKernelNodeSetParams_v2(CUgraphNode hNode, const CUDA_KERNEL_NODE_PARAMS *nodeParams)
+{
+	struct operation operation;
+	CUcontext context;
+	CUresult result = enter(&context);
+
+	if (result != CUDA_SUCCESS)
+		return result;
+	result = change(hNode, CU_GRAPH_NODE_TYPE_KERNEL, prepare_kernel(nodeParams, &operation), &operation);
+	if (result == CUDA_SUCCESS)
+		hNode->kernel = *nodeParams;
+	return gate_node(leave(result));
+}
+
+API CUresult cuGraphMemcpyNodeSetParams(CUgraphNode hNode, const CUDA_MEMCPY3D *nodeParams)
+{
+	struct operation operation;
+	CUcontext context;
+	bool wait = false;
+	CUresult result = enter(&context);
+
+	if (result != CUDA_SUCCESS)
+		return result;
+	return leave(change(hNode, CU_GRAPH_NODE_TYPE_MEMCPY, prepare_box(nodeParams, &operation, &wait), &operation));
+}
+
+API CUresult cuGraphMemsetNodeSetParams(CUgraphNode hNode, const CUDA_MEMSET_NODE_PARAMS *nodeParams)
+{
+	struct operation operation;
+	CUcontext context;
+	CUresult result = enter(&context);
+
+	if (result != CUDA_SUCCESS)
+		return result;
+	return leave(change(hNode, CU_GRAPH_NODE_TYPE_MEMSET, prepare_set(nodeParams, &operation), &operation));
+}

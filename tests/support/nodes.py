@@ -1,0 +1,202 @@
+"""What cuda.h calls node parameters, for ctypes, and graphs made node by node in few words."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+from faultinject.measure.failover_driver import Driver
+from tests.support.rows import DEVICE, Box, box
+
+KERNEL, MEMCPY, MEMSET, HOST, GRAPH, EMPTY = range(6)
+"""CUgraphNodeType."""
+
+_WORD = ctypes.c_uint32
+_HANDLE = ctypes.c_uint64
+
+
+class KernelParams(ctypes.Structure):
+    """CUDA_KERNEL_NODE_PARAMS."""
+
+    _fields_ = [
+        ("func", _HANDLE),
+        ("grid", _WORD * 3),
+        ("block", _WORD * 3),
+        ("shared", _WORD),
+        ("kernelParams", ctypes.c_void_p),
+        ("extra", ctypes.c_void_p),
+        ("kern", _HANDLE),
+        ("ctx", _HANDLE),
+    ]
+
+
+class SetParams(ctypes.Structure):
+    """CUDA_MEMSET_NODE_PARAMS, and behind it the context that the newer one has."""
+
+    _fields_ = [
+        ("dst", _HANDLE),
+        ("pitch", ctypes.c_size_t),
+        ("value", _WORD),
+        ("elementSize", _WORD),
+        ("width", ctypes.c_size_t),
+        ("height", ctypes.c_size_t),
+        ("ctx", _HANDLE),
+    ]
+
+
+class CopyParams(ctypes.Structure):
+    """CUDA_MEMCPY_NODE_PARAMS."""
+
+    _fields_ = [("flags", ctypes.c_int), ("reserved", ctypes.c_int), ("ctx", _HANDLE), ("box", Box)]
+
+
+class _Union(ctypes.Union):
+    _fields_ = [
+        ("kernel", KernelParams),
+        ("set", SetParams),
+        ("copy", CopyParams),
+        ("graph", _HANDLE),
+        ("bytes", ctypes.c_char * 232),
+    ]
+
+
+class NodeParams(ctypes.Structure):
+    """CUgraphNodeParams."""
+
+    _fields_ = [
+        ("type", ctypes.c_int),
+        ("reserved0", ctypes.c_int * 3),
+        ("is_", _Union),
+        ("reserved2", ctypes.c_longlong),
+    ]
+
+
+class UpdateInfo(ctypes.Structure):
+    """CUgraphExecUpdateResultInfo."""
+
+    _fields_ = [("result", ctypes.c_int), ("errorNode", _HANDLE), ("errorFromNode", _HANDLE)]
+
+
+class Instantiation(ctypes.Structure):
+    """CUDA_GRAPH_INSTANTIATE_PARAMS."""
+
+    _fields_ = [("flags", _HANDLE), ("stream", _HANDLE), ("node", _HANDLE), ("result", ctypes.c_int)]
+
+
+ADD = (_HANDLE, _HANDLE, _WORD)
+"""Parameters of the stand-in's kernels that add and fill: address, how many words, value."""
+
+
+class Nodes:
+    """Graphs of one driver. Calls raise DriverError where they do not answer with its code."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._held: list[object] = []
+
+    def graph(self) -> int:
+        return self._driver.made("cuGraphCreate", 0)
+
+    def kernel(self, name: str, *values: int, library: bool = False) -> KernelParams:
+        """One block of one thread."""
+        held = [kind(value) for kind, value in zip(ADD, values, strict=True)]
+        pointers = (ctypes.c_void_p * len(held))(*map(ctypes.addressof, held))
+        self._held += [held, pointers]
+        handle = {"kern" if library else "func": self._driver.functions[name]}
+        ones = (_WORD * 3)(1, 1, 1)
+        return KernelParams(grid=ones, block=ones, kernelParams=ctypes.addressof(pointers), **handle)
+
+    def add(
+        self, graph: int, name: str, *values: int, after: Sequence[int] = (), library: bool = False
+    ) -> int:
+        return self._new(
+            "cuGraphAddKernelNode_v2", graph, after, ctypes.byref(self.kernel(name, *values, library=library))
+        )
+
+    def set(self, graph: int, address: int, value: int, words: int, after: Sequence[int] = ()) -> int:
+        given = ctypes.byref(self.setting(address, value, words))
+        return self._new("cuGraphAddMemsetNode", graph, after, given, self._driver.context)
+
+    @staticmethod
+    def setting(address: int, value: int, words: int) -> SetParams:
+        return SetParams(dst=address, value=value, elementSize=4, width=words, height=1)
+
+    def copy(self, graph: int, to: int, source: int, size: int, after: Sequence[int] = ()) -> int:
+        given = ctypes.byref(self.copying(to, source, size))
+        return self._new("cuGraphAddMemcpyNode", graph, after, given, self._driver.context)
+
+    @staticmethod
+    def copying(to: int, source: int, size: int) -> Box:
+        return box((DEVICE, to, 0), (DEVICE, source, 0), size, 1, 1)
+
+    def child(self, graph: int, child: int, after: Sequence[int] = ()) -> int:
+        return self._new("cuGraphAddChildGraphNode", graph, after, child)
+
+    def empty(self, graph: int, after: Sequence[int] = ()) -> int:
+        return self._new("cuGraphAddEmptyNode", graph, after)
+
+    def any(self, graph: int, params: NodeParams, after: Sequence[int] = ()) -> int:
+        handles = (_HANDLE * len(after))(*after)
+        return self._driver.made("cuGraphAddNode_v2", graph, handles, None, len(after), ctypes.byref(params))
+
+    @staticmethod
+    def params(kind: int, **given: object) -> NodeParams:
+        return NodeParams(type=kind, is_=_Union(**given))
+
+    def depend(self, graph: int, first: Sequence[int], then: Sequence[int]) -> int:
+        handles = [(_HANDLE * len(each))(*each) for each in (first, then)]
+        return self._driver.code("cuGraphAddDependencies_v2", graph, *handles, None, len(first))
+
+    def executable(self, graph: int) -> int:
+        return self._driver.made("cuGraphInstantiateWithFlags", graph, 0)
+
+    def uploaded(self, graph: int, stream: int) -> int:
+        """With the flag that asks for it, and the stream."""
+        given = Instantiation(flags=2, stream=stream, result=-1)
+        made = self._driver.made("cuGraphInstantiateWithParams", graph, ctypes.byref(given))
+        assert given.result == 0
+        return made
+
+    def change(self, executable: int, node: int, params: KernelParams | NodeParams) -> int:
+        call = "Kernel" if isinstance(params, KernelParams) else ""
+        return self._driver.code(
+            f"cuGraphExec{call}NodeSetParams{'_v2' if call else ''}", executable, node, ctypes.byref(params)
+        )
+
+    def update(self, executable: int, graph: int) -> tuple[int, int]:
+        info = UpdateInfo(result=-1)
+        return self._driver.code("cuGraphExecUpdate_v2", executable, graph, ctypes.byref(info)), info.result
+
+    def become(self, node: int, params: KernelParams) -> int:
+        return self._driver.code("cuGraphKernelNodeSetParams_v2", node, ctypes.byref(params))
+
+    def of(self, graph: int) -> list[int]:
+        return self._list("cuGraphGetNodes", graph)
+
+    def before(self, node: int) -> list[int]:
+        count = ctypes.c_size_t()
+        self._driver("cuGraphNodeGetDependencies_v2", node, None, None, ctypes.byref(count))
+        found = (_HANDLE * count.value)()
+        self._driver("cuGraphNodeGetDependencies_v2", node, found, None, ctypes.byref(count))
+        return list(found)
+
+    def type(self, node: int) -> int:
+        found = ctypes.c_int()
+        self._driver("cuGraphNodeGetType", node, ctypes.byref(found))
+        return found.value
+
+    def function(self, node: int) -> int:
+        found = KernelParams()
+        self._driver("cuGraphKernelNodeGetParams_v2", node, ctypes.byref(found))
+        return int(found.func or found.kern)
+
+    def _list(self, name: str, of: int) -> list[int]:
+        count = ctypes.c_size_t()
+        self._driver(name, of, None, ctypes.byref(count))
+        found = (_HANDLE * count.value)()
+        self._driver(name, of, found, ctypes.byref(count))
+        return list(found)
+
+    def _new(self, name: str, graph: int, after: Sequence[int], *params: object) -> int:
+        handles = (_HANDLE * len(after))(*after)
+        return self._driver.made(name, graph, handles, len(after), *params)
