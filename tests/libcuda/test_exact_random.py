@@ -268,7 +268,7 @@ KINDS = {"add", "fill", "copy", "sum", "set", "host", "host_twice"} | WAITING
 
 
 def steps(kinds: set[str]) -> st.SearchStrategy[list[Step]]:
-    streams, values = st.integers(0, 2), st.integers(1, 1000)
+    streams, values = st.integers(0, 3), st.integers(1, 1000)
     many = kinds & OF_LARGE
     buffers = st.integers(0, 3)
     step = st.tuples(st.sampled_from(sorted(kinds - many)), streams, buffers, buffers, values)

@@ -41,11 +41,36 @@ class Carried:
     settles: str = ""
 
 
+@dataclass(frozen=True)
+class PerThread:
+    """A function of the per-thread default stream: of these parameters, and done by another one in that stream."""
+
+    function: Function
+    by: Carried
+    waits: bool = False
+
+
+def read_per_thread(
+    path: Path, functions: Mapping[str, Function], carried: Sequence[Carried]
+) -> tuple[PerThread, ...]:
+    """The twins (`_ptsz`) of what is carried, and those (`_ptds`) of carry.toml's [per_thread]. Raises CarryError."""
+    known = {one.function.name: one for one in carried}
+    found = [
+        PerThread(functions[f"{name}_ptsz"], one) for name, one in known.items() if f"{name}_ptsz" in functions
+    ]
+    for name, by in tomllib.loads(path.read_text()).get("per_thread", {}).items():
+        if name not in functions or by not in known:
+            raise CarryError(f"{path.name}: {name} cannot be {by}")
+        found.append(PerThread(functions[name], known[by], name.startswith("cuMemcpy")))
+    return tuple(found)
+
+
 def read_carried(path: Path, functions: Mapping[str, Function]) -> tuple[Carried, ...]:
     """The functions of carry.toml, in order of their names. Raises CarryError."""
     table = tomllib.loads(path.read_text())
     polls = table.pop("polls", [])
     settles = {name: kind for kind in SETTLES for name in table.pop(kind, [])}
+    table.pop("per_thread", {})
     unknown = sorted(set(table) - set(CLASSES))
     if unknown:
         raise CarryError(f"{path.name}: no such class: {', '.join(unknown)}")
@@ -68,9 +93,9 @@ def read_carried(path: Path, functions: Mapping[str, Function]) -> tuple[Carried
     )
 
 
-def declarations(carried: Sequence[Carried]) -> Iterator[str]:
+def declarations(carried: Sequence[Carried], per_thread: Sequence[PerThread]) -> Iterator[str]:
     """Prototypes of what carry.c calls and src/failover defines."""
-    yield f"#define MPSD_CARRIED {len(carried)}"
+    yield f"#define MPSD_CARRIED {len(carried) + len(per_thread)}"
     for one in carried:
         if _prefix(one) != "inner":
             yield f"CUresult {_prefix(one)}_{one.function.name}({_list(one.function)});"
@@ -78,7 +103,7 @@ def declarations(carried: Sequence[Carried]) -> Iterator[str]:
             yield f"CUresult work_{one.function.name}({_list(one.function)});"
 
 
-def source(carried: Sequence[Carried]) -> Iterator[str]:
+def source(carried: Sequence[Carried], per_thread: Sequence[PerThread]) -> Iterator[str]:
     """carry.c: a wrapper for each, and the list of them."""
     yield '#include "exact/exact.h"'
     yield '#include "failover/carry.h"'
@@ -87,10 +112,55 @@ def source(carried: Sequence[Carried]) -> Iterator[str]:
         yield "{"
         yield from _body(one)
         yield "}"
+    for own in per_thread:
+        yield f"static CUresult carry_{own.function.name}({_list(own.function)})"
+        yield "{"
+        yield from _in_own_stream(own)
+        yield "}"
     yield "const struct mpsd_carried mpsd_carried[MPSD_CARRIED] = {"
-    for one in carried:
-        yield f"\t{{ MPSD_{one.function.name}, (void *)carry_{one.function.name} }},"
+    for function in (each.function for each in (*carried, *per_thread)):
+        yield f"\t{{ MPSD_{function.name}, (void *)carry_{function.name} }},"
     yield "};"
+
+
+def _in_own_stream(own: PerThread) -> Iterator[str]:
+    """The call, where no stream means the thread's own."""
+    arguments = []
+    for text in own.function.parameters:
+        name = _argument(text)
+        is_stream = _kind(text) == "CUstream"
+        arguments.append(f"{name} ? {name} : CU_STREAM_PER_THREAD" if is_stream else name)
+    if _CONFIG in own.function.parameters:
+        yield "\tCUlaunchConfig own;"
+        yield ""
+        yield "\tif (config && !config->hStream) {"
+        yield "\t\town = *config;"
+        yield "\t\town.hStream = CU_STREAM_PER_THREAD;"
+        yield "\t\tconfig = &own;"
+        yield "\t}"
+    if len(own.by.function.parameters) > len(arguments):
+        arguments.append("CU_STREAM_PER_THREAD")
+    call = f"carry_{own.by.function.name}({', '.join(arguments)})"
+    if own.waits:
+        yield f"\tCUresult result = {call};"
+        yield ""
+        yield "\treturn result == CUDA_SUCCESS ? carry_cuStreamSynchronize(CU_STREAM_PER_THREAD) : result;"
+    else:
+        yield f"\treturn {call};"
+
+
+def _find_own_stream(one: Carried) -> Iterator[str]:
+    """The name of the thread's own stream is no stream's that a copy of the driver, or another thread, would know."""
+    for text in one.function.parameters:
+        if _kind(text) == "CUstream" and one.does != "end":
+            yield f"\tif (__builtin_expect({_argument(text)} == CU_STREAM_PER_THREAD, 0))"
+            yield f"\t\t{_argument(text)} = mpsd_own_stream();"
+    if _CONFIG in one.function.parameters:
+        yield "\tif (config && __builtin_expect(config->hStream == CU_STREAM_PER_THREAD, 0)) {"
+        yield "\t\town = *config;"
+        yield "\t\town.hStream = mpsd_own_stream();"
+        yield "\t\tconfig = &own;"
+        yield "\t}"
 
 
 def _body(one: Carried) -> Iterator[str]:
@@ -109,6 +179,10 @@ def _body(one: Carried) -> Iterator[str]:
     read += ["mpsd_rows_source(pCopy)" for p in one.function.parameters if re.match(_ROWS, p)]
     if one.does.startswith("waits_"):
         yield "\tuint64_t work = mpsd_work_count();"
+    if _CONFIG in one.function.parameters:
+        yield "\tCUlaunchConfig own;"
+    yield ""
+    yield from _find_own_stream(one)
     if one.does != "ask" or one.settles:
         yield "\tif (mpsd_is_forbidden())"
         yield "\t\treturn CUDA_ERROR_NOT_PERMITTED;"

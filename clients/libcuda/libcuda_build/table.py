@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from libcuda_build.carry import Carried, CarryError, read_carried
+from libcuda_build.carry import Carried, CarryError, PerThread, read_carried, read_per_thread
 from libcuda_build.header import Function
 
 ALWAYS, MEMORY, NEVER = WHEN = ("always", "memory", "never")
@@ -26,6 +26,7 @@ class Plan:
     wrapped: Mapping[str, str]  # those that have a wrapper too, and when
     functions: Mapping[str, Function]
     carried: tuple[Carried, ...] = ()
+    per_thread: tuple[PerThread, ...] = ()
 
 
 def read_plan(folder: Path, functions: Mapping[str, Function]) -> Plan:
@@ -38,12 +39,16 @@ def read_plan(folder: Path, functions: Mapping[str, Function]) -> Plan:
     functions = {**functions, **{name: Function(name, ()) for name, is_known in extra.items() if is_known}}
     names = sorted({*functions, *extra})
     wrapped = {name: when for name, when in sorted(entries.items()) if when != NEVER}
-    return Plan(tuple(names), tuple(sorted(entries)), wrapped, functions, _carried(folder, functions))
+    carried, per_thread = _carried(folder / "carry.toml", functions)
+    return Plan(tuple(names), tuple(sorted(entries)), wrapped, functions, carried, per_thread)
 
 
-def _carried(folder: Path, functions: Mapping[str, Function]) -> tuple[Carried, ...]:
+def _carried(
+    path: Path, functions: Mapping[str, Function]
+) -> tuple[tuple[Carried, ...], tuple[PerThread, ...]]:
     try:
-        return read_carried(folder / "carry.toml", functions)
+        carried = read_carried(path, functions)
+        return carried, read_per_thread(path, functions, carried)
     except CarryError as error:
         raise TableError(str(error)) from error
 

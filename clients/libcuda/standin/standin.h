@@ -102,6 +102,8 @@ struct CUstream_st {
 	uint64_t submitted, completed;
 	pthread_t thread;
 	bool started, destroyed, finished, joined;
+	bool is_own;				/* of its owner's, as the default stream */
+	pthread_t owner;
 	struct CUgraph_st *capture;
 	CUstreamCaptureMode capture_mode;
 	pthread_t capturer;

@@ -282,9 +282,25 @@ void close_streams(CUcontext context)
 	context->streams = context->legacy = NULL;
 }
 
+/* The calling thread's default stream, which ends with the context. */
+static CUresult find_own(CUcontext context, CUstream *stream)
+{
+	for (*stream = context->streams; *stream; *stream = (*stream)->next)
+		if ((*stream)->is_own && pthread_equal((*stream)->owner, pthread_self()))
+			return CUDA_SUCCESS;
+	*stream = new_stream(context, CU_STREAM_DEFAULT, 0);
+	if (!*stream)
+		return CUDA_ERROR_OUT_OF_MEMORY;
+	(*stream)->is_own = true;
+	(*stream)->owner = pthread_self();
+	return CUDA_SUCCESS;
+}
+
 CUresult find_stream(CUcontext context, CUstream handle, CUstream *stream)
 {
-	if (!handle || handle == CU_STREAM_LEGACY || handle == CU_STREAM_PER_THREAD) {
+	if (handle == CU_STREAM_PER_THREAD)
+		return find_own(context, stream);
+	if (!handle || handle == CU_STREAM_LEGACY) {
 		*stream = context->legacy;
 		return CUDA_SUCCESS;
 	}

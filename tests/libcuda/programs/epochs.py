@@ -19,7 +19,8 @@ from tests.support.rows import DEVICE, HOST, UNIFIED, Plane, box, plane
 
 IMAGE = b"standin module\nkernel add add 0\nkernel fill fill 0\nkernel copy copy 0\nkernel sum sum 0\n"
 SIZES = (8 << 20, 600, 4 << 20, 3 << 20)
-STREAMS = 3
+STREAMS = 4
+PER_THREAD = 2  # CU_STREAM_PER_THREAD
 WORDS = 6
 HOSTED = (
     512 << 10
@@ -45,7 +46,11 @@ class Program(Driver):
         module = self.made("cuModuleLoadData", IMAGE)
         for name in KINDS:
             self.functions[name] = self.made("cuModuleGetFunction", module, name.encode())
-        self.streams = [0] + [self.made("cuStreamCreate", NON_BLOCKING) for _ in range(STREAMS - 1)]
+        self.streams = [
+            0,
+            *(self.made("cuStreamCreate", NON_BLOCKING) for _ in range(STREAMS - 2)),
+            PER_THREAD,
+        ]
         self.events = [self.made("cuEventCreate", DISABLE_TIMING) for _ in range(STREAMS)]
         self.pinned = self.made("cuMemHostAlloc", 4 << 20, 0)
         self.buffers: list[int] = []

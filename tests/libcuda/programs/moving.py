@@ -70,6 +70,12 @@ class Program(Driver):
             "cuLaunchKernel", self.functions[kernel], 1, 1, 1, 1, 1, 1, 0, stream, pointers, None
         )
 
+    def own(self, call: str, address: int, value: int) -> int:
+        """`add` to 8 words, by a launch whose default stream is the thread's own."""
+        held = [kind(value) for kind, value in zip(ADD, (address, 8, value), strict=True)]
+        pointers = (ctypes.c_void_p * len(held))(*map(ctypes.addressof, held))
+        return self.code(call, self.functions["add"], 1, 1, 1, 1, 1, 1, 0, 0, pointers, None)
+
     def found(self, kernel: str, way: str) -> int:
         """A kernel of a module, or library, loaded for it; from then on it has the name of the way."""
         if way.startswith("library"):

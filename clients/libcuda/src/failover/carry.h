@@ -195,6 +195,11 @@ static inline void mpsd_written(CUdeviceptr address)
 /* config.c: a launch attribute with handles of the copy of this call. */
 void mpsd_attribute_native(CUlaunchAttribute *attribute);
 
+/* ownstream.c: of this thread, in its context; CU_STREAM_PER_THREAD: there is none. */
+CUstream mpsd_own_stream(void);
+void mpsd_own_context_ended(void);
+void mpsd_own_child(void);
+
 /* times.c: what the driver, and then the program, was told of an event; `moves`: before the copy of that call. */
 void mpsd_event_recorded(CUevent event, CUstream stream, uint64_t moves);
 void mpsd_event_reached(CUevent event);

@@ -97,8 +97,10 @@ static CUresult context_ended(CUresult result, CUdevice dev, bool all)
 	if (made && made->flags)
 		made->flags--;
 	mpsd_made_unlock();
-	if (is)
+	if (is) {
+		mpsd_own_context_ended();
 		mpsd_line_opaque("the end of a primary context");
+	}
 	return result;
 }
 

@@ -175,4 +175,5 @@ void mpsd_phase_child(void)
 	mpsd_pins_child();
 	mpsd_asked_child();
 	mpsd_variables_child();
+	mpsd_own_child();
 }
