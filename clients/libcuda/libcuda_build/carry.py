@@ -43,7 +43,7 @@ class Carried:
 
 @dataclass(frozen=True)
 class PerThread:
-    """A function of the per-thread default stream: of these parameters, and done by another one in that stream."""
+    """A function of the per-thread default stream, and the one that does the same in that stream."""
 
     function: Function
     by: Carried
@@ -53,10 +53,12 @@ class PerThread:
 def read_per_thread(
     path: Path, functions: Mapping[str, Function], carried: Sequence[Carried]
 ) -> tuple[PerThread, ...]:
-    """The twins (`_ptsz`) of what is carried, and those (`_ptds`) of carry.toml's [per_thread]. Raises CarryError."""
+    """The twins (`_ptsz`) of what is carried, and carry.toml's [per_thread]. Raises CarryError."""
     known = {one.function.name: one for one in carried}
     found = [
-        PerThread(functions[f"{name}_ptsz"], one) for name, one in known.items() if f"{name}_ptsz" in functions
+        PerThread(functions[f"{name}_ptsz"], one)
+        for name, one in known.items()
+        if f"{name}_ptsz" in functions
     ]
     for name, by in tomllib.loads(path.read_text()).get("per_thread", {}).items():
         if name not in functions or by not in known:
@@ -118,7 +120,7 @@ def source(carried: Sequence[Carried], per_thread: Sequence[PerThread]) -> Itera
         yield from _in_own_stream(own)
         yield "}"
     yield "const struct mpsd_carried mpsd_carried[MPSD_CARRIED] = {"
-    for function in (each.function for each in (*carried, *per_thread)):
+    for function in (*(one.function for one in carried), *(own.function for own in per_thread)):
         yield f"\t{{ MPSD_{function.name}, (void *)carry_{function.name} }},"
     yield "};"
 
@@ -150,7 +152,7 @@ def _in_own_stream(own: PerThread) -> Iterator[str]:
 
 
 def _find_own_stream(one: Carried) -> Iterator[str]:
-    """The name of the thread's own stream is no stream's that a copy of the driver, or another thread, would know."""
+    """No copy of the driver, and no other thread, knows the thread's own stream by its name."""
     for text in one.function.parameters:
         if _kind(text) == "CUstream" and one.does != "end":
             yield f"\tif (__builtin_expect({_argument(text)} == CU_STREAM_PER_THREAD, 0))"

@@ -77,7 +77,9 @@ def write_sources(plan: Plan, folder: Path) -> None:
     (folder / "stubs.S").write_text("\n".join(_stubs(plan)) + "\n" + _NOTES)
     (folder / "names.c").write_text("\n".join(_names(plan)) + "\n")
     (folder / "functions.h").write_text("\n".join(_functions(plan)) + "\n")
-    (folder / "carry.c").write_text(f"/* {_MADE} */\n" + "\n".join(carry.source(plan.carried, plan.per_thread)) + "\n")
+    (folder / "carry.c").write_text(
+        f"/* {_MADE} */\n" + "\n".join(carry.source(plan.carried, plan.per_thread)) + "\n"
+    )
     thunks = carry.thunks(len(plan.names) + SPARE)
     (folder / "thunks.S").write_text(f"/* {_MADE} */\n" + "\n".join(thunks) + "\n" + _NOTES)
 
@@ -114,7 +116,7 @@ def _functions(plan: Plan) -> Iterator[str]:
     yield f"#define MPSD_SPARE_NAME_ROOM {SPARE_NAME_ROOM}"
     yield '#define MPSD_SPARE_PREFIX "cu__mpsd_spare_"'
     yield f"#define MPSD_WRAPPERS {len(plan.wrapped)}"
-    carried = (one.function.name for one in (*plan.carried, *plan.per_thread))
+    carried = {one.function.name for one in plan.carried} | {own.function.name for own in plan.per_thread}
     for name in sorted({*plan.called, *carried}):
         parameters = ", ".join(plan.functions[name].parameters) or "void"
         yield ""
