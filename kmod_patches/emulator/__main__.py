@@ -17,7 +17,7 @@ from emulator.boots import BOOTS, Bay, Boot, lines
 from emulator.guest import catalogue
 from kmod import debian
 from kmod.command import end_when_told
-from kmod.errors import KmodError
+from kmod.errors import KmodError, text_of
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -31,11 +31,12 @@ def main(arguments: list[str] | None = None) -> int:
     ]
     try:
         with tempfile.TemporaryDirectory(prefix="mpsd-emulator-") as folder:
-            bay = Bay(kernel.find(given.cache, given.kernel), given.cache, Path(folder))
-            fetched = debian.fetch(given.suite, given.cache)
+            cache = given.cache or debian.cache_folder()
+            bay = Bay(kernel.find(cache, given.kernel), cache, Path(folder))
+            fetched = debian.fetch(given.suite, cache)
             return 0 if all([report(bay, boot, fetched) for boot in wanted]) else 1
-    except KmodError as error:
-        print(f"emulator: {error}", file=sys.stderr)
+    except (KmodError, OSError) as error:
+        print(f"emulator: {text_of(error)}", file=sys.stderr)
         return 1
 
 
@@ -49,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
         "--set", action="append", choices=sorted(catalogue.SETS), help="only this set of checks"
     )
     made.add_argument("--kernel", default="", help="release to boot (default: newest with headers here)")
-    made.add_argument("--cache", type=Path, default=debian.cache_folder())
+    made.add_argument("--cache", type=Path, help="default: $XDG_CACHE_HOME/mpsd-kmod")
     return made
 
 

@@ -20,8 +20,8 @@ from emulator.__main__ import report
 from emulator.boots import BOOTS, RIG, Bay, Boot
 from emulator.guest import catalogue
 from kmod import build, debian
-from kmod.command import end_when_told
-from kmod.errors import KmodError, Unavailable
+from kmod.command import at_least_one, end_when_told, finished, parsed
+from kmod.errors import KmodError, Unavailable, text_of
 from kmod.trial import Row, Trial, table
 
 SUITES = tuple(suite.name for suite in debian.SUITES)
@@ -51,14 +51,42 @@ FULL = Scope(SUITES, BOOTED, install=("trixie",))
 
 def main(arguments: Sequence[str] | None = None) -> int:
     end_when_told()
-    given = parser().parse_args(arguments)
+    given = parsed(parser(), arguments)
+    if isinstance(given, int):
+        return given
+    try:
+        if given.cache is None:
+            given.cache = debian.cache_folder()
+        if given.write:
+            _try_to_write(given)
+        return finished(_prove(given))
+    except KeyboardInterrupt:
+        print("test-kmod: broken off; what was built is kept", file=sys.stderr)
+        return 130
+    except SystemExit as end:
+        print("test-kmod: ended by a signal; what was built is kept", file=sys.stderr)
+        return end.code if isinstance(end.code, int) else 1
+    except (KmodError, OSError) as error:
+        print(f"test-kmod: {text_of(error)}", file=sys.stderr)
+        return 2
+
+
+def _try_to_write(given: argparse.Namespace) -> None:
+    """Before the quarter of an hour whose result it is to hold. Raises KmodError, OSError."""
+    if not (given.ci or given.full or given.boot):
+        raise KmodError("--write is for what guests say: it needs --boot, --ci or --full")
+    with given.write.open("a"):
+        pass
+
+
+def _prove(given: argparse.Namespace) -> int:
     chosen = Scope((*given.build, *given.install), tuple(given.boot), install=tuple(given.install))
     scope = CI if given.ci else FULL if given.full else chosen
     began = time.monotonic()
     try:
         found = build.kernel(given.kernel or (kernel.newest() if scope.boot else ""))
     except Unavailable as error:
-        if scope.build or scope.boot:
+        if scope.build or scope.boot or given.kernel:
             print(f"test-kmod: {error}; apt-get install linux-headers-amd64", file=sys.stderr)
             return 2
         found = None
@@ -95,10 +123,10 @@ def parser() -> argparse.ArgumentParser:
         "--kernel", default="", help="release to build for (default: the running one, or newest)"
     )
     made.add_argument(
-        "--cache", type=Path, default=debian.cache_folder(), help="sources and builds are kept here"
+        "--cache", type=Path, help="where sources and builds are kept (default: $XDG_CACHE_HOME/mpsd-kmod)"
     )
     made.add_argument("--write", type=Path, help="what each guest said goes to this file, too")
-    made.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
+    made.add_argument("--jobs", type=at_least_one, default=len(os.sched_getaffinity(0)))
     return made
 
 

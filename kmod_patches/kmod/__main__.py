@@ -1,6 +1,6 @@
 """mpsd-kmod install | uninstall | load | unload | users | status [TREE]
 
-For a driver source: fetch SUITE | apply TREE | reverse TREE | build TREE
+For a driver source: fetch SUITE TREE | apply TREE | reverse TREE | build TREE
 """
 
 from __future__ import annotations
@@ -12,10 +12,14 @@ import sys
 from pathlib import Path
 
 from kmod import debian, hooks, packaging
+from kmod.alone import alone
 from kmod.build import Kernel, build, kernel, mends
-from kmod.command import end_when_told
-from kmod.errors import KmodError, Unavailable
-from kmod.tree import Tree, find
+from kmod.caching import making
+from kmod.command import at_least_one, end_when_told, finished, parsed
+from kmod.debian import PACKAGE
+from kmod.errors import KmodError, Unavailable, text_of
+from kmod.install import require_programs
+from kmod.tree import Tree, copy, find
 
 BUILD_DEADLINE_S = 3600.0
 DESCRIPTION = (
@@ -26,10 +30,12 @@ DESCRIPTION = (
 
 
 def main() -> int:
-    given = _parser().parse_args()
+    given = parsed(_parser())
+    if isinstance(given, int):
+        return given
     end_when_told()
     try:
-        return int(given.verb(given))
+        return finished(int(given.verb(given)))
     except KeyboardInterrupt:
         return _failed(given, KmodError("broken off; the same command goes on with it"), 130)
     except SystemExit as end:
@@ -42,8 +48,8 @@ def main() -> int:
 def _failed(given: argparse.Namespace, error: Exception, status: int) -> int:
     if getattr(given, "json", False):
         packaging.tell(packaging.refusal_json(error))
-    print(f"mpsd-kmod: {error}", file=sys.stderr)
-    return status
+    print(f"mpsd-kmod: {text_of(error)}", file=sys.stderr)
+    return finished(status)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -51,10 +57,12 @@ def _parser() -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(required=True, metavar="VERB")
     packaging.add_verbs(verbs)
     verb = verbs.add_parser(
-        "fetch", help="get the driver's source that a suite of Debian has; prints its folder"
+        "fetch", help="copy the driver's source that a suite of Debian has to a new folder"
     )
-    verb.add_argument("suite")
-    verb.add_argument("--cache", type=Path, default=debian.cache_folder())
+    suites = ", ".join(suite.name for suite in debian.SUITES)
+    verb.add_argument("suite", help=f"tested: {suites}")
+    verb.add_argument("tree", type=Path, help="the folder, which must not be there")
+    verb.add_argument("--cache", type=Path, help="what was fetched is kept there ($XDG_CACHE_HOME/mpsd-kmod)")
     verb.set_defaults(verb=_fetch)
     for name, function, text in (
         ("status", _status, "say what is installed and loaded, or how a driver source stands to the patch"),
@@ -69,18 +77,28 @@ def _parser() -> argparse.ArgumentParser:
             nargs="?" if name == "status" else None,
             help="the folder with nvidia-uvm in it, or the one above kernel-open",
         )
-        verb.add_argument("--kernel", default="", help="release to build for (default: the running one)")
+        if name != "reverse":
+            verb.add_argument(
+                "--kernel",
+                default="",
+                help="release (default: the running one, or the newest with headers)",
+            )
         verb.set_defaults(verb=function)
         if name == "status":
             packaging.add_common(verb)
         if name == "build":
-            verb.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+            verb.add_argument("--jobs", type=at_least_one, default=os.cpu_count() or 1)
     return parser
 
 
 def _fetch(given: argparse.Namespace) -> int:
-    fetched = debian.fetch(given.suite, given.cache)
-    print(fetched.tree)
+    if given.tree.exists():
+        raise KmodError(f"{given.tree} is there already; name a new folder")
+    fetched = debian.fetch(given.suite, given.cache or debian.cache_folder())
+    # Not the cache's own, which is what others are measured by.
+    with making(given.tree.absolute(), "the driver's source") as made:
+        os.rename(copy(find(fetched.tree), made / "tree", whole=True).root, given.tree)
+    print(f"driver {find(given.tree).version} ({PACKAGE} {fetched.version}) in {given.tree}")
     return 0
 
 
@@ -97,6 +115,8 @@ def _patch(tree: Tree, given: argparse.Namespace) -> tuple[hooks.Patch, Kernel |
 
 def _status(given: argparse.Namespace) -> int:
     if given.tree is None:
+        if given.kernel:
+            raise KmodError("--kernel says for which kernel a TREE is looked at; name one")
         return packaging.machine_status(given)
     tree = find(given.tree)
     patch, _ = _patch(tree, given)
@@ -116,8 +136,13 @@ def _status(given: argparse.Namespace) -> int:
 
 def _apply(given: argparse.Namespace) -> int:
     tree = find(given.tree)
+    with alone(tree.root, hooks.LOCK_DEADLINE_S):
+        return _apply_alone(tree, given)
+
+
+def _apply_alone(tree: Tree, given: argparse.Namespace) -> int:
     patch, _ = _patch(tree, given)
-    done = hooks.apply(tree, patch)
+    done = hooks.apply_alone(tree, patch)
     print(f"driver {tree.version}: {'applied' if done else 'was applied already'}")
     if not tree.tested:
         print(f"driver {tree.version} is not one that the patch was tested with", file=sys.stderr)
@@ -132,11 +157,14 @@ def _reverse(given: argparse.Namespace) -> int:
 
 
 def _build(given: argparse.Namespace) -> int:
-    _apply(given)
-    log = given.tree / "mpsd-kmod-build.log"
     tree, found = find(given.tree), kernel(given.kernel)
-    for module in build(tree, found, log, jobs=given.jobs, deadline_s=BUILD_DEADLINE_S):
-        print(module)
+    log = given.tree / "mpsd-kmod-build.log"
+    require_programs()
+    with alone(tree.root, hooks.LOCK_DEADLINE_S):
+        _apply_alone(tree, given)
+        print(f"building for kernel {found.release}, some minutes; {log}", flush=True)
+        for module in build(tree, found, log, jobs=given.jobs, deadline_s=BUILD_DEADLINE_S):
+            print(module)
     return 0
 
 

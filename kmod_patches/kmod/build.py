@@ -85,5 +85,5 @@ def build(tree: Tree, for_kernel: Kernel, log: Path, *, jobs: int, deadline_s: f
     built = [tree.root / f"{name}.ko" for name in MODULES]
     if status or not all(path.is_file() for path in built):
         tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL_LINES:])
-        raise KmodError(f"the build failed ({log}):\n{tail}")
+        raise KmodError(f"the build failed ({log}):\n{tail or 'it said nothing; is there room on the disk?'}")
     return built

@@ -11,6 +11,8 @@ from pathlib import Path
 
 from kmod.errors import KmodError
 
+NEW = ".new-"
+
 
 def write_whole(path: Path, text: str) -> None:
     """Raises OSError; what there was stays then."""
@@ -27,7 +29,8 @@ def making(target: Path, what: str) -> Iterator[Path]:
     Raises KmodError for an OSError, unless another run has made `target` meanwhile.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    made = Path(tempfile.mkdtemp(prefix=".new-", dir=target.parent))
+    _remove_left(target.parent)
+    made = Path(tempfile.mkdtemp(prefix=f"{NEW}{os.getpid()}-", dir=target.parent))
     try:
         yield made
     except OSError as error:
@@ -35,3 +38,11 @@ def making(target: Path, what: str) -> Iterator[Path]:
             raise KmodError(f"{what} could not be kept in {target.parent}: {error}") from error
     finally:
         shutil.rmtree(made, ignore_errors=True)
+
+
+def _remove_left(folder: Path) -> None:
+    """What runs that were killed have left there."""
+    for left in folder.glob(f"{NEW}*"):
+        owner = left.name.removeprefix(NEW).split("-")[0]
+        if not (owner.isdigit() and Path("/proc", owner).exists()):
+            shutil.rmtree(left, ignore_errors=True)

@@ -21,6 +21,7 @@ FOLDER = Path(__file__).resolve().parent.parent
 SOURCES = FOLDER / "src"
 INCLUDE = '#include "mpsd-uvm.h"'
 SPATCH_DEADLINE_S = 120.0
+NOTHING_MATCHED = "there are no modified files"
 
 Patcher = Callable[[Path, Path], str]
 """(semantic patch, source file): the text after it, unchanged if nothing matched."""
@@ -84,7 +85,12 @@ def spatch(semantic_patch: Path, source: Path) -> str:
     with tempfile.TemporaryDirectory(prefix="mpsd-kmod-") as made:
         result = Path(made) / source.name
         command = ["spatch", "--very-quiet", "--no-includes", "--no-show-diff", "--max-width", "200"]
-        run([*command, "--sp-file", semantic_patch, source, "-o", result], deadline_s=SPATCH_DEADLINE_S)
+        try:
+            run([*command, "--sp-file", semantic_patch, source, "-o", result], deadline_s=SPATCH_DEADLINE_S)
+        except KmodError as error:
+            # A file in which nothing is to be found at all; its lines are counted next.
+            if NOTHING_MATCHED not in str(error):
+                raise
         return read(result if result.is_file() else source)
 
 

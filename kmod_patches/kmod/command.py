@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import signal
@@ -16,6 +17,15 @@ from typing import IO
 from kmod.errors import KmodError, Unavailable
 
 TAIL_LINES = 12
+PACKAGES = {
+    "spatch": "coccinelle",
+    "apt-get": "apt",
+    "apt-cache": "apt",
+    "dpkg-deb": "dpkg",
+    "depmod": "kmod",
+    "modprobe": "kmod",
+}
+"""Those whose package has another name, on Debian."""
 
 
 def run(
@@ -28,7 +38,7 @@ def run(
     done = _run(command, deadline_s, cwd)
     if done.returncode:
         tail = "\n".join(done.stdout.splitlines()[-TAIL_LINES:])
-        raise KmodError(f"{done.args[0]} exited with {done.returncode}:\n{tail}")
+        raise KmodError(f"{_named(done.args)} exited with {done.returncode}:\n{tail}")
     return done.stdout
 
 
@@ -86,8 +96,16 @@ def _run(
 def _words(command: Sequence[str | Path]) -> list[str]:
     words = [str(word) for word in command]
     if shutil.which(words[0]) is None:
-        raise Unavailable(f"{words[0]} is not installed")
+        package = PACKAGES.get(words[0], words[0])
+        raise Unavailable(f"{words[0]} is not installed: apt-get install {package} (or your distribution's)")
     return words
+
+
+def _named(words: Sequence[str]) -> str:
+    """The program, where env starts it."""
+    if words[0] != "env":
+        return words[0]
+    return next((word for word in words[1:] if "=" not in word), "env")
 
 
 @contextmanager
@@ -112,3 +130,33 @@ def _started(
         except BaseException:
             os.killpg(process.pid, signal.SIGKILL)
             raise
+
+
+def at_least_one(text: str) -> int:
+    """For argparse: how many at once."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is less than 1")
+    return number
+
+
+def parsed(
+    parser: argparse.ArgumentParser, arguments: Sequence[str] | None = None
+) -> argparse.Namespace | int:
+    """What was given; or the status to end with, for it was not right, or was --help."""
+    try:
+        return parser.parse_args(arguments)
+    except SystemExit as end:
+        return finished(end.code if isinstance(end.code, int) else 1)
+
+
+def finished(status: int) -> int:
+    """What was printed reaches somebody, or the status says that it did not."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+        if not isinstance(error, BrokenPipeError):
+            print(f"standard output: {error.strerror}", file=sys.stderr)
+        return status or 1
+    return status

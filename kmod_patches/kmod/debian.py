@@ -5,16 +5,14 @@ The package holds the driver's build tree, as DKMS gets it, with the core object
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from kmod import aptsources
+from kmod.alone import alone
 from kmod.caching import making
 from kmod.command import run
 from kmod.errors import KmodError, Unavailable
@@ -26,7 +24,7 @@ UPDATE_DEADLINE_S = 180.0
 DOWNLOAD_DEADLINE_S = 300.0
 UNPACK_DEADLINE_S = 180.0
 LOCK_DEADLINE_S = 600.0
-LOCK_PAUSE_S = 0.1
+NAME = re.compile(r"[a-z][a-z0-9.-]*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +53,23 @@ class Fetched:
 
 
 def cache_folder() -> Path:
-    """$XDG_CACHE_HOME/mpsd-kmod, or ~/.cache/mpsd-kmod."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mpsd-kmod"
+    """$XDG_CACHE_HOME/mpsd-kmod, or ~/.cache/mpsd-kmod. Raises KmodError where there is no home."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mpsd-kmod"
+    except RuntimeError as error:
+        raise KmodError(
+            f"no folder for the cache: {error} Set XDG_CACHE_HOME, or name one: --cache"
+        ) from error
 
 
 def fetch(suite: str, cache: Path, apt_folder: Path = aptsources.ARCHIVE) -> Fetched:
-    """The source that a suite has today, from the cache if it is there. Raises Unavailable, KmodError."""
+    """The source that a suite has today, from the cache if it is there.
+
+    Raises Unavailable, KmodError, and OSError with the cache's file.
+    """
+    if not NAME.fullmatch(suite):
+        known = ", ".join(each.name for each in SUITES)
+        raise KmodError(f"{suite!r} is no name of a suite of Debian's; tested are {known}")
     state = cache / "apt" / suite
     stanza = aptsources.derive(aptsources.debian(aptsources.read(apt_folder)), suite)
     with alone(state, LOCK_DEADLINE_S):
@@ -74,25 +83,6 @@ def fetch(suite: str, cache: Path, apt_folder: Path = aptsources.ARCHIVE) -> Fet
         if not tree.is_dir():
             _download(version, tree, options)
     return Fetched(suite, version, tree)
-
-
-@contextmanager
-def alone(folder: Path, deadline_s: float) -> Iterator[None]:
-    """Whoever else asks for the folder waits: apt itself gives up at once. Raises KmodError in the end."""
-    folder.mkdir(parents=True, exist_ok=True)
-    until = time.monotonic() + deadline_s
-    with (folder / "alone").open("w") as file:
-        # By what is started meanwhile: it may outlive a run that is killed.
-        os.set_inheritable(file.fileno(), True)
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > until:
-                    raise KmodError(f"{folder} is in use by another run") from None
-                time.sleep(LOCK_PAUSE_S)
-        yield
 
 
 def private_state(folder: Path, stanza: str) -> list[str]:

@@ -2,10 +2,28 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kmod.modules import Use
+
+
+NAME = "mpsd-kmod"
+
+
+def program() -> str:
+    """As the user called it, for what he is told to do next."""
+    called = sys.argv[0] if sys.argv else ""
+    return called if Path(called).name == NAME else NAME
+
+
+def text_of(error: Exception) -> str:
+    """An OSError's as well: it names the file, or that it was none."""
+    if not isinstance(error, OSError) or error.strerror is None:
+        return str(error)
+    return f"{error.filename or 'standard output'}: {error.strerror}"
 
 
 class KmodError(Exception):

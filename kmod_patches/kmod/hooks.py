@@ -15,10 +15,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from kmod.alone import alone
 from kmod.changes import FOLDER, HOOKS, INCLUDE, Change, Patcher, own_files, patched, read, spatch, write
 from kmod.errors import ChangedSince, KmodError, UnknownTree
 from kmod.tree import KEPT, ORIGINALS, Tree
 
+LOCK_DEADLINE_S = 600.0
 NOTES = KEPT / "notes.json"
 FORMAT = 1
 
@@ -58,7 +60,12 @@ def whole_patch(mends: Iterable[Change] = ()) -> Patch:
 
 
 def state(tree: Tree, patch: Patch) -> State:
-    """How a tree stands to the patch. Raises KmodError when its notes cannot be read."""
+    """How a tree stands to the patch. Raises KmodError when notes or files cannot be read."""
+    missing = [hook.file for hook in HOOKS if not (tree.root / hook.file).is_file()]
+    if missing:
+        raise UnknownTree(
+            f"{tree.root} has no {', '.join(missing)}: take a fresh copy of the driver's source"
+        )
     notes = _read_notes(tree)
     if notes is None:
         return State.FOREIGN if _hooked(tree) else State.CLEAN
@@ -73,8 +80,15 @@ def state(tree: Tree, patch: Patch) -> State:
 def apply(tree: Tree, patch: Patch, patcher: Patcher = spatch) -> bool:
     """False if it is applied already. Raises KmodError, and then nothing was put in.
 
-    What an earlier version of the patch, or a run that was broken off, left is taken out before.
+    What an earlier version of the patch, or a run that was broken off, left is taken out before. Another run
+    in the tree is waited for.
     """
+    with alone(tree.root, LOCK_DEADLINE_S):
+        return apply_alone(tree, patch, patcher)
+
+
+def apply_alone(tree: Tree, patch: Patch, patcher: Patcher = spatch) -> bool:
+    """The same by who is alone in the tree."""
     stands = state(tree, patch)
     if stands is State.APPLIED:
         return False
@@ -84,14 +98,28 @@ def apply(tree: Tree, patch: Patch, patcher: Patcher = spatch) -> bool:
             "Take a fresh copy of the driver's source."
         )
     if stands is not State.CLEAN:
-        reverse(tree)
+        _reverse(tree)
     texts = patched(tree.root, patch.changes, patch.files, patcher)
     _write(tree, patch, texts)
     return True
 
 
+def try_patch(tree: Tree, patch: Patch, patcher: Patcher = spatch) -> None:
+    """Raises KmodError where apply() would, and changes nothing."""
+    stands = state(tree, patch)
+    if stands in (State.FOREIGN, State.CHANGED):
+        raise UnknownTree(f"{tree.root} {stands.value}")
+    if stands is State.CLEAN:
+        patched(tree.root, patch.changes, patch.files, patcher)
+
+
 def reverse(tree: Tree) -> bool:
     """Puts back what the driver's files were; False if there is nothing to. Raises ChangedSince."""
+    with alone(tree.root, LOCK_DEADLINE_S):
+        return _reverse(tree)
+
+
+def _reverse(tree: Tree) -> bool:
     notes = _read_notes(tree)
     if notes is None:
         if _hooked(tree):
@@ -152,7 +180,10 @@ def _read_notes(tree: Tree) -> Notes | None:
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, OSError) as error:
-        raise KmodError(f"{path} cannot be read: {error!r}") from error
+        raise KmodError(
+            f"{path} cannot be read ({error}). Take a fresh copy of the driver's source; "
+            f"what the patched files were is in {tree.root / ORIGINALS}"
+        ) from error
 
 
 def _stand(path: Path, digests: Sequence[str]) -> str:

@@ -19,7 +19,7 @@ from kmod import bootguard, dkms, hooks, secureboot, symbols
 from kmod.build import Kernel
 from kmod.caching import write_whole
 from kmod.changes import have_spatch
-from kmod.command import run
+from kmod.command import PACKAGES, run
 from kmod.dkms import FOLDER, Dkms, Module, module_set, write_configuration
 from kmod.errors import InUse, KmodError, Unavailable
 from kmod.machine import OURS, Machine
@@ -31,15 +31,8 @@ from kmod.tree import Tree, find
 
 MANIFEST = Path(FOLDER) / "made-from.json"
 FORMAT = 1
-NEEDED = {
-    "dkms": "dkms",
-    "spatch": "coccinelle",
-    "make": "make",
-    "gcc": "gcc",
-    "depmod": "kmod",
-    "modprobe": "kmod",
-}
-"""Program to the package that Debian has it in."""
+BUILDING = ("spatch", "make", "gcc")
+INSTALLING = ("dkms", "depmod", "modprobe")
 
 # The copy, dkms' copy, what it compiles from that (debug information and all), and the stripped modules.
 SPACE_FACTOR = 5
@@ -99,12 +92,17 @@ def perform(steps: Iterable[Step], say: Callable[[str], None]) -> None:
         step.act()
 
 
-def require(machine: Machine, wish: Wish) -> None:
-    """Raises KmodError for what is missing to build, before anything is done."""
-    missing = [package for name, package in NEEDED.items() if not _have(name)]
+def require_programs(*more: str) -> None:
+    """Raises Unavailable for what is missing to put the patch in and build, and for the others named."""
+    missing = [PACKAGES.get(name, name) for name in (*BUILDING, *more) if not _have(name)]
     if missing:
         packages = " ".join(sorted(set(missing)))
         raise Unavailable(f"missing here: {packages}; apt-get install {packages} (or your distribution's)")
+
+
+def require(machine: Machine, wish: Wish) -> None:
+    """Raises KmodError for what is missing to build, before anything is done."""
+    require_programs(*INSTALLING)
     secureboot.require(machine, wish.key)
     if wish.key:
         secureboot.require_tool(machine, wish.kernel.release)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from kmod.command import run
 from kmod.dkms import Module
-from kmod.errors import InUse, KmodError
+from kmod.errors import InUse, KmodError, program
 from kmod.install import Manifest, Step, check, resolved
 from kmod.machine import OURS, Machine
 from kmod.modules import Use, another_build, is_ours, listed, load_order, unload_order
@@ -195,8 +195,9 @@ def _put_back(machine: Machine, load: Callable[..., None] | None, error: KmodErr
             load(ours=not ours)
     except KmodError as second:
         raise KmodError(
-            f"{text}\nThe others could not be loaded again: {second}\nWhat is loaded now: mpsd-kmod status; "
-            "`mpsd-kmod unload` tries once more to load the driver's own, and a reboot loads what comes first"
+            f"{text}\nThe others could not be loaded again: {second}\nWhat is loaded now: {program()} "
+            f"status; `{program()} unload` tries once more to load the driver's own, and a reboot loads what "
+            "comes first"
         ) from error
     _forget(machine)
     if load is None:
@@ -205,5 +206,5 @@ def _put_back(machine: Machine, load: Callable[..., None] | None, error: KmodErr
         raise KmodError(f"{text}\nThe patched ones are loaded again.") from error
     raise KmodError(
         f"{text}\nThe driver's own are loaded again. The next boot tries "
-        "the patched ones once more, unless you uninstall them: mpsd-kmod uninstall --next-boot"
+        "the patched ones once more, unless you uninstall them: " + f"{program()} uninstall --next-boot"
     ) from error

@@ -7,11 +7,13 @@ there too: what a test starts can load nothing.
 from __future__ import annotations
 
 import os
+import shlex
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from kmod.command import run
-from kmod.errors import KmodError, Unavailable
+from kmod.errors import KmodError, Unavailable, program
 
 DEPMOD_DEADLINE_S = 300.0
 OURS = Path("updates/mpsd")
@@ -94,4 +96,4 @@ class Machine:
 def must_be_root(machine: Machine, what: str) -> None:
     """Raises KmodError for somebody else on a real machine; below another root its own files do."""
     if machine.real and os.geteuid() != 0:
-        raise KmodError(f"{what} needs root: sudo mpsd-kmod {what}")
+        raise KmodError(f"{what} needs root: sudo {shlex.join([program(), *(sys.argv[1:] or [what])])}")

@@ -9,12 +9,12 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from kmod import modules, secureboot, source
+from kmod import hooks, modules, secureboot, source
+from kmod.alone import alone
 from kmod.build import kernel
 from kmod.command import undisturbed
-from kmod.debian import alone
 from kmod.dkms import Dkms
-from kmod.errors import InUse, KmodError, Unavailable
+from kmod.errors import InUse, KmodError, Unavailable, program, text_of
 from kmod.install import (
     Manifest,
     Step,
@@ -99,6 +99,8 @@ def install(given: argparse.Namespace) -> int:
     wish = _wish(machine, given)
     require(machine, wish)
     source.require_same_driver(machine, wish.tree, wish.kernel.release)
+    if given.dry_run:
+        hooks.try_patch(wish.tree, hooks.whole_patch())
     return _alone(machine, given, lambda: _make(machine, given, wish))
 
 
@@ -126,7 +128,7 @@ def _make(machine: Machine, given: argparse.Namespace, wish: Wish) -> int:
     if not wish.tree.tested:
         says.append(f"driver {wish.tree.version} is not one that the patch was tested with")
     if here and used.loaded:
-        says.append(_until_boot(used, ", or with mpsd-kmod load"))
+        says.append(_until_boot(used, f", or with {program()} load"))
     steps = plan_install(machine, wish)
     try:
         _do(given, steps, "installed already", says, [RAMDISK.format(release=release)])
@@ -143,7 +145,7 @@ def _taken_out(machine: Machine, given: argparse.Namespace, release: str, error:
     try:
         kept = roll_back(machine, release, lambda said: _say(given, f"taking out again: {said}"))
     except (KmodError, OSError) as second:
-        return KmodError(f"{text}\nWhat was made could not be taken out: {second}; mpsd-kmod uninstall")
+        return KmodError(f"{text}\nWhat was made could not be taken out: {second}; {program()} uninstall")
     return KmodError(f"{text}\nThe whole log of the build: {kept}" if kept else text)
 
 
@@ -165,7 +167,7 @@ def uninstall(given: argparse.Namespace) -> int:
         stock = not used.ours and any(module.name == "nvidia_uvm" for module in used.loaded)
         if machine.running in releases and used.loaded and not stock:
             if not given.next_boot:
-                remedy = "mpsd-kmod unload first, or " + NEXT_BOOT
+                remedy = f"{program()} unload first, or {NEXT_BOOT}"
                 refuse_in_use(used, "the stock ones would not fit them", remedy)
             says.append(_until_boot(used, ""))
         after = [RAMDISK.format(release=release) for release in releases]
@@ -197,7 +199,7 @@ def _exchange(
         must_be_root(machine, given.verb.__name__.strip("_"))
 
     def act() -> int:
-        manifest = _installed_for(machine, machine.running)
+        manifest = _installed_for(machine, machine.running, wanted=plan is plan_load)
         with undisturbed():
             _do(given, plan(machine, modules.use(machine), manifest), nothing, [])
         return 0
@@ -205,14 +207,13 @@ def _exchange(
     return _alone(machine, given, act)
 
 
-def _installed_for(machine: Machine, release: str) -> Manifest:
+def _installed_for(machine: Machine, release: str, *, wanted: bool) -> Manifest:
     for folder in own_folders(machine):
         manifest = Manifest.read(folder)
         if manifest and release in Dkms(machine).kernels(manifest.version):
             return manifest
-    raise KmodError(
-        f"the patched modules are not installed for the running kernel {release}: mpsd-kmod install"
-    )
+    none = f"the patched modules are not installed for the running kernel {release}"
+    raise KmodError(f"{none}: {program()} install" if wanted else f"{none}, so there is nothing to unload")
 
 
 def users(given: argparse.Namespace) -> int:
@@ -251,7 +252,8 @@ def status_json(machine: Machine) -> dict[str, object]:
         installed.append(
             {
                 "folder": str(folder),
-                "whole": folder == folder_of(machine, manifest.version),
+                # Without a kernel that it was built for it was broken off.
+                "whole": bool(active) and folder == folder_of(machine, manifest.version),
                 "version": manifest.version,
                 "from": manifest.vendor,
                 "kernels": {release: lies_in_ours(machine, release, path) for release, path in found.items()},
@@ -298,7 +300,7 @@ def status_lines(machine: Machine, value: dict[str, object]) -> list[str]:
     version = str(value["loaded_version"])
     own = "patched" if modules.is_ours(machine) else "stock"
     if value["loaded_is_old"]:
-        own += ", another build than is installed: mpsd-kmod load"
+        own += ", another build than is installed: " + f"{program()} load"
     lines.append(f"loaded: {f'driver {version}, {own}' if version else 'no nvidia module'}")
     lines.append(f"Secure Boot: {secureboot.state(machine).text()}")
     return lines
@@ -307,7 +309,7 @@ def status_lines(machine: Machine, value: dict[str, object]) -> list[str]:
 def refusal_json(error: Exception) -> str:
     value: dict[str, object] = {
         "done": False,
-        "error": error.text if isinstance(error, InUse) else str(error),
+        "error": error.text if isinstance(error, InUse) else text_of(error),
     }
     if isinstance(error, InUse):
         value["loaded"] = error.used.as_json()

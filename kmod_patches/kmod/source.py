@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kmod.changes import read
 from kmod.command import run
-from kmod.errors import KmodError, UnknownTree
+from kmod.errors import KmodError, UnknownTree, program
 from kmod.machine import Machine
 from kmod.tree import Tree, find
 
@@ -23,7 +23,7 @@ MODINFO_DEADLINE_S = 30.0
 CORE = Path("nvidia/nv-kernel.o_binary")
 WHERE = (
     "install the driver's open kernel modules with their source (Debian: nvidia-open-kernel-dkms; the "
-    "driver's installer: --kernel-module-type=open), or name a folder: mpsd-kmod install --tree FOLDER"
+    "driver's installer: --kernel-module-type=open), or name a folder: install --tree FOLDER"
 )
 
 
@@ -83,7 +83,7 @@ def require_fit(machine: Machine, version: str, release: str) -> None:
     if found and version not in found:
         raise KmodError(
             f"the patched modules are driver {version}, and what is installed for {release} is "
-            f"{_listed(found)}: CUDA would not work with them; `mpsd-kmod install` makes them anew"
+            f"{_listed(found)}: CUDA would not work with them; `{program()} install` makes them anew"
         )
 
 
@@ -127,4 +127,4 @@ def _only(machine: Machine, release: str) -> Tree:
     if wanted and not usable:
         how = f"installed for {release}" if installed else "loaded"
         raise KmodError(f"driver {_listed(wanted)} is {how} and its source is not here ({listed}): {WHERE}")
-    raise KmodError(f"several driver sources: {listed}; say which: mpsd-kmod install --tree FOLDER")
+    raise KmodError(f"several driver sources: {listed}; say which: {program()} install --tree FOLDER")

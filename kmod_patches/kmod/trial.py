@@ -17,7 +17,7 @@ from kmod import debian, hooks, hooksites, installtrial, lint
 from kmod.build import LIB_MODULES, Kernel, mends
 from kmod.changes import PCI_RESIZE
 from kmod.command import run
-from kmod.errors import HookMismatch, KmodError, Unavailable
+from kmod.errors import HookMismatch, KmodError, Unavailable, text_of
 from kmod.tree import SMALL, Tree, copy, find
 from kmod.workshop import Bench, Workshop
 
@@ -63,6 +63,10 @@ class Trial:
             row.said.append(f"{'MISSING' if suite.required else 'skipped'}: {error}")
             row.failed = suite.required
             return row
+        except (KmodError, OSError) as error:
+            row.said.append(f"its source is not to be had in {self.cache} (--cache): {text_of(error)}")
+            row.failed = True
+            return row
         row.cells["version"] = row.fetched.version
         if not find(row.fetched.tree).tested:
             row.said.append("a version that is neither in kmod.tree.TESTED nor in the patches' headers yet")
@@ -75,10 +79,10 @@ class Trial:
                         _try_install(row, bench, modules, self.cache / "install")
             else:
                 row.said.append("skipped: the build of both modules")
-        except KmodError as error:
+        except (KmodError, OSError) as error:
             mismatch = isinstance(error, HookMismatch)
             row.cells["hooks"] = "MISMATCH" if mismatch else row.cells.get("hooks", "FAILED")
-            row.said.append(str(error))
+            row.said.append(text_of(error))
             row.failed = True
         return row
 
@@ -108,6 +112,8 @@ def _place(found: Kernel | None) -> str:
 
 
 def _try_hooks(row: Row, source: Tree, found: Kernel | None) -> None:
+    if hooks.state(source, hooks.whole_patch()) is not hooks.State.CLEAN:
+        raise KmodError(f"{source.root}, in the cache, was changed; remove it, and it is fetched anew")
     with tempfile.TemporaryDirectory(prefix="mpsd-kmod-") as made:
         tree = copy(source, Path(made) / "tree", whole=False)
         patch = hooks.whole_patch(mends(tree, found) if found else ())

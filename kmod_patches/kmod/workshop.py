@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kmod import changes, debian, hooks
+from kmod.alone import alone
 from kmod.build import LIB_MODULES, MODULES, Kernel, build, mends
 from kmod.caching import making
 from kmod.command import run, run_to
@@ -92,7 +93,7 @@ class Workshop:
     def bench(self) -> Iterator[Bench]:
         """The folder, for nobody else meanwhile. A build that was broken off in it is begun anew."""
         folder = self.folder
-        with debian.alone(folder.with_name(f"{folder.name}.lock"), LOCK_DEADLINE_S):
+        with alone(folder.with_name(f"{folder.name}.lock"), LOCK_DEADLINE_S):
             if (folder / BUSY).exists():
                 shutil.rmtree(folder)
             kept = folder.is_dir()

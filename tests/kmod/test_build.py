@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from kmod import debian
+from kmod.alone import alone
 from kmod.build import Kernel, build
 from kmod.changes import have_spatch
 from kmod.command import run, run_any
@@ -105,10 +106,10 @@ def test_a_suite_that_is_gone_is_named(tmp_path: Path) -> None:
 
 def test_a_second_run_waits_for_the_first_and_then_says_so(tmp_path: Path) -> None:
     refused = pytest.raises(KmodError, match="in use by another run")
-    with debian.alone(tmp_path, 0.0), refused, debian.alone(tmp_path, 0.0):
+    with alone(tmp_path, 0.0), refused, alone(tmp_path, 0.0):
         pytest.fail("both were alone")
-    with debian.alone(tmp_path, 0.0):
-        assert (tmp_path / "alone").exists()
+    with alone(tmp_path, 0.0):
+        assert not any(tmp_path.iterdir())
 
 
 def command(*words: object) -> subprocess.CompletedProcess[str]:

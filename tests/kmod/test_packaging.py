@@ -15,7 +15,7 @@ import pytest
 
 from kmod import packaging
 from kmod.__main__ import main
-from kmod.debian import alone
+from kmod.alone import alone
 from kmod.errors import KmodError
 from kmod.machine import Machine
 from tests.kmod.machines import (
@@ -102,6 +102,29 @@ def test_a_dry_run_tells_each_step_and_does_none(typed: Typed) -> None:
     assert contents(typed.machine.root) == before
 
 
+def test_what_was_not_built_is_half_of_an_install(typed: Typed) -> None:
+    """As a kill in the middle leaves it."""
+    assert typed("install").returncode == 0
+    for link in (typed.machine.dkms_tree / "mpsd-nvidia").glob("kernel-*"):
+        link.unlink()
+    assert "half of an install; run install or uninstall once more" in typed("status").stdout
+    (installed,) = typed.value("status")["installed"]  # type: ignore[misc]
+    assert installed["whole"] is False
+
+
+def test_there_is_nothing_to_unload(typed: Typed) -> None:
+    done = typed("unload")
+    assert done.returncode == 1 and done.stderr.endswith("so there is nothing to unload\n")
+    assert typed("load").stderr.endswith("/mpsd-kmod install\n")
+
+
+def test_a_dry_run_tries_the_source(typed: Typed) -> None:
+    (typed.machine.sources / f"nvidia-current-open-{VERSION}/nvidia-uvm/uvm_va_space.c").unlink()
+    done = typed("install", "--dry-run")
+    assert done.returncode == 1 and "has no nvidia-uvm/uvm_va_space.c" in done.stderr
+    assert done.stdout == ""
+
+
 def test_a_loaded_driver_is_not_pulled_from_under_its_users(typed: Typed) -> None:
     busy(typed.machine)
     before = contents(typed.machine.root)
@@ -110,14 +133,13 @@ def test_a_loaded_driver_is_not_pulled_from_under_its_users(typed: Typed) -> Non
     assert "process 70 of uid" in done.stderr and "--next-boot" in done.stderr and "nvidia_uvm" in done.stderr
     refused = typed.value("install")
     assert refused["done"] is False and refused["loaded"]["users"][0]["pid"] == 70  # type: ignore[index]
-    lock = {"run/mpsd-kmod/alone": b""}
-    assert contents(typed.machine.root) == before | lock
+    assert contents(typed.machine.root) == before
     done = typed("install", "--next-boot")
     assert done.returncode == 0 and "takes effect at the next boot" in done.stdout
     assert typed("load").returncode == 1
     # The stock ones are what is loaded: without ours, what is loaded later fits them.
     assert typed("uninstall").returncode == 0
-    assert contents(typed.machine.root).keys() == before.keys() | lock.keys()
+    assert contents(typed.machine.root).keys() == before.keys()
 
 
 def test_the_patched_modules_are_not_taken_from_under_their_users(typed: Typed) -> None:
@@ -226,7 +248,7 @@ def test_a_driver_that_was_upgraded_is_told(typed: Typed) -> None:
     load(typed.machine, ["nvidia_uvm 1 0 -", "nvidia 1 1 nvidia_uvm,"], ours=True)
     assert f"kernel {RELEASE} has driver 560.1 now, and its libraries refuse" in typed("status").stdout
     done = typed("load")
-    assert done.returncode == 1 and "`mpsd-kmod install` makes them anew" in done.stderr
+    assert done.returncode == 1 and "/mpsd-kmod install` makes them anew" in done.stderr
     assert typed("install", "--next-boot").stderr == "" and "560.1, patched" in typed("status").stdout
 
 
