@@ -70,7 +70,7 @@ static size_t bytes_of(const void *image)
 	return magic == FATBIN_WRAPPER ? 0 : strlen(image) + 1;
 }
 
-static bool is_output(CUjit_option name)
+bool mpsd_image_writes(CUjit_option name)
 {
 	switch ((int)name) {
 	case CU_JIT_WALL_TIME:
@@ -111,7 +111,7 @@ struct mpsd_image *mpsd_image_keep(const void *image, unsigned int options, cons
 		memcpy(kept->copy, image, size);
 	}
 	for (unsigned int i = 0; i < options; i++) {
-		if (is_output(names[i]))
+		if (mpsd_image_writes(names[i]))
 			continue;
 		kept->names[kept->options] = names[i];
 		kept->values[kept->options++] = values[i];

@@ -192,6 +192,7 @@ END(cuModuleUnload, CUmodule, FORGOTTEN)
 END(cuLibraryUnload, CUlibrary, FORGOTTEN)
 END(cuGraphDestroy, CUgraph, AT_ONCE)
 END(cuGraphExecDestroy, CUgraphExec, AT_ONCE)
+END(cuLinkDestroy, CUlinkState, AT_ONCE)
 
 /* Code */
 

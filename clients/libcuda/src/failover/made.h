@@ -30,6 +30,7 @@ enum mpsd_made_kind {
 	MPSD_MADE_GRAPH,	/* these two are made in another copy when they are needed there (rebuild.c) */
 	MPSD_MADE_EXEC,
 	MPSD_MADE_NODE,		/* of a graph; size: its number there */
+	MPSD_MADE_LINK,		/* likewise (link.c) */
 };
 
 /* Of an event: `moves` before the copy in which it was recorded last; in ns, when, and when the program knew of it. */
@@ -57,6 +58,7 @@ struct mpsd_made {
 	char *text;			/* a function's name, a file's */
 	struct mpsd_image *image;
 	struct mpsd_graph *graph;	/* one reference to it */
+	struct mpsd_link *link;
 	struct mpsd_moments times;	/* read and written at once, without the lock */
 };
 
@@ -187,10 +189,15 @@ void mpsd_twin_end(const struct mpsd_made *made);
 /* variable.c: what the program has put into a variable, into its twin. */
 CUresult mpsd_variable_fill(const void *name, CUdeviceptr twin);
 
+/* Links under way */
+struct mpsd_link;
+void mpsd_link_free(struct mpsd_link *link);
+
 /* Images of modules */
 struct mpsd_image;
 struct mpsd_image *mpsd_image_keep(const void *image, unsigned int options, const CUjit_option *names,
 				   void **values);
 void mpsd_image_free(struct mpsd_image *image);
+bool mpsd_image_writes(CUjit_option name);	/* the program's memory, when it is loaded */
 const void *mpsd_image_data(const struct mpsd_image *image);
 unsigned int mpsd_image_options(const struct mpsd_image *image, const CUjit_option **names, void ***values);

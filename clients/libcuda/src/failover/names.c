@@ -252,6 +252,7 @@ static void forget(struct mpsd_made *made)
 		atomic_fetch_sub(&mpsd_made_waiting, 1);
 	mpsd_image_free(made->image);
 	mpsd_graph_let_go(made->graph);
+	mpsd_link_free(made->link);
 	free(made->text);
 	free(made->attribute);
 	free(made);

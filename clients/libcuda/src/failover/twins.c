@@ -130,6 +130,7 @@ static CUresult make(struct mpsd_made *made, const char **what)
 	case MPSD_MADE_GRAPH:
 	case MPSD_MADE_EXEC:
 	case MPSD_MADE_NODE:
+	case MPSD_MADE_LINK:
 		made->twin = NULL;
 		return CUDA_SUCCESS;
 	case MPSD_MADE_STREAM_ATTRIBUTE:
