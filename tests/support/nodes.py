@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from faultinject.measure.failover_driver import Driver
 from tests.support.rows import DEVICE, Box, box
@@ -11,6 +11,7 @@ from tests.support.rows import DEVICE, Box, box
 KERNEL, MEMCPY, MEMSET, HOST, GRAPH, EMPTY = range(6)
 """CUgraphNodeType."""
 
+_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _WORD = ctypes.c_uint32
 _HANDLE = ctypes.c_uint64
 
@@ -50,12 +51,19 @@ class CopyParams(ctypes.Structure):
     _fields_ = [("flags", ctypes.c_int), ("reserved", ctypes.c_int), ("ctx", _HANDLE), ("box", Box)]
 
 
+class HostParams(ctypes.Structure):
+    """CUDA_HOST_NODE_PARAMS."""
+
+    _fields_ = [("fn", ctypes.c_void_p), ("userData", ctypes.c_void_p)]
+
+
 class _Union(ctypes.Union):
     _fields_ = [
         ("kernel", KernelParams),
         ("set", SetParams),
         ("copy", CopyParams),
         ("graph", _HANDLE),
+        ("host", HostParams),
         ("bytes", ctypes.c_char * 232),
     ]
 
@@ -142,6 +150,13 @@ class Nodes:
     @staticmethod
     def params(kind: int, **given: object) -> NodeParams:
         return NodeParams(type=kind, is_=_Union(**given))
+
+    def host(self, graph: int, does: Callable[[], object], after: Sequence[int] = ()) -> int:
+        """A function of the host's."""
+        function = _FUNCTION(lambda _: does() and None)
+        self._held.append(function)
+        given = HostParams(fn=ctypes.cast(function, ctypes.c_void_p).value)
+        return self.any(graph, self.params(HOST, host=given), after)
 
     def depend(self, graph: int, first: Sequence[int], then: Sequence[int]) -> int:
         handles = [(_HANDLE * len(each))(*each) for each in (first, then)]

@@ -15,6 +15,19 @@ static void call_back(struct operation *operation)
 	operation->host.callback(operation->host.stream, operation->status, operation->host.data);
 }
 
+API CUresult cuGraphAddHostNode(CUgraphNode *phGraphNode, CUgraph hGraph, const CUgraphNode *dependencies,
+				size_t numDependencies, const CUDA_HOST_NODE_PARAMS *nodeParams)
+{
+	struct operation operation = { .run = call_function, .type = CU_GRAPH_NODE_TYPE_HOST };
+
+	if (!nodeParams || !nodeParams->fn)
+		return CUDA_ERROR_INVALID_VALUE;
+	operation.host.function = nodeParams->fn;
+	operation.host.data = nodeParams->userData;
+	return gate_node(new_node(phGraphNode, hGraph, dependencies, numDependencies, CU_GRAPH_NODE_TYPE_HOST,
+				  &operation));
+}
+
 API CUresult cuLaunchHostFunc(CUstream hStream, CUhostFn fn, void *userData)
 {
 	struct operation operation = { .run = call_function, .type = CU_GRAPH_NODE_TYPE_HOST,

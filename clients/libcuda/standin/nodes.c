@@ -48,9 +48,8 @@ static bool are_of(const struct CUgraph_st *graph, const CUgraphNode *nodes, siz
 	return i == count;
 }
 
-/* With the lock, or nothing that needs it. */
-static CUresult add(CUgraphNode *out, CUgraph graph, const CUgraphNode *after, size_t count, CUgraphNodeType type,
-		    const struct operation *operation)
+CUresult new_node(CUgraphNode *out, CUgraph graph, const CUgraphNode *after, size_t count, CUgraphNodeType type,
+		  const struct operation *operation)
 {
 	CUresult result;
 
@@ -68,7 +67,7 @@ static CUresult add(CUgraphNode *out, CUgraph graph, const CUgraphNode *after, s
 API CUresult cuGraphAddEmptyNode(CUgraphNode *phGraphNode, CUgraph hGraph, const CUgraphNode *dependencies,
 				 size_t numDependencies)
 {
-	return add(phGraphNode, hGraph, dependencies, numDependencies, CU_GRAPH_NODE_TYPE_EMPTY, NULL);
+	return new_node(phGraphNode, hGraph, dependencies, numDependencies, CU_GRAPH_NODE_TYPE_EMPTY, NULL);
 }
 
 API CUresult cuGraphAddKernelNode_v2(CUgraphNode *phGraphNode, CUgraph hGraph, const CUgraphNode *dependencies,
@@ -82,7 +81,7 @@ API CUresult cuGraphAddKernelNode_v2(CUgraphNode *phGraphNode, CUgraph hGraph, c
 		return result;
 	result = nodeParams ? prepare_kernel(nodeParams, &operation) : CUDA_ERROR_INVALID_VALUE;
 	if (result == CUDA_SUCCESS)
-		result = add(phGraphNode, hGraph, dependencies, numDependencies, CU_GRAPH_NODE_TYPE_KERNEL,
+		result = new_node(phGraphNode, hGraph, dependencies, numDependencies, CU_GRAPH_NODE_TYPE_KERNEL,
 			     &operation);
 	if (result == CUDA_SUCCESS)
 		(*phGraphNode)->kernel = *nodeParams;
@@ -101,7 +100,7 @@ API CUresult cuGraphAddMemcpyNode(CUgraphNode *phGraphNode, CUgraph hGraph, cons
 		return result;
 	result = copyParams && ctx == context ? prepare_box(copyParams, &operation, &wait) : CUDA_ERROR_INVALID_VALUE;
 	if (result == CUDA_SUCCESS)
-		result = add(phGraphNode, hGraph, dependencies, numDependencies, CU_GRAPH_NODE_TYPE_MEMCPY,
+		result = new_node(phGraphNode, hGraph, dependencies, numDependencies, CU_GRAPH_NODE_TYPE_MEMCPY,
 			     &operation);
 	if (result == CUDA_SUCCESS)
 		(*phGraphNode)->copy = *copyParams;
@@ -125,7 +124,7 @@ API CUresult cuGraphAddMemsetNode(CUgraphNode *phGraphNode, CUgraph hGraph, cons
 		return result;
 	result = memsetParams && ctx == context ? prepare_set(memsetParams, &operation) : CUDA_ERROR_INVALID_VALUE;
 	if (result == CUDA_SUCCESS)
-		result = add(phGraphNode, hGraph, dependencies, numDependencies, CU_GRAPH_NODE_TYPE_MEMSET,
+		result = new_node(phGraphNode, hGraph, dependencies, numDependencies, CU_GRAPH_NODE_TYPE_MEMSET,
 			     &operation);
 	if (result == CUDA_SUCCESS)
 		(*phGraphNode)->set = *memsetParams;
@@ -177,7 +176,7 @@ API CUresult cuGraphAddChildGraphNode(CUgraphNode *phGraphNode, CUgraph hGraph, 
 	child = copy_of(childGraph);
 	if (!child)
 		return CUDA_ERROR_OUT_OF_MEMORY;
-	result = add(phGraphNode, hGraph, dependencies, numDependencies, CU_GRAPH_NODE_TYPE_GRAPH, NULL);
+	result = new_node(phGraphNode, hGraph, dependencies, numDependencies, CU_GRAPH_NODE_TYPE_GRAPH, NULL);
 	if (result == CUDA_SUCCESS)
 		(*phGraphNode)->child = child;
 	else
@@ -191,6 +190,7 @@ API CUresult cuGraphAddNode_v2(CUgraphNode *phGraphNode, CUgraph hGraph, const C
 {
 	CUDA_KERNEL_NODE_PARAMS kernel;
 	CUDA_MEMSET_NODE_PARAMS set;
+	CUDA_HOST_NODE_PARAMS host;
 	CUcontext context = NULL;
 
 	(void)dependencyData;
@@ -215,6 +215,9 @@ API CUresult cuGraphAddNode_v2(CUgraphNode *phGraphNode, CUgraph hGraph, const C
 						nodeParams->graph.graph);
 	case CU_GRAPH_NODE_TYPE_EMPTY:
 		return cuGraphAddEmptyNode(phGraphNode, hGraph, dependencies, numDependencies);
+	case CU_GRAPH_NODE_TYPE_HOST:
+		memcpy(&host, &nodeParams->host, sizeof(host));
+		return cuGraphAddHostNode(phGraphNode, hGraph, dependencies, numDependencies, &host);
 	default:
 		return CUDA_ERROR_NOT_SUPPORTED;
 	}
@@ -247,7 +250,8 @@ static CUresult tell(CUgraphNode *out, size_t *count, const CUgraphNode *nodes, 
 
 API CUresult cuGraphGetNodes(CUgraph hGraph, CUgraphNode *nodes, size_t *numNodes)
 {
-	return is_graph(hGraph) ? tell(nodes, numNodes, hGraph->nodes, hGraph->count) : CUDA_ERROR_INVALID_VALUE;
+	return gate_node(is_graph(hGraph) ? tell(nodes, numNodes, hGraph->nodes, hGraph->count)
+					  : CUDA_ERROR_INVALID_VALUE);
 }
 
 API CUresult cuGraphNodeGetDependencies_v2(CUgraphNode hNode, CUgraphNode *dependencies, CUgraphEdgeData *edgeData,

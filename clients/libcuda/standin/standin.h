@@ -206,6 +206,10 @@ bool is_graph(const struct CUgraph_st *graph);
 CUgraphNode add_node(CUgraph graph, CUgraphNodeType type, const struct operation *operation);
 bool is_node(const struct CUgraphNode_st *node);
 
+/* nodes.c: as a call of cuda.h that adds one; with the lock where `operation` needs it. */
+CUresult new_node(CUgraphNode *out, CUgraph graph, const CUgraphNode *after, size_t count, CUgraphNodeType type,
+		  const struct operation *operation);
+
 
 CUresult capture(struct CUgraph_st *graph, const struct operation *operation);
 void drop_capture(CUstream stream);

@@ -184,6 +184,10 @@ class Later:
         self._answered.clear()
         self._ask.set()
 
+    def comes_back(self) -> bool:
+        """Soon; where it does not it may yet."""
+        return self._answered.wait(0.2)
+
     def result(self) -> object:
         assert self._answered.wait(20)
         return self._answer

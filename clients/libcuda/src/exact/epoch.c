@@ -92,12 +92,24 @@ bool mpsd_copy_comes_from_host(const struct mpsd_op *op)
 }
 
 /* Within the GPU they are over soon, and the driver's word comes 20 ms after a fault at the earliest. */
+static size_t copied_within(const struct mpsd_op *op);
+
+static CUresult add_copied(const struct mpsd_op *op, void *bytes)
+{
+	*(size_t *)bytes += copied_within(op);
+	return CUDA_SUCCESS;
+}
+
 static size_t copied_within(const struct mpsd_op *op)
 {
+	size_t bytes = 0;
+
+	if (op->kind == MPSD_OP_GRAPH)
+		mpsd_graph_each(op->graph.graph, add_copied, &bytes);
 	if (op->kind == MPSD_OP_COPY)
 		return op->copy.size;
 	if (op->kind != MPSD_OP_SET)
-		return 0;
+		return bytes;
 	return op->set.has_rows ? op->set.pitch * op->set.rows : op->set.width * op->set.count;
 }
 

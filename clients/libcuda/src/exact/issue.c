@@ -140,9 +140,17 @@ static CUresult issue(const struct mpsd_op *op, CUstream stream);
 
 static CUresult issue_part(const struct mpsd_op *op, void *stream)
 {
-	bool is_edge = op->kind == MPSD_OP_WAIT || (op->kind == MPSD_OP_RECORD && !op->event.is_flagged);
+	if (op->kind == MPSD_OP_GRAPH)
+		return mpsd_op_issue_parts(op, stream);
+	/* Of what was captured these are edges. */
+	if (op->kind == MPSD_OP_WAIT || (op->kind == MPSD_OP_RECORD && !op->event.is_flagged))
+		return CUDA_SUCCESS;
+	return issue(op, stream);
+}
 
-	return is_edge ? CUDA_SUCCESS : issue(op, stream);
+CUresult mpsd_op_issue_parts(const struct mpsd_op *op, CUstream stream)
+{
+	return mpsd_graph_each(op->graph.graph, issue_part, stream);
 }
 
 /* What was launched is no more what the executable graph is: it was updated since, and other launches are its. */
@@ -160,7 +168,7 @@ static CUresult launch_graph(const struct mpsd_op *op, CUstream stream)
 	CUresult result;
 
 	if (is_changed(op))
-		return mpsd_graph_each(op->graph.graph, issue_part, stream);
+		return mpsd_op_issue_parts(op, stream);
 	result = mpsd_exec_native(op->graph.exec, &native);
 	return result == CUDA_SUCCESS ? inner_cuGraphLaunch(native, stream) : result;
 }

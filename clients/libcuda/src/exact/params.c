@@ -243,7 +243,11 @@ static void follow_variables(struct mpsd_op *op)
 
 CUresult mpsd_params_take(const struct mpsd_op *given, void **parameters, void **extra, struct mpsd_op **op)
 {
-	CUresult result = extra ? take_buffer(given, extra, op) : take_each(given, parameters, op);
+	CUresult result;
+
+	if (!given->launch.function)
+		return CUDA_ERROR_INVALID_HANDLE;
+	result = extra ? take_buffer(given, extra, op) : take_each(given, parameters, op);
 
 	if (result == CUDA_SUCCESS && mpsd_knows_variables())
 		follow_variables(*op);

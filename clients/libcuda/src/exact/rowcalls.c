@@ -286,7 +286,9 @@ struct mpsd_op *mpsd_rows_of_node(const CUDA_MEMCPY3D *given)
 		return NULL;
 	op->kind = MPSD_OP_COPY;
 	*rows = (struct mpsd_rows){ .given = *given, .is_3d = true };
-	if (!understand(op, rows)) {
+	/* What is in a variable of a module is known as long as the host alone writes it. */
+	if (!understand(op, rows) || (from.type != CU_MEMORYTYPE_HOST && !mpsd_read(op->copy.from)) ||
+	    mpsd_is_variable(op->copy.from)) {
 		free(op);
 		return NULL;
 	}
@@ -296,11 +298,11 @@ struct mpsd_op *mpsd_rows_of_node(const CUDA_MEMCPY3D *given)
 
 struct mpsd_op *mpsd_set_of_node(const CUDA_MEMSET_NODE_PARAMS *given)
 {
-	size_t end = given->dst, bytes = 0, pitch = given->height > 1 ? given->pitch : 0;
+	size_t end = given->dst, bytes = 0;
 	struct mpsd_op *op;
 
 	if (!given->width || !given->height || !add(&bytes, given->width, given->elementSize) ||
-	    !add(&end, given->height - 1, pitch) || !add(&end, 1, bytes))
+	    !add(&end, given->height - 1, given->height > 1 ? given->pitch : 0) || !add(&end, 1, bytes))
 		return NULL;
 	op = calloc(1, sizeof(*op));
 	if (!op)
@@ -310,7 +312,7 @@ struct mpsd_op *mpsd_set_of_node(const CUDA_MEMSET_NODE_PARAMS *given)
 	op->set.value = given->value;
 	op->set.width = given->elementSize;
 	op->set.count = given->width;
-	op->set.pitch = pitch;
+	op->set.pitch = given->pitch;
 	op->set.rows = given->height;
 	op->set.has_rows = given->height > 1;
 	mpsd_written(given->dst);

@@ -142,6 +142,9 @@ CUresult mpsd_op_issue(const struct mpsd_op *op);
 /* The same with other streams and events, by the names of the copy of this call. */
 CUresult mpsd_op_issue_on(const struct mpsd_op *op, CUstream stream, CUevent event);
 
+/* The same of a graph that was launched, part by part, whatever its executable graph is by now. */
+CUresult mpsd_op_issue_parts(const struct mpsd_op *op, CUstream stream);
+
 /*
  * In the legacy stream, whatever stream it was for: one after the other, in the order in which they were submitted,
  * is right whatever made the program sure of an order then, an event or a wait of its own.

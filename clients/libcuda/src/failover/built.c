@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT
 /* Graphs that the program makes node by node: what it adds, what comes after what, what a node becomes. */
 #include <stdlib.h>
+#include <string.h>
 
 #include "exact/state.h"
 #include "failover/line.h"
@@ -13,17 +14,19 @@ static uint64_t moves_now(void)
 	return mpsd_tables()->moves;
 }
 
-unsigned int mpsd_node_hint(CUgraphNode name)
+unsigned int mpsd_node_number(CUgraphNode name, uint64_t descent)
 {
 	const struct mpsd_made *made = mpsd_made_look(name);
-	unsigned int hint = made && made->kind == MPSD_MADE_NODE ? (unsigned int)made->size : UINT32_MAX;
+	unsigned int number = UINT32_MAX;
 
+	if (made && made->kind == MPSD_MADE_NODE && made->of->graph && (!descent || made->of->graph->descent == descent))
+		number = (unsigned int)made->size;
 	mpsd_made_looked();
-	return hint;
+	return number;
 }
 
 /* NULL: it is none that is known. */
-static CUgraph graph_of(CUgraphNode name)
+CUgraph mpsd_node_graph(CUgraphNode name)
 {
 	const struct mpsd_made *made = mpsd_made_look(name);
 	CUgraph graph = made && made->kind == MPSD_MADE_NODE ? made->of->name : NULL;
@@ -37,13 +40,15 @@ CUresult mpsd_node_native(CUgraphNode name, CUgraphNode *native, CUgraph *graph)
 	CUgraph there;
 	CUresult result = CUDA_SUCCESS;
 
-	*graph = graph_of(name);
+	*graph = mpsd_node_graph(name);
 	if (*graph)
 		result = mpsd_graph_native(*graph, &there);
 	else if (moves_now())
 		return CUDA_ERROR_INVALID_VALUE;
 	*native = mpsd_native(name);
-	return result == CUDA_SUCCESS && name && !*native ? MPSD_AGAIN : result;
+	if (result != CUDA_SUCCESS || *native || !name)
+		return result;
+	return mpsd_is_left() ? MPSD_AGAIN : CUDA_ERROR_INVALID_VALUE;
 }
 
 /* A node that the program is about to know of, whose number in its graph that is. */
@@ -61,10 +66,11 @@ static CUresult note_name(CUgraph graph, unsigned int number, CUgraphNode *node,
 CUgraphNode mpsd_node_name(CUgraph graph, CUgraphNode native, unsigned int hint)
 {
 	CUgraphNode name = native;
-	unsigned int number = 0;
+	unsigned int number = 0, known = mpsd_node_number(mpsd_name(native), 0);
 	struct mpsd_made *made;
 	bool is, is_new;
 
+	hint = known == UINT32_MAX ? hint : known;
 	mpsd_made_lock();
 	made = mpsd_made_find(graph);
 	if (made && made->graph)
@@ -74,6 +80,8 @@ CUgraphNode mpsd_node_name(CUgraph graph, CUgraphNode native, unsigned int hint)
 	if (is && !is_new)
 		name = made->graph->nodes[number].name;
 	mpsd_made_unlock();
+	if (made && !is && !mpsd_is_left())
+		mpsd_line_opaque("a graph's node that came by a way that is not followed");
 	if (!is_new || note_name(graph, number, &name, moves_now()) != CUDA_SUCCESS)
 		return name;
 	mpsd_made_lock();
@@ -98,38 +106,45 @@ CUresult make_cuGraphCreate(CUgraph *phGraph, unsigned int flags)
 
 /* Nodes added */
 
-/* What it is to come after, by the program's names; nodes that are not known are of graphs that are not followed. */
-static CUresult find_after(const struct mpsd_addition *addition, unsigned int *numbers, CUgraphNode *natives)
+/* What it is to come after, by the program's names. *is_known: all of it. */
+static CUresult find_after(const struct mpsd_addition *addition, unsigned int *numbers, CUgraphNode *natives,
+			   bool *is_known)
 {
 	CUresult result = CUDA_SUCCESS;
 	CUgraph graph;
 
 	for (size_t i = 0; i < addition->count && result == CUDA_SUCCESS; i++) {
-		numbers[i] = mpsd_node_hint(addition->after[i]);
+		numbers[i] = mpsd_node_number(addition->after[i], 0);
+		*is_known = *is_known && numbers[i] != UINT32_MAX;
 		result = mpsd_node_native(addition->after[i], &natives[i], &graph);
-		if (numbers[i] == UINT32_MAX)
-			mpsd_line_opaque("a graph's node that came by a way that is not followed");
 	}
 	return result;
 }
 
-/* It is there: the program's name for it, and what it is. Takes the node. */
+/* Of a graph that is made node by node, as it is; not of one that was captured, which is captured again as it was. */
+static struct mpsd_graph *own_built(CUgraph name)
+{
+	struct mpsd_made *made = mpsd_made_find(name);
+
+	return made && made->graph && made->graph->is_built ? mpsd_graph_own(made) : NULL;
+}
+
+/* It is there: the program's name for it, and what it is. Takes the node; its context, and whether it is `known`, what it is. */
 static CUresult note_node(const struct mpsd_addition *addition, struct mpsd_node node, CUgraphNode native,
-			  uint64_t moves)
+			  bool is_known, uint64_t moves)
 {
 	struct mpsd_graph *graph = mpsd_made_graph(addition->graph);
-	struct mpsd_made *made = NULL;
 	CUresult result = CUDA_SUCCESS;
 	bool is = false;
 
+	is_known = is_known && graph && graph->is_built;
 	*addition->node = node.native = native;
-	if (graph)
+	if (is_known)
 		result = note_name(addition->graph, graph->count, addition->node, moves);
 	mpsd_graph_let_go(graph);
 	node.name = *addition->node;
 	mpsd_made_lock();
-	made = graph && result == CUDA_SUCCESS ? mpsd_made_find(addition->graph) : NULL;
-	graph = made ? mpsd_graph_own(made) : NULL;
+	graph = is_known && result == CUDA_SUCCESS ? own_built(addition->graph) : NULL;
 	if (graph)
 		is = mpsd_graph_append(graph, node);
 	mpsd_made_unlock();
@@ -137,7 +152,7 @@ static CUresult note_node(const struct mpsd_addition *addition, struct mpsd_node
 		mpsd_node_let_go(&node);
 	if (result == CUDA_SUCCESS && !is)
 		mpsd_line_opaque(NOT_FOLLOWED);
-	return result;
+	return result == CUDA_SUCCESS && !is_known && mpsd_is_left() ? MPSD_AGAIN : result;
 }
 
 CUresult mpsd_node_add(const struct mpsd_addition *addition, struct mpsd_node node, CUgraph child)
@@ -145,6 +160,7 @@ CUresult mpsd_node_add(const struct mpsd_addition *addition, struct mpsd_node no
 	uint64_t moves = moves_now();
 	CUgraphNode *natives = malloc((addition->count + 1) * sizeof(*natives));
 	struct mpsd_node_place place = { .after = natives, .child = child };
+	bool is_known = true;
 	CUresult result;
 
 	if (!addition->node || !addition->graph || (addition->count && !addition->after)) {
@@ -156,32 +172,39 @@ CUresult mpsd_node_add(const struct mpsd_addition *addition, struct mpsd_node no
 	node.count = (unsigned int)addition->count;
 	result = natives && node.after ? mpsd_graph_native(addition->graph, &place.graph) : CUDA_ERROR_OUT_OF_MEMORY;
 	if (result == CUDA_SUCCESS)
-		result = find_after(addition, node.after, natives);
+		result = find_after(addition, node.after, natives, &is_known);
 	if (result == CUDA_SUCCESS)
 		result = mpsd_node_give(&node, &place);
 	free(natives);
 	if (result == CUDA_SUCCESS)
-		return note_node(addition, node, place.node, moves);
+		return note_node(addition, node, place.node, is_known, moves);
 	mpsd_node_let_go(&node);
 	return mpsd_is_left() ? MPSD_AGAIN : result;
 }
 
-CUresult mpsd_node_become(CUgraphNode name, struct mpsd_node node)
+/* What it is in this copy already; one that is not there yet is made as what it becomes. */
+static CUresult become_here(CUgraphNode name, const struct mpsd_node *node, CUgraph graph)
 {
 	struct mpsd_node_place place = { .exec = NULL };
-	CUgraph graph;
-	CUresult result = mpsd_node_native(name, &place.node, &graph);
+	CUresult result;
 
-	if (result == CUDA_SUCCESS)
-		result = mpsd_node_give(&node, &place);
-	if (result == CUDA_SUCCESS && !graph)
-		mpsd_line_opaque(NOT_FOLLOWED);
+	if (graph && !mpsd_native(graph))
+		return mpsd_is_left() ? MPSD_AGAIN : CUDA_SUCCESS;
+	result = mpsd_node_native(name, &place.node, &graph);
+	return result == CUDA_SUCCESS ? mpsd_node_give(node, &place) : result;
+}
+
+CUresult mpsd_node_become(CUgraphNode name, struct mpsd_node node)
+{
+	CUgraph graph = mpsd_node_graph(name);
+	CUresult result = become_here(name, &node, graph);
+
+	if (result == CUDA_SUCCESS && graph)
+		result = mpsd_node_note(graph, mpsd_node_number(name, 0), &node);
 	else if (result == CUDA_SUCCESS)
-		result = mpsd_node_note(graph, mpsd_node_hint(name), &node);
-	else if (mpsd_is_left())
-		result = MPSD_AGAIN;
+		mpsd_line_opaque(NOT_FOLLOWED);
 	mpsd_node_let_go(&node);
-	return result;
+	return result != CUDA_SUCCESS && mpsd_is_left() ? MPSD_AGAIN : result;
 }
 
 /* Edges */
@@ -206,12 +229,13 @@ static CUresult find_ends(struct ends *ends, const CUgraphNode *from, const CUgr
 {
 	const struct mpsd_addition sides[] = { { NULL, NULL, from, count }, { NULL, NULL, to, count } };
 	CUresult result = CUDA_SUCCESS;
+	bool is_known = true;
 
 	for (int i = 0; i < 2 && result == CUDA_SUCCESS; i++) {
 		ends->native[i] = malloc((count + 1) * sizeof(*ends->native[i]));
 		ends->number[i] = malloc((count + 1) * sizeof(*ends->number[i]));
 		result = ends->native[i] && ends->number[i]
-				 ? find_after(&sides[i], ends->number[i], ends->native[i])
+				 ? find_after(&sides[i], ends->number[i], ends->native[i], &is_known)
 				 : CUDA_ERROR_OUT_OF_MEMORY;
 	}
 	return result;
@@ -220,7 +244,6 @@ static CUresult find_ends(struct ends *ends, const CUgraphNode *from, const CUgr
 static CUresult depend(CUgraph name, const CUgraphNode *from, const CUgraphNode *to, size_t count)
 {
 	struct ends ends = { .number = { NULL } };
-	struct mpsd_made *made;
 	CUgraph native;
 	CUresult result = mpsd_graph_native(name, &native);
 	bool is = true;
@@ -232,10 +255,8 @@ static CUresult depend(CUgraph name, const CUgraphNode *from, const CUgraphNode 
 	mpsd_made_lock();
 	if (mpsd_is_left())
 		result = MPSD_AGAIN;
-	if (result == CUDA_SUCCESS) {
-		made = mpsd_made_find(name);
-		is = note_edges(made ? mpsd_graph_own(made) : NULL, ends.number[0], ends.number[1], count);
-	}
+	if (result == CUDA_SUCCESS)
+		is = note_edges(own_built(name), ends.number[0], ends.number[1], count);
 	mpsd_made_unlock();
 	if (!is)
 		mpsd_line_opaque(NOT_FOLLOWED);
@@ -255,21 +276,26 @@ CUresult make_cuGraphAddDependencies(CUgraph hGraph, const CUgraphNode *from, co
 CUresult make_cuGraphAddDependencies_v2(CUgraph hGraph, const CUgraphNode *from, const CUgraphNode *to,
 					const CUgraphEdgeData *edgeData, size_t numDependencies)
 {
+	CUresult result;
+
 	if (!hGraph || (numDependencies && (!from || !to)))
 		return CUDA_ERROR_INVALID_VALUE;
 	if (mpsd_edges_are_plain(edgeData, numDependencies))
 		return depend(hGraph, from, to, numDependencies);
 	mpsd_line_opaque("a graph's edges that say more than what comes after what");
-	return moves_now() ? CUDA_ERROR_NOT_SUPPORTED
-			   : inner_cuGraphAddDependencies_v2(hGraph, from, to, edgeData, numDependencies);
+	if (moves_now())
+		return CUDA_ERROR_NOT_SUPPORTED;
+	result = inner_cuGraphAddDependencies_v2(hGraph, from, to, edgeData, numDependencies);
+	return mpsd_is_left() ? MPSD_AGAIN : result;
 }
 
 /* cuda.h: all 0 is what an edge without data is. */
 bool mpsd_edges_are_plain(const CUgraphEdgeData *data, size_t count)
 {
+	const CUgraphEdgeData plain = { 0 };
 	bool is = true;
 
 	for (size_t i = 0; data && i < count; i++)
-		is = is && !data[i].from_port && !data[i].to_port && !data[i].type;
+		is = is && !memcmp(&data[i], &plain, sizeof(plain));
 	return is;
 }

@@ -3,6 +3,8 @@
  * Executable graphs: made, launched, changed. In the copy in which one was made the driver changes it; in another it was
  * put together from a graph that is there no more, and takes over what it is to be from another such graph.
  */
+#include <stdlib.h>
+
 #include "exact/state.h"
 #include "failover/line.h"
 #include "failover/nodes.h"
@@ -10,7 +12,8 @@
 CUresult mpsd_graph_note(CUresult result, enum mpsd_made_kind kind, void **handle, struct mpsd_graph *graph,
 				unsigned int flags, uint64_t moves)
 {
-	struct mpsd_made record = { .kind = kind, .native = *handle, .device = 0, .flags = flags, .graph = graph };
+	struct mpsd_made record = { .kind = kind, .native = result == CUDA_SUCCESS ? *handle : NULL, .device = 0,
+				    .flags = flags, .graph = graph };
 
 	if (result == CUDA_SUCCESS && mpsd_made_add(&record, moves)) {
 		*handle = record.name;
@@ -24,8 +27,9 @@ static CUresult note_exec(CUresult result, CUgraphExec *exec, struct mpsd_graph 
 {
 	if (graph)
 		return mpsd_graph_note(result, MPSD_MADE_EXEC, (void **)exec, graph, (unsigned int)flags, moves);
-	mpsd_line_opaque("a graph that came by a way that is not followed");
-	return result;
+	if (result == CUDA_SUCCESS)
+		mpsd_line_opaque("a graph that came by a way that is not followed");
+	return mpsd_is_left() ? MPSD_AGAIN : result;
 }
 
 CUresult make_cuGraphInstantiateWithFlags(CUgraphExec *phGraphExec, CUgraph hGraph, unsigned long long flags)
@@ -93,79 +97,142 @@ static CUresult note_change(CUgraphExec name, struct mpsd_graph *graph)
 	return is ? CUDA_SUCCESS : MPSD_AGAIN;
 }
 
-CUresult make_cuGraphExecUpdate_v2(CUgraphExec hGraphExec, CUgraph hGraph, CUgraphExecUpdateResultInfo *resultInfo)
+static bool is_like(const struct mpsd_node *one, const struct mpsd_node *other)
 {
-	struct mpsd_graph *graph;
-	CUgraphExec exec;
-	CUgraph native;
-	CUresult result = mpsd_exec_native(hGraphExec, &exec);
-
-	if (result == CUDA_SUCCESS)
-		result = mpsd_graph_native(hGraph, &native);
-	if (result == CUDA_SUCCESS)
-		result = inner_cuGraphExecUpdate_v2(exec, native, resultInfo);
-	if (resultInfo && mpsd_tables()->moves) {
-		resultInfo->errorNode = mpsd_name(resultInfo->errorNode);
-		resultInfo->errorFromNode = mpsd_name(resultInfo->errorFromNode);
-	}
-	if (result != CUDA_SUCCESS)
-		return mpsd_is_left() ? MPSD_AGAIN : result;
-	graph = mpsd_made_graph(hGraph);
-	if (graph)
-		return note_change(hGraphExec, graph);
-	mpsd_line_opaque("a graph that came by a way that is not followed");
-	return result;
+	if (!one->op != !other->op || !one->child != !other->child || one->count != other->count)
+		return false;
+	return (!one->op || one->op->kind == other->op->kind) &&
+	       (!one->child || mpsd_graph_is_like(one->child, other->child));
 }
 
-static bool is_of_this_copy(CUgraphExec name)
+bool mpsd_graph_is_like(const struct mpsd_graph *one, const struct mpsd_graph *other)
 {
-	const struct mpsd_made *made = mpsd_made_look(name);
-	bool is = made && made->since == mpsd_tables()->moves;
+	unsigned int i = 0;
 
-	mpsd_made_looked();
+	if (one->count != other->count)
+		return false;
+	while (i < one->count && is_like(&one->nodes[i], &other->nodes[i]))
+		i++;
+	return i == one->count;
+}
+
+/* It is not there in this copy yet, where it may name what has gone since: it is made as what it becomes. */
+static bool becomes_later(CUgraphExec name, const struct mpsd_graph *graph)
+{
+	struct mpsd_graph *now;
+	bool is;
+
+	if (mpsd_native(name) || mpsd_is_left())
+		return false;
+	now = mpsd_made_graph(name);
+	is = now && graph && mpsd_graph_is_like(now, graph);
+	mpsd_graph_let_go(now);
 	return is;
 }
 
-/* In the copy in which it was made. */
-static CUresult change_here(CUgraphExec exec, CUgraphNode name, const struct mpsd_node *node, CUgraph child)
+static CUresult update(CUgraphExec name, CUgraph graph, CUgraphExecUpdateResultInfo *info)
 {
-	struct mpsd_node_place place = { .exec = exec, .child = child };
-	CUgraph graph;
-	CUresult result = mpsd_node_native(name, &place.node, &graph);
+	CUgraphExec exec;
+	CUgraph native;
+	CUresult result = mpsd_exec_native(name, &exec);
 
-	return result == CUDA_SUCCESS ? mpsd_node_give(node, &place) : result;
+	if (result == CUDA_SUCCESS)
+		result = mpsd_graph_native(graph, &native);
+	if (result == CUDA_SUCCESS)
+		result = inner_cuGraphExecUpdate_v2(exec, native, info);
+	if (info && mpsd_tables()->moves) {
+		info->errorNode = mpsd_name(info->errorNode);
+		info->errorFromNode = mpsd_name(info->errorFromNode);
+	}
+	return result != CUDA_SUCCESS && mpsd_is_left() ? MPSD_AGAIN : result;
 }
 
-/* In another. */
-static CUresult change_there(CUgraphExec exec, const struct mpsd_graph *graph, unsigned int number,
-			     const struct mpsd_node *node)
+CUresult make_cuGraphExecUpdate_v2(CUgraphExec hGraphExec, CUgraph hGraph, CUgraphExecUpdateResultInfo *resultInfo)
 {
-	struct mpsd_graph *changed = mpsd_graph_with(graph, number, node);
-	CUgraphExecUpdateResultInfo info;
-	CUgraph native;
-	CUresult result = changed ? mpsd_graph_make(changed, &native, NULL) : CUDA_ERROR_OUT_OF_MEMORY;
+	struct mpsd_graph *graph = mpsd_made_graph(hGraph);
+	CUresult result = CUDA_SUCCESS;
 
-	if (result == CUDA_SUCCESS) {
-		result = inner_cuGraphExecUpdate_v2(exec, native, &info);
-		real_cuGraphDestroy(native);
-	}
-	mpsd_graph_let_go(changed);
-	return result;
+	if (resultInfo && becomes_later(hGraphExec, graph))
+		*resultInfo = (CUgraphExecUpdateResultInfo){ .result = CU_GRAPH_EXEC_UPDATE_SUCCESS };
+	else
+		result = update(hGraphExec, hGraph, resultInfo);
+	if (result == CUDA_SUCCESS && graph)
+		return note_change(hGraphExec, graph);
+	mpsd_graph_let_go(graph);
+	if (result == CUDA_SUCCESS)
+		mpsd_line_opaque("a graph that came by a way that is not followed");
+	return mpsd_is_left() ? MPSD_AGAIN : result;
+}
+
+/* What the node is called by which this copy changes it. NULL: it is not there. */
+static CUgraphNode node_here(CUgraphExec exec, CUgraphNode name, unsigned int number)
+{
+	CUgraphNode node = NULL;
+	struct mpsd_made *made;
+
+	mpsd_made_lock();
+	made = mpsd_is_left() ? NULL : mpsd_made_find(exec);
+	/* Where it was made by the program it is the program's graph whose nodes it knows. */
+	if (made && made->put_nodes)
+		node = made->put_nodes[number];
+	else if (made && made->since == mpsd_tables()->moves)
+		node = mpsd_native(name);
+	mpsd_made_unlock();
+	return node;
+}
+
+static CUresult change(CUgraphExec exec, CUgraphNode node, const struct mpsd_node *what, CUgraph child)
+{
+	struct mpsd_node_place place = { .exec = exec, .node = node, .child = child };
+
+	return node ? mpsd_node_give(what, &place) : CUDA_ERROR_NOT_FOUND;
 }
 
 CUresult mpsd_exec_change(CUgraphExec name, CUgraphNode node_name, const struct mpsd_node *node, CUgraph child)
 {
 	struct mpsd_graph *graph = mpsd_made_graph(name);
-	unsigned int number = graph ? mpsd_graph_number(graph, node_name, mpsd_node_hint(node_name)) : 0;
-	bool is_known = graph && number < graph->count;
-	CUgraphExec exec;
-	CUresult result = is_known ? mpsd_exec_native(name, &exec) : CUDA_ERROR_NOT_FOUND;
+	unsigned int number = graph ? mpsd_graph_number(graph, node_name) : 0;
+	bool is_known = graph && number < graph->count && (graph->is_built || node->op);
+	CUgraphExec exec = mpsd_native(name);
+	CUresult result = is_known ? CUDA_SUCCESS : CUDA_ERROR_NOT_FOUND;
 
-	if (result == CUDA_SUCCESS)
-		result = is_of_this_copy(name) ? change_here(exec, node_name, node, child)
-					       : change_there(exec, graph, number, node);
 	mpsd_graph_let_go(graph);
+	/* One that is not there yet is made as what it becomes. */
+	if (result == CUDA_SUCCESS && exec)
+		result = change(exec, node_here(name, node_name, number), node, child);
 	if (result == CUDA_SUCCESS)
 		return mpsd_node_note(name, number, node);
 	return is_known && mpsd_is_left() ? MPSD_AGAIN : result;
+}
+
+/* What it was put together from goes with it. */
+static void end_put(CUgraphExec name)
+{
+	struct mpsd_made *made;
+	CUgraph put = NULL;
+
+	mpsd_made_lock();
+	made = mpsd_is_left() ? NULL : mpsd_made_find(name);
+	if (made) {
+		put = made->put;
+		made->put = NULL;
+		free(made->put_nodes);
+		made->put_nodes = NULL;
+	}
+	mpsd_made_unlock();
+	if (put)
+		real_cuGraphDestroy(put);
+}
+
+CUresult end_cuGraphExecDestroy(CUgraphExec hGraphExec)
+{
+	uint64_t moves = mpsd_tables()->moves;
+	CUgraphExec native = mpsd_native(hGraphExec);
+
+	end_put(hGraphExec);
+	if (!mpsd_made_end(hGraphExec, moves))
+		return MPSD_AGAIN;
+	if (hGraphExec && !native)
+		return CUDA_SUCCESS;
+	return mpsd_made_ended(inner_cuGraphExecDestroy(native), moves);
 }

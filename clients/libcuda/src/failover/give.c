@@ -30,20 +30,10 @@ static CUresult give_kernel(const struct mpsd_node *node, struct mpsd_node_place
 	return inner_cuGraphAddKernelNode_v2(&place->node, place->graph, place->after, node->count, &given);
 }
 
-/* Copies and memsets must be told theirs. */
-static CUcontext context_of(const struct mpsd_node *node)
-{
-	CUcontext context = mpsd_native(node->context);
-
-	if (!context)
-		real_cuCtxGetCurrent(&context);
-	return context;
-}
-
 static CUresult give_copy(const struct mpsd_node *node, struct mpsd_node_place *place)
 {
 	CUDA_MEMCPY3D given = mpsd_rows_native(node->op);
-	CUcontext context = context_of(node);
+	CUcontext context = mpsd_native(node->context);
 
 	if (place->exec)
 		return inner_cuGraphExecMemcpyNodeSetParams(place->exec, place->node, &given, context);
@@ -60,7 +50,7 @@ static CUresult give_set(const struct mpsd_node *node, struct mpsd_node_place *p
 		.elementSize = (unsigned int)op->set.width, .width = op->set.count,
 		.height = op->set.has_rows ? op->set.rows : 1,
 	};
-	CUcontext context = context_of(node);
+	CUcontext context = mpsd_native(node->context);
 
 	if (place->exec)
 		return inner_cuGraphExecMemsetNodeSetParams(place->exec, place->node, &given, context);

@@ -191,7 +191,6 @@ END(cuEventDestroy_v2, CUevent, AT_ONCE)
 END(cuModuleUnload, CUmodule, FORGOTTEN)
 END(cuLibraryUnload, CUlibrary, FORGOTTEN)
 END(cuGraphDestroy, CUgraph, AT_ONCE)
-END(cuGraphExecDestroy, CUgraphExec, AT_ONCE)
 END(cuLinkDestroy, CUlinkState, AT_ONCE)
 
 /* Code */

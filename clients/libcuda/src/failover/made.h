@@ -59,6 +59,8 @@ struct mpsd_made {
 	struct mpsd_image *image;
 	struct mpsd_graph *graph;	/* one reference to it */
 	struct mpsd_link *link;
+	CUgraph put;			/* of an executable graph: what it was put together from, in another copy than its first */
+	CUgraphNode *put_nodes;		/* what its nodes are called there */
 	struct mpsd_moments times;	/* read and written at once, without the lock */
 };
 
@@ -73,7 +75,7 @@ bool mpsd_made_is_wanted(void);		/* whether anybody waits for it */
 
 /*
  * Add a record for what a call made that began when mpsd_moves was `moves`. False: a move came between, and
- * what was made belongs to the old copy. `record` is copied; `native` is its name too where nobody else has
+ * what was made belongs to the old copy (of what is made late: that was left; a move that does not come about is none). `record` is copied; `native` is its name too where nobody else has
  * that.
  */
 bool mpsd_made_add(struct mpsd_made *record, uint64_t moves);
@@ -89,6 +91,12 @@ bool mpsd_made_set(struct mpsd_made *record, uint64_t moves);
 
 /* Under the lock: what it is called by the copy in use, where that did not have it yet. */
 void mpsd_made_native(struct mpsd_made *made, void *native);
+
+/* What is made in another copy when it is needed there, and has no twin. */
+static inline bool mpsd_made_is_late(enum mpsd_made_kind kind)
+{
+	return kind == MPSD_MADE_GRAPH || kind == MPSD_MADE_EXEC || kind == MPSD_MADE_NODE || kind == MPSD_MADE_LINK;
+}
 
 /* The same: of a graph or an executable one, what it consists of from now on; takes that reference. */
 void mpsd_made_regraph(struct mpsd_made *made, struct mpsd_graph *graph);

@@ -170,6 +170,9 @@ static void append(struct mpsd_made *made)
 	made->newer = NULL;
 	*(newest ? &newest->newer : &oldest) = made;
 	newest = made;
+	made->is_twin = mpsd_made_is_late(made->kind);
+	if (made->is_twin)
+		return;
 	atomic_fetch_add(&mpsd_made_waiting, 1);
 	mpsd_line_wake();
 }
@@ -178,7 +181,7 @@ static bool add(struct mpsd_made *record, uint64_t moves)
 {
 	struct mpsd_made *made, *known = find_native(record->native);
 
-	if (atomic_load(&mpsd_moves) != moves)
+	if (mpsd_made_is_late(record->kind) ? mpsd_is_left() : atomic_load(&mpsd_moves) != moves)
 		return false;
 	/* A driver answers twice with the same function. */
 	if (known && known->kind == record->kind && known->of == record->of) {
@@ -253,6 +256,7 @@ static void forget(struct mpsd_made *made)
 	mpsd_image_free(made->image);
 	mpsd_graph_let_go(made->graph);
 	mpsd_link_free(made->link);
+	free(made->put_nodes);
 	free(made->text);
 	free(made->attribute);
 	free(made);
@@ -358,8 +362,12 @@ void mpsd_made_move(void)
 	for (struct mpsd_made *made = oldest; made; made = made->newer) {
 		made->native = made->twin;
 		made->twin = NULL;
-		made->is_twin = false;
-		atomic_fetch_add(&mpsd_made_waiting, 1);
+		made->is_twin = mpsd_made_is_late(made->kind);
+		if (!made->is_twin)
+			atomic_fetch_add(&mpsd_made_waiting, 1);
+		made->put = NULL;
+		free(made->put_nodes);
+		made->put_nodes = NULL;
 		if (made->name)
 			enter_native(made);
 	}

@@ -13,7 +13,7 @@ static CUresult passed(CUresult result)
 {
 	if (result == CUDA_SUCCESS)
 		mpsd_line_opaque(NOT_FOLLOWED);
-	return result;
+	return mpsd_is_left() ? MPSD_AGAIN : result;
 }
 
 static CUresult refused(void)
@@ -30,30 +30,40 @@ static CUresult refused(void)
 
 /* What a node was until now: of a graph, or of an executable one. */
 struct before {
-	struct mpsd_graph *graph;	/* NULL: it is not known */
-	const struct mpsd_op *op;
+	struct mpsd_op *op;		/* shared; NULL: it is not known, or is none */
 	CUcontext context;
 };
 
-static struct before look_before(const void *graph, CUgraphNode name)
+static struct before look_before(const void *name, CUgraphNode node)
 {
-	struct before before = { mpsd_made_graph(graph), NULL, NULL };
-	unsigned int number = before.graph ? mpsd_graph_number(before.graph, name, mpsd_node_hint(name)) : 0;
+	struct mpsd_graph *graph = mpsd_made_graph(name);
+	unsigned int number = graph ? mpsd_graph_number(graph, node) : 0;
+	struct before before = { NULL, NULL };
 
-	if (before.graph && number < before.graph->count) {
-		before.op = before.graph->nodes[number].op;
-		before.context = before.graph->nodes[number].context;
+	if (graph && number < graph->count) {
+		before.op = graph->nodes[number].op;
+		before.context = graph->nodes[number].context;
 	}
+	if (before.op)
+		mpsd_op_share(before.op);
+	mpsd_graph_let_go(graph);
 	return before;
 }
 
-static CUgraph graph_of(CUgraphNode name)
+static void forget_before(struct before before)
 {
-	CUgraphNode native;
-	CUgraph graph = NULL;
+	if (before.op)
+		mpsd_op_free(before.op);
+}
 
-	mpsd_node_native(name, &native, &graph);
-	return graph;
+/* Where the call says nothing of it, it is the current one, which may be another by then. */
+static CUcontext or_current(CUcontext given)
+{
+	CUcontext current = NULL;
+
+	if (!given && real_cuCtxGetCurrent(&current) == CUDA_SUCCESS)
+		given = mpsd_name(current);
+	return given;
 }
 
 /* What each kind is. Else than SUCCESS there is none. */
@@ -71,6 +81,9 @@ static CUresult kernel(const CUDA_KERNEL_NODE_PARAMS *given, const struct mpsd_o
 	op.launch.function = given->func ? given->func : (CUfunction)given->kern;
 	op.launch.config = (CUlaunchConfig){ given->gridDimX, given->gridDimY, given->gridDimZ, given->blockDimX,
 					     given->blockDimY, given->blockDimZ, given->sharedMemBytes, NULL, NULL, 0 };
+	/* What its attributes say of it a buffer of parameters is not launched with. */
+	if (before && before->kind == MPSD_OP_LAUNCH && before->launch.is_cooperative && given->extra)
+		return CUDA_ERROR_NOT_SUPPORTED;
 	if (before && before->kind == MPSD_OP_LAUNCH) {
 		op.stream = before->stream;
 		op.launch.config.attrs = before->launch.attributes;
@@ -78,7 +91,7 @@ static CUresult kernel(const CUDA_KERNEL_NODE_PARAMS *given, const struct mpsd_o
 		op.launch.is_plain = before->launch.is_plain;
 		op.launch.is_cooperative = before->launch.is_cooperative;
 	}
-	*node = (struct mpsd_node){ .context = given->ctx };
+	*node = (struct mpsd_node){ .context = given->func ? given->ctx : or_current(given->ctx) };
 	result = mpsd_params_take(&op, given->kernelParams, given->extra, &node->op);
 	/* A function that a move has overtaken is unknown for that alone. */
 	return result != CUDA_SUCCESS && atomic_load(&mpsd_moves) != mpsd_tables()->moves ? MPSD_AGAIN : result;
@@ -122,13 +135,18 @@ static CUresult any(const CUgraphNodeParams *given, const struct mpsd_op *before
 	const CUDA_MEMSET_NODE_PARAMS_v2 *s = &given->memset;
 	const CUDA_MEMSET_NODE_PARAMS memset = { s->dst, s->pitch, s->value, s->elementSize, s->width, s->height };
 
+	/* cuda.h: they are zero, or the driver is asked for what is not known here. */
+	if (given->reserved0[0] || given->reserved0[1] || given->reserved0[2] || given->reserved2)
+		return CUDA_ERROR_NOT_SUPPORTED;
 	switch (given->type) {
 	case CU_GRAPH_NODE_TYPE_KERNEL:
 		return kernel(&launch, before, node);
 	case CU_GRAPH_NODE_TYPE_MEMCPY:
-		return copy(&given->memcpy.copyParams, given->memcpy.copyCtx, before, node);
+		if (given->memcpy.flags || given->memcpy.reserved)
+			return CUDA_ERROR_NOT_SUPPORTED;
+		return copy(&given->memcpy.copyParams, or_current(given->memcpy.copyCtx), before, node);
 	case CU_GRAPH_NODE_TYPE_MEMSET:
-		return set(&memset, s->ctx, before, node);
+		return set(&memset, or_current(s->ctx), before, node);
 	case CU_GRAPH_NODE_TYPE_GRAPH:
 		return given->graph.ownership ? CUDA_ERROR_NOT_SUPPORTED : child(given->graph.graph, native, node);
 	case CU_GRAPH_NODE_TYPE_EMPTY:
@@ -230,24 +248,24 @@ CUresult make_cuGraphAddNode(CUgraphNode *phGraphNode, CUgraph hGraph, const CUg
 	CUresult result = find;									\
 												\
 	result = result == CUDA_SUCCESS ? mpsd_node_become(hNode, node) : PASS(result, call);	\
-	mpsd_graph_let_go(before.graph);							\
+	forget_before(before);										\
 	return result
 
 CUresult make_cuGraphKernelNodeSetParams_v2(CUgraphNode hNode, const CUDA_KERNEL_NODE_PARAMS *nodeParams)
 {
-	BECOME(graph_of(hNode), kernel(nodeParams, before.op, &node),
+	BECOME(mpsd_node_graph(hNode), kernel(nodeParams, before.op, &node),
 	       inner_cuGraphKernelNodeSetParams_v2(hNode, nodeParams));
 }
 
 CUresult make_cuGraphMemcpyNodeSetParams(CUgraphNode hNode, const CUDA_MEMCPY3D *nodeParams)
 {
-	BECOME(graph_of(hNode), copy(nodeParams, before.context, before.op, &node),
+	BECOME(mpsd_node_graph(hNode), copy(nodeParams, before.context, before.op, &node),
 	       inner_cuGraphMemcpyNodeSetParams(hNode, nodeParams));
 }
 
 CUresult make_cuGraphMemsetNodeSetParams(CUgraphNode hNode, const CUDA_MEMSET_NODE_PARAMS *nodeParams)
 {
-	BECOME(graph_of(hNode), set(nodeParams, before.context, before.op, &node),
+	BECOME(mpsd_node_graph(hNode), set(nodeParams, before.context, before.op, &node),
 	       inner_cuGraphMemsetNodeSetParams(hNode, nodeParams));
 }
 
@@ -271,7 +289,7 @@ static CUresult change(CUgraphExec exec, CUgraphNode name, struct mpsd_node node
 		result = change(hGraphExec, hNode, node, native);				\
 	else if (!mpsd_is_loss(result) && result != MPSD_AGAIN)					\
 		result = CUDA_ERROR_NOT_FOUND;							\
-	mpsd_graph_let_go(before.graph);							\
+	forget_before(before);										\
 	return result == CUDA_ERROR_NOT_FOUND ? PASS(result, call) : result
 
 CUresult make_cuGraphExecKernelNodeSetParams_v2(CUgraphExec hGraphExec, CUgraphNode hNode,

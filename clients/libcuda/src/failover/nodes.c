@@ -11,6 +11,7 @@
 
 struct mpsd_graph *mpsd_graph_new(CUstream origin, bool is_built)
 {
+	static atomic_uint_least64_t descents;
 	struct mpsd_graph *graph = calloc(1, sizeof(*graph));
 
 	if (!graph)
@@ -18,6 +19,7 @@ struct mpsd_graph *mpsd_graph_new(CUstream origin, bool is_built)
 	graph->references = 1;
 	graph->origin = origin;
 	graph->is_built = is_built;
+	graph->descent = atomic_fetch_add(&descents, 1) + 1;
 	return graph;
 }
 
@@ -42,7 +44,6 @@ void mpsd_graph_let_go(struct mpsd_graph *graph)
 	for (unsigned int i = 0; i < graph->count; i++)
 		mpsd_node_let_go(&graph->nodes[i]);
 	free(graph->nodes);
-	free(graph->order);
 	free(graph);
 }
 
@@ -54,43 +55,81 @@ static void share(const struct mpsd_node *node)
 		mpsd_graph_hold(node->child);
 }
 
-static bool is_placed(const struct mpsd_node *node, const bool *placed)
-{
-	unsigned int i = 0;
+/* The nodes that come after each: `next` of the first is that of `first`, and so on; UINT32_MAX ends it. */
+struct edges {
+	unsigned int *first, *next, *to;
+};
 
-	while (i < node->count && placed[node->after[i]])
-		i++;
-	return i == node->count;
+static unsigned int count_edges(const struct mpsd_graph *graph)
+{
+	unsigned int count = 0;
+
+	for (unsigned int i = 0; i < graph->count; i++)
+		count += graph->nodes[i].count;
+	return count;
 }
 
-/* A graph with a circle the driver does not instantiate. */
-static bool sort(struct mpsd_graph *graph)
+static void find_edges(const struct mpsd_graph *graph, const struct edges *edges)
 {
-	bool *placed = calloc(graph->count, sizeof(*placed));
-	unsigned int *order = calloc(graph->count, sizeof(*order)), done = 0, before;
+	unsigned int edge = 0;
 
-	do {
-		before = done;
-		for (unsigned int i = 0; placed && order && i < graph->count; i++) {
-			if (placed[i] || !is_placed(&graph->nodes[i], placed))
-				continue;
-			placed[i] = true;
-			order[done++] = i;
+	for (unsigned int i = 0; i < graph->count; i++)
+		edges->first[i] = UINT32_MAX;
+	for (unsigned int i = 0; i < graph->count; i++) {
+		for (unsigned int k = 0; k < graph->nodes[i].count; k++, edge++) {
+			edges->to[edge] = i;
+			edges->next[edge] = edges->first[graph->nodes[i].after[k]];
+			edges->first[graph->nodes[i].after[k]] = edge;
 		}
-	} while (done > before);
-	for (unsigned int i = 0; placed && order && i < graph->count; i++)
-		if (!placed[i])
+	}
+}
+
+/* Who waits for nobody, and then who waits for nobody else. A graph with a circle the driver does not instantiate. */
+static void sort(const struct mpsd_graph *graph, const struct edges *edges, unsigned int *waits, unsigned int *order)
+{
+	unsigned int done = 0;
+
+	for (unsigned int i = 0; i < graph->count; i++) {
+		waits[i] = graph->nodes[i].count;
+		if (!waits[i])
 			order[done++] = i;
-	free(placed);
-	free(graph->order);
-	graph->order = order;
-	return placed && order;
+	}
+	for (unsigned int i = 0; i < done; i++)
+		for (unsigned int edge = edges->first[order[i]]; edge != UINT32_MAX; edge = edges->next[edge])
+			if (!--waits[edges->to[edge]])
+				order[done++] = edges->to[edge];
+	for (unsigned int i = 0; i < graph->count; i++)
+		if (waits[i])
+			order[done++] = i;
+}
+
+const unsigned int *mpsd_graph_order(const struct mpsd_graph *graph, unsigned int **made)
+{
+	unsigned int count = graph->is_unordered ? count_edges(graph) : 0, *room;
+	struct edges edges;
+
+	*made = NULL;
+	if (!graph->is_unordered)
+		return NULL;
+	room = calloc(3 * (size_t)graph->count + 2 * (size_t)count, sizeof(*room));
+	/* Without memory what depends on others may come before them: nothing is done then. */
+	if (!room)
+		return NULL;
+	edges = (struct edges){ room + 2 * (size_t)graph->count, room + 3 * (size_t)graph->count,
+				room + 3 * (size_t)graph->count + count };
+	find_edges(graph, &edges);
+	*made = room;
+	sort(graph, &edges, room + graph->count, room);
+	return room;
 }
 
 static bool has_host(const struct mpsd_node *node)
 {
+	const struct mpsd_op *op = node->op;
+
 	return (node->child && node->child->has_host) ||
-	       (node->op && node->op->kind == MPSD_OP_COPY && node->op->copy.way != MPSD_COPY_WITHIN);
+	       (op && op->kind == MPSD_OP_COPY && op->copy.way != MPSD_COPY_WITHIN) ||
+	       (op && op->kind == MPSD_OP_SET && !mpsd_is_device(op->set.to));
 }
 
 bool mpsd_graph_append(struct mpsd_graph *graph, struct mpsd_node node)
@@ -109,7 +148,7 @@ bool mpsd_graph_append(struct mpsd_graph *graph, struct mpsd_node node)
 	}
 	graph->nodes[graph->count++] = node;
 	graph->has_host = graph->has_host || has_host(&node);
-	return !graph->order || sort(graph);
+	return true;
 }
 
 bool mpsd_graph_depends(struct mpsd_graph *graph, unsigned int from, unsigned int to)
@@ -121,7 +160,8 @@ bool mpsd_graph_depends(struct mpsd_graph *graph, unsigned int from, unsigned in
 		return false;
 	node->after = larger;
 	node->after[node->count++] = from;
-	return (from < to && !graph->order) || sort(graph);
+	graph->is_unordered = graph->is_unordered || from >= to;
+	return true;
 }
 
 /* It shares what the other is. */
@@ -139,15 +179,14 @@ static void become(struct mpsd_graph *graph, unsigned int number, const struct m
 	mpsd_node_let_go(&before);
 }
 
-unsigned int mpsd_graph_number(const struct mpsd_graph *graph, CUgraphNode name, unsigned int hint)
+unsigned int mpsd_graph_number(const struct mpsd_graph *graph, CUgraphNode name)
 {
-	unsigned int i = 0;
+	unsigned int i = mpsd_node_number(name, graph->descent);
 
-	/* Of a copy that was made before the program knew of it. */
-	if (hint < graph->count && (graph->nodes[hint].name == name || !graph->nodes[hint].name))
-		return hint;
-	while (i < graph->count && graph->nodes[i].name != name)
-		i++;
+	if (i < graph->count)
+		return i;
+	for (i = 0; i < graph->count && graph->nodes[i].name != name; i++)
+		;
 	return i;
 }
 
@@ -185,10 +224,11 @@ static struct mpsd_graph *copy(const struct mpsd_graph *graph)
 
 	for (unsigned int i = 0; is && i < graph->count; i++)
 		is = copy_node(graph->nodes[i], made);
-	if (is && graph->order)
-		is = sort(made);
-	if (is)
+	if (is) {
+		made->descent = graph->descent;
+		made->is_unordered = graph->is_unordered;
 		return made;
+	}
 	mpsd_graph_let_go(made);
 	return NULL;
 }
@@ -236,16 +276,19 @@ CUresult mpsd_node_note(const void *name, unsigned int number, const struct mpsd
 
 CUresult mpsd_graph_each(const struct mpsd_graph *graph, CUresult (*call)(const struct mpsd_op *op, void *with), void *with)
 {
-	CUresult result = CUDA_SUCCESS;
+	unsigned int *made;
+	const unsigned int *order = mpsd_graph_order(graph, &made);
+	CUresult result = graph->is_unordered && !order ? CUDA_ERROR_OUT_OF_MEMORY : CUDA_SUCCESS;
 
 	for (unsigned int i = 0; i < graph->count && result == CUDA_SUCCESS; i++) {
-		const struct mpsd_node *node = &graph->nodes[graph->order ? graph->order[i] : i];
+		const struct mpsd_node *node = &graph->nodes[order ? order[i] : i];
 
 		if (node->op)
 			result = call(node->op, with);
 		else if (node->child)
 			result = mpsd_graph_each(node->child, call, with);
 	}
+	free(made);
 	return result;
 }
 

@@ -24,7 +24,8 @@ struct mpsd_graph {
 	bool has_host;			/* it reads or writes memory of the host's */
 	struct mpsd_node *nodes;
 	unsigned int count, room;
-	unsigned int *order;		/* in which all comes after what it depends on; NULL: that in which they were made */
+	uint64_t descent;		/* that of those that it is a copy of */
+	bool is_unordered;		/* something comes after what was made later */
 };
 
 /* NULL: no memory. */
@@ -45,8 +46,11 @@ struct mpsd_graph *mpsd_graph_with(const struct mpsd_graph *graph, unsigned int 
 /* The same of the graph, or the executable one, of that name. AGAIN: the copy was left. */
 CUresult mpsd_node_note(const void *name, unsigned int number, const struct mpsd_node *node);
 
-/* The node's number; `hint` is looked at first. graph->count: there is none. */
-unsigned int mpsd_graph_number(const struct mpsd_graph *graph, CUgraphNode name, unsigned int hint);
+/* Numbers in which all comes after what it depends on; NULL: they are in that order. In *made what is to be freed. */
+const unsigned int *mpsd_graph_order(const struct mpsd_graph *graph, unsigned int **made);
+
+/* The node's number in a graph or what was one. graph->count: there is none that is known to be it. */
+unsigned int mpsd_graph_number(const struct mpsd_graph *graph, CUgraphNode name);
 unsigned int mpsd_graph_number_native(const struct mpsd_graph *graph, CUgraphNode native, unsigned int hint);
 
 /* Under the lock of made.h: the record's graph, which nobody else holds then. NULL: no memory. */
@@ -73,8 +77,8 @@ CUgraphNode mpsd_capture_last(CUstream native);
 /* built.c: what the copy of this call calls a node, and the program its graph, which is there then. */
 CUresult mpsd_node_native(CUgraphNode name, CUgraphNode *native, CUgraph *graph);
 
-/* Where in its graph a node is likely to be. */
-unsigned int mpsd_node_hint(CUgraphNode name);
+/* What number a node has in graphs of that descent; UINT32_MAX: it is not known. `descent` 0: in its own. */
+unsigned int mpsd_node_number(CUgraphNode name, uint64_t descent);
 
 /* Where the program wants a new node, by its names. */
 struct mpsd_addition {
@@ -93,10 +97,15 @@ void mpsd_node_let_go(const struct mpsd_node *node);
 /* Edges that say no more than that one node comes after another. */
 bool mpsd_edges_are_plain(const CUgraphEdgeData *data, size_t count);
 
+CUgraph mpsd_node_graph(CUgraphNode name);
+
 /* What the program calls a node of that graph, which it comes to know of. */
 CUgraphNode mpsd_node_name(CUgraph graph, CUgraphNode native, unsigned int hint);
 
-/* execs.c: a node of it is something else now. `child`: what this copy calls the node's. NOT_FOUND: it has no such node. */
+/* execs.c: node by node of the same kinds, after as many others. */
+bool mpsd_graph_is_like(const struct mpsd_graph *one, const struct mpsd_graph *other);
+
+/* A node of it is something else now. `child`: what this copy calls the node's. NOT_FOUND: it has no such node. */
 CUresult mpsd_exec_change(CUgraphExec name, CUgraphNode node_name, const struct mpsd_node *node, CUgraph child);
 
 /* A record of what was made, or of nothing; takes the reference. */

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT
 /* What the program asks of graphs and nodes: the driver answers, and handles in the answer become the program's names. */
+#include "exact/state.h"
 #include "failover/nodes.h"
 
 /* `nodes` as the driver answered, if it was asked for them. */
@@ -100,14 +101,28 @@ CUresult make_cuGraphNodeGetType(CUgraphNode hNode, CUgraphNodeType *type)
 	return result;
 }
 
+/* In another copy the driver may answer with a function that the program has no name for. */
+static void find_function(CUgraph name, CUgraphNode node, CUDA_KERNEL_NODE_PARAMS *params)
+{
+	struct mpsd_graph *graph = mpsd_made_graph(name);
+	unsigned int number = graph ? mpsd_graph_number(graph, node) : 0;
+	const struct mpsd_op *op = graph && number < graph->count ? graph->nodes[number].op : NULL;
+	CUfunction function = op && op->kind == MPSD_OP_LAUNCH ? op->launch.function : NULL;
+	bool is_kernel = mpsd_made_is(function, MPSD_MADE_KERNEL);
+
+	params->func = is_kernel ? NULL : function;
+	params->kern = is_kernel ? (CUkernel)function : NULL;
+	mpsd_graph_let_go(graph);
+}
+
 CUresult make_cuGraphKernelNodeGetParams_v2(CUgraphNode hNode, CUDA_KERNEL_NODE_PARAMS *nodeParams)
 {
 	NODE(inner_cuGraphKernelNodeGetParams_v2(native, nodeParams));
 	if (result != CUDA_SUCCESS)
 		return result;
-	nodeParams->func = mpsd_name(nodeParams->func);
-	nodeParams->kern = mpsd_name(nodeParams->kern);
 	nodeParams->ctx = mpsd_name(nodeParams->ctx);
+	if (mpsd_tables()->moves)
+		find_function(graph, hNode, nodeParams);
 	return mpsd_answered(result);
 }
 

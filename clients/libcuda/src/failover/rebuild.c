@@ -56,10 +56,13 @@ static CUresult capture_again(const struct mpsd_graph *graph, struct cast *strea
 		result = find(streams, op->stream, make_stream, &stream);
 		if (result == CUDA_SUCCESS && (op->kind == MPSD_OP_RECORD || op->kind == MPSD_OP_WAIT))
 			result = find(events, op->event.event, make_event, &event);
-		if (result == CUDA_SUCCESS)
+		/* Of a graph its parts: what it was launched as may be nowhere in this copy yet. */
+		if (result == CUDA_SUCCESS && op->kind == MPSD_OP_GRAPH)
+			result = mpsd_op_issue_parts(op, stream);
+		else if (result == CUDA_SUCCESS)
 			result = mpsd_op_issue_on(op, stream, event);
-		if (natives)
-			natives[i] = graph->nodes[i].native ? mpsd_capture_last(stream) : NULL;
+		if (natives && graph->nodes[i].native && op->kind != MPSD_OP_GRAPH)
+			natives[i] = mpsd_capture_last(stream);
 	}
 	return result;
 }
@@ -105,10 +108,12 @@ static CUresult put_node(const struct mpsd_node *node, CUgraph graph, const CUgr
 
 static CUresult put_together(const struct mpsd_graph *graph, CUgraph *native, CUgraphNode *natives)
 {
-	CUresult result = real_cuGraphCreate(native, 0);
+	unsigned int *made;
+	const unsigned int *order = mpsd_graph_order(graph, &made);
+	CUresult result = graph->is_unordered && !order ? CUDA_ERROR_OUT_OF_MEMORY : real_cuGraphCreate(native, 0);
 
 	for (unsigned int i = 0; i < graph->count && result == CUDA_SUCCESS; i++) {
-		unsigned int number = graph->order ? graph->order[i] : i;
+		unsigned int number = order ? order[i] : i;
 		const struct mpsd_node *node = &graph->nodes[number];
 		CUgraph child = NULL;
 
@@ -119,6 +124,7 @@ static CUresult put_together(const struct mpsd_graph *graph, CUgraph *native, CU
 		if (child)
 			real_cuGraphDestroy(child);
 	}
+	free(made);
 	return result;
 }
 
@@ -143,15 +149,25 @@ CUresult mpsd_graph_make(const struct mpsd_graph *graph, CUgraph *native, CUgrap
 /* cuda.h: a stream to upload into, which only the call that says so has. */
 #define UPLOAD CUDA_GRAPH_INSTANTIATE_FLAG_UPLOAD
 
-static CUresult instantiate(const struct mpsd_made *made, void **native)
+/* What it is made from is kept: by its nodes it is changed. */
+static CUresult instantiate(struct mpsd_made *made, void **native)
 {
+	CUgraphNode *natives = calloc(made->graph->count + 1, sizeof(*natives));
 	CUgraph graph;
-	CUresult result = mpsd_graph_make(made->graph, &graph, NULL);
+	CUresult result = natives ? mpsd_graph_make(made->graph, &graph, natives) : CUDA_ERROR_OUT_OF_MEMORY;
 
-	if (result != CUDA_SUCCESS)
+	if (result == CUDA_SUCCESS) {
+		result = real_cuGraphInstantiateWithFlags((CUgraphExec *)native, graph,
+							  made->flags & ~(unsigned int)UPLOAD);
+		if (result != CUDA_SUCCESS)
+			real_cuGraphDestroy(graph);
+	}
+	if (result != CUDA_SUCCESS) {
+		free(natives);
 		return result;
-	result = real_cuGraphInstantiateWithFlags((CUgraphExec *)native, graph, made->flags & ~(unsigned int)UPLOAD);
-	real_cuGraphDestroy(graph);
+	}
+	made->put = graph;
+	made->put_nodes = natives;
 	return result;
 }
 

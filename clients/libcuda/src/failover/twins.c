@@ -131,8 +131,7 @@ static CUresult make(struct mpsd_made *made, const char **what)
 	case MPSD_MADE_EXEC:
 	case MPSD_MADE_NODE:
 	case MPSD_MADE_LINK:
-		made->twin = NULL;
-		return CUDA_SUCCESS;
+		break;
 	case MPSD_MADE_STREAM_ATTRIBUTE:
 		return TRY(cuStreamSetAttribute, of, (CUstreamAttrID)made->what, made->attribute);
 	case MPSD_MADE_PRIMARY_FLAGS:
@@ -240,6 +239,8 @@ void mpsd_made_no_twins(void)
 {
 	mpsd_made_lock();
 	for (struct mpsd_made *made = mpsd_made_oldest(); made; made = made->newer) {
+		if (mpsd_made_is_late(made->kind))
+			continue;
 		if (made->is_twin)
 			atomic_fetch_add(&mpsd_made_waiting, 1);
 		made->is_twin = false;
