@@ -12,8 +12,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from emulator import kernel, vm
-from emulator.boots import BOOTS, Bay, Boot, lines
+from emulator import kernel
+from emulator.boots import BOOTS, Bay, Shown, lines
 from emulator.guest import catalogue
 from kmod import debian
 from kmod.command import end_when_told
@@ -34,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
             cache = given.cache or debian.cache_folder()
             bay = Bay(kernel.find(cache, given.kernel), cache, Path(folder))
             fetched = debian.fetch(given.suite, cache)
-            return 0 if all([report(bay, boot, fetched) for boot in wanted]) else 1
+            return 0 if all([report(bay.run(boot, fetched)) for boot in wanted]) else 1
     except (KmodError, OSError) as error:
         print(f"emulator: {text_of(error)}", file=sys.stderr)
         return 1
@@ -54,17 +54,14 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def report(bay: Bay, boot: Boot, fetched: debian.Fetched | None) -> bool:
-    """Boot and print; whether every check ended as it must. Raises KmodError."""
-    place = f" (driver {fetched.version})" if fetched else ""
-    print(f"== {boot.title}{place}", flush=True)
-    found = bay.run(boot, fetched)
-    for line in lines(found):
+def report(shown: Shown) -> bool:
+    """Printed; whether every check ended as it must."""
+    print(f"== {shown.title}", flush=True)
+    for line in lines(shown.found):
         print(line, flush=True)
-    right = all(verdict.right for verdict in found)
-    if not right:
-        print(f"\nthe end of the guest's kernel log:\n{vm.tail(bay.console)}", flush=True)
-    return right
+    if not shown.right:
+        print(f"\nthe end of the guest's kernel log:\n{shown.log}", flush=True)
+    return shown.right
 
 
 if __name__ == "__main__":

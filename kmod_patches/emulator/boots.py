@@ -6,6 +6,8 @@ stock module must fail what the patched one passes.
 
 from __future__ import annotations
 
+import tempfile
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -81,34 +83,43 @@ def _verdict(must_say: str | None, result: vm.Result) -> Verdict:
     return Verdict(result, True, f"fails as it must: {result.text}")
 
 
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What a boot has shown: its title, each check, and the end of the kernel's log."""
+
+    title: str
+    found: Sequence[Verdict]
+    log: str
+
+    @property
+    def right(self) -> bool:
+        """Whether every check ended as it must."""
+        return all(verdict.right for verdict in self.found)
+
+
 @dataclass
 class Bay:
     """Boots one kernel with what is built for it in `folder`, which is ours; stubs are built once.
 
-    `said` has a line for each check of each boot so far.
+    Several threads may run one boot each: what is built they build one after the other.
     """
 
     kernel: Kernel
     cache: Path
     folder: Path
-    said: list[str] = field(default_factory=list)
     _stubs: dict[tuple[bool, Path, tuple[str, ...]], Path] = field(default_factory=dict)
+    _building: threading.Lock = field(default_factory=threading.Lock)
 
-    @property
-    def console(self) -> Path:
-        """The kernel's log of the last boot."""
-        return self.folder / "console"
-
-    def run(self, boot: Boot, fetched: debian.Fetched | None) -> list[Verdict]:
+    def run(self, boot: Boot, fetched: debian.Fetched | None) -> Shown:
         """Builds what is missing, boots. No source: no modules. Raises Unavailable, KmodError."""
-        modules = self.modules(boot, fetched) if fetched else {}
-        initramfs = self.folder / "initramfs"
-        image.write(initramfs, modules)
-        machine = vm.Machine(self.kernel.image, initramfs)
-        found = verdicts(boot, vm.run(machine, [boot.checks], catalogue.SETS[boot.checks], self.console))
         place = f" (driver {fetched.version})" if fetched else ""
-        self.said += ["", f"{boot.title}{place}", *lines(found)]
-        return found
+        with tempfile.TemporaryDirectory(dir=self.folder) as own:
+            initramfs, console = Path(own) / "initramfs", Path(own) / "console"
+            with self._building:
+                image.write(initramfs, self.modules(boot, fetched) if fetched else {})
+            machine = vm.Machine(self.kernel.image, initramfs)
+            found = verdicts(boot, vm.run(machine, [boot.checks], catalogue.SETS[boot.checks], console))
+            return Shown(f"{boot.title}{place}", found, vm.tail(console))
 
     def modules(self, boot: Boot, fetched: debian.Fetched) -> dict[str, Path]:
         """The files to load, by their names in the guest."""

@@ -11,13 +11,15 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
-from emulator import kernel
+from emulator import kernel, vm
 from emulator.__main__ import report
-from emulator.boots import BOOTS, RIG, Bay, Boot
+from emulator.boots import BOOTS, RIG, Bay, Boot, Shown, lines
 from emulator.guest import catalogue
 from kmod import build, debian
 from kmod.command import at_least_one, end_when_told, finished, parsed
@@ -26,6 +28,10 @@ from kmod.trial import Row, Trial, table
 
 SUITES = tuple(suite.name for suite in debian.SUITES)
 BOOTED = tuple(suite.name for suite in debian.SUITES if suite.required)
+
+
+_Asked = TypeVar("_Asked")
+_Told = TypeVar("_Told")
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,36 +148,64 @@ def tried(trial: Trial) -> list[Row]:
 def boot_all(scope: Scope, rows: Sequence[Row], found: build.Kernel, given: argparse.Namespace) -> list[str]:
     """A line for each machine; what the guests said goes to the file that is given for it."""
     fetched = {row.suite: row.fetched for row in rows if row.fetched}
+    wanted: list[tuple[str, Boot]] = [("", RIG), *((suite, boot) for suite in scope.boot for boot in BOOTS)]
     with tempfile.TemporaryDirectory(prefix="mpsd-emulator-") as folder:
         try:
             bay = Bay(kernel.find(given.cache, found.release), given.cache, Path(folder))
         except KmodError as error:
             return [f"virtual machines: FAILED: {error}"]
-        said = [f"rig: {booted(bay, RIG, None)}"]
-        for suite in scope.boot:
-            for boot in BOOTS:
-                if boot.checks in scope.skipped:
-                    ended = "skipped (--full)"
-                elif suite not in fetched:
-                    ended = "FAILED: no source"
-                else:
-                    ended = booted(bay, boot, fetched[suite])
-                said.append(f"{suite}: {boot.title}: {ended}")
+
+        def boot_one(each: tuple[str, Boot]) -> Booted:
+            suite, boot = each
+            title = f"{suite}: {boot.title}" if suite else boot.checks
+            if boot.checks in scope.skipped:
+                return Booted(title, "skipped (--full)")
+            if suite and suite not in fetched:
+                return Booted(title, "FAILED: no source")
+            return booted(title, bay, boot, fetched.get(suite))
+
+        said, texts = [], [LABEL]
+        # An emulated machine does little with a second core; not more than two, for checks have deadlines.
+        for ended in at_once(boot_one, wanted, min(2, given.jobs)):
+            if ended.shown:
+                report(ended.shown)
+                texts += ["", ended.shown.title, *lines(ended.shown.found)]
+            said.append(f"{ended.title}: {ended.text}")
         if given.write:
-            given.write.write_text("\n".join([LABEL, *bay.said, ""]), encoding="utf-8")
+            given.write.write_text("\n".join([*texts, ""]), encoding="utf-8")
     return said
 
 
-def booted(bay: Bay, boot: Boot, fetched: debian.Fetched | None) -> str:
-    """How it ended, and after which time, with building what was missing."""
+def at_once(run: Callable[[_Asked], _Told], wanted: Sequence[_Asked], most: int) -> Iterator[_Told]:
+    """What each comes to, in their order. Whoever is interrupted ends the machines that run."""
+    with ThreadPoolExecutor(max(1, most)) as pool:
+        try:
+            yield from pool.map(run, wanted)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            vm.end_all()
+            raise
+
+
+@dataclass(frozen=True, slots=True)
+class Booted:
+    """How a machine's boot ended, in words; what it has shown, where it was one."""
+
+    title: str
+    text: str
+    shown: Shown | None = None
+
+
+def booted(title: str, bay: Bay, boot: Boot, fetched: debian.Fetched | None) -> Booted:
+    """With the time that it took, building what was missing too."""
     began = time.monotonic()
     try:
-        right = report(bay, boot, fetched)
+        shown = bay.run(boot, fetched)
     except KmodError as error:
-        print(error, flush=True)
-        return f"FAILED: {str(error).splitlines()[0]}"
+        return Booted(title, f"FAILED: {str(error).splitlines()[0]}")
     fails = f", {len(boot.fails)} checks fail as they must" if boot.fails else ""
-    return f"{f'ok{fails}' if right else 'FAILED'}, {time.monotonic() - began:.0f} s"
+    ended = f"ok{fails}" if shown.right else "FAILED"
+    return Booted(title, f"{ended}, {time.monotonic() - began:.0f} s", shown)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import os
 import selectors
 import shutil
 import subprocess
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -93,18 +94,42 @@ def run(machine: Machine, sets: Sequence[str], checks: Sequence[Check], console:
     """One result for each check, in order, whatever happens. Raises Unavailable without QEMU."""
     if shutil.which(PROGRAM) is None:
         raise Unavailable(f"{PROGRAM} is not installed")
-    command = machine.command(console, sets)
-    guest = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+    guest = _start(machine.command(console, sets))
     assert guest.stdout is not None
     try:
         results = collect(Reader(guest.stdout.fileno()), checks)
         if all(result.ended for result in results):
             wait_for_end(guest)
     finally:
+        with _lock:
+            _running.discard(guest)
         guest.kill()
         guest.wait()
         guest.stdout.close()
     return results
+
+
+_lock = threading.Lock()
+_running: set[subprocess.Popen[bytes]] = set()
+_ending = False
+
+
+def _start(command: Sequence[str]) -> subprocess.Popen[bytes]:
+    with _lock:
+        if _ending:
+            raise KmodError("this program is about to end")
+        guest = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+        _running.add(guest)
+        return guest
+
+
+def end_all() -> None:
+    """Those that other threads run; none is started any more."""
+    global _ending
+    with _lock:
+        _ending = True
+        for guest in _running:
+            guest.kill()
 
 
 def collect(reader: Reader, checks: Sequence[Check]) -> list[Result]:

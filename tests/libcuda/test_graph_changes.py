@@ -72,16 +72,16 @@ def test_a_call_that_fails_says_nothing(
     assert ask.end() == ""
 
 
-@MODES
+@EXACT
 @pytest.mark.parametrize(
     "does",
     ["b = nodes.add(g, 'add', n, 8, 10, after=[a])", "b = nodes.empty(g, [a])", "nodes.depend(g, [a], [c])"],
 )
 def test_what_was_captured_and_then_added_to_stays(
-    domain: Domain, second: Domain, post: Post, ask: Program, copies: Path, mode: int, does: str
+    domain: Domain, second: Domain, post: Post, ask: Program, copies: Path, does: str
 ) -> None:
     """The program is not carried over; nothing of it hangs where it is asked to move all the same."""
-    line = post.greet(mode)
+    line = post.greet(moving.EXACT)
     start(ask)
     capture(ask, *["gpu.run('add', m, 8, 1, stream=s)"] * 3)
     ask("a, d, c = nodes.of(g); b = 0")
@@ -99,13 +99,13 @@ def test_what_was_captured_and_then_added_to_stays(
     ask.end()
 
 
-@MODES
+@EXACT
 @pytest.mark.parametrize("is_moved", [False, True])
 def test_changed_after_an_update_from_another_graph(
-    domain: Domain, second: Domain, post: Post, ask: Program, copies: Path, mode: int, is_moved: bool
+    domain: Domain, second: Domain, post: Post, ask: Program, copies: Path, is_moved: bool
 ) -> None:
     """Whose nodes come in another order: which of them is meant nobody knows."""
-    line = post.greet(mode)
+    line = post.greet(moving.EXACT)
     start(ask)
     ask("f = nodes.graph(); b = nodes.add(f, 'add', n, 8, 10); a = nodes.add(f, 'add', m, 8, 1)")
     assert ask("nodes.depend(f, [a], [b])") == "0"
@@ -215,11 +215,11 @@ def test_a_copy_from_a_variable_is_told(post: Post, ask: Program) -> None:
     assert ask.end() == ""
 
 
-@MODES
+@EXACT
 def test_a_node_of_another_kind_that_a_move_overtakes_is_refused(
-    domain: Domain, second: Domain, gate: Gate, post: Post, ask: Program, copies: Path, mode: int
+    domain: Domain, second: Domain, gate: Gate, post: Post, ask: Program, copies: Path
 ) -> None:
-    line = post.greet(mode)
+    line = post.greet(moving.EXACT)
     start(ask)
     ask("g = nodes.graph(); later = Later(gpu)")
     stand_by(line, second, copies)
@@ -237,13 +237,13 @@ def test_a_node_of_another_kind_that_a_move_overtakes_is_refused(
     ask.end()
 
 
-@MODES
+@EXACT
 @pytest.mark.parametrize("how", ["update", "change", "become"])
 def test_memory_that_went_before_the_graph_was_changed(
-    domain: Domain, second: Domain, post: Post, ask: Program, copies: Path, mode: int, how: str
+    domain: Domain, second: Domain, post: Post, ask: Program, copies: Path, how: str
 ) -> None:
     """What names it still can be made no more; it is made as what it becomes."""
-    line = post.greet(mode)
+    line = post.greet(moving.EXACT)
     start(ask)
     ask("p, q = gpu.memory(4 << 20), gpu.memory(4 << 20); gpu.run('fill', q, 8, 3); gpu.sync()")
     ask("g = nodes.graph(); b = nodes.copy(g, n, p, 32); x = nodes.executable(g)")

@@ -8,7 +8,7 @@ import pytest
 
 from tests.libcuda.test_exact import move
 from tests.libcuda.test_failover import Program, ask, break_domain, copies, post, stand_by
-from tests.libcuda.test_graphs import MODES
+from tests.support import moving
 from tests.support.moving import Post
 from tests.support.simfixtures import backend, domain, second, third
 from tests.support.simnode import Domain
@@ -46,7 +46,6 @@ def works(ask: Program, first: int, second: int) -> None:
     assert ask("gpu.word(m)") == str(first + second)
 
 
-@MODES
 @pytest.mark.parametrize("at", ["begun", "one", "two", "completed", "loaded", "twice"])
 def test_a_link_goes_on(
     domain: Domain,
@@ -55,11 +54,10 @@ def test_a_link_goes_on(
     post: Post,
     ask: Program,
     copies: Path,
-    mode: int,
     at: str,
     tmp_path: Path,
 ) -> None:
-    line = post.greet(mode)
+    line = post.greet(moving.KEEP)
     ask("m = gpu.memory(4 << 20); gpu.sync()")
     stand_by(line, second, copies)
 
