@@ -124,6 +124,27 @@ def test_changed_after_an_update_from_another_graph(
     ask.end()
 
 
+@EXACT
+def test_changed_there_by_the_nodes_of_another_graph(
+    domain: Domain, second: Domain, post: Post, ask: Program, copies: Path
+) -> None:
+    """Which of its own is meant nobody knows either."""
+    line = post.greet(moving.EXACT)
+    start(ask)
+    ask("g = nodes.graph(); a = nodes.add(g, 'add', m, 8, 1); nodes.add(g, 'add', n, 8, 10, after=[a])")
+    ask("x = nodes.executable(g)")
+    stand_by(line, second, copies)
+    break_domain(domain)
+    assert move(line).text == ""
+    assert launched(ask) == (1, 10)
+    ask("f = nodes.graph(); c = nodes.add(f, 'add', n, 8, 10); d = nodes.add(f, 'add', m, 8, 1)")
+    assert ask("nodes.depend(f, [d], [c]), nodes.update(x, f)") == "(0, (0, 0))"
+    assert ask("nodes.change(x, c, nodes.kernel('add', n, 8, 20))") == "801"
+    assert line.hear(moving.OPAQUE).text == OTHER_KIND
+    assert launched(ask) == (2, 20)
+    ask.end()
+
+
 def test_beside_a_node_of_another_kind(post: Post, ask: Program) -> None:
     """Of a program that is not carried over anything may come after anything."""
     line = post.greet(moving.KEEP)
@@ -271,7 +292,7 @@ def test_many_nodes_come_after_what_was_made_later(
 ) -> None:
     line = post.greet(moving.EXACT)
     start(ask)
-    ask("g = nodes.graph(); l = [nodes.add(g, 'add', m, 8, 1)] + [nodes.empty(g) for _ in range(3000)]")
+    ask("g = nodes.graph(); l = [nodes.add(g, 'add', m, 8, 1)] + [nodes.empty(g) for _ in range(300)]")
     assert ask("nodes.depend(g, l[1:], l[:-1])") == "0"
     ask("e = nodes.set(g, m, 5, 8); x = nodes.depend(g, [e], [l[-1]]), nodes.executable(g)")
     ask("x = x[1]")

@@ -218,7 +218,8 @@ static CUresult submit_set(CUdeviceptr to, uint32_t value, size_t width, size_t 
 		.set = { .to = to, .value = value, .width = width, .count = count },
 	};
 
-	if (count && !mpsd_is_device(to))
+	op.set.is_outside = count && !mpsd_is_device(to);
+	if (op.set.is_outside)
 		mpsd_epoch_unsure("a memset of memory outside the window");
 	return mpsd_submit_new(&op, false);
 }

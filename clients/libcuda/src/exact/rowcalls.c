@@ -254,7 +254,8 @@ static CUresult set(CUdeviceptr to, size_t pitch, uint32_t value, size_t width, 
 	/* There is nothing to be done, or no driver could do it. */
 	if (!count || !rows || !add(&bytes, count, width) || !add(&end, rows - 1, pitch) || !add(&end, 1, bytes))
 		return mpsd_op_issue(&op);
-	if (!mpsd_is_device(to))
+	op.set.is_outside = !mpsd_is_device(to);
+	if (op.set.is_outside)
 		mpsd_epoch_unsure("a memset of memory outside the window");
 	return mpsd_submit_new(&op, false);
 }
@@ -315,6 +316,7 @@ struct mpsd_op *mpsd_set_of_node(const CUDA_MEMSET_NODE_PARAMS *given)
 	op->set.pitch = given->pitch;
 	op->set.rows = given->height;
 	op->set.has_rows = given->height > 1;
+	op->set.is_outside = !mpsd_is_device(given->dst);
 	mpsd_written(given->dst);
 	return op;
 }

@@ -72,6 +72,7 @@ struct mpsd_op {
 			size_t width, count;
 			size_t pitch, rows;	/* of one that is not one run of elements */
 			bool has_rows;
+			bool is_outside;	/* of the window: the host's memory, as far as is known */
 		} set;
 		struct {
 			CUevent event;

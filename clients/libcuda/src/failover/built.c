@@ -129,7 +129,7 @@ static struct mpsd_graph *own_built(CUgraph name)
 	return made && made->graph && made->graph->is_built ? mpsd_graph_own(made) : NULL;
 }
 
-/* It is there: the program's name for it, and what it is. Takes the node; its context, and whether it is `known`, what it is. */
+/* It is there: the program's name for it, and what it is. Takes the node. Not known: what it comes after. */
 static CUresult note_node(const struct mpsd_addition *addition, struct mpsd_node node, CUgraphNode native,
 			  bool is_known, uint64_t moves)
 {

@@ -174,7 +174,7 @@ static CUgraphNode node_here(CUgraphExec exec, CUgraphNode name, unsigned int nu
 	made = mpsd_is_left() ? NULL : mpsd_made_find(exec);
 	/* Where it was made by the program it is the program's graph whose nodes it knows. */
 	if (made && made->put_nodes)
-		node = made->put_nodes[number];
+		node = made->graph->descent == made->put_descent ? made->put_nodes[number] : NULL;
 	else if (made && made->since == mpsd_tables()->moves)
 		node = mpsd_native(name);
 	mpsd_made_unlock();

@@ -60,7 +60,8 @@ struct mpsd_made {
 	struct mpsd_graph *graph;	/* one reference to it */
 	struct mpsd_link *link;
 	CUgraph put;			/* of an executable graph: what it was put together from, in another copy than its first */
-	CUgraphNode *put_nodes;		/* what its nodes are called there */
+	CUgraphNode *put_nodes;		/* what its nodes are called there, */
+	uint64_t put_descent;		/* by their numbers in that graph's (nodes.h) */
 	struct mpsd_moments times;	/* read and written at once, without the lock */
 };
 

@@ -129,7 +129,7 @@ static bool has_host(const struct mpsd_node *node)
 
 	return (node->child && node->child->has_host) ||
 	       (op && op->kind == MPSD_OP_COPY && op->copy.way != MPSD_COPY_WITHIN) ||
-	       (op && op->kind == MPSD_OP_SET && !mpsd_is_device(op->set.to));
+	       (op && op->kind == MPSD_OP_SET && op->set.is_outside);
 }
 
 bool mpsd_graph_append(struct mpsd_graph *graph, struct mpsd_node node)

@@ -168,6 +168,7 @@ static CUresult instantiate(struct mpsd_made *made, void **native)
 	}
 	made->put = graph;
 	made->put_nodes = natives;
+	made->put_descent = made->graph->descent;
 	return result;
 }
 
