@@ -46,5 +46,5 @@ SETS = {
     "isolated": isolation.ISOLATED,
     "rig": misbehaving.RIG,
 }
-LONG = frozenset({"gpu-storms", "gpu-failing"})
-"""Sets of more than a minute, which CI leaves out."""
+LONG = frozenset({"gpu-storms", "gpu-races", "gpu-failing"})
+"""Sets that CI has no time for."""
