@@ -1,4 +1,4 @@
-"""mpsd dies before effect N, on the simulated GPU, until no effect is left; for every N with MPSD_TEST_LONG."""
+"""mpsd dies before effect N, on the simulated GPU, until none is left; every N with MPSD_TEST_LONG."""
 
 from __future__ import annotations
 
