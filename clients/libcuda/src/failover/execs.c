@@ -10,7 +10,7 @@
 #include "failover/nodes.h"
 
 CUresult mpsd_graph_note(CUresult result, enum mpsd_made_kind kind, void **handle, struct mpsd_graph *graph,
-				unsigned int flags, uint64_t moves)
+			 unsigned int flags, uint64_t moves)
 {
 	struct mpsd_made record = { .kind = kind, .native = result == CUDA_SUCCESS ? *handle : NULL, .device = 0,
 				    .flags = flags, .graph = graph };

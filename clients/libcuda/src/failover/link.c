@@ -72,34 +72,25 @@ static CUresult add_again(CUlinkState native, const struct part *part)
 				     values);
 }
 
-static CUresult link_again(const struct mpsd_link *link, CUlinkState *native)
+static CUresult link_again(struct mpsd_made *made, void **native)
 {
-	CUresult result = real_cuLinkCreate_v2(link->options.count, (CUjit_option *)link->options.names,
-					       (void **)link->options.values, native);
+	const struct mpsd_link *link = made->link;
+	CUlinkState state = NULL;
+	CUresult result;
 
+	if (!link)
+		return CUDA_SUCCESS;
+	result = real_cuLinkCreate_v2(link->options.count, (CUjit_option *)link->options.names,
+				      (void **)link->options.values, &state);
 	for (const struct part *part = link->first; part && result == CUDA_SUCCESS; part = part->next)
-		result = add_again(*native, part);
+		result = add_again(state, part);
+	*native = state;
 	return result;
 }
 
 static CUresult native_of(CUlinkState name, CUlinkState *native)
 {
-	CUresult result = CUDA_SUCCESS;
-	struct mpsd_made *made;
-
-	*native = mpsd_native(name);
-	if (*native)
-		return result;
-	mpsd_made_lock();
-	made = mpsd_made_find(name);
-	if (made && mpsd_is_left())
-		result = MPSD_AGAIN;
-	else if (made && made->link && !made->native)
-		result = link_again(made->link, native);
-	if (made && result == CUDA_SUCCESS && *native)
-		mpsd_made_native(made, *native);
-	mpsd_made_unlock();
-	return result;
+	return mpsd_made_late(name, (void **)native, link_again);
 }
 
 CUresult make_cuLinkCreate_v2(unsigned int numOptions, CUjit_option *options, void **optionValues,

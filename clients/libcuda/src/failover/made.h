@@ -99,7 +99,13 @@ static inline bool mpsd_made_is_late(enum mpsd_made_kind kind)
 	return kind == MPSD_MADE_GRAPH || kind == MPSD_MADE_EXEC || kind == MPSD_MADE_NODE || kind == MPSD_MADE_LINK;
 }
 
-/* The same: of a graph or an executable one, what it consists of from now on; takes that reference. */
+/*
+ * Without the lock: what this copy calls such a thing, made by `make` where it is not there yet; with the lock, so that
+ * it is made once. AGAIN: the copy was left.
+ */
+CUresult mpsd_made_late(const void *name, void **native, CUresult (*make)(struct mpsd_made *made, void **native));
+
+/* Under the lock: of a graph or an executable one, what it consists of from now on; takes that reference. */
 void mpsd_made_regraph(struct mpsd_made *made, struct mpsd_graph *graph);
 
 /* Its twin is not as it should be: it is made once more. False as of mpsd_made_add(). */

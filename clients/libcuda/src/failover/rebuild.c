@@ -190,48 +190,19 @@ static CUresult make_graph(struct mpsd_made *made, void **native)
 	return result;
 }
 
-/* With the lock of made.h, so that it is made once. */
-static CUresult make(struct mpsd_made *made)
+static CUresult make(struct mpsd_made *made, void **native)
 {
-	void *native = NULL;
-	CUresult result;
-
-	if (made->kind == MPSD_MADE_EXEC)
-		result = instantiate(made, &native);
-	else
-		result = make_graph(made, &native);
-	if (result == CUDA_SUCCESS)
-		mpsd_made_native(made, native);
-	return result;
-}
-
-static CUresult native_of(const void *name, void **native)
-{
-	CUresult result = CUDA_SUCCESS;
-	struct mpsd_made *made;
-
-	*native = mpsd_native((void *)name);
-	if (*native)
-		return result;
-	*native = (void *)name;
-	mpsd_made_lock();
-	made = mpsd_made_find(name);
-	if (made && mpsd_is_left())
-		result = MPSD_AGAIN;
-	else if (made && made->graph && !made->native)
-		result = make(made);
-	if (made)
-		*native = made->native;
-	mpsd_made_unlock();
-	return result;
+	if (!made->graph)
+		return CUDA_SUCCESS;
+	return made->kind == MPSD_MADE_EXEC ? instantiate(made, native) : make_graph(made, native);
 }
 
 CUresult mpsd_graph_native(CUgraph name, CUgraph *native)
 {
-	return native_of(name, (void **)native);
+	return mpsd_made_late(name, (void **)native, make);
 }
 
 CUresult mpsd_exec_native(CUgraphExec name, CUgraphExec *native)
 {
-	return native_of(name, (void **)native);
+	return mpsd_made_late(name, (void **)native, make);
 }
