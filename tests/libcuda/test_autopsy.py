@@ -16,10 +16,10 @@ from tests.libcuda.test_failover import Program, break_domain, copies, post, sta
 from tests.support import moving
 from tests.support.libcudas import Libraries
 from tests.support.moving import Post
-from tests.support.simfixtures import backend, domain, second
+from tests.support.simfixtures import backend, domain, second, third
 from tests.support.simnode import Domain, until
 
-__all__ = ["backend", "copies", "domain", "post", "second"]
+__all__ = ["backend", "copies", "domain", "post", "second", "third"]
 
 DEVICES = 2  # of each copy of the stand-in
 READ, CLEAR = "83de030c", "83de0310"
@@ -116,6 +116,26 @@ def test_a_copy_that_is_unloaded_leaves_nothing_open(
     assert seen[1]["/dev/null"] == 3 * DEVICES
     assert seen[1:] == [seen[1]] * 5
     assert ask("os.eventfd_read(own)") == "7"
+    assert ask("[gpu.run('add', m, 8, 5), gpu.sync(), gpu.word(m)]") == "[0, 0, 5]"
+    assert ask.end() == ""
+
+
+def test_a_thread_that_waits_in_a_copy_that_is_unloaded_ends(
+    domain: Domain, second: Domain, third: Domain, post: Post, ask: Program, copies: Path
+) -> None:
+    """What it waits for is closed with the copy, and its code is gone."""
+    line = post.greet(moving.EXACT)
+    assert ask("m = gpu.memory(8 << 20); threads = lambda: len(os.listdir('/proc/self/task'))") == "None"
+    stand_by(line, second, copies)
+    break_domain(domain)
+    move(line)
+    stand_by(line, third, copies, 2)
+    before = int(ask("threads()"))
+    break_domain(second)
+    move(line, 2)
+    # Its end is waited for, and its place is the next one's.
+    stand_by(line, third, copies, 3)
+    until(lambda: int(ask("threads()")) <= before)
     assert ask("[gpu.run('add', m, 8, 5), gpu.sync(), gpu.word(m)]") == "[0, 0, 5]"
     assert ask.end() == ""
 

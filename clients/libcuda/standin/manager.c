@@ -4,15 +4,21 @@
  * say, twice. With MPSD_STANDIN_MANAGER (a file) a thread of the context's does so, with a device that knows nothing
  * of it, and writes there, a line each, whether somebody in between has refused it. That device is never closed, nor
  * are one that it asks nothing, a pipe, a pair of sockets, a socket, an eventfd and doubles that every copy makes.
- * What it exports and imports it sees in the same way.
+ * What it exports and imports it sees in the same way. The thread of a context that is lost waits for that pipe and
+ * that socket for good: nothing ends it, and it is there when the copy is unloaded.
  */
 #include <dlfcn.h>
 #include <fcntl.h>
+#include <poll.h>
+#include <sched.h>
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 #include <sys/eventfd.h>
 #include <sys/ioctl.h>
 #include <sys/socket.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include "standin.h"
@@ -29,7 +35,7 @@ struct control {
 	uint32_t size, status;
 };
 
-static int device = -1;
+static int device = -1, waited_for[2] = { -1, -1 };
 
 static void ask(const char *path, uint32_t command)
 {
@@ -49,6 +55,36 @@ void manager_see(int fd)
 		ioctl(fd, CONTROL, &(struct control){ 0 });
 }
 
+static atomic_int staying;	/* the thread that is about to wait; 0: none */
+
+static void stay(void)
+{
+	struct pollfd both[] = { { .fd = waited_for[0], .events = POLLIN }, { .fd = waited_for[1], .events = POLLIN } };
+
+	atomic_store(&staying, (int)syscall(SYS_gettid));
+	while (poll(both, 2, -1) < 0)
+		;
+	/* A thread that comes back here when the copy is there no more does not come so far. */
+	abort();
+}
+
+/* Nothing else puts it to sleep then (proc_pid_stat(5)). */
+static bool is_asleep(int thread)
+{
+	char path[64], text[256] = "";
+	const char *state;
+	FILE *stat;
+
+	snprintf(path, sizeof(path), "/proc/self/task/%d/stat", thread);
+	stat = thread ? fopen(path, "re") : NULL;
+	if (!stat)
+		return false;
+	fgets(text, sizeof(text), stat);
+	fclose(stat);
+	state = strrchr(text, ')');
+	return state && state[1] == ' ' && state[2] == 'S';
+}
+
 static void *watch(void *argument)
 {
 	CUcontext context = argument;
@@ -65,6 +101,8 @@ static void *watch(void *argument)
 	for (int i = 0; is_lost && i < ROUNDS; i++)
 		for (size_t c = 0; c < sizeof(commands) / sizeof(*commands); c++)
 			ask(getenv("MPSD_STANDIN_MANAGER"), commands[c]);
+	if (is_lost)
+		stay();
 	return NULL;
 }
 
@@ -75,17 +113,19 @@ void manager_watch(CUcontext context)
 	if (device < 0) {
 		/* As the driver finds it. */
 		int (*pipe_with)(int *both, int flags) = (int (*)(int *, int))dlsym(RTLD_DEFAULT, "pipe2");
-		int both[2];
+		int both[2], sockets[2];
 
 		device = open("/dev/null", O_RDWR | O_CLOEXEC);
 		/* What is found depends on who asks. */
 		if (dlsym(RTLD_DEFAULT, "cuInit") != (void *)cuInit)
 			return;
 		if (open("/dev/null", O_RDWR | O_CLOEXEC) < 0 || pipe_with(both, O_CLOEXEC) || pipe(both) ||
-		    socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, both) ||
+		    socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, sockets) ||
 		    socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0) < 0 || eventfd(0, EFD_CLOEXEC) < 0 ||
 		    dup(both[0]) < 0 || fcntl(both[1], F_DUPFD_CLOEXEC, 3) < 0)
 			return;
+		waited_for[0] = both[0];
+		waited_for[1] = sockets[0];
 	}
 	ioctl(device, CONTROL, &(struct control){ 0 });
 	context->is_watched = true;
@@ -96,6 +136,16 @@ void manager_forget(CUcontext context)
 {
 	if (!context->is_watched)
 		return;
+	if (context->broken) {
+		pthread_mutex_unlock(&gpu_lock);
+		while (!is_asleep(atomic_load(&staying)))
+			sched_yield();
+		atomic_store(&staying, 0);
+		pthread_detach(context->watcher);
+		pthread_mutex_lock(&gpu_lock);
+		context->is_watched = false;
+		return;
+	}
 	context->is_watched = false;
 	pthread_cond_broadcast(&gpu_changed);
 	pthread_mutex_unlock(&gpu_lock);

@@ -291,9 +291,13 @@ bool mpsd_copy_load(struct mpsd_copy *copy, const char *folder, const char **why
 	return false;
 }
 
+atomic_uint mpsd_copy_ends[MPSD_COPY_NUMBERS];
+
 void mpsd_copy_unload(struct mpsd_copy *copy)
 {
 	if (copy->handle && !dlclose(copy->handle) && is_free(copy->path)) {
+		/* In this order: who waits for one of those descriptors comes back now. */
+		atomic_fetch_add(&mpsd_copy_ends[copy->number], 1);
 		mpsd_descriptors_end(copy->number);
 		is_taken[copy->number] = false;
 	}

@@ -2,6 +2,7 @@
 /* Copies of the driver's library beside the first one. */
 #pragma once
 
+#include <stdatomic.h>
 #include <stdbool.h>
 #include <stdint.h>
 
@@ -27,6 +28,9 @@ void mpsd_copy_watch_first(void);
 
 /* Nothing of it may be called any more. */
 void mpsd_copy_unload(struct mpsd_copy *copy);
+
+/* How often each was unloaded: its code is gone for a thread that came into a call before. */
+extern atomic_uint mpsd_copy_ends[MPSD_COPY_NUMBERS];
 
 /*
  * What the copy reserves on this thread is to lie there, over what the process has there already; size 0: no

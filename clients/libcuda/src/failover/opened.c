@@ -1,15 +1,21 @@
 // SPDX-License-Identifier: MIT
-/* The calls that make descriptors, as a second copy of the driver makes them: what it opens is its own. */
+/*
+ * The calls that make descriptors, and those that wait for one, as a second copy of the driver makes them: what it
+ * opens is its own. A thread of the driver's that has lost its context waits for good, and is still there when the copy
+ * is unloaded; it comes back when what it waits for is closed, and there is nothing to come back to.
+ */
 #include "failover/opened.h"
 
 #include <dlfcn.h>
 #include <fcntl.h>
+#include <poll.h>
 #include <stdarg.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <string.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include "failover/copy.h"
@@ -52,6 +58,14 @@ static ssize_t received(unsigned int number, struct msghdr *message, ssize_t res
 		for (size_t i = 0; i < fds; i++)
 			mpsd_descriptors_made(number, ((const int *)CMSG_DATA(part))[i]);
 	}
+	return result;
+}
+
+/* In a call that began when the copy had been unloaded so often. Its stack is lost; nobody waits for its end. */
+static ssize_t came_back(unsigned int number, unsigned int ends, ssize_t result)
+{
+	if (__builtin_expect(atomic_load(&mpsd_copy_ends[number]) != ends, 0))
+		syscall(SYS_exit, 0);
 	return result;
 }
 
@@ -131,7 +145,22 @@ static void *own_of(unsigned int number, const char *symbol, void *result);
 	}												\
 	static ssize_t own_recvmsg_##number(int socket, struct msghdr *message, int flags)		\
 	{												\
-		return received(number, message, recvmsg(socket, message, flags));			\
+		unsigned int ends = atomic_load(&mpsd_copy_ends[number]);				\
+													\
+		return received(number, message,							\
+				came_back(number, ends, recvmsg(socket, message, flags)));		\
+	}												\
+	static ssize_t own_read_##number(int fd, void *into, size_t size)				\
+	{												\
+		unsigned int ends = atomic_load(&mpsd_copy_ends[number]);				\
+													\
+		return came_back(number, ends, read(fd, into, size));					\
+	}												\
+	static int own_poll_##number(struct pollfd *fds, nfds_t count, int ms)				\
+	{												\
+		unsigned int ends = atomic_load(&mpsd_copy_ends[number]);				\
+													\
+		return (int)came_back(number, ends, poll(fds, count, ms));				\
 	}
 
 OWN_CALLS(1)
@@ -158,6 +187,8 @@ static const struct {
 	{ "fcntl", OF_BOTH(fcntl) },
 	{ "fcntl64", OF_BOTH(fcntl) },
 	{ "recvmsg", OF_BOTH(recvmsg) },
+	{ "read", OF_BOTH(read) },
+	{ "poll", OF_BOTH(poll) },
 	{ "accept4", OF_BOTH(accept4) },
 	{ "dlsym", OF_BOTH(dlsym) },
 	{ "dlvsym", OF_BOTH(dlvsym) },
