@@ -10,13 +10,14 @@ from tests.libcuda.test_exact import gate, move
 from tests.libcuda.test_failover import Program, ask, break_domain, copies, post, stand_by
 from tests.libcuda.test_graph_nodes import EXACT, launched, start
 from tests.libcuda.test_graphs import BEGIN, MODES, end
+from tests.libcuda.test_overtaken import next_gate
 from tests.support import moving
-from tests.support.gate import ANY, NODE, Gate
+from tests.support.gate import ANY, INIT, NODE, Gate
 from tests.support.moving import Post
 from tests.support.simfixtures import backend, domain, second, third
 from tests.support.simnode import Domain, until
 
-__all__ = ["ask", "backend", "copies", "domain", "gate", "post", "second", "third"]
+__all__ = ["ask", "backend", "copies", "domain", "gate", "next_gate", "post", "second", "third"]
 
 BY_ANOTHER_WAY = "a graph that came by a way that is not followed"
 OTHER_KIND = "a graph's node of a kind that is not followed"
@@ -254,6 +255,49 @@ def test_a_node_of_another_kind_that_a_move_overtakes_is_refused(
     assert "801" in ask("later.result()")
     assert ask("nodes.of(g)") == "[]"
     ask.end()
+
+
+@EXACT
+def test_a_node_of_another_kind_that_is_made_while_a_move_begins_keeps_the_program_where_it_is(
+    domain: Domain, second: Domain, gate: Gate, next_gate: Gate, post: Post, ask: Program, copies: Path
+) -> None:
+    line = post.greet(moving.EXACT, lazy=True)
+    start(ask)
+    ask("g = nodes.graph(); later = Later(gpu)")
+    stand_by(line, second, copies)
+    gate.keep(NODE)
+    ask("later.start('nodes.host(g, print)')")
+    until(lambda: gate.kept() == NODE)
+    next_gate.keep(INIT)
+    line.say(moving.MOVE, 1, again=1)
+    until(lambda: next_gate.kept() == INIT)
+    gate.keep(0)
+    assert ask("later.result() is None") == "False"
+    next_gate.keep(0)
+    assert "cannot come along" in line.hear(moving.STAYED).text
+    assert len(ask("nodes.of(g)")) > len("[]")
+    assert line.hear(moving.OPAQUE).text != ""
+    assert ask.end() == ""
+
+
+@EXACT
+def test_what_is_not_followed_and_called_while_a_move_is_on_is_refused_after_it(
+    domain: Domain, second: Domain, next_gate: Gate, post: Post, ask: Program, copies: Path
+) -> None:
+    line = post.greet(moving.EXACT, lazy=True)
+    start(ask)
+    ask("later = Later(gpu)")
+    stand_by(line, second, copies)
+    next_gate.keep(INIT)
+    line.say(moving.MOVE, 1, again=1)
+    until(lambda: next_gate.kept() == INIT)
+    ask("later.start('gpu.code(\"cuIpcCloseMemHandle\", 0)')")
+    next_gate.keep(0)
+    assert line.hear(moving.MOVED, moving.STAYED).kind == moving.MOVED
+    assert ask("later.result()") == "801"
+    assert line.hear(moving.OPAQUE).text != ""
+    assert ask("gpu.run('add', m, 8, 1), gpu.sync(), gpu.word(m)") == "(0, 0, 1)"
+    assert ask.end() == ""
 
 
 @EXACT

@@ -38,12 +38,12 @@ static CUresult note(CUstream stream, CUstreamAttrID attribute, const CUstreamAt
 		if (atomic_load(&mpsd_moves) != moves)
 			return MPSD_AGAIN;
 		mpsd_line_opaque("attributes of a stream that came by a way that is not followed");
-		return CUDA_SUCCESS;
+		return mpsd_answered(CUDA_SUCCESS);
 	}
 	kept = malloc(sizeof(*kept));
 	if (!kept) {
 		mpsd_line_opaque("no host memory");
-		return CUDA_SUCCESS;
+		return mpsd_answered(CUDA_SUCCESS);
 	}
 	memcpy(kept, value, sizeof(*kept));
 	record.attribute = kept;
@@ -83,7 +83,7 @@ CUresult make_cuStreamCopyAttributes(CUstream dstStream, CUstream srcStream)
 
 	if (!mpsd_tables()->real[MPSD_cuStreamGetAttribute]) {
 		mpsd_line_opaque("cuStreamCopyAttributes");
-		return inner_cuStreamCopyAttributes(mpsd_native(dstStream), mpsd_native(srcStream));
+		return mpsd_answered(inner_cuStreamCopyAttributes(mpsd_native(dstStream), mpsd_native(srcStream)));
 	}
 	look(dstStream, &before);
 	result = inner_cuStreamCopyAttributes(mpsd_native(dstStream), mpsd_native(srcStream));

@@ -101,7 +101,7 @@ CUresult make_cuGraphCreate(CUgraph *phGraph, unsigned int flags)
 	if (graph || result != CUDA_SUCCESS)
 		return mpsd_graph_note(result, MPSD_MADE_GRAPH, (void **)phGraph, graph, 0, moves);
 	mpsd_line_opaque("a graph that there is no memory for");
-	return result;
+	return mpsd_answered(result);
 }
 
 /* Nodes added */
@@ -152,7 +152,7 @@ static CUresult note_node(const struct mpsd_addition *addition, struct mpsd_node
 		mpsd_node_let_go(&node);
 	if (result == CUDA_SUCCESS && !is)
 		mpsd_line_opaque(NOT_FOLLOWED);
-	return result == CUDA_SUCCESS && !is_known && mpsd_is_left() ? MPSD_AGAIN : result;
+	return is ? result : mpsd_answered(result);
 }
 
 CUresult mpsd_node_add(const struct mpsd_addition *addition, struct mpsd_node node, CUgraph child)
@@ -204,7 +204,7 @@ CUresult mpsd_node_become(CUgraphNode name, struct mpsd_node node)
 	else if (result == CUDA_SUCCESS)
 		mpsd_line_opaque(NOT_FOLLOWED);
 	mpsd_node_let_go(&node);
-	return result != CUDA_SUCCESS && mpsd_is_left() ? MPSD_AGAIN : result;
+	return (result != CUDA_SUCCESS || !graph) && mpsd_is_left() ? MPSD_AGAIN : result;
 }
 
 /* Edges */
@@ -258,8 +258,10 @@ static CUresult depend(CUgraph name, const CUgraphNode *from, const CUgraphNode 
 	if (result == CUDA_SUCCESS)
 		is = note_edges(own_built(name), ends.number[0], ends.number[1], count);
 	mpsd_made_unlock();
-	if (!is)
+	if (!is) {
 		mpsd_line_opaque(NOT_FOLLOWED);
+		result = mpsd_answered(result);
+	}
 	for (int i = 0; i < 2; i++) {
 		free(ends.native[i]);
 		free(ends.number[i]);

@@ -36,8 +36,20 @@ void mpsd_line_error(CUresult result, uint64_t moves);
 /* The daemon has not moved it: from now on its errors are its own. */
 void mpsd_line_give_up(void);
 
-/* The program uses what cannot come along; `what` stays valid. Each is told once. */
+/*
+ * The program uses what cannot come along; `what` stays valid. Each is told once. A move that has not come about by
+ * then does not; where the copy was left, mpsd_is_left() says so from now on.
+ */
 void mpsd_line_opaque(const char *what);
+
+/* The same in two: with any lock (whether it is new), and what of a new one is to be done without. */
+bool mpsd_opaque_note(const char *what);
+void mpsd_opaque_noted(const char *what);
+
+/* For the move: from the one to the other nothing is noted. Whether nothing was before. */
+bool mpsd_opaque_begin(void);
+void mpsd_opaque_end(void);
+void mpsd_opaque_child(void);
 
 /* It did what cannot be undone or done again: where that was in flight in a move, it is lost. */
 void mpsd_line_unsure(const char *what);

@@ -105,7 +105,7 @@ CUresult make_cuLinkCreate_v2(unsigned int numOptions, CUjit_option *options, vo
 		free(record.link);
 		if (result == CUDA_SUCCESS)
 			mpsd_line_opaque("a link with many options");
-		return result;
+		return mpsd_answered(result);
 	}
 	record.link->last = &record.link->first;
 	record.native = *stateOut;
@@ -136,6 +136,7 @@ static CUresult note_part(CUlinkState name, struct part *part, bool is_whole)
 		free_part(part);
 		if (is)
 			mpsd_line_opaque("a link that came by a way that is not followed");
+		return mpsd_answered(CUDA_SUCCESS);
 	}
 	return is ? CUDA_SUCCESS : MPSD_AGAIN;
 }
@@ -151,7 +152,7 @@ static CUresult added(CUresult result, CUlinkState state, struct part given, uns
 	part = malloc(sizeof(*part));
 	if (!part) {
 		mpsd_line_opaque("a link that there is no memory for");
-		return result;
+		return mpsd_answered(result);
 	}
 	*part = given;
 	is_whole = keep_options(&part->options, count, names, values);

@@ -41,7 +41,7 @@ static CUresult note_setting(CUresult result, struct mpsd_made record, uint64_t 
 		return result;
 	if (!record.of && record.kind >= MPSD_MADE_FUNCTION_ATTRIBUTE && record.kind <= MPSD_MADE_KERNEL_CACHE) {
 		mpsd_line_opaque("a function that came by a way that is not followed");
-		return result;
+		return mpsd_answered(result);
 	}
 	return mpsd_made_set(&record, moves) ? result : MPSD_AGAIN;
 }
@@ -85,22 +85,28 @@ CUresult make_cuDevicePrimaryCtxRetain(CUcontext *pctx, CUdevice dev)
 /* All that was in it has ended too. Programs do so when they end, and hardly ever go on. */
 static CUresult context_ended(CUresult result, CUdevice dev, bool all)
 {
+	static const char ended[] = "the end of a primary context";
+	bool is, is_new = false;
 	struct mpsd_made *made;
-	bool is = false;
 
-	result = mpsd_answered(result);
 	if (result != CUDA_SUCCESS)
 		return result;
 	mpsd_made_lock();
+	if (mpsd_is_left()) {
+		mpsd_made_unlock();
+		return MPSD_AGAIN;
+	}
 	made = mpsd_made_context(dev);
 	is = made && (all || made->flags <= 1);
 	if (made && made->flags)
 		made->flags--;
+	if (is)
+		is_new = mpsd_opaque_note(ended);
 	mpsd_made_unlock();
-	if (is) {
+	if (is)
 		mpsd_own_context_ended();
-		mpsd_line_opaque("the end of a primary context");
-	}
+	if (is_new)
+		mpsd_opaque_noted(ended);
 	return result;
 }
 
@@ -319,7 +325,7 @@ static CUresult note_listed(CUresult result, enum mpsd_made_kind kind, const voi
 	if (result == CUDA_SUCCESS && name)
 		return note_one(result, (struct mpsd_made){ .kind = kind, .listed = true }, of, name, handle, moves);
 	mpsd_line_opaque("a list of functions whose names are not known");
-	return CUDA_SUCCESS;
+	return mpsd_answered(CUDA_SUCCESS);
 }
 
 CUresult make_cuModuleEnumerateFunctions(CUfunction *functions, unsigned int numFunctions, CUmodule mod)

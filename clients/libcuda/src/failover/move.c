@@ -92,10 +92,15 @@ static bool hold_and_switch(bool *planned, struct mpsd_times *times, const char 
 	is = !mpsd_made_waits();
 	*why = is ? "the old context may still write" : "something was made meanwhile";
 	turn = mpsd_turn_take();
+	if (!mpsd_opaque_begin()) {
+		is = false;
+		*why = "something that cannot come along was made meanwhile";
+	}
 	is = is && mpsd_fence();
 	times->fence_ns = mpsd_now_ns();
 	if (is)
 		switch_over();
+	mpsd_opaque_end();
 	mpsd_turn_give(turn);
 	mpsd_made_unlock();
 	pthread_mutex_unlock(&mpsd_windows_lock);

@@ -46,11 +46,13 @@ bool mpsd_made_is_wanted(void)
 
 void mpsd_made_unlock(void)
 {
-	bool is = atomic_exchange(&is_short, false);
+	static const char short_of[] = "more handles than there is memory or names for";
+	/* Before a move that waits for the lock goes on. */
+	bool is = atomic_exchange(&is_short, false) && mpsd_opaque_note(short_of);
 
 	pthread_mutex_unlock(&lock);
 	if (is)
-		mpsd_line_opaque("more handles than there is memory or names for");
+		mpsd_opaque_noted(short_of);
 }
 
 static unsigned int bucket(const void *handle)

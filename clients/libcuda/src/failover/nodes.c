@@ -271,7 +271,7 @@ CUresult mpsd_node_note(const void *name, unsigned int number, const struct mpsd
 	mpsd_made_unlock();
 	if (made && !graph)
 		mpsd_line_opaque("a graph that there is no memory for");
-	return is ? CUDA_SUCCESS : MPSD_AGAIN;
+	return is && (graph || !mpsd_is_left()) ? CUDA_SUCCESS : MPSD_AGAIN;
 }
 
 CUresult mpsd_graph_each(const struct mpsd_graph *graph, CUresult (*call)(const struct mpsd_op *op, void *with), void *with)

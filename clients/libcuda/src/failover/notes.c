@@ -1,10 +1,13 @@
 // SPDX-License-Identifier: MIT
 /* What the daemon is told of the program, each once: what cannot come along or cannot be undone, and its errors. */
+#include <pthread.h>
+
 #include "exact/exact.h"
 #include "failover/carry.h"
 #include "failover/line.h"
 
 static struct mpsd_notes opaque, unsure;
+static pthread_mutex_t opaque_lock = PTHREAD_MUTEX_INITIALIZER;	/* under all others */
 static atomic_uint_least64_t own_error;	/* to be said, below the context's `moves`; 0: none */
 static atomic_uint_least64_t error_of;	/* 1 + `moves` of the context whose error was said; 0: none */
 
@@ -41,12 +44,42 @@ struct mpsd_notes *mpsd_unsure_notes(void)
 	return &unsure;
 }
 
-void mpsd_line_opaque(const char *what)
+bool mpsd_opaque_begin(void)
 {
-	if (!note(&opaque, what))
-		return;
+	pthread_mutex_lock(&opaque_lock);
+	return atomic_load(&opaque.count) == 0;
+}
+
+void mpsd_opaque_end(void)
+{
+	pthread_mutex_unlock(&opaque_lock);
+}
+
+void mpsd_opaque_child(void)
+{
+	opaque_lock = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
+}
+
+bool mpsd_opaque_note(const char *what)
+{
+	bool is;
+
+	pthread_mutex_lock(&opaque_lock);
+	is = note(&opaque, what);
+	pthread_mutex_unlock(&opaque_lock);
+	return is;
+}
+
+void mpsd_opaque_noted(const char *what)
+{
 	mpsd_exact_stop(what);
 	mpsd_line_wake();
+}
+
+void mpsd_line_opaque(const char *what)
+{
+	if (mpsd_opaque_note(what))
+		mpsd_opaque_noted(what);
 }
 
 void mpsd_line_unsure(const char *what)

@@ -138,14 +138,17 @@ static CUresult not_supported(void)
 
 void *mpsd_opaque(unsigned int index)
 {
-	uint64_t moves;
+	/* Where a move is on it comes after it: it has made nothing yet that would be lost. */
+	uint64_t moves = mpsd_carry_enter();
 	void *target;
 
-	if (!atomic_exchange(&noted[index], 1))
+	if (!atomic_load(&noted[index])) {
 		mpsd_line_opaque(index < MPSD_NAMES ? mpsd_names[index] : "a function of a newer driver");
-	moves = mpsd_carry_enter();
+		/* Only then: whoever finds it goes on to the driver. */
+		atomic_store(&noted[index], 1);
+	}
 	/* Its arguments may be handles of the first copy's, anywhere. */
-	target = moves ? (void *)not_supported : mpsd_tables()->inner[index];
+	target = moves || mpsd_is_left() ? (void *)not_supported : mpsd_tables()->inner[index];
 	mpsd_carry_leave(moves);
 	return target;
 }
@@ -172,6 +175,7 @@ void mpsd_phase_child(void)
 	atomic_store(&mpsd_moves, atomic_load(&mpsd_tables_now)->moves);
 	mpsd_fence_child();
 	mpsd_made_child();
+	mpsd_opaque_child();
 	mpsd_pins_child();
 	mpsd_asked_child();
 	mpsd_variables_child();
