@@ -25,10 +25,12 @@ SCHEMA: Mapping[str, tuple[type, ...]] = {
 
 _spread = partial(report.spread, places=2)
 
-_LATER = ("bystander", "suspect", "word", "usual", "descriptors", "kinds")
+_LATER = ("bystander", "suspect", "word", "usual", "descriptors", "kinds", "nothing")
 """What the first reports do not have."""
 BARS_MS: Mapping[bool, float] = {False: 5.0, True: 100.0}
 """By whether a program is a suspect: how much later than the GPU stood still it may be with a step."""
+NOTHING_MOST = 0.25
+"""The share of faults of which nothing may come, so that the others are of enough."""
 CALM_AFTER, GROWTH = 3, 1.5
 """Before the last fault at most so many times as many are open as before that one; nor more each time."""
 
@@ -67,11 +69,17 @@ def judge(faults: Sequence[Mapping[str, Any]]) -> str:
                 return f"invalid: a program met more than one error: {program['told']}"
         if sum(bool(p["told"]) for p in fault["programs"]) > _missing(fault):
             return "invalid: a program met an error where nothing of its was missing"
+    if _nothing(faults) > NOTHING_MOST * len(faults):
+        return f"invalid: nothing came of {_nothing(faults)} of {len(faults)} faults"
     for who, counts in opened(faults).items():
         calm = counts[CALM_AFTER:]
         if len(calm) > CALM_AFTER and (calm[-1] > GROWTH * calm[0] or all(map(lt, calm, calm[1:]))):
             return f"invalid: {who} opened more and more descriptors: {counts}"
     return "valid"
+
+
+def _nothing(faults: Sequence[Mapping[str, Any]]) -> int:
+    return sum(bool(fault.get("nothing")) for fault in faults)
 
 
 def opened(faults: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
@@ -100,13 +108,21 @@ def _growth(kinds: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[str]:
             )
 
 
+def _harmless(kinds: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[str]:
+    for kind, faults in kinds.items():
+        if _nothing(faults):
+            yield f"{kind}: nothing came of {_nothing(faults)} of them: the offender's own wait succeeded."
+            yield ""
+
+
 def _first_and_last(counts: Sequence[int]) -> str:
     return f"{counts[0]} / {counts[-1]}" if counts else "-"
 
 
 def _missing(fault: Mapping[str, Any]) -> int:
     """Programs of which mpsd knows that what they had in flight may be missing."""
-    return sum(fate["why"].startswith(MISSING) for fate in fault["record"]["clients"])
+    fates = fault["record"]["clients"] if fault["record"] else ()
+    return sum(fate["why"].startswith(MISSING) for fate in fates)
 
 
 def row(kind: str, faults: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -185,6 +201,7 @@ def markdown(finished: Mapping[str, Any]) -> str:
         report.markdown_table(table(finished)),
         "",
         *_growth(finished["faults"]),
+        *_harmless(finished["faults"]),
         report.left_behind(finished),
     ]
     return "\n".join(lines) + "\n"

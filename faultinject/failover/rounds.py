@@ -29,6 +29,7 @@ SETTINGS = {
 SERVERS = 3
 UP_S, READY_S, FAULT_S, MOVED_S = 60.0, 15.0, 20.0, 15.0
 POLL_S = 0.01
+NOT_RECORDED = f"no fail-over was recorded within {MOVED_S:.0f} s"
 PARTS = ("server_death", "drain")
 
 
@@ -56,7 +57,8 @@ class Fault:
     """One fault and its fail-over. `problem`: what did not come in time. `bystander`: the longest step of a
     program in another domain since the fault, in ms: what the GPU itself stood still. `word`: ms from the
     order to the offender until mpsd told the programs to move (by the system's clock). `descriptors`: how
-    many mpsd had open before it, with everybody ready, and the program with most; `kinds`: its."""
+    many mpsd had open before it, with everybody ready, and the program with most; `kinds`: its.
+    `nothing`: the offender's own wait succeeded and mpsd moved nobody, as after some window faults."""
 
     kind: str
     problem: str = ""
@@ -68,6 +70,7 @@ class Fault:
     word: float | None = None
     descriptors: list[int] | None = None
     kinds: Mapping[str, int] | None = None
+    nothing: bool = False
 
 
 class Rounds:
@@ -111,7 +114,8 @@ class Rounds:
                 found.append(Fault(kind, f"the deadline passed after {number} of {faults}"))
                 break
             found.append(self._one(kind, number))
-            self._tell(f"{kind} {number + 1}/{faults}: {found[-1].problem or 'done'}")
+            done = "nothing came of it" if found[-1].nothing else "done"
+            self._tell(f"{kind} {number + 1}/{faults}: {found[-1].problem or done}")
             if found[-1].problem:
                 break
         return found
@@ -125,11 +129,15 @@ class Rounds:
             self._reset_reports()
             self._bystander.stall()
             at = self._begin(fault, kind, offender)
-            fault.record = self._record(at)
-            fault.word = _since(at, fault.record["time"])
+            fault.record = self._found(at)
+            if fault.record is None:
+                fault.nothing = self._succeeded(fault, offender)
+            else:
+                fault.word = _since(at, fault.record["time"])
             self._collect(fault, at)
-            fault.record = self._latest(fault.record)
-            self._suspects(fault, fault.record)
+            if fault.record is not None:
+                fault.record = self._latest(fault.record)
+                self._suspects(fault, fault.record)
             fault.bystander, wrong = self._bystander.stall(at)
             if wrong:
                 fault.problem = "the bystander saw wrong results"
@@ -221,8 +229,25 @@ class Rounds:
         os.kill(pid, signal.SIGKILL)
         return at
 
+    @staticmethod
+    def _succeeded(fault: Fault, offender: Worker | None) -> bool:
+        """Raises DeadlineError where there was a fault, and no fail-over."""
+        outcome = offender.heard("outcome") if offender is not None else None
+        if outcome is not None:
+            fault.offender_code = outcome.data["code"]
+        if fault.offender_code != 0:
+            raise DeadlineError(NOT_RECORDED)
+        return True
+
     def _record(self, at: float) -> Mapping[str, Any]:
-        """The new fail-over's record, once every program in it has a fate."""
+        """Raises DeadlineError where there is none in time."""
+        record = self._found(at)
+        if record is None:
+            raise DeadlineError(NOT_RECORDED)
+        return record
+
+    def _found(self, at: float) -> Mapping[str, Any] | None:
+        """The new fail-over's record, once every program in it has a fate; None: there is none in time."""
         end = clock() + MOVED_S
         while clock() < end:
             records = self._rig.mpsd.ask(lambda c: c.failovers())
@@ -231,7 +256,7 @@ class Rounds:
                 self._seen_failovers = mine[-1]["id"]
                 return _plain(mine[-1])
             time.sleep(POLL_S)
-        raise DeadlineError(f"no fail-over was recorded within {MOVED_S:.0f} s")
+        return None
 
     def _latest(self, record: Mapping[str, Any]) -> Mapping[str, Any]:
         """As it has become: what was done again in a program's turn is known when that is over."""

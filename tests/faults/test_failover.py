@@ -14,12 +14,13 @@ from faultinject import report
 from faultinject.failover import reports
 from faultinject.failover.command import main_settings, run
 from faultinject.failover.reports import judge
-from faultinject.failover.rounds import Rounds, data
+from faultinject.failover.rounds import NOT_RECORDED, Fault, Rounds, data
 from faultinject.failover.works import WorkRounds
-from faultinject.history import History
+from faultinject.history import History, clock
 from faultinject.node import Node, open_simulated_node
 from faultinject.proxy.library import Libraries
 from faultinject.rig import Rig
+from faultinject.worker import Worker
 from mpsd import exporter
 from tests.support.libcudas import session_libraries
 
@@ -55,11 +56,40 @@ def test_no_program_is_lost(node: Node, libraries: Libraries, kind: str) -> None
     assert [p["told"] for fault in found for p in fault["programs"]] == [[]] * (3 * FAULTS)
 
 
+class Harmless(Rounds):
+    """The offender's wait ends with this code, and nothing else comes."""
+
+    code = 0
+
+    def _begin(self, fault: Fault, kind: str, offender: Worker | None) -> float:
+        fault.offender_code = self.code
+        return clock()
+
+
+@pytest.mark.parametrize("code", [0, 719])
+def test_a_fault_of_which_nothing_comes_is_told_from_one_that_nobody_saw(
+    node: Node, libraries: Libraries, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("faultinject.failover.rounds.MOVED_S", 0.3)
+    with History() as history, Rig(node, "mpsd", history, settings=main_settings(libraries)) as rig:
+        rounds = Harmless(rig, libraries, lambda _: None)
+        rounds.code = code
+        rounds.start()
+        found = rounds.run("shared_window", FAULTS, DEADLINE_S)
+        rounds.end()
+    if code == 0:
+        assert [(f.nothing, f.problem, f.bystander is not None) for f in found] == [(True, "", True)] * FAULTS
+        assert judge(data(found)) == f"invalid: nothing came of {FAULTS} of {FAULTS} faults"
+    else:
+        assert [(f.nothing, f.problem) for f in found] == [(False, NOT_RECORDED)]
+
+
 @pytest.mark.parametrize("kind", ["store", "misaligned"])
 def test_programs_compute_what_they_would_have_without_faults(
     node: Node, libraries: Libraries, kind: str
 ) -> None:
-    works = ("calls", "bindings_graphs") if importlib.util.find_spec("cuda") else ("calls",)
+    more = ("bindings_graphs", "bindings_nodes") if importlib.util.find_spec("cuda") else ()
+    works = ("calls", *more)
     with History() as history, Rig(node, "mpsd", history, settings=main_settings(libraries)) as rig:
         rounds = WorkRounds(rig, libraries, lambda _: None, works)
         rounds.start()

@@ -15,8 +15,8 @@ from faultinject.failover import reports
 from mpsd.errors import UsageError
 
 KEPT = sorted((Path(reports.__file__).parent.parent / "reports").glob("*-moves*.json"))
-FALLS_SHORT = ("-moves-programs-graphs", "-moves-programs-store")
-"""A program opens more descriptors with each fault (faultinject/reports/README.md)."""
+FALLS_SHORT = ("-moves-programs-others",)
+"""Nothing came of a window fault, which that run took for its end (faultinject/reports/README.md)."""
 
 
 def test_some_are_kept() -> None:
@@ -128,6 +128,25 @@ def test_descriptors_that_grow_with_each_fault_are_a_failure() -> None:
     )
     assert "a program opened" in reports.judge(faults(*((43, 10 + 7 * n) for n in range(8))))
     assert "a program opened" in reports.judge(faults(*((43, 400 + n) for n in range(8))))
+
+
+def test_faults_of_which_nothing_came_are_told_and_few() -> None:
+    def faults(*nothing: bool) -> list[dict[str, Any]]:
+        moved: dict[str, Any] = {"clients": []}
+        return [
+            {"problem": "", "programs": [], "record": None if n else moved, "nothing": n} for n in nothing
+        ]
+
+    assert reports.judge(faults(True, False, False, False)) == "valid"
+    assert reports.judge(faults(True, True, False)) == "invalid: nothing came of 2 of 3 faults"
+    met = faults(True, False, False, False)
+    met[0]["programs"] = [{"alive": True, "wrong": 0, "told": [719]}]
+    assert "met an error" in reports.judge(met)
+    kinds = {"shared_window": faults(True, False), "trap": faults(False)}
+    assert list(reports._harmless(kinds)) == [
+        "shared_window: nothing came of 1 of them: the offender's own wait succeeded.",
+        "",
+    ]
 
 
 def test_what_is_opened_more_with_each_fault_is_told() -> None:

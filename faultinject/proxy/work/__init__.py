@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from typing import Protocol
 
 TORCH = ("transformer", "convolution", "graphs", "streams", "pinned", "sharing", "generate")
-NAMES = (*TORCH, "bindings", "bindings_graphs", "cupy_arrays", "calls")
-ON_SIMULATED = ("bindings", "bindings_graphs", "calls")
+NAMES = (*TORCH, "bindings", "bindings_graphs", "bindings_nodes", "cupy_arrays", "calls")
+ON_SIMULATED = ("bindings", "bindings_graphs", "bindings_nodes", "calls")
 """Those that need nothing of a GPU that the stand-in driver lacks."""
 
 
