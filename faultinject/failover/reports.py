@@ -25,7 +25,7 @@ SCHEMA: Mapping[str, tuple[type, ...]] = {
 
 _spread = partial(report.spread, places=2)
 
-_LATER = ("bystander", "suspect", "word", "usual", "descriptors", "kinds", "nothing")
+_LATER = ("bystander", "suspect", "word", "usual", "descriptors", "kinds", "nothing", "threads")
 """What the first reports do not have."""
 BARS_MS: Mapping[bool, float] = {False: 5.0, True: 100.0}
 """By whether a program is a suspect: how much later than the GPU stood still it may be with a step."""
@@ -72,10 +72,21 @@ def judge(faults: Sequence[Mapping[str, Any]]) -> str:
     if _nothing(faults) > NOTHING_MOST * len(faults):
         return f"invalid: nothing came of {_nothing(faults)} of {len(faults)} faults"
     for who, counts in opened(faults).items():
-        calm = counts[CALM_AFTER:]
-        if len(calm) > CALM_AFTER and (calm[-1] > GROWTH * calm[0] or all(map(lt, calm, calm[1:]))):
+        if _grows(counts):
             return f"invalid: {who} opened more and more descriptors: {counts}"
+    if _grows(threads(faults)):
+        return f"invalid: a program has more and more threads: {threads(faults)}"
     return "valid"
+
+
+def _grows(counts: Sequence[int]) -> bool:
+    calm = counts[CALM_AFTER:]
+    return len(calm) > CALM_AFTER and (calm[-1] > GROWTH * calm[0] or all(map(lt, calm, calm[1:])))
+
+
+def threads(faults: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Of the program that has most, before each fault."""
+    return [fault["threads"] for fault in faults if fault.get("threads") is not None]
 
 
 def _nothing(faults: Sequence[Mapping[str, Any]]) -> int:
@@ -127,7 +138,7 @@ def _missing(fault: Mapping[str, Any]) -> int:
 
 def row(kind: str, faults: Sequence[Mapping[str, Any]]) -> list[str]:
     """kind, faults, lost, told, times in ms (median / worst), whether they are within the bars, descriptors
-    (before the first fault / the last), verdict."""
+    and threads (before the first fault / the last), verdict."""
     programs = [p for fault in faults for p in fault["programs"]]
     fates = [fate for fault in faults if fault["record"] for fate in fault["record"]["clients"]]
     return [
@@ -143,12 +154,14 @@ def row(kind: str, faults: Sequence[Mapping[str, Any]]) -> list[str]:
         _spread([fault["record"]["decision_ms"] for fault in faults if fault["record"]]),
         *(_spread([fate.get(name) for fate in fates]) for name in STEPS),
         *map(_first_and_last, opened(faults).values()),
+        _first_and_last(threads(faults)),
         judge(faults),
     ]
 
 
 HEAD = ["kind", "faults", "lost", "told", "longest step", "GPU's", "beyond: cleared", "suspects", "in time"]
-HEAD += ["word", "decided", "held", "fence", "goes on", "turn", "done", "open: mpsd", "a program", "verdict"]
+HEAD += ["word", "decided", "held", "fence", "goes on", "turn", "done", "open: mpsd", "a program"]
+HEAD += ["threads", "verdict"]
 STEPS = ("held_ms", "fence_ms", "first_ms", "turn_ms", "done_ms")
 
 
@@ -196,7 +209,7 @@ def markdown(finished: Mapping[str, Any]) -> str:
         "was done again had ended. `told`: how often a program met one error, which said that what it had",
         "in flight may be lost: in the mode `keep` always, and in the mode `exact` where it cannot be done",
         "again. `open`: descriptors of mpsd, and of the program that had most, before the first fault and",
-        "before the last.",
+        "before the last; `threads`: of the program that had most of them, likewise.",
         "",
         report.markdown_table(table(finished)),
         "",

@@ -57,7 +57,8 @@ class Fault:
     """One fault and its fail-over. `problem`: what did not come in time. `bystander`: the longest step of a
     program in another domain since the fault, in ms: what the GPU itself stood still. `word`: ms from the
     order to the offender until mpsd told the programs to move (by the system's clock). `descriptors`: how
-    many mpsd had open before it, with everybody ready, and the program with most; `kinds`: its.
+    many mpsd had open before it, with everybody ready, and the program with most; `kinds`: its. `threads`: of
+    the program with most, then.
     `nothing`: the offender's own wait succeeded and mpsd moved nobody, as after some window faults."""
 
     kind: str
@@ -69,6 +70,7 @@ class Fault:
     bystander: float | None = None
     word: float | None = None
     descriptors: list[int] | None = None
+    threads: int | None = None
     kinds: Mapping[str, int] | None = None
     nothing: bool = False
 
@@ -153,6 +155,7 @@ class Rounds:
             most = max((descriptor_kinds(server.pid) for server in self._servers), key=_count)
             fault.descriptors = [open_descriptors(self._rig.mpsd.pid), _count(most)]
             fault.kinds = most
+            fault.threads = max(len(os.listdir(f"/proc/{server.pid}/task")) for server in self._servers)
         except OSError:
             # One of them has ended: what that means is seen by others.
             return
@@ -247,8 +250,11 @@ class Rounds:
         return record
 
     def _found(self, at: float) -> Mapping[str, Any] | None:
-        """The new fail-over's record, once every program in it has a fate; None: there is none in time."""
-        end = clock() + MOVED_S
+        """The new fail-over's record, once every program in it has a fate; None: there is none in time.
+
+        Raises DeadlineError where one began and did not end.
+        """
+        end, mine = clock() + MOVED_S, list[Any]()
         while clock() < end:
             records = self._rig.mpsd.ask(lambda c: c.failovers())
             mine = [r for r in records if r["id"] > self._seen_failovers]
@@ -256,6 +262,8 @@ class Rounds:
                 self._seen_failovers = mine[-1]["id"]
                 return _plain(mine[-1])
             time.sleep(POLL_S)
+        if mine:
+            raise DeadlineError(f"a fail-over did not end within {MOVED_S:.0f} s")
         return None
 
     def _latest(self, record: Mapping[str, Any]) -> Mapping[str, Any]:

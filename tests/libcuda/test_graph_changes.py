@@ -12,7 +12,7 @@ from tests.libcuda.test_graph_nodes import EXACT, launched, start
 from tests.libcuda.test_graphs import BEGIN, MODES, end
 from tests.libcuda.test_overtaken import next_gate
 from tests.support import moving
-from tests.support.gate import ANY, INIT, NODE, Gate
+from tests.support.gate import ANY, INIT, NODE, UNMAP, Gate
 from tests.support.moving import Post
 from tests.support.simfixtures import backend, domain, second, third
 from tests.support.simnode import Domain, until
@@ -278,6 +278,31 @@ def test_a_node_of_another_kind_that_is_made_while_a_move_begins_keeps_the_progr
     assert len(ask("nodes.of(g)")) > len("[]")
     assert line.hear(moving.OPAQUE).text != ""
     assert ask.end() == ""
+
+
+@EXACT
+def test_a_node_of_another_kind_that_is_made_while_the_old_copy_is_fenced_is_refused(
+    domain: Domain, second: Domain, gate: Gate, post: Post, ask: Program, copies: Path
+) -> None:
+    """Who would note it waits until the copy is left, and then does not; what is in flight is not lost."""
+    line = post.greet(moving.EXACT)
+    start(ask)
+    ask("g = nodes.graph(); later = Later(gpu)")
+    stand_by(line, second, copies)
+    assert ask("gpu.run('add', m, 8, 1)") == "0"
+    gate.keep(NODE)
+    ask("later.start('nodes.host(g, print)')")
+    until(lambda: gate.kept() == NODE)
+    gate.keep(NODE | UNMAP)
+    line.say(moving.MOVE, 1, again=1)
+    until(lambda: gate.kept() == UNMAP)
+    gate.keep(UNMAP)
+    gate.keep(0)
+    assert line.hear(moving.MOVED, moving.STAYED).kind == moving.MOVED
+    assert "801" in ask("later.result()")
+    assert ask("nodes.of(g)") == "[]"
+    assert ask("gpu.sync(), gpu.word(m)") == "(0, 1)"
+    ask.end()
 
 
 @EXACT

@@ -128,6 +128,9 @@ def test_descriptors_that_grow_with_each_fault_are_a_failure() -> None:
     )
     assert "a program opened" in reports.judge(faults(*((43, 10 + 7 * n) for n in range(8))))
     assert "a program opened" in reports.judge(faults(*((43, 400 + n) for n in range(8))))
+    with_threads = [{**fault, "threads": 20 + n} for n, fault in enumerate(faults(*calm))]
+    assert reports.judge(with_threads).startswith("invalid: a program has more and more threads")
+    assert reports.judge([{**fault, "threads": 20} for fault in with_threads]) == "valid"
 
 
 def test_faults_of_which_nothing_came_are_told_and_few() -> None:

@@ -290,11 +290,11 @@ CUresult wrap_cuMemAlloc_v2(CUdeviceptr *dptr, size_t bytesize)
 		return result;
 	if (!left)
 		result = real_cuMemAlloc_v2(dptr, bytesize);
-	if (result == CUDA_SUCCESS && !left && !mpsd_is_left()) {
+	if (left || mpsd_is_left())
+		return MPSD_AGAIN;
+	if (result == CUDA_SUCCESS)
 		mpsd_count(vault_passed);
-		mpsd_line_opaque("cuMemAlloc outside the window");
-	}
-	return left || mpsd_is_left() ? MPSD_AGAIN : result;
+	return mpsd_line_made(result, "cuMemAlloc outside the window");
 }
 
 bool mpsd_memory_is_in_window(CUdeviceptr address)

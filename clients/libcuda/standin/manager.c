@@ -55,13 +55,12 @@ void manager_see(int fd)
 		ioctl(fd, CONTROL, &(struct control){ 0 });
 }
 
-static atomic_int staying;	/* the thread that is about to wait; 0: none */
-
-static void stay(void)
+/* `staying` becomes this thread, which is about to wait. */
+static void stay(atomic_int *staying)
 {
 	struct pollfd both[] = { { .fd = waited_for[0], .events = POLLIN }, { .fd = waited_for[1], .events = POLLIN } };
 
-	atomic_store(&staying, (int)syscall(SYS_gettid));
+	atomic_store(staying, (int)syscall(SYS_gettid));
 	while (poll(both, 2, -1) < 0)
 		;
 	/* A thread that comes back here when the copy is there no more does not come so far. */
@@ -102,7 +101,7 @@ static void *watch(void *argument)
 		for (size_t c = 0; c < sizeof(commands) / sizeof(*commands); c++)
 			ask(getenv("MPSD_STANDIN_MANAGER"), commands[c]);
 	if (is_lost)
-		stay();
+		stay(&context->staying);
 	return NULL;
 }
 
@@ -138,9 +137,8 @@ void manager_forget(CUcontext context)
 		return;
 	if (context->broken) {
 		pthread_mutex_unlock(&gpu_lock);
-		while (!is_asleep(atomic_load(&staying)))
+		while (!is_asleep(atomic_load(&context->staying)))
 			sched_yield();
-		atomic_store(&staying, 0);
 		pthread_detach(context->watcher);
 		pthread_mutex_lock(&gpu_lock);
 		context->is_watched = false;

@@ -12,6 +12,7 @@
 
 #include <cuda.h>
 #include <pthread.h>
+#include <stdatomic.h>
 #include <stdbool.h>
 #include <stdint.h>
 #include <sys/types.h>
@@ -66,6 +67,7 @@ struct CUctx_st {
 	struct CUstream_st *legacy;	/* the NULL stream */
 	bool is_watched;		/* by its watcher */
 	pthread_t watcher;
+	atomic_int staying;		/* it, by its number, when it waits for good */
 };
 
 CUresult enter(CUcontext *context);	/* takes the lock if it succeeds, and only then */

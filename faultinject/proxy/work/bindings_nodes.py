@@ -1,7 +1,8 @@
 """A cuda-bindings program: graphs made node by node, and changed, in the thread's default stream.
 
-Words are counted up in place and handed from one buffer to the next, so a node that is missing, comes twice,
-comes too early or is of an earlier change alters every result after it.
+Words are counted up in place, how many is another number for each launch, and handed from one buffer to the
+next: a launch that is missing, comes twice, too early, or as it was before a change alters every result after
+it. Of what is beside them the last launch alone is seen.
 """
 
 from __future__ import annotations
@@ -102,10 +103,12 @@ class Nodes:
         clear = checked(driver.cuGraphAddMemsetNode(self.graph, None, 0, self._clear(0), self.context))
         fill = self._added(self.graph, [clear], self._kernel(self.fill, self.beside, self.words // 2, 0))
         checked(driver.cuGraphAddEmptyNode(self.graph, [child, fill], 2))
-        return {"clear": clear, "fill": fill}
+        return {"clear": clear, "fill": fill, "count": count}
 
     def _change(self) -> None:
-        """What the next launch is of, and no earlier one."""
+        """What the next launch is of, and no earlier one. How far `count` counts on is seen ever after."""
+        counted = self._kernel(self.increment, self.middle, self.random.randrange(1, self.words), 1)
+        checked(driver.cuGraphExecKernelNodeSetParams(self.executable, self.changed["count"], counted))
         clear, fill = self._clear(self.random.getrandbits(32)), self.random.getrandbits(32)
         checked(
             driver.cuGraphExecMemsetNodeSetParams(self.executable, self.changed["clear"], clear, self.context)

@@ -28,14 +28,17 @@ static CUresult launch_unnoted(const struct mpsd_op *given, void **parameters, v
 {
 	CUlaunchConfig c = given->launch.config;
 	CUfunction function = mpsd_native(given->launch.function);
+	CUresult result;
 
 	mpsd_line_opaque("a kernel whose parameters are unknown, in a capture");
 	c.hStream = mpsd_native(given->stream);
 	if (given->launch.is_cooperative)
-		return inner_cuLaunchCooperativeKernel(function, c.gridDimX, c.gridDimY, c.gridDimZ, c.blockDimX,
-						       c.blockDimY, c.blockDimZ, c.sharedMemBytes, c.hStream,
-						       parameters);
-	return inner_cuLaunchKernelEx(&c, function, parameters, extra);
+		result = inner_cuLaunchCooperativeKernel(function, c.gridDimX, c.gridDimY, c.gridDimZ, c.blockDimX,
+							 c.blockDimY, c.blockDimZ, c.sharedMemBytes, c.hStream,
+							 parameters);
+	else
+		result = inner_cuLaunchKernelEx(&c, function, parameters, extra);
+	return mpsd_answered(result);
 }
 
 static CUresult submit_launch(const struct mpsd_op *given, void **parameters, void **extra)

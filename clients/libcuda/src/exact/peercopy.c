@@ -39,8 +39,8 @@ static CUresult submit(CUdeviceptr to, CUdeviceptr from, CUcontext context, size
 
 static CUresult copy_now(CUdeviceptr to, CUcontext to_context, CUdeviceptr from, CUcontext from_context, size_t size)
 {
-	return inner_cuMemcpyPeer(mpsd_address(to), mpsd_native(to_context), mpsd_address(from),
-				  mpsd_native(from_context), size);
+	return mpsd_answered(inner_cuMemcpyPeer(mpsd_address(to), mpsd_native(to_context), mpsd_address(from),
+						mpsd_native(from_context), size));
 }
 
 CUresult make_cuMemcpyPeer(CUdeviceptr dstDevice, CUcontext dstContext, CUdeviceptr srcDevice, CUcontext srcContext,
@@ -61,8 +61,8 @@ CUresult work_cuMemcpyPeer(CUdeviceptr dstDevice, CUcontext dstContext, CUdevice
 static CUresult copy(CUdeviceptr to, CUcontext to_context, CUdeviceptr from, CUcontext from_context, size_t size,
 		     CUstream stream)
 {
-	return inner_cuMemcpyPeerAsync(mpsd_address(to), mpsd_native(to_context), mpsd_address(from),
-				       mpsd_native(from_context), size, mpsd_native(stream));
+	return mpsd_answered(inner_cuMemcpyPeerAsync(mpsd_address(to), mpsd_native(to_context), mpsd_address(from),
+						     mpsd_native(from_context), size, mpsd_native(stream)));
 }
 
 CUresult make_cuMemcpyPeerAsync(CUdeviceptr dstDevice, CUcontext dstContext, CUdeviceptr srcDevice,

@@ -144,7 +144,7 @@ static CUresult submit(struct mpsd_op *op, const struct mpsd_rows *rows)
 static CUresult copy_of_array(const struct mpsd_op *op)
 {
 	mpsd_line_opaque("a copy of rows with an array");
-	return mpsd_tables()->moves ? CUDA_ERROR_NOT_SUPPORTED : mpsd_op_issue(op);
+	return mpsd_tables()->moves ? CUDA_ERROR_NOT_SUPPORTED : mpsd_answered(mpsd_op_issue(op));
 }
 
 /* `is_noted`: as an operation. */

@@ -37,14 +37,12 @@ static CUresult note(CUstream stream, CUstreamAttrID attribute, const CUstreamAt
 	if (!find(stream, &record)) {
 		if (atomic_load(&mpsd_moves) != moves)
 			return MPSD_AGAIN;
-		mpsd_line_opaque("attributes of a stream that came by a way that is not followed");
-		return mpsd_answered(CUDA_SUCCESS);
+		return mpsd_line_made(CUDA_SUCCESS,
+				      "attributes of a stream that came by a way that is not followed");
 	}
 	kept = malloc(sizeof(*kept));
-	if (!kept) {
-		mpsd_line_opaque("no host memory");
-		return mpsd_answered(CUDA_SUCCESS);
-	}
+	if (!kept)
+		return mpsd_line_made(CUDA_SUCCESS, "no host memory");
 	memcpy(kept, value, sizeof(*kept));
 	record.attribute = kept;
 	if (mpsd_made_set(&record, moves))

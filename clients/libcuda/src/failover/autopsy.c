@@ -70,13 +70,17 @@ static bool is_refused(unsigned int number)
 
 static int own_ioctl(unsigned int number, int fd, unsigned long request, void *argument)
 {
+	unsigned int ends = atomic_load(&mpsd_copy_ends[number]);
 	struct control *control = argument;
+	int result = 0;
 
 	mpsd_descriptors_used(number, fd);
 	if (__builtin_expect(!is_autopsy(request, control), 1) || !is_refused(number))
-		return ioctl(fd, request, argument);
-	control->status = NOT_SUPPORTED;
-	return 0;
+		result = ioctl(fd, request, argument);
+	else
+		control->status = NOT_SUPPORTED;
+	mpsd_copy_come_back(number, ends);
+	return result;
 }
 
 #define OWN_IOCTL(number)								\

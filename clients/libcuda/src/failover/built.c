@@ -80,8 +80,8 @@ CUgraphNode mpsd_node_name(CUgraph graph, CUgraphNode native, unsigned int hint)
 	if (is && !is_new)
 		name = made->graph->nodes[number].name;
 	mpsd_made_unlock();
-	if (made && !is && !mpsd_is_left())
-		mpsd_line_opaque("a graph's node that came by a way that is not followed");
+	if (made && !is)
+		mpsd_line_made(CUDA_SUCCESS, "a graph's node that came by a way that is not followed");
 	if (!is_new || note_name(graph, number, &name, moves_now()) != CUDA_SUCCESS)
 		return name;
 	mpsd_made_lock();
@@ -100,8 +100,7 @@ CUresult make_cuGraphCreate(CUgraph *phGraph, unsigned int flags)
 
 	if (graph || result != CUDA_SUCCESS)
 		return mpsd_graph_note(result, MPSD_MADE_GRAPH, (void **)phGraph, graph, 0, moves);
-	mpsd_line_opaque("a graph that there is no memory for");
-	return mpsd_answered(result);
+	return mpsd_line_made(result, "a graph that there is no memory for");
 }
 
 /* Nodes added */
@@ -150,9 +149,7 @@ static CUresult note_node(const struct mpsd_addition *addition, struct mpsd_node
 	mpsd_made_unlock();
 	if (!graph)
 		mpsd_node_let_go(&node);
-	if (result == CUDA_SUCCESS && !is)
-		mpsd_line_opaque(NOT_FOLLOWED);
-	return is ? result : mpsd_answered(result);
+	return is ? result : mpsd_line_made(result, NOT_FOLLOWED);
 }
 
 CUresult mpsd_node_add(const struct mpsd_addition *addition, struct mpsd_node node, CUgraph child)
@@ -201,10 +198,10 @@ CUresult mpsd_node_become(CUgraphNode name, struct mpsd_node node)
 
 	if (result == CUDA_SUCCESS && graph)
 		result = mpsd_node_note(graph, mpsd_node_number(name, 0), &node);
-	else if (result == CUDA_SUCCESS)
-		mpsd_line_opaque(NOT_FOLLOWED);
+	else
+		result = mpsd_line_made(result, NOT_FOLLOWED);
 	mpsd_node_let_go(&node);
-	return (result != CUDA_SUCCESS || !graph) && mpsd_is_left() ? MPSD_AGAIN : result;
+	return result != CUDA_SUCCESS && mpsd_is_left() ? MPSD_AGAIN : result;
 }
 
 /* Edges */
@@ -258,10 +255,8 @@ static CUresult depend(CUgraph name, const CUgraphNode *from, const CUgraphNode 
 	if (result == CUDA_SUCCESS)
 		is = note_edges(own_built(name), ends.number[0], ends.number[1], count);
 	mpsd_made_unlock();
-	if (!is) {
-		mpsd_line_opaque(NOT_FOLLOWED);
-		result = mpsd_answered(result);
-	}
+	if (!is)
+		result = mpsd_line_made(result, NOT_FOLLOWED);
 	for (int i = 0; i < 2; i++) {
 		free(ends.native[i]);
 		free(ends.number[i]);

@@ -256,7 +256,8 @@ static bool open_one(struct mpsd_copy *copy, const char **why)
 	mpsd_autopsy_left(copy->number, false);
 	copy->handle = dlopen(copy->path, RTLD_NOW | RTLD_LOCAL);
 	is_taken[copy->number] = copy->handle != NULL;
-	if (!copy->handle || dlinfo(copy->handle, RTLD_DI_LINKMAP, &map) || !write_slots(map, copy->number)) {
+	copy->code = copy->handle && !dlinfo(copy->handle, RTLD_DI_LINKMAP, &map) ? map->l_ld : NULL;
+	if (!copy->code || !write_slots(map, copy->number)) {
 		*why = copy->handle ? "the copy's calls of bind, getenv and mmap cannot be led elsewhere"
 				    : "the copy of the driver does not load";
 		mpsd_copy_unload(copy);
@@ -295,8 +296,10 @@ atomic_uint mpsd_copy_ends[MPSD_COPY_NUMBERS];
 
 void mpsd_copy_unload(struct mpsd_copy *copy)
 {
-	if (copy->handle && !dlclose(copy->handle) && is_free(copy->path)) {
-		/* In this order: who waits for one of those descriptors comes back now. */
+	Dl_info info;
+
+	if (copy->handle && !dlclose(copy->handle) && !dladdr(copy->code, &info)) {
+		/* Before anything else: a thread that waits for one of those descriptors may come back at any time. */
 		atomic_fetch_add(&mpsd_copy_ends[copy->number], 1);
 		mpsd_descriptors_end(copy->number);
 		is_taken[copy->number] = false;

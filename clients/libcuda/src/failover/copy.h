@@ -5,6 +5,8 @@
 #include <stdatomic.h>
 #include <stdbool.h>
 #include <stdint.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include "proxy.h"
 
@@ -14,6 +16,7 @@ struct mpsd_copy {
 	void *handle;
 	unsigned int number;	/* 0: the program's first one */
 	char path[512];
+	const void *code;	/* somewhere in what is loaded */
 	void *calls[MPSD_SLOTS];
 };
 
@@ -29,8 +32,18 @@ void mpsd_copy_watch_first(void);
 /* Nothing of it may be called any more. */
 void mpsd_copy_unload(struct mpsd_copy *copy);
 
-/* How often each was unloaded: its code is gone for a thread that came into a call before. */
+/* How often each was unloaded. */
 extern atomic_uint mpsd_copy_ends[MPSD_COPY_NUMBERS];
+
+/*
+ * For a thread of the driver's, in a call that it began when the copy had been unloaded so often: there may be no code
+ * any more to come back to, so it ends here. Its stack is lost; nobody waits for its end.
+ */
+static inline void mpsd_copy_come_back(unsigned int number, unsigned int ends)
+{
+	if (__builtin_expect(atomic_load(&mpsd_copy_ends[number]) != ends, 0))
+		syscall(SYS_exit, 0);
+}
 
 /*
  * What the copy reserves on this thread is to lie there, over what the process has there already; size 0: no

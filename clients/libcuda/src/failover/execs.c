@@ -27,8 +27,7 @@ static CUresult note_exec(CUresult result, CUgraphExec *exec, struct mpsd_graph 
 {
 	if (graph)
 		return mpsd_graph_note(result, MPSD_MADE_EXEC, (void **)exec, graph, (unsigned int)flags, moves);
-	if (result == CUDA_SUCCESS)
-		mpsd_line_opaque("a graph that came by a way that is not followed");
+	result = mpsd_line_made(result, "a graph that came by a way that is not followed");
 	return mpsd_is_left() ? MPSD_AGAIN : result;
 }
 
@@ -159,8 +158,7 @@ CUresult make_cuGraphExecUpdate_v2(CUgraphExec hGraphExec, CUgraph hGraph, CUgra
 	if (result == CUDA_SUCCESS && graph)
 		return note_change(hGraphExec, graph);
 	mpsd_graph_let_go(graph);
-	if (result == CUDA_SUCCESS)
-		mpsd_line_opaque("a graph that came by a way that is not followed");
+	result = mpsd_line_made(result, "a graph that came by a way that is not followed");
 	return mpsd_is_left() ? MPSD_AGAIN : result;
 }
 

@@ -42,11 +42,20 @@ void mpsd_line_give_up(void);
  */
 void mpsd_line_opaque(const char *what);
 
-/* The same in two: with any lock (whether it is new), and what of a new one is to be done without. */
+/*
+ * After a call: where it succeeded, what it made cannot come along. AGAIN where the copy was left meanwhile: nothing
+ * came of it there, and nothing is noted, for the call comes again.
+ */
+CUresult mpsd_line_made(CUresult result, const char *what);
+
+/* mpsd_line_opaque() in two: with a lock (whether it is new), and what of a new one is to be done without. */
 bool mpsd_opaque_note(const char *what);
 void mpsd_opaque_noted(const char *what);
 
-/* For the move: from the one to the other nothing is noted. Whether nothing was before. */
+/*
+ * For the move: from the one to the other nothing is noted. Whether nothing was before. In between it takes locks of
+ * capture.c, zones.c and names.c: who has one of them notes nothing.
+ */
 bool mpsd_opaque_begin(void);
 void mpsd_opaque_end(void);
 void mpsd_opaque_child(void);

@@ -103,9 +103,7 @@ CUresult make_cuLinkCreate_v2(unsigned int numOptions, CUjit_option *options, vo
 	if (result != CUDA_SUCCESS || !record.link ||
 	    !keep_options(&record.link->options, numOptions, options, optionValues)) {
 		free(record.link);
-		if (result == CUDA_SUCCESS)
-			mpsd_line_opaque("a link with many options");
-		return mpsd_answered(result);
+		return mpsd_line_made(result, "a link with many options");
 	}
 	record.link->last = &record.link->first;
 	record.native = *stateOut;
@@ -134,9 +132,7 @@ static CUresult note_part(CUlinkState name, struct part *part, bool is_whole)
 	mpsd_made_unlock();
 	if (part) {
 		free_part(part);
-		if (is)
-			mpsd_line_opaque("a link that came by a way that is not followed");
-		return mpsd_answered(CUDA_SUCCESS);
+		return mpsd_line_made(CUDA_SUCCESS, "a link that came by a way that is not followed");
 	}
 	return is ? CUDA_SUCCESS : MPSD_AGAIN;
 }
@@ -150,10 +146,8 @@ static CUresult added(CUresult result, CUlinkState state, struct part given, uns
 	if (result != CUDA_SUCCESS)
 		return result;
 	part = malloc(sizeof(*part));
-	if (!part) {
-		mpsd_line_opaque("a link that there is no memory for");
-		return mpsd_answered(result);
-	}
+	if (!part)
+		return mpsd_line_made(result, "a link that there is no memory for");
 	*part = given;
 	is_whole = keep_options(&part->options, count, names, values);
 	part->name = name ? strdup(name) : NULL;

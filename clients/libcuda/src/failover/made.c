@@ -39,10 +39,8 @@ static CUresult note_setting(CUresult result, struct mpsd_made record, uint64_t 
 {
 	if (result != CUDA_SUCCESS)
 		return result;
-	if (!record.of && record.kind >= MPSD_MADE_FUNCTION_ATTRIBUTE && record.kind <= MPSD_MADE_KERNEL_CACHE) {
-		mpsd_line_opaque("a function that came by a way that is not followed");
-		return mpsd_answered(result);
-	}
+	if (!record.of && record.kind >= MPSD_MADE_FUNCTION_ATTRIBUTE && record.kind <= MPSD_MADE_KERNEL_CACHE)
+		return mpsd_line_made(result, "a function that came by a way that is not followed");
 	return mpsd_made_set(&record, moves) ? result : MPSD_AGAIN;
 }
 
@@ -324,8 +322,8 @@ static CUresult note_listed(CUresult result, enum mpsd_made_kind kind, const voi
 {
 	if (result == CUDA_SUCCESS && name)
 		return note_one(result, (struct mpsd_made){ .kind = kind, .listed = true }, of, name, handle, moves);
-	mpsd_line_opaque("a list of functions whose names are not known");
-	return mpsd_answered(CUDA_SUCCESS);
+	return mpsd_is_loss(result) ? result
+				    : mpsd_line_made(CUDA_SUCCESS, "a list of functions whose names are not known");
 }
 
 CUresult make_cuModuleEnumerateFunctions(CUfunction *functions, unsigned int numFunctions, CUmodule mod)

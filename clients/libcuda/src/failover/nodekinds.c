@@ -11,8 +11,7 @@
 /* After the driver was told: the program is not carried over, unless nothing came of it. */
 static CUresult passed(CUresult result)
 {
-	if (result == CUDA_SUCCESS)
-		mpsd_line_opaque(NOT_FOLLOWED);
+	result = mpsd_line_made(result, NOT_FOLLOWED);
 	return mpsd_is_left() ? MPSD_AGAIN : result;
 }
 

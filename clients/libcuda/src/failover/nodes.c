@@ -270,8 +270,8 @@ CUresult mpsd_node_note(const void *name, unsigned int number, const struct mpsd
 		become(graph, number, node);
 	mpsd_made_unlock();
 	if (made && !graph)
-		mpsd_line_opaque("a graph that there is no memory for");
-	return is && (graph || !mpsd_is_left()) ? CUDA_SUCCESS : MPSD_AGAIN;
+		return mpsd_line_made(CUDA_SUCCESS, "a graph that there is no memory for");
+	return is ? CUDA_SUCCESS : MPSD_AGAIN;
 }
 
 CUresult mpsd_graph_each(const struct mpsd_graph *graph, CUresult (*call)(const struct mpsd_op *op, void *with), void *with)

@@ -2,12 +2,15 @@
 /* What the daemon is told of the program, each once: what cannot come along or cannot be undone, and its errors. */
 #include <pthread.h>
 
+#include "clock.h"
 #include "exact/exact.h"
 #include "failover/carry.h"
 #include "failover/line.h"
 
+#define MOVE_MS 5000	/* as long as a call waits for the end of a move */
+
 static struct mpsd_notes opaque, unsure;
-static pthread_mutex_t opaque_lock = PTHREAD_MUTEX_INITIALIZER;	/* under all others */
+static pthread_mutex_t opaque_lock = PTHREAD_MUTEX_INITIALIZER;
 static atomic_uint_least64_t own_error;	/* to be said, below the context's `moves`; 0: none */
 static atomic_uint_least64_t error_of;	/* 1 + `moves` of the context whose error was said; 0: none */
 
@@ -60,14 +63,37 @@ void mpsd_opaque_child(void)
 	opaque_lock = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
 }
 
+/* False: the move hangs in the driver. */
+static bool take(void)
+{
+	struct timespec until = mpsd_in(MOVE_MS);
+
+	return !pthread_mutex_timedlock(&opaque_lock, &until);
+}
+
 bool mpsd_opaque_note(const char *what)
 {
-	bool is;
+	bool is_taken = take(), is = note(&opaque, what);
 
-	pthread_mutex_lock(&opaque_lock);
-	is = note(&opaque, what);
-	pthread_mutex_unlock(&opaque_lock);
+	if (is_taken)
+		pthread_mutex_unlock(&opaque_lock);
 	return is;
+}
+
+CUresult mpsd_line_made(CUresult result, const char *what)
+{
+	bool is_taken, is_left, is_new;
+
+	if (result != CUDA_SUCCESS)
+		return result;
+	is_taken = take();
+	is_left = mpsd_is_left();
+	is_new = !is_left && note(&opaque, what);
+	if (is_taken)
+		pthread_mutex_unlock(&opaque_lock);
+	if (is_new)
+		mpsd_opaque_noted(what);
+	return is_left ? MPSD_AGAIN : result;
 }
 
 void mpsd_opaque_noted(const char *what)

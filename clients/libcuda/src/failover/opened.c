@@ -2,7 +2,7 @@
 /*
  * The calls that make descriptors, and those that wait for one, as a second copy of the driver makes them: what it
  * opens is its own. A thread of the driver's that has lost its context waits for good, and is still there when the copy
- * is unloaded; it comes back when what it waits for is closed, and there is nothing to come back to.
+ * is unloaded; it comes back when the other end of what it waits for is closed with the copy, to code that is gone.
  */
 #include "failover/opened.h"
 
@@ -15,7 +15,6 @@
 #include <string.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
-#include <sys/syscall.h>
 #include <unistd.h>
 
 #include "failover/copy.h"
@@ -61,11 +60,9 @@ static ssize_t received(unsigned int number, struct msghdr *message, ssize_t res
 	return result;
 }
 
-/* In a call that began when the copy had been unloaded so often. Its stack is lost; nobody waits for its end. */
 static ssize_t came_back(unsigned int number, unsigned int ends, ssize_t result)
 {
-	if (__builtin_expect(atomic_load(&mpsd_copy_ends[number]) != ends, 0))
-		syscall(SYS_exit, 0);
+	mpsd_copy_come_back(number, ends);
 	return result;
 }
 
@@ -131,7 +128,9 @@ static void *own_of(unsigned int number, const char *symbol, void *result);
 	}												\
 	static int own_accept4_##number(int socket, struct sockaddr *from, socklen_t *size, int flags)	\
 	{												\
-		return made(number, accept4(socket, from, size, flags));				\
+		unsigned int ends = atomic_load(&mpsd_copy_ends[number]);				\
+													\
+		return made(number, (int)came_back(number, ends, accept4(socket, from, size, flags)));	\
 	}												\
 	static void *own_dlsym_##number(void *library, const char *symbol)				\
 	{												\

@@ -136,20 +136,31 @@ static CUresult not_supported(void)
 	return CUDA_ERROR_NOT_SUPPORTED;
 }
 
+static CUresult not_permitted(void)
+{
+	return CUDA_ERROR_NOT_PERMITTED;
+}
+
 void *mpsd_opaque(unsigned int index)
 {
-	/* Where a move is on it comes after it: it has made nothing yet that would be lost. */
-	uint64_t moves = mpsd_carry_enter();
+	const char *name = index < MPSD_NAMES ? mpsd_names[index] : "a function of a newer driver";
+	uint64_t moves;
 	void *target;
+	bool is;
 
-	if (!atomic_load(&noted[index])) {
-		mpsd_line_opaque(index < MPSD_NAMES ? mpsd_names[index] : "a function of a newer driver");
-		/* Only then: whoever finds it goes on to the driver. */
-		atomic_store(&noted[index], 1);
-	}
-	/* Its arguments may be handles of the first copy's, anywhere. */
-	target = moves || mpsd_is_left() ? (void *)not_supported : mpsd_tables()->inner[index];
-	mpsd_carry_leave(moves);
+	if (mpsd_is_forbidden())
+		return (void *)not_permitted;
+	/* Where a move is on it comes after it: it has made nothing yet that would be lost. */
+	do {
+		moves = mpsd_carry_enter();
+		is = atomic_load(&noted[index]) || mpsd_line_made(CUDA_SUCCESS, name) == CUDA_SUCCESS;
+		is = is && !mpsd_is_left();
+		/* Its arguments may be handles of the first copy's, anywhere. */
+		target = moves ? (void *)not_supported : mpsd_tables()->inner[index];
+		mpsd_carry_leave(moves);
+	} while (!is);
+	/* Only now: whoever finds it goes on to the driver. */
+	atomic_store(&noted[index], 1);
 	return target;
 }
 

@@ -206,6 +206,7 @@ static bool know(CUdeviceptr name, size_t size, bool is_new)
 
 static CUresult note(struct mpsd_made *record, CUdeviceptr *dptr, uint64_t moves)
 {
+	CUresult result = CUDA_SUCCESS;
 	bool is_new, is_known;
 
 	record->native = (void *)*dptr;
@@ -218,13 +219,11 @@ static CUresult note(struct mpsd_made *record, CUdeviceptr *dptr, uint64_t moves
 	*dptr = (CUdeviceptr)record->name;
 	/* A name that is no address of the GPU's has no room for what comes after its first byte. */
 	if (mpsd_made_is_spare(record->name))
-		mpsd_line_opaque("a module's variable where another thing was");
+		result = mpsd_line_made(result, "a module's variable where another thing was");
 	mpsd_made_lock();
 	is_known = know(*dptr, record->size, is_new);
 	mpsd_made_unlock();
-	if (!is_known)
-		mpsd_line_opaque("more variables of modules than are kept");
-	return CUDA_SUCCESS;
+	return is_known ? result : mpsd_line_made(result, "more variables of modules than are kept");
 }
 
 static CUresult ask(const void *of, const char *name, CUdeviceptr *dptr, size_t *bytes, bool library)
