@@ -35,12 +35,12 @@ def test_all_is_answered_moved_and_restarted_and_the_report_is_read_again(
 ) -> None:
     path = tmp_path / "report.json"
     options = ["--libcuda", str(libraries.proxy), "--driver", str(libraries.driver), "--json", str(path)]
-    assert main(["serving", "--kinds", "trap,store", "--faults", "1", *options]) == 0
+    assert main(["serving", "--kinds", "store", "--faults", "1", *options]) == 0
     found = json.loads(path.read_text())
     assert {mode: [f["kind"] for f in faults] for mode, faults in found["served"].items()} == {
-        mode: ["trap", "store"] for mode in ("moved", "restarted")
+        mode: ["store"] for mode in ("moved", "restarted")
     }
-    assert found["undisturbed"]["requests"] == 2 * WAVE
+    assert found["undisturbed"]["requests"] == WAVE
     for each in found["served"]["moved"]:
         assert each["in_flight"] > 0 and each["completed"] == each["in_flight"] + each["waiting"]
         assert each["longest"] > 0 and [each["again"], each["twice"], each["told"]] == [None, 0, 0]

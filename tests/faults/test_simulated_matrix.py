@@ -7,6 +7,7 @@ tests pytest changes this process's environment, which programs that are being s
 
 from __future__ import annotations
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from faultinject.report import RUN_SCHEMA
 from faultinject.stage import Options
 
 SEED = 11
+# What one lives through the others do too, and each takes as much of a core as all the rest of a run.
+SURVIVORS = 3 if os.environ.get("MPSD_TEST_LONG") else 1
 # The kernel part changes nothing for the others.
 TOLD_KMOD = kinds.GPU_KINDS + kinds.CIRCUMSTANCE
 DEADLINE_S = 90.0
@@ -30,7 +33,9 @@ DEADLINE_S = 90.0
 def matrix(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
     """What keeps for all its runs what they share."""
     out = tmp_path_factory.mktemp("matrix")
-    return Matrix(Plan("simulated", (), (), Options(seed=SEED), deadline_s=DEADLINE_S, out=out))
+    return Matrix(
+        Plan("simulated", (), (), Options(seed=SEED, survivors=SURVIVORS), deadline_s=DEADLINE_S, out=out)
+    )
 
 
 @pytest.mark.timeout(5 * DEADLINE_S)
