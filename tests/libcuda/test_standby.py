@@ -14,7 +14,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import psutil
 import pytest
 
 from tests.libcuda.test_attach import environment
@@ -90,6 +89,8 @@ class Service:
         status = self.process.wait(DEADLINE_S)
         for thread in self._threads:
             thread.join(DEADLINE_S)
+        # Who closes what another thread still reads from waits for that thread, without end.
+        assert not any(thread.is_alive() for thread in self._threads), "something still has its output open"
         return status
 
     def __enter__(self) -> Service:
@@ -99,10 +100,8 @@ class Service:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self.process.poll() is None:
-            children = psutil.Process(self.process.pid).children(recursive=True)
-            self.process.kill()
-            for child in children:
-                child.kill()
+            # Whatever it has started goes with it then, also what begins just now.
+            self.process.terminate()
         self.end()
         for stream in (self.process.stdout, self.process.stderr):
             assert stream is not None
@@ -231,6 +230,7 @@ def test_what_it_has_started_is_ended_with_it_whatever_its_session(
 ) -> None:
     """A child in a session of its own, and an orphan."""
     pids = tmp_path / "pids"
+    pids.touch()
     program = f"setsid sleep 3001 & echo $! >> {pids}; (setsid sleep 3002 & echo $! >> {pids}); sleep 3003"
     with Service(environment(libraries, site), "--restarts", "1", program=["sh", "-c", program]) as service:
         for turn in (1, 2):
