@@ -58,8 +58,8 @@ class Fault:
     program in another domain since the fault, in ms: what the GPU itself stood still. `word`: ms from the
     order to the offender until mpsd told the programs to move (by the system's clock). `descriptors`: how
     many mpsd had open before it, with everybody ready, and the program with most; `kinds`: its. `threads`: of
-    the program with most, then.
-    `nothing`: the offender's own wait succeeded and mpsd moved nobody, as after some window faults."""
+    the program with most, then. `nothing`: the offender's own wait succeeded and mpsd moved nobody, as after
+    some window faults."""
 
     kind: str
     problem: str = ""

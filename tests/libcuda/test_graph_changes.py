@@ -10,9 +10,9 @@ from tests.libcuda.test_exact import gate, move
 from tests.libcuda.test_failover import Program, ask, break_domain, copies, post, stand_by
 from tests.libcuda.test_graph_nodes import EXACT, launched, start
 from tests.libcuda.test_graphs import BEGIN, MODES, end
-from tests.libcuda.test_overtaken import next_gate
+from tests.libcuda.test_overtaken import begin_move, next_gate
 from tests.support import moving
-from tests.support.gate import ANY, INIT, NODE, UNMAP, Gate
+from tests.support.gate import ANY, NODE, UNMAP, Gate
 from tests.support.moving import Post
 from tests.support.simfixtures import backend, domain, second, third
 from tests.support.simnode import Domain, until
@@ -21,6 +21,13 @@ __all__ = ["ask", "backend", "copies", "domain", "gate", "next_gate", "post", "s
 
 BY_ANOTHER_WAY = "a graph that came by a way that is not followed"
 OTHER_KIND = "a graph's node of a kind that is not followed"
+
+
+def begin_host_node(ask: Program, gate: Gate) -> None:
+    """A thread of the program's is in the driver with a node that is not followed."""
+    gate.keep(NODE)
+    ask("later.start('nodes.host(g, print)')")
+    until(lambda: gate.kept() == NODE)
 
 
 def capture(ask: Program, *does: str) -> None:
@@ -245,9 +252,7 @@ def test_a_node_of_another_kind_that_a_move_overtakes_is_refused(
     start(ask)
     ask("g = nodes.graph(); later = Later(gpu)")
     stand_by(line, second, copies)
-    gate.keep(NODE)
-    ask("later.start('nodes.host(g, print)')")
-    until(lambda: gate.kept() == NODE)
+    begin_host_node(ask, gate)
     break_domain(domain)
     # Memory is unmapped before the copy is left: only then is it known that nothing came of the call.
     assert move(line).text == ""
@@ -265,12 +270,8 @@ def test_a_node_of_another_kind_that_is_made_while_a_move_begins_keeps_the_progr
     start(ask)
     ask("g = nodes.graph(); later = Later(gpu)")
     stand_by(line, second, copies)
-    gate.keep(NODE)
-    ask("later.start('nodes.host(g, print)')")
-    until(lambda: gate.kept() == NODE)
-    next_gate.keep(INIT)
-    line.say(moving.MOVE, 1, again=1)
-    until(lambda: next_gate.kept() == INIT)
+    begin_host_node(ask, gate)
+    begin_move(line, next_gate)
     gate.keep(0)
     assert ask("later.result() is None") == "False"
     next_gate.keep(0)
@@ -290,9 +291,7 @@ def test_a_node_of_another_kind_that_is_made_while_the_old_copy_is_fenced_is_ref
     ask("g = nodes.graph(); later = Later(gpu)")
     stand_by(line, second, copies)
     assert ask("gpu.run('add', m, 8, 1)") == "0"
-    gate.keep(NODE)
-    ask("later.start('nodes.host(g, print)')")
-    until(lambda: gate.kept() == NODE)
+    begin_host_node(ask, gate)
     gate.keep(NODE | UNMAP)
     line.say(moving.MOVE, 1, again=1)
     until(lambda: gate.kept() == UNMAP)
@@ -313,9 +312,7 @@ def test_what_is_not_followed_and_called_while_a_move_is_on_is_refused_after_it(
     start(ask)
     ask("later = Later(gpu)")
     stand_by(line, second, copies)
-    next_gate.keep(INIT)
-    line.say(moving.MOVE, 1, again=1)
-    until(lambda: next_gate.kept() == INIT)
+    begin_move(line, next_gate)
     ask("later.start('gpu.code(\"cuIpcCloseMemHandle\", 0)')")
     next_gate.keep(0)
     assert line.hear(moving.MOVED, moving.STAYED).kind == moving.MOVED

@@ -29,6 +29,13 @@ def next_gate(second: Domain) -> Iterator[Gate]:
     made.close()
 
 
+def begin_move(line: Line, gate: Gate) -> None:
+    """With a lazy standby, which is being made behind this gate from then on."""
+    gate.keep(INIT)
+    line.say(moving.MOVE, 1, again=1)
+    until(lambda: gate.kept() == INIT)
+
+
 @pytest.fixture
 def moved(domain: Domain, next_gate: Gate, second: Domain, post: Post, ask: Program, copies: Path) -> Line:
     """The program's line: it is in `second` by now, with a thread besides, which has called there."""
@@ -88,9 +95,7 @@ def test_a_move_that_is_about_to_come_is_no_lack_of_memory(
     gate.keep(HOST)
     ask("later.start('gpu.memory(4 << 20)')")
     until(lambda: gate.kept() == HOST)
-    next_gate.keep(INIT)
-    line.say(moving.MOVE, 1, again=1)
-    until(lambda: next_gate.kept() == INIT)
+    begin_move(line, next_gate)
     gate.keep(0)
     next_gate.keep(0)
     assert line.hear(moving.MOVED, moving.STAYED).text == ""
@@ -113,9 +118,7 @@ def test_what_is_registered_in_a_move_that_does_not_come_about_is_registered_onc
     gate.keep(HOST)
     ask("later.start('gpu.code(\"cuMemHostRegister_v2\", pages, 4096, 0)')")
     until(lambda: gate.kept() == HOST)
-    nowhere.keep(INIT)
-    line.say(moving.MOVE, 1, again=1)
-    until(lambda: nowhere.kept() == INIT)
+    begin_move(line, nowhere)
     gate.keep(0)
     nowhere.keep(0)
     assert line.hear(moving.STAYED).generation == 1

@@ -6,52 +6,25 @@ comes twice or comes too early changes every result after it.
 
 from __future__ import annotations
 
-import ctypes
-import os
-import random
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 from cuda.bindings import driver
 
-from faultinject.programs.device_nvidia import CUBIN, checked
+from faultinject.programs.device_nvidia import checked
+from faultinject.proxy.work.counting import Counting, image_and_words
 
-STANDIN_IMAGE = b"standin module\nkernel fill fill 0\nkernel increment add 0\n"
-WORDS, THREADS, ROUNDS = 1 << 20, 256, 8
+ROUNDS = 8
 UNIT, PER_STEP, UNTIMED = "rounds", ROUNDS, ""
 
 
-class Pipeline:
+class Pipeline(Counting):
     """first -> middle -> last -> first; what is beside it is in no order but the first stream's."""
 
     def __init__(self, seed: int, image: bytes, words: int) -> None:
-        checked(driver.cuInit(0))
-        self.device = checked(driver.cuDeviceGet(0))
-        checked(driver.cuCtxSetCurrent(checked(driver.cuDevicePrimaryCtxRetain(self.device))))
-        module = checked(driver.cuModuleLoadData(image))
-        self.fill = checked(driver.cuModuleGetFunction(module, b"fill"))
-        self.increment = checked(driver.cuModuleGetFunction(module, b"increment"))
-        self.words, self.bytes = words, words * 4
-        self.random = random.Random(seed)
-        flags = driver.CUstream_flags.CU_STREAM_NON_BLOCKING
-        self.streams = [checked(driver.cuStreamCreate(flags)) for _ in range(3)]
-        untimed = driver.CUevent_flags.CU_EVENT_DISABLE_TIMING
-        self.events = [checked(driver.cuEventCreate(untimed)) for _ in range(3)]
-        self.first, self.middle, self.last, self.beside = (self._new() for _ in range(4))
-        checked(driver.cuCtxSynchronize())
+        super().__init__(seed, image, words, events=3)
+        self.streams = [self._stream() for _ in range(3)]
         self.graphs = [self._captured(1, self._count_on), self._captured(2, self._hand_on)]
-
-    def _new(self) -> int:
-        at = int(checked(driver.cuMemAlloc(self.bytes)))
-        checked(driver.cuMemsetD32(at, 0, self.words))
-        return at
-
-    def _launch(self, function: Any, at: int, words: int, value: int, stream: Any) -> None:
-        # `increment` takes two of these on a GPU, and its step as the third on the stand-in.
-        arguments = ((at, words, value), (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32))
-        grid = min(1024, -(-words // THREADS))
-        checked(driver.cuLaunchKernel(function, grid, 1, 1, THREADS, 1, 1, 0, stream, arguments, 0))
 
     def _captured(self, number: int, work: Callable[[Any], None]) -> Any:
         stream = self.streams[number]
@@ -73,10 +46,6 @@ class Pipeline:
         checked(driver.cuMemcpyDtoDAsync(self.first, self.last, self.bytes, stream))
         self._launch(self.increment, self.first, self.words, 1, stream)
 
-    def _then(self, number: int, before: Any, after: Any) -> None:
-        checked(driver.cuEventRecord(self.events[number], before))
-        checked(driver.cuStreamWaitEvent(after, self.events[number], 0))
-
     def step(self) -> None:
         one, two, three = self.streams
         for _ in range(ROUNDS):
@@ -90,21 +59,11 @@ class Pipeline:
             self._then(2, three, one)
         checked(driver.cuStreamSynchronize(one))
 
-    def results(self) -> Iterator[bytes]:
-        for at in (self.first, self.middle, self.last, self.beside):
-            data = bytearray(self.bytes)
-            checked(driver.cuMemcpyDtoH(data, at, len(data)))
-            yield bytes(data)
-
     def close(self) -> None:
         for graph in self.graphs:
             checked(driver.cuGraphExecDestroy(graph))
-        for at in (self.first, self.middle, self.last, self.beside):
-            checked(driver.cuMemFree(at))
-        checked(driver.cuDevicePrimaryCtxRelease(self.device))
+        super().close()
 
 
 def start(seed: int, backend: str) -> Pipeline:
-    if backend == "simulated":
-        return Pipeline(seed, STANDIN_IMAGE, WORDS >> 6)
-    return Pipeline(seed, Path(os.environ[CUBIN]).read_bytes(), WORDS)
+    return Pipeline(seed, *image_and_words(backend))

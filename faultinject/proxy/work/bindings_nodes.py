@@ -7,58 +7,32 @@ it. Of what is beside them the last launch alone is seen.
 
 from __future__ import annotations
 
-import ctypes
-import os
-import random
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from cuda.bindings import driver
 
-from faultinject.programs.device_nvidia import CUBIN, checked
+from faultinject.programs.device_nvidia import checked
+from faultinject.proxy.work.counting import THREADS, Counting, image_and_words
 
-STANDIN_IMAGE = b"standin module\nkernel fill fill 0\nkernel increment add 0\n"
-WORDS, THREADS, ROUNDS = 1 << 20, 256, 8
+ROUNDS = 8
 UNIT, PER_STEP, UNTIMED = "rounds", ROUNDS, ""
 OWN = driver.CUstream(driver.CU_STREAM_PER_THREAD)
 
 
-class Nodes:
+class Nodes(Counting):
     """first -> middle -> last -> first, all but the last step of it in one graph that has another in it."""
 
     def __init__(self, seed: int, image: bytes, words: int) -> None:
-        checked(driver.cuInit(0))
-        self.device = checked(driver.cuDeviceGet(0))
-        self.context = checked(driver.cuDevicePrimaryCtxRetain(self.device))
-        checked(driver.cuCtxSetCurrent(self.context))
-        module = checked(driver.cuModuleLoadData(image))
-        self.fill = checked(driver.cuModuleGetFunction(module, b"fill"))
-        self.increment = checked(driver.cuModuleGetFunction(module, b"increment"))
-        self.words, self.bytes = words, words * 4
-        self.random = random.Random(seed)
-        self.stream = checked(driver.cuStreamCreate(driver.CUstream_flags.CU_STREAM_NON_BLOCKING))
-        untimed = driver.CUevent_flags.CU_EVENT_DISABLE_TIMING
-        self.events = [checked(driver.cuEventCreate(untimed)) for _ in range(2)]
-        self.first, self.middle, self.last, self.beside = (self._new() for _ in range(4))
-        checked(driver.cuCtxSynchronize())
+        super().__init__(seed, image, words, events=2)
+        self.stream = self._stream()
         self.graph = checked(driver.cuGraphCreate(0))
         self.changed = self._built()
         self.executable = checked(driver.cuGraphInstantiate(self.graph, 0))
 
-    def _new(self) -> int:
-        at = int(checked(driver.cuMemAlloc(self.bytes)))
-        checked(driver.cuMemsetD32(at, 0, self.words))
-        return at
-
-    def _arguments(self, at: int, words: int, value: int) -> tuple[tuple[int, ...], tuple[type, ...]]:
-        # `increment` takes two of these on a GPU, and its step as the third on the stand-in.
-        return (at, words, value), (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32)
-
     def _kernel(self, function: Any, at: int, words: int, value: int) -> Any:
         node = driver.CUDA_KERNEL_NODE_PARAMS()
         node.func = function
-        node.gridDimX, node.gridDimY, node.gridDimZ = min(1024, -(-words // THREADS)), 1, 1
+        node.gridDimX, node.gridDimY, node.gridDimZ = self._blocks(words), 1, 1
         node.blockDimX, node.blockDimY, node.blockDimZ = THREADS, 1, 1
         node.kernelParams = self._arguments(at, words, value)
         return node
@@ -116,40 +90,21 @@ class Nodes:
         node = self._kernel(self.fill, self.beside, self.words // 2, fill)
         checked(driver.cuGraphExecKernelNodeSetParams(self.executable, self.changed["fill"], node))
 
-    def _then(self, number: int, before: Any, after: Any) -> None:
-        checked(driver.cuEventRecord(self.events[number], before))
-        checked(driver.cuStreamWaitEvent(after, self.events[number], 0))
-
-    def _count(self, stream: Any) -> None:
-        grid = min(1024, -(-self.words // THREADS))
-        arguments = self._arguments(self.first, self.words, 1)
-        checked(driver.cuLaunchKernel(self.increment, grid, 1, 1, THREADS, 1, 1, 0, stream, arguments, 0))
-
     def step(self) -> None:
         for _ in range(ROUNDS):
             self._change()
-            self._count(OWN)
+            self._launch(self.increment, self.first, self.words, 1, OWN)
             checked(driver.cuGraphLaunch(self.executable, OWN))
             self._then(0, OWN, self.stream)
             checked(driver.cuMemcpyDtoDAsync(self.first, self.last, self.bytes, self.stream))
             self._then(1, self.stream, OWN)
         checked(driver.cuStreamSynchronize(OWN))
 
-    def results(self) -> Iterator[bytes]:
-        for at in (self.first, self.middle, self.last, self.beside):
-            data = bytearray(self.bytes)
-            checked(driver.cuMemcpyDtoH(data, at, len(data)))
-            yield bytes(data)
-
     def close(self) -> None:
         checked(driver.cuGraphExecDestroy(self.executable))
         checked(driver.cuGraphDestroy(self.graph))
-        for at in (self.first, self.middle, self.last, self.beside):
-            checked(driver.cuMemFree(at))
-        checked(driver.cuDevicePrimaryCtxRelease(self.device))
+        super().close()
 
 
 def start(seed: int, backend: str) -> Nodes:
-    if backend == "simulated":
-        return Nodes(seed, STANDIN_IMAGE, WORDS >> 6)
-    return Nodes(seed, Path(os.environ[CUBIN]).read_bytes(), WORDS)
+    return Nodes(seed, *image_and_words(backend))

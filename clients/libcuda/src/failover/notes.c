@@ -7,8 +7,6 @@
 #include "failover/carry.h"
 #include "failover/line.h"
 
-#define MOVE_MS 5000	/* as long as a call waits for the end of a move */
-
 static struct mpsd_notes opaque, unsure;
 static pthread_mutex_t opaque_lock = PTHREAD_MUTEX_INITIALIZER;
 static atomic_uint_least64_t own_error;	/* to be said, below the context's `moves`; 0: none */
@@ -66,7 +64,7 @@ void mpsd_opaque_child(void)
 /* False: the move hangs in the driver. */
 static bool take(void)
 {
-	struct timespec until = mpsd_in(MOVE_MS);
+	struct timespec until = mpsd_in(MPSD_MOVE_MS);
 
 	return !pthread_mutex_timedlock(&opaque_lock, &until);
 }

@@ -9,8 +9,6 @@
 #include "failover/made.h"
 #include "failover/move.h"
 
-/* A move that lasts longer than that has failed: the program has its error. */
-#define MOVE_MS 5000
 /* How long an error of the program's own is kept from it while the daemon may still move it. */
 #define WORD_MS 1000
 
@@ -57,7 +55,7 @@ static uint64_t settled(void)
 	uint64_t moves = atomic_load(&mpsd_moves);
 
 	if (moves & 1) {
-		struct timespec until = mpsd_in(MOVE_MS);
+		struct timespec until = mpsd_in(MPSD_MOVE_MS);
 
 		mpsd_work_held(true);
 		pthread_mutex_lock(&lock);

@@ -1,0 +1,80 @@
+"""What the cuda-bindings programs have in common that count words up in four buffers."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from cuda.bindings import driver
+
+from faultinject.programs.device_nvidia import CUBIN, checked
+
+STANDIN_IMAGE = b"standin module\nkernel fill fill 0\nkernel increment add 0\n"
+WORDS, THREADS = 1 << 20, 256
+
+
+def image_and_words(backend: str) -> tuple[bytes, int]:
+    """The module that has the kernels, and how many words of 4 bytes a buffer has."""
+    if backend == "simulated":
+        return STANDIN_IMAGE, WORDS >> 6
+    return Path(os.environ[CUBIN]).read_bytes(), WORDS
+
+
+class Counting:
+    """A primary context, the kernels, events, and buffers of zeros."""
+
+    def __init__(self, seed: int, image: bytes, words: int, events: int) -> None:
+        checked(driver.cuInit(0))
+        self.device = checked(driver.cuDeviceGet(0))
+        self.context = checked(driver.cuDevicePrimaryCtxRetain(self.device))
+        checked(driver.cuCtxSetCurrent(self.context))
+        module = checked(driver.cuModuleLoadData(image))
+        self.fill = checked(driver.cuModuleGetFunction(module, b"fill"))
+        self.increment = checked(driver.cuModuleGetFunction(module, b"increment"))
+        self.words, self.bytes = words, words * 4
+        self.random = random.Random(seed)
+        untimed = driver.CUevent_flags.CU_EVENT_DISABLE_TIMING
+        self.events = [checked(driver.cuEventCreate(untimed)) for _ in range(events)]
+        self.first, self.middle, self.last, self.beside = (self._new() for _ in range(4))
+        checked(driver.cuCtxSynchronize())
+
+    def _new(self) -> int:
+        at = int(checked(driver.cuMemAlloc(self.bytes)))
+        checked(driver.cuMemsetD32(at, 0, self.words))
+        return at
+
+    @staticmethod
+    def _stream() -> Any:
+        return checked(driver.cuStreamCreate(driver.CUstream_flags.CU_STREAM_NON_BLOCKING))
+
+    @staticmethod
+    def _blocks(words: int) -> int:
+        return min(1024, -(-words // THREADS))
+
+    @staticmethod
+    def _arguments(at: int, words: int, value: int) -> tuple[tuple[int, ...], tuple[type, ...]]:
+        # `increment` takes two of these on a GPU, and its step as the third on the stand-in.
+        return (at, words, value), (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32)
+
+    def _launch(self, function: Any, at: int, words: int, value: int, stream: Any) -> None:
+        shape, arguments = (self._blocks(words), 1, 1, THREADS, 1, 1), self._arguments(at, words, value)
+        checked(driver.cuLaunchKernel(function, *shape, 0, stream, arguments, 0))
+
+    def _then(self, number: int, before: Any, after: Any) -> None:
+        checked(driver.cuEventRecord(self.events[number], before))
+        checked(driver.cuStreamWaitEvent(after, self.events[number], 0))
+
+    def results(self) -> Iterator[bytes]:
+        for at in (self.first, self.middle, self.last, self.beside):
+            data = bytearray(self.bytes)
+            checked(driver.cuMemcpyDtoH(data, at, len(data)))
+            yield bytes(data)
+
+    def close(self) -> None:
+        for at in (self.first, self.middle, self.last, self.beside):
+            checked(driver.cuMemFree(at))
+        checked(driver.cuDevicePrimaryCtxRelease(self.device))
