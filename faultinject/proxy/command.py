@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import shlex
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -41,6 +42,8 @@ class Plan:
     driver: Path | None = None
     memory_end: bool = False
     cores: Sequence[int] = ()
+    out: Path | None = None
+    """The logs of each part are kept in a folder of it."""
 
     def command(self) -> str:
         """The command line that repeats it, but for where the libraries are."""
@@ -95,11 +98,19 @@ def run(plan: Plan) -> dict[str, Any]:
 def _on(node: Node, plan: Plan, libraries: Libraries, base: Path) -> dict[str, Any]:
     """Each part has a daemon of its own, so that no part sees what another left."""
     found: dict[str, Any] = dict.fromkeys(("programs", "numba", "deaths", "memory_end"))
-    found["leftovers"] = []
+    left: list[str] = []
+    found["leftovers"] = left
+
+    @contextmanager
+    def rigged(part: str, settings: Mapping[str, str]) -> Iterator[Rig]:
+        logs = plan.out / part if plan.out else None
+        with History() as history, Rig(node, "mpsd", history, settings=settings, logs_to=logs) as rig:
+            yield rig
+        left.extend(rig.left)
+
     if plan.programs is not None:
         moved = any(mode in judge.FAILOVER_MODES for mode in plan.modes)
-        settings = {**SETTINGS, **(libraries.failover_settings() if moved else {})}
-        with History() as history, Rig(node, "mpsd", history, settings=settings) as rig:
+        with rigged("programs", {**SETTINGS, **(libraries.failover_settings() if moved else {})}) as rig:
             found["programs"] = pairs.run_programs(
                 rig,
                 libraries,
@@ -111,21 +122,16 @@ def _on(node: Node, plan: Plan, libraries: Libraries, base: Path) -> dict[str, A
                 deadline_s=plan.deadline_s,
                 tell=tell_stderr,
             )
-        found["leftovers"] += rig.left
     if plan.deaths:
-        settings = {**SETTINGS, **deaths.SETTINGS}
-        with History() as history, Rig(node, "mpsd", history, settings=settings) as rig:
+        with rigged("deaths", {**SETTINGS, **deaths.SETTINGS}) as rig:
             slaughter = deaths.Slaughter(rig, libraries, plan.seed, tell_stderr)
             found["deaths"] = slaughter.run(plan.deaths, plan.at_once).data()
-        found["leftovers"] += rig.left
     if plan.memory_end:
-        with History() as history, Rig(node, "mpsd", history, settings=SETTINGS) as rig:
+        with rigged("memory-end", SETTINGS) as rig:
             found["memory_end"] = memory_end.run(rig, libraries, plan.seed, tell_stderr)
-        found["leftovers"] += rig.left
     if plan.numba is not None:
-        with History() as history, Rig(node, "mpsd", history, settings=SETTINGS) as rig:
+        with rigged("numba", SETTINGS) as rig:
             found["numba"] = numba_suite.run(rig, libraries, plan.numba, base, tell_stderr)
-        found["leftovers"] += rig.left
     return found
 
 
@@ -184,6 +190,7 @@ def add_parser(commands: Any, types: Any) -> None:
     )
     proxy.add_argument("--libcuda", type=Path, metavar="DIR", help="the folder with the proxy's libcuda.so.1")
     proxy.add_argument("--driver", type=Path, metavar="DIR", help="the stand-in's, for the simulated GPU")
+    proxy.add_argument("--out", type=Path, help="keep the logs of each part here")
     proxy.set_defaults(go=_go)
 
 
@@ -207,6 +214,7 @@ def _go(args: argparse.Namespace) -> int:
         args.driver,
         args.memory_end,
         pairs.choose_cores(args.cores),
+        args.out,
     )
     if plan.programs is None and not (plan.deaths or plan.memory_end) and plan.numba is None:
         raise UsageError(

@@ -7,6 +7,7 @@ compare what they hold all the time.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import re
@@ -48,13 +49,15 @@ POLL_S, KILL_POLL_S = 0.02, 0.002
 class Batch:
     """One batch of deaths. `vaulted`: how many of them had memory in the vault when they were killed.
 
-    `clear_s` is the time from the last death until nothing of them was left; None: it never was.
+    `clear_s` is the time from the last death until nothing of them was left; None: it never was. `early`:
+    those that ended before they were killed, each with what it said of it.
     """
 
     deaths: int
     vaulted: int
     clear_s: float | None
     left: str = ""
+    early: list[str] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -68,6 +71,8 @@ class Deaths:
     descriptors: tuple[int, int] | None = None
     memory: tuple[int, int] | None = None
     failure: str = ""
+    faults: list[str] = field(default_factory=list)
+    """What mpsd recorded as faults meanwhile: a death is none."""
 
     @property
     def killed(self) -> int:
@@ -83,6 +88,8 @@ def judge(seen: Mapping[str, Any]) -> list[Finding]:
         _all_died,
         _were_vaulted,
         _nothing_left,
+        _no_faults,
+        _victims_unharmed,
         _survivors_unharmed,
     )
     return [Finding(law.__name__.strip("_").replace("_", " "), *law(seen)) for law in laws]
@@ -111,6 +118,20 @@ def _nothing_left(seen: Mapping[str, Any]) -> tuple[Verdict, str]:
     if seen["held_at_end"]:
         left.append(f"{seen['held_at_end']} pieces in the vault at the end")
     return invalid("; ".join(left[:5])) if left else valid()
+
+
+def _no_faults(seen: Mapping[str, Any]) -> tuple[Verdict, str]:
+    found = seen.get("faults", ())
+    return invalid("; ".join(found[:3])) if found else valid()
+
+
+def _victims_unharmed(seen: Mapping[str, Any]) -> tuple[Verdict, str]:
+    """Until its own kill came, each was a neighbour of those that were killed before it."""
+    early = [f"batch {i}: {said}" for i, b in enumerate(seen["batches"], 1) for said in b.get("early", ())]
+    if not early:
+        return valid()
+    more = f"; and {len(early) - 3} more" if len(early) > 3 else ""
+    return invalid("; ".join(early[:3]) + more)
 
 
 def _survivors_unharmed(seen: Mapping[str, Any]) -> tuple[Verdict, str]:
@@ -171,9 +192,17 @@ class Slaughter:
                 seen.survivors[survivor.name] = self._fate(survivor)
             self.until_clear({s.pid for s in survivors}, counted=False)
             seen.held_at_end = len(self.holdings())
+            seen.faults = self.faults()
         except MpsdError as error:
             seen.failure = f"{error.code}: {error}"
+            with contextlib.suppress(MpsdError):
+                seen.faults = self.faults()
         return seen
+
+    def faults(self) -> list[str]:
+        """mpsd's records, each with the evidence for it."""
+        records = self.rig.mpsd.ask(lambda c: c.faults())
+        return [f"fault {r['id']}: " + ", ".join(e["text"] for e in r["evidence"]) for r in records]
 
     def _trouble(self, batch: Batch) -> str:
         return f"; left: {batch.left}" if batch.clear_s is None else ""
@@ -189,7 +218,8 @@ class Slaughter:
         """So many programs, each killed at a moment of its own."""
         victims = [self.spawn(f"victim-{self.started + i}") for i in range(size)]
         self.started += size
-        vaulted = self._kill(victims)
+        early: list[str] = []
+        vaulted = self._kill(victims, early)
         for victim in victims:
             victim.must("gone", timeout=UP_S)
         died = clock()
@@ -197,10 +227,13 @@ class Slaughter:
         for victim in victims:
             victim.end()
             self.rig.workers.remove(victim)
-        return Batch(size, vaulted, round(clock() - died, 3) if clear else None, left)
+        return Batch(size, vaulted, round(clock() - died, 3) if clear else None, left, early)
 
-    def _kill(self, victims: Sequence[Worker]) -> int:
-        """Kill each while it starts, or a while after it holds memory; how many had some in the vault."""
+    def _kill(self, victims: Sequence[Worker], early: list[str]) -> int:
+        """Kill each while it starts, or a while after it holds memory; how many had some in the vault.
+
+        Raises DeadlineError, with what mpsd says of the domains, if one does not come up.
+        """
         plans = [
             (v, "started" if self.random.random() < 1 / 3 else "ready", self.random.random() * LATEST_S)
             for v in victims
@@ -214,11 +247,37 @@ class Slaughter:
                     plans.remove(plan)
                     stats = read_stats(victim.pid) if victim.running else None
                     vaulted += bool(stats and stats["vault_taken"])
+                    if said.what != what:
+                        early.append(self._ended(victim))
                     victim.signal(signal.SIGKILL)
             time.sleep(KILL_POLL_S)
         if plans:
-            raise DeadlineError(f"{plans[0][0].name} did not say {plans[0][1]}")
+            victim, what, _ = plans[0]
+            raise DeadlineError(
+                f"{victim.name} did not say {what}: {self._waiting(victim)}; {self._domains()}"
+            )
         return vaulted
+
+    def _ended(self, victim: Worker) -> str:
+        """The last words of one that ended before it was killed."""
+        error = victim.heard("error")
+        words = str(error.data.get("text")) if error else self.rig.error_text(victim)
+        return f"{victim.name}: {words or 'ended without a word'}"
+
+    def _waiting(self, victim: Worker) -> str:
+        """Where its threads wait in the kernel."""
+        found: Counter[str] = Counter()
+        try:
+            for thread in os.listdir(f"/proc/{victim.pid}/task"):
+                with open(f"/proc/{victim.pid}/task/{thread}/wchan") as place:
+                    found[place.read() or "?"] += 1
+        except OSError:
+            return "it is gone"
+        return "its threads wait in " + ", ".join(f"{place} ({count})" for place, count in found.items())
+
+    def _domains(self) -> str:
+        states = [f"domain {d['id']} is {d['state']}" for d in self.rig.mpsd.status()["domains"]]
+        return ", ".join(states) or "there is no domain"
 
     def holdings(self) -> Sequence[Mapping[str, Any]]:
         held: Sequence[Mapping[str, Any]] = self.rig.mpsd.ask(lambda c: c.vault_list())
@@ -261,8 +320,9 @@ class Slaughter:
         if descriptors > was + DESCRIPTORS_BOUND:
             grown = self.open_files() - self.open_before
             more = ", ".join(f"{name} +{count}" for name, count in grown.items())
-            states = ", ".join(f"{d['id']} {d['state']}" for d in status["domains"])
-            return f"{descriptors} descriptors are open in mpsd, {was} were before ({more}); domains {states}"
+            return (
+                f"{descriptors} descriptors are open in mpsd, {was} were before ({more}); {self._domains()}"
+            )
         if memory > self.before[1] + MEMORY_BOUND:
             return f"{memory} bytes of GPU memory are in use, {self.before[1]} were before"
         return ""
