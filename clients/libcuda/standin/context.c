@@ -381,5 +381,7 @@ API CUresult cuCtxSetLimit(CUlimit limit, size_t value)
 	if (!has_limit(limit))
 		return leave(CUDA_ERROR_UNSUPPORTED_LIMIT);
 	context->limits[limit] = value;
-	return leave(CUDA_SUCCESS);
+	leave(CUDA_SUCCESS);
+	gate_keep(GATE_LIMIT);
+	return CUDA_SUCCESS;
 }

@@ -141,7 +141,10 @@ static CUresult transfer(void *to, enum side to_side, const void *from, enum sid
 
 API CUresult cuMemcpyHtoD_v2(CUdeviceptr dstDevice, const void *srcHost, size_t ByteCount)
 {
-	return transfer((void *)dstDevice, DEVICE_SIDE, srcHost, HOST_SIDE, ByteCount, NULL, true);
+	CUresult result = transfer((void *)dstDevice, DEVICE_SIDE, srcHost, HOST_SIDE, ByteCount, NULL, true);
+
+	gate_keep(GATE_WRITE);
+	return result;
 }
 
 API CUresult cuMemcpyDtoH_v2(void *dstHost, CUdeviceptr srcDevice, size_t ByteCount)

@@ -170,7 +170,9 @@ API CUresult cuModuleLoadData(CUmodule *module, const void *image)
 	made->next = modules;
 	modules = made;
 	*module = made;
-	return leave(CUDA_SUCCESS);
+	leave(CUDA_SUCCESS);
+	gate_keep(GATE_MODULE);
+	return CUDA_SUCCESS;
 }
 
 API CUresult cuModuleLoadDataEx(CUmodule *module, const void *image, unsigned int numOptions,

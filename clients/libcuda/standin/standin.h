@@ -51,6 +51,9 @@ CUresult gate_fault(void);
 #define GATE_SYNC 128
 #define GATE_PARAMETERS 256
 #define GATE_KERNEL 512		/* of a library */
+#define GATE_MODULE 2048	/* code is loaded */
+#define GATE_LIMIT 4096		/* of a context */
+#define GATE_WRITE 8192		/* the host has written to the GPU's memory */
 #define GATE_NODE 1024		/* a graph is made node by node, or changed */
 void gate_keep(uint64_t call);
 CUresult gate_node(CUresult result);	/* as GATE_NODE; passes its argument on */

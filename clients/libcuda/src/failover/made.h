@@ -72,7 +72,18 @@ extern atomic_uint mpsd_made_waiting;
 void mpsd_made_lock(void);
 void mpsd_made_unlock(void);
 void mpsd_made_child(void);
-bool mpsd_made_is_wanted(void);		/* whether anybody waits for it */
+void mpsd_made_lock_child(void);
+void mpsd_made_short(void);		/* of names or memory: said when the lock is given */
+
+/*
+ * Under the lock: the record whose twin is being made, without the lock, for that may take long; NULL: none. Who would
+ * end it waits. let_go(): false where it has changed since hold().
+ */
+struct mpsd_made *mpsd_made_held(void);
+void mpsd_made_hold(struct mpsd_made *made);
+bool mpsd_made_let_go(void);
+void mpsd_made_changed(const struct mpsd_made *made);
+bool mpsd_made_wait(void);		/* without the lock meanwhile; true */
 
 /*
  * Add a record for what a call made that began when mpsd_moves was `moves`. False: a move came between, and

@@ -11,16 +11,13 @@
 #define BUCKETS 4096
 
 /*
- * Who makes and ends records, and twins, has `lock`; who changes the buckets or what they lead to has `names` too, for
- * writing; who looks a name up has that alone, for a twin may take long.
+ * Who makes and ends records has the lock of held.c; who changes the buckets or what they lead to has `names` too, for
+ * writing; who looks a name up has that alone, for a graph's twin is made with the lock, and may take long.
  */
-static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_rwlock_t names = PTHREAD_RWLOCK_INITIALIZER;
 static struct mpsd_made *by_name[BUCKETS], *by_native[BUCKETS];
 static struct mpsd_made *oldest, *newest;
 atomic_uint mpsd_made_waiting;
-static atomic_bool is_short;		/* of names or memory, and it was not said yet */
-static atomic_uint wanting;		/* threads that want the lock */
 static uint64_t natives_of_moves;
 
 /* Names that the driver could never give: what is made after a move may get the address of an old handle. */
@@ -30,29 +27,6 @@ static unsigned int spare_used;
 bool mpsd_made_is_spare(const void *name)
 {
 	return (const char *)name >= spare_names && (const char *)name < spare_names + sizeof(spare_names);
-}
-
-void mpsd_made_lock(void)
-{
-	atomic_fetch_add(&wanting, 1);
-	pthread_mutex_lock(&lock);
-	atomic_fetch_sub(&wanting, 1);
-}
-
-bool mpsd_made_is_wanted(void)
-{
-	return atomic_load(&wanting) != 0;
-}
-
-void mpsd_made_unlock(void)
-{
-	static const char short_of[] = "more handles than there is memory or names for";
-	/* Before a move that waits for the lock goes on. */
-	bool is = atomic_exchange(&is_short, false) && mpsd_opaque_note(short_of);
-
-	pthread_mutex_unlock(&lock);
-	if (is)
-		mpsd_opaque_noted(short_of);
 }
 
 static unsigned int bucket(const void *handle)
@@ -128,6 +102,8 @@ bool mpsd_made_again(const void *name, uint64_t moves)
 	mpsd_made_lock();
 	is = atomic_load(&mpsd_moves) == moves;
 	made = is ? mpsd_made_find(name) : NULL;
+	if (made)
+		mpsd_made_changed(made);
 	if (made && made->is_twin) {
 		made->is_twin = false;
 		atomic_fetch_add(&mpsd_made_waiting, 1);
@@ -197,7 +173,7 @@ static bool add(struct mpsd_made *record, uint64_t moves)
 	if (record->native && moves && mpsd_made_find(record->native))
 		record->name = spare_used < sizeof(spare_names) ? &spare_names[spare_used++] : NULL;
 	if (!made || (record->native && !record->name)) {
-		atomic_store(&is_short, true);
+		mpsd_made_short();
 		record->name = record->native;
 		free(made);
 		return true;
@@ -289,17 +265,24 @@ static bool is_same(const struct mpsd_made *one, const struct mpsd_made *other)
 	       (!one->attribute || !memcmp(one->attribute, other->attribute, sizeof(*one->attribute)));
 }
 
+static bool is_same_setting(const struct mpsd_made *one, const struct mpsd_made *other)
+{
+	return one->kind == other->kind && one->of == other->of && one->what == other->what &&
+	       one->device == other->device;
+}
+
 bool mpsd_made_set(struct mpsd_made *record, uint64_t moves)
 {
 	struct mpsd_made *made, *next;
 	bool is, same = false;
 
 	mpsd_made_lock();
+	while ((made = mpsd_made_held()) && is_same_setting(made, record))
+		mpsd_made_wait();
 	is = atomic_load(&mpsd_moves) == moves;
 	for (made = is ? oldest : NULL; made; made = next) {
 		next = made->newer;
-		if (made->kind != record->kind || made->of != record->of || made->what != record->what ||
-		    made->device != record->device)
+		if (!is_same_setting(made, record))
 			continue;
 		same = is_same(made, record);
 		if (same)
@@ -326,8 +309,10 @@ bool mpsd_made_end(const void *name, uint64_t moves)
 	bool is;
 
 	mpsd_made_lock();
-	is = atomic_load(&mpsd_moves) == moves;
-	ended = is ? mpsd_made_find(name) : NULL;
+	do {
+		is = atomic_load(&mpsd_moves) == moves;
+		ended = is ? mpsd_made_find(name) : NULL;
+	} while (is_of(mpsd_made_held(), ended) && mpsd_made_wait());
 	/* What is of it is newer. */
 	for (made = ended ? newest : NULL; made; made = older) {
 		older = made == ended ? NULL : made->older;
@@ -379,7 +364,7 @@ void mpsd_made_move(void)
 /* In a forked child, where another thread of the parent's may have had them. */
 void mpsd_made_child(void)
 {
-	lock = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
+	mpsd_made_lock_child();
 	names = (pthread_rwlock_t)PTHREAD_RWLOCK_INITIALIZER;
 }
 

@@ -1,11 +1,8 @@
 // SPDX-License-Identifier: MIT
 /* What the program has made, made again in the standby's copy of the driver. */
-#include <sched.h>
 #include <stdio.h>
 
 #include "failover/made.h"
-
-#define MOST_YIELDS 1000
 
 static CUresult make_context(struct mpsd_made *made)
 {
@@ -142,14 +139,14 @@ static CUresult make(struct mpsd_made *made, const char **what)
 	return CUDA_ERROR_INVALID_VALUE;
 }
 
-bool mpsd_twin_make(struct mpsd_made *made, const char **what)
+/* In this context of the standby's; NULL: it has none yet. */
+static bool make_in(CUcontext context, struct mpsd_made *made, const char **what)
 {
 	static char said[160];	/* this thread's alone */
 	CUresult result;
-	struct mpsd_made *context = made->device >= 0 ? mpsd_made_context(made->device) : NULL;
 
-	if (made->kind != MPSD_MADE_CONTEXT && context && context->is_twin)
-		other_cuCtxSetCurrent(context->twin);
+	if (context)
+		other_cuCtxSetCurrent(context);
 	result = make(made, what);
 	if (result == CUDA_SUCCESS)
 		return true;
@@ -199,40 +196,48 @@ static void even_out(struct mpsd_made *made)
 		other_cuDevicePrimaryCtxRelease_v2(made->device);
 }
 
-/* The oldest that has no twin; false: `what` cannot be made. */
-static bool make_one(const char **what, bool *more)
+/* The oldest that has no twin, held; NULL: all have one. `context`: that of its device there. */
+static struct mpsd_made *hold_one(CUcontext *context)
 {
-	struct mpsd_made *made;
-	bool is = true;
+	struct mpsd_made *made, *its;
 
+	*context = NULL;
 	mpsd_made_lock();
 	for (made = mpsd_made_oldest(); made && made->is_twin; made = made->newer)
 		if (made->kind == MPSD_MADE_CONTEXT)
 			even_out(made);
-	*more = made != NULL;
+	its = made && made->device >= 0 && made->kind != MPSD_MADE_CONTEXT ? mpsd_made_context(made->device) : NULL;
+	if (its && its->is_twin)
+		*context = its->twin;
 	if (made)
-		is = mpsd_twin_make(made, what);
-	if (made && is) {
+		mpsd_made_hold(made);
+	mpsd_made_unlock();
+	return made;
+}
+
+static void let_go(struct mpsd_made *made, bool is)
+{
+	mpsd_made_lock();
+	if (mpsd_made_let_go() && is) {
 		made->is_twin = true;
 		made->twin_flags = made->kind == MPSD_MADE_CONTEXT;
 		atomic_fetch_sub(&mpsd_made_waiting, 1);
 	}
 	mpsd_made_unlock();
-	return is;
 }
 
-/* One at a time, and the program's threads come first: what they make meanwhile waits for one. */
+/* Without the lock: a context or a module takes long, and the program's threads would wait for it. */
 bool mpsd_made_twins(const char **what)
 {
-	bool more = true;
+	struct mpsd_made *made;
+	CUcontext context;
+	bool is = true;
 
-	while (more) {
-		for (int i = 0; i < MOST_YIELDS && mpsd_made_is_wanted(); i++)
-			sched_yield();
-		if (!make_one(what, &more))
-			return false;
+	while (is && (made = hold_one(&context))) {
+		is = make_in(context, made, what);
+		let_go(made, is);
 	}
-	return true;
+	return is;
 }
 
 void mpsd_made_no_twins(void)

@@ -184,30 +184,34 @@ bool mpsd_variable_given(CUdeviceptr *word)
 	return true;
 }
 
-/* With the lock of made.h. False: there is no room. */
-static bool know(CUdeviceptr name, size_t size, bool is_new)
+/* False: there is no room. `had_parts`: of what was there before. */
+static bool know(CUdeviceptr name, size_t size, bool is_new, bool *had_parts)
 {
-	unsigned int count = atomic_load(&mpsd_variables), i = 0;
+	unsigned int count, i = 0;
 
+	pthread_mutex_lock(&parts_lock);
+	count = atomic_load(&mpsd_variables);
 	while (i < count && known[i].name != name)
 		i++;
-	if (i == MOST)
-		return false;
-	known[i].name = name;
-	known[i].size = size;
-	if (is_new && known[i].parts) {
+	*had_parts = is_new && i < MOST && known[i].parts;
+	if (i < MOST) {
+		known[i].name = name;
+		known[i].size = size;
+	}
+	if (*had_parts) {
 		free_parts(known[i].parts);
 		known[i].parts = NULL;
 	}
-	if (i == count)
+	if (i == count && i < MOST)
 		atomic_store_explicit(&mpsd_variables, count + 1, memory_order_release);
-	return true;
+	pthread_mutex_unlock(&parts_lock);
+	return i < MOST;
 }
 
 static CUresult note(struct mpsd_made *record, CUdeviceptr *dptr, uint64_t moves)
 {
 	CUresult result = CUDA_SUCCESS;
-	bool is_new, is_known;
+	bool is_new, is_known, had_parts;
 
 	record->native = (void *)*dptr;
 	/* Not where it was asked for before: its module has been unloaded since, or it is another's. */
@@ -220,9 +224,10 @@ static CUresult note(struct mpsd_made *record, CUdeviceptr *dptr, uint64_t moves
 	/* A name that is no address of the GPU's has no room for what comes after its first byte. */
 	if (mpsd_made_is_spare(record->name))
 		result = mpsd_line_made(result, "a module's variable where another thing was");
-	mpsd_made_lock();
-	is_known = know(*dptr, record->size, is_new);
-	mpsd_made_unlock();
+	is_known = know(*dptr, record->size, is_new, &had_parts);
+	/* Its twin may have been given them. */
+	if (had_parts && !mpsd_made_again((const void *)*dptr, moves))
+		return MPSD_AGAIN;
 	return is_known ? result : mpsd_line_made(result, "more variables of modules than are kept");
 }
 

@@ -1,0 +1,112 @@
+"""What the program does while the standby makes the twin of one of its things, which may take long."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.libcuda.test_exact import move
+from tests.libcuda.test_failover import Program, ask, break_domain, copies, post
+from tests.support import moving
+from tests.support.gate import LIMIT, MODULE, WRITE, Gate
+from tests.support.moving import Line, Post
+from tests.support.simfixtures import backend, domain, second
+from tests.support.simnode import Domain, until
+
+__all__ = ["ask", "backend", "copies", "domain", "post", "second"]
+
+pytestmark = pytest.mark.parametrize("ask", [{"MPSD_FAILOVER": "exact"}], indirect=True)
+
+
+@pytest.fixture
+def gate(second: Domain) -> Iterator[Gate]:
+    """Of the standby's copy alone."""
+    made = Gate(Path(second.environment["CUDA_MPS_PIPE_DIRECTORY"]))
+    yield made
+    made.keep(0)
+    made.close()
+
+
+def begin_standby(line: Line, at: Domain, copies: Path, gate: Gate, call: int) -> None:
+    """Until its thread is kept in this call of the copy's."""
+    gate.keep(call)
+    line.say(moving.STANDBY, 1, at.environment["CUDA_MPS_PIPE_DIRECTORY"], str(copies))
+    until(lambda: gate.kept() == call)
+
+
+def end_standby(line: Line, gate: Gate) -> None:
+    gate.keep(0)
+    said = line.hear(moving.READY, moving.UNREADY)
+    assert (said.kind, said.text) == (moving.READY, "")
+
+
+def test_the_program_makes_and_ends_other_things_meanwhile(
+    domain: Domain, second: Domain, gate: Gate, post: Post, ask: Program, copies: Path
+) -> None:
+    line = post.greet(moving.EXACT)
+    ask("m = gpu.memory(4 << 20); ended = gpu.stream(); gpu.sync()")
+    begin_standby(line, second, copies, gate, MODULE)
+    ask("s = gpu.stream(); e = gpu.made('cuEventCreate', 0); add = gpu.functions['add']")
+    assert ask("gpu.made('cuModuleGetFunction', gpu.module, b'add') == add") == "True"
+    # A stream whose twin is there already, and a limit.
+    assert ask("gpu.code('cuStreamDestroy_v2', ended), gpu.code('cuCtxSetLimit', 0, 4096)") == "(0, 0)"
+    assert ask("gpu.run('add', m, 8, 1, stream=s), gpu.sync(), gpu.word(m)") == "(0, 0, 1)"
+    end_standby(line, gate)
+    break_domain(domain)
+    move(line)
+    assert ask("gpu.run('add', m, 8, 1, stream=s), gpu.sync(), gpu.word(m)") == "(0, 0, 2)"
+    assert ask("gpu.timed(e), gpu.code('cuStreamDestroy_v2', ended)") == "(0, 400)"
+    assert ask.end() == ""
+
+
+def test_its_end_waits_for_its_twin(
+    domain: Domain, second: Domain, gate: Gate, post: Post, ask: Program, copies: Path
+) -> None:
+    line = post.greet(moving.EXACT)
+    ask("m = gpu.memory(4 << 20); gpu.sync(); later = Later(gpu)")
+    begin_standby(line, second, copies, gate, MODULE)
+    ask("later.start(\"gpu.code('cuModuleUnload', gpu.module)\")")
+    assert ask("later.comes_back(), gpu.code('cuStreamDestroy_v2', gpu.stream())") == "(False, 0)"
+    end_standby(line, gate)
+    assert ask("later.result()") == "0"
+    break_domain(domain)
+    move(line)
+    assert ask("gpu.sync(), gpu.word(m), gpu.code('cuModuleUnload', gpu.module)") == "(0, 0, 400)"
+    assert ask.end() == ""
+
+
+def test_a_setting_that_is_replaced_meanwhile_is_the_last_one_there(
+    domain: Domain, second: Domain, gate: Gate, post: Post, ask: Program, copies: Path
+) -> None:
+    line = post.greet(moving.EXACT)
+    ask("gpu.sync(); later = Later(gpu)")
+    assert ask("gpu.code('cuCtxSetLimit', 0, 4096)") == "0"
+    begin_standby(line, second, copies, gate, LIMIT)
+    ask("later.start(\"gpu.code('cuCtxSetLimit', 0, 8192)\")")
+    assert ask("later.comes_back(), gpu.code('cuStreamDestroy_v2', gpu.stream())") == "(False, 0)"
+    end_standby(line, gate)
+    assert ask("later.result()") == "0"
+    break_domain(domain)
+    move(line)
+    assert ask("gpu.made('cuCtxGetLimit', 0)") == "8192"
+    assert ask.end() == ""
+
+
+def test_a_variable_that_is_written_meanwhile_is_filled_again(
+    domain: Domain, second: Domain, gate: Gate, post: Post, ask: Program, copies: Path
+) -> None:
+    line = post.greet(moving.EXACT)
+    ask("m = gpu.memory(4 << 20); table = gpu.variable('table'); later = Later(gpu)")
+    assert ask("gpu.put(table, 1, 2, 3, 4), gpu.sync()") == "(0, 0)"
+    # The standby's has what the host has put there by then, and its twin is not there yet, or just so.
+    begin_standby(line, second, copies, gate, WRITE)
+    ask("later.start('gpu.put(table + 4, 7), gpu.sync()')")
+    assert ask("later.comes_back(), gpu.code('cuStreamDestroy_v2', gpu.stream())") == "(False, 0)"
+    end_standby(line, gate)
+    assert ask("later.result()") == "(0, 0)"
+    break_domain(domain)
+    move(line)
+    assert ask("gpu.peek(table, 4)") == "[1, 7, 3, 4]"
+    assert ask.end() == ""
