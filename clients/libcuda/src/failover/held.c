@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT
 /* The lock of the records of made.h, and the record whose twin is made without it: one at a time, by the mover's thread. */
 #include <pthread.h>
+#include <stdatomic.h>
 
 #include "failover/line.h"
 #include "failover/made.h"
@@ -10,6 +11,7 @@ static pthread_cond_t was_let_go = PTHREAD_COND_INITIALIZER;
 static struct mpsd_made *held;
 static bool has_changed;
 static bool is_short;		/* and it was not said yet */
+static atomic_uint waiting;
 
 void mpsd_made_lock(void)
 {
@@ -58,8 +60,20 @@ void mpsd_made_changed(const struct mpsd_made *made)
 
 bool mpsd_made_wait(void)
 {
+	int before;
+
+	/* A thread that is cancelled in a call of the driver's would keep the lock. */
+	pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &before);
+	atomic_fetch_add(&waiting, 1);
 	pthread_cond_wait(&was_let_go, &lock);
+	atomic_fetch_sub(&waiting, 1);
+	pthread_setcancelstate(before, NULL);
 	return true;
+}
+
+bool mpsd_made_is_awaited(void)
+{
+	return atomic_load(&waiting) != 0;
 }
 
 /* In a forked child, which has no other thread: nothing is made there. */
@@ -67,5 +81,6 @@ void mpsd_made_lock_child(void)
 {
 	lock = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
 	was_let_go = (pthread_cond_t)PTHREAD_COND_INITIALIZER;
+	atomic_store(&waiting, 0);
 	held = NULL;
 }

@@ -84,6 +84,7 @@ void mpsd_made_hold(struct mpsd_made *made);
 bool mpsd_made_let_go(void);
 void mpsd_made_changed(const struct mpsd_made *made);
 bool mpsd_made_wait(void);		/* without the lock meanwhile; true */
+bool mpsd_made_is_awaited(void);	/* without the lock: whether anybody waits */
 
 /*
  * Add a record for what a call made that began when mpsd_moves was `moves`. False: a move came between, and
@@ -214,6 +215,7 @@ void mpsd_twin_end(const struct mpsd_made *made);
 
 /* variable.c: what the program has put into a variable, into its twin. */
 CUresult mpsd_variable_fill(const void *name, CUdeviceptr twin);
+void mpsd_variable_forget(const void *name);	/* its record ends */
 
 /* Links under way */
 struct mpsd_link;

@@ -62,6 +62,10 @@ static bool enter_context(CUdevice device)
 
 	mpsd_made_lock();
 	context = mpsd_made_context(device);
+	while (context && context == mpsd_made_held()) {
+		mpsd_made_wait();
+		context = mpsd_made_context(device);
+	}
 	is = context && context->is_twin && other_cuCtxSetCurrent(context->twin) == CUDA_SUCCESS;
 	mpsd_made_unlock();
 	return is || fails("the device has no context in the standby");

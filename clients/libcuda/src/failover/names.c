@@ -231,6 +231,8 @@ static void forget(struct mpsd_made *made)
 	*(made->newer ? &made->newer->older : &newest) = made->older;
 	if (!made->is_twin)
 		atomic_fetch_sub(&mpsd_made_waiting, 1);
+	if (made->kind == MPSD_MADE_VARIABLE)
+		mpsd_variable_forget(made->name);
 	mpsd_image_free(made->image);
 	mpsd_graph_let_go(made->graph);
 	mpsd_link_free(made->link);

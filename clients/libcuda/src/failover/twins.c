@@ -1,8 +1,11 @@
 // SPDX-License-Identifier: MIT
 /* What the program has made, made again in the standby's copy of the driver. */
+#include <sched.h>
 #include <stdio.h>
 
 #include "failover/made.h"
+
+#define MOST_YIELDS 1000
 
 static CUresult make_context(struct mpsd_made *made)
 {
@@ -236,6 +239,9 @@ bool mpsd_made_twins(const char **what)
 	while (is && (made = hold_one(&context))) {
 		is = make_in(context, made, what);
 		let_go(made, is);
+		/* Who waited for this one comes before the next one, which may be of the same module. */
+		for (int i = 0; i < MOST_YIELDS && mpsd_made_is_awaited(); i++)
+			sched_yield();
 	}
 	return is;
 }

@@ -153,19 +153,52 @@ CUresult mpsd_variable_put(CUdeviceptr address, const void *bytes, size_t size, 
 	return mpsd_made_again(name, mpsd_tables()->moves) ? CUDA_SUCCESS : MPSD_AGAIN;
 }
 
-CUresult mpsd_variable_fill(const void *name, CUdeviceptr twin)
+/* What is there now, for who has no lock then. False: no memory. */
+static bool copy_parts(const void *name, struct part **first)
 {
-	CUresult result = CUDA_SUCCESS;
+	struct part **link = first;
+	bool is = true;
 
+	*first = NULL;
 	pthread_mutex_lock(&parts_lock);
 	for (unsigned int i = 0; i < atomic_load(&mpsd_variables); i++) {
 		if (known[i].name != (CUdeviceptr)name)
 			continue;
-		for (const struct part *part = known[i].parts; part && result == CUDA_SUCCESS; part = part->next)
-			result = other_cuMemcpyHtoD_v2(twin + part->offset, part->bytes, part->size);
+		for (const struct part *part = known[i].parts; part && is; part = part->next) {
+			*link = malloc(sizeof(*part) + part->size);
+			is = *link != NULL;
+			if (!is)
+				break;
+			memcpy(*link, part, sizeof(*part) + part->size);
+			(*link)->next = NULL;
+			link = &(*link)->next;
+		}
 	}
 	pthread_mutex_unlock(&parts_lock);
+	return is;
+}
+
+CUresult mpsd_variable_fill(const void *name, CUdeviceptr twin)
+{
+	struct part *parts;
+	CUresult result = copy_parts(name, &parts) ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
+
+	for (const struct part *part = parts; part && result == CUDA_SUCCESS; part = part->next)
+		result = other_cuMemcpyHtoD_v2(twin + part->offset, part->bytes, part->size);
+	free_parts(parts);
 	return result;
+}
+
+void mpsd_variable_forget(const void *name)
+{
+	pthread_mutex_lock(&parts_lock);
+	for (unsigned int i = 0; i < atomic_load(&mpsd_variables); i++) {
+		if (known[i].name != (CUdeviceptr)name)
+			continue;
+		free_parts(known[i].parts);
+		known[i].parts = NULL;
+	}
+	pthread_mutex_unlock(&parts_lock);
 }
 
 void mpsd_variables_child(void)
@@ -184,8 +217,8 @@ bool mpsd_variable_given(CUdeviceptr *word)
 	return true;
 }
 
-/* False: there is no room. `had_parts`: of what was there before. */
-static bool know(CUdeviceptr name, size_t size, bool is_new, bool *had_parts)
+/* False: there is no room. */
+static bool know(CUdeviceptr name, size_t size)
 {
 	unsigned int count, i = 0;
 
@@ -193,14 +226,9 @@ static bool know(CUdeviceptr name, size_t size, bool is_new, bool *had_parts)
 	count = atomic_load(&mpsd_variables);
 	while (i < count && known[i].name != name)
 		i++;
-	*had_parts = is_new && i < MOST && known[i].parts;
 	if (i < MOST) {
 		known[i].name = name;
 		known[i].size = size;
-	}
-	if (*had_parts) {
-		free_parts(known[i].parts);
-		known[i].parts = NULL;
 	}
 	if (i == count && i < MOST)
 		atomic_store_explicit(&mpsd_variables, count + 1, memory_order_release);
@@ -211,11 +239,8 @@ static bool know(CUdeviceptr name, size_t size, bool is_new, bool *had_parts)
 static CUresult note(struct mpsd_made *record, CUdeviceptr *dptr, uint64_t moves)
 {
 	CUresult result = CUDA_SUCCESS;
-	bool is_new, is_known, had_parts;
 
 	record->native = (void *)*dptr;
-	/* Not where it was asked for before: its module has been unloaded since, or it is another's. */
-	is_new = !mpsd_made_is(mpsd_name(record->native), MPSD_MADE_VARIABLE);
 	if (!mpsd_made_add(record, moves)) {
 		free(record->text);
 		return MPSD_AGAIN;
@@ -224,11 +249,7 @@ static CUresult note(struct mpsd_made *record, CUdeviceptr *dptr, uint64_t moves
 	/* A name that is no address of the GPU's has no room for what comes after its first byte. */
 	if (mpsd_made_is_spare(record->name))
 		result = mpsd_line_made(result, "a module's variable where another thing was");
-	is_known = know(*dptr, record->size, is_new, &had_parts);
-	/* Its twin may have been given them. */
-	if (had_parts && !mpsd_made_again((const void *)*dptr, moves))
-		return MPSD_AGAIN;
-	return is_known ? result : mpsd_line_made(result, "more variables of modules than are kept");
+	return know(*dptr, record->size) ? result : mpsd_line_made(result, "more variables of modules than are kept");
 }
 
 static CUresult ask(const void *of, const char *name, CUdeviceptr *dptr, size_t *bytes, bool library)
