@@ -359,6 +359,7 @@ class Vault:
                 held = self._store.put(name, [fd])
             except StoreError as error:
                 self._store_problem = str(error)
+                await self._tell_stored()
                 return False
             # It ends by itself, tried again where the store fails; cancelled where it was dropped meanwhile.
             await asyncio.wait({held})
@@ -466,7 +467,10 @@ class Vault:
         }
 
     async def close(self) -> None:
-        """Let go of what is this process's own. What the store holds lives on."""
+        """Let go of what is this process's own. What the store holds lives on: what was brought last, too."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(STORED_DEADLINE_S), self._store_moved:
+                await self._store_moved.wait_for(lambda: not self._unstored or self._store_problem)
         for task in (self._storing, *self._looking):
             task.cancel()
         await asyncio.gather(self._storing, *self._looking, return_exceptions=True)

@@ -148,3 +148,26 @@ def test_what_was_freed_is_not_stored_and_nothing_is_in_a_store_that_died(
         client.put(9)
         assert client.ask(Message(Kind.DROP, number=7)).status == Status.OK
         assert not vault.look(lambda: vault.vault.is_stored(holding))
+
+
+def test_a_daemon_that_ends_stores_what_was_brought_last(
+    place: Path, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hold, "STORED_DEADLINE_S", DEADLINE_S)
+    real_put, real_close, ends = store.put, hold.Vault.close, threading.Event()
+
+    def put(name: str, fds: Sequence[int]) -> None:
+        assert ends.wait(DEADLINE_S)
+        real_put(name, fds)
+
+    async def close(vault: hold.Vault) -> None:
+        ends.set()
+        await real_close(vault)
+
+    monkeypatch.setattr(store, "put", put)
+    monkeypatch.setattr(hold.Vault, "close", close)
+    with RunningVault(place, store, LIMITS) as vault, VaultClient(place) as client:
+        client.put(1)
+        client.put(2)
+        assert stored(vault) == [False, False]
+    assert store.held.keys() == {"vault.notes", "vault.1", "vault.2"}
