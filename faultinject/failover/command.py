@@ -23,6 +23,7 @@ from faultinject.rig import Rig
 from mpsd.errors import MpsdError, UsageError
 
 KINDS = ("trap", "misaligned", "shared_window", "stack_overflow", "store", "pbdma", "server_death")
+OFFENDERS = ("plain", "carried")
 
 
 def main_settings(libraries: Libraries, mode: str = "exact") -> dict[str, str]:
@@ -66,6 +67,7 @@ def _report(
 ) -> dict[str, Any]:
     words = ["mpsd-faultinject", "failover", "--backend", args.backend]
     words += ["--works", ",".join(args.works)] if args.works else []
+    words += ["--offender", args.offender] if args.offender != OFFENDERS[0] else []
     words += ["--mode", args.mode, "--kinds", ",".join(found), "--faults", str(args.faults)]
     return {
         "schema": reports.SCHEMA_VERSION,
@@ -75,6 +77,7 @@ def _report(
         "backend": args.backend,
         "mode": args.mode,
         "works": list(args.works),
+        "offender": args.offender,
         "date": date,
         "command": shlex.join(words),
         "leftovers": list(left),
@@ -84,8 +87,9 @@ def _report(
 
 def _one_kind(args: argparse.Namespace, rig: Rig, libraries: Libraries, kind: str) -> list[dict[str, Any]]:
     """Raises MpsdError for what is missing; what goes wrong is in the faults."""
-    works = WorkRounds(rig, libraries, tell_stderr, args.works) if args.works else None
-    rounds = works or Rounds(rig, libraries, tell_stderr)
+    carried = args.offender == "carried"
+    works = WorkRounds(rig, libraries, tell_stderr, args.works, carried=carried) if args.works else None
+    rounds = works or Rounds(rig, libraries, tell_stderr, carried=carried)
     rounds.start()
     faults = rounds.run(kind, args.faults, args.deadline)
     rounds.end()
@@ -135,5 +139,11 @@ def add_parser(commands: Any, types: Any) -> None:
         type=types.names,
         default=[],
         help=f"programs in place of servers, whose results are compared: {', '.join(NAMES)}",
+    )
+    parser.add_argument(
+        "--offender",
+        choices=OFFENDERS,
+        default=OFFENDERS[0],
+        help="a program like any other of the node (default: plain), or under mpsd-run as its neighbours are",
     )
     parser.set_defaults(go=_go)

@@ -19,13 +19,25 @@ SCHEMA: Mapping[str, tuple[type, ...]] = {
     **report.ENVELOPE,
     "mode": (str,),
     "works": (list,),  # of names; none: three servers
+    "offender": (str,),  # not in the first reports
     "faults": (dict,),  # kind: list of Fault
 }
 
 
 _spread = partial(report.spread, places=2)
 
-_LATER = ("bystander", "suspect", "word", "usual", "descriptors", "kinds", "nothing", "threads")
+_LATER = (
+    "bystander",
+    "suspect",
+    "word",
+    "usual",
+    "descriptors",
+    "kinds",
+    "nothing",
+    "threads",
+    "later",
+    "named",
+)
 """What the first reports do not have."""
 BARS_MS: Mapping[bool, float] = {False: 5.0, True: 100.0}
 """By whether a program is a suspect: how much later than the GPU stood still it may be with a step."""
@@ -41,7 +53,7 @@ def load(path: Path) -> dict[str, Any] | None:
 
 
 def _problems(data: Mapping[str, Any]) -> Iterator[str]:
-    yield from report.against_version(SCHEMA, SCHEMA_VERSION, data)
+    yield from report.against_version(SCHEMA, SCHEMA_VERSION, {"offender": "plain", **data})
     for kind, faults in data["faults"].items():
         if not isinstance(faults, list):
             yield f"report.faults.{kind} is no list"
@@ -69,6 +81,9 @@ def judge(faults: Sequence[Mapping[str, Any]]) -> str:
                 return f"invalid: a program met more than one error: {program['told']}"
         if sum(bool(p["told"]) for p in fault["programs"]) > _missing(fault):
             return "invalid: a program met an error where nothing of its was missing"
+        # Whose wait has succeeded may have ended before anybody could know.
+        if fault.get("named") is False and fault["offender_code"] != 0:
+            return "invalid: an offender that was carried over was not named"
     if _nothing(faults) > NOTHING_MOST * len(faults):
         return f"invalid: nothing came of {_nothing(faults)} of {len(faults)} faults"
     for who, counts in opened(faults).items():
@@ -124,6 +139,20 @@ def _harmless(kinds: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[str]
         if _nothing(faults):
             yield f"{kind}: nothing came of {_nothing(faults)} of them: the offender's own wait succeeded."
             yield ""
+
+
+def _carried(finished: Mapping[str, Any]) -> Iterator[str]:
+    """Of offenders that are under mpsd-run too."""
+    if finished.get("offender") != "carried":
+        return
+    yield "The offenders are under mpsd-run too: where nobody knows whose fault it was, they are carried over"
+    yield "as well, and are named when their own work has faulted once more. Everybody else moves each time."
+    for kind, faults in finished["faults"].items():
+        named = sum(bool(fault.get("named")) for fault in faults)
+        moves = sorted({1 + len(fault["later"]) for fault in faults if fault["record"]})
+        each = f"{moves[0]} to {moves[-1]}" if moves else "no"
+        yield f"{kind}: named {named} of {len(faults)}; {each} moves of everybody else for each fault."
+    yield ""
 
 
 def _first_and_last(counts: Sequence[int]) -> str:
@@ -213,6 +242,7 @@ def markdown(finished: Mapping[str, Any]) -> str:
         "",
         report.markdown_table(table(finished)),
         "",
+        *_carried(finished),
         *_growth(finished["faults"]),
         *_harmless(finished["faults"]),
         report.left_behind(finished),

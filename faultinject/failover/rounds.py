@@ -59,7 +59,9 @@ class Fault:
     order to the offender until mpsd told the programs to move (by the system's clock). `descriptors`: how
     many mpsd had open before it, with everybody ready, and the program with most; `kinds`: its. `threads`: of
     the program with most, then. `nothing`: the offender's own wait succeeded and mpsd moved nobody, as after
-    some window faults."""
+    some window faults. `later`: the fail-overs that came of it after `record`: an
+    offender that is carried over faults once more, by its own work. `named`: where the offender is under
+    mpsd-run too, whether mpsd recorded that it was this one."""
 
     kind: str
     problem: str = ""
@@ -73,36 +75,44 @@ class Fault:
     threads: int | None = None
     kinds: Mapping[str, int] | None = None
     nothing: bool = False
+    later: list[Mapping[str, Any]] = field(default_factory=list)
+    named: bool | None = None
 
 
 class Rounds:
-    """Servers in one domain, with a rig that has an mpsd."""
+    """Servers in one domain, with a rig that has an mpsd.
 
-    def __init__(self, rig: Rig, libraries: Libraries, tell: Callable[[str], None]) -> None:
-        self._rig, self._libraries, self._tell = rig, libraries, tell
+    `carried`: the offenders are under mpsd-run too, so where nobody knows who it was they are carried over as
+    the others are.
+    """
+
+    def __init__(
+        self, rig: Rig, libraries: Libraries, tell: Callable[[str], None], *, carried: bool = False
+    ) -> None:
+        self._rig, self._libraries, self._tell, self._carried = rig, libraries, tell, carried
         self._servers: list[Worker] = []
         self._reports: dict[str, int] = {}
         self._seen_failovers = self._seen_faults = 0
 
     def start(self) -> None:
         """The servers, working. Raises DeadlineError."""
-        service = self._rig.mpsd
-        device = "standin" if self._libraries.driver else None
-        environment = self._libraries.proxied(service.environment, service.socket, vault=True)
         for number in range(SERVERS):
-            self._servers.append(
-                self._rig.spawn(
-                    f"server-{number}",
-                    "server",
-                    *("--seed", str(number)),
-                    environment=environment,
-                    through=MPSD_RUN,
-                    device=device,
-                )
-            )
+            self._servers.append(self._spawn_carried(f"server-{number}", "server", "--seed", str(number)))
         for server in self._servers:
             server.must("ready", timeout=UP_S)
         self._stand_by()
+
+    def _spawn_carried(self, name: str, module: str, *arguments: str) -> Worker:
+        """Under mpsd-run. On the simulated GPU its driver is the stand-in."""
+        service = self._rig.mpsd
+        return self._rig.spawn(
+            name,
+            module,
+            *arguments,
+            environment=self._libraries.proxied(service.environment, service.socket, vault=True),
+            through=MPSD_RUN,
+            device="standin" if self._libraries.driver else None,
+        )
 
     def _stand_by(self) -> None:
         self._bystander = Bystander(self._rig)
@@ -123,11 +133,13 @@ class Rounds:
         return found
 
     def _one(self, kind: str, number: int) -> Fault:
-        fault = Fault(kind)
+        fault, offender = Fault(kind), None
         try:
-            self._wait_until_ready()
+            self._wait_until_ready(self._servers)
             self._count_descriptors(fault)
             offender = None if kind in PARTS else self._offender(kind, number)
+            if offender is not None and self._carried:
+                self._wait_until_ready([*self._servers, offender])
             self._reset_reports()
             self._bystander.stall()
             at = self._begin(fault, kind, offender)
@@ -136,10 +148,17 @@ class Rounds:
                 fault.nothing = self._succeeded(fault, offender)
             else:
                 fault.word = _since(at, fault.record["time"])
+            if offender is not None and self._carried and not fault.nothing:
+                self._await_end(fault, offender)
             self._collect(fault, at)
             if fault.record is not None:
-                fault.record = self._latest(fault.record)
-                self._suspects(fault, fault.record)
+                if self._carried:
+                    # Who had no standby yet when the offender's work faulted again is moved when it has.
+                    self._wait_until_ready(self._servers)
+                self._settled()
+                mine = self._since(fault.record["id"])
+                fault.record, fault.later = mine[0], mine[1:]
+                self._suspects(fault, mine)
             fault.bystander, wrong = self._bystander.stall(at)
             if wrong:
                 fault.problem = "the bystander saw wrong results"
@@ -148,7 +167,21 @@ class Rounds:
             if not fault.programs:
                 self._collect(fault, clock())
         fault.faults = self._new_faults()
+        if fault.named is not None:
+            fault.named = _is_named(fault.faults, offender)
         return fault
+
+    def _await_end(self, fault: Fault, offender: Worker) -> None:
+        """Of an offender that mpsd carries over: by the time that its own work has faulted once more.
+
+        Raises DeadlineError.
+        """
+        fault.named = False
+        # Its end may be seen before its last words.
+        ended = offender.wait("outcome", timeout=MOVED_S)
+        if ended is None and offender.running:
+            raise DeadlineError(f"the offender goes on, {MOVED_S:.0f} s after its fault")
+        fault.offender_code = ended.data.get("code") if ended else None
 
     def _count_descriptors(self, fault: Fault) -> None:
         try:
@@ -160,10 +193,13 @@ class Rounds:
             # One of them has ended: what that means is seen by others.
             return
 
-    def _suspects(self, fault: Fault, record: Mapping[str, Any]) -> None:
-        known = {fate["pid"]: bool(fate["suspect"]) for fate in record["clients"]}
+    def _suspects(self, fault: Fault, records: Sequence[Mapping[str, Any]]) -> None:
+        """Whoever was one in one of these."""
+        fates = [fate for record in records for fate in record["clients"]]
+        known = {fate["pid"] for fate in fates}
+        suspects = {fate["pid"] for fate in fates if fate["suspect"]}
         for server, program in zip(self._servers, fault.programs, strict=False):
-            program.suspect = known.get(server.pid)
+            program.suspect = server.pid in suspects if server.pid in known else None
 
     def _new_faults(self) -> list[Mapping[str, Any]]:
         """What mpsd has recorded since, in short."""
@@ -180,14 +216,14 @@ class Rounds:
         slots = self._rig.mpsd.status()["slots"]
         return {p["pid"]: {**p, "slot": slot} for slot in slots for p in slot["programs"]}
 
-    def _wait_until_ready(self) -> None:
+    def _wait_until_ready(self, workers: Sequence[Worker]) -> None:
         end, why = clock() + READY_S, "no answer"
         while clock() < end:
             known = self._programs()
-            mine = [known.get(server.pid) for server in self._servers]
+            mine = [known.get(worker.pid) for worker in workers]
             if all(p is not None and p["standing"] == "ready" and p["slot"]["survivable"] for p in mine):
                 return
-            lost = next((server for server in self._servers if not server.running), None)
+            lost = next((worker for worker in workers if not worker.running), None)
             if lost is not None:
                 raise DeadlineError(self._last_words(lost))
             why = "; ".join(
@@ -197,17 +233,18 @@ class Rounds:
                 for p in mine
             )
             time.sleep(POLL_S)
-        raise DeadlineError(f"not every server had a standby within {READY_S:.0f} s: {why}")
+        raise DeadlineError(f"not every program had a standby within {READY_S:.0f} s: {why}")
 
     def _offender(self, kind: str, number: int) -> Worker:
-        offender = self._rig.spawn(f"offender-{kind}-{number}", "offender", kind)
+        spawn = self._spawn_carried if self._carried else self._rig.spawn
+        offender = spawn(f"offender-{kind}-{number}", "offender", kind)
         offender.must("ready", timeout=UP_S)
         return offender
 
     @staticmethod
     def _offend(fault: Fault, offender: Worker) -> float:
         at = offender.tell("go")
-        outcome = offender.wait("outcome", "gone", timeout=0.05)
+        outcome = offender.wait("outcome", timeout=0.05)
         fault.offender_code = outcome.data.get("code") if outcome else None
         return at
 
@@ -256,20 +293,31 @@ class Rounds:
         """
         end, mine = clock() + MOVED_S, list[Any]()
         while clock() < end:
-            records = self._rig.mpsd.ask(lambda c: c.failovers())
-            mine = [r for r in records if r["id"] > self._seen_failovers]
-            if mine and all(fate["outcome"] not in ("told", "moving") for fate in mine[-1]["clients"]):
-                self._seen_failovers = mine[-1]["id"]
-                return _plain(mine[-1])
+            mine = self._since(self._seen_failovers + 1)
+            if mine and _is_settled(mine[0]):
+                self._seen_failovers = mine[0]["id"]
+                return mine[0]
             time.sleep(POLL_S)
         if mine:
             raise DeadlineError(f"a fail-over did not end within {MOVED_S:.0f} s")
         return None
 
-    def _latest(self, record: Mapping[str, Any]) -> Mapping[str, Any]:
-        """As it has become: what was done again in a program's turn is known when that is over."""
+    def _settled(self) -> None:
+        """No fail-over is under way, and all that have come are seen. Raises DeadlineError."""
+        end = clock() + MOVED_S
+        while clock() < end:
+            mine = self._since(self._seen_failovers)
+            if all(map(_is_settled, mine)):
+                self._seen_failovers = max((r["id"] for r in mine), default=self._seen_failovers)
+                return
+            time.sleep(POLL_S)
+        raise DeadlineError(f"a fail-over did not end within {MOVED_S:.0f} s")
+
+    def _since(self, number: int) -> list[Mapping[str, Any]]:
+        """mpsd's fail-overs from this one on, oldest first, as they have become: what is done again in a
+        program's turn is known when that is over."""
         records = self._rig.mpsd.ask(lambda c: c.failovers())
-        return next((_plain(r) for r in records if r["id"] == record["id"]), record)
+        return [_plain(r) for r in records if r["id"] >= number]
 
     def _reset_reports(self) -> None:
         for server in self._servers:
@@ -304,6 +352,15 @@ class Rounds:
         for server in self._servers:
             server.must("done", "gone", timeout=FAULT_S)
         self._bystander.end()
+
+
+def _is_settled(record: Mapping[str, Any]) -> bool:
+    return all(fate["outcome"] not in ("told", "moving") for fate in record["clients"])
+
+
+def _is_named(faults: Sequence[Mapping[str, Any]], offender: Worker | None) -> bool:
+    named = [record["offender"]["pid"] for record in faults if record["offender"]]
+    return offender is not None and offender.pid in named
 
 
 def _count(kinds: Mapping[str, int]) -> int:

@@ -29,9 +29,15 @@ class WorkRounds(Rounds):
     """As Rounds, with paired programs in place of servers."""
 
     def __init__(
-        self, rig: Rig, libraries: Libraries, tell: Callable[[str], None], works: Sequence[str]
+        self,
+        rig: Rig,
+        libraries: Libraries,
+        tell: Callable[[str], None],
+        works: Sequence[str],
+        *,
+        carried: bool = False,
     ) -> None:
-        super().__init__(rig, libraries, tell)
+        super().__init__(rig, libraries, tell, carried=carried)
         self._works = tuple(works)
         self._steps: dict[str, int] = {}
         self._blocks = 0

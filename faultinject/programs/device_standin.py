@@ -12,12 +12,16 @@ from typing import Any
 from faultinject.programs.device import NOT_SUPPORTED, Access, DeviceError
 from faultinject.programs.driver import Driver
 
-IMAGE = b"standin module\nkernel store store 0\nkernel fill fill 0\nkernel add add 0\nkernel sum sum 0\n"
+IMAGE = (
+    b"standin module\nkernel store store 0\nkernel fill fill 0\nkernel add add 0\nkernel sum sum 0\n"
+    b"kernel trap trap 0\n"
+)
+UNMAPPED = 0x7E0000000000
 WORD = 4
 
 
 class StandinDevice:
-    """faultinject.programs.device.Device on the stand-in driver. It knows the zone kinds alone."""
+    """faultinject.programs.device.Device on the stand-in driver: the zone kinds, traps and stray stores."""
 
     def __init__(self) -> None:
         self._driver = Driver()
@@ -68,7 +72,14 @@ class StandinDevice:
         raise DeviceError(NOT_SUPPORTED, "kernels of the stand-in driver end")
 
     def commit(self, kind: str, fire: Callable[[], None], stray: int = 0) -> None:
-        raise DeviceError(NOT_SUPPORTED, f"{kind} is for the other devices")
+        if kind not in ("store", "trap"):
+            raise DeviceError(NOT_SUPPORTED, f"{kind} is for the other devices")
+        fire()
+        if kind == "trap":
+            self._launch("trap")
+        else:
+            self._launch("store", ctypes.c_uint64(stray or UNMAPPED), ctypes.c_uint32(1))
+        self.synchronize()
 
     def room(self) -> int | None:
         return self._driver.room()[0]

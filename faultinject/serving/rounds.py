@@ -204,7 +204,7 @@ class Serving(Rounds):
     def _until_ready(self) -> None:
         """The next fault may come: there is another domain to go to."""
         if self._mode == "moved":
-            self._wait_until_ready()
+            self._wait_until_ready(self._servers)
             return
 
         def both(status: Mapping[str, Any]) -> bool:
@@ -244,7 +244,7 @@ class Serving(Rounds):
                     raise DeadlineError(f"{error}; {self._why_silent()}") from error
                 raise
             self._all_answered(one, end)
-            one.record = self._latest(one.record)
+            one.record = self._since(one.record["id"])[0]
             return
         self._keep_busy(requests, at + FAULT_S)
         one.ended = round((self._client.worker.must("gone", timeout=LOOK_S).t - at) * 1e3, 3)

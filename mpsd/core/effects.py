@@ -198,11 +198,12 @@ class OfferStandby:
 
 @dataclass(frozen=True, slots=True)
 class StandDown:
-    """Tell a program that the standby of this generation is none any more."""
+    """Tell a program that the standby of this generation is none any more. `final`: no other comes."""
 
     process: ProcessInstance
     generation: int
     why: str
+    final: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from mpsd.core import (
     attribution,
     clients,
     domains,
+    failover,
     faults,
     hitrecords,
     hits,
@@ -79,6 +80,7 @@ _TIMERS: Mapping[str, Callable[[Draft, str], None]] = {
     "thaw": hits.on_thaw_timer,
     "failover-wait": members.on_wait,
     "failover-turn": members.on_turn_timer,
+    failover.PUT_OUT: failover.on_put_out,
     "failover-gather": turns.on_gathered,
     "standby-linger": members.on_linger,
 }

@@ -21,7 +21,7 @@ from mpsd.core.draft import Draft
 from mpsd.core.effects import ArmTimer, Fenced, Move, OfferStandby, RecordFailover, StandDown
 from mpsd.core.fates import latest_of, revise, rewrite
 from mpsd.core.killing import kill_by_policy
-from mpsd.core.records import FaultRecord
+from mpsd.core.records import Evidence, FaultRecord, Source
 from mpsd.core.standby import OFFERED, FailoverRecord, Fate, Member, Outcome, Standing, Turn
 from mpsd.core.state import Client, ClientState, Domain, DomainState, Slot, State
 from mpsd.model import Again, Confidence, FailoverMode, ProcessInstance
@@ -29,12 +29,8 @@ from mpsd.model import Again, Confidence, FailoverMode, ProcessInstance
 MINUTE_S = 60.0
 MADE_IT = "it made the fault"
 FAULTED_AGAIN = "what it did again faulted again"
-
-
-def is_lost(domain: Domain) -> bool:
-    """Whether the contexts in this domain are dead, or nobody is left who could end it in order."""
-    served_out = domain.state is DomainState.RETIRED and domain.server is None
-    return served_out or domain.state in (DomainState.FAULTED, DomainState.HEADLESS)
+PUT_OUT, PUT_OUT_S = "failover-put-out", 2.0
+"""When the others have gone: the kernel takes a process apart under locks of the driver's that they need."""
 
 
 def willing(state: State, slot: Slot) -> list[Member]:
@@ -85,7 +81,7 @@ def refresh(draft: Draft, process: ProcessInstance) -> None:
         offered = replace(member, standing=Standing.OFFERED, generation=target.generation, reason="")
         draft.put_member(replace(offered, ready_ms=None, bytes=0))
         draft.emit(OfferStandby(process, target.generation, target.id))
-    elif member.standing is Standing.READY and is_lost(draft.state.domains[member.home or ""]):
+    elif member.standing is Standing.READY and draft.state.domains[member.home or ""].is_dead:
         _move_late(draft, member, target)
 
 
@@ -101,7 +97,7 @@ def _may_be_offered(state: State, member: Member) -> bool:
     has work to do again: who makes a standby hears nothing for a second and more."""
     home = [c for c in state.spaces_of(member.process) if c.id.domain == member.home and c.living]
     settled = [c for c in home if c.state in (ClientState.ATTACHED, ClientState.UNPROTECTED)]
-    works = member.turn is Turn.NONE or is_lost(state.domains[member.home or ""])
+    works = member.turn is Turn.NONE or state.domains[member.home or ""].is_dead
     return works and bool(settled) and not state.copies_problem and not state.stopping
 
 
@@ -113,8 +109,8 @@ def _take_back(draft: Draft, member: Member, why: str) -> Member:
 
 def leave_behind(draft: Draft, member: Member, why: str) -> None:
     """It is told no more of any standby for as long as it lives where it does."""
-    if member.generation and member.connected:
-        draft.emit(StandDown(member.process, member.generation, why))
+    if member.connected:
+        draft.emit(StandDown(member.process, member.generation, why, final=True))
     gone = replace(member, standing=Standing.LEFT_BEHIND, generation=0, reason=why, turn=Turn.NONE)
     draft.put_member(gone)
 
@@ -197,7 +193,7 @@ def domain_left(draft: Draft, name: str, trigger: str, planned: bool = False) ->
     if draft.state.policy.failover is FailoverMode.OFF:
         return
     domain = draft.state.domains[name]
-    if planned or is_lost(domain):
+    if planned or domain.is_dead:
         faults = at.open_for(draft.state, name, draft.now)
         device = at.device_fault(draft.state, domain, draft.now)
         concerned = [m for m in draft.state.members.values() if m.home == name]
@@ -259,6 +255,19 @@ def _record(
         _put_out(draft, sure, target)
 
 
+def by_turn(draft: Draft, record: FaultRecord) -> FaultRecord:
+    """Name who did its work again when that faulted: another one's could have in the same moment."""
+    if record.offender is not None or record.domain is None:
+        return record
+    repeated = turns.holders(draft.state, record.domain)
+    here = [c for c in draft.state.living_of(record.domain) if c.id.process in repeated]
+    for client in here[:1]:
+        victims = at.victims(draft.state, record.domain, client.id)
+        known = replace(record, offender=at.party(client), confidence=Confidence.LIKELY, victims=victims)
+        return at.add_evidence(known, Evidence(Source.PROCESS, draft.now, FAULTED_AGAIN))
+    return record
+
+
 def _fate(state: State, member: Member, refusal: str, suspect: bool) -> Fate:
     facts = next((c.facts for c in state.spaces_of(member.process)), None)
     outcome = Outcome.NOT_TOLD if refusal else Outcome.TOLD
@@ -267,14 +276,28 @@ def _fate(state: State, member: Member, refusal: str, suspect: bool) -> Fate:
     return Fate(member.process, member.uid, command, outcome, refusal, suspect, told_ms)
 
 
-def _put_out(draft: Draft, sure: Iterable[ProcessInstance], target: Domain | None) -> None:
-    """A named offender with a context in the domain where the others have just gone does not stay there."""
+def _put_out(
+    draft: Draft, sure: Iterable[ProcessInstance], target: Domain | None, *, at_once: bool = False
+) -> None:
+    """A named offender with a context in the domain where the others have just gone does not stay there.
+
+    `at_once`: it works there.
+    """
     if target is None or not draft.state.policy.evict_offender:
         return
     for process in sure:
-        here = [c for c in draft.state.spaces_of(process) if c.living and c.id.domain == target.id]
-        for client in here[:1]:
-            kill_by_policy(draft, client, "it made the fault from which the others fail over")
+        if at_once:
+            on_put_out(draft, f"{process} {target.id}")
+        elif any(c.id.domain == target.id for c in draft.state.spaces_of(process)):
+            draft.emit(ArmTimer(PUT_OUT, f"{process} {target.id}", PUT_OUT_S))
+
+
+def on_put_out(draft: Draft, subject: str) -> None:
+    """`subject`: the process and the domain in which it does not stay."""
+    process, _, domain = subject.rpartition(" ")
+    here = [c for c in draft.state.clients_of(domain) if c.living and str(c.id.process) == process]
+    for client in here[:1]:
+        kill_by_policy(draft, client, "it made the fault from which the others fail over")
 
 
 def idle_here(state: State, client: Client) -> bool:
@@ -332,7 +355,7 @@ def named(draft: Draft, domain: str, process: ProcessInstance) -> None:
     for record in reversed(draft.state.failovers):
         if record.domain == domain and any(f.process == process and f.outcome in _LEFT for f in record.fates):
             revise(draft, record, process, why="it made the fault, which was known after it was told")
-            _put_out(draft, [process], draft.state.domains.get(record.to or ""))
+            _put_out(draft, [process], draft.state.domains.get(record.to or ""), at_once=True)
             return
 
 

@@ -101,7 +101,7 @@ def _new(draft: Draft, domain: Domain, fault_class: str = "sm-exception") -> Fau
 
 def _out_of_service(draft: Draft, domain: Domain, record: FaultRecord) -> None:
     """The order matters: once the record is out, the stable path already leads elsewhere."""
-    record = replace(record, revision=record.revision + 1)
+    record = failover.by_turn(draft, replace(record, revision=record.revision + 1))
     draft.put_fault(record)
     current = draft.state.domains[domain.id]
     draft.put_domain(replace(current, last_fault=record.id))
@@ -128,6 +128,7 @@ def domain_sign(draft: Draft, domain: Domain, sign: Evidence) -> None:
         if domain.state in _IN_SERVICE and old.fault_class != "server-death":
             if old.confidence is Confidence.CERTAIN and old.offender is not None:
                 new = replace(old, victims=at.victims(draft.state, domain.id, old.offender.id))
+            new = failover.by_turn(draft, new)
             domains.leave(draft, domain.id, DomainTrigger.FAULT)
         revise(draft, old, at.refine(new, (*strays.take(draft, old), sign)))
         return

@@ -224,7 +224,7 @@ def on_stayed(draft: Draft, event: ev.MemberStayed) -> None:
         fates.revise(draft, record, event.process, outcome=Outcome.STAYED, why=event.reason)
     draft.publish("failover-stayed", member.uid, pid=event.process.pid, reason=event.reason)
     home = draft.state.domains.get(member.home or "")
-    if home is not None and not failover.is_lost(home):
+    if home is not None and not home.is_dead:
         # A planned move: it lives on where it is, and may be ready for the next one.
         draft.emit(StandDown(event.process, event.generation, "it stayed"))
         draft.put_member(replace(member, standing=Standing.WAITING, generation=0, reason=event.reason))
@@ -253,7 +253,7 @@ def on_drain(draft: Draft, event: ev.DrainRequested) -> None:
             for m in draft.state.members.values()
             if m.home == domain.id and not failover.why_not(draft, m, failover.target_of(draft.state, m))
         ]
-        if not here or not ready or failover.is_lost(domain):
+        if not here or not ready or domain.is_dead:
             continue
         if draft.state.slots[domain.slot].active == domain.id:
             domains.leave(draft, domain.id, DomainTrigger.RETIRE, planned=True)

@@ -123,6 +123,12 @@ class Domain:
         digits = self.id.removeprefix("d")
         return int(digits) if digits.isdecimal() else 0
 
+    @property
+    def is_dead(self) -> bool:
+        """Whether the contexts in it are dead, or nobody is left who could end it in order."""
+        served_out = self.state is DomainState.RETIRED and self.server is None
+        return served_out or self.state in (DomainState.FAULTED, DomainState.HEADLESS)
+
 
 POLICY = "policy"
 """The requester of an eviction that nobody waits for."""

@@ -72,7 +72,7 @@ def _subject(member: Member) -> str:
 
 def _next(draft: Draft, home: str | None) -> None:
     domain = draft.state.domains.get(home or "")
-    if domain is None or holders(draft.state, domain.id):
+    if domain is None or domain.is_dead or holders(draft.state, domain.id):
         return
     waiting = [m for m in draft.state.members.values() if m.home == domain.id and m.turn is Turn.WAITS]
     for member in sorted(waiting, key=lambda m: (m.ahead, m.process.pid, m.process.start_ticks)):

@@ -113,9 +113,9 @@ class FailoverDesk:
         self._door.tell(effect.process, offer_of(effect.generation, path, folder))
 
     def stand_down(self, effect: fx.StandDown) -> None:
-        self._door.tell(
-            effect.process, Message(Kind.STAND_DOWN, generation=effect.generation, text=effect.why)
-        )
+        values = (int(effect.final),)
+        message = Message(Kind.STAND_DOWN, generation=effect.generation, values=values, text=effect.why)
+        self._door.tell(effect.process, message)
 
     def move(self, effect: fx.Move) -> None:
         values = (int(effect.planned), int(effect.again))

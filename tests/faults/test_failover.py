@@ -56,6 +56,23 @@ def test_no_program_is_lost(node: Node, libraries: Libraries, kind: str) -> None
     assert [p["told"] for fault in found for p in fault["programs"]] == [[]] * (3 * FAULTS)
 
 
+@pytest.mark.parametrize(("kind", "moves"), [("trap", 2), ("store", 1)])
+def test_an_offender_that_is_carried_over_is_named_by_its_own_work(
+    node: Node, libraries: Libraries, kind: str, moves: int
+) -> None:
+    with History() as history, Rig(node, "mpsd", history, settings=main_settings(libraries)) as rig:
+        rounds = Rounds(rig, libraries, lambda _: None, carried=True)
+        rounds.start()
+        found = data(rounds.run(kind, FAULTS, DEADLINE_S))
+        rounds.end()
+    assert rig.left == []
+    assert [len(found), judge(found)] == [FAULTS, "valid"]
+    assert [(fault["named"], 1 + len(fault["later"]), fault["offender_code"]) for fault in found] == [
+        (True, moves, 719 if kind == "trap" else 700)
+    ] * FAULTS
+    assert [p["told"] for fault in found for p in fault["programs"]] == [[]] * (3 * FAULTS)
+
+
 class Harmless(Rounds):
     """The offender's wait ends with this code, and nothing else comes."""
 
@@ -111,7 +128,7 @@ def test_what_was_in_flight_may_be_lost_in_mode_keep(node: Node, libraries: Libr
 
 def test_a_report_of_what_is_done_is_there_before_the_end(libraries: Libraries, tmp_path: Path) -> None:
     found: list[dict[str, Any]] = []
-    args = argparse.Namespace(backend="simulated", mode="exact", out=None, works=[])
+    args = argparse.Namespace(backend="simulated", mode="exact", out=None, works=[], offender="plain")
     args.libcuda, args.driver = libraries.proxy, libraries.driver
     args.kinds, args.faults, args.deadline = ["server_death", "drain"], 1, DEADLINE_S
     whole = run(args, found.append)

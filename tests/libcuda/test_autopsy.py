@@ -72,6 +72,7 @@ def test_who_is_moved_asks_nothing_of_its_lost_context(
     assert asked() == both_twice("refused")
     assert ask("[gpu.run('add', m, 8, 5), gpu.sync(), gpu.word(m)]") == "[0, 0, 5]"
     # The copy that it is in now learns what became of its context: nobody moves the program any more.
+    post.close()
     break_domain(second)
     until(lambda: len(asked()) == 2 * len(both_twice("looked")))
     assert asked() == both_twice("refused") + both_twice("looked")
@@ -91,6 +92,26 @@ def test_who_is_not_moved_in_time_learns_what_happened(
     assert asked() == both_twice("looked")
     move(line)
     assert ask("[gpu.run('add', m, 8, 5), gpu.sync(), gpu.word(m)]") == "[0, 0, 5]"
+    assert ask.end() == ""
+
+
+def test_who_is_left_behind_lets_the_others_go_first(
+    domain: Domain, second: Domain, post: Post, ask: Program, copies: Path, asked: Callable[[], list[str]]
+) -> None:
+    """For four times as long as a word is waited for: here it has one by then."""
+    line = post.greet(moving.EXACT)
+    assert ask("m = gpu.memory(8 << 20)") == "None"
+    stand_by(line, second, copies)
+    break_domain(domain)
+    line.say(moving.STAND_DOWN, 1, planned=True)
+    assert ask("gpu.sync() != 0") == "True"
+    assert asked() == []
+    line.say(moving.STANDBY, 2, second.environment["CUDA_MPS_PIPE_DIRECTORY"], str(copies))
+    while line.hear(moving.READY, moving.OWN_ERROR).kind != moving.READY:
+        pass
+    move(line, 2)
+    until(lambda: len(asked()) == len(both_twice("refused")))
+    assert asked() == both_twice("refused")
     assert ask.end() == ""
 
 

@@ -115,10 +115,18 @@ def ask(
         yield program
 
 
-def stand_by(line: Line, at: Domain, copies: Path, generation: int = 1) -> None:
+def offer(line: Line, at: Domain, copies: Path, generation: int = 1) -> None:
     line.say(moving.STANDBY, generation, at.environment["CUDA_MPS_PIPE_DIRECTORY"], str(copies))
+
+
+def is_ready(line: Line, generation: int = 1) -> None:
     said = line.hear(moving.READY, moving.UNREADY)
     assert (said.kind, said.generation, said.text) == (moving.READY, generation, "")
+
+
+def stand_by(line: Line, at: Domain, copies: Path, generation: int = 1) -> None:
+    offer(line, at, copies, generation)
+    is_ready(line, generation)
 
 
 def move(line: Line, generation: int = 1) -> None:

@@ -2,35 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.libcuda.test_exact import move
-from tests.libcuda.test_failover import Program, ask, break_domain, copies, post
+from tests.libcuda.test_failover import Program, ask, break_domain, copies, is_ready, offer, post
+from tests.libcuda.test_overtaken import next_gate
 from tests.support import moving
 from tests.support.gate import LIMIT, MODULE, WRITE, Gate
 from tests.support.moving import Line, Post
 from tests.support.simfixtures import backend, domain, second
 from tests.support.simnode import Domain, until
 
-__all__ = ["ask", "backend", "copies", "domain", "post", "second"]
+__all__ = ["ask", "backend", "copies", "domain", "next_gate", "post", "second"]
 
 pytestmark = pytest.mark.parametrize("ask", [{"MPSD_FAILOVER": "exact"}], indirect=True)
-
-
-@pytest.fixture
-def gate(second: Domain) -> Iterator[Gate]:
-    """Of the standby's copy alone."""
-    made = Gate(Path(second.environment["CUDA_MPS_PIPE_DIRECTORY"]))
-    yield made
-    made.keep(0)
-    made.close()
-
-
-def offer(line: Line, at: Domain, copies: Path) -> None:
-    line.say(moving.STANDBY, 1, at.environment["CUDA_MPS_PIPE_DIRECTORY"], str(copies))
 
 
 def begin_standby(line: Line, at: Domain, copies: Path, gate: Gate, call: int) -> None:
@@ -40,27 +27,22 @@ def begin_standby(line: Line, at: Domain, copies: Path, gate: Gate, call: int) -
     until(lambda: gate.kept() == call)
 
 
-def is_ready(line: Line) -> None:
-    said = line.hear(moving.READY, moving.UNREADY)
-    assert (said.kind, said.text) == (moving.READY, "")
-
-
 def end_standby(line: Line, gate: Gate) -> None:
     gate.keep(0)
     is_ready(line)
 
 
 def test_the_program_makes_and_ends_other_things_meanwhile(
-    domain: Domain, second: Domain, gate: Gate, post: Post, ask: Program, copies: Path
+    domain: Domain, second: Domain, next_gate: Gate, post: Post, ask: Program, copies: Path
 ) -> None:
     line = post.greet(moving.EXACT)
     ask("m = gpu.memory(4 << 20); gpu.sync()")
-    begin_standby(line, second, copies, gate, MODULE)
+    begin_standby(line, second, copies, next_gate, MODULE)
     ask("s = gpu.stream(); e = gpu.made('cuEventCreate', 0); add = gpu.functions['add']")
     assert ask("gpu.made('cuModuleGetFunction', gpu.module, b'add') == add") == "True"
     assert ask("gpu.code('cuStreamDestroy_v2', gpu.stream()), gpu.code('cuCtxSetLimit', 0, 4096)") == "(0, 0)"
     assert ask("gpu.run('add', m, 8, 1, stream=s), gpu.sync(), gpu.word(m)") == "(0, 0, 1)"
-    end_standby(line, gate)
+    end_standby(line, next_gate)
     break_domain(domain)
     move(line)
     assert ask("gpu.run('add', m, 8, 1, stream=s), gpu.sync(), gpu.word(m)") == "(0, 0, 2)"
@@ -69,17 +51,17 @@ def test_the_program_makes_and_ends_other_things_meanwhile(
 
 
 def test_what_has_a_twin_ends_in_both_while_another_one_is_made(
-    domain: Domain, second: Domain, gate: Gate, post: Post, ask: Program, copies: Path
+    domain: Domain, second: Domain, next_gate: Gate, post: Post, ask: Program, copies: Path
 ) -> None:
     line = post.greet(moving.EXACT)
     ask("m = gpu.memory(4 << 20); ended = gpu.stream(); gpu.sync()")
     offer(line, second, copies)
     is_ready(line)
-    gate.keep(MODULE)
+    next_gate.keep(MODULE)
     ask("more = gpu.made('cuModuleLoadData', IMAGE)")
-    until(lambda: gate.kept() == MODULE)
+    until(lambda: next_gate.kept() == MODULE)
     assert ask("gpu.code('cuStreamDestroy_v2', ended)") == "0"
-    gate.keep(0)
+    next_gate.keep(0)
     break_domain(domain)
     move(line)
     assert ask("gpu.code('cuStreamDestroy_v2', ended), gpu.code('cuModuleUnload', more)") == "(400, 0)"
@@ -88,15 +70,15 @@ def test_what_has_a_twin_ends_in_both_while_another_one_is_made(
 
 
 def test_who_waits_for_a_twin_goes_on_in_the_next_copy_where_a_move_comes_first(
-    second: Domain, gate: Gate, post: Post, ask: Program, copies: Path
+    second: Domain, next_gate: Gate, post: Post, ask: Program, copies: Path
 ) -> None:
     line = post.greet(moving.EXACT)
     ask("m = gpu.memory(4 << 20); gpu.sync(); later = Later(gpu)")
-    begin_standby(line, second, copies, gate, MODULE)
+    begin_standby(line, second, copies, next_gate, MODULE)
     ask("later.start(\"gpu.code('cuModuleUnload', gpu.module)\")")
     assert ask("later.comes_back()") == "False"
     line.say(moving.MOVE, 1)
-    gate.keep(0)
+    next_gate.keep(0)
     is_ready(line)
     said = line.hear(moving.MOVED, moving.STAYED)
     assert (said.kind, said.text) == (moving.MOVED, "")
@@ -106,14 +88,14 @@ def test_who_waits_for_a_twin_goes_on_in_the_next_copy_where_a_move_comes_first(
 
 
 def test_its_end_waits_for_its_twin(
-    domain: Domain, second: Domain, gate: Gate, post: Post, ask: Program, copies: Path
+    domain: Domain, second: Domain, next_gate: Gate, post: Post, ask: Program, copies: Path
 ) -> None:
     line = post.greet(moving.EXACT)
     ask("m = gpu.memory(4 << 20); gpu.sync(); later = Later(gpu)")
-    begin_standby(line, second, copies, gate, MODULE)
+    begin_standby(line, second, copies, next_gate, MODULE)
     ask("later.start(\"gpu.code('cuModuleUnload', gpu.module)\")")
     assert ask("later.comes_back(), gpu.code('cuStreamDestroy_v2', gpu.stream())") == "(False, 0)"
-    end_standby(line, gate)
+    end_standby(line, next_gate)
     assert ask("later.result()") == "0"
     break_domain(domain)
     move(line)
@@ -122,15 +104,15 @@ def test_its_end_waits_for_its_twin(
 
 
 def test_a_setting_that_is_replaced_meanwhile_is_the_last_one_there(
-    domain: Domain, second: Domain, gate: Gate, post: Post, ask: Program, copies: Path
+    domain: Domain, second: Domain, next_gate: Gate, post: Post, ask: Program, copies: Path
 ) -> None:
     line = post.greet(moving.EXACT)
     ask("gpu.sync(); later = Later(gpu)")
     assert ask("gpu.code('cuCtxSetLimit', 0, 4096)") == "0"
-    begin_standby(line, second, copies, gate, LIMIT)
+    begin_standby(line, second, copies, next_gate, LIMIT)
     ask("later.start(\"gpu.code('cuCtxSetLimit', 0, 8192)\")")
     assert ask("later.comes_back(), gpu.code('cuStreamDestroy_v2', gpu.stream())") == "(False, 0)"
-    end_standby(line, gate)
+    end_standby(line, next_gate)
     assert ask("later.result()") == "0"
     break_domain(domain)
     move(line)
@@ -139,15 +121,15 @@ def test_a_setting_that_is_replaced_meanwhile_is_the_last_one_there(
 
 
 def test_a_variable_that_is_written_meanwhile_is_filled_again(
-    domain: Domain, second: Domain, gate: Gate, post: Post, ask: Program, copies: Path
+    domain: Domain, second: Domain, next_gate: Gate, post: Post, ask: Program, copies: Path
 ) -> None:
     line = post.greet(moving.EXACT)
     ask("m = gpu.memory(4 << 20); table = gpu.variable('table')")
     assert ask("gpu.put(table, 1, 2, 3, 4), gpu.sync()") == "(0, 0)"
     # What the host has put there is being copied into the standby's.
-    begin_standby(line, second, copies, gate, WRITE)
+    begin_standby(line, second, copies, next_gate, WRITE)
     assert ask("gpu.put(table + 4, 7), gpu.sync()") == "(0, 0)"
-    end_standby(line, gate)
+    end_standby(line, next_gate)
     break_domain(domain)
     move(line)
     assert ask("gpu.peek(table, 4)") == "[1, 7, 3, 4]"

@@ -130,18 +130,22 @@ def test_survivors_are_told_in_the_decision_that_switches_the_path_and_the_offen
     assert world.record().confidence is Confidence.CERTAIN
     assert [e.process.pid for e in world.made(fx.StandDown)] == [12]
     assert world.standing(12) is Standing.LEFT_BEHIND
-    # Its other context lies where they are going.
-    assert [e.client.process.pid for e in world.made(fx.Kill)] == [12]
     record = world.failover()
     assert (record.domain, record.to, record.generation, record.fault) == ("d1", "d2", 2, world.record().id)
     assert world.outcomes() == {10: Outcome.TOLD, 11: Outcome.TOLD, 12: Outcome.NOT_TOLD}
     assert world.pids(world.record().victims) == [10, 11]
+    # Its other context lies where they are going: it ends when they have gone.
+    assert not world.made(fx.Kill)
+    (timer,) = (e for e in world.ever(fx.ArmTimer) if e.kind == "failover-put-out")
+    world.timer(timer.kind, timer.subject)
+    assert [e.client.process.pid for e in world.made(fx.Kill)] == [12]
 
 
 def test_the_offender_lives_on_where_it_is_where_that_is_wanted() -> None:
     world = site(10, 12, policy=replace(ON, evict_offender=False))
     world.fault(12)
     assert world.told() == [10] and not world.made(fx.Kill)
+    assert "failover-put-out" not in {e.kind for e in world.ever(fx.ArmTimer)}
 
 
 def test_after_a_move_the_old_context_holds_up_nothing() -> None:
@@ -222,18 +226,6 @@ def test_suspects_do_their_work_again_one_after_the_other() -> None:
     assert turns_of(world) == {11: Turn.HAS}
     world.do(ev.MemberLeft(process(11)))
     assert turns_of(world) == {}
-
-
-def test_a_turn_does_not_last_for_ever() -> None:
-    world = suspected(10, 11, 12, 13)
-    (timer,) = (e for e in world.ever(fx.ArmTimer) if e.kind == "failover-turn")
-    world.timer("failover-turn", timer.subject)
-    assert turns_of(world) == {11: Turn.HAS, 12: Turn.WAITS}
-    world.timer("failover-turn", timer.subject)
-    assert turns_of(world) == {11: Turn.HAS, 12: Turn.WAITS}
-    # It comes by a new connection: the end of its old one is never seen.
-    world.hello(11, FailoverMode.EXACT, 2)
-    assert turns_of(world) == {12: Turn.HAS}
 
 
 def test_whose_work_faults_again_is_the_offender() -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from mpsd.core import effects as fx
 from mpsd.core import events as ev
+from mpsd.core.standby import Turn
 from mpsd.core.turns import GATHER_S
+from mpsd.model import Confidence, FailoverMode
 from tests.support.core import process, server_of
-from tests.unit.test_core_failover import Site, exact
+from tests.unit.test_core_failover import Site, exact, suspected, turns_of
 
 
 def suspects(*pids: int) -> Site:
@@ -64,3 +66,36 @@ def test_who_does_not_come_is_not_waited_for_long() -> None:
     comes(world, 12, 5)
     world.do(ev.MemberDone(process(11), 2))
     assert turns(world) == [11, 12]
+
+
+def test_nobody_has_a_turn_in_a_domain_that_is_lost() -> None:
+    """Who has it when that is lost is named, in the record of the fault too."""
+    world = suspects(10, 11)
+    comes(world, 10, 3)
+    comes(world, 11, 5)
+    assert turns(world) == [10]
+    world.kernel(43, "channel 0x1", server_of("d2").pid, "nvidia-cuda-mps")
+    world.timer("failover-turn", f"10 {process(10).start_ticks} d2")
+    assert turns(world) == [10]
+    fates = {f.process.pid: f.why for f in world.failover().fates}
+    assert fates[10] == "what it did again faulted again"
+    assert world.ever(fx.StandDown)[-1].final
+    named = max(world.records().values(), key=lambda record: record.id)
+    assert named.offender is not None
+    assert (named.domain, named.offender.id.process, named.confidence) == (
+        "d2",
+        process(10),
+        Confidence.LIKELY,
+    )
+
+
+def test_a_turn_does_not_last_for_ever() -> None:
+    world = suspected(10, 11, 12, 13)
+    (timer,) = (e for e in world.ever(fx.ArmTimer) if e.kind == "failover-turn")
+    world.timer("failover-turn", timer.subject)
+    assert turns_of(world) == {11: Turn.HAS, 12: Turn.WAITS}
+    world.timer("failover-turn", timer.subject)
+    assert turns_of(world) == {11: Turn.HAS, 12: Turn.WAITS}
+    # It comes by a new connection: the end of its old one is never seen.
+    world.hello(11, FailoverMode.EXACT, 2)
+    assert turns_of(world) == {12: Turn.HAS}

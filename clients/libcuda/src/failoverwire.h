@@ -26,7 +26,8 @@
  *			lazy, made when a move comes, where the program's environment says nothing
  *	STANDBY		generation; path: CUDA_MPS_PIPE_DIRECTORY of the second domain; text: the folder with
  *			copies of the driver (libcuda-0.so.1, libcuda-1.so.1)
- *	STAND_DOWN	generation; text: why. Its context goes, if the program is not in it
+ *	STAND_DOWN	generation; text: why. Its context goes, if the program is not in it; values: 1: no other
+ *			standby comes
  *	TURN		generation: where it has moved to, and waits to do again what was in flight. It does now
  *	FENCED		generation, told to move to: no kernel in the domain that is left writes any more, by the
  *			driver's word

@@ -64,7 +64,8 @@ static void uncover(CUdeviceptr base, size_t size, bool managed)
 
 static CUresult fault(CUdeviceptr address, enum access access)
 {
-	(void)access;
+	if (access == ACCESS_NONE)
+		return CUDA_ERROR_LAUNCH_FAILED;
 	return range_at(address, RANGE_MANAGED, RANGE_SPARSE) ? CUDA_SUCCESS : CUDA_ERROR_ILLEGAL_ADDRESS;
 }
 

@@ -92,6 +92,18 @@ static void follow(const uint64_t *arguments)
 		*to = (uint32_t)arguments[1];
 }
 
+static void trap(const uint64_t *arguments)
+{
+	CUresult deadly;
+
+	(void)arguments;
+	pthread_mutex_lock(&gpu_lock);
+	deadly = backend->fault(0, ACCESS_NONE);
+	if (deadly != CUDA_SUCCESS)
+		kill_context(working_for, deadly);
+	pthread_mutex_unlock(&gpu_lock);
+}
+
 static const struct builtin builtins[] = {
 	{ "nothing", 0, { 0 }, nothing },
 	{ "fill", 3, { 8, 8, 4 }, fill },
@@ -100,6 +112,7 @@ static const struct builtin builtins[] = {
 	{ "sum", 3, { 8, 8, 8 }, sum },
 	{ "store", 2, { 8, 4 }, store },
 	{ "follow", 2, { 8, 4 }, follow },
+	{ "trap", 0, { 0 }, trap },
 };
 
 const struct builtin *find_builtin(const char *name)

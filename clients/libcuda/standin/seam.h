@@ -14,6 +14,7 @@
 enum access {
 	ACCESS_READ,
 	ACCESS_WRITE,
+	ACCESS_NONE,	/* an exception of the SM's own */
 };
 
 struct backend {

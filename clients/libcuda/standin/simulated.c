@@ -202,13 +202,14 @@ static void detach(void)
 		close(held[--held_count]);
 }
 
-/* The stray access is made on the simulated GPU. It may well succeed: where a guard absorbs it. */
+/* The misdeed is done on the simulated GPU. A stray access may well succeed: where a guard absorbs it. */
 static CUresult fault(CUdeviceptr address, enum access access)
 {
+	static const char *const kinds[] = { [ACCESS_READ] = "load", [ACCESS_WRITE] = "store", [ACCESS_NONE] = "trap" };
 	char request[128];
 
 	snprintf(request, sizeof(request), "{\"op\":\"launch\",\"k\":[\"%s\",%llu,1,1,0,false]}",
-		 access == ACCESS_WRITE ? "store" : "load", address);
+		 kinds[access], address);
 	if (send(channel, request, strlen(request), MSG_NOSIGNAL) < 0)
 		return CUDA_ERROR_DEVICE_UNAVAILABLE;
 	return ask("sync");

@@ -4,8 +4,9 @@
  * again, for long where a program is a large one, under the locks that every other process's context, allocation and
  * unmapping needs, and the programs' own way out of there too (-moves-programs-autopsy). A program that is moved does
  * not want to know. So its copy is told that this is not supported, at once if the program is on its way, and
- * otherwise when it is; who is not moved in time is let through, and learns what happened. So is who still asks when
- * the others have long gone on: a thread of the program's may sit in that copy until it knows.
+ * otherwise when it is; who is not moved in time is let through, and learns what happened, who is left behind for having
+ * made the fault later than the others. So is who still asks when those have long gone on: a thread of the program's may
+ * sit in that copy until it knows.
  *
  * NVOS54_PARAMETERS and the numbers are those of the open kernel modules (535 to 580).
  */
@@ -26,6 +27,7 @@
 #define CLEAR_ALL_SM_ERROR_STATES 0x83de0310u
 #define NOT_SUPPORTED 0x56u
 #define WAIT_MS 150
+#define BEHIND 4		/* times that */
 #define REFUSE_NS 2000000000ull
 
 struct control {
@@ -56,14 +58,22 @@ static bool is_autopsy(unsigned long request, const struct control *control)
 					 control->command == CLEAR_ALL_SM_ERROR_STATES);
 }
 
-/* The daemon's word may come later than the copy's first look. */
+/* The daemon's word may come later than the copy's first look. Who is left behind lets the others go first. */
+static bool may_wait(unsigned int number)
+{
+	uint64_t waited = mpsd_now_ns() - atomic_load(&copies[number].since_ns);
+
+	if (mpsd_line_is_behind())
+		return waited < BEHIND * atomic_load(&wait_ns);
+	return mpsd_line_word_ms() && (!mpsd_line_ready() || waited < atomic_load(&wait_ns));
+}
+
 static bool is_refused(unsigned int number)
 {
 	uint64_t none = 0, left;
 
 	atomic_compare_exchange_strong(&copies[number].since_ns, &none, mpsd_now_ns());
-	while (!(left = atomic_load(&copies[number].left_ns)) && mpsd_line_ready() &&
-	       mpsd_now_ns() - atomic_load(&copies[number].since_ns) < atomic_load(&wait_ns))
+	while (!(left = atomic_load(&copies[number].left_ns)) && may_wait(number))
 		mpsd_pause(1);
 	return left && mpsd_now_ns() - left < REFUSE_NS;
 }

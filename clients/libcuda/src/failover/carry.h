@@ -76,7 +76,7 @@ static inline bool mpsd_is_forbidden(void)
 /* phase.c */
 
 /* A move that lasts longer than that has failed: the program has its error. */
-#define MPSD_MOVE_MS 5000
+#define MPSD_MOVE_MS 12000
 
 /* A loss was met: the daemon hears of it. Whether it has moved the program since, or tried to; after that. */
 bool mpsd_phase_word(CUresult result, uint64_t moves);

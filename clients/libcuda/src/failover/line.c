@@ -36,11 +36,14 @@
 #define LAST_TRIES 8
 #define END_MS 2000
 #define SEND_S 2
+#define WORD_MS 2000
+#define COMING_MS 10000
 
 static uint32_t mode;		/* wished; then granted */
 
 static atomic_int line = -1, wake = -1;
-static atomic_bool off, ready, given_up, woken;
+static atomic_bool off, ready, given_up, woken, behind;
+static atomic_uint_least64_t comes_until_ns;	/* after a move, the next standby */
 static pthread_mutex_t busy = PTHREAD_MUTEX_INITIALIZER;	/* the thread calls a copy */
 static uint64_t generation;	/* of the standby that there is, or that was asked for; 0: none */
 static uint64_t home;		/* where the program lives; 0: in its first context */
@@ -56,13 +59,32 @@ void mpsd_line_wake(void)
 		atomic_store(&woken, false);
 }
 
+static bool may_move(void)
+{
+	return !atomic_load(&given_up) && !atomic_load(&behind) && !atomic_load(&mpsd_opaque_notes()->count) &&
+	       !atomic_load(&off);
+}
+
 bool mpsd_line_ready(void)
 {
-	return atomic_load(&ready) && !atomic_load(&given_up) && !atomic_load(&mpsd_opaque_notes()->count) && !atomic_load(&off);
+	return atomic_load(&ready) && may_move();
+}
+
+int mpsd_line_word_ms(void)
+{
+	uint64_t now = mpsd_now_ns(), until = atomic_load(&comes_until_ns);
+
+	if (!may_move())
+		return 0;
+	if (atomic_load(&ready))
+		return WORD_MS;
+	return atomic_load(&line) >= 0 && now < until ? (int)((until - now) / 1000000) + 1 : 0;
 }
 
 void mpsd_line_moves(void)
 {
+	/* From here on: what is done again may fault before the mover is back. */
+	atomic_store(&comes_until_ns, mpsd_now_ns() + COMING_MS * 1000000ull);
 	atomic_store(&ready, false);
 }
 
@@ -71,23 +93,19 @@ void mpsd_line_give_up(void)
 	atomic_store(&given_up, true);
 }
 
+bool mpsd_line_is_behind(void)
+{
+	return atomic_load(&behind);
+}
+
 static struct mpsd_failover_message message_of(enum mpsd_failover_kind kind, const char *text)
 {
-	struct mpsd_failover_message message = {
-		.magic = MPSD_FAILOVER_MAGIC,
-		.version = MPSD_FAILOVER_VERSION,
-		.kind = (uint16_t)kind,
-		.generation = generation,
-	};
-
-	if (text)
-		strncpy(message.text, text, sizeof(message.text) - 1);
-	return message;
+	return mpsd_line_message(kind, generation, text);
 }
 
 static bool say(const struct mpsd_failover_message *message)
 {
-	return send(atomic_load(&line), message, sizeof(*message), MSG_NOSIGNAL) == (ssize_t)sizeof(*message);
+	return mpsd_line_say(atomic_load(&line), message);
 }
 
 /* The thread */
@@ -123,6 +141,8 @@ static bool stand_by(const struct mpsd_failover_message *order)
 	atomic_store(&given_up, false);
 	mpsd_own_error_forget();
 	atomic_store(&ready, true);
+	atomic_store(&behind, false);
+	mpsd_phase_wake();
 	message = message_of(MPSD_FAILOVER_READY, NULL);
 	message.values[0] = mpsd_now_ns() - began;
 	return say(&message);
@@ -146,6 +166,7 @@ static bool move(const struct mpsd_failover_message *order)
 	mpsd_fence_listen(order->values[0] ? -1 : atomic_load(&line), generation);
 	if (!mpsd_move(order->values[0] != 0, (enum mpsd_failover_again)order->values[1], &times, &why)) {
 		message = message_of(MPSD_FAILOVER_STAYED, why);
+		atomic_store(&comes_until_ns, 0);
 		mpsd_phase_wake();
 		mpsd_standby_close();
 		return say(&message);
@@ -159,6 +180,7 @@ static bool move(const struct mpsd_failover_message *order)
 	message.values[5] = times.waits;
 	home = generation;
 	generation = 0;
+	atomic_store(&comes_until_ns, mpsd_now_ns() + COMING_MS * 1000000ull);
 	return say(&message);
 }
 
@@ -169,12 +191,13 @@ static bool have_turn(bool may)
 	message.generation = home;
 	if (!mpsd_turn_is_due())
 		return true;
-	mpsd_turn_take_it(may, atomic_load(&line), &message);
-	return say(&message);
+	return !mpsd_turn_take_it(may, atomic_load(&line), &message) || say(&message);
 }
 
 static bool stand_down(const struct mpsd_failover_message *order)
 {
+	atomic_store(&behind, order->values[0] != 0);
+	mpsd_phase_wake();
 	if (order->generation != generation)
 		return true;
 	atomic_store(&ready, false);
@@ -211,29 +234,11 @@ static bool obey(const struct mpsd_failover_message *order)
 	}
 }
 
-struct told {
-	unsigned int opaque, unsure;
-};
-
-static bool tell_notes(enum mpsd_failover_kind kind, struct mpsd_notes *notes, unsigned int *told)
-{
-	const char *what;
-
-	while ((what = mpsd_notes_next(notes, told))) {
-		struct mpsd_failover_message message = message_of(kind, what);
-
-		if (!say(&message))
-			return false;
-	}
-	return true;
-}
-
-static bool tell(struct told *told)
+static bool tell(struct mpsd_told *told)
 {
 	unsigned int before = told->opaque;
 
-	if (!tell_notes(MPSD_FAILOVER_OPAQUE, mpsd_opaque_notes(), &told->opaque) ||
-	    !tell_notes(MPSD_FAILOVER_UNSURE, mpsd_unsure_notes(), &told->unsure))
+	if (!mpsd_line_tell(atomic_load(&line), generation, told))
 		return false;
 	if (told->opaque != before) {
 		atomic_store(&ready, false);
@@ -241,14 +246,6 @@ static bool tell(struct told *told)
 		mpsd_standby_close();
 	}
 	return true;
-}
-
-static bool tell_error(void)
-{
-	struct mpsd_failover_message message = message_of(MPSD_FAILOVER_OWN_ERROR, NULL);
-
-	message.values[0] = mpsd_own_error_take();
-	return !message.values[0] || say(&message);
 }
 
 static bool give_room(void)
@@ -259,7 +256,7 @@ static bool give_room(void)
 	return is;
 }
 
-static bool follow(struct told *told)
+static bool follow(struct mpsd_told *told)
 {
 	const char *why = NULL;
 	uint64_t count;
@@ -267,13 +264,13 @@ static bool follow(struct told *told)
 	if (read(atomic_load(&wake), &count, sizeof(count)) < 0 && errno != EAGAIN)
 		return false;
 	atomic_store(&woken, false);
-	if (!tell(told) || !tell_error() || !give_room())
+	if (!tell(told) || !mpsd_line_tell_error(atomic_load(&line), generation) || !give_room())
 		return false;
 	return !atomic_load(&ready) || mpsd_standby_follow(&why) || say_unready(why);
 }
 
 /* Not while the process ends, which waits for this. */
-static bool act(int fd, bool said, bool was_woken, struct told *told)
+static bool act(int fd, bool said, bool was_woken, struct mpsd_told *told)
 {
 	struct mpsd_failover_message message;
 	bool is = true;
@@ -295,7 +292,7 @@ static void listen_to(int fd)
 	struct mpsd_failover_message message = message_of(MPSD_FAILOVER_HELLO, NULL);
 	struct pollfd polled[2] = { { .fd = fd, .events = POLLIN },
 				    { .fd = atomic_load(&wake), .events = POLLIN } };
-	struct told told = { 0, 0 };
+	struct mpsd_told told = { 0, 0 };
 
 	message.mode = mode;
 	message.generation = home;

@@ -7,6 +7,8 @@
 #include <stdbool.h>
 #include <stdint.h>
 
+#include "failoverwire.h"
+
 /* Whether the environment names a daemon that offers it (MPSD_FAILOVER_SOCKET). */
 bool mpsd_line_offered(void);
 
@@ -22,8 +24,27 @@ void mpsd_line_wake(void);
 /* Whether a move may come: there is a whole standby, and nothing that could not come along. */
 bool mpsd_line_ready(void);
 
+/*
+ * How long, in ms, an error of the program's own is kept from it, while it may still be moved: with a standby, or where
+ * the next one is on its way after a move (whose work it was that faulted may show when it is done again). 0: not at all.
+ */
+int mpsd_line_word_ms(void);
+
+/* The daemon has said that no standby comes any more: it made the fault, or stayed. */
+bool mpsd_line_is_behind(void);
+
 /* The standby is being moved into: after the move has begun, so that nobody sees neither. */
 void mpsd_line_moves(void);
+
+/* tell.c, for the thread. What was told before is not told again. False: the connection has ended. */
+struct mpsd_told {
+	unsigned int opaque, unsure;
+};
+
+struct mpsd_failover_message mpsd_line_message(enum mpsd_failover_kind kind, uint64_t generation, const char *text);
+bool mpsd_line_say(int line, const struct mpsd_failover_message *message);
+bool mpsd_line_tell(int line, uint64_t generation, struct mpsd_told *told);
+bool mpsd_line_tell_error(int line, uint64_t generation);
 
 /* room.c: the standby goes, for the memory that it takes. False: there is none, or it did not go in time. */
 bool mpsd_room_ask(void);
@@ -65,6 +86,7 @@ void mpsd_line_unsure(const char *what);
 
 /* For the thread: an error to be said (0: none), and that the next one is another context's. */
 uint64_t mpsd_own_error_take(void);
+bool mpsd_own_error_met(void);
 void mpsd_own_error_forget(void);
 
 /* For the thread: what was told so, in its order. */

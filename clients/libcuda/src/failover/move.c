@@ -20,7 +20,7 @@
 #include "windows.h"
 #include "zones.h"
 
-#define TURN_MS 3000		/* less than a held call waits */
+#define TURN_MS 11000		/* less than a held call waits */
 
 /* Of each copy that comes into use. Kept for good: a thread may be inside one at any time. */
 static struct own_tables {

@@ -128,6 +128,11 @@ uint64_t mpsd_own_error_take(void)
 	return error >> 16 == mpsd_moves_done() ? error & 0xffff : 0;
 }
 
+bool mpsd_own_error_met(void)
+{
+	return atomic_load(&error_of) == mpsd_moves_done() + 1;
+}
+
 void mpsd_own_error_forget(void)
 {
 	atomic_store(&error_of, 0);

@@ -9,9 +9,6 @@
 #include "failover/made.h"
 #include "failover/move.h"
 
-/* How long an error of the program's own is kept from it while the daemon may still move it. */
-#define WORD_MS 1000
-
 void *mpsd_inner[MPSD_SLOTS];
 const struct mpsd_tables *mpsd_first_tables;
 atomic_uint_least64_t mpsd_moves;
@@ -89,14 +86,19 @@ uint64_t mpsd_carry_wait(void)
 	}
 }
 
+/* What is waited for may change meanwhile: each change is told. */
 static bool wait_for_word(uint64_t moves)
 {
-	struct timespec until = mpsd_in(WORD_MS);
+	struct timespec until;
+	int ms, over = 0;
 
+	if (!mpsd_line_word_ms())
+		return atomic_load(&mpsd_moves) != moves;
 	pthread_mutex_lock(&lock);
-	while (atomic_load(&mpsd_moves) == moves && mpsd_line_ready() &&
-	       !pthread_cond_timedwait(&changed, &lock, &until))
-		;
+	while (!over && atomic_load(&mpsd_moves) == moves && (ms = mpsd_line_word_ms())) {
+		until = mpsd_in(ms);
+		over = pthread_cond_timedwait(&changed, &lock, &until);
+	}
 	pthread_mutex_unlock(&lock);
 	if (atomic_load(&mpsd_moves) == moves)
 		mpsd_line_give_up();
@@ -106,7 +108,7 @@ static bool wait_for_word(uint64_t moves)
 bool mpsd_phase_word(CUresult result, uint64_t moves)
 {
 	mpsd_line_error(result, moves);
-	if (atomic_load(&mpsd_moves) == moves && (!mpsd_line_ready() || !wait_for_word(moves)))
+	if (atomic_load(&mpsd_moves) == moves && !wait_for_word(moves))
 		return false;
 	settled();
 	return true;
@@ -120,7 +122,7 @@ bool mpsd_carry_again(CUresult result, uint64_t moves)
 	if (mpsd_is_loss(result))
 		mpsd_line_error(result, moves);
 	if (atomic_load(&mpsd_moves) == moves &&
-	    (!mpsd_is_loss(result) || !mpsd_line_ready() || !wait_for_word(moves)))
+	    (!mpsd_is_loss(result) || !wait_for_word(moves)))
 		return false;
 	return settled() != moves;
 }

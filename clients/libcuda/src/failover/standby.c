@@ -107,8 +107,9 @@ void mpsd_standby_tend(void)
 /* The end of what a copy has on the GPU, then of the copy, once nobody is inside it. */
 static void end_left(void)
 {
-	while (mpsd_left_ms() > 0)
-		mpsd_pause(mpsd_left_ms());
+	/* Nobody gets on where the program's own context is lost meanwhile: what it waits for is the next one. */
+	while (mpsd_left_ms() > 0 && !mpsd_own_error_met())
+		mpsd_pause(1);
 	for (int ms = 0; left.handle && ms < MOST_LEAVE_MS && atomic_load(mpsd_inside_of(left_moves)); ms++)
 		mpsd_pause(1);
 	if (left.handle && !atomic_load(mpsd_inside_of(left_moves)))
