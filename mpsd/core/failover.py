@@ -276,27 +276,24 @@ def _fate(state: State, member: Member, refusal: str, suspect: bool) -> Fate:
     return Fate(member.process, member.uid, command, outcome, refusal, suspect, told_ms)
 
 
-def _put_out(
-    draft: Draft, sure: Iterable[ProcessInstance], target: Domain | None, *, at_once: bool = False
-) -> None:
-    """A named offender with a context in the domain where the others have just gone does not stay there.
-
-    `at_once`: it works there.
-    """
+def _put_out(draft: Draft, sure: Iterable[ProcessInstance], target: Domain | None) -> None:
+    """A named offender with a context in the domain where the others have just gone does not stay there."""
     if target is None or not draft.state.policy.evict_offender:
         return
     for process in sure:
-        if at_once:
-            on_put_out(draft, f"{process} {target.id}")
-        elif any(c.id.domain == target.id for c in draft.state.spaces_of(process)):
+        if any(c.id.domain == target.id for c in draft.state.spaces_of(process)):
             draft.emit(ArmTimer(PUT_OUT, f"{process} {target.id}", PUT_OUT_S))
 
 
 def on_put_out(draft: Draft, subject: str) -> None:
     """`subject`: the process and the domain in which it does not stay."""
     process, _, domain = subject.rpartition(" ")
-    here = [c for c in draft.state.clients_of(domain) if c.living and str(c.id.process) == process]
-    for client in here[:1]:
+    _end_there(draft, [c for c in draft.state.clients_of(domain) if str(c.id.process) == process])
+
+
+def _end_there(draft: Draft, clients: Iterable[Client]) -> None:
+    """`clients`: of one process, in one domain."""
+    for client in [c for c in clients if c.living][:1]:
         kill_by_policy(draft, client, "it made the fault from which the others fail over")
 
 
@@ -355,7 +352,10 @@ def named(draft: Draft, domain: str, process: ProcessInstance) -> None:
     for record in reversed(draft.state.failovers):
         if record.domain == domain and any(f.process == process and f.outcome in _LEFT for f in record.fates):
             revise(draft, record, process, why="it made the fault, which was known after it was told")
-            _put_out(draft, [process], draft.state.domains.get(record.to or ""), at_once=True)
+            if draft.state.policy.evict_offender:
+                # At once: it works where the others have gone.
+                there = [c for c in draft.state.spaces_of(process) if c.id.domain == record.to]
+                _end_there(draft, there)
             return
 
 

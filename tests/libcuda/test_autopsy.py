@@ -15,7 +15,7 @@ from tests.libcuda.test_exact import move
 from tests.libcuda.test_failover import Program, break_domain, copies, post, stand_by, started
 from tests.support import moving
 from tests.support.libcudas import Libraries
-from tests.support.moving import Post
+from tests.support.moving import Line, Post
 from tests.support.simfixtures import backend, domain, second, third
 from tests.support.simnode import Domain, until
 
@@ -79,15 +79,21 @@ def test_who_is_moved_asks_nothing_of_its_lost_context(
     assert ask.end() == ""
 
 
+def lose(domain: Domain, second: Domain, post: Post, ask: Program, copies: Path) -> Line:
+    """The program has a standby in `second`, and its context is lost."""
+    line = post.greet(moving.EXACT)
+    assert ask("m = gpu.memory(8 << 20)") == "None"
+    stand_by(line, second, copies)
+    break_domain(domain)
+    return line
+
+
 @pytest.mark.parametrize("ask", ["10"], indirect=True)
 def test_who_is_not_moved_in_time_learns_what_happened(
     domain: Domain, second: Domain, post: Post, ask: Program, copies: Path, asked: Callable[[], list[str]]
 ) -> None:
     """The daemon says nothing for longer than is waited for its word."""
-    line = post.greet(moving.EXACT)
-    assert ask("m = gpu.memory(8 << 20)") == "None"
-    stand_by(line, second, copies)
-    break_domain(domain)
+    line = lose(domain, second, post, ask, copies)
     until(lambda: len(asked()) == len(both_twice("looked")))
     assert asked() == both_twice("looked")
     move(line)
@@ -99,10 +105,7 @@ def test_who_is_left_behind_lets_the_others_go_first(
     domain: Domain, second: Domain, post: Post, ask: Program, copies: Path, asked: Callable[[], list[str]]
 ) -> None:
     """For four times as long as a word is waited for: here it has one by then."""
-    line = post.greet(moving.EXACT)
-    assert ask("m = gpu.memory(8 << 20)") == "None"
-    stand_by(line, second, copies)
-    break_domain(domain)
+    line = lose(domain, second, post, ask, copies)
     line.say(moving.STAND_DOWN, 1, planned=True)
     # Its server is in FAULT before it has been told itself.
     until(lambda: ask("gpu.sync() != 0") == "True")

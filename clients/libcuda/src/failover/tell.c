@@ -27,12 +27,14 @@ bool mpsd_line_say(int line, const struct mpsd_failover_message *message)
 	return send(line, message, sizeof(*message), MSG_NOSIGNAL) == (ssize_t)sizeof(*message);
 }
 
-static bool tell(int line, struct mpsd_failover_message message, struct mpsd_notes *notes, unsigned int *told)
+static bool tell_notes(int line, enum mpsd_failover_kind kind, uint64_t generation, struct mpsd_notes *notes,
+		       unsigned int *told)
 {
 	const char *what;
 
 	while ((what = mpsd_notes_next(notes, told))) {
-		message = mpsd_line_message((enum mpsd_failover_kind)message.kind, message.generation, what);
+		struct mpsd_failover_message message = mpsd_line_message(kind, generation, what);
+
 		if (!mpsd_line_say(line, &message))
 			return false;
 	}
@@ -41,10 +43,8 @@ static bool tell(int line, struct mpsd_failover_message message, struct mpsd_not
 
 bool mpsd_line_tell(int line, uint64_t generation, struct mpsd_told *told)
 {
-	return tell(line, mpsd_line_message(MPSD_FAILOVER_OPAQUE, generation, NULL), mpsd_opaque_notes(),
-		    &told->opaque) &&
-	       tell(line, mpsd_line_message(MPSD_FAILOVER_UNSURE, generation, NULL), mpsd_unsure_notes(),
-		    &told->unsure);
+	return tell_notes(line, MPSD_FAILOVER_OPAQUE, generation, mpsd_opaque_notes(), &told->opaque) &&
+	       tell_notes(line, MPSD_FAILOVER_UNSURE, generation, mpsd_unsure_notes(), &told->unsure);
 }
 
 bool mpsd_line_tell_error(int line, uint64_t generation)
