@@ -68,6 +68,7 @@ class Performer:
             fx.Terminate: self._terminate,
             fx.Kill: self._kill,
             fx.ProbeWork: lambda e: hands.work.watch(e.client),
+            fx.ConfirmWork: lambda e: hands.work.confirm(e.client),
             fx.ReleaseLease: self._release,
             fx.Forget: self._forget,
             fx.Inspect: self._inspect,

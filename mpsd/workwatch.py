@@ -40,13 +40,15 @@ NOT_NOTED = "areas of a client are not noted"
 class _Life:
     """One life of a process, its view, and the clients (address spaces) that it has in one domain.
 
-    `look`: one that somebody waits for, at the living, under way or done; `watch`: after the death.
+    `look`: one that somebody waits for, at the living, under way or done; `watch`: after the death;
+    `overdue`: somebody waits to hear what a look finds that begins after it was set.
     """
 
     view: WorkView
     clients: set[ClientId]
     look: asyncio.Task[None] | None = None
     watch: asyncio.Task[None] | None = None
+    overdue: bool = False
 
 
 class WorkWatch:
@@ -160,6 +162,14 @@ class WorkWatch:
             self._sweep.leave_out(life)
             life.watch = self._tasks.spawn(self._watch(life))
 
+    def confirm(self, client: ClientId) -> None:
+        """Say WorkRuns if the next look at the dead still finds work; its end is said by its watch."""
+        life = self._lives.get(client)
+        if life is None:
+            self._tasks.spawn(self._tell_unseen({client}))
+        else:
+            life.overdue = True
+
     async def _tell_unseen(self, clients: Collection[ClientId]) -> None:
         """No sign to go by: the lease stays until the domain has no living client."""
         for client in sorted(clients):
@@ -168,6 +178,7 @@ class WorkWatch:
 
     async def _watch(self, life: _Life) -> None:
         began = time.monotonic()
+        overdue = life.overdue
         while (left := await self._left(life)) is not None:
             if not left:
                 for client in sorted(life.clients):
@@ -175,7 +186,11 @@ class WorkWatch:
                     self._post(ev.WorkEnded(client, "its semaphores have been released"))
                 return
             self._pending.update(dict.fromkeys(life.clients, left))
+            if overdue:
+                life.overdue = False
+                self._post(ev.WorkRuns(tuple(sorted(life.clients)), left))
             await asyncio.sleep(min(max(self._interval_s, (time.monotonic() - began) / 20), SLOWEST_S))
+            overdue = life.overdue
         await self._tell_unseen(life.clients)
 
     async def _left(self, life: _Life) -> str | None:

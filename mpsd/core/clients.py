@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from mpsd.core import domains, hitrecords, leases, members, proof, slots
 from mpsd.core import events as ev
 from mpsd.core.draft import Draft
-from mpsd.core.effects import Answer, ArmTimer, Attach, Effect, ProbeWork, ReleaseLease, Terminate
+from mpsd.core.effects import (
+    Answer,
+    ArmTimer,
+    Attach,
+    ConfirmWork,
+    Effect,
+    ProbeWork,
+    ReleaseLease,
+    Terminate,
+)
 from mpsd.core.killing import announce, answer_gone, awaited, kill, kill_by_policy
 from mpsd.core.lifecycle import ClientTrigger, allows, next_client_state
 from mpsd.core.state import POLICY, Client, ClientState, Domain, DomainState, Eviction
@@ -217,14 +227,21 @@ def on_work_ended(draft: Draft, event: ev.WorkEnded) -> None:
     domains.settle(draft, client.id.domain)
 
 
-def endless(draft: Draft, subject: str) -> list[Client]:
-    """The linger timer: clients whose work has not ended in time, now HELD."""
-    held = []
+def on_linger(draft: Draft, subject: str) -> None:
+    """Nothing is said against it before a new look: this daemon, or the machine, may have stood still."""
     for client in tuple(draft.state.clients.values()):
-        waits = client.state is ClientState.LINGERING and not client.blind
-        if str(client.id.process) == subject and waits:
-            held.append(draft.put_client(replace(client, state=ClientState.HELD)))
-    return held
+        if str(client.id.process) == subject and _is_awaited(client):
+            draft.emit(ConfirmWork(client.id))
+
+
+def endless(draft: Draft, found: Sequence[ClientId]) -> list[Client]:
+    """Those of them whose work should have ended by now, and were not known for that: HELD from here on."""
+    clients = [c for name in found if (c := draft.state.clients.get(name)) is not None and _is_awaited(c)]
+    return [draft.put_client(replace(c, state=ClientState.HELD)) for c in clients]
+
+
+def _is_awaited(client: Client) -> bool:
+    return client.state is ClientState.LINGERING and not client.blind
 
 
 def on_evict(draft: Draft, event: ev.EvictRequested) -> None:

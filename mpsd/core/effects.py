@@ -88,6 +88,13 @@ class ProbeWork:
 
 
 @dataclass(frozen=True, slots=True)
+class ConfirmWork:
+    """A dead client's work has had its time: WorkRuns if a look that begins now still finds it."""
+
+    client: ClientId
+
+
+@dataclass(frozen=True, slots=True)
 class ReleaseLease:
     """Close the duplicates here and in the descriptor store, with the tracker. `uid`: whose they are, where
     core knows it: who died before this mpsd began has no pin to tell."""
@@ -251,6 +258,7 @@ Effect = (
     | Terminate
     | Kill
     | ProbeWork
+    | ConfirmWork
     | ReleaseLease
     | Forget
     | Inspect

@@ -205,6 +205,15 @@ class WorkEnded:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkRuns:
+    """A look that was asked for has found work on the GPU. `clients`: of one domain, those that the life of
+    the dead process was whose work it is; `left`: what, in words."""
+
+    clients: tuple[ClientId, ...]
+    left: str
+
+
+@dataclass(frozen=True, slots=True)
 class WorkNotVisible:
     """This machine does not show when the work of this dead client ends."""
 
@@ -513,6 +522,7 @@ Event = (
     | ClientDied
     | ClientLeft
     | WorkEnded
+    | WorkRuns
     | WorkNotVisible
     | UvmFatal
     | GuardHit

@@ -303,28 +303,29 @@ def _process_record(draft: Draft, name: str, fault_class: str, text: str) -> Non
     failover.link(draft, name, record.id)
 
 
-def on_linger(draft: Draft, subject: str) -> None:
+def on_work_runs(draft: Draft, event: ev.WorkRuns) -> None:
     """A dead client's kernel does not end: its domain is poisoned, and the record names it."""
-    held = {c.id.domain: c for c in endless(draft, subject)}
-    for client in held.values():
-        domain = draft.state.domains[client.id.domain]
-        limit = draft.state.policy.linger_limit_s
-        text = f"work of {client.id.process} has not ended {limit:g} s after its death"
-        # Beside another's endless kernel a short one looks the same: it never has its turn.
-        others = any(
-            c.id.process != client.id.process and not draft.state.is_idle(c)
-            for c in draft.state.clients_of(domain.id)
-        )
-        record = replace(
-            _new(draft, domain, "hang"),
-            offender=at.party(client),
-            confidence=Confidence.LIKELY if others else Confidence.CERTAIN,
-            suspects=(),
-            victims=(),
-            revision=1,
-        )
-        draft.put_domain(replace(domain, last_fault=record.id))
-        record = at.add_evidence(record, Evidence(Source.PROCESS, draft.now, text))
-        if next_domain_state(domain.state, DomainTrigger.POISON) is not None:
-            domains.leave(draft, domain.id, DomainTrigger.POISON)
-        write(draft, record)
+    held = endless(draft, event.clients)
+    if not held:
+        return
+    client, domain = held[0], draft.state.domains[held[0].id.domain]
+    limit = draft.state.policy.linger_limit_s
+    text = f"work of {client.id.process} has not ended {limit:g} s after its death: {event.left}"
+    # Beside another's endless kernel a short one looks the same: it never has its turn.
+    others = any(
+        c.id.process != client.id.process and not draft.state.is_idle(c)
+        for c in draft.state.clients_of(domain.id)
+    )
+    record = replace(
+        _new(draft, domain, "hang"),
+        offender=at.party(client),
+        confidence=Confidence.LIKELY if others else Confidence.CERTAIN,
+        suspects=(),
+        victims=(),
+        revision=1,
+    )
+    draft.put_domain(replace(domain, last_fault=record.id))
+    record = at.add_evidence(record, Evidence(Source.PROCESS, draft.now, text))
+    if next_domain_state(domain.state, DomainTrigger.POISON) is not None:
+        domains.leave(draft, domain.id, DomainTrigger.POISON)
+    write(draft, record)

@@ -183,6 +183,15 @@ class World:
     def timer(self, kind: str, subject: object) -> None:
         self.do(ev.TimerFired(kind, str(subject)))
 
+    def lingers(self, pid: int) -> None:
+        """The linger limit has passed, and each look that is asked for then finds work."""
+        self.timer("linger", process(pid))
+        asked = [e.client for e in self.made(fx.ConfirmWork)]
+        lives = [
+            tuple(c for c in asked if c.domain == name) for name in dict.fromkeys(c.domain for c in asked)
+        ]
+        self.last = tuple(e for life in lives for e in self.do(ev.WorkRuns(life, "a kernel")))
+
     def server_state(self, name: str, state: ServerState) -> None:
         self.do(ev.ServerStateSeen(name, state))
 

@@ -125,7 +125,7 @@ def test_death_with_a_lease_lingers_until_the_work_has_ended() -> None:
     told = next(e for e in world.made(fx.Publish) if e.kind == "lease-released")
     assert told.data["after_ms"] == 250.0
     assert world.client_states() == {11: ClientState.ATTACHED}
-    world.timer("linger", process(10))
+    world.lingers(10)
     world.work_ended(10)
     world.die(10)
     assert not world.records()
@@ -158,7 +158,7 @@ def test_a_fault_ends_the_wait_for_the_dead() -> None:
     assert released(world) == [(11, 0)]
     kinds = [type(e) for e in world.last]
     assert kinds.index(fx.SwitchPath) < kinds.index(fx.ReleaseLease)
-    world.timer("linger", process(11))
+    world.lingers(11)
     assert [r.fault_class for r in world.records().values()] == ["mmu-invalid-address"]
 
 
@@ -166,7 +166,7 @@ def test_endless_work_poisons_the_domain_and_is_held_to_the_last() -> None:
     world = World().ready()
     world.join(10, 11, 12)
     world.die(10)
-    world.wait(30).timer("linger", process(10))
+    world.wait(30).lingers(10)
     assert world.client("d1", 10).state is ClientState.HELD
     assert world.domain("d1").state is DomainState.POISONED
     assert world.path() == "d2"
@@ -184,8 +184,27 @@ def test_endless_work_poisons_the_domain_and_is_held_to_the_last() -> None:
     assert [e.domain for e in world.made(fx.StopDomain)] == ["d1"]
     assert {e.process.pid for e in world.made(fx.Forget)} == {10, 12}
     world.stopped("d1")
-    world.timer("linger", process(10))
+    world.lingers(10)
     world.work_ended(10)
+
+
+def test_nobody_is_accused_before_a_new_look() -> None:
+    world = World().ready()
+    world.join(10, spaces=2)
+    world.join(11)
+    first, second = (ClientId("d1", process(10), space) for space in (0, 1))
+    world.die(10)
+    world.wait(30).timer("linger", process(10))
+    assert [e.client for e in world.made(fx.ConfirmWork)] == [first, second]
+    assert not world.ever(fx.Record) and world.client("d1", 10).state is ClientState.LINGERING
+    world.do(ev.WorkEnded(first, "its semaphores"))
+    world.do(ev.WorkRuns((first,), "a kernel"))
+    world.do(ev.WorkRuns((ClientId("d1", process(11)),), "a kernel"))
+    assert not world.ever(fx.Record) and world.domain("d1").state is DomainState.ACTIVE
+    world.do(ev.WorkRuns((first, second), "a kernel"))
+    assert "30 s after its death: a kernel" in world.record().evidence[0].text
+    world.do(ev.WorkRuns((first, second), "a kernel"))
+    assert len(world.ever(fx.Record)) == 1
 
 
 def test_who_hangs_alone_is_named_for_certain() -> None:
@@ -193,7 +212,7 @@ def test_who_hangs_alone_is_named_for_certain() -> None:
     world.join(10, spaces=2)
     world.join(11, domain="d2")
     world.die(10)
-    world.wait(30).timer("linger", process(10))
+    world.wait(30).lingers(10)
     assert (world.record().fault_class, world.record().confidence) == ("hang", Confidence.CERTAIN)
 
 
@@ -201,7 +220,7 @@ def test_a_hang_that_ends_after_all() -> None:
     world = World().ready()
     world.join(10, 11)
     world.die(10)
-    world.timer("linger", process(10))
+    world.lingers(10)
     world.work_ended(10)
     assert released(world) == [(10, 0)]
     assert world.domain("d1").state is DomainState.POISONED
@@ -213,7 +232,7 @@ def test_one_hang_of_two_address_spaces_is_one_record() -> None:
     world.join(10, spaces=2)
     world.join(11)
     world.die(10)
-    world.timer("linger", process(10))
+    world.lingers(10)
     assert len(world.records()) == 1
     world.fault(11)
     assert len(world.records()) == 2, "a fault after a hang is another fault"
@@ -224,7 +243,7 @@ def test_a_hang_in_the_spare_gives_up_the_spare() -> None:
     world = World().ready()
     world.join(10, domain="d2")
     world.die(10)
-    world.timer("linger", process(10))
+    world.lingers(10)
     assert world.state.slots["gpu0.uid1000"].spare == "d3"
     assert [e.domain for e in world.made(fx.StopDomain)] == ["d2"]
 
@@ -234,7 +253,7 @@ def test_a_hang_in_a_headless_domain_is_recorded_only() -> None:
     world.join(10, 11)
     world.do(ev.ControlDied("d1", control_of("d1")))
     world.die(10)
-    world.timer("linger", process(10))
+    world.lingers(10)
     assert world.record().fault_class == "hang"
     assert world.domain("d1").state is DomainState.HEADLESS
 

@@ -276,7 +276,7 @@ def test_in_exclusive_mode_a_lost_domain_is_replaced_when_it_is_empty(how: str) 
         world.do(ev.ServerDied("d1", server_of("d1")))
     else:
         world.die(11)
-        world.timer("linger", process(11))
+        world.lingers(11)
     assert not world.ever(fx.StopDomain)
     world.die(10)
     world.work_ended(10)

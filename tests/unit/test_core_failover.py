@@ -498,7 +498,7 @@ def test_a_poisoned_domain_is_left_when_it_is_drained() -> None:
     world = site(10)
     world.attach(11, "d1")
     world.die(11)
-    world.timer("linger", process(11))
+    world.lingers(11)
     assert world.domain("d1").state is DomainState.POISONED and not world.told()
     world.do(ev.DrainRequested((), True))
     assert world.told() == [10]
@@ -573,7 +573,7 @@ def test_evidence_has_the_time_of_the_decision() -> None:
 def test_a_hang_of_a_dead_program_is_none_of_its_second_context() -> None:
     world = site(10, 11)
     world.die(10)
-    world.timer("linger", process(10))
+    world.lingers(10)
     assert world.domain("d1").state is DomainState.POISONED
     assert world.domain("d2").state is DomainState.ACTIVE and len(world.records()) == 1
     # Nobody is at home in the one that was its standby but newcomers; both leases end with its work.

@@ -477,7 +477,7 @@ def test_a_headless_domain_that_faults_later_is_recorded() -> None:
 def test_a_poisoned_domain_may_fault() -> None:
     world = three_clients()
     world.die(12)
-    world.timer("linger", process(12))
+    world.lingers(12)
     server_xid(world)
     assert world.domain("d1").state is DomainState.FAULTED
     assert world.record().fault_class == "sm-trap"

@@ -339,6 +339,10 @@ class Daemon(RuleBasedStateMachine):
         self.do(ev.WorkEnded(client, "its channels are gone"))
 
     @rule(pick=picks)
+    def work_runs(self, pick: int) -> None:
+        self.do(ev.WorkRuns((self.client_picked(pick),), "a kernel"))
+
+    @rule(pick=picks)
     def work_is_not_visible(self, pick: int) -> None:
         self.do(ev.WorkNotVisible(self.client_picked(pick)))
 

@@ -1,4 +1,7 @@
-"""Watching the work of the dead: each life of a process is watched to its own end, views are closed once."""
+"""Watching the work of the dead: each life of a process is watched to its own end, views are closed once.
+
+Long because each test sets up its own order of looks, deaths and questions, step by step.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,8 @@ A_KERNEL = "a kernel"
 
 
 class View:
-    """`left`: what is pending. `go_on`: cleared, a look at the living hangs. `error`: what it raises then."""
+    """`left`: what is pending. `go_on`: cleared, a look at the living hangs. `error`: what it raises then.
+    `pause`: cleared, a look at the dead hangs, after it has read."""
 
     fds: Mapping[str, int] = {}
 
@@ -35,6 +39,8 @@ class View:
         self.threads: set[str] = set()
         self.go_on = threading.Event()
         self.go_on.set()
+        self.pausing, self.pause = threading.Event(), threading.Event()
+        self.pause.set()
 
     def refresh(self) -> None:
         self.twice_at_a_time |= bool(self.inside)
@@ -49,7 +55,11 @@ class View:
     def pending(self) -> str | None:
         self.looks += 1
         assert not self.closed
-        return self.left
+        left = self.left
+        if not self.pause.is_set():
+            self.pausing.set()
+            assert self.pause.wait(10)
+        return left
 
     def close(self) -> None:
         self.closed_inside |= bool(self.inside)
@@ -104,6 +114,7 @@ def at_a_desk(play: Callable[[Desk], Coroutine[Any, Any, None]]) -> Desk:
         finally:
             for view in desk.views:
                 view.go_on.set()
+                view.pause.set()
             await desk.watch.close()
         return desk
 
@@ -118,6 +129,48 @@ def grown(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody is looked at for being young, and no sweep gives up a look."""
     monkeypatch.setattr(workwatch, "YOUNG_S", 0.0)
     monkeypatch.setattr(workwatch, "PATIENCE_S", 10.0)
+
+
+def test_what_still_runs_is_said_once_and_only_after_a_look_that_began_when_it_was_asked() -> None:
+    async def play(desk: Desk) -> None:
+        view = desk.follow(FIRST, SECOND)
+        view.left = A_KERNEL
+        desk.watch.watch(FIRST)
+        await until(lambda: view.looks > 2)
+        assert not desk.told
+        view.pause.clear()
+        await until(view.pausing.is_set)
+        desk.watch.confirm(FIRST)
+        desk.watch.confirm(SECOND)
+        seen = view.looks
+        view.pause.set()
+        await until(lambda: view.looks > seen)
+        await until(lambda: desk.told)
+        seen = view.looks
+        await until(lambda: view.looks > seen + 2)
+        assert desk.told == [ev.WorkRuns((FIRST, SECOND), A_KERNEL)]
+        assert view.looks > 4
+
+    at_a_desk(play)
+
+
+def test_what_ended_while_nobody_could_look_is_accused_of_nothing() -> None:
+    async def play(desk: Desk) -> None:
+        view = desk.follow(FIRST)
+        view.left = A_KERNEL
+        desk.watch.watch(FIRST)
+        view.pause.clear()
+        await until(view.pausing.is_set)
+        desk.watch.confirm(FIRST)
+        view.left = ""
+        view.pause.set()
+        await until(lambda: desk.told)
+        assert desk.ended() == [FIRST]
+        desk.watch.confirm(THIRD)
+        await until(lambda: len(desk.told) > 1)
+        assert desk.told[1] == ev.WorkNotVisible(THIRD)
+
+    at_a_desk(play)
 
 
 def test_each_life_of_a_process_is_watched_to_its_own_end() -> None:
