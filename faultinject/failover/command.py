@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -60,6 +60,14 @@ def run(args: argparse.Namespace, so_far: Callable[[dict[str, Any]], None]) -> d
         finally:
             node.close()
     return _report(args, node, date, left, found)
+
+
+def few(backend: str, kinds: Sequence[str], faults: int, deadline_s: float) -> dict[str, Any]:
+    """The report of so many faults of each kind beside three servers, all else by default. Raises MpsdError."""
+    args = argparse.Namespace(backend=backend, kinds=list(kinds), faults=faults, deadline=deadline_s)
+    args.mode, args.offender, args.works = "exact", OFFENDERS[0], []
+    args.libcuda = args.driver = args.out = None
+    return run(args, lambda _: None)
 
 
 def _report(
