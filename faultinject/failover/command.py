@@ -63,7 +63,9 @@ def run(args: argparse.Namespace, so_far: Callable[[dict[str, Any]], None]) -> d
 
 
 def few(backend: str, kinds: Sequence[str], faults: int, deadline_s: float) -> dict[str, Any]:
-    """The report of so many faults of each kind beside three servers, all else by default. Raises MpsdError."""
+    """The report of so many faults of each kind beside three servers, all else by default.
+
+    Raises MpsdError."""
     args = argparse.Namespace(backend=backend, kinds=list(kinds), faults=faults, deadline=deadline_s)
     args.mode, args.offender, args.works = "exact", OFFENDERS[0], []
     args.libcuda = args.driver = args.out = None
