@@ -13,7 +13,7 @@ from typing import Any
 from faultinject import kinds, report
 from faultinject.failover import reports
 from faultinject.failover.rounds import PARTS, SETTINGS, Rounds, data
-from faultinject.failover.works import WorkRounds
+from faultinject.failover.works import Calm, WorkRounds
 from faultinject.history import History
 from faultinject.matrix import tell_stderr
 from faultinject.node import Node, open_node
@@ -38,6 +38,7 @@ def run(args: argparse.Namespace, so_far: Callable[[dict[str, Any]], None]) -> d
     date = datetime.now(UTC).isoformat(timespec="seconds")
     found: dict[str, Any] = {}
     left: list[str] = []
+    calm = Calm()
     with tempfile.TemporaryDirectory(prefix="mpsd-fi-") as base:
         libraries = find_libraries(args.backend, args.libcuda, args.driver, Path(base))
         node = open_node(args.backend, Path(base))
@@ -51,7 +52,7 @@ def run(args: argparse.Namespace, so_far: Callable[[dict[str, Any]], None]) -> d
                     ) as rig,
                 ):
                     try:
-                        found[kind] = _one_kind(args, rig, libraries, kind)
+                        found[kind] = _one_kind(args, rig, libraries, kind, calm)
                     except MpsdError as error:
                         found.setdefault(kind, [_broken(kind, f"{error}; mpsd: {rig.mpsd.tail()[-300:]}")])
                 left += rig.left
@@ -95,10 +96,16 @@ def _report(
     }
 
 
-def _one_kind(args: argparse.Namespace, rig: Rig, libraries: Libraries, kind: str) -> list[dict[str, Any]]:
+def _one_kind(
+    args: argparse.Namespace, rig: Rig, libraries: Libraries, kind: str, calm: Calm
+) -> list[dict[str, Any]]:
     """Raises MpsdError for what is missing; what goes wrong is in the faults."""
     carried = args.offender == "carried"
-    works = WorkRounds(rig, libraries, tell_stderr, args.works, carried=carried) if args.works else None
+    works = (
+        WorkRounds(rig, libraries, tell_stderr, args.works, carried=carried, calm=calm)
+        if args.works
+        else None
+    )
     rounds = works or Rounds(rig, libraries, tell_stderr, carried=carried)
     rounds.start()
     faults = rounds.run(kind, args.faults, args.deadline)

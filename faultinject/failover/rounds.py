@@ -135,9 +135,12 @@ class Rounds:
     def _one(self, kind: str, number: int) -> Fault:
         fault, offender = Fault(kind), None
         try:
+            # It comes up while the others get their standbys.
+            offender = None if kind in PARTS else self._offender(kind, number)
             self._wait_until_ready(self._servers)
             self._count_descriptors(fault)
-            offender = None if kind in PARTS else self._offender(kind, number)
+            if offender is not None:
+                offender.must("ready", timeout=UP_S)
             if offender is not None and self._carried:
                 self._wait_until_ready([*self._servers, offender])
             self._reset_reports()
@@ -237,9 +240,7 @@ class Rounds:
 
     def _offender(self, kind: str, number: int) -> Worker:
         spawn = self._spawn_carried if self._carried else self._rig.spawn
-        offender = spawn(f"offender-{kind}-{number}", "offender", kind)
-        offender.must("ready", timeout=UP_S)
-        return offender
+        return spawn(f"offender-{kind}-{number}", "offender", kind)
 
     @staticmethod
     def _offend(fault: Fault, offender: Worker) -> float:

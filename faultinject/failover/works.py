@@ -1,7 +1,7 @@
 """Faults beside programs that know nothing of them: afterwards their results are those of a run without any.
 
-Each does blocks of steps (faultinject/programs/paired.py), and during each block one fault comes. Then a
-second process of the same program, without the proxy and without faults, does the same blocks; a result is a
+Each does blocks of steps (faultinject/programs/paired.py), and during each block one fault comes. A second
+process of the same program, without the proxy and without faults, does the same blocks; a result is a
 function of the seed and the number of steps alone, so the digests have to be the same.
 """
 
@@ -11,12 +11,24 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from faultinject.failover.rounds import Fault, Moved, Rounds
 from faultinject.proxy.library import MPSD_RUN, Libraries
 from faultinject.rig import Rig
 from faultinject.worker import Worker
 from mpsd.errors import DeadlineError, UnsupportedError
+
+
+@dataclass(slots=True)
+class Calm:
+    """What programs compute without faults. It is a function of the seed and of the steps alone, so one run of a
+    program is compared with those of all kinds: `steps` of a block, by work; `digests` by work and number of
+    blocks."""
+
+    steps: dict[str, int] = field(default_factory=dict)
+    digests: dict[tuple[str, int], list[str]] = field(default_factory=dict)
+
 
 FIRST_STEPS = 12
 SEED = 1
@@ -36,10 +48,11 @@ class WorkRounds(Rounds):
         works: Sequence[str],
         *,
         carried: bool = False,
+        calm: Calm | None = None,
     ) -> None:
         super().__init__(rig, libraries, tell, carried=carried)
         self._works = tuple(works)
-        self._steps: dict[str, int] = {}
+        self._calm = calm or Calm()
         self._blocks = 0
         self._choose = random.Random(SEED)
         self._digests: dict[str, list[str]] = {work: [] for work in works}
@@ -52,7 +65,8 @@ class WorkRounds(Rounds):
         for work, worker in zip(self._works, self._servers, strict=True):
             times = self._begin_one(work, worker, self._digests[work])
             step = statistics.median(times) if times else BLOCK_S
-            self._steps[work] = max(2, min(STEPS_MOST, round(BLOCK_S / max(step, 1e-6))))
+            steps = max(2, min(STEPS_MOST, round(BLOCK_S / max(step, 1e-6))))
+            self._calm.steps.setdefault(work, steps)
             self._tell(f"{work}: at work")
         self._stand_by()
 
@@ -80,7 +94,7 @@ class WorkRounds(Rounds):
 
     def _reset_reports(self) -> None:
         for work, worker in zip(self._works, self._servers, strict=True):
-            worker.tell("block", steps=self._steps[work])
+            worker.tell("block", steps=self._calm.steps[work])
         self._blocks += 1
 
     def _collect(self, fault: Fault, at: float) -> None:
@@ -108,26 +122,34 @@ class WorkRounds(Rounds):
         worker.must("closed", timeout=UP_S)
 
     def compare(self, faults: Sequence[Fault]) -> dict[str, bool]:
-        """The same blocks without the proxy and without faults, all at once: the works of equal digests.
+        """With the same blocks without the proxy and without faults: the works of equal digests.
 
         A program whose results differ has seen something wrong, by the last fault at the latest. Raises
         DeadlineError.
         """
+        missing = [work for work in self._works if (work, self._blocks) not in self._calm.digests]
+        for work, digests in self._alone(missing).items():
+            self._calm.digests[work, self._blocks] = digests
         same = {}
+        for number, work in enumerate(self._works):
+            same[work] = self._calm.digests[work, self._blocks] == self._digests[work]
+            if faults and not same[work] and number < len(faults[-1].programs):
+                faults[-1].programs[number].wrong += 1
+        return same
+
+    def _alone(self, works: Sequence[str]) -> dict[str, list[str]]:
+        """The digests of these, all at once. Raises DeadlineError."""
         environment = self._libraries.plain(self._rig.mpsd.client_environment())
-        workers = {work: self._spawn(work, "alone", environment) for work in self._works}
-        found: dict[str, list[str]] = {work: [] for work in self._works}
+        workers = {work: self._spawn(work, "alone", environment) for work in works}
+        found: dict[str, list[str]] = {work: [] for work in works}
         for work, worker in workers.items():
             self._begin_one(work, worker, found[work])
         for block in range(self._blocks):
             for work, worker in workers.items():
-                worker.tell("block", steps=self._steps[work])
+                worker.tell("block", steps=self._calm.steps[work])
             for work, worker in workers.items():
                 if worker.wait("block", timeout=BLOCK_MOST_S, after=block) is None:
                     raise DeadlineError(f"{work} did not end a block within {BLOCK_MOST_S:.0f} s")
-        for number, (work, worker) in enumerate(workers.items()):
+        for work, worker in workers.items():
             self._finish(worker, found[work])
-            same[work] = found[work] == self._digests[work]
-            if faults and not same[work] and number < len(faults[-1].programs):
-                faults[-1].programs[number].wrong += 1
-        return same
+        return found
