@@ -1,4 +1,5 @@
-"""A move does not wait for the unmapping in its old copy where the daemon knows that nothing writes on."""
+"""A move does not wait for the unmapping in its old copy where it is known sooner that nothing writes on: nothing
+is in flight, the copy's way to the memory is cut off, or the daemon says so."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import pytest
 from tests.libcuda.test_exact import EXACT, gate
 from tests.libcuda.test_failover import Program, ask, break_domain, copies, post, stand_by
 from tests.support import moving
-from tests.support.gate import UNMAP, Gate
+from tests.support.gate import MANAGER, NO_CUT, UNMAP, Gate
 from tests.support.moving import Line, Post
 from tests.support.simfixtures import backend, domain, second
 from tests.support.simnode import Domain, until
@@ -18,16 +19,22 @@ __all__ = ["ask", "backend", "copies", "domain", "gate", "post", "second"]
 
 
 def moving_out(line: Line, gate: Gate, domain: Domain, second: Domain, ask: Program, copies: Path) -> None:
-    """It has done something, and is moving out."""
-    assert ask("m = gpu.memory(8 << 20); n = gpu.memory(600)") == "None"
-    stand_by(line, second, copies)
-    assert ask("[gpu.run('add', m, 8, 5), gpu.sync()]") == "[0, 0]"
+    """It has done something, has something in flight, and is moving out."""
+    at_work(line, gate, second, ask, copies)
     lose(line, gate, domain)
 
 
-def lose(line: Line, gate: Gate, domain: Domain) -> None:
+def at_work(line: Line, gate: Gate, second: Domain, ask: Program, copies: Path) -> None:
+    assert ask("m = gpu.memory(8 << 20); n = gpu.memory(600)") == "None"
+    stand_by(line, second, copies)
+    assert ask("[gpu.run('add', m, 8, 4), gpu.sync()]") == "[0, 0]"
+    gate.let(0)
+    assert ask("gpu.run('add', m, 8, 1)") == "0"
+
+
+def lose(line: Line, gate: Gate, domain: Domain, keep: int = UNMAP) -> None:
     """The domain is lost, and the program, which is told so, is kept where it unmaps its memory there."""
-    gate.keep(UNMAP)
+    gate.keep(keep)
     break_domain(domain)
     line.say(moving.MOVE, 1, again=1)
     unmapping(gate)
@@ -45,7 +52,7 @@ def test_the_daemons_word_is_a_fence(
     moving_out(line, gate, domain, second, ask, copies)
     line.say(moving.FENCED, 1)
     assert line.hear(moving.MOVED).generation == 1
-    assert ask("[gpu.word(m), gpu.run('add', m, 8, 1), gpu.sync(), gpu.word(m)]") == "[5, 0, 0, 6]"
+    assert ask("[gpu.sync(), gpu.word(m), gpu.run('add', m, 8, 1), gpu.sync(), gpu.word(m)]") == "[0, 5, 0, 0, 6]"
     # What it frees and makes meanwhile is the next copy's.
     assert ask("[gpu.code('cuMemFree_v2', m), (k := gpu.memory(8 << 20)) > 0]") == "[0, True]"
     gate.keep(0)
@@ -144,22 +151,74 @@ def test_other_words_are_no_fence(
     assert line.is_silent()
     gate.keep(0)
     assert line.hear(moving.MOVED).generation == 1
-    assert ask("[gpu.word(m), gpu.sync()]") == "[5, 0]"
+    assert ask("[gpu.sync(), gpu.word(m)]") == "[0, 5]"
     assert ask.end() == ""
 
 
 @EXACT
-def test_a_planned_move_has_no_such_fence(
-    domain: Domain, gate: Gate, second: Domain, post: Post, ask: Program, copies: Path
+@pytest.mark.parametrize("keep", [UNMAP, UNMAP | NO_CUT], ids=["to be cut off", "to be unmapped"])
+def test_without_such_a_word_the_end_is_waited_for(
+    domain: Domain, gate: Gate, second: Domain, post: Post, ask: Program, copies: Path, keep: int
+) -> None:
+    line = post.greet(moving.EXACT)
+    at_work(line, gate, second, ask, copies)
+    lose(line, gate, domain, keep)
+    assert line.is_silent()
+    gate.keep(keep & ~UNMAP)
+    assert line.hear(moving.MOVED).values[4] == 1
+    assert ask("[gpu.sync(), gpu.word(m)]") == "[0, 5]"
+    assert ask.end() == ""
+
+
+@EXACT
+@pytest.mark.parametrize("pieces", [1, 40])
+def test_what_is_cut_off_need_not_be_unmapped(
+    domain: Domain, gate: Gate, second: Domain, post: Post, ask: Program, copies: Path, pieces: int
+) -> None:
+    """The resource manager keeps whoever unmaps something until long after the program has gone on."""
+    line = post.greet(moving.EXACT)
+    assert ask(f"held = [gpu.memory(2 << 20) for _ in range({pieces})]") == "None"
+    at_work(line, gate, second, ask, copies)
+    gate.keep(MANAGER)
+    break_domain(domain)
+    line.say(moving.MOVE, 1, again=1)
+    assert line.hear(moving.MOVED).values[4] == 1
+    assert ask("[gpu.sync(), gpu.word(m), {gpu.word(one) for one in held}]") == "[0, 5, {0}]"
+    assert ask("[gpu.code('cuMemFree_v2', held.pop()), (k := gpu.memory(2 << 20)) > 0]") == "[0, True]"
+    gate.keep(0)
+    assert ask("[gpu.run('fill', k, 8, 3), gpu.sync(), gpu.word(k)]") == "[0, 0, 3]"
+    assert ask.end() == ""
+
+
+@EXACT
+@pytest.mark.parametrize("planned", [False, True])
+def test_who_has_nothing_in_flight_waits_for_neither(
+    domain: Domain, gate: Gate, second: Domain, post: Post, ask: Program, copies: Path, planned: bool
 ) -> None:
     line = post.greet(moving.EXACT)
     assert ask("m = gpu.memory(8 << 20)") == "None"
     stand_by(line, second, copies)
+    assert ask("[gpu.run('add', m, 8, 5), gpu.sync()]") == "[0, 0]"
     gate.keep(UNMAP)
-    line.say(moving.MOVE, 1, planned=True)
-    line.say(moving.FENCED, 1)
+    line.say(moving.MOVE, 1, planned=planned, again=1)
+    assert line.hear(moving.MOVED).values[3:5] == (0, 0)
+    assert ask("[gpu.word(m), gpu.run('add', m, 8, 1), gpu.sync(), gpu.word(m)]") == "[5, 0, 0, 6]"
+    gate.keep(0)
+    assert ask.end() == ""
+
+
+def test_in_mode_keep_nobody_knows_what_is_in_flight(
+    domain: Domain, gate: Gate, second: Domain, post: Post, ask: Program, copies: Path
+) -> None:
+    line = post.greet()
+    assert ask("m = gpu.memory(8 << 20)") == "None"
+    stand_by(line, second, copies)
+    gate.keep(UNMAP)
+    line.say(moving.MOVE, 1)
     unmapping(gate)
     assert line.is_silent()
-    gate.keep(0)
+    gate.keep(MANAGER)
     line.hear(moving.MOVED)
-    assert ask.end() == ""
+    assert ask("[gpu.sync() in (0, 719), gpu.word(m)]") == "[True, 0]"
+    gate.keep(0)
+    ask.end()

@@ -14,12 +14,12 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/ioctl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
 #include "proxy.h"
+#include "uvm.h"
 
 /* What a program on the CPU may do in a zone. */
 #define CPU_ACCESS PROT_NONE
@@ -27,51 +27,6 @@
 #define DEVICE_NAME "nvidia-uvm"
 #define PROBE ((size_t)64 << 10)
 #define MOST_SEARCHES 16	/* that found none: there is none */
-
-/* UVM's ioctls are plain numbers. The same layouts are in mpsd/gpu/nvidia/uvm_abi.py. */
-#define UVM_FREE 34ul
-#define UVM_SET_PREFERRED_LOCATION 42ul
-#define UVM_CREATE_EXTERNAL_RANGE 73ul
-#define UVM_MAP_EXTERNAL_SPARSE 74ul
-#define UNWRITTEN UINT32_MAX
-
-struct external_range {
-	uint64_t base, length;
-	uint32_t status, padding;
-};
-
-struct external_sparse {
-	uint64_t base, length;
-	uint8_t gpu[16];
-	uint32_t status, padding;
-};
-
-struct free_with_length {
-	uint64_t base, length;
-	uint32_t status, padding;
-};
-
-struct free_base_only {
-	uint64_t base;
-	uint32_t status, padding;
-};
-
-struct preferred_location {
-	uint64_t base, length;
-	uint8_t processor[16];
-	int32_t node;
-	uint32_t status;
-};
-
-/* The CPU, as UVM calls it. */
-static const uint8_t cpu[16] = {
-	0xa6, 0x5e, 0x0f, 0x4e, 0xd7, 0xd4, 0x7b, 0xa2, 0x50, 0x47, 0x41, 0x2c, 0x14, 0x2a, 0x77, 0x73,
-};
-
-_Static_assert(sizeof(struct preferred_location) == 40, "the layout is the driver's");
-_Static_assert(sizeof(struct external_range) == 24 && sizeof(struct external_sparse) == 40 &&
-	       sizeof(struct free_with_length) == 24 && sizeof(struct free_base_only) == 16,
-	       "the layouts are the driver's");
 
 #define MOST_DESCRIPTORS 16
 
@@ -206,7 +161,7 @@ void mpsd_range_gone(bool gone)
 	is_gone = gone;
 }
 
-static int find_descriptor(void)
+int mpsd_range_find_descriptor(void)
 {
 	static int searches;
 	struct descriptors all = { .count = 0 };
@@ -229,19 +184,6 @@ static bool hide(uint64_t base, size_t size)
 	return !madvise((void *)base, size, MADV_DONTFORK) && !mprotect((void *)base, size, CPU_ACCESS);
 }
 
-/*
- * Pages of a zone that is hit come from the host: on a GPU that has none left the access would be fatal for
- * everybody. Branches before 550 have the status where the node is, and do the same; where it is refused, as
- * at address 0, pages come from the GPU.
- */
-static void prefer_host(uint64_t base, size_t size)
-{
-	struct preferred_location wish = { .base = base, .length = size, .node = -1 };
-
-	memcpy(wish.processor, cpu, sizeof(wish.processor));
-	ioctl(descriptor, UVM_SET_PREFERRED_LOCATION, &wish);
-}
-
 /* The number may be another file's by now: the driver closes what it likes. */
 static bool have_descriptor(void)
 {
@@ -250,7 +192,7 @@ static bool have_descriptor(void)
 	if (descriptor >= 0 && !fstat(descriptor, &now) && now.st_dev == found_as.st_dev &&
 	    now.st_ino == found_as.st_ino && now.st_rdev == found_as.st_rdev)
 		return true;
-	descriptor = find_descriptor();
+	descriptor = mpsd_range_find_descriptor();
 	return descriptor >= 0 && !fstat(descriptor, &found_as);
 }
 
@@ -262,8 +204,12 @@ static bool try_manage(uint64_t base, size_t size)
 		put_placeholder(base, size, false);
 		return false;
 	}
+	/*
+	 * Pages of a zone that is hit come from the host: on a GPU that has none left the access would be fatal for
+	 * everybody. Where that is refused, as at address 0, they come from the GPU.
+	 */
 	if (hide(base, size)) {
-		prefer_host(base, size);
+		mpsd_uvm_prefer_host(descriptor, base, size);
 		return true;
 	}
 	put_placeholder(base, size, true);
@@ -302,34 +248,15 @@ bool mpsd_range_manage_null(void)
 
 /* Sparse ranges */
 
-static bool free_external(uint64_t base, size_t size)
-{
-	struct free_with_length with = { base, size, UNWRITTEN, 0 };
-	struct free_base_only without = { base, UNWRITTEN, 0 };
-
-	if (!have_descriptor())
-		return false;
-	/* Which of the two a driver wants depends on its branch; the other one's status it does not write. */
-	if (!ioctl(descriptor, UVM_FREE, &with) && with.status != UNWRITTEN)
-		return with.status == 0;
-	return !ioctl(descriptor, UVM_FREE, &without) && without.status == 0;
-}
-
 bool mpsd_range_sparse(uint64_t base, size_t size, const uint8_t gpu[16])
 {
-	struct external_range range = { base, size, UNWRITTEN, 0 };
-	struct external_sparse sparse = { base, size, { 0 }, UNWRITTEN, 0 };
-
 	if (is_standin())
 		return standin.sparse(base, size) == CUDA_SUCCESS;
-	if (!have_descriptor())
+	if (!have_descriptor() || !mpsd_uvm_external(descriptor, base, size))
 		return false;
-	memcpy(sparse.gpu, gpu, sizeof(sparse.gpu));
-	if (ioctl(descriptor, UVM_CREATE_EXTERNAL_RANGE, &range) || range.status)
-		return false;
-	if (!ioctl(descriptor, UVM_MAP_EXTERNAL_SPARSE, &sparse) && !sparse.status)
+	if (mpsd_uvm_map_sparse(descriptor, base, size, gpu))
 		return true;
-	free_external(base, size);
+	mpsd_uvm_free(descriptor, base, size);
 	return false;
 }
 
@@ -341,6 +268,6 @@ bool mpsd_range_free(uint64_t base, size_t size, bool managed)
 		return true;
 	}
 	if (!managed)
-		return is_gone || free_external(base, size);
+		return is_gone || (have_descriptor() && mpsd_uvm_free(descriptor, base, size));
 	return base ? put_placeholder(base, size, true) : !munmap(NULL, size);
 }

@@ -62,9 +62,14 @@ bool gate_lets(CUcontext context)
 	return false;
 }
 
+bool gate_wants(uint64_t what)
+{
+	return gate && __atomic_load_n(gate + 2, __ATOMIC_ACQUIRE) & what;
+}
+
 void gate_keep(uint64_t call)
 {
-	while (gate && __atomic_load_n(gate + 2, __ATOMIC_ACQUIRE) & call) {
+	while (gate_wants(call)) {
 		__atomic_store_n(gate + 3, call, __ATOMIC_RELEASE);
 		usleep(LOOK_NS / 1000);
 	}

@@ -55,7 +55,12 @@ CUresult gate_fault(void);
 #define GATE_LIMIT 4096		/* of a context */
 #define GATE_WRITE 8192		/* the host has written to the GPU's memory */
 #define GATE_NODE 1024		/* a graph is made node by node, or changed */
+#define GATE_MANAGER 16384	/* the resource manager is waited for, by who has unmapped something */
 void gate_keep(uint64_t call);
+
+/* Whether the test wants it so; nobody is kept. */
+#define GATE_NO_CUT 32768	/* standinCutRange() refuses */
+bool gate_wants(uint64_t what);
 CUresult gate_node(CUresult result);	/* as GATE_NODE; passes its argument on */
 
 /* context.c */
@@ -242,6 +247,7 @@ struct range {
 	uint32_t devices;		/* of RANGE_MAPPED: those that may access it, a bit for each */
 	bool sync_memops;
 	struct physical *physical;	/* of RANGE_MAPPED */
+	bool is_cut;			/* of RANGE_MAPPED: it leads nowhere, and is there for cuMemUnmap() alone */
 	char *alias;			/* of RANGE_RESERVED: where its memory is mapped in truth */
 	bool placeholder;		/* of RANGE_RESERVED: the place itself is still taken by it */
 	off_t offset;			/* of RANGE_DEVICE in the file of memory.c */

@@ -306,6 +306,7 @@ API CUresult cuMemUnmap(CUdeviceptr ptr, size_t size)
 	CUmemGenericAllocationHandle last = 0;
 
 	gate_keep(GATE_UNMAP);
+	gate_keep(GATE_MANAGER);
 	lock_memory();
 	if (!covers_whole_mappings(ptr, size))
 		return leave_memory(CUDA_ERROR_INVALID_VALUE);
@@ -323,6 +324,44 @@ API CUresult cuMemUnmap(CUdeviceptr ptr, size_t size)
 	leave_memory(CUDA_SUCCESS);
 	touch(last);
 	return CUDA_SUCCESS;
+}
+
+/*
+ * No driver has these two: they stand for UVM_FREE and UVM_CREATE_EXTERNAL_RANGE on the process's descriptor of
+ * /dev/nvidia-uvm, which the stand-in has none of. The first one waits for the resource manager when nothing leads
+ * there any more; the second one says whether that is so.
+ */
+API CUresult standinCutRange(CUdeviceptr base, size_t size);
+API CUresult standinExternalRange(CUdeviceptr base, size_t size);
+
+API CUresult standinCutRange(CUdeviceptr base, size_t size)
+{
+	struct range *range;
+
+	if (gate_wants(GATE_NO_CUT))
+		return CUDA_ERROR_INVALID_VALUE;
+	gate_keep(GATE_UNMAP);
+	lock_memory();
+	range = range_from(base, RANGE_MAPPED);
+	if (!range || range->size != size || range->is_cut)
+		return leave_memory(CUDA_ERROR_INVALID_VALUE);
+	mmap(gpu_pointer(base), size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+	range->readable = range->writable = false;
+	range->is_cut = true;
+	leave_memory(CUDA_SUCCESS);
+	gate_keep(GATE_MANAGER);
+	return CUDA_SUCCESS;
+}
+
+API CUresult standinExternalRange(CUdeviceptr base, size_t size)
+{
+	struct range *range;
+	bool is;
+
+	pthread_mutex_lock(&gpu_lock);
+	range = range_from(base, RANGE_MAPPED);
+	is = range ? range->is_cut && range->size == size : is_range_free(base, size, RANGE_MAPPED);
+	return leave(is ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE);
 }
 
 API CUresult cuMemRetainAllocationHandle(CUmemGenericAllocationHandle *handle, void *addr)

@@ -133,6 +133,22 @@ bool mpsd_exact_close(void)
 	return is;
 }
 
+bool mpsd_exact_is_over(void)
+{
+	uint64_t moves = mpsd_moves_done();
+	bool is = false;
+
+	if (!mpsd_exact() || !mpsd_order_try(moves))
+		return false;
+	if (!pthread_mutex_trylock(&mpsd_exact_lock)) {
+		is = mpsd_work_rests() && mpsd_lanes_all_proven();
+		mpsd_epoch.is_closed = is;
+		pthread_mutex_unlock(&mpsd_exact_lock);
+	}
+	mpsd_order_give(moves);
+	return is;
+}
+
 /* What it came after has ended, if not the operation itself. */
 static bool has_come(const struct mpsd_op *op, struct mpsd_point at)
 {

@@ -109,6 +109,9 @@ void mpsd_exact_rested(void);
  */
 bool mpsd_exact_close(void);
 
+/* The same where it has nothing in flight at all, by the GPU's own word, and nobody is about to give it something. */
+bool mpsd_exact_is_over(void);
+
 /* Behind the fence, before the next call: whether anything is to be undone and done again, and how much. */
 bool mpsd_exact_is_due(uint64_t *operations);
 

@@ -18,9 +18,11 @@
 #include <sys/ioctl.h>
 
 #include "clock.h"
+#include "failover/cut.h"
 #include "failover/descriptors.h"
 #include "failover/line.h"
 #include "limits.h"
+#include "uvm.h"
 
 #define RM_CONTROL 0xc020462aul
 #define READ_ALL_SM_ERROR_STATES 0x83de030cu
@@ -85,6 +87,8 @@ static int own_ioctl(unsigned int number, int fd, unsigned long request, void *a
 	int result = 0;
 
 	mpsd_descriptors_used(number, fd);
+	if (request == MPSD_UVM_MAP_EXTERNAL)
+		mpsd_cut_space(number, fd);
 	if (__builtin_expect(!is_autopsy(request, control), 1) || !is_refused(number))
 		result = ioctl(fd, request, argument);
 	else

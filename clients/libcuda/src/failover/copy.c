@@ -23,11 +23,14 @@
 
 #include "elfview.h"
 #include "failover/autopsy.h"
+#include "failover/cut.h"
 #include "failover/descriptors.h"
 #include "failover/maps.h"
 #include "failover/opened.h"
 #include "place.h"
+#include "uvmrange.h"
 #include "window.h"
+#include "windows.h"
 
 #define COPIES (MPSD_COPY_NUMBERS - 1)
 #define SOCKET_NAME "cuda-uvmfd-"
@@ -235,14 +238,28 @@ static bool is_free(const char *path)
 	return !search.found;
 }
 
+/* It may have mapped all that it will, and has no other copy beside it yet. */
+static void know_first_space(void)
+{
+	int fd;
+
+	pthread_mutex_lock(&mpsd_windows_lock);
+	fd = mpsd_range_find_descriptor();
+	pthread_mutex_unlock(&mpsd_windows_lock);
+	if (fd < 0)
+		return;
+	mpsd_descriptors_used(0, fd);
+	mpsd_cut_space(0, fd);
+}
+
 void mpsd_copy_watch_first(void)
 {
 	static bool is_done;
 	struct link_map *map = NULL;
 
 	/* Where it cannot be, a move takes longer. */
-	if (!is_done && !dlinfo(mpsd_real_handle, RTLD_DI_LINKMAP, &map))
-		write_slots(map, 0);
+	if (!is_done && !dlinfo(mpsd_real_handle, RTLD_DI_LINKMAP, &map) && write_slots(map, 0))
+		know_first_space();
 	is_done = true;
 }
 

@@ -12,11 +12,14 @@
 #include "clock.h"
 #include "exact/exact.h"
 #include "failover/carry.h"
+#include "failover/cut.h"
+#include "failover/move.h"
 #include "failoverwire.h"
 #include "thread.h"
 #include "windows.h"
 
 #define END_MS 2000
+#define LOOK_US 50
 
 struct unmapping {
 	__typeof__(&cuMemUnmap) unmap;	/* the left copy's */
@@ -25,6 +28,7 @@ struct unmapping {
 	atomic_bool all;		/* that was tried is unmapped */
 	atomic_bool is_through;		/* all was tried: what the old copy did in it came before */
 	atomic_int holders;		/* its thread, and whoever waits for it */
+	struct mpsd_cut *cut;		/* before it; NULL: there was none */
 	unsigned int count;
 	struct arena_range pieces[];
 };
@@ -74,14 +78,27 @@ static void let_go(struct unmapping *unmapping)
 	if (atomic_fetch_sub(&unmapping->holders, 1) > 1)
 		return;
 	close(unmapping->ended);
+	mpsd_cut_discard(unmapping->cut);
 	free(unmapping);
+}
+
+/* Where the copy's way has been cut off already nothing is proven by this. */
+static bool is_gone(const struct unmapping *unmapping, unsigned int piece)
+{
+	return unmapping->cut && mpsd_cut_is_gone(unmapping->cut, piece);
 }
 
 static void unmap_all(struct unmapping *unmapping)
 {
-	for (unsigned int i = 0; i < unmapping->count; i++)
-		if (unmapping->unmap(unmapping->pieces[i].base, unmapping->pieces[i].size) != CUDA_SUCCESS)
+	/* Not while another thread is at the same piece. */
+	if (unmapping->cut)
+		mpsd_cut_end(unmapping->cut);
+	for (unsigned int i = 0; i < unmapping->count; i++) {
+		struct arena_range piece = unmapping->pieces[i];
+
+		if (unmapping->unmap(piece.base, piece.size) != CUDA_SUCCESS && !is_gone(unmapping, i))
 			atomic_store(&unmapping->all, false);
+	}
 }
 
 static void *run(void *argument)
@@ -183,6 +200,20 @@ static bool wait_for(struct unmapping *unmapping)
 	}
 }
 
+/* True, or the daemon says that it need not be. */
+static bool cut_off(struct unmapping *unmapping)
+{
+	enum mpsd_cut_state state = MPSD_CUT_FAILED;
+
+	unmapping->cut = mpsd_cut_begin(mpsd_in_use_number(), unmapping->pieces, unmapping->count);
+	while (unmapping->cut && (state = mpsd_cut_look(unmapping->cut)) == MPSD_CUT_GOES_ON) {
+		if (says_fenced() && mpsd_exact_close())
+			return true;
+		usleep(LOOK_US);
+	}
+	return state == MPSD_CUT_DONE;
+}
+
 bool mpsd_fence(void)
 {
 	struct unmapping *unmapping = prepare();
@@ -190,11 +221,12 @@ bool mpsd_fence(void)
 
 	if (!unmapping)
 		return false;
+	is = mpsd_exact_is_over() || cut_off(unmapping);
 	if (start(unmapping)) {
-		is = wait_for(unmapping);
+		is = is || wait_for(unmapping);
 	} else {
 		unmap_all(unmapping);
-		is = atomic_load(&unmapping->all);
+		is = is || atomic_load(&unmapping->all);
 	}
 	let_go(unmapping);
 	return is;

@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * The end of what the copy in use may write into the windows: all of their memory is unmapped there. In a context that
- * was lost that may last half a second, and the daemon may know sooner that the driver has ended all work of that
- * domain (FENCED). Then the unmapping goes on beside the program, in the copy that was left.
+ * The end of what the copy in use may write into the windows: it has nothing in flight, by the GPU's own word; or its way
+ * there is cut off (cut.h); or the daemon knows that the driver has ended all work of that domain (FENCED); or, where
+ * none of that is to be had, all of their memory is unmapped there. In a context that was lost that may last half a second,
+ * and goes on beside the program otherwise, in the copy that was left.
  */
 #pragma once
 

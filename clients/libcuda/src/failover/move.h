@@ -40,6 +40,7 @@ void mpsd_standby_used(void);
 
 /* The copy in use is about to be left, or is not after all. */
 void mpsd_standby_leave(bool is);
+unsigned int mpsd_in_use_number(void);
 
 /* Until what was left is due to be unloaded; -1: there is nothing. */
 int mpsd_left_ms(void);

@@ -218,6 +218,11 @@ void mpsd_standby_leave(bool is)
 	mpsd_autopsy_left(in_use.number, is);
 }
 
+unsigned int mpsd_in_use_number(void)
+{
+	return in_use.number;
+}
+
 void mpsd_standby_used(void)
 {
 	left = in_use;

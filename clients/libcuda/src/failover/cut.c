@@ -1,0 +1,184 @@
+// SPDX-License-Identifier: MIT
+/*
+ * The driver's cuMemUnmap() lets UVM take a piece out of the GPU's page tables, and both of them then wait for the resource
+ * manager, piece after piece. After a fault that is busy, under one lock, for 0.1 to 0.6 s: with the fault, and with all
+ * that the libraries of the lost domain ask it. What matters here is done before that wait: UVM_FREE has waited for the
+ * invalidation of all translations when it takes the range out of its books. So each piece is freed by a thread that may
+ * be kept afterwards, and that it is gone is seen by another external range, which can lie there only then. That is left
+ * in its place, so that the driver's library finds something when it unmaps the piece later.
+ */
+#include "failover/cut.h"
+
+#include <dlfcn.h>
+#include <fcntl.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "clock.h"
+#include "failover/copy.h"
+#include "failover/descriptors.h"
+#include "proxy.h"
+#include "thread.h"
+#include "uvm.h"
+
+#define SOON_NS 100000		/* a piece that takes longer than that may be gone, and its thread kept */
+#define MOST_THREADS 256
+
+struct piece {
+	struct arena_range range;
+	atomic_uint_least64_t begun_ns;		/* 0: not yet */
+	atomic_bool is_gone;
+};
+
+struct mpsd_cut {
+	int fd;
+	CUresult (*free)(CUdeviceptr base, size_t size);	/* the stand-in's, which has no UVM */
+	CUresult (*external)(CUdeviceptr base, size_t size);
+	atomic_uint next, gone, returned;	/* pieces */
+	atomic_uint threads;
+	atomic_bool has_failed, is_over;
+	unsigned int started, count;
+	struct piece pieces[];
+};
+
+static atomic_int spaces[MPSD_COPY_NUMBERS];	/* 1 + the descriptor */
+
+void mpsd_cut_space(unsigned int number, int fd)
+{
+	atomic_store_explicit(&spaces[number], fd + 1, memory_order_relaxed);
+}
+
+static bool take_away(struct mpsd_cut *cut, const struct arena_range *range)
+{
+	return cut->free ? cut->free(range->base, range->size) == CUDA_SUCCESS
+			 : mpsd_uvm_free(cut->fd, range->base, range->size);
+}
+
+static bool put_in_place(struct mpsd_cut *cut, const struct arena_range *range)
+{
+	return cut->external ? cut->external(range->base, range->size) == CUDA_SUCCESS
+			     : mpsd_uvm_external(cut->fd, range->base, range->size);
+}
+
+static void note_gone(struct mpsd_cut *cut, struct piece *piece)
+{
+	if (!atomic_exchange(&piece->is_gone, true))
+		atomic_fetch_add(&cut->gone, 1);
+}
+
+static void *run(void *argument)
+{
+	struct mpsd_cut *cut = argument;
+	unsigned int at;
+
+	while (!atomic_load(&cut->is_over) && (at = atomic_fetch_add(&cut->next, 1)) < cut->count) {
+		struct piece *piece = &cut->pieces[at];
+
+		atomic_store(&piece->begun_ns, mpsd_now_ns());
+		if (!take_away(cut, &piece->range)) {
+			atomic_store(&cut->has_failed, true);
+			break;
+		}
+		/* Where nothing lies there yet. */
+		put_in_place(cut, &piece->range);
+		note_gone(cut, piece);
+		atomic_fetch_add(&cut->returned, 1);
+	}
+	atomic_fetch_sub(&cut->threads, 1);
+	return NULL;
+}
+
+static bool start_one(struct mpsd_cut *cut)
+{
+	if (cut->started == MOST_THREADS)
+		return false;
+	atomic_fetch_add(&cut->threads, 1);
+	cut->started++;
+	if (mpsd_thread_start(run, cut))
+		return true;
+	atomic_fetch_sub(&cut->threads, 1);
+	return false;
+}
+
+/* The copy's own descriptor, once more: -1: it has none, or it is not known which. */
+static int space_of(unsigned int number)
+{
+	int fd = atomic_load(&spaces[number]) - 1;
+
+	return fd >= 0 && mpsd_descriptors_is(number, fd) ? fcntl(fd, F_DUPFD_CLOEXEC, 0) : -1;
+}
+
+void mpsd_cut_discard(struct mpsd_cut *cut)
+{
+	if (cut && cut->fd >= 0)
+		close(cut->fd);
+	free(cut);
+}
+
+struct mpsd_cut *mpsd_cut_begin(unsigned int number, const struct arena_range *pieces, unsigned int count)
+{
+	struct mpsd_cut *cut = calloc(1, sizeof(*cut) + count * sizeof(cut->pieces[0]));
+
+	if (!cut)
+		return NULL;
+	cut->free = (__typeof__(cut->free))dlsym(mpsd_real_handle, "standinCutRange");
+	cut->external = (__typeof__(cut->external))dlsym(mpsd_real_handle, "standinExternalRange");
+	cut->fd = cut->free ? -1 : space_of(number);
+	cut->count = count;
+	for (unsigned int i = 0; i < count; i++)
+		cut->pieces[i].range = pieces[i];
+	if ((cut->free || cut->fd >= 0) && start_one(cut))
+		return cut;
+	mpsd_cut_discard(cut);
+	return NULL;
+}
+
+/* How many pieces are begun. Those that take long may be gone. */
+static unsigned int look_at_pieces(struct mpsd_cut *cut)
+{
+	unsigned int begun = atomic_load(&cut->next);
+	uint64_t now = mpsd_now_ns();
+
+	if (begun > cut->count)
+		begun = cut->count;
+	for (unsigned int i = 0; i < begun; i++) {
+		struct piece *piece = &cut->pieces[i];
+		uint64_t since = atomic_load(&piece->begun_ns);
+
+		if (since && now - since > SOON_NS && !atomic_load(&piece->is_gone) && put_in_place(cut, &piece->range))
+			note_gone(cut, piece);
+	}
+	return begun;
+}
+
+enum mpsd_cut_state mpsd_cut_look(struct mpsd_cut *cut)
+{
+	unsigned int begun = look_at_pieces(cut), gone = atomic_load(&cut->gone);
+	unsigned int kept = begun - atomic_load(&cut->returned);
+
+	if (gone == cut->count)
+		return MPSD_CUT_DONE;
+	if (atomic_load(&cut->has_failed))
+		return MPSD_CUT_FAILED;
+	/* Whoever is at a piece is kept: as many more begin the next ones. */
+	if (gone < begun)
+		return MPSD_CUT_GOES_ON;
+	for (unsigned int i = 0; i < kept && begun + i < cut->count; i++)
+		if (!start_one(cut))
+			break;
+	return MPSD_CUT_GOES_ON;
+}
+
+bool mpsd_cut_is_gone(const struct mpsd_cut *cut, unsigned int piece)
+{
+	return atomic_load(&cut->pieces[piece].is_gone);
+}
+
+void mpsd_cut_end(struct mpsd_cut *cut)
+{
+	atomic_store(&cut->is_over, true);
+	while (atomic_load(&cut->threads))
+		mpsd_pause(1);
+}
