@@ -140,6 +140,9 @@ static inline bool mpsd_is_loss(CUresult result)
 void *mpsd_native_of(const void *name);
 void *mpsd_name_of(const void *native);
 
+/* The same of what the standby calls it: this thread makes something there. */
+extern _Thread_local bool mpsd_thread_is_ahead __attribute__((tls_model("initial-exec")));
+
 static inline void *mpsd_native_pointer(const void *name)
 {
 	return __builtin_expect(mpsd_tables()->moves != 0, 0) ? mpsd_native_of(name) : (void *)name;

@@ -6,6 +6,7 @@
 #include <stdlib.h>
 
 #include "exact/state.h"
+#include "failover/ahead.h"
 #include "failover/line.h"
 #include "failover/nodes.h"
 
@@ -88,8 +89,10 @@ static CUresult note_change(CUgraphExec name, struct mpsd_graph *graph)
 	mpsd_made_lock();
 	made = mpsd_made_find(name);
 	is = !mpsd_is_left();
-	if (made && is)
+	if (made && is) {
 		mpsd_made_regraph(made, graph);
+		mpsd_ahead_changed(made);
+	}
 	mpsd_made_unlock();
 	if (!made || !is)
 		mpsd_graph_let_go(graph);
@@ -171,8 +174,8 @@ static CUgraphNode node_here(CUgraphExec exec, CUgraphNode name, unsigned int nu
 	mpsd_made_lock();
 	made = mpsd_is_left() ? NULL : mpsd_made_find(exec);
 	/* Where it was made by the program it is the program's graph whose nodes it knows. */
-	if (made && made->put_nodes)
-		node = made->graph->descent == made->put_descent ? made->put_nodes[number] : NULL;
+	if (made && made->put.nodes)
+		node = made->graph->descent == made->put.descent ? made->put.nodes[number] : NULL;
 	else if (made && made->since == mpsd_tables()->moves)
 		node = mpsd_native(name);
 	mpsd_made_unlock();
@@ -212,10 +215,9 @@ static void end_put(CUgraphExec name)
 	mpsd_made_lock();
 	made = mpsd_is_left() ? NULL : mpsd_made_find(name);
 	if (made) {
-		put = made->put;
-		made->put = NULL;
-		free(made->put_nodes);
-		made->put_nodes = NULL;
+		put = made->put.graph;
+		free(made->put.nodes);
+		made->put = (struct mpsd_put){ NULL, NULL, 0 };
 	}
 	mpsd_made_unlock();
 	if (put)

@@ -27,8 +27,8 @@ enum mpsd_made_kind {
 	MPSD_MADE_CONTEXT_CACHE,
 	MPSD_MADE_PRIMARY_FLAGS,
 	MPSD_MADE_STREAM_ATTRIBUTE,
-	MPSD_MADE_GRAPH,	/* these two are made in another copy when they are needed there (rebuild.c) */
-	MPSD_MADE_EXEC,
+	MPSD_MADE_GRAPH,	/* these two are made in another copy when they are needed there (rebuild.c), */
+	MPSD_MADE_EXEC,		/* or sooner (ahead.c) */
 	MPSD_MADE_NODE,		/* of a graph; size: its number there */
 	MPSD_MADE_LINK,		/* likewise (link.c) */
 };
@@ -36,6 +36,13 @@ enum mpsd_made_kind {
 /* Of an event: `moves` before the copy in which it was recorded last; in ns, when, and when the program knew of it. */
 struct mpsd_moments {
 	uint64_t moves, recorded, reached;
+};
+
+/* What an executable graph was put together from, and what its nodes are called, by their numbers in such a graph (nodes.h). */
+struct mpsd_put {
+	CUgraph graph;
+	CUgraphNode *nodes;
+	uint64_t descent;
 };
 
 struct mpsd_made {
@@ -59,9 +66,9 @@ struct mpsd_made {
 	struct mpsd_image *image;
 	struct mpsd_graph *graph;	/* one reference to it */
 	struct mpsd_link *link;
-	CUgraph put;			/* of an executable graph: what it was put together from, in another copy than its first */
-	CUgraphNode *put_nodes;		/* what its nodes are called there, */
-	uint64_t put_descent;		/* by their numbers in that graph's (nodes.h) */
+	struct mpsd_put put, twin_put;	/* of an executable graph, in another copy than its first */
+	unsigned int changes;		/* of that */
+	bool is_stale;			/* its twin is what it was before the last one */
 	struct mpsd_moments times;	/* read and written at once, without the lock */
 };
 
@@ -211,7 +218,7 @@ struct mpsd_made *mpsd_made_oldest(void);
 bool mpsd_twin_make(struct mpsd_made *made, const char **what);
 
 /* The same: its end, of the kinds that have one of their own. The rest goes with what it is of. */
-void mpsd_twin_end(const struct mpsd_made *made);
+void mpsd_twin_end(struct mpsd_made *made);
 
 /* variable.c: what the program has put into a variable, into its twin. */
 CUresult mpsd_variable_fill(const void *name, CUdeviceptr twin);

@@ -4,6 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "failover/ahead.h"
 #include "failover/graph.h"
 #include "failover/line.h"
 #include "failover/made.h"
@@ -69,6 +70,8 @@ static void *unknown(const void *name)
 	return mpsd_made_is_word(name) ? (void *)name : nothing;
 }
 
+_Thread_local bool mpsd_thread_is_ahead;
+
 void *mpsd_native_of(const void *name)
 {
 	struct mpsd_made *made;
@@ -76,8 +79,8 @@ void *mpsd_native_of(const void *name)
 
 	pthread_rwlock_rdlock(&names);
 	made = mpsd_made_find(name);
-	native = made ? made->native : unknown(name);
-	if (made && mpsd_tables()->moves != natives_of_moves)
+	native = !made ? unknown(name) : mpsd_thread_is_ahead ? made->twin : made->native;
+	if (made && !mpsd_thread_is_ahead && mpsd_tables()->moves != natives_of_moves)
 		native = NULL;
 	pthread_rwlock_unlock(&names);
 	return native;
@@ -149,10 +152,10 @@ static void append(struct mpsd_made *made)
 	*(newest ? &newest->newer : &oldest) = made;
 	newest = made;
 	made->is_twin = mpsd_made_is_late(made->kind);
-	if (made->is_twin)
-		return;
-	atomic_fetch_add(&mpsd_made_waiting, 1);
-	mpsd_line_wake();
+	if (!made->is_twin)
+		atomic_fetch_add(&mpsd_made_waiting, 1);
+	if (!made->is_twin || made->kind == MPSD_MADE_EXEC)
+		mpsd_line_wake();
 }
 
 static bool add(struct mpsd_made *record, uint64_t moves)
@@ -236,7 +239,8 @@ static void forget(struct mpsd_made *made)
 	mpsd_image_free(made->image);
 	mpsd_graph_let_go(made->graph);
 	mpsd_link_free(made->link);
-	free(made->put_nodes);
+	free(made->put.nodes);
+	free(made->twin_put.nodes);
 	free(made->text);
 	free(made->attribute);
 	free(made);
@@ -314,7 +318,7 @@ bool mpsd_made_end(const void *name, uint64_t moves)
 	do {
 		is = atomic_load(&mpsd_moves) == moves;
 		ended = is ? mpsd_made_find(name) : NULL;
-	} while (is_of(mpsd_made_held(), ended) && mpsd_made_wait());
+	} while ((is_of(mpsd_made_held(), ended) || mpsd_ahead_needs(mpsd_made_held(), ended)) && mpsd_made_wait());
 	/* What is of it is newer. */
 	for (made = ended ? newest : NULL; made; made = older) {
 		older = made == ended ? NULL : made->older;
@@ -349,14 +353,12 @@ void mpsd_made_move(void)
 	for (unsigned int i = 0; i < BUCKETS; i++)
 		by_native[i] = NULL;
 	for (struct mpsd_made *made = oldest; made; made = made->newer) {
+		mpsd_ahead_move(made);
 		made->native = made->twin;
 		made->twin = NULL;
 		made->is_twin = mpsd_made_is_late(made->kind);
 		if (!made->is_twin)
 			atomic_fetch_add(&mpsd_made_waiting, 1);
-		made->put = NULL;
-		free(made->put_nodes);
-		made->put_nodes = NULL;
 		if (made->name)
 			enter_native(made);
 	}

@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "exact/state.h"
+#include "failover/ahead.h"
 #include "failover/line.h"
 
 #define FIRST_ROOM 8
@@ -268,6 +269,8 @@ CUresult mpsd_node_note(const void *name, unsigned int number, const struct mpsd
 		graph = mpsd_graph_own(made);
 	if (graph && number < graph->count)
 		become(graph, number, node);
+	if (made)
+		mpsd_ahead_changed(made);
 	mpsd_made_unlock();
 	if (made && !graph)
 		return mpsd_line_made(CUDA_SUCCESS, "a graph that there is no memory for");

@@ -71,6 +71,12 @@ CUresult mpsd_node_give(const struct mpsd_node *node, struct mpsd_node_place *pl
 /* rebuild.c: the graph made in the copy of this call. `natives`: what its nodes are called there; NULL: nobody asks. */
 CUresult mpsd_graph_make(const struct mpsd_graph *graph, CUgraph *native, CUgraphNode *natives);
 
+/*
+ * An executable graph there. What it is made from is kept in *put, for by its nodes it is changed. Where that fails nothing
+ * is.
+ */
+CUresult mpsd_exec_make(const struct mpsd_graph *graph, unsigned int flags, CUgraphExec *exec, struct mpsd_put *put);
+
 /* graph.c: the one node that what is captured next comes after; NULL: there is none, or several. */
 CUgraphNode mpsd_capture_last(CUstream native);
 

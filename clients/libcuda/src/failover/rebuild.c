@@ -149,26 +149,30 @@ CUresult mpsd_graph_make(const struct mpsd_graph *graph, CUgraph *native, CUgrap
 /* cuda.h: a stream to upload into, which only the call that says so has. */
 #define UPLOAD CUDA_GRAPH_INSTANTIATE_FLAG_UPLOAD
 
-/* What it is made from is kept: by its nodes it is changed. */
+CUresult mpsd_exec_make(const struct mpsd_graph *graph, unsigned int flags, CUgraphExec *exec, struct mpsd_put *put)
+{
+	CUresult result = CUDA_ERROR_OUT_OF_MEMORY;
+
+	*put = (struct mpsd_put){ NULL, calloc(graph->count + 1, sizeof(*put->nodes)), graph->descent };
+	if (put->nodes)
+		result = mpsd_graph_make(graph, &put->graph, put->nodes);
+	if (result == CUDA_SUCCESS) {
+		result = real_cuGraphInstantiateWithFlags(exec, put->graph, flags & ~(unsigned int)UPLOAD);
+		if (result != CUDA_SUCCESS)
+			real_cuGraphDestroy(put->graph);
+	}
+	if (result != CUDA_SUCCESS)
+		free(put->nodes);
+	return result;
+}
+
 static CUresult instantiate(struct mpsd_made *made, void **native)
 {
-	CUgraphNode *natives = calloc(made->graph->count + 1, sizeof(*natives));
-	CUgraph graph;
-	CUresult result = natives ? mpsd_graph_make(made->graph, &graph, natives) : CUDA_ERROR_OUT_OF_MEMORY;
+	struct mpsd_put put;
+	CUresult result = mpsd_exec_make(made->graph, made->flags, (CUgraphExec *)native, &put);
 
-	if (result == CUDA_SUCCESS) {
-		result = real_cuGraphInstantiateWithFlags((CUgraphExec *)native, graph,
-							  made->flags & ~(unsigned int)UPLOAD);
-		if (result != CUDA_SUCCESS)
-			real_cuGraphDestroy(graph);
-	}
-	if (result != CUDA_SUCCESS) {
-		free(natives);
-		return result;
-	}
-	made->put = graph;
-	made->put_nodes = natives;
-	made->put_descent = made->graph->descent;
+	if (result == CUDA_SUCCESS)
+		made->put = put;
 	return result;
 }
 

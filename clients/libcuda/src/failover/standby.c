@@ -9,6 +9,7 @@
 #include <string.h>
 
 #include "clock.h"
+#include "failover/ahead.h"
 #include "failover/autopsy.h"
 #include "failover/carry.h"
 #include "failover/copy.h"
@@ -16,6 +17,7 @@
 #include "failover/made.h"
 #include "failover/mirror.h"
 #include "failover/move.h"
+#include "failover/rehearsal.h"
 #include "failover/wish.h"
 #include "failoverwire.h"
 #include "limits.h"
@@ -143,6 +145,10 @@ static bool open_once(uint64_t generation, const char *pipe, const char *folder,
 	mpsd_zones_copy(MPSD_RANGE_COPY_IS_THERE);
 	is = is && mpsd_mirror_begin(why);
 	pthread_mutex_unlock(&mpsd_windows_lock);
+	while (is && mpsd_ahead_make())
+		;
+	if (is && !(atomic_load(&mpsd_moves) & 1))
+		mpsd_rehearse();
 	if (!is)
 		mpsd_standby_close();
 	return is;
@@ -244,6 +250,9 @@ bool mpsd_standby_follow(const char **why)
 	pthread_mutex_unlock(&mpsd_windows_lock);
 	if (fault)
 		*why = fault;
+	/* One at a time: a move may come. */
+	if (!fault && standby.handle && mpsd_ahead_make())
+		mpsd_line_wake();
 	return !fault;
 }
 

@@ -3,6 +3,7 @@
 #include <sched.h>
 #include <stdio.h>
 
+#include "failover/ahead.h"
 #include "failover/made.h"
 
 #define MOST_YIELDS 1000
@@ -159,7 +160,7 @@ static bool make_in(CUcontext context, struct mpsd_made *made, const char **what
 	return false;
 }
 
-void mpsd_twin_end(const struct mpsd_made *made)
+void mpsd_twin_end(struct mpsd_made *made)
 {
 	struct mpsd_made *context = mpsd_made_context(made->device);
 
@@ -182,6 +183,9 @@ void mpsd_twin_end(const struct mpsd_made *made)
 		break;
 	case MPSD_MADE_HOST:
 		other_cuMemHostUnregister(made->name);
+		break;
+	case MPSD_MADE_EXEC:
+		mpsd_ahead_end(made);
 		break;
 	default:
 		break;
@@ -250,8 +254,10 @@ void mpsd_made_no_twins(void)
 {
 	mpsd_made_lock();
 	for (struct mpsd_made *made = mpsd_made_oldest(); made; made = made->newer) {
-		if (mpsd_made_is_late(made->kind))
+		if (mpsd_made_is_late(made->kind)) {
+			mpsd_ahead_forget(made);
 			continue;
+		}
 		if (made->is_twin)
 			atomic_fetch_add(&mpsd_made_waiting, 1);
 		made->is_twin = false;

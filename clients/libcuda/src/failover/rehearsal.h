@@ -1,0 +1,5 @@
+/* SPDX-License-Identifier: MIT */
+#pragma once
+
+/* For the thread of line.c: the standby's contexts have done, once, as much as a move may ask of them. */
+void mpsd_rehearse(void);

@@ -1,0 +1,150 @@
+"""Executable graphs are in the standby before they are needed there, for a launch would wait for them in a move."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.libcuda.test_exact import EXACT, gate, move
+from tests.libcuda.test_failover import Program, ask, break_domain, copies, offer, post, stand_by
+from tests.libcuda.test_graphs import NON_BLOCKING, capture
+from tests.support import moving
+from tests.support.gate import BEGIN_CAPTURE, NODE, Gate
+from tests.support.moving import Line, Post
+from tests.support.simfixtures import backend, domain, second, third
+from tests.support.simnode import Domain, until
+
+__all__ = ["ask", "backend", "copies", "domain", "gate", "post", "second", "third"]
+
+LAUNCH = "gpu.code('cuGraphLaunch', x, s), gpu.sync(), gpu.word(m)"
+
+
+@pytest.fixture
+def next_gate(second: Domain) -> Iterator[Gate]:
+    made = Gate(Path(second.environment["CUDA_MPS_PIPE_DIRECTORY"]))
+    yield made
+    made.keep(0)
+    made.close()
+
+
+def start(ask: Program) -> None:
+    ask(f"m = gpu.memory(4 << 20); s = gpu.made('cuStreamCreate', {NON_BLOCKING}); gpu.sync()")
+
+
+def leave(line: Line, domain: Domain, next_gate: Gate) -> None:
+    """For a copy in which nobody comes to the end of a capture, or of a node."""
+    next_gate.keep(BEGIN_CAPTURE | NODE)
+    break_domain(domain)
+    assert move(line).text == ""
+
+
+@EXACT
+@pytest.mark.parametrize("first", [True, False], ids=["before the standby", "after it"])
+def test_it_is_not_captured_again_when_it_is_launched(
+    domain: Domain, second: Domain, next_gate: Gate, post: Post, ask: Program, copies: Path, first: bool
+) -> None:
+    line = post.greet(moving.EXACT)
+    start(ask)
+    if first:
+        capture(ask)
+    stand_by(line, second, copies)
+    if not first:
+        next_gate.keep(BEGIN_CAPTURE)
+        capture(ask)
+        until(lambda: next_gate.kept() == BEGIN_CAPTURE)
+        next_gate.keep(0)
+        # It is there when the thread that made it hears of the next thing.
+        assert ask("gpu.made('cuStreamCreate', 0) > 0") == "True"
+    assert ask(LAUNCH) == "(0, 0, 11)"
+    leave(line, domain, next_gate)
+    assert ask(f"[{LAUNCH}]") == "[0, 0, 22]"
+    assert ask("gpu.code('cuGraphExecDestroy', x), gpu.code('cuGraphDestroy', g)") == "(0, 0)"
+    next_gate.keep(0)
+    assert ask.end() == ""
+
+
+@EXACT
+def test_what_is_in_flight_is_done_again_with_it(
+    domain: Domain, second: Domain, gate: Gate, next_gate: Gate, post: Post, ask: Program, copies: Path
+) -> None:
+    line = post.greet(moving.EXACT)
+    start(ask)
+    capture(ask)
+    stand_by(line, second, copies)
+    gate.let(0)
+    assert ask("[gpu.code('cuGraphLaunch', x, s) for _ in range(3)]") == "[0, 0, 0]"
+    leave(line, domain, next_gate)
+    assert ask("[gpu.sync(), gpu.word(m)]") == "[0, 33]"
+    next_gate.keep(0)
+    assert ask.end() == ""
+
+
+@EXACT
+@pytest.mark.parametrize("changes", [1, 9])
+def test_one_that_was_changed_is_what_it_has_become(
+    domain: Domain, second: Domain, post: Post, ask: Program, copies: Path, changes: int
+) -> None:
+    """Before, after and between moves; the one that is changed too often is made when it is needed."""
+    line = post.greet(moving.EXACT)
+    start(ask)
+    ask("g = nodes.graph(); a = nodes.add(g, 'add', m, 8, 1); x = nodes.executable(g)")
+    stand_by(line, second, copies)
+    for number in range(changes):
+        assert ask(f"nodes.change(x, a, nodes.kernel('add', m, 8, {number + 2}))") == "0"
+    assert ask(LAUNCH) == f"(0, 0, {changes + 1})"
+    break_domain(domain)
+    assert move(line).text == ""
+    assert ask(LAUNCH) == f"(0, 0, {2 * (changes + 1)})"
+    assert ask("nodes.change(x, a, nodes.kernel('add', m, 8, 100))") == "0"
+    assert ask(LAUNCH) == f"(0, 0, {2 * (changes + 1) + 100})"
+    assert ask.end() == ""
+
+
+@EXACT
+def test_code_is_not_unloaded_under_it(
+    domain: Domain, second: Domain, next_gate: Gate, post: Post, ask: Program, copies: Path
+) -> None:
+    line = post.greet(moving.EXACT)
+    start(ask)
+    ask("later = Later(gpu); other = gpu.made('cuModuleLoadData', IMAGE)")
+    capture(ask)
+    next_gate.keep(BEGIN_CAPTURE)
+    offer(line, second, copies)
+    until(lambda: next_gate.kept() == BEGIN_CAPTURE)
+    ask("later.start(\"gpu.code('cuModuleUnload', other)\")")
+    assert ask("later.comes_back()") == "False"
+    # Whoever makes or launches something waits for nothing.
+    assert ask(f"(gpu.made('cuStreamCreate', 0) > 0, {LAUNCH})") == "(True, 0, 0, 11)"
+    next_gate.keep(0)
+    assert ask("later.result()") == "0"
+    line.hear(moving.READY)
+    assert ask.end() == ""
+
+
+@EXACT
+def test_one_that_ends_meanwhile_is_nobodys(
+    domain: Domain, second: Domain, third: Domain, next_gate: Gate, post: Post, ask: Program, copies: Path
+) -> None:
+    line = post.greet(moving.EXACT)
+    start(ask)
+    ask("later = Later(gpu)")
+    capture(ask)
+    next_gate.keep(BEGIN_CAPTURE)
+    offer(line, second, copies)
+    until(lambda: next_gate.kept() == BEGIN_CAPTURE)
+    ask("later.start(\"gpu.code('cuGraphExecDestroy', x)\")")
+    next_gate.keep(0)
+    assert ask("later.result()") == "0"
+    line.hear(moving.READY)
+    # There and back, and one more.
+    capture(ask)
+    break_domain(domain)
+    move(line)
+    assert ask(LAUNCH) == "(0, 0, 11)"
+    stand_by(line, third, copies, 2)
+    break_domain(second)
+    move(line, 2)
+    assert ask(LAUNCH) == "(0, 0, 22)"
+    assert ask.end() == ""
