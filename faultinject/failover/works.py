@@ -22,8 +22,8 @@ from mpsd.errors import DeadlineError, UnsupportedError
 
 @dataclass(slots=True)
 class Calm:
-    """What programs compute without faults. It is a function of the seed and of the steps alone, so one run of a
-    program is compared with those of all kinds: `steps` of a block, by work; `digests` by work and number of
+    """What programs compute without faults: a function of the seed and of the steps alone, so one run of a
+    program is compared with those of all kinds. `steps` of a block, by work; `digests` by work and number of
     blocks."""
 
     steps: dict[str, int] = field(default_factory=dict)

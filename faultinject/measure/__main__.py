@@ -39,6 +39,7 @@ QUESTIONS = {
     "zones": ("zones", 150),
     "far": ("far", 40),
     "failover": ("failover", 150),
+    "cut": ("cut", 80),
 }
 
 

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -78,12 +79,16 @@ def run_case(name: str, out: Path, cubin: Path, folder: Path, limit_s: float) ->
 
 
 def measure(out: Path, cubin: Path, uvm: NvidiaUvm, nvml: Nvml, rows: list[Any]) -> None:
-    end = time.monotonic() + WHOLE_S
+    run_cases(CASES, WHOLE_S, out, cubin, rows)
+
+
+def run_cases(cases: Mapping[str, int], whole_s: float, out: Path, cubin: Path, rows: list[Any]) -> None:
+    end = time.monotonic() + whole_s
     os.environ["CUDA_MODULE_LOADING"] = "LAZY"
     folder = Path(tempfile.mkdtemp(prefix="mm-copies-", dir="/tmp"))
     try:
         rows.append({"case": "file", **Copies.prepare(folder)})
-        for name, limit_s in CASES.items():
+        for name, limit_s in cases.items():
             left = end - time.monotonic()
             if left > 5:
                 rows += run_case(name, out, cubin, folder, min(limit_s, left))

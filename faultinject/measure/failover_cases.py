@@ -148,6 +148,12 @@ def faults(case: Case) -> None:
     failover_faults.run(case)
 
 
+def cuts(case: Case) -> None:
+    from faultinject.measure import failover_faults
+
+    failover_faults.run(case, failover_faults.CUT_PLAN)
+
+
 CASES: dict[str, Callable[[Case], None]] = {
     "technique": technique,
     "host": alone,
@@ -156,6 +162,7 @@ CASES: dict[str, Callable[[Case], None]] = {
     "many": alone,
     "cycles": cycles,
     "faults": faults,
+    "cuts": cuts,
 }
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import re
 import select
 import signal
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -36,6 +37,7 @@ PLAN = [
     *[(kind, "none") for _ in range(2) for kind in KINDS],
     *[(kind, means) for means in ("unmap", "kill server") for kind in KINDS],
 ]
+CUT_PLAN = [(kind, "cut") for _ in range(4) for kind in KINDS]
 
 
 class Signs:
@@ -76,7 +78,7 @@ class Round:
         self.case, self.a, self.b = case, a, b
         self.row: dict[str, Any] = {"kind": kind, "means": means}
         folder, pipe = case.folder, str(b.pipe)
-        own = means if means in ("unmap", "close") else "none"
+        own = means if means in ("unmap", "close", "cut") else "none"
         self.writers = [case.client(a, "writer", folder, pipe, own)]
         if means == "none":
             self.writers.append(case.client(a, "writer", folder, pipe, "reset"))
@@ -152,7 +154,7 @@ class Round:
                 for name in told["values"]
             },
             "signs": {name: [self.since(t), code] for name, (t, code) in told["signs"].items()},
-            "ended": {key: self.since(ended[key]) for key in ("began", "stopped", "ended") if key in ended}
+            "ended": {k: self.since(ended[k]) for k in ("began", "stopped", "ended", "freed") if k in ended}
             | {key: ended[key] for key in ("code", "threads out", "closed") if key in ended},
             "clock error ms": told["clock_error_ms"],
             "longest read ms": told["longest_read_ms"],
@@ -242,14 +244,14 @@ def _tracker(uvm: NvidiaUvm, client: Client) -> UvmTracker | None:
         return None
 
 
-def run(case: Case) -> None:
+def run(case: Case, plan: Sequence[tuple[str, str]] = PLAN) -> None:
     nvml = Nvml()
     xids = Xids(nvml)
     with case.domain("b") as b:
         bystander = b.client("survivor", case.cubin)
         with clients(bystander):
             bystander.wait("ready")
-            for kind, means in PLAN:
+            for kind, means in plan:
                 if case.left() < ROUND_S:
                     break
                 began = now()

@@ -239,6 +239,35 @@ def listing(question: str, rows: list[Row]) -> Row:
     return row(question, f"{len(rows)} observations, in order. Failed: {', '.join(bad) or 'none'}.", rows)
 
 
+def cut(rows: list[Row]) -> list[Row]:
+    """Of rounds in which a survivor's way was cut off."""
+    faults = [line for line in rows if "writers" in line]
+    cuts = [
+        {
+            "kind": fault["kind"],
+            "trigger": fault["trigger"],
+            **writer["ended"],
+            "last write": last_write(writer),
+        }
+        for fault in faults
+        for writer in fault["writers"]
+        if not writer["read code"]
+    ]
+    known = [line for line in cuts if "ended" in line]
+    after = [line["ended"] - line["began"] for line in known]
+    kept = [line["freed"] - line["ended"] for line in known if "freed" in line]
+    return [
+        fence(faults),
+        ends(faults),
+        row(
+            "How long does it take to cut a context off, and how long is who does it kept afterwards (ms)?",
+            f"In {len(known)} of {len(cuts)}: {spread(after)}; kept: {spread(kept)}.",
+            cuts,
+        ),
+        row("What could not be measured?", "", [line for line in rows if "failed" in line]),
+    ]
+
+
 QUESTIONS = {
     "many": "What does each further copy cost, and does unloading give it back?",
     "cycles": "Can a domain be used again by a new copy after a fault, and what grows?",

@@ -19,6 +19,7 @@ from typing import Any
 from faultinject.measure import failover_copies, failover_shared
 from faultinject.measure.client import commands, emit, fault
 from faultinject.measure.cuda import Cuda, CudaError
+from faultinject.measure.failover_cut import cut_off
 from faultinject.measure.failover_driver import (
     GRANULE,
     NOT_READY,
@@ -28,6 +29,7 @@ from faultinject.measure.failover_driver import (
     now,
 )
 from faultinject.measure.failover_engine import Engine
+from faultinject.measure.zone_calls import uvm_descriptors
 
 # Offsets in the shared memory; behind the counters of the first three is the GPU's time of the last step.
 LONG, QUEUE, COPIED, FROM_HOST, WITHIN, STOP = 0, 64, 128, 192, 256, 4096
@@ -219,6 +221,9 @@ def end_by(means: str, writer: Writer) -> dict[str, Any]:
         row["code"] = twins.a.code("cuDevicePrimaryCtxReset_v2", 0)
     elif means == "close":
         row["closed"] = close_descriptors(twins)
+    elif means == "cut":
+        fds = [fd for fd in uvm_descriptors() if fd in twins.descriptors_of_a]
+        return row | cut_off(fds, twins.shared.one, GRANULE)
     row["ended"] = now()
     return row
 

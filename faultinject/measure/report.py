@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from faultinject.measure.failover_report import failover
+from faultinject.measure.failover_report import cut, failover
 
 Row = dict[str, Any]
 HEAD = ("schema", "device", "driver", "kernel", "date", "command")
@@ -302,6 +302,7 @@ SUMMARIES: dict[str, Callable[[list[Row]], list[Row]]] = {
     "zones": zones,
     "far": far,
     "failover": failover,
+    "cut": cut,
 }
 
 # What identifies one machine has no place in a report: where its Python lies, its GPU's uuid.

@@ -37,7 +37,8 @@ def test_managed_ranges_are_laid_and_taken_away(tmp_path: Path, sanitize: str) -
     command = ["gcc", "-std=gnu11", "-D_GNU_SOURCE", "-g", "-O1", "-Wall", "-Werror", f"-I{tmp_path}"]
     command += [f"-I{FOLDER / 'src'}", "-isystem", str(find_include()), "-o", str(program)]
     command += [f"-fsanitize={sanitize}"] if sanitize else []
-    command += [str(PROGRAMS / "uvmrange.c"), *(str(FOLDER / "src" / f"{name}.c") for name in ("uvmrange", "uvm")), "-ldl"]
+    sources = (str(FOLDER / "src" / name) for name in ("uvmrange.c", "uvm.c"))
+    command += [str(PROGRAMS / "uvmrange.c"), *sources, "-ldl"]
     subprocess.run(command, check=True, timeout=DEADLINE_S)
     done = run([program, str(tmp_path)], os.environ)
     assert (done.returncode, done.stdout, done.stderr) == (0, "ok\n", "")

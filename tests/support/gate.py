@@ -9,9 +9,7 @@ from pathlib import Path
 ANY = 2**64 - 1
 LAUNCH_FAILED = 719
 BEGIN_CAPTURE, END_CAPTURE, CAPTURE_INFO, UNMAP, CURRENT, HOST, INIT = (1 << i for i in range(7))
-SYNC, PARAMETERS, KERNEL, NODE, MODULE, LIMIT, WRITE, MANAGER, NO_CUT = (
-    1 << i for i in range(7, 16)
-)
+SYNC, PARAMETERS, KERNEL, NODE, MODULE, LIMIT, WRITE, MANAGER, NO_CUT = (1 << i for i in range(7, 16))
 
 
 class Gate:

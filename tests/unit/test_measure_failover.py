@@ -125,3 +125,16 @@ def test_a_sync_that_memory_does_not_bear_out_is_counted() -> None:
     made = failover_report.failover([*rows, {"case": "faults", "what": "took", "seconds": 4.0}])
     (found,) = [row for row in made if "falsely" in row["question"]]
     assert found["finding"].startswith("1 of 200 successful syncs in 2 faults")
+
+
+def test_a_context_that_was_cut_off_is_judged_by_when_that_was_known() -> None:
+    cut, kept = fault("store", 3.0, 98.0, means="cut"), fault("pbdma", 9.0, 98.0, means="cut")
+    for one, ended, freed in ((cut, 4.0, 4.5), (kept, 8.0, 608.0)):
+        (writer,) = one["writers"]
+        writer |= {"means": "cut", "ended": {"began": 2.0, "ended": ended, "freed": freed}}
+    refused = fault("trap", 60.0, 98.0, means="cut")
+    refused["writers"][0] |= {"means": "cut", "ended": {"began": 2.0}}
+    fence, _, how_long, _ = failover_report.cut([cut, kept, refused])
+    (line,) = fence["figures"]
+    assert (line["sign"], line["n"], line["written after it"]) == ("cut returned", 2, 1)
+    assert how_long["finding"].startswith("In 2 of 3: {'n': 2, 'median': 4.0, 'worst': 6.0}; kept: ")
