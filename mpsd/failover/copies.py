@@ -1,4 +1,4 @@
-"""RUN/copies, as a rule: two real copies of the driver, for programs to load as further libcudas.
+"""RUN/copies, as a rule: three real copies of the driver, for programs to load as further libcudas.
 
 The loader knows a file by its inode: a link would be the very library that is loaded already. So each is a
 file of its own, written beside and renamed, and made again when the driver was replaced. They belong to the
@@ -17,7 +17,8 @@ from pathlib import Path
 
 from mpsd_client import driver as drivers
 
-NAMES = ("libcuda-0.so.1", "libcuda-1.so.1")
+NAMES = ("libcuda-0.so.1", "libcuda-1.so.1", "libcuda-2.so.1")
+"""One that is in use, the standby's, and one that was just left."""
 _STAMP = "source.json"
 Stamp = list[str | int]
 

@@ -1,4 +1,4 @@
-"""Executable graphs are in the standby before they are needed there: a launch would wait for them in a move."""
+"""Executable graphs are in the standby before they are needed there: a launch would wait for them then."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@
  *	WELCOME		mode: the one granted; MPSD_FAILOVER_OFF: it is told no more; values: 1: standbys are to be
  *			lazy, made when a move comes, where the program's environment says nothing
  *	STANDBY		generation; path: CUDA_MPS_PIPE_DIRECTORY of the second domain; text: the folder with
- *			copies of the driver (libcuda-0.so.1, libcuda-1.so.1)
+ *			copies of the driver (libcuda-0.so.1 and so on)
  *	STAND_DOWN	generation; text: why. Its context goes, if the program is not in it; values: 1: no other
  *			standby comes
  *	TURN		generation: where it has moved to, and waits to do again what was in flight. It does now

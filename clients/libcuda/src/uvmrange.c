@@ -36,7 +36,7 @@ struct descriptors {
 
 static int descriptor = -1;
 static struct stat found_as;
-static struct descriptors before, others;	/* those of a second copy: not to be used */
+static struct descriptors before, standbys, older;	/* the last two are of other copies: not to be used */
 static bool is_gone;
 
 /* The stand-in driver's own functions in place of UVM, which it has none of. */
@@ -143,13 +143,14 @@ void mpsd_range_copy(enum mpsd_range_copy what)
 		before = all_descriptors();
 		break;
 	case MPSD_RANGE_COPY_IS_THERE:
-		others = without(all_descriptors(), &before);
+		standbys = without(all_descriptors(), &before);
 		break;
 	case MPSD_RANGE_COPY_WENT:
-		others.count = 0;
+		standbys.count = 0;
 		break;
 	case MPSD_RANGE_COPY_TAKES_OVER:
-		others = before;
+		older = before;
+		standbys.count = 0;
 		descriptor = -1;
 		standin.tried = false;
 		break;
@@ -170,7 +171,7 @@ int mpsd_range_find_descriptor(void)
 	if (searches < MOST_SEARCHES)
 		all = all_descriptors();
 	for (int i = 0; i < all.count && found < 0; i++)
-		if (!is_among(all.fds[i], &others) && is_address_space(all.fds[i]))
+		if (!is_among(all.fds[i], &standbys) && !is_among(all.fds[i], &older) && is_address_space(all.fds[i]))
 			found = all.fds[i];
 	searches = found < 0 ? searches + 1 : 0;
 	return found;

@@ -112,10 +112,13 @@ static int own_ioctl(unsigned int number, int fd, unsigned long request, void *a
 OWN_IOCTL(0)
 OWN_IOCTL(1)
 OWN_IOCTL(2)
+OWN_IOCTL(3)
 
 void *mpsd_autopsy_ioctl(unsigned int number)
 {
-	static int (*const own[])(int fd, unsigned long request, ...) = { own_ioctl_0, own_ioctl_1, own_ioctl_2 };
+	static int (*const own[])(int fd, unsigned long request, ...) = {
+		own_ioctl_0, own_ioctl_1, own_ioctl_2, own_ioctl_3,
+	};
 
 	_Static_assert(sizeof(own) / sizeof(*own) == MPSD_COPY_NUMBERS, "each copy has its own");
 	atomic_store(&wait_ns, mpsd_read_number("MPSD_FAILOVER_AUTOPSY_MS", WAIT_MS, 1, 0, 60000) * 1000000);

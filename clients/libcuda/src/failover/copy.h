@@ -10,7 +10,7 @@
 
 #include "proxy.h"
 
-#define MPSD_COPY_NUMBERS 3
+#define MPSD_COPY_NUMBERS 4
 
 struct mpsd_copy {
 	void *handle;

@@ -155,10 +155,11 @@ static int own_close(unsigned int number, int fd)
 OWN_CLOSE(0)
 OWN_CLOSE(1)
 OWN_CLOSE(2)
+OWN_CLOSE(3)
 
 void *mpsd_descriptors_close(unsigned int number)
 {
-	static int (*const own[])(int fd) = { own_close_0, own_close_1, own_close_2 };
+	static int (*const own[])(int fd) = { own_close_0, own_close_1, own_close_2, own_close_3 };
 
 	_Static_assert(sizeof(own) / sizeof(*own) == MPSD_COPY_NUMBERS, "each copy has its own");
 	return (void *)own[number];

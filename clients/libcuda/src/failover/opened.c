@@ -164,8 +164,9 @@ static void *own_of(unsigned int number, const char *symbol, void *result);
 
 OWN_CALLS(1)
 OWN_CALLS(2)
+OWN_CALLS(3)
 
-#define OF_BOTH(call) { (void *)call, { (void *)own_##call##_1, (void *)own_##call##_2 } }
+#define OF_EACH(call) { (void *)call, { (void *)own_##call##_1, (void *)own_##call##_2, (void *)own_##call##_3 } }
 
 static const struct {
 	const char *symbol;
@@ -173,24 +174,24 @@ static const struct {
 		void *plain, *own[MPSD_COPY_NUMBERS - 1];
 	} call;
 } calls[] = {
-	{ "open", OF_BOTH(open) },
-	{ "open64", OF_BOTH(open) },
-	{ "pipe", OF_BOTH(pipe) },
-	{ "pipe2", OF_BOTH(pipe2) },
-	{ "socketpair", OF_BOTH(socketpair) },
-	{ "socket", OF_BOTH(socket) },
-	{ "eventfd", OF_BOTH(eventfd) },
-	{ "dup", OF_BOTH(dup) },
-	{ "dup2", OF_BOTH(dup2) },
-	{ "dup3", OF_BOTH(dup3) },
-	{ "fcntl", OF_BOTH(fcntl) },
-	{ "fcntl64", OF_BOTH(fcntl) },
-	{ "recvmsg", OF_BOTH(recvmsg) },
-	{ "read", OF_BOTH(read) },
-	{ "poll", OF_BOTH(poll) },
-	{ "accept4", OF_BOTH(accept4) },
-	{ "dlsym", OF_BOTH(dlsym) },
-	{ "dlvsym", OF_BOTH(dlvsym) },
+	{ "open", OF_EACH(open) },
+	{ "open64", OF_EACH(open) },
+	{ "pipe", OF_EACH(pipe) },
+	{ "pipe2", OF_EACH(pipe2) },
+	{ "socketpair", OF_EACH(socketpair) },
+	{ "socket", OF_EACH(socket) },
+	{ "eventfd", OF_EACH(eventfd) },
+	{ "dup", OF_EACH(dup) },
+	{ "dup2", OF_EACH(dup2) },
+	{ "dup3", OF_EACH(dup3) },
+	{ "fcntl", OF_EACH(fcntl) },
+	{ "fcntl64", OF_EACH(fcntl) },
+	{ "recvmsg", OF_EACH(recvmsg) },
+	{ "read", OF_EACH(read) },
+	{ "poll", OF_EACH(poll) },
+	{ "accept4", OF_EACH(accept4) },
+	{ "dlsym", OF_EACH(dlsym) },
+	{ "dlvsym", OF_EACH(dlvsym) },
 };
 
 #define CALLS (sizeof(calls) / sizeof(*calls))
@@ -208,7 +209,7 @@ void *mpsd_opened_call(const char *symbol, unsigned int number)
 {
 	size_t i = find(symbol);
 
-	_Static_assert(MPSD_COPY_NUMBERS == 3, "each second copy has its own");
+	_Static_assert(MPSD_COPY_NUMBERS == 4, "each second copy has its own");
 	return i < CALLS ? calls[i].call.own[number - 1] : NULL;
 }
 

@@ -30,9 +30,15 @@
 
 void *mpsd_other[MPSD_SLOTS];
 
-/* in_use has no handle while it is the program's first one; left is waited for by whoever is inside it. */
-static struct mpsd_copy in_use, standby, left;
-static uint64_t left_moves, left_ns;
+/* in_use has no handle while it is the program's first one, which is never unloaded. */
+static struct mpsd_copy in_use, standby;
+
+/* Those that were, until nobody is inside; the oldest first. */
+#define MOST_LEFT (MPSD_COPY_NUMBERS - 2)
+static struct left {
+	struct mpsd_copy copy;
+	uint64_t moves, ns;
+} lefts[MOST_LEFT];
 
 static atomic_bool is_lazy;	/* by the daemon's configuration */
 
@@ -79,43 +85,60 @@ static void end_copy(struct mpsd_copy *copy)
 	mpsd_copy_unload(copy);
 }
 
-/* Until the copy that was left is due to be unloaded; -1: there is none. */
+static uint64_t due_ns(const struct left *left)
+{
+	return left->ns + 1000000 * mpsd_read_number("MPSD_FAILOVER_SETTLE_MS", SETTLE_MS, 1, 0, 60000);
+}
+
+/* Until a copy that was left is due to be unloaded; -1: there is none. */
 int mpsd_left_ms(void)
 {
 	uint64_t now = mpsd_now_ns(), due;
 
-	if (!left.handle)
+	if (!lefts[0].copy.handle)
 		return -1;
-	due = left_ns + 1000000 * mpsd_read_number("MPSD_FAILOVER_SETTLE_MS", SETTLE_MS, 1, 0, 60000);
+	due = due_ns(&lefts[0]);
 	return now < due ? (int)((due - now) / 1000000) + 1 : 0;
 }
 
-static void forget_left(void)
+static bool is_empty(const struct left *left)
 {
-	end_copy(&left);
-	mpsd_hosts_copy_went(left_moves);
+	return !atomic_load(mpsd_inside_of(left->moves));
+}
+
+static void forget_oldest(void)
+{
+	struct left left = lefts[0];
+
+	for (int i = 0; i + 1 < MOST_LEFT; i++)
+		lefts[i] = lefts[i + 1];
+	lefts[MOST_LEFT - 1] = (struct left){ .ns = 0 };
+	end_copy(&left.copy);
+	mpsd_hosts_copy_went(left.moves);
 }
 
 void mpsd_standby_tend(void)
 {
 	if (mpsd_left_ms())
 		return;
-	if (atomic_load(mpsd_inside_of(left_moves)))
-		left_ns += RETRY_NS;
+	if (is_empty(&lefts[0]))
+		forget_oldest();
 	else
-		forget_left();
+		lefts[0].ns += RETRY_NS;
 }
 
-/* The end of what a copy has on the GPU, then of the copy, once nobody is inside it. */
-static void end_left(void)
+/* The end of what the oldest has on the GPU, then of it, once nobody is inside. False: there is none, or somebody is. */
+static bool end_left(void)
 {
 	/* Nobody gets on where the program's own context is lost meanwhile: what it waits for is the next one. */
 	while (mpsd_left_ms() > 0 && !mpsd_own_error_met())
 		mpsd_pause(1);
-	for (int ms = 0; left.handle && ms < MOST_LEAVE_MS && atomic_load(mpsd_inside_of(left_moves)); ms++)
+	for (int ms = 0; lefts[0].copy.handle && ms < MOST_LEAVE_MS && !is_empty(&lefts[0]); ms++)
 		mpsd_pause(1);
-	if (left.handle && !atomic_load(mpsd_inside_of(left_moves)))
-		forget_left();
+	if (!lefts[0].copy.handle || !is_empty(&lefts[0]))
+		return false;
+	forget_oldest();
+	return true;
 }
 
 static bool start_copy(uint64_t generation, const char *pipe, const char **why)
@@ -134,7 +157,6 @@ static bool open_once(uint64_t generation, const char *pipe, const char *folder,
 {
 	bool is;
 
-	end_left();
 	mpsd_standby_close();
 	mpsd_zones_copy(MPSD_RANGE_COPY_COMES);
 	is = mpsd_copy_load(&standby, folder, why);
@@ -154,10 +176,17 @@ static bool open_once(uint64_t generation, const char *pipe, const char *folder,
 	return is;
 }
 
-/* Twice, for a window may just have come when the copy looked for what is taken. */
+/*
+ * Once more, for a window may just have come when the copy looked for what is taken; and when a copy that was left has
+ * gone, in whose place, or memory, the next one comes.
+ */
 static bool open_now(uint64_t generation, const char *pipe, const char *folder, const char **why)
 {
-	return open_once(generation, pipe, folder, why) || open_once(generation, pipe, folder, why);
+	bool is = open_once(generation, pipe, folder, why) || open_once(generation, pipe, folder, why);
+
+	while (!is && end_left())
+		is = open_once(generation, pipe, folder, why);
+	return is;
 }
 
 static bool would_fit(const char *folder, const char **why)
@@ -194,9 +223,10 @@ bool mpsd_standby_offer(uint64_t generation, const char *pipe, const char *folde
 	mpsd_copy_watch_first();
 	if (!mpsd_standby_is_lazy())
 		return open_now(generation, pipe, folder, why);
-	end_left();
 	mpsd_standby_close();
-	if (!would_fit(folder, why))
+	while (!(is = would_fit(folder, why)) && end_left())
+		;
+	if (!is)
 		return false;
 	pthread_mutex_lock(&mpsd_windows_lock);
 	is = mpsd_mirror_keep(why);
@@ -231,9 +261,14 @@ unsigned int mpsd_in_use_number(void)
 
 void mpsd_standby_used(void)
 {
-	left = in_use;
-	left_moves = mpsd_moves_done();
-	left_ns = mpsd_now_ns();
+	struct left left = { in_use, mpsd_moves_done(), mpsd_now_ns() };
+
+	for (int i = 0; left.copy.handle && i < MOST_LEFT; i++) {
+		if (lefts[i].copy.handle)
+			continue;
+		lefts[i] = left;
+		break;
+	}
 	in_use = standby;
 	standby = (struct mpsd_copy){ .handle = NULL };
 	offer.generation = 0;
