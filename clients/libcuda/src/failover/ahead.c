@@ -134,5 +134,6 @@ void mpsd_ahead_move(struct mpsd_made *made)
 
 bool mpsd_ahead_needs(const struct mpsd_made *made, const struct mpsd_made *other)
 {
-	return made && other && made->kind == MPSD_MADE_EXEC && other->kind <= MPSD_MADE_KERNEL_FUNCTION;
+	return made && other && (made->kind == MPSD_MADE_EXEC || made->kind == MPSD_MADE_CONTEXT) &&
+	       other->kind <= MPSD_MADE_KERNEL_FUNCTION && other->kind >= MPSD_MADE_MODULE;
 }

@@ -12,11 +12,11 @@
 
 #include "clock.h"
 #include "failover/made.h"
-#include "physical.h"
 
 #define OPERATIONS 640		/* under way at once; the driver keeps who is a thousand ahead */
 #define LARGE ((size_t)1 << 20)
 #define SMALL ((size_t)4 << 10)
+#define MOST_PARAMETERS 32768
 #define HELD_MS 100
 #define END_MS 200
 
@@ -66,34 +66,148 @@ static bool comes_to_its_end(void)
 	return result == CUDA_SUCCESS;
 }
 
+/* Without the records, which go on changing: code is not unloaded while the context is held. */
+struct code {
+	void *twin;
+	bool is_kernel;
+};
+
+static struct code *list_code(CUdevice device, unsigned int *count)
+{
+	struct code *list = NULL;
+	unsigned int room = 0;
+
+	*count = 0;
+	for (struct mpsd_made *made = mpsd_made_oldest(); made; made = made->newer)
+		room += made->kind >= MPSD_MADE_FUNCTION && made->kind <= MPSD_MADE_KERNEL_FUNCTION;
+	if (room)
+		list = calloc(room, sizeof(*list));
+	for (struct mpsd_made *made = mpsd_made_oldest(); list && made; made = made->newer)
+		if (made->kind >= MPSD_MADE_FUNCTION && made->kind <= MPSD_MADE_KERNEL_FUNCTION && made->is_twin &&
+		    !made->listed && made->device == device)
+			list[(*count)++] = (struct code){ made->twin, made->kind == MPSD_MADE_KERNEL };
+	return list;
+}
+
+static CUresult ask_parameter(const struct code *code, size_t number, size_t *offset, size_t *size)
+{
+	if (code->is_kernel)
+		return mpsd_other[MPSD_cuKernelGetParamInfo]
+			       ? other_cuKernelGetParamInfo(code->twin, number, offset, size)
+			       : CUDA_ERROR_NOT_FOUND;
+	return mpsd_other[MPSD_cuFuncGetParamInfo] ? other_cuFuncGetParamInfo(code->twin, number, offset, size)
+						    : CUDA_ERROR_NOT_FOUND;
+}
+
+/* False: nobody knows. */
+static bool parameters_of(const struct code *code, size_t *bytes)
+{
+	size_t offset, size, number = 0;
+	CUresult result;
+
+	*bytes = 0;
+	while ((result = ask_parameter(code, number++, &offset, &size)) == CUDA_SUCCESS)
+		if (offset + size > *bytes)
+			*bytes = offset + size;
+	return result == CUDA_ERROR_INVALID_VALUE && *bytes <= MOST_PARAMETERS;
+}
+
+static void add_node(CUgraph graph, const struct code *code, CUcontext context, void *zeroes)
+{
+	size_t bytes;
+	void *extra[] = { CU_LAUNCH_PARAM_BUFFER_POINTER, zeroes, CU_LAUNCH_PARAM_BUFFER_SIZE, &bytes,
+			  CU_LAUNCH_PARAM_END };
+	CUDA_KERNEL_NODE_PARAMS given = {
+		.gridDimX = 1, .gridDimY = 1, .gridDimZ = 1, .blockDimX = 1, .blockDimY = 1, .blockDimZ = 1,
+		.extra = extra, .ctx = context,
+	};
+	CUgraphNode node;
+
+	if (!parameters_of(code, &bytes))
+		return;
+	if (!bytes)
+		given.extra = NULL;
+	if (code->is_kernel)
+		given.kern = code->twin;
+	else
+		given.func = code->twin;
+	other_cuGraphAddKernelNode_v2(&node, graph, NULL, 0, &given);
+}
+
+/*
+ * A graph of all functions that the program has asked for, which is never launched: what the context needs for one of them
+ * (a place for what device code prints, or where it fails) is taken when such a graph is made.
+ */
+static void prepare_code(CUcontext context, const struct code *list, unsigned int count)
+{
+	void *zeroes = calloc(1, MOST_PARAMETERS);
+	CUgraphExec exec;
+	CUgraph graph;
+
+	if (zeroes && other_cuGraphCreate(&graph, 0) == CUDA_SUCCESS) {
+		for (unsigned int i = 0; i < count; i++)
+			add_node(graph, &list[i], context, zeroes);
+		if (other_cuGraphInstantiateWithFlags(&exec, graph, 0) == CUDA_SUCCESS) {
+			if (mpsd_other[MPSD_cuGraphUpload])
+				other_cuGraphUpload(exec, CU_STREAM_LEGACY);
+			other_cuGraphExecDestroy(exec);
+		}
+		other_cuGraphDestroy(graph);
+	}
+	free(zeroes);
+}
+
 /* What goes wrong takes time in a move, and nothing else: but a context that is lost is found out by who uses it next. */
-static void rehearse_in(CUcontext context)
+static void rehearse_in(CUcontext context, const struct code *list, unsigned int count)
 {
 	void *bytes = calloc(1, LARGE);
 	CUdeviceptr room;
 
-	if (bytes && other_cuCtxSetCurrent(context) == CUDA_SUCCESS &&
-	    other_cuMemAlloc_v2(&room, 2 * LARGE) == CUDA_SUCCESS) {
-		give_all(room, bytes);
-		/* Otherwise it goes with the context. */
-		if (comes_to_its_end())
-			other_cuMemFree_v2(room);
-		else
-			bytes = NULL;
+	if (bytes && other_cuCtxSetCurrent(context) == CUDA_SUCCESS) {
+		if (count)
+			prepare_code(context, list, count);
+		if (other_cuMemAlloc_v2(&room, 2 * LARGE) == CUDA_SUCCESS) {
+			give_all(room, bytes);
+			/* Otherwise it goes with the context. */
+			if (comes_to_its_end())
+				other_cuMemFree_v2(room);
+			else
+				bytes = NULL;
+		}
 	}
 	free(bytes);
 }
 
-void mpsd_rehearse(void)
+/* The context after that one, held; NULL: there is no more. */
+static struct mpsd_made *hold_context(CUdevice after, struct code **list, unsigned int *count)
 {
-	CUcontext contexts[MPSD_DEVICES];
-	unsigned int count = 0;
+	struct mpsd_made *found = NULL;
 
 	mpsd_made_lock();
-	for (struct mpsd_made *made = mpsd_made_oldest(); made && count < MPSD_DEVICES; made = made->newer)
-		if (made->kind == MPSD_MADE_CONTEXT && made->is_twin)
-			contexts[count++] = made->twin;
+	for (struct mpsd_made *made = mpsd_made_oldest(); made; made = made->newer)
+		if (made->kind == MPSD_MADE_CONTEXT && made->is_twin && made->device > after &&
+		    (!found || made->device < found->device))
+			found = made;
+	if (found) {
+		*list = list_code(found->device, count);
+		mpsd_made_hold(found);
+	}
 	mpsd_made_unlock();
-	for (unsigned int i = 0; i < count; i++)
-		rehearse_in(contexts[i]);
+	return found;
+}
+
+void mpsd_rehearse(void)
+{
+	struct mpsd_made *context;
+	struct code *list = NULL;
+	unsigned int count = 0;
+
+	for (CUdevice device = -1; (context = hold_context(device, &list, &count));) {
+		device = context->device;
+		rehearse_in(context->twin, list, count);
+		free(list);
+		mpsd_made_lock();
+		mpsd_made_let_go();
+		mpsd_made_unlock();
+	}
 }
