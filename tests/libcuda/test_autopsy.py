@@ -3,6 +3,7 @@ with a stand-in that asks as the driver does (MPSD_STANDIN_MANAGER)."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from collections import Counter
@@ -49,8 +50,12 @@ def ask(
 
 def opened(program: Program) -> Counter[str]:
     """What it has open, by kind: `/dev/null` are the stand-in's devices; it reads its orders from pipes."""
-    folder = Path(f"/proc/{program.process.pid}/fd")
-    return Counter(os.readlink(entry).partition(":[")[0] for entry in folder.iterdir())
+    seen: Counter[str] = Counter()
+    for entry in Path(f"/proc/{program.process.pid}/fd").iterdir():
+        # One that was closed meanwhile.
+        with contextlib.suppress(FileNotFoundError):
+            seen[os.readlink(entry).partition(":[")[0]] += 1
+    return seen
 
 
 @pytest.mark.parametrize("lazy", [False, True])

@@ -39,14 +39,18 @@ WAITING = {
 WAITING |= {"host_same", "host_small", "host_seen"}
 ROWS = {"rows_set", "rows_copy", "rows_box"}
 WAITING_ROWS = {"rows_in", "rows_out", "rows_out_now", "rows_look", "rows_in_pinned", "peer"}
+WAITING_MAPPED = {"again", "swap"}
 OF_LARGE = {"in_pinned", "rows_in_pinned", "host", "host_same", "host_twice"}
 Step = tuple[str, int, int, int, int]
+
+MAPPED = (0, 2)
+"""The buffers that the program maps itself, where it does."""
 
 LARGE = (0, 2, 3)
 """The buffers that a large copy fits into."""
 
 
-def model(steps: Sequence[Step]) -> list[int]:
+def model(steps: Sequence[Step], mapped: Sequence[int] = ()) -> list[int]:
     """What the program of epochs.py sees."""
     buffers = [[0] * WORDS for _ in range(4)]
     seen: list[int] = []
@@ -99,6 +103,8 @@ def model(steps: Sequence[Step]) -> list[int]:
             buffers[two][:4] = words[:4]
         elif what == "again":
             words[:] = [0] * WORDS
+        elif what == "swap" and one in mapped:
+            words[3:] = [0] * 3
         hosted += what.startswith("host")
     return [*seen, *(word for words in buffers for word in words), *range(hosted), 0]
 
@@ -163,24 +169,28 @@ class Moved:
         self._gate = there
         return said
 
-    def run(self, steps: Sequence[Step], at: int, lets: int, *, inside: bool) -> list[int]:
+    def run(
+        self, steps: Sequence[Step], at: int, lets: int, *, inside: bool, mapped: Sequence[int] = ()
+    ) -> list[int]:
         """What the program sees that is moved before step `at`, or while it does that step, when its GPU has
         done `lets` of the operations since its last wait."""
         # A program that hangs ends, and so says nothing more.
         watch = threading.Timer(DEADLINE_S, self.process.kill)
         watch.start()
         try:
-            return self._run(steps, at, lets, inside=inside)
+            return self._run(steps, at, lets, inside, mapped)
         finally:
             watch.cancel()
 
-    def _run(self, steps: Sequence[Step], at: int, lets: int, *, inside: bool) -> list[int]:
+    def _run(
+        self, steps: Sequence[Step], at: int, lets: int, inside: bool, mapped: Sequence[int]
+    ) -> list[int]:
         there = self.stand_by()
         held = at
-        while held and steps[held - 1][0] not in WAITING | WAITING_ROWS:
+        while held and steps[held - 1][0] not in WAITING | WAITING_ROWS | WAITING_MAPPED:
             held -= 1
         stops = [held] if inside else [held, *([at] if at > held else [])]
-        self._tell(json.dumps({"steps": steps, "stops": stops}))
+        self._tell(json.dumps({"steps": steps, "stops": stops, "mapped": mapped}))
         self._until(str(held) if held < len(steps) else "end")
         self._gate.let(lets)
         name = str(at) if at < len(steps) else "end"
@@ -198,7 +208,7 @@ class Moved:
     def run_twice(self, steps: Sequence[Step], at: int, held: int, lets: int, lets_again: int) -> list[int]:
         """As run(), but the next context is lost too, when its GPU has done `lets_again` operations."""
         there = self.stand_by()
-        self._tell(json.dumps({"steps": steps, "stops": [held, at]}))
+        self._tell(json.dumps({"steps": steps, "stops": [held, at], "mapped": []}))
         self._until(str(held))
         self._gate.let(lets)
         self._tell("go")
@@ -303,12 +313,28 @@ def test_rows_are_as_without_a_fault(programs: Programs, steps: list[Step], lets
     move_everywhere(programs, steps, lets)
 
 
-def move_everywhere(programs: Programs, steps: list[Step], lets: list[int]) -> None:
-    expected = model(steps)
+@pytest.mark.timeout(1200)
+@examples(20)
+@given(
+    steps=steps(WAITING_MAPPED | {"grow"} | {"add", "copy", "sum", "set", "out", "in_pinned", "wait"}),
+    lets=LETS,
+)
+def test_what_the_program_maps_itself_is_as_without_a_fault(
+    programs: Programs, steps: list[Step], lets: list[int]
+) -> None:
+    move_everywhere(programs, steps, lets, MAPPED)
+
+
+def move_everywhere(
+    programs: Programs, steps: list[Step], lets: list[int], mapped: Sequence[int] = ()
+) -> None:
+    expected = model(steps, mapped)
     for at in range(len(steps) + 1):
-        assert programs.one().run(steps, at, lets[at], inside=False) == expected, at
-        if at == len(steps) or steps[at][0] in WAITING | WAITING_ROWS:
-            assert programs.one().run(steps, at, lets[at], inside=True) == expected, (at, "inside")
+        for inside in (False, True):
+            if inside and at < len(steps) and steps[at][0] not in WAITING | WAITING_ROWS | WAITING_MAPPED:
+                continue
+            found = programs.one().run(steps, at, lets[at], inside=inside, mapped=mapped)
+            assert found == expected, (at, inside)
 
 
 @pytest.mark.timeout(600)

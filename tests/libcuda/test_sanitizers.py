@@ -89,12 +89,22 @@ def test_no_report_of_two_processes(
     assert done.stdout.splitlines()[-1] == "ok"
 
 
+ARENA = ("arena.c", "granules.c", "holds.c")
+
+
 @pytest.mark.parametrize(
     "seed, zone, lead", [(0, 0, 0), (1, 0, 5), (2, 1, 0), (3, 1, 1), (4, 3, 9), (5, 10, 3)]
 )
 def test_the_arena_agrees_with_a_model(sanitized: Libraries, seed: int, zone: int, lead: int) -> None:
-    program = sanitized.program("arena", sources=("arena.c",))
+    program = sanitized.program("arena", sources=ARENA)
     done = run([program, str(seed), str(zone), str(lead)], sanitized.environment(proxied=False))
+    assert (done.returncode, done.stdout, done.stderr) == (0, "ok\n", "")
+
+
+@pytest.mark.parametrize("seed, zone", [(0, 0), (1, 0), (2, 1), (3, 3), (4, 7)])
+def test_what_is_held_in_an_arena_agrees_with_a_model(sanitized: Libraries, seed: int, zone: int) -> None:
+    program = sanitized.program("holds", sources=ARENA)
+    done = run([program, str(seed), str(zone)], sanitized.environment(proxied=False))
     assert (done.returncode, done.stdout, done.stderr) == (0, "ok\n", "")
 
 

@@ -4,6 +4,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "granules.h"
+
 #define UNITS (ARENA_GRANULE / ARENA_UNIT)
 #define WORD_BITS 64
 
@@ -18,102 +20,18 @@ struct arena_slab {
 	uint32_t size[UNITS];			/* bytes asked for */
 };
 
-static uint32_t granules_of(size_t size)
-{
-	return (uint32_t)((size + ARENA_GRANULE - 1) / ARENA_GRANULE);
-}
-
-static struct arena_range range_of(const struct arena *arena, uint32_t granule, uint32_t count)
-{
-	return (struct arena_range){ arena->base + granule * ARENA_GRANULE, count * ARENA_GRANULE };
-}
-
-/* Free granules */
-
-/*
- * A free must not fail. Between n pieces in use there are at most n + 1 holes, and one more while
- * two are being joined: so room is made when a piece is taken.
- */
-static bool make_room(struct arena *arena)
-{
-	uint32_t room = arena->extent_room ? 2 * arena->extent_room : 64;
-	struct arena_extent *larger;
-
-	if (arena->pieces + 2 < arena->extent_room)
-		return true;
-	larger = realloc(arena->extents, room * sizeof(*larger));
-	if (!larger)
-		return false;
-	arena->extents = larger;
-	arena->extent_room = room;
-	return true;
-}
-
-static void drop_extent(struct arena *arena, uint32_t at)
-{
-	memmove(arena->extents + at, arena->extents + at + 1,
-		(arena->extent_count - at - 1) * sizeof(*arena->extents));
-	arena->extent_count--;
-}
-
-/* The lowest granules that are enough, with their zones; arena->granules if there are none. */
+/* With their zones; arena->granules if there are none. */
 static uint32_t take_granules(struct arena *arena, uint32_t count)
 {
-	uint32_t whole = count + 2 * arena->zone;
+	uint32_t first = mpsd_granules_take(arena, count + 2 * arena->zone);
 
-	if (!make_room(arena))
-		return arena->granules;
-	for (uint32_t i = 0; i < arena->extent_count; i++) {
-		struct arena_extent *extent = &arena->extents[i];
-		uint32_t first = extent->first + arena->zone;
-
-		if (extent->count < whole)
-			continue;
-		extent->first += whole;
-		extent->count -= whole;
-		if (!extent->count)
-			drop_extent(arena, i);
-		for (uint32_t g = first; g < first + count; g++)
-			arena->head[g] = first + 1;
-		arena->pieces++;
-		if (first < arena->lowest)
-			arena->lowest = first;
+	if (first == arena->granules)
 		return first;
-	}
-	return arena->granules;
-}
-
-static void leave_granules(struct arena *arena, uint32_t first, uint32_t count)
-{
-	memset(arena->head + first, 0, count * sizeof(*arena->head));
-}
-
-static void give_granules(struct arena *arena, uint32_t first, uint32_t count)
-{
-	uint32_t low = 0, high = arena->extent_count;
-	struct arena_extent *at;
-
-	arena->pieces--;
-	while (low < high) {
-		uint32_t middle = (low + high) / 2;
-
-		if (arena->extents[middle].first > first)
-			high = middle;
-		else
-			low = middle + 1;
-	}
-	at = arena->extents + low;
-	memmove(at + 1, at, (arena->extent_count - low) * sizeof(*at));
-	*at = (struct arena_extent){ first, count };
-	arena->extent_count++;
-	if (low + 1 < arena->extent_count && at[1].first == first + count) {
-		at->count += at[1].count;
-		drop_extent(arena, low + 1);
-	}
-	if (low && at[-1].first + at[-1].count == first) {
-		at[-1].count += at->count;
-		drop_extent(arena, low);
-	}
+	first += arena->zone;
+	mpsd_granules_mark(arena, first, count);
+	if (first < arena->lowest)
+		arena->lowest = first;
+	return first;
 }
 
 /* Slabs */
@@ -214,7 +132,7 @@ static uint64_t alloc_small(struct arena *arena, size_t size, struct arena_range
 		slab = new_slab(arena);
 		if (!slab)
 			return 0;
-		*fresh = range_of(arena, slab->granule, 1);
+		*fresh = mpsd_granules_range(arena, slab->granule, 1);
 		unit = 0;
 	}
 	mark(slab, unit, count, true);
@@ -239,9 +157,9 @@ static bool free_small(struct arena *arena, struct arena_slab *slab, size_t offs
 	if (slab->used)
 		return true;
 	make_full(arena, slab);
-	*empty = range_of(arena, slab->granule, 1);
+	*empty = mpsd_granules_range(arena, slab->granule, 1);
 	arena->slab[slab->granule] = NULL;
-	leave_granules(arena, slab->granule, 1);
+	mpsd_granules_leave(arena, slab->granule, 1);
 	free(slab);
 	return true;
 }
@@ -285,9 +203,9 @@ bool arena_open(struct arena *arena, uint64_t base, size_t size, size_t lead, si
 		.slab = calloc(granules, sizeof(*arena->slab)),
 	};
 	arena->roomy_end = &arena->roomy;
-	if (arena->head && arena->size && arena->slab && make_room(arena)) {
+	if (arena->head && arena->size && arena->slab && mpsd_granules_room(arena)) {
 		arena->pieces = 1;
-		give_granules(arena, first, granules - first);
+		mpsd_granules_give(arena, first, granules - first);
 		return true;
 	}
 	arena_close(arena);
@@ -302,6 +220,7 @@ void arena_close(struct arena *arena)
 	free(arena->size);
 	free(arena->slab);
 	free(arena->extents);
+	mpsd_holds_close(arena);
 	*arena = (struct arena){ 0 };
 }
 
@@ -314,11 +233,11 @@ uint64_t arena_alloc(struct arena *arena, size_t size, struct arena_range *fresh
 		return alloc_small(arena, size, fresh);
 	if (size > arena->granules * ARENA_GRANULE)
 		return 0;
-	granule = take_granules(arena, granules_of(size));
+	granule = take_granules(arena, mpsd_granules_of(size));
 	if (granule == arena->granules)
 		return 0;
 	arena->size[granule] = size;
-	*fresh = range_of(arena, granule, granules_of(size));
+	*fresh = mpsd_granules_range(arena, granule, mpsd_granules_of(size));
 	return fresh->base;
 }
 
@@ -332,10 +251,10 @@ bool arena_free(struct arena *arena, uint64_t address, struct arena_range *empty
 		return false;
 	if (arena->slab[granule])
 		return free_small(arena, arena->slab[granule], offset % ARENA_GRANULE, empty);
-	if (offset % ARENA_GRANULE || arena->head[granule] != granule + 1)
+	if (offset % ARENA_GRANULE || arena->head[granule] != granule + 1 || mpsd_hold_at(arena, granule))
 		return false;
-	*empty = range_of(arena, granule, granules_of(arena->size[granule]));
-	leave_granules(arena, granule, granules_of(arena->size[granule]));
+	*empty = mpsd_granules_range(arena, granule, mpsd_granules_of(arena->size[granule]));
+	mpsd_granules_leave(arena, granule, mpsd_granules_of(arena->size[granule]));
 	return true;
 }
 
@@ -344,7 +263,7 @@ void arena_give(struct arena *arena, struct arena_range empty)
 	uint32_t first = (uint32_t)((empty.base - arena->base) / ARENA_GRANULE);
 
 	if (empty.size)
-		give_granules(arena, first - arena->zone, granules_of(empty.size) + 2 * arena->zone);
+		mpsd_granules_give(arena, first - arena->zone, mpsd_granules_of(empty.size) + 2 * arena->zone);
 }
 
 bool arena_find(const struct arena *arena, uint64_t address, struct arena_range *found)
@@ -354,7 +273,7 @@ bool arena_find(const struct arena *arena, uint64_t address, struct arena_range 
 	bool is_used;
 
 	*found = (struct arena_range){ 0, 0 };
-	if (offset / ARENA_GRANULE >= arena->granules || !arena->head[granule])
+	if (offset / ARENA_GRANULE >= arena->granules || !arena->head[granule] || mpsd_hold_at(arena, granule))
 		return false;
 	if (arena->slab[granule])
 		is_used = find_small(arena, arena->slab[granule], offset % ARENA_GRANULE, found);
@@ -371,22 +290,33 @@ bool arena_piece(const struct arena *arena, uint64_t address, struct arena_range
 
 	if (!first--)
 		return false;
-	*piece = range_of(arena, first, arena->slab[first] ? 1 : granules_of(arena->size[first]));
+	*piece = mpsd_granules_range(arena, first, arena->slab[first] ? 1 : mpsd_granules_of(arena->size[first]));
 	return true;
+}
+
+/* The next granule after one that is no piece's that may be one's: most of a window is free. */
+static uint64_t behind_gap(const struct arena *arena, uint64_t granule)
+{
+	uint64_t next = mpsd_holds_behind(arena, granule);
+
+	return next ? next : mpsd_granules_behind(arena, granule);
 }
 
 bool arena_next_piece(const struct arena *arena, uint64_t address, struct arena_range *piece)
 {
-	while (address - arena->base < arena->granules * ARENA_GRANULE && !arena_piece(arena, address, piece))
-		address += ARENA_GRANULE;
-	return address - arena->base < arena->granules * ARENA_GRANULE;
+	uint64_t granule = (address - arena->base) / ARENA_GRANULE;
+
+	while (granule < arena->granules && !arena_piece(arena, arena->base + granule * ARENA_GRANULE, piece))
+		granule = behind_gap(arena, granule);
+	return granule < arena->granules;
 }
 
 bool arena_first(struct arena *arena, struct arena_range *found)
 {
 	const struct arena_slab *slab;
 
-	while (arena->lowest < arena->granules && !arena->head[arena->lowest])
+	while (arena->lowest < arena->granules &&
+	       (!arena->head[arena->lowest] || mpsd_hold_at(arena, arena->lowest)))
 		arena->lowest++;
 	if (arena->lowest >= arena->granules)
 		return false;

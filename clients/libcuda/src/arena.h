@@ -8,6 +8,9 @@
  * all; larger ones have whole granules of their own. A slab or a large allocation is a piece; before and
  * behind each lies a zone of addresses that belong to it and that nobody gets.
  *
+ * A hold is a range of addresses that its owner maps piece by piece where he likes; zones lie around all of it. What is
+ * mapped there is nobody's allocation.
+ *
  * What was freed is not given out again at once: a slab goes on behind its latest allocation and starts
  * over at its end, slabs that were full wait their turn, and the addresses of a whole piece come back
  * when the caller says so (arena_give).
@@ -33,6 +36,12 @@ struct arena_extent {		/* free granules */
 
 struct arena_slab;
 
+struct arena_hold {
+	struct arena_extent addresses, whole;	/* without and with its zones */
+	struct arena_extent *runs;		/* what is mapped, by address, never two that touch */
+	uint32_t run_count, run_room;
+};
+
 struct arena {
 	uint64_t base;
 	uint32_t granules;
@@ -44,6 +53,8 @@ struct arena {
 	struct arena_slab **roomy_end;
 	struct arena_extent *extents;	/* by address, never two that touch */
 	uint32_t extent_count, extent_room;
+	struct arena_hold **holds;	/* by address */
+	uint32_t hold_count;
 	uint32_t pieces;		/* that have their granules, given back by arena_free or not */
 	uint32_t lowest;		/* no living piece begins below this granule */
 };
@@ -78,6 +89,27 @@ bool arena_piece(const struct arena *arena, uint64_t address, struct arena_range
 
 /* The first piece at or after `address`, for whoever goes through all. False if there is none. */
 bool arena_next_piece(const struct arena *arena, uint64_t address, struct arena_range *piece);
+
+/*
+ * Addresses for `size` (not 0) bytes at a multiple of `alignment`, both multiples of the granule, in which nothing is mapped
+ * yet. 0: there is no room.
+ */
+uint64_t arena_hold(struct arena *arena, size_t size, size_t alignment);
+
+/* False if there is no such hold, or something is mapped in it. */
+bool arena_let_go(struct arena *arena, struct arena_range hold);
+
+/* The hold around `address`. False if there is none. */
+bool arena_held(const struct arena *arena, uint64_t address, struct arena_range *hold);
+
+/* A piece in a hold. False: it is not within one, something of it is mapped, or there is no memory. */
+bool arena_map(struct arena *arena, struct arena_range piece);
+
+/* False: there is no such piece. */
+bool arena_unmap(struct arena *arena, struct arena_range piece);
+
+/* What is mapped in a hold around `address` without a gap. False if nothing is. */
+bool arena_run(const struct arena *arena, uint64_t address, struct arena_range *run);
 
 /* From there to the window's end nobody has an address, nor a piece its zone. */
 static inline uint64_t arena_tail(const struct arena *arena)

@@ -7,6 +7,7 @@
  * And the waits of CU_POINTER_ATTRIBUTE_SYNC_MEMOPS, for a driver that has none for mapped memory.
  */
 #include "arena.h"
+#include "hold.h"
 #include "marks.h"
 #include "memory.h"
 #include "proxy.h"
@@ -22,7 +23,7 @@ static enum verdict look(CUdeviceptr address, size_t size)
 	struct mpsd_allocation allocation;
 	CUdeviceptr end;
 
-	if (!size || !mpsd_memory_is_in_window(address))
+	if (!size || !mpsd_memory_is_in_window(address) || mpsd_memory_is_held(address))
 		return FINE;
 	if (!mpsd_memory_find(address, &allocation))
 		return PAST_THE_END;

@@ -36,8 +36,13 @@ static CUresult set_peer(struct window *window, CUdevice peer, bool on)
 
 	window->peers = on ? window->peers | 1u << peer : window->peers & ~(1u << peer);
 	while (window->open && arena_next_piece(&window->arena, piece.base + piece.size, &piece)) {
-		CUresult one = mpsd_physical_access(piece, 1u << peer, flags);
+		struct arena_range held;
+		CUresult one;
 
+		/* Who may access what the program has mapped itself it says itself. */
+		if (arena_held(&window->arena, piece.base, &held))
+			continue;
+		one = mpsd_physical_access(piece, 1u << peer, flags);
 		result = result ? result : one;
 	}
 	return result;

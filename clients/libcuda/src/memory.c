@@ -64,8 +64,7 @@ static void open_window(struct window *window, CUdevice device)
 	mpsd_ledger_start();
 }
 
-/* The window for allocations that the current context makes; NULL if they are not for one. */
-static struct window *window_of(CUdevice device)
+struct window *mpsd_windows_of(CUdevice device)
 {
 	struct window *window;
 	CUcontext current;
@@ -80,8 +79,7 @@ static struct window *window_of(CUdevice device)
 	return window->open ? window : NULL;
 }
 
-/* The window that an address lies in; its place in the array is the device. */
-static struct window *window_at(CUdeviceptr address)
+struct window *mpsd_windows_at(CUdeviceptr address)
 {
 	for (int i = 0; i < DEVICES; i++)
 		if (windows[i].open && address - windows[i].arena.base <
@@ -100,7 +98,7 @@ void mpsd_windows_take_back(void)
 		arena_give(&windows[device].arena, range);
 }
 
-static bool tell_tail(struct window *window)
+bool mpsd_windows_tell_tail(struct window *window)
 {
 	return mpsd_zones_tail((CUdevice)(window - windows), arena_tail(&window->arena));
 }
@@ -118,7 +116,7 @@ static uint64_t find_address(struct window *window, size_t size, struct arena_ra
 		mpsd_windows_take_back();
 		address = arena_alloc(&window->arena, size, fresh);
 	}
-	if (!address || !fresh->size || tell_tail(window))
+	if (!address || !fresh->size || mpsd_windows_tell_tail(window))
 		return address;
 	/* Addresses under a zone that cannot be taken away are never given out again. */
 	arena_free(&window->arena, address, &lost);
@@ -165,7 +163,7 @@ CUresult mpsd_windows_free(struct window *window, CUdeviceptr address, bool keep
 		if (!mpsd_zones_freed(empty.base, keep))
 			arena_give(&window->arena, empty);
 		mpsd_windows_take_back();
-		tell_tail(window);
+		mpsd_windows_tell_tail(window);
 	}
 	mpsd_mark_forget(found.base);
 	mpsd_stats->vault_allocations--;
@@ -183,7 +181,7 @@ bool mpsd_memory_find(CUdeviceptr address, struct mpsd_allocation *allocation)
 	if (!mpsd_span_may_hold(&mpsd_windows_span, address) || mpsd_window_is_lost())
 		return false;
 	pthread_mutex_lock(&lock);
-	window = window_at(address);
+	window = mpsd_windows_at(address);
 	is = window && arena_find(&window->arena, address, &found) &&
 	     arena_piece(&window->arena, address, &piece);
 	if (is)
@@ -202,7 +200,7 @@ static CUresult free_now(CUdeviceptr address, CUcontext owner)
 	if (result != CUDA_SUCCESS)
 		return result;
 	pthread_mutex_lock(&lock);
-	result = mpsd_is_left() ? MPSD_AGAIN : mpsd_windows_free(window_at(address), address, true);
+	result = mpsd_is_left() ? MPSD_AGAIN : mpsd_windows_free(mpsd_windows_at(address), address, true);
 	pthread_mutex_unlock(&lock);
 	return result;
 }
@@ -258,7 +256,7 @@ static CUresult alloc_now(CUdevice device, CUdeviceptr *dptr, size_t size, bool 
 
 	pthread_mutex_lock(&lock);
 	*left = mpsd_is_left();
-	window = *left ? NULL : window_of(device);
+	window = *left ? NULL : mpsd_windows_of(device);
 	if (window)
 		result = alloc_in(window, device, dptr, size);
 	pthread_mutex_unlock(&lock);
@@ -304,7 +302,7 @@ bool mpsd_memory_is_in_window(CUdeviceptr address)
 	if (!mpsd_span_may_hold(&mpsd_windows_span, address) || mpsd_window_is_lost())
 		return false;
 	pthread_mutex_lock(&lock);
-	is = window_at(address) != NULL;
+	is = mpsd_windows_at(address) != NULL;
 	pthread_mutex_unlock(&lock);
 	return is;
 }
@@ -319,7 +317,7 @@ CUresult mpsd_memory_adopt(CUdevice device, size_t size, CUmemGenericAllocationH
 	struct window *window;
 
 	pthread_mutex_lock(&lock);
-	window = size && size % ARENA_GRANULE == 0 ? window_of(device) : NULL;
+	window = size && size % ARENA_GRANULE == 0 ? mpsd_windows_of(device) : NULL;
 	*base = window ? find_address(window, size, &fresh) : 0;
 	if (*base) {
 		result = mpsd_physical_place(fresh, 1u << device | window->peers, handle);
@@ -348,6 +346,6 @@ void mpsd_windows_unmap_adopted(struct window *window, CUdeviceptr base)
 void mpsd_memory_disown(CUdeviceptr base)
 {
 	pthread_mutex_lock(&lock);
-	mpsd_windows_unmap_adopted(window_at(base), base);
+	mpsd_windows_unmap_adopted(mpsd_windows_at(base), base);
 	pthread_mutex_unlock(&lock);
 }

@@ -5,6 +5,7 @@
  */
 #include "channel.h"
 #include "marks.h"
+#include "hold.h"
 #include "memory.h"
 #include "proxy.h"
 
@@ -15,7 +16,8 @@ CUresult wrap_cuMemGetAddressRange_v2(CUdeviceptr *pbase, size_t *psize, CUdevic
 	CUdevice device;
 
 	/* Where there is none, the driver would find the slab: its answer is for other addresses. */
-	if ((!is && !mpsd_memory_is_in_window(dptr)) || real_cuCtxGetDevice(&device) != CUDA_SUCCESS)
+	if ((!is && (!mpsd_memory_is_in_window(dptr) || mpsd_memory_is_held(dptr))) ||
+	    real_cuCtxGetDevice(&device) != CUDA_SUCCESS)
 		return real_cuMemGetAddressRange_v2(pbase, psize, dptr);
 	if (!is)
 		return CUDA_ERROR_NOT_FOUND;

@@ -278,6 +278,10 @@ void forget_ranges(void);
 void close_reservations(void);
 
 /* vmm.c */
+/* For what changes where device pointers lead: nobody follows one meanwhile. */
+void lock_memory(void);
+CUresult leave_memory(CUresult result);
+
 CUdevice physical_device(const struct physical *physical);
 void close_physical(void);
 

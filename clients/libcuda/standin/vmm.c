@@ -198,14 +198,13 @@ API CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle *handle
 	return leave(result);
 }
 
-/* For what changes where device pointers lead: nobody follows one meanwhile. */
-static void lock_memory(void)
+void lock_memory(void)
 {
 	pthread_rwlock_wrlock(&gpu_memory);
 	pthread_mutex_lock(&gpu_lock);
 }
 
-static CUresult leave_memory(CUresult result)
+CUresult leave_memory(CUresult result)
 {
 	pthread_mutex_unlock(&gpu_lock);
 	pthread_rwlock_unlock(&gpu_memory);
@@ -326,44 +325,6 @@ API CUresult cuMemUnmap(CUdeviceptr ptr, size_t size)
 	return CUDA_SUCCESS;
 }
 
-/*
- * No driver has these two: they stand for UVM_FREE and UVM_CREATE_EXTERNAL_RANGE on the process's descriptor of
- * /dev/nvidia-uvm, which the stand-in has none of. The first one waits for the resource manager when nothing leads
- * there any more; the second one says whether that is so.
- */
-API CUresult standinCutRange(CUdeviceptr base, size_t size);
-API CUresult standinExternalRange(CUdeviceptr base, size_t size);
-
-API CUresult standinCutRange(CUdeviceptr base, size_t size)
-{
-	struct range *range;
-
-	if (gate_wants(GATE_NO_CUT))
-		return CUDA_ERROR_INVALID_VALUE;
-	gate_keep(GATE_UNMAP);
-	lock_memory();
-	range = range_from(base, RANGE_MAPPED);
-	if (!range || range->size != size || range->is_cut)
-		return leave_memory(CUDA_ERROR_INVALID_VALUE);
-	mmap(gpu_pointer(base), size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
-	range->readable = range->writable = false;
-	range->is_cut = true;
-	leave_memory(CUDA_SUCCESS);
-	gate_keep(GATE_MANAGER);
-	return CUDA_SUCCESS;
-}
-
-API CUresult standinExternalRange(CUdeviceptr base, size_t size)
-{
-	struct range *range;
-	bool is;
-
-	pthread_mutex_lock(&gpu_lock);
-	range = range_from(base, RANGE_MAPPED);
-	is = range ? range->is_cut && range->size == size : is_range_free(base, size, RANGE_MAPPED);
-	return leave(is ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE);
-}
-
 API CUresult cuMemRetainAllocationHandle(CUmemGenericAllocationHandle *handle, void *addr)
 {
 	struct range *range;
@@ -374,6 +335,22 @@ API CUresult cuMemRetainAllocationHandle(CUmemGenericAllocationHandle *handle, v
 		return leave(CUDA_ERROR_INVALID_VALUE);
 	range->physical->references++;
 	*handle = (uintptr_t)range->physical;
+	return leave(CUDA_SUCCESS);
+}
+
+API CUresult cuMemGetAllocationPropertiesFromHandle(CUmemAllocationProp *prop, CUmemGenericAllocationHandle handle)
+{
+	struct physical *physical;
+
+	pthread_mutex_lock(&gpu_lock);
+	physical = find(handle);
+	if (!prop || !physical)
+		return leave(CUDA_ERROR_INVALID_VALUE);
+	*prop = (CUmemAllocationProp){
+		.type = CU_MEM_ALLOCATION_TYPE_PINNED,
+		.requestedHandleTypes = physical->exportable ? CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR : 0,
+		.location = { .type = CU_MEM_LOCATION_TYPE_DEVICE, .id = physical->device },
+	};
 	return leave(CUDA_SUCCESS);
 }
 

@@ -35,6 +35,39 @@ NON_BLOCKING, DISABLE_TIMING, RELAXED = 1, 2, 2
 WIDTH, PITCH, ROWS = 8, 16, 2
 
 
+class Segment:
+    """Addresses in which memory is mapped piece by piece; the buffer's words lie in the first two."""
+
+    PIECE, MOST = 2 << 20, 4
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self.base = driver.reserve(self.MOST * self.PIECE)
+        self.handles: list[int] = []
+        self.grow()
+        self.grow()
+        self.buffer = self.base + self.PIECE - 12
+
+    def grow(self) -> None:
+        handle = self._driver.create()
+        self._driver.map(self.base + len(self.handles) * self.PIECE, handle)
+        self.handles.append(handle)
+
+    def swap(self) -> None:
+        """Other memory, of zeros, from the buffer's fourth word on."""
+        address = self.base + self.PIECE
+        self._driver.unmap(address, self.handles[1])
+        self.handles[1] = self._driver.create()
+        self._driver.map(address, self.handles[1])
+        self._driver("cuMemsetD8_v2", address, 0, self.PIECE)
+
+    def end(self) -> None:
+        self._driver("cuMemUnmap", self.base, len(self.handles) * self.PIECE)
+        for handle in self.handles:
+            self._driver("cuMemRelease", handle)
+        self._driver("cuMemAddressFree", self.base, self.MOST * self.PIECE)
+
+
 class Program(Driver):
     """Buffers, streams and the order in which streams have to take turns at buffers."""
 
@@ -54,23 +87,40 @@ class Program(Driver):
         self.events = [self.made("cuEventCreate", DISABLE_TIMING) for _ in range(STREAMS)]
         self.pinned = self.made("cuMemHostAlloc", 4 << 20, 0)
         self.buffers: list[int] = []
+        self.segments: dict[int, Segment] = {}
         self.last: list[int] = []
         self.hosted: list[object] = []
         self.ran: list[int] = []
 
-    def begin(self) -> None:
-        self.buffers = [self.made("cuMemAlloc_v2", size) for size in SIZES]
+    def begin(self, mapped: list[int]) -> None:
+        self.segments = {buffer: Segment(self) for buffer in mapped}
+        self.buffers = [
+            self.segments[buffer].buffer if buffer in mapped else self.made("cuMemAlloc_v2", size)
+            for buffer, size in enumerate(SIZES)
+        ]
         self.last = [0] * len(SIZES)
         self.hosted, self.ran = [], []
         ctypes.memset(self.pinned + HOSTED, 0, 64 * len(SIZES))
-        for address, size in zip(self.buffers, SIZES, strict=True):
-            self("cuMemsetD8_v2", address, 0, size)
+        for buffer in range(len(SIZES)):
+            self.clear(buffer)
+
+    def clear(self, buffer: int) -> None:
+        segment = self.segments.get(buffer)
+        size = (len(segment.handles) - 1) * Segment.PIECE + 12 if segment else SIZES[buffer]
+        self("cuMemsetD8_v2", self.buffers[buffer], 0, size)
+
+    def free(self, buffer: int) -> None:
+        segment = self.segments.get(buffer)
+        if segment:
+            segment.end()
+        else:
+            self("cuMemFree_v2", self.buffers[buffer])
 
     def end(self) -> list[int]:
         self("cuCtxSynchronize")
         words = [self.word(buffer, at) for buffer in range(len(SIZES)) for at in range(WORDS)]
-        for address in self.buffers:
-            self("cuMemFree_v2", address)
+        for buffer in range(len(SIZES)):
+            self.free(buffer)
         # Functions of the host ran once each; what the program has written over is as it left it.
         left = (ctypes.c_uint32 * (16 * len(SIZES))).from_address(self.pinned + HOSTED)
         return [*words, *sorted(self.ran), sum(left[8::16])]
@@ -166,10 +216,19 @@ class Program(Driver):
         elif what.startswith("rows_"):
             return self.rows(what, stream, one, two, value)
         elif what == "again":
-            self("cuMemFree_v2", self.buffers[one])
-            self.buffers[one] = self.made("cuMemAlloc_v2", SIZES[one])
+            self.free(one)
+            if one in self.segments:
+                self.segments[one] = Segment(self)
+                self.buffers[one] = self.segments[one].buffer
+            else:
+                self.buffers[one] = self.made("cuMemAlloc_v2", SIZES[one])
             self.last[one] = 0
-            self("cuMemsetD8_v2", self.buffers[one], 0, SIZES[one])
+            self.clear(one)
+        elif what == "swap" and one in self.segments:
+            self("cuCtxSynchronize")
+            self.segments[one].swap()
+        elif what == "grow" and one in self.segments and len(self.segments[one].handles) < Segment.MOST:
+            self.segments[one].grow()
         return []
 
     def rows(self, what: str, stream: int, one: int, two: int, value: int) -> list[int]:
@@ -331,9 +390,9 @@ def say(text: str) -> None:
     os.write(1, text.encode() + b"\n")
 
 
-def run(program: Program, steps: list[Any], stops: list[int]) -> None:
+def run(program: Program, steps: list[Any], stops: list[int], mapped: list[int]) -> None:
     seen: list[int] = []
-    program.begin()
+    program.begin(mapped)
     for number, step in enumerate(steps):
         say(str(number))
         if number in stops:
@@ -350,4 +409,4 @@ gpu = Program()
 say(str(os.getpid()))
 for line in sys.stdin:
     asked = json.loads(line)
-    run(gpu, asked["steps"], asked["stops"])
+    run(gpu, asked["steps"], asked["stops"], asked["mapped"])

@@ -6,6 +6,7 @@ Each line of its input is a Python expression; the answer is a line with its rep
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 import sys
 import threading
@@ -201,6 +202,14 @@ def memory_descriptors() -> int:
     """Descriptors of the stand-in's physical memory."""
     names = (os.readlink(each) for each in Path("/proc/self/fd").iterdir() if each.is_symlink())
     return sum("standin" in name for name in names)
+
+
+def memory_of_another(size: int) -> int:
+    """What another process would have exported: a descriptor of the stand-in's physical memory."""
+    fd = os.memfd_create("another's", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, size)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+    return fd
 
 
 def in_child(expression: str) -> int:

@@ -290,8 +290,7 @@ CUresult work_cuStreamWaitEvent(CUstream hStream, CUevent hEvent, unsigned int F
 
 /* Memory: copies of the proxy's own give way to what the program asks for, and then the standby does. */
 
-/* After an allocation: whether it is to be tried again, for there is more room than there was. */
-static bool has_more_room(CUresult *result)
+bool mpsd_exact_has_more_room(CUresult *result)
 {
 	CUresult room = CUDA_SUCCESS;
 
@@ -311,15 +310,15 @@ CUresult make_cuMemAlloc_v2(CUdeviceptr *dptr, size_t bytesize)
 
 	do
 		result = inner_cuMemAlloc_v2(dptr, bytesize);
-	while (has_more_room(&result));
+	while (mpsd_exact_has_more_room(&result));
 	return result;
 }
 
 /*
- * All work has provably ended, and nobody submits anything before it is gone: what a stale address among a kernel's
- * parameters leads to is saved, and must not go before it is.
+ * What a stale address among a kernel's parameters leads to is saved, and must not go before it is: so nobody submits
+ * anything meanwhile.
  */
-CUresult make_cuMemFree_v2(CUdeviceptr dptr)
+CUresult mpsd_exact_without_work(CUresult (*call)(const void *with), const void *with)
 {
 	uint64_t moves = mpsd_tables()->moves;
 	bool has_order = mpsd_exact();
@@ -335,10 +334,20 @@ CUresult make_cuMemFree_v2(CUdeviceptr dptr)
 		has_order = false;
 	}
 	if (result == CUDA_SUCCESS)
-		result = inner_cuMemFree_v2(mpsd_address(dptr));
+		result = call(with);
 	if (has_order)
 		mpsd_order_give(moves);
 	return result;
+}
+
+static CUresult free_one(const void *address)
+{
+	return inner_cuMemFree_v2(mpsd_address(*(const CUdeviceptr *)address));
+}
+
+CUresult make_cuMemFree_v2(CUdeviceptr dptr)
+{
+	return mpsd_exact_without_work(free_one, &dptr);
 }
 
 CUresult make_cuMemAllocPitch_v2(CUdeviceptr *dptr, size_t *pPitch, size_t WidthInBytes, size_t Height,
@@ -348,6 +357,6 @@ CUresult make_cuMemAllocPitch_v2(CUdeviceptr *dptr, size_t *pPitch, size_t Width
 
 	do
 		result = inner_cuMemAllocPitch_v2(dptr, pPitch, WidthInBytes, Height, ElementSizeBytes);
-	while (has_more_room(&result));
+	while (mpsd_exact_has_more_room(&result));
 	return result;
 }

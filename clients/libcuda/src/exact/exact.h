@@ -87,6 +87,15 @@ CUresult mpsd_exact_settle(void);
 CUresult mpsd_exact_settle_stream(CUstream stream);
 CUresult mpsd_exact_settle_event(CUevent event);
 
+/*
+ * A call that takes away what work may use: in mode `exact` all of that has provably ended before it, and nobody submits
+ * anything before it is over.
+ */
+CUresult mpsd_exact_without_work(CUresult (*call)(const void *with), const void *with);
+
+/* After an allocation: whether it is to be tried again, for there is more room than there was. */
+bool mpsd_exact_has_more_room(CUresult *result);
+
 /* After the last try of a call that submits. */
 static inline void mpsd_exact_given(void)
 {

@@ -10,6 +10,7 @@
 #include <stdlib.h>
 
 #include "exact/state.h"
+#include "hold.h"
 #include "memory.h"
 #include "windows.h"
 
@@ -36,7 +37,7 @@ static bool know_window(CUdeviceptr address)
 	uint64_t count;
 	uint32_t *fresh;
 
-	if (!mpsd_memory_is_in_window(address) || !mpsd_memory_find(address, &allocation))
+	if (!mpsd_memory_is_in_window(address) || !mpsd_memory_find_mapped(address, &allocation))
 		return false;
 	pthread_mutex_lock(&mpsd_windows_lock);
 	base = mpsd_windows[allocation.device].arena.base;
@@ -172,7 +173,7 @@ CUresult mpsd_undo_save_around(struct mpsd_plan *plan, CUdeviceptr address)
 
 	if (is_in_window(address) && is_saved(plan, (address - window_base) / MPSD_EXACT_PAGE))
 		return CUDA_SUCCESS;
-	if (!mpsd_memory_is_in_window(address) || !mpsd_memory_find(address, &allocation))
+	if (!mpsd_memory_is_in_window(address) || !mpsd_memory_find_mapped(address, &allocation))
 		return CUDA_SUCCESS;
 	if (allocation.is_imported)
 		mpsd_epoch_unsure("memory of another process");

@@ -4,6 +4,7 @@
  * once, with the first copy of an epoch: each one by itself would be marked and waited for by itself.
  */
 #include "exact/state.h"
+#include "hold.h"
 #include "memory.h"
 
 #define USUAL 16
@@ -62,7 +63,7 @@ CUresult mpsd_usual_save(struct mpsd_plan *plan)
 	for (unsigned int i = 0; i < taken.count && result == CUDA_SUCCESS; i++) {
 		struct mpsd_allocation allocation;
 
-		if (!mpsd_memory_find(taken.bases[i], &allocation) || allocation.base != taken.bases[i] ||
+		if (!mpsd_memory_find_mapped(taken.bases[i], &allocation) || allocation.base != taken.bases[i] ||
 		    allocation.is_imported || allocation.size > left)
 			continue;
 		left -= allocation.size;

@@ -14,6 +14,7 @@
 #include "failover/carry.h"
 #include "failover/cut.h"
 #include "failover/move.h"
+#include "failover/vmm.h"
 #include "failoverwire.h"
 #include "thread.h"
 #include "windows.h"
@@ -22,13 +23,16 @@
 #define LOOK_US 50
 
 struct unmapping {
-	__typeof__(&cuMemUnmap) unmap;	/* the left copy's */
+	__typeof__(&cuMemUnmap) unmap;	/* the left copy's, and the next one */
+	__typeof__(&cuMemRelease) release;
 	uint64_t moves;			/* its number */
 	int ended;			/* eventfd */
 	atomic_bool all;		/* that was tried is unmapped */
 	atomic_bool is_through;		/* all was tried: what the old copy did in it came before */
 	atomic_int holders;		/* its thread, and whoever waits for it */
 	struct mpsd_cut *cut;		/* before it; NULL: there was none */
+	CUmemGenericAllocationHandle *handles;	/* of the program's own memory, which lasts as long as the last one */
+	size_t handle_count;
 	unsigned int count;
 	struct arena_range pieces[];
 };
@@ -79,6 +83,7 @@ static void let_go(struct unmapping *unmapping)
 		return;
 	close(unmapping->ended);
 	mpsd_cut_discard(unmapping->cut);
+	free(unmapping->handles);
 	free(unmapping);
 }
 
@@ -99,6 +104,8 @@ static void unmap_all(struct unmapping *unmapping)
 		if (unmapping->unmap(piece.base, piece.size) != CUDA_SUCCESS && !is_gone(unmapping, i))
 			atomic_store(&unmapping->all, false);
 	}
+	for (size_t i = 0; i < unmapping->handle_count; i++)
+		unmapping->release(unmapping->handles[i]);
 }
 
 static void *run(void *argument)
@@ -146,12 +153,14 @@ static struct unmapping *prepare(void)
 		return NULL;
 	*unmapping = (struct unmapping){
 		.unmap = (__typeof__(unmapping->unmap))mpsd_tables()->real[MPSD_cuMemUnmap],
+		.release = (__typeof__(unmapping->release))mpsd_tables()->real[MPSD_cuMemRelease],
 		.moves = mpsd_moves_done(),
 		.ended = eventfd(0, EFD_CLOEXEC),
 		.all = true,
 		.holders = 1,
 	};
 	gather(unmapping);
+	unmapping->handles = mpsd_vmm_take(&unmapping->handle_count);
 	return unmapping;
 }
 

@@ -76,12 +76,23 @@ int mpsd_kept_find(CUdeviceptr base)
 	return at < count && pieces[at].base == base ? pieces[at].fd : -1;
 }
 
-bool mpsd_kept_add(CUdeviceptr base, int fd)
+int mpsd_kept_high(int fd)
 {
-	int high = has_room() ? fcntl(fd, F_DUPFD_CLOEXEC, lowest()) : -1;
-	size_t at = place_of(base);
+	int high = fcntl(fd, F_DUPFD_CLOEXEC, lowest());
 
 	close(fd);
+	return high;
+}
+
+bool mpsd_kept_add(CUdeviceptr base, int fd)
+{
+	int high = mpsd_kept_high(fd);
+	size_t at = place_of(base);
+
+	if (high >= 0 && !has_room()) {
+		close(high);
+		high = -1;
+	}
 	if (high < 0)
 		return false;
 	memmove(&pieces[at + 1], &pieces[at], (count - at) * sizeof(*pieces));

@@ -11,7 +11,10 @@
 /* -1: there is none. It stays this table's. */
 int mpsd_kept_find(CUdeviceptr base);
 
-/* Take the descriptor over. Where there is no room for it in the process it is closed. */
+/* The same descriptor where those of the program hardly are, in place of this one. -1: there are no more. */
+int mpsd_kept_high(int fd);
+
+/* Takes the descriptor over. Where there is no room for it in the process it is closed. */
 bool mpsd_kept_add(CUdeviceptr base, int fd);
 
 /* In a forked child, which has none of them: memory lasts as long as the last descriptor. */

@@ -71,10 +71,8 @@ static bool enter_context(CUdevice device)
 	return is || fails("the device has no context in the standby");
 }
 
-static bool map_there(struct arena_range range, CUdevice device, int fd)
+static bool map_with(struct arena_range range, int fd, const CUmemAccessDesc *access, size_t accesses)
 {
-	CUmemAccessDesc access = { .location = { .type = CU_MEM_LOCATION_TYPE_DEVICE, .id = device },
-				   .flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE };
 	CUmemGenericAllocationHandle handle;
 	bool mapped;
 
@@ -84,12 +82,20 @@ static bool map_there(struct arena_range range, CUdevice device, int fd)
 	if (!mapped)
 		return fails("cuMemImportFromShareableHandle");
 	mapped = other_cuMemMap(range.base, range.size, 0, handle, 0) == CUDA_SUCCESS;
-	if (mapped && other_cuMemSetAccess(range.base, range.size, &access, 1) != CUDA_SUCCESS) {
+	if (mapped && accesses && other_cuMemSetAccess(range.base, range.size, access, accesses) != CUDA_SUCCESS) {
 		other_cuMemUnmap(range.base, range.size);
 		mapped = false;
 	}
 	other_cuMemRelease(handle);
 	return mapped || fails("cuMemMap");
+}
+
+static bool map_there(struct arena_range range, CUdevice device, int fd)
+{
+	CUmemAccessDesc access = { .location = { .type = CU_MEM_LOCATION_TYPE_DEVICE, .id = device },
+				   .flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE };
+
+	return map_with(range, fd, &access, 1);
 }
 
 static bool take_descriptor(int *fd, CUmemGenericAllocationHandle handle)
@@ -145,13 +151,19 @@ static bool with_handle(struct arena_range range, CUdevice device,
 static bool mirror_piece(struct arena_range range, CUdevice device)
 {
 	int fd = mpsd_kept_find(range.base);
+	struct mpsd_mapped mapped;
 
+	if (mpsd_vmm_find(range.base, &mapped))
+		return map_with(range, mapped.fd, mapped.access, mapped.accesses);
 	return fd >= 0 ? map_there(range, device, fd) : with_handle(range, device, mirror);
 }
 
 static bool keep_piece(struct arena_range range, CUdevice device)
 {
-	return mpsd_kept_find(range.base) >= 0 || with_handle(range, device, keep);
+	struct mpsd_mapped mapped;
+
+	return mpsd_vmm_find(range.base, &mapped) || mpsd_kept_find(range.base) >= 0 ||
+	       with_handle(range, device, keep);
 }
 
 static bool for_each(const struct window *window, CUdevice device, bool (*call)(struct arena_range, CUdevice))
@@ -230,6 +242,19 @@ void mpsd_mirror_born(struct arena_range range, CUdevice device, CUmemGenericAll
 		mirror(range, device, handle);
 	else if (keeps && !on && !fault)
 		keep(range, device, handle);
+}
+
+void mpsd_mirror_mapped(struct arena_range range, CUdevice device, const struct mpsd_mapped *mapped)
+{
+	if (on && !fault && enter_context(device))
+		map_with(range, mapped->fd, mapped->access, mapped->accesses);
+}
+
+void mpsd_mirror_access(struct arena_range range, CUdevice device, const CUmemAccessDesc *access, size_t count)
+{
+	if (on && !fault && enter_context(device) &&
+	    other_cuMemSetAccess(range.base, range.size, access, count) != CUDA_SUCCESS)
+		fails("cuMemSetAccess");
 }
 
 void mpsd_mirror_gone(struct arena_range range)

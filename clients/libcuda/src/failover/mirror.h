@@ -9,6 +9,7 @@
 #include <stdbool.h>
 
 #include "arena.h"
+#include "failover/vmm.h"
 
 /* Of what there is, and of what comes from now on. False: `why` not. */
 bool mpsd_mirror_begin(const char **why);
@@ -29,3 +30,7 @@ const char *mpsd_mirror_fault(void);
 void mpsd_mirror_window(CUdevice device, CUdeviceptr base, size_t size);
 void mpsd_mirror_born(struct arena_range range, CUdevice device, CUmemGenericAllocationHandle handle);
 void mpsd_mirror_gone(struct arena_range range);
+
+/* From vmm.c */
+void mpsd_mirror_mapped(struct arena_range range, CUdevice device, const struct mpsd_mapped *mapped);
+void mpsd_mirror_access(struct arena_range range, CUdevice device, const CUmemAccessDesc *access, size_t count);

@@ -8,6 +8,7 @@
 #include "failover/line.h"
 #include "failover/made.h"
 #include "failover/move.h"
+#include "failover/vmm.h"
 
 void *mpsd_inner[MPSD_SLOTS];
 const struct mpsd_tables *mpsd_first_tables;
@@ -191,4 +192,5 @@ void mpsd_phase_child(void)
 	mpsd_asked_child();
 	mpsd_variables_child();
 	mpsd_own_child();
+	mpsd_vmm_child();
 }

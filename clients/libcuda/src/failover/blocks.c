@@ -1,0 +1,236 @@
+// SPDX-License-Identifier: MIT
+/*
+ * What the program makes by cuMemCreate() is made exportable, and a descriptor of it kept: so another copy of the driver
+ * can have it too.
+ *
+ * Not followed: memory of the host's, what cannot be exported as a descriptor, and what is imported or exported by the
+ * program.
+ */
+#include "failover/blocks.h"
+
+#include <fcntl.h>
+#include <stdlib.h>
+#include <unistd.h>
+
+#include "failover/descriptors.h"
+#include "failover/kept.h"
+#include "failover/line.h"
+#include "failover/vmm.h"
+#include "turn.h"
+
+#define FIRST_NAME ((CUmemGenericAllocationHandle)0x6d707364 << 32)	/* no handle of a driver's was seen there */
+
+const char mpsd_vmm_outside[] = "memory that is mapped by the program itself, and not in a window";
+
+static struct mpsd_block *blocks[MPSD_VMM_BUCKETS];
+
+struct mpsd_block *mpsd_block_find(CUmemGenericAllocationHandle name)
+{
+	struct mpsd_block *block = blocks[mpsd_vmm_bucket(name)];
+
+	while (block && block->name != name)
+		block = block->next;
+	return block;
+}
+
+void mpsd_block_drop_if_unused(struct mpsd_block *block)
+{
+	struct mpsd_block **link = &blocks[mpsd_vmm_bucket(block->name)];
+
+	if (block->names || block->mappings)
+		return;
+	while (*link != block)
+		link = &(*link)->next;
+	*link = block->next;
+	close(block->fd);
+	free(block);
+}
+
+static bool is_carried(const CUmemAllocationProp *prop)
+{
+	return prop->type == CU_MEM_ALLOCATION_TYPE_PINNED && prop->location.type == CU_MEM_LOCATION_TYPE_DEVICE;
+}
+
+static CUresult create(CUmemGenericAllocationHandle *handle, size_t size, const CUmemAllocationProp *prop,
+		       unsigned long long flags)
+{
+	CUresult result;
+
+	do
+		result = inner_cuMemCreate(handle, size, prop, flags);
+	while (mpsd_exact_has_more_room(&result));
+	return result;
+}
+
+static bool export(CUmemGenericAllocationHandle native, int *fd)
+{
+	bool turn = mpsd_turn_take(), is;
+
+	is = real_cuMemExportToShareableHandle(fd, native, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0) == CUDA_SUCCESS;
+	mpsd_turn_give(turn);
+	if (!is)
+		return false;
+	mpsd_descriptors_given(*fd);
+	*fd = mpsd_kept_high(*fd);
+	return *fd >= 0;
+}
+
+/* What a later copy answers may be the name of something that an earlier one gave. */
+static CUmemGenericAllocationHandle name_for(CUmemGenericAllocationHandle native)
+{
+	static uint64_t used;
+
+	return mpsd_tables()->moves ? FIRST_NAME + ++used : native;
+}
+
+/* Locked. */
+static bool note_block(CUmemGenericAllocationHandle *handle, const CUmemAllocationProp *prop)
+{
+	struct mpsd_block *block = malloc(sizeof(*block));
+	int fd = -1;
+
+	if (!block || !export(*handle, &fd)) {
+		free(block);
+		return false;
+	}
+	*block = (struct mpsd_block){ NULL, name_for(*handle), *handle, mpsd_tables()->moves, 1, 1, 0, fd, *prop };
+	block->next = blocks[mpsd_vmm_bucket(block->name)];
+	blocks[mpsd_vmm_bucket(block->name)] = block;
+	*handle = block->name;
+	return true;
+}
+
+CUresult make_cuMemCreate(CUmemGenericAllocationHandle *handle, size_t size, const CUmemAllocationProp *prop,
+			  unsigned long long flags)
+{
+	CUmemAllocationProp wide;
+	CUresult result;
+	bool is;
+
+	if (!handle || !prop || !is_carried(prop))
+		return mpsd_line_made(inner_cuMemCreate(handle, size, prop, flags), mpsd_vmm_outside);
+	wide = *prop;
+	wide.requestedHandleTypes |= CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+	result = create(handle, size, &wide, flags);
+	if (result == CUDA_SUCCESS) {
+		if (!mpsd_vmm_enter())
+			return MPSD_AGAIN;
+		is = note_block(handle, prop);
+		mpsd_vmm_leave(result);
+		return is ? result : mpsd_line_made(result, "memory of the program's that cannot be exported");
+	}
+	if (result == CUDA_ERROR_OUT_OF_MEMORY || result == MPSD_AGAIN || mpsd_is_loss(result))
+		return result;
+	/* With the handles that it wants alone, or as the driver has it. */
+	return mpsd_line_made(inner_cuMemCreate(handle, size, prop, flags), mpsd_vmm_outside);
+}
+
+/* Locked: what the copy in use calls it. */
+CUresult mpsd_block_native(struct mpsd_block *block, CUmemGenericAllocationHandle *native)
+{
+	CUresult result = CUDA_SUCCESS;
+
+	if (block->moves != mpsd_tables()->moves || !block->natives) {
+		result = real_cuMemImportFromShareableHandle(&block->native, (void *)(uintptr_t)block->fd,
+							     CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
+		mpsd_descriptors_given(block->fd);
+		block->moves = mpsd_tables()->moves;
+		block->natives = result == CUDA_SUCCESS;
+	}
+	*native = block->native;
+	return result;
+}
+
+/* Those that the copy in use has given beyond those that the program has. */
+static CUresult release_natives(struct mpsd_block *block, unsigned int names)
+{
+	CUresult result = CUDA_SUCCESS;
+	bool turn;
+
+	while (block->moves == mpsd_tables()->moves && block->natives > names && result == CUDA_SUCCESS) {
+		turn = mpsd_turn_take();
+		result = inner_cuMemRelease(block->native);
+		mpsd_turn_give(turn);
+		block->natives -= result == CUDA_SUCCESS;
+	}
+	return result;
+}
+
+CUresult make_cuMemRelease(CUmemGenericAllocationHandle handle)
+{
+	struct mpsd_block *block;
+	CUresult result;
+
+	if (!mpsd_vmm_enter())
+		return MPSD_AGAIN;
+	block = mpsd_block_find(handle);
+	if (!block || !block->names)
+		return mpsd_vmm_leave(inner_cuMemRelease(handle));
+	result = release_natives(block, block->names - 1);
+	if (result == CUDA_SUCCESS) {
+		block->names--;
+		mpsd_block_drop_if_unused(block);
+	}
+	return mpsd_vmm_leave(result);
+}
+
+CUresult make_cuMemExportToShareableHandle(void *shareableHandle, CUmemGenericAllocationHandle handle,
+					   CUmemAllocationHandleType handleType, unsigned long long flags)
+{
+	CUmemGenericAllocationHandle native = handle;
+	CUresult result = CUDA_SUCCESS;
+	struct mpsd_block *block;
+
+	if (!mpsd_vmm_enter())
+		return MPSD_AGAIN;
+	block = mpsd_block_find(handle);
+	if (block && mpsd_tables()->moves && shareableHandle &&
+	    handleType == CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR) {
+		/* What was imported is not exported again. */
+		*(int *)shareableHandle = fcntl(block->fd, F_DUPFD_CLOEXEC, 0);
+		result = *(int *)shareableHandle < 0 ? CUDA_ERROR_OPERATING_SYSTEM : CUDA_SUCCESS;
+	} else {
+		result = block ? mpsd_block_native(block, &native) : CUDA_SUCCESS;
+		if (result == CUDA_SUCCESS)
+			result = inner_cuMemExportToShareableHandle(shareableHandle, native, handleType, flags);
+	}
+	mpsd_vmm_leave(result);
+	return mpsd_line_made(result, "cuMemExportToShareableHandle");
+}
+
+CUresult make_cuMemGetAllocationPropertiesFromHandle(CUmemAllocationProp *prop, CUmemGenericAllocationHandle handle)
+{
+	struct mpsd_block *block;
+
+	if (!mpsd_vmm_enter())
+		return MPSD_AGAIN;
+	block = prop ? mpsd_block_find(handle) : NULL;
+	if (!block)
+		return mpsd_vmm_leave(inner_cuMemGetAllocationPropertiesFromHandle(prop, handle));
+	*prop = block->property;
+	return mpsd_vmm_leave(CUDA_SUCCESS);
+}
+
+CUmemGenericAllocationHandle *mpsd_vmm_take(size_t *count)
+{
+	CUmemGenericAllocationHandle *taken;
+	size_t room = 0;
+
+	*count = 0;
+	for (unsigned int i = 0; i < MPSD_VMM_BUCKETS; i++)
+		for (struct mpsd_block *block = blocks[i]; block; block = block->next)
+			room += block->natives;
+	taken = room ? malloc(room * sizeof(*taken)) : NULL;
+	for (unsigned int i = 0; taken && i < MPSD_VMM_BUCKETS; i++)
+		for (struct mpsd_block *block = blocks[i]; block; block = block->next)
+			for (; block->natives; block->natives--)
+				taken[(*count)++] = block->native;
+	return taken;
+}
+
+void mpsd_vmm_child(void)
+{
+	for (unsigned int i = 0; i < MPSD_VMM_BUCKETS; i++)
+		for (struct mpsd_block *block = blocks[i]; block; block = block->next)
+			close(block->fd);
+}

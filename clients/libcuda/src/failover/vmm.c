@@ -1,0 +1,207 @@
+// SPDX-License-Identifier: MIT
+/*
+ * What the program reserves lies in a window, which all copies have at the same addresses; what it maps there is a
+ * piece like others. Not followed: addresses outside of the windows.
+ */
+#include "failover/vmm.h"
+
+#include <stdlib.h>
+
+#include "failover/blocks.h"
+#include "failover/line.h"
+#include "failover/mirror.h"
+#include "hold.h"
+#include "turn.h"
+
+static struct mapping {
+	struct mapping *next;
+	struct arena_range range;
+	struct mpsd_block *block;
+	struct mpsd_mapped mapped;
+} *mappings[MPSD_VMM_BUCKETS];
+
+static struct mapping **place_of(CUdeviceptr base)
+{
+	struct mapping **place = &mappings[mpsd_vmm_bucket(base)];
+
+	while (*place && (*place)->range.base != base)
+		place = &(*place)->next;
+	return place;
+}
+
+bool mpsd_vmm_find(CUdeviceptr base, struct mpsd_mapped *mapped)
+{
+	const struct mapping *mapping = *place_of(base);
+
+	if (mapping)
+		*mapped = mapping->mapped;
+	return mapping != NULL;
+}
+
+/* Addresses */
+
+CUresult make_cuMemAddressReserve(CUdeviceptr *ptr, size_t size, size_t alignment, CUdeviceptr addr,
+				  unsigned long long flags)
+{
+	CUresult result = CUDA_ERROR_NOT_SUPPORTED;
+
+	/* A place that the program would like is no more than a wish. */
+	if (ptr && size && size % ARENA_GRANULE == 0 && !flags)
+		result = mpsd_memory_hold(size, alignment, ptr);
+	if (result == CUDA_SUCCESS || result == MPSD_AGAIN)
+		return result;
+	return mpsd_line_made(inner_cuMemAddressReserve(ptr, size, alignment, addr, flags), mpsd_vmm_outside);
+}
+
+CUresult make_cuMemAddressFree(CUdeviceptr ptr, size_t size)
+{
+	CUresult result = mpsd_memory_let_go(ptr, size);
+
+	return result == CUDA_ERROR_NOT_FOUND ? inner_cuMemAddressFree(ptr, size) : result;
+}
+
+/* Mappings */
+
+/* Locked, behind the driver's own. False: no memory. */
+static bool note_mapping(struct arena_range range, struct mpsd_block *block)
+{
+	struct mapping *mapping = calloc(1, sizeof(*mapping));
+
+	if (!mapping || !mpsd_windows_map(range)) {
+		free(mapping);
+		return false;
+	}
+	*mapping = (struct mapping){ NULL, range, block, { .fd = block->fd } };
+	*place_of(range.base) = mapping;
+	block->mappings++;
+	mpsd_mirror_mapped(range, mpsd_windows_device(range.base), &mapping->mapped);
+	return true;
+}
+
+CUresult make_cuMemMap(CUdeviceptr ptr, size_t size, size_t offset, CUmemGenericAllocationHandle handle,
+		       unsigned long long flags)
+{
+	struct arena_range range = { ptr, size };
+	CUmemGenericAllocationHandle native = handle;
+	CUresult result = CUDA_SUCCESS;
+	struct mpsd_block *block;
+	bool is_ours;
+
+	if (!mpsd_vmm_enter())
+		return MPSD_AGAIN;
+	block = mpsd_block_find(handle);
+	is_ours = block && !offset && !flags && mpsd_windows_may_map(range);
+	if (block)
+		result = mpsd_block_native(block, &native);
+	if (result == CUDA_SUCCESS)
+		result = inner_cuMemMap(ptr, size, offset, native, flags);
+	if (result == CUDA_SUCCESS && is_ours && !note_mapping(range, block)) {
+		inner_cuMemUnmap(ptr, size);
+		result = CUDA_ERROR_OUT_OF_MEMORY;
+	}
+	mpsd_vmm_leave(result);
+	return is_ours ? result : mpsd_line_made(result, mpsd_vmm_outside);
+}
+
+/* Whether it consists of whole mappings of ours. */
+static bool are_whole(CUdeviceptr ptr, size_t size)
+{
+	CUdeviceptr at = ptr;
+	const struct mapping *mapping;
+
+	while (at < ptr + size && (mapping = *place_of(at)) && mapping->range.size <= ptr + size - at)
+		at += mapping->range.size;
+	return size && at == ptr + size;
+}
+
+static void note_access(struct mpsd_mapped *mapped, const CUmemAccessDesc *desc)
+{
+	unsigned int at = 0;
+
+	while (at < mapped->accesses && (mapped->access[at].location.type != desc->location.type ||
+					 mapped->access[at].location.id != desc->location.id))
+		at++;
+	if (at == MPSD_MOST_ACCESSES) {
+		mpsd_line_opaque("memory of the program's that many devices may access");
+		return;
+	}
+	mapped->access[at] = *desc;
+	mapped->accesses += at == mapped->accesses;
+}
+
+CUresult make_cuMemSetAccess(CUdeviceptr ptr, size_t size, const CUmemAccessDesc *desc, size_t count)
+{
+	struct arena_range range = { ptr, size };
+	CUresult result;
+	bool is_ours;
+
+	if (!mpsd_vmm_enter())
+		return MPSD_AGAIN;
+	is_ours = are_whole(ptr, size);
+	result = inner_cuMemSetAccess(ptr, size, desc, count);
+	if (result == CUDA_SUCCESS && is_ours) {
+		for (CUdeviceptr at = ptr; at < ptr + size; at += (*place_of(at))->range.size)
+			for (size_t i = 0; i < count; i++)
+				note_access(&(*place_of(at))->mapped, &desc[i]);
+		mpsd_mirror_access(range, mpsd_windows_device(ptr), desc, count);
+	}
+	mpsd_vmm_leave(result);
+	return is_ours ? result : mpsd_line_made(result, mpsd_vmm_outside);
+}
+
+static void forget_mapping(CUdeviceptr base)
+{
+	struct mapping **place = place_of(base), *gone = *place;
+
+	*place = gone->next;
+	mpsd_mirror_gone(gone->range);
+	mpsd_windows_unmap(gone->range);
+	gone->block->mappings--;
+	mpsd_block_drop_if_unused(gone->block);
+	free(gone);
+}
+
+static CUresult unmap(const void *with)
+{
+	struct arena_range range = *(const struct arena_range *)with;
+	CUresult result;
+	bool turn;
+
+	if (!mpsd_vmm_enter())
+		return MPSD_AGAIN;
+	turn = mpsd_turn_take();
+	result = inner_cuMemUnmap(range.base, range.size);
+	mpsd_turn_give(turn);
+	if (result == CUDA_SUCCESS && are_whole(range.base, range.size)) {
+		for (CUdeviceptr at = range.base; at < range.base + range.size;) {
+			CUdeviceptr next = at + (*place_of(at))->range.size;
+
+			forget_mapping(at);
+			at = next;
+		}
+	}
+	return mpsd_vmm_leave(result);
+}
+
+/* What was saved there could not be put back any more. */
+CUresult make_cuMemUnmap(CUdeviceptr ptr, size_t size)
+{
+	struct arena_range range = { ptr, size };
+
+	return mpsd_exact_without_work(unmap, &range);
+}
+
+CUresult make_cuMemRetainAllocationHandle(CUmemGenericAllocationHandle *handle, void *addr)
+{
+	struct arena_range piece;
+	struct mapping *mapping;
+
+	if (!mpsd_vmm_enter())
+		return MPSD_AGAIN;
+	mapping = handle && mpsd_windows_piece((CUdeviceptr)addr, &piece) ? *place_of(piece.base) : NULL;
+	if (!mapping)
+		return mpsd_vmm_leave(mpsd_line_made(inner_cuMemRetainAllocationHandle(handle, addr), mpsd_vmm_outside));
+	mapping->block->names++;
+	*handle = mapping->block->name;
+	return mpsd_vmm_leave(CUDA_SUCCESS);
+}

@@ -1,0 +1,42 @@
+// SPDX-License-Identifier: MIT
+/*
+ * No driver has these two: they stand for UVM_FREE and UVM_CREATE_EXTERNAL_RANGE on the process's descriptor of
+ * /dev/nvidia-uvm, which the stand-in has none of. The first one waits for the resource manager when nothing leads
+ * there any more; the second one says whether that is so.
+ */
+#include <sys/mman.h>
+
+#include "standin.h"
+
+API CUresult standinCutRange(CUdeviceptr base, size_t size);
+API CUresult standinExternalRange(CUdeviceptr base, size_t size);
+
+API CUresult standinCutRange(CUdeviceptr base, size_t size)
+{
+	struct range *range;
+
+	if (gate_wants(GATE_NO_CUT))
+		return CUDA_ERROR_INVALID_VALUE;
+	gate_keep(GATE_UNMAP);
+	lock_memory();
+	range = range_from(base, RANGE_MAPPED);
+	if (!range || range->size != size || range->is_cut)
+		return leave_memory(CUDA_ERROR_INVALID_VALUE);
+	mmap(gpu_pointer(base), size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+	range->readable = range->writable = false;
+	range->is_cut = true;
+	leave_memory(CUDA_SUCCESS);
+	gate_keep(GATE_MANAGER);
+	return CUDA_SUCCESS;
+}
+
+API CUresult standinExternalRange(CUdeviceptr base, size_t size)
+{
+	struct range *range;
+	bool is;
+
+	pthread_mutex_lock(&gpu_lock);
+	range = range_from(base, RANGE_MAPPED);
+	is = range ? range->is_cut && range->size == size : is_range_free(base, size, RANGE_MAPPED);
+	return leave(is ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE);
+}
