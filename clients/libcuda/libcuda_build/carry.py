@@ -20,8 +20,17 @@ SETTLES = ("settles", "settles_stream", "settles_event")
 
 _WAITS = {"waits_all": "ALL", "waits_stream": "STREAM", "waits_legacy": "COPY", "waits": "EVENT"}
 _CONFIG = "const CUlaunchConfig *config"
+_WORDS = ("cuuint32_t value", "cuuint64_t value", "CUstreamBatchMemOpParams ")
 _FUNCTIONS = ("CUhostFn ", "CUstreamCallback ")
-_INSIDE = (_CONFIG, "CUgraphExec ", "CUDA_MEMCPY2D", "CUDA_MEMCPY3D", "CUcontext dstContext", *_FUNCTIONS)
+_INSIDE = (
+    _CONFIG,
+    "CUgraphExec ",
+    "CUDA_MEMCPY2D",
+    "CUDA_MEMCPY3D",
+    "CUcontext dstContext",
+    *_FUNCTIONS,
+    *_WORDS,
+)
 """What work is given that is a function, has handles or addresses inside, or whose type says too little."""
 _ROWS = r"const CUDA_MEMCPY[23]D \*pCopy$"
 _NAME = re.compile(r"(\w+)(?:\[\w*\])?$")

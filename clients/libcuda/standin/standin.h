@@ -154,6 +154,10 @@ struct operation {
 			void *data;
 		} host;
 		struct {
+			CUstreamBatchMemOpParams each[8];
+			unsigned int count;
+		} memory;
+		struct {
 			struct CUevent_st *event;
 		} event;
 	};

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Protocol
 
-TORCH = ("transformer", "convolution", "graphs", "streams", "pinned", "sharing", "generate")
-NAMES = (*TORCH, "bindings", "bindings_graphs", "bindings_nodes", "cupy_arrays", "calls")
-ON_SIMULATED = ("bindings", "bindings_graphs", "bindings_nodes", "calls")
+TORCH = ("transformer", "convolution", "graphs", "streams", "pinned", "sharing", "generate", "expandable")
+BINDINGS = ("bindings", "bindings_graphs", "bindings_nodes", "bindings_segments")
+NAMES = (*TORCH, *BINDINGS, "cupy_arrays", "calls")
+ON_SIMULATED = (*BINDINGS, "calls")
 """Those that need nothing of a GPU that the stand-in driver lacks."""
 
 

@@ -74,6 +74,7 @@ void mpsd_epoch_end(void)
 	/* These two are looked at without the lock, by who will find that a move has come between. */
 	__atomic_store_n(&mpsd_epoch.number, mpsd_epoch.number + 1, __ATOMIC_RELAXED);
 	__atomic_store_n(&mpsd_epoch.unsure, NULL, __ATOMIC_RELAXED);
+	mpsd_epoch.is_waiting = false;
 	mpsd_undo_forget();
 }
 
@@ -360,10 +361,24 @@ static void be_unsure_of_captured(void)
 		mpsd_epoch_unsure("something taken away during a capture");
 }
 
+/* What is waited for may be what this thread writes next: nothing of the epoch is done again. */
+static bool is_waiting(void)
+{
+	bool is;
+
+	pthread_mutex_lock(&mpsd_exact_lock);
+	observe();
+	is = mpsd_epoch.is_waiting;
+	pthread_mutex_unlock(&mpsd_exact_lock);
+	return is;
+}
+
 CUresult mpsd_epoch_settle(void)
 {
 	CUresult result = mpsd_lanes_mark();
 
+	if (result == CUDA_SUCCESS && is_waiting())
+		return CUDA_SUCCESS;
 	if (result == CUDA_SUCCESS)
 		result = mpsd_lanes_wait();
 	if (result == CUDA_SUCCESS) {

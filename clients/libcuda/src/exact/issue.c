@@ -19,6 +19,8 @@ void mpsd_op_free(struct mpsd_op *op)
 		free(op->copy.kept);
 	} else if (op->kind == MPSD_OP_GRAPH) {
 		mpsd_graph_let_go(op->graph.graph);
+	} else if (op->kind == MPSD_OP_MEMORY) {
+		free(op->memory);
 	} else if (op->kind == MPSD_OP_HOST) {
 		mpsd_host_let_go(op->host);
 	}
@@ -190,6 +192,8 @@ CUresult mpsd_op_issue_on(const struct mpsd_op *op, CUstream stream, CUevent eve
 		return launch_graph(op, stream);
 	case MPSD_OP_HOST:
 		return mpsd_host_issue(op->host, stream);
+	case MPSD_OP_MEMORY:
+		return mpsd_memops_issue(op->memory, stream);
 	default:
 		return inner_cuStreamWaitEvent(stream, event, op->event.flags);
 	}

@@ -23,6 +23,7 @@ enum mpsd_op_kind {
 	MPSD_OP_WAIT,
 	MPSD_OP_GRAPH,
 	MPSD_OP_HOST,
+	MPSD_OP_MEMORY,
 };
 
 enum mpsd_op_copy {
@@ -33,6 +34,7 @@ enum mpsd_op_copy {
 };
 
 struct mpsd_plan;
+struct mpsd_memops;
 
 struct mpsd_op {
 	struct mpsd_op *next;
@@ -84,6 +86,7 @@ struct mpsd_op {
 			struct mpsd_graph *graph;	/* a reference to it */
 		} graph;
 		struct mpsd_host *host;
+		struct mpsd_memops *memory;
 	};
 };
 
@@ -100,6 +103,11 @@ struct mpsd_rows {
 	size_t to_pitch, to_plane, from_pitch, from_plane;
 	size_t to_span, from_span;	/* from the first byte to the last */
 };
+
+/* memops.c: words in memory that are written or waited for, saved before; in that stream of the copy of this call. */
+CUresult mpsd_memops_save(const struct mpsd_memops *ops, struct mpsd_plan *plan);
+bool mpsd_memops_wait(const struct mpsd_memops *ops);	/* whether there is one that waits */
+CUresult mpsd_memops_issue(const struct mpsd_memops *ops, CUstream stream);
 
 /* Out of the host's memory into the GPU's: a copy engine may go on with it when kernels have ended. */
 bool mpsd_copy_comes_from_host(const struct mpsd_op *op);
@@ -235,6 +243,7 @@ extern struct mpsd_epoch {
 	uint64_t operations, kept_bytes;
 	uint64_t long_from;	/* so many operations are worth a look at all lanes */
 	bool has_borrowed;
+	bool is_waiting;	/* some of it waits for a word that anybody may write, this program too */
 	bool is_awaited;	/* an operation is about to come into it */
 	bool is_closed;		/* none does: its copy is about to be left, where it can still be written */
 	const char *unsure;

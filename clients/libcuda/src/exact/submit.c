@@ -94,6 +94,8 @@ static CUresult plan_for(const struct mpsd_op *op, void *with)
 		return op->copy.way == MPSD_COPY_OUT ? CUDA_SUCCESS : mpsd_rows_save(op, plan);
 	case MPSD_OP_SET:
 		return mpsd_rows_save(op, plan);
+	case MPSD_OP_MEMORY:
+		return mpsd_memops_save(op->memory, plan);
 	case MPSD_OP_GRAPH:
 		return plan_for_graph(op, plan);
 	default:
@@ -189,6 +191,8 @@ static void note(struct mpsd_op *op, uint64_t moves)
 		mpsd_point_use(op->event.event);
 	else if (op->kind == MPSD_OP_HOST)
 		mpsd_host_noted(op);
+	else if (op->kind == MPSD_OP_MEMORY && mpsd_memops_wait(op->memory))
+		mpsd_epoch.is_waiting = true;
 	mpsd_noted_in = 1 + moves;
 }
 

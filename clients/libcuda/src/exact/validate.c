@@ -51,7 +51,7 @@ static const char *name_of(const struct mpsd_op *op)
 
 	if (is && real_cuFuncGetName(&name, mpsd_native(op->launch.function)) == CUDA_SUCCESS && name)
 		return name;
-	return op->kind == MPSD_OP_LAUNCH ? "a kernel" : op->kind == MPSD_OP_GRAPH ? "a graph" : "a copy or memset";
+	return op->kind == MPSD_OP_LAUNCH ? "a kernel" : op->kind == MPSD_OP_GRAPH ? "a graph" : "a copy, memset or memory operation";
 }
 
 static void tell(const struct mpsd_op *op, uint64_t address)

@@ -1,0 +1,22 @@
+"""The training of transformer.py in PyTorch's expandable segments: memory that the program maps itself."""
+
+from __future__ import annotations
+
+import os
+
+os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+
+import torch
+
+from faultinject.proxy.work import transformer
+from faultinject.proxy.work.transformer import PER_STEP, UNIT, UNTIMED, Training
+
+__all__ = ["PER_STEP", "UNIT", "UNTIMED", "start"]
+
+
+def start(seed: int, backend: str) -> Training:
+    """Raises RuntimeError where PyTorch has taken its memory in another way."""
+    training = transformer.start(seed, backend)
+    if not all(segment["is_expandable"] for segment in torch.cuda.memory_snapshot()):
+        raise RuntimeError("PyTorch does not use expandable segments here")
+    return training
