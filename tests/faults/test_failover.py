@@ -101,7 +101,10 @@ def test_a_fault_of_which_nothing_comes_is_told_from_one_that_nobody_saw(
         assert [(f.nothing, f.problem) for f in found] == [(False, NOT_RECORDED)]
 
 
-@pytest.mark.parametrize(("kind", "work"), [("store", "bindings_graphs"), ("misaligned", "bindings_nodes"), ("trap", "bindings_segments")])
+@pytest.mark.parametrize(
+    ("kind", "work"),
+    [("store", "bindings_graphs"), ("misaligned", "bindings_nodes"), ("trap", "bindings_segments")],
+)
 def test_programs_compute_what_they_would_have_without_faults(
     node: Node, libraries: Libraries, kind: str, work: str
 ) -> None:

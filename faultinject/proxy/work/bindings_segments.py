@@ -1,7 +1,7 @@
 """A cuda-bindings program that maps its memory itself: one range of addresses, which grows and shrinks.
 
-Buffers lie across the mappings, of 2 MiB each. In every step more is mapped behind them, filled by a kernel, copied
-from into one of them, and unmapped.
+Buffers lie across the mappings, of 2 MiB each. In every step more is mapped behind them, filled by a kernel,
+copied from into one of them, and unmapped.
 """
 
 from __future__ import annotations
