@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.libcuda.test_exact import EXACT, gate, move
-from tests.libcuda.test_failover import Program, ask, break_domain, copies, offer, post, stand_by
+from tests.libcuda.test_failover import Program, ask, break_domain, copies, is_ready, offer, post, stand_by
 from tests.libcuda.test_graphs import NON_BLOCKING, capture
 from tests.support import moving
 from tests.support.gate import BEGIN_CAPTURE, NODE, Gate
@@ -147,4 +147,29 @@ def test_one_that_ends_meanwhile_is_nobodys(
     break_domain(second)
     move(line, 2)
     assert ask(LAUNCH) == "(0, 0, 22)"
+    assert ask.end() == ""
+
+
+@EXACT
+@pytest.mark.parametrize("first", [True, False], ids=["before the standby", "after it"])
+def test_what_functions_need_is_there_before_they_are_launched(
+    domain: Domain, second: Domain, next_gate: Gate, post: Post, ask: Program, copies: Path, first: bool
+) -> None:
+    """A graph is put together of them, for which the driver takes what it takes for their first launch."""
+    line = post.greet(moving.EXACT)
+    start(ask)
+    if not first:
+        stand_by(line, second, copies)
+    next_gate.keep(NODE)
+    ask("later = gpu.made('cuModuleLoadData', IMAGE)")
+    ask("gpu.functions['new'] = gpu.made('cuModuleGetFunction', later, b'add')")
+    if first:
+        offer(line, second, copies)
+    until(lambda: next_gate.kept() == NODE)
+    next_gate.keep(0)
+    if first:
+        is_ready(line)
+    break_domain(domain)
+    assert move(line).text == ""
+    assert ask("gpu.run('new', m, 8, 1), gpu.sync(), gpu.word(m)") == "(0, 0, 1)"
     assert ask.end() == ""

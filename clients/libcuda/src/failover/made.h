@@ -58,6 +58,7 @@ struct mpsd_made {
 	CUdevice device;		/* that was current, or whose primary context it is */
 	unsigned int flags;		/* of a context: how often it was retained */
 	unsigned int twin_flags;	/* and its twin */
+	bool is_rehearsed;		/* of code: rehearsal.c has seen its twin */
 	bool listed;			/* one of all that are in a module: who knows whether it is used */
 	int what, value;		/* of a setting; value: a stream's priority */
 	size_t size;			/* of pages, a limit */
@@ -113,6 +114,12 @@ bool mpsd_made_set(struct mpsd_made *record, uint64_t moves);
 void mpsd_made_native(struct mpsd_made *made, void *native);
 
 /* What is made in another copy when it is needed there, and has no twin. */
+/* A function or kernel that the program has asked for by its name. */
+static inline bool mpsd_made_is_code(const struct mpsd_made *made)
+{
+	return made->kind >= MPSD_MADE_FUNCTION && made->kind <= MPSD_MADE_KERNEL_FUNCTION && !made->listed;
+}
+
 static inline bool mpsd_made_is_late(enum mpsd_made_kind kind)
 {
 	return kind == MPSD_MADE_GRAPH || kind == MPSD_MADE_EXEC || kind == MPSD_MADE_NODE || kind == MPSD_MADE_LINK;
@@ -192,6 +199,9 @@ CUresult mpsd_made_ended(CUresult result, uint64_t moves);
 
 /* Make what has no twin yet. False: `what` could not be made, so there is no standby. */
 bool mpsd_made_twins(const char **what);
+
+/* By the same thread: whether there were functions or kernels among them since it was asked last. */
+bool mpsd_made_take_code(void);
 
 /* host.c: in a forked child. */
 void mpsd_pins_child(void);

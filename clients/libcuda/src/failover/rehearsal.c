@@ -66,7 +66,10 @@ static bool comes_to_its_end(void)
 	return result == CUDA_SUCCESS;
 }
 
-/* Without the records, which go on changing: code is not unloaded while the context is held. */
+/*
+ * Of what came since the last time. Without the records, which go on changing: code is not unloaded while the context is
+ * held.
+ */
 struct code {
 	void *twin;
 	bool is_kernel;
@@ -79,13 +82,15 @@ static struct code *list_code(CUdevice device, unsigned int *count)
 
 	*count = 0;
 	for (struct mpsd_made *made = mpsd_made_oldest(); made; made = made->newer)
-		room += made->kind >= MPSD_MADE_FUNCTION && made->kind <= MPSD_MADE_KERNEL_FUNCTION;
+		room += mpsd_made_is_code(made);
 	if (room)
 		list = calloc(room, sizeof(*list));
-	for (struct mpsd_made *made = mpsd_made_oldest(); list && made; made = made->newer)
-		if (made->kind >= MPSD_MADE_FUNCTION && made->kind <= MPSD_MADE_KERNEL_FUNCTION && made->is_twin &&
-		    !made->listed && made->device == device)
-			list[(*count)++] = (struct code){ made->twin, made->kind == MPSD_MADE_KERNEL };
+	for (struct mpsd_made *made = mpsd_made_oldest(); list && made; made = made->newer) {
+		if (!mpsd_made_is_code(made) || !made->is_twin || made->is_rehearsed || made->device != device)
+			continue;
+		made->is_rehearsed = true;
+		list[(*count)++] = (struct code){ made->twin, made->kind == MPSD_MADE_KERNEL };
+	}
 	return list;
 }
 
@@ -157,25 +162,32 @@ static void prepare_code(CUcontext context, const struct code *list, unsigned in
 	free(zeroes);
 }
 
-/* What goes wrong takes time in a move, and nothing else: but a context that is lost is found out by who uses it next. */
-static void rehearse_in(CUcontext context, const struct code *list, unsigned int count)
+/* In the current context, with work that it may not come to the end of. */
+static void prepare_work(void)
 {
 	void *bytes = calloc(1, LARGE);
 	CUdeviceptr room;
 
-	if (bytes && other_cuCtxSetCurrent(context) == CUDA_SUCCESS) {
-		if (count)
-			prepare_code(context, list, count);
-		if (other_cuMemAlloc_v2(&room, 2 * LARGE) == CUDA_SUCCESS) {
-			give_all(room, bytes);
-			/* Otherwise it goes with the context. */
-			if (comes_to_its_end())
-				other_cuMemFree_v2(room);
-			else
-				bytes = NULL;
-		}
+	if (bytes && other_cuMemAlloc_v2(&room, 2 * LARGE) == CUDA_SUCCESS) {
+		give_all(room, bytes);
+		/* Otherwise it goes with the context. */
+		if (comes_to_its_end())
+			other_cuMemFree_v2(room);
+		else
+			bytes = NULL;
 	}
 	free(bytes);
+}
+
+/* What goes wrong takes time in a move, and nothing else: but a context that is lost is found out by who uses it next. */
+static void rehearse_in(CUcontext context, const struct code *list, unsigned int count, bool is_code_only)
+{
+	if (other_cuCtxSetCurrent(context) != CUDA_SUCCESS)
+		return;
+	if (count)
+		prepare_code(context, list, count);
+	if (!is_code_only)
+		prepare_work();
 }
 
 /* The context after that one, held; NULL: there is no more. */
@@ -196,7 +208,7 @@ static struct mpsd_made *hold_context(CUdevice after, struct code **list, unsign
 	return found;
 }
 
-void mpsd_rehearse(void)
+static void rehearse(bool is_code_only)
 {
 	struct mpsd_made *context;
 	struct code *list = NULL;
@@ -204,10 +216,22 @@ void mpsd_rehearse(void)
 
 	for (CUdevice device = -1; (context = hold_context(device, &list, &count));) {
 		device = context->device;
-		rehearse_in(context->twin, list, count);
+		rehearse_in(context->twin, list, count, is_code_only);
 		free(list);
 		mpsd_made_lock();
 		mpsd_made_let_go();
 		mpsd_made_unlock();
 	}
+}
+
+void mpsd_rehearse(void)
+{
+	mpsd_made_take_code();
+	rehearse(false);
+}
+
+void mpsd_rehearse_code(void)
+{
+	if (mpsd_made_take_code())
+		rehearse(true);
 }

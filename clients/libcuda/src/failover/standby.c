@@ -285,6 +285,8 @@ bool mpsd_standby_follow(const char **why)
 	pthread_mutex_unlock(&mpsd_windows_lock);
 	if (fault)
 		*why = fault;
+	if (!fault && standby.handle && !(atomic_load(&mpsd_moves) & 1))
+		mpsd_rehearse_code();
 	/* One at a time: a move may come. */
 	if (!fault && standby.handle && mpsd_ahead_make())
 		mpsd_line_wake();

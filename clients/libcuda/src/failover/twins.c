@@ -222,11 +222,23 @@ static struct mpsd_made *hold_one(CUcontext *context)
 	return made;
 }
 
+static bool has_new_code;	/* for the thread of line.c, which makes all twins */
+
+bool mpsd_made_take_code(void)
+{
+	bool had = has_new_code;
+
+	has_new_code = false;
+	return had;
+}
+
 static void let_go(struct mpsd_made *made, bool is)
 {
 	mpsd_made_lock();
 	if (mpsd_made_let_go() && is) {
 		made->is_twin = true;
+		made->is_rehearsed = false;
+		has_new_code = has_new_code || mpsd_made_is_code(made);
 		made->twin_flags = made->kind == MPSD_MADE_CONTEXT;
 		atomic_fetch_sub(&mpsd_made_waiting, 1);
 	}
