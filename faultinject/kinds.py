@@ -18,6 +18,9 @@ SM = (
 
 CALL = ("wild_call", "wild_call_low")
 ENGINE = ("pbdma",)
+ENGINE_DELAY_MS = 50.0
+"""On a GPU the stream is kept busy this long, so that the target of what follows can be unmapped first."""
+
 HARMLESS = ("assert",)
 DEATH = ("sigkill_running", "exit_running", "segfault_running", "sigkill_idle", "clean_exit")
 HANG = ("endless",)

@@ -158,6 +158,11 @@ def validate(report: Any) -> list[str]:
     return problems
 
 
+def _is_foreign_bool(value: object, types: tuple[type, ...]) -> bool:
+    """A bool is an int too, and no number."""
+    return isinstance(value, bool) and bool not in types
+
+
 def against(schema: Mapping[str, tuple[type, ...]], value: Mapping[str, Any], where: str) -> list[str]:
     """What of an object's keys and types is not as the schema has it, in words."""
     missing = [f"{where}.{key} is missing" for key in schema if key not in value]
@@ -165,7 +170,7 @@ def against(schema: Mapping[str, tuple[type, ...]], value: Mapping[str, Any], wh
     mistyped = [
         f"{where}.{key} is {type(value[key]).__name__}"
         for key, types in schema.items()
-        if key in value and (not isinstance(value[key], types) or isinstance(value[key], bool))
+        if key in value and (not isinstance(value[key], types) or _is_foreign_bool(value[key], types))
     ]
     return missing + foreign + mistyped
 

@@ -24,6 +24,7 @@ from mpsd.errors import MpsdError, UsageError
 
 KINDS = ("trap", "misaligned", "shared_window", "stack_overflow", "store", "pbdma", "server_death")
 OFFENDERS = ("plain", "carried")
+NOT_COMPARED = "it ended before results were compared with those of a run without faults"
 
 
 def main_settings(libraries: Libraries, mode: str = "exact") -> dict[str, str]:
@@ -32,32 +33,34 @@ def main_settings(libraries: Libraries, mode: str = "exact") -> dict[str, str]:
 
 
 def run(args: argparse.Namespace, so_far: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """All kinds, each in a rig of its own. `so_far` is given a whole report of those that are done, after
-    each but the last: who ends this before its end has lost one kind. Raises MpsdError where the rig itself
-    cannot be had."""
+    """All kinds, each in a rig of its own, or with `--together` all beside the same programs. `so_far` is
+    given a whole report of those that are done, after each but the last: who ends this before its end has
+    lost one kind. Raises MpsdError where the rig itself cannot be had."""
     date = datetime.now(UTC).isoformat(timespec="seconds")
     found: dict[str, Any] = {}
     left: list[str] = []
     calm = Calm()
+
+    def report_it() -> None:
+        so_far(_report(args, node, date, left, found))
+
     with tempfile.TemporaryDirectory(prefix="mpsd-fi-") as base:
         libraries = find_libraries(args.backend, args.libcuda, args.driver, Path(base))
         node = open_node(args.backend, Path(base))
         try:
             settings = main_settings(libraries, args.mode)
-            for kind in args.kinds:
-                with (
-                    History() as history,
-                    Rig(
-                        node, "mpsd", history, settings=settings, logs_to=args.out and args.out / kind
-                    ) as rig,
-                ):
+            for some in [args.kinds] if args.together else [[kind] for kind in args.kinds]:
+                logs = args.out and args.out / some[0]
+                with History() as history, Rig(node, "mpsd", history, settings=settings, logs_to=logs) as rig:
                     try:
-                        found[kind] = _one_kind(args, rig, libraries, kind, calm)
+                        _some_kinds(args, rig, libraries, some, calm, found, report_it)
                     except MpsdError as error:
-                        found.setdefault(kind, [_broken(kind, f"{error}; mpsd: {rig.mpsd.tail()[-300:]}")])
+                        problem = f"{error}; mpsd: {rig.mpsd.tail()[-300:]}"
+                        kind = next((kind for kind in some if kind not in found), some[-1])
+                        found.setdefault(kind, []).append(_broken(kind, problem))
                 left += rig.left
-                if kind != args.kinds[-1]:
-                    so_far(_report(args, node, date, left, found))
+                if some[-1] != args.kinds[-1]:
+                    report_it()
         finally:
             node.close()
     return _report(args, node, date, left, found)
@@ -68,7 +71,7 @@ def few(backend: str, kinds: Sequence[str], faults: int, deadline_s: float) -> d
 
     Raises MpsdError."""
     args = argparse.Namespace(backend=backend, kinds=list(kinds), faults=faults, deadline=deadline_s)
-    args.mode, args.offender, args.works = "exact", OFFENDERS[0], []
+    args.mode, args.offender, args.works, args.together = "exact", OFFENDERS[0], [], False
     args.libcuda = args.driver = args.out = None
     return run(args, lambda _: None)
 
@@ -79,6 +82,7 @@ def _report(
     words = ["mpsd-faultinject", "failover", "--backend", args.backend]
     words += ["--works", ",".join(args.works)] if args.works else []
     words += ["--offender", args.offender] if args.offender != OFFENDERS[0] else []
+    words += ["--together"] if args.together else []
     words += ["--mode", args.mode, "--kinds", ",".join(found), "--faults", str(args.faults)]
     return {
         "schema": reports.SCHEMA_VERSION,
@@ -89,6 +93,7 @@ def _report(
         "mode": args.mode,
         "works": list(args.works),
         "offender": args.offender,
+        "together": args.together,
         "date": date,
         "command": shlex.join(words),
         "leftovers": list(left),
@@ -96,10 +101,19 @@ def _report(
     }
 
 
-def _one_kind(
-    args: argparse.Namespace, rig: Rig, libraries: Libraries, kind: str, calm: Calm
-) -> list[dict[str, Any]]:
-    """Raises MpsdError for what is missing; what goes wrong is in the faults."""
+def _some_kinds(
+    args: argparse.Namespace,
+    rig: Rig,
+    libraries: Libraries,
+    some: Sequence[str],
+    calm: Calm,
+    found: dict[str, Any],
+    report_it: Callable[[], None],
+) -> None:
+    """Puts the faults of these kinds, one after another beside the same programs, into `found`; reported
+    between two of them. Until results are compared the last fault has a problem that says so.
+
+    Raises MpsdError for what is missing; what goes wrong is in the faults."""
     carried = args.offender == "carried"
     works = (
         WorkRounds(rig, libraries, tell_stderr, args.works, carried=carried, calm=calm)
@@ -108,11 +122,19 @@ def _one_kind(
     )
     rounds = works or Rounds(rig, libraries, tell_stderr, carried=carried)
     rounds.start()
-    faults = rounds.run(kind, args.faults, args.deadline)
+    for kind in some:
+        faults = rounds.run(kind, args.faults, args.deadline)
+        found[kind] = data(faults)
+        if kind == some[-1] or any(fault.problem for fault in faults):
+            break
+        if works:
+            found[kind][-1]["problem"] = NOT_COMPARED
+        report_it()
+        found[kind] = data(faults)
     rounds.end()
     if works:
         works.compare(faults)
-    return data(faults)
+    found[kind] = data(faults)
 
 
 def _broken(kind: str, problem: str) -> dict[str, Any]:
@@ -162,5 +184,10 @@ def add_parser(commands: Any, types: Any) -> None:
         choices=OFFENDERS,
         default=OFFENDERS[0],
         help="a program like any other of the node (default: plain), or under mpsd-run as its neighbours are",
+    )
+    parser.add_argument(
+        "--together",
+        action="store_true",
+        help="all kinds beside the same programs, each after the one before",
     )
     parser.set_defaults(go=_go)

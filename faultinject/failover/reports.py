@@ -19,7 +19,8 @@ SCHEMA: Mapping[str, tuple[type, ...]] = {
     **report.ENVELOPE,
     "mode": (str,),
     "works": (list,),  # of names; none: three servers
-    "offender": (str,),  # not in the first reports
+    "offender": (str,),  # not in the first reports, nor this one
+    "together": (bool,),
     "faults": (dict,),  # kind: list of Fault
 }
 
@@ -30,6 +31,7 @@ _LATER = (
     "bystander",
     "suspect",
     "word",
+    "delay",
     "usual",
     "descriptors",
     "kinds",
@@ -40,7 +42,7 @@ _LATER = (
 )
 """What the first reports do not have."""
 BARS_MS: Mapping[bool, float] = {False: 5.0, True: 100.0}
-"""By whether a program is a suspect: how much later than the GPU stood still it may be with a step."""
+"""By whether a program is a suspect: how much later than the GPU stood still it may resume."""
 NOTHING_MOST = 0.25
 """The share of faults of which nothing may come, so that the others are of enough."""
 CALM_AFTER, GROWTH = 3, 1.5
@@ -53,7 +55,9 @@ def load(path: Path) -> dict[str, Any] | None:
 
 
 def _problems(data: Mapping[str, Any]) -> Iterator[str]:
-    yield from report.against_version(SCHEMA, SCHEMA_VERSION, {"offender": "plain", **data})
+    yield from report.against_version(
+        SCHEMA, SCHEMA_VERSION, {"offender": "plain", "together": False, **data}
+    )
     for kind, faults in data["faults"].items():
         if not isinstance(faults, list):
             yield f"report.faults.{kind} is no list"
@@ -177,6 +181,7 @@ def row(kind: str, faults: Sequence[Mapping[str, Any]]) -> list[str]:
         str(sum(bool(p["told"]) for p in programs)),
         _spread([p["stall"] for p in programs]),
         _spread([fault.get("bystander") for fault in faults]),
+        *(_spread(resumed(faults, suspect=suspect)) for suspect in (False, True)),
         *(_spread(beyond(faults, suspect=suspect)) for suspect in (False, True)),
         in_time(faults),
         _spread([fault.get("word") for fault in faults]),
@@ -188,7 +193,8 @@ def row(kind: str, faults: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
 
 
-HEAD = ["kind", "faults", "lost", "told", "longest step", "GPU's", "beyond: cleared", "suspects", "in time"]
+HEAD = ["kind", "faults", "lost", "told", "longest step", "GPU's", "resumed: cleared", "suspects"]
+HEAD += ["beyond: cleared", "suspects", "in time"]
 HEAD += ["word", "decided", "held", "fence", "goes on", "turn", "done", "open: mpsd", "a program"]
 HEAD += ["threads", "verdict"]
 STEPS = ("held_ms", "fence_ms", "first_ms", "turn_ms", "done_ms")
@@ -204,9 +210,24 @@ def beyond(faults: Sequence[Mapping[str, Any]], *, suspect: bool) -> list[float]
     ]
 
 
+def resumed(
+    faults: Sequence[Mapping[str, Any]], *, suspect: bool, over_the_gpus: bool = False
+) -> list[float]:
+    """From the fault until each such program went on in its fresh context, or, a suspect with work to be done
+    again, until its turn had come, in ms; `over_the_gpus`: less the bystander's stall."""
+    return [
+        fault["word"] - fault.get("delay", 0.0) + went_on - (fault["bystander"] if over_the_gpus else 0.0)
+        for fault in faults
+        if fault["record"] and None not in (fault.get("word"), fault.get("bystander"))
+        for fate in fault["record"]["clients"]
+        if fate["outcome"] == "moved" and fate["suspect"] is suspect
+        if (went_on := fate.get("turn_ms") or fate.get("first_ms")) is not None
+    ]
+
+
 def in_time(faults: Sequence[Mapping[str, Any]]) -> str:
     """Whether the medians are within the bars."""
-    known = {suspect: beyond(faults, suspect=suspect) for suspect in BARS_MS}
+    known = {suspect: resumed(faults, suspect=suspect, over_the_gpus=True) for suspect in BARS_MS}
     late = [median(found) > BARS_MS[suspect] for suspect, found in known.items() if found]
     return "-" if not late else "no" if any(late) else "yes"
 
@@ -221,6 +242,10 @@ def _who(works: Sequence[str]) -> str:
     return f"Programs ({', '.join(works)}), whose results are compared with those of a run without faults."
 
 
+def _together(finished: Mapping[str, Any]) -> str:
+    return ", the same programs through all kinds" if finished.get("together") else ""
+
+
 def markdown(finished: Mapping[str, Any]) -> str:
     lines = [
         f"# Fail-over: {finished['device']}, driver {finished['driver']}",
@@ -228,17 +253,21 @@ def markdown(finished: Mapping[str, Any]) -> str:
         f"{finished['date']}; again: `{finished['command']}`",
         "",
         f"{_who(finished['works'])} A neighbour faults again and again, and they go on in a second",
-        "domain each time. Times in ms, median / worst: the longest step of a program around the fault;",
-        "that of a bystander in another domain, which is how long the GPU itself stood still; how much",
-        "longer those of cleared programs and of suspects were, beyond what a step of theirs takes (the",
-        "median of those around; no servers': they are short; `in time`: by 5 and 100 ms at the median);",
-        "from the order to the offender until mpsd's word to move; from mpsd's first sign to that decision;",
-        "from the word until a program's calls were held, its old context could write no more, and it went",
-        "on; and, where a suspect does its work again in its turn, until it was given that and until what",
-        "was done again had ended. `told`: how often a program met one error, which said that what it had",
-        "in flight may be lost: in the mode `keep` always, and in the mode `exact` where it cannot be done",
-        "again. `open`: descriptors of mpsd, and of the program that had most, before the first fault and",
-        "before the last; `threads`: of the program that had most of them, likewise.",
+        f"domain each time{_together(finished)}. Times in ms, median / worst: the longest step of a",
+        "program around the fault; that of a bystander in another domain, which is how long the GPU",
+        "itself stood still; from the fault until cleared programs and suspects went on in their fresh",
+        "contexts, where work is done again with that (`in time`: at the median no later than 5 and 100",
+        "ms after the GPU); how much longer than the GPU's stall their longest steps were, beyond what",
+        "a step of theirs takes (the median of those around; no servers': they are short), with what",
+        "was done again; from the order to the offender until mpsd's word to move (a host-engine fault",
+        "comes 50 ms after the order: its stream is kept busy); from mpsd's first sign to that",
+        "decision; from the word until a program's calls were held, its old context could write no",
+        "more, and it went on; and, where a suspect does its work again in its turn, until it was given",
+        "that and until what was done again had ended. `told`: how often a program met one error, which",
+        "said that what it had in flight may be lost: in the mode `keep` always, and in the mode",
+        "`exact` where it cannot be done again. `open`: descriptors of mpsd, and of the program that",
+        "had most, before the first fault and before the last; `threads`: of the program that had most",
+        "of them, likewise.",
         "",
         report.markdown_table(table(finished)),
         "",

@@ -12,6 +12,7 @@ from typing import Any
 
 from faultinject.bystander import Bystander
 from faultinject.history import clock
+from faultinject.kinds import ENGINE, ENGINE_DELAY_MS
 from faultinject.leftovers import descriptor_kinds, open_descriptors
 from faultinject.proxy.library import MPSD_RUN, Libraries
 from faultinject.rig import Rig
@@ -56,7 +57,8 @@ class Moved:
 class Fault:
     """One fault and its fail-over. `problem`: what did not come in time. `bystander`: the longest step of a
     program in another domain since the fault, in ms: what the GPU itself stood still. `word`: ms from the
-    order to the offender until mpsd told the programs to move (by the system's clock). `descriptors`: how
+    order to the offender until mpsd told the programs to move (by the system's clock); `delay`: so much of it
+    the offender's own work takes on the GPU before the fault. `descriptors`: how
     many mpsd had open before it, with everybody ready, and the program with most; `kinds`: its. `threads`: of
     the program with most, then. `nothing`: the offender's own wait succeeded and mpsd moved nobody, as after
     some window faults. `later`: the fail-overs that came of it after `record`: an
@@ -71,6 +73,7 @@ class Fault:
     faults: list[Mapping[str, Any]] = field(default_factory=list)
     bystander: float | None = None
     word: float | None = None
+    delay: float = 0.0
     descriptors: list[int] | None = None
     threads: int | None = None
     kinds: Mapping[str, int] | None = None
@@ -134,6 +137,8 @@ class Rounds:
 
     def _one(self, kind: str, number: int) -> Fault:
         fault, offender = Fault(kind), None
+        if kind in ENGINE and self._rig.node.name == "nvidia":
+            fault.delay = ENGINE_DELAY_MS
         try:
             # It comes up while the others get their standbys.
             offender = None if kind in PARTS else self._offender(kind, number)

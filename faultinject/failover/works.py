@@ -32,7 +32,7 @@ class Calm:
 
 FIRST_STEPS = 12
 SEED = 1
-BLOCK_S = 1.5
+BLOCK_S = 1.0
 STEPS_MOST = 2000
 UP_S, BLOCK_MOST_S = 90.0, 60.0
 

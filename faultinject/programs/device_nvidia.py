@@ -14,6 +14,7 @@ from typing import Any
 from cuda.bindings import driver
 
 from faultinject import kernels
+from faultinject.kinds import ENGINE_DELAY_MS
 from faultinject.programs.device import Access, DeviceError
 
 CUBIN = "MPSD_FAULTINJECT_CUBIN"
@@ -29,8 +30,6 @@ CHUNK = 2 << 20
 """Granularity of memory that is mapped by hand."""
 
 THREADS = 256
-ENGINE_DELAY_NS = 50_000_000
-"""The stream is kept busy this long, so that the target of what follows can be unmapped first."""
 
 
 def checked(result: tuple[Any, ...]) -> Any:
@@ -161,7 +160,7 @@ class NvidiaDevice:
             self.synchronize()
             checked(driver.cuMemUnmap(address, CHUNK))
         if kind == "pbdma":
-            self._launch("spin", ENGINE_DELAY_NS, stream=self._stream)
+            self._launch("spin", round(ENGINE_DELAY_MS * 1e6), stream=self._stream)
             fire()
             checked(driver.cuStreamWriteValue32(self._stream, address, 1, 0))
             checked(driver.cuMemUnmap(address, CHUNK))
