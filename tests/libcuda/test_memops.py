@@ -154,3 +154,26 @@ def test_an_operation_of_an_unknown_kind_is_the_drivers_to_refuse(post: Post, as
     assert ask("gpu.code('cuStreamBatchMemOp_v2', s, 0, None, 0)") == "1"
     assert ask("gpu.sync()") == "0"
     assert ask.end() == ""
+
+
+@pytest.mark.parametrize(
+    ("ask", "is_moved"),
+    [({"MPSD_FAILOVER": "exact"}, True), ({"MPSD_FAILOVER": "off"}, False)],
+    indirect=["ask"],
+)
+@pytest.mark.parametrize("frees", ["gpu.code('cuMemFree_v2', x)", "gpu.code('cuMemUnmap', a, 2 << 20)"])
+def test_who_frees_beside_a_stream_that_waits_keeps_nobody_from_writing_the_word(
+    post: Post, ask: Program, frees: str, is_moved: bool
+) -> None:
+    """The driver keeps the thread that frees, and nobody else."""
+    if is_moved:
+        post.greet(moving.EXACT)
+    ask(MADE)
+    ask("x = gpu.memory(4 << 20); a = gpu.reserve(2 << 20); k = gpu.create(); gpu.map(a, k); gpu.sync()")
+    ask("later, writer = Later(gpu), Later(gpu)")
+    assert ask(wait("m", 1)) == "0"
+    ask(f"later.start({frees!r})")
+    ask("later.comes_back()")
+    ask(f"writer.start({write('m', 1, 't')!r})")
+    assert ask("writer.result(), later.result(), gpu.sync()") == "(0, 0, 0)"
+    assert ask.end() == ""

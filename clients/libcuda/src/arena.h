@@ -9,7 +9,7 @@
  * behind each lies a zone of addresses that belong to it and that nobody gets.
  *
  * A hold is a range of addresses that its owner maps piece by piece where he likes; zones lie around all of it. What is
- * mapped there is nobody's allocation.
+ * mapped there is nobody's allocation. Pieces of it may be open, and open ones that touch are one run.
  *
  * What was freed is not given out again at once: a slab goes on behind its latest allocation and starts
  * over at its end, slabs that were full wait their turn, and the addresses of a whole piece come back
@@ -38,8 +38,9 @@ struct arena_slab;
 
 struct arena_hold {
 	struct arena_extent addresses, whole;	/* without and with its zones */
-	struct arena_extent *runs;		/* what is mapped, by address, never two that touch */
+	struct arena_extent *runs;		/* what is open, by address, never two that touch */
 	uint32_t run_count, run_room;
+	uint32_t pieces;
 };
 
 struct arena {
@@ -102,13 +103,17 @@ bool arena_let_go(struct arena *arena, struct arena_range hold);
 /* The hold around `address`. False if there is none. */
 bool arena_held(const struct arena *arena, uint64_t address, struct arena_range *hold);
 
-/* A piece in a hold. False: it is not within one, something of it is mapped, or there is no memory. */
+/* A piece in a hold, not open. False: it is not within one, something of it is mapped, or there is no memory. */
 bool arena_map(struct arena *arena, struct arena_range piece);
 
-/* False: there is no such piece. */
+/* A piece that is not open. False: there is no such piece. */
 bool arena_unmap(struct arena *arena, struct arena_range piece);
 
-/* What is mapped in a hold around `address` without a gap. False if nothing is. */
+/* Such a piece is open from now on; an open one is no more. */
+void arena_open_piece(struct arena *arena, struct arena_range piece);
+void arena_close_piece(struct arena *arena, struct arena_range piece);
+
+/* What is open in a hold around `address` without a gap. False if nothing is. */
 bool arena_run(const struct arena *arena, uint64_t address, struct arena_range *run);
 
 /* From there to the window's end nobody has an address, nor a piece its zone. */

@@ -32,6 +32,6 @@ uint64_t mpsd_granules_behind(const struct arena *arena, uint64_t granule);
 /* NULL: it is in no hold. */
 struct arena_hold *mpsd_hold_at(const struct arena *arena, uint64_t granule);
 
-/* In a hold, the next one that is mapped there, or the end of it; 0: it is in none. */
+/* In a hold, the next one that is a piece's, or the end of it; 0: it is in none. */
 uint64_t mpsd_holds_behind(const struct arena *arena, uint64_t granule);
 void mpsd_holds_close(struct arena *arena);

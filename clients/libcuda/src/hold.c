@@ -2,6 +2,7 @@
 #include "hold.h"
 
 #include <pthread.h>
+#include <stdatomic.h>
 
 #include "failover/carry.h"
 #include "proxy.h"
@@ -10,6 +11,8 @@
 
 #define windows mpsd_windows
 #define lock mpsd_windows_lock
+
+static atomic_uint held_count;
 
 bool mpsd_memory_find_mapped(CUdeviceptr address, struct mpsd_allocation *allocation)
 {
@@ -50,8 +53,10 @@ CUresult mpsd_memory_hold(size_t size, size_t alignment, CUdeviceptr *base)
 		result = MPSD_AGAIN;
 	mpsd_windows_take_back();
 	held = (struct arena_range){ window ? arena_hold(&window->arena, size, alignment) : 0, size };
-	if (held.base && mpsd_windows_tell_tail(window))
+	if (held.base && mpsd_windows_tell_tail(window)) {
+		atomic_fetch_add(&held_count, 1);
 		result = CUDA_SUCCESS;
+	}
 	else if (held.base)
 		arena_let_go(&window->arena, held);
 	pthread_mutex_unlock(&lock);
@@ -71,8 +76,10 @@ CUresult mpsd_memory_let_go(CUdeviceptr base, size_t size)
 	if (window && arena_held(&window->arena, base, &held))
 		result = arena_let_go(&window->arena, (struct arena_range){ base, size }) ? CUDA_SUCCESS
 											   : CUDA_ERROR_INVALID_VALUE;
-	if (result == CUDA_SUCCESS)
+	if (result == CUDA_SUCCESS) {
+		atomic_fetch_sub(&held_count, 1);
 		mpsd_windows_tell_tail(window);
+	}
 	pthread_mutex_unlock(&lock);
 	return result;
 }
@@ -83,7 +90,7 @@ bool mpsd_memory_is_held(CUdeviceptr address)
 	struct window *window;
 	bool is;
 
-	if (!mpsd_span_may_hold(&mpsd_windows_span, address) || mpsd_window_is_lost())
+	if (!atomic_load(&held_count) || !mpsd_span_may_hold(&mpsd_windows_span, address) || mpsd_window_is_lost())
 		return false;
 	pthread_mutex_lock(&lock);
 	window = mpsd_windows_at(address);
@@ -109,6 +116,16 @@ bool mpsd_windows_map(struct arena_range range)
 void mpsd_windows_unmap(struct arena_range range)
 {
 	arena_unmap(&mpsd_windows_at(range.base)->arena, range);
+}
+
+void mpsd_windows_open(struct arena_range range, bool is)
+{
+	struct arena *arena = &mpsd_windows_at(range.base)->arena;
+
+	if (is)
+		arena_open_piece(arena, range);
+	else
+		arena_close_piece(arena, range);
 }
 
 bool mpsd_windows_piece(CUdeviceptr address, struct arena_range *piece)

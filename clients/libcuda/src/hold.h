@@ -9,7 +9,7 @@
 #include "arena.h"
 #include "memory.h"
 
-/* As mpsd_memory_find(), and what the program has mapped around it itself without a gap. */
+/* As mpsd_memory_find(), and what the program has mapped around it itself, for kernels to write, without a gap. */
 bool mpsd_memory_find_mapped(CUdeviceptr address, struct mpsd_allocation *allocation);
 
 /*
@@ -27,6 +27,9 @@ bool mpsd_memory_is_held(CUdeviceptr address);
 bool mpsd_windows_may_map(struct arena_range range);
 bool mpsd_windows_map(struct arena_range range);
 void mpsd_windows_unmap(struct arena_range range);
+
+/* With the lock held: kernels may write to what is mapped there as one from now on, or no more. */
+void mpsd_windows_open(struct arena_range range, bool is);
 
 /* With the lock held: what is mapped there as one; of an address in a window. */
 bool mpsd_windows_piece(CUdeviceptr address, struct arena_range *piece);

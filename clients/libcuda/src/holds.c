@@ -68,7 +68,7 @@ bool arena_let_go(struct arena *arena, struct arena_range range)
 	uint32_t at = 0;
 
 	if (!hold || hold->addresses.first != granule || hold->addresses.count * ARENA_GRANULE != range.size ||
-	    hold->run_count)
+	    hold->pieces)
 		return false;
 	while (arena->holds[at] != hold)
 		at++;
@@ -105,13 +105,13 @@ static uint32_t runs_before(const struct arena_hold *hold, uint64_t granule)
 	return low;
 }
 
-/* Each change makes one more at most, and room for it is made first. */
+/* There are no more of them than pieces, and one while two are being joined: so room is made for a piece. */
 static bool make_run_room(struct arena_hold *hold)
 {
 	uint32_t room = hold->run_room ? 2 * hold->run_room : 16;
 	struct arena_extent *larger;
 
-	if (hold->run_count + 1 < hold->run_room)
+	if (hold->pieces + 2 < hold->run_room)
 		return true;
 	larger = realloc(hold->runs, room * sizeof(*larger));
 	if (!larger)
@@ -178,7 +178,7 @@ bool arena_map(struct arena *arena, struct arena_range piece)
 	mpsd_granules_mark(arena, (uint32_t)first, (uint32_t)count);
 	arena->size[first] = piece.size;
 	arena->pieces++;
-	add_run(hold, (uint32_t)first, (uint32_t)count);
+	hold->pieces++;
 	return true;
 }
 
@@ -188,12 +188,26 @@ bool arena_unmap(struct arena *arena, struct arena_range piece)
 	struct arena_hold *hold = mpsd_hold_at(arena, first);
 
 	if (!hold || piece.base % ARENA_GRANULE || arena->head[first] != first + 1 ||
-	    arena->size[first] != piece.size || !make_run_room(hold))
+	    arena->size[first] != piece.size)
 		return false;
 	mpsd_granules_leave(arena, (uint32_t)first, mpsd_granules_of(piece.size));
 	arena->pieces--;
-	remove_run(hold, (uint32_t)first, mpsd_granules_of(piece.size));
+	hold->pieces--;
 	return true;
+}
+
+void arena_open_piece(struct arena *arena, struct arena_range piece)
+{
+	uint64_t first = (piece.base - arena->base) / ARENA_GRANULE;
+
+	add_run(mpsd_hold_at(arena, first), (uint32_t)first, mpsd_granules_of(piece.size));
+}
+
+void arena_close_piece(struct arena *arena, struct arena_range piece)
+{
+	uint64_t first = (piece.base - arena->base) / ARENA_GRANULE;
+
+	remove_run(mpsd_hold_at(arena, first), (uint32_t)first, mpsd_granules_of(piece.size));
 }
 
 bool arena_run(const struct arena *arena, uint64_t address, struct arena_range *run)
@@ -211,12 +225,13 @@ bool arena_run(const struct arena *arena, uint64_t address, struct arena_range *
 uint64_t mpsd_holds_behind(const struct arena *arena, uint64_t granule)
 {
 	const struct arena_hold *hold = mpsd_hold_at(arena, granule);
-	uint32_t before = hold ? runs_before(hold, granule) : 0;
 
 	if (!hold)
 		return 0;
-	return before < hold->run_count ? hold->runs[before].first
-					: (uint64_t)hold->addresses.first + hold->addresses.count;
+	do
+		granule++;
+	while (mpsd_is_within(&hold->addresses, granule) && !arena->head[granule]);
+	return granule;
 }
 
 void mpsd_holds_close(struct arena *arena)

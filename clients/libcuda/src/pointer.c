@@ -5,6 +5,7 @@
  */
 #include "channel.h"
 #include "marks.h"
+#include "failover/vmm.h"
 #include "hold.h"
 #include "memory.h"
 #include "proxy.h"
@@ -62,6 +63,13 @@ static bool put_right(void *data, CUpointer_attribute attribute, const struct mp
 	}
 }
 
+/* The driver has memory that this library has made exportable for itself. */
+static void put_right_mapped(void *data, CUpointer_attribute attribute, CUdeviceptr address)
+{
+	if (attribute == CU_POINTER_ATTRIBUTE_ALLOWED_HANDLE_TYPES && mpsd_memory_is_held(address))
+		mpsd_vmm_handle_types(address, data);
+}
+
 CUresult wrap_cuPointerGetAttribute(void *data, CUpointer_attribute attribute, CUdeviceptr ptr)
 {
 	CUresult result = real_cuPointerGetAttribute(data, attribute, ptr);
@@ -72,6 +80,8 @@ CUresult wrap_cuPointerGetAttribute(void *data, CUpointer_attribute attribute, C
 	/* What the driver does not know of mapped memory it may know of memory of cuMemAlloc. */
 	if (is_answer && data && mpsd_memory_find(ptr, &allocation) && put_right(data, attribute, &allocation))
 		return CUDA_SUCCESS;
+	if (result == CUDA_SUCCESS && data)
+		put_right_mapped(data, attribute, ptr);
 	return result;
 }
 
@@ -81,9 +91,17 @@ CUresult wrap_cuPointerGetAttributes(unsigned int numAttributes, CUpointer_attri
 	CUresult result = real_cuPointerGetAttributes(numAttributes, attributes, data, ptr);
 	struct mpsd_allocation allocation;
 
-	if (result == CUDA_SUCCESS && mpsd_memory_find(ptr, &allocation))
-		for (unsigned int i = 0; i < numAttributes; i++)
+	bool is;
+
+	if (result != CUDA_SUCCESS)
+		return result;
+	is = mpsd_memory_find(ptr, &allocation);
+	for (unsigned int i = 0; i < numAttributes; i++) {
+		if (is)
 			put_right(data[i], attributes[i], &allocation);
+		else
+			put_right_mapped(data[i], attributes[i], ptr);
+	}
 	return result;
 }
 

@@ -23,7 +23,7 @@
 
 #define DEFAULT_BASE ((CUdeviceptr)0x200000000000)
 #define DEFAULT_STEP ((CUdeviceptr)1 << 43)
-#define TIMES 4
+#define TIMES 8	/* PyTorch reserves all of the memory and an eighth for each stream, twice */
 #define FEWEST_PIECES 16
 #define DRIVERS_STEP ((size_t)1 << 30)	/* it was seen to round up to 128 MiB */
 

@@ -21,6 +21,7 @@ static uint64_t state;
 static struct arena_range holds[HOLDS], pieces[PIECES], large[LARGE];
 static int owner[GRANULES];		/* 1 + the hold, or -1 - the large allocation */
 static int mapped[GRANULES];		/* 1 + the piece */
+static bool open[PIECES];
 
 static size_t granule_of(uint64_t address)
 {
@@ -117,6 +118,7 @@ static void map_one(struct arena *arena, int slot)
 		return;
 	}
 	CHECK(arena_map(arena, *piece));
+	open[slot] = false;
 	for (uint64_t at = piece->base; at < piece->base + piece->size; at += ARENA_GRANULE)
 		mapped[granule_of(at)] = slot + 1;
 }
@@ -126,10 +128,26 @@ static void unmap_one(struct arena *arena, int slot)
 	struct arena_range *piece = &pieces[slot];
 
 	CHECK(!arena_unmap(arena, (struct arena_range){ piece->base, piece->size + ARENA_GRANULE }));
+	if (open[slot])
+		arena_close_piece(arena, *piece);
 	CHECK(arena_unmap(arena, *piece));
 	for (uint64_t at = piece->base; at < piece->base + piece->size; at += ARENA_GRANULE)
 		mapped[granule_of(at)] = 0;
 	piece->size = 0;
+}
+
+static void change_access(struct arena *arena, int slot)
+{
+	if (open[slot])
+		arena_close_piece(arena, pieces[slot]);
+	else
+		arena_open_piece(arena, pieces[slot]);
+	open[slot] = !open[slot];
+}
+
+static bool is_open(size_t granule)
+{
+	return mapped[granule] && open[mapped[granule] - 1];
 }
 
 static void check_run(struct arena *arena, size_t granule)
@@ -141,12 +159,12 @@ static void check_run(struct arena *arena, size_t granule)
 	CHECK(arena_held(arena, address, &found) == (owner[granule] > 0));
 	CHECK(owner[granule] <= 0 || found.base == holds[owner[granule] - 1].base);
 	CHECK(arena_find(arena, address, &found) == (owner[granule] < 0));
-	CHECK(arena_run(arena, address, &run) == (mapped[granule] != 0));
-	if (!mapped[granule])
+	CHECK(arena_run(arena, address, &run) == is_open(granule));
+	if (!is_open(granule))
 		return;
-	while (first && mapped[first - 1] && owner[first - 1] == owner[granule])
+	while (first && is_open(first - 1) && owner[first - 1] == owner[granule])
 		first--;
-	while (end < GRANULES && mapped[end] && owner[end] == owner[granule])
+	while (end < GRANULES && is_open(end) && owner[end] == owner[granule])
 		end++;
 	CHECK(granule_of(run.base) == first && granule_of(run.base + run.size) == end);
 }
@@ -187,6 +205,8 @@ int main(int count, char **given)
 			change_hold(&arena, (int)random_below(&state, HOLDS));
 		else if (random_below(&state, 20) == 0)
 			change_large(&arena, (int)random_below(&state, LARGE));
+		else if (pieces[slot].size && random_below(&state, 2))
+			change_access(&arena, slot);
 		else if (pieces[slot].size)
 			unmap_one(&arena, slot);
 		else

@@ -328,8 +328,8 @@ CUresult mpsd_exact_without_work(CUresult (*call)(const void *with), const void 
 		return MPSD_AGAIN;
 	if (has_order)
 		result = mpsd_epoch_settle();
-	/* A function of the host may wait for who wants the order, and the driver waits for that function. */
-	if (has_order && mpsd_hosts_are_open()) {
+	/* A function of the host, or a word, may wait for who wants the order, and the driver waits for that. */
+	if (has_order && (mpsd_hosts_are_open() || mpsd_epoch_is_waiting())) {
 		mpsd_order_give(moves);
 		has_order = false;
 	}

@@ -362,7 +362,7 @@ static void be_unsure_of_captured(void)
 }
 
 /* What is waited for may be what this thread writes next: nothing of the epoch is done again. */
-static bool is_waiting(void)
+bool mpsd_epoch_is_waiting(void)
 {
 	bool is;
 
@@ -377,7 +377,7 @@ CUresult mpsd_epoch_settle(void)
 {
 	CUresult result = mpsd_lanes_mark();
 
-	if (result == CUDA_SUCCESS && is_waiting())
+	if (result == CUDA_SUCCESS && mpsd_epoch_is_waiting())
 		return CUDA_SUCCESS;
 	if (result == CUDA_SUCCESS)
 		result = mpsd_lanes_wait();

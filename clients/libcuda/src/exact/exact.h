@@ -93,6 +93,9 @@ CUresult mpsd_exact_settle_event(CUevent event);
  */
 CUresult mpsd_exact_without_work(CUresult (*call)(const void *with), const void *with);
 
+/* What kernels may write has become more, or less, without an allocation. */
+void mpsd_undo_runs_changed(void);
+
 /* After an allocation: whether it is to be tried again, for there is more room than there was. */
 bool mpsd_exact_has_more_room(CUresult *result);
 

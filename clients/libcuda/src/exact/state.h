@@ -259,6 +259,9 @@ void mpsd_epoch_end(void);
 /* Takes the lock: the program is about to know what is proven. */
 void mpsd_epoch_observed(void);
 
+/* Takes the lock: whether something waits for a word in memory, which may be what this thread, or another one, writes next. */
+bool mpsd_epoch_is_waiting(void);
+
 /*
  * The same around a wait for some of it, where the epoch has become long: it ends if all has, and not only what is
  * waited for. Without the lock; hasten() with the order. Nobody waits for more than some microseconds, and once for

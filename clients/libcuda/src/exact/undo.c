@@ -151,8 +151,36 @@ static bool is_in_window(CUdeviceptr address)
 	return __atomic_load_n(&stamps, __ATOMIC_ACQUIRE) && address - window_base < pages * MPSD_EXACT_PAGE;
 }
 
+/* In which epoch what kernels may write of what the program has mapped itself has changed last. */
+static atomic_uint runs_changed;
+
+void mpsd_undo_runs_changed(void)
+{
+	atomic_store(&runs_changed, __atomic_load_n(&mpsd_epoch.number, __ATOMIC_RELAXED));
+}
+
+/* Such a run may have grown since its page was saved. */
+static bool may_have_grown(CUdeviceptr address)
+{
+	return atomic_load(&runs_changed) == __atomic_load_n(&mpsd_epoch.number, __ATOMIC_RELAXED) &&
+	       mpsd_memory_is_held(address);
+}
+
+/* What nothing may write there the driver refuses: to copy it could lose the context. */
+static uint64_t open_size(CUdeviceptr address, uint64_t size)
+{
+	struct mpsd_allocation run;
+
+	if (!mpsd_memory_is_held(address))
+		return size;
+	if (!mpsd_memory_find_mapped(address, &run))
+		return 0;
+	return size < run.base + run.size - address ? size : run.base + run.size - address;
+}
+
 CUresult mpsd_undo_save(struct mpsd_plan *plan, CUdeviceptr address, uint64_t size)
 {
+	size = open_size(address, size);
 	if (!size || (!is_in_window(address) && !know_window(address)))
 		return CUDA_SUCCESS;
 	if (!is_in_window(address)) {
@@ -171,7 +199,8 @@ CUresult mpsd_undo_save_around(struct mpsd_plan *plan, CUdeviceptr address)
 	struct mpsd_allocation allocation;
 	CUresult result;
 
-	if (is_in_window(address) && is_saved(plan, (address - window_base) / MPSD_EXACT_PAGE))
+	if (is_in_window(address) && is_saved(plan, (address - window_base) / MPSD_EXACT_PAGE) &&
+	    !may_have_grown(address))
 		return CUDA_SUCCESS;
 	if (!mpsd_memory_is_in_window(address) || !mpsd_memory_find_mapped(address, &allocation))
 		return CUDA_SUCCESS;

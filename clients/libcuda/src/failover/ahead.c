@@ -32,22 +32,26 @@ static void end_twin(struct mpsd_made *made)
 	mpsd_ahead_forget(made);
 }
 
+static bool enter(CUdevice device)
+{
+	const struct mpsd_made *context = mpsd_made_context(device);
+
+	return context && context->is_twin && other_cuCtxSetCurrent(context->twin) == CUDA_SUCCESS;
+}
+
 /* The oldest that is to be made, held, in its context; NULL: there is none. */
 static struct mpsd_made *hold_one(struct mpsd_graph **graph)
 {
-	struct mpsd_made *made, *its;
+	struct mpsd_made *made;
 
 	mpsd_made_lock();
 	made = mpsd_made_oldest();
-	while (made && !is_due(made))
+	while (made && !(is_due(made) && enter(made->device)))
 		made = made->newer;
-	its = made ? mpsd_made_context(made->device) : NULL;
-	if (made && its && its->is_twin && other_cuCtxSetCurrent(its->twin) == CUDA_SUCCESS) {
+	if (made) {
 		end_twin(made);
 		*graph = mpsd_graph_hold(made->graph);
 		mpsd_made_hold(made);
-	} else {
-		made = NULL;
 	}
 	mpsd_made_unlock();
 	return made;

@@ -13,24 +13,34 @@
 #include <unistd.h>
 
 #include "failover/descriptors.h"
+#include "failover/fence.h"
 #include "failover/kept.h"
 #include "failover/line.h"
 #include "failover/vmm.h"
 #include "turn.h"
 
+#define FENCE_MS 1000
 #define FIRST_NAME ((CUmemGenericAllocationHandle)0x6d707364 << 32)	/* no handle of a driver's was seen there */
 
 const char mpsd_vmm_outside[] = "memory that is mapped by the program itself, and not in a window";
 
 static struct mpsd_block *blocks[MPSD_VMM_BUCKETS];
 
-struct mpsd_block *mpsd_block_find(CUmemGenericAllocationHandle name)
+/* Also one that is mapped alone, and has no name any more. */
+static struct mpsd_block *find_any(CUmemGenericAllocationHandle name)
 {
 	struct mpsd_block *block = blocks[mpsd_vmm_bucket(name)];
 
 	while (block && block->name != name)
 		block = block->next;
 	return block;
+}
+
+struct mpsd_block *mpsd_block_find(CUmemGenericAllocationHandle name)
+{
+	struct mpsd_block *block = find_any(name);
+
+	return block && block->names ? block : NULL;
 }
 
 void mpsd_block_drop_if_unused(struct mpsd_block *block)
@@ -42,8 +52,20 @@ void mpsd_block_drop_if_unused(struct mpsd_block *block)
 	while (*link != block)
 		link = &(*link)->next;
 	*link = block->next;
-	close(block->fd);
+	if (block->fd >= 0)
+		close(block->fd);
 	free(block);
+}
+
+/* Whether anything that the program has, or has mapped, is called so. */
+static bool is_taken(CUmemGenericAllocationHandle name)
+{
+	bool is;
+
+	pthread_mutex_lock(&mpsd_windows_lock);
+	is = find_any(name) != NULL;
+	pthread_mutex_unlock(&mpsd_windows_lock);
+	return is;
 }
 
 static bool is_carried(const CUmemAllocationProp *prop)
@@ -59,7 +81,25 @@ static CUresult create(CUmemGenericAllocationHandle *handle, size_t size, const 
 	do
 		result = inner_cuMemCreate(handle, size, prop, flags);
 	while (mpsd_exact_has_more_room(&result));
+	/* What was freed is so when the copy of the driver that was left has let go of it too. */
+	if (result == CUDA_ERROR_OUT_OF_MEMORY && mpsd_fence_await(FENCE_MS))
+		result = inner_cuMemCreate(handle, size, prop, flags);
 	return result;
+}
+
+/* As the driver has it; but after a move no handle may be one that an earlier copy gave, and the program has still. */
+static CUresult create_outside(CUmemGenericAllocationHandle *handle, size_t size, const CUmemAllocationProp *prop,
+			       unsigned long long flags)
+{
+	CUresult result = inner_cuMemCreate(handle, size, prop, flags);
+	CUmemGenericAllocationHandle first;
+
+	if (result != CUDA_SUCCESS || !handle || !mpsd_tables()->moves || !is_taken(*handle))
+		return mpsd_line_made(result, mpsd_vmm_outside);
+	first = *handle;
+	result = inner_cuMemCreate(handle, size, prop, flags);
+	inner_cuMemRelease(first);
+	return mpsd_line_made(result, mpsd_vmm_outside);
 }
 
 static bool export(CUmemGenericAllocationHandle native, int *fd)
@@ -75,12 +115,15 @@ static bool export(CUmemGenericAllocationHandle native, int *fd)
 	return *fd >= 0;
 }
 
-/* What a later copy answers may be the name of something that an earlier one gave. */
+/*
+ * What a later copy answers may be the name of something that an earlier one gave, and what the first one answers that of
+ * something that the program has retained alone, and the driver let go.
+ */
 static CUmemGenericAllocationHandle name_for(CUmemGenericAllocationHandle native)
 {
 	static uint64_t used;
 
-	return mpsd_tables()->moves ? FIRST_NAME + ++used : native;
+	return mpsd_tables()->moves || find_any(native) ? FIRST_NAME + ++used : native;
 }
 
 /* Locked. */
@@ -108,7 +151,7 @@ CUresult make_cuMemCreate(CUmemGenericAllocationHandle *handle, size_t size, con
 	bool is;
 
 	if (!handle || !prop || !is_carried(prop))
-		return mpsd_line_made(inner_cuMemCreate(handle, size, prop, flags), mpsd_vmm_outside);
+		return create_outside(handle, size, prop, flags);
 	wide = *prop;
 	wide.requestedHandleTypes |= CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
 	result = create(handle, size, &wide, flags);
@@ -122,7 +165,7 @@ CUresult make_cuMemCreate(CUmemGenericAllocationHandle *handle, size_t size, con
 	if (result == CUDA_ERROR_OUT_OF_MEMORY || result == MPSD_AGAIN || mpsd_is_loss(result))
 		return result;
 	/* With the handles that it wants alone, or as the driver has it. */
-	return mpsd_line_made(inner_cuMemCreate(handle, size, prop, flags), mpsd_vmm_outside);
+	return create_outside(handle, size, prop, flags);
 }
 
 /* Locked: what the copy in use calls it. */
@@ -164,7 +207,7 @@ CUresult make_cuMemRelease(CUmemGenericAllocationHandle handle)
 	if (!mpsd_vmm_enter())
 		return MPSD_AGAIN;
 	block = mpsd_block_find(handle);
-	if (!block || !block->names)
+	if (!block)
 		return mpsd_vmm_leave(inner_cuMemRelease(handle));
 	result = release_natives(block, block->names - 1);
 	if (result == CUDA_SUCCESS) {
@@ -184,6 +227,9 @@ CUresult make_cuMemExportToShareableHandle(void *shareableHandle, CUmemGenericAl
 	if (!mpsd_vmm_enter())
 		return MPSD_AGAIN;
 	block = mpsd_block_find(handle);
+	/* It is exportable for this library alone. */
+	if (block && !(block->property.requestedHandleTypes & handleType))
+		return mpsd_vmm_leave(CUDA_ERROR_INVALID_VALUE);
 	if (block && mpsd_tables()->moves && shareableHandle &&
 	    handleType == CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR) {
 		/* What was imported is not exported again. */
@@ -230,7 +276,10 @@ CUmemGenericAllocationHandle *mpsd_vmm_take(size_t *count)
 
 void mpsd_vmm_child(void)
 {
-	for (unsigned int i = 0; i < MPSD_VMM_BUCKETS; i++)
-		for (struct mpsd_block *block = blocks[i]; block; block = block->next)
+	for (unsigned int i = 0; i < MPSD_VMM_BUCKETS; i++) {
+		for (struct mpsd_block *block = blocks[i]; block; block = block->next) {
 			close(block->fd);
+			block->fd = -1;
+		}
+	}
 }

@@ -25,6 +25,7 @@
 #include "zones.h"
 
 #define MOST_LEAVE_MS 1000
+#define AHEAD_NS 300000000ull	/* what is made for a standby that the daemon waits for */
 #define RETRY_NS 100000000ull
 #define SETTLE_MS 1000		/* threads come into the next copy, for which they may need the loader, first */
 
@@ -93,12 +94,14 @@ static uint64_t due_ns(const struct left *left)
 /* Until a copy that was left is due to be unloaded; -1: there is none. */
 int mpsd_left_ms(void)
 {
-	uint64_t now = mpsd_now_ns(), due;
+	uint64_t now = mpsd_now_ns(), first = UINT64_MAX;
 
-	if (!lefts[0].copy.handle)
+	for (int i = 0; i < MOST_LEFT && lefts[i].copy.handle; i++)
+		if (due_ns(&lefts[i]) < first)
+			first = due_ns(&lefts[i]);
+	if (first == UINT64_MAX)
 		return -1;
-	due = due_ns(&lefts[0]);
-	return now < due ? (int)((due - now) / 1000000) + 1 : 0;
+	return now < first ? (int)((first - now) / 1000000) + 1 : 0;
 }
 
 static bool is_empty(const struct left *left)
@@ -106,38 +109,60 @@ static bool is_empty(const struct left *left)
 	return !atomic_load(mpsd_inside_of(left->moves));
 }
 
-static void forget_oldest(void)
+static void forget(int number)
 {
-	struct left left = lefts[0];
+	struct left left = lefts[number];
 
-	for (int i = 0; i + 1 < MOST_LEFT; i++)
+	for (int i = number; i + 1 < MOST_LEFT; i++)
 		lefts[i] = lefts[i + 1];
 	lefts[MOST_LEFT - 1] = (struct left){ .ns = 0 };
 	end_copy(&left.copy);
 	mpsd_hosts_copy_went(left.moves);
 }
 
+/* One of them, and the others when they are looked at again. */
 void mpsd_standby_tend(void)
 {
-	if (mpsd_left_ms())
-		return;
-	if (is_empty(&lefts[0]))
-		forget_oldest();
-	else
-		lefts[0].ns += RETRY_NS;
+	uint64_t now = mpsd_now_ns();
+
+	for (int i = 0; i < MOST_LEFT && lefts[i].copy.handle; i++) {
+		if (now < due_ns(&lefts[i]))
+			continue;
+		if (is_empty(&lefts[i])) {
+			forget(i);
+			return;
+		}
+		lefts[i].ns += RETRY_NS;
+	}
 }
 
-/* The end of what the oldest has on the GPU, then of it, once nobody is inside. False: there is none, or somebody is. */
+/*
+ * The oldest in which nobody is; -1: there is none. Nobody gets on where the program's own context is lost meanwhile: what
+ * it waits for is the next one, whether a copy is due or not.
+ */
+static int find_empty(void)
+{
+	bool is_urgent = mpsd_own_error_met();
+	uint64_t now = mpsd_now_ns();
+
+	for (int i = 0; i < MOST_LEFT && lefts[i].copy.handle; i++)
+		if (is_empty(&lefts[i]) && (is_urgent || now >= due_ns(&lefts[i])))
+			return i;
+	return -1;
+}
+
+/* The end of what one has on the GPU, then of it, once nobody is inside. False: there is none, or somebody is. */
 static bool end_left(void)
 {
-	/* Nobody gets on where the program's own context is lost meanwhile: what it waits for is the next one. */
+	int number;
+
 	while (mpsd_left_ms() > 0 && !mpsd_own_error_met())
 		mpsd_pause(1);
-	for (int ms = 0; lefts[0].copy.handle && ms < MOST_LEAVE_MS && !is_empty(&lefts[0]); ms++)
+	for (int ms = 0; (number = find_empty()) < 0 && lefts[0].copy.handle && ms < MOST_LEAVE_MS; ms++)
 		mpsd_pause(1);
-	if (!lefts[0].copy.handle || !is_empty(&lefts[0]))
+	if (number < 0)
 		return false;
-	forget_oldest();
+	forget(number);
 	return true;
 }
 
@@ -155,6 +180,7 @@ static bool start_copy(uint64_t generation, const char *pipe, const char **why)
 
 static bool open_once(uint64_t generation, const char *pipe, const char *folder, const char **why)
 {
+	uint64_t until;
 	bool is;
 
 	mpsd_standby_close();
@@ -167,10 +193,13 @@ static bool open_once(uint64_t generation, const char *pipe, const char *folder,
 	mpsd_zones_copy(MPSD_RANGE_COPY_IS_THERE);
 	is = is && mpsd_mirror_begin(why);
 	pthread_mutex_unlock(&mpsd_windows_lock);
-	while (is && mpsd_ahead_make())
+	/* What is left then is made when the daemon knows of this one (mpsd_standby_follow()). */
+	until = mpsd_now_ns() + AHEAD_NS;
+	while (is && mpsd_now_ns() < until && (is = mpsd_made_twins(why)) && mpsd_ahead_make())
 		;
 	if (is && !(atomic_load(&mpsd_moves) & 1))
 		mpsd_rehearse();
+	mpsd_line_wake();
 	if (!is)
 		mpsd_standby_close();
 	return is;

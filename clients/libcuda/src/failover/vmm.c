@@ -18,6 +18,7 @@ static struct mapping {
 	struct arena_range range;
 	struct mpsd_block *block;
 	struct mpsd_mapped mapped;
+	bool is_open;		/* kernels may write there */
 } *mappings[MPSD_VMM_BUCKETS];
 
 static struct mapping **place_of(CUdeviceptr base)
@@ -36,6 +37,19 @@ bool mpsd_vmm_find(CUdeviceptr base, struct mpsd_mapped *mapped)
 	if (mapping)
 		*mapped = mapping->mapped;
 	return mapping != NULL;
+}
+
+void mpsd_vmm_handle_types(CUdeviceptr address, unsigned long long *types)
+{
+	const struct mapping *mapping = NULL;
+	struct arena_range piece;
+
+	pthread_mutex_lock(&mpsd_windows_lock);
+	if (mpsd_windows_piece(address, &piece))
+		mapping = *place_of(piece.base);
+	if (mapping)
+		*types = mapping->block->property.requestedHandleTypes;
+	pthread_mutex_unlock(&mpsd_windows_lock);
 }
 
 /* Addresses */
@@ -71,7 +85,7 @@ static bool note_mapping(struct arena_range range, struct mpsd_block *block)
 		free(mapping);
 		return false;
 	}
-	*mapping = (struct mapping){ NULL, range, block, { .fd = block->fd } };
+	*mapping = (struct mapping){ NULL, range, block, { .fd = block->fd }, false };
 	*place_of(range.base) = mapping;
 	block->mappings++;
 	mpsd_mirror_mapped(range, mpsd_windows_device(range.base), &mapping->mapped);
@@ -114,6 +128,21 @@ static bool are_whole(CUdeviceptr ptr, size_t size)
 	return size && at == ptr + size;
 }
 
+/* Of the window's own device. */
+static void open_or_close(struct mapping *mapping)
+{
+	const struct mpsd_mapped *mapped = &mapping->mapped;
+	bool is = false;
+
+	for (unsigned int i = 0; i < mapped->accesses; i++)
+		if (mapped->access[i].location.type == CU_MEM_LOCATION_TYPE_DEVICE &&
+		    mapped->access[i].location.id == mpsd_windows_device(mapping->range.base))
+			is = mapped->access[i].flags == CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+	if (is != mapping->is_open)
+		mpsd_windows_open(mapping->range, is);
+	mapping->is_open = is;
+}
+
 static void note_access(struct mpsd_mapped *mapped, const CUmemAccessDesc *desc)
 {
 	unsigned int at = 0;
@@ -129,8 +158,18 @@ static void note_access(struct mpsd_mapped *mapped, const CUmemAccessDesc *desc)
 	mapped->accesses += at == mapped->accesses;
 }
 
-CUresult make_cuMemSetAccess(CUdeviceptr ptr, size_t size, const CUmemAccessDesc *desc, size_t count)
+struct access {
+	CUdeviceptr ptr;
+	size_t size, count;
+	const CUmemAccessDesc *desc;
+};
+
+static CUresult set_access(const void *with)
 {
+	const struct access *access = with;
+	const CUmemAccessDesc *desc = access->desc;
+	CUdeviceptr ptr = access->ptr;
+	size_t size = access->size, count = access->count;
 	struct arena_range range = { ptr, size };
 	CUresult result;
 	bool is_ours;
@@ -140,13 +179,27 @@ CUresult make_cuMemSetAccess(CUdeviceptr ptr, size_t size, const CUmemAccessDesc
 	is_ours = are_whole(ptr, size);
 	result = inner_cuMemSetAccess(ptr, size, desc, count);
 	if (result == CUDA_SUCCESS && is_ours) {
-		for (CUdeviceptr at = ptr; at < ptr + size; at += (*place_of(at))->range.size)
+		for (CUdeviceptr at = ptr; at < ptr + size; at += (*place_of(at))->range.size) {
 			for (size_t i = 0; i < count; i++)
 				note_access(&(*place_of(at))->mapped, &desc[i]);
+			open_or_close(*place_of(at));
+		}
+		mpsd_undo_runs_changed();
 		mpsd_mirror_access(range, mpsd_windows_device(ptr), desc, count);
 	}
 	mpsd_vmm_leave(result);
 	return is_ours ? result : mpsd_line_made(result, mpsd_vmm_outside);
+}
+
+/* Where less is allowed than was, what was saved there could not be put back any more. */
+CUresult make_cuMemSetAccess(CUdeviceptr ptr, size_t size, const CUmemAccessDesc *desc, size_t count)
+{
+	struct access access = { ptr, size, count, desc };
+	bool is_less = false;
+
+	for (size_t i = 0; desc && i < count; i++)
+		is_less = is_less || desc[i].flags != CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+	return is_less ? mpsd_exact_without_work(set_access, &access) : set_access(&access);
 }
 
 static void forget_mapping(CUdeviceptr base)
@@ -154,6 +207,8 @@ static void forget_mapping(CUdeviceptr base)
 	struct mapping **place = place_of(base), *gone = *place;
 
 	*place = gone->next;
+	if (gone->is_open)
+		mpsd_windows_open(gone->range, false);
 	mpsd_mirror_gone(gone->range);
 	mpsd_windows_unmap(gone->range);
 	gone->block->mappings--;
@@ -199,8 +254,11 @@ CUresult make_cuMemRetainAllocationHandle(CUmemGenericAllocationHandle *handle, 
 	if (!mpsd_vmm_enter())
 		return MPSD_AGAIN;
 	mapping = handle && mpsd_windows_piece((CUdeviceptr)addr, &piece) ? *place_of(piece.base) : NULL;
-	if (!mapping)
-		return mpsd_vmm_leave(mpsd_line_made(inner_cuMemRetainAllocationHandle(handle, addr), mpsd_vmm_outside));
+	if (!mapping) {
+		/* It may be an allocation, which has none: so the proxy says, with that lock. */
+		mpsd_vmm_leave(CUDA_SUCCESS);
+		return mpsd_line_made(inner_cuMemRetainAllocationHandle(handle, addr), mpsd_vmm_outside);
+	}
 	mapping->block->names++;
 	*handle = mapping->block->name;
 	return mpsd_vmm_leave(CUDA_SUCCESS);

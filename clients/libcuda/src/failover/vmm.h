@@ -16,6 +16,9 @@ struct mpsd_mapped {
 /* With the lock of the windows: what is mapped from there on. False: nothing of that kind. */
 bool mpsd_vmm_find(CUdeviceptr base, struct mpsd_mapped *mapped);
 
+/* Takes that lock: by which handles the program wants what is mapped there to be shared; untouched where nothing is. */
+void mpsd_vmm_handle_types(CUdeviceptr address, unsigned long long *types);
+
 /*
  * In a move, with the same lock: the handles that the copy in use has of it, each as often as it is to be released there; the
  * next copy has its own. To be freed.
