@@ -11,6 +11,7 @@ from typing import Any
 
 from faultinject import report
 from faultinject.failover.rounds import Fault, Moved
+from faultinject.kinds import ENGINE, ENGINE_DELAY_MS
 from mpsd.core.members import MISSING
 
 KIND, SCHEMA_VERSION = "failover", 1
@@ -210,13 +211,18 @@ def beyond(faults: Sequence[Mapping[str, Any]], *, suspect: bool) -> list[float]
     ]
 
 
+def _delay(fault: Mapping[str, Any]) -> float:
+    """The first reports do not have it; they are from a GPU."""
+    return float(fault.get("delay", ENGINE_DELAY_MS if fault["kind"] in ENGINE else 0.0))
+
+
 def resumed(
     faults: Sequence[Mapping[str, Any]], *, suspect: bool, over_the_gpus: bool = False
 ) -> list[float]:
     """From the fault until each such program went on in its fresh context, or, a suspect with work to be done
     again, until its turn had come, in ms; `over_the_gpus`: less the bystander's stall."""
     return [
-        fault["word"] - fault.get("delay", 0.0) + went_on - (fault["bystander"] if over_the_gpus else 0.0)
+        fault["word"] - _delay(fault) + went_on - (fault["bystander"] if over_the_gpus else 0.0)
         for fault in faults
         if fault["record"] and None not in (fault.get("word"), fault.get("bystander"))
         for fate in fault["record"]["clients"]

@@ -94,18 +94,51 @@ def test_what_is_no_such_report(tmp_path: Path) -> None:
         reports.load(tmp_path / "absent.json")
 
 
-def test_suspects_may_be_later_than_the_cleared() -> None:
-    def fault(bystander: float | None, *programs: tuple[float, bool | None]) -> dict[str, Any]:
+def test_what_a_step_took_beyond_the_gpus_stall_is_told_by_suspicion() -> None:
+    def fault(*programs: tuple[float, bool | None]) -> dict[str, Any]:
         rows = [{"stall": stall, "suspect": suspect} for stall, suspect in programs]
-        return {"bystander": bystander, "programs": rows}
+        return {"bystander": 20.0, "programs": rows}
 
-    cleared, suspects = fault(20.0, (24.0, False), (26.0, False)), fault(20.0, (119.0, True), (24.0, None))
-    assert reports.beyond([cleared, suspects], suspect=False) == [4.0, 6.0]
-    assert reports.beyond([cleared, suspects], suspect=True) == [99.0]
+    faults = [fault((24.0, False), (26.0, False)), fault((119.0, True), (24.0, None))]
+    assert reports.beyond(faults, suspect=False) == [4.0, 6.0]
+    assert reports.beyond(faults, suspect=True) == [99.0]
+
+
+def _moved(suspect: bool, first_ms: float, turn_ms: float | None = None, outcome: str = "moved") -> Any:
+    return {"suspect": suspect, "first_ms": first_ms, "turn_ms": turn_ms, "outcome": outcome}
+
+
+def _fault(
+    kind: str, word: float | None, bystander: float | None, *fates: Any, **more: float
+) -> dict[str, Any]:
+    return {"kind": kind, "word": word, "bystander": bystander, "record": {"clients": list(fates)}, **more}
+
+
+def test_suspects_may_resume_later_than_the_cleared() -> None:
+    cleared = _fault(
+        "store", 1.0, 20.0, _moved(False, 22.0), _moved(False, 24.0), _moved(False, 90.0, None, "no")
+    )
+    suspects = _fault("trap", 30.0, 31.0, _moved(True, 4.0, 100.0), _moved(True, 5.0))
+    assert reports.resumed([cleared, suspects], suspect=False) == [23.0, 25.0]
+    assert reports.resumed([cleared, suspects], suspect=True) == [130.0, 35.0]
+    assert reports.resumed([cleared, suspects], suspect=True, over_the_gpus=True) == [99.0, 4.0]
     assert reports.in_time([cleared, suspects]) == "yes"
-    assert reports.in_time([cleared, fault(20.0, (121.0, True))]) == "no"
-    assert reports.in_time([fault(20.0, (26.0, False))]) == "no"
-    assert reports.in_time([fault(None, (26.0, False))]) == "-"
+    assert reports.in_time([cleared, _fault("trap", 30.0, 31.0, _moved(True, 4.0, 102.0))]) == "no"
+    assert reports.in_time([_fault("store", 1.0, 20.0, _moved(False, 24.1))]) == "no"
+    assert reports.in_time([_fault("store", 1.0, None, _moved(False, 26.0))]) == "-"
+    assert reports.in_time([_fault("store", None, 20.0, _moved(False, 26.0))]) == "-"
+    assert reports.in_time([_fault("store", 1.0, 20.0) | {"record": None}]) == "-"
+
+
+@pytest.mark.parametrize(
+    ("kind", "delay", "after"), [("pbdma", None, 3.0), ("pbdma", 0.0, 53.0), ("trap", None, 53.0)]
+)
+def test_what_the_offender_waits_for_is_not_the_survivors(
+    kind: str, delay: float | None, after: float
+) -> None:
+    """The first reports do not say it."""
+    more = {} if delay is None else {"delay": delay}
+    assert reports.resumed([_fault(kind, 51.0, 4.0, _moved(False, 2.0), **more)], suspect=False) == [after]
 
 
 def test_a_report_of_nothing_has_not_passed() -> None:
