@@ -12,7 +12,8 @@ from typing import Any
 
 from faultinject import kinds, report
 from faultinject.failover import reports
-from faultinject.failover.rounds import PARTS, SETTINGS, Rounds, data
+from faultinject.failover.outcomes import data
+from faultinject.failover.rounds import PARTS, SETTINGS, Rounds
 from faultinject.failover.works import Calm, WorkRounds
 from faultinject.history import History
 from faultinject.matrix import tell_stderr

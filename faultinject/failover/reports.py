@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any
 
 from faultinject import report
-from faultinject.failover.rounds import Fault, Moved
+from faultinject.failover.outcomes import Fault, Moved
 from faultinject.kinds import ENGINE, ENGINE_DELAY_MS
 from mpsd.core.members import MISSING
 

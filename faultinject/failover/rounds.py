@@ -6,11 +6,11 @@ import os
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from typing import Any
 
 from faultinject.bystander import Bystander
+from faultinject.failover.outcomes import Fault, Moved, moved
 from faultinject.history import clock
 from faultinject.kinds import ENGINE, ENGINE_DELAY_MS
 from faultinject.leftovers import descriptor_kinds, open_descriptors
@@ -32,54 +32,6 @@ UP_S, READY_S, FAULT_S, MOVED_S = 60.0, 15.0, 20.0, 15.0
 POLL_S = 0.01
 NOT_RECORDED = f"no fail-over was recorded within {MOVED_S:.0f} s"
 PARTS = ("server_death", "drain")
-
-
-@dataclass(slots=True)
-class Moved:
-    """What one program lived through at one fault; times in ms, None where it was never reached.
-
-    `stall` is the longest step that began after 0.2 s before the fault; `after` how long after the fault the
-    first step ended that began after it; `told` the codes that it met; `suspect` whether mpsd took it for
-    one who may have done it; `usual` the median of its steps then, where they are not short.
-    """
-
-    alive: bool
-    wrong: int
-    steps: int
-    stall: float | None
-    after: float | None
-    told: list[int] = field(default_factory=list)
-    suspect: bool | None = None
-    usual: float | None = None
-
-
-@dataclass(slots=True)
-class Fault:
-    """One fault and its fail-over. `problem`: what did not come in time. `bystander`: the longest step of a
-    program in another domain since the fault, in ms: what the GPU itself stood still. `word`: ms from the
-    order to the offender until mpsd told the programs to move (by the system's clock); `delay`: so much of it
-    the offender's own work takes on the GPU before the fault. `descriptors`: how
-    many mpsd had open before it, with everybody ready, and the program with most; `kinds`: its. `threads`: of
-    the program with most, then. `nothing`: the offender's own wait succeeded and mpsd moved nobody, as after
-    some window faults. `later`: the fail-overs that came of it after `record`: an
-    offender that is carried over faults once more, by its own work. `named`: where the offender is under
-    mpsd-run too, whether mpsd recorded that it was this one."""
-
-    kind: str
-    problem: str = ""
-    offender_code: int | None = None
-    programs: list[Moved] = field(default_factory=list)
-    record: Mapping[str, Any] | None = None
-    faults: list[Mapping[str, Any]] = field(default_factory=list)
-    bystander: float | None = None
-    word: float | None = None
-    delay: float = 0.0
-    descriptors: list[int] | None = None
-    threads: int | None = None
-    kinds: Mapping[str, int] | None = None
-    nothing: bool = False
-    later: list[Mapping[str, Any]] = field(default_factory=list)
-    named: bool | None = None
 
 
 class Rounds:
@@ -343,7 +295,7 @@ class Rounds:
                 fault.programs.append(Moved(False, 0, 0, None, None))
                 fault.problem = fault.problem or self._last_words(server)
                 continue
-            fault.programs.append(_moved(said, at))
+            fault.programs.append(moved(said, at))
 
     def _last_words(self, server: Worker) -> str:
         error = server.heard("error")
@@ -384,20 +336,3 @@ def _plain(record: Mapping[str, Any]) -> dict[str, Any]:
     private = ("command", "user", "uid")
     clients = [{k: v for k, v in fate.items() if k not in private} for fate in record["clients"]]
     return {**record, "clients": clients}
-
-
-def _moved(said: Mapping[str, Any], at: float) -> Moved:
-    steps = [(start, end) for start, end in said["longest"] if end > at - 0.2]
-    later = [end for start, end in steps if end > at]
-    return Moved(
-        alive=True,
-        wrong=said["wrong"],
-        steps=said["steps"],
-        stall=round(max((end - start for start, end in steps), default=0.0) * 1e3, 3),
-        after=round((min(later) - at) * 1e3, 3) if later else None,
-        told=[code for _, code in said["told"]],
-    )
-
-
-def data(faults: Sequence[Fault]) -> list[dict[str, Any]]:
-    return [asdict(fault) for fault in faults]

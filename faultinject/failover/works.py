@@ -13,7 +13,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from faultinject.failover.rounds import Fault, Moved, Rounds
+from faultinject.failover.outcomes import Fault, Moved
+from faultinject.failover.rounds import Rounds
 from faultinject.proxy.library import MPSD_RUN, Libraries
 from faultinject.rig import Rig
 from faultinject.worker import Worker
@@ -34,6 +35,7 @@ FIRST_STEPS = 12
 SEED = 1
 BLOCK_S = 1.0
 STEPS_MOST = 2000
+LATEST_LEAST_S = 0.01
 UP_S, BLOCK_MOST_S = 90.0, 60.0
 
 
@@ -54,6 +56,7 @@ class WorkRounds(Rounds):
         self._works = tuple(works)
         self._calm = calm or Calm()
         self._blocks = 0
+        self._latest_s = BLOCK_S / 2
         self._choose = random.Random(SEED)
         self._digests: dict[str, list[str]] = {work: [] for work in works}
 
@@ -88,14 +91,29 @@ class WorkRounds(Rounds):
         return list(begun.data["times"])
 
     def _begin(self, fault: Fault, kind: str, offender: Worker | None) -> float:
-        # At another moment of the block each time.
-        time.sleep(self._choose.uniform(0.05, BLOCK_S / 2))
+        # At another moment of the block each time, while all are at work.
+        time.sleep(self._choose.uniform(0.1, 1) * self._latest_s)
+        while any(worker.count("block") == self._blocks for worker in self._servers):
+            # Steps are shorter than they were when their number was chosen.
+            if self._latest_s < LATEST_LEAST_S:
+                raise DeadlineError("a program's block of steps was over each time before a fault could come")
+            self._latest_s /= 2
+            self._reset_reports()
+            time.sleep(self._choose.uniform(0.1, 1) * self._latest_s)
         return super()._begin(fault, kind, offender)
 
     def _reset_reports(self) -> None:
+        """All begin their next block, once all have ended the last. Raises DeadlineError."""
+        self._hear("block", self._blocks)
         for work, worker in zip(self._works, self._servers, strict=True):
             worker.tell("block", steps=self._calm.steps[work])
         self._blocks += 1
+        self._hear("working", self._blocks)
+
+    def _hear(self, what: str, times: int) -> None:
+        for worker in self._servers if times else ():
+            if worker.wait(what, timeout=BLOCK_MOST_S, after=times - 1) is None:
+                raise DeadlineError(self._last_words(worker))
 
     def _collect(self, fault: Fault, at: float) -> None:
         for worker in self._servers if self._blocks else ():

@@ -2,7 +2,8 @@
 at once with others.
 
 It says `imported` (or `lacking`, with what is not installed), does `begin` (set up and so many steps),
-`block` (so many timed steps) as often as it is told, and `finish`: the digest of all its results.
+`block` (so many timed steps, after the word `working`) as often as it is told, and `finish`: the digest of
+all its results.
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ def serve(work: Work, inbox: Inbox, steps: int) -> None:
         order = inbox.wait()
         match order["do"] if order else "stop":
             case "block":
+                say("working")
                 began = clock()
                 say("block", began=began, times=timed(work, int(order["steps"]) if order else 0))
             case "finish":

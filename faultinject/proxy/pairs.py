@@ -31,6 +31,7 @@ from faultinject.proxy.judge import (
     verdict,
 )
 from faultinject.proxy.library import FAR_BYTES, MPSD_RUN, Libraries, read_stats
+from faultinject.proxy.work import MAPPED
 from faultinject.rig import Rig
 from faultinject.verdict import Verdict
 from faultinject.worker import Worker
@@ -298,7 +299,8 @@ def judged(entry: Mapping[str, Any], *, bars: bool) -> dict[str, Any]:
         return {**entry, "figures": None, "verdict": None, "findings": []}
     sides = {name: Side.of(entry[name]) for name in ("plain", "again", "proxied")}
     bar = step_bar(entry["mode"], entry["program"])
-    pair = Pair(entry["mode"], untimed=entry["untimed"], step_bar=bar, **sides)
+    mapped = entry["program"] in MAPPED
+    pair = Pair(entry["mode"], untimed=entry["untimed"], step_bar=bar, mapped=mapped, **sides)
     findings = check(pair, bars=bars)
     return {
         **entry,

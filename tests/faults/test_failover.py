@@ -13,8 +13,9 @@ import pytest
 from faultinject import report
 from faultinject.failover import reports
 from faultinject.failover.command import main_settings, run
+from faultinject.failover.outcomes import Fault, data
 from faultinject.failover.reports import judge
-from faultinject.failover.rounds import NOT_RECORDED, Fault, Rounds, data
+from faultinject.failover.rounds import NOT_RECORDED, Rounds
 from faultinject.failover.works import WorkRounds
 from faultinject.history import History, clock
 from faultinject.node import Node, open_simulated_node

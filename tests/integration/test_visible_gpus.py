@@ -47,6 +47,7 @@ def test_who_names_none_gets_the_first_of_those_with_the_fewest_clients() -> Non
         assert environ[VISIBLE] == first
         program = site.program(environ=site.environ() | environ)
         program.do("dev.on_mps")
+        site.attached(program)
         assert site.ask(lambda client: client.env())[VISIBLE] == second
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from faultinject.failover.rounds import NOT_RECORDED, Fault, Rounds
+from faultinject.failover.outcomes import Fault
+from faultinject.failover.rounds import NOT_RECORDED, Rounds
 from mpsd.errors import DeadlineError
 
 

@@ -43,6 +43,13 @@ def test_a_guard_that_covers_nothing_is_no_guard() -> None:
     assert said(replace(PAIR, mode="guard", proxied=bare)) == (Verdict.INVALID, ["host memory was guarded"])
 
 
+def test_the_vault_may_have_nothing_of_a_program_that_maps_its_memory_itself() -> None:
+    pair = replace(PAIR, proxied=replace(PROXIED, stats={**ACTIVE, "vault_taken": 0}))
+    assert said(replace(pair, mapped=True)) == (Verdict.VALID, [])
+    lost = replace(PROXIED, stats={**ACTIVE, "vault_lost": 1})
+    assert said(replace(PAIR, proxied=lost, mapped=True)) == (Verdict.INVALID, ["memory was vaulted"])
+
+
 def test_a_pair_that_is_the_same_is_valid() -> None:
     assert said(PAIR) == (Verdict.VALID, [])
 

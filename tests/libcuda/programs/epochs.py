@@ -16,6 +16,7 @@ from typing import Any
 from faultinject.measure.failover_driver import Driver
 from tests.support.nodes import Nodes
 from tests.support.rows import DEVICE, HOST, UNIFIED, Plane, box, plane
+from tests.support.segments import Segment
 
 IMAGE = b"standin module\nkernel add add 0\nkernel fill fill 0\nkernel copy copy 0\nkernel sum sum 0\n"
 SIZES = (8 << 20, 600, 4 << 20, 3 << 20)
@@ -33,39 +34,6 @@ DEADLINE_S = 30
 NON_BLOCKING, DISABLE_TIMING, RELAXED = 1, 2, 2
 # Rows of two words: the first two of a buffer and the last two that are looked at, and not what is between.
 WIDTH, PITCH, ROWS = 8, 16, 2
-
-
-class Segment:
-    """Addresses in which memory is mapped piece by piece; the buffer's words lie in the first two."""
-
-    PIECE, MOST = 2 << 20, 4
-
-    def __init__(self, driver: Driver) -> None:
-        self._driver = driver
-        self.base = driver.reserve(self.MOST * self.PIECE)
-        self.handles: list[int] = []
-        self.grow()
-        self.grow()
-        self.buffer = self.base + self.PIECE - 12
-
-    def grow(self) -> None:
-        handle = self._driver.create()
-        self._driver.map(self.base + len(self.handles) * self.PIECE, handle)
-        self.handles.append(handle)
-
-    def swap(self) -> None:
-        """Other memory, of zeros, from the buffer's fourth word on."""
-        address = self.base + self.PIECE
-        self._driver.unmap(address, self.handles[1])
-        self.handles[1] = self._driver.create()
-        self._driver.map(address, self.handles[1])
-        self._driver("cuMemsetD8_v2", address, 0, self.PIECE)
-
-    def end(self) -> None:
-        self._driver("cuMemUnmap", self.base, len(self.handles) * self.PIECE)
-        for handle in self.handles:
-            self._driver("cuMemRelease", handle)
-        self._driver("cuMemAddressFree", self.base, self.MOST * self.PIECE)
 
 
 class Program(Driver):

@@ -1,0 +1,38 @@
+"""Memory that a program maps itself, for programs that a test moves while they run."""
+
+from __future__ import annotations
+
+from faultinject.measure.failover_driver import Driver
+
+
+class Segment:
+    """Addresses in which memory is mapped piece by piece; the buffer's words lie in the first two."""
+
+    PIECE, MOST = 2 << 20, 4
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self.base = driver.reserve(self.MOST * self.PIECE)
+        self.handles: list[int] = []
+        self.grow()
+        self.grow()
+        self.buffer = self.base + self.PIECE - 12
+
+    def grow(self) -> None:
+        handle = self._driver.create()
+        self._driver.map(self.base + len(self.handles) * self.PIECE, handle)
+        self.handles.append(handle)
+
+    def swap(self) -> None:
+        """Other memory, of zeros, from the buffer's fourth word on."""
+        address = self.base + self.PIECE
+        self._driver.unmap(address, self.handles[1])
+        self.handles[1] = self._driver.create()
+        self._driver.map(address, self.handles[1])
+        self._driver("cuMemsetD8_v2", address, 0, self.PIECE)
+
+    def end(self) -> None:
+        self._driver("cuMemUnmap", self.base, len(self.handles) * self.PIECE)
+        for handle in self.handles:
+            self._driver("cuMemRelease", handle)
+        self._driver("cuMemAddressFree", self.base, self.MOST * self.PIECE)
