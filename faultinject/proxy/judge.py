@@ -18,6 +18,7 @@ from faultinject.verdict import Finding, Verdict, invalid, merge, unknown, valid
 STEP_BAR, TRAINING_BAR, MEMORY_BAR = 0.01, 0.05, 0.02
 FAILOVER_MODES = ("keep", "exact")
 GUARDED = "guard"
+VALIDATED = "validate"
 ROUNDS_LEAST = 3
 # Of the bar on step times: where the median of the rounds may be off by more, the verdict would be chance.
 ERROR_SHARE = 1 / 4
@@ -148,6 +149,24 @@ def could_fail_over(pair: Pair) -> Judgement:
     return valid()
 
 
+def writes_are_covered(pair: Pair) -> Judgement:
+    """Whether what its operations write is what mode `exact` saves before them."""
+    stats = pair.proxied.stats
+    if pair.mode != VALIDATED or stats is None or stats["state"] != "active":
+        return None
+    seen = stats["validation"]
+    if not seen["operations"]:
+        return invalid("no operation was looked at")
+    if seen["strays"] or seen["variables"]:
+        return invalid(
+            f"{seen['strays']} pages were written where no parameter leads, and variables of modules "
+            f"{seen['variables']} times; the first of them by {seen['first']}"
+        )
+    if seen["unread"]:
+        return unknown(f"{seen['unread']} images of code could not be looked at, or use the device's heap")
+    return valid()
+
+
 def results_same(pair: Pair) -> Judgement:
     if pair.plain.failure or pair.again.failure or pair.proxied.failure:
         return None
@@ -159,7 +178,7 @@ def results_same(pair: Pair) -> Judgement:
 
 
 def step_time_same(pair: Pair) -> Judgement:
-    if pair.untimed or pair.plain.failure or pair.proxied.failure:
+    if pair.untimed or pair.mode == VALIDATED or pair.plain.failure or pair.proxied.failure:
         return None
     proxied = ratio(pair.proxied.blocks, pair.plain.blocks)
     noise = ratio(pair.again.blocks, pair.plain.blocks)
@@ -173,7 +192,7 @@ def step_time_same(pair: Pair) -> Judgement:
 
 def memory_same(pair: Pair) -> Judgement:
     """A standby's context has no bound: what it takes is told."""
-    if pair.mode in FAILOVER_MODES or pair.plain.failure or pair.proxied.failure:
+    if pair.mode in (VALIDATED, *FAILOVER_MODES) or pair.plain.failure or pair.proxied.failure:
         return None
     found, noise = memory_ratio(pair.proxied, pair.plain), memory_ratio(pair.again, pair.plain)
     if found is None or noise is None:
@@ -191,6 +210,7 @@ LAWS: tuple[Law, ...] = (
     memory_was_vaulted,
     host_memory_was_guarded,
     could_fail_over,
+    writes_are_covered,
     results_same,
 )
 BAR_LAWS: tuple[Law, ...] = (step_time_same, memory_same)

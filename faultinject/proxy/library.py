@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -135,4 +135,6 @@ def _plain(value: Any) -> Any:
     """As JSON has it: members of an enumeration by name."""
     if isinstance(value, Enum):
         return value.name.lower()
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
     return dict(value) if isinstance(value, Mapping) else value

@@ -22,6 +22,7 @@ from faultinject.proxy.judge import (
     GUARDED,
     STEP_BAR,
     TRAINING_BAR,
+    VALIDATED,
     Pair,
     Side,
     are_settled,
@@ -37,9 +38,10 @@ from faultinject.verdict import Verdict
 from faultinject.worker import Worker
 from mpsd.errors import DeadlineError, UnsupportedError, UsageError
 
-MODES = ("forward", "vault", GUARDED, *FAILOVER_MODES)
+MODES = ("forward", "vault", GUARDED, *FAILOVER_MODES, VALIDATED)
 """MPSD_VAULT=0: every call is passed on; memory in the window, brought to the vault; that, and a guard over
-the program's own host memory; with a standby too, in that mode of fail-over."""
+the program's own host memory; with a standby too, in that mode of fail-over; and in mode exact with all of
+the program's memory looked at after each operation, which takes many times as long."""
 
 GUARD_BYTES = 16 << 30
 
@@ -52,6 +54,7 @@ BLOCK_S = 0.3
 STEPS_MOST = 2000
 UP_S = 90.0
 STEP_S = 60.0
+VALIDATED_TIMES = 8
 SPARE_S = READY_S = 20.0
 LEAST_MEMORY = 1 << 20
 
@@ -117,6 +120,8 @@ class Group:
             service.environment, service.socket, vault=name != "forward", far_bytes=FAR_BYTES
         )
         environment["MPSD_FAILOVER"] = name if name in FAILOVER_MODES else "off"
+        if name == VALIDATED:
+            environment |= {"MPSD_FAILOVER": "exact", "MPSD_FAILOVER_VALIDATE": "1"}
         if name == GUARDED:
             environment["MPSD_HOST_GUARD_BYTES"] = str(GUARD_BYTES)
         return self._spawn_alike(name, arguments, environment, MPSD_RUN)
@@ -183,7 +188,7 @@ class Group:
     def _begin(self, member: Member) -> None:
         before = self.rig.node.gpu_memory_used()
         member.worker.tell("begin", steps=FIRST_STEPS)
-        said = member.worker.must("begun", timeout=UP_S)
+        said = member.worker.must("begun", timeout=_within(member, UP_S))
         if member.name in FAILOVER_MODES:
             self._wait_ready(member)
         grown = self.rig.node.gpu_memory_used() - before
@@ -220,7 +225,7 @@ class Group:
     def _block(self, member: Member, steps: int) -> None:
         heard = member.worker.count("block")
         member.worker.tell("block", steps=steps)
-        said = member.worker.must("block", timeout=STEP_S, after=heard)
+        said = member.worker.must("block", timeout=_within(member, STEP_S), after=heard)
         member.blocks.append(statistics.median(said.data["times"]))
 
     def _finish(self, member: Member) -> None:
@@ -237,6 +242,10 @@ class Group:
     def end(self) -> None:
         for member in self.members.values():
             member.worker.end()
+
+
+def _within(member: Member, seconds: float) -> float:
+    return seconds * VALIDATED_TIMES if member.name == VALIDATED else seconds
 
 
 def _standing(member: Member, status: Mapping[str, Any]) -> Mapping[str, Any] | None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from faultinject import report
 from faultinject.proxy import deaths, memory_end, numba_suite, pairs
+from faultinject.proxy.judge import VALIDATED
 from faultinject.verdict import Verdict
 from mpsd.errors import UsageError
 
@@ -129,7 +130,11 @@ def _mebibytes(stats: Mapping[str, Any] | None) -> str:
 
 def told(data: Mapping[str, Any]) -> list[str]:
     """Lines about the parts that are no table."""
-    lines = []
+    lines = [
+        f"Validation of {e['program']}: {validation_line(e['proxied']['stats']['validation'])}"
+        for e in data["programs"] or ()
+        if e["mode"] == VALIDATED and not e["not_run"] and e["proxied"]["stats"]
+    ]
     if (killed := data["deaths"]) is not None:
         lines.append(f"Deaths: {killed.get('verdict') or 'not run'}: {deaths_line(killed)}")
     if (numba := data["numba"]) is not None:
@@ -139,6 +144,14 @@ def told(data: Mapping[str, Any]) -> list[str]:
     if (ends := data["memory_end"]) is not None:
         lines.append(f"Memory's end: {ends.get('verdict')}: {memory_end.line(ends)}")
     return lines
+
+
+def validation_line(seen: Mapping[str, Any]) -> str:
+    return (
+        f"{seen['operations']} operations were looked at, {seen['unsure']} others cannot be undone; "
+        f"{seen['strays']} pages were written where no parameter leads, variables of modules "
+        f"{seen['variables']} times; {seen['unread']} images of code could not be looked at"
+    )
 
 
 def deaths_line(killed: Mapping[str, Any]) -> str:

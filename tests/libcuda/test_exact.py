@@ -257,23 +257,6 @@ def test_the_standby_gives_way_to_what_the_program_allocates(
     assert ask.end() == ""
 
 
-@pytest.mark.parametrize("ask", [{"MPSD_FAILOVER": "exact", "MPSD_FAILOVER_VALIDATE": "1"}], indirect=True)
-def test_validation_names_what_writes_where_its_parameters_do_not_lead(post: Post, ask: Program) -> None:
-    post.greet(moving.EXACT)
-    ask("m = gpu.memory(4 << 20); other = gpu.memory(4 << 20); at = ctypes.c_uint64(other)")
-    ask("f = gpu.made('cuModuleLoadData', b'standin module\\nkernel follow follow 0\\n')")
-    ask("gpu.functions['follow'] = gpu.made('cuModuleGetFunction', f, b'follow')")
-    ask("gpu('cuMemcpyHtoD_v2', m, ctypes.byref(at), 8)")
-    assert ask("gpu.run('add', m + 64, 8, 1), gpu.run('add', other, 8, 1), gpu.sync()") == "(0, 0, 0)"
-    ask("value = ctypes.c_uint32(7); where = ctypes.c_uint64(m)")
-    ask("given = (ctypes.c_void_p * 2)(ctypes.addressof(where), ctypes.addressof(value))")
-    follow = "gpu.code('cuLaunchKernel', gpu.functions['follow'], 1, 1, 1, 1, 1, 1, 0, 0, given, None)"
-    assert ask(f"{follow}, gpu.sync(), gpu.word(other)") == "(0, 0, 7)"
-    said = ask.end().splitlines()
-    assert "where its parameters do not lead" in said[0]
-    assert "1 pages written where no parameter leads" in said[1] and len(said) == 2
-
-
 @EXACT
 def test_a_program_waits_for_its_turn(
     domain: Domain, gate: Gate, second: Domain, post: Post, ask: Program, copies: Path

@@ -16,6 +16,9 @@ _NAME = "/memfd:mpsd-libcuda"
 _HEAD = struct.Struct("<Q10I20Q256s512s")
 _UNKNOWN = struct.Struct("<Q88s")
 _UNKNOWN_MAX = 64
+_VALIDATION = struct.Struct("<5Q128s")
+"""At the end: zeros in what a build tells that does not have it."""
+_BYTES = _HEAD.size + _UNKNOWN_MAX * _UNKNOWN.size + _VALIDATION.size
 
 
 class State(enum.IntEnum):
@@ -32,6 +35,23 @@ class Window(enum.IntEnum):
     AS_WANTED = 1
     ELSEWHERE = 2
     NONE = 3
+
+
+@dataclass(frozen=True)
+class Validation:
+    """What MPSD_FAILOVER_VALIDATE=1 has found so far.
+
+    `operations` were looked at, `unsure` ones not, for they cannot be undone anyway. `strays`: pages that
+    were written where no parameter leads; `variables`: writes of modules' variables; `first`: the first of
+    either. `unread`: images of code whose variables nobody knows, or that use the device's own heap.
+    """
+
+    operations: int
+    unsure: int
+    strays: int
+    variables: int
+    unread: int
+    first: str
 
 
 @dataclass(frozen=True)
@@ -79,9 +99,10 @@ class Stats:
     window_base: int
     host_guard: int
     unknown: Mapping[str, int]
+    validation: Validation
 
 
-_COUNTED = [field.name for field in fields(Stats)][4:-4]
+_COUNTED = [field.name for field in fields(Stats)][4:-5]
 """In the order of stats.h, between the path and the window."""
 
 
@@ -96,7 +117,7 @@ def read_stats(pid: int) -> Stats | None:
         if not starts:
             return None
         with open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:
-            data = os.pread(memory.fileno(), _HEAD.size + _UNKNOWN_MAX * _UNKNOWN.size, starts[0])
+            data = os.pread(memory.fileno(), _BYTES, starts[0])
     except (FileNotFoundError, ProcessLookupError):
         return None
     return decode(data)
@@ -104,7 +125,7 @@ def read_stats(pid: int) -> Stats | None:
 
 def decode(data: bytes) -> Stats | None:
     """The structure in `data`; None if it is none of this version."""
-    if len(data) < _HEAD.size + _UNKNOWN_MAX * _UNKNOWN.size:
+    if len(data) < _BYTES:
         return None
     magic, version, _, pid, state, *numbers, window, guard, reason, path = _HEAD.unpack_from(data)
     if magic != MAGIC or version != VERSION:
@@ -116,6 +137,9 @@ def decode(data: bytes) -> Stats | None:
         count, name = _UNKNOWN.unpack_from(data, _HEAD.size + number * _UNKNOWN.size)
         if count:
             unknown[_text(name)] += count
+    operations, unsure, strays, variables, unread, first = _VALIDATION.unpack_from(
+        data, _BYTES - _VALIDATION.size
+    )
     return Stats(
         pid=pid,
         state=State(state),
@@ -125,6 +149,7 @@ def decode(data: bytes) -> Stats | None:
         window_base=window & ~3,
         host_guard=guard,
         unknown=unknown,
+        validation=Validation(operations, unsure, strays, variables, unread, _text(first)),
         **counts,
     )
 

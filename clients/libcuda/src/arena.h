@@ -57,6 +57,7 @@ struct arena {
 	struct arena_hold **holds;	/* by address */
 	uint32_t hold_count;
 	uint32_t pieces;		/* that have their granules, given back by arena_free or not */
+	uint64_t changes;		/* of what is mapped where: so often something came */
 	uint32_t lowest;		/* no living piece begins below this granule */
 };
 

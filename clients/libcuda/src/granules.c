@@ -51,6 +51,7 @@ uint32_t mpsd_granules_take(struct arena *arena, uint32_t count)
 		if (!extent->count)
 			drop_extent(arena, i);
 		arena->pieces++;
+		arena->changes++;
 		return first;
 	}
 	return arena->granules;

@@ -201,6 +201,7 @@ void arena_open_piece(struct arena *arena, struct arena_range piece)
 	uint64_t first = (piece.base - arena->base) / ARENA_GRANULE;
 
 	add_run(mpsd_hold_at(arena, first), (uint32_t)first, mpsd_granules_of(piece.size));
+	arena->changes++;
 }
 
 void arena_close_piece(struct arena *arena, struct arena_range piece)

@@ -2,7 +2,7 @@
 /*
  * What the proxy tells about itself, in shared memory of a fixed size (a sealed memfd named
  * mpsd-libcuda). Whoever may read the process's memory may read it: mpsd_libcuda/stats.py does.
- * The layout is an interface: new fields take reserved words, anything else is a new version.
+ * The layout is an interface: new fields take reserved words or come at the end, anything else is a new version.
  */
 #pragma once
 
@@ -68,6 +68,13 @@ struct mpsd_stats {
 	char reason[256];		/* why it stepped aside */
 	char real_path[512];
 	struct mpsd_unknown unknown[MPSD_UNKNOWN_MAX];
+	/* 0 in what an earlier build tells, whose `size` ends here. All of MPSD_FAILOVER_VALIDATE: */
+	uint64_t validated;		/* operations that were looked at, */
+	uint64_t validate_unsure;	/* and that were not: they cannot be undone, which the daemon knows */
+	uint64_t validate_strays;	/* pages written where no parameter leads */
+	uint64_t validate_variables;	/* writes of variables of modules */
+	uint64_t validate_unread;	/* images of code whose variables nobody knows, or that use the device's heap */
+	char validate_first[128];	/* whose write of either kind was the first */
 };
 
 _Static_assert(sizeof(struct mpsd_stats) <= MPSD_STATS_BYTES, "the structure has grown too large");

@@ -7,6 +7,8 @@
 
 #include "standin.h"
 
+#define PAGE_BYTES ((size_t)2 << 20)
+
 /* The way to memory that the context may access; NULL after a stray access, absorbed or not. */
 static void *reach(uint64_t address, size_t size, enum access access)
 {
@@ -92,6 +94,32 @@ static void follow(const uint64_t *arguments)
 		*to = (uint32_t)arguments[1];
 }
 
+/* The module's first variable is one more than it was. */
+static void count(const uint64_t *arguments)
+{
+	uint32_t *counter = reach(arguments[HIDDEN_ARGUMENTS + 1], sizeof(*counter), ACCESS_WRITE);
+
+	if (counter)
+		++*counter;
+}
+
+/* base, sums: what the kernel of src/exact/pages.c does; to be told from one another, other sums do as well */
+static void page_sums(const uint64_t *arguments)
+{
+	uint64_t *sums = reach(arguments[1], arguments[HIDDEN_ARGUMENTS] * sizeof(*sums), ACCESS_WRITE);
+	size_t words = PAGE_BYTES / sizeof(uint64_t);
+
+	for (uint64_t page = 0; sums && page < arguments[HIDDEN_ARGUMENTS]; page++) {
+		const uint64_t *from = reach(arguments[0] + page * PAGE_BYTES, PAGE_BYTES, ACCESS_READ);
+
+		for (size_t i = 0; from && i < words; i++) {
+			uint64_t word = (from[i] + i) * 0x9e3779b97f4a7c15u;
+
+			sums[page] += word ^ word >> 32;
+		}
+	}
+}
+
 static void trap(const uint64_t *arguments)
 {
 	CUresult deadly;
@@ -113,6 +141,8 @@ static const struct builtin builtins[] = {
 	{ "store", 2, { 8, 4 }, store },
 	{ "follow", 2, { 8, 4 }, follow },
 	{ "trap", 0, { 0 }, trap },
+	{ "count", 0, { 0 }, count },
+	{ "page_sums", 2, { 8, 8 }, page_sums },
 };
 
 const struct builtin *find_builtin(const char *name)

@@ -152,6 +152,8 @@ CUresult prepare_kernel(const CUDA_KERNEL_NODE_PARAMS *given, struct operation *
 	operation->kernel.builtin = function->builtin;
 	for (size_t i = 0; i < function->builtin->parameters; i++)
 		memcpy(&operation->kernel.arguments[i], given->kernelParams[i], function->builtin->sizes[i]);
+	operation->kernel.arguments[HIDDEN_ARGUMENTS] = given->gridDimX;
+	operation->kernel.arguments[HIDDEN_ARGUMENTS + 1] = first_global(function);
 	return CUDA_SUCCESS;
 }
 

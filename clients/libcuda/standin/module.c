@@ -6,8 +6,12 @@
  *	kernel NAME FUNCTION MICROSECONDS
  *	global NAME BYTES
  *
+ * or has one in it, up to an empty line, be it PTX, an ELF file or a fat binary: the rest is not looked at. The one kernel
+ * that the proxy itself brings is known by its name.
+ *
  * A library is a module here, and a kernel is its function, as far as a program can tell.
  */
+#include <elf.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -73,6 +77,15 @@ static CUresult add_global(struct CUmod_st *module, const char *line)
 	return CUDA_SUCCESS;
 }
 
+uintptr_t first_global(const struct CUfunc_st *function)
+{
+	const struct global *global = function->module->globals;
+
+	while (global && global->next)
+		global = global->next;
+	return global ? global->address : 0;
+}
+
 static void free_module(struct CUmod_st *module)
 {
 	struct CUfunc_st *function;
@@ -106,14 +119,36 @@ void close_modules(CUdevice device)
 	}
 }
 
+/* elf(5), and the head of a fat binary: magic, version, its own size, that of what follows. */
+static size_t bytes_of(const char *image)
+{
+	uint16_t head_bytes;
+	uint64_t bytes;
+
+	if (!strncmp(image, "\x50\xed\x55\xba", 4)) {
+		memcpy(&head_bytes, image + 6, sizeof(head_bytes));
+		memcpy(&bytes, image + 8, sizeof(bytes));
+		return head_bytes + bytes;
+	}
+	if (!strncmp(image, ELFMAG, SELFMAG)) {
+		const Elf64_Ehdr *head = (const Elf64_Ehdr *)image;
+
+		return head->e_shoff + (size_t)head->e_shnum * head->e_shentsize;
+	}
+	return strlen(image);
+}
+
 static CUresult read_image(struct CUmod_st *module, const char *image)
 {
 	CUresult result = CUDA_SUCCESS;
 
-	if (strncmp(image, MARK, strlen(MARK)) != 0)
+	if (!strncmp(image, ".version", 8) && strstr(image, ".entry mpsd_page_sums("))
+		return add_kernel(module, "kernel mpsd_page_sums page_sums 0");
+	image = memmem(image, bytes_of(image), MARK, strlen(MARK));
+	if (!image)
 		return CUDA_ERROR_INVALID_IMAGE;
 	image += strlen(MARK);
-	while (*image && result == CUDA_SUCCESS) {
+	while (*image && *image != '\n' && result == CUDA_SUCCESS) {
 		const char *end = strchrnul(image, '\n');
 
 		if (!strncmp(image, "kernel ", 7))

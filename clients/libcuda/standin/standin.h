@@ -121,6 +121,9 @@ struct CUstream_st {
 	CUstreamAttrValue attributes[CU_STREAM_ATTRIBUTE_MEM_SYNC_DOMAIN + 1];	/* but its priority */
 };
 
+/* Behind those that a kernel was given: how many columns of blocks it has, its module's first variable. */
+#define HIDDEN_ARGUMENTS 3
+
 struct operation {
 	struct operation *next;
 	uint64_t number;
@@ -134,7 +137,7 @@ struct operation {
 	union {
 		struct {
 			const struct builtin *builtin;
-			uint64_t arguments[4];
+			uint64_t arguments[HIDDEN_ARGUMENTS + 2];
 		} kernel;
 		struct {
 			void *to;
@@ -336,4 +339,5 @@ struct standin_table {
 extern const struct standin_table standin_table;	/* what cuGetExportTable answers with */
 
 struct CUfunc_st *find_function(const struct CUfunc_st *handle);	/* NULL if it is none */
+uintptr_t first_global(const struct CUfunc_st *function);		/* of its module; 0: there is none */
 const struct builtin *find_builtin(const char *name);

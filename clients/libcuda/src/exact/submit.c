@@ -257,10 +257,11 @@ static CUresult mark_before(struct mpsd_op *op)
 /* Everything before the driver has it. */
 static CUresult make_ready(struct mpsd_op *op, bool full)
 {
-	CUresult result = full ? out_of_the_way(mpsd_epoch_settle) : CUDA_SUCCESS;
+	bool settles = full || mpsd_validates();
+	CUresult result = settles ? out_of_the_way(mpsd_epoch_settle) : CUDA_SUCCESS;
 
 	if (result == CUDA_SUCCESS && mpsd_validates())
-		result = out_of_the_way(mpsd_validate_before);
+		mpsd_validate_before(op);
 	if (result == CUDA_SUCCESS)
 		result = mpsd_replay_come_after(op->lane);
 	if (result == CUDA_SUCCESS)

@@ -1,22 +1,34 @@
 // SPDX-License-Identifier: MIT
 /*
  * MPSD_FAILOVER_VALIDATE=1: whether what operations write is what is saved before them. After each one the GPU comes
- * to rest, and every page of the window is compared with what it was; a page that changed and was not saved is an
- * operation's that follows pointers which its parameters do not show. Slow, and for tests of programs alone.
+ * to rest, and every page of the window is compared with what it was (by sums: pages.c). A page that changed and was not
+ * saved is an operation's that follows pointers which its parameters do not show; a variable of a module that changed
+ * (globals.c) is not carried over. For tests of programs: each operation costs a look at all of the program's memory.
  */
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include "exact/state.h"
+#include "exact/globals.h"
+#include "exact/pages.h"
+#include "failover/line.h"
+#include "failover/made.h"
+#include "stats.h"
 #include "windows.h"
 
 #define MOST_NAMES 256
 
-static uint64_t *hashes;		/* of each page of the first window, as it was last seen; 0: not mapped */
-static char *buffer;
-static uint64_t looks, strays;
+static struct {
+	bool is_there;		/* sums are those of now, but for what the next operation does */
+	uint64_t moves, changes;	/* as the sums are of */
+	uint64_t *sums;		/* of each page of the first window; 0: not mapped */
+	struct arena_range *pieces;
+	size_t count, room, pages;
+} known;
+
 static const void *told[MOST_NAMES];
 static unsigned int told_count;
+static bool is_over;
 
 bool mpsd_validates(void)
 {
@@ -27,126 +39,222 @@ bool mpsd_validates(void)
 
 		is = given && !strcmp(given, "1");
 	}
-	return is;
-}
-
-/* FNV-1a over words, offset so that it is never 0. */
-static uint64_t hash_of(const char *bytes)
-{
-	uint64_t hash = 0xcbf29ce484222325u;
-
-	for (size_t i = 0; i < MPSD_EXACT_PAGE; i += sizeof(uint64_t)) {
-		uint64_t word;
-
-		memcpy(&word, bytes + i, sizeof(word));
-		hash = (hash ^ word) * 0x100000001b3u;
-	}
-	return hash | 1;
+	return is && !is_over;
 }
 
 static const char *name_of(const struct mpsd_op *op)
 {
+	bool is_kernel = op->kind == MPSD_OP_LAUNCH && mpsd_made_is(op->launch.function, MPSD_MADE_KERNEL);
 	const char *name = NULL;
-	bool is = op->kind == MPSD_OP_LAUNCH && mpsd_tables()->real[MPSD_cuFuncGetName];
+	CUresult result = CUDA_ERROR_NOT_FOUND;
 
-	if (is && real_cuFuncGetName(&name, mpsd_native(op->launch.function)) == CUDA_SUCCESS && name)
+	if (is_kernel && mpsd_tables()->real[MPSD_cuKernelGetName])
+		result = real_cuKernelGetName(&name, mpsd_native((CUkernel)op->launch.function));
+	else if (op->kind == MPSD_OP_LAUNCH && mpsd_tables()->real[MPSD_cuFuncGetName])
+		result = real_cuFuncGetName(&name, mpsd_native(op->launch.function));
+	if (result == CUDA_SUCCESS && name)
 		return name;
 	return op->kind == MPSD_OP_LAUNCH ? "a kernel" : op->kind == MPSD_OP_GRAPH ? "a graph" : "a copy, memset or memory operation";
 }
 
-static void tell(const struct mpsd_op *op, uint64_t address)
+/* Each is named once. */
+static bool is_news(const struct mpsd_op *op)
 {
 	const void *key = op->kind == MPSD_OP_LAUNCH ? (const void *)op->launch.function : op;
 
-	strays++;
 	for (unsigned int i = 0; i < told_count; i++)
 		if (told[i] == key)
-			return;
+			return false;
 	if (told_count < MOST_NAMES)
 		told[told_count++] = key;
-	mpsd_say("%s writes at 0x%llx, where its parameters do not lead: it cannot be undone", name_of(op),
-		 (unsigned long long)address);
+	return true;
 }
 
-/* One piece; `op` NULL: nothing has happened yet. */
-static void look_at(const struct arena_range *piece, uint64_t base, const struct mpsd_op *op)
+static void note_first(const struct mpsd_op *op, const char *variable)
 {
-	for (uint64_t at = piece->base; at < piece->base + piece->size; at += MPSD_EXACT_PAGE) {
-		uint64_t page = (at - base) / MPSD_EXACT_PAGE, hash;
+	size_t room = sizeof(mpsd_stats->validate_first);
 
-		if (real_cuMemcpyDtoH_v2(buffer, at, MPSD_EXACT_PAGE) != CUDA_SUCCESS)
-			return;
-		hash = hash_of(buffer);
-		if (op && hashes[page] && hash != hashes[page] && !mpsd_undo_is_saved(at))
-			tell(op, at);
-		hashes[page] = hash;
-	}
+	if (mpsd_stats->validate_strays + mpsd_stats->validate_variables == 1)
+		snprintf(mpsd_stats->validate_first, room, "%s%s%s", name_of(op), variable ? ": " : "",
+			 variable ? variable : "");
 }
 
-/* A copy of the pieces' places: nothing is copied with the lock of the windows. */
-static struct arena_range *find_pieces(const struct window *window, size_t *count)
+static void tell_page(const struct mpsd_op *op, uint64_t address)
 {
-	struct arena_range piece = { window->arena.base, 0 }, *pieces = NULL, *more;
+	mpsd_stats->validate_strays++;
+	note_first(op, NULL);
+	if (is_news(op))
+		mpsd_say("%s writes at 0x%llx, where its parameters do not lead: it cannot be undone", name_of(op),
+			 (unsigned long long)address);
+}
 
-	*count = 0;
+static void tell_variable(const struct mpsd_op *op, const char *variable)
+{
+	mpsd_stats->validate_variables++;
+	note_first(op, variable);
+	if (is_news(op))
+		mpsd_say("%s writes a variable of its module, %s, which is not carried over", name_of(op), variable);
+}
+
+/* What the program maps itself is there to be read when it has said who may. */
+static bool is_open(const struct window *window, const struct arena_range *piece)
+{
+	struct arena_range of;
+
+	return !arena_held(&window->arena, piece->base, &of) || arena_run(&window->arena, piece->base, &of);
+}
+
+/* With the lock of the windows. False: no memory. */
+static bool find_pieces(const struct window *window)
+{
+	struct arena_range piece = { window->arena.base, 0 };
+
+	known.count = known.pages = 0;
 	while (arena_next_piece(&window->arena, piece.base + piece.size, &piece)) {
-		more = realloc(pieces, (*count + 1) * sizeof(*pieces));
-		if (!more)
-			break;
-		pieces = more;
-		pieces[(*count)++] = piece;
+		if (!is_open(window, &piece))
+			continue;
+		if (known.count == known.room) {
+			size_t room = known.room ? 2 * known.room : 64;
+			struct arena_range *more = realloc(known.pieces, room * sizeof(*more));
+
+			if (!more)
+				return false;
+			known.pieces = more;
+			known.room = room;
+		}
+		known.pieces[known.count++] = piece;
+		known.pages += piece.size / MPSD_EXACT_PAGE;
 	}
-	return pieces;
+	return true;
 }
 
-static void look(const struct mpsd_op *op)
+/* `op` NULL: nothing has happened. */
+static void compare(const struct mpsd_op *op, const uint64_t *sums, uint64_t base)
 {
-	struct window *window = &mpsd_windows[0];
-	struct arena_range *pieces;
-	size_t count;
+	for (size_t i = 0; i < known.count; i++) {
+		const struct arena_range *piece = &known.pieces[i];
+
+		for (uint64_t at = piece->base; at < piece->base + piece->size; at += MPSD_EXACT_PAGE) {
+			uint64_t *was = &known.sums[(at - base) / MPSD_EXACT_PAGE], is = *sums++ | 1;
+
+			if (op && *was && *was != is && !mpsd_undo_is_saved(at))
+				tell_page(op, at);
+			*was = is;
+		}
+	}
+}
+
+/*
+ * With the lock of the windows, so that nothing is unmapped meanwhile. BUSY: the room for the sums is too small by now.
+ */
+static CUresult look_with_lock(const struct window *window, size_t room, const struct mpsd_op *op)
+{
+	bool is_news = known.changes != window->arena.changes;
+	const uint64_t *sums;
+	CUresult result;
+
+	if (!known.sums)
+		known.sums = calloc(window->arena.granules, sizeof(*known.sums));
+	if (!known.sums || !find_pieces(window))
+		return CUDA_ERROR_OUT_OF_MEMORY;
+	if (known.pages > room)
+		return CUDA_ERROR_NOT_READY;
+	result = mpsd_pages_sum(known.pieces, known.count, &sums);
+	if (result != CUDA_SUCCESS)
+		return result;
+	/* What came meanwhile at addresses that another piece had is no write. */
+	compare(is_news ? NULL : op, sums, window->arena.base);
+	known.changes = window->arena.changes;
+	known.moves = mpsd_tables()->moves;
+	return CUDA_SUCCESS;
+}
+
+static bool look(const struct mpsd_op *op)
+{
+	const struct window *window = &mpsd_windows[0];
+	CUresult result;
+
+	do {
+		size_t room = known.pages + known.pages / 4;
+
+		result = mpsd_pages_ready(room);
+		if (result != CUDA_SUCCESS)
+			break;
+		pthread_mutex_lock(&mpsd_windows_lock);
+		result = window->open ? look_with_lock(window, room, op) : CUDA_SUCCESS;
+		pthread_mutex_unlock(&mpsd_windows_lock);
+	} while (result == CUDA_ERROR_NOT_READY);
+	if (result != CUDA_SUCCESS && !mpsd_is_left()) {
+		is_over = true;
+		mpsd_say("validation ends here: its look at the memory failed (%d)", result);
+	}
+	return result == CUDA_SUCCESS;
+}
+
+static bool is_as_known(void)
+{
+	bool is;
 
 	pthread_mutex_lock(&mpsd_windows_lock);
-	if (!hashes && window->open) {
-		hashes = calloc(window->arena.granules, sizeof(*hashes));
-		buffer = malloc(MPSD_EXACT_PAGE);
-	}
-	pieces = hashes && buffer ? find_pieces(window, &count) : NULL;
+	is = known.is_there && known.changes == mpsd_windows[0].arena.changes && known.moves == mpsd_tables()->moves;
 	pthread_mutex_unlock(&mpsd_windows_lock);
-	for (size_t i = 0; pieces && i < count; i++)
-		look_at(&pieces[i], window->arena.base, op);
-	free(pieces);
+	return is;
 }
 
-CUresult mpsd_validate_before(void)
+void mpsd_validate_before(const struct mpsd_op *op)
 {
-	CUresult result = mpsd_epoch_settle();
+	if (!is_as_known())
+		known.is_there = look(NULL);
+	if (known.is_there)
+		mpsd_globals_before(op);
+}
 
-	if (result == CUDA_SUCCESS && !hashes)
-		look(NULL);
-	return result;
+/* Some of what it writes was not saved, and the daemon knows of it. */
+static bool is_unsure(void)
+{
+	bool is;
+
+	pthread_mutex_lock(&mpsd_exact_lock);
+	is = mpsd_epoch.unsure != NULL;
+	pthread_mutex_unlock(&mpsd_exact_lock);
+	return is;
 }
 
 /* Its saves, and the room they are in, are the proxy's own doing. */
 CUresult mpsd_validate_after(const struct mpsd_op *op)
 {
 	CUresult result = CUDA_SUCCESS;
+	const char *variable;
+	uint64_t at = 0;
 
 	/* A function of the host may wait for a thread that wants the order. */
-	if (op->kind == MPSD_OP_HOST || mpsd_hosts_are_open())
+	if (op->kind == MPSD_OP_HOST || mpsd_hosts_are_open()) {
+		known.is_there = false;
 		return result;
+	}
 	result = mpsd_lanes_mark();
 	if (result == CUDA_SUCCESS)
 		result = mpsd_lanes_wait();
-	if (result == CUDA_SUCCESS) {
-		looks++;
-		look(op);
-	}
+	if (result != CUDA_SUCCESS || !known.is_there)
+		return result;
+	if (is_unsure())
+		mpsd_stats->validate_unsure++;
+	else
+		mpsd_stats->validated++;
+	known.is_there = look(is_unsure() ? NULL : op);
+	while (known.is_there && (variable = mpsd_globals_changed(&at)))
+		tell_variable(op, variable);
+	mpsd_stats->validate_unread = mpsd_globals_count().unread + mpsd_globals_count().heaps;
 	return result;
 }
 
 void mpsd_validate_report(void)
 {
-	if (looks)
-		mpsd_say("validated: %llu operations, %llu pages written where no parameter leads",
-			 (unsigned long long)looks, (unsigned long long)strays);
+	const struct mpsd_stats *found = mpsd_stats;
+
+	if (found->validated || found->validate_unsure)
+		mpsd_say("validated: %llu operations, %llu pages written where no parameter leads, %llu writes of modules' variables; "
+			 "%llu operations that cannot be undone were not looked at",
+			 (unsigned long long)found->validated, (unsigned long long)found->validate_strays,
+			 (unsigned long long)found->validate_variables, (unsigned long long)found->validate_unsure);
 }

@@ -131,6 +131,11 @@ const void *mpsd_image_data(const struct mpsd_image *image)
 	return image->data;
 }
 
+size_t mpsd_image_bytes(const struct mpsd_image *image)
+{
+	return bytes_of(image->data);
+}
+
 unsigned int mpsd_image_options(const struct mpsd_image *image, const CUjit_option **names, void ***values)
 {
 	*names = image->names;

@@ -245,4 +245,5 @@ struct mpsd_image *mpsd_image_keep(const void *image, unsigned int options, cons
 void mpsd_image_free(struct mpsd_image *image);
 bool mpsd_image_writes(CUjit_option name);	/* the program's memory, when it is loaded */
 const void *mpsd_image_data(const struct mpsd_image *image);
+size_t mpsd_image_bytes(const struct mpsd_image *image);	/* 0: it does not say */
 unsigned int mpsd_image_options(const struct mpsd_image *image, const CUjit_option **names, void ***values);

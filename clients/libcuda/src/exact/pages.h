@@ -1,0 +1,14 @@
+/* SPDX-License-Identifier: MIT */
+#pragma once
+
+#include "arena.h"
+#include "exact/state.h"
+
+/* With the order, and nothing open. Room for that many sums; the calls below need it before, in the same copy. */
+CUresult mpsd_pages_ready(size_t pages);
+
+/* A number for each page of these pieces, one after the other: of the same bytes it is the same. They are mapped meanwhile. */
+CUresult mpsd_pages_sum(const struct arena_range *pieces, size_t count, const uint64_t **sums);
+
+/* Beside all streams: a capture that is under way is not touched. */
+CUresult mpsd_pages_read(void *to, CUdeviceptr from, size_t size);

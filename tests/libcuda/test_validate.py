@@ -1,0 +1,237 @@
+"""MPSD_FAILOVER_VALIDATE=1 names what writes where nothing is saved, and nothing else."""
+
+from __future__ import annotations
+
+import ast
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.libcuda.test_failover import Program, ask, break_domain, copies, post, stand_by
+from tests.support import images, moving
+from tests.support.images import ELF, LZ4, PTX, ZSTD, elf, fatbin, part
+from tests.support.moving import Post
+from tests.support.simfixtures import backend, domain, second, third
+from tests.support.simnode import Domain
+
+__all__ = ["ask", "backend", "copies", "domain", "post", "second", "third"]
+
+VALIDATED = pytest.mark.parametrize(
+    "ask", [{"MPSD_FAILOVER": "exact", "MPSD_FAILOVER_VALIDATE": "1"}], indirect=True
+)
+DECLARED = (
+    b".version 8.0\n.visible .global .align 4 .u32 counter;\n.global .align 1 .b8 $str[4] = {37, 100};\n"
+)
+
+
+def found(said: str) -> tuple[int, int, int]:
+    """Pages written where no parameter leads, writes of variables, operations that were not looked at."""
+    numbers = [int(word) for word in said.rsplit("validated: ", 1)[1].split() if word.isdigit()]
+    operations, strays, variables, unsure = numbers
+    assert operations > 0
+    return strays, variables, unsure
+
+
+def load(ask: Program, image: bytes) -> None:
+    """A module with `count` and `add`."""
+    ask(f"module = gpu.made('cuModuleLoadData', {image!r})")
+    ask("gpu.functions['count'] = gpu.made('cuModuleGetFunction', module, b'count')")
+
+
+def run_count(ask: Program) -> str:
+    return ask("gpu.code('cuLaunchKernel', gpu.functions['count'], 1, 1, 1, 1, 1, 1, 0, 0, None, None)")
+
+
+@VALIDATED
+def test_what_writes_where_its_parameters_do_not_lead_is_named(post: Post, ask: Program) -> None:
+    post.greet(moving.EXACT)
+    ask("m = gpu.memory(4 << 20); other = gpu.memory(4 << 20); at = ctypes.c_uint64(other)")
+    ask("f = gpu.made('cuModuleLoadData', b'standin module\\nkernel follow follow 0\\n')")
+    ask("gpu.functions['follow'] = gpu.made('cuModuleGetFunction', f, b'follow')")
+    ask("gpu('cuMemcpyHtoD_v2', m, ctypes.byref(at), 8)")
+    assert ask("gpu.run('add', m + 64, 8, 1), gpu.run('add', other, 8, 1), gpu.sync()") == "(0, 0, 0)"
+    ask("value = ctypes.c_uint32(7); where = ctypes.c_uint64(m)")
+    ask("given = (ctypes.c_void_p * 2)(ctypes.addressof(where), ctypes.addressof(value))")
+    follow = "gpu.code('cuLaunchKernel', gpu.functions['follow'], 1, 1, 1, 1, 1, 1, 0, 0, given, None)"
+    assert ask(f"{follow}, gpu.sync(), gpu.word(other)") == "(0, 0, 7)"
+    said = ask.end().splitlines()
+    assert "follow writes at 0x" in said[0] and "where its parameters do not lead" in said[0]
+    assert found(said[1]) == (1, 0, 0) and len(said) == 2
+
+
+@VALIDATED
+def test_memory_that_comes_where_other_memory_was_is_no_write(post: Post, ask: Program) -> None:
+    post.greet(moving.EXACT)
+    ask("m = gpu.memory(4 << 20)")
+    for _ in range(3):
+        ask("other = gpu.memory(64 << 20)")
+        assert ask("gpu.run('add', other, 8, 1), gpu.run('add', m, 8, 1), gpu.sync()") == "(0, 0, 0)"
+        ask("gpu('cuMemFree_v2', other)")
+        assert ask("gpu.run('add', m, 8, 1), gpu.sync()") == "(0, 0)"
+    said = ask.end()
+    assert found(said) == (0, 0, 0) and said.count("\n") == 1
+
+
+@VALIDATED
+def test_validation_goes_on_after_a_move(
+    domain: Domain, second: Domain, post: Post, ask: Program, copies: Path
+) -> None:
+    line = post.greet(moving.EXACT)
+    ask("m = gpu.memory(4 << 20)")
+    load(ask, elf(["counter"]))
+    stand_by(line, second, copies)
+    assert ask("gpu.run('add', m, 8, 5), gpu.sync()") == "(0, 0)"
+    break_domain(domain)
+    said = line.move(1, again=1)
+    assert (said.kind, said.text) == (moving.MOVED, "")
+    assert ask("gpu.run('add', m, 8, 1), gpu.sync(), gpu.word(m)") == "(0, 0, 6)"
+    assert run_count(ask) == "0"
+    said_by_it = ask.end().splitlines()
+    assert said_by_it[0].endswith("count writes a variable of its module, counter, which is not carried over")
+    assert found(said_by_it[1]) == (0, 1, 0)
+
+
+IMAGES = {
+    "elf": lambda: elf(["other", "counter", "$str"]),
+    "elf, unknown names": lambda: elf(["none", "counter"]),
+    "ptx": lambda: DECLARED + images.TEXT,
+    "fat": lambda: fatbin(part(ELF, 90, elf(["counter"], text=b""))),
+    "fat, of another GPU too": lambda: fatbin(
+        part(ELF, 100, elf(["of100"], text=b"")),
+        part(ELF, 80, elf(["counter"], text=b"")),
+        part(PTX, 80, b""),
+    ),
+    "fat, ptx": lambda: fatbin(part(PTX, 80, DECLARED)),
+    "fat, zstd": lambda: fatbin(part(ELF, 80, elf(["counter"], text=b""), ZSTD)),
+    "fat, lz4": lambda: fatbin(part(ELF, 80, elf(["counter"], text=b""), LZ4)),
+}
+
+
+def image_of(name: str) -> bytes:
+    try:
+        return IMAGES[name]()
+    except OSError as error:
+        pytest.skip(f"no library that packs: {error}")
+
+
+@VALIDATED
+@pytest.mark.parametrize("name", IMAGES)
+def test_a_kernel_that_writes_a_variable_of_its_module_is_named(post: Post, ask: Program, name: str) -> None:
+    post.greet(moving.EXACT)
+    load(ask, image_of(name))
+    ask("m = gpu.memory(4 << 20)")
+    assert ask("gpu.run('add', m, 8, 1), gpu.sync()") == "(0, 0)"
+    assert (run_count(ask), run_count(ask)) == ("0", "0")
+    said = ask.end().splitlines()
+    assert said[0].endswith("count writes a variable of its module, counter, which is not carried over")
+    assert found(said[1]) == (0, 2, 0) and len(said) == 2
+
+
+@VALIDATED
+def test_a_graph_with_such_a_kernel_is_named(post: Post, ask: Program) -> None:
+    post.greet(moving.EXACT)
+    load(ask, elf(["counter"]))
+    ask("stream = gpu.made('cuStreamCreate', 1); gpu('cuStreamBeginCapture_v2', stream, 2)")
+    ask("gpu('cuLaunchKernel', gpu.functions['count'], 1, 1, 1, 1, 1, 1, 0, stream, None, None)")
+    ask("graph = ctypes.c_uint64(); gpu('cuStreamEndCapture', stream, ctypes.byref(graph))")
+    ask("whole = gpu.made('cuGraphInstantiateWithFlags', graph.value, 0)")
+    assert (
+        ask("gpu.code('cuGraphLaunch', whole, stream), gpu.code('cuStreamSynchronize', stream)") == "(0, 0)"
+    )
+    said = ask.end().splitlines()
+    assert said[0].endswith("a graph writes a variable of its module, counter, which is not carried over")
+    assert found(said[1]) == (0, 1, 0)
+
+
+@VALIDATED
+def test_what_the_host_puts_into_a_variable_is_no_kernels_write(post: Post, ask: Program) -> None:
+    post.greet(moving.EXACT)
+    load(ask, elf(["counter", "other"]))
+    ask("m = gpu.memory(4 << 20); other = ctypes.c_uint64()")
+    ask("gpu('cuModuleGetGlobal_v2', ctypes.byref(other), None, module, b'other')")
+    ask("gpu.functions['add'] = gpu.made('cuModuleGetFunction', module, b'add')")
+    assert ask("gpu.run('add', m, 8, 1), gpu.sync()") == "(0, 0)"
+    ask("gpu('cuMemcpyHtoD_v2', other.value, ctypes.byref(ctypes.c_uint32(3)), 4)")
+    assert ask("gpu.run('add', m, 8, 1), gpu.sync()") == "(0, 0)"
+    said = ask.end()
+    assert found(said) == (0, 0, 0) and said.count("\n") == 1
+
+
+@VALIDATED
+@pytest.mark.parametrize(
+    ("image", "words"),
+    [
+        (elf(["counter"], undefined=["malloc", "vprintf"]), "some code uses the device's own heap"),
+        (fatbin(part(ELF, 120, elf(["counter"]))), "the variables of some code are not looked at"),
+        (fatbin(part(ELF, 90, b"\x7fELF of no kind")), "the variables of some code are not looked at"),
+    ],
+    ids=["heap", "for no GPU that is here", "broken"],
+)
+def test_what_cannot_be_looked_at_is_told(post: Post, ask: Program, image: bytes, words: str) -> None:
+    post.greet(moving.EXACT)
+    load(ask, image)
+    run_count(ask)
+    assert words in ask.end()
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc: PTX cannot be put together here")
+def test_the_kernel_that_adds_up_pages_is_ptx(tmp_path: Path) -> None:
+    source = Path(__file__).resolve().parents[2] / "clients/libcuda/src/exact/pages.c"
+    lines = [line.strip() for line in source.read_text().splitlines() if line.strip().startswith('"')]
+    # Its literals have no other escapes than those of Python.
+    (tmp_path / "pages.ptx").write_text("".join(ast.literal_eval(line.rstrip(";")) for line in lines))
+    for arch in ("sm_80", "sm_90", "sm_100"):
+        done = subprocess.run(
+            [
+                "nvcc",
+                "-cubin",
+                f"-arch={arch}",
+                "-o",
+                str(tmp_path / "pages.cubin"),
+                str(tmp_path / "pages.ptx"),
+            ],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.skipif(
+    shutil.which("nvcc") is None, reason="no nvcc: there is no code of its own to be read here"
+)
+@VALIDATED
+def test_code_of_the_compiler_is_read(post: Post, ask: Program, tmp_path: Path) -> None:
+    (tmp_path / "code.cu").write_text(
+        "__device__ unsigned counter; static __device__ int other[16];\n"
+        'extern "C" __global__ void count() { counter++; other[threadIdx.x] += counter; }\n'
+    )
+    ways = [["-cubin", "-arch=sm_80"], ["-ptx", "-arch=sm_80"]]
+    for mode in ("none", "size"):
+        ways.append(
+            ["-fatbin", "-gencode", "arch=compute_80,code=[sm_80,compute_80]", f"--compress-mode={mode}"]
+        )
+    post.greet(moving.EXACT)
+    for number, way in enumerate(ways):
+        out = tmp_path / f"{number}.code"
+        subprocess.run(["nvcc", *way, "-o", str(out), str(tmp_path / "code.cu")], timeout=60, check=True)
+        image = out.read_bytes()
+        # The stand-in's own text goes where neither format looks.
+        load(ask, with_text(image))
+        assert run_count(ask) == "0"
+    said = ask.end().splitlines()
+    assert len([line for line in said if line.endswith("counter, which is not carried over")]) == len(ways)
+    assert found(said[-1]) == (0, len(ways), 0)
+
+
+def with_text(image: bytes) -> bytes:
+    """What the compiler wrote, with the text for the stand-in driver."""
+    if image.startswith(b"\x7fELF"):
+        return fatbin(part(ELF, 80, image))
+    if image.startswith(b"\x50\xed\x55\xba"):
+        body = image[16:] + part(0x40, 1, images.TEXT)
+        return image[:8] + len(body).to_bytes(8, "little") + body
+    return image.rstrip(b"\0") + b"\n" + images.TEXT
