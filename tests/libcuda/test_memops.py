@@ -177,3 +177,34 @@ def test_who_frees_beside_a_stream_that_waits_keeps_nobody_from_writing_the_word
     ask(f"writer.start({write('m', 1, 't')!r})")
     assert ask("writer.result(), later.result(), gpu.sync()") == "(0, 0, 0)"
     assert ask.end() == ""
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [{"MPSD_FAILOVER": "exact", "MPSD_FAILOVER_VALIDATE": "1"}, {"MPSD_FAILOVER": "exact"}],
+    indirect=True,
+    ids=["validates", "plain"],
+)
+def test_a_thread_comes_back_from_a_wait_that_it_ends_itself(post: Post, ask: Program) -> None:
+    """However much it gives the stream before it does."""
+    post.greet(moving.EXACT)
+    ask(MADE)
+    far = "[gpu.run('add', m, 8, 1, stream=s) for _ in range(900)]"
+    assert ask(f"{wait('h', 1)}, any({far})") == "(0, False)"
+    ask("words[0] = 1")
+    assert ask("gpu.sync(), gpu.word(m)") == "(0, 900)"
+
+
+@EXACT
+def test_a_word_is_not_written_again_behind_who_may_wait_for_it(
+    domain: Domain, gate: Gate, second: Domain, post: Post, ask: Program, copies: Path
+) -> None:
+    """A kernel in another stream could read it until it is there: done again in order, it would never end."""
+    line = post.greet(moving.EXACT)
+    ask(MADE)
+    stand_by(line, second, copies)
+    gate.let(0)
+    assert ask(f"gpu.run('add', m + 64, 8, 1, stream=s), {write('m', 1, 't')}") == "(0, 0)"
+    break_domain(domain)
+    assert move(line).text == "a word that is written while another stream works"
+    assert ask("gpu.sync(), gpu.sync()") == "(719, 0)"

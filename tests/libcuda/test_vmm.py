@@ -20,7 +20,7 @@ from tests.libcuda.test_failover import (
     stand_by,
 )
 from tests.support import moving
-from tests.support.gate import Gate
+from tests.support.gate import UNMAP, Gate
 from tests.support.moving import Post
 from tests.support.simfixtures import backend, domain, second, third
 from tests.support.simnode import Domain, until
@@ -344,3 +344,78 @@ def test_a_child_closes_nothing_of_its_own(
     assert ask("in_child(does)") == "0"
     assert ask("in_child(f\"[{does}] and os.path.exists('/proc/self/fd/{kept[0]}')\")") == "1"
     assert ask.end() == ""
+
+
+FIRSTS = {
+    "memset": "gpu.code('cuMemsetD8Async', m, 0, 64, 0)",
+    "copy": "gpu.put(m, 0)",
+    "word": "gpu.code('cuStreamWriteValue32_v2', 0, m, 0, 0)",
+}
+ALLOCATED = "m = gpu.memory(8 << 20)"
+MAPPED = f"m = gpu.reserve({4 * PIECE}); h = [{CREATE} for _ in range(4)]; "
+MAPPED += f"[gpu.map(m + i * {PIECE}, h[i]) for i in range(4)]"
+
+
+@EXACT
+@pytest.mark.parametrize("lets", range(0, 10, 2))
+@pytest.mark.parametrize("made", [ALLOCATED, MAPPED], ids=["allocated", "mapped"])
+@pytest.mark.parametrize("first", FIRSTS)
+def test_a_part_that_is_saved_does_not_stand_for_all(
+    domain: Domain, gate: Gate, second: Domain, post: Post, ask: Program, copies: Path,
+    first: str, made: str, lets: int,
+) -> None:  # fmt: skip
+    """Its first page is written by something small before a kernel writes more, in one epoch."""
+    line = post.greet(moving.EXACT)
+    ask(PLAIN)
+    ask(made)
+    ask(f"w = m + {PIECE} - 16; gpu('cuMemsetD8_v2', m, 0, 8 << 20)")
+    assert ask("gpu.sync()") == "0"
+    stand_by(line, second, copies)
+    gate.let(0)
+    ask.tell(f"{FIRSTS[first]}, gpu.run('add', w, 8, 1)")
+    gate.let(lets)
+    until(lambda: gate.left() == 0)
+    break_domain(domain)
+    assert move_exactly(line).text == ""
+    assert ask._answer() == "(0, 0)"
+    assert ask("gpu.sync(), [gpu.word(w + 4 * i) for i in range(8)]") == "(0, [1, 1, 1, 1, 1, 1, 1, 1])"
+    assert ask.end() == ""
+
+
+def test_a_handle_of_what_is_mapped_can_be_exported(post: Post, ask: Program) -> None:
+    """The program has made it exportable, and released the handle that it had."""
+    post.greet()
+    ask(PLAIN + "; out = ctypes.c_int(-1)")
+    ask(f"a = gpu.reserve({PIECE}); s = gpu.create(); gpu.map(a, s); gpu('cuMemRelease', s)")
+    ask("k = gpu.made('cuMemRetainAllocationHandle', a)")
+    assert ask("gpu.code('cuMemExportToShareableHandle', ctypes.byref(out), k, 1, 0)") == "0"
+    assert ask("os.close(out.value)") == "None"
+    assert ask.end() == ""
+
+
+def test_a_child_of_who_unmaps_may_release(gate: Gate, post: Post, ask: Program) -> None:
+    post.greet()
+    ask(PLAIN + "; import signal")
+    ask(SEGMENT)
+    ask("later = Later(gpu)")
+    gate.keep(UNMAP)
+    ask(f"later.start(\"gpu.code('cuMemUnmap', a, {PIECE})\")")
+    until(lambda: gate.kept() == UNMAP)
+    assert ask("in_child(\"signal.alarm(20) or gpu.code('cuMemRelease', h[1]) * 0\")") == "0"
+    gate.keep(0)
+    assert ask("later.result()") == "0"
+    assert ask.end() == ""
+
+
+@both
+def test_what_is_ours_is_forgotten_when_it_is_unmapped_with_what_is_not(post: Post, ask: Program) -> None:
+    post.greet()
+    ask(PLAIN)
+    ask(KEPT)
+    ask(f"a = gpu.reserve({2 * PIECE}); s = gpu.create(); out = ctypes.c_int(-1)")
+    ask("gpu('cuMemExportToShareableHandle', ctypes.byref(out), s, 1, 0)")
+    ask("i = gpu.made('cuMemImportFromShareableHandle', ctypes.c_void_p(out.value), 1); os.close(out.value)")
+    ask(f"gpu.map(a, s); gpu.map(a + {PIECE}, i); gpu('cuMemRelease', s); gpu('cuMemRelease', i)")
+    assert ask(f"gpu.code('cuMemUnmap', a, {2 * PIECE}), kept()") == "(0, 0)"
+    ask("s = gpu.create(); gpu.map(a, s); gpu.unmap(a, s)")
+    assert ask(f"gpu.code('cuMemAddressFree', a, {2 * PIECE}), kept()") == "(0, 0)"

@@ -20,6 +20,8 @@
 #include "physical.h"
 #include "proxy.h"
 #include "stats.h"
+#include "turn.h"
+#include "windows.h"
 
 #define DEFAULT_BASE ((CUdeviceptr)0x200000000000)
 #define DEFAULT_STEP ((CUdeviceptr)1 << 43)
@@ -152,9 +154,12 @@ static size_t rounded(size_t size)
 
 static bool is_lost;
 
+/* Another thread may have been within a call that holds one of these; it is not here. */
 static void in_child(void)
 {
 	is_lost = true;
+	mpsd_turn_forget();
+	mpsd_windows_lock = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
 }
 
 bool mpsd_window_is_lost(void)

@@ -58,6 +58,25 @@ bool mpsd_memops_wait(const struct mpsd_memops *ops)
 	return false;
 }
 
+/*
+ * What is done again is done one after the other: a kernel in another stream that goes on when it sees the word would then
+ * come first, and never end.
+ */
+static bool others_are_open(const struct mpsd_lane *lane)
+{
+	bool are = false;
+
+	pthread_mutex_lock(&mpsd_exact_lock);
+	for (unsigned int i = 1; i < MPSD_LANES && !are; i++) {
+		struct mpsd_lane *other = &mpsd_lanes[i];
+
+		are = other->is_used && other != lane && !mpsd_undo_is_saver(other) &&
+		      other->given > mpsd_lane_look(other);
+	}
+	pthread_mutex_unlock(&mpsd_exact_lock);
+	return are;
+}
+
 CUresult mpsd_memops_save(const struct mpsd_memops *ops, struct mpsd_plan *plan)
 {
 	CUresult result = CUDA_SUCCESS;
@@ -69,6 +88,8 @@ CUresult mpsd_memops_save(const struct mpsd_memops *ops, struct mpsd_plan *plan)
 			mpsd_epoch_unsure("a wait for a word in memory");
 		else if (is_write(one) && !mpsd_is_device(one->writeValue.address))
 			mpsd_epoch_unsure("a word that is written outside the window");
+		else if (is_write(one) && others_are_open(plan->lane))
+			mpsd_epoch_unsure("a word that is written while another stream works");
 		else if (is_write(one))
 			result = mpsd_undo_save(plan, one->writeValue.address,
 						one->operation == CU_STREAM_MEM_OP_WRITE_VALUE_32 ? 4 : 8);

@@ -291,6 +291,7 @@ struct save;
 struct mpsd_plan {
 	struct mpsd_lane *lane, *saver;
 	struct save *saves;
+	uint64_t number;	/* from 1 on, each another one */
 };
 
 /*
@@ -318,6 +319,9 @@ void mpsd_undo_forget(void);
 
 /* In a move, with the lock: put back what is proven to have been saved, save the rest anew. */
 CUresult mpsd_undo_restore(uint64_t *bytes);
+
+/* Whether such copies alone come into it. */
+bool mpsd_undo_is_saver(const struct mpsd_lane *lane);
 
 /* With the order: whether the page at that address was saved in this epoch, or is room for such copies. */
 bool mpsd_undo_is_saved(CUdeviceptr address);

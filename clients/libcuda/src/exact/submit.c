@@ -53,6 +53,7 @@ void mpsd_order_give(uint64_t moves)
 void mpsd_exact_start(void)
 {
 	atomic_store(&mpsd_exact_on, true);
+	mpsd_validates();
 }
 
 void mpsd_exact_stop(const char *why)
@@ -119,7 +120,8 @@ static bool is_unsure(void)
 /* OUT_OF_MEMORY: not all of it. */
 static CUresult try_to_save(const struct mpsd_op *op)
 {
-	struct mpsd_plan plan = { op->lane, NULL, NULL };
+	static atomic_ullong plans;
+	struct mpsd_plan plan = { op->lane, NULL, NULL, 1 + atomic_fetch_add(&plans, 1) };
 	CUresult planned = plan_for(op, &plan), done;
 
 	if (planned != CUDA_SUCCESS && planned != CUDA_ERROR_OUT_OF_MEMORY) {
@@ -367,8 +369,11 @@ CUresult mpsd_submit(struct mpsd_op *op, bool proves)
 			mpsd_epoch_hasten();
 	}
 	mpsd_order_give(moves);
-	/* Without the order, for others may be what is waited for. A move that comes meanwhile does the operation again. */
-	if (result == CUDA_SUCCESS && !proves && ahead.until)
+	/*
+	 * Without the order, for others may be what is waited for; and not where it may be what this thread does next. A move
+	 * that comes meanwhile does the operation again.
+	 */
+	if (result == CUDA_SUCCESS && !proves && ahead.until && !mpsd_epoch_is_waiting())
 		mpsd_lane_wait(ahead.lane, ahead.until);
 	if (result != CUDA_SUCCESS || !proves)
 		return result;

@@ -237,25 +237,28 @@ struct part {
 	uint64_t unpacked_bytes;
 };
 
-/* The libraries' own names and results: lz4.h, zstd.h. */
-static bool unpack_lz4(struct bytes from, char *to, size_t size)
-{
-	int (*decompress)(const char *, char *, int, int) = NULL;
-	void *library = dlopen("liblz4.so.1", RTLD_NOW | RTLD_LOCAL);
+/* lz4.h, zstd.h */
+static int (*lz4)(const char *from, char *to, int from_size, int to_size);
+static size_t (*zstd)(void *to, size_t to_size, const void *from, size_t from_size);
 
-	if (library)
-		*(void **)&decompress = dlsym(library, "LZ4_decompress_safe");
-	return decompress && decompress(from.at, to, (int)from.size, (int)size) == (int)size;
+static void *find(const char *library, const char *name)
+{
+	void *handle = dlopen(library, RTLD_NOW | RTLD_LOCAL);
+
+	return handle ? dlsym(handle, name) : NULL;
 }
 
-static bool unpack_zstd(struct bytes from, char *to, size_t size)
+void mpsd_symbols_start(void)
 {
-	size_t (*decompress)(void *, size_t, const void *, size_t) = NULL;
-	void *library = dlopen("libzstd.so.1", RTLD_NOW | RTLD_LOCAL);
+	*(void **)&lz4 = find("liblz4.so.1", "LZ4_decompress_safe");
+	*(void **)&zstd = find("libzstd.so.1", "ZSTD_decompress");
+}
 
-	if (library)
-		*(void **)&decompress = dlsym(library, "ZSTD_decompress");
-	return decompress && decompress(to, size, from.at, from.size) == size;
+static bool unpack(struct bytes from, bool is_zstd, char *to, size_t size)
+{
+	if (is_zstd)
+		return zstd && zstd(to, size, from.at, from.size) == size;
+	return lz4 && lz4(from.at, to, (int)from.size, (int)size) == (int)size;
 }
 
 static void read_part(const struct part *part, struct bytes data, struct mpsd_symbols *found)
@@ -273,8 +276,7 @@ static void read_part(const struct part *part, struct bytes data, struct mpsd_sy
 		return;
 	}
 	data.size = part->packed_bytes;
-	if (part->flags & ZSTD ? unpack_zstd(data, unpacked, part->unpacked_bytes)
-			       : unpack_lz4(data, unpacked, part->unpacked_bytes))
+	if (unpack(data, part->flags & ZSTD, unpacked, part->unpacked_bytes))
 		read_code((struct bytes){ unpacked, part->unpacked_bytes }, found);
 	else
 		found->is_unread = true;

@@ -26,7 +26,12 @@ static struct save *saves;		/* of the epoch */
 static uint64_t batches;		/* of saves, ever */
 
 static CUdeviceptr window_base;
-static uint32_t *stamps;		/* for each page of the window: in which epoch it was saved */
+/* For each page of the window: in which epoch it was saved; */
+static uint32_t *stamps;
+/* and for who has the order, of which a copy that was left has its own: in which plan it is, */
+static atomic_ullong *planned;
+/* and all that a pointer into it leads to: in which epoch (even), or plan (odd). */
+static atomic_ullong *wholes;
 static uint64_t pages;
 
 /* Windows open with the first allocation, and stay. */
@@ -35,6 +40,7 @@ static bool know_window(CUdeviceptr address)
 	struct mpsd_allocation allocation;
 	CUdeviceptr base;
 	uint64_t count;
+	atomic_ullong *more, *most;
 	uint32_t *fresh;
 
 	if (!mpsd_memory_is_in_window(address) || !mpsd_memory_find_mapped(address, &allocation))
@@ -44,15 +50,22 @@ static bool know_window(CUdeviceptr address)
 	count = mpsd_windows[allocation.device].arena.granules;
 	pthread_mutex_unlock(&mpsd_windows_lock);
 	fresh = calloc(count, sizeof(*fresh));
+	more = calloc(count, sizeof(*more));
+	most = calloc(count, sizeof(*most));
 	pthread_mutex_lock(&mpsd_exact_lock);
-	if (!stamps && fresh) {
+	if (!stamps && fresh && more && most) {
 		window_base = base;
 		pages = count;
+		planned = more;
+		wholes = most;
 		__atomic_store_n(&stamps, fresh, __ATOMIC_RELEASE);
 		fresh = NULL;
+		more = most = NULL;
 	}
 	pthread_mutex_unlock(&mpsd_exact_lock);
 	free(fresh);
+	free(more);
+	free(most);
 	return true;
 }
 
@@ -60,12 +73,13 @@ _Static_assert(MPSD_EXACT_PAGE == ARENA_GRANULE, "a page of the window is what m
 
 CUresult make_cuStreamCreate(CUstream *phStream, unsigned int Flags);
 
+static struct mpsd_lane *saver;		/* the lane of the copies */
+
 /* NULL: the copies go where the operation does. Where a move came between, it is tried again. */
 static struct mpsd_lane *own_lane(void)
 {
-	static struct mpsd_lane *own;
 	static atomic_bool is_refused;
-	struct mpsd_lane *lane = __atomic_load_n(&own, __ATOMIC_ACQUIRE);
+	struct mpsd_lane *lane = __atomic_load_n(&saver, __ATOMIC_ACQUIRE);
 	CUstream stream;
 
 	if (lane || atomic_load(&is_refused) || make_cuStreamCreate(&stream, CU_STREAM_NON_BLOCKING) != CUDA_SUCCESS)
@@ -73,7 +87,7 @@ static struct mpsd_lane *own_lane(void)
 	pthread_mutex_lock(&mpsd_exact_lock);
 	if (!mpsd_is_left()) {
 		lane = mpsd_lane_of(stream);
-		__atomic_store_n(&own, lane, __ATOMIC_RELEASE);
+		__atomic_store_n(&saver, lane, __ATOMIC_RELEASE);
 		atomic_store(&is_refused, !lane);
 	}
 	pthread_mutex_unlock(&mpsd_exact_lock);
@@ -119,15 +133,15 @@ static CUdeviceptr address_of(uint64_t page)
 	return window_base + page * MPSD_EXACT_PAGE;
 }
 
+static uint32_t epoch_now(void)
+{
+	return __atomic_load_n(&mpsd_epoch.number, __ATOMIC_RELAXED);
+}
+
 static bool is_saved(const struct mpsd_plan *plan, uint64_t page)
 {
-	if (__atomic_load_n(&stamps[page], __ATOMIC_RELAXED) ==
-	    __atomic_load_n(&mpsd_epoch.number, __ATOMIC_RELAXED))
-		return true;
-	for (const struct save *save = plan->saves; save; save = save->next)
-		if (address_of(page) - save->address < save->size)
-			return true;
-	return false;
+	return __atomic_load_n(&stamps[page], __ATOMIC_RELAXED) == epoch_now() ||
+	       atomic_load_explicit(&planned[page], memory_order_relaxed) == plan->number;
 }
 
 static CUresult save_pages(struct mpsd_plan *plan, uint64_t first, uint64_t end)
@@ -141,6 +155,8 @@ static CUresult save_pages(struct mpsd_plan *plan, uint64_t first, uint64_t end)
 			behind++;
 		if (behind > first)
 			result = save_run(plan, address_of(first), (behind - first) * MPSD_EXACT_PAGE);
+		while (first < behind && result == CUDA_SUCCESS)
+			atomic_store_explicit(&planned[first++], plan->number, memory_order_relaxed);
 		first = behind + 1;
 	}
 	return result;
@@ -156,14 +172,46 @@ static atomic_uint runs_changed;
 
 void mpsd_undo_runs_changed(void)
 {
-	atomic_store(&runs_changed, __atomic_load_n(&mpsd_epoch.number, __ATOMIC_RELAXED));
+	atomic_store(&runs_changed, epoch_now());
 }
 
-/* Such a run may have grown since its page was saved. */
+/* Such a run may have grown since all of it was saved. */
 static bool may_have_grown(CUdeviceptr address)
 {
-	return atomic_load(&runs_changed) == __atomic_load_n(&mpsd_epoch.number, __ATOMIC_RELAXED) &&
-	       mpsd_memory_is_held(address);
+	return atomic_load(&runs_changed) == epoch_now() && mpsd_memory_is_held(address);
+}
+
+/*
+ * That its page was saved says nothing of the rest: a copy, or a memset, of a part may have been the first to write. What
+ * shares a page shares it wholly.
+ */
+static bool is_all_saved(const struct mpsd_plan *plan, CUdeviceptr address)
+{
+	uint64_t whole = 0;
+
+	if (is_in_window(address))
+		whole = atomic_load_explicit(&wholes[(address - window_base) / MPSD_EXACT_PAGE], memory_order_relaxed);
+	return (whole == 2 * (uint64_t)epoch_now() || whole == 2 * plan->number + 1) && !may_have_grown(address);
+}
+
+/* The next look at it is a short one. */
+static void note_all_saved(const struct mpsd_allocation *whole, uint64_t when)
+{
+	uint64_t offset = whole->base - window_base;
+
+	for (uint64_t page = offset / MPSD_EXACT_PAGE; page * MPSD_EXACT_PAGE < offset + whole->size; page++)
+		atomic_store_explicit(&wholes[page], when, memory_order_relaxed);
+}
+
+static bool found_all_saved(const struct mpsd_allocation *whole)
+{
+	uint64_t offset = whole->base - window_base, epoch = epoch_now();
+
+	for (uint64_t page = offset / MPSD_EXACT_PAGE; page * MPSD_EXACT_PAGE < offset + whole->size; page++)
+		if (__atomic_load_n(&stamps[page], __ATOMIC_RELAXED) != epoch)
+			return false;
+	note_all_saved(whole, 2 * epoch);
+	return true;
 }
 
 /* What nothing may write there the driver refuses: to copy it could lose the context. */
@@ -199,18 +247,21 @@ CUresult mpsd_undo_save_around(struct mpsd_plan *plan, CUdeviceptr address)
 	struct mpsd_allocation allocation;
 	CUresult result;
 
-	if (is_in_window(address) && is_saved(plan, (address - window_base) / MPSD_EXACT_PAGE) &&
-	    !may_have_grown(address))
+	if (is_all_saved(plan, address))
 		return CUDA_SUCCESS;
 	if (!mpsd_memory_is_in_window(address) || !mpsd_memory_find_mapped(address, &allocation))
 		return CUDA_SUCCESS;
 	if (allocation.is_imported)
 		mpsd_epoch_unsure("memory of another process");
+	if (is_in_window(allocation.base) && found_all_saved(&allocation))
+		return CUDA_SUCCESS;
 	result = mpsd_usual_save(plan);
 	if (is_in_window(allocation.base))
 		mpsd_usual_note(allocation.base);
 	if (result == CUDA_SUCCESS)
 		result = mpsd_undo_save(plan, allocation.base, allocation.size);
+	if (result == CUDA_SUCCESS && is_in_window(allocation.base))
+		note_all_saved(&allocation, 2 * plan->number + 1);
 	/* It comes anew, and then has all the room. */
 	if (result == CUDA_ERROR_OUT_OF_MEMORY)
 		mpsd_usual_forget();
@@ -361,9 +412,14 @@ CUresult mpsd_undo_restore(uint64_t *bytes)
 	return result == CUDA_SUCCESS ? mpsd_lane_mark_now(own, own->given) : result;
 }
 
+bool mpsd_undo_is_saver(const struct mpsd_lane *lane)
+{
+	return lane == __atomic_load_n(&saver, __ATOMIC_ACQUIRE);
+}
+
 bool mpsd_undo_is_saved(CUdeviceptr address)
 {
-	const struct mpsd_plan none = { NULL, NULL, NULL };
+	const struct mpsd_plan none = { .number = 0 };
 
 	return mpsd_chunk_is(address) ||
 	       (is_in_window(address) && is_saved(&none, (address - window_base) / MPSD_EXACT_PAGE));

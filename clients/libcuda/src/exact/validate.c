@@ -11,6 +11,7 @@
 
 #include "exact/globals.h"
 #include "exact/pages.h"
+#include "exact/symbols.h"
 #include "failover/line.h"
 #include "failover/made.h"
 #include "stats.h"
@@ -30,6 +31,7 @@ static const void *told[MOST_NAMES];
 static unsigned int told_count;
 static bool is_over;
 
+/* Asked first when the program wishes to be exact, by one thread. */
 bool mpsd_validates(void)
 {
 	static int is = -1;
@@ -38,6 +40,8 @@ bool mpsd_validates(void)
 		const char *given = secure_getenv("MPSD_FAILOVER_VALIDATE");
 
 		is = given && !strcmp(given, "1");
+		if (is)
+			mpsd_symbols_start();
 	}
 	return is && !is_over;
 }
@@ -227,8 +231,8 @@ CUresult mpsd_validate_after(const struct mpsd_op *op)
 	const char *variable;
 	uint64_t at = 0;
 
-	/* A function of the host may wait for a thread that wants the order. */
-	if (op->kind == MPSD_OP_HOST || mpsd_hosts_are_open()) {
+	/* What the GPU waits for may be what this thread does next, or a thread that wants the order. */
+	if (op->kind == MPSD_OP_HOST || mpsd_hosts_are_open() || mpsd_epoch_is_waiting()) {
 		known.is_there = false;
 		return result;
 	}

@@ -230,7 +230,7 @@ CUresult make_cuMemExportToShareableHandle(void *shareableHandle, CUmemGenericAl
 	/* It is exportable for this library alone. */
 	if (block && !(block->property.requestedHandleTypes & handleType))
 		return mpsd_vmm_leave(CUDA_ERROR_INVALID_VALUE);
-	if (block && mpsd_tables()->moves && shareableHandle &&
+	if (block && !flags && shareableHandle &&
 	    handleType == CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR) {
 		/* What was imported is not exported again. */
 		*(int *)shareableHandle = fcntl(block->fd, F_DUPFD_CLOEXEC, 0);

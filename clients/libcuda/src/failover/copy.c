@@ -257,6 +257,8 @@ void mpsd_copy_watch_first(void)
 	static bool is_done;
 	struct link_map *map = NULL;
 
+	if (!is_done)
+		mpsd_cut_know(0, mpsd_real_handle);
 	/* Where it cannot be, a move takes longer. */
 	if (!is_done && !dlinfo(mpsd_real_handle, RTLD_DI_LINKMAP, &map) && write_slots(map, 0))
 		know_first_space();
@@ -280,6 +282,7 @@ static bool open_one(struct mpsd_copy *copy, const char **why)
 		mpsd_copy_unload(copy);
 		return false;
 	}
+	mpsd_cut_know(copy->number, copy->handle);
 	for (unsigned int i = 0; i < MPSD_NAMES; i++)
 		copy->calls[i] = dlsym(copy->handle, mpsd_names[i]);
 	for (unsigned int i = 0; i < MPSD_NAMES; i++) {

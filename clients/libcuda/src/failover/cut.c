@@ -45,6 +45,18 @@ struct mpsd_cut {
 
 static atomic_int spaces[MPSD_COPY_NUMBERS];	/* 1 + the descriptor */
 
+/* What a driver that has no UVM has in place of it. */
+static struct {
+	CUresult (*free)(CUdeviceptr base, size_t size);
+	CUresult (*external)(CUdeviceptr base, size_t size);
+} imitated[MPSD_COPY_NUMBERS];
+
+void mpsd_cut_know(unsigned int number, void *library)
+{
+	imitated[number].free = (__typeof__(imitated[number].free))dlsym(library, "standinCutRange");
+	imitated[number].external = (__typeof__(imitated[number].external))dlsym(library, "standinExternalRange");
+}
+
 void mpsd_cut_space(unsigned int number, int fd)
 {
 	atomic_store_explicit(&spaces[number], fd + 1, memory_order_relaxed);
@@ -123,8 +135,8 @@ struct mpsd_cut *mpsd_cut_begin(unsigned int number, const struct arena_range *p
 
 	if (!cut)
 		return NULL;
-	cut->free = (__typeof__(cut->free))dlsym(mpsd_real_handle, "standinCutRange");
-	cut->external = (__typeof__(cut->external))dlsym(mpsd_real_handle, "standinExternalRange");
+	cut->free = imitated[number].free;
+	cut->external = imitated[number].external;
 	cut->fd = cut->free ? -1 : space_of(number);
 	cut->count = count;
 	for (unsigned int i = 0; i < count; i++)

@@ -13,6 +13,9 @@
 /* The copy maps memory by this descriptor of UVM. Any thread's. */
 void mpsd_cut_space(unsigned int number, int fd);
 
+/* Before a move of that copy: the loader may be another thread's, which waits for the move. */
+void mpsd_cut_know(unsigned int number, void *library);
+
 struct mpsd_cut;
 
 /* Of pieces that the copy has mapped each as a whole. NULL: it cannot be done so. With the lock of the windows. */

@@ -13,8 +13,8 @@
 CUresult mpsd_graph_note(CUresult result, enum mpsd_made_kind kind, void **handle, struct mpsd_graph *graph,
 			 unsigned int flags, uint64_t moves)
 {
-	struct mpsd_made record = { .kind = kind, .native = result == CUDA_SUCCESS ? *handle : NULL, .device = 0,
-				    .flags = flags, .graph = graph };
+	struct mpsd_made record = { .kind = kind, .native = result == CUDA_SUCCESS ? *handle : NULL,
+				    .device = mpsd_current_device(), .flags = flags, .graph = graph };
 
 	if (result == CUDA_SUCCESS && mpsd_made_add(&record, moves)) {
 		*handle = record.name;

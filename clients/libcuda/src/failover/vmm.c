@@ -128,6 +128,17 @@ static bool are_whole(CUdeviceptr ptr, size_t size)
 	return size && at == ptr + size;
 }
 
+/* The first mapping of ours from that address on in a range, whatever lies between; NULL: there is none. */
+static struct mapping *next_in(CUdeviceptr at, struct arena_range range)
+{
+	CUdeviceptr end = range.base + range.size;
+	struct mapping *mapping = NULL;
+
+	for (; at < end && !mapping; at += ARENA_GRANULE)
+		mapping = *place_of(at);
+	return mapping && mapping->range.base + mapping->range.size <= end ? mapping : NULL;
+}
+
 /* Of the window's own device. */
 static void open_or_close(struct mapping *mapping)
 {
@@ -178,15 +189,17 @@ static CUresult set_access(const void *with)
 		return MPSD_AGAIN;
 	is_ours = are_whole(ptr, size);
 	result = inner_cuMemSetAccess(ptr, size, desc, count);
-	if (result == CUDA_SUCCESS && is_ours) {
-		for (CUdeviceptr at = ptr; at < ptr + size; at += (*place_of(at))->range.size) {
+	if (result == CUDA_SUCCESS) {
+		for (struct mapping *mapping = next_in(ptr, range); mapping;
+		     mapping = next_in(mapping->range.base + mapping->range.size, range)) {
 			for (size_t i = 0; i < count; i++)
-				note_access(&(*place_of(at))->mapped, &desc[i]);
-			open_or_close(*place_of(at));
+				note_access(&mapping->mapped, &desc[i]);
+			open_or_close(mapping);
 		}
 		mpsd_undo_runs_changed();
-		mpsd_mirror_access(range, mpsd_windows_device(ptr), desc, count);
 	}
+	if (result == CUDA_SUCCESS && is_ours)
+		mpsd_mirror_access(range, mpsd_windows_device(ptr), desc, count);
 	mpsd_vmm_leave(result);
 	return is_ours ? result : mpsd_line_made(result, mpsd_vmm_outside);
 }
@@ -219,6 +232,7 @@ static void forget_mapping(CUdeviceptr base)
 static CUresult unmap(const void *with)
 {
 	struct arena_range range = *(const struct arena_range *)with;
+	struct mapping *mapping;
 	CUresult result;
 	bool turn;
 
@@ -227,13 +241,12 @@ static CUresult unmap(const void *with)
 	turn = mpsd_turn_take();
 	result = inner_cuMemUnmap(range.base, range.size);
 	mpsd_turn_give(turn);
-	if (result == CUDA_SUCCESS && are_whole(range.base, range.size)) {
-		for (CUdeviceptr at = range.base; at < range.base + range.size;) {
-			CUdeviceptr next = at + (*place_of(at))->range.size;
+	mapping = result == CUDA_SUCCESS ? next_in(range.base, range) : NULL;
+	while (mapping) {
+		struct arena_range gone = mapping->range;
 
-			forget_mapping(at);
-			at = next;
-		}
+		forget_mapping(gone.base);
+		mapping = next_in(gone.base + gone.size, range);
 	}
 	return mpsd_vmm_leave(result);
 }
