@@ -15,11 +15,6 @@
 
 #define MOST_BYTES ((size_t)16 << 20)	/* of one module */
 
-struct variable {
-	char *name;
-	CUdeviceptr at;		/* in the copy of these */
-	size_t size;
-};
 
 /* Of what has the image: a module, or a library. */
 struct module {
@@ -27,7 +22,8 @@ struct module {
 	const void *name;
 	const struct mpsd_image *image;
 	bool is_library, is_wanted;
-	struct variable *variables;
+	char **names;
+	struct arena_range *places;	/* of each, in the copy of these */
 	size_t count, room, bytes;
 	char *was;		/* of all, one behind the other */
 };
@@ -44,8 +40,9 @@ static void free_modules(void)
 	while ((module = modules)) {
 		modules = module->next;
 		for (size_t i = 0; i < module->count; i++)
-			free(module->variables[i].name);
-		free(module->variables);
+			free(module->names[i]);
+		free(module->names);
+		free(module->places);
 		free(module->was);
 		free(module);
 	}
@@ -54,7 +51,7 @@ static void free_modules(void)
 static void add_name(void *to, const char *name, size_t length)
 {
 	struct module *module = to;
-	struct variable *more = module->variables;
+	char **more = module->names;
 
 	if (module->count == module->room) {
 		module->room = module->room ? 2 * module->room : 16;
@@ -64,9 +61,9 @@ static void add_name(void *to, const char *name, size_t length)
 		module->room = module->count;
 		return;
 	}
-	module->variables = more;
-	more[module->count] = (struct variable){ strndup(name, length), 0, 0 };
-	module->count += more[module->count].name != NULL;
+	module->names = more;
+	more[module->count] = strndup(name, length);
+	module->count += more[module->count] != NULL;
 }
 
 static unsigned int arch(void)
@@ -147,12 +144,16 @@ static void want_all_of(const struct mpsd_op *op)
 	mpsd_made_unlock();
 }
 
-static CUresult find_variable(const struct module *module, struct variable *variable)
+static CUresult find_variable(const struct module *module, const char *name, struct arena_range *place)
 {
 	void *native = mpsd_native((CUmodule)module->name);
+	CUdeviceptr address = 0;
+	CUresult result;
 
-	return module->is_library ? real_cuLibraryGetGlobal(&variable->at, &variable->size, native, variable->name)
-				  : real_cuModuleGetGlobal_v2(&variable->at, &variable->size, native, variable->name);
+	result = module->is_library ? real_cuLibraryGetGlobal(&address, &place->size, native, name)
+				    : real_cuModuleGetGlobal_v2(&address, &place->size, native, name);
+	place->base = address;
+	return result;
 }
 
 /* Where they are; those that the driver does not know, or that the host has too, are left out. */
@@ -160,18 +161,22 @@ static void find_variables(struct module *module)
 {
 	size_t kept = 0;
 
+	module->places = calloc(module->count, sizeof(*module->places));
 	for (size_t i = 0; i < module->count; i++) {
-		struct variable variable = module->variables[i];
-		CUresult result = find_variable(module, &variable);
+		struct arena_range place = { 0, 0 };
+		char *name = module->names[i];
 		int is_managed = 0;
+		bool is = module->places && find_variable(module, name, &place) == CUDA_SUCCESS;
 
-		real_cuPointerGetAttribute(&is_managed, CU_POINTER_ATTRIBUTE_IS_MANAGED, variable.at);
-		if (result != CUDA_SUCCESS || is_managed || variable.size > MOST_BYTES - module->bytes) {
-			free(variable.name);
+		if (is)
+			real_cuPointerGetAttribute(&is_managed, CU_POINTER_ATTRIBUTE_IS_MANAGED, place.base);
+		if (!is || is_managed || place.size > MOST_BYTES - module->bytes) {
+			free(name);
 			continue;
 		}
-		module->bytes += variable.size;
-		module->variables[kept++] = variable;
+		module->bytes += place.size;
+		module->names[kept] = name;
+		module->places[kept++] = place;
 	}
 	module->count = kept;
 	module->was = malloc(module->bytes + 1);
@@ -179,12 +184,7 @@ static void find_variables(struct module *module)
 
 static bool read_variables(const struct module *module, char *to)
 {
-	for (size_t i = 0; i < module->count; i++) {
-		if (mpsd_pages_read(to, module->variables[i].at, module->variables[i].size) != CUDA_SUCCESS)
-			return false;
-		to += module->variables[i].size;
-	}
-	return true;
+	return mpsd_pages_read(to, module->places, module->count) == CUDA_SUCCESS;
 }
 
 void mpsd_globals_before(const struct mpsd_op *op)
@@ -209,11 +209,11 @@ static const char *changed_in(const struct module *module, uint64_t from, uint64
 	size_t offset = 0;
 
 	for (uint64_t i = 0; i < module->count; i++) {
-		size_t size = module->variables[i].size;
+		size_t size = module->places[i].size;
 
 		if (i >= from && memcmp(now + offset, module->was + offset, size) != 0) {
 			*at = i + 1;
-			return module->variables[i].name;
+			return module->names[i];
 		}
 		offset += size;
 	}

@@ -160,19 +160,30 @@ CUresult mpsd_pages_sum(const struct arena_range *pieces, size_t count, const ui
 	return result == CUDA_SUCCESS ? come_to_its_end() : result;
 }
 
-CUresult mpsd_pages_read(void *to, CUdeviceptr from, size_t size)
+/* As much as there is room for is under way at once. */
+CUresult mpsd_pages_read(char *to, const struct arena_range *from, size_t count)
 {
+	size_t offset = 0, under_way = 0;
 	CUresult result = CUDA_SUCCESS;
 
-	for (size_t done = 0; done < size && result == CUDA_SUCCESS;) {
-		size_t part = size - done < own.room ? size - done : own.room;
+	while (count && result == CUDA_SUCCESS) {
+		size_t left = from->size - offset, room = own.room - under_way, part = left < room ? left : room;
 
-		result = real_cuMemcpyDtoHAsync_v2(own.host, from + done, part, own.stream);
-		if (result == CUDA_SUCCESS)
+		if (part)
+			result = real_cuMemcpyDtoHAsync_v2(own.host + under_way, from->base + offset, part, own.stream);
+		under_way += part;
+		offset += part;
+		if (offset == from->size) {
+			from++;
+			count--;
+			offset = 0;
+		}
+		if (result == CUDA_SUCCESS && (under_way == own.room || !count)) {
 			result = come_to_its_end();
-		if (result == CUDA_SUCCESS)
-			memcpy((char *)to + done, own.host, part);
-		done += part;
+			memcpy(to, own.host, under_way);
+			to += under_way;
+			under_way = 0;
+		}
 	}
 	return result;
 }

@@ -10,5 +10,5 @@ CUresult mpsd_pages_ready(size_t pages);
 /* A number for each page of these pieces, one after the other: of the same bytes it is the same. They are mapped meanwhile. */
 CUresult mpsd_pages_sum(const struct arena_range *pieces, size_t count, const uint64_t **sums);
 
-/* Beside all streams: a capture that is under way is not touched. */
-CUresult mpsd_pages_read(void *to, CUdeviceptr from, size_t size);
+/* All of these, one behind the other, beside all streams: a capture that is under way is not touched. */
+CUresult mpsd_pages_read(char *to, const struct arena_range *from, size_t count);

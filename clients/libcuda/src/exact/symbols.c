@@ -38,6 +38,15 @@ static const char *text_at(struct bytes table, uint64_t offset)
 	return text && memchr(text, 0, table.size - offset) ? text : NULL;
 }
 
+/* Texts, for printf() and assert(), and other constants that have no name of their own. */
+static bool is_compilers(struct bytes name)
+{
+	static const char unnamed[] = "__unnamed_";
+	size_t size = sizeof(unnamed) - 1;
+
+	return *name.at == '$' || (name.size >= size && !memcmp(name.at, unnamed, size));
+}
+
 /* ELF */
 
 struct sections {
@@ -102,8 +111,7 @@ static void take_symbol(const struct sections *all, struct bytes texts, const El
 		return;
 	if (type == STT_FUNC && symbol->st_shndx == SHN_UNDEF && !strcmp(name, CUDA_MALLOC))
 		found->has_heap = true;
-	/* Those with a dollar are texts of the compiler's, for printf() and assert(). */
-	if (type == STT_OBJECT && *name != '$' && is_global(all, symbol->st_shndx))
+	if (type == STT_OBJECT && !is_compilers((struct bytes){ name, strlen(name) }) && is_global(all, symbol->st_shndx))
 		found->add(found->to, name, strlen(name));
 }
 
@@ -192,7 +200,7 @@ static void read_line(struct bytes line, struct mpsd_symbols *found)
 			skip_brackets(&line);
 			continue;
 		}
-		if (*next.at != '$')
+		if (!is_compilers(next))
 			found->add(found->to, next.at, next.size);
 		return;
 	}
