@@ -191,6 +191,7 @@ _LEGEND = (
     "without the proxy; memory: what the GPU's use grew by, with the proxy to without; vaulted: held in the "
     "window when the program had come up; `-`: not measured."
 )
+_LEGEND_OF_VALIDATION = "validate: as exact, with all memory looked at after each operation."
 
 
 def markdown(data: Mapping[str, Any]) -> str:
@@ -205,6 +206,8 @@ def markdown(data: Mapping[str, Any]) -> str:
         _LEGEND,
         "",
     ]
+    if any(entry["mode"] == VALIDATED for entry in data["programs"] or ()):
+        lines += [_LEGEND_OF_VALIDATION, ""]
     if not data["bars"]:
         lines += ["Time and memory are not judged here: this is no real GPU.", ""]
     if data["programs"] is not None:

@@ -9,14 +9,16 @@ from pathlib import Path
 
 import pytest
 
+from tests.libcuda.test_exact import gate, move
 from tests.libcuda.test_failover import Program, ask, break_domain, copies, post, stand_by
 from tests.support import images, moving
+from tests.support.gate import Gate
 from tests.support.images import ELF, LZ4, PTX, ZSTD, elf, fatbin, part
 from tests.support.moving import Post
 from tests.support.simfixtures import backend, domain, second, third
 from tests.support.simnode import Domain
 
-__all__ = ["ask", "backend", "copies", "domain", "post", "second", "third"]
+__all__ = ["ask", "backend", "copies", "domain", "gate", "post", "second", "third"]
 
 VALIDATED = pytest.mark.parametrize(
     "ask", [{"MPSD_FAILOVER": "exact", "MPSD_FAILOVER_VALIDATE": "1"}], indirect=True
@@ -44,21 +46,29 @@ def run_count(ask: Program) -> str:
     return ask("gpu.code('cuLaunchKernel', gpu.functions['count'], 1, 1, 1, 1, 1, 1, 0, 0, None, None)")
 
 
-@VALIDATED
-def test_what_writes_where_its_parameters_do_not_lead_is_named(post: Post, ask: Program) -> None:
-    post.greet(moving.EXACT)
+FOLLOW = "gpu.code('cuLaunchKernel', gpu.functions['follow'], 1, 1, 1, 1, 1, 1, 0, 0, given, None)"
+"""It writes 7 into `other`, whose address is in `m`."""
+
+
+def prepare_follow(ask: Program) -> None:
     ask("m = gpu.memory(4 << 20); other = gpu.memory(4 << 20); at = ctypes.c_uint64(other)")
     ask("f = gpu.made('cuModuleLoadData', b'standin module\\nkernel follow follow 0\\n')")
     ask("gpu.functions['follow'] = gpu.made('cuModuleGetFunction', f, b'follow')")
     ask("gpu('cuMemcpyHtoD_v2', m, ctypes.byref(at), 8)")
-    assert ask("gpu.run('add', m + 64, 8, 1), gpu.run('add', other, 8, 1), gpu.sync()") == "(0, 0, 0)"
     ask("value = ctypes.c_uint32(7); where = ctypes.c_uint64(m)")
     ask("given = (ctypes.c_void_p * 2)(ctypes.addressof(where), ctypes.addressof(value))")
-    follow = "gpu.code('cuLaunchKernel', gpu.functions['follow'], 1, 1, 1, 1, 1, 1, 0, 0, given, None)"
-    assert ask(f"{follow}, gpu.sync(), gpu.word(other)") == "(0, 0, 7)"
+
+
+@VALIDATED
+def test_what_writes_where_its_parameters_do_not_lead_is_named(post: Post, ask: Program) -> None:
+    post.greet(moving.EXACT)
+    prepare_follow(ask)
+    assert ask("gpu.run('add', m + 64, 8, 1), gpu.run('add', other, 8, 1), gpu.sync()") == "(0, 0, 0)"
+    assert ask(f"{FOLLOW}, gpu.sync(), gpu.word(other)") == "(0, 0, 7)"
     said = ask.end().splitlines()
     assert "follow writes at 0x" in said[0] and "where its parameters do not lead" in said[0]
-    assert found(said[1]) == (1, 0, 0) and len(said) == 2
+    assert found(said[1]) == (1, 0, 0)
+    assert said[2].endswith(": MPSD_FAILOVER_UNSURE=follow") and len(said) == 3
 
 
 @VALIDATED
@@ -126,7 +136,35 @@ def test_a_kernel_that_writes_a_variable_of_its_module_is_named(post: Post, ask:
     assert (run_count(ask), run_count(ask)) == ("0", "0")
     said = ask.end().splitlines()
     assert said[0].endswith("count writes a variable of its module, counter, which is not carried over")
-    assert found(said[1]) == (0, 2, 0) and len(said) == 2
+    assert found(said[1]) == (0, 2, 0)
+    assert said[2].endswith(": MPSD_FAILOVER_OPAQUE=count") and len(said) == 3
+
+
+NAMED = {"MPSD_FAILOVER": "exact", "MPSD_FAILOVER_UNSURE": "none,follow,", "MPSD_FAILOVER_OPAQUE": "count"}
+
+
+@pytest.mark.parametrize("ask", [NAMED], indirect=True)
+def test_who_is_named_to_it_is_not_done_again_silently(
+    domain: Domain, gate: Gate, second: Domain, post: Post, ask: Program, copies: Path
+) -> None:
+    line = post.greet(moving.EXACT)
+    prepare_follow(ask)
+    stand_by(line, second, copies)
+    gate.let(0)
+    assert ask(f"gpu.run('add', m, 8, 1), {FOLLOW}") == "(0, 0)"
+    break_domain(domain)
+    why = "a kernel that writes where its parameters do not lead: follow"
+    assert move(line).text == why
+    assert ask("gpu.sync(), gpu.sync()") == "(719, 0)"
+    assert why in ask.end()
+
+
+@pytest.mark.parametrize("ask", [NAMED], indirect=True)
+def test_who_keeps_something_in_a_variable_is_not_carried_over(post: Post, ask: Program) -> None:
+    line = post.greet(moving.EXACT)
+    load(ask, elf(["counter"]))
+    assert run_count(ask) == "0"
+    assert line.hear(moving.OPAQUE).text == "a kernel that writes a variable of its module: count"
 
 
 @VALIDATED
@@ -223,8 +261,10 @@ def test_code_of_the_compiler_is_read(post: Post, ask: Program, tmp_path: Path) 
         load(ask, with_text(image))
         assert run_count(ask) == "0"
     said = ask.end().splitlines()
-    assert len([line for line in said if line.endswith("counter, which is not carried over")]) == len(ways)
-    assert found(said[-1]) == (0, len(ways), 0)
+    # A kernel is told once.
+    assert said[0].endswith("counter, which is not carried over")
+    assert found(said[-2]) == (0, len(ways), 0)
+    assert said[-1].endswith(": MPSD_FAILOVER_OPAQUE=count")
 
 
 def with_text(image: bytes) -> bytes:

@@ -50,6 +50,28 @@ def test_the_vault_may_have_nothing_of_a_program_that_maps_its_memory_itself() -
     assert said(replace(PAIR, proxied=lost, mapped=True)) == (Verdict.INVALID, ["memory was vaulted"])
 
 
+SEEN = {"operations": 900, "unsure": 3, "strays": 0, "variables": 0, "unread": 0, "first": ""}
+
+
+@pytest.mark.parametrize(
+    ("seen", "said_of_it"),
+    [
+        ({}, (Verdict.VALID, [])),
+        ({"operations": 0}, (Verdict.INVALID, ["writes are covered"])),
+        ({"strays": 1, "first": "follow"}, (Verdict.INVALID, ["writes are covered"])),
+        ({"variables": 1, "first": "count: n"}, (Verdict.INVALID, ["writes are covered"])),
+        ({"unread": 1}, (Verdict.UNKNOWN, ["writes are covered"])),
+    ],
+)
+def test_what_validation_has_seen_is_judged(
+    seen: Mapping[str, Any], said_of_it: tuple[Verdict, list[str]]
+) -> None:
+    stats = {**ACTIVE, "validation": {**SEEN, **seen}}
+    # However long it took, and whatever it needed for that.
+    slow = replace(slower(PROXIED, 50), memory=GIB * 2, stats=stats)
+    assert said(replace(PAIR, mode="validate", proxied=slow)) == said_of_it
+
+
 def test_a_pair_that_is_the_same_is_valid() -> None:
     assert said(PAIR) == (Verdict.VALID, [])
 

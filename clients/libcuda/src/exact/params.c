@@ -9,6 +9,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "exact/named.h"
 #include "exact/state.h"
 #include "failover/line.h"
 #include "failover/made.h"
@@ -259,15 +260,10 @@ CUresult mpsd_params_take(const struct mpsd_op *given, void **parameters, void *
 /* What is said stays. */
 static const char *why_pinned(CUfunction function)
 {
-	const char *name = NULL, *said = PINNED;
+	const char *name = mpsd_name_of_function(function), *said = PINNED;
 	struct info *info;
-	CUresult result = CUDA_ERROR_NOT_FOUND;
 
-	if (is_kernel(function) && mpsd_tables()->real[MPSD_cuKernelGetName])
-		result = real_cuKernelGetName(&name, mpsd_native((CUkernel)function));
-	else if (mpsd_tables()->real[MPSD_cuFuncGetName])
-		result = real_cuFuncGetName(&name, mpsd_native(function));
-	if (result != CUDA_SUCCESS || !name)
+	if (!name)
 		return said;
 	pthread_mutex_lock(&lock);
 	info = slot_of(function);
@@ -281,6 +277,7 @@ static const char *why_pinned(CUfunction function)
 
 CUresult mpsd_params_save(const struct mpsd_op *op, struct mpsd_plan *plan)
 {
+	mpsd_named_look(op->launch.function);
 	for (size_t at = 0; at + sizeof(CUdeviceptr) <= op->launch.bytes; at += sizeof(CUdeviceptr)) {
 		CUdeviceptr word;
 		CUresult result;

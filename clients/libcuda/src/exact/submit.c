@@ -4,6 +4,7 @@
  * it may write saved first. One thread at a time does that; who is overtaken by a move finds its operation done.
  */
 #include "clock.h"
+#include "exact/named.h"
 #include "exact/state.h"
 #include "failover/graph.h"
 #include "failover/line.h"
@@ -53,6 +54,7 @@ void mpsd_order_give(uint64_t moves)
 void mpsd_exact_start(void)
 {
 	atomic_store(&mpsd_exact_on, true);
+	mpsd_named_start();
 	mpsd_validates();
 }
 

@@ -10,6 +10,7 @@
 #include <string.h>
 
 #include "exact/globals.h"
+#include "exact/named.h"
 #include "exact/pages.h"
 #include "exact/symbols.h"
 #include "failover/line.h"
@@ -27,8 +28,11 @@ static struct {
 	size_t count, room, pages;
 } known;
 
-static const void *told[MOST_NAMES];
-static unsigned int told_count;
+static struct names {
+	char *names[MOST_NAMES];
+	unsigned int count;
+} writers, keepers;	/* where no parameter leads; of variables */
+
 static bool is_over;
 
 /* Asked first when the program wishes to be exact, by one thread. */
@@ -48,30 +52,39 @@ bool mpsd_validates(void)
 
 static const char *name_of(const struct mpsd_op *op)
 {
-	bool is_kernel = op->kind == MPSD_OP_LAUNCH && mpsd_made_is(op->launch.function, MPSD_MADE_KERNEL);
-	const char *name = NULL;
-	CUresult result = CUDA_ERROR_NOT_FOUND;
+	const char *name = op->kind == MPSD_OP_LAUNCH ? mpsd_name_of_function(op->launch.function) : NULL;
 
-	if (is_kernel && mpsd_tables()->real[MPSD_cuKernelGetName])
-		result = real_cuKernelGetName(&name, mpsd_native((CUkernel)op->launch.function));
-	else if (op->kind == MPSD_OP_LAUNCH && mpsd_tables()->real[MPSD_cuFuncGetName])
-		result = real_cuFuncGetName(&name, mpsd_native(op->launch.function));
-	if (result == CUDA_SUCCESS && name)
+	if (name)
 		return name;
 	return op->kind == MPSD_OP_LAUNCH ? "a kernel" : op->kind == MPSD_OP_GRAPH ? "a graph" : "a copy, memset or memory operation";
 }
 
 /* Each is named once. */
-static bool is_news(const struct mpsd_op *op)
+static bool is_news(const struct mpsd_op *op, struct names *list)
 {
-	const void *key = op->kind == MPSD_OP_LAUNCH ? (const void *)op->launch.function : op;
+	const char *name = name_of(op);
 
-	for (unsigned int i = 0; i < told_count; i++)
-		if (told[i] == key)
+	for (unsigned int i = 0; i < list->count; i++)
+		if (!strcmp(list->names[i], name))
 			return false;
-	if (told_count < MOST_NAMES)
-		told[told_count++] = key;
+	if (list->count < MOST_NAMES && (list->names[list->count] = strdup(name)))
+		list->count++;
 	return true;
+}
+
+/* The kernels of it, as named.c reads them. */
+static void say_names(const char *variable, const struct names *list)
+{
+	char *line = NULL;
+	size_t size = 0;
+	FILE *text = open_memstream(&line, &size);
+
+	for (unsigned int i = 0; text && i < list->count; i++)
+		if (!strchr(list->names[i], ' '))
+			fprintf(text, "%s%s", ftell(text) ? "," : "", list->names[i]);
+	if (text && !fclose(text) && size)
+		mpsd_say("so that it is told in place of being wrong: %s=%s", variable, line);
+	free(line);
 }
 
 static void note_first(const struct mpsd_op *op, const char *variable)
@@ -87,7 +100,7 @@ static void tell_page(const struct mpsd_op *op, uint64_t address)
 {
 	mpsd_stats->validate_strays++;
 	note_first(op, NULL);
-	if (is_news(op))
+	if (is_news(op, &writers))
 		mpsd_say("%s writes at 0x%llx, where its parameters do not lead: it cannot be undone", name_of(op),
 			 (unsigned long long)address);
 }
@@ -96,7 +109,7 @@ static void tell_variable(const struct mpsd_op *op, const char *variable)
 {
 	mpsd_stats->validate_variables++;
 	note_first(op, variable);
-	if (is_news(op))
+	if (is_news(op, &keepers))
 		mpsd_say("%s writes a variable of its module, %s, which is not carried over", name_of(op), variable);
 }
 
@@ -261,4 +274,6 @@ void mpsd_validate_report(void)
 			 "%llu operations that cannot be undone were not looked at",
 			 (unsigned long long)found->validated, (unsigned long long)found->validate_strays,
 			 (unsigned long long)found->validate_variables, (unsigned long long)found->validate_unsure);
+	say_names("MPSD_FAILOVER_UNSURE", &writers);
+	say_names("MPSD_FAILOVER_OPAQUE", &keepers);
 }
