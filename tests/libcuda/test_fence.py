@@ -123,9 +123,9 @@ def test_it_is_a_fence_beside_other_copies(
     assert ask("gpu.sync()") == "0"
     gate.let(0)
     assert ask(f"set({does})") == "{0}"
-    assert ask("gpu.run('add', m, 8, 1)") == "0"
     gate.let(lets)
     until(lambda: gate.left() == 0)
+    assert ask("gpu.run('add', m, 8, 1)") == "0"
     lose(line, gate, domain)
     line.say(moving.FENCED, 1)
     assert line.hear(moving.MOVED).generation == 1

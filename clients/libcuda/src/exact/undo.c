@@ -9,10 +9,8 @@
  */
 #include <stdlib.h>
 
-#include "exact/state.h"
+#include "exact/stamps.h"
 #include "hold.h"
-#include "memory.h"
-#include "windows.h"
 
 struct save {
 	struct save *next;
@@ -24,52 +22,6 @@ struct save {
 
 static struct save *saves;		/* of the epoch */
 static uint64_t batches;		/* of saves, ever */
-
-static CUdeviceptr window_base;
-/* For each page of the window: in which epoch it was saved; */
-static uint32_t *stamps;
-/* and for who has the order, of which a copy that was left has its own: in which plan it is, */
-static atomic_ullong *planned;
-/* and all that a pointer into it leads to: in which epoch (even), or plan (odd). */
-static atomic_ullong *wholes;
-static uint64_t pages;
-
-/* Windows open with the first allocation, and stay. */
-static bool know_window(CUdeviceptr address)
-{
-	struct mpsd_allocation allocation;
-	CUdeviceptr base;
-	uint64_t count;
-	atomic_ullong *more, *most;
-	uint32_t *fresh;
-
-	if (!mpsd_memory_is_in_window(address) || !mpsd_memory_find_mapped(address, &allocation))
-		return false;
-	pthread_mutex_lock(&mpsd_windows_lock);
-	base = mpsd_windows[allocation.device].arena.base;
-	count = mpsd_windows[allocation.device].arena.granules;
-	pthread_mutex_unlock(&mpsd_windows_lock);
-	fresh = calloc(count, sizeof(*fresh));
-	more = calloc(count, sizeof(*more));
-	most = calloc(count, sizeof(*most));
-	pthread_mutex_lock(&mpsd_exact_lock);
-	if (!stamps && fresh && more && most) {
-		window_base = base;
-		pages = count;
-		planned = more;
-		wholes = most;
-		__atomic_store_n(&stamps, fresh, __ATOMIC_RELEASE);
-		fresh = NULL;
-		more = most = NULL;
-	}
-	pthread_mutex_unlock(&mpsd_exact_lock);
-	free(fresh);
-	free(more);
-	free(most);
-	return true;
-}
-
-_Static_assert(MPSD_EXACT_PAGE == ARENA_GRANULE, "a page of the window is what memory is mapped by");
 
 CUresult make_cuStreamCreate(CUstream *phStream, unsigned int Flags);
 
@@ -128,90 +80,23 @@ static CUresult save_run(struct mpsd_plan *plan, CUdeviceptr address, uint64_t s
 	return CUDA_SUCCESS;
 }
 
-static CUdeviceptr address_of(uint64_t page)
-{
-	return window_base + page * MPSD_EXACT_PAGE;
-}
-
-static uint32_t epoch_now(void)
-{
-	return __atomic_load_n(&mpsd_epoch.number, __ATOMIC_RELAXED);
-}
-
-static bool is_saved(const struct mpsd_plan *plan, uint64_t page)
-{
-	return __atomic_load_n(&stamps[page], __ATOMIC_RELAXED) == epoch_now() ||
-	       atomic_load_explicit(&planned[page], memory_order_relaxed) == plan->number;
-}
-
-static CUresult save_pages(struct mpsd_plan *plan, uint64_t first, uint64_t end)
+static CUresult save_pages(struct mpsd_plan *plan, struct mpsd_pages pages)
 {
 	CUresult result = CUDA_SUCCESS;
+	uint64_t first = pages.first;
 
-	while (first < end && result == CUDA_SUCCESS) {
+	while (first < pages.end && result == CUDA_SUCCESS) {
 		uint64_t behind = first;
 
-		while (behind < end && !is_saved(plan, behind))
+		while (behind < pages.end && !mpsd_stamps_is_saved(plan, behind))
 			behind++;
 		if (behind > first)
-			result = save_run(plan, address_of(first), (behind - first) * MPSD_EXACT_PAGE);
-		while (first < behind && result == CUDA_SUCCESS)
-			atomic_store_explicit(&planned[first++], plan->number, memory_order_relaxed);
+			result = save_run(plan, mpsd_stamps_address(first), (behind - first) * MPSD_EXACT_PAGE);
+		if (result == CUDA_SUCCESS)
+			mpsd_stamps_plan(plan, (struct mpsd_pages){ first, behind });
 		first = behind + 1;
 	}
 	return result;
-}
-
-static bool is_in_window(CUdeviceptr address)
-{
-	return __atomic_load_n(&stamps, __ATOMIC_ACQUIRE) && address - window_base < pages * MPSD_EXACT_PAGE;
-}
-
-/* In which epoch what kernels may write of what the program has mapped itself has changed last. */
-static atomic_uint runs_changed;
-
-void mpsd_undo_runs_changed(void)
-{
-	atomic_store(&runs_changed, epoch_now());
-}
-
-/* Such a run may have grown since all of it was saved. */
-static bool may_have_grown(CUdeviceptr address)
-{
-	return atomic_load(&runs_changed) == epoch_now() && mpsd_memory_is_held(address);
-}
-
-/*
- * That its page was saved says nothing of the rest: a copy, or a memset, of a part may have been the first to write. What
- * shares a page shares it wholly.
- */
-static bool is_all_saved(const struct mpsd_plan *plan, CUdeviceptr address)
-{
-	uint64_t whole = 0;
-
-	if (is_in_window(address))
-		whole = atomic_load_explicit(&wholes[(address - window_base) / MPSD_EXACT_PAGE], memory_order_relaxed);
-	return (whole == 2 * (uint64_t)epoch_now() || whole == 2 * plan->number + 1) && !may_have_grown(address);
-}
-
-/* The next look at it is a short one. */
-static void note_all_saved(const struct mpsd_allocation *whole, uint64_t when)
-{
-	uint64_t offset = whole->base - window_base;
-
-	for (uint64_t page = offset / MPSD_EXACT_PAGE; page * MPSD_EXACT_PAGE < offset + whole->size; page++)
-		atomic_store_explicit(&wholes[page], when, memory_order_relaxed);
-}
-
-static bool found_all_saved(const struct mpsd_allocation *whole)
-{
-	uint64_t offset = whole->base - window_base, epoch = epoch_now();
-
-	for (uint64_t page = offset / MPSD_EXACT_PAGE; page * MPSD_EXACT_PAGE < offset + whole->size; page++)
-		if (__atomic_load_n(&stamps[page], __ATOMIC_RELAXED) != epoch)
-			return false;
-	note_all_saved(whole, 2 * epoch);
-	return true;
 }
 
 /* What nothing may write there the driver refuses: to copy it could lose the context. */
@@ -229,17 +114,14 @@ static uint64_t open_size(CUdeviceptr address, uint64_t size)
 CUresult mpsd_undo_save(struct mpsd_plan *plan, CUdeviceptr address, uint64_t size)
 {
 	size = open_size(address, size);
-	if (!size || (!is_in_window(address) && !know_window(address)))
+	if (!size || (!mpsd_stamps_hold(address) && !mpsd_stamps_know(address)))
 		return CUDA_SUCCESS;
-	if (!is_in_window(address)) {
+	if (!mpsd_stamps_hold(address)) {
 		mpsd_epoch_unsure("memory of more than one GPU");
 		return CUDA_SUCCESS;
 	}
 	/* What goes past the window's end the driver refuses. */
-	if (size > pages * MPSD_EXACT_PAGE - (address - window_base))
-		size = pages * MPSD_EXACT_PAGE - (address - window_base);
-	return save_pages(plan, (address - window_base) / MPSD_EXACT_PAGE,
-			  (address - window_base + size + MPSD_EXACT_PAGE - 1) / MPSD_EXACT_PAGE);
+	return save_pages(plan, mpsd_stamps_pages(address, size));
 }
 
 CUresult mpsd_undo_save_around(struct mpsd_plan *plan, CUdeviceptr address)
@@ -247,21 +129,21 @@ CUresult mpsd_undo_save_around(struct mpsd_plan *plan, CUdeviceptr address)
 	struct mpsd_allocation allocation;
 	CUresult result;
 
-	if (is_all_saved(plan, address))
+	if (mpsd_stamps_is_whole(plan, address))
 		return CUDA_SUCCESS;
 	if (!mpsd_memory_is_in_window(address) || !mpsd_memory_find_mapped(address, &allocation))
 		return CUDA_SUCCESS;
 	if (allocation.is_imported)
 		mpsd_epoch_unsure("memory of another process");
-	if (is_in_window(allocation.base) && found_all_saved(&allocation))
+	if (mpsd_stamps_hold(allocation.base) && mpsd_stamps_found_whole(&allocation))
 		return CUDA_SUCCESS;
 	result = mpsd_usual_save(plan);
-	if (is_in_window(allocation.base))
+	if (mpsd_stamps_hold(allocation.base))
 		mpsd_usual_note(allocation.base);
 	if (result == CUDA_SUCCESS)
 		result = mpsd_undo_save(plan, allocation.base, allocation.size);
-	if (result == CUDA_SUCCESS && is_in_window(allocation.base))
-		note_all_saved(&allocation, 2 * plan->number + 1);
+	if (result == CUDA_SUCCESS && mpsd_stamps_hold(allocation.base))
+		mpsd_stamps_note_whole(plan, &allocation);
 	/* It comes anew, and then has all the room. */
 	if (result == CUDA_ERROR_OUT_OF_MEMORY)
 		mpsd_usual_forget();
@@ -284,14 +166,6 @@ void mpsd_undo_drop(struct mpsd_plan *plan)
 	plan->saves = NULL;
 }
 
-static void stamp(const struct save *save)
-{
-	uint64_t first = (save->address - window_base) / MPSD_EXACT_PAGE;
-
-	for (uint64_t i = 0; i < save->size / MPSD_EXACT_PAGE; i++)
-		__atomic_store_n(&stamps[first + i], mpsd_epoch.number, __ATOMIC_RELAXED);
-}
-
 /* With the lock. */
 static void commit(struct mpsd_plan *plan)
 {
@@ -304,7 +178,7 @@ static void commit(struct mpsd_plan *plan)
 
 		plan->saves = save->next;
 		save->number = lane->saved;
-		stamp(save);
+		mpsd_stamps_save(mpsd_stamps_pages(save->address, save->size));
 		save->next = saves;
 		saves = save;
 	}
@@ -419,8 +293,8 @@ bool mpsd_undo_is_saver(const struct mpsd_lane *lane)
 
 bool mpsd_undo_is_saved(CUdeviceptr address)
 {
-	const struct mpsd_plan none = { .number = 0 };
+	const struct mpsd_plan none = { .number = UINT64_MAX };
 
-	return mpsd_chunk_is(address) ||
-	       (is_in_window(address) && is_saved(&none, (address - window_base) / MPSD_EXACT_PAGE));
+	return mpsd_chunk_is(address) || (mpsd_stamps_hold(address) &&
+					  mpsd_stamps_is_saved(&none, mpsd_stamps_pages(address, 1).first));
 }

@@ -1,0 +1,161 @@
+// SPDX-License-Identifier: MIT
+/*
+ * A page is stamped with the epoch in which it was saved, so that nothing has to be cleared when one ends. What shares a
+ * page (small allocations) shares it wholly.
+ */
+#include "exact/stamps.h"
+
+#include <stdlib.h>
+
+#include "hold.h"
+#include "windows.h"
+
+static CUdeviceptr window_base;
+static uint64_t count;			/* of its pages */
+
+/* For each page: in which epoch it was saved; */
+static uint32_t *stamps;
+/* and for who has the order, of which a copy that was left has its own: in which plan it is, */
+static atomic_ullong *planned;
+/* and all that a pointer into it leads to: in which epoch (even), or plan (odd). */
+static atomic_ullong *wholes;
+
+_Static_assert(MPSD_EXACT_PAGE == ARENA_GRANULE, "a page of the window is what memory is mapped by");
+
+bool mpsd_stamps_hold(CUdeviceptr address)
+{
+	return __atomic_load_n(&stamps, __ATOMIC_ACQUIRE) && address - window_base < count * MPSD_EXACT_PAGE;
+}
+
+/* Windows open with the first allocation, and stay. */
+bool mpsd_stamps_know(CUdeviceptr address)
+{
+	struct mpsd_allocation allocation;
+	CUdeviceptr base;
+	uint64_t pages;
+	atomic_ullong *more, *most;
+	uint32_t *fresh;
+
+	if (!mpsd_memory_is_in_window(address) || !mpsd_memory_find_mapped(address, &allocation))
+		return false;
+	pthread_mutex_lock(&mpsd_windows_lock);
+	base = mpsd_windows[allocation.device].arena.base;
+	pages = mpsd_windows[allocation.device].arena.granules;
+	pthread_mutex_unlock(&mpsd_windows_lock);
+	fresh = calloc(pages, sizeof(*fresh));
+	more = calloc(pages, sizeof(*more));
+	most = calloc(pages, sizeof(*most));
+	pthread_mutex_lock(&mpsd_exact_lock);
+	if (!stamps && fresh && more && most) {
+		window_base = base;
+		count = pages;
+		planned = more;
+		wholes = most;
+		__atomic_store_n(&stamps, fresh, __ATOMIC_RELEASE);
+		fresh = NULL;
+		more = most = NULL;
+	}
+	pthread_mutex_unlock(&mpsd_exact_lock);
+	free(fresh);
+	free(more);
+	free(most);
+	return true;
+}
+
+struct mpsd_pages mpsd_stamps_pages(CUdeviceptr address, uint64_t size)
+{
+	uint64_t offset = address - window_base, most = count * MPSD_EXACT_PAGE - offset;
+
+	if (size > most)
+		size = most;
+	return (struct mpsd_pages){ offset / MPSD_EXACT_PAGE, (offset + size + MPSD_EXACT_PAGE - 1) / MPSD_EXACT_PAGE };
+}
+
+CUdeviceptr mpsd_stamps_address(uint64_t page)
+{
+	return window_base + page * MPSD_EXACT_PAGE;
+}
+
+static uint32_t epoch_now(void)
+{
+	return __atomic_load_n(&mpsd_epoch.number, __ATOMIC_RELAXED);
+}
+
+static bool is_stamped(uint64_t page, uint32_t epoch)
+{
+	return __atomic_load_n(&stamps[page], __ATOMIC_RELAXED) == epoch;
+}
+
+bool mpsd_stamps_is_saved(const struct mpsd_plan *plan, uint64_t page)
+{
+	return is_stamped(page, epoch_now()) ||
+	       atomic_load_explicit(&planned[page], memory_order_relaxed) == plan->number;
+}
+
+void mpsd_stamps_plan(const struct mpsd_plan *plan, struct mpsd_pages pages)
+{
+	for (uint64_t page = pages.first; page < pages.end; page++)
+		atomic_store_explicit(&planned[page], plan->number, memory_order_relaxed);
+}
+
+void mpsd_stamps_save(struct mpsd_pages pages)
+{
+	for (uint64_t page = pages.first; page < pages.end; page++)
+		__atomic_store_n(&stamps[page], mpsd_epoch.number, __ATOMIC_RELAXED);
+}
+
+/* In which epoch what kernels may write of what the program has mapped itself has changed last. */
+static atomic_uint runs_changed;
+
+void mpsd_undo_runs_changed(void)
+{
+	atomic_store(&runs_changed, epoch_now());
+}
+
+/* Such a run may have grown since all of it was saved. */
+static bool may_have_grown(CUdeviceptr address)
+{
+	return atomic_load(&runs_changed) == epoch_now() && mpsd_memory_is_held(address);
+}
+
+static uint64_t of_epoch(uint32_t epoch)
+{
+	return 2 * (uint64_t)epoch;
+}
+
+static uint64_t of_plan(const struct mpsd_plan *plan)
+{
+	return 2 * plan->number + 1;
+}
+
+bool mpsd_stamps_is_whole(const struct mpsd_plan *plan, CUdeviceptr address)
+{
+	uint64_t when = 0;
+
+	if (mpsd_stamps_hold(address))
+		when = atomic_load_explicit(&wholes[(address - window_base) / MPSD_EXACT_PAGE], memory_order_relaxed);
+	return (when == of_epoch(epoch_now()) || when == of_plan(plan)) && !may_have_grown(address);
+}
+
+static void note(struct mpsd_pages pages, uint64_t when)
+{
+	for (uint64_t page = pages.first; page < pages.end; page++)
+		atomic_store_explicit(&wholes[page], when, memory_order_relaxed);
+}
+
+bool mpsd_stamps_found_whole(const struct mpsd_allocation *whole)
+{
+	struct mpsd_pages pages = mpsd_stamps_pages(whole->base, whole->size);
+	uint32_t epoch = epoch_now();
+
+	for (uint64_t page = pages.first; page < pages.end; page++)
+		if (!is_stamped(page, epoch))
+			return false;
+	note(pages, of_epoch(epoch));
+	return true;
+}
+
+void mpsd_stamps_note_whole(const struct mpsd_plan *plan, const struct mpsd_allocation *whole)
+{
+	note(mpsd_stamps_pages(whole->base, whole->size), of_plan(plan));
+}

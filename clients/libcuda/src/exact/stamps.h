@@ -1,0 +1,33 @@
+/* SPDX-License-Identifier: MIT */
+/* Which pages of the window are saved, in an epoch, or in the plan of one operation. */
+#pragma once
+
+#include "exact/state.h"
+#include "memory.h"
+
+/* Whether it lies in the window whose pages are known; know() where that is to be the one around it. */
+bool mpsd_stamps_hold(CUdeviceptr address);
+bool mpsd_stamps_know(CUdeviceptr address);
+
+struct mpsd_pages {
+	uint64_t first, end;
+};
+
+/* Of what lies in that window, as far as that goes. */
+struct mpsd_pages mpsd_stamps_pages(CUdeviceptr address, uint64_t size);
+CUdeviceptr mpsd_stamps_address(uint64_t page);
+
+/* Saved in this epoch, or about to be in this plan. */
+bool mpsd_stamps_is_saved(const struct mpsd_plan *plan, uint64_t page);
+void mpsd_stamps_plan(const struct mpsd_plan *plan, struct mpsd_pages pages);
+
+/* With the lock: such pages were saved. */
+void mpsd_stamps_save(struct mpsd_pages pages);
+
+/*
+ * Whether all that a pointer to there leads to is saved. That its page is says nothing of the rest: a copy, or a memset,
+ * of a part may have been the first to write. found(): each page of it is, by now; note(): in that plan.
+ */
+bool mpsd_stamps_is_whole(const struct mpsd_plan *plan, CUdeviceptr address);
+bool mpsd_stamps_found_whole(const struct mpsd_allocation *whole);
+void mpsd_stamps_note_whole(const struct mpsd_plan *plan, const struct mpsd_allocation *whole);
