@@ -360,3 +360,13 @@ def test_a_fault_while_it_is_done_again(programs: Programs, lets_again: int) -> 
     for lets in range(0, 14, 3):
         found = programs.one().run_twice(steps, len(steps) - 1, 2, lets, lets_again)
         assert found == model(steps), lets
+
+
+@pytest.mark.parametrize("first", ["set", "in", "rows_set"])
+def test_what_is_written_in_part_before_it_is_written_whole(programs: Programs, first: str) -> None:
+    for buffer in (0, 2):
+        steps: list[Step] = [("fill", 0, buffer, 0, 7), ("wait_all", 0, 0, 0, 0), (first, 1, buffer, 0, 5)]
+        steps += [("add", 1, buffer, 0, 3), ("look", 0, 1, 0, 0)]
+        for lets in range(0, 14, 2):
+            found = programs.one().run(steps, len(steps) - 1, lets, inside=False)
+            assert found == model(steps), (buffer, lets)
