@@ -109,10 +109,15 @@ static uint64_t look(struct mpsd_lane *lane, const uint32_t *word)
 	uint32_t ahead = __atomic_load_n(word, __ATOMIC_ACQUIRE) - (uint32_t)lane->proven;
 	uint64_t said = lane->proven + ahead;
 
+	/*
+	 * Nothing that was not asked for: host memory is not trusted beyond that, and a word that is behind what the order
+	 * of streams has proven looks like one that is far ahead.
+	 */
+	if (said > lane->marked)
+		return lane->proven;
 	if (lane->stop && said >= lane->stop)
 		said = lane->stop - 1;
-	/* Nothing that was not asked for: host memory is not trusted beyond that. */
-	if (said > lane->proven && said <= lane->marked)
+	if (said > lane->proven)
 		lane->proven = said;
 	return lane->proven;
 }
