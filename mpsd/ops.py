@@ -331,7 +331,7 @@ class Operations:
             "gpus": shown,
             "draining": on,
             "dry_run": bool(args.get("dry_run")),
-            "clients": sorted(staying),
+            "clients": sorted(set(staying)),
         }
 
 

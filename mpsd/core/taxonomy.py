@@ -37,8 +37,9 @@ class FaultClass:
 
 
 _GUARD = "the outer guard where it lies over the address (silent: nobody is named); else not isolated"
-_NONE = "not isolated: a spare domain takes new clients at once, victims must start again"
-_FIX = "have the owner of the named client run it under compute-sanitizer; restart the victims"
+_NONE = "not isolated: a spare takes new clients at once; victims go on by fail-over, or start again"
+_AGAIN = "restart those that did not go on (mpsd-ctl failovers)"
+_FIX = f"have the owner of the named client run it under compute-sanitizer; {_AGAIN}"
 _DEVICE = "drain the GPU (mpsd-ctl drain), then follow the vendor's advice for this Xid"
 
 
@@ -195,7 +196,7 @@ _ROWS = (
         "the server's pidfd became readable while its domain was in use",
         Scope.DOMAIN,
         _NONE,
-        "restart the victims; find out who killed the server (kernel log, out-of-memory killer)",
+        f"{_AGAIN}; find out who killed the server (kernel log, out-of-memory killer)",
     ),
     _row(
         "control-death",
@@ -203,7 +204,7 @@ _ROWS = (
         "its pidfd became readable; its server goes with it, and the clients see error 806",
         Scope.DOMAIN,
         _NONE,
-        "restart the victims; find out who killed the control daemon",
+        f"{_AGAIN}; find out who killed the control daemon",
     ),
     _row(
         "device-ecc",

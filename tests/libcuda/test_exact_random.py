@@ -373,7 +373,7 @@ def test_what_is_written_in_part_before_it_is_written_whole(programs: Programs, 
 
 
 def test_what_is_behind_a_function_that_did_not_run_has_not_ended(programs: Programs) -> None:
-    """A callback of the lost context comes behind it, and streams have proven what is before it by their order."""
+    """A callback of the lost context comes behind it; the order of streams has proven what is before it."""
     steps: list[Step] = [("add", 0, 0, 0, 13), ("host", 3, 0, 0, 1), ("host_same", 0, 0, 0, 1)]
     steps.append(("host", 0, 0, 0, 42))
     for lets in range(24):

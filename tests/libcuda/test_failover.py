@@ -50,16 +50,15 @@ def copies(libraries: Libraries, tmp_path_factory: pytest.TempPathFactory) -> Pa
 class Program:
     def __init__(self, libraries: Libraries, home: Domain, post: Post, **extra: str) -> None:
         found = f"{ROOT}:{ROOT / 'clients'}:{ROOT / 'clients' / 'libcuda'}"
-        environment = libraries.environment(
-            proxied=True,
-            PYTHONPATH=found,
-            CUDA_MPS_PIPE_DIRECTORY=home.environment["CUDA_MPS_PIPE_DIRECTORY"],
-            MPSD_STANDIN_GPU="simulated",
-            MPSD_VAULT="1",
-            MPSD_FAILOVER_SOCKET=str(post.path),
-            MPSD_FAILOVER_SETTLE_MS="0",
-            **extra,
-        )
+        usual = {
+            "PYTHONPATH": found,
+            "CUDA_MPS_PIPE_DIRECTORY": home.environment["CUDA_MPS_PIPE_DIRECTORY"],
+            "MPSD_STANDIN_GPU": "simulated",
+            "MPSD_VAULT": "1",
+            "MPSD_FAILOVER_SOCKET": str(post.path),
+            "MPSD_FAILOVER_SETTLE_MS": "0",
+        }
+        environment = libraries.environment(proxied=True, **usual | extra)
         self.process = subprocess.Popen(
             [sys.executable, str(PROGRAMS / "moving.py")],
             env=environment,

@@ -31,8 +31,8 @@ DECLARED = (
 def found(said: str) -> tuple[int, int, int]:
     """Pages written where no parameter leads, writes of variables, operations that were not looked at."""
     numbers = [int(word) for word in said.rsplit("validated: ", 1)[1].split() if word.isdigit()]
-    operations, strays, variables, unsure = numbers
-    assert operations > 0
+    operations, strays, variables, unsure, unread = numbers
+    assert (operations > 0, unread) == (True, 0)
     return strays, variables, unsure
 
 
@@ -276,3 +276,45 @@ def with_text(image: bytes) -> bytes:
         body = image[16:] + part(0x40, 1, images.TEXT)
         return image[:8] + len(body).to_bytes(8, "little") + body
     return image.rstrip(b"\0") + b"\n" + images.TEXT
+
+
+@pytest.mark.parametrize(
+    ("ask", "why"),
+    [
+        ({"MPSD_FAILOVER": "keep", "MPSD_FAILOVER_VALIDATE": "1"}, "MPSD_FAILOVER asks for less than exact"),
+        ({"MPSD_FAILOVER": "off", "MPSD_FAILOVER_VALIDATE": "1"}, "MPSD_FAILOVER asks for less than exact"),
+        (
+            {"MPSD_FAILOVER": "exact", "MPSD_FAILOVER_VALIDATE": "yes"},
+            "MPSD_FAILOVER_VALIDATE is neither 0 nor 1",
+        ),
+        ({"MPSD_FAILOVER_SOCKET": "", "MPSD_FAILOVER_VALIDATE": "1"}, "the daemon offers no fail-over"),
+    ],
+    indirect=["ask"],
+)
+def test_silence_is_no_result(ask: Program, why: str) -> None:
+    assert ask("gpu.sync()") == "0"
+    assert f": nothing is validated: {why}" in ask.end()
+
+
+@VALIDATED
+def test_a_program_that_does_nothing_is_told_that_nothing_was_looked_at(post: Post, ask: Program) -> None:
+    post.greet(moving.EXACT)
+    assert "validated: 0 operations" in ask.end()
+
+
+@VALIDATED
+def test_a_lost_context_does_not_end_it(
+    domain: Domain, second: Domain, third: Domain, post: Post, ask: Program, copies: Path
+) -> None:
+    """Whoever is at work when that comes: what is lost is moved, and looked at anew."""
+    line = post.greet(moving.EXACT)
+    ask("m = gpu.memory(4 << 20); later = Later(gpu)")
+    for generation, (lost, to) in enumerate(((domain, second), (second, third)), 1):
+        stand_by(line, to, copies, generation)
+        ask("later.start(\"[gpu.run('add', m, 8, 1) for _ in range(200)] and gpu.sync()\")")
+        break_domain(lost)
+        assert line.move(generation, again=1).kind == moving.MOVED
+        assert ask("later.result()") == "0"
+    assert ask("gpu.word(m)") == "400"
+    said = ask.end().splitlines()
+    assert found(said[-1]) == (0, 0, 0)

@@ -201,7 +201,8 @@ static bool look(const struct mpsd_op *op)
 		result = window->open ? look_with_lock(window, room, op) : CUDA_SUCCESS;
 		pthread_mutex_unlock(&mpsd_windows_lock);
 	} while (result == CUDA_ERROR_NOT_READY);
-	if (result != CUDA_SUCCESS && !mpsd_is_left()) {
+	/* What is lost is moved: then all is looked at anew. */
+	if (result != CUDA_SUCCESS && !mpsd_is_loss(result) && !mpsd_is_left()) {
 		is_over = true;
 		mpsd_say("validation ends here: its look at the memory failed (%d)", result);
 	}
@@ -269,11 +270,12 @@ void mpsd_validate_report(void)
 {
 	const struct mpsd_stats *found = mpsd_stats;
 
-	if (found->validated || found->validate_unsure)
-		mpsd_say("validated: %llu operations, %llu pages written where no parameter leads, %llu writes of modules' variables; "
-			 "%llu operations that cannot be undone were not looked at",
-			 (unsigned long long)found->validated, (unsigned long long)found->validate_strays,
-			 (unsigned long long)found->validate_variables, (unsigned long long)found->validate_unsure);
+	if (mpsd_validates() || is_over)
+		mpsd_say("validated%s: %llu operations, %llu pages written where no parameter leads, %llu writes of modules' variables; "
+			 "not looked at: %llu operations that cannot be undone, %llu images of code",
+			 is_over ? " until it ended early" : "", (unsigned long long)found->validated,
+			 (unsigned long long)found->validate_strays, (unsigned long long)found->validate_variables,
+			 (unsigned long long)found->validate_unsure, (unsigned long long)found->validate_unread);
 	say_names("MPSD_FAILOVER_UNSURE", &writers);
 	say_names("MPSD_FAILOVER_OPAQUE", &keepers);
 }

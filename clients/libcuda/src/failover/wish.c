@@ -11,11 +11,29 @@
 
 static struct mpsd_wish wish = { .mode = MPSD_FAILOVER_EXACT };
 
+/* Who asked for it is not to take silence for a result. */
+static void read_validation(const char *where, const char *mode)
+{
+	const char *given = secure_getenv("MPSD_FAILOVER_VALIDATE"), *why = NULL;
+
+	if (!given || !strcmp(given, "0"))
+		return;
+	if (strcmp(given, "1") != 0)
+		why = "MPSD_FAILOVER_VALIDATE is neither 0 nor 1";
+	else if (mode && (!strcmp(mode, "off") || !strcmp(mode, "keep")))
+		why = "MPSD_FAILOVER asks for less than exact";
+	else if (!where || !*where)
+		why = "the daemon offers no fail-over ([failover] enabled), or the program was not started by mpsd-run";
+	if (why)
+		mpsd_say("nothing is validated: %s", why);
+}
+
 static void read_environment(void)
 {
 	const char *where = secure_getenv("MPSD_FAILOVER_SOCKET"), *mode = secure_getenv("MPSD_FAILOVER");
 	const char *mirror = secure_getenv("MPSD_FAILOVER_MIRROR");
 
+	read_validation(where, mode);
 	if (mode && !strcmp(mode, "off"))
 		return;
 	if (where && strlen(where) < sizeof(wish.path))
