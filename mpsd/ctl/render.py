@@ -125,26 +125,31 @@ def _domain(domain: Mapping[str, Any], style: Style) -> str:
 
 
 def _clients(view: Mapping[str, Any], style: Style, *, headers: bool) -> list[str]:
-    rows = [
-        (
+    rows = {
+        # A program that was moved has several contexts in one domain for a while.
+        (c["pid"] or number, c["domain"], _state(c), _protected(c)): (
             _pid(c),
             c["user"],
             c["domain"],
             _state(c),
             size(c["memory_bytes"]),
             age(c["age_s"]),
-            _protections(c) or "none" + (f": {c['problem']}" if c.get("problem") else ""),
+            _protected(c),
             printable(c["command"], 80),
         )
-        for c in view["clients"]
-    ]
+        for number, c in enumerate(view["clients"], -len(view["clients"]))
+    }
     heads = ("PID", "USER", "DOMAIN", "STATE", "MEMORY", "AGE", "PROTECTIONS", "COMMAND")
-    lines = ["", *table(rows, heads if headers else None, style)] if rows else []
+    lines = ["", *table(list(rows.values()), heads if headers else None, style)] if rows else []
     frozen = sorted({str(c["pid"]) for c in view["clients"] if c.get("frozen") and c["pid"] is not None})
     return lines + [
         f"  {pid} is stopped after a guard hit: look at it, then mpsd-ctl kill {pid}, or kill -CONT {pid}"
         for pid in frozen
     ]
+
+
+def _protected(client: Mapping[str, Any]) -> str:
+    return _protections(client) or "none" + (f": {client['problem']}" if client.get("problem") else "")
 
 
 def _state(client: Mapping[str, Any]) -> str:

@@ -93,6 +93,24 @@ def test_whether_the_kernel_isolates_is_one_line(mode: str | None, driver: str |
     assert f"kernel isolation: {line}" in lines
 
 
+def test_a_program_has_one_row_for_all_its_contexts_of_a_kind() -> None:
+    """Not where they differ in what matters; and who is somebody else's is not known to be one."""
+    left = {"failover": {"here": False}}
+    mine = [CLIENT, {**CLIENT, "age_s": 3.0}, {**CLIENT, **left}, {**CLIENT, **left}]
+    mine.append({**CLIENT, "protections": [], "problem": "no lease"})
+    hidden = {**CLIENT, "pid": None, "command": "?"}
+    rows = [line for line in render.status(view(clients=[*mine, hidden, hidden]), Style()) if " ann " in line]
+    assert [
+        ("4711" in row, "waiting" in row, "no lease" in row) for row in rows if not row.startswith("d1")
+    ] == [
+        (True, False, False),
+        (True, True, False),
+        (True, False, True),
+        (False, False, False),
+        (False, False, False),
+    ]
+
+
 def test_status_shows_everything_and_escapes_names() -> None:
     text = "\n".join(render.status(view(), Style()))
     for expected in (
