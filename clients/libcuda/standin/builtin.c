@@ -4,6 +4,7 @@
  * first: memory that the GPU could not reach is a fault, not a crash of the process.
  */
 #include <string.h>
+#include <unistd.h>
 
 #include "standin.h"
 
@@ -123,6 +124,25 @@ static void page_sums(const uint64_t *arguments)
 	}
 }
 
+/* end, unused, value: the word before that address becomes so much more */
+static void before(const uint64_t *arguments)
+{
+	uint32_t *to = reach(arguments[0] - sizeof(*to), sizeof(*to), ACCESS_WRITE);
+
+	if (to)
+		*to += (uint32_t)arguments[2];
+}
+
+/* at, unused, value: until the word there is that */
+static void await(const uint64_t *arguments)
+{
+	uint32_t *at;
+
+	while (!working_for->broken && (at = reach(arguments[0], sizeof(*at), ACCESS_READ)) &&
+	       __atomic_load_n(at, __ATOMIC_ACQUIRE) != (uint32_t)arguments[2])
+		usleep(1000);
+}
+
 static void trap(const uint64_t *arguments)
 {
 	CUresult deadly;
@@ -143,6 +163,8 @@ static const struct builtin builtins[] = {
 	{ "sum", 3, { 8, 8, 8 }, sum },
 	{ "store", 2, { 8, 4 }, store },
 	{ "follow", 2, { 8, 4 }, follow },
+	{ "before", 3, { 8, 8, 4 }, before },
+	{ "await", 3, { 8, 8, 4 }, await },
 	{ "trap", 0, { 0 }, trap },
 	{ "count", 0, { 0 }, count },
 	{ "page_sums", 2, { 8, 8 }, page_sums },

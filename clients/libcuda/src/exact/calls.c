@@ -133,7 +133,7 @@ static CUresult submit_in(struct mpsd_op op, bool is_awaited)
 	if (!is_pinned && op.copy.size <= MPSD_MOST_KEPT && !mpsd_hosts_are_open()) {
 		if (!mpsd_copy_keep(&op))
 			return CUDA_ERROR_OUT_OF_MEMORY;
-		return mpsd_submit_new(&op, is_awaited);
+		return mpsd_submit_new(&op, is_awaited || op.waits);
 	}
 	op.copy.is_borrowed = true;
 	return mpsd_submit_new(&op, is_awaited || !is_pinned || op.waits);
@@ -222,8 +222,6 @@ static CUresult submit_set(CUdeviceptr to, uint32_t value, size_t width, size_t 
 	};
 
 	op.set.is_outside = count && !mpsd_is_device(to);
-	if (op.set.is_outside)
-		mpsd_epoch_unsure("a memset of memory outside the window");
 	return mpsd_submit_new(&op, false);
 }
 

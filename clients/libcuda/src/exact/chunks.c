@@ -31,6 +31,8 @@ static size_t budget(void)
 		total = 0;
 	total = (total / DEFAULT_PART >> 20) + CHUNK_BYTES / MIB;
 	bytes = mpsd_read_number("MPSD_FAILOVER_UNDO_MIB", total, 1, 1, MOST_MIB) << 20;
+	/* Pages are saved whole, or not at all. */
+	bytes = (bytes + MPSD_EXACT_PAGE - 1) / MPSD_EXACT_PAGE * MPSD_EXACT_PAGE;
 	return bytes;
 }
 

@@ -157,6 +157,31 @@ static bool has_come(const struct mpsd_op *op, struct mpsd_point at)
 	       (op->is_marked && mpsd_lane_look(op->lane) + 1 >= op->number);
 }
 
+static CUresult find_barrier(const struct mpsd_op *op, void *unused);
+
+/* What has nothing to do never comes to the GPU: nobody waits for it. */
+static bool is_barrier(const struct mpsd_op *op)
+{
+	switch (op->kind) {
+	case MPSD_OP_COPY:
+		return op->copy.size != 0;
+	case MPSD_OP_SET:
+		return op->set.count != 0;
+	case MPSD_OP_WAIT:
+		return false;
+	case MPSD_OP_GRAPH:
+		return mpsd_graph_each(op->graph.graph, find_barrier, NULL) == MPSD_AGAIN;
+	default:
+		return true;
+	}
+}
+
+static CUresult find_barrier(const struct mpsd_op *op, void *unused)
+{
+	(void)unused;
+	return op->kind != MPSD_OP_RECORD && is_barrier(op) ? MPSD_AGAIN : CUDA_SUCCESS;
+}
+
 /*
  * The legacy stream and those that block with it wait for each other: what was submitted before an operation of the
  * legacy stream has ended when something has that came after it.
@@ -173,7 +198,7 @@ static void conclude(struct mpsd_point at)
 		if (has_come(op, at))
 			last = !is_legacy ? legacy : has_ended(op) ? op : before;
 		before = op;
-		legacy = is_legacy ? op : legacy;
+		legacy = is_legacy && is_barrier(op) ? op : legacy;
 	}
 	for (struct mpsd_op *op = last ? mpsd_epoch.first : NULL; op; op = op == last ? NULL : op->next)
 		if (!op->lane->is_apart)
@@ -280,11 +305,11 @@ void mpsd_epoch_finish(void)
 	} while (is_soon);
 }
 
-/* By a function of the host, which may wait for a thread that waits for this one: nothing of it is done again. */
+/* By something that may wait for a thread that waits for this one: nothing of it is done again. */
 static bool is_kept(CUresult result)
 {
 	if (result == CUDA_ERROR_NOT_READY)
-		mpsd_epoch_unsure("a host function that waits");
+		mpsd_epoch_unsure(mpsd_hosts_keep() ? "a host function that waits" : "work that does not come to its end");
 	return result == CUDA_ERROR_NOT_READY;
 }
 

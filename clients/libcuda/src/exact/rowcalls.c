@@ -130,7 +130,7 @@ static CUresult submit(struct mpsd_op *op, const struct mpsd_rows *rows)
 	if (is_in && is_good && !is_pinned && op->copy.size <= MPSD_MOST_KEPT && !mpsd_hosts_are_open()) {
 		if (!mpsd_copy_keep(op))
 			return CUDA_ERROR_OUT_OF_MEMORY;
-		return mpsd_submit_new(op, is_awaited);
+		return mpsd_submit_new(op, is_awaited || op->waits);
 	}
 	op->copy.is_borrowed = is_in;
 	/* By pieces, of which none may have been copied when the driver refuses another. */
@@ -255,8 +255,6 @@ static CUresult set(CUdeviceptr to, size_t pitch, uint32_t value, size_t width, 
 	if (!count || !rows || !add(&bytes, count, width) || !add(&end, rows - 1, pitch) || !add(&end, 1, bytes))
 		return mpsd_op_issue(&op);
 	op.set.is_outside = !mpsd_is_device(to);
-	if (op.set.is_outside)
-		mpsd_epoch_unsure("a memset of memory outside the window");
 	return mpsd_submit_new(&op, false);
 }
 

@@ -131,7 +131,9 @@ CUresult mpsd_undo_save_around(struct mpsd_plan *plan, CUdeviceptr address)
 
 	if (mpsd_stamps_is_whole(plan, address))
 		return CUDA_SUCCESS;
-	if (!mpsd_memory_is_in_window(address) || !mpsd_memory_find_mapped(address, &allocation))
+	/* What ends there may be meant, too: no two pieces of a window touch. */
+	if (!mpsd_memory_is_in_window(address) || (!mpsd_memory_find_mapped(address, &allocation) &&
+						    !mpsd_memory_find_mapped(address - 1, &allocation)))
 		return CUDA_SUCCESS;
 	if (allocation.is_imported)
 		mpsd_epoch_unsure("memory of another process");

@@ -253,8 +253,10 @@ CUresult mpsd_validate_after(const struct mpsd_op *op)
 	result = mpsd_lanes_mark();
 	if (result == CUDA_SUCCESS)
 		result = mpsd_lanes_wait();
+	if (result == CUDA_ERROR_NOT_READY)
+		known.is_there = false;
 	if (result != CUDA_SUCCESS || !known.is_there)
-		return result;
+		return result == CUDA_ERROR_NOT_READY ? CUDA_SUCCESS : result;
 	if (is_unsure())
 		mpsd_stats->validate_unsure++;
 	else

@@ -84,6 +84,19 @@ static CUresult by_host(float *milliseconds, CUevent start, CUevent end)
 	return CUDA_SUCCESS;
 }
 
+/* Who is told that both were reached may rely on it, as after a wait. */
+static CUresult prove(CUevent start, CUevent end)
+{
+	struct mpsd_proof proof;
+	CUresult result = mpsd_exact_mark(&proof, MPSD_WAIT_EVENT, start);
+
+	if (result == CUDA_SUCCESS)
+		result = mpsd_exact_after(&proof, MPSD_WAIT_EVENT);
+	if (result == CUDA_SUCCESS)
+		result = mpsd_exact_mark(&proof, MPSD_WAIT_EVENT, end);
+	return result == CUDA_SUCCESS ? mpsd_exact_after(&proof, MPSD_WAIT_EVENT) : result;
+}
+
 #define ELAPSED(function)									\
 	CUresult make_##function(float *pMilliseconds, CUevent hStart, CUevent hEnd)		\
 	{											\
@@ -92,7 +105,7 @@ static CUresult by_host(float *milliseconds, CUevent start, CUevent end)
 												\
 		if (result == CUDA_ERROR_INVALID_HANDLE && mpsd_tables()->moves)		\
 			result = by_host(pMilliseconds, hStart, hEnd);				\
-		return result;									\
+		return result == CUDA_SUCCESS && mpsd_exact() ? prove(hStart, hEnd) : result;		\
 	}
 
 ELAPSED(cuEventElapsedTime)

@@ -1,0 +1,160 @@
+"""What is taken to have ended, and what the program knows by then."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.libcuda.test_exact import EXACT, gate, move
+from tests.libcuda.test_failover import Program, ask, break_domain, copies, post, stand_by
+from tests.support import moving
+from tests.support.gate import Gate
+from tests.support.moving import Post
+from tests.support.simfixtures import backend, domain, second, third
+from tests.support.simnode import Domain, until
+
+__all__ = ["ask", "backend", "copies", "domain", "gate", "post", "second", "third"]
+
+START = "import ctypes; m = gpu.memory(8 << 20); n = gpu.memory(2 << 20); "
+START += "p = gpu.made('cuMemHostAlloc', 4096, 0); P = (ctypes.c_uint32 * 16).from_address(p)"
+MORE = "image = b'standin module\\nkernel before before 0\\nkernel await await 0\\n'; "
+MORE += "more = gpu.made('cuModuleLoadData', image); "
+MORE += "gpu.functions['before'] = gpu.made('cuModuleGetFunction', more, b'before'); "
+MORE += "gpu.functions['await'] = gpu.made('cuModuleGetFunction', more, b'await')"
+
+
+@EXACT
+@pytest.mark.parametrize(
+    "nothing",
+    [
+        "gpu.code('cuMemcpyDtoDAsync_v2', n, m, 0, 0)",
+        "gpu.code('cuMemsetD8Async', n, 0, 0, 0)",
+        "gpu.code('cuStreamWaitEvent', 0, e, 0)",
+    ],
+    ids=["copy", "memset", "event"],
+)
+def test_what_does_nothing_is_no_barrier(
+    domain: Domain, second: Domain, post: Post, ask: Program, copies: Path, nothing: str
+) -> None:
+    """In the legacy stream, between one that blocks with it and is at work, and another one that ends."""
+    line = post.greet(moving.EXACT)
+    ask(START + "; a = gpu.made('cuStreamCreate', 0); b = gpu.made('cuStreamCreate', 0)")
+    ask("e = gpu.made('cuEventCreate', 2); s = gpu.stream(); x = gpu.memory(2 << 20)")
+    ask("more = gpu.made('cuModuleLoadData', b'standin module\\nkernel slow add 3000000\\n')")
+    ask("gpu.functions['slow'] = gpu.made('cuModuleGetFunction', more, b'slow')")
+    stand_by(line, second, copies)
+    assert ask("gpu.sync()") == "0"
+    # The epoch goes on while all is saved: the legacy stream has nothing to wait for later.
+    assert ask("gpu.run('late', x, 8, 1, stream=s)") == "0"
+    for stream, at in (("a", "m"), ("b", "n")):
+        assert ask(f"gpu.run('add', {at}, 8, 1, stream={stream})") == "0"
+        assert ask(f"gpu.code('cuStreamSynchronize', {stream})") == "0"
+    assert ask(f"gpu.run('slow', m, 8, 7, stream=a), {nothing}") == "(0, 0)"
+    assert ask("gpu.run('add', n, 8, 1, stream=b), gpu.code('cuStreamSynchronize', s)") == "(0, 0)"
+    assert ask("gpu.code('cuStreamSynchronize', b)") == "0"
+    break_domain(domain)
+    assert move(line).text == ""
+    assert ask("gpu.sync(), gpu.word(m), gpu.word(n)") == "(0, 8, 2)"
+    assert ask.end() == ""
+
+
+@EXACT
+@pytest.mark.parametrize(
+    "tells",
+    [
+        "gpu.put(n, 1)",
+        "exec(\"while gpu.code('cuEventElapsedTime', ctypes.byref(ms), e, f): pass\")",
+    ],
+    ids=["pageable", "elapsed"],
+)
+def test_who_is_told_that_it_has_ended_may_use_the_memory_again(
+    domain: Domain, second: Domain, post: Post, ask: Program, copies: Path, tells: str
+) -> None:
+    line = post.greet(moving.EXACT)
+    ask(START + "; s = gpu.stream(); x = gpu.memory(2 << 20); ms = ctypes.c_float()")
+    ask("e = gpu.made('cuEventCreate', 0); f = gpu.made('cuEventCreate', 0)")
+    stand_by(line, second, copies)
+    assert ask("gpu.sync()") == "0"
+    ask("P[0] = 5")
+    # Something that has not ended, elsewhere.
+    assert ask("gpu.run('late', x, 8, 1, stream=s)") == "0"
+    assert ask("gpu.code('cuMemcpyHtoDAsync_v2', m, p, 4, 0)") == "0"
+    assert ask("gpu.code('cuEventRecord', e, 0), gpu.code('cuEventRecord', f, 0)") == "(0, 0)"
+    ask(tells)
+    ask("P[0] = 9")
+    break_domain(domain)
+    assert move(line).text == ""
+    assert ask("gpu.code('cuStreamSynchronize', 0), gpu.word(m)") == "(0, 5)"
+
+
+@pytest.mark.parametrize("ask", [{"MPSD_FAILOVER": "exact", "MPSD_FAILOVER_UNDO_MIB": "7"}], indirect=True)
+@pytest.mark.parametrize("lets", range(8, 13, 2))
+def test_pages_are_saved_whole_where_the_room_is_no_multiple_of_them(
+    domain: Domain, gate: Gate, second: Domain, post: Post, ask: Program, copies: Path, lets: int
+) -> None:
+    """What is usual is saved as far as there is room."""
+    line = post.greet(moving.EXACT)
+    ask("x = gpu.memory(2 << 20); u = gpu.memory(4 << 20); v = gpu.memory(2 << 20)")
+    ask("at = u + (3 << 20) + 64")
+    stand_by(line, second, copies)
+    assert ask("gpu.sync()") == "0"
+    assert ask("gpu.run('add', x, 8, 1), gpu.run('add', at, 8, 1), gpu.sync()") == "(0, 0, 0)"
+    gate.let(0)
+    assert ask("gpu.code('cuMemsetD32Async', v, 1, 1, 0)") == "0"
+    assert ask("gpu.run('add', x, 8, 1), gpu.run('add', at, 8, 1)") == "(0, 0)"
+    gate.let(lets)
+    until(lambda: gate.left() == 0)
+    break_domain(domain)
+    assert move(line).text == ""
+    assert ask("gpu.sync(), gpu.word(x), gpu.word(at)") == "(0, 2, 2)"
+
+
+@EXACT
+def test_what_makes_an_epoch_unsure_is_not_forgotten_before_it_is_noted(
+    domain: Domain, second: Domain, post: Post, ask: Program, copies: Path
+) -> None:
+    line = post.greet(moving.EXACT)
+    ask(START + "; s = gpu.stream(); big = (ctypes.c_char * (1 << 20))()")
+    stand_by(line, second, copies)
+    assert ask("gpu.sync()") == "0"
+    # The epoch is full: it ends before what comes next is noted.
+    full = "{gpu.code('cuMemcpyHtoDAsync_v2', m, big, 1 << 20, 0) for _ in range(256)}"
+    assert ask(full) == "{0}"
+    set_outside = "gpu.code('cuMemsetD32Async', p, 0, 1, 0)"
+    assert ask(f"{set_outside}, gpu.run('late', n, 8, 1, stream=s)") == "(0, 0)"
+    assert ask("gpu.code('cuStreamSynchronize', 0), P[0]") == "(0, 0)"
+    break_domain(domain)
+    assert move(line).text == "a memset of memory outside the window"
+
+
+@EXACT
+def test_a_pointer_to_the_end_of_memory_leads_there(
+    domain: Domain, second: Domain, post: Post, ask: Program, copies: Path
+) -> None:
+    line = post.greet(moving.EXACT)
+    ask(START + "; s = gpu.stream(); a = gpu.memory(4 << 20); end = a + (4 << 20)")
+    ask(MORE)
+    stand_by(line, second, copies)
+    assert ask("gpu.sync()") == "0"
+    assert ask("gpu.run('before', end, 0, 1), gpu.run('late', n, 8, 1, stream=s)") == "(0, 0)"
+    assert ask("gpu.code('cuStreamSynchronize', 0)") == "0"
+    break_domain(domain)
+    assert move(line).text == ""
+    assert ask("gpu.sync(), gpu.word(end - 4), gpu.word(n)") == "(0, 1, 1)"
+
+
+@EXACT
+@pytest.mark.parametrize(
+    "call", ["gpu.code('cuStreamDestroy_v2', t)", "gpu.code('cuEventDestroy_v2', e)"], ids=["stream", "event"]
+)
+def test_nobody_waits_for_ever_for_a_kernel_that_waits_for_him(
+    second: Domain, post: Post, ask: Program, copies: Path, call: str
+) -> None:
+    line = post.greet(moving.EXACT)
+    ask(START + "; s, t, u = gpu.stream(), gpu.stream(), gpu.stream(); e = gpu.made('cuEventCreate', 2)")
+    ask(MORE)
+    stand_by(line, second, copies)
+    assert ask("gpu.sync()") == "0"
+    assert ask("gpu.code('cuEventRecord', e, t), gpu.run('await', n, 0, 1, stream=s)") == "(0, 0)"
+    assert ask(f"{call}, gpu.code('cuMemsetD32Async', n, 1, 1, u), gpu.sync()") == "(0, 0, 0)"
