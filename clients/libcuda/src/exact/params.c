@@ -275,9 +275,21 @@ static const char *why_pinned(CUfunction function)
 	return said;
 }
 
+static bool records_event(const struct mpsd_op *op)
+{
+	for (unsigned int i = 0; i < op->launch.config.numAttrs; i++)
+		if (op->launch.attributes[i].id == CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_EVENT ||
+		    op->launch.attributes[i].id == CU_LAUNCH_ATTRIBUTE_LAUNCH_COMPLETION_EVENT)
+			return true;
+	return false;
+}
+
 CUresult mpsd_params_save(const struct mpsd_op *op, struct mpsd_plan *plan)
 {
 	mpsd_named_look(op->launch.function);
+	/* Nothing of this library's proves what is before it. */
+	if (records_event(op))
+		mpsd_epoch_unsure("a launch that records an event");
 	for (size_t at = 0; at + sizeof(CUdeviceptr) <= op->launch.bytes; at += sizeof(CUdeviceptr)) {
 		CUdeviceptr word;
 		CUresult result;

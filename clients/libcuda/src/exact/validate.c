@@ -238,25 +238,22 @@ static bool is_unsure(void)
 	return is;
 }
 
-/* Its saves, and the room they are in, are the proxy's own doing. */
-CUresult mpsd_validate_after(const struct mpsd_op *op)
+/*
+ * Its saves, and the room they are in, are the proxy's own doing. What goes wrong with the wait is not the operation's, which
+ * the driver has taken: the next call finds it.
+ */
+void mpsd_validate_after(const struct mpsd_op *op)
 {
-	CUresult result = CUDA_SUCCESS;
 	const char *variable;
 	uint64_t at = 0;
+	bool was_there = known.is_there;
 
+	known.is_there = false;
 	/* What the GPU waits for may be what this thread does next, or a thread that wants the order. */
-	if (op->kind == MPSD_OP_HOST || mpsd_hosts_are_open() || mpsd_epoch_is_waiting()) {
-		known.is_there = false;
-		return result;
-	}
-	result = mpsd_lanes_mark();
-	if (result == CUDA_SUCCESS)
-		result = mpsd_lanes_wait();
-	if (result == CUDA_ERROR_NOT_READY)
-		known.is_there = false;
-	if (result != CUDA_SUCCESS || !known.is_there)
-		return result == CUDA_ERROR_NOT_READY ? CUDA_SUCCESS : result;
+	if (op->kind == MPSD_OP_HOST || mpsd_hosts_are_open() || mpsd_epoch_is_waiting())
+		return;
+	if (mpsd_lanes_mark() != CUDA_SUCCESS || mpsd_lanes_wait() != CUDA_SUCCESS || !was_there)
+		return;
 	if (is_unsure())
 		mpsd_stats->validate_unsure++;
 	else
@@ -265,7 +262,6 @@ CUresult mpsd_validate_after(const struct mpsd_op *op)
 	while (known.is_there && (variable = mpsd_globals_changed(&at)))
 		tell_variable(op, variable);
 	mpsd_stats->validate_unread = mpsd_globals_count().unread + mpsd_globals_count().heaps;
-	return result;
 }
 
 void mpsd_validate_report(void)
