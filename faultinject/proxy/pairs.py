@@ -55,6 +55,7 @@ STEPS_MOST = 2000
 UP_S = 90.0
 STEP_S = 60.0
 VALIDATED_TIMES = 8
+VALIDATED_STEPS = 4
 SPARE_S = READY_S = 20.0
 LEAST_MEMORY = 1 << 20
 
@@ -220,7 +221,8 @@ class Group:
     def _steps(self) -> int:
         """Steps of a block: the same for all, so that all compute the same."""
         step = statistics.median(self._times) if self._times else BLOCK_S
-        return max(2, min(STEPS_MOST, round(BLOCK_S / max(step, 1e-6))))
+        most = VALIDATED_STEPS if VALIDATED in self.members else STEPS_MOST
+        return max(2, min(most, round(BLOCK_S / max(step, 1e-6))))
 
     def _block(self, member: Member, steps: int) -> None:
         heard = member.worker.count("block")

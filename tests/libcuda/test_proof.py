@@ -10,7 +10,7 @@ from tests.libcuda.test_exact import EXACT, gate, move
 from tests.libcuda.test_failover import Program, ask, break_domain, copies, post, stand_by
 from tests.support import moving
 from tests.support.gate import Gate
-from tests.support.moving import Post
+from tests.support.moving import Line, Post
 from tests.support.simfixtures import backend, domain, second, third
 from tests.support.simnode import Domain, until
 
@@ -22,6 +22,16 @@ MORE = "image = b'standin module\\nkernel before before 0\\nkernel await await 0
 MORE += "more = gpu.made('cuModuleLoadData', image); "
 MORE += "gpu.functions['before'] = gpu.made('cuModuleGetFunction', more, b'before'); "
 MORE += "gpu.functions['await'] = gpu.made('cuModuleGetFunction', more, b'await')"
+
+
+def begin(post: Post, ask: Program, second: Domain, copies: Path, *does: str) -> Line:
+    """A program in mode exact that has done this, with a standby, and nothing open."""
+    line = post.greet(moving.EXACT)
+    for each in does:
+        ask(each)
+    stand_by(line, second, copies)
+    assert ask("gpu.sync()") == "0"
+    return line
 
 
 @EXACT
@@ -38,13 +48,16 @@ def test_what_does_nothing_is_no_barrier(
     domain: Domain, second: Domain, post: Post, ask: Program, copies: Path, nothing: str
 ) -> None:
     """In the legacy stream, between one that blocks with it and is at work, and another one that ends."""
-    line = post.greet(moving.EXACT)
-    ask(START + "; a = gpu.made('cuStreamCreate', 0); b = gpu.made('cuStreamCreate', 0)")
-    ask("e = gpu.made('cuEventCreate', 2); s = gpu.stream(); x = gpu.memory(2 << 20)")
-    ask("more = gpu.made('cuModuleLoadData', b'standin module\\nkernel slow add 3000000\\n')")
-    ask("gpu.functions['slow'] = gpu.made('cuModuleGetFunction', more, b'slow')")
-    stand_by(line, second, copies)
-    assert ask("gpu.sync()") == "0"
+    line = begin(
+        post,
+        ask,
+        second,
+        copies,
+        START + "; a = gpu.made('cuStreamCreate', 0); b = gpu.made('cuStreamCreate', 0)",
+        "e = gpu.made('cuEventCreate', 2); s = gpu.stream(); x = gpu.memory(2 << 20)",
+        "more = gpu.made('cuModuleLoadData', b'standin module\\nkernel slow add 3000000\\n')",
+        "gpu.functions['slow'] = gpu.made('cuModuleGetFunction', more, b'slow')",
+    )
     # The epoch goes on while all is saved: the legacy stream has nothing to wait for later.
     assert ask("gpu.run('late', x, 8, 1, stream=s)") == "0"
     for stream, at in (("a", "m"), ("b", "n")):
@@ -71,11 +84,14 @@ def test_what_does_nothing_is_no_barrier(
 def test_who_is_told_that_it_has_ended_may_use_the_memory_again(
     domain: Domain, second: Domain, post: Post, ask: Program, copies: Path, tells: str
 ) -> None:
-    line = post.greet(moving.EXACT)
-    ask(START + "; s = gpu.stream(); x = gpu.memory(2 << 20); ms = ctypes.c_float()")
-    ask("e = gpu.made('cuEventCreate', 0); f = gpu.made('cuEventCreate', 0)")
-    stand_by(line, second, copies)
-    assert ask("gpu.sync()") == "0"
+    line = begin(
+        post,
+        ask,
+        second,
+        copies,
+        START + "; s = gpu.stream(); x = gpu.memory(2 << 20); ms = ctypes.c_float()",
+        "e = gpu.made('cuEventCreate', 0); f = gpu.made('cuEventCreate', 0)",
+    )
     ask("P[0] = 5")
     # Something that has not ended, elsewhere.
     assert ask("gpu.run('late', x, 8, 1, stream=s)") == "0"
@@ -94,11 +110,14 @@ def test_pages_are_saved_whole_where_the_room_is_no_multiple_of_them(
     domain: Domain, gate: Gate, second: Domain, post: Post, ask: Program, copies: Path, lets: int
 ) -> None:
     """What is usual is saved as far as there is room."""
-    line = post.greet(moving.EXACT)
-    ask("x = gpu.memory(2 << 20); u = gpu.memory(4 << 20); v = gpu.memory(2 << 20)")
-    ask("at = u + (3 << 20) + 64")
-    stand_by(line, second, copies)
-    assert ask("gpu.sync()") == "0"
+    line = begin(
+        post,
+        ask,
+        second,
+        copies,
+        "x = gpu.memory(2 << 20); u = gpu.memory(4 << 20); v = gpu.memory(2 << 20)",
+        "at = u + (3 << 20) + 64",
+    )
     assert ask("gpu.run('add', x, 8, 1), gpu.run('add', at, 8, 1), gpu.sync()") == "(0, 0, 0)"
     gate.let(0)
     assert ask("gpu.code('cuMemsetD32Async', v, 1, 1, 0)") == "0"
@@ -114,10 +133,7 @@ def test_pages_are_saved_whole_where_the_room_is_no_multiple_of_them(
 def test_what_makes_an_epoch_unsure_is_not_forgotten_before_it_is_noted(
     domain: Domain, second: Domain, post: Post, ask: Program, copies: Path
 ) -> None:
-    line = post.greet(moving.EXACT)
-    ask(START + "; s = gpu.stream(); big = (ctypes.c_char * (1 << 20))()")
-    stand_by(line, second, copies)
-    assert ask("gpu.sync()") == "0"
+    line = begin(post, ask, second, copies, START + "; s = gpu.stream(); big = (ctypes.c_char * (1 << 20))()")
     # The epoch is full: it ends before what comes next is noted.
     full = "{gpu.code('cuMemcpyHtoDAsync_v2', m, big, 1 << 20, 0) for _ in range(256)}"
     assert ask(full) == "{0}"
@@ -132,11 +148,14 @@ def test_what_makes_an_epoch_unsure_is_not_forgotten_before_it_is_noted(
 def test_a_pointer_to_the_end_of_memory_leads_there(
     domain: Domain, second: Domain, post: Post, ask: Program, copies: Path
 ) -> None:
-    line = post.greet(moving.EXACT)
-    ask(START + "; s = gpu.stream(); a = gpu.memory(4 << 20); end = a + (4 << 20)")
-    ask(MORE)
-    stand_by(line, second, copies)
-    assert ask("gpu.sync()") == "0"
+    line = begin(
+        post,
+        ask,
+        second,
+        copies,
+        START + "; s = gpu.stream(); a = gpu.memory(4 << 20); end = a + (4 << 20)",
+        MORE,
+    )
     assert ask("gpu.run('before', end, 0, 1), gpu.run('late', n, 8, 1, stream=s)") == "(0, 0)"
     assert ask("gpu.code('cuStreamSynchronize', 0)") == "0"
     break_domain(domain)
@@ -151,10 +170,13 @@ def test_a_pointer_to_the_end_of_memory_leads_there(
 def test_nobody_waits_for_ever_for_a_kernel_that_waits_for_him(
     second: Domain, post: Post, ask: Program, copies: Path, call: str
 ) -> None:
-    line = post.greet(moving.EXACT)
-    ask(START + "; s, t, u = gpu.stream(), gpu.stream(), gpu.stream(); e = gpu.made('cuEventCreate', 2)")
-    ask(MORE)
-    stand_by(line, second, copies)
-    assert ask("gpu.sync()") == "0"
+    begin(
+        post,
+        ask,
+        second,
+        copies,
+        START + "; s, t, u = gpu.stream(), gpu.stream(), gpu.stream(); e = gpu.made('cuEventCreate', 2)",
+        MORE,
+    )
     assert ask("gpu.code('cuEventRecord', e, t), gpu.run('await', n, 0, 1, stream=s)") == "(0, 0)"
     assert ask(f"{call}, gpu.code('cuMemsetD32Async', n, 1, 1, u), gpu.sync()") == "(0, 0, 0)"

@@ -264,7 +264,6 @@ static void *bring(void *unused)
 static void in_child(void)
 {
 	atomic_store(&off, true);
-	mpsd_turn_forget();
 	mpsd_channel_close();
 	mpsd_export_close();
 }

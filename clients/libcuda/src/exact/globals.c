@@ -15,7 +15,6 @@
 
 #define MOST_BYTES ((size_t)16 << 20)	/* of one module */
 
-
 /* Of what has the image: a module, or a library. */
 struct module {
 	struct module *next;
@@ -31,7 +30,7 @@ struct module {
 static struct module *modules;
 static uint64_t moves;		/* before the copy that all of it is of */
 static char *now;		/* as `was`, of the one that is looked at */
-static struct mpsd_globals_count counted;
+static uint64_t unknown;
 
 static void free_modules(void)
 {
@@ -87,12 +86,12 @@ static void read_names(struct module *module)
 	if (size)
 		mpsd_symbols_read(mpsd_image_data(module->image), size, arch(), &found);
 	if (!size || found.is_unread) {
-		counted.unread++;
+		unknown++;
 		mpsd_say("the variables of some code are not looked at: %s",
 			 size ? "it is packed, and nothing here unpacks it" : "it came from a file");
 	}
 	if (found.has_heap) {
-		counted.heaps++;
+		unknown++;
 		mpsd_say("some code uses the device's own heap, which is not carried over");
 	}
 }
@@ -236,7 +235,7 @@ const char *mpsd_globals_changed(uint64_t *at)
 	return NULL;
 }
 
-struct mpsd_globals_count mpsd_globals_count(void)
+uint64_t mpsd_globals_unknown(void)
 {
-	return counted;
+	return unknown;
 }

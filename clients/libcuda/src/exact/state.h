@@ -251,6 +251,11 @@ extern struct mpsd_epoch {
 
 void mpsd_epoch_unsure(const char *why);	/* takes the lock */
 
+static inline bool mpsd_epoch_is_unsure(void)
+{
+	return __atomic_load_n(&mpsd_epoch.unsure, __ATOMIC_RELAXED) != NULL;
+}
+
 /* With the lock */
 void mpsd_epoch_append(struct mpsd_op *op);
 void mpsd_epoch_strike(struct mpsd_op *op);	/* the last one */
@@ -353,11 +358,6 @@ void mpsd_params_child(void);
 
 /* Save what the parameters of a launch lead to. */
 CUresult mpsd_params_save(const struct mpsd_op *op, struct mpsd_plan *plan);
-
-/* validate.c: around one operation, with the order, and nothing open. The saves of the operation are those of its epoch. */
-bool mpsd_validates(void);
-void mpsd_validate_before(const struct mpsd_op *op);
-void mpsd_validate_after(const struct mpsd_op *op);
 
 /* hostfunc.c: functions of the host in streams */
 

@@ -5,7 +5,7 @@
  */
 #include "clock.h"
 #include "exact/named.h"
-#include "exact/state.h"
+#include "exact/validate.h"
 #include "failover/graph.h"
 #include "failover/line.h"
 
@@ -55,7 +55,7 @@ void mpsd_exact_start(void)
 {
 	atomic_store(&mpsd_exact_on, true);
 	mpsd_named_start();
-	mpsd_validates();
+	mpsd_validate_start();
 }
 
 void mpsd_exact_stop(const char *why)
@@ -116,11 +116,6 @@ static CUresult plan_for_graph(const struct mpsd_op *op, struct mpsd_plan *plan)
 	return mpsd_graph_each(op->graph.graph, plan_for, plan);
 }
 
-static bool is_unsure(void)
-{
-	return __atomic_load_n(&mpsd_epoch.unsure, __ATOMIC_RELAXED) != NULL;
-}
-
 /* OUT_OF_MEMORY: not all of it. */
 static CUresult try_to_save(const struct mpsd_op *op)
 {
@@ -162,7 +157,7 @@ static CUresult save(const struct mpsd_op *op)
 {
 	CUresult result;
 
-	if (is_unsure())
+	if (mpsd_epoch_is_unsure())
 		return CUDA_SUCCESS;
 	result = try_to_save(op);
 	if (result != CUDA_ERROR_OUT_OF_MEMORY)
@@ -309,7 +304,7 @@ static CUresult put(struct mpsd_op *op, uint64_t moves, struct ahead *ahead)
 	}
 	result = mpsd_op_issue(op);
 	/* While its end is not known a move waits for all that the old copy has mapped to be unmapped there. */
-	if (result == CUDA_SUCCESS && mpsd_copy_comes_from_host(op) && !is_unsure())
+	if (result == CUDA_SUCCESS && mpsd_copy_comes_from_host(op) && !mpsd_epoch_is_unsure())
 		mpsd_lane_mark(op->lane);
 	if (result == CUDA_SUCCESS && mpsd_validates())
 		mpsd_validate_after(op);

@@ -15,7 +15,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define FATBIN 0xba55ed50u
+#include "fatbin.h"
+
 #define MOST ((uint64_t)1 << 30)	/* bytes of one part, packed or not */
 #define CUDA_MALLOC "malloc"
 
@@ -321,20 +322,18 @@ static uint32_t best_arch(struct bytes parts, unsigned int kind, unsigned int ar
 	return best;
 }
 
-static void read_fatbin(struct bytes file, unsigned int arch, struct mpsd_symbols *found)
+static void read_fatbin(struct bytes file, const struct mpsd_fatbin *head, unsigned int arch, struct mpsd_symbols *found)
 {
-	uint16_t head_bytes;
 	struct bytes parts, data;
 	struct part part;
 	uint32_t best;
 	unsigned int kind = ELF;
 
-	memcpy(&head_bytes, file.at + 6, sizeof(head_bytes));
-	if (!within(file, head_bytes, 0)) {
+	if (!within(file, head->head_bytes, 0)) {
 		found->is_unread = true;
 		return;
 	}
-	parts = (struct bytes){ file.at + head_bytes, file.size - head_bytes };
+	parts = (struct bytes){ file.at + head->head_bytes, file.size - head->head_bytes };
 	best = best_arch(parts, ELF, arch);
 	if (!best)
 		best = best_arch(parts, kind = PTX, arch);
@@ -348,12 +347,12 @@ static void read_fatbin(struct bytes file, unsigned int arch, struct mpsd_symbol
 void mpsd_symbols_read(const void *image, size_t size, unsigned int arch, struct mpsd_symbols *found)
 {
 	struct bytes file = { image, size };
-	uint32_t magic = 0;
+	struct mpsd_fatbin head = { 0 };
 
-	if (size >= 16)
-		memcpy(&magic, image, sizeof(magic));
-	if (magic == FATBIN)
-		read_fatbin(file, arch, found);
+	if (size >= sizeof(head))
+		memcpy(&head, image, sizeof(head));
+	if (head.magic == MPSD_FATBIN)
+		read_fatbin(file, &head, arch, found);
 	else
 		read_code(file, found);
 }

@@ -131,7 +131,7 @@ CUresult mpsd_undo_save_around(struct mpsd_plan *plan, CUdeviceptr address)
 
 	if (mpsd_stamps_is_whole(plan, address))
 		return CUDA_SUCCESS;
-	/* What ends there may be meant, too: no two pieces of a window touch. */
+	/* What ends there may be meant, too. (Without zones between pieces it may be what begins there.) */
 	if (!mpsd_memory_is_in_window(address) || (!mpsd_memory_find_mapped(address, &allocation) &&
 						    !mpsd_memory_find_mapped(address - 1, &allocation)))
 		return CUDA_SUCCESS;

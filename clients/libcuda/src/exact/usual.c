@@ -3,7 +3,7 @@
  * What kernels wanted saved in the last epochs they mostly want saved in the next one. Some MiB of it are copied all at
  * once, with the first copy of an epoch: each one by itself would be marked and waited for by itself.
  */
-#include "exact/state.h"
+#include "exact/validate.h"
 #include "hold.h"
 #include "memory.h"
 

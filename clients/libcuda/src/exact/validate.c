@@ -13,8 +13,10 @@
 #include "exact/named.h"
 #include "exact/pages.h"
 #include "exact/symbols.h"
+#include "exact/validate.h"
 #include "failover/line.h"
 #include "failover/made.h"
+#include "failover/wish.h"
 #include "stats.h"
 #include "windows.h"
 
@@ -33,21 +35,18 @@ static struct names {
 	unsigned int count;
 } writers, keepers;	/* where no parameter leads; of variables */
 
-static bool is_over;
+static bool is_on, is_over;
 
-/* Asked first when the program wishes to be exact, by one thread. */
+void mpsd_validate_start(void)
+{
+	is_on = mpsd_wish()->validates;
+	if (is_on)
+		mpsd_symbols_start();
+}
+
 bool mpsd_validates(void)
 {
-	static int is = -1;
-
-	if (is < 0) {
-		const char *given = secure_getenv("MPSD_FAILOVER_VALIDATE");
-
-		is = given && !strcmp(given, "1");
-		if (is)
-			mpsd_symbols_start();
-	}
-	return is && !is_over;
+	return is_on && !is_over;
 }
 
 static const char *name_of(const struct mpsd_op *op)
@@ -227,17 +226,6 @@ void mpsd_validate_before(const struct mpsd_op *op)
 		mpsd_globals_before(op);
 }
 
-/* Some of what it writes was not saved, and the daemon knows of it. */
-static bool is_unsure(void)
-{
-	bool is;
-
-	pthread_mutex_lock(&mpsd_exact_lock);
-	is = mpsd_epoch.unsure != NULL;
-	pthread_mutex_unlock(&mpsd_exact_lock);
-	return is;
-}
-
 /*
  * Its saves, and the room they are in, are the proxy's own doing. What goes wrong with the wait is not the operation's, which
  * the driver has taken: the next call finds it.
@@ -246,7 +234,7 @@ void mpsd_validate_after(const struct mpsd_op *op)
 {
 	const char *variable;
 	uint64_t at = 0;
-	bool was_there = known.is_there;
+	bool was_there = known.is_there, is_unsure;
 
 	known.is_there = false;
 	/* What the GPU waits for may be what this thread does next, or a thread that wants the order. */
@@ -254,21 +242,23 @@ void mpsd_validate_after(const struct mpsd_op *op)
 		return;
 	if (mpsd_lanes_mark() != CUDA_SUCCESS || mpsd_lanes_wait() != CUDA_SUCCESS || !was_there)
 		return;
-	if (is_unsure())
+	/* Some of what it writes was not saved, and the daemon knows of it. */
+	is_unsure = mpsd_epoch_is_unsure();
+	if (is_unsure)
 		mpsd_stats->validate_unsure++;
 	else
 		mpsd_stats->validated++;
-	known.is_there = look(is_unsure() ? NULL : op);
+	known.is_there = look(is_unsure ? NULL : op);
 	while (known.is_there && (variable = mpsd_globals_changed(&at)))
 		tell_variable(op, variable);
-	mpsd_stats->validate_unread = mpsd_globals_count().unread + mpsd_globals_count().heaps;
+	mpsd_stats->validate_unread = mpsd_globals_unknown();
 }
 
 void mpsd_validate_report(void)
 {
 	const struct mpsd_stats *found = mpsd_stats;
 
-	if (mpsd_validates() || is_over)
+	if (is_on)
 		mpsd_say("validated%s: %llu operations, %llu pages written where no parameter leads, %llu writes of modules' variables; "
 			 "not looked at: %llu operations that cannot be undone, %llu images of code",
 			 is_over ? " until it ended early" : "", (unsigned long long)found->validated,

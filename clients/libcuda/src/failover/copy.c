@@ -257,12 +257,13 @@ void mpsd_copy_watch_first(void)
 	static bool is_done;
 	struct link_map *map = NULL;
 
-	if (!is_done)
-		mpsd_cut_know(0, mpsd_real_handle);
-	/* Where it cannot be, a move takes longer. */
-	if (!is_done && !dlinfo(mpsd_real_handle, RTLD_DI_LINKMAP, &map) && write_slots(map, 0))
-		know_first_space();
+	if (is_done)
+		return;
 	is_done = true;
+	mpsd_cut_know(0, mpsd_real_handle);
+	/* Where it cannot be, a move takes longer. */
+	if (!dlinfo(mpsd_real_handle, RTLD_DI_LINKMAP, &map) && write_slots(map, 0))
+		know_first_space();
 }
 
 /* By number: the daemon's folder may be another one by now, with files that are not loaded. */

@@ -10,21 +10,15 @@
 #include <string.h>
 
 #include "failover/made.h"
+#include "fatbin.h"
 
 #define FATBIN_WRAPPER 0x466243b1u
-#define FATBIN 0xba55ed50u
 #define MOST_BYTES ((size_t)4 << 30)
 #define MOST_OPTIONS 32
 
 struct fatbin_wrapper {
 	uint32_t magic, version;
 	const void *data;
-};
-
-struct fatbin {
-	uint32_t magic;
-	uint16_t version, header_bytes;
-	uint64_t bytes;		/* that follow the header */
 };
 
 struct mpsd_image {
@@ -63,8 +57,8 @@ static size_t bytes_of(const void *image)
 	uint32_t magic;
 
 	memcpy(&magic, image, sizeof(magic));
-	if (magic == FATBIN)
-		return ((const struct fatbin *)image)->header_bytes + ((const struct fatbin *)image)->bytes;
+	if (magic == MPSD_FATBIN)
+		return ((const struct mpsd_fatbin *)image)->head_bytes + ((const struct mpsd_fatbin *)image)->bytes;
 	if (!memcmp(image, ELFMAG, SELFMAG))
 		return elf_bytes(image);
 	return magic == FATBIN_WRAPPER ? 0 : strlen(image) + 1;

@@ -84,16 +84,12 @@ static CUresult by_host(float *milliseconds, CUevent start, CUevent end)
 	return CUDA_SUCCESS;
 }
 
-/* Who is told that both were reached may rely on it, as after a wait. */
-static CUresult prove(CUevent start, CUevent end)
+/* Who is told that it was reached may rely on it, as after a wait. */
+static CUresult prove(CUevent event)
 {
 	struct mpsd_proof proof;
-	CUresult result = mpsd_exact_mark(&proof, MPSD_WAIT_EVENT, start);
+	CUresult result = mpsd_exact_mark(&proof, MPSD_WAIT_EVENT, event);
 
-	if (result == CUDA_SUCCESS)
-		result = mpsd_exact_after(&proof, MPSD_WAIT_EVENT);
-	if (result == CUDA_SUCCESS)
-		result = mpsd_exact_mark(&proof, MPSD_WAIT_EVENT, end);
 	return result == CUDA_SUCCESS ? mpsd_exact_after(&proof, MPSD_WAIT_EVENT) : result;
 }
 
@@ -105,7 +101,9 @@ static CUresult prove(CUevent start, CUevent end)
 												\
 		if (result == CUDA_ERROR_INVALID_HANDLE && mpsd_tables()->moves)		\
 			result = by_host(pMilliseconds, hStart, hEnd);				\
-		return result == CUDA_SUCCESS && mpsd_exact() ? prove(hStart, hEnd) : result;		\
+		if (result == CUDA_SUCCESS && mpsd_exact())						\
+			result = prove(hStart);								\
+		return result == CUDA_SUCCESS && mpsd_exact() ? prove(hEnd) : result;			\
 	}
 
 ELAPSED(cuEventElapsedTime)

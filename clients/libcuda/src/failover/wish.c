@@ -26,6 +26,7 @@ static void read_validation(const char *where, const char *mode)
 		why = "the daemon offers no fail-over ([failover] enabled), or the program was not started by mpsd-run";
 	if (why)
 		mpsd_say("nothing is validated: %s", why);
+	wish.validates = !why;
 }
 
 static void read_environment(void)

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: MIT */
 #pragma once
 
+#include <stdbool.h>
 #include <stdint.h>
 
 /* What the program's environment says of fail-over. */
@@ -14,6 +15,7 @@ struct mpsd_wish {
 	char path[108];			/* of the daemon's socket, as long as such a path may be; empty: none */
 	uint32_t mode;			/* enum mpsd_failover_mode, and never OFF */
 	enum mpsd_wish_mirror mirror;	/* when its standby is made: at once, or in a move */
+	bool validates;			/* in mode exact, and there is a socket */
 };
 
 const struct mpsd_wish *mpsd_wish(void);
