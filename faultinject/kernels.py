@@ -48,6 +48,13 @@ __global__ void fill(u32 *words, u64 count, u32 value)
         words[i] = value;
 }
 
+// Writes where none of its parameters lead.
+__global__ void follow(u32 **pointer, u32 value) { **pointer = value; }
+
+__device__ u32 tallied;
+
+__global__ void tally() { tallied += 1; }
+
 // Counts the words that differ from `value` into *wrong.
 __global__ void verify(const u32 *words, u64 count, u32 value, u64 *wrong)
 {

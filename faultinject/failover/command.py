@@ -19,11 +19,12 @@ from faultinject.history import History
 from faultinject.matrix import tell_stderr
 from faultinject.node import Node, open_node
 from faultinject.proxy.library import Libraries, find_libraries
-from faultinject.proxy.work import NAMES
+from faultinject.proxy.work import HIDDEN, NAMES
 from faultinject.rig import Rig
 from mpsd.errors import MpsdError, UsageError
 
 KINDS = ("trap", "misaligned", "shared_window", "stack_overflow", "store", "pbdma", "server_death")
+WORKS = tuple(name for name in NAMES if name not in HIDDEN)
 OFFENDERS = ("plain", "carried")
 NOT_COMPARED = "it ended before results were compared with those of a run without faults"
 
@@ -155,8 +156,8 @@ def _go(args: argparse.Namespace) -> int:
         if kind not in known:
             raise UsageError(f"there is no kind {kind!r} for fail-over", remedy=f"of: {', '.join(known)}")
     for work in args.works:
-        if work not in NAMES:
-            raise UsageError(f"there is no work {work!r}", remedy=f"of: {', '.join(NAMES)}")
+        if work not in WORKS:
+            raise UsageError(f"there is no work {work!r}", remedy=f"of: {', '.join(WORKS)}")
 
     def deliver(made: dict[str, Any]) -> None:
         report.deliver(made, "moves", args.json, args.markdown, reports.markdown(made), tell_stderr)
@@ -178,7 +179,7 @@ def add_parser(commands: Any, types: Any) -> None:
         "--works",
         type=types.names,
         default=[],
-        help=f"programs in place of servers, whose results are compared: {', '.join(NAMES)}",
+        help=f"programs in place of servers, whose results are compared: {', '.join(WORKS)}",
     )
     parser.add_argument(
         "--offender",

@@ -50,6 +50,7 @@ class Pair:
 
     `timed` is False for a program whose steps are not its own to time (the reason is in `untimed`).
     `mapped`: it maps all its memory itself, so that the vault may have nothing of it.
+    `hidden`: it writes where no parameter leads, in memory and in a variable of a module.
     """
 
     mode: str
@@ -59,6 +60,7 @@ class Pair:
     untimed: str = ""
     step_bar: float = STEP_BAR
     mapped: bool = False
+    hidden: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +159,9 @@ def writes_are_covered(pair: Pair) -> Judgement:
     seen = stats["validation"]
     if not seen["operations"]:
         return invalid("no operation was looked at")
+    if pair.hidden:
+        blind = not seen["strays"] or not seen["variables"]
+        return invalid("what it writes where no parameter leads was not found") if blind else valid()
     if seen["strays"] or seen["variables"]:
         return invalid(
             f"{seen['strays']} pages were written where no parameter leads, and variables of modules "

@@ -32,7 +32,7 @@ from faultinject.proxy.judge import (
     verdict,
 )
 from faultinject.proxy.library import FAR_BYTES, MPSD_RUN, Libraries, read_stats
-from faultinject.proxy.work import MAPPED
+from faultinject.proxy.work import HIDDEN, MAPPED
 from faultinject.rig import Rig
 from faultinject.verdict import Verdict
 from faultinject.worker import Worker
@@ -188,7 +188,7 @@ class Group:
 
     def _begin(self, member: Member) -> None:
         before = self.rig.node.gpu_memory_used()
-        member.worker.tell("begin", steps=FIRST_STEPS)
+        member.worker.tell("begin", steps=self._most(FIRST_STEPS))
         said = member.worker.must("begun", timeout=_within(member, UP_S))
         if member.name in FAILOVER_MODES:
             self._wait_ready(member)
@@ -221,8 +221,11 @@ class Group:
     def _steps(self) -> int:
         """Steps of a block: the same for all, so that all compute the same."""
         step = statistics.median(self._times) if self._times else BLOCK_S
-        most = VALIDATED_STEPS if VALIDATED in self.members else STEPS_MOST
-        return max(2, min(most, round(BLOCK_S / max(step, 1e-6))))
+        return max(2, min(self._most(STEPS_MOST), round(BLOCK_S / max(step, 1e-6))))
+
+    def _most(self, steps: int) -> int:
+        """The steps of a validated program take many times as long, and each is like the one before."""
+        return min(steps, VALIDATED_STEPS) if VALIDATED in self.members else steps
 
     def _block(self, member: Member, steps: int) -> None:
         heard = member.worker.count("block")
@@ -310,8 +313,8 @@ def judged(entry: Mapping[str, Any], *, bars: bool) -> dict[str, Any]:
         return {**entry, "figures": None, "verdict": None, "findings": []}
     sides = {name: Side.of(entry[name]) for name in ("plain", "again", "proxied")}
     bar = step_bar(entry["mode"], entry["program"])
-    mapped = entry["program"] in MAPPED
-    pair = Pair(entry["mode"], untimed=entry["untimed"], step_bar=bar, mapped=mapped, **sides)
+    mapped, hidden = entry["program"] in MAPPED, entry["program"] in HIDDEN
+    pair = Pair(entry["mode"], untimed=entry["untimed"], step_bar=bar, mapped=mapped, hidden=hidden, **sides)
     findings = check(pair, bars=bars)
     return {
         **entry,

@@ -79,11 +79,23 @@ def test_programs_that_could_fail_over_compute_the_same(libraries: Libraries, tm
 
 def test_what_programs_write_is_validated(libraries: Libraries, tmp_path: Path) -> None:
     target, text = tmp_path / "report.json", tmp_path / "report.md"
-    asked = ("--programs", "calls", "--modes", "validate", "--pairs", "1", "--pairs-most", "1")
+    asked = (
+        "--programs",
+        "calls,bindings_hidden",
+        "--modes",
+        "validate",
+        "--pairs",
+        "1",
+        "--pairs-most",
+        "1",
+    )
     status, data = evidence(libraries, target, *asked, "--markdown", str(text))
     assert status == 0, reports.complaints(data)
-    (entry,) = data["programs"]
-    seen = entry["proxied"]["stats"]["validation"]
+    calls, hidden = sorted(data["programs"], key=lambda entry: entry["program"] == "bindings_hidden")
+    found = hidden["proxied"]["stats"]["validation"]
+    steps = found["strays"]
+    assert steps > 0 and (found["variables"], found["first"]) == (steps, "follow")
+    seen = calls["proxied"]["stats"]["validation"]
     assert seen["operations"] > 100
     assert [seen[name] for name in ("unsure", "strays", "variables", "unread", "first")] == [0, 0, 0, 0, ""]
     assert f"Validation of calls: {seen['operations']} operations" in text.read_text()

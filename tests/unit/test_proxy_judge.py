@@ -72,6 +72,14 @@ def test_what_validation_has_seen_is_judged(
     assert said(replace(PAIR, mode="validate", proxied=slow)) == said_of_it
 
 
+@pytest.mark.parametrize(("strays", "variables"), [(0, 0), (0, 2), (2, 0), (2, 2)])
+def test_validation_has_to_find_both_writes_of_a_program_that_hides_them(strays: int, variables: int) -> None:
+    stats = {**ACTIVE, "validation": {**SEEN, "strays": strays, "variables": variables}}
+    pair = replace(PAIR, mode="validate", proxied=replace(PROXIED, stats=stats), hidden=True)
+    blind = not (strays and variables)
+    assert said(pair) == ((Verdict.INVALID, ["writes are covered"]) if blind else (Verdict.VALID, []))
+
+
 def test_a_pair_that_is_the_same_is_valid() -> None:
     assert said(PAIR) == (Verdict.VALID, [])
 

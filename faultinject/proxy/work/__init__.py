@@ -11,10 +11,12 @@ from typing import Protocol
 
 TORCH = ("transformer", "convolution", "graphs", "streams", "pinned", "sharing", "generate", "expandable")
 BINDINGS = ("bindings", "bindings_graphs", "bindings_nodes", "bindings_segments")
-NAMES = (*TORCH, *BINDINGS, "cupy_arrays", "calls")
+HIDDEN = ("bindings_hidden",)
+"""Those that write where no parameter leads, for validation to find: no works for faults."""
+NAMES = (*TORCH, *BINDINGS, *HIDDEN, "cupy_arrays", "calls")
 MAPPED = ("bindings_segments", "expandable")
 """Those that map all their memory themselves, which the vault does not take."""
-ON_SIMULATED = (*BINDINGS, "calls")
+ON_SIMULATED = (*BINDINGS, *HIDDEN, "calls")
 """Those that need nothing of a GPU that the stand-in driver lacks."""
 
 

@@ -129,6 +129,12 @@ static bool find_pieces(const struct window *window)
 	while (arena_next_piece(&window->arena, piece.base + piece.size, &piece)) {
 		if (!is_open(window, &piece))
 			continue;
+		known.pages += piece.size / MPSD_EXACT_PAGE;
+		/* One kernel looks at all that lies side by side: what a program maps itself comes in many small pieces. */
+		if (known.count && known.pieces[known.count - 1].base + known.pieces[known.count - 1].size == piece.base) {
+			known.pieces[known.count - 1].size += piece.size;
+			continue;
+		}
 		if (known.count == known.room) {
 			size_t room = known.room ? 2 * known.room : 64;
 			struct arena_range *more = realloc(known.pieces, room * sizeof(*more));
@@ -139,7 +145,6 @@ static bool find_pieces(const struct window *window)
 			known.room = room;
 		}
 		known.pieces[known.count++] = piece;
-		known.pages += piece.size / MPSD_EXACT_PAGE;
 	}
 	return true;
 }

@@ -1,0 +1,59 @@
+"""A cuda-bindings program whose kernels write where their parameters do not lead: what validation is there to find.
+
+One follows a pointer that lies in memory, another one counts in a variable of its module. Not for faults: what
+they write is not undone, and not carried over.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from cuda.bindings import driver
+
+from faultinject.programs.device_nvidia import CUBIN, checked
+
+STANDIN_IMAGE = (
+    b".version 8.0\n.visible .global .align 4 .u32 tallied;\n"
+    b"standin module\nkernel follow follow 0\nkernel tally count 0\nglobal tallied 4\n\n"
+)
+UNIT, PER_STEP, UNTIMED = "writes", 2, "a step is a few microseconds"
+BYTES = 4 << 20
+
+
+class Hidden:
+    def __init__(self, seed: int, image: bytes) -> None:
+        checked(driver.cuInit(0))
+        self.device = checked(driver.cuDeviceGet(0))
+        checked(driver.cuCtxSetCurrent(checked(driver.cuDevicePrimaryCtxRetain(self.device))))
+        module = checked(driver.cuModuleLoadData(image))
+        self.follow = checked(driver.cuModuleGetFunction(module, b"follow"))
+        self.tally = checked(driver.cuModuleGetFunction(module, b"tally"))
+        self.tallied, _ = checked(driver.cuModuleGetGlobal(module, b"tallied"))
+        self.value = seed
+        self.pointer, self.led_to = (int(checked(driver.cuMemAlloc(BYTES))) for _ in range(2))
+        checked(driver.cuMemsetD32(self.led_to, 0, BYTES // 4))
+        checked(driver.cuMemcpyHtoD(self.pointer, self.led_to.to_bytes(8, "little"), 8))
+
+    def step(self) -> None:
+        self.value += 1
+        arguments = ((self.pointer, self.value), (ctypes.c_void_p, ctypes.c_uint32))
+        checked(driver.cuLaunchKernel(self.follow, 1, 1, 1, 1, 1, 1, 0, 0, arguments, 0))
+        checked(driver.cuLaunchKernel(self.tally, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0))
+        checked(driver.cuCtxSynchronize())
+
+    def results(self) -> Iterator[bytes]:
+        for at in (self.led_to, self.tallied):
+            data = bytearray(4)
+            checked(driver.cuMemcpyDtoH(data, at, len(data)))
+            yield bytes(data)
+
+    def close(self) -> None:
+        checked(driver.cuDevicePrimaryCtxRelease(self.device))
+
+
+def start(seed: int, backend: str) -> Hidden:
+    image = STANDIN_IMAGE if backend == "simulated" else Path(os.environ[CUBIN]).read_bytes()
+    return Hidden(seed, image)
