@@ -156,6 +156,9 @@ def writes_are_covered(pair: Pair) -> Judgement:
     stats = pair.proxied.stats
     if pair.mode != VALIDATED or stats is None or stats["state"] != "active":
         return None
+    found = pair.proxied.failover
+    if found and found["opaque"]:
+        return invalid(f"it was looked at until it could not be moved: {', '.join(found['opaque'])}")
     seen = stats["validation"]
     if not seen["operations"]:
         return invalid("no operation was looked at")

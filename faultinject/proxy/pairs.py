@@ -237,7 +237,7 @@ class Group:
         if member.name in MODES:
             # By now the vault has what was brought to it off the program's path.
             member.stats = read_stats(member.worker.pid) or member.stats
-        if member.name in FAILOVER_MODES:
+        if member.name in (VALIDATED, *FAILOVER_MODES):
             member.failover = _standing(member, self.rig.mpsd.status())
         member.worker.tell("finish")
         member.digests.append(member.worker.must("finished", timeout=STEP_S).data["digest"])

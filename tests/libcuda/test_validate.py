@@ -297,6 +297,18 @@ def test_silence_is_no_result(ask: Program, why: str) -> None:
 
 
 @VALIDATED
+def test_it_is_told_where_validation_ends_before_the_program(post: Post, ask: Program) -> None:
+    post.greet(moving.EXACT)
+    ask("m = gpu.memory(4 << 20)")
+    assert ask("gpu.run('add', m, 8, 1), gpu.sync()") == "(0, 0)"
+    ask("gpu.code('cuIpcCloseMemHandle', 0)")
+    assert ask("gpu.run('add', m, 8, 1), gpu.sync()") == "(0, 0)"
+    first, last = ask.end().splitlines()
+    assert first.endswith("validation ends here: cuIpcCloseMemHandle")
+    assert "validated until it ended early: " in last
+
+
+@VALIDATED
 def test_a_program_that_does_nothing_is_told_that_nothing_was_looked_at(post: Post, ask: Program) -> None:
     post.greet(moving.EXACT)
     assert "validated: 0 operations" in ask.end()

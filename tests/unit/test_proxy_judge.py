@@ -72,6 +72,14 @@ def test_what_validation_has_seen_is_judged(
     assert said(replace(PAIR, mode="validate", proxied=slow)) == said_of_it
 
 
+def test_validation_that_ended_before_the_program_is_no_validation() -> None:
+    stats = {**ACTIVE, "validation": SEEN}
+    for opaque, expected in (([], Verdict.VALID), (["cuMemAllocManaged"], Verdict.INVALID)):
+        standing = {"mode": "exact", "standing": "ready", "reason": "", "opaque": opaque, "unsure": []}
+        ended = replace(PROXIED, stats=stats, failover=standing)
+        assert said(replace(PAIR, mode="validate", proxied=ended))[0] is expected
+
+
 @pytest.mark.parametrize(("strays", "variables"), [(0, 0), (0, 2), (2, 0), (2, 2)])
 def test_validation_has_to_find_both_writes_of_a_program_that_hides_them(strays: int, variables: int) -> None:
     stats = {**ACTIVE, "validation": {**SEEN, "strays": strays, "variables": variables}}

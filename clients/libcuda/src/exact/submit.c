@@ -62,6 +62,7 @@ void mpsd_exact_stop(const char *why)
 {
 	if (!atomic_exchange(&mpsd_exact_on, false))
 		return;
+	mpsd_validate_end(why);
 	mpsd_epoch_unsure(why);
 	mpsd_replay_finish();
 }

@@ -5,6 +5,7 @@
  * saved is an operation's that follows pointers which its parameters do not show; a variable of a module that changed
  * (globals.c) is not carried over. For tests of programs: each operation costs a look at all of the program's memory.
  */
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -35,7 +36,7 @@ static struct names {
 	unsigned int count;
 } writers, keepers;	/* where no parameter leads; of variables */
 
-static bool is_on, is_over;
+static atomic_bool is_on, is_over;
 
 void mpsd_validate_start(void)
 {
@@ -56,6 +57,12 @@ static const char *name_of(const struct mpsd_op *op)
 	if (name)
 		return name;
 	return op->kind == MPSD_OP_LAUNCH ? "a kernel" : op->kind == MPSD_OP_GRAPH ? "a graph" : "a copy, memset or memory operation";
+}
+
+void mpsd_validate_end(const char *why)
+{
+	if (is_on && !atomic_exchange(&is_over, true))
+		mpsd_say("validation ends here: %s", why);
 }
 
 /* Each is named once. */
@@ -207,8 +214,10 @@ static bool look(const struct mpsd_op *op)
 	} while (result == CUDA_ERROR_NOT_READY);
 	/* What is lost is moved: then all is looked at anew. */
 	if (result != CUDA_SUCCESS && !mpsd_is_loss(result) && !mpsd_is_left()) {
-		is_over = true;
-		mpsd_say("validation ends here: its look at the memory failed (%d)", result);
+		char why[64];
+
+		snprintf(why, sizeof(why), "its look at the memory failed (%d)", result);
+		mpsd_validate_end(why);
 	}
 	return result == CUDA_SUCCESS;
 }
@@ -271,4 +280,6 @@ void mpsd_validate_report(void)
 			 (unsigned long long)found->validate_unsure, (unsigned long long)found->validate_unread);
 	say_names("MPSD_FAILOVER_UNSURE", &writers);
 	say_names("MPSD_FAILOVER_OPAQUE", &keepers);
+	/* What ends from here on ends with the program. */
+	is_on = false;
 }

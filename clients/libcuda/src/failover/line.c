@@ -358,8 +358,10 @@ static void at_end(void)
 {
 	struct timespec until = mpsd_in(END_MS);
 
-	if (!atomic_exchange(&off, true))
+	/* First, for the mode ends with the line. */
+	if (!atomic_load(&off))
 		mpsd_validate_report();
+	atomic_store(&off, true);
 	mpsd_line_wake();
 	if (!pthread_mutex_timedlock(&busy, &until))
 		pthread_mutex_unlock(&busy);
