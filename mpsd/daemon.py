@@ -131,7 +131,8 @@ class Daemon:
             self.layout.state_dir, self.config.journal.max_records, self.config.journal.max_bytes
         )
         failovers = None
-        if self.config.failover.enabled:
+        # What was kept is told, and its numbers go on, also where fail-over has been turned off since.
+        if self.config.failover.enabled or (self.layout.state_dir / FAILOVERS).exists():
             bounds = self.config.journal.max_records, self.config.journal.max_bytes
             failovers = Journal.open(self.layout.state_dir, *bounds, name=FAILOVERS)
         self.bulletin = Bulletin(journal, failovers, EventNumbers(self.layout.state_dir))

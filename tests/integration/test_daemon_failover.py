@@ -388,6 +388,21 @@ def test_what_an_operator_reads(site: Site) -> None:
     assert failovertext.records([]) == ["no fail-overs"]
 
 
+def test_what_was_recorded_is_told_when_failover_is_off(site: Site) -> None:
+    program, other = ready(site), site.join()
+    all_ready(site, program)
+    other.fault()
+    said(program, "fo.move()")
+    until_outcome(site, {program.pid: "moved"})
+    records = list(failovers(site))
+    program.die()
+    site.gone(program)
+    assert site.terminate() == 0
+    site.write_config(failover__enabled="false")
+    site.start()
+    assert list(failovers(site)) == records
+
+
 def test_another_user_s_programs_are_not_told_of(site: Site) -> None:
     if os.geteuid() != 0:
         pytest.skip("needs root to be somebody else")
