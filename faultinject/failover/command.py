@@ -165,6 +165,7 @@ def _go(args: argparse.Namespace) -> int:
     finished = run(args, deliver)
     print(report.heading(finished))
     print(report.aligned(reports.table(finished)))
+    print(reports.legend())
     deliver(finished)
     return 0 if reports.passed(finished) else 1
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from operator import lt
@@ -198,6 +199,28 @@ HEAD = ["kind", "faults", "lost", "told", "longest step", "GPU's", "resumed: cle
 HEAD += ["beyond: cleared", "suspects", "in time"]
 HEAD += ["word", "decided", "held", "fence", "goes on", "turn", "done", "open: mpsd", "a program"]
 HEAD += ["threads", "verdict"]
+MEANINGS = {
+    "told": "how often a program met one error, which said that what it had in flight may be lost: in "
+    "the mode keep always, and in the mode exact where it cannot be done again",
+    "longest step": "of a program around the fault",
+    "GPU's": "that of a bystander in another domain: how long the GPU itself stood still",
+    "resumed": "from the fault until cleared programs and suspects went on in their fresh contexts, "
+    "where work is done again with that",
+    "beyond": "how much longer than the GPU's stall their longest steps were, beyond what a step of "
+    "theirs takes (the median of those around; no servers': they are short), with what was done again",
+    "in time": "whether they resumed, at the median, no later than 5 (cleared) and 100 ms (suspects) "
+    "after the GPU",
+    "word": "from the order to the offender until mpsd's word to move (a host-engine fault comes 50 "
+    "ms after the order: its stream is kept busy)",
+    "decided": "from mpsd's first sign to that decision",
+    "held, fence, goes on": "from the word until a program's calls were held, its old context "
+    "could write no more, and it went on",
+    "turn, done": "where a suspect does its work again in its turn, until it was given that, and until what "
+    "was done again had ended",
+    "open, threads": "descriptors of mpsd, and of the program that had most, and threads likewise, before "
+    "the first fault and before the last",
+}
+"""What columns hold whose name does not say it; times are in ms, median / worst."""
 STEPS = ("held_ms", "fence_ms", "first_ms", "turn_ms", "done_ms")
 
 
@@ -242,6 +265,14 @@ def table(finished: Mapping[str, Any]) -> list[list[str]]:
     return [HEAD, *(row(kind, faults) for kind, faults in finished["faults"].items())]
 
 
+def legend() -> str:
+    """The columns, for a reader of a terminal."""
+    lines = ["Times are in ms, median / worst."]
+    for column, meaning in MEANINGS.items():
+        lines += textwrap.wrap(f"{column}: {meaning}", 110, subsequent_indent="    ")
+    return "\n".join(lines)
+
+
 def _who(works: Sequence[str]) -> str:
     if not works:
         return "Three servers keep memory in the vault and check every result."
@@ -259,23 +290,11 @@ def markdown(finished: Mapping[str, Any]) -> str:
         f"{finished['date']}; again: `{finished['command']}`",
         "",
         f"{_who(finished['works'])} A neighbour faults again and again, and they go on in a second",
-        f"domain each time{_together(finished)}. Times in ms, median / worst: the longest step of a",
-        "program around the fault; that of a bystander in another domain, which is how long the GPU",
-        "itself stood still; from the fault until cleared programs and suspects went on in their fresh",
-        "contexts, where work is done again with that (`in time`: at the median no later than 5 and 100",
-        "ms after the GPU); how much longer than the GPU's stall their longest steps were, beyond what",
-        "a step of theirs takes (the median of those around; no servers': they are short), with what",
-        "was done again; from the order to the offender until mpsd's word to move (a host-engine fault",
-        "comes 50 ms after the order: its stream is kept busy); from mpsd's first sign to that",
-        "decision; from the word until a program's calls were held, its old context could write no",
-        "more, and it went on; and, where a suspect does its work again in its turn, until it was given",
-        "that and until what was done again had ended. `told`: how often a program met one error, which",
-        "said that what it had in flight may be lost: in the mode `keep` always, and in the mode",
-        "`exact` where it cannot be done again. `open`: descriptors of mpsd, and of the program that",
-        "had most, before the first fault and before the last; `threads`: of the program that had most",
-        "of them, likewise.",
+        f"domain each time{_together(finished)}. Times are in ms, median / worst.",
         "",
         report.markdown_table(table(finished)),
+        "",
+        *(f"- `{column}`: {meaning}" for column, meaning in MEANINGS.items()),
         "",
         *_carried(finished),
         *_growth(finished["faults"]),
