@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from faultinject.programs.device import BACKENDS, DeviceError
 from faultinject.programs.talk import Inbox, identity, no_core_dumps, say
 from faultinject.serving.batch import SLOTS, Batch, Request
-from faultinject.serving.model import Model, open_model
+from faultinject.serving.model import Model, open_model, step
 
 
 class Server:
@@ -28,14 +28,9 @@ class Server:
 
     def step(self) -> None:
         """One token for everybody who has a slot. Raises DeviceError."""
-        for slot, request in self.batch.admit().items():
-            self.model.begin(slot, request.prompt)
-        slots = sorted(self.batch.active)
-        tokens = self.model.step(slots)
-        had = self.batch.advance()
+        tokens = step(self.model, self.batch)
         self.steps += 1
-        said = [[had[slot].number, slot, token] for slot, token in zip(slots, tokens, strict=True)]
-        say("step", number=self.steps, tokens=said)
+        say("step", number=self.steps, tokens=tokens)
 
 
 def serve(server: Server, inbox: Inbox) -> None:

@@ -32,7 +32,7 @@ from faultinject.proxy.judge import (
     verdict,
 )
 from faultinject.proxy.library import FAR_BYTES, MPSD_RUN, Libraries, read_stats
-from faultinject.proxy.work import HIDDEN, MAPPED
+from faultinject.proxy.work import HIDDEN, MAPPED, TRAININGS
 from faultinject.rig import Rig
 from faultinject.verdict import Verdict
 from faultinject.worker import Worker
@@ -48,7 +48,6 @@ GUARD_BYTES = 16 << 30
 DEFAULT_MODES = ("forward", "vault")
 
 SIDES = ("plain", "again", *MODES)
-TRAININGS = ("transformer", "convolution")
 FIRST_STEPS = 12
 BLOCK_S = 0.3
 STEPS_MOST = 2000

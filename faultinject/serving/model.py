@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from faultinject.programs.device import NO_DEVICE, DeviceError
+from faultinject.serving.batch import Batch
 
 SEED = 1
 """Of the weights."""
@@ -40,3 +41,13 @@ def open_model(backend: str, slots: int) -> Model:
             return Toy(slots)
         case _:
             raise DeviceError(NO_DEVICE, f"there is no model for {backend}")
+
+
+def step(model: Model, batch: Batch) -> list[tuple[int, int, int]]:
+    """One token for everybody who has a slot: each request's number, slot and token. Raises DeviceError."""
+    for slot, request in batch.admit().items():
+        model.begin(slot, request.prompt)
+    slots = sorted(batch.active)
+    tokens = model.step(slots)
+    had = batch.advance()
+    return [(had[slot].number, slot, token) for slot, token in zip(slots, tokens, strict=True)]

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Protocol
 
-TORCH = ("transformer", "convolution", "graphs", "streams", "pinned", "sharing", "generate", "expandable")
+TRAININGS = ("transformer", "convolution", "expandable")
+TORCH = (*TRAININGS, "graphs", "streams", "pinned", "sharing", "generate", "serving")
 BINDINGS = ("bindings", "bindings_graphs", "bindings_nodes", "bindings_segments")
 HIDDEN = ("bindings_hidden",)
 """Those that write where no parameter leads, for validation to find: no works for faults."""
