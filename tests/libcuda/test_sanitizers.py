@@ -19,6 +19,9 @@ from tests.support.site import until
 from tests.support.vaulting import MemoryStore, RunningVault
 from tests.support.zoning import GrantingVault
 
+# The libraries are built first: on a busy machine that alone takes minutes.
+pytestmark = pytest.mark.timeout(400)
+
 LIMITS = Limits(Quota(1 << 40, 512), Quota(1 << 40, 512), Quota(1 << 20, 16), 512, 3600.0)
 
 
