@@ -109,7 +109,7 @@ def _on(node: Node, plan: Plan, libraries: Libraries, base: Path) -> dict[str, A
         left.extend(rig.left)
 
     if plan.programs is not None:
-        moved = any(mode in (judge.VALIDATED, *judge.FAILOVER_MODES) for mode in plan.modes)
+        moved = any(mode in judge.STANDBY_MODES for mode in plan.modes)
         with rigged("programs", {**SETTINGS, **(libraries.failover_settings() if moved else {})}) as rig:
             found["programs"] = pairs.run_programs(
                 rig,

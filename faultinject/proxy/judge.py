@@ -19,6 +19,8 @@ STEP_BAR, TRAINING_BAR, MEMORY_BAR = 0.01, 0.05, 0.02
 FAILOVER_MODES = ("keep", "exact")
 GUARDED = "guard"
 VALIDATED = "validate"
+STANDBY_MODES = (*FAILOVER_MODES, VALIDATED)
+"""In which programs have a standby."""
 ROUNDS_LEAST = 3
 # Of the bar on step times: where the median of the rounds may be off by more, the verdict would be chance.
 ERROR_SHARE = 1 / 4
@@ -200,7 +202,7 @@ def step_time_same(pair: Pair) -> Judgement:
 
 def memory_same(pair: Pair) -> Judgement:
     """A standby's context has no bound: what it takes is told."""
-    if pair.mode in (VALIDATED, *FAILOVER_MODES) or pair.plain.failure or pair.proxied.failure:
+    if pair.mode in STANDBY_MODES or pair.plain.failure or pair.proxied.failure:
         return None
     found, noise = memory_ratio(pair.proxied, pair.plain), memory_ratio(pair.again, pair.plain)
     if found is None or noise is None:

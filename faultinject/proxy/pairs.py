@@ -20,6 +20,7 @@ from faultinject.history import clock
 from faultinject.proxy.judge import (
     FAILOVER_MODES,
     GUARDED,
+    STANDBY_MODES,
     STEP_BAR,
     TRAINING_BAR,
     VALIDATED,
@@ -38,7 +39,7 @@ from faultinject.verdict import Verdict
 from faultinject.worker import Worker
 from mpsd.errors import DeadlineError, UnsupportedError, UsageError
 
-MODES = ("forward", "vault", GUARDED, *FAILOVER_MODES, VALIDATED)
+MODES = ("forward", "vault", GUARDED, *STANDBY_MODES)
 """MPSD_VAULT=0: every call is passed on; memory in the window, brought to the vault; that, and a guard over
 the program's own host memory; with a standby too, in that mode of fail-over; and in mode exact with all of
 the program's memory looked at after each operation, which takes many times as long."""
@@ -236,7 +237,7 @@ class Group:
         if member.name in MODES:
             # By now the vault has what was brought to it off the program's path.
             member.stats = read_stats(member.worker.pid) or member.stats
-        if member.name in (VALIDATED, *FAILOVER_MODES):
+        if member.name in STANDBY_MODES:
             member.failover = _standing(member, self.rig.mpsd.status())
         member.worker.tell("finish")
         member.digests.append(member.worker.must("finished", timeout=STEP_S).data["digest"])

@@ -79,7 +79,7 @@ def test_programs_that_could_fail_over_compute_the_same(libraries: Libraries, tm
 
 def test_what_programs_write_is_validated(libraries: Libraries, tmp_path: Path) -> None:
     target, text = tmp_path / "report.json", tmp_path / "report.md"
-    asked = (
+    asked = [
         "--programs",
         "calls,bindings_hidden",
         "--modes",
@@ -88,7 +88,7 @@ def test_what_programs_write_is_validated(libraries: Libraries, tmp_path: Path) 
         "1",
         "--pairs-most",
         "1",
-    )
+    ]
     status, data = evidence(libraries, target, *asked, "--markdown", str(text))
     assert status == 0, reports.complaints(data)
     calls, hidden = sorted(data["programs"], key=lambda entry: entry["program"] == "bindings_hidden")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -24,14 +25,19 @@ MORE += "gpu.functions['before'] = gpu.made('cuModuleGetFunction', more, b'befor
 MORE += "gpu.functions['await'] = gpu.made('cuModuleGetFunction', more, b'await')"
 
 
-def begin(post: Post, ask: Program, second: Domain, copies: Path, *does: str) -> Line:
-    """A program in mode exact that has done this, with a standby, and nothing open."""
-    line = post.greet(moving.EXACT)
-    for each in does:
-        ask(each)
-    stand_by(line, second, copies)
-    assert ask("gpu.sync()") == "0"
-    return line
+@pytest.fixture
+def begin(post: Post, ask: Program, second: Domain, copies: Path) -> Callable[..., Line]:
+    """Called with what is to be done first: a program in mode exact, with a standby, and nothing open."""
+
+    def begun(*does: str) -> Line:
+        line = post.greet(moving.EXACT)
+        for each in does:
+            ask(each)
+        stand_by(line, second, copies)
+        assert ask("gpu.sync()") == "0"
+        return line
+
+    return begun
 
 
 @EXACT
@@ -45,14 +51,10 @@ def begin(post: Post, ask: Program, second: Domain, copies: Path, *does: str) ->
     ids=["copy", "memset", "event"],
 )
 def test_what_does_nothing_is_no_barrier(
-    domain: Domain, second: Domain, post: Post, ask: Program, copies: Path, nothing: str
+    domain: Domain, begin: Callable[..., Line], ask: Program, nothing: str
 ) -> None:
     """In the legacy stream, between one that blocks with it and is at work, and another one that ends."""
     line = begin(
-        post,
-        ask,
-        second,
-        copies,
         START + "; a = gpu.made('cuStreamCreate', 0); b = gpu.made('cuStreamCreate', 0)",
         "e = gpu.made('cuEventCreate', 2); s = gpu.stream(); x = gpu.memory(2 << 20)",
         "more = gpu.made('cuModuleLoadData', b'standin module\\nkernel slow add 3000000\\n')",
@@ -82,13 +84,9 @@ def test_what_does_nothing_is_no_barrier(
     ids=["pageable", "elapsed"],
 )
 def test_who_is_told_that_it_has_ended_may_use_the_memory_again(
-    domain: Domain, second: Domain, post: Post, ask: Program, copies: Path, tells: str
+    domain: Domain, begin: Callable[..., Line], ask: Program, tells: str
 ) -> None:
     line = begin(
-        post,
-        ask,
-        second,
-        copies,
         START + "; s = gpu.stream(); x = gpu.memory(2 << 20); ms = ctypes.c_float()",
         "e = gpu.made('cuEventCreate', 0); f = gpu.made('cuEventCreate', 0)",
     )
@@ -107,14 +105,10 @@ def test_who_is_told_that_it_has_ended_may_use_the_memory_again(
 @pytest.mark.parametrize("ask", [{"MPSD_FAILOVER": "exact", "MPSD_FAILOVER_UNDO_MIB": "7"}], indirect=True)
 @pytest.mark.parametrize("lets", range(8, 13, 2))
 def test_pages_are_saved_whole_where_the_room_is_no_multiple_of_them(
-    domain: Domain, gate: Gate, second: Domain, post: Post, ask: Program, copies: Path, lets: int
+    domain: Domain, gate: Gate, begin: Callable[..., Line], ask: Program, lets: int
 ) -> None:
     """What is usual is saved as far as there is room."""
     line = begin(
-        post,
-        ask,
-        second,
-        copies,
         "x = gpu.memory(2 << 20); u = gpu.memory(4 << 20); v = gpu.memory(2 << 20)",
         "at = u + (3 << 20) + 64",
     )
@@ -131,9 +125,9 @@ def test_pages_are_saved_whole_where_the_room_is_no_multiple_of_them(
 
 @EXACT
 def test_what_makes_an_epoch_unsure_is_not_forgotten_before_it_is_noted(
-    domain: Domain, second: Domain, post: Post, ask: Program, copies: Path
+    domain: Domain, begin: Callable[..., Line], ask: Program
 ) -> None:
-    line = begin(post, ask, second, copies, START + "; s = gpu.stream(); big = (ctypes.c_char * (1 << 20))()")
+    line = begin(START + "; s = gpu.stream(); big = (ctypes.c_char * (1 << 20))()")
     # The epoch is full: it ends before what comes next is noted.
     full = "{gpu.code('cuMemcpyHtoDAsync_v2', m, big, 1 << 20, 0) for _ in range(256)}"
     assert ask(full) == "{0}"
@@ -146,13 +140,9 @@ def test_what_makes_an_epoch_unsure_is_not_forgotten_before_it_is_noted(
 
 @EXACT
 def test_a_pointer_to_the_end_of_memory_leads_there(
-    domain: Domain, second: Domain, post: Post, ask: Program, copies: Path
+    domain: Domain, begin: Callable[..., Line], ask: Program
 ) -> None:
     line = begin(
-        post,
-        ask,
-        second,
-        copies,
         START + "; s = gpu.stream(); a = gpu.memory(4 << 20); end = a + (4 << 20)",
         MORE,
     )
@@ -168,13 +158,9 @@ def test_a_pointer_to_the_end_of_memory_leads_there(
     "call", ["gpu.code('cuStreamDestroy_v2', t)", "gpu.code('cuEventDestroy_v2', e)"], ids=["stream", "event"]
 )
 def test_nobody_waits_for_ever_for_a_kernel_that_waits_for_him(
-    second: Domain, post: Post, ask: Program, copies: Path, call: str
+    begin: Callable[..., Line], ask: Program, call: str
 ) -> None:
     begin(
-        post,
-        ask,
-        second,
-        copies,
         START + "; s, t, u = gpu.stream(), gpu.stream(), gpu.stream(); e = gpu.made('cuEventCreate', 2)",
         MORE,
     )

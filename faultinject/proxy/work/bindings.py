@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import random
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from cuda.bindings import driver
 
-from faultinject.programs.device_nvidia import CUBIN, checked
+from faultinject.programs.device_nvidia import checked
+from faultinject.proxy.work.primary import image_for, use_primary_context
 
 STANDIN_IMAGE = b"standin module\nkernel fill fill 0\n"
 PIECES, LARGEST, THREADS = 24, 8 << 20, 256
@@ -22,9 +21,7 @@ class Pieces:
     """Buffers that are filled by kernels and copied into one another."""
 
     def __init__(self, seed: int, image: bytes) -> None:
-        checked(driver.cuInit(0))
-        self.device = checked(driver.cuDeviceGet(0))
-        checked(driver.cuCtxSetCurrent(checked(driver.cuDevicePrimaryCtxRetain(self.device))))
+        self.device = use_primary_context()
         self.module = checked(driver.cuModuleLoadData(image))
         self.fill = checked(driver.cuModuleGetFunction(self.module, b"fill"))
         flags = driver.CUstream_flags.CU_STREAM_NON_BLOCKING
@@ -77,5 +74,4 @@ class Pieces:
 
 
 def start(seed: int, backend: str) -> Pieces:
-    image = STANDIN_IMAGE if backend == "simulated" else Path(os.environ[CUBIN]).read_bytes()
-    return Pieces(seed, image)
+    return Pieces(seed, image_for(backend, STANDIN_IMAGE))

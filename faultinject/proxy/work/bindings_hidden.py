@@ -7,13 +7,12 @@ faults: what they write is not undone, and not carried over.
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Iterator
-from pathlib import Path
 
 from cuda.bindings import driver
 
-from faultinject.programs.device_nvidia import CUBIN, checked
+from faultinject.programs.device_nvidia import checked
+from faultinject.proxy.work.primary import image_for, use_primary_context
 
 STANDIN_IMAGE = (
     b".version 8.0\n.visible .global .align 4 .u32 tallied;\n"
@@ -25,9 +24,7 @@ BYTES = 4 << 20
 
 class Hidden:
     def __init__(self, seed: int, image: bytes) -> None:
-        checked(driver.cuInit(0))
-        self.device = checked(driver.cuDeviceGet(0))
-        checked(driver.cuCtxSetCurrent(checked(driver.cuDevicePrimaryCtxRetain(self.device))))
+        self.device = use_primary_context()
         module = checked(driver.cuModuleLoadData(image))
         self.follow = checked(driver.cuModuleGetFunction(module, b"follow"))
         self.tally = checked(driver.cuModuleGetFunction(module, b"tally"))
@@ -53,5 +50,4 @@ class Hidden:
 
 
 def start(seed: int, backend: str) -> Hidden:
-    image = STANDIN_IMAGE if backend == "simulated" else Path(os.environ[CUBIN]).read_bytes()
-    return Hidden(seed, image)
+    return Hidden(seed, image_for(backend, STANDIN_IMAGE))

@@ -7,15 +7,14 @@ copied from into one of them, and unmapped.
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from cuda.bindings import driver
 
-from faultinject.programs.device_nvidia import CUBIN, checked
+from faultinject.programs.device_nvidia import checked
 from faultinject.proxy.work.bindings import PER_STEP, PIECES, STANDIN_IMAGE, THREADS, UNIT, UNTIMED, Pieces
+from faultinject.proxy.work.primary import image_for
 
 __all__ = ["PER_STEP", "UNIT", "UNTIMED", "start"]
 
@@ -107,5 +106,4 @@ class Segments(Pieces):
 
 
 def start(seed: int, backend: str) -> Segments:
-    image = STANDIN_IMAGE if backend == "simulated" else Path(os.environ[CUBIN]).read_bytes()
-    return Segments(seed, image)
+    return Segments(seed, image_for(backend, STANDIN_IMAGE))

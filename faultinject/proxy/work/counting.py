@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import random
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from cuda.bindings import driver
 
-from faultinject.programs.device_nvidia import CUBIN, checked
+from faultinject.programs.device_nvidia import checked
+from faultinject.proxy.work.primary import image_for, use_primary_context
 
 STANDIN_IMAGE = b"standin module\nkernel fill fill 0\nkernel increment add 0\n"
 WORDS, THREADS = 1 << 20, 256
@@ -19,19 +18,15 @@ WORDS, THREADS = 1 << 20, 256
 
 def image_and_words(backend: str) -> tuple[bytes, int]:
     """The module that has the kernels, and how many words of 4 bytes a buffer has."""
-    if backend == "simulated":
-        return STANDIN_IMAGE, WORDS >> 6
-    return Path(os.environ[CUBIN]).read_bytes(), WORDS
+    return image_for(backend, STANDIN_IMAGE), WORDS >> 6 if backend == "simulated" else WORDS
 
 
 class Counting:
     """A primary context, the kernels, events, and buffers of zeros."""
 
     def __init__(self, seed: int, image: bytes, words: int, events: int) -> None:
-        checked(driver.cuInit(0))
-        self.device = checked(driver.cuDeviceGet(0))
-        self.context = checked(driver.cuDevicePrimaryCtxRetain(self.device))
-        checked(driver.cuCtxSetCurrent(self.context))
+        self.device = use_primary_context()
+        self.context = checked(driver.cuCtxGetCurrent())
         module = checked(driver.cuModuleLoadData(image))
         self.fill = checked(driver.cuModuleGetFunction(module, b"fill"))
         self.increment = checked(driver.cuModuleGetFunction(module, b"increment"))
