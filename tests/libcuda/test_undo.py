@@ -52,3 +52,39 @@ def test_a_part_that_is_saved_does_not_stand_for_all(
     assert ask._answer() == "(0, 0)"
     assert ask("gpu.sync(), [gpu.word(w + 4 * i) for i in range(8)]") == "(0, [1, 1, 1, 1, 1, 1, 1, 1])"
     assert ask.end() == ""
+
+
+@EXACT
+@pytest.mark.parametrize("captures", [False, True], ids=["loaded", "while something is captured"])
+@pytest.mark.parametrize("lets", [0, 1, 3, 5, 9, 30])
+def test_what_is_saved_together_comes_back(
+    domain: Domain, gate: Gate, second: Domain, third: Domain, post: Post, ask: Program, copies: Path,
+    captures: bool, lets: int,
+) -> None:  # fmt: skip
+    """More allocations than one kernel saves: by copies while nothing may be loaded; in the next copy too."""
+    line = post.greet(moving.EXACT)
+    ask("many = [gpu.memory(2 << 20) for _ in range(20)]; s = gpu.made('cuStreamCreate', 1)")
+    ask("writes = lambda: {gpu.run('add', m, 8, 1) for m in many}; g = ctypes.c_uint64()")
+    ask("words = lambda: {gpu.word(m) for m in many}; [gpu('cuMemsetD8_v2', m, 0, 64) for m in many]")
+    stand_by(line, second, copies)
+    if captures:
+        assert ask("gpu.code('cuStreamBeginCapture_v2', s, 2)") == "0"
+    # What is usual is learned, and saved at once from then on.
+    ask("wait = lambda: gpu.code('cuStreamSynchronize', 0)")
+    assert ask("writes(), wait(), writes(), wait()") == "({0}, 0, {0}, 0)"
+    gate.let(0)
+    assert ask("writes()") == "{0}"
+    gate.let(lets)
+    until(lambda: gate.left() == 0)
+    break_domain(domain)
+    assert move_exactly(line).text == ""
+    if captures:
+        assert ask("gpu.code('cuStreamEndCapture', s, ctypes.byref(g))") == "0"
+    assert ask("gpu.sync(), words()") == "(0, {3})"
+    assert ask("writes(), gpu.sync()") == "({0}, 0)"
+    stand_by(line, third, copies, 2)
+    assert ask("writes()") == "{0}"
+    break_domain(second)
+    assert move_exactly(line, 2).text == ""
+    assert ask("gpu.sync(), words()") == "(0, {5})"
+    assert ask.end() == ""

@@ -28,3 +28,21 @@ static inline void mpsd_span_widen(struct mpsd_span *span, uint64_t base, uint64
 	while (base + size > end && !atomic_compare_exchange_weak(&span->end, &end, base + size))
 		;
 }
+
+/* The same, read once for many words: nobody has an address yet of what comes meanwhile. */
+struct mpsd_bounds {
+	uint64_t lowest, size;
+};
+
+static inline struct mpsd_bounds mpsd_span_bounds(const struct mpsd_span *span)
+{
+	uint64_t lowest = atomic_load_explicit(&span->lowest, memory_order_relaxed);
+	uint64_t end = atomic_load_explicit(&span->end, memory_order_relaxed);
+
+	return (struct mpsd_bounds){ lowest, end > lowest ? end - lowest : 0 };
+}
+
+static inline bool mpsd_bounds_hold(struct mpsd_bounds bounds, uint64_t word)
+{
+	return word - bounds.lowest < bounds.size;
+}

@@ -124,6 +124,18 @@ static void page_sums(const uint64_t *arguments)
 	}
 }
 
+/* ranges (to, from, size; the last ones of 0): what the kernel of src/exact/saver.c does */
+static void save_ranges(const uint64_t *arguments)
+{
+	for (const uint64_t *range = arguments; range < arguments + HIDDEN_ARGUMENTS && range[2]; range += 3) {
+		const void *from = reach(range[1], range[2], ACCESS_READ);
+		void *to = from ? reach(range[0], range[2], ACCESS_WRITE) : NULL;
+
+		if (to)
+			memcpy(to, from, range[2]);
+	}
+}
+
 /* end, unused, value: the word before that address becomes so much more */
 static void before(const uint64_t *arguments)
 {
@@ -168,6 +180,7 @@ static const struct builtin builtins[] = {
 	{ "trap", 0, { 0 }, trap },
 	{ "count", 0, { 0 }, count },
 	{ "page_sums", 2, { 8, 8 }, page_sums },
+	{ "save_ranges", 1, { 384 }, save_ranges },
 };
 
 const struct builtin *find_builtin(const char *name)

@@ -112,6 +112,8 @@ CUresult read_image(struct CUmod_st *module, const char *image)
 
 	if (!strncmp(image, ".version", 8) && strstr(image, ".entry mpsd_page_sums("))
 		return add_kernel(module, "kernel mpsd_page_sums page_sums 0");
+	if (!strncmp(image, ".version", 8) && strstr(image, ".entry mpsd_save_ranges("))
+		return add_kernel(module, "kernel mpsd_save_ranges save_ranges 0");
 	image = memmem(image, bytes_of(image), MARK, strlen(MARK));
 	if (!image)
 		return CUDA_ERROR_INVALID_IMAGE;

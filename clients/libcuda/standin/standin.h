@@ -122,7 +122,7 @@ struct CUstream_st {
 };
 
 /* Behind those that a kernel was given: how many columns of blocks it has, its module's first variable. */
-#define HIDDEN_ARGUMENTS 3
+#define HIDDEN_ARGUMENTS 48
 
 struct operation {
 	struct operation *next;

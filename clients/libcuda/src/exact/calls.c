@@ -63,6 +63,7 @@ static struct mpsd_op launch_of(CUfunction f, CUlaunchConfig config)
 {
 	return (struct mpsd_op){
 		.kind = MPSD_OP_LAUNCH,
+		.is_brief = !mpsd_capturing(),
 		.stream = config.hStream,
 		.launch = { .function = f, .config = config },
 	};

@@ -3,6 +3,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "exact/shelf.h"
 #include "exact/state.h"
 #include "failover/graph.h"
 
@@ -13,7 +14,8 @@ void mpsd_op_share(struct mpsd_op *op)
 
 void mpsd_op_free(struct mpsd_op *op)
 {
-	if (atomic_fetch_sub(&op->shares, 1) > 0)
+	/* Nobody can come to share what nobody else has. */
+	if (atomic_load(&op->shares) && atomic_fetch_sub(&op->shares, 1) > 0)
 		return;
 	if (op->kind == MPSD_OP_COPY) {
 		free(op->copy.kept);
@@ -24,7 +26,10 @@ void mpsd_op_free(struct mpsd_op *op)
 	} else if (op->kind == MPSD_OP_HOST) {
 		mpsd_host_let_go(op->host);
 	}
-	free(op);
+	if (op->shelf)
+		mpsd_shelf_give(op->shelf);
+	else
+		free(op);
 }
 
 static CUlaunchAttribute *translated(const struct mpsd_op *op)

@@ -23,7 +23,7 @@ static uint32_t (*words)[MPSD_LANES];
 
 /* The first one is the mover's own. */
 struct mpsd_lane mpsd_lanes[MPSD_LANES] = { { .stream = CU_STREAM_LEGACY, .is_used = true } };
-static unsigned int used = 1;	/* lanes that ever were */
+unsigned int mpsd_lanes_used = 1;
 static uint64_t words_of;	/* the moves before the copy that they are marked in */
 
 CUresult make_cuMemHostAlloc(void **pp, size_t bytesize, unsigned int Flags);
@@ -78,7 +78,7 @@ static CUstream key(CUstream stream)
 
 struct mpsd_lane *mpsd_lane_find(CUstream stream)
 {
-	for (unsigned int i = 1; i < used; i++)
+	for (unsigned int i = 1; i < mpsd_lanes_used; i++)
 		if (mpsd_lanes[i].is_used && mpsd_lanes[i].stream == key(stream))
 			return &mpsd_lanes[i];
 	return NULL;
@@ -91,11 +91,11 @@ struct mpsd_lane *mpsd_lane_of(CUstream stream)
 
 	if (lane)
 		return lane;
-	for (unsigned int i = 1; !lane && i < used; i++)
+	for (unsigned int i = 1; !lane && i < mpsd_lanes_used; i++)
 		if (!mpsd_lanes[i].is_used && mpsd_lane_look(&mpsd_lanes[i]) == mpsd_lanes[i].given)
 			lane = &mpsd_lanes[i];
-	if (!lane && used < MPSD_LANES)
-		lane = &mpsd_lanes[used++];
+	if (!lane && mpsd_lanes_used < MPSD_LANES)
+		lane = &mpsd_lanes[mpsd_lanes_used++];
 	if (lane) {
 		lane->stream = key(stream);
 		lane->is_used = true;
@@ -140,14 +140,14 @@ bool mpsd_lane_is_ordered(const struct mpsd_lane *lane)
 {
 	unsigned int ordered = 0;
 
-	for (unsigned int i = 1; i < used; i++)
+	for (unsigned int i = 1; i < mpsd_lanes_used; i++)
 		ordered += mpsd_lanes[i].is_used && !mpsd_lanes[i].is_apart;
 	return !lane->is_apart && ordered > 1;
 }
 
 bool mpsd_lanes_all_proven(void)
 {
-	for (unsigned int i = 0; i < used; i++)
+	for (unsigned int i = 0; i < mpsd_lanes_used; i++)
 		if (mpsd_lane_look(&mpsd_lanes[i]) != mpsd_lanes[i].given)
 			return false;
 	return true;
@@ -155,7 +155,7 @@ bool mpsd_lanes_all_proven(void)
 
 bool mpsd_lanes_all_marked(void)
 {
-	for (unsigned int i = 0; i < used; i++)
+	for (unsigned int i = 0; i < mpsd_lanes_used; i++)
 		if (mpsd_lanes[i].marked != mpsd_lanes[i].given)
 			return false;
 	return true;
@@ -237,7 +237,7 @@ CUresult mpsd_lanes_mark(void)
 	unsigned int count;
 
 	pthread_mutex_lock(&mpsd_exact_lock);
-	count = used;
+	count = mpsd_lanes_used;
 	pthread_mutex_unlock(&mpsd_exact_lock);
 	for (unsigned int i = 0; i < count && result == CUDA_SUCCESS; i++)
 		result = mpsd_lane_mark(&mpsd_lanes[i]);
@@ -340,7 +340,7 @@ CUresult mpsd_lanes_wait(void)
 
 		pthread_mutex_lock(&mpsd_exact_lock);
 		given = mpsd_lanes[i].given;
-		count = used;
+		count = mpsd_lanes_used;
 		pthread_mutex_unlock(&mpsd_exact_lock);
 		result = mpsd_lane_come(&mpsd_lanes[i], given);
 	}
@@ -358,7 +358,7 @@ void mpsd_lanes_move(void)
 {
 	uint64_t moves = mpsd_tables()->moves;
 
-	for (unsigned int i = 0; words && i < used; i++) {
+	for (unsigned int i = 0; words && i < mpsd_lanes_used; i++) {
 		struct mpsd_lane *lane = &mpsd_lanes[i];
 
 		lane->marked = mpsd_lane_look(lane);
@@ -384,7 +384,7 @@ CUresult mpsd_lane_mark_now(struct mpsd_lane *lane, uint64_t number)
 
 void mpsd_lanes_give_up(void)
 {
-	for (unsigned int i = 0; words && i < used; i++) {
+	for (unsigned int i = 0; words && i < mpsd_lanes_used; i++) {
 		struct mpsd_lane *lane = &mpsd_lanes[i];
 
 		lane->proven = lane->marked = lane->given;

@@ -67,7 +67,7 @@ static bool others_are_open(const struct mpsd_lane *lane)
 	bool are = false;
 
 	pthread_mutex_lock(&mpsd_exact_lock);
-	for (unsigned int i = 1; i < MPSD_LANES && !are; i++) {
+	for (unsigned int i = 1; i < mpsd_lanes_used && !are; i++) {
 		struct mpsd_lane *other = &mpsd_lanes[i];
 
 		are = other->is_used && other != lane && !mpsd_undo_is_saver(other) &&

@@ -10,12 +10,15 @@
 #include <string.h>
 
 #include "exact/named.h"
+#include "exact/shelf.h"
 #include "exact/state.h"
 #include "failover/line.h"
 #include "failover/made.h"
 #include "window.h"
 
-#define PLACES 8192u
+#define PLACES 8192u		/* of the index: twice as many as there are functions */
+#define FUNCTIONS (PLACES / 2)
+#define FEW 3u
 #define MOST_PARAMETERS 512u
 #define MOST_BYTES 32768u	/* 32,764 by the CUDA programming guide, from compute capability 7.0 on */
 
@@ -23,17 +26,23 @@ struct place {
 	uint32_t offset, size;
 };
 
-/* What the driver says of a function's parameters; names of functions are few, and never more than there are places. */
-struct info {
+/*
+ * What the driver says of a function's parameters. Between two launches a program has used all of the processor's nearer
+ * memory for something else: of most functions one line of that is fetched.
+ */
+static struct info {
 	CUfunction function;
-	uint32_t count, bytes;
-	struct place *places;
-	char *pinned;		/* said once its parameters led to pinned memory */
-};
+	uint32_t count, bytes, filled;	/* bytes that parameters have, and without what lies between them */
+	struct place few[FEW];
+	struct place *more;		/* in place of those; NULL: there are no more */
+	char *pinned;			/* said once its parameters led to pinned memory */
+} infos[FUNCTIONS] __attribute__((aligned(64)));
+
+_Static_assert(sizeof(struct info) == 64, "a function has one line of the processor's cache");
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-static struct info infos[PLACES];
-static unsigned int known;
+static unsigned int known;		/* of infos */
+static uint16_t places_of[PLACES];	/* 1 + where in infos */
 
 static bool is_kernel(CUfunction function)
 {
@@ -71,34 +80,50 @@ static CUresult ask(CUfunction function, struct place *places, uint32_t *count)
 	return CUDA_ERROR_NOT_SUPPORTED;
 }
 
-static struct info *slot_of(CUfunction function)
+/* Under the lock. Where the index has it, or has room for it. */
+static uint16_t *slot_of(CUfunction function)
 {
 	uint32_t at = (uint32_t)(((uintptr_t)function >> 3) * 0x9e3779b97f4a7c15ull >> 51);
 
-	while (infos[at].function && infos[at].function != function)
+	while (places_of[at] && infos[places_of[at] - 1].function != function)
 		at = (at + 1) % PLACES;
-	return &infos[at];
+	return &places_of[at];
+}
+
+/* Under the lock. NULL: it is not known. */
+static struct info *info_of(CUfunction function)
+{
+	uint16_t place = *slot_of(function);
+
+	return place ? &infos[place - 1] : NULL;
+}
+
+static const struct place *places_in(const struct info *info)
+{
+	return info->more ? info->more : info->few;
 }
 
 /* Under the lock. */
 static CUresult keep(CUfunction function, const struct place *places, uint32_t count)
 {
-	struct info *info = slot_of(function);
-	struct place *kept;
+	struct place *more = NULL;
+	struct info *info;
 
-	if (info->function)
+	if (info_of(function))
 		return CUDA_SUCCESS;
-	if (known == PLACES / 2)
+	if (known == FUNCTIONS)
 		return CUDA_ERROR_NOT_SUPPORTED;
-	kept = malloc((count + 1) * sizeof(*kept));
-	if (!kept)
+	if (count > FEW && !(more = malloc(count * sizeof(*more))))
 		return CUDA_ERROR_OUT_OF_MEMORY;
-	memcpy(kept, places, count * sizeof(*kept));
-	*info = (struct info){ .function = function, .count = count, .places = kept };
-	for (uint32_t i = 0; i < count; i++)
+	info = &infos[known];
+	*info = (struct info){ .function = function, .count = count, .more = more };
+	memcpy(more ? more : info->few, places, count * sizeof(*places));
+	for (uint32_t i = 0; i < count; i++) {
+		info->filled += places[i].size;
 		if (places[i].offset + places[i].size > info->bytes)
 			info->bytes = places[i].offset + places[i].size;
-	known++;
+	}
+	*slot_of(function) = (uint16_t)++known;
 	return CUDA_SUCCESS;
 }
 
@@ -123,17 +148,17 @@ static CUresult learn(CUfunction function)
 void mpsd_params_forget(void)
 {
 	pthread_mutex_lock(&lock);
-	for (unsigned int i = 0; i < PLACES; i++) {
-		free(infos[i].places);
-		infos[i] = (struct info){ NULL, 0, 0, NULL, NULL };
-	}
-	known = 0;
+	/* What was said of pinned memory stays. */
+	while (known)
+		free(infos[--known].more);
+	memset(places_of, 0, sizeof(places_of));
 	pthread_mutex_unlock(&lock);
 }
 
 void mpsd_params_child(void)
 {
 	lock = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
+	mpsd_shelf_child();
 }
 
 #define BUFFER_ALIGNMENT 16
@@ -141,23 +166,27 @@ void mpsd_params_child(void)
 _Static_assert(sizeof(struct mpsd_op) % _Alignof(CUlaunchAttribute) == 0, "attributes lie behind the operation");
 _Static_assert(sizeof(CUlaunchAttribute) % sizeof(void *) == 0, "pointers lie behind the attributes");
 
-/* In one block: the operation, its attributes, where each parameter is, and the parameters, with nothing between them. */
+/* Under the lock. In one block: the operation, its attributes, where each parameter is, and the parameters, with nothing between them. */
 static struct mpsd_op *make(const struct mpsd_op *given, uint32_t count, size_t bytes)
 {
 	unsigned int attributes = given->launch.config.numAttrs;
 	size_t before = sizeof(*given) + attributes * sizeof(CUlaunchAttribute) + count * sizeof(void *);
+	struct mpsd_shelf *shelf = NULL;
 	struct mpsd_op *op;
 
 	before = (before + BUFFER_ALIGNMENT - 1) / BUFFER_ALIGNMENT * BUFFER_ALIGNMENT;
-	op = malloc(before + bytes);
+	op = given->is_brief ? mpsd_shelf_take(before + bytes, &shelf) : NULL;
+	if (!op)
+		op = malloc(before + bytes);
 	if (!op)
 		return NULL;
 	*op = *given;
+	op->shelf = shelf;
 	op->launch.attributes = (CUlaunchAttribute *)(op + 1);
 	if (attributes)
 		memcpy(op->launch.attributes, given->launch.config.attrs, attributes * sizeof(CUlaunchAttribute));
 	op->launch.parameters = (void **)(op->launch.attributes + attributes);
-	op->launch.buffer = memset((char *)op + before, 0, bytes);
+	op->launch.buffer = (char *)op + before;
 	op->launch.count = count;
 	op->launch.bytes = bytes;
 	return op;
@@ -171,8 +200,11 @@ static CUresult copy_each(const struct mpsd_op *given, const struct info *info, 
 	*op = make(given, info->count, info->bytes);
 	if (!*op)
 		return CUDA_ERROR_OUT_OF_MEMORY;
+	/* What lies between them would be taken for an address, or be another one each time. */
+	if (info->filled != info->bytes)
+		memset((*op)->launch.buffer, 0, info->bytes);
 	for (uint32_t i = 0; i < info->count; i++) {
-		const struct place *place = &info->places[i];
+		const struct place *place = &places_in(info)[i];
 		char *to = (*op)->launch.buffer + place->offset;
 
 		(*op)->launch.parameters[i] = to;
@@ -195,8 +227,8 @@ static CUresult take_each(const struct mpsd_op *given, void **parameters, struct
 		const struct info *info;
 
 		pthread_mutex_lock(&lock);
-		info = slot_of(given->launch.function);
-		is_known = info->function != NULL;
+		info = info_of(given->launch.function);
+		is_known = info != NULL;
 		if (is_known)
 			result = copy_each(given, info, parameters, op);
 		pthread_mutex_unlock(&lock);
@@ -222,7 +254,9 @@ static CUresult take_buffer(const struct mpsd_op *given, void **extra, struct mp
 	}
 	if (size > MOST_BYTES || (size && !from))
 		return CUDA_ERROR_NOT_SUPPORTED;
+	pthread_mutex_lock(&lock);
 	*op = make(given, 0, size);
+	pthread_mutex_unlock(&lock);
 	if (!*op)
 		return CUDA_ERROR_OUT_OF_MEMORY;
 	(*op)->launch.is_buffer = true;
@@ -266,10 +300,10 @@ static const char *why_pinned(CUfunction function)
 	if (!name)
 		return said;
 	pthread_mutex_lock(&lock);
-	info = slot_of(function);
-	if (info->function && !info->pinned && asprintf(&info->pinned, PINNED ": %.120s", name) < 0)
+	info = info_of(function);
+	if (info && !info->pinned && asprintf(&info->pinned, PINNED ": %.120s", name) < 0)
 		info->pinned = NULL;
-	if (info->pinned)
+	if (info && info->pinned)
 		said = info->pinned;
 	pthread_mutex_unlock(&lock);
 	return said;
@@ -286,17 +320,21 @@ static bool records_event(const struct mpsd_op *op)
 
 CUresult mpsd_params_save(const struct mpsd_op *op, struct mpsd_plan *plan)
 {
+	const struct mpsd_bounds windows = mpsd_span_bounds(&mpsd_windows_span), pins = mpsd_span_bounds(&mpsd_pins_span);
+	const char *buffer = op->launch.buffer;
+	const size_t bytes = op->launch.bytes;
+
 	mpsd_named_look(op->launch.function);
 	/* Nothing of this library's proves what is before it. */
 	if (records_event(op))
 		mpsd_epoch_unsure("a launch that records an event");
-	for (size_t at = 0; at + sizeof(CUdeviceptr) <= op->launch.bytes; at += sizeof(CUdeviceptr)) {
+	for (size_t at = 0; at + sizeof(CUdeviceptr) <= bytes; at += sizeof(CUdeviceptr)) {
 		CUdeviceptr word;
 		CUresult result;
 
-		memcpy(&word, op->launch.buffer + at, sizeof(word));
+		memcpy(&word, buffer + at, sizeof(word));
 		/* Nearly all are numbers, of hundreds in a launch. */
-		if (!mpsd_span_may_hold(&mpsd_windows_span, word) && !mpsd_span_may_hold(&mpsd_pins_span, word))
+		if (!mpsd_bounds_hold(windows, word) && !mpsd_bounds_hold(pins, word))
 			continue;
 		result = mpsd_undo_save_around(plan, word);
 		if (result != CUDA_SUCCESS)

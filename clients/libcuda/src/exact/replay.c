@@ -28,7 +28,7 @@ static CUresult mark_before(const struct mpsd_op *op)
 
 	if (op->kind == MPSD_OP_RECORD || op->kind == MPSD_OP_HOST)
 		result = mpsd_lane_mark_now(op->lane, op->number - 1);
-	for (unsigned int i = 0; op->kind == MPSD_OP_HOST && i < MPSD_LANES && result == CUDA_SUCCESS; i++)
+	for (unsigned int i = 0; op->kind == MPSD_OP_HOST && i < mpsd_lanes_used && result == CUDA_SUCCESS; i++)
 		result = mpsd_lane_mark_now(&mpsd_lanes[i], again_to[i]);
 	return result;
 }
@@ -60,7 +60,7 @@ static CUresult do_again(struct mpsd_replayed *replayed)
 		}
 		again_to[lane] = op->number;
 	}
-	for (unsigned int i = 0; i < MPSD_LANES && result == CUDA_SUCCESS; i++)
+	for (unsigned int i = 0; i < mpsd_lanes_used && result == CUDA_SUCCESS; i++)
 		result = mpsd_lane_mark_now(&mpsd_lanes[i], mpsd_lanes[i].given);
 	return result;
 }
@@ -112,7 +112,7 @@ static CUresult note_end(void)
 	pthread_mutex_lock(&mpsd_exact_lock);
 	if (result == CUDA_SUCCESS)
 		atomic_store(&done_moves, mpsd_tables()->moves);
-	for (unsigned int i = 1; i < MPSD_LANES && result == CUDA_SUCCESS; i++)
+	for (unsigned int i = 1; i < mpsd_lanes_used && result == CUDA_SUCCESS; i++)
 		if (mpsd_lanes[i].is_used && !mpsd_is_captured(mpsd_lanes[i].stream))
 			result = come_after(&mpsd_lanes[i], done);
 	return result;
@@ -134,7 +134,7 @@ static void move(bool may, struct mpsd_replayed *replayed)
 
 	mpsd_lanes_move();
 	mpsd_epoch_left();
-	for (unsigned int i = 0; i < MPSD_LANES; i++)
+	for (unsigned int i = 0; i < mpsd_lanes_used; i++)
 		proven_before[i] = mpsd_lanes[i].proven;
 	if (mpsd_lanes_all_proven()) {
 		mpsd_epoch_end();

@@ -35,17 +35,20 @@ enum mpsd_op_copy {
 
 struct mpsd_plan;
 struct mpsd_memops;
+struct mpsd_shelf;
 
 struct mpsd_op {
 	struct mpsd_op *next;
 	atomic_uint shares;	/* others that will free it too */
 	enum mpsd_op_kind kind;
 	bool waits;			/* the call is one without a stream */
+	bool is_brief;			/* it lasts no longer than its epoch, as a launch that is not captured */
 	bool is_marked;			/* when what is before it in its lane is proven, all is that it came after */
 	bool is_busy, is_orphan;	/* a thread gives it to the driver; the epoch has forgotten it */
 	CUstream stream;		/* what the program calls it */
 	struct mpsd_lane *lane;
 	uint64_t number;		/* in its lane */
+	struct mpsd_shelf *shelf;	/* that it lies on; NULL: it was allocated by itself */
 	union {
 		struct {
 			CUfunction function;
@@ -177,6 +180,7 @@ struct mpsd_lane {
 };
 
 extern struct mpsd_lane mpsd_lanes[MPSD_LANES];
+extern unsigned int mpsd_lanes_used;	/* with the lock: the first ones of them ever were in use */
 
 /* Without the lock. AGAIN, or a loss: there is no memory for the words yet. */
 CUresult mpsd_lanes_ready(void);

@@ -9,6 +9,7 @@
  */
 #include <stdlib.h>
 
+#include "exact/saver.h"
 #include "exact/stamps.h"
 #include "hold.h"
 
@@ -64,10 +65,9 @@ static CUresult save_run(struct mpsd_plan *plan, CUdeviceptr address, uint64_t s
 		pthread_mutex_lock(&mpsd_exact_lock);
 		undo = mpsd_chunk_take(size, &got);
 		pthread_mutex_unlock(&mpsd_exact_lock);
-		result = undo ? real_cuMemcpyDtoDAsync_v2(undo, address, got, mpsd_native(plan->saver->stream))
-			      : mpsd_chunk_more(size);
-		if (!undo || result != CUDA_SUCCESS) {
+		if (!undo) {
 			free(save);
+			result = mpsd_chunk_more(size);
 			if (result != CUDA_SUCCESS)
 				return result;
 			continue;
@@ -168,6 +168,22 @@ void mpsd_undo_drop(struct mpsd_plan *plan)
 	plan->saves = NULL;
 }
 
+static CUresult copy_all(const struct mpsd_plan *plan)
+{
+	struct mpsd_saved saved[MPSD_SAVED_AT_ONCE];
+	CUresult result = CUDA_SUCCESS;
+	unsigned int count = 0;
+
+	for (const struct save *save = plan->saves; save && result == CUDA_SUCCESS; save = save->next) {
+		saved[count++] = (struct mpsd_saved){ save->undo, save->address, save->size };
+		if (count < MPSD_SAVED_AT_ONCE && save->next)
+			continue;
+		result = mpsd_saver_copy(saved, count, mpsd_native(plan->saver->stream));
+		count = 0;
+	}
+	return result;
+}
+
 /* With the lock. */
 static void commit(struct mpsd_plan *plan)
 {
@@ -220,7 +236,7 @@ static CUresult come_after_others(struct mpsd_lane *lane)
 		return CUDA_SUCCESS;
 	pthread_mutex_lock(&mpsd_exact_lock);
 	all = batches;
-	for (unsigned int i = 0; i < MPSD_LANES; i++) {
+	for (unsigned int i = 0; i < mpsd_lanes_used; i++) {
 		struct mpsd_lane *other = &mpsd_lanes[i];
 
 		if (other != lane && other->saved > mpsd_lane_look(other))
@@ -244,6 +260,8 @@ CUresult mpsd_undo_done(struct mpsd_plan *plan)
 	if (!plan->saves)
 		return come_after_others(plan->lane);
 	result = make_event(plan->saver);
+	if (result == CUDA_SUCCESS)
+		result = copy_all(plan);
 	if (result != CUDA_SUCCESS)
 		return result;
 	pthread_mutex_lock(&mpsd_exact_lock);

@@ -15,7 +15,7 @@ static void want(struct mpsd_proof *proof, const struct mpsd_lane *lane, uint64_
 /* With the lock, before the marks: what they are to prove. */
 static void want_all(struct mpsd_proof *proof, bool legacy)
 {
-	for (unsigned int i = 0; i < MPSD_LANES; i++)
+	for (unsigned int i = 0; i < mpsd_lanes_used; i++)
 		if (mpsd_lanes[i].is_used && !(legacy && mpsd_lanes[i].is_apart) && mpsd_lane_look(&mpsd_lanes[i]) < mpsd_lanes[i].given)
 			want(proof, &mpsd_lanes[i], mpsd_lanes[i].given);
 }

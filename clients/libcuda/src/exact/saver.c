@@ -1,0 +1,134 @@
+// SPDX-License-Identifier: MIT
+/*
+ * What an epoch wants saved at its beginning is a dozen allocations, mostly small. The driver takes some microseconds of
+ * the program's thread for each copy, and no more for a kernel that copies them all.
+ */
+#include "exact/saver.h"
+
+#include <string.h>
+
+#include "failover/graph.h"
+
+#define THREADS 256
+#define PARTS 64			/* blocks for a range */
+#define EACH 16				/* bytes that a thread copies at a time */
+#define TIMES 4				/* so many at once */
+#define MOST_BYTES ((uint64_t)32 << 20)	/* more of one range is left to the driver, which has copy engines for it */
+
+_Static_assert(MPSD_EXACT_PAGE % (THREADS * PARTS * EACH * TIMES) == 0, "all threads have as much of a page to copy");
+_Static_assert(sizeof(struct mpsd_saved) == 24, "the kernel has the size of a range in its code");
+_Static_assert(MPSD_SAVED_AT_ONCE * sizeof(struct mpsd_saved) == 384, "and of all of them");
+
+/* mpsd_save_ranges(ranges): each row of blocks copies one of them. */
+static const char code[] =
+	".version 6.0\n"
+	".target sm_70\n"
+	".address_size 64\n"
+	".visible .entry mpsd_save_ranges(.param .align 8 .b8 ranges[384])\n"
+	"{\n"
+	"	.reg .pred %more;\n"
+	"	.reg .b32 %row, %part, %parts, %thread, %threads;\n"
+	"	.reg .b64 %list, %to, %from, %end, %at, %step, %a<8>;\n"
+	"	mov.u32 %row, %ctaid.y;\n"
+	"	mul.wide.u32 %at, %row, 24;\n"
+	"	mov.u64 %list, ranges;\n"
+	"	add.u64 %list, %list, %at;\n"
+	"	ld.param.u64 %to, [%list];\n"
+	"	ld.param.u64 %from, [%list+8];\n"
+	"	ld.param.u64 %end, [%list+16];\n"
+	"	add.u64 %end, %end, %from;\n"
+	"	mov.u32 %part, %ctaid.x;\n"
+	"	mov.u32 %parts, %nctaid.x;\n"
+	"	mov.u32 %thread, %tid.x;\n"
+	"	mov.u32 %threads, %ntid.x;\n"
+	"	mad.lo.u32 %thread, %part, %threads, %thread;\n"
+	"	mul.wide.u32 %at, %thread, 16;\n"
+	"	add.u64 %to, %to, %at;\n"
+	"	add.u64 %from, %from, %at;\n"
+	"	mul.lo.u32 %parts, %parts, %threads;\n"
+	"	mul.wide.u32 %step, %parts, 16;\n"
+	"again:\n"
+	"	ld.global.v2.u64 {%a0, %a1}, [%from];\n"
+	"	add.u64 %from, %from, %step;\n"
+	"	ld.global.v2.u64 {%a2, %a3}, [%from];\n"
+	"	add.u64 %from, %from, %step;\n"
+	"	ld.global.v2.u64 {%a4, %a5}, [%from];\n"
+	"	add.u64 %from, %from, %step;\n"
+	"	ld.global.v2.u64 {%a6, %a7}, [%from];\n"
+	"	add.u64 %from, %from, %step;\n"
+	"	st.global.v2.u64 [%to], {%a0, %a1};\n"
+	"	add.u64 %to, %to, %step;\n"
+	"	st.global.v2.u64 [%to], {%a2, %a3};\n"
+	"	add.u64 %to, %to, %step;\n"
+	"	st.global.v2.u64 [%to], {%a4, %a5};\n"
+	"	add.u64 %to, %to, %step;\n"
+	"	st.global.v2.u64 [%to], {%a6, %a7};\n"
+	"	add.u64 %to, %to, %step;\n"
+	"	setp.lt.u64 %more, %from, %end;\n"
+	"	@%more bra again;\n"
+	"	ret;\n"
+	"}\n";
+
+CUresult make_cuModuleLoadData(CUmodule *module, const void *image);
+CUresult make_cuModuleGetFunction(CUfunction *hfunc, CUmodule hmod, const char *name);
+
+/*
+ * Made as the program's functions are, so that the standby has it too. NULL: copies do as well, once more of them. While
+ * something is captured nothing is loaded.
+ */
+static CUfunction kernel(void)
+{
+	static CUfunction function;	/* with the order; one that a move has overtaken is not noted */
+	static bool is_refused;
+	CUmodule module;
+	CUfunction fresh;
+	CUresult result;
+
+	if (function || is_refused || mpsd_capturing())
+		return function;
+	result = make_cuModuleLoadData(&module, code);
+	if (result == CUDA_SUCCESS)
+		result = make_cuModuleGetFunction(&fresh, module, "mpsd_save_ranges");
+	if (mpsd_is_left())
+		return NULL;
+	if (result == CUDA_SUCCESS)
+		function = fresh;
+	else
+		is_refused = result != MPSD_AGAIN && !mpsd_is_loss(result);
+	return function;
+}
+
+static CUresult copy_each(const struct mpsd_saved *saved, unsigned int count, CUstream stream)
+{
+	CUresult result = CUDA_SUCCESS;
+
+	for (unsigned int i = 0; i < count && result == CUDA_SUCCESS; i++)
+		result = real_cuMemcpyDtoDAsync_v2(saved[i].to, saved[i].from, saved[i].size, stream);
+	return result;
+}
+
+static CUresult copy_together(const struct mpsd_saved *saved, unsigned int count, CUstream stream)
+{
+	CUfunction own = count > 1 ? kernel() : NULL;
+	void *parameters[] = { (void *)saved };
+
+	if (!own)
+		return copy_each(saved, count, stream);
+	return real_cuLaunchKernel(mpsd_native(own), PARTS, count, 1, THREADS, 1, 1, 0, stream, parameters, NULL);
+}
+
+CUresult mpsd_saver_copy(const struct mpsd_saved *saved, unsigned int count, CUstream stream)
+{
+	struct mpsd_saved small[MPSD_SAVED_AT_ONCE];
+	CUresult result = CUDA_SUCCESS;
+	unsigned int smalls = 0;
+
+	for (unsigned int i = 0; i < count && result == CUDA_SUCCESS; i++) {
+		if (saved[i].size <= MOST_BYTES)
+			small[smalls++] = saved[i];
+		else
+			result = copy_each(&saved[i], 1, stream);
+	}
+	memset(&small[smalls], 0, (MPSD_SAVED_AT_ONCE - smalls) * sizeof(*small));
+	return result == CUDA_SUCCESS ? copy_together(small, smalls, stream) : result;
+}

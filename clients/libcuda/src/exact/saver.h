@@ -1,0 +1,15 @@
+/* SPDX-License-Identifier: MIT */
+/* Copies of pages within the GPU, given to it as few operations. */
+#pragma once
+
+#include "exact/state.h"
+
+struct mpsd_saved {
+	CUdeviceptr to, from;
+	uint64_t size;		/* whole pages */
+};
+
+#define MPSD_SAVED_AT_ONCE 16u
+
+/* With the order, so many at most, into that stream of the copy of this call. */
+CUresult mpsd_saver_copy(const struct mpsd_saved *saved, unsigned int count, CUstream stream);
