@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import threading
+import time
 
-from faultinject.measure.failover_driver import Driver
+from faultinject.measure.failover_driver import GRANULE, Driver, now
 
 STEPS, STEP = 1 << 16, 16
 FROM_HOST_BYTES, WITHIN_BYTES = 2 << 20, 64 << 20
+LOOK_S = 0.00002
+MARK = 7
 
 
 class Engine:
@@ -35,3 +39,48 @@ class Engine:
         self._step += 1
         code = self._driver.code(self._call, self._scratch, self._from, self._size, self.stream)
         return code or self._driver.code(self._call, self._target, number, 8, self.stream)
+
+
+class ToHost:
+    """Copies a whole granule into pinned memory of the host, over and over, and looks when one comes.
+
+    Two words of what is copied, the last one among them, are MARK. The host puts 0 in their place again and
+    again: that a word is not 0 any more shows that a copy came after that.
+    """
+
+    WORDS = (GRANULE // 2, GRANULE - 8)
+
+    def __init__(self, driver: Driver, source: int) -> None:
+        self._driver, self._source = driver, source
+        self._to = driver.made("cuMemHostAlloc", GRANULE, 0)
+        self._seen = [ctypes.c_uint64.from_address(self._to + at) for at in self.WORDS]
+        for at in self.WORDS:
+            driver.write_u32(source + at, MARK)
+        self.stream = driver.stream()
+        self.copies, self.before, self.seen = 0, 0.0, 0.0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def submit(self) -> int:
+        """One copy; its code."""
+        return self._driver.code("cuMemcpyDtoHAsync_v2", self._to, self._source, GRANULE, self.stream)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join(2)
+
+    def _watch(self) -> None:
+        cleared = [0.0] * len(self._seen)
+        while not self._stop.is_set():
+            for i, word in enumerate(self._seen):
+                if cleared[i] and not word.value:
+                    continue
+                if cleared[i]:
+                    self.copies += 1
+                    self.before, self.seen = max(self.before, cleared[i]), now()
+                cleared[i] = now()
+                word.value = 0
+            time.sleep(LOOK_S)

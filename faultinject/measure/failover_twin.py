@@ -28,7 +28,7 @@ from faultinject.measure.failover_driver import (
     first,
     now,
 )
-from faultinject.measure.failover_engine import Engine
+from faultinject.measure.failover_engine import Engine, ToHost
 from faultinject.measure.zone_calls import uvm_descriptors
 
 # Offsets in the shared memory; behind the counters of the first three is the GPU's time of the last step.
@@ -37,6 +37,7 @@ READ = 320
 STAMPED = {"long kernel": LONG, "queued kernels": QUEUE, "copies": COPIED}
 ENGINES = {"copies from the host": FROM_HOST, "copies within": WITHIN}
 WORDS = STAMPED | ENGINES
+TO_HOST = "copies to the host"
 LONG_NS, SHORT_NS = 8_000_000_000, 100_000
 
 
@@ -138,7 +139,7 @@ class Signs:
 class Writer:
     """Work on copy A that writes into the shared memory: a long kernel, queued kernels, copies."""
 
-    def __init__(self, twins: Twins, *, blocked: bool) -> None:
+    def __init__(self, twins: Twins, *, blocked: bool, to_host: bool = False) -> None:
         self.twins, self.signs = twins, Signs()
         self.ended = threading.Event()
         a, base = twins.a, twins.shared.one
@@ -154,11 +155,17 @@ class Writer:
         self._streams += [engine.stream for engine in engines]
         jobs: list[Callable[[], None]] = [self._feed_kernels, self._feed_copies, self._poll]
         jobs += [partial(self._feed, "large copy", engine.submit, 64) for engine in engines]
+        self.to_host = ToHost(a, base) if to_host else None
+        if self.to_host:
+            self._streams.append(self.to_host.stream)
+            jobs.append(partial(self._feed, "copy to the host", self.to_host.submit, 64))
         jobs += [self._wait] if blocked else []
         self._threads = [threading.Thread(target=job, daemon=True) for job in jobs]
 
     def start(self) -> None:
         self.signs.note("first launch", self._long())
+        if self.to_host:
+            self.to_host.start()
         for thread in self._threads:
             thread.start()
 
@@ -240,7 +247,8 @@ def writer(cubin: str, folder: str, pipe: str, means: str = "none") -> None:
     sys.setswitchinterval(0.0002)
     twins = Twins(cubin, folder, pipe)
     offset, error = twins.clock_offset_s()
-    work, reader, lines = Writer(twins, blocked=means == "none"), Reader(twins), commands()
+    work = Writer(twins, blocked=means == "none", to_host=means == "cut")
+    reader, lines = Reader(twins), commands()
     emit("ready", pid=os.getpid(), stamps=twins.stamps)
     lines.get()
     reader.start()
@@ -262,8 +270,13 @@ def writer(cubin: str, folder: str, pipe: str, means: str = "none") -> None:
     last = {name: reader.gpu_ns[name] / 1e9 - offset for name in STAMPED}
     # No stamp of the GPU's: it was not before the last look that began while more was to come.
     last |= {name: reader.before[name] for name in ENGINES}
+    values, before, seen = dict(reader.values), dict(reader.before), dict(reader.seen)
+    if work.to_host:
+        work.to_host.stop()
+        values[TO_HOST], seen[TO_HOST] = work.to_host.copies, work.to_host.seen
+        last[TO_HOST] = before[TO_HOST] = work.to_host.before
     emit(
-        "told", values=reader.values, before=reader.before, after=reader.seen, written=last,
+        "told", values=values, before=before, after=seen, written=last,
         clock_error_ms=round(error * 1e3, 4), reads=reader.reads, read_code=reader.code,
         longest_read_ms=round(reader.longest * 1e3, 2), signs=work.signs.first, ended=ended,
     )  # fmt: skip

@@ -47,6 +47,14 @@ def timed(work: Work, steps: int) -> list[float]:
     return times
 
 
+def take_beats(work: Work) -> list[float]:
+    """Those since the last time; none of a work that has none."""
+    beats: list[float] = getattr(work, "beats", [])
+    taken = list(beats)
+    beats.clear()
+    return taken
+
+
 def digest(work: Work) -> str:
     found = hashlib.sha256()
     for piece in work.results():
@@ -58,6 +66,7 @@ def digest(work: Work) -> str:
 def serve(work: Work, inbox: Inbox, steps: int) -> None:
     """Begin, then do what is ordered until the end."""
     times = timed(work, steps)
+    take_beats(work)
     say("begun", digest=digest(work), times=times[len(times) // 2 :])
     while True:
         order = inbox.wait()
@@ -65,7 +74,8 @@ def serve(work: Work, inbox: Inbox, steps: int) -> None:
             case "block":
                 say("working")
                 began = clock()
-                say("block", began=began, times=timed(work, int(order["steps"]) if order else 0))
+                times = timed(work, int(order["steps"]) if order else 0)
+                say("block", began=began, times=times, beats=take_beats(work))
             case "finish":
                 say("finished", digest=digest(work))
             case _:
@@ -88,7 +98,8 @@ def main(argv: list[str]) -> int:
     except ImportError as error:
         say("lacking", text=f"{error.name or error} is not installed")
         return 0
-    say("imported", **identity(), unit=module.UNIT, per_step=module.PER_STEP, untimed=module.UNTIMED)
+    facts = {"unit": module.UNIT, "per_step": module.PER_STEP, "untimed": module.UNTIMED}
+    say("imported", **identity(), **facts, beat=getattr(module, "BEAT", ""))
     begin = inbox.expect("begin")
     work: Work = module.start(args.seed, args.backend)
     serve(work, inbox, int(begin["steps"]))

@@ -1,8 +1,8 @@
 """What must hold of a program without and with the proxy. Everything is judged from the report's own numbers.
 
-`blocks` are medians of step times in seconds, one for each round; the programs of a group take their turns
-round by round, so the blocks of one round are neighbours in time. `memory` is what NVML saw the whole GPU
-gain while the program came up and worked, in bytes.
+`blocks` are medians of step times in seconds, one for each round (of a program with beats, see pace()); the
+programs of a group take their turns round by round, so the blocks of one round are neighbours in time.
+`memory` is what NVML saw the whole GPU gain while the program came up and worked, in bytes.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ VALIDATED = "validate"
 STANDBY_MODES = (*FAILOVER_MODES, VALIDATED)
 """In which programs have a standby."""
 ROUNDS_LEAST = 3
+BEATS_LEAST = 20
 # Of the bar on step times: where the median of the rounds may be off by more, the verdict would be chance.
 ERROR_SHARE = 1 / 4
 
@@ -72,6 +73,15 @@ class Ratio:
     median: float
     low: float
     high: float
+
+
+def pace(times: Sequence[float], beats: Sequence[float]) -> float:
+    """What a block counts with, in seconds: the median of its steps, or what a tenth of its beats are faster
+    than (faultinject/proxy/work), where it has many: what else is on the machine only makes them longer.
+    """
+    if len(beats) < BEATS_LEAST:
+        return statistics.median(times)
+    return sorted(beats)[len(beats) // 10]
 
 
 def ratio(of: Sequence[float], to: Sequence[float]) -> Ratio | None:

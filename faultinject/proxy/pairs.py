@@ -29,6 +29,7 @@ from faultinject.proxy.judge import (
     are_settled,
     check,
     memory_ratio,
+    pace,
     ratio,
     verdict,
 )
@@ -107,7 +108,7 @@ class Group:
             for name in SIDES
             if name in ("plain", "again", *modes)
         }
-        self.facts: dict[str, Any] = {"unit": "", "per_step": 1, "untimed": ""}
+        self.facts: dict[str, Any] = {"unit": "", "per_step": 1, "untimed": "", "beat": ""}
         self.lack: str | None = None
         self._times: list[float] = []
 
@@ -171,7 +172,7 @@ class Group:
             if said is None or said.what == "gone":
                 member.failure = self._why(member, "it did not come up")
             else:
-                self.facts = {key: said.data[key] for key in ("unit", "per_step", "untimed")}
+                self.facts = {key: said.data[key] for key in ("unit", "per_step", "untimed", "beat")}
 
     def _attempt(self, member: Member, act: Any, *arguments: Any) -> None:
         if member.failure:
@@ -231,7 +232,7 @@ class Group:
         heard = member.worker.count("block")
         member.worker.tell("block", steps=steps)
         said = member.worker.must("block", timeout=_within(member, STEP_S), after=heard)
-        member.blocks.append(statistics.median(said.data["times"]))
+        member.blocks.append(pace(said.data["times"], said.data["beats"]))
 
     def _finish(self, member: Member) -> None:
         if member.name in MODES:

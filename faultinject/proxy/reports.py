@@ -191,6 +191,7 @@ _LEGEND = (
     "without the proxy; memory: what the GPU's use grew by, with the proxy to without; vaulted: held in the "
     "window when the program had come up; `-`: not measured."
 )
+_LEGEND_OF_BEATS = "{program}: in place of a step's time {beat}, the lowest tenth of each round."
 _LEGEND_OF_VALIDATION = "validate: as exact, with all memory looked at after each operation."
 
 
@@ -208,6 +209,13 @@ def markdown(data: Mapping[str, Any]) -> str:
     ]
     if any(entry["mode"] == VALIDATED for entry in data["programs"] or ()):
         lines += [_LEGEND_OF_VALIDATION, ""]
+    # Reports of before programs had any do not speak of them.
+    beats = {e["program"]: e["beat"] for e in data["programs"] or () if e.get("beat")}
+    lines += [
+        line
+        for program, beat in beats.items()
+        for line in (_LEGEND_OF_BEATS.format(program=program, beat=beat), "")
+    ]
     if not data["bars"]:
         lines += ["Time and memory are not judged here: this is no real GPU.", ""]
     if data["programs"] is not None:

@@ -73,12 +73,17 @@ def test_a_program_ends_while_its_old_copy_unmaps(
 
 
 FROM_HOST = "[gpu.code('cuMemcpyHtoDAsync_v2', m, p, 4096, None)]"
+TO_HOST = (
+    "[gpu.code('cuMemsetD8Async', m, 7, 4096, None), gpu.code('cuMemcpyDtoHAsync_v2', p, m, 4096, None)]"
+)
 # More than 4 GiB in all.
 WITHIN = "[gpu.code('cuMemsetD8Async', m, 7, 8 << 20, None) for _ in range(520)]"
 
 
 @EXACT
-@pytest.mark.parametrize("does", [FROM_HOST, WITHIN], ids=["from the host", "much within the GPU"])
+@pytest.mark.parametrize(
+    "does", [FROM_HOST, TO_HOST, WITHIN], ids=["from the host", "to the host", "much within the GPU"]
+)
 def test_it_is_no_fence_for_copies(
     domain: Domain, gate: Gate, second: Domain, post: Post, ask: Program, copies: Path, does: str
 ) -> None:
@@ -223,3 +228,27 @@ def test_in_mode_keep_nobody_knows_what_is_in_flight(
     assert ask("[gpu.sync() in (0, 719), gpu.word(m)]") == "[True, 0]"
     gate.keep(0)
     ask.end()
+
+
+@EXACT
+@pytest.mark.parametrize("waits", [False, True], ids=["while it runs", "after it"])
+def test_copies_within_the_hosts_memory_are_not_done_again(
+    domain: Domain, gate: Gate, second: Domain, post: Post, ask: Program, copies: Path, waits: bool
+) -> None:
+    """No fence ends what the old copy may still write there: the program is told, if it is not over."""
+    line = post.greet(moving.EXACT)
+    assert ask("m = gpu.memory(8 << 20); p = gpu.made('cuMemHostAlloc', 4096, 0)") == "None"
+    assert ask("q = gpu.made('cuMemHostAlloc', 4096, 0); ctypes.memset(q, 7, 4096)") == "None"
+    stand_by(line, second, copies)
+    if not waits:
+        gate.let(0)
+    assert ask("gpu.code('cuMemcpyAsync', p, q, 4096, 0)") == "0"
+    if waits:
+        assert ask("gpu.sync()") == "0"
+    break_domain(domain)
+    said = line.move(1, again=1)
+    assert (said.kind, said.text) == (moving.MOVED, "" if waits else "a copy within the host's memory")
+    assert ask("gpu.sync()") == ("0" if waits else "719")
+    assert ask("gpu.run('fill', m, 8, 3), gpu.sync(), gpu.word(m)") == "(0, 0, 3)"
+    end = ask.end()
+    assert (end == "") is waits and said.text in end

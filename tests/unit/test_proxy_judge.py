@@ -8,7 +8,18 @@ from typing import Any
 
 import pytest
 
-from faultinject.proxy.judge import MEMORY_BAR, STEP_BAR, Pair, Side, are_settled, check, ratio, verdict
+from faultinject.proxy.judge import (
+    BEATS_LEAST,
+    MEMORY_BAR,
+    STEP_BAR,
+    Pair,
+    Side,
+    are_settled,
+    check,
+    pace,
+    ratio,
+    verdict,
+)
 from faultinject.verdict import Verdict
 
 ACTIVE: Mapping[str, Any] = {
@@ -161,6 +172,16 @@ def test_time_is_not_asked_where_it_is_no_bound_or_not_the_programs_own() -> Non
 def test_too_few_rounds_are_unknown() -> None:
     few = replace(PAIR, proxied=replace(PROXIED, blocks=BLOCKS[:2]))
     assert said(few) == (Verdict.UNKNOWN, ["step time same"])
+
+
+def test_a_block_counts_with_its_beats_that_nothing_has_disturbed() -> None:
+    quiet = [0.005] * BEATS_LEAST
+    assert pace([0.16, 0.3, 0.2], []) == 0.2
+    assert pace([0.16], quiet[1:]) == 0.16
+    assert pace([0.16], quiet) == 0.005
+    # However long the others took.
+    assert pace([0.16], [*quiet, *[0.05] * 100]) == 0.005
+    assert pace([0.16], [*quiet, *[0.05] * 1000]) == 0.05
 
 
 def test_a_ratio_is_of_the_same_round() -> None:

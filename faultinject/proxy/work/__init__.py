@@ -2,6 +2,10 @@
 
 UNIT and PER_STEP: what is counted and how much of it a step does; UNTIMED: why its steps are not judged
 by time, "" where they are. Every result is a function of the seed and the number of steps alone.
+
+A work whose steps are long, and the CPU's, is disturbed in each of them. Where they consist of like pieces,
+it has a list `beats` of how long each of these took (seconds), which whoever reads it clears, and BEAT says
+what they are; then PER_STEP is of a beat.
 """
 
 from __future__ import annotations

@@ -6,22 +6,41 @@ What it says would hide a wrong bit, so all logits are gathered in what is compa
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, LogitsProcessor, LogitsProcessorList
 
 from faultinject.proxy.work.tensors import DEVICE, as_bytes, prepare, wait
 
 BATCH, PROMPT, NEW, WORDS = 4, 16, 32, 2048
-UNIT, PER_STEP, UNTIMED = "tokens", BATCH * NEW, ""
+UNIT, PER_STEP, UNTIMED = "tokens", BATCH, ""
+BEAT = "from one token to the next"
+
+
+class Pace(LogitsProcessor):  # type: ignore[misc]
+    """Changes no logits; notes how long each token takes, but for the first of a step."""
+
+    def __init__(self, beats: list[float]) -> None:
+        self._beats = beats
+        self.last: float | None = None
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        now = time.perf_counter()
+        if self.last is not None:
+            self._beats.append(now - self.last)
+        self.last = now
+        return scores
 
 
 class Generation:
     def __init__(self, seed: int) -> None:
         prepare(seed)
+        self.beats: list[float] = []
+        self._pace = Pace(self.beats)
         config = GPT2Config(
             vocab_size=WORDS,
             n_positions=PROMPT + NEW,
@@ -40,6 +59,7 @@ class Generation:
         wait()
 
     def step(self) -> None:
+        self._pace.last = None
         with torch.no_grad():
             found = self.model.generate(
                 self.prompt,
@@ -47,6 +67,7 @@ class Generation:
                 max_new_tokens=NEW,
                 min_new_tokens=NEW,
                 do_sample=False,
+                logits_processor=LogitsProcessorList([self._pace]),
                 output_logits=True,
                 return_dict_in_generate=True,
             )

@@ -80,13 +80,10 @@ static bool has_ended(const struct mpsd_op *op)
 	return mpsd_lane_look(op->lane) >= op->number;
 }
 
-/*
- * Copy engines have channels of their own, which the loss of the kernels' need not end. Into the host's memory they
- * may write on in any case.
- */
-bool mpsd_copy_comes_from_host(const struct mpsd_op *op)
+/* Copy engines have channels of their own, which the loss of the kernels' need not end. */
+bool mpsd_copy_is_with_host(const struct mpsd_op *op)
 {
-	return op->kind == MPSD_OP_COPY && op->copy.is_from_host && !op->copy.is_for_host;
+	return op->kind == MPSD_OP_COPY && (op->copy.is_from_host || op->copy.is_for_host);
 }
 
 /* Within the GPU they are over soon, and the driver's word comes 20 ms after a fault at the earliest. */
@@ -124,7 +121,7 @@ bool mpsd_exact_close(void)
 		if (has_ended(op))
 			continue;
 		within += copied_within(op);
-		is = !mpsd_copy_comes_from_host(op) && within <= MOST_WITHIN;
+		is = !mpsd_copy_is_with_host(op) && within <= MOST_WITHIN;
 	}
 	mpsd_epoch.is_closed = is;
 	pthread_mutex_unlock(&mpsd_exact_lock);

@@ -5,8 +5,6 @@
  */
 #include "exact/saver.h"
 
-#include <string.h>
-
 #include "failover/graph.h"
 
 #define THREADS 256
@@ -16,8 +14,15 @@
 #define MOST_BYTES ((uint64_t)32 << 20)	/* more of one range is left to the driver, which has copy engines for it */
 
 _Static_assert(MPSD_EXACT_PAGE % (THREADS * PARTS * EACH * TIMES) == 0, "all threads have as much of a page to copy");
-_Static_assert(sizeof(struct mpsd_saved) == 24, "the kernel has the size of a range in its code");
-_Static_assert(MPSD_SAVED_AT_ONCE * sizeof(struct mpsd_saved) == 384, "and of all of them");
+/* What the kernel is given. */
+struct ranges {
+	struct {
+		CUdeviceptr to, from;
+		uint64_t size;
+	} each[MPSD_SAVED_AT_ONCE];
+};
+
+_Static_assert(sizeof(struct ranges) == 16 * 24, "the kernel has that in its code");
 
 /* mpsd_save_ranges(ranges): each row of blocks copies one of them. */
 static const char code[] =
@@ -98,37 +103,40 @@ static CUfunction kernel(void)
 	return function;
 }
 
-static CUresult copy_each(const struct mpsd_saved *saved, unsigned int count, CUstream stream)
+static CUresult copy(const struct mpsd_saved *saved, CUstream stream)
 {
-	CUresult result = CUDA_SUCCESS;
-
-	for (unsigned int i = 0; i < count && result == CUDA_SUCCESS; i++)
-		result = real_cuMemcpyDtoDAsync_v2(saved[i].to, saved[i].from, saved[i].size, stream);
-	return result;
+	return real_cuMemcpyDtoDAsync_v2(saved->to, saved->from, saved->size, stream);
 }
 
-static CUresult copy_together(const struct mpsd_saved *saved, unsigned int count, CUstream stream)
+static CUresult copy_together(const struct ranges *ranges, unsigned int count, CUstream stream)
 {
-	CUfunction own = count > 1 ? kernel() : NULL;
-	void *parameters[] = { (void *)saved };
+	void *parameters[] = { (void *)ranges };
 
-	if (!own)
-		return copy_each(saved, count, stream);
-	return real_cuLaunchKernel(mpsd_native(own), PARTS, count, 1, THREADS, 1, 1, 0, stream, parameters, NULL);
+	if (!count)
+		return CUDA_SUCCESS;
+	return real_cuLaunchKernel(mpsd_native(kernel()), PARTS, count, 1, THREADS, 1, 1, 0, stream, parameters, NULL);
+}
+
+static bool is_for_kernel(const struct mpsd_saved *saved)
+{
+	return saved->is_mapped && saved->size <= MOST_BYTES;
 }
 
 CUresult mpsd_saver_copy(const struct mpsd_saved *saved, unsigned int count, CUstream stream)
 {
-	struct mpsd_saved small[MPSD_SAVED_AT_ONCE];
+	struct ranges ranges = { 0 };
 	CUresult result = CUDA_SUCCESS;
-	unsigned int smalls = 0;
+	unsigned int small = 0, together = 0;
 
+	for (unsigned int i = 0; i < count; i++)
+		small += is_for_kernel(&saved[i]);
+	if (small > 1 && !kernel())
+		small = 0;
 	for (unsigned int i = 0; i < count && result == CUDA_SUCCESS; i++) {
-		if (saved[i].size <= MOST_BYTES)
-			small[smalls++] = saved[i];
+		if (small < 2 || !is_for_kernel(&saved[i]))
+			result = copy(&saved[i], stream);
 		else
-			result = copy_each(&saved[i], 1, stream);
+			ranges.each[together++] = (__typeof__(ranges.each[0])){ saved[i].to, saved[i].from, saved[i].size };
 	}
-	memset(&small[smalls], 0, (MPSD_SAVED_AT_ONCE - smalls) * sizeof(*small));
-	return result == CUDA_SUCCESS ? copy_together(small, smalls, stream) : result;
+	return result == CUDA_SUCCESS ? copy_together(&ranges, together, stream) : result;
 }

@@ -7,6 +7,7 @@
 struct mpsd_saved {
 	CUdeviceptr to, from;
 	uint64_t size;		/* whole pages */
+	bool is_mapped;		/* else the driver is to look, and to refuse */
 };
 
 #define MPSD_SAVED_AT_ONCE 16u

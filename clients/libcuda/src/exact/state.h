@@ -33,6 +33,7 @@ enum mpsd_op_copy {
 	MPSD_COPY_WITHIN,
 };
 
+struct mpsd_allocation;
 struct mpsd_plan;
 struct mpsd_memops;
 struct mpsd_shelf;
@@ -112,8 +113,8 @@ CUresult mpsd_memops_save(const struct mpsd_memops *ops, struct mpsd_plan *plan)
 bool mpsd_memops_wait(const struct mpsd_memops *ops);	/* whether there is one that waits */
 CUresult mpsd_memops_issue(const struct mpsd_memops *ops, CUstream stream);
 
-/* Out of the host's memory into the GPU's: a copy engine may go on with it when kernels have ended. */
-bool mpsd_copy_comes_from_host(const struct mpsd_op *op);
+/* Out of the host's memory, or into it: a copy engine may go on with it when kernels have ended. */
+bool mpsd_copy_is_with_host(const struct mpsd_op *op);
 
 /* Save where they are written; what lies between rows that are far apart is not saved. */
 CUresult mpsd_rows_save(const struct mpsd_op *op, struct mpsd_plan *plan);
@@ -309,7 +310,10 @@ struct mpsd_plan {
  */
 CUresult mpsd_undo_save(struct mpsd_plan *plan, CUdeviceptr address, uint64_t size);
 
-/* The same, of the whole allocation around the address; nothing where there is none. */
+/* The same, of an allocation that is mapped. */
+CUresult mpsd_undo_save_all(struct mpsd_plan *plan, const struct mpsd_allocation *allocation);
+
+/* The same, of the one around the address; nothing where there is none. */
 CUresult mpsd_undo_save_around(struct mpsd_plan *plan, CUdeviceptr address);
 
 /* usual.c, with the order: allocations that kernels mostly want saved; they are, once in an epoch. */

@@ -95,6 +95,9 @@ static CUresult plan_for(const struct mpsd_op *op, void *with)
 	case MPSD_OP_LAUNCH:
 		return mpsd_params_save(op, plan);
 	case MPSD_OP_COPY:
+		/* What the old copy writes there nothing ends that takes the GPU's memory from it. */
+		if (op->copy.is_from_host && op->copy.is_for_host && mpsd_is_pinned((const void *)op->copy.to))
+			mpsd_epoch_unsure("a copy within the host's memory");
 		return op->copy.way == MPSD_COPY_OUT ? CUDA_SUCCESS : mpsd_rows_save(op, plan);
 	case MPSD_OP_SET:
 		if (op->set.is_outside)
@@ -305,7 +308,7 @@ static CUresult put(struct mpsd_op *op, uint64_t moves, struct ahead *ahead)
 	}
 	result = mpsd_op_issue(op);
 	/* While its end is not known a move waits for all that the old copy has mapped to be unmapped there. */
-	if (result == CUDA_SUCCESS && mpsd_copy_comes_from_host(op) && !mpsd_epoch_is_unsure())
+	if (result == CUDA_SUCCESS && mpsd_copy_is_with_host(op) && !mpsd_epoch_is_unsure())
 		mpsd_lane_mark(op->lane);
 	if (result == CUDA_SUCCESS && mpsd_validates())
 		mpsd_validate_after(op);

@@ -19,6 +19,7 @@ struct save {
 	uint64_t size;
 	struct mpsd_lane *lane;
 	uint64_t number;		/* of the lane, from which on it is there */
+	bool is_mapped;			/* all of it, for certain */
 };
 
 static struct save *saves;		/* of the epoch */
@@ -47,7 +48,7 @@ static struct mpsd_lane *own_lane(void)
 	return lane;
 }
 
-static CUresult save_run(struct mpsd_plan *plan, CUdeviceptr address, uint64_t size)
+static CUresult save_run(struct mpsd_plan *plan, CUdeviceptr address, uint64_t size, bool is_mapped)
 {
 	if (!plan->saver) {
 		struct mpsd_lane *own = own_lane();
@@ -72,7 +73,7 @@ static CUresult save_run(struct mpsd_plan *plan, CUdeviceptr address, uint64_t s
 				return result;
 			continue;
 		}
-		*save = (struct save){ plan->saves, address, undo, got, plan->saver, 0 };
+		*save = (struct save){ plan->saves, address, undo, got, plan->saver, 0, is_mapped };
 		plan->saves = save;
 		address += got;
 		size -= got;
@@ -80,7 +81,7 @@ static CUresult save_run(struct mpsd_plan *plan, CUdeviceptr address, uint64_t s
 	return CUDA_SUCCESS;
 }
 
-static CUresult save_pages(struct mpsd_plan *plan, struct mpsd_pages pages)
+static CUresult save_pages(struct mpsd_plan *plan, struct mpsd_pages pages, bool is_mapped)
 {
 	CUresult result = CUDA_SUCCESS;
 	uint64_t first = pages.first;
@@ -91,7 +92,8 @@ static CUresult save_pages(struct mpsd_plan *plan, struct mpsd_pages pages)
 		while (behind < pages.end && !mpsd_stamps_is_saved(plan, behind))
 			behind++;
 		if (behind > first)
-			result = save_run(plan, mpsd_stamps_address(first), (behind - first) * MPSD_EXACT_PAGE);
+			result = save_run(plan, mpsd_stamps_address(first), (behind - first) * MPSD_EXACT_PAGE,
+					  is_mapped);
 		if (result == CUDA_SUCCESS)
 			mpsd_stamps_plan(plan, (struct mpsd_pages){ first, behind });
 		first = behind + 1;
@@ -111,7 +113,7 @@ static uint64_t open_size(CUdeviceptr address, uint64_t size)
 	return size < run.base + run.size - address ? size : run.base + run.size - address;
 }
 
-CUresult mpsd_undo_save(struct mpsd_plan *plan, CUdeviceptr address, uint64_t size)
+static CUresult save_at(struct mpsd_plan *plan, CUdeviceptr address, uint64_t size, bool is_mapped)
 {
 	size = open_size(address, size);
 	if (!size || (!mpsd_stamps_hold(address) && !mpsd_stamps_know(address)))
@@ -120,8 +122,18 @@ CUresult mpsd_undo_save(struct mpsd_plan *plan, CUdeviceptr address, uint64_t si
 		mpsd_epoch_unsure("memory of more than one GPU");
 		return CUDA_SUCCESS;
 	}
-	/* What goes past the window's end the driver refuses. */
-	return save_pages(plan, mpsd_stamps_pages(address, size));
+	return save_pages(plan, mpsd_stamps_pages(address, size), is_mapped);
+}
+
+/* What goes past the end of memory the driver refuses to copy, as it would refuse what is to write there. */
+CUresult mpsd_undo_save(struct mpsd_plan *plan, CUdeviceptr address, uint64_t size)
+{
+	return save_at(plan, address, size, false);
+}
+
+CUresult mpsd_undo_save_all(struct mpsd_plan *plan, const struct mpsd_allocation *allocation)
+{
+	return save_at(plan, allocation->base, allocation->size, true);
 }
 
 CUresult mpsd_undo_save_around(struct mpsd_plan *plan, CUdeviceptr address)
@@ -143,7 +155,7 @@ CUresult mpsd_undo_save_around(struct mpsd_plan *plan, CUdeviceptr address)
 	if (mpsd_stamps_hold(allocation.base))
 		mpsd_usual_note(allocation.base);
 	if (result == CUDA_SUCCESS)
-		result = mpsd_undo_save(plan, allocation.base, allocation.size);
+		result = mpsd_undo_save_all(plan, &allocation);
 	if (result == CUDA_SUCCESS && mpsd_stamps_hold(allocation.base))
 		mpsd_stamps_note_whole(plan, &allocation);
 	/* It comes anew, and then has all the room. */
@@ -175,7 +187,7 @@ static CUresult copy_all(const struct mpsd_plan *plan)
 	unsigned int count = 0;
 
 	for (const struct save *save = plan->saves; save && result == CUDA_SUCCESS; save = save->next) {
-		saved[count++] = (struct mpsd_saved){ save->undo, save->address, save->size };
+		saved[count++] = (struct mpsd_saved){ save->undo, save->address, save->size, save->is_mapped };
 		if (count < MPSD_SAVED_AT_ONCE && save->next)
 			continue;
 		result = mpsd_saver_copy(saved, count, mpsd_native(plan->saver->stream));

@@ -67,7 +67,7 @@ CUresult mpsd_usual_save(struct mpsd_plan *plan)
 		    allocation.is_imported || allocation.size > left)
 			continue;
 		left -= allocation.size;
-		result = mpsd_undo_save(plan, allocation.base, allocation.size);
+		result = mpsd_undo_save_all(plan, &allocation);
 	}
 	return result == CUDA_ERROR_OUT_OF_MEMORY ? CUDA_SUCCESS : result;
 }
