@@ -82,6 +82,7 @@ _TIMERS: Mapping[str, Callable[[Draft, str], None]] = {
     "failover-turn": members.on_turn_timer,
     failover.PUT_OUT: failover.on_put_out,
     "failover-gather": turns.on_gathered,
+    "failover-last": turns.on_last,
     "standby-linger": members.on_linger,
 }
 

@@ -143,7 +143,7 @@ def _tell(
     exact = member.mode is FailoverMode.EXACT
     draft.emit(Move(member.process, member.generation, why, planned, again if exact else Again.LOST))
     told = (*(t for t in member.told if draft.now - t < MINUTE_S), draft.now)
-    draft.put_member(replace(member, standing=Standing.MOVING, told=told))
+    draft.put_member(replace(member, standing=Standing.MOVING, told=told, among=False))
     draft.count("failover_moves")
 
 
@@ -230,6 +230,8 @@ def _record(
         elif member.process in sure or dead or member.standing is Standing.READY:
             leave_behind(draft, member, refusal)
         fates.append(_fate(draft.state, member, refusal, member.process in suspects))
+    if again is Again.IN_TURN:
+        _note_among(draft, domain, [f.process for f in fates if f.outcome is Outcome.TOLD])
     number = draft.state.next_failover
     draft.state = replace(draft.state, next_failover=number + 1)
     first = min((r.evidence[0].at for r in faults[:1] if r.evidence), default=draft.now)
@@ -253,6 +255,17 @@ def _record(
     if any(f.outcome is Outcome.TOLD for f in fates):
         draft.emit(ArmTimer("failover-wait", str(number), draft.state.policy.move_wait_s))
         _put_out(draft, sure, target)
+
+
+def _note_among(draft: Draft, domain: Domain, told: list[ProcessInstance]) -> None:
+    """Whether who made the fault is among these: all clients of the domain, who do again what they did."""
+    state = draft.state
+    moving = [m for m in map(state.members.get, told) if m is not None and m.mode is FailoverMode.EXACT]
+    here = {c.id.process for c in state.clients_of(domain.id) if not state.is_idle(c)}
+    since = draft.now - state.policy.evidence_window_s
+    here |= {d.id.process for d in state.departed if d.id.domain == domain.id and d.at >= since}
+    for member in moving if here <= {m.process for m in moving} else ():
+        draft.put_member(replace(member, among=True))
 
 
 def by_turn(draft: Draft, record: FaultRecord) -> FaultRecord:

@@ -73,6 +73,7 @@ def on_left(draft: Draft, event: ev.MemberLeft) -> None:
     if member.standing in OFFERED:
         gone = replace(gone, standing=Standing.WAITING, generation=0)
     draft.put_member(gone)
+    turns.go_on(draft, member.home)
     _nobody_left(draft, member)
 
 
@@ -88,6 +89,7 @@ def ended(draft: Draft, process: ProcessInstance) -> None:
     ):
         fates.revise(draft, record, process, outcome=Outcome.ENDED)
     draft.drop_member(process)
+    turns.go_on(draft, member.home)
     _nobody_left(draft, member)
 
 
@@ -127,12 +129,14 @@ def on_ready(draft: Draft, event: ev.MemberReady) -> None:
     ready = replace(member, standing=Standing.READY, reason="", bytes=event.bytes)
     draft.put_member(replace(ready, ready_ms=round(event.after_ns / 1e6, 3)))
     refresh(draft, event.process)
+    turns.go_on(draft, member.home)
 
 
 def on_unready(draft: Draft, event: ev.MemberUnready) -> None:
     member = _told(draft, event.process, event.generation)
     if member is not None and member.standing in OFFERED:
         draft.put_member(replace(member, standing=Standing.UNREADY, reason=event.reason))
+        turns.go_on(draft, member.home)
 
 
 def on_opaque(draft: Draft, event: ev.MemberOpaque) -> None:

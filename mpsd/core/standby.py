@@ -45,7 +45,7 @@ class Member:
     `opaque`: what it has made that cannot be carried over. `unsure`: what it did that cannot be undone.
     `told`: monotonic seconds of its moves in the last minute. `ready_ms`, `bytes`: of its standby context, by
     its own word. `ahead`: how many operations it does again in its turn. `fences`: it can be told that its
-    old domain writes no more.
+    old domain writes no more. `among`: whoever made the fault from which it moves is among those who move.
     """
 
     process: ProcessInstance
@@ -64,6 +64,7 @@ class Member:
     turn: Turn = Turn.NONE
     ahead: int = 0
     fences: bool = False
+    among: bool = False
 
     @property
     def lasting(self) -> tuple[FailoverMode, str | None, str | None]:

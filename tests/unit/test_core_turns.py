@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
+
 from mpsd.core import effects as fx
 from mpsd.core import events as ev
 from mpsd.core.standby import Turn
-from mpsd.core.turns import GATHER_S
-from mpsd.model import Confidence, FailoverMode
+from mpsd.core.turns import GATHER_S, LAST_S
+from mpsd.model import Again, Confidence, FailoverMode
 from tests.support.core import process, server_of
-from tests.unit.test_core_failover import Site, exact, suspected, turns_of
+from tests.unit.test_core_failover import ON, Site, exact, suspected, turns_of
 
 
 def suspects(*pids: int) -> Site:
@@ -99,3 +103,102 @@ def test_a_turn_does_not_last_for_ever() -> None:
     # It comes by a new connection: the end of its old one is never seen.
     world.hello(11, FailoverMode.EXACT, 2)
     assert turns_of(world) == {12: Turn.HAS}
+
+
+def all_told(*pids: int) -> Site:
+    """All clients of the domain do their work again, or have none: whoever made the fault is among them."""
+    world = Site(replace(ON, failover=FailoverMode.EXACT))
+    world.ready()
+    world.do(ev.CopiesSeen(""))
+    for pid in pids:
+        world.attach(pid, "d1")
+        world.hello(pid, FailoverMode.EXACT)
+    for pid in pids:
+        world.is_ready(pid, 2)
+    return world
+
+
+def lost(world: Site) -> None:
+    world.kernel(43, "channel 0x1", server_of("d1").pid, "nvidia-cuda-mps")
+
+
+def up_to_the_last() -> Site:
+    """12, the youngest, has least to do; the others have done theirs, and get a next standby."""
+    world = all_told(10, 11, 12)
+    lost(world)
+    for pid, operations in ((10, 591), (11, 196), (12, 3)):
+        comes(world, pid, operations)
+    assert turns(world) == [11]
+    world.do(ev.MemberDone(process(11), 2))
+    world.do(ev.MemberDone(process(10), 2))
+    assert turns(world) == [11, 10] and turns_of(world) == {12: Turn.WAITS}
+    world.started("d3")
+    assert {e.process.pid for e in world.ever(fx.OfferStandby) if e.generation == 3} == {10, 11}
+    return world
+
+
+def test_the_youngest_is_the_last_and_waits_until_the_others_can_go_on_elsewhere() -> None:
+    world = up_to_the_last()
+    world.is_ready(10, 3)
+    assert turns_of(world) == {12: Turn.WAITS}
+    world.is_ready(11, 3)
+    assert turns_of(world) == {12: Turn.HAS}
+    # It was the offender: the others have one more short stop.
+    world.kernel(43, "channel 0x1", server_of("d2").pid, "nvidia-cuda-mps")
+    assert world.told() == [10, 11]
+    assert {e.process.pid: e.again for e in world.made(fx.Move)} == {10: Again.AGAIN, 11: Again.AGAIN}
+    assert {f.process.pid: f.why for f in world.failover().fates}[12] == "what it did again faulted again"
+
+
+def test_the_last_one_is_cleared_by_its_turn_as_the_others_are() -> None:
+    world = up_to_the_last()
+    world.is_ready(10, 3)
+    world.is_ready(11, 3)
+    world.do(ev.MemberDone(process(12), 2))
+    assert turns_of(world) == {}
+    assert [e.process.pid for e in world.made(fx.OfferStandby)] == [12]
+
+
+@pytest.mark.parametrize("what", ["time", "unready", "gone", "ended"])
+def test_nobody_is_waited_for_who_will_not_be_ready(what: str) -> None:
+    world = up_to_the_last()
+    world.is_ready(10, 3)
+    if what == "time":
+        (timer,) = (e for e in world.ever(fx.ArmTimer) if e.kind == "failover-last" and "12 " in e.subject)
+        assert timer.delay_s == LAST_S
+        world.timer(timer.kind, timer.subject)
+    elif what == "unready":
+        world.do(ev.MemberUnready(process(11), 3, "no memory"))
+    elif what == "gone":
+        world.do(ev.MemberLeft(process(11)))
+    else:
+        world.do(ev.ClientDied(process(11)))
+    assert turns_of(world) == {12: Turn.HAS}
+
+
+@pytest.mark.parametrize("who", ["a stranger", "one that has just ended", "one in mode keep"])
+def test_where_somebody_else_may_have_made_the_fault_nobody_waits_for_that(who: str) -> None:
+    world = all_told(10, 11)
+    if who == "one in mode keep":
+        world.attach(13, "d1")
+        world.hello(13, FailoverMode.KEEP)
+        world.is_ready(13, 2)
+    else:
+        world.attach(13, "d1")
+    if who == "one that has just ended":
+        world.do(ev.ClientDied(process(13)))
+    lost(world)
+    comes(world, 10, 591)
+    comes(world, 11, 3)
+    if who == "one in mode keep":
+        world.do(ev.MemberMoved(process(13), 2, 1, 2, 3))
+    assert turns(world) == [11]
+    world.do(ev.MemberDone(process(11), 2))
+    assert turns(world) == [11, 10]
+
+
+def test_one_alone_has_nobody_to_wait_for() -> None:
+    world = all_told(10)
+    lost(world)
+    comes(world, 10, 3)
+    assert turns(world) == [10]
