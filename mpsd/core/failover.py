@@ -230,7 +230,7 @@ def _record(
         elif member.process in sure or dead or member.standing is Standing.READY:
             leave_behind(draft, member, refusal)
         fates.append(_fate(draft.state, member, refusal, member.process in suspects))
-    if again is Again.IN_TURN:
+    if again is Again.IN_TURN and any(_is_a_kernels(f) for f in faults):
         _note_among(draft, domain, [f.process for f in fates if f.outcome is Outcome.TOLD])
     number = draft.state.next_failover
     draft.state = replace(draft.state, next_failover=number + 1)
@@ -255,6 +255,12 @@ def _record(
     if any(f.outcome is Outcome.TOLD for f in fates):
         draft.emit(ArmTimer("failover-wait", str(number), draft.state.policy.move_wait_s))
         _put_out(draft, sure, target)
+
+
+def _is_a_kernels(fault: FaultRecord) -> bool:
+    """An exception that somebody has reported: a server that was killed is in FAULT for its clients, too."""
+    said = any(e.source not in (Source.SERVER_STATE, Source.PROCESS) for e in fault.evidence)
+    return said and fault.fault_class.startswith("sm-")
 
 
 def _note_among(draft: Draft, domain: Domain, told: list[ProcessInstance]) -> None:

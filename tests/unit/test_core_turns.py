@@ -10,7 +10,7 @@ from mpsd.core import effects as fx
 from mpsd.core import events as ev
 from mpsd.core.standby import Turn
 from mpsd.core.turns import GATHER_S, LAST_S
-from mpsd.model import Again, Confidence, FailoverMode
+from mpsd.model import Again, Confidence, FailoverMode, ServerState
 from tests.support.core import process, server_of
 from tests.unit.test_core_failover import ON, Site, exact, suspected, turns_of
 
@@ -193,6 +193,16 @@ def test_where_somebody_else_may_have_made_the_fault_nobody_waits_for_that(who: 
     if who == "one in mode keep":
         world.do(ev.MemberMoved(process(13), 2, 1, 2, 3))
     assert turns(world) == [11]
+    world.do(ev.MemberDone(process(11), 2))
+    assert turns(world) == [11, 10]
+
+
+def test_a_server_that_was_killed_may_be_nobodys_fault() -> None:
+    """All that is known of it at first is that it is in FAULT."""
+    world = all_told(10, 11)
+    world.do(ev.ServerStateSeen("d1", ServerState.FAULT))
+    comes(world, 10, 591)
+    comes(world, 11, 3)
     world.do(ev.MemberDone(process(11), 2))
     assert turns(world) == [11, 10]
 
