@@ -1,4 +1,4 @@
-"""Clients of the fail-over measurements: survivors with two copies of the driver, and the one that faults.
+"""Clients of the fail-over measurements: survivors with two copies of the driver.
 
 Copy A is the ordinary libcuda in the domain of the environment, copy B a second one in the domain of
 `pipe`. Each speaks as faultinject.measure.client does; stamps are CLOCK_MONOTONIC seconds.
@@ -16,9 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from faultinject.measure import failover_copies, failover_shared
-from faultinject.measure.client import commands, emit, fault
-from faultinject.measure.cuda import Cuda, CudaError
+from faultinject.measure import failover_copies, failover_offender, failover_shared
+from faultinject.measure.client import commands, emit
 from faultinject.measure.failover_cut import cut_off
 from faultinject.measure.failover_driver import (
     GRANULE,
@@ -356,47 +355,10 @@ def loop(cubin: str, folder: str, pipe: str) -> None:
     os._exit(0)
 
 
-def host_engine_fault(cuda: Cuda) -> None:
-    """A stream memory operation on an address that is unmapped before its turn comes, 20 ms later."""
-    handle, _ = cuda.create_shareable()
-    address, stream = cuda.map(handle), cuda.stream()
-    cuda.launch("spin", 20_000_000, stream=stream)
-    cuda("cuStreamWriteValue32", stream, address, 1, 0)
-    cuda("cuMemUnmap", address, GRANULE)
-
-
-def offender(cubin: str, kind: str) -> None:
-    """Faults on command and then asks its copy for its state until told to leave."""
-    cuda = Cuda(cubin)
-    word = cuda.alloc(4096)
-    cuda.launch("increment", word, 1)
-    cuda.sync()
-    lines = commands()
-    emit("ready", pid=os.getpid())
-    lines.get()
-    if kind == "pbdma":
-        host_engine_fault(cuda)
-    else:
-        fault(cuda, kind)
-    emit("fired")
-    told = ""
-    while lines.empty():
-        try:
-            cuda.sync()
-            said = "sync ok"
-        except CudaError as error:
-            said = f"error {error.code}"
-        if said != told:
-            emit("said", said=said)
-            told = said
-        time.sleep(0.001)
-    os._exit(5)
-
-
 ROLES: dict[str, Callable[..., None]] = {
     "writer": writer,
     "loop": loop,
-    "offender": offender,
+    "offender": failover_offender.offender,
     "once": failover_copies.once,
     "many": failover_copies.many,
     "cycles": failover_copies.cycles,
