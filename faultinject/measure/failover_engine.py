@@ -44,11 +44,11 @@ class Engine:
 class ToHost:
     """Copies a whole granule into pinned memory of the host, over and over, and looks when one comes.
 
-    Two words of what is copied, the last one among them, are MARK. The host puts 0 in their place again and
-    again: that a word is not 0 any more shows that a copy came after that.
+    Three words of what is copied, the last one among them, are MARK. The host puts 0 in their place again and
+    again: that a word is not 0 any more shows that a copy came after that (`before`), and by now (`seen`).
     """
 
-    WORDS = (GRANULE // 2, GRANULE - 8)
+    WORDS = (GRANULE // 256, GRANULE // 2, GRANULE - 8)
 
     def __init__(self, driver: Driver, source: int) -> None:
         self._driver, self._source = driver, source

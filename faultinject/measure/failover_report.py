@@ -248,7 +248,8 @@ def cut(rows: list[Row]) -> list[Row]:
             "trigger": fault["trigger"],
             **writer["ended"],
             "last write": last_write(writer),
-            "last copy to the host": writer["words"].get("copies to the host", [None])[0],
+            # Between these two.
+            "last copy to the host": writer["words"].get("copies to the host", [None])[1:],
         }
         for fault in faults
         for writer in fault["writers"]

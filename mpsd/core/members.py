@@ -74,7 +74,14 @@ def on_left(draft: Draft, event: ev.MemberLeft) -> None:
         gone = replace(gone, standing=Standing.WAITING, generation=0)
     draft.put_member(gone)
     turns.go_on(draft, member.home)
+    _comes_no_more(draft, member)
     _nobody_left(draft, member)
+
+
+def _comes_no_more(draft: Draft, member: Member) -> None:
+    """One that was told to move is waited for no longer where it was to go."""
+    if member.standing is Standing.MOVING:
+        turns.gather(draft, f"d{member.generation}")
 
 
 def ended(draft: Draft, process: ProcessInstance) -> None:
@@ -90,6 +97,7 @@ def ended(draft: Draft, process: ProcessInstance) -> None:
         fates.revise(draft, record, process, outcome=Outcome.ENDED)
     draft.drop_member(process)
     turns.go_on(draft, member.home)
+    _comes_no_more(draft, member)
     _nobody_left(draft, member)
 
 
@@ -147,6 +155,7 @@ def on_opaque(draft: Draft, event: ev.MemberOpaque) -> None:
     if member.standing in OFFERED:
         member = replace(member, standing=Standing.UNREADY, reason=f"it uses {event.name}")
     draft.put_member(member)
+    turns.go_on(draft, member.home)
 
 
 def on_unsure(draft: Draft, event: ev.MemberUnsure) -> None:
@@ -234,6 +243,7 @@ def on_stayed(draft: Draft, event: ev.MemberStayed) -> None:
         draft.put_member(replace(member, standing=Standing.WAITING, generation=0, reason=event.reason))
         return
     failover.leave_behind(draft, member, f"it stayed: {event.reason}")
+    _comes_no_more(draft, member)
 
 
 def on_wait(draft: Draft, subject: str) -> None:
@@ -269,3 +279,5 @@ def on_copies(draft: Draft, event: ev.CopiesSeen) -> None:
     if draft.state.copies_problem != event.problem:
         draft.state = replace(draft.state, copies_problem=event.problem)
         failover.refresh_all(draft)
+        for home in tuple(draft.state.domains):
+            turns.go_on(draft, home)

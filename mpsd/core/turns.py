@@ -5,10 +5,11 @@ faulted again. Programs that had nothing in flight work on meanwhile. Who has le
 training step holds up nobody who has a copy to do again; for that those who are still coming are waited for a
 little.
 
-Where every client of the lost domain was told to move, the offender is among them. Then the program that was
-started last comes last, for what has run for long is less likely at fault; and when the work of all others
-has ended well it must be the one that is left. It is given its turn all the same, but not before the others
-can go on elsewhere: they have one more short stop then, and need not wait until a next standby is made.
+Where a kernel's exception is known, and every client of the lost domain was told to move in mode exact, the
+offender is among them. Then of those who have work to do again the program that was started last comes last,
+for what has run for long is less likely at fault; and when the work of all others has ended well it must be
+the one that is left. It is given its turn all the same, but not before the others can go on elsewhere: they
+have one more short stop then, and need not wait until a next standby is made.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ TURN_S = 1.5
 GATHER_S = 0.02
 LAST_S = 3.0
 """How long the last one waits for the others, at most: less than a program holds its calls."""
-_COMING = frozenset({Standing.WAITING, Standing.OFFERED, Standing.MOVING})
+_COMING = frozenset({Standing.WAITING, Standing.OFFERED})
 
 
 def holders(state: State, domain: str) -> list[ProcessInstance]:
@@ -38,21 +39,25 @@ def holders(state: State, domain: str) -> list[ProcessInstance]:
 def wait(draft: Draft, member: Member, operations: int) -> None:
     """It has moved, and holds its calls until it has done so many again."""
     assert member.home is not None
-    first = not any(m.home == member.home and m.turn is not Turn.NONE for m in draft.state.members.values())
     draft.put_member(replace(member, turn=Turn.WAITS, ahead=operations))
     gather(draft, member.home)
-    if first and not holders(draft.state, member.home):
+    if not holders(draft.state, member.home):
         draft.emit(ArmTimer("failover-gather", member.home, GATHER_S))
     if member.among:
         draft.emit(ArmTimer("failover-last", _subject(member), LAST_S))
 
 
 def gather(draft: Draft, home: str) -> None:
-    """One more has come to this domain: when they all have, the turns begin."""
-    generation = draft.state.domains[home].generation
-    coming = (m for m in draft.state.members.values() if m.generation == generation and m.connected)
-    if not any(m.standing is Standing.MOVING and m.mode is FailoverMode.EXACT for m in coming):
+    """One more has come to this domain, or will not come: when nobody does any more, the turns begin."""
+    if home in draft.state.domains and not _movers(draft.state, home):
         _next(draft, home)
+
+
+def _movers(state: State, home: str) -> list[Member]:
+    """Who may still come there with work to do again."""
+    generation = state.domains[home].generation
+    coming = (m for m in state.members.values() if m.generation == generation and m.connected)
+    return [m for m in coming if m.standing is Standing.MOVING and m.mode is FailoverMode.EXACT]
 
 
 def on_gathered(draft: Draft, subject: str) -> None:
@@ -81,31 +86,28 @@ def on_last(draft: Draft, subject: str) -> None:
     for member in tuple(draft.state.members.values()):
         if member.turn is Turn.WAITS and subject == _subject(member):
             draft.put_member(replace(member, among=False))
-            go_on(draft, member.home)
+            _next(draft, member.home)
 
 
 def go_on(draft: Draft, home: str | None) -> None:
     """One of this domain can go on elsewhere, never will, or has gone: the last one may wait for no other."""
-    waiting = _waiting(draft.state, home)
-    if len(waiting) == 1:
+    if len(_waiting(draft.state, home)) == 1:
         _next(draft, home)
 
 
 def _waiting(state: State, home: str | None) -> list[Member]:
-    """In order."""
-    found = [m for m in state.members.values() if m.home == home and m.turn is Turn.WAITS]
-    last = max((_age(m) for m in found if m.among), default=None)
-    return sorted(found, key=lambda m: (_age(m) == last, m.ahead, _age(m)))
+    return [m for m in state.members.values() if m.home == home and m.turn is Turn.WAITS]
 
 
 def _age(member: Member) -> tuple[int, int]:
     return member.process.start_ticks, member.process.pid
 
 
-def _others_come(state: State, member: Member) -> bool:
-    """Whether one of its domain that can be told something is not ready yet to leave it."""
+def _others_come(state: State, member: Member, movers: list[Member]) -> bool:
+    """Whether one that can be told something is still to come to its domain, or not ready yet to leave it."""
     others = (m for m in state.members.values() if m.home == member.home and m.process != member.process)
-    return any(m.connected and m.standing in _COMING for m in others) and not state.copies_problem
+    coming = bool(movers) or any(m.connected and m.standing in _COMING for m in others)
+    return coming and not state.copies_problem
 
 
 def _subject(member: Member) -> str:
@@ -116,13 +118,14 @@ def _next(draft: Draft, home: str | None) -> None:
     domain = draft.state.domains.get(home or "")
     if domain is None or domain.is_dead or holders(draft.state, domain.id):
         return
-    waiting = _waiting(draft.state, domain.id)
-    for member in waiting:
+    waiting, movers = _waiting(draft.state, domain.id), _movers(draft.state, domain.id)
+    last = max((_age(m) for m in (*waiting, *movers) if m.among), default=None)
+    for member in sorted(waiting, key=lambda m: (_age(m) == last, m.ahead, _age(m))):
         if not member.connected:
             # It has given up by itself.
             draft.put_member(replace(member, turn=Turn.NONE, among=False))
             continue
-        if member.among and member is waiting[-1] and _others_come(draft.state, member):
+        if _age(member) == last and _others_come(draft.state, member, movers):
             return
         draft.emit(HaveTurn(member.process, domain.generation))
         timed(draft, member.process, "turn_ms")

@@ -88,3 +88,34 @@ def test_what_is_saved_together_comes_back(
     assert move_exactly(line, 2).text == ""
     assert ask("gpu.sync(), words()") == "(0, {5})"
     assert ask.end() == ""
+
+
+FULL = {
+    "MPSD_FAILOVER": "exact",
+    "MPSD_FAILOVER_UNDO_MIB": "256",
+    "MPSD_STANDIN_MEMORY": str(256 << 20),
+}
+
+
+@pytest.mark.parametrize("ask", [FULL], indirect=True)
+def test_what_was_freed_in_a_capture_is_not_taken_away_from_what_is_about_to_be_saved(
+    domain: Domain, second: Domain, post: Post, ask: Program, copies: Path
+) -> None:
+    """The memory is full, so the room for what is saved is to come from there: before, or not at all."""
+    line = post.greet(moving.EXACT)
+    ask("x = gpu.memory(8 << 20); y = gpu.memory(8 << 20); z = gpu.made('cuMemAlloc_v2', 60 << 20)")
+    ask("g = ctypes.c_uint64()")
+    ask("s = gpu.made('cuStreamCreate', 1); sizes = (ctypes.c_size_t * 2)()")
+    ask("left = lambda: gpu.code('cuMemGetInfo_v2', sizes, ctypes.byref(sizes, 8)) or sizes[0]")
+    assert ask("{(gpu.run('add', m, 8, 1), gpu.sync()) for _ in range(3) for m in (x, y)}") == "{(0, 0)}"
+    ask("filled = gpu.made('cuMemAlloc_v2', (left() >> 20) - 20 << 20)")
+    assert ask("gpu.code('cuStreamBeginCapture_v2', s, 2)") == "0"
+    assert ask("gpu.code('cuMemFree_v2', x), gpu.code('cuStreamEndCapture', s, ctypes.byref(g))") == "(0, 0)"
+    assert ask("gpu.run('add', z, 8, 1), gpu.run('add', y, 8, 1), gpu.sync()") == "(0, 0, 0)"
+    stand_by(line, second, copies)
+    assert ask("gpu.run('add', z, 8, 1), gpu.run('add', y, 8, 1)") == "(0, 0)"
+    break_domain(domain)
+    move_exactly(line)
+    assert (
+        ask("gpu.code('cuCtxSynchronize') in (0, 719), gpu.run('add', y, 8, 1), gpu.sync()") == "(True, 0, 0)"
+    )

@@ -212,3 +212,42 @@ def test_one_alone_has_nobody_to_wait_for() -> None:
     lost(world)
     comes(world, 10, 3)
     assert turns(world) == [10]
+
+
+def test_who_comes_when_only_the_last_one_waits_has_a_turn_though_another_never_comes() -> None:
+    world = all_told(10, 11, 12, 13)
+    lost(world)
+    comes(world, 10, 5)
+    comes(world, 13, 3)
+    world.timer("failover-gather", "d2")
+    assert turns(world) == [10]
+    world.do(ev.MemberDone(process(10), 2))
+    assert turns_of(world) == {13: Turn.WAITS}
+    comes(world, 11, 7)
+    world.timer("failover-gather", "d2")
+    assert turns_of(world) == {13: Turn.WAITS, 11: Turn.HAS}
+    world.do(ev.MemberDone(process(11), 2))
+    world.do(ev.MemberStayed(process(12), 2, "nobody knows"))
+    # The others get their next standby now.
+    assert turns_of(world) == {13: Turn.WAITS}
+
+
+def test_one_that_stays_or_ends_is_waited_for_no_longer() -> None:
+    world = all_told(10, 11, 12)
+    lost(world)
+    comes(world, 10, 5)
+    world.do(ev.MemberStayed(process(11), 2, "nobody knows"))
+    assert turns(world) == []
+    world.do(ev.ClientDied(process(12)))
+    assert turns(world) == [10]
+
+
+def test_the_youngest_may_be_still_on_its_way() -> None:
+    """Who waits meanwhile is not the last."""
+    world = all_told(10, 11, 12)
+    lost(world)
+    comes(world, 10, 5)
+    comes(world, 11, 7)
+    world.timer("failover-gather", "d2")
+    world.do(ev.MemberDone(process(10), 2))
+    assert turns(world) == [10, 11]

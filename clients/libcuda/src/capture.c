@@ -149,6 +149,11 @@ bool mpsd_capture_take(CUdeviceptr *base)
 	return is;
 }
 
+bool mpsd_capture_has_put_off(void)
+{
+	return atomic_load(&some) && !mpsd_capture_active();
+}
+
 void mpsd_capture_forget(CUdeviceptr base)
 {
 	size_t at;

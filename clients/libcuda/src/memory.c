@@ -16,6 +16,7 @@
 
 #include "arena.h"
 #include "capture.h"
+#include "exact/exact.h"
 #include "failover/carry.h"
 #include "failover/line.h"
 #include "failover/mirror.h"
@@ -205,8 +206,7 @@ static CUresult free_now(CUdeviceptr address, CUcontext owner)
 	return result;
 }
 
-/* What was freed during a capture. Whether there was any. */
-static bool free_put_off(void)
+bool mpsd_memory_free_put_off(void)
 {
 	struct mpsd_allocation allocation;
 	CUdeviceptr address;
@@ -242,7 +242,7 @@ CUresult wrap_cuMemFree_v2(CUdeviceptr dptr)
 	/* Otherwise the owner is of this copy. */
 	if (mpsd_is_left())
 		return MPSD_AGAIN;
-	free_put_off();
+	mpsd_memory_free_put_off();
 	if (!mpsd_capture_active())
 		return free_now(dptr, allocation.owner);
 	result = mpsd_capture_probe();
@@ -282,7 +282,8 @@ CUresult wrap_cuMemAlloc_v2(CUdeviceptr *dptr, size_t bytesize)
 			return said;
 	}
 	result = alloc_now(device, dptr, bytesize, &left);
-	if (result == CUDA_ERROR_OUT_OF_MEMORY && free_put_off())
+	/* In that mode it is somebody's who is about to save it: calls.c sees to it. */
+	if (result == CUDA_ERROR_OUT_OF_MEMORY && !mpsd_exact() && mpsd_memory_free_put_off())
 		result = alloc_now(device, dptr, bytesize, &left);
 	if (result == CUDA_SUCCESS)
 		return result;

@@ -35,6 +35,9 @@ CUresult mpsd_memory_adopt(CUdevice device, size_t size, CUmemGenericAllocationH
 			   CUdeviceptr *base);
 void mpsd_memory_disown(CUdeviceptr base);
 
+/* What was freed during a capture that is over. Whether there was any. In mode `exact` with the order. */
+bool mpsd_memory_free_put_off(void);
+
 /* Until the work of that context has ended. */
 CUresult mpsd_memory_wait(CUcontext owner);
 

@@ -124,10 +124,11 @@ static void page_sums(const uint64_t *arguments)
 	}
 }
 
-/* ranges (to, from, size; the last ones of 0): what the kernel of src/exact/saver.c does */
+/* ranges (to, from, size), one for each row of blocks: what the kernel of src/exact/saver.c does */
 static void save_ranges(const uint64_t *arguments)
 {
-	for (const uint64_t *range = arguments; range < arguments + HIDDEN_ARGUMENTS && range[2]; range += 3) {
+	for (uint64_t row = 0; row < arguments[HIDDEN_ARGUMENTS + 2]; row++) {
+		const uint64_t *range = arguments + 3 * row;
 		const void *from = reach(range[1], range[2], ACCESS_READ);
 		void *to = from ? reach(range[0], range[2], ACCESS_WRITE) : NULL;
 

@@ -154,6 +154,7 @@ CUresult prepare_kernel(const CUDA_KERNEL_NODE_PARAMS *given, struct operation *
 		memcpy(&operation->kernel.arguments[i], given->kernelParams[i], function->builtin->sizes[i]);
 	operation->kernel.arguments[HIDDEN_ARGUMENTS] = given->gridDimX;
 	operation->kernel.arguments[HIDDEN_ARGUMENTS + 1] = first_global(function);
+	operation->kernel.arguments[HIDDEN_ARGUMENTS + 2] = given->gridDimY;
 	return CUDA_SUCCESS;
 }
 

@@ -121,7 +121,7 @@ struct CUstream_st {
 	CUstreamAttrValue attributes[CU_STREAM_ATTRIBUTE_MEM_SYNC_DOMAIN + 1];	/* but its priority */
 };
 
-/* Behind those that a kernel was given: how many columns of blocks it has, its module's first variable. */
+/* Behind those that a kernel was given: how many columns of blocks it has, its module's first variable, rows. */
 #define HIDDEN_ARGUMENTS 48
 
 struct operation {
@@ -137,7 +137,7 @@ struct operation {
 	union {
 		struct {
 			const struct builtin *builtin;
-			uint64_t arguments[HIDDEN_ARGUMENTS + 2];
+			uint64_t arguments[HIDDEN_ARGUMENTS + 3];
 		} kernel;
 		struct {
 			void *to;

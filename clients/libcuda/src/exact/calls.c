@@ -3,6 +3,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "capture.h"
 #include "exact/state.h"
 #include "failover/graph.h"
 #include "failover/line.h"
@@ -289,16 +290,28 @@ CUresult work_cuStreamWaitEvent(CUstream hStream, CUevent hEvent, unsigned int F
 
 /* Memory: copies of the proxy's own give way to what the program asks for, and then the standby does. */
 
+static CUresult free_put_off(const void *unused)
+{
+	(void)unused;
+	return mpsd_memory_free_put_off() ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
+}
+
 bool mpsd_exact_has_more_room(CUresult *result)
 {
-	CUresult room = CUDA_SUCCESS;
+	CUresult room = CUDA_ERROR_OUT_OF_MEMORY;
 
 	if (*result != CUDA_ERROR_OUT_OF_MEMORY)
 		return false;
+	if (mpsd_exact() && mpsd_capture_has_put_off())
+		room = mpsd_exact_without_work(free_put_off, NULL);
+	if (room != CUDA_ERROR_OUT_OF_MEMORY) {
+		*result = room;
+		return room == CUDA_SUCCESS;
+	}
 	if (mpsd_undo_has())
 		room = mpsd_in_order(mpsd_undo_give_back);
-	else if (!mpsd_room_ask())
-		return false;
+	else if (mpsd_room_ask())
+		room = CUDA_SUCCESS;
 	*result = room;
 	return room == CUDA_SUCCESS;
 }
