@@ -3,7 +3,7 @@
  * Room for what memory was before the epoch (undo.c): allocations in the window like the program's, so that they
  * outlive the context too.
  */
-#include "exact/state.h"
+#include "exact/chunks.h"
 #include "limits.h"
 #include "memory.h"
 

@@ -6,6 +6,7 @@
 #include "exact/state.h"
 #include "failover/graph.h"
 #include "failover/line.h"
+#include "memory.h"
 
 #define MOST_WITHIN ((size_t)4 << 30)	/* bytes of copies in flight: some ms */
 #define LONG_OPERATIONS 256
@@ -344,6 +345,15 @@ CUresult mpsd_epoch_settle(void)
 		be_unsure_of_captured();
 	}
 	return is_kept(result) ? CUDA_SUCCESS : result;
+}
+
+CUresult mpsd_epoch_make_room(void)
+{
+	CUresult result = mpsd_epoch_settle();
+
+	if (result == CUDA_SUCCESS && !mpsd_hosts_are_open() && !mpsd_epoch_is_waiting())
+		mpsd_memory_free_put_off();
+	return result;
 }
 
 void mpsd_exact_child(void)

@@ -292,6 +292,7 @@ CUresult mpsd_epoch_come_after_reads(const struct mpsd_op *op);
 
 /* Without the lock, with the order. */
 CUresult mpsd_epoch_settle(void);
+CUresult mpsd_epoch_make_room(void);	/* and what was freed during a capture goes: nothing is planned */
 
 /* undo.c */
 
@@ -339,17 +340,7 @@ bool mpsd_undo_is_saver(const struct mpsd_lane *lane);
 /* With the order: whether the page at that address was saved in this epoch, or is room for such copies. */
 bool mpsd_undo_is_saved(CUdeviceptr address);
 
-/* chunks.c: room for such copies */
-
-/* With the lock: for `size`, or as much of it as lies in one chunk; 0: none is left. */
-CUdeviceptr mpsd_chunk_take(uint64_t size, uint64_t *got);
-void mpsd_chunks_empty(void);
-
-/* Without it, with the order. OUT_OF_MEMORY: there is no more. */
-CUresult mpsd_chunk_more(uint64_t size);
-bool mpsd_chunk_is(CUdeviceptr address);
-
-/* The same: all of it, for the program. */
+/* chunks.c, without the lock, with the order: all the room for such copies, for the program. */
 CUresult mpsd_undo_give_back(void);
 bool mpsd_undo_has(void);
 

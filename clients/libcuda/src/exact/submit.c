@@ -3,13 +3,11 @@
  * What the program submits: noted before the driver has it, in the order in which the driver gets it, and with what
  * it may write saved first. One thread at a time does that; who is overtaken by a move finds its operation done.
  */
-#include "capture.h"
 #include "clock.h"
 #include "exact/named.h"
 #include "exact/validate.h"
 #include "failover/graph.h"
 #include "failover/line.h"
-#include "memory.h"
 
 #define ORDERS 8		/* a thread may still be stuck in a copy that was left */
 #define LOOK_MS 1
@@ -159,16 +157,6 @@ static CUresult out_of_the_way(CUresult (*call)(void))
 	return result;
 }
 
-/* With the order, and nothing planned: what was freed during a capture may go. */
-static CUresult make_room(void)
-{
-	CUresult result = mpsd_epoch_settle();
-
-	if (result == CUDA_SUCCESS && mpsd_capture_has_put_off() && !mpsd_hosts_are_open() && !mpsd_epoch_is_waiting())
-		mpsd_memory_free_put_off();
-	return result;
-}
-
 static CUresult save(const struct mpsd_op *op)
 {
 	CUresult result;
@@ -178,7 +166,7 @@ static CUresult save(const struct mpsd_op *op)
 	result = try_to_save(op);
 	if (result != CUDA_ERROR_OUT_OF_MEMORY)
 		return result;
-	result = out_of_the_way(make_room);
+	result = out_of_the_way(mpsd_epoch_make_room);
 	if (result == CUDA_SUCCESS)
 		result = try_to_save(op);
 	if (result != CUDA_ERROR_OUT_OF_MEMORY)

@@ -9,6 +9,7 @@
  */
 #include <stdlib.h>
 
+#include "exact/chunks.h"
 #include "exact/saver.h"
 #include "exact/stamps.h"
 #include "hold.h"

@@ -1,0 +1,13 @@
+/* SPDX-License-Identifier: MIT */
+/* Room for copies of what was there before the epoch. */
+#pragma once
+
+#include "exact/state.h"
+
+/* With the lock: for `size`, or as much of it as lies in one chunk; 0: none is left. */
+CUdeviceptr mpsd_chunk_take(uint64_t size, uint64_t *got);
+void mpsd_chunks_empty(void);
+
+/* Without it, with the order. OUT_OF_MEMORY: there is no more. */
+CUresult mpsd_chunk_more(uint64_t size);
+bool mpsd_chunk_is(CUdeviceptr address);
