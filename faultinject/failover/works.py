@@ -67,9 +67,9 @@ class WorkRounds(Rounds):
         service = self._rig.mpsd
         environment = self._libraries.proxied(service.environment, service.socket, vault=True)
         self._servers = [self._spawn(work, "moved", environment, MPSD_RUN) for work in self._works]
+        block_s = CARRIED_BLOCK_S if self._carried else BLOCK_S
         for work, worker in zip(self._works, self._servers, strict=True):
             times = self._begin_one(work, worker, self._digests[work])
-            block_s = CARRIED_BLOCK_S if self._carried else BLOCK_S
             step = statistics.median(times) if times else block_s
             steps = max(2, min(STEPS_MOST, round(block_s / max(step, 1e-6))))
             self._calm.steps.setdefault(work, steps)

@@ -211,11 +211,8 @@ def markdown(data: Mapping[str, Any]) -> str:
         lines += [_LEGEND_OF_VALIDATION, ""]
     # Reports of before programs had any do not speak of them.
     beats = {e["program"]: e["beat"] for e in data["programs"] or () if e.get("beat")}
-    lines += [
-        line
-        for program, beat in beats.items()
-        for line in (_LEGEND_OF_BEATS.format(program=program, beat=beat), "")
-    ]
+    for program, beat in beats.items():
+        lines += [_LEGEND_OF_BEATS.format(program=program, beat=beat), ""]
     if not data["bars"]:
         lines += ["Time and memory are not judged here: this is no real GPU.", ""]
     if data["programs"] is not None:

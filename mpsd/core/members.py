@@ -73,13 +73,13 @@ def on_left(draft: Draft, event: ev.MemberLeft) -> None:
     if member.standing in OFFERED:
         gone = replace(gone, standing=Standing.WAITING, generation=0)
     draft.put_member(gone)
-    turns.go_on(draft, member.home)
-    _comes_no_more(draft, member)
+    _waited_for_no_longer(draft, member)
     _nobody_left(draft, member)
 
 
-def _comes_no_more(draft: Draft, member: Member) -> None:
-    """One that was told to move is waited for no longer where it was to go."""
+def _waited_for_no_longer(draft: Draft, member: Member) -> None:
+    """Neither where it is, nor where it was told to move."""
+    turns.go_on(draft, member.home)
     if member.standing is Standing.MOVING:
         turns.gather(draft, f"d{member.generation}")
 
@@ -96,8 +96,7 @@ def ended(draft: Draft, process: ProcessInstance) -> None:
     ):
         fates.revise(draft, record, process, outcome=Outcome.ENDED)
     draft.drop_member(process)
-    turns.go_on(draft, member.home)
-    _comes_no_more(draft, member)
+    _waited_for_no_longer(draft, member)
     _nobody_left(draft, member)
 
 
@@ -243,7 +242,7 @@ def on_stayed(draft: Draft, event: ev.MemberStayed) -> None:
         draft.put_member(replace(member, standing=Standing.WAITING, generation=0, reason=event.reason))
         return
     failover.leave_behind(draft, member, f"it stayed: {event.reason}")
-    _comes_no_more(draft, member)
+    _waited_for_no_longer(draft, member)
 
 
 def on_wait(draft: Draft, subject: str) -> None:

@@ -76,17 +76,15 @@ def over(draft: Draft, process: ProcessInstance) -> None:
 
 def on_timer(draft: Draft, subject: str) -> None:
     """No word of its end: the others do not wait for it any longer. `subject`: pid, start time and domain."""
-    for member in tuple(draft.state.members.values()):
-        if member.turn is Turn.HAS and subject == _subject(member):
-            over(draft, member.process)
+    for member in _named(draft.state, subject, Turn.HAS):
+        over(draft, member.process)
 
 
 def on_last(draft: Draft, subject: str) -> None:
     """It waits for the others no longer. `subject`: as of on_timer()."""
-    for member in tuple(draft.state.members.values()):
-        if member.turn is Turn.WAITS and subject == _subject(member):
-            draft.put_member(replace(member, among=False))
-            _next(draft, member.home)
+    for member in _named(draft.state, subject, Turn.WAITS):
+        draft.put_member(replace(member, among=False))
+        _next(draft, member.home)
 
 
 def go_on(draft: Draft, home: str | None) -> None:
@@ -112,6 +110,10 @@ def _others_come(state: State, member: Member, movers: list[Member]) -> bool:
 
 def _subject(member: Member) -> str:
     return f"{member.process.pid} {member.process.start_ticks} {member.home}"
+
+
+def _named(state: State, subject: str, turn: Turn) -> list[Member]:
+    return [m for m in state.members.values() if m.turn is turn and subject == _subject(m)]
 
 
 def _next(draft: Draft, home: str | None) -> None:

@@ -134,11 +134,16 @@ CUresult mpsd_capture_put_off(CUdeviceptr base)
 	return result;
 }
 
+bool mpsd_capture_has_put_off(void)
+{
+	return atomic_load(&some) && !mpsd_capture_active();
+}
+
 bool mpsd_capture_take(CUdeviceptr *base)
 {
 	bool is;
 
-	if (!atomic_load(&some) || mpsd_capture_active())
+	if (!mpsd_capture_has_put_off())
 		return false;
 	pthread_mutex_lock(&lock);
 	is = count > 0;
@@ -147,11 +152,6 @@ bool mpsd_capture_take(CUdeviceptr *base)
 	atomic_store(&some, count > 0);
 	pthread_mutex_unlock(&lock);
 	return is;
-}
-
-bool mpsd_capture_has_put_off(void)
-{
-	return atomic_load(&some) && !mpsd_capture_active();
 }
 
 void mpsd_capture_forget(CUdeviceptr base)

@@ -26,8 +26,8 @@ CUresult mpsd_capture_probe(void);
 CUresult mpsd_capture_put_off(CUdeviceptr base);
 
 /* One of those, to be freed now; false while a capture is under way, or when there is none. */
-bool mpsd_capture_take(CUdeviceptr *base);
 bool mpsd_capture_has_put_off(void);
+bool mpsd_capture_take(CUdeviceptr *base);
 
 /* Its memory ended otherwise. */
 void mpsd_capture_forget(CUdeviceptr base);

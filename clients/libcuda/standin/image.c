@@ -108,11 +108,12 @@ static size_t bytes_of(const char *image)
 
 CUresult read_image(struct CUmod_st *module, const char *image)
 {
+	bool is_ptx = !strncmp(image, ".version", 8);
 	CUresult result = CUDA_SUCCESS;
 
-	if (!strncmp(image, ".version", 8) && strstr(image, ".entry mpsd_page_sums("))
+	if (is_ptx && strstr(image, ".entry mpsd_page_sums("))
 		return add_kernel(module, "kernel mpsd_page_sums page_sums 0");
-	if (!strncmp(image, ".version", 8) && strstr(image, ".entry mpsd_save_ranges("))
+	if (is_ptx && strstr(image, ".entry mpsd_save_ranges("))
 		return add_kernel(module, "kernel mpsd_save_ranges save_ranges 0");
 	image = memmem(image, bytes_of(image), MARK, strlen(MARK));
 	if (!image)

@@ -296,24 +296,26 @@ static CUresult free_put_off(const void *unused)
 	return mpsd_memory_free_put_off() ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
 }
 
+/* OUT_OF_MEMORY: there is no more. */
+static CUresult more_room(void)
+{
+	CUresult result = CUDA_ERROR_OUT_OF_MEMORY;
+
+	if (mpsd_exact() && mpsd_capture_has_put_off())
+		result = mpsd_exact_without_work(free_put_off, NULL);
+	if (result != CUDA_ERROR_OUT_OF_MEMORY)
+		return result;
+	if (mpsd_undo_has())
+		return mpsd_in_order(mpsd_undo_give_back);
+	return mpsd_room_ask() ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
+}
+
 bool mpsd_exact_has_more_room(CUresult *result)
 {
-	CUresult room = CUDA_ERROR_OUT_OF_MEMORY;
-
 	if (*result != CUDA_ERROR_OUT_OF_MEMORY)
 		return false;
-	if (mpsd_exact() && mpsd_capture_has_put_off())
-		room = mpsd_exact_without_work(free_put_off, NULL);
-	if (room != CUDA_ERROR_OUT_OF_MEMORY) {
-		*result = room;
-		return room == CUDA_SUCCESS;
-	}
-	if (mpsd_undo_has())
-		room = mpsd_in_order(mpsd_undo_give_back);
-	else if (mpsd_room_ask())
-		room = CUDA_SUCCESS;
-	*result = room;
-	return room == CUDA_SUCCESS;
+	*result = more_room();
+	return *result == CUDA_SUCCESS;
 }
 
 CUresult make_cuMemAlloc_v2(CUdeviceptr *dptr, size_t bytesize)

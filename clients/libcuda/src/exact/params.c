@@ -106,10 +106,11 @@ static const struct place *places_in(const struct info *info)
 /* Under the lock. */
 static CUresult keep(CUfunction function, const struct place *places, uint32_t count)
 {
+	uint16_t *slot = slot_of(function);
 	struct place *more = NULL;
 	struct info *info;
 
-	if (info_of(function))
+	if (*slot)
 		return CUDA_SUCCESS;
 	if (known == FUNCTIONS)
 		return CUDA_ERROR_NOT_SUPPORTED;
@@ -123,7 +124,7 @@ static CUresult keep(CUfunction function, const struct place *places, uint32_t c
 		if (places[i].offset + places[i].size > info->bytes)
 			info->bytes = places[i].offset + places[i].size;
 	}
-	*slot_of(function) = (uint16_t)++known;
+	*slot = (uint16_t)++known;
 	return CUDA_SUCCESS;
 }
 
@@ -166,7 +167,10 @@ void mpsd_params_child(void)
 _Static_assert(sizeof(struct mpsd_op) % _Alignof(CUlaunchAttribute) == 0, "attributes lie behind the operation");
 _Static_assert(sizeof(CUlaunchAttribute) % sizeof(void *) == 0, "pointers lie behind the attributes");
 
-/* Under the lock. In one block: the operation, its attributes, where each parameter is, and the parameters, with nothing between them. */
+/*
+ * Under the lock. In one block: the operation, its attributes, where each parameter is, and the parameters, with nothing
+ * between them.
+ */
 static struct mpsd_op *make(const struct mpsd_op *given, uint32_t count, size_t bytes)
 {
 	unsigned int attributes = given->launch.config.numAttrs;
@@ -320,7 +324,8 @@ static bool records_event(const struct mpsd_op *op)
 
 CUresult mpsd_params_save(const struct mpsd_op *op, struct mpsd_plan *plan)
 {
-	const struct mpsd_bounds windows = mpsd_span_bounds(&mpsd_windows_span), pins = mpsd_span_bounds(&mpsd_pins_span);
+	const struct mpsd_bounds windows = mpsd_span_bounds(&mpsd_windows_span);
+	const struct mpsd_bounds pins = mpsd_span_bounds(&mpsd_pins_span);
 	const char *buffer = op->launch.buffer;
 	const size_t bytes = op->launch.bytes;
 
@@ -334,7 +339,7 @@ CUresult mpsd_params_save(const struct mpsd_op *op, struct mpsd_plan *plan)
 
 		memcpy(&word, buffer + at, sizeof(word));
 		/* Nearly all are numbers, of hundreds in a launch. */
-		if (!mpsd_bounds_hold(windows, word) && !mpsd_bounds_hold(pins, word))
+		if (!mpsd_bounds_may_hold(windows, word) && !mpsd_bounds_may_hold(pins, word))
 			continue;
 		result = mpsd_undo_save_around(plan, word);
 		if (result != CUDA_SUCCESS)

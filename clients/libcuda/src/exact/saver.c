@@ -14,6 +14,7 @@
 #define MOST_BYTES ((uint64_t)32 << 20)	/* more of one range is left to the driver, which has copy engines for it */
 
 _Static_assert(MPSD_EXACT_PAGE % (THREADS * PARTS * EACH * TIMES) == 0, "all threads have as much of a page to copy");
+
 /* What the kernel is given. */
 struct ranges {
 	struct {
@@ -103,40 +104,35 @@ static CUfunction kernel(void)
 	return function;
 }
 
-static CUresult copy(const struct mpsd_saved *saved, CUstream stream)
+static CUresult copy(CUdeviceptr to, CUdeviceptr from, uint64_t size, CUstream stream)
 {
-	return real_cuMemcpyDtoDAsync_v2(saved->to, saved->from, saved->size, stream);
+	return real_cuMemcpyDtoDAsync_v2(to, from, size, stream);
 }
 
 static CUresult copy_together(const struct ranges *ranges, unsigned int count, CUstream stream)
 {
+	CUfunction own = count > 1 ? kernel() : NULL;
 	void *parameters[] = { (void *)ranges };
+	CUresult result = CUDA_SUCCESS;
 
-	if (!count)
-		return CUDA_SUCCESS;
-	return real_cuLaunchKernel(mpsd_native(kernel()), PARTS, count, 1, THREADS, 1, 1, 0, stream, parameters, NULL);
-}
-
-static bool is_for_kernel(const struct mpsd_saved *saved)
-{
-	return saved->is_mapped && saved->size <= MOST_BYTES;
+	if (own)
+		return real_cuLaunchKernel(mpsd_native(own), PARTS, count, 1, THREADS, 1, 1, 0, stream, parameters, NULL);
+	for (unsigned int i = 0; i < count && result == CUDA_SUCCESS; i++)
+		result = copy(ranges->each[i].to, ranges->each[i].from, ranges->each[i].size, stream);
+	return result;
 }
 
 CUresult mpsd_saver_copy(const struct mpsd_saved *saved, unsigned int count, CUstream stream)
 {
 	struct ranges ranges = { 0 };
 	CUresult result = CUDA_SUCCESS;
-	unsigned int small = 0, together = 0;
+	unsigned int together = 0;
 
-	for (unsigned int i = 0; i < count; i++)
-		small += is_for_kernel(&saved[i]);
-	if (small > 1 && !kernel())
-		small = 0;
-	for (unsigned int i = 0; i < count && result == CUDA_SUCCESS; i++) {
-		if (small < 2 || !is_for_kernel(&saved[i]))
-			result = copy(&saved[i], stream);
+	for (const struct mpsd_saved *each = saved; each < saved + count && result == CUDA_SUCCESS; each++) {
+		if (each->is_mapped && each->size <= MOST_BYTES)
+			ranges.each[together++] = (__typeof__(ranges.each[0])){ each->to, each->from, each->size };
 		else
-			ranges.each[together++] = (__typeof__(ranges.each[0])){ saved[i].to, saved[i].from, saved[i].size };
+			result = copy(each->to, each->from, each->size, stream);
 	}
 	return result == CUDA_SUCCESS ? copy_together(&ranges, together, stream) : result;
 }

@@ -9,7 +9,10 @@
 
 struct mpsd_shelf;
 
-/* One thread at a time. Room for so many bytes, at a multiple of 16, and the shelf that it is given back to; NULL: there is none. */
+/*
+ * One thread at a time. Room for so many bytes, at a multiple of 16, and the shelf that it is given back to; NULL: there
+ * is none.
+ */
 void *mpsd_shelf_take(size_t size, struct mpsd_shelf **shelf);
 
 /* Once for each that was taken, by any thread. */
