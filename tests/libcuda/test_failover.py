@@ -175,6 +175,37 @@ def test_memory_names_and_threads_live_on(
     assert ask.end() == ""
 
 
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({}, ["usual", "1"]),
+        ({"CUDA_DEVICE_MAX_COPY_CONNECTIONS": "8"}, ["8", "8"]),
+        ({"CUDA_DEVICE_MAX_CONNECTIONS": "8"}, ["usual", "usual"]),
+    ],
+    ids=["usual", "copies", "all"],
+)
+def test_a_standby_has_one_connection_for_copies_where_the_program_asks_for_no_number(
+    libraries: Libraries,
+    domain: Domain,
+    second: Domain,
+    post: Post,
+    copies: Path,
+    tmp_path: Path,
+    given: dict[str, str],
+    told: list[str],
+) -> None:
+    """The more channels there are, the longer an exception of a kernel holds all up (reports, -stall)."""
+    log, name = tmp_path / "connections", "CUDA_DEVICE_MAX_COPY_CONNECTIONS"
+    with started(libraries, domain, post, MPSD_STANDIN_CONNECTIONS=str(log), **given) as program:
+        line = post.greet()
+        assert program("m = gpu.memory(8 << 20)") == "None"
+        stand_by(line, second, copies)
+        assert program(f"os.environ.get({name!r})") == repr(given.get(name))
+        assert program.end() == ""
+    homes = [home.environment["CUDA_MPS_PIPE_DIRECTORY"] for home in (domain, second)]
+    assert log.read_text().splitlines() == [f"{home} {said}" for home, said in zip(homes, told, strict=True)]
+
+
 def test_a_thread_that_waits_is_carried_over_and_is_told_once(
     domain: Domain, second: Domain, post: Post, ask: Program, copies: Path
 ) -> None:

@@ -4,6 +4,7 @@
  * copy (another file) a driver for itself: nothing is shared but a name, which stands for the process and
  * which only one copy can have.
  */
+#include <fcntl.h>
 #include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -65,6 +66,18 @@ static bool take_name(void)
 	return fd >= 0;
 }
 
+/* How many channels the real driver makes for copies, which does not show otherwise: by who is in which domain. */
+static void note_connections(void)
+{
+	const char *log = getenv("MPSD_STANDIN_CONNECTIONS"), *told = getenv("CUDA_DEVICE_MAX_COPY_CONNECTIONS");
+	int fd = log ? open(log, O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC, 0600) : -1;
+
+	if (fd < 0)
+		return;
+	dprintf(fd, "%s %s\n", pipe_directory, told ? told : "usual");
+	close(fd);
+}
+
 static CUresult initialise(void)
 {
 	const char *directory;
@@ -73,6 +86,7 @@ static CUresult initialise(void)
 		return CUDA_ERROR_OPERATING_SYSTEM;
 	directory = getenv("CUDA_MPS_PIPE_DIRECTORY");
 	snprintf(pipe_directory, sizeof(pipe_directory), "%s", directory ? directory : "");
+	note_connections();
 	choose_backend();
 	gate_find();
 	__atomic_store_n(&state, 1, __ATOMIC_RELEASE);
