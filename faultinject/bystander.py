@@ -6,6 +6,8 @@ from faultinject.rig import Rig
 from mpsd.errors import DeadlineError
 
 UP_S, REPORT_S = 60.0, 20.0
+# The GPU stands still for longer the more channels there are (reports, -stall): it adds few of its own.
+FEW_CHANNELS = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 
 
 class Bystander:
@@ -14,7 +16,9 @@ class Bystander:
     def __init__(self, rig: Rig) -> None:
         service = rig.mpsd
         shared = service.ask(lambda c: c.env(shared=True))
-        self._worker = rig.spawn("bystander", "server", environment={**service.environment, **shared})
+        self._worker = rig.spawn(
+            "bystander", "server", environment={**service.environment, **shared, **FEW_CHANNELS}
+        )
         self._reports = 0
 
     def ready(self) -> None:

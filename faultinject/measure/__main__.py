@@ -40,6 +40,7 @@ QUESTIONS = {
     "far": ("far", 40),
     "failover": ("failover", 150),
     "cut": ("cut", 80),
+    "stall": ("stall", 110),
 }
 
 

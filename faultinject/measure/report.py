@@ -291,6 +291,27 @@ def zones(rows: list[Row]) -> list[Row]:
     ]
 
 
+def stall(rows: list[Row]) -> list[Row]:
+    """What one more context costs: by how much longer than without any the GPU stood still."""
+    alone = {row["kind"]: row["stall ms"] for row in rows if not row["contexts"]}
+
+    def each(of: Row) -> float:
+        return float(round((of["stall ms"] - alone[of["kind"]]) / of["contexts"], 1))
+
+    costs: dict[str, list[float]] = {}
+    for row in rows:
+        if row["contexts"] and row["kind"] in alone:
+            costs.setdefault(f"{row['kind']}, {row['what']}", []).append(each(row))
+    told = "; ".join(f"{what}: {_span(many)}" for what, many in costs.items())
+    return [
+        _row(
+            "How long does the GPU stand still at a fault, and for whom of those who are there?",
+            f"With no other context {_span(alone.values())} ms. Each other one adds, in ms: {told}.",
+            rows,
+        )
+    ]
+
+
 SUMMARIES: dict[str, Callable[[list[Row]], list[Row]]] = {
     "end-signal": end_signal,
     "attach": attach,
@@ -303,6 +324,7 @@ SUMMARIES: dict[str, Callable[[list[Row]], list[Row]]] = {
     "far": far,
     "failover": failover,
     "cut": cut,
+    "stall": stall,
 }
 
 # What identifies one machine has no place in a report: where its Python lies, its GPU's uuid.

@@ -35,6 +35,19 @@ def test_control_replies_lose_what_names_the_machine(tmp_path: Path) -> None:
     assert "/usr/bin/python3" in path.with_suffix(".md").read_text()
 
 
+def test_a_context_costs_what_the_gpu_stood_still_longer_than_without_it(tmp_path: Path) -> None:
+    def row(what: str, contexts: int, ms: float, kind: str = "trap") -> dict[str, Any]:
+        return {"what": what, "kind": kind, "contexts": contexts, "stall ms": ms}
+
+    rows = [row("older", 0, 10.0), row("older", 3, 34.0), row("older", 12, 112.0), row("younger", 6, 10.6)]
+    save(tmp_path, "stall", [*rows, row("older", 0, 142.0, "store"), row("older", 12, 142.0, "store")])
+    (made,) = report.build(tmp_path)["rows"]
+    assert made["finding"] == (
+        "With no other context 10 to 142 ms. Each other one adds, in ms: trap, older: 8 to 8.5; "
+        "trap, younger: 0.1 to 0.1; store, older: 0 to 0."
+    )
+
+
 def test_early_words_would_be_reported(tmp_path: Path) -> None:
     def case(ended_at: float) -> dict[str, Any]:
         return {
