@@ -2,8 +2,8 @@
 
 The one that has the turn when the domain is lost once more is taken for the offender: what it did again has
 faulted again. Programs that had nothing in flight work on meanwhile. Who has least to do is first, so a long
-training step holds up nobody who has a copy to do again; for that those who are still coming are waited for a
-little.
+training step holds up nobody who has a copy to do again; for that it waits a little for those who are still
+coming, and who has little to do waits less: it would hold nobody up for long.
 
 Where a kernel's exception is known, and every client of the lost domain was told to move in mode exact, the
 offender is among them. Then of those who have work to do again the program that was started last comes last,
@@ -26,6 +26,10 @@ from mpsd.model import FailoverMode, ProcessInstance
 TURN_S = 1.5
 """Longer than a program looks for the end of what it did again."""
 GATHER_S = 0.02
+"""How long others are waited for at most before a turn."""
+GATHER_EACH_S = 10e-6
+"""And for each operation of who waits: less than it takes to do one again (11 to 300 us where they are many,
+faultinject/reports, -moves-programs-sm), so nobody waits for longer than he would have held the others up."""
 LAST_S = 3.0
 """How long the last one waits for the others, at most: less than a program holds its calls."""
 _COMING = frozenset({Standing.WAITING, Standing.OFFERED})
@@ -39,10 +43,9 @@ def holders(state: State, domain: str) -> list[ProcessInstance]:
 def wait(draft: Draft, member: Member, operations: int) -> None:
     """It has moved, and holds its calls until it has done so many again."""
     assert member.home is not None
-    draft.put_member(replace(member, turn=Turn.WAITS, ahead=operations))
+    draft.put_member(replace(member, turn=Turn.WAITS, ahead=operations, gathers=True))
+    draft.emit(ArmTimer("failover-gather", _subject(member), min(GATHER_S, operations * GATHER_EACH_S)))
     gather(draft, member.home)
-    if not holders(draft.state, member.home):
-        draft.emit(ArmTimer("failover-gather", member.home, GATHER_S))
     if member.among:
         draft.emit(ArmTimer("failover-last", _subject(member), LAST_S))
 
@@ -61,8 +64,10 @@ def _movers(state: State, home: str) -> list[Member]:
 
 
 def on_gathered(draft: Draft, subject: str) -> None:
-    """Who has not come by now is waited for no longer. `subject`: the domain."""
-    _next(draft, subject)
+    """It waits no longer for who has not come by now. `subject`: as of on_timer()."""
+    for member in _named(draft.state, subject, Turn.WAITS):
+        draft.put_member(replace(member, gathers=False))
+        _next(draft, member.home)
 
 
 def over(draft: Draft, process: ProcessInstance) -> None:
@@ -122,13 +127,14 @@ def _next(draft: Draft, home: str | None) -> None:
         return
     waiting, movers = _waiting(draft.state, domain.id), _movers(draft.state, domain.id)
     last = max((_age(m) for m in (*waiting, *movers) if m.among), default=None)
-    for member in sorted(waiting, key=lambda m: (_age(m) == last, m.ahead, _age(m))):
+    may = [m for m in waiting if _age(m) != last or not _others_come(draft.state, m, movers)]
+    if movers and all(m.gathers for m in may):
+        return
+    for member in sorted(may, key=lambda m: (_age(m) == last, m.ahead, _age(m))):
         if not member.connected:
             # It has given up by itself.
             draft.put_member(replace(member, turn=Turn.NONE, among=False))
             continue
-        if _age(member) == last and _others_come(draft.state, member, movers):
-            return
         draft.emit(HaveTurn(member.process, domain.generation))
         timed(draft, member.process, "turn_ms")
         member = draft.put_member(replace(member, turn=Turn.HAS))

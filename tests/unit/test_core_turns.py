@@ -9,7 +9,7 @@ import pytest
 from mpsd.core import effects as fx
 from mpsd.core import events as ev
 from mpsd.core.standby import Turn
-from mpsd.core.turns import GATHER_S, LAST_S
+from mpsd.core.turns import GATHER_EACH_S, GATHER_S, LAST_S
 from mpsd.model import Again, Confidence, FailoverMode, ServerState
 from tests.support.core import process, server_of
 from tests.unit.test_core_failover import ON, Site, exact, suspected, turns_of
@@ -27,6 +27,13 @@ def comes(world: Site, pid: int, operations: int, *, waits: bool = True) -> None
     world.do(ev.MemberMoved(process(pid), 2, 1, 2, 3, replayed=operations, waits=waits))
 
 
+def waited(world: Site, pid: int) -> None:
+    """It has waited as long as it may for those who have less to do."""
+    subject = f"{pid} {process(pid).start_ticks} d2"
+    assert [e for e in world.ever(fx.ArmTimer) if (e.kind, e.subject) == ("failover-gather", subject)]
+    world.timer("failover-gather", subject)
+
+
 def turns(world: Site) -> list[int]:
     return [e.process.pid for e in world.ever(fx.HaveTurn)]
 
@@ -35,7 +42,7 @@ def test_the_turns_begin_when_all_have_come_and_the_shortest_is_first() -> None:
     world = suspects(10, 11, 12)
     comes(world, 10, 591)
     (timer,) = (e for e in world.ever(fx.ArmTimer) if e.kind == "failover-gather")
-    assert (timer.subject, timer.delay_s) == ("d2", GATHER_S)
+    assert timer.delay_s == 591 * GATHER_EACH_S < GATHER_S
     comes(world, 11, 196)
     assert turns(world) == []
     comes(world, 12, 27)
@@ -43,7 +50,7 @@ def test_the_turns_begin_when_all_have_come_and_the_shortest_is_first() -> None:
     fates = {f.process.pid: f for f in world.failover().fates}
     assert [fates[pid].replayed for pid in (10, 11, 12)] == [0, 0, 0]
     assert [fates[pid].turn_ms is None for pid in (10, 11, 12)] == [True, True, False]
-    world.timer("failover-gather", "d2")
+    waited(world, 10)
     assert turns(world) == [12]
     world.do(ev.MemberDone(process(12), 2, 5, 27))
     world.do(ev.MemberDone(process(11), 2, 5, 196))
@@ -64,12 +71,31 @@ def test_who_does_not_come_is_not_waited_for_long() -> None:
     world = suspects(10, 11, 12)
     comes(world, 10, 591)
     comes(world, 11, 3)
-    world.timer("failover-gather", "d2")
+    assert turns(world) == []
+    waited(world, 11)
     assert turns(world) == [11]
     # It comes while the other has its turn, and is before who has more to do.
     comes(world, 12, 5)
     world.do(ev.MemberDone(process(11), 2))
     assert turns(world) == [11, 12]
+
+
+def test_who_has_much_to_do_lets_the_others_come_first_and_waits_no_longer_than_that() -> None:
+    world = suspects(10, 11, 12)
+    comes(world, 10, 100_000)
+    (timer,) = (e for e in world.ever(fx.ArmTimer) if e.kind == "failover-gather")
+    assert timer.delay_s == GATHER_S
+    comes(world, 11, 3)
+    waited(world, 11)
+    assert turns(world) == [11]
+    # It has not waited long yet, and the third is still coming.
+    world.do(ev.MemberDone(process(11), 2))
+    assert turns(world) == [11]
+    waited(world, 10)
+    assert turns(world) == [11, 10]
+    comes(world, 12, 5)
+    world.do(ev.MemberDone(process(10), 2))
+    assert turns(world) == [11, 10, 12]
 
 
 def test_nobody_has_a_turn_in_a_domain_that_is_lost() -> None:
@@ -219,12 +245,15 @@ def test_who_comes_when_only_the_last_one_waits_has_a_turn_though_another_never_
     lost(world)
     comes(world, 10, 5)
     comes(world, 13, 3)
-    world.timer("failover-gather", "d2")
+    # The last one has no turn yet, and its waiting is not the others'.
+    waited(world, 13)
+    assert turns(world) == []
+    waited(world, 10)
     assert turns(world) == [10]
     world.do(ev.MemberDone(process(10), 2))
     assert turns_of(world) == {13: Turn.WAITS}
     comes(world, 11, 7)
-    world.timer("failover-gather", "d2")
+    waited(world, 11)
     assert turns_of(world) == {13: Turn.WAITS, 11: Turn.HAS}
     world.do(ev.MemberDone(process(11), 2))
     world.do(ev.MemberStayed(process(12), 2, "nobody knows"))
@@ -248,6 +277,7 @@ def test_the_youngest_may_be_still_on_its_way() -> None:
     lost(world)
     comes(world, 10, 5)
     comes(world, 11, 7)
-    world.timer("failover-gather", "d2")
+    waited(world, 10)
+    waited(world, 11)
     world.do(ev.MemberDone(process(10), 2))
     assert turns(world) == [10, 11]
