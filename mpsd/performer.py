@@ -18,6 +18,7 @@ from mpsd.attacher import Attacher
 from mpsd.bulletin import Bulletin
 from mpsd.core import effects as fx
 from mpsd.core import events as ev
+from mpsd.core.standby import FailoverRecord
 from mpsd.failover.desk import FailoverDesk
 from mpsd.guard import Guards
 from mpsd.host import Hosts
@@ -31,6 +32,8 @@ from mpsd.zones.book import Description, Zones
 log = structlog.get_logger("mpsd.performer")
 
 INSPECT_DEADLINE_S = 1.0
+# Programs that move say several things within milliseconds, and who waits for a turn waits for the loop.
+REVISIONS_S = 0.05
 # A lease is not closed while the thread of its guard hangs.
 CLOSE_S = 2.0
 
@@ -57,6 +60,8 @@ class Performer:
         self._loop = asyncio.get_running_loop()
         self._timers: dict[tuple[str, str], asyncio.TimerHandle] = {}
         self._tasks = Tasks(hands.post)
+        self._revised: dict[int, FailoverRecord] = {}
+        self._writing: asyncio.TimerHandle | None = None
         # Keyed by type; Any stands for the pairing of each key with its method's argument.
         self._methods: Mapping[type, Callable[[Any], None]] = {
             fx.StartDomain: lambda e: hands.hosts.start(e.domain, e.gpus, e.uid),
@@ -83,7 +88,7 @@ class Performer:
             fx.Move: hands.failover.move,
             fx.Fenced: hands.failover.fenced,
             fx.HaveTurn: hands.failover.have_turn,
-            fx.RecordFailover: lambda e: hands.bulletin.failover(e.record),
+            fx.RecordFailover: self._record_failover,
             fx.Publish: self._publish,
             fx.Answer: lambda e: hands.bulletin.answer(e.request, e.ok, e.data),
             fx.ArmTimer: self._arm,
@@ -139,6 +144,24 @@ class Performer:
         owners = effect.others | (set() if effect.owner is None else {effect.owner})
         self._hands.bulletin.publish(effect.kind, owners, effect.data)
 
+    def _record_failover(self, effect: fx.RecordFailover) -> None:
+        """A new record is written at once; of its revisions the newest one, in a moment."""
+        record = effect.record
+        if record.revision == 1:
+            self._hands.bulletin.failover(record)
+            return
+        self._revised[record.id] = record
+        if self._writing is None:
+            self._writing = self._loop.call_later(REVISIONS_S, self._write_revisions)
+
+    def _write_revisions(self) -> None:
+        if self._writing is not None:
+            self._writing.cancel()
+        self._writing = None
+        for record in self._revised.values():
+            self._hands.bulletin.failover(record)
+        self._revised.clear()
+
     def _arm(self, effect: fx.ArmTimer) -> None:
         key = (effect.kind, effect.subject)
         if key in self._timers:
@@ -153,4 +176,5 @@ class Performer:
         for timer in self._timers.values():
             timer.cancel()
         self._timers.clear()
+        self._write_revisions()
         await self._tasks.ended(CLOSE_S)

@@ -248,6 +248,9 @@ class RecordFailover:
     record: FailoverRecord
 
 
+Word = Welcome | OfferStandby | StandDown | Move | Fenced | HaveTurn
+"""What a program under mpsd's libcuda is told."""
+
 Effect = (
     StartDomain
     | StopDomain
@@ -267,12 +270,7 @@ Effect = (
     | Freeze
     | LookAtFrozen
     | Record
-    | Welcome
-    | OfferStandby
-    | StandDown
-    | HaveTurn
-    | Fenced
-    | Move
+    | Word
     | RecordFailover
     | Publish
     | Answer

@@ -27,7 +27,7 @@ from mpsd.core import (
 )
 from mpsd.core import events as ev
 from mpsd.core.draft import Draft
-from mpsd.core.effects import Effect, Freeze, Kill, ReleaseLease, Terminate
+from mpsd.core.effects import Effect, Freeze, Kill, ReleaseLease, Terminate, Word
 from mpsd.core.state import (
     DomainState,
     InvariantViolation,
@@ -154,7 +154,12 @@ def decide(state: State, event: ev.Event, now: float) -> Decision:
     _close_old_faults(draft)
     check_invariants(draft.state)
     _check_effects(state, event, draft)
-    return Decision(draft.state, tuple(draft.effects))
+    return Decision(draft.state, _words_first(draft.effects))
+
+
+def _words_first(effects: list[Effect]) -> tuple[Effect, ...]:
+    """What programs are told: they stand still until then, and need nothing of what else is done."""
+    return tuple(sorted(effects, key=lambda effect: not isinstance(effect, Word)))
 
 
 def _close_old_faults(draft: Draft) -> None:

@@ -126,7 +126,7 @@ def test_survivors_are_told_in_the_decision_that_switches_the_path_and_the_offen
     world.fault(12)
     assert world.told() == [10, 11] and world.path() == "d2"
     kinds = [type(e) for e in world.last]
-    assert kinds.index(fx.SwitchPath) < kinds.index(fx.Move) < kinds.index(fx.Record)
+    assert kinds.index(fx.Move) < kinds.index(fx.SwitchPath) < kinds.index(fx.Record)
     assert world.record().confidence is Confidence.CERTAIN
     assert [e.process.pid for e in world.made(fx.StandDown)] == [12]
     assert world.standing(12) is Standing.LEFT_BEHIND

@@ -1,0 +1,67 @@
+"""What the performer does itself: most effects it only hands on."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any, cast
+
+from mpsd.core import effects as fx
+from mpsd.core.standby import FailoverRecord
+from mpsd.performer import Hands, Performer
+
+DEADLINE_S = 20.0
+
+
+class Bulletin:
+    def __init__(self) -> None:
+        self.written: list[tuple[int, int]] = []
+        self.grew = asyncio.Event()
+
+    def failover(self, record: FailoverRecord) -> None:
+        self.written.append((record.id, record.revision))
+        self.grew.set()
+
+
+def performer(bulletin: Bulletin) -> Performer:
+    others = {name: None for name in Hands.__dataclass_fields__}
+    desk = SimpleNamespace(
+        **dict.fromkeys(("welcome", "offer", "stand_down", "move", "fenced", "have_turn"), None)
+    )
+    hands: Any = SimpleNamespace(**others | {"bulletin": bulletin, "failover": desk})
+    return Performer(cast("Hands", hands))
+
+
+def revision(number: int, of: int = 1) -> fx.RecordFailover:
+    record: Any = SimpleNamespace(id=of, revision=number)
+    return fx.RecordFailover(cast("FailoverRecord", record))
+
+
+def test_a_record_is_written_at_once_and_of_its_revisions_the_newest_in_a_moment() -> None:
+    asyncio.run(writes_the_newest())
+
+
+async def writes_the_newest() -> None:
+    bulletin = Bulletin()
+    does = performer(bulletin)
+    for effect in (revision(1), revision(2), revision(1, of=2), revision(3), revision(2, of=2)):
+        does.perform(effect)
+    assert bulletin.written == [(1, 1), (2, 1)]
+    bulletin.grew.clear()
+    await asyncio.wait_for(bulletin.grew.wait(), DEADLINE_S)
+    assert bulletin.written[2:] == [(1, 3), (2, 2)]
+    does.perform(revision(4))
+    await does.close()
+    assert bulletin.written[4:] == [(1, 4)]
+
+
+def test_what_is_not_written_yet_is_written_at_the_end() -> None:
+    asyncio.run(ends_at_once())
+
+
+async def ends_at_once() -> None:
+    bulletin = Bulletin()
+    does = performer(bulletin)
+    does.perform(revision(2))
+    await does.close()
+    assert bulletin.written == [(1, 2)]
