@@ -498,7 +498,7 @@ class Daemon:
     def _save_soon(self) -> None:
         if not self._save_pending:
             self._save_pending = True
-            self._loop.call_soon(self.save_pending)
+            self._loop.call_later(self._hosts.calm.left_s(), self.save_pending)
 
     def save_pending(self) -> str:
         """Write the state if it has changed: before an answer says that something is done for good.

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import structlog
 
 from mpsd import mpslog, pipedir
+from mpsd.calm import Calm
 from mpsd.control import OUTPUT_FILE, ControlDaemon, TerminateOutcome
 from mpsd.core import events as ev
 from mpsd.errors import MpsdError
@@ -88,6 +89,7 @@ class Hosts:
         self._starting: dict[str, asyncio.Task[None]] = {}
         self._stopping: set[str] = set()
         self._loop = asyncio.get_running_loop()
+        self.calm = Calm()
 
     def names(self) -> tuple[str, ...]:
         return tuple(self._hosts)
@@ -113,6 +115,7 @@ class Hosts:
         task.add_done_callback(lambda _: self._starting.pop(domain, None))
 
     async def _start(self, domain: str, gpus: tuple[str, ...], uid: int | None) -> None:
+        await self.calm.over()
         host = Host(domain, uid, self._control(domain, gpus))
         private_to = uid if self._private else None
         try:
@@ -302,6 +305,7 @@ class Hosts:
             self._tasks.spawn(self._ask(domain))
 
     async def _ask(self, domain: str) -> None:
+        await self.calm.over()
         host = self._hosts.get(domain)
         if host is None or not host.control.alive():
             return

@@ -85,7 +85,7 @@ class Performer:
             fx.Welcome: hands.failover.welcome,
             fx.OfferStandby: hands.failover.offer,
             fx.StandDown: hands.failover.stand_down,
-            fx.Move: hands.failover.move,
+            fx.Move: self._move,
             fx.Fenced: hands.failover.fenced,
             fx.HaveTurn: hands.failover.have_turn,
             fx.RecordFailover: self._record_failover,
@@ -143,6 +143,10 @@ class Performer:
     def _publish(self, effect: fx.Publish) -> None:
         owners = effect.others | (set() if effect.owner is None else {effect.owner})
         self._hands.bulletin.publish(effect.kind, owners, effect.data)
+
+    def _move(self, effect: fx.Move) -> None:
+        self._hands.hosts.calm.begin()
+        self._hands.failover.move(effect)
 
     def _record_failover(self, effect: fx.RecordFailover) -> None:
         """A new record is written at once; of its revisions the newest one, in a moment."""

@@ -6,9 +6,11 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any, cast
 
+from mpsd.calm import CALM_S, Calm
 from mpsd.core import effects as fx
 from mpsd.core.standby import FailoverRecord
 from mpsd.performer import Hands, Performer
+from tests.support.core import process
 
 DEADLINE_S = 20.0
 
@@ -23,12 +25,12 @@ class Bulletin:
         self.grew.set()
 
 
-def performer(bulletin: Bulletin) -> Performer:
+def performer(bulletin: Bulletin, calm: Calm | None = None, told: list[fx.Move] | None = None) -> Performer:
     others = {name: None for name in Hands.__dataclass_fields__}
-    desk = SimpleNamespace(
-        **dict.fromkeys(("welcome", "offer", "stand_down", "move", "fenced", "have_turn"), None)
-    )
-    hands: Any = SimpleNamespace(**others | {"bulletin": bulletin, "failover": desk})
+    desk = SimpleNamespace(**dict.fromkeys(("welcome", "offer", "stand_down", "fenced", "have_turn"), None))
+    desk.move = told.append if told is not None else None
+    hosts = SimpleNamespace(calm=calm)
+    hands: Any = SimpleNamespace(**others | {"bulletin": bulletin, "failover": desk, "hosts": hosts})
     return Performer(cast("Hands", hands))
 
 
@@ -65,3 +67,20 @@ async def ends_at_once() -> None:
     does.perform(revision(2))
     await does.close()
     assert bulletin.written == [(1, 2)]
+
+
+def test_after_a_word_to_move_what_takes_the_loops_time_waits_a_moment() -> None:
+    asyncio.run(keeps_calm())
+
+
+async def keeps_calm() -> None:
+    calm, told = Calm(), list[fx.Move]()
+    await asyncio.wait_for(calm.over(), DEADLINE_S)
+    assert calm.left_s() == 0
+    does = performer(Bulletin(), calm, told)
+    move = fx.Move(process(7), 2, "a fault")
+    does.perform(move)
+    assert told == [move] and 0 < calm.left_s() <= CALM_S
+    await asyncio.wait_for(calm.over(), DEADLINE_S)
+    assert calm.left_s() == 0
+    await does.close()
