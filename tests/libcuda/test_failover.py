@@ -22,11 +22,11 @@ import pytest
 from tests.support import moving
 from tests.support.libcudas import DEADLINE_S, PROGRAMS, ROOT, Libraries
 from tests.support.moving import Line, Post, open_post
-from tests.support.simfixtures import backend, domain, second
+from tests.support.simfixtures import backend, domain, second, third
 from tests.support.simnode import Domain, until
 from tests.support.zoning import SPARSE, LedgerView, ledger_of
 
-__all__ = ["backend", "domain", "second"]
+__all__ = ["backend", "domain", "second", "third"]
 
 
 @pytest.fixture
@@ -195,8 +195,8 @@ def test_a_standby_has_one_connection_for_copies_where_the_program_asks_for_no_n
     told: list[str],
 ) -> None:
     """The more channels there are, the longer an exception of a kernel holds all up (reports, -stall)."""
-    log, name = tmp_path / "connections", "CUDA_DEVICE_MAX_COPY_CONNECTIONS"
-    with started(libraries, domain, post, MPSD_STANDIN_CONNECTIONS=str(log), **given) as program:
+    log, name = tmp_path / "notes", "CUDA_DEVICE_MAX_COPY_CONNECTIONS"
+    with started(libraries, domain, post, MPSD_STANDIN_NOTES=str(log), **given) as program:
         line = post.greet()
         assert program("m = gpu.memory(8 << 20)") == "None"
         stand_by(line, second, copies)
@@ -204,6 +204,47 @@ def test_a_standby_has_one_connection_for_copies_where_the_program_asks_for_no_n
         assert program.end() == ""
     homes = [home.environment["CUDA_MPS_PIPE_DIRECTORY"] for home in (domain, second)]
     assert log.read_text().splitlines() == [f"{home} {said}" for home, said in zip(homes, told, strict=True)]
+
+
+@pytest.mark.parametrize("planned", [False, True])
+@pytest.mark.parametrize("keeps", [False, True])
+def test_what_the_first_copy_has_on_the_gpu_is_given_back_once_it_is_left(
+    libraries: Libraries,
+    domain: Domain,
+    second: Domain,
+    third: Domain,
+    post: Post,
+    copies: Path,
+    tmp_path: Path,
+    planned: bool,
+    keeps: bool,
+) -> None:
+    """Its contexts answer nothing more then, and nothing of the program's needs them."""
+    log = tmp_path / "notes"
+    extra = {"MPSD_STANDIN_NOTES": str(log), "MPSD_FAILOVER_GIVE_BACK": "0" if keeps else "1"}
+
+    def gave_back() -> list[str]:
+        return [line for line in log.read_text().splitlines() if line.endswith("gave back")]
+
+    with started(libraries, domain, post, **extra) as program:
+        line = post.greet(moving.EXACT)
+        assert program("m = gpu.memory(8 << 20); s = gpu.stream(); pinned = gpu.pinned()") == "None"
+        assert program("[gpu.run('add', m, 8, 1, stream=s), gpu.sync()]") == "[0, 0]"
+        stand_by(line, second, copies)
+        if not planned:
+            break_domain(domain)
+        said = line.move(1, planned=planned)
+        assert said.kind == moving.MOVED, said
+        if not keeps:
+            until(lambda: bool(gave_back()))
+        # A second move, in which the copy that is left is another one.
+        stand_by(line, third, copies, 2)
+        assert line.move(2, planned=True).kind == moving.MOVED
+        assert program("[gpu.run('add', m, 8, 1, stream=s), gpu.sync(), gpu.word(m)]") == "[0, 0, 2]"
+        assert program("[gpu.code('cuMemFree_v2', m), gpu.code('cuStreamDestroy_v2', s)]") == "[0, 0]"
+        assert program.end() == ""
+    first = f"{domain.environment['CUDA_MPS_PIPE_DIRECTORY']} gave back"
+    assert gave_back() == ([] if keeps else [first])
 
 
 def test_a_thread_that_waits_is_carried_over_and_is_told_once(

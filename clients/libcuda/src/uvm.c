@@ -38,13 +38,19 @@ struct preferred_location {
 	uint32_t status;
 };
 
+struct gpu_space {
+	uint8_t gpu[16];
+	uint32_t status;
+};
+
 /* The CPU, as UVM calls it. */
 static const uint8_t cpu[16] = {
 	0xa6, 0x5e, 0x0f, 0x4e, 0xd7, 0xd4, 0x7b, 0xa2, 0x50, 0x47, 0x41, 0x2c, 0x14, 0x2a, 0x77, 0x73,
 };
 
 _Static_assert(sizeof(struct preferred_location) == 40 && sizeof(struct external_range) == 24 &&
-	       sizeof(struct external_sparse) == 40 && sizeof(struct free_range) == 24, "the layouts are the driver's");
+	       sizeof(struct external_sparse) == 40 && sizeof(struct free_range) == 24 &&
+	       sizeof(struct gpu_space) == 20, "the layouts are the driver's");
 
 bool mpsd_uvm_external(int fd, uint64_t base, size_t size)
 {
@@ -68,6 +74,14 @@ bool mpsd_uvm_free(int fd, uint64_t base, size_t size)
 	if (ioctl(fd, UVM_FREE, &range))
 		return false;
 	return !(range.status == UNWRITTEN ? range.status_since_610 : range.status);
+}
+
+bool mpsd_uvm_unregister_space(int fd, const uint8_t gpu[16])
+{
+	struct gpu_space space = { .status = UNWRITTEN };
+
+	memcpy(space.gpu, gpu, sizeof(space.gpu));
+	return !ioctl(fd, MPSD_UVM_UNREGISTER_SPACE, &space) && !space.status;
 }
 
 /* Branches before 550 have the status where the node is, and do the same. */

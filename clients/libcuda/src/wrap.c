@@ -3,6 +3,7 @@
 #include <pthread.h>
 
 #include "failover/carry.h"
+#include "failover/copy.h"
 #include "failover/line.h"
 #include "hostguard.h"
 #include "memory.h"
@@ -23,9 +24,11 @@ static void check(void)
 		mpsd_step_aside(reason);
 	else if (mpsd_memory_wanted())
 		start_memory();
-	/* Only what lies in a window can come along. */
-	if (!reason && mpsd_memory_wanted() && mpsd_line_offered())
+	/* Only what lies in a window can come along. What the first copy has on the GPU is known from the beginning. */
+	if (!reason && mpsd_memory_wanted() && mpsd_line_offered()) {
 		mpsd_carry_install();
+		mpsd_copy_watch_first();
+	}
 }
 
 CUresult wrap_cuInit(unsigned int Flags)

@@ -66,27 +66,27 @@ static bool take_name(void)
 	return fd >= 0;
 }
 
-/* How many channels the real driver makes for copies, which does not show otherwise: by who is in which domain. */
-static void note_connections(void)
+void note(const char *what)
 {
-	const char *log = getenv("MPSD_STANDIN_CONNECTIONS"), *told = getenv("CUDA_DEVICE_MAX_COPY_CONNECTIONS");
+	const char *log = getenv("MPSD_STANDIN_NOTES");
 	int fd = log ? open(log, O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC, 0600) : -1;
 
 	if (fd < 0)
 		return;
-	dprintf(fd, "%s %s\n", pipe_directory, told ? told : "usual");
+	dprintf(fd, "%s %s\n", pipe_directory, what);
 	close(fd);
 }
 
 static CUresult initialise(void)
 {
-	const char *directory;
+	const char *directory, *connections = getenv("CUDA_DEVICE_MAX_COPY_CONNECTIONS");
 
 	if (!take_name())
 		return CUDA_ERROR_OPERATING_SYSTEM;
 	directory = getenv("CUDA_MPS_PIPE_DIRECTORY");
 	snprintf(pipe_directory, sizeof(pipe_directory), "%s", directory ? directory : "");
-	note_connections();
+	/* How many channels the real driver makes for copies. */
+	note(connections ? connections : "usual");
 	choose_backend();
 	gate_find();
 	__atomic_store_n(&state, 1, __ATOMIC_RELEASE);

@@ -93,6 +93,9 @@ void manager_see(int fd);	/* any time */
 
 /* reserve.c: what the process has mapped by now. */
 void note_taken(void);
+/* Beside the domain that this copy of the library is in, for a test: a line in the file MPSD_STANDIN_NOTES. */
+void note(const char *what);
+
 CUcontext primary_of(CUdevice device);	/* of a device that is; its `retained` may be 0 */
 CUdevice current_device(void);		/* that of the current context; 0 without one */
 extern __thread CUcontext working_for;	/* in a stream's thread: its context */

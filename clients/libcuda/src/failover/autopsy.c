@@ -21,6 +21,7 @@
 #include "failover/cut.h"
 #include "failover/descriptors.h"
 #include "failover/line.h"
+#include "failover/remains.h"
 #include "limits.h"
 #include "uvm.h"
 
@@ -93,6 +94,8 @@ static int own_ioctl(unsigned int number, int fd, unsigned long request, void *a
 		result = ioctl(fd, request, argument);
 	else
 		control->status = NOT_SUPPORTED;
+	if (!number && !result)
+		mpsd_remains_note(fd, request, argument);
 	mpsd_copy_come_back(number, ends);
 	return result;
 }

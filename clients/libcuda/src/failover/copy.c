@@ -27,6 +27,7 @@
 #include "failover/descriptors.h"
 #include "failover/maps.h"
 #include "failover/opened.h"
+#include "failover/remains.h"
 #include "place.h"
 #include "uvmrange.h"
 #include "window.h"
@@ -281,6 +282,7 @@ void mpsd_copy_watch_first(void)
 		return;
 	is_done = true;
 	mpsd_cut_know(0, mpsd_real_handle);
+	mpsd_remains_know(mpsd_real_handle);
 	/* Where it cannot be, a move takes longer. */
 	if (!dlinfo(mpsd_real_handle, RTLD_DI_LINKMAP, &map) && write_slots(map, 0))
 		know_first_space();

@@ -18,6 +18,7 @@
 #include "failover/mirror.h"
 #include "failover/move.h"
 #include "failover/rehearsal.h"
+#include "failover/remains.h"
 #include "failover/wish.h"
 #include "failoverwire.h"
 #include "limits.h"
@@ -28,6 +29,7 @@
 #define AHEAD_NS 300000000ull	/* what is made for a standby that the daemon waits for */
 #define RETRY_NS 100000000ull
 #define SETTLE_MS 1000		/* threads come into the next copy, for which they may need the loader, first */
+#define FIRST_SETTLES 5
 
 void *mpsd_other[MPSD_SLOTS];
 
@@ -40,6 +42,9 @@ static struct left {
 	struct mpsd_copy copy;
 	uint64_t moves, ns;
 } lefts[MOST_LEFT];
+
+/* The program's first copy: without a handle. `ns` 0: it is in use, or what it has on the GPU was given back. */
+static struct left first;
 
 static atomic_bool is_lazy;	/* by the daemon's configuration */
 
@@ -88,20 +93,23 @@ static void end_copy(struct mpsd_copy *copy)
 
 static uint64_t due_ns(const struct left *left)
 {
-	return left->ns + 1000000 * mpsd_read_number("MPSD_FAILOVER_SETTLE_MS", SETTLE_MS, 1, 0, 60000);
+	uint64_t settle_ns = 1000000 * mpsd_read_number("MPSD_FAILOVER_SETTLE_MS", SETTLE_MS, 1, 0, 60000);
+
+	/* Who is inside the first copy is not counted: it has longer to come out. */
+	return left->ns + settle_ns * (left->copy.handle ? 1 : FIRST_SETTLES);
 }
 
 /* Until a copy that was left is due to be unloaded; -1: there is none. */
 int mpsd_left_ms(void)
 {
-	uint64_t now = mpsd_now_ns(), first = UINT64_MAX;
+	uint64_t now = mpsd_now_ns(), soonest = first.ns ? due_ns(&first) : UINT64_MAX;
 
 	for (int i = 0; i < MOST_LEFT && lefts[i].copy.handle; i++)
-		if (due_ns(&lefts[i]) < first)
-			first = due_ns(&lefts[i]);
-	if (first == UINT64_MAX)
+		if (due_ns(&lefts[i]) < soonest)
+			soonest = due_ns(&lefts[i]);
+	if (soonest == UINT64_MAX)
 		return -1;
-	return now < first ? (int)((first - now) / 1000000) + 1 : 0;
+	return now < soonest ? (int)((soonest - now) / 1000000) + 1 : 0;
 }
 
 static bool is_empty(const struct left *left)
@@ -120,11 +128,24 @@ static void forget(int number)
 	mpsd_hosts_copy_went(left.moves);
 }
 
+static void tend_first(uint64_t now)
+{
+	if (!first.ns || now < due_ns(&first))
+		return;
+	if (!is_empty(&first)) {
+		first.ns += RETRY_NS;
+		return;
+	}
+	first.ns = 0;
+	mpsd_remains_end();
+}
+
 /* One of them, and the others when they are looked at again. */
 void mpsd_standby_tend(void)
 {
 	uint64_t now = mpsd_now_ns();
 
+	tend_first(now);
 	for (int i = 0; i < MOST_LEFT && lefts[i].copy.handle; i++) {
 		if (now < due_ns(&lefts[i]))
 			continue;
@@ -292,6 +313,8 @@ void mpsd_standby_used(void)
 {
 	struct left left = { in_use, mpsd_moves_done(), mpsd_now_ns() };
 
+	if (!left.copy.handle)
+		first = left;
 	for (int i = 0; left.copy.handle && i < MOST_LEFT; i++) {
 		if (lefts[i].copy.handle)
 			continue;
