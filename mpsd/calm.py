@@ -7,24 +7,42 @@ They stand still until the daemon has heard of all of them. A process that is st
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 CALM_S = 0.05
+MOST_S = 0.2
+"""However often somebody is told to move: what waits is not put off for ever."""
 
 
 class Calm:
-    """For the thread of one event loop."""
+    """For the thread of one event loop. `clock`: monotonic seconds, the loop's own by default."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
-        self._until = 0.0
+        self._clock = clock or self._loop.time
+        self._began = self._until = float("-inf")
 
     def begin(self) -> None:
-        self._until = self._loop.time() + CALM_S
+        now = self._clock()
+        if now >= self._until:
+            self._began = now
+        self._until = min(now + CALM_S, self._began + MOST_S)
 
     def left_s(self) -> float:
-        return max(self._until - self._loop.time(), 0.0)
+        return max(self._until - self._clock(), 0.0)
 
     async def over(self) -> None:
         """Wait for its end, where there is one."""
         while left := self.left_s():
             await asyncio.sleep(left)
+
+    def afterwards(self, call: Callable[[], object]) -> None:
+        """In the next turn of the loop, and when it is over, if it has begun by then."""
+        self._loop.call_soon(self._when_over, call)
+
+    def _when_over(self, call: Callable[[], object]) -> None:
+        left = self.left_s()
+        if left:
+            self._loop.call_later(left, self._when_over, call)
+        else:
+            call()

@@ -165,7 +165,9 @@ class Daemon:
             self.backend.control_environment,
             self.layout,
             self.settings,
-            Callbacks(self._post, self._attacher.notice, self._client_left, self._save_soon),
+            Callbacks(
+                self._post, self._attacher.notice, self._client_left, self._save_soon, self.save_pending
+            ),
             start_deadline_s=self.config.domains.start_deadline_s,
             private=self.config.domains.private,
         )
@@ -498,7 +500,7 @@ class Daemon:
     def _save_soon(self) -> None:
         if not self._save_pending:
             self._save_pending = True
-            self._loop.call_later(self._hosts.calm.left_s(), self.save_pending)
+            self._hosts.calm.afterwards(self.save_pending)
 
     def save_pending(self) -> str:
         """Write the state if it has changed: before an answer says that something is done for good.

@@ -36,12 +36,16 @@ ASK_DEADLINE_S = 2.0
 
 @dataclass(slots=True)
 class Callbacks:
-    """What a domain's logs tell besides events: a client to notice or that may have left, a setting made."""
+    """What a domain's logs tell besides events: a client to notice or that may have left, a setting made.
+
+    `save`: write down now what there is, before a process is started.
+    """
 
     post: Post
     notice: Callable[[str, int], None]
     left: Callable[[str, int], None]
     set_by_hand: Callable[[], None]
+    save: Callable[[], object]
 
 
 @dataclass(slots=True)
@@ -116,6 +120,7 @@ class Hosts:
 
     async def _start(self, domain: str, gpus: tuple[str, ...], uid: int | None) -> None:
         await self.calm.over()
+        self._callbacks.save()
         host = Host(domain, uid, self._control(domain, gpus))
         private_to = uid if self._private else None
         try:
@@ -198,10 +203,10 @@ class Hosts:
             case mpslog.NewClient(pid=pid):
                 self._callbacks.notice(host.name, pid)
             case mpslog.ServerReady() | mpslog.ContextCreated():
-                self.ask(host.name)
+                self._tasks.spawn(self._ask_calmly(host.name))
             case mpslog.ServerFatal():
                 self._callbacks.post(ev.ServerFatalLogged(host.name, line.text))
-                self.ask(host.name)
+                self._tasks.spawn(self._ask_calmly(host.name))
             case mpslog.BlamedClient():
                 # The pid in it is often an innocent one: the line counts as a sign of the fault alone.
                 self._callbacks.post(ev.ServerFatalLogged(host.name, line.text))
@@ -304,8 +309,11 @@ class Hosts:
         if domain in self._hosts:
             self._tasks.spawn(self._ask(domain))
 
-    async def _ask(self, domain: str) -> None:
+    async def _ask_calmly(self, domain: str) -> None:
         await self.calm.over()
+        await self._ask(domain)
+
+    async def _ask(self, domain: str) -> None:
         host = self._hosts.get(domain)
         if host is None or not host.control.alive():
             return

@@ -62,6 +62,7 @@ class Performer:
         self._tasks = Tasks(hands.post)
         self._revised: dict[int, FailoverRecord] = {}
         self._writing: asyncio.TimerHandle | None = None
+        self._closed = False
         # Keyed by type; Any stands for the pairing of each key with its method's argument.
         self._methods: Mapping[type, Callable[[Any], None]] = {
             fx.StartDomain: lambda e: hands.hosts.start(e.domain, e.gpus, e.uid),
@@ -151,7 +152,7 @@ class Performer:
     def _record_failover(self, effect: fx.RecordFailover) -> None:
         """A new record is written at once; of its revisions the newest one, in a moment."""
         record = effect.record
-        if record.revision == 1:
+        if record.revision == 1 or self._closed:
             self._hands.bulletin.failover(record)
             return
         self._revised[record.id] = record
@@ -162,9 +163,14 @@ class Performer:
         if self._writing is not None:
             self._writing.cancel()
         self._writing = None
-        for record in self._revised.values():
-            self._hands.bulletin.failover(record)
-        self._revised.clear()
+        revised, self._revised = self._revised, {}
+        for record in revised.values():
+            try:
+                self._hands.bulletin.failover(record)
+            except Exception as error:
+                # As of any effect: the others are written all the same.
+                log.error("record not written", id=record.id, error=repr(error), exc_info=True)
+                self._hands.post(ev.Counted({"effects_failed": 1}))
 
     def _arm(self, effect: fx.ArmTimer) -> None:
         key = (effect.kind, effect.subject)
@@ -180,5 +186,7 @@ class Performer:
         for timer in self._timers.values():
             timer.cancel()
         self._timers.clear()
+        # What is still said is written at once.
+        self._closed = True
         self._write_revisions()
         await self._tasks.ended(CLOSE_S)

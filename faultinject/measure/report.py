@@ -292,8 +292,8 @@ def zones(rows: list[Row]) -> list[Row]:
 
 
 def stall(rows: list[Row]) -> list[Row]:
-    """What one more context costs: by how much longer than without any the GPU stood still."""
-    alone = {row["kind"]: row["stall ms"] for row in rows if not row["contexts"]}
+    """What one more context costs after an exception of a kernel; a stray store holds all up as long."""
+    alone = {row["kind"]: row["stall ms"] for row in rows if not row["contexts"] and row["kind"] != "store"}
 
     def each(of: Row) -> float:
         return float(round((of["stall ms"] - alone[of["kind"]]) / of["contexts"], 1))
@@ -303,10 +303,12 @@ def stall(rows: list[Row]) -> list[Row]:
         if row["contexts"] and row["kind"] in alone:
             costs.setdefault(f"{row['kind']}, {row['what']}", []).append(each(row))
     told = "; ".join(f"{what}: {_span(many)}" for what, many in costs.items())
+    stores = _span(row["stall ms"] for row in rows if row["kind"] == "store")
     return [
         _row(
             "How long does the GPU stand still at a fault, and for whom of those who are there?",
-            f"With no other context {_span(alone.values())} ms. Each other one adds, in ms: {told}.",
+            f"With nobody but the bystander, and two servers, {_span(alone.values())} ms. Each other context "
+            f"adds, in ms, one fault of each: {told}. A stray store: {stores} ms, whoever is there.",
             rows,
         )
     ]

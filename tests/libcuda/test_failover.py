@@ -247,6 +247,48 @@ def test_what_the_first_copy_has_on_the_gpu_is_given_back_once_it_is_left(
     assert gave_back() == ([] if keeps else [first])
 
 
+def test_a_standby_that_cannot_be_made_is_told_before_the_first_copy_is_due(
+    libraries: Libraries,
+    domain: Domain,
+    second: Domain,
+    third: Domain,
+    post: Post,
+    copies: Path,
+    tmp_path: Path,
+) -> None:
+    """Nobody waits for that copy: it is not unloaded. Here it would be due after the test's deadline."""
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    log = tmp_path / "notes"
+    extra = {"MPSD_FAILOVER_SETTLE_MS": "60000", "MPSD_STANDIN_NOTES": str(log)}
+    with started(libraries, domain, post, **extra) as program:
+        line = post.greet(moving.EXACT)
+        assert program("m = gpu.memory(8 << 20)") == "None"
+        stand_by(line, second, copies)
+        assert line.move(1, planned=True).kind == moving.MOVED
+        offer(line, third, empty, 2)
+        assert line.hear(moving.READY, moving.UNREADY).kind == moving.UNREADY
+        assert program.end() == ""
+    # Nor was anything given back by then.
+    assert "gave back" not in log.read_text()
+
+
+def test_who_stays_where_it_is_gives_nothing_back(
+    libraries: Libraries, domain: Domain, second: Domain, post: Post, copies: Path, tmp_path: Path
+) -> None:
+    log = tmp_path / "notes"
+    with started(libraries, domain, post, MPSD_STANDIN_NOTES=str(log)) as program:
+        line = post.greet(moving.EXACT)
+        assert program("m = gpu.memory(8 << 20)") == "None"
+        stand_by(line, second, copies)
+        # A generation that it was not told of.
+        line.say(moving.MOVE, 7, planned=True)
+        assert line.hear(moving.MOVED, moving.STAYED).kind == moving.STAYED
+        assert program("[gpu.run('add', m, 8, 1), gpu.sync(), gpu.word(m)]") == "[0, 0, 1]"
+        assert program.end() == ""
+    assert "gave back" not in log.read_text()
+
+
 def test_a_thread_that_waits_is_carried_over_and_is_told_once(
     domain: Domain, second: Domain, post: Post, ask: Program, copies: Path
 ) -> None:

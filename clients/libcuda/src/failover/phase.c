@@ -8,6 +8,7 @@
 #include "failover/line.h"
 #include "failover/made.h"
 #include "failover/move.h"
+#include "failover/remains.h"
 #include "failover/vmm.h"
 
 void *mpsd_inner[MPSD_SLOTS];
@@ -193,4 +194,5 @@ void mpsd_phase_child(void)
 	mpsd_variables_child();
 	mpsd_own_child();
 	mpsd_vmm_child();
+	mpsd_remains_child();
 }

@@ -21,6 +21,7 @@
 
 #include "failover/descriptors.h"
 #include "limits.h"
+#include "proxy.h"
 #include "thread.h"
 #include "uvm.h"
 
@@ -52,15 +53,19 @@ _Static_assert(sizeof(struct allocation) == WITH_RIGHTS && sizeof(struct release
 	       "as the numbers of the ioctls say");
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-static unsigned int device_count, space_count;
-static struct {
-	int fd;
-	struct release of;
-} devices[MOST];
-static struct {
-	int fd;
-	uint8_t gpu[16];
-} spaces[MOST];
+
+/* What that copy has. */
+static struct remains {
+	unsigned int device_count, space_count;
+	struct {
+		int fd;
+		struct release of;
+	} devices[MOST];
+	struct {
+		int fd;
+		uint8_t gpu[16];
+	} spaces[MOST];
+} has;
 
 static CUresult (*imitated)(void);
 
@@ -73,67 +78,84 @@ static void note_device(int fd, unsigned long request, const struct allocation *
 {
 	bool rights = (request >> 16 & 0x3fff) == WITH_RIGHTS;
 
-	if (allocation->class != DEVICE_CLASS || device_count == MOST ||
+	if (allocation->class != DEVICE_CLASS || has.device_count == MOST ||
 	    (rights ? allocation->with_rights.status : allocation->usual.status))
 		return;
-	devices[device_count].fd = fd;
-	devices[device_count++].of = (struct release){ allocation->root, allocation->parent, allocation->object, 0 };
+	has.devices[has.device_count].fd = fd;
+	has.devices[has.device_count++].of =
+		(struct release){ allocation->root, allocation->parent, allocation->object, 0 };
 }
 
 static void forget_device(const struct release *of)
 {
-	for (unsigned int i = 0; i < device_count; i++)
-		if (devices[i].of.root == of->root && devices[i].of.object == of->object)
-			devices[i--] = devices[--device_count];
+	for (unsigned int i = 0; i < has.device_count; i++)
+		if (has.devices[i].of.root == of->root && has.devices[i].of.object == of->object)
+			has.devices[i--] = has.devices[--has.device_count];
 }
 
 static void note_space(int fd, const uint8_t *gpu, bool is)
 {
-	for (unsigned int i = 0; i < space_count; i++)
-		if (spaces[i].fd == fd && !memcmp(spaces[i].gpu, gpu, sizeof(spaces[i].gpu)))
-			spaces[i--] = spaces[--space_count];
-	if (!is || space_count == MOST)
+	for (unsigned int i = 0; i < has.space_count; i++)
+		if (has.spaces[i].fd == fd && !memcmp(has.spaces[i].gpu, gpu, sizeof(has.spaces[i].gpu)))
+			has.spaces[i--] = has.spaces[--has.space_count];
+	if (!is || has.space_count == MOST)
 		return;
-	spaces[space_count].fd = fd;
-	memcpy(spaces[space_count++].gpu, gpu, sizeof(spaces[0].gpu));
+	has.spaces[has.space_count].fd = fd;
+	memcpy(has.spaces[has.space_count++].gpu, gpu, sizeof(has.spaces[0].gpu));
+}
+
+static bool is_of_interest(unsigned long request)
+{
+	return (request & 0xffff) == RM_ALLOC || request == RM_FREE || request == MPSD_UVM_REGISTER_SPACE ||
+	       request == MPSD_UVM_UNREGISTER_SPACE;
 }
 
 void mpsd_remains_note(int fd, unsigned long request, const void *argument)
 {
+	if (!is_of_interest(request))
+		return;
 	pthread_mutex_lock(&lock);
 	if ((request & 0xffff) == RM_ALLOC)
 		note_device(fd, request, argument);
-	else if (request == RM_FREE && !((const struct release *)argument)->status)
-		forget_device(argument);
-	else if (request == MPSD_UVM_REGISTER_SPACE || request == MPSD_UVM_UNREGISTER_SPACE)
+	else if (request != RM_FREE)
 		note_space(fd, argument, request == MPSD_UVM_REGISTER_SPACE);
+	else if (!((const struct release *)argument)->status)
+		forget_device(argument);
 	pthread_mutex_unlock(&lock);
 }
 
-/* The first copy is number 0. */
+/* The first copy is number 0. What it asks meanwhile does not wait for this. */
 static void *give_back(void *unused)
 {
+	struct remains all;
+
 	pthread_mutex_lock(&lock);
-	for (; space_count; space_count--) {
-		int fd = spaces[space_count - 1].fd;
-
-		if (mpsd_descriptors_is(0, fd))
-			mpsd_uvm_unregister_space(fd, spaces[space_count - 1].gpu);
-	}
-	for (; device_count; device_count--) {
-		int fd = devices[device_count - 1].fd;
-
-		if (mpsd_descriptors_is(0, fd))
-			ioctl(fd, RM_FREE, &devices[device_count - 1].of);
-	}
+	all = has;
+	has = (struct remains){ 0 };
 	pthread_mutex_unlock(&lock);
+	for (; all.space_count; all.space_count--) {
+		int fd = all.spaces[all.space_count - 1].fd;
+
+		if (mpsd_descriptors_is(0, fd))
+			mpsd_uvm_unregister_space(fd, all.spaces[all.space_count - 1].gpu);
+	}
+	for (; all.device_count; all.device_count--) {
+		int fd = all.devices[all.device_count - 1].fd;
+
+		if (mpsd_descriptors_is(0, fd))
+			ioctl(fd, RM_FREE, &all.devices[all.device_count - 1].of);
+	}
 	if (imitated)
 		imitated();
 	return unused;
 }
 
-void mpsd_remains_end(void)
+bool mpsd_remains_end(void)
 {
-	if (mpsd_read_number("MPSD_FAILOVER_GIVE_BACK", 1, 1, 0, 1))
-		mpsd_thread_start(give_back, NULL);
+	return !mpsd_read_number("MPSD_FAILOVER_GIVE_BACK", 1, 1, 0, 1) || mpsd_thread_start(give_back, NULL);
+}
+
+void mpsd_remains_child(void)
+{
+	lock = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
 }

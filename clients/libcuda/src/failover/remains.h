@@ -2,7 +2,7 @@
 /* What the program's first copy of the driver keeps on the GPU when it is left, for it is never unloaded. */
 #pragma once
 
-#include "failover/copy.h"
+#include <stdbool.h>
 
 /* A call of ioctl() by that copy has returned 0. Any thread's. */
 void mpsd_remains_note(int fd, unsigned long request, const void *argument);
@@ -12,6 +12,9 @@ void mpsd_remains_know(void *library);
 
 /*
  * All of it is given back, on a thread of its own: its contexts, with their channels and memory. Nobody is inside that
- * copy, and nothing that its work may still write is needed.
+ * copy, and nothing that its work may still write is needed. False: not now.
  */
-void mpsd_remains_end(void);
+bool mpsd_remains_end(void);
+
+/* In the child of a fork, whoever had the lock. */
+void mpsd_remains_child(void);

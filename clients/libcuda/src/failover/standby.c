@@ -99,17 +99,34 @@ static uint64_t due_ns(const struct left *left)
 	return left->ns + settle_ns * (left->copy.handle ? 1 : FIRST_SETTLES);
 }
 
-/* Until a copy that was left is due to be unloaded; -1: there is none. */
-int mpsd_left_ms(void)
+static int in_ms(uint64_t soonest)
 {
-	uint64_t now = mpsd_now_ns(), soonest = first.ns ? due_ns(&first) : UINT64_MAX;
+	uint64_t now = mpsd_now_ns();
+
+	if (soonest == UINT64_MAX)
+		return -1;
+	return now < soonest ? (int)((soonest - now) / 1000000) + 1 : 0;
+}
+
+/* When the next of those is due that can be unloaded. */
+static uint64_t soonest_left(void)
+{
+	uint64_t soonest = UINT64_MAX;
 
 	for (int i = 0; i < MOST_LEFT && lefts[i].copy.handle; i++)
 		if (due_ns(&lefts[i]) < soonest)
 			soonest = due_ns(&lefts[i]);
-	if (soonest == UINT64_MAX)
-		return -1;
-	return now < soonest ? (int)((soonest - now) / 1000000) + 1 : 0;
+	return soonest;
+}
+
+/* Until what was left is to be looked after; -1: there is nothing. */
+int mpsd_left_ms(void)
+{
+	uint64_t soonest = soonest_left();
+
+	if (first.ns && due_ns(&first) < soonest)
+		soonest = due_ns(&first);
+	return in_ms(soonest);
 }
 
 static bool is_empty(const struct left *left)
@@ -136,8 +153,10 @@ static void tend_first(uint64_t now)
 		first.ns += RETRY_NS;
 		return;
 	}
-	first.ns = 0;
-	mpsd_remains_end();
+	if (mpsd_remains_end())
+		first.ns = 0;
+	else
+		first.ns += RETRY_NS;
 }
 
 /* One of them, and the others when they are looked at again. */
@@ -177,7 +196,7 @@ static bool end_left(void)
 {
 	int number;
 
-	while (mpsd_left_ms() > 0 && !mpsd_own_error_met())
+	while (in_ms(soonest_left()) > 0 && !mpsd_own_error_met())
 		mpsd_pause(1);
 	for (int ms = 0; (number = find_empty()) < 0 && lefts[0].copy.handle && ms < MOST_LEAVE_MS; ms++)
 		mpsd_pause(1);
