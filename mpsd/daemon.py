@@ -127,13 +127,11 @@ class Daemon:
         self.absent = absent_gpus(self.config, [g.uuid for g in self.gpus], max(map(len, self.groups())))
         for text in self.absent:
             log.warning("a GPU of the configuration is not there", problem=text)
-        journal = Journal.open(
-            self.layout.state_dir, self.config.journal.max_records, self.config.journal.max_bytes
-        )
+        bounds = self.config.journal.max_records, self.config.journal.max_bytes
+        journal = Journal.open(self.layout.state_dir, *bounds)
         failovers = None
         # What was kept is told, and its numbers go on, also where fail-over has been turned off since.
         if self.config.failover.enabled or (self.layout.state_dir / FAILOVERS).exists():
-            bounds = self.config.journal.max_records, self.config.journal.max_bytes
             failovers = Journal.open(self.layout.state_dir, *bounds, name=FAILOVERS)
         self.bulletin = Bulletin(journal, failovers, EventNumbers(self.layout.state_dir))
         store = self.config.store

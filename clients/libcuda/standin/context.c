@@ -167,20 +167,6 @@ static void end_context(CUcontext context)
 	context->broken = CUDA_SUCCESS;
 }
 
-API CUresult standinGiveBack(void);
-
-/* What the contexts of this copy have on the GPU: whoever still wants something of one is told that it is lost. */
-API CUresult standinGiveBack(void)
-{
-	pthread_mutex_lock(&gpu_lock);
-	for (int i = 0; i < MOST_DEVICES; i++)
-		if (primaries[i].retained)
-			kill_context(&primaries[i], CUDA_ERROR_LAUNCH_FAILED);
-	pthread_mutex_unlock(&gpu_lock);
-	note("gave back");
-	return CUDA_SUCCESS;
-}
-
 /* With the lock held if there is such a device. */
 static CUresult enter_device(CUdevice dev)
 {

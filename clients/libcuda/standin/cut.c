@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT
 /*
- * No driver has these two: they stand for UVM_FREE and UVM_CREATE_EXTERNAL_RANGE on the process's descriptor of
+ * No driver has these: the first two stand for UVM_FREE and UVM_CREATE_EXTERNAL_RANGE on the process's descriptor of
  * /dev/nvidia-uvm, which the stand-in has none of. The first one waits for the resource manager when nothing leads
- * there any more; the second one says whether that is so.
+ * there any more; the second one says whether that is so. The last one stands for what frees a copy's device.
  */
 #include <sys/mman.h>
 
@@ -39,4 +39,18 @@ API CUresult standinExternalRange(CUdeviceptr base, size_t size)
 	range = range_from(base, RANGE_MAPPED);
 	is = range ? range->is_cut && range->size == size : is_range_free(base, size, RANGE_MAPPED);
 	return leave(is ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE);
+}
+
+API CUresult standinGiveBack(void);
+
+/* What the contexts of this copy have on the GPU: whoever still wants something of one is told that it is lost. */
+API CUresult standinGiveBack(void)
+{
+	pthread_mutex_lock(&gpu_lock);
+	for (int i = 0; i < MOST_DEVICES; i++)
+		if (primary_of(i)->retained)
+			kill_context(primary_of(i), CUDA_ERROR_LAUNCH_FAILED);
+	pthread_mutex_unlock(&gpu_lock);
+	note("gave back");
+	return CUDA_SUCCESS;
 }
