@@ -126,6 +126,7 @@ class Moved:
             MPSD_FAILOVER="exact",
             MPSD_FAILOVER_SOCKET=str(post.path),
             MPSD_FAILOVER_SETTLE_MS="0",
+            MPSD_FAILOVER_GIVE_BACK="0",
         )
         self.process = subprocess.Popen(
             [sys.executable, str(PROGRAMS / "epochs.py")],

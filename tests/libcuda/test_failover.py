@@ -57,6 +57,8 @@ class Program:
             "MPSD_VAULT": "1",
             "MPSD_FAILOVER_SOCKET": str(post.path),
             "MPSD_FAILOVER_SETTLE_MS": "0",
+            # So that what is left goes on, as long as a test lets it.
+            "MPSD_FAILOVER_GIVE_BACK": "0",
         }
         environment = libraries.environment(proxied=True, **usual | extra)
         self.process = subprocess.Popen(

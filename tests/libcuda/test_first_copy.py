@@ -101,7 +101,11 @@ def test_a_standby_that_cannot_be_made_is_told_before_the_first_copy_is_due(
     empty = tmp_path / "empty"
     empty.mkdir()
     log = tmp_path / "notes"
-    extra = {"MPSD_FAILOVER_SETTLE_MS": "60000", "MPSD_STANDIN_NOTES": str(log)}
+    extra = {
+        "MPSD_FAILOVER_SETTLE_MS": "60000",
+        "MPSD_STANDIN_NOTES": str(log),
+        "MPSD_FAILOVER_GIVE_BACK": "1",
+    }
     with started(libraries, domain, post, **extra) as program:
         line = post.greet(moving.EXACT)
         assert program("m = gpu.memory(8 << 20)") == "None"
@@ -118,7 +122,8 @@ def test_who_stays_where_it_is_gives_nothing_back(
     libraries: Libraries, domain: Domain, second: Domain, post: Post, copies: Path, tmp_path: Path
 ) -> None:
     log = tmp_path / "notes"
-    with started(libraries, domain, post, MPSD_STANDIN_NOTES=str(log)) as program:
+    extra = {"MPSD_STANDIN_NOTES": str(log), "MPSD_FAILOVER_GIVE_BACK": "1"}
+    with started(libraries, domain, post, **extra) as program:
         line = post.greet(moving.EXACT)
         assert program("m = gpu.memory(8 << 20)") == "None"
         stand_by(line, second, copies)
