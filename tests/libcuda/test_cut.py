@@ -3,28 +3,17 @@
 from __future__ import annotations
 
 import os
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from libcuda_build.compile import FOLDER
-from libcuda_build.header import find_include
-from tests.support.libcudas import DEADLINE_S, PROGRAMS, run
+from tests.support.libcudas import run, standalone
 
 SOURCES = ("failover/cut.c", "uvm.c", "clock.c", "thread.c")
 
 
 @pytest.mark.parametrize("sanitize", ["", "address,undefined", "thread"])
 def test_pieces_are_gone_before_those_who_freed_them_are_back(tmp_path: Path, sanitize: str) -> None:
-    # Of what the generator writes the files need nothing but that it is there.
-    sizes = "".join(f"#define MPSD_{name} 1\n" for name in ("NAMES", "SPARE", "WRAPPERS"))
-    (tmp_path / "functions.h").write_text(f"#include <cuda.h>\n{sizes}")
-    program = tmp_path / "program"
-    command = ["gcc", "-std=gnu11", "-D_GNU_SOURCE", "-g", "-O1", "-Wall", "-Werror", f"-I{tmp_path}"]
-    command += [f"-I{FOLDER / 'src'}", "-isystem", str(find_include()), "-o", str(program)]
-    command += [f"-fsanitize={sanitize}"] if sanitize else []
-    command += [str(PROGRAMS / "cut.c"), *(str(FOLDER / "src" / source) for source in SOURCES)]
-    subprocess.run([*command, "-Wl,--wrap=ioctl", "-lpthread", "-ldl"], check=True, timeout=DEADLINE_S)
+    program = standalone(tmp_path, "cut", SOURCES, "-Wl,--wrap=ioctl", sanitize=sanitize)
     done = run([program], os.environ)
     assert (done.returncode, done.stdout, done.stderr) == (0, "ok\n", "")

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import os
 import stat
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from libcuda_build.compile import FOLDER
-from libcuda_build.header import find_include
-from tests.support.libcudas import DEADLINE_S, PROGRAMS, run
+from tests.support.libcudas import run, standalone
 
 NULL, ZERO = os.makedev(1, 3), os.makedev(1, 5)
 """The one cannot be mapped, the other takes any address as its offset."""
@@ -30,15 +27,6 @@ def device(path: Path, number: int) -> None:
 def test_managed_ranges_are_laid_and_taken_away(tmp_path: Path, sanitize: str) -> None:
     device(tmp_path / "wrong" / "nvidia-uvm", NULL)
     device(tmp_path / "right" / "nvidia-uvm", ZERO)
-    # Of what the generator writes the file needs nothing but that it is there.
-    sizes = "".join(f"#define MPSD_{name} 1\n" for name in ("NAMES", "SPARE", "WRAPPERS"))
-    (tmp_path / "functions.h").write_text(f"#include <cuda.h>\n{sizes}")
-    program = tmp_path / "program"
-    command = ["gcc", "-std=gnu11", "-D_GNU_SOURCE", "-g", "-O1", "-Wall", "-Werror", f"-I{tmp_path}"]
-    command += [f"-I{FOLDER / 'src'}", "-isystem", str(find_include()), "-o", str(program)]
-    command += [f"-fsanitize={sanitize}"] if sanitize else []
-    sources = (str(FOLDER / "src" / name) for name in ("uvmrange.c", "uvm.c"))
-    command += [str(PROGRAMS / "uvmrange.c"), *sources, "-ldl"]
-    subprocess.run(command, check=True, timeout=DEADLINE_S)
+    program = standalone(tmp_path, "uvmrange", ("uvmrange.c", "uvm.c"), sanitize=sanitize)
     done = run([program, str(tmp_path)], os.environ)
     assert (done.returncode, done.stdout, done.stderr) == (0, "ok\n", "")

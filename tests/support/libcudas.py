@@ -9,7 +9,7 @@ import fcntl
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache
@@ -25,6 +25,20 @@ ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = ROOT / "tests" / "libcuda" / "programs"
 MPSD_RUN = [sys.executable, "-m", "mpsd_client.run"]
 DEADLINE_S = 40.0
+
+
+def standalone(folder: Path, name: str, sources: Iterable[str], *flags: str, sanitize: str = "") -> Path:
+    """programs/NAME.c compiled in `folder` with those files of the proxy's, and nothing else of it."""
+    # Of what the generator writes the files need nothing but that it is there.
+    sizes = "".join(f"#define MPSD_{number} 1\n" for number in ("NAMES", "SPARE", "WRAPPERS"))
+    (folder / "functions.h").write_text(f"#include <cuda.h>\n{sizes}")
+    program = folder / "program"
+    command = ["gcc", "-std=gnu11", "-D_GNU_SOURCE", "-g", "-O1", "-Wall", "-Werror", f"-I{folder}"]
+    command += [f"-I{FOLDER / 'src'}", "-isystem", str(find_include()), "-o", str(program)]
+    command += [f"-fsanitize={sanitize}"] if sanitize else []
+    command += [str(PROGRAMS / f"{name}.c"), *(str(FOLDER / "src" / source) for source in sources)]
+    subprocess.run([*command, *flags, "-lpthread", "-ldl"], check=True, timeout=DEADLINE_S)
+    return program
 
 
 @dataclass(frozen=True)

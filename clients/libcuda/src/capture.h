@@ -25,8 +25,10 @@ CUresult mpsd_capture_probe(void);
 /* CUDA_ERROR_INVALID_VALUE for what is put off already. */
 CUresult mpsd_capture_put_off(CUdeviceptr base);
 
-/* One of those, to be freed now; false while a capture is under way, or when there is none. */
+/* Whether there is one of those to be freed now: none while a capture is under way. */
 bool mpsd_capture_has_put_off(void);
+
+/* One of them; false where there is none. */
 bool mpsd_capture_take(CUdeviceptr *base);
 
 /* Its memory ended otherwise. */

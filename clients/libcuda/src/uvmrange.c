@@ -162,7 +162,8 @@ void mpsd_range_gone(bool gone)
 	is_gone = gone;
 }
 
-int mpsd_range_find_descriptor(void)
+/* That of the copy in use; -1: there is none. It is looked for anew. */
+static int find_descriptor(void)
 {
 	static int searches;
 	struct descriptors all = { .count = 0 };
@@ -193,7 +194,7 @@ static bool have_descriptor(void)
 	if (descriptor >= 0 && !fstat(descriptor, &now) && now.st_dev == found_as.st_dev &&
 	    now.st_ino == found_as.st_ino && now.st_rdev == found_as.st_rdev)
 		return true;
-	descriptor = mpsd_range_find_descriptor();
+	descriptor = find_descriptor();
 	return descriptor >= 0 && !fstat(descriptor, &found_as);
 }
 

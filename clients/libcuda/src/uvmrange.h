@@ -24,9 +24,6 @@ bool mpsd_range_manage_null(void);
  */
 bool mpsd_range_free(uint64_t base, size_t size, bool managed);
 
-/* The descriptor that is the address space of the copy in use; -1: there is none. It is looked for anew. */
-int mpsd_range_find_descriptor(void);
-
 /*
  * A second copy of the driver has descriptors too, of an address space of its own. Before it opens them; after
  * that; when it has gone; when it is the one in use.

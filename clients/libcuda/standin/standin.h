@@ -93,7 +93,8 @@ void manager_see(int fd);	/* any time */
 
 /* reserve.c: what the process has mapped by now. */
 void note_taken(void);
-/* Beside the domain that this copy of the library is in, for a test: a line in the file MPSD_STANDIN_NOTES. */
+
+/* init.c: beside the domain that this copy of the library is in, for a test: a line in the file MPSD_STANDIN_NOTES. */
 void note(const char *what);
 
 CUcontext primary_of(CUdevice device);	/* of a device that is; its `retained` may be 0 */

@@ -29,7 +29,6 @@
 #include "failover/opened.h"
 #include "failover/remains.h"
 #include "place.h"
-#include "uvmrange.h"
 #include "window.h"
 #include "windows.h"
 
@@ -259,20 +258,6 @@ static bool is_free(const char *path)
 	return !search.found;
 }
 
-/* It may have mapped all that it will, and has no other copy beside it yet. */
-static void know_first_space(void)
-{
-	int fd;
-
-	pthread_mutex_lock(&mpsd_windows_lock);
-	fd = mpsd_range_find_descriptor();
-	pthread_mutex_unlock(&mpsd_windows_lock);
-	if (fd < 0)
-		return;
-	mpsd_descriptors_used(0, fd);
-	mpsd_cut_space(0, fd);
-}
-
 void mpsd_copy_watch_first(void)
 {
 	static bool is_done;
@@ -284,8 +269,8 @@ void mpsd_copy_watch_first(void)
 	mpsd_cut_know(0, mpsd_real_handle);
 	mpsd_remains_know(mpsd_real_handle);
 	/* Where it cannot be, a move takes longer. */
-	if (!dlinfo(mpsd_real_handle, RTLD_DI_LINKMAP, &map) && write_slots(map, 0))
-		know_first_space();
+	if (!dlinfo(mpsd_real_handle, RTLD_DI_LINKMAP, &map))
+		write_slots(map, 0);
 }
 
 /* By number: the daemon's folder may be another one by now, with files that are not loaded. */

@@ -26,7 +26,7 @@ struct mpsd_copy {
  */
 bool mpsd_copy_load(struct mpsd_copy *copy, const char *folder, const char **why);
 
-/* Lead the ioctl() of the program's first one as that of the others is led. Once, any time. */
+/* Lead the ioctl() of the program's first one as that of the others is led. Before its cuInit(); once. */
 void mpsd_copy_watch_first(void);
 
 /* Nothing of it may be called any more. */

@@ -149,11 +149,7 @@ static void tend_first(uint64_t now)
 {
 	if (!first.ns || now < due_ns(&first))
 		return;
-	if (!is_empty(&first)) {
-		first.ns += RETRY_NS;
-		return;
-	}
-	if (mpsd_remains_end())
+	if (is_empty(&first) && mpsd_remains_end())
 		first.ns = 0;
 	else
 		first.ns += RETRY_NS;
@@ -289,7 +285,6 @@ bool mpsd_standby_offer(uint64_t generation, const char *pipe, const char *folde
 	bool is;
 
 	/* A lazy standby is made when the first one is lost already. */
-	mpsd_copy_watch_first();
 	if (!mpsd_standby_is_lazy())
 		return open_now(generation, pipe, folder, why);
 	mpsd_standby_close();
