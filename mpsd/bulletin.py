@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import structlog
@@ -25,6 +26,22 @@ EVENTS_KEPT = 1000
 # A record is revised for seconds only; far more records than can be open at a time.
 RECORDS_TIMED = 1000
 Sink = Callable[[Mapping[str, Any], frozenset[int], int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """When something was decided, which may be told later: monotonic seconds, and the only clock that a
+    driver's stamp can be compared with, CLOCK_MONOTONIC_RAW."""
+
+    at: float
+    raw_ns: int
+
+    @classmethod
+    def now(cls) -> Moment:
+        return cls(time.monotonic(), time.clock_gettime_ns(time.CLOCK_MONOTONIC_RAW))
+
+    def since_ms(self, source_ns: int | None) -> float | None:
+        return round((self.raw_ns - source_ns) / 1e6, 3) if source_ns else None
 
 
 class Bulletin:
@@ -58,10 +75,13 @@ class Bulletin:
         oldest = self._events[0][0] if self._events else self._numbers.last + 1
         return Gap.FORGOTTEN if 0 < seq < oldest - 1 else Gap.NONE
 
-    def publish(self, kind: str, owners: frozenset[int], data: Mapping[str, object]) -> None:
-        """`owners`: the users whose event this is; root and the group see every one."""
+    def publish(
+        self, kind: str, owners: frozenset[int], data: Mapping[str, object], moment: Moment | None = None
+    ) -> None:
+        """`owners`: the users whose event this is; root and the group see every one. `moment`: of the event,
+        where it is not now."""
         seq = self._numbers.next()
-        event = {"kind": kind, "at": self._wall(time.monotonic()), **data}
+        event = {"kind": kind, "at": self._wall((moment or Moment.now()).at), **data}
         self._events.append((seq, owners, event))
         if self._sink is not None:
             self._sink(event, owners, seq)
@@ -69,18 +89,15 @@ class Bulletin:
     def _wall(self, at: float) -> float:
         return round(self.wall_at_zero + at, 6)
 
-    def record(self, record: FaultRecord) -> None:
-        """Write a revision of a fault record to the journal and the stream."""
+    def record(self, record: FaultRecord, moment: Moment) -> None:
+        """Write a revision of a fault record, made at that moment, to the journal and the stream."""
         if record.id not in self._record_ms:
-            # Driver stamps are CLOCK_MONOTONIC_RAW: the only clock they can be compared with.
-            raw = time.clock_gettime_ns(time.CLOCK_MONOTONIC_RAW)
-            spent = (raw - record.source_ns) / 1e6 if record.source_ns else None
-            self._record_ms[record.id] = round(spent, 3) if spent is not None else None
+            self._record_ms[record.id] = moment.since_ms(record.source_ns)
             while len(self._record_ms) > RECORDS_TIMED:
                 del self._record_ms[next(iter(self._record_ms))]
         shown = record_json(record, self.wall_at_zero, self._record_ms[record.id])
         self.journal.append(shown)
-        self.publish("fault", owners(shown), shown)
+        self.publish("fault", owners(shown), shown, moment)
         if record.revision == 1:
             who = shown["offender"]["pid"] if shown["offender"] else None
             log.warning(
@@ -92,17 +109,16 @@ class Bulletin:
                 confidence=record.confidence.value,
             )
 
-    def failover(self, record: FailoverRecord) -> None:
-        """Write a revision of a fail-over's record. Its first one comes right after all were told."""
+    def failover(self, record: FailoverRecord, moment: Moment) -> None:
+        """As record(), of a fail-over's. The moment of its first revision is right after all were told."""
         if record.id not in self._sent_ms:
-            raw = time.clock_gettime_ns(time.CLOCK_MONOTONIC_RAW)
-            self._sent_ms[record.id] = round((raw - record.source_ns) / 1e6, 3) if record.source_ns else None
+            self._sent_ms[record.id] = moment.since_ms(record.source_ns)
             while len(self._sent_ms) > RECORDS_TIMED:
                 del self._sent_ms[next(iter(self._sent_ms))]
         shown = failover_json(record, self.wall_at_zero, self._sent_ms[record.id])
         if self.failovers is not None:
             self.failovers.append(shown)
-        self.publish("failover", frozenset(f.uid for f in record.fates), shown)
+        self.publish("failover", frozenset(f.uid for f in record.fates), shown, moment)
 
     def problems(self) -> list[str]:
         journals = (self.journal, self.failovers)

@@ -2,11 +2,13 @@
 
 They stand still until the daemon has heard of all of them. A process that is started then keeps the loop for
 1 to 20 ms, and the state file for up to 8, on a node whose programs are all at work (seen on an H200).
+Records and events take up to a millisecond each.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
 
 CALM_S = 0.05
@@ -46,3 +48,36 @@ class Calm:
             self._loop.call_later(left, self._when_over, call)
         else:
             call()
+
+
+class Aside:
+    """What is told to nobody who stands still: at once, or all of it, in its order, when the calm is over."""
+
+    def __init__(self, calm: Calm, failed: Callable[[Exception], None]) -> None:
+        """`failed` is told what a call has raised; the calls behind it are made all the same."""
+        self._calm, self._failed = calm, failed
+        self._waiting = deque[Callable[[], None]]()
+        self._closed = False
+
+    def do(self, call: Callable[[], None]) -> None:
+        if self._closed or not (self._waiting or self._calm.left_s()):
+            self._make(call)
+            return
+        self._waiting.append(call)
+        if len(self._waiting) == 1:
+            self._calm.afterwards(self._make_all)
+
+    def close(self) -> None:
+        """Make the calls that wait now, and later ones at once."""
+        self._closed = True
+        self._make_all()
+
+    def _make_all(self) -> None:
+        while self._waiting:
+            self._make(self._waiting.popleft())
+
+    def _make(self, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception as error:
+            self._failed(error)

@@ -9,13 +9,15 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import structlog
 
 from mpsd import procs
 from mpsd.attacher import Attacher
-from mpsd.bulletin import Bulletin
+from mpsd.bulletin import Bulletin, Moment
+from mpsd.calm import Aside
 from mpsd.core import effects as fx
 from mpsd.core import events as ev
 from mpsd.core.standby import FailoverRecord
@@ -60,7 +62,8 @@ class Performer:
         self._loop = asyncio.get_running_loop()
         self._timers: dict[tuple[str, str], asyncio.TimerHandle] = {}
         self._tasks = Tasks(hands.post)
-        self._revised: dict[int, FailoverRecord] = {}
+        self._aside = Aside(hands.hosts.calm, self._untold)
+        self._revised: dict[int, tuple[FailoverRecord, Moment]] = {}
         self._writing: asyncio.TimerHandle | None = None
         self._closed = False
         # Keyed by type; Any stands for the pairing of each key with its method's argument.
@@ -82,7 +85,7 @@ class Performer:
             fx.Acknowledge: lambda e: hands.isolation.acknowledge(e.space),
             fx.Freeze: self._freeze,
             fx.LookAtFrozen: self._look_at_frozen,
-            fx.Record: lambda e: hands.bulletin.record(e.record),
+            fx.Record: self._record,
             fx.Welcome: hands.failover.welcome,
             fx.OfferStandby: hands.failover.offer,
             fx.StandDown: hands.failover.stand_down,
@@ -143,19 +146,24 @@ class Performer:
 
     def _publish(self, effect: fx.Publish) -> None:
         owners = effect.others | (set() if effect.owner is None else {effect.owner})
-        self._hands.bulletin.publish(effect.kind, owners, effect.data)
+        moment = Moment.now()
+        self._aside.do(lambda: self._hands.bulletin.publish(effect.kind, owners, effect.data, moment))
+
+    def _record(self, effect: fx.Record) -> None:
+        moment = Moment.now()
+        self._aside.do(lambda: self._hands.bulletin.record(effect.record, moment))
 
     def _move(self, effect: fx.Move) -> None:
         self._hands.hosts.calm.begin()
         self._hands.failover.move(effect)
 
     def _record_failover(self, effect: fx.RecordFailover) -> None:
-        """A new record is written at once; of its revisions the newest one, in a moment."""
-        record = effect.record
+        """A new record, and of its revisions the newest one, in a moment."""
+        record, moment = effect.record, Moment.now()
         if record.revision == 1 or self._closed:
-            self._hands.bulletin.failover(record)
+            self._aside.do(lambda: self._hands.bulletin.failover(record, moment))
             return
-        self._revised[record.id] = record
+        self._revised[record.id] = record, moment
         if self._writing is None:
             self._writing = self._loop.call_later(REVISIONS_S, self._write_revisions)
 
@@ -164,13 +172,13 @@ class Performer:
             self._writing.cancel()
         self._writing = None
         revised, self._revised = self._revised, {}
-        for record in revised.values():
-            try:
-                self._hands.bulletin.failover(record)
-            except Exception as error:
-                # As of any effect: the others are written all the same.
-                log.error("record not written", id=record.id, error=repr(error), exc_info=True)
-                self._hands.post(ev.Counted({"effects_failed": 1}))
+        for record, moment in revised.values():
+            self._aside.do(partial(self._hands.bulletin.failover, record, moment))
+
+    def _untold(self, error: Exception) -> None:
+        """As of any effect: what comes after it is told all the same."""
+        log.error("not told, or not written", error=repr(error), exc_info=error)
+        self._hands.post(ev.Counted({"effects_failed": 1}))
 
     def _arm(self, effect: fx.ArmTimer) -> None:
         key = (effect.kind, effect.subject)
@@ -189,4 +197,5 @@ class Performer:
         # What is still said is written at once.
         self._closed = True
         self._write_revisions()
+        self._aside.close()
         await self._tasks.ended(CLOSE_S)

@@ -455,7 +455,7 @@ class MemberError:
 class MemberMoved:
     """It goes on in the standby of this generation; times since it was told. `missing`: why what was in
     flight may be missing or half done; empty where nothing is. `waits`: it holds its calls for its turn, and
-    what was `replayed` is to be done then."""
+    what was `replayed` is to be done then, which took it so many ns before (0: it does not say)."""
 
     process: ProcessInstance
     generation: int
@@ -466,6 +466,7 @@ class MemberMoved:
     replayed: int = 0
     missing: str = ""
     waits: bool = False
+    takes_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)

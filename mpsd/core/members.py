@@ -198,7 +198,7 @@ def on_moved(draft: Draft, event: ev.MemberMoved) -> None:
             replayed=0 if event.waits else event.replayed,
         )
     if event.waits:
-        turns.wait(draft, moved, event.replayed)
+        turns.wait(draft, moved, event.replayed, event.takes_ns / 1e9)
     else:
         turns.gather(draft, name)
     draft.publish("failover-moved", member.uid, pid=event.process.pid, domain=name)

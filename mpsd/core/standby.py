@@ -44,8 +44,8 @@ class Member:
 
     `opaque`: what it has made that cannot be carried over. `unsure`: what it did that cannot be undone.
     `told`: monotonic seconds of its moves in the last minute. `ready_ms`, `bytes`: of its standby context, by
-    its own word. `ahead`: how many operations it does again in its turn; `gathers`: it still lets others who
-    have less to do come first. `fences`: it can be told that its old domain writes no more. `among`: whoever
+    its own word. `takes_s`: what it does again in its turn took before; `gathers`: it still lets others who
+    need less time come first. `fences`: it can be told that its old domain writes no more. `among`: whoever
     made the fault from which it moves is among those who move.
     """
 
@@ -63,7 +63,7 @@ class Member:
     ready_ms: float | None = None
     bytes: int = 0
     turn: Turn = Turn.NONE
-    ahead: int = 0
+    takes_s: float = 0.0
     gathers: bool = False
     fences: bool = False
     among: bool = False

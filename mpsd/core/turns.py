@@ -1,9 +1,9 @@
 """Turns: where nobody knows whose work was at fault, programs do again what they had in flight one at a time.
 
 The one that has the turn when the domain is lost once more is taken for the offender: what it did again has
-faulted again. Programs that had nothing in flight work on meanwhile. Who has least to do is first, so a long
-training step holds up nobody who has a copy to do again; for that it waits a little for those who are still
-coming, and who has little to do waits less: it would hold nobody up for long.
+faulted again. Programs that had nothing in flight work on meanwhile. Who needs least time is first, by what
+its work took before, so a long training step holds up nobody who has a copy to do again: for that it waits a
+little for those who are still coming, and who needs little time waits for nobody.
 
 Where a kernel's exception is known, and every client of the lost domain was told to move in mode exact, the
 offender is among them. Then of those who have work to do again the program that was started last comes last,
@@ -25,11 +25,13 @@ from mpsd.model import FailoverMode, ProcessInstance
 
 TURN_S = 1.5
 """Longer than a program looks for the end of what it did again."""
+SOON_S = 0.01
+"""Who expects to need no more than that goes at once, before whoever may still come: it holds up nobody for
+long. (10 to 300 us an operation on an H200; a suspect may resume 100 ms after the GPU does.)"""
 GATHER_S = 0.02
-"""How long others are waited for at most before a turn."""
-GATHER_EACH_S = 10e-6
-"""And for each operation of who waits: less than it takes to do one again (11 to 300 us where they are many,
-faultinject/reports, -moves-programs-sm), so nobody waits for longer than he would have held the others up."""
+"""How long others wait for those at most, and no longer than they would hold them up."""
+EACH_S = 30e-6
+"""What an operation takes of who does not say."""
 LAST_S = 3.0
 """How long the last one waits for the others, at most: less than a program holds its calls."""
 _COMING = frozenset({Standing.WAITING, Standing.OFFERED})
@@ -40,12 +42,15 @@ def holders(state: State, domain: str) -> list[ProcessInstance]:
     return [m.process for m in state.members.values() if m.home == domain and m.turn is Turn.HAS]
 
 
-def wait(draft: Draft, member: Member, operations: int) -> None:
-    """It has moved, and holds its calls until it has done so many again."""
-    assert member.home is not None
-    draft.put_member(replace(member, turn=Turn.WAITS, ahead=operations, gathers=True))
-    draft.emit(ArmTimer("failover-gather", _subject(member), min(GATHER_S, operations * GATHER_EACH_S)))
-    gather(draft, member.home)
+def wait(draft: Draft, member: Member, operations: int, takes_s: float) -> None:
+    """It has moved, and holds its calls until it has done so many again. `takes_s`: what that took before; 0:
+    it does not say."""
+    takes_s = takes_s or operations * EACH_S
+    gathers = takes_s > SOON_S
+    draft.put_member(replace(member, turn=Turn.WAITS, takes_s=takes_s, gathers=gathers))
+    if gathers:
+        draft.emit(ArmTimer("failover-gather", _subject(member), min(GATHER_S, takes_s)))
+    _next(draft, member.home)
     if member.among:
         draft.emit(ArmTimer("failover-last", _subject(member), LAST_S))
 
@@ -130,7 +135,7 @@ def _next(draft: Draft, home: str | None) -> None:
     may = [m for m in waiting if _age(m) != last or not _others_come(draft.state, m, movers)]
     if movers and all(m.gathers for m in may):
         return
-    for member in sorted(may, key=lambda m: (_age(m) == last, m.ahead, _age(m))):
+    for member in sorted(may, key=lambda m: (_age(m) == last, m.takes_s, _age(m))):
         if not member.connected:
             # It has given up by itself.
             draft.put_member(replace(member, turn=Turn.NONE, among=False))

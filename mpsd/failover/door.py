@@ -258,8 +258,9 @@ def _event(visit: Visit, message: Message) -> ev.Event:
         case Kind.OWN_ERROR:
             return ev.MemberError(process, values[0])
         case Kind.MOVED:
-            held, fence, first, restored, replayed = values[:5]
-            told = (held, fence, first, restored, replayed, message.text, bool(values[5]))
+            held, fence, first, restored, replayed, waits = values
+            restored, takes = (0, restored) if waits else (restored, 0)
+            told = (held, fence, first, restored, replayed, message.text, bool(waits), takes)
             return ev.MemberMoved(process, generation, *told)
         case Kind.DONE:
             return ev.MemberDone(process, generation, values[0], values[1], message.text)

@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from mpsd import host, pipedir
-from mpsd.calm import CALM_S, MOST_S, Calm
+from mpsd.calm import CALM_S, MOST_S, Aside, Calm
 from mpsd.core import events as ev
 from mpsd.layout import Layout
 from mpsd.settings import ControlSettings
@@ -113,3 +113,44 @@ def test_a_domain_is_started_afterwards_and_not_before_the_state_is_written(
     monkeypatch.setattr(pipedir, "prepare", prepare)
     asyncio.run(asyncio.wait_for(run(), DEADLINE_S))
     assert [type(event) for event in posted] == [ev.DomainStartFailed] * 2
+
+
+def test_what_is_told_aside_waits_in_its_order_and_what_fails_holds_up_nothing() -> None:
+    async def run() -> None:
+        clock, told, failed = Clock(), list[str](), list[Exception]()
+        calm, over = Calm(clock), asyncio.Event()
+        aside = Aside(calm, failed.append)
+
+        def breaks() -> None:
+            raise ValueError("what JSON cannot say")
+
+        aside.do(lambda: told.append("at once"))
+        assert told == ["at once"]
+        calm.begin()
+        for call in (lambda: told.append("first"), breaks, lambda: told.append("second"), over.set):
+            aside.do(call)
+        await turns_of_the_loop()
+        assert told == ["at once"] and failed == []
+        clock.now += CALM_S
+        # The calm is over, but what waits comes before what is told now.
+        aside.do(lambda: told.append("third"))
+        assert told == ["at once"]
+        await asyncio.wait_for(over.wait(), DEADLINE_S)
+        assert told == ["at once", "first", "second", "third"]
+        assert [str(error) for error in failed] == ["what JSON cannot say"]
+
+    asyncio.run(run())
+
+
+def test_at_the_end_what_waits_is_told_at_once() -> None:
+    async def run() -> None:
+        told = list[str]()
+        calm = Calm(Clock())
+        aside = Aside(calm, lambda error: None)
+        calm.begin()
+        aside.do(lambda: told.append("first"))
+        aside.close()
+        aside.do(lambda: told.append("second"))
+        assert told == ["first", "second"]
+
+    asyncio.run(run())

@@ -1,4 +1,4 @@
-"""In which order suspects do their work again: who has least of it is first."""
+"""In which order suspects do their work again: who needs least time for it is first."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from mpsd.core import effects as fx
 from mpsd.core import events as ev
 from mpsd.core.standby import Turn
-from mpsd.core.turns import GATHER_EACH_S, GATHER_S, LAST_S
+from mpsd.core.turns import EACH_S, GATHER_S, LAST_S, SOON_S
 from mpsd.model import Again, Confidence, FailoverMode, ServerState
 from tests.support.core import process, server_of
 from tests.unit.test_core_failover import ON, Site, exact, suspected, turns_of
@@ -23,12 +23,12 @@ def suspects(*pids: int) -> Site:
     return world
 
 
-def comes(world: Site, pid: int, operations: int, *, waits: bool = True) -> None:
-    world.do(ev.MemberMoved(process(pid), 2, 1, 2, 3, replayed=operations, waits=waits))
+def comes(world: Site, pid: int, takes_ms: int, *, waits: bool = True) -> None:
+    world.do(ev.MemberMoved(process(pid), 2, 1, 2, 3, replayed=9, waits=waits, takes_ns=takes_ms * 1_000_000))
 
 
 def waited(world: Site, pid: int) -> None:
-    """It has waited as long as it may for those who have less to do."""
+    """It has waited as long as it may for those who need less time."""
     subject = f"{pid} {process(pid).start_ticks} d2"
     assert [e for e in world.ever(fx.ArmTimer) if (e.kind, e.subject) == ("failover-gather", subject)]
     world.timer("failover-gather", subject)
@@ -40,12 +40,12 @@ def turns(world: Site) -> list[int]:
 
 def test_the_turns_begin_when_all_have_come_and_the_shortest_is_first() -> None:
     world = suspects(10, 11, 12)
-    comes(world, 10, 591)
+    comes(world, 10, 15)
     (timer,) = (e for e in world.ever(fx.ArmTimer) if e.kind == "failover-gather")
-    assert timer.delay_s == 591 * GATHER_EACH_S < GATHER_S
-    comes(world, 11, 196)
+    assert timer.delay_s == 0.015 < GATHER_S
+    comes(world, 11, 14)
     assert turns(world) == []
-    comes(world, 12, 27)
+    comes(world, 12, 11)
     assert turns(world) == [12]
     fates = {f.process.pid: f for f in world.failover().fates}
     assert [fates[pid].replayed for pid in (10, 11, 12)] == [0, 0, 0]
@@ -59,9 +59,29 @@ def test_the_turns_begin_when_all_have_come_and_the_shortest_is_first() -> None:
     assert done.replayed == 27 and done.done_ms is not None
 
 
+def test_who_needs_little_time_waits_for_nobody() -> None:
+    world = suspects(10, 11, 12)
+    comes(world, 10, 591)
+    assert turns(world) == []
+    comes(world, 11, round(SOON_S * 1e3))
+    assert turns(world) == [11]
+    # The other one that has come still lets the third be first.
+    world.do(ev.MemberDone(process(11), 2))
+    assert turns(world) == [11]
+    comes(world, 12, 1)
+    assert turns(world) == [11, 12]
+
+
+@pytest.mark.parametrize(("operations", "turn"), [(10, [10]), (2 * round(SOON_S / EACH_S), [])])
+def test_who_does_not_say_how_long_it_takes_has_so_many_operations(operations: int, turn: list[int]) -> None:
+    world = suspects(10, 11)
+    world.do(ev.MemberMoved(process(10), 2, 1, 2, 3, replayed=operations, waits=True))
+    assert turns(world) == turn
+
+
 def test_one_with_nothing_to_do_again_may_be_the_last_that_was_waited_for() -> None:
     world = suspects(10, 11)
-    comes(world, 10, 3)
+    comes(world, 10, 30)
     assert turns(world) == []
     comes(world, 11, 0, waits=False)
     assert turns(world) == [10]
@@ -70,12 +90,12 @@ def test_one_with_nothing_to_do_again_may_be_the_last_that_was_waited_for() -> N
 def test_who_does_not_come_is_not_waited_for_long() -> None:
     world = suspects(10, 11, 12)
     comes(world, 10, 591)
-    comes(world, 11, 3)
+    comes(world, 11, 30)
     assert turns(world) == []
     waited(world, 11)
     assert turns(world) == [11]
     # It comes while the other has its turn, and is before who has more to do.
-    comes(world, 12, 5)
+    comes(world, 12, 50)
     world.do(ev.MemberDone(process(11), 2))
     assert turns(world) == [11, 12]
 
@@ -85,7 +105,7 @@ def test_who_has_much_to_do_lets_the_others_come_first_and_waits_no_longer_than_
     comes(world, 10, 100_000)
     (timer,) = (e for e in world.ever(fx.ArmTimer) if e.kind == "failover-gather")
     assert timer.delay_s == GATHER_S
-    comes(world, 11, 3)
+    comes(world, 11, 30)
     waited(world, 11)
     assert turns(world) == [11]
     # It has not waited long yet, and the third is still coming.
@@ -93,7 +113,7 @@ def test_who_has_much_to_do_lets_the_others_come_first_and_waits_no_longer_than_
     assert turns(world) == [11]
     waited(world, 10)
     assert turns(world) == [11, 10]
-    comes(world, 12, 5)
+    comes(world, 12, 50)
     world.do(ev.MemberDone(process(10), 2))
     assert turns(world) == [11, 10, 12]
 
@@ -101,8 +121,8 @@ def test_who_has_much_to_do_lets_the_others_come_first_and_waits_no_longer_than_
 def test_nobody_has_a_turn_in_a_domain_that_is_lost() -> None:
     """Who has it when that is lost is named, in the record of the fault too."""
     world = suspects(10, 11)
-    comes(world, 10, 3)
-    comes(world, 11, 5)
+    comes(world, 10, 30)
+    comes(world, 11, 50)
     assert turns(world) == [10]
     world.kernel(43, "channel 0x1", server_of("d2").pid, "nvidia-cuda-mps")
     world.timer("failover-turn", f"10 {process(10).start_ticks} d2")
@@ -152,8 +172,8 @@ def up_to_the_last() -> Site:
     """12, the youngest, has least to do; the others have done theirs, and get a next standby."""
     world = all_told(10, 11, 12)
     lost(world)
-    for pid, operations in ((10, 591), (11, 196), (12, 3)):
-        comes(world, pid, operations)
+    for pid, takes_ms in ((10, 591), (11, 196), (12, 30)):
+        comes(world, pid, takes_ms)
     assert turns(world) == [11]
     world.do(ev.MemberDone(process(11), 2))
     world.do(ev.MemberDone(process(10), 2))
@@ -215,7 +235,7 @@ def test_where_somebody_else_may_have_made_the_fault_nobody_waits_for_that(who: 
         world.do(ev.ClientDied(process(13)))
     lost(world)
     comes(world, 10, 591)
-    comes(world, 11, 3)
+    comes(world, 11, 30)
     if who == "one in mode keep":
         world.do(ev.MemberMoved(process(13), 2, 1, 2, 3))
     assert turns(world) == [11]
@@ -228,7 +248,7 @@ def test_a_server_that_was_killed_may_be_nobodys_fault() -> None:
     world = all_told(10, 11)
     world.do(ev.ServerStateSeen("d1", ServerState.FAULT))
     comes(world, 10, 591)
-    comes(world, 11, 3)
+    comes(world, 11, 30)
     world.do(ev.MemberDone(process(11), 2))
     assert turns(world) == [11, 10]
 
@@ -236,15 +256,15 @@ def test_a_server_that_was_killed_may_be_nobodys_fault() -> None:
 def test_one_alone_has_nobody_to_wait_for() -> None:
     world = all_told(10)
     lost(world)
-    comes(world, 10, 3)
+    comes(world, 10, 30)
     assert turns(world) == [10]
 
 
 def test_who_comes_when_only_the_last_one_waits_has_a_turn_though_another_never_comes() -> None:
     world = all_told(10, 11, 12, 13)
     lost(world)
-    comes(world, 10, 5)
-    comes(world, 13, 3)
+    comes(world, 10, 50)
+    comes(world, 13, 30)
     # The last one has no turn yet, and its waiting is not the others'.
     waited(world, 13)
     assert turns(world) == []
@@ -252,7 +272,7 @@ def test_who_comes_when_only_the_last_one_waits_has_a_turn_though_another_never_
     assert turns(world) == [10]
     world.do(ev.MemberDone(process(10), 2))
     assert turns_of(world) == {13: Turn.WAITS}
-    comes(world, 11, 7)
+    comes(world, 11, 70)
     waited(world, 11)
     assert turns_of(world) == {13: Turn.WAITS, 11: Turn.HAS}
     world.do(ev.MemberDone(process(11), 2))
@@ -264,7 +284,7 @@ def test_who_comes_when_only_the_last_one_waits_has_a_turn_though_another_never_
 def test_one_that_stays_or_ends_is_waited_for_no_longer() -> None:
     world = all_told(10, 11, 12)
     lost(world)
-    comes(world, 10, 5)
+    comes(world, 10, 50)
     world.do(ev.MemberStayed(process(11), 2, "nobody knows"))
     assert turns(world) == []
     world.do(ev.ClientDied(process(12)))
@@ -275,8 +295,8 @@ def test_the_youngest_may_be_still_on_its_way() -> None:
     """Who waits meanwhile is not the last."""
     world = all_told(10, 11, 12)
     lost(world)
-    comes(world, 10, 5)
-    comes(world, 11, 7)
+    comes(world, 10, 50)
+    comes(world, 11, 70)
     waited(world, 10)
     waited(world, 11)
     world.do(ev.MemberDone(process(10), 2))

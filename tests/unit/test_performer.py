@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 
+from mpsd.bulletin import Moment
 from mpsd.calm import CALM_S, Calm
 from mpsd.core import effects as fx
 from mpsd.core import events as ev
@@ -21,13 +22,15 @@ DEADLINE_S = 20.0
 class Bulletin:
     def __init__(self) -> None:
         self.written: list[tuple[int, int]] = []
+        self.moments: list[Moment] = []
         self.grew = asyncio.Event()
         self.broken = 0
 
-    def failover(self, record: FailoverRecord) -> None:
+    def failover(self, record: FailoverRecord, moment: Moment) -> None:
         if record.id == self.broken:
             raise ValueError("what JSON cannot say")
         self.written.append((record.id, record.revision))
+        self.moments.append(moment)
         self.grew.set()
 
 
@@ -41,7 +44,7 @@ def performer(
     others["post"] = posted.append if posted is not None else None
     desk = SimpleNamespace(**dict.fromkeys(("welcome", "offer", "stand_down", "fenced", "have_turn"), None))
     desk.move = told.append if told is not None else None
-    hosts = SimpleNamespace(calm=calm)
+    hosts = SimpleNamespace(calm=calm or Calm())
     hands: Any = SimpleNamespace(**others | {"bulletin": bulletin, "failover": desk, "hosts": hosts})
     return Performer(cast("Hands", hands))
 
@@ -86,13 +89,21 @@ def test_after_a_word_to_move_what_takes_the_loops_time_waits_a_moment() -> None
 
 
 async def keeps_calm() -> None:
-    calm, told = Calm(lambda: 7.0), list[fx.Move]()
-    does = performer(Bulletin(), calm, told)
+    calm, told, bulletin = Calm(lambda: 7.0), list[fx.Move](), Bulletin()
+    does = performer(bulletin, calm, told)
     move = fx.Move(process(7), 2, "a fault")
     assert calm.left_s() == 0
     does.perform(move)
     assert told == [move] and calm.left_s() == pytest.approx(CALM_S)
+    # Nor are records written meanwhile; each has the moment of its decision.
+    before = Moment.now()
+    does.perform(revision(1))
+    assert bulletin.written == []
+    after = Moment.now()
     await does.close()
+    assert bulletin.written == [(1, 1)]
+    assert before.at <= bulletin.moments[0].at <= after.at
+    assert before.raw_ns <= bulletin.moments[0].raw_ns <= after.raw_ns
 
 
 def test_a_record_that_cannot_be_written_is_counted_and_holds_up_no_other() -> None:

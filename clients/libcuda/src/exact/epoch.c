@@ -31,7 +31,8 @@ void mpsd_epoch_append(struct mpsd_op *op)
 	op->next = NULL;
 	*mpsd_epoch.last = op;
 	mpsd_epoch.last = &op->next;
-	mpsd_epoch.operations++;
+	if (!mpsd_epoch.operations++)
+		mpsd_pace_begin();
 	if (op->kind == MPSD_OP_COPY) {
 		mpsd_epoch.has_borrowed |= op->copy.is_borrowed;
 		mpsd_epoch.kept_bytes += op->copy.kept ? op->copy.size : 0;
@@ -58,6 +59,7 @@ void mpsd_epoch_end(void)
 {
 	struct mpsd_op *op, *next;
 
+	mpsd_pace_end(mpsd_epoch.operations);
 	for (op = mpsd_epoch.first; op; op = next) {
 		next = op->next;
 		op->is_orphan = true;
@@ -232,6 +234,7 @@ void mpsd_epoch_seen(struct mpsd_point at)
 
 void mpsd_epoch_left(void)
 {
+	mpsd_pace_leave();
 	conclude((struct mpsd_point){ NULL, 0 });
 	take_borrowed();
 }

@@ -124,8 +124,8 @@ bool mpsd_exact_close(void);
 /* The same where it has nothing in flight at all, by the GPU's own word, and nobody is about to give it something. */
 bool mpsd_exact_is_over(void);
 
-/* Behind the fence, before the next call: whether anything is to be undone and done again, and how much. */
-bool mpsd_exact_is_due(uint64_t *operations);
+/* Behind the fence, before the next call: whether anything is to be undone and done again, how much, and what it takes. */
+bool mpsd_exact_is_due(uint64_t *operations, uint64_t *takes_ns);
 
 /* After that call: whether all of it has ended. LAUNCH_FAILED and the like: the context is lost. */
 CUresult mpsd_exact_look(void);

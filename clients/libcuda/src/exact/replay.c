@@ -170,13 +170,14 @@ void mpsd_exact_move(bool may, struct mpsd_replayed *replayed)
 	pthread_mutex_unlock(&mpsd_exact_lock);
 }
 
-bool mpsd_exact_is_due(uint64_t *operations)
+bool mpsd_exact_is_due(uint64_t *operations, uint64_t *takes_ns)
 {
 	bool is;
 
 	pthread_mutex_lock(&mpsd_exact_lock);
 	is = mpsd_exact() && !mpsd_epoch.unsure && !mpsd_lanes_all_proven();
 	*operations = is ? mpsd_epoch.operations : 0;
+	*takes_ns = mpsd_pace_of(*operations);
 	pthread_mutex_unlock(&mpsd_exact_lock);
 	return is;
 }

@@ -175,7 +175,7 @@ static bool move(const struct mpsd_failover_message *order)
 	message.values[0] = times.held_ns - began;
 	message.values[1] = times.fence_ns - began;
 	message.values[2] = times.on_ns - began;
-	message.values[3] = times.replayed.bytes;
+	message.values[3] = times.waits ? times.takes_ns : times.replayed.bytes;
 	message.values[4] = times.replayed.operations;
 	message.values[5] = times.waits;
 	home = generation;

@@ -200,7 +200,7 @@ bool mpsd_move(bool planned, enum mpsd_failover_again again, struct mpsd_times *
 		mpsd_standby_used();
 	else
 		mpsd_standby_leave(false);
-	if (is && again == MPSD_FAILOVER_IN_TURN && mpsd_exact_is_due(&times->replayed.operations)) {
+	if (is && again == MPSD_FAILOVER_IN_TURN && mpsd_exact_is_due(&times->replayed.operations, &times->takes_ns)) {
 		times->waits = waits_for_turn = true;
 		turn_until_ns = mpsd_now_ns() + TURN_MS * 1000000ull;
 		times->on_ns = mpsd_now_ns();
