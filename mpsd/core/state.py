@@ -288,49 +288,50 @@ def check_invariants(state: State) -> None:
     roles = [d for s in state.slots.values() for d in (s.active, s.spare) if d is not None]
     _hold(len(roles) == len(set(roles)), "a domain serves two roles")
     for domain in state.domains.values():
-        _hold(domain.slot in state.slots, f"domain {domain.id} has no slot")
+        _hold(domain.slot in state.slots, "domain {} has no slot", domain.id)
         if domain.state is DomainState.STOPPING:
             living = [str(c.id) for c in state.living_of(domain.id)]
-            _hold(not living, f"domain {domain.id} is being stopped under living clients {living}")
+            _hold(not living, "domain {} is being stopped under living clients {}", domain.id, living)
     for client in state.clients.values():
         _check_client(state, client)
     for record in (*state.open_faults, *state.hits):
         _hold(
             record.offender is None or record.offender.id not in {v.id for v in record.victims},
-            f"fault {record.id} names a victim as its offender",
+            "fault {} names a victim as its offender",
+            record.id,
         )
     for process in state.tallies:
-        _hold(any(c.living for c in state.spaces_of(process)), f"hits of {process} are counted for nobody")
+        _hold(any(c.living for c in state.spaces_of(process)), "hits of {} are counted for nobody", process)
 
 
 def _check_slot(state: State, slot: Slot) -> None:
     for role in (slot.active, slot.spare):
         if role is not None:
-            _hold(role in state.domains, f"slot {slot.id} leads to unknown domain {role}")
-            _hold(state.domains[role].slot == slot.id, f"slot {slot.id} borrows domain {role}")
+            _hold(role in state.domains, "slot {} leads to unknown domain {}", slot.id, role)
+            _hold(state.domains[role].slot == slot.id, "slot {} borrows domain {}", slot.id, role)
     if slot.active is not None:
         dead = state.domains[slot.active].state is DomainState.STOPPING
-        _hold(not dead, f"slot {slot.id} leads to a domain that is being stopped")
+        _hold(not dead, "slot {} leads to a domain that is being stopped", slot.id)
     if slot.spare is not None:
         ready = state.domains[slot.spare].state in (DomainState.STARTING, DomainState.WARM)
-        _hold(ready, f"spare of {slot.id} is {state.domains[slot.spare].state}")
-    _hold(not (slot.retiring and (slot.active or slot.spare)), f"slot {slot.id} serves while it is retired")
-    _hold(not (slot.exclusive and slot.spare), f"slot {slot.id} has a spare in exclusive mode")
+        _hold(ready, "spare of {} is {}", slot.id, state.domains[slot.spare].state)
+    _hold(not (slot.retiring and (slot.active or slot.spare)), "slot {} serves while it is retired", slot.id)
+    _hold(not (slot.exclusive and slot.spare), "slot {} has a spare in exclusive mode", slot.id)
 
 
 def _check_client(state: State, client: Client) -> None:
-    _hold(client.id.domain in state.domains, f"client {client.id} has no domain")
-    _hold(client.id.process == client.facts.instance, f"client {client.id} has foreign facts")
+    _hold(client.id.domain in state.domains, "client {} has no domain", client.id)
+    _hold(client.id.process == client.facts.instance, "client {} has foreign facts", client.id)
     dead = client.state in (ClientState.LINGERING, ClientState.HELD)
-    _hold(dead == (client.died is not None), f"client {client.id} is {client.state}, died {client.died}")
-    _hold(not dead or client.leased, f"dead client {client.id} is kept without a lease")
+    _hold(dead == (client.died is not None), "client {} is {}, died {}", client.id, client.state, client.died)
+    _hold(not dead or client.leased, "dead client {} is kept without a lease", client.id)
     evicting = client.state in (ClientState.TERMINATING, ClientState.KILLING)
-    _hold(not evicting or client.eviction is not None, f"client {client.id} is evicted by nobody")
-    _hold(client.frozen is None or client.living, f"client {client.id} is dead and frozen")
+    _hold(not evicting or client.eviction is not None, "client {} is evicted by nobody", client.id)
+    _hold(client.frozen is None or client.living, "client {} is dead and frozen", client.id)
     asked = client.state is ClientState.TERMINATING
-    _hold(client.frozen is None or not asked, f"frozen client {client.id} is asked to leave")
+    _hold(client.frozen is None or not asked, "frozen client {} is asked to leave", client.id)
 
 
-def _hold(condition: bool, what: str) -> None:
+def _hold(condition: bool, what: str, *of: object) -> None:
     if not condition:
-        raise InvariantViolation(what)
+        raise InvariantViolation(what.format(*of))

@@ -270,8 +270,8 @@ def test_a_program_waits_for_its_turn(
     break_domain(domain)
     said = move(line, again=2)
     assert (said.text, said.values[4:]) == ("", (1, 1))
-    # An operation took so many ns before.
-    assert 200_000_000 <= said.values[3] < 20_000_000_000
+    # One operation took 200 ms before, and others less.
+    assert 25_000_000 <= said.values[3] < 20_000_000_000
     ask.tell("gpu.sync()")
     line.say(moving.TURN, 7)
     line.say(moving.TURN, 1)

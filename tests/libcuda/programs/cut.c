@@ -8,7 +8,9 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <pthread.h>
+#include <sched.h>
 #include <stdarg.h>
+#include <stdatomic.h>
 #include <string.h>
 #include <unistd.h>
 
@@ -33,6 +35,22 @@ static int there[MOST];
 static bool is_busy, is_since_610;
 static int refused = -1;
 static int waiting;
+static int policy;		/* of the last thread that freed something */
+
+uint64_t __real_mpsd_now_ns(void);
+
+/* By the clock that is looked at here a thread has come so much later than it was started; 0: by the real one. */
+static atomic_uint_least64_t late_ns;
+static pthread_t starter;
+
+uint64_t __wrap_mpsd_now_ns(void)
+{
+	uint64_t late = atomic_load(&late_ns);
+
+	if (!late)
+		return __real_mpsd_now_ns();
+	return pthread_equal(pthread_self(), starter) ? 1000 : 1000 + late;
+}
 
 bool mpsd_descriptors_is(unsigned int number, int fd)
 {
@@ -41,6 +59,7 @@ bool mpsd_descriptors_is(unsigned int number, int fd)
 
 static uint32_t free_range(unsigned int at)
 {
+	policy = sched_getscheduler(0);
 	if (there[at] == NOTHING || (int)at == refused)
 		return 0x1f;
 	there[at] = NOTHING;
@@ -102,9 +121,9 @@ static struct mpsd_cut *begin(unsigned int count)
 static enum mpsd_cut_state come_to_its_end(struct mpsd_cut *cut)
 {
 	enum mpsd_cut_state state = MPSD_CUT_GOES_ON;
-	uint64_t until = mpsd_now_ns() + PATIENCE_MS * 1000000ull;
+	uint64_t until = __real_mpsd_now_ns() + PATIENCE_MS * 1000000ull;
 
-	while (state == MPSD_CUT_GOES_ON && mpsd_now_ns() < until) {
+	while (state == MPSD_CUT_GOES_ON && __real_mpsd_now_ns() < until) {
 		state = mpsd_cut_look(cut);
 		usleep(20);
 	}
@@ -167,6 +186,20 @@ static void there_are_not_too_many_threads(void)
 	end(cut);
 }
 
+/* A thread to which a processor came late has none to spare. */
+static void who_has_a_processor_at_once_gives_way(uint64_t late, int expected)
+{
+	struct mpsd_cut *cut;
+
+	starter = pthread_self();
+	atomic_store(&late_ns, late);
+	cut = begin(1);
+	CHECK(cut && come_to_its_end(cut) == MPSD_CUT_DONE);
+	end(cut);
+	atomic_store(&late_ns, 0);
+	CHECK(policy == expected);
+}
+
 int main(void)
 {
 	int fd = open("/dev/null", O_RDONLY | O_CLOEXEC);
@@ -182,6 +215,8 @@ int main(void)
 	is_since_610 = false;
 	what_uvm_refuses_is_not();
 	there_are_not_too_many_threads();
+	who_has_a_processor_at_once_gives_way(1, SCHED_IDLE);
+	who_has_a_processor_at_once_gives_way(1000000, SCHED_OTHER);
 	is_known = false;
 	CHECK(!begin(1));
 	puts("ok");

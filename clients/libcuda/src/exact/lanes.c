@@ -273,7 +273,7 @@ static bool is_wrong(CUresult result)
 
 static CUresult wait_for(struct mpsd_lane *lane, uint64_t number, bool has_followers)
 {
-	uint64_t moves = mpsd_tables()->moves, began = 0, asked = 0, proven, marked;
+	uint64_t moves = mpsd_tables()->moves, began = mpsd_now_ns(), asked = 0, proven, marked;
 	CUstream stream;
 
 	for (unsigned int looks = 1;; looks++) {
@@ -284,13 +284,14 @@ static CUresult wait_for(struct mpsd_lane *lane, uint64_t number, bool has_follo
 		pthread_mutex_unlock(&mpsd_exact_lock);
 		if (atomic_load(&mpsd_moves) != moves)
 			return MPSD_AGAIN;
-		if (proven >= number || number > marked)
+		if (proven >= number || number > marked) {
+			mpsd_pace_waited(mpsd_now_ns() - began);
 			return CUDA_SUCCESS;
+		}
 		if (looks >= LOOKS) {
 			uint64_t now = mpsd_now_ns();
 			CUresult result = CUDA_SUCCESS;
 
-			began = began ? began : now;
 			asked = asked ? asked : now;
 			if (now - asked > question_ns()) {
 				result = mpsd_poll_ask(stream);

@@ -1,16 +1,27 @@
 // SPDX-License-Identifier: MIT
-/* How long work took from an epoch's first operation until all was proven: about as long as it takes to do it again. */
+/*
+ * How long it may take to do work again. Its epoch lasted as long as the program took to give it, mostly; the GPU was
+ * behind for as long as the program waited for it at the end. Where it did not wait, and only looked, that is not known.
+ */
 #include "clock.h"
 #include "exact/state.h"
 
+#define GIVE_NS 15000		/* an operation, that the GPU is not behind with */
 #define OF_BEFORE 7		/* of eight parts */
 
 static uint64_t began_ns;	/* this epoch; 0: nothing of it, or a move has come into it */
+static atomic_uint_least64_t waited_ns;
 static uint64_t each_ns;	/* an operation, in the epochs before; 0: unknown */
 
 void mpsd_pace_begin(void)
 {
 	began_ns = mpsd_now_ns();
+	atomic_store_explicit(&waited_ns, 0, memory_order_relaxed);
+}
+
+void mpsd_pace_waited(uint64_t ns)
+{
+	atomic_fetch_add_explicit(&waited_ns, ns, memory_order_relaxed);
 }
 
 void mpsd_pace_leave(void)
@@ -20,11 +31,11 @@ void mpsd_pace_leave(void)
 
 void mpsd_pace_end(uint64_t operations)
 {
-	uint64_t each;
+	uint64_t waited = atomic_load_explicit(&waited_ns, memory_order_relaxed), each;
 
 	if (!began_ns || !operations)
 		return;
-	each = (mpsd_now_ns() - began_ns) / operations + 1;
+	each = waited ? waited / operations + GIVE_NS : (mpsd_now_ns() - began_ns) / operations + 1;
 	each_ns = each_ns ? (each_ns * OF_BEFORE + each) / (OF_BEFORE + 1) : each;
 	began_ns = 0;
 }

@@ -9,7 +9,7 @@
 #include "failover/move.h"
 
 #define SEE_NS 1000000000ull
-#define SPIN_NS 2000000ull	/* most have little to do again, and others wait for their turn */
+#define SPIN_NS 2000000ull	/* most have little to do again, and others wait for their turn: first of all that is told */
 
 static CUresult see_it_end(int line)
 {
@@ -21,6 +21,8 @@ static CUresult see_it_end(int line)
 		if (poll(&polled, 1, passed < SPIN_NS ? 0 : 1))
 			return result;
 		passed = mpsd_now_ns() - began;
+		if (passed >= SPIN_NS)
+			mpsd_cover_again();
 	}
 	return result;
 }
@@ -50,4 +52,5 @@ void mpsd_turn_forgo(void)
 
 	if (mpsd_turn_is_due())
 		mpsd_turn(false, &replayed);
+	mpsd_cover_again();
 }

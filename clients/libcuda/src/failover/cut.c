@@ -11,6 +11,7 @@
 
 #include <dlfcn.h>
 #include <fcntl.h>
+#include <sched.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
@@ -24,7 +25,13 @@
 #include "uvm.h"
 
 #define SOON_NS 100000		/* a piece that takes longer than that may be gone, and its thread kept */
+#define AT_ONCE_NS 200000	/* a thread that has a processor so soon takes it from nobody */
 #define MOST_THREADS 256
+
+struct cutter {
+	struct mpsd_cut *cut;
+	uint64_t started_ns;
+};
 
 struct piece {
 	struct arena_range range;
@@ -40,6 +47,7 @@ struct mpsd_cut {
 	atomic_uint threads;
 	atomic_bool has_failed, is_over;
 	unsigned int started, count;
+	struct cutter cutters[MOST_THREADS];
 	struct piece pieces[];
 };
 
@@ -80,11 +88,26 @@ static void note_gone(struct mpsd_cut *cut, struct piece *piece)
 		atomic_fetch_add(&cut->gone, 1);
 }
 
+/*
+ * Who is kept spins for some milliseconds at the resource manager's lock, and a hundred of them take all processors from
+ * the mover, from those of other programs and from the daemon. Where there is none to spare a thread stays as it is: it
+ * would have to wait for one with the driver's locks in its hands.
+ */
+static void give_way(const struct cutter *cutter)
+{
+	struct sched_param none = { 0 };
+
+	if (mpsd_now_ns() - cutter->started_ns < AT_ONCE_NS)
+		sched_setscheduler(0, SCHED_IDLE, &none);
+}
+
 static void *run(void *argument)
 {
-	struct mpsd_cut *cut = argument;
+	const struct cutter *cutter = argument;
+	struct mpsd_cut *cut = cutter->cut;
 	unsigned int at;
 
+	give_way(cutter);
 	while (!atomic_load(&cut->is_over) && (at = atomic_fetch_add(&cut->next, 1)) < cut->count) {
 		struct piece *piece = &cut->pieces[at];
 
@@ -104,11 +127,14 @@ static void *run(void *argument)
 
 static bool start_one(struct mpsd_cut *cut)
 {
+	struct cutter *cutter;
+
 	if (cut->started == MOST_THREADS)
 		return false;
+	cutter = &cut->cutters[cut->started++];
+	*cutter = (struct cutter){ cut, mpsd_now_ns() };
 	atomic_fetch_add(&cut->threads, 1);
-	cut->started++;
-	if (mpsd_thread_start(run, cut))
+	if (mpsd_thread_start(run, cutter))
 		return true;
 	atomic_fetch_sub(&cut->threads, 1);
 	return false;

@@ -20,7 +20,8 @@
 #include "windows.h"
 
 #define END_MS 2000
-#define LOOK_US 50
+#define LOOK_NS 30000
+#define PATIENT_NS 20000000ull	/* from then on it sleeps between its looks */
 
 struct unmapping {
 	__typeof__(&cuMemUnmap) unmap;	/* the left copy's, and the next one */
@@ -209,16 +210,29 @@ static bool wait_for(struct unmapping *unmapping)
 	}
 }
 
+/* Who sleeps may get a processor back some ms later only: others' threads spin in the resource manager meanwhile. */
+static void rest(uint64_t began)
+{
+	uint64_t now = mpsd_now_ns();
+
+	if (now - began > PATIENT_NS)
+		usleep(LOOK_NS / 1000);
+	else
+		while (mpsd_now_ns() - now < LOOK_NS)
+			;
+}
+
 /* True, or the daemon says that it need not be. */
 static bool cut_off(struct unmapping *unmapping)
 {
 	enum mpsd_cut_state state = MPSD_CUT_FAILED;
+	uint64_t began = mpsd_now_ns();
 
 	unmapping->cut = mpsd_cut_begin(mpsd_in_use_number(), unmapping->pieces, unmapping->count);
 	while (unmapping->cut && (state = mpsd_cut_look(unmapping->cut)) == MPSD_CUT_GOES_ON) {
 		if (says_fenced() && mpsd_exact_close())
 			return true;
-		usleep(LOOK_US);
+		rest(began);
 	}
 	return state == MPSD_CUT_DONE;
 }

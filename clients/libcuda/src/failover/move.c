@@ -108,8 +108,13 @@ static bool hold_and_switch(bool *planned, struct mpsd_times *times, const char 
 }
 
 /* Zones absorb in the copy that they were laid for. */
-static void cover_again(void)
+static bool is_uncovered;
+
+void mpsd_cover_again(void)
 {
+	if (!is_uncovered)
+		return;
+	is_uncovered = false;
 	pthread_mutex_lock(&mpsd_windows_lock);
 	mpsd_zones_lift();
 	mpsd_zones_lay();
@@ -179,7 +184,6 @@ void mpsd_turn(bool may, struct mpsd_replayed *replayed)
 	say_missing(replayed);
 	waits_for_turn = false;
 	mpsd_phase_end(true);
-	cover_again();
 }
 
 bool mpsd_move(bool planned, enum mpsd_failover_again again, struct mpsd_times *times, const char **why)
@@ -196,6 +200,7 @@ bool mpsd_move(bool planned, enum mpsd_failover_again again, struct mpsd_times *
 	mpsd_standby_leave(true);
 	mpsd_line_moves();
 	is = hold_and_switch(&planned, times, why);
+	is_uncovered = is_uncovered || is;
 	if (is)
 		mpsd_standby_used();
 	else
@@ -215,7 +220,6 @@ bool mpsd_move(bool planned, enum mpsd_failover_again again, struct mpsd_times *
 	mpsd_phase_end(is || waits_for_turn);
 	waits_for_turn = false;
 	times->on_ns = mpsd_now_ns();
-	if (is)
-		cover_again();
+	mpsd_cover_again();
 	return is;
 }

@@ -55,8 +55,9 @@ bool mpsd_move(bool planned, enum mpsd_failover_again again, struct mpsd_times *
 /* rest.c. NOT_READY: not in time. What a loss says: the context is not well any more, and its work is lost. */
 CUresult mpsd_come_to_rest(void);
 
-/* After a move that waits: what was in flight is done again (`may`) or lost, and calls go on. */
+/* After a move that waits: what was in flight is done again (`may`) or lost, and calls go on, uncovered as yet. */
 void mpsd_turn(bool may, struct mpsd_replayed *replayed);
+void mpsd_cover_again(void);		/* by zones, if it is not */
 bool mpsd_turn_is_due(void);
 int mpsd_turn_left_ms(void);		/* until it gives up; -1: it does not wait */
 
