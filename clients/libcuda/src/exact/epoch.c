@@ -3,6 +3,7 @@
 #include <stdlib.h>
 
 #include "clock.h"
+#include "exact/pace.h"
 #include "exact/state.h"
 #include "failover/graph.h"
 #include "failover/line.h"

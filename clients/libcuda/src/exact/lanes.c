@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include "clock.h"
+#include "exact/pace.h"
 #include "exact/state.h"
 #include "failover/graph.h"
 #include "failover/line.h"

@@ -3,8 +3,11 @@
  * How long it may take to do work again. Its epoch lasted as long as the program took to give it, mostly; the GPU was
  * behind for as long as the program waited for it at the end. Where it did not wait, and only looked, that is not known.
  */
+#include "exact/pace.h"
+
+#include <stdatomic.h>
+
 #include "clock.h"
-#include "exact/state.h"
 
 #define GIVE_NS 15000		/* an operation, that the GPU is not behind with */
 #define OF_BEFORE 7		/* of eight parts */
@@ -36,6 +39,9 @@ void mpsd_pace_end(uint64_t operations)
 	if (!began_ns || !operations)
 		return;
 	each = waited ? waited / operations + GIVE_NS : (mpsd_now_ns() - began_ns) / operations + 1;
+	/* One that the GPU stood still in says little of the others: it has a neighbour's fault behind it. */
+	if (each_ns && each > 2 * each_ns)
+		each = 2 * each_ns;
 	each_ns = each_ns ? (each_ns * OF_BEFORE + each) / (OF_BEFORE + 1) : each;
 	began_ns = 0;
 }

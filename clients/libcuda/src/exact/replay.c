@@ -2,6 +2,7 @@
 /* In a move: what was not proven to have ended, undone and done again. */
 #include <string.h>
 
+#include "exact/pace.h"
 #include "exact/state.h"
 #include "failover/graph.h"
 #include "failover/line.h"

@@ -294,16 +294,6 @@ CUresult mpsd_epoch_come_after_reads(const struct mpsd_op *op);
 CUresult mpsd_epoch_settle(void);
 CUresult mpsd_epoch_make_room(void);	/* and what was freed during a capture goes: nothing is planned */
 
-/*
- * pace.c: an epoch's first operation, its end, a move into it; what so many operations may take to be done again, 0:
- * unknown. With the lock, but for what was waited.
- */
-void mpsd_pace_waited(uint64_t ns);
-void mpsd_pace_begin(void);
-void mpsd_pace_end(uint64_t operations);
-void mpsd_pace_leave(void);
-uint64_t mpsd_pace_of(uint64_t operations);
-
 /* undo.c */
 
 struct save;
