@@ -23,7 +23,7 @@ from mpsd.layout import Layout
 from mpsd.linux import descriptors
 
 EXIT_PATIENCE_S = 1.0
-# A thread that reads another process's memory keeps the loop for that long, with each call that it makes; programs
+# A thread that reads a process's memory keeps the loop for that long, with each call that it makes; programs
 # that are being moved wait for the loop (5 ms of Python's own were seen twice in a row).
 SWITCH_S = 0.0005
 

@@ -253,8 +253,8 @@ class Rounds:
 
         Raises DeadlineError where one began and did not end.
         """
-        end, mine = clock() + MOVED_S, list[Any]()
         time.sleep(QUIET_S)
+        end, mine = clock() + MOVED_S, list[Any]()
         while clock() < end:
             mine = self._since(self._seen_failovers + 1)
             if mine and _is_settled(mine[0]):

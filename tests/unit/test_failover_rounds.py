@@ -14,6 +14,7 @@ from mpsd.errors import DeadlineError
 
 def rounds(monkeypatch: pytest.MonkeyPatch, *records: dict[str, Any]) -> Rounds:
     monkeypatch.setattr("faultinject.failover.rounds.MOVED_S", 0.03)
+    monkeypatch.setattr("faultinject.failover.rounds.QUIET_S", 0.01)
     made = Rounds.__new__(Rounds)
     made._seen_failovers = 3
     client = SimpleNamespace(failovers=lambda: records)

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: MIT
 /* A program's turn: the one among several of whose work some may be at fault that does its own again. */
 #include <poll.h>
-#include <string.h>
 
 #include "clock.h"
 #include "failover/carry.h"
@@ -27,23 +26,30 @@ static CUresult see_it_end(int line)
 	return result;
 }
 
-bool mpsd_turn_take_it(bool may, int line, struct mpsd_failover_message *done)
+/* Nothing, where it has lost the context: that it has ended is not to be said. */
+static bool say_end(int line, uint64_t home, const struct mpsd_replayed *replayed, CUresult result)
+{
+	struct mpsd_failover_message done = mpsd_line_message(MPSD_FAILOVER_DONE, home, replayed->unsure);
+
+	/* The daemon may not know yet that the domain is lost: whose turn it was then is all that names who did it. */
+	if (mpsd_is_loss(result)) {
+		mpsd_line_error(result, mpsd_moves_done());
+		return true;
+	}
+	done.values[0] = replayed->bytes;
+	done.values[1] = replayed->operations;
+	return mpsd_line_say(line, &done);
+}
+
+bool mpsd_turn_have(bool may, int line, uint64_t home)
 {
 	struct mpsd_replayed replayed = { 0 };
-	CUresult result = CUDA_SUCCESS;
+	bool is;
 
 	mpsd_turn(may, &replayed);
-	if (!replayed.unsure)
-		result = see_it_end(line);
-	done->values[0] = replayed.bytes;
-	done->values[1] = replayed.operations;
-	if (replayed.unsure)
-		strncpy(done->text, replayed.unsure, sizeof(done->text) - 1);
-	/* The daemon may not know yet that the domain is lost: whose turn it was then is all that names who did it. */
-	if (!mpsd_is_loss(result))
-		return true;
-	mpsd_line_error(result, mpsd_moves_done());
-	return false;
+	is = say_end(line, home, &replayed, replayed.unsure ? CUDA_SUCCESS : see_it_end(line));
+	mpsd_cover_again();
+	return is;
 }
 
 void mpsd_turn_forgo(void)

@@ -186,15 +186,7 @@ static bool move(const struct mpsd_failover_message *order)
 
 static bool have_turn(bool may)
 {
-	struct mpsd_failover_message message = message_of(MPSD_FAILOVER_DONE, NULL);
-	bool is;
-
-	message.generation = home;
-	if (!mpsd_turn_is_due())
-		return true;
-	is = !mpsd_turn_take_it(may, atomic_load(&line), &message) || say(&message);
-	mpsd_cover_again();
-	return is;
+	return !mpsd_turn_is_due() || mpsd_turn_have(may, atomic_load(&line), home);
 }
 
 static bool stand_down(const struct mpsd_failover_message *order)

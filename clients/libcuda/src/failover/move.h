@@ -61,9 +61,11 @@ void mpsd_cover_again(void);		/* by zones, if it is not */
 bool mpsd_turn_is_due(void);
 int mpsd_turn_left_ms(void);		/* until it gives up; -1: it does not wait */
 
-/* again.c: the same, seen to its end or until the daemon says something on `line`. `done` gets its values and text.
- * False: the context was lost by it, and it is not to be said that it has ended. */
-bool mpsd_turn_take_it(bool may, int line, struct mpsd_failover_message *done);
+/*
+ * again.c: the same, seen to its end or until the daemon says something on `line`, told there as of the generation
+ * `home`, and then covered. False: that cannot be told.
+ */
+bool mpsd_turn_have(bool may, int line, uint64_t home);
 
 /* There is no daemon that would say so. */
 void mpsd_turn_forgo(void);
