@@ -3,7 +3,8 @@
 #include <stdlib.h>
 
 #include "clock.h"
-#include "exact/state.h"
+#include "exact/shelf.h"
+#include "exact/submit.h"
 #include "failover/graph.h"
 #include "failover/line.h"
 #include "memory.h"
@@ -25,19 +26,6 @@ void mpsd_epoch_unsure(const char *why)
 		mpsd_line_unsure(why);
 }
 
-void mpsd_epoch_append(struct mpsd_op *op)
-{
-	op->number = ++op->lane->given;
-	op->next = NULL;
-	*mpsd_epoch.last = op;
-	mpsd_epoch.last = &op->next;
-	mpsd_epoch.operations++;
-	if (op->kind == MPSD_OP_COPY) {
-		mpsd_epoch.has_borrowed |= op->copy.is_borrowed;
-		mpsd_epoch.kept_bytes += op->copy.kept ? op->copy.size : 0;
-	}
-}
-
 /* Its number stays taken: what comes later proves that too. Who gives it to the driver frees it. */
 void mpsd_epoch_strike(struct mpsd_op *op)
 {
@@ -51,7 +39,15 @@ void mpsd_epoch_strike(struct mpsd_op *op)
 	if (!op->next)
 		mpsd_epoch.last = link;
 	mpsd_epoch.operations--;
-	op->is_orphan = true;
+	atomic_store(&op->state, MPSD_OP_IS_FORGOTTEN);
+}
+
+/* Whoever is last frees it: the driver may have kept a thread for longer than the epoch lasted. */
+static void forget(struct mpsd_op *op)
+{
+	if (atomic_load(&op->state) == MPSD_OP_RESTS ||
+	    atomic_exchange(&op->state, MPSD_OP_IS_FORGOTTEN) == MPSD_OP_RESTS)
+		mpsd_op_free(op);
 }
 
 void mpsd_epoch_end(void)
@@ -60,10 +56,9 @@ void mpsd_epoch_end(void)
 
 	for (op = mpsd_epoch.first; op; op = next) {
 		next = op->next;
-		op->is_orphan = true;
-		if (!op->is_busy)
-			mpsd_op_free(op);
+		forget(op);
 	}
+	mpsd_shelf_rest();
 	mpsd_epoch.first = NULL;
 	mpsd_epoch.last = &mpsd_epoch.first;
 	mpsd_epoch.operations = mpsd_epoch.kept_bytes = 0;
@@ -361,6 +356,6 @@ void mpsd_exact_child(void)
 	atomic_store(&mpsd_exact_on, false);
 	mpsd_exact_lock = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
 	mpsd_stage_child();
-	mpsd_params_child();
+	mpsd_shelf_child();
 	mpsd_hosts_child();
 }

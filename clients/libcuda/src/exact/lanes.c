@@ -76,11 +76,17 @@ static CUstream key(CUstream stream)
 	return stream ? stream : CU_STREAM_LEGACY;
 }
 
+/* Mostly it is the same again. */
 struct mpsd_lane *mpsd_lane_find(CUstream stream)
 {
-	for (unsigned int i = 1; i < mpsd_lanes_used; i++)
-		if (mpsd_lanes[i].is_used && mpsd_lanes[i].stream == key(stream))
-			return &mpsd_lanes[i];
+	static struct mpsd_lane *last = &mpsd_lanes[1];
+
+	for (unsigned int i = 0; i < mpsd_lanes_used; i++) {
+		struct mpsd_lane *lane = i ? &mpsd_lanes[i] : last;
+
+		if (lane->is_used && lane->stream == key(stream))
+			return last = lane;
+	}
 	return NULL;
 }
 
