@@ -13,8 +13,8 @@
 #define LONG_OPERATIONS 256
 #define SOON_NS 50000
 
-pthread_mutex_t mpsd_exact_lock = PTHREAD_MUTEX_INITIALIZER;
-struct mpsd_epoch mpsd_epoch = { .number = 1, .last = &mpsd_epoch.first, .long_from = LONG_OPERATIONS };
+MPSD_WRITTEN_OFTEN pthread_mutex_t mpsd_exact_lock = PTHREAD_MUTEX_INITIALIZER;
+MPSD_WRITTEN_OFTEN struct mpsd_epoch mpsd_epoch = { .number = 1, .last = &mpsd_epoch.first, .long_from = LONG_OPERATIONS };
 
 void mpsd_epoch_unsure(const char *why)
 {

@@ -21,7 +21,7 @@ struct named {
 };
 
 static struct named *all;
-bool mpsd_named_any;
+MPSD_READ_OFTEN bool mpsd_named_any;
 
 static void add(const char *name, size_t length, const char *what, bool is_opaque)
 {

@@ -6,6 +6,8 @@
 #include <stdbool.h>
 #include <stdlib.h>
 
+#include "proxy.h"
+
 #define ROOM ((size_t)256 << 10)
 #define ALIGNMENT ((size_t)16)
 #define LINE ((size_t)64)
@@ -20,7 +22,7 @@ struct mpsd_shelf {
 };
 
 /* Under the lock: where the next one comes to lie. What is taken is counted here, where no other thread counts. */
-static struct {
+static MPSD_WRITTEN_OFTEN struct {
 	struct mpsd_shelf *shelf;
 	size_t used;
 	unsigned int taken;

@@ -12,15 +12,15 @@
 #include "window.h"
 #include "windows.h"
 
-static CUdeviceptr window_base;
-static uint64_t count;			/* of its pages */
+static MPSD_READ_OFTEN CUdeviceptr window_base;
+static MPSD_READ_OFTEN uint64_t count;			/* of its pages */
 
 /* For each page: in which epoch it was saved; */
-static uint32_t *stamps;
+static MPSD_READ_OFTEN uint32_t *stamps;
 /* and for who has the order, of which a copy that was left has its own: in which plan it is, */
 static atomic_ullong *planned;
 /* and all that a pointer into it leads to: in which epoch (even), or plan (odd). */
-static atomic_ullong *wholes;
+static MPSD_READ_OFTEN atomic_ullong *wholes;
 
 _Static_assert(MPSD_EXACT_PAGE == ARENA_GRANULE, "a page of the window is what memory is mapped by");
 
@@ -107,7 +107,7 @@ void mpsd_stamps_save(struct mpsd_pages pages)
 }
 
 /* In which epoch what kernels may write of what the program has mapped itself has changed last. */
-static atomic_uint runs_changed;
+static MPSD_READ_OFTEN atomic_uint runs_changed;
 
 void mpsd_undo_runs_changed(void)
 {

@@ -172,13 +172,13 @@ struct mpsd_lane {
 	uint64_t given;		/* operations so far */
 	uint64_t marked;	/* after so many of them the GPU writes */
 	uint64_t proven;	/* and has written */
-	uint64_t stop;		/* this one is not proven, whatever is written: a function that did not run; 0: none */
-	uint64_t saved;		/* the last one of them that is a save; 0: none that matters */
 	uint64_t after_saves;	/* how many saves, of any lane, what comes next is known to come after */
 	uint64_t after_replay;	/* in the copy after so many moves it waits for what was done again there */
+	uint64_t stop;		/* this one is not proven, whatever is written: a function that did not run; 0: none */
+	uint64_t saved;		/* the last one of them that is a save; 0: none that matters */
 	CUevent event;		/* after its last save; the program does not know it */
 	uint64_t asked_ns;	/* when the driver was asked last, in place of its word */
-};
+} __attribute__((aligned(64)));
 
 extern struct mpsd_lane mpsd_lanes[MPSD_LANES];
 extern unsigned int mpsd_lanes_used;	/* with the lock: the first ones of them ever were in use */

@@ -14,9 +14,9 @@
 #define ORDERS 8		/* a thread may still be stuck in a copy that was left */
 #define LOOK_MS 1
 
-atomic_bool mpsd_exact_on;
+MPSD_READ_OFTEN atomic_bool mpsd_exact_on;
 
-static pthread_mutex_t orders[ORDERS] = {
+static MPSD_WRITTEN_OFTEN pthread_mutex_t orders[ORDERS] = {
 	PTHREAD_MUTEX_INITIALIZER, PTHREAD_MUTEX_INITIALIZER, PTHREAD_MUTEX_INITIALIZER, PTHREAD_MUTEX_INITIALIZER,
 	PTHREAD_MUTEX_INITIALIZER, PTHREAD_MUTEX_INITIALIZER, PTHREAD_MUTEX_INITIALIZER, PTHREAD_MUTEX_INITIALIZER,
 };

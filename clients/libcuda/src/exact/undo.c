@@ -24,7 +24,7 @@ struct save {
 };
 
 static struct save *saves;		/* of the epoch */
-uint64_t mpsd_undo_batches;
+MPSD_READ_OFTEN uint64_t mpsd_undo_batches;
 
 CUresult make_cuStreamCreate(CUstream *phStream, unsigned int Flags);
 
