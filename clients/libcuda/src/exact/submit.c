@@ -223,7 +223,7 @@ CUresult mpsd_finish(struct mpsd_op *op, CUresult result)
 /* What is validated looks at the saves of the operation, whose epoch has not ended. */
 static void validate(struct mpsd_op *op, CUresult result)
 {
-	if (result == CUDA_SUCCESS)
+	if (result == CUDA_SUCCESS && mpsd_validates())
 		mpsd_validate_after(op);
 	pthread_mutex_lock(&mpsd_exact_lock);
 	prepare(false);
