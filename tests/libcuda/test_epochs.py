@@ -102,3 +102,25 @@ def test_what_epochs_write_again_and_again_is_saved_at_once(
     assert ask(add.replace("8, 1", "8, 2")) == "([0, 0], 0)"
     assert ask("[gpu.word(m) for m in several]") == "[4, 3]"
     assert ask.end() == ""
+
+
+@EXACT
+def test_who_finds_all_saved_waits_for_the_copies(
+    domain: Domain, gate: Gate, second: Domain, post: Post, ask: Program, copies: Path
+) -> None:
+    """Another stream than the one that they were made for: its kernels must not be the first to begin."""
+    line = post.greet(moving.EXACT)
+    ask("m = gpu.memory(8 << 20); streams = [gpu.made('cuStreamCreate', 1) for _ in range(12)]")
+    stand_by(line, second, copies)
+    add = "set(gpu.run('add', m, 8, 1, stream=s) for s in streams)"
+    assert ask(f"{add}, gpu.sync()") == "({0}, 0)"
+    gate.let(0)
+    # From the third one on nothing is looked for but in which epoch it was saved.
+    assert ask("{gpu.run('add', m, 8, 1, stream=streams[0]) for _ in range(3)}, " + add) == "({0}, {0})"
+    gate.let(1)
+    until(lambda: gate.left() == 0)
+    break_domain(domain)
+    said = move(line)
+    assert (said.text, said.values[4]) == ("", 15)
+    assert ask("gpu.sync(), gpu.word(m)") == "(0, 27)"
+    assert ask.end() == ""

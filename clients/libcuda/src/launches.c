@@ -17,7 +17,7 @@
 
 static atomic_uintptr_t only_context;
 static atomic_bool several_contexts;
-static uint64_t elsewhere;	/* 1 + the number of the latest launch that was not on the legacy stream */
+static MPSD_WRITTEN_OFTEN uint64_t elsewhere;	/* 1 + the number of the latest launch that was not on the legacy stream */
 
 /* Another thread may just be opening the first window. */
 static inline struct mpsd_ledger *current(void)

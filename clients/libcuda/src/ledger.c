@@ -14,11 +14,12 @@
 #include <unistd.h>
 
 #include "launches.h"
+#include "proxy.h"
 
 #define BUCKETS 65536u
 
 static struct mpsd_ledger fallback;
-struct mpsd_ledger *mpsd_ledger = &fallback;
+MPSD_READ_OFTEN struct mpsd_ledger *mpsd_ledger = &fallback;
 static int shared_fd = -1;
 
 /*

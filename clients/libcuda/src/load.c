@@ -21,8 +21,8 @@ static CUresult no_function(void)
 /* Whole from the start: a constructor of the program's may call before this library's own has run. */
 void *mpsd_table[MPSD_SLOTS] = { [0 ... MPSD_SLOTS - 1] = (void *)no_driver };
 void *mpsd_real[MPSD_SLOTS];
-static const struct mpsd_tables first = { mpsd_real, mpsd_inner, 0 };
-_Atomic(const struct mpsd_tables *) mpsd_tables_now = &first;
+static MPSD_READ_OFTEN struct mpsd_tables first = { mpsd_real, mpsd_inner, 0 };
+MPSD_READ_OFTEN _Atomic(const struct mpsd_tables *) mpsd_tables_now = &first;
 _Thread_local const struct mpsd_tables *mpsd_thread_tables;
 void *mpsd_real_handle;
 

@@ -21,6 +21,13 @@
 #define MPSD_SLOTS (MPSD_NAMES + MPSD_SPARE)
 #define MPSD_STUB_BYTES 16
 
+/*
+ * Between two launches a program has used the processor's nearer memory for something else. So what each launch looks
+ * at lies together, and what each one writes, whichever file it is of.
+ */
+#define MPSD_READ_OFTEN __attribute__((section("mpsd_read_often")))
+#define MPSD_WRITTEN_OFTEN __attribute__((section("mpsd_written_often")))
+
 enum mpsd_when {
 	MPSD_WHEN_ALWAYS,
 	MPSD_WHEN_MEMORY,

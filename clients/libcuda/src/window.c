@@ -93,7 +93,7 @@ static struct {
 	_Atomic(uint64_t) base, size;
 } reserved[MPSD_DEVICES];
 
-struct mpsd_span mpsd_windows_span = MPSD_NO_SPAN;
+MPSD_READ_OFTEN struct mpsd_span mpsd_windows_span = MPSD_NO_SPAN;
 
 bool mpsd_window_covers(uint64_t address, size_t size)
 {

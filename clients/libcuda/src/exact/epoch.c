@@ -4,7 +4,8 @@
 
 #include "clock.h"
 #include "exact/pace.h"
-#include "exact/state.h"
+#include "exact/shelf.h"
+#include "exact/submit.h"
 #include "failover/graph.h"
 #include "failover/line.h"
 #include "memory.h"
@@ -13,8 +14,8 @@
 #define LONG_OPERATIONS 256
 #define SOON_NS 50000
 
-pthread_mutex_t mpsd_exact_lock = PTHREAD_MUTEX_INITIALIZER;
-struct mpsd_epoch mpsd_epoch = { .number = 1, .last = &mpsd_epoch.first, .long_from = LONG_OPERATIONS };
+MPSD_WRITTEN_OFTEN pthread_mutex_t mpsd_exact_lock = PTHREAD_MUTEX_INITIALIZER;
+MPSD_WRITTEN_OFTEN struct mpsd_epoch mpsd_epoch = { .number = 1, .last = &mpsd_epoch.first, .long_from = LONG_OPERATIONS };
 
 void mpsd_epoch_unsure(const char *why)
 {
@@ -24,20 +25,6 @@ void mpsd_epoch_unsure(const char *why)
 	pthread_mutex_unlock(&mpsd_exact_lock);
 	if (mpsd_exact())
 		mpsd_line_unsure(why);
-}
-
-void mpsd_epoch_append(struct mpsd_op *op)
-{
-	op->number = ++op->lane->given;
-	op->next = NULL;
-	*mpsd_epoch.last = op;
-	mpsd_epoch.last = &op->next;
-	if (!mpsd_epoch.operations++)
-		mpsd_pace_begin();
-	if (op->kind == MPSD_OP_COPY) {
-		mpsd_epoch.has_borrowed |= op->copy.is_borrowed;
-		mpsd_epoch.kept_bytes += op->copy.kept ? op->copy.size : 0;
-	}
 }
 
 /* Its number stays taken: what comes later proves that too. Who gives it to the driver frees it. */
@@ -53,7 +40,15 @@ void mpsd_epoch_strike(struct mpsd_op *op)
 	if (!op->next)
 		mpsd_epoch.last = link;
 	mpsd_epoch.operations--;
-	op->is_orphan = true;
+	atomic_store(&op->state, MPSD_OP_IS_FORGOTTEN);
+}
+
+/* Whoever is last frees it: the driver may have kept a thread for longer than the epoch lasted. */
+static void forget(struct mpsd_op *op)
+{
+	if (atomic_load(&op->state) == MPSD_OP_RESTS ||
+	    atomic_exchange(&op->state, MPSD_OP_IS_FORGOTTEN) == MPSD_OP_RESTS)
+		mpsd_op_free(op);
 }
 
 void mpsd_epoch_end(void)
@@ -63,10 +58,9 @@ void mpsd_epoch_end(void)
 	mpsd_pace_end(mpsd_epoch.operations);
 	for (op = mpsd_epoch.first; op; op = next) {
 		next = op->next;
-		op->is_orphan = true;
-		if (!op->is_busy)
-			mpsd_op_free(op);
+		forget(op);
 	}
+	mpsd_shelf_rest();
 	mpsd_epoch.first = NULL;
 	mpsd_epoch.last = &mpsd_epoch.first;
 	mpsd_epoch.operations = mpsd_epoch.kept_bytes = 0;
@@ -365,6 +359,6 @@ void mpsd_exact_child(void)
 	atomic_store(&mpsd_exact_on, false);
 	mpsd_exact_lock = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
 	mpsd_stage_child();
-	mpsd_params_child();
+	mpsd_shelf_child();
 	mpsd_hosts_child();
 }

@@ -20,11 +20,11 @@
 #define MOST_NS 10000000000ull	/* that others are kept for one who waits */
 
 /* Pinned, and its device address is the host's: CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING. */
-static uint32_t (*words)[MPSD_LANES];
+static MPSD_READ_OFTEN uint32_t (*words)[MPSD_LANES];
 
 /* The first one is the mover's own. */
 struct mpsd_lane mpsd_lanes[MPSD_LANES] = { { .stream = CU_STREAM_LEGACY, .is_used = true } };
-unsigned int mpsd_lanes_used = 1;
+MPSD_READ_OFTEN unsigned int mpsd_lanes_used = 1;
 static uint64_t words_of;	/* the moves before the copy that they are marked in */
 
 CUresult make_cuMemHostAlloc(void **pp, size_t bytesize, unsigned int Flags);
@@ -77,11 +77,17 @@ static CUstream key(CUstream stream)
 	return stream ? stream : CU_STREAM_LEGACY;
 }
 
+/* Mostly it is the same again. */
 struct mpsd_lane *mpsd_lane_find(CUstream stream)
 {
-	for (unsigned int i = 1; i < mpsd_lanes_used; i++)
-		if (mpsd_lanes[i].is_used && mpsd_lanes[i].stream == key(stream))
-			return &mpsd_lanes[i];
+	static MPSD_READ_OFTEN struct mpsd_lane *last = &mpsd_lanes[1];
+
+	for (unsigned int i = 0; i < mpsd_lanes_used; i++) {
+		struct mpsd_lane *lane = i ? &mpsd_lanes[i] : last;
+
+		if (lane->is_used && lane->stream == key(stream))
+			return last = lane;
+	}
 	return NULL;
 }
 

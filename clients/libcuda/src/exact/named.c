@@ -21,6 +21,7 @@ struct named {
 };
 
 static struct named *all;
+MPSD_READ_OFTEN bool mpsd_named_any;
 
 static void add(const char *name, size_t length, const char *what, bool is_opaque)
 {
@@ -53,6 +54,7 @@ void mpsd_named_start(void)
 		return;
 	read_list("MPSD_FAILOVER_UNSURE", "a kernel that writes where its parameters do not lead", false);
 	read_list("MPSD_FAILOVER_OPAQUE", "a kernel that writes a variable of its module", true);
+	mpsd_named_any = all != NULL;
 }
 
 const char *mpsd_name_of_function(CUfunction function)

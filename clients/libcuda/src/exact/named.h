@@ -7,6 +7,9 @@
 /* By one thread, when the program wishes to be exact. */
 void mpsd_named_start(void);
 
+/* Whether there are any. */
+extern bool mpsd_named_any;
+
 /* Before a launch of it. */
 void mpsd_named_look(CUfunction function);
 

@@ -10,6 +10,7 @@
 #include <string.h>
 
 #include "exact/named.h"
+#include "exact/params.h"
 #include "exact/shelf.h"
 #include "exact/state.h"
 #include "failover/line.h"
@@ -18,13 +19,15 @@
 
 #define PLACES 8192u		/* of the index: twice as many as there are functions */
 #define FUNCTIONS (PLACES / 2)
-#define FEW 3u
+#define FEW 8u
 #define MOST_PARAMETERS 512u
 #define MOST_BYTES 32768u	/* 32,764 by the CUDA programming guide, from compute capability 7.0 on */
 
 struct place {
-	uint32_t offset, size;
+	uint16_t offset, size;
 };
+
+_Static_assert(MOST_BYTES <= UINT16_MAX, "that is enough for it");
 
 /*
  * What the driver says of a function's parameters. Between two launches a program has used all of the processor's nearer
@@ -32,15 +35,15 @@ struct place {
  */
 static struct info {
 	CUfunction function;
-	uint32_t count, bytes, filled;	/* bytes that parameters have, and without what lies between them */
+	uint32_t filled;		/* bytes of the parameters, */
+	uint16_t bytes, count;		/* with what lies between them; how many there are */
 	struct place few[FEW];
 	struct place *more;		/* in place of those; NULL: there are no more */
 	char *pinned;			/* said once its parameters led to pinned memory */
-} infos[FUNCTIONS] __attribute__((aligned(64)));
+} infos[FUNCTIONS] __attribute__((aligned(64)));	/* under the lock, like all that follows */
 
 _Static_assert(sizeof(struct info) == 64, "a function has one line of the processor's cache");
 
-static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static unsigned int known;		/* of infos */
 static uint16_t places_of[PLACES];	/* 1 + where in infos */
 
@@ -75,7 +78,7 @@ static CUresult ask(CUfunction function, struct place *places, uint32_t *count)
 			return result;
 		if (offset + size > MOST_BYTES)
 			return CUDA_ERROR_NOT_SUPPORTED;
-		places[*count] = (struct place){ (uint32_t)offset, (uint32_t)size };
+		places[*count] = (struct place){ (uint16_t)offset, (uint16_t)size };
 	}
 	return CUDA_ERROR_NOT_SUPPORTED;
 }
@@ -117,12 +120,12 @@ static CUresult keep(CUfunction function, const struct place *places, uint32_t c
 	if (count > FEW && !(more = malloc(count * sizeof(*more))))
 		return CUDA_ERROR_OUT_OF_MEMORY;
 	info = &infos[known];
-	*info = (struct info){ .function = function, .count = count, .more = more };
+	*info = (struct info){ .function = function, .count = (uint16_t)count, .more = more };
 	memcpy(more ? more : info->few, places, count * sizeof(*places));
 	for (uint32_t i = 0; i < count; i++) {
 		info->filled += places[i].size;
 		if (places[i].offset + places[i].size > info->bytes)
-			info->bytes = places[i].offset + places[i].size;
+			info->bytes = (uint16_t)(places[i].offset + places[i].size);
 	}
 	*slot = (uint16_t)++known;
 	return CUDA_SUCCESS;
@@ -140,26 +143,20 @@ static CUresult learn(CUfunction function)
 	/* In a copy that was left it is no function, and to have no more parameters looks the same. */
 	if (mpsd_is_left())
 		return MPSD_AGAIN;
-	pthread_mutex_lock(&lock);
+	pthread_mutex_lock(&mpsd_exact_lock);
 	result = keep(function, places, count);
-	pthread_mutex_unlock(&lock);
+	pthread_mutex_unlock(&mpsd_exact_lock);
 	return result;
 }
 
 void mpsd_params_forget(void)
 {
-	pthread_mutex_lock(&lock);
+	pthread_mutex_lock(&mpsd_exact_lock);
 	/* What was said of pinned memory stays. */
 	while (known)
 		free(infos[--known].more);
 	memset(places_of, 0, sizeof(places_of));
-	pthread_mutex_unlock(&lock);
-}
-
-void mpsd_params_child(void)
-{
-	lock = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
-	mpsd_shelf_child();
+	pthread_mutex_unlock(&mpsd_exact_lock);
 }
 
 #define BUFFER_ALIGNMENT 16
@@ -171,11 +168,12 @@ _Static_assert(sizeof(CUlaunchAttribute) % sizeof(void *) == 0, "pointers lie be
  * Under the lock. In one block: the operation, its attributes, where each parameter is, and the parameters, with nothing
  * between them.
  */
-static struct mpsd_op *make(const struct mpsd_op *given, uint32_t count, size_t bytes)
+static struct mpsd_op *make(const struct mpsd_launch *given, uint32_t count, size_t bytes)
 {
-	unsigned int attributes = given->launch.config.numAttrs;
-	size_t before = sizeof(*given) + attributes * sizeof(CUlaunchAttribute) + count * sizeof(void *);
+	unsigned int attributes = given->config->numAttrs;
+	size_t before = sizeof(struct mpsd_op) + attributes * sizeof(CUlaunchAttribute) + count * sizeof(void *);
 	struct mpsd_shelf *shelf = NULL;
+	CUlaunchAttribute *copies;
 	struct mpsd_op *op;
 
 	before = (before + BUFFER_ALIGNMENT - 1) / BUFFER_ALIGNMENT * BUFFER_ALIGNMENT;
@@ -184,44 +182,58 @@ static struct mpsd_op *make(const struct mpsd_op *given, uint32_t count, size_t 
 		op = malloc(before + bytes);
 	if (!op)
 		return NULL;
-	*op = *given;
-	op->shelf = shelf;
-	op->launch.attributes = (CUlaunchAttribute *)(op + 1);
+	copies = (CUlaunchAttribute *)(op + 1);
+	*op = (struct mpsd_op){
+		.kind = MPSD_OP_LAUNCH, .is_brief = given->is_brief, .stream = given->stream, .shelf = shelf,
+		.launch = {
+			.function = given->function, .config = *given->config, .attributes = copies,
+			.is_plain = given->is_plain, .is_cooperative = given->is_cooperative,
+			.count = count, .bytes = bytes,
+			.parameters = (void **)(copies + attributes), .buffer = (char *)op + before,
+		},
+	};
 	if (attributes)
-		memcpy(op->launch.attributes, given->launch.config.attrs, attributes * sizeof(CUlaunchAttribute));
-	op->launch.parameters = (void **)(op->launch.attributes + attributes);
-	op->launch.buffer = (char *)op + before;
-	op->launch.count = count;
-	op->launch.bytes = bytes;
+		memcpy(copies, given->config->attrs, attributes * sizeof(*copies));
 	return op;
 }
 
-/* Under the lock. */
-static CUresult copy_each(const struct mpsd_op *given, const struct info *info, void **parameters, struct mpsd_op **op)
+/* Most are addresses and numbers, which need no call to be copied. */
+static void copy_one(char *to, const void *from, size_t size)
 {
-	if (info->count && !parameters)
-		return CUDA_ERROR_INVALID_VALUE;
-	*op = make(given, info->count, info->bytes);
-	if (!*op)
-		return CUDA_ERROR_OUT_OF_MEMORY;
-	/* What lies between them would be taken for an address, or be another one each time. */
-	if (info->filled != info->bytes)
-		memset((*op)->launch.buffer, 0, info->bytes);
-	for (uint32_t i = 0; i < info->count; i++) {
-		const struct place *place = &places_in(info)[i];
-		char *to = (*op)->launch.buffer + place->offset;
-
-		(*op)->launch.parameters[i] = to;
-		/* Most are addresses, which need no call to be copied. */
-		if (place->size == sizeof(CUdeviceptr))
-			memcpy(to, parameters[i], sizeof(CUdeviceptr));
-		else
-			memcpy(to, parameters[i], place->size);
-	}
-	return CUDA_SUCCESS;
+	if (size == sizeof(uint64_t))
+		memcpy(to, from, sizeof(uint64_t));
+	else if (size == sizeof(uint32_t))
+		memcpy(to, from, sizeof(uint32_t));
+	else
+		memcpy(to, from, size);
 }
 
-static CUresult take_each(const struct mpsd_op *given, void **parameters, struct mpsd_op **op)
+/* Under the lock. */
+static struct mpsd_op *copy_each(const struct mpsd_launch *given, const struct info *info, void **parameters)
+{
+	const struct place *places = places_in(info);
+	struct mpsd_op *op = make(given, info->count, info->bytes);
+
+	/* What lies between them would be taken for an address, or be another one each time. */
+	if (op && info->filled != info->bytes)
+		memset(op->launch.buffer, 0, info->bytes);
+	for (uint32_t i = 0; op && i < info->count; i++) {
+		char *to = op->launch.buffer + places[i].offset;
+
+		op->launch.parameters[i] = to;
+		copy_one(to, parameters[i], places[i].size);
+	}
+	return op;
+}
+
+struct mpsd_op *mpsd_params_take_known(const struct mpsd_launch *given, void **parameters)
+{
+	const struct info *info = info_of(given->function);
+
+	return info && (parameters || !info->count) ? copy_each(given, info, parameters) : NULL;
+}
+
+static CUresult take_each(const struct mpsd_launch *given, void **parameters, struct mpsd_op **op)
 {
 	CUresult result = CUDA_SUCCESS;
 	bool is_known = false;
@@ -230,20 +242,22 @@ static CUresult take_each(const struct mpsd_op *given, void **parameters, struct
 	while (result == CUDA_SUCCESS && !is_known) {
 		const struct info *info;
 
-		pthread_mutex_lock(&lock);
-		info = info_of(given->launch.function);
+		pthread_mutex_lock(&mpsd_exact_lock);
+		info = info_of(given->function);
 		is_known = info != NULL;
-		if (is_known)
-			result = copy_each(given, info, parameters, op);
-		pthread_mutex_unlock(&lock);
+		if (is_known && info->count && !parameters)
+			result = CUDA_ERROR_INVALID_VALUE;
+		else if (is_known && !(*op = copy_each(given, info, parameters)))
+			result = CUDA_ERROR_OUT_OF_MEMORY;
+		pthread_mutex_unlock(&mpsd_exact_lock);
 		if (!is_known)
-			result = learn(given->launch.function);
+			result = learn(given->function);
 	}
 	return result;
 }
 
 /* cuda.h: CU_LAUNCH_PARAM_BUFFER_POINTER and _SIZE, each followed by its value, until _END. */
-static CUresult take_buffer(const struct mpsd_op *given, void **extra, struct mpsd_op **op)
+static CUresult take_buffer(const struct mpsd_launch *given, void **extra, struct mpsd_op **op)
 {
 	const void *from = NULL;
 	size_t size = 0;
@@ -258,9 +272,9 @@ static CUresult take_buffer(const struct mpsd_op *given, void **extra, struct mp
 	}
 	if (size > MOST_BYTES || (size && !from))
 		return CUDA_ERROR_NOT_SUPPORTED;
-	pthread_mutex_lock(&lock);
+	pthread_mutex_lock(&mpsd_exact_lock);
 	*op = make(given, 0, size);
-	pthread_mutex_unlock(&lock);
+	pthread_mutex_unlock(&mpsd_exact_lock);
 	if (!*op)
 		return CUDA_ERROR_OUT_OF_MEMORY;
 	(*op)->launch.is_buffer = true;
@@ -280,11 +294,11 @@ static void follow_variables(struct mpsd_op *op)
 	}
 }
 
-CUresult mpsd_params_take(const struct mpsd_op *given, void **parameters, void **extra, struct mpsd_op **op)
+CUresult mpsd_params_take(const struct mpsd_launch *given, void **parameters, void **extra, struct mpsd_op **op)
 {
 	CUresult result;
 
-	if (!given->launch.function)
+	if (!given->function)
 		return CUDA_ERROR_INVALID_HANDLE;
 	result = extra ? take_buffer(given, extra, op) : take_each(given, parameters, op);
 
@@ -303,13 +317,13 @@ static const char *why_pinned(CUfunction function)
 
 	if (!name)
 		return said;
-	pthread_mutex_lock(&lock);
+	pthread_mutex_lock(&mpsd_exact_lock);
 	info = info_of(function);
 	if (info && !info->pinned && asprintf(&info->pinned, PINNED ": %.120s", name) < 0)
 		info->pinned = NULL;
 	if (info && info->pinned)
 		said = info->pinned;
-	pthread_mutex_unlock(&lock);
+	pthread_mutex_unlock(&mpsd_exact_lock);
 	return said;
 }
 

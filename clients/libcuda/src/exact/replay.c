@@ -90,16 +90,22 @@ static CUresult come_after(struct mpsd_lane *lane, CUevent event)
 	return result;
 }
 
-CUresult mpsd_replay_come_after(struct mpsd_lane *lane)
+/* A thread that a move overtakes may look at it with no lock. */
+bool mpsd_replay_is_behind(const struct mpsd_lane *lane)
 {
 	uint64_t moves = mpsd_tables()->moves;
+
+	return !moves || atomic_load(&done_moves) != moves ||
+	       __atomic_load_n(&lane->after_replay, __ATOMIC_RELAXED) == moves;
+}
+
+CUresult mpsd_replay_come_after(struct mpsd_lane *lane)
+{
 	CUevent event;
 
-	/* A thread that a move overtakes may look at it with no lock. */
-	if (!moves || atomic_load(&done_moves) != moves ||
-	    __atomic_load_n(&lane->after_replay, __ATOMIC_RELAXED) == moves)
+	if (mpsd_replay_is_behind(lane))
 		return CUDA_SUCCESS;
-	event = end_in(moves);
+	event = end_in(mpsd_tables()->moves);
 	return event ? come_after(lane, event) : CUDA_SUCCESS;
 }
 

@@ -6,22 +6,29 @@
 #include <stdbool.h>
 #include <stdlib.h>
 
+#include "proxy.h"
+
 #define ROOM ((size_t)256 << 10)
 #define ALIGNMENT ((size_t)16)
 #define LINE ((size_t)64)
-#define AHEAD ((size_t)1024)
+#define AHEAD ((size_t)256)
 #define MOST_SPARE 64		/* are kept; the others are freed */
+#define OPEN (1u << 31)
 
 struct mpsd_shelf {
 	struct mpsd_shelf *next;	/* of the spare ones */
-	size_t used;
-	atomic_uint users;		/* what lies there; and 1 while more is put there */
-	_Alignas(16) char bytes[ROOM];
+	atomic_uint users;		/* what lies there; while more is put there: OPEN, less what was given back */
+	_Alignas(64) char bytes[ROOM];
 };
 
-static struct mpsd_shelf *current;
+/* Under the lock: where the next one comes to lie. What is taken is counted here, where no other thread counts. */
+static MPSD_WRITTEN_OFTEN struct {
+	struct mpsd_shelf *shelf;
+	size_t used;
+	unsigned int taken;
+} current;
 
-static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;	/* of these */
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;	/* of the spare ones */
 static struct mpsd_shelf *spare;
 static unsigned int spares;
 
@@ -61,39 +68,47 @@ void mpsd_shelf_give(struct mpsd_shelf *shelf)
 /* False: there is no memory for another one. */
 static bool begin_another(void)
 {
-	struct mpsd_shelf *next = take_spare();
+	struct mpsd_shelf *next = take_spare(), *last = current.shelf;
+	unsigned int taken = OPEN - current.taken;
 
 	if (!next)
-		next = malloc(sizeof(*next));
+		next = aligned_alloc(_Alignof(struct mpsd_shelf), sizeof(*next));
 	if (!next)
 		return false;
-	next->used = 0;
-	atomic_store(&next->users, 1);
-	if (current)
-		mpsd_shelf_give(current);
-	current = next;
+	atomic_store(&next->users, OPEN);
+	if (last && atomic_fetch_sub(&last->users, taken) == taken)
+		put_aside(last);
+	current = (__typeof__(current)){ next, 0, 0 };
 	return true;
+}
+
+void mpsd_shelf_rest(void)
+{
+	if (current.shelf && atomic_load_explicit(&current.shelf->users, memory_order_acquire) == OPEN - current.taken) {
+		atomic_store_explicit(&current.shelf->users, OPEN, memory_order_relaxed);
+		current.used = current.taken = 0;
+	}
 }
 
 void *mpsd_shelf_take(size_t size, struct mpsd_shelf **shelf)
 {
-	char *room;
+	char *room, *next;
 
 	size = (size + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
 	if (size > ROOM)
 		return NULL;
-	/* All that was there has gone. */
-	if (current && atomic_load_explicit(&current->users, memory_order_acquire) == 1)
-		current->used = 0;
-	if ((!current || current->used + size > ROOM) && !begin_another())
+	if (current.used + size > ROOM)
+		mpsd_shelf_rest();
+	if ((!current.shelf || current.used + size > ROOM) && !begin_another())
 		return NULL;
-	room = current->bytes + current->used;
-	current->used += size;
+	room = current.shelf->bytes + current.used;
+	current.used += size;
+	current.taken++;
 	/* The next one is mostly as large, and comes when the program has used the processor's cache for other things. */
-	for (size_t ahead = 0; ahead < AHEAD && current->used + ahead < ROOM; ahead += LINE)
-		__builtin_prefetch(current->bytes + current->used + ahead, 1, 2);
-	atomic_fetch_add_explicit(&current->users, 1, memory_order_relaxed);
-	*shelf = current;
+	next = current.shelf->bytes + current.used;
+	for (size_t ahead = 0; ahead < AHEAD; ahead += LINE)
+		__builtin_prefetch(next + ahead, 1, 2);
+	*shelf = current.shelf;
 	return room;
 }
 

@@ -10,10 +10,13 @@
 struct mpsd_shelf;
 
 /*
- * One thread at a time. Room for so many bytes, at a multiple of 16, and the shelf that it is given back to; NULL: there
+ * With the lock of the epoch. Room for so many bytes, at a multiple of 16, and the shelf that it is given back to; NULL: there
  * is none.
  */
 void *mpsd_shelf_take(size_t size, struct mpsd_shelf **shelf);
+
+/* With the same lock: if all that was taken has been given back, the next one lies where the first one did. */
+void mpsd_shelf_rest(void);
 
 /* Once for each that was taken, by any thread. */
 void mpsd_shelf_give(struct mpsd_shelf *shelf);

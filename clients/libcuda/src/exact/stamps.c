@@ -6,19 +6,21 @@
 #include "exact/stamps.h"
 
 #include <stdlib.h>
+#include <string.h>
 
 #include "hold.h"
+#include "window.h"
 #include "windows.h"
 
-static CUdeviceptr window_base;
-static uint64_t count;			/* of its pages */
+static MPSD_READ_OFTEN CUdeviceptr window_base;
+static MPSD_READ_OFTEN uint64_t count;			/* of its pages */
 
 /* For each page: in which epoch it was saved; */
-static uint32_t *stamps;
+static MPSD_READ_OFTEN uint32_t *stamps;
 /* and for who has the order, of which a copy that was left has its own: in which plan it is, */
 static atomic_ullong *planned;
 /* and all that a pointer into it leads to: in which epoch (even), or plan (odd). */
-static atomic_ullong *wholes;
+static MPSD_READ_OFTEN atomic_ullong *wholes;
 
 _Static_assert(MPSD_EXACT_PAGE == ARENA_GRANULE, "a page of the window is what memory is mapped by");
 
@@ -105,7 +107,7 @@ void mpsd_stamps_save(struct mpsd_pages pages)
 }
 
 /* In which epoch what kernels may write of what the program has mapped itself has changed last. */
-static atomic_uint runs_changed;
+static MPSD_READ_OFTEN atomic_uint runs_changed;
 
 void mpsd_undo_runs_changed(void)
 {
@@ -158,4 +160,31 @@ bool mpsd_stamps_found_whole(const struct mpsd_allocation *whole)
 void mpsd_stamps_note_whole(const struct mpsd_plan *plan, const struct mpsd_allocation *whole)
 {
 	note(mpsd_stamps_pages(whole->base, whole->size), of_plan(plan));
+}
+
+/* Where a run may have grown, that is looked at elsewhere. */
+static bool is_whole_now(CUdeviceptr address)
+{
+	const uint64_t page = (address - window_base) / MPSD_EXACT_PAGE;
+
+	return stamps && page < count &&
+	       atomic_load_explicit(&wholes[page], memory_order_relaxed) == of_epoch(mpsd_epoch.number) &&
+	       atomic_load_explicit(&runs_changed, memory_order_relaxed) != mpsd_epoch.number;
+}
+
+bool mpsd_stamps_are_whole(const char *words, size_t bytes)
+{
+	const struct mpsd_bounds windows = mpsd_span_bounds(&mpsd_windows_span);
+	const struct mpsd_bounds pins = mpsd_span_bounds(&mpsd_pins_span);
+
+	for (size_t at = 0; at + sizeof(CUdeviceptr) <= bytes; at += sizeof(CUdeviceptr)) {
+		CUdeviceptr word;
+
+		memcpy(&word, words + at, sizeof(word));
+		if (mpsd_bounds_may_hold(windows, word) && !is_whole_now(word))
+			return false;
+		if (mpsd_bounds_may_hold(pins, word) && mpsd_is_pinned((const void *)word))
+			return false;
+	}
+	return true;
 }

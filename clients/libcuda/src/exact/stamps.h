@@ -31,3 +31,9 @@ void mpsd_stamps_save(struct mpsd_pages pages);
 bool mpsd_stamps_is_whole(const struct mpsd_plan *plan, CUdeviceptr address);
 bool mpsd_stamps_found_whole(const struct mpsd_allocation *whole);
 void mpsd_stamps_note_whole(const struct mpsd_plan *plan, const struct mpsd_allocation *whole);
+
+/*
+ * With the lock: whether all that these words lead to, each of which may be an address, is memory that is whole in this
+ * epoch, and nothing of it the host's.
+ */
+bool mpsd_stamps_are_whole(const char *words, size_t bytes);

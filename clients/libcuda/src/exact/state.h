@@ -45,7 +45,7 @@ struct mpsd_op {
 	bool waits;			/* the call is one without a stream */
 	bool is_brief;			/* it lasts no longer than its epoch, as a launch that is not captured */
 	bool is_marked;			/* when what is before it in its lane is proven, all is that it came after */
-	bool is_busy, is_orphan;	/* a thread gives it to the driver; the epoch has forgotten it */
+	atomic_uchar state;		/* enum mpsd_op_state (submit.h) */
 	CUstream stream;		/* what the program calls it */
 	struct mpsd_lane *lane;
 	uint64_t number;		/* in its lane */
@@ -172,13 +172,13 @@ struct mpsd_lane {
 	uint64_t given;		/* operations so far */
 	uint64_t marked;	/* after so many of them the GPU writes */
 	uint64_t proven;	/* and has written */
-	uint64_t stop;		/* this one is not proven, whatever is written: a function that did not run; 0: none */
-	uint64_t saved;		/* the last one of them that is a save; 0: none that matters */
 	uint64_t after_saves;	/* how many saves, of any lane, what comes next is known to come after */
 	uint64_t after_replay;	/* in the copy after so many moves it waits for what was done again there */
+	uint64_t stop;		/* this one is not proven, whatever is written: a function that did not run; 0: none */
+	uint64_t saved;		/* the last one of them that is a save; 0: none that matters */
 	CUevent event;		/* after its last save; the program does not know it */
 	uint64_t asked_ns;	/* when the driver was asked last, in place of its word */
-};
+} __attribute__((aligned(64)));
 
 extern struct mpsd_lane mpsd_lanes[MPSD_LANES];
 extern unsigned int mpsd_lanes_used;	/* with the lock: the first ones of them ever were in use */
@@ -262,7 +262,6 @@ static inline bool mpsd_epoch_is_unsure(void)
 }
 
 /* With the lock */
-void mpsd_epoch_append(struct mpsd_op *op);
 void mpsd_epoch_strike(struct mpsd_op *op);	/* the last one */
 void mpsd_epoch_end(void);
 
@@ -325,6 +324,15 @@ CUresult mpsd_usual_save(struct mpsd_plan *plan);
 /* From here on the copies count, and what is submitted to the lane comes after them and those of other lanes. */
 CUresult mpsd_undo_done(struct mpsd_plan *plan);
 
+extern uint64_t mpsd_undo_batches;	/* of saves, ever */
+
+/* Whether what comes next into the lane comes after all of them. */
+static inline bool mpsd_undo_is_behind(const struct mpsd_lane *lane)
+{
+	return __atomic_load_n(&lane->after_saves, __ATOMIC_RELAXED) ==
+	       __atomic_load_n(&mpsd_undo_batches, __ATOMIC_RELAXED);
+}
+
 /* In place of that: nothing was saved. */
 void mpsd_undo_drop(struct mpsd_plan *plan);
 
@@ -346,17 +354,8 @@ bool mpsd_undo_has(void);
 
 /* replay.c: without the lock, with the order: what comes next into the lane comes after what was done again. */
 CUresult mpsd_replay_come_after(struct mpsd_lane *lane);
+bool mpsd_replay_is_behind(const struct mpsd_lane *lane);	/* nothing is left to be done for that */
 void mpsd_replay_finish(void);
-
-/* params.c */
-
-/* An operation like `given`, a LAUNCH, with a copy of what that was given. NOT_SUPPORTED: it is not known how much. */
-CUresult mpsd_params_take(const struct mpsd_op *given, void **parameters, void **extra, struct mpsd_op **op);
-void mpsd_params_forget(void);	/* functions have gone: their handles may come again */
-void mpsd_params_child(void);
-
-/* Save what the parameters of a launch lead to. */
-CUresult mpsd_params_save(const struct mpsd_op *op, struct mpsd_plan *plan);
 
 /* hostfunc.c: functions of the host in streams */
 

@@ -5,20 +5,18 @@
  */
 #include "clock.h"
 #include "exact/named.h"
+#include "exact/params.h"
+#include "exact/submit.h"
 #include "exact/validate.h"
 #include "failover/graph.h"
 #include "failover/line.h"
 
 #define ORDERS 8		/* a thread may still be stuck in a copy that was left */
 #define LOOK_MS 1
-#define MOST_OPERATIONS 262144u		/* in an epoch */
-#define MARK_EACH 128u			/* operations of a lane */
-#define MOST_AHEAD 768u			/* the driver keeps who is a thousand launches ahead */
-#define MOST_KEPT_BYTES ((uint64_t)256 << 20)
 
-atomic_bool mpsd_exact_on;
+MPSD_READ_OFTEN atomic_bool mpsd_exact_on;
 
-static pthread_mutex_t orders[ORDERS] = {
+static MPSD_WRITTEN_OFTEN pthread_mutex_t orders[ORDERS] = {
 	PTHREAD_MUTEX_INITIALIZER, PTHREAD_MUTEX_INITIALIZER, PTHREAD_MUTEX_INITIALIZER, PTHREAD_MUTEX_INITIALIZER,
 	PTHREAD_MUTEX_INITIALIZER, PTHREAD_MUTEX_INITIALIZER, PTHREAD_MUTEX_INITIALIZER, PTHREAD_MUTEX_INITIALIZER,
 };
@@ -175,20 +173,15 @@ static CUresult save(const struct mpsd_op *op)
 	return CUDA_SUCCESS;
 }
 
-static bool is_full(void)
-{
-	return mpsd_epoch.operations >= MOST_OPERATIONS || mpsd_epoch.kept_bytes >= MOST_KEPT_BYTES;
-}
-
 /* With the lock. In an unsure epoch it is counted only. */
 static void note(struct mpsd_op *op, uint64_t moves)
 {
-	op->is_busy = true;
+	mpsd_noted_in = 1 + moves;
 	if (mpsd_epoch.unsure) {
+		atomic_store_explicit(&op->state, MPSD_OP_IS_FORGOTTEN, memory_order_relaxed);
 		op->number = ++op->lane->given;
-		op->is_orphan = true;
 	} else {
-		mpsd_epoch_append(op);
+		mpsd_note(op, moves);
 	}
 	if (op->kind == MPSD_OP_RECORD)
 		mpsd_point_set(op->event.event, (struct mpsd_point){ op->lane, op->number - 1 });
@@ -198,52 +191,43 @@ static void note(struct mpsd_op *op, uint64_t moves)
 		mpsd_host_noted(op);
 	else if (op->kind == MPSD_OP_MEMORY && mpsd_memops_wait(op->memory))
 		mpsd_epoch.is_waiting = true;
-	mpsd_noted_in = 1 + moves;
 }
 
-/*
- * Not so far ahead of the GPU that the driver would keep the thread: when the context is lost meanwhile, it would not
- * let it go.
- */
-struct ahead {
-	struct mpsd_lane *lane;
-	bool is_unmarked;
-	uint64_t until;		/* this operation is to have ended before the next one; 0: none */
-};
-
-/* With the lock */
-static struct ahead look_ahead(struct mpsd_lane *lane)
+/* An operation that the driver has refused leaves nothing. False: the copy was left, and what is noted is done again. */
+static bool strike(struct mpsd_op *op)
 {
-	struct ahead ahead = { lane, lane->given - lane->marked >= MARK_EACH, 0 };
-
-	if (lane->given - lane->proven >= MOST_AHEAD && lane->given - mpsd_lane_look(lane) >= MOST_AHEAD)
-		ahead.until = lane->given - MOST_AHEAD + MARK_EACH;
-	return ahead;
-}
-
-/* Whoever is last frees it: the driver may have kept this thread for longer than the epoch lasted. */
-static CUresult finish(struct mpsd_op *op, CUresult result, struct ahead *ahead)
-{
-	bool left, is_orphan, lost = mpsd_is_loss(result);
+	bool left;
 
 	pthread_mutex_lock(&mpsd_exact_lock);
 	left = mpsd_is_left();
-	prepare(false);
-	op->is_busy = false;
-	/* An operation that the driver has refused leaves nothing. */
-	if (!left && result != CUDA_SUCCESS && !lost && !op->is_orphan)
+	if (!left && atomic_load(&op->state) == MPSD_OP_IS_GIVEN)
 		mpsd_epoch_strike(op);
-	is_orphan = op->is_orphan;
-	if (!left)
-		*ahead = look_ahead(op->lane);
 	pthread_mutex_unlock(&mpsd_exact_lock);
-	if (is_orphan)
+	return !left;
+}
+
+CUresult mpsd_finish(struct mpsd_op *op, CUresult result)
+{
+	bool lost = mpsd_is_loss(result);
+	bool left = result == CUDA_SUCCESS || lost ? mpsd_is_left() : !strike(op);
+
+	if (atomic_exchange(&op->state, MPSD_OP_RESTS) == MPSD_OP_IS_FORGOTTEN)
 		mpsd_op_free(op);
 	if (left)
 		return MPSD_AGAIN;
 	if (!lost)
 		mpsd_noted_in = 0;
 	return result;
+}
+
+/* What is validated looks at the saves of the operation, whose epoch has not ended. */
+static void validate(struct mpsd_op *op, CUresult result)
+{
+	if (result == CUDA_SUCCESS && mpsd_validates())
+		mpsd_validate_after(op);
+	pthread_mutex_lock(&mpsd_exact_lock);
+	prepare(false);
+	pthread_mutex_unlock(&mpsd_exact_lock);
 }
 
 /*
@@ -277,15 +261,15 @@ static CUresult make_ready(struct mpsd_op *op, bool full)
 }
 
 /* With the order, which everybody's next operation waits for. */
-static CUresult put(struct mpsd_op *op, uint64_t moves, struct ahead *ahead)
+static CUresult put(struct mpsd_op *op, uint64_t moves, struct mpsd_ahead *ahead)
 {
-	bool left, full;
+	bool left, full, is_validated;
 	CUresult result;
 
 	pthread_mutex_lock(&mpsd_exact_lock);
 	left = mpsd_is_left();
 	op->lane = left ? NULL : mpsd_lane_of(op->stream);
-	full = is_full();
+	full = mpsd_epoch_is_full();
 	prepare(op->lane != NULL);
 	pthread_mutex_unlock(&mpsd_exact_lock);
 	if (!op->lane) {
@@ -296,11 +280,13 @@ static CUresult put(struct mpsd_op *op, uint64_t moves, struct ahead *ahead)
 	}
 	result = make_ready(op, full);
 	pthread_mutex_lock(&mpsd_exact_lock);
-	/* What is validated looks at the epoch's saves afterwards. */
-	prepare(result == CUDA_SUCCESS && mpsd_validates());
 	left = mpsd_is_left() || mpsd_epoch.is_closed;
-	if (!left && result == CUDA_SUCCESS)
+	is_validated = !left && result == CUDA_SUCCESS && mpsd_validates();
+	prepare(is_validated);
+	if (!left && result == CUDA_SUCCESS) {
 		note(op, moves);
+		*ahead = mpsd_look_ahead(op->lane);
+	}
 	pthread_mutex_unlock(&mpsd_exact_lock);
 	if (left || result != CUDA_SUCCESS) {
 		mpsd_op_free(op);
@@ -310,9 +296,9 @@ static CUresult put(struct mpsd_op *op, uint64_t moves, struct ahead *ahead)
 	/* While its end is not known a move waits for all that the old copy has mapped to be unmapped there. */
 	if (result == CUDA_SUCCESS && mpsd_copy_is_with_host(op) && !mpsd_epoch_is_unsure())
 		mpsd_lane_mark(op->lane);
-	if (result == CUDA_SUCCESS && mpsd_validates())
-		mpsd_validate_after(op);
-	result = finish(op, result, ahead);
+	if (is_validated)
+		validate(op, result);
+	result = mpsd_finish(op, result);
 	/* It is submitted: what goes wrong with the mark the next one finds. */
 	if (result == CUDA_SUCCESS && ahead->is_unmarked)
 		mpsd_lane_mark(ahead->lane);
@@ -335,7 +321,7 @@ CUresult mpsd_submit(struct mpsd_op *op, bool proves)
 	bool is_done = mpsd_noted_in && mpsd_noted_in != 1 + moves;
 	CUstream stream = op->stream;
 	CUresult result = CUDA_SUCCESS;
-	struct ahead ahead = { NULL, false, 0 };
+	struct mpsd_ahead ahead = { NULL, false, 0 };
 	struct mpsd_lane *lane = NULL;
 	uint64_t number = 0;
 
@@ -372,12 +358,9 @@ CUresult mpsd_submit(struct mpsd_op *op, bool proves)
 			mpsd_epoch_hasten();
 	}
 	mpsd_order_give(moves);
-	/*
-	 * Without the order, for others may be what is waited for; and not where it may be what this thread does next. A move
-	 * that comes meanwhile does the operation again.
-	 */
-	if (result == CUDA_SUCCESS && !proves && ahead.until && !mpsd_epoch_is_waiting())
-		mpsd_lane_wait(ahead.lane, ahead.until);
+	/* A move that comes meanwhile does the operation again. */
+	if (result == CUDA_SUCCESS && !proves)
+		mpsd_come_near(&ahead);
 	if (result != CUDA_SUCCESS || !proves)
 		return result;
 	if (lane)

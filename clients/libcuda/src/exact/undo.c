@@ -24,7 +24,7 @@ struct save {
 };
 
 static struct save *saves;		/* of the epoch */
-static uint64_t batches;		/* of saves, ever */
+MPSD_READ_OFTEN uint64_t mpsd_undo_batches;
 
 CUresult make_cuStreamCreate(CUstream *phStream, unsigned int Flags);
 
@@ -203,7 +203,7 @@ static void commit(struct mpsd_plan *plan)
 	struct mpsd_lane *lane = plan->saver;
 
 	lane->saved = ++lane->given;
-	__atomic_store_n(&batches, batches + 1, __ATOMIC_RELAXED);
+	__atomic_store_n(&mpsd_undo_batches, mpsd_undo_batches + 1, __ATOMIC_RELAXED);
 	while (plan->saves) {
 		struct save *save = plan->saves;
 
@@ -243,12 +243,12 @@ static CUresult come_after_others(struct mpsd_lane *lane)
 	CUevent events[MPSD_LANES];
 	CUresult result = CUDA_SUCCESS;
 	unsigned int count = 0;
-	uint64_t all = __atomic_load_n(&batches, __ATOMIC_RELAXED);
+	uint64_t all;
 
-	if (__atomic_load_n(&lane->after_saves, __ATOMIC_RELAXED) == all)
+	if (mpsd_undo_is_behind(lane))
 		return CUDA_SUCCESS;
 	pthread_mutex_lock(&mpsd_exact_lock);
-	all = batches;
+	all = mpsd_undo_batches;
 	for (unsigned int i = 0; i < mpsd_lanes_used; i++) {
 		struct mpsd_lane *other = &mpsd_lanes[i];
 

@@ -36,7 +36,7 @@ static struct names {
 	unsigned int count;
 } writers, keepers;	/* where no parameter leads; of variables */
 
-static atomic_bool is_on, is_over;
+static MPSD_READ_OFTEN atomic_bool is_on, is_over;
 
 void mpsd_validate_start(void)
 {

@@ -14,7 +14,7 @@ struct session {
 	struct mpsd_graph *graph;
 };
 
-atomic_uint mpsd_captures;
+MPSD_READ_OFTEN atomic_uint mpsd_captures;
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static struct session *sessions;

@@ -51,7 +51,7 @@ void mpsd_pins_forget(const void *base)
 	free(gone);
 }
 
-struct mpsd_span mpsd_pins_span = MPSD_NO_SPAN;
+MPSD_READ_OFTEN struct mpsd_span mpsd_pins_span = MPSD_NO_SPAN;
 
 bool mpsd_is_pinned(const void *address)
 {

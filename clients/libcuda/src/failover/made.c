@@ -5,7 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "exact/state.h"
+#include "exact/params.h"
 #include "failover/graph.h"
 #include "failover/line.h"
 

@@ -2,6 +2,7 @@
 /* The program's calls that say what a node of a graph is. What cannot be followed the driver is told as it is. */
 #include <stdlib.h>
 
+#include "exact/params.h"
 #include "exact/state.h"
 #include "failover/line.h"
 #include "failover/nodes.h"
@@ -70,28 +71,27 @@ static CUcontext or_current(CUcontext given)
 static CUresult kernel(const CUDA_KERNEL_NODE_PARAMS *given, const struct mpsd_op *before, struct mpsd_node *node)
 {
 	CUresult result;
-	struct mpsd_op op = {
-		.kind = MPSD_OP_LAUNCH,
-		.launch = { .is_plain = true },
-	};
+	struct mpsd_launch launch = { .is_plain = true };
+	CUlaunchConfig config;
 
 	if (!given)
 		return CUDA_ERROR_INVALID_VALUE;
-	op.launch.function = given->func ? given->func : (CUfunction)given->kern;
-	op.launch.config = (CUlaunchConfig){ given->gridDimX, given->gridDimY, given->gridDimZ, given->blockDimX,
-					     given->blockDimY, given->blockDimZ, given->sharedMemBytes, NULL, NULL, 0 };
+	launch.function = given->func ? given->func : (CUfunction)given->kern;
+	launch.config = &config;
+	config = (CUlaunchConfig){ given->gridDimX, given->gridDimY, given->gridDimZ, given->blockDimX, given->blockDimY,
+				   given->blockDimZ, given->sharedMemBytes, NULL, NULL, 0 };
 	/* What its attributes say of it a buffer of parameters is not launched with. */
 	if (before && before->kind == MPSD_OP_LAUNCH && before->launch.is_cooperative && given->extra)
 		return CUDA_ERROR_NOT_SUPPORTED;
 	if (before && before->kind == MPSD_OP_LAUNCH) {
-		op.stream = before->stream;
-		op.launch.config.attrs = before->launch.attributes;
-		op.launch.config.numAttrs = before->launch.config.numAttrs;
-		op.launch.is_plain = before->launch.is_plain;
-		op.launch.is_cooperative = before->launch.is_cooperative;
+		launch.stream = before->stream;
+		config.attrs = before->launch.attributes;
+		config.numAttrs = before->launch.config.numAttrs;
+		launch.is_plain = before->launch.is_plain;
+		launch.is_cooperative = before->launch.is_cooperative;
 	}
 	*node = (struct mpsd_node){ .context = given->func ? given->ctx : or_current(given->ctx) };
-	result = mpsd_params_take(&op, given->kernelParams, given->extra, &node->op);
+	result = mpsd_params_take(&launch, given->kernelParams, given->extra, &node->op);
 	/* A function that a move has overtaken is unknown for that alone. */
 	return result != CUDA_SUCCESS && atomic_load(&mpsd_moves) != mpsd_tables()->moves ? MPSD_AGAIN : result;
 }

@@ -12,8 +12,8 @@
 #include "failover/vmm.h"
 
 void *mpsd_inner[MPSD_SLOTS];
-const struct mpsd_tables *mpsd_first_tables;
-atomic_uint_least64_t mpsd_moves;
+MPSD_READ_OFTEN const struct mpsd_tables *mpsd_first_tables;
+MPSD_READ_OFTEN atomic_uint_least64_t mpsd_moves;
 atomic_uint mpsd_inside[MPSD_COPIES_KNOWN];
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;

@@ -17,7 +17,7 @@
 #define MOST 256
 #define MOST_BYTES ((size_t)16 << 20)	/* of one of them */
 
-atomic_uint mpsd_variables;
+MPSD_READ_OFTEN atomic_uint mpsd_variables;
 
 /* What the host has put there. */
 struct part {

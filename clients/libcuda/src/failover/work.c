@@ -13,10 +13,10 @@
 
 #define SEVERAL UINT64_MAX
 
-static atomic_uint_least64_t begun, given, ended;
+static MPSD_WRITTEN_OFTEN atomic_uint_least64_t begun, given, ended;
 static atomic_uint_least64_t held;	/* of those begun and not given: they wait for the end of a move */
 static _Thread_local bool works __attribute__((tls_model("initial-exec")));
-static atomic_uint_least64_t only;	/* 1 + the stream; 0: none yet */
+static MPSD_WRITTEN_OFTEN atomic_uint_least64_t only;	/* 1 + the stream; 0: none yet */
 static atomic_bool lost, several_contexts;
 
 /* What a wait that begins now may prove; 0: nothing. */

@@ -1,0 +1,143 @@
+// SPDX-License-Identifier: MIT
+/*
+ * Launches of kernels. Most find all done already that is to be done before they are noted: their parameters lead to
+ * what was saved in this epoch. That is seen, and they are noted, under one hold of the lock, so that no epoch ends
+ * between. Between two launches a program has used all of the processor's nearer memory for something else: so this way
+ * is short, too. All others go through mpsd_submit().
+ */
+#include "exact/named.h"
+#include "exact/params.h"
+#include "exact/stamps.h"
+#include "exact/submit.h"
+#include "exact/validate.h"
+#include "failover/graph.h"
+#include "failover/line.h"
+
+/* With the lock: an operation in that lane has nothing to wait for, and nothing is to be said of it. */
+static bool is_free(const struct mpsd_lane *lane)
+{
+	return !mpsd_epoch.is_closed && !mpsd_epoch.unsure && !mpsd_epoch_is_full() && mpsd_undo_is_behind(lane) &&
+	       mpsd_replay_is_behind(lane);
+}
+
+/* With the lock and the order. False: more is to be done before it is noted; there may be an operation, for that. */
+static bool note(const struct mpsd_launch *given, void **parameters, struct mpsd_op **made)
+{
+	struct mpsd_lane *lane = mpsd_is_left() ? NULL : mpsd_lane_find(given->stream);
+	struct mpsd_op *op;
+
+	if (!lane || !is_free(lane))
+		return false;
+	*made = op = mpsd_params_take_known(given, parameters);
+	if (!op || !mpsd_stamps_are_whole(op->launch.buffer, op->launch.bytes))
+		return false;
+	op->lane = lane;
+	mpsd_note(op, mpsd_tables()->moves);
+	return true;
+}
+
+/* False: it is not submitted. */
+static bool submit_at_once(const struct mpsd_launch *given, void **parameters, struct mpsd_op **op, CUresult *result)
+{
+	uint64_t moves = mpsd_tables()->moves;
+	struct mpsd_ahead ahead = { NULL, false, 0 };
+	bool is;
+
+	if (!mpsd_order_take(moves))
+		return false;
+	pthread_mutex_lock(&mpsd_exact_lock);
+	is = note(given, parameters, op);
+	if (is)
+		ahead = mpsd_look_ahead((*op)->lane);
+	pthread_mutex_unlock(&mpsd_exact_lock);
+	if (is) {
+		*result = mpsd_finish(*op, mpsd_op_issue(*op));
+		/* It is submitted: what goes wrong with the mark the next one finds. */
+		if (*result == CUDA_SUCCESS && ahead.is_unmarked)
+			mpsd_lane_mark(ahead.lane);
+	}
+	mpsd_order_give(moves);
+	if (is && *result == CUDA_SUCCESS)
+		mpsd_come_near(&ahead);
+	return is;
+}
+
+/* Whether that may do, as far as it is known with no lock. An attribute may be an event to be recorded. */
+static bool may_be_at_once(const struct mpsd_launch *given, void **extra)
+{
+	return mpsd_exact() && !mpsd_noted_in && given->is_brief && !extra && !given->config->numAttrs &&
+	       !mpsd_knows_variables() && !mpsd_validates() && !mpsd_named_any;
+}
+
+/* In mode `keep`, for a capture that cannot be noted: the program goes on, and stays where it is. */
+static CUresult launch_unnoted(const struct mpsd_launch *given, void **parameters, void **extra)
+{
+	CUlaunchConfig c = *given->config;
+	CUfunction function = mpsd_native(given->function);
+	CUresult result;
+
+	mpsd_line_opaque("a kernel whose parameters are unknown, in a capture");
+	c.hStream = mpsd_native(given->stream);
+	if (given->is_cooperative)
+		result = inner_cuLaunchCooperativeKernel(function, c.gridDimX, c.gridDimY, c.gridDimZ, c.blockDimX,
+							 c.blockDimY, c.blockDimZ, c.sharedMemBytes, c.hStream,
+							 parameters);
+	else
+		result = inner_cuLaunchKernelEx(&c, function, parameters, extra);
+	return mpsd_answered(result);
+}
+
+static CUresult submit_launch(const struct mpsd_launch *given, void **parameters, void **extra)
+{
+	struct mpsd_op *op = NULL;
+	CUresult result = CUDA_SUCCESS;
+
+	if (may_be_at_once(given, extra) && submit_at_once(given, parameters, &op, &result))
+		return result;
+	if (!op)
+		result = mpsd_params_take(given, parameters, extra, &op);
+	if (result == CUDA_SUCCESS)
+		return mpsd_submit(op, false);
+	if (mpsd_is_loss(result))
+		return result;
+	/* A function that a move has overtaken is unknown for that alone. */
+	if (atomic_load(&mpsd_moves) != mpsd_tables()->moves)
+		return MPSD_AGAIN;
+	if (!mpsd_exact())
+		return launch_unnoted(given, parameters, extra);
+	mpsd_exact_fail("a kernel whose parameters are unknown");
+	return MPSD_AGAIN;
+}
+
+CUresult work_cuLaunchKernel(CUfunction f, unsigned int gridDimX, unsigned int gridDimY, unsigned int gridDimZ,
+			     unsigned int blockDimX, unsigned int blockDimY, unsigned int blockDimZ,
+			     unsigned int sharedMemBytes, CUstream hStream, void **kernelParams, void **extra)
+{
+	const CUlaunchConfig config = { gridDimX, gridDimY, gridDimZ, blockDimX, blockDimY, blockDimZ, sharedMemBytes,
+					hStream, NULL, 0 };
+	const struct mpsd_launch launch = { f, hStream, &config, true, false, !mpsd_capturing() };
+
+	return submit_launch(&launch, kernelParams, extra);
+}
+
+CUresult work_cuLaunchCooperativeKernel(CUfunction f, unsigned int gridDimX, unsigned int gridDimY,
+					unsigned int gridDimZ, unsigned int blockDimX, unsigned int blockDimY,
+					unsigned int blockDimZ, unsigned int sharedMemBytes, CUstream hStream,
+					void **kernelParams)
+{
+	const CUlaunchConfig config = { gridDimX, gridDimY, gridDimZ, blockDimX, blockDimY, blockDimZ, sharedMemBytes,
+					hStream, NULL, 0 };
+	const struct mpsd_launch launch = { f, hStream, &config, false, true, !mpsd_capturing() };
+
+	return submit_launch(&launch, kernelParams, NULL);
+}
+
+CUresult work_cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction f, void **kernelParams, void **extra)
+{
+	if (config) {
+		const struct mpsd_launch launch = { f, config->hStream, config, false, false, !mpsd_capturing() };
+
+		return submit_launch(&launch, kernelParams, extra);
+	}
+	return inner_cuLaunchKernelEx(config, mpsd_native(f), kernelParams, extra);
+}

@@ -1,0 +1,25 @@
+/* SPDX-License-Identifier: MIT */
+/* The parameters of launches. */
+#pragma once
+
+#include "exact/state.h"
+
+/* A launch as the program gave it. */
+struct mpsd_launch {
+	CUfunction function;
+	CUstream stream;
+	const CUlaunchConfig *config;
+	bool is_plain, is_cooperative;	/* by which of the driver's calls */
+	bool is_brief;			/* as its operation is */
+};
+
+/* An operation of it, with a copy of what it was given. NOT_SUPPORTED: it is not known how much. */
+CUresult mpsd_params_take(const struct mpsd_launch *given, void **parameters, void **extra, struct mpsd_op **op);
+
+/* The same with the lock, of a function that is known; NULL: it is not, or something else is to be done first. */
+struct mpsd_op *mpsd_params_take_known(const struct mpsd_launch *given, void **parameters);
+
+void mpsd_params_forget(void);	/* functions have gone: their handles may come again */
+
+/* Save what the parameters of a launch lead to. */
+CUresult mpsd_params_save(const struct mpsd_op *op, struct mpsd_plan *plan);

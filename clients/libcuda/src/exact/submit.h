@@ -1,0 +1,77 @@
+/* SPDX-License-Identifier: MIT */
+/* What submit.c, launch.c and epoch.c have in common. With the order, and with the lock where it says so. */
+#pragma once
+
+#include "exact/pace.h"
+#include "exact/state.h"
+
+#define MPSD_MOST_OPERATIONS 262144u		/* in an epoch */
+#define MPSD_MARK_EACH 128u			/* operations of a lane */
+#define MPSD_MOST_AHEAD 768u			/* the driver keeps who is a thousand launches ahead */
+#define MPSD_MOST_KEPT_BYTES ((uint64_t)256 << 20)
+
+/* Of an operation that is noted. Who forgets one that is being given leaves it to that thread to free it. */
+enum mpsd_op_state {
+	MPSD_OP_RESTS,
+	MPSD_OP_IS_GIVEN,	/* to the driver, by a thread */
+	MPSD_OP_IS_FORGOTTEN,	/* meanwhile, by the epoch */
+};
+
+/* With the lock */
+static inline bool mpsd_epoch_is_full(void)
+{
+	return mpsd_epoch.operations >= MPSD_MOST_OPERATIONS || mpsd_epoch.kept_bytes >= MPSD_MOST_KEPT_BYTES;
+}
+
+/*
+ * Not so far ahead of the GPU that the driver would keep the thread: when the context is lost meanwhile, it would not
+ * let it go.
+ */
+struct mpsd_ahead {
+	struct mpsd_lane *lane;
+	bool is_unmarked;
+	uint64_t until;		/* this operation is to have ended before the next one; 0: none */
+};
+
+/* With the lock, once the operation is noted. */
+static inline struct mpsd_ahead mpsd_look_ahead(struct mpsd_lane *lane)
+{
+	struct mpsd_ahead ahead = { lane, lane->given - lane->marked >= MPSD_MARK_EACH, 0 };
+
+	if (lane->given - lane->proven >= MPSD_MOST_AHEAD && lane->given - mpsd_lane_look(lane) >= MPSD_MOST_AHEAD)
+		ahead.until = lane->given - MPSD_MOST_AHEAD + MPSD_MARK_EACH;
+	return ahead;
+}
+
+/* Without the order, for others may be what is waited for; and not where it may be what this thread does next. */
+static inline void mpsd_come_near(const struct mpsd_ahead *ahead)
+{
+	if (__builtin_expect(ahead->until != 0, 0) && !mpsd_epoch_is_waiting())
+		mpsd_lane_wait(ahead->lane, ahead->until);
+}
+
+/* With the lock */
+static inline void mpsd_epoch_append(struct mpsd_op *op)
+{
+	op->number = ++op->lane->given;
+	op->next = NULL;
+	*mpsd_epoch.last = op;
+	mpsd_epoch.last = &op->next;
+	if (!mpsd_epoch.operations++)
+		mpsd_pace_begin();
+	if (op->kind == MPSD_OP_COPY) {
+		mpsd_epoch.has_borrowed |= op->copy.is_borrowed;
+		mpsd_epoch.kept_bytes += op->copy.kept ? op->copy.size : 0;
+	}
+}
+
+/* With the lock: an operation that is about to be given to the driver comes into the epoch, which is not unsure. */
+static inline void mpsd_note(struct mpsd_op *op, uint64_t moves)
+{
+	atomic_store_explicit(&op->state, MPSD_OP_IS_GIVEN, memory_order_relaxed);
+	mpsd_epoch_append(op);
+	mpsd_noted_in = 1 + moves;
+}
+
+/* After it was given to the driver, with what that said. */
+CUresult mpsd_finish(struct mpsd_op *op, CUresult result);
