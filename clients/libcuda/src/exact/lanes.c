@@ -257,14 +257,6 @@ static uint64_t question_ns(void)
 	return mpsd_line_ready() ? SELDOM_NS : OFTEN_NS;
 }
 
-static void rest(uint64_t waited_ns)
-{
-	if (waited_ns > LONG_NS)
-		usleep(REST_US);
-	else
-		sched_yield();
-}
-
 /* What a stream of that name answers is of no interest but for what is wrong with the context. */
 static bool is_wrong(CUresult result)
 {
@@ -309,7 +301,10 @@ static CUresult wait_for(struct mpsd_lane *lane, uint64_t number, bool has_follo
 			/* What is waited for may itself wait for what others would do next. */
 			if (has_followers && (mpsd_hosts_keep() || now - began > MOST_NS))
 				return CUDA_ERROR_NOT_READY;
-			rest(now - began);
+			if (now - began > LONG_NS)
+				usleep(REST_US);
+			else
+				sched_yield();
 		}
 	}
 }
