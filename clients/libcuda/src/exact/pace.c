@@ -14,7 +14,9 @@
 
 static uint64_t began_ns;	/* this epoch; 0: nothing of it, or a move has come into it */
 static atomic_uint_least64_t waited_ns;
-static uint64_t each_ns;	/* an operation, in the epochs before; 0: unknown */
+
+/* Of the epochs before, the last ones most: how many operations, eight times, and what they took. */
+static uint64_t done, took_ns;
 
 void mpsd_pace_begin(void)
 {
@@ -32,21 +34,21 @@ void mpsd_pace_leave(void)
 	began_ns = 0;
 }
 
+uint64_t mpsd_pace_of(uint64_t operations)
+{
+	return done ? took_ns * operations / done : 0;
+}
+
 void mpsd_pace_end(uint64_t operations)
 {
-	uint64_t waited = atomic_load_explicit(&waited_ns, memory_order_relaxed), each;
+	uint64_t waited = atomic_load_explicit(&waited_ns, memory_order_relaxed), took, most;
 
 	if (!began_ns || !operations)
 		return;
-	each = waited ? waited / operations + GIVE_NS : (mpsd_now_ns() - began_ns) / operations + 1;
+	took = waited ? waited + operations * GIVE_NS : mpsd_now_ns() - began_ns + 1;
 	/* One that the GPU stood still in says little of the others: it has a neighbour's fault behind it. */
-	if (each_ns && each > 2 * each_ns)
-		each = 2 * each_ns;
-	each_ns = each_ns ? (each_ns * OF_BEFORE + each) / (OF_BEFORE + 1) : each;
+	most = 2 * mpsd_pace_of(operations > done / (OF_BEFORE + 1) ? operations : done / (OF_BEFORE + 1));
+	took_ns = took_ns - took_ns / (OF_BEFORE + 1) + (most && took > most ? most : took);
+	done = done - done / (OF_BEFORE + 1) + operations;
 	began_ns = 0;
-}
-
-uint64_t mpsd_pace_of(uint64_t operations)
-{
-	return each_ns * operations;
 }
