@@ -3,6 +3,7 @@
 
 #include <errno.h>
 #include <poll.h>
+#include <sched.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <sys/eventfd.h>
@@ -210,12 +211,22 @@ static bool wait_for(struct unmapping *unmapping)
 	}
 }
 
-/* Who sleeps may get a processor back some ms later only: others' threads spin in the resource manager meanwhile. */
-static void rest(uint64_t began)
+static bool has_processors(void)
+{
+	cpu_set_t may;
+
+	return !sched_getaffinity(0, sizeof(may), &may) && CPU_COUNT(&may) > 1;
+}
+
+/*
+ * Who sleeps may get a processor back some ms later only: others' threads spin in the resource manager meanwhile. Where
+ * there is but one, it is those that are waited for that need it.
+ */
+static void rest(uint64_t began, bool spins)
 {
 	uint64_t now = mpsd_now_ns();
 
-	if (now - began > PATIENT_NS)
+	if (!spins || now - began > PATIENT_NS)
 		usleep(LOOK_NS / 1000);
 	else
 		while (mpsd_now_ns() - now < LOOK_NS)
@@ -227,12 +238,13 @@ static bool cut_off(struct unmapping *unmapping)
 {
 	enum mpsd_cut_state state = MPSD_CUT_FAILED;
 	uint64_t began = mpsd_now_ns();
+	bool spins = has_processors();
 
 	unmapping->cut = mpsd_cut_begin(mpsd_in_use_number(), unmapping->pieces, unmapping->count);
 	while (unmapping->cut && (state = mpsd_cut_look(unmapping->cut)) == MPSD_CUT_GOES_ON) {
 		if (says_fenced() && mpsd_exact_close())
 			return true;
-		rest(began);
+		rest(began, spins);
 	}
 	return state == MPSD_CUT_DONE;
 }
