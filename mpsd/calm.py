@@ -65,14 +65,15 @@ class Aside:
             return
         self._waiting.append(call)
         if len(self._waiting) == 1:
-            self._calm.afterwards(self._make_all)
+            self._calm.afterwards(self.tell)
 
     def close(self) -> None:
         """Make the calls that wait now, and later ones at once."""
         self._closed = True
-        self._make_all()
+        self.tell()
 
-    def _make_all(self) -> None:
+    def tell(self) -> None:
+        """Make the calls that wait."""
         while self._waiting:
             self._make(self._waiting.popleft())
 

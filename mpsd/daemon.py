@@ -294,6 +294,7 @@ class Daemon:
             for task in background:
                 task.cancel()
             await asyncio.gather(*background, return_exceptions=True)
+            self._performer.tell()
             await listener.close()
             await door.close()
             await self.failover.close()

@@ -175,6 +175,11 @@ class Performer:
         for record, moment in revised.values():
             self._aside.do(partial(self._hands.bulletin.failover, record, moment))
 
+    def tell(self) -> None:
+        """All that waits to be told, now: while there is somebody to hear it."""
+        self._write_revisions()
+        self._aside.tell()
+
     def _untold(self, error: Exception) -> None:
         """As of any effect: what comes after it is told all the same."""
         log.error("not told, or not written", error=repr(error), exc_info=error)

@@ -13,7 +13,7 @@ from typing import Any
 from faultinject import kinds, report
 from faultinject.failover import reports
 from faultinject.failover.outcomes import data
-from faultinject.failover.rounds import PARTS, SETTINGS, Rounds
+from faultinject.failover.rounds import ONLY_WANTED, PARTS, SETTINGS, Rounds
 from faultinject.failover.works import Calm, WorkRounds
 from faultinject.history import History
 from faultinject.matrix import tell_stderr
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace, so_far: Callable[[dict[str, Any]], None]) -> d
         libraries = find_libraries(args.backend, args.libcuda, args.driver, Path(base))
         node = open_node(args.backend, Path(base))
         try:
-            settings = main_settings(libraries, args.mode)
+            settings = main_settings(libraries, args.mode) | ONLY_WANTED
             for some in [args.kinds] if args.together else [[kind] for kind in args.kinds]:
                 logs = args.out and args.out / some[0]
                 with History() as history, Rig(node, "mpsd", history, settings=settings, logs_to=logs) as rig:

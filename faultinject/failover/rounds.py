@@ -23,11 +23,13 @@ SETTINGS = {
     "vault.enabled": "true",
     "failover.enabled": "true",
     "failover.per_minute": "1000",
-    "domains.spare": "false",
     **{f"guard.{name}": "false" for name in ("low", "file", "heap", "stack")},
 }
-"""Without guards, so that memory faults reach everybody too. Moves are not bounded: many faults, one run.
-Standbys are for who wants one: the channels of one more server prolong the GPU's stall (reports, -stall)."""
+"""Without guards, so that memory faults reach everybody too. Moves are not bounded: many faults, one run."""
+
+ONLY_WANTED = {"domains.spare": "false"}
+"""No standby of a slot in which nobody wants one: the channels of one more server prolong the GPU's stall
+(reports, -stall)."""
 
 SERVERS = 3
 UP_S, READY_S, FAULT_S, MOVED_S = 60.0, 15.0, 20.0, 15.0

@@ -100,8 +100,10 @@ async def keeps_calm() -> None:
     does.perform(revision(1))
     assert bulletin.written == []
     after = Moment.now()
-    await does.close()
+    # But before nobody hears of them any more.
+    does.tell()
     assert bulletin.written == [(1, 1)]
+    await does.close()
     assert before.at <= bulletin.moments[0].at <= after.at
     assert before.raw_ns <= bulletin.moments[0].raw_ns <= after.raw_ns
 

@@ -284,7 +284,8 @@ static CUresult wait_for(struct mpsd_lane *lane, uint64_t number, bool has_follo
 		if (atomic_load(&mpsd_moves) != moves)
 			return MPSD_AGAIN;
 		if (proven >= number || number > marked) {
-			mpsd_pace_waited(mpsd_now_ns() - began);
+			if (looks > 1)
+				mpsd_pace_waited(mpsd_now_ns() - began);
 			return CUDA_SUCCESS;
 		}
 		if (looks >= LOOKS) {

@@ -51,9 +51,10 @@ void mpsd_order_give(uint64_t moves)
 
 void mpsd_exact_start(void)
 {
-	atomic_store(&mpsd_exact_on, true);
 	mpsd_named_start();
 	mpsd_validate_start();
+	/* What a launch looks at with no lock is set before. */
+	atomic_store(&mpsd_exact_on, true);
 }
 
 void mpsd_exact_stop(const char *why)

@@ -22,7 +22,7 @@
 
 #define END_MS 2000
 #define LOOK_NS 30000
-#define PATIENT_NS 20000000ull	/* from then on it sleeps between its looks */
+#define PATIENT_NS 5000000ull	/* from then on it sleeps between its looks: others of its domain move, too */
 
 struct unmapping {
 	__typeof__(&cuMemUnmap) unmap;	/* the left copy's, and the next one */
