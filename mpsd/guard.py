@@ -110,7 +110,8 @@ class Guards:
         if guarded is None:
             return []
         total = Counter[GuardClass]()
-        for laid in guarded.laid:
+        # A copy, made in one step: its thread may lay another one meanwhile.
+        for laid in tuple(guarded.laid):
             total[laid.kind] += laid.length
         texts = [f"guard:{kind} {size >> 20} MiB (silent)" for kind, size in sorted(total.items())]
         return texts + ([f"guard lost: {guarded.problem}"] if guarded.problem else [])

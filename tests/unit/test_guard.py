@@ -6,6 +6,7 @@ import asyncio
 import os
 import threading
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 
@@ -66,6 +67,35 @@ def followed(kinds: set[GuardClass], space: Space, notes: GuardNotes) -> tuple[l
         return shown, said
 
     return asyncio.run(run())
+
+
+def test_a_range_may_be_laid_while_a_client_is_shown() -> None:
+    """By its thread, which the loop does not wait for."""
+
+    class Beside:
+        """Where it is asked how long it is, another one has just been laid."""
+
+        kind = GuardClass.LOW
+
+        def __init__(self, laid: set[Any]) -> None:
+            self._laid = laid
+
+        @property
+        def length(self) -> int:
+            self._laid.add(STALE)
+            return GRANULE
+
+    async def run() -> None:
+        guards = Guards({GuardClass.LOW}, 1024, 0.01, lambda _: None)
+        client = ClientId("d1", procs.facts(os.getpid()).instance, 0)
+        guards.add(client, Space(), ["GPU-0"], GuardNotes.create(), os.getuid())
+        laid: set[Any] = guards._guarded[client].laid
+        laid.update((Beside(laid), Beside(laid)))
+        assert guards.shown(client) == ["guard:low 0 MiB (silent)"]
+        assert STALE in laid
+        await guards.remove(client)
+
+    asyncio.run(run())
 
 
 def inherited(space: Space) -> GuardNotes:
