@@ -75,13 +75,10 @@ class Bulletin:
         oldest = self._events[0][0] if self._events else self._numbers.last + 1
         return Gap.FORGOTTEN if 0 < seq < oldest - 1 else Gap.NONE
 
-    def publish(
-        self, kind: str, owners: frozenset[int], data: Mapping[str, object], moment: Moment | None = None
-    ) -> None:
-        """`owners`: the users whose event this is; root and the group see every one. `moment`: of the event,
-        where it is not now."""
+    def publish(self, kind: str, owners: frozenset[int], data: Mapping[str, object], moment: Moment) -> None:
+        """`owners`: the users whose event this is; root and the group see all. `moment`: of the event."""
         seq = self._numbers.next()
-        event = {"kind": kind, "at": self._wall((moment or Moment.now()).at), **data}
+        event = {"kind": kind, "at": self._wall(moment.at), **data}
         self._events.append((seq, owners, event))
         if self._sink is not None:
             self._sink(event, owners, seq)

@@ -81,7 +81,7 @@ def _waited_for_no_longer(draft: Draft, member: Member) -> None:
     """Neither where it is, nor where it was told to move."""
     turns.go_on(draft, member.home)
     if member.standing is Standing.MOVING:
-        turns.gather(draft, f"d{member.generation}")
+        turns.go_on(draft, f"d{member.generation}")
 
 
 def ended(draft: Draft, process: ProcessInstance) -> None:
@@ -200,7 +200,7 @@ def on_moved(draft: Draft, event: ev.MemberMoved) -> None:
     if event.waits:
         turns.wait(draft, moved, event.replayed, event.takes_ns / 1e9)
     else:
-        turns.gather(draft, name)
+        turns.go_on(draft, name)
     draft.publish("failover-moved", member.uid, pid=event.process.pid, domain=name)
     if old is not None and old != name and old in draft.state.domains:
         # What it has left there is nobody's work any more: the domain may end over it.

@@ -50,15 +50,9 @@ def wait(draft: Draft, member: Member, operations: int, takes_s: float) -> None:
     draft.put_member(replace(member, turn=Turn.WAITS, takes_s=takes_s, gathers=gathers))
     if gathers:
         draft.emit(ArmTimer("failover-gather", _subject(member), min(GATHER_S, takes_s)))
-    _next(draft, member.home)
+    go_on(draft, member.home)
     if member.among:
         draft.emit(ArmTimer("failover-last", _subject(member), LAST_S))
-
-
-def gather(draft: Draft, home: str) -> None:
-    """One more has come to this domain, or will not come: when nobody does any more, the turns begin."""
-    if home in draft.state.domains and not _movers(draft.state, home):
-        _next(draft, home)
 
 
 def _movers(state: State, home: str) -> list[Member]:
@@ -72,7 +66,7 @@ def on_gathered(draft: Draft, subject: str) -> None:
     """It waits no longer for who has not come by now. `subject`: as of on_timer()."""
     for member in _named(draft.state, subject, Turn.WAITS):
         draft.put_member(replace(member, gathers=False))
-        _next(draft, member.home)
+        go_on(draft, member.home)
 
 
 def over(draft: Draft, process: ProcessInstance) -> None:
@@ -81,7 +75,7 @@ def over(draft: Draft, process: ProcessInstance) -> None:
     if member is None or member.turn is Turn.NONE:
         return
     member = draft.put_member(replace(member, turn=Turn.NONE, among=False))
-    _next(draft, member.home)
+    go_on(draft, member.home)
 
 
 def on_timer(draft: Draft, subject: str) -> None:
@@ -94,17 +88,7 @@ def on_last(draft: Draft, subject: str) -> None:
     """It waits for the others no longer. `subject`: as of on_timer()."""
     for member in _named(draft.state, subject, Turn.WAITS):
         draft.put_member(replace(member, among=False))
-        _next(draft, member.home)
-
-
-def go_on(draft: Draft, home: str | None) -> None:
-    """One of this domain can go on elsewhere, never will, or has gone: the last one may wait for no other."""
-    if len(_waiting(draft.state, home)) == 1:
-        _next(draft, home)
-
-
-def _waiting(state: State, home: str | None) -> list[Member]:
-    return [m for m in state.members.values() if m.home == home and m.turn is Turn.WAITS]
+        go_on(draft, member.home)
 
 
 def _age(member: Member) -> tuple[int, int]:
@@ -126,11 +110,14 @@ def _named(state: State, subject: str, turn: Turn) -> list[Member]:
     return [m for m in state.members.values() if m.turn is turn and subject == _subject(m)]
 
 
-def _next(draft: Draft, home: str | None) -> None:
+def go_on(draft: Draft, home: str | None) -> None:
+    """Somebody has come to this domain, or will not, can go on elsewhere, never will, or has gone: whoever
+    may do its work again now does, if nobody has the turn."""
     domain = draft.state.domains.get(home or "")
     if domain is None or domain.is_dead or holders(draft.state, domain.id):
         return
-    waiting, movers = _waiting(draft.state, domain.id), _movers(draft.state, domain.id)
+    waiting = [m for m in draft.state.members.values() if m.home == home and m.turn is Turn.WAITS]
+    movers = _movers(draft.state, domain.id)
     last = max((_age(m) for m in (*waiting, *movers) if m.among), default=None)
     may = [m for m in waiting if _age(m) != last or not _others_come(draft.state, m, movers)]
     if movers and all(m.gathers for m in may):

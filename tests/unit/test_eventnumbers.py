@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mpsd.bulletin import EVENTS_KEPT, Bulletin
+from mpsd.bulletin import EVENTS_KEPT, Bulletin, Moment
 from mpsd.eventnumbers import BLOCK, EventNumbers
 from mpsd.journal import Journal
 from mpsd.wire.messages import Gap
@@ -19,7 +19,7 @@ def bulletin(directory: Path) -> Bulletin:
 
 def publish(bulletin: Bulletin, count: int) -> None:
     for _ in range(count):
-        bulletin.publish("x", frozenset(), {})
+        bulletin.publish("x", frozenset(), {}, Moment.now())
 
 
 @pytest.mark.parametrize("given", [0, 1, BLOCK - 1, BLOCK, BLOCK + 1])

@@ -7,7 +7,6 @@
  */
 #include "exact/named.h"
 #include "exact/params.h"
-#include "exact/stamps.h"
 #include "exact/submit.h"
 #include "exact/validate.h"
 #include "failover/graph.h"
@@ -29,7 +28,7 @@ static bool note(const struct mpsd_launch *given, void **parameters, struct mpsd
 	if (!lane || !is_free(lane))
 		return false;
 	*made = op = mpsd_params_take_known(given, parameters);
-	if (!op || !mpsd_stamps_are_whole(op->launch.buffer, op->launch.bytes))
+	if (!op || !mpsd_params_are_whole(op))
 		return false;
 	op->lane = lane;
 	mpsd_note(op, mpsd_tables()->moves);

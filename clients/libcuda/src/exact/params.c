@@ -12,7 +12,7 @@
 #include "exact/named.h"
 #include "exact/params.h"
 #include "exact/shelf.h"
-#include "exact/state.h"
+#include "exact/stamps.h"
 #include "failover/line.h"
 #include "failover/made.h"
 #include "window.h"
@@ -336,26 +336,54 @@ static bool records_event(const struct mpsd_op *op)
 	return false;
 }
 
+/* The words of a launch's parameters that may be addresses: nearly all of hundreds are numbers. */
+struct words {
+	const struct mpsd_op *op;
+	const struct mpsd_bounds windows, pins;
+	size_t at;
+};
+
+static struct words words_of(const struct mpsd_op *op)
+{
+	return (struct words){ op, mpsd_span_bounds(&mpsd_windows_span), mpsd_span_bounds(&mpsd_pins_span), 0 };
+}
+
+static inline bool next_word(struct words *words, CUdeviceptr *word)
+{
+	for (; words->at + sizeof(*word) <= words->op->launch.bytes; words->at += sizeof(*word)) {
+		memcpy(word, words->op->launch.buffer + words->at, sizeof(*word));
+		if (mpsd_bounds_may_hold(words->windows, *word) || mpsd_bounds_may_hold(words->pins, *word)) {
+			words->at += sizeof(*word);
+			return true;
+		}
+	}
+	return false;
+}
+
+bool mpsd_params_are_whole(const struct mpsd_op *op)
+{
+	struct words words = words_of(op);
+	CUdeviceptr word;
+
+	while (next_word(&words, &word))
+		if ((mpsd_bounds_may_hold(words.windows, word) && !mpsd_stamps_is_whole_now(word)) ||
+		    mpsd_is_pinned((const void *)word))
+			return false;
+	return true;
+}
+
 CUresult mpsd_params_save(const struct mpsd_op *op, struct mpsd_plan *plan)
 {
-	const struct mpsd_bounds windows = mpsd_span_bounds(&mpsd_windows_span);
-	const struct mpsd_bounds pins = mpsd_span_bounds(&mpsd_pins_span);
-	const char *buffer = op->launch.buffer;
-	const size_t bytes = op->launch.bytes;
+	struct words words = words_of(op);
+	CUdeviceptr word;
 
 	mpsd_named_look(op->launch.function);
 	/* Nothing of this library's proves what is before it. */
 	if (records_event(op))
 		mpsd_epoch_unsure("a launch that records an event");
-	for (size_t at = 0; at + sizeof(CUdeviceptr) <= bytes; at += sizeof(CUdeviceptr)) {
-		CUdeviceptr word;
-		CUresult result;
+	while (next_word(&words, &word)) {
+		CUresult result = mpsd_undo_save_around(plan, word);
 
-		memcpy(&word, buffer + at, sizeof(word));
-		/* Nearly all are numbers, of hundreds in a launch. */
-		if (!mpsd_bounds_may_hold(windows, word) && !mpsd_bounds_may_hold(pins, word))
-			continue;
-		result = mpsd_undo_save_around(plan, word);
 		if (result != CUDA_SUCCESS)
 			return result;
 		if (mpsd_is_pinned((const void *)word))

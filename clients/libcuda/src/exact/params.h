@@ -21,5 +21,11 @@ struct mpsd_op *mpsd_params_take_known(const struct mpsd_launch *given, void **p
 
 void mpsd_params_forget(void);	/* functions have gone: their handles may come again */
 
-/* Save what the parameters of a launch lead to. */
+/*
+ * With the lock: whether all that the parameters of a launch lead to is memory that is whole in this epoch, and nothing
+ * of it the host's.
+ */
+bool mpsd_params_are_whole(const struct mpsd_op *op);
+
+/* Save what they lead to. */
 CUresult mpsd_params_save(const struct mpsd_op *op, struct mpsd_plan *plan);

@@ -6,10 +6,8 @@
 #include "exact/stamps.h"
 
 #include <stdlib.h>
-#include <string.h>
 
 #include "hold.h"
-#include "window.h"
 #include "windows.h"
 
 static MPSD_READ_OFTEN CUdeviceptr window_base;
@@ -162,29 +160,11 @@ void mpsd_stamps_note_whole(const struct mpsd_plan *plan, const struct mpsd_allo
 	note(mpsd_stamps_pages(whole->base, whole->size), of_plan(plan));
 }
 
-/* Where a run may have grown, that is looked at elsewhere. */
-static bool is_whole_now(CUdeviceptr address)
+bool mpsd_stamps_is_whole_now(CUdeviceptr address)
 {
 	const uint64_t page = (address - window_base) / MPSD_EXACT_PAGE;
 
 	return stamps && page < count &&
 	       atomic_load_explicit(&wholes[page], memory_order_relaxed) == of_epoch(mpsd_epoch.number) &&
 	       atomic_load_explicit(&runs_changed, memory_order_relaxed) != mpsd_epoch.number;
-}
-
-bool mpsd_stamps_are_whole(const char *words, size_t bytes)
-{
-	const struct mpsd_bounds windows = mpsd_span_bounds(&mpsd_windows_span);
-	const struct mpsd_bounds pins = mpsd_span_bounds(&mpsd_pins_span);
-
-	for (size_t at = 0; at + sizeof(CUdeviceptr) <= bytes; at += sizeof(CUdeviceptr)) {
-		CUdeviceptr word;
-
-		memcpy(&word, words + at, sizeof(word));
-		if (mpsd_bounds_may_hold(windows, word) && !is_whole_now(word))
-			return false;
-		if (mpsd_bounds_may_hold(pins, word) && mpsd_is_pinned((const void *)word))
-			return false;
-	}
-	return true;
 }

@@ -32,8 +32,5 @@ bool mpsd_stamps_is_whole(const struct mpsd_plan *plan, CUdeviceptr address);
 bool mpsd_stamps_found_whole(const struct mpsd_allocation *whole);
 void mpsd_stamps_note_whole(const struct mpsd_plan *plan, const struct mpsd_allocation *whole);
 
-/*
- * With the lock: whether all that these words lead to, each of which may be an address, is memory that is whole in this
- * epoch, and nothing of it the host's.
- */
-bool mpsd_stamps_are_whole(const char *words, size_t bytes);
+/* With the lock: the same of this epoch alone. Where a run may have grown it is false: that is looked at elsewhere. */
+bool mpsd_stamps_is_whole_now(CUdeviceptr address);

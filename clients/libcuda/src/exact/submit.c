@@ -177,10 +177,10 @@ static CUresult save(const struct mpsd_op *op)
 /* With the lock. In an unsure epoch it is counted only. */
 static void note(struct mpsd_op *op, uint64_t moves)
 {
-	mpsd_noted_in = 1 + moves;
 	if (mpsd_epoch.unsure) {
 		atomic_store_explicit(&op->state, MPSD_OP_IS_FORGOTTEN, memory_order_relaxed);
 		op->number = ++op->lane->given;
+		mpsd_noted_in = 1 + moves;
 	} else {
 		mpsd_note(op, moves);
 	}

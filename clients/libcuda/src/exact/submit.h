@@ -50,9 +50,11 @@ static inline void mpsd_come_near(const struct mpsd_ahead *ahead)
 		mpsd_lane_wait(ahead->lane, ahead->until);
 }
 
-/* With the lock */
-static inline void mpsd_epoch_append(struct mpsd_op *op)
+/* With the lock: an operation that is about to be given to the driver comes into the epoch, which is not unsure. */
+static inline void mpsd_note(struct mpsd_op *op, uint64_t moves)
 {
+	atomic_store_explicit(&op->state, MPSD_OP_IS_GIVEN, memory_order_relaxed);
+	mpsd_noted_in = 1 + moves;
 	op->number = ++op->lane->given;
 	op->next = NULL;
 	*mpsd_epoch.last = op;
@@ -63,14 +65,6 @@ static inline void mpsd_epoch_append(struct mpsd_op *op)
 		mpsd_epoch.has_borrowed |= op->copy.is_borrowed;
 		mpsd_epoch.kept_bytes += op->copy.kept ? op->copy.size : 0;
 	}
-}
-
-/* With the lock: an operation that is about to be given to the driver comes into the epoch, which is not unsure. */
-static inline void mpsd_note(struct mpsd_op *op, uint64_t moves)
-{
-	atomic_store_explicit(&op->state, MPSD_OP_IS_GIVEN, memory_order_relaxed);
-	mpsd_epoch_append(op);
-	mpsd_noted_in = 1 + moves;
 }
 
 /* After it was given to the driver, with what that said. */

@@ -185,7 +185,7 @@ static unsigned int look_at_pieces(struct mpsd_cut *cut)
 		struct piece *piece = &cut->pieces[i];
 		uint64_t since = atomic_load(&piece->begun_ns);
 
-		if (since && now > since && now - since > SOON_NS && !atomic_load(&piece->is_gone) && put_in_place(cut, &piece->range))
+		if (since && now > since + SOON_NS && !atomic_load(&piece->is_gone) && put_in_place(cut, &piece->range))
 			note_gone(cut, piece);
 	}
 	return begun;
