@@ -16,8 +16,8 @@ from faultinject.verdict import Verdict
 SEED = 11
 STEP = 1 if os.environ.get("MPSD_TEST_LONG") else 4
 """Every N takes minutes; without it every fourth is tried."""
-BLOCK = 6 * STEP
-BLOCKS = 20 // STEP
+BLOCK = 4 * STEP
+BLOCKS = 30 // STEP
 """More than the script makes mpsd perform: the last blocks find no effect left."""
 
 

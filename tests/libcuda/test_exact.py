@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.libcuda.test_failover import Program, ask, break_domain, copies, post, stand_by
+from tests.libcuda.test_failover import IMPATIENT, Program, ask, break_domain, copies, post, stand_by
 from tests.support import moving
 from tests.support.gate import ANY, Gate
 from tests.support.moving import Line, Post, Said
@@ -19,6 +19,8 @@ from tests.support.simnode import Domain, until
 __all__ = ["ask", "backend", "copies", "domain", "post", "second", "third"]
 
 EXACT = pytest.mark.parametrize("ask", [{"MPSD_FAILOVER": "exact"}], indirect=True)
+# For what is to be waited for in vain.
+IN_VAIN = pytest.mark.parametrize("ask", [{"MPSD_FAILOVER": "exact"} | IMPATIENT], indirect=True)
 
 
 def move(line: Line, generation: int = 1, *, again: int = 1, planned: bool = False) -> Said:
@@ -296,7 +298,7 @@ def test_who_has_nothing_to_do_again_waits_for_no_turn(
     assert ask.end() == ""
 
 
-@EXACT
+@IN_VAIN
 @pytest.mark.parametrize("silent", [True, False], ids=["no word", "no daemon"])
 def test_a_turn_that_never_comes(
     domain: Domain, gate: Gate, second: Domain, post: Post, ask: Program, copies: Path, silent: bool

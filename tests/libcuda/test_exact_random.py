@@ -301,21 +301,21 @@ LETS = st.lists(st.integers(0, 12), min_size=11, max_size=11)
 
 
 @pytest.mark.timeout(1200)
-@examples(24)
+@examples(16)
 @given(steps=steps(KINDS), lets=LETS)
 def test_what_is_seen_is_as_without_a_fault(programs: Programs, steps: list[Step], lets: list[int]) -> None:
     move_everywhere(programs, steps, lets)
 
 
 @pytest.mark.timeout(1200)
-@examples(20)
+@examples(13)
 @given(steps=steps(ROWS | WAITING_ROWS | {"add", "copy", "wait", "again"}), lets=LETS)
 def test_rows_are_as_without_a_fault(programs: Programs, steps: list[Step], lets: list[int]) -> None:
     move_everywhere(programs, steps, lets)
 
 
 @pytest.mark.timeout(1200)
-@examples(20)
+@examples(13)
 @given(
     steps=steps(WAITING_MAPPED | {"grow"} | {"add", "copy", "sum", "set", "out", "in_pinned", "wait"}),
     lets=LETS,
@@ -349,7 +349,7 @@ def test_functions_of_the_host_work_on_what_is_copied_out_and_in(programs: Progr
     # What was copied in is used before it is written over.
     steps[9] = ("copy", 2, 3, 0, value)
     for at, inside in ((5, False), (5, True), (7, True), (8, True), (11, True), (12, False), (12, True)):
-        for lets in range(0, 24, 2 if at == 5 else 3):
+        for lets in range(0, 24, 3 if at == 5 else 4):
             found = programs.one().run(steps, at, lets, inside=inside)
             assert found == model(steps), (at, inside, lets)
 

@@ -94,6 +94,8 @@ class Program:
         return said
 
 
+# For what is to be waited for in vain.
+IMPATIENT = {"MPSD_FAILOVER_PATIENCE_MS": "1000"}
 LAZY = {"MPSD_FAILOVER_MIRROR": "lazy"}
 both = pytest.mark.parametrize("ask", [{}, LAZY], indirect=True, ids=["eager", "lazy"])
 
@@ -322,7 +324,7 @@ def test_a_copy_that_does_not_fit(
     assert ask.end() == ""
 
 
-@pytest.mark.parametrize("ask", [{"MPSD_ZONE_BUDGET": str(1 << 30)}], indirect=True)
+@pytest.mark.parametrize("ask", [{"MPSD_ZONE_BUDGET": str(1 << 30)} | IMPATIENT], indirect=True)
 def test_guard_zones_come_along(
     domain: Domain, second: Domain, post: Post, ask: Program, copies: Path
 ) -> None:
@@ -368,7 +370,7 @@ def test_the_guard_over_host_memory_comes_along(
 
 
 @pytest.mark.parametrize(
-    "ask", [{"MPSD_ZONE_BUDGET": str(16 << 30), "MPSD_FAR_BYTES": str(4 << 30)}], indirect=True
+    "ask", [{"MPSD_ZONE_BUDGET": str(16 << 30), "MPSD_FAR_BYTES": str(4 << 30)} | IMPATIENT], indirect=True
 )
 def test_far_zones_come_along_and_follow_the_window(
     domain: Domain, second: Domain, post: Post, ask: Program, copies: Path

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.libcuda.test_exact import EXACT, gate, move
-from tests.libcuda.test_failover import Program, ask, break_domain, copies, post, stand_by
+from tests.libcuda.test_exact import EXACT, IN_VAIN, gate, move
+from tests.libcuda.test_failover import IMPATIENT, Program, ask, break_domain, copies, post, stand_by
 from tests.libcuda.test_failover import move as keep_moving
 from tests.support import moving
 from tests.support.gate import Gate
@@ -80,7 +80,7 @@ def test_streams_are_those_of_the_next_copy(
     assert ask.end() == ""
 
 
-@EXACT
+@IN_VAIN
 def test_nobody_waits_for_a_stream_that_waits_for_the_program(
     domain: Domain, second: Domain, post: Post, ask: Program, copies: Path
 ) -> None:
@@ -98,7 +98,7 @@ def test_nobody_waits_for_a_stream_that_waits_for_the_program(
     ask("words[0] = 1")
     assert ask("gpu.sync(), gpu.word(m)") == "(0, 2)"
     # From then on all is as before.
-    assert ask("gpu.run('add', m, 8, 1, stream=s), gpu.run('long', m, 8, 1, stream=s)") == "(0, 0)"
+    assert ask("gpu.run('add', m, 8, 1, stream=s), gpu.run('slow', m, 8, 1, stream=s)") == "(0, 0)"
     break_domain(domain)
     assert move(line).text == ""
     assert ask("gpu.sync(), gpu.word(m)") == "(0, 4)"
@@ -181,7 +181,10 @@ def test_who_frees_beside_a_stream_that_waits_keeps_nobody_from_writing_the_word
 
 @pytest.mark.parametrize(
     "ask",
-    [{"MPSD_FAILOVER": "exact", "MPSD_FAILOVER_VALIDATE": "1"}, {"MPSD_FAILOVER": "exact"}],
+    [
+        {"MPSD_FAILOVER": "exact", "MPSD_FAILOVER_VALIDATE": "1"} | IMPATIENT,
+        {"MPSD_FAILOVER": "exact"} | IMPATIENT,
+    ],
     indirect=True,
     ids=["validates", "plain"],
 )

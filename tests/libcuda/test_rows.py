@@ -29,7 +29,7 @@ MODES = pytest.mark.parametrize(
 START = (
     "from tests.support.rows import ARRAY, DEVICE, HOST, UNIFIED, box, plane; import ctypes;"
     "m = gpu.memory(8 << 20); n = gpu.memory(8 << 20); s = gpu.made('cuStreamCreate', 1);"
-    "host = (ctypes.c_uint32 * (1 << 20))(*range(1 << 20)); at = ctypes.addressof(host);"
+    "import array; host = array.array('I', range(1 << 20)); at = host.buffer_info()[0];"
     "pinned = gpu.made('cuMemHostAlloc', 4 << 20, 0); ctypes.memmove(pinned, at, 4 << 20);"
     "into = (ctypes.c_uint32 * (2 << 20))();"
     "seen = lambda a: (gpu.code('cuMemcpyDtoH_v2', into, a, 8 << 20), list(into[:8]),"
@@ -163,12 +163,15 @@ def test_what_was_there_before_is_there_when_it_is_read_again(
     line = post.greet(moving.EXACT)
     assert ask(START) == "None"
     assert ask("k = gpu.memory(4096); gpu.put(k, 1, 2, 3, 4, 5); gpu.sync()") == "None"
-    ask("ran = (ctypes.c_uint32 * 1).from_address(pinned + 4096); ran[0] = 0; gpu.sync()")
+    ask("ran = (ctypes.c_uint32 * 2).from_address(pinned + 4096); ran[:] = 0, 0; gpu.sync()")
     stand_by(line, second, copies)
     assert ask("gpu.code('cuMemcpyDtoDAsync_v2', n, m, 8 << 20, s)") == "0"
+    # What is written now is not in the stream, and would not wait for it.
+    assert ask("gpu.code('cuMemcpyDtoHAsync_v2', pinned + 4096, k + 12, 4, s)") == "0"
+    until(lambda: ask("ran[0]") == "4")
     assert ask(write) == "0"
-    assert ask("gpu.code('cuMemcpyDtoHAsync_v2', pinned + 4096, k + 16, 4, s)") == "0"
-    until(lambda: ask("ran[0]") == "5")
+    assert ask("gpu.code('cuMemcpyDtoHAsync_v2', pinned + 4100, k + 16, 4, s)") == "0"
+    until(lambda: ask("ran[1]") == "5")
     break_domain(domain)
     assert move(line).text == ""
     words = ask("gpu.sync(), seen(n)[0], seen(m)[0]")

@@ -17,7 +17,6 @@
 #define SELDOM_NS 1000000000ull
 #define LONG_NS 20000000ull	/* from then on a wait sleeps between its looks */
 #define REST_US 50
-#define MOST_NS 10000000000ull	/* that others are kept for one who waits */
 
 /* Pinned, and its device address is the host's: CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING. */
 static MPSD_READ_OFTEN uint32_t (*words)[MPSD_LANES];
@@ -300,7 +299,7 @@ static CUresult wait_for(struct mpsd_lane *lane, uint64_t number, bool has_follo
 			if (is_wrong(result))
 				return result;
 			/* What is waited for may itself wait for what others would do next. */
-			if (has_followers && (mpsd_hosts_keep() || now - began > MOST_NS))
+			if (has_followers && (mpsd_hosts_keep() || now - began > mpsd_line_patience_ns()))
 				return CUDA_ERROR_NOT_READY;
 			if (now - began > LONG_NS)
 				usleep(REST_US);
