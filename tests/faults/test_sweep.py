@@ -14,8 +14,8 @@ from faultinject.sweep import Outcome, SweepPlan, effects_to_try, one
 from faultinject.verdict import Verdict
 
 SEED = 11
-STEP = 1 if os.environ.get("MPSD_TEST_LONG") else 4
-"""Every N takes minutes; without it every fourth is tried."""
+STEP = 1 if os.environ.get("MPSD_TEST_LONG") else 6
+"""Every N takes minutes; without it every sixth is tried."""
 BLOCK = 4 * STEP
 BLOCKS = 30 // STEP
 """More than the script makes mpsd perform: the last blocks find no effect left."""

@@ -301,21 +301,21 @@ LETS = st.lists(st.integers(0, 12), min_size=11, max_size=11)
 
 
 @pytest.mark.timeout(1200)
-@examples(16)
+@examples(12)
 @given(steps=steps(KINDS), lets=LETS)
 def test_what_is_seen_is_as_without_a_fault(programs: Programs, steps: list[Step], lets: list[int]) -> None:
     move_everywhere(programs, steps, lets)
 
 
 @pytest.mark.timeout(1200)
-@examples(13)
+@examples(10)
 @given(steps=steps(ROWS | WAITING_ROWS | {"add", "copy", "wait", "again"}), lets=LETS)
 def test_rows_are_as_without_a_fault(programs: Programs, steps: list[Step], lets: list[int]) -> None:
     move_everywhere(programs, steps, lets)
 
 
 @pytest.mark.timeout(1200)
-@examples(13)
+@examples(10)
 @given(
     steps=steps(WAITING_MAPPED | {"grow"} | {"add", "copy", "sum", "set", "out", "in_pinned", "wait"}),
     lets=LETS,
