@@ -10,6 +10,7 @@
 #include "failover/graph.h"
 #include "failover/line.h"
 #include "failover/made.h"
+#include "failover/wish.h"
 
 #define GENERATIONS 8		/* an old copy may write for a while after it was left, but not for so many moves */
 #define LOOKS 4096		/* before a wait lets others have the processor */
@@ -299,7 +300,7 @@ static CUresult wait_for(struct mpsd_lane *lane, uint64_t number, bool has_follo
 			if (is_wrong(result))
 				return result;
 			/* What is waited for may itself wait for what others would do next. */
-			if (has_followers && (mpsd_hosts_keep() || now - began > mpsd_line_patience_ns()))
+			if (has_followers && (mpsd_hosts_keep() || now - began > mpsd_wish()->patience_ns))
 				return CUDA_ERROR_NOT_READY;
 			if (now - began > LONG_NS)
 				usleep(REST_US);

@@ -29,7 +29,6 @@
 #include "failover/move.h"
 #include "failover/wish.h"
 #include "failoverwire.h"
-#include "limits.h"
 #include "thread.h"
 
 #define FIRST_PAUSE_MS 100
@@ -38,7 +37,6 @@
 #define END_MS 2000
 #define SEND_S 2
 #define WORD_MS 2000
-#define PATIENCE_MS 10000
 
 static uint32_t mode;		/* wished; then granted */
 
@@ -71,18 +69,6 @@ bool mpsd_line_ready(void)
 	return atomic_load(&ready) && may_move();
 }
 
-uint64_t mpsd_line_patience_ns(void)
-{
-	static atomic_uint_least64_t known;
-	uint64_t is = atomic_load(&known);
-
-	if (!is) {
-		is = 1000000 * mpsd_read_number("MPSD_FAILOVER_PATIENCE_MS", PATIENCE_MS, 1, 100, 600000);
-		atomic_store(&known, is);
-	}
-	return is;
-}
-
 int mpsd_line_word_ms(void)
 {
 	uint64_t now = mpsd_now_ns(), until = atomic_load(&comes_until_ns);
@@ -97,7 +83,7 @@ int mpsd_line_word_ms(void)
 void mpsd_line_moves(void)
 {
 	/* From here on: what is done again may fault before the mover is back. */
-	atomic_store(&comes_until_ns, mpsd_now_ns() + mpsd_line_patience_ns());
+	atomic_store(&comes_until_ns, mpsd_now_ns() + mpsd_wish()->patience_ns);
 	atomic_store(&ready, false);
 }
 
@@ -193,7 +179,7 @@ static bool move(const struct mpsd_failover_message *order)
 	message.values[5] = times.waits;
 	home = generation;
 	generation = 0;
-	atomic_store(&comes_until_ns, mpsd_now_ns() + mpsd_line_patience_ns());
+	atomic_store(&comes_until_ns, mpsd_now_ns() + mpsd_wish()->patience_ns);
 	return say(&message);
 }
 

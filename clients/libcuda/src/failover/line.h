@@ -51,12 +51,6 @@ bool mpsd_room_ask(void);
 bool mpsd_room_is_wanted(void);		/* these two for the thread */
 void mpsd_room_is_given(void);
 
-/*
- * For how long what only others can bring is waited for: the daemon's word, a turn, the move on of who keeps others.
- * MPSD_FAILOVER_PATIENCE_MS.
- */
-uint64_t mpsd_line_patience_ns(void);
-
 /* The program has met the loss of its context, the one after so many `moves`. */
 void mpsd_line_error(CUresult result, uint64_t moves);
 

@@ -7,7 +7,10 @@
 
 #include "failover/line.h"
 #include "failoverwire.h"
+#include "limits.h"
 #include "proxy.h"
+
+#define PATIENCE_MS 10000
 
 static struct mpsd_wish wish = { .mode = MPSD_FAILOVER_EXACT };
 
@@ -34,6 +37,7 @@ static void read_environment(void)
 	const char *where = secure_getenv("MPSD_FAILOVER_SOCKET"), *mode = secure_getenv("MPSD_FAILOVER");
 	const char *mirror = secure_getenv("MPSD_FAILOVER_MIRROR");
 
+	wish.patience_ns = 1000000 * mpsd_read_number("MPSD_FAILOVER_PATIENCE_MS", PATIENCE_MS, 1, 100, 600000);
 	read_validation(where, mode);
 	if (mode && !strcmp(mode, "off"))
 		return;
