@@ -298,7 +298,7 @@ def test_who_has_nothing_to_do_again_waits_for_no_turn(
     assert ask.end() == ""
 
 
-@IN_VAIN
+@EXACT
 @pytest.mark.parametrize("silent", [True, False], ids=["no word", "no daemon"])
 def test_a_turn_that_never_comes(
     domain: Domain, gate: Gate, second: Domain, post: Post, ask: Program, copies: Path, silent: bool

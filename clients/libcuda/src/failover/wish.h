@@ -15,7 +15,7 @@ struct mpsd_wish {
 	char path[108];			/* of the daemon's socket, as long as such a path may be; empty: none */
 	uint32_t mode;			/* enum mpsd_failover_mode, and never OFF */
 	enum mpsd_wish_mirror mirror;	/* when its standby is made: at once, or in a move */
-	/* That what only others can bring is waited for: the daemon's word, a turn, that who keeps others goes on. */
+	/* That what only others can bring is waited for: the next standby, that who keeps others goes on. */
 	uint64_t patience_ns;
 	bool validates;			/* in mode exact, and there is a socket */
 };
