@@ -90,9 +90,10 @@ def test_what_epochs_write_again_and_again_is_saved_at_once(
     stand_by(line, second, copies)
     add = "[gpu.run('add', m, 8, 1) for m in several], gpu.sync()"
     assert ask(add) == "([0, 0, 0], 0)"
-    # Three copies, one mark, one event: no kernel has begun.
-    gate.let(5)
+    gate.let(0)
     assert ask("gpu.run('add', several[0], 8, 1)") == "0"
+    # The kernel that saves all, one mark, one event: none of the program's has begun.
+    gate.let(3)
     until(lambda: gate.left() == 0)
     break_domain(domain)
     said = move(line)
