@@ -159,6 +159,7 @@ CUresult mpsd_windows_free(struct window *window, CUdeviceptr address, bool keep
 	mpsd_capture_forget(address);
 	if (empty.size) {
 		mpsd_share_forget(empty.base);
+		mpsd_still_gone(empty.base);
 		mpsd_vault_drop(empty.base);
 		mpsd_physical_unmap(empty);
 		if (!mpsd_zones_freed(empty.base, keep))

@@ -137,6 +137,22 @@ static void save_ranges(const uint64_t *arguments)
 	}
 }
 
+/* kept, fresh, differs, ranges (first, end), one for each block: what the kernel of src/exact/sums.c does */
+static void sums_differ(const uint64_t *arguments)
+{
+	uint32_t *differs = reach(arguments[2], sizeof(*differs), ACCESS_WRITE);
+
+	for (uint64_t block = 0; differs && block < arguments[HIDDEN_ARGUMENTS]; block++) {
+		const uint64_t *range = arguments + 3 + 2 * block;
+		uint64_t offset = range[0] * sizeof(uint64_t), size = (range[1] - range[0]) * sizeof(uint64_t);
+		const void *kept = reach(arguments[0] + offset, size, ACCESS_READ);
+		const void *fresh = kept ? reach(arguments[1] + offset, size, ACCESS_READ) : NULL;
+
+		if (fresh && memcmp(kept, fresh, size) != 0)
+			*differs = 1;
+	}
+}
+
 /* end, unused, value: the word before that address becomes so much more */
 static void before(const uint64_t *arguments)
 {
@@ -182,6 +198,7 @@ static const struct builtin builtins[] = {
 	{ "count", 0, { 0 }, count },
 	{ "page_sums", 2, { 8, 8 }, page_sums },
 	{ "save_ranges", 1, { 384 }, save_ranges },
+	{ "sums_differ", 1, { 376 }, sums_differ },
 };
 
 const struct builtin *find_builtin(const char *name)

@@ -5,6 +5,7 @@
 
 #include "capture.h"
 #include "exact/state.h"
+#include "exact/undo.h"
 #include "failover/graph.h"
 #include "failover/line.h"
 #include "memory.h"

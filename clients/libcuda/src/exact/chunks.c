@@ -4,6 +4,7 @@
  * outlive the context too.
  */
 #include "exact/chunks.h"
+#include "exact/undo.h"
 #include "limits.h"
 #include "memory.h"
 

@@ -96,6 +96,9 @@ CUresult mpsd_exact_without_work(CUresult (*call)(const void *with), const void 
 /* What kernels may write has become more, or less, without an allocation. */
 void mpsd_undo_runs_changed(void);
 
+/* Without any lock of these: what was mapped there goes. */
+void mpsd_still_gone(CUdeviceptr address);
+
 /* After an allocation: whether it is to be tried again, for there is more room than there was. */
 bool mpsd_exact_has_more_room(CUresult *result);
 

@@ -8,6 +8,7 @@
 #include "exact/named.h"
 #include "exact/params.h"
 #include "exact/submit.h"
+#include "exact/undo.h"
 #include "exact/validate.h"
 #include "failover/graph.h"
 #include "failover/line.h"

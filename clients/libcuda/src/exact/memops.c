@@ -8,6 +8,7 @@
 #include <string.h>
 
 #include "exact/state.h"
+#include "exact/undo.h"
 #include "failover/graph.h"
 #include "failover/line.h"
 

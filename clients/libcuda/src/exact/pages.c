@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT
 /*
  * What is in memory, as a number for each page, which a kernel of this library's adds up; and small pieces of it, read
- * beside all that the program may have open. For validate.c and globals.c alone.
+ * beside all that the program may have open. That is for validate.c and globals.c alone.
  */
 #include <sched.h>
 #include <stdlib.h>
@@ -20,7 +20,7 @@ _Static_assert(MPSD_EXACT_PAGE % (THREADS * PARTS * 16) == 0, "all threads have 
  * mpsd_page_sums(base, sums): for a page of each column of blocks, two words of 8 bytes at a time, mixed with where in
  * the page they are, for pages whose words have changed places are to differ.
  */
-static const char code[] =
+const char mpsd_pages_code[] =
 	".version 6.0\n"
 	".target sm_70\n"
 	".address_size 64\n"
@@ -86,7 +86,7 @@ static CUresult begin(void)
 		return CUDA_SUCCESS;
 	memset(&own, 0, sizeof(own));
 	own.moves = mpsd_tables()->moves;
-	result = real_cuModuleLoadData(&module, code);
+	result = real_cuModuleLoadData(&module, mpsd_pages_code);
 	if (result == CUDA_SUCCESS)
 		result = real_cuModuleGetFunction(&own.function, module, "mpsd_page_sums");
 	if (result == CUDA_SUCCESS)
@@ -135,13 +135,16 @@ static CUresult come_to_its_end(void)
 	return result;
 }
 
-static CUresult sum_piece(const struct arena_range *piece, CUdeviceptr sums)
+CUresult mpsd_pages_add_up(CUfunction function, CUdeviceptr base, size_t count, CUdeviceptr sums, CUstream stream)
 {
-	CUdeviceptr base = piece->base;
 	void *parameters[] = { &base, &sums };
 
-	return real_cuLaunchKernel(own.function, (unsigned int)(piece->size / MPSD_EXACT_PAGE), PARTS, 1, THREADS, 1, 1, 0,
-				   own.stream, parameters, NULL);
+	return real_cuLaunchKernel(function, (unsigned int)count, PARTS, 1, THREADS, 1, 1, 0, stream, parameters, NULL);
+}
+
+static CUresult sum_piece(const struct arena_range *piece, CUdeviceptr sums)
+{
+	return mpsd_pages_add_up(own.function, piece->base, piece->size / MPSD_EXACT_PAGE, sums, own.stream);
 }
 
 CUresult mpsd_pages_sum(const struct arena_range *pieces, size_t count, const uint64_t **sums)

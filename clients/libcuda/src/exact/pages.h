@@ -4,6 +4,10 @@
 #include "arena.h"
 #include "exact/state.h"
 
+/* mpsd_page_sums(base, sums), as text for the driver; and a launch of it, for so many pages. */
+extern const char mpsd_pages_code[];
+CUresult mpsd_pages_add_up(CUfunction function, CUdeviceptr base, size_t count, CUdeviceptr sums, CUstream stream);
+
 /* With the order, and nothing open. Room for that many sums; the calls below need it before, in the same copy. */
 CUresult mpsd_pages_ready(size_t pages);
 

@@ -1,9 +1,6 @@
 // SPDX-License-Identifier: MIT
 /*
- * The parameters of launches: copied, for a launch that is done again, and looked through for addresses, for what a
- * kernel may write is taken to be every allocation that its parameters point into. Addresses lie at multiples of 8.
- *
- * Pointers that a kernel finds in memory are not seen (MPSD_FAILOVER_VALIDATE names kernels that follow any).
+ * The parameters of launches: copied, for a launch that is done again.
  */
 #include <stdio.h>
 #include <stdlib.h>
@@ -11,8 +8,8 @@
 
 #include "exact/named.h"
 #include "exact/params.h"
+#include "exact/readers.h"
 #include "exact/shelf.h"
-#include "exact/stamps.h"
 #include "failover/line.h"
 #include "failover/made.h"
 #include "window.h"
@@ -29,6 +26,12 @@ struct place {
 
 _Static_assert(MOST_BYTES <= UINT16_MAX, "that is enough for it");
 
+/* What is seldom looked at. */
+struct rest {
+	struct mpsd_reader *reader;
+	char *pinned;			/* said once its parameters led to pinned memory */
+};
+
 /*
  * What the driver says of a function's parameters. Between two launches a program has used all of the processor's nearer
  * memory for something else: of most functions one line of that is fetched.
@@ -39,7 +42,7 @@ static struct info {
 	uint16_t bytes, count;		/* with what lies between them; how many there are */
 	struct place few[FEW];
 	struct place *more;		/* in place of those; NULL: there are no more */
-	char *pinned;			/* said once its parameters led to pinned memory */
+	struct rest *rest;		/* NULL: nothing */
 } infos[FUNCTIONS] __attribute__((aligned(64)));	/* under the lock, like all that follows */
 
 _Static_assert(sizeof(struct info) == 64, "a function has one line of the processor's cache");
@@ -106,8 +109,16 @@ static const struct place *places_in(const struct info *info)
 	return info->more ? info->more : info->few;
 }
 
+/* Under the lock. NULL: no memory. */
+static struct rest *rest_of(struct info *info)
+{
+	if (!info->rest)
+		info->rest = calloc(1, sizeof(*info->rest));
+	return info->rest;
+}
+
 /* Under the lock. */
-static CUresult keep(CUfunction function, const struct place *places, uint32_t count)
+static CUresult keep(CUfunction function, const struct place *places, uint32_t count, struct mpsd_reader *reader)
 {
 	uint16_t *slot = slot_of(function);
 	struct place *more = NULL;
@@ -127,24 +138,41 @@ static CUresult keep(CUfunction function, const struct place *places, uint32_t c
 		if (places[i].offset + places[i].size > info->bytes)
 			info->bytes = (uint16_t)(places[i].offset + places[i].size);
 	}
+	if (reader && rest_of(info))
+		info->rest->reader = reader;
 	*slot = (uint16_t)++known;
 	return CUDA_SUCCESS;
+}
+
+static struct mpsd_reader *reader_of(CUfunction function, const struct place *places, uint32_t count)
+{
+	uint64_t print = count;
+	uint32_t bytes = 0;
+
+	for (uint32_t i = 0; i < count; i++) {
+		print = print * 0x100000001b3ull + ((uint64_t)places[i].offset << 16) + places[i].size;
+		if (places[i].offset + places[i].size > bytes)
+			bytes = places[i].offset + places[i].size;
+	}
+	return mpsd_readers_any ? mpsd_reader_of(function, is_kernel(function), print, bytes) : NULL;
 }
 
 /* Without the lock: the driver may load the function for this, and a lost context may keep the thread. */
 static CUresult learn(CUfunction function)
 {
 	struct place places[MOST_PARAMETERS];
+	struct mpsd_reader *reader;
 	uint32_t count = 0;
 	CUresult result = ask(function, places, &count);
 
 	if (result != CUDA_SUCCESS)
 		return result;
+	reader = reader_of(function, places, count);
 	/* In a copy that was left it is no function, and to have no more parameters looks the same. */
 	if (mpsd_is_left())
 		return MPSD_AGAIN;
 	pthread_mutex_lock(&mpsd_exact_lock);
-	result = keep(function, places, count);
+	result = keep(function, places, count, reader);
 	pthread_mutex_unlock(&mpsd_exact_lock);
 	return result;
 }
@@ -153,8 +181,10 @@ void mpsd_params_forget(void)
 {
 	pthread_mutex_lock(&mpsd_exact_lock);
 	/* What was said of pinned memory stays. */
-	while (known)
+	while (known) {
 		free(infos[--known].more);
+		free(infos[known].rest);
+	}
 	memset(places_of, 0, sizeof(places_of));
 	pthread_mutex_unlock(&mpsd_exact_lock);
 }
@@ -223,6 +253,8 @@ static struct mpsd_op *copy_each(const struct mpsd_launch *given, const struct i
 		op->launch.parameters[i] = to;
 		copy_one(to, parameters[i], places[i].size);
 	}
+	if (op && info->rest)
+		op->launch.reader = info->rest->reader;
 	return op;
 }
 
@@ -310,84 +342,21 @@ CUresult mpsd_params_take(const struct mpsd_launch *given, void **parameters, vo
 #define PINNED "a kernel that may write pinned memory of the host"
 
 /* What is said stays. */
-static const char *why_pinned(CUfunction function)
+const char *mpsd_params_why_pinned(CUfunction function)
 {
 	const char *name = mpsd_name_of_function(function), *said = PINNED;
 	struct info *info;
+	struct rest *rest;
 
 	if (!name)
 		return said;
 	pthread_mutex_lock(&mpsd_exact_lock);
 	info = info_of(function);
-	if (info && !info->pinned && asprintf(&info->pinned, PINNED ": %.120s", name) < 0)
-		info->pinned = NULL;
-	if (info && info->pinned)
-		said = info->pinned;
+	rest = info ? rest_of(info) : NULL;
+	if (rest && !rest->pinned && asprintf(&rest->pinned, PINNED ": %.120s", name) < 0)
+		rest->pinned = NULL;
+	if (rest && rest->pinned)
+		said = rest->pinned;
 	pthread_mutex_unlock(&mpsd_exact_lock);
 	return said;
-}
-
-static bool records_event(const struct mpsd_op *op)
-{
-	for (unsigned int i = 0; i < op->launch.config.numAttrs; i++)
-		if (op->launch.attributes[i].id == CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_EVENT ||
-		    op->launch.attributes[i].id == CU_LAUNCH_ATTRIBUTE_LAUNCH_COMPLETION_EVENT)
-			return true;
-	return false;
-}
-
-/* The words of a launch's parameters that may be addresses: nearly all of hundreds are numbers. */
-struct words {
-	const struct mpsd_op *op;
-	const struct mpsd_bounds windows, pins;
-	size_t at;
-};
-
-static struct words words_of(const struct mpsd_op *op)
-{
-	return (struct words){ op, mpsd_span_bounds(&mpsd_windows_span), mpsd_span_bounds(&mpsd_pins_span), 0 };
-}
-
-static inline bool next_word(struct words *words, CUdeviceptr *word)
-{
-	for (; words->at + sizeof(*word) <= words->op->launch.bytes; words->at += sizeof(*word)) {
-		memcpy(word, words->op->launch.buffer + words->at, sizeof(*word));
-		if (mpsd_bounds_may_hold(words->windows, *word) || mpsd_bounds_may_hold(words->pins, *word)) {
-			words->at += sizeof(*word);
-			return true;
-		}
-	}
-	return false;
-}
-
-bool mpsd_params_are_whole(const struct mpsd_op *op)
-{
-	struct words words = words_of(op);
-	CUdeviceptr word;
-
-	while (next_word(&words, &word))
-		if ((mpsd_bounds_may_hold(words.windows, word) && !mpsd_stamps_is_whole_now(word)) ||
-		    mpsd_is_pinned((const void *)word))
-			return false;
-	return true;
-}
-
-CUresult mpsd_params_save(const struct mpsd_op *op, struct mpsd_plan *plan)
-{
-	struct words words = words_of(op);
-	CUdeviceptr word;
-
-	mpsd_named_look(op->launch.function);
-	/* Nothing of this library's proves what is before it. */
-	if (records_event(op))
-		mpsd_epoch_unsure("a launch that records an event");
-	while (next_word(&words, &word)) {
-		CUresult result = mpsd_undo_save_around(plan, word);
-
-		if (result != CUDA_SUCCESS)
-			return result;
-		if (mpsd_is_pinned((const void *)word))
-			mpsd_epoch_unsure(why_pinned(op->launch.function));
-	}
-	return CUDA_SUCCESS;
 }

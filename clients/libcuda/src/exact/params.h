@@ -2,7 +2,7 @@
 /* The parameters of launches. */
 #pragma once
 
-#include "exact/state.h"
+#include "exact/undo.h"
 
 /* A launch as the program gave it. */
 struct mpsd_launch {
@@ -26,6 +26,12 @@ void mpsd_params_forget(void);	/* functions have gone: their handles may come ag
  * of it the host's.
  */
 bool mpsd_params_are_whole(const struct mpsd_op *op);
+
+/* What is said of a kernel that they give memory of the host's; kept for good. */
+const char *mpsd_params_why_pinned(CUfunction function);
+
+/* For mpsd_graph_each(): what validation has seen of a launch. `is_changed`: a pointer to bool (*)(struct mpsd_pages). */
+CUresult mpsd_params_learn(const struct mpsd_op *op, void *is_changed);
 
 /* Save what they lead to. */
 CUresult mpsd_params_save(const struct mpsd_op *op, struct mpsd_plan *plan);

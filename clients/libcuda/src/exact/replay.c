@@ -3,7 +3,8 @@
 #include <string.h>
 
 #include "exact/pace.h"
-#include "exact/state.h"
+#include "exact/still.h"
+#include "exact/undo.h"
 #include "failover/graph.h"
 #include "failover/line.h"
 #include "failover/made.h"
@@ -135,11 +136,21 @@ void mpsd_replay_finish(void)
 		real_cuEventSynchronize(event);
 }
 
+static CUresult undo_and_do_again(struct mpsd_replayed *replayed)
+{
+	CUresult result = mpsd_undo_restore(&replayed->bytes);
+
+	if (result == CUDA_SUCCESS)
+		result = do_again(replayed);
+	return result == CUDA_SUCCESS ? note_end() : result;
+}
+
 static void move(bool may, struct mpsd_replayed *replayed)
 {
 	CUresult result;
 
 	mpsd_lanes_move();
+	mpsd_still_moved();
 	mpsd_epoch_left();
 	for (unsigned int i = 0; i < mpsd_lanes_used; i++)
 		proven_before[i] = mpsd_lanes[i].proven;
@@ -151,16 +162,15 @@ static void move(bool may, struct mpsd_replayed *replayed)
 	if (!replayed->unsure) {
 		result = mpsd_enter_context();
 		if (result == CUDA_SUCCESS)
-			result = mpsd_undo_restore(&replayed->bytes);
-		if (result == CUDA_SUCCESS)
-			result = do_again(replayed);
-		if (result == CUDA_SUCCESS)
-			result = note_end();
+			replayed->unsure = mpsd_still_check();
+		if (result == CUDA_SUCCESS && !replayed->unsure)
+			result = undo_and_do_again(replayed);
 		if (result != CUDA_SUCCESS)
 			replayed->unsure = "it cannot be done again";
 		real_cuCtxSetCurrent(NULL);
 	}
 	if (replayed->unsure) {
+		mpsd_still_unsure();
 		mpsd_hosts_lose();
 		mpsd_lanes_give_up();
 		mpsd_epoch_end();

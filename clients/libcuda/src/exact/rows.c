@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "exact/state.h"
+#include "exact/undo.h"
 
 /*
  * Rows that are less than a page apart leave no whole page out. Of others only their own pages are saved: what lies

@@ -76,6 +76,11 @@ CUdeviceptr mpsd_stamps_address(uint64_t page)
 	return window_base + page * MPSD_EXACT_PAGE;
 }
 
+uint64_t mpsd_stamps_count(void)
+{
+	return count;
+}
+
 static uint32_t epoch_now(void)
 {
 	return __atomic_load_n(&mpsd_epoch.number, __ATOMIC_RELAXED);

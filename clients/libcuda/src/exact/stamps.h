@@ -2,20 +2,17 @@
 /* Which pages of the window are saved, in an epoch, or in the plan of one operation. */
 #pragma once
 
-#include "exact/state.h"
+#include "exact/undo.h"
 #include "memory.h"
 
 /* Whether it lies in the window whose pages are known; know() where that is to be the one around it. */
 bool mpsd_stamps_hold(CUdeviceptr address);
 bool mpsd_stamps_know(CUdeviceptr address);
 
-struct mpsd_pages {
-	uint64_t first, end;
-};
-
 /* Of what lies in that window, as far as that goes. */
 struct mpsd_pages mpsd_stamps_pages(CUdeviceptr address, uint64_t size);
 CUdeviceptr mpsd_stamps_address(uint64_t page);
+uint64_t mpsd_stamps_count(void);	/* of its pages */
 
 /* Saved in this epoch, or about to be in this plan. */
 bool mpsd_stamps_is_saved(const struct mpsd_plan *plan, uint64_t page);

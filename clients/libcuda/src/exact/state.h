@@ -35,6 +35,7 @@ enum mpsd_op_copy {
 
 struct mpsd_allocation;
 struct mpsd_plan;
+struct mpsd_reader;
 struct mpsd_memops;
 struct mpsd_shelf;
 
@@ -60,6 +61,7 @@ struct mpsd_op {
 			size_t bytes;
 			void **parameters;
 			char *buffer;
+			struct mpsd_reader *reader;	/* what is known of its words; NULL: nothing (readers.h) */
 		} launch;
 		struct {
 			enum mpsd_op_copy way;
@@ -292,65 +294,6 @@ CUresult mpsd_epoch_come_after_reads(const struct mpsd_op *op);
 /* Without the lock, with the order. */
 CUresult mpsd_epoch_settle(void);
 CUresult mpsd_epoch_make_room(void);	/* and what was freed during a capture goes: nothing is planned */
-
-/* undo.c */
-
-struct save;
-
-/* What one operation, in that lane, wants saved; and the lane of the copies, when there are any. */
-struct mpsd_plan {
-	struct mpsd_lane *lane, *saver;
-	struct save *saves;
-	uint64_t number;	/* from 1 on, each another one */
-};
-
-/*
- * Without the lock, with the order: what may be written there is copied, if it was not in this epoch.
- * OUT_OF_MEMORY: there is no room; the epoch has to end first, and then all of the plan comes anew.
- */
-CUresult mpsd_undo_save(struct mpsd_plan *plan, CUdeviceptr address, uint64_t size);
-
-/* The same, of an allocation that is mapped. */
-CUresult mpsd_undo_save_all(struct mpsd_plan *plan, const struct mpsd_allocation *allocation);
-
-/* The same, of the one around the address; nothing where there is none. */
-CUresult mpsd_undo_save_around(struct mpsd_plan *plan, CUdeviceptr address);
-
-/* usual.c, with the order: allocations that kernels mostly want saved; they are, once in an epoch. */
-void mpsd_usual_note(CUdeviceptr base);
-void mpsd_usual_forget(void);
-CUresult mpsd_usual_save(struct mpsd_plan *plan);
-
-/* From here on the copies count, and what is submitted to the lane comes after them and those of other lanes. */
-CUresult mpsd_undo_done(struct mpsd_plan *plan);
-
-extern uint64_t mpsd_undo_batches;	/* of saves, ever */
-
-/* Whether what comes next into the lane comes after all of them. */
-static inline bool mpsd_undo_is_behind(const struct mpsd_lane *lane)
-{
-	return __atomic_load_n(&lane->after_saves, __ATOMIC_RELAXED) ==
-	       __atomic_load_n(&mpsd_undo_batches, __ATOMIC_RELAXED);
-}
-
-/* In place of that: nothing was saved. */
-void mpsd_undo_drop(struct mpsd_plan *plan);
-
-/* With the lock: the epoch has ended. */
-void mpsd_undo_forget(void);
-
-/* In a move, with the lock: put back what is proven to have been saved, save the rest anew. */
-CUresult mpsd_undo_restore(uint64_t *bytes);
-
-/* Whether such copies alone come into it. */
-bool mpsd_undo_is_saver(const struct mpsd_lane *lane);
-
-/* With the order: whether the page at that address was saved in this epoch, or is room for such copies. */
-bool mpsd_undo_is_saved(CUdeviceptr address);
-
-/* chunks.c, without the lock, with the order: all the room for such copies, for the program. */
-CUresult mpsd_undo_give_back(void);
-bool mpsd_undo_has(void);
 
 /* replay.c: without the lock, with the order: what comes next into the lane comes after what was done again. */
 CUresult mpsd_replay_come_after(struct mpsd_lane *lane);

@@ -6,7 +6,9 @@
 #include "clock.h"
 #include "exact/named.h"
 #include "exact/params.h"
+#include "exact/readers.h"
 #include "exact/submit.h"
+#include "exact/undo.h"
 #include "exact/validate.h"
 #include "failover/graph.h"
 #include "failover/line.h"
@@ -53,6 +55,7 @@ void mpsd_exact_start(void)
 {
 	mpsd_named_start();
 	mpsd_validate_start();
+	mpsd_readers_start(mpsd_validates());
 	/* What a launch looks at with no lock is set before. */
 	atomic_store(&mpsd_exact_on, true);
 }
@@ -123,7 +126,7 @@ static CUresult plan_for_graph(const struct mpsd_op *op, struct mpsd_plan *plan)
 static CUresult try_to_save(const struct mpsd_op *op)
 {
 	static atomic_ullong plans;
-	struct mpsd_plan plan = { op->lane, NULL, NULL, 1 + atomic_fetch_add(&plans, 1) };
+	struct mpsd_plan plan = { .lane = op->lane, .number = 1 + atomic_fetch_add(&plans, 1) };
 	CUresult planned = plan_for(op, &plan), done;
 
 	if (planned != CUDA_SUCCESS && planned != CUDA_ERROR_OUT_OF_MEMORY) {

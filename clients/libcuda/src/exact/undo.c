@@ -7,11 +7,13 @@
  * A save is worth something once its lane is proven to have come behind it. Before that its page is as it was, for
  * what writes there comes after the save: in its own lane by order, in another by waiting for the lane's event.
  */
+#include "exact/undo.h"
+
 #include <stdlib.h>
 
 #include "exact/chunks.h"
 #include "exact/saver.h"
-#include "exact/stamps.h"
+#include "exact/still.h"
 #include "hold.h"
 
 struct save {
@@ -116,6 +118,8 @@ static uint64_t open_size(CUdeviceptr address, uint64_t size)
 
 static CUresult save_at(struct mpsd_plan *plan, CUdeviceptr address, uint64_t size, bool is_mapped)
 {
+	if (!plan->reads)
+		mpsd_still_written(address, size);
 	size = open_size(address, size);
 	if (!size || (!mpsd_stamps_hold(address) && !mpsd_stamps_know(address)))
 		return CUDA_SUCCESS;
@@ -142,6 +146,9 @@ CUresult mpsd_undo_save_around(struct mpsd_plan *plan, CUdeviceptr address)
 	struct mpsd_allocation allocation;
 	CUresult result;
 
+	/* Of what is whole too. */
+	if (!plan->reads)
+		mpsd_still_written(address, 1);
 	if (mpsd_stamps_is_whole(plan, address))
 		return CUDA_SUCCESS;
 	/* What ends there may be meant, too. (Without zones between pieces it may be what begins there.) */
@@ -153,7 +160,9 @@ CUresult mpsd_undo_save_around(struct mpsd_plan *plan, CUdeviceptr address)
 	if (mpsd_stamps_hold(allocation.base) && mpsd_stamps_found_whole(&allocation))
 		return CUDA_SUCCESS;
 	result = mpsd_usual_save(plan);
-	if (mpsd_stamps_hold(allocation.base))
+	if (plan->reads)
+		mpsd_still_read(plan, &allocation);
+	else if (mpsd_stamps_hold(allocation.base))
 		mpsd_usual_note(allocation.base);
 	if (result == CUDA_SUCCESS)
 		result = mpsd_undo_save_all(plan, &allocation);
@@ -213,6 +222,7 @@ static void commit(struct mpsd_plan *plan)
 		save->next = saves;
 		saves = save;
 	}
+	mpsd_still_summed(plan, lane->saved);
 }
 
 CUresult make_cuEventCreate(CUevent *phEvent, unsigned int Flags);
@@ -275,6 +285,8 @@ CUresult mpsd_undo_done(struct mpsd_plan *plan)
 	result = make_event(plan->saver);
 	if (result == CUDA_SUCCESS)
 		result = copy_all(plan);
+	if (result == CUDA_SUCCESS)
+		result = mpsd_still_sum(plan);
 	if (result != CUDA_SUCCESS)
 		return result;
 	pthread_mutex_lock(&mpsd_exact_lock);

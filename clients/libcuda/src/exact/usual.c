@@ -3,6 +3,7 @@
  * What kernels wanted saved in the last epochs they mostly want saved in the next one. Some MiB of it are copied all at
  * once, with the first copy of an epoch: each one by itself would be marked and waited for by itself.
  */
+#include "exact/undo.h"
 #include "exact/validate.h"
 #include "hold.h"
 #include "memory.h"
@@ -53,12 +54,15 @@ static struct usual take(void)
 	return taken;
 }
 
-/* Nobody has asked for it: where there is no room for it, it is not saved. */
+/* Nobody has asked for it, or is about to write there: where there is no room for it, it is not saved. */
 CUresult mpsd_usual_save(struct mpsd_plan *plan)
 {
 	struct usual taken = take();
 	CUresult result = CUDA_SUCCESS;
 	uint64_t left = MOST_BYTES;
+	bool reads = plan->reads;
+
+	plan->reads = true;
 
 	for (unsigned int i = 0; i < taken.count && result == CUDA_SUCCESS; i++) {
 		struct mpsd_allocation allocation;
@@ -69,5 +73,6 @@ CUresult mpsd_usual_save(struct mpsd_plan *plan)
 		left -= allocation.size;
 		result = mpsd_undo_save_all(plan, &allocation);
 	}
+	plan->reads = reads;
 	return result == CUDA_ERROR_OUT_OF_MEMORY ? CUDA_SUCCESS : result;
 }

@@ -13,8 +13,13 @@
 #include "exact/globals.h"
 #include "exact/named.h"
 #include "exact/pages.h"
+#include "exact/params.h"
+#include "exact/readers.h"
+#include "exact/stamps.h"
 #include "exact/symbols.h"
 #include "exact/validate.h"
+#include "exact/undo.h"
+#include "failover/graph.h"
 #include "failover/line.h"
 #include "failover/made.h"
 #include "failover/wish.h"
@@ -24,9 +29,11 @@
 #define MOST_NAMES 256
 
 static struct {
+	bool is_seen;		/* what the last operation has changed is known */
 	bool is_there;		/* sums are those of now, but for what the next operation does */
 	uint64_t moves, changes;	/* as the sums are of */
 	uint64_t *sums;		/* of each page of the first window; 0: not mapped */
+	uint64_t *changed, looks;	/* in which look at an operation it was found changed last; so many there were */
 	struct arena_range *pieces;
 	size_t count, room, pages;
 } known;
@@ -165,8 +172,11 @@ static void compare(const struct mpsd_op *op, const uint64_t *sums, uint64_t bas
 		for (uint64_t at = piece->base; at < piece->base + piece->size; at += MPSD_EXACT_PAGE) {
 			uint64_t *was = &known.sums[(at - base) / MPSD_EXACT_PAGE], is = *sums++ | 1;
 
-			if (op && *was && *was != is && !mpsd_undo_is_saved(at))
-				tell_page(op, at);
+			if (op && *was && *was != is) {
+				known.changed[(at - base) / MPSD_EXACT_PAGE] = known.looks;
+				if (!mpsd_undo_is_saved(at))
+					tell_page(op, at);
+			}
 			*was = is;
 		}
 	}
@@ -183,7 +193,9 @@ static CUresult look_with_lock(const struct window *window, size_t room, const s
 
 	if (!known.sums)
 		known.sums = calloc(window->arena.granules, sizeof(*known.sums));
-	if (!known.sums || !find_pieces(window))
+	if (!known.changed)
+		known.changed = calloc(window->arena.granules, sizeof(*known.changed));
+	if (!known.sums || !known.changed || !find_pieces(window))
 		return CUDA_ERROR_OUT_OF_MEMORY;
 	if (known.pages > room)
 		return CUDA_ERROR_NOT_READY;
@@ -191,7 +203,9 @@ static CUresult look_with_lock(const struct window *window, size_t room, const s
 	if (result != CUDA_SUCCESS)
 		return result;
 	/* What came meanwhile at addresses that another piece had is no write. */
+	known.looks++;
 	compare(is_news ? NULL : op, sums, window->arena.base);
+	known.is_seen = op && !is_news;
 	known.changes = window->arena.changes;
 	known.moves = mpsd_tables()->moves;
 	return CUDA_SUCCESS;
@@ -240,6 +254,33 @@ void mpsd_validate_before(const struct mpsd_op *op)
 		mpsd_globals_before(op);
 }
 
+static bool has_changed(struct mpsd_pages pages)
+{
+	for (uint64_t page = pages.first; page < pages.end; page++)
+		if (known.changed[page] == known.looks)
+			return true;
+	return false;
+}
+
+/* Nobody has looked. */
+static bool may_have_changed(struct mpsd_pages pages)
+{
+	(void)pages;
+	return true;
+}
+
+/* By which parameters kernels write, and by which they only read. Of the kernels of a graph all may have written. */
+static void learn(const struct mpsd_op *op, bool (*is_changed)(struct mpsd_pages pages))
+{
+	/* Pages have the same numbers only then. */
+	if (mpsd_stamps_address(0) != mpsd_windows[0].arena.base)
+		return;
+	if (op->kind == MPSD_OP_GRAPH)
+		mpsd_graph_each(op->graph.graph, mpsd_params_learn, &is_changed);
+	else
+		mpsd_params_learn(op, &is_changed);
+}
+
 /*
  * Its saves, and the room they are in, are the proxy's own doing. What goes wrong with the wait is not the operation's, which
  * the driver has taken: the next call finds it.
@@ -252,17 +293,23 @@ void mpsd_validate_after(const struct mpsd_op *op)
 
 	known.is_there = false;
 	/* What the GPU waits for may be what this thread does next, or a thread that wants the order. */
-	if (op->kind == MPSD_OP_HOST || mpsd_hosts_are_open() || mpsd_epoch_is_waiting())
+	if (op->kind == MPSD_OP_HOST || mpsd_hosts_are_open() || mpsd_epoch_is_waiting()) {
+		learn(op, may_have_changed);
 		return;
+	}
 	if (mpsd_lanes_mark() != CUDA_SUCCESS || mpsd_lanes_wait() != CUDA_SUCCESS || !was_there)
 		return;
 	/* Some of what it writes was not saved, and the daemon knows of it. */
 	is_unsure = mpsd_epoch_is_unsure();
-	if (is_unsure)
+	if (is_unsure) {
 		mpsd_stats->validate_unsure++;
-	else
+		learn(op, may_have_changed);
+	} else {
 		mpsd_stats->validated++;
+	}
 	known.is_there = look(is_unsure ? NULL : op);
+	if (known.is_there && known.is_seen)
+		learn(op, has_changed);
 	while (known.is_there && (variable = mpsd_globals_changed(&at)))
 		tell_variable(op, variable);
 	mpsd_stats->validate_unread = mpsd_globals_unknown();
@@ -278,6 +325,7 @@ void mpsd_validate_report(void)
 			 is_over ? " until it ended early" : "", (unsigned long long)found->validated,
 			 (unsigned long long)found->validate_strays, (unsigned long long)found->validate_variables,
 			 (unsigned long long)found->validate_unsure, (unsigned long long)found->validate_unread);
+	mpsd_readers_write(is_over);
 	say_names("MPSD_FAILOVER_UNSURE", &writers);
 	say_names("MPSD_FAILOVER_OPAQUE", &keepers);
 	/* What ends from here on ends with the program. */

@@ -1,0 +1,138 @@
+// SPDX-License-Identifier: MIT
+/*
+ * Where the parameters of launches lead: what a kernel may write is taken to be every allocation that they point into.
+ * Addresses lie at multiples of 8. What validation has seen them read alone may be still (still.h).
+ *
+ * Pointers that a kernel finds in memory are not seen (MPSD_FAILOVER_VALIDATE names kernels that follow any).
+ */
+#include <string.h>
+
+#include "exact/named.h"
+#include "exact/params.h"
+#include "exact/readers.h"
+#include "exact/still.h"
+#include "exact/validate.h"
+#include "hold.h"
+#include "window.h"
+
+static bool records_event(const struct mpsd_op *op)
+{
+	for (unsigned int i = 0; i < op->launch.config.numAttrs; i++)
+		if (op->launch.attributes[i].id == CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_EVENT ||
+		    op->launch.attributes[i].id == CU_LAUNCH_ATTRIBUTE_LAUNCH_COMPLETION_EVENT)
+			return true;
+	return false;
+}
+
+/* The words of a launch's parameters that may be addresses: nearly all of hundreds are numbers. */
+struct words {
+	const struct mpsd_op *op;
+	const struct mpsd_bounds windows, pins;
+	size_t at;
+};
+
+static struct words words_of(const struct mpsd_op *op)
+{
+	return (struct words){ op, mpsd_span_bounds(&mpsd_windows_span), mpsd_span_bounds(&mpsd_pins_span), 0 };
+}
+
+static inline bool next_word(struct words *words, CUdeviceptr *word)
+{
+	for (; words->at + sizeof(*word) <= words->op->launch.bytes; words->at += sizeof(*word)) {
+		memcpy(word, words->op->launch.buffer + words->at, sizeof(*word));
+		if (mpsd_bounds_may_hold(words->windows, *word) || mpsd_bounds_may_hold(words->pins, *word)) {
+			words->at += sizeof(*word);
+			return true;
+		}
+	}
+	return false;
+}
+
+/* Of the word that was found last. Validation is to see what is saved for all. */
+static bool is_read(const struct words *words)
+{
+	return !mpsd_validates() && mpsd_reader_is(words->op->launch.reader, words->at - sizeof(CUdeviceptr));
+}
+
+/* With the lock. */
+static bool is_done(const struct words *words, CUdeviceptr word)
+{
+	if (!mpsd_bounds_may_hold(words->windows, word))
+		return true;
+	if (is_read(words))
+		return mpsd_stamps_is_whole_now(word) || mpsd_still_rely(word);
+	if (mpsd_readers_any)
+		mpsd_still_written_now(word);
+	return mpsd_stamps_is_whole_now(word);
+}
+
+bool mpsd_params_are_whole(const struct mpsd_op *op)
+{
+	struct words words = words_of(op);
+	CUdeviceptr word;
+
+	while (next_word(&words, &word))
+		if (!is_done(&words, word) || mpsd_is_pinned((const void *)word))
+			return false;
+	return true;
+}
+
+static bool is_still(const struct words *words, CUdeviceptr word)
+{
+	bool is;
+
+	if (!is_read(words))
+		return false;
+	pthread_mutex_lock(&mpsd_exact_lock);
+	is = !mpsd_is_left() && mpsd_still_rely(word);
+	pthread_mutex_unlock(&mpsd_exact_lock);
+	return is;
+}
+
+CUresult mpsd_params_save(const struct mpsd_op *op, struct mpsd_plan *plan)
+{
+	struct words words = words_of(op);
+	CUdeviceptr word;
+
+	mpsd_named_look(op->launch.function);
+	/* Nothing of this library's proves what is before it. */
+	if (records_event(op))
+		mpsd_epoch_unsure("a launch that records an event");
+	while (next_word(&words, &word)) {
+		CUresult result = CUDA_SUCCESS;
+
+		plan->reads = is_read(&words);
+		if (!is_still(&words, word))
+			result = mpsd_undo_save_around(plan, word);
+		plan->reads = false;
+		if (result != CUDA_SUCCESS)
+			return result;
+		if (mpsd_is_pinned((const void *)word))
+			mpsd_epoch_unsure(mpsd_params_why_pinned(op->launch.function));
+	}
+	return CUDA_SUCCESS;
+}
+
+static bool has_changed(CUdeviceptr word, bool (*is_changed)(struct mpsd_pages pages), bool *is_known)
+{
+	struct mpsd_allocation allocation;
+
+	*is_known = mpsd_memory_is_in_window(word) && (mpsd_memory_find_mapped(word, &allocation) ||
+						       mpsd_memory_find_mapped(word - 1, &allocation));
+	*is_known = *is_known && mpsd_stamps_hold(allocation.base);
+	return *is_known && is_changed(mpsd_stamps_pages(allocation.base, allocation.size));
+}
+
+CUresult mpsd_params_learn(const struct mpsd_op *op, void *is_changed)
+{
+	struct words words = words_of(op);
+	CUdeviceptr word;
+
+	while (op->kind == MPSD_OP_LAUNCH && op->launch.reader && next_word(&words, &word)) {
+		bool is_known, has = has_changed(word, *(bool (**)(struct mpsd_pages pages))is_changed, &is_known);
+
+		if (is_known)
+			mpsd_reader_saw(op->launch.reader, words.at - sizeof(word), has);
+	}
+	return CUDA_SUCCESS;
+}

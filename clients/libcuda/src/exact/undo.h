@@ -1,0 +1,72 @@
+/* SPDX-License-Identifier: MIT */
+/* What memory was before the epoch: saved, and put back (undo.c); what is mostly saved (usual.c); the room (chunks.c). */
+#pragma once
+
+#include "exact/state.h"
+
+struct save;
+
+/* Of the window whose memory is saved, by their numbers in it. */
+struct mpsd_pages {
+	uint64_t first, end;
+};
+
+#define MPSD_SUMS_AT_ONCE 8
+
+/* What one operation, in that lane, wants saved; and the lane of the copies, when there are any. */
+struct mpsd_plan {
+	struct mpsd_lane *lane, *saver;
+	struct save *saves;
+	uint64_t number;	/* from 1 on, each another one */
+	bool reads;		/* what is saved now is not about to be written, as far as is known (still.h) */
+	unsigned int summed;
+	struct mpsd_pages sums[MPSD_SUMS_AT_ONCE];	/* of which sums are taken behind the saves */
+};
+
+/*
+ * Without the lock, with the order: what may be written there is copied, if it was not in this epoch.
+ * OUT_OF_MEMORY: there is no room; the epoch has to end first, and then all of the plan comes anew.
+ */
+CUresult mpsd_undo_save(struct mpsd_plan *plan, CUdeviceptr address, uint64_t size);
+
+/* The same, of an allocation that is mapped. */
+CUresult mpsd_undo_save_all(struct mpsd_plan *plan, const struct mpsd_allocation *allocation);
+
+/* The same, of the one around the address; nothing where there is none. */
+CUresult mpsd_undo_save_around(struct mpsd_plan *plan, CUdeviceptr address);
+
+/* usual.c, with the order: allocations that kernels mostly want saved; they are, once in an epoch. */
+void mpsd_usual_note(CUdeviceptr base);
+void mpsd_usual_forget(void);
+CUresult mpsd_usual_save(struct mpsd_plan *plan);
+
+/* From here on the copies count, and what is submitted to the lane comes after them and those of other lanes. */
+CUresult mpsd_undo_done(struct mpsd_plan *plan);
+
+extern uint64_t mpsd_undo_batches;	/* of saves, ever */
+
+/* Whether what comes next into the lane comes after all of them. */
+static inline bool mpsd_undo_is_behind(const struct mpsd_lane *lane)
+{
+	return __atomic_load_n(&lane->after_saves, __ATOMIC_RELAXED) ==
+	       __atomic_load_n(&mpsd_undo_batches, __ATOMIC_RELAXED);
+}
+
+/* In place of that: nothing was saved. */
+void mpsd_undo_drop(struct mpsd_plan *plan);
+
+/* With the lock: the epoch has ended. */
+void mpsd_undo_forget(void);
+
+/* In a move, with the lock: put back what is proven to have been saved, save the rest anew. */
+CUresult mpsd_undo_restore(uint64_t *bytes);
+
+/* Whether such copies alone come into it. */
+bool mpsd_undo_is_saver(const struct mpsd_lane *lane);
+
+/* With the order: whether the page at that address was saved in this epoch, or is room for such copies. */
+bool mpsd_undo_is_saved(CUdeviceptr address);
+
+/* chunks.c, without the lock, with the order: all the room for such copies, for the program. */
+CUresult mpsd_undo_give_back(void);
+bool mpsd_undo_has(void);
