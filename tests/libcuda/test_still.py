@@ -88,10 +88,11 @@ def second_gate(second: Domain) -> Iterator[Gate]:
 
 @pytest.fixture
 def run(
-    libraries: Libraries, domain: Domain, second: Domain, post: Post, gate: Gate, second_gate: Gate,
-    copies: Path, known: Path,
+    request: pytest.FixtureRequest, libraries: Libraries, domain: Domain, second: Domain, post: Post,
+    gate: Gate, second_gate: Gate, copies: Path, known: Path,
 ) -> Iterator[Run]:  # fmt: skip
-    with started(libraries, domain, post, MPSD_FAILOVER="exact", MPSD_FAILOVER_READS=str(known)) as ask:
+    exact = {"MPSD_FAILOVER": "exact", "MPSD_FAILOVER_READS": str(known)}
+    with started(libraries, domain, post, **exact, **getattr(request, "param", {})) as ask:
         line = post.greet(moving.EXACT)
         ask(LAUNCH)
         ask(MEMORY)
@@ -242,13 +243,52 @@ def test_sums_of_what_is_written_in_that_epoch_are_none(run: Run, domain: Domain
     assert run.ask.end() == ""
 
 
-def test_after_an_epoch_that_cannot_be_undone_nothing_is_relied_on(
+def test_what_is_read_in_an_epoch_that_cannot_be_undone_is_still(
     run: Run, domain: Domain, gate: Gate
 ) -> None:
     run.rest()
     run.ask("pinned = gpu.made('cuMemHostAlloc', 4096, 0)")
     assert run.ask("go('copy', pinned, weights, 8), gpu.sync()") == "(0, 0)"
+    assert saved(run, domain, gate) == 4 * MIB
+    assert run.ask("gpu.sync(), gpu.word(to)") == "(0, 7)"
+    assert run.ask.end() == ""
+
+
+def test_what_is_written_in_an_epoch_that_cannot_be_undone_is_not(
+    run: Run, domain: Domain, gate: Gate
+) -> None:
+    run.rest()
+    run.ask("pinned = gpu.made('cuMemHostAlloc', 4096, 0)")
+    assert run.ask("go('copy', pinned, to, 8), gpu.run('add', weights, 1, 1), gpu.sync()") == "(0, 0, 0)"
     assert saved(run, domain, gate) == 12 * MIB
+    assert run.ask("gpu.sync(), gpu.word(to)") == "(0, 8)"
+    assert run.ask.end() == ""
+
+
+@pytest.mark.parametrize("run", [{"MPSD_FAILOVER_UNSURE": "fill"}], indirect=True)
+def test_behind_a_kernel_that_may_write_anywhere_nothing_is_still(
+    run: Run, domain: Domain, gate: Gate
+) -> None:
+    run.rest()
+    assert run.ask("gpu.run('fill', to, 1, 1), gpu.sync()") == "(0, 0)"
+    assert saved(run, domain, gate) == 12 * MIB
+    assert run.ask("gpu.sync(), gpu.word(to)") == "(0, 7)"
+    assert run.ask.end() == ""
+
+
+@pytest.mark.parametrize("run", [{"MPSD_FAILOVER_UNDO_MIB": "6"}], indirect=True)
+@pytest.mark.parametrize("write", ["", "gpu.run('add', weights, 1, 1)", f"gpu.put(weights + {6 * MIB}, 1)"])
+def test_more_than_there_is_room_for_may_be_read(run: Run, domain: Domain, gate: Gate, write: str) -> None:
+    """It cannot be undone until sums are there; what is written is known all the same."""
+    run.rest()
+    if write:
+        assert run.ask(f"{write}, gpu.sync()") == "(0, 0)"
+        assert run.ask(f"{COPY}, gpu.run('slow', to, 1, 1)") == "(0, 0)"
+        break_domain(domain)
+        assert "MPSD_FAILOVER_UNDO_MIB" in move(run.line).text
+        run.ask.process.kill()
+        return
+    assert saved(run, domain, gate) == 4 * MIB
     assert run.ask("gpu.sync(), gpu.word(to)") == "(0, 7)"
     assert run.ask.end() == ""
 

@@ -5,7 +5,6 @@
 #include "clock.h"
 #include "exact/pace.h"
 #include "exact/shelf.h"
-#include "exact/still.h"
 #include "exact/submit.h"
 #include "exact/undo.h"
 #include "failover/graph.h"
@@ -58,8 +57,6 @@ void mpsd_epoch_end(void)
 	struct mpsd_op *op, *next;
 
 	mpsd_pace_end(mpsd_epoch.operations);
-	if (mpsd_epoch.unsure)
-		mpsd_still_unsure();
 	for (op = mpsd_epoch.first; op; op = next) {
 		next = op->next;
 		forget(op);

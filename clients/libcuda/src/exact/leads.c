@@ -89,6 +89,11 @@ static bool is_still(const struct words *words, CUdeviceptr word)
 	return is;
 }
 
+static bool is_left_out(const struct mpsd_plan *plan)
+{
+	return (plan->part == MPSD_PLAN_READS && !plan->reads) || (plan->part == MPSD_PLAN_WRITES && plan->reads);
+}
+
 CUresult mpsd_params_save(const struct mpsd_op *op, struct mpsd_plan *plan)
 {
 	struct words words = words_of(op);
@@ -102,7 +107,7 @@ CUresult mpsd_params_save(const struct mpsd_op *op, struct mpsd_plan *plan)
 		CUresult result = CUDA_SUCCESS;
 
 		plan->reads = is_read(&words);
-		if (!is_still(&words, word))
+		if (!is_left_out(plan) && !is_still(&words, word))
 			result = mpsd_undo_save_around(plan, word);
 		plan->reads = false;
 		if (result != CUDA_SUCCESS)

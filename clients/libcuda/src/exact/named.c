@@ -10,7 +10,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "exact/state.h"
+#include "exact/still.h"
 #include "failover/line.h"
 #include "failover/made.h"
 
@@ -70,6 +70,15 @@ const char *mpsd_name_of_function(CUfunction function)
 	return result == CUDA_SUCCESS ? name : NULL;
 }
 
+static void tell_unsure(const char *why)
+{
+	mpsd_epoch_unsure(why);
+	pthread_mutex_lock(&mpsd_exact_lock);
+	if (!mpsd_is_left())
+		mpsd_still_unsure();
+	pthread_mutex_unlock(&mpsd_exact_lock);
+}
+
 void mpsd_named_look(CUfunction function)
 {
 	const char *name = all ? mpsd_name_of_function(function) : NULL;
@@ -80,6 +89,6 @@ void mpsd_named_look(CUfunction function)
 		if (named->is_opaque)
 			mpsd_line_opaque(named->why);
 		else
-			mpsd_epoch_unsure(named->why);
+			tell_unsure(named->why);
 	}
 }

@@ -14,7 +14,7 @@ bool mpsd_still_rely(CUdeviceptr address);
 /* Something may write there now. */
 void mpsd_still_written(CUdeviceptr address, uint64_t size);
 void mpsd_still_written_now(CUdeviceptr address);	/* the same with the lock */
-void mpsd_still_unsure(void);				/* with the lock: this epoch may have written anything */
+void mpsd_still_unsure(void);				/* the same of anything */
 
 /* What a kernel reads is about to be saved in the plan: it may be summed, too. */
 void mpsd_still_read(struct mpsd_plan *plan, const struct mpsd_allocation *allocation);

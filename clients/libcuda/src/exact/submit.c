@@ -87,57 +87,6 @@ CUresult mpsd_in_order(CUresult (*call)(void))
 	return result;
 }
 
-static CUresult plan_for_graph(const struct mpsd_op *op, struct mpsd_plan *plan);
-
-static CUresult plan_for(const struct mpsd_op *op, void *with)
-{
-	struct mpsd_plan *plan = with;
-
-	switch (op->kind) {
-	case MPSD_OP_LAUNCH:
-		return mpsd_params_save(op, plan);
-	case MPSD_OP_COPY:
-		/* What the old copy writes there nothing ends that takes the GPU's memory from it. */
-		if (op->copy.is_from_host && op->copy.is_for_host && mpsd_is_pinned((const void *)op->copy.to))
-			mpsd_epoch_unsure("a copy within the host's memory");
-		return op->copy.way == MPSD_COPY_OUT ? CUDA_SUCCESS : mpsd_rows_save(op, plan);
-	case MPSD_OP_SET:
-		if (op->set.is_outside)
-			mpsd_epoch_unsure("a memset of memory outside the window");
-		return mpsd_rows_save(op, plan);
-	case MPSD_OP_MEMORY:
-		return mpsd_memops_save(op->memory, plan);
-	case MPSD_OP_GRAPH:
-		return plan_for_graph(op, plan);
-	default:
-		return CUDA_SUCCESS;
-	}
-}
-
-/* All that it consists of, for it runs as one. */
-static CUresult plan_for_graph(const struct mpsd_op *op, struct mpsd_plan *plan)
-{
-	if (mpsd_graph_has_host(op->graph.graph))
-		mpsd_epoch_unsure("a graph with copies from or to the host");
-	return mpsd_graph_each(op->graph.graph, plan_for, plan);
-}
-
-/* OUT_OF_MEMORY: not all of it. */
-static CUresult try_to_save(const struct mpsd_op *op)
-{
-	static atomic_ullong plans;
-	struct mpsd_plan plan = { .lane = op->lane, .number = 1 + atomic_fetch_add(&plans, 1) };
-	CUresult planned = plan_for(op, &plan), done;
-
-	if (planned != CUDA_SUCCESS && planned != CUDA_ERROR_OUT_OF_MEMORY) {
-		mpsd_undo_drop(&plan);
-		return planned;
-	}
-	done = mpsd_undo_done(&plan);
-	mpsd_undo_drop(&plan);
-	return done == CUDA_SUCCESS ? planned : done;
-}
-
 /* With the lock: the epoch must not end between what is saved for an operation and the operation. */
 static void prepare(bool is)
 {
@@ -164,17 +113,17 @@ static CUresult save(const struct mpsd_op *op)
 	CUresult result;
 
 	if (mpsd_epoch_is_unsure())
-		return CUDA_SUCCESS;
-	result = try_to_save(op);
+		return mpsd_plan_note(op);
+	result = mpsd_plan_save(op);
 	if (result != CUDA_ERROR_OUT_OF_MEMORY)
 		return result;
 	result = out_of_the_way(mpsd_epoch_make_room);
 	if (result == CUDA_SUCCESS)
-		result = try_to_save(op);
+		result = mpsd_plan_save_what_fits(op);
 	if (result != CUDA_ERROR_OUT_OF_MEMORY)
 		return result;
-	mpsd_epoch_unsure("what one operation may write is more than MPSD_FAILOVER_UNDO_MIB");
-	return CUDA_SUCCESS;
+	mpsd_epoch_unsure(MPSD_TOO_MUCH);
+	return mpsd_plan_note(op);
 }
 
 /* With the lock. In an unsure epoch it is counted only. */

@@ -51,13 +51,16 @@ static struct mpsd_lane *own_lane(void)
 	return lane;
 }
 
+static void choose_saver(struct mpsd_plan *plan)
+{
+	struct mpsd_lane *own = plan->saver ? plan->saver : own_lane();
+
+	plan->saver = own ? own : plan->lane;
+}
+
 static CUresult save_run(struct mpsd_plan *plan, CUdeviceptr address, uint64_t size, bool is_mapped)
 {
-	if (!plan->saver) {
-		struct mpsd_lane *own = own_lane();
-
-		plan->saver = own ? own : plan->lane;
-	}
+	choose_saver(plan);
 	while (size) {
 		struct save *save = malloc(sizeof(*save));
 		uint64_t got = 0;
@@ -120,6 +123,8 @@ static CUresult save_at(struct mpsd_plan *plan, CUdeviceptr address, uint64_t si
 {
 	if (!plan->reads)
 		mpsd_still_written(address, size);
+	if (plan->part == MPSD_PLAN_NOTES)
+		return CUDA_SUCCESS;
 	size = open_size(address, size);
 	if (!size || (!mpsd_stamps_hold(address) && !mpsd_stamps_know(address)))
 		return CUDA_SUCCESS;
@@ -149,7 +154,7 @@ CUresult mpsd_undo_save_around(struct mpsd_plan *plan, CUdeviceptr address)
 	/* Of what is whole too. */
 	if (!plan->reads)
 		mpsd_still_written(address, 1);
-	if (mpsd_stamps_is_whole(plan, address))
+	if (plan->part == MPSD_PLAN_NOTES || mpsd_stamps_is_whole(plan, address))
 		return CUDA_SUCCESS;
 	/* What ends there may be meant, too. (Without zones between pieces it may be what begins there.) */
 	if (!mpsd_memory_is_in_window(address) || (!mpsd_memory_find_mapped(address, &allocation) &&
@@ -166,6 +171,10 @@ CUresult mpsd_undo_save_around(struct mpsd_plan *plan, CUdeviceptr address)
 		mpsd_usual_note(allocation.base);
 	if (result == CUDA_SUCCESS)
 		result = mpsd_undo_save_all(plan, &allocation);
+	if (result == CUDA_ERROR_OUT_OF_MEMORY && plan->part == MPSD_PLAN_READS) {
+		plan->is_short = true;
+		return CUDA_SUCCESS;
+	}
 	if (result == CUDA_SUCCESS && mpsd_stamps_hold(allocation.base))
 		mpsd_stamps_note_whole(plan, &allocation);
 	/* It comes anew, and then has all the room. */
@@ -280,8 +289,9 @@ CUresult mpsd_undo_done(struct mpsd_plan *plan)
 	CUresult result;
 	bool left;
 
-	if (!plan->saves)
+	if (!plan->saves && !plan->summed)
 		return come_after_others(plan->lane);
+	choose_saver(plan);
 	result = make_event(plan->saver);
 	if (result == CUDA_SUCCESS)
 		result = copy_all(plan);

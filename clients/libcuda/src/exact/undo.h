@@ -11,17 +11,35 @@ struct mpsd_pages {
 	uint64_t first, end;
 };
 
-#define MPSD_SUMS_AT_ONCE 8
+#define MPSD_SUMS_AT_ONCE 64
 
 /* What one operation, in that lane, wants saved; and the lane of the copies, when there are any. */
 struct mpsd_plan {
 	struct mpsd_lane *lane, *saver;
 	struct save *saves;
 	uint64_t number;	/* from 1 on, each another one */
+	enum {
+		MPSD_PLAN_ALL,
+		MPSD_PLAN_WRITES,	/* first what may be written; */
+		MPSD_PLAN_READS,	/* then what is only read, as far as there is room: is_short */
+		MPSD_PLAN_NOTES,	/* nothing is saved: what may be written is noted */
+	} part;
 	bool reads;		/* what is saved now is not about to be written, as far as is known (still.h) */
+	bool is_short;
 	unsigned int summed;
 	struct mpsd_pages sums[MPSD_SUMS_AT_ONCE];	/* of which sums are taken behind the saves */
 };
+
+/*
+ * plan.c, without the lock, with the order: what the operation may write is saved. OUT_OF_MEMORY: there is no room; the
+ * epoch has to end first. what_fits(): after that, and without room for what is only read the epoch is unsure. note():
+ * nothing is saved, for it is unsure anyway, but what may be written is known.
+ */
+CUresult mpsd_plan_save(const struct mpsd_op *op);
+CUresult mpsd_plan_save_what_fits(const struct mpsd_op *op);
+CUresult mpsd_plan_note(const struct mpsd_op *op);
+
+#define MPSD_TOO_MUCH "what one operation may write is more than MPSD_FAILOVER_UNDO_MIB"
 
 /*
  * Without the lock, with the order: what may be written there is copied, if it was not in this epoch.
