@@ -48,6 +48,13 @@ __global__ void fill(u32 *words, u64 count, u32 value)
         words[i] = value;
 }
 
+// Writes by its first parameter, and only reads by its second.
+__global__ void weigh(u32 *words, const u32 *weights, u64 count)
+{
+    for (u64 i = thread_index(); i < count; i += gridDim.x * (u64)blockDim.x)
+        words[i] = 5 * words[i] + weights[i];
+}
+
 // Writes where none of its parameters lead.
 __global__ void follow(u32 **pointer, u32 value) { **pointer = value; }
 
@@ -216,6 +223,7 @@ KERNELS: Mapping[str, tuple[type[Any], ...]] = MappingProxyType(
     {
         "increment": (_ADDRESS, _U64),
         "fill": (_ADDRESS, _U64, _U32),
+        "weigh": (_ADDRESS, _ADDRESS, _U64),
         "verify": (_ADDRESS, _U64, _U32, _ADDRESS),
         "spin": (_U64,),
         "count": (_ADDRESS, _U64, _ADDRESS),

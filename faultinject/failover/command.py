@@ -18,7 +18,7 @@ from faultinject.failover.works import Calm, WorkRounds
 from faultinject.history import History
 from faultinject.matrix import tell_stderr
 from faultinject.node import Node, open_node
-from faultinject.proxy.library import Libraries, find_libraries
+from faultinject.proxy.library import Libraries, add_reads, find_libraries
 from faultinject.proxy.work import HIDDEN, NAMES
 from faultinject.rig import Rig
 from mpsd.errors import MpsdError, UsageError
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace, so_far: Callable[[dict[str, Any]], None]) -> d
         so_far(_report(args, node, date, left, found))
 
     with tempfile.TemporaryDirectory(prefix="mpsd-fi-") as base:
-        libraries = find_libraries(args.backend, args.libcuda, args.driver, Path(base))
+        libraries = find_libraries(args.backend, args.libcuda, args.driver, Path(base), args.reads)
         node = open_node(args.backend, Path(base))
         try:
             settings = main_settings(libraries, args.mode) | ONLY_WANTED
@@ -74,7 +74,7 @@ def few(backend: str, kinds: Sequence[str], faults: int, deadline_s: float) -> d
     Raises MpsdError."""
     args = argparse.Namespace(backend=backend, kinds=list(kinds), faults=faults, deadline=deadline_s)
     args.mode, args.offender, args.works, args.together = "exact", OFFENDERS[0], [], False
-    args.libcuda = args.driver = args.out = None
+    args.libcuda = args.driver = args.out = args.reads = None
     return run(args, lambda _: None)
 
 
@@ -85,6 +85,7 @@ def _report(
     words += ["--works", ",".join(args.works)] if args.works else []
     words += ["--offender", args.offender] if args.offender != OFFENDERS[0] else []
     words += ["--together"] if args.together else []
+    words += ["--reads", args.reads.name] if args.reads else []
     words += ["--mode", args.mode, "--kinds", ",".join(found), "--faults", str(args.faults)]
     return {
         "schema": reports.SCHEMA_VERSION,
@@ -193,4 +194,5 @@ def add_parser(commands: Any, types: Any) -> None:
         action="store_true",
         help="all kinds beside the same programs, each after the one before",
     )
+    add_reads(parser)
     parser.set_defaults(go=_go)

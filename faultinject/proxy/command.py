@@ -17,7 +17,7 @@ from faultinject.history import History
 from faultinject.matrix import tell_stderr
 from faultinject.node import Node, open_node
 from faultinject.proxy import deaths, judge, memory_end, numba_suite, pairs, reports
-from faultinject.proxy.library import Libraries, find_libraries
+from faultinject.proxy.library import Libraries, add_reads, find_libraries
 from faultinject.proxy.work import NAMES, ON_SIMULATED
 from faultinject.rig import Rig
 from mpsd.errors import UsageError
@@ -42,6 +42,7 @@ class Plan:
     driver: Path | None = None
     memory_end: bool = False
     cores: Sequence[int] = ()
+    reads: Path | None = None
     out: Path | None = None
     """The logs of each part are kept in a folder of it."""
 
@@ -53,6 +54,7 @@ class Plan:
         words += ["--cores", str(len(self.cores))] if self.cores else []
         words += ["--deaths", str(self.deaths), "--at-once", str(self.at_once)]
         words += ["--memory-end"] if self.memory_end else []
+        words += ["--reads", self.reads.name] if self.reads else []
         return shlex.join(words + (self.numba.words() if self.numba else []))
 
 
@@ -75,7 +77,7 @@ def run(plan: Plan) -> dict[str, Any]:
     """All of it; the judged report. Raises MpsdError where the rig itself cannot be had."""
     date = datetime.now(UTC).isoformat(timespec="seconds")
     with tempfile.TemporaryDirectory(prefix="mpsd-fi-") as base:
-        libraries = find_libraries(plan.backend, plan.libcuda, plan.driver, Path(base))
+        libraries = find_libraries(plan.backend, plan.libcuda, plan.driver, Path(base), plan.reads)
         node = open_node(plan.backend, Path(base))
         try:
             found = _on(node, plan, libraries, Path(base))
@@ -190,6 +192,7 @@ def add_parser(commands: Any, types: Any) -> None:
     )
     proxy.add_argument("--libcuda", type=Path, metavar="DIR", help="the folder with the proxy's libcuda.so.1")
     proxy.add_argument("--driver", type=Path, metavar="DIR", help="the stand-in's, for the simulated GPU")
+    add_reads(proxy)
     proxy.add_argument("--out", type=Path, help="keep the logs of each part here")
     proxy.set_defaults(go=_go)
 
@@ -214,6 +217,7 @@ def _go(args: argparse.Namespace) -> int:
         args.driver,
         args.memory_end,
         pairs.choose_cores(args.cores),
+        args.reads,
         args.out,
     )
     if plan.programs is None and not (plan.deaths or plan.memory_end) and plan.numba is None:

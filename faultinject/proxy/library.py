@@ -6,6 +6,7 @@ are built here, by their own build, where none is named and there is a compiler.
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import subprocess
@@ -32,10 +33,14 @@ FAR_BYTES = 4 << 30
 
 @dataclass(frozen=True, slots=True)
 class Libraries:
-    """Folders that hold a libcuda.so.1 each: the proxy, and the stand-in driver (None: the machine's own)."""
+    """Folders that hold a libcuda.so.1 each: the proxy, and the stand-in driver (None: the machine's own).
+
+    `reads`: the list of what kernels only read, which validated programs write and others heed.
+    """
 
     proxy: Path
     driver: Path | None = None
+    reads: Path | None = None
 
     def plain(self, environment: Mapping[str, str]) -> dict[str, str]:
         """A program that meets the driver alone."""
@@ -55,6 +60,8 @@ class Libraries:
         """
         named = {"MPSD_SOCKET": str(socket), "MPSD_LIBCUDA_DIR": str(self.proxy)}
         named["MPSD_FAR_BYTES"] = str(far_bytes)
+        if self.reads is not None:
+            named["MPSD_FAILOVER_READS"] = str(self.reads)
         off = {} if vault else {"MPSD_VAULT": "0"}
         return {**self.plain(environment), **named, **off}
 
@@ -64,7 +71,9 @@ class Libraries:
         return {"failover.enabled": "true", **named}
 
 
-def find_libraries(backend: str, proxy: Path | None, driver: Path | None, base: Path) -> Libraries:
+def find_libraries(
+    backend: str, proxy: Path | None, driver: Path | None, base: Path, reads: Path | None = None
+) -> Libraries:
     """The proxy named, installed or built under `base`; on the simulated GPU the stand-in likewise.
 
     Raises UsageError for a folder without a library, UnsupportedError where none can be had.
@@ -80,7 +89,17 @@ def find_libraries(backend: str, proxy: Path | None, driver: Path | None, base: 
         proxy = Path(found) if found else _build(base / "proxy")
     if driver is None and backend == "simulated":
         driver = _build(base / "standin", "--standin")
-    return Libraries(proxy.resolve(), driver.resolve() if driver else None)
+    return Libraries(proxy.resolve(), driver.resolve() if driver else None, reads and reads.resolve())
+
+
+def add_reads(parser: argparse.ArgumentParser) -> None:
+    """The option that both subcommands have which run programs under the proxy."""
+    parser.add_argument(
+        "--reads",
+        type=Path,
+        metavar="FILE",
+        help="what kernels only read (MPSD_FAILOVER_READS): written by validated programs, heeded by others",
+    )
 
 
 def check_folders(proxy: Path | None, driver: Path | None) -> None:

@@ -101,6 +101,21 @@ def test_what_programs_write_is_validated(libraries: Libraries, tmp_path: Path) 
     assert f"Validation of calls: {seen['operations']} operations" in text.read_text()
 
 
+def test_what_validation_has_seen_read_another_run_heeds(libraries: Libraries, tmp_path: Path) -> None:
+    listed = tmp_path / "reads"
+    asked = ["--programs", "bindings_weights", "--pairs", "1", "--reads", str(listed)]
+    status, data = evidence(libraries, tmp_path / "validated.json", *asked, "--modes", "validate")
+    assert status == 0, reports.complaints(data)
+    assert data["command"].endswith("--reads reads")
+    assert "weigh" in listed.read_text()
+    before = listed.read_bytes()
+    status, data = evidence(libraries, tmp_path / "exact.json", *asked, "--modes", "exact")
+    assert status == 0, reports.complaints(data)
+    (entry,) = data["programs"]
+    assert entry["plain"]["digest"] == entry["proxied"]["digest"] != ""
+    assert listed.read_bytes() == before
+
+
 def test_a_report_is_judged_again_from_its_own_numbers(
     libraries: Libraries, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -380,12 +380,18 @@ def test_what_is_not_looked_at_may_have_been_written(
     assert kernels(reads) == {"copy": (0, 2), "store": (0, 1)}
 
 
-def test_a_validation_that_ends_early_writes_nothing(
+def test_what_is_written_is_there_when_the_program_is_killed(
     libraries: Libraries, domain: Domain, post: Post, reads: Path
 ) -> None:
-    said = validate(libraries, domain, post, reads, COPY, "gpu.code('cuIpcCloseMemHandle', 0) * 0")
-    assert "MPSD_FAILOVER_READS: nothing is written, for not all was looked at" in said
-    assert not reads.exists()
+    exact = {"MPSD_FAILOVER": "exact", "MPSD_FAILOVER_VALIDATE": "1", "MPSD_FAILOVER_READS": str(reads)}
+    with started(libraries, domain, post, **exact) as ask:
+        post.greet(moving.EXACT)
+        ask(LAUNCH)
+        ask(MEMORY)
+        assert ask(f"gpu.put(weights, 7), {COPY}, gpu.run('add', weights, 8, 1)") == "(0, 0, 0)"
+        ask.process.kill()
+        ask.process.wait()
+    assert kernels(reads) == {"copy": (2, 1), "add": (0, 1)}
 
 
 @pytest.mark.parametrize("text", ["something else\n", "mpsd reads 1\nno line\n"])

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from typing import Protocol
 
 TRAININGS = ("transformer", "convolution", "expandable")
-TORCH = (*TRAININGS, "graphs", "streams", "pinned", "sharing", "generate", "serving")
-BINDINGS = ("bindings", "bindings_graphs", "bindings_nodes", "bindings_segments")
+TORCH = (*TRAININGS, "graphs", "streams", "pinned", "sharing", "generate", "generate_large", "serving")
+BINDINGS = ("bindings", "bindings_graphs", "bindings_nodes", "bindings_segments", "bindings_weights")
 HIDDEN = ("bindings_hidden",)
 """Those that write where no parameter leads, for validation to find: no works for faults."""
 NAMES = (*TORCH, *BINDINGS, *HIDDEN, "cupy_arrays", "calls")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -36,17 +37,27 @@ class Pace(LogitsProcessor):  # type: ignore[misc]
         return scores
 
 
+@dataclass(frozen=True, slots=True)
+class Size:
+    width: int
+    layers: int
+    heads: int
+
+
+SMALL = Size(width=256, layers=4, heads=4)
+
+
 class Generation:
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, size: Size = SMALL) -> None:
         prepare(seed)
         self.beats: list[float] = []
         self._pace = Pace(self.beats)
         config = GPT2Config(
             vocab_size=WORDS,
             n_positions=PROMPT + NEW,
-            n_embd=256,
-            n_layer=4,
-            n_head=4,
+            n_embd=size.width,
+            n_layer=size.layers,
+            n_head=size.heads,
             bos_token_id=0,
             eos_token_id=0,
             pad_token_id=0,

@@ -19,6 +19,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "clock.h"
 #include "exact/named.h"
 #include "exact/state.h"
 #include "failover/line.h"
@@ -28,11 +29,14 @@
 #define MOST_WORDS 4096u	/* of 32 KiB of parameters */
 #define BUCKETS 4096u
 #define DIGITS 16
+#define SELDOM_NS 1000000000ull
 
 static struct mpsd_reader *buckets[BUCKETS];
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;	/* of the buckets */
 static char *path;
-static bool learns;
+static bool learns, has_failed;
+static enum { NO_NEWS, NEWS_OF_READS, NEWS_OF_WRITES } news;	/* since it was written last, */
+static uint64_t kept_ns;					/* at that time */
 MPSD_READ_OFTEN bool mpsd_readers_any;
 
 /* FNV-1a. */
@@ -242,8 +246,11 @@ void mpsd_reader_saw(struct mpsd_reader *reader, size_t offset, bool has_changed
 	uint32_t word = (uint32_t)(offset / MPSD_READER_WORD);
 	uint64_t *bits = has_changed ? reader->writes : reader->reads;
 
-	if (word < reader->words)
-		bits[word / 64] |= 1ull << word % 64;
+	if (word >= reader->words || bits[word / 64] >> word % 64 & 1)
+		return;
+	bits[word / 64] |= 1ull << word % 64;
+	if (has_changed || news == NO_NEWS)
+		news = has_changed ? NEWS_OF_WRITES : NEWS_OF_READS;
 }
 
 static void write_digits(FILE *file, const uint64_t *bits, uint32_t words)
@@ -305,19 +312,12 @@ static bool replace(void)
 	return is;
 }
 
-void mpsd_readers_write(bool is_cut_short)
+static void write_all(void)
 {
 	unsigned long wrong = 0;
 	FILE *before;
-	int fd;
+	int fd = open_locked();
 
-	if (!learns)
-		return;
-	if (is_cut_short) {
-		mpsd_say(VARIABLE ": nothing is written, for not all was looked at");
-		return;
-	}
-	fd = open_locked();
 	before = fd < 0 ? NULL : fdopen(fd, "r");
 	pthread_mutex_lock(&lock);
 	if (before && getc(before) != EOF) {
@@ -328,9 +328,25 @@ void mpsd_readers_write(bool is_cut_short)
 		mpsd_say(VARIABLE ": %s: line %lu is none that validation writes; it is left as it is", path, wrong);
 	else if (!before || !replace())
 		mpsd_say(VARIABLE ": %s: %s; what was seen is lost", path, strerror(errno));
+	else
+		has_failed = false;
 	pthread_mutex_unlock(&lock);
 	if (before)
 		fclose(before);
 	else if (fd >= 0)
 		close(fd);
+}
+
+void mpsd_readers_keep(bool in_the_end)
+{
+	uint64_t now = mpsd_now_ns();
+
+	if (!learns || has_failed || news == NO_NEWS ||
+	    (news == NEWS_OF_READS && !in_the_end && now - kept_ns < SELDOM_NS))
+		return;
+	news = NO_NEWS;
+	kept_ns = now;
+	/* It is said once. */
+	has_failed = true;
+	write_all();
 }

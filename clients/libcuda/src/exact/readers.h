@@ -43,5 +43,8 @@ static inline bool mpsd_reader_is(const struct mpsd_reader *reader, size_t offse
 /* By one thread at a time, in validation: after a launch what that word leads to has changed, or not. */
 void mpsd_reader_saw(struct mpsd_reader *reader, size_t offset, bool has_changed);
 
-/* What validation has seen goes into the file, with what is there of other runs; not where it ended before the program. */
-void mpsd_readers_write(bool is_cut_short);
+/*
+ * By one thread at a time: what is news goes into the file, beside what is there of other runs. That something is written
+ * at once, for programs are killed; the rest now and then, and `in_the_end`.
+ */
+void mpsd_readers_keep(bool in_the_end);

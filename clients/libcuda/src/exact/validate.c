@@ -279,6 +279,7 @@ static void learn(const struct mpsd_op *op, bool (*is_changed)(struct mpsd_pages
 		mpsd_graph_each(op->graph.graph, mpsd_params_learn, &is_changed);
 	else
 		mpsd_params_learn(op, &is_changed);
+	mpsd_readers_keep(false);
 }
 
 /*
@@ -325,7 +326,7 @@ void mpsd_validate_report(void)
 			 is_over ? " until it ended early" : "", (unsigned long long)found->validated,
 			 (unsigned long long)found->validate_strays, (unsigned long long)found->validate_variables,
 			 (unsigned long long)found->validate_unsure, (unsigned long long)found->validate_unread);
-	mpsd_readers_write(is_over);
+	mpsd_readers_keep(true);
 	say_names("MPSD_FAILOVER_UNSURE", &writers);
 	say_names("MPSD_FAILOVER_OPAQUE", &keepers);
 	/* What ends from here on ends with the program. */

@@ -1,0 +1,56 @@
+"""A cuda-bindings program that reads much memory which it never writes, as models do with their weights."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+from cuda.bindings import driver
+
+from faultinject.programs.device_nvidia import checked
+from faultinject.proxy.work.counting import THREADS, WORDS, Counting
+from faultinject.proxy.work.primary import image_for
+
+# There a copy does for it: what comes out is another value, as much the weights'.
+STANDIN_IMAGE = b"standin module\nkernel fill fill 0\nkernel increment add 0\nkernel weigh copy 0\n"
+LAYERS, ROUNDS = 8, 8
+LAYER_BYTES = 1 << 30
+UNIT, PER_STEP, UNTIMED = "rounds", ROUNDS, ""
+
+
+class Weights(Counting):
+    """Each round goes through all layers, a part of each, and comes to its end."""
+
+    def __init__(self, seed: int, image: bytes, words: int, layer_bytes: int) -> None:
+        super().__init__(seed, image, words, events=0)
+        module = checked(driver.cuModuleLoadData(image))
+        self.weigh = checked(driver.cuModuleGetFunction(module, b"weigh"))
+        self.stream = self._stream()
+        self.parts = layer_bytes // self.bytes
+        self.layers = [int(checked(driver.cuMemAlloc(layer_bytes))) for _ in range(LAYERS)]
+        for layer in self.layers:
+            checked(driver.cuMemsetD32(layer, self.random.getrandbits(32), layer_bytes // 4))
+        checked(driver.cuCtxSynchronize())
+
+    def _weigh(self, layer: int) -> None:
+        part = layer + self.random.randrange(self.parts) * self.bytes
+        arguments: Any = ((self.first, part, self.words), (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint64))
+        shape = (self._blocks(self.words), 1, 1, THREADS, 1, 1)
+        checked(driver.cuLaunchKernel(self.weigh, *shape, 0, self.stream, arguments, 0))
+
+    def step(self) -> None:
+        for _ in range(ROUNDS):
+            for layer in self.layers:
+                self._weigh(layer)
+            checked(driver.cuStreamSynchronize(self.stream))
+
+    def close(self) -> None:
+        for layer in self.layers:
+            checked(driver.cuMemFree(layer))
+        super().close()
+
+
+def start(seed: int, backend: str) -> Weights:
+    small = backend == "simulated"
+    words, layer_bytes = (WORDS >> 6, LAYER_BYTES >> 8) if small else (WORDS, LAYER_BYTES)
+    return Weights(seed, image_for(backend, STANDIN_IMAGE), words, layer_bytes)
