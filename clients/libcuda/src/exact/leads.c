@@ -51,7 +51,7 @@ static inline bool next_word(struct words *words, CUdeviceptr *word)
 /* Of the word that was found last. Validation is to see what is saved for all. */
 static bool is_read(const struct words *words)
 {
-	return !mpsd_validates() && mpsd_reader_is(words->op->launch.reader, words->at - sizeof(CUdeviceptr));
+	return mpsd_reader_is(words->op->launch.reader, words->at - sizeof(CUdeviceptr)) && !mpsd_validates();
 }
 
 /* With the lock. */

@@ -8,6 +8,7 @@
 #include <string.h>
 
 #include "exact/state.h"
+#include "exact/still.h"
 #include "exact/undo.h"
 #include "failover/graph.h"
 #include "failover/line.h"
@@ -85,6 +86,8 @@ CUresult mpsd_memops_save(const struct mpsd_memops *ops, struct mpsd_plan *plan)
 	for (unsigned int i = 0; i < ops->count && result == CUDA_SUCCESS; i++) {
 		const CUstreamBatchMemOpParams *one = &ops->each[i];
 
+		if (is_write(one))
+			mpsd_still_written(one->writeValue.address, sizeof(cuuint64_t));
 		if (is_wait(one))
 			mpsd_epoch_unsure("a wait for a word in memory");
 		else if (is_write(one) && !mpsd_is_device(one->writeValue.address))

@@ -18,7 +18,8 @@ _Static_assert(MPSD_EXACT_PAGE % (THREADS * PARTS * 16) == 0, "all threads have 
 
 /*
  * mpsd_page_sums(base, sums): for a page of each column of blocks, two words of 8 bytes at a time, mixed with where in
- * the page they are, for pages whose words have changed places are to differ.
+ * the page they are, for pages whose words have changed places are to differ; and mixed (as the generator splitmix64 does)
+ * so that any change of bits changes a half of the sum's: two changes are not to make up for one another.
  */
 const char mpsd_pages_code[] =
 	".version 6.0\n"
@@ -54,8 +55,13 @@ const char mpsd_pages_code[] =
 	"	shr.u64 %high, %one, 32;\n"
 	"	xor.b64 %one, %one, %high;\n"
 	"	add.u64 %two, %two, %one;\n"
-	"	mul.lo.u64 %two, %two, 0xc2b2ae3d27d4eb4f;\n"
-	"	shr.u64 %high, %two, 29;\n"
+	"	shr.u64 %high, %two, 30;\n"
+	"	xor.b64 %two, %two, %high;\n"
+	"	mul.lo.u64 %two, %two, 0xbf58476d1ce4e5b9;\n"
+	"	shr.u64 %high, %two, 27;\n"
+	"	xor.b64 %two, %two, %high;\n"
+	"	mul.lo.u64 %two, %two, 0x94d049bb133111eb;\n"
+	"	shr.u64 %high, %two, 31;\n"
 	"	xor.b64 %two, %two, %high;\n"
 	"	add.u64 %sum, %sum, %two;\n"
 	"	add.u64 %place, %place, %step;\n"

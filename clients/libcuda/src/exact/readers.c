@@ -273,6 +273,15 @@ static bool write_file(FILE *file)
 	return !fflush(file) && !ferror(file);
 }
 
+static int fail(int fd)
+{
+	int why = errno;
+
+	close(fd);
+	errno = why;
+	return -1;
+}
+
 /* Of several processes one at a time. Whoever waited for it may have a file that was replaced: then again. -1: errno. */
 static int open_locked(void)
 {
@@ -280,8 +289,16 @@ static int open_locked(void)
 		int fd = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0666);
 		struct stat mine, now;
 
-		if (fd < 0 || flock(fd, LOCK_EX) || fstat(fd, &mine))
-			return fd;
+		int got = fd < 0 ? 0 : flock(fd, LOCK_EX);
+
+		if (fd < 0)
+			return -1;
+		if (got && errno != EINTR)
+			return fail(fd);
+		if (got || fstat(fd, &mine)) {
+			close(fd);
+			continue;
+		}
 		if (!stat(path, &now) && now.st_ino == mine.st_ino && now.st_dev == mine.st_dev)
 			return fd;
 		close(fd);

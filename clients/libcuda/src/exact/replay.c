@@ -141,7 +141,10 @@ static CUresult undo_and_do_again(struct mpsd_replayed *replayed)
 	CUresult result = mpsd_undo_restore(&replayed->bytes);
 
 	if (result == CUDA_SUCCESS)
-		result = do_again(replayed);
+		result = mpsd_still_check(&replayed->unsure);
+	if (result != CUDA_SUCCESS || replayed->unsure)
+		return result;
+	result = do_again(replayed);
 	return result == CUDA_SUCCESS ? note_end() : result;
 }
 
@@ -162,10 +165,9 @@ static void move(bool may, struct mpsd_replayed *replayed)
 	if (!replayed->unsure) {
 		result = mpsd_enter_context();
 		if (result == CUDA_SUCCESS)
-			replayed->unsure = mpsd_still_check();
-		if (result == CUDA_SUCCESS && !replayed->unsure)
 			result = undo_and_do_again(replayed);
-		if (result != CUDA_SUCCESS)
+		/* Of a context that is lost already: the epoch stays, for the next move. */
+		if (result != CUDA_SUCCESS && !mpsd_is_loss(result))
 			replayed->unsure = "it cannot be done again";
 		real_cuCtxSetCurrent(NULL);
 	}

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT
 /*
  * A kernel that was only seen to read may write all the same, or write and put back what was there (a semaphore): so what
- * is not saved is compared with its sums before anything is done again, and where it is not as it was that is told. A
+ * is not saved is compared with its sums, when all that was saved is put back and before anything is done again; where it is not as it was that is told. A
  * sum is taken when nothing has written there for some epochs, behind a save, and counts until something may.
  */
 #include "exact/still.h"
@@ -17,12 +17,13 @@
 #define LEAST_PAGES 2		/* what is smaller is saved: it costs little, and flags lie there */
 #define QUIET 8			/* epochs */
 #define MOST 8192u
-#define ASK_NS 1000000ull
+#define ASK_NS 50000000ull
 
 static struct still {
 	struct mpsd_pages pages;
+	atomic_ullong first;		/* of these pages, for who has no lock */
 	uint32_t written, relied;	/* epochs */
-	bool is_summed;
+	bool is_summed;			/* and nothing may have written there since */
 	atomic_bool is_gone;
 	const struct mpsd_lane *lane;	/* from this operation of it on the sums are there */
 	uint64_t number;
@@ -62,17 +63,33 @@ static bool is_proven(const struct still *still)
 	return mpsd_lane_look((struct mpsd_lane *)still->lane) >= still->number;
 }
 
+static bool may_be_relied_on(const struct still *still)
+{
+	return still && !is_wrong && still->is_summed && !atomic_load_explicit(&still->is_gone, memory_order_relaxed) &&
+	       is_proven(still);
+}
+
 bool mpsd_still_rely(CUdeviceptr address)
 {
 	struct still *still = still_at(address);
 
-	if (!still || is_wrong || !still->is_summed || atomic_load_explicit(&still->is_gone, memory_order_relaxed) ||
-	    !is_proven(still))
+	if (!may_be_relied_on(still))
 		return false;
 	still->relied = mpsd_epoch.number;
 	return true;
 }
 
+bool mpsd_still_is(CUdeviceptr address)
+{
+	bool is;
+
+	pthread_mutex_lock(&mpsd_exact_lock);
+	is = may_be_relied_on(still_at(address));
+	pthread_mutex_unlock(&mpsd_exact_lock);
+	return is;
+}
+
+/* Its sums are what they were: what has relied on them in this epoch is looked at all the same. */
 static void write_it(struct still *still)
 {
 	still->written = mpsd_epoch.number;
@@ -81,10 +98,13 @@ static void write_it(struct still *still)
 
 void mpsd_still_written_now(CUdeviceptr address)
 {
-	struct still *still = still_at(address);
+	/* What ends there may be meant, too. */
+	struct still *still = still_at(address), *before = address % MPSD_EXACT_PAGE ? NULL : still_at(address - 1);
 
 	if (still)
 		write_it(still);
+	if (before)
+		write_it(before);
 }
 
 void mpsd_still_written(CUdeviceptr address, uint64_t size)
@@ -95,8 +115,16 @@ void mpsd_still_written(CUdeviceptr address, uint64_t size)
 		return;
 	pages = mpsd_stamps_pages(address, size ? size : 1);
 	pthread_mutex_lock(&mpsd_exact_lock);
-	for (uint64_t page = pages.first; page < pages.end && !mpsd_is_left(); page++)
-		mpsd_still_written_now(mpsd_stamps_address(page));
+	for (uint64_t page = pages.first; page < pages.end && !mpsd_is_left(); page++) {
+		struct still *still = still_at(mpsd_stamps_address(page));
+
+		if (page == pages.first)
+			mpsd_still_written_now(address);
+		if (still) {
+			write_it(still);
+			page = still->pages.end - 1;
+		}
+	}
 	pthread_mutex_unlock(&mpsd_exact_lock);
 }
 
@@ -110,19 +138,21 @@ void mpsd_still_gone(CUdeviceptr address)
 {
 	struct still *still = once_at(address);
 
-	/* Of one that is not meant sums are taken once more. */
-	if (still)
+	if (still && atomic_load(&still->first) == mpsd_stamps_pages(address, 1).first)
 		atomic_store(&still->is_gone, true);
 }
 
 /* With the lock. NULL: there is no room for more. */
 static struct still *know(struct mpsd_pages pages)
 {
+	static uint32_t full_in;	/* this epoch */
 	struct still *still = still_at(mpsd_stamps_address(pages.first));
 
 	if (still && still->pages.first == pages.first && still->pages.end == pages.end &&
 	    !atomic_load(&still->is_gone))
 		return still;
+	if (full_in == mpsd_epoch.number)
+		return NULL;
 	if (!of_pages) {
 		atomic_ushort *fresh = calloc(mpsd_stamps_count(), sizeof(*fresh));
 
@@ -132,10 +162,13 @@ static struct still *know(struct mpsd_pages pages)
 		return NULL;
 	for (still = stills; still < stills + used && !atomic_load(&still->is_gone); still++)
 		;
-	if (still == stills + MOST)
+	if (still == stills + MOST) {
+		full_in = mpsd_epoch.number;
 		return NULL;
+	}
 	used += still == stills + used;
 	still->pages = pages;
+	atomic_store(&still->first, pages.first);
 	still->relied = 0;
 	write_it(still);
 	atomic_store(&still->is_gone, false);
@@ -157,7 +190,7 @@ void mpsd_still_read(struct mpsd_plan *plan, const struct mpsd_allocation *alloc
 		return;
 	pthread_mutex_lock(&mpsd_exact_lock);
 	still = mpsd_is_left() || is_wrong ? NULL : know(pages);
-	if (still && !still->is_summed && mpsd_epoch.number - still->written >= QUIET &&
+	if (still && mpsd_sums_may() && !still->is_summed && mpsd_epoch.number - still->written >= QUIET &&
 	    plan->summed < sizeof(plan->sums) / sizeof(*plan->sums))
 		plan->sums[plan->summed++] = pages;
 	pthread_mutex_unlock(&mpsd_exact_lock);
@@ -189,30 +222,6 @@ void mpsd_still_summed(const struct mpsd_plan *plan, uint64_t number)
 	}
 }
 
-static const char *come(uint64_t number)
-{
-	uint64_t began = mpsd_now_ns(), asked = began, now;
-
-	while (mpsd_lane_look(&mpsd_lanes[0]) < number) {
-		now = mpsd_now_ns();
-		if (now - asked > ASK_NS) {
-			CUresult result = real_cuStreamQuery(CU_STREAM_LEGACY);
-
-			/* The next move looks again. */
-			if (result != CUDA_SUCCESS && result != CUDA_ERROR_NOT_READY)
-				return NULL;
-			asked = mpsd_now_ns();
-		}
-		if (now - began > mpsd_wish()->patience_ns)
-			return "memory that was not saved could not be looked at in time";
-		sched_yield();
-	}
-	if (!mpsd_sums_differ())
-		return NULL;
-	is_wrong = true;
-	return "a kernel wrote what it was only seen to read (MPSD_FAILOVER_READS)";
-}
-
 void mpsd_still_moved(void)
 {
 	for (unsigned int i = 0; i < used; i++)
@@ -220,20 +229,61 @@ void mpsd_still_moved(void)
 			write_it(&stills[i]);
 }
 
-const char *mpsd_still_check(void)
+/* With no lock: the driver may keep who asks it. */
+static CUresult come(uint64_t number, const char **why)
+{
+	uint64_t began = mpsd_now_ns(), asked = began;
+	CUresult result = CUDA_SUCCESS;
+
+	for (;;) {
+		uint64_t now = mpsd_now_ns();
+		bool is;
+
+		pthread_mutex_lock(&mpsd_exact_lock);
+		is = mpsd_lane_look(&mpsd_lanes[0]) >= number;
+		pthread_mutex_unlock(&mpsd_exact_lock);
+		if (is)
+			return CUDA_SUCCESS;
+		if (now - asked > ASK_NS) {
+			result = real_cuStreamQuery(CU_STREAM_LEGACY);
+			asked = mpsd_now_ns();
+		}
+		if (result != CUDA_SUCCESS && result != CUDA_ERROR_NOT_READY)
+			return result;
+		if (now - began > mpsd_wish()->patience_ns) {
+			*why = "memory that was not saved could not be looked at in time";
+			return CUDA_SUCCESS;
+		}
+		sched_yield();
+	}
+}
+
+CUresult mpsd_still_check(const char **why)
 {
 	static struct mpsd_pages relied[MOST];
 	struct mpsd_lane *own = &mpsd_lanes[0];
 	unsigned int count = 0;
+	uint64_t number;
 	CUresult result;
 
 	for (unsigned int i = 0; i < used; i++)
-		if (stills[i].relied == mpsd_epoch.number && stills[i].is_summed && !atomic_load(&stills[i].is_gone))
+		if (stills[i].relied == mpsd_epoch.number && !atomic_load(&stills[i].is_gone))
 			relied[count++] = stills[i].pages;
 	if (!count)
-		return NULL;
+		return CUDA_SUCCESS;
+	number = ++own->given;
+	pthread_mutex_unlock(&mpsd_exact_lock);
 	result = mpsd_sums_compare(relied, count);
+	pthread_mutex_lock(&mpsd_exact_lock);
 	if (result == CUDA_SUCCESS)
-		result = mpsd_lane_mark_now(own, ++own->given);
-	return result == CUDA_SUCCESS ? come(own->given) : "memory that was not saved could not be looked at";
+		result = mpsd_lane_mark_now(own, number);
+	pthread_mutex_unlock(&mpsd_exact_lock);
+	if (result == CUDA_SUCCESS)
+		result = come(number, why);
+	pthread_mutex_lock(&mpsd_exact_lock);
+	if (result != CUDA_SUCCESS || *why || !mpsd_sums_differ())
+		return result;
+	is_wrong = true;
+	*why = "a kernel wrote what it was only seen to read (MPSD_FAILOVER_READS)";
+	return CUDA_SUCCESS;
 }

@@ -11,6 +11,9 @@
 /* With the lock: whether it is relied on, in this epoch, that what is around the address is as its sums say. */
 bool mpsd_still_rely(CUdeviceptr address);
 
+/* Without the lock: whether it could be. */
+bool mpsd_still_is(CUdeviceptr address);
+
 /* Something may write there now. */
 void mpsd_still_written(CUdeviceptr address, uint64_t size);
 void mpsd_still_written_now(CUdeviceptr address);	/* the same with the lock */
@@ -27,7 +30,7 @@ void mpsd_still_summed(const struct mpsd_plan *plan, uint64_t number);
 void mpsd_still_moved(void);
 
 /*
- * In a move, with the lock, in the context in use: NULL, or why not all that was relied on in this epoch is known to be
- * as it was.
+ * In a move, with the lock, which it gives back meanwhile, in the context in use, where what was saved is put back: `why`
+ * not all that was relied on in this epoch is known to be as it was. Or an error of the driver's.
  */
-const char *mpsd_still_check(void);
+CUresult mpsd_still_check(const char **why);

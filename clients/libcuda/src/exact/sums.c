@@ -73,6 +73,7 @@ static struct {
 CUresult make_cuModuleLoadData(CUmodule *module, const void *image);
 CUresult make_cuModuleGetFunction(CUfunction *hfunc, CUmodule hmod, const char *name);
 CUresult make_cuMemHostAlloc(void **pp, size_t bytesize, unsigned int Flags);
+CUresult make_cuMemFreeHost(void *p);
 
 static CUresult make_function(CUfunction *function, const char *image, const char *name)
 {
@@ -90,29 +91,61 @@ static CUresult make_function(CUfunction *function, const char *image, const cha
 	return result;
 }
 
+/* In the window it is memory for any copy; whoever comes second has made it in vain. */
 static CUresult make_sums(CUdeviceptr *sums)
 {
 	CUdeviceptr fresh;
-	CUresult result = *sums ? CUDA_SUCCESS
-				: inner_cuMemAlloc_v2(&fresh, mpsd_stamps_count() * sizeof(uint64_t));
+	CUresult result;
 
-	if (!*sums && result == CUDA_SUCCESS)
+	if (*sums)
+		return CUDA_SUCCESS;
+	result = inner_cuMemAlloc_v2(&fresh, mpsd_stamps_count() * sizeof(uint64_t));
+	if (result != CUDA_SUCCESS)
+		return result;
+	pthread_mutex_lock(&mpsd_exact_lock);
+	if (!*sums) {
 		*sums = fresh;
-	return result;
+		fresh = 0;
+	}
+	pthread_mutex_unlock(&mpsd_exact_lock);
+	if (fresh)
+		inner_cuMemFree_v2(fresh);
+	return CUDA_SUCCESS;
 }
 
 static CUresult make_word(void)
 {
 	void *page = NULL;
-	CUresult result = own.differs ? CUDA_SUCCESS
-				      : make_cuMemHostAlloc(&page, sizeof(*own.differs),
-							    CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP);
+	CUresult result;
 
-	if (page && result == CUDA_SUCCESS) {
+	if (own.differs)
+		return CUDA_SUCCESS;
+	result = make_cuMemHostAlloc(&page, sizeof(*own.differs), CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP);
+	if (result != CUDA_SUCCESS)
+		return result;
+	pthread_mutex_lock(&mpsd_exact_lock);
+	if (!own.differs) {
 		own.differs = page;
-		mpsd_pins_forget(page);
+		page = NULL;
 	}
-	return result;
+	pthread_mutex_unlock(&mpsd_exact_lock);
+	if (page)
+		make_cuMemFreeHost(page);
+	else
+		mpsd_pins_forget(own.differs);
+	return CUDA_SUCCESS;
+}
+
+static void drop(CUdeviceptr *sums)
+{
+	if (*sums)
+		inner_cuMemFree_v2(*sums);
+	*sums = 0;
+}
+
+bool mpsd_sums_may(void)
+{
+	return own.is_there || (!own.is_refused && !mpsd_capturing());
 }
 
 static CUresult make(void)
@@ -122,7 +155,7 @@ static CUresult make(void)
 	if (own.is_there)
 		return CUDA_SUCCESS;
 	/* While something is captured nothing is made. */
-	if (own.is_refused || mpsd_capturing())
+	if (!mpsd_sums_may())
 		return CUDA_ERROR_NOT_SUPPORTED;
 	result = make_function(&own.sums, mpsd_pages_code, "mpsd_page_sums");
 	if (result == CUDA_SUCCESS)
@@ -137,7 +170,11 @@ static CUresult make(void)
 		return result;
 	own.is_there = result == CUDA_SUCCESS;
 	own.is_refused = !own.is_there;
-	return own.is_there ? CUDA_SUCCESS : CUDA_ERROR_NOT_SUPPORTED;
+	if (own.is_there)
+		return CUDA_SUCCESS;
+	drop(&own.kept);
+	drop(&own.fresh);
+	return CUDA_ERROR_NOT_SUPPORTED;
 }
 
 static CUresult add_up(struct mpsd_pages pages, CUdeviceptr sums, CUstream stream)

@@ -4,6 +4,9 @@
 
 #include "exact/stamps.h"
 
+/* Whether they can be taken now, as far as is known. */
+bool mpsd_sums_may(void);
+
 /* With the order: these pages', into that stream of the copy of this call. NOT_SUPPORTED: there is no room for them. */
 CUresult mpsd_sums_take(const struct mpsd_pages *pages, unsigned int count, CUstream stream);
 

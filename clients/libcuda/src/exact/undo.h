@@ -11,7 +11,7 @@ struct mpsd_pages {
 	uint64_t first, end;
 };
 
-#define MPSD_SUMS_AT_ONCE 64
+#define MPSD_SUMS_AT_ONCE 32
 
 /* What one operation, in that lane, wants saved; and the lane of the copies, when there are any. */
 struct mpsd_plan {

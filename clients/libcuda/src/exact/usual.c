@@ -3,6 +3,7 @@
  * What kernels wanted saved in the last epochs they mostly want saved in the next one. Some MiB of it are copied all at
  * once, with the first copy of an epoch: each one by itself would be marked and waited for by itself.
  */
+#include "exact/still.h"
 #include "exact/undo.h"
 #include "exact/validate.h"
 #include "hold.h"
@@ -68,7 +69,7 @@ CUresult mpsd_usual_save(struct mpsd_plan *plan)
 		struct mpsd_allocation allocation;
 
 		if (!mpsd_memory_find_mapped(taken.bases[i], &allocation) || allocation.base != taken.bases[i] ||
-		    allocation.is_imported || allocation.size > left)
+		    allocation.is_imported || allocation.size > left || mpsd_still_is(taken.bases[i]))
 			continue;
 		left -= allocation.size;
 		result = mpsd_undo_save_all(plan, &allocation);
