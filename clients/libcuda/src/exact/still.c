@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: MIT
 /*
- * A kernel that was only seen to read may write all the same, or write and put back what was there (a semaphore): so what
- * is not saved is compared with its sums, when all that was saved is put back and before anything is done again; where it is not as it was that is told. A
- * sum is taken when nothing has written there for some epochs, behind a save, and counts until something may.
+ * A kernel that was only seen to read may write all the same, or write and put back what was there (a semaphore): so
+ * what is not saved is compared with its sums, when all that was saved is put back and before anything is done again;
+ * where it is not as it was that is told. A sum is taken when nothing has written there for some epochs, behind a save,
+ * and counts until something may.
  */
 #include "exact/still.h"
 
