@@ -215,9 +215,11 @@ class Slaughter:
 
     def _fate(self, survivor: Worker) -> dict[str, Any]:
         survivor.tell("stop")
-        last = survivor.wait("done", "error", "gone", timeout=UP_S)
+        # Its end may be seen before its last words are.
+        last = survivor.wait("done", "error", timeout=UP_S)
+        known = last or survivor.wait("gone", timeout=UP_S)
         survivor.wait("gone", timeout=UP_S)
-        told = dict(last.data) if last else {}
+        told = dict(known.data) if known else {}
         return {"done": last is not None and last.what == "done", **told}
 
     def batch(self, size: int) -> Batch:
