@@ -217,10 +217,9 @@ class Slaughter:
         survivor.tell("stop")
         # Its end may be seen before its last words are.
         last = survivor.wait("done", "error", timeout=UP_S)
-        known = last or survivor.wait("gone", timeout=UP_S)
-        survivor.wait("gone", timeout=UP_S)
-        told = dict(known.data) if known else {}
-        return {"done": last is not None and last.what == "done", **told}
+        gone = survivor.wait("gone", timeout=UP_S)
+        told = last or gone
+        return {"done": last is not None and last.what == "done", **(told.data if told else {})}
 
     def batch(self, size: int) -> Batch:
         """So many programs, each killed at a moment of its own."""

@@ -11,7 +11,7 @@ from tests.libcuda.test_exact import EXACT, gate, move
 from tests.libcuda.test_failover import Program, ask, break_domain, copies, is_ready, offer, post, stand_by
 from tests.libcuda.test_graphs import NON_BLOCKING, capture
 from tests.support import moving
-from tests.support.gate import BEGIN_CAPTURE, NODE, Gate
+from tests.support.gate import BEGIN_CAPTURE, NODE, Gate, gate_of
 from tests.support.moving import Line, Post
 from tests.support.simfixtures import backend, domain, second, third
 from tests.support.simnode import Domain, until
@@ -23,10 +23,8 @@ LAUNCH = "gpu.code('cuGraphLaunch', x, s), gpu.sync(), gpu.word(m)"
 
 @pytest.fixture
 def next_gate(second: Domain) -> Iterator[Gate]:
-    made = Gate(Path(second.environment["CUDA_MPS_PIPE_DIRECTORY"]))
-    yield made
-    made.keep(0)
-    made.close()
+    with gate_of(second) as made:
+        yield made
 
 
 def start(ask: Program) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from tests.libcuda.test_failover import IMPATIENT, Program, ask, break_domain, copies, post, stand_by
 from tests.support import moving
-from tests.support.gate import ANY, Gate
+from tests.support.gate import Gate, gate_of
 from tests.support.moving import Line, Post, Said
 from tests.support.simfixtures import backend, domain, second, third
 from tests.support.simnode import Domain, until
@@ -32,10 +32,8 @@ def move(line: Line, generation: int = 1, *, again: int = 1, planned: bool = Fal
 @pytest.fixture
 def gate(domain: Domain) -> Iterator[Gate]:
     """Of the domain in which the program starts."""
-    made = Gate(Path(domain.environment["CUDA_MPS_PIPE_DIRECTORY"]))
-    yield made
-    made.let(ANY)
-    made.close()
+    with gate_of(domain) as made:
+        yield made
 
 
 @EXACT

@@ -5,12 +5,10 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,8 +16,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support import moving
-from tests.support.gate import ANY, Gate
-from tests.support.libcudas import DEADLINE_S, PROGRAMS, ROOT, Libraries
+from tests.support.alone import Alone, OneAtATime
+from tests.support.gate import Gate
+from tests.support.libcudas import DEADLINE_S, Libraries
 from tests.support.moving import Post
 
 WORDS = 6
@@ -109,65 +108,19 @@ def model(steps: Sequence[Step], mapped: Sequence[int] = ()) -> list[int]:
     return [*seen, *(word for words in buffers for word in words), *range(hosted), 0]
 
 
-class Moved:
+class Moved(Alone):
     """epochs.py, which is moved from one domain to the next."""
 
     def __init__(self, libraries: Libraries, post: Post, folder: Path) -> None:
-        for number in range(2):
-            shutil.copyfile(libraries.real, folder / f"libcuda-{number}.so.1")
-        self._folder = folder
-        self.generation = 0
-        self._gate = Gate(folder / "0")
-        environment = libraries.environment(
-            proxied=True,
-            PYTHONPATH=f"{ROOT}:{ROOT / 'clients'}:{ROOT / 'clients' / 'libcuda'}",
-            CUDA_MPS_PIPE_DIRECTORY=str(self._gate.folder),
-            MPSD_VAULT="1",
-            MPSD_FAILOVER="exact",
-            MPSD_FAILOVER_SOCKET=str(post.path),
-            MPSD_FAILOVER_SETTLE_MS="0",
-            MPSD_FAILOVER_GIVE_BACK="0",
-        )
-        self.process = subprocess.Popen(
-            [sys.executable, str(PROGRAMS / "epochs.py")],
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        assert self._line() == str(self.process.pid)
-        self._line_to = post.greet(moving.EXACT)
-
-    def _line(self) -> str:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline().strip()
-        assert line, self.end()
-        return line
-
-    def _tell(self, text: str) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(text + "\n")
-        self.process.stdin.flush()
+        super().__init__(libraries, post, folder, "epochs.py")
 
     def _until(self, line: str) -> None:
         while self._line() != line:
             pass
 
-    def stand_by(self) -> Gate:
-        self.generation += 1
-        there = Gate(self._folder / str(self.generation))
-        self._line_to.say(moving.STANDBY, self.generation, str(there.folder), str(self._folder))
-        said = self._line_to.hear(moving.READY, moving.UNREADY)
-        assert (said.kind, said.text) == (moving.READY, "")
-        return there
-
     def move(self, there: Gate) -> moving.Said:
-        self._gate.break_context()
-        said = self._line_to.move(self.generation, again=1)
-        assert (said.kind, said.text) == (moving.MOVED, ""), said
-        self._gate.close()
-        self._gate = there
+        said = self.lose(there)
+        assert said.text == "", said
         return said
 
     def run(
@@ -222,52 +175,14 @@ class Moved:
             pass
         return list(map(int, json.loads(line)))
 
-    def end(self) -> str:
-        self._gate.let(ANY)
-        try:
-            _, said = self.process.communicate(timeout=DEADLINE_S)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            _, said = self.process.communicate()
-        return said
 
-
-class Programs:
-    """One at a time; another one where the last has died of what it was asked to do."""
-
-    def __init__(self, libraries: Libraries, folder: Path) -> None:
-        self._libraries, self._folder = libraries, folder
-        self._count = 0
-        self._now: Moved | None = None
-        self._post: Post | None = None
-
-    def one(self) -> Moved:
-        if self._now is None or self._now.process.poll() is not None:
-            self.kill()
-            folder = self._folder / str(self._count)
-            self._count += 1
-            folder.mkdir()
-            self._post = Post(folder / "failover.sock")
-            self._now = Moved(self._libraries, self._post, folder)
-        return self._now
-
-    def end(self) -> None:
-        if self._now is not None:
-            assert self._now.end() == ""
-            assert self._now.process.returncode == 0
-
-    def kill(self) -> None:
-        if self._now is not None:
-            self._now.process.kill()
-            self._now.process.communicate()
-        if self._post is not None:
-            self._post.close()
+Programs = OneAtATime[Moved]
 
 
 @pytest.fixture(scope="module")
 def programs(libraries: Libraries) -> Iterator[Programs]:
     with tempfile.TemporaryDirectory(prefix="mpt-", dir="/tmp") as folder:
-        programs = Programs(libraries, Path(folder))
+        programs = Programs(Path(folder), partial(Moved, libraries))
         try:
             yield programs
             programs.end()

@@ -10,7 +10,7 @@ import pytest
 from tests.libcuda.test_exact import gate, move
 from tests.libcuda.test_failover import Program, ask, break_domain, copies, post, stand_by, started
 from tests.support import moving
-from tests.support.gate import ANY, CURRENT, HOST, INIT, KERNEL, PARAMETERS, SYNC, Gate
+from tests.support.gate import ANY, CURRENT, HOST, INIT, KERNEL, PARAMETERS, SYNC, Gate, gate_of
 from tests.support.libcudas import Libraries
 from tests.support.moving import Line, Post
 from tests.support.simfixtures import backend, domain, second, third
@@ -23,10 +23,8 @@ EXACT = pytest.mark.parametrize("ask", [{"MPSD_FAILOVER": "exact"}], indirect=Tr
 
 @pytest.fixture
 def next_gate(second: Domain) -> Iterator[Gate]:
-    made = Gate(Path(second.environment["CUDA_MPS_PIPE_DIRECTORY"]))
-    yield made
-    made.keep(0)
-    made.close()
+    with gate_of(second) as made:
+        yield made
 
 
 def begin_move(line: Line, gate: Gate) -> None:

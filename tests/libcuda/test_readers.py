@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-import ast
 import random
 import re
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from tests.libcuda.test_exact import gate
 from tests.libcuda.test_failover import copies, post, stand_by, started
-from tests.libcuda.test_still import COPY, LAUNCH, MEMORY, MIB, Run, kernels, known, reads, saved, validate
+from tests.libcuda.test_still import (
+    COPY,
+    LAUNCH,
+    MEMORY,
+    MIB,
+    Run,
+    kernels,
+    known,
+    reads,
+    saved,
+    validate,
+    validated,
+)
 from tests.support import moving
 from tests.support.gate import Gate
 from tests.support.libcudas import Libraries
@@ -83,12 +92,8 @@ def test_what_one_run_has_seen_written_another_does_not_take_back(
 
 
 def test_kernels_of_a_graph_are_seen(libraries: Libraries, domain: Domain, post: Post, reads: Path) -> None:
-    exact = {"MPSD_FAILOVER": "exact", "MPSD_FAILOVER_VALIDATE": "1", "MPSD_FAILOVER_READS": str(reads)}
-    with started(libraries, domain, post, **exact) as ask:
-        post.greet(moving.EXACT)
-        ask(LAUNCH)
-        ask(MEMORY)
-        ask("gpu.put(weights, 7); s = gpu.made('cuStreamCreate', 1); g = ctypes.c_uint64()")
+    with validated(libraries, domain, post, reads) as ask:
+        ask("s = gpu.made('cuStreamCreate', 1); g = ctypes.c_uint64()")
         assert ask("gpu.code('cuStreamBeginCapture_v2', s, 2)") == "0"
         assert (
             ask("go('copy', to, weights, 8, stream=s), gpu.code('cuStreamEndCapture', s, ctypes.byref(g))")
@@ -113,12 +118,8 @@ def test_what_is_not_looked_at_may_have_been_written(
 def test_what_is_written_is_there_when_the_program_is_killed(
     libraries: Libraries, domain: Domain, post: Post, reads: Path
 ) -> None:
-    exact = {"MPSD_FAILOVER": "exact", "MPSD_FAILOVER_VALIDATE": "1", "MPSD_FAILOVER_READS": str(reads)}
-    with started(libraries, domain, post, **exact) as ask:
-        post.greet(moving.EXACT)
-        ask(LAUNCH)
-        ask(MEMORY)
-        assert ask(f"gpu.put(weights, 7), {COPY}, gpu.run('add', weights, 8, 1)") == "(0, 0, 0)"
+    with validated(libraries, domain, post, reads) as ask:
+        assert ask(f"{COPY}, gpu.run('add', weights, 8, 1)") == "(0, 0)"
         ask.process.kill()
         ask.process.wait()
     assert kernels(reads) == {"copy": (2, 1), "add": (0, 1)}
@@ -189,16 +190,3 @@ def test_two_changes_of_a_page_do_not_make_up_for_one_another(bit: int, which: i
             pair[which] ^= 1 << bit
         after = sum(summed(*pair, place) for pair, place in zip(words, places, strict=True))
         assert (before - after) & BITS
-
-
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc: PTX cannot be put together here")
-@pytest.mark.parametrize("name", ["sums", "saver"])
-def test_the_kernels_are_ptx(tmp_path: Path, name: str) -> None:
-    source = Path(__file__).resolve().parents[2] / f"clients/libcuda/src/exact/{name}.c"
-    lines = [line.strip() for line in source.read_text().splitlines() if line.strip().startswith('"')]
-    text, cubin = tmp_path / "code.ptx", tmp_path / "code.cubin"
-    # Its literals have no other escapes than those of Python.
-    text.write_text("".join(ast.literal_eval(line.rstrip(";")) for line in lines))
-    command = ["nvcc", "-cubin", "-arch=sm_90", "-o", str(cubin), str(text)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stderr) == (0, "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from tests.libcuda.test_exact import gate, move
 from tests.libcuda.test_failover import Program, break_domain, copies, post, stand_by, started
 from tests.support import moving
-from tests.support.gate import ANY, Gate
+from tests.support.gate import ANY, Gate, gate_of
 from tests.support.libcudas import Libraries
 from tests.support.moving import Line, Post
 from tests.support.simfixtures import backend, domain, second, third
@@ -36,14 +37,20 @@ def reads(tmp_path: Path) -> Path:
     return tmp_path / "reads"
 
 
-def validate(libraries: Libraries, domain: Domain, post: Post, reads: Path, *lines: str) -> str:
-    """What a validated program that does this says in the end."""
+@contextmanager
+def validated(libraries: Libraries, domain: Domain, post: Post, reads: Path) -> Iterator[Program]:
     exact = {"MPSD_FAILOVER": "exact", "MPSD_FAILOVER_VALIDATE": "1", "MPSD_FAILOVER_READS": str(reads)}
     with started(libraries, domain, post, **exact) as ask:
         post.greet(moving.EXACT)
         ask(LAUNCH)
         ask(MEMORY)
         assert ask("gpu.put(weights, 7), gpu.sync()") == "(0, 0)"
+        yield ask
+
+
+def validate(libraries: Libraries, domain: Domain, post: Post, reads: Path, *lines: str) -> str:
+    """What a validated program that does this says in the end."""
+    with validated(libraries, domain, post, reads) as ask:
         for line in lines:
             assert ask(line) == "0", line
         return ask.end()
@@ -84,10 +91,8 @@ class Run:
 
 @pytest.fixture
 def second_gate(second: Domain) -> Iterator[Gate]:
-    made = Gate(Path(second.environment["CUDA_MPS_PIPE_DIRECTORY"]))
-    yield made
-    made.let(ANY)
-    made.close()
+    with gate_of(second) as made:
+        yield made
 
 
 @pytest.fixture

@@ -216,11 +216,12 @@ def test_what_cannot_be_looked_at_is_told(post: Post, ask: Program, image: bytes
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc: PTX cannot be put together here")
-def test_the_kernel_that_adds_up_pages_is_ptx(tmp_path: Path) -> None:
-    source = Path(__file__).resolve().parents[2] / "clients/libcuda/src/exact/pages.c"
+@pytest.mark.parametrize("name", ["pages", "saver", "sums"])
+def test_the_kernels_are_ptx(tmp_path: Path, name: str) -> None:
+    source = Path(__file__).resolve().parents[2] / f"clients/libcuda/src/exact/{name}.c"
     lines = [line.strip() for line in source.read_text().splitlines() if line.strip().startswith('"')]
     # Its literals have no other escapes than those of Python.
-    (tmp_path / "pages.ptx").write_text("".join(ast.literal_eval(line.rstrip(";")) for line in lines))
+    (tmp_path / "code.ptx").write_text("".join(ast.literal_eval(line.rstrip(";")) for line in lines))
     for arch in ("sm_80", "sm_90", "sm_100"):
         done = subprocess.run(
             [
@@ -228,8 +229,8 @@ def test_the_kernel_that_adds_up_pages_is_ptx(tmp_path: Path) -> None:
                 "-cubin",
                 f"-arch={arch}",
                 "-o",
-                str(tmp_path / "pages.cubin"),
-                str(tmp_path / "pages.ptx"),
+                str(tmp_path / "code.cubin"),
+                str(tmp_path / "code.ptx"),
             ],
             capture_output=True,
             text=True,

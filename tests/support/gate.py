@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import struct
+from collections.abc import Iterator
 from pathlib import Path
+
+from tests.support.simnode import Domain
 
 ANY = 2**64 - 1
 LAUNCH_FAILED = 719
@@ -43,3 +47,13 @@ class Gate:
 
     def close(self) -> None:
         self._words.close()
+
+
+@contextlib.contextmanager
+def gate_of(domain: Domain) -> Iterator[Gate]:
+    """Until the end, when all is let through and nobody is kept."""
+    made = Gate(Path(domain.environment["CUDA_MPS_PIPE_DIRECTORY"]))
+    yield made
+    made.let(ANY)
+    made.keep(0)
+    made.close()

@@ -8,11 +8,11 @@ from typing import Any
 from cuda.bindings import driver
 
 from faultinject.programs.device_nvidia import checked
-from faultinject.proxy.work.counting import THREADS, WORDS, Counting
+from faultinject.proxy.work.counting import STANDIN_IMAGE, THREADS, WORDS, Counting
 from faultinject.proxy.work.primary import image_for
 
 # There a copy does for it: what comes out is another value, as much the weights'.
-STANDIN_IMAGE = b"standin module\nkernel fill fill 0\nkernel increment add 0\nkernel weigh copy 0\n"
+WITH_WEIGH = STANDIN_IMAGE + b"kernel weigh copy 0\n"
 LAYERS, ROUNDS = 8, 8
 LAYER_BYTES = 1 << 30
 UNIT, PER_STEP, UNTIMED = "rounds", ROUNDS, ""
@@ -23,8 +23,7 @@ class Weights(Counting):
 
     def __init__(self, seed: int, image: bytes, words: int, layer_bytes: int) -> None:
         super().__init__(seed, image, words, events=0)
-        module = checked(driver.cuModuleLoadData(image))
-        self.weigh = checked(driver.cuModuleGetFunction(module, b"weigh"))
+        self.weigh = checked(driver.cuModuleGetFunction(self.module, b"weigh"))
         self.stream = self._stream()
         self.parts = layer_bytes // self.bytes
         self.layers = [int(checked(driver.cuMemAlloc(layer_bytes))) for _ in range(LAYERS)]
@@ -53,4 +52,4 @@ class Weights(Counting):
 def start(seed: int, backend: str) -> Weights:
     small = backend == "simulated"
     words, layer_bytes = (WORDS >> 6, LAYER_BYTES >> 8) if small else (WORDS, LAYER_BYTES)
-    return Weights(seed, image_for(backend, STANDIN_IMAGE), words, layer_bytes)
+    return Weights(seed, image_for(backend, WITH_WEIGH), words, layer_bytes)

@@ -27,9 +27,9 @@ class Counting:
     def __init__(self, seed: int, image: bytes, words: int, events: int) -> None:
         self.device = use_primary_context()
         self.context = checked(driver.cuCtxGetCurrent())
-        module = checked(driver.cuModuleLoadData(image))
-        self.fill = checked(driver.cuModuleGetFunction(module, b"fill"))
-        self.increment = checked(driver.cuModuleGetFunction(module, b"increment"))
+        self.module = checked(driver.cuModuleLoadData(image))
+        self.fill = checked(driver.cuModuleGetFunction(self.module, b"fill"))
+        self.increment = checked(driver.cuModuleGetFunction(self.module, b"increment"))
         self.words, self.bytes = words, words * 4
         self.random = random.Random(seed)
         untimed = driver.CUevent_flags.CU_EVENT_DISABLE_TIMING

@@ -12,7 +12,6 @@
 #include "exact/readers.h"
 #include "exact/still.h"
 #include "exact/validate.h"
-#include "hold.h"
 #include "window.h"
 
 static bool records_event(const struct mpsd_op *op)
@@ -118,26 +117,16 @@ CUresult mpsd_params_save(const struct mpsd_op *op, struct mpsd_plan *plan)
 	return CUDA_SUCCESS;
 }
 
-static bool has_changed(CUdeviceptr word, bool (*is_changed)(struct mpsd_pages pages), bool *is_known)
-{
-	struct mpsd_allocation allocation;
-
-	*is_known = mpsd_memory_is_in_window(word) && (mpsd_memory_find_mapped(word, &allocation) ||
-						       mpsd_memory_find_mapped(word - 1, &allocation));
-	*is_known = *is_known && mpsd_stamps_hold(allocation.base);
-	return *is_known && is_changed(mpsd_stamps_pages(allocation.base, allocation.size));
-}
-
 CUresult mpsd_params_learn(const struct mpsd_op *op, void *is_changed)
 {
+	bool (*has_changed)(struct mpsd_pages pages) = *(bool (**)(struct mpsd_pages pages))is_changed;
 	struct words words = words_of(op);
+	struct mpsd_allocation found;
 	CUdeviceptr word;
 
-	while (op->kind == MPSD_OP_LAUNCH && op->launch.reader && next_word(&words, &word)) {
-		bool is_known, has = has_changed(word, *(bool (**)(struct mpsd_pages pages))is_changed, &is_known);
-
-		if (is_known)
-			mpsd_reader_saw(op->launch.reader, words.at - sizeof(word), has);
-	}
+	while (op->kind == MPSD_OP_LAUNCH && op->launch.reader && next_word(&words, &word))
+		if (mpsd_undo_find_around(word, &found) && mpsd_stamps_hold(found.base))
+			mpsd_reader_saw(op->launch.reader, words.at - sizeof(word),
+					has_changed(mpsd_stamps_pages(found.base, found.size)));
 	return CUDA_SUCCESS;
 }

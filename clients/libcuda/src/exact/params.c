@@ -109,6 +109,16 @@ static const struct place *places_in(const struct info *info)
 	return info->more ? info->more : info->few;
 }
 
+static uint16_t end_of(const struct place *places, uint32_t count)
+{
+	uint16_t end = 0;
+
+	for (uint32_t i = 0; i < count; i++)
+		if (places[i].offset + places[i].size > end)
+			end = (uint16_t)(places[i].offset + places[i].size);
+	return end;
+}
+
 /* Under the lock. NULL: no memory. */
 static struct rest *rest_of(struct info *info)
 {
@@ -133,28 +143,13 @@ static CUresult keep(CUfunction function, const struct place *places, uint32_t c
 	info = &infos[known];
 	*info = (struct info){ .function = function, .count = (uint16_t)count, .more = more };
 	memcpy(more ? more : info->few, places, count * sizeof(*places));
-	for (uint32_t i = 0; i < count; i++) {
+	info->bytes = end_of(places, count);
+	for (uint32_t i = 0; i < count; i++)
 		info->filled += places[i].size;
-		if (places[i].offset + places[i].size > info->bytes)
-			info->bytes = (uint16_t)(places[i].offset + places[i].size);
-	}
 	if (reader && rest_of(info))
 		info->rest->reader = reader;
 	*slot = (uint16_t)++known;
 	return CUDA_SUCCESS;
-}
-
-static struct mpsd_reader *reader_of(CUfunction function, const struct place *places, uint32_t count)
-{
-	uint64_t print = count;
-	uint32_t bytes = 0;
-
-	for (uint32_t i = 0; i < count; i++) {
-		print = print * 0x100000001b3ull + ((uint64_t)places[i].offset << 16) + places[i].size;
-		if (places[i].offset + places[i].size > bytes)
-			bytes = places[i].offset + places[i].size;
-	}
-	return mpsd_readers_any ? mpsd_reader_of(function, is_kernel(function), print, bytes) : NULL;
 }
 
 /* Without the lock: the driver may load the function for this, and a lost context may keep the thread. */
@@ -167,7 +162,7 @@ static CUresult learn(CUfunction function)
 
 	if (result != CUDA_SUCCESS)
 		return result;
-	reader = reader_of(function, places, count);
+	reader = mpsd_reader_of(function, is_kernel(function), places, count * sizeof(*places), end_of(places, count));
 	/* In a copy that was left it is no function, and to have no more parameters looks the same. */
 	if (mpsd_is_left())
 		return MPSD_AGAIN;

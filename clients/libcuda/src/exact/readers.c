@@ -40,6 +40,8 @@ static uint64_t kept_ns;					/* at that time */
 MPSD_READ_OFTEN bool mpsd_readers_any;
 
 /* FNV-1a. */
+#define BASIS 0xcbf29ce484222325ull
+
 static uint64_t mix(uint64_t print, const void *bytes, size_t size)
 {
 	for (size_t i = 0; i < size; i++)
@@ -49,7 +51,7 @@ static uint64_t mix(uint64_t print, const void *bytes, size_t size)
 
 static struct mpsd_reader **bucket_of(const char *name)
 {
-	return &buckets[mix(0xcbf29ce484222325ull, name, strlen(name)) % BUCKETS];
+	return &buckets[mix(BASIS, name, strlen(name)) % BUCKETS];
 }
 
 static size_t parts_of(uint32_t words)
@@ -66,6 +68,14 @@ static struct mpsd_reader *find(const char *name, uint64_t print, uint32_t words
 	return reader;
 }
 
+static void free_one(struct mpsd_reader *reader)
+{
+	free(reader->name);
+	free(reader->reads);
+	free(reader->writes);
+	free(reader);
+}
+
 static struct mpsd_reader *add(const char *name, uint64_t print, uint32_t words)
 {
 	struct mpsd_reader *reader = calloc(1, sizeof(*reader));
@@ -79,10 +89,7 @@ static struct mpsd_reader *add(const char *name, uint64_t print, uint32_t words)
 	};
 	if (reader->name && reader->reads && reader->writes)
 		return *bucket = reader;
-	free(reader->name);
-	free(reader->reads);
-	free(reader->writes);
-	free(reader);
+	free_one(reader);
 	return NULL;
 }
 
@@ -154,10 +161,7 @@ static void forget_all(void)
 			struct mpsd_reader *reader = buckets[i];
 
 			buckets[i] = reader->next;
-			free(reader->name);
-			free(reader->reads);
-			free(reader->writes);
-			free(reader);
+			free_one(reader);
 		}
 }
 
@@ -218,10 +222,11 @@ static CUresult attribute_of(CUfunction function, bool is_kernel, CUfunction_att
 	return real_cuKernelGetAttribute(value, attribute, mpsd_native((CUkernel)function), device);
 }
 
-struct mpsd_reader *mpsd_reader_of(CUfunction function, bool is_kernel, uint64_t print, uint32_t bytes)
+struct mpsd_reader *mpsd_reader_of(CUfunction function, bool is_kernel, const void *places, size_t size, uint32_t end)
 {
 	const char *name = mpsd_readers_any ? mpsd_name_of_function(function) : NULL;
-	uint32_t words = bytes / MPSD_READER_WORD;
+	uint32_t words = end / MPSD_READER_WORD;
+	uint64_t print = mix(BASIS, places, size);
 	struct mpsd_reader *reader;
 
 	if (!name || !*name || strpbrk(name, " \n") || !words || words > MOST_WORDS)

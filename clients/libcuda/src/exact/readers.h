@@ -27,10 +27,10 @@ void mpsd_readers_start(bool learns);
 extern bool mpsd_readers_any;
 
 /*
- * Without the lock, for it asks the driver. NULL: nothing is known of it. `print`: of its parameters, `bytes` all of them.
- * Kept for good.
+ * Without the lock, for it asks the driver. NULL: nothing is known of it. `places`: where its parameters are, so many bytes
+ * of description; `end`: behind the last one. Kept for good.
  */
-struct mpsd_reader *mpsd_reader_of(CUfunction function, bool is_kernel, uint64_t print, uint32_t bytes);
+struct mpsd_reader *mpsd_reader_of(CUfunction function, bool is_kernel, const void *places, size_t size, uint32_t end);
 
 static inline bool mpsd_reader_is(const struct mpsd_reader *reader, size_t offset)
 {

@@ -78,29 +78,35 @@ static const char code[] =
 CUresult make_cuModuleLoadData(CUmodule *module, const void *image);
 CUresult make_cuModuleGetFunction(CUfunction *hfunc, CUmodule hmod, const char *name);
 
-/*
- * Made as the program's functions are, so that the standby has it too. NULL: copies do as well, once more of them. While
- * something is captured nothing is loaded.
- */
-static CUfunction kernel(void)
+CUresult mpsd_own_kernel(CUfunction *function, const char *image, const char *name)
 {
-	static CUfunction function;	/* with the order; one that a move has overtaken is not noted */
-	static bool is_refused;
 	CUmodule module;
 	CUfunction fresh;
 	CUresult result;
 
+	if (*function)
+		return CUDA_SUCCESS;
+	result = make_cuModuleLoadData(&module, image);
+	if (result == CUDA_SUCCESS)
+		result = make_cuModuleGetFunction(&fresh, module, name);
+	if (mpsd_is_left())
+		return MPSD_AGAIN;
+	if (result == CUDA_SUCCESS)
+		*function = fresh;
+	return result;
+}
+
+/* NULL: copies do as well, once more of them. While something is captured nothing is loaded. */
+static CUfunction kernel(void)
+{
+	static CUfunction function;
+	static bool is_refused;
+	CUresult result;
+
 	if (function || is_refused || mpsd_capturing())
 		return function;
-	result = make_cuModuleLoadData(&module, code);
-	if (result == CUDA_SUCCESS)
-		result = make_cuModuleGetFunction(&fresh, module, "mpsd_save_ranges");
-	if (mpsd_is_left())
-		return NULL;
-	if (result == CUDA_SUCCESS)
-		function = fresh;
-	else
-		is_refused = result != MPSD_AGAIN && !mpsd_is_loss(result);
+	result = mpsd_own_kernel(&function, code, "mpsd_save_ranges");
+	is_refused = result != CUDA_SUCCESS && result != MPSD_AGAIN && !mpsd_is_loss(result);
 	return function;
 }
 

@@ -1,8 +1,14 @@
 /* SPDX-License-Identifier: MIT */
-/* Copies of pages within the GPU, given to it as few operations. */
+/* Copies of pages within the GPU, given to it as few operations; and how such a kernel is made. */
 #pragma once
 
 #include "exact/state.h"
+
+/*
+ * With the order: a kernel of this library's, once. Made as the program's functions are, so that the standby has it too; one
+ * that a move has overtaken is not noted.
+ */
+CUresult mpsd_own_kernel(CUfunction *function, const char *image, const char *name);
 
 struct mpsd_saved {
 	CUdeviceptr to, from;

@@ -116,11 +116,11 @@ void mpsd_still_written(CUdeviceptr address, uint64_t size)
 		return;
 	pages = mpsd_stamps_pages(address, size ? size : 1);
 	pthread_mutex_lock(&mpsd_exact_lock);
+	if (!mpsd_is_left())
+		mpsd_still_written_now(address);
 	for (uint64_t page = pages.first; page < pages.end && !mpsd_is_left(); page++) {
 		struct still *still = still_at(mpsd_stamps_address(page));
 
-		if (page == pages.first)
-			mpsd_still_written_now(address);
 		if (still) {
 			write_it(still);
 			page = still->pages.end - 1;

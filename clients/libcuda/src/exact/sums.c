@@ -6,6 +6,7 @@
 #include "exact/sums.h"
 
 #include "exact/pages.h"
+#include "exact/saver.h"
 #include "failover/graph.h"
 #include "memory.h"
 
@@ -70,26 +71,8 @@ static struct {
 	uint32_t *differs;		/* pinned */
 } own;
 
-CUresult make_cuModuleLoadData(CUmodule *module, const void *image);
-CUresult make_cuModuleGetFunction(CUfunction *hfunc, CUmodule hmod, const char *name);
 CUresult make_cuMemHostAlloc(void **pp, size_t bytesize, unsigned int Flags);
 CUresult make_cuMemFreeHost(void *p);
-
-static CUresult make_function(CUfunction *function, const char *image, const char *name)
-{
-	CUmodule module;
-	CUfunction fresh;
-	CUresult result = *function ? CUDA_SUCCESS : make_cuModuleLoadData(&module, image);
-
-	if (*function || result != CUDA_SUCCESS)
-		return result;
-	result = make_cuModuleGetFunction(&fresh, module, name);
-	if (mpsd_is_left())
-		return MPSD_AGAIN;
-	if (result == CUDA_SUCCESS)
-		*function = fresh;
-	return result;
-}
 
 /* In the window it is memory for any copy; whoever comes second has made it in vain. */
 static CUresult make_sums(CUdeviceptr *sums)
@@ -157,9 +140,9 @@ static CUresult make(void)
 	/* While something is captured nothing is made. */
 	if (!mpsd_sums_may())
 		return CUDA_ERROR_NOT_SUPPORTED;
-	result = make_function(&own.sums, mpsd_pages_code, "mpsd_page_sums");
+	result = mpsd_own_kernel(&own.sums, mpsd_pages_code, "mpsd_page_sums");
 	if (result == CUDA_SUCCESS)
-		result = make_function(&own.differ, code, "mpsd_sums_differ");
+		result = mpsd_own_kernel(&own.differ, code, "mpsd_sums_differ");
 	if (result == CUDA_SUCCESS)
 		result = make_sums(&own.kept);
 	if (result == CUDA_SUCCESS)

@@ -146,6 +146,13 @@ CUresult mpsd_undo_save_all(struct mpsd_plan *plan, const struct mpsd_allocation
 	return save_at(plan, allocation->base, allocation->size, true);
 }
 
+/* What ends there may be meant, too. (Without zones between pieces it may be what begins there.) */
+bool mpsd_undo_find_around(CUdeviceptr address, struct mpsd_allocation *allocation)
+{
+	return mpsd_memory_is_in_window(address) && (mpsd_memory_find_mapped(address, allocation) ||
+						     mpsd_memory_find_mapped(address - 1, allocation));
+}
+
 CUresult mpsd_undo_save_around(struct mpsd_plan *plan, CUdeviceptr address)
 {
 	struct mpsd_allocation allocation;
@@ -156,9 +163,7 @@ CUresult mpsd_undo_save_around(struct mpsd_plan *plan, CUdeviceptr address)
 		mpsd_still_written(address, 1);
 	if (plan->part == MPSD_PLAN_NOTES || mpsd_stamps_is_whole(plan, address))
 		return CUDA_SUCCESS;
-	/* What ends there may be meant, too. (Without zones between pieces it may be what begins there.) */
-	if (!mpsd_memory_is_in_window(address) || (!mpsd_memory_find_mapped(address, &allocation) &&
-						    !mpsd_memory_find_mapped(address - 1, &allocation)))
+	if (!mpsd_undo_find_around(address, &allocation))
 		return CUDA_SUCCESS;
 	if (allocation.is_imported)
 		mpsd_epoch_unsure("memory of another process");

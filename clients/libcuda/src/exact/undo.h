@@ -52,6 +52,7 @@ CUresult mpsd_undo_save_all(struct mpsd_plan *plan, const struct mpsd_allocation
 
 /* The same, of the one around the address; nothing where there is none. */
 CUresult mpsd_undo_save_around(struct mpsd_plan *plan, CUdeviceptr address);
+bool mpsd_undo_find_around(CUdeviceptr address, struct mpsd_allocation *allocation);
 
 /* usual.c, with the order: allocations that kernels mostly want saved; they are, once in an epoch. */
 void mpsd_usual_note(CUdeviceptr base);

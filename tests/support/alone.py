@@ -1,0 +1,121 @@
+"""A program on the stand-in driver, alone in its process, that is moved from one gate to the next."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from tests.support import moving
+from tests.support.gate import ANY, Gate
+from tests.support.libcudas import DEADLINE_S, PROGRAMS, ROOT, Libraries
+from tests.support.moving import Post
+
+
+class Alone:
+    """programs/`name` in mode `exact`, in an empty folder of its own; its first line is its pid."""
+
+    def __init__(self, libraries: Libraries, post: Post, folder: Path, name: str, **extra: str) -> None:
+        for number in range(2):
+            shutil.copyfile(libraries.real, folder / f"libcuda-{number}.so.1")
+        self._folder = folder
+        self.generation = 0
+        self._gate = Gate(folder / "0")
+        environment = libraries.environment(
+            proxied=True,
+            PYTHONPATH=f"{ROOT}:{ROOT / 'clients'}:{ROOT / 'clients' / 'libcuda'}",
+            CUDA_MPS_PIPE_DIRECTORY=str(self._gate.folder),
+            MPSD_VAULT="1",
+            MPSD_FAILOVER="exact",
+            MPSD_FAILOVER_SOCKET=str(post.path),
+            MPSD_FAILOVER_SETTLE_MS="0",
+            MPSD_FAILOVER_GIVE_BACK="0",
+            **extra,
+        )
+        self.process = subprocess.Popen(
+            [sys.executable, str(PROGRAMS / name)],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert self._line() == str(self.process.pid)
+        self._line_to = post.greet(moving.EXACT)
+
+    def _line(self) -> str:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline().strip()
+        assert line, self.end()
+        return line
+
+    def _tell(self, text: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(text + "\n")
+        self.process.stdin.flush()
+
+    def stand_by(self) -> Gate:
+        """Where it goes with the next move."""
+        self.generation += 1
+        there = Gate(self._folder / str(self.generation))
+        self._line_to.say(moving.STANDBY, self.generation, str(there.folder), str(self._folder))
+        said = self._line_to.hear(moving.READY, moving.UNREADY)
+        assert (said.kind, said.text) == (moving.READY, "")
+        return there
+
+    def lose(self, there: Gate) -> moving.Said:
+        """Its context is lost, and it has moved."""
+        self._gate.break_context()
+        said = self._line_to.move(self.generation, again=1)
+        assert said.kind == moving.MOVED, said
+        self._gate.close()
+        self._gate = there
+        return said
+
+    def end(self) -> str:
+        """What it has said on stderr."""
+        self._gate.let(ANY)
+        try:
+            _, said = self.process.communicate(timeout=DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            _, said = self.process.communicate()
+        return said
+
+
+T = TypeVar("T", bound=Alone)
+
+
+class OneAtATime(Generic[T]):
+    """Programs that `start` makes; another one where the last has died of what it was asked to do."""
+
+    def __init__(self, folder: Path, start: Callable[[Post, Path], T]) -> None:
+        self._folder, self._start = folder, start
+        self._count = 0
+        self._now: T | None = None
+        self._post: Post | None = None
+
+    def one(self) -> T:
+        if self._now is None or self._now.process.poll() is not None:
+            self.kill()
+            folder = self._folder / str(self._count)
+            self._count += 1
+            folder.mkdir()
+            self._post = Post(folder / "failover.sock")
+            self._now = self._start(self._post, folder)
+        return self._now
+
+    def end(self) -> None:
+        if self._now is not None:
+            assert self._now.end() == ""
+            assert self._now.process.returncode == 0
+
+    def kill(self) -> None:
+        if self._now is not None:
+            self._now.process.kill()
+            self._now.process.communicate()
+        if self._post is not None:
+            self._post.close()
