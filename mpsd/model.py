@@ -232,11 +232,14 @@ class FailoverMode(StrEnum):
 
 
 class Again(IntEnum):
-    """What becomes of what a program had in flight when it moves."""
+    """What becomes of what a program had in flight when it moves: it is lost, or done again as soon as it has
+    moved, or when it has its turn; AT_ONCE: in a turn that it has with others, as soon as it has moved.
+    """
 
     LOST = 0
     AGAIN = 1
     IN_TURN = 2
+    AT_ONCE = 3
 
 
 class IsolationMode(StrEnum):

@@ -6,7 +6,8 @@ that it reports moves nobody, and so does nothing else that it may say.
 
 Who is named for certain is not carried over. Where nobody is named, everybody is a suspect and everybody is
 told: the offender too, and what it does again costs the next domain. So suspects in mode exact do their work
-again one at a time (turns.py), and the one with which the next domain is lost is the offender. In mode keep
+again one at a time (turns.py), and the one with which the next domain is lost is the offender; all at once
+where the offender is likely to be none of them. In mode keep
 nothing is done again, and the bound on moves ends such a series.
 """
 
@@ -140,10 +141,10 @@ def may_go_again(domain: Domain, faults: Iterable[FaultRecord], sure: Iterable[P
 def _tell(
     draft: Draft, member: Member, why: str, *, planned: bool = False, again: Again = Again.LOST
 ) -> None:
-    exact = member.mode is FailoverMode.EXACT
-    draft.emit(Move(member.process, member.generation, why, planned, again if exact else Again.LOST))
+    again = again if member.mode is FailoverMode.EXACT else Again.LOST
+    draft.emit(Move(member.process, member.generation, why, planned, again))
     told = (*(t for t in member.told if draft.now - t < MINUTE_S), draft.now)
-    draft.put_member(replace(member, standing=Standing.MOVING, told=told, among=False))
+    draft.put_member(replace(member, standing=Standing.MOVING, told=told, among=False, again=again))
     draft.count("failover_moves")
 
 
@@ -213,25 +214,31 @@ def _record(
     faults: list[FaultRecord],
     dead: str,
 ) -> None:
-    repeated = turns.holders(draft.state, domain.id)
+    repeated = turns.repeaters(draft.state, domain.id)
     sure = [*culprits(faults), *repeated]
-    again = may_go_again(domain, faults, sure)
     # Likely is not certain: it is told with the others.
     suspects = {p.id.process for r in faults for p in (*r.suspects, *([r.offender] if r.offender else []))}
     suspects -= set(sure)
     target = next_of(draft.state, domain)
-    fates = []
+    refusals = {}
     for member in sorted(concerned, key=lambda m: (m.process.pid, m.process.start_ticks)):
         refusal = MADE_IT if member.process in sure else dead
         refusal = FAULTED_AGAIN if member.process in repeated else refusal
-        refusal = refusal or why_not(draft, member, target_of(draft.state, member))
+        refusals[member] = refusal or why_not(draft, member, target_of(draft.state, member))
+    told = [member for member, refusal in refusals.items() if not refusal]
+    again = may_go_again(domain, faults, sure)
+    here = _at_work(draft, domain)
+    if again is Again.IN_TURN and turns.may_be_at_once(here, told, draft.now):
+        again = Again.AT_ONCE
+    fates = []
+    for member, refusal in refusals.items():
         if not refusal:
             _tell(draft, member, trigger, planned=planned, again=again)
         elif member.process in sure or dead or member.standing is Standing.READY:
             leave_behind(draft, member, refusal)
         fates.append(_fate(draft.state, member, refusal, member.process in suspects))
     if again is Again.IN_TURN and any(_is_a_kernels(f) for f in faults):
-        _note_among(draft, domain, [f.process for f in fates if f.outcome is Outcome.TOLD])
+        _note_among(draft, here, [m.process for m in told])
     number = draft.state.next_failover
     draft.state = replace(draft.state, next_failover=number + 1)
     first = min((r.evidence[0].at for r in faults[:1] if r.evidence), default=draft.now)
@@ -263,13 +270,18 @@ def _is_a_kernels(fault: FaultRecord) -> bool:
     return said and fault.fault_class.startswith("sm-")
 
 
-def _note_among(draft: Draft, domain: Domain, told: list[ProcessInstance]) -> None:
-    """Whether who made the fault is among these: all clients of the domain, who do again what they did."""
+def _at_work(draft: Draft, domain: Domain) -> set[ProcessInstance]:
+    """Who has work there, or had until lately."""
     state = draft.state
-    moving = [m for m in map(state.members.get, told) if m is not None and m.mode is FailoverMode.EXACT]
     here = {c.id.process for c in state.clients_of(domain.id) if not state.is_idle(c)}
     since = draft.now - state.policy.evidence_window_s
-    here |= {d.id.process for d in state.departed if d.id.domain == domain.id and d.at >= since}
+    return here | {d.id.process for d in state.departed if d.id.domain == domain.id and d.at >= since}
+
+
+def _note_among(draft: Draft, here: set[ProcessInstance], told: list[ProcessInstance]) -> None:
+    """Whether who made the fault is among these: all clients of the domain, who do again what they did."""
+    members = map(draft.state.members.get, told)
+    moving = [m for m in members if m is not None and m.mode is FailoverMode.EXACT]
     for member in moving if here <= {m.process for m in moving} else ():
         draft.put_member(replace(member, among=True))
 
@@ -278,7 +290,7 @@ def by_turn(draft: Draft, record: FaultRecord) -> FaultRecord:
     """Name who did its work again when that faulted: another one's could have in the same moment."""
     if record.offender is not None or record.domain is None:
         return record
-    repeated = turns.holders(draft.state, record.domain)
+    repeated = turns.repeaters(draft.state, record.domain)
     here = [c for c in draft.state.living_of(record.domain) if c.id.process in repeated]
     for client in here[:1]:
         victims = at.victims(draft.state, record.domain, client.id)

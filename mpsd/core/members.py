@@ -11,7 +11,7 @@ from mpsd.core.effects import ArmTimer, AskServer, StandDown, Welcome
 from mpsd.core.lifecycle import DomainTrigger
 from mpsd.core.standby import OFFERED, OPAQUE_KEPT, Member, Outcome, Standing, Turn
 from mpsd.core.state import SERVING, DomainState
-from mpsd.model import FailoverMode, ProcessInstance
+from mpsd.model import Again, FailoverMode, ProcessInstance
 
 MISSING = "what was in flight may be missing"
 _ORDER = (FailoverMode.OFF, FailoverMode.KEEP, FailoverMode.EXACT)
@@ -34,7 +34,7 @@ def on_came(draft: Draft, event: ev.MemberCame) -> None:
     # What it had been told before it is told again: it may be another daemon that it tells.
     fresh = Member(event.process, event.uid, mode, home=home, fences=event.fences)
     if known is not None:
-        fresh = replace(fresh, opaque=known.opaque, unsure=known.unsure, told=known.told)
+        fresh = replace(fresh, opaque=known.opaque, unsure=known.unsure, told=known.told, again=known.again)
     if known is not None and known.standing is Standing.LEFT_BEHIND and known.home == home:
         fresh = replace(fresh, standing=Standing.LEFT_BEHIND, reason=known.reason)
     draft.put_member(fresh)
@@ -183,6 +183,7 @@ def on_moved(draft: Draft, event: ev.MemberMoved) -> None:
     old = member.home
     moved = replace(member, home=name, standing=Standing.WAITING, generation=0, reason="", turn=Turn.NONE)
     draft.put_member(moved)
+    at_once = event.waits and member.again is Again.AT_ONCE
     record = fates.latest_of(draft.state, event.process)
     if record is not None:
         fates.revise(
@@ -194,10 +195,13 @@ def on_moved(draft: Draft, event: ev.MemberMoved) -> None:
             held_ms=round(event.held_ns / 1e6, 3),
             fence_ms=round(event.fence_ns / 1e6, 3),
             first_ms=round(event.first_ns / 1e6, 3),
+            turn_ms=round(event.first_ns / 1e6, 3) if at_once else None,
             restored_bytes=event.restored,
             replayed=0 if event.waits else event.replayed,
         )
-    if event.waits:
+    if at_once:
+        turns.begin(draft, moved)
+    elif event.waits:
         turns.wait(draft, moved, event.replayed, event.takes_ns / 1e9)
     else:
         turns.go_on(draft, name)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from mpsd.model import FailoverMode, ProcessInstance
+from mpsd.model import Again, FailoverMode, ProcessInstance
 
 OPAQUE_KEPT = 64
 
@@ -46,7 +46,8 @@ class Member:
     `told`: monotonic seconds of its moves in the last minute. `ready_ms`, `bytes`: of its standby context, by
     its own word. `takes_s`: what it does again in its turn took before; `gathers`: it still lets others who
     need less time come first. `fences`: it can be told that its old domain writes no more. `among`: whoever
-    made the fault from which it moves is among those who move.
+    made the fault from which it moves is among those who move. `again`: what it was to do with what it had in
+    flight, when it was last told to move.
     """
 
     process: ProcessInstance
@@ -67,6 +68,7 @@ class Member:
     gathers: bool = False
     fences: bool = False
     among: bool = False
+    again: Again = Again.LOST
 
     @property
     def lasting(self) -> tuple[FailoverMode, str | None, str | None]:
@@ -87,7 +89,8 @@ class Outcome(StrEnum):
 @dataclass(frozen=True, slots=True)
 class Fate:
     """What became of one program. Times in ms since it was told, by its own word; but when it was given its
-    turn, and said that what it did again then had ended, is by the daemon's clock."""
+    turn (but where it had that at once), and said that what it did again then had ended, is by the daemon's
+    clock."""
 
     process: ProcessInstance
     uid: int

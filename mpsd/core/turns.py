@@ -10,10 +10,16 @@ offender is among them. Then of those who have work to do again the program that
 for what has run for long is less likely at fault; and when the work of all others has ended well it must be
 the one that is left. It is given its turn all the same, but not before the others can go on elsewhere: they
 have one more short stop then, and need not wait until a next standby is made.
+
+Where the program that was started last is not among those who do their work again (it has no proxy, or has
+ended, or nothing of it is done again), it is taken to have made the fault: the others do theirs at once and
+side by side. That is a guess. Where it was wrong, and the next domain is lost over it, nobody is named yet,
+and they move once more, one at a time.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from mpsd.core.draft import Draft
@@ -21,7 +27,7 @@ from mpsd.core.effects import ArmTimer, HaveTurn
 from mpsd.core.fates import timed
 from mpsd.core.standby import Member, Standing, Turn
 from mpsd.core.state import State
-from mpsd.model import FailoverMode, ProcessInstance
+from mpsd.model import Again, FailoverMode, ProcessInstance
 
 TURN_S = 1.5
 """Longer than a program looks for the end of what it did again."""
@@ -34,12 +40,34 @@ EACH_S = 30e-6
 """What an operation takes of who does not say."""
 LAST_S = 3.0
 """How long the last one waits for the others, at most: less than a program holds its calls."""
+GUESS_S = 2.0
+"""Who is lost again within that, after it did its work again on a guess, takes turns: longer than TURN_S, and
+than a fault is looked into."""
 _COMING = frozenset({Standing.WAITING, Standing.OFFERED})
 
 
-def holders(state: State, domain: str) -> list[ProcessInstance]:
-    """Who does its work again there now: one, or nobody."""
-    return [m.process for m in state.members.values() if m.home == domain and m.turn is Turn.HAS]
+def holders(state: State, domain: str) -> list[Member]:
+    """Who does its work again there now."""
+    return [m for m in state.members.values() if m.home == domain and m.turn is Turn.HAS]
+
+
+def repeaters(state: State, domain: str) -> list[ProcessInstance]:
+    """Whose work is at fault if this domain is lost now: one who has a turn of its own, or nobody."""
+    return [m.process for m in holders(state, domain) if m.again is not Again.AT_ONCE]
+
+
+def may_be_at_once(here: Iterable[ProcessInstance], told: Iterable[Member], now: float) -> bool:
+    """Whether the offender is likely to do nothing again. `here`: who had work in what was lost."""
+    movers = [m for m in told if m.mode is FailoverMode.EXACT]
+    youngest = max(here, key=_age, default=None)
+    guessed = any(m.again is Again.AT_ONCE and now - max(m.told, default=now) < GUESS_S for m in movers)
+    return youngest is not None and not guessed and youngest not in {m.process for m in movers}
+
+
+def begin(draft: Draft, member: Member) -> None:
+    """It has moved, and does its work again, as it was told to."""
+    member = draft.put_member(replace(member, turn=Turn.HAS))
+    draft.emit(ArmTimer("failover-turn", _subject(member), TURN_S))
 
 
 def wait(draft: Draft, member: Member, operations: int, takes_s: float) -> None:
@@ -91,8 +119,8 @@ def on_last(draft: Draft, subject: str) -> None:
         go_on(draft, member.home)
 
 
-def _age(member: Member) -> tuple[int, int]:
-    return member.process.start_ticks, member.process.pid
+def _age(process: ProcessInstance) -> tuple[int, int]:
+    return process.start_ticks, process.pid
 
 
 def _others_come(state: State, member: Member, movers: list[Member]) -> bool:
@@ -118,17 +146,16 @@ def go_on(draft: Draft, home: str | None) -> None:
         return
     waiting = [m for m in draft.state.members.values() if m.home == home and m.turn is Turn.WAITS]
     movers = _movers(draft.state, domain.id)
-    last = max((_age(m) for m in (*waiting, *movers) if m.among), default=None)
-    may = [m for m in waiting if _age(m) != last or not _others_come(draft.state, m, movers)]
+    last = max((_age(m.process) for m in (*waiting, *movers) if m.among), default=None)
+    may = [m for m in waiting if _age(m.process) != last or not _others_come(draft.state, m, movers)]
     if movers and all(m.gathers for m in may):
         return
-    for member in sorted(may, key=lambda m: (_age(m) == last, m.takes_s, _age(m))):
+    for member in sorted(may, key=lambda m: (_age(m.process) == last, m.takes_s, _age(m.process))):
         if not member.connected:
             # It has given up by itself.
             draft.put_member(replace(member, turn=Turn.NONE, among=False))
             continue
         draft.emit(HaveTurn(member.process, domain.generation))
         timed(draft, member.process, "turn_ms")
-        member = draft.put_member(replace(member, turn=Turn.HAS))
-        draft.emit(ArmTimer("failover-turn", _subject(member), TURN_S))
+        begin(draft, member)
         return

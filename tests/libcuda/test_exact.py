@@ -283,6 +283,42 @@ def test_a_program_waits_for_its_turn(
 
 
 @EXACT
+def test_a_program_that_is_told_so_has_its_turn_as_soon_as_it_has_moved(
+    domain: Domain, gate: Gate, second: Domain, post: Post, ask: Program, copies: Path
+) -> None:
+    line = post.greet(moving.EXACT)
+    ask("m = gpu.memory(8 << 20)")
+    stand_by(line, second, copies)
+    assert ask("gpu.run('add', m, 8, 5), gpu.sync()") == "(0, 0)"
+    gate.let(3)
+    assert ask("gpu.run('add', m, 8, 1)") == "0"
+    break_domain(domain)
+    said = move(line, again=3)
+    assert (said.text, said.values[4:]) == ("", (1, 1))
+    done = line.hear(moving.DONE)
+    assert (done.generation, done.text, done.values[:2]) == (1, "", (8 << 20, 1))
+    assert ask("gpu.sync(), gpu.word(m)") == "(0, 6)"
+    assert ask.end() == ""
+
+
+@EXACT
+def test_it_needs_no_daemon_for_that_any_more(
+    domain: Domain, gate: Gate, second: Domain, post: Post, ask: Program, copies: Path
+) -> None:
+    line = post.greet(moving.EXACT)
+    ask("m = gpu.memory(8 << 20)")
+    stand_by(line, second, copies)
+    assert ask("gpu.run('add', m, 8, 5), gpu.sync()") == "(0, 0)"
+    gate.let(3)
+    assert ask("gpu.run('add', m, 8, 1)") == "0"
+    break_domain(domain)
+    line.say(moving.MOVE, 1, again=3)
+    line.close()
+    assert ask("gpu.sync(), gpu.word(m)") == "(0, 6)"
+    assert ask.end() == ""
+
+
+@EXACT
 def test_who_has_nothing_to_do_again_waits_for_no_turn(
     domain: Domain, second: Domain, post: Post, ask: Program, copies: Path
 ) -> None:

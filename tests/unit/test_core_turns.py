@@ -8,18 +8,18 @@ import pytest
 
 from mpsd.core import effects as fx
 from mpsd.core import events as ev
-from mpsd.core.standby import Turn
-from mpsd.core.turns import EACH_S, GATHER_S, LAST_S, SOON_S
+from mpsd.core.standby import Standing, Turn
+from mpsd.core.turns import EACH_S, GATHER_S, GUESS_S, LAST_S, SOON_S
 from mpsd.model import Again, Confidence, FailoverMode, ServerState
 from tests.support.core import process, server_of
-from tests.unit.test_core_failover import ON, Site, exact, suspected, turns_of
+from tests.unit.test_core_failover import AT_ONCE, IN_TURN, ON, Site, exact, suspected, turns_of
 
 
 def suspects(*pids: int) -> Site:
     """Nobody is named, and all of them, but for one that is none, are told to move."""
-    world = exact(*pids, 99)
+    world = exact(*pids, 9)
     world.kernel(43, "channel 0x1", server_of("d1").pid, "nvidia-cuda-mps")
-    world.do(ev.MemberMoved(process(99), 2, 1, 2, 3))
+    world.do(ev.MemberMoved(process(9), 2, 1, 2, 3))
     return world
 
 
@@ -140,7 +140,7 @@ def test_nobody_has_a_turn_in_a_domain_that_is_lost() -> None:
 
 
 def test_a_turn_does_not_last_for_ever() -> None:
-    world = suspected(10, 11, 12, 13)
+    world = suspected(10, 11, 12, 9)
     (timer,) = (e for e in world.ever(fx.ArmTimer) if e.kind == "failover-turn")
     world.timer("failover-turn", timer.subject)
     assert turns_of(world) == {11: Turn.HAS, 12: Turn.WAITS}
@@ -223,24 +223,114 @@ def test_nobody_is_waited_for_who_will_not_be_ready(what: str) -> None:
 
 
 @pytest.mark.parametrize("who", ["a stranger", "one that has just ended", "one in mode keep"])
-def test_where_somebody_else_may_have_made_the_fault_nobody_waits_for_that(who: str) -> None:
+def test_where_somebody_older_may_have_made_the_fault_nobody_waits_for_that(who: str) -> None:
     world = all_told(10, 11)
-    if who == "one in mode keep":
-        world.attach(13, "d1")
-        world.hello(13, FailoverMode.KEEP)
-        world.is_ready(13, 2)
-    else:
-        world.attach(13, "d1")
-    if who == "one that has just ended":
-        world.do(ev.ClientDied(process(13)))
+    another(world, 9, who)
     lost(world)
     comes(world, 10, 591)
     comes(world, 11, 30)
     if who == "one in mode keep":
-        world.do(ev.MemberMoved(process(13), 2, 1, 2, 3))
+        world.do(ev.MemberMoved(process(9), 2, 1, 2, 3))
     assert turns(world) == [11]
     world.do(ev.MemberDone(process(11), 2))
     assert turns(world) == [11, 10]
+
+
+def another(world: Site, pid: int, who: str) -> None:
+    """One that will do nothing again."""
+    world.attach(pid, "d1")
+    if who == "one in mode keep":
+        world.hello(pid, FailoverMode.KEEP)
+        world.is_ready(pid, 2)
+    if who == "one that has just ended":
+        world.do(ev.ClientDied(process(pid)))
+
+
+def told(world: Site) -> dict[int, Again]:
+    return {e.process.pid: e.again for e in world.made(fx.Move)}
+
+
+def guessed(who: str = "a stranger") -> Site:
+    """13, the youngest, does nothing again: the others do at once."""
+    world = all_told(10, 11)
+    another(world, 13, who)
+    lost(world)
+    assert {pid: again for pid, again in told(world).items() if pid != 13} == {10: AT_ONCE, 11: AT_ONCE}
+    return world
+
+
+@pytest.mark.parametrize("who", ["a stranger", "one that has just ended", "one in mode keep"])
+def test_where_the_youngest_does_nothing_again_the_others_do_at_once_and_side_by_side(who: str) -> None:
+    world = guessed(who)
+    comes(world, 10, 591)
+    comes(world, 11, 30)
+    assert turns(world) == [] and turns_of(world) == {10: Turn.HAS, 11: Turn.HAS}
+    fates = {f.process.pid: f for f in world.failover().fates}
+    assert [(fates[pid].turn_ms, fates[pid].done_ms) for pid in (10, 11)] == [(0.0, None)] * 2
+    world.do(ev.MemberDone(process(11), 2, 5, 196))
+    done = next(f for f in world.failover().fates if f.process.pid == 11)
+    assert done.replayed == 196 and done.done_ms is not None
+    # No word of the other's end.
+    world.timer("failover-turn", f"10 {process(10).start_ticks} d2")
+    assert turns_of(world) == {}
+
+
+def test_one_with_nothing_in_flight_needs_no_turn_on_a_guess_either() -> None:
+    world = guessed()
+    comes(world, 10, 0, waits=False)
+    assert turns_of(world) == {}
+    assert {f.process.pid: f.turn_ms for f in world.failover().fates}[10] is None
+
+
+def test_a_wrong_guess_names_nobody_and_takes_turns_next() -> None:
+    world = guessed()
+    comes(world, 10, 591)
+    comes(world, 11, 30)
+    world.do(ev.MemberDone(process(11), 2))
+    world.started("d3")
+    world.is_ready(11, 3)
+    # A stranger that is younger yet.
+    world.attach(14, "d2")
+    world.kernel(43, "channel 0x1", server_of("d2").pid, "nvidia-cuda-mps")
+    assert told(world) == {11: IN_TURN}
+    assert max(world.records().values(), key=lambda record: record.id).offender is None
+    assert world.standing(10) is not Standing.LEFT_BEHIND
+    # The other one had no standby yet; it has its turn alone, and is named by that.
+    world.is_ready(10, 3)
+    assert told(world) == {10: IN_TURN}
+    world.do(ev.MemberMoved(process(11), 3, 1, 2, 3))
+    world.do(ev.MemberMoved(process(10), 3, 1, 2, 3, replayed=9, waits=True, takes_ns=30_000_000))
+    assert [e.process.pid for e in world.made(fx.HaveTurn)] == [10]
+    world.kernel(43, "channel 0x1", server_of("d3").pid, "nvidia-cuda-mps")
+    assert world.standing(10) is Standing.LEFT_BEHIND
+
+
+def test_a_guess_that_was_long_ago_was_right() -> None:
+    world = guessed()
+    for pid in (10, 11):
+        comes(world, pid, 30)
+        world.do(ev.MemberDone(process(pid), 2))
+    world.started("d3")
+    world.is_ready(10, 3)
+    world.is_ready(11, 3)
+    world.attach(14, "d2")
+    world.now += GUESS_S
+    world.kernel(43, "channel 0x1", server_of("d2").pid, "nvidia-cuda-mps")
+    assert told(world) == {10: AT_ONCE, 11: AT_ONCE}
+
+
+def test_who_came_by_a_new_connection_has_made_its_guess_all_the_same() -> None:
+    world = guessed()
+    comes(world, 10, 30)
+    world.hello(10, FailoverMode.EXACT, 2)
+    comes(world, 11, 30)
+    world.do(ev.MemberDone(process(11), 2))
+    world.started("d3")
+    world.is_ready(10, 3)
+    world.is_ready(11, 3)
+    world.attach(14, "d2")
+    world.kernel(43, "channel 0x1", server_of("d2").pid, "nvidia-cuda-mps")
+    assert told(world) == {10: IN_TURN, 11: IN_TURN}
 
 
 def test_a_server_that_was_killed_may_be_nobodys_fault() -> None:

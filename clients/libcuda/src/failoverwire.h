@@ -34,7 +34,8 @@
  *			driver's word
  *	MOVE		generation: go on there now; values: 0: its domain is lost, 1: it is to be left, and the
  *			program ends its work there first; what was in flight is 0: lost, 1: done again, 2: done
- *			again when it has its turn (mode exact); text: why
+ *			again when it has its turn, 3: the same, and it has that as soon as it has moved, with
+ *			others (mode exact); text: why
  */
 #pragma once
 
@@ -70,6 +71,7 @@ enum mpsd_failover_again {
 	MPSD_FAILOVER_LOST = 0,
 	MPSD_FAILOVER_AGAIN = 1,
 	MPSD_FAILOVER_IN_TURN = 2,
+	MPSD_FAILOVER_AT_ONCE = 3,
 };
 
 enum mpsd_failover_mode {

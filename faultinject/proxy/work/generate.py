@@ -17,7 +17,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LogitsProcessor, LogitsPro
 
 from faultinject.proxy.work.tensors import DEVICE, as_bytes, prepare, wait
 
-BATCH, PROMPT, NEW, WORDS = 4, 16, 32, 2048
+BATCH, PROMPT, WORDS = 4, 16, 2048
 UNIT, PER_STEP, UNTIMED = "tokens", BATCH, ""
 BEAT = "from one token to the next"
 
@@ -39,12 +39,15 @@ class Pace(LogitsProcessor):  # type: ignore[misc]
 
 @dataclass(frozen=True, slots=True)
 class Size:
+    """`new`: tokens of one step."""
+
     width: int
     layers: int
     heads: int
+    new: int
 
 
-SMALL = Size(width=256, layers=4, heads=4)
+SMALL = Size(width=256, layers=4, heads=4, new=32)
 
 
 class Generation:
@@ -54,7 +57,7 @@ class Generation:
         self._pace = Pace(self.beats)
         config = GPT2Config(
             vocab_size=WORDS,
-            n_positions=PROMPT + NEW,
+            n_positions=PROMPT + size.new,
             n_embd=size.width,
             n_layer=size.layers,
             n_head=size.heads,
@@ -62,7 +65,10 @@ class Generation:
             eos_token_id=0,
             pad_token_id=0,
         )
-        self.model = GPT2LMHeadModel(config).to(DEVICE).eval()
+        self._new = size.new
+        # Not on the host first: there billions of random numbers take minutes.
+        with torch.device(DEVICE):
+            self.model = GPT2LMHeadModel(config).eval()
         self.prompt = torch.randint(1, WORDS, (BATCH, PROMPT), device=DEVICE)
         self.said: list[torch.Tensor] = []
         self.seen = torch.zeros(BATCH, WORDS, device=DEVICE)
@@ -75,8 +81,8 @@ class Generation:
             found = self.model.generate(
                 self.prompt,
                 attention_mask=torch.ones_like(self.prompt),
-                max_new_tokens=NEW,
-                min_new_tokens=NEW,
+                max_new_tokens=self._new,
+                min_new_tokens=self._new,
                 do_sample=False,
                 logits_processor=LogitsProcessorList([self._pace]),
                 output_logits=True,

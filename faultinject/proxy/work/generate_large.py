@@ -6,7 +6,8 @@ from faultinject.proxy.work.generate import BEAT, PER_STEP, UNIT, UNTIMED, Gener
 
 __all__ = ["BEAT", "PER_STEP", "UNIT", "UNTIMED", "start"]
 
-LARGE = Size(width=2560, layers=32, heads=20)
+# Few tokens a step: validation looks at all memory after each of the kernels of one.
+LARGE = Size(width=2560, layers=32, heads=20, new=8)
 
 
 def start(seed: int, backend: str) -> Generation:

@@ -147,12 +147,18 @@ static bool stand_by(const struct mpsd_failover_message *order)
 	return say(&message);
 }
 
+static bool have_turn(bool may)
+{
+	return !mpsd_turn_is_due() || mpsd_turn_have(may, atomic_load(&line), home);
+}
+
 static bool move(const struct mpsd_failover_message *order)
 {
 	struct mpsd_failover_message message = message_of(MPSD_FAILOVER_STAYED, "there is no standby of that generation");
 	uint64_t began = mpsd_now_ns();
 	struct mpsd_times times;
 	const char *why = NULL;
+	bool is;
 
 	if (order->generation == home && home) {
 		message = message_of(MPSD_FAILOVER_MOVED, NULL);
@@ -180,12 +186,8 @@ static bool move(const struct mpsd_failover_message *order)
 	home = generation;
 	generation = 0;
 	atomic_store(&comes_until_ns, mpsd_now_ns() + mpsd_wish()->patience_ns);
-	return say(&message);
-}
-
-static bool have_turn(bool may)
-{
-	return !mpsd_turn_is_due() || mpsd_turn_have(may, atomic_load(&line), home);
+	is = say(&message);
+	return (order->values[1] != MPSD_FAILOVER_AT_ONCE || have_turn(true)) && is;
 }
 
 static bool stand_down(const struct mpsd_failover_message *order)

@@ -188,7 +188,7 @@ void mpsd_turn(bool may, struct mpsd_replayed *replayed)
 
 bool mpsd_move(bool planned, enum mpsd_failover_again again, struct mpsd_times *times, const char **why)
 {
-	bool is;
+	bool is, in_turn;
 
 	times->replayed = (struct mpsd_replayed){ 0 };
 	/* Where nothing is lost, calls go on while a lazy standby is made. */
@@ -205,7 +205,8 @@ bool mpsd_move(bool planned, enum mpsd_failover_again again, struct mpsd_times *
 		mpsd_standby_used();
 	else
 		mpsd_standby_leave(false);
-	if (is && again == MPSD_FAILOVER_IN_TURN && mpsd_exact_is_due(&times->replayed.operations, &times->takes_ns)) {
+	in_turn = again == MPSD_FAILOVER_IN_TURN || again == MPSD_FAILOVER_AT_ONCE;
+	if (is && in_turn && mpsd_exact_is_due(&times->replayed.operations, &times->takes_ns)) {
 		times->waits = waits_for_turn = true;
 		turn_until_ns = mpsd_now_ns() + TURN_MS * 1000000ull;
 		times->on_ns = mpsd_now_ns();

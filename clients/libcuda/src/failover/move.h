@@ -48,7 +48,7 @@ int mpsd_left_ms(void);
 
 /*
  * Hold all calls, end what the old context may write, and go on in the standby. `planned`: that context is well.
- * With IN_TURN what was in flight may wait, if there is anything.
+ * With IN_TURN and AT_ONCE what was in flight may wait, if there is anything.
  */
 bool mpsd_move(bool planned, enum mpsd_failover_again again, struct mpsd_times *times, const char **why);
 
