@@ -6,8 +6,8 @@ that it reports moves nobody, and so does nothing else that it may say.
 
 Who is named for certain is not carried over. Where nobody is named, everybody is a suspect and everybody is
 told: the offender too, and what it does again costs the next domain. So suspects in mode exact do their work
-again one at a time (turns.py), and the one with which the next domain is lost is the offender; all at once
-where the offender is likely to be none of them. In mode keep
+again one at a time (turns.py), and the one with which the next domain is lost is the offender. Where the
+offender is likely to be none of them, those who are ready do so at once. In mode keep
 nothing is done again, and the bound on moves ends such a series.
 """
 
@@ -144,7 +144,9 @@ def _tell(
     again = again if member.mode is FailoverMode.EXACT else Again.LOST
     draft.emit(Move(member.process, member.generation, why, planned, again))
     told = (*(t for t in member.told if draft.now - t < MINUTE_S), draft.now)
-    draft.put_member(replace(member, standing=Standing.MOVING, told=told, among=False, again=again))
+    guessed = draft.now if again is Again.AT_ONCE else member.guessed
+    member = replace(member, told=told, among=False, again=again, guessed=guessed)
+    draft.put_member(replace(member, standing=Standing.MOVING))
     draft.count("failover_moves")
 
 
@@ -181,7 +183,7 @@ def _move_late(draft: Draft, member: Member, target: Domain) -> None:
             draft.emit(ArmTimer("failover-wait", str(record.id), draft.state.policy.move_wait_s))
             return
     # It came after the loss, or the daemon did.
-    _record(draft, home, "its domain was lost before it came", False, [member], faults, "")
+    _record(draft, home, "its domain was lost before it came", False, [member], faults, "", late=True)
 
 
 def culprits(faults: Iterable[FaultRecord]) -> list[ProcessInstance]:
@@ -213,8 +215,11 @@ def _record(
     concerned: list[Member],
     faults: list[FaultRecord],
     dead: str,
+    *,
+    late: bool = False,
 ) -> None:
-    repeated = turns.repeaters(draft.state, domain.id)
+    """`late`: others have been told already, or have not come yet: nobody knows who will do what again."""
+    repeated = turns.repeaters(draft.state, domain) if domain.is_dead else []
     sure = [*culprits(faults), *repeated]
     # Likely is not certain: it is told with the others.
     suspects = {p.id.process for r in faults for p in (*r.suspects, *([r.offender] if r.offender else []))}
@@ -228,8 +233,10 @@ def _record(
     told = [member for member, refusal in refusals.items() if not refusal]
     again = may_go_again(domain, faults, sure)
     here = _at_work(draft, domain)
-    if again is Again.IN_TURN and turns.may_be_at_once(here, told, draft.now):
+    if again is Again.IN_TURN and not late and turns.may_be_at_once(draft.state, domain, here, draft.now):
         again = Again.AT_ONCE
+    if domain.is_dead:
+        turns.lost(draft, domain)
     fates = []
     for member, refusal in refusals.items():
         if not refusal:
@@ -290,7 +297,7 @@ def by_turn(draft: Draft, record: FaultRecord) -> FaultRecord:
     """Name who did its work again when that faulted: another one's could have in the same moment."""
     if record.offender is not None or record.domain is None:
         return record
-    repeated = turns.repeaters(draft.state, record.domain)
+    repeated = turns.repeaters(draft.state, draft.state.domains[record.domain])
     here = [c for c in draft.state.living_of(record.domain) if c.id.process in repeated]
     for client in here[:1]:
         victims = at.victims(draft.state, record.domain, client.id)

@@ -34,7 +34,8 @@ def on_came(draft: Draft, event: ev.MemberCame) -> None:
     # What it had been told before it is told again: it may be another daemon that it tells.
     fresh = Member(event.process, event.uid, mode, home=home, fences=event.fences)
     if known is not None:
-        fresh = replace(fresh, opaque=known.opaque, unsure=known.unsure, told=known.told, again=known.again)
+        fresh = replace(fresh, opaque=known.opaque, unsure=known.unsure, told=known.told)
+        fresh = replace(fresh, again=known.again, guessed=known.guessed)
     if known is not None and known.standing is Standing.LEFT_BEHIND and known.home == home:
         fresh = replace(fresh, standing=Standing.LEFT_BEHIND, reason=known.reason)
     draft.put_member(fresh)
@@ -183,7 +184,7 @@ def on_moved(draft: Draft, event: ev.MemberMoved) -> None:
     old = member.home
     moved = replace(member, home=name, standing=Standing.WAITING, generation=0, reason="", turn=Turn.NONE)
     draft.put_member(moved)
-    at_once = event.waits and member.again is Again.AT_ONCE
+    at_once = told and event.waits and member.again is Again.AT_ONCE
     record = fates.latest_of(draft.state, event.process)
     if record is not None:
         fates.revise(
@@ -207,11 +208,17 @@ def on_moved(draft: Draft, event: ev.MemberMoved) -> None:
         turns.go_on(draft, name)
     draft.publish("failover-moved", member.uid, pid=event.process.pid, domain=name)
     if old is not None and old != name and old in draft.state.domains:
-        # What it has left there is nobody's work any more: the domain may end over it.
-        if draft.state.domains[old].state is DomainState.FAULTED:
-            leases.release_dead(draft, old)
-        domains.settle(draft, old)
+        _leave(draft, old)
     refresh(draft, event.process)
+
+
+def _leave(draft: Draft, name: str) -> None:
+    """What it has left there is nobody's work any more: the domain may end over it."""
+    domain = draft.state.domains.get(name)
+    if domain is not None and domain.state is DomainState.FAULTED:
+        leases.release_dead(draft, name)
+    if domain is not None:
+        domains.settle(draft, name)
 
 
 def on_done(draft: Draft, event: ev.MemberDone) -> None:
@@ -247,6 +254,7 @@ def on_stayed(draft: Draft, event: ev.MemberStayed) -> None:
         return
     failover.leave_behind(draft, member, f"it stayed: {event.reason}")
     _waited_for_no_longer(draft, member)
+    _leave(draft, f"d{event.generation}")
 
 
 def on_wait(draft: Draft, subject: str) -> None:

@@ -47,7 +47,8 @@ class Member:
     its own word. `takes_s`: what it does again in its turn took before; `gathers`: it still lets others who
     need less time come first. `fences`: it can be told that its old domain writes no more. `among`: whoever
     made the fault from which it moves is among those who move. `again`: what it was to do with what it had in
-    flight, when it was last told to move.
+    flight, when it was last told to move; `guessed`: monotonic seconds of when it was last to do that AT_ONCE
+    or began to.
     """
 
     process: ProcessInstance
@@ -69,6 +70,7 @@ class Member:
     fences: bool = False
     among: bool = False
     again: Again = Again.LOST
+    guessed: float = 0.0
 
     @property
     def lasting(self) -> tuple[FailoverMode, str | None, str | None]:

@@ -13,7 +13,7 @@ from enum import StrEnum
 from types import MappingProxyType
 
 from mpsd.core.records import Evidence, FaultRecord
-from mpsd.core.standby import FailoverRecord, Member
+from mpsd.core.standby import FailoverRecord, Member, Standing
 from mpsd.model import ClientId, FailoverMode, ProcessFacts, ProcessInstance, ServerState, ZonePolicy
 
 
@@ -260,7 +260,14 @@ class State:
 
     def is_idle(self, client: Client) -> bool:
         """Whether it may go with its domain, though its process lives: nobody waits for its end, either."""
-        return client.living and client.eviction is None and not self.at_home(client)
+        living = client.living and client.eviction is None
+        return living and not self.at_home(client) and not self._is_to_come(client)
+
+    def _is_to_come(self, client: Client) -> bool:
+        """It was told to move there, and may have done so."""
+        member = self.members.get(client.id.process)
+        moves = member is not None and member.standing is Standing.MOVING
+        return member is not None and moves and client.id.domain == f"d{member.generation}"
 
     def spaces_of(self, process: ProcessInstance) -> Iterator[Client]:
         return (c for c in self.clients.values() if c.id.process == process)

@@ -11,10 +11,10 @@ for what has run for long is less likely at fault; and when the work of all othe
 the one that is left. It is given its turn all the same, but not before the others can go on elsewhere: they
 have one more short stop then, and need not wait until a next standby is made.
 
-Where the program that was started last is not among those who do their work again (it has no proxy, or has
-ended, or nothing of it is done again), it is taken to have made the fault: the others do theirs at once and
-side by side. That is a guess. Where it was wrong, and the next domain is lost over it, nobody is named yet,
-and they move once more, one at a time.
+Where the client that was started last will do nothing again (it has no proxy, or has ended, or is in mode
+keep), it is taken to have made the fault: those who are ready do their work again as soon as they have moved
+and side by side; who becomes ready later takes turns. That is a guess. Where it was wrong, and the next
+domain is lost over it, nobody is named by that, and they move once more, one at a time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mpsd.core.draft import Draft
 from mpsd.core.effects import ArmTimer, HaveTurn
 from mpsd.core.fates import timed
 from mpsd.core.standby import Member, Standing, Turn
-from mpsd.core.state import State
+from mpsd.core.state import Domain, State
 from mpsd.model import Again, FailoverMode, ProcessInstance
 
 TURN_S = 1.5
@@ -41,8 +41,8 @@ EACH_S = 30e-6
 LAST_S = 3.0
 """How long the last one waits for the others, at most: less than a program holds its calls."""
 GUESS_S = 2.0
-"""Who is lost again within that, after it did its work again on a guess, takes turns: longer than TURN_S, and
-than a fault is looked into."""
+"""Who loses its next domain within that, after it began to do its work again on a guess, takes turns: longer
+than TURN_S, and than it takes to hear of a fault."""
 _COMING = frozenset({Standing.WAITING, Standing.OFFERED})
 
 
@@ -51,23 +51,56 @@ def holders(state: State, domain: str) -> list[Member]:
     return [m for m in state.members.values() if m.home == domain and m.turn is Turn.HAS]
 
 
-def repeaters(state: State, domain: str) -> list[ProcessInstance]:
-    """Whose work is at fault if this domain is lost now: one who has a turn of its own, or nobody."""
-    return [m.process for m in holders(state, domain) if m.again is not Again.AT_ONCE]
+def _guessers(state: State, domain: Domain) -> list[Member]:
+    """Who lives there, or is on its way there, and was told to do its work again at once."""
+    here = (m for m in state.members.values() if m.home == domain.id or _comes_to(m, domain))
+    return [m for m in here if m.again is Again.AT_ONCE]
 
 
-def may_be_at_once(here: Iterable[ProcessInstance], told: Iterable[Member], now: float) -> bool:
-    """Whether the offender is likely to do nothing again. `here`: who had work in what was lost."""
-    movers = [m for m in told if m.mode is FailoverMode.EXACT]
+def _comes_to(member: Member, domain: Domain) -> bool:
+    return member.standing is Standing.MOVING and member.generation == domain.generation
+
+
+def repeaters(state: State, domain: Domain) -> list[ProcessInstance]:
+    """Whose work is at fault if this domain is lost now: one who has a turn of its own; nobody, while another
+    may do its work again there on a guess."""
+    if any(m.turn is Turn.HAS or _comes_to(m, domain) for m in _guessers(state, domain)):
+        return []
+    return [m.process for m in holders(state, domain.id)]
+
+
+def may_be_at_once(state: State, domain: Domain, here: Iterable[ProcessInstance], now: float) -> bool:
+    """Whether the offender is likely to do nothing again. `here`: who had work there when it was lost."""
     youngest = max(here, key=_age, default=None)
-    guessed = any(m.again is Again.AT_ONCE and now - max(m.told, default=now) < GUESS_S for m in movers)
-    return youngest is not None and not guessed and youngest not in {m.process for m in movers}
+    if youngest is None or any(_is_open(m, now) for m in _guessers(state, domain)):
+        return False
+    member = state.members.get(youngest)
+    return member is None or not (
+        member.home == domain.id
+        and member.connected
+        and member.mode is FailoverMode.EXACT
+        and member.standing is not Standing.LEFT_BEHIND
+    )
+
+
+def _is_open(member: Member, now: float) -> bool:
+    """Whether it is not known yet that its guess was right."""
+    return member.turn is Turn.HAS or member.standing is Standing.MOVING or now - member.guessed < GUESS_S
 
 
 def begin(draft: Draft, member: Member) -> None:
-    """It has moved, and does its work again, as it was told to."""
-    member = draft.put_member(replace(member, turn=Turn.HAS))
+    """It does its work again now; in vain where the domain is lost."""
+    if draft.state.domains[member.home or ""].is_dead:
+        return
+    guessed = draft.now if member.again is Again.AT_ONCE else member.guessed
+    member = draft.put_member(replace(member, turn=Turn.HAS, guessed=guessed))
     draft.emit(ArmTimer("failover-turn", _subject(member), TURN_S))
+
+
+def lost(draft: Draft, domain: Domain) -> None:
+    """Whoever does its work again there has lost it once more: its turn has ended."""
+    for member in holders(draft.state, domain.id):
+        draft.put_member(replace(member, turn=Turn.NONE))
 
 
 def wait(draft: Draft, member: Member, operations: int, takes_s: float) -> None:

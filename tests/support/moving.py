@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import select
 import socket
 import struct
+import termios
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,6 +78,10 @@ class Line:
     def is_silent(self) -> bool:
         """It has said nothing that was not heard."""
         return not select.select([self._sock], [], [], 0)[0]
+
+    def is_read(self) -> bool:
+        """It has taken all that was said."""
+        return fcntl.ioctl(self._sock, termios.TIOCOUTQ, bytes(4)) == bytes(4)
 
     def close(self) -> None:
         self._sock.close()

@@ -17,7 +17,7 @@
  *	OWN_ERROR	values: a CUresult that its own context gave. A claim, which moves nobody else
  *	MOVED		generation; values: ns since MOVE came until its calls were held, until the old
  *			context could write no more, until the first call went on; bytes restored; launches
- *			done again; 1: it waits for its TURN to do that: those are to come, and in place of bytes is what
+ *			done again; 1: it waits for its TURN to do that, or does it now: those are to come, and in place of bytes is what
  *			as many took before, in ns (0: unknown). text: why something may be missing
  *	DONE		generation; values: bytes restored, launches done again; text: why something may be
  *			missing. It has had its turn, and what was done again has ended
@@ -34,8 +34,8 @@
  *			driver's word
  *	MOVE		generation: go on there now; values: 0: its domain is lost, 1: it is to be left, and the
  *			program ends its work there first; what was in flight is 0: lost, 1: done again, 2: done
- *			again when it has its turn, 3: the same, and it has that as soon as it has moved, with
- *			others (mode exact); text: why
+ *			again when it has its turn, 3: the same, but no TURN comes: it has that as soon as it has
+ *			moved, maybe beside others (mode exact); text: why
  */
 #pragma once
 

@@ -181,8 +181,7 @@ static bool start(struct unmapping *unmapping)
 	return false;
 }
 
-/* Whether the daemon says it now: only that is taken from the line. */
-static bool says_fenced(void)
+bool mpsd_fence_is_said(void)
 {
 	struct mpsd_failover_message said;
 
@@ -203,7 +202,7 @@ static bool wait_for(struct unmapping *unmapping)
 		if (polled[0].revents)
 			return atomic_load(&unmapping->is_through) && atomic_load(&unmapping->all);
 		/* What that says is the end of kernels. */
-		if (polled[1].revents && says_fenced() && mpsd_exact_close())
+		if (polled[1].revents && mpsd_fence_is_said() && mpsd_exact_close())
 			return true;
 		/* Or something else comes first: it is obeyed after the move. */
 		if (polled[1].revents)
@@ -242,7 +241,7 @@ static bool cut_off(struct unmapping *unmapping)
 
 	unmapping->cut = mpsd_cut_begin(mpsd_in_use_number(), unmapping->pieces, unmapping->count);
 	while (unmapping->cut && (state = mpsd_cut_look(unmapping->cut)) == MPSD_CUT_GOES_ON) {
-		if (says_fenced() && mpsd_exact_close())
+		if (mpsd_fence_is_said() && mpsd_exact_close())
 			return true;
 		rest(began, spins);
 	}

@@ -13,6 +13,9 @@
 /* Where the daemon would say FENCED in the next move, and of which generation. -1: nowhere. */
 void mpsd_fence_listen(int line, uint64_t generation);
 
+/* Whether the daemon says it now: only that is taken from the line. */
+bool mpsd_fence_is_said(void);
+
 /*
  * In a move, with the lock of the windows. False: the old copy may still write, to some of it. What the daemon says
  * else meanwhile is left for later.
