@@ -68,6 +68,7 @@ TIMERS = (
     "linger",
     "kill-wait",
     "strays",
+    "strays-ask",
     "hits",
     "thaw",
     "no-such",

@@ -334,11 +334,11 @@ def test_a_turn_that_was_lost_with_its_domain_is_over() -> None:
     world.do(ev.MemberDone(process(10), 2, 5, 591))
     assert whys(world)[10] == "it was not ready: no standby"
     # Nobody who comes after the loss is kept from moving, or ended, over it.
-    world.attach(12, "d2")
-    world.hello(12, FailoverMode.EXACT)
+    world.hello(14, FailoverMode.EXACT)
     world.is_ready(10, 3)
-    world.is_ready(12, 3)
-    assert told(world) == {12: IN_TURN}
+    assert told(world) == {10: IN_TURN}
+    world.is_ready(14, 3)
+    assert told(world) == {14: IN_TURN}
     assert not [e for e in world.ever(fx.ArmTimer) if e.kind == "failover-put-out"]
 
 

@@ -7,7 +7,7 @@ from faultinject.proxy.work.generate import BEAT, PER_STEP, UNIT, UNTIMED, Gener
 __all__ = ["BEAT", "PER_STEP", "UNIT", "UNTIMED", "start"]
 
 # Few tokens a step: validation looks at all memory after each of the kernels of one.
-LARGE = Size(width=4096, layers=8, heads=32, new=8)
+LARGE = Size(width=4096, layers=8, heads=32, new=4)
 
 
 def start(seed: int, backend: str) -> Generation:
