@@ -76,7 +76,6 @@ _TIMERS: Mapping[str, Callable[[Draft, str], None]] = {
     "linger": clients.on_linger,
     "kill-wait": killing.on_kill_wait,
     "strays": strays.on_strays,
-    "strays-ask": strays.on_ask,
     "hits": hits.on_tell,
     "thaw": hits.on_thaw_timer,
     "failover-wait": members.on_wait,

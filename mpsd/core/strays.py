@@ -1,8 +1,4 @@
-"""Signs that belong to a GPU and, as yet, to no domain: they wait for a fault that could own them.
-
-A kernel's exception is told of so by the kernel log and NVML. The server whose it is logs it as a rule in the
-same milliseconds, and sometimes hundreds later: meanwhile the servers of that GPU are asked how they stand.
-"""
+"""Signs that belong to a GPU and, as yet, to no domain: they wait for a fault that could own them."""
 
 from __future__ import annotations
 
@@ -10,14 +6,12 @@ from dataclasses import replace
 
 from mpsd.core import attribution as at
 from mpsd.core.draft import Draft
-from mpsd.core.effects import ArmTimer, AskServer
+from mpsd.core.effects import ArmTimer
 from mpsd.core.records import Evidence, FaultRecord
-from mpsd.core.state import SERVING, Stray
+from mpsd.core.state import Stray
 from mpsd.core.writing import deviceless
 
 STRAYS_KEPT = 64
-ASK_S, ASKED_S = 0.004, 0.5
-"""When the servers are asked again at first, and after what time no more."""
 
 
 def take(draft: Draft, record: FaultRecord) -> tuple[Evidence, ...]:
@@ -40,25 +34,8 @@ def add(draft: Draft, stray: Stray) -> None:
     # Only the first arms the timer: one process that faults all the time must not put it off for ever.
     if not any(s.gpu == stray.gpu for s in draft.state.strays):
         draft.emit(ArmTimer("strays", stray.gpu, draft.state.policy.evidence_window_s))
-    asks = not stray.foreign and not _own(draft, stray.gpu)
     draft.count("strays_dropped", max(0, len(draft.state.strays) + 1 - STRAYS_KEPT))
     draft.state = replace(draft.state, strays=(*draft.state.strays, stray)[-STRAYS_KEPT:])
-    if asks:
-        on_ask(draft, stray.gpu)
-
-
-def _own(draft: Draft, gpu: str) -> list[Stray]:
-    """Those that may be a domain's."""
-    return [s for s in draft.state.strays if s.gpu == gpu and not s.foreign]
-
-
-def on_ask(draft: Draft, gpu: str) -> None:
-    """Nobody has claimed these signs yet: whose server is no more ACTIVE?"""
-    age = max((draft.now - s.evidence.at for s in _own(draft, gpu)), default=ASKED_S)
-    if age >= ASKED_S:
-        return
-    asked = [d for d in draft.state.domains_on(gpu) if d.state in SERVING and d.server is not None]
-    draft.emit(*(AskServer(domain.id) for domain in asked), ArmTimer("strays-ask", gpu, max(ASK_S, age)))
 
 
 def on_strays(draft: Draft, gpu: str) -> None:

@@ -11,7 +11,6 @@ from mpsd.core import effects as fx
 from mpsd.core import events as ev
 from mpsd.core.records import FaultRecord, Source
 from mpsd.core.state import DomainState
-from mpsd.core.strays import ASK_S, ASKED_S
 from mpsd.model import Access, ClientId, Confidence, LiesThere, ServerState, UvmFaultType
 from tests.support.core import (
     GPU,
@@ -354,41 +353,6 @@ def test_a_process_that_faults_all_the_time_is_reported_all_the_same() -> None:
         world.kernel(31, f"again {n}", pid=4242)
     assert len(world.state.strays) == 64
     assert world.state.counters["strays_dropped"] == 37
-
-
-def asked(world: World) -> list[str]:
-    return [e.domain for e in world.made(fx.AskServer)]
-
-
-def again_after(world: World) -> list[float]:
-    return [round(e.delay_s, 3) for e in world.made(fx.ArmTimer) if e.kind == "strays-ask"]
-
-
-def test_servers_are_asked_how_they_stand_until_one_owns_the_sign() -> None:
-    world = three_clients()
-    world.kernel(13, MISALIGNED)
-    assert asked(world) == ["d1", "d2"] and again_after(world) == [ASK_S]
-    # The second line of the same is no second question.
-    world.kernel(13, "Graphics Exception: ESR 0x50c7b0=0xc03000e")
-    assert not asked(world) and not again_after(world)
-    world.wait(ASK_S).timer("strays-ask", GPU)
-    assert asked(world) == ["d1", "d2"] and again_after(world) == [ASK_S]
-    world.wait(ASK_S).timer("strays-ask", GPU)
-    assert asked(world) == ["d1", "d2"] and again_after(world) == [2 * ASK_S]
-    world.server_state("d1", ServerState.FAULT)
-    assert world.path() == "d2" and len(world.record().evidence) == 3
-    world.timer("strays-ask", GPU)
-    assert not asked(world) and not again_after(world)
-
-
-def test_nobody_is_asked_for_ever_nor_over_somebody_elses_process() -> None:
-    world = three_clients()
-    world.kernel(31, mmu_text(ADDRESS), pid=4242, name="outside")
-    assert not asked(world) and not again_after(world)
-    world.nvml(31)
-    assert asked(world) == ["d1", "d2"]
-    world.wait(ASKED_S).timer("strays-ask", GPU)
-    assert not asked(world) and not again_after(world)
 
 
 def test_a_fault_of_one_domain_leaves_the_other_on_that_gpu_alone() -> None:

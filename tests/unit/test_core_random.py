@@ -68,7 +68,6 @@ TIMERS = (
     "linger",
     "kill-wait",
     "strays",
-    "strays-ask",
     "hits",
     "thaw",
     "no-such",
