@@ -178,6 +178,7 @@ def _end(draft: Draft, process: ProcessInstance, how: str) -> None:
     answer_gone(draft, process, how)
     for client in spaces:
         domain = draft.state.domains[client.id.domain]
+        client = draft.put_client(replace(client, waited=client.id in idle))
         if not client.leased:
             draft.drop_client(client)
         elif domain.state in _WORK_IS_LOST:

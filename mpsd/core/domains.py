@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mpsd.core import events as ev
-from mpsd.core import failover, leases, slots
+from mpsd.core import failover, fates, leases, slots
 from mpsd.core.draft import Draft
 from mpsd.core.effects import ArmTimer, AskServer, StartDomain, StopDomain, SwitchPath
 from mpsd.core.killing import kill_by_policy
@@ -265,7 +265,8 @@ def settle(draft: Draft, name: str) -> None:
     domain = draft.state.domains.get(name)
     if domain is None or domain.state not in _LEFTOVER or draft.state.adopting:
         return
-    if any(draft.state.living_of(name)):
+    coming = (c for c in draft.state.clients_of(name) if fates.comes(draft.state, c))
+    if any(draft.state.living_of(name)) or any(coming):
         return
     slot = draft.state.slots[domain.slot]
     if slot.active == name:

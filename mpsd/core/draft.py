@@ -67,7 +67,8 @@ class Draft:
 
     def drop_client(self, client: Client) -> None:
         """Forget a client, but remember for a while that its process was one."""
-        entry = Departed(client.id, client.facts, self.now, client.leased)
+        waited = client.waited or (client.living and not self.state.at_home(client))
+        entry = Departed(client.id, client.facts, self.now, client.leased, waited)
         departed = (*self.state.departed, entry)[-DEPARTED_KEPT:]
         clients = _without(self.state.clients, client.id)
         self.state = replace(self.state, clients=clients, departed=departed)

@@ -132,8 +132,8 @@ def why_not(draft: Draft, member: Member, target: Domain | None) -> str:
 
 
 def may_go_again(domain: Domain, faults: Iterable[FaultRecord], sure: Iterable[ProcessInstance]) -> Again:
-    """How what was in flight there may be done again: at once where nobody's work was at fault, or it is
-    known whose. What a suspect had in flight may fault again, so then it is one after the other."""
+    """How what was in flight there may be done again: with the move, where nobody's work was at fault or it
+    is known whose. What a suspect had in flight may fault again, so then it is one after the other."""
     nobodys = domain.state is not DomainState.FAULTED and not list(faults)
     return Again.AGAIN if nobodys or list(sure) else Again.IN_TURN
 
@@ -145,8 +145,8 @@ def _tell(
     draft.emit(Move(member.process, member.generation, why, planned, again))
     told = (*(t for t in member.told if draft.now - t < MINUTE_S), draft.now)
     guessed = draft.now if again is Again.AT_ONCE else member.guessed
-    member = replace(member, told=told, among=False, again=again, guessed=guessed)
-    draft.put_member(replace(member, standing=Standing.MOVING))
+    moving = replace(member, standing=Standing.MOVING, told=told, among=False, again=again, guessed=guessed)
+    draft.put_member(moving)
     draft.count("failover_moves")
 
 
@@ -219,7 +219,7 @@ def _record(
     late: bool = False,
 ) -> None:
     """`late`: others have been told already, or have not come yet: nobody knows who will do what again."""
-    repeated = turns.repeaters(draft.state, domain) if domain.is_dead else []
+    repeated = turns.repeaters(draft.state, domain, draft.now) if domain.is_dead else []
     sure = [*culprits(faults), *repeated]
     # Likely is not certain: it is told with the others.
     suspects = {p.id.process for r in faults for p in (*r.suspects, *([r.offender] if r.offender else []))}
@@ -280,9 +280,10 @@ def _is_a_kernels(fault: FaultRecord) -> bool:
 def _at_work(draft: Draft, domain: Domain) -> set[ProcessInstance]:
     """Who has work there, or had until lately."""
     state = draft.state
-    here = {c.id.process for c in state.clients_of(domain.id) if not state.is_idle(c)}
+    here = (c for c in state.clients_of(domain.id) if not c.waited and (not c.living or state.at_home(c)))
     since = draft.now - state.policy.evidence_window_s
-    return here | {d.id.process for d in state.departed if d.id.domain == domain.id and d.at >= since}
+    gone = (d for d in state.departed if d.id.domain == domain.id and d.at >= since and not d.waited)
+    return {c.id.process for c in here} | {d.id.process for d in gone}
 
 
 def _note_among(draft: Draft, here: set[ProcessInstance], told: list[ProcessInstance]) -> None:
@@ -297,7 +298,7 @@ def by_turn(draft: Draft, record: FaultRecord) -> FaultRecord:
     """Name who did its work again when that faulted: another one's could have in the same moment."""
     if record.offender is not None or record.domain is None:
         return record
-    repeated = turns.repeaters(draft.state, draft.state.domains[record.domain])
+    repeated = turns.repeaters(draft.state, draft.state.domains[record.domain], draft.now)
     here = [c for c in draft.state.living_of(record.domain) if c.id.process in repeated]
     for client in here[:1]:
         victims = at.victims(draft.state, record.domain, client.id)

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from mpsd.core.draft import Draft
 from mpsd.core.effects import RecordFailover
-from mpsd.core.standby import FailoverRecord, Outcome
-from mpsd.core.state import State
+from mpsd.core.standby import FailoverRecord, Outcome, Standing
+from mpsd.core.state import Client, State
 from mpsd.model import ProcessInstance
 
 FINAL = frozenset({Outcome.MOVED, Outcome.STAYED, Outcome.ENDED})
@@ -41,6 +41,20 @@ def latest_of(state: State, process: ProcessInstance) -> FailoverRecord | None:
     record = last_of(state, process)
     final = record is None or any(f.process == process and f.outcome in FINAL for f in record.fates)
     return None if final else record
+
+
+def comes(state: State, client: Client) -> bool:
+    """Its process was told to move there, and its time to say that it has is not over."""
+    member = state.members.get(client.id.process)
+    if (
+        member is None
+        or member.standing is not Standing.MOVING
+        or client.id.domain != f"d{member.generation}"
+    ):
+        return False
+    record = latest_of(state, client.id.process)
+    fates = record.fates if record is not None else ()
+    return any(f.process == client.id.process and f.outcome is Outcome.TOLD for f in fates)
 
 
 def timed(draft: Draft, process: ProcessInstance, name: str, **changes: object) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mpsd.core import fates
 from mpsd.core.draft import Draft
 from mpsd.core.effects import Forget, ReleaseLease
 from mpsd.core.state import Client
@@ -17,9 +18,9 @@ def release(draft: Draft, client: Client) -> None:
 
 def release_dead(draft: Draft, domain: str) -> None:
     """Release every dead client of a domain in which nothing it left can harm anybody any more; so too who
-    lives, and has nothing but an idle context there."""
+    lives, and has nothing but an idle context there: but for one that may have just come there."""
     for client in tuple(draft.state.clients_of(domain)):
-        if not client.living or draft.state.is_idle(client):
+        if not client.living or (draft.state.is_idle(client) and not fates.comes(draft.state, client)):
             release(draft, client)
 
 

@@ -39,6 +39,8 @@ def on_came(draft: Draft, event: ev.MemberCame) -> None:
     if known is not None and known.standing is Standing.LEFT_BEHIND and known.home == home:
         fresh = replace(fresh, standing=Standing.LEFT_BEHIND, reason=known.reason)
     draft.put_member(fresh)
+    if known is not None and known.standing is Standing.MOVING:
+        _leave(draft, f"d{known.generation}")
     refresh(draft, event.process)
 
 
@@ -207,18 +209,19 @@ def on_moved(draft: Draft, event: ev.MemberMoved) -> None:
     else:
         turns.go_on(draft, name)
     draft.publish("failover-moved", member.uid, pid=event.process.pid, domain=name)
-    if old is not None and old != name and old in draft.state.domains:
-        _leave(draft, old)
+    # Where it was told to go since then, it has not gone.
+    for left in {old, f"d{member.generation}"} - {None, name}:
+        _leave(draft, left)
     refresh(draft, event.process)
 
 
-def _leave(draft: Draft, name: str) -> None:
-    """What it has left there is nobody's work any more: the domain may end over it."""
-    domain = draft.state.domains.get(name)
+def _leave(draft: Draft, name: str | None) -> None:
+    """Nothing of it runs there any more, or will: the domain may end over it."""
+    domain = draft.state.domains.get(name or "")
     if domain is not None and domain.state is DomainState.FAULTED:
-        leases.release_dead(draft, name)
+        leases.release_dead(draft, domain.id)
     if domain is not None:
-        domains.settle(draft, name)
+        domains.settle(draft, domain.id)
 
 
 def on_done(draft: Draft, event: ev.MemberDone) -> None:
@@ -251,9 +254,9 @@ def on_stayed(draft: Draft, event: ev.MemberStayed) -> None:
         # A planned move: it lives on where it is, and may be ready for the next one.
         draft.emit(StandDown(event.process, event.generation, "it stayed"))
         draft.put_member(replace(member, standing=Standing.WAITING, generation=0, reason=event.reason))
-        return
-    failover.leave_behind(draft, member, f"it stayed: {event.reason}")
-    _waited_for_no_longer(draft, member)
+    else:
+        failover.leave_behind(draft, member, f"it stayed: {event.reason}")
+        _waited_for_no_longer(draft, member)
     _leave(draft, f"d{event.generation}")
 
 
@@ -266,6 +269,9 @@ def on_wait(draft: Draft, subject: str) -> None:
             limit = draft.state.policy.move_wait_s
             why = f"no word within {limit:g} s"
             fates.revise(draft, current, fate.process, outcome=Outcome.SILENT, why=why)
+            member = draft.state.members.get(fate.process)
+            if member is not None and member.standing is Standing.MOVING:
+                _leave(draft, f"d{member.generation}")
 
 
 def on_drain(draft: Draft, event: ev.DrainRequested) -> None:

@@ -13,7 +13,7 @@ from enum import StrEnum
 from types import MappingProxyType
 
 from mpsd.core.records import Evidence, FaultRecord
-from mpsd.core.standby import FailoverRecord, Member, Standing
+from mpsd.core.standby import FailoverRecord, Member
 from mpsd.model import ClientId, FailoverMode, ProcessFacts, ProcessInstance, ServerState, ZonePolicy
 
 
@@ -154,7 +154,8 @@ class Client:
     """`leased`, `listed` (by the server, when asked): see mpsd.core.proof. `unstored`: its lease is held
     by the daemon alone. `blind`: the end of its work is not seen. `zone_policy`: set for its process, None
     where the default holds. `frozen`: stopped by mpsd itself, since when. `apart`: its address spaces were
-    told from those that its process has in other domains.
+    told from those that its process has in other domains. `waited`: nothing of its process ran there when
+    that ended.
     """
 
     id: ClientId
@@ -173,6 +174,7 @@ class Client:
     zone_policy: ZonePolicy | None = None
     frozen: float | None = None
     apart: bool = False
+    waited: bool = False
 
     @property
     def living(self) -> bool:
@@ -181,12 +183,14 @@ class Client:
 
 @dataclass(frozen=True, slots=True)
 class Departed:
-    """What is remembered for a while of a client that has gone. `leased`: its lease outlived it."""
+    """What is remembered for a while of a client that has gone. `leased`: its lease outlived it; `waited`:
+    nothing of its process ran there at the end."""
 
     id: ClientId
     facts: ProcessFacts
     at: float
     leased: bool
+    waited: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,14 +264,7 @@ class State:
 
     def is_idle(self, client: Client) -> bool:
         """Whether it may go with its domain, though its process lives: nobody waits for its end, either."""
-        living = client.living and client.eviction is None
-        return living and not self.at_home(client) and not self._is_to_come(client)
-
-    def _is_to_come(self, client: Client) -> bool:
-        """It was told to move there, and may have done so."""
-        member = self.members.get(client.id.process)
-        moves = member is not None and member.standing is Standing.MOVING
-        return member is not None and moves and client.id.domain == f"d{member.generation}"
+        return client.living and client.eviction is None and not self.at_home(client)
 
     def spaces_of(self, process: ProcessInstance) -> Iterator[Client]:
         return (c for c in self.clients.values() if c.id.process == process)

@@ -51,28 +51,31 @@ def holders(state: State, domain: str) -> list[Member]:
     return [m for m in state.members.values() if m.home == domain and m.turn is Turn.HAS]
 
 
-def _guessers(state: State, domain: Domain) -> list[Member]:
-    """Who lives there, or is on its way there, and was told to do its work again at once."""
-    here = (m for m in state.members.values() if m.home == domain.id or _comes_to(m, domain))
-    return [m for m in here if m.again is Again.AT_ONCE]
+def _is_open(state: State, domain: Domain, now: float) -> bool:
+    """Whether somebody who lives there, or is on its way there, does its work again on a guess of which it is
+    not known yet that it was right."""
+    return any(
+        member.again is Again.AT_ONCE
+        and (member.turn is Turn.HAS or now - member.guessed < GUESS_S)
+        and (member.home == domain.id or _comes_to(member, domain))
+        for member in state.members.values()
+    )
 
 
 def _comes_to(member: Member, domain: Domain) -> bool:
     return member.standing is Standing.MOVING and member.generation == domain.generation
 
 
-def repeaters(state: State, domain: Domain) -> list[ProcessInstance]:
-    """Whose work is at fault if this domain is lost now: one who has a turn of its own; nobody, while another
-    may do its work again there on a guess."""
-    if any(m.turn is Turn.HAS or _comes_to(m, domain) for m in _guessers(state, domain)):
-        return []
-    return [m.process for m in holders(state, domain.id)]
+def repeaters(state: State, domain: Domain, now: float) -> list[ProcessInstance]:
+    """Whose work is at fault if this domain is lost now: one who has a turn of its own; nobody, beside an
+    open guess."""
+    return [] if _is_open(state, domain, now) else [m.process for m in holders(state, domain.id)]
 
 
 def may_be_at_once(state: State, domain: Domain, here: Iterable[ProcessInstance], now: float) -> bool:
     """Whether the offender is likely to do nothing again. `here`: who had work there when it was lost."""
     youngest = max(here, key=_age, default=None)
-    if youngest is None or any(_is_open(m, now) for m in _guessers(state, domain)):
+    if youngest is None or _is_open(state, domain, now):
         return False
     member = state.members.get(youngest)
     return member is None or not (
@@ -81,11 +84,6 @@ def may_be_at_once(state: State, domain: Domain, here: Iterable[ProcessInstance]
         and member.mode is FailoverMode.EXACT
         and member.standing is not Standing.LEFT_BEHIND
     )
-
-
-def _is_open(member: Member, now: float) -> bool:
-    """Whether it is not known yet that its guess was right."""
-    return member.turn is Turn.HAS or member.standing is Standing.MOVING or now - member.guessed < GUESS_S
 
 
 def begin(draft: Draft, member: Member) -> None:
@@ -100,7 +98,7 @@ def begin(draft: Draft, member: Member) -> None:
 def lost(draft: Draft, domain: Domain) -> None:
     """Whoever does its work again there has lost it once more: its turn has ended."""
     for member in holders(draft.state, domain.id):
-        draft.put_member(replace(member, turn=Turn.NONE))
+        draft.put_member(replace(member, turn=Turn.NONE, among=False))
 
 
 def wait(draft: Draft, member: Member, operations: int, takes_s: float) -> None:

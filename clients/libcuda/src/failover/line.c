@@ -187,7 +187,10 @@ static bool move(const struct mpsd_failover_message *order)
 	generation = 0;
 	atomic_store(&comes_until_ns, mpsd_now_ns() + mpsd_wish()->patience_ns);
 	is = say(&message);
-	return (order->values[1] != MPSD_FAILOVER_AT_ONCE || have_turn(true)) && is;
+	/* Whether or not there is still somebody to hear of it. */
+	if (order->values[1] == MPSD_FAILOVER_AT_ONCE)
+		is = have_turn(true) && is;
+	return is;
 }
 
 static bool stand_down(const struct mpsd_failover_message *order)
