@@ -232,7 +232,7 @@ def _record(
         refusals[member] = refusal or why_not(draft, member, target_of(draft.state, member))
     told = [member for member, refusal in refusals.items() if not refusal]
     again = may_go_again(domain, faults, sure)
-    here = _at_work(draft, domain)
+    here = turns.at_work(draft, domain)
     if again is Again.IN_TURN and not late and turns.may_be_at_once(draft.state, domain, here, draft.now):
         again = Again.AT_ONCE
     if domain.is_dead:
@@ -245,7 +245,7 @@ def _record(
             leave_behind(draft, member, refusal)
         fates.append(_fate(draft.state, member, refusal, member.process in suspects))
     if again is Again.IN_TURN and any(_is_a_kernels(f) for f in faults):
-        _note_among(draft, here, [m.process for m in told])
+        turns.note_among(draft, here, [m.process for m in told])
     number = draft.state.next_failover
     draft.state = replace(draft.state, next_failover=number + 1)
     first = min((r.evidence[0].at for r in faults[:1] if r.evidence), default=draft.now)
@@ -275,23 +275,6 @@ def _is_a_kernels(fault: FaultRecord) -> bool:
     """An exception that somebody has reported: a server that was killed is in FAULT for its clients, too."""
     said = any(e.source not in (Source.SERVER_STATE, Source.PROCESS) for e in fault.evidence)
     return said and fault.fault_class.startswith("sm-")
-
-
-def _at_work(draft: Draft, domain: Domain) -> set[ProcessInstance]:
-    """Who has work there, or had until lately."""
-    state = draft.state
-    here = (c for c in state.clients_of(domain.id) if not c.waited and (not c.living or state.at_home(c)))
-    since = draft.now - state.policy.evidence_window_s
-    gone = (d for d in state.departed if d.id.domain == domain.id and d.at >= since and not d.waited)
-    return {c.id.process for c in here} | {d.id.process for d in gone}
-
-
-def _note_among(draft: Draft, here: set[ProcessInstance], told: list[ProcessInstance]) -> None:
-    """Whether who made the fault is among these: all clients of the domain, who do again what they did."""
-    members = map(draft.state.members.get, told)
-    moving = [m for m in members if m is not None and m.mode is FailoverMode.EXACT]
-    for member in moving if here <= {m.process for m in moving} else ():
-        draft.put_member(replace(member, among=True))
 
 
 def by_turn(draft: Draft, record: FaultRecord) -> FaultRecord:

@@ -51,6 +51,23 @@ def holders(state: State, domain: str) -> list[Member]:
     return [m for m in state.members.values() if m.home == domain and m.turn is Turn.HAS]
 
 
+def at_work(draft: Draft, domain: Domain) -> set[ProcessInstance]:
+    """Who has work there, or had until lately."""
+    state = draft.state
+    here = (c for c in state.clients_of(domain.id) if not c.waited and (not c.living or state.at_home(c)))
+    since = draft.now - state.policy.evidence_window_s
+    gone = (d for d in state.departed if d.id.domain == domain.id and d.at >= since and not d.waited)
+    return {c.id.process for c in here} | {d.id.process for d in gone}
+
+
+def note_among(draft: Draft, here: set[ProcessInstance], told: list[ProcessInstance]) -> None:
+    """Whether who made the fault is among these: all clients of the domain, who do again what they did."""
+    members = map(draft.state.members.get, told)
+    moving = [m for m in members if m is not None and m.mode is FailoverMode.EXACT]
+    for member in moving if here <= {m.process for m in moving} else ():
+        draft.put_member(replace(member, among=True))
+
+
 def _is_open(state: State, domain: Domain, now: float) -> bool:
     """Whether somebody who lives there, or is on its way there, does its work again on a guess of which it is
     not known yet that it was right."""

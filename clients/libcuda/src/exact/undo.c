@@ -241,14 +241,14 @@ static void commit(struct mpsd_plan *plan)
 
 CUresult make_cuEventCreate(CUevent *phEvent, unsigned int Flags);
 
-/* What a move has overtaken was made in the copy that is left, and is nothing here. */
+/* What a move has overtaken was made in the copy that is left, and is nothing here. Calls of two copies may be at it. */
 static CUresult make_event(struct mpsd_lane *lane)
 {
-	CUevent event = lane->event;
+	CUevent event = __atomic_load_n(&lane->event, __ATOMIC_ACQUIRE);
 	CUresult result = event ? CUDA_SUCCESS : make_cuEventCreate(&event, CU_EVENT_DISABLE_TIMING);
 
 	if (result == CUDA_SUCCESS)
-		lane->event = event;
+		__atomic_store_n(&lane->event, event, __ATOMIC_RELEASE);
 	return result;
 }
 
@@ -257,7 +257,8 @@ static CUresult mark_saves(struct mpsd_lane *lane)
 	CUresult result = mpsd_lane_mark(lane);
 
 	if (result == CUDA_SUCCESS)
-		result = real_cuEventRecord(mpsd_native(lane->event), mpsd_native(lane->stream));
+		result = real_cuEventRecord(mpsd_native(__atomic_load_n(&lane->event, __ATOMIC_ACQUIRE)),
+					    mpsd_native(lane->stream));
 	return result;
 }
 
@@ -277,7 +278,7 @@ static CUresult come_after_others(struct mpsd_lane *lane)
 		struct mpsd_lane *other = &mpsd_lanes[i];
 
 		if (other != lane && other->saved > mpsd_lane_look(other))
-			events[count++] = other->event;
+			events[count++] = __atomic_load_n(&other->event, __ATOMIC_ACQUIRE);
 	}
 	pthread_mutex_unlock(&mpsd_exact_lock);
 	for (unsigned int i = 0; i < count && result == CUDA_SUCCESS; i++)

@@ -1,0 +1,86 @@
+"""Mode `exact`: a turn that comes with the word to move."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.libcuda.test_exact import EXACT, gate, move
+from tests.libcuda.test_failover import Program, ask, break_domain, copies, post, stand_by
+from tests.support import moving
+from tests.support.gate import ANY, Gate, gate_of
+from tests.support.moving import Post
+from tests.support.simfixtures import backend, domain, second
+from tests.support.simnode import Domain, until
+
+__all__ = ["ask", "backend", "copies", "domain", "gate", "post", "second"]
+
+
+@pytest.fixture
+def there(second: Domain) -> Iterator[Gate]:
+    """Of the domain to which it moves."""
+    with gate_of(second) as made:
+        yield made
+
+
+@EXACT
+def test_a_program_that_is_told_so_has_its_turn_as_soon_as_it_has_moved(
+    domain: Domain, gate: Gate, second: Domain, post: Post, ask: Program, copies: Path
+) -> None:
+    line = post.greet(moving.EXACT)
+    ask("m = gpu.memory(8 << 20)")
+    stand_by(line, second, copies)
+    assert ask("gpu.run('add', m, 8, 5), gpu.sync()") == "(0, 0)"
+    gate.let(3)
+    assert ask("gpu.run('add', m, 8, 1)") == "0"
+    break_domain(domain)
+    said = move(line, again=3)
+    assert (said.text, said.values[4:]) == ("", (1, 1))
+    done = line.hear(moving.DONE)
+    assert (done.generation, done.text, done.values[:2]) == (1, "", (8 << 20, 1))
+    assert ask("gpu.sync(), gpu.word(m)") == "(0, 6)"
+    assert ask.end() == ""
+
+
+@EXACT
+def test_a_fence_that_comes_late_ends_no_turn(
+    domain: Domain, gate: Gate, second: Domain, there: Gate, post: Post, ask: Program, copies: Path
+) -> None:
+    line = post.greet(moving.EXACT)
+    ask("m = gpu.memory(8 << 20)")
+    stand_by(line, second, copies)
+    assert ask("gpu.run('add', m, 8, 5), gpu.sync()") == "(0, 0)"
+    gate.let(3)
+    assert ask("gpu.run('add', m, 8, 1)") == "0"
+    break_domain(domain)
+    there.let(0)
+    began = time.monotonic()
+    assert move(line, again=3).values[5] == 1
+    line.say(moving.FENCED, 1)
+    until(line.is_read)
+    # What it does again is looked at for a second.
+    assert line.is_silent() or time.monotonic() > began + 1
+    there.let(ANY)
+    assert line.hear(moving.DONE).values[:2] == (8 << 20, 1)
+    assert ask("gpu.sync(), gpu.word(m)") == "(0, 6)"
+    assert ask.end() == ""
+
+
+@EXACT
+def test_it_needs_no_daemon_for_that_any_more(
+    domain: Domain, gate: Gate, second: Domain, post: Post, ask: Program, copies: Path
+) -> None:
+    line = post.greet(moving.EXACT)
+    ask("m = gpu.memory(8 << 20)")
+    stand_by(line, second, copies)
+    assert ask("gpu.run('add', m, 8, 5), gpu.sync()") == "(0, 0)"
+    gate.let(3)
+    assert ask("gpu.run('add', m, 8, 1)") == "0"
+    break_domain(domain)
+    line.say(moving.MOVE, 1, again=3)
+    line.close()
+    assert ask("gpu.sync(), gpu.word(m)") == "(0, 6)"
+    assert ask.end() == ""

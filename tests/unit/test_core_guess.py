@@ -1,0 +1,250 @@
+"""Suspects that do their work again at once, where the client that was started last does nothing again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import MappingProxyType
+
+import pytest
+
+from mpsd.core import effects as fx
+from mpsd.core import events as ev
+from mpsd.core.standby import Standing, Turn
+from mpsd.core.turns import GUESS_S
+from mpsd.model import Again, ClientId, FailoverMode
+from tests.support.core import process, server_of
+from tests.unit.test_core_failover import AT_ONCE, IN_TURN, Site, suspected, turns_of
+from tests.unit.test_core_turns import all_told, another, comes, lost, turns
+
+
+def told(world: Site) -> dict[int, Again]:
+    return {e.process.pid: e.again for e in world.made(fx.Move)}
+
+
+def guessed(who: str = "a stranger") -> Site:
+    """13, the youngest, does nothing again: the others do at once."""
+    world = all_told(10, 11)
+    another(world, 13, who)
+    lost(world)
+    assert {pid: again for pid, again in told(world).items() if pid != 13} == {10: AT_ONCE, 11: AT_ONCE}
+    return world
+
+
+@pytest.mark.parametrize("who", ["a stranger", "one that has just ended", "one in mode keep"])
+def test_where_the_youngest_does_nothing_again_the_others_do_at_once_and_side_by_side(who: str) -> None:
+    world = guessed(who)
+    comes(world, 10, 591)
+    comes(world, 11, 30)
+    assert turns(world) == [] and turns_of(world) == {10: Turn.HAS, 11: Turn.HAS}
+    fates = {f.process.pid: f for f in world.failover().fates}
+    assert [(fates[pid].turn_ms, fates[pid].done_ms) for pid in (10, 11)] == [(3.0, None)] * 2
+    world.do(ev.MemberDone(process(11), 2, 5, 196))
+    done = next(f for f in world.failover().fates if f.process.pid == 11)
+    assert done.replayed == 196 and done.done_ms is not None
+    # No word of the other's end.
+    world.timer("failover-turn", f"10 {process(10).start_ticks} d2")
+    assert turns_of(world) == {}
+
+
+def test_one_with_nothing_in_flight_needs_no_turn_on_a_guess_either() -> None:
+    world = guessed()
+    comes(world, 10, 0, waits=False)
+    assert turns_of(world) == {}
+    assert {f.process.pid: f.turn_ms for f in world.failover().fates}[10] is None
+
+
+def lose(world: Site, name: str) -> None:
+    world.kernel(43, "channel 0x1", server_of(name).pid, "nvidia-cuda-mps")
+
+
+def whys(world: Site) -> dict[int, str]:
+    return {f.process.pid: f.why for f in world.failover().fates}
+
+
+def named(world: Site) -> int | None:
+    """Who is named in the newest record of a fault."""
+    offender = max(world.records().values(), key=lambda record: record.id).offender
+    return None if offender is None else offender.id.process.pid
+
+
+def wrong() -> Site:
+    """A guess that was wrong: 11 is done already, 10 is not; a stranger has come that is younger yet."""
+    world = guessed()
+    comes(world, 10, 591)
+    comes(world, 11, 30)
+    world.do(ev.MemberDone(process(11), 2, 5, 196))
+    world.started("d3")
+    world.is_ready(11, 3)
+    world.attach(14, "d2")
+    world.now += GUESS_S
+    lose(world, "d2")
+    return world
+
+
+def test_a_wrong_guess_names_nobody_and_takes_turns_next() -> None:
+    world = wrong()
+    assert told(world) == {11: IN_TURN}
+    assert named(world) is None and world.standing(10) is not Standing.LEFT_BEHIND
+    # The other one had no standby yet; it has its turn alone, and is named by that.
+    world.is_ready(10, 3)
+    assert told(world) == {10: IN_TURN}
+    world.do(ev.MemberMoved(process(11), 3, 1, 2, 3))
+    world.do(ev.MemberMoved(process(10), 3, 1, 2, 3, replayed=9, waits=True, takes_ns=30_000_000))
+    assert [e.process.pid for e in world.made(fx.HaveTurn)] == [10]
+    lose(world, "d3")
+    assert world.standing(10) is Standing.LEFT_BEHIND and named(world) == 10
+
+
+def test_a_turn_that_was_lost_with_its_domain_is_over() -> None:
+    world = wrong()
+    assert turns_of(world) == {}
+    # A word that was on its way changes nothing of the newer record.
+    world.do(ev.MemberDone(process(10), 2, 5, 591))
+    assert whys(world)[10] == "it was not ready: no standby"
+    # Nobody who comes after the loss is kept from moving, or ended, over it.
+    world.hello(14, FailoverMode.EXACT)
+    world.is_ready(10, 3)
+    assert told(world) == {10: IN_TURN}
+    world.is_ready(14, 3)
+    assert told(world) == {14: IN_TURN}
+    assert not [e for e in world.ever(fx.ArmTimer) if e.kind == "failover-put-out"]
+
+
+def test_a_guess_that_was_long_ago_was_right() -> None:
+    world = guessed()
+    world.now += 1.0
+    for pid in (10, 11):
+        comes(world, pid, 30)
+        world.do(ev.MemberDone(process(pid), 2))
+    world.started("d3")
+    world.is_ready(10, 3)
+    world.is_ready(11, 3)
+    world.attach(14, "d2")
+    world.now += GUESS_S
+    lose(world, "d2")
+    assert told(world) == {10: AT_ONCE, 11: AT_ONCE}
+
+
+def test_a_guess_counts_from_when_it_began() -> None:
+    world = guessed()
+    world.now += GUESS_S
+    for pid in (10, 11):
+        comes(world, pid, 30)
+        world.do(ev.MemberDone(process(pid), 2))
+    world.started("d3")
+    world.is_ready(10, 3)
+    world.attach(14, "d2")
+    world.now += GUESS_S - 0.001
+    lose(world, "d2")
+    assert told(world) == {10: IN_TURN}
+
+
+def test_who_came_by_a_new_connection_has_made_its_guess_all_the_same() -> None:
+    world = guessed()
+    comes(world, 10, 30)
+    world.hello(10, FailoverMode.EXACT, 2)
+    comes(world, 11, 30)
+    world.do(ev.ClientDied(process(11)))
+    world.started("d3")
+    world.is_ready(10, 3)
+    world.attach(14, "d2")
+    lose(world, "d2")
+    assert told(world) == {10: IN_TURN}
+
+
+def test_one_that_is_still_on_its_way_may_be_the_offender() -> None:
+    """Its word that it has moved, and does its work again, is read after the loss."""
+    world = guessed()
+    comes(world, 11, 30)
+    lose(world, "d2")
+    assert named(world) is None and whys(world) == {11: "there was no standby"}
+    comes(world, 10, 30)
+    assert turns_of(world) == {}
+    world.started("d3")
+    assert {e.process.pid for e in world.ever(fx.OfferStandby) if e.generation == 3} == {10, 11}
+    world.is_ready(11, 3)
+    assert told(world) == {11: IN_TURN}
+    world.is_ready(10, 3)
+    assert told(world) == {10: IN_TURN}
+
+
+def test_who_was_to_go_where_everything_is_lost_and_stays_has_nothing_there() -> None:
+    world = guessed()
+    comes(world, 11, 30)
+    lose(world, "d2")
+    world.do(ev.MemberStayed(process(10), 2, "nobody knows"))
+    assert ClientId("d2", process(10)) not in world.state.clients
+
+
+def test_the_youngest_is_no_stranger_for_not_being_ready() -> None:
+    world = all_told(10)
+    world.attach(12, "d1")
+    world.hello(12, FailoverMode.EXACT)
+    lost(world)
+    assert told(world) == {10: IN_TURN}
+    world.is_ready(12, 2)
+    assert told(world) == {12: IN_TURN}
+
+
+@pytest.mark.parametrize("who", ["left behind", "not connected"])
+def test_one_that_cannot_move_does_nothing_again(who: str) -> None:
+    world = all_told(10, 11)
+    if who == "left behind":
+        world.do(ev.MemberStayed(process(11), 2, "nobody knows"))
+        member = replace(world.state.members[process(11)], standing=Standing.LEFT_BEHIND)
+        members = {**world.state.members, process(11): member}
+        world.state = replace(world.state, members=MappingProxyType(members))
+    else:
+        world.do(ev.MemberLeft(process(11)))
+    lost(world)
+    assert told(world) == {10: AT_ONCE}
+
+
+def test_who_comes_after_the_loss_makes_no_guess() -> None:
+    world = all_told()
+    for pid in (10, 11):
+        world.attach(pid, "d1")
+    lost(world)
+    for pid in (10, 11):
+        world.hello(pid, FailoverMode.EXACT)
+    world.is_ready(11, 2)
+    assert told(world) == {11: IN_TURN}
+    world.is_ready(10, 2)
+    assert told(world) == {10: IN_TURN}
+
+
+@pytest.mark.parametrize("has_come", [True, False])
+def test_who_is_late_beside_a_guess_takes_its_turn_and_is_not_named_for_it(has_come: bool) -> None:
+    world = all_told(10, 11)
+    world.attach(9, "d1")
+    world.hello(9, FailoverMode.EXACT)
+    another(world, 13, "a stranger")
+    lost(world)
+    assert told(world) == {10: AT_ONCE, 11: AT_ONCE}
+    world.is_ready(9, 2)
+    assert told(world) == {9: IN_TURN}
+    comes(world, 9, 5)
+    assert turns(world) == [9]
+    if has_come:
+        comes(world, 11, 30)
+    assert turns_of(world) == {9: Turn.HAS} | ({11: Turn.HAS} if has_come else {})
+    lose(world, "d2")
+    assert named(world) is None and set(whys(world).values()) == {"there was no standby"}
+
+
+def test_one_that_repeats_its_word_is_not_at_once_a_second_time() -> None:
+    world = guessed()
+    comes(world, 10, 30)
+    world.do(ev.MemberDone(process(10), 2))
+    comes(world, 10, 30)
+    assert turns_of(world) == {10: Turn.WAITS}
+
+
+def test_a_planned_move_blames_nobody_who_has_its_turn() -> None:
+    world = suspected(10, 11, 12, 9)
+    assert turns_of(world)[10] is Turn.HAS
+    world.started("d3")
+    world.is_ready(9, 3)
+    world.do(ev.DrainRequested((), True))
+    assert world.told() == [9]
+    assert world.standing(10) is not Standing.LEFT_BEHIND and turns_of(world)[10] is Turn.HAS
