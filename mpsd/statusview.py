@@ -8,7 +8,6 @@ from typing import Any
 
 from mpsd import __version__, procs
 from mpsd.core.domains import work_is_lost
-from mpsd.core.failover import idle_here
 from mpsd.core.proof import proofs
 from mpsd.core.state import Client, Domain, DomainState, State
 from mpsd.errors import MpsdError
@@ -181,7 +180,7 @@ def _domain(
         "uptime_s": _domain_age(domain, around),
         "clients": len({c.id.process for c in state.living_of(domain.id)}),
         # Contexts of programs whose work runs elsewhere.
-        "idle_contexts": len({c.id.process for c in state.clients_of(domain.id) if idle_here(state, c)}),
+        "idle_contexts": len({c.id.process for c in state.clients_of(domain.id) if state.is_in_waiting(c)}),
         "clients_limit": around.clients_limit,
         "last_fault": domain.last_fault,
         "path": str(around.layout.slot_path(domain.slot)),

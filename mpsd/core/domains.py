@@ -383,7 +383,7 @@ def on_kill_victims(draft: Draft, domain: str) -> None:
     if work_is_lost(where):
         why = "victim of a fault that did not leave"
         here = tuple(draft.state.living_of(domain))
-        moving = [c for c in here if failover.is_moving(draft.state, c.id.process)]
+        moving = [c for c in here if fates.is_moving(draft.state, c.id.process)]
         killed = [kill_by_policy(draft, c, why) for c in here if c not in moving]
         if moving:
             draft.emit(ArmTimer("kill-victims", domain, draft.state.policy.move_wait_s))

@@ -67,7 +67,7 @@ class Draft:
 
     def drop_client(self, client: Client) -> None:
         """Forget a client, but remember for a while that its process was one."""
-        waited = client.waited or (client.living and not self.state.at_home(client))
+        waited = client.waited or self.state.is_in_waiting(client)
         entry = Departed(client.id, client.facts, self.now, client.leased, waited)
         departed = (*self.state.departed, entry)[-DEPARTED_KEPT:]
         clients = _without(self.state.clients, client.id)

@@ -319,22 +319,10 @@ def _end_there(draft: Draft, clients: Iterable[Client]) -> None:
         kill_by_policy(draft, client, "it made the fault from which the others fail over")
 
 
-def idle_here(state: State, client: Client) -> bool:
-    """Whether this is a context in which nothing is to run: a member's, outside its home."""
-    return client.living and not state.at_home(client)
-
-
 def was_left(state: State, domain: str) -> bool:
     """Whether a program has moved out of it."""
     fates = (f for record in state.failovers if record.domain == domain for f in record.fates)
     return any(f.outcome is Outcome.MOVED for f in fates)
-
-
-def is_moving(state: State, process: ProcessInstance) -> bool:
-    """It was told to move, and its time to answer is not over."""
-    record = latest_of(state, process)
-    fates = record.fates if record is not None else ()
-    return any(f.process == process and f.outcome is Outcome.TOLD for f in fates)
 
 
 _LEFT = (Outcome.TOLD, Outcome.MOVED, Outcome.SILENT)

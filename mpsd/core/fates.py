@@ -43,18 +43,20 @@ def latest_of(state: State, process: ProcessInstance) -> FailoverRecord | None:
     return None if final else record
 
 
+def is_moving(state: State, process: ProcessInstance) -> bool:
+    """It was told to move, and its time to answer is not over."""
+    record = latest_of(state, process)
+    fates = record.fates if record is not None else ()
+    return any(f.process == process and f.outcome is Outcome.TOLD for f in fates)
+
+
 def comes(state: State, client: Client) -> bool:
     """Its process was told to move there, and its time to say that it has is not over."""
-    member = state.members.get(client.id.process)
-    if (
-        member is None
-        or member.standing is not Standing.MOVING
-        or client.id.domain != f"d{member.generation}"
-    ):
-        return False
-    record = latest_of(state, client.id.process)
-    fates = record.fates if record is not None else ()
-    return any(f.process == client.id.process and f.outcome is Outcome.TOLD for f in fates)
+    process = client.id.process
+    member = state.members.get(process)
+    moving = member is not None and member.standing is Standing.MOVING
+    there = member is not None and client.id.domain == f"d{member.generation}"
+    return moving and there and is_moving(state, process)
 
 
 def timed(draft: Draft, process: ProcessInstance, name: str, **changes: object) -> None:

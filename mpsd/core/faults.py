@@ -162,7 +162,7 @@ def _blame(draft: Draft, record: FaultRecord) -> FaultRecord:
             victims=at.victims(draft.state, record.domain, dead.id),
         )
     alone = draft.state.clients.get(record.suspects[0].id) if len(record.suspects) == 1 else None
-    if alone is not None and failover.idle_here(draft.state, alone):
+    if alone is not None and draft.state.is_in_waiting(alone):
         # Nothing of it is to run there: a context in waiting is suspected, never named for being alone.
         return record
     return at.blame_one(record)

@@ -210,8 +210,9 @@ def on_moved(draft: Draft, event: ev.MemberMoved) -> None:
         turns.go_on(draft, name)
     draft.publish("failover-moved", member.uid, pid=event.process.pid, domain=name)
     # Where it was told to go since then, it has not gone.
-    for left in {old, f"d{member.generation}"} - {None, name}:
-        _leave(draft, left)
+    for left in (old, f"d{member.generation}"):
+        if left != name:
+            _leave(draft, left)
     refresh(draft, event.process)
 
 

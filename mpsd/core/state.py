@@ -262,9 +262,13 @@ class State:
             return True
         return not any(c.living and c.id.domain == member.home for c in self.spaces_of(client.id.process))
 
+    def is_in_waiting(self, client: Client) -> bool:
+        """Whether this is a context in which nothing is to run: a living member's, outside its home."""
+        return client.living and not self.at_home(client)
+
     def is_idle(self, client: Client) -> bool:
         """Whether it may go with its domain, though its process lives: nobody waits for its end, either."""
-        return client.living and client.eviction is None and not self.at_home(client)
+        return client.eviction is None and self.is_in_waiting(client)
 
     def spaces_of(self, process: ProcessInstance) -> Iterator[Client]:
         return (c for c in self.clients.values() if c.id.process == process)

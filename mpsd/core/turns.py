@@ -54,7 +54,7 @@ def holders(state: State, domain: str) -> list[Member]:
 def at_work(draft: Draft, domain: Domain) -> set[ProcessInstance]:
     """Who has work there, or had until lately."""
     state = draft.state
-    here = (c for c in state.clients_of(domain.id) if not c.waited and (not c.living or state.at_home(c)))
+    here = (c for c in state.clients_of(domain.id) if not (c.waited or state.is_in_waiting(c)))
     since = draft.now - state.policy.evidence_window_s
     gone = (d for d in state.departed if d.id.domain == domain.id and d.at >= since and not d.waited)
     return {c.id.process for c in here} | {d.id.process for d in gone}

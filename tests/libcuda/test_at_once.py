@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.libcuda.test_exact import EXACT, gate, move
-from tests.libcuda.test_failover import Program, ask, break_domain, copies, post, stand_by
+from tests.libcuda.test_exact import EXACT, gate, lost_in_flight, move
+from tests.libcuda.test_failover import Program, ask, copies, post
 from tests.support import moving
 from tests.support.gate import ANY, Gate, gate_of
 from tests.support.moving import Post
@@ -30,13 +30,7 @@ def there(second: Domain) -> Iterator[Gate]:
 def test_a_program_that_is_told_so_has_its_turn_as_soon_as_it_has_moved(
     domain: Domain, gate: Gate, second: Domain, post: Post, ask: Program, copies: Path
 ) -> None:
-    line = post.greet(moving.EXACT)
-    ask("m = gpu.memory(8 << 20)")
-    stand_by(line, second, copies)
-    assert ask("gpu.run('add', m, 8, 5), gpu.sync()") == "(0, 0)"
-    gate.let(3)
-    assert ask("gpu.run('add', m, 8, 1)") == "0"
-    break_domain(domain)
+    line = lost_in_flight(domain, gate, second, post, ask, copies)
     said = move(line, again=3)
     assert (said.text, said.values[4:]) == ("", (1, 1))
     done = line.hear(moving.DONE)
@@ -49,13 +43,7 @@ def test_a_program_that_is_told_so_has_its_turn_as_soon_as_it_has_moved(
 def test_a_fence_that_comes_late_ends_no_turn(
     domain: Domain, gate: Gate, second: Domain, there: Gate, post: Post, ask: Program, copies: Path
 ) -> None:
-    line = post.greet(moving.EXACT)
-    ask("m = gpu.memory(8 << 20)")
-    stand_by(line, second, copies)
-    assert ask("gpu.run('add', m, 8, 5), gpu.sync()") == "(0, 0)"
-    gate.let(3)
-    assert ask("gpu.run('add', m, 8, 1)") == "0"
-    break_domain(domain)
+    line = lost_in_flight(domain, gate, second, post, ask, copies)
     there.let(0)
     began = time.monotonic()
     assert move(line, again=3).values[5] == 1
@@ -73,13 +61,7 @@ def test_a_fence_that_comes_late_ends_no_turn(
 def test_it_needs_no_daemon_for_that_any_more(
     domain: Domain, gate: Gate, second: Domain, post: Post, ask: Program, copies: Path
 ) -> None:
-    line = post.greet(moving.EXACT)
-    ask("m = gpu.memory(8 << 20)")
-    stand_by(line, second, copies)
-    assert ask("gpu.run('add', m, 8, 5), gpu.sync()") == "(0, 0)"
-    gate.let(3)
-    assert ask("gpu.run('add', m, 8, 1)") == "0"
-    break_domain(domain)
+    line = lost_in_flight(domain, gate, second, post, ask, copies)
     line.say(moving.MOVE, 1, again=3)
     line.close()
     assert ask("gpu.sync(), gpu.word(m)") == "(0, 6)"

@@ -36,6 +36,20 @@ def gate(domain: Domain) -> Iterator[Gate]:
         yield made
 
 
+def lost_in_flight(
+    domain: Domain, gate: Gate, second: Domain, post: Post, ask: Program, copies: Path
+) -> Line:
+    """Its line. m is 5, a kernel that adds 1 was given and does not run, and its context is lost."""
+    line = post.greet(moving.EXACT)
+    ask("m = gpu.memory(8 << 20)")
+    stand_by(line, second, copies)
+    assert ask("gpu.run('add', m, 8, 5), gpu.sync()") == "(0, 0)"
+    gate.let(3)
+    assert ask("gpu.run('add', m, 8, 1)") == "0"
+    break_domain(domain)
+    return line
+
+
 @EXACT
 def test_what_was_in_flight_is_done_again(
     domain: Domain, gate: Gate, second: Domain, post: Post, ask: Program, copies: Path
@@ -261,13 +275,7 @@ def test_the_standby_gives_way_to_what_the_program_allocates(
 def test_a_program_waits_for_its_turn(
     domain: Domain, gate: Gate, second: Domain, post: Post, ask: Program, copies: Path
 ) -> None:
-    line = post.greet(moving.EXACT)
-    ask("m = gpu.memory(8 << 20)")
-    stand_by(line, second, copies)
-    assert ask("gpu.run('add', m, 8, 5), gpu.sync()") == "(0, 0)"
-    gate.let(3)
-    assert ask("gpu.run('add', m, 8, 1)") == "0"
-    break_domain(domain)
+    line = lost_in_flight(domain, gate, second, post, ask, copies)
     said = move(line, again=2)
     assert (said.text, said.values[4:]) == ("", (1, 1))
     # What one takes is known by what was done before.
@@ -321,13 +329,7 @@ def test_a_turn_that_never_comes(
 def test_the_next_domain_is_lost_while_a_turn_is_waited_for(
     domain: Domain, gate: Gate, second: Domain, third: Domain, post: Post, ask: Program, copies: Path
 ) -> None:
-    line = post.greet(moving.EXACT)
-    ask("m = gpu.memory(8 << 20)")
-    stand_by(line, second, copies)
-    assert ask("gpu.run('add', m, 8, 5), gpu.sync()") == "(0, 0)"
-    gate.let(3)
-    assert ask("gpu.run('add', m, 8, 1)") == "0"
-    break_domain(domain)
+    line = lost_in_flight(domain, gate, second, post, ask, copies)
     assert move(line, again=2).values[5] == 1
     ask.tell("gpu.sync()")
     stand_by(line, third, copies, 2)

@@ -15,8 +15,8 @@ from mpsd.core.turns import GUESS_S
 from mpsd.model import ClientId, FailoverMode
 from tests.support.core import process
 from tests.unit.test_core_failover import AT_ONCE, IN_TURN, Site, again, turns_of
-from tests.unit.test_core_guess import lose, named
-from tests.unit.test_core_turns import all_told, another, comes, lost
+from tests.unit.test_core_guess import named
+from tests.unit.test_core_turns import all_told, another, comes, lose, lost
 
 EXACT = FailoverMode.EXACT
 

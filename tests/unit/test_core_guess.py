@@ -11,14 +11,10 @@ from mpsd.core import effects as fx
 from mpsd.core import events as ev
 from mpsd.core.standby import Standing, Turn
 from mpsd.core.turns import GUESS_S
-from mpsd.model import Again, ClientId, FailoverMode
-from tests.support.core import process, server_of
-from tests.unit.test_core_failover import AT_ONCE, IN_TURN, Site, suspected, turns_of
-from tests.unit.test_core_turns import all_told, another, comes, lost, turns
-
-
-def told(world: Site) -> dict[int, Again]:
-    return {e.process.pid: e.again for e in world.made(fx.Move)}
+from mpsd.model import ClientId, FailoverMode
+from tests.support.core import process
+from tests.unit.test_core_failover import AT_ONCE, IN_TURN, Site, again, suspected, turns_of
+from tests.unit.test_core_turns import all_told, another, comes, lose, lost, turns
 
 
 def guessed(who: str = "a stranger") -> Site:
@@ -26,7 +22,7 @@ def guessed(who: str = "a stranger") -> Site:
     world = all_told(10, 11)
     another(world, 13, who)
     lost(world)
-    assert {pid: again for pid, again in told(world).items() if pid != 13} == {10: AT_ONCE, 11: AT_ONCE}
+    assert {pid: word for pid, word in again(world).items() if pid != 13} == {10: AT_ONCE, 11: AT_ONCE}
     return world
 
 
@@ -51,10 +47,6 @@ def test_one_with_nothing_in_flight_needs_no_turn_on_a_guess_either() -> None:
     comes(world, 10, 0, waits=False)
     assert turns_of(world) == {}
     assert {f.process.pid: f.turn_ms for f in world.failover().fates}[10] is None
-
-
-def lose(world: Site, name: str) -> None:
-    world.kernel(43, "channel 0x1", server_of(name).pid, "nvidia-cuda-mps")
 
 
 def whys(world: Site) -> dict[int, str]:
@@ -83,11 +75,11 @@ def wrong() -> Site:
 
 def test_a_wrong_guess_names_nobody_and_takes_turns_next() -> None:
     world = wrong()
-    assert told(world) == {11: IN_TURN}
+    assert again(world) == {11: IN_TURN}
     assert named(world) is None and world.standing(10) is not Standing.LEFT_BEHIND
     # The other one had no standby yet; it has its turn alone, and is named by that.
     world.is_ready(10, 3)
-    assert told(world) == {10: IN_TURN}
+    assert again(world) == {10: IN_TURN}
     world.do(ev.MemberMoved(process(11), 3, 1, 2, 3))
     world.do(ev.MemberMoved(process(10), 3, 1, 2, 3, replayed=9, waits=True, takes_ns=30_000_000))
     assert [e.process.pid for e in world.made(fx.HaveTurn)] == [10]
@@ -104,9 +96,9 @@ def test_a_turn_that_was_lost_with_its_domain_is_over() -> None:
     # Nobody who comes after the loss is kept from moving, or ended, over it.
     world.hello(14, FailoverMode.EXACT)
     world.is_ready(10, 3)
-    assert told(world) == {10: IN_TURN}
+    assert again(world) == {10: IN_TURN}
     world.is_ready(14, 3)
-    assert told(world) == {14: IN_TURN}
+    assert again(world) == {14: IN_TURN}
     assert not [e for e in world.ever(fx.ArmTimer) if e.kind == "failover-put-out"]
 
 
@@ -122,7 +114,7 @@ def test_a_guess_that_was_long_ago_was_right() -> None:
     world.attach(14, "d2")
     world.now += GUESS_S
     lose(world, "d2")
-    assert told(world) == {10: AT_ONCE, 11: AT_ONCE}
+    assert again(world) == {10: AT_ONCE, 11: AT_ONCE}
 
 
 def test_a_guess_counts_from_when_it_began() -> None:
@@ -136,7 +128,7 @@ def test_a_guess_counts_from_when_it_began() -> None:
     world.attach(14, "d2")
     world.now += GUESS_S - 0.001
     lose(world, "d2")
-    assert told(world) == {10: IN_TURN}
+    assert again(world) == {10: IN_TURN}
 
 
 def test_who_came_by_a_new_connection_has_made_its_guess_all_the_same() -> None:
@@ -149,7 +141,7 @@ def test_who_came_by_a_new_connection_has_made_its_guess_all_the_same() -> None:
     world.is_ready(10, 3)
     world.attach(14, "d2")
     lose(world, "d2")
-    assert told(world) == {10: IN_TURN}
+    assert again(world) == {10: IN_TURN}
 
 
 def test_one_that_is_still_on_its_way_may_be_the_offender() -> None:
@@ -163,9 +155,9 @@ def test_one_that_is_still_on_its_way_may_be_the_offender() -> None:
     world.started("d3")
     assert {e.process.pid for e in world.ever(fx.OfferStandby) if e.generation == 3} == {10, 11}
     world.is_ready(11, 3)
-    assert told(world) == {11: IN_TURN}
+    assert again(world) == {11: IN_TURN}
     world.is_ready(10, 3)
-    assert told(world) == {10: IN_TURN}
+    assert again(world) == {10: IN_TURN}
 
 
 def test_who_was_to_go_where_everything_is_lost_and_stays_has_nothing_there() -> None:
@@ -181,9 +173,9 @@ def test_the_youngest_is_no_stranger_for_not_being_ready() -> None:
     world.attach(12, "d1")
     world.hello(12, FailoverMode.EXACT)
     lost(world)
-    assert told(world) == {10: IN_TURN}
+    assert again(world) == {10: IN_TURN}
     world.is_ready(12, 2)
-    assert told(world) == {12: IN_TURN}
+    assert again(world) == {12: IN_TURN}
 
 
 @pytest.mark.parametrize("who", ["left behind", "not connected"])
@@ -197,7 +189,7 @@ def test_one_that_cannot_move_does_nothing_again(who: str) -> None:
     else:
         world.do(ev.MemberLeft(process(11)))
     lost(world)
-    assert told(world) == {10: AT_ONCE}
+    assert again(world) == {10: AT_ONCE}
 
 
 def test_who_comes_after_the_loss_makes_no_guess() -> None:
@@ -208,9 +200,9 @@ def test_who_comes_after_the_loss_makes_no_guess() -> None:
     for pid in (10, 11):
         world.hello(pid, FailoverMode.EXACT)
     world.is_ready(11, 2)
-    assert told(world) == {11: IN_TURN}
+    assert again(world) == {11: IN_TURN}
     world.is_ready(10, 2)
-    assert told(world) == {10: IN_TURN}
+    assert again(world) == {10: IN_TURN}
 
 
 @pytest.mark.parametrize("has_come", [True, False])
@@ -220,9 +212,9 @@ def test_who_is_late_beside_a_guess_takes_its_turn_and_is_not_named_for_it(has_c
     world.hello(9, FailoverMode.EXACT)
     another(world, 13, "a stranger")
     lost(world)
-    assert told(world) == {10: AT_ONCE, 11: AT_ONCE}
+    assert again(world) == {10: AT_ONCE, 11: AT_ONCE}
     world.is_ready(9, 2)
-    assert told(world) == {9: IN_TURN}
+    assert again(world) == {9: IN_TURN}
     comes(world, 9, 5)
     assert turns(world) == [9]
     if has_come:

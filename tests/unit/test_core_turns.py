@@ -15,10 +15,14 @@ from tests.support.core import process, server_of
 from tests.unit.test_core_failover import ON, Site, exact, suspected, turns_of
 
 
+def lose(world: Site, name: str) -> None:
+    world.kernel(43, "channel 0x1", server_of(name).pid, "nvidia-cuda-mps")
+
+
 def suspects(*pids: int) -> Site:
     """Nobody is named, and all of them, but for one that is none, are told to move."""
     world = exact(*pids, 9)
-    world.kernel(43, "channel 0x1", server_of("d1").pid, "nvidia-cuda-mps")
+    lose(world, "d1")
     world.do(ev.MemberMoved(process(9), 2, 1, 2, 3))
     return world
 
@@ -126,7 +130,7 @@ def test_nobody_has_a_turn_in_a_domain_that_is_lost() -> None:
     comes(world, 10, 30)
     comes(world, 11, 50)
     assert turns(world) == [10]
-    world.kernel(43, "channel 0x1", server_of("d2").pid, "nvidia-cuda-mps")
+    lose(world, "d2")
     world.timer("failover-turn", f"10 {process(10).start_ticks} d2")
     assert turns(world) == [10]
     fates = {f.process.pid: f.why for f in world.failover().fates}
@@ -167,7 +171,7 @@ def all_told(*pids: int) -> Site:
 
 
 def lost(world: Site) -> None:
-    world.kernel(43, "channel 0x1", server_of("d1").pid, "nvidia-cuda-mps")
+    lose(world, "d1")
 
 
 def up_to_the_last() -> Site:
@@ -192,7 +196,7 @@ def test_the_youngest_is_the_last_and_waits_until_the_others_can_go_on_elsewhere
     world.is_ready(11, 3)
     assert turns_of(world) == {12: Turn.HAS}
     # It was the offender: the others have one more short stop.
-    world.kernel(43, "channel 0x1", server_of("d2").pid, "nvidia-cuda-mps")
+    lose(world, "d2")
     assert world.told() == [10, 11]
     assert {e.process.pid: e.again for e in world.made(fx.Move)} == {10: Again.AGAIN, 11: Again.AGAIN}
     assert {f.process.pid: f.why for f in world.failover().fates}[12] == "what it did again faulted again"
