@@ -116,8 +116,7 @@ def test_programs_compute_what_they_would_have_without_faults(
         faults = rounds.run(kind, FAULTS, DEADLINE_S)
         rounds.end()
         same = rounds.compare(faults)
-    assert [len(faults), judge(data(faults))] == [FAULTS, "valid"]
-    assert same == dict.fromkeys(works, True)
+    assert (len(faults), same, judge(data(faults))) == (FAULTS, dict.fromkeys(works, True), "valid")
 
 
 def test_what_was_in_flight_may_be_lost_in_mode_keep(node: Node, libraries: Libraries) -> None:

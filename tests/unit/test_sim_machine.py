@@ -5,6 +5,7 @@ Long because the table is long: one test or parameter for each row, all on the s
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from mpsd.gpu.simulated import node, semantics
+from mpsd.gpu.simulated.halts import Halt
 from mpsd.gpu.simulated.machine import MAX_CLIENTS, Machine
 from mpsd.gpu.simulated.parts import Kernel, Refused, Server, Space, Unit
 from mpsd.model import Access, UvmEvent, UvmFaultType
@@ -555,3 +557,30 @@ def test_a_sparse_range_of_the_program_itself_absorbs_silently(here: Node) -> No
         here.machine.lay(here.b, "managed", 0x7E00_0000_0000, 1 << 20)
     here.machine.lay(here.b, "unsparse", 0x7E00_0000_0000, 1 << 20)
     here.machine.lay(here.b, "managed", 0x7E00_0000_0000, 1 << 20)
+
+
+def test_the_reset_is_said_once_nothing_of_the_domain_writes_any_more(here: Node) -> None:
+    here.a.halt = words = Halt()
+    shared = mmap.mmap(words.fd, mmap.PAGESIZE)
+    running = memoryview(shared).cast("I")
+    running[1] = 1
+    here.launch(here.b, "misaligned")
+    assert running[0] == 1, "it is halted at once"
+    here.pass_ms(400)
+    assert [number for number, _, _ in here.sink.xids] == [13, 13] and here.sink.nvml == []
+    running[1] = 0
+    here.pass_ms(1)
+    assert [number for number, _, _ in here.sink.xids] == [13, 13, 43] and here.sink.nvml == [43]
+    running.release()
+    words.close()
+
+
+def test_a_process_that_has_gone_is_not_waited_for(here: Node) -> None:
+    here.a.halt = words = Halt()
+    with mmap.mmap(words.fd, mmap.PAGESIZE) as shared:
+        shared[4] = 1
+    here.launch(here.b, "trap")
+    here.die(here.a)
+    here.pass_ms(20)
+    assert [number for number, _, _ in here.sink.xids] == [43]
+    words.close()

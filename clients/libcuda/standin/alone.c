@@ -74,6 +74,21 @@ static CUresult look(void)
 	return CUDA_SUCCESS;
 }
 
+static bool begin(void)
+{
+	return true;
+}
+
+static bool end(void)
+{
+	return true;
+}
+
+static bool is_halted(void)
+{
+	return false;
+}
+
 static const struct backend alone = {
 	.name = "alone",
 	.attach = attach,
@@ -86,6 +101,9 @@ static const struct backend alone = {
 	.uncover = uncover,
 	.fault = fault,
 	.look = look,
+	.begin = begin,
+	.end = end,
+	.is_halted = is_halted,
 };
 
 const struct backend *backend = &alone;

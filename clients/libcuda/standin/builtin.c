@@ -167,7 +167,7 @@ static void await(const uint64_t *arguments)
 {
 	uint32_t *at;
 
-	while (!working_for->broken && (at = reach(arguments[0], sizeof(*at), ACCESS_READ)) &&
+	while (!working_for->broken && !backend->is_halted() && (at = reach(arguments[0], sizeof(*at), ACCESS_READ)) &&
 	       __atomic_load_n(at, __ATOMIC_ACQUIRE) != (uint32_t)arguments[2])
 		usleep(1000);
 }

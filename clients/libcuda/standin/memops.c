@@ -84,7 +84,7 @@ static bool is_lost(void)
 	bool is;
 
 	pthread_mutex_lock(&gpu_lock);
-	is = working_for->broken;
+	is = working_for->broken || backend->is_halted();
 	if (!is)
 		wait_a_moment(LOOK_NS);
 	pthread_mutex_unlock(&gpu_lock);

@@ -32,6 +32,10 @@ struct backend {
 	CUresult (*fault)(CUdeviceptr address, enum access access);
 	/* At the end of a wait: what the context has died of meanwhile, by others' doing. */
 	CUresult (*look)(void);
+	/* Around what a stream's thread does. begin() is false: the channels are halted, and it has not begun. */
+	bool (*begin)(void);
+	bool (*end)(void);	/* false: it had ended already, by its own fault */
+	bool (*is_halted)(void);
 };
 
 extern const struct backend *backend;

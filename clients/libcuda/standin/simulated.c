@@ -9,6 +9,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/socket.h>
 #include <sys/un.h>
@@ -26,6 +27,11 @@ struct answer {
 };
 
 static int channel = -1;
+/* Shared with the GPU (mpsd/gpu/simulated/halts.py). */
+static struct {
+	atomic_uint is_halted, running;
+} *words;
+static __thread bool is_running;	/* this thread's operation is counted there */
 static int held[DESCRIPTORS];	/* the context's descriptors: mpsd duplicates them from here */
 static size_t held_count;
 static unsigned int last_request;
@@ -135,6 +141,68 @@ static void command_name(char *to, size_t size)
 	snprintf(to, size, "%s", name);
 }
 
+/* A request on the context's connection; answers to earlier ones were all read. */
+static CUresult ask(const char *operation)
+{
+	char request[128];
+
+	snprintf(request, sizeof(request), "{\"op\":\"%s\",\"id\":%u}", operation, ++last_request);
+	return call(channel, request) ? (CUresult)number("error") : CUDA_ERROR_DEVICE_UNAVAILABLE;
+}
+
+static bool share_words(void)
+{
+	void *at = MAP_FAILED;
+
+	if (ask("halt") == CUDA_SUCCESS && answer.count == 1)
+		at = mmap(NULL, sizeof(*words), PROT_READ | PROT_WRITE, MAP_SHARED, answer.descriptors[0], 0);
+	while (answer.count)
+		close(answer.descriptors[--answer.count]);
+	words = at == MAP_FAILED ? NULL : at;
+	return words != NULL;
+}
+
+/* Counted first: the GPU looks at the number after it has halted. */
+static bool begin(void)
+{
+	if (!words)
+		return true;
+	atomic_fetch_add(&words->running, 1);
+	is_running = !atomic_load(&words->is_halted);
+	if (!is_running)
+		atomic_fetch_sub(&words->running, 1);
+	return is_running;
+}
+
+static bool end(void)
+{
+	bool was = is_running;
+
+	if (was)
+		atomic_fetch_sub(&words->running, 1);
+	is_running = false;
+	return was || !words;
+}
+
+static bool is_halted(void)
+{
+	return words && atomic_load(&words->is_halted);
+}
+
+static void detach(void)
+{
+	if (channel < 0)
+		return;
+	ask("close");
+	close(channel);
+	channel = -1;
+	if (words)
+		munmap(words, sizeof(*words));
+	words = NULL;
+	while (held_count)
+		close(held[--held_count]);
+}
+
 static CUresult attach(void)
 {
 	char node[512], command[16], request[256], by[32] = "null";
@@ -161,16 +229,10 @@ static CUresult attach(void)
 	}
 	held_count = answer.count;
 	memcpy(held, answer.descriptors, sizeof(held));
-	return CUDA_SUCCESS;
-}
-
-/* A request on the context's connection; answers to earlier ones were all read. */
-static CUresult ask(const char *operation)
-{
-	char request[128];
-
-	snprintf(request, sizeof(request), "{\"op\":\"%s\",\"id\":%u}", operation, ++last_request);
-	return call(channel, request) ? (CUresult)number("error") : CUDA_ERROR_DEVICE_UNAVAILABLE;
+	if (share_words())
+		return CUDA_SUCCESS;
+	detach();
+	return CUDA_ERROR_NO_DEVICE;
 }
 
 static bool lay(const char *operation, CUdeviceptr base, size_t size)
@@ -191,28 +253,24 @@ static void uncover(CUdeviceptr base, size_t size, bool managed)
 	lay(managed ? "unmanaged" : "unsparse", base, size);
 }
 
-static void detach(void)
-{
-	if (channel < 0)
-		return;
-	ask("close");
-	close(channel);
-	channel = -1;
-	while (held_count)
-		close(held[--held_count]);
-}
-
 /* The misdeed is done on the simulated GPU. A stray access may well succeed: where a guard absorbs it. */
 static CUresult fault(CUdeviceptr address, enum access access)
 {
 	static const char *const kinds[] = { [ACCESS_READ] = "load", [ACCESS_WRITE] = "store", [ACCESS_NONE] = "trap" };
+	/* Its answer may come after the halt, which would wait for it. */
+	bool was = end();
 	char request[128];
+	CUresult result;
 
 	snprintf(request, sizeof(request), "{\"op\":\"launch\",\"k\":[\"%s\",%llu,1,1,0,false]}",
 		 kinds[access], address);
 	if (send(channel, request, strlen(request), MSG_NOSIGNAL) < 0)
 		return CUDA_ERROR_DEVICE_UNAVAILABLE;
-	return ask("sync");
+	result = ask("sync");
+	/* It was absorbed; or it counts as complete, and nothing begins after it. */
+	if (was && result == CUDA_SUCCESS)
+		begin();
+	return result;
 }
 
 static CUresult look(void)
@@ -232,5 +290,8 @@ const struct backend *simulated_backend(const struct backend *memory)
 	simulated.uncover = uncover;
 	simulated.fault = fault;
 	simulated.look = look;
+	simulated.begin = begin;
+	simulated.end = end;
+	simulated.is_halted = is_halted;
 	return &simulated;
 }

@@ -22,6 +22,22 @@ static void add_nanoseconds(struct timespec *time, uint64_t nanoseconds)
 	time->tv_nsec = (long)(nanoseconds % 1000000000);
 }
 
+/* Until somebody says what the context died of. */
+static void await_news(CUcontext context)
+{
+	while (!context->broken && backend->is_halted()) {
+		wait_a_moment(LOOK_NS);
+		look_at(context);
+	}
+}
+
+static bool may_begin(CUcontext context, const struct operation *operation)
+{
+	while (!context->broken && !operation->always && !backend->begin())
+		await_news(context);
+	return !context->broken || operation->always;
+}
+
 /* What it does it does at the end of its time, unless the context died meanwhile. The lock is held. */
 static void run(CUcontext context, struct operation *operation)
 {
@@ -33,12 +49,17 @@ static void run(CUcontext context, struct operation *operation)
 	       pthread_cond_clockwait(&gpu_changed, &gpu_lock, CLOCK_MONOTONIC, &end) != ETIMEDOUT)
 		;
 	look_sometimes(context);
-	if (!operation->run || (context->broken && !operation->always))
+	if (!operation->run || !may_begin(context, operation))
 		return;
+	/* For functions of the host no reset waits. */
+	if (operation->type == CU_GRAPH_NODE_TYPE_HOST)
+		backend->end();
 	operation->status = context->broken;
 	pthread_mutex_unlock(&gpu_lock);
 	operation->run(operation);
 	pthread_mutex_lock(&gpu_lock);
+	if (backend->end())
+		await_news(context);
 }
 
 void look_at(CUcontext context)

@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from mpsd.gpu.simulated import node, semantics
+from mpsd.gpu.simulated.halts import Halt
 from mpsd.gpu.simulated.isolation import DEADLINE_S, MODES, KernelPart
 from mpsd.gpu.simulated.parts import SERVER_BYTES, Refused, Server, Unit
 from mpsd.linux import procfs
@@ -145,6 +146,14 @@ class Calls:
         return {"error": 0}, []
 
     _context_unmanaged = _context_sparse = _context_unsparse = _context_managed
+
+    def _context_halt(self, peer: Peer, space: Space, message: Message) -> Answer:
+        """Its work runs in its own process, which is handed the words of halts.py."""
+        if space.halt is None:
+            space.halt = Halt()
+        if space.faulting:
+            space.halt.halt()
+        return {"error": 0}, [space.halt.fd]
 
     def _context_close(self, peer: Peer, space: Space, message: Message) -> Answer:
         self._service.end_channel(peer)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from mpsd.gpu.simulated import semantics
@@ -15,6 +17,8 @@ if TYPE_CHECKING:
 
 # From the exit of the last client of a faulted server to ACTIVE: contexts are destroyed and made anew.
 REBUILD_S = 0.06
+# Until it is seen whether work that runs in its own process has ended.
+LOOK_S = 0.0005
 _FAR = Violation(0x7E00_0000_0000, UvmFaultType.INVALID_PDE)
 # Where the instructions of a kernel lie whose space went away under it.
 _CODE_PAGE = Violation(0x7FA4_3B75_4000, UvmFaultType.INVALID_PDE)
@@ -109,16 +113,20 @@ class Faults:
         domain = self._component(space)
         for member in domain:
             member.faulting = True
+            if member.halt is not None:
+                member.halt.halt()
         if server is not None:
             server.faulting = True
             server.landing += 1
         machine.stall(space.unit, self._draw(outcome.stall_ms))
         innocent = next((m.pid for m in domain if m is not space and m.pid != space.pid), None)
         for line in outcome.xids:
-            self._later(line.ms, lambda line=line: self._print(line, space, innocent, hit, access))
+            waits_for = domain if line.resets else []
+            say = partial(self._print, line, space, innocent, hit, access)
+            self._later(line.ms, partial(self._once_still, waits_for, say))
             if line.nvml_ms is not None:
-                number = line.number
-                self._later(line.nvml_ms, lambda number=number: machine.sink.nvml_xid(space.unit, number))
+                say = partial(machine.sink.nvml_xid, space.unit, line.number)
+                self._later(line.nvml_ms, partial(self._once_still, waits_for, say))
         landing = self._draw(outcome.others_ms)
         own = landing if outcome.completes else min(self._draw(outcome.own_ms), landing)
         machine.timers.after(own, lambda: machine.fail(space, outcome.own))
@@ -127,6 +135,12 @@ class Faults:
             down = min(self._draw(outcome.server_ms), landing)
             machine.timers.after(down, lambda: self._server_fault(server, domain, blamed))
         machine.timers.after(landing, lambda: self._land(space, outcome, domain))
+
+    def _once_still(self, domain: Sequence[Space], action: Callable[[], None]) -> None:
+        if any(member.writes for member in domain):
+            self._machine.timers.after(LOOK_S, partial(self._once_still, domain, action))
+        else:
+            action()
 
     def _land(self, space: Space, outcome: Outcome, domain: list[Space]) -> None:
         for member in domain:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from mpsd.gpu.simulated.halts import Halt
 from mpsd.gpu.simulated.memory import AddressMap
 from mpsd.model import Gpu, UvmEvent
 
@@ -66,7 +67,7 @@ class Space:
 
     connected: its process still holds the context. va, mm: open duplicates of its two descriptors; trackers
     hold the space too. held: by the kernel part. waiting: requests that are answered once nothing is in
-    flight. start_ticks: of its process.
+    flight. start_ticks: of its process. halt: where its work runs in that.
     """
 
     id: int
@@ -90,10 +91,16 @@ class Space:
     va: int = 0
     mm: int = 0
     trackers: int = 0
+    halt: Halt | None = None
 
     @property
     def busy(self) -> bool:
         return self.running is not None or bool(self.queue)
+
+    @property
+    def writes(self) -> bool:
+        """Whether work of its own process may be running, whatever became of its channels."""
+        return self.connected and self.halt is not None and not self.halt.is_still
 
     @property
     def leased(self) -> bool:

@@ -27,7 +27,8 @@ ACCESS_NUMBERS = {"read": 1, "write": 2, "atomic": 3, "prefetch": 4}
 class XidLine:
     """One Xid in the kernel log, and NVML's event for it (nvml_ms None: NVML does not report it).
 
-    `names` says whose pid the line carries: innocent, offender, server or nobody.
+    `names` says whose pid the line carries: innocent, offender, server or nobody. `resets`: the driver says
+    that it has reset the channels, so nothing of the fault domain writes any more.
     """
 
     number: int
@@ -35,6 +36,7 @@ class XidLine:
     names: str
     text: str
     nvml_ms: Range | None = None
+    resets: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +124,7 @@ def _sm(
         others_ms=others_ms,
         server_ms=(7, 11),
         stall_ms=(13, 39),
-        xids=(*lines, XidLine(43, (10, 14), "server", _RESET_TEXT, (10, 16))),
+        xids=(*lines, XidLine(43, (10, 14), "server", _RESET_TEXT, (10, 16), resets=True)),
         completes=own_ms is None,
     )
 

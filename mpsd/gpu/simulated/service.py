@@ -206,6 +206,9 @@ class Service:
         space, peer.space = peer.space, None
         if space is not None:
             self._channels.pop(space, None)
+            if space.halt is not None:
+                space.halt.close()
+                space.halt = None
             self.machine.disconnect(space)
 
     def new_reference(self, space: Space, role: str) -> socket.socket:
