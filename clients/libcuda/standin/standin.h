@@ -16,6 +16,7 @@
 #include <stdbool.h>
 #include <stdint.h>
 #include <sys/types.h>
+#include <time.h>
 
 #include "seam.h"
 
@@ -182,9 +183,15 @@ CUresult open_streams(CUcontext context);
 /* Those whose threads have ended: threads that nobody waits for are a leak. */
 void join_streams(CUcontext context);
 void close_streams(CUcontext context);
-void wait_a_moment(uint64_t nanoseconds);	/* that long, or until something has changed; with the lock */
+
+/* looks.c, with the lock held */
+void add_nanoseconds(struct timespec *time, uint64_t nanoseconds);
+void wait_a_moment(uint64_t nanoseconds);	/* that long, or until something has changed */
 void look_at(CUcontext context);	/* has it died of others' doing? */
 void look_sometimes(CUcontext context);	/* the same, but not each time, for it is a question to the GPU */
+void wait_for_news(CUcontext context);	/* a moment, and such a look */
+bool may_begin(CUcontext context, const struct operation *operation);	/* false: the context died meanwhile */
+void await_news(CUcontext context);	/* where its channels are halted: what it died of */
 
 /* copy.c: for the calls of rows.c. */
 CUresult prepare_box(const CUDA_MEMCPY3D *box, struct operation *operation, bool *wait);	/* with the lock */
