@@ -10,7 +10,7 @@ static struct known_point {
 	struct known_point *next;
 	CUevent event;
 	struct mpsd_point point;
-	uint32_t epoch;			/* the last one with an operation that names it */
+	uint64_t epoch;			/* the last one with an operation that names it */
 } *points[POINTS];
 
 static struct known_point **place_of(CUevent event)

@@ -14,7 +14,7 @@ static MPSD_READ_OFTEN CUdeviceptr window_base;
 static MPSD_READ_OFTEN uint64_t count;			/* of its pages */
 
 /* For each page: in which epoch it was saved; */
-static MPSD_READ_OFTEN uint32_t *stamps;
+static MPSD_READ_OFTEN uint64_t *stamps;
 /* and for who has the order, of which a copy that was left has its own: in which plan it is, */
 static atomic_ullong *planned;
 /* and all that a pointer into it leads to: in which epoch (even), or plan (odd). */
@@ -34,7 +34,7 @@ bool mpsd_stamps_know(CUdeviceptr address)
 	CUdeviceptr base;
 	uint64_t pages;
 	atomic_ullong *more, *most;
-	uint32_t *fresh;
+	uint64_t *fresh;
 
 	if (!mpsd_memory_is_in_window(address) || !mpsd_memory_find_mapped(address, &allocation))
 		return false;
@@ -81,12 +81,12 @@ uint64_t mpsd_stamps_count(void)
 	return count;
 }
 
-static uint32_t epoch_now(void)
+static uint64_t epoch_now(void)
 {
 	return __atomic_load_n(&mpsd_epoch.number, __ATOMIC_RELAXED);
 }
 
-static bool is_stamped(uint64_t page, uint32_t epoch)
+static bool is_stamped(uint64_t page, uint64_t epoch)
 {
 	return __atomic_load_n(&stamps[page], __ATOMIC_RELAXED) == epoch;
 }
@@ -110,7 +110,7 @@ void mpsd_stamps_save(struct mpsd_pages pages)
 }
 
 /* In which epoch what kernels may write of what the program has mapped itself has changed last. */
-static MPSD_READ_OFTEN atomic_uint runs_changed;
+static MPSD_READ_OFTEN atomic_ullong runs_changed;
 
 void mpsd_undo_runs_changed(void)
 {
@@ -123,9 +123,9 @@ static bool may_have_grown(CUdeviceptr address)
 	return atomic_load(&runs_changed) == epoch_now() && mpsd_memory_is_held(address);
 }
 
-static uint64_t of_epoch(uint32_t epoch)
+static uint64_t of_epoch(uint64_t epoch)
 {
-	return 2 * (uint64_t)epoch;
+	return 2 * epoch;
 }
 
 static uint64_t of_plan(const struct mpsd_plan *plan)
@@ -151,7 +151,7 @@ static void note(struct mpsd_pages pages, uint64_t when)
 bool mpsd_stamps_found_whole(const struct mpsd_allocation *whole)
 {
 	struct mpsd_pages pages = mpsd_stamps_pages(whole->base, whole->size);
-	uint32_t epoch = epoch_now();
+	uint64_t epoch = epoch_now();
 
 	for (uint64_t page = pages.first; page < pages.end; page++)
 		if (!is_stamped(page, epoch))

@@ -245,7 +245,7 @@ void mpsd_points_forget_lane(const struct mpsd_lane *lane);
 /* epoch.c */
 
 extern struct mpsd_epoch {
-	uint32_t number;	/* from 1 */
+	uint64_t number;	/* from 1 */
 	struct mpsd_op *first, **last;
 	uint64_t operations, kept_bytes;
 	uint64_t long_from;	/* so many operations are worth a look at all lanes */

@@ -23,7 +23,7 @@
 static struct still {
 	struct mpsd_pages pages;
 	atomic_ullong first;		/* of these pages, for who has no lock */
-	uint32_t written, relied;	/* epochs */
+	uint64_t written, relied;	/* epochs */
 	bool is_summed;			/* and nothing may have written there since */
 	atomic_bool is_gone;
 	const struct mpsd_lane *lane;	/* from this operation of it on the sums are there */
@@ -146,7 +146,7 @@ void mpsd_still_gone(CUdeviceptr address)
 /* With the lock. NULL: there is no room for more. */
 static struct still *know(struct mpsd_pages pages)
 {
-	static uint32_t full_in;	/* this epoch */
+	static uint64_t full_in;	/* this epoch */
 	struct still *still = still_at(mpsd_stamps_address(pages.first));
 
 	if (still && still->pages.first == pages.first && still->pages.end == pages.end &&

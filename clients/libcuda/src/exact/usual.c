@@ -16,7 +16,7 @@
 static struct usual {
 	CUdeviceptr bases[USUAL];
 	unsigned int count;
-	uint32_t epoch;		/* in which that was done last */
+	uint64_t epoch;		/* in which that was done last */
 } usual;
 
 void mpsd_usual_note(CUdeviceptr base)
