@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.libcuda.test_failover import IMPATIENT, Program, ask, break_domain, copies, post, stand_by
+from tests.libcuda.test_failover import IMPATIENT, Program, ask, break_domain, copies, post, stand_by, started
 from tests.support import moving
-from tests.support.gate import Gate, gate_of
+from tests.support.gate import ANY, Gate, gate_of
+from tests.support.libcudas import Libraries
 from tests.support.moving import Line, Post, Said
 from tests.support.simfixtures import backend, domain, second, third
 from tests.support.simnode import Domain, until
@@ -240,6 +241,61 @@ def test_a_planned_move_does_nothing_again(
     assert (said.text, said.values[3:5]) == ("", (0, 0))
     assert ask("[gpu.sync(), gpu.word(m)]") == "[0, 3]"
     assert ask.end() == ""
+
+
+@EXACT
+def test_a_planned_move_takes_the_gpus_word_that_work_has_ended(
+    domain: Domain, gate: Gate, second: Domain, third: Domain, post: Post, ask: Program, copies: Path
+) -> None:
+    """The driver's comes sooner, and in a context that dies it may be wrong."""
+    line = post.greet(moving.EXACT)
+    ask("m = gpu.memory(8 << 20)")
+    stand_by(line, second, copies)
+    assert ask("gpu.sync()") == "0"
+    # It is saved, that is noted, an event is recorded and waited for, the kernel runs; what is to say so does not.
+    gate.let(5)
+    assert ask("gpu.run('add', m, 8, 3)") == "0"
+    until(lambda: gate.left() == 0)
+    said = line.move(1, planned=True)
+    assert (said.kind, said.text) == (moving.STAYED, "its work did not end in time")
+    gate.let(ANY)
+    assert ask("gpu.sync(), gpu.word(m)") == "(0, 3)"
+    stand_by(line, third, copies, 2)
+    assert move(line, 2, planned=True).text == ""
+    assert ask("gpu.sync(), gpu.word(m)") == "(0, 3)"
+    assert ask.end() == ""
+
+
+ATTRIBUTE = "allowed = (ctypes.c_uint32 * 18)(6, 0, 1)"
+CONFIG = (
+    "config = struct.pack('=7I4xQQI4x', 1, 1, 1, 1, 1, 1, 0, 0, ctypes.addressof(allowed), 1); "
+    "held = ctypes.c_uint64(m), ctypes.c_uint64(8), ctypes.c_uint32(1); "
+    "given = (ctypes.c_void_p * 3)(*map(ctypes.addressof, held))"
+)
+
+
+def test_a_kernel_that_may_overlap_the_one_before_it_does_not_when_it_is_done_again(
+    libraries: Libraries, domain: Domain, gate: Gate, second: Domain, post: Post, copies: Path, tmp_path: Path
+) -> None:
+    """What comes before it then is not what did."""
+    log = tmp_path / "notes"
+    extra = {"MPSD_FAILOVER": "exact", "MPSD_STANDIN_NOTES": str(log)}
+    with started(libraries, domain, post, **extra) as ask:
+        line = post.greet(moving.EXACT)
+        ask(f"import struct; m = gpu.memory(8 << 20); {ATTRIBUTE}; {CONFIG}")
+        stand_by(line, second, copies)
+        assert ask("gpu.sync()") == "0"
+        gate.let(0)
+        assert ask("gpu.code('cuLaunchKernelEx', config, gpu.functions['add'], given, None)") == "0"
+        break_domain(domain)
+        assert move(line).text == ""
+        assert ask("gpu.sync(), gpu.word(m)") == "(0, 1)"
+        assert ask("gpu.code('cuLaunchKernelEx', config, gpu.functions['add'], given, None)") == "0"
+        assert ask("gpu.sync(), gpu.word(m)") == "(0, 2)"
+        assert ask.end() == ""
+    homes = [home.environment["CUDA_MPS_PIPE_DIRECTORY"] for home in (domain, second)]
+    noted = [line for line in log.read_text().splitlines() if "overlap" in line]
+    assert noted == [f"{home} may overlap" for home in homes]
 
 
 @EXACT

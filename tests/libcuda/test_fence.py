@@ -231,18 +231,20 @@ def test_in_mode_keep_nobody_knows_what_is_in_flight(
 
 
 @EXACT
+@pytest.mark.parametrize("call", ["cuMemcpyAsync", "cuMemcpyHtoDAsync_v2", "cuMemcpyDtoDAsync_v2"])
 @pytest.mark.parametrize("waits", [False, True], ids=["while it runs", "after it"])
 def test_copies_within_the_hosts_memory_are_not_done_again(
-    domain: Domain, gate: Gate, second: Domain, post: Post, ask: Program, copies: Path, waits: bool
+    domain: Domain, gate: Gate, second: Domain, post: Post, ask: Program, copies: Path, waits: bool, call: str
 ) -> None:
-    """No fence ends what the old copy may still write there: the program is told, if it is not over."""
+    """No fence ends what the old copy may still write there: the program is told, if it is not over. What
+    the call is named after does not matter."""
     line = post.greet(moving.EXACT)
     assert ask("m = gpu.memory(8 << 20); p = gpu.made('cuMemHostAlloc', 4096, 0)") == "None"
     assert ask("q = gpu.made('cuMemHostAlloc', 4096, 0); ctypes.memset(q, 7, 4096)") == "None"
     stand_by(line, second, copies)
     if not waits:
         gate.let(0)
-    assert ask("gpu.code('cuMemcpyAsync', p, q, 4096, 0)") == "0"
+    assert ask(f"gpu.code('{call}', p, q, 4096, 0)") == "0"
     if waits:
         assert ask("gpu.sync()") == "0"
     break_domain(domain)

@@ -80,6 +80,62 @@ def test_a_capture_goes_on_in_the_next_copy(
     assert ask.end() == ""
 
 
+PASSING = "[gpu.code('cuEventRecord', e, s) or gpu.code('cuEventDestroy_v2', e) for e in events({})]"
+EVENTS = "events = lambda count: [gpu.made('cuEventCreate', 0) for _ in range(count)]"
+
+
+@MODES
+def test_events_that_have_gone_since_end_no_capture(
+    domain: Domain, second: Domain, post: Post, ask: Program, copies: Path, mode: int
+) -> None:
+    """As those are that streams wait for each other by: destroyed as soon as they are waited for."""
+    line = post.greet(mode)
+    ask(f"m = gpu.memory(4 << 20); s = gpu.made('cuStreamCreate', {NON_BLOCKING}); gpu.sync(); {EVENTS}")
+    stand_by(line, second, copies)
+    assert ask(BEGIN) == "None"
+    assert ask(f"gpu.run('add', m, 8, 1, stream=s), {PASSING.format(1)}") == "(0, [0])"
+    assert ask("gpu.run('add', m, 8, 10, stream=s)") == "0"
+    break_domain(domain)
+    assert move(line).text == ""
+    assert ask("gpu.run('add', m, 8, 100, stream=s)") == "0"
+    end(ask)
+    assert ask("gpu.code('cuGraphLaunch', x, s), gpu.sync(), gpu.word(m)") == "(0, 0, 111)"
+    assert ask.end() == ""
+
+
+@MODES
+def test_a_capture_that_cannot_go_on_fails_and_says_so(
+    domain: Domain, second: Domain, post: Post, ask: Program, copies: Path, mode: int
+) -> None:
+    """More events have gone than one is made again with. None of it runs, and the next one is well."""
+    line = post.greet(mode)
+    ask(f"m = gpu.memory(4 << 20); s = gpu.made('cuStreamCreate', {NON_BLOCKING}); gpu.sync(); {EVENTS}")
+    stand_by(line, second, copies)
+    assert ask(BEGIN) == "None"
+    assert ask(f"gpu.run('add', m, 8, 1, stream=s), set({PASSING.format(65)})") == "(0, {0})"
+    break_domain(domain)
+    move(line)
+    assert line.hear(moving.OPAQUE).text == "a capture that does not go on"
+    ask("g = ctypes.c_uint64()")
+    ended = "gpu.code('cuStreamEndCapture', s, ctypes.byref(g))"
+    assert ask(f"gpu.run('add', m, 8, 10, stream=s), {ended}, gpu.sync()") == "(901, 901, 0)"
+    capture(ask)
+    assert ask("gpu.code('cuGraphLaunch', x, s), gpu.sync(), gpu.word(m)") == "(0, 0, 11)"
+    ask.end()
+
+
+@MODES
+@pytest.mark.parametrize("call", ["cuEventRecordWithFlags', e, s", "cuStreamWaitEvent', s, e"])
+def test_events_that_are_nodes_of_a_graph_are_named(post: Post, ask: Program, mode: int, call: str) -> None:
+    line = post.greet(mode)
+    ask(f"s = gpu.made('cuStreamCreate', {NON_BLOCKING}); e = gpu.made('cuEventCreate', 0)")
+    assert ask(BEGIN) == "None"
+    assert ask(f"gpu.code('{call}, 1)") == "0"
+    assert line.hear(moving.OPAQUE).text == "a capture with events that are more than edges"
+    assert ask("gpu.code('cuStreamEndCapture', s, ctypes.byref(ctypes.c_uint64()))") == "0"
+    ask.end()
+
+
 @pytest.mark.parametrize("ask", [{"MPSD_FAILOVER": "exact"}], indirect=True)
 @pytest.mark.parametrize("again", [1, 2], ids=["at once", "in its turn"])
 def test_a_capture_in_a_blocking_stream_goes_on_behind_what_is_done_again(

@@ -119,3 +119,30 @@ def test_what_was_freed_in_a_capture_is_not_taken_away_from_what_is_about_to_be_
     assert (
         ask("gpu.code('cuCtxSynchronize') in (0, 719), gpu.run('add', y, 8, 1), gpu.sync()") == "(True, 0, 0)"
     )
+
+
+@EXACT
+def test_what_cannot_be_done_again_leaves_memory_as_it_was(
+    domain: Domain, gate: Gate, second: Domain, post: Post, ask: Program, copies: Path
+) -> None:
+    """What is put back goes on where the rest is given up, and what is saved next waits for that."""
+    line = post.greet(moving.EXACT)
+    # Too large to be usual, so each is saved for who is given it.
+    ask("w, *many = (gpu.memory(66 << 20) for _ in range(4)); m = many[0]")
+    ask("shared = lambda bytes: gpu.code('cuFuncSetAttribute', gpu.functions['slow'], 8, bytes)")
+    ask("large = lambda: gpu.code('cuLaunchKernel', gpu.functions['slow'], *[1] * 6, 65536, 0, given, None)")
+    ask("held = ctypes.c_uint64(m), ctypes.c_uint64(8), ctypes.c_uint32(1)")
+    ask("given = (ctypes.c_void_p * 3)(*map(ctypes.addressof, held))")
+    words = f"{64 << 18}"
+    assert ask(f"gpu.run('fill', w, {words}, 7), shared(65536), gpu.sync()") == "(0, 0, 0)"
+    stand_by(line, second, copies)
+    # w is saved, and no kernel has run. What the last one was given its function may not have any more.
+    gate.let(3)
+    assert ask("{gpu.run('add', to, 8, 1) for to in (w, *many)}, large(), shared(0)") == "({0}, 0, 0)"
+    until(lambda: gate.left() == 0)
+    break_domain(domain)
+    assert move_exactly(line).text == "it cannot be done again"
+    # It is told when it waits next.
+    assert ask("gpu.run('add', m, 8, 1), gpu.sync(), gpu.sync()") == "(0, 719, 0)"
+    assert ask("[gpu.word(w + (i << 20)) for i in range(64)]") == str([8] + [7] * 63)
+    assert "it cannot be done again" in ask.end()

@@ -181,6 +181,11 @@ API CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction f, void *
 {
 	if (!config)
 		return CUDA_ERROR_INVALID_VALUE;
+	/* Kernels never overlap here: that one may is all that is seen of it. */
+	for (unsigned int i = 0; i < config->numAttrs; i++)
+		if (config->attrs[i].id == CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION &&
+		    config->attrs[i].value.programmaticStreamSerializationAllowed)
+			note("may overlap");
 	return cuLaunchKernel(f, config->gridDimX, config->gridDimY, config->gridDimZ, config->blockDimX,
 			      config->blockDimY, config->blockDimZ, config->sharedMemBytes, config->hStream,
 			      kernelParams, extra);

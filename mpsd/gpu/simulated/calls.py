@@ -151,8 +151,6 @@ class Calls:
         """Its work runs in its own process, which is handed the words of halts.py."""
         if space.halt is None:
             space.halt = Halt()
-        if space.faulting:
-            space.halt.halt()
         return {"error": 0}, [space.halt.fd]
 
     def _context_close(self, peer: Peer, space: Space, message: Message) -> Answer:

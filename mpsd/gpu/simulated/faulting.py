@@ -113,20 +113,18 @@ class Faults:
         domain = self._component(space)
         for member in domain:
             member.faulting = True
-            if member.halt is not None:
-                member.halt.halt()
         if server is not None:
             server.faulting = True
             server.landing += 1
         machine.stall(space.unit, self._draw(outcome.stall_ms))
         innocent = next((m.pid for m in domain if m is not space and m.pid != space.pid), None)
         for line in outcome.xids:
-            waits_for = domain if line.resets else []
+            halted = domain if line.resets else []
             say = partial(self._print, line, space, innocent, hit, access)
-            self._later(line.ms, partial(self._once_still, waits_for, say))
+            self._later(line.ms, partial(self._once_still, halted, say))
             if line.nvml_ms is not None:
                 say = partial(machine.sink.nvml_xid, space.unit, line.number)
-                self._later(line.nvml_ms, partial(self._once_still, waits_for, say))
+                self._later(line.nvml_ms, partial(self._once_still, halted, say))
         landing = self._draw(outcome.others_ms)
         own = landing if outcome.completes else min(self._draw(outcome.own_ms), landing)
         machine.timers.after(own, lambda: machine.fail(space, outcome.own))
@@ -137,6 +135,9 @@ class Faults:
         machine.timers.after(landing, lambda: self._land(space, outcome, domain))
 
     def _once_still(self, domain: Sequence[Space], action: Callable[[], None]) -> None:
+        for member in domain:
+            if member.halt is not None:
+                member.halt.halt()
         if any(member.writes for member in domain):
             self._machine.timers.after(LOOK_S, partial(self._once_still, domain, action))
         else:

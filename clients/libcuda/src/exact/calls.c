@@ -83,7 +83,9 @@ static CUresult submit_copy(enum mpsd_op_copy way, CUdeviceptr to, CUdeviceptr f
 	/* Nothing that could be copied: the driver says so. */
 	if (!to || !from || !size)
 		return mpsd_submit_new(&op, false);
-	if (way == MPSD_COPY_WITHIN && (is_hosts(from) || is_hosts(to)))
+	/* What the call says of a side need not be so. */
+	if ((way == MPSD_COPY_WITHIN && (is_hosts(from) || is_hosts(to))) || (way == MPSD_COPY_IN && is_hosts(to)) ||
+	    (way == MPSD_COPY_OUT && is_hosts(from)))
 		op.copy.way = way = MPSD_COPY_ANY;
 	is_in = way == MPSD_COPY_IN || (way == MPSD_COPY_ANY && !mpsd_is_device(from));
 	op.copy.is_from_host = is_in;

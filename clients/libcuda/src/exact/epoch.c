@@ -115,7 +115,9 @@ bool mpsd_exact_close(void)
 
 	if (!mpsd_exact() || pthread_mutex_trylock(&mpsd_exact_lock))
 		return false;
-	is = !mpsd_epoch.unsure;
+	/* Saves are copies, too. */
+	within = mpsd_undo_open_bytes();
+	is = !mpsd_epoch.unsure && within <= MOST_WITHIN;
 	for (struct mpsd_op *op = mpsd_epoch.first; op && is; op = op->next) {
 		if (has_ended(op))
 			continue;
@@ -235,22 +237,29 @@ void mpsd_epoch_left(void)
 	take_borrowed();
 }
 
-/* With the lock. In a move nothing ends: what is proven by then the mover sees itself. */
-static void observe(void)
+/*
+ * With the lock. In a move nothing ends: what is proven by then the mover sees itself. Who is overtaken waits once more:
+ * what it borrowed of the program the program must not have back before the mover has kept it.
+ */
+static CUresult observe(void)
 {
 	if (mpsd_is_left())
-		return;
+		return MPSD_AGAIN;
 	if (mpsd_lanes_all_proven() && !mpsd_epoch.is_awaited)
 		mpsd_epoch_end();
 	else
 		mpsd_epoch_seen((struct mpsd_point){ NULL, 0 });
+	return CUDA_SUCCESS;
 }
 
-void mpsd_epoch_observed(void)
+CUresult mpsd_epoch_observed(void)
 {
+	CUresult result;
+
 	pthread_mutex_lock(&mpsd_exact_lock);
-	observe();
+	result = observe();
 	pthread_mutex_unlock(&mpsd_exact_lock);
+	return result;
 }
 
 /* With the lock */
@@ -279,14 +288,15 @@ void mpsd_epoch_hasten(void)
 		mpsd_lanes_mark();
 }
 
-void mpsd_epoch_finish(void)
+CUresult mpsd_epoch_finish(void)
 {
 	uint64_t until = 0;
+	CUresult result;
 	bool is_soon;
 
 	do {
 		pthread_mutex_lock(&mpsd_exact_lock);
-		observe();
+		result = observe();
 		is_soon = is_long() && mpsd_lanes_all_marked();
 		if (is_soon && !until)
 			until = mpsd_now_ns() + SOON_NS;
@@ -297,6 +307,7 @@ void mpsd_epoch_finish(void)
 		}
 		pthread_mutex_unlock(&mpsd_exact_lock);
 	} while (is_soon);
+	return result;
 }
 
 /* By something that may wait for a thread that waits for this one: nothing of it is done again. */
@@ -325,6 +336,7 @@ bool mpsd_epoch_is_waiting(void)
 	bool is;
 
 	pthread_mutex_lock(&mpsd_exact_lock);
+	/* Where a move has come between, who asks finds that by what it does next. */
 	observe();
 	is = mpsd_epoch.is_waiting;
 	pthread_mutex_unlock(&mpsd_exact_lock);
@@ -339,10 +351,10 @@ CUresult mpsd_epoch_settle(void)
 		return CUDA_SUCCESS;
 	if (result == CUDA_SUCCESS)
 		result = mpsd_lanes_wait();
-	if (result == CUDA_SUCCESS) {
-		mpsd_epoch_observed();
+	if (result == CUDA_SUCCESS)
+		result = mpsd_epoch_observed();
+	if (result == CUDA_SUCCESS)
 		be_unsure_of_captured();
-	}
 	return is_kept(result) ? CUDA_SUCCESS : result;
 }
 

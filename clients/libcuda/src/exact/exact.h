@@ -115,6 +115,9 @@ struct mpsd_replayed {
 	const char *unsure;	/* NULL: nothing is missing */
 };
 
+/* While calls are held: whether what the driver calls ended has, by the GPU's own word. NOT_READY: not yet. */
+CUresult mpsd_exact_prove(void);
+
 /* The context came to rest, and is well. */
 void mpsd_exact_rested(void);
 

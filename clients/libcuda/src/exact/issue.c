@@ -32,7 +32,8 @@ void mpsd_op_free(struct mpsd_op *op)
 		free(op);
 }
 
-static CUlaunchAttribute *translated(const struct mpsd_op *op)
+/* `alone`: what comes before it is not what the program had before it, so it begins when that has ended. */
+static CUlaunchAttribute *translated(const struct mpsd_op *op, bool alone)
 {
 	unsigned int count = op->launch.config.numAttrs;
 	CUlaunchAttribute *attributes = malloc((count + 1) * sizeof(*attributes));
@@ -40,17 +41,19 @@ static CUlaunchAttribute *translated(const struct mpsd_op *op)
 	for (unsigned int i = 0; attributes && i < count; i++) {
 		attributes[i] = op->launch.attributes[i];
 		mpsd_attribute_native(&attributes[i]);
+		if (alone && attributes[i].id == CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION)
+			attributes[i].value.programmaticStreamSerializationAllowed = 0;
 	}
 	return attributes;
 }
 
-static CUresult launch_with(const struct mpsd_op *op, CUstream stream, void **extra)
+static CUresult launch_with(const struct mpsd_op *op, CUstream stream, void **extra, bool alone)
 {
 	CUlaunchConfig config = op->launch.config;
 	CUresult result;
 
 	config.hStream = stream;
-	config.attrs = translated(op);
+	config.attrs = translated(op, alone);
 	if (!config.attrs)
 		return CUDA_ERROR_OUT_OF_MEMORY;
 	result = inner_cuLaunchKernelEx(&config, mpsd_native(op->launch.function),
@@ -59,7 +62,7 @@ static CUresult launch_with(const struct mpsd_op *op, CUstream stream, void **ex
 	return result;
 }
 
-static CUresult launch(const struct mpsd_op *op, CUstream stream)
+static CUresult launch(const struct mpsd_op *op, CUstream stream, bool alone)
 {
 	const CUlaunchConfig *c = &op->launch.config;
 	CUfunction function = mpsd_native(op->launch.function);
@@ -73,7 +76,7 @@ static CUresult launch(const struct mpsd_op *op, CUstream stream)
 						       c->blockDimY, c->blockDimZ, c->sharedMemBytes, stream,
 						       op->launch.parameters);
 	if (!op->launch.is_plain)
-		return launch_with(op, stream, extra);
+		return launch_with(op, stream, extra, alone);
 	return inner_cuLaunchKernel(function, c->gridDimX, c->gridDimY, c->gridDimZ, c->blockDimX, c->blockDimY,
 				    c->blockDimZ, c->sharedMemBytes, stream, extra ? NULL : op->launch.parameters,
 				    extra);
@@ -145,6 +148,11 @@ static CUresult set(const struct mpsd_op *op, CUstream stream)
 
 static CUresult issue(const struct mpsd_op *op, CUstream stream);
 
+static CUresult issue_alone(const struct mpsd_op *op, CUstream stream)
+{
+	return op->kind == MPSD_OP_LAUNCH ? launch(op, stream, true) : issue(op, stream);
+}
+
 static CUresult issue_part(const struct mpsd_op *op, void *stream)
 {
 	if (op->kind == MPSD_OP_GRAPH)
@@ -152,7 +160,7 @@ static CUresult issue_part(const struct mpsd_op *op, void *stream)
 	/* Of what was captured these are edges. */
 	if (op->kind == MPSD_OP_WAIT || (op->kind == MPSD_OP_RECORD && !op->event.is_flagged))
 		return CUDA_SUCCESS;
-	return issue(op, stream);
+	return issue_alone(op, stream);
 }
 
 CUresult mpsd_op_issue_parts(const struct mpsd_op *op, CUstream stream)
@@ -184,7 +192,7 @@ CUresult mpsd_op_issue_on(const struct mpsd_op *op, CUstream stream, CUevent eve
 {
 	switch (op->kind) {
 	case MPSD_OP_LAUNCH:
-		return launch(op, stream);
+		return launch(op, stream, false);
 	case MPSD_OP_COPY:
 		return op->copy.rows ? mpsd_rows_issue(op, stream) : copy(op, stream);
 	case MPSD_OP_SET:
@@ -222,5 +230,5 @@ CUresult mpsd_op_issue(const struct mpsd_op *op)
 
 CUresult mpsd_op_again(const struct mpsd_op *op)
 {
-	return op->kind == MPSD_OP_WAIT ? CUDA_SUCCESS : issue(op, CU_STREAM_LEGACY);
+	return op->kind == MPSD_OP_WAIT ? CUDA_SUCCESS : issue_alone(op, CU_STREAM_LEGACY);
 }

@@ -60,7 +60,7 @@ CUresult mpsd_epoch_come_after_reads(const struct mpsd_op *op)
 		if (result == CUDA_SUCCESS)
 			result = come_soon(lane, number);
 		if (result == CUDA_SUCCESS)
-			mpsd_epoch_observed();
+			result = mpsd_epoch_observed();
 	}
 	if (result == CUDA_ERROR_NOT_READY) {
 		mpsd_epoch_unsure("a copy into what is still to be read");

@@ -136,16 +136,19 @@ void mpsd_replay_finish(void)
 		real_cuEventSynchronize(event);
 }
 
+/* Where not all can be done again, what was begun goes on all the same, and what the program does next comes after it. */
 static CUresult undo_and_do_again(struct mpsd_replayed *replayed)
 {
-	CUresult result = mpsd_undo_restore(&replayed->bytes);
+	CUresult result = mpsd_undo_restore(&replayed->bytes), noted;
 
 	if (result == CUDA_SUCCESS)
 		result = mpsd_still_check(&replayed->unsure);
-	if (result != CUDA_SUCCESS || replayed->unsure)
+	if (result == CUDA_SUCCESS && !replayed->unsure)
+		result = do_again(replayed);
+	if (mpsd_is_loss(result))
 		return result;
-	result = do_again(replayed);
-	return result == CUDA_SUCCESS ? note_end() : result;
+	noted = note_end();
+	return result == CUDA_SUCCESS || mpsd_is_loss(noted) ? noted : result;
 }
 
 static void move(bool may, struct mpsd_replayed *replayed)

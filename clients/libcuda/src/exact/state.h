@@ -267,8 +267,8 @@ static inline bool mpsd_epoch_is_unsure(void)
 void mpsd_epoch_strike(struct mpsd_op *op);	/* the last one */
 void mpsd_epoch_end(void);
 
-/* Takes the lock: the program is about to know what is proven. */
-void mpsd_epoch_observed(void);
+/* Takes the lock: the program is about to know what is proven. AGAIN: a move has come between, so it must not yet. */
+CUresult mpsd_epoch_observed(void);
 
 /* Takes the lock: whether something waits for a word in memory, which may be what this thread, or another one, writes next. */
 bool mpsd_epoch_is_waiting(void);
@@ -280,7 +280,7 @@ bool mpsd_epoch_is_waiting(void);
  */
 bool mpsd_epoch_is_long(void);
 void mpsd_epoch_hasten(void);
-void mpsd_epoch_finish(void);
+CUresult mpsd_epoch_finish(void);
 
 /* The same with the lock, while something is open. `at`: the GPU has come to that operation; NULL: it may have come far. */
 void mpsd_epoch_seen(struct mpsd_point at);

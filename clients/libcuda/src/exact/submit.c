@@ -318,9 +318,9 @@ CUresult mpsd_submit(struct mpsd_op *op, bool proves)
 		return result;
 	if (lane)
 		result = mpsd_lane_wait(lane, number);
-	if (result == CUDA_SUCCESS) {
-		mpsd_epoch_finish();
+	if (result == CUDA_SUCCESS)
+		result = mpsd_epoch_finish();
+	if (result == CUDA_SUCCESS)
 		mpsd_noted_in = 0;
-	}
 	return result;
 }

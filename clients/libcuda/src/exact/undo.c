@@ -316,6 +316,16 @@ CUresult mpsd_undo_done(struct mpsd_plan *plan)
 	return result == CUDA_SUCCESS ? come_after_others(plan->lane) : result;
 }
 
+uint64_t mpsd_undo_open_bytes(void)
+{
+	uint64_t bytes = 0;
+
+	for (const struct save *save = saves; save; save = save->next)
+		if (save->number > mpsd_lane_look(save->lane))
+			bytes += save->size;
+	return bytes;
+}
+
 void mpsd_undo_forget(void)
 {
 	free_all(saves);

@@ -5,6 +5,7 @@
  */
 #include "exact/state.h"
 #include "failover/line.h"
+#include "failover/made.h"
 
 static void want(struct mpsd_proof *proof, const struct mpsd_lane *lane, uint64_t number)
 {
@@ -135,8 +136,31 @@ CUresult mpsd_exact_after(struct mpsd_proof *proof, enum mpsd_wait wait)
 	for (unsigned int i = 0; i < proof->count && result == CUDA_SUCCESS; i++)
 		result = mpsd_lane_wait(&mpsd_lanes[proof->wanted[i].lane], proof->wanted[i].number);
 	if (result == CUDA_SUCCESS)
-		mpsd_epoch_finish();
+		result = mpsd_epoch_finish();
 	return result;
+}
+
+CUresult mpsd_exact_prove(void)
+{
+	uint64_t moves = mpsd_moves_done();
+	CUresult result;
+	bool is;
+
+	if (!mpsd_exact())
+		return CUDA_SUCCESS;
+	if (!mpsd_order_try(moves))
+		return CUDA_ERROR_NOT_READY;
+	result = mpsd_enter_context();
+	if (result == CUDA_SUCCESS)
+		result = mpsd_lanes_mark();
+	real_cuCtxSetCurrent(NULL);
+	mpsd_order_give(moves);
+	if (result != CUDA_SUCCESS)
+		return result;
+	pthread_mutex_lock(&mpsd_exact_lock);
+	is = mpsd_lanes_all_proven();
+	pthread_mutex_unlock(&mpsd_exact_lock);
+	return is ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
 }
 
 CUresult mpsd_exact_settle(void)

@@ -5,12 +5,14 @@
 #include <string.h>
 
 #include "exact/state.h"
+#include "failover/cast.h"
 #include "failover/line.h"
 #include "failover/nodes.h"
 
 struct session {
 	struct session *next;
 	cuuint64_t id;			/* of the capture, in the copy in use */
+	bool is_void;			/* it could not go on there: what comes into it fails, and so does its end */
 	struct mpsd_graph *graph;
 };
 
@@ -64,12 +66,30 @@ static struct session *session_of_event(CUevent event)
 	return NULL;
 }
 
+static bool is_in(const struct session *session, CUstream stream)
+{
+	bool is = session->graph->origin == stream;
+
+	for (unsigned int i = 0; i < session->graph->count && !is; i++)
+		is = session->graph->nodes[i].op->stream == stream;
+	return is;
+}
+
+static struct session *void_session_of(CUstream stream)
+{
+	struct session *session = sessions;
+
+	while (session && !(session->is_void && is_in(session, stream)))
+		session = session->next;
+	return session;
+}
+
 static CUresult find_session(const struct mpsd_op *op, struct session **session)
 {
 	cuuint64_t id;
 	CUresult result = ask_capture(mpsd_native(op->stream), &id);
 
-	*session = session_of(id);
+	*session = id ? session_of(id) : void_session_of(op->stream);
 	if (!*session && op->kind == MPSD_OP_WAIT)
 		*session = session_of_event(op->event.event);
 	return result;
@@ -131,11 +151,23 @@ static CUresult append(struct mpsd_graph *graph, struct mpsd_op *op)
 	return mpsd_graph_append(graph, node) ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
 }
 
+/* Events that are nodes, or edges that kernels make: in another copy they would be others than the program's. */
+static bool is_of_events(const struct mpsd_op *op)
+{
+	bool is = (op->kind == MPSD_OP_RECORD && op->event.flags & CU_EVENT_RECORD_EXTERNAL) ||
+		  (op->kind == MPSD_OP_WAIT && op->event.flags & CU_EVENT_WAIT_EXTERNAL);
+
+	for (unsigned int i = 0; op->kind == MPSD_OP_LAUNCH && i < op->launch.config.numAttrs; i++)
+		is |= op->launch.attributes[i].id == CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_EVENT ||
+		      op->launch.attributes[i].id == CU_LAUNCH_ATTRIBUTE_LAUNCH_COMPLETION_EVENT;
+	return is;
+}
+
 bool mpsd_capture_op(struct mpsd_op *op, CUresult *result)
 {
+	bool is, is_opaque = is_of_events(op);
 	struct session *session;
 	CUresult said;
-	bool is;
 
 	pthread_mutex_lock(&lock);
 	said = find_session(op, &session);
@@ -143,7 +175,7 @@ bool mpsd_capture_op(struct mpsd_op *op, CUresult *result)
 	is = session || mpsd_is_loss(said);
 	if (is) {
 		lend(op);
-		*result = session ? mpsd_op_issue(op) : said;
+		*result = !session ? said : session->is_void ? CUDA_ERROR_STREAM_CAPTURE_INVALIDATED : mpsd_op_issue(op);
 		if (mpsd_is_left())
 			*result = MPSD_AGAIN;
 		if (*result == CUDA_SUCCESS)
@@ -152,6 +184,8 @@ bool mpsd_capture_op(struct mpsd_op *op, CUresult *result)
 			mpsd_op_free(op);
 	}
 	pthread_mutex_unlock(&lock);
+	if (is && is_opaque)
+		mpsd_line_opaque("a capture with events that are more than edges");
 	return is;
 }
 
@@ -242,6 +276,16 @@ void mpsd_captures_without(CUstream stream)
 	pthread_mutex_unlock(&lock);
 }
 
+static bool end_void(CUstream origin)
+{
+	struct session *session = void_session_of(origin);
+	bool is = session && session->graph->origin == origin;
+
+	if (is)
+		end_session(session);
+	return is;
+}
+
 CUresult make_cuStreamEndCapture(CUstream hStream, CUgraph *phGraph)
 {
 	uint64_t moves = mpsd_tables()->moves;
@@ -250,7 +294,8 @@ CUresult make_cuStreamEndCapture(CUstream hStream, CUgraph *phGraph)
 
 	pthread_mutex_lock(&lock);
 	session = session_of(capture_of(mpsd_native(hStream)));
-	result = inner_cuStreamEndCapture(mpsd_native(hStream), phGraph);
+	result = end_void(hStream) ? CUDA_ERROR_STREAM_CAPTURE_INVALIDATED
+				   : inner_cuStreamEndCapture(mpsd_native(hStream), phGraph);
 	if (session && mpsd_is_left()) {
 		/* It goes on in the next copy, and is ended there. */
 		result = MPSD_AGAIN;
@@ -267,9 +312,35 @@ CUresult make_cuStreamEndCapture(CUstream hStream, CUgraph *phGraph)
 
 /* In another copy */
 
-/* With the streams and events of the program, which it goes on with. */
+static bool is_gone(const void *name)
+{
+	bool is = !mpsd_made_look(name) && !mpsd_made_is_word(name);
+
+	mpsd_made_looked();
+	return is;
+}
+
+static CUresult issue_again(const struct mpsd_op *op, struct mpsd_cast *gone, CUgraphNode *native)
+{
+	bool names = op->kind == MPSD_OP_RECORD || op->kind == MPSD_OP_WAIT;
+	CUevent event = names ? mpsd_native(op->event.event) : NULL;
+	CUstream stream = mpsd_native(op->stream);
+	CUresult result = CUDA_SUCCESS;
+
+	if (is_gone(op->stream))
+		result = mpsd_cast_stream(gone, op->stream, &stream);
+	if (result == CUDA_SUCCESS && names && is_gone(op->event.event))
+		result = mpsd_cast_event(gone, op->event.event, &event);
+	if (result == CUDA_SUCCESS)
+		result = mpsd_op_issue_on(op, stream, event);
+	*native = *native ? mpsd_capture_last(stream) : NULL;
+	return result;
+}
+
+/* With the streams and events of the program, which it goes on with; those that have gone meanwhile are made anew. */
 static CUresult go_on(struct session *session)
 {
+	struct mpsd_cast gone = { 0 };
 	CUstream origin = mpsd_native(session->graph->origin);
 	/* The thread that goes on, and ends it, is another one than this. */
 	CUresult result = inner_cuStreamBeginCapture_v2(origin, CU_STREAM_CAPTURE_MODE_RELAXED);
@@ -277,19 +348,35 @@ static CUresult go_on(struct session *session)
 	for (unsigned int i = 0; i < session->graph->count && result == CUDA_SUCCESS; i++) {
 		struct mpsd_node *node = &session->graph->nodes[i];
 
-		result = mpsd_op_issue(node->op);
-		node->native = node->native ? mpsd_capture_last(mpsd_native(node->op->stream)) : NULL;
+		result = issue_again(node->op, &gone, &node->native);
 	}
+	mpsd_cast_end(&gone);
 	session->id = capture_of(origin);
 	return result;
+}
+
+/* The program hears of it by what it does next with that capture. */
+static void make_void(struct session *session)
+{
+	CUgraph graph = NULL;
+
+	if (session->id)
+		real_cuStreamEndCapture(mpsd_native(session->graph->origin), &graph);
+	if (graph)
+		real_cuGraphDestroy(graph);
+	session->is_void = true;
+	session->id = 0;
 }
 
 void mpsd_captures_move(void)
 {
 	pthread_mutex_lock(&lock);
-	for (struct session *session = sessions; session; session = session->next)
-		if (go_on(session) != CUDA_SUCCESS)
-			mpsd_line_opaque("a capture that does not go on");
+	for (struct session *session = sessions; session; session = session->next) {
+		if (session->is_void || go_on(session) == CUDA_SUCCESS)
+			continue;
+		make_void(session);
+		mpsd_line_opaque("a capture that does not go on");
+	}
 	pthread_mutex_unlock(&lock);
 }
 

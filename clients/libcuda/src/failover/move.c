@@ -191,8 +191,11 @@ bool mpsd_move(bool planned, enum mpsd_failover_again again, struct mpsd_times *
 	bool is, in_turn;
 
 	times->replayed = (struct mpsd_replayed){ 0 };
+	*why = "what was in flight is still to be done again";
+	if (planned && waits_for_turn)
+		return false;
 	/* Where nothing is lost, calls go on while a lazy standby is made. */
-	if (planned && !waits_for_turn && !mpsd_standby_come(why))
+	if (planned && !mpsd_standby_come(why))
 		return false;
 	if (!waits_for_turn)
 		mpsd_phase_begin();

@@ -3,59 +3,30 @@
 #include <stdlib.h>
 
 #include "exact/state.h"
+#include "failover/cast.h"
 #include "failover/nodes.h"
 
-#define MOST 64			/* streams or events in one capture */
-
-/* Stand-ins for the program's: its own streams may be gone, and its events must not change. */
-struct cast {
-	const void *names[MOST];
-	void *natives[MOST];
-	unsigned int count;
-};
-
-static CUresult make_stream(void **native)
+/* What was not joined to the capture would run at once. */
+static CUresult must_be_captured(const struct mpsd_op *op, CUstream stream)
 {
-	return real_cuStreamCreate((CUstream *)native, CU_STREAM_NON_BLOCKING);
+	return op->kind == MPSD_OP_WAIT || mpsd_is_native_in_capture(stream) ? CUDA_SUCCESS : CUDA_ERROR_NOT_SUPPORTED;
 }
 
-static CUresult make_event(void **native)
-{
-	return real_cuEventCreate((CUevent *)native, CU_EVENT_DISABLE_TIMING);
-}
-
-static CUresult find(struct cast *cast, const void *name, CUresult (*make_one)(void **native), void **native)
-{
-	unsigned int i = 0;
-	CUresult result;
-
-	while (i < cast->count && cast->names[i] != name)
-		i++;
-	if (i == MOST)
-		return CUDA_ERROR_NOT_SUPPORTED;
-	if (i == cast->count) {
-		result = make_one(&cast->natives[i]);
-		if (result != CUDA_SUCCESS)
-			return result;
-		cast->names[i] = name;
-		cast->count++;
-	}
-	*native = cast->natives[i];
-	return CUDA_SUCCESS;
-}
-
-static CUresult capture_again(const struct mpsd_graph *graph, struct cast *streams, struct cast *events,
-			      CUgraphNode *natives)
+/* None of the program's own: its events must not change. */
+static CUresult capture_again(const struct mpsd_graph *graph, struct mpsd_cast *cast, CUgraphNode *natives)
 {
 	CUresult result = CUDA_SUCCESS;
 
 	for (unsigned int i = 0; i < graph->count && result == CUDA_SUCCESS; i++) {
 		const struct mpsd_op *op = graph->nodes[i].op;
-		void *stream = NULL, *event = NULL;
+		CUstream stream = NULL;
+		CUevent event = NULL;
 
-		result = find(streams, op->stream, make_stream, &stream);
+		result = mpsd_cast_stream(cast, op->stream, &stream);
+		if (result == CUDA_SUCCESS)
+			result = must_be_captured(op, stream);
 		if (result == CUDA_SUCCESS && (op->kind == MPSD_OP_RECORD || op->kind == MPSD_OP_WAIT))
-			result = find(events, op->event.event, make_event, &event);
+			result = mpsd_cast_event(cast, op->event.event, &event);
 		/* Of a graph its parts: what it was launched as may be nowhere in this copy yet. */
 		if (result == CUDA_SUCCESS && op->kind == MPSD_OP_GRAPH)
 			result = mpsd_op_issue_parts(op, stream);
@@ -69,23 +40,20 @@ static CUresult capture_again(const struct mpsd_graph *graph, struct cast *strea
 
 static CUresult capture(const struct mpsd_graph *graph, CUgraph *native, CUgraphNode *natives)
 {
-	struct cast streams = { .count = 0 }, events = { .count = 0 };
-	void *origin;
+	struct mpsd_cast cast = { 0 };
+	CUstream origin;
 	CUresult result, ended;
 
-	result = find(&streams, graph->origin, make_stream, &origin);
+	result = mpsd_cast_stream(&cast, graph->origin, &origin);
 	if (result == CUDA_SUCCESS)
 		result = real_cuStreamBeginCapture_v2(origin, CU_STREAM_CAPTURE_MODE_RELAXED);
 	if (result == CUDA_SUCCESS) {
-		result = capture_again(graph, &streams, &events, natives);
+		result = capture_again(graph, &cast, natives);
 		ended = real_cuStreamEndCapture(origin, native);
 		if (result == CUDA_SUCCESS)
 			result = ended;
 	}
-	for (unsigned int i = 0; i < streams.count; i++)
-		real_cuStreamDestroy_v2(streams.natives[i]);
-	for (unsigned int i = 0; i < events.count; i++)
-		real_cuEventDestroy_v2(events.natives[i]);
+	mpsd_cast_end(&cast);
 	return result;
 }
 

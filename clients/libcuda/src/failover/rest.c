@@ -43,8 +43,8 @@ CUresult mpsd_come_to_rest(void)
 		mpsd_made_lock();
 		result = mpsd_capturing() ? CUDA_ERROR_NOT_READY : look_for_work();
 		mpsd_made_unlock();
-		if (result == CUDA_SUCCESS && !rests)
-			result = CUDA_ERROR_NOT_READY;
+		if (result == CUDA_SUCCESS)
+			result = rests ? mpsd_exact_prove() : CUDA_ERROR_NOT_READY;
 		if (result == CUDA_ERROR_NOT_READY)
 			mpsd_pause(1);
 	}
