@@ -252,7 +252,7 @@ def test_a_planned_move_takes_the_gpus_word_that_work_has_ended(
     ask("m = gpu.memory(8 << 20)")
     stand_by(line, second, copies)
     assert ask("gpu.sync()") == "0"
-    # It is saved, that is noted, an event is recorded and waited for, the kernel runs; what is to say so does not.
+    # It is saved, that is noted, an event is recorded and waited for, the kernel runs; its mark does not.
     gate.let(5)
     assert ask("gpu.run('add', m, 8, 3)") == "0"
     until(lambda: gate.left() == 0)
