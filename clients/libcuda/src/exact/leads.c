@@ -14,7 +14,7 @@
 #include "exact/validate.h"
 #include "window.h"
 
-static bool records_event(const struct mpsd_op *op)
+bool mpsd_launch_records_event(const struct mpsd_op *op)
 {
 	for (unsigned int i = 0; i < op->launch.config.numAttrs; i++)
 		if (op->launch.attributes[i].id == CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_EVENT ||
@@ -100,7 +100,7 @@ CUresult mpsd_params_save(const struct mpsd_op *op, struct mpsd_plan *plan)
 
 	mpsd_named_look(op->launch.function);
 	/* Nothing of this library's proves what is before it. */
-	if (records_event(op))
+	if (mpsd_launch_records_event(op))
 		mpsd_epoch_unsure("a launch that records an event");
 	while (next_word(&words, &word)) {
 		CUresult result = CUDA_SUCCESS;

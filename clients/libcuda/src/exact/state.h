@@ -151,6 +151,9 @@ CUresult mpsd_stage_rows_out(const struct mpsd_op *op);
 /* With the locks as they are in a forked child. */
 void mpsd_stage_child(void);
 
+/* leads.c: of an operation that is a launch. */
+bool mpsd_launch_records_event(const struct mpsd_op *op);
+
 /* As the program called it, in the copy of this call. */
 CUresult mpsd_op_issue(const struct mpsd_op *op);
 

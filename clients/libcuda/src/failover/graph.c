@@ -103,6 +103,22 @@ bool mpsd_is_native_in_capture(CUstream native)
 	return ask_capture(native, &id) == CUDA_ERROR_STREAM_CAPTURE_IMPLICIT || id;
 }
 
+bool mpsd_captures_hold(CUstream native)
+{
+	bool is;
+
+	pthread_mutex_lock(&lock);
+	is = !mpsd_is_native_in_capture(native);
+	if (!is)
+		pthread_mutex_unlock(&lock);
+	return is;
+}
+
+void mpsd_captures_let(void)
+{
+	pthread_mutex_unlock(&lock);
+}
+
 bool mpsd_is_in_capture(CUstream stream)
 {
 	return capture_of(mpsd_native(stream)) != 0;
@@ -154,13 +170,9 @@ static CUresult append(struct mpsd_graph *graph, struct mpsd_op *op)
 /* Events that are nodes, or edges that kernels make: in another copy they would be others than the program's. */
 static bool is_of_events(const struct mpsd_op *op)
 {
-	bool is = (op->kind == MPSD_OP_RECORD && op->event.flags & CU_EVENT_RECORD_EXTERNAL) ||
-		  (op->kind == MPSD_OP_WAIT && op->event.flags & CU_EVENT_WAIT_EXTERNAL);
-
-	for (unsigned int i = 0; op->kind == MPSD_OP_LAUNCH && i < op->launch.config.numAttrs; i++)
-		is |= op->launch.attributes[i].id == CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_EVENT ||
-		      op->launch.attributes[i].id == CU_LAUNCH_ATTRIBUTE_LAUNCH_COMPLETION_EVENT;
-	return is;
+	return (op->kind == MPSD_OP_RECORD && op->event.flags & CU_EVENT_RECORD_EXTERNAL) ||
+	       (op->kind == MPSD_OP_WAIT && op->event.flags & CU_EVENT_WAIT_EXTERNAL) ||
+	       (op->kind == MPSD_OP_LAUNCH && mpsd_launch_records_event(op));
 }
 
 bool mpsd_capture_op(struct mpsd_op *op, CUresult *result)

@@ -26,7 +26,11 @@ bool mpsd_capture_op(struct mpsd_op *op, CUresult *result);
 bool mpsd_is_in_capture(CUstream stream);
 bool mpsd_is_native_in_capture(CUstream native);	/* what this call's copy calls it */
 
-/* The same for who is inside no copy, which could be unloaded before it answers. */
+/* Until let() the stream joins no capture. False: it is in one, and nothing is to be let. */
+bool mpsd_captures_hold(CUstream native);
+void mpsd_captures_let(void);
+
+/* is_in_capture() for who is inside no copy, which could be unloaded before it answers. */
 bool mpsd_is_in_capture_outside(CUstream stream);
 
 static inline bool mpsd_is_captured(CUstream stream)
