@@ -113,14 +113,45 @@ def test_a_capture_that_cannot_go_on_fails_and_says_so(
     stand_by(line, second, copies)
     assert ask(BEGIN) == "None"
     assert ask(f"gpu.run('add', m, 8, 1, stream=s), set({PASSING.format(65)})") == "(0, {0})"
+    # An event that was recorded in it, and elsewhere since: who waits for that is in no capture.
+    ask("o, p = (gpu.made('cuStreamCreate', 1) for _ in 'op'); k = events(1)[0]; n = gpu.memory(4 << 20)")
+    assert ask("[gpu.code('cuEventRecord', k, of) for of in (s, o)]") == "[0, 0]"
+    assert ask("gpu.code('cuStreamWaitEvent', p, k, 0)") == "0"
     break_domain(domain)
     move(line)
     assert line.hear(moving.OPAQUE).text == "a capture that does not go on"
     ask("g = ctypes.c_uint64()")
     ended = "gpu.code('cuStreamEndCapture', s, ctypes.byref(g))"
-    assert ask(f"gpu.run('add', m, 8, 10, stream=s), {ended}, gpu.sync()") == "(901, 901, 0)"
+    assert ask("gpu.run('add', n, 8, 1, stream=p), gpu.run('add', m, 8, 10, stream=s)") == "(0, 901)"
+    assert ask(f"{ended}, gpu.sync() in (0, 719), gpu.word(n)") == "(901, True, 1)"
+    # What is freed is freed at once, for nothing is captured any more.
+    assert ask("gpu.code('cuMemFree_v2', n), gpu.memory(4 << 20) == n") == "(0, True)"
     capture(ask)
     assert ask("gpu.code('cuGraphLaunch', x, s), gpu.sync(), gpu.word(m)") == "(0, 0, 11)"
+    ask.end()
+
+
+UPDATABLE = "given = (ctypes.c_uint32 * 18)(13, 0, 1)"
+CONFIG = "struct.pack('=7I4xQQI4x', 1, 1, 1, 1, 1, 1, 0, s, ctypes.addressof(given), 1)"
+
+
+@MODES
+def test_nodes_that_kernels_may_change_and_graphs_that_they_may_launch_are_named(
+    post: Post, ask: Program, mode: int
+) -> None:
+    line = post.greet(mode)
+    ask(
+        f"s = gpu.made('cuStreamCreate', {NON_BLOCKING}); m = gpu.memory(4 << 20); {UPDATABLE}; import struct"
+    )
+    ask("held = ctypes.c_uint64(m), ctypes.c_uint64(8), ctypes.c_uint32(1)")
+    ask("pointers = (ctypes.c_void_p * 3)(*map(ctypes.addressof, held))")
+    assert ask(BEGIN) == "None"
+    launched = f"gpu.code('cuLaunchKernelEx', {CONFIG}, gpu.functions['add'], pointers, None)"
+    assert ask(f"{launched}, given[4] | given[5] << 32 == gpu.functions['add']") == "(0, True)"
+    assert line.hear(moving.OPAQUE).text == "a graph's node that kernels may change"
+    ask("g = ctypes.c_uint64(); gpu('cuStreamEndCapture', s, ctypes.byref(g)); g = g.value")
+    assert ask("gpu.made('cuGraphInstantiateWithFlags', g, 4) > 0") == "True"
+    assert line.hear(moving.OPAQUE).text == "a graph that kernels may launch"
     ask.end()
 
 

@@ -177,15 +177,26 @@ API CUresult cuLaunchKernel(CUfunction f, unsigned int gridDimX, unsigned int gr
 	return leave(result == CUDA_SUCCESS ? submit(stream, &operation) : result);
 }
 
+static void take_attribute(CUlaunchAttribute *given, CUfunction function)
+{
+	CUlaunchAttributeValue *value = &given->value;
+
+	/* Kernels never overlap here: that one may is all that is seen of it. */
+	if (given->id == CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION &&
+	    value->programmaticStreamSerializationAllowed)
+		note("may overlap");
+	/* Nor does any change a node; but the node has its name. */
+	if (given->id == CU_LAUNCH_ATTRIBUTE_DEVICE_UPDATABLE_KERNEL_NODE &&
+	    value->deviceUpdatableKernelNode.deviceUpdatable)
+		value->deviceUpdatableKernelNode.devNode = (CUgraphDeviceNode)function;
+}
+
 API CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction f, void **kernelParams, void **extra)
 {
 	if (!config)
 		return CUDA_ERROR_INVALID_VALUE;
-	/* Kernels never overlap here: that one may is all that is seen of it. */
 	for (unsigned int i = 0; i < config->numAttrs; i++)
-		if (config->attrs[i].id == CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION &&
-		    config->attrs[i].value.programmaticStreamSerializationAllowed)
-			note("may overlap");
+		take_attribute(&config->attrs[i], f);
 	return cuLaunchKernel(f, config->gridDimX, config->gridDimY, config->gridDimZ, config->blockDimX,
 			      config->blockDimY, config->blockDimZ, config->sharedMemBytes, config->hStream,
 			      kernelParams, extra);

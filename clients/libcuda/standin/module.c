@@ -1,9 +1,12 @@
 // SPDX-License-Identifier: MIT
 /* Modules. A library is a module here, and a kernel is its function, as far as a program can tell. */
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "module.h"
+
+#define MOST_TEXT 4096		/* of a file */
 
 static struct CUmod_st *modules;
 
@@ -67,6 +70,18 @@ API CUresult cuModuleLoadData(CUmodule *module, const void *image)
 	leave(CUDA_SUCCESS);
 	gate_keep(GATE_MODULE);
 	return CUDA_SUCCESS;
+}
+
+API CUresult cuModuleLoad(CUmodule *module, const char *fname)
+{
+	char text[MOST_TEXT + 1] = "";
+	FILE *file = fname ? fopen(fname, "re") : NULL;
+
+	if (!file)
+		return CUDA_ERROR_FILE_NOT_FOUND;
+	text[fread(text, 1, MOST_TEXT, file)] = 0;
+	fclose(file);
+	return cuModuleLoadData(module, text);
 }
 
 API CUresult cuModuleLoadDataEx(CUmodule *module, const void *image, unsigned int numOptions,

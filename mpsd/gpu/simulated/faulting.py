@@ -135,10 +135,9 @@ class Faults:
         machine.timers.after(landing, lambda: self._land(space, outcome, domain))
 
     def _once_still(self, domain: Sequence[Space], action: Callable[[], None]) -> None:
-        for member in domain:
-            if member.halt is not None:
-                member.halt.halt()
-        if any(member.writes for member in domain):
+        # Who is halted only now is looked at later: what it counts may not be seen yet.
+        fresh = [member.halt.halt() for member in domain if member.halt is not None]
+        if any(fresh) or any(member.writes for member in domain):
             self._machine.timers.after(LOOK_S, partial(self._once_still, domain, action))
         else:
             action()

@@ -22,8 +22,11 @@ class Halt:
         self._map = mmap.mmap(self.fd, mmap.PAGESIZE)
         self._words = memoryview(self._map).cast("I")
 
-    def halt(self) -> None:
+    def halt(self) -> bool:
+        """Whether it was not halted before."""
+        fresh = not self._words[_HALTED]
         self._words[_HALTED] = 1
+        return fresh
 
     @property
     def is_still(self) -> bool:

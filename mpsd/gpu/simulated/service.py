@@ -109,6 +109,10 @@ class Service:
                 os.unlink(paths.gpu_socket(self.directory))
         except OSError:
             pass
+        for space in self._channels:
+            if space.halt is not None:
+                space.halt.close()
+                space.halt = None
         for key in list(self._selector.get_map().values()):
             if isinstance(key.fileobj, socket.socket):
                 key.fileobj.close()

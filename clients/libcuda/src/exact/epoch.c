@@ -52,11 +52,10 @@ static void forget(struct mpsd_op *op)
 		mpsd_op_free(op);
 }
 
-void mpsd_epoch_end(void)
+void mpsd_epoch_forget(void)
 {
 	struct mpsd_op *op, *next;
 
-	mpsd_pace_end(mpsd_epoch.operations);
 	for (op = mpsd_epoch.first; op; op = next) {
 		next = op->next;
 		forget(op);
@@ -67,10 +66,16 @@ void mpsd_epoch_end(void)
 	mpsd_epoch.operations = mpsd_epoch.kept_bytes = 0;
 	mpsd_epoch.long_from = LONG_OPERATIONS;
 	mpsd_epoch.has_borrowed = false;
-	/* These two are looked at without the lock, by who will find that a move has come between. */
-	__atomic_store_n(&mpsd_epoch.number, mpsd_epoch.number + 1, __ATOMIC_RELAXED);
-	__atomic_store_n(&mpsd_epoch.unsure, NULL, __ATOMIC_RELAXED);
 	mpsd_epoch.is_waiting = false;
+	/* This, and its number, are looked at without the lock, by who will find that a move has come between. */
+	__atomic_store_n(&mpsd_epoch.unsure, NULL, __ATOMIC_RELAXED);
+}
+
+void mpsd_epoch_end(void)
+{
+	mpsd_pace_end(mpsd_epoch.operations);
+	mpsd_epoch_forget();
+	__atomic_store_n(&mpsd_epoch.number, mpsd_epoch.number + 1, __ATOMIC_RELAXED);
 	mpsd_undo_forget();
 }
 

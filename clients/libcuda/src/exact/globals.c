@@ -81,14 +81,15 @@ static unsigned int arch(void)
 static void read_names(struct module *module)
 {
 	struct mpsd_symbols found = { .add = add_name, .to = module };
-	size_t size = module->image ? mpsd_image_bytes(module->image) : 0;
+	const void *image = module->image ? mpsd_image_data(module->image) : NULL;
+	size_t size = image ? mpsd_image_bytes(module->image) : 0;
 
 	if (size)
-		mpsd_symbols_read(mpsd_image_data(module->image), size, arch(), &found);
+		mpsd_symbols_read(image, size, arch(), &found);
 	if (!size || found.is_unread) {
 		unknown++;
 		mpsd_say("the variables of some code are not looked at: %s",
-			 size ? "it is packed, and nothing here unpacks it" : "it came from a file");
+			 size ? "it is packed, and nothing here unpacks it" : "it is not known where it is");
 	}
 	if (found.has_heap) {
 		unknown++;

@@ -107,6 +107,7 @@ struct mpsd_lane *mpsd_lane_of(CUstream stream)
 		lane->stream = key(stream);
 		lane->is_used = true;
 		lane->is_apart = mpsd_made_is_apart(stream);
+		lane->after_saves = lane->after_replay = 0;
 	}
 	return lane;
 }
@@ -237,19 +238,6 @@ CUresult mpsd_lane_mark(struct mpsd_lane *lane)
 		return has_no_stream(lane, number);
 	result = write_mark(lane, asked.native, number, before);
 	mpsd_ask_end(&asked);
-	return result;
-}
-
-CUresult mpsd_lanes_mark(void)
-{
-	CUresult result = CUDA_SUCCESS;
-	unsigned int count;
-
-	pthread_mutex_lock(&mpsd_exact_lock);
-	count = mpsd_lanes_used;
-	pthread_mutex_unlock(&mpsd_exact_lock);
-	for (unsigned int i = 0; i < count && result == CUDA_SUCCESS; i++)
-		result = mpsd_lane_mark(&mpsd_lanes[i]);
 	return result;
 }
 
@@ -388,9 +376,9 @@ CUresult mpsd_lane_mark_now(struct mpsd_lane *lane, uint64_t number)
 	return result;
 }
 
-void mpsd_lanes_give_up(void)
+void mpsd_lanes_give_up(bool all)
 {
-	for (unsigned int i = 0; words && i < mpsd_lanes_used; i++) {
+	for (unsigned int i = all ? 0 : 1; words && i < mpsd_lanes_used; i++) {
 		struct mpsd_lane *lane = &mpsd_lanes[i];
 
 		lane->proven = lane->marked = lane->given;

@@ -69,14 +69,14 @@ static bool may_be_at_once(const struct mpsd_launch *given, void **extra)
 	       !mpsd_knows_variables() && !mpsd_validates() && !mpsd_named_any;
 }
 
-/* In mode `keep`, for a capture that cannot be noted: the program goes on, and stays where it is. */
-static CUresult launch_unnoted(const struct mpsd_launch *given, void **parameters, void **extra)
+/* In a capture that cannot be noted: the program goes on, and stays where it is. */
+static CUresult launch_unnoted(const struct mpsd_launch *given, void **parameters, void **extra, const char *why)
 {
 	CUlaunchConfig c = *given->config;
 	CUfunction function = mpsd_native(given->function);
 	CUresult result;
 
-	mpsd_line_opaque("a kernel whose parameters are unknown, in a capture");
+	mpsd_line_opaque(why);
 	c.hStream = mpsd_native(given->stream);
 	if (given->is_cooperative)
 		result = inner_cuLaunchCooperativeKernel(function, c.gridDimX, c.gridDimY, c.gridDimZ, c.blockDimX,
@@ -104,7 +104,7 @@ static CUresult submit_launch(const struct mpsd_launch *given, void **parameters
 	if (atomic_load(&mpsd_moves) != mpsd_tables()->moves)
 		return MPSD_AGAIN;
 	if (!mpsd_exact())
-		return launch_unnoted(given, parameters, extra);
+		return launch_unnoted(given, parameters, extra, "a kernel whose parameters are unknown, in a capture");
 	mpsd_exact_fail("a kernel whose parameters are unknown");
 	return MPSD_AGAIN;
 }
@@ -132,11 +132,23 @@ CUresult work_cuLaunchCooperativeKernel(CUfunction f, unsigned int gridDimX, uns
 	return submit_launch(&launch, kernelParams, NULL);
 }
 
+/* The driver writes there by which name, and kernels go by that of this copy. */
+static bool is_updatable(const CUlaunchConfig *config)
+{
+	for (unsigned int i = 0; config->attrs && i < config->numAttrs; i++)
+		if (config->attrs[i].id == CU_LAUNCH_ATTRIBUTE_DEVICE_UPDATABLE_KERNEL_NODE &&
+		    config->attrs[i].value.deviceUpdatableKernelNode.deviceUpdatable)
+			return true;
+	return false;
+}
+
 CUresult work_cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction f, void **kernelParams, void **extra)
 {
 	if (config) {
 		const struct mpsd_launch launch = { f, config->hStream, config, false, false, !mpsd_capturing() };
 
+		if (!launch.is_brief && is_updatable(config))
+			return launch_unnoted(&launch, kernelParams, extra, "a graph's node that kernels may change");
 		return submit_launch(&launch, kernelParams, extra);
 	}
 	return inner_cuLaunchKernelEx(config, mpsd_native(f), kernelParams, extra);

@@ -151,8 +151,28 @@ static CUresult undo_and_do_again(struct mpsd_replayed *replayed)
 	return result == CUDA_SUCCESS || mpsd_is_loss(noted) ? noted : result;
 }
 
+/*
+ * Where something was put back that goes on until it has ended, in the mover's own lane: until then it may have to be put
+ * back once more, and nothing that it uses may be taken away.
+ */
+static void give_up(bool has_begun)
+{
+	struct mpsd_lane *own = &mpsd_lanes[0];
+
+	mpsd_still_unsure();
+	mpsd_hosts_lose();
+	mpsd_lanes_give_up(!has_begun);
+	if (!has_begun) {
+		mpsd_epoch_end();
+		return;
+	}
+	mpsd_epoch_forget();
+	mpsd_lane_mark_now(own, ++own->given);
+}
+
 static void move(bool may, struct mpsd_replayed *replayed)
 {
+	bool has_begun = false;
 	CUresult result;
 
 	mpsd_lanes_move();
@@ -167,19 +187,16 @@ static void move(bool may, struct mpsd_replayed *replayed)
 	replayed->unsure = mpsd_epoch.unsure ? mpsd_epoch.unsure : may ? NULL : "nobody knows whose fault it was";
 	if (!replayed->unsure) {
 		result = mpsd_enter_context();
-		if (result == CUDA_SUCCESS)
+		has_begun = result == CUDA_SUCCESS;
+		if (has_begun)
 			result = undo_and_do_again(replayed);
 		/* Of a context that is lost already: the epoch stays, for the next move. */
 		if (result != CUDA_SUCCESS && !mpsd_is_loss(result))
 			replayed->unsure = "it cannot be done again";
-		real_cuCtxSetCurrent(NULL);
 	}
-	if (replayed->unsure) {
-		mpsd_still_unsure();
-		mpsd_hosts_lose();
-		mpsd_lanes_give_up();
-		mpsd_epoch_end();
-	}
+	if (replayed->unsure)
+		give_up(has_begun);
+	real_cuCtxSetCurrent(NULL);
 }
 
 void mpsd_exact_move(bool may, struct mpsd_replayed *replayed)
@@ -227,7 +244,7 @@ CUresult mpsd_exact_look(void)
 void mpsd_exact_rested(void)
 {
 	pthread_mutex_lock(&mpsd_exact_lock);
-	mpsd_lanes_give_up();
+	mpsd_lanes_give_up(true);
 	mpsd_epoch_end();
 	pthread_mutex_unlock(&mpsd_exact_lock);
 }

@@ -206,7 +206,7 @@ bool mpsd_lanes_all_marked(void);	/* what is not proven will be */
 
 /* Without the lock, by who has the order: the GPU writes after what was given so far. */
 CUresult mpsd_lane_mark(struct mpsd_lane *lane);
-CUresult mpsd_lanes_mark(void);
+CUresult mpsd_lanes_mark(void);	/* waits.c */
 
 /* Without the lock: until the GPU has written that. What was not marked, for it is captured, is not waited for. */
 CUresult mpsd_lane_wait(struct mpsd_lane *lane, uint64_t number);
@@ -229,8 +229,8 @@ void mpsd_lanes_move(void);
 /* In a move, with the lock, but not in the call: the GPU writes that number, in the legacy stream. */
 CUresult mpsd_lane_mark_now(struct mpsd_lane *lane, uint64_t number);
 
-/* With the lock: nothing is waited for any more. */
-void mpsd_lanes_give_up(void);
+/* With the lock: nothing is waited for any more. Not `all`: but for what the mover itself has begun. */
+void mpsd_lanes_give_up(bool all);
 
 /* points.c, with the lock: where an event is. A record that is proven, or none, is (NULL, 0). */
 struct mpsd_point {
@@ -269,6 +269,7 @@ static inline bool mpsd_epoch_is_unsure(void)
 /* With the lock */
 void mpsd_epoch_strike(struct mpsd_op *op);	/* the last one */
 void mpsd_epoch_end(void);
+void mpsd_epoch_forget(void);		/* its operations; what was saved may still be wanted */
 
 /* Takes the lock: the program is about to know what is proven. AGAIN: a move has come between, so it must not yet. */
 CUresult mpsd_epoch_observed(void);

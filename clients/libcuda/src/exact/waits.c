@@ -43,6 +43,19 @@ static bool is_for_all(enum mpsd_wait wait, const void *handle)
 	       (wait == MPSD_WAIT_STREAM && (!handle || handle == CU_STREAM_LEGACY));
 }
 
+CUresult mpsd_lanes_mark(void)
+{
+	CUresult result = CUDA_SUCCESS;
+	unsigned int count;
+
+	pthread_mutex_lock(&mpsd_exact_lock);
+	count = mpsd_lanes_used;
+	pthread_mutex_unlock(&mpsd_exact_lock);
+	for (unsigned int i = 0; i < count && result == CUDA_SUCCESS; i++)
+		result = mpsd_lane_mark(&mpsd_lanes[i]);
+	return result;
+}
+
 static CUresult mark(const struct mpsd_proof *proof)
 {
 	uint64_t moves = mpsd_tables()->moves;
@@ -156,7 +169,7 @@ CUresult mpsd_exact_prove(void)
 	real_cuCtxSetCurrent(NULL);
 	mpsd_order_give(moves);
 	if (result != CUDA_SUCCESS)
-		return result;
+		return mpsd_is_loss(result) ? result : CUDA_ERROR_NOT_READY;
 	pthread_mutex_lock(&mpsd_exact_lock);
 	is = mpsd_lanes_all_proven();
 	pthread_mutex_unlock(&mpsd_exact_lock);

@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: MIT
 #include "failover/cast.h"
 
-#include "failover/carry.h"
+#include "exact/state.h"
+#include "failover/graph.h"
+#include "failover/nodes.h"
 
 static CUresult make_stream(void **native)
 {
@@ -41,6 +43,38 @@ CUresult mpsd_cast_stream(struct mpsd_cast *cast, CUstream name, CUstream *nativ
 CUresult mpsd_cast_event(struct mpsd_cast *cast, CUevent name, CUevent *native)
 {
 	return find(&cast->events, name, make_event, (void **)native);
+}
+
+CUresult mpsd_cast_joined(const struct mpsd_op *op, CUstream stream)
+{
+	return op->kind == MPSD_OP_WAIT || mpsd_is_native_in_capture(stream) ? CUDA_SUCCESS : CUDA_ERROR_NOT_SUPPORTED;
+}
+
+static bool is_gone(const void *name)
+{
+	bool is = !mpsd_made_look(name) && !mpsd_made_is_word(name);
+
+	mpsd_made_looked();
+	return is;
+}
+
+CUresult mpsd_cast_issue_known(struct mpsd_cast *gone, const struct mpsd_op *op, CUgraphNode *native)
+{
+	bool names = op->kind == MPSD_OP_RECORD || op->kind == MPSD_OP_WAIT;
+	CUevent event = names ? mpsd_native(op->event.event) : NULL;
+	CUstream stream = mpsd_native(op->stream);
+	CUresult result = CUDA_SUCCESS;
+
+	if (is_gone(op->stream))
+		result = mpsd_cast_stream(gone, op->stream, &stream);
+	if (result == CUDA_SUCCESS && names && is_gone(op->event.event))
+		result = mpsd_cast_event(gone, op->event.event, &event);
+	if (result == CUDA_SUCCESS)
+		result = mpsd_cast_joined(op, stream);
+	if (result == CUDA_SUCCESS)
+		result = mpsd_op_issue_on(op, stream, event);
+	*native = *native ? mpsd_capture_last(stream) : NULL;
+	return result;
 }
 
 void mpsd_cast_end(struct mpsd_cast *cast)

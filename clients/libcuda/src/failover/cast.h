@@ -19,4 +19,11 @@ struct mpsd_cast {
 CUresult mpsd_cast_stream(struct mpsd_cast *cast, CUstream name, CUstream *native);
 CUresult mpsd_cast_event(struct mpsd_cast *cast, CUevent name, CUevent *native);
 
+/* Whether what is given to the stream is captured: what was not joined to the capture would run at once. */
+struct mpsd_op;
+CUresult mpsd_cast_joined(const struct mpsd_op *op, CUstream stream);
+
+/* With the program's own, but those that have gone. In: whether it is a node; out: which one. */
+CUresult mpsd_cast_issue_known(struct mpsd_cast *gone, const struct mpsd_op *op, CUgraphNode *native);
+
 void mpsd_cast_end(struct mpsd_cast *cast);

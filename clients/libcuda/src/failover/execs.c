@@ -26,6 +26,9 @@ CUresult mpsd_graph_note(CUresult result, enum mpsd_made_kind kind, void **handl
 
 static CUresult note_exec(CUresult result, CUgraphExec *exec, struct mpsd_graph *graph, uint64_t flags, uint64_t moves)
 {
+	/* Kernels have its handle, and what they launch nobody sees. */
+	if (result == CUDA_SUCCESS && flags & CUDA_GRAPH_INSTANTIATE_FLAG_DEVICE_LAUNCH)
+		mpsd_line_opaque("a graph that kernels may launch");
 	if (graph)
 		return mpsd_graph_note(result, MPSD_MADE_EXEC, (void **)exec, graph, (unsigned int)flags, moves);
 	result = mpsd_line_made(result, "a graph that came by a way that is not followed");

@@ -175,6 +175,12 @@ static bool is_of_events(const struct mpsd_op *op)
 	       (op->kind == MPSD_OP_LAUNCH && mpsd_launch_records_event(op));
 }
 
+/* One that waits for an event by whose name something was captured: is it in that capture now? */
+static bool has_joined(const struct mpsd_op *op, const struct session *session)
+{
+	return op->kind != MPSD_OP_WAIT || session->is_void || capture_of(mpsd_native(op->stream)) == session->id;
+}
+
 bool mpsd_capture_op(struct mpsd_op *op, CUresult *result)
 {
 	bool is, is_opaque = is_of_events(op);
@@ -190,13 +196,15 @@ bool mpsd_capture_op(struct mpsd_op *op, CUresult *result)
 		*result = !session ? said : session->is_void ? CUDA_ERROR_STREAM_CAPTURE_INVALIDATED : mpsd_op_issue(op);
 		if (mpsd_is_left())
 			*result = MPSD_AGAIN;
-		if (*result == CUDA_SUCCESS)
+		/* It is given once more, beside all captures. */
+		is = *result != CUDA_SUCCESS || has_joined(op, session);
+		if (is && *result == CUDA_SUCCESS)
 			*result = append(session->graph, op);
-		else
+		else if (is)
 			mpsd_op_free(op);
 	}
 	pthread_mutex_unlock(&lock);
-	if (is && is_opaque)
+	if (is && is_opaque && *result == CUDA_SUCCESS)
 		mpsd_line_opaque("a capture with events that are more than edges");
 	return is;
 }
@@ -288,12 +296,14 @@ void mpsd_captures_without(CUstream stream)
 	pthread_mutex_unlock(&lock);
 }
 
-static bool end_void(CUstream origin)
+static bool is_void(CUstream origin, CUresult *result)
 {
 	struct session *session = void_session_of(origin);
 	bool is = session && session->graph->origin == origin;
 
 	if (is)
+		*result = mpsd_is_left() ? MPSD_AGAIN : CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;
+	if (is && *result != MPSD_AGAIN)
 		end_session(session);
 	return is;
 }
@@ -306,8 +316,10 @@ CUresult make_cuStreamEndCapture(CUstream hStream, CUgraph *phGraph)
 
 	pthread_mutex_lock(&lock);
 	session = session_of(capture_of(mpsd_native(hStream)));
-	result = end_void(hStream) ? CUDA_ERROR_STREAM_CAPTURE_INVALIDATED
-				   : inner_cuStreamEndCapture(mpsd_native(hStream), phGraph);
+	if (!is_void(hStream, &result))
+		result = inner_cuStreamEndCapture(mpsd_native(hStream), phGraph);
+	else if (phGraph)
+		*phGraph = NULL;
 	if (session && mpsd_is_left()) {
 		/* It goes on in the next copy, and is ended there. */
 		result = MPSD_AGAIN;
@@ -324,31 +336,6 @@ CUresult make_cuStreamEndCapture(CUstream hStream, CUgraph *phGraph)
 
 /* In another copy */
 
-static bool is_gone(const void *name)
-{
-	bool is = !mpsd_made_look(name) && !mpsd_made_is_word(name);
-
-	mpsd_made_looked();
-	return is;
-}
-
-static CUresult issue_again(const struct mpsd_op *op, struct mpsd_cast *gone, CUgraphNode *native)
-{
-	bool names = op->kind == MPSD_OP_RECORD || op->kind == MPSD_OP_WAIT;
-	CUevent event = names ? mpsd_native(op->event.event) : NULL;
-	CUstream stream = mpsd_native(op->stream);
-	CUresult result = CUDA_SUCCESS;
-
-	if (is_gone(op->stream))
-		result = mpsd_cast_stream(gone, op->stream, &stream);
-	if (result == CUDA_SUCCESS && names && is_gone(op->event.event))
-		result = mpsd_cast_event(gone, op->event.event, &event);
-	if (result == CUDA_SUCCESS)
-		result = mpsd_op_issue_on(op, stream, event);
-	*native = *native ? mpsd_capture_last(stream) : NULL;
-	return result;
-}
-
 /* With the streams and events of the program, which it goes on with; those that have gone meanwhile are made anew. */
 static CUresult go_on(struct session *session)
 {
@@ -360,20 +347,19 @@ static CUresult go_on(struct session *session)
 	for (unsigned int i = 0; i < session->graph->count && result == CUDA_SUCCESS; i++) {
 		struct mpsd_node *node = &session->graph->nodes[i];
 
-		result = issue_again(node->op, &gone, &node->native);
+		result = mpsd_cast_issue_known(&gone, node->op, &node->native);
 	}
 	mpsd_cast_end(&gone);
 	session->id = capture_of(origin);
 	return result;
 }
 
-/* The program hears of it by what it does next with that capture. */
+/* The program hears of it by what it does next with that capture, which in this copy ends now, if it had begun. */
 static void make_void(struct session *session)
 {
 	CUgraph graph = NULL;
 
-	if (session->id)
-		real_cuStreamEndCapture(mpsd_native(session->graph->origin), &graph);
+	inner_cuStreamEndCapture(mpsd_native(session->graph->origin), &graph);
 	if (graph)
 		real_cuGraphDestroy(graph);
 	session->is_void = true;
@@ -384,7 +370,10 @@ void mpsd_captures_move(void)
 {
 	pthread_mutex_lock(&lock);
 	for (struct session *session = sessions; session; session = session->next) {
-		if (session->is_void || go_on(session) == CUDA_SUCCESS)
+		CUresult result = session->is_void ? CUDA_SUCCESS : go_on(session);
+
+		/* In the context after one that is lost already it goes on. */
+		if (result == CUDA_SUCCESS || mpsd_is_loss(result))
 			continue;
 		make_void(session);
 		mpsd_line_opaque("a capture that does not go on");

@@ -1,13 +1,15 @@
 // SPDX-License-Identifier: MIT
 /*
  * Images of code. The program may free one as soon as it is loaded, so it is kept: by reference where it lies
- * in a library or the executable, which outlives its modules, else as a copy, as long as it says itself that
+ * in a library or the executable, as long as that is there, else as a copy, as long as it says itself that
  * it is (an ELF file, a fat binary, or text with a final zero). Options come along but for buffers to write to.
  */
 #include <dlfcn.h>
 #include <elf.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 
 #include "failover/made.h"
 #include "fatbin.h"
@@ -23,7 +25,9 @@ struct fatbin_wrapper {
 
 struct mpsd_image {
 	const void *data;
-	void *copy;		/* NULL: it lies in a library */
+	void *copy;		/* NULL: it lies in a library, */
+	const void *base;	/* which is there, by that name */
+	char *object;
 	unsigned int options;
 	CUjit_option names[MOST_OPTIONS];
 	void *values[MOST_OPTIONS];
@@ -94,7 +98,10 @@ struct mpsd_image *mpsd_image_keep(const void *image, unsigned int options, cons
 	if (magic == FATBIN_WRAPPER)
 		image = ((const struct fatbin_wrapper *)image)->data;
 	kept->data = image;
-	if (!dladdr(image, &info)) {
+	if (dladdr(image, &info)) {
+		kept->base = info.dli_fbase;
+		kept->object = strdup(info.dli_fname ? info.dli_fname : "");
+	} else {
 		size = bytes_of(image);
 		kept->copy = size && size <= MOST_BYTES ? malloc(size) : NULL;
 		kept->data = kept->copy;
@@ -113,21 +120,50 @@ struct mpsd_image *mpsd_image_keep(const void *image, unsigned int options, cons
 	return kept;
 }
 
+/* Now: it may be another file, or none, when it is wanted again. */
+struct mpsd_image *mpsd_image_read(const char *path)
+{
+	struct mpsd_image *kept = NULL;
+	FILE *file = path ? fopen(path, "re") : NULL;
+	struct stat status;
+	char *bytes = NULL;
+
+	if (file && !fstat(fileno(file), &status) && status.st_size >= (off_t)sizeof(uint32_t))
+		bytes = calloc(1, (size_t)status.st_size + 1);
+	if (bytes && fread(bytes, 1, (size_t)status.st_size, file) == (size_t)status.st_size)
+		kept = mpsd_image_keep(bytes, 0, NULL, NULL);
+	free(bytes);
+	if (file)
+		fclose(file);
+	return kept;
+}
+
 void mpsd_image_free(struct mpsd_image *image)
 {
-	if (image)
+	if (image) {
 		free(image->copy);
+		free(image->object);
+	}
 	free(image);
+}
+
+/* A library may be closed while its module is loaded, and another one lie there since. */
+static bool is_there(const struct mpsd_image *image)
+{
+	Dl_info info;
+
+	return image->copy || (image->object && dladdr(image->data, &info) && info.dli_fbase == image->base &&
+			       !strcmp(info.dli_fname ? info.dli_fname : "", image->object));
 }
 
 const void *mpsd_image_data(const struct mpsd_image *image)
 {
-	return image->data;
+	return is_there(image) ? image->data : NULL;
 }
 
 size_t mpsd_image_bytes(const struct mpsd_image *image)
 {
-	return bytes_of(image->data);
+	return is_there(image) ? bytes_of(image->data) : 0;
 }
 
 unsigned int mpsd_image_options(const struct mpsd_image *image, const CUjit_option **names, void ***values)

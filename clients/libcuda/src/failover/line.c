@@ -172,6 +172,7 @@ static bool move(const struct mpsd_failover_message *order)
 	if (!mpsd_move(order->values[0] != 0, (enum mpsd_failover_again)order->values[1], &times, &why)) {
 		message = message_of(MPSD_FAILOVER_STAYED, why);
 		atomic_store(&comes_until_ns, 0);
+		atomic_store(&ready, false);
 		mpsd_phase_wake();
 		mpsd_standby_close();
 		return say(&message);
@@ -342,6 +343,7 @@ static void in_child(void)
 	int fd = atomic_exchange(&line, -1), other = atomic_exchange(&wake, -1);
 
 	atomic_store(&off, true);
+	busy = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
 	mpsd_phase_child();
 	mpsd_exact_child();
 	mpsd_captures_child();

@@ -241,13 +241,10 @@ CUresult make_cuModuleLoadFatBinary(CUmodule *module, const void *fatCubin)
 
 CUresult make_cuModuleLoad(CUmodule *module, const char *fname)
 {
-	struct mpsd_made record = { .kind = MPSD_MADE_MODULE, .device = mpsd_current_device() };
+	struct mpsd_image *kept = mpsd_image_read(fname);
 	uint64_t moves = moves_now();
-	CUresult result = inner_cuModuleLoad(module, fname);
 
-	if (result == CUDA_SUCCESS)
-		record.text = strdup(fname);
-	return note(result, record, (void **)module, moves);
+	return note_image(inner_cuModuleLoad(module, fname), MPSD_MADE_MODULE, (void **)module, kept, moves);
 }
 
 CUresult make_cuLibraryLoadData(CUlibrary *library, const void *code, CUjit_option *jitOptions,

@@ -153,9 +153,6 @@ struct mpsd_graph *mpsd_made_graph(const void *name);
 /* Whether it is CU_STREAM_LEGACY or the like, which every copy has. */
 bool mpsd_made_is_word(const void *name);
 
-/* Whether it is a name that no driver gave. */
-bool mpsd_made_is_spare(const void *name);
-
 /* Under the lock. NULL: nothing of that name. */
 struct mpsd_made *mpsd_made_find(const void *name);
 
@@ -244,6 +241,7 @@ struct mpsd_image *mpsd_image_keep(const void *image, unsigned int options, cons
 				   void **values);
 void mpsd_image_free(struct mpsd_image *image);
 bool mpsd_image_writes(CUjit_option name);	/* the program's memory, when it is loaded */
-const void *mpsd_image_data(const struct mpsd_image *image);
+struct mpsd_image *mpsd_image_read(const char *path);	/* NULL: it cannot be, or no memory */
+const void *mpsd_image_data(const struct mpsd_image *image);	/* NULL: it is there no more */
 size_t mpsd_image_bytes(const struct mpsd_image *image);	/* 0: it does not say */
 unsigned int mpsd_image_options(const struct mpsd_image *image, const CUjit_option **names, void ***values);

@@ -89,7 +89,7 @@ static bool hold_and_switch(bool *planned, struct mpsd_times *times, const char 
 	pthread_mutex_lock(&mpsd_windows_lock);
 	mpsd_made_lock();
 	/* What was made since is there too: nobody makes anything while a move is on. */
-	is = !mpsd_made_waits();
+	is = !mpsd_made_waits() && !mpsd_mirror_fault();
 	*why = is ? "the old context may still write" : "something was made meanwhile";
 	turn = mpsd_turn_take();
 	if (!mpsd_opaque_begin()) {

@@ -8,6 +8,7 @@
 #include "failover/graph.h"
 #include "failover/line.h"
 #include "failover/made.h"
+#include "failover/spare.h"
 
 #define BUCKETS 4096
 
@@ -20,15 +21,6 @@ static struct mpsd_made *by_name[BUCKETS], *by_native[BUCKETS];
 static struct mpsd_made *oldest, *newest;
 atomic_uint mpsd_made_waiting;
 static uint64_t natives_of_moves;
-
-/* Names that the driver could never give: what is made after a move may get the address of an old handle. */
-static char spare_names[1 << 16];
-static unsigned int spare_used;
-
-bool mpsd_made_is_spare(const void *name)
-{
-	return (const char *)name >= spare_names && (const char *)name < spare_names + sizeof(spare_names);
-}
 
 static unsigned int bucket(const void *handle)
 {
@@ -174,9 +166,10 @@ static bool add(struct mpsd_made *record, uint64_t moves)
 	record->name = record->native;
 	/* Before the first move nothing is translated: one function may come by two ways. */
 	if (record->native && moves && mpsd_made_find(record->native))
-		record->name = spare_used < sizeof(spare_names) ? &spare_names[spare_used++] : NULL;
+		record->name = mpsd_spare_take();
 	if (!made || (record->native && !record->name)) {
 		mpsd_made_short();
+		mpsd_spare_give(record->name);
 		record->name = record->native;
 		free(made);
 		return true;
@@ -236,6 +229,7 @@ static void forget(struct mpsd_made *made)
 		atomic_fetch_sub(&mpsd_made_waiting, 1);
 	if (made->kind == MPSD_MADE_VARIABLE)
 		mpsd_variable_forget(made->name);
+	mpsd_spare_give(made->name);
 	mpsd_image_free(made->image);
 	mpsd_graph_let_go(made->graph);
 	mpsd_link_free(made->link);

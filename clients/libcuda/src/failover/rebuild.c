@@ -6,12 +6,6 @@
 #include "failover/cast.h"
 #include "failover/nodes.h"
 
-/* What was not joined to the capture would run at once. */
-static CUresult must_be_captured(const struct mpsd_op *op, CUstream stream)
-{
-	return op->kind == MPSD_OP_WAIT || mpsd_is_native_in_capture(stream) ? CUDA_SUCCESS : CUDA_ERROR_NOT_SUPPORTED;
-}
-
 /* None of the program's own: its events must not change. */
 static CUresult capture_again(const struct mpsd_graph *graph, struct mpsd_cast *cast, CUgraphNode *natives)
 {
@@ -23,10 +17,10 @@ static CUresult capture_again(const struct mpsd_graph *graph, struct mpsd_cast *
 		CUevent event = NULL;
 
 		result = mpsd_cast_stream(cast, op->stream, &stream);
-		if (result == CUDA_SUCCESS)
-			result = must_be_captured(op, stream);
 		if (result == CUDA_SUCCESS && (op->kind == MPSD_OP_RECORD || op->kind == MPSD_OP_WAIT))
 			result = mpsd_cast_event(cast, op->event.event, &event);
+		if (result == CUDA_SUCCESS)
+			result = mpsd_cast_joined(op, stream);
 		/* Of a graph its parts: what it was launched as may be nowhere in this copy yet. */
 		if (result == CUDA_SUCCESS && op->kind == MPSD_OP_GRAPH)
 			result = mpsd_op_issue_parts(op, stream);

@@ -19,30 +19,29 @@ static CUresult make_context(struct mpsd_made *made)
 
 static CUresult load_module(struct mpsd_made *made)
 {
+	const void *image = made->image ? mpsd_image_data(made->image) : NULL;
 	const CUjit_option *names;
 	void **values;
 	unsigned int options;
 
-	if (!made->image && !made->text)
+	if (!image)
 		return CUDA_ERROR_INVALID_IMAGE;
-	if (!made->image)
-		return other_cuModuleLoad((CUmodule *)&made->twin, made->text);
 	options = mpsd_image_options(made->image, &names, &values);
-	return other_cuModuleLoadDataEx((CUmodule *)&made->twin, mpsd_image_data(made->image), options,
-					(CUjit_option *)names, values);
+	return other_cuModuleLoadDataEx((CUmodule *)&made->twin, image, options, (CUjit_option *)names, values);
 }
 
 static CUresult load_library(struct mpsd_made *made)
 {
+	const void *image = made->image ? mpsd_image_data(made->image) : NULL;
 	const CUjit_option *names;
 	void **values;
 	unsigned int options;
 
-	if (!made->image)
+	if (!image)
 		return CUDA_ERROR_INVALID_IMAGE;
 	options = mpsd_image_options(made->image, &names, &values);
-	return other_cuLibraryLoadData((CUlibrary *)&made->twin, mpsd_image_data(made->image),
-				       (CUjit_option *)names, values, options, NULL, NULL, 0);
+	return other_cuLibraryLoadData((CUlibrary *)&made->twin, image, (CUjit_option *)names, values, options, NULL,
+				       NULL, 0);
 }
 
 static CUresult find_variable(struct mpsd_made *made, const char **what)

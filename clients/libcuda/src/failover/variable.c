@@ -13,6 +13,7 @@
 #include "failover/graph.h"
 #include "failover/line.h"
 #include "failover/made.h"
+#include "failover/spare.h"
 
 #define MOST 256
 #define MOST_BYTES ((size_t)16 << 20)	/* of one of them */
@@ -217,6 +218,17 @@ bool mpsd_variable_given(CUdeviceptr *word)
 	return true;
 }
 
+/* What was another copy's address may be what this one has answered with, or a part of that. */
+static bool lies_in_another(CUdeviceptr name, size_t size)
+{
+	unsigned int count = atomic_load_explicit(&mpsd_variables, memory_order_acquire), i = 0;
+
+	while (i < count && (known[i].name == name || known[i].name >= name + size || name >= known[i].name + known[i].size ||
+			     !mpsd_made_is((const void *)known[i].name, MPSD_MADE_VARIABLE)))
+		i++;
+	return i < count;
+}
+
 /* False: there is no room. */
 static bool know(CUdeviceptr name, size_t size)
 {
@@ -247,7 +259,7 @@ static CUresult note(struct mpsd_made *record, CUdeviceptr *dptr, uint64_t moves
 	}
 	*dptr = (CUdeviceptr)record->name;
 	/* A name that is no address of the GPU's has no room for what comes after its first byte. */
-	if (mpsd_made_is_spare(record->name))
+	if (mpsd_spare_is(record->name) || lies_in_another(*dptr, record->size))
 		result = mpsd_line_made(result, "a module's variable where another thing was");
 	return know(*dptr, record->size) ? result : mpsd_line_made(result, "more variables of modules than are kept");
 }
@@ -266,8 +278,9 @@ static CUresult ask(const void *of, const char *name, CUdeviceptr *dptr, size_t 
 		return result;
 	mpsd_made_lock();
 	record.of = mpsd_made_find(of);
+	/* A module is one context's; a library's variable is that of the context that asks. */
 	if (record.of)
-		record.device = record.of->device;
+		record.device = library ? mpsd_current_device() : record.of->device;
 	mpsd_made_unlock();
 	/* The host goes on with the pages of the copy that it got them from. */
 	if (inner_cuPointerGetAttribute(&is_managed, CU_POINTER_ATTRIBUTE_IS_MANAGED, address) == CUDA_SUCCESS && is_managed)
