@@ -11,7 +11,7 @@ from tests.libcuda.test_exact import move as move_exactly
 from tests.libcuda.test_failover import Program, ask, break_domain, copies, post, stand_by
 from tests.libcuda.test_vmm import CREATE, PIECE, PLAIN
 from tests.support import moving
-from tests.support.gate import Gate
+from tests.support.gate import Gate, gate_of
 from tests.support.moving import Post
 from tests.support.simfixtures import backend, domain, second, third
 from tests.support.simnode import Domain, until
@@ -121,6 +121,15 @@ def test_what_was_freed_in_a_capture_is_not_taken_away_from_what_is_about_to_be_
     )
 
 
+# A kernel that was given what its function may not have any more, when it is done again.
+LARGE = (
+    "shared = lambda bytes: gpu.code('cuFuncSetAttribute', gpu.functions['slow'], 8, bytes); "
+    "large = lambda: gpu.code('cuLaunchKernel', gpu.functions['slow'], *[1] * 6, 65536, 0, given, None); "
+    "held = ctypes.c_uint64(m), ctypes.c_uint64(8), ctypes.c_uint32(1); "
+    "given = (ctypes.c_void_p * 3)(*map(ctypes.addressof, held))"
+)
+
+
 @EXACT
 def test_what_cannot_be_done_again_leaves_memory_as_it_was(
     domain: Domain, gate: Gate, second: Domain, post: Post, ask: Program, copies: Path
@@ -128,15 +137,10 @@ def test_what_cannot_be_done_again_leaves_memory_as_it_was(
     """What is put back goes on where the rest is given up, and what is saved next waits for that."""
     line = post.greet(moving.EXACT)
     # Too large to be usual, so each is saved for who is given it.
-    ask("w, *many = (gpu.memory(66 << 20) for _ in range(4)); m = many[0]")
-    ask("shared = lambda bytes: gpu.code('cuFuncSetAttribute', gpu.functions['slow'], 8, bytes)")
-    ask("large = lambda: gpu.code('cuLaunchKernel', gpu.functions['slow'], *[1] * 6, 65536, 0, given, None)")
-    ask("held = ctypes.c_uint64(m), ctypes.c_uint64(8), ctypes.c_uint32(1)")
-    ask("given = (ctypes.c_void_p * 3)(*map(ctypes.addressof, held))")
-    words = f"{64 << 18}"
-    assert ask(f"gpu.run('fill', w, {words}, 7), shared(65536), gpu.sync()") == "(0, 0, 0)"
+    ask(f"w, *many = (gpu.memory(66 << 20) for _ in range(4)); m = many[0]; {LARGE}")
+    assert ask(f"gpu.run('fill', w, {64 << 18}, 7), shared(65536), gpu.sync()") == "(0, 0, 0)"
     stand_by(line, second, copies)
-    # w is saved, and no kernel has run. What the last one was given its function may not have any more.
+    # w is saved, and no kernel has run.
     gate.let(3)
     assert ask("{gpu.run('add', to, 8, 1) for to in (w, *many)}, large(), shared(0)") == "({0}, 0, 0)"
     until(lambda: gate.left() == 0)
@@ -145,4 +149,28 @@ def test_what_cannot_be_done_again_leaves_memory_as_it_was(
     # It is told when it waits next.
     assert ask("gpu.run('add', m, 8, 1), gpu.sync(), gpu.sync()") == "(0, 719, 0)"
     assert ask("[gpu.word(w + (i << 20)) for i in range(64)]") == str([8] + [7] * 63)
+    assert "it cannot be done again" in ask.end()
+
+
+@EXACT
+def test_what_is_not_put_back_when_the_next_context_is_lost_is_put_back_in_that_after_it(
+    domain: Domain, gate: Gate, second: Domain, third: Domain, post: Post, ask: Program, copies: Path
+) -> None:
+    """Where the rest was given up, too."""
+    line = post.greet(moving.EXACT)
+    ask(f"w, m = gpu.memory(8 << 20), gpu.memory(8 << 20); {LARGE}")
+    assert ask("gpu.run('add', w, 8, 7), shared(65536), gpu.sync()") == "(0, 0, 0)"
+    with gate_of(second) as there:
+        stand_by(line, second, copies)
+        # w is saved, and its kernel has run.
+        gate.let(5)
+        assert ask("gpu.run('add', w, 8, 1), large(), shared(0)") == "(0, 0, 0)"
+        until(lambda: gate.left() == 0)
+        there.let(0)
+        break_domain(domain)
+        assert move_exactly(line).text == "it cannot be done again"
+        stand_by(line, third, copies, 2)
+        break_domain(second)
+        assert move_exactly(line, 2).text == ""
+        assert ask("gpu.sync(), gpu.sync(), gpu.word(w), gpu.word(m)") == "(719, 0, 7, 0)"
     assert "it cannot be done again" in ask.end()
