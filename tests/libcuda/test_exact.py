@@ -253,8 +253,9 @@ def test_a_planned_move_takes_the_gpus_word_that_work_has_ended(
     stand_by(line, second, copies)
     assert ask("gpu.sync()") == "0"
     # It is saved, that is noted, an event is recorded and waited for, the kernel runs; its mark does not.
-    gate.let(5)
+    gate.let(0)
     assert ask("gpu.run('add', m, 8, 3)") == "0"
+    gate.let(5)
     until(lambda: gate.left() == 0)
     said = line.move(1, planned=True)
     assert (said.kind, said.text) == (moving.STAYED, "its work did not end in time")
