@@ -306,9 +306,11 @@ def on_server_died(draft: Draft, event: ev.ServerDied) -> bool:
     domain = draft.state.domains.get(event.domain)
     if domain is None or domain.server != event.server:
         return False
-    gone = replace(domain, server=None, former_server=event.server, server_state=ServerState.GONE)
-    draft.put_domain(gone)
+    draft.put_domain(replace(domain, server=None, former_server=event.server, server_state=ServerState.GONE))
     used = domain.state in (DomainState.ACTIVE, DomainState.WARM, DomainState.POISONED)
+    # Who was not ready when it was to be left is in it still.
+    if domain.state is DomainState.RETIRED:
+        failover.domain_left(draft, domain.id, DomainTrigger.SERVER_DIED.value)
     return leave(draft, domain.id, DomainTrigger.SERVER_DIED) and used
 
 

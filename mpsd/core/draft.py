@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from mpsd.core.effects import Effect, Publish
 from mpsd.core.records import FaultRecord
-from mpsd.core.standby import FailoverRecord, Member
+from mpsd.core.standby import FailoverRecord, Member, Outcome
 from mpsd.core.state import Client, Departed, Domain, Slot, State
 from mpsd.model import ClientId, ProcessInstance
 
@@ -21,7 +21,7 @@ V = TypeVar("V")
 
 DEPARTED_KEPT = 256
 OPEN_FAULTS_KEPT = 64
-FAILOVERS_KEPT = 16
+FAILOVERS_KEPT, FAILOVERS_MOST = 16, 256
 
 
 class Draft:
@@ -92,9 +92,16 @@ class Draft:
 
     def put_failover(self, record: FailoverRecord) -> FailoverRecord:
         others = tuple(r for r in self.state.failovers if r.id != record.id)
-        kept = tuple(sorted((*others, record), key=lambda r: r.id))[-FAILOVERS_KEPT:]
+        ordered = sorted((*others, record), key=lambda r: r.id)[-FAILOVERS_MOST:]
+        old = ordered[:-FAILOVERS_KEPT]
+        kept = (*(r for r in old if self._is_wanted(r)), *ordered[-FAILOVERS_KEPT:])
         self.state = replace(self.state, failovers=kept)
         return record
+
+    def _is_wanted(self, record: FailoverRecord) -> bool:
+        """Somebody's word is still to come, or a late sign of what it tells of."""
+        waits = any(f.outcome is Outcome.TOLD for f in record.fates)
+        return waits or self.now - record.at <= self.state.policy.evidence_window_s
 
     def fault(self, number: int | None) -> FaultRecord | None:
         return next((r for r in self.state.open_faults if r.id == number), None)

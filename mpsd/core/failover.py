@@ -145,7 +145,9 @@ def _tell(
     draft.emit(Move(member.process, member.generation, why, planned, again))
     told = (*(t for t in member.told if draft.now - t < MINUTE_S), draft.now)
     guessed = draft.now if again is Again.AT_ONCE else member.guessed
+    owed = again in (Again.IN_TURN, Again.AT_ONCE)
     moving = replace(member, standing=Standing.MOVING, told=told, among=False, again=again, guessed=guessed)
+    moving = replace(moving, owed=owed)
     draft.put_member(moving)
     draft.count("failover_moves")
 
@@ -163,7 +165,7 @@ def fence(draft: Draft, home: Domain) -> None:
 
 def _is_planned(draft: Draft, member: Member) -> bool:
     record = latest_of(draft.state, member.process)
-    return record is None or record.planned
+    return record is not None and record.planned
 
 
 def _move_late(draft: Draft, member: Member, target: Domain) -> None:
@@ -219,7 +221,9 @@ def _record(
     late: bool = False,
 ) -> None:
     """`late`: others have been told already, or have not come yet: nobody knows who will do what again."""
-    repeated = turns.repeaters(draft.state, domain, draft.now) if domain.is_dead else []
+    # Whose server died, which device failed, or who else is known says nothing of who does its work again.
+    by_work = domain.state is DomainState.FAULTED and not dead and not culprits(faults)
+    repeated = turns.repeaters(draft.state, domain, draft.now) if by_work else []
     sure = [*culprits(faults), *repeated]
     # Likely is not certain: it is told with the others.
     suspects = {p.id.process for r in faults for p in (*r.suspects, *([r.offender] if r.offender else []))}
@@ -331,12 +335,13 @@ _LEFT = (Outcome.TOLD, Outcome.MOVED, Outcome.SILENT)
 def left_lately(state: State, pid: int, now: float) -> str | None:
     """The domain that a program with this pid has just been told to leave.
 
-    A late sign that names the pid is of that one, not of where it has gone.
+    A late sign that names the pid is of that one, not of where it has gone. A domain that was well when it
+    was to be left has none.
     """
     for record in reversed(state.failovers):
         if now - record.at > state.policy.evidence_window_s:
             return None
-        if any(f.process.pid == pid and f.outcome in _LEFT for f in record.fates):
+        if not record.planned and any(f.process.pid == pid and f.outcome in _LEFT for f in record.fates):
             return record.domain
     return None
 
@@ -344,12 +349,12 @@ def left_lately(state: State, pid: int, now: float) -> str | None:
 def was_told(state: State, domain: str | None, process: ProcessInstance, when: float) -> bool:
     """Whether this program had been told to move out of that domain (None: of any) by then.
 
-    Who was to leave a domain that is well, and said nothing, is in it still.
+    Who was to leave a domain that is well ends its work there first: what faults there then is its own doing.
     """
     return any(
         f.process == process
         and f.outcome in _LEFT
-        and not (record.planned and f.outcome is Outcome.SILENT)
+        and not (record.planned and (domain is not None or f.outcome is Outcome.SILENT))
         and record.at + (f.told_ms or 0.0) / 1e3 <= when
         for record in state.failovers
         if domain in (None, record.domain)

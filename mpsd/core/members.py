@@ -7,7 +7,7 @@ from dataclasses import replace
 from mpsd.core import domains, failover, fates, leases, turns
 from mpsd.core import events as ev
 from mpsd.core.draft import Draft
-from mpsd.core.effects import ArmTimer, AskServer, StandDown, Welcome
+from mpsd.core.effects import ArmTimer, AskServer, HaveTurn, StandDown, Welcome
 from mpsd.core.lifecycle import DomainTrigger
 from mpsd.core.standby import OFFERED, OPAQUE_KEPT, Member, Outcome, Standing, Turn
 from mpsd.core.state import SERVING, DomainState
@@ -35,7 +35,7 @@ def on_came(draft: Draft, event: ev.MemberCame) -> None:
     fresh = Member(event.process, event.uid, mode, home=home, fences=event.fences)
     if known is not None:
         fresh = replace(fresh, opaque=known.opaque, unsure=known.unsure, told=known.told)
-        fresh = replace(fresh, again=known.again, guessed=known.guessed)
+        fresh = replace(fresh, again=known.again, guessed=known.guessed, owed=known.owed)
     if known is not None and known.standing is Standing.LEFT_BEHIND and known.home == home:
         fresh = replace(fresh, standing=Standing.LEFT_BEHIND, reason=known.reason)
     draft.put_member(fresh)
@@ -184,7 +184,9 @@ def on_moved(draft: Draft, event: ev.MemberMoved) -> None:
         draft.count("failover_words_ignored")
         return
     old = member.home
+    owed = event.waits and member.owed
     moved = replace(member, home=name, standing=Standing.WAITING, generation=0, reason="", turn=Turn.NONE)
+    moved = replace(moved, owed=False)
     draft.put_member(moved)
     at_once = told and event.waits and member.again is Again.AT_ONCE
     record = fates.latest_of(draft.state, event.process)
@@ -204,9 +206,12 @@ def on_moved(draft: Draft, event: ev.MemberMoved) -> None:
         )
     if at_once:
         turns.begin(draft, moved)
-    elif event.waits:
+    elif owed:
         turns.wait(draft, moved, event.replayed, event.takes_ns / 1e9)
     else:
+        if event.waits:
+            # It has said so before: nobody waits for it a second time.
+            draft.emit(HaveTurn(event.process, event.generation))
         turns.go_on(draft, name)
     draft.publish("failover-moved", member.uid, pid=event.process.pid, domain=name)
     # Where it was told to go since then, it has not gone.

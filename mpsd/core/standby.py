@@ -48,7 +48,7 @@ class Member:
     need less time come first. `fences`: it can be told that its old domain writes no more. `among`: whoever
     made the fault from which it moves is among those who move. `again`: what it was to do with what it had in
     flight, when it was last told to move; `guessed`: monotonic seconds of when it was last to do that AT_ONCE
-    or began to.
+    or began to. `owed`: it has not been told of a turn since then.
     """
 
     process: ProcessInstance
@@ -71,6 +71,7 @@ class Member:
     among: bool = False
     again: Again = Again.LOST
     guessed: float = 0.0
+    owed: bool = True
 
     @property
     def lasting(self) -> tuple[FailoverMode, str | None, str | None]:

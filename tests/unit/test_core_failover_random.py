@@ -9,7 +9,7 @@ from hypothesis.stateful import initialize, invariant, rule
 
 from mpsd.core import effects as fx
 from mpsd.core import events as ev
-from mpsd.core.draft import FAILOVERS_KEPT
+from mpsd.core.draft import FAILOVERS_MOST
 from mpsd.core.standby import OPAQUE_KEPT, Standing
 from mpsd.core.state import DomainState, Policy
 from mpsd.model import ClientId, Confidence, FailoverMode, ProcessInstance
@@ -181,7 +181,7 @@ class FailoverDaemon(base.Daemon):
     @invariant()
     def members_are_bounded(self) -> None:
         state = self.world.state
-        assert len(state.failovers) <= FAILOVERS_KEPT
+        assert len(state.failovers) <= FAILOVERS_MOST
         assert all(len(m.opaque) <= OPAQUE_KEPT and len(m.told) <= MOVES for m in state.members.values())
         for member in state.members.values():
             assert member.connected or any(c.living for c in state.spaces_of(member.process))

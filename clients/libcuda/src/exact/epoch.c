@@ -75,6 +75,7 @@ void mpsd_epoch_end(void)
 {
 	mpsd_pace_end(mpsd_epoch.operations);
 	mpsd_epoch_forget();
+	mpsd_epoch.is_given_up = false;
 	__atomic_store_n(&mpsd_epoch.number, mpsd_epoch.number + 1, __ATOMIC_RELAXED);
 	mpsd_undo_forget();
 }
@@ -122,7 +123,7 @@ bool mpsd_exact_close(void)
 		return false;
 	/* Saves are copies, too. */
 	within = mpsd_undo_open_bytes();
-	is = !mpsd_epoch.unsure && within <= MOST_WITHIN;
+	is = !mpsd_epoch.unsure && !mpsd_epoch.is_given_up && within <= MOST_WITHIN;
 	for (struct mpsd_op *op = mpsd_epoch.first; op && is; op = op->next) {
 		if (has_ended(op))
 			continue;

@@ -185,17 +185,17 @@ static bool set_marked(struct mpsd_lane *lane, uint64_t number)
 /* `native`: its stream. What is captured now does not go on before the capture has ended. */
 static CUresult write_mark(struct mpsd_lane *lane, CUstream native, uint64_t number, uint64_t before)
 {
-	bool captures = mpsd_capturing();
+	bool held = false;
 	CUresult result = MPSD_AGAIN;
 
-	if (captures && !mpsd_captures_hold(native))
+	if (mpsd_capturing() && !mpsd_captures_hold(native, &held))
 		return CUDA_SUCCESS;
 	/* Before the GPU can have written it. */
 	if (set_marked(lane, number))
 		result = real_cuMemsetD32Async((CUdeviceptr)word_of(lane), (uint32_t)number, 1, native);
 	if (result != CUDA_SUCCESS)
 		set_marked(lane, before);
-	if (captures)
+	if (held)
 		mpsd_captures_let();
 	return result;
 }

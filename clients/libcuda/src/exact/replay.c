@@ -167,6 +167,7 @@ static void give_up(bool has_begun)
 		return;
 	}
 	mpsd_epoch_forget();
+	mpsd_epoch.is_given_up = true;
 	mpsd_lane_mark_now(own, ++own->given);
 }
 

@@ -256,6 +256,7 @@ extern struct mpsd_epoch {
 	bool is_waiting;	/* some of it waits for a word that anybody may write, this program too */
 	bool is_awaited;	/* an operation is about to come into it */
 	bool is_closed;		/* none does: its copy is about to be left, where it can still be written */
+	bool is_given_up;	/* it has what is put back alone, and ends before anything comes into it */
 	const char *unsure;
 } mpsd_epoch;
 

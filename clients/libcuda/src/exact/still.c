@@ -131,8 +131,10 @@ void mpsd_still_written(CUdeviceptr address, uint64_t size)
 
 void mpsd_still_unsure(void)
 {
-	for (unsigned int i = 0; i < used; i++)
+	for (unsigned int i = 0; i < used; i++) {
 		write_it(&stills[i]);
+		stills[i].relied = 0;
+	}
 }
 
 void mpsd_still_gone(CUdeviceptr address)

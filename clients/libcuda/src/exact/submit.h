@@ -20,7 +20,8 @@ enum mpsd_op_state {
 /* With the lock */
 static inline bool mpsd_epoch_is_full(void)
 {
-	return mpsd_epoch.operations >= MPSD_MOST_OPERATIONS || mpsd_epoch.kept_bytes >= MPSD_MOST_KEPT_BYTES;
+	return mpsd_epoch.operations >= MPSD_MOST_OPERATIONS || mpsd_epoch.kept_bytes >= MPSD_MOST_KEPT_BYTES ||
+	       mpsd_epoch.is_given_up;
 }
 
 /*

@@ -47,7 +47,7 @@ CUresult mpsd_cast_event(struct mpsd_cast *cast, CUevent name, CUevent *native)
 
 CUresult mpsd_cast_joined(const struct mpsd_op *op, CUstream stream)
 {
-	return op->kind == MPSD_OP_WAIT || mpsd_is_native_in_capture(stream) ? CUDA_SUCCESS : CUDA_ERROR_NOT_SUPPORTED;
+	return op->kind == MPSD_OP_WAIT ? CUDA_SUCCESS : mpsd_capture_joined(stream);
 }
 
 static bool is_gone(const void *name)
@@ -73,7 +73,7 @@ CUresult mpsd_cast_issue_known(struct mpsd_cast *gone, const struct mpsd_op *op,
 		result = mpsd_cast_joined(op, stream);
 	if (result == CUDA_SUCCESS)
 		result = mpsd_op_issue_on(op, stream, event);
-	*native = *native ? mpsd_capture_last(stream) : NULL;
+	*native = !names && result == CUDA_SUCCESS ? mpsd_capture_last(stream) : NULL;
 	return result;
 }
 

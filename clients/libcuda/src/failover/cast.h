@@ -23,7 +23,7 @@ CUresult mpsd_cast_event(struct mpsd_cast *cast, CUevent name, CUevent *native);
 struct mpsd_op;
 CUresult mpsd_cast_joined(const struct mpsd_op *op, CUstream stream);
 
-/* With the program's own, but those that have gone. In: whether it is a node; out: which one. */
+/* With the program's own, but those that have gone. `native`: the node that it is. */
 CUresult mpsd_cast_issue_known(struct mpsd_cast *gone, const struct mpsd_op *op, CUgraphNode *native);
 
 void mpsd_cast_end(struct mpsd_cast *cast);

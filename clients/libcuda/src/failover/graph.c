@@ -21,31 +21,6 @@ MPSD_READ_OFTEN atomic_uint mpsd_captures;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static struct session *sessions;
 
-/* *id 0: the stream is not captured. In a lost context the driver answers with the loss, whatever is captured. */
-static CUresult ask_capture(CUstream native, cuuint64_t *id)
-{
-	CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE;
-	void *const *real = mpsd_tables()->real;
-	CUresult result = CUDA_ERROR_NOT_FOUND;
-
-	*id = 0;
-	if (real[MPSD_cuStreamGetCaptureInfo_v3])
-		result = real_cuStreamGetCaptureInfo_v3(native, &status, id, NULL, NULL, NULL, NULL);
-	else if (real[MPSD_cuStreamGetCaptureInfo_v2])
-		result = real_cuStreamGetCaptureInfo_v2(native, &status, id, NULL, NULL, NULL);
-	if (result != CUDA_SUCCESS || status != CU_STREAM_CAPTURE_STATUS_ACTIVE)
-		*id = 0;
-	return result;
-}
-
-static cuuint64_t capture_of(CUstream native)
-{
-	cuuint64_t id;
-
-	ask_capture(native, &id);
-	return id;
-}
-
 static struct session *session_of(cuuint64_t id)
 {
 	struct session *session = id ? sessions : NULL;
@@ -87,50 +62,12 @@ static struct session *void_session_of(CUstream stream)
 static CUresult find_session(const struct mpsd_op *op, struct session **session)
 {
 	cuuint64_t id;
-	CUresult result = ask_capture(mpsd_native(op->stream), &id);
+	CUresult result = mpsd_capture_ask(mpsd_native(op->stream), &id);
 
 	*session = id ? session_of(id) : void_session_of(op->stream);
 	if (!*session && op->kind == MPSD_OP_WAIT)
 		*session = session_of_event(op->event.event);
 	return result;
-}
-
-/* The legacy stream is where one that blocks with it is: what is given to it would end that capture. */
-bool mpsd_is_native_in_capture(CUstream native)
-{
-	cuuint64_t id;
-
-	return ask_capture(native, &id) == CUDA_ERROR_STREAM_CAPTURE_IMPLICIT || id;
-}
-
-bool mpsd_captures_hold(CUstream native)
-{
-	bool is;
-
-	pthread_mutex_lock(&lock);
-	is = !mpsd_is_native_in_capture(native);
-	if (!is)
-		pthread_mutex_unlock(&lock);
-	return is;
-}
-
-void mpsd_captures_let(void)
-{
-	pthread_mutex_unlock(&lock);
-}
-
-bool mpsd_is_in_capture(CUstream stream)
-{
-	return capture_of(mpsd_native(stream)) != 0;
-}
-
-bool mpsd_is_in_capture_outside(CUstream stream)
-{
-	uint64_t moves = mpsd_carry_enter();
-	bool is = mpsd_is_in_capture(stream);
-
-	mpsd_carry_leave(moves);
-	return is;
 }
 
 /* A graph reads what its copies are from when it is launched. */
@@ -141,21 +78,6 @@ static void lend(struct mpsd_op *op)
 	free(op->copy.kept);
 	op->copy.kept = NULL;
 	op->copy.is_borrowed = false;
-}
-
-CUgraphNode mpsd_capture_last(CUstream native)
-{
-	CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE;
-	const CUgraphEdgeData *edges;
-	const CUgraphNode *nodes = NULL;
-	CUresult result = CUDA_ERROR_NOT_FOUND;
-	size_t count = 0;
-
-	if (mpsd_tables()->real[MPSD_cuStreamGetCaptureInfo_v3])
-		result = real_cuStreamGetCaptureInfo_v3(native, &status, NULL, NULL, &nodes, &edges, &count);
-	else if (mpsd_tables()->real[MPSD_cuStreamGetCaptureInfo_v2])
-		result = real_cuStreamGetCaptureInfo_v2(native, &status, NULL, NULL, &nodes, &count);
-	return result == CUDA_SUCCESS && status == CU_STREAM_CAPTURE_STATUS_ACTIVE && count == 1 ? nodes[0] : NULL;
 }
 
 /* Under the lock. */
@@ -178,7 +100,17 @@ static bool is_of_events(const struct mpsd_op *op)
 /* One that waits for an event by whose name something was captured: is it in that capture now? */
 static bool has_joined(const struct mpsd_op *op, const struct session *session)
 {
-	return op->kind != MPSD_OP_WAIT || session->is_void || capture_of(mpsd_native(op->stream)) == session->id;
+	return op->kind != MPSD_OP_WAIT || session->is_void || mpsd_capture_of(mpsd_native(op->stream)) == session->id;
+}
+
+static CUresult issue(const struct mpsd_op *op)
+{
+	bool held = op->kind == MPSD_OP_WAIT && mpsd_joins_take();
+	CUresult result = mpsd_op_issue(op);
+
+	if (held)
+		mpsd_captures_let();
+	return result;
 }
 
 bool mpsd_capture_op(struct mpsd_op *op, CUresult *result)
@@ -193,7 +125,7 @@ bool mpsd_capture_op(struct mpsd_op *op, CUresult *result)
 	is = session || mpsd_is_loss(said);
 	if (is) {
 		lend(op);
-		*result = !session ? said : session->is_void ? CUDA_ERROR_STREAM_CAPTURE_INVALIDATED : mpsd_op_issue(op);
+		*result = !session ? said : session->is_void ? CUDA_ERROR_STREAM_CAPTURE_INVALIDATED : issue(op);
 		if (mpsd_is_left())
 			*result = MPSD_AGAIN;
 		/* It is given once more, beside all captures. */
@@ -230,13 +162,18 @@ CUresult make_cuStreamBeginCapture_v2(CUstream hStream, CUstreamCaptureMode mode
 	struct session *session = calloc(1, sizeof(*session));
 	struct mpsd_graph *graph = mpsd_graph_new(hStream, false);
 	CUresult result = CUDA_ERROR_OUT_OF_MEMORY;
+	bool held;
 
 	/* First: who marks other streams, or looks at them, asks from here on. */
 	atomic_fetch_add(&mpsd_captures, 1);
 	if (session && graph)
 		result = mpsd_exact() ? prove_before(hStream) : CUDA_SUCCESS;
-	if (session && graph && result == CUDA_SUCCESS)
+	if (session && graph && result == CUDA_SUCCESS) {
+		held = mpsd_joins_take();
 		result = inner_cuStreamBeginCapture_v2(mpsd_native(hStream), mode);
+		if (held)
+			mpsd_captures_let();
+	}
 	if (result != CUDA_SUCCESS) {
 		atomic_fetch_sub(&mpsd_captures, 1);
 		free(session);
@@ -248,7 +185,7 @@ CUresult make_cuStreamBeginCapture_v2(CUstream hStream, CUstreamCaptureMode mode
 	if (mpsd_is_left()) {
 		result = MPSD_AGAIN;
 	} else {
-		session->id = capture_of(mpsd_native(hStream));
+		session->id = mpsd_capture_of(mpsd_native(hStream));
 		session->graph = graph;
 		session->next = sessions;
 		sessions = session;
@@ -315,7 +252,7 @@ CUresult make_cuStreamEndCapture(CUstream hStream, CUgraph *phGraph)
 	CUresult result;
 
 	pthread_mutex_lock(&lock);
-	session = session_of(capture_of(mpsd_native(hStream)));
+	session = session_of(mpsd_capture_of(mpsd_native(hStream)));
 	if (!is_void(hStream, &result))
 		result = inner_cuStreamEndCapture(mpsd_native(hStream), phGraph);
 	else if (phGraph)
@@ -323,7 +260,7 @@ CUresult make_cuStreamEndCapture(CUstream hStream, CUgraph *phGraph)
 	if (session && mpsd_is_left()) {
 		/* It goes on in the next copy, and is ended there. */
 		result = MPSD_AGAIN;
-	} else if (session && !mpsd_is_loss(result) && !capture_of(mpsd_native(hStream))) {
+	} else if (session && !mpsd_is_loss(result) && !mpsd_capture_of(mpsd_native(hStream))) {
 		mpsd_graph_hold(session->graph);
 		result = mpsd_graph_note(result, MPSD_MADE_GRAPH, (void **)phGraph, session->graph, 0, moves);
 		/* Overtaken since, it is still there for the move to go on with. */
@@ -350,7 +287,7 @@ static CUresult go_on(struct session *session)
 		result = mpsd_cast_issue_known(&gone, node->op, &node->native);
 	}
 	mpsd_cast_end(&gone);
-	session->id = capture_of(origin);
+	session->id = mpsd_capture_of(origin);
 	return result;
 }
 
@@ -384,5 +321,6 @@ void mpsd_captures_move(void)
 void mpsd_captures_child(void)
 {
 	lock = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
+	mpsd_joins_child();
 	atomic_store(&mpsd_captures, 0);
 }

@@ -23,12 +23,23 @@ static inline bool mpsd_capturing(void)
  */
 bool mpsd_capture_op(struct mpsd_op *op, CUresult *result);
 
+/* joins.c. Id 0: the stream is in none; a loss is said, whatever is captured. */
+CUresult mpsd_capture_ask(CUstream native, cuuint64_t *id);
+cuuint64_t mpsd_capture_of(CUstream native);
+
 bool mpsd_is_in_capture(CUstream stream);
 bool mpsd_is_native_in_capture(CUstream native);	/* what this call's copy calls it */
 
-/* Until let() the stream joins no capture. False: it is in one, and nothing is to be let. */
-bool mpsd_captures_hold(CUstream native);
+/* Until let() the stream joins no capture, if it is held. False: it is in one, and nothing is to be let. */
+bool mpsd_captures_hold(CUstream native, bool *held);
 void mpsd_captures_let(void);
+
+/* SUCCESS: it is in one; NOT_SUPPORTED: in none; or the loss of the context. */
+CUresult mpsd_capture_joined(CUstream native);
+
+/* Around what makes a stream join one. False: it is not waited for, and nothing is to be let. */
+bool mpsd_joins_take(void);
+void mpsd_joins_child(void);
 
 /* is_in_capture() for who is inside no copy, which could be unloaded before it answers. */
 bool mpsd_is_in_capture_outside(CUstream stream);

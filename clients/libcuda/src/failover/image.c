@@ -6,6 +6,7 @@
  */
 #include <dlfcn.h>
 #include <elf.h>
+#include <link.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -28,6 +29,7 @@ struct mpsd_image {
 	void *copy;		/* NULL: it lies in a library, */
 	const void *base;	/* which is there, by that name */
 	char *object;
+	size_t bytes;		/* of a file; 0: it says so itself */
 	unsigned int options;
 	CUjit_option names[MOST_OPTIONS];
 	void *values[MOST_OPTIONS];
@@ -85,6 +87,7 @@ bool mpsd_image_writes(CUjit_option name)
 struct mpsd_image *mpsd_image_keep(const void *image, unsigned int options, const CUjit_option *names, void **values)
 {
 	struct mpsd_image *kept;
+	struct link_map *map;
 	uint32_t magic;
 	Dl_info info;
 	size_t size;
@@ -98,9 +101,10 @@ struct mpsd_image *mpsd_image_keep(const void *image, unsigned int options, cons
 	if (magic == FATBIN_WRAPPER)
 		image = ((const struct fatbin_wrapper *)image)->data;
 	kept->data = image;
-	if (dladdr(image, &info)) {
+	/* The executable has no name there, whatever it calls itself. */
+	if (dladdr1(image, &info, (void **)&map, RTLD_DL_LINKMAP)) {
 		kept->base = info.dli_fbase;
-		kept->object = strdup(info.dli_fname ? info.dli_fname : "");
+		kept->object = strdup(map->l_name);
 	} else {
 		size = bytes_of(image);
 		kept->copy = size && size <= MOST_BYTES ? malloc(size) : NULL;
@@ -131,8 +135,12 @@ struct mpsd_image *mpsd_image_read(const char *path)
 	if (file && !fstat(fileno(file), &status) && status.st_size >= (off_t)sizeof(uint32_t))
 		bytes = calloc(1, (size_t)status.st_size + 1);
 	if (bytes && fread(bytes, 1, (size_t)status.st_size, file) == (size_t)status.st_size)
-		kept = mpsd_image_keep(bytes, 0, NULL, NULL);
-	free(bytes);
+		kept = calloc(1, sizeof(*kept));
+	/* What it is the driver looks at first. */
+	if (kept)
+		*kept = (struct mpsd_image){ .data = bytes, .copy = bytes, .bytes = (size_t)status.st_size };
+	else
+		free(bytes);
 	if (file)
 		fclose(file);
 	return kept;
@@ -150,10 +158,11 @@ void mpsd_image_free(struct mpsd_image *image)
 /* A library may be closed while its module is loaded, and another one lie there since. */
 static bool is_there(const struct mpsd_image *image)
 {
+	struct link_map *map;
 	Dl_info info;
 
-	return image->copy || (image->object && dladdr(image->data, &info) && info.dli_fbase == image->base &&
-			       !strcmp(info.dli_fname ? info.dli_fname : "", image->object));
+	return image->copy || (image->object && dladdr1(image->data, &info, (void **)&map, RTLD_DL_LINKMAP) &&
+			       info.dli_fbase == image->base && !strcmp(map->l_name, image->object));
 }
 
 const void *mpsd_image_data(const struct mpsd_image *image)
@@ -163,6 +172,8 @@ const void *mpsd_image_data(const struct mpsd_image *image)
 
 size_t mpsd_image_bytes(const struct mpsd_image *image)
 {
+	if (image->bytes)
+		return image->bytes;
 	return is_there(image) ? bytes_of(image->data) : 0;
 }
 
