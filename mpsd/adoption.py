@@ -32,6 +32,8 @@ log = structlog.get_logger("mpsd.adoption")
 LEVEL = 1
 KIND = "mpsd-state"
 _GONE = (DomainState.STOPPING, DomainState.FAILED)
+# With contexts of clients, as long as the server is the one that made them.
+_HELD = (DomainState.ACTIVE, DomainState.WARM, DomainState.POISONED, DomainState.RETIRED)
 
 
 def to_file(state: State, settings: Mapping[str, Sequence[str]]) -> dict[str, Any]:
@@ -131,6 +133,7 @@ class Adoption:
     unknown: list[str] = field(default_factory=list)
     rows: Sequence[Mapping[str, Any]] = ()
     policies: Sequence[Mapping[str, Any]] = ()
+    dead_servers: list[ev.ServerDied] = field(default_factory=list)
 
     def run(self, saved: Mapping[str, Any] | None) -> None:
         """Post the events that rebuild the state. Nothing here ends a domain that still has clients."""
@@ -240,6 +243,11 @@ class Adoption:
             # It was being started or stopped when the daemon died: empty, so it is ended.
             state = DomainState.RETIRED
         role = self._role(name, slot)
+        known = _instance(row["server"])
+        if state in _HELD and known is not None and known != server:
+            # It died while nobody looked: that is told once all is known that it concerns.
+            self.dead_servers.append(ev.ServerDied(name, known))
+            server = known
         running = ServerState.ACTIVE if server else ServerState.GONE
         if state is DomainState.FAULTED:
             running = ServerState.FAULT
@@ -321,6 +329,8 @@ class Adoption:
         self._died_meanwhile()
         for row in self.policies:
             self._restore_policy(row)
+        for died in self.dead_servers:
+            self.post(died)
 
     def _member(self, row: Mapping[str, Any]) -> None:
         """Of a program that lives on, and will come again; what is not understood is left out."""

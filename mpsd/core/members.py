@@ -180,6 +180,9 @@ def on_moved(draft: Draft, event: ev.MemberMoved) -> None:
     name = f"d{event.generation}"
     there = {c.id.domain for c in draft.state.spaces_of(event.process) if c.living}
     told = member is not None and member.standing is Standing.MOVING and member.generation == event.generation
+    if member is not None and told and name not in draft.state.domains:
+        _moved_too_late(draft, member)
+        return
     if member is None or name not in draft.state.domains or not (told or name in there):
         draft.count("failover_words_ignored")
         return
@@ -219,6 +222,15 @@ def on_moved(draft: Draft, event: ev.MemberMoved) -> None:
         if left != name:
             _leave(draft, left)
     refresh(draft, event.process)
+
+
+def _moved_too_late(draft: Draft, member: Member) -> None:
+    """Where it went nothing is any more, as where it was: it is for the next standby."""
+    record = fates.latest_of(draft.state, member.process)
+    if record is not None:
+        fates.revise(draft, record, member.process, why="it came when that domain had ended")
+    draft.put_member(replace(member, standing=Standing.WAITING, generation=0, reason="", turn=Turn.NONE))
+    refresh(draft, member.process)
 
 
 def _leave(draft: Draft, name: str | None) -> None:

@@ -177,6 +177,7 @@ class Halfway(Parts):
     def __init__(self) -> None:
         super().__init__()
         self.adopts: ProcessInstance | None = None
+        self.server: ProcessInstance | None = None
         self.headless: list[ProcessInstance | None] = []
 
     def names(self) -> list[str]:
@@ -187,7 +188,7 @@ class Halfway(Parts):
     ) -> ProcessInstance | None:
         if control != self.adopts:
             raise AmbiguousError("it is no control daemon")
-        return None
+        return self.server
 
     def adopt_headless(self, name: str, gpus: tuple[str, ...], server: ProcessInstance | None) -> bool:
         self.headless.append(server)
@@ -198,7 +199,7 @@ class Halfway(Parts):
 
 
 def taken(
-    base: Path, parts: Halfway, state: str, control: list[int] | None
+    base: Path, parts: Halfway, state: str, control: list[int] | None, server: list[int] | None = None
 ) -> tuple[Adoption, list[ev.Event]]:
     posted: list[ev.Event] = []
     layout = Layout(base / "r", base / "l", base / "s")
@@ -206,9 +207,10 @@ def taken(
     part: Any = parts
     taking = Adoption(layout, part, part, part, part, posted.append)
     slot = {"id": "all", "gpus": ["G"], "uid": None, "exclusive": False, "active": None, "spare": "d4"}
-    row = {"id": "d4", "slot": "all", "state": state, "control": control, "server": None}
+    row = {"id": "d4", "slot": "all", "state": state, "control": control, "server": server}
     taking.run({"slots": [slot], "domains": [row], "clients": []})
-    return taking, [e for e in posted if isinstance(e, ev.DomainAdopted)]
+    asyncio.run(taking.join_living())
+    return taking, [e for e in posted if isinstance(e, ev.DomainAdopted | ev.ServerDied)]
 
 
 def mps(base: Path, name: str = "nvidia-cuda-mps-control") -> subprocess.Popen[bytes]:
@@ -227,6 +229,29 @@ def test_a_control_daemon_that_no_file_names_is_found_by_its_environment(tmp_pat
         process.kill()
     assert event.control == parts.adopts and not parts.headless
     assert event.state.value == ("retired" if state == "starting" else "warm")
+
+
+@pytest.mark.parametrize("now", [None, ProcessInstance(78, 2)], ids=["none", "another"])
+@pytest.mark.parametrize("state", ["active", "warm", "faulted"])
+def test_a_server_that_died_while_nobody_looked_is_told_of(
+    tmp_path: Path, state: str, now: ProcessInstance | None
+) -> None:
+    parts = Halfway()
+    parts.adopts, parts.server = ProcessInstance(70, 1), now
+    _, (event, *died) = taken(tmp_path, parts, state, [70, 1], [77, 1])
+    assert isinstance(event, ev.DomainAdopted)
+    if state == "faulted":
+        assert (event.server, died) == (now, [])
+    else:
+        before = ProcessInstance(77, 1)
+        assert (event.server, died) == (before, [ev.ServerDied("d4", before)])
+
+
+def test_a_server_that_lives_on_is_taken_over(tmp_path: Path) -> None:
+    parts = Halfway()
+    parts.adopts, parts.server = ProcessInstance(70, 1), ProcessInstance(77, 1)
+    _, (event,) = taken(tmp_path, parts, "active", [70, 1], [77, 1])
+    assert isinstance(event, ev.DomainAdopted) and event.server == parts.server
 
 
 def test_the_directory_of_what_lives_and_is_not_understood_stays(tmp_path: Path) -> None:

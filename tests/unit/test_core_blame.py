@@ -10,9 +10,10 @@ from mpsd.core import events as ev
 from mpsd.core import failover
 from mpsd.core.draft import FAILOVERS_KEPT, Draft
 from mpsd.core.standby import Outcome, Standing, Turn
-from mpsd.model import Confidence, ServerState
-from tests.support.core import server_of
-from tests.unit.test_core_failover import Site, site, suspected, turns_of
+from mpsd.core.state import DomainState
+from mpsd.model import Confidence, FailoverMode, ServerState
+from tests.support.core import GPU, SLOT, UID, process, server_of
+from tests.unit.test_core_failover import ON, Site, site, suspected, turns_of
 from tests.unit.test_core_turns import comes, suspects, turns
 
 
@@ -77,6 +78,22 @@ def test_who_faults_while_it_leaves_by_plan_is_named() -> None:
     world.fault(10)
     assert world.record().confidence is Confidence.CERTAIN
     assert world.pids([world.record().offender]) == [10]
+
+
+def test_who_comes_after_a_restart_moves_where_the_server_died_meanwhile() -> None:
+    world = Site(ON)
+    world.do(ev.SlotWanted(SLOT, (GPU,), UID, start=False))
+    for name, role, state in (("d1", "ACTIVE", "ACTIVE"), ("d2", "SPARE", "WARM")):
+        world.adopt(name, ev.DomainRole[role], DomainState[state])
+    world.do(ev.MemberRestored(process(10), UID, FailoverMode.KEEP, "d1"))
+    for name in ("d1", "d2"):
+        world.attach(10, name)
+    world.do(ev.ServerDied("d1", server_of("d1")))
+    world.do(ev.AdoptionDone())
+    world.do(ev.CopiesSeen(""))
+    world.hello(10)
+    world.do(ev.MemberReady(process(10), 2))
+    assert world.told() == [10]
 
 
 def test_a_record_is_kept_for_as_long_as_somebodys_word_is_to_come() -> None:

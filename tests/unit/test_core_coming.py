@@ -68,6 +68,19 @@ def test_the_domain_ends_over_who_does_not_come(planned: bool, what: Callable[[S
     assert not has_it(world) and world.domain("d2").state is DomainState.STOPPING
 
 
+def test_who_comes_when_the_domain_has_ended_is_for_the_next_one() -> None:
+    """It had been stopped for a while: what it was told it does then."""
+    world = on_its_way(planned=False)
+    world.do(ev.ClientDied(process(11)))
+    world.started("d3")
+    says_nothing(world)
+    world.stopped("d2")
+    world.do(ev.MemberMoved(process(10), 2, 1, 2, 3))
+    assert [(e.process.pid, e.generation) for e in world.made(fx.OfferStandby)] == [(10, 3)]
+    world.is_ready(10, 3)
+    assert world.told() == [10]
+
+
 def test_who_went_elsewhere_does_not_come_any_more() -> None:
     world = on_its_way(planned=False)
     world.started("d3")

@@ -3,24 +3,33 @@
 
 #include <stddef.h>
 
-static char names[1 << 16];
-static unsigned short given_back[sizeof(names)];
-static unsigned int used, count;
+#define MOST (1u << 16)
+
+static char names[MOST];
+static unsigned short given_back[MOST];		/* in a ring: the oldest first */
+static unsigned int used, first, count;
 
 bool mpsd_spare_is(const void *name)
 {
-	return (const char *)name >= names && (const char *)name < names + sizeof(names);
+	return (const char *)name >= names && (const char *)name < names + MOST;
 }
 
 void *mpsd_spare_take(void)
 {
-	if (used < sizeof(names))
+	void *name;
+
+	if (used < MOST)
 		return &names[used++];
-	return count ? &names[given_back[--count]] : NULL;
+	if (!count)
+		return NULL;
+	name = &names[given_back[first]];
+	first = (first + 1) % MOST;
+	count--;
+	return name;
 }
 
 void mpsd_spare_give(const void *name)
 {
 	if (mpsd_spare_is(name))
-		given_back[count++] = (unsigned short)((const char *)name - names);
+		given_back[(first + count++) % MOST] = (unsigned short)((const char *)name - names);
 }
