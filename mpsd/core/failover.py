@@ -146,9 +146,8 @@ def _tell(
     told = (*(t for t in member.told if draft.now - t < MINUTE_S), draft.now)
     guessed = draft.now if again is Again.AT_ONCE else member.guessed
     owed = again in (Again.IN_TURN, Again.AT_ONCE)
-    moving = replace(member, standing=Standing.MOVING, told=told, among=False, again=again, guessed=guessed)
-    moving = replace(moving, owed=owed)
-    draft.put_member(moving)
+    moving = replace(member, standing=Standing.MOVING, told=told, among=False)
+    draft.put_member(replace(moving, again=again, guessed=guessed, owed=owed))
     draft.count("failover_moves")
 
 

@@ -189,8 +189,7 @@ def on_moved(draft: Draft, event: ev.MemberMoved) -> None:
     old = member.home
     owed = event.waits and member.owed
     moved = replace(member, home=name, standing=Standing.WAITING, generation=0, reason="", turn=Turn.NONE)
-    moved = replace(moved, owed=False)
-    draft.put_member(moved)
+    moved = draft.put_member(replace(moved, owed=False))
     at_once = told and event.waits and member.again is Again.AT_ONCE
     record = fates.latest_of(draft.state, event.process)
     if record is not None:

@@ -183,9 +183,8 @@ CUresult submit(CUstream stream, const struct operation *operation)
 
 CUresult wait_for(CUcontext context, struct moment moment)
 {
-	while (!reached(moment) && !context->broken) {
+	while (!reached(moment) && !context->broken)
 		wait_for_news(context);
-	}
 	look_at(context);
 	return context->broken;
 }

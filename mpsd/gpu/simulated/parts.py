@@ -102,6 +102,11 @@ class Space:
         """Whether work of its own process may be running, whatever became of its channels."""
         return self.connected and self.halt is not None and not self.halt.is_still
 
+    def forget_halt(self) -> None:
+        if self.halt is not None:
+            self.halt.close()
+            self.halt = None
+
     @property
     def leased(self) -> bool:
         return self.held or (self.va > 0 and self.mm > 0)

@@ -110,9 +110,7 @@ class Service:
         except OSError:
             pass
         for space in self._channels:
-            if space.halt is not None:
-                space.halt.close()
-                space.halt = None
+            space.forget_halt()
         for key in list(self._selector.get_map().values()):
             if isinstance(key.fileobj, socket.socket):
                 key.fileobj.close()
@@ -210,9 +208,7 @@ class Service:
         space, peer.space = peer.space, None
         if space is not None:
             self._channels.pop(space, None)
-            if space.halt is not None:
-                space.halt.close()
-                space.halt = None
+            space.forget_halt()
             self.machine.disconnect(space)
 
     def new_reference(self, space: Space, role: str) -> socket.socket:
