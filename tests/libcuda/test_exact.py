@@ -267,12 +267,7 @@ def test_a_planned_move_takes_the_gpus_word_that_work_has_ended(
     assert ask.end() == ""
 
 
-ATTRIBUTE = "allowed = (ctypes.c_uint32 * 18)(6, 0, 1)"
-CONFIG = (
-    "config = struct.pack('=7I4xQQI4x', 1, 1, 1, 1, 1, 1, 0, 0, ctypes.addressof(allowed), 1); "
-    "held = ctypes.c_uint64(m), ctypes.c_uint64(8), ctypes.c_uint32(1); "
-    "given = (ctypes.c_void_p * 3)(*map(ctypes.addressof, held))"
-)
+MAY_OVERLAP = "(ctypes.c_uint32 * 18)(6, 0, 1)"
 
 
 def test_a_kernel_that_may_overlap_the_one_before_it_does_not_when_it_is_done_again(
@@ -283,15 +278,15 @@ def test_a_kernel_that_may_overlap_the_one_before_it_does_not_when_it_is_done_ag
     extra = {"MPSD_FAILOVER": "exact", "MPSD_STANDIN_NOTES": str(log)}
     with started(libraries, domain, post, **extra) as ask:
         line = post.greet(moving.EXACT)
-        ask(f"import struct; m = gpu.memory(8 << 20); {ATTRIBUTE}; {CONFIG}")
+        ask(f"m = gpu.memory(8 << 20); allowed = {MAY_OVERLAP}")
         stand_by(line, second, copies)
         assert ask("gpu.sync()") == "0"
         gate.let(0)
-        assert ask("gpu.code('cuLaunchKernelEx', config, gpu.functions['add'], given, None)") == "0"
+        assert ask("gpu.run_with(allowed, m, 8, 1)") == "0"
         break_domain(domain)
         assert move(line).text == ""
         assert ask("gpu.sync(), gpu.word(m)") == "(0, 1)"
-        assert ask("gpu.code('cuLaunchKernelEx', config, gpu.functions['add'], given, None)") == "0"
+        assert ask("gpu.run_with(allowed, m, 8, 1)") == "0"
         assert ask("gpu.sync(), gpu.word(m)") == "(0, 2)"
         assert ask.end() == ""
     homes = [home.environment["CUDA_MPS_PIPE_DIRECTORY"] for home in (domain, second)]

@@ -131,8 +131,7 @@ def test_a_capture_that_cannot_go_on_fails_and_says_so(
     ask.end()
 
 
-UPDATABLE = "given = (ctypes.c_uint32 * 18)(13, 0, 1)"
-CONFIG = "struct.pack('=7I4xQQI4x', 1, 1, 1, 1, 1, 1, 0, s, ctypes.addressof(given), 1)"
+UPDATABLE = "(ctypes.c_uint32 * 18)(13, 0, 1)"
 
 
 @MODES
@@ -140,14 +139,10 @@ def test_nodes_that_kernels_may_change_and_graphs_that_they_may_launch_are_named
     post: Post, ask: Program, mode: int
 ) -> None:
     line = post.greet(mode)
-    ask(
-        f"s = gpu.made('cuStreamCreate', {NON_BLOCKING}); m = gpu.memory(4 << 20); {UPDATABLE}; import struct"
-    )
-    ask("held = ctypes.c_uint64(m), ctypes.c_uint64(8), ctypes.c_uint32(1)")
-    ask("pointers = (ctypes.c_void_p * 3)(*map(ctypes.addressof, held))")
+    ask(f"s = gpu.made('cuStreamCreate', {NON_BLOCKING}); m = gpu.memory(4 << 20); given = {UPDATABLE}")
     assert ask(BEGIN) == "None"
-    launched = f"gpu.code('cuLaunchKernelEx', {CONFIG}, gpu.functions['add'], pointers, None)"
-    assert ask(f"{launched}, given[4] | given[5] << 32 == gpu.functions['add']") == "(0, True)"
+    node = "given[4] | given[5] << 32 == gpu.functions['add']"
+    assert ask(f"gpu.run_with(given, m, 8, 1, stream=s), {node}") == "(0, True)"
     assert line.hear(moving.OPAQUE).text == "a graph's node that kernels may change"
     ask("g = ctypes.c_uint64(); gpu('cuStreamEndCapture', s, ctypes.byref(g)); g = g.value")
     assert ask("gpu.made('cuGraphInstantiateWithFlags', g, 4) > 0") == "True"

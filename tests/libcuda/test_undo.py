@@ -124,9 +124,7 @@ def test_what_was_freed_in_a_capture_is_not_taken_away_from_what_is_about_to_be_
 # A kernel that was given what its function may not have any more, when it is done again.
 LARGE = (
     "shared = lambda bytes: gpu.code('cuFuncSetAttribute', gpu.functions['slow'], 8, bytes); "
-    "large = lambda: gpu.code('cuLaunchKernel', gpu.functions['slow'], *[1] * 6, 65536, 0, given, None); "
-    "held = ctypes.c_uint64(m), ctypes.c_uint64(8), ctypes.c_uint32(1); "
-    "given = (ctypes.c_void_p * 3)(*map(ctypes.addressof, held))"
+    "large = lambda: gpu.run('slow', m, 8, 1, shared=65536)"
 )
 
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import os
+import struct
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 from faultinject.measure.failover_driver import Driver, DriverError
@@ -21,6 +23,14 @@ IMAGE += b"global table 16\n"
 FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
 ADD = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint32)
+
+
+class Arguments:
+    """What `add` and its like are given, for as long as this is there."""
+
+    def __init__(self, values: Sequence[int]) -> None:
+        self._held = [kind(value) for kind, value in zip(ADD, values, strict=True)]
+        self.pointers = (ctypes.c_void_p * len(self._held))(*map(ctypes.addressof, self._held))
 
 
 class Program(Driver):
@@ -65,18 +75,22 @@ class Program(Driver):
         self("cuMemsetD8_v2", address, 0, size)
         return address
 
-    def run(self, kernel: str, *values: int, stream: int = 0) -> int:
-        held = [kind(value) for kind, value in zip(ADD, values, strict=True)]
-        pointers = (ctypes.c_void_p * len(held))(*map(ctypes.addressof, held))
-        return self.code(
-            "cuLaunchKernel", self.functions[kernel], 1, 1, 1, 1, 1, 1, 0, stream, pointers, None
-        )
+    def run(self, kernel: str, *values: int, stream: int = 0, shared: int = 0) -> int:
+        """`shared`: bytes of dynamic shared memory."""
+        function, arguments = self.functions[kernel], Arguments(values)
+        return self.code("cuLaunchKernel", function, *[1] * 6, shared, stream, arguments.pointers, None)
+
+    def run_with(self, attribute: ctypes.Array[ctypes.c_uint32], *values: int, stream: int = 0) -> int:
+        """`add`, with this attribute of a launch: 18 words, of which the first one is its number."""
+        layout = "=7I4xQQI4x"
+        config = struct.pack(layout, *[1] * 6, 0, stream, ctypes.addressof(attribute), 1)
+        function, arguments = self.functions["add"], Arguments(values)
+        return self.code("cuLaunchKernelEx", config, function, arguments.pointers, None)
 
     def own(self, call: str, address: int, value: int) -> int:
         """`add` to 8 words, by a launch whose default stream is the thread's own."""
-        held = [kind(value) for kind, value in zip(ADD, (address, 8, value), strict=True)]
-        pointers = (ctypes.c_void_p * len(held))(*map(ctypes.addressof, held))
-        return self.code(call, self.functions["add"], 1, 1, 1, 1, 1, 1, 0, 0, pointers, None)
+        arguments = Arguments((address, 8, value))
+        return self.code(call, self.functions["add"], *[1] * 6, 0, 0, arguments.pointers, None)
 
     def found(self, kernel: str, way: str) -> int:
         """A kernel of a module, or library, loaded for it; from then on it has the name of the way."""
