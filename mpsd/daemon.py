@@ -19,6 +19,7 @@ from mpsd import workwatch
 from mpsd.adoption import KIND, LEVEL, Adoption, to_file
 from mpsd.attacher import Attacher
 from mpsd.bulletin import Bulletin
+from mpsd.calm import Calm
 from mpsd.choices import absent_gpus, guard_classes, policy_of, vault_limits, zone_limits
 from mpsd.config import Config, DomainMode
 from mpsd.core import events as ev
@@ -51,6 +52,7 @@ from mpsd.performer import Hands, Performer
 from mpsd.privacy import shown_to
 from mpsd.rounds import Rounds
 from mpsd.runtime import Runtime, doomed_at
+from mpsd.saving import Saving
 from mpsd.settings import ControlSettings
 from mpsd.statefile import StateFile
 from mpsd.statusview import GpuView, own_pids
@@ -88,7 +90,6 @@ class Daemon:
         self._environ = environ
         self._began = time.monotonic()
         self._stop = asyncio.Event()
-        self._save_pending = False
         self._hosts_left = False
         self._unknown_domains: Sequence[str] = ()
         self._start_problems: dict[str, str] = {}
@@ -140,7 +141,8 @@ class Daemon:
             # No user's leases keep all others' out.
             share=store.max_descriptors // 2,
         )
-        self._statefile = StateFile(self.layout.state_file, KIND, LEVEL)
+        calm = Calm()
+        self.saving = Saving(StateFile(self.layout.state_file, KIND, LEVEL), self._contents, calm)
         interval_s = self.config.lease.probe_interval_ms / 1e3
         self._work = workwatch.WorkWatch(self.backend.work, interval_s, self._post)
         guard = self.config.guard
@@ -158,17 +160,7 @@ class Daemon:
             guard.follow_interval_s,
             self._post,
         )
-        self._hosts = Hosts(
-            self.backend.control_binary,
-            self.backend.control_environment,
-            self.layout,
-            self.settings,
-            Callbacks(
-                self._post, self._attacher.notice, self._client_left, self._save_soon, self.save_pending
-            ),
-            start_deadline_s=self.config.domains.start_deadline_s,
-            private=self.config.domains.private,
-        )
+        self._hosts = self._open_hosts(calm)
         self.failover = FailoverDesk(
             self.layout,
             self._post,
@@ -204,7 +196,7 @@ class Daemon:
             self._orphans,
             self._work,
             [j for j in (journal, failovers) if j is not None],
-            self._statefile,
+            self.saving.file,
             self._hosts,
             self.layout,
             lambda: self.runtime.state,
@@ -217,6 +209,24 @@ class Daemon:
         )
         self._views = GpuViews(self.backend.devices, self.gpus, lambda: own_pids(self.runtime.state))
         self._loop = loop
+
+    def _open_hosts(self, calm: Calm) -> Hosts:
+        return Hosts(
+            self.backend.control_binary,
+            self.backend.control_environment,
+            self.layout,
+            self.settings,
+            Callbacks(
+                self._post,
+                self._attacher.notice,
+                self._client_left,
+                self.saving.soon,
+                self.saving.pending,
+            ),
+            calm,
+            start_deadline_s=self.config.domains.start_deadline_s,
+            private=self.config.domains.private,
+        )
 
     def _open_isolation(self) -> IsolationDesk:
         backend, wanted = self.backend, self.config.kernel.isolation
@@ -312,8 +322,8 @@ class Daemon:
         self._hosts_left = bool(self.runtime.state.domains)
         await self._hosts.close()
         await self._attacher.settled()
-        self._save()
-        self._statefile.sync()
+        self.saving.now()
+        self.saving.file.sync()
         held = bool(self._attacher.leases) or len(self._orphans) > 0 or len(self.vault.ledger) > 0
         await self.vault.close()
         self._attacher.close()
@@ -362,7 +372,7 @@ class Daemon:
             return ()
 
     async def _adopt(self) -> None:
-        saved = self._statefile.load()
+        saved = self.saving.file.load()
         if saved is not None:
             self._restore_settings(saved["settings"])
             if saved["drained"]:
@@ -494,25 +504,10 @@ class Daemon:
         same = same and before.homes_changed == after.homes_changed
         if not (same and before.clients is after.clients and before.drained is after.drained):
             # Before the tasks that effects start: a process is never started that the file does not know.
-            self._save_soon()
+            self.saving.soon()
 
-    def _save_soon(self) -> None:
-        if not self._save_pending:
-            self._save_pending = True
-            self._hosts.calm.afterwards(self.save_pending)
-
-    def save_pending(self) -> str:
-        """Write the state if it has changed: before an answer says that something is done for good.
-
-        Why it is not done for good, empty when it is.
-        """
-        if self._save_pending:
-            self._save()
-        return self._statefile.problem or ""
-
-    def _save(self) -> None:
-        self._save_pending = False
-        self._statefile.save(to_file(self.runtime.state, self.settings.by_hand()))
+    def _contents(self) -> Mapping[str, object]:
+        return to_file(self.runtime.state, self.settings.by_hand())
 
     def _client_left(self, domain: str, pid: int) -> None:
         """The server dropped a client: its process has gone, or replaced its program."""
@@ -578,7 +573,7 @@ class Daemon:
         """Capability losses of the daemon itself, for `status`."""
         found = [*self._source_problems, *self.absent, *self._store.problems(), *self._unknown_domains]
         found += self._orphans.problems() + self.vault.problems()
-        found += [p for p in (*self.bulletin.problems(), self._statefile.problem) if p]
+        found += [p for p in (*self.bulletin.problems(), self.saving.file.problem) if p]
         found += self.failover.problems() + self.isolation.problems()
         found += [f"no domain starts for {slot}: {why}" for slot, why in self._start_problems.items()]
         found += self._rounds.problems()

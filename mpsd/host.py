@@ -76,6 +76,7 @@ class Hosts:
         layout: Layout,
         settings: ControlSettings,
         callbacks: Callbacks,
+        calm: Calm,
         *,
         start_deadline_s: float,
         private: bool = False,
@@ -86,6 +87,7 @@ class Hosts:
         self._layout = layout
         self._settings = settings
         self._callbacks = callbacks
+        self.calm = calm
         self._start_deadline_s = start_deadline_s
         self._private = private
         self._hosts: dict[str, Host] = {}
@@ -93,7 +95,6 @@ class Hosts:
         self._starting: dict[str, asyncio.Task[None]] = {}
         self._stopping: set[str] = set()
         self._loop = asyncio.get_running_loop()
-        self.calm = Calm()
 
     def names(self) -> tuple[str, ...]:
         return tuple(self._hosts)

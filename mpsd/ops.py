@@ -106,6 +106,7 @@ class Operations:
     async def _fresh_status(self, peer: Peer) -> Reply:
         daemon = self._daemon
         views = await daemon.gpu_views()
+        daemon.saving.shown()
         around = Surroundings(
             backend=daemon.backend.name,
             pid=daemon.pid,
@@ -226,7 +227,7 @@ class Operations:
         must_be_open(self._daemon.vault)
         daemon, process = self._daemon, client.id.process
         daemon.runtime.post(ev.ZonePolicySet(process, ZonePolicy(wanted)))
-        if problem := daemon.save_pending():
+        if problem := daemon.saving.pending():
             raise StoreError(
                 f"this is in force now, but would be forgotten when mpsd restarts: {problem}",
                 remedy="make room there, and ask again",
@@ -317,7 +318,7 @@ class Operations:
         shown = list(gpus) or [g.uuid for g in daemon.gpus]
         if not args.get("dry_run"):
             daemon.runtime.post(ev.DrainRequested(gpus, on))
-            if problem := daemon.save_pending():
+            if problem := daemon.saving.pending():
                 raise StoreError(
                     f"this is in force now, but would be forgotten when mpsd restarts: {problem}",
                     remedy="make room there, and ask again",

@@ -69,7 +69,7 @@ def test_what_comes_afterwards_is_before_tasks_that_begin_then_and_waits_for_the
     asyncio.run(run())
 
 
-def hosts(done: list[str], posted: list[ev.Event]) -> host.Hosts:
+def hosts(done: list[str], posted: list[ev.Event], calm: Calm) -> host.Hosts:
     callbacks = host.Callbacks(
         posted.append, lambda *_: None, lambda *_: None, lambda: None, lambda: done.append("saved")
     )
@@ -80,7 +80,13 @@ def hosts(done: list[str], posted: list[ev.Event]) -> host.Hosts:
     )
     settings: Any = SimpleNamespace(commands=lambda uid: ())
     return host.Hosts(
-        "none", {}, cast("Layout", layout), cast("ControlSettings", settings), callbacks, start_deadline_s=1.0
+        "none",
+        {},
+        cast("Layout", layout),
+        cast("ControlSettings", settings),
+        callbacks,
+        calm,
+        start_deadline_s=1.0,
     )
 
 
@@ -95,9 +101,9 @@ def test_a_domain_is_started_afterwards_and_not_before_the_state_is_written(
 
     async def run() -> None:
         clock = Clock()
-        made = hosts(done, posted)
-        made.calm = Calm(clock)
-        made.calm.begin()
+        calm = Calm(clock)
+        made = hosts(done, posted, calm)
+        calm.begin()
         made.start("d1", ("GPU-1",), None)
         await turns_of_the_loop()
         assert done == [] and posted == []
