@@ -37,7 +37,7 @@ class Program(Driver):
     def __init__(self) -> None:
         super().__init__(ctypes.CDLL("libcuda.so.1"))
         self("cuInit", 0)
-        self.context = self.made("cuDevicePrimaryCtxRetain", 0)
+        self.context = self.made("cuDevicePrimaryCtxRetain", int(os.environ.get("MPSD_TEST_DEVICE", "0")))
         self.current()
         self.module = self.made("cuModuleLoadData", IMAGE)
         for name in ("add", "late", "fill", "copy", "slow", "long", "store"):

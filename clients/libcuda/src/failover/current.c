@@ -2,6 +2,7 @@
 /* The contexts of the program's threads. */
 #include "failover/made.h"
 #include "failover/move.h"
+#include "windows.h"
 
 /* Since the first move its context is what it set through this library; before, the first copy knows. */
 static _Thread_local CUcontext thread_context;
@@ -53,11 +54,12 @@ CUresult make_cuCtxPopCurrent_v2(CUcontext *pctx)
 
 CUresult mpsd_enter_context(void)
 {
-	struct mpsd_made *context;
+	struct mpsd_made *context = NULL;
 	CUresult result;
 
 	mpsd_made_lock();
-	context = mpsd_made_context(0);
+	for (int device = 0; !context && device < DEVICES; device++)
+		context = mpsd_made_context(device);
 	result = context ? real_cuCtxSetCurrent(context->native) : CUDA_ERROR_INVALID_CONTEXT;
 	mpsd_made_unlock();
 	return result;

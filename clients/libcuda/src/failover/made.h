@@ -215,7 +215,7 @@ void mpsd_made_move(void);
 /* Under the lock: the record of a device's primary context; NULL if it has none. */
 struct mpsd_made *mpsd_made_context(CUdevice device);
 
-/* current.c: on a thread of this library's, which has none of the program's contexts: that of the first GPU. */
+/* current.c: on a thread of this library's, which has none of the program's contexts: that of the first GPU with one. */
 CUresult mpsd_enter_context(void);
 
 /* Under the lock: all records, in their order. */

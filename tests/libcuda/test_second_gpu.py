@@ -1,0 +1,46 @@
+"""A program that has two GPUs and uses the second one alone: on the stand-in driver, alone in its process."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.alone import Alone
+from tests.support.libcudas import Libraries
+from tests.support.moving import Said, open_post
+
+
+class Program(Alone):
+    def ask(self, expression: str) -> str:
+        self._tell(expression)
+        return self._line()
+
+    def move(self, in_flight: str) -> Said:
+        there = self.stand_by()
+        self._gate.let(0)
+        assert self.ask(in_flight) == "0"
+        return self.lose(there)
+
+
+@pytest.fixture
+def program(libraries: Libraries) -> Iterator[Program]:
+    with tempfile.TemporaryDirectory(prefix="mpsd-fo-", dir="/tmp") as folder, open_post(Path(folder)) as post:
+        devices = {"MPSD_STANDIN_DEVICES": "2", "MPSD_TEST_DEVICE": "1"}
+        made = Program(libraries, post, Path(folder), "moving.py", **devices)
+        try:
+            yield made
+        finally:
+            made.process.kill()
+            made.process.communicate()
+
+
+def test_what_was_in_flight_is_done_again(program: Program) -> None:
+    assert program.ask("gpu.made('cuCtxGetDevice')") == "1"
+    program.ask("m = gpu.memory(8 << 20)")
+    for moves in (1, 2):
+        assert program.move("gpu.run('add', m, 8, 1)").text == ""
+        assert program.ask("gpu.sync(), gpu.word(m)") == f"(0, {moves})"
+    assert program.end() == ""
