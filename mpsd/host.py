@@ -284,9 +284,13 @@ class Hosts:
         if not instances or known in instances:
             return known
         try:
-            self._set_server(host, Pinned.open(instances[-1].pid, instances[-1].start_ticks))
+            found = Pinned.open(instances[-1].pid, instances[-1].start_ticks)
         except MpsdError:
             return known
+        if known is not None:
+            # Its end is told before there is another one, however late the loop would have come to it.
+            self._callbacks.post(ev.ServerDied(host.name, known))
+        self._set_server(host, found)
         return instances[-1]
 
     def _set_server(self, host: Host, server: Pinned) -> None:

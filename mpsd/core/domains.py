@@ -306,7 +306,8 @@ def on_server_died(draft: Draft, event: ev.ServerDied) -> bool:
     domain = draft.state.domains.get(event.domain)
     if domain is None or domain.server != event.server:
         return False
-    draft.put_domain(replace(domain, server=None, former_server=event.server, server_state=ServerState.GONE))
+    gone = replace(domain, server=None, former_server=event.server, server_state=ServerState.GONE)
+    draft.put_domain(replace(gone, server_died=draft.now))
     used = domain.state in (DomainState.ACTIVE, DomainState.WARM, DomainState.POISONED)
     # Who was not ready when it was to be left is in it still.
     if domain.state is DomainState.RETIRED:

@@ -82,7 +82,7 @@ def refresh(draft: Draft, process: ProcessInstance) -> None:
         offered = replace(member, standing=Standing.OFFERED, generation=target.generation, reason="")
         draft.put_member(replace(offered, ready_ms=None, bytes=0))
         draft.emit(OfferStandby(process, target.generation, target.id))
-    elif member.standing is Standing.READY and draft.state.domains[member.home or ""].is_dead:
+    elif member.standing is Standing.READY and draft.state.has_lost(member):
         _move_late(draft, member, target)
 
 
@@ -98,7 +98,7 @@ def _may_be_offered(state: State, member: Member) -> bool:
     has work to do again: who makes a standby hears nothing for a second and more."""
     home = [c for c in state.spaces_of(member.process) if c.id.domain == member.home and c.living]
     settled = [c for c in home if c.state in (ClientState.ATTACHED, ClientState.UNPROTECTED)]
-    works = member.turn is Turn.NONE or state.domains[member.home or ""].is_dead
+    works = member.turn is Turn.NONE or state.has_lost(member)
     return works and bool(settled) and not state.copies_problem and not state.stopping
 
 

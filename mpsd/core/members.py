@@ -266,8 +266,7 @@ def on_stayed(draft: Draft, event: ev.MemberStayed) -> None:
     if record is not None:
         fates.revise(draft, record, event.process, outcome=Outcome.STAYED, why=event.reason)
     draft.publish("failover-stayed", member.uid, pid=event.process.pid, reason=event.reason)
-    home = draft.state.domains.get(member.home or "")
-    if home is not None and not home.is_dead:
+    if member.home in draft.state.domains and not draft.state.has_lost(member):
         # A planned move: it lives on where it is, and may be ready for the next one.
         draft.emit(StandDown(event.process, event.generation, "it stayed"))
         draft.put_member(replace(member, standing=Standing.WAITING, generation=0, reason=event.reason))

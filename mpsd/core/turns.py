@@ -105,7 +105,7 @@ def may_be_at_once(state: State, domain: Domain, here: Iterable[ProcessInstance]
 
 def begin(draft: Draft, member: Member) -> None:
     """It does its work again now; in vain where the domain is lost."""
-    if draft.state.domains[member.home or ""].is_dead:
+    if draft.state.has_lost(member):
         return
     guessed = draft.now if member.again is Again.AT_ONCE else member.guessed
     member = draft.put_member(replace(member, turn=Turn.HAS, guessed=guessed))

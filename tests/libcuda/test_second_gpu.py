@@ -27,7 +27,10 @@ class Program(Alone):
 
 @pytest.fixture
 def program(libraries: Libraries) -> Iterator[Program]:
-    with tempfile.TemporaryDirectory(prefix="mpsd-fo-", dir="/tmp") as folder, open_post(Path(folder)) as post:
+    with (
+        tempfile.TemporaryDirectory(prefix="mpsd-fo-", dir="/tmp") as folder,
+        open_post(Path(folder)) as post,
+    ):
         devices = {"MPSD_STANDIN_DEVICES": "2", "MPSD_TEST_DEVICE": "1"}
         made = Program(libraries, post, Path(folder), "moving.py", **devices)
         try:

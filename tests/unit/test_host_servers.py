@@ -1,0 +1,85 @@
+"""A domain's server is followed to its end, which is told before the next one is."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import subprocess
+from collections.abc import Iterator
+from typing import Any, cast
+
+import pytest
+
+from mpsd import procs
+from mpsd.calm import Calm
+from mpsd.core import events as ev
+from mpsd.host import Callbacks, Host, Hosts
+from mpsd.model import ProcessInstance, ServerState
+
+DEADLINE_S = 10.0
+
+
+class Control:
+    """A control daemon with these servers, which are processes."""
+
+    def __init__(self) -> None:
+        self.servers: list[subprocess.Popen[bytes]] = []
+
+    def alive(self) -> bool:
+        return True
+
+    def server_instances(self) -> tuple[ProcessInstance, ...]:
+        return tuple(procs.facts(s.pid).instance for s in self.servers)
+
+    async def server_state(self, pid: int, deadline_s: float) -> ServerState:
+        return ServerState.ACTIVE
+
+
+@pytest.fixture
+def control() -> Iterator[Control]:
+    made = Control()
+    with contextlib.ExitStack() as stack:
+        for _ in range(2):
+            server = stack.enter_context(subprocess.Popen(["sleep", "60"]))
+            stack.callback(server.kill)
+            made.servers.append(server)
+        yield made
+
+
+@pytest.mark.parametrize("asked_first", [True, False])
+def test_the_end_of_a_server_is_told_once_and_before_the_next_one(
+    control: Control, asked_first: bool
+) -> None:
+    """Whether the loop comes to that end first, or to a look that finds the next one there."""
+    posted: list[ev.Event] = []
+    died, heard = control.servers
+    first, second = control.server_instances()
+
+    async def run() -> None:
+        anything: Any = None
+        callbacks = Callbacks(posted.append, *([lambda *_: None] * 4))
+        hosts = Hosts("none", {}, anything, anything, callbacks, Calm(), start_deadline_s=1.0)
+        hosts._hosts["d1"] = Host("d1", None, cast("Any", control))
+        control.servers = [died]
+        await hosts._ask("d1")
+        assert posted == [ev.ServerSeen("d1", first), ev.ServerStateSeen("d1", ServerState.ACTIVE)]
+        died.kill()
+        died.wait()
+        control.servers = [heard]
+        if asked_first:
+            await hosts._ask("d1")
+        while ev.ServerDied("d1", first) not in posted:
+            await asyncio.sleep(0)
+        if not asked_first:
+            await hosts._ask("d1")
+        # Nobody else tells of it.
+        for _ in range(3):
+            await asyncio.sleep(0)
+        hosts._drop_server(hosts._hosts["d1"])
+
+    asyncio.run(asyncio.wait_for(run(), DEADLINE_S))
+    assert posted[2:] == [
+        ev.ServerDied("d1", first),
+        ev.ServerSeen("d1", second),
+        ev.ServerStateSeen("d1", ServerState.ACTIVE),
+    ]
