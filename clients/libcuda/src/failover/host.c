@@ -83,7 +83,8 @@ static void unregister_again(void *pages, int whose)
 static CUresult note_pages(CUresult result, void *pages, size_t size, unsigned int flags, int whose, uint64_t moves)
 {
 	struct mpsd_made record = {
-		.kind = MPSD_MADE_HOST, .native = pages, .size = size, .flags = flags & REGISTER_FLAGS, .value = whose,
+		.kind = MPSD_MADE_HOST, .native = mpsd_made_pages(pages), .size = size, .flags = flags & REGISTER_FLAGS,
+		.value = whose,
 	};
 
 	if (result != CUDA_SUCCESS)
@@ -114,7 +115,7 @@ static CUresult own_pages(void **pp, size_t size, unsigned int flags, uint64_t m
 	if (pages == MAP_FAILED)
 		return CUDA_ERROR_OUT_OF_MEMORY;
 	result = inner_cuMemHostRegister_v2(pages, size, record.flags);
-	record.native = pages;
+	record.native = mpsd_made_pages(pages);
 	if (result == CUDA_SUCCESS && !pin(pages, size))
 		mpsd_line_opaque("no host memory");
 	mpsd_span_widen(&mpsd_pins_span, (uintptr_t)pages, size);
@@ -163,7 +164,7 @@ CUresult make_cuMemHostUnregister(void *p)
 {
 	uint64_t moves = mpsd_tables()->moves;
 
-	if (!mpsd_made_end(p, moves))
+	if (!mpsd_made_end(mpsd_made_pages(p), moves))
 		return MPSD_AGAIN;
 	mpsd_pins_forget(p);
 	return mpsd_made_ended(inner_cuMemHostUnregister(p), moves);
@@ -179,13 +180,13 @@ CUresult make_cuMemFreeHost(void *p)
 	size_t size = 0;
 
 	mpsd_made_lock();
-	made = mpsd_made_find(p);
-	if (made && made->kind == MPSD_MADE_HOST) {
+	made = mpsd_made_find(mpsd_made_pages(p));
+	if (made) {
 		whose = made->value;
 		size = made->size;
 	}
 	mpsd_made_unlock();
-	if (!mpsd_made_end(p, moves))
+	if (!mpsd_made_end(mpsd_made_pages(p), moves))
 		return MPSD_AGAIN;
 	mpsd_pins_forget(p);
 	if (whose == FIRST_COPYS && !moves)

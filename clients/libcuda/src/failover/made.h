@@ -18,7 +18,7 @@ enum mpsd_made_kind {
 	MPSD_MADE_KERNEL,
 	MPSD_MADE_KERNEL_FUNCTION,
 	MPSD_MADE_VARIABLE,	/* the name is its address, size: of it */
-	MPSD_MADE_HOST,		/* pages that the GPU reaches; the name is their address */
+	MPSD_MADE_HOST,		/* pages that the GPU reaches; the name is that of mpsd_made_pages() */
 	MPSD_MADE_LIMIT,	/* settings: what, value */
 	MPSD_MADE_FUNCTION_ATTRIBUTE,
 	MPSD_MADE_KERNEL_ATTRIBUTE,
@@ -152,6 +152,15 @@ struct mpsd_graph *mpsd_made_graph(const void *name);
 
 /* Whether it is CU_STREAM_LEGACY or the like, which every copy has. */
 bool mpsd_made_is_word(const void *name);
+
+/*
+ * Of pages of the host's at that address, and the other way round. Where a handle of an earlier copy's was, which the
+ * program still has, there may be memory of the program's by now: an address is no name. No address is like these.
+ */
+static inline void *mpsd_made_pages(const void *address)
+{
+	return (void *)~(uintptr_t)address;
+}
 
 /* Under the lock. NULL: nothing of that name. */
 struct mpsd_made *mpsd_made_find(const void *name);

@@ -108,7 +108,7 @@ static CUresult make(struct mpsd_made *made, const char **what)
 		return find_variable(made, what);
 	case MPSD_MADE_HOST:
 		made->twin = made->name;
-		return TRY(cuMemHostRegister_v2, made->name, made->size, made->flags);
+		return TRY(cuMemHostRegister_v2, mpsd_made_pages(made->name), made->size, made->flags);
 	case MPSD_MADE_LIMIT:
 		return TRY(cuCtxSetLimit, (CUlimit)made->what, made->size);
 	case MPSD_MADE_FUNCTION_ATTRIBUTE:
@@ -181,7 +181,7 @@ void mpsd_twin_end(struct mpsd_made *made)
 		other_cuLibraryUnload(made->twin);
 		break;
 	case MPSD_MADE_HOST:
-		other_cuMemHostUnregister(made->name);
+		other_cuMemHostUnregister(mpsd_made_pages(made->name));
 		break;
 	case MPSD_MADE_EXEC:
 		mpsd_ahead_end(made);
