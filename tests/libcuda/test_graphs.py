@@ -123,6 +123,8 @@ def test_a_capture_that_cannot_go_on_fails_and_says_so(
     ask("g = ctypes.c_uint64()")
     ended = "gpu.code('cuStreamEndCapture', s, ctypes.byref(g))"
     assert ask("gpu.run('add', n, 8, 1, stream=p), gpu.run('add', m, 8, 10, stream=s)") == "(0, 901)"
+    # So does what would not be noted.
+    assert ask(f"gpu.run_with({UPDATABLE}, m, 8, 10, stream=s)") == "901"
     assert ask(f"{ended}, gpu.sync() in (0, 719), gpu.word(n)") == "(901, True, 1)"
     # What is freed is freed at once, for nothing is captured any more.
     assert ask("gpu.code('cuMemFree_v2', n), gpu.memory(4 << 20) == n") == "(0, True)"

@@ -76,6 +76,8 @@ static CUresult launch_unnoted(const struct mpsd_launch *given, void **parameter
 	CUfunction function = mpsd_native(given->function);
 	CUresult result;
 
+	if (mpsd_is_in_void_capture(given->stream))
+		return CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;
 	mpsd_line_opaque(why);
 	c.hStream = mpsd_native(given->stream);
 	if (given->is_cooperative)

@@ -59,6 +59,18 @@ static struct session *void_session_of(CUstream stream)
 	return session;
 }
 
+bool mpsd_is_in_void_capture(CUstream stream)
+{
+	bool is;
+
+	if (!mpsd_capturing())
+		return false;
+	pthread_mutex_lock(&lock);
+	is = void_session_of(stream) != NULL;
+	pthread_mutex_unlock(&lock);
+	return is;
+}
+
 static CUresult find_session(const struct mpsd_op *op, struct session **session)
 {
 	cuuint64_t id;

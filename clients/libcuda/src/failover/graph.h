@@ -23,6 +23,9 @@ static inline bool mpsd_capturing(void)
  */
 bool mpsd_capture_op(struct mpsd_op *op, CUresult *result);
 
+/* What comes into one that could not go on fails; without the driver, which does not know that one any more. */
+bool mpsd_is_in_void_capture(CUstream stream);
+
 /* joins.c. Id 0: the stream is in none; a loss is said, whatever is captured. */
 CUresult mpsd_capture_ask(CUstream native, cuuint64_t *id);
 cuuint64_t mpsd_capture_of(CUstream native);
