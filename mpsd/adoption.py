@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,6 +38,7 @@ _HELD = (DomainState.ACTIVE, DomainState.WARM, DomainState.POISONED, DomainState
 
 def to_file(state: State, settings: Mapping[str, Sequence[str]]) -> dict[str, Any]:
     """What a later daemon needs of this state, as plain values."""
+    living = {c.id.process for c in state.clients.values() if c.living}
     return {
         "next_domain": state.next_domain,
         "drained": sorted(state.drained),
@@ -54,15 +55,15 @@ def to_file(state: State, settings: Mapping[str, Sequence[str]]) -> dict[str, An
             }
             for s in state.slots.values()
         ],
-        "domains": [_domain_row(d) for d in state.domains.values()],
+        "domains": [_domain_row(d, living) for d in state.domains.values()],
         "clients": [_client_row(c) for c in state.clients.values() if c.leased],
         "members": [_member_row(m) for m in state.members.values() if m.home is not None],
-        "zone_policies": [_policy_row(c) for c in state.clients.values() if c.living and _is_special(c)],
+        "zone_policies": [
+            _policy_row(c)
+            for c in state.clients.values()
+            if c.living and (c.zone_policy is not None or c.frozen is not None)
+        ],
     }
-
-
-def _is_special(client: Client) -> bool:
-    return client.zone_policy is not None or client.frozen is not None
 
 
 def _policy_row(client: Client) -> dict[str, Any]:
@@ -85,13 +86,14 @@ def _member_row(member: Member) -> dict[str, Any]:
     }
 
 
-def _domain_row(domain: Domain) -> dict[str, Any]:
+def _domain_row(domain: Domain, living: Set[ProcessInstance]) -> dict[str, Any]:
     return {
         "id": domain.id,
         "slot": domain.slot,
         "state": domain.state.value,
         "control": _instance_row(domain.control),
         "server": _instance_row(domain.server),
+        "bereft": sorted(map(_instance_row, living & domain.bereft)),
     }
 
 
@@ -134,6 +136,7 @@ class Adoption:
     rows: Sequence[Mapping[str, Any]] = ()
     policies: Sequence[Mapping[str, Any]] = ()
     dead_servers: list[ev.ServerDied] = field(default_factory=list)
+    members: Sequence[ev.MemberRestored] = ()
 
     def run(self, saved: Mapping[str, Any] | None) -> None:
         """Post the events that rebuild the state. Nothing here ends a domain that still has clients."""
@@ -144,6 +147,9 @@ class Adoption:
                 ev.SlotWanted(slot["id"], gpus, slot["uid"], exclusive, start=False, used=slot.get("used"))
             )
         slots = {slot["id"]: slot for slot in saved["slots"]} if saved else {}
+        found = map(_member, saved.get("members", ()) if saved else ())
+        # They live on, and will come again.
+        self.members = [m for m in found if m is not None and _alive(m.process)]
         for row in saved["domains"] if saved else ():
             self._domain(row, slots[row["slot"]])
         self._unknown({row["id"] for row in saved["domains"]} if saved else set())
@@ -151,8 +157,8 @@ class Adoption:
         self._hold(strange)
         self.attacher.inherit(kept)
         self.rows = saved["clients"] if saved else ()
-        for row in saved.get("members", ()) if saved else ():
-            self._member(row)
+        for member in self.members:
+            self.post(member)
         # Not in files of an earlier mpsd.
         self.policies = saved.get("zone_policies", ()) if saved else ()
         self._dead(kept)
@@ -237,6 +243,10 @@ class Adoption:
             if not self.hosts.adopt_headless(name, gpus, server):
                 # Nothing of it is left: its directory goes, so that the name can never mislead.
                 self.layout.forget_domain(name)
+                if any(m.home == name for m in self.members):
+                    # Programs that live on have their dead contexts there, and are to be moved.
+                    dead, gone = DomainState.HEADLESS, ServerState.GONE
+                    self.post(ev.DomainAdopted(name, slot["id"], ev.DomainRole.OLD, dead, None, None, gone))
                 return
             state = DomainState.HEADLESS
         elif state in (*_GONE, DomainState.STARTING):
@@ -244,18 +254,21 @@ class Adoption:
             state = DomainState.RETIRED
         role = self._role(name, slot)
         known = _instance(row["server"])
-        if state in _HELD and known is not None and known != server:
+        died = known if state in _HELD and known != server else None
+        if died is not None:
             # It died while nobody looked: that is told once all is known that it concerns.
-            self.dead_servers.append(ev.ServerDied(name, known))
-            server = known
+            self.dead_servers.append(ev.ServerDied(name, died))
+            server = died
         running = ServerState.ACTIVE if server else ServerState.GONE
         if state is DomainState.FAULTED:
             running = ServerState.FAULT
         if role is ev.DomainRole.ACTIVE and state is DomainState.WARM:
             # The path was switched, then the daemon died before it could write so.
             state = DomainState.ACTIVE
-        self.post(ev.DomainAdopted(name, slot["id"], role, state, control, server, running))
-        self.hosts.ask(name)
+        bereft = frozenset(found for of in row.get("bereft", ()) if (found := _instance(of)) is not None)
+        self.post(ev.DomainAdopted(name, slot["id"], role, state, control, server, running, bereft))
+        if died is None:
+            self.hosts.ask(name)
 
     def _living(self, name: str, besides: ProcessInstance | None = None) -> list[ProcessInstance]:
         """Processes of ours that were started in a domain's pipe directory: anybody may say that of his."""
@@ -331,18 +344,8 @@ class Adoption:
             self._restore_policy(row)
         for died in self.dead_servers:
             self.post(died)
-
-    def _member(self, row: Mapping[str, Any]) -> None:
-        """Of a program that lives on, and will come again; what is not understood is left out."""
-        try:
-            process, home = _instance(row["process"]), str(row["home"])
-            mode, left = FailoverMode(row["mode"]), str(row["left_behind"])
-            uid = int(row["uid"])
-        except (KeyError, IndexError, TypeError, ValueError) as error:
-            log.warning("a program that could fail over is not restored", reason=repr(error))
-            return
-        if process is not None and _alive(process):
-            self.post(ev.MemberRestored(process, uid, mode, home, left))
+            # Only now: another one that has come since is no news before that.
+            self.hosts.ask(died.domain)
 
     def _restore_policy(self, row: Mapping[str, Any]) -> None:
         """Of a client that lives on; what is not understood is left out."""
@@ -361,6 +364,18 @@ class Adoption:
         """Those that lived when they were looked at, and had gone when they were to be described."""
         unclaimed = self.attacher.kept
         self._dead({client: kept for client, kept in unclaimed.items() if not _alive(client.process)})
+
+
+def _member(row: Mapping[str, Any]) -> ev.MemberRestored | None:
+    """None: it is not understood."""
+    try:
+        process, home = _instance(row["process"]), str(row["home"])
+        mode, left = FailoverMode(row["mode"]), str(row["left_behind"])
+        uid = int(row["uid"])
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        log.warning("a program that could fail over is not restored", reason=repr(error))
+        return None
+    return None if process is None else ev.MemberRestored(process, uid, mode, home, left)
 
 
 def _alive(process: ProcessInstance) -> bool:

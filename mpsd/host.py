@@ -32,6 +32,7 @@ log = structlog.get_logger("mpsd.host")
 
 Post = Callable[[ev.Event], None]
 ASK_DEADLINE_S = 2.0
+LARGEST_STATUS = 999
 
 
 @dataclass(slots=True)
@@ -214,7 +215,9 @@ class Hosts:
             case mpslog.ClientRefused(pid=pid, status=mpslog.NOT_READY):
                 self._callbacks.post(ev.ClientRefused(host.name, pid))
             case mpslog.ClientRefused(status=status):
-                self._callbacks.post(ev.Counted({f"clients_refused_{status}": 1}))
+                # As many counters as a cuda.h may have errors: a user's server writes what that user likes.
+                shown = status if status <= LARGEST_STATUS else "other"
+                self._callbacks.post(ev.Counted({f"clients_refused_{shown}": 1}))
             case mpslog.ClientDisconnected(pid=int(pid)) | mpslog.ClientExit(pid=pid):
                 self._callbacks.left(host.name, pid)
             case mpslog.AdminCommand(text=text):

@@ -14,9 +14,9 @@ from mpsd import __version__, procs
 from mpsd.config import BackendName
 from mpsd.core import events as ev
 from mpsd.core import taxonomy
-from mpsd.core.domains import work_is_lost
 from mpsd.core.proof import grounds
 from mpsd.core.state import Client, DomainState, State
+from mpsd.core.victims import work_is_lost
 from mpsd.doctor import KERNEL_LOG, run_checks
 from mpsd.errors import (
     AmbiguousError,

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mpsd import __version__, procs
-from mpsd.core.domains import work_is_lost
 from mpsd.core.proof import proofs
 from mpsd.core.state import Client, Domain, DomainState, State
+from mpsd.core.victims import work_is_lost
 from mpsd.errors import MpsdError
 from mpsd.failover import view as failover_view
 from mpsd.gpu.base import DeviceManager

@@ -166,15 +166,19 @@ def on_left(draft: Draft, event: ev.ClientLeft) -> None:
             pid=event.process.pid,
             how=event.how,
         )
-    _end(draft, event.process, f"the process is no client any more: {event.how}")
+    for domain in tuple(draft.state.domains.values()):
+        if event.process in domain.bereft:
+            draft.put_domain(replace(domain, bereft=domain.bereft - {event.process}))
+    execed = event.how == "exec"
+    _end(draft, event.process, f"the process is no client any more: {event.how}", execed=execed)
 
 
-def _end(draft: Draft, process: ProcessInstance, how: str) -> None:
+def _end(draft: Draft, process: ProcessInstance, how: str, *, execed: bool = False) -> None:
     """A process is no client any more: forget it, or keep its lease until its work has ended."""
     spaces = [c for c in draft.state.spaces_of(process) if c.living]
     idle = {c.id for c in spaces if not draft.state.at_home(c)}
     hitrecords.ended(draft, process)
-    members.ended(draft, process)
+    members.ended(draft, process, execed=execed)
     answer_gone(draft, process, how)
     for client in spaces:
         domain = draft.state.domains[client.id.domain]

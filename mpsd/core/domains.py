@@ -16,10 +16,10 @@ from mpsd.core.effects import ArmTimer, AskServer, StartDomain, StopDomain, Swit
 from mpsd.core.killing import kill_by_policy
 from mpsd.core.lifecycle import DomainTrigger, next_domain_state
 from mpsd.core.state import SERVING, Domain, DomainState, Slot
+from mpsd.core.victims import arm_drain, kill_frozen, work_is_lost
 from mpsd.model import ServerState
 
 ASK_AGAIN_S = 0.25
-PROOF_WAIT_S = 10.0
 LEFT_STOP_S = 0.3
 """For a lost domain that programs have moved out of: what they have left there holds it up, some for good."""
 _LEFTOVER = (
@@ -65,6 +65,7 @@ def on_adopted(draft: Draft, event: ev.DomainAdopted) -> None:
             event.control,
             event.server,
             event.server_state,
+            bereft=event.bereft,
         )
     )
     digits = event.domain.removeprefix("d")
@@ -96,8 +97,10 @@ def on_adoption_done(draft: Draft, event: ev.AdoptionDone) -> None:
             slots.retire(draft, slot)
         else:
             ensure(draft, slot.id)
-    for domain in tuple(draft.state.domains):
-        settle(draft, domain)
+            failover.linger(draft, slot.id)
+    for domain in tuple(draft.state.domains.values()):
+        arm_drain(draft, domain)
+        settle(draft, domain.id)
 
 
 def ensure(draft: Draft, slot_id: str) -> None:
@@ -237,27 +240,9 @@ def leave(draft: Draft, name: str, trigger: DomainTrigger, *, planned: bool = Fa
         # The server has lost its contexts: nothing that the dead left there can still run.
         leases.release_dead(draft, name)
     kill_frozen(draft, name)
-    _arm_drain(draft, domain, in_place=slot.exclusive and slot.active == name)
+    arm_drain(draft, domain)
     settle(draft, name)
     return True
-
-
-def kill_frozen(draft: Draft, name: str) -> None:
-    """What mpsd has stopped can neither notice that its work is lost nor leave."""
-    if not work_is_lost(draft.state.domains[name]):
-        return
-    for client in [c for c in draft.state.living_of(name) if c.frozen is not None]:
-        kill_by_policy(draft, client, "mpsd had frozen it, and its domain is lost")
-
-
-def _arm_drain(draft: Draft, domain: Domain, *, in_place: bool) -> None:
-    policy = draft.state.policy
-    if domain.state is not DomainState.FAULTED:
-        return
-    draft.emit(ArmTimer("laggards", domain.id, policy.laggard_report_s))
-    limit = policy.exclusive_drain_s if in_place else policy.kill_victims_after_s
-    if limit > 0:
-        draft.emit(ArmTimer("kill-victims", domain.id, limit))
 
 
 def settle(draft: Draft, name: str) -> None:
@@ -306,12 +291,18 @@ def on_server_died(draft: Draft, event: ev.ServerDied) -> bool:
     domain = draft.state.domains.get(event.domain)
     if domain is None or domain.server != event.server:
         return False
+    # A daemon that was started since has its lists of the next one, if there is one.
+    here = [
+        c for c in draft.state.clients_of(domain.id) if c.living and not (draft.state.adopting and c.listed)
+    ]
+    bereft = domain.bereft | {c.id.process for c in here}
     gone = replace(domain, server=None, former_server=event.server, server_state=ServerState.GONE)
-    draft.put_domain(replace(gone, server_died=draft.now))
+    draft.put_domain(replace(gone, bereft=bereft))
     used = domain.state in (DomainState.ACTIVE, DomainState.WARM, DomainState.POISONED)
     # Who was not ready when it was to be left is in it still.
     if domain.state is DomainState.RETIRED:
         failover.domain_left(draft, domain.id, DomainTrigger.SERVER_DIED.value)
+        kill_frozen(draft, domain.id)
     return leave(draft, domain.id, DomainTrigger.SERVER_DIED) and used
 
 
@@ -337,7 +328,7 @@ def on_mode_seen(draft: Draft, event: ev.ModeSeen) -> None:
         settle(draft, spare)
     ensure(draft, slot.id)
     if slot.active is not None:
-        _arm_drain(draft, draft.state.domains[slot.active], in_place=slot.exclusive)
+        arm_drain(draft, draft.state.domains[slot.active])
         settle(draft, slot.active)
 
 
@@ -367,35 +358,3 @@ def on_stop(draft: Draft, event: ev.StopRequested) -> None:
         settle(draft, domain.id)
     for slot in tuple(draft.state.slots.values()):
         slots.end(draft, slot.id)
-
-
-def on_laggards(draft: Draft, domain: str) -> None:
-    late = [c for c in draft.state.living_of(domain)]
-    if late and work_is_lost(draft.state.domains[domain]):
-        draft.publish(
-            "victims-stay",
-            None,
-            domain=domain,
-            pids=sorted({c.id.process.pid for c in late}),
-            text="these clients of a faulted domain have not ended; their GPU work is lost",
-        )
-
-
-def on_kill_victims(draft: Draft, domain: str) -> None:
-    where = draft.state.domains[domain]
-    if work_is_lost(where):
-        why = "victim of a fault that did not leave"
-        here = tuple(draft.state.living_of(domain))
-        moving = [c for c in here if fates.is_moving(draft.state, c.id.process)]
-        killed = [kill_by_policy(draft, c, why) for c in here if c not in moving]
-        if moving:
-            draft.emit(ArmTimer("kill-victims", domain, draft.state.policy.move_wait_s))
-        elif not all(killed):
-            # What proves them clients may still come.
-            draft.emit(ArmTimer("kill-victims", domain, PROOF_WAIT_S))
-
-
-def work_is_lost(domain: Domain) -> bool:
-    """Whether whoever lives in this domain is a victim: it faulted, and no later server took clients."""
-    served_out = domain.state is DomainState.RETIRED and domain.server is None
-    return domain.state is DomainState.FAULTED or served_out

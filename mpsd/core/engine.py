@@ -24,6 +24,7 @@ from mpsd.core import (
     sinks,
     strays,
     turns,
+    victims,
 )
 from mpsd.core import events as ev
 from mpsd.core.draft import Draft
@@ -71,8 +72,8 @@ def _for_domain(handler: Callable[[Draft, str], None]) -> Callable[[Draft, str],
 _TIMERS: Mapping[str, Callable[[Draft, str], None]] = {
     "ensure": _for_slot,
     "ask": _for_domain(domains.settle),
-    "laggards": _for_domain(domains.on_laggards),
-    "kill-victims": _for_domain(domains.on_kill_victims),
+    "laggards": _for_domain(victims.on_laggards),
+    "kill-victims": _for_domain(victims.on_kill_victims),
     "linger": clients.on_linger,
     "kill-wait": killing.on_kill_wait,
     "strays": strays.on_strays,

@@ -52,7 +52,8 @@ class SlotWanted:
 
 @dataclass(frozen=True, slots=True)
 class DomainAdopted:
-    """A domain of an earlier daemon was found alive and proven to be ours."""
+    """A domain of an earlier daemon was found alive and proven to be ours; or programs that live on are of
+    one of which nothing is left (HEADLESS, with no process). `bereft`: see core.state.Domain."""
 
     domain: str
     slot: str
@@ -61,6 +62,7 @@ class DomainAdopted:
     control: ProcessInstance | None
     server: ProcessInstance | None
     server_state: ServerState
+    bereft: frozenset[ProcessInstance] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

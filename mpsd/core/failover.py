@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from mpsd.core import attribution as at
-from mpsd.core import turns
+from mpsd.core import taxonomy, turns
 from mpsd.core.draft import Draft
 from mpsd.core.effects import ArmTimer, Fenced, Move, OfferStandby, RecordFailover, StandDown
 from mpsd.core.fates import latest_of, revise, rewrite
@@ -37,6 +37,12 @@ PUT_OUT, PUT_OUT_S = "failover-put-out", 2.0
 def willing(state: State, slot: Slot) -> list[Member]:
     """The programs that would move away from the slot's active domain."""
     return [m for m in state.members.values() if m.connected and m.home is not None and m.home == slot.active]
+
+
+def linger(draft: Draft, slot: str) -> None:
+    """Where nobody would move, a standby that is not kept in any case ends in a while."""
+    if not draft.state.policy.spare and not willing(draft.state, draft.state.slots[slot]):
+        draft.emit(ArmTimer("standby-linger", slot, draft.state.policy.standby_linger_s))
 
 
 def target_of(state: State, member: Member) -> Domain | None:
@@ -134,7 +140,8 @@ def why_not(draft: Draft, member: Member, target: Domain | None) -> str:
 def may_go_again(domain: Domain, faults: Iterable[FaultRecord], sure: Iterable[ProcessInstance]) -> Again:
     """How what was in flight there may be done again: with the move, where nobody's work was at fault or it
     is known whose. What a suspect had in flight may fault again, so then it is one after the other."""
-    nobodys = domain.state is not DomainState.FAULTED and not list(faults)
+    at_work = [f for f in faults if f.fault_class not in taxonomy.DEATHS]
+    nobodys = domain.state is not DomainState.FAULTED and not at_work
     return Again.AGAIN if nobodys or list(sure) else Again.IN_TURN
 
 

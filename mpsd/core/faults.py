@@ -123,6 +123,9 @@ def on_inspected(draft: Draft, event: ev.Inspected) -> None:
 def domain_sign(draft: Draft, domain: Domain, sign: Evidence) -> None:
     """A sign that belongs to this domain for sure, but names no client that could be believed."""
     existing = at.open_for(draft.state, domain.id, draft.now)
+    if sign.source is Source.SERVER_STATE and domain.server is not None:
+        # That of a server which came after the one whose death was recorded.
+        existing = [r for r in existing if r.fault_class not in taxonomy.DEATHS]
     if existing:
         old = new = at.likeliest(existing, sign)
         if domain.state in _IN_SERVICE and old.fault_class != "server-death":

@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from mpsd.core import attribution as at
-from mpsd.core import domains, hitrecords, proof, taxonomy
 from mpsd.core import events as ev
+from mpsd.core import hitrecords, proof, taxonomy, victims
 from mpsd.core.clients import begin_eviction
 from mpsd.core.draft import Draft
 from mpsd.core.effects import ArmTimer, Describe, Freeze, LookAtFrozen
@@ -154,7 +154,7 @@ def _act(draft: Draft, client: Client, stray: Stray) -> tuple[HitOutcome, str]:
         draft.count("guard_hits_unproven")
         return HitOutcome.WITHHELD, "it is another user's in this user's domain: only who asks may end it"
     # In a lost domain there is nothing to inspect, and who is stopped there would stay for ever.
-    lost = any(domains.work_is_lost(draft.state.domains[c.id.domain]) for c in living)
+    lost = any(victims.work_is_lost(draft.state.domains[c.id.domain]) for c in living)
     if policy is ZonePolicy.EVICT or lost:
         eviction = Eviction(POLICY, stray.reason, draft.now)
         begin_eviction(draft, believed, eviction, event.liveness, idle=event.idle)
@@ -222,7 +222,7 @@ def on_freeze_restored(draft: Draft, event: ev.FreezeRestored) -> None:
     if frozen:
         _watch_for_thaw(draft, event.process)
         for name in sorted({c.id.domain for c in frozen}):
-            domains.kill_frozen(draft, name)
+            victims.kill_frozen(draft, name)
 
 
 def on_freeze_refused(draft: Draft, event: ev.FreezeRefused) -> None:

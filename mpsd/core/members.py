@@ -7,7 +7,7 @@ from dataclasses import replace
 from mpsd.core import domains, failover, fates, leases, turns
 from mpsd.core import events as ev
 from mpsd.core.draft import Draft
-from mpsd.core.effects import ArmTimer, AskServer, HaveTurn, StandDown, Welcome
+from mpsd.core.effects import AskServer, HaveTurn, StandDown, Welcome
 from mpsd.core.lifecycle import DomainTrigger
 from mpsd.core.standby import OFFERED, OPAQUE_KEPT, Member, Outcome, Standing, Turn
 from mpsd.core.state import SERVING, DomainState
@@ -87,8 +87,9 @@ def _waited_for_no_longer(draft: Draft, member: Member) -> None:
         turns.go_on(draft, f"d{member.generation}")
 
 
-def ended(draft: Draft, process: ProcessInstance) -> None:
-    """The process has ended, or is no client any more."""
+def ended(draft: Draft, process: ProcessInstance, *, execed: bool = False) -> None:
+    """The process has ended, or is no client any more. `execed`: it goes on with another program, which may
+    have come already."""
     member = draft.state.members.get(process)
     if member is None:
         return
@@ -99,14 +100,16 @@ def ended(draft: Draft, process: ProcessInstance) -> None:
     ):
         fates.revise(draft, record, process, outcome=Outcome.ENDED)
     draft.drop_member(process)
+    if execed and member.connected:
+        draft.put_member(Member(process, member.uid, member.mode, opaque=member.opaque, fences=member.fences))
     _waited_for_no_longer(draft, member)
     _nobody_left(draft, member)
 
 
 def _nobody_left(draft: Draft, member: Member) -> None:
     home = draft.state.domains.get(member.home or "")
-    if home is not None and not failover.willing(draft.state, draft.state.slots[home.slot]):
-        draft.emit(ArmTimer("standby-linger", home.slot, draft.state.policy.standby_linger_s))
+    if home is not None:
+        failover.linger(draft, home.slot)
 
 
 def on_linger(draft: Draft, name: str) -> None:
@@ -180,7 +183,10 @@ def on_moved(draft: Draft, event: ev.MemberMoved) -> None:
     name = f"d{event.generation}"
     there = {c.id.domain for c in draft.state.spaces_of(event.process) if c.living}
     told = member is not None and member.standing is Standing.MOVING and member.generation == event.generation
-    if member is not None and told and name not in draft.state.domains:
+    there_is_none = name not in draft.state.domains or (
+        draft.state.domains[name].is_dead and name not in there
+    )
+    if member is not None and told and there_is_none:
         _moved_too_late(draft, member)
         return
     if member is None or name not in draft.state.domains or not (told or name in there):
@@ -266,10 +272,14 @@ def on_stayed(draft: Draft, event: ev.MemberStayed) -> None:
     if record is not None:
         fates.revise(draft, record, event.process, outcome=Outcome.STAYED, why=event.reason)
     draft.publish("failover-stayed", member.uid, pid=event.process.pid, reason=event.reason)
-    if member.home in draft.state.domains and not draft.state.has_lost(member):
+    lost = draft.state.has_lost(member)
+    if member.home in draft.state.domains and (not lost or (record is not None and record.planned)):
         # A planned move: it lives on where it is, and may be ready for the next one.
         draft.emit(StandDown(event.process, event.generation, "it stayed"))
         draft.put_member(replace(member, standing=Standing.WAITING, generation=0, reason=event.reason))
+        if lost:
+            # By a fault meanwhile: what it has done since is to be done again elsewhere.
+            failover.refresh(draft, event.process)
     else:
         failover.leave_behind(draft, member, f"it stayed: {event.reason}")
         _waited_for_no_longer(draft, member)
@@ -280,8 +290,8 @@ def on_wait(draft: Draft, subject: str) -> None:
     """Who was told has had its time: whoever says nothing is recorded as silent, and may still speak."""
     record = next((r for r in draft.state.failovers if str(r.id) == subject), None)
     for fate in record.fates if record is not None else ():
-        current = next(r for r in draft.state.failovers if str(r.id) == subject)
-        if fate.outcome is Outcome.TOLD:
+        current = next((r for r in draft.state.failovers if str(r.id) == subject), None)
+        if current is not None and fate.outcome is Outcome.TOLD:
             limit = draft.state.policy.move_wait_s
             why = f"no word within {limit:g} s"
             fates.revise(draft, current, fate.process, outcome=Outcome.SILENT, why=why)

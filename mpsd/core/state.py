@@ -100,8 +100,8 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Domain:
-    """`refused`: processes that saw error 807 here; `turned_away`: the latest of their pids. `server_died`:
-    when that was seen; another one may have come for those who still joined."""
+    """`refused`: processes that saw error 807 here; `turned_away`: the latest of their pids. `bereft`: whose
+    contexts died with a server; another one may have come since, for those who still joined."""
 
     id: str
     slot: str
@@ -117,7 +117,7 @@ class Domain:
     turned_away: tuple[int, ...] = ()
     problem: str = ""
     former_server: ProcessInstance | None = None
-    server_died: float | None = None
+    bereft: frozenset[ProcessInstance] = frozenset()
 
     @property
     def generation(self) -> int:
@@ -276,12 +276,7 @@ class State:
         """Whether the contexts of this program are dead where its work runs: with the domain, or with a
         server before the present one."""
         home = self.domains.get(member.home or "")
-        if home is None or home.is_dead or home.server_died is None:
-            return home is not None and home.is_dead
-        before = [c for c in self.clients_of(home.id) if c.noticed <= home.server_died]
-        # All that were found by a daemon that was started after that death have been noticed before it.
-        younger = home.server is not None and member.process.start_ticks > home.server.start_ticks
-        return not younger and any(c.id.process == member.process for c in before)
+        return home is not None and (home.is_dead or member.process in home.bereft)
 
     def spaces_of(self, process: ProcessInstance) -> Iterator[Client]:
         return (c for c in self.clients.values() if c.id.process == process)

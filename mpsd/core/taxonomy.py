@@ -43,6 +43,10 @@ _FIX = f"have the owner of the named client run it under compute-sanitizer; {_AG
 _DEVICE = "drain the GPU (mpsd-ctl drain), then follow the vendor's advice for this Xid"
 
 
+DEATHS = frozenset({"server-death", "control-death"})
+"""Of processes of MPS: nothing that a kernel did."""
+
+
 def _row(
     name: str, title: str, recognised: str, scope: Scope, isolated: str, action: str, *xids: int
 ) -> FaultClass:

@@ -193,6 +193,8 @@ def go_on(draft: Draft, home: str | None) -> None:
     if domain is None or domain.is_dead or holders(draft.state, domain.id):
         return
     waiting = [m for m in draft.state.members.values() if m.home == home and m.turn is Turn.WAITS]
+    # Whose contexts died with a server before this one has nothing here to do its work in.
+    waiting = [m for m in waiting if not draft.state.has_lost(m)]
     movers = _movers(draft.state, domain.id)
     last = max((_age(m.process) for m in (*waiting, *movers) if m.among), default=None)
     may = [m for m in waiting if _age(m.process) != last or not _others_come(draft.state, m, movers)]

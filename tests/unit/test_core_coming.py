@@ -8,13 +8,14 @@ import pytest
 
 from mpsd.core import effects as fx
 from mpsd.core import events as ev
+from mpsd.core.draft import FAILOVERS_KEPT
 from mpsd.core.records import Source
-from mpsd.core.standby import Standing, Turn
+from mpsd.core.standby import Outcome, Standing, Turn
 from mpsd.core.state import DomainState
 from mpsd.core.turns import GUESS_S
 from mpsd.model import ClientId, FailoverMode
-from tests.support.core import process
-from tests.unit.test_core_failover import AT_ONCE, IN_TURN, Site, again, turns_of
+from tests.support.core import facts, process, server_of
+from tests.unit.test_core_failover import AT_ONCE, IN_TURN, KEEP, ON, Site, again, site, turns_of
 from tests.unit.test_core_guess import named
 from tests.unit.test_core_turns import all_told, another, comes, lose, lost
 
@@ -132,3 +133,80 @@ def test_who_waited_there_when_it_ended_has_not_made_the_fault(first: bool) -> N
     lose(world, "d2")
     assert again(world) == {10: IN_TURN, 11: IN_TURN}
     assert Source.UVM in {e.source for r in world.records().values() for e in r.evidence}
+
+
+def test_it_comes_to_a_domain_that_is_lost_and_not_gone() -> None:
+    """A stranger stays there; its own context it has lost: it is for the next standby."""
+    world = all_told(10)
+    lost(world)
+    world.attach(14, "d2")
+    lose(world, "d2")
+    world.started("d3")
+    for record in world.state.failovers:
+        world.timer("failover-wait", str(record.id))
+    world.do(ev.MemberMoved(process(10), 2, 1, 2, 3))
+    assert world.standing(10) is Standing.OFFERED
+    world.is_ready(10, 3)
+    assert world.told() == [10]
+
+
+def test_a_planned_move_that_a_fault_overtakes_is_made_as_one_from_that() -> None:
+    world = site(10)
+    world.attach(13, "d1")
+    world.do(ev.DrainRequested((), True))
+    world.fault(13)
+    world.do(ev.MemberStayed(process(10), 2, "its work did not end in time"))
+    assert world.standing(10) is Standing.OFFERED
+    world.is_ready(10, 2)
+    assert world.told() == [10]
+
+
+def test_an_exec_that_is_seen_late_leaves_the_new_programs_word() -> None:
+    world = site(10)
+    world.hello(10)
+    world.do(ev.ClientLeft(process(10), "exec"))
+    world.effects.clear()
+    world.do(ev.ClientNoticed("d1", facts(10)))
+    world.do(ev.ClientAttached("d1", process(10), 1, tracked=True, space=1, apart=True))
+    assert [e.process.pid for e in world.ever(fx.OfferStandby)] == [10]
+    # Where it was the old one's connection, its end ends that.
+    world.do(ev.ClientLeft(process(10), "exit"))
+    world.do(ev.MemberLeft(process(10)))
+    assert process(10) not in world.state.members
+
+
+def test_words_are_waited_for_beside_many_other_records() -> None:
+    """More than are kept, so that the one which is revised goes."""
+    world = Site(ON)
+    world.do(ev.CopiesSeen(""))
+    first = 0
+    for number in range(FAILOVERS_KEPT + 1):
+        uid, slot = 1000 + number, f"gpu0.uid{1000 + number}"
+        world.want(slot, uid=uid)
+        active = world.state.slots[slot].active
+        assert active is not None
+        world.started(active)
+        spare = world.state.slots[slot].spare
+        assert spare is not None
+        world.started(spare)
+        pids = (500, 501) if number == 0 else (600 + number,)
+        for pid in pids:
+            for domain in (active, spare):
+                world.do(ev.ClientNoticed(domain, facts(pid, uid=uid)))
+                world.do(ev.ClientAttached(domain, process(pid), 1, tracked=True, apart=True))
+            world.do(ev.MemberCame(process(pid), uid, KEEP, 0))
+        generation = int(spare.removeprefix("d"))
+        world.do(ev.MemberReady(process(pids[0]), generation, 1, 1))
+        world.do(ev.ServerDied(active, server_of(active)))
+        if number == 0:
+            first = world.state.failovers[0].id
+        else:
+            world.do(ev.MemberMoved(process(pids[0]), generation, 1, 2, 3, 0, 0))
+    assert [f.outcome for r in world.state.failovers if r.id == first for f in r.fates] == [
+        Outcome.TOLD,
+        Outcome.NOT_TOLD,
+    ]
+    world.wait(10.0)
+    world.timer("failover-wait", str(first))
+    assert not [r for r in world.state.failovers if r.id == first]
+    assert world.ever(fx.RecordFailover)[-1].record.fates[0].outcome is Outcome.SILENT

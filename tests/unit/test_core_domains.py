@@ -507,7 +507,7 @@ def test_adoption_of_a_whole_node() -> None:
     world.adopt("d9", SPARE, DomainState.WARM)
     world.join(10, domain="d7")
     world.do(ev.AdoptionDone())
-    assert not world.last
+    assert world.last == (fx.ArmTimer("laggards", "d7", world.state.policy.laggard_report_s),)
     assert world.path() == "d8"
     assert (world.state.slots[SLOT].active, world.state.slots[SLOT].spare) == ("d8", "d9")
     assert world.state.next_domain == 10

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from mpsd import procs
+from mpsd import mpslog, procs
 from mpsd.calm import Calm
 from mpsd.core import events as ev
 from mpsd.host import Callbacks, Host, Hosts
@@ -46,6 +46,15 @@ def control() -> Iterator[Control]:
         yield made
 
 
+def hosts_of(control: Control, posted: list[ev.Event]) -> Hosts:
+    """Of one domain."""
+    anything: Any = None
+    callbacks = Callbacks(posted.append, *([lambda *_: None] * 4))
+    hosts = Hosts("none", {}, anything, anything, callbacks, Calm(), start_deadline_s=1.0)
+    hosts._hosts["d1"] = Host("d1", None, cast("Any", control))
+    return hosts
+
+
 @pytest.mark.parametrize("asked_first", [True, False])
 def test_the_end_of_a_server_is_told_once_and_before_the_next_one(
     control: Control, asked_first: bool
@@ -56,10 +65,7 @@ def test_the_end_of_a_server_is_told_once_and_before_the_next_one(
     first, second = control.server_instances()
 
     async def run() -> None:
-        anything: Any = None
-        callbacks = Callbacks(posted.append, *([lambda *_: None] * 4))
-        hosts = Hosts("none", {}, anything, anything, callbacks, Calm(), start_deadline_s=1.0)
-        hosts._hosts["d1"] = Host("d1", None, cast("Any", control))
+        hosts = hosts_of(control, posted)
         control.servers = [died]
         await hosts._ask("d1")
         assert posted == [ev.ServerSeen("d1", first), ev.ServerStateSeen("d1", ServerState.ACTIVE)]
@@ -83,3 +89,17 @@ def test_the_end_of_a_server_is_told_once_and_before_the_next_one(
         ev.ServerSeen("d1", second),
         ev.ServerStateSeen("d1", ServerState.ACTIVE),
     ]
+
+
+def test_a_server_that_writes_what_it_likes_makes_no_counter_for_each(control: Control) -> None:
+    posted: list[ev.Event] = []
+
+    async def run() -> None:
+        hosts = hosts_of(control, posted)
+        for status in range(10_000):
+            event = mpslog.ClientRefused(1, status)
+            hosts._understand(hosts._hosts["d1"], mpslog.LogLine("", "", None, "", event))
+
+    asyncio.run(run())
+    counted = {name for e in posted if isinstance(e, ev.Counted) for name in e.counters}
+    assert {"clients_refused_802", "clients_refused_other"} <= counted and len(counted) <= 1001

@@ -1,0 +1,58 @@
+"""What was lost while no daemon ran is lost to the next one too: programs go on elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from tests.integration.test_daemon_failover import SETTINGS, active, all_ready, ready, said
+from tests.support.site import Program, Site, until
+
+
+@pytest.fixture
+def site() -> Iterator[Site]:
+    with Site(**SETTINGS) as started:
+        yield started.start()
+
+
+def ends(*pids: int) -> None:
+    for pid in pids:
+        process = psutil.Process(pid)
+        process.kill()
+        until(
+            lambda process=process: not process.is_running() or process.status() == "zombie", "it has ended"
+        )
+
+
+def goes_on(site: Site, program: Program) -> None:
+    """It is told to move to the standby that it had, and does."""
+    assert said(program, "fo.hello()")[0] == "WELCOME"
+    said(program, "fo.prepare()")
+    program.order("fo.move()")
+    assert program.hear()["result"][0] == "MOVE"
+    assert program.do("dev.alloc(16) > 0") == {"result": True}
+
+
+def test_another_server_came_for_a_program_that_joined_meanwhile(site: Site) -> None:
+    program = ready(site)
+    home = active(all_ready(site, program))
+    environ = site.client_environ()
+    site.kill()
+    ends(home["server_pid"])
+    new = site.program(environ=environ)
+    assert new.do("dev.alloc(16) > 0") == {"result": True}
+    site.start()
+    goes_on(site, program)
+    assert new.do("dev.alloc(16) > 0") == {"result": True}
+
+
+def test_all_of_the_domain_had_gone(site: Site) -> None:
+    program = ready(site)
+    home = active(all_ready(site, program))
+    site.kill()
+    ends(home["control_pid"], home["server_pid"])
+    site.start()
+    goes_on(site, program)
+    site.until(lambda s: home["id"] not in [d["id"] for d in s["domains"]], "nothing is left of it")
