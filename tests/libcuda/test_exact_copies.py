@@ -179,3 +179,25 @@ def test_pageable_memory_is_read_behind_a_function_of_the_host(post: Post, ask: 
     )
     assert ask(f"after.start(), {copy}, gpu.sync(), gpu.word(n)") == "(None, 0, 0, 9)"
     assert ask.end() == ""
+
+
+@pytest.mark.parametrize(
+    "ask", [{"MPSD_FAILOVER": mode} for mode in ("off", "keep", "exact")], indirect=True, ids=str
+)
+@pytest.mark.parametrize(
+    "call",
+    [
+        "'cuMemcpyHtoD_v2', n, ctypes.c_void_p(m), 64",
+        "'cuMemcpyHtoDAsync_v2', n, ctypes.c_void_p(m), 64, 0",
+        "'cuMemcpyDtoHAsync_v2', ctypes.c_void_p(n), m, 64, 0",
+        "'cuMemcpyDtoH_v2', ctypes.c_void_p(n), m, 64",
+    ],
+)
+def test_an_address_of_the_gpus_that_is_named_the_hosts(post: Post, ask: Program, call: str) -> None:
+    """As the driver takes it: they are of one space."""
+    mode = {"keep": moving.KEEP, "exact": moving.EXACT}.get(ask("os.environ['MPSD_FAILOVER']").strip("'"))
+    if mode is not None:
+        post.greet(mode)
+    ask("m = gpu.memory(4 << 20); n = gpu.memory(4 << 20); gpu.run('add', m, 8, 5); gpu.sync()")
+    assert ask(f"gpu.code({call}), gpu.sync(), gpu.word(n)") == "(0, 0, 5)"
+    assert ask.end() == ""

@@ -120,12 +120,15 @@ def test_a_capture_that_cannot_go_on_fails_and_says_so(
     break_domain(domain)
     move(line)
     assert line.hear(moving.OPAQUE).text == "a capture that does not go on"
-    ask("g = ctypes.c_uint64()")
+    ask("g = ctypes.c_uint64(); status = ctypes.c_int()")
+    capturing = "gpu.code('cuStreamIsCapturing', s, ctypes.byref(status)), status.value"
+    assert ask(capturing) == "(0, 2)"
     ended = "gpu.code('cuStreamEndCapture', s, ctypes.byref(g))"
     assert ask("gpu.run('add', n, 8, 1, stream=p), gpu.run('add', m, 8, 10, stream=s)") == "(0, 901)"
     # So does what would not be noted.
     assert ask(f"gpu.run_with({UPDATABLE}, m, 8, 10, stream=s)") == "901"
     assert ask(f"{ended}, gpu.sync() in (0, 719), gpu.word(n)") == "(901, True, 1)"
+    assert ask(capturing) == "(0, 0)"
     # What is freed is freed at once, for nothing is captured any more.
     assert ask("gpu.code('cuMemFree_v2', n), gpu.memory(4 << 20) == n") == "(0, True)"
     capture(ask)

@@ -10,7 +10,7 @@ import pytest
 from tests.libcuda.test_exact import gate, move
 from tests.libcuda.test_failover import Program, ask, break_domain, copies, post, stand_by, started
 from tests.support import moving
-from tests.support.gate import ANY, CURRENT, HOST, INIT, KERNEL, PARAMETERS, SYNC, Gate, gate_of
+from tests.support.gate import ANY, CURRENT, HOST, INIT, KERNEL, NODE, PARAMETERS, SYNC, WRITE, Gate, gate_of
 from tests.support.libcudas import Libraries
 from tests.support.moving import Line, Post
 from tests.support.simfixtures import backend, domain, second, third
@@ -271,4 +271,66 @@ def test_a_library_is_not_unloaded_while_it_is_asked_for_a_function(
     gate.keep(0)
     assert ask("later.result(), other.result(), gpu.sync(), gpu.word(m)") == "(0, 0, 0, 1)"
     stand_by(line, second, copies)
+    assert ask.end() == ""
+
+
+@EXACT
+@pytest.mark.parametrize("is_back", [False, True], ids=["still there", "back by then"])
+def test_a_call_that_the_driver_refuses_spoils_nothing(
+    domain: Domain, second: Domain, gate: Gate, next_gate: Gate, post: Post, ask: Program, copies: Path,
+    is_back: bool,
+) -> None:  # fmt: skip
+    """It is in the copy that is left, and hears what the next one says of it; all else is done again."""
+    line = post.greet(moving.EXACT)
+    ask("m = gpu.memory(8 << 20); later = Later(gpu); few = (ctypes.c_uint32 * 4)()")
+    assert ask("gpu.run('add', m, 8, 5), gpu.sync()") == "(0, 0)"
+    refused = "gpu.code('cuMemcpyHtoD_v2', 4096, few, 16)"
+    assert ask(f"{refused}, gpu.sync()") == "(1, 0)"
+    stand_by(line, second, copies)
+    gate.let(0)
+    assert ask("gpu.run('add', m, 8, 1)") == "0"
+    gate.keep(WRITE)
+    ask(f"later.start({refused!r})")
+    until(lambda: gate.kept() == WRITE)
+    break_domain(domain)
+    if is_back:
+        # The mover waits in what it does first, which it does with the memory that it puts back.
+        next_gate.keep(CURRENT)
+    line.say(moving.MOVE, 1, again=1)
+    if is_back:
+        until(lambda: next_gate.kept() == CURRENT)
+        gate.keep(0)
+        next_gate.keep(0)
+    said = line.hear(moving.MOVED, moving.OWN_ERROR)
+    while said.kind == moving.OWN_ERROR:
+        said = line.hear(moving.MOVED, moving.OWN_ERROR)
+    gate.keep(0)
+    assert said.text == ""
+    assert ask("later.result(), gpu.sync(), gpu.word(m)") == "(1, 0, 6)"
+    assert ask.end() == ""
+
+
+@EXACT
+def test_a_node_that_comes_after_what_its_handle_was(
+    domain: Domain, second: Domain, gate: Gate, post: Post, ask: Program, copies: Path
+) -> None:
+    """The call is repeated, and finds what it was given as it was."""
+    line = post.greet(moving.EXACT)
+    ask("m = gpu.memory(4 << 20); gpu.sync(); g = nodes.graph(); later = Later(gpu)")
+    ask("k = nodes.kernel('add', m, 8, 1); node = ctypes.c_uint64(nodes.add(g, 'add', m, 8, 10))")
+    stand_by(line, second, copies)
+    before = ask("mappings('mpsd-standin-vmm')")
+    gate.keep(NODE)
+    at = "ctypes.byref(node)"
+    call = f"gpu.code('cuGraphAddKernelNode_v2', {at}, g, {at}, 1, ctypes.byref(k))"
+    ask(f"later.start({call!r})")
+    until(lambda: gate.kept() == NODE)
+    break_domain(domain)
+    line.say(moving.MOVE, 1, again=1)
+    until(lambda: ask("mappings('mpsd-standin-vmm')") != before)
+    gate.keep(0)
+    assert line.hear(moving.MOVED).kind == moving.MOVED
+    assert ask("later.result()") == "0"
+    ask("x = gpu.made('cuGraphInstantiateWithFlags', g, 0)")
+    assert ask("gpu.code('cuGraphLaunch', x, 0), gpu.sync(), gpu.word(m)") == "(0, 0, 11)"
     assert ask.end() == ""

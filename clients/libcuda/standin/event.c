@@ -14,6 +14,7 @@ struct CUevent_st {
 	struct moment moment;
 	bool destroyed;
 	bool recorded;
+	bool captured;				/* its last record */
 	struct timespec when;
 };
 
@@ -116,6 +117,7 @@ API CUresult cuEventRecordWithFlags(CUevent hEvent, CUstream hStream, unsigned i
 	if (result != CUDA_SUCCESS)
 		return leave(result);
 	/* In a capture an event only joins streams, and there is one stream per capture here. */
+	hEvent->captured = stream->capture != NULL;
 	if (stream->capture)
 		return leave(CUDA_SUCCESS);
 	result = submit(stream, &operation);
@@ -141,6 +143,8 @@ API CUresult cuEventQuery(CUevent hEvent)
 	look_sometimes(context);
 	if (context->broken)
 		return leave(context->broken);
+	if (hEvent->captured)
+		return leave(CUDA_ERROR_CAPTURED_EVENT);
 	return leave(reached(hEvent->moment) ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY);
 }
 
@@ -149,7 +153,9 @@ API CUresult cuEventSynchronize(CUevent hEvent)
 	CUcontext context;
 	CUresult result = enter_event(hEvent, &context);
 
-	return result == CUDA_SUCCESS ? leave(wait_for(context, hEvent->moment)) : result;
+	if (result != CUDA_SUCCESS)
+		return result;
+	return leave(hEvent->captured ? CUDA_ERROR_CAPTURED_EVENT : wait_for(context, hEvent->moment));
 }
 
 API CUresult cuEventElapsedTime_v2(float *pMilliseconds, CUevent hStart, CUevent hEnd)

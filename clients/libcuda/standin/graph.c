@@ -114,6 +114,8 @@ CUresult capture(struct CUgraph_st *graph, const struct operation *operation)
 	return CUDA_SUCCESS;
 }
 
+static cuuint64_t captures;
+
 void drop_capture(CUstream stream)
 {
 	free_graph(stream->capture);
@@ -166,6 +168,8 @@ API CUresult cuStreamBeginCapture_v2(CUstream hStream, CUstreamCaptureMode mode)
 	if (stream->capture)
 		return leave(CUDA_ERROR_ILLEGAL_STATE);
 	stream->capture = new_graph();
+	if (stream->capture)
+		stream->capture->id = ++captures;
 	stream->capture_mode = mode;
 	stream->capturer = pthread_self();
 	stream->spoiled = false;
@@ -235,7 +239,7 @@ API CUresult cuStreamGetCaptureInfo_v3(CUstream hStream, CUstreamCaptureStatus *
 		return leave(CUDA_ERROR_STREAM_CAPTURE_IMPLICIT);
 	*captureStatus_out = stream->capture ? CU_STREAM_CAPTURE_STATUS_ACTIVE : CU_STREAM_CAPTURE_STATUS_NONE;
 	if (id_out)
-		*id_out = 1;
+		*id_out = stream->capture ? stream->capture->id : 0;
 	if (graph_out)
 		*graph_out = stream->capture;
 	count = stream->capture ? stream->capture->count : 0;

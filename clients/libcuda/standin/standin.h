@@ -223,6 +223,7 @@ struct CUgraph_st {
 	CUgraphNode *nodes;
 	size_t count;
 	CUstream captured_by;
+	cuuint64_t id;			/* of that capture, from 1 */
 };
 
 CUgraph new_graph(void);		/* NULL: no memory */

@@ -84,8 +84,9 @@ static CUresult submit_copy(enum mpsd_op_copy way, CUdeviceptr to, CUdeviceptr f
 	if (!to || !from || !size)
 		return mpsd_submit_new(&op, false);
 	/* What the call says of a side need not be so. */
-	if ((way == MPSD_COPY_WITHIN && (is_hosts(from) || is_hosts(to))) || (way == MPSD_COPY_IN && is_hosts(to)) ||
-	    (way == MPSD_COPY_OUT && is_hosts(from)))
+	if ((way == MPSD_COPY_WITHIN && (is_hosts(from) || is_hosts(to))) ||
+	    (way == MPSD_COPY_IN && (is_hosts(to) || mpsd_is_device(from))) ||
+	    (way == MPSD_COPY_OUT && (is_hosts(from) || mpsd_is_device(to))))
 		op.copy.way = way = MPSD_COPY_ANY;
 	is_in = way == MPSD_COPY_IN || (way == MPSD_COPY_ANY && !mpsd_is_device(from));
 	op.copy.is_from_host = is_in;
@@ -134,6 +135,12 @@ CUresult work_cuMemcpyHtoD_v2(CUdeviceptr dstDevice, const void *srcHost, size_t
 CUresult work_cuMemcpyDtoD_v2(CUdeviceptr dstDevice, CUdeviceptr srcDevice, size_t ByteCount)
 {
 	return submit_copy(MPSD_COPY_WITHIN, dstDevice, srcDevice, ByteCount, CU_STREAM_LEGACY, true);
+}
+
+/* The host's memory by its call, and the GPU's by its address. */
+CUresult mpsd_copy_within(CUdeviceptr to, CUdeviceptr from, size_t size)
+{
+	return submit_copy(MPSD_COPY_ANY, to, from, size, CU_STREAM_LEGACY, true);
 }
 
 /* Memsets */

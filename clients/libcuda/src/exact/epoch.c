@@ -48,7 +48,7 @@ void mpsd_epoch_strike(struct mpsd_op *op)
 static void forget(struct mpsd_op *op)
 {
 	if (atomic_load(&op->state) == MPSD_OP_RESTS ||
-	    atomic_exchange(&op->state, MPSD_OP_IS_FORGOTTEN) == MPSD_OP_RESTS)
+	    atomic_fetch_or(&op->state, MPSD_OP_IS_FORGOTTEN) == MPSD_OP_RESTS)
 		mpsd_op_free(op);
 }
 
@@ -211,7 +211,8 @@ static void take_borrowed(void)
 {
 	bool has = false;
 
-	if (!mpsd_epoch.has_borrowed)
+	/* Of one that is not done again nobody needs it, and who was not made to wait for it may have given it back. */
+	if (!mpsd_epoch.has_borrowed || mpsd_epoch.unsure)
 		return;
 	for (struct mpsd_op *op = mpsd_epoch.first; op; op = op->next) {
 		if (op->kind != MPSD_OP_COPY || !op->copy.is_borrowed)

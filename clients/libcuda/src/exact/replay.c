@@ -4,6 +4,7 @@
 
 #include "exact/pace.h"
 #include "exact/still.h"
+#include "exact/submit.h"
 #include "exact/undo.h"
 #include "failover/graph.h"
 #include "failover/line.h"
@@ -36,13 +37,17 @@ static CUresult mark_before(const struct mpsd_op *op)
 }
 
 /* The driver may keep this thread until functions of the host have run, which want the lock. */
-static CUresult issue_again(const struct mpsd_op *op)
+static CUresult issue_again(struct mpsd_op *op)
 {
 	CUresult result;
 
+	op->is_again = true;
 	pthread_mutex_unlock(&mpsd_exact_lock);
 	result = mpsd_op_again(op);
 	pthread_mutex_lock(&mpsd_exact_lock);
+	/* While its thread is in the driver nobody knows whether that took it. */
+	if (result != CUDA_SUCCESS && !mpsd_is_loss(result) && mpsd_op_skip(op))
+		result = CUDA_SUCCESS;
 	return result;
 }
 
@@ -54,7 +59,7 @@ static CUresult do_again(struct mpsd_replayed *replayed)
 	for (struct mpsd_op *op = mpsd_epoch.first; op && result == CUDA_SUCCESS; op = op->next) {
 		unsigned int lane = (unsigned int)(op->lane - mpsd_lanes);
 
-		if (!has_been_seen(op, proven_before[lane])) {
+		if (!op->is_skipped && !has_been_seen(op, proven_before[lane])) {
 			result = mark_before(op);
 			if (result == CUDA_SUCCESS)
 				result = issue_again(op);

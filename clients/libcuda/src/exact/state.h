@@ -47,6 +47,8 @@ struct mpsd_op {
 	bool is_brief;			/* it lasts no longer than its epoch, as a launch that is not captured */
 	bool is_marked;			/* when what is before it in its lane is proven, all is that it came after */
 	atomic_uchar state;		/* enum mpsd_op_state (submit.h) */
+	bool is_again;			/* a move has begun to do it again */
+	bool is_skipped;		/* refused, and not the epoch's any more */
 	CUstream stream;		/* what the program calls it */
 	struct mpsd_lane *lane;
 	uint64_t number;		/* in its lane */
@@ -84,6 +86,7 @@ struct mpsd_op {
 		} set;
 		struct {
 			CUevent event;
+			bool is_elsewhere;	/* of a capture: recorded since, beside it, or no more */
 			unsigned int flags;
 			bool is_flagged;
 		} event;
@@ -141,6 +144,9 @@ bool mpsd_copy_keep(struct mpsd_op *op);
 
 /* calls.c: whether the address is the GPU's, as far as the program's memory lies in a window. */
 bool mpsd_is_device(CUdeviceptr address);
+
+/* calls.c: of what is named the host's and is the GPU's, waited for. */
+CUresult mpsd_copy_within(CUdeviceptr to, CUdeviceptr from, size_t size);
 
 /* calls.c: a copy of it (and of its rows), put into the order and given to the driver; `proves`: it has ended when this returns. */
 CUresult mpsd_submit_new(const struct mpsd_op *given, bool proves);

@@ -146,7 +146,10 @@ static void note(struct mpsd_op *op, uint64_t moves)
 		mpsd_epoch.is_waiting = true;
 }
 
-/* An operation that the driver has refused leaves nothing. False: the copy was left, and what is noted is done again. */
+/*
+ * An operation that the driver has refused leaves nothing. False: the copy was left, and what is noted is done again; but
+ * not this, unless that has begun: it is given to the next copy once more, for the program to hear what that says.
+ */
 static bool strike(struct mpsd_op *op)
 {
 	bool left;
@@ -155,6 +158,8 @@ static bool strike(struct mpsd_op *op)
 	left = mpsd_is_left();
 	if (!left && atomic_load(&op->state) == MPSD_OP_IS_GIVEN)
 		mpsd_epoch_strike(op);
+	else if (left && !op->is_again)
+		mpsd_op_skip(op);
 	pthread_mutex_unlock(&mpsd_exact_lock);
 	return !left;
 }
@@ -164,8 +169,12 @@ CUresult mpsd_finish(struct mpsd_op *op, CUresult result)
 	bool lost = mpsd_is_loss(result);
 	bool left = result == CUDA_SUCCESS || lost ? mpsd_is_left() : !strike(op);
 
-	if (atomic_exchange(&op->state, MPSD_OP_RESTS) == MPSD_OP_IS_FORGOTTEN)
+	unsigned char state = atomic_exchange(&op->state, MPSD_OP_RESTS);
+
+	if (state & MPSD_OP_IS_FORGOTTEN)
 		mpsd_op_free(op);
+	if (state & MPSD_OP_IS_SKIPPED)
+		mpsd_noted_in = 0;
 	if (left)
 		return MPSD_AGAIN;
 	if (!lost)

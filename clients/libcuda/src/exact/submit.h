@@ -10,12 +10,22 @@
 #define MPSD_MOST_AHEAD 768u			/* the driver keeps who is a thousand launches ahead */
 #define MPSD_MOST_KEPT_BYTES ((uint64_t)256 << 20)
 
-/* Of an operation that is noted. Who forgets one that is being given leaves it to that thread to free it. */
+/* Of an operation that is noted, bits. Who forgets one that is being given leaves it to that thread to free it. */
 enum mpsd_op_state {
-	MPSD_OP_RESTS,
-	MPSD_OP_IS_GIVEN,	/* to the driver, by a thread */
-	MPSD_OP_IS_FORGOTTEN,	/* meanwhile, by the epoch */
+	MPSD_OP_RESTS = 0,
+	MPSD_OP_IS_GIVEN = 1,		/* to the driver, by a thread */
+	MPSD_OP_IS_FORGOTTEN = 2,	/* meanwhile, by the epoch */
+	MPSD_OP_IS_SKIPPED = 4,		/* meanwhile, by a move: that thread gives it once more */
 };
+
+/* With the lock: no move does it again. False: the thread that gave it has come back already. */
+static inline bool mpsd_op_skip(struct mpsd_op *op)
+{
+	unsigned char given = MPSD_OP_IS_GIVEN;
+
+	op->is_skipped = atomic_compare_exchange_strong(&op->state, &given, MPSD_OP_IS_GIVEN | MPSD_OP_IS_SKIPPED);
+	return op->is_skipped;
+}
 
 /* With the lock */
 static inline bool mpsd_epoch_is_full(void)
@@ -56,6 +66,7 @@ static inline void mpsd_note(struct mpsd_op *op, uint64_t moves)
 {
 	atomic_store_explicit(&op->state, MPSD_OP_IS_GIVEN, memory_order_relaxed);
 	mpsd_noted_in = 1 + moves;
+	op->is_again = op->is_skipped = false;
 	op->number = ++op->lane->given;
 	op->next = NULL;
 	*mpsd_epoch.last = op;

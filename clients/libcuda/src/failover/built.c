@@ -133,15 +133,16 @@ static CUresult note_node(const struct mpsd_addition *addition, struct mpsd_node
 			  bool is_known, uint64_t moves)
 {
 	struct mpsd_graph *graph = mpsd_made_graph(addition->graph);
+	CUgraphNode name = native;
 	CUresult result = CUDA_SUCCESS;
 	bool is = false;
 
 	is_known = is_known && graph && graph->is_built;
-	*addition->node = node.native = native;
+	node.native = native;
 	if (is_known)
-		result = note_name(addition->graph, graph->count, addition->node, moves);
+		result = note_name(addition->graph, graph->count, &name, moves);
 	mpsd_graph_let_go(graph);
-	node.name = *addition->node;
+	node.name = name;
 	mpsd_made_lock();
 	graph = is_known && result == CUDA_SUCCESS ? own_built(addition->graph) : NULL;
 	if (graph)
@@ -149,7 +150,11 @@ static CUresult note_node(const struct mpsd_addition *addition, struct mpsd_node
 	mpsd_made_unlock();
 	if (!graph)
 		mpsd_node_let_go(&node);
-	return is ? result : mpsd_line_made(result, NOT_FOLLOWED);
+	result = is ? result : mpsd_line_made(result, NOT_FOLLOWED);
+	/* Not before: it may be among what it comes after, which is looked at once more where that is to be repeated. */
+	if (result == CUDA_SUCCESS)
+		*addition->node = name;
+	return result;
 }
 
 CUresult mpsd_node_add(const struct mpsd_addition *addition, struct mpsd_node node, CUgraph child)

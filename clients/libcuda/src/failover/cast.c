@@ -67,7 +67,7 @@ CUresult mpsd_cast_issue_known(struct mpsd_cast *gone, const struct mpsd_op *op,
 
 	if (is_gone(op->stream))
 		result = mpsd_cast_stream(gone, op->stream, &stream);
-	if (result == CUDA_SUCCESS && names && is_gone(op->event.event))
+	if (result == CUDA_SUCCESS && names && (op->event.is_elsewhere || is_gone(op->event.event)))
 		result = mpsd_cast_event(gone, op->event.event, &event);
 	if (result == CUDA_SUCCESS)
 		result = mpsd_cast_joined(op, stream);

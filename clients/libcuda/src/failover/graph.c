@@ -11,7 +11,7 @@
 
 struct session {
 	struct session *next;
-	cuuint64_t id;			/* of the capture, in the copy in use */
+	cuuint64_t id, name;		/* of the capture, in the copy in use; and to the program */
 	bool is_void;			/* it could not go on there: what comes into it fails, and so does its end */
 	struct mpsd_graph *graph;
 };
@@ -20,6 +20,7 @@ MPSD_READ_OFTEN atomic_uint mpsd_captures;
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static struct session *sessions;
+static cuuint64_t last_name;
 
 static struct session *session_of(cuuint64_t id)
 {
@@ -36,7 +37,8 @@ static struct session *session_of_event(CUevent event)
 	for (struct session *session = sessions; session; session = session->next)
 		for (unsigned int i = 0; i < session->graph->count; i++)
 			if (session->graph->nodes[i].op->kind == MPSD_OP_RECORD &&
-			    session->graph->nodes[i].op->event.event == event)
+			    session->graph->nodes[i].op->event.event == event &&
+			    !session->graph->nodes[i].op->event.is_elsewhere)
 				return session;
 	return NULL;
 }
@@ -57,6 +59,27 @@ static struct session *void_session_of(CUstream stream)
 	while (session && !(session->is_void && is_in(session, stream)))
 		session = session->next;
 	return session;
+}
+
+/* Under the lock. What a capture has to do with the event from now on has nothing to do with what it had before. */
+static void part_with(CUevent event)
+{
+	for (struct session *session = sessions; session; session = session->next)
+		for (unsigned int i = 0; i < session->graph->count; i++) {
+			struct mpsd_op *op = session->graph->nodes[i].op;
+
+			if ((op->kind == MPSD_OP_RECORD || op->kind == MPSD_OP_WAIT) && op->event.event == event)
+				op->event.is_elsewhere = true;
+		}
+}
+
+void mpsd_captures_without_event(CUevent event)
+{
+	if (!mpsd_capturing())
+		return;
+	pthread_mutex_lock(&lock);
+	part_with(event);
+	pthread_mutex_unlock(&lock);
 }
 
 bool mpsd_is_in_void_capture(CUstream stream)
@@ -133,6 +156,9 @@ bool mpsd_capture_op(struct mpsd_op *op, CUresult *result)
 
 	pthread_mutex_lock(&lock);
 	said = find_session(op, &session);
+	/* Done again beside captures, or in this one, it is not done once more by another that goes on. */
+	if (op->kind == MPSD_OP_RECORD)
+		part_with(op->event.event);
 	/* What may be for a capture must not be noted as done beside it: the next copy says which it is. */
 	is = session || mpsd_is_loss(said);
 	if (is) {
@@ -198,6 +224,9 @@ CUresult make_cuStreamBeginCapture_v2(CUstream hStream, CUstreamCaptureMode mode
 		result = MPSD_AGAIN;
 	} else {
 		session->id = mpsd_capture_of(mpsd_native(hStream));
+		/* Another copy of the driver counts anew. */
+		session->name = mpsd_tables()->moves ? last_name + 1 : session->id;
+		last_name = session->name > last_name ? session->name : last_name;
 		session->graph = graph;
 		session->next = sessions;
 		sessions = session;
@@ -209,6 +238,26 @@ CUresult make_cuStreamBeginCapture_v2(CUstream hStream, CUstreamCaptureMode mode
 		mpsd_graph_let_go(graph);
 	}
 	return result;
+}
+
+CUresult mpsd_capture_tell(CUresult result, CUstream stream, CUstreamCaptureStatus *status, cuuint64_t *id)
+{
+	struct session *session;
+	cuuint64_t native;
+
+	if (!mpsd_capturing() || result != CUDA_SUCCESS)
+		return mpsd_answered(result);
+	native = mpsd_capture_of(mpsd_native(stream));
+	pthread_mutex_lock(&lock);
+	session = native ? session_of(native) : void_session_of(stream);
+	if (session && session->is_void && status)
+		*status = CU_STREAM_CAPTURE_STATUS_INVALIDATED;
+	if (session && id)
+		*id = session->name;
+	if (mpsd_is_left())
+		result = MPSD_AGAIN;
+	pthread_mutex_unlock(&lock);
+	return mpsd_answered(result);
 }
 
 static struct session *take(struct session *session)

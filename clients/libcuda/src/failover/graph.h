@@ -26,6 +26,12 @@ bool mpsd_capture_op(struct mpsd_op *op, CUresult *result);
 /* What comes into one that could not go on fails; without the driver, which does not know that one any more. */
 bool mpsd_is_in_void_capture(CUstream stream);
 
+/* The event has been recorded elsewhere, or is no more. */
+void mpsd_captures_without_event(CUevent event);
+
+/* What a driver's answer about a stream's capture is to the program: after moves it goes by the name it began with. */
+CUresult mpsd_capture_tell(CUresult result, CUstream stream, CUstreamCaptureStatus *status, cuuint64_t *id);
+
 /* joins.c. Id 0: the stream is in none; a loss is said, whatever is captured. */
 CUresult mpsd_capture_ask(CUstream native, cuuint64_t *id);
 cuuint64_t mpsd_capture_of(CUstream native);

@@ -106,6 +106,34 @@ bool mpsd_is_in_capture_outside(CUstream stream)
 	return is;
 }
 
+/* The program's calls. Each asks first, and may have nothing to be told in. */
+
+CUresult make_cuStreamIsCapturing(CUstream hStream, CUstreamCaptureStatus *captureStatus)
+{
+	return mpsd_capture_tell(inner_cuStreamIsCapturing(mpsd_native(hStream), captureStatus), hStream, captureStatus,
+				 NULL);
+}
+
+CUresult make_cuStreamGetCaptureInfo_v2(CUstream hStream, CUstreamCaptureStatus *captureStatus_out, cuuint64_t *id_out,
+					CUgraph *graph_out, const CUgraphNode **dependencies_out,
+					size_t *numDependencies_out)
+{
+	CUresult result = inner_cuStreamGetCaptureInfo_v2(mpsd_native(hStream), captureStatus_out, id_out, graph_out,
+							  dependencies_out, numDependencies_out);
+
+	return mpsd_capture_tell(result, hStream, captureStatus_out, id_out);
+}
+
+CUresult make_cuStreamGetCaptureInfo_v3(CUstream hStream, CUstreamCaptureStatus *captureStatus_out, cuuint64_t *id_out,
+					CUgraph *graph_out, const CUgraphNode **dependencies_out,
+					const CUgraphEdgeData **edgeData_out, size_t *numDependencies_out)
+{
+	CUresult result = inner_cuStreamGetCaptureInfo_v3(mpsd_native(hStream), captureStatus_out, id_out, graph_out,
+							  dependencies_out, edgeData_out, numDependencies_out);
+
+	return mpsd_capture_tell(result, hStream, captureStatus_out, id_out);
+}
+
 CUgraphNode mpsd_capture_last(CUstream native)
 {
 	CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE;

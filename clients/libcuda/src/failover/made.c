@@ -186,12 +186,13 @@ CUresult make_cuEventCreate(CUevent *phEvent, unsigned int Flags)
 	}
 
 #define AT_ONCE(handle, native, moves) true
+#define NO_EVENT(handle, native, moves) (mpsd_captures_without_event(handle), true)
 #define NOT_CAPTURED(handle, native, moves) (mpsd_captures_without(handle), mpsd_asked_ends(native, moves))
 /* Their functions' handles may come again, with other parameters. */
 #define FORGOTTEN(handle, native, moves) (mpsd_params_forget(), mpsd_asked_ends(native, moves))
 
 END(cuStreamDestroy_v2, CUstream, NOT_CAPTURED)
-END(cuEventDestroy_v2, CUevent, AT_ONCE)
+END(cuEventDestroy_v2, CUevent, NO_EVENT)
 END(cuModuleUnload, CUmodule, FORGOTTEN)
 END(cuLibraryUnload, CUlibrary, FORGOTTEN)
 END(cuGraphDestroy, CUgraph, AT_ONCE)

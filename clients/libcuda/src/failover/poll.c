@@ -7,7 +7,7 @@
  */
 #include <sched.h>
 
-#include "exact/exact.h"
+#include "exact/state.h"
 #include "failover/line.h"
 #include "failover/made.h"
 #include "memory.h"
@@ -160,6 +160,8 @@ CUresult poll_cuMemcpyDtoH_v2(void *dstHost, CUdeviceptr srcDevice, size_t ByteC
 	uint64_t moves = mpsd_tables()->moves;
 	CUresult result = CUDA_SUCCESS;
 
+	if (mpsd_exact() && ByteCount && mpsd_is_device((CUdeviceptr)dstHost))
+		return mpsd_copy_within((CUdeviceptr)dstHost, srcDevice, ByteCount);
 	if (mpsd_exact() && mpsd_line_ready() && ByteCount && dstHost)
 		return mpsd_bounds_refuse(srcDevice, ByteCount) ? CUDA_ERROR_INVALID_VALUE
 								: mpsd_stage_out(dstHost, srcDevice, ByteCount,

@@ -144,6 +144,9 @@ CUresult mpsd_variable_put(CUdeviceptr address, const void *bytes, size_t size, 
 		result = mpsd_exact_settle();
 	if (result != CUDA_SUCCESS)
 		return result;
+	/* Nor has all ended that was before it, where that waits for what the program, or its function, does next. */
+	if (mpsd_exact() && bytes && mpsd_is_pinned(bytes) && (mpsd_epoch_is_unsure() || mpsd_hosts_are_open()))
+		is = false;
 	pthread_mutex_lock(&parts_lock);
 	for (unsigned int i = 0; is && i < atomic_load(&mpsd_variables); i++)
 		if (known[i].name == (CUdeviceptr)name)
