@@ -306,7 +306,7 @@ def make_out(path: Path | None) -> None:
 
 
 def _told_to_stop(number: int, frame: object) -> None:
-    """SIGTERM ends a run as Ctrl-C does: everything that it started ends with it."""
+    """SIGTERM, or the end of its terminal, ends a run as Ctrl-C does: all that it started ends with it."""
     raise KeyboardInterrupt
 
 
@@ -325,7 +325,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except MpsdError as error:
         print(f"mpsd-faultinject: {error}", file=sys.stderr)
         return error.exit_code
-    before = signal.signal(signal.SIGTERM, _told_to_stop)
+    # Under nohup(1) the end of a terminal is none.
+    ends = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, _told_to_stop) for number in ends}
     try:
         status = go(args)
         if sys.stdout is not None:
@@ -347,7 +349,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"mpsd-faultinject: {what}: {error.strerror or error}", file=sys.stderr)
         return 1
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 if __name__ == "__main__":

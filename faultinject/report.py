@@ -185,7 +185,10 @@ def load(path: Path) -> dict[str, Any]:
         raise UsageError(f"{path} is not JSON: {error}") from error
     problems = validate(report)
     if problems:
-        raise UsageError(f"{path} is no report of this program: {problems[0]}")
+        raise UsageError(
+            f"{path} is no report of run, proxy, failover, takeover or serving: {problems[0]}",
+            remedy="bench, sweep and measure write their texts beside their JSON themselves",
+        )
     checked: dict[str, Any] = report
     return checked
 

@@ -186,8 +186,9 @@ class Adoption:
 
     def _tell_unknown(self, name: str, pid: int | None) -> None:
         self.unknown.append(
-            f"domain {name} of an earlier mpsd is not supervised any more (process {pid} "
-            "serves it): end it with quit once its clients have left"
+            f"domain {name} of an earlier mpsd is not supervised any more (process {pid} serves it): "
+            "once its clients have left, echo quit | "
+            f"CUDA_MPS_PIPE_DIRECTORY={self.layout.pipe_dir(name)} nvidia-cuda-mps-control"
         )
 
     def _kept_leases(self) -> tuple[dict[ClientId, Kept], dict[str, Sequence[int]]]:

@@ -27,6 +27,8 @@ from mpsd.config import (
 )
 from mpsd.errors import ConfigError
 
+LARGEST = 1 << 20
+"""Bytes of a configuration file: more is none."""
 OTHER_VARIABLES = (
     "MPSD_CONFIG",
     "MPSD_SOCKET",
@@ -178,11 +180,17 @@ def _section(spec: Field[Any]) -> type[Any] | None:
 
 def _read_file(path: Path, *, optional: bool) -> dict[str, Any]:
     try:
-        table = tomllib.loads(path.read_bytes().decode())
+        with path.open("rb") as file:
+            content = file.read(LARGEST + 1)
+        if len(content) > LARGEST:
+            raise ConfigError(f"{path} is larger than {LARGEST >> 10} KiB", remedy="name the right file")
+        table = tomllib.loads(content.decode())
     except FileNotFoundError as error:
         if optional:
             return {}
         raise ConfigError(f"there is no configuration file {path}", remedy="check the path") from error
+    except NotADirectoryError as error:
+        raise ConfigError(f"{path} is below what is no directory", remedy="check the path") from error
     except IsADirectoryError as error:
         raise ConfigError(f"{path} is a directory", remedy="name the file in it") from error
     except OSError as error:

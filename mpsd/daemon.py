@@ -113,9 +113,10 @@ class Daemon:
             self._assemble(notifier)
             await self._serve(notifier, stop_domains=stop_domains)
             left = sorted(self.runtime.state.domains)
-            log.info(
-                "stopped", domains=left, note="they live on until the next mpsd" if left else "none is left"
-            )
+            note = "they live on until the next mpsd" if left else "none is left"
+            log.info("stopped", domains=left, note=note)
+            for text in self._unknown_domains:
+                log.warning("not ended", what=text)
         finally:
             notifier.close()
 
@@ -271,8 +272,10 @@ class Daemon:
             shown=shown_to,
         )
         sources = self._open_sources()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            self._loop.add_signal_handler(number, self._stop.set)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            # Started under nohup(1) it outlives its terminal.
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._loop.add_signal_handler(number, self._stop.set)
         await self._adopt()
         self.isolation.start()
         await listener.start()

@@ -184,10 +184,26 @@ def serve(registry: Any, where: str) -> WSGIServer:
         raise UsageError(f"--listen {where}: {error}", remedy="choose another place") from error
 
 
+def _print(text: str) -> int:
+    if sys.stdout is None:
+        return 0  # `>&-`: nobody wants to read it.
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print(f"mpsd-exporter: cannot write: {error.strerror or error}", file=sys.stderr)
+        return 1
+    return 0
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="mpsd-exporter", description=__doc__.splitlines()[0])
     parser.add_argument("--socket", help="the daemon's socket (default: MPSD_SOCKET, or the usual place)")
-    parser.add_argument("--listen", metavar="WHERE", help="unix:PATH, or a port on 127.0.0.1 (usual: 9469)")
+    where = "unix:PATH, or a port on 127.0.0.1 (usual: 9469); without it what there is now is printed once"
+    parser.add_argument("--listen", metavar="WHERE", help=where)
     options = parser.parse_args(argv)
     try:
         if not INSTALLED:
@@ -196,8 +212,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         registry = CollectorRegistry(auto_describe=False)
         registry.register(Collector(lambda: ask(options.socket)))
         if not options.listen:
-            sys.stdout.write(generate_latest(registry).decode())
-            return 0
+            return _print(generate_latest(registry).decode())
         with serve(registry, options.listen) as server:
             server.serve_forever()
     except MpsdError as error:

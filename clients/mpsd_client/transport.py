@@ -116,7 +116,9 @@ class Transport:
         except TimeoutError:
             self.session.expire(time.monotonic())
             raise errors.DeadlineError(
-                f"no answer to {what} in time", remedy="see whether the daemon is well: mpsd-ctl status"
+                f"mpsd at {self.path} gave no answer to {what} in time",
+                remedy="if that goes on it hangs: end its process (RUN/lock has its number) and start it "
+                "again, as with systemctl restart mpsd; servers and programs live on",
             ) from None
         except OSError as error:
             raise self._lost(error.strerror or str(error)) from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
 from typing import TextIO
 
@@ -27,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         status = commands.run(options, out)
         out.flush()
     except MpsdError as error:
-        commands.failed(options, out)
+        _say_failed(options, out)
         return _failed(str(error), error.exit_code)
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -39,12 +40,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         _mute(out)
         return _failed(f"cannot write: {error.strerror or error}", 1)
     except (LookupError, TypeError, ValueError) as error:
-        commands.failed(options, out)
+        _say_failed(options, out)
         what = f"{type(error).__name__}: {error}"
         return _failed(
             f"the daemon's answer is not understood: {what} (use mpsd and mpsd-ctl of one release)", 1
         )
     return status
+
+
+def _say_failed(options: Namespace, out: TextIO) -> None:
+    try:
+        commands.failed(options, out)
+        out.flush()
+    except OSError:
+        _mute(out)
 
 
 def _failed(text: str, status: int) -> int:

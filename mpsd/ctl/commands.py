@@ -14,7 +14,7 @@ from typing import Any, TextIO
 from mpsd import __version__
 from mpsd.core import taxonomy
 from mpsd.ctl import failovertext, render
-from mpsd.errors import NotRunningError
+from mpsd.errors import DeadlineError, NotRunningError
 from mpsd.text import printable
 from mpsd_client import Client, connect
 from mpsd_client.env import export_lines, fewer, fitting, named_gpu
@@ -174,7 +174,7 @@ def doctor(options: Namespace, out: TextIO) -> int:
         with connect(options.socket) as client:
             rows = [dict(row) for row in client.doctor()]
         where = "as the daemon sees it"
-    except NotRunningError as error:
+    except (NotRunningError, DeadlineError) as error:
         rows = _local_checks()
         where = f"as seen from here ({error.message})"
     if options.json:
@@ -264,15 +264,18 @@ def version(options: Namespace, out: TextIO) -> int:
     try:
         with connect(options.socket) as client:
             daemon: dict[str, Any] | None = dict(client.version())
+        answer = ""
     except NotRunningError:
-        daemon = None
+        daemon, answer = None, "mpsd is not running"
+    except DeadlineError as error:
+        daemon, answer = None, error.message
     if options.json:
         _json(out, {"schema": SCHEMA, "ctl": __version__, "daemon": daemon})
         return 0
     lines = [f"mpsd-ctl {__version__}"]
     if daemon:
         lines.append(f"mpsd {daemon['version']}, {daemon['backend']}, driver {daemon['driver']}")
-    _print(out, lines if daemon else [*lines, "mpsd is not running"])
+    _print(out, lines if daemon else [*lines, answer])
     return 0
 
 

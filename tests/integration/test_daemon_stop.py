@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 
+import pytest
+
 from tests.support.site import Site, until
 
 
@@ -13,14 +15,15 @@ def both(site: Site) -> None:
     site.until(lambda s: sorted(d["state"] for d in s["domains"]) == ["active", "warm"], "both domains")
 
 
-def test_stop_domains_ends_everything() -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=["told", "its terminal ends"])
+def test_stop_domains_ends_everything(number: int) -> None:
     with Site() as site:
         site.start("--stop-domains")
         client = site.join()
         held = site.join()
         held.busy(0.5)
         both(site)
-        assert site.terminate() == 0
+        assert site.terminate(number) == 0
         for program in (client, held):
             assert program.wait() == -signal.SIGKILL
         gpu = int(site.node(op="node")["pid"])

@@ -32,3 +32,20 @@ def test_every_call_is_measured_in_both_modes(libraries: Libraries, tmp_path: Pa
     assert {row["call"] for row in report["rows"]} >= {"cuLaunchKernel", "cuStreamQuery", "cuCtxGetCurrent"}
     assert (report["backend"], report["bars"], report["device"]) == ("standin", 0, "STAND-IN")
     assert "most added: " in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--pairs", "0"], "'0' is no number of at least 1"),
+        (["--rounds", "-1"], "'-1' is no number of at least 1"),
+        (["--calls", "0"], "'0' is no number of at least 50"),
+        (["--json", "/nowhere/x"], "/nowhere/x cannot be written"),
+        (["--libcuda", "/nowhere"], "--libcuda /nowhere has no libcuda.so.1"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_first(options: list[str], says: str) -> None:
+    command = [sys.executable, "-m", "libcuda_build.bench", *options]
+    done = run(command, {**os.environ, "PYTHONPATH": str(ROOT / "clients" / "libcuda")})
+    assert (done.returncode, done.stdout) == (2, "") and says in done.stderr
+    assert "Traceback" not in done.stderr

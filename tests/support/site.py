@@ -241,10 +241,10 @@ class Site:
             self.process.wait(DEADLINE_S)
             self.process = None
 
-    def terminate(self) -> int:
-        """SIGTERM; its exit status."""
+    def terminate(self, number: int = signal.SIGTERM) -> int:
+        """Its exit status after that signal."""
         assert self.process is not None
-        self.process.terminate()
+        self.process.send_signal(number)
         status = self.process.wait(DEADLINE_S)
         self.process = None
         return status

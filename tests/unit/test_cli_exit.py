@@ -5,8 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
+from typing import NoReturn
 
 import pytest
+
+from mpsd.ctl import commands
+from mpsd.ctl.__main__ import main
+from mpsd.errors import DeadlineError
 
 # A daemon of which nothing is left but threads: one of each kind, or none.
 SCRIPT = """
@@ -54,3 +59,32 @@ def test_it_ends_with_the_right_status(hang: str, fail: str, status: int) -> Non
     assert ended.stdout == "closed\n"
     assert ("ended although threads hang" in ended.stderr) == (hang == "hang")
     assert ("what was looked for" in ended.stderr) == (fail == "fail")
+
+
+NOWHERE = "/nowhere/mpsd.sock"
+PRINTING = {
+    "env": f"{sys.executable} -m mpsd.ctl --socket {NOWHERE} env",
+    "metrics": f"{sys.executable} -m mpsd.exporter --socket {NOWHERE}",
+}
+
+
+@pytest.mark.parametrize("to", [">/dev/full", ">&-"])
+@pytest.mark.parametrize(("program", "status"), [("env", 3), ("metrics", 1)])
+def test_what_cannot_be_printed_is_no_traceback(program: str, status: int, to: str) -> None:
+    command = f"{PRINTING[program]} {to}"
+    ended = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=60)
+    assert "Traceback" not in ended.stderr
+    assert ended.returncode == (0 if program == "metrics" and to == ">&-" else status), ended.stderr
+
+
+@pytest.mark.parametrize("verb", ["version", "doctor"])
+def test_where_the_daemon_hangs_it_is_found_out_here(
+    verb: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def hangs(path: str | None) -> NoReturn:
+        raise DeadlineError("mpsd gave no answer", remedy="start it again")
+
+    monkeypatch.setattr(commands, "connect", hangs)
+    assert main([verb]) in (0, 10)
+    said = capsys.readouterr()
+    assert "mpsd gave no answer" in said.out and not said.err

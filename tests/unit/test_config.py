@@ -189,6 +189,14 @@ def test_named_file_must_exist(tmp_path: Path) -> None:
         load(None, {**ENVIRON, "MPSD_CONFIG": str(tmp_path / "absent.toml")})
 
 
+def test_what_has_no_end_or_is_below_a_file_is_no_configuration() -> None:
+    with pytest.raises(ConfigError, match="/dev/zero is larger than 1024 KiB"):
+        load(Path("/dev/zero"), ENVIRON)
+    with pytest.raises(ConfigError, match="below what is no directory") as refused:
+        load(Path("/dev/null/mpsd.toml"), ENVIRON)
+    assert refused.value.remedy == "check the path"
+
+
 def test_a_directory_is_no_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is a directory"):
         load(tmp_path, ENVIRON)

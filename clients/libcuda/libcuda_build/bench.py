@@ -16,7 +16,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -78,6 +78,7 @@ class Setting:
 def main() -> int:
     given = _parser().parse_args()
     try:
+        _check(given)
         with tempfile.TemporaryDirectory(prefix="mpsd-libcuda-bench-") as made:
             report = _measure(given, Path(made))
     except (BenchError, OSError, subprocess.SubprocessError) as error:
@@ -92,12 +93,32 @@ def main() -> int:
     return 0 if report["verdict"] == "valid" or not report["bars"] else 1
 
 
+def _check(given: argparse.Namespace) -> None:
+    """Before anything is measured. Raises BenchError."""
+    for path in (given.json, given.markdown):
+        if path is not None and not os.access(path.parent, os.W_OK):
+            raise BenchError(f"{path} cannot be written: name a file in a folder of yours")
+    if given.libcuda is not None and not (given.libcuda / "libcuda.so.1").exists():
+        raise BenchError(f"--libcuda {given.libcuda} has no libcuda.so.1: python -m libcuda_build --out DIR")
+
+
+def _at_least(least: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is no number of at least {least}")
+        return int(text)
+
+    return number
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="scripts/bench-libcuda", description=__doc__)
     parser.add_argument("--backend", choices=("standin", "nvidia"), default="standin", help="the driver")
-    parser.add_argument("--pairs", type=int, default=4, help="pairs of processes (default: 4)")
-    parser.add_argument("--rounds", type=int, default=10, help="rounds of each pair (default: 10)")
-    parser.add_argument("--calls", type=int, default=200_000, help="calls in a round; a fiftieth of launches")
+    parser.add_argument("--pairs", type=_at_least(1), default=4, help="pairs of processes (default: 4)")
+    parser.add_argument("--rounds", type=_at_least(1), default=10, help="rounds of each pair (default: 10)")
+    parser.add_argument(
+        "--calls", type=_at_least(50), default=200_000, help="calls in a round; a fiftieth of launches"
+    )
     parser.add_argument("--libcuda", type=Path, metavar="DIR", help="a proxy that was built before")
     parser.add_argument("--include", type=Path, metavar="DIR", help="the folder with cuda.h")
     parser.add_argument("--json", type=Path, help="write the figures here")
