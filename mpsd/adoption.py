@@ -185,11 +185,9 @@ class Adoption:
             self._tell_unknown(name, found.pid or (living[0].pid if living else None))
 
     def _tell_unknown(self, name: str, pid: int | None) -> None:
-        self.unknown.append(
-            f"domain {name} of an earlier mpsd is not supervised any more (process {pid} serves it): "
-            "once its clients have left, echo quit | "
-            f"CUDA_MPS_PIPE_DIRECTORY={self.layout.pipe_dir(name)} nvidia-cuda-mps-control"
-        )
+        end = f"echo quit | CUDA_MPS_PIPE_DIRECTORY={self.layout.pipe_dir(name)} nvidia-cuda-mps-control"
+        what = f"domain {name} of an earlier mpsd is not supervised any more (process {pid} serves it)"
+        self.unknown.append(f"{what}: once its clients have left, {end}")
 
     def _kept_leases(self) -> tuple[dict[ClientId, Kept], dict[str, Sequence[int]]]:
         """What the store kept: leases, and by name what is not understood."""
