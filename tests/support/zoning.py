@@ -284,10 +284,11 @@ class GrantingVault:
             self.asked.set()
             assert self.answer.wait(DEADLINE_S)
             reply = self._granted(reply)
-        self.puts += message.kind is Kind.PUT
         for fd in fds:
             os.close(fd)
         connection.sendall(pack(reply, answer=True))
+        # Now it is heard, whoever ends the connection: else the next vault would be brought it again.
+        self.puts += message.kind is Kind.PUT
         return True
 
     def _granted(self, reply: Message) -> Message:
