@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -15,9 +17,19 @@ def both(site: Site) -> None:
     site.until(lambda s: sorted(d["state"] for d in s["domains"]) == ["active", "warm"], "both domains")
 
 
+@contextmanager
+def terminals(handler: signal.Handlers) -> Iterator[None]:
+    """What is started meanwhile has this for the end of its terminal, however these tests were started."""
+    before = signal.signal(signal.SIGHUP, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=["told", "its terminal ends"])
 def test_stop_domains_ends_everything(number: int) -> None:
-    with Site() as site:
+    with terminals(signal.SIG_DFL), Site() as site:
         site.start("--stop-domains")
         client = site.join()
         held = site.join()
@@ -31,6 +43,16 @@ def test_stop_domains_ends_everything(number: int) -> None:
         until(lambda: [p.pid for p in site.processes()] == [gpu], "nothing but the GPU is left")
         assert not list((site.run_dir / "d").iterdir())
         assert not list((site.run_dir / "s").iterdir())
+
+
+def test_under_nohup_it_outlives_its_terminal() -> None:
+    with terminals(signal.SIG_IGN), Site() as site:
+        site.start()
+        assert site.process is not None
+        site.process.send_signal(signal.SIGHUP)
+        site.join()
+        both(site)
+        assert site.terminate() == 0
 
 
 def test_after_stop_domains_a_domain_is_started_for_whoever_asks_and_nobody_else() -> None:
