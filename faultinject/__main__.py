@@ -6,14 +6,13 @@ Exit status: 0 every verdict is valid; 1 one is invalid or unknown; 2 usage; as 
 from __future__ import annotations
 
 import argparse
-import os
 import signal
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, TextIO
+from typing import Any
 
 from faultinject import report, takeover
 from faultinject.checkers import check, verdict
@@ -33,6 +32,7 @@ from faultinject.serving import reports as serving_reports
 from faultinject.stage import Options
 from faultinject.verdict import Verdict
 from mpsd.errors import MpsdError, UsageError
+from mpsd.output import mute
 
 MOST_SURVIVORS = 16
 MOST_JOBS = 256
@@ -310,11 +310,6 @@ def _told_to_stop(number: int, frame: object) -> None:
     raise KeyboardInterrupt
 
 
-def _mute(stream: TextIO) -> None:
-    """What is still buffered cannot be written; Python would try once more at exit, and complain."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     go: Callable[[argparse.Namespace], int] = args.go
@@ -340,11 +335,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except BrokenPipeError:
         # Whoever read has gone, as `| head` does: that is no error.
-        _mute(sys.stdout)
+        mute(sys.stdout)
         return 0
     except OSError as error:
         if error.filename is None:
-            _mute(sys.stdout)
+            mute(sys.stdout)
         what = "cannot write" if error.filename is None else f"cannot use {error.filename}"
         print(f"mpsd-faultinject: {what}: {error.strerror or error}", file=sys.stderr)
         return 1

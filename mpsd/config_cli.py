@@ -14,6 +14,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
 from typing import TextIO
 
+from mpsd import output
 from mpsd.config import DEFAULT_FILE
 from mpsd.config_reader import load, mistakes, to_toml, unknown_variables
 from mpsd.errors import ConfigError, MpsdError
@@ -63,18 +64,7 @@ def main_of(arguments: Namespace, environ: Mapping[str, str]) -> int:
     finally:
         if sys.stderr is not None:
             sys.stderr.write(notes.getvalue())
-    try:
-        if sys.stdout is not None:
-            sys.stdout.write(text.getvalue())
-            sys.stdout.flush()
-        return status
-    except OSError as error:
-        # What is still buffered cannot be written; Python would try once more at exit, and complain.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if isinstance(error, BrokenPipeError):
-            return status
-        print(f"mpsd: cannot write: {error.strerror or error}", file=sys.stderr)
-        return 1
+    return output.put(text.getvalue(), "mpsd", status)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

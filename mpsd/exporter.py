@@ -20,6 +20,7 @@ from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 import mpsd_client
+from mpsd import output
 from mpsd.errors import MpsdError, UnsupportedError, UsageError
 
 try:
@@ -184,21 +185,6 @@ def serve(registry: Any, where: str) -> WSGIServer:
         raise UsageError(f"--listen {where}: {error}", remedy="choose another place") from error
 
 
-def _print(text: str) -> int:
-    if sys.stdout is None:
-        return 0  # `>&-`: nobody wants to read it.
-    try:
-        sys.stdout.write(text)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        print(f"mpsd-exporter: cannot write: {error.strerror or error}", file=sys.stderr)
-        return 1
-    return 0
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="mpsd-exporter", description=__doc__.splitlines()[0])
     parser.add_argument("--socket", help="the daemon's socket (default: MPSD_SOCKET, or the usual place)")
@@ -212,7 +198,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         registry = CollectorRegistry(auto_describe=False)
         registry.register(Collector(lambda: ask(options.socket)))
         if not options.listen:
-            return _print(generate_latest(registry).decode())
+            return output.put(generate_latest(registry).decode(), "mpsd-exporter")
         with serve(registry, options.listen) as server:
             server.serve_forever()
     except MpsdError as error:

@@ -30,7 +30,7 @@ LONG_FUNCTION = 50
 
 # Group: its modules (a name claims what is below it too), and the groups it may import besides itself.
 GROUPS: dict[str, tuple[set[str], set[str]]] = {
-    "base": ({"mpsd.errors", "mpsd.model", "mpsd.text", "mpsd.limits", "mpsd"}, set()),
+    "base": ({"mpsd.errors", "mpsd.model", "mpsd.text", "mpsd.limits", "mpsd.output", "mpsd"}, set()),
     "wire": ({"mpsd.wire"}, set()),
     "core": ({"mpsd.core"}, {"base"}),
     "gpu base": ({"mpsd.gpu", "mpsd.gpu.base"}, {"base"}),

@@ -296,8 +296,10 @@ def on_server_died(draft: Draft, event: ev.ServerDied) -> bool:
         c for c in draft.state.clients_of(domain.id) if c.living and not (draft.state.adopting and c.listed)
     ]
     bereft = domain.bereft | {c.id.process for c in here}
-    gone = replace(domain, server=None, former_server=event.server, server_state=ServerState.GONE)
-    draft.put_domain(replace(gone, bereft=bereft))
+    gone = replace(
+        domain, server=None, former_server=event.server, server_state=ServerState.GONE, bereft=bereft
+    )
+    draft.put_domain(gone)
     used = domain.state in (DomainState.ACTIVE, DomainState.WARM, DomainState.POISONED)
     # Who was not ready when it was to be left is in it still.
     if domain.state is DomainState.RETIRED:

@@ -11,6 +11,7 @@ from typing import TextIO
 
 from mpsd.ctl import commands, parser
 from mpsd.errors import MpsdError
+from mpsd.output import mute
 
 INTERRUPTED = 130
 
@@ -34,10 +35,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return INTERRUPTED
     except BrokenPipeError:
         # Whoever read has gone, as `| head` does: that is no error.
-        _mute(out)
+        mute(out)
         return 0
     except OSError as error:
-        _mute(out)
+        mute(out)
         return _failed(f"cannot write: {error.strerror or error}", 1)
     except (LookupError, TypeError, ValueError) as error:
         _say_failed(options, out)
@@ -53,22 +54,15 @@ def _say_failed(options: Namespace, out: TextIO) -> None:
         commands.failed(options, out)
         out.flush()
     except OSError:
-        _mute(out)
+        mute(out)
 
 
 def _failed(text: str, status: int) -> int:
     try:
         print(f"mpsd-ctl: {text}", file=sys.stderr)
     except OSError:
-        _mute(sys.stderr)
+        mute(sys.stderr)
     return status
-
-
-def _mute(stream: TextIO) -> None:
-    """What is still buffered cannot be written; Python would try once more at exit, and complain."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, stream.fileno())
-    os.close(nowhere)
 
 
 if __name__ == "__main__":

@@ -14,10 +14,6 @@ from tests.support.moving import Said, open_post
 
 
 class Program(Alone):
-    def ask(self, expression: str) -> str:
-        self._tell(expression)
-        return self._line()
-
     def move(self, in_flight: str) -> Said:
         there = self.stand_by()
         self._gate.let(0)

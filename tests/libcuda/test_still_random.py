@@ -41,10 +41,6 @@ class Program(Alone):
         self.ask("look = lambda at: gpu.code('cuMemcpyDtoH_v2', ctypes.byref(out), at, 32) or list(out)")
         assert self.ask(f"gpu.code('cuMemsetD8_v2', m[0], 0, {8 * MIB})") == "0"
 
-    def ask(self, expression: str) -> str:
-        self._tell(expression)
-        return self._line()
-
     def do(self, steps: Sequence[Step]) -> None:
         done = ", ".join(map(code_of, steps))
         assert self.ask(f"{{{done or 0}}}") == "{0}"

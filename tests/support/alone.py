@@ -57,6 +57,11 @@ class Alone:
         self.process.stdin.write(text + "\n")
         self.process.stdin.flush()
 
+    def ask(self, expression: str) -> str:
+        """Of moving.py: the value of a Python expression there."""
+        self._tell(expression)
+        return self._line()
+
     def stand_by(self) -> Gate:
         """Where it goes with the next move."""
         self.generation += 1

@@ -254,8 +254,6 @@ CUresult mpsd_capture_tell(CUresult result, CUstream stream, CUstreamCaptureStat
 		*status = CU_STREAM_CAPTURE_STATUS_INVALIDATED;
 	if (session && id)
 		*id = session->name;
-	if (mpsd_is_left())
-		result = MPSD_AGAIN;
 	pthread_mutex_unlock(&lock);
 	return mpsd_answered(result);
 }
