@@ -10,7 +10,7 @@ import pytest
 from tests.libcuda.test_exact import EXACT, gate
 from tests.libcuda.test_failover import Program, ask, break_domain, copies, post, stand_by
 from tests.support import moving
-from tests.support.gate import MANAGER, NO_CUT, UNMAP, Gate
+from tests.support.gate import MANAGER, NO_CUT, NO_ROOM_CUT, ROOM, UNMAP, Gate, gate_of
 from tests.support.moving import Line, Post
 from tests.support.simfixtures import backend, domain, second
 from tests.support.simnode import Domain, until
@@ -193,6 +193,68 @@ def test_what_is_cut_off_need_not_be_unmapped(
     assert ask("[gpu.code('cuMemFree_v2', held.pop()), (k := gpu.memory(2 << 20)) > 0]") == "[0, True]"
     gate.keep(0)
     assert ask("[gpu.run('fill', k, 8, 3), gpu.sync(), gpu.word(k)]") == "[0, 0, 3]"
+    assert ask.end() == ""
+
+
+@EXACT
+def test_room_for_copies_is_cut_off_while_work_is_done_again_and_before_anything_new_is(
+    domain: Domain, gate: Gate, second: Domain, post: Post, ask: Program, copies: Path
+) -> None:
+    line = post.greet(moving.EXACT)
+    with gate_of(second) as next_gate:
+        at_work(line, gate, second, ask, copies)
+        before = 1000
+        next_gate.let(before)
+        gate.keep(ROOM)
+        break_domain(domain)
+        line.say(moving.MOVE, 1, again=1)
+        until(lambda: gate.kept() == ROOM)
+        # What was there is put back, the kernel runs again, and words say so.
+        until(lambda: next_gate.left() <= before - 3)
+        assert line.is_silent()
+        gate.keep(0)
+        assert line.hear(moving.MOVED).values[4] == 1
+        assert ask("[gpu.sync(), gpu.word(m), gpu.run('add', m, 8, 1), gpu.sync(), gpu.word(m)]") == (
+            "[0, 5, 0, 0, 6]"
+        )
+        assert ask.end() == ""
+
+
+@EXACT
+def test_room_for_copies_that_cannot_be_cut_off_is_unmapped_before_anything_new_is(
+    domain: Domain, gate: Gate, second: Domain, post: Post, ask: Program, copies: Path
+) -> None:
+    line = post.greet(moving.EXACT)
+    at_work(line, gate, second, ask, copies)
+    gate.keep(NO_ROOM_CUT | MANAGER)
+    break_domain(domain)
+    line.say(moving.MOVE, 1, again=1)
+    until(lambda: gate.kept() == MANAGER)
+    assert line.is_silent()
+    gate.keep(0)
+    assert line.hear(moving.MOVED).text == ""
+    assert ask("[gpu.sync(), gpu.word(m), gpu.run('add', m, 8, 1), gpu.sync(), gpu.word(m)]") == (
+        "[0, 5, 0, 0, 6]"
+    )
+    assert line.unsure == []
+    assert ask.end() == ""
+
+
+@EXACT
+def test_a_program_that_waits_for_its_turn_has_its_room_cut_off_by_then(
+    domain: Domain, gate: Gate, second: Domain, post: Post, ask: Program, copies: Path
+) -> None:
+    line = post.greet(moving.EXACT)
+    at_work(line, gate, second, ask, copies)
+    gate.keep(ROOM)
+    break_domain(domain)
+    line.say(moving.MOVE, 1, again=2)
+    assert line.hear(moving.MOVED).values[5]
+    line.say(moving.TURN, 1)
+    assert line.is_silent()
+    gate.keep(0)
+    assert line.hear(moving.DONE).text == ""
+    assert ask("[gpu.sync(), gpu.word(m)]") == "[0, 5]"
     assert ask.end() == ""
 
 

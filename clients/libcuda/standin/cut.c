@@ -8,16 +8,21 @@
 
 #include "standin.h"
 
+#define ROOM_BYTES ((size_t)64 << 20)
+
 API CUresult standinCutRange(CUdeviceptr base, size_t size);
 API CUresult standinExternalRange(CUdeviceptr base, size_t size);
 
 API CUresult standinCutRange(CUdeviceptr base, size_t size)
 {
+	bool is_room = size >= ROOM_BYTES;
 	struct range *range;
 
-	if (gate_wants(GATE_NO_CUT))
+	if (gate_wants(GATE_NO_CUT) || (is_room && gate_wants(GATE_NO_ROOM_CUT)))
 		return CUDA_ERROR_INVALID_VALUE;
 	gate_keep(GATE_UNMAP);
+	if (is_room)
+		gate_keep(GATE_ROOM);
 	lock_memory();
 	range = range_from(base, RANGE_MAPPED);
 	if (!range || range->size != size || range->is_cut)

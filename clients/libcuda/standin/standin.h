@@ -61,6 +61,8 @@ void gate_keep(uint64_t call);
 
 /* Whether the test wants it so; nobody is kept. */
 #define GATE_NO_CUT 32768	/* standinCutRange() refuses */
+#define GATE_ROOM 65536		/* standinCutRange() of as much as mode `exact` takes at once for its copies */
+#define GATE_NO_ROOM_CUT 131072	/* it refuses that */
 bool gate_wants(uint64_t what);
 CUresult gate_node(CUresult result);	/* as GATE_NODE; passes its argument on */
 

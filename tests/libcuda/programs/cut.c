@@ -107,7 +107,7 @@ static void be_busy(bool is)
 	pthread_mutex_unlock(&lock);
 }
 
-static struct mpsd_cut *begin(unsigned int count)
+static struct mpsd_cut *begin_first(unsigned int count, unsigned int first)
 {
 	struct arena_range pieces[MOST];
 
@@ -115,7 +115,12 @@ static struct mpsd_cut *begin(unsigned int count)
 		pieces[i] = (struct arena_range){ BASE + i * GRANULE, GRANULE };
 		there[i] = MAPPED;
 	}
-	return mpsd_cut_begin(1, pieces, count);
+	return mpsd_cut_begin(1, pieces, count, first);
+}
+
+static struct mpsd_cut *begin(unsigned int count)
+{
+	return begin_first(count, count);
 }
 
 static enum mpsd_cut_state come_to_its_end(struct mpsd_cut *cut)
@@ -160,6 +165,22 @@ static void what_uvm_refuses_is_not(void)
 	cut = begin(8);
 	CHECK(cut && come_to_its_end(cut) == MPSD_CUT_FAILED);
 	CHECK(!mpsd_cut_is_gone(cut, 3) && there[3] == MAPPED);
+	end(cut);
+	refused = -1;
+}
+
+static void the_first_ones_are_enough(void)
+{
+	struct mpsd_cut *cut;
+
+	refused = 3;
+	cut = begin_first(8, 3);
+	CHECK(cut && come_to_its_end(cut) == MPSD_CUT_FAILED);
+	CHECK(mpsd_cut_is_enough(cut) && !mpsd_cut_is_gone(cut, 3));
+	end(cut);
+	cut = begin_first(8, 4);
+	CHECK(cut && come_to_its_end(cut) == MPSD_CUT_FAILED);
+	CHECK(!mpsd_cut_is_enough(cut));
 	end(cut);
 	refused = -1;
 }
@@ -212,6 +233,7 @@ int main(void)
 	is_since_610 = true;
 	all_is_cut_off(40, true);
 	what_uvm_refuses_is_not();
+	the_first_ones_are_enough();
 	is_since_610 = false;
 	what_uvm_refuses_is_not();
 	there_are_not_too_many_threads();

@@ -99,6 +99,33 @@ bool mpsd_chunk_is(CUdeviceptr address)
 	return false;
 }
 
+static bool is_chunk(const struct arena_range *piece)
+{
+	for (unsigned int i = 0; i < chunk_count; i++)
+		if (chunks[i].base == piece->base && chunks[i].size == piece->size)
+			return true;
+	return false;
+}
+
+unsigned int mpsd_exact_room_last(struct arena_range *pieces, unsigned int count)
+{
+	unsigned int first = count;
+
+	/* Whoever has it may wait for a lock of the mover's. */
+	if (!mpsd_exact() || pthread_mutex_trylock(&mpsd_exact_lock))
+		return count;
+	for (unsigned int i = count; i-- > 0;) {
+		struct arena_range piece = pieces[i];
+
+		if (!is_chunk(&piece))
+			continue;
+		pieces[i] = pieces[--first];
+		pieces[first] = piece;
+	}
+	pthread_mutex_unlock(&mpsd_exact_lock);
+	return first;
+}
+
 /* First, so that nobody in the next copy saves there when a move overtakes what frees it. */
 static bool take_chunk(struct chunk *chunk)
 {

@@ -22,6 +22,7 @@
 #include <stdbool.h>
 #include <stdint.h>
 
+#include "arena.h"
 #include "failover/carry.h"
 
 #define MPSD_LANES 256
@@ -126,6 +127,12 @@ void mpsd_exact_rested(void);
  * much within the GPU. Then nothing more is given to the copy that is about to be left.
  */
 bool mpsd_exact_close(void);
+
+/*
+ * Behind the other pieces those that are room for what memory was before the epoch, where that is certain: the old context
+ * writes there what was there when the epoch began, and nothing else. How many are not.
+ */
+unsigned int mpsd_exact_room_last(struct arena_range *pieces, unsigned int count);
 
 /* The same where it has nothing in flight at all, by the GPU's own word, and nobody is about to give it something. */
 bool mpsd_exact_is_over(void);

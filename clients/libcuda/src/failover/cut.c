@@ -44,9 +44,10 @@ struct mpsd_cut {
 	CUresult (*free)(CUdeviceptr base, size_t size);	/* the stand-in's, which has no UVM */
 	CUresult (*external)(CUdeviceptr base, size_t size);
 	atomic_uint next, gone, returned;	/* pieces */
+	atomic_uint first_gone;
 	atomic_uint threads;
 	atomic_bool has_failed, is_over;
-	unsigned int started, count;
+	unsigned int started, count, first;
 	struct cutter cutters[MOST_THREADS];
 	struct piece pieces[];
 };
@@ -84,8 +85,11 @@ static bool put_in_place(struct mpsd_cut *cut, const struct arena_range *range)
 
 static void note_gone(struct mpsd_cut *cut, struct piece *piece)
 {
-	if (!atomic_exchange(&piece->is_gone, true))
-		atomic_fetch_add(&cut->gone, 1);
+	if (atomic_exchange(&piece->is_gone, true))
+		return;
+	if (piece < cut->pieces + cut->first)
+		atomic_fetch_add(&cut->first_gone, 1);
+	atomic_fetch_add(&cut->gone, 1);
 }
 
 /*
@@ -155,7 +159,8 @@ void mpsd_cut_discard(struct mpsd_cut *cut)
 	free(cut);
 }
 
-struct mpsd_cut *mpsd_cut_begin(unsigned int number, const struct arena_range *pieces, unsigned int count)
+struct mpsd_cut *mpsd_cut_begin(unsigned int number, const struct arena_range *pieces, unsigned int count,
+				unsigned int first)
 {
 	struct mpsd_cut *cut = calloc(1, sizeof(*cut) + count * sizeof(cut->pieces[0]));
 
@@ -165,6 +170,7 @@ struct mpsd_cut *mpsd_cut_begin(unsigned int number, const struct arena_range *p
 	cut->external = imitated[number].external;
 	cut->fd = cut->free ? -1 : space_of(number);
 	cut->count = count;
+	cut->first = first;
 	for (unsigned int i = 0; i < count; i++)
 		cut->pieces[i].range = pieces[i];
 	if ((cut->free || cut->fd >= 0) && start_one(cut))
@@ -207,6 +213,11 @@ enum mpsd_cut_state mpsd_cut_look(struct mpsd_cut *cut)
 		if (!start_one(cut))
 			break;
 	return MPSD_CUT_GOES_ON;
+}
+
+bool mpsd_cut_is_enough(const struct mpsd_cut *cut)
+{
+	return atomic_load(&cut->first_gone) == cut->first;
 }
 
 bool mpsd_cut_is_gone(const struct mpsd_cut *cut, unsigned int piece)

@@ -18,8 +18,12 @@ void mpsd_cut_know(unsigned int number, void *library);
 
 struct mpsd_cut;
 
-/* Of pieces that the copy has mapped each as a whole. NULL: it cannot be done so. With the lock of the windows. */
-struct mpsd_cut *mpsd_cut_begin(unsigned int number, const struct arena_range *pieces, unsigned int count);
+/*
+ * Of pieces that the copy has mapped each as a whole, in that order; so many of them, the `first` ones, somebody waits for.
+ * NULL: it cannot be done so. With the lock of the windows.
+ */
+struct mpsd_cut *mpsd_cut_begin(unsigned int number, const struct arena_range *pieces, unsigned int count,
+				unsigned int first);
 
 enum mpsd_cut_state {
 	MPSD_CUT_GOES_ON,
@@ -30,6 +34,9 @@ enum mpsd_cut_state {
 /* One thread asks this again and again, which keeps it going. */
 enum mpsd_cut_state mpsd_cut_look(struct mpsd_cut *cut);
 bool mpsd_cut_is_gone(const struct mpsd_cut *cut, unsigned int piece);
+
+/* The first ones are all gone. */
+bool mpsd_cut_is_enough(const struct mpsd_cut *cut);
 
 /* No further piece is begun; until those that are have come back, however long that lasts. */
 void mpsd_cut_end(struct mpsd_cut *cut);

@@ -31,15 +31,18 @@ struct unmapping {
 	int ended;			/* eventfd */
 	atomic_bool all;		/* that was tried is unmapped */
 	atomic_bool is_through;		/* all was tried: what the old copy did in it came before */
+	atomic_bool is_behind;		/* the old copy comes into none of the pieces any more, or all was tried */
 	atomic_int holders;		/* its thread, and whoever waits for it */
 	struct mpsd_cut *cut;		/* before it; NULL: there was none */
+	bool goes_on;			/* that is not through: the mover has not waited for all of it */
 	CUmemGenericAllocationHandle *handles;	/* of the program's own memory, which lasts as long as the last one */
 	size_t handle_count;
-	unsigned int count;
+	unsigned int count, first;	/* pieces; the first ones are the program's */
 	struct arena_range pieces[];
 };
 
 static atomic_uint lasting;
+static struct unmapping *unfinished;	/* the mover's */
 static int line = -1;
 static uint64_t generation;
 
@@ -77,6 +80,7 @@ void mpsd_fence_at_end(void)
 void mpsd_fence_child(void)
 {
 	atomic_store(&lasting, 0);
+	unfinished = NULL;
 }
 
 static void let_go(struct unmapping *unmapping)
@@ -110,13 +114,48 @@ static void unmap_all(struct unmapping *unmapping)
 		unmapping->release(unmapping->handles[i]);
 }
 
+static bool has_processors(void)
+{
+	cpu_set_t may;
+
+	return !sched_getaffinity(0, sizeof(may), &may) && CPU_COUNT(&may) > 1;
+}
+
+/*
+ * Who sleeps may get a processor back some ms later only: others' threads spin in the resource manager meanwhile. Where
+ * there is but one, it is those that are waited for that need it.
+ */
+static void rest(uint64_t began, bool spins)
+{
+	uint64_t now = mpsd_now_ns();
+
+	if (!spins || now - began > PATIENT_NS)
+		usleep(LOOK_NS / 1000);
+	else
+		while (mpsd_now_ns() - now < LOOK_NS)
+			;
+}
+
+static bool cut_the_others(struct unmapping *unmapping)
+{
+	enum mpsd_cut_state state = MPSD_CUT_FAILED;
+	uint64_t began = mpsd_now_ns();
+	bool spins = has_processors();
+
+	while (unmapping->goes_on && (state = mpsd_cut_look(unmapping->cut)) == MPSD_CUT_GOES_ON)
+		rest(began, spins);
+	return state == MPSD_CUT_DONE;
+}
+
 static void *run(void *argument)
 {
 	struct unmapping *unmapping = argument;
 	uint64_t one = 1;
 
+	atomic_store(&unmapping->is_behind, cut_the_others(unmapping));
 	unmap_all(unmapping);
 	atomic_store(&unmapping->is_through, true);
+	atomic_store(&unmapping->is_behind, true);
 	while (write(unmapping->ended, &one, sizeof(one)) < 0 && errno == EINTR)
 		;
 	/* The copy may be unloaded from here on. */
@@ -162,6 +201,7 @@ static struct unmapping *prepare(void)
 		.holders = 1,
 	};
 	gather(unmapping);
+	unmapping->first = mpsd_exact_room_last(unmapping->pieces, unmapping->count);
 	unmapping->handles = mpsd_vmm_take(&unmapping->handle_count);
 	return unmapping;
 }
@@ -210,28 +250,6 @@ static bool wait_for(struct unmapping *unmapping)
 	}
 }
 
-static bool has_processors(void)
-{
-	cpu_set_t may;
-
-	return !sched_getaffinity(0, sizeof(may), &may) && CPU_COUNT(&may) > 1;
-}
-
-/*
- * Who sleeps may get a processor back some ms later only: others' threads spin in the resource manager meanwhile. Where
- * there is but one, it is those that are waited for that need it.
- */
-static void rest(uint64_t began, bool spins)
-{
-	uint64_t now = mpsd_now_ns();
-
-	if (!spins || now - began > PATIENT_NS)
-		usleep(LOOK_NS / 1000);
-	else
-		while (mpsd_now_ns() - now < LOOK_NS)
-			;
-}
-
 /* True, or the daemon says that it need not be. */
 static bool cut_off(struct unmapping *unmapping)
 {
@@ -239,9 +257,10 @@ static bool cut_off(struct unmapping *unmapping)
 	uint64_t began = mpsd_now_ns();
 	bool spins = has_processors();
 
-	unmapping->cut = mpsd_cut_begin(mpsd_in_use_number(), unmapping->pieces, unmapping->count);
+	unmapping->cut = mpsd_cut_begin(mpsd_in_use_number(), unmapping->pieces, unmapping->count, unmapping->first);
 	while (unmapping->cut && (state = mpsd_cut_look(unmapping->cut)) == MPSD_CUT_GOES_ON) {
-		if (mpsd_fence_is_said() && mpsd_exact_close())
+		unmapping->goes_on = mpsd_cut_is_enough(unmapping->cut);
+		if (unmapping->goes_on || (mpsd_fence_is_said() && mpsd_exact_close()))
 			return true;
 		rest(began, spins);
 	}
@@ -260,8 +279,27 @@ bool mpsd_fence(void)
 		is = is || wait_for(unmapping);
 	} else {
 		unmap_all(unmapping);
+		unmapping->goes_on = false;
 		is = is || atomic_load(&unmapping->all);
 	}
-	let_go(unmapping);
+	if (unmapping->goes_on)
+		unfinished = unmapping;
+	else
+		let_go(unmapping);
 	return is;
+}
+
+void mpsd_fence_finish(void)
+{
+	uint64_t began = mpsd_now_ns();
+	bool spins = has_processors();
+
+	if (!unfinished)
+		return;
+	while (!atomic_load(&unfinished->is_behind))
+		rest(began, spins);
+	if (atomic_load(&unfinished->is_through) && !atomic_load(&unfinished->all))
+		mpsd_exact_fail("room for copies into which the old context may still write");
+	let_go(unfinished);
+	unfinished = NULL;
 }

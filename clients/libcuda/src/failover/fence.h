@@ -22,6 +22,12 @@ bool mpsd_fence_is_said(void);
  */
 bool mpsd_fence(void);
 
+/*
+ * At the end of the same move, after work was done again and before anything new is. What only copies of mode `exact` come
+ * into, the room of what was there before, the fence left to a thread: no epoch but the present one may use it before.
+ */
+void mpsd_fence_finish(void);
+
 /* Whether something is being unmapped beside the program. */
 bool mpsd_fence_lasts(void);
 

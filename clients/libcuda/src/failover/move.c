@@ -183,6 +183,7 @@ void mpsd_turn(bool may, struct mpsd_replayed *replayed)
 	go_on_capturing();
 	say_missing(replayed);
 	waits_for_turn = false;
+	mpsd_fence_finish();
 	mpsd_phase_end(true);
 }
 
@@ -199,6 +200,8 @@ bool mpsd_move(bool planned, enum mpsd_failover_again again, struct mpsd_times *
 		return false;
 	if (!waits_for_turn)
 		mpsd_phase_begin();
+	/* Of the move before, after which it still waits. */
+	mpsd_fence_finish();
 	/* In this order: who waits for the one looks at the other. */
 	mpsd_standby_leave(true);
 	mpsd_line_moves();
@@ -221,6 +224,7 @@ bool mpsd_move(bool planned, enum mpsd_failover_again again, struct mpsd_times *
 		go_on_capturing();
 		say_missing(&times->replayed);
 	}
+	mpsd_fence_finish();
 	mpsd_phase_end(is || waits_for_turn);
 	waits_for_turn = false;
 	times->on_ns = mpsd_now_ns();
