@@ -21,6 +21,8 @@ from mpsd.model import ClientId, Confidence, KernelXid, UvmEvent, UvmFaultType
 
 EVIDENCE_KEPT = 16
 DEATH_WINDOW_S = 1.0
+# NVML tells of an Xid some 40 ms after the kernel's log did.
+TWIN_S = 0.5
 RESET_XID = 43
 _ADDRESS = re.compile(r"0x[0-9a-f][0-9a-f_]*", re.IGNORECASE)
 # A record of what a dead client's work did: a GPU fault of the same domain soon after is another fault.
@@ -91,6 +93,22 @@ def likeliest(records: Iterable[FaultRecord], sign: Evidence) -> FaultRecord:
     newest = sorted(records, key=lambda r: r.id, reverse=True)
     named = (r for r in newest if r.address is not None and names_address(sign.says, r.address))
     return next(named, newest[0])
+
+
+def kernels_own(records: Iterable[FaultRecord], sign: Evidence) -> list[FaultRecord]:
+    """Those to which the kernel's log has just added the very Xid that NVML tells of, which names nobody."""
+    told = [r for r in records if any(_is_twin(e, sign) for e in r.evidence)]
+    return [r for r in told if not any(e.source is Source.NVML and e.xid == sign.xid for e in r.evidence)]
+
+
+def is_strangers(strays: Iterable[Stray], sign: Evidence, gpu: str) -> bool:
+    """The same, where that line named a process that is none of ours."""
+    return any(s.foreign and s.gpu == gpu and _is_twin(s.evidence, sign) for s in strays)
+
+
+def _is_twin(line: Evidence, sign: Evidence) -> bool:
+    sources = (line.source, sign.source) == (Source.KERNEL_LOG, Source.NVML)
+    return sources and line.xid == sign.xid and 0 <= sign.at - line.at <= TWIN_S
 
 
 def owner_of_pid(state: State, gpu: str | None, pid: int, now: float) -> Domain | None:

@@ -4,8 +4,9 @@
  * manager, piece after piece. After a fault that is busy, under one lock, for 0.1 to 0.6 s: with the fault, and with all
  * that the libraries of the lost domain ask it. What matters here is done before that wait: UVM_FREE has waited for the
  * invalidation of all translations when it takes the range out of its books. So each piece is freed by a thread that may
- * be kept afterwards, and that it is gone is seen by another external range, which can lie there only then. That is left
- * in its place, so that the driver's library finds something when it unmaps the piece later.
+ * be kept afterwards, and that it is gone is seen by another external range, which can lie there only then. One is put in
+ * the place of the others too, when nobody waits for it, so that the driver's library finds something when it unmaps a
+ * piece later.
  */
 #include "failover/cut.h"
 
@@ -36,7 +37,7 @@ struct cutter {
 struct piece {
 	struct arena_range range;
 	atomic_uint_least64_t begun_ns;		/* 0: not yet */
-	atomic_bool is_gone;
+	atomic_bool is_gone, is_filled;
 };
 
 struct mpsd_cut {
@@ -83,6 +84,16 @@ static bool put_in_place(struct mpsd_cut *cut, const struct arena_range *range)
 			     : mpsd_uvm_external(cut->fd, range->base, range->size);
 }
 
+/* By one thread at a time. */
+static bool fill(struct mpsd_cut *cut, struct piece *piece)
+{
+	bool is = put_in_place(cut, &piece->range);
+
+	if (is)
+		atomic_store(&piece->is_filled, true);
+	return is;
+}
+
 static void note_gone(struct mpsd_cut *cut, struct piece *piece)
 {
 	if (atomic_exchange(&piece->is_gone, true))
@@ -120,8 +131,6 @@ static void *run(void *argument)
 			atomic_store(&cut->has_failed, true);
 			break;
 		}
-		/* Where nothing lies there yet. */
-		put_in_place(cut, &piece->range);
 		note_gone(cut, piece);
 		atomic_fetch_add(&cut->returned, 1);
 	}
@@ -191,7 +200,7 @@ static unsigned int look_at_pieces(struct mpsd_cut *cut)
 		struct piece *piece = &cut->pieces[i];
 		uint64_t since = atomic_load(&piece->begun_ns);
 
-		if (since && now > since + SOON_NS && !atomic_load(&piece->is_gone) && put_in_place(cut, &piece->range))
+		if (since && now > since + SOON_NS && !atomic_load(&piece->is_gone) && fill(cut, piece))
 			note_gone(cut, piece);
 	}
 	return begun;
@@ -230,4 +239,7 @@ void mpsd_cut_end(struct mpsd_cut *cut)
 	atomic_store(&cut->is_over, true);
 	while (atomic_load(&cut->threads))
 		mpsd_pause(1);
+	for (unsigned int i = 0; i < cut->count; i++)
+		if (atomic_load(&cut->pieces[i].is_gone) && !atomic_load(&cut->pieces[i].is_filled))
+			fill(cut, &cut->pieces[i]);
 }
