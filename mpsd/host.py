@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from mpsd import mpslog, pipedir
+from mpsd import mpslog, pipedir, procs
 from mpsd.calm import Calm
 from mpsd.control import OUTPUT_FILE, ControlDaemon, TerminateOutcome
 from mpsd.core import events as ev
@@ -53,7 +53,8 @@ class Callbacks:
 class Host:
     """One domain that runs. `uid`: its owner, None for everybody. `server` is pinned while it lives.
 
-    `claimed`: settings that its log tells of and its control daemon has not confirmed yet, by key.
+    `claimed`: settings that its log tells of and its control daemon has not confirmed yet, by key. `dying`: a
+    server whose death was told though its threads are still in the driver.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Host:
     parser: mpslog.LogParser = field(default_factory=mpslog.LogParser)
     follower: LogFollower | None = None
     server: Pinned | None = None
+    dying: ProcessInstance | None = None
     control_watch: int = -1
     claimed: dict[str, Setting] = field(default_factory=dict)
     confirming: bool = False
@@ -290,7 +292,7 @@ class Hosts:
             found = Pinned.open(instances[-1].pid, instances[-1].start_ticks)
         except MpsdError:
             return known
-        if known is not None:
+        if known is not None and known != host.dying:
             # Its end is told before there is another one, however late the loop would have come to it.
             self._callbacks.post(ev.ServerDied(host.name, known))
         self._set_server(host, found)
@@ -304,7 +306,8 @@ class Hosts:
     def _server_died(self, host: Host, server: Pinned) -> None:
         if host.server is server:
             self._drop_server(host)
-        self._callbacks.post(ev.ServerDied(host.name, server.instance))
+        if host.dying != server.instance:
+            self._callbacks.post(ev.ServerDied(host.name, server.instance))
 
     def _drop_server(self, host: Host) -> None:
         if host.server is not None:
@@ -326,7 +329,7 @@ class Hosts:
         if host is None or not host.control.alive():
             return
         server = self._pin_server(host)
-        if server is None:
+        if server is None or server == host.dying:
             self._callbacks.post(ev.ServerStateSeen(domain, ServerState.GONE))
             return
         self._callbacks.post(ev.ServerSeen(domain, server))
@@ -335,6 +338,11 @@ class Hosts:
         except MpsdError as error:
             log.warning("server state unknown", domain=domain, reason=str(error))
             self._callbacks.post(ev.Counted({"ask_failures": 1}))
+            return
+        if state is ServerState.FAULT and procs.is_ending(server):
+            # It was killed, and takes a while to end: for its clients it is in FAULT, but by nobody's work.
+            host.dying = server
+            self._callbacks.post(ev.ServerDied(domain, server))
             return
         self._callbacks.post(ev.ServerStateSeen(domain, state))
 

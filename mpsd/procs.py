@@ -131,6 +131,17 @@ def liveness(instance: ProcessInstance) -> Liveness:
         return Liveness.DEAD
 
 
+def is_ending(instance: ProcessInstance) -> bool:
+    """Whether it was killed, or has ended: its first thread has. Others may be in the kernel for long, and
+    the pidfd says nothing before.
+    """
+    try:
+        stat = procfs.stat(instance.pid)
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    return stat.start_ticks != instance.start_ticks or stat.state in "ZXx"
+
+
 @dataclass(frozen=True, slots=True)
 class ExecIdentity:
     """What changes when a process replaces its program: the executable, and where the kernel laid it.

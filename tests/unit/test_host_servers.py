@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import subprocess
 from collections.abc import Iterator
 from typing import Any, cast
@@ -24,6 +25,7 @@ class Control:
 
     def __init__(self) -> None:
         self.servers: list[subprocess.Popen[bytes]] = []
+        self.state = ServerState.ACTIVE
 
     def alive(self) -> bool:
         return True
@@ -32,7 +34,7 @@ class Control:
         return tuple(procs.facts(s.pid).instance for s in self.servers)
 
     async def server_state(self, pid: int, deadline_s: float) -> ServerState:
-        return ServerState.ACTIVE
+        return self.state
 
 
 @pytest.fixture
@@ -88,6 +90,43 @@ def test_the_end_of_a_server_is_told_once_and_before_the_next_one(
         ev.ServerDied("d1", first),
         ev.ServerSeen("d1", second),
         ev.ServerStateSeen("d1", ServerState.ACTIVE),
+    ]
+
+
+@pytest.mark.parametrize("next_comes", [False, True])
+def test_a_server_that_was_killed_is_dead_though_its_threads_are_still_in_the_driver(
+    control: Control, next_comes: bool
+) -> None:
+    """Its control daemon says that it is in FAULT: that would make suspects of all its clients."""
+    posted: list[ev.Event] = []
+    died, heard = control.servers
+    first, second = control.server_instances()
+
+    async def run() -> None:
+        hosts = hosts_of(control, posted)
+        control.servers, control.state = [died], ServerState.FAULT
+        await hosts._ask("d1")
+        # One that lives is what it says.
+        assert posted == [ev.ServerSeen("d1", first), ev.ServerStateSeen("d1", ServerState.FAULT)]
+        died.kill()
+        os.waitid(os.P_PID, died.pid, os.WEXITED | os.WNOWAIT)
+        await hosts._ask("d1")
+        await hosts._ask("d1")
+        if next_comes:
+            control.servers, control.state = [heard], ServerState.ACTIVE
+            await hosts._ask("d1")
+        # The pidfd tells nobody once more.
+        for _ in range(3):
+            await asyncio.sleep(0)
+        hosts._drop_server(hosts._hosts["d1"])
+
+    asyncio.run(asyncio.wait_for(run(), DEADLINE_S))
+    came = [ev.ServerSeen("d1", second), ev.ServerStateSeen("d1", ServerState.ACTIVE)]
+    assert posted[2:] == [
+        ev.ServerSeen("d1", first),
+        ev.ServerDied("d1", first),
+        ev.ServerStateSeen("d1", ServerState.GONE),
+        *(came if next_comes else []),
     ]
 
 
