@@ -14,7 +14,7 @@ from typing import Any
 
 import structlog
 
-from mpsd import procs
+from mpsd import procs, serverwatch
 from mpsd.attacher import Attacher
 from mpsd.bulletin import Bulletin, Moment
 from mpsd.calm import Aside
@@ -81,6 +81,7 @@ class Performer:
             fx.ReleaseLease: self._release,
             fx.Forget: self._forget,
             fx.Inspect: self._inspect,
+            fx.WatchServers: self._watch_servers,
             fx.Describe: self._describe,
             fx.Acknowledge: lambda e: hands.isolation.acknowledge(e.space),
             fx.Freeze: self._freeze,
@@ -126,6 +127,14 @@ class Performer:
             async with asyncio.timeout(INSPECT_DEADLINE_S):
                 found = await asyncio.to_thread(procs.where, effect.address, effect.process)
         self._hands.post(ev.Inspected(effect.fault, found))
+
+    def _watch_servers(self, effect: fx.WatchServers) -> None:
+        self._tasks.spawn(self._find_server(effect))
+
+    async def _find_server(self, effect: fx.WatchServers) -> None:
+        domain = await serverwatch.find(effect.servers)
+        if domain is not None:
+            self._hands.post(ev.ServerAtFault(domain, effect.servers[domain], effect.gpu))
 
     def _describe(self, effect: fx.Describe) -> None:
         # Its ledger is taken hold of now: the client may be gone in a moment.

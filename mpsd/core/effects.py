@@ -120,6 +120,14 @@ class Inspect:
 
 
 @dataclass(frozen=True, slots=True)
+class WatchServers:
+    """Look which of these servers, by domain, is at a fault of this GPU; ServerAtFault if one alone is."""
+
+    gpu: str
+    servers: Mapping[str, ProcessInstance]
+
+
+@dataclass(frozen=True, slots=True)
 class Describe:
     """Look up in the client's ledger what lies where a guard zone was hit; HitDescribed when known."""
 
@@ -265,6 +273,7 @@ Effect = (
     | ReleaseLease
     | Forget
     | Inspect
+    | WatchServers
     | Describe
     | Acknowledge
     | Freeze

@@ -100,6 +100,7 @@ _HANDLERS: Mapping[type, Callable[[Draft, Any], None]] = {
     ev.ServerSeen: domains.on_server_seen,
     ev.ServerDied: faults.on_server_died,
     ev.ServerStateSeen: faults.on_server_state,
+    ev.ServerAtFault: faults.on_server_at_fault,
     ev.ServerFatalLogged: faults.on_server_fatal,
     ev.ClientRefused: clients.on_refused,
     ev.ClientNoticed: clients.on_noticed,

@@ -122,6 +122,15 @@ class ServerStateSeen:
 
 
 @dataclass(frozen=True, slots=True)
+class ServerAtFault:
+    """This server has been in a call of the driver ever since an Xid of this GPU that names nobody."""
+
+    domain: str
+    server: ProcessInstance
+    gpu: str
+
+
+@dataclass(frozen=True, slots=True)
 class ServerFatalLogged:
     """server.log says that the server handles a fatal GPU error. `culprit` is a pid it names."""
 
@@ -516,6 +525,7 @@ Event = (
     | ServerSeen
     | ServerDied
     | ServerStateSeen
+    | ServerAtFault
     | ServerFatalLogged
     | ClientRefused
     | ClientNoticed

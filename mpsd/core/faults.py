@@ -270,6 +270,18 @@ def on_server_fatal(draft: Draft, event: ev.ServerFatalLogged) -> None:
         domain_sign(draft, domain, Evidence(Source.SERVER_LOG, draft.now, event.text))
 
 
+def on_server_at_fault(draft: Draft, event: ev.ServerAtFault) -> None:
+    """Not where the exception may be somebody else's: of a stranger, or of a domain that has just faulted."""
+    domain = draft.state.domains.get(event.domain)
+    here = [s for s in draft.state.strays if s.gpu == event.gpu]
+    waits = any(strays.is_exception(s) for s in here) and not any(s.foreign for s in here)
+    if domain is None or domain.server != event.server or not waits:
+        return
+    if domain.state in _IN_SERVICE and not at.open_on_gpu(draft.state, event.gpu, draft.now):
+        text = f"server {event.server.pid} has been in the driver since the kernel's log told of an exception"
+        domain_sign(draft, domain, Evidence(Source.PROCESS, draft.now, text))
+
+
 def on_server_state(draft: Draft, event: ev.ServerStateSeen) -> None:
     domain = draft.state.domains.get(event.domain)
     if domain is None or domain.state is DomainState.STOPPING:

@@ -6,12 +6,14 @@ from dataclasses import replace
 
 from mpsd.core import attribution as at
 from mpsd.core.draft import Draft
-from mpsd.core.effects import ArmTimer
-from mpsd.core.records import Evidence, FaultRecord
+from mpsd.core.effects import ArmTimer, WatchServers
+from mpsd.core.records import Evidence, FaultRecord, Source
+from mpsd.core.standby import Standing
 from mpsd.core.state import Stray
 from mpsd.core.writing import deviceless
 
 STRAYS_KEPT = 64
+SM_EXCEPTION = 13
 
 
 def take(draft: Draft, record: FaultRecord) -> tuple[Evidence, ...]:
@@ -30,7 +32,27 @@ def take(draft: Draft, record: FaultRecord) -> tuple[Evidence, ...]:
     return tuple(s.evidence for s in taken)
 
 
+def is_exception(stray: Stray) -> bool:
+    """Whether the kernel's log tells of an exception of the SMs, and of nobody with it."""
+    return stray.xid == SM_EXCEPTION and stray.evidence.source is Source.KERNEL_LOG and not stray.foreign
+
+
+def _watch(draft: Draft, stray: Stray) -> None:
+    """Its domain's server may say late that it was one of its clients; programs stand still until then.
+
+    Where none of them could go on elsewhere there is no hurry.
+    """
+    if not is_exception(stray) or any(s.gpu == stray.gpu and is_exception(s) for s in draft.state.strays):
+        return
+    ready = {m.home for m in draft.state.members.values() if m.standing is Standing.READY}
+    here = [d for d in draft.state.domains.values() if stray.gpu in d.gpus and d.server is not None]
+    if ready & {d.id for d in here}:
+        servers = {d.id: d.server for d in here if d.server is not None}
+        draft.emit(WatchServers(stray.gpu, servers))
+
+
 def add(draft: Draft, stray: Stray) -> None:
+    _watch(draft, stray)
     # Only the first arms the timer: one process that faults all the time must not put it off for ever.
     if not any(s.gpu == stray.gpu for s in draft.state.strays):
         draft.emit(ArmTimer("strays", stray.gpu, draft.state.policy.evidence_window_s))

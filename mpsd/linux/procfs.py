@@ -92,6 +92,28 @@ def thread_states(pid: int, limit: int = 256) -> Iterator[str]:
             continue
 
 
+def parse_call(raw: bytes) -> tuple[int, ...] | None:
+    """Number and first three arguments of the call in /proc/PID/syscall (proc(5)); None outside of any."""
+    fields = raw.split()
+    if len(fields) < 4 or fields[0] == b"-1":
+        return None
+    return int(fields[0]), *(int(field, 16) for field in fields[1:4])
+
+
+def calls(pid: int, limit: int = 256) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """Threads that are in a system call, and in which one. Of one on a processor the kernel does not say it.
+
+    Raises PermissionError without ptrace rights.
+    """
+    for tid in os.listdir(f"/proc/{pid}/task")[:limit]:
+        try:
+            call = parse_call(_read(f"/proc/{pid}/task/{tid}/syscall"))
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if call is not None:
+            yield int(tid), call
+
+
 def status_fields(pid: int) -> dict[str, str]:
     """/proc/PID/status as key to stripped text."""
     return {key: value.strip() for key, _, value in (r.partition(":") for r in _rows(f"/proc/{pid}/status"))}

@@ -382,6 +382,11 @@ class Daemon(RuleBasedStateMachine):
     def nvml_xid(self, xid: int, gpu: str) -> None:
         self.do(ev.NvmlXidSeen(NvmlXid(gpu, xid)))
 
+    @rule(pick=picks, gpu=st.sampled_from(GPUS))
+    def server_at_fault(self, pick: int, gpu: str) -> None:
+        domain = self.domain_named(pick)
+        self.do(ev.ServerAtFault(domain, server_of(domain), gpu))
+
     @rule(pick=picks)
     def server_fatal(self, pick: int) -> None:
         self.do(ev.ServerFatalLogged(self.domain_named(pick), "fatal GPU error"))
