@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from mpsd import serverwatch
 from mpsd.bulletin import Moment
 from mpsd.calm import CALM_S, Calm
 from mpsd.core import effects as fx
 from mpsd.core import events as ev
 from mpsd.core.standby import FailoverRecord
+from mpsd.model import ProcessInstance
 from mpsd.performer import Hands, Performer
-from tests.support.core import process
+from tests.support.core import process, server_of
 
 DEADLINE_S = 20.0
 
@@ -47,6 +50,30 @@ def performer(
     hosts = SimpleNamespace(calm=calm or Calm())
     hands: Any = SimpleNamespace(**others | {"bulletin": bulletin, "failover": desk, "hosts": hosts})
     return Performer(cast("Hands", hands))
+
+
+@pytest.mark.parametrize("found", ["d2", None])
+def test_the_server_that_is_at_a_fault_is_told_if_one_is(
+    found: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    servers = {name: server_of(name) for name in ("d1", "d2")}
+    posted: list[ev.Event] = []
+    ended = asyncio.Event()
+
+    async def find(asked: Mapping[str, ProcessInstance]) -> str | None:
+        assert asked == servers
+        ended.set()
+        return found
+
+    async def run() -> None:
+        made = performer(Bulletin(), posted=posted)
+        made.perform(fx.WatchServers("GPU-0", servers))
+        await ended.wait()
+        await made.close()
+
+    monkeypatch.setattr(serverwatch, "find", find)
+    asyncio.run(asyncio.wait_for(run(), DEADLINE_S))
+    assert posted == ([ev.ServerAtFault("d2", servers["d2"], "GPU-0")] if found else [])
 
 
 def revision(number: int, of: int = 1) -> fx.RecordFailover:

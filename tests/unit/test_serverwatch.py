@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import os
 import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping
 
 import pytest
@@ -74,6 +75,25 @@ def test_the_kernel_says_in_which_call_a_thread_is(reader: subprocess.Popen[byte
     instance = ProcessInstance(reader.pid, procfs.start_ticks(reader.pid))
     assert serverwatch.calls_of(instance) == ()
     assert serverwatch.calls_of(ProcessInstance(2**22 + 1, 1)) == ()
+
+
+@pytest.fixture
+def at_fault() -> Iterator[ProcessInstance]:
+    program = [sys.executable, "-m", "tests.support.intodriver"]
+    with subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as made:
+        assert made.stdout is not None
+        said = made.stdout.readline().strip().decode()
+        if said != "ready":
+            pytest.skip(f"no filter of system calls here: {said}")
+        yield ProcessInstance(made.pid, procfs.start_ticks(made.pid))
+
+
+def test_a_process_that_stays_in_an_ioctl_is_found_beside_one_that_does_not(
+    at_fault: ProcessInstance, reader: subprocess.Popen[bytes]
+) -> None:
+    until(lambda: serverwatch.calls_of(at_fault))
+    other = ProcessInstance(reader.pid, procfs.start_ticks(reader.pid))
+    assert asyncio.run(serverwatch.find({"d1": other, "d2": at_fault})) == "d2"
 
 
 def test_calls_of_the_driver_alone_count_and_of_that_life_of_the_pid(monkeypatch: pytest.MonkeyPatch) -> None:
