@@ -39,7 +39,7 @@ LARGEST_STATUS = 999
 class Callbacks:
     """What a domain's logs tell besides events: a client to notice or that may have left, a setting made.
 
-    `save`: write down now what there is, before a process is started.
+    `save`: write down now what there is, before a process is started. `in_use`: whether a domain has clients.
     """
 
     post: Post
@@ -47,6 +47,7 @@ class Callbacks:
     left: Callable[[str, int], None]
     set_by_hand: Callable[[], None]
     save: Callable[[], object]
+    in_use: Callable[[str], bool]
 
 
 @dataclass(slots=True)
@@ -339,8 +340,9 @@ class Hosts:
             log.warning("server state unknown", domain=domain, reason=str(error))
             self._callbacks.post(ev.Counted({"ask_failures": 1}))
             return
-        if state is ServerState.FAULT and procs.is_ending(server):
-            # It was killed, and takes a while to end: for its clients it is in FAULT, but by nobody's work.
+        if state is ServerState.FAULT and self._callbacks.in_use(domain) and procs.is_ending(server):
+            # It was killed, and takes a while to end: for its clients it is in FAULT, but by nobody's work. In
+            # an empty domain there is no hurry, and where a GPU admits one server the next one waits for it.
             host.dying = server
             self._callbacks.post(ev.ServerDied(domain, server))
             return

@@ -7,6 +7,7 @@ print them through `mpsd.text.printable`.
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from bisect import bisect_right
@@ -131,15 +132,22 @@ def liveness(instance: ProcessInstance) -> Liveness:
         return Liveness.DEAD
 
 
+# include/linux/sched.h, as field 9 of proc(5)'s stat shows it; SIGKILL in a mask of signals.
+_PF_EXITING = 0x4
+_KILLED = 1 << (signal.SIGKILL - 1)
+
+
 def is_ending(instance: ProcessInstance) -> bool:
-    """Whether it was killed, or has ended: its first thread has. Others may be in the kernel for long, and
-    the pidfd says nothing before.
+    """Whether it was killed, or has ended, by its first thread, which leaves or is to. Threads may be in the
+    kernel for long before, and the pidfd says nothing until none is.
     """
     try:
         stat = procfs.stat(instance.pid)
+        killed = int(procfs.status_fields(instance.pid).get("SigPnd", "0"), 16) & _KILLED
     except (FileNotFoundError, ProcessLookupError):
         return True
-    return stat.start_ticks != instance.start_ticks or stat.state in "ZXx"
+    leaves = stat.state in "ZXx" or stat.flags & _PF_EXITING
+    return stat.start_ticks != instance.start_ticks or bool(leaves or killed)
 
 
 @dataclass(frozen=True, slots=True)

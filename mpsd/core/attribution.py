@@ -101,9 +101,18 @@ def kernels_own(records: Iterable[FaultRecord], sign: Evidence) -> list[FaultRec
     return [r for r in told if not any(e.source is Source.NVML and e.xid == sign.xid for e in r.evidence)]
 
 
-def is_strangers(strays: Iterable[Stray], sign: Evidence, gpu: str) -> bool:
-    """The same, where that line named a process that is none of ours."""
-    return any(s.foreign and s.gpu == gpu and _is_twin(s.evidence, sign) for s in strays)
+def is_strangers(strays: Iterable[Stray], own: Iterable[FaultRecord], sign: Evidence, gpu: str) -> bool:
+    """Whether it is rather that of a line which named a process that is none of ours.
+
+    NVML tells of Xids in the order of those lines, of each once. `own`: records as above.
+    """
+    foreign = [s.evidence for s in strays if s.foreign and s.gpu == gpu]
+    lines = sorted(e.at for e in foreign if _is_twin(e, sign))
+    if not lines:
+        return False
+    told = sum(e.source is Source.NVML and e.xid == sign.xid and e.at >= lines[0] for e in foreign)
+    ours = [e.at for r in own for e in r.evidence if _is_twin(e, sign)]
+    return told < len(lines) and all(lines[told] < at for at in ours)
 
 
 def _is_twin(line: Evidence, sign: Evidence) -> bool:

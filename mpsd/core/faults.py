@@ -229,11 +229,12 @@ def join_or_stray(draft: Draft, gpu: str | None, xid: int, sign: Evidence) -> No
     if gpu is None:
         draft.count("xids_of_unknown_gpus")
         return
-    if at.is_strangers(draft.state.strays, sign, gpu):
+    records = at.open_on_gpu(draft.state, gpu, draft.now)
+    own = at.kernels_own(records, sign)
+    if at.is_strangers(draft.state.strays, own, sign, gpu):
         strays.add(draft, Stray(gpu, xid, sign, foreign=True))
         return
-    records = at.open_on_gpu(draft.state, gpu, draft.now)
-    records = at.kernels_own(records, sign) or records
+    records = own or records
     if len({r.domain for r in records}) == 1:
         record = at.likeliest(records, sign)
         revise(draft, record, at.refine(record, (sign,)))

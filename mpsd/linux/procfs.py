@@ -52,6 +52,7 @@ class Stat:
     comm: str
     state: str
     ppid: int
+    flags: int
     start_ticks: int
     start_code: int
     start_stack: int
@@ -65,6 +66,7 @@ def parse_stat(raw: bytes) -> Stat:
         comm=text_of(raw[opened + 1 : closed]),
         state=fields[0].decode("ascii"),
         ppid=int(fields[1]),
+        flags=int(fields[6]),
         start_ticks=int(fields[19]),
         start_code=int(fields[23]),
         start_stack=int(fields[25]),

@@ -3,6 +3,7 @@ nothing is in flight, the copy's way to the memory is cut off, or the daemon say
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,12 @@ from tests.libcuda.test_failover import Program, ask, break_domain, copies, post
 from tests.support import moving
 from tests.support.gate import MANAGER, NO_CUT, NO_ROOM_CUT, ROOM, UNMAP, Gate, gate_of
 from tests.support.moving import Line, Post
-from tests.support.simfixtures import backend, domain, second
+from tests.support.simfixtures import backend, domain, second, third
 from tests.support.simnode import Domain, until
 
-__all__ = ["ask", "backend", "copies", "domain", "gate", "post", "second"]
+__all__ = ["ask", "backend", "copies", "domain", "gate", "post", "second", "third"]
+
+A_WHILE_S = 0.1
 
 
 def moving_out(line: Line, gate: Gate, domain: Domain, second: Domain, ask: Program, copies: Path) -> None:
@@ -24,12 +27,25 @@ def moving_out(line: Line, gate: Gate, domain: Domain, second: Domain, ask: Prog
     lose(line, gate, domain)
 
 
-def at_work(line: Line, gate: Gate, second: Domain, ask: Program, copies: Path) -> None:
+@pytest.fixture
+def next_gate(second: Domain) -> Iterator[Gate]:
+    with gate_of(second) as made:
+        yield made
+
+
+def at_work(
+    line: Line, gate: Gate, second: Domain, ask: Program, copies: Path, *, saved: bool = False
+) -> None:
+    """`saved`: what the kernel that does not begin may write is saved."""
     assert ask("m = gpu.memory(8 << 20); n = gpu.memory(600)") == "None"
     stand_by(line, second, copies)
     assert ask("[gpu.run('add', m, 8, 4), gpu.sync()]") == "[0, 0]"
     gate.let(0)
     assert ask("gpu.run('add', m, 8, 1)") == "0"
+    if saved:
+        # The copy, and the words that say so.
+        gate.let(3)
+        until(lambda: gate.left() == 0)
 
 
 def lose(line: Line, gate: Gate, domain: Domain, keep: int = UNMAP) -> None:
@@ -196,41 +212,76 @@ def test_what_is_cut_off_need_not_be_unmapped(
     assert ask.end() == ""
 
 
+def room_is_open(line: Line, gate: Gate, next_gate: Gate, domain: Domain, again: int = 1) -> None:
+    """All but the room for copies is cut off; work was done again, or would be, and its words have come."""
+    before = 1000
+    next_gate.let(before)
+    gate.keep(ROOM)
+    break_domain(domain)
+    line.say(moving.MOVE, 1, again=again)
+    until(lambda: gate.kept() == ROOM)
+    if again == 1:
+        until(lambda: next_gate.left() <= before - 3)
+
+
 @EXACT
+@pytest.mark.parametrize("saved", [False, True])
 def test_room_for_copies_is_cut_off_while_work_is_done_again_and_before_anything_new_is(
-    domain: Domain, gate: Gate, second: Domain, post: Post, ask: Program, copies: Path
+    domain: Domain,
+    gate: Gate,
+    next_gate: Gate,
+    second: Domain,
+    post: Post,
+    ask: Program,
+    copies: Path,
+    saved: bool,
 ) -> None:
     line = post.greet(moving.EXACT)
-    with gate_of(second) as next_gate:
-        at_work(line, gate, second, ask, copies)
-        before = 1000
-        next_gate.let(before)
+    at_work(line, gate, second, ask, copies, saved=saved)
+    if saved:
+        room_is_open(line, gate, next_gate, domain)
+    else:
+        # What was not saved is saved in the same place: not before.
         gate.keep(ROOM)
         break_domain(domain)
         line.say(moving.MOVE, 1, again=1)
         until(lambda: gate.kept() == ROOM)
-        # What was there is put back, the kernel runs again, and words say so.
-        until(lambda: next_gate.left() <= before - 3)
-        assert line.is_silent()
-        gate.keep(0)
-        assert line.hear(moving.MOVED).values[4] == 1
-        assert ask("[gpu.sync(), gpu.word(m), gpu.run('add', m, 8, 1), gpu.sync(), gpu.word(m)]") == (
-            "[0, 5, 0, 0, 6]"
-        )
-        assert ask.end() == ""
+    assert line.is_silent(A_WHILE_S)
+    gate.keep(0)
+    assert line.hear(moving.MOVED).values[3:5] == ((8 << 20 if saved else 0), 1)
+    assert ask("[gpu.sync(), gpu.word(m), gpu.run('add', m, 8, 1), gpu.sync(), gpu.word(m)]") == (
+        "[0, 5, 0, 0, 6]"
+    )
+    assert line.unsure == []
+    assert ask.end() == ""
+
+
+@EXACT
+def test_the_daemons_word_lets_it_go_while_its_room_is_cut_off(
+    domain: Domain, gate: Gate, next_gate: Gate, second: Domain, post: Post, ask: Program, copies: Path
+) -> None:
+    line = post.greet(moving.EXACT)
+    at_work(line, gate, second, ask, copies, saved=True)
+    room_is_open(line, gate, next_gate, domain)
+    assert line.is_silent(A_WHILE_S)
+    line.say(moving.FENCED, 1)
+    assert line.hear(moving.MOVED).text == ""
+    assert ask("[gpu.sync(), gpu.word(m)]") == "[0, 5]"
+    gate.keep(0)
+    assert ask.end() == ""
 
 
 @EXACT
 def test_room_for_copies_that_cannot_be_cut_off_is_unmapped_before_anything_new_is(
-    domain: Domain, gate: Gate, second: Domain, post: Post, ask: Program, copies: Path
+    domain: Domain, gate: Gate, next_gate: Gate, second: Domain, post: Post, ask: Program, copies: Path
 ) -> None:
     line = post.greet(moving.EXACT)
-    at_work(line, gate, second, ask, copies)
+    at_work(line, gate, second, ask, copies, saved=True)
+    room_is_open(line, gate, next_gate, domain)
+    # It is refused, and what unmaps it is kept.
     gate.keep(NO_ROOM_CUT | MANAGER)
-    break_domain(domain)
-    line.say(moving.MOVE, 1, again=1)
     until(lambda: gate.kept() == MANAGER)
-    assert line.is_silent()
+    assert line.is_silent(A_WHILE_S)
     gate.keep(0)
     assert line.hear(moving.MOVED).text == ""
     assert ask("[gpu.sync(), gpu.word(m), gpu.run('add', m, 8, 1), gpu.sync(), gpu.word(m)]") == (
@@ -241,19 +292,58 @@ def test_room_for_copies_that_cannot_be_cut_off_is_unmapped_before_anything_new_
 
 
 @EXACT
+@pytest.mark.parametrize("fenced", [False, True])
 def test_a_program_that_waits_for_its_turn_has_its_room_cut_off_by_then(
-    domain: Domain, gate: Gate, second: Domain, post: Post, ask: Program, copies: Path
+    domain: Domain,
+    gate: Gate,
+    next_gate: Gate,
+    second: Domain,
+    post: Post,
+    ask: Program,
+    copies: Path,
+    fenced: bool,
 ) -> None:
     line = post.greet(moving.EXACT)
-    at_work(line, gate, second, ask, copies)
-    gate.keep(ROOM)
-    break_domain(domain)
-    line.say(moving.MOVE, 1, again=2)
+    at_work(line, gate, second, ask, copies, saved=True)
+    room_is_open(line, gate, next_gate, domain, again=2)
     assert line.hear(moving.MOVED).values[5]
+    if fenced:
+        line.say(moving.FENCED, 1)
+        until(line.is_read)
+    before = next_gate.left()
     line.say(moving.TURN, 1)
-    assert line.is_silent()
-    gate.keep(0)
+    until(lambda: next_gate.left() <= before - 3)
+    assert fenced or line.is_silent(A_WHILE_S)
+    gate.keep(gate.kept() if fenced else 0)
     assert line.hear(moving.DONE).text == ""
+    gate.keep(0)
+    assert ask("[gpu.sync(), gpu.word(m)]") == "[0, 5]"
+    assert ask.end() == ""
+
+
+@EXACT
+def test_the_next_move_waits_for_the_room_of_the_one_before(
+    domain: Domain,
+    gate: Gate,
+    next_gate: Gate,
+    second: Domain,
+    third: Domain,
+    post: Post,
+    ask: Program,
+    copies: Path,
+) -> None:
+    """While the program waits for its turn."""
+    line = post.greet(moving.EXACT)
+    at_work(line, gate, second, ask, copies, saved=True)
+    room_is_open(line, gate, next_gate, domain, again=2)
+    line.hear(moving.MOVED)
+    stand_by(line, third, copies, 2)
+    break_domain(second)
+    line.say(moving.MOVE, 2, again=1)
+    until(line.is_read)
+    assert line.is_silent(A_WHILE_S)
+    gate.keep(0)
+    assert line.hear(moving.MOVED).generation == 2
     assert ask("[gpu.sync(), gpu.word(m)]") == "[0, 5]"
     assert ask.end() == ""
 

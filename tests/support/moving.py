@@ -75,9 +75,9 @@ class Line:
         assert (magic, version) == (MAGIC, VERSION)
         return Said(kind, generation, tuple(rest[:6]), rest[7].rstrip(b"\0").decode())
 
-    def is_silent(self) -> bool:
-        """It has said nothing that was not heard."""
-        return not select.select([self._sock], [], [], 0)[0]
+    def is_silent(self, seconds: float = 0.0) -> bool:
+        """It has said nothing that was not heard, and does not within that time, which may be too short."""
+        return not select.select([self._sock], [], [], seconds)[0]
 
     def is_read(self) -> bool:
         """It has taken all that was said."""

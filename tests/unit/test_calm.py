@@ -71,7 +71,12 @@ def test_what_comes_afterwards_is_before_tasks_that_begin_then_and_waits_for_the
 
 def hosts(done: list[str], posted: list[ev.Event], calm: Calm) -> host.Hosts:
     callbacks = host.Callbacks(
-        posted.append, lambda *_: None, lambda *_: None, lambda: None, lambda: done.append("saved")
+        posted.append,
+        lambda *_: None,
+        lambda *_: None,
+        lambda: None,
+        lambda: done.append("saved"),
+        lambda _: True,
     )
     layout: Any = SimpleNamespace(
         pipe_dir=lambda name: f"/{name}",

@@ -345,9 +345,30 @@ def test_what_nvml_tells_of_a_foreign_line_never_joins_the_fault_of_a_domain() -
     world.wait(0.04).nvml(43)
     assert world.record().fault_class == "sm-exception"
     assert [s.foreign for s in world.state.strays] == [True, True]
-    # That one came with no such line.
-    world.wait(0.6).nvml(43)
+    # That one came with no such line: of each NVML tells once.
+    world.wait(0.2).nvml(43)
     assert world.record().fault_class == "sm-trap" and len(world.state.strays) == 2
+
+
+@pytest.mark.parametrize("ours_first", [True, False])
+def test_nvml_tells_of_xids_in_the_order_of_their_lines(ours_first: bool) -> None:
+    world = three_clients()
+
+    def ours() -> None:
+        world.wait(0.01).kernel(31, mmu_text(ADDRESS), pid=10)
+
+    def theirs() -> None:
+        world.wait(0.01).kernel(31, mmu_text(ADDRESS), pid=4242, name="outside")
+
+    for line in (ours, theirs) if ours_first else (theirs, ours):
+        line()
+    of_ours = []
+    for _ in range(2):
+        world.wait(0.04).nvml(31)
+        (record,) = world.state.open_faults
+        of_ours.append(Source.NVML in {e.source for e in record.evidence})
+    assert of_ours == [ours_first, True]
+    assert [s.evidence.source for s in world.state.strays] == [Source.KERNEL_LOG, Source.NVML]
 
 
 def test_what_nvml_tells_of_a_line_belongs_to_the_fault_of_that_line() -> None:

@@ -15,6 +15,7 @@ from mpsd import mpslog, procs
 from mpsd.calm import Calm
 from mpsd.core import events as ev
 from mpsd.host import Callbacks, Host, Hosts
+from mpsd.linux import procfs
 from mpsd.model import ProcessInstance, ServerState
 
 DEADLINE_S = 10.0
@@ -26,12 +27,15 @@ class Control:
     def __init__(self) -> None:
         self.servers: list[subprocess.Popen[bytes]] = []
         self.state = ServerState.ACTIVE
+        self.in_use = True
 
     def alive(self) -> bool:
         return True
 
     def server_instances(self) -> tuple[ProcessInstance, ...]:
-        return tuple(procs.facts(s.pid).instance for s in self.servers)
+        """Those that have not ended, as of a real one."""
+        found = (procs.facts(s.pid).instance for s in self.servers)
+        return tuple(i for i in found if procfs.stat(i.pid).state != "Z")
 
     async def server_state(self, pid: int, deadline_s: float) -> ServerState:
         return self.state
@@ -51,7 +55,7 @@ def control() -> Iterator[Control]:
 def hosts_of(control: Control, posted: list[ev.Event]) -> Hosts:
     """Of one domain."""
     anything: Any = None
-    callbacks = Callbacks(posted.append, *([lambda *_: None] * 4))
+    callbacks = Callbacks(posted.append, *([lambda *_: None] * 4), in_use=lambda _: control.in_use)
     hosts = Hosts("none", {}, anything, anything, callbacks, Calm(), start_deadline_s=1.0)
     hosts._hosts["d1"] = Host("d1", None, cast("Any", control))
     return hosts
@@ -91,6 +95,26 @@ def test_the_end_of_a_server_is_told_once_and_before_the_next_one(
         ev.ServerSeen("d1", second),
         ev.ServerStateSeen("d1", ServerState.ACTIVE),
     ]
+
+
+def test_of_an_empty_domain_the_servers_end_is_waited_for(control: Control) -> None:
+    posted: list[ev.Event] = []
+    died = control.servers[0]
+    (first, _) = control.server_instances()
+
+    async def run() -> None:
+        hosts = hosts_of(control, posted)
+        control.servers, control.state, control.in_use = [died], ServerState.FAULT, False
+        await hosts._ask("d1")
+        died.kill()
+        os.waitid(os.P_PID, died.pid, os.WEXITED | os.WNOWAIT)
+        await hosts._ask("d1")
+        assert posted[2:] == [ev.ServerSeen("d1", first), ev.ServerStateSeen("d1", ServerState.FAULT)]
+        # Its pidfd tells of it.
+        while ev.ServerDied("d1", first) not in posted:
+            await asyncio.sleep(0)
+
+    asyncio.run(asyncio.wait_for(run(), DEADLINE_S))
 
 
 @pytest.mark.parametrize("next_comes", [False, True])

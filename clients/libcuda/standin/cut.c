@@ -18,11 +18,13 @@ API CUresult standinCutRange(CUdeviceptr base, size_t size)
 	bool is_room = size >= ROOM_BYTES;
 	struct range *range;
 
-	if (gate_wants(GATE_NO_CUT) || (is_room && gate_wants(GATE_NO_ROOM_CUT)))
+	if (gate_wants(GATE_NO_CUT))
 		return CUDA_ERROR_INVALID_VALUE;
 	gate_keep(GATE_UNMAP);
 	if (is_room)
 		gate_keep(GATE_ROOM);
+	if (is_room && gate_wants(GATE_NO_ROOM_CUT))
+		return CUDA_ERROR_INVALID_VALUE;
 	lock_memory();
 	range = range_from(base, RANGE_MAPPED);
 	if (!range || range->size != size || range->is_cut)

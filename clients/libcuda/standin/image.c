@@ -37,7 +37,7 @@ static struct CUfunc_st *new_function(void)
 
 static void end_function(struct CUfunc_st *function)
 {
-#ifdef __SANITIZE_ADDRESS__
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
 	free(function);
 #else
 	function->next = unloaded;

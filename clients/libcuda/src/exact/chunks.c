@@ -4,6 +4,9 @@
  * outlive the context too.
  */
 #include "exact/chunks.h"
+
+#include <stdlib.h>
+
 #include "exact/undo.h"
 #include "limits.h"
 #include "memory.h"
@@ -99,13 +102,20 @@ bool mpsd_chunk_is(CUdeviceptr address)
 	return false;
 }
 
-static bool is_chunk(const struct arena_range *piece)
+void mpsd_chunks_lose(void)
 {
-	for (unsigned int i = 0; i < chunk_count; i++)
-		if (chunks[i].base == piece->base && chunks[i].size == piece->size)
-			return true;
-	return false;
+	chunk_count = 0;
+	mpsd_chunks_empty();
 }
+
+static int compare(const void *base, const void *piece)
+{
+	CUdeviceptr a = *(const CUdeviceptr *)base, b = ((const struct arena_range *)piece)->base;
+
+	return a < b ? -1 : a > b;
+}
+
+#define IS_ROOM 1	/* in a size, which is that of whole granules */
 
 unsigned int mpsd_exact_room_last(struct arena_range *pieces, unsigned int count)
 {
@@ -114,15 +124,22 @@ unsigned int mpsd_exact_room_last(struct arena_range *pieces, unsigned int count
 	/* Whoever has it may wait for a lock of the mover's. */
 	if (!mpsd_exact() || pthread_mutex_trylock(&mpsd_exact_lock))
 		return count;
+	for (unsigned int i = 0; i < chunk_count; i++) {
+		struct arena_range *piece = bsearch(&chunks[i].base, pieces, count, sizeof(*pieces), compare);
+
+		if (piece && piece->size == chunks[i].size)
+			piece->size |= IS_ROOM;
+	}
+	pthread_mutex_unlock(&mpsd_exact_lock);
 	for (unsigned int i = count; i-- > 0;) {
 		struct arena_range piece = pieces[i];
 
-		if (!is_chunk(&piece))
+		if (!(piece.size & IS_ROOM))
 			continue;
+		piece.size &= ~(uint64_t)IS_ROOM;
 		pieces[i] = pieces[--first];
 		pieces[first] = piece;
 	}
-	pthread_mutex_unlock(&mpsd_exact_lock);
 	return first;
 }
 

@@ -129,10 +129,13 @@ void mpsd_exact_rested(void);
 bool mpsd_exact_close(void);
 
 /*
- * Behind the other pieces those that are room for what memory was before the epoch, where that is certain: the old context
- * writes there what was there when the epoch began, and nothing else. How many are not.
+ * Of pieces in the order of their addresses: behind the others those that are room for what memory was before the epoch,
+ * where that is certain. Nothing of the program's comes there: the old context's saves do. How many are not of that kind.
  */
 unsigned int mpsd_exact_room_last(struct arena_range *pieces, unsigned int count);
+
+/* In a move: a context that was left may still write to that room. It is not used again, and nothing is done again by it. */
+void mpsd_exact_lose_room(void);
 
 /* The same where it has nothing in flight at all, by the GPU's own word, and nobody is about to give it something. */
 bool mpsd_exact_is_over(void);

@@ -2,10 +2,12 @@
 /* In a move: what was not proven to have ended, undone and done again. */
 #include <string.h>
 
+#include "exact/chunks.h"
 #include "exact/pace.h"
 #include "exact/still.h"
 #include "exact/submit.h"
 #include "exact/undo.h"
+#include "failover/fence.h"
 #include "failover/graph.h"
 #include "failover/line.h"
 #include "failover/made.h"
@@ -191,6 +193,11 @@ static void move(bool may, struct mpsd_replayed *replayed)
 		return;
 	}
 	replayed->unsure = mpsd_epoch.unsure ? mpsd_epoch.unsure : may ? NULL : "nobody knows whose fault it was";
+	/* What was not saved is saved anew in its old place, where a save that was cut off may come to its end before. */
+	if (!replayed->unsure && mpsd_undo_open_bytes() && !mpsd_fence_finish()) {
+		mpsd_chunks_lose();
+		replayed->unsure = MPSD_ROOM_IS_LOST;
+	}
 	if (!replayed->unsure) {
 		result = mpsd_enter_context();
 		has_begun = result == CUDA_SUCCESS;
@@ -203,6 +210,16 @@ static void move(bool may, struct mpsd_replayed *replayed)
 	if (replayed->unsure)
 		give_up(has_begun);
 	real_cuCtxSetCurrent(NULL);
+}
+
+void mpsd_exact_lose_room(void)
+{
+	pthread_mutex_lock(&mpsd_exact_lock);
+	mpsd_chunks_lose();
+	if (!mpsd_epoch.unsure && !mpsd_lanes_all_proven())
+		__atomic_store_n(&mpsd_epoch.unsure, MPSD_ROOM_IS_LOST, __ATOMIC_RELAXED);
+	pthread_mutex_unlock(&mpsd_exact_lock);
+	mpsd_line_unsure(MPSD_ROOM_IS_LOST);
 }
 
 void mpsd_exact_move(bool may, struct mpsd_replayed *replayed)

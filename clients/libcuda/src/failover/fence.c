@@ -35,6 +35,7 @@ struct unmapping {
 	atomic_int holders;		/* its thread, and whoever waits for it */
 	struct mpsd_cut *cut;		/* before it; NULL: there was none */
 	bool goes_on;			/* that is not through: the mover has not waited for all of it */
+	bool may_be_told, is_told;	/* the end of kernels is the end of all that may come into the rest */
 	CUmemGenericAllocationHandle *handles;	/* of the program's own memory, which lasts as long as the last one */
 	size_t handle_count;
 	unsigned int count, first;	/* pieces; the first ones are the program's */
@@ -114,36 +115,13 @@ static void unmap_all(struct unmapping *unmapping)
 		unmapping->release(unmapping->handles[i]);
 }
 
-static bool has_processors(void)
-{
-	cpu_set_t may;
-
-	return !sched_getaffinity(0, sizeof(may), &may) && CPU_COUNT(&may) > 1;
-}
-
-/*
- * Who sleeps may get a processor back some ms later only: others' threads spin in the resource manager meanwhile. Where
- * there is but one, it is those that are waited for that need it.
- */
-static void rest(uint64_t began, bool spins)
-{
-	uint64_t now = mpsd_now_ns();
-
-	if (!spins || now - began > PATIENT_NS)
-		usleep(LOOK_NS / 1000);
-	else
-		while (mpsd_now_ns() - now < LOOK_NS)
-			;
-}
-
+/* The mover and who cuts need the processors: others' programs move, too. */
 static bool cut_the_others(struct unmapping *unmapping)
 {
 	enum mpsd_cut_state state = MPSD_CUT_FAILED;
-	uint64_t began = mpsd_now_ns();
-	bool spins = has_processors();
 
 	while (unmapping->goes_on && (state = mpsd_cut_look(unmapping->cut)) == MPSD_CUT_GOES_ON)
-		rest(began, spins);
+		usleep(LOOK_NS / 1000);
 	return state == MPSD_CUT_DONE;
 }
 
@@ -250,6 +228,28 @@ static bool wait_for(struct unmapping *unmapping)
 	}
 }
 
+static bool has_processors(void)
+{
+	cpu_set_t may;
+
+	return !sched_getaffinity(0, sizeof(may), &may) && CPU_COUNT(&may) > 1;
+}
+
+/*
+ * Who sleeps may get a processor back some ms later only: others' threads spin in the resource manager meanwhile. Where
+ * there is but one, it is those that are waited for that need it.
+ */
+static void rest(uint64_t began, bool spins)
+{
+	uint64_t now = mpsd_now_ns();
+
+	if (!spins || now - began > PATIENT_NS)
+		usleep(LOOK_NS / 1000);
+	else
+		while (mpsd_now_ns() - now < LOOK_NS)
+			;
+}
+
 /* True, or the daemon says that it need not be. */
 static bool cut_off(struct unmapping *unmapping)
 {
@@ -259,12 +259,14 @@ static bool cut_off(struct unmapping *unmapping)
 
 	unmapping->cut = mpsd_cut_begin(mpsd_in_use_number(), unmapping->pieces, unmapping->count, unmapping->first);
 	while (unmapping->cut && (state = mpsd_cut_look(unmapping->cut)) == MPSD_CUT_GOES_ON) {
-		unmapping->goes_on = mpsd_cut_is_enough(unmapping->cut);
+		unmapping->goes_on = unmapping->first < unmapping->count && mpsd_cut_is_enough(unmapping->cut);
 		if (unmapping->goes_on || (mpsd_fence_is_said() && mpsd_exact_close()))
-			return true;
+			break;
 		rest(began, spins);
 	}
-	return state == MPSD_CUT_DONE;
+	/* What is in flight is known now alone: what is done again goes by the same records. */
+	unmapping->may_be_told = unmapping->goes_on && mpsd_exact_close();
+	return state == MPSD_CUT_DONE || (unmapping->cut && state == MPSD_CUT_GOES_ON);
 }
 
 bool mpsd_fence(void)
@@ -279,8 +281,8 @@ bool mpsd_fence(void)
 		is = is || wait_for(unmapping);
 	} else {
 		unmap_all(unmapping);
+		is = (is && !unmapping->goes_on) || atomic_load(&unmapping->all);
 		unmapping->goes_on = false;
-		is = is || atomic_load(&unmapping->all);
 	}
 	if (unmapping->goes_on)
 		unfinished = unmapping;
@@ -289,17 +291,26 @@ bool mpsd_fence(void)
 	return is;
 }
 
-void mpsd_fence_finish(void)
+void mpsd_fence_told(uint64_t number)
+{
+	if (unfinished && number == generation)
+		unfinished->is_told = unfinished->may_be_told;
+}
+
+bool mpsd_fence_finish(void)
 {
 	uint64_t began = mpsd_now_ns();
-	bool spins = has_processors();
+	bool spins = has_processors(), is;
 
 	if (!unfinished)
-		return;
-	while (!atomic_load(&unfinished->is_behind))
+		return true;
+	while (!atomic_load(&unfinished->is_behind) && !unfinished->is_told) {
+		if (mpsd_fence_is_said())
+			mpsd_fence_told(generation);
 		rest(began, spins);
-	if (atomic_load(&unfinished->is_through) && !atomic_load(&unfinished->all))
-		mpsd_exact_fail("room for copies into which the old context may still write");
+	}
+	is = unfinished->is_told || !atomic_load(&unfinished->is_through) || atomic_load(&unfinished->all);
 	let_go(unfinished);
 	unfinished = NULL;
+	return is;
 }

@@ -24,9 +24,13 @@ bool mpsd_fence(void);
 
 /*
  * At the end of the same move, after work was done again and before anything new is. What only copies of mode `exact` come
- * into, the room of what was there before, the fence left to a thread: no epoch but the present one may use it before.
+ * into, the room of what was there before, the fence left to a thread: nothing is saved there anew before. False: the old
+ * copy may still write there.
  */
-void mpsd_fence_finish(void);
+bool mpsd_fence_finish(void);
+
+/* The daemon has said FENCED after the fence. The mover's. */
+void mpsd_fence_told(uint64_t generation);
 
 /* Whether something is being unmapped beside the program. */
 bool mpsd_fence_lasts(void);

@@ -2,9 +2,8 @@
 /*
  * One thread per program: it hears of standbys and makes them, follows what the program makes, and moves the
  * program when it is told to. The program's threads leave it notes, and wait for it in a move alone. With no
- * daemon there is no standby, and what the program does is as it would be.
- *
- * A forked child is no client: it has neither the thread nor the connection.
+ * daemon there is no standby, and what the program does is as it would be. A forked child is no client: it has
+ * neither the thread nor the connection.
  */
 #include "failover/line.h"
 
@@ -228,7 +227,8 @@ static bool obey(const struct mpsd_failover_message *order)
 	case MPSD_FAILOVER_TURN:
 		return order->generation != home || have_turn(true);
 	case MPSD_FAILOVER_FENCED:
-		return true;	/* the move has its fence already, or is none */
+		mpsd_fence_told(order->generation);	/* the move has its fence, or is none */
+		return true;
 	default:
 		return false;
 	}
