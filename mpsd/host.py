@@ -341,8 +341,8 @@ class Hosts:
             self._callbacks.post(ev.Counted({"ask_failures": 1}))
             return
         if state is ServerState.FAULT and self._callbacks.in_use(domain) and procs.is_ending(server):
-            # It was killed, and takes a while to end: for its clients it is in FAULT, but by nobody's work. In
-            # an empty domain there is no hurry, and where a GPU admits one server the next one waits for it.
+            # It was killed, and takes a while to end: for its clients it is in FAULT, by nobody's work. In an
+            # empty domain there is no hurry, and where a GPU admits one server the next one waits for it.
             host.dying = server
             self._callbacks.post(ev.ServerDied(domain, server))
             return

@@ -1,5 +1,8 @@
 """A move does not wait for the unmapping in its old copy where it is known sooner that nothing writes on:
-nothing is in flight, the copy's way to the memory is cut off, or the daemon says so."""
+nothing is in flight, the copy's way to the memory is cut off, or the daemon says so.
+
+Long because each of these ways has its own beginnings and ends.
+"""
 
 from __future__ import annotations
 
