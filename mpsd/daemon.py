@@ -223,7 +223,7 @@ class Daemon:
                 self._client_left,
                 self.saving.soon,
                 self.saving.pending,
-                lambda domain: any(self.runtime.state.living_of(domain)),
+                lambda domain: self.runtime.state.may_be_in_use(domain),
             ),
             calm,
             start_deadline_s=self.config.domains.start_deadline_s,

@@ -340,11 +340,12 @@ class Hosts:
             log.warning("server state unknown", domain=domain, reason=str(error))
             self._callbacks.post(ev.Counted({"ask_failures": 1}))
             return
-        if state is ServerState.FAULT and self._callbacks.in_use(domain) and procs.is_ending(server):
+        if state is ServerState.FAULT and procs.is_ending(server):
             # It was killed, and takes a while to end: for its clients it is in FAULT, by nobody's work. In an
             # empty domain there is no hurry, and where a GPU admits one server the next one waits for it.
-            host.dying = server
-            self._callbacks.post(ev.ServerDied(domain, server))
+            if self._callbacks.in_use(domain):
+                host.dying = server
+                self._callbacks.post(ev.ServerDied(domain, server))
             return
         self._callbacks.post(ev.ServerStateSeen(domain, state))
 

@@ -19,6 +19,7 @@ from mpsd.model import ProcessInstance
 
 LONG_S = 0.008
 STEP_S = 0.002
+APART_S = 0.005
 LIMIT_S = 0.1
 _IOCTL = {"x86_64": 16, "aarch64": 29}.get(platform.machine())
 
@@ -37,39 +38,56 @@ def calls_of(server: ProcessInstance) -> tuple[Call, ...]:
 
 
 class Patience:
-    """How long each server has been in the same call. Pure: what is seen goes in."""
+    """How long each server has been in the same call, as far as looks tell that do not lie far apart.
+
+    Pure: what is seen goes in. A look takes time: it saw what it saw between `began` and `ended`.
+    """
 
     def __init__(self) -> None:
         self._since: dict[tuple[str, Call], float] = {}
+        self._ended = 0.0
 
-    def see(self, now: float, seen: Mapping[str, Iterable[Call]]) -> set[str]:
-        """The domains whose servers have been in one call for LONG_S, by looks that do not lie far apart."""
+    def see(self, began: float, ended: float, seen: Mapping[str, Iterable[Call]]) -> set[str]:
+        """The domains whose servers have been in one call for LONG_S at least."""
+        if began - self._ended > APART_S:
+            self._since = {}
+        self._ended = ended
         keys = {(domain, call) for domain, calls in seen.items() for call in calls}
-        self._since = {key: self._since.get(key, now) for key in keys}
-        return {domain for (domain, _), since in self._since.items() if now - since >= LONG_S}
+        self._since = {key: self._since.get(key, ended) for key in keys}
+        return {domain for (domain, _), since in self._since.items() if began - since >= LONG_S}
 
 
 async def find(
     servers: Mapping[str, ProcessInstance],
     look: Callable[[ProcessInstance], tuple[Call, ...]] = calls_of,
     clock: Callable[[], float] = time.monotonic,
+    *,
+    limit_s: float = LIMIT_S,
+    step_s: float = STEP_S,
+    patience_s: float = 2 * LIMIT_S,
 ) -> str | None:
-    """The domain whose server is at a fault that has just been; None if that cannot be told within LIMIT_S.
+    """The domain whose server is at a fault that has just been; None if that cannot be told within `limit_s`.
 
-    `servers`: of all domains on the GPU, by their domains.
+    `servers`: of all domains on the GPU, by their domains. A look that hangs is waited for no longer than
+    `patience_s`.
     """
-    patience, until = Patience(), clock() + LIMIT_S
+    patience, until = Patience(), clock() + limit_s
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(2 * LIMIT_S):
+        async with asyncio.timeout(patience_s):
             while clock() < until:
-                found = patience.see(clock(), await asyncio.to_thread(_look, servers, look))
+                found = patience.see(*await asyncio.to_thread(_look, servers, look, clock))
                 if found:
                     return found.pop() if len(found) == 1 else None
-                await asyncio.sleep(STEP_S)
+                await asyncio.sleep(step_s)
     return None
 
 
 def _look(
-    servers: Mapping[str, ProcessInstance], look: Callable[[ProcessInstance], tuple[Call, ...]]
-) -> dict[str, tuple[Call, ...]]:
-    return {domain: look(server) for domain, server in servers.items()}
+    servers: Mapping[str, ProcessInstance],
+    look: Callable[[ProcessInstance], tuple[Call, ...]],
+    clock: Callable[[], float],
+) -> tuple[float, float, dict[str, tuple[Call, ...]]]:
+    """In a thread, which may have to wait for a processor before and after."""
+    began = clock()
+    seen = {domain: look(server) for domain, server in servers.items()}
+    return began, clock(), seen

@@ -106,13 +106,12 @@ def is_strangers(strays: Iterable[Stray], own: Iterable[FaultRecord], sign: Evid
 
     NVML tells of Xids in the order of those lines, of each once. `own`: records as above.
     """
-    foreign = [s.evidence for s in strays if s.foreign and s.gpu == gpu]
-    lines = sorted(e.at for e in foreign if _is_twin(e, sign))
-    if not lines:
-        return False
-    told = sum(e.source is Source.NVML and e.xid == sign.xid and e.at >= lines[0] for e in foreign)
+    foreign = [s.evidence for s in strays if s.foreign and s.gpu == gpu and s.xid == sign.xid]
+    lines = sorted((e for e in foreign if e.source is not Source.NVML), key=lambda e: e.at)
+    told = sum(e.source is Source.NVML for e in foreign)
+    waiting = [e.at for e in lines[told:] if _is_twin(e, sign)]
     ours = [e.at for r in own for e in r.evidence if _is_twin(e, sign)]
-    return told < len(lines) and all(lines[told] < at for at in ours)
+    return bool(waiting) and all(waiting[0] < at for at in ours)
 
 
 def _is_twin(line: Evidence, sign: Evidence) -> bool:

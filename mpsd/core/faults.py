@@ -274,6 +274,9 @@ def on_server_fatal(draft: Draft, event: ev.ServerFatalLogged) -> None:
 def on_server_at_fault(draft: Draft, event: ev.ServerAtFault) -> None:
     """Not where the exception may be somebody else's: of a stranger, or of a domain that has just faulted."""
     domain = draft.state.domains.get(event.domain)
+    if not strays.is_ready_to_go(draft.state, event.domain):
+        # Nobody is served by haste there, and it may be a server that is kept by another one's fault.
+        return
     here = [s for s in draft.state.strays if s.gpu == event.gpu]
     waits = any(strays.is_exception(s) for s in here) and not any(s.foreign for s in here)
     if domain is None or domain.server != event.server or not waits:

@@ -254,6 +254,10 @@ class State:
         """Whose work would be lost with the domain, and who is being put out of it."""
         return (c for c in self.clients_of(domain) if c.living and not self.is_idle(c))
 
+    def may_be_in_use(self, domain: str) -> bool:
+        """A daemon that has just been started does not know its clients yet."""
+        return self.adopting or any(self.living_of(domain))
+
     def at_home(self, client: Client) -> bool:
         """False for the context of a member outside its home: nothing of it runs there.
 

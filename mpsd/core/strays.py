@@ -9,7 +9,7 @@ from mpsd.core.draft import Draft
 from mpsd.core.effects import ArmTimer, WatchServers
 from mpsd.core.records import Evidence, FaultRecord, Source
 from mpsd.core.standby import Standing
-from mpsd.core.state import Stray
+from mpsd.core.state import State, Stray
 from mpsd.core.writing import deviceless
 
 STRAYS_KEPT = 64
@@ -37,6 +37,11 @@ def is_exception(stray: Stray) -> bool:
     return stray.xid == SM_EXCEPTION and stray.evidence.source is Source.KERNEL_LOG and not stray.foreign
 
 
+def is_ready_to_go(state: State, domain: str) -> bool:
+    """Whether a program that works there could go on elsewhere at once."""
+    return any(m.home == domain and m.standing is Standing.READY for m in state.members.values())
+
+
 def _watch(draft: Draft, stray: Stray) -> None:
     """Its domain's server may say late that it was one of its clients; programs stand still until then.
 
@@ -44,10 +49,9 @@ def _watch(draft: Draft, stray: Stray) -> None:
     """
     if not is_exception(stray) or any(s.gpu == stray.gpu and is_exception(s) for s in draft.state.strays):
         return
-    ready = {m.home for m in draft.state.members.values() if m.standing is Standing.READY}
-    here = [d for d in draft.state.domains.values() if stray.gpu in d.gpus and d.server is not None]
-    if ready & {d.id for d in here}:
-        servers = {d.id: d.server for d in here if d.server is not None}
+    here = [d for d in draft.state.domains.values() if stray.gpu in d.gpus and not d.is_dead]
+    servers = {d.id: d.server for d in here if d.server is not None}
+    if any(is_ready_to_go(draft.state, name) for name in servers):
         draft.emit(WatchServers(stray.gpu, servers))
 
 

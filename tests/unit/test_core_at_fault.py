@@ -61,6 +61,21 @@ def test_who_is_at_a_fault_says_nothing_where_it_may_be_another_one(why: str) ->
     assert not world.made(fx.Move) and len(world.ever(fx.Move)) == told
 
 
+@pytest.mark.parametrize("domain", ["d2", "d3"])
+def test_a_domain_in_which_nobody_could_go_on_elsewhere_is_not_hurried(domain: str) -> None:
+    """The standby, or another user's: its server may be kept by what is another one's fault."""
+    world = site(10)
+    world.want("gpu0.uid2000", uid=2000)
+    world.started("d3")
+    world.join(20, domain="d3")
+    world.kernel(13, OUT_OF_RANGE)
+    world.do(ev.ServerAtFault(domain, server_of(domain), GPU))
+    assert not world.records() and world.state.strays
+    # Whose it was says so, and finds all as it was.
+    world.wait(0.02).do(ev.ServerFatalLogged("d1", "fatal GPU error"))
+    assert world.told() == [10] and world.record().fault_class == "sm-out-of-range"
+
+
 @pytest.mark.parametrize("sign", ["stranger", "mmu", "nvml", "nobody ready"])
 def test_servers_are_looked_at_for_exceptions_that_somebody_may_have_to_move_for(sign: str) -> None:
     world = site(*([] if sign == "nobody ready" else [10]))

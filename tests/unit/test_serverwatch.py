@@ -14,11 +14,12 @@ import pytest
 from mpsd import serverwatch
 from mpsd.linux import procfs
 from mpsd.model import ProcessInstance
-from mpsd.serverwatch import LIMIT_S, LONG_S, Call
+from mpsd.serverwatch import APART_S, LIMIT_S, LONG_S, Call, Patience
 from tests.support.core import server_of
 from tests.support.simnode import until
 
 FIRST, OTHER = (7, (16, 10, 0xC020462A, 0x7F00)), (7, (16, 10, 0xC020462A, 0x7F80))
+DEADLINE_S = 20.0
 SERVERS = {"d1": server_of("d1"), "d2": server_of("d2")}
 
 
@@ -33,13 +34,28 @@ def found(calls: Callable[[int], Mapping[str, tuple[Call, ...]]]) -> str | None:
         domain = next(d for d, one in SERVERS.items() if one == server)
         return calls(now).get(domain, ())
 
-    return asyncio.run(serverwatch.find(SERVERS, look, lambda: now / 1e3))
+    finding = serverwatch.find(SERVERS, look, lambda: now / 1e3, step_s=0, patience_s=DEADLINE_S)
+    return asyncio.run(finding)
 
 
 def test_the_one_that_stays_in_one_call_is_found() -> None:
     assert found(lambda ms: {"d2": (FIRST,)}) == "d2"
     # It has begun a little later, beside a thread that comes and goes.
     assert found(lambda ms: {"d2": (FIRST, (8, OTHER[1])) if ms % 2 else (FIRST,) if ms > 3 else ()}) == "d2"
+
+
+def test_how_long_a_call_lasts_is_what_was_seen_of_it() -> None:
+    """Not how long a look has to wait for a thread, or takes."""
+    seen = {"d1": (FIRST,)}
+    patience = Patience()
+    assert not patience.see(0.0, 0.009, seen)
+    assert not patience.see(0.010, 0.011, seen)
+    assert not patience.see(0.013, 0.014, seen)
+    assert patience.see(0.0171, 0.0172, seen) == {"d1"}
+    # Two looks that lie far apart may have seen two calls.
+    assert not patience.see(0.0172 + APART_S + 0.001, 0.03, seen)
+    assert not patience.see(0.031, 0.032, {"d1": ()})
+    assert not patience.see(0.0345, 0.035, seen)
 
 
 def test_who_makes_many_calls_is_not() -> None:
@@ -93,7 +109,8 @@ def test_a_process_that_stays_in_an_ioctl_is_found_beside_one_that_does_not(
 ) -> None:
     until(lambda: serverwatch.calls_of(at_fault))
     other = ProcessInstance(reader.pid, procfs.start_ticks(reader.pid))
-    assert asyncio.run(serverwatch.find({"d1": other, "d2": at_fault})) == "d2"
+    finding = serverwatch.find({"d1": other, "d2": at_fault}, limit_s=DEADLINE_S, patience_s=DEADLINE_S)
+    assert asyncio.run(finding) == "d2"
 
 
 def test_calls_of_the_driver_alone_count_and_of_that_life_of_the_pid(monkeypatch: pytest.MonkeyPatch) -> None:

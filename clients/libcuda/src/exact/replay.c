@@ -178,7 +178,7 @@ static void give_up(bool has_begun)
 	mpsd_lane_mark_now(own, ++own->given);
 }
 
-static void move(bool may, struct mpsd_replayed *replayed)
+static void move(bool may, bool is_lost, struct mpsd_replayed *replayed)
 {
 	bool has_begun = false;
 	CUresult result;
@@ -193,11 +193,10 @@ static void move(bool may, struct mpsd_replayed *replayed)
 		return;
 	}
 	replayed->unsure = mpsd_epoch.unsure ? mpsd_epoch.unsure : may ? NULL : "nobody knows whose fault it was";
-	/* What was not saved is saved anew in its old place, where a save that was cut off may come to its end before. */
-	if (!replayed->unsure && mpsd_undo_open_bytes() && !mpsd_fence_finish()) {
+	if (is_lost)
 		mpsd_chunks_lose();
+	if (is_lost && !replayed->unsure)
 		replayed->unsure = MPSD_ROOM_IS_LOST;
-	}
 	if (!replayed->unsure) {
 		result = mpsd_enter_context();
 		has_begun = result == CUDA_SUCCESS;
@@ -224,11 +223,18 @@ void mpsd_exact_lose_room(void)
 
 void mpsd_exact_move(bool may, struct mpsd_replayed *replayed)
 {
+	bool is_lost;
+
 	*replayed = (struct mpsd_replayed){ 0 };
+	pthread_mutex_lock(&mpsd_exact_lock);
+	is_lost = mpsd_undo_open_bytes() != 0;
+	pthread_mutex_unlock(&mpsd_exact_lock);
+	/* What was not saved is saved anew in its old place, where a save that was cut off may come to its end before. */
+	is_lost = is_lost && !mpsd_fence_finish();
 	pthread_mutex_lock(&mpsd_exact_lock);
 	/* Whoever was about to do something finds the copy left. */
 	mpsd_epoch.is_awaited = mpsd_epoch.is_closed = false;
-	move(may, replayed);
+	move(may, is_lost, replayed);
 	pthread_mutex_unlock(&mpsd_exact_lock);
 }
 

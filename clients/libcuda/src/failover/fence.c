@@ -28,6 +28,7 @@ struct unmapping {
 	__typeof__(&cuMemUnmap) unmap;	/* the left copy's, and the next one */
 	__typeof__(&cuMemRelease) release;
 	uint64_t moves;			/* its number */
+	uint64_t generation;		/* of the next one: that of the daemon's word */
 	int ended;			/* eventfd */
 	atomic_bool all;		/* that was tried is unmapped */
 	atomic_bool is_through;		/* all was tried: what the old copy did in it came before */
@@ -35,7 +36,7 @@ struct unmapping {
 	atomic_int holders;		/* its thread, and whoever waits for it */
 	struct mpsd_cut *cut;		/* before it; NULL: there was none */
 	bool goes_on;			/* that is not through: the mover has not waited for all of it */
-	bool may_be_told, is_told;	/* the end of kernels is the end of all that may come into the rest */
+	bool may_be_told;		/* the end of kernels is the end of all that may come into the rest */
 	CUmemGenericAllocationHandle *handles;	/* of the program's own memory, which lasts as long as the last one */
 	size_t handle_count;
 	unsigned int count, first;	/* pieces; the first ones are the program's */
@@ -174,6 +175,7 @@ static struct unmapping *prepare(void)
 		.unmap = (__typeof__(unmapping->unmap))mpsd_tables()->real[MPSD_cuMemUnmap],
 		.release = (__typeof__(unmapping->release))mpsd_tables()->real[MPSD_cuMemRelease],
 		.moves = mpsd_moves_done(),
+		.generation = generation,
 		.ended = eventfd(0, EFD_CLOEXEC),
 		.all = true,
 		.holders = 1,
@@ -199,15 +201,20 @@ static bool start(struct unmapping *unmapping)
 	return false;
 }
 
-bool mpsd_fence_is_said(void)
+static bool is_said(uint64_t number)
 {
 	struct mpsd_failover_message said;
 
 	if (recv(line, &said, sizeof(said), MSG_PEEK | MSG_DONTWAIT) != (ssize_t)sizeof(said) ||
 	    said.magic != MPSD_FAILOVER_MAGIC || said.version != MPSD_FAILOVER_VERSION ||
-	    said.kind != MPSD_FAILOVER_FENCED || said.generation != generation)
+	    said.kind != MPSD_FAILOVER_FENCED || said.generation != number)
 		return false;
 	return recv(line, &said, sizeof(said), MSG_DONTWAIT) == (ssize_t)sizeof(said);
+}
+
+bool mpsd_fence_is_said(void)
+{
+	return is_said(generation);
 }
 
 static bool wait_for(struct unmapping *unmapping)
@@ -264,8 +271,6 @@ static bool cut_off(struct unmapping *unmapping)
 			break;
 		rest(began, spins);
 	}
-	/* What is in flight is known now alone: what is done again goes by the same records. */
-	unmapping->may_be_told = unmapping->goes_on && mpsd_exact_close();
 	return state == MPSD_CUT_DONE || (unmapping->cut && state == MPSD_CUT_GOES_ON);
 }
 
@@ -284,32 +289,29 @@ bool mpsd_fence(void)
 		is = (is && !unmapping->goes_on) || atomic_load(&unmapping->all);
 		unmapping->goes_on = false;
 	}
-	if (unmapping->goes_on)
-		unfinished = unmapping;
-	else
+	if (!unmapping->goes_on) {
 		let_go(unmapping);
+		return is;
+	}
+	/* What is in flight is known now alone: what is done again goes by the same records. */
+	unmapping->may_be_told = mpsd_exact_close();
+	unfinished = unmapping;
 	return is;
-}
-
-void mpsd_fence_told(uint64_t number)
-{
-	if (unfinished && number == generation)
-		unfinished->is_told = unfinished->may_be_told;
 }
 
 bool mpsd_fence_finish(void)
 {
 	uint64_t began = mpsd_now_ns();
-	bool spins = has_processors(), is;
+	bool spins = has_processors(), is_told = false, is;
 
 	if (!unfinished)
 		return true;
-	while (!atomic_load(&unfinished->is_behind) && !unfinished->is_told) {
-		if (mpsd_fence_is_said())
-			mpsd_fence_told(generation);
-		rest(began, spins);
+	while (!atomic_load(&unfinished->is_behind) && !is_told) {
+		is_told = is_said(unfinished->generation) && unfinished->may_be_told;
+		if (!is_told)
+			rest(began, spins);
 	}
-	is = unfinished->is_told || !atomic_load(&unfinished->is_through) || atomic_load(&unfinished->all);
+	is = is_told || !atomic_load(&unfinished->is_through) || atomic_load(&unfinished->all);
 	let_go(unfinished);
 	unfinished = NULL;
 	return is;

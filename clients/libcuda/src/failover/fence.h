@@ -29,9 +29,6 @@ bool mpsd_fence(void);
  */
 bool mpsd_fence_finish(void);
 
-/* The daemon has said FENCED after the fence. The mover's. */
-void mpsd_fence_told(uint64_t generation);
-
 /* Whether something is being unmapped beside the program. */
 bool mpsd_fence_lasts(void);
 

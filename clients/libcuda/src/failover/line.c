@@ -227,8 +227,7 @@ static bool obey(const struct mpsd_failover_message *order)
 	case MPSD_FAILOVER_TURN:
 		return order->generation != home || have_turn(true);
 	case MPSD_FAILOVER_FENCED:
-		mpsd_fence_told(order->generation);	/* the move has its fence, or is none */
-		return true;
+		return true;	/* the move has its fence already, or is none */
 	default:
 		return false;
 	}
