@@ -464,7 +464,12 @@ def test_a_process_that_is_forgotten_while_it_is_looked_at_leaves_no_lease() -> 
     at_a_desk(play)
 
 
-def test_a_client_that_dies_while_it_is_leased_is_attached_first_and_dead_then() -> None:
+def test_a_client_that_dies_while_it_is_leased_is_attached_first_and_dead_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # A machine may stand still for longer than the attacher waits for a look.
+    monkeypatch.setattr("mpsd.attacher.SETTLE_S", 60.0)
+
     async def play(desk: Desk) -> None:
         child = await asyncio.create_subprocess_exec("/bin/cat", stdin=asyncio.subprocess.PIPE)
         process = procs.facts(child.pid).instance
