@@ -113,6 +113,10 @@ def _cgroup_name(rows: tuple[procfs.CgroupLine, ...]) -> str:
     return next((path for path in paths if path != "/"), "/" if paths else "")
 
 
+def _is_over(instance: ProcessInstance, stat: procfs.Stat) -> bool:
+    return stat.start_ticks != instance.start_ticks or stat.state in "ZXx"
+
+
 def liveness(instance: ProcessInstance) -> Liveness:
     """Whether the process could answer now. One stopped, traced or frozen thread is enough to doubt it.
 
@@ -120,7 +124,7 @@ def liveness(instance: ProcessInstance) -> Liveness:
     """
     try:
         stat = procfs.stat(instance.pid)
-        if stat.start_ticks != instance.start_ticks or stat.state in "ZXx":
+        if _is_over(instance, stat):
             return Liveness.DEAD
         states = set(procfs.thread_states(instance.pid))
         if "t" in states or procfs.status_fields(instance.pid).get("TracerPid", "0") != "0":
@@ -146,8 +150,7 @@ def is_ending(instance: ProcessInstance) -> bool:
         killed = int(procfs.status_fields(instance.pid).get("SigPnd", "0"), 16) & _KILLED
     except (FileNotFoundError, ProcessLookupError):
         return True
-    leaves = stat.state in "ZXx" or stat.flags & _PF_EXITING
-    return stat.start_ticks != instance.start_ticks or bool(leaves or killed)
+    return _is_over(instance, stat) or bool(stat.flags & _PF_EXITING or killed)
 
 
 @dataclass(frozen=True, slots=True)

@@ -176,11 +176,8 @@ class Rounds:
             return []
         mine = [r for r in records if r["id"] > self._seen_faults]
         self._seen_faults = max((r["id"] for r in mine), default=self._seen_faults)
-        names = ("id", "fault_class", "domain", "confidence", "evidence")
-        return [
-            {name: record.get(name) for name in names} | {"offender": _named(record.get("offender"))}
-            for record in mine
-        ]
+        names = ("id", "fault_class", "domain", "offender", "confidence", "evidence")
+        return [_placeless({name: record.get(name) for name in names}) for record in mine]
 
     def _programs(self) -> Mapping[int, Mapping[str, Any]]:
         slots = self._rig.mpsd.status()["slots"]
@@ -327,12 +324,13 @@ def _is_settled(record: Mapping[str, Any]) -> bool:
     return all(fate["outcome"] not in ("told", "moving") for fate in record["clients"])
 
 
-def _named(offender: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """Without the place of its interpreter: a report says nothing of where it was made."""
-    if not offender or "command" not in offender:
-        return offender
-    folder = os.path.dirname(sys.executable) + os.sep
-    return {**offender, "command": offender["command"].replace(folder, "")}
+def _placeless(record: dict[str, Any]) -> Mapping[str, Any]:
+    """Without the place of the offender's interpreter: a report says nothing of where it was made."""
+    if record["offender"] and "command" in record["offender"]:
+        folder = os.path.dirname(sys.executable) + os.sep
+        command = record["offender"]["command"].replace(folder, "")
+        record["offender"] = {**record["offender"], "command": command}
+    return record
 
 
 def _is_named(faults: Sequence[Mapping[str, Any]], offender: Worker | None) -> bool:

@@ -82,16 +82,22 @@ def start_ticks(pid: int) -> int:
     return stat(pid).start_ticks
 
 
+def _of_threads(pid: int, name: str, limit: int) -> Iterator[tuple[int, bytes]]:
+    """That file of each thread, of at most `limit` of them, without those that end meanwhile."""
+    for tid in os.listdir(f"/proc/{pid}/task")[:limit]:
+        try:
+            raw = _read(f"/proc/{pid}/task/{tid}/{name}")
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        yield int(tid), raw
+
+
 def thread_states(pid: int, limit: int = 256) -> Iterator[str]:
     """State letters of the threads, the leader's first; at most `limit` of them."""
     yield stat(pid).state
-    for tid in os.listdir(f"/proc/{pid}/task")[:limit]:
-        if tid == str(pid):
-            continue
-        try:
-            yield parse_stat(_read(f"/proc/{pid}/task/{tid}/stat")).state
-        except (FileNotFoundError, ProcessLookupError):
-            continue
+    for tid, raw in _of_threads(pid, "stat", limit):
+        if tid != pid:
+            yield parse_stat(raw).state
 
 
 def parse_call(raw: bytes) -> tuple[int, ...] | None:
@@ -107,13 +113,10 @@ def calls(pid: int, limit: int = 256) -> Iterator[tuple[int, tuple[int, ...]]]:
 
     Raises PermissionError without ptrace rights.
     """
-    for tid in os.listdir(f"/proc/{pid}/task")[:limit]:
-        try:
-            call = parse_call(_read(f"/proc/{pid}/task/{tid}/syscall"))
-        except (FileNotFoundError, ProcessLookupError):
-            continue
+    for tid, raw in _of_threads(pid, "syscall", limit):
+        call = parse_call(raw)
         if call is not None:
-            yield int(tid), call
+            yield tid, call
 
 
 def status_fields(pid: int) -> dict[str, str]:

@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.libcuda.test_exact import EXACT, gate, move
+from tests.libcuda.test_exact import EXACT, gate, move, next_gate
 from tests.libcuda.test_failover import Program, ask, break_domain, copies, is_ready, offer, post, stand_by
 from tests.libcuda.test_graphs import NON_BLOCKING, capture
 from tests.support import moving
-from tests.support.gate import BEGIN_CAPTURE, NODE, Gate, gate_of
+from tests.support.gate import BEGIN_CAPTURE, NODE, Gate
 from tests.support.moving import Line, Post
 from tests.support.simfixtures import backend, domain, second, third
 from tests.support.simnode import Domain, until
 
-__all__ = ["ask", "backend", "copies", "domain", "gate", "post", "second", "third"]
+__all__ = ["ask", "backend", "copies", "domain", "gate", "next_gate", "post", "second", "third"]
 
 LAUNCH = "gpu.code('cuGraphLaunch', x, s), gpu.sync(), gpu.word(m)"
-
-
-@pytest.fixture
-def next_gate(second: Domain) -> Iterator[Gate]:
-    with gate_of(second) as made:
-        yield made
 
 
 def start(ask: Program) -> None:

@@ -37,6 +37,13 @@ def gate(domain: Domain) -> Iterator[Gate]:
         yield made
 
 
+@pytest.fixture
+def next_gate(second: Domain) -> Iterator[Gate]:
+    """Of the one to which it moves first."""
+    with gate_of(second) as made:
+        yield made
+
+
 def lost_in_flight(
     domain: Domain, gate: Gate, second: Domain, post: Post, ask: Program, copies: Path
 ) -> Line:

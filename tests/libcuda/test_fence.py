@@ -6,20 +6,19 @@ Long because each of these ways has its own beginnings and ends.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.libcuda.test_exact import EXACT, gate
+from tests.libcuda.test_exact import EXACT, gate, next_gate
 from tests.libcuda.test_failover import Program, ask, break_domain, copies, post, stand_by
 from tests.support import moving
-from tests.support.gate import MANAGER, NO_CUT, NO_ROOM_CUT, ROOM, UNMAP, Gate, gate_of
+from tests.support.gate import MANAGER, NO_CUT, NO_ROOM_CUT, ROOM, UNMAP, Gate
 from tests.support.moving import Line, Post
 from tests.support.simfixtures import backend, domain, second, third
 from tests.support.simnode import Domain, until
 
-__all__ = ["ask", "backend", "copies", "domain", "gate", "post", "second", "third"]
+__all__ = ["ask", "backend", "copies", "domain", "gate", "next_gate", "post", "second", "third"]
 
 A_WHILE_S = 0.1
 
@@ -28,12 +27,6 @@ def moving_out(line: Line, gate: Gate, domain: Domain, second: Domain, ask: Prog
     """It has done something, has something in flight, and is moving out."""
     at_work(line, gate, second, ask, copies)
     lose(line, gate, domain)
-
-
-@pytest.fixture
-def next_gate(second: Domain) -> Iterator[Gate]:
-    with gate_of(second) as made:
-        yield made
 
 
 def at_work(
@@ -215,6 +208,14 @@ def test_what_is_cut_off_need_not_be_unmapped(
     assert ask.end() == ""
 
 
+@pytest.fixture
+def line(gate: Gate, second: Domain, post: Post, ask: Program, copies: Path) -> Line:
+    """Of a program that has something in flight, before which was saved what it may write."""
+    made = post.greet(moving.EXACT)
+    at_work(made, gate, second, ask, copies, saved=True)
+    return made
+
+
 def room_is_open(line: Line, gate: Gate, next_gate: Gate, domain: Domain, again: int = 1) -> None:
     """All but the room for copies is cut off; work was done again, or would be, and its words have come."""
     before = 1000
@@ -261,10 +262,8 @@ def test_room_for_copies_is_cut_off_while_work_is_done_again_and_before_anything
 
 @EXACT
 def test_the_daemons_word_lets_it_go_while_its_room_is_cut_off(
-    domain: Domain, gate: Gate, next_gate: Gate, second: Domain, post: Post, ask: Program, copies: Path
+    domain: Domain, gate: Gate, next_gate: Gate, ask: Program, line: Line
 ) -> None:
-    line = post.greet(moving.EXACT)
-    at_work(line, gate, second, ask, copies, saved=True)
     room_is_open(line, gate, next_gate, domain)
     assert line.is_silent(A_WHILE_S)
     line.say(moving.FENCED, 1)
@@ -276,10 +275,8 @@ def test_the_daemons_word_lets_it_go_while_its_room_is_cut_off(
 
 @EXACT
 def test_room_for_copies_that_cannot_be_cut_off_is_unmapped_before_anything_new_is(
-    domain: Domain, gate: Gate, next_gate: Gate, second: Domain, post: Post, ask: Program, copies: Path
+    domain: Domain, gate: Gate, next_gate: Gate, ask: Program, line: Line
 ) -> None:
-    line = post.greet(moving.EXACT)
-    at_work(line, gate, second, ask, copies, saved=True)
     room_is_open(line, gate, next_gate, domain)
     # It is refused, and what unmaps it is kept.
     gate.keep(NO_ROOM_CUT | MANAGER)
@@ -296,10 +293,8 @@ def test_room_for_copies_that_cannot_be_cut_off_is_unmapped_before_anything_new_
 
 @EXACT
 def test_a_program_that_waits_for_its_turn_has_its_room_cut_off_by_then(
-    domain: Domain, gate: Gate, next_gate: Gate, second: Domain, post: Post, ask: Program, copies: Path
+    domain: Domain, gate: Gate, next_gate: Gate, ask: Program, line: Line
 ) -> None:
-    line = post.greet(moving.EXACT)
-    at_work(line, gate, second, ask, copies, saved=True)
     room_is_open(line, gate, next_gate, domain, again=2)
     assert line.hear(moving.MOVED).values[5]
     before = next_gate.left()
@@ -319,13 +314,11 @@ def test_the_next_move_waits_for_the_room_of_the_one_before(
     next_gate: Gate,
     second: Domain,
     third: Domain,
-    post: Post,
     ask: Program,
     copies: Path,
+    line: Line,
 ) -> None:
     """While the program waits for its turn."""
-    line = post.greet(moving.EXACT)
-    at_work(line, gate, second, ask, copies, saved=True)
     room_is_open(line, gate, next_gate, domain, again=2)
     line.hear(moving.MOVED)
     stand_by(line, third, copies, 2)

@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.libcuda.test_exact import gate, move
+from tests.libcuda.test_exact import gate, move, next_gate
 from tests.libcuda.test_failover import Program, ask, break_domain, copies, post, stand_by, started
 from tests.support import moving
-from tests.support.gate import ANY, CURRENT, HOST, INIT, KERNEL, NODE, PARAMETERS, SYNC, WRITE, Gate, gate_of
+from tests.support.gate import ANY, CURRENT, HOST, INIT, KERNEL, NODE, PARAMETERS, SYNC, WRITE, Gate
 from tests.support.libcudas import Libraries
 from tests.support.moving import Line, Post
 from tests.support.simfixtures import backend, domain, second, third
 from tests.support.simnode import Domain, until
 
-__all__ = ["ask", "backend", "copies", "domain", "gate", "post", "second", "third"]
+__all__ = ["ask", "backend", "copies", "domain", "gate", "next_gate", "post", "second", "third"]
 
 EXACT = pytest.mark.parametrize("ask", [{"MPSD_FAILOVER": "exact"}], indirect=True)
-
-
-@pytest.fixture
-def next_gate(second: Domain) -> Iterator[Gate]:
-    with gate_of(second) as made:
-        yield made
 
 
 def begin_move(line: Line, gate: Gate) -> None:

@@ -97,6 +97,12 @@ def test_the_end_of_a_server_is_told_once_and_before_the_next_one(
     ]
 
 
+def kill(server: subprocess.Popen[bytes]) -> None:
+    """It has ended, and nobody has asked how: its control daemon does not know."""
+    server.kill()
+    os.waitid(os.P_PID, server.pid, os.WEXITED | os.WNOWAIT)
+
+
 def test_of_an_empty_domain_the_servers_end_is_waited_for(control: Control) -> None:
     posted: list[ev.Event] = []
     died = control.servers[0]
@@ -106,8 +112,7 @@ def test_of_an_empty_domain_the_servers_end_is_waited_for(control: Control) -> N
         hosts = hosts_of(control, posted)
         control.servers, control.state, control.in_use = [died], ServerState.FAULT, False
         await hosts._ask("d1")
-        died.kill()
-        os.waitid(os.P_PID, died.pid, os.WEXITED | os.WNOWAIT)
+        kill(died)
         await hosts._ask("d1")
         assert posted[2:] == [ev.ServerSeen("d1", first)]
         # Its pidfd tells of it.
@@ -132,8 +137,7 @@ def test_a_server_that_was_killed_is_dead_though_its_threads_are_still_in_the_dr
         await hosts._ask("d1")
         # One that lives is what it says.
         assert posted == [ev.ServerSeen("d1", first), ev.ServerStateSeen("d1", ServerState.FAULT)]
-        died.kill()
-        os.waitid(os.P_PID, died.pid, os.WEXITED | os.WNOWAIT)
+        kill(died)
         await hosts._ask("d1")
         await hosts._ask("d1")
         if next_comes:

@@ -8,6 +8,7 @@
 #include <stdlib.h>
 
 #include "exact/undo.h"
+#include "failover/line.h"
 #include "limits.h"
 #include "memory.h"
 
@@ -102,10 +103,18 @@ bool mpsd_chunk_is(CUdeviceptr address)
 	return false;
 }
 
-void mpsd_chunks_lose(void)
+/* The chunks stay as they are, and are nobody's. */
+void mpsd_exact_lose_room(void)
 {
+	const char *why = "room for copies into which the old context may still write";
+
+	pthread_mutex_lock(&mpsd_exact_lock);
 	chunk_count = 0;
 	mpsd_chunks_empty();
+	if (!mpsd_epoch.unsure && !mpsd_lanes_all_proven())
+		__atomic_store_n(&mpsd_epoch.unsure, why, __ATOMIC_RELAXED);
+	pthread_mutex_unlock(&mpsd_exact_lock);
+	mpsd_line_unsure(why);
 }
 
 static int compare(const void *base, const void *piece)

@@ -7,8 +7,6 @@
 /* With the lock: for `size`, or as much of it as lies in one chunk; 0: none is left. */
 CUdeviceptr mpsd_chunk_take(uint64_t size, uint64_t *got);
 void mpsd_chunks_empty(void);
-void mpsd_chunks_lose(void);	/* they stay as they are, and are nobody's: */
-#define MPSD_ROOM_IS_LOST "room for copies into which the old context may still write"
 
 /* Without it, with the order. OUT_OF_MEMORY: there is no more. */
 CUresult mpsd_chunk_more(uint64_t size);

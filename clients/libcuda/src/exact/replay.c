@@ -2,7 +2,6 @@
 /* In a move: what was not proven to have ended, undone and done again. */
 #include <string.h>
 
-#include "exact/chunks.h"
 #include "exact/pace.h"
 #include "exact/still.h"
 #include "exact/submit.h"
@@ -178,7 +177,7 @@ static void give_up(bool has_begun)
 	mpsd_lane_mark_now(own, ++own->given);
 }
 
-static void move(bool may, bool is_lost, struct mpsd_replayed *replayed)
+static void move(bool may, struct mpsd_replayed *replayed)
 {
 	bool has_begun = false;
 	CUresult result;
@@ -193,10 +192,6 @@ static void move(bool may, bool is_lost, struct mpsd_replayed *replayed)
 		return;
 	}
 	replayed->unsure = mpsd_epoch.unsure ? mpsd_epoch.unsure : may ? NULL : "nobody knows whose fault it was";
-	if (is_lost)
-		mpsd_chunks_lose();
-	if (is_lost && !replayed->unsure)
-		replayed->unsure = MPSD_ROOM_IS_LOST;
 	if (!replayed->unsure) {
 		result = mpsd_enter_context();
 		has_begun = result == CUDA_SUCCESS;
@@ -211,30 +206,21 @@ static void move(bool may, bool is_lost, struct mpsd_replayed *replayed)
 	real_cuCtxSetCurrent(NULL);
 }
 
-void mpsd_exact_lose_room(void)
-{
-	pthread_mutex_lock(&mpsd_exact_lock);
-	mpsd_chunks_lose();
-	if (!mpsd_epoch.unsure && !mpsd_lanes_all_proven())
-		__atomic_store_n(&mpsd_epoch.unsure, MPSD_ROOM_IS_LOST, __ATOMIC_RELAXED);
-	pthread_mutex_unlock(&mpsd_exact_lock);
-	mpsd_line_unsure(MPSD_ROOM_IS_LOST);
-}
-
 void mpsd_exact_move(bool may, struct mpsd_replayed *replayed)
 {
-	bool is_lost;
+	bool is_open;
 
 	*replayed = (struct mpsd_replayed){ 0 };
 	pthread_mutex_lock(&mpsd_exact_lock);
-	is_lost = mpsd_undo_open_bytes() != 0;
+	is_open = mpsd_undo_open_bytes() != 0;
 	pthread_mutex_unlock(&mpsd_exact_lock);
 	/* What was not saved is saved anew in its old place, where a save that was cut off may come to its end before. */
-	is_lost = is_lost && !mpsd_fence_finish();
+	if (is_open)
+		mpsd_fence_finish();
 	pthread_mutex_lock(&mpsd_exact_lock);
 	/* Whoever was about to do something finds the copy left. */
 	mpsd_epoch.is_awaited = mpsd_epoch.is_closed = false;
-	move(may, is_lost, replayed);
+	move(may, replayed);
 	pthread_mutex_unlock(&mpsd_exact_lock);
 }
 

@@ -271,7 +271,7 @@ static bool cut_off(struct unmapping *unmapping)
 			break;
 		rest(began, spins);
 	}
-	return state == MPSD_CUT_DONE || (unmapping->cut && state == MPSD_CUT_GOES_ON);
+	return state != MPSD_CUT_FAILED;
 }
 
 bool mpsd_fence(void)
@@ -299,20 +299,20 @@ bool mpsd_fence(void)
 	return is;
 }
 
-bool mpsd_fence_finish(void)
+void mpsd_fence_finish(void)
 {
 	uint64_t began = mpsd_now_ns();
-	bool spins = has_processors(), is_told = false, is;
+	bool spins = has_processors(), is_told = false;
 
 	if (!unfinished)
-		return true;
+		return;
 	while (!atomic_load(&unfinished->is_behind) && !is_told) {
 		is_told = is_said(unfinished->generation) && unfinished->may_be_told;
 		if (!is_told)
 			rest(began, spins);
 	}
-	is = is_told || !atomic_load(&unfinished->is_through) || atomic_load(&unfinished->all);
+	if (!is_told && atomic_load(&unfinished->is_through) && !atomic_load(&unfinished->all))
+		mpsd_exact_lose_room();
 	let_go(unfinished);
 	unfinished = NULL;
-	return is;
 }

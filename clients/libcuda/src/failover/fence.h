@@ -24,10 +24,10 @@ bool mpsd_fence(void);
 
 /*
  * At the end of the same move, after work was done again and before anything new is. What only copies of mode `exact` come
- * into, the room of what was there before, the fence left to a thread: nothing is saved there anew before. False: the old
- * copy may still write there.
+ * into, the room of what was there before, the fence left to a thread: nothing is saved there anew before. Where the old copy
+ * may still write there it is given up.
  */
-bool mpsd_fence_finish(void);
+void mpsd_fence_finish(void);
 
 /* Whether something is being unmapped beside the program. */
 bool mpsd_fence_lasts(void);

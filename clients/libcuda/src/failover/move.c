@@ -145,12 +145,6 @@ static void go_on_capturing(void)
 	real_cuCtxSetCurrent(NULL);
 }
 
-static void finish_fence(void)
-{
-	if (!mpsd_fence_finish())
-		mpsd_exact_lose_room();
-}
-
 /* Calls are held until what was in flight may be done again. */
 static bool waits_for_turn;
 static uint64_t turn_until_ns;
@@ -189,7 +183,7 @@ void mpsd_turn(bool may, struct mpsd_replayed *replayed)
 	go_on_capturing();
 	say_missing(replayed);
 	waits_for_turn = false;
-	finish_fence();
+	mpsd_fence_finish();
 	mpsd_phase_end(true);
 }
 
@@ -210,7 +204,7 @@ bool mpsd_move(bool planned, enum mpsd_failover_again again, struct mpsd_times *
 	mpsd_standby_leave(true);
 	mpsd_line_moves();
 	/* Of the move before, after which it still waits. */
-	finish_fence();
+	mpsd_fence_finish();
 	is = hold_and_switch(&planned, times, why);
 	is_uncovered = is_uncovered || is;
 	if (is)
@@ -230,7 +224,7 @@ bool mpsd_move(bool planned, enum mpsd_failover_again again, struct mpsd_times *
 		go_on_capturing();
 		say_missing(&times->replayed);
 	}
-	finish_fence();
+	mpsd_fence_finish();
 	mpsd_phase_end(is || waits_for_turn);
 	waits_for_turn = false;
 	times->on_ns = mpsd_now_ns();
