@@ -103,7 +103,7 @@ def test_who_is_told_that_it_has_ended_may_use_the_memory_again(
 
 
 @pytest.mark.parametrize("ask", [{"MPSD_FAILOVER": "exact", "MPSD_FAILOVER_UNDO_MIB": "7"}], indirect=True)
-@pytest.mark.parametrize("lets", range(7, 12, 2))
+@pytest.mark.parametrize("lets", range(6, 11, 2))
 def test_pages_are_saved_whole_where_the_room_is_no_multiple_of_them(
     domain: Domain, gate: Gate, begin: Callable[..., Line], ask: Program, lets: int
 ) -> None:

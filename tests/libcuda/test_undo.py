@@ -164,7 +164,7 @@ def test_what_is_not_put_back_when_the_next_context_is_lost_is_put_back_in_that_
         # w is saved, and its kernel has run.
         gate.let(0)
         assert ask("gpu.run('add', w, 8, 1)") == "0"
-        gate.let(5)
+        gate.let(4)
         until(lambda: gate.left() == 0)
         assert ask("large(), shared(0)") == "(0, 0)"
         there.let(0)

@@ -9,9 +9,12 @@
  * file that MPSD_REAL_LIBCUDA names, in the same process and context. Where that is the same library, they
  * differ by noise.
  *
- * IMAGE is a file with a kernel `nothing`. The difference shows best at a call that does next to nothing.
+ * IMAGE is a file with a kernel `nothing`, and another, `eight`, that is given eight addresses. The difference shows best at a call that does next to nothing.
  * A launch that is refused (REFUSED 1) is one on the stand-in, where a real one wakes a thread. An allocation
  * comes first, so that the ledger is there.
+ *
+ * A token is what a language model's step is for the driver: many small kernels, each after the program has used the
+ * processor's caches for something else (that time is not counted), and a copy to the host that is waited for.
  */
 #include <cuda.h>
 #include <dlfcn.h>
@@ -23,10 +26,20 @@
 /* What a queue of launches holds on any driver: the rest of a block would wait for the GPU. */
 #define LAUNCHES 256
 
+#define TOKEN "token"
+#define OF_TOKEN 160		/* kernels */
+#define GIVEN 8			/* addresses, each */
+#define PIECES 16		/* of memory, that all of them are given */
+#define PIECE_BYTES ((size_t)2 << 20)
+#define CACHE_BYTES ((size_t)1 << 20)
+#define LINE 64
+
 #define FUNCTIONS(with)			\
 	with(cuCtxGetCurrent)		\
 	with(cuStreamQuery)		\
 	with(cuStreamGetPriority)	\
+	with(cuStreamSynchronize)	\
+	with(cuMemcpyDtoHAsync)		\
 	with(cuLaunchKernel)
 
 #define MEMBER(name) __typeof__(&name) name;
@@ -34,7 +47,8 @@ struct api {
 	FUNCTIONS(MEMBER)
 };
 
-static CUfunction nothing;
+static CUfunction nothing, eight;
+static CUdeviceptr pieces[PIECES];
 static CUstream stream;
 static int (*settle)(CUstream);
 
@@ -100,6 +114,39 @@ static double launch(const struct api *api, long count)
 	return spent;
 }
 
+static void use_caches(void)
+{
+	static volatile char used[CACHE_BYTES];
+
+	for (size_t at = 0; at < CACHE_BYTES; at += LINE)
+		used[at]++;
+}
+
+static double token(const struct api *api, long count)
+{
+	double spent = 0, start;
+	int word;
+
+	for (long i = 0; i < count * OF_TOKEN; i++) {
+		CUdeviceptr given[GIVEN];
+		void *parameters[GIVEN];
+
+		for (long j = 0; j < GIVEN; j++) {
+			given[j] = pieces[(i + j) % PIECES];
+			parameters[j] = &given[j];
+		}
+		use_caches();
+		start = now();
+		if (api->cuLaunchKernel(eight, 1, 1, 1, 32, 1, 1, 0, stream, parameters, NULL))
+			fail("a token's kernel");
+		if ((i + 1) % OF_TOKEN == 0 && (api->cuMemcpyDtoHAsync(&word, pieces[0], sizeof(word), stream) ||
+						api->cuStreamSynchronize(stream)))
+			fail("a token's end");
+		spent += now() - start;
+	}
+	return spent;
+}
+
 /* In turns that are short: what changes the clock of the processor meets both. */
 static void compare(const char *name, double (*measure)(const struct api *, long), const struct api *apis,
 		    long count)
@@ -139,17 +186,20 @@ static void prepare(void *library, const char *image)
 	LOAD(cuModuleGetFunction);
 	char name[128] = "";
 	CUcontext context;
-	CUdeviceptr data;
 	CUmodule module;
 	int version;
 
 	settle = (__typeof__(settle))find(library, "cuStreamSynchronize");
 	if (p_cuInit(0) || p_cuDevicePrimaryCtxRetain(&context, 0) || p_cuCtxSetCurrent(context) ||
 	    p_cuStreamCreate(&stream, CU_STREAM_NON_BLOCKING) || p_cuDriverGetVersion(&version) ||
-	    p_cuDeviceGetName(name, sizeof(name), 0) || p_cuMemAlloc(&data, 512))
+	    p_cuDeviceGetName(name, sizeof(name), 0))
 		fail("no context");
-	if (p_cuModuleLoadData(&module, image) || p_cuModuleGetFunction(&nothing, module, "nothing"))
-		fail("the kernel cannot be loaded");
+	for (int i = 0; i < PIECES; i++)
+		if (p_cuMemAlloc(&pieces[i], PIECE_BYTES))
+			fail("no memory");
+	if (p_cuModuleLoadData(&module, image) || p_cuModuleGetFunction(&nothing, module, "nothing") ||
+	    p_cuModuleGetFunction(&eight, module, "eight"))
+		fail("the kernels cannot be loaded");
 	printf("ready %d %s\n", version, name);
 }
 
@@ -182,6 +232,7 @@ int main(int count, char **given)
 		if (atoi(given[3]))
 			compare("cuLaunchKernel-refused", refused, apis, calls);
 		compare("cuLaunchKernel", launch, apis, calls / 50);
+		compare(TOKEN, token, apis, calls / 10000);
 		printf("\n");
 	}
 	return 0;

@@ -41,9 +41,19 @@ MODES = {
 }
 """What the library does with memory decides which functions have wrappers."""
 
-STANDIN_IMAGE = b"standin module\nkernel nothing nothing 0\n"
-SOURCE = 'extern "C" __global__ void nothing() {}\n'
-PTX = b".version 7.0\n.target sm_75\n.address_size 64\n.visible .entry nothing()\n{\n  ret;\n}\n\0"
+TOKEN = "token"
+"""The row that is no call: a step of a language model, 160 kernels and a copy that is awaited. No limit."""
+
+STANDIN_IMAGE = b"standin module\nkernel nothing nothing 0\nkernel eight eight 0\n"
+SOURCE = """
+extern "C" __global__ void nothing() {}
+extern "C" __global__ void eight(void *, void *, void *, void *, void *, void *, void *, void *) {}
+"""
+_EIGHT = ", ".join(f".param .u64 p{i}" for i in range(8))
+PTX = (
+    ".version 7.0\n.target sm_75\n.address_size 64\n.visible .entry nothing()\n{\n  ret;\n}\n"
+    f".visible .entry eight({_EIGHT})\n{{\n  ret;\n}}\n\0"
+).encode()
 """The same, for a driver that compiles it where there is no nvcc."""
 
 DEADLINE_S = 60.0
@@ -303,7 +313,7 @@ def _row(mode: str, name: str, rounds: Sequence[tuple[Figures, Figures]]) -> dic
         "added_ns": _spread(added),
         "inside_ns": _spread(inside),
     }
-    return {**row, "verdict": verdict(row["inside_ns"])}
+    return {**row, "verdict": verdict(row["inside_ns"]) if name != TOKEN else "-"}
 
 
 def _spread(values: Sequence[float]) -> dict[str, float]:
@@ -331,7 +341,7 @@ def table(report: Mapping[str, Any]) -> str:
             figures = f"{row['without_ns']:>10.1f}{row['with_ns']:>10.1f}"
             spreads = f"{_told(row['added_ns']):<26}{_told(row['inside_ns']):<26}"
             lines.append(f"{row['call']:<26}{figures}   {spreads}{row['verdict']}")
-    most = max(row["inside_ns"]["median"] for row in report["rows"])
+    most = max(row["inside_ns"]["median"] for row in report["rows"] if row["call"] != TOKEN)
     lines.append(f"most added: {most:.1f} ns; the aim is under {LIMIT_NS:.0f} ns: {report['verdict']}")
     return "\n".join(lines)
 

@@ -328,7 +328,7 @@ void must_live(const void *handle);
 struct builtin {
 	const char *name;
 	size_t parameters;
-	size_t sizes[4];
+	size_t sizes[8];
 	void (*run)(const uint64_t *arguments);
 };
 

@@ -43,6 +43,7 @@ static bool submit_at_once(const struct mpsd_launch *given, void **parameters, s
 	struct mpsd_ahead ahead = { NULL, false, 0 };
 	bool is;
 
+	mpsd_params_fetch(given->function);
 	if (!mpsd_order_take(moves))
 		return false;
 	pthread_mutex_lock(&mpsd_exact_lock);
@@ -66,7 +67,7 @@ static bool submit_at_once(const struct mpsd_launch *given, void **parameters, s
 static bool may_be_at_once(const struct mpsd_launch *given, void **extra)
 {
 	return mpsd_exact() && !mpsd_noted_in && given->is_brief && !extra && !given->config->numAttrs &&
-	       !mpsd_knows_variables() && !mpsd_validates() && !mpsd_named_any;
+	       !mpsd_validates() && !mpsd_named_any;
 }
 
 /* In a capture that cannot be noted: the program goes on, and stays where it is. */
@@ -96,7 +97,9 @@ static CUresult submit_launch(const struct mpsd_launch *given, void **parameters
 
 	if (may_be_at_once(given, extra) && submit_at_once(given, parameters, &op, &result))
 		return result;
-	if (!op)
+	if (op)
+		mpsd_params_follow_variables(op);
+	else
 		result = mpsd_params_take(given, parameters, extra, &op);
 	if (result == CUDA_SUCCESS)
 		return mpsd_submit(op, false);

@@ -26,20 +26,27 @@ bool mpsd_launch_records_event(const struct mpsd_op *op)
 /* The words of a launch's parameters that may be addresses: nearly all of hundreds are numbers. */
 struct words {
 	const struct mpsd_op *op;
-	const struct mpsd_bounds windows, pins;
+	const struct mpsd_bounds windows, pins, variables;
 	size_t at;
 };
 
-static struct words words_of(const struct mpsd_op *op)
+/* `variables`: those of modules are looked for, too. */
+static struct words words_of(const struct mpsd_op *op, struct mpsd_bounds variables)
 {
-	return (struct words){ op, mpsd_span_bounds(&mpsd_windows_span), mpsd_span_bounds(&mpsd_pins_span), 0 };
+	return (struct words){ op, mpsd_span_bounds(&mpsd_windows_span), mpsd_span_bounds(&mpsd_pins_span), variables, 0 };
+}
+
+static struct words memory_of(const struct mpsd_op *op)
+{
+	return words_of(op, (struct mpsd_bounds){ 0, 0 });
 }
 
 static inline bool next_word(struct words *words, CUdeviceptr *word)
 {
 	for (; words->at + sizeof(*word) <= words->op->launch.bytes; words->at += sizeof(*word)) {
 		memcpy(word, words->op->launch.buffer + words->at, sizeof(*word));
-		if (mpsd_bounds_may_hold(words->windows, *word) || mpsd_bounds_may_hold(words->pins, *word)) {
+		if (mpsd_bounds_may_hold(words->windows, *word) || mpsd_bounds_may_hold(words->pins, *word) ||
+		    mpsd_bounds_may_hold(words->variables, *word)) {
 			words->at += sizeof(*word);
 			return true;
 		}
@@ -67,11 +74,12 @@ static bool is_done(const struct words *words, CUdeviceptr word)
 
 bool mpsd_params_are_whole(const struct mpsd_op *op)
 {
-	struct words words = words_of(op);
+	struct words words = words_of(op, mpsd_span_bounds(&mpsd_variables_span));
 	CUdeviceptr word;
 
 	while (next_word(&words, &word))
-		if (!is_done(&words, word) || mpsd_is_pinned((const void *)word))
+		if (mpsd_bounds_may_hold(words.variables, word) || !is_done(&words, word) ||
+		    mpsd_is_pinned((const void *)word))
 			return false;
 	return true;
 }
@@ -95,7 +103,7 @@ static bool is_left_out(const struct mpsd_plan *plan)
 
 CUresult mpsd_params_save(const struct mpsd_op *op, struct mpsd_plan *plan)
 {
-	struct words words = words_of(op);
+	struct words words = memory_of(op);
 	CUdeviceptr word;
 
 	mpsd_named_look(op->launch.function);
@@ -120,7 +128,7 @@ CUresult mpsd_params_save(const struct mpsd_op *op, struct mpsd_plan *plan)
 CUresult mpsd_params_learn(const struct mpsd_op *op, void *is_changed)
 {
 	bool (*has_changed)(struct mpsd_pages pages) = *(bool (**)(struct mpsd_pages pages))is_changed;
-	struct words words = words_of(op);
+	struct words words = memory_of(op);
 	struct mpsd_allocation found;
 	CUdeviceptr word;
 

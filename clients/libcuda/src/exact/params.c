@@ -86,10 +86,20 @@ static CUresult ask(CUfunction function, struct place *places, uint32_t *count)
 	return CUDA_ERROR_NOT_SUPPORTED;
 }
 
+static uint32_t first_place_of(CUfunction function)
+{
+	return (uint32_t)(((uintptr_t)function >> 3) * 0x9e3779b97f4a7c15ull >> 51);
+}
+
+void mpsd_params_fetch(CUfunction function)
+{
+	__builtin_prefetch(&places_of[first_place_of(function)]);
+}
+
 /* Under the lock. Where the index has it, or has room for it. */
 static uint16_t *slot_of(CUfunction function)
 {
-	uint32_t at = (uint32_t)(((uintptr_t)function >> 3) * 0x9e3779b97f4a7c15ull >> 51);
+	uint32_t at = first_place_of(function);
 
 	while (places_of[at] && infos[places_of[at] - 1].function != function)
 		at = (at + 1) % PLACES;
@@ -310,9 +320,10 @@ static CUresult take_buffer(const struct mpsd_launch *given, void **extra, struc
 	return CUDA_SUCCESS;
 }
 
-static void follow_variables(struct mpsd_op *op)
+void mpsd_params_follow_variables(struct mpsd_op *op)
 {
-	for (size_t at = 0; at + sizeof(CUdeviceptr) <= op->launch.bytes; at += sizeof(CUdeviceptr)) {
+	for (size_t at = 0; mpsd_knows_variables() && at + sizeof(CUdeviceptr) <= op->launch.bytes;
+	     at += sizeof(CUdeviceptr)) {
 		CUdeviceptr word;
 
 		memcpy(&word, op->launch.buffer + at, sizeof(word));
@@ -329,8 +340,8 @@ CUresult mpsd_params_take(const struct mpsd_launch *given, void **parameters, vo
 		return CUDA_ERROR_INVALID_HANDLE;
 	result = extra ? take_buffer(given, extra, op) : take_each(given, parameters, op);
 
-	if (result == CUDA_SUCCESS && mpsd_knows_variables())
-		follow_variables(*op);
+	if (result == CUDA_SUCCESS)
+		mpsd_params_follow_variables(*op);
 	return result;
 }
 

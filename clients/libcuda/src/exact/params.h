@@ -13,17 +13,26 @@ struct mpsd_launch {
 	bool is_brief;			/* as its operation is */
 };
 
+/* It is about to be looked for: from the processor's far memory by then. */
+void mpsd_params_fetch(CUfunction function);
+
 /* An operation of it, with a copy of what it was given. NOT_SUPPORTED: it is not known how much. */
 CUresult mpsd_params_take(const struct mpsd_launch *given, void **parameters, void **extra, struct mpsd_op **op);
 
-/* The same with the lock, of a function that is known; NULL: it is not, or something else is to be done first. */
+/*
+ * The same with the lock, of a function that is known, with no variables followed; NULL: it is not known, or something
+ * else is to be done first.
+ */
 struct mpsd_op *mpsd_params_take_known(const struct mpsd_launch *given, void **parameters);
 
 void mpsd_params_forget(void);	/* functions have gone: their handles may come again */
 
+/* Without the lock: what leads to a module's variable leads there in the copy of this call. */
+void mpsd_params_follow_variables(struct mpsd_op *op);
+
 /*
  * With the lock: whether all that the parameters of a launch lead to is memory that is whole in this epoch, and nothing
- * of it the host's.
+ * of it the host's, or a module's variable.
  */
 bool mpsd_params_are_whole(const struct mpsd_op *op);
 

@@ -103,11 +103,6 @@ void mpsd_stamps_plan(const struct mpsd_plan *plan, struct mpsd_pages pages)
 		atomic_store_explicit(&planned[page], plan->number, memory_order_relaxed);
 }
 
-void mpsd_stamps_save(struct mpsd_pages pages)
-{
-	for (uint64_t page = pages.first; page < pages.end; page++)
-		__atomic_store_n(&stamps[page], mpsd_epoch.number, __ATOMIC_RELAXED);
-}
 
 /* In which epoch what kernels may write of what the program has mapped itself has changed last. */
 static MPSD_READ_OFTEN atomic_ullong runs_changed;
@@ -131,6 +126,16 @@ static uint64_t of_epoch(uint64_t epoch)
 static uint64_t of_plan(const struct mpsd_plan *plan)
 {
 	return 2 * plan->number + 1;
+}
+
+void mpsd_stamps_save(const struct mpsd_plan *plan, struct mpsd_pages pages)
+{
+	for (uint64_t page = pages.first; page < pages.end; page++) {
+		unsigned long long planned_whole = of_plan(plan);
+
+		__atomic_store_n(&stamps[page], mpsd_epoch.number, __ATOMIC_RELAXED);
+		atomic_compare_exchange_strong(&wholes[page], &planned_whole, of_epoch(mpsd_epoch.number));
+	}
 }
 
 bool mpsd_stamps_is_whole(const struct mpsd_plan *plan, CUdeviceptr address)

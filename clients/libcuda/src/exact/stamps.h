@@ -18,8 +18,8 @@ uint64_t mpsd_stamps_count(void);	/* of its pages */
 bool mpsd_stamps_is_saved(const struct mpsd_plan *plan, uint64_t page);
 void mpsd_stamps_plan(const struct mpsd_plan *plan, struct mpsd_pages pages);
 
-/* With the lock: such pages were saved. */
-void mpsd_stamps_save(struct mpsd_pages pages);
+/* With the lock: such pages were saved, and what is whole in that plan is so in this epoch. */
+void mpsd_stamps_save(const struct mpsd_plan *plan, struct mpsd_pages pages);
 
 /*
  * Whether all that a pointer to there leads to is saved. That its page is says nothing of the rest: a copy, or a memset,

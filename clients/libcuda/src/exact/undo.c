@@ -3,6 +3,7 @@
  * What memory was before the epoch: copies of it, made by the GPU before whatever may write there first, in pages of
  * 2 MiB, which no two of a window's allocations share unless they are small. They have a stream of this library's own:
  * when the epoch began nothing was open, so they need not wait for anything, and only who may write there waits for them.
+ * The first ones of an epoch, if they are small, go where the operation goes, which is nothing's but theirs then.
  *
  * A save is worth something once its lane is proven to have come behind it. Before that its page is as it was, for
  * what writes there comes after the save: in its own lane by order, in another by waiting for the lane's event.
@@ -14,7 +15,10 @@
 #include "exact/chunks.h"
 #include "exact/saver.h"
 #include "exact/still.h"
+#include "failover/graph.h"
 #include "hold.h"
+
+#define MOST_ALONG ((uint64_t)64 << 20)	/* bytes, copied before an operation in its own lane */
 
 struct save {
 	struct save *next;
@@ -51,16 +55,8 @@ static struct mpsd_lane *own_lane(void)
 	return lane;
 }
 
-static void choose_saver(struct mpsd_plan *plan)
-{
-	struct mpsd_lane *own = plan->saver ? plan->saver : own_lane();
-
-	plan->saver = own ? own : plan->lane;
-}
-
 static CUresult save_run(struct mpsd_plan *plan, CUdeviceptr address, uint64_t size, bool is_mapped)
 {
-	choose_saver(plan);
 	while (size) {
 		struct save *save = malloc(sizeof(*save));
 		uint64_t got = 0;
@@ -79,7 +75,7 @@ static CUresult save_run(struct mpsd_plan *plan, CUdeviceptr address, uint64_t s
 				return result;
 			continue;
 		}
-		*save = (struct save){ plan->saves, address, undo, got, plan->saver, 0, is_mapped };
+		*save = (struct save){ plan->saves, address, undo, got, NULL, 0, is_mapped };
 		plan->saves = save;
 		address += got;
 		size -= got;
@@ -231,8 +227,9 @@ static void commit(struct mpsd_plan *plan)
 		struct save *save = plan->saves;
 
 		plan->saves = save->next;
+		save->lane = lane;
 		save->number = lane->saved;
-		mpsd_stamps_save(mpsd_stamps_pages(save->address, save->size));
+		mpsd_stamps_save(plan, mpsd_stamps_pages(save->address, save->size));
 		save->next = saves;
 		saves = save;
 	}
@@ -290,6 +287,34 @@ static CUresult come_after_others(struct mpsd_lane *lane)
 	return result;
 }
 
+/* Of which copies are made in no time. */
+static bool is_small(const struct mpsd_plan *plan)
+{
+	uint64_t left = MOST_ALONG;
+
+	for (const struct save *save = plan->saves; save; save = save->next) {
+		if (save->size > left)
+			return false;
+		left -= save->size;
+	}
+	return !plan->summed;
+}
+
+static struct mpsd_lane *saver_for(const struct mpsd_plan *plan)
+{
+	struct mpsd_lane *own;
+	bool is_first = false;
+
+	/* A kernel is of one context, and so are the streams that it may go into. */
+	if (is_small(plan) && !mpsd_capturing() && !mpsd_work_is_several()) {
+		pthread_mutex_lock(&mpsd_exact_lock);
+		is_first = !mpsd_is_left() && mpsd_lanes_all_proven();
+		pthread_mutex_unlock(&mpsd_exact_lock);
+	}
+	own = is_first ? plan->lane : own_lane();
+	return own ? own : plan->lane;
+}
+
 CUresult mpsd_undo_done(struct mpsd_plan *plan)
 {
 	CUresult result;
@@ -297,7 +322,7 @@ CUresult mpsd_undo_done(struct mpsd_plan *plan)
 
 	if (!plan->saves && !plan->summed)
 		return come_after_others(plan->lane);
-	choose_saver(plan);
+	plan->saver = saver_for(plan);
 	result = make_event(plan->saver);
 	if (result == CUDA_SUCCESS)
 		result = copy_all(plan);

@@ -151,6 +151,9 @@ static inline void *mpsd_native_pointer(const void *name)
 /* variable.c: how many variables of modules the program knows the addresses of. */
 extern atomic_uint mpsd_variables;
 
+/* Around all of them, by the addresses that the program knows. */
+extern struct mpsd_span mpsd_variables_span;
+
 /* An address of the program's in the copy of this call; 0 where another copy is in use by now. */
 CUdeviceptr mpsd_variable_address(CUdeviceptr address);
 
@@ -217,6 +220,7 @@ void mpsd_work_given(void);	/* after each of those */
 void mpsd_work_held(bool is);	/* the thread waits for the end of a move */
 bool mpsd_work_rests(void);	/* in a move: nobody is about to give the driver something */
 void mpsd_work_several(void);	/* there is more than one context: a wait proves nothing of the other */
+bool mpsd_work_is_several(void);
 void mpsd_waited_for_all(CUresult result, uint64_t moves, uint64_t work);
 void mpsd_waited(CUresult result, uint64_t moves, CUstream stream, uint64_t work);
 

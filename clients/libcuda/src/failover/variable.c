@@ -19,6 +19,7 @@
 #define MOST_BYTES ((size_t)16 << 20)	/* of one of them */
 
 MPSD_READ_OFTEN atomic_uint mpsd_variables;
+MPSD_READ_OFTEN struct mpsd_span mpsd_variables_span = MPSD_NO_SPAN;
 
 /* What the host has put there. */
 struct part {
@@ -40,6 +41,8 @@ static const void *variable_at(CUdeviceptr address, CUdeviceptr *offset)
 {
 	unsigned int count = atomic_load_explicit(&mpsd_variables, memory_order_acquire);
 
+	if (!mpsd_span_may_hold(&mpsd_variables_span, address))
+		return NULL;
 	for (unsigned int i = 0; i < count; i++) {
 		*offset = address - known[i].name;
 		if (*offset < known[i].size && mpsd_made_is((const void *)known[i].name, MPSD_MADE_VARIABLE))
@@ -244,6 +247,7 @@ static bool know(CUdeviceptr name, size_t size)
 	if (i < MOST) {
 		known[i].name = name;
 		known[i].size = size;
+		mpsd_span_widen(&mpsd_variables_span, name, size);
 	}
 	if (i == count && i < MOST)
 		atomic_store_explicit(&mpsd_variables, count + 1, memory_order_release);

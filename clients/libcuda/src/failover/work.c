@@ -6,10 +6,11 @@
  * fail-over that keeps memory alone tells the program once, in the first wait after it, where work may be missing
  * or half done.
  */
-#include "exact/exact.h"
+#include "exact/state.h"
 #include "failover/carry.h"
 #include "failover/graph.h"
 #include "failover/line.h"
+#include "window.h"
 
 #define SEVERAL UINT64_MAX
 
@@ -43,8 +44,22 @@ static void more(uint64_t stream)
 		atomic_store(&only, SEVERAL);
 }
 
+/* At once. Between the locks of a launch each of them would be waited for by itself (MPSD_READ_OFTEN, MPSD_WRITTEN_OFTEN). */
+static void fetch_what_a_launch_looks_at(void)
+{
+	__builtin_prefetch(&begun, 1);
+	__builtin_prefetch(&mpsd_exact_lock, 1);
+	__builtin_prefetch(&mpsd_epoch, 1);
+	__builtin_prefetch(&mpsd_lanes_used);
+	__builtin_prefetch(&mpsd_moves);
+	__builtin_prefetch(&mpsd_pins_span);
+	__builtin_prefetch(&mpsd_windows_span);
+}
+
 void mpsd_work(CUstream stream)
 {
+	if (mpsd_exact())
+		fetch_what_a_launch_looks_at();
 	/* It is done when the graph is launched. */
 	if (mpsd_capturing() && mpsd_is_in_capture_outside(stream))
 		return;
@@ -82,6 +97,11 @@ bool mpsd_work_rests(void)
 void mpsd_work_several(void)
 {
 	atomic_store(&several_contexts, true);
+}
+
+bool mpsd_work_is_several(void)
+{
+	return atomic_load(&several_contexts);
 }
 
 static void proven(uint64_t work)
