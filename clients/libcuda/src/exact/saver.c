@@ -96,10 +96,11 @@ CUresult mpsd_own_kernel(CUfunction *function, const char *image, const char *na
 	return result;
 }
 
+static CUfunction function;
+
 /* NULL: copies do as well, once more of them. While something is captured nothing is loaded. */
 static CUfunction kernel(void)
 {
-	static CUfunction function;
 	static bool is_refused;
 	CUresult result;
 
@@ -115,20 +116,20 @@ static CUresult copy(CUdeviceptr to, CUdeviceptr from, uint64_t size, CUstream s
 	return real_cuMemcpyDtoDAsync_v2(to, from, size, stream);
 }
 
-static CUresult copy_together(const struct ranges *ranges, unsigned int count, CUstream stream)
+/* `own`: NULL where there is none. */
+static CUresult copy_together(const struct ranges *ranges, unsigned int count, CUfunction own, CUstream stream)
 {
-	CUfunction own = count > 1 ? kernel() : NULL;
 	void *parameters[] = { (void *)ranges };
 	CUresult result = CUDA_SUCCESS;
 
-	if (own)
+	if (own && count > 1)
 		return real_cuLaunchKernel(mpsd_native(own), PARTS, count, 1, THREADS, 1, 1, 0, stream, parameters, NULL);
 	for (unsigned int i = 0; i < count && result == CUDA_SUCCESS; i++)
 		result = copy(ranges->each[i].to, ranges->each[i].from, ranges->each[i].size, stream);
 	return result;
 }
 
-CUresult mpsd_saver_copy(const struct mpsd_saved *saved, unsigned int count, CUstream stream)
+static CUresult copy_all(const struct mpsd_saved *saved, unsigned int count, CUfunction own, CUstream stream)
 {
 	struct ranges ranges = { 0 };
 	CUresult result = CUDA_SUCCESS;
@@ -140,5 +141,20 @@ CUresult mpsd_saver_copy(const struct mpsd_saved *saved, unsigned int count, CUs
 		else
 			result = copy(each->to, each->from, each->size, stream);
 	}
-	return result == CUDA_SUCCESS ? copy_together(&ranges, together, stream) : result;
+	return result == CUDA_SUCCESS ? copy_together(&ranges, together, own, stream) : result;
+}
+
+CUresult mpsd_saver_copy(const struct mpsd_saved *saved, unsigned int count, CUstream stream)
+{
+	return copy_all(saved, count, count > 1 ? kernel() : NULL, stream);
+}
+
+/* Both ways come to the same, and one that was begun can be done once more. */
+CUresult mpsd_saver_put_back(const struct mpsd_saved *saved, unsigned int count, CUstream stream)
+{
+	CUresult result = copy_all(saved, count, function, stream);
+
+	if (!function || result == CUDA_SUCCESS || mpsd_is_loss(result))
+		return result;
+	return copy_all(saved, count, NULL, stream);
 }

@@ -20,3 +20,6 @@ struct mpsd_saved {
 
 /* With the order, so many at most, into that stream of the copy of this call. */
 CUresult mpsd_saver_copy(const struct mpsd_saved *saved, unsigned int count, CUstream stream);
+
+/* The same in a move, where nothing is loaded for it. */
+CUresult mpsd_saver_put_back(const struct mpsd_saved *saved, unsigned int count, CUstream stream);

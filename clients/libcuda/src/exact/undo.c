@@ -22,11 +22,9 @@
 
 struct save {
 	struct save *next;
-	CUdeviceptr address, undo;
-	uint64_t size;
+	struct mpsd_saved copy;
 	struct mpsd_lane *lane;
 	uint64_t number;		/* of the lane, from which on it is there */
-	bool is_mapped;			/* all of it, for certain */
 };
 
 static struct save *saves;		/* of the epoch */
@@ -75,7 +73,7 @@ static CUresult save_run(struct mpsd_plan *plan, CUdeviceptr address, uint64_t s
 				return result;
 			continue;
 		}
-		*save = (struct save){ plan->saves, address, undo, got, NULL, 0, is_mapped };
+		*save = (struct save){ plan->saves, { undo, address, got, is_mapped }, NULL, 0 };
 		plan->saves = save;
 		address += got;
 		size -= got;
@@ -207,7 +205,7 @@ static CUresult copy_all(const struct mpsd_plan *plan)
 	unsigned int count = 0;
 
 	for (const struct save *save = plan->saves; save && result == CUDA_SUCCESS; save = save->next) {
-		saved[count++] = (struct mpsd_saved){ save->undo, save->address, save->size, save->is_mapped };
+		saved[count++] = save->copy;
 		if (count < MPSD_SAVED_AT_ONCE && save->next)
 			continue;
 		result = mpsd_saver_copy(saved, count, mpsd_native(plan->saver->stream));
@@ -229,7 +227,7 @@ static void commit(struct mpsd_plan *plan)
 		plan->saves = save->next;
 		save->lane = lane;
 		save->number = lane->saved;
-		mpsd_stamps_save(plan, mpsd_stamps_pages(save->address, save->size));
+		mpsd_stamps_save(plan, mpsd_stamps_pages(save->copy.from, save->copy.size));
 		save->next = saves;
 		saves = save;
 	}
@@ -293,9 +291,9 @@ static bool is_small(const struct mpsd_plan *plan)
 	uint64_t left = MOST_ALONG;
 
 	for (const struct save *save = plan->saves; save; save = save->next) {
-		if (save->size > left)
+		if (save->copy.size > left)
 			return false;
-		left -= save->size;
+		left -= save->copy.size;
 	}
 	return !plan->summed;
 }
@@ -347,7 +345,7 @@ uint64_t mpsd_undo_open_bytes(void)
 
 	for (const struct save *save = saves; save; save = save->next)
 		if (save->number > mpsd_lane_look(save->lane))
-			bytes += save->size;
+			bytes += save->copy.size;
 	return bytes;
 }
 
@@ -365,19 +363,24 @@ void mpsd_undo_forget(void)
 CUresult mpsd_undo_restore(uint64_t *bytes)
 {
 	struct mpsd_lane *own = &mpsd_lanes[0];
+	struct mpsd_saved saved[MPSD_SAVED_AT_ONCE];
 	CUresult result = CUDA_SUCCESS;
+	unsigned int count = 0;
 
 	own->given++;
 	for (struct save *save = saves; save && result == CUDA_SUCCESS; save = save->next) {
+		const struct mpsd_saved back = { save->copy.from, save->copy.to, save->copy.size, save->copy.is_mapped };
 		bool is_there = save->number <= mpsd_lane_look(save->lane);
 
-		*bytes += is_there ? save->size : 0;
+		*bytes += is_there ? save->copy.size : 0;
 		save->lane->saved = 0;
 		save->lane = own;
 		save->number = is_there ? 0 : own->given;
-		result = real_cuMemcpyDtoDAsync_v2(is_there ? save->address : save->undo,
-						   is_there ? save->undo : save->address, save->size,
-						   CU_STREAM_LEGACY);
+		saved[count++] = is_there ? back : save->copy;
+		if (count < MPSD_SAVED_AT_ONCE && save->next)
+			continue;
+		result = mpsd_saver_put_back(saved, count, CU_STREAM_LEGACY);
+		count = 0;
 	}
 	return result == CUDA_SUCCESS ? mpsd_lane_mark_now(own, own->given) : result;
 }

@@ -188,19 +188,26 @@ struct mpsd_cut *mpsd_cut_begin(unsigned int number, const struct arena_range *p
 	return NULL;
 }
 
-/* How many pieces are begun. Those that take long may be gone. */
+/*
+ * How many pieces are begun. Those that take long may be gone: UVM goes from one to the next, and whoever asks keeps it
+ * from that meanwhile. So the oldest is asked for, and then another one only if that is gone.
+ */
 static unsigned int look_at_pieces(struct mpsd_cut *cut)
 {
 	unsigned int begun = atomic_load(&cut->next);
 	uint64_t now = mpsd_now_ns();
+	bool is_gone = true;
 
 	if (begun > cut->count)
 		begun = cut->count;
-	for (unsigned int i = 0; i < begun; i++) {
+	for (unsigned int i = 0; i < begun && is_gone; i++) {
 		struct piece *piece = &cut->pieces[i];
 		uint64_t since = atomic_load(&piece->begun_ns);
 
-		if (since && now > since + SOON_NS && !atomic_load(&piece->is_gone) && fill(cut, piece))
+		if (!since || now <= since + SOON_NS || atomic_load(&piece->is_gone))
+			continue;
+		is_gone = fill(cut, piece);
+		if (is_gone)
 			note_gone(cut, piece);
 	}
 	return begun;
