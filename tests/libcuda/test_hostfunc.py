@@ -78,7 +78,7 @@ def test_what_did_not_run_runs_in_the_next_copy(
     lets: int,
     callback: bool,
 ) -> None:
-    """A save, its mark, an event, the wait for it, the kernel, its mark, the function and another kernel."""
+    """A save, its mark, an event, the kernel, its mark, the function and another kernel."""
     line = post.greet(moving.EXACT)
     ask("m = gpu.memory(4 << 20); gpu.sync()")
     stand_by(line, second, copies)

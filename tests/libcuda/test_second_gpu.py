@@ -43,3 +43,14 @@ def test_what_was_in_flight_is_done_again(program: Program) -> None:
         assert program.move("gpu.run('add', m, 8, 1)").text == ""
         assert program.ask("gpu.sync(), gpu.word(m)") == f"(0, {moves})"
     assert program.end() == ""
+
+
+def test_what_another_gpus_context_once_saved_keeps_nobody_from_launching(program: Program) -> None:
+    """Its stream may not be that of the copies from then on."""
+    program.ask("m = gpu.memory(8 << 20)")
+    add = "gpu.run('add', m, 8, 1), gpu.sync()"
+    assert [program.ask(add) for _ in range(2)] == ["(0, 0)"] * 2
+    program.ask("own = gpu.context; gpu.context = gpu.made('cuDevicePrimaryCtxRetain', 0); gpu.current()")
+    program.ask("s = gpu.stream(); gpu.code('cuMemsetD32Async', m, 2, 8, s)")
+    program.ask("gpu.context = own; gpu.current()")
+    assert [program.ask(add) for _ in range(2)] == ["(0, 0)"] * 2

@@ -129,6 +129,14 @@ def test_what_is_read_alone_is_not_saved(run: Run, domain: Domain, gate: Gate) -
     assert run.ask.end() == ""
 
 
+def test_what_was_written_once_and_is_read_alone_then_is_not(run: Run, domain: Domain, gate: Gate) -> None:
+    """Though it is usual by then to save it."""
+    assert run.ask("gpu.run('add', weights, 8, 1), gpu.sync()") == "(0, 0)"
+    run.rest(epochs=3 * QUIET)
+    assert saved(run, domain, gate) == 4 * MIB
+    assert run.ask("gpu.sync(), gpu.word(to)") == "(0, 8)"
+
+
 def test_before_some_epochs_have_passed_it_is(run: Run, domain: Domain, gate: Gate) -> None:
     assert saved(run, domain, gate) == 12 * MIB
     assert run.ask("gpu.sync(), gpu.word(to)") == "(0, 7)"

@@ -8,10 +8,11 @@ import pytest
 
 from tests.libcuda.test_exact import EXACT, gate
 from tests.libcuda.test_exact import move as move_exactly
-from tests.libcuda.test_failover import Program, ask, break_domain, copies, post, stand_by
+from tests.libcuda.test_failover import Program, ask, break_domain, copies, post, stand_by, started
 from tests.libcuda.test_vmm import CREATE, PIECE, PLAIN
 from tests.support import moving
 from tests.support.gate import Gate, gate_of
+from tests.support.libcudas import Libraries
 from tests.support.moving import Post
 from tests.support.simfixtures import backend, domain, second, third
 from tests.support.simnode import Domain, until
@@ -175,3 +176,37 @@ def test_what_is_not_put_back_when_the_next_context_is_lost_is_put_back_in_that_
         assert move_exactly(line, 2).text == ""
         assert ask("gpu.sync(), gpu.sync(), gpu.word(w), gpu.word(m)") == "(719, 0, 7, 0)"
     assert "it cannot be done again" in ask.end()
+
+
+SEVERAL = 20
+
+
+@pytest.mark.parametrize("refuses", [False, True], ids=["done", "refused"])
+def test_memory_is_put_back_by_few_kernels_or_by_copies(
+    libraries: Libraries,
+    domain: Domain,
+    gate: Gate,
+    second: Domain,
+    post: Post,
+    copies: Path,
+    tmp_path: Path,
+    refuses: bool,
+) -> None:
+    there = second.environment["CUDA_MPS_PIPE_DIRECTORY"]
+    extra = {"MPSD_FAILOVER": "exact", "MPSD_STANDIN_NOTES": str(tmp_path / "notes")}
+    extra |= {"MPSD_STANDIN_REFUSES_SAVES": there} if refuses else {}
+    with started(libraries, domain, post, **extra) as ask:
+        line = post.greet(moving.EXACT)
+        ask(f"several = [gpu.memory(2 << 20) for _ in range({SEVERAL})]; gpu.sync()")
+        add = "{gpu.run('add', m, 8, 1) for m in several}"
+        assert ask(f"{add}, gpu.sync()") == "({0}, 0)"
+        stand_by(line, second, copies)
+        gate.let(0)
+        assert ask(add) == "{0}"
+        break_domain(domain)
+        assert move_exactly(line).text == ""
+        assert ask("gpu.sync(), {gpu.word(m) for m in several}") == "(0, {2})"
+        assert ask.end() == ""
+    noted = (tmp_path / "notes").read_text().splitlines()
+    at_once = [f"{there} copies 16 ranges", f"{there} copies {SEVERAL - 16} ranges"]
+    assert [each for each in noted if each.startswith(f"{there} copies")] == at_once

@@ -126,6 +126,32 @@ def test_in_exact_it_is_seen(post: Post, ask: Program) -> None:
     assert line.hear(moving.OPAQUE).text == "a kernel that is given a module's variable"
 
 
+@pytest.mark.parametrize("ask", [{"MPSD_FAILOVER": "exact"}], indirect=True)
+def test_in_exact_it_is_seen_behind_launches_that_were_not_given_one(post: Post, ask: Program) -> None:
+    """Of a kernel that is known, and is launched with nothing else to be done first."""
+    line = post.greet(moving.EXACT)
+    ask("m = gpu.memory(8 << 20); table = gpu.variable('table')")
+    assert ask("[gpu.run('add', m, 2, 1) for _ in range(3)]") == "[0, 0, 0]"
+    assert line.is_silent()
+    assert ask("[gpu.run('add', table + 4, 2, 1), gpu.sync(), gpu.word(table + 4)]") == "[0, 0, 1]"
+    assert line.hear(moving.OPAQUE).text == "a kernel that is given a module's variable"
+
+
+@pytest.mark.parametrize("ask", [{"MPSD_FAILOVER": "exact"}], indirect=True)
+def test_after_a_move_in_exact_a_kernel_that_is_known_finds_it(
+    domain: Domain, second: Domain, post: Post, ask: Program, copies: Path
+) -> None:
+    line = post.greet(moving.EXACT)
+    ask("m = gpu.memory(8 << 20); table = gpu.variable('table')")
+    assert ask("[gpu.put(table, 5), gpu.run('add', m, 1, 1), gpu.sync()]") == "[0, 0, 0]"
+    stand_by(line, second, copies)
+    break_domain(domain)
+    assert line.move(1).kind == moving.MOVED
+    assert ask("[gpu.run('add', m, 1, 1) for _ in range(3)]") == "[0, 0, 0]"
+    assert ask("[gpu.run('add', table, 1, 1), gpu.sync(), gpu.peek(table, 1)]") == "[0, 0, [6]]"
+    assert ask("gpu.word(m)") == "4"
+
+
 def test_after_a_move_a_kernel_finds_it(
     domain: Domain, second: Domain, post: Post, ask: Program, copies: Path
 ) -> None:

@@ -8,6 +8,7 @@
 #include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/un.h>
@@ -75,6 +76,13 @@ void note(const char *what)
 		return;
 	dprintf(fd, "%s %s\n", pipe_directory, what);
 	close(fd);
+}
+
+bool refuses_saves(void)
+{
+	const char *where = getenv("MPSD_STANDIN_REFUSES_SAVES");
+
+	return where && !strcmp(where, pipe_directory);
 }
 
 static CUresult initialise(void)

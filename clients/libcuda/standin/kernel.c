@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT
 /* Kernels: their attributes, their launch, and how many of them fit. */
+#include <stdio.h>
 #include <string.h>
 
 #include "standin.h"
@@ -158,6 +159,23 @@ CUresult prepare_kernel(const CUDA_KERNEL_NODE_PARAMS *given, struct operation *
 	return CUDA_SUCCESS;
 }
 
+/* The proxy's own. */
+static bool is_for_saves(CUfunction given)
+{
+	const struct CUfunc_st *function = find_function(given);
+
+	return function && !strcmp(function->name, "mpsd_save_ranges");
+}
+
+static bool begins_saves(unsigned int ranges)
+{
+	char text[32];
+
+	snprintf(text, sizeof(text), "copies %u ranges", ranges);
+	note(text);
+	return !refuses_saves();
+}
+
 API CUresult cuLaunchKernel(CUfunction f, unsigned int gridDimX, unsigned int gridDimY, unsigned int gridDimZ,
 			    unsigned int blockDimX, unsigned int blockDimY, unsigned int blockDimZ,
 			    unsigned int sharedMemBytes, CUstream hStream, void **kernelParams, void **extra)
@@ -173,6 +191,8 @@ API CUresult cuLaunchKernel(CUfunction f, unsigned int gridDimX, unsigned int gr
 		return result;
 	if (find_stream(context, hStream, &stream) != CUDA_SUCCESS)
 		return leave(CUDA_ERROR_INVALID_HANDLE);
+	if (is_for_saves(f) && !begins_saves(gridDimY))
+		return leave(CUDA_ERROR_OUT_OF_MEMORY);
 	result = prepare_kernel(&given, &operation);
 	return leave(result == CUDA_SUCCESS ? submit(stream, &operation) : result);
 }

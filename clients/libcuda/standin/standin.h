@@ -100,6 +100,9 @@ void note_taken(void);
 /* init.c: beside the domain that this copy of the library is in, for a test: a line in the file MPSD_STANDIN_NOTES. */
 void note(const char *what);
 
+/* The same, of the domain that MPSD_STANDIN_REFUSES_SAVES names: the proxy's kernel for copies is refused there. */
+bool refuses_saves(void);
+
 CUcontext primary_of(CUdevice device);	/* of a device that is; its `retained` may be 0 */
 CUdevice current_device(void);		/* that of the current context; 0 without one */
 extern __thread CUcontext working_for;	/* in a stream's thread: its context */

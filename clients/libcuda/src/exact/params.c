@@ -14,7 +14,7 @@
 #include "failover/made.h"
 #include "window.h"
 
-#define PLACES 8192u		/* of the index: twice as many as there are functions */
+#define PLACES 8192u		/* twice as many as there are functions */
 #define FUNCTIONS (PLACES / 2)
 #define FEW 8u
 #define MOST_PARAMETERS 512u
@@ -37,18 +37,17 @@ struct rest {
  * memory for something else: of most functions one line of that is fetched.
  */
 static struct info {
-	CUfunction function;
+	CUfunction function;		/* NULL: there is none here */
 	uint32_t filled;		/* bytes of the parameters, */
 	uint16_t bytes, count;		/* with what lies between them; how many there are */
 	struct place few[FEW];
 	struct place *more;		/* in place of those; NULL: there are no more */
 	struct rest *rest;		/* NULL: nothing */
-} infos[FUNCTIONS] __attribute__((aligned(64)));	/* under the lock, like all that follows */
+} infos[PLACES] __attribute__((aligned(64)));	/* under the lock, like all that follows; each near where it is looked for */
 
 _Static_assert(sizeof(struct info) == 64, "a function has one line of the processor's cache");
 
 static unsigned int known;		/* of infos */
-static uint16_t places_of[PLACES];	/* 1 + where in infos */
 
 static bool is_kernel(CUfunction function)
 {
@@ -93,25 +92,25 @@ static uint32_t first_place_of(CUfunction function)
 
 void mpsd_params_fetch(CUfunction function)
 {
-	__builtin_prefetch(&places_of[first_place_of(function)]);
+	__builtin_prefetch(&infos[first_place_of(function)]);
 }
 
-/* Under the lock. Where the index has it, or has room for it. */
-static uint16_t *slot_of(CUfunction function)
+/* Under the lock. Where it is, or would be. */
+static struct info *place_of(CUfunction function)
 {
 	uint32_t at = first_place_of(function);
 
-	while (places_of[at] && infos[places_of[at] - 1].function != function)
+	while (infos[at].function && infos[at].function != function)
 		at = (at + 1) % PLACES;
-	return &places_of[at];
+	return &infos[at];
 }
 
 /* Under the lock. NULL: it is not known. */
 static struct info *info_of(CUfunction function)
 {
-	uint16_t place = *slot_of(function);
+	struct info *info = place_of(function);
 
-	return place ? &infos[place - 1] : NULL;
+	return info->function ? info : NULL;
 }
 
 static const struct place *places_in(const struct info *info)
@@ -140,17 +139,15 @@ static struct rest *rest_of(struct info *info)
 /* Under the lock. */
 static CUresult keep(CUfunction function, const struct place *places, uint32_t count, struct mpsd_reader *reader)
 {
-	uint16_t *slot = slot_of(function);
+	struct info *info = place_of(function);
 	struct place *more = NULL;
-	struct info *info;
 
-	if (*slot)
+	if (info->function)
 		return CUDA_SUCCESS;
 	if (known == FUNCTIONS)
 		return CUDA_ERROR_NOT_SUPPORTED;
 	if (count > FEW && !(more = malloc(count * sizeof(*more))))
 		return CUDA_ERROR_OUT_OF_MEMORY;
-	info = &infos[known];
 	*info = (struct info){ .function = function, .count = (uint16_t)count, .more = more };
 	memcpy(more ? more : info->few, places, count * sizeof(*places));
 	info->bytes = end_of(places, count);
@@ -158,7 +155,7 @@ static CUresult keep(CUfunction function, const struct place *places, uint32_t c
 		info->filled += places[i].size;
 	if (reader && rest_of(info))
 		info->rest->reader = reader;
-	*slot = (uint16_t)++known;
+	known++;
 	return CUDA_SUCCESS;
 }
 
@@ -186,11 +183,14 @@ void mpsd_params_forget(void)
 {
 	pthread_mutex_lock(&mpsd_exact_lock);
 	/* What was said of pinned memory stays. */
-	while (known) {
-		free(infos[--known].more);
-		free(infos[known].rest);
+	for (struct info *info = infos; known && info < infos + PLACES; info++) {
+		if (!info->function)
+			continue;
+		free(info->more);
+		free(info->rest);
+		*info = (struct info){ .function = NULL };
+		known--;
 	}
-	memset(places_of, 0, sizeof(places_of));
 	pthread_mutex_unlock(&mpsd_exact_lock);
 }
 

@@ -92,11 +92,11 @@ CUresult mpsd_own_kernel(CUfunction *function, const char *image, const char *na
 	if (mpsd_is_left())
 		return MPSD_AGAIN;
 	if (result == CUDA_SUCCESS)
-		*function = fresh;
+		__atomic_store_n(function, fresh, __ATOMIC_RELEASE);
 	return result;
 }
 
-static CUfunction function;
+static CUfunction function;		/* the mover looks at it, too */
 
 /* NULL: copies do as well, once more of them. While something is captured nothing is loaded. */
 static CUfunction kernel(void)
@@ -152,9 +152,10 @@ CUresult mpsd_saver_copy(const struct mpsd_saved *saved, unsigned int count, CUs
 /* Both ways come to the same, and one that was begun can be done once more. */
 CUresult mpsd_saver_put_back(const struct mpsd_saved *saved, unsigned int count, CUstream stream)
 {
-	CUresult result = copy_all(saved, count, function, stream);
+	CUfunction own = __atomic_load_n(&function, __ATOMIC_ACQUIRE);
+	CUresult result = copy_all(saved, count, own, stream);
 
-	if (!function || result == CUDA_SUCCESS || mpsd_is_loss(result))
+	if (!own || result == CUDA_SUCCESS || mpsd_is_loss(result))
 		return result;
 	return copy_all(saved, count, NULL, stream);
 }

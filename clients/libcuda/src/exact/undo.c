@@ -288,20 +288,21 @@ static CUresult come_after_others(struct mpsd_lane *lane)
 /* Of which copies are made in no time. */
 static bool is_small(const struct mpsd_plan *plan)
 {
-	uint64_t left = MOST_ALONG;
+	uint64_t bytes = 0;
 
-	for (const struct save *save = plan->saves; save; save = save->next) {
-		if (save->copy.size > left)
-			return false;
-		left -= save->copy.size;
-	}
-	return !plan->summed;
+	for (const struct save *save = plan->saves; save; save = save->next)
+		bytes += save->copy.size;
+	return bytes <= MOST_ALONG && !plan->summed;
 }
 
+/* Its own lane, and the event, are made with the first save: later another context may be current. */
 static struct mpsd_lane *saver_for(const struct mpsd_plan *plan)
 {
-	struct mpsd_lane *own;
+	struct mpsd_lane *own = own_lane();
 	bool is_first = false;
+
+	if (own && make_event(own) != CUDA_SUCCESS)
+		own = NULL;
 
 	/* A kernel is of one context, and so are the streams that it may go into. */
 	if (is_small(plan) && !mpsd_capturing() && !mpsd_work_is_several()) {
@@ -309,8 +310,7 @@ static struct mpsd_lane *saver_for(const struct mpsd_plan *plan)
 		is_first = !mpsd_is_left() && mpsd_lanes_all_proven();
 		pthread_mutex_unlock(&mpsd_exact_lock);
 	}
-	own = is_first ? plan->lane : own_lane();
-	return own ? own : plan->lane;
+	return own && !is_first ? own : plan->lane;
 }
 
 CUresult mpsd_undo_done(struct mpsd_plan *plan)

@@ -3,6 +3,7 @@
  * What kernels wanted saved in the last epochs they mostly want saved in the next one. Some MiB of it are copied all at
  * once, with the first copy of an epoch: each one by itself would be marked and waited for by itself.
  */
+#include "exact/readers.h"
 #include "exact/stamps.h"
 #include "exact/still.h"
 #include "exact/undo.h"
@@ -74,7 +75,9 @@ CUresult mpsd_usual_save(struct mpsd_plan *plan)
 			continue;
 		left -= allocation.size;
 		result = mpsd_undo_save_all(plan, &allocation);
-		if (result == CUDA_SUCCESS && mpsd_stamps_hold(allocation.base))
+		/* Of what is read alone, as far as is known, a sum is to be taken when it is come to. */
+		if (result == CUDA_SUCCESS && !mpsd_readers_any && mpsd_stamps_hold(allocation.base) &&
+		    !mpsd_stamps_found_whole(&allocation))
 			mpsd_stamps_note_whole(plan, &allocation);
 	}
 	plan->reads = reads;
