@@ -334,7 +334,7 @@ def table(report: Mapping[str, Any]) -> str:
         f"{report['pairs']} x {report['rounds']} rounds"
     )
     lines = [head]
-    for mode in MODES:
+    for mode in (each for each in MODES if any(row["mode"] == each for row in report["rows"])):
         columns = f"{'without':>10}{'with':>10}   {'two processes':<26}{'one process':<26}"
         lines.append(f"{mode + ':':<26}{columns}")
         for row in (r for r in report["rows"] if r["mode"] == mode):
