@@ -25,7 +25,9 @@ from mpsd.errors import MpsdError, UsageError
 
 KINDS = ("trap", "misaligned", "shared_window", "stack_overflow", "store", "pbdma", "server_death")
 WORKS = tuple(name for name in NAMES if name not in HIDDEN)
-OFFENDERS = ("plain", "carried")
+OFFENDERS = ("plain", "carried", "oldest")
+MOST_EARLIER = 12
+"""Each of these offenders has two contexts on the GPU until its fault."""
 NOT_COMPARED = "it ended before results were compared with those of a run without faults"
 
 
@@ -117,13 +119,15 @@ def _some_kinds(
     between two of them. Until results are compared the last fault has a problem that says so.
 
     Raises MpsdError for what is missing; what goes wrong is in the faults."""
-    carried = args.offender == "carried"
+    carried = args.offender != OFFENDERS[0]
+    which = [(kind, number) for kind in some if kind not in PARTS for number in range(args.faults)]
+    earlier = which if args.offender == "oldest" else []
     works = (
-        WorkRounds(rig, libraries, tell_stderr, args.works, carried=carried, calm=calm)
+        WorkRounds(rig, libraries, tell_stderr, args.works, carried=carried, earlier=earlier, calm=calm)
         if args.works
         else None
     )
-    rounds = works or Rounds(rig, libraries, tell_stderr, carried=carried)
+    rounds = works or Rounds(rig, libraries, tell_stderr, carried=carried, earlier=earlier)
     rounds.start()
     for kind in some:
         faults = rounds.run(kind, args.faults, args.deadline)
@@ -160,6 +164,13 @@ def _go(args: argparse.Namespace) -> int:
         if work not in WORKS:
             raise UsageError(f"there is no work {work!r}", remedy=f"of: {', '.join(WORKS)}")
 
+    at_once = len(args.kinds) if args.together else 1
+    if args.offender == "oldest" and at_once * args.faults > MOST_EARLIER:
+        raise UsageError(
+            f"--offender oldest starts {at_once * args.faults} offenders before the programs",
+            remedy=f"fewer --faults, or not --together: {MOST_EARLIER} at most",
+        )
+
     def deliver(made: dict[str, Any]) -> None:
         report.deliver(made, "moves", args.json, args.markdown, reports.markdown(made), tell_stderr)
 
@@ -187,7 +198,8 @@ def add_parser(commands: Any, types: Any) -> None:
         "--offender",
         choices=OFFENDERS,
         default=OFFENDERS[0],
-        help="a program like any other of the node (default: plain), or under mpsd-run as its neighbours are",
+        help="a program like any other of the node (default: plain); or under mpsd-run as its neighbours "
+        "are, and started after them (carried), or before (oldest)",
     )
     parser.add_argument(
         "--together",

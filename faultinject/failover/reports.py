@@ -149,7 +149,7 @@ def _harmless(kinds: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[str]
 
 def _carried(finished: Mapping[str, Any]) -> Iterator[str]:
     """Of offenders that are under mpsd-run too."""
-    if finished.get("offender") != "carried":
+    if finished.get("offender") not in ("carried", "oldest"):
         return
     yield "The offenders are under mpsd-run too: where nobody knows whose fault it was, they are carried over"
     yield "as well, and are named when their own work has faulted once more. Everybody else moves each time."

@@ -45,24 +45,40 @@ class Rounds:
     """Servers in one domain, with a rig that has an mpsd.
 
     `carried`: the offenders are under mpsd-run too, so where nobody knows who it was they are carried over as
-    the others are.
+    the others are. `earlier`: of which kinds, and of which number, those are that are started before all
+    others, and wait for their fault.
     """
 
     def __init__(
-        self, rig: Rig, libraries: Libraries, tell: Callable[[str], None], *, carried: bool = False
+        self,
+        rig: Rig,
+        libraries: Libraries,
+        tell: Callable[[str], None],
+        *,
+        carried: bool = False,
+        earlier: Sequence[tuple[str, int]] = (),
     ) -> None:
         self._rig, self._libraries, self._tell, self._carried = rig, libraries, tell, carried
+        self._wanted_earlier = tuple(earlier)
+        self._earlier: dict[tuple[str, int], Worker] = {}
         self._servers: list[Worker] = []
         self._reports: dict[str, int] = {}
         self._seen_failovers = self._seen_faults = 0
 
     def start(self) -> None:
         """The servers, working. Raises DeadlineError."""
+        self._start_earlier()
         for number in range(SERVERS):
             self._servers.append(self._spawn_carried(f"server-{number}", "server", "--seed", str(number)))
         for server in self._servers:
             server.must("ready", timeout=UP_S)
         self._stand_by()
+
+    def _start_earlier(self) -> None:
+        """Raises DeadlineError."""
+        for kind, number in self._wanted_earlier:
+            self._earlier[kind, number] = offender = self._offender(kind, number)
+            offender.must("ready", timeout=UP_S)
 
     def _spawn_carried(self, name: str, module: str, *arguments: str) -> Worker:
         """Under mpsd-run. On the simulated GPU its driver is the stand-in."""
@@ -100,7 +116,9 @@ class Rounds:
             fault.delay = ENGINE_DELAY_MS
         try:
             # It comes up while the others get their standbys.
-            offender = None if kind in PARTS else self._offender(kind, number)
+            offender = None
+            if kind not in PARTS:
+                offender = self._earlier.pop((kind, number), None) or self._offender(kind, number)
             self._wait_until_ready(self._servers)
             self._count_descriptors(fault)
             if offender is not None:

@@ -52,9 +52,10 @@ class WorkRounds(Rounds):
         works: Sequence[str],
         *,
         carried: bool = False,
+        earlier: Sequence[tuple[str, int]] = (),
         calm: Calm | None = None,
     ) -> None:
-        super().__init__(rig, libraries, tell, carried=carried)
+        super().__init__(rig, libraries, tell, carried=carried, earlier=earlier)
         self._works = tuple(works)
         self._calm = calm or Calm()
         self._blocks = 0
@@ -64,6 +65,7 @@ class WorkRounds(Rounds):
 
     def start(self) -> None:
         """The programs, begun. Raises DeadlineError, UnsupportedError."""
+        self._start_earlier()
         service = self._rig.mpsd
         environment = self._libraries.proxied(service.environment, service.socket, vault=True)
         self._servers = [self._spawn(work, "moved", environment, MPSD_RUN) for work in self._works]

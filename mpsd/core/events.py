@@ -466,7 +466,8 @@ class MemberError:
 class MemberMoved:
     """It goes on in the standby of this generation; times since it was told. `missing`: why what was in
     flight may be missing or half done; empty where nothing is. `waits`: it holds its calls for its turn, and
-    what was `replayed` is to be done then, which took it so many ns before (0: it does not say)."""
+    what was `replayed` is to be done then, which took it so many ns before (0: it does not say). `new_s`: so
+    long before its calls were held it launched a kernel for the first time (None: it does not say)."""
 
     process: ProcessInstance
     generation: int
@@ -478,6 +479,7 @@ class MemberMoved:
     missing: str = ""
     waits: bool = False
     takes_ns: int = 0
+    new_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -215,6 +215,7 @@ def on_moved(draft: Draft, event: ev.MemberMoved) -> None:
     if at_once:
         turns.begin(draft, moved)
     elif owed:
+        moved = replace(moved, new_s=event.new_s)
         turns.wait(draft, moved, event.replayed, event.takes_ns / 1e9)
     else:
         if event.waits:

@@ -45,7 +45,8 @@ class Member:
     `opaque`: what it has made that cannot be carried over. `unsure`: what it did that cannot be undone.
     `told`: monotonic seconds of its moves in the last minute. `ready_ms`, `bytes`: of its standby context, by
     its own word. `takes_s`: what it does again in its turn took before; `gathers`: it still lets others who
-    need less time come first. `fences`: it can be told that its old domain writes no more. `among`: whoever
+    need less time come first; `new_s`: so long before its calls were held it launched a kernel for the first
+    time. `fences`: it can be told that its old domain writes no more. `among`: whoever
     made the fault from which it moves is among those who move. `again`: what it was to do with what it had in
     flight, when it was last told to move; `guessed`: monotonic seconds of when it was last to do that AT_ONCE
     or began to. `owed`: it has not been told of a turn since then.
@@ -67,6 +68,7 @@ class Member:
     turn: Turn = Turn.NONE
     takes_s: float = 0.0
     gathers: bool = False
+    new_s: float | None = None
     fences: bool = False
     among: bool = False
     again: Again = Again.LOST

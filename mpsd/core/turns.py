@@ -6,8 +6,9 @@ its work took before, so a long training step holds up nobody who has a copy to 
 little for those who are still coming, and who needs little time waits for nobody.
 
 Where a kernel's exception is known, and every client of the lost domain was told to move in mode exact, the
-offender is among them. Then of those who have work to do again the program that was started last comes last,
-for what has run for long is less likely at fault; and when the work of all others has ended well it must be
+offender is among them. Then of those who have work to do again the likeliest one comes last: the program
+that has just launched a kernel for the first time, for what has run a thousand times is less likely at
+fault; where none has, the one that was started last. When the work of all others has ended well it must be
 the one that is left. It is given its turn all the same, but not before the others can go on elsewhere: they
 have one more short stop then, and need not wait until a next standby is made.
 
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from math import inf
 
 from mpsd.core.draft import Draft
 from mpsd.core.effects import ArmTimer, HaveTurn
@@ -43,6 +45,9 @@ LAST_S = 3.0
 GUESS_S = 2.0
 """Who loses its next domain within that, after it began to do its work again on a guess, takes turns: longer
 than TURN_S, and than it takes to hear of a fault."""
+NEW_S = 0.5
+"""A kernel that was launched for the first time before that is as good as any other. (What is launched waits
+for what the GPU has before it, and the word of a fault comes 5 to 300 ms after it.)"""
 _COMING = frozenset({Standing.WAITING, Standing.OFFERED})
 
 
@@ -171,6 +176,12 @@ def _age(process: ProcessInstance) -> tuple[int, int]:
     return process.start_ticks, process.pid
 
 
+def _likelihood(member: Member) -> tuple[float, int, int]:
+    """Who has most of it is the likeliest. What a program has launched it says when it has moved."""
+    new_s = member.new_s if member.turn is Turn.WAITS else None
+    return (-new_s if new_s is not None and new_s < NEW_S else -inf, *_age(member.process))
+
+
 def _others_come(state: State, member: Member, movers: list[Member]) -> bool:
     """Whether one that can be told something is still to come to its domain, or not ready yet to leave it."""
     others = (m for m in state.members.values() if m.home == member.home and m.process != member.process)
@@ -196,11 +207,11 @@ def go_on(draft: Draft, home: str | None) -> None:
     # Whose contexts died with a server before this one has nothing here to do its work in.
     waiting = [m for m in waiting if not draft.state.has_lost(m)]
     movers = _movers(draft.state, domain.id)
-    last = max((_age(m.process) for m in (*waiting, *movers) if m.among), default=None)
-    may = [m for m in waiting if _age(m.process) != last or not _others_come(draft.state, m, movers)]
+    last = max((_likelihood(m) for m in (*waiting, *movers) if m.among), default=None)
+    may = [m for m in waiting if _likelihood(m) != last or not _others_come(draft.state, m, movers)]
     if movers and all(m.gathers for m in may):
         return
-    for member in sorted(may, key=lambda m: (_age(m.process) == last, m.takes_s, _age(m.process))):
+    for member in sorted(may, key=lambda m: (_likelihood(m) == last, m.takes_s, _age(m.process))):
         if not member.connected:
             # It has given up by itself.
             draft.put_member(replace(member, turn=Turn.NONE, among=False))

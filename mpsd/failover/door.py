@@ -260,7 +260,8 @@ def _event(visit: Visit, message: Message) -> ev.Event:
         case Kind.MOVED:
             held, fence, first, restored, replayed, waits = values
             restored, takes = (0, restored) if waits else (restored, 0)
-            told = (held, fence, first, restored, replayed, message.text, bool(waits), takes)
+            new_s = (waits - 2) / 1e3 if waits > 1 else None
+            told = (held, fence, first, restored, replayed, message.text, bool(waits), takes, new_s)
             return ev.MemberMoved(process, generation, *told)
         case Kind.DONE:
             return ev.MemberDone(process, generation, values[0], values[1], message.text)

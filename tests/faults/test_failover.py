@@ -74,6 +74,25 @@ def test_an_offender_that_is_carried_over_is_named_by_its_own_work(
     assert [p["told"] for fault in found for p in fault["programs"]] == [[]] * (3 * FAULTS)
 
 
+def test_an_offender_that_was_there_first_comes_last_for_what_it_launched_is_new(
+    node: Node, libraries: Libraries
+) -> None:
+    """So the others have done their work again by then, and can go on elsewhere at once."""
+    earlier = [("trap", number) for number in range(FAULTS)]
+    with History() as history, Rig(node, "mpsd", history, settings=main_settings(libraries)) as rig:
+        rounds = Rounds(rig, libraries, lambda _: None, carried=True, earlier=earlier)
+        rounds.start()
+        found = data(rounds.run("trap", FAULTS, DEADLINE_S))
+        rounds.end()
+    assert rig.left == []
+    assert [len(found), judge(found), *(fault["named"] for fault in found)] == [FAULTS, "valid", True, True]
+    for fault in found:
+        offender = next(f["offender"]["pid"] for f in fault["faults"] if f["offender"])
+        turns = {fate["pid"]: fate["turn_ms"] for fate in fault["record"]["clients"] if fate["turn_ms"]}
+        assert len(turns) > 1 and max(turns, key=turns.__getitem__) == offender
+        assert 1 + len(fault["later"]) == 2
+
+
 class Harmless(Rounds):
     """The offender's wait ends with this code, and nothing else comes."""
 

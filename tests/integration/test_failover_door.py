@@ -98,6 +98,8 @@ def test_what_is_said_becomes_events_of_the_very_process(door: RunningDoor) -> N
     speaker.say(Kind.OPAQUE, text="cuGraphLaunch")
     speaker.say(Kind.OWN_ERROR, values=(719,))
     speaker.say(Kind.MOVED, generation=2, values=(1, 2, 3, 4, 5))
+    speaker.say(Kind.MOVED, generation=2, values=(1, 2, 3, 700, 5, 1))
+    speaker.say(Kind.MOVED, generation=2, values=(1, 2, 3, 700, 5, 2 + 40))
     speaker.say(Kind.STAYED, generation=2, text="why")
     wanted = [
         ev.MemberCame(ME, os.getuid(), FailoverMode.EXACT),
@@ -106,6 +108,8 @@ def test_what_is_said_becomes_events_of_the_very_process(door: RunningDoor) -> N
         ev.MemberOpaque(ME, "cuGraphLaunch"),
         ev.MemberError(ME, 719),
         ev.MemberMoved(ME, 2, 1, 2, 3, 4, 5),
+        ev.MemberMoved(ME, 2, 1, 2, 3, 0, 5, waits=True, takes_ns=700),
+        ev.MemberMoved(ME, 2, 1, 2, 3, 0, 5, waits=True, takes_ns=700, new_s=0.04),
         ev.MemberStayed(ME, 2, "why"),
     ]
     until(lambda: door.look(lambda: list(door.events)) == wanted, "all was heard")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.libcuda.test_exact import EXACT, gate, lost_in_flight, move
-from tests.libcuda.test_failover import Program, ask, copies, post
+from tests.libcuda.test_failover import Program, ask, break_domain, copies, post, stand_by
 from tests.support import moving
 from tests.support.gate import ANY, Gate, gate_of
 from tests.support.moving import Post
@@ -32,7 +32,7 @@ def test_a_program_that_is_told_so_has_its_turn_as_soon_as_it_has_moved(
 ) -> None:
     line = lost_in_flight(domain, gate, second, post, ask, copies)
     said = move(line, again=3)
-    assert (said.text, said.values[4:]) == ("", (1, 1))
+    assert (said.text, said.values[4]) == ("", 1) and said.values[5] > 1
     done = line.hear(moving.DONE)
     assert (done.generation, done.text, done.values[:2]) == (1, "", (8 << 20, 1))
     assert ask("gpu.sync(), gpu.word(m)") == "(0, 6)"
@@ -46,7 +46,7 @@ def test_a_fence_that_comes_late_ends_no_turn(
     line = lost_in_flight(domain, gate, second, post, ask, copies)
     there.let(0)
     began = time.monotonic()
-    assert move(line, again=3).values[5] == 1
+    assert move(line, again=3).values[5] > 1
     line.say(moving.FENCED, 1)
     until(line.is_read)
     # What it does again is looked at for a second.
@@ -65,4 +65,28 @@ def test_it_needs_no_daemon_for_that_any_more(
     line.say(moving.MOVE, 1, again=3)
     line.close()
     assert ask("gpu.sync(), gpu.word(m)") == "(0, 6)"
+    assert ask.end() == ""
+
+
+@EXACT
+@pytest.mark.parametrize(
+    ("does", "is_kernel"),
+    [("gpu.run('add', m, 8, 1)", True), ("gpu.code('cuMemsetD8Async', m, 1, 8, 0)", False)],
+    ids=["a kernel", "no kernel"],
+)
+def test_it_says_for_how_long_no_kernel_was_new(
+    domain: Domain, gate: Gate, second: Domain, post: Post, ask: Program, copies: Path,
+    does: str, is_kernel: bool,
+) -> None:  # fmt: skip
+    """When its calls were held."""
+    line = post.greet(moving.EXACT)
+    ask("m = gpu.memory(8 << 20)")
+    stand_by(line, second, copies)
+    gate.let(0)
+    began = time.monotonic()
+    assert ask(does) == "0"
+    break_domain(domain)
+    new = move(line, again=3).values[5]
+    assert 2 <= new <= 2 + (time.monotonic() - began) * 1e3 if is_kernel else new == 1
+    assert line.hear(moving.DONE).text == ""
     assert ask.end() == ""

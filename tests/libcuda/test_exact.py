@@ -312,7 +312,7 @@ def test_a_program_waits_for_its_turn(
 ) -> None:
     line = lost_in_flight(domain, gate, second, post, ask, copies)
     said = move(line, again=2)
-    assert (said.text, said.values[4:]) == ("", (1, 1))
+    assert (said.text, said.values[4]) == ("", 1) and said.values[5] > 1
     # What one takes is known by what was done before.
     assert 0 < said.values[3] < 20_000_000_000
     ask.tell("gpu.sync()")
@@ -351,7 +351,7 @@ def test_a_turn_that_never_comes(
     gate.let(0)
     assert ask("gpu.run('add', m, 8, 1)") == "0"
     break_domain(domain)
-    assert move(line, again=2).values[5] == 1
+    assert move(line, again=2).values[5] > 1
     if silent:
         assert line.hear(moving.DONE).text == "nobody knows whose fault it was"
     else:
@@ -365,7 +365,7 @@ def test_the_next_domain_is_lost_while_a_turn_is_waited_for(
     domain: Domain, gate: Gate, second: Domain, third: Domain, post: Post, ask: Program, copies: Path
 ) -> None:
     line = lost_in_flight(domain, gate, second, post, ask, copies)
-    assert move(line, again=2).values[5] == 1
+    assert move(line, again=2).values[5] > 1
     ask.tell("gpu.sync()")
     stand_by(line, third, copies, 2)
     break_domain(second)

@@ -132,7 +132,7 @@ def test_one_that_waits_for_a_thread_which_the_move_holds(
     assert ask("gpu.host('a', stream=s, holds=True), gpu.run('add', m, 8, 10, stream=s)") == "(0, 0)"
     until(lambda: ask("gpu.began") == "['a']")
     break_domain(domain)
-    assert move(line, again=2).values[5] == 1
+    assert move(line, again=2).values[5] > 1
     ask('later.start(\'gpu.run("add", m, 8, 1), gpu.go("a")\')')
     line.say(moving.TURN, 1)
     assert line.hear(moving.DONE).text == ""
@@ -230,7 +230,7 @@ def test_the_copy_that_was_left_runs_nothing_and_proves_nothing(
     assert ask("gpu.host('a', stream=s), gpu.host('b', stream=s, callback=True)") == "(0, 0)"
     # A look lets the GPU write how far it is.
     assert ask("gpu.code('cuStreamQuery', s)") == "600"
-    assert move(line, again=2).values[5] == 1
+    assert move(line, again=2).values[5] > 1
     # Two functions, each with a word behind it.
     gate.let(4)
     until(lambda: gate.left() == 0)

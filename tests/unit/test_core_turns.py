@@ -9,7 +9,7 @@ import pytest
 from mpsd.core import effects as fx
 from mpsd.core import events as ev
 from mpsd.core.standby import Turn
-from mpsd.core.turns import EACH_S, GATHER_S, LAST_S, SOON_S
+from mpsd.core.turns import EACH_S, GATHER_S, LAST_S, NEW_S, SOON_S
 from mpsd.model import Again, Confidence, FailoverMode, ServerState
 from tests.support.core import process, server_of
 from tests.unit.test_core_failover import ON, Site, exact, suspected, turns_of
@@ -27,9 +27,9 @@ def suspects(*pids: int) -> Site:
     return world
 
 
-def comes(world: Site, pid: int, takes_ms: int, *, waits: bool = True) -> None:
+def comes(world: Site, pid: int, takes_ms: int, *, waits: bool = True, new_s: float | None = None) -> None:
     step = 1_000_000
-    said = ev.MemberMoved(process(pid), 2, step, 2 * step, 3 * step, replayed=9, waits=waits)
+    said = ev.MemberMoved(process(pid), 2, step, 2 * step, 3 * step, replayed=9, waits=waits, new_s=new_s)
     world.do(replace(said, takes_ns=takes_ms * step))
 
 
@@ -310,3 +310,54 @@ def test_the_youngest_may_be_still_on_its_way() -> None:
     waited(world, 11)
     world.do(ev.MemberDone(process(10), 2))
     assert turns(world) == [10, 11]
+
+
+@pytest.mark.parametrize(
+    ("new_s", "last"),
+    [
+        ({10: 0.02}, 10),
+        ({10: NEW_S}, 12),
+        ({10: 0.02, 11: 0.01}, 11),
+        ({10: 0.02, 12: 0.3}, 10),
+        ({10: 0.02, 11: 0.02}, 11),
+        ({}, 12),
+    ],
+    ids=["new", "long ago", "two", "the youngest too", "at once", "none"],
+)
+def test_who_has_just_launched_a_kernel_for_the_first_time_is_the_last(
+    new_s: dict[int, float], last: int
+) -> None:
+    """Where nobody has, the youngest."""
+    world = all_told(10, 11, 12)
+    lost(world)
+    for pid in (10, 11, 12):
+        comes(world, pid, 30, new_s=new_s.get(pid))
+    others = [pid for pid in (10, 11, 12) if pid != last]
+    for pid in others:
+        world.do(ev.MemberDone(process(pid), 2))
+    assert turns(world) == others and turns_of(world) == {last: Turn.WAITS}
+    world.started("d3")
+    for pid in others:
+        world.is_ready(pid, 3)
+    assert turns_of(world) == {last: Turn.HAS}
+
+
+def test_what_was_new_before_another_move_is_not_any_more() -> None:
+    world = all_told(10, 11)
+    lost(world)
+    comes(world, 10, 50, new_s=0.01)
+    assert turns_of(world) == {10: Turn.WAITS}
+    comes(world, 11, 50)
+    assert turns(world) == [11] and turns_of(world) == {10: Turn.WAITS, 11: Turn.HAS}
+    world.do(ev.MemberDone(process(11), 2))
+    world.started("d3")
+    world.is_ready(11, 3)
+    world.do(ev.MemberDone(process(10), 2))
+    world.is_ready(10, 3)
+    lose(world, "d2")
+    assert world.told() == [10, 11]
+    step = 1_000_000
+    for pid in (10, 11):
+        said = ev.MemberMoved(process(pid), 3, step, 2 * step, 3 * step, replayed=9, waits=True)
+        world.do(replace(said, takes_ns=50 * step))
+    assert turns_of(world) == {10: Turn.HAS, 11: Turn.WAITS}

@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "clock.h"
 #include "exact/named.h"
 #include "exact/params.h"
 #include "exact/readers.h"
@@ -48,6 +49,7 @@ static struct info {
 _Static_assert(sizeof(struct info) == 64, "a function has one line of the processor's cache");
 
 static unsigned int known;		/* of infos */
+static uint64_t newest_ns;		/* when the last one came; with no lock, by the mover */
 
 static bool is_kernel(CUfunction function)
 {
@@ -156,6 +158,7 @@ static CUresult keep(CUfunction function, const struct place *places, uint32_t c
 	if (reader && rest_of(info))
 		info->rest->reader = reader;
 	known++;
+	__atomic_store_n(&newest_ns, mpsd_now_ns(), __ATOMIC_RELAXED);
 	return CUDA_SUCCESS;
 }
 
@@ -177,6 +180,11 @@ static CUresult learn(CUfunction function)
 	result = keep(function, places, count, reader);
 	pthread_mutex_unlock(&mpsd_exact_lock);
 	return result;
+}
+
+uint64_t mpsd_exact_newest_ns(void)
+{
+	return __atomic_load_n(&newest_ns, __ATOMIC_RELAXED);
 }
 
 void mpsd_params_forget(void)
