@@ -151,16 +151,6 @@ static bool have_turn(bool may)
 	return !mpsd_turn_is_due() || mpsd_turn_have(may, atomic_load(&line), home);
 }
 
-/* As a message has it. */
-static uint64_t new_before(uint64_t held_ns)
-{
-	uint64_t newest = mpsd_exact_newest_ns();
-
-	if (!newest)
-		return 1;
-	return 2 + (held_ns > newest ? (held_ns - newest) / 1000000 : 0);
-}
-
 static bool move(const struct mpsd_failover_message *order)
 {
 	struct mpsd_failover_message message = message_of(MPSD_FAILOVER_STAYED, "there is no standby of that generation");
@@ -192,7 +182,7 @@ static bool move(const struct mpsd_failover_message *order)
 	message.values[2] = times.on_ns - began;
 	message.values[3] = times.waits ? times.takes_ns : times.replayed.bytes;
 	message.values[4] = times.replayed.operations;
-	message.values[5] = times.waits ? new_before(times.held_ns) : 0;
+	message.values[5] = times.waits;
 	home = generation;
 	generation = 0;
 	atomic_store(&comes_until_ns, mpsd_now_ns() + mpsd_wish()->patience_ns);

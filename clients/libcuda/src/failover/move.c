@@ -177,6 +177,16 @@ static void say_missing(const struct mpsd_replayed *replayed)
 			 replayed->unsure);
 }
 
+/* For how long no kernel was new, as MOVED has it. */
+static uint64_t new_before(uint64_t held_ns)
+{
+	uint64_t newest = mpsd_exact_newest_ns();
+
+	if (!newest)
+		return 1;
+	return 2 + (held_ns > newest ? (held_ns - newest) / 1000000 : 0);
+}
+
 void mpsd_turn(bool may, struct mpsd_replayed *replayed)
 {
 	replayed->unsure = go_on(false, may, replayed);
@@ -213,12 +223,13 @@ bool mpsd_move(bool planned, enum mpsd_failover_again again, struct mpsd_times *
 		mpsd_standby_leave(false);
 	in_turn = again == MPSD_FAILOVER_IN_TURN || again == MPSD_FAILOVER_AT_ONCE;
 	if (is && in_turn && mpsd_exact_is_due(&times->replayed.operations, &times->takes_ns)) {
-		times->waits = waits_for_turn = true;
+		waits_for_turn = true;
+		times->waits = new_before(times->held_ns);
 		turn_until_ns = mpsd_now_ns() + TURN_MS * 1000000ull;
 		times->on_ns = mpsd_now_ns();
 		return true;
 	}
-	times->waits = false;
+	times->waits = 0;
 	if (is || waits_for_turn) {
 		times->replayed.unsure = go_on(planned, is && again != MPSD_FAILOVER_LOST, &times->replayed);
 		go_on_capturing();
