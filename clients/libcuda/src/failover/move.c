@@ -180,11 +180,11 @@ static void say_missing(const struct mpsd_replayed *replayed)
 /* For how long no kernel was new, as MOVED has it. */
 static uint64_t new_before(uint64_t held_ns)
 {
-	uint64_t newest = mpsd_exact_newest_ns();
+	uint64_t launched_ns = mpsd_exact_newest_ns();
 
-	if (!newest)
+	if (!launched_ns)
 		return 1;
-	return 2 + (held_ns > newest ? (held_ns - newest) / 1000000 : 0);
+	return 2 + (held_ns > launched_ns ? (held_ns - launched_ns) / 1000000 : 0);
 }
 
 void mpsd_turn(bool may, struct mpsd_replayed *replayed)
