@@ -164,10 +164,11 @@ def _go(args: argparse.Namespace) -> int:
         if work not in WORKS:
             raise UsageError(f"there is no work {work!r}", remedy=f"of: {', '.join(WORKS)}")
 
-    at_once = len(args.kinds) if args.together else 1
-    if args.offender == "oldest" and at_once * args.faults > MOST_EARLIER:
+    alone = [kind for kind in args.kinds if kind not in PARTS]
+    first = args.faults * (len(alone) if args.together else min(1, len(alone)))
+    if args.offender == "oldest" and first > MOST_EARLIER:
         raise UsageError(
-            f"--offender oldest starts {at_once * args.faults} offenders before the programs",
+            f"--offender oldest starts {first} offenders before the programs",
             remedy=f"fewer --faults, or not --together: {MOST_EARLIER} at most",
         )
 

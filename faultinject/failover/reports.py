@@ -157,8 +157,19 @@ def _carried(finished: Mapping[str, Any]) -> Iterator[str]:
         named = sum(bool(fault.get("named")) for fault in faults)
         moves = sorted({1 + len(fault["later"]) for fault in faults if fault["record"]})
         each = f"{moves[0]} to {moves[-1]}" if moves else "no"
-        yield f"{kind}: named {named} of {len(faults)}; {each} moves of everybody else for each fault."
+        last = sum(_had_the_last_turn(fault) for fault in faults)
+        yield (
+            f"{kind}: named {named} of {len(faults)}, {last} of them when all others had had their turn; "
+            f"{each} moves of everybody else for each fault."
+        )
     yield ""
+
+
+def _had_the_last_turn(fault: Mapping[str, Any]) -> bool:
+    """Whether others had a turn, and who was named the last one."""
+    named = {f["offender"]["pid"] for f in fault["faults"] if f["offender"]}
+    turns = {c["pid"]: c["turn_ms"] for c in (fault["record"] or {"clients": ()})["clients"] if c["turn_ms"]}
+    return len(turns) > 1 and max(turns, key=turns.__getitem__) in named
 
 
 def _first_and_last(counts: Sequence[int]) -> str:

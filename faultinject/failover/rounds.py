@@ -80,6 +80,12 @@ class Rounds:
             self._earlier[kind, number] = offender = self._offender(kind, number)
             offender.must("ready", timeout=UP_S)
 
+    def _end_earlier(self) -> None:
+        """Of those whose turn did not come."""
+        for offender in self._earlier.values():
+            offender.end()
+        self._earlier.clear()
+
     def _spawn_carried(self, name: str, module: str, *arguments: str) -> Worker:
         """Under mpsd-run. On the simulated GPU its driver is the stand-in."""
         service = self._rig.mpsd
@@ -124,7 +130,7 @@ class Rounds:
             if offender is not None:
                 offender.must("ready", timeout=UP_S)
             if offender is not None and self._carried:
-                self._wait_until_ready([*self._servers, offender])
+                self._wait_until_ready([*self._servers, offender, *self._earlier.values()])
             self._reset_reports()
             self._bystander.stall()
             at = self._begin(fault, kind, offender)
@@ -331,6 +337,7 @@ class Rounds:
         return f"{server.name} is lost ({said}): {self._rig.error_text(server, 120)}"
 
     def end(self) -> None:
+        self._end_earlier()
         for server in self._servers:
             server.tell("stop")
         for server in self._servers:

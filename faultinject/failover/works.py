@@ -134,6 +134,7 @@ class WorkRounds(Rounds):
             fault.programs.append(Moved(True, 0, len(times), longest, None, usual=usual))
 
     def end(self) -> None:
+        self._end_earlier()
         for work, worker in zip(self._works, self._servers, strict=True):
             self._finish(worker, self._digests[work])
         self._bystander.end()

@@ -153,7 +153,7 @@ def _tell(
     told = (*(t for t in member.told if draft.now - t < MINUTE_S), draft.now)
     guessed = draft.now if again is Again.AT_ONCE else member.guessed
     owed = again in (Again.IN_TURN, Again.AT_ONCE)
-    moving = replace(member, standing=Standing.MOVING, told=told, among=False)
+    moving = replace(member, standing=Standing.MOVING, told=told, among=False, new_s=None)
     draft.put_member(replace(moving, again=again, guessed=guessed, owed=owed))
     draft.count("failover_moves")
 

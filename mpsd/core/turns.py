@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from math import inf
 
 from mpsd.core.draft import Draft
 from mpsd.core.effects import ArmTimer, HaveTurn
@@ -176,10 +175,11 @@ def _age(process: ProcessInstance) -> tuple[int, int]:
     return process.start_ticks, process.pid
 
 
-def _likelihood(member: Member) -> tuple[float, int, int]:
-    """Who has most of it is the likeliest. What a program has launched it says when it has moved."""
-    new_s = member.new_s if member.turn is Turn.WAITS else None
-    return (-new_s if new_s is not None and new_s < NEW_S else -inf, *_age(member.process))
+def _likelihood(member: Member) -> tuple[bool, int, int]:
+    """Who has most of it is the likeliest. What a program has launched it says when it has moved; which of
+    two was later says nothing, for the fault may have come between."""
+    is_new = member.turn is Turn.WAITS and member.new_s is not None and member.new_s < NEW_S
+    return (is_new, *_age(member.process))
 
 
 def _others_come(state: State, member: Member, movers: list[Member]) -> bool:

@@ -90,3 +90,22 @@ def test_it_says_for_how_long_no_kernel_was_new(
     assert 2 <= new <= 2 + (time.monotonic() - began) * 1e3 if is_kernel else new == 1
     assert line.hear(moving.DONE).text == ""
     assert ask.end() == ""
+
+
+@EXACT
+def test_what_ran_before_is_not_new_because_a_module_was_unloaded(
+    domain: Domain, gate: Gate, second: Domain, post: Post, ask: Program, copies: Path
+) -> None:
+    line = post.greet(moving.EXACT)
+    ask("m = gpu.memory(8 << 20)")
+    assert ask("gpu.run('add', m, 8, 1), gpu.sync()") == "(0, 0)"
+    first = time.monotonic()
+    stand_by(line, second, copies)
+    ask("other = gpu.made('cuModuleLoadData', IMAGE); gpu('cuModuleUnload', other)")
+    again = time.monotonic()
+    gate.let(0)
+    assert ask("gpu.run('add', m, 8, 1)") == "0"
+    break_domain(domain)
+    assert move(line, again=3).values[5] - 2 >= int((again - first) * 1e3)
+    assert line.hear(moving.DONE).text == ""
+    assert ask.end() == ""

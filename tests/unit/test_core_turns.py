@@ -318,11 +318,11 @@ def test_the_youngest_may_be_still_on_its_way() -> None:
         ({10: 0.02}, 10),
         ({10: NEW_S}, 12),
         ({10: 0.02, 11: 0.01}, 11),
-        ({10: 0.02, 12: 0.3}, 10),
-        ({10: 0.02, 11: 0.02}, 11),
+        ({10: 0.02, 11: 0.3}, 11),
+        ({10: 0.02, 12: 0.3}, 12),
         ({}, 12),
     ],
-    ids=["new", "long ago", "two", "the youngest too", "at once", "none"],
+    ids=["new", "long ago", "two", "in another order", "the youngest too", "none"],
 )
 def test_who_has_just_launched_a_kernel_for_the_first_time_is_the_last(
     new_s: dict[int, float], last: int

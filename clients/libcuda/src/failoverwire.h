@@ -19,7 +19,7 @@
  *			context could write no more, until the first call went on; bytes restored; launches
  *			done again; not 0: it waits for its TURN to do that, or does it now: those are to come, and in place of bytes is what
  *			as many took before, in ns (0: unknown); 1: no more, else 2 and for how many ms its calls had not been held when it
- *			launched a kernel for the first time, the last one that was new. text: why something may be missing
+ *			launched a kernel, not by a graph, for the first time (the last one that was new). text: why something may be missing
  *	DONE		generation; values: bytes restored, launches done again; text: why something may be
  *			missing. It has had its turn, and what was done again has ended
  *	STAYED		generation; text: why it did not move. It has the old context, and the old error

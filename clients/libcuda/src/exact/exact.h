@@ -143,7 +143,7 @@ bool mpsd_exact_is_over(void);
 /* Behind the fence, before the next call: whether anything is to be undone and done again, how much, and what it takes. */
 bool mpsd_exact_is_due(uint64_t *operations, uint64_t *takes_ns);
 
-/* When a kernel was launched that never had been before: CLOCK_MONOTONIC; 0: none was, as far as is known. */
+/* When a kernel was launched, not by a graph, that never had been before: CLOCK_MONOTONIC; 0: none was, as far as is known. */
 uint64_t mpsd_exact_newest_ns(void);
 
 /* After that call: whether all of it has ended. LAUNCH_FAILED and the like: the context is lost. */

@@ -49,7 +49,8 @@ static struct info {
 _Static_assert(sizeof(struct info) == 64, "a function has one line of the processor's cache");
 
 static unsigned int known;		/* of infos */
-static uint64_t newest_ns;		/* when the last one came; with no lock, by the mover */
+static uint64_t newest_ns;		/* when the last one that was new was launched; with no lock, by the mover */
+static uint64_t seen[PLACES / 64];	/* bits of where they are looked for; of what is forgotten, too */
 
 static bool is_kernel(CUfunction function)
 {
@@ -158,13 +159,24 @@ static CUresult keep(CUfunction function, const struct place *places, uint32_t c
 	if (reader && rest_of(info))
 		info->rest->reader = reader;
 	known++;
-	__atomic_store_n(&newest_ns, mpsd_now_ns(), __ATOMIC_RELAXED);
 	return CUDA_SUCCESS;
 }
 
-/* Without the lock: the driver may load the function for this, and a lost context may keep the thread. */
-static CUresult learn(CUfunction function)
+/* Under the lock. What is captured is not launched, and what comes when calls are about to be held has not faulted. */
+static void note_new(const struct mpsd_launch *given)
 {
+	uint32_t place = first_place_of(given->function);
+	uint64_t bit = (uint64_t)1 << place % 64;
+
+	if (!(seen[place / 64] & bit) && given->is_brief && !(atomic_load(&mpsd_moves) & 1))
+		__atomic_store_n(&newest_ns, mpsd_now_ns(), __ATOMIC_RELAXED);
+	seen[place / 64] |= bit;
+}
+
+/* Without the lock: the driver may load the function for this, and a lost context may keep the thread. */
+static CUresult learn(const struct mpsd_launch *given)
+{
+	CUfunction function = given->function;
 	struct place places[MOST_PARAMETERS];
 	struct mpsd_reader *reader;
 	uint32_t count = 0;
@@ -178,6 +190,7 @@ static CUresult learn(CUfunction function)
 		return MPSD_AGAIN;
 	pthread_mutex_lock(&mpsd_exact_lock);
 	result = keep(function, places, count, reader);
+	note_new(given);
 	pthread_mutex_unlock(&mpsd_exact_lock);
 	return result;
 }
@@ -296,7 +309,7 @@ static CUresult take_each(const struct mpsd_launch *given, void **parameters, st
 			result = CUDA_ERROR_OUT_OF_MEMORY;
 		pthread_mutex_unlock(&mpsd_exact_lock);
 		if (!is_known)
-			result = learn(given->function);
+			result = learn(given);
 	}
 	return result;
 }
