@@ -53,7 +53,7 @@ def run(args: argparse.Namespace, so_far: Callable[[dict[str, Any]], None]) -> d
         node = open_node(args.backend, Path(base))
         try:
             settings = main_settings(libraries, args.mode) | ONLY_WANTED
-            for some in [args.kinds] if args.together else [[kind] for kind in args.kinds]:
+            for some in _groups(args):
                 logs = args.out and args.out / some[0]
                 with History() as history, Rig(node, "mpsd", history, settings=settings, logs_to=logs) as rig:
                     try:
@@ -106,6 +106,18 @@ def _report(
     }
 
 
+def _groups(args: argparse.Namespace) -> list[list[str]]:
+    """The kinds whose faults come beside the same programs."""
+    return [args.kinds] if args.together else [[kind] for kind in args.kinds]
+
+
+def _earlier(args: argparse.Namespace, some: Sequence[str]) -> list[tuple[str, int]]:
+    """The offenders of these kinds that are started before the programs."""
+    if args.offender != "oldest":
+        return []
+    return [(kind, number) for kind in some if kind not in PARTS for number in range(args.faults)]
+
+
 def _some_kinds(
     args: argparse.Namespace,
     rig: Rig,
@@ -120,8 +132,7 @@ def _some_kinds(
 
     Raises MpsdError for what is missing; what goes wrong is in the faults."""
     carried = args.offender != OFFENDERS[0]
-    which = [(kind, number) for kind in some if kind not in PARTS for number in range(args.faults)]
-    earlier = which if args.offender == "oldest" else []
+    earlier = _earlier(args, some)
     works = (
         WorkRounds(rig, libraries, tell_stderr, args.works, carried=carried, earlier=earlier, calm=calm)
         if args.works
@@ -164,9 +175,8 @@ def _go(args: argparse.Namespace) -> int:
         if work not in WORKS:
             raise UsageError(f"there is no work {work!r}", remedy=f"of: {', '.join(WORKS)}")
 
-    alone = [kind for kind in args.kinds if kind not in PARTS]
-    first = args.faults * (len(alone) if args.together else min(1, len(alone)))
-    if args.offender == "oldest" and first > MOST_EARLIER:
+    first = max(len(_earlier(args, some)) for some in _groups(args))
+    if first > MOST_EARLIER:
         raise UsageError(
             f"--offender oldest starts {first} offenders before the programs",
             remedy=f"fewer --faults, or not --together: {MOST_EARLIER} at most",

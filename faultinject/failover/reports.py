@@ -165,10 +165,14 @@ def _carried(finished: Mapping[str, Any]) -> Iterator[str]:
     yield ""
 
 
+def _fates(fault: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    return fault["record"]["clients"] if fault["record"] else ()
+
+
 def _had_the_last_turn(fault: Mapping[str, Any]) -> bool:
     """Whether others had a turn, and who was named the last one."""
     named = {f["offender"]["pid"] for f in fault["faults"] if f["offender"]}
-    turns = {c["pid"]: c["turn_ms"] for c in (fault["record"] or {"clients": ()})["clients"] if c["turn_ms"]}
+    turns = {fate["pid"]: fate["turn_ms"] for fate in _fates(fault) if fate["turn_ms"]}
     return len(turns) > 1 and max(turns, key=turns.__getitem__) in named
 
 
@@ -178,8 +182,7 @@ def _first_and_last(counts: Sequence[int]) -> str:
 
 def _missing(fault: Mapping[str, Any]) -> int:
     """Programs of which mpsd knows that what they had in flight may be missing."""
-    fates = fault["record"]["clients"] if fault["record"] else ()
-    return sum(fate["why"].startswith(MISSING) for fate in fates)
+    return sum(fate["why"].startswith(MISSING) for fate in _fates(fault))
 
 
 def row(kind: str, faults: Sequence[Mapping[str, Any]]) -> list[str]:

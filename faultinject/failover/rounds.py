@@ -76,8 +76,8 @@ class Rounds:
 
     def _start_earlier(self) -> None:
         """Raises DeadlineError."""
-        for kind, number in self._wanted_earlier:
-            self._earlier[kind, number] = offender = self._offender(kind, number)
+        self._earlier = {which: self._offender(*which) for which in self._wanted_earlier}
+        for offender in self._earlier.values():
             offender.must("ready", timeout=UP_S)
 
     def _end_earlier(self) -> None:
@@ -122,9 +122,7 @@ class Rounds:
             fault.delay = ENGINE_DELAY_MS
         try:
             # It comes up while the others get their standbys.
-            offender = None
-            if kind not in PARTS:
-                offender = self._earlier.pop((kind, number), None) or self._offender(kind, number)
+            offender = None if kind in PARTS else self._offender(kind, number)
             self._wait_until_ready(self._servers)
             self._count_descriptors(fault)
             if offender is not None:
@@ -227,6 +225,10 @@ class Rounds:
         raise DeadlineError(f"not every program had a standby within {READY_S:.0f} s: {why}")
 
     def _offender(self, kind: str, number: int) -> Worker:
+        """The one that waits, or one that is started now."""
+        waiting = self._earlier.pop((kind, number), None)
+        if waiting is not None:
+            return waiting
         spawn = self._spawn_carried if self._carried else self._rig.spawn
         return spawn(f"offender-{kind}-{number}", "offender", kind)
 

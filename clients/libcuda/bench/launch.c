@@ -9,9 +9,9 @@
  * file that MPSD_REAL_LIBCUDA names, in the same process and context. Where that is the same library, they
  * differ by noise.
  *
- * IMAGE is a file with a kernel `nothing`, and another, `eight`, that is given eight addresses. The difference shows best at a call that does next to nothing.
- * A launch that is refused (REFUSED 1) is one on the stand-in, where a real one wakes a thread. An allocation
- * comes first, so that the ledger is there.
+ * IMAGE is a file with a kernel `nothing`, and another, `eight`, that is given eight addresses. The difference shows
+ * best at a call that does next to nothing. A launch that is refused (REFUSED 1) is one on the stand-in, where a real
+ * one wakes a thread. Allocations come first, so that the ledger is there.
  *
  * A token is what a language model's step is for the driver: many small kernels, each after the program has used the
  * processor's caches for something else (that time is not counted), and a copy to the host that is waited for.

@@ -334,10 +334,13 @@ def table(report: Mapping[str, Any]) -> str:
         f"{report['pairs']} x {report['rounds']} rounds"
     )
     lines = [head]
-    for mode in (each for each in MODES if any(row["mode"] == each for row in report["rows"])):
+    for mode in MODES:
+        rows = [row for row in report["rows"] if row["mode"] == mode]
+        if not rows:
+            continue
         columns = f"{'without':>10}{'with':>10}   {'two processes':<26}{'one process':<26}"
         lines.append(f"{mode + ':':<26}{columns}")
-        for row in (r for r in report["rows"] if r["mode"] == mode):
+        for row in rows:
             figures = f"{row['without_ns']:>10.1f}{row['with_ns']:>10.1f}"
             spreads = f"{_told(row['added_ns']):<26}{_told(row['inside_ns']):<26}"
             lines.append(f"{row['call']:<26}{figures}   {spreads}{row['verdict']}")

@@ -343,8 +343,9 @@ static CUresult take_buffer(const struct mpsd_launch *given, void **extra, struc
 
 void mpsd_params_follow_variables(struct mpsd_op *op)
 {
-	for (size_t at = 0; mpsd_knows_variables() && at + sizeof(CUdeviceptr) <= op->launch.bytes;
-	     at += sizeof(CUdeviceptr)) {
+	if (!mpsd_knows_variables())
+		return;
+	for (size_t at = 0; at + sizeof(CUdeviceptr) <= op->launch.bytes; at += sizeof(CUdeviceptr)) {
 		CUdeviceptr word;
 
 		memcpy(&word, op->launch.buffer + at, sizeof(word));

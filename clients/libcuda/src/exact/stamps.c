@@ -103,7 +103,6 @@ void mpsd_stamps_plan(const struct mpsd_plan *plan, struct mpsd_pages pages)
 		atomic_store_explicit(&planned[page], plan->number, memory_order_relaxed);
 }
 
-
 /* In which epoch what kernels may write of what the program has mapped itself has changed last. */
 static MPSD_READ_OFTEN atomic_ullong runs_changed;
 
