@@ -74,7 +74,7 @@ def test_what_was_in_flight_is_done_again(
     break_domain(domain)
     said = move(line)
     assert (said.text, said.values[3], said.values[4]) == ("", 8 << 20, 3)
-    assert ask._answer() == "0"
+    assert ask.answer() == "0"
     assert ask("[gpu.word(m), gpu.run('add', m, 8, 1), gpu.sync(), gpu.word(m)]") == "[8, 0, 0, 9]"
     assert ask.end() == ""
 
@@ -111,7 +111,7 @@ def test_a_long_copy_to_the_host_goes_on_where_it_was(
     until(lambda: gate.left() == 0)
     ends(domain)
     move(line)
-    assert ask._answer() == "0"
+    assert ask.answer() == "0"
     assert (
         ask("[out[0], [sorted(set(out[i << 20 or 1:i + 1 << 20])) for i in range(3)]]")
         == "[4, [[3], [4], [5]]]"
@@ -320,7 +320,7 @@ def test_a_program_waits_for_its_turn(
     line.say(moving.TURN, 1)
     done = line.hear(moving.DONE)
     assert (done.generation, done.text, done.values[:2]) == (1, "", (8 << 20, 1))
-    assert ask._answer() == "0"
+    assert ask.answer() == "0"
     assert ask("gpu.word(m)") == "6"
     assert ask.end() == ""
 
@@ -371,6 +371,6 @@ def test_the_next_domain_is_lost_while_a_turn_is_waited_for(
     break_domain(second)
     said = move(line, 2)
     assert (said.text, said.values[3:5]) == ("", (8 << 20, 1))
-    assert ask._answer() == "0"
+    assert ask.answer() == "0"
     assert ask("gpu.word(m)") == "6"
     assert ask.end() == ""

@@ -69,9 +69,9 @@ class Program:
             stderr=subprocess.PIPE,
             text=True,
         )
-        assert self._answer() == str(self.process.pid)
+        assert self.answer() == str(self.process.pid)
 
-    def _answer(self) -> str:
+    def answer(self) -> str:
         assert self.process.stdout is not None
         return self.process.stdout.readline().strip()
 
@@ -85,7 +85,7 @@ class Program:
 
     def __call__(self, expression: str) -> str:
         self.tell(expression)
-        return self._answer()
+        return self.answer()
 
     def end(self) -> str:
         """What it has said on stderr."""
@@ -190,7 +190,7 @@ def test_a_thread_that_waits_is_carried_over_and_is_told_once(
     break_domain(domain)
     move(line)
     # What was in flight is gone, and it is said once.
-    assert ask._answer() == "719"
+    assert ask.answer() == "719"
     assert ask("[gpu.sync(), gpu.run('add', m, 8, 1), gpu.sync(), gpu.word(m)]") == "[0, 0, 0, 1]"
     assert "what was in flight may be missing" in ask.end()
 
@@ -211,7 +211,7 @@ def test_a_wait_does_not_sit_in_the_copy_that_is_left(
     ask.tell(f"gpu.{wait}")
     line.say(moving.MOVE, 1)
     assert line.hear(moving.MOVED).generation == 1
-    assert "719" in ask._answer()
+    assert "719" in ask.answer()
     assert ask("[gpu.sync(), gpu.run('add', m, 8, 1), gpu.sync(), gpu.word(m)]") == "[0, 0, 0, 1]"
 
 
@@ -226,7 +226,7 @@ def test_an_error_waits_for_the_daemons_word(
     ask.tell("max(gpu.sync() for _ in range(50000))")
     assert line.hear(moving.OWN_ERROR).values[0] == 700
     move(line)
-    assert ask._answer() in ("0", "719")
+    assert ask.answer() in ("0", "719")
     assert ask("[gpu.run('add', m, 8, 1), gpu.sync(), gpu.word(m)]") == "[0, 0, 1]"
     assert ask("gpu.sync()") == "0"
 

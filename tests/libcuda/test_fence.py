@@ -6,6 +6,7 @@ Long because each of these ways has its own beginnings and ends.
 
 from __future__ import annotations
 
+import select
 from pathlib import Path
 
 import pytest
@@ -228,66 +229,98 @@ def room_is_open(line: Line, gate: Gate, next_gate: Gate, domain: Domain, again:
         until(lambda: next_gate.left() <= before - 3)
 
 
+def is_held(ask: Program) -> bool:
+    """Whether what it was told is not done in a while."""
+    assert ask.process.stdout is not None
+    return not select.select([ask.process.stdout], [], [], A_WHILE_S)[0]
+
+
+ONE_MORE = "[gpu.sync(), gpu.run('add', m, 8, 1), gpu.sync(), gpu.word(m)]"
+"""In an epoch of its own, so that something is saved before."""
+
+
 @EXACT
-@pytest.mark.parametrize("saved", [False, True])
-def test_room_for_copies_is_cut_off_while_work_is_done_again_and_before_anything_new_is(
-    domain: Domain,
-    gate: Gate,
-    next_gate: Gate,
-    second: Domain,
-    post: Post,
-    ask: Program,
-    copies: Path,
-    saved: bool,
+def test_a_program_goes_on_while_room_for_copies_is_cut_off_and_saves_nothing_new_before(
+    domain: Domain, gate: Gate, next_gate: Gate, ask: Program, line: Line
 ) -> None:
-    line = post.greet(moving.EXACT)
-    at_work(line, gate, second, ask, copies, saved=saved)
-    if saved:
-        room_is_open(line, gate, next_gate, domain)
-    else:
-        # What was not saved is saved in the same place: not before.
-        gate.keep(ROOM)
-        break_domain(domain)
-        line.say(moving.MOVE, 1, again=1)
-        until(lambda: gate.kept() == ROOM)
-    assert line.is_silent(A_WHILE_S)
+    room_is_open(line, gate, next_gate, domain)
+    assert ask("[gpu.sync(), gpu.word(m)]") == "[0, 5]"
+    ask.tell(ONE_MORE)
+    assert is_held(ask)
+    assert line.is_silent()
     gate.keep(0)
-    assert line.hear(moving.MOVED).values[3:5] == ((8 << 20 if saved else 0), 1)
-    assert ask("[gpu.sync(), gpu.word(m), gpu.run('add', m, 8, 1), gpu.sync(), gpu.word(m)]") == (
-        "[0, 5, 0, 0, 6]"
-    )
+    assert ask.answer() == "[0, 0, 0, 6]"
+    assert line.hear(moving.MOVED).values[3:5] == (8 << 20, 1)
     assert line.unsure == []
     assert ask.end() == ""
 
 
 @EXACT
-def test_the_daemons_word_lets_it_go_while_its_room_is_cut_off(
-    domain: Domain, gate: Gate, next_gate: Gate, ask: Program, line: Line
+def test_room_that_is_being_copied_into_is_cut_off_before_anything_is_copied_there_again(
+    domain: Domain, gate: Gate, second: Domain, post: Post, ask: Program, copies: Path
 ) -> None:
-    room_is_open(line, gate, next_gate, domain)
-    assert line.is_silent(A_WHILE_S)
-    line.say(moving.FENCED, 1)
-    assert line.hear(moving.MOVED).text == ""
-    assert ask("[gpu.sync(), gpu.word(m)]") == "[0, 5]"
+    line = post.greet(moving.EXACT)
+    at_work(line, gate, second, ask, copies)
+    gate.keep(ROOM)
+    break_domain(domain)
+    line.say(moving.MOVE, 1, again=1)
+    until(lambda: gate.kept() == ROOM)
+    ask.tell("[gpu.sync(), gpu.word(m)]")
+    assert is_held(ask)
+    assert line.is_silent()
     gate.keep(0)
+    assert ask.answer() == "[0, 5]"
+    assert line.hear(moving.MOVED).values[3:5] == (0, 1)
+    assert ask(ONE_MORE) == "[0, 0, 0, 6]"
+    assert line.unsure == []
     assert ask.end() == ""
 
 
 @EXACT
-def test_room_for_copies_that_cannot_be_cut_off_is_unmapped_before_anything_new_is(
+def test_the_daemons_word_lets_it_save_while_its_room_is_cut_off(
+    domain: Domain, gate: Gate, next_gate: Gate, ask: Program, line: Line
+) -> None:
+    room_is_open(line, gate, next_gate, domain)
+    ask.tell(ONE_MORE)
+    assert is_held(ask)
+    line.say(moving.FENCED, 1)
+    assert line.hear(moving.MOVED).text == ""
+    assert ask.answer() == "[0, 0, 0, 6]"
+    gate.keep(0)
+    assert line.unsure == []
+    assert ask.end() == ""
+
+
+@EXACT
+def test_room_for_copies_that_cannot_be_cut_off_is_unmapped_before_anything_new_is_saved(
     domain: Domain, gate: Gate, next_gate: Gate, ask: Program, line: Line
 ) -> None:
     room_is_open(line, gate, next_gate, domain)
     # It is refused, and what unmaps it is kept.
     gate.keep(NO_ROOM_CUT | MANAGER)
     until(lambda: gate.kept() == MANAGER)
-    assert line.is_silent(A_WHILE_S)
+    ask.tell(ONE_MORE)
+    assert is_held(ask)
+    assert line.is_silent()
     gate.keep(0)
+    assert ask.answer() == "[0, 0, 0, 6]"
     assert line.hear(moving.MOVED).text == ""
-    assert ask("[gpu.sync(), gpu.word(m), gpu.run('add', m, 8, 1), gpu.sync(), gpu.word(m)]") == (
-        "[0, 5, 0, 0, 6]"
-    )
     assert line.unsure == []
+    assert ask.end() == ""
+
+
+@EXACT
+def test_a_program_waits_no_longer_than_seconds_for_room_for_copies(
+    domain: Domain, gate: Gate, next_gate: Gate, ask: Program, line: Line
+) -> None:
+    """Then it goes on without, and says so."""
+    room_is_open(line, gate, next_gate, domain)
+    assert ask(ONE_MORE) == "[0, 0, 0, 6]"
+    assert gate.kept() == ROOM
+    gate.keep(0)
+    line.hear(moving.MOVED)
+    assert ask(ONE_MORE) == "[0, 0, 0, 7]"
+    assert line.hear(moving.UNSURE).text == "what one operation may write is more than MPSD_FAILOVER_UNDO_MIB"
     assert ask.end() == ""
 
 
@@ -300,10 +333,10 @@ def test_a_program_that_waits_for_its_turn_has_its_room_cut_off_by_then(
     before = next_gate.left()
     line.say(moving.TURN, 1)
     until(lambda: next_gate.left() <= before - 3)
+    assert ask("[gpu.sync(), gpu.word(m)]") == "[0, 5]"
     assert line.is_silent(A_WHILE_S)
     gate.keep(0)
     assert line.hear(moving.DONE).text == ""
-    assert ask("[gpu.sync(), gpu.word(m)]") == "[0, 5]"
     assert ask.end() == ""
 
 

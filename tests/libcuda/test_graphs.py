@@ -224,7 +224,7 @@ def test_what_is_captured_in_a_lost_context_is_done_with_the_graph_alone(
     ask.tell(does)
     line.hear(moving.OWN_ERROR)
     assert move(line).text == ""
-    assert ask._answer() == "0"
+    assert ask.answer() == "0"
     end(ask)
     assert ask("gpu.sync(), gpu.word(m), gpu.ran") == "(0, 5, [])"
     assert ask("gpu.code('cuGraphLaunch', x, s), gpu.sync()") == "(0, 0)"
@@ -326,7 +326,7 @@ def test_a_graph_in_flight_is_launched_again(
     ask.tell("gpu.sync()")
     break_domain(domain)
     assert move(line).text == ""
-    assert ask._answer() == "0"
+    assert ask.answer() == "0"
     assert ask("gpu.word(m)") == "33"
     assert ask.end() == ""
 

@@ -90,7 +90,7 @@ def test_what_did_not_run_runs_in_the_next_copy(
     until(lambda: gate.left() == 0)
     break_domain(domain)
     assert move(line).text == ""
-    assert ask._answer() == "0"
+    assert ask.answer() == "0"
     assert ask("gpu.word(m), gpu.ran") == "(11, [('a', 0)])"
     assert ask.end() == ""
 

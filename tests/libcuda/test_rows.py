@@ -235,7 +235,7 @@ def test_a_long_copy_to_the_host_begins_anew(
     until(lambda: gate.left() == 0)
     break_domain(domain)
     assert move(line).text == ""
-    assert ask._answer() == "0"
+    assert ask.answer() == "0"
     ask("all_rows = [into[i * (width + 64) // 4:(i + 1) * (width + 64) // 4] for i in range(height)]")
     ask("all_rows[0][0] -= 1")
     assert ask("set(word for row in all_rows for word in row[:width // 4])") == "{5}"

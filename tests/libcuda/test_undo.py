@@ -50,7 +50,7 @@ def test_a_part_that_is_saved_does_not_stand_for_all(
     until(lambda: gate.left() == 0)
     break_domain(domain)
     assert move_exactly(line).text == ""
-    assert ask._answer() == "(0, 0)"
+    assert ask.answer() == "(0, 0)"
     assert ask("gpu.sync(), [gpu.word(w + 4 * i) for i in range(8)]") == "(0, [1, 1, 1, 1, 1, 1, 1, 1])"
     assert ask.end() == ""
 

@@ -166,7 +166,7 @@ def test_what_is_in_flight_has_ended_before_its_memory_is_unmapped(
     ask.tell(f"gpu.code('cuMemUnmap', a, {PIECE})")
     break_domain(domain)
     assert move_exactly(line).text == ""
-    assert ask._answer() == "0"
+    assert ask.answer() == "0"
     assert ask("gpu.word(other)") == "1"
     assert ask.end() == ""
 

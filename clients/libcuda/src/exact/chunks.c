@@ -7,7 +7,9 @@
 
 #include <stdlib.h>
 
+#include "exact/saver.h"
 #include "exact/undo.h"
+#include "failover/fence.h"
 #include "failover/line.h"
 #include "limits.h"
 #include "memory.h"
@@ -45,6 +47,9 @@ CUdeviceptr mpsd_chunk_take(uint64_t size, uint64_t *got)
 {
 	CUdeviceptr at;
 
+	/* The context that was left may still write to them. */
+	if (!mpsd_fence_has_room())
+		return 0;
 	while (chunk_now < chunk_count && chunk_used == chunks[chunk_now].size) {
 		chunk_now++;
 		chunk_used = 0;
@@ -73,6 +78,8 @@ CUresult mpsd_chunk_more(uint64_t size)
 	CUresult result;
 	size_t there = 0;
 
+	if (!mpsd_fence_has_room())
+		return mpsd_fence_await_room();
 	for (unsigned int i = 0; i < chunk_count; i++)
 		there += chunks[i].size;
 	if (size < CHUNK_BYTES)
@@ -117,28 +124,50 @@ void mpsd_exact_lose_room(void)
 	mpsd_line_unsure(why);
 }
 
-static int compare(const void *base, const void *piece)
+static int compare(const void *address, const void *piece)
 {
-	CUdeviceptr a = *(const CUdeviceptr *)base, b = ((const struct arena_range *)piece)->base;
+	CUdeviceptr at = *(const CUdeviceptr *)address;
+	const struct arena_range *range = piece;
 
-	return a < b ? -1 : a > b;
+	return at < range->base ? -1 : at - range->base >= range->size;
 }
 
 #define IS_ROOM 1	/* in a size, which is that of whole granules */
 
+struct pieces {
+	struct arena_range *all;
+	unsigned int count;
+};
+
+static struct arena_range *piece_of(const struct pieces *pieces, CUdeviceptr address)
+{
+	return bsearch(&address, pieces->all, pieces->count, sizeof(*pieces->all), compare);
+}
+
+/* What was not saved is saved anew in the same place, where a save that is cut off may come to its end before. */
+static void keep_first(const struct mpsd_saved *copy, void *pieces)
+{
+	struct arena_range *piece = piece_of(pieces, copy->to);
+
+	if (piece)
+		piece->size &= ~(uint64_t)IS_ROOM;
+}
+
 unsigned int mpsd_exact_room_last(struct arena_range *pieces, unsigned int count)
 {
+	struct pieces all = { pieces, count };
 	unsigned int first = count;
 
 	/* Whoever has it may wait for a lock of the mover's. */
 	if (!mpsd_exact() || pthread_mutex_trylock(&mpsd_exact_lock))
 		return count;
 	for (unsigned int i = 0; i < chunk_count; i++) {
-		struct arena_range *piece = bsearch(&chunks[i].base, pieces, count, sizeof(*pieces), compare);
+		struct arena_range *piece = piece_of(&all, chunks[i].base);
 
-		if (piece && piece->size == chunks[i].size)
+		if (piece && piece->base == chunks[i].base && piece->size == chunks[i].size)
 			piece->size |= IS_ROOM;
 	}
+	mpsd_undo_each_open(keep_first, &all);
 	pthread_mutex_unlock(&mpsd_exact_lock);
 	for (unsigned int i = count; i-- > 0;) {
 		struct arena_range piece = pieces[i];
@@ -170,6 +199,8 @@ CUresult mpsd_undo_give_back(void)
 	CUresult result = mpsd_exact() ? mpsd_epoch_settle() : CUDA_SUCCESS;
 	struct chunk chunk;
 
+	if (result == CUDA_SUCCESS)
+		result = mpsd_fence_await_room();
 	/* It has not ended, and freeing would wait for that. */
 	if (result == CUDA_SUCCESS && mpsd_exact() && __atomic_load_n(&mpsd_epoch.unsure, __ATOMIC_RELAXED))
 		return CUDA_ERROR_OUT_OF_MEMORY;

@@ -4,6 +4,7 @@
 
 #include "clock.h"
 #include "exact/pace.h"
+#include "exact/saver.h"
 #include "exact/shelf.h"
 #include "exact/submit.h"
 #include "exact/undo.h"
@@ -113,6 +114,11 @@ static size_t copied_within(const struct mpsd_op *op)
 	return op->set.has_rows ? op->set.pitch * op->set.rows : op->set.width * op->set.count;
 }
 
+static void add_open(const struct mpsd_saved *copy, void *bytes)
+{
+	*(size_t *)bytes += copy->size;
+}
+
 /* Whoever has the lock may wait for one that the mover has. */
 bool mpsd_exact_close(void)
 {
@@ -122,7 +128,7 @@ bool mpsd_exact_close(void)
 	if (!mpsd_exact() || pthread_mutex_trylock(&mpsd_exact_lock))
 		return false;
 	/* Saves are copies, too. */
-	within = mpsd_undo_open_bytes();
+	mpsd_undo_each_open(add_open, &within);
 	is = !mpsd_epoch.unsure && !mpsd_epoch.is_given_up && within <= MOST_WITHIN;
 	for (struct mpsd_op *op = mpsd_epoch.first; op && is; op = op->next) {
 		if (has_ended(op))

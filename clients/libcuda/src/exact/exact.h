@@ -130,7 +130,8 @@ bool mpsd_exact_close(void);
 
 /*
  * Of pieces in the order of their addresses: behind the others those that are room for what memory was before the epoch,
- * where that is certain. Nothing of the program's comes there: the old context's saves do. How many are not of that kind.
+ * where that is certain. Nothing of the program's comes there: the old context's saves do, those that have ended. How
+ * many are not of that kind.
  */
 unsigned int mpsd_exact_room_last(struct arena_range *pieces, unsigned int count);
 

@@ -6,7 +6,6 @@
 #include "exact/still.h"
 #include "exact/submit.h"
 #include "exact/undo.h"
-#include "failover/fence.h"
 #include "failover/graph.h"
 #include "failover/line.h"
 #include "failover/made.h"
@@ -208,15 +207,7 @@ static void move(bool may, struct mpsd_replayed *replayed)
 
 void mpsd_exact_move(bool may, struct mpsd_replayed *replayed)
 {
-	bool is_open;
-
 	*replayed = (struct mpsd_replayed){ 0 };
-	pthread_mutex_lock(&mpsd_exact_lock);
-	is_open = mpsd_undo_open_bytes() != 0;
-	pthread_mutex_unlock(&mpsd_exact_lock);
-	/* What was not saved is saved anew in its old place, where a save that was cut off may come to its end before. */
-	if (is_open)
-		mpsd_fence_finish();
 	pthread_mutex_lock(&mpsd_exact_lock);
 	/* Whoever was about to do something finds the copy left. */
 	mpsd_epoch.is_awaited = mpsd_epoch.is_closed = false;

@@ -339,14 +339,11 @@ CUresult mpsd_undo_done(struct mpsd_plan *plan)
 	return result == CUDA_SUCCESS ? come_after_others(plan->lane) : result;
 }
 
-uint64_t mpsd_undo_open_bytes(void)
+void mpsd_undo_each_open(void (*each)(const struct mpsd_saved *copy, void *what), void *what)
 {
-	uint64_t bytes = 0;
-
 	for (const struct save *save = saves; save; save = save->next)
 		if (save->number > mpsd_lane_look(save->lane))
-			bytes += save->copy.size;
-	return bytes;
+			each(&save->copy, what);
 }
 
 void mpsd_undo_forget(void)

@@ -76,7 +76,10 @@ void mpsd_undo_drop(struct mpsd_plan *plan);
 
 /* With the lock: the epoch has ended. */
 void mpsd_undo_forget(void);
-uint64_t mpsd_undo_open_bytes(void);	/* of saves that are not proven to be there */
+
+/* With the lock: of the saves those that are not proven to be there. */
+struct mpsd_saved;
+void mpsd_undo_each_open(void (*each)(const struct mpsd_saved *copy, void *what), void *what);
 
 /* In a move, with the lock: put back what is proven to have been saved, save the rest anew. */
 CUresult mpsd_undo_restore(uint64_t *bytes);

@@ -22,6 +22,7 @@
 
 #define END_MS 2000
 #define LOOK_NS 30000
+#define ROOM_NS 2000000000ull	/* then a program goes on without room for copies */
 #define PATIENT_NS 5000000ull	/* from then on it sleeps between its looks: others of its domain move, too */
 
 struct unmapping {
@@ -45,6 +46,7 @@ struct unmapping {
 
 static atomic_uint lasting;
 static struct unmapping *unfinished;	/* the mover's */
+static MPSD_READ_OFTEN atomic_uint_least64_t shut_since_ns;	/* 0: copies may be made in their room */
 static int line = -1;
 static uint64_t generation;
 
@@ -82,6 +84,7 @@ void mpsd_fence_at_end(void)
 void mpsd_fence_child(void)
 {
 	atomic_store(&lasting, 0);
+	atomic_store(&shut_since_ns, 0);
 	unfinished = NULL;
 }
 
@@ -296,23 +299,43 @@ bool mpsd_fence(void)
 	/* What is in flight is known now alone: what is done again goes by the same records. */
 	unmapping->may_be_told = mpsd_exact_close();
 	unfinished = unmapping;
+	atomic_store(&shut_since_ns, mpsd_now_ns());
 	return is;
 }
 
 void mpsd_fence_finish(void)
 {
-	uint64_t began = mpsd_now_ns();
-	bool spins = has_processors(), is_told = false;
+	bool is_told = false;
 
 	if (!unfinished)
 		return;
 	while (!atomic_load(&unfinished->is_behind) && !is_told) {
 		is_told = is_said(unfinished->generation) && unfinished->may_be_told;
 		if (!is_told)
-			rest(began, spins);
+			usleep(LOOK_NS / 1000);
 	}
 	if (!is_told && atomic_load(&unfinished->is_through) && !atomic_load(&unfinished->all))
 		mpsd_exact_lose_room();
 	let_go(unfinished);
 	unfinished = NULL;
+	atomic_store(&shut_since_ns, 0);
+}
+
+bool mpsd_fence_has_room(void)
+{
+	return !atomic_load(&shut_since_ns);
+}
+
+CUresult mpsd_fence_await_room(void)
+{
+	uint64_t moves = mpsd_tables()->moves, since;
+
+	while ((since = atomic_load(&shut_since_ns))) {
+		if (atomic_load(&mpsd_moves) != moves)
+			return MPSD_AGAIN;
+		if (mpsd_now_ns() - since > ROOM_NS)
+			return CUDA_ERROR_OUT_OF_MEMORY;
+		usleep(LOOK_NS / 1000);
+	}
+	return CUDA_SUCCESS;
 }

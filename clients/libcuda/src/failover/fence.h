@@ -7,6 +7,7 @@
  */
 #pragma once
 
+#include <cuda.h>
 #include <stdbool.h>
 #include <stdint.h>
 
@@ -23,11 +24,17 @@ bool mpsd_fence_is_said(void);
 bool mpsd_fence(void);
 
 /*
- * At the end of the same move, after work was done again and before anything new is. What only copies of mode `exact` come
- * into, the room of what was there before, the fence left to a thread: nothing is saved there anew before. Where the old copy
- * may still write there it is given up.
+ * After the same move, and before the next one. What only copies of mode `exact` come into, the room of what was there
+ * before, the fence left to a thread, but for what was being copied into: nothing is saved there anew before. Where the
+ * old copy may still write there it is given up.
  */
 void mpsd_fence_finish(void);
+
+/* Whether that is so by now. */
+bool mpsd_fence_has_room(void);
+
+/* Until it is. AGAIN: a move has begun meanwhile; OUT_OF_MEMORY: it is not to be had for seconds. */
+CUresult mpsd_fence_await_room(void);
 
 /* Whether something is being unmapped beside the program. */
 bool mpsd_fence_lasts(void);

@@ -193,8 +193,8 @@ void mpsd_turn(bool may, struct mpsd_replayed *replayed)
 	go_on_capturing();
 	say_missing(replayed);
 	waits_for_turn = false;
-	mpsd_fence_finish();
 	mpsd_phase_end(true);
+	mpsd_fence_finish();
 }
 
 bool mpsd_move(bool planned, enum mpsd_failover_again again, struct mpsd_times *times, const char **why)
@@ -235,10 +235,10 @@ bool mpsd_move(bool planned, enum mpsd_failover_again again, struct mpsd_times *
 		go_on_capturing();
 		say_missing(&times->replayed);
 	}
-	mpsd_fence_finish();
 	mpsd_phase_end(is || waits_for_turn);
 	waits_for_turn = false;
 	times->on_ns = mpsd_now_ns();
+	mpsd_fence_finish();
 	mpsd_cover_again();
 	return is;
 }
