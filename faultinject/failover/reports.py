@@ -169,11 +169,20 @@ def _fates(fault: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     return fault["record"]["clients"] if fault["record"] else ()
 
 
+def _named(fault: Mapping[str, Any]) -> set[int]:
+    """The pids of offenders."""
+    return {f["offender"]["pid"] for f in fault["faults"] if f["offender"]}
+
+
+def _survivors(fault: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Fates of all but an offender that was carried over until its work had faulted once more."""
+    return [fate for fate in _fates(fault) if fate["pid"] not in _named(fault)]
+
+
 def _had_the_last_turn(fault: Mapping[str, Any]) -> bool:
     """Whether others had a turn, and who was named the last one."""
-    named = {f["offender"]["pid"] for f in fault["faults"] if f["offender"]}
     turns = {fate["pid"]: fate["turn_ms"] for fate in _fates(fault) if fate["turn_ms"]}
-    return len(turns) > 1 and max(turns, key=turns.__getitem__) in named
+    return len(turns) > 1 and max(turns, key=turns.__getitem__) in _named(fault)
 
 
 def _first_and_last(counts: Sequence[int]) -> str:
@@ -182,14 +191,14 @@ def _first_and_last(counts: Sequence[int]) -> str:
 
 def _missing(fault: Mapping[str, Any]) -> int:
     """Programs of which mpsd knows that what they had in flight may be missing."""
-    return sum(fate["why"].startswith(MISSING) for fate in _fates(fault))
+    return sum(fate["why"].startswith(MISSING) for fate in _survivors(fault))
 
 
 def row(kind: str, faults: Sequence[Mapping[str, Any]]) -> list[str]:
-    """kind, faults, lost, told, times in ms (median / worst), whether they are within the bars, descriptors
-    and threads (before the first fault / the last), verdict."""
+    """kind, faults, lost, told, times in ms (median / worst), whether they are within the bars, how many are
+    not, descriptors and threads (before the first fault / the last), verdict."""
     programs = [p for fault in faults for p in fault["programs"]]
-    fates = [fate for fault in faults if fault["record"] for fate in fault["record"]["clients"]]
+    fates = [fate for fault in faults for fate in _survivors(fault)]
     return [
         kind,
         str(len(faults)),
@@ -200,6 +209,7 @@ def row(kind: str, faults: Sequence[Mapping[str, Any]]) -> list[str]:
         *(_spread(resumed(faults, suspect=suspect)) for suspect in (False, True)),
         *(_spread(beyond(faults, suspect=suspect)) for suspect in (False, True)),
         in_time(faults),
+        *(late(faults, suspect=suspect) for suspect in (False, True)),
         _spread([fault.get("word") for fault in faults]),
         _spread([fault["record"]["decision_ms"] for fault in faults if fault["record"]]),
         *(_spread([fate.get(name) for fate in fates]) for name in STEPS),
@@ -210,7 +220,7 @@ def row(kind: str, faults: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 HEAD = ["kind", "faults", "lost", "told", "longest step", "GPU's", "resumed: cleared", "suspects"]
-HEAD += ["beyond: cleared", "suspects", "in time"]
+HEAD += ["beyond: cleared", "suspects", "in time", "late: cleared", "suspects"]
 HEAD += ["word", "decided", "held", "fence", "goes on", "turn", "done", "open: mpsd", "a program"]
 HEAD += ["threads", "verdict"]
 MEANINGS = {
@@ -224,6 +234,7 @@ MEANINGS = {
     "theirs takes (the median of those around; no servers': they are short), with what was done again",
     "in time": "whether they resumed, at the median, no later than 5 (cleared) and 100 ms (suspects) "
     "after the GPU",
+    "late": "how many did not, of all",
     "word": "from the order to the offender until mpsd's word to move (a host-engine fault comes 50 "
     "ms after the order: its stream is kept busy)",
     "decided": "from mpsd's first sign to that decision",
@@ -261,8 +272,8 @@ def resumed(
     return [
         fault["word"] - _delay(fault) + went_on - (fault["bystander"] if over_the_gpus else 0.0)
         for fault in faults
-        if fault["record"] and None not in (fault.get("word"), fault.get("bystander"))
-        for fate in fault["record"]["clients"]
+        if None not in (fault.get("word"), fault.get("bystander"))
+        for fate in _survivors(fault)
         if fate["outcome"] == "moved" and fate["suspect"] is suspect
         if (went_on := fate.get("turn_ms") or fate.get("first_ms")) is not None
     ]
@@ -273,6 +284,12 @@ def in_time(faults: Sequence[Mapping[str, Any]]) -> str:
     known = {suspect: resumed(faults, suspect=suspect, over_the_gpus=True) for suspect in BARS_MS}
     late = [median(found) > BARS_MS[suspect] for suspect, found in known.items() if found]
     return "-" if not late else "no" if any(late) else "yes"
+
+
+def late(faults: Sequence[Mapping[str, Any]], *, suspect: bool) -> str:
+    """How many resumed later than they may, of all."""
+    found = resumed(faults, suspect=suspect, over_the_gpus=True)
+    return f"{sum(ms > BARS_MS[suspect] for ms in found)} of {len(found)}" if found else "-"
 
 
 def table(finished: Mapping[str, Any]) -> list[list[str]]:

@@ -105,13 +105,14 @@ def test_what_a_step_took_beyond_the_gpus_stall_is_told_by_suspicion() -> None:
 
 
 def _moved(suspect: bool, first_ms: float, turn_ms: float | None = None, outcome: str = "moved") -> Any:
-    return {"suspect": suspect, "first_ms": first_ms, "turn_ms": turn_ms, "outcome": outcome}
+    return {"pid": 7, "suspect": suspect, "first_ms": first_ms, "turn_ms": turn_ms, "outcome": outcome}
 
 
 def _fault(
-    kind: str, word: float | None, bystander: float | None, *fates: Any, **more: float
+    kind: str, word: float | None, bystander: float | None, *fates: Any, **more: Any
 ) -> dict[str, Any]:
-    return {"kind": kind, "word": word, "bystander": bystander, "record": {"clients": list(fates)}, **more}
+    record = {"clients": list(fates)}
+    return {"kind": kind, "word": word, "bystander": bystander, "record": record, "faults": [], **more}
 
 
 def test_suspects_may_resume_later_than_the_cleared() -> None:
@@ -128,6 +129,23 @@ def test_suspects_may_resume_later_than_the_cleared() -> None:
     assert reports.in_time([_fault("store", 1.0, None, _moved(False, 26.0))]) == "-"
     assert reports.in_time([_fault("store", None, 20.0, _moved(False, 26.0))]) == "-"
     assert reports.in_time([_fault("store", 1.0, 20.0) | {"record": None}]) == "-"
+
+
+def test_who_was_late_is_counted() -> None:
+    faults = [
+        _fault("trap", 30.0, 31.0, _moved(False, 5.9), _moved(False, 6.1), _moved(True, 4.0, 101.1)),
+        _fault("trap", 30.0, 31.0, _moved(False, 7.0), _moved(True, 4.0, 100.9)),
+    ]
+    assert [reports.late(faults, suspect=suspect) for suspect in (False, True)] == ["2 of 3", "1 of 2"]
+    assert reports.late(faults[:0], suspect=False) == "-"
+
+
+def test_an_offender_that_was_carried_over_is_no_survivor() -> None:
+    named = {"offender": {"pid": 8}}
+    fates = [_moved(True, 4.0, 50.0), _moved(True, 4.0, 1300.0) | {"pid": 8}]
+    fault = _fault("trap", 30.0, 31.0, *fates, faults=[{"offender": None}, named])
+    assert reports.resumed([fault], suspect=True) == [80.0]
+    assert reports.resumed([fault | {"faults": []}], suspect=True) == [80.0, 1330.0]
 
 
 @pytest.mark.parametrize(
