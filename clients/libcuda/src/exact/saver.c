@@ -11,7 +11,7 @@
 #define PARTS 64			/* blocks for a range */
 #define EACH 16				/* bytes that a thread copies at a time */
 #define TIMES 4				/* so many at once */
-#define MOST_BYTES ((uint64_t)32 << 20)	/* more of one range is left to the driver, which has copy engines for it */
+#define MOST_BYTES ((uint64_t)32 << 20)	/* to save more of one range is left to the driver, which has copy engines */
 
 _Static_assert(MPSD_EXACT_PAGE % (THREADS * PARTS * EACH * TIMES) == 0, "all threads have as much of a page to copy");
 
@@ -116,7 +116,6 @@ static CUresult copy(CUdeviceptr to, CUdeviceptr from, uint64_t size, CUstream s
 	return real_cuMemcpyDtoDAsync_v2(to, from, size, stream);
 }
 
-/* `own`: NULL where there is none. */
 static CUresult copy_together(const struct ranges *ranges, unsigned int count, CUfunction own, CUstream stream)
 {
 	void *parameters[] = { (void *)ranges };
@@ -129,14 +128,16 @@ static CUresult copy_together(const struct ranges *ranges, unsigned int count, C
 	return result;
 }
 
-static CUresult copy_all(const struct mpsd_saved *saved, unsigned int count, CUfunction own, CUstream stream)
+/* `own`: copies ranges of `most` bytes together; NULL: there is none. */
+static CUresult copy_all(const struct mpsd_saved *saved, unsigned int count, CUfunction own, uint64_t most,
+			 CUstream stream)
 {
 	struct ranges ranges = { 0 };
 	CUresult result = CUDA_SUCCESS;
 	unsigned int together = 0;
 
 	for (const struct mpsd_saved *each = saved; each < saved + count && result == CUDA_SUCCESS; each++) {
-		if (each->is_mapped && each->size <= MOST_BYTES)
+		if (each->is_mapped && each->size <= most)
 			ranges.each[together++] = (__typeof__(ranges.each[0])){ each->to, each->from, each->size };
 		else
 			result = copy(each->to, each->from, each->size, stream);
@@ -146,16 +147,19 @@ static CUresult copy_all(const struct mpsd_saved *saved, unsigned int count, CUf
 
 CUresult mpsd_saver_copy(const struct mpsd_saved *saved, unsigned int count, CUstream stream)
 {
-	return copy_all(saved, count, count > 1 ? kernel() : NULL, stream);
+	return copy_all(saved, count, count > 1 ? kernel() : NULL, MOST_BYTES, stream);
 }
 
-/* Both ways come to the same, and one that was begun can be done once more. */
+/*
+ * The program stands still meanwhile: each call of the driver's counts, and the GPU has nothing else of it to do. Both ways
+ * come to the same, and one that was begun can be done once more.
+ */
 CUresult mpsd_saver_put_back(const struct mpsd_saved *saved, unsigned int count, CUstream stream)
 {
 	CUfunction own = __atomic_load_n(&function, __ATOMIC_ACQUIRE);
-	CUresult result = copy_all(saved, count, own, stream);
+	CUresult result = copy_all(saved, count, own, UINT64_MAX, stream);
 
 	if (!own || result == CUDA_SUCCESS || mpsd_is_loss(result))
 		return result;
-	return copy_all(saved, count, NULL, stream);
+	return copy_all(saved, count, NULL, 0, stream);
 }
