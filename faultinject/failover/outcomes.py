@@ -36,7 +36,7 @@ class Fault:
     the program with most, then. `nothing`: the offender's own wait succeeded and mpsd moved nobody, as after
     some window faults. `later`: the fail-overs that came of it after `record`: an
     offender that is carried over faults once more, by its own work. `named`: where the offender is under
-    mpsd-run too, whether mpsd recorded that it was this one."""
+    mpsd-run too, whether mpsd recorded that it was this one, whose pid is `carried`."""
 
     kind: str
     problem: str = ""
@@ -53,6 +53,7 @@ class Fault:
     nothing: bool = False
     later: list[Mapping[str, Any]] = field(default_factory=list)
     named: bool | None = None
+    carried: int | None = None
 
 
 def moved(said: Mapping[str, Any], at: float) -> Moved:

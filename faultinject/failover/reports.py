@@ -41,6 +41,7 @@ _LATER = (
     "threads",
     "later",
     "named",
+    "carried",
 )
 """What the first reports do not have."""
 BARS_MS: Mapping[bool, float] = {False: 5.0, True: 100.0}
@@ -175,8 +176,9 @@ def _named(fault: Mapping[str, Any]) -> set[int]:
 
 
 def _survivors(fault: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Fates of all but an offender that was carried over until its work had faulted once more."""
-    return [fate for fate in _fates(fault) if fate["pid"] not in _named(fault)]
+    """Fates of all but an offender that was carried over until its work had faulted once more, or had ended."""
+    offenders = _named(fault) | {fault.get("carried")}
+    return [fate for fate in _fates(fault) if fate["pid"] not in offenders]
 
 
 def _had_the_last_turn(fault: Mapping[str, Any]) -> bool:

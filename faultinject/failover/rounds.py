@@ -165,7 +165,7 @@ class Rounds:
 
         Raises DeadlineError.
         """
-        fault.named = False
+        fault.named, fault.carried = False, offender.pid
         # Its end may be seen before its last words.
         ended = offender.wait("outcome", timeout=MOVED_S)
         if ended is None and offender.running:

@@ -146,6 +146,7 @@ def test_an_offender_that_was_carried_over_is_no_survivor() -> None:
     fault = _fault("trap", 30.0, 31.0, *fates, faults=[{"offender": None}, named])
     assert reports.resumed([fault], suspect=True) == [80.0]
     assert reports.resumed([fault | {"faults": []}], suspect=True) == [80.0, 1330.0]
+    assert reports.resumed([fault | {"faults": [], "carried": 8}], suspect=True) == [80.0]
 
 
 @pytest.mark.parametrize(
@@ -168,7 +169,8 @@ def test_a_report_of_nothing_has_not_passed() -> None:
 def test_descriptors_that_grow_with_each_fault_are_a_failure() -> None:
     def faults(*counts: tuple[int, int]) -> list[dict[str, Any]]:
         record: dict[str, Any] = {"clients": []}
-        return [{"problem": "", "programs": [], "record": record, "descriptors": one} for one in counts]
+        fault = {"problem": "", "programs": [], "record": record, "faults": []}
+        return [fault | {"descriptors": one} for one in counts]
 
     calm = [(43, 20), (87, 25), *[(93, 25)] * 6]
     assert reports.judge(faults(*calm)) == "valid"
@@ -185,9 +187,8 @@ def test_descriptors_that_grow_with_each_fault_are_a_failure() -> None:
 def test_faults_of_which_nothing_came_are_told_and_few() -> None:
     def faults(*nothing: bool) -> list[dict[str, Any]]:
         moved: dict[str, Any] = {"clients": []}
-        return [
-            {"problem": "", "programs": [], "record": None if n else moved, "nothing": n} for n in nothing
-        ]
+        fault = {"problem": "", "programs": [], "faults": []}
+        return [fault | {"record": None if n else moved, "nothing": n} for n in nothing]
 
     assert reports.judge(faults(True, False, False, False)) == "valid"
     assert reports.judge(faults(True, True, False)) == "invalid: nothing came of 2 of 3 faults"

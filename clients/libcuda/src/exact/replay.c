@@ -10,6 +10,9 @@
 #include "failover/line.h"
 #include "failover/made.h"
 
+#define LINE ((size_t)64)
+#define FETCHED ((size_t)512)		/* an operation, and most parameters */
+
 /* What it did to the host's memory it has done, and the program may have changed that since. */
 static bool has_been_seen(const struct mpsd_op *op, uint64_t proven)
 {
@@ -51,6 +54,13 @@ static CUresult issue_again(struct mpsd_op *op)
 	return result;
 }
 
+/* It was written by another processor, and the driver has a launch's parameters from there. */
+static void fetch(const struct mpsd_op *op)
+{
+	for (size_t at = 0; op && at < FETCHED; at += LINE)
+		__builtin_prefetch((const char *)op + at);
+}
+
 static CUresult do_again(struct mpsd_replayed *replayed)
 {
 	CUresult result = CUDA_SUCCESS;
@@ -59,6 +69,7 @@ static CUresult do_again(struct mpsd_replayed *replayed)
 	for (struct mpsd_op *op = mpsd_epoch.first; op && result == CUDA_SUCCESS; op = op->next) {
 		unsigned int lane = (unsigned int)(op->lane - mpsd_lanes);
 
+		fetch(op->next);
 		if (!op->is_skipped && !has_been_seen(op, proven_before[lane])) {
 			result = mark_before(op);
 			if (result == CUDA_SUCCESS)
