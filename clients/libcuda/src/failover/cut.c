@@ -25,7 +25,8 @@
 #include "thread.h"
 #include "uvm.h"
 
-#define SOON_NS 100000		/* a piece that takes longer than that may be gone, and its thread kept */
+#define SOON_NS 30000		/* a piece that takes longer than that may be gone, and its thread kept */
+#define AT_FIRST 8		/* threads, and no more than half as many as there are processors */
 #define AT_ONCE_NS 200000	/* a thread that has a processor so soon takes it from nobody */
 #define MOST_THREADS 256
 
@@ -153,6 +154,15 @@ static bool start_one(struct mpsd_cut *cut)
 	return false;
 }
 
+/* What one of them waits for in the resource manager keeps no other one from what UVM does. */
+static unsigned int threads_at_first(void)
+{
+	cpu_set_t may;
+	int half = sched_getaffinity(0, sizeof(may), &may) ? 0 : CPU_COUNT(&may) / 2;
+
+	return half < 1 ? 1 : half > AT_FIRST ? AT_FIRST : (unsigned int)half;
+}
+
 /* The copy's own descriptor, once more: -1: it has none, or it is not known which. */
 static int space_of(unsigned int number)
 {
@@ -182,10 +192,13 @@ struct mpsd_cut *mpsd_cut_begin(unsigned int number, const struct arena_range *p
 	cut->first = first;
 	for (unsigned int i = 0; i < count; i++)
 		cut->pieces[i].range = pieces[i];
-	if ((cut->free || cut->fd >= 0) && start_one(cut))
-		return cut;
-	mpsd_cut_discard(cut);
-	return NULL;
+	if ((!cut->free && cut->fd < 0) || !start_one(cut)) {
+		mpsd_cut_discard(cut);
+		return NULL;
+	}
+	for (unsigned int i = threads_at_first(); i > 1 && cut->started < count; i--)
+		start_one(cut);
+	return cut;
 }
 
 /*
