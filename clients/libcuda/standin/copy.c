@@ -175,7 +175,11 @@ API CUresult cuMemcpyDtoHAsync_v2(void *dstHost, CUdeviceptr srcDevice, size_t B
 API CUresult cuMemcpyDtoDAsync_v2(CUdeviceptr dstDevice, CUdeviceptr srcDevice, size_t ByteCount,
 				  CUstream hStream)
 {
-	return transfer((void *)dstDevice, DEVICE_SIDE, (void *)srcDevice, DEVICE_SIDE, ByteCount, hStream, false);
+	CUresult result = transfer((void *)dstDevice, DEVICE_SIDE, (void *)srcDevice, DEVICE_SIDE, ByteCount, hStream,
+				   false);
+
+	gate_keep(GATE_COPIED);
+	return result;
 }
 
 API CUresult cuMemcpyAsync(CUdeviceptr dst, CUdeviceptr src, size_t ByteCount, CUstream hStream)

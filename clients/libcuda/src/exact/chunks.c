@@ -23,6 +23,7 @@
 static struct chunk {
 	CUdeviceptr base;
 	size_t size;
+	bool is_last;		/* to be cut off in the copy that was left; behind the fence */
 } chunks[MOST_CHUNKS];
 static unsigned int chunk_count, chunk_now;
 static size_t chunk_used;		/* of chunks[chunk_now] */
@@ -72,14 +73,26 @@ static void add_chunk(struct chunk chunk)
 	pthread_mutex_unlock(&mpsd_exact_lock);
 }
 
+/* It may have been shut a moment ago. */
+static bool has_place(void)
+{
+	bool is;
+
+	pthread_mutex_lock(&mpsd_exact_lock);
+	is = chunk_now + 1 < chunk_count || (chunk_now < chunk_count && chunk_used < chunks[chunk_now].size);
+	pthread_mutex_unlock(&mpsd_exact_lock);
+	return is;
+}
+
 CUresult mpsd_chunk_more(uint64_t size)
 {
 	CUdeviceptr base;
 	CUresult result;
 	size_t there = 0;
 
-	if (!mpsd_fence_has_room())
-		return mpsd_fence_await_room();
+	result = mpsd_fence_await_room();
+	if (result != CUDA_SUCCESS || has_place())
+		return result;
 	for (unsigned int i = 0; i < chunk_count; i++)
 		there += chunks[i].size;
 	if (size < CHUNK_BYTES)
@@ -92,7 +105,7 @@ CUresult mpsd_chunk_more(uint64_t size)
 	/* While another thread captures it may be forbidden. */
 	if (result != CUDA_SUCCESS)
 		return result == MPSD_AGAIN || mpsd_is_loss(result) ? result : CUDA_ERROR_OUT_OF_MEMORY;
-	add_chunk((struct chunk){ base, size });
+	add_chunk((struct chunk){ .base = base, .size = size });
 	return CUDA_SUCCESS;
 }
 
@@ -102,18 +115,23 @@ void mpsd_chunks_empty(void)
 	chunk_used = 0;
 }
 
-bool mpsd_chunk_is(CUdeviceptr address)
+static struct chunk *chunk_of(CUdeviceptr address)
 {
 	for (unsigned int i = 0; i < chunk_count; i++)
 		if (address - chunks[i].base < chunks[i].size)
-			return true;
-	return false;
+			return &chunks[i];
+	return NULL;
+}
+
+bool mpsd_chunk_is(CUdeviceptr address)
+{
+	return chunk_of(address) != NULL;
 }
 
 /* The chunks stay as they are, and are nobody's. */
 void mpsd_exact_lose_room(void)
 {
-	const char *why = "room for copies into which the old context may still write";
+	const char *why = MPSD_OPEN_ROOM;
 
 	pthread_mutex_lock(&mpsd_exact_lock);
 	chunk_count = 0;
@@ -124,15 +142,15 @@ void mpsd_exact_lose_room(void)
 	mpsd_line_unsure(why);
 }
 
+#define IS_ROOM ((uint64_t)1)	/* in a size, which is that of whole granules */
+
 static int compare(const void *address, const void *piece)
 {
 	CUdeviceptr at = *(const CUdeviceptr *)address;
 	const struct arena_range *range = piece;
 
-	return at < range->base ? -1 : at - range->base >= range->size;
+	return at < range->base ? -1 : at - range->base >= (range->size & ~IS_ROOM);
 }
-
-#define IS_ROOM 1	/* in a size, which is that of whole granules */
 
 struct pieces {
 	struct arena_range *all;
@@ -150,7 +168,22 @@ static void keep_first(const struct mpsd_saved *copy, void *pieces)
 	struct arena_range *piece = piece_of(pieces, copy->to);
 
 	if (piece)
-		piece->size &= ~(uint64_t)IS_ROOM;
+		piece->size &= ~IS_ROOM;
+}
+
+static void look_behind(const struct mpsd_saved *copy, void *is)
+{
+	const struct chunk *chunk = chunk_of(copy->to);
+
+	*(bool *)is |= chunk && chunk->is_last;
+}
+
+bool mpsd_chunks_are_open(void)
+{
+	bool is = false;
+
+	mpsd_undo_each_open(look_behind, &is);
+	return is;
 }
 
 unsigned int mpsd_exact_room_last(struct arena_range *pieces, unsigned int count)
@@ -168,13 +201,18 @@ unsigned int mpsd_exact_room_last(struct arena_range *pieces, unsigned int count
 			piece->size |= IS_ROOM;
 	}
 	mpsd_undo_each_open(keep_first, &all);
+	for (unsigned int i = 0; i < chunk_count; i++) {
+		const struct arena_range *piece = piece_of(&all, chunks[i].base);
+
+		chunks[i].is_last = piece && (piece->size & IS_ROOM);
+	}
 	pthread_mutex_unlock(&mpsd_exact_lock);
 	for (unsigned int i = count; i-- > 0;) {
 		struct arena_range piece = pieces[i];
 
 		if (!(piece.size & IS_ROOM))
 			continue;
-		piece.size &= ~(uint64_t)IS_ROOM;
+		piece.size &= ~IS_ROOM;
 		pieces[i] = pieces[--first];
 		pieces[first] = piece;
 	}

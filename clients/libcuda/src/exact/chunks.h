@@ -11,3 +11,6 @@ void mpsd_chunks_empty(void);
 /* Without it, with the order. OUT_OF_MEMORY: there is no more. */
 CUresult mpsd_chunk_more(uint64_t size);
 bool mpsd_chunk_is(CUdeviceptr address);
+
+/* In a move, with the lock: whether a save that is not proven lies in room that the fence did not wait for. */
+bool mpsd_chunks_are_open(void);

@@ -2,10 +2,12 @@
 /* In a move: what was not proven to have ended, undone and done again. */
 #include <string.h>
 
+#include "exact/chunks.h"
 #include "exact/pace.h"
 #include "exact/still.h"
 #include "exact/submit.h"
 #include "exact/undo.h"
+#include "failover/fence.h"
 #include "failover/graph.h"
 #include "failover/line.h"
 #include "failover/made.h"
@@ -218,7 +220,15 @@ static void move(bool may, struct mpsd_replayed *replayed)
 
 void mpsd_exact_move(bool may, struct mpsd_replayed *replayed)
 {
+	bool is_open;
+
 	*replayed = (struct mpsd_replayed){ 0 };
+	pthread_mutex_lock(&mpsd_exact_lock);
+	is_open = mpsd_chunks_are_open();
+	pthread_mutex_unlock(&mpsd_exact_lock);
+	/* By who was at it when the fence was begun. It is saved anew in the same place. */
+	if (is_open)
+		mpsd_fence_finish();
 	pthread_mutex_lock(&mpsd_exact_lock);
 	/* Whoever was about to do something finds the copy left. */
 	mpsd_epoch.is_awaited = mpsd_epoch.is_closed = false;

@@ -39,6 +39,7 @@ CUresult mpsd_plan_save(const struct mpsd_op *op);
 CUresult mpsd_plan_save_what_fits(const struct mpsd_op *op);
 CUresult mpsd_plan_note(const struct mpsd_op *op);
 
+#define MPSD_OPEN_ROOM "room for copies into which the old context may still write"
 #define MPSD_TOO_MUCH "what one operation may write is more than MPSD_FAILOVER_UNDO_MIB"
 
 /*

@@ -8,6 +8,7 @@
 #include "exact/still.h"
 #include "exact/undo.h"
 #include "exact/validate.h"
+#include "failover/fence.h"
 #include "hold.h"
 #include "memory.h"
 
@@ -45,6 +46,10 @@ static struct usual take(void)
 {
 	struct usual taken = { .count = 0 };
 
+	/* For this nobody is to wait. */
+	if (!mpsd_fence_has_room())
+		return taken;
+
 	pthread_mutex_lock(&mpsd_exact_lock);
 	/* Validation wants to see what each operation has saved for itself. */
 	if (!mpsd_validates() && !mpsd_is_left() && usual.epoch != mpsd_epoch.number) {
@@ -66,7 +71,6 @@ CUresult mpsd_usual_save(struct mpsd_plan *plan)
 	bool reads = plan->reads;
 
 	plan->reads = true;
-
 	for (unsigned int i = 0; i < taken.count && result == CUDA_SUCCESS; i++) {
 		struct mpsd_allocation allocation;
 

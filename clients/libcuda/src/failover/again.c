@@ -51,6 +51,7 @@ bool mpsd_turn_have(bool may, int line, uint64_t home)
 	mpsd_turn(may, &replayed);
 	is = say_end(line, home, &replayed, replayed.unsure ? CUDA_SUCCESS : see_it_end(line));
 	mpsd_cover_again();
+	mpsd_fence_finish();
 	return is;
 }
 
@@ -61,4 +62,5 @@ void mpsd_turn_forgo(void)
 	if (mpsd_turn_is_due())
 		mpsd_turn(false, &replayed);
 	mpsd_cover_again();
+	mpsd_fence_finish();
 }

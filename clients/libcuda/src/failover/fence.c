@@ -46,7 +46,9 @@ struct unmapping {
 
 static atomic_uint lasting;
 static struct unmapping *unfinished;	/* the mover's */
-static MPSD_READ_OFTEN atomic_uint_least64_t shut_since_ns;	/* 0: copies may be made in their room */
+static MPSD_READ_OFTEN atomic_bool is_shut;		/* no copies may be made in their room */
+static atomic_uint_least64_t awaited_since_ns;		/* 0: nobody does */
+static atomic_bool ends;				/* the program: nothing is waited for */
 static int line = -1;
 static uint64_t generation;
 
@@ -84,7 +86,7 @@ void mpsd_fence_at_end(void)
 void mpsd_fence_child(void)
 {
 	atomic_store(&lasting, 0);
-	atomic_store(&shut_since_ns, 0);
+	atomic_store(&is_shut, false);
 	unfinished = NULL;
 }
 
@@ -299,7 +301,8 @@ bool mpsd_fence(void)
 	/* What is in flight is known now alone: what is done again goes by the same records. */
 	unmapping->may_be_told = mpsd_exact_close();
 	unfinished = unmapping;
-	atomic_store(&shut_since_ns, mpsd_now_ns());
+	atomic_store(&awaited_since_ns, 0);
+	atomic_store(&is_shut, true);
 	return is;
 }
 
@@ -310,6 +313,8 @@ void mpsd_fence_finish(void)
 	if (!unfinished)
 		return;
 	while (!atomic_load(&unfinished->is_behind) && !is_told) {
+		if (atomic_load(&ends))
+			return;
 		is_told = is_said(unfinished->generation) && unfinished->may_be_told;
 		if (!is_told)
 			usleep(LOOK_NS / 1000);
@@ -318,22 +323,30 @@ void mpsd_fence_finish(void)
 		mpsd_exact_lose_room();
 	let_go(unfinished);
 	unfinished = NULL;
-	atomic_store(&shut_since_ns, 0);
+	atomic_store(&is_shut, false);
+}
+
+void mpsd_fence_leave_off(void)
+{
+	atomic_store(&ends, true);
 }
 
 bool mpsd_fence_has_room(void)
 {
-	return !atomic_load(&shut_since_ns);
+	return !atomic_load(&is_shut);
 }
 
 CUresult mpsd_fence_await_room(void)
 {
-	uint64_t moves = mpsd_tables()->moves, since;
+	uint64_t moves = mpsd_tables()->moves;
 
-	while ((since = atomic_load(&shut_since_ns))) {
+	while (atomic_load(&is_shut)) {
+		uint64_t now = mpsd_now_ns(), since = 0;
+
 		if (atomic_load(&mpsd_moves) != moves)
 			return MPSD_AGAIN;
-		if (mpsd_now_ns() - since > ROOM_NS)
+		/* One after the other, all wait no longer than that. */
+		if (!atomic_compare_exchange_strong(&awaited_since_ns, &since, now) && now > since + ROOM_NS)
 			return CUDA_ERROR_OUT_OF_MEMORY;
 		usleep(LOOK_NS / 1000);
 	}

@@ -33,8 +33,11 @@ void mpsd_fence_finish(void);
 /* Whether that is so by now. */
 bool mpsd_fence_has_room(void);
 
-/* Until it is. AGAIN: a move has begun meanwhile; OUT_OF_MEMORY: it is not to be had for seconds. */
+/* Until it is. AGAIN: a move has begun meanwhile; OUT_OF_MEMORY: it is not to be had for 2 s. */
 CUresult mpsd_fence_await_room(void);
+
+/* The program ends: mpsd_fence_finish() waits for nothing any more. */
+void mpsd_fence_leave_off(void);
 
 /* Whether something is being unmapped beside the program. */
 bool mpsd_fence_lasts(void);

@@ -362,6 +362,7 @@ static void at_end(void)
 	if (!atomic_load(&off))
 		mpsd_validate_report();
 	atomic_store(&off, true);
+	mpsd_fence_leave_off();
 	mpsd_line_wake();
 	if (!pthread_mutex_timedlock(&busy, &until))
 		pthread_mutex_unlock(&busy);

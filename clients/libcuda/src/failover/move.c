@@ -194,7 +194,6 @@ void mpsd_turn(bool may, struct mpsd_replayed *replayed)
 	say_missing(replayed);
 	waits_for_turn = false;
 	mpsd_phase_end(true);
-	mpsd_fence_finish();
 }
 
 bool mpsd_move(bool planned, enum mpsd_failover_again again, struct mpsd_times *times, const char **why)
@@ -238,7 +237,7 @@ bool mpsd_move(bool planned, enum mpsd_failover_again again, struct mpsd_times *
 	mpsd_phase_end(is || waits_for_turn);
 	waits_for_turn = false;
 	times->on_ns = mpsd_now_ns();
-	mpsd_fence_finish();
 	mpsd_cover_again();
+	mpsd_fence_finish();
 	return is;
 }
