@@ -176,7 +176,7 @@ def _named(fault: Mapping[str, Any]) -> set[int]:
 
 
 def _survivors(fault: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Fates of all but an offender that was carried over until its work had faulted once more, or had ended."""
+    """Fates of all but an offender that was carried over, whose own turn nobody waits for."""
     offenders = _named(fault) | {fault.get("carried")}
     return [fate for fate in _fates(fault) if fate["pid"] not in offenders]
 
