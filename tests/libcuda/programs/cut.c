@@ -18,6 +18,7 @@
 #include "clock.h"
 #include "failover/copy.h"
 #include "failover/descriptors.h"
+#include "limits.h"
 
 #define GRANULE ((uint64_t)2 << 20)
 #define BASE ((uint64_t)1 << 40)
@@ -36,6 +37,15 @@ static bool is_busy, is_since_610;
 static int refused = -1;
 static int waiting;
 static int policy;		/* of the last thread that freed something */
+
+/* Threads from the beginning, as if the program's environment said so. */
+static uint64_t cutters;
+
+uint64_t mpsd_read_number(const char *name, uint64_t otherwise, uint64_t unit, uint64_t least, uint64_t most)
+{
+	CHECK(!strcmp(name, "MPSD_FAILOVER_CUTTERS") && unit == 1 && otherwise >= least && otherwise <= 8 && most >= 8);
+	return cutters;
+}
 
 uint64_t __real_mpsd_now_ns(void);
 
@@ -176,6 +186,8 @@ static void the_first_ones_are_enough(void)
 	struct mpsd_cut *cut;
 
 	refused = 3;
+	/* That they are gone is seen later than that another one is refused. */
+	be_busy(true);
 	cut = begin_first(8, 3);
 	CHECK(cut && come_to_its_end(cut) == MPSD_CUT_FAILED);
 	CHECK(mpsd_cut_is_enough(cut) && !mpsd_cut_is_gone(cut, 3));
@@ -223,12 +235,9 @@ static void who_has_a_processor_at_once_gives_way(uint64_t late, int expected)
 	CHECK(policy == expected);
 }
 
-int main(void)
+static void cut_off_by(uint64_t threads)
 {
-	int fd = open("/dev/null", O_RDONLY | O_CLOEXEC);
-
-	CHECK(!begin(1));
-	mpsd_cut_space(1, fd);
+	cutters = threads;
 	all_is_cut_off(1, false);
 	all_is_cut_off(40, false);
 	all_is_cut_off(40, true);
@@ -239,6 +248,16 @@ int main(void)
 	is_since_610 = false;
 	what_uvm_refuses_is_not();
 	there_are_not_too_many_threads();
+}
+
+int main(void)
+{
+	int fd = open("/dev/null", O_RDONLY | O_CLOEXEC);
+
+	CHECK(!begin(1));
+	mpsd_cut_space(1, fd);
+	cut_off_by(1);
+	cut_off_by(8);
 	who_has_a_processor_at_once_gives_way(1, SCHED_IDLE);
 	who_has_a_processor_at_once_gives_way(1000000, SCHED_OTHER);
 	is_known = false;

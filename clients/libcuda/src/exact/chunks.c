@@ -128,10 +128,17 @@ bool mpsd_chunk_is(CUdeviceptr address)
 	return chunk_of(address) != NULL;
 }
 
+#define OPEN_ROOM "room for copies into which the old context may still write"
+
+const char *mpsd_undo_why_not(void)
+{
+	return mpsd_fence_has_room() ? "what one operation may write is more than MPSD_FAILOVER_UNDO_MIB" : OPEN_ROOM;
+}
+
 /* The chunks stay as they are, and are nobody's. */
 void mpsd_exact_lose_room(void)
 {
-	const char *why = MPSD_OPEN_ROOM;
+	const char *why = OPEN_ROOM;
 
 	pthread_mutex_lock(&mpsd_exact_lock);
 	chunk_count = 0;

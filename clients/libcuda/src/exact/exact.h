@@ -130,12 +130,12 @@ bool mpsd_exact_close(void);
 
 /*
  * Of pieces in the order of their addresses: behind the others those that are room for what memory was before the epoch,
- * where that is certain. Nothing of the program's comes there: the old context's saves do, those that have ended. How
- * many are not of that kind.
+ * where that is certain. Nothing of the program's comes there: the old context's saves do, and as far as is known
+ * those have ended. How many are not of that kind.
  */
 unsigned int mpsd_exact_room_last(struct arena_range *pieces, unsigned int count);
 
-/* In a move: a context that was left may still write to that room. It is not used again, and nothing is done again by it. */
+/* Behind a fence: a context that was left may still write to that room. It is not used again, and nothing is done again by it. */
 void mpsd_exact_lose_room(void);
 
 /* The same where it has nothing in flight at all, by the GPU's own word, and nobody is about to give it something. */

@@ -80,7 +80,7 @@ CUresult mpsd_plan_save_what_fits(const struct mpsd_op *op)
 		result = plan_for(op, &plan);
 	result = carry_out(&plan, result);
 	if (plan.is_short && result == CUDA_SUCCESS)
-		mpsd_epoch_unsure(MPSD_TOO_MUCH);
+		mpsd_epoch_unsure(mpsd_undo_why_not());
 	return result;
 }
 

@@ -224,7 +224,7 @@ void mpsd_exact_move(bool may, struct mpsd_replayed *replayed)
 
 	*replayed = (struct mpsd_replayed){ 0 };
 	pthread_mutex_lock(&mpsd_exact_lock);
-	is_open = mpsd_chunks_are_open();
+	is_open = may && !mpsd_epoch.unsure && mpsd_chunks_are_open();
 	pthread_mutex_unlock(&mpsd_exact_lock);
 	/* By who was at it when the fence was begun. It is saved anew in the same place. */
 	if (is_open)

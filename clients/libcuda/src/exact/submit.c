@@ -10,7 +10,6 @@
 #include "exact/submit.h"
 #include "exact/undo.h"
 #include "exact/validate.h"
-#include "failover/fence.h"
 #include "failover/graph.h"
 #include "failover/line.h"
 
@@ -123,7 +122,7 @@ static CUresult save(const struct mpsd_op *op)
 		result = mpsd_plan_save_what_fits(op);
 	if (result != CUDA_ERROR_OUT_OF_MEMORY)
 		return result;
-	mpsd_epoch_unsure(mpsd_fence_has_room() ? MPSD_TOO_MUCH : MPSD_OPEN_ROOM);
+	mpsd_epoch_unsure(mpsd_undo_why_not());
 	return mpsd_plan_note(op);
 }
 

@@ -39,8 +39,8 @@ CUresult mpsd_plan_save(const struct mpsd_op *op);
 CUresult mpsd_plan_save_what_fits(const struct mpsd_op *op);
 CUresult mpsd_plan_note(const struct mpsd_op *op);
 
-#define MPSD_OPEN_ROOM "room for copies into which the old context may still write"
-#define MPSD_TOO_MUCH "what one operation may write is more than MPSD_FAILOVER_UNDO_MIB"
+/* Why there is no room. */
+const char *mpsd_undo_why_not(void);
 
 /*
  * Without the lock, with the order: what may be written there is copied, if it was not in this epoch.

@@ -19,7 +19,7 @@ static CUresult see_it_end(int line)
 
 	while ((result = mpsd_exact_look()) == CUDA_ERROR_NOT_READY && passed < SEE_NS) {
 		/* A fence that comes late is about what was left. */
-		if (poll(&polled, 1, passed < SPIN_NS ? 0 : 1) && !mpsd_fence_is_said())
+		if (poll(&polled, 1, passed < SPIN_NS ? 0 : 1) && !mpsd_fence_hears())
 			return result;
 		passed = mpsd_now_ns() - began;
 		if (passed >= SPIN_NS)
@@ -51,7 +51,6 @@ bool mpsd_turn_have(bool may, int line, uint64_t home)
 	mpsd_turn(may, &replayed);
 	is = say_end(line, home, &replayed, replayed.unsure ? CUDA_SUCCESS : see_it_end(line));
 	mpsd_cover_again();
-	mpsd_fence_finish();
 	return is;
 }
 
@@ -59,6 +58,7 @@ void mpsd_turn_forgo(void)
 {
 	struct mpsd_replayed replayed = { 0 };
 
+	mpsd_fence_listen(-1, 0);
 	if (mpsd_turn_is_due())
 		mpsd_turn(false, &replayed);
 	mpsd_cover_again();

@@ -21,12 +21,13 @@
 #include "clock.h"
 #include "failover/copy.h"
 #include "failover/descriptors.h"
+#include "limits.h"
 #include "proxy.h"
 #include "thread.h"
 #include "uvm.h"
 
 #define SOON_NS 30000		/* a piece that takes longer than that may be gone, and its thread kept */
-#define AT_FIRST 8		/* threads, and no more than half as many as there are processors */
+#define AT_FIRST 8		/* threads, no more than half as many as there are processors, unless it is said */
 #define AT_ONCE_NS 200000	/* a thread that has a processor so soon takes it from nobody */
 #define MOST_THREADS 256
 
@@ -48,7 +49,7 @@ struct mpsd_cut {
 	atomic_uint next, gone, returned;	/* pieces */
 	atomic_uint first_gone;
 	atomic_uint threads;
-	atomic_bool has_failed, is_over;
+	atomic_bool has_failed, others_failed, is_over;	/* the first ones; those behind them */
 	unsigned int started, count, first;
 	struct cutter cutters[MOST_THREADS];
 	struct piece pieces[];
@@ -129,7 +130,7 @@ static void *run(void *argument)
 
 		atomic_store(&piece->begun_ns, mpsd_now_ns());
 		if (!take_away(cut, &piece->range)) {
-			atomic_store(&cut->has_failed, true);
+			atomic_store(piece < cut->pieces + cut->first ? &cut->has_failed : &cut->others_failed, true);
 			break;
 		}
 		note_gone(cut, piece);
@@ -159,8 +160,9 @@ static unsigned int threads_at_first(void)
 {
 	cpu_set_t may;
 	int half = sched_getaffinity(0, sizeof(may), &may) ? 0 : CPU_COUNT(&may) / 2;
+	unsigned int usual = half < 1 ? 1 : half > AT_FIRST ? AT_FIRST : (unsigned int)half;
 
-	return half < 1 ? 1 : half > AT_FIRST ? AT_FIRST : (unsigned int)half;
+	return (unsigned int)mpsd_read_number("MPSD_FAILOVER_CUTTERS", usual, 1, 1, MOST_THREADS);
 }
 
 /* The copy's own descriptor, once more: -1: it has none, or it is not known which. */
@@ -228,12 +230,13 @@ static unsigned int look_at_pieces(struct mpsd_cut *cut)
 
 enum mpsd_cut_state mpsd_cut_look(struct mpsd_cut *cut)
 {
-	unsigned int begun = look_at_pieces(cut), gone = atomic_load(&cut->gone);
-	unsigned int kept = begun - atomic_load(&cut->returned);
+	/* In this order: more come back meanwhile. */
+	unsigned int returned = atomic_load(&cut->returned), begun = look_at_pieces(cut), gone = atomic_load(&cut->gone);
+	unsigned int kept = begun > returned ? begun - returned : 0;
 
 	if (gone == cut->count)
 		return MPSD_CUT_DONE;
-	if (atomic_load(&cut->has_failed))
+	if (atomic_load(&cut->has_failed) || (atomic_load(&cut->others_failed) && mpsd_cut_is_enough(cut)))
 		return MPSD_CUT_FAILED;
 	/* Whoever is at a piece is kept: as many more begin the next ones. */
 	if (gone < begun)

@@ -38,6 +38,7 @@ struct unmapping {
 	struct mpsd_cut *cut;		/* before it; NULL: there was none */
 	bool goes_on;			/* that is not through: the mover has not waited for all of it */
 	bool may_be_told;		/* the end of kernels is the end of all that may come into the rest */
+	bool is_told;			/* so it was */
 	CUmemGenericAllocationHandle *handles;	/* of the program's own memory, which lasts as long as the last one */
 	size_t handle_count;
 	unsigned int count, first;	/* pieces; the first ones are the program's */
@@ -46,7 +47,7 @@ struct unmapping {
 
 static atomic_uint lasting;
 static struct unmapping *unfinished;	/* the mover's */
-static MPSD_READ_OFTEN atomic_bool is_shut;		/* no copies may be made in their room */
+static MPSD_READ_OFTEN atomic_uint_least64_t shut_of;	/* 1 + the number of who may write to the room; 0: it is open */
 static atomic_uint_least64_t awaited_since_ns;		/* 0: nobody does */
 static atomic_bool ends;				/* the program: nothing is waited for */
 static int line = -1;
@@ -86,8 +87,22 @@ void mpsd_fence_at_end(void)
 void mpsd_fence_child(void)
 {
 	atomic_store(&lasting, 0);
-	atomic_store(&is_shut, false);
+	atomic_store(&shut_of, 0);
 	unfinished = NULL;
+}
+
+static void shut_room(const struct unmapping *unmapping)
+{
+	atomic_store(&awaited_since_ns, 0);
+	atomic_store(&shut_of, 1 + unmapping->moves);
+}
+
+/* Where it is shut for this one. */
+static void open_room(const struct unmapping *unmapping)
+{
+	uint64_t own = 1 + unmapping->moves;
+
+	atomic_compare_exchange_strong(&shut_of, &own, 0);
 }
 
 static void let_go(struct unmapping *unmapping)
@@ -134,10 +149,15 @@ static bool cut_the_others(struct unmapping *unmapping)
 static void *run(void *argument)
 {
 	struct unmapping *unmapping = argument;
+	bool is_cut = cut_the_others(unmapping);
 	uint64_t one = 1;
 
-	atomic_store(&unmapping->is_behind, cut_the_others(unmapping));
+	if (is_cut)
+		open_room(unmapping);
+	atomic_store(&unmapping->is_behind, is_cut);
 	unmap_all(unmapping);
+	if (atomic_load(&unmapping->all))
+		open_room(unmapping);
 	atomic_store(&unmapping->is_through, true);
 	atomic_store(&unmapping->is_behind, true);
 	while (write(unmapping->ended, &one, sizeof(one)) < 0 && errno == EINTR)
@@ -217,7 +237,7 @@ static bool is_said(uint64_t number)
 	return recv(line, &said, sizeof(said), MSG_DONTWAIT) == (ssize_t)sizeof(said);
 }
 
-bool mpsd_fence_is_said(void)
+static bool is_said_now(void)
 {
 	return is_said(generation);
 }
@@ -232,7 +252,7 @@ static bool wait_for(struct unmapping *unmapping)
 		if (polled[0].revents)
 			return atomic_load(&unmapping->is_through) && atomic_load(&unmapping->all);
 		/* What that says is the end of kernels. */
-		if (polled[1].revents && mpsd_fence_is_said() && mpsd_exact_close())
+		if (polled[1].revents && is_said_now() && mpsd_exact_close())
 			return true;
 		/* Or something else comes first: it is obeyed after the move. */
 		if (polled[1].revents)
@@ -270,13 +290,15 @@ static bool cut_off(struct unmapping *unmapping)
 	bool spins = has_processors();
 
 	unmapping->cut = mpsd_cut_begin(mpsd_in_use_number(), unmapping->pieces, unmapping->count, unmapping->first);
-	while (unmapping->cut && (state = mpsd_cut_look(unmapping->cut)) == MPSD_CUT_GOES_ON) {
-		unmapping->goes_on = unmapping->first < unmapping->count && mpsd_cut_is_enough(unmapping->cut);
-		if (unmapping->goes_on || (mpsd_fence_is_said() && mpsd_exact_close()))
+	while (unmapping->cut) {
+		state = mpsd_cut_look(unmapping->cut);
+		unmapping->goes_on = state != MPSD_CUT_DONE && unmapping->first < unmapping->count &&
+				     mpsd_cut_is_enough(unmapping->cut);
+		if (state != MPSD_CUT_GOES_ON || unmapping->goes_on || (is_said_now() && mpsd_exact_close()))
 			break;
 		rest(began, spins);
 	}
-	return state != MPSD_CUT_FAILED;
+	return state != MPSD_CUT_FAILED || unmapping->goes_on;
 }
 
 bool mpsd_fence(void)
@@ -287,12 +309,15 @@ bool mpsd_fence(void)
 	if (!unmapping)
 		return false;
 	is = mpsd_exact_is_over() || cut_off(unmapping);
+	if (unmapping->goes_on)
+		shut_room(unmapping);
 	if (start(unmapping)) {
 		is = is || wait_for(unmapping);
 	} else {
 		unmap_all(unmapping);
 		is = (is && !unmapping->goes_on) || atomic_load(&unmapping->all);
 		unmapping->goes_on = false;
+		open_room(unmapping);
 	}
 	if (!unmapping->goes_on) {
 		let_go(unmapping);
@@ -301,29 +326,48 @@ bool mpsd_fence(void)
 	/* What is in flight is known now alone: what is done again goes by the same records. */
 	unmapping->may_be_told = mpsd_exact_close();
 	unfinished = unmapping;
-	atomic_store(&awaited_since_ns, 0);
-	atomic_store(&is_shut, true);
 	return is;
 }
 
 void mpsd_fence_finish(void)
 {
-	bool is_told = false;
-
 	if (!unfinished)
 		return;
-	while (!atomic_load(&unfinished->is_behind) && !is_told) {
+	while (!atomic_load(&unfinished->is_behind) && !unfinished->is_told) {
 		if (atomic_load(&ends))
 			return;
-		is_told = is_said(unfinished->generation) && unfinished->may_be_told;
-		if (!is_told)
+		if (is_said(unfinished->generation))
+			mpsd_fence_told(unfinished->generation);
+		else
 			usleep(LOOK_NS / 1000);
 	}
-	if (!is_told && atomic_load(&unfinished->is_through) && !atomic_load(&unfinished->all))
+	if (!unfinished->is_told && atomic_load(&unfinished->is_through) && !atomic_load(&unfinished->all))
 		mpsd_exact_lose_room();
+	open_room(unfinished);
 	let_go(unfinished);
 	unfinished = NULL;
-	atomic_store(&is_shut, false);
+}
+
+bool mpsd_fence_is_unfinished(void)
+{
+	return unfinished != NULL;
+}
+
+void mpsd_fence_told(uint64_t number)
+{
+	if (!unfinished || unfinished->generation != number || !unfinished->may_be_told)
+		return;
+	unfinished->is_told = true;
+	open_room(unfinished);
+}
+
+bool mpsd_fence_hears(void)
+{
+	bool is = is_said_now();
+
+	if (is)
+		mpsd_fence_told(generation);
+	return is;
 }
 
 void mpsd_fence_leave_off(void)
@@ -333,19 +377,21 @@ void mpsd_fence_leave_off(void)
 
 bool mpsd_fence_has_room(void)
 {
-	return !atomic_load(&is_shut);
+	return !atomic_load(&shut_of);
 }
 
 CUresult mpsd_fence_await_room(void)
 {
 	uint64_t moves = mpsd_tables()->moves;
 
-	while (atomic_load(&is_shut)) {
+	while (atomic_load(&shut_of)) {
 		uint64_t now = mpsd_now_ns(), since = 0;
 
 		if (atomic_load(&mpsd_moves) != moves)
 			return MPSD_AGAIN;
 		/* One after the other, all wait no longer than that. */
+		if (atomic_load(&ends))
+			return CUDA_ERROR_OUT_OF_MEMORY;
 		if (!atomic_compare_exchange_strong(&awaited_since_ns, &since, now) && now > since + ROOM_NS)
 			return CUDA_ERROR_OUT_OF_MEMORY;
 		usleep(LOOK_NS / 1000);

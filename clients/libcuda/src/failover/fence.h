@@ -14,8 +14,9 @@
 /* Where the daemon would say FENCED in the next move, and of which generation. -1: nowhere. */
 void mpsd_fence_listen(int line, uint64_t generation);
 
-/* Whether the daemon says it now: only that is taken from the line. */
-bool mpsd_fence_is_said(void);
+/* Behind a move: whether the daemon says it now, of that; only that is taken from the line. Or it was taken already. */
+bool mpsd_fence_hears(void);
+void mpsd_fence_told(uint64_t generation);
 
 /*
  * In a move, with the lock of the windows. False: the old copy may still write, to some of it. What the daemon says
@@ -24,13 +25,14 @@ bool mpsd_fence_is_said(void);
 bool mpsd_fence(void);
 
 /*
- * After the same move, and before the next one. What only copies of mode `exact` come into, the room of what was there
- * before, the fence left to a thread, but for what was being copied into: nothing is saved there anew before. Where the
- * old copy may still write there it is given up.
+ * Behind the fence. What only copies of mode `exact` come into, the room of what was there before, it left to a thread,
+ * but for what was being copied into: nothing is saved there anew before that has seen to it. Here that is waited for,
+ * before the next move at the latest; where the old copy may still write there it is given up.
  */
 void mpsd_fence_finish(void);
+bool mpsd_fence_is_unfinished(void);
 
-/* Whether that is so by now. */
+/* Whether copies may be made there. */
 bool mpsd_fence_has_room(void);
 
 /* Until it is. AGAIN: a move has begun meanwhile; OUT_OF_MEMORY: it is not to be had for 2 s. */

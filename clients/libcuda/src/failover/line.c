@@ -227,7 +227,7 @@ static bool obey(const struct mpsd_failover_message *order)
 	case MPSD_FAILOVER_TURN:
 		return order->generation != home || have_turn(true);
 	case MPSD_FAILOVER_FENCED:
-		return true;	/* the move has its fence already, or is none */
+		return mpsd_fence_told(order->generation), true;
 	default:
 		return false;
 	}
@@ -304,7 +304,7 @@ static void listen_to(int fd)
 		if (!mpsd_turn_left_ms() && !have_turn(false))
 			return;
 		pthread_mutex_lock(&busy);
-		mpsd_standby_tend();
+		mpsd_move_tend();
 		pthread_mutex_unlock(&busy);
 		if (!act(fd, polled[0].revents != 0, polled[1].revents != 0, &told))
 			return;

@@ -167,7 +167,17 @@ int mpsd_due_ms(void)
 {
 	int turn = mpsd_turn_left_ms(), end = mpsd_left_ms();
 
+	if (mpsd_fence_is_unfinished() && !waits_for_turn)
+		return 0;
 	return turn < 0 || (end >= 0 && end < turn) ? end : turn;
+}
+
+void mpsd_move_tend(void)
+{
+	/* Not while others wait for it to hear of its turn. */
+	if (!waits_for_turn)
+		mpsd_fence_finish();
+	mpsd_standby_tend();
 }
 
 static void say_missing(const struct mpsd_replayed *replayed)
@@ -238,6 +248,5 @@ bool mpsd_move(bool planned, enum mpsd_failover_again again, struct mpsd_times *
 	waits_for_turn = false;
 	times->on_ns = mpsd_now_ns();
 	mpsd_cover_again();
-	mpsd_fence_finish();
 	return is;
 }

@@ -73,7 +73,10 @@ void mpsd_turn_forgo(void);
 /* After a move: the copy that was left is unloaded, once that is due and nobody is inside it. Nothing is waited for. */
 void mpsd_standby_tend(void);
 
-/* Until that is due, or mpsd_turn_left_ms() is; -1: neither will be. */
+/* That, and behind the fence what it left to a thread. */
+void mpsd_move_tend(void);
+
+/* Until something of that is due, or mpsd_turn_left_ms() is; -1: nothing will be. */
 int mpsd_due_ms(void);
 
 /* The calling thread's context, in the copy in use; `is_first`: it has not called since the first move. */
