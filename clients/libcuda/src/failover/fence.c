@@ -389,9 +389,9 @@ CUresult mpsd_fence_await_room(void)
 
 		if (atomic_load(&mpsd_moves) != moves)
 			return MPSD_AGAIN;
-		/* One after the other, all wait no longer than that. */
 		if (atomic_load(&ends))
 			return CUDA_ERROR_OUT_OF_MEMORY;
+		/* One after the other, all wait no longer than that. */
 		if (!atomic_compare_exchange_strong(&awaited_since_ns, &since, now) && now > since + ROOM_NS)
 			return CUDA_ERROR_OUT_OF_MEMORY;
 		usleep(LOOK_NS / 1000);
