@@ -284,8 +284,8 @@ def resumed(
 def in_time(faults: Sequence[Mapping[str, Any]]) -> str:
     """Whether the medians are within the bars."""
     known = {suspect: resumed(faults, suspect=suspect, over_the_gpus=True) for suspect in BARS_MS}
-    late = [median(found) > BARS_MS[suspect] for suspect, found in known.items() if found]
-    return "-" if not late else "no" if any(late) else "yes"
+    are_late = [median(found) > BARS_MS[suspect] for suspect, found in known.items() if found]
+    return "-" if not are_late else "no" if any(are_late) else "yes"
 
 
 def late(faults: Sequence[Mapping[str, Any]], *, suspect: bool) -> str:

@@ -226,14 +226,19 @@ def line(gate: Gate, second: Domain, post: Post, ask: Program, copies: Path) -> 
     return made
 
 
-def room_is_open(line: Line, gate: Gate, next_gate: Gate, domain: Domain, again: int = 1) -> None:
-    """All but the room for copies is cut off; work was done again, or would be, and its words have come."""
-    before = 1000
-    next_gate.let(before)
+def leave_room_open(line: Line, gate: Gate, domain: Domain, again: int = 1) -> None:
+    """It is moving out, and kept where its room for copies is cut off."""
     gate.keep(ROOM)
     break_domain(domain)
     line.say(moving.MOVE, 1, again=again)
     until(lambda: gate.kept() == ROOM)
+
+
+def room_is_open(line: Line, gate: Gate, next_gate: Gate, domain: Domain, again: int = 1) -> None:
+    """All but the room for copies is cut off; work was done again, or would be, and its words have come."""
+    before = 1000
+    next_gate.let(before)
+    leave_room_open(line, gate, domain, again)
     if again == 1:
         until(lambda: next_gate.left() <= before - 3)
 
@@ -242,6 +247,16 @@ def is_held(ask: Program) -> bool:
     """Whether what it was told is not done in a while."""
     assert ask.process.stdout is not None
     return not select.select([ask.process.stdout], [], [], A_WHILE_S)[0]
+
+
+def saves_when_room_is_cut_off(ask: Program, gate: Gate, line: Line) -> None:
+    """Not before; and that is all that there is to be seen of it until the program's end."""
+    ask.tell(ONE_MORE)
+    assert is_held(ask)
+    gate.keep(0)
+    assert ask.answer() == "[0, 0, 0, 6]"
+    assert line.unsure == []
+    assert ask.end() == ""
 
 
 ONE_MORE = "[gpu.sync(), gpu.run('add', m, 8, 1), gpu.sync(), gpu.word(m)]"
@@ -255,12 +270,7 @@ def test_a_program_goes_on_while_room_for_copies_is_cut_off_and_saves_nothing_ne
     room_is_open(line, gate, next_gate, domain)
     assert line.hear(moving.MOVED).values[3:5] == (8 << 20, 1)
     assert ask("[gpu.sync(), gpu.word(m)]") == "[0, 5]"
-    ask.tell(ONE_MORE)
-    assert is_held(ask)
-    gate.keep(0)
-    assert ask.answer() == "[0, 0, 0, 6]"
-    assert line.unsure == []
-    assert ask.end() == ""
+    saves_when_room_is_cut_off(ask, gate, line)
 
 
 @SEVERAL
@@ -269,10 +279,7 @@ def test_room_that_is_being_copied_into_is_cut_off_before_anything_is_copied_the
 ) -> None:
     line = post.greet(moving.EXACT)
     at_work(line, gate, second, ask, copies)
-    gate.keep(ROOM)
-    break_domain(domain)
-    line.say(moving.MOVE, 1, again=1)
-    until(lambda: gate.kept() == ROOM)
+    leave_room_open(line, gate, domain)
     ask.tell("[gpu.sync(), gpu.word(m)]")
     assert is_held(ask)
     assert line.is_silent()
@@ -330,10 +337,7 @@ def test_so_it_is_behind_other_room(
     assert ask("gpu.sync()") == "0"
     gate.let(0)
     assert ask("gpu.code('cuMemsetD8Async', m, 5, 4096, None)") == "0"
-    gate.keep(ROOM)
-    break_domain(domain)
-    line.say(moving.MOVE, 1, again=1)
-    until(lambda: gate.kept() == ROOM)
+    leave_room_open(line, gate, domain)
     ask.tell("[gpu.sync(), gpu.word(m)]")
     assert is_held(ask)
     gate.keep(0)
@@ -365,12 +369,7 @@ def test_room_for_copies_that_cannot_be_cut_off_is_unmapped_before_anything_new_
     gate.keep(NO_ROOM_CUT | MANAGER)
     until(lambda: gate.kept() == MANAGER)
     assert line.hear(moving.MOVED).text == ""
-    ask.tell(ONE_MORE)
-    assert is_held(ask)
-    gate.keep(0)
-    assert ask.answer() == "[0, 0, 0, 6]"
-    assert line.unsure == []
-    assert ask.end() == ""
+    saves_when_room_is_cut_off(ask, gate, line)
 
 
 @EXACT
@@ -398,12 +397,7 @@ def test_a_program_that_had_its_turn_waits_for_room_as_long_however_long_it_had_
     line.say(moving.TURN, 1)
     assert ask("[gpu.sync(), gpu.word(m)]") == "[0, 5]"
     assert line.hear(moving.DONE).text == ""
-    ask.tell(ONE_MORE)
-    assert is_held(ask)
-    gate.keep(0)
-    assert ask.answer() == "[0, 0, 0, 6]"
-    assert line.unsure == []
-    assert ask.end() == ""
+    saves_when_room_is_cut_off(ask, gate, line)
 
 
 @EXACT

@@ -44,18 +44,22 @@ static size_t budget(void)
 	return bytes;
 }
 
+/* With the lock. */
+static bool come_to_a_place(void)
+{
+	while (chunk_now < chunk_count && chunk_used == chunks[chunk_now].size) {
+		chunk_now++;
+		chunk_used = 0;
+	}
+	return chunk_now < chunk_count;
+}
+
 CUdeviceptr mpsd_chunk_take(uint64_t size, uint64_t *got)
 {
 	CUdeviceptr at;
 
 	/* The context that was left may still write to them. */
-	if (!mpsd_fence_has_room())
-		return 0;
-	while (chunk_now < chunk_count && chunk_used == chunks[chunk_now].size) {
-		chunk_now++;
-		chunk_used = 0;
-	}
-	if (chunk_now == chunk_count)
+	if (!mpsd_fence_has_room() || !come_to_a_place())
 		return 0;
 	*got = chunks[chunk_now].size - chunk_used;
 	if (*got > size)
@@ -79,7 +83,7 @@ static bool has_place(void)
 	bool is;
 
 	pthread_mutex_lock(&mpsd_exact_lock);
-	is = chunk_now + 1 < chunk_count || (chunk_now < chunk_count && chunk_used < chunks[chunk_now].size);
+	is = come_to_a_place();
 	pthread_mutex_unlock(&mpsd_exact_lock);
 	return is;
 }
@@ -149,33 +153,14 @@ void mpsd_exact_lose_room(void)
 	mpsd_line_unsure(why);
 }
 
-#define IS_ROOM ((uint64_t)1)	/* in a size, which is that of whole granules */
-
-static int compare(const void *address, const void *piece)
-{
-	CUdeviceptr at = *(const CUdeviceptr *)address;
-	const struct arena_range *range = piece;
-
-	return at < range->base ? -1 : at - range->base >= (range->size & ~IS_ROOM);
-}
-
-struct pieces {
-	struct arena_range *all;
-	unsigned int count;
-};
-
-static struct arena_range *piece_of(const struct pieces *pieces, CUdeviceptr address)
-{
-	return bsearch(&address, pieces->all, pieces->count, sizeof(*pieces->all), compare);
-}
-
 /* What was not saved is saved anew in the same place, where a save that is cut off may come to its end before. */
-static void keep_first(const struct mpsd_saved *copy, void *pieces)
+static void keep_first(const struct mpsd_saved *copy, void *unused)
 {
-	struct arena_range *piece = piece_of(pieces, copy->to);
+	struct chunk *chunk = chunk_of(copy->to);
 
-	if (piece)
-		piece->size &= ~IS_ROOM;
+	(void)unused;
+	if (chunk)
+		chunk->is_last = false;
 }
 
 static void look_behind(const struct mpsd_saved *copy, void *is)
@@ -193,26 +178,39 @@ bool mpsd_chunks_are_open(void)
 	return is;
 }
 
+static int compare(const void *base, const void *piece)
+{
+	CUdeviceptr a = *(const CUdeviceptr *)base, b = ((const struct arena_range *)piece)->base;
+
+	return a < b ? -1 : a > b;
+}
+
+#define IS_ROOM ((uint64_t)1)	/* in a size, which is that of whole granules */
+
+/* With the lock */
+static void mark_room(struct arena_range *pieces, unsigned int count)
+{
+	for (unsigned int i = 0; i < chunk_count; i++)
+		chunks[i].is_last = true;
+	mpsd_undo_each_open(keep_first, NULL);
+	for (unsigned int i = 0; i < chunk_count; i++) {
+		struct chunk *chunk = &chunks[i];
+		struct arena_range *piece = bsearch(&chunk->base, pieces, count, sizeof(*pieces), compare);
+
+		chunk->is_last = chunk->is_last && piece && piece->size == chunk->size;
+		if (chunk->is_last)
+			piece->size |= IS_ROOM;
+	}
+}
+
 unsigned int mpsd_exact_room_last(struct arena_range *pieces, unsigned int count)
 {
-	struct pieces all = { pieces, count };
 	unsigned int first = count;
 
 	/* Whoever has it may wait for a lock of the mover's. */
 	if (!mpsd_exact() || pthread_mutex_trylock(&mpsd_exact_lock))
 		return count;
-	for (unsigned int i = 0; i < chunk_count; i++) {
-		struct arena_range *piece = piece_of(&all, chunks[i].base);
-
-		if (piece && piece->base == chunks[i].base && piece->size == chunks[i].size)
-			piece->size |= IS_ROOM;
-	}
-	mpsd_undo_each_open(keep_first, &all);
-	for (unsigned int i = 0; i < chunk_count; i++) {
-		const struct arena_range *piece = piece_of(&all, chunks[i].base);
-
-		chunks[i].is_last = piece && (piece->size & IS_ROOM);
-	}
+	mark_room(pieces, count);
 	pthread_mutex_unlock(&mpsd_exact_lock);
 	for (unsigned int i = count; i-- > 0;) {
 		struct arena_range piece = pieces[i];

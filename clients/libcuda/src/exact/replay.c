@@ -220,16 +220,14 @@ static void move(bool may, struct mpsd_replayed *replayed)
 
 void mpsd_exact_move(bool may, struct mpsd_replayed *replayed)
 {
-	bool is_open;
-
 	*replayed = (struct mpsd_replayed){ 0 };
 	pthread_mutex_lock(&mpsd_exact_lock);
-	is_open = may && !mpsd_epoch.unsure && mpsd_chunks_are_open();
-	pthread_mutex_unlock(&mpsd_exact_lock);
 	/* By who was at it when the fence was begun. It is saved anew in the same place. */
-	if (is_open)
+	if (may && !mpsd_epoch.unsure && mpsd_chunks_are_open()) {
+		pthread_mutex_unlock(&mpsd_exact_lock);
 		mpsd_fence_finish();
-	pthread_mutex_lock(&mpsd_exact_lock);
+		pthread_mutex_lock(&mpsd_exact_lock);
+	}
 	/* Whoever was about to do something finds the copy left. */
 	mpsd_epoch.is_awaited = mpsd_epoch.is_closed = false;
 	move(may, replayed);

@@ -237,11 +237,6 @@ static bool is_said(uint64_t number)
 	return recv(line, &said, sizeof(said), MSG_DONTWAIT) == (ssize_t)sizeof(said);
 }
 
-static bool is_said_now(void)
-{
-	return is_said(generation);
-}
-
 static bool wait_for(struct unmapping *unmapping)
 {
 	struct pollfd polled[2] = { { .fd = unmapping->ended, .events = POLLIN }, { .fd = line, .events = POLLIN } };
@@ -252,7 +247,7 @@ static bool wait_for(struct unmapping *unmapping)
 		if (polled[0].revents)
 			return atomic_load(&unmapping->is_through) && atomic_load(&unmapping->all);
 		/* What that says is the end of kernels. */
-		if (polled[1].revents && is_said_now() && mpsd_exact_close())
+		if (polled[1].revents && is_said(generation) && mpsd_exact_close())
 			return true;
 		/* Or something else comes first: it is obeyed after the move. */
 		if (polled[1].revents)
@@ -294,7 +289,7 @@ static bool cut_off(struct unmapping *unmapping)
 		state = mpsd_cut_look(unmapping->cut);
 		unmapping->goes_on = state != MPSD_CUT_DONE && unmapping->first < unmapping->count &&
 				     mpsd_cut_is_enough(unmapping->cut);
-		if (state != MPSD_CUT_GOES_ON || unmapping->goes_on || (is_said_now() && mpsd_exact_close()))
+		if (state != MPSD_CUT_GOES_ON || unmapping->goes_on || (is_said(generation) && mpsd_exact_close()))
 			break;
 		rest(began, spins);
 	}
@@ -363,7 +358,7 @@ void mpsd_fence_told(uint64_t number)
 
 bool mpsd_fence_hears(void)
 {
-	bool is = is_said_now();
+	bool is = is_said(generation);
 
 	if (is)
 		mpsd_fence_told(generation);
