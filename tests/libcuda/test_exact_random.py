@@ -118,26 +118,39 @@ class Moved(Alone):
         while self._line() != line:
             pass
 
-    def move(self, there: Gate) -> moving.Said:
-        said = self.lose(there)
+    def move(self, there: Gate, more: int | None = None) -> moving.Said:
+        said = self.lose(there) if more is None else self.leave(there, more)
         assert said.text == "", said
         return said
 
     def run(
-        self, steps: Sequence[Step], at: int, lets: int, *, inside: bool, mapped: Sequence[int] = ()
+        self,
+        steps: Sequence[Step],
+        at: int,
+        lets: int,
+        *,
+        inside: bool,
+        mapped: Sequence[int] = (),
+        more: int | None = None,
     ) -> list[int]:
         """What the program sees that is moved before step `at`, or while it does that step, when its GPU has
-        done `lets` of the operations since its last wait."""
+        done `lets` of the operations since its last wait; and does so many more while it is cut off."""
         # A program that hangs ends, and so says nothing more.
         watch = threading.Timer(DEADLINE_S, self.process.kill)
         watch.start()
         try:
-            return self._run(steps, at, lets, inside, mapped)
+            return self._run(steps, at, lets, inside, mapped, more)
         finally:
             watch.cancel()
 
     def _run(
-        self, steps: Sequence[Step], at: int, lets: int, inside: bool, mapped: Sequence[int]
+        self,
+        steps: Sequence[Step],
+        at: int,
+        lets: int,
+        inside: bool,
+        mapped: Sequence[int],
+        more: int | None,
     ) -> list[int]:
         there = self.stand_by()
         held = at
@@ -152,7 +165,7 @@ class Moved(Alone):
             self._tell("go")
         if at > held:
             self._until(name)
-        self.move(there)
+        self.move(there, more)
         if not inside:
             self._tell("go")
         while not (line := self._line()).startswith("["):
@@ -241,15 +254,34 @@ def test_what_the_program_maps_itself_is_as_without_a_fault(
     move_everywhere(programs, steps, lets, MAPPED)
 
 
+@pytest.mark.timeout(1200)
+@examples(12)
+@given(
+    steps=steps({"add", "fill", "copy", "sum", "set", "in_pinned", "wait", "rows_set", "rows_copy"}),
+    # What is saved first, and the words of that, have come.
+    lets=st.lists(st.integers(2, 6), min_size=11, max_size=11),
+    more=LETS,
+)
+def test_what_the_old_context_still_does_while_it_is_cut_off_is_undone_too(
+    programs: Programs, steps: list[Step], lets: list[int], more: list[int]
+) -> None:
+    move_everywhere(programs, steps, lets, more=more)
+
+
 def move_everywhere(
-    programs: Programs, steps: list[Step], lets: list[int], mapped: Sequence[int] = ()
+    programs: Programs,
+    steps: list[Step],
+    lets: list[int],
+    mapped: Sequence[int] = (),
+    more: Sequence[int] | None = None,
 ) -> None:
     expected = model(steps, mapped)
     for at in range(len(steps) + 1):
         for inside in (False, True):
             if inside and at < len(steps) and steps[at][0] not in WAITING | WAITING_ROWS | WAITING_MAPPED:
                 continue
-            found = programs.one().run(steps, at, lets[at], inside=inside, mapped=mapped)
+            still = None if more is None else more[at]
+            found = programs.one().run(steps, at, lets[at], inside=inside, mapped=mapped, more=still)
             assert found == expected, (at, inside)
 
 

@@ -302,7 +302,7 @@ def test_so_is_what_was_about_to_be_copied_into_when_the_others_were_begun(
     ask("later.start(\"gpu.run('fill', w, 8, 7)\")")
     until(lambda: gate.kept() == COPIED)
     gate.keep(COPIED | UNMAP)
-    line.say(moving.MOVE, 1, again=1)
+    line.say(moving.MOVE, 1, again=3)
     until(lambda: gate.kept() == UNMAP)
     # The driver of the copy that is being left takes it still.
     gate.keep(UNMAP)

@@ -10,9 +10,13 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from tests.support import moving
-from tests.support.gate import ANY, Gate
+from tests.support.gate import ANY, UNMAP, Gate
 from tests.support.libcudas import DEADLINE_S, PROGRAMS, ROOT, Libraries
 from tests.support.moving import Post
+from tests.support.simnode import until
+
+
+LOOKS, LOOK_S = 20, 0.001
 
 
 class Alone:
@@ -74,7 +78,26 @@ class Alone:
     def lose(self, there: Gate) -> moving.Said:
         """Its context is lost, and it has moved."""
         self._gate.break_context()
-        said = self._line_to.move(self.generation, again=1)
+        return self._has_moved(there, self._line_to.move(self.generation, again=1))
+
+    def leave(self, there: Gate, lets: int) -> moving.Said:
+        """It has moved, while its context was well, which has done so many operations when it was cut off."""
+        self._gate.keep(UNMAP)
+        self._line_to.say(moving.MOVE, self.generation, again=1)
+        # Where nothing is in flight nothing is waited for.
+        until(lambda: self._gate.kept() == UNMAP or not self._line_to.is_silent())
+        self._gate.let(lets)
+        # It may have fewer to do, and nobody says when it rests: what comes too late is one of the other cases.
+        for _ in range(LOOKS):
+            if not self._gate.left() or not self._line_to.is_silent(LOOK_S):
+                break
+        self._gate.keep(0)
+        said = self._line_to.hear(moving.MOVED)
+        # Nobody lets its streams go on.
+        self._gate.break_context()
+        return self._has_moved(there, said)
+
+    def _has_moved(self, there: Gate, said: moving.Said) -> moving.Said:
         assert said.kind == moving.MOVED, said
         self._gate.close()
         self._gate = there

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT
 #include "physical.h"
 
-#include "failover/fence.h"
 #include "failover/mirror.h"
+#include "failover/unmapping.h"
 #include "proxy.h"
 #include "turn.h"
 #include "vault.h"
@@ -21,7 +21,7 @@ static CUresult create(CUmemGenericAllocationHandle *handle, size_t size, CUdevi
 
 	if (result == CUDA_ERROR_OUT_OF_MEMORY && mpsd_vault_settle())
 		result = real_cuMemCreate(handle, size, &property, 0);
-	if (result == CUDA_ERROR_OUT_OF_MEMORY && mpsd_fence_await(FENCE_MS))
+	if (result == CUDA_ERROR_OUT_OF_MEMORY && mpsd_unmapping_await(FENCE_MS))
 		result = real_cuMemCreate(handle, size, &property, 0);
 	/* A driver may have it for memory that is not exported alone. */
 	if (result != CUDA_SUCCESS && result != CUDA_ERROR_OUT_OF_MEMORY && property.allocFlags.gpuDirectRDMACapable) {

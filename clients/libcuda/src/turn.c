@@ -6,7 +6,7 @@
 
 #include "clock.h"
 #include "failover/carry.h"
-#include "failover/fence.h"
+#include "failover/unmapping.h"
 
 /* A wait looks that often whether the end has come. */
 #define LOOK_MS 100
@@ -31,7 +31,7 @@ bool mpsd_turn_take(void)
 	bool taken = take();
 
 	/* What is still in the copy that was left, where memory is being unmapped. */
-	while (taken && mpsd_is_left() && mpsd_fence_lasts()) {
+	while (taken && mpsd_is_left() && mpsd_unmapping_lasts()) {
 		pthread_mutex_unlock(&turn);
 		mpsd_pause(1);
 		taken = take();

@@ -64,6 +64,7 @@ void gate_keep(uint64_t call);
 #define GATE_ROOM 65536		/* standinCutRange() of as much as mode `exact` takes at once for its copies */
 #define GATE_NO_ROOM_CUT 131072	/* it refuses that */
 #define GATE_COPIED 262144	/* a copy within the GPU was given */
+#define GATE_NO_UNMAP 524288	/* cuMemUnmap() refuses */
 bool gate_wants(uint64_t what);
 CUresult gate_node(CUresult result);	/* as GATE_NODE; passes its argument on */
 

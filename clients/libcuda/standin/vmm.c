@@ -306,6 +306,8 @@ API CUresult cuMemUnmap(CUdeviceptr ptr, size_t size)
 
 	gate_keep(GATE_UNMAP);
 	gate_keep(GATE_MANAGER);
+	if (gate_wants(GATE_NO_UNMAP))
+		return CUDA_ERROR_UNKNOWN;
 	lock_memory();
 	if (!covers_whole_mappings(ptr, size))
 		return leave_memory(CUDA_ERROR_INVALID_VALUE);

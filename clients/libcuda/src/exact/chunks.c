@@ -9,8 +9,8 @@
 
 #include "exact/saver.h"
 #include "exact/undo.h"
-#include "failover/fence.h"
 #include "failover/line.h"
+#include "failover/undoroom.h"
 #include "limits.h"
 #include "memory.h"
 
@@ -59,7 +59,7 @@ CUdeviceptr mpsd_chunk_take(uint64_t size, uint64_t *got)
 	CUdeviceptr at;
 
 	/* The context that was left may still write to them. */
-	if (!mpsd_fence_has_room() || !come_to_a_place())
+	if (!mpsd_undoroom_is_open() || !come_to_a_place())
 		return 0;
 	*got = chunks[chunk_now].size - chunk_used;
 	if (*got > size)
@@ -94,7 +94,7 @@ CUresult mpsd_chunk_more(uint64_t size)
 	CUresult result;
 	size_t there = 0;
 
-	result = mpsd_fence_await_room();
+	result = mpsd_undoroom_await();
 	if (result != CUDA_SUCCESS || has_place())
 		return result;
 	for (unsigned int i = 0; i < chunk_count; i++)
@@ -136,7 +136,7 @@ bool mpsd_chunk_is(CUdeviceptr address)
 
 const char *mpsd_undo_why_not(void)
 {
-	return mpsd_fence_has_room() ? "what one operation may write is more than MPSD_FAILOVER_UNDO_MIB" : OPEN_ROOM;
+	return mpsd_undoroom_is_open() ? "what one operation may write is more than MPSD_FAILOVER_UNDO_MIB" : OPEN_ROOM;
 }
 
 /* The chunks stay as they are, and are nobody's. */
@@ -243,7 +243,7 @@ CUresult mpsd_undo_give_back(void)
 	struct chunk chunk;
 
 	if (result == CUDA_SUCCESS)
-		result = mpsd_fence_await_room();
+		result = mpsd_undoroom_await();
 	/* It has not ended, and freeing would wait for that. */
 	if (result == CUDA_SUCCESS && mpsd_exact() && __atomic_load_n(&mpsd_epoch.unsure, __ATOMIC_RELAXED))
 		return CUDA_ERROR_OUT_OF_MEMORY;

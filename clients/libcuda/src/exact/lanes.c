@@ -20,7 +20,7 @@
 #define REST_US 50
 
 /* Pinned, and its device address is the host's: CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING. */
-static MPSD_READ_OFTEN uint32_t (*words)[MPSD_LANES];
+static MPSD_READ_OFTEN uint32_t (*words)[MPSD_LANES + 1];	/* and a gate */
 
 /* The first one is the mover's own. */
 struct mpsd_lane mpsd_lanes[MPSD_LANES] = { { .stream = CU_STREAM_LEGACY, .is_used = true } };
@@ -70,6 +70,11 @@ static uint32_t *word_in(uint64_t moves, const struct mpsd_lane *lane)
 static uint32_t *word_of(const struct mpsd_lane *lane)
 {
 	return word_in(mpsd_tables()->moves, lane);
+}
+
+uint32_t *mpsd_lanes_gate(void)
+{
+	return words ? &words[mpsd_tables()->moves / 2 % GENERATIONS][MPSD_LANES] : NULL;
 }
 
 static CUstream key(CUstream stream)

@@ -154,6 +154,52 @@ void mpsd_replay_finish(void)
 		real_cuEventSynchronize(event);
 }
 
+static void note_open(const struct mpsd_saved *unused, void *is)
+{
+	(void)unused;
+	*(bool *)is = true;
+}
+
+/*
+ * With the lock, before the fence has come to its end: whether all of it may be given to the next copy. What the old context
+ * still does until then is undone with the rest, but for what memory was before, where that was not proven to be saved:
+ * that would be saved anew behind it. Nor is anybody waited for who waits for the GPU.
+ */
+static bool may_be_ahead(void)
+{
+	bool has_open = false;
+
+	if (mpsd_epoch.unsure || mpsd_epoch.is_given_up || mpsd_lanes_all_proven() || mpsd_hosts_are_open() ||
+	    mpsd_still_is_relied() || mpsd_capturing() || !mpsd_lanes_gate())
+		return false;
+	mpsd_undo_each_open(note_open, &has_open);
+	return !has_open;
+}
+
+/* All that is given from here on comes to the GPU behind the fence. */
+static CUresult shut_gate(void)
+{
+	uint32_t *gate = mpsd_lanes_gate();
+
+	__atomic_store_n(gate, 0, __ATOMIC_RELEASE);
+	mpsd_fence_opens(gate);
+	return real_cuStreamWaitValue32_v2(CU_STREAM_LEGACY, (CUdeviceptr)gate, MPSD_GATE_IS_OPEN,
+					   CU_STREAM_WAIT_VALUE_EQ);
+}
+
+#define STILL_WRITES "the old context may still write"
+
+/* Whoever opens the gate does so whatever the mover is at. */
+static const char *await_fence(void)
+{
+	bool holds;
+
+	pthread_mutex_unlock(&mpsd_exact_lock);
+	holds = mpsd_fence_complete();
+	pthread_mutex_lock(&mpsd_exact_lock);
+	return holds ? NULL : STILL_WRITES;
+}
+
 /* Where not all can be done again, what was begun goes on all the same, and what the program does next comes after it. */
 static CUresult undo_and_do_again(struct mpsd_replayed *replayed)
 {
@@ -189,7 +235,20 @@ static void give_up(bool has_begun)
 	mpsd_lane_mark_now(own, ++own->given);
 }
 
-static void move(bool may, struct mpsd_replayed *replayed)
+/* In the context of the copy in use: what is given to it next waits for the fence, or that has come to its end. */
+static CUresult come_behind_fence(const char **why)
+{
+	CUresult result;
+
+	if (!mpsd_fence_is_ahead())
+		return CUDA_SUCCESS;
+	result = shut_gate();
+	if (result != CUDA_SUCCESS)
+		*why = await_fence();
+	return mpsd_is_loss(result) ? result : CUDA_SUCCESS;
+}
+
+static void move(const char *why_not, struct mpsd_replayed *replayed)
 {
 	bool has_begun = false;
 	CUresult result;
@@ -203,14 +262,18 @@ static void move(bool may, struct mpsd_replayed *replayed)
 		mpsd_epoch_end();
 		return;
 	}
-	replayed->unsure = mpsd_epoch.unsure ? mpsd_epoch.unsure : may ? NULL : "nobody knows whose fault it was";
+	replayed->unsure = mpsd_epoch.unsure ? mpsd_epoch.unsure : why_not;
 	if (!replayed->unsure) {
 		result = mpsd_enter_context();
-		has_begun = result == CUDA_SUCCESS;
+		if (result == CUDA_SUCCESS)
+			result = come_behind_fence(&replayed->unsure);
+		has_begun = result == CUDA_SUCCESS && !replayed->unsure;
 		if (has_begun)
 			result = undo_and_do_again(replayed);
+		if (!replayed->unsure)
+			replayed->unsure = await_fence();
 		/* Of a context that is lost already: the epoch stays, for the next move. */
-		if (result != CUDA_SUCCESS && !mpsd_is_loss(result))
+		if (result != CUDA_SUCCESS && !mpsd_is_loss(result) && !replayed->unsure)
 			replayed->unsure = "it cannot be done again";
 	}
 	if (replayed->unsure)
@@ -220,8 +283,15 @@ static void move(bool may, struct mpsd_replayed *replayed)
 
 void mpsd_exact_move(bool may, struct mpsd_replayed *replayed)
 {
+	const char *why_not = may ? NULL : "nobody knows whose fault it was";
+
 	*replayed = (struct mpsd_replayed){ 0 };
 	pthread_mutex_lock(&mpsd_exact_lock);
+	if (mpsd_fence_is_ahead() && (!may || !may_be_ahead())) {
+		const char *why = await_fence();
+
+		why_not = why ? why : why_not;
+	}
 	/* By who was at it when the fence was begun. It is saved anew in the same place. */
 	if (may && !mpsd_epoch.unsure && mpsd_chunks_are_open()) {
 		pthread_mutex_unlock(&mpsd_exact_lock);
@@ -230,7 +300,7 @@ void mpsd_exact_move(bool may, struct mpsd_replayed *replayed)
 	}
 	/* Whoever was about to do something finds the copy left. */
 	mpsd_epoch.is_awaited = mpsd_epoch.is_closed = false;
-	move(may, replayed);
+	move(why_not, replayed);
 	pthread_mutex_unlock(&mpsd_exact_lock);
 }
 

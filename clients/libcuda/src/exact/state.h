@@ -235,6 +235,9 @@ void mpsd_lanes_move(void);
 /* In a move, with the lock, but not in the call: the GPU writes that number, in the legacy stream. */
 CUresult mpsd_lane_mark_now(struct mpsd_lane *lane, uint64_t number);
 
+/* In a move: a word of the host's that the GPU may wait for in the copy that comes into use; NULL: there is none. */
+uint32_t *mpsd_lanes_gate(void);
+
 /* With the lock: nothing is waited for any more. Not `all`: but for what the mover itself has begun. */
 void mpsd_lanes_give_up(bool all);
 

@@ -261,6 +261,19 @@ static CUresult come(uint64_t number, const char **why)
 	}
 }
 
+static bool is_relied(unsigned int number)
+{
+	return stills[number].relied == mpsd_epoch.number && !atomic_load(&stills[number].is_gone);
+}
+
+bool mpsd_still_is_relied(void)
+{
+	for (unsigned int i = 0; i < used; i++)
+		if (is_relied(i))
+			return true;
+	return false;
+}
+
 CUresult mpsd_still_check(const char **why)
 {
 	static struct mpsd_pages relied[MOST];
@@ -270,7 +283,7 @@ CUresult mpsd_still_check(const char **why)
 	CUresult result;
 
 	for (unsigned int i = 0; i < used; i++)
-		if (stills[i].relied == mpsd_epoch.number && !atomic_load(&stills[i].is_gone))
+		if (is_relied(i))
 			relied[count++] = stills[i].pages;
 	if (!count)
 		return CUDA_SUCCESS;

@@ -29,6 +29,9 @@ void mpsd_still_summed(const struct mpsd_plan *plan, uint64_t number);
 /* In a move, with the lock, before what was done is taken for proven: sums that are not there never will be. */
 void mpsd_still_moved(void);
 
+/* With the lock: whether anything is relied on in this epoch. */
+bool mpsd_still_is_relied(void);
+
 /*
  * In a move, with the lock, which it gives back meanwhile, in the context in use, where what was saved is put back: `why`
  * not all that was relied on in this epoch is known to be as it was. Or an error of the driver's.

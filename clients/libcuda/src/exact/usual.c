@@ -8,7 +8,7 @@
 #include "exact/still.h"
 #include "exact/undo.h"
 #include "exact/validate.h"
-#include "failover/fence.h"
+#include "failover/undoroom.h"
 #include "hold.h"
 #include "memory.h"
 
@@ -47,7 +47,7 @@ static struct usual take(void)
 	struct usual taken = { .count = 0 };
 
 	/* For this nobody is to wait. */
-	if (!mpsd_fence_has_room())
+	if (!mpsd_undoroom_is_open())
 		return taken;
 
 	pthread_mutex_lock(&mpsd_exact_lock);

@@ -13,9 +13,9 @@
 #include <unistd.h>
 
 #include "failover/descriptors.h"
-#include "failover/fence.h"
 #include "failover/kept.h"
 #include "failover/line.h"
+#include "failover/unmapping.h"
 #include "failover/vmm.h"
 #include "turn.h"
 
@@ -82,7 +82,7 @@ static CUresult create(CUmemGenericAllocationHandle *handle, size_t size, const 
 		result = inner_cuMemCreate(handle, size, prop, flags);
 	while (mpsd_exact_has_more_room(&result));
 	/* What was freed is so when the copy of the driver that was left has let go of it too. */
-	if (result == CUDA_ERROR_OUT_OF_MEMORY && mpsd_fence_await(FENCE_MS))
+	if (result == CUDA_ERROR_OUT_OF_MEMORY && mpsd_unmapping_await(FENCE_MS))
 		result = inner_cuMemCreate(handle, size, prop, flags);
 	return result;
 }

@@ -232,5 +232,6 @@ void mpsd_work_ended(void);
 
 /* Whether something may be in flight; from now on it is lost, and the program will be told. */
 bool mpsd_work_lost(void);
+void mpsd_work_lose(void);	/* for good: each wait says so from then on */
 
 void *mpsd_opaque(unsigned int index);

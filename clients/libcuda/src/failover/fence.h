@@ -20,34 +20,35 @@ void mpsd_fence_told(uint64_t generation);
 
 /*
  * In a move, with the lock of the windows. False: the old copy may still write, to some of it. What the daemon says
- * else meanwhile is left for later.
+ * else meanwhile is left for later. `may_go_ahead`: it may be begun, and not wait for its end: then it is ahead, and what
+ * is given to the next copy must not come to the GPU before that.
  */
-bool mpsd_fence(void);
+bool mpsd_fence(bool may_go_ahead);
+
+/* Where it is ahead, by the mover: that word of the host's becomes MPSD_GATE_IS_OPEN when it has come to its end. */
+#define MPSD_GATE_IS_OPEN 1
+bool mpsd_fence_is_ahead(void);
+void mpsd_fence_opens(uint32_t *gate);
 
 /*
- * Behind the fence. What only copies of mode `exact` come into, the room of what was there before, it left to a thread,
- * but for what was being copied into: nothing is saved there anew before that has seen to it. Here that is waited for,
- * before the next move at the latest; where the old copy may still write there it is given up.
+ * Until then. False: the old copy may still write, so nothing that the program waits for is right any more, which each of
+ * its waits says from then on. Where it is not ahead there is nothing to be waited for.
+ */
+bool mpsd_fence_complete(void);
+
+/* When the last one was known to hold: CLOCK_MONOTONIC. */
+uint64_t mpsd_fence_ended_ns(void);
+
+/*
+ * Behind the fence, when it is complete. What only copies of mode `exact` come into, the room of what was there before, it
+ * left to a thread, but for what was being copied into: nothing is saved there anew before that has seen to it. Here that
+ * is waited for, before the next move at the latest; where the old copy may still write there it is given up.
  */
 void mpsd_fence_finish(void);
 bool mpsd_fence_is_unfinished(void);
 
-/* Whether copies may be made there. */
-bool mpsd_fence_has_room(void);
-
-/* Until it is. AGAIN: a move has begun meanwhile; OUT_OF_MEMORY: it is not to be had for 2 s. */
-CUresult mpsd_fence_await_room(void);
-
-/* The program ends: mpsd_fence_finish() waits for nothing any more. */
+/* The program ends: that waits for nothing any more; and the unmapping is waited for, 2 s however often this is called. */
 void mpsd_fence_leave_off(void);
-
-/* Whether something is being unmapped beside the program. */
-bool mpsd_fence_lasts(void);
-
-/* Until that has ended, or so long. Whether there was such a thing, and it has. */
-bool mpsd_fence_await(int milliseconds);
-
-/* The same where the program ends, which it is told more than once: 2 s in all. */
 void mpsd_fence_at_end(void);
 
 /* In a forked child, where nobody unmaps anything. */

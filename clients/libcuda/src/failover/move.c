@@ -69,7 +69,7 @@ static void switch_over(void)
 	mpsd_standby_no_calls();
 }
 
-static bool hold_and_switch(bool *planned, struct mpsd_times *times, const char **why)
+static bool hold_and_switch(bool *planned, bool may_go_ahead, struct mpsd_times *times, const char **why)
 {
 	CUresult rest = CUDA_SUCCESS;
 	bool is, turn;
@@ -96,8 +96,8 @@ static bool hold_and_switch(bool *planned, struct mpsd_times *times, const char 
 		is = false;
 		*why = "something that cannot come along was made meanwhile";
 	}
-	is = is && mpsd_fence();
-	times->fence_ns = mpsd_now_ns();
+	is = is && mpsd_fence(may_go_ahead);
+	times->fence_ns = mpsd_fence_ended_ns();
 	if (is)
 		switch_over();
 	mpsd_opaque_end();
@@ -208,7 +208,7 @@ void mpsd_turn(bool may, struct mpsd_replayed *replayed)
 
 bool mpsd_move(bool planned, enum mpsd_failover_again again, struct mpsd_times *times, const char **why)
 {
-	bool is, in_turn;
+	bool is, in_turn, may_go_ahead = mpsd_exact() && !planned && again == MPSD_FAILOVER_AGAIN;
 
 	times->replayed = (struct mpsd_replayed){ 0 };
 	*why = "what was in flight is still to be done again";
@@ -224,7 +224,7 @@ bool mpsd_move(bool planned, enum mpsd_failover_again again, struct mpsd_times *
 	mpsd_line_moves();
 	/* Of the move before, after which it still waits. */
 	mpsd_fence_finish();
-	is = hold_and_switch(&planned, times, why);
+	is = hold_and_switch(&planned, may_go_ahead, times, why);
 	is_uncovered = is_uncovered || is;
 	if (is)
 		mpsd_standby_used();
@@ -241,6 +241,8 @@ bool mpsd_move(bool planned, enum mpsd_failover_again again, struct mpsd_times *
 	times->waits = 0;
 	if (is || waits_for_turn) {
 		times->replayed.unsure = go_on(planned, is && again != MPSD_FAILOVER_LOST, &times->replayed);
+		mpsd_fence_complete();
+		times->fence_ns = mpsd_fence_ended_ns();
 		go_on_capturing();
 		say_missing(&times->replayed);
 	}

@@ -18,7 +18,7 @@ static MPSD_WRITTEN_OFTEN atomic_uint_least64_t begun, given, ended;
 static atomic_uint_least64_t held;	/* of those begun and not given: they wait for the end of a move */
 static _Thread_local bool works __attribute__((tls_model("initial-exec")));
 static MPSD_WRITTEN_OFTEN atomic_uint_least64_t only;	/* 1 + the stream; 0: none yet */
-static atomic_bool lost, several_contexts;
+static atomic_bool lost, is_lost_for_good, several_contexts;
 
 /* What a wait that begins now may prove; 0: nothing. */
 uint64_t mpsd_work_count(void)
@@ -139,10 +139,16 @@ bool mpsd_work_lost(void)
 	return is;
 }
 
+void mpsd_work_lose(void)
+{
+	atomic_store(&is_lost_for_good, true);
+	atomic_store(&lost, true);
+}
+
 CUresult mpsd_work_told(CUresult result)
 {
 	if (result != CUDA_SUCCESS || !atomic_load_explicit(&lost, memory_order_relaxed) ||
-	    !atomic_exchange(&lost, false))
+	    (!atomic_load(&is_lost_for_good) && !atomic_exchange(&lost, false)))
 		return result;
 	return CUDA_ERROR_LAUNCH_FAILED;
 }

@@ -1,0 +1,157 @@
+"""What is done again is given to the next copy while the old one is still being cut off, and begins behind that:
+what the old context does meanwhile is undone with the rest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.libcuda.test_exact import EXACT, gate, next_gate
+from tests.libcuda.test_failover import Program, ask, break_domain, copies, post, stand_by
+from tests.libcuda.test_fence import at_work, is_held, line
+from tests.support import moving
+from tests.support.gate import COPIED, MANAGER, NO_CUT, NO_UNMAP, UNMAP, Gate
+from tests.support.moving import Line, Post
+from tests.support.simfixtures import backend, domain, second, third
+from tests.support.simnode import Domain, until
+
+__all__ = ["ask", "backend", "copies", "domain", "gate", "line", "next_gate", "post", "second", "third"]
+
+MANY = 1000
+"""Operations that may begin in the next copy: more than there are."""
+A_WHILE_S = 0.1
+STILL_WRITES = "the old context may still write"
+
+
+def given(line: Line, gate: Gate, next_gate: Gate, ask: Program, keep: int = UNMAP) -> None:
+    """All is given to the next copy, while the old one, which is well, is kept where it is cut off.
+
+    m was 4, and two kernels are to add 1 to it each, of which none has begun in either copy.
+    """
+    assert ask("gpu.run('add', m, 8, 1)") == "0"
+    next_gate.let(MANY)
+    next_gate.keep(COPIED)
+    gate.keep(keep)
+    line.say(moving.MOVE, 1, again=1)
+    until(lambda: gate.kept() == UNMAP)
+    until(lambda: next_gate.kept() == COPIED)
+    next_gate.keep(0)
+    ask.tell("[gpu.sync(), gpu.word(m)]")
+    assert is_held(ask)
+    assert line.is_silent()
+    # That is the wait for the fence.
+    assert next_gate.left() == MANY - 1
+
+
+def goes_on(gate: Gate) -> None:
+    """The old context has run one of the two kernels, and is at the other one."""
+    gate.let(2)
+    until(lambda: gate.left() == 0)
+
+
+def begun_in_it(next_gate: Gate) -> int:
+    return MANY - next_gate.left()
+
+
+@EXACT
+@pytest.mark.parametrize("end", ["cut off", "the daemon's word", "unmapped"])
+def test_it_begins_when_the_old_context_writes_no_more(
+    gate: Gate, next_gate: Gate, ask: Program, line: Line, end: str
+) -> None:
+    given(line, gate, next_gate, ask, UNMAP | NO_CUT * (end == "unmapped"))
+    if end == "the daemon's word":
+        # That all kernels have ended there, whatever they were at.
+        line.say(moving.FENCED, 1)
+    else:
+        goes_on(gate)
+        gate.keep(NO_CUT if end == "unmapped" else 0)
+    assert line.hear(moving.MOVED).values[3:5] == (8 << 20, 2)
+    assert ask.answer() == "[0, 6]"
+    gate.keep(0)
+    assert ask("[gpu.run('add', m, 8, 1), gpu.sync(), gpu.word(m)]") == "[0, 0, 7]"
+    assert line.unsure == []
+    assert ask.end() == ""
+
+
+@EXACT
+def test_another_fault_meanwhile_is_one_like_any(
+    gate: Gate,
+    next_gate: Gate,
+    second: Domain,
+    third: Domain,
+    ask: Program,
+    copies: Path,
+    line: Line,
+) -> None:
+    given(line, gate, next_gate, ask)
+    break_domain(second)
+    goes_on(gate)
+    gate.keep(0)
+    said = line.hear(moving.MOVED, moving.OWN_ERROR)
+    while said.kind != moving.MOVED:
+        said = line.hear(moving.MOVED, moving.OWN_ERROR)
+    stand_by(line, third, copies, 2)
+    assert line.move(2, again=1).text == ""
+    assert ask.answer() == "[0, 6]"
+    assert ask.end() == ""
+
+
+@EXACT
+@pytest.mark.parametrize("does", ["a save", "a function of the host", "a wait for a turn", "at once"])
+def test_what_would_not_be_right_so_is_given_behind_the_fence(
+    gate: Gate, next_gate: Gate, second: Domain, post: Post, ask: Program, copies: Path, does: str
+) -> None:
+    """A save that may not have been made, or a function that may yet run; or it is not to be done at once."""
+    line = post.greet(moving.EXACT)
+    at_work(line, gate, second, ask, copies, saved=does != "a save")
+    if does == "a function of the host":
+        assert ask("gpu.host(3)") == "0"
+    next_gate.let(MANY)
+    gate.keep(UNMAP)
+    line.say(moving.MOVE, 1, again={"a wait for a turn": 2, "at once": 3}.get(does, 1))
+    until(lambda: gate.kept() == UNMAP)
+    assert line.is_silent(A_WHILE_S)
+    assert begun_in_it(next_gate) == 0
+    gate.keep(0)
+    line.hear(moving.MOVED)
+    if does == "a wait for a turn":
+        line.say(moving.TURN, 1)
+    assert ask("[gpu.sync(), gpu.word(m)]") == "[0, 5]"
+    assert ask.end() == ""
+
+
+@EXACT
+def test_where_the_old_context_may_write_on_no_wait_succeeds_any_more(
+    gate: Gate, next_gate: Gate, ask: Program, line: Line
+) -> None:
+    """Nothing that the program could compute from then on would be sure."""
+    given(line, gate, next_gate, ask, UNMAP | NO_CUT | NO_UNMAP)
+    gate.keep(NO_CUT | NO_UNMAP)
+    assert line.hear(moving.MOVED).text == STILL_WRITES
+    assert ask.answer() == "cuMemcpyDtoH_v2: 719"
+    assert ask("[gpu.run('fill', m, 8, 3), gpu.sync(), gpu.sync()]") == "[0, 719, 719]"
+    gate.keep(0)
+    assert STILL_WRITES in ask.end()
+
+
+@EXACT
+def test_what_keeps_who_cuts_it_off_keeps_nothing_else(
+    gate: Gate, next_gate: Gate, ask: Program, line: Line
+) -> None:
+    given(line, gate, next_gate, ask)
+    gate.keep(MANAGER)
+    assert line.hear(moving.MOVED).values[4] == 2
+    assert ask.answer() == "[0, 6]"
+    gate.keep(0)
+    assert ask.end() == ""
+
+
+@EXACT
+def test_a_program_ends_meanwhile(gate: Gate, next_gate: Gate, ask: Program, line: Line) -> None:
+    next_gate.keep(COPIED)
+    gate.keep(UNMAP)
+    line.say(moving.MOVE, 1, again=1)
+    until(lambda: next_gate.kept() == COPIED)
+    next_gate.keep(0)
+    assert ask.end() == ""
