@@ -1,4 +1,4 @@
-"""What is done again is given to the next copy while the old one is still being cut off, and begins behind that:
+"""What is done again is given to the next copy while the old one is being cut off, and begins behind that:
 what the old context does meanwhile is undone with the rest."""
 
 from __future__ import annotations

@@ -15,7 +15,6 @@ from tests.support.libcudas import DEADLINE_S, PROGRAMS, ROOT, Libraries
 from tests.support.moving import Post
 from tests.support.simnode import until
 
-
 LOOKS, LOOK_S = 20, 0.001
 
 
@@ -87,7 +86,7 @@ class Alone:
         # Where nothing is in flight nothing is waited for.
         until(lambda: self._gate.kept() == UNMAP or not self._line_to.is_silent())
         self._gate.let(lets)
-        # It may have fewer to do, and nobody says when it rests: what comes too late is one of the other cases.
+        # It may have less to do, and nobody says when it rests: what comes too late is another case.
         for _ in range(LOOKS):
             if not self._gate.left() or not self._line_to.is_silent(LOOK_S):
                 break
