@@ -257,7 +257,7 @@ def test_what_the_program_maps_itself_is_as_without_a_fault(
 @pytest.mark.timeout(1200)
 @examples(12)
 @given(
-    steps=steps({"add", "fill", "copy", "sum", "set", "in_pinned", "wait", "rows_set", "rows_copy"}),
+    steps=steps({"add", "fill", "copy", "sum", "set", "host", "wait", "rows_set", "rows_copy"}),
     # What is saved first, and the words of that, have come.
     lets=st.lists(st.integers(2, 6), min_size=11, max_size=11),
     more=LETS,
@@ -266,6 +266,18 @@ def test_what_the_old_context_still_does_while_it_is_cut_off_is_undone_too(
     programs: Programs, steps: list[Step], lets: list[int], more: list[int]
 ) -> None:
     move_everywhere(programs, steps, lets, more=more)
+
+
+def test_functions_of_the_host_that_run_while_the_old_context_is_cut_off_have_run(programs: Programs) -> None:
+    steps: list[Step] = [
+        ("host", 2, 0, 2, 319),
+        ("host", 0, 0, 2, 380),
+        ("sum", 1, 1, 0, 0),
+        ("set", 0, 0, 0, 3),
+    ]
+    for lets in range(1, 8, 2):
+        for more in (3, 9):
+            move_everywhere(programs, steps, [lets] * 5, more=[more] * 5)
 
 
 def move_everywhere(

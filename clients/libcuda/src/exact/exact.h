@@ -128,6 +128,9 @@ void mpsd_exact_rested(void);
  */
 bool mpsd_exact_close(void);
 
+/* The same before a fence that is to be ahead (fence.h): whether what is in flight may be done again so, as far as is known. */
+bool mpsd_exact_go_ahead(void);
+
 /*
  * Of pieces in the order of their addresses: behind the others those that are room for what memory was before the epoch,
  * where that is certain. Nothing of the program's comes there: the old context's saves do, and as far as is known

@@ -176,6 +176,19 @@ static bool may_be_ahead(void)
 	return !has_open;
 }
 
+/* Whoever has the lock may wait for one that the mover has. A function of the host that came later would run meanwhile. */
+bool mpsd_exact_go_ahead(void)
+{
+	bool is;
+
+	if (pthread_mutex_trylock(&mpsd_exact_lock))
+		return false;
+	is = may_be_ahead();
+	mpsd_epoch.is_closed = is;
+	pthread_mutex_unlock(&mpsd_exact_lock);
+	return is;
+}
+
 /* All that is given from here on comes to the GPU behind the fence. */
 static CUresult shut_gate(void)
 {

@@ -86,6 +86,8 @@ static bool cut_off(struct mpsd_unmapping *unmapping)
 static bool go_ahead(struct mpsd_unmapping *unmapping)
 {
 	unmapping->may_be_told = mpsd_exact_close();
+	if (!mpsd_exact_go_ahead())
+		return false;
 	unmapping->is_ahead = unmapping->goes_on = true;
 	mpsd_undoroom_shut(unmapping->moves);
 	if (mpsd_unmapping_start(unmapping)) {
