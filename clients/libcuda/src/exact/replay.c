@@ -173,6 +173,9 @@ static bool may_be_ahead(void)
 	    mpsd_still_is_relied() || mpsd_capturing() || !mpsd_lanes_gate())
 		return false;
 	mpsd_undo_each_open(note_open, &has_open);
+	/* What comes to the host may be seen there, and what it came from be another thing by then. */
+	for (const struct mpsd_op *op = mpsd_epoch.first; op && !has_open; op = op->next)
+		has_open = mpsd_copy_is_with_host(op) && mpsd_lane_look(op->lane) < op->number;
 	return !has_open;
 }
 

@@ -16,9 +16,11 @@
 #include "failoverwire.h"
 
 #define END_MS 2000
+#define LONGEST_NS 10000000000ull	/* less than a held call waits */
 
 static struct mpsd_unmapping *begun, *unfinished;	/* the mover's */
 static uint64_t ended_ns;
+static bool is_broken;
 static int line = -1;
 static uint64_t generation;
 
@@ -142,6 +144,11 @@ bool mpsd_fence(bool may_go_ahead)
 	return is;
 }
 
+bool mpsd_fence_is_broken(void)
+{
+	return is_broken;
+}
+
 uint64_t mpsd_fence_ended_ns(void)
 {
 	return ended_ns;
@@ -169,9 +176,12 @@ bool mpsd_fence_complete(void)
 	if (!unmapping)
 		return true;
 	while (!(ended_ns = atomic_load(&unmapping->decided_ns))) {
-		unmapping->is_told = unmapping->may_be_told && is_said(unmapping->generation);
+		if (!unmapping->is_told)
+			unmapping->is_told = unmapping->may_be_told && is_said(unmapping->generation);
 		if (unmapping->is_told)
 			mpsd_unmapping_decide(unmapping, MPSD_FENCE_HOLDS);
+		else if (mpsd_now_ns() > since + LONGEST_NS)
+			mpsd_unmapping_decide(unmapping, MPSD_FENCE_BROKEN);
 		else
 			mpsd_fence_rest(since, spins);
 	}
@@ -183,6 +193,7 @@ bool mpsd_fence_complete(void)
 	unfinished = unmapping;
 	if (atomic_load(&unmapping->verdict) == MPSD_FENCE_HOLDS)
 		return true;
+	is_broken = true;
 	mpsd_work_lose();
 	return false;
 }

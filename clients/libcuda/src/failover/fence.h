@@ -36,6 +36,9 @@ void mpsd_fence_opens(uint32_t *gate);
  */
 bool mpsd_fence_complete(void);
 
+/* Whether that was so, ever. */
+bool mpsd_fence_is_broken(void);
+
 /* When the last one was known to hold: CLOCK_MONOTONIC. */
 uint64_t mpsd_fence_ended_ns(void);
 

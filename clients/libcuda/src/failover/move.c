@@ -242,6 +242,8 @@ bool mpsd_move(bool planned, enum mpsd_failover_again again, struct mpsd_times *
 	if (is || waits_for_turn) {
 		times->replayed.unsure = go_on(planned, is && again != MPSD_FAILOVER_LOST, &times->replayed);
 		mpsd_fence_complete();
+		if (mpsd_fence_is_broken())
+			times->replayed.unsure = "the old context may still write";
 		times->fence_ns = mpsd_fence_ended_ns();
 		go_on_capturing();
 		say_missing(&times->replayed);

@@ -105,8 +105,10 @@ void mpsd_unmapping_decide(struct mpsd_unmapping *unmapping, enum mpsd_verdict v
 {
 	unsigned int none = MPSD_FENCE_UNDECIDED;
 
-	if (atomic_compare_exchange_strong(&unmapping->verdict, &none, verdict))
-		atomic_store(&unmapping->decided_ns, mpsd_now_ns());
+	/* Once: later the word may be another move's gate. */
+	if (!atomic_compare_exchange_strong(&unmapping->verdict, &none, verdict))
+		return;
+	atomic_store(&unmapping->decided_ns, mpsd_now_ns());
 	mpsd_unmapping_open_gate(unmapping);
 }
 

@@ -142,13 +142,14 @@ bool mpsd_work_lost(void)
 void mpsd_work_lose(void)
 {
 	atomic_store(&is_lost_for_good, true);
-	atomic_store(&lost, true);
 }
 
 CUresult mpsd_work_told(CUresult result)
 {
-	if (result != CUDA_SUCCESS || !atomic_load_explicit(&lost, memory_order_relaxed) ||
-	    (!atomic_load(&is_lost_for_good) && !atomic_exchange(&lost, false)))
+	if (result != CUDA_SUCCESS)
+		return result;
+	if (!atomic_load_explicit(&is_lost_for_good, memory_order_relaxed) &&
+	    (!atomic_load_explicit(&lost, memory_order_relaxed) || !atomic_exchange(&lost, false)))
 		return result;
 	return CUDA_ERROR_LAUNCH_FAILED;
 }
