@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.libcuda.test_exact import EXACT, gate, next_gate
-from tests.libcuda.test_failover import Program, ask, break_domain, copies, post, stand_by
+from tests.libcuda.test_failover import Program, ask, break_domain, copies, offer, post
 from tests.libcuda.test_fence import at_work, is_held, line
 from tests.support import moving
 from tests.support.gate import COPIED, MANAGER, NO_CUT, NO_UNMAP, UNMAP, Gate
@@ -54,6 +54,12 @@ def begun_in_it(next_gate: Gate) -> int:
     return MANY - next_gate.left()
 
 
+def but_for_errors(line: Line, kind: int) -> None:
+    """Its own error, which it may meet at any time after the second fault."""
+    while line.hear(kind, moving.OWN_ERROR).kind != kind:
+        pass
+
+
 @EXACT
 @pytest.mark.parametrize("end", ["cut off", "the daemon's word", "unmapped"])
 def test_it_begins_when_the_old_context_writes_no_more(
@@ -88,10 +94,9 @@ def test_another_fault_meanwhile_is_one_like_any(
     break_domain(second)
     goes_on(gate)
     gate.keep(0)
-    said = line.hear(moving.MOVED, moving.OWN_ERROR)
-    while said.kind != moving.MOVED:
-        said = line.hear(moving.MOVED, moving.OWN_ERROR)
-    stand_by(line, third, copies, 2)
+    but_for_errors(line, moving.MOVED)
+    offer(line, third, copies, 2)
+    but_for_errors(line, moving.READY)
     assert line.move(2, again=1).text == ""
     assert ask.answer() == "[0, 6]"
     assert ask.end() == ""
