@@ -41,7 +41,7 @@ def given(line: Line, gate: Gate, next_gate: Gate, ask: Program, keep: int = UNM
     assert is_held(ask)
     assert line.is_silent()
     # That is the wait for the fence.
-    assert next_gate.left() == MANY - 1
+    assert begun_in_it(next_gate) == 1
 
 
 def goes_on(gate: Gate) -> None:

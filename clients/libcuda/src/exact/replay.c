@@ -203,8 +203,6 @@ static CUresult shut_gate(void)
 					   CU_STREAM_WAIT_VALUE_EQ);
 }
 
-#define STILL_WRITES "the old context may still write"
-
 /* Whoever opens the gate does so whatever the mover is at. */
 static const char *await_fence(void)
 {
@@ -213,7 +211,7 @@ static const char *await_fence(void)
 	pthread_mutex_unlock(&mpsd_exact_lock);
 	holds = mpsd_fence_complete();
 	pthread_mutex_lock(&mpsd_exact_lock);
-	return holds ? NULL : STILL_WRITES;
+	return holds ? NULL : MPSD_STILL_WRITES;
 }
 
 /* Where not all can be done again, what was begun goes on all the same, and what the program does next comes after it. */

@@ -144,11 +144,6 @@ bool mpsd_fence(bool may_go_ahead)
 	return is;
 }
 
-bool mpsd_fence_is_broken(void)
-{
-	return is_broken;
-}
-
 uint64_t mpsd_fence_ended_ns(void)
 {
 	return ended_ns;
@@ -174,7 +169,7 @@ bool mpsd_fence_complete(void)
 	bool spins = mpsd_fence_has_processors();
 
 	if (!unmapping)
-		return true;
+		return !is_broken;
 	while (!(ended_ns = atomic_load(&unmapping->decided_ns))) {
 		if (!unmapping->is_told)
 			unmapping->is_told = unmapping->may_be_told && is_said(unmapping->generation);
@@ -191,11 +186,11 @@ bool mpsd_fence_complete(void)
 		mpsd_undoroom_open(unmapping->moves);
 	begun = NULL;
 	unfinished = unmapping;
-	if (atomic_load(&unmapping->verdict) == MPSD_FENCE_HOLDS)
-		return true;
-	is_broken = true;
-	mpsd_work_lose();
-	return false;
+	if (atomic_load(&unmapping->verdict) == MPSD_FENCE_BROKEN) {
+		is_broken = true;
+		mpsd_work_lose();
+	}
+	return !is_broken;
 }
 
 void mpsd_fence_finish(void)

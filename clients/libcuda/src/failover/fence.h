@@ -30,14 +30,13 @@ bool mpsd_fence(bool may_go_ahead);
 bool mpsd_fence_is_ahead(void);
 void mpsd_fence_opens(uint32_t *gate);
 
+#define MPSD_STILL_WRITES "the old context may still write"
+
 /*
- * Until then. False: the old copy may still write, so nothing that the program waits for is right any more, which each of
- * its waits says from then on. Where it is not ahead there is nothing to be waited for.
+ * Until then. False, from then on: the old copy may still write, so nothing that the program waits for is right any more,
+ * which each of its waits says. Where it is not ahead there is nothing to be waited for.
  */
 bool mpsd_fence_complete(void);
-
-/* Whether that was so, ever. */
-bool mpsd_fence_is_broken(void);
 
 /* When the last one was known to hold: CLOCK_MONOTONIC. */
 uint64_t mpsd_fence_ended_ns(void);

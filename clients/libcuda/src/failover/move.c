@@ -90,7 +90,7 @@ static bool hold_and_switch(bool *planned, bool may_go_ahead, struct mpsd_times 
 	mpsd_made_lock();
 	/* What was made since is there too: nobody makes anything while a move is on. */
 	is = !mpsd_made_waits() && !mpsd_mirror_fault();
-	*why = is ? "the old context may still write" : "something was made meanwhile";
+	*why = is ? MPSD_STILL_WRITES : "something was made meanwhile";
 	turn = mpsd_turn_take();
 	if (!mpsd_opaque_begin()) {
 		is = false;
@@ -241,9 +241,8 @@ bool mpsd_move(bool planned, enum mpsd_failover_again again, struct mpsd_times *
 	times->waits = 0;
 	if (is || waits_for_turn) {
 		times->replayed.unsure = go_on(planned, is && again != MPSD_FAILOVER_LOST, &times->replayed);
-		mpsd_fence_complete();
-		if (mpsd_fence_is_broken())
-			times->replayed.unsure = "the old context may still write";
+		if (!mpsd_fence_complete())
+			times->replayed.unsure = MPSD_STILL_WRITES;
 		times->fence_ns = mpsd_fence_ended_ns();
 		go_on_capturing();
 		say_missing(&times->replayed);
