@@ -32,6 +32,7 @@ _INSIDE = (
     *_WORDS,
 )
 """What work is given that is a function, has handles or addresses inside, or whose type says too little."""
+_LAUNCHES = ("cuLaunchKernel", "cuLaunchKernelEx")
 _ROWS = r"const CUDA_MEMCPY[23]D \*pCopy$"
 _NAME = re.compile(r"(\w+)(?:\[\w*\])?$")
 
@@ -119,7 +120,8 @@ def source(carried: Sequence[Carried], per_thread: Sequence[PerThread]) -> Itera
     yield '#include "exact/exact.h"'
     yield '#include "failover/carry.h"'
     for one in carried:
-        yield f"static CUresult carry_{one.function.name}({_list(one.function)})"
+        place = "MPSD_OF_A_LAUNCH " if one.function.name in _LAUNCHES else ""
+        yield f"{place}static CUresult carry_{one.function.name}({_list(one.function)})"
         yield "{"
         yield from _body(one)
         yield "}"
@@ -202,6 +204,8 @@ def _body(one: Carried) -> Iterator[str]:
         yield "\t\treturn CUDA_ERROR_LAUNCH_FAILED;"
     if one.does == "work":
         yield from (f"\tmpsd_written({argument});" for argument in written if not host)
+        if one.function.name in _LAUNCHES:
+            yield "\tmpsd_params_fetch(f);"
         yield f"\tmpsd_work({stream});"
     yield "\tdo {"
     yield "\t\tmoves = mpsd_carry_enter();"

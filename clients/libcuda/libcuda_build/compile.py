@@ -36,6 +36,10 @@ _LINK = (
     "-Wl,-Bsymbolic",
     "-Wl,--no-undefined",
 )
+# The linker would show its own names too, of where a section begins and ends.
+_EXPORTS = "{ global: cu*; local: *; };\n"
+# The way of a launch leads through a dozen files, and is short only where they are compiled as one.
+_TOGETHER = "-flto"
 # Programs keep pointers to the stubs. The driver itself, and so the stand-in, can be unloaded.
 _STAYS = "-Wl,-z,nodelete"
 
@@ -59,7 +63,11 @@ def build_proxy(out: Path, *, sanitize: str = "", include: Path | None = None, s
         folders = (generated, FOLDER / "src")
         sources = sorted((FOLDER / "src").rglob("*.c"))
         sources += [generated / name for name in ("names.c", "carry.c", "stubs.S", "thunks.S")]
-        return _library(out, sources, folders, headers, sanitize, strict, _STAYS)
+        together = () if sanitize else (f"{_TOGETHER}={_jobs()}",)
+        exports = generated / "exports.map"
+        exports.write_text(_EXPORTS, encoding="utf-8")
+        more = (_STAYS, f"-Wl,--version-script={exports}")
+        return _library(out, sources, folders, headers, sanitize, strict, more, together)
 
 
 def build_standin(
@@ -81,14 +89,15 @@ def _library(
     headers: Path,
     sanitize: str,
     strict: bool,
-    *more: str,
+    more: Sequence[str] = (),
+    together: Sequence[str] = (),
 ) -> Path:
     out.mkdir(parents=True, exist_ok=True)
     target = out / "libcuda.so.1"
     # Built beside and renamed: a process that has the old one mapped keeps it.
     fresh = out / ".libcuda.so.1.new"
     command = [_compiler(), *_CODE, *_WARNINGS, *(f"-I{folder}" for folder in folders), f"-isystem{headers}"]
-    command += ["-Werror"] if strict else []
+    command += [*together, *(["-Werror"] if strict else [])]
     link = [*_LINK, *more]
     if sanitize:
         # The runtime of the sanitizer comes with the program.
@@ -102,10 +111,14 @@ def _library(
     return target
 
 
+def _jobs() -> int:
+    return min(JOBS, len(os.sched_getaffinity(0)))
+
+
 def _objects(command: Sequence[str], sources: Sequence[Path], folder: Path) -> list[Path]:
     """Each source compiled, some at a time. Raises BuildError for the first that does not compile."""
     objects = [folder / f"{number}.o" for number in range(len(sources))]
-    with ThreadPoolExecutor(min(JOBS, len(os.sched_getaffinity(0)))) as pool:
+    with ThreadPoolExecutor(_jobs()) as pool:
         pairs = zip(sources, objects, strict=True)
         made = [pool.submit(_run, [*command, "-c", "-o", str(to), str(of)]) for of, to in pairs]
         try:

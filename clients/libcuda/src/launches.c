@@ -39,7 +39,7 @@ static inline void count(const void *function, CUstream stream, bool may_be_lega
 		__atomic_store_n(&elsewhere, number + 1, __ATOMIC_RELAXED);
 }
 
-CUresult wrap_cuLaunchKernel(CUfunction f, unsigned int gridDimX, unsigned int gridDimY, unsigned int gridDimZ,
+MPSD_OF_A_LAUNCH CUresult wrap_cuLaunchKernel(CUfunction f, unsigned int gridDimX, unsigned int gridDimY, unsigned int gridDimZ,
 			     unsigned int blockDimX, unsigned int blockDimY, unsigned int blockDimZ,
 			     unsigned int sharedMemBytes, CUstream hStream, void **kernelParams, void **extra)
 {
@@ -59,7 +59,7 @@ CUresult wrap_cuLaunchKernel_ptsz(CUfunction f, unsigned int gridDimX, unsigned 
 }
 
 /* What is wrong with the configuration is for the driver to say. */
-CUresult wrap_cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction f, void **kernelParams, void **extra)
+MPSD_OF_A_LAUNCH CUresult wrap_cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction f, void **kernelParams, void **extra)
 {
 	if (config)
 		count(f, config->hStream, true);

@@ -28,6 +28,9 @@
 #define MPSD_READ_OFTEN __attribute__((section("mpsd_read_often")))
 #define MPSD_WRITTEN_OFTEN __attribute__((section("mpsd_written_often")))
 
+/* And so does its way through this library. */
+#define MPSD_OF_A_LAUNCH __attribute__((hot))
+
 enum mpsd_when {
 	MPSD_WHEN_ALWAYS,
 	MPSD_WHEN_MEMORY,

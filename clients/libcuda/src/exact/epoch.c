@@ -45,12 +45,15 @@ void mpsd_epoch_strike(struct mpsd_op *op)
 	atomic_store(&op->state, MPSD_OP_IS_FORGOTTEN);
 }
 
+#define FETCHED ((ptrdiff_t)1024)	/* most launches lie one behind the other, each on some hundred bytes */
+
 /* Whoever is last frees it: the driver may have kept a thread for longer than the epoch lasted. */
 static void forget(struct mpsd_op *op)
 {
+	__builtin_prefetch((const char *)op + FETCHED, 1);
 	if (atomic_load(&op->state) == MPSD_OP_RESTS ||
 	    atomic_fetch_or(&op->state, MPSD_OP_IS_FORGOTTEN) == MPSD_OP_RESTS)
-		mpsd_op_free(op);
+		mpsd_op_forget(op);
 }
 
 void mpsd_epoch_forget(void)

@@ -103,6 +103,9 @@ void mpsd_still_gone(CUdeviceptr address);
 /* After an allocation: whether it is to be tried again, for there is more room than there was. */
 bool mpsd_exact_has_more_room(CUresult *result);
 
+/* A launch of it has come: what is known of it is on its way from the processor's far memory. */
+void mpsd_params_fetch(CUfunction function);
+
 /* After the last try of a call that submits. */
 static inline void mpsd_exact_given(void)
 {

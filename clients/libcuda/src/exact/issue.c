@@ -12,11 +12,12 @@ void mpsd_op_share(struct mpsd_op *op)
 	atomic_fetch_add(&op->shares, 1);
 }
 
-void mpsd_op_free(struct mpsd_op *op)
+/* False: somebody else has it, too. */
+static bool let_go(struct mpsd_op *op)
 {
 	/* Nobody can come to share what nobody else has. */
 	if (atomic_load(&op->shares) && atomic_fetch_sub(&op->shares, 1) > 0)
-		return;
+		return false;
 	if (op->kind == MPSD_OP_COPY) {
 		free(op->copy.kept);
 	} else if (op->kind == MPSD_OP_GRAPH) {
@@ -26,8 +27,25 @@ void mpsd_op_free(struct mpsd_op *op)
 	} else if (op->kind == MPSD_OP_HOST) {
 		mpsd_host_let_go(op->host);
 	}
+	return true;
+}
+
+void mpsd_op_free(struct mpsd_op *op)
+{
+	if (!let_go(op))
+		return;
 	if (op->shelf)
 		mpsd_shelf_give(op->shelf);
+	else
+		free(op);
+}
+
+void mpsd_op_forget(struct mpsd_op *op)
+{
+	if (!let_go(op))
+		return;
+	if (op->shelf)
+		mpsd_shelf_take_back(op->shelf);
 	else
 		free(op);
 }
@@ -62,7 +80,7 @@ static CUresult launch_with(const struct mpsd_op *op, CUstream stream, void **ex
 	return result;
 }
 
-static CUresult launch(const struct mpsd_op *op, CUstream stream, bool alone)
+MPSD_OF_A_LAUNCH static CUresult launch(const struct mpsd_op *op, CUstream stream, bool alone)
 {
 	const CUlaunchConfig *c = &op->launch.config;
 	CUfunction function = mpsd_native(op->launch.function);
@@ -217,6 +235,11 @@ static CUresult issue(const struct mpsd_op *op, CUstream stream)
 	bool names = op->kind == MPSD_OP_RECORD || op->kind == MPSD_OP_WAIT;
 
 	return mpsd_op_issue_on(op, stream, names ? mpsd_native(op->event.event) : NULL);
+}
+
+MPSD_OF_A_LAUNCH CUresult mpsd_op_launch(const struct mpsd_op *op)
+{
+	return launch(op, mpsd_native(op->stream), false);
 }
 
 CUresult mpsd_op_issue(const struct mpsd_op *op)

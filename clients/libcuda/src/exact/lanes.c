@@ -83,7 +83,7 @@ static CUstream key(CUstream stream)
 }
 
 /* Mostly it is the same again. */
-struct mpsd_lane *mpsd_lane_find(CUstream stream)
+MPSD_OF_A_LAUNCH struct mpsd_lane *mpsd_lane_find(CUstream stream)
 {
 	static MPSD_READ_OFTEN struct mpsd_lane *last = &mpsd_lanes[1];
 

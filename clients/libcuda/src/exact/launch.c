@@ -21,7 +21,7 @@ static bool is_free(const struct mpsd_lane *lane)
 }
 
 /* With the lock and the order. False: more is to be done before it is noted; there may be an operation, for that. */
-static bool note(const struct mpsd_launch *given, void **parameters, struct mpsd_op **made)
+MPSD_OF_A_LAUNCH static bool note(const struct mpsd_launch *given, void **parameters, struct mpsd_op **made)
 {
 	struct mpsd_lane *lane = mpsd_is_left() ? NULL : mpsd_lane_find(given->stream);
 	struct mpsd_op *op;
@@ -37,13 +37,12 @@ static bool note(const struct mpsd_launch *given, void **parameters, struct mpsd
 }
 
 /* False: it is not submitted. */
-static bool submit_at_once(const struct mpsd_launch *given, void **parameters, struct mpsd_op **op, CUresult *result)
+MPSD_OF_A_LAUNCH static bool submit_at_once(const struct mpsd_launch *given, void **parameters, struct mpsd_op **op, CUresult *result)
 {
 	uint64_t moves = mpsd_tables()->moves;
 	struct mpsd_ahead ahead = { NULL, false, 0 };
 	bool is;
 
-	mpsd_params_fetch(given->function);
 	if (!mpsd_order_take(moves))
 		return false;
 	pthread_mutex_lock(&mpsd_exact_lock);
@@ -52,7 +51,7 @@ static bool submit_at_once(const struct mpsd_launch *given, void **parameters, s
 		ahead = mpsd_look_ahead((*op)->lane);
 	pthread_mutex_unlock(&mpsd_exact_lock);
 	if (is) {
-		*result = mpsd_finish(*op, mpsd_op_issue(*op));
+		*result = mpsd_finish(*op, mpsd_op_launch(*op));
 		/* It is submitted: what goes wrong with the mark the next one finds. */
 		if (*result == CUDA_SUCCESS && ahead.is_unmarked)
 			mpsd_lane_mark(ahead.lane);
@@ -90,7 +89,7 @@ static CUresult launch_unnoted(const struct mpsd_launch *given, void **parameter
 	return mpsd_answered(result);
 }
 
-static CUresult submit_launch(const struct mpsd_launch *given, void **parameters, void **extra)
+MPSD_OF_A_LAUNCH static CUresult submit_launch(const struct mpsd_launch *given, void **parameters, void **extra)
 {
 	struct mpsd_op *op = NULL;
 	CUresult result = CUDA_SUCCESS;
@@ -114,7 +113,7 @@ static CUresult submit_launch(const struct mpsd_launch *given, void **parameters
 	return MPSD_AGAIN;
 }
 
-CUresult work_cuLaunchKernel(CUfunction f, unsigned int gridDimX, unsigned int gridDimY, unsigned int gridDimZ,
+MPSD_OF_A_LAUNCH CUresult work_cuLaunchKernel(CUfunction f, unsigned int gridDimX, unsigned int gridDimY, unsigned int gridDimZ,
 			     unsigned int blockDimX, unsigned int blockDimY, unsigned int blockDimZ,
 			     unsigned int sharedMemBytes, CUstream hStream, void **kernelParams, void **extra)
 {
@@ -147,7 +146,7 @@ static bool is_updatable(const CUlaunchConfig *config)
 	return false;
 }
 
-CUresult work_cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction f, void **kernelParams, void **extra)
+MPSD_OF_A_LAUNCH CUresult work_cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction f, void **kernelParams, void **extra)
 {
 	if (config) {
 		const struct mpsd_launch launch = { f, config->hStream, config, false, false, !mpsd_capturing() };

@@ -61,7 +61,7 @@ static bool is_read(const struct words *words)
 }
 
 /* With the lock. */
-static bool is_done(const struct words *words, CUdeviceptr word)
+MPSD_OF_A_LAUNCH static bool is_done(const struct words *words, CUdeviceptr word)
 {
 	if (!mpsd_bounds_may_hold(words->windows, word))
 		return true;
@@ -72,7 +72,7 @@ static bool is_done(const struct words *words, CUdeviceptr word)
 	return mpsd_stamps_is_whole_now(word);
 }
 
-bool mpsd_params_are_whole(const struct mpsd_op *op)
+MPSD_OF_A_LAUNCH bool mpsd_params_are_whole(const struct mpsd_op *op)
 {
 	struct words words = words_of(op, mpsd_span_bounds(&mpsd_variables_span));
 	CUdeviceptr word;

@@ -6,17 +6,16 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "clock.h"
 #include "exact/named.h"
 #include "exact/params.h"
 #include "exact/readers.h"
 #include "exact/shelf.h"
+#include "exact/stamps.h"
 #include "failover/line.h"
 #include "failover/made.h"
 #include "window.h"
 
-#define PLACES 8192u		/* twice as many as there are functions */
-#define FUNCTIONS (PLACES / 2)
+#define FUNCTIONS (MPSD_PLACES / 2)
 #define FEW 8u
 #define MOST_PARAMETERS 512u
 #define MOST_BYTES 32768u	/* 32,764 by the CUDA programming guide, from compute capability 7.0 on */
@@ -44,13 +43,11 @@ static struct info {
 	struct place few[FEW];
 	struct place *more;		/* in place of those; NULL: there are no more */
 	struct rest *rest;		/* NULL: nothing */
-} infos[PLACES] __attribute__((aligned(64)));	/* under the lock, like all that follows; each near where it is looked for */
+} infos[MPSD_PLACES] __attribute__((aligned(64)));	/* under the lock, like all that follows; each near where it is looked for */
 
 _Static_assert(sizeof(struct info) == 64, "a function has one line of the processor's cache");
 
 static unsigned int known;		/* of infos */
-static uint64_t newest_ns;		/* when the last one that was new was launched; with no lock, by the mover */
-static uint64_t seen[PLACES / 64];	/* bits of where they are looked for; of what is forgotten, too */
 
 static bool is_kernel(CUfunction function)
 {
@@ -93,9 +90,10 @@ static uint32_t first_place_of(CUfunction function)
 	return (uint32_t)(((uintptr_t)function >> 3) * 0x9e3779b97f4a7c15ull >> 51);
 }
 
-void mpsd_params_fetch(CUfunction function)
+MPSD_OF_A_LAUNCH void mpsd_params_fetch(CUfunction function)
 {
-	__builtin_prefetch(&infos[first_place_of(function)]);
+	if (mpsd_exact())
+		__builtin_prefetch(&infos[first_place_of(function)]);
 }
 
 /* Under the lock. Where it is, or would be. */
@@ -104,7 +102,7 @@ static struct info *place_of(CUfunction function)
 	uint32_t at = first_place_of(function);
 
 	while (infos[at].function && infos[at].function != function)
-		at = (at + 1) % PLACES;
+		at = (at + 1) % MPSD_PLACES;
 	return &infos[at];
 }
 
@@ -162,17 +160,6 @@ static CUresult keep(CUfunction function, const struct place *places, uint32_t c
 	return CUDA_SUCCESS;
 }
 
-/* Under the lock. What is captured is not launched, and what comes when calls are about to be held has not faulted. */
-static void note_new(const struct mpsd_launch *given)
-{
-	uint32_t place = first_place_of(given->function);
-	uint64_t bit = (uint64_t)1 << place % 64;
-
-	if (!(seen[place / 64] & bit) && given->is_brief && !(atomic_load(&mpsd_moves) & 1))
-		__atomic_store_n(&newest_ns, mpsd_now_ns(), __ATOMIC_RELAXED);
-	seen[place / 64] |= bit;
-}
-
 /* Without the lock: the driver may load the function for this, and a lost context may keep the thread. */
 static CUresult learn(const struct mpsd_launch *given)
 {
@@ -190,21 +177,17 @@ static CUresult learn(const struct mpsd_launch *given)
 		return MPSD_AGAIN;
 	pthread_mutex_lock(&mpsd_exact_lock);
 	result = keep(function, places, count, reader);
-	note_new(given);
+	/* What is captured is not launched. */
+	mpsd_newest_note(first_place_of(function), given->is_brief);
 	pthread_mutex_unlock(&mpsd_exact_lock);
 	return result;
-}
-
-uint64_t mpsd_exact_newest_ns(void)
-{
-	return __atomic_load_n(&newest_ns, __ATOMIC_RELAXED);
 }
 
 void mpsd_params_forget(void)
 {
 	pthread_mutex_lock(&mpsd_exact_lock);
 	/* What was said of pinned memory stays. */
-	for (struct info *info = infos; known && info < infos + PLACES; info++) {
+	for (struct info *info = infos; known && info < infos + MPSD_PLACES; info++) {
 		if (!info->function)
 			continue;
 		free(info->more);
@@ -224,7 +207,7 @@ _Static_assert(sizeof(CUlaunchAttribute) % sizeof(void *) == 0, "pointers lie be
  * Under the lock. In one block: the operation, its attributes, where each parameter is, and the parameters, with nothing
  * between them.
  */
-static struct mpsd_op *make(const struct mpsd_launch *given, uint32_t count, size_t bytes)
+MPSD_OF_A_LAUNCH static struct mpsd_op *make(const struct mpsd_launch *given, uint32_t count, size_t bytes)
 {
 	unsigned int attributes = given->config->numAttrs;
 	size_t before = sizeof(struct mpsd_op) + attributes * sizeof(CUlaunchAttribute) + count * sizeof(void *);
@@ -239,15 +222,22 @@ static struct mpsd_op *make(const struct mpsd_launch *given, uint32_t count, siz
 	if (!op)
 		return NULL;
 	copies = (CUlaunchAttribute *)(op + 1);
-	*op = (struct mpsd_op){
-		.kind = MPSD_OP_LAUNCH, .is_brief = given->is_brief, .stream = given->stream, .shelf = shelf,
-		.launch = {
-			.function = given->function, .config = *given->config, .attributes = copies,
-			.is_plain = given->is_plain, .is_cooperative = given->is_cooperative,
-			.count = count, .bytes = bytes,
-			.parameters = (void **)(copies + attributes), .buffer = (char *)op + before,
-		},
-	};
+	memset(op, 0, offsetof(struct mpsd_op, launch));
+	op->kind = MPSD_OP_LAUNCH;
+	op->is_brief = given->is_brief;
+	op->stream = given->stream;
+	op->shelf = shelf;
+	op->launch.function = given->function;
+	op->launch.config = *given->config;
+	op->launch.attributes = copies;
+	op->launch.is_plain = given->is_plain;
+	op->launch.is_cooperative = given->is_cooperative;
+	op->launch.is_buffer = false;
+	op->launch.count = count;
+	op->launch.bytes = bytes;
+	op->launch.parameters = (void **)(copies + attributes);
+	op->launch.buffer = (char *)op + before;
+	op->launch.reader = NULL;
 	if (attributes)
 		memcpy(copies, given->config->attrs, attributes * sizeof(*copies));
 	return op;
@@ -256,16 +246,21 @@ static struct mpsd_op *make(const struct mpsd_launch *given, uint32_t count, siz
 /* Most are addresses and numbers, which need no call to be copied. */
 static void copy_one(char *to, const void *from, size_t size)
 {
-	if (size == sizeof(uint64_t))
-		memcpy(to, from, sizeof(uint64_t));
-	else if (size == sizeof(uint32_t))
+	uint64_t word;
+
+	if (size == sizeof(word)) {
+		memcpy(&word, from, sizeof(word));
+		memcpy(to, &word, sizeof(word));
+		mpsd_stamps_fetch(word);
+	} else if (size == sizeof(uint32_t)) {
 		memcpy(to, from, sizeof(uint32_t));
-	else
+	} else {
 		memcpy(to, from, size);
+	}
 }
 
 /* Under the lock. */
-static struct mpsd_op *copy_each(const struct mpsd_launch *given, const struct info *info, void **parameters)
+MPSD_OF_A_LAUNCH static struct mpsd_op *copy_each(const struct mpsd_launch *given, const struct info *info, void **parameters)
 {
 	const struct place *places = places_in(info);
 	struct mpsd_op *op = make(given, info->count, info->bytes);
@@ -284,7 +279,7 @@ static struct mpsd_op *copy_each(const struct mpsd_launch *given, const struct i
 	return op;
 }
 
-struct mpsd_op *mpsd_params_take_known(const struct mpsd_launch *given, void **parameters)
+MPSD_OF_A_LAUNCH struct mpsd_op *mpsd_params_take_known(const struct mpsd_launch *given, void **parameters)
 {
 	const struct info *info = info_of(given->function);
 

@@ -13,8 +13,10 @@ struct mpsd_launch {
 	bool is_brief;			/* as its operation is */
 };
 
-/* It is about to be looked for: from the processor's far memory by then. */
-void mpsd_params_fetch(CUfunction function);
+#define MPSD_PLACES 8192u		/* where functions are looked for: twice as many as there are */
+
+/* newest.c, with the lock: a function has become known that is looked for there. Not `launched`: it may never be. */
+void mpsd_newest_note(uint32_t place, bool launched);
 
 /* An operation of it, with a copy of what it was given. NOT_SUPPORTED: it is not known how much. */
 CUresult mpsd_params_take(const struct mpsd_launch *given, void **parameters, void **extra, struct mpsd_op **op);

@@ -65,6 +65,14 @@ void mpsd_shelf_give(struct mpsd_shelf *shelf)
 		put_aside(shelf);
 }
 
+void mpsd_shelf_take_back(struct mpsd_shelf *shelf)
+{
+	if (shelf == current.shelf)
+		current.taken--;
+	else
+		mpsd_shelf_give(shelf);
+}
+
 /* False: there is no memory for another one. */
 static bool begin_another(void)
 {
@@ -90,7 +98,7 @@ void mpsd_shelf_rest(void)
 	}
 }
 
-void *mpsd_shelf_take(size_t size, struct mpsd_shelf **shelf)
+MPSD_OF_A_LAUNCH void *mpsd_shelf_take(size_t size, struct mpsd_shelf **shelf)
 {
 	char *room, *next;
 

@@ -21,4 +21,6 @@ void mpsd_shelf_rest(void);
 /* Once for each that was taken, by any thread. */
 void mpsd_shelf_give(struct mpsd_shelf *shelf);
 
+void mpsd_shelf_take_back(struct mpsd_shelf *shelf);	/* by one that has the lock, too */
+
 void mpsd_shelf_child(void);

@@ -169,7 +169,15 @@ void mpsd_stamps_note_whole(const struct mpsd_plan *plan, const struct mpsd_allo
 	note(mpsd_stamps_pages(whole->base, whole->size), of_plan(plan));
 }
 
-bool mpsd_stamps_is_whole_now(CUdeviceptr address)
+MPSD_OF_A_LAUNCH void mpsd_stamps_fetch(CUdeviceptr address)
+{
+	const uint64_t page = (address - window_base) / MPSD_EXACT_PAGE;
+
+	if (page < count)
+		__builtin_prefetch(&wholes[page]);
+}
+
+MPSD_OF_A_LAUNCH bool mpsd_stamps_is_whole_now(CUdeviceptr address)
 {
 	const uint64_t page = (address - window_base) / MPSD_EXACT_PAGE;
 

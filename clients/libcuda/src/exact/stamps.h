@@ -31,3 +31,4 @@ void mpsd_stamps_note_whole(const struct mpsd_plan *plan, const struct mpsd_allo
 
 /* With the lock: the same of this epoch alone. Where a run may have grown it is false: that is looked at elsewhere. */
 bool mpsd_stamps_is_whole_now(CUdeviceptr address);
+void mpsd_stamps_fetch(CUdeviceptr address);	/* that is about to be asked, of a word that may be an address */

@@ -100,6 +100,7 @@ struct mpsd_op {
 };
 
 void mpsd_op_free(struct mpsd_op *op);
+void mpsd_op_forget(struct mpsd_op *op);	/* the same with the lock */
 void mpsd_op_share(struct mpsd_op *op);
 
 /*
@@ -162,6 +163,7 @@ bool mpsd_launch_records_event(const struct mpsd_op *op);
 
 /* As the program called it, in the copy of this call. */
 CUresult mpsd_op_issue(const struct mpsd_op *op);
+CUresult mpsd_op_launch(const struct mpsd_op *op);	/* the same of one that is a launch */
 
 /* The same with other streams and events, by the names of the copy of this call. */
 CUresult mpsd_op_issue_on(const struct mpsd_op *op, CUstream stream, CUevent event);
@@ -338,6 +340,7 @@ CUresult mpsd_submit(struct mpsd_op *op, bool proves);
 
 /* One at a time submits to a copy. False: the copy was left. */
 bool mpsd_order_take(uint64_t moves);
+void mpsd_order_fetch(void);		/* it is about to be taken: from the processor's far memory by then */
 bool mpsd_order_try(uint64_t moves);	/* false: somebody has it */
 void mpsd_order_give(uint64_t moves);
 

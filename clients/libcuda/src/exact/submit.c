@@ -18,7 +18,7 @@
 
 MPSD_READ_OFTEN atomic_bool mpsd_exact_on;
 
-static MPSD_WRITTEN_OFTEN pthread_mutex_t orders[ORDERS] = {
+static pthread_mutex_t orders[ORDERS] __attribute__((aligned(64))) = {
 	PTHREAD_MUTEX_INITIALIZER, PTHREAD_MUTEX_INITIALIZER, PTHREAD_MUTEX_INITIALIZER, PTHREAD_MUTEX_INITIALIZER,
 	PTHREAD_MUTEX_INITIALIZER, PTHREAD_MUTEX_INITIALIZER, PTHREAD_MUTEX_INITIALIZER, PTHREAD_MUTEX_INITIALIZER,
 };
@@ -26,7 +26,12 @@ static MPSD_WRITTEN_OFTEN pthread_mutex_t orders[ORDERS] = {
 _Thread_local uint64_t mpsd_noted_in;
 #define DONE UINT64_MAX		/* it has been taken; what is left is to see that it ended */
 
-bool mpsd_order_take(uint64_t moves)
+MPSD_OF_A_LAUNCH void mpsd_order_fetch(void)
+{
+	__builtin_prefetch(&orders[atomic_load_explicit(&mpsd_moves, memory_order_relaxed) / 2 % ORDERS], 1);
+}
+
+MPSD_OF_A_LAUNCH bool mpsd_order_take(uint64_t moves)
 {
 	pthread_mutex_t *order = &orders[moves / 2 % ORDERS];
 
@@ -46,7 +51,7 @@ bool mpsd_order_try(uint64_t moves)
 	return !pthread_mutex_trylock(&orders[moves / 2 % ORDERS]);
 }
 
-void mpsd_order_give(uint64_t moves)
+MPSD_OF_A_LAUNCH void mpsd_order_give(uint64_t moves)
 {
 	pthread_mutex_unlock(&orders[moves / 2 % ORDERS]);
 }
@@ -164,7 +169,7 @@ static bool strike(struct mpsd_op *op)
 	return !left;
 }
 
-CUresult mpsd_finish(struct mpsd_op *op, CUresult result)
+MPSD_OF_A_LAUNCH CUresult mpsd_finish(struct mpsd_op *op, CUresult result)
 {
 	bool lost = mpsd_is_loss(result);
 	bool left = result == CUDA_SUCCESS || lost ? mpsd_is_left() : !strike(op);

@@ -6,7 +6,7 @@
 #include "exact/state.h"
 
 #define MPSD_MOST_OPERATIONS 262144u		/* in an epoch */
-#define MPSD_MARK_EACH 128u			/* operations of a lane */
+#define MPSD_MARK_EACH 256u			/* operations of a lane */
 #define MPSD_MOST_AHEAD 768u			/* the driver keeps who is a thousand launches ahead */
 #define MPSD_MOST_KEPT_BYTES ((uint64_t)256 << 20)
 

@@ -44,19 +44,25 @@ static void more(uint64_t stream)
 		atomic_store(&only, SEVERAL);
 }
 
-/* At once. Between the locks of a launch each of them would be waited for by itself (MPSD_READ_OFTEN, MPSD_WRITTEN_OFTEN). */
-static void fetch_what_a_launch_looks_at(void)
+#define LINE 64
+
+/* By the linker: where what is MPSD_READ_OFTEN, and MPSD_WRITTEN_OFTEN, begins and ends. */
+#define BY_LINKER __attribute__((visibility("hidden")))
+extern const char __start_mpsd_read_often[] BY_LINKER, __stop_mpsd_read_often[] BY_LINKER;
+extern const char __start_mpsd_written_often[] BY_LINKER, __stop_mpsd_written_often[] BY_LINKER;
+
+/* At once: between the locks of a launch each line of the processor's cache would be waited for by itself. */
+static inline void fetch_what_a_launch_looks_at(void)
 {
-	__builtin_prefetch(&begun, 1);
-	__builtin_prefetch(&mpsd_exact_lock, 1);
-	__builtin_prefetch(&mpsd_epoch, 1);
-	__builtin_prefetch(&mpsd_lanes_used);
-	__builtin_prefetch(&mpsd_moves);
-	__builtin_prefetch(&mpsd_pins_span);
-	__builtin_prefetch(&mpsd_windows_span);
+	for (const char *at = __start_mpsd_read_often; at < __stop_mpsd_read_often + LINE - 1; at += LINE)
+		__builtin_prefetch(at);
+	for (const char *at = __start_mpsd_written_often; at < __stop_mpsd_written_often + LINE - 1; at += LINE)
+		__builtin_prefetch(at, 1);
+	mpsd_order_fetch();
+	__builtin_prefetch(&mpsd_lanes[1], 1);
 }
 
-void mpsd_work(CUstream stream)
+MPSD_OF_A_LAUNCH void mpsd_work(CUstream stream)
 {
 	if (mpsd_exact())
 		fetch_what_a_launch_looks_at();
@@ -69,7 +75,7 @@ void mpsd_work(CUstream stream)
 	atomic_fetch_add(&begun, 1);
 }
 
-void mpsd_work_given(void)
+MPSD_OF_A_LAUNCH void mpsd_work_given(void)
 {
 	if (works)
 		atomic_fetch_add(&given, 1);
