@@ -140,6 +140,76 @@ def test_where_the_old_context_may_write_on_no_wait_succeeds_any_more(
     assert STILL_WRITES in ask.end()
 
 
+def giving(line: Line, gate: Gate, next_gate: Gate, keep: int = UNMAP) -> None:
+    """Who moves it is kept where it gives the next copy what is put back, while the old one is cut off."""
+    next_gate.let(MANY)
+    next_gate.keep(COPIED)
+    gate.keep(keep)
+    line.say(moving.MOVE, 1, again=1)
+    until(lambda: gate.kept() == UNMAP)
+    until(lambda: next_gate.kept() == COPIED)
+
+
+@EXACT
+def test_the_daemons_word_is_heard_while_work_is_still_given(
+    gate: Gate, next_gate: Gate, ask: Program, line: Line
+) -> None:
+    giving(line, gate, next_gate)
+    line.say(moving.FENCED, 1)
+    until(line.is_read)
+    # What has been given by then begins.
+    until(lambda: begun_in_it(next_gate) > 1)
+    assert (gate.kept(), next_gate.kept()) == (UNMAP, COPIED)
+    next_gate.keep(0)
+    assert line.hear(moving.MOVED).values[3:5] == (8 << 20, 1)
+    assert ask("[gpu.sync(), gpu.word(m)]") == "[0, 5]"
+    gate.keep(0)
+    assert ask.end() == ""
+
+
+@EXACT
+@pytest.mark.parametrize("refused", [False, True], ids=["goes on", "is refused"])
+def test_so_it_is_while_the_driver_unmaps_whatever_comes_of_that(
+    gate: Gate, next_gate: Gate, ask: Program, line: Line, refused: bool
+) -> None:
+    giving(line, gate, next_gate, UNMAP | NO_CUT)
+    line.say(moving.FENCED, 1)
+    if refused:
+        gate.keep(NO_CUT | NO_UNMAP)
+    else:
+        # That piece is unmapped, and the next one is not.
+        gate.keep(NO_CUT | MANAGER)
+        until(lambda: gate.kept() == MANAGER)
+        gate.keep(NO_CUT | UNMAP)
+        until(lambda: gate.kept() == UNMAP)
+    until(lambda: begun_in_it(next_gate) > 1)
+    assert next_gate.kept() == COPIED
+    next_gate.keep(0)
+    assert line.hear(moving.MOVED).text == ""
+    assert ask("[gpu.sync(), gpu.word(m)]") == "[0, 5]"
+    gate.keep(0)
+    assert ask.end() == ""
+
+
+@EXACT
+def test_what_else_it_says_is_obeyed_after_the_move(
+    gate: Gate, next_gate: Gate, ask: Program, line: Line
+) -> None:
+    """And what comes after it, which is then too late to be a fence."""
+    giving(line, gate, next_gate)
+    line.say(moving.STAND_DOWN, 7)
+    line.say(moving.FENCED, 1)
+    next_gate.keep(0)
+    assert line.is_silent(A_WHILE_S)
+    assert begun_in_it(next_gate) == 1
+    assert not line.is_read()
+    gate.keep(0)
+    assert line.hear(moving.MOVED).text == ""
+    until(line.is_read)
+    assert ask("[gpu.sync(), gpu.word(m)]") == "[0, 5]"
+    assert ask.end() == ""
+
+
 @EXACT
 def test_what_keeps_who_cuts_it_off_keeps_nothing_else(
     gate: Gate, next_gate: Gate, ask: Program, line: Line

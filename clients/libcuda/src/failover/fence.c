@@ -3,7 +3,6 @@
 
 #include <poll.h>
 #include <stdatomic.h>
-#include <sys/socket.h>
 #include <unistd.h>
 
 #include "clock.h"
@@ -13,7 +12,6 @@
 #include "failover/move.h"
 #include "failover/undoroom.h"
 #include "failover/unmapping.h"
-#include "failoverwire.h"
 
 #define END_MS 2000
 #define LONGEST_NS 10000000000ull	/* less than a held call waits */
@@ -39,13 +37,7 @@ void mpsd_fence_child(void)
 
 static bool is_said(uint64_t number)
 {
-	struct mpsd_failover_message said;
-
-	if (recv(line, &said, sizeof(said), MSG_PEEK | MSG_DONTWAIT) != (ssize_t)sizeof(said) ||
-	    said.magic != MPSD_FAILOVER_MAGIC || said.version != MPSD_FAILOVER_VERSION ||
-	    said.kind != MPSD_FAILOVER_FENCED || said.generation != number)
-		return false;
-	return recv(line, &said, sizeof(said), MSG_DONTWAIT) == (ssize_t)sizeof(said);
+	return mpsd_fence_is_said(line, number);
 }
 
 static bool wait_for(struct mpsd_unmapping *unmapping)
@@ -91,6 +83,7 @@ static bool go_ahead(struct mpsd_unmapping *unmapping)
 	if (!mpsd_exact_go_ahead())
 		return false;
 	unmapping->is_ahead = unmapping->goes_on = true;
+	unmapping->line = line;
 	mpsd_undoroom_shut(unmapping->moves);
 	if (mpsd_unmapping_start(unmapping)) {
 		begun = unmapping;
@@ -99,6 +92,7 @@ static bool go_ahead(struct mpsd_unmapping *unmapping)
 	mpsd_undoroom_open(unmapping->moves);
 	/* Nobody else looks at it. */
 	unmapping->is_ahead = unmapping->goes_on = false;
+	unmapping->line = -1;
 	return false;
 }
 
@@ -162,6 +156,13 @@ void mpsd_fence_opens(uint32_t *gate)
 	mpsd_unmapping_open_gate(begun);
 }
 
+static bool is_decided(struct mpsd_unmapping *unmapping)
+{
+	mpsd_unmapping_hear(unmapping);
+	ended_ns = atomic_load(&unmapping->decided_ns);
+	return ended_ns != 0;
+}
+
 bool mpsd_fence_complete(void)
 {
 	struct mpsd_unmapping *unmapping = begun;
@@ -170,19 +171,16 @@ bool mpsd_fence_complete(void)
 
 	if (!unmapping)
 		return !is_broken;
-	while (!(ended_ns = atomic_load(&unmapping->decided_ns))) {
-		if (!unmapping->is_told)
-			unmapping->is_told = unmapping->may_be_told && is_said(unmapping->generation);
-		if (unmapping->is_told)
-			mpsd_unmapping_decide(unmapping, MPSD_FENCE_HOLDS);
-		else if (mpsd_now_ns() > since + LONGEST_NS)
+	while (!is_decided(unmapping)) {
+		if (mpsd_now_ns() > since + LONGEST_NS)
 			mpsd_unmapping_decide(unmapping, MPSD_FENCE_BROKEN);
 		else
 			mpsd_fence_rest(since, spins);
 	}
 	/* Who decided may be about to. */
 	mpsd_unmapping_open_gate(unmapping);
-	if (unmapping->is_told)
+	mpsd_unmapping_hear_no_more(unmapping);
+	if (atomic_load(&unmapping->is_told))
 		mpsd_undoroom_open(unmapping->moves);
 	begun = NULL;
 	unfinished = unmapping;
@@ -197,7 +195,7 @@ void mpsd_fence_finish(void)
 {
 	if (!unfinished)
 		return;
-	while (!atomic_load(&unfinished->is_behind) && !unfinished->is_told) {
+	while (!atomic_load(&unfinished->is_behind) && !atomic_load(&unfinished->is_told)) {
 		if (mpsd_undoroom_is_left_off())
 			return;
 		if (is_said(unfinished->generation))
@@ -205,7 +203,7 @@ void mpsd_fence_finish(void)
 		else
 			usleep(MPSD_FENCE_LOOK_NS / 1000);
 	}
-	if (!unfinished->is_told && atomic_load(&unfinished->is_through) && !atomic_load(&unfinished->all))
+	if (!atomic_load(&unfinished->is_told) && atomic_load(&unfinished->is_through) && !atomic_load(&unfinished->all))
 		mpsd_exact_lose_room();
 	mpsd_undoroom_open(unfinished->moves);
 	mpsd_unmapping_let_go(unfinished);
@@ -221,7 +219,7 @@ void mpsd_fence_told(uint64_t number)
 {
 	if (!unfinished || unfinished->generation != number || !unfinished->may_be_told)
 		return;
-	unfinished->is_told = true;
+	atomic_store(&unfinished->is_told, true);
 	mpsd_undoroom_open(unfinished->moves);
 }
 

@@ -5,6 +5,7 @@
 #include <sched.h>
 #include <stdlib.h>
 #include <sys/eventfd.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
 #include "clock.h"
@@ -13,6 +14,7 @@
 #include "failover/fence.h"
 #include "failover/undoroom.h"
 #include "failover/vmm.h"
+#include "failoverwire.h"
 #include "thread.h"
 #include "windows.h"
 
@@ -55,6 +57,56 @@ static bool is_gone(const struct mpsd_unmapping *unmapping, unsigned int piece)
 	return unmapping->cut && mpsd_cut_is_gone(unmapping->cut, piece);
 }
 
+/* In this order, and who makes the gate known looks afterwards: one of the two opens it. */
+void mpsd_unmapping_open_gate(struct mpsd_unmapping *unmapping)
+{
+	uint32_t *gate = atomic_load(&unmapping->gate);
+
+	if (gate && atomic_load(&unmapping->verdict) != MPSD_FENCE_UNDECIDED)
+		__atomic_store_n(gate, MPSD_GATE_IS_OPEN, __ATOMIC_RELEASE);
+}
+
+void mpsd_unmapping_decide(struct mpsd_unmapping *unmapping, enum mpsd_verdict verdict)
+{
+	unsigned int none = MPSD_FENCE_UNDECIDED;
+
+	/* Once: later the word may be another move's gate. */
+	if (!atomic_compare_exchange_strong(&unmapping->verdict, &none, verdict))
+		return;
+	atomic_store(&unmapping->decided_ns, mpsd_now_ns());
+	mpsd_unmapping_open_gate(unmapping);
+}
+
+bool mpsd_fence_is_said(int line, uint64_t generation)
+{
+	struct mpsd_failover_message said;
+
+	if (recv(line, &said, sizeof(said), MSG_PEEK | MSG_DONTWAIT) != (ssize_t)sizeof(said) ||
+	    said.magic != MPSD_FAILOVER_MAGIC || said.version != MPSD_FAILOVER_VERSION ||
+	    said.kind != MPSD_FAILOVER_FENCED || said.generation != generation)
+		return false;
+	return recv(line, &said, sizeof(said), MSG_DONTWAIT) == (ssize_t)sizeof(said);
+}
+
+/* One at a time: when the word is taken what comes after it would be taken by whoever has only seen it. */
+void mpsd_unmapping_hear(struct mpsd_unmapping *unmapping)
+{
+	pthread_mutex_lock(&unmapping->hearing);
+	if (unmapping->line >= 0 && unmapping->may_be_told &&
+	    mpsd_fence_is_said(unmapping->line, unmapping->generation)) {
+		atomic_store(&unmapping->is_told, true);
+		mpsd_unmapping_decide(unmapping, MPSD_FENCE_HOLDS);
+	}
+	pthread_mutex_unlock(&unmapping->hearing);
+}
+
+void mpsd_unmapping_hear_no_more(struct mpsd_unmapping *unmapping)
+{
+	pthread_mutex_lock(&unmapping->hearing);
+	unmapping->line = -1;
+	pthread_mutex_unlock(&unmapping->hearing);
+}
+
 void mpsd_unmapping_do(struct mpsd_unmapping *unmapping)
 {
 	/* Not while another thread is at the same piece. */
@@ -65,6 +117,8 @@ void mpsd_unmapping_do(struct mpsd_unmapping *unmapping)
 
 		if (unmapping->unmap(piece.base, piece.size) != CUDA_SUCCESS && !is_gone(unmapping, i))
 			atomic_store(&unmapping->all, false);
+		/* The driver may have been at it for long; and what has been said by then holds, whatever it refuses. */
+		mpsd_unmapping_hear(unmapping);
 	}
 	for (size_t i = 0; i < unmapping->handle_count; i++)
 		unmapping->release(unmapping->handles[i]);
@@ -92,26 +146,6 @@ void mpsd_fence_rest(uint64_t began, bool spins)
 			;
 }
 
-/* In this order, and who makes the gate known looks afterwards: one of the two opens it. */
-void mpsd_unmapping_open_gate(struct mpsd_unmapping *unmapping)
-{
-	uint32_t *gate = atomic_load(&unmapping->gate);
-
-	if (gate && atomic_load(&unmapping->verdict) != MPSD_FENCE_UNDECIDED)
-		__atomic_store_n(gate, MPSD_GATE_IS_OPEN, __ATOMIC_RELEASE);
-}
-
-void mpsd_unmapping_decide(struct mpsd_unmapping *unmapping, enum mpsd_verdict verdict)
-{
-	unsigned int none = MPSD_FENCE_UNDECIDED;
-
-	/* Once: later the word may be another move's gate. */
-	if (!atomic_compare_exchange_strong(&unmapping->verdict, &none, verdict))
-		return;
-	atomic_store(&unmapping->decided_ns, mpsd_now_ns());
-	mpsd_unmapping_open_gate(unmapping);
-}
-
 /* The mover and who cuts need the processors, where it is not this that the mover waits for: others' programs move, too. */
 static bool cut_the_others(struct mpsd_unmapping *unmapping)
 {
@@ -124,6 +158,7 @@ static bool cut_the_others(struct mpsd_unmapping *unmapping)
 
 		if (is_enough)
 			mpsd_unmapping_decide(unmapping, MPSD_FENCE_HOLDS);
+		mpsd_unmapping_hear(unmapping);
 		mpsd_fence_rest(began, spins && !is_enough);
 	}
 	if (unmapping->goes_on && mpsd_cut_is_enough(unmapping->cut))
@@ -190,6 +225,8 @@ struct mpsd_unmapping *mpsd_unmapping_prepare(uint64_t generation)
 		.ended = eventfd(0, EFD_CLOEXEC),
 		.all = true,
 		.holders = 1,
+		.hearing = PTHREAD_MUTEX_INITIALIZER,
+		.line = -1,
 	};
 	gather(unmapping);
 	unmapping->first = mpsd_exact_room_last(unmapping->pieces, unmapping->count);

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cuda.h>
+#include <pthread.h>
 #include <stdatomic.h>
 #include <stdbool.h>
 #include <stdint.h>
@@ -38,7 +39,9 @@ struct mpsd_unmapping {
 	atomic_uint_least64_t decided_ns;	/* after that; 0: not yet */
 	_Atomic(uint32_t *) gate;	/* a word that the next copy waits for until then; NULL: there is none */
 	bool may_be_told;		/* the end of kernels is the end of all that may come into the rest */
-	bool is_told;			/* so it was */
+	atomic_bool is_told;		/* so it was */
+	pthread_mutex_t hearing;
+	int line;			/* on which its thread may be told, too; with that lock; -1: it may not */
 	CUmemGenericAllocationHandle *handles;	/* of the program's own memory, which lasts as long as the last one */
 	size_t handle_count;
 	unsigned int count, first;	/* pieces; the first ones are the program's */
@@ -61,6 +64,16 @@ void mpsd_unmapping_do(struct mpsd_unmapping *unmapping);
 /* Whoever knows it first says whether the fence holds; then the gate is opened, whichever of the two comes first. */
 void mpsd_unmapping_decide(struct mpsd_unmapping *unmapping, enum mpsd_verdict verdict);
 void mpsd_unmapping_open_gate(struct mpsd_unmapping *unmapping);
+
+/* Whether the daemon says FENCED of that generation on the line: then, and only then, it is taken from there. */
+bool mpsd_fence_is_said(int line, uint64_t generation);
+
+/*
+ * Of one that is ahead, by the mover and by its thread: the word decides it, whoever hears it. What else is said is left
+ * there; when the mover is through the line is its own again.
+ */
+void mpsd_unmapping_hear(struct mpsd_unmapping *unmapping);
+void mpsd_unmapping_hear_no_more(struct mpsd_unmapping *unmapping);
 
 /* Between two looks at what began then, by who is waited for if it `spins`, as it may where there are processors. */
 bool mpsd_fence_has_processors(void);
