@@ -6,6 +6,7 @@ Long because each of these ways has its own beginnings and ends.
 
 from __future__ import annotations
 
+import os
 import select
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from tests.libcuda.test_exact import EXACT, gate, next_gate
 from tests.libcuda.test_failover import Program, ask, break_domain, copies, post, stand_by
 from tests.support import moving
 from tests.support.gate import COPIED, MANAGER, NO_CUT, NO_ROOM_CUT, ROOM, UNMAP, Gate
+from tests.support.libcudas import run, standalone
 from tests.support.moving import Line, Post
 from tests.support.simfixtures import backend, domain, second, third
 from tests.support.simnode import Domain, until
@@ -31,6 +33,25 @@ SEVERAL = pytest.mark.parametrize(
 """So many threads cut a copy off from the beginning; usually as many as there are processors for."""
 ROOM_S = 2.1
 """Longer than a program waits for room for copies."""
+
+
+@pytest.mark.parametrize("sanitize", ["", "address,undefined", "thread"])
+def test_who_waits_leaves_processors_to_those_that_are_waited_for(tmp_path: Path, sanitize: str) -> None:
+    """No driver, no GPU: what the fence stands on is the program's own."""
+    sources = [f"failover/{name}.c" for name in ("fence", "unmapping", "spins", "undoroom")]
+    needs = [f"-DMPSD_{name}=0" for name in ("cuMemUnmap", "cuMemRelease")]
+    wraps = "-Wl,--wrap=sched_getaffinity,--wrap=mpsd_fence_rest"
+    program = standalone(
+        tmp_path,
+        "fence",
+        [*sources, "clock.c", "thread.c"],
+        "-DMPSD_CARRIED=1",
+        *needs,
+        wraps,
+        sanitize=sanitize,
+    )
+    done = run([program], os.environ)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "ok\n", "")
 
 
 def moving_out(line: Line, gate: Gate, domain: Domain, second: Domain, ask: Program, copies: Path) -> None:

@@ -10,6 +10,7 @@
 #include "failover/carry.h"
 #include "failover/cut.h"
 #include "failover/move.h"
+#include "failover/spins.h"
 #include "failover/undoroom.h"
 #include "failover/unmapping.h"
 
@@ -63,7 +64,7 @@ static bool cut_off(struct mpsd_unmapping *unmapping)
 {
 	enum mpsd_cut_state state = MPSD_CUT_FAILED;
 	uint64_t began = mpsd_now_ns();
-	bool spins = mpsd_fence_has_processors();
+	bool spins = mpsd_fence_spins();
 
 	while (unmapping->cut) {
 		state = mpsd_cut_look(unmapping->cut);
@@ -167,7 +168,8 @@ bool mpsd_fence_complete(void)
 {
 	struct mpsd_unmapping *unmapping = begun;
 	uint64_t since = mpsd_now_ns();
-	bool spins = mpsd_fence_has_processors();
+	/* Beside who opens the gate. */
+	bool spins = mpsd_fence_spins_too();
 
 	if (!unmapping)
 		return !is_broken;

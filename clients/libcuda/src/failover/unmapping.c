@@ -2,7 +2,6 @@
 #include "failover/unmapping.h"
 
 #include <errno.h>
-#include <sched.h>
 #include <stdlib.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
@@ -12,13 +11,12 @@
 #include "exact/exact.h"
 #include "failover/carry.h"
 #include "failover/fence.h"
+#include "failover/spins.h"
 #include "failover/undoroom.h"
 #include "failover/vmm.h"
 #include "failoverwire.h"
 #include "thread.h"
 #include "windows.h"
-
-#define PATIENT_NS 5000000ull	/* from then on it sleeps between its looks: others of its domain move, too */
 
 static atomic_uint lasting;
 
@@ -124,34 +122,12 @@ void mpsd_unmapping_do(struct mpsd_unmapping *unmapping)
 		unmapping->release(unmapping->handles[i]);
 }
 
-bool mpsd_fence_has_processors(void)
-{
-	cpu_set_t may;
-
-	return !sched_getaffinity(0, sizeof(may), &may) && CPU_COUNT(&may) > 1;
-}
-
-/*
- * Who sleeps may get a processor back some ms later only: others' threads spin in the resource manager meanwhile. Where
- * there is but one, it is those that are waited for that need it.
- */
-void mpsd_fence_rest(uint64_t began, bool spins)
-{
-	uint64_t now = mpsd_now_ns();
-
-	if (!spins || now - began > PATIENT_NS)
-		usleep(MPSD_FENCE_LOOK_NS / 1000);
-	else
-		while (mpsd_now_ns() - now < MPSD_FENCE_LOOK_NS)
-			;
-}
-
 /* The mover and who cuts need the processors, where it is not this that the mover waits for: others' programs move, too. */
 static bool cut_the_others(struct mpsd_unmapping *unmapping)
 {
 	enum mpsd_cut_state state = MPSD_CUT_FAILED;
 	uint64_t began = mpsd_now_ns();
-	bool spins = unmapping->is_ahead && mpsd_fence_has_processors();
+	bool spins = unmapping->is_ahead && mpsd_fence_spins();
 
 	while (unmapping->goes_on && (state = mpsd_cut_look(unmapping->cut)) == MPSD_CUT_GOES_ON) {
 		bool is_enough = mpsd_cut_is_enough(unmapping->cut);

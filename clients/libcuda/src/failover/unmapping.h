@@ -13,8 +13,6 @@
 
 #include "failover/cut.h"
 
-#define MPSD_FENCE_LOOK_NS 30000
-
 /* Of a fence that is ahead. */
 enum mpsd_verdict {
 	MPSD_FENCE_UNDECIDED,
@@ -74,10 +72,6 @@ bool mpsd_fence_is_said(int line, uint64_t generation);
  */
 void mpsd_unmapping_hear(struct mpsd_unmapping *unmapping);
 void mpsd_unmapping_hear_no_more(struct mpsd_unmapping *unmapping);
-
-/* Between two looks at what began then, by who is waited for if it `spins`, as it may where there are processors. */
-bool mpsd_fence_has_processors(void);
-void mpsd_fence_rest(uint64_t began, bool spins);
 
 /* Whether something is being unmapped beside the program. */
 bool mpsd_unmapping_lasts(void);

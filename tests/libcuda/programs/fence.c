@@ -1,0 +1,189 @@
+// SPDX-License-Identifier: MIT
+/*
+ * fence.c and the thread that unmaps, with a cut, records of what is in flight and processors of this test's own. Prints
+ * "ok".
+ */
+#include "failover/fence.h"
+
+#include <pthread.h>
+#include <sched.h>
+#include <stdatomic.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "checking.h"
+#include "exact/exact.h"
+#include "failover/carry.h"
+#include "failover/cut.h"
+#include "failover/move.h"
+#include "failover/unmapping.h"
+#include "failover/vmm.h"
+#include "windows.h"
+
+#define PATIENCE_MS 20000
+
+enum who { MOVER, OTHER };
+
+/* What the two stand on. */
+
+static void *real[1];
+static const struct mpsd_tables tables = { real, real, 0 };
+_Atomic(const struct mpsd_tables *) mpsd_tables_now = &tables;
+_Thread_local const struct mpsd_tables *mpsd_thread_tables;
+atomic_uint_least64_t mpsd_moves;
+atomic_uint mpsd_inside[MPSD_COPIES_KNOWN];
+struct window mpsd_windows[DEVICES];
+
+bool arena_next_piece(const struct arena *arena, uint64_t from, struct arena_range *piece)
+{
+	(void)arena, (void)from, (void)piece;
+	return false;
+}
+
+CUmemGenericAllocationHandle *mpsd_vmm_take(size_t *count)
+{
+	*count = 0;
+	return NULL;
+}
+
+unsigned int mpsd_exact_room_last(struct arena_range *pieces, unsigned int count)
+{
+	(void)pieces;
+	return count;
+}
+
+unsigned int mpsd_in_use_number(void)
+{
+	return 0;
+}
+
+void mpsd_work_lose(void)
+{
+	CHECK(!"it holds");
+}
+
+void mpsd_exact_lose_room(void)
+{
+	CHECK(!"it holds");
+}
+
+bool mpsd_exact_is_over(void)
+{
+	return false;
+}
+
+static bool goes_ahead;
+
+bool mpsd_exact_go_ahead(void)
+{
+	return goes_ahead;
+}
+
+bool mpsd_exact_close(void)
+{
+	return true;
+}
+
+static atomic_bool is_cut;
+
+struct mpsd_cut *mpsd_cut_begin(unsigned int number, const struct arena_range *pieces, unsigned int count,
+				unsigned int first)
+{
+	(void)number, (void)pieces, (void)count, (void)first;
+	atomic_store(&is_cut, false);
+	return (struct mpsd_cut *)&is_cut;
+}
+
+enum mpsd_cut_state mpsd_cut_look(struct mpsd_cut *cut)
+{
+	(void)cut;
+	return atomic_load(&is_cut) ? MPSD_CUT_DONE : MPSD_CUT_GOES_ON;
+}
+
+bool mpsd_cut_is_enough(const struct mpsd_cut *cut)
+{
+	(void)cut;
+	return false;
+}
+
+bool mpsd_cut_is_gone(const struct mpsd_cut *cut, unsigned int piece)
+{
+	(void)cut, (void)piece;
+	return false;
+}
+
+void mpsd_cut_end(struct mpsd_cut *cut)
+{
+	(void)cut;
+}
+
+void mpsd_cut_discard(struct mpsd_cut *cut)
+{
+	(void)cut;
+}
+
+/* Who spins. */
+
+static int processors;
+static pthread_t mover;
+static atomic_bool has_rested[2], spins_at_it[2];
+
+int __wrap_sched_getaffinity(pid_t pid, size_t size, cpu_set_t *set)
+{
+	CHECK(!pid);
+	memset(set, 0, size);
+	for (int i = 0; i < processors; i++)
+		CPU_SET(i, set);
+	return 0;
+}
+
+void __real_mpsd_fence_rest(uint64_t began, bool spins);
+
+/* When each of those that are to wait has done so the old copy is cut off. */
+void __wrap_mpsd_fence_rest(uint64_t began, bool spins)
+{
+	enum who who = pthread_equal(pthread_self(), mover) ? MOVER : OTHER;
+
+	atomic_store(&spins_at_it[who], spins);
+	atomic_store(&has_rested[who], true);
+	if (atomic_load(&has_rested[MOVER]) && (atomic_load(&has_rested[OTHER]) || !goes_ahead))
+		atomic_store(&is_cut, true);
+	__real_mpsd_fence_rest(began, spins);
+}
+
+static void move(bool ahead)
+{
+	goes_ahead = ahead;
+	for (int i = 0; i < 2; i++) {
+		atomic_store(&has_rested[i], false);
+		atomic_store(&spins_at_it[i], false);
+	}
+	mpsd_fence_listen(-1, 1);
+	CHECK(mpsd_fence(ahead));
+	CHECK(mpsd_fence_is_ahead() == ahead);
+	CHECK(mpsd_fence_complete());
+	CHECK(!mpsd_fence_is_ahead());
+	mpsd_fence_finish();
+	mpsd_unmapping_await(PATIENCE_MS);
+	CHECK(!mpsd_unmapping_lasts());
+}
+
+/* Those that are waited for have a processor at least. */
+static void who_spins(void)
+{
+	for (processors = 1; processors <= 4; processors++) {
+		move(false);
+		CHECK(spins_at_it[MOVER] == (processors > 1) && !has_rested[OTHER]);
+		move(true);
+		CHECK(spins_at_it[OTHER] == (processors > 1));
+		CHECK(spins_at_it[MOVER] == (processors > 2));
+	}
+}
+
+int main(void)
+{
+	mover = pthread_self();
+	who_spins();
+	puts("ok");
+	return 0;
+}
