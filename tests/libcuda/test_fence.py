@@ -36,7 +36,9 @@ ROOM_S = 2.1
 
 
 @pytest.mark.parametrize("sanitize", ["", "address,undefined", "thread"])
-def test_who_waits_leaves_processors_to_those_that_are_waited_for(tmp_path: Path, sanitize: str) -> None:
+def test_who_waits_leaves_processors_to_others_and_keeps_a_word_that_it_cannot_use_yet(
+    tmp_path: Path, sanitize: str
+) -> None:
     """No driver, no GPU: what the fence stands on is the program's own."""
     sources = [f"failover/{name}.c" for name in ("fence", "unmapping", "spins", "undoroom")]
     needs = [f"-DMPSD_{name}=0" for name in ("cuMemUnmap", "cuMemRelease")]

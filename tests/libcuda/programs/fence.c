@@ -9,6 +9,7 @@
 #include <sched.h>
 #include <stdatomic.h>
 #include <string.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
 #include "checking.h"
@@ -18,6 +19,7 @@
 #include "failover/move.h"
 #include "failover/unmapping.h"
 #include "failover/vmm.h"
+#include "failoverwire.h"
 #include "windows.h"
 
 #define PATIENCE_MS 20000
@@ -73,18 +75,22 @@ bool mpsd_exact_is_over(void)
 }
 
 static bool goes_ahead;
+static int busy;	/* so often somebody else has the lock of the records */
 
-bool mpsd_exact_go_ahead(void)
+bool mpsd_exact_go_ahead(bool *may_be_told)
 {
+	*may_be_told = goes_ahead;
 	return goes_ahead;
 }
 
 bool mpsd_exact_close(void)
 {
-	return true;
+	return busy-- <= 0;
 }
 
 static atomic_bool is_cut;
+static atomic_bool is_refused;	/* there is no UVM: and the driver comes to no end either before the fence holds */
+static atomic_bool holds;
 
 struct mpsd_cut *mpsd_cut_begin(unsigned int number, const struct arena_range *pieces, unsigned int count,
 				unsigned int first)
@@ -97,6 +103,8 @@ struct mpsd_cut *mpsd_cut_begin(unsigned int number, const struct arena_range *p
 enum mpsd_cut_state mpsd_cut_look(struct mpsd_cut *cut)
 {
 	(void)cut;
+	if (atomic_load(&is_refused))
+		return MPSD_CUT_FAILED;
 	return atomic_load(&is_cut) ? MPSD_CUT_DONE : MPSD_CUT_GOES_ON;
 }
 
@@ -115,6 +123,8 @@ bool mpsd_cut_is_gone(const struct mpsd_cut *cut, unsigned int piece)
 void mpsd_cut_end(struct mpsd_cut *cut)
 {
 	(void)cut;
+	while (atomic_load(&is_refused) && !atomic_load(&holds))
+		usleep(1000);
 }
 
 void mpsd_cut_discard(struct mpsd_cut *cut)
@@ -139,14 +149,16 @@ int __wrap_sched_getaffinity(pid_t pid, size_t size, cpu_set_t *set)
 
 void __real_mpsd_fence_rest(uint64_t began, bool spins);
 
-/* When each of those that are to wait has done so the old copy is cut off. */
+static bool is_told;
+
+/* When each of those that are to wait has done so the old copy is cut off, but where they wait for the word. */
 void __wrap_mpsd_fence_rest(uint64_t began, bool spins)
 {
 	enum who who = pthread_equal(pthread_self(), mover) ? MOVER : OTHER;
 
 	atomic_store(&spins_at_it[who], spins);
 	atomic_store(&has_rested[who], true);
-	if (atomic_load(&has_rested[MOVER]) && (atomic_load(&has_rested[OTHER]) || !goes_ahead))
+	if (!is_told && atomic_load(&has_rested[MOVER]) && (atomic_load(&has_rested[OTHER]) || !goes_ahead))
 		atomic_store(&is_cut, true);
 	__real_mpsd_fence_rest(began, spins);
 }
@@ -158,11 +170,13 @@ static void move(bool ahead)
 		atomic_store(&has_rested[i], false);
 		atomic_store(&spins_at_it[i], false);
 	}
-	mpsd_fence_listen(-1, 1);
+	atomic_store(&holds, false);
 	CHECK(mpsd_fence(ahead));
 	CHECK(mpsd_fence_is_ahead() == ahead);
 	CHECK(mpsd_fence_complete());
 	CHECK(!mpsd_fence_is_ahead());
+	atomic_store(&holds, true);
+	atomic_store(&is_cut, true);
 	mpsd_fence_finish();
 	mpsd_unmapping_await(PATIENCE_MS);
 	CHECK(!mpsd_unmapping_lasts());
@@ -171,6 +185,7 @@ static void move(bool ahead)
 /* Those that are waited for have a processor at least. */
 static void who_spins(void)
 {
+	mpsd_fence_listen(-1, 1);
 	for (processors = 1; processors <= 4; processors++) {
 		move(false);
 		CHECK(spins_at_it[MOVER] == (processors > 1) && !has_rested[OTHER]);
@@ -180,10 +195,42 @@ static void who_spins(void)
 	}
 }
 
+/* Nothing else comes to its end. */
+static void told(bool ahead, bool refused)
+{
+	struct mpsd_failover_message word = { .magic = MPSD_FAILOVER_MAGIC,
+					      .version = MPSD_FAILOVER_VERSION,
+					      .kind = MPSD_FAILOVER_FENCED,
+					      .generation = 1 };
+	int line[2];
+
+	CHECK(!socketpair(AF_UNIX, SOCK_SEQPACKET, 0, line));
+	CHECK(write(line[1], &word, sizeof(word)) == (ssize_t)sizeof(word));
+	is_told = true;
+	busy = 1;
+	atomic_store(&is_refused, refused);
+	mpsd_fence_listen(line[0], 1);
+	move(ahead);
+	CHECK(recv(line[0], &word, sizeof(word), MSG_DONTWAIT) < 0);
+	atomic_store(&is_refused, false);
+	is_told = false;
+	close(line[0]);
+	close(line[1]);
+}
+
+/* The word is taken from the line once: who has the lock of the records then does not take it away. */
+static void a_word_is_kept(void)
+{
+	told(true, false);
+	told(false, false);
+	told(false, true);
+}
+
 int main(void)
 {
 	mover = pthread_self();
 	who_spins();
+	a_word_is_kept();
 	puts("ok");
 	return 0;
 }

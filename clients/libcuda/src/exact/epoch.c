@@ -122,14 +122,11 @@ static void add_open(const struct mpsd_saved *copy, void *bytes)
 	*(size_t *)bytes += copy->size;
 }
 
-/* Whoever has the lock may wait for one that the mover has. */
-bool mpsd_exact_close(void)
+bool mpsd_epoch_ends_with_kernels(void)
 {
 	size_t within = 0;
 	bool is;
 
-	if (!mpsd_exact() || pthread_mutex_trylock(&mpsd_exact_lock))
-		return false;
 	/* Saves are copies, too. */
 	mpsd_undo_each_open(add_open, &within);
 	is = !mpsd_epoch.unsure && !mpsd_epoch.is_given_up && within <= MOST_WITHIN;
@@ -139,6 +136,17 @@ bool mpsd_exact_close(void)
 		within += copied_within(op);
 		is = !mpsd_copy_is_with_host(op) && within <= MOST_WITHIN;
 	}
+	return is;
+}
+
+/* Whoever has the lock may wait for one that the mover has. */
+bool mpsd_exact_close(void)
+{
+	bool is;
+
+	if (!mpsd_exact() || pthread_mutex_trylock(&mpsd_exact_lock))
+		return false;
+	is = mpsd_epoch_ends_with_kernels();
 	mpsd_epoch.is_closed = is;
 	pthread_mutex_unlock(&mpsd_exact_lock);
 	return is;

@@ -131,8 +131,11 @@ void mpsd_exact_rested(void);
  */
 bool mpsd_exact_close(void);
 
-/* The same before a fence that is to be ahead (fence.h): whether what is in flight may be done again so, as far as is known. */
-bool mpsd_exact_go_ahead(void);
+/*
+ * The same before a fence that is to be ahead (fence.h): whether what is in flight may be done again so, as far as is known.
+ * `may_be_told` is of the same look at it: whether the end of kernels will be its end.
+ */
+bool mpsd_exact_go_ahead(bool *may_be_told);
 
 /*
  * Of pieces in the order of their addresses: behind the others those that are room for what memory was before the epoch,

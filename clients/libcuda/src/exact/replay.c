@@ -180,13 +180,14 @@ static bool may_be_ahead(void)
 }
 
 /* Whoever has the lock may wait for one that the mover has. A function of the host that came later would run meanwhile. */
-bool mpsd_exact_go_ahead(void)
+bool mpsd_exact_go_ahead(bool *may_be_told)
 {
 	bool is;
 
 	if (pthread_mutex_trylock(&mpsd_exact_lock))
 		return false;
 	is = may_be_ahead();
+	*may_be_told = is && mpsd_epoch_ends_with_kernels();
 	mpsd_epoch.is_closed = is;
 	pthread_mutex_unlock(&mpsd_exact_lock);
 	return is;

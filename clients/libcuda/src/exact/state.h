@@ -122,6 +122,9 @@ CUresult mpsd_memops_issue(const struct mpsd_memops *ops, CUstream stream);
 /* Out of the host's memory, or into it: a copy engine may go on with it when kernels have ended. */
 bool mpsd_copy_is_with_host(const struct mpsd_op *op);
 
+/* With the lock: whether the end of kernels is the end of all that is in flight, or soon after it. */
+bool mpsd_epoch_ends_with_kernels(void);
+
 /* Save where they are written; what lies between rows that are far apart is not saved. */
 CUresult mpsd_rows_save(const struct mpsd_op *op, struct mpsd_plan *plan);
 

@@ -41,17 +41,23 @@ static bool is_said(uint64_t number)
 	return mpsd_fence_is_said(line, number);
 }
 
+/* That is the end of kernels. Whoever had the lock that this needs may have given it back at the next look. */
+static bool is_told(struct mpsd_unmapping *unmapping)
+{
+	unmapping->has_heard = unmapping->has_heard || is_said(generation);
+	return unmapping->has_heard && mpsd_exact_close();
+}
+
 static bool wait_for(struct mpsd_unmapping *unmapping)
 {
 	struct pollfd polled[2] = { { .fd = unmapping->ended, .events = POLLIN }, { .fd = line, .events = POLLIN } };
 
 	for (;;) {
-		if (poll(polled, 2, -1) < 0)
+		if (poll(polled, 2, unmapping->has_heard ? 1 : -1) < 0)
 			continue;
 		if (polled[0].revents)
 			return atomic_load(&unmapping->is_through) && atomic_load(&unmapping->all);
-		/* What that says is the end of kernels. */
-		if (polled[1].revents && is_said(generation) && mpsd_exact_close())
+		if ((polled[1].revents || unmapping->has_heard) && is_told(unmapping))
 			return true;
 		/* Or something else comes first: it is obeyed after the move. */
 		if (polled[1].revents)
@@ -70,7 +76,7 @@ static bool cut_off(struct mpsd_unmapping *unmapping)
 		state = mpsd_cut_look(unmapping->cut);
 		unmapping->goes_on = state != MPSD_CUT_DONE && unmapping->first < unmapping->count &&
 				     mpsd_cut_is_enough(unmapping->cut);
-		if (state != MPSD_CUT_GOES_ON || unmapping->goes_on || (is_said(generation) && mpsd_exact_close()))
+		if (state != MPSD_CUT_GOES_ON || unmapping->goes_on || is_told(unmapping))
 			break;
 		mpsd_fence_rest(began, spins);
 	}
@@ -80,8 +86,7 @@ static bool cut_off(struct mpsd_unmapping *unmapping)
 /* What is in flight is known now alone: what is done again goes by the same records. */
 static bool go_ahead(struct mpsd_unmapping *unmapping)
 {
-	unmapping->may_be_told = mpsd_exact_close();
-	if (!mpsd_exact_go_ahead())
+	if (!mpsd_exact_go_ahead(&unmapping->may_be_told))
 		return false;
 	unmapping->is_ahead = unmapping->goes_on = true;
 	unmapping->line = line;
