@@ -11,7 +11,7 @@ from tests.libcuda.test_exact import EXACT, gate, next_gate
 from tests.libcuda.test_failover import Program, ask, break_domain, copies, offer, post
 from tests.libcuda.test_fence import at_work, is_held, line
 from tests.support import moving
-from tests.support.gate import COPIED, MANAGER, NO_CUT, NO_UNMAP, UNMAP, Gate
+from tests.support.gate import ANY, COPIED, MANAGER, NO_CUT, NO_UNMAP, UNMAP, Gate
 from tests.support.moving import Line, Post
 from tests.support.simfixtures import backend, domain, second, third
 from tests.support.simnode import Domain, until
@@ -207,6 +207,25 @@ def test_what_else_it_says_is_obeyed_after_the_move(
     assert line.hear(moving.MOVED).text == ""
     until(line.is_read)
     assert ask("[gpu.sync(), gpu.word(m)]") == "[0, 5]"
+    assert ask.end() == ""
+
+
+NO_MORE_FILES = "free = os.dup(0); os.close(free); resource.setrlimit(7, (free, resource.getrlimit(7)[1]))"
+
+
+@EXACT
+def test_where_nobody_can_be_left_at_it_and_it_cannot_be_ended_the_program_stays_as_it_was(
+    gate: Gate, ask: Program, line: Line
+) -> None:
+    assert ask(f"import os, resource; {NO_MORE_FILES}") == "None"
+    gate.keep(NO_CUT | NO_UNMAP)
+    line.say(moving.MOVE, 1, again=1)
+    assert line.hear(moving.STAYED).text == STILL_WRITES
+    gate.keep(0)
+    gate.let(ANY)
+    ask.tell("[gpu.sync(), gpu.run('add', m, 8, 1), gpu.sync(), gpu.word(m)]")
+    until(lambda: not is_held(ask))
+    assert ask.answer() == "[0, 0, 0, 6]"
     assert ask.end() == ""
 
 

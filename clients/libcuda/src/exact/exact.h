@@ -137,6 +137,9 @@ bool mpsd_exact_close(void);
  */
 bool mpsd_exact_go_ahead(bool *may_be_told);
 
+/* The copy is not left after all: what the program does next is given to it. Without the locks of the move. */
+void mpsd_exact_stay(void);
+
 /*
  * Of pieces in the order of their addresses: behind the others those that are room for what memory was before the epoch,
  * where that is certain. Nothing of the program's comes there: the old context's saves do, and as far as is known

@@ -319,6 +319,13 @@ void mpsd_exact_move(bool may, struct mpsd_replayed *replayed)
 	pthread_mutex_unlock(&mpsd_exact_lock);
 }
 
+void mpsd_exact_stay(void)
+{
+	pthread_mutex_lock(&mpsd_exact_lock);
+	mpsd_epoch.is_closed = false;
+	pthread_mutex_unlock(&mpsd_exact_lock);
+}
+
 bool mpsd_exact_is_due(uint64_t *operations, uint64_t *takes_ns)
 {
 	bool is;

@@ -226,10 +226,12 @@ bool mpsd_move(bool planned, enum mpsd_failover_again again, struct mpsd_times *
 	mpsd_fence_finish();
 	is = hold_and_switch(&planned, may_go_ahead, times, why);
 	is_uncovered = is_uncovered || is;
-	if (is)
+	if (is) {
 		mpsd_standby_used();
-	else
+	} else {
 		mpsd_standby_leave(false);
+		mpsd_exact_stay();
+	}
 	in_turn = again == MPSD_FAILOVER_IN_TURN || again == MPSD_FAILOVER_AT_ONCE;
 	if (is && in_turn && mpsd_exact_is_due(&times->replayed.operations, &times->takes_ns)) {
 		waits_for_turn = true;
