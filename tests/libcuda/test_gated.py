@@ -10,13 +10,15 @@ import pytest
 from tests.libcuda.test_exact import EXACT, gate, next_gate
 from tests.libcuda.test_failover import Program, ask, break_domain, copies, offer, post
 from tests.libcuda.test_fence import at_work, is_held, line
+from tests.libcuda.test_still import COPY, Run, known, reads, run, second_gate
 from tests.support import moving
 from tests.support.gate import ANY, COPIED, MANAGER, NO_CUT, NO_UNMAP, UNMAP, Gate
 from tests.support.moving import Line, Post
 from tests.support.simfixtures import backend, domain, second, third
 from tests.support.simnode import Domain, until
 
-__all__ = ["ask", "backend", "copies", "domain", "gate", "line", "next_gate", "post", "second", "third"]
+__all__ = ["ask", "backend", "copies", "domain", "gate", "known", "line", "next_gate", "post", "reads"]
+__all__ += ["run", "second", "second_gate", "third"]
 
 MANY = 1000
 """Operations that may begin in the next copy: more than there are."""
@@ -102,27 +104,75 @@ def test_another_fault_meanwhile_is_one_like_any(
     assert ask.end() == ""
 
 
-@EXACT
-@pytest.mark.parametrize("does", ["a save", "a function of the host", "a wait for a turn", "at once"])
-def test_what_would_not_be_right_so_is_given_behind_the_fence(
-    gate: Gate, next_gate: Gate, second: Domain, post: Post, ask: Program, copies: Path, does: str
-) -> None:
-    """A save that may not have been made, or a function that may yet run; or it is not to be done at once."""
-    line = post.greet(moving.EXACT)
-    at_work(line, gate, second, ask, copies, saved=does != "a save")
-    if does == "a function of the host":
-        assert ask("gpu.host(3)") == "0"
+DOES = {
+    "a save": "0",
+    "a function of the host": "gpu.host(3)",
+    "a copy from the host": "gpu.code('cuMemcpyHtoDAsync_v2', m + 4096, p, 4096, None)",
+    "a copy to the host": "gpu.code('cuMemcpyDtoHAsync_v2', p, m, 4096, None)",
+    "a capture": "gpu.code('cuStreamBeginCapture_v2', s, 2)",
+    "a wait for a turn": "0",
+    "at once": "0",
+}
+"""What it does when the kernel is in flight."""
+
+
+def is_not_given(line: Line, gate: Gate, next_gate: Gate, again: int = 1) -> None:
+    """Nothing comes to the next copy while the old one is kept where it is cut off; then it has moved."""
     next_gate.let(MANY)
     gate.keep(UNMAP)
-    line.say(moving.MOVE, 1, again={"a wait for a turn": 2, "at once": 3}.get(does, 1))
+    line.say(moving.MOVE, 1, again=again)
     until(lambda: gate.kept() == UNMAP)
     assert line.is_silent(A_WHILE_S)
     assert begun_in_it(next_gate) == 0
     gate.keep(0)
-    line.hear(moving.MOVED)
+    assert line.hear(moving.MOVED).text == ""
+
+
+@EXACT
+@pytest.mark.parametrize("does", DOES)
+def test_what_would_not_be_right_so_is_given_behind_the_fence(
+    gate: Gate, next_gate: Gate, second: Domain, post: Post, ask: Program, copies: Path, does: str
+) -> None:
+    """A save that may not have been made, a function that may yet run, a copy that an engine may yet be at, a
+    capture that a wait would end; or it is not to be done at once."""
+    line = post.greet(moving.EXACT)
+    assert ask("p = gpu.made('cuMemHostAlloc', 4096, 0); s = gpu.stream()") == "None"
+    at_work(line, gate, second, ask, copies, saved=does != "a save")
+    assert ask(DOES[does]) == "0"
+    is_not_given(line, gate, next_gate, {"a wait for a turn": 2, "at once": 3}.get(does, 1))
     if does == "a wait for a turn":
         line.say(moving.TURN, 1)
+    if does == "a capture":
+        assert ask("gpu.code('cuStreamEndCapture', s, ctypes.byref(ctypes.c_void_p()))") == "0"
     assert ask("[gpu.sync(), gpu.word(m)]") == "[0, 5]"
+    assert ask.end() == ""
+
+
+def test_so_is_what_was_not_saved_for_nothing_had_written_it(run: Run, gate: Gate, second_gate: Gate) -> None:
+    """Whether that is still so is seen behind the fence alone."""
+    run.rest()
+    gate.let(0)
+    assert run.ask(COPY) == "0"
+    # What is written is saved.
+    gate.let(3)
+    until(lambda: gate.left() == 0)
+    is_not_given(run.line, gate, second_gate)
+    assert run.ask("[gpu.sync(), gpu.word(to)]") == "[0, 7]"
+    assert run.ask.end() == ""
+
+
+@EXACT
+def test_what_is_not_done_again_is_left_behind_the_fence_alone(gate: Gate, ask: Program, line: Line) -> None:
+    """Where it does not hold the program stays, and has lost nothing."""
+    assert ask("p = gpu.made('cuMemHostAlloc', 4096, 0); ctypes.memset(p, 0, 4096)") == "None"
+    assert ask("gpu.run('add', p, 8, 1)") == "0"
+    gate.keep(NO_CUT | NO_UNMAP)
+    line.say(moving.MOVE, 1, again=1)
+    assert line.hear(moving.MOVED, moving.STAYED).kind == moving.STAYED
+    gate.keep(0)
+    gate.let(ANY)
+    assert ask("[gpu.sync(), gpu.word(m), ctypes.c_uint32.from_address(p).value]") == "[0, 5, 1]"
+    assert line.unsure
     assert ask.end() == ""
 
 
