@@ -118,8 +118,8 @@ class Moved(Alone):
         while self._line() != line:
             pass
 
-    def move(self, there: Gate, more: int | None = None) -> moving.Said:
-        said = self.lose(there) if more is None else self.leave(there, more)
+    def move(self, there: Gate, more: int | None = None, *, ahead: bool = False) -> moving.Said:
+        said = self.lose(there) if more is None else self.leave(there, more, ahead=ahead)
         assert said.text == "", said
         return said
 
@@ -132,14 +132,16 @@ class Moved(Alone):
         inside: bool,
         mapped: Sequence[int] = (),
         more: int | None = None,
+        ahead: bool = False,
     ) -> list[int]:
         """What the program sees that is moved before step `at`, or while it does that step, when its GPU has
-        done `lets` of the operations since its last wait; and does so many more while it is cut off."""
+        done `lets` of the operations since its last wait; and does so many more while it is cut off. `ahead`:
+        what it does again is given to the next one meanwhile."""
         # A program that hangs ends, and so says nothing more.
         watch = threading.Timer(DEADLINE_S, self.process.kill)
         watch.start()
         try:
-            return self._run(steps, at, lets, inside, mapped, more)
+            return self._run(steps, at, lets, inside, mapped, more, ahead)
         finally:
             watch.cancel()
 
@@ -151,6 +153,7 @@ class Moved(Alone):
         inside: bool,
         mapped: Sequence[int],
         more: int | None,
+        ahead: bool,
     ) -> list[int]:
         there = self.stand_by()
         held = at
@@ -165,7 +168,7 @@ class Moved(Alone):
             self._tell("go")
         if at > held:
             self._until(name)
-        self.move(there, more)
+        self.move(there, more, ahead=ahead)
         if not inside:
             self._tell("go")
         while not (line := self._line()).startswith("["):
@@ -266,6 +269,15 @@ def test_what_the_old_context_still_does_while_it_is_cut_off_is_undone_too(
     programs: Programs, steps: list[Step], lets: list[int], more: list[int]
 ) -> None:
     move_everywhere(programs, steps, lets, more=more)
+
+
+@pytest.mark.parametrize("more", range(0, 10, 3))
+def test_it_is_given_to_the_next_one_meanwhile(programs: Programs, more: int) -> None:
+    steps: list[Step] = [("add", 0, 0, 0, 5), ("wait_all", 0, 0, 0, 0)]
+    steps += [("add", 0, 0, 0, 3), ("add", 0, 0, 0, 4), ("sum", 0, 1, 0, 0)]
+    # What the buffer was is saved, that is noted, an event recorded.
+    found = programs.one().run(steps, 4, 3, inside=False, more=more, ahead=True)
+    assert found == model(steps)
 
 
 def test_functions_of_the_host_that_run_while_the_old_context_is_cut_off_have_run(programs: Programs) -> None:

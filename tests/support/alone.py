@@ -16,6 +16,8 @@ from tests.support.moving import Post
 from tests.support.simnode import until
 
 LOOKS, LOOK_S = 20, 0.001
+MANY = 1000
+"""Operations that may begin where it goes: more than there are."""
 
 
 class Alone:
@@ -79,12 +81,22 @@ class Alone:
         self._gate.break_context()
         return self._has_moved(there, self._line_to.move(self.generation, again=1))
 
-    def leave(self, there: Gate, lets: int) -> moving.Said:
-        """It has moved, while its context was well, which has done so many operations when it was cut off."""
+    def leave(self, there: Gate, lets: int, *, ahead: bool = False) -> moving.Said:
+        """It has moved, while its context was well, which has done so many operations when it was cut off.
+
+        `ahead`: all that it was let came before that, and what is done again is given there before any more.
+        """
+        if ahead:
+            until(lambda: self._gate.left() == 0)
+            there.let(MANY)
         self._gate.keep(UNMAP)
         self._line_to.say(moving.MOVE, self.generation, again=1)
         # Where nothing is in flight nothing is waited for.
         until(lambda: self._gate.kept() == UNMAP or not self._line_to.is_silent())
+        if ahead:
+            until(lambda: there.left() < MANY)
+            assert self._line_to.is_silent()
+            there.let(ANY)
         self._gate.let(lets)
         # It may have less to do, and nobody says when it rests: what comes too late is another case.
         for _ in range(LOOKS):
