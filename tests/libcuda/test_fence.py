@@ -315,8 +315,9 @@ def test_room_that_is_being_copied_into_is_cut_off_before_anything_is_copied_the
 
 
 @EXACT
+@pytest.mark.parametrize("again", [1, 3])
 def test_so_is_what_was_about_to_be_copied_into_when_the_others_were_begun(
-    domain: Domain, gate: Gate, second: Domain, post: Post, ask: Program, copies: Path
+    domain: Domain, gate: Gate, second: Domain, post: Post, ask: Program, copies: Path, again: int
 ) -> None:
     line = post.greet(moving.EXACT)
     assert ask("w = gpu.memory(8 << 20); later = Later(gpu)") == "None"
@@ -325,18 +326,22 @@ def test_so_is_what_was_about_to_be_copied_into_when_the_others_were_begun(
     ask("later.start(\"gpu.run('fill', w, 8, 7)\")")
     until(lambda: gate.kept() == COPIED)
     gate.keep(COPIED | UNMAP)
-    line.say(moving.MOVE, 1, again=3)
+    line.say(moving.MOVE, 1, again=again)
     until(lambda: gate.kept() == UNMAP)
-    # The driver of the copy that is being left takes it still.
+    # The driver of the copy that is being left takes it still, but no kernel where a move is ahead.
     gate.keep(UNMAP)
-    assert ask("later.result()") == "0"
+    ask.tell("later.result()")
+    assert again == 1 or ask.answer() == "0"
     gate.keep(ROOM)
     until(lambda: gate.kept() == ROOM)
     ask.tell("[gpu.sync(), gpu.word(m), gpu.word(w)]")
+    assert again == 3 or line.hear(moving.MOVED).values[4] == 1
     assert is_held(ask)
     gate.keep(0)
+    assert again == 3 or ask.answer() == "0"
     assert ask.answer() == "[0, 5, 7]"
-    assert line.hear(moving.MOVED).values[4] == 2
+    assert again == 1 or line.hear(moving.MOVED).values[4] == 2
+    assert line.unsure == []
     assert ask.end() == ""
 
 
