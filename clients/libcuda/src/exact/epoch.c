@@ -15,6 +15,7 @@
 #define MOST_WITHIN ((size_t)4 << 30)	/* bytes of copies in flight: some ms */
 #define LONG_OPERATIONS 256
 #define SOON_NS 50000
+#define FETCHED ((ptrdiff_t)1024)	/* most launches lie one behind the other, each on some hundred bytes */
 
 MPSD_WRITTEN_OFTEN pthread_mutex_t mpsd_exact_lock = PTHREAD_MUTEX_INITIALIZER;
 MPSD_WRITTEN_OFTEN struct mpsd_epoch mpsd_epoch = { .number = 1, .last = &mpsd_epoch.first, .long_from = LONG_OPERATIONS };
@@ -44,8 +45,6 @@ void mpsd_epoch_strike(struct mpsd_op *op)
 	mpsd_epoch.operations--;
 	atomic_store(&op->state, MPSD_OP_IS_FORGOTTEN);
 }
-
-#define FETCHED ((ptrdiff_t)1024)	/* most launches lie one behind the other, each on some hundred bytes */
 
 /* Whoever is last frees it: the driver may have kept a thread for longer than the epoch lasted. */
 static void forget(struct mpsd_op *op)
