@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from libcuda_build.carry import ASKED_OFTEN
 from libcuda_build.compile import FOLDER, BuildError, build_standin
 from libcuda_build.emit import SPARE_NAME_ROOM, spare_name, write_sources
 from libcuda_build.header import Function, HeaderError, find_include, read_functions, version_of
@@ -35,6 +36,9 @@ def test_the_plan_is_sorted_and_whole(functions: dict[str, Function]) -> None:
     assert list(plan.names) == sorted({*functions, "cuGLInit", *plan.names})
     assert {"cuInit", "cuGetProcAddress", "cuGetProcAddress_v2", "cuGetExportTable"} <= set(plan.wrapped)
     assert set(plan.wrapped) <= set(plan.called) <= set(functions)
+    # These are asked of the first copy past all that a wrapper would do.
+    asked = {one.function.name for one in plan.carried if one.does == "ask" and not one.settles}
+    assert set(ASKED_OFTEN) <= asked - set(plan.wrapped)
 
 
 @pytest.mark.parametrize(

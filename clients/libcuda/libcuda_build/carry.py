@@ -18,6 +18,9 @@ CLASSES = ("ask", "work", "waits_all", "waits_stream", "waits_legacy", "waits", 
 SETTLES = ("settles", "settles_stream", "settles_event")
 """What mode `exact` does before a call that takes something away."""
 
+ASKED_OFTEN = ("cuCtxGetDevice", "cuCtxGetDevice_v2", "cuDevicePrimaryCtxGetState")
+"""What PyTorch asks thousands of times for a token. None of them has a wrapper of its own."""
+
 _WAITS = {"waits_all": "ALL", "waits_stream": "STREAM", "waits_legacy": "COPY", "waits": "EVENT"}
 _CONFIG = "const CUlaunchConfig *config"
 _WORDS = ("cuuint32_t value", "cuuint64_t value", "CUstreamBatchMemOpParams ")
@@ -120,11 +123,12 @@ def source(carried: Sequence[Carried], per_thread: Sequence[PerThread]) -> Itera
     yield '#include "exact/exact.h"'
     yield '#include "failover/carry.h"'
     for one in carried:
-        place = "MPSD_OF_A_LAUNCH " if one.function.name in _LAUNCHES else ""
-        yield f"{place}static CUresult carry_{one.function.name}({_list(one.function)})"
+        yield f"{_begin(one)}({_list(one.function)})"
         yield "{"
         yield from _body(one)
         yield "}"
+        if one.function.name in ASKED_OFTEN:
+            yield from _ask_first_copy(one)
     for own in per_thread:
         yield f"static CUresult carry_{own.function.name}({_list(own.function)})"
         yield "{"
@@ -247,6 +251,29 @@ def _body(one: Carried) -> Iterator[str]:
     yield "\treturn result;"
 
 
+def _begin(one: Carried) -> str:
+    name = one.function.name
+    place = "MPSD_OF_A_LAUNCH " if name in _LAUNCHES else ""
+    return (
+        f"MPSD_SELDOM static CUresult ask_{name}"
+        if name in ASKED_OFTEN
+        else f"{place}static CUresult carry_{name}"
+    )
+
+
+def _ask_first_copy(one: Carried) -> Iterator[str]:
+    """Before the first move the program's names are that copy's own; its answer is right after one, too."""
+    name, arguments = one.function.name, ", ".join(_arguments(one, translate=False))
+    yield f"MPSD_OF_A_LAUNCH static CUresult carry_{name}({_list(one.function)})"
+    yield "{"
+    yield f"\tCUresult (*first)({_list(one.function)}) = (__typeof__(first))mpsd_inner[MPSD_{name}];"
+    yield ""
+    yield f"\tif (__builtin_expect(atomic_load(&mpsd_moves) == 0, 1) && first({arguments}) == CUDA_SUCCESS)"
+    yield "\t\treturn CUDA_SUCCESS;"
+    yield f"\treturn ask_{name}({arguments});"
+    yield "}"
+
+
 def _answering(one: Carried) -> Iterator[str]:
     """What is known of the answer only while the copy that gave it is in use."""
     if one.does == "give":
@@ -324,60 +351,3 @@ def _stream(function: Function) -> str:
         if text.startswith("CUstream ") and "*" not in text:
             return _argument(text)
     return "CU_STREAM_LEGACY"
-
-
-# A function that is not carried over: noted once, and refused after a move.
-_THUNKS = """\
-#if defined(__x86_64__)
-.macro thunk index
-	.balign 16
-	endbr64
-	pushq $\\index
-	jmp mpsd_thunk_common
-.endm
-
-	.hidden mpsd_thunks
-	.globl mpsd_thunks
-	.hidden mpsd_opaque
-	.text
-mpsd_thunk_common:
-	.cfi_startproc
-	.cfi_def_cfa_offset 16
-	push %rbp
-	.cfi_def_cfa_offset 24
-	mov %rsp, %rbp
-	sub $48, %rsp
-	mov %rdi, 0(%rsp)
-	mov %rsi, 8(%rsp)
-	mov %rdx, 16(%rsp)
-	mov %rcx, 24(%rsp)
-	mov %r8, 32(%rsp)
-	mov %r9, 40(%rsp)
-	mov 8(%rbp), %rdi
-	and $-16, %rsp
-	call mpsd_opaque
-	lea -48(%rbp), %rsp
-	mov %rax, %r11
-	mov 0(%rsp), %rdi
-	mov 8(%rsp), %rsi
-	mov 16(%rsp), %rdx
-	mov 24(%rsp), %rcx
-	mov 32(%rsp), %r8
-	mov 40(%rsp), %r9
-	mov %rbp, %rsp
-	pop %rbp
-	.cfi_def_cfa_offset 16
-	add $8, %rsp
-	.cfi_def_cfa_offset 8
-	jmp *%r11
-	.cfi_endproc
-	.balign 64
-mpsd_thunks:
-"""
-
-
-def thunks(slots: int) -> Iterator[str]:
-    """The body of thunks.S, between the head and the notes of stubs.S."""
-    yield _THUNKS
-    yield from (f"\tthunk {index}" for index in range(slots))
-    yield "#endif"

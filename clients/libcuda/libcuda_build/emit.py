@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from libcuda_build import carry
+from libcuda_build import carry, thunks
 from libcuda_build.table import Plan
 
 SPARE = 128
@@ -80,8 +80,8 @@ def write_sources(plan: Plan, folder: Path) -> None:
     (folder / "carry.c").write_text(
         f"/* {_MADE} */\n" + "\n".join(carry.source(plan.carried, plan.per_thread)) + "\n"
     )
-    thunks = carry.thunks(len(plan.names) + SPARE)
-    (folder / "thunks.S").write_text(f"/* {_MADE} */\n" + "\n".join(thunks) + "\n" + _NOTES)
+    refused = "\n".join(thunks.thunks(len(plan.names) + SPARE))
+    (folder / "thunks.S").write_text(f"/* {_MADE} */\n{refused}\n{_NOTES}")
 
 
 def spare_name(number: int) -> str:

@@ -30,6 +30,7 @@
 
 /* And so does its way through this library. */
 #define MPSD_OF_A_LAUNCH __attribute__((hot))
+#define MPSD_SELDOM __attribute__((noinline, cold))
 
 enum mpsd_when {
 	MPSD_WHEN_ALWAYS,
