@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from libcuda_build.carry import ASKED_OFTEN
-from libcuda_build.compile import FOLDER, BuildError, build_standin
+from libcuda_build.compile import FOLDER, BuildError, build_proxy, build_standin
 from libcuda_build.emit import SPARE_NAME_ROOM, spare_name, write_sources
 from libcuda_build.header import Function, HeaderError, find_include, read_functions, version_of
 from libcuda_build.table import Plan, TableError, read_plan
@@ -95,6 +95,19 @@ def test_a_compiler_that_warns_is_no_obstacle(tmp_path: Path, monkeypatch: pytes
     assert build_standin(tmp_path / "out").exists()
     with pytest.raises(BuildError, match="Werror=padded"):
         build_standin(tmp_path / "out", strict=True)
+
+
+def test_a_compiler_that_cannot_compile_it_as_one_compiles_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler, calls = tmp_path / "cc", tmp_path / "calls"
+    compiler.write_text(
+        f'#!/bin/sh\necho "$*" >> {calls}\ncase " $*" in *" -flto"*) exit 1 ;; esac\nexec gcc "$@"\n'
+    )
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler))
+    assert build_proxy(tmp_path / "out").exists()
+    assert sum("-flto" in line for line in calls.read_text().splitlines()) == 1
 
 
 def test_no_string_lacks_its_final_zero(tmp_path: Path) -> None:

@@ -38,8 +38,6 @@ _LINK = (
 )
 # The linker would show its own names too, of where a section begins and ends.
 _EXPORTS = "{ global: cu*; local: *; };\n"
-# The way of a launch leads through a dozen files, and is short only where they are compiled as one.
-_TOGETHER = "-flto"
 # Programs keep pointers to the stubs. The driver itself, and so the stand-in, can be unloaded.
 _STAYS = "-Wl,-z,nodelete"
 
@@ -63,7 +61,7 @@ def build_proxy(out: Path, *, sanitize: str = "", include: Path | None = None, s
         folders = (generated, FOLDER / "src")
         sources = sorted((FOLDER / "src").rglob("*.c"))
         sources += [generated / name for name in ("names.c", "carry.c", "stubs.S", "thunks.S")]
-        together = () if sanitize else (f"{_TOGETHER}={_jobs()}",)
+        together = () if sanitize else _together(generated)
         exports = generated / "exports.map"
         exports.write_text(_EXPORTS, encoding="utf-8")
         more = (_STAYS, f"-Wl,--version-script={exports}")
@@ -109,6 +107,18 @@ def _library(
     fresh.rename(target)
     _second_name(out)
     return target
+
+
+def _together(folder: Path) -> tuple[str, ...]:
+    """The option, if whoever compiles and links here has it in this form: it is for speed alone."""
+    options = (f"-flto={_jobs()}",)
+    source, target = folder / "together.c", folder / "together.so"
+    source.write_text("int together(void);\nint together(void) { return 0; }\n", encoding="utf-8")
+    try:
+        _run([_compiler(), "-shared", "-fPIC", *options, "-o", str(target), str(source)])
+    except BuildError:
+        return ()
+    return options
 
 
 def _jobs() -> int:

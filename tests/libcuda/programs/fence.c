@@ -17,6 +17,7 @@
 #include "failover/carry.h"
 #include "failover/cut.h"
 #include "failover/move.h"
+#include "failover/undoroom.h"
 #include "failover/unmapping.h"
 #include "failover/vmm.h"
 #include "failoverwire.h"
@@ -36,10 +37,19 @@ atomic_uint_least64_t mpsd_moves;
 atomic_uint mpsd_inside[MPSD_COPIES_KNOWN];
 struct window mpsd_windows[DEVICES];
 
+/* Two pieces lie in the window, if it is open: the program's, and room for copies of what memory was. */
+#define PIECE ((uint64_t)2 << 20)
+
 bool arena_next_piece(const struct arena *arena, uint64_t from, struct arena_range *piece)
 {
-	(void)arena, (void)from, (void)piece;
-	return false;
+	*piece = (struct arena_range){ from, PIECE };
+	return from < arena->base + 2 * PIECE;
+}
+
+static CUresult unmap(CUdeviceptr address, size_t size)
+{
+	CHECK(mpsd_windows[0].open && address && size == PIECE);
+	return CUDA_SUCCESS;
 }
 
 CUmemGenericAllocationHandle *mpsd_vmm_take(size_t *count)
@@ -51,7 +61,7 @@ CUmemGenericAllocationHandle *mpsd_vmm_take(size_t *count)
 unsigned int mpsd_exact_room_last(struct arena_range *pieces, unsigned int count)
 {
 	(void)pieces;
-	return count;
+	return count / 2;
 }
 
 unsigned int mpsd_in_use_number(void)
@@ -108,10 +118,12 @@ enum mpsd_cut_state mpsd_cut_look(struct mpsd_cut *cut)
 	return atomic_load(&is_cut) ? MPSD_CUT_DONE : MPSD_CUT_GOES_ON;
 }
 
+static int until_enough;	/* so many looks; 0: it never is */
+
 bool mpsd_cut_is_enough(const struct mpsd_cut *cut)
 {
 	(void)cut;
-	return false;
+	return until_enough && !--until_enough;
 }
 
 bool mpsd_cut_is_gone(const struct mpsd_cut *cut, unsigned int piece)
@@ -218,12 +230,43 @@ static void told(bool ahead, bool refused)
 	close(line[1]);
 }
 
+/* The program goes on while the room is still cut off: with that word the room is its own again. */
+static void told_before_it_goes_on(void)
+{
+	struct mpsd_failover_message word = { .magic = MPSD_FAILOVER_MAGIC,
+					      .version = MPSD_FAILOVER_VERSION,
+					      .kind = MPSD_FAILOVER_FENCED,
+					      .generation = 1 };
+	int line[2];
+
+	CHECK(!socketpair(AF_UNIX, SOCK_SEQPACKET, 0, line));
+	CHECK(write(line[1], &word, sizeof(word)) == (ssize_t)sizeof(word));
+	real[0] = (void *)unmap;
+	mpsd_windows[0] = (struct window){ .open = true, .arena = { .base = PIECE, .pieces = 2 } };
+	is_told = true;
+	goes_ahead = false;
+	busy = 1;
+	until_enough = 2;
+	mpsd_fence_listen(line[0], 1);
+	CHECK(mpsd_fence(false));
+	CHECK(mpsd_fence_is_unfinished() && mpsd_undoroom_is_open());
+	mpsd_fence_finish();
+	CHECK(!mpsd_fence_is_unfinished());
+	atomic_store(&is_cut, true);
+	mpsd_unmapping_await(PATIENCE_MS);
+	CHECK(!mpsd_unmapping_lasts());
+	mpsd_windows[0].open = is_told = false;
+	close(line[0]);
+	close(line[1]);
+}
+
 /* The word is taken from the line once: who has the lock of the records then does not take it away. */
 static void a_word_is_kept(void)
 {
 	told(true, false);
 	told(false, false);
 	told(false, true);
+	told_before_it_goes_on();
 }
 
 int main(void)

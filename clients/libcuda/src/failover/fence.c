@@ -15,6 +15,7 @@
 #include "failover/unmapping.h"
 
 #define END_MS 2000
+#define ASK_MS 1
 #define LONGEST_NS 10000000000ull	/* less than a held call waits */
 
 static struct mpsd_unmapping *begun, *unfinished;	/* the mover's */
@@ -41,11 +42,20 @@ static bool is_said(uint64_t number)
 	return mpsd_fence_is_said(line, number);
 }
 
-/* That is the end of kernels. Whoever had the lock that this needs may have given it back at the next look. */
+/*
+ * That is the end of kernels. Whoever had the lock that this needs may have given it back a while later; not at each look,
+ * for all that is in flight may be gone through.
+ */
 static bool is_told(struct mpsd_unmapping *unmapping)
 {
-	unmapping->has_heard = unmapping->has_heard || is_said(generation);
-	return unmapping->has_heard && mpsd_exact_close();
+	bool is_new = !unmapping->has_heard && is_said(generation);
+	uint64_t now = mpsd_now_ns();
+
+	if (!is_new && (!unmapping->has_heard || now < unmapping->asked_ns + ASK_MS * 1000000ull))
+		return false;
+	unmapping->has_heard = true;
+	unmapping->asked_ns = now;
+	return mpsd_exact_close();
 }
 
 static bool wait_for(struct mpsd_unmapping *unmapping)
@@ -53,7 +63,7 @@ static bool wait_for(struct mpsd_unmapping *unmapping)
 	struct pollfd polled[2] = { { .fd = unmapping->ended, .events = POLLIN }, { .fd = line, .events = POLLIN } };
 
 	for (;;) {
-		if (poll(polled, 2, unmapping->has_heard ? 1 : -1) < 0)
+		if (poll(polled, 2, unmapping->has_heard ? ASK_MS : -1) < 0)
 			continue;
 		if (polled[0].revents)
 			return atomic_load(&unmapping->is_through) && atomic_load(&unmapping->all);
@@ -133,6 +143,9 @@ static bool begin(bool may_go_ahead)
 	/* What is in flight is known now alone: what is done again goes by the same records. */
 	unmapping->may_be_told = mpsd_exact_close();
 	unfinished = unmapping;
+	/* Nobody says it again. */
+	if (unmapping->has_heard)
+		mpsd_fence_told(generation);
 	return is;
 }
 

@@ -135,7 +135,7 @@ static bool cut_the_others(struct mpsd_unmapping *unmapping)
 		if (is_enough)
 			mpsd_unmapping_decide(unmapping, MPSD_FENCE_HOLDS);
 		mpsd_unmapping_hear(unmapping);
-		mpsd_fence_rest(began, spins && !is_enough);
+		mpsd_fence_rest(began, spins && !is_enough && !atomic_load(&unmapping->decided_ns));
 	}
 	if (unmapping->goes_on && mpsd_cut_is_enough(unmapping->cut))
 		mpsd_unmapping_decide(unmapping, MPSD_FENCE_HOLDS);

@@ -39,6 +39,7 @@ struct mpsd_unmapping {
 	bool may_be_told;		/* the end of kernels is the end of all that may come into the rest */
 	atomic_bool is_told;		/* so it was */
 	bool has_heard;			/* the mover, of one that is not ahead: the word was said */
+	uint64_t asked_ns;		/* when it looked last whether that tells it anything */
 	pthread_mutex_t hearing;
 	int line;			/* on which its thread may be told, too; with that lock; -1: it may not */
 	CUmemGenericAllocationHandle *handles;	/* of the program's own memory, which lasts as long as the last one */
