@@ -26,18 +26,23 @@ A_WHILE_S = 0.1
 STILL_WRITES = "the old context may still write"
 
 
-def given(line: Line, gate: Gate, next_gate: Gate, ask: Program, keep: int = UNMAP) -> None:
-    """All is given to the next copy, while the old one, which is well, is kept where it is cut off.
-
-    m was 4, and two kernels are to add 1 to it each, of which none has begun in either copy.
-    """
-    assert ask("gpu.run('add', m, 8, 1)") == "0"
+def giving(line: Line, gate: Gate, next_gate: Gate, keep: int = UNMAP) -> None:
+    """Who moves it is kept where it gives the next copy what is put back, while the old one is cut off."""
     next_gate.let(MANY)
     next_gate.keep(COPIED)
     gate.keep(keep)
     line.say(moving.MOVE, 1, again=1)
     until(lambda: gate.kept() == UNMAP)
     until(lambda: next_gate.kept() == COPIED)
+
+
+def given(line: Line, gate: Gate, next_gate: Gate, ask: Program, keep: int = UNMAP) -> None:
+    """All is given to the next copy, while the old one, which is well, is kept where it is cut off.
+
+    m was 4, and two kernels are to add 1 to it each, of which none has begun in either copy.
+    """
+    assert ask("gpu.run('add', m, 8, 1)") == "0"
+    giving(line, gate, next_gate, keep)
     next_gate.keep(0)
     ask.tell("[gpu.sync(), gpu.word(m)]")
     assert is_held(ask)
@@ -188,16 +193,6 @@ def test_where_the_old_context_may_write_on_no_wait_succeeds_any_more(
     assert ask("[gpu.run('fill', m, 8, 3), gpu.sync(), gpu.sync()]") == "[0, 719, 719]"
     gate.keep(0)
     assert STILL_WRITES in ask.end()
-
-
-def giving(line: Line, gate: Gate, next_gate: Gate, keep: int = UNMAP) -> None:
-    """Who moves it is kept where it gives the next copy what is put back, while the old one is cut off."""
-    next_gate.let(MANY)
-    next_gate.keep(COPIED)
-    gate.keep(keep)
-    line.say(moving.MOVE, 1, again=1)
-    until(lambda: gate.kept() == UNMAP)
-    until(lambda: next_gate.kept() == COPIED)
 
 
 @EXACT

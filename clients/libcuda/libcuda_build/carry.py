@@ -253,12 +253,10 @@ def _body(one: Carried) -> Iterator[str]:
 
 def _begin(one: Carried) -> str:
     name = one.function.name
+    if name in ASKED_OFTEN:
+        return f"MPSD_SELDOM static CUresult ask_{name}"
     place = "MPSD_OF_A_LAUNCH " if name in _LAUNCHES else ""
-    return (
-        f"MPSD_SELDOM static CUresult ask_{name}"
-        if name in ASKED_OFTEN
-        else f"{place}static CUresult carry_{name}"
-    )
+    return f"{place}static CUresult carry_{name}"
 
 
 def _ask_first_copy(one: Carried) -> Iterator[str]:

@@ -207,47 +207,53 @@ static void who_spins(void)
 	}
 }
 
-/* Nothing else comes to its end. */
-static void told(bool ahead, bool refused)
+/* The word is on the line that is listened to. */
+static void say(int line[2])
 {
-	struct mpsd_failover_message word = { .magic = MPSD_FAILOVER_MAGIC,
-					      .version = MPSD_FAILOVER_VERSION,
-					      .kind = MPSD_FAILOVER_FENCED,
-					      .generation = 1 };
-	int line[2];
+	const struct mpsd_failover_message word = { .magic = MPSD_FAILOVER_MAGIC,
+						    .version = MPSD_FAILOVER_VERSION,
+						    .kind = MPSD_FAILOVER_FENCED,
+						    .generation = 1 };
 
 	CHECK(!socketpair(AF_UNIX, SOCK_SEQPACKET, 0, line));
 	CHECK(write(line[1], &word, sizeof(word)) == (ssize_t)sizeof(word));
 	is_told = true;
-	busy = 1;
-	atomic_store(&is_refused, refused);
 	mpsd_fence_listen(line[0], 1);
-	move(ahead);
-	CHECK(recv(line[0], &word, sizeof(word), MSG_DONTWAIT) < 0);
-	atomic_store(&is_refused, false);
+}
+
+static void say_no_more(const int line[2])
+{
 	is_told = false;
 	close(line[0]);
 	close(line[1]);
 }
 
+/* Nothing else comes to its end. */
+static void told(bool ahead, bool refused)
+{
+	struct mpsd_failover_message word;
+	int line[2];
+
+	say(line);
+	busy = 1;
+	atomic_store(&is_refused, refused);
+	move(ahead);
+	CHECK(recv(line[0], &word, sizeof(word), MSG_DONTWAIT) < 0);
+	atomic_store(&is_refused, false);
+	say_no_more(line);
+}
+
 /* The program goes on while the room is still cut off: with that word the room is its own again. */
 static void told_before_it_goes_on(void)
 {
-	struct mpsd_failover_message word = { .magic = MPSD_FAILOVER_MAGIC,
-					      .version = MPSD_FAILOVER_VERSION,
-					      .kind = MPSD_FAILOVER_FENCED,
-					      .generation = 1 };
 	int line[2];
 
-	CHECK(!socketpair(AF_UNIX, SOCK_SEQPACKET, 0, line));
-	CHECK(write(line[1], &word, sizeof(word)) == (ssize_t)sizeof(word));
+	say(line);
 	real[0] = (void *)unmap;
 	mpsd_windows[0] = (struct window){ .open = true, .arena = { .base = PIECE, .pieces = 2 } };
-	is_told = true;
 	goes_ahead = false;
 	busy = 1;
 	until_enough = 2;
-	mpsd_fence_listen(line[0], 1);
 	CHECK(mpsd_fence(false));
 	CHECK(mpsd_fence_is_unfinished() && mpsd_undoroom_is_open());
 	mpsd_fence_finish();
@@ -255,9 +261,8 @@ static void told_before_it_goes_on(void)
 	atomic_store(&is_cut, true);
 	mpsd_unmapping_await(PATIENCE_MS);
 	CHECK(!mpsd_unmapping_lasts());
-	mpsd_windows[0].open = is_told = false;
-	close(line[0]);
-	close(line[1]);
+	mpsd_windows[0].open = false;
+	say_no_more(line);
 }
 
 /* The word is taken from the line once: who has the lock of the records then does not take it away. */

@@ -12,12 +12,11 @@ void mpsd_op_share(struct mpsd_op *op)
 	atomic_fetch_add(&op->shares, 1);
 }
 
-/* False: somebody else has it, too. */
-static bool let_go(struct mpsd_op *op)
+static void end(struct mpsd_op *op, void (*give_back)(struct mpsd_shelf *shelf))
 {
 	/* Nobody can come to share what nobody else has. */
 	if (atomic_load(&op->shares) && atomic_fetch_sub(&op->shares, 1) > 0)
-		return false;
+		return;
 	if (op->kind == MPSD_OP_COPY) {
 		free(op->copy.kept);
 	} else if (op->kind == MPSD_OP_GRAPH) {
@@ -27,27 +26,20 @@ static bool let_go(struct mpsd_op *op)
 	} else if (op->kind == MPSD_OP_HOST) {
 		mpsd_host_let_go(op->host);
 	}
-	return true;
+	if (op->shelf)
+		give_back(op->shelf);
+	else
+		free(op);
 }
 
 void mpsd_op_free(struct mpsd_op *op)
 {
-	if (!let_go(op))
-		return;
-	if (op->shelf)
-		mpsd_shelf_give(op->shelf);
-	else
-		free(op);
+	end(op, mpsd_shelf_give);
 }
 
 void mpsd_op_forget(struct mpsd_op *op)
 {
-	if (!let_go(op))
-		return;
-	if (op->shelf)
-		mpsd_shelf_take_back(op->shelf);
-	else
-		free(op);
+	end(op, mpsd_shelf_take_back);
 }
 
 /* `alone`: what comes before it is not what the program had before it, so it begins when that has ended. */

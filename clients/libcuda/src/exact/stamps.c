@@ -62,6 +62,11 @@ bool mpsd_stamps_know(CUdeviceptr address)
 	return true;
 }
 
+static uint64_t page_of(CUdeviceptr address)
+{
+	return (address - window_base) / MPSD_EXACT_PAGE;
+}
+
 struct mpsd_pages mpsd_stamps_pages(CUdeviceptr address, uint64_t size)
 {
 	uint64_t offset = address - window_base, most = count * MPSD_EXACT_PAGE - offset;
@@ -142,7 +147,7 @@ bool mpsd_stamps_is_whole(const struct mpsd_plan *plan, CUdeviceptr address)
 	uint64_t when = 0;
 
 	if (mpsd_stamps_hold(address))
-		when = atomic_load_explicit(&wholes[(address - window_base) / MPSD_EXACT_PAGE], memory_order_relaxed);
+		when = atomic_load_explicit(&wholes[page_of(address)], memory_order_relaxed);
 	return (when == of_epoch(epoch_now()) || when == of_plan(plan)) && !may_have_grown(address);
 }
 
@@ -171,7 +176,7 @@ void mpsd_stamps_note_whole(const struct mpsd_plan *plan, const struct mpsd_allo
 
 MPSD_OF_A_LAUNCH void mpsd_stamps_fetch(CUdeviceptr address)
 {
-	const uint64_t page = (address - window_base) / MPSD_EXACT_PAGE;
+	const uint64_t page = page_of(address);
 
 	if (page < count)
 		__builtin_prefetch(&wholes[page]);
@@ -179,7 +184,7 @@ MPSD_OF_A_LAUNCH void mpsd_stamps_fetch(CUdeviceptr address)
 
 MPSD_OF_A_LAUNCH bool mpsd_stamps_is_whole_now(CUdeviceptr address)
 {
-	const uint64_t page = (address - window_base) / MPSD_EXACT_PAGE;
+	const uint64_t page = page_of(address);
 
 	return stamps && page < count &&
 	       atomic_load_explicit(&wholes[page], memory_order_relaxed) == of_epoch(mpsd_epoch.number) &&
