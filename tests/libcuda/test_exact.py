@@ -229,9 +229,8 @@ def test_pinned_memory_that_a_kernel_may_write_is_not_done_again(
     assert ask("[gpu.run('add', host, 8, 1), gpu.run('long', m, 8, 1)]") == "[0, 0]"
     break_domain(domain)
     assert "pinned memory" in move(line).text
-    # The daemon had heard of it before.
-    (reason,) = line.unsure
-    assert reason.startswith("a kernel that may write pinned memory of the host: ")
+    assert line.why_unsure().startswith("a kernel that may write pinned memory of the host: ")
+    assert line.unsure == []
     assert ask("gpu.sync(), gpu.sync()") == "(719, 0)"
     assert "pinned memory" in ask.end()
 

@@ -70,6 +70,11 @@ class Line:
         assert said.kind in kinds, said
         return said
 
+    def why_unsure(self) -> str:
+        """Why some of its work cannot be done again. It is told of in a program's own time: before a move that
+        it matters to has ended, or after."""
+        return self.unsure.pop(0) if self.unsure else self.hear(UNSURE).text
+
     def _next(self) -> Said:
         magic, version, kind, _, _, generation, *rest = _LAYOUT.unpack(self._sock.recv(4096))
         assert (magic, version) == (MAGIC, VERSION)
