@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from faultinject import report
-from faultinject.proxy import deaths, memory_end, numba_suite, pairs
+from faultinject.proxy import deaths, entries, memory_end, numba_suite
 from faultinject.proxy.judge import VALIDATED
 from faultinject.verdict import Verdict
 from mpsd.errors import UsageError
@@ -49,7 +49,7 @@ def judged(data: Mapping[str, Any]) -> dict[str, Any]:
     try:
         found = dict(data)
         if data["programs"] is not None:
-            found["programs"] = [pairs.judged(e, bars=bool(data["bars"])) for e in data["programs"]]
+            found["programs"] = [entries.judged(e, bars=bool(data["bars"])) for e in data["programs"]]
         for part, judge in PARTS:
             if data[part] is not None and not data[part].get("not_run"):
                 found[part] = {**data[part], **_said(judge(data[part]))}
