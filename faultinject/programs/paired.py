@@ -3,7 +3,7 @@ at once with others.
 
 It says `imported` (or `lacking`, with what is not installed), does `begin` (set up and so many steps),
 `block` (so many timed steps, after the word `working`) as often as it is told, and `finish`: the digest of
-all its results.
+all its results. Where it has the proxy it does `round`, too: blocks past the proxy and through it.
 """
 
 from __future__ import annotations
@@ -14,10 +14,13 @@ import importlib
 import os
 import sys
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from faultinject.programs.device import BACKENDS
 from faultinject.programs.talk import Inbox, clock, identity, no_core_dumps, say
+from faultinject.proxy import past
+from faultinject.proxy.within import THROUGH
 from faultinject.proxy.work import NAMES, Work
 
 CPUS = 2
@@ -63,11 +66,32 @@ def digest(work: Work) -> str:
     return found.hexdigest()
 
 
+class Rounds:
+    """Blocks past the proxy and through it, of one work. Raises UnsupportedError where there is no proxy."""
+
+    def __init__(self, work: Work) -> None:
+        self._work, self._past = work, past.find()
+        self.functions = self._past.differing()
+
+    def run(self, order: Mapping[str, Any]) -> dict[str, Any]:
+        """Times and beats of each of the `blocks` ordered, by its name, without its `warm` first steps."""
+        blocks = {}
+        for name in order["blocks"]:
+            self._past.go(past=name != THROUGH)
+            timed(self._work, int(order["warm"]))
+            take_beats(self._work)
+            times = timed(self._work, int(order["steps"]))
+            blocks[name] = {"times": times, "beats": take_beats(self._work)}
+        self._past.go(past=False)
+        return blocks
+
+
 def serve(work: Work, inbox: Inbox, steps: int) -> None:
     """Begin, then do what is ordered until the end."""
     times = timed(work, steps)
-    take_beats(work)
-    say("begun", digest=digest(work), times=times[len(times) // 2 :])
+    beats = len(take_beats(work))
+    say("begun", digest=digest(work), times=times[len(times) // 2 :], beats=beats / max(1, steps))
+    rounds: Rounds | None = None
     while True:
         order = inbox.wait()
         match order["do"] if order else "stop":
@@ -76,6 +100,9 @@ def serve(work: Work, inbox: Inbox, steps: int) -> None:
                 began = clock()
                 times = timed(work, int(order["steps"]) if order else 0)
                 say("block", began=began, times=times, beats=take_beats(work))
+            case "round" if order:
+                rounds = rounds or Rounds(work)
+                say("round", blocks=rounds.run(order), functions=rounds.functions)
             case "finish":
                 say("finished", digest=digest(work))
             case _:

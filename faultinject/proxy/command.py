@@ -51,6 +51,7 @@ class Plan:
         words = ["mpsd-faultinject", "proxy", "--backend", self.backend, "--seed", str(self.seed)]
         words += ["--programs", ",".join(self.programs or ["none"]), "--modes", ",".join(self.modes)]
         words += ["--pairs", str(self.rounds.least), "--pairs-most", str(self.rounds.most)]
+        words += ["--within"] if self.rounds.within else []
         words += ["--cores", str(len(self.cores))] if self.cores else []
         words += ["--deaths", str(self.deaths), "--at-once", str(self.at_once)]
         words += ["--memory-end"] if self.memory_end else []
@@ -173,6 +174,12 @@ def add_parser(commands: Any, types: Any) -> None:
         help="more of them while the medians may be off by a quarter of a percent, so many at most",
     )
     proxy.add_argument(
+        "--within",
+        action="store_true",
+        help="rounds within each proxied process: blocks of steps past the proxy, and through it, in turns "
+        "(to measure what its calls cost where two processes differ by more; not with validate)",
+    )
+    proxy.add_argument(
         "--cores",
         type=types.number(0, 1024),
         default=0,
@@ -203,11 +210,16 @@ def _go(args: argparse.Namespace) -> int:
             raise UsageError(
                 f"there is no mode {mode!r} of the proxy", remedy=f"of: {', '.join(pairs.MODES)}"
             )
+    if args.within and judge.VALIDATED in args.modes:
+        raise UsageError(
+            "--within times steps, and those of mode validate are not judged by time",
+            remedy="run validate by itself",
+        )
     plan = Plan(
         args.backend,
         chosen(args.programs, args.backend),
         [mode for mode in pairs.MODES if mode in args.modes],
-        pairs.Rounds(args.pairs, max(args.pairs, args.pairs_most)),
+        pairs.Rounds(args.pairs, max(args.pairs, args.pairs_most), args.within),
         args.seed,
         args.deaths,
         args.at_once,

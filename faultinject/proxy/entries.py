@@ -7,7 +7,18 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from faultinject.proxy.judge import STEP_BAR, TRAINING_BAR, Pair, Side, check, memory_ratio, ratio, verdict
+from faultinject.proxy.judge import (
+    STEP_BAR,
+    TRAINING_BAR,
+    Pair,
+    Ratio,
+    Side,
+    Within,
+    check,
+    memory_ratio,
+    ratio,
+    verdict,
+)
 from faultinject.proxy.work import HIDDEN, MAPPED, TRAININGS
 from faultinject.verdict import Verdict
 
@@ -18,16 +29,24 @@ def figures(pair: Pair, facts: Mapping[str, Any]) -> dict[str, Any]:
     step_plain = statistics.median(plain.blocks) if plain.blocks else None
     step_proxied = statistics.median(proxied.blocks) if proxied.blocks else None
     found, noise = ratio(proxied.blocks, plain.blocks), ratio(pair.again.blocks, plain.blocks)
+    # Reports of runs without them have no such figures.
+    within = pair.within
+    more = {"within_ratio": _data(within.ratio()), "within_noise": _data(within.noise())} if within else {}
     return {
         "step_ms_plain": None if step_plain is None else round(step_plain * 1e3, 4),
         "step_ms_proxied": None if step_proxied is None else round(step_proxied * 1e3, 4),
         "per_second_plain": facts["per_step"] / step_plain if step_plain else None,
         "per_second_proxied": facts["per_step"] / step_proxied if step_proxied else None,
-        "step_ratio": asdict(found) if found else None,
-        "noise_ratio": asdict(noise) if noise else None,
+        "step_ratio": _data(found),
+        "noise_ratio": _data(noise),
         "memory_ratio": memory_ratio(proxied, plain),
         "memory_noise": memory_ratio(pair.again, plain),
+        **more,
     }
+
+
+def _data(found: Ratio | None) -> dict[str, Any] | None:
+    return asdict(found) if found else None
 
 
 def step_bar(mode: str, program: str) -> float:
@@ -41,8 +60,15 @@ def judged(entry: Mapping[str, Any], *, bars: bool) -> dict[str, Any]:
         return {**entry, "figures": None, "verdict": None, "findings": []}
     sides = {name: Side.of(entry[name]) for name in ("plain", "again", "proxied")}
     bar = step_bar(entry["mode"], entry["program"])
-    mapped, hidden = entry["program"] in MAPPED, entry["program"] in HIDDEN
-    pair = Pair(entry["mode"], untimed=entry["untimed"], step_bar=bar, mapped=mapped, hidden=hidden, **sides)
+    pair = Pair(
+        entry["mode"],
+        **sides,
+        untimed=entry["untimed"],
+        step_bar=bar,
+        mapped=entry["program"] in MAPPED,
+        hidden=entry["program"] in HIDDEN,
+        within=Within.of(entry["within"]) if entry.get("within") else None,
+    )
     findings = check(pair, bars=bars)
     return {
         **entry,
@@ -57,6 +83,7 @@ def progress(entry: Mapping[str, Any], took_s: float) -> str:
     if entry["not_run"]:
         return f"{name}: not run: {entry['not_run']}"
     why = "".join(f"\n    {f['law']}: {f['text']}" for f in entry["findings"])
-    step = entry["figures"]["step_ratio"]
+    figures = entry["figures"]
+    step = figures.get("within_ratio") or figures["step_ratio"]
     times = f", step time x {step['median']:.4f}" if step else ""
     return f"{name}: {entry['verdict']}{times}, {took_s:.1f} s{why}"

@@ -3,6 +3,11 @@
 `blocks` are medians of step times in seconds, one for each round (of a program with beats, see pace()); the
 programs of a group take their turns round by round, so the blocks of one round are neighbours in time.
 `memory` is what NVML saw the whole GPU gain while the program came up and worked, in bytes.
+
+Where blocks past the proxy and through it were timed within the proxied process (Within), the step time is
+judged by these. The median of their ratios may be off by twice its standard error, or by as much as two
+blocks past the proxy differ, whichever is more: where the bar is no farther away than that, the verdict would
+be chance, and is unknown.
 """
 
 from __future__ import annotations
@@ -25,6 +30,11 @@ ROUNDS_LEAST = 3
 BEATS_LEAST = 20
 # Of the bar on step times: where the median of the rounds may be off by more, the verdict would be chance.
 ERROR_SHARE = 1 / 4
+# For rounds within a process: by fewer the quartiles say too little of how the ratios are spread.
+WITHIN_LEAST = 9
+# Of the bar on step times: what two blocks past the proxy may differ by.
+NOISE_SHARE = 1 / 2
+ERRORS = 2
 
 Judgement = tuple[Verdict, str] | None
 
@@ -48,6 +58,39 @@ class Side:
 
 
 @dataclass(frozen=True, slots=True)
+class Within:
+    """Blocks of one process, in seconds, one of each for a round: past the proxy, through it, past it again.
+
+    `functions`: how many of those that went past are the proxy's own otherwise.
+    """
+
+    past: tuple[float, ...]
+    through: tuple[float, ...]
+    again: tuple[float, ...]
+    functions: int
+
+    @classmethod
+    def of(cls, data: Mapping[str, Any]) -> Within:
+        past, through, again = (tuple(data[name]) for name in ("past", "through", "again"))
+        return cls(past, through, again, data["functions"])
+
+    def ratio(self) -> Ratio | None:
+        """Of the block through the proxy to the mean of the two past it."""
+        return ratio(self.through, [(a + b) / 2 for a, b in zip(self.past, self.again, strict=False)])
+
+    def noise(self) -> Ratio | None:
+        """Of the two past it."""
+        return ratio(self.again, self.past)
+
+    def is_settled(self) -> bool:
+        """Whether more rounds would hardly change either: twice its error is a quarter of the bar at most."""
+        rounds = len(self.through)
+        found = [one for one in (self.ratio(), self.noise()) if one is not None]
+        errors = [ERRORS * standard_error(one, rounds) for one in found]
+        return rounds >= WITHIN_LEAST and len(errors) == 2 and max(errors) <= STEP_BAR * ERROR_SHARE
+
+
+@dataclass(frozen=True, slots=True)
 class Pair:
     """`plain` and `again` are the same program without the proxy: how far they differ is noise.
 
@@ -64,6 +107,7 @@ class Pair:
     step_bar: float = STEP_BAR
     mapped: bool = False
     hidden: bool = False
+    within: Within | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +244,8 @@ def results_same(pair: Pair) -> Judgement:
 def step_time_same(pair: Pair) -> Judgement:
     if pair.untimed or pair.mode == VALIDATED or pair.plain.failure or pair.proxied.failure:
         return None
+    if pair.within is not None:
+        return _same_within(pair.within, pair)
     proxied = ratio(pair.proxied.blocks, pair.plain.blocks)
     noise = ratio(pair.again.blocks, pair.plain.blocks)
     if proxied is None or noise is None:
@@ -208,6 +254,22 @@ def step_time_same(pair: Pair) -> Judgement:
         return unknown(f"without the proxy one process took {noise.median:.4f} of another's time")
     text = f"a step took {proxied.median:.4f} of the time without the proxy"
     return invalid(text) if proxied.median > 1 + pair.step_bar else valid(text)
+
+
+def _same_within(within: Within, pair: Pair) -> Judgement:
+    found, noise, rounds = within.ratio(), within.noise(), len(within.through)
+    if found is None or noise is None or rounds < WITHIN_LEAST:
+        return unknown(f"fewer than {WITHIN_LEAST} rounds were timed within the process")
+    if not within.functions and pair.mode != "forward":
+        return unknown("none of the functions that went past is the proxy's own")
+    off = abs(noise.median - 1)
+    if off > STEP_BAR * NOISE_SHARE:
+        return unknown(f"past the proxy one block took {noise.median:.4f} of another's time")
+    doubt = max(ERRORS * standard_error(found, rounds), off)
+    text = f"through the proxy a step took {found.median:.4f} of the time past it, known to {doubt:.4f}"
+    if abs(found.median - (1 + pair.step_bar)) <= doubt:
+        return unknown(f"{text}: too near to {1 + pair.step_bar:.2f}")
+    return invalid(text) if found.median > 1 + pair.step_bar else valid(text)
 
 
 def memory_same(pair: Pair) -> Judgement:

@@ -3,7 +3,8 @@
 Without the proxy twice (their difference is noise), with it passing all calls on, with the vault, with a
 guard over host memory too, and ready for a fail-over in either mode. All come up first, one after another,
 so that what each takes of the GPU's memory shows; then they are timed round by round while the others wait.
-All are clients of the same mpsd.
+All are clients of the same mpsd. Rounds may be within each proxied process instead (within.py): those without
+the proxy do as many steps then, for their results.
 """
 
 from __future__ import annotations
@@ -24,10 +25,12 @@ from faultinject.proxy.judge import (
     STANDBY_MODES,
     VALIDATED,
     Side,
+    Within,
     are_settled,
     pace,
 )
 from faultinject.proxy.library import FAR_BYTES, MPSD_RUN, Libraries, read_stats
+from faultinject.proxy.within import BLOCKS, THROUGH, Shape, order, paces, shape
 from faultinject.rig import Rig
 from faultinject.worker import Worker
 from mpsd.errors import DeadlineError, UnsupportedError, UsageError
@@ -55,10 +58,14 @@ LEAST_MEMORY = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Rounds:
-    """How many are timed: `least`, and then more until the medians are settled, `most` at most."""
+    """How many are timed: `least`, and then more until the medians are settled, `most` at most.
+
+    `within`: each is one of blocks past the proxy and through it, within the proxied processes.
+    """
 
     least: int
     most: int
+    within: bool = False
 
 
 @dataclass(slots=True)
@@ -71,6 +78,8 @@ class Member:
     memory: int | None = None
     process_memory: int | None = None
     blocks: list[float] = field(default_factory=list)
+    within: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in BLOCKS})
+    functions: int = 0
     stats: Mapping[str, Any] | None = None
     failover: Mapping[str, Any] | None = None
     failure: str = ""
@@ -79,6 +88,10 @@ class Member:
     def side(self) -> Side:
         digest = "-".join(self.digests)
         return Side(digest, self.memory, tuple(self.blocks), self.stats, self.failure, self.failover)
+
+    def within_data(self) -> dict[str, Any]:
+        """As the report has it: blocks past the proxy and through it."""
+        return {**self.within, "functions": self.functions}
 
 
 class Group:
@@ -103,6 +116,7 @@ class Group:
         self.facts: dict[str, Any] = {"unit": "", "per_step": 1, "untimed": "", "beat": ""}
         self.lack: str | None = None
         self._times: list[float] = []
+        self._beats = 0.0
 
     def _spawn(self, name: str, seed: int) -> Worker:
         service, libraries = self.rig.mpsd, self.libraries
@@ -137,7 +151,8 @@ class Group:
             return
         for member in self.members.values():
             self._attempt(member, self._begin)
-        steps = self._steps()
+        form = self._shape() if self.rounds.within else None
+        steps = form.of_round if form else self._steps()
         names = list(self.members)
         for number in range(self.rounds.most):
             if number >= self.rounds.least and self._is_settled():
@@ -145,14 +160,21 @@ class Group:
             # Nobody is always the first of a round.
             turn = number % len(names)
             for name in names[turn:] + names[:turn]:
-                self._attempt(self.members[name], self._block, steps)
+                if form and name in MODES:
+                    self._attempt(self.members[name], self._round, form, number)
+                else:
+                    self._attempt(self.members[name], self._block, steps)
         for member in self.members.values():
             self._attempt(member, self._finish)
 
     def _is_settled(self) -> bool:
         alive = [m for m in self.members.values() if not m.failure]
+        if self.facts["untimed"]:
+            return True
+        if self.rounds.within:
+            return all(Within.of(m.within_data()).is_settled() for m in alive if m.name in MODES)
         others = [m.blocks for m in alive if m.name != "plain"]
-        return bool(self.facts["untimed"]) or are_settled(self.members["plain"].blocks, others)
+        return are_settled(self.members["plain"].blocks, others)
 
     def wait_imported(self) -> None:
         """Until every member is there, or has said what is not installed."""
@@ -193,6 +215,7 @@ class Group:
         member.digests.append(said.data["digest"])
         member.stats = read_stats(member.worker.pid)
         self._times = self._times or said.data["times"]
+        self._beats = self._beats or said.data["beats"]
 
     def _wait_ready(self, member: Member) -> None:
         """Until it has a standby, whose memory counts. Raises DeadlineError."""
@@ -213,8 +236,13 @@ class Group:
 
     def _steps(self) -> int:
         """Steps of a block: the same for all, so that all compute the same."""
-        step = statistics.median(self._times) if self._times else BLOCK_S
-        return max(2, min(self._most(STEPS_MOST), round(BLOCK_S / max(step, 1e-6))))
+        return max(2, min(self._most(STEPS_MOST), round(BLOCK_S / max(self._step_s(), 1e-6))))
+
+    def _step_s(self) -> float:
+        return statistics.median(self._times) if self._times else BLOCK_S
+
+    def _shape(self) -> Shape:
+        return shape(self._step_s(), self._beats, STEPS_MOST)
 
     def _most(self, steps: int) -> int:
         """The steps of a validated program take many times as long, and each is like the one before."""
@@ -225,6 +253,16 @@ class Group:
         member.worker.tell("block", steps=steps)
         said = member.worker.must("block", timeout=_within(member, STEP_S), after=heard)
         member.blocks.append(pace(said.data["times"], said.data["beats"]))
+
+    def _round(self, member: Member, form: Shape, number: int) -> None:
+        heard = member.worker.count("round")
+        member.worker.tell("round", blocks=order(number), warm=form.warm, steps=form.steps)
+        said = member.worker.must("round", timeout=STEP_S, after=heard)
+        found = paces(said.data["blocks"], form)
+        for name, seconds in found.items():
+            member.within[name].append(seconds)
+        member.functions = said.data["functions"]
+        member.blocks.append(found[THROUGH])
 
     def _finish(self, member: Member) -> None:
         if member.name in MODES:
@@ -273,6 +311,8 @@ def entries(group: Group, modes: Sequence[str], *, bars: bool) -> list[dict[str,
         # By what the whole device has more of, where that was seen each time; else by the process's own.
         by_device = all(member.memory is not None for member in sides.values())
         entry |= {name: data_of(member, by_device=by_device) for name, member in sides.items()}
+        if group.rounds.within:
+            entry["within"] = sides["proxied"].within_data()
         found.append(judged(entry, bars=bars))
     return found
 

@@ -94,27 +94,39 @@ _COLUMNS = (
 )
 
 
+_WITHIN_COLUMNS = ("within", "half of rounds", "noise within")
+
+
+def _has_within(programs: Sequence[Mapping[str, Any]] | None) -> bool:
+    return any(entry.get("within") for entry in programs or ())
+
+
 def table(programs: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     """Header row and one row for each program and mode."""
-    return [[*_COLUMNS, "vaulted", "verdict"], *(_row(e) for e in programs)]
+    more = _WITHIN_COLUMNS if _has_within(programs) else ()
+    return [[*_COLUMNS, *more, "vaulted", "verdict"], *(_row(e, within=bool(more)) for e in programs)]
 
 
-def _row(entry: Mapping[str, Any]) -> list[str]:
+def _row(entry: Mapping[str, Any], *, within: bool) -> list[str]:
     name = [entry["program"], entry["mode"]]
+    more = _WITHIN_COLUMNS if within else ()
     if entry["not_run"]:
-        return [*name, *["-"] * (len(_COLUMNS) - 1), "not run"]
+        return [*name, *["-"] * (len(_COLUMNS) + len(more) - 1), "not run"]
     figures, plain, proxied = entry["figures"], entry["plain"], entry["proxied"]
     same = "same" if plain["digest"] == proxied["digest"] and plain["digest"] else "DIFFER"
     step, noise, stats = figures["step_ratio"], figures["noise_ratio"], proxied["stats"]
+    inside, still = figures.get("within_ratio"), figures.get("within_noise")
+    told = [_number(inside and inside["median"], 4), _half(inside), _number(still and still["median"], 4)]
     return [
         *name,
         same,
         _number(figures["step_ms_plain"], 3),
         _number(figures["step_ms_proxied"], 3),
         _number(step and step["median"], 4),
-        f"{step['low']:.4f}-{step['high']:.4f}" if step else "-",
+        _half(step),
         _number(noise and noise["median"], 4),
         _number(figures["memory_ratio"], 4),
+        *told[: len(more)],
         _mebibytes(stats),
         str(entry["verdict"]),
     ]
@@ -122,6 +134,10 @@ def _row(entry: Mapping[str, Any]) -> list[str]:
 
 def _number(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _half(ratio: Mapping[str, Any] | None) -> str:
+    return f"{ratio['low']:.4f}-{ratio['high']:.4f}" if ratio else "-"
 
 
 def _mebibytes(stats: Mapping[str, Any] | None) -> str:
@@ -192,6 +208,13 @@ _LEGEND = (
     "window when the program had come up; `-`: not measured."
 )
 _LEGEND_OF_BEATS = "{program}: in place of a step's time {beat}, the lowest tenth of each round."
+_LEGEND_OF_WITHIN = (
+    "within: step time with calls through the proxy to that with calls past it, in blocks of one and the "
+    "same process, one through and two past it in each round, and the range that holds half of the "
+    "rounds; noise within: the same of the two blocks past it. Step time is judged by these where they "
+    "are given; ratio and noise are of processes, as elsewhere. Past it go only calls that submit, wait "
+    "or ask: what others cost, where memory lies and what the proxy's own threads do is in both."
+)
 _LEGEND_OF_VALIDATION = "validate: as exact, with all memory looked at after each operation."
 
 
@@ -209,6 +232,8 @@ def markdown(data: Mapping[str, Any]) -> str:
     ]
     if any(entry["mode"] == VALIDATED for entry in data["programs"] or ()):
         lines += [_LEGEND_OF_VALIDATION, ""]
+    if _has_within(data["programs"]):
+        lines += [_LEGEND_OF_WITHIN, ""]
     # Reports of before programs had any do not speak of them.
     beats = {e["program"]: e["beat"] for e in data["programs"] or () if e.get("beat")}
     for program, beat in beats.items():
