@@ -1,0 +1,100 @@
+"""Launches kernels through the proxy, past it, and through it again; says what the proxy's ledger counted.
+
+One line of JSON: `launched` in each of the three turns, `functions` of the proxy's own before them, those
+left in the turn `past` it, whether the words were `restored`, what was `read` from memory that all turns have
+written; or `error`. With `functions` these alone; with `foreign` stubs are read as those of another machine;
+with `driver-first` the program opens the driver by its path before the proxy.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import json
+import os
+import platform
+import struct
+import sys
+from unittest import mock
+
+from faultinject.programs.driver import Driver
+from faultinject.proxy import past
+from mpsd.errors import UnsupportedError
+from mpsd.zones import layout
+
+IMAGE = b"standin module\nkernel fill fill 0\n"
+WORDS = 1024
+
+
+class Filling:
+    """A kernel that fills memory, in the legacy stream."""
+
+    def __init__(self) -> None:
+        self.driver = Driver()
+        self.at = self.driver.alloc(WORDS * 4)
+        module, self.fill = ctypes.c_void_p(), ctypes.c_void_p()
+        self.driver.call("cuModuleLoadData", ctypes.byref(module), IMAGE)
+        self.driver.call("cuModuleGetFunction", ctypes.byref(self.fill), module, b"fill")
+
+    def launch(self, first: int, words: int, value: int) -> None:
+        kept = (ctypes.c_uint64(self.at + 4 * first), ctypes.c_uint64(words), ctypes.c_uint32(value))
+        given = (ctypes.c_void_p * 3)(*(ctypes.addressof(one) for one in kept))
+        self.driver.call("cuLaunchKernel", self.fill, 1, 1, 1, 32, 1, 1, 0, None, given, None)
+
+    def read(self) -> list[int]:
+        self.driver.synchronize()
+        words = struct.unpack(f"<{WORDS}I", self.driver.read(self.at, WORDS * 4))
+        return sorted(set(words))
+
+
+def launched() -> int:
+    """Launches that the proxy has seen."""
+    with open("/proc/self/maps") as maps:
+        start = next(int(line.split("-")[0], 16) for line in maps if "/memfd:mpsd-ledger" in line)
+    with open("/proc/self/mem", "rb", buffering=0) as memory:
+        return int(
+            layout.COUNTER.unpack(os.pread(memory.fileno(), 8, start + layout.counter_at("launched")))[0]
+        )
+
+
+def turns() -> dict[str, object]:
+    work = Filling()
+    way = past.find()
+    before, functions, counts = way.words(), way.differing(), [launched()]
+    for turn, launches in enumerate((1, 2, 3)):
+        way.go(past=turn == 1)
+        for number in range(launches):
+            work.launch(256 * turn + 64 * number, 64, 10 * turn + number + 1)
+        counts.append(launched())
+        if turn == 1:
+            beside = way.differing()
+    return {
+        "launched": [after - earlier for earlier, after in itertools.pairwise(counts)],
+        "functions": functions,
+        "past": beside,
+        "restored": way.words() == before and not way.is_past,
+        "read": work.read(),
+    }
+
+
+def main() -> None:
+    try:
+        if sys.argv[1:] == ["functions"]:
+            Filling()
+            print(json.dumps({"functions": past.find().differing()}))
+            return
+        if sys.argv[1:] == ["foreign"]:
+            other = {"x86_64": "aarch64", "aarch64": "x86_64"}[platform.machine()]
+            with mock.patch("platform.machine", return_value=other):
+                Filling()
+                past.find()
+        if sys.argv[1:] == ["driver-first"]:
+            ctypes.CDLL(os.environ["MPSD_REAL_LIBCUDA"])
+            ctypes.CDLL(f"{os.environ['LD_LIBRARY_PATH']}/libcuda.so.1")
+        print(json.dumps(turns()))
+    except UnsupportedError as error:
+        print(json.dumps({"error": str(error)}))
+
+
+if __name__ == "__main__":
+    main()

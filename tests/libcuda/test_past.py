@@ -1,0 +1,69 @@
+"""Calls past the proxy, in a program on the stand-in driver (faultinject/proxy/past.py)."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tests.support.libcudas import DEADLINE_S, PROGRAMS, ROOT, Libraries, run
+
+PATHS = os.pathsep.join(str(ROOT / part) for part in ("", "clients", "clients/libcuda"))
+
+
+def told(libraries: Libraries, *arguments: str, proxied: bool = True, **extra: str) -> dict[str, Any]:
+    environment = libraries.environment(proxied=proxied, PYTHONPATH=PATHS, **extra)
+    done = run([sys.executable, PROGRAMS / "past.py", *arguments], environment)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def test_calls_go_past_the_proxy_and_come_back(libraries: Libraries) -> None:
+    found = told(libraries, MPSD_VAULT="1")
+    # The ledger counts what the proxy sees: one launch, none of two, and three.
+    assert found["launched"] == [1, 0, 3]
+    # All launches have written all the same, and what nobody wrote is as it was.
+    assert found["read"] == [0, 1, 11, 12, 21, 22, 23]
+    assert found["functions"] > 10
+    assert found["past"] == 0 and found["restored"]
+
+
+def test_a_proxy_that_passes_all_on_has_no_functions_of_its_own_there(libraries: Libraries) -> None:
+    """Its ledger, which would be counted in, is not there either."""
+    found = told(libraries, "functions", MPSD_VAULT="0")
+    assert found == {"functions": 0}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "proxied", "error"),
+    [
+        ([], False, "there is no proxy in this process"),
+        (["foreign"], True, "no stub of the proxy's: "),
+        (["driver-first"], True, "the proxy of this process is aside: the program had opened the driver"),
+    ],
+)
+def test_where_calls_cannot_go_past_a_proxy_that_is_said(
+    libraries: Libraries, arguments: list[str], proxied: bool, error: str
+) -> None:
+    found = told(libraries, *arguments, proxied=proxied, MPSD_VAULT="1")
+    assert set(found) == {"error"} and found["error"].startswith(error)
+
+
+def test_a_paired_program_without_a_proxy_does_no_round(libraries: Libraries) -> None:
+    command = [sys.executable, "-m", "faultinject.programs.paired", "calls", "--backend", "simulated"]
+    environment = libraries.environment(proxied=False, PYTHONPATH=PATHS)
+    orders = ({"do": "begin", "steps": 1}, {"do": "round", "blocks": ["past"], "warm": 0, "steps": 1})
+    with subprocess.Popen(
+        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as program:
+        assert program.stdin is not None and program.stderr is not None
+        # Kept open: a program whose rig has gone ends at once.
+        program.stdin.write(b"".join(json.dumps(order).encode() + b"\n" for order in orders))
+        program.stdin.flush()
+        assert program.wait(DEADLINE_S) == 1
+        assert b"UnsupportedError: there is no proxy in this process" in program.stderr.read()
