@@ -1,0 +1,249 @@
+"""Rounds within a process: which steps count, what is said of their ratios, and how the report tells it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from faultinject.__main__ import main, parser
+from faultinject.proxy import entries, reports
+from faultinject.proxy.command import Plan
+from faultinject.proxy.judge import (
+    BEATS_LEAST,
+    ERRORS,
+    STEP_BAR,
+    TRAINING_BAR,
+    WITHIN_LEAST,
+    Pair,
+    Side,
+    Within,
+    check,
+    standard_error,
+)
+from faultinject.proxy.pairs import Rounds
+from faultinject.proxy.within import BLOCKS, WARM_BEATS, Shape, order, paces, shape
+from faultinject.verdict import Verdict
+from mpsd.errors import UsageError
+
+ROUNDS = 24
+
+
+def within(median: float, spread: float = 0.0, noise: float = 1.0, rounds: int = ROUNDS) -> Within:
+    """Ratios that lie `spread` above and below the median by turns, and blocks past it `noise` apart."""
+    past = tuple(0.01 * 1.01**number for number in range(rounds))
+    again = tuple(seconds * noise for seconds in past)
+    ratios = [median + spread * (number % 3 - 1) for number in range(rounds)]
+    through = tuple((a + b) / 2 * by for a, b, by in zip(past, again, ratios, strict=True))
+    return Within(past, through, again, functions=9)
+
+
+# Between the processes everything is as slow and as noisy as can be: nothing is judged by that.
+PLAIN = Side("abc", None, (0.01,) * 9)
+AGAIN = Side("abc", None, (0.02,) * 9)
+VAULT = {"vault_bytes": 0, "vault_taken": 1, "vault_refused": 0, "vault_lost": 0}
+PROXIED = Side("abc", None, (0.05,) * 9, {"state": "active", "reason": "", **VAULT})
+PAIR = Pair("forward", PLAIN, AGAIN, PROXIED)
+
+
+def said(found: Within, **changes: Any) -> tuple[Verdict, str]:
+    findings = check(replace(PAIR, within=found, **changes), bars=True)
+    (step,) = [one for one in findings if one.law == "step time same"]
+    return step.verdict, step.text
+
+
+def test_a_round_within_is_judged_in_place_of_those_between_processes() -> None:
+    assert said(within(1.002)) == (
+        Verdict.VALID,
+        "through the proxy a step took 1.0020 of the time past it, known to 0.0000",
+    )
+    assert said(within(1.02))[0] is Verdict.INVALID
+    assert said(within(0.8))[0] is Verdict.VALID
+    (between,) = [one for one in check(PAIR, bars=True) if one.law == "step time same"]
+    assert between.verdict is Verdict.UNKNOWN
+
+
+def test_a_trainings_bar_is_a_trainings_within_a_process_too() -> None:
+    assert said(within(1.03))[0] is Verdict.INVALID
+    assert said(within(1.03), step_bar=TRAINING_BAR)[0] is Verdict.VALID
+    assert said(within(1.06), step_bar=TRAINING_BAR)[0] is Verdict.INVALID
+
+
+@pytest.mark.parametrize("beyond", [-1, 1])
+def test_a_bar_nearer_than_twice_the_error_of_the_median_leaves_it_unknown(beyond: int) -> None:
+    spread = 0.01
+    found = within(1.0, spread).ratio()
+    assert found is not None
+    doubt = ERRORS * standard_error(found, ROUNDS)
+    assert 0.001 < doubt < STEP_BAR
+    near, far = (1 + STEP_BAR + beyond * by * doubt for by in (0.9, 1.1))
+    verdict, text = said(within(near, spread))
+    assert verdict is Verdict.UNKNOWN and text.endswith(f"known to {doubt:.4f}: too near to 1.01")
+    assert said(within(far, spread))[0] is (Verdict.INVALID if beyond > 0 else Verdict.VALID)
+
+
+def test_what_two_blocks_past_the_proxy_differ_by_is_doubt_and_too_much_of_it_is_no_measurement() -> None:
+    assert said(within(1.007, noise=1.002))[0] is Verdict.VALID
+    assert said(within(1.007, noise=1.004))[0] is Verdict.UNKNOWN
+    assert said(within(1.007, noise=0.996))[0] is Verdict.UNKNOWN
+    # Nor is the proxy called slow by such blocks.
+    for noise in (0.99, 1.006):
+        verdict, text = said(within(1.2, noise=noise))
+        assert verdict is Verdict.UNKNOWN and text.startswith("past the proxy one block took ")
+
+
+def test_few_rounds_and_functions_that_are_the_drivers_own_say_nothing() -> None:
+    few = within(1.0, rounds=WITHIN_LEAST - 1)
+    assert said(few) == (Verdict.UNKNOWN, f"fewer than {WITHIN_LEAST} rounds were timed within the process")
+    assert said(within(1.0, rounds=WITHIN_LEAST))[0] is Verdict.VALID
+    none = replace(within(1.0), functions=0)
+    # Passing all calls on, the proxy has no functions of its own there.
+    assert said(none)[0] is Verdict.VALID
+    verdict, text = said(none, mode="vault")
+    assert verdict is Verdict.UNKNOWN and text.startswith("none of the functions ")
+
+
+def test_time_within_is_not_asked_of_a_program_whose_steps_are_not_its_own() -> None:
+    pair = replace(PAIR, within=within(2.0), untimed="it waits for others")
+    assert [one.law for one in check(pair, bars=True) if one.law == "step time same"] == []
+
+
+def test_a_ratio_is_to_the_mean_of_both_blocks_past_the_proxy() -> None:
+    found = Within((1.0,) * 9, (1.1,) * 9, (1.2,) * 9, functions=1)
+    ratio, noise = found.ratio(), found.noise()
+    assert ratio is not None and noise is not None
+    assert [ratio.median, noise.median] == pytest.approx([1.0, 1.2])
+
+
+def test_rounds_are_enough_when_both_medians_are_known_to_a_quarter_of_the_bar() -> None:
+    assert within(1.2).is_settled()
+    assert not within(1.2, rounds=WITHIN_LEAST - 1).is_settled()
+    assert not within(1.0, spread=0.01).is_settled()
+    assert within(1.0, spread=0.01, rounds=600).is_settled()
+    # Of the blocks past it too: by turns they differ by 2 %, either way.
+    past = (1.0, 1.02) * 6
+    uneven = Within(past, (1.01,) * 12, past[::-1], functions=1)
+    ratio = uneven.ratio()
+    assert ratio is not None and ratio.low == ratio.high == pytest.approx(1.0)
+    assert not uneven.is_settled()
+
+
+@pytest.mark.parametrize(
+    ("step_s", "beats", "most", "found"),
+    [
+        # Warm steps are a tenth of those that count, one at least.
+        (0.001, 0, 2000, Shape(10, 100, 0)),
+        (0.02, 0, 2000, Shape(1, 5, 0)),
+        (3.0, 0, 2000, Shape(1, 1, 0)),
+        (0.0, 0, 2000, Shape(200, 2000, 0)),
+        # A step with beats enough needs no other before it.
+        (0.2, BEATS_LEAST + WARM_BEATS, 2000, Shape(0, 1, WARM_BEATS)),
+        (0.2, BEATS_LEAST + WARM_BEATS - 1, 2000, Shape(1, 1, 0)),
+    ],
+)
+def test_which_steps_of_a_block_count(step_s: float, beats: float, most: int, found: Shape) -> None:
+    assert shape(step_s, beats, most) == found
+    assert found.of_round == 3 * (found.warm + found.steps)
+
+
+def test_no_block_is_always_the_first() -> None:
+    rounds = [order(number) for number in range(6)]
+    assert rounds[:3] == rounds[3:]
+    assert all(sorted(one) == sorted(BLOCKS) for one in rounds)
+    for place in range(3):
+        assert {one[place] for one in rounds} == set(BLOCKS)
+
+
+def test_the_first_beats_after_an_exchange_do_not_count() -> None:
+    slow, beats = [9.0] * WARM_BEATS, [0.005] * BEATS_LEAST
+    blocks = {name: {"times": [1.0], "beats": slow + beats} for name in BLOCKS}
+    blocks["through"] = {"times": [1.0], "beats": slow + [2 * beat for beat in beats]}
+    assert paces(blocks, Shape(0, 1, WARM_BEATS)) == {"past": 0.005, "through": 0.01, "again": 0.005}
+    # Too few that are left: the steps count.
+    assert paces(blocks, Shape(0, 1, WARM_BEATS + 1))["through"] == 1.0
+
+
+def entry(found: Within | None, mode: str = "keep") -> dict[str, Any]:
+    def data(side: Side) -> dict[str, Any]:
+        return {
+            "digest": side.digest,
+            "memory": None,
+            "blocks": list(side.blocks),
+            "stats": side.stats,
+            "failure": "",
+            "failover": {"mode": mode, "standing": "ready", "reason": "", "opaque": [], "unsure": []},
+        }
+
+    inside: Mapping[str, Any] = (
+        {"within": {**{name: list(getattr(found, name)) for name in BLOCKS}, "functions": 9}} if found else {}
+    )
+    sides = {"plain": data(PLAIN), "again": data(AGAIN), "proxied": data(PROXIED)}
+    facts = {"unit": "tokens", "per_step": 4, "untimed": "", "beat": "", "not_run": None}
+    return {"program": "generate", "mode": mode, **facts, **sides, **inside}
+
+
+def report(*programs: Mapping[str, Any]) -> dict[str, Any]:
+    head = {"schema": reports.SCHEMA_VERSION, "kind": reports.KIND, "device": "GPU", "driver": "580"}
+    head |= {"backend": "nvidia", "date": "2026-01-01T00:00:00+00:00", "command": "c", "leftovers": []}
+    parts = dict.fromkeys(("numba", "deaths", "memory_end"))
+    return reports.judged({**head, "seed": 1, "bars": 1, "programs": list(programs), **parts})
+
+
+def test_a_report_has_columns_for_what_was_timed_within_and_is_judged_by_that() -> None:
+    found = report(
+        entry(within(1.004, 0.001)), entry(None, "exact"), {**entry(None), "not_run": "it is gone"}
+    )
+    timed, untimed, _ = found["programs"]
+    assert (timed["verdict"], untimed["verdict"]) == ("valid", "unknown")
+    assert timed["figures"]["within_ratio"]["median"] == pytest.approx(1.004)
+    assert timed["figures"]["within_noise"]["median"] == 1.0
+    # Those between processes are told as ever.
+    assert timed["figures"]["step_ratio"]["median"] == pytest.approx(5.0)
+    assert "within_ratio" not in untimed["figures"]
+    header, *rows = reports.table(found["programs"])
+    assert [len(row) for row in rows] == [len(header)] * 3
+    at = header.index("within")
+    assert header[at : at + 3] == ["within", "half of rounds", "noise within"]
+    assert [row[at : at + 3] for row in rows] == [["1.0040", "1.0030-1.0050", "1.0000"], ["-"] * 3, ["-"] * 3]
+    text = reports.markdown(found)
+    assert "within: step time with calls through the proxy to that with calls past it" in text
+    assert "step time x 1.0040" in entries.progress(timed, 1.0)
+
+
+def test_a_report_without_such_rounds_does_not_speak_of_them() -> None:
+    found = report(entry(None))
+    assert "within" not in reports.markdown(found)
+    assert "within" not in reports.table(found["programs"])[0]
+
+
+KEPT = sorted((Path(reports.__file__).parent.parent / "reports").glob("*.json"))
+
+
+def test_reports_that_are_kept_say_what_their_tables_say() -> None:
+    of_proxy = [path for path in KEPT if json.loads(path.read_text()).get("kind") == reports.KIND]
+    assert of_proxy
+    for path in of_proxy:
+        data = reports.load(path)
+        assert data is not None
+        assert reports.markdown(reports.judged(data)) == path.with_suffix(".md").read_text(), path.name
+
+
+@pytest.mark.parametrize("is_within", [False, True])
+def test_the_command_line_of_a_report_repeats_it(is_within: bool) -> None:
+    plan = Plan("nvidia", ["generate"], ["keep"], Rounds(9, 60, is_within), 1, 0, 8, None, 120.0)
+    words = plan.command().split()
+    assert ("--within" in words) == is_within
+    asked = parser().parse_args(words[1:])
+    assert asked.within is is_within
+
+
+def test_validation_is_not_timed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        main(["proxy", "--backend", "simulated", "--modes", "keep,validate", "--within"])
+        == UsageError.exit_code
+    )
+    assert "--within times steps" in capsys.readouterr().err
