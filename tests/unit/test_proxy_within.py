@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from faultinject.__main__ import main, parser
+from faultinject.programs import paired
 from faultinject.proxy import entries, reports
 from faultinject.proxy.command import Plan
 from faultinject.proxy.judge import (
@@ -165,6 +166,55 @@ def test_the_first_beats_after_an_exchange_do_not_count() -> None:
     assert paces(blocks, Shape(0, 1, WARM_BEATS)) == {"past": 0.005, "through": 0.01, "again": 0.005}
     # Too few that are left: the steps count.
     assert paces(blocks, Shape(0, 1, WARM_BEATS + 1))["through"] == 1.0
+
+
+class Way:
+    """In place of what leads calls past a proxy."""
+
+    is_past = False
+
+    def go(self, *, past: bool) -> None:
+        self.is_past = past
+
+    def differing(self) -> int:
+        return 0 if self.is_past else 7
+
+
+class Steps:
+    """A work that notes whether its calls went past the proxy in each step, and gives that as a beat."""
+
+    def __init__(self, way: Way) -> None:
+        self.way = way
+        self.seen: list[bool] = []
+        self.beats: list[float] = []
+
+    def step(self) -> None:
+        self.seen.append(self.way.is_past)
+        self.beats.append(float(self.way.is_past))
+
+    def results(self) -> Iterator[bytes]:
+        yield b""
+
+    def close(self) -> None: ...
+
+
+def test_a_round_does_each_block_the_way_it_is_named_and_leaves_calls_with_the_proxy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    way = Way()
+    monkeypatch.setattr("faultinject.proxy.past.find", lambda: way)
+    work = Steps(way)
+    rounds = paired.Rounds(work)
+    blocks = rounds.run({"blocks": order(1), "warm": 1, "steps": 2})
+    assert order(1) == ("through", "again", "past")
+    assert work.seen == [False] * 3 + [True] * 6
+    assert {name: found["beats"] for name, found in blocks.items()} == {
+        "through": [0.0] * 2,
+        "again": [1.0] * 2,
+        "past": [1.0] * 2,
+    }
+    assert {len(found["times"]) for found in blocks.values()} == {2}
+    assert (way.is_past, rounds.functions, work.beats) == (False, 7, [])
 
 
 def entry(found: Within | None, mode: str = "keep") -> dict[str, Any]:
