@@ -71,8 +71,7 @@ class Line:
         return said
 
     def why_unsure(self) -> str:
-        """Why some of its work cannot be done again. It is told of in a program's own time: before a move that
-        it matters to has ended, or after."""
+        """Why something cannot be done again; it may be told before a move has ended, or after."""
         return self.unsure.pop(0) if self.unsure else self.hear(UNSURE).text
 
     def _next(self) -> Said:

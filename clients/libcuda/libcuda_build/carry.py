@@ -122,6 +122,7 @@ def source(carried: Sequence[Carried], per_thread: Sequence[PerThread]) -> Itera
     """carry.c: a wrapper for each, and the list of them."""
     yield '#include "exact/exact.h"'
     yield '#include "failover/carry.h"'
+    yield '#include "launches.h"'
     for one in carried:
         yield f"{_begin(one)}({_list(one.function)})"
         yield "{"
@@ -209,6 +210,7 @@ def _body(one: Carried) -> Iterator[str]:
     if one.does == "work":
         yield from (f"\tmpsd_written({argument});" for argument in written if not host)
         if one.function.name in _LAUNCHES:
+            yield f"\tmpsd_launches_fetch(MPSD_{one.function.name});"
             yield "\tmpsd_params_fetch(f);"
         yield f"\tmpsd_work({stream});"
     yield "\tdo {"

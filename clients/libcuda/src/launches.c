@@ -10,6 +10,7 @@
 #include <stdatomic.h>
 #include <string.h>
 
+#include "failover/carry.h"
 #include "notes.h"
 #include "proxy.h"
 
@@ -26,6 +27,21 @@ static inline struct mpsd_ledger *current(void)
 }
 
 /* The path of a launch */
+
+MPSD_OF_A_LAUNCH void mpsd_launches_fetch(unsigned int index)
+{
+	__builtin_prefetch(&mpsd_inner[index]);
+	__builtin_prefetch(&mpsd_real[index]);
+	__builtin_prefetch(&current()->launched, 1);
+}
+
+MPSD_OF_A_LAUNCH void mpsd_launches_fetch_row(void)
+{
+	struct mpsd_ledger *ledger = current();
+	uint64_t number = __atomic_load_n(&ledger->launched, __ATOMIC_RELAXED);
+
+	__builtin_prefetch(&ledger->launches[number % MPSD_LEDGER_LAUNCHES], 1);
+}
 
 static inline void count(const void *function, CUstream stream, bool may_be_legacy)
 {

@@ -23,7 +23,7 @@ void *mpsd_table[MPSD_SLOTS] = { [0 ... MPSD_SLOTS - 1] = (void *)no_driver };
 void *mpsd_real[MPSD_SLOTS];
 static MPSD_READ_OFTEN struct mpsd_tables first = { mpsd_real, mpsd_inner, 0 };
 MPSD_READ_OFTEN _Atomic(const struct mpsd_tables *) mpsd_tables_now = &first;
-_Thread_local const struct mpsd_tables *mpsd_thread_tables;
+_Thread_local struct mpsd_thread mpsd_thread;
 void *mpsd_real_handle;
 
 static void read_real(void *handle)

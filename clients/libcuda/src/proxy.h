@@ -69,12 +69,23 @@ struct mpsd_tables {
 };
 
 extern _Atomic(const struct mpsd_tables *) mpsd_tables_now;
-extern _Thread_local const struct mpsd_tables *mpsd_thread_tables __attribute__((tls_model("initial-exec")));
+
+/* What each call of a thread looks at and sets, in one line of the processor's memory. */
+struct mpsd_thread {
+	const struct mpsd_tables *tables;	/* those of the call that it makes; NULL: it is in none */
+	/* 1 + the moves before the copy in which its operation was noted and is not known to have been taken; 0: none was. */
+	uint64_t noted_in;
+	/* It is in a function of the program's that runs in a stream, where a call of the driver's would wait for itself. */
+	bool in_host_function;
+	bool works;				/* it has begun to give the driver something (work.c) */
+} __attribute__((aligned(32)));
+
+extern _Thread_local struct mpsd_thread mpsd_thread __attribute__((tls_model("initial-exec")));
 
 /* Those of the call that this thread makes; outside of any, those in use. */
 static inline const struct mpsd_tables *mpsd_tables(void)
 {
-	const struct mpsd_tables *own = mpsd_thread_tables;
+	const struct mpsd_tables *own = mpsd_thread.tables;
 
 	return own ? own : atomic_load_explicit(&mpsd_tables_now, memory_order_acquire);
 }

@@ -32,7 +32,7 @@ enum who { MOVER, OTHER };
 static void *real[1];
 static const struct mpsd_tables tables = { real, real, 0 };
 _Atomic(const struct mpsd_tables *) mpsd_tables_now = &tables;
-_Thread_local const struct mpsd_tables *mpsd_thread_tables;
+_Thread_local struct mpsd_thread mpsd_thread;
 atomic_uint_least64_t mpsd_moves;
 atomic_uint mpsd_inside[MPSD_COPIES_KNOWN];
 struct window mpsd_windows[DEVICES];

@@ -37,13 +37,10 @@ static inline bool mpsd_exact(void)
 /* Whether what is submitted is noted: in any mode what is captured, and what may lead to a variable elsewhere. */
 extern atomic_uint mpsd_captures;
 
-/* 1 + the moves before the copy in which this thread's operation was noted and not known to have been taken. */
-extern _Thread_local uint64_t mpsd_noted_in __attribute__((tls_model("initial-exec")));
-
 static inline bool mpsd_notes(void)
 {
 	return mpsd_exact() || __builtin_expect(atomic_load_explicit(&mpsd_captures, memory_order_relaxed) != 0, 0) ||
-	       __builtin_expect(mpsd_noted_in != 0, 0) || (mpsd_knows_variables() && mpsd_tables()->moves);
+	       __builtin_expect(mpsd_thread.noted_in != 0, 0) || (mpsd_knows_variables() && mpsd_tables()->moves);
 }
 
 /* Before the program has a context: it wishes to be exact. */
@@ -109,7 +106,7 @@ void mpsd_params_fetch(CUfunction function);
 /* After the last try of a call that submits. */
 static inline void mpsd_exact_given(void)
 {
-	mpsd_noted_in = 0;
+	mpsd_thread.noted_in = 0;
 }
 
 /* For the mover */

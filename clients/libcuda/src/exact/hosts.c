@@ -11,7 +11,6 @@
 
 pthread_mutex_t mpsd_hosts_lock = PTHREAD_MUTEX_INITIALIZER;
 pthread_cond_t mpsd_hosts_changed = PTHREAD_COND_INITIALIZER;
-_Thread_local bool mpsd_in_host_function;
 
 static struct mpsd_host *oldest, *newest;	/* of those that are open */
 static struct mpsd_given *givens;
@@ -133,12 +132,12 @@ void mpsd_host_run(struct mpsd_host *host, CUresult status)
 	host->state = RUNS;
 	host->since_ns = mpsd_now_ns();
 	pthread_mutex_unlock(&mpsd_hosts_lock);
-	mpsd_in_host_function = true;
+	mpsd_thread.in_host_function = true;
 	if (host->kind == CALLBACK)
 		host->callback(host->stream, status, host->data);
 	else
 		host->function(host->data);
-	mpsd_in_host_function = false;
+	mpsd_thread.in_host_function = false;
 	pthread_mutex_lock(&mpsd_hosts_lock);
 	mpsd_host_close(host, DONE);
 	pthread_cond_broadcast(&mpsd_hosts_changed);

@@ -12,6 +12,7 @@
 #include "exact/validate.h"
 #include "failover/graph.h"
 #include "failover/line.h"
+#include "launches.h"
 
 /* With the lock: an operation in that lane has nothing to wait for, and nothing is to be said of it. */
 static bool is_free(const struct mpsd_lane *lane)
@@ -45,6 +46,7 @@ MPSD_OF_A_LAUNCH static bool submit_at_once(const struct mpsd_launch *given, voi
 
 	if (!mpsd_order_take(moves))
 		return false;
+	mpsd_launches_fetch_row();
 	pthread_mutex_lock(&mpsd_exact_lock);
 	is = note(given, parameters, op);
 	if (is)
@@ -65,7 +67,7 @@ MPSD_OF_A_LAUNCH static bool submit_at_once(const struct mpsd_launch *given, voi
 /* Whether that may do, as far as it is known with no lock. An attribute may be an event to be recorded. */
 static bool may_be_at_once(const struct mpsd_launch *given, void **extra)
 {
-	return mpsd_exact() && !mpsd_noted_in && given->is_brief && !extra && !given->config->numAttrs &&
+	return mpsd_exact() && !mpsd_thread.noted_in && given->is_brief && !extra && !given->config->numAttrs &&
 	       !mpsd_validates() && !mpsd_named_any;
 }
 

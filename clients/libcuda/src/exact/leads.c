@@ -79,7 +79,7 @@ MPSD_OF_A_LAUNCH bool mpsd_params_are_whole(const struct mpsd_op *op)
 
 	while (next_word(&words, &word))
 		if (mpsd_bounds_may_hold(words.variables, word) || !is_done(&words, word) ||
-		    mpsd_is_pinned((const void *)word))
+		    (mpsd_bounds_may_hold(words.pins, word) && mpsd_is_pinned((const void *)word)))
 			return false;
 	return true;
 }

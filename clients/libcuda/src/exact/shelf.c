@@ -28,6 +28,9 @@ static MPSD_WRITTEN_OFTEN struct {
 	unsigned int taken;
 } current;
 
+/* Where that is, for who has no lock. */
+static MPSD_WRITTEN_OFTEN _Atomic(const char *) coming;
+
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;	/* of the spare ones */
 static struct mpsd_shelf *spare;
 static unsigned int spares;
@@ -95,12 +98,22 @@ void mpsd_shelf_rest(void)
 	if (current.shelf && atomic_load_explicit(&current.shelf->users, memory_order_acquire) == OPEN - current.taken) {
 		atomic_store_explicit(&current.shelf->users, OPEN, memory_order_relaxed);
 		current.used = current.taken = 0;
+		atomic_store_explicit(&coming, current.shelf->bytes, memory_order_relaxed);
 	}
+}
+
+/* Mostly it is as large as the one before. */
+MPSD_OF_A_LAUNCH void mpsd_shelf_fetch(void)
+{
+	const char *next = atomic_load_explicit(&coming, memory_order_relaxed);
+
+	for (size_t ahead = 0; ahead < AHEAD; ahead += LINE)
+		__builtin_prefetch(next + ahead, 1);
 }
 
 MPSD_OF_A_LAUNCH void *mpsd_shelf_take(size_t size, struct mpsd_shelf **shelf)
 {
-	char *room, *next;
+	char *room;
 
 	size = (size + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
 	if (size > ROOM)
@@ -112,10 +125,7 @@ MPSD_OF_A_LAUNCH void *mpsd_shelf_take(size_t size, struct mpsd_shelf **shelf)
 	room = current.shelf->bytes + current.used;
 	current.used += size;
 	current.taken++;
-	/* The next one is mostly as large, and comes when the program has used the processor's cache for other things. */
-	next = current.shelf->bytes + current.used;
-	for (size_t ahead = 0; ahead < AHEAD; ahead += LINE)
-		__builtin_prefetch(next + ahead, 1, 2);
+	atomic_store_explicit(&coming, room + size, memory_order_relaxed);
 	*shelf = current.shelf;
 	return room;
 }

@@ -15,6 +15,9 @@ struct mpsd_shelf;
  */
 void *mpsd_shelf_take(size_t size, struct mpsd_shelf **shelf);
 
+/* What it is given next is about to be written: from the processor's far memory by then. */
+void mpsd_shelf_fetch(void);
+
 /* With the same lock: if all that was taken has been given back, the next one lies where the first one did. */
 void mpsd_shelf_rest(void);
 

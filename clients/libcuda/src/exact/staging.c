@@ -98,7 +98,7 @@ static CUresult copy_piece(char *pages, char *to, CUdeviceptr from, size_t width
 {
 	CUresult result;
 
-	mpsd_noted_in = 0;
+	mpsd_thread.noted_in = 0;
 	result = count == 1 ? copy(pages, from, width, stream, true)
 			    : copy_rows(pages, from, area->from_pitch, width, count, stream);
 	for (size_t row = 0; row < count && result == CUDA_SUCCESS; row++)
@@ -135,7 +135,7 @@ static CUresult copy_through(void **pages, const struct area *area, CUstream str
 	}
 	for (size_t plane = 0; plane < area->depth && result == CUDA_SUCCESS; plane++)
 		result = copy_plane(*pages, area, plane, stream);
-	mpsd_noted_in = 0;
+	mpsd_thread.noted_in = 0;
 	return result;
 }
 

@@ -341,7 +341,7 @@ bool mpsd_hosts_keep(void);		/* one runs, and has for long */
 /* `op` is the callee's. `proves`: it has ended when this returns, as the program may rely on. */
 CUresult mpsd_submit(struct mpsd_op *op, bool proves);
 
-/* One at a time submits to a copy. False: the copy was left. */
+/* order.c: one at a time submits to a copy. False: the copy was left. */
 bool mpsd_order_take(uint64_t moves);
 void mpsd_order_fetch(void);		/* it is about to be taken: from the processor's far memory by then */
 bool mpsd_order_try(uint64_t moves);	/* false: somebody has it */

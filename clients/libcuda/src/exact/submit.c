@@ -3,7 +3,6 @@
  * What the program submits: noted before the driver has it, in the order in which the driver gets it, and with what
  * it may write saved first. One thread at a time does that; who is overtaken by a move finds its operation done.
  */
-#include "clock.h"
 #include "exact/named.h"
 #include "exact/params.h"
 #include "exact/readers.h"
@@ -13,48 +12,9 @@
 #include "failover/graph.h"
 #include "failover/line.h"
 
-#define ORDERS 8		/* a thread may still be stuck in a copy that was left */
-#define LOOK_MS 1
-
 MPSD_READ_OFTEN atomic_bool mpsd_exact_on;
 
-static pthread_mutex_t orders[ORDERS] __attribute__((aligned(64))) = {
-	PTHREAD_MUTEX_INITIALIZER, PTHREAD_MUTEX_INITIALIZER, PTHREAD_MUTEX_INITIALIZER, PTHREAD_MUTEX_INITIALIZER,
-	PTHREAD_MUTEX_INITIALIZER, PTHREAD_MUTEX_INITIALIZER, PTHREAD_MUTEX_INITIALIZER, PTHREAD_MUTEX_INITIALIZER,
-};
-
-_Thread_local uint64_t mpsd_noted_in;
 #define DONE UINT64_MAX		/* it has been taken; what is left is to see that it ended */
-
-MPSD_OF_A_LAUNCH void mpsd_order_fetch(void)
-{
-	__builtin_prefetch(&orders[atomic_load_explicit(&mpsd_moves, memory_order_relaxed) / 2 % ORDERS], 1);
-}
-
-MPSD_OF_A_LAUNCH bool mpsd_order_take(uint64_t moves)
-{
-	pthread_mutex_t *order = &orders[moves / 2 % ORDERS];
-
-	while (pthread_mutex_trylock(order)) {
-		struct timespec until = mpsd_in(LOOK_MS);
-
-		if (!pthread_mutex_timedlock(order, &until))
-			break;
-		if (atomic_load(&mpsd_moves) != moves)
-			return false;
-	}
-	return true;
-}
-
-bool mpsd_order_try(uint64_t moves)
-{
-	return !pthread_mutex_trylock(&orders[moves / 2 % ORDERS]);
-}
-
-MPSD_OF_A_LAUNCH void mpsd_order_give(uint64_t moves)
-{
-	pthread_mutex_unlock(&orders[moves / 2 % ORDERS]);
-}
 
 void mpsd_exact_start(void)
 {
@@ -78,18 +38,6 @@ void mpsd_exact_fail(const char *why)
 {
 	mpsd_exact_stop(why);
 	mpsd_line_unsure(why);
-}
-
-CUresult mpsd_in_order(CUresult (*call)(void))
-{
-	uint64_t moves = mpsd_tables()->moves;
-	CUresult result;
-
-	if (!mpsd_order_take(moves))
-		return MPSD_AGAIN;
-	result = call();
-	mpsd_order_give(moves);
-	return result;
 }
 
 /* With the lock: the epoch must not end between what is saved for an operation and the operation. */
@@ -137,7 +85,7 @@ static void note(struct mpsd_op *op, uint64_t moves)
 	if (mpsd_epoch.unsure) {
 		atomic_store_explicit(&op->state, MPSD_OP_IS_FORGOTTEN, memory_order_relaxed);
 		op->number = ++op->lane->given;
-		mpsd_noted_in = 1 + moves;
+		mpsd_thread.noted_in = 1 + moves;
 	} else {
 		mpsd_note(op, moves);
 	}
@@ -179,11 +127,11 @@ MPSD_OF_A_LAUNCH CUresult mpsd_finish(struct mpsd_op *op, CUresult result)
 	if (state & MPSD_OP_IS_FORGOTTEN)
 		mpsd_op_free(op);
 	if (state & MPSD_OP_IS_SKIPPED)
-		mpsd_noted_in = 0;
+		mpsd_thread.noted_in = 0;
 	if (left)
 		return MPSD_AGAIN;
 	if (!lost)
-		mpsd_noted_in = 0;
+		mpsd_thread.noted_in = 0;
 	return result;
 }
 
@@ -285,7 +233,7 @@ static CUresult mark_for(CUstream stream, struct mpsd_lane **lane, uint64_t *num
 CUresult mpsd_submit(struct mpsd_op *op, bool proves)
 {
 	uint64_t moves = mpsd_tables()->moves;
-	bool is_done = mpsd_noted_in && mpsd_noted_in != 1 + moves;
+	bool is_done = mpsd_thread.noted_in && mpsd_thread.noted_in != 1 + moves;
 	CUstream stream = op->stream;
 	CUresult result = CUDA_SUCCESS;
 	struct mpsd_ahead ahead = { NULL, false, 0 };
@@ -296,7 +244,7 @@ CUresult mpsd_submit(struct mpsd_op *op, bool proves)
 		mpsd_op_free(op);
 	/* Where the mode has ended since, that has seen to its end. */
 	if (is_done && (!proves || !mpsd_exact())) {
-		mpsd_noted_in = 0;
+		mpsd_thread.noted_in = 0;
 		return CUDA_SUCCESS;
 	}
 	if (!is_done && mpsd_capturing() && mpsd_capture_op(op, &result))
@@ -319,7 +267,7 @@ CUresult mpsd_submit(struct mpsd_op *op, bool proves)
 	if (!is_done)
 		result = put(op, moves, &ahead);
 	if (result == CUDA_SUCCESS && proves) {
-		mpsd_noted_in = DONE;
+		mpsd_thread.noted_in = DONE;
 		result = mark_for(stream, &lane, &number);
 		if (mpsd_epoch_is_long())
 			mpsd_epoch_hasten();
@@ -335,6 +283,6 @@ CUresult mpsd_submit(struct mpsd_op *op, bool proves)
 	if (result == CUDA_SUCCESS)
 		result = mpsd_epoch_finish();
 	if (result == CUDA_SUCCESS)
-		mpsd_noted_in = 0;
+		mpsd_thread.noted_in = 0;
 	return result;
 }

@@ -65,7 +65,7 @@ static inline void mpsd_come_near(const struct mpsd_ahead *ahead)
 static inline void mpsd_note(struct mpsd_op *op, uint64_t moves)
 {
 	atomic_store_explicit(&op->state, MPSD_OP_IS_GIVEN, memory_order_relaxed);
-	mpsd_noted_in = 1 + moves;
+	mpsd_thread.noted_in = 1 + moves;
 	op->is_again = op->is_skipped = false;
 	op->number = ++op->lane->given;
 	op->next = NULL;

@@ -89,11 +89,11 @@ bool mpsd_ahead_make(void)
 	/* In a move there is no time for it. */
 	if (atomic_load(&mpsd_moves) & 1 || !(made = hold_one(&graph)))
 		return false;
-	mpsd_thread_tables = &standbys;
+	mpsd_thread.tables = &standbys;
 	mpsd_thread_is_ahead = true;
 	result = mpsd_exec_make(graph, made->flags, &exec, &put);
 	mpsd_thread_is_ahead = false;
-	mpsd_thread_tables = NULL;
+	mpsd_thread.tables = NULL;
 	/* Its memory is taken here, and not by its first launch. */
 	if (result == CUDA_SUCCESS && mpsd_other[MPSD_cuGraphUpload])
 		other_cuGraphUpload(exec, CU_STREAM_LEGACY);

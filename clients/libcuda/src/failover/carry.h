@@ -45,7 +45,7 @@ static inline uint64_t mpsd_moves_done(void)
  */
 static inline bool mpsd_is_left(void)
 {
-	const struct mpsd_tables *own = mpsd_thread_tables;
+	const struct mpsd_tables *own = mpsd_thread.tables;
 
 	return own && own != atomic_load(&mpsd_tables_now);
 }
@@ -62,15 +62,9 @@ static inline CUresult mpsd_answered(CUresult result)
 /* After wrappers are installed, and before the program has a context. Once. */
 void mpsd_carry_install(void);
 
-/*
- * The thread is in a function of the program's that runs in a stream, where nothing of the driver's may be called: it
- * would wait for what waits for it.
- */
-extern _Thread_local bool mpsd_in_host_function __attribute__((tls_model("initial-exec")));
-
 static inline bool mpsd_is_forbidden(void)
 {
-	return __builtin_expect(mpsd_in_host_function, 0);
+	return __builtin_expect(mpsd_thread.in_host_function, 0);
 }
 
 /* phase.c */
@@ -110,13 +104,13 @@ static inline uint64_t mpsd_carry_enter(void)
 
 	if (__builtin_expect(moves != 0, 0))
 		return mpsd_carry_wait();
-	mpsd_thread_tables = mpsd_first_tables;
+	mpsd_thread.tables = mpsd_first_tables;
 	return 0;
 }
 
 static inline void mpsd_carry_leave(uint64_t moves)
 {
-	mpsd_thread_tables = NULL;
+	mpsd_thread.tables = NULL;
 	if (__builtin_expect(moves != 0, 0))
 		atomic_fetch_sub(mpsd_inside_of(moves), 1);
 }

@@ -75,12 +75,12 @@ uint64_t mpsd_carry_wait(void)
 		uint64_t moves = settled();
 
 		if (!moves) {
-			mpsd_thread_tables = mpsd_first_tables;
+			mpsd_thread.tables = mpsd_first_tables;
 			return moves;
 		}
 		atomic_fetch_add(mpsd_inside_of(moves), 1);
-		mpsd_thread_tables = atomic_load(&mpsd_tables_now);
-		if (mpsd_moves_done() == moves && mpsd_thread_tables->moves == moves) {
+		mpsd_thread.tables = atomic_load(&mpsd_tables_now);
+		if (mpsd_moves_done() == moves && mpsd_thread.tables->moves == moves) {
 			bring_context(moves);
 			return moves;
 		}

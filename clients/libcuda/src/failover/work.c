@@ -6,6 +6,7 @@
  * fail-over that keeps memory alone tells the program once, in the first wait after it, where work may be missing
  * or half done.
  */
+#include "exact/shelf.h"
 #include "exact/state.h"
 #include "failover/carry.h"
 #include "failover/graph.h"
@@ -16,7 +17,6 @@
 
 static MPSD_WRITTEN_OFTEN atomic_uint_least64_t begun, given, ended;
 static atomic_uint_least64_t held;	/* of those begun and not given: they wait for the end of a move */
-static _Thread_local bool works __attribute__((tls_model("initial-exec")));
 static MPSD_WRITTEN_OFTEN atomic_uint_least64_t only;	/* 1 + the stream; 0: none yet */
 static atomic_bool lost, is_lost_for_good, several_contexts;
 
@@ -60,6 +60,7 @@ static inline void fetch_what_a_launch_looks_at(void)
 		__builtin_prefetch(at, 1);
 	mpsd_order_fetch();
 	__builtin_prefetch(&mpsd_lanes[1], 1);
+	mpsd_shelf_fetch();
 }
 
 MPSD_OF_A_LAUNCH void mpsd_work(CUstream stream)
@@ -71,21 +72,21 @@ MPSD_OF_A_LAUNCH void mpsd_work(CUstream stream)
 		return;
 	if (atomic_load_explicit(&only, memory_order_relaxed) != key(stream))
 		more(key(stream));
-	works = true;
+	mpsd_thread.works = true;
 	atomic_fetch_add(&begun, 1);
 }
 
 MPSD_OF_A_LAUNCH void mpsd_work_given(void)
 {
-	if (works)
+	if (mpsd_thread.works)
 		atomic_fetch_add(&given, 1);
-	works = false;
+	mpsd_thread.works = false;
 	mpsd_exact_given();
 }
 
 void mpsd_work_held(bool is)
 {
-	if (works)
+	if (mpsd_thread.works)
 		atomic_fetch_add(&held, is ? 1 : -1ull);
 }
 
