@@ -43,8 +43,13 @@ static CUresult plan_for_graph(const struct mpsd_op *op, struct mpsd_plan *plan)
 static struct mpsd_plan plan_of(const struct mpsd_op *op)
 {
 	static atomic_ullong plans;
+	struct mpsd_plan plan = { .lane = op->lane, .number = 1 + atomic_fetch_add(&plans, 1) };
 
-	return (struct mpsd_plan){ .lane = op->lane, .number = 1 + atomic_fetch_add(&plans, 1) };
+	if (op->kind == MPSD_OP_LAUNCH)
+		plan.first = op->launch.function;
+	else if (op->kind == MPSD_OP_GRAPH)
+		plan.first = op->graph.exec;
+	return plan;
 }
 
 static CUresult carry_out(struct mpsd_plan *plan, CUresult planned)

@@ -16,6 +16,7 @@ struct mpsd_pages {
 /* What one operation, in that lane, wants saved; and the lane of the copies, when there are any. */
 struct mpsd_plan {
 	struct mpsd_lane *lane, *saver;
+	const void *first;	/* the kernel or graph that it is for, by which epochs that begin with it are known (usual.c) */
 	struct save *saves;
 	uint64_t number;	/* from 1 on, each another one */
 	enum {
@@ -55,7 +56,7 @@ CUresult mpsd_undo_save_all(struct mpsd_plan *plan, const struct mpsd_allocation
 CUresult mpsd_undo_save_around(struct mpsd_plan *plan, CUdeviceptr address);
 bool mpsd_undo_find_around(CUdeviceptr address, struct mpsd_allocation *allocation);
 
-/* usual.c, with the order: allocations that kernels mostly want saved; they are, once in an epoch. */
+/* usual.c, with the order: allocations that are mostly wanted saved in such an epoch; they are, once in it. */
 void mpsd_usual_note(CUdeviceptr base);
 void mpsd_usual_forget(void);
 CUresult mpsd_usual_save(struct mpsd_plan *plan);
