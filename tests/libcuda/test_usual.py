@@ -24,7 +24,7 @@ AFTER_LOOKING = "{gpu.run('fill', one, 8, 3), *(gpu.run('add', m, 8, 1) for m in
 KINDS = 80
 """More than are told apart at a time."""
 GRAPH = """graph = lambda m: (gpu.code('cuStreamBeginCapture_v2', s, 2), gpu.run('add', m, 8, 1, stream=s),
-    gpu.code('cuStreamEndCapture', s, ctypes.byref(g)), gpu.made('cuGraphInstantiateWithFlags', g.value, 0))[3]
+  gpu.code('cuStreamEndCapture', s, ctypes.byref(g)), gpu.made('cuGraphInstantiateWithFlags', g.value, 0))[3]
 """.replace("\n", " ")
 FIRST = 3
 """What the GPU is given with the first kernel: what is saved, a mark, and the kernel."""
