@@ -207,8 +207,7 @@ unsigned int mpsd_exact_room_last(struct arena_range *pieces, unsigned int count
 {
 	unsigned int first = count;
 
-	/* Whoever has it may wait for a lock of the mover's. */
-	if (!mpsd_exact() || pthread_mutex_trylock(&mpsd_exact_lock))
+	if (!mpsd_exact() || !mpsd_exact_lock_soon())
 		return count;
 	mark_room(pieces, count);
 	pthread_mutex_unlock(&mpsd_exact_lock);

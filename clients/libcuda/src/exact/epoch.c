@@ -138,12 +138,11 @@ bool mpsd_epoch_ends_with_kernels(void)
 	return is;
 }
 
-/* Whoever has the lock may wait for one that the mover has. */
 bool mpsd_exact_close(void)
 {
 	bool is;
 
-	if (!mpsd_exact() || pthread_mutex_trylock(&mpsd_exact_lock))
+	if (!mpsd_exact() || !mpsd_exact_lock_soon())
 		return false;
 	is = mpsd_epoch_ends_with_kernels();
 	mpsd_epoch.is_closed = is;
@@ -158,7 +157,7 @@ bool mpsd_exact_is_over(void)
 
 	if (!mpsd_exact() || !mpsd_order_try(moves))
 		return false;
-	if (!pthread_mutex_trylock(&mpsd_exact_lock)) {
+	if (mpsd_exact_lock_soon()) {
 		is = mpsd_work_rests() && mpsd_lanes_all_proven();
 		mpsd_epoch.is_closed = is;
 		pthread_mutex_unlock(&mpsd_exact_lock);

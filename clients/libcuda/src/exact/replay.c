@@ -2,6 +2,7 @@
 /* In a move: what was not proven to have ended, undone and done again. */
 #include <string.h>
 
+#include "clock.h"
 #include "exact/chunks.h"
 #include "exact/pace.h"
 #include "exact/still.h"
@@ -12,6 +13,7 @@
 #include "failover/line.h"
 #include "failover/made.h"
 
+#define SOON_MS 1
 #define LINE ((size_t)64)
 #define FETCHED ((size_t)512)		/* an operation, and most parameters */
 
@@ -179,12 +181,20 @@ static bool may_be_ahead(void)
 	return !has_open;
 }
 
-/* Whoever has the lock may wait for one that the mover has. A function of the host that came later would run meanwhile. */
+/* Who only passes by gives it back by then. */
+bool mpsd_exact_lock_soon(void)
+{
+	struct timespec until = mpsd_in(SOON_MS);
+
+	return !pthread_mutex_timedlock(&mpsd_exact_lock, &until);
+}
+
+/* A function of the host that came later would run meanwhile. */
 bool mpsd_exact_go_ahead(bool *may_be_told)
 {
 	bool is;
 
-	if (pthread_mutex_trylock(&mpsd_exact_lock))
+	if (!mpsd_exact_lock_soon())
 		return false;
 	is = may_be_ahead();
 	*may_be_told = is && mpsd_epoch_ends_with_kernels();

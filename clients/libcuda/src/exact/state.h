@@ -13,6 +13,9 @@
 /* Of everything below. Not held in calls of the driver, but in a move, when nobody else calls it. */
 extern pthread_mutex_t mpsd_exact_lock;
 
+/* For the mover, in the fence: whoever has the lock may wait for one that the mover has. False: somebody keeps it. */
+bool mpsd_exact_lock_soon(void);
+
 /* operations (issue.c) */
 
 enum mpsd_op_kind {
