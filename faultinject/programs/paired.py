@@ -3,7 +3,8 @@ at once with others.
 
 It says `imported` (or `lacking`, with what is not installed), does `begin` (set up and so many steps),
 `block` (so many timed steps, after the word `working`) as often as it is told, and `finish`: the digest of
-all its results. Where it has the proxy it does `round`, too: blocks past the proxy and through it.
+all its results. Where it has the proxy it does `round`, too: blocks past the proxy and through it; or it says
+`cannot`, and why, and has done nothing.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from faultinject.programs.talk import Inbox, clock, identity, no_core_dumps, say
 from faultinject.proxy import past
 from faultinject.proxy.within import THROUGH
 from faultinject.proxy.work import NAMES, Work
+from mpsd.errors import UnsupportedError
 
 CPUS = 2
 SPARE_CPUS = 4
@@ -101,7 +103,11 @@ def serve(work: Work, inbox: Inbox, steps: int) -> None:
                 times = timed(work, int(order["steps"]) if order else 0)
                 say("block", began=began, times=times, beats=take_beats(work))
             case "round" if order:
-                rounds = rounds or Rounds(work)
+                try:
+                    rounds = rounds or Rounds(work)
+                except UnsupportedError as error:
+                    say("cannot", text=str(error))
+                    continue
                 say("round", blocks=rounds.run(order), functions=rounds.functions)
             case "finish":
                 say("finished", digest=digest(work))

@@ -30,6 +30,8 @@ ROUNDS_LEAST = 3
 BEATS_LEAST = 20
 # Of the bar on step times: where the median of the rounds may be off by more, the verdict would be chance.
 ERROR_SHARE = 1 / 4
+TURNS = 3
+"""Orders of the blocks of a round within a process (within.py), which come one after another."""
 # For rounds within a process: by fewer the quartiles say too little of how the ratios are spread.
 WITHIN_LEAST = 9
 # Of the bar on step times: what two blocks past the proxy may differ by.
@@ -61,26 +63,27 @@ class Side:
 class Within:
     """Blocks of one process, in seconds, one of each for a round: past the proxy, through it, past it again.
 
-    `functions`: how many of those that went past are the proxy's own otherwise.
+    `functions`: how many of those that went past are the proxy's own otherwise. `cannot`: why none can go.
     """
 
     past: tuple[float, ...]
     through: tuple[float, ...]
     again: tuple[float, ...]
     functions: int
+    cannot: str = ""
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> Within:
         past, through, again = (tuple(data[name]) for name in ("past", "through", "again"))
-        return cls(past, through, again, data["functions"])
+        return cls(past, through, again, data["functions"], data["cannot"])
 
     def ratio(self) -> Ratio | None:
         """Of the block through the proxy to the mean of the two past it."""
-        return ratio(self.through, [(a + b) / 2 for a, b in zip(self.past, self.again, strict=False)])
+        return levelled(self.through, [(a + b) / 2 for a, b in zip(self.past, self.again, strict=False)])
 
     def noise(self) -> Ratio | None:
         """Of the two past it."""
-        return ratio(self.again, self.past)
+        return levelled(self.again, self.past)
 
     def is_settled(self) -> bool:
         """Whether more rounds would hardly change either: twice its error is a quarter of the bar at most."""
@@ -135,6 +138,20 @@ def ratio(of: Sequence[float], to: Sequence[float]) -> Ratio | None:
         return None
     low, _, high = statistics.quantiles(ratios, n=4, method="inclusive")
     return Ratio(statistics.median(ratios), low, high)
+
+
+def levelled(of: Sequence[float], to: Sequence[float]) -> Ratio | None:
+    """The same of rounds whose blocks come in another order each, one of TURNS by turns.
+
+    The first block of a round may be slower than the others, whichever it is: with one order in three that
+    would move the median of all ratios. So each order's own median is made that of all.
+    """
+    if min(len(of), len(to)) < WITHIN_LEAST or min(to) <= 0:
+        return ratio(of, to)
+    ratios = [a / b for a, b in zip(of, to, strict=False)]
+    medians = [statistics.median(ratios[turn::TURNS]) for turn in range(TURNS)]
+    middle = statistics.fmean(medians)
+    return ratio([one * middle / medians[n % TURNS] for n, one in enumerate(ratios)], [1.0] * len(ratios))
 
 
 def standard_error(found: Ratio, rounds: int) -> float:
@@ -258,6 +275,8 @@ def step_time_same(pair: Pair) -> Judgement:
 
 def _same_within(within: Within, pair: Pair) -> Judgement:
     found, noise, rounds = within.ratio(), within.noise(), len(within.through)
+    if within.cannot:
+        return unknown(within.cannot)
     if found is None or noise is None or rounds < WITHIN_LEAST:
         return unknown(f"fewer than {WITHIN_LEAST} rounds were timed within the process")
     if not within.functions and pair.mode != "forward":

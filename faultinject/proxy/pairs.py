@@ -80,6 +80,7 @@ class Member:
     blocks: list[float] = field(default_factory=list)
     within: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in BLOCKS})
     functions: int = 0
+    cannot: str = ""
     stats: Mapping[str, Any] | None = None
     failover: Mapping[str, Any] | None = None
     failure: str = ""
@@ -90,8 +91,8 @@ class Member:
         return Side(digest, self.memory, tuple(self.blocks), self.stats, self.failure, self.failover)
 
     def within_data(self) -> dict[str, Any]:
-        """As the report has it: blocks past the proxy and through it."""
-        return {**self.within, "functions": self.functions}
+        """As the report has it: blocks past the proxy and through it, or why there are none."""
+        return {**self.within, "functions": self.functions, "cannot": self.cannot}
 
 
 class Group:
@@ -172,7 +173,8 @@ class Group:
         if self.facts["untimed"]:
             return True
         if self.rounds.within:
-            return all(Within.of(m.within_data()).is_settled() for m in alive if m.name in MODES)
+            timed = [m for m in alive if m.name in MODES and not m.cannot]
+            return all(Within.of(m.within_data()).is_settled() for m in timed)
         others = [m.blocks for m in alive if m.name != "plain"]
         return are_settled(self.members["plain"].blocks, others)
 
@@ -255,9 +257,17 @@ class Group:
         member.blocks.append(pace(said.data["times"], said.data["beats"]))
 
     def _round(self, member: Member, form: Shape, number: int) -> None:
-        heard = member.worker.count("round")
+        """Where it cannot be, as many steps all the same: the results are compared."""
+        if member.cannot:
+            self._block(member, form.of_round)
+            return
+        heard = member.worker.count("round", "cannot")
         member.worker.tell("round", blocks=order(number), warm=form.warm, steps=form.steps)
-        said = member.worker.must("round", timeout=STEP_S, after=heard)
+        said = member.worker.must("round", "cannot", timeout=STEP_S, after=heard)
+        if said.what == "cannot":
+            member.cannot = str(said.data["text"])
+            self._block(member, form.of_round)
+            return
         found = paces(said.data["blocks"], form)
         for name, seconds in found.items():
             member.within[name].append(seconds)

@@ -54,16 +54,23 @@ def test_where_calls_cannot_go_past_a_proxy_that_is_said(
     assert set(found) == {"error"} and found["error"].startswith(error)
 
 
-def test_a_paired_program_without_a_proxy_does_no_round(libraries: Libraries) -> None:
+def test_a_paired_program_without_a_proxy_says_so_and_goes_on(libraries: Libraries) -> None:
     command = [sys.executable, "-m", "faultinject.programs.paired", "calls", "--backend", "simulated"]
     environment = libraries.environment(proxied=False, PYTHONPATH=PATHS)
-    orders = ({"do": "begin", "steps": 1}, {"do": "round", "blocks": ["past"], "warm": 0, "steps": 1})
+    orders = (
+        {"do": "begin", "steps": 1},
+        {"do": "round", "blocks": ["past"], "warm": 0, "steps": 1},
+        {"do": "block", "steps": 1},
+        {"do": "stop"},
+    )
     with subprocess.Popen(
         command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as program:
-        assert program.stdin is not None and program.stderr is not None
+        assert program.stdin is not None and program.stdout is not None and program.stderr is not None
         # Kept open: a program whose rig has gone ends at once.
         program.stdin.write(b"".join(json.dumps(order).encode() + b"\n" for order in orders))
         program.stdin.flush()
-        assert program.wait(DEADLINE_S) == 1
-        assert b"UnsupportedError: there is no proxy in this process" in program.stderr.read()
+        assert (program.wait(DEADLINE_S), program.stderr.read()) == (0, b"")
+        words = [json.loads(line) for line in program.stdout.read().splitlines()]
+    assert [word["what"] for word in words] == ["imported", "begun", "cannot", "working", "block", "closed"]
+    assert words[2]["text"].startswith("there is no proxy in this process")

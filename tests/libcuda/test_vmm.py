@@ -10,6 +10,7 @@ import pytest
 from tests.libcuda.test_exact import EXACT, gate
 from tests.libcuda.test_exact import move as move_exactly
 from tests.libcuda.test_failover import (
+    LAZY,
     Program,
     ask,
     both,
@@ -55,13 +56,18 @@ def test_it_is_there_in_the_next_copy(
     assert ask.end() == ""
 
 
+KEEP = {"MPSD_FAILOVER": "keep"}
 HIGH = 700
 """What a program opens itself has lower numbers, and what is kept for the next copy higher ones."""
 
 KEPT = f"kept = lambda: sum(int(n) > {HIGH} for n in os.listdir('/proc/self/fd'))"
 
+kept_alone = pytest.mark.parametrize("ask", [KEEP, KEEP | LAZY], indirect=True, ids=["eager", "lazy"])
+"""What the program has is all that is kept. Mode `exact`, in which it is until it is told otherwise, has room
+of its own for what memory was."""
 
-@both
+
+@kept_alone
 def test_it_may_grow_and_shrink_at_any_time(
     domain: Domain, second: Domain, third: Domain, post: Post, ask: Program, copies: Path
 ) -> None:
@@ -95,7 +101,7 @@ def test_it_may_grow_and_shrink_at_any_time(
     assert ask.end() == ""
 
 
-@both
+@kept_alone
 def test_memory_outlives_its_mapping_and_its_handle(
     domain: Domain, second: Domain, third: Domain, post: Post, ask: Program, copies: Path
 ) -> None:

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.support.simnode import until
+
 MAGIC, VERSION = 0x726F6C66, 1
 HELLO, READY, UNREADY, OPAQUE, OWN_ERROR, MOVED, STAYED, DONE, UNSURE = range(1, 10)
 WELCOME, STANDBY, STAND_DOWN, MOVE, TURN, FENCED = range(65, 71)
@@ -113,6 +115,8 @@ class Post:
         line.mode = mode
         line.hear(HELLO)
         line.say(WELCOME, lazy=lazy)
+        # It is in the mode that it wished until it has read that.
+        until(line.is_read)
         return line
 
     def close(self) -> None:

@@ -19,6 +19,7 @@ from faultinject.proxy.judge import (
     ERRORS,
     STEP_BAR,
     TRAINING_BAR,
+    TURNS,
     WITHIN_LEAST,
     Pair,
     Side,
@@ -31,14 +32,14 @@ from faultinject.proxy.within import BLOCKS, WARM_BEATS, Shape, order, paces, sh
 from faultinject.verdict import Verdict
 from mpsd.errors import UsageError
 
-ROUNDS = 24
+ROUNDS = 27
 
 
 def within(median: float, spread: float = 0.0, noise: float = 1.0, rounds: int = ROUNDS) -> Within:
     """Ratios that lie `spread` above and below the median by turns, and blocks past it `noise` apart."""
     past = tuple(0.01 * 1.01**number for number in range(rounds))
     again = tuple(seconds * noise for seconds in past)
-    ratios = [median + spread * (number % 3 - 1) for number in range(rounds)]
+    ratios = [median + spread * (number // TURNS % 3 - 1) for number in range(rounds)]
     through = tuple((a + b) / 2 * by for a, b, by in zip(past, again, ratios, strict=True))
     return Within(past, through, again, functions=9)
 
@@ -106,6 +107,29 @@ def test_few_rounds_and_functions_that_are_the_drivers_own_say_nothing() -> None
     assert said(none)[0] is Verdict.VALID
     verdict, text = said(none, mode="vault")
     assert verdict is Verdict.UNKNOWN and text.startswith("none of the functions ")
+
+
+def test_where_calls_cannot_go_past_the_proxy_that_is_no_fault_of_its() -> None:
+    why = "calls can go past the proxy on x86-64 and aarch64, not on riscv64"
+    found = Within((), (), (), functions=0, cannot=why)
+    assert said(found) == (Verdict.UNKNOWN, why)
+
+
+@pytest.mark.parametrize("rounds", [WITHIN_LEAST + 1, 60])
+@pytest.mark.parametrize("first", [0.97, 1.02])
+def test_what_the_first_block_of_a_round_takes_more_is_nobodys(first: float, rounds: int) -> None:
+    """Each is the first by turns: the median of all ratios alone would be that of the other two orders."""
+    times: dict[str, list[float]] = {name: [] for name in BLOCKS}
+    for number in range(rounds):
+        blocks = order(number)
+        for name in BLOCKS:
+            own = 1.02 if name == "through" else 1.0
+            times[name].append(0.01 * own * (first if name == blocks[0] else 1.0))
+    found = Within(*map(tuple, (times["past"], times["through"], times["again"])), functions=9)
+    ratio, noise = found.ratio(), found.noise()
+    assert ratio is not None and noise is not None
+    assert ratio.median == pytest.approx(1.02, abs=5e-4) and noise.median == pytest.approx(1.0, abs=5e-4)
+    assert said(found)[0] is Verdict.INVALID
 
 
 def test_time_within_is_not_asked_of_a_program_whose_steps_are_not_its_own() -> None:
@@ -229,7 +253,9 @@ def entry(found: Within | None, mode: str = "keep") -> dict[str, Any]:
         }
 
     inside: Mapping[str, Any] = (
-        {"within": {**{name: list(getattr(found, name)) for name in BLOCKS}, "functions": 9}} if found else {}
+        {"within": {**{name: list(getattr(found, name)) for name in BLOCKS}, "functions": 9, "cannot": ""}}
+        if found
+        else {}
     )
     sides = {"plain": data(PLAIN), "again": data(AGAIN), "proxied": data(PROXIED)}
     facts = {"unit": "tokens", "per_step": 4, "untimed": "", "beat": "", "not_run": None}

@@ -70,15 +70,22 @@ struct mpsd_tables {
 
 extern _Atomic(const struct mpsd_tables *) mpsd_tables_now;
 
+/* More, and older C libraries do not load, for a program that opens it, what has such thread-locals. */
+#if defined(__x86_64__)
+#define MPSD_THREAD_ALIGNMENT 32
+#else
+#define MPSD_THREAD_ALIGNMENT 16
+#endif
+
 /* What each call of a thread looks at and sets, in one line of the processor's memory. */
 struct mpsd_thread {
 	const struct mpsd_tables *tables;	/* those of the call that it makes; NULL: it is in none */
-	/* 1 + the moves before the copy in which its operation was noted and is not known to have been taken; 0: none was. */
+	/* 1 + the moves before the copy in which its operation was noted and may not have been taken; 0: none was. (submit.c) */
 	uint64_t noted_in;
 	/* It is in a function of the program's that runs in a stream, where a call of the driver's would wait for itself. */
 	bool in_host_function;
 	bool works;				/* it has begun to give the driver something (work.c) */
-} __attribute__((aligned(32)));
+} __attribute__((aligned(MPSD_THREAD_ALIGNMENT)));
 
 extern _Thread_local struct mpsd_thread mpsd_thread __attribute__((tls_model("initial-exec")));
 

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT
 /* order.c, with threads of this test's own, and with each of its calls of the kernel counted. Prints "ok". */
+#include <errno.h>
 #include <linux/futex.h>
 #include <pthread.h>
 #include <sched.h>
@@ -57,7 +58,9 @@ static void one_at_a_time(void)
 
 static void *take_once(void *got)
 {
+	errno = EDOM;
 	*(bool *)got = mpsd_order_take(0);
+	CHECK(errno == EDOM);
 	return NULL;
 }
 
@@ -82,6 +85,9 @@ static void who_waits_is_woken(void)
 
 	mpsd_order_give(0);
 	CHECK(!pthread_join(thread, NULL) && got && atomic_load(&wakes) == before + 1);
+	/* In a forked child that thread is not. */
+	mpsd_orders_child();
+	CHECK(mpsd_order_try(0));
 	CHECK(!mpsd_order_try(0));
 	mpsd_order_give(0);
 }

@@ -393,6 +393,7 @@ void mpsd_exact_child(void)
 {
 	atomic_store(&mpsd_exact_on, false);
 	mpsd_exact_lock = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
+	mpsd_orders_child();
 	mpsd_stage_child();
 	mpsd_shelf_child();
 	mpsd_hosts_child();

@@ -4,6 +4,7 @@
  * memory for something else, where trying a mutex of the C library's costs two waits for its far memory, a table's and a
  * setting's: so this is one word, and the kernel is asked only where somebody waits (U. Drepper, Futexes Are Tricky, 2011).
  */
+#include <errno.h>
 #include <linux/futex.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -28,8 +29,11 @@ static struct order *order_of(uint64_t moves)
 static void wait_for(struct order *order)
 {
 	const struct timespec most = { 0, LOOK_NS };
+	int before = errno;
 
 	syscall(SYS_futex, &order->state, FUTEX_WAIT_PRIVATE, AWAITED, &most, NULL, 0);
+	/* The program's. */
+	errno = before;
 }
 
 static bool try(struct order *order)
@@ -70,6 +74,13 @@ MPSD_OF_A_LAUNCH void mpsd_order_give(uint64_t moves)
 
 	if (__builtin_expect(atomic_exchange_explicit(&order->state, FREE, memory_order_release) == AWAITED, 0))
 		syscall(SYS_futex, &order->state, FUTEX_WAKE_PRIVATE, 1, NULL, NULL, 0);
+}
+
+/* Another thread of the parent's may have had it. */
+void mpsd_orders_child(void)
+{
+	for (unsigned int i = 0; i < ORDERS; i++)
+		atomic_store(&orders[i].state, FREE);
 }
 
 CUresult mpsd_in_order(CUresult (*call)(void))

@@ -107,7 +107,7 @@ MPSD_OF_A_LAUNCH void mpsd_shelf_fetch(void)
 {
 	const char *next = atomic_load_explicit(&coming, memory_order_relaxed);
 
-	for (size_t ahead = 0; ahead < AHEAD; ahead += LINE)
+	for (size_t ahead = 0; next && ahead < AHEAD; ahead += LINE)
 		__builtin_prefetch(next + ahead, 1);
 }
 

@@ -350,6 +350,8 @@ void mpsd_order_fetch(void);		/* it is about to be taken: from the processor's f
 bool mpsd_order_try(uint64_t moves);	/* false: somebody has it */
 void mpsd_order_give(uint64_t moves);
 
+void mpsd_orders_child(void);
+
 /* What is for who has the order, by this thread. */
 CUresult mpsd_in_order(CUresult (*call)(void));
 
