@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,8 +30,8 @@ ROUNDS_LEAST = 3
 BEATS_LEAST = 20
 # Of the bar on step times: where the median of the rounds may be off by more, the verdict would be chance.
 ERROR_SHARE = 1 / 4
-TURNS = 3
-"""Orders of the blocks of a round within a process (within.py), which come one after another."""
+BLOCKS = ("past", "through", "again")
+"""Of a round within a process. There are as many orders of them (within.py), which come one after another."""
 # For rounds within a process: by fewer the quartiles say too little of how the ratios are spread.
 WITHIN_LEAST = 9
 # Of the bar on step times: what two blocks past the proxy may differ by.
@@ -74,7 +74,7 @@ class Within:
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> Within:
-        past, through, again = (tuple(data[name]) for name in ("past", "through", "again"))
+        past, through, again = (tuple(data[name]) for name in BLOCKS)
         return cls(past, through, again, data["functions"], data["cannot"])
 
     def ratio(self) -> Ratio | None:
@@ -133,15 +133,20 @@ def pace(times: Sequence[float], beats: Sequence[float]) -> float:
 
 def ratio(of: Sequence[float], to: Sequence[float]) -> Ratio | None:
     """Of blocks of the same rounds; None where there are too few."""
-    ratios = sorted(a / b for a, b in zip(of, to, strict=False) if b > 0)
-    if len(ratios) < ROUNDS_LEAST:
+    return spread(a / b for a, b in zip(of, to, strict=False) if b > 0)
+
+
+def spread(ratios: Iterable[float]) -> Ratio | None:
+    """None where there are too few."""
+    found = sorted(ratios)
+    if len(found) < ROUNDS_LEAST:
         return None
-    low, _, high = statistics.quantiles(ratios, n=4, method="inclusive")
-    return Ratio(statistics.median(ratios), low, high)
+    low, _, high = statistics.quantiles(found, n=4, method="inclusive")
+    return Ratio(statistics.median(found), low, high)
 
 
 def levelled(of: Sequence[float], to: Sequence[float]) -> Ratio | None:
-    """The same of rounds whose blocks come in another order each, one of TURNS by turns.
+    """The same of rounds whose blocks come in another order each, one of as many as BLOCKS by turns.
 
     The first block of a round may be slower than the others, whichever it is: with one order in three that
     would move the median of all ratios. So each order's own median is made that of all.
@@ -149,9 +154,10 @@ def levelled(of: Sequence[float], to: Sequence[float]) -> Ratio | None:
     if min(len(of), len(to)) < WITHIN_LEAST or min(to) <= 0:
         return ratio(of, to)
     ratios = [a / b for a, b in zip(of, to, strict=False)]
-    medians = [statistics.median(ratios[turn::TURNS]) for turn in range(TURNS)]
+    turns = len(BLOCKS)
+    medians = [statistics.median(ratios[turn::turns]) for turn in range(turns)]
     middle = statistics.fmean(medians)
-    return ratio([one * middle / medians[n % TURNS] for n, one in enumerate(ratios)], [1.0] * len(ratios))
+    return spread(one * middle / medians[number % turns] for number, one in enumerate(ratios))
 
 
 def standard_error(found: Ratio, rounds: int) -> float:

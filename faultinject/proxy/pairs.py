@@ -20,6 +20,7 @@ from typing import Any
 from faultinject.history import clock
 from faultinject.proxy.entries import judged, progress
 from faultinject.proxy.judge import (
+    BLOCKS,
     FAILOVER_MODES,
     GUARDED,
     STANDBY_MODES,
@@ -30,7 +31,7 @@ from faultinject.proxy.judge import (
     pace,
 )
 from faultinject.proxy.library import FAR_BYTES, MPSD_RUN, Libraries, read_stats
-from faultinject.proxy.within import BLOCKS, THROUGH, Shape, order, paces, shape
+from faultinject.proxy.within import THROUGH, Shape, order, paces, shape
 from faultinject.rig import Rig
 from faultinject.worker import Worker
 from mpsd.errors import DeadlineError, UnsupportedError, UsageError

@@ -11,10 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from faultinject.proxy.judge import BEATS_LEAST, TURNS, pace
+from faultinject.proxy.judge import BEATS_LEAST, BLOCKS, pace
 
-BLOCKS = ("past", "through", "again")
-assert len(BLOCKS) == TURNS
 THROUGH = "through"
 BLOCK_S = 0.1
 """Of a block: a third of one between processes, so that a round takes as long as one of those."""
@@ -48,8 +46,8 @@ def shape(step_s: float, beats_per_step: float, most: int) -> Shape:
 
 
 def order(number: int) -> tuple[str, ...]:
-    """The blocks of a round, one after another. Each is the first in one of TURNS rounds."""
-    turn = number % TURNS
+    """The blocks of a round, one after another. Each is the first in one of so many rounds."""
+    turn = number % len(BLOCKS)
     return BLOCKS[turn:] + BLOCKS[:turn]
 
 

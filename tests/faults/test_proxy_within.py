@@ -10,7 +10,7 @@ import pytest
 
 from faultinject.__main__ import main
 from faultinject.proxy import reports
-from faultinject.proxy.within import BLOCKS
+from faultinject.proxy.judge import BLOCKS
 from tests.support.libcudas import Libraries, session_libraries
 
 pytestmark = [

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import moving
-from tests.support.libcudas import DEADLINE_S, PROGRAMS, ROOT, Libraries
+from tests.support.libcudas import DEADLINE_S, PATHS, PROGRAMS, Libraries
 from tests.support.moving import Line, Post, open_post
 from tests.support.simfixtures import backend, domain, second
 from tests.support.simnode import Domain, until
@@ -49,9 +49,8 @@ def copies(libraries: Libraries, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 class Program:
     def __init__(self, libraries: Libraries, home: Domain, post: Post, **extra: str) -> None:
-        found = f"{ROOT}:{ROOT / 'clients'}:{ROOT / 'clients' / 'libcuda'}"
         usual = {
-            "PYTHONPATH": found,
+            "PYTHONPATH": PATHS,
             "CUDA_MPS_PIPE_DIRECTORY": home.environment["CUDA_MPS_PIPE_DIRECTORY"],
             "MPSD_STANDIN_GPU": "simulated",
             "MPSD_VAULT": "1",

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from typing import Any
 
 import pytest
 
-from tests.support.libcudas import DEADLINE_S, PROGRAMS, ROOT, Libraries, run
-
-PATHS = os.pathsep.join(str(ROOT / part) for part in ("", "clients", "clients/libcuda"))
+from tests.support.libcudas import DEADLINE_S, PATHS, PROGRAMS, Libraries, run
 
 
 def told(libraries: Libraries, *arguments: str, proxied: bool = True, **extra: str) -> dict[str, Any]:

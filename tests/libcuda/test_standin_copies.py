@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from faultinject.measure.failover_copy import build_helper
-from tests.support.libcudas import DEADLINE_S, PROGRAMS, ROOT, Libraries, run
+from tests.support.libcudas import DEADLINE_S, PATHS, PROGRAMS, Libraries, run
 from tests.support.simfixtures import backend, domain, second
 from tests.support.simnode import Domain, until
 
@@ -26,11 +26,10 @@ def helper(libraries: Libraries, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 
 def environment(libraries: Libraries, **extra: str) -> dict[str, str]:
-    found = f"{ROOT}:{ROOT / 'clients'}:{ROOT / 'clients' / 'libcuda'}"
     return (
         libraries.environment(
             proxied=False,
-            PYTHONPATH=found,
+            PYTHONPATH=PATHS,
             CUDA_MPS_PIPE_DIRECTORY="/nonexistent/a",
             SECOND_PIPE_DIRECTORY="/nonexistent/b",
         )

@@ -10,7 +10,7 @@ from tests.libcuda.test_exact import EXACT, gate, move
 from tests.libcuda.test_failover import Program, ask, break_domain, copies, post, stand_by
 from tests.support import moving
 from tests.support.gate import Gate
-from tests.support.moving import Post
+from tests.support.moving import Line, Post
 from tests.support.simfixtures import backend, domain, second
 from tests.support.simnode import Domain, until
 
@@ -30,31 +30,42 @@ FIRST = 3
 """What the GPU is given with the first kernel: what is saved, a mark, and the kernel."""
 
 
-@EXACT
-@pytest.mark.parametrize(
-    "last, saved, sums",
-    [(STEP, MANY * 2, 3), (LOOK, 2, 2)],
-    ids=["a step", "a look"],
-)
-def test_each_kind_of_work_saves_what_it_is_about_to_write_at_once(
-    domain: Domain, gate: Gate, second: Domain, post: Post, ask: Program, copies: Path,
-    last: str, saved: int, sums: int,
-) -> None:  # fmt: skip
-    """A program takes its steps, and between them looks whether to go on."""
+def begun(post: Post, ask: Program, second: Domain, copies: Path) -> Line:
     line = post.greet(moving.EXACT)
     ask(f"many = [gpu.memory({2 * MIB}) for _ in range({MANY})]; one = gpu.memory({2 * MIB})")
     ask("wait = lambda: gpu.code('cuStreamSynchronize', 0)")
     assert ask("{gpu.put(m, 0) for m in (one, *many)}") == "{0}"
     stand_by(line, second, copies)
-    for _ in range(2):
-        assert ask(f"{STEP}, wait(), {LOOK}, wait()") == "({0}, 0, {0}, 0)"
+    return line
+
+
+def saved(last: str, ask: Program, line: Line, domain: Domain, gate: Gate) -> int:
+    """Bytes that are put back when this is in flight, and what it writes first has been saved and written."""
     gate.let(0)
     assert ask(last) == "{0}"
     gate.let(FIRST)
     until(lambda: gate.left() == 0)
     break_domain(domain)
     said = move(line)
-    assert (said.text, said.values[3]) == ("", saved * MIB)
+    assert said.text == ""
+    return said.values[3]
+
+
+@EXACT
+@pytest.mark.parametrize(
+    "last, mib, sums",
+    [(STEP, MANY * 2, 3), (LOOK, 2, 2)],
+    ids=["a step", "a look"],
+)
+def test_each_kind_of_work_saves_what_it_is_about_to_write_at_once(
+    domain: Domain, gate: Gate, second: Domain, post: Post, ask: Program, copies: Path,
+    last: str, mib: int, sums: int,
+) -> None:  # fmt: skip
+    """A program takes its steps, and between them looks whether to go on."""
+    line = begun(post, ask, second, copies)
+    for _ in range(2):
+        assert ask(f"{STEP}, wait(), {LOOK}, wait()") == "({0}, 0, {0}, 0)"
+    assert saved(last, ask, line, domain, gate) == mib * MIB
     assert ask("gpu.sync(), {gpu.word(m) for m in many}, gpu.word(one)") == f"(0, {{{sums}}}, 3)"
     assert ask.end() == ""
 
@@ -63,20 +74,10 @@ def test_each_kind_of_work_saves_what_it_is_about_to_write_at_once(
 def test_what_begins_alike_and_goes_on_otherwise_is_right_all_the_same(
     domain: Domain, gate: Gate, second: Domain, post: Post, ask: Program, copies: Path
 ) -> None:
-    line = post.greet(moving.EXACT)
-    ask(f"many = [gpu.memory({2 * MIB}) for _ in range({MANY})]; one = gpu.memory({2 * MIB})")
-    ask("wait = lambda: gpu.code('cuStreamSynchronize', 0)")
-    assert ask("{gpu.put(m, 0) for m in (one, *many)}") == "{0}"
-    stand_by(line, second, copies)
+    line = begun(post, ask, second, copies)
     for _ in range(2):
         assert ask(f"{LOOK}, wait(), {AFTER_LOOKING}, wait()") == "({0}, 0, {0}, 0)"
-    gate.let(0)
-    assert ask(LOOK) == "{0}"
-    gate.let(FIRST)
-    until(lambda: gate.left() == 0)
-    break_domain(domain)
-    said = move(line)
-    assert (said.text, said.values[3]) == ("", (MANY + 1) * 2 * MIB)
+    assert saved(LOOK, ask, line, domain, gate) == (MANY + 1) * 2 * MIB
     assert ask("gpu.sync(), {gpu.word(m) for m in many}, gpu.word(one)") == "(0, {2}, 3)"
     assert ask.end() == ""
 
@@ -94,12 +95,6 @@ def test_of_more_kinds_than_are_told_apart_none_saves_for_another(
     stand_by(line, second, copies)
     for _ in range(2):
         assert ask("{(launch(graph), wait()) for graph in graphs}") == "{(0, 0)}"
-    gate.let(0)
-    assert ask("launch(graphs[-1])") == "0"
-    gate.let(FIRST)
-    until(lambda: gate.left() == 0)
-    break_domain(domain)
-    said = move(line)
-    assert (said.text, said.values[3]) == ("", 2 * MIB)
+    assert saved("{launch(graphs[-1])}", ask, line, domain, gate) == 2 * MIB
     assert ask("gpu.sync(), [gpu.word(m) for m in many]") == f"(0, {[2] * (KINDS - 1) + [3]})"
     assert ask.end() == ""

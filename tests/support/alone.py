@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 
 from tests.support import moving
 from tests.support.gate import ANY, UNMAP, Gate
-from tests.support.libcudas import DEADLINE_S, PROGRAMS, ROOT, Libraries
+from tests.support.libcudas import DEADLINE_S, PATHS, PROGRAMS, Libraries
 from tests.support.moving import Post
 from tests.support.simnode import until
 
@@ -31,7 +31,7 @@ class Alone:
         self._gate = Gate(folder / "0")
         environment = libraries.environment(
             proxied=True,
-            PYTHONPATH=f"{ROOT}:{ROOT / 'clients'}:{ROOT / 'clients' / 'libcuda'}",
+            PYTHONPATH=PATHS,
             CUDA_MPS_PIPE_DIRECTORY=str(self._gate.folder),
             MPSD_VAULT="1",
             MPSD_FAILOVER="exact",

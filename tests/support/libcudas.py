@@ -23,6 +23,8 @@ from libcuda_build.header import find_include
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = ROOT / "tests" / "libcuda" / "programs"
+PATHS = f"{ROOT}:{ROOT / 'clients'}:{ROOT / 'clients' / 'libcuda'}"
+"""PYTHONPATH of a program that imports what is in this tree."""
 MPSD_RUN = [sys.executable, "-m", "mpsd_client.run"]
 DEADLINE_S = 40.0
 

@@ -16,10 +16,10 @@ from faultinject.proxy import entries, reports
 from faultinject.proxy.command import Plan
 from faultinject.proxy.judge import (
     BEATS_LEAST,
+    BLOCKS,
     ERRORS,
     STEP_BAR,
     TRAINING_BAR,
-    TURNS,
     WITHIN_LEAST,
     Pair,
     Side,
@@ -28,7 +28,7 @@ from faultinject.proxy.judge import (
     standard_error,
 )
 from faultinject.proxy.pairs import Rounds
-from faultinject.proxy.within import BLOCKS, WARM_BEATS, Shape, order, paces, shape
+from faultinject.proxy.within import WARM_BEATS, Shape, order, paces, shape
 from faultinject.verdict import Verdict
 from mpsd.errors import UsageError
 
@@ -39,7 +39,7 @@ def within(median: float, spread: float = 0.0, noise: float = 1.0, rounds: int =
     """Ratios that lie `spread` above and below the median by turns, and blocks past it `noise` apart."""
     past = tuple(0.01 * 1.01**number for number in range(rounds))
     again = tuple(seconds * noise for seconds in past)
-    ratios = [median + spread * (number // TURNS % 3 - 1) for number in range(rounds)]
+    ratios = [median + spread * (number // len(BLOCKS) % 3 - 1) for number in range(rounds)]
     through = tuple((a + b) / 2 * by for a, b, by in zip(past, again, ratios, strict=True))
     return Within(past, through, again, functions=9)
 

@@ -8,6 +8,7 @@ with `driver-first` the program opens the driver by its path before the proxy.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 import json
@@ -20,7 +21,7 @@ from unittest import mock
 from faultinject.programs.driver import Driver
 from faultinject.proxy import past
 from mpsd.errors import UnsupportedError
-from mpsd.zones import layout
+from tests.support.zoning import ledger_of
 
 IMAGE = b"standin module\nkernel fill fill 0\n"
 WORDS = 1024
@@ -49,12 +50,8 @@ class Filling:
 
 def launched() -> int:
     """Launches that the proxy has seen."""
-    with open("/proc/self/maps") as maps:
-        start = next(int(line.split("-")[0], 16) for line in maps if "/memfd:mpsd-ledger" in line)
-    with open("/proc/self/mem", "rb", buffering=0) as memory:
-        return int(
-            layout.COUNTER.unpack(os.pread(memory.fileno(), 8, start + layout.counter_at("launched")))[0]
-        )
+    with contextlib.closing(ledger_of(os.getpid())) as ledger:
+        return ledger.launched
 
 
 def turns() -> dict[str, object]:
