@@ -1,4 +1,4 @@
-"""Who submits to a copy of the driver: one thread at a time, and none waits for one that a move has left."""
+"""Locks that are one word; who submits to a copy of the driver: one thread at a time, none waits for a copy that was left."""
 
 from __future__ import annotations
 
@@ -14,7 +14,12 @@ from tests.support.libcudas import run, standalone
 def test_one_thread_at_a_time_has_the_order(tmp_path: Path, sanitize: str) -> None:
     """No driver, no GPU."""
     program = standalone(
-        tmp_path, "order", ["exact/order.c"], "-DMPSD_CARRIED=1", "-Wl,--wrap=syscall", sanitize=sanitize
+        tmp_path,
+        "order",
+        ["exact/order.c", "word.c", "clock.c"],
+        "-DMPSD_CARRIED=1",
+        "-Wl,--wrap=syscall",
+        sanitize=sanitize,
     )
     done = run([program], os.environ)
     assert (done.returncode, done.stdout, done.stderr) == (0, "ok\n", "")

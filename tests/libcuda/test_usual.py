@@ -26,8 +26,8 @@ KINDS = 80
 GRAPH = """graph = lambda m: (gpu.code('cuStreamBeginCapture_v2', s, 2), gpu.run('add', m, 8, 1, stream=s),
   gpu.code('cuStreamEndCapture', s, ctypes.byref(g)), gpu.made('cuGraphInstantiateWithFlags', g.value, 0))[3]
 """.replace("\n", " ")
-FIRST = 3
-"""What the GPU is given with the first kernel: what is saved, a mark, and the kernel."""
+FIRST = 2
+"""What the GPU is given with the first kernel: what is saved, and the kernel."""
 
 
 def begun(post: Post, ask: Program, second: Domain, copies: Path) -> Line:

@@ -124,9 +124,17 @@ static void page_sums(const uint64_t *arguments)
 	}
 }
 
-/* ranges (to, from, size), one for each row of blocks: what the kernel of src/exact/saver.c does */
+#define SAVED_AT_ONCE 16
+
+/*
+ * ranges (to, from, size), one for each row of blocks; a word (or 0), and two halves: what it is to be, and which of the kernel's
+ * counters. What the kernel of src/exact/saver.c does.
+ */
 static void save_ranges(const uint64_t *arguments)
 {
+	const uint64_t *marked = arguments + 3 * SAVED_AT_ONCE;
+	uint32_t *word = *marked ? reach(*marked, sizeof(*word), ACCESS_WRITE) : NULL;
+
 	for (uint64_t row = 0; row < arguments[HIDDEN_ARGUMENTS + 2]; row++) {
 		const uint64_t *range = arguments + 3 * row;
 		const void *from = reach(range[1], range[2], ACCESS_READ);
@@ -135,6 +143,8 @@ static void save_ranges(const uint64_t *arguments)
 		if (to)
 			memcpy(to, from, range[2]);
 	}
+	if (word)
+		__atomic_store_n(word, (uint32_t)marked[1], __ATOMIC_RELEASE);
 }
 
 /* kept, fresh, differs, ranges (first, end), one for each block: what the kernel of src/exact/sums.c does */
@@ -198,7 +208,7 @@ static const struct builtin builtins[] = {
 	{ "trap", 0, { 0 }, trap },
 	{ "count", 0, { 0 }, count },
 	{ "page_sums", 2, { 8, 8 }, page_sums },
-	{ "save_ranges", 1, { 384 }, save_ranges },
+	{ "save_ranges", 1, { 400 }, save_ranges },
 	{ "sums_differ", 1, { 376 }, sums_differ },
 };
 

@@ -134,7 +134,7 @@ struct CUstream_st {
 };
 
 /* Behind those that a kernel was given: how many columns of blocks it has, its module's first variable, rows. */
-#define HIDDEN_ARGUMENTS 48
+#define HIDDEN_ARGUMENTS 50
 
 struct operation {
 	struct operation *next;

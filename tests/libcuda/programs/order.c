@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-/* order.c, with threads of this test's own, and with each of its calls of the kernel counted. Prints "ok". */
+/* order.c and word.c, with threads of this test's own, and with each of their calls of the kernel counted. Prints "ok". */
 #include <errno.h>
 #include <linux/futex.h>
 #include <pthread.h>
@@ -114,7 +114,6 @@ static void nobody_is_asked_where_nobody_waits(void)
 {
 	unsigned int before = atomic_load(&waits) + atomic_load(&wakes);
 
-	mpsd_order_fetch();
 	CHECK(mpsd_order_take(0) && !mpsd_order_try(0));
 	/* That of the next copy is another one. */
 	CHECK(mpsd_order_try(MOVED));
@@ -126,8 +125,42 @@ static void nobody_is_asked_where_nobody_waits(void)
 	CHECK(atomic_load(&waits) + atomic_load(&wakes) == before);
 }
 
+static struct mpsd_word word;
+
+static void *take_word(void *got)
+{
+	errno = EDOM;
+	mpsd_word_take(&word);
+	*(bool *)got = true;
+	mpsd_word_give(&word);
+	CHECK(errno == EDOM);
+	return NULL;
+}
+
+/* It may look more than once before it is let in. */
+static void a_word_is_waited_for(void)
+{
+	unsigned int before = atomic_load(&waits);
+	bool got = false;
+	pthread_t thread;
+
+	CHECK(mpsd_word_try_for(&word, 0) && !mpsd_word_try(&word));
+	CHECK(!pthread_create(&thread, NULL, take_word, &got));
+	while (atomic_load(&waits) < before + 2)
+		sched_yield();
+	/* Who has waited for long enough leaves it with who has it. */
+	CHECK(!mpsd_word_try_for(&word, 1) && !got);
+	mpsd_word_give(&word);
+	CHECK(!pthread_join(thread, NULL) && got);
+	CHECK(mpsd_word_try_for(&word, 0));
+	mpsd_word_child(&word);
+	CHECK(mpsd_word_try(&word));
+	mpsd_word_give(&word);
+}
+
 int main(void)
 {
+	a_word_is_waited_for();
 	nobody_is_asked_where_nobody_waits();
 	who_waits_is_woken();
 	who_waits_leaves_with_a_move();

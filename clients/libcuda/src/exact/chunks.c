@@ -71,10 +71,10 @@ CUdeviceptr mpsd_chunk_take(uint64_t size, uint64_t *got)
 
 static void add_chunk(struct chunk chunk)
 {
-	pthread_mutex_lock(&mpsd_exact_lock);
+	mpsd_word_take(&mpsd_exact_lock);
 	if (chunk_count < MOST_CHUNKS)
 		chunks[chunk_count++] = chunk;
-	pthread_mutex_unlock(&mpsd_exact_lock);
+	mpsd_word_give(&mpsd_exact_lock);
 }
 
 /* It may have been shut a moment ago. */
@@ -82,9 +82,9 @@ static bool has_place(void)
 {
 	bool is;
 
-	pthread_mutex_lock(&mpsd_exact_lock);
+	mpsd_word_take(&mpsd_exact_lock);
 	is = come_to_a_place();
-	pthread_mutex_unlock(&mpsd_exact_lock);
+	mpsd_word_give(&mpsd_exact_lock);
 	return is;
 }
 
@@ -144,12 +144,12 @@ void mpsd_exact_lose_room(void)
 {
 	const char *why = OPEN_ROOM;
 
-	pthread_mutex_lock(&mpsd_exact_lock);
+	mpsd_word_take(&mpsd_exact_lock);
 	chunk_count = 0;
 	mpsd_chunks_empty();
 	if (!mpsd_epoch.unsure && !mpsd_lanes_all_proven())
 		__atomic_store_n(&mpsd_epoch.unsure, why, __ATOMIC_RELAXED);
-	pthread_mutex_unlock(&mpsd_exact_lock);
+	mpsd_word_give(&mpsd_exact_lock);
 	mpsd_line_unsure(why);
 }
 
@@ -210,7 +210,7 @@ unsigned int mpsd_exact_room_last(struct arena_range *pieces, unsigned int count
 	if (!mpsd_exact() || !mpsd_exact_lock_soon())
 		return count;
 	mark_room(pieces, count);
-	pthread_mutex_unlock(&mpsd_exact_lock);
+	mpsd_word_give(&mpsd_exact_lock);
 	for (unsigned int i = count; i-- > 0;) {
 		struct arena_range piece = pieces[i];
 
@@ -228,11 +228,11 @@ static bool take_chunk(struct chunk *chunk)
 {
 	bool is;
 
-	pthread_mutex_lock(&mpsd_exact_lock);
+	mpsd_word_take(&mpsd_exact_lock);
 	is = chunk_count && !mpsd_is_left();
 	if (is)
 		*chunk = chunks[--chunk_count];
-	pthread_mutex_unlock(&mpsd_exact_lock);
+	mpsd_word_give(&mpsd_exact_lock);
 	return is;
 }
 

@@ -17,15 +17,15 @@
 #define SOON_NS 50000
 #define FETCHED ((ptrdiff_t)1024)	/* most launches lie one behind the other, each on some hundred bytes */
 
-MPSD_WRITTEN_OFTEN pthread_mutex_t mpsd_exact_lock = PTHREAD_MUTEX_INITIALIZER;
+MPSD_WRITTEN_OFTEN struct mpsd_word mpsd_exact_lock;
 MPSD_WRITTEN_OFTEN struct mpsd_epoch mpsd_epoch = { .number = 1, .last = &mpsd_epoch.first, .long_from = LONG_OPERATIONS };
 
 void mpsd_epoch_unsure(const char *why)
 {
-	pthread_mutex_lock(&mpsd_exact_lock);
+	mpsd_word_take(&mpsd_exact_lock);
 	if (!mpsd_epoch.unsure)
 		__atomic_store_n(&mpsd_epoch.unsure, why, __ATOMIC_RELAXED);
-	pthread_mutex_unlock(&mpsd_exact_lock);
+	mpsd_word_give(&mpsd_exact_lock);
 	if (mpsd_exact())
 		mpsd_line_unsure(why);
 }
@@ -146,7 +146,7 @@ bool mpsd_exact_close(void)
 		return false;
 	is = mpsd_epoch_ends_with_kernels();
 	mpsd_epoch.is_closed = is;
-	pthread_mutex_unlock(&mpsd_exact_lock);
+	mpsd_word_give(&mpsd_exact_lock);
 	return is;
 }
 
@@ -160,7 +160,7 @@ bool mpsd_exact_is_over(void)
 	if (mpsd_exact_lock_soon()) {
 		is = mpsd_work_rests() && mpsd_lanes_all_proven();
 		mpsd_epoch.is_closed = is;
-		pthread_mutex_unlock(&mpsd_exact_lock);
+		mpsd_word_give(&mpsd_exact_lock);
 	}
 	mpsd_order_give(moves);
 	return is;
@@ -278,9 +278,9 @@ CUresult mpsd_epoch_observed(void)
 {
 	CUresult result;
 
-	pthread_mutex_lock(&mpsd_exact_lock);
+	mpsd_word_take(&mpsd_exact_lock);
 	result = observe();
-	pthread_mutex_unlock(&mpsd_exact_lock);
+	mpsd_word_give(&mpsd_exact_lock);
 	return result;
 }
 
@@ -294,9 +294,9 @@ bool mpsd_epoch_is_long(void)
 {
 	bool is;
 
-	pthread_mutex_lock(&mpsd_exact_lock);
+	mpsd_word_take(&mpsd_exact_lock);
 	is = is_long();
-	pthread_mutex_unlock(&mpsd_exact_lock);
+	mpsd_word_give(&mpsd_exact_lock);
 	return is;
 }
 
@@ -317,7 +317,7 @@ CUresult mpsd_epoch_finish(void)
 	bool is_soon;
 
 	do {
-		pthread_mutex_lock(&mpsd_exact_lock);
+		mpsd_word_take(&mpsd_exact_lock);
 		result = observe();
 		is_soon = is_long() && mpsd_lanes_all_marked();
 		if (is_soon && !until)
@@ -327,7 +327,7 @@ CUresult mpsd_epoch_finish(void)
 			mpsd_epoch.long_from = mpsd_epoch.operations + LONG_OPERATIONS;
 			is_soon = false;
 		}
-		pthread_mutex_unlock(&mpsd_exact_lock);
+		mpsd_word_give(&mpsd_exact_lock);
 	} while (is_soon);
 	return result;
 }
@@ -345,9 +345,9 @@ static void be_unsure_of_captured(void)
 {
 	bool is;
 
-	pthread_mutex_lock(&mpsd_exact_lock);
+	mpsd_word_take(&mpsd_exact_lock);
 	is = !mpsd_is_left() && !mpsd_lanes_all_marked();
-	pthread_mutex_unlock(&mpsd_exact_lock);
+	mpsd_word_give(&mpsd_exact_lock);
 	if (is)
 		mpsd_epoch_unsure("something taken away during a capture");
 }
@@ -357,11 +357,11 @@ bool mpsd_epoch_is_waiting(void)
 {
 	bool is;
 
-	pthread_mutex_lock(&mpsd_exact_lock);
+	mpsd_word_take(&mpsd_exact_lock);
 	/* Where a move has come between, who asks finds that by what it does next. */
 	observe();
 	is = mpsd_epoch.is_waiting;
-	pthread_mutex_unlock(&mpsd_exact_lock);
+	mpsd_word_give(&mpsd_exact_lock);
 	return is;
 }
 
@@ -392,7 +392,7 @@ CUresult mpsd_epoch_make_room(void)
 void mpsd_exact_child(void)
 {
 	atomic_store(&mpsd_exact_on, false);
-	mpsd_exact_lock = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
+	mpsd_word_child(&mpsd_exact_lock);
 	mpsd_orders_child();
 	mpsd_stage_child();
 	mpsd_shelf_child();

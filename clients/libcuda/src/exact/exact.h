@@ -31,7 +31,7 @@ extern atomic_bool mpsd_exact_on;
 
 static inline bool mpsd_exact(void)
 {
-	return __builtin_expect(atomic_load_explicit(&mpsd_exact_on, memory_order_relaxed), 0);
+	return __builtin_expect(atomic_load_explicit(&mpsd_exact_on, memory_order_relaxed), 1);
 }
 
 /* Whether what is submitted is noted: in any mode what is captured, and what may lead to a variable elsewhere. */

@@ -65,12 +65,12 @@ static bool has_turn(struct mpsd_given *given, CUresult *status)
 	enum turn turn;
 
 	for (;;) {
-		pthread_mutex_lock(&mpsd_exact_lock);
+		mpsd_word_take(&mpsd_exact_lock);
 		pthread_mutex_lock(&mpsd_hosts_lock);
 		turn = turn_of(given, status, is_late);
 		if (turn == NOW && given->host->lane)
 			mpsd_epoch_seen((struct mpsd_point){ given->host->lane, given->host->number });
-		pthread_mutex_unlock(&mpsd_exact_lock);
+		mpsd_word_give(&mpsd_exact_lock);
 		if (turn == AFTER)
 			pthread_cond_wait(&mpsd_hosts_changed, &mpsd_hosts_lock);
 		if (turn == NEVER || turn == NOW)

@@ -7,6 +7,8 @@
 #include "exact/state.h"
 #include "failover/graph.h"
 
+#define FEW 4u			/* attributes of a launch */
+
 void mpsd_op_share(struct mpsd_op *op)
 {
 	atomic_fetch_add(&op->shares, 1);
@@ -43,36 +45,35 @@ void mpsd_op_forget(struct mpsd_op *op)
 }
 
 /* `alone`: what comes before it is not what the program had before it, so it begins when that has ended. */
-static CUlaunchAttribute *translated(const struct mpsd_op *op, bool alone)
+static void translate(const struct mpsd_op *op, bool alone, CUlaunchAttribute *attributes)
 {
-	unsigned int count = op->launch.config.numAttrs;
-	CUlaunchAttribute *attributes = malloc((count + 1) * sizeof(*attributes));
-
-	for (unsigned int i = 0; attributes && i < count; i++) {
+	for (unsigned int i = 0; i < op->launch.config.numAttrs; i++) {
 		attributes[i] = op->launch.attributes[i];
 		mpsd_attribute_native(&attributes[i]);
 		if (alone && attributes[i].id == CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION)
 			attributes[i].value.programmaticStreamSerializationAllowed = 0;
 	}
-	return attributes;
 }
 
 static CUresult launch_with(const struct mpsd_op *op, CUstream stream, void **extra, bool alone)
 {
 	CUlaunchConfig config = op->launch.config;
+	CUlaunchAttribute few[FEW];
 	CUresult result;
 
 	config.hStream = stream;
-	config.attrs = translated(op, alone);
+	config.attrs = config.numAttrs <= FEW ? few : malloc(config.numAttrs * sizeof(*config.attrs));
 	if (!config.attrs)
 		return CUDA_ERROR_OUT_OF_MEMORY;
+	translate(op, alone, config.attrs);
 	result = inner_cuLaunchKernelEx(&config, mpsd_native(op->launch.function),
 					extra ? NULL : op->launch.parameters, extra);
-	free(config.attrs);
+	if (config.attrs != few)
+		free(config.attrs);
 	return result;
 }
 
-MPSD_OF_A_LAUNCH static CUresult launch(const struct mpsd_op *op, CUstream stream, bool alone)
+static CUresult launch(const struct mpsd_op *op, CUstream stream, bool alone)
 {
 	const CUlaunchConfig *c = &op->launch.config;
 	CUfunction function = mpsd_native(op->launch.function);
@@ -231,7 +232,13 @@ static CUresult issue(const struct mpsd_op *op, CUstream stream)
 
 MPSD_OF_A_LAUNCH CUresult mpsd_op_launch(const struct mpsd_op *op)
 {
-	return launch(op, mpsd_native(op->stream), false);
+	const CUlaunchConfig *c = &op->launch.config;
+
+	if (__builtin_expect(!op->launch.is_plain || op->launch.is_buffer, 0))
+		return launch(op, mpsd_native(op->stream), false);
+	return inner_cuLaunchKernel(mpsd_native(op->launch.function), c->gridDimX, c->gridDimY, c->gridDimZ, c->blockDimX,
+				    c->blockDimY, c->blockDimZ, c->sharedMemBytes, mpsd_native(op->stream),
+				    op->launch.parameters, NULL);
 }
 
 CUresult mpsd_op_issue(const struct mpsd_op *op)

@@ -47,14 +47,14 @@ CUresult mpsd_lanes_ready(void)
 			mpsd_exact_fail("no pinned memory");
 		return MPSD_AGAIN;
 	}
-	pthread_mutex_lock(&mpsd_exact_lock);
+	mpsd_word_take(&mpsd_exact_lock);
 	if (!words) {
 		for (size_t i = 0; i < size / sizeof(uint32_t); i++)
 			__atomic_store_n((uint32_t *)pages + i, 0, __ATOMIC_RELAXED);
 		__atomic_store_n(&words, pages, __ATOMIC_RELEASE);
 		pages = NULL;
 	}
-	pthread_mutex_unlock(&mpsd_exact_lock);
+	mpsd_word_give(&mpsd_exact_lock);
 	if (pages)
 		make_cuMemFreeHost(pages);
 	else
@@ -67,7 +67,7 @@ static uint32_t *word_in(uint64_t moves, const struct mpsd_lane *lane)
 	return &words[moves / 2 % GENERATIONS][lane - mpsd_lanes];
 }
 
-static uint32_t *word_of(const struct mpsd_lane *lane)
+uint32_t *mpsd_lane_word(const struct mpsd_lane *lane)
 {
 	return word_in(mpsd_tables()->moves, lane);
 }
@@ -87,12 +87,11 @@ MPSD_OF_A_LAUNCH struct mpsd_lane *mpsd_lane_find(CUstream stream)
 {
 	static MPSD_READ_OFTEN struct mpsd_lane *last = &mpsd_lanes[1];
 
-	for (unsigned int i = 0; i < mpsd_lanes_used; i++) {
-		struct mpsd_lane *lane = i ? &mpsd_lanes[i] : last;
-
-		if (lane->is_used && lane->stream == key(stream))
-			return last = lane;
-	}
+	if (__builtin_expect(last->is_used & (last->stream == key(stream)), 1))
+		return last;
+	for (unsigned int i = 1; i < mpsd_lanes_used; i++)
+		if (mpsd_lanes[i].is_used && mpsd_lanes[i].stream == key(stream))
+			return last = &mpsd_lanes[i];
 	return NULL;
 }
 
@@ -174,78 +173,6 @@ bool mpsd_lanes_all_marked(void)
 	return true;
 }
 
-/* False: this call's copy was left. */
-static bool set_marked(struct mpsd_lane *lane, uint64_t number)
-{
-	bool left;
-
-	pthread_mutex_lock(&mpsd_exact_lock);
-	left = mpsd_is_left();
-	if (!left)
-		lane->marked = number;
-	pthread_mutex_unlock(&mpsd_exact_lock);
-	return !left;
-}
-
-/* `native`: its stream. What is captured now does not go on before the capture has ended. */
-static CUresult write_mark(struct mpsd_lane *lane, CUstream native, uint64_t number, uint64_t before)
-{
-	bool held = false;
-	CUresult result = MPSD_AGAIN;
-
-	if (mpsd_capturing() && !mpsd_captures_hold(native, &held))
-		return CUDA_SUCCESS;
-	/* Before the GPU can have written it. */
-	if (set_marked(lane, number))
-		result = real_cuMemsetD32Async((CUdeviceptr)word_of(lane), (uint32_t)number, 1, native);
-	if (result != CUDA_SUCCESS)
-		set_marked(lane, before);
-	if (held)
-		mpsd_captures_let();
-	return result;
-}
-
-/* It has ended without a word here, for the mode has: who is on the way waits for nothing of it. */
-static CUresult has_no_stream(struct mpsd_lane *lane, uint64_t number)
-{
-	bool left;
-
-	pthread_mutex_lock(&mpsd_exact_lock);
-	left = mpsd_is_left();
-	if (!left) {
-		lane->marked = number;
-		mpsd_lane_conclude(lane, number);
-	}
-	pthread_mutex_unlock(&mpsd_exact_lock);
-	return left ? MPSD_AGAIN : CUDA_SUCCESS;
-}
-
-/* Another thread's stream too, which that may end as soon as nothing of it is open. */
-CUresult mpsd_lane_mark(struct mpsd_lane *lane)
-{
-	struct mpsd_asked asked;
-	uint64_t number, before;
-	CUresult result;
-	CUstream stream;
-	bool left;
-
-	pthread_mutex_lock(&mpsd_exact_lock);
-	left = mpsd_is_left();
-	number = lane->given;
-	before = lane->marked;
-	stream = lane->stream;
-	pthread_mutex_unlock(&mpsd_exact_lock);
-	if (left)
-		return MPSD_AGAIN;
-	if (number == before)
-		return CUDA_SUCCESS;
-	if (!mpsd_ask_begin(&asked, stream))
-		return has_no_stream(lane, number);
-	result = write_mark(lane, asked.native, number, before);
-	mpsd_ask_end(&asked);
-	return result;
-}
-
 /* Of a context that may be lost the driver is asked seldom: the daemon knows sooner, and it may keep who asks. */
 static uint64_t question_ns(void)
 {
@@ -271,11 +198,11 @@ static CUresult wait_for(struct mpsd_lane *lane, uint64_t number, bool has_follo
 	CUstream stream;
 
 	for (unsigned int looks = 1;; looks++) {
-		pthread_mutex_lock(&mpsd_exact_lock);
+		mpsd_word_take(&mpsd_exact_lock);
 		proven = mpsd_is_left() ? 0 : mpsd_lane_look(lane);
 		marked = lane->marked;
 		stream = lane->stream;
-		pthread_mutex_unlock(&mpsd_exact_lock);
+		mpsd_word_give(&mpsd_exact_lock);
 		if (atomic_load(&mpsd_moves) != moves)
 			return MPSD_AGAIN;
 		if (proven >= number || number > marked) {
@@ -320,12 +247,12 @@ CUresult mpsd_lane_seen(struct mpsd_lane *lane, uint64_t number)
 	uint64_t now = mpsd_now_ns();
 	bool is, may_ask;
 
-	pthread_mutex_lock(&mpsd_exact_lock);
+	mpsd_word_take(&mpsd_exact_lock);
 	is = mpsd_is_left() || mpsd_lane_look(lane) >= number || number > lane->marked;
 	may_ask = !is && now - lane->asked_ns > question_ns();
 	if (may_ask)
 		lane->asked_ns = now;
-	pthread_mutex_unlock(&mpsd_exact_lock);
+	mpsd_word_give(&mpsd_exact_lock);
 	return is || may_ask ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
 }
 
@@ -337,10 +264,10 @@ CUresult mpsd_lanes_wait(void)
 	for (unsigned int i = 0; i < count && result == CUDA_SUCCESS; i++) {
 		uint64_t given;
 
-		pthread_mutex_lock(&mpsd_exact_lock);
+		mpsd_word_take(&mpsd_exact_lock);
 		given = mpsd_lanes[i].given;
 		count = mpsd_lanes_used;
-		pthread_mutex_unlock(&mpsd_exact_lock);
+		mpsd_word_give(&mpsd_exact_lock);
 		result = mpsd_lane_come(&mpsd_lanes[i], given);
 	}
 	return result;
@@ -365,20 +292,6 @@ void mpsd_lanes_move(void)
 		__atomic_store_n(word_in(moves, lane), (uint32_t)lane->proven, __ATOMIC_RELEASE);
 	}
 	words_of = moves;
-}
-
-CUresult mpsd_lane_mark_now(struct mpsd_lane *lane, uint64_t number)
-{
-	CUresult result;
-
-	if (number <= lane->marked)
-		return CUDA_SUCCESS;
-	lane->marked = number;
-	/* The driver may keep this thread until functions of the host have run, which want the lock. */
-	pthread_mutex_unlock(&mpsd_exact_lock);
-	result = real_cuMemsetD32Async((CUdeviceptr)word_of(lane), (uint32_t)number, 1, CU_STREAM_LEGACY);
-	pthread_mutex_lock(&mpsd_exact_lock);
-	return result;
 }
 
 void mpsd_lanes_give_up(bool all)

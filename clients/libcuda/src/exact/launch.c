@@ -17,20 +17,21 @@
 /* With the lock: an operation in that lane has nothing to wait for, and nothing is to be said of it. */
 static bool is_free(const struct mpsd_lane *lane)
 {
-	return !mpsd_epoch.is_closed && !mpsd_epoch.unsure && !mpsd_epoch_is_full() && mpsd_undo_is_behind(lane) &&
-	       mpsd_replay_is_behind(lane);
+	bool is_other = mpsd_epoch.is_closed | (mpsd_epoch.unsure != NULL) | mpsd_epoch_is_full() | !mpsd_undo_is_behind(lane);
+
+	return __builtin_expect(!is_other, 1) && __builtin_expect(mpsd_replay_is_behind(lane), 1);
 }
 
 /* With the lock and the order. False: more is to be done before it is noted; there may be an operation, for that. */
-MPSD_OF_A_LAUNCH static bool note(const struct mpsd_launch *given, void **parameters, struct mpsd_op **made)
+static inline bool note(const struct mpsd_launch *given, void **parameters, struct mpsd_op **made)
 {
 	struct mpsd_lane *lane = mpsd_is_left() ? NULL : mpsd_lane_find(given->stream);
 	struct mpsd_op *op;
 
-	if (!lane || !is_free(lane))
+	if (__builtin_expect(!lane || !is_free(lane), 0))
 		return false;
 	*made = op = mpsd_params_take_known(given, parameters);
-	if (!op || !mpsd_params_are_whole(op))
+	if (__builtin_expect(!op || !mpsd_params_are_whole(op), 0))
 		return false;
 	op->lane = lane;
 	mpsd_note(op, mpsd_tables()->moves);
@@ -38,37 +39,39 @@ MPSD_OF_A_LAUNCH static bool note(const struct mpsd_launch *given, void **parame
 }
 
 /* False: it is not submitted. */
-MPSD_OF_A_LAUNCH static bool submit_at_once(const struct mpsd_launch *given, void **parameters, struct mpsd_op **op, CUresult *result)
+static inline bool submit_at_once(const struct mpsd_launch *given, void **parameters, struct mpsd_op **op, CUresult *result)
 {
 	uint64_t moves = mpsd_tables()->moves;
 	struct mpsd_ahead ahead = { NULL, false, 0 };
 	bool is;
 
-	if (!mpsd_order_take(moves))
+	if (__builtin_expect(!mpsd_order_take(moves), 0))
 		return false;
 	mpsd_launches_fetch_row();
-	pthread_mutex_lock(&mpsd_exact_lock);
+	mpsd_word_take(&mpsd_exact_lock);
 	is = note(given, parameters, op);
-	if (is)
+	if (__builtin_expect(is, 1))
 		ahead = mpsd_look_ahead((*op)->lane);
-	pthread_mutex_unlock(&mpsd_exact_lock);
-	if (is) {
+	mpsd_word_give(&mpsd_exact_lock);
+	if (__builtin_expect(is, 1)) {
 		*result = mpsd_finish(*op, mpsd_op_launch(*op));
 		/* It is submitted: what goes wrong with the mark the next one finds. */
-		if (*result == CUDA_SUCCESS && ahead.is_unmarked)
+		if (__builtin_expect(ahead.is_unmarked, 0) && *result == CUDA_SUCCESS)
 			mpsd_lane_mark(ahead.lane);
 	}
 	mpsd_order_give(moves);
-	if (is && *result == CUDA_SUCCESS)
+	if (__builtin_expect(ahead.until != 0, 0) && *result == CUDA_SUCCESS)
 		mpsd_come_near(&ahead);
 	return is;
 }
 
-/* Whether that may do, as far as it is known with no lock. An attribute may be an event to be recorded. */
-static bool may_be_at_once(const struct mpsd_launch *given, void **extra)
+/* Whether that may do, as far as it is known with no lock. */
+static inline bool may_be_at_once(const struct mpsd_launch *given, void **extra)
 {
-	return mpsd_exact() && !mpsd_thread.noted_in && given->is_brief && !extra && !given->config->numAttrs &&
-	       !mpsd_validates() && !mpsd_named_any;
+	bool is_other = (extra != NULL) | !given->is_brief | !mpsd_exact() | (mpsd_thread.noted_in != 0) | mpsd_named_any |
+			mpsd_validates();
+
+	return __builtin_expect(!is_other, 1) && !mpsd_config_records_event(given->config);
 }
 
 /* In a capture that cannot be noted: the program goes on, and stays where it is. */
@@ -91,13 +94,12 @@ static CUresult launch_unnoted(const struct mpsd_launch *given, void **parameter
 	return mpsd_answered(result);
 }
 
-MPSD_OF_A_LAUNCH static CUresult submit_launch(const struct mpsd_launch *given, void **parameters, void **extra)
+/* `op`: NULL, or what was made of it and not noted. */
+static MPSD_SELDOM CUresult submit_after(const struct mpsd_launch *given, void **parameters, void **extra,
+					 struct mpsd_op *op)
 {
-	struct mpsd_op *op = NULL;
 	CUresult result = CUDA_SUCCESS;
 
-	if (may_be_at_once(given, extra) && submit_at_once(given, parameters, &op, &result))
-		return result;
 	if (op)
 		mpsd_params_follow_variables(op);
 	else
@@ -113,6 +115,16 @@ MPSD_OF_A_LAUNCH static CUresult submit_launch(const struct mpsd_launch *given, 
 		return launch_unnoted(given, parameters, extra, "a kernel whose parameters are unknown, in a capture");
 	mpsd_exact_fail("a kernel whose parameters are unknown");
 	return MPSD_AGAIN;
+}
+
+MPSD_OF_A_LAUNCH static CUresult submit_launch(const struct mpsd_launch *given, void **parameters, void **extra)
+{
+	struct mpsd_op *op = NULL;
+	CUresult result = CUDA_SUCCESS;
+
+	if (__builtin_expect(may_be_at_once(given, extra) && submit_at_once(given, parameters, &op, &result), 1))
+		return result;
+	return submit_after(given, parameters, extra, op);
 }
 
 MPSD_OF_A_LAUNCH CUresult work_cuLaunchKernel(CUfunction f, unsigned int gridDimX, unsigned int gridDimY, unsigned int gridDimZ,

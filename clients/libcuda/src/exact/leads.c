@@ -16,11 +16,10 @@
 
 bool mpsd_launch_records_event(const struct mpsd_op *op)
 {
-	for (unsigned int i = 0; i < op->launch.config.numAttrs; i++)
-		if (op->launch.attributes[i].id == CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_EVENT ||
-		    op->launch.attributes[i].id == CU_LAUNCH_ATTRIBUTE_LAUNCH_COMPLETION_EVENT)
-			return true;
-	return false;
+	CUlaunchConfig config = op->launch.config;
+
+	config.attrs = op->launch.attributes;
+	return mpsd_config_records_event(&config);
 }
 
 /* The words of a launch's parameters that may be addresses: nearly all of hundreds are numbers. */
@@ -61,7 +60,7 @@ static bool is_read(const struct words *words)
 }
 
 /* With the lock. */
-MPSD_OF_A_LAUNCH static bool is_done(const struct words *words, CUdeviceptr word)
+static bool is_done(const struct words *words, CUdeviceptr word)
 {
 	if (!mpsd_bounds_may_hold(words->windows, word))
 		return true;
@@ -72,7 +71,8 @@ MPSD_OF_A_LAUNCH static bool is_done(const struct words *words, CUdeviceptr word
 	return mpsd_stamps_is_whole_now(word);
 }
 
-MPSD_OF_A_LAUNCH bool mpsd_params_are_whole(const struct mpsd_op *op)
+/* With the lock: one by one, whatever they are. */
+static MPSD_SELDOM bool are_all_done(const struct mpsd_op *op)
 {
 	struct words words = words_of(op, mpsd_span_bounds(&mpsd_variables_span));
 	CUdeviceptr word;
@@ -84,15 +84,45 @@ MPSD_OF_A_LAUNCH bool mpsd_params_are_whole(const struct mpsd_op *op)
 	return true;
 }
 
+/*
+ * Nearly always each word is a number, or leads to what is whole. So all are looked at with no branch between: after what the
+ * program has done since its last launch the processor foresees none, and each takes as long as a dozen words.
+ */
+MPSD_OF_A_LAUNCH bool mpsd_params_are_whole(const struct mpsd_op *op)
+{
+	const struct mpsd_bounds windows = mpsd_span_bounds(&mpsd_windows_span), pins = mpsd_span_bounds(&mpsd_pins_span),
+				 variables = mpsd_span_bounds(&mpsd_variables_span);
+	const struct mpsd_wholes wholes = mpsd_stamps_wholes();
+	const char *word = op->launch.buffer, *end = word + op->launch.bytes / sizeof(CUdeviceptr) * sizeof(CUdeviceptr);
+	bool others = mpsd_readers_any || !wholes.pages;
+
+	if (__builtin_expect(others, 0))
+		return are_all_done(op);
+	for (; word < end; word += sizeof(CUdeviceptr)) {
+		CUdeviceptr address;
+		uint64_t page;
+		bool is_page;
+
+		memcpy(&address, word, sizeof(address));
+		page = (address - wholes.base) / MPSD_EXACT_PAGE;
+		is_page = page < wholes.pages;
+		page = is_page ? page : 0;
+		is_page &= atomic_load_explicit(&wholes.wholes[page], memory_order_relaxed) == wholes.now;
+		others |= (mpsd_bounds_may_hold(windows, address) & !is_page) | mpsd_bounds_may_hold(pins, address) |
+			  mpsd_bounds_may_hold(variables, address);
+	}
+	return __builtin_expect(!others, 1) || are_all_done(op);
+}
+
 static bool is_still(const struct words *words, CUdeviceptr word)
 {
 	bool is;
 
 	if (!is_read(words))
 		return false;
-	pthread_mutex_lock(&mpsd_exact_lock);
+	mpsd_word_take(&mpsd_exact_lock);
 	is = !mpsd_is_left() && mpsd_still_rely(word);
-	pthread_mutex_unlock(&mpsd_exact_lock);
+	mpsd_word_give(&mpsd_exact_lock);
 	return is;
 }
 

@@ -73,10 +73,10 @@ const char *mpsd_name_of_function(CUfunction function)
 static void tell_unsure(const char *why)
 {
 	mpsd_epoch_unsure(why);
-	pthread_mutex_lock(&mpsd_exact_lock);
+	mpsd_word_take(&mpsd_exact_lock);
 	if (!mpsd_is_left())
 		mpsd_still_unsure();
-	pthread_mutex_unlock(&mpsd_exact_lock);
+	mpsd_word_give(&mpsd_exact_lock);
 }
 
 void mpsd_named_look(CUfunction function)

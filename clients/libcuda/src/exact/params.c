@@ -17,6 +17,7 @@
 
 #define FUNCTIONS (MPSD_PLACES / 2)
 #define FEW 8u
+#define FEW_BYTES 64u
 #define MOST_PARAMETERS 512u
 #define MOST_BYTES 32768u	/* 32,764 by the CUDA programming guide, from compute capability 7.0 on */
 
@@ -101,7 +102,7 @@ static struct info *place_of(CUfunction function)
 {
 	uint32_t at = first_place_of(function);
 
-	while (infos[at].function && infos[at].function != function)
+	while (__builtin_expect(infos[at].function != function, 0) && infos[at].function)
 		at = (at + 1) % MPSD_PLACES;
 	return &infos[at];
 }
@@ -175,17 +176,17 @@ static CUresult learn(const struct mpsd_launch *given)
 	/* In a copy that was left it is no function, and to have no more parameters looks the same. */
 	if (mpsd_is_left())
 		return MPSD_AGAIN;
-	pthread_mutex_lock(&mpsd_exact_lock);
+	mpsd_word_take(&mpsd_exact_lock);
 	result = keep(function, places, count, reader);
 	/* What is captured is not launched. */
 	mpsd_newest_note(first_place_of(function), given->is_brief);
-	pthread_mutex_unlock(&mpsd_exact_lock);
+	mpsd_word_give(&mpsd_exact_lock);
 	return result;
 }
 
 void mpsd_params_forget(void)
 {
-	pthread_mutex_lock(&mpsd_exact_lock);
+	mpsd_word_take(&mpsd_exact_lock);
 	/* What was said of pinned memory stays. */
 	for (struct info *info = infos; known && info < infos + MPSD_PLACES; info++) {
 		if (!info->function)
@@ -195,7 +196,7 @@ void mpsd_params_forget(void)
 		*info = (struct info){ .function = NULL };
 		known--;
 	}
-	pthread_mutex_unlock(&mpsd_exact_lock);
+	mpsd_word_give(&mpsd_exact_lock);
 }
 
 #define BUFFER_ALIGNMENT 16
@@ -207,7 +208,7 @@ _Static_assert(sizeof(CUlaunchAttribute) % sizeof(void *) == 0, "pointers lie be
  * Under the lock. In one block: the operation, its attributes, where each parameter is, and the parameters, with nothing
  * between them.
  */
-MPSD_OF_A_LAUNCH static struct mpsd_op *make(const struct mpsd_launch *given, uint32_t count, size_t bytes)
+MPSD_OF_A_LAUNCH static inline struct mpsd_op *make(const struct mpsd_launch *given, uint32_t count, size_t bytes)
 {
 	unsigned int attributes = given->config->numAttrs;
 	size_t before = sizeof(struct mpsd_op) + attributes * sizeof(CUlaunchAttribute) + count * sizeof(void *);
@@ -216,10 +217,8 @@ MPSD_OF_A_LAUNCH static struct mpsd_op *make(const struct mpsd_launch *given, ui
 	struct mpsd_op *op;
 
 	before = (before + BUFFER_ALIGNMENT - 1) / BUFFER_ALIGNMENT * BUFFER_ALIGNMENT;
-	op = given->is_brief ? mpsd_shelf_take(before + bytes, &shelf) : NULL;
-	if (!op)
-		op = malloc(before + bytes);
-	if (!op)
+	op = __builtin_expect(given->is_brief, 1) ? mpsd_shelf_take(before + bytes, &shelf) : NULL;
+	if (__builtin_expect(!op, 0) && !(op = malloc(before + bytes)))
 		return NULL;
 	copies = (CUlaunchAttribute *)(op + 1);
 	memset(op, 0, offsetof(struct mpsd_op, launch));
@@ -238,43 +237,55 @@ MPSD_OF_A_LAUNCH static struct mpsd_op *make(const struct mpsd_launch *given, ui
 	op->launch.parameters = (void **)(copies + attributes);
 	op->launch.buffer = (char *)op + before;
 	op->launch.reader = NULL;
-	if (attributes)
+	if (__builtin_expect(attributes != 0, 0))
 		memcpy(copies, given->config->attrs, attributes * sizeof(*copies));
 	return op;
 }
 
-/* Most are addresses and numbers, which need no call to be copied. */
-static void copy_one(char *to, const void *from, size_t size)
+/* Most of these are numbers and a few addresses, which need no call to be copied. */
+static void copy_other(char *to, const char *from, size_t size)
 {
-	uint64_t word;
-
-	if (size == sizeof(word)) {
-		memcpy(&word, from, sizeof(word));
-		memcpy(to, &word, sizeof(word));
-		mpsd_stamps_fetch(word);
-	} else if (size == sizeof(uint32_t)) {
+	if (size == sizeof(uint32_t)) {
 		memcpy(to, from, sizeof(uint32_t));
-	} else {
+	} else if (size % sizeof(uint64_t) || size > FEW_BYTES) {
 		memcpy(to, from, size);
+	} else {
+		for (size_t at = 0; at < size; at += sizeof(uint64_t))
+			memcpy(to + at, from + at, sizeof(uint64_t));
 	}
 }
 
 /* Under the lock. */
 MPSD_OF_A_LAUNCH static struct mpsd_op *copy_each(const struct mpsd_launch *given, const struct info *info, void **parameters)
 {
-	const struct place *places = places_in(info);
 	struct mpsd_op *op = make(given, info->count, info->bytes);
+	const struct place *place = places_in(info);
+	void **to;
+	char *buffer;
 
+	if (__builtin_expect(!op, 0))
+		return NULL;
+	to = op->launch.parameters;
+	buffer = op->launch.buffer;
 	/* What lies between them would be taken for an address, or be another one each time. */
-	if (op && info->filled != info->bytes)
-		memset(op->launch.buffer, 0, info->bytes);
-	for (uint32_t i = 0; op && i < info->count; i++) {
-		char *to = op->launch.buffer + places[i].offset;
+	if (__builtin_expect(info->filled != info->bytes, 0))
+		memset(buffer, 0, info->bytes);
+	for (void **end = to + info->count; to < end; to++, parameters++, place++) {
+		char *one = buffer + place->offset;
 
-		op->launch.parameters[i] = to;
-		copy_one(to, parameters[i], places[i].size);
+		*to = one;
+		/* Most are addresses. */
+		if (__builtin_expect(place->size == sizeof(CUdeviceptr), 1)) {
+			CUdeviceptr address;
+
+			memcpy(&address, *parameters, sizeof(address));
+			memcpy(one, &address, sizeof(address));
+			__builtin_prefetch(mpsd_stamps_of(address));
+		} else {
+			copy_other(one, *parameters, place->size);
+		}
 	}
-	if (op && info->rest)
+	if (info->rest)
 		op->launch.reader = info->rest->reader;
 	return op;
 }
@@ -286,7 +297,7 @@ MPSD_OF_A_LAUNCH struct mpsd_op *mpsd_params_take_known(const struct mpsd_launch
 	return info && (parameters || !info->count) ? copy_each(given, info, parameters) : NULL;
 }
 
-static CUresult take_each(const struct mpsd_launch *given, void **parameters, struct mpsd_op **op)
+static MPSD_SELDOM CUresult take_each(const struct mpsd_launch *given, void **parameters, struct mpsd_op **op)
 {
 	CUresult result = CUDA_SUCCESS;
 	bool is_known = false;
@@ -295,14 +306,14 @@ static CUresult take_each(const struct mpsd_launch *given, void **parameters, st
 	while (result == CUDA_SUCCESS && !is_known) {
 		const struct info *info;
 
-		pthread_mutex_lock(&mpsd_exact_lock);
+		mpsd_word_take(&mpsd_exact_lock);
 		info = info_of(given->function);
 		is_known = info != NULL;
 		if (is_known && info->count && !parameters)
 			result = CUDA_ERROR_INVALID_VALUE;
 		else if (is_known && !(*op = copy_each(given, info, parameters)))
 			result = CUDA_ERROR_OUT_OF_MEMORY;
-		pthread_mutex_unlock(&mpsd_exact_lock);
+		mpsd_word_give(&mpsd_exact_lock);
 		if (!is_known)
 			result = learn(given);
 	}
@@ -310,7 +321,7 @@ static CUresult take_each(const struct mpsd_launch *given, void **parameters, st
 }
 
 /* cuda.h: CU_LAUNCH_PARAM_BUFFER_POINTER and _SIZE, each followed by its value, until _END. */
-static CUresult take_buffer(const struct mpsd_launch *given, void **extra, struct mpsd_op **op)
+static MPSD_SELDOM CUresult take_buffer(const struct mpsd_launch *given, void **extra, struct mpsd_op **op)
 {
 	const void *from = NULL;
 	size_t size = 0;
@@ -325,9 +336,9 @@ static CUresult take_buffer(const struct mpsd_launch *given, void **extra, struc
 	}
 	if (size > MOST_BYTES || (size && !from))
 		return CUDA_ERROR_NOT_SUPPORTED;
-	pthread_mutex_lock(&mpsd_exact_lock);
+	mpsd_word_take(&mpsd_exact_lock);
 	*op = make(given, 0, size);
-	pthread_mutex_unlock(&mpsd_exact_lock);
+	mpsd_word_give(&mpsd_exact_lock);
 	if (!*op)
 		return CUDA_ERROR_OUT_OF_MEMORY;
 	(*op)->launch.is_buffer = true;
@@ -373,13 +384,13 @@ const char *mpsd_params_why_pinned(CUfunction function)
 
 	if (!name)
 		return said;
-	pthread_mutex_lock(&mpsd_exact_lock);
+	mpsd_word_take(&mpsd_exact_lock);
 	info = info_of(function);
 	rest = info ? rest_of(info) : NULL;
 	if (rest && !rest->pinned && asprintf(&rest->pinned, PINNED ": %.120s", name) < 0)
 		rest->pinned = NULL;
 	if (rest && rest->pinned)
 		said = rest->pinned;
-	pthread_mutex_unlock(&mpsd_exact_lock);
+	mpsd_word_give(&mpsd_exact_lock);
 	return said;
 }

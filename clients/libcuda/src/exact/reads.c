@@ -20,7 +20,7 @@ static bool find_reader(const struct mpsd_op *writer, struct mpsd_lane **lane, u
 {
 	bool is = false, may;
 
-	pthread_mutex_lock(&mpsd_exact_lock);
+	mpsd_word_take(&mpsd_exact_lock);
 	may = mpsd_epoch.has_borrowed && !mpsd_epoch.unsure && !mpsd_is_left();
 	for (struct mpsd_op *op = may ? mpsd_epoch.first : NULL; op; op = op->next) {
 		if (op->kind != MPSD_OP_COPY || !op->copy.is_borrowed ||
@@ -31,7 +31,7 @@ static bool find_reader(const struct mpsd_op *writer, struct mpsd_lane **lane, u
 		*lane = op->lane;
 		*number = op->number;
 	}
-	pthread_mutex_unlock(&mpsd_exact_lock);
+	mpsd_word_give(&mpsd_exact_lock);
 	return is;
 }
 

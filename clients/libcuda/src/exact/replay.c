@@ -13,7 +13,7 @@
 #include "failover/line.h"
 #include "failover/made.h"
 
-#define SOON_MS 1
+#define SOON_NS 1000000
 #define LINE ((size_t)64)
 #define FETCHED ((size_t)512)		/* an operation, and most parameters */
 
@@ -49,9 +49,9 @@ static CUresult issue_again(struct mpsd_op *op)
 	CUresult result;
 
 	op->is_again = true;
-	pthread_mutex_unlock(&mpsd_exact_lock);
+	mpsd_word_give(&mpsd_exact_lock);
 	result = mpsd_op_again(op);
-	pthread_mutex_lock(&mpsd_exact_lock);
+	mpsd_word_take(&mpsd_exact_lock);
 	/* While its thread is in the driver nobody knows whether that took it. */
 	if (result != CUDA_SUCCESS && !mpsd_is_loss(result) && mpsd_op_skip(op))
 		result = CUDA_SUCCESS;
@@ -89,16 +89,16 @@ static CUresult do_again(struct mpsd_replayed *replayed)
 
 /* After all that was done again, in the copy after so many moves, where it ends with that. */
 static CUevent done;
-static atomic_uint_least64_t done_moves;
+atomic_uint_least64_t mpsd_replay_moves;
 
 /* NULL: there is none in this call's copy, or that was left. */
 static CUevent end_in(uint64_t moves)
 {
 	CUevent event;
 
-	pthread_mutex_lock(&mpsd_exact_lock);
-	event = !mpsd_is_left() && atomic_load(&done_moves) == moves ? done : NULL;
-	pthread_mutex_unlock(&mpsd_exact_lock);
+	mpsd_word_take(&mpsd_exact_lock);
+	event = !mpsd_is_left() && atomic_load(&mpsd_replay_moves) == moves ? done : NULL;
+	mpsd_word_give(&mpsd_exact_lock);
 	return event;
 }
 
@@ -109,15 +109,6 @@ static CUresult come_after(struct mpsd_lane *lane, CUevent event)
 	if (result == CUDA_SUCCESS)
 		__atomic_store_n(&lane->after_replay, mpsd_tables()->moves, __ATOMIC_RELAXED);
 	return result;
-}
-
-/* A thread that a move overtakes may look at it with no lock. */
-bool mpsd_replay_is_behind(const struct mpsd_lane *lane)
-{
-	uint64_t moves = mpsd_tables()->moves;
-
-	return !moves || atomic_load(&done_moves) != moves ||
-	       __atomic_load_n(&lane->after_replay, __ATOMIC_RELAXED) == moves;
 }
 
 CUresult mpsd_replay_come_after(struct mpsd_lane *lane)
@@ -134,12 +125,12 @@ static CUresult note_end(void)
 {
 	CUresult result = real_cuEventCreate(&done, CU_EVENT_DISABLE_TIMING);
 
-	pthread_mutex_unlock(&mpsd_exact_lock);
+	mpsd_word_give(&mpsd_exact_lock);
 	if (result == CUDA_SUCCESS)
 		result = real_cuEventRecord(done, CU_STREAM_LEGACY);
-	pthread_mutex_lock(&mpsd_exact_lock);
+	mpsd_word_take(&mpsd_exact_lock);
 	if (result == CUDA_SUCCESS)
-		atomic_store(&done_moves, mpsd_tables()->moves);
+		atomic_store(&mpsd_replay_moves, mpsd_tables()->moves);
 	for (unsigned int i = 1; i < mpsd_lanes_used && result == CUDA_SUCCESS; i++)
 		if (mpsd_lanes[i].is_used && !mpsd_is_captured(mpsd_lanes[i].stream))
 			result = come_after(&mpsd_lanes[i], done);
@@ -184,9 +175,7 @@ static bool may_be_ahead(void)
 /* Who only passes by gives it back by then. */
 bool mpsd_exact_lock_soon(void)
 {
-	struct timespec until = mpsd_in(SOON_MS);
-
-	return !pthread_mutex_timedlock(&mpsd_exact_lock, &until);
+	return mpsd_word_try_for(&mpsd_exact_lock, SOON_NS);
 }
 
 /* A function of the host that came later would run meanwhile. */
@@ -199,7 +188,7 @@ bool mpsd_exact_go_ahead(bool *may_be_told)
 	is = may_be_ahead();
 	*may_be_told = is && mpsd_epoch_ends_with_kernels();
 	mpsd_epoch.is_closed = is;
-	pthread_mutex_unlock(&mpsd_exact_lock);
+	mpsd_word_give(&mpsd_exact_lock);
 	return is;
 }
 
@@ -219,9 +208,9 @@ static const char *await_fence(void)
 {
 	bool holds;
 
-	pthread_mutex_unlock(&mpsd_exact_lock);
+	mpsd_word_give(&mpsd_exact_lock);
 	holds = mpsd_fence_complete();
-	pthread_mutex_lock(&mpsd_exact_lock);
+	mpsd_word_take(&mpsd_exact_lock);
 	return holds ? NULL : MPSD_STILL_WRITES;
 }
 
@@ -311,7 +300,7 @@ void mpsd_exact_move(bool may, struct mpsd_replayed *replayed)
 	const char *why_not = may ? NULL : "nobody knows whose fault it was";
 
 	*replayed = (struct mpsd_replayed){ 0 };
-	pthread_mutex_lock(&mpsd_exact_lock);
+	mpsd_word_take(&mpsd_exact_lock);
 	if (mpsd_fence_is_ahead() && (!may || !may_be_ahead())) {
 		const char *why = await_fence();
 
@@ -319,32 +308,32 @@ void mpsd_exact_move(bool may, struct mpsd_replayed *replayed)
 	}
 	/* By who was at it when the fence was begun. It is saved anew in the same place. */
 	if (may && !mpsd_epoch.unsure && mpsd_chunks_are_open()) {
-		pthread_mutex_unlock(&mpsd_exact_lock);
+		mpsd_word_give(&mpsd_exact_lock);
 		mpsd_fence_finish();
-		pthread_mutex_lock(&mpsd_exact_lock);
+		mpsd_word_take(&mpsd_exact_lock);
 	}
 	/* Whoever was about to do something finds the copy left. */
 	mpsd_epoch.is_awaited = mpsd_epoch.is_closed = false;
 	move(why_not, replayed);
-	pthread_mutex_unlock(&mpsd_exact_lock);
+	mpsd_word_give(&mpsd_exact_lock);
 }
 
 void mpsd_exact_stay(void)
 {
-	pthread_mutex_lock(&mpsd_exact_lock);
+	mpsd_word_take(&mpsd_exact_lock);
 	mpsd_epoch.is_closed = false;
-	pthread_mutex_unlock(&mpsd_exact_lock);
+	mpsd_word_give(&mpsd_exact_lock);
 }
 
 bool mpsd_exact_is_due(uint64_t *operations, uint64_t *takes_ns)
 {
 	bool is;
 
-	pthread_mutex_lock(&mpsd_exact_lock);
+	mpsd_word_take(&mpsd_exact_lock);
 	is = mpsd_exact() && !mpsd_epoch.unsure && !mpsd_lanes_all_proven();
 	*operations = is ? mpsd_epoch.operations : 0;
 	*takes_ns = mpsd_pace_of(*operations);
-	pthread_mutex_unlock(&mpsd_exact_lock);
+	mpsd_word_give(&mpsd_exact_lock);
 	return is;
 }
 
@@ -353,9 +342,9 @@ CUresult mpsd_exact_look(void)
 	CUresult result;
 	bool is;
 
-	pthread_mutex_lock(&mpsd_exact_lock);
+	mpsd_word_take(&mpsd_exact_lock);
 	is = mpsd_lanes_all_proven();
-	pthread_mutex_unlock(&mpsd_exact_lock);
+	mpsd_word_give(&mpsd_exact_lock);
 	if (is)
 		return CUDA_SUCCESS;
 	/* To ask the legacy stream would end a capture in a stream that blocks with it. */
@@ -370,8 +359,8 @@ CUresult mpsd_exact_look(void)
 
 void mpsd_exact_rested(void)
 {
-	pthread_mutex_lock(&mpsd_exact_lock);
+	mpsd_word_take(&mpsd_exact_lock);
 	mpsd_lanes_give_up(true);
 	mpsd_epoch_end();
-	pthread_mutex_unlock(&mpsd_exact_lock);
+	mpsd_word_give(&mpsd_exact_lock);
 }

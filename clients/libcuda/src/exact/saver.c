@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT
 /*
  * What an epoch wants saved at its beginning is a dozen allocations, mostly small. The driver takes some microseconds of
- * the program's thread for each copy, and no more for a kernel that copies them all.
+ * the program's thread for each copy, and no more for a kernel that copies them all, and says itself that it has.
  */
 #include "exact/saver.h"
 
@@ -21,19 +21,25 @@ struct ranges {
 		CUdeviceptr to, from;
 		uint64_t size;
 	} each[MPSD_SAVED_AT_ONCE];
+	CUdeviceptr word;	/* 0: nothing is written */
+	uint32_t number, counter;
 };
 
-_Static_assert(sizeof(struct ranges) == 16 * 24, "the kernel has that in its code");
+_Static_assert(sizeof(struct ranges) == 16 * 24 + 16 && MPSD_LANES == 256, "the kernel has that in its code");
 
-/* mpsd_save_ranges(ranges): each row of blocks copies one of them. */
+/*
+ * mpsd_save_ranges(ranges): each row of blocks copies one of them. The block that is the last to end writes the word; it finds
+ * that by counting, up to so many, and there the counter begins anew.
+ */
 static const char code[] =
 	".version 6.0\n"
 	".target sm_70\n"
 	".address_size 64\n"
-	".visible .entry mpsd_save_ranges(.param .align 8 .b8 ranges[384])\n"
+	".global .align 4 .u32 counters[256];\n"
+	".visible .entry mpsd_save_ranges(.param .align 8 .b8 ranges[400])\n"
 	"{\n"
-	"	.reg .pred %more;\n"
-	"	.reg .b32 %row, %part, %parts, %thread, %threads;\n"
+	"	.reg .pred %more, %not;\n"
+	"	.reg .b32 %row, %part, %parts, %thread, %threads, %last;\n"
 	"	.reg .b64 %list, %to, %from, %end, %at, %step, %a<8>;\n"
 	"	mov.u32 %row, %ctaid.y;\n"
 	"	mul.wide.u32 %at, %row, 24;\n"
@@ -72,6 +78,29 @@ static const char code[] =
 	"	add.u64 %to, %to, %step;\n"
 	"	setp.lt.u64 %more, %from, %end;\n"
 	"	@%more bra again;\n"
+	"	ld.param.u64 %at, [ranges+384];\n"
+	"	setp.eq.u64 %not, %at, 0;\n"
+	"	@%not bra out;\n"
+	"	bar.sync 0;\n"
+	"	mov.u32 %thread, %tid.x;\n"
+	"	setp.ne.u32 %not, %thread, 0;\n"
+	"	@%not bra out;\n"
+	"	membar.gl;\n"
+	"	ld.param.u32 %part, [ranges+396];\n"
+	"	mul.wide.u32 %step, %part, 4;\n"
+	"	mov.u64 %list, counters;\n"
+	"	add.u64 %list, %list, %step;\n"
+	"	mov.u32 %parts, %nctaid.x;\n"
+	"	mov.u32 %row, %nctaid.y;\n"
+	"	mul.lo.u32 %last, %parts, %row;\n"
+	"	sub.u32 %last, %last, 1;\n"
+	"	atom.global.inc.u32 %part, [%list], %last;\n"
+	"	setp.ne.u32 %not, %part, %last;\n"
+	"	@%not bra out;\n"
+	"	membar.sys;\n"
+	"	ld.param.u32 %part, [ranges+392];\n"
+	"	st.volatile.global.u32 [%at], %part;\n"
+	"out:\n"
 	"	ret;\n"
 	"}\n";
 
@@ -116,21 +145,29 @@ static CUresult copy(CUdeviceptr to, CUdeviceptr from, uint64_t size, CUstream s
 	return real_cuMemcpyDtoDAsync_v2(to, from, size, stream);
 }
 
-static CUresult copy_together(const struct ranges *ranges, unsigned int count, CUfunction own, CUstream stream)
+static CUresult copy_together(struct ranges *ranges, unsigned int count, CUfunction own, CUstream stream,
+			      struct mpsd_saver_mark *mark)
 {
-	void *parameters[] = { (void *)ranges };
+	void *parameters[] = { ranges };
 	CUresult result = CUDA_SUCCESS;
 
-	if (own && count > 1)
+	if (own && count && (mark || count > 1)) {
+		if (mark) {
+			ranges->word = (CUdeviceptr)mark->word;
+			ranges->number = mark->number;
+			ranges->counter = mark->counter;
+			mark->is_made = true;
+		}
 		return real_cuLaunchKernel(mpsd_native(own), PARTS, count, 1, THREADS, 1, 1, 0, stream, parameters, NULL);
+	}
 	for (unsigned int i = 0; i < count && result == CUDA_SUCCESS; i++)
 		result = copy(ranges->each[i].to, ranges->each[i].from, ranges->each[i].size, stream);
 	return result;
 }
 
-/* `own`: copies ranges of `most` bytes together; NULL: there is none. */
+/* `own`: copies ranges of `most` bytes together, behind the others; NULL: there is none. */
 static CUresult copy_all(const struct mpsd_saved *saved, unsigned int count, CUfunction own, uint64_t most,
-			 CUstream stream)
+			 CUstream stream, struct mpsd_saver_mark *mark)
 {
 	struct ranges ranges = { 0 };
 	CUresult result = CUDA_SUCCESS;
@@ -142,12 +179,12 @@ static CUresult copy_all(const struct mpsd_saved *saved, unsigned int count, CUf
 		else
 			result = copy(each->to, each->from, each->size, stream);
 	}
-	return result == CUDA_SUCCESS ? copy_together(&ranges, together, own, stream) : result;
+	return result == CUDA_SUCCESS ? copy_together(&ranges, together, own, stream, mark) : result;
 }
 
-CUresult mpsd_saver_copy(const struct mpsd_saved *saved, unsigned int count, CUstream stream)
+CUresult mpsd_saver_copy(const struct mpsd_saved *saved, unsigned int count, CUstream stream, struct mpsd_saver_mark *mark)
 {
-	return copy_all(saved, count, count > 1 ? kernel() : NULL, MOST_BYTES, stream);
+	return copy_all(saved, count, mark || count > 1 ? kernel() : NULL, MOST_BYTES, stream, mark);
 }
 
 /*
@@ -157,9 +194,9 @@ CUresult mpsd_saver_copy(const struct mpsd_saved *saved, unsigned int count, CUs
 CUresult mpsd_saver_put_back(const struct mpsd_saved *saved, unsigned int count, CUstream stream)
 {
 	CUfunction own = __atomic_load_n(&function, __ATOMIC_ACQUIRE);
-	CUresult result = copy_all(saved, count, own, UINT64_MAX, stream);
+	CUresult result = copy_all(saved, count, own, UINT64_MAX, stream, NULL);
 
 	if (!own || result == CUDA_SUCCESS || mpsd_is_loss(result))
 		return result;
-	return copy_all(saved, count, NULL, 0, stream);
+	return copy_all(saved, count, NULL, 0, stream, NULL);
 }

@@ -18,8 +18,16 @@ struct mpsd_saved {
 
 #define MPSD_SAVED_AT_ONCE 16u
 
-/* With the order, so many at most, into that stream of the copy of this call. */
-CUresult mpsd_saver_copy(const struct mpsd_saved *saved, unsigned int count, CUstream stream);
+/* What the kernel writes there once all is copied. Those in one stream have the same `counter`, and others another. */
+struct mpsd_saver_mark {
+	uint32_t *word;
+	uint32_t number;
+	unsigned int counter;	/* below MPSD_LANES */
+	bool is_made;		/* it does; else there is no kernel that would */
+};
+
+/* With the order, so many at most, into that stream of the copy of this call. NULL: nothing is to be written. */
+CUresult mpsd_saver_copy(const struct mpsd_saved *saved, unsigned int count, CUstream stream, struct mpsd_saver_mark *mark);
 
 /* The same in a move, where nothing is loaded for it. */
 CUresult mpsd_saver_put_back(const struct mpsd_saved *saved, unsigned int count, CUstream stream);

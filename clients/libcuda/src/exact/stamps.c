@@ -10,21 +10,19 @@
 #include "hold.h"
 #include "windows.h"
 
-static MPSD_READ_OFTEN CUdeviceptr window_base;
-static MPSD_READ_OFTEN uint64_t count;			/* of its pages */
+MPSD_READ_OFTEN struct mpsd_stamped mpsd_stamped;
 
 /* For each page: in which epoch it was saved; */
-static MPSD_READ_OFTEN uint64_t *stamps;
+static uint64_t *stamps;
 /* and for who has the order, of which a copy that was left has its own: in which plan it is, */
 static atomic_ullong *planned;
-/* and all that a pointer into it leads to: in which epoch (even), or plan (odd). */
-static MPSD_READ_OFTEN atomic_ullong *wholes;
 
 _Static_assert(MPSD_EXACT_PAGE == ARENA_GRANULE, "a page of the window is what memory is mapped by");
 
 bool mpsd_stamps_hold(CUdeviceptr address)
 {
-	return __atomic_load_n(&stamps, __ATOMIC_ACQUIRE) && address - window_base < count * MPSD_EXACT_PAGE;
+	return __atomic_load_n(&stamps, __ATOMIC_ACQUIRE) &&
+	       address - mpsd_stamped.base < mpsd_stamped.pages * MPSD_EXACT_PAGE;
 }
 
 /* Windows open with the first allocation, and stay. */
@@ -45,17 +43,17 @@ bool mpsd_stamps_know(CUdeviceptr address)
 	fresh = calloc(pages, sizeof(*fresh));
 	more = calloc(pages, sizeof(*more));
 	most = calloc(pages, sizeof(*most));
-	pthread_mutex_lock(&mpsd_exact_lock);
+	mpsd_word_take(&mpsd_exact_lock);
 	if (!stamps && fresh && more && most) {
-		window_base = base;
-		count = pages;
+		mpsd_stamped.base = base;
+		mpsd_stamped.pages = pages;
 		planned = more;
-		wholes = most;
+		mpsd_stamped.wholes = most;
 		__atomic_store_n(&stamps, fresh, __ATOMIC_RELEASE);
 		fresh = NULL;
 		more = most = NULL;
 	}
-	pthread_mutex_unlock(&mpsd_exact_lock);
+	mpsd_word_give(&mpsd_exact_lock);
 	free(fresh);
 	free(more);
 	free(most);
@@ -64,12 +62,13 @@ bool mpsd_stamps_know(CUdeviceptr address)
 
 static uint64_t page_of(CUdeviceptr address)
 {
-	return (address - window_base) / MPSD_EXACT_PAGE;
+	return (address - mpsd_stamped.base) / MPSD_EXACT_PAGE;
 }
 
 struct mpsd_pages mpsd_stamps_pages(CUdeviceptr address, uint64_t size)
 {
-	uint64_t offset = address - window_base, most = count * MPSD_EXACT_PAGE - offset;
+	uint64_t offset = address - mpsd_stamped.base;
+	uint64_t most = mpsd_stamped.pages * MPSD_EXACT_PAGE - offset;
 
 	if (size > most)
 		size = most;
@@ -78,12 +77,12 @@ struct mpsd_pages mpsd_stamps_pages(CUdeviceptr address, uint64_t size)
 
 CUdeviceptr mpsd_stamps_address(uint64_t page)
 {
-	return window_base + page * MPSD_EXACT_PAGE;
+	return mpsd_stamped.base + page * MPSD_EXACT_PAGE;
 }
 
 uint64_t mpsd_stamps_count(void)
 {
-	return count;
+	return mpsd_stamped.pages;
 }
 
 static uint64_t epoch_now(void)
@@ -138,7 +137,7 @@ void mpsd_stamps_save(const struct mpsd_plan *plan, struct mpsd_pages pages)
 		unsigned long long planned_whole = of_plan(plan);
 
 		__atomic_store_n(&stamps[page], mpsd_epoch.number, __ATOMIC_RELAXED);
-		atomic_compare_exchange_strong(&wholes[page], &planned_whole, of_epoch(mpsd_epoch.number));
+		atomic_compare_exchange_strong(&mpsd_stamped.wholes[page], &planned_whole, of_epoch(mpsd_epoch.number));
 	}
 }
 
@@ -147,14 +146,14 @@ bool mpsd_stamps_is_whole(const struct mpsd_plan *plan, CUdeviceptr address)
 	uint64_t when = 0;
 
 	if (mpsd_stamps_hold(address))
-		when = atomic_load_explicit(&wholes[page_of(address)], memory_order_relaxed);
+		when = atomic_load_explicit(&mpsd_stamped.wholes[page_of(address)], memory_order_relaxed);
 	return (when == of_epoch(epoch_now()) || when == of_plan(plan)) && !may_have_grown(address);
 }
 
 static void note(struct mpsd_pages pages, uint64_t when)
 {
 	for (uint64_t page = pages.first; page < pages.end; page++)
-		atomic_store_explicit(&wholes[page], when, memory_order_relaxed);
+		atomic_store_explicit(&mpsd_stamped.wholes[page], when, memory_order_relaxed);
 }
 
 bool mpsd_stamps_found_whole(const struct mpsd_allocation *whole)
@@ -174,19 +173,19 @@ void mpsd_stamps_note_whole(const struct mpsd_plan *plan, const struct mpsd_allo
 	note(mpsd_stamps_pages(whole->base, whole->size), of_plan(plan));
 }
 
-MPSD_OF_A_LAUNCH void mpsd_stamps_fetch(CUdeviceptr address)
+bool mpsd_stamps_is_whole_now(CUdeviceptr address)
 {
 	const uint64_t page = page_of(address);
 
-	if (page < count)
-		__builtin_prefetch(&wholes[page]);
+	return page < mpsd_stamped.pages &&
+	       atomic_load_explicit(&mpsd_stamped.wholes[page], memory_order_relaxed) == of_epoch(mpsd_epoch.number) &&
+	       atomic_load_explicit(&runs_changed, memory_order_relaxed) != mpsd_epoch.number;
 }
 
-MPSD_OF_A_LAUNCH bool mpsd_stamps_is_whole_now(CUdeviceptr address)
+MPSD_OF_A_LAUNCH struct mpsd_wholes mpsd_stamps_wholes(void)
 {
-	const uint64_t page = page_of(address);
+	bool is = atomic_load_explicit(&runs_changed, memory_order_relaxed) != mpsd_epoch.number;
 
-	return stamps && page < count &&
-	       atomic_load_explicit(&wholes[page], memory_order_relaxed) == of_epoch(mpsd_epoch.number) &&
-	       atomic_load_explicit(&runs_changed, memory_order_relaxed) != mpsd_epoch.number;
+	return (struct mpsd_wholes){ mpsd_stamped.base, is ? mpsd_stamped.pages : 0, of_epoch(mpsd_epoch.number),
+				     mpsd_stamped.wholes };
 }

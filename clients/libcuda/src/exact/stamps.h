@@ -31,4 +31,29 @@ void mpsd_stamps_note_whole(const struct mpsd_plan *plan, const struct mpsd_allo
 
 /* With the lock: the same of this epoch alone. Where a run may have grown it is false: that is looked at elsewhere. */
 bool mpsd_stamps_is_whole_now(CUdeviceptr address);
-void mpsd_stamps_fetch(CUdeviceptr address);	/* that is about to be asked, of a word that may be an address */
+
+extern struct mpsd_stamped {
+	CUdeviceptr base;
+	uint64_t pages;
+	atomic_ullong *wholes;	/* for each page all that a pointer into it leads to: saved in which epoch (even), or plan (odd) */
+} mpsd_stamped;
+
+/* With the lock: what is looked at for a word that may be an address. (Nothing may be read there while there are no pages.) */
+static inline const atomic_ullong *mpsd_stamps_of(uint64_t word)
+{
+	uint64_t page = (word - mpsd_stamped.base) / MPSD_EXACT_PAGE;
+
+	return &mpsd_stamped.wholes[page < mpsd_stamped.pages ? page : 0];
+}
+
+/*
+ * With the lock: what is_whole_now() looks at, for as long as that is held; the pages of what is whole have `now` in
+ * `wholes`. No pages: each address is to be asked for.
+ */
+struct mpsd_wholes {
+	CUdeviceptr base;
+	uint64_t pages, now;
+	const atomic_ullong *wholes;
+};
+
+struct mpsd_wholes mpsd_stamps_wholes(void);

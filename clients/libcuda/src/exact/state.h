@@ -5,13 +5,14 @@
 #include <pthread.h>
 
 #include "exact/exact.h"
+#include "exact/order.h"
 #include "failover/carry.h"
 #include "span.h"
 
 #define MPSD_EXACT_PAGE ((uint64_t)2 << 20)
 
 /* Of everything below. Not held in calls of the driver, but in a move, when nobody else calls it. */
-extern pthread_mutex_t mpsd_exact_lock;
+extern struct mpsd_word mpsd_exact_lock;
 
 /* For the mover, in the fence: whoever has the lock may wait for one that the mover has. False: somebody keeps it. */
 bool mpsd_exact_lock_soon(void);
@@ -167,6 +168,15 @@ void mpsd_stage_child(void);
 /* leads.c: of an operation that is a launch. */
 bool mpsd_launch_records_event(const struct mpsd_op *op);
 
+static inline bool mpsd_config_records_event(const CUlaunchConfig *config)
+{
+	for (unsigned int i = 0; __builtin_expect(config->attrs && i < config->numAttrs, 0); i++)
+		if (config->attrs[i].id == CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_EVENT ||
+		    config->attrs[i].id == CU_LAUNCH_ATTRIBUTE_LAUNCH_COMPLETION_EVENT)
+			return true;
+	return false;
+}
+
 /* As the program called it, in the copy of this call. */
 CUresult mpsd_op_issue(const struct mpsd_op *op);
 CUresult mpsd_op_launch(const struct mpsd_op *op);	/* the same of one that is a launch */
@@ -195,7 +205,6 @@ struct mpsd_lane {
 	uint64_t after_replay;	/* in the copy after so many moves it waits for what was done again there */
 	uint64_t stop;		/* this one is not proven, whatever is written: a function that did not run; 0: none */
 	uint64_t saved;		/* the last one of them that is a save; 0: none that matters */
-	CUevent event;		/* after its last save; the program does not know it */
 	uint64_t asked_ns;	/* when the driver was asked last, in place of its word */
 } __attribute__((aligned(64)));
 
@@ -218,9 +227,19 @@ bool mpsd_lane_is_ordered(const struct mpsd_lane *lane);
 bool mpsd_lanes_all_proven(void);
 bool mpsd_lanes_all_marked(void);	/* what is not proven will be */
 
-/* Without the lock, by who has the order: the GPU writes after what was given so far. */
+/* lanemarks.c: without the lock, by who has the order: the GPU writes after what was given so far. */
 CUresult mpsd_lane_mark(struct mpsd_lane *lane);
 CUresult mpsd_lanes_mark(void);	/* waits.c */
+
+/*
+ * The same by a kernel that is about to be given to it, and writes its number there itself. NULL: this call's copy was left.
+ * unmark(): it was refused; the number stays taken, and the next mark proves it, too.
+ */
+uint32_t *mpsd_lane_mark_ahead(struct mpsd_lane *lane, uint64_t *number, uint64_t *before);
+void mpsd_lane_unmark(struct mpsd_lane *lane, uint64_t before);
+
+/* lanes.c: the word in the copy of this call. */
+uint32_t *mpsd_lane_word(const struct mpsd_lane *lane);
 
 /* Without the lock: until the GPU has written that. What was not marked, for it is captured, is not waited for. */
 CUresult mpsd_lane_wait(struct mpsd_lane *lane, uint64_t number);
@@ -240,7 +259,7 @@ void mpsd_lane_stop(struct mpsd_lane *lane, uint64_t number, uint64_t moves);
 /* In a move, with the lock: other words. What is proven stays so. */
 void mpsd_lanes_move(void);
 
-/* In a move, with the lock, but not in the call: the GPU writes that number, in the legacy stream. */
+/* lanemarks.c: in a move, with the lock, but not in the call: the GPU writes that number, in the legacy stream. */
 CUresult mpsd_lane_mark_now(struct mpsd_lane *lane, uint64_t number);
 
 /* In a move: a word of the host's that the GPU may wait for in the copy that comes into use; NULL: there is none. */
@@ -319,7 +338,17 @@ CUresult mpsd_epoch_make_room(void);	/* and what was freed during a capture goes
 
 /* replay.c: without the lock, with the order: what comes next into the lane comes after what was done again. */
 CUresult mpsd_replay_come_after(struct mpsd_lane *lane);
-bool mpsd_replay_is_behind(const struct mpsd_lane *lane);	/* nothing is left to be done for that */
+extern atomic_uint_least64_t mpsd_replay_moves;	/* of the copy in which work was done again last */
+
+/* Whether nothing is left to be done for that. A thread that a move overtakes may look at it with no lock. */
+static inline bool mpsd_replay_is_behind(const struct mpsd_lane *lane)
+{
+	uint64_t moves = mpsd_tables()->moves;
+
+	return !moves || atomic_load(&mpsd_replay_moves) != moves ||
+	       __atomic_load_n(&lane->after_replay, __ATOMIC_RELAXED) == moves;
+}
+
 void mpsd_replay_finish(void);
 
 /* hostfunc.c: functions of the host in streams */
@@ -343,17 +372,6 @@ bool mpsd_hosts_keep(void);		/* one runs, and has for long */
 
 /* `op` is the callee's. `proves`: it has ended when this returns, as the program may rely on. */
 CUresult mpsd_submit(struct mpsd_op *op, bool proves);
-
-/* order.c: one at a time submits to a copy. False: the copy was left. */
-bool mpsd_order_take(uint64_t moves);
-void mpsd_order_fetch(void);		/* it is about to be taken: from the processor's far memory by then */
-bool mpsd_order_try(uint64_t moves);	/* false: somebody has it */
-void mpsd_order_give(uint64_t moves);
-
-void mpsd_orders_child(void);
-
-/* What is for who has the order, by this thread. */
-CUresult mpsd_in_order(CUresult (*call)(void));
 
 /* host.c of src/failover: whether the GPU reaches that address, which is the host's. */
 bool mpsd_is_pinned(const void *address);

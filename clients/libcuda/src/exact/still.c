@@ -84,9 +84,9 @@ bool mpsd_still_is(CUdeviceptr address)
 {
 	bool is;
 
-	pthread_mutex_lock(&mpsd_exact_lock);
+	mpsd_word_take(&mpsd_exact_lock);
 	is = may_be_relied_on(still_at(address));
-	pthread_mutex_unlock(&mpsd_exact_lock);
+	mpsd_word_give(&mpsd_exact_lock);
 	return is;
 }
 
@@ -115,7 +115,7 @@ void mpsd_still_written(CUdeviceptr address, uint64_t size)
 	if (!__atomic_load_n(&of_pages, __ATOMIC_ACQUIRE) || !mpsd_stamps_hold(address))
 		return;
 	pages = mpsd_stamps_pages(address, size ? size : 1);
-	pthread_mutex_lock(&mpsd_exact_lock);
+	mpsd_word_take(&mpsd_exact_lock);
 	if (!mpsd_is_left())
 		mpsd_still_written_now(address);
 	for (uint64_t page = pages.first; page < pages.end && !mpsd_is_left(); page++) {
@@ -126,7 +126,7 @@ void mpsd_still_written(CUdeviceptr address, uint64_t size)
 			page = still->pages.end - 1;
 		}
 	}
-	pthread_mutex_unlock(&mpsd_exact_lock);
+	mpsd_word_give(&mpsd_exact_lock);
 }
 
 void mpsd_still_unsure(void)
@@ -191,12 +191,12 @@ void mpsd_still_read(struct mpsd_plan *plan, const struct mpsd_allocation *alloc
 	pages = mpsd_stamps_pages(allocation->base, allocation->size);
 	if (pages.end - pages.first < LEAST_PAGES)
 		return;
-	pthread_mutex_lock(&mpsd_exact_lock);
+	mpsd_word_take(&mpsd_exact_lock);
 	still = mpsd_is_left() || is_wrong ? NULL : know(pages);
 	if (still && mpsd_sums_may() && !still->is_summed && mpsd_epoch.number - still->written >= QUIET &&
 	    plan->summed < sizeof(plan->sums) / sizeof(*plan->sums))
 		plan->sums[plan->summed++] = pages;
-	pthread_mutex_unlock(&mpsd_exact_lock);
+	mpsd_word_give(&mpsd_exact_lock);
 }
 
 CUresult mpsd_still_sum(struct mpsd_plan *plan)
@@ -242,9 +242,9 @@ static CUresult come(uint64_t number, const char **why)
 		uint64_t now = mpsd_now_ns();
 		bool is;
 
-		pthread_mutex_lock(&mpsd_exact_lock);
+		mpsd_word_take(&mpsd_exact_lock);
 		is = mpsd_lane_look(&mpsd_lanes[0]) >= number;
-		pthread_mutex_unlock(&mpsd_exact_lock);
+		mpsd_word_give(&mpsd_exact_lock);
 		if (is)
 			return CUDA_SUCCESS;
 		if (now - asked > ASK_NS) {
@@ -288,15 +288,15 @@ CUresult mpsd_still_check(const char **why)
 	if (!count)
 		return CUDA_SUCCESS;
 	number = ++own->given;
-	pthread_mutex_unlock(&mpsd_exact_lock);
+	mpsd_word_give(&mpsd_exact_lock);
 	result = mpsd_sums_compare(relied, count);
-	pthread_mutex_lock(&mpsd_exact_lock);
+	mpsd_word_take(&mpsd_exact_lock);
 	if (result == CUDA_SUCCESS)
 		result = mpsd_lane_mark_now(own, number);
-	pthread_mutex_unlock(&mpsd_exact_lock);
+	mpsd_word_give(&mpsd_exact_lock);
 	if (result == CUDA_SUCCESS)
 		result = come(number, why);
-	pthread_mutex_lock(&mpsd_exact_lock);
+	mpsd_word_take(&mpsd_exact_lock);
 	if (result != CUDA_SUCCESS || *why || !mpsd_sums_differ())
 		return result;
 	is_wrong = true;

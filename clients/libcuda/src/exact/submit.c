@@ -51,13 +51,13 @@ static CUresult out_of_the_way(CUresult (*call)(void))
 {
 	CUresult result;
 
-	pthread_mutex_lock(&mpsd_exact_lock);
+	mpsd_word_take(&mpsd_exact_lock);
 	prepare(false);
-	pthread_mutex_unlock(&mpsd_exact_lock);
+	mpsd_word_give(&mpsd_exact_lock);
 	result = call();
-	pthread_mutex_lock(&mpsd_exact_lock);
+	mpsd_word_take(&mpsd_exact_lock);
 	prepare(true);
-	pthread_mutex_unlock(&mpsd_exact_lock);
+	mpsd_word_give(&mpsd_exact_lock);
 	return result;
 }
 
@@ -107,17 +107,17 @@ static bool strike(struct mpsd_op *op)
 {
 	bool left;
 
-	pthread_mutex_lock(&mpsd_exact_lock);
+	mpsd_word_take(&mpsd_exact_lock);
 	left = mpsd_is_left();
 	if (!left && atomic_load(&op->state) == MPSD_OP_IS_GIVEN)
 		mpsd_epoch_strike(op);
 	else if (left && !op->is_again)
 		mpsd_op_skip(op);
-	pthread_mutex_unlock(&mpsd_exact_lock);
+	mpsd_word_give(&mpsd_exact_lock);
 	return !left;
 }
 
-MPSD_OF_A_LAUNCH CUresult mpsd_finish(struct mpsd_op *op, CUresult result)
+static MPSD_SELDOM CUresult finish_otherwise(struct mpsd_op *op, CUresult result)
 {
 	bool lost = mpsd_is_loss(result);
 	bool left = result == CUDA_SUCCESS || lost ? mpsd_is_left() : !strike(op);
@@ -135,14 +135,26 @@ MPSD_OF_A_LAUNCH CUresult mpsd_finish(struct mpsd_op *op, CUresult result)
 	return result;
 }
 
+MPSD_OF_A_LAUNCH CUresult mpsd_finish(struct mpsd_op *op, CUresult result)
+{
+	unsigned char given = MPSD_OP_IS_GIVEN;
+
+	/* Nearly always the driver has taken it, and nothing has come between. */
+	if (__builtin_expect(result != CUDA_SUCCESS || mpsd_is_left() ||
+			     !atomic_compare_exchange_strong(&op->state, &given, MPSD_OP_RESTS), 0))
+		return finish_otherwise(op, result);
+	mpsd_thread.noted_in = 0;
+	return CUDA_SUCCESS;
+}
+
 /* What is validated looks at the saves of the operation, whose epoch has not ended. */
 static void validate(struct mpsd_op *op, CUresult result)
 {
 	if (result == CUDA_SUCCESS && mpsd_validates())
 		mpsd_validate_after(op);
-	pthread_mutex_lock(&mpsd_exact_lock);
+	mpsd_word_take(&mpsd_exact_lock);
 	prepare(false);
-	pthread_mutex_unlock(&mpsd_exact_lock);
+	mpsd_word_give(&mpsd_exact_lock);
 }
 
 /*
@@ -151,10 +163,10 @@ static void validate(struct mpsd_op *op, CUresult result)
  */
 static CUresult mark_before(struct mpsd_op *op)
 {
-	pthread_mutex_lock(&mpsd_exact_lock);
+	mpsd_word_take(&mpsd_exact_lock);
 	op->is_marked = !mpsd_is_left() && !mpsd_is_captured(op->stream) && mpsd_lane_is_ordered(op->lane);
 	op->lane->given += op->is_marked;
-	pthread_mutex_unlock(&mpsd_exact_lock);
+	mpsd_word_give(&mpsd_exact_lock);
 	return mpsd_lane_mark(op->lane);
 }
 
@@ -181,12 +193,12 @@ static CUresult put(struct mpsd_op *op, uint64_t moves, struct mpsd_ahead *ahead
 	bool left, full, is_validated;
 	CUresult result;
 
-	pthread_mutex_lock(&mpsd_exact_lock);
+	mpsd_word_take(&mpsd_exact_lock);
 	left = mpsd_is_left();
 	op->lane = left ? NULL : mpsd_lane_of(op->stream);
 	full = mpsd_epoch_is_full();
 	prepare(op->lane != NULL);
-	pthread_mutex_unlock(&mpsd_exact_lock);
+	mpsd_word_give(&mpsd_exact_lock);
 	if (!op->lane) {
 		mpsd_op_free(op);
 		if (!left)
@@ -194,7 +206,7 @@ static CUresult put(struct mpsd_op *op, uint64_t moves, struct mpsd_ahead *ahead
 		return MPSD_AGAIN;
 	}
 	result = make_ready(op, full);
-	pthread_mutex_lock(&mpsd_exact_lock);
+	mpsd_word_take(&mpsd_exact_lock);
 	left = mpsd_is_left() || mpsd_epoch.is_closed;
 	is_validated = !left && result == CUDA_SUCCESS && mpsd_validates();
 	prepare(is_validated);
@@ -202,7 +214,7 @@ static CUresult put(struct mpsd_op *op, uint64_t moves, struct mpsd_ahead *ahead
 		note(op, moves);
 		*ahead = mpsd_look_ahead(op->lane);
 	}
-	pthread_mutex_unlock(&mpsd_exact_lock);
+	mpsd_word_give(&mpsd_exact_lock);
 	if (left || result != CUDA_SUCCESS) {
 		mpsd_op_free(op);
 		return left ? MPSD_AGAIN : result;
@@ -223,10 +235,10 @@ static CUresult put(struct mpsd_op *op, uint64_t moves, struct mpsd_ahead *ahead
 /* With the order: what the lane has been given by now is to be proven. */
 static CUresult mark_for(CUstream stream, struct mpsd_lane **lane, uint64_t *number)
 {
-	pthread_mutex_lock(&mpsd_exact_lock);
+	mpsd_word_take(&mpsd_exact_lock);
 	*lane = mpsd_lane_find(stream);
 	*number = *lane ? (*lane)->given : 0;
-	pthread_mutex_unlock(&mpsd_exact_lock);
+	mpsd_word_give(&mpsd_exact_lock);
 	return *lane ? mpsd_lane_mark(*lane) : CUDA_SUCCESS;
 }
 

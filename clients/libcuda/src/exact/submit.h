@@ -30,7 +30,7 @@ static inline bool mpsd_op_skip(struct mpsd_op *op)
 /* With the lock */
 static inline bool mpsd_epoch_is_full(void)
 {
-	return mpsd_epoch.operations >= MPSD_MOST_OPERATIONS || mpsd_epoch.kept_bytes >= MPSD_MOST_KEPT_BYTES ||
+	return (mpsd_epoch.operations >= MPSD_MOST_OPERATIONS) | (mpsd_epoch.kept_bytes >= MPSD_MOST_KEPT_BYTES) |
 	       mpsd_epoch.is_given_up;
 }
 
@@ -49,7 +49,8 @@ static inline struct mpsd_ahead mpsd_look_ahead(struct mpsd_lane *lane)
 {
 	struct mpsd_ahead ahead = { lane, lane->given - lane->marked >= MPSD_MARK_EACH, 0 };
 
-	if (lane->given - lane->proven >= MPSD_MOST_AHEAD && lane->given - mpsd_lane_look(lane) >= MPSD_MOST_AHEAD)
+	if (__builtin_expect(lane->given - lane->proven >= MPSD_MOST_AHEAD, 0) &&
+	    lane->given - mpsd_lane_look(lane) >= MPSD_MOST_AHEAD)
 		ahead.until = lane->given - MPSD_MOST_AHEAD + MPSD_MARK_EACH;
 	return ahead;
 }
@@ -71,9 +72,9 @@ static inline void mpsd_note(struct mpsd_op *op, uint64_t moves)
 	op->next = NULL;
 	*mpsd_epoch.last = op;
 	mpsd_epoch.last = &op->next;
-	if (!mpsd_epoch.operations++)
+	if (__builtin_expect(!mpsd_epoch.operations++, 0))
 		mpsd_pace_begin();
-	if (op->kind == MPSD_OP_COPY) {
+	if (__builtin_expect(op->kind == MPSD_OP_COPY, 0)) {
 		mpsd_epoch.has_borrowed |= op->copy.is_borrowed;
 		mpsd_epoch.kept_bytes += op->copy.kept ? op->copy.size : 0;
 	}

@@ -85,12 +85,12 @@ static CUresult make_sums(CUdeviceptr *sums)
 	result = inner_cuMemAlloc_v2(&fresh, mpsd_stamps_count() * sizeof(uint64_t));
 	if (result != CUDA_SUCCESS)
 		return result;
-	pthread_mutex_lock(&mpsd_exact_lock);
+	mpsd_word_take(&mpsd_exact_lock);
 	if (!*sums) {
 		*sums = fresh;
 		fresh = 0;
 	}
-	pthread_mutex_unlock(&mpsd_exact_lock);
+	mpsd_word_give(&mpsd_exact_lock);
 	if (fresh)
 		inner_cuMemFree_v2(fresh);
 	return CUDA_SUCCESS;
@@ -106,12 +106,12 @@ static CUresult make_word(void)
 	result = make_cuMemHostAlloc(&page, sizeof(*own.differs), CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP);
 	if (result != CUDA_SUCCESS)
 		return result;
-	pthread_mutex_lock(&mpsd_exact_lock);
+	mpsd_word_take(&mpsd_exact_lock);
 	if (!own.differs) {
 		own.differs = page;
 		page = NULL;
 	}
-	pthread_mutex_unlock(&mpsd_exact_lock);
+	mpsd_word_give(&mpsd_exact_lock);
 	if (page)
 		make_cuMemFreeHost(page);
 	else

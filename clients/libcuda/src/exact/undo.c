@@ -6,7 +6,7 @@
  * The first ones of an epoch, if they are small, go where the operation goes, which is nothing's but theirs then.
  *
  * A save is worth something once its lane is proven to have come behind it. Before that its page is as it was, for
- * what writes there comes after the save: in its own lane by order, in another by waiting for the lane's event.
+ * what writes there comes after the save: in its own lane by order, in another by waiting for the word of the lane.
  */
 #include "exact/undo.h"
 
@@ -43,13 +43,13 @@ static struct mpsd_lane *own_lane(void)
 
 	if (lane || atomic_load(&is_refused) || make_cuStreamCreate(&stream, CU_STREAM_NON_BLOCKING) != CUDA_SUCCESS)
 		return lane;
-	pthread_mutex_lock(&mpsd_exact_lock);
+	mpsd_word_take(&mpsd_exact_lock);
 	if (!mpsd_is_left()) {
 		lane = mpsd_lane_of(stream);
 		__atomic_store_n(&saver, lane, __ATOMIC_RELEASE);
 		atomic_store(&is_refused, !lane);
 	}
-	pthread_mutex_unlock(&mpsd_exact_lock);
+	mpsd_word_give(&mpsd_exact_lock);
 	return lane;
 }
 
@@ -63,9 +63,9 @@ static CUresult save_run(struct mpsd_plan *plan, CUdeviceptr address, uint64_t s
 
 		if (!save)
 			return CUDA_ERROR_OUT_OF_MEMORY;
-		pthread_mutex_lock(&mpsd_exact_lock);
+		mpsd_word_take(&mpsd_exact_lock);
 		undo = mpsd_chunk_take(size, &got);
-		pthread_mutex_unlock(&mpsd_exact_lock);
+		mpsd_word_give(&mpsd_exact_lock);
 		if (!undo) {
 			free(save);
 			result = mpsd_chunk_more(size);
@@ -198,7 +198,8 @@ void mpsd_undo_drop(struct mpsd_plan *plan)
 	plan->saves = NULL;
 }
 
-static CUresult copy_all(const struct mpsd_plan *plan)
+/* The kernel that copies the last of them says that they are there; but it comes before the sums. */
+static CUresult copy_all(const struct mpsd_plan *plan, struct mpsd_saver_mark *mark)
 {
 	struct mpsd_saved saved[MPSD_SAVED_AT_ONCE];
 	CUresult result = CUDA_SUCCESS;
@@ -208,18 +209,19 @@ static CUresult copy_all(const struct mpsd_plan *plan)
 		saved[count++] = save->copy;
 		if (count < MPSD_SAVED_AT_ONCE && save->next)
 			continue;
-		result = mpsd_saver_copy(saved, count, mpsd_native(plan->saver->stream));
+		result = mpsd_saver_copy(saved, count, mpsd_native(plan->saver->stream),
+					 save->next || plan->summed ? NULL : mark);
 		count = 0;
 	}
 	return result;
 }
 
-/* With the lock. */
-static void commit(struct mpsd_plan *plan)
+/* With the lock. `number`: of the lane, with which they are there. */
+static void commit(struct mpsd_plan *plan, uint64_t number)
 {
 	struct mpsd_lane *lane = plan->saver;
 
-	lane->saved = ++lane->given;
+	lane->saved = number;
 	__atomic_store_n(&mpsd_undo_batches, mpsd_undo_batches + 1, __ATOMIC_RELAXED);
 	while (plan->saves) {
 		struct save *save = plan->saves;
@@ -234,57 +236,6 @@ static void commit(struct mpsd_plan *plan)
 	mpsd_still_summed(plan, lane->saved);
 }
 
-CUresult make_cuEventCreate(CUevent *phEvent, unsigned int Flags);
-
-/* What a move has overtaken was made in the copy that is left, and is nothing here. Calls of two copies may be at it. */
-static CUresult make_event(struct mpsd_lane *lane)
-{
-	CUevent event = __atomic_load_n(&lane->event, __ATOMIC_ACQUIRE);
-	CUresult result = event ? CUDA_SUCCESS : make_cuEventCreate(&event, CU_EVENT_DISABLE_TIMING);
-
-	if (result == CUDA_SUCCESS)
-		__atomic_store_n(&lane->event, event, __ATOMIC_RELEASE);
-	return result;
-}
-
-static CUresult mark_saves(struct mpsd_lane *lane)
-{
-	CUresult result = mpsd_lane_mark(lane);
-
-	if (result == CUDA_SUCCESS)
-		result = real_cuEventRecord(mpsd_native(__atomic_load_n(&lane->event, __ATOMIC_ACQUIRE)),
-					    mpsd_native(lane->stream));
-	return result;
-}
-
-/* What another lane saves may be what this one is about to write. */
-static CUresult come_after_others(struct mpsd_lane *lane)
-{
-	CUevent events[MPSD_LANES];
-	CUresult result = CUDA_SUCCESS;
-	unsigned int count = 0;
-	uint64_t all;
-
-	if (mpsd_undo_is_behind(lane))
-		return CUDA_SUCCESS;
-	pthread_mutex_lock(&mpsd_exact_lock);
-	all = mpsd_undo_batches;
-	for (unsigned int i = 0; i < mpsd_lanes_used; i++) {
-		struct mpsd_lane *other = &mpsd_lanes[i];
-
-		if (other != lane && other->saved > mpsd_lane_look(other))
-			events[count++] = __atomic_load_n(&other->event, __ATOMIC_ACQUIRE);
-	}
-	pthread_mutex_unlock(&mpsd_exact_lock);
-	for (unsigned int i = 0; i < count && result == CUDA_SUCCESS; i++)
-		result = real_cuStreamWaitEvent(mpsd_native(lane->stream), mpsd_native(events[i]), 0);
-	pthread_mutex_lock(&mpsd_exact_lock);
-	if (result == CUDA_SUCCESS && !mpsd_is_left())
-		__atomic_store_n(&lane->after_saves, all, __ATOMIC_RELAXED);
-	pthread_mutex_unlock(&mpsd_exact_lock);
-	return result;
-}
-
 /* Of which copies are made in no time. */
 static bool is_small(const struct mpsd_plan *plan)
 {
@@ -295,48 +246,60 @@ static bool is_small(const struct mpsd_plan *plan)
 	return bytes <= MOST_ALONG && !plan->summed;
 }
 
-/* Its own lane, and the event, are made with the first save: later another context may be current. */
+/* Its own lane is made with the first save: later another context may be current. */
 static struct mpsd_lane *saver_for(const struct mpsd_plan *plan)
 {
 	struct mpsd_lane *own = own_lane();
 	bool is_first = false;
 
-	if (own && make_event(own) != CUDA_SUCCESS)
-		own = NULL;
-
 	/* A kernel is of one context, and so are the streams that it may go into. */
 	if (is_small(plan) && !mpsd_capturing() && !mpsd_work_is_several()) {
-		pthread_mutex_lock(&mpsd_exact_lock);
+		mpsd_word_take(&mpsd_exact_lock);
 		is_first = !mpsd_is_left() && mpsd_lanes_all_proven();
-		pthread_mutex_unlock(&mpsd_exact_lock);
+		mpsd_word_give(&mpsd_exact_lock);
 	}
 	return own && !is_first ? own : plan->lane;
+}
+
+/* All of them, and what follows from them; then the GPU says that they are there. */
+static CUresult save_all(struct mpsd_plan *plan)
+{
+	struct mpsd_lane *lane = plan->saver;
+	struct mpsd_saver_mark mark = { .counter = (unsigned int)(lane - mpsd_lanes) };
+	uint64_t number = 0, before = 0;
+	CUresult result;
+	bool left;
+
+	mark.word = mpsd_lane_mark_ahead(lane, &number, &before);
+	if (!mark.word)
+		return MPSD_AGAIN;
+	mark.number = (uint32_t)number;
+	result = copy_all(plan, &mark);
+	if (result == CUDA_SUCCESS)
+		result = mpsd_still_sum(plan);
+	if (!mark.is_made || result != CUDA_SUCCESS)
+		mpsd_lane_unmark(lane, before);
+	if (result != CUDA_SUCCESS)
+		return result;
+	mpsd_word_take(&mpsd_exact_lock);
+	left = mpsd_is_left();
+	if (!left)
+		commit(plan, number);
+	mpsd_word_give(&mpsd_exact_lock);
+	if (left)
+		return MPSD_AGAIN;
+	return mark.is_made ? CUDA_SUCCESS : mpsd_lane_mark(lane);
 }
 
 CUresult mpsd_undo_done(struct mpsd_plan *plan)
 {
 	CUresult result;
-	bool left;
 
 	if (!plan->saves && !plan->summed)
-		return come_after_others(plan->lane);
+		return mpsd_undo_come_behind(plan->lane);
 	plan->saver = saver_for(plan);
-	result = make_event(plan->saver);
-	if (result == CUDA_SUCCESS)
-		result = copy_all(plan);
-	if (result == CUDA_SUCCESS)
-		result = mpsd_still_sum(plan);
-	if (result != CUDA_SUCCESS)
-		return result;
-	pthread_mutex_lock(&mpsd_exact_lock);
-	left = mpsd_is_left();
-	if (!left)
-		commit(plan);
-	pthread_mutex_unlock(&mpsd_exact_lock);
-	if (left)
-		return MPSD_AGAIN;
-	result = mark_saves(plan->saver);
-	return result == CUDA_SUCCESS ? come_after_others(plan->lane) : result;
+	result = save_all(plan);
+	return result == CUDA_SUCCESS ? mpsd_undo_come_behind(plan->lane) : result;
 }
 
 void mpsd_undo_each_open(void (*each)(const struct mpsd_saved *copy, void *what), void *what)

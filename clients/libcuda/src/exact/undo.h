@@ -66,7 +66,10 @@ CUresult mpsd_undo_done(struct mpsd_plan *plan);
 
 extern uint64_t mpsd_undo_batches;	/* of saves, ever */
 
-/* Whether what comes next into the lane comes after all of them. */
+/* behind.c, with the order: what comes next into the lane comes after all that others have saved. */
+CUresult mpsd_undo_come_behind(struct mpsd_lane *lane);
+
+/* Whether it does. */
 static inline bool mpsd_undo_is_behind(const struct mpsd_lane *lane)
 {
 	return __atomic_load_n(&lane->after_saves, __ATOMIC_RELAXED) ==

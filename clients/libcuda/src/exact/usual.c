@@ -38,20 +38,20 @@ void mpsd_usual_note(CUdeviceptr base)
 {
 	bool is_known = false;
 
-	pthread_mutex_lock(&mpsd_exact_lock);
+	mpsd_word_take(&mpsd_exact_lock);
 	for (unsigned int i = 0; i < usual->count; i++)
 		is_known |= usual->bases[i] == base;
 	if (!is_known && usual->count < USUAL && is_of_now() && !mpsd_is_left())
 		usual->bases[usual->count++] = base;
-	pthread_mutex_unlock(&mpsd_exact_lock);
+	mpsd_word_give(&mpsd_exact_lock);
 }
 
 void mpsd_usual_forget(void)
 {
-	pthread_mutex_lock(&mpsd_exact_lock);
+	mpsd_word_take(&mpsd_exact_lock);
 	for (unsigned int i = 0; i < BEGINNINGS; i++)
 		usuals[i].count = 0;
-	pthread_mutex_unlock(&mpsd_exact_lock);
+	mpsd_word_give(&mpsd_exact_lock);
 }
 
 /* That of epochs which begin so; where there is none, in place of the one that has not been needed for longest. */
@@ -80,7 +80,7 @@ static struct usual take(const void *first)
 	if (!mpsd_undoroom_is_open())
 		return taken;
 
-	pthread_mutex_lock(&mpsd_exact_lock);
+	mpsd_word_take(&mpsd_exact_lock);
 	/* Validation wants to see what each operation has saved for itself. */
 	if (!mpsd_validates() && !mpsd_is_left() && !is_of_now()) {
 		usual = usual_of(first);
@@ -89,7 +89,7 @@ static struct usual take(const void *first)
 			usual->count = 0;
 		taken = *usual;
 	}
-	pthread_mutex_unlock(&mpsd_exact_lock);
+	mpsd_word_give(&mpsd_exact_lock);
 	return taken;
 }
 

@@ -48,9 +48,9 @@ CUresult mpsd_lanes_mark(void)
 	CUresult result = CUDA_SUCCESS;
 	unsigned int count;
 
-	pthread_mutex_lock(&mpsd_exact_lock);
+	mpsd_word_take(&mpsd_exact_lock);
 	count = mpsd_lanes_used;
-	pthread_mutex_unlock(&mpsd_exact_lock);
+	mpsd_word_give(&mpsd_exact_lock);
 	for (unsigned int i = 0; i < count && result == CUDA_SUCCESS; i++)
 		result = mpsd_lane_mark(&mpsd_lanes[i]);
 	return result;
@@ -90,13 +90,13 @@ CUresult mpsd_exact_mark(struct mpsd_proof *proof, enum mpsd_wait wait, const vo
 	bool left;
 
 	proof->count = 0;
-	pthread_mutex_lock(&mpsd_exact_lock);
+	mpsd_word_take(&mpsd_exact_lock);
 	left = mpsd_is_left();
 	if (!left && is_for_all(wait, handle))
 		want_all(proof, wait != MPSD_WAIT_ALL);
 	else if (!left)
 		want_one(proof, wait, handle);
-	pthread_mutex_unlock(&mpsd_exact_lock);
+	mpsd_word_give(&mpsd_exact_lock);
 	if (left)
 		return MPSD_AGAIN;
 	return wait == MPSD_WAIT_EVENT ? CUDA_SUCCESS : mark(proof);
@@ -131,12 +131,12 @@ static CUresult come_behind(struct mpsd_proof *proof)
 	if (!mpsd_order_take(moves))
 		return MPSD_AGAIN;
 	proof->count = 0;
-	pthread_mutex_lock(&mpsd_exact_lock);
+	mpsd_word_take(&mpsd_exact_lock);
 	if (!mpsd_is_left())
 		lane = mpsd_lane_of(CU_STREAM_LEGACY);
 	if (lane)
 		want(proof, lane, ++lane->given);
-	pthread_mutex_unlock(&mpsd_exact_lock);
+	mpsd_word_give(&mpsd_exact_lock);
 	result = lane ? mpsd_lane_mark(lane) : MPSD_AGAIN;
 	mpsd_order_give(moves);
 	return result;
@@ -170,9 +170,9 @@ CUresult mpsd_exact_prove(void)
 	mpsd_order_give(moves);
 	if (result != CUDA_SUCCESS)
 		return mpsd_is_loss(result) ? result : CUDA_ERROR_NOT_READY;
-	pthread_mutex_lock(&mpsd_exact_lock);
+	mpsd_word_take(&mpsd_exact_lock);
 	is = mpsd_lanes_all_proven();
-	pthread_mutex_unlock(&mpsd_exact_lock);
+	mpsd_word_give(&mpsd_exact_lock);
 	return is ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
 }
 
@@ -189,7 +189,7 @@ CUresult mpsd_exact_settle_stream(CUstream stream)
 
 	if (result != CUDA_SUCCESS)
 		return result;
-	pthread_mutex_lock(&mpsd_exact_lock);
+	mpsd_word_take(&mpsd_exact_lock);
 	lane = mpsd_lane_find(stream);
 	if (lane) {
 		lane->is_used = false;
@@ -197,7 +197,7 @@ CUresult mpsd_exact_settle_stream(CUstream stream)
 		lane->stream = CU_STREAM_LEGACY;
 		mpsd_points_forget_lane(lane);
 	}
-	pthread_mutex_unlock(&mpsd_exact_lock);
+	mpsd_word_give(&mpsd_exact_lock);
 	return CUDA_SUCCESS;
 }
 
@@ -206,15 +206,15 @@ CUresult mpsd_exact_settle_event(CUevent event)
 	CUresult result = CUDA_SUCCESS;
 	bool is_used;
 
-	pthread_mutex_lock(&mpsd_exact_lock);
+	mpsd_word_take(&mpsd_exact_lock);
 	is_used = mpsd_point_is_used(event);
-	pthread_mutex_unlock(&mpsd_exact_lock);
+	mpsd_word_give(&mpsd_exact_lock);
 	if (is_used)
 		result = mpsd_exact_settle();
 	if (result != CUDA_SUCCESS)
 		return result;
-	pthread_mutex_lock(&mpsd_exact_lock);
+	mpsd_word_take(&mpsd_exact_lock);
 	mpsd_point_forget(event);
-	pthread_mutex_unlock(&mpsd_exact_lock);
+	mpsd_word_give(&mpsd_exact_lock);
 	return CUDA_SUCCESS;
 }

@@ -47,7 +47,7 @@ static inline bool mpsd_is_left(void)
 {
 	const struct mpsd_tables *own = mpsd_thread.tables;
 
-	return own && own != atomic_load(&mpsd_tables_now);
+	return __builtin_expect(own != NULL, 1) && __builtin_expect(own != atomic_load(&mpsd_tables_now), 0);
 }
 
 /*

@@ -33,7 +33,7 @@ static uint64_t key(CUstream stream)
 	return (uint64_t)(uintptr_t)(stream == CU_STREAM_LEGACY ? NULL : stream) + 1;
 }
 
-static void more(uint64_t stream)
+static MPSD_SELDOM void more(uint64_t stream)
 {
 	uint64_t none = 0;
 
@@ -46,19 +46,29 @@ static void more(uint64_t stream)
 
 #define LINE 64
 
-/* By the linker: where what is MPSD_READ_OFTEN, and MPSD_WRITTEN_OFTEN, begins and ends. */
+/* By the linker: where what is MPSD_READ_OFTEN, and MPSD_WRITTEN_OFTEN, begins. */
 #define BY_LINKER __attribute__((visibility("hidden")))
-extern const char __start_mpsd_read_often[] BY_LINKER, __stop_mpsd_read_often[] BY_LINKER;
-extern const char __start_mpsd_written_often[] BY_LINKER, __stop_mpsd_written_often[] BY_LINKER;
+extern const char __start_mpsd_read_often[] BY_LINKER, __start_mpsd_written_often[] BY_LINKER;
 
-/* At once: between the locks of a launch each line of the processor's cache would be waited for by itself. */
+/*
+ * At once: between the locks of a launch each line of the processor's cache would be waited for by itself. So many lines
+ * these have, as good as; where they have more, some of these are waited for.
+ */
 static inline void fetch_what_a_launch_looks_at(void)
 {
-	for (const char *at = __start_mpsd_read_often; at < __stop_mpsd_read_often + LINE - 1; at += LINE)
-		__builtin_prefetch(at);
-	for (const char *at = __start_mpsd_written_often; at < __stop_mpsd_written_often + LINE - 1; at += LINE)
-		__builtin_prefetch(at, 1);
-	mpsd_order_fetch();
+	const char *read = __start_mpsd_read_often, *written = __start_mpsd_written_often;
+
+	__builtin_prefetch(read);
+	__builtin_prefetch(read + 1 * LINE);
+	__builtin_prefetch(read + 2 * LINE);
+	__builtin_prefetch(read + 3 * LINE);
+	__builtin_prefetch(read + 4 * LINE);
+	__builtin_prefetch(written, 1);
+	__builtin_prefetch(written + 1 * LINE, 1);
+	__builtin_prefetch(written + 2 * LINE, 1);
+	__builtin_prefetch(written + 3 * LINE, 1);
+	__builtin_prefetch(written + 4 * LINE, 1);
+	__builtin_prefetch(mpsd_order_now(), 1);
 	__builtin_prefetch(&mpsd_lanes[1], 1);
 	mpsd_shelf_fetch();
 }
@@ -68,9 +78,9 @@ MPSD_OF_A_LAUNCH void mpsd_work(CUstream stream)
 	if (mpsd_exact())
 		fetch_what_a_launch_looks_at();
 	/* It is done when the graph is launched. */
-	if (mpsd_capturing() && mpsd_is_in_capture_outside(stream))
+	if (__builtin_expect(mpsd_capturing(), 0) && mpsd_is_in_capture_outside(stream))
 		return;
-	if (atomic_load_explicit(&only, memory_order_relaxed) != key(stream))
+	if (__builtin_expect(atomic_load_explicit(&only, memory_order_relaxed) != key(stream), 0))
 		more(key(stream));
 	mpsd_thread.works = true;
 	atomic_fetch_add(&begun, 1);
@@ -78,7 +88,7 @@ MPSD_OF_A_LAUNCH void mpsd_work(CUstream stream)
 
 MPSD_OF_A_LAUNCH void mpsd_work_given(void)
 {
-	if (mpsd_thread.works)
+	if (__builtin_expect(mpsd_thread.works, 1))
 		atomic_fetch_add(&given, 1);
 	mpsd_thread.works = false;
 	mpsd_exact_given();
