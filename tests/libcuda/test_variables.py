@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.libcuda.test_exact import move as move_exactly
 from tests.libcuda.test_failover import Program, ask, break_domain, copies, post, stand_by
 from tests.support import moving
 from tests.support.moving import Post
@@ -127,6 +128,36 @@ def test_in_exact_it_is_seen(post: Post, ask: Program, before: int) -> None:
     assert ask(f"[gpu.run('add', m, 2, 1) for _ in range({before})]") == str([0] * before)
     assert line.is_silent()
     assert ask("[gpu.run('add', table + 4, 2, 1), gpu.sync(), gpu.word(table + 4)]") == "[0, 0, 1]"
+    assert line.hear(moving.OPAQUE).text == "a kernel that is given a module's variable"
+
+
+OTHER = r"b'standin module\nkernel all add_to_all 0\nglobal own 16\n'"
+LARGE = f"""image = {OTHER}
+other = gpu.made("cuModuleLoadData", image); function = gpu.made("cuModuleGetFunction", other, b"all")
+def give(address):
+    given = (ctypes.c_uint64 * 12)(m, *[0] * 10, address)
+    pointers = (ctypes.c_void_p * 1)(ctypes.addressof(given))
+    return gpu.code("cuLaunchKernel", function, *[1] * 6, 0, 0, pointers, None)
+"""
+
+
+@pytest.mark.parametrize("ask", [{"MPSD_FAILOVER": "exact"}], indirect=True)
+def test_what_is_left_in_a_large_parameter_is_no_other_modules_variable(
+    domain: Domain, second: Domain, post: Post, ask: Program, copies: Path
+) -> None:
+    """Of the kernel's own module it may be one. Given by itself any is seen (above)."""
+    line = post.greet(moving.EXACT)
+    assert ask(f"exec({LARGE!r}, globals())") == "None"
+    ask("m = gpu.memory(8 << 20); table = gpu.variable('table')")
+    ask("own = gpu.made('cuModuleGetGlobal_v2', ctypes.byref(ctypes.c_size_t()), other, b'own')")
+    stand_by(line, second, copies)
+    assert ask("[give(table), give(table + 1), gpu.sync(), gpu.word(m)]") == "[0, 0, 0, 2]"
+    assert line.is_silent()
+    assert ask("give(0)") == "0"
+    break_domain(domain)
+    assert move_exactly(line).text == ""
+    assert ask("[gpu.sync(), gpu.word(m)]") == "[0, 3]"
+    assert ask("[give(own + 4), gpu.sync()]") == "[0, 0]"
     assert line.hear(moving.OPAQUE).text == "a kernel that is given a module's variable"
 
 

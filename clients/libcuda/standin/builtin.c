@@ -194,6 +194,19 @@ static void trap(const uint64_t *arguments)
 	pthread_mutex_unlock(&gpu_lock);
 }
 
+#define GIVEN_AT_ONCE 12
+
+/* addresses (or 0), in one parameter: to each word there 1 is added */
+static void add_to_all(const uint64_t *arguments)
+{
+	for (unsigned int i = 0; i < GIVEN_AT_ONCE; i++) {
+		uint32_t *at = arguments[i] ? reach(arguments[i], sizeof(*at), ACCESS_WRITE) : NULL;
+
+		if (at)
+			++*at;
+	}
+}
+
 static const struct builtin builtins[] = {
 	{ "nothing", 0, { 0 }, nothing },
 	{ "eight", 8, { 8, 8, 8, 8, 8, 8, 8, 8 }, nothing },
@@ -205,6 +218,7 @@ static const struct builtin builtins[] = {
 	{ "follow", 2, { 8, 4 }, follow },
 	{ "before", 3, { 8, 8, 4 }, before },
 	{ "await", 3, { 8, 8, 4 }, await },
+	{ "add_to_all", 1, { GIVEN_AT_ONCE * 8 }, add_to_all },
 	{ "trap", 0, { 0 }, trap },
 	{ "count", 0, { 0 }, count },
 	{ "page_sums", 2, { 8, 8 }, page_sums },

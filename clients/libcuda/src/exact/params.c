@@ -347,19 +347,6 @@ static MPSD_SELDOM CUresult take_buffer(const struct mpsd_launch *given, void **
 	return CUDA_SUCCESS;
 }
 
-void mpsd_params_follow_variables(struct mpsd_op *op)
-{
-	if (!mpsd_knows_variables())
-		return;
-	for (size_t at = 0; at + sizeof(CUdeviceptr) <= op->launch.bytes; at += sizeof(CUdeviceptr)) {
-		CUdeviceptr word;
-
-		memcpy(&word, op->launch.buffer + at, sizeof(word));
-		if (mpsd_variable_given(&word))
-			memcpy(op->launch.buffer + at, &word, sizeof(word));
-	}
-}
-
 CUresult mpsd_params_take(const struct mpsd_launch *given, void **parameters, void **extra, struct mpsd_op **op)
 {
 	CUresult result;

@@ -162,6 +162,9 @@ CUresult mpsd_variable_put(CUdeviceptr address, const void *bytes, size_t size, 
 /* False: it is not the address of a variable. It is put right for the copy of this call. */
 bool mpsd_variable_given(CUdeviceptr *word);
 
+/* Whether there is one, of the module that the function, or kernel, is of. */
+bool mpsd_variable_is_of(CUdeviceptr address, const void *function);
+
 static inline bool mpsd_knows_variables(void)
 {
 	return __builtin_expect(atomic_load_explicit(&mpsd_variables, memory_order_relaxed) != 0, 0);

@@ -224,6 +224,28 @@ bool mpsd_variable_given(CUdeviceptr *word)
 	return true;
 }
 
+/* Under the lock of the records: the module, or the library, that it comes from. */
+static const struct mpsd_made *origin(const struct mpsd_made *made)
+{
+	while (made && made->of && made->kind != MPSD_MADE_MODULE && made->kind != MPSD_MADE_LIBRARY)
+		made = made->of;
+	return made;
+}
+
+bool mpsd_variable_is_of(CUdeviceptr address, const void *function)
+{
+	CUdeviceptr offset;
+	const void *name = variable_at(address, &offset);
+	bool is;
+
+	if (!name)
+		return false;
+	mpsd_made_lock();
+	is = origin(mpsd_made_find(name)) == origin(mpsd_made_find(function));
+	mpsd_made_unlock();
+	return is;
+}
+
 /* What was another copy's address may be what this one has answered with, or a part of that. */
 static bool lies_in_another(CUdeviceptr name, size_t size)
 {
