@@ -63,9 +63,9 @@ def test_what_is_captured_is_left_alone(post: Post, ask: Program) -> None:
 @EXACT
 @pytest.mark.parametrize(
     ("mib", "operations"),
-    # It is saved, that is noted, an event is recorded, the kernel runs; its mark does not.
-    # What is large is saved beside the kernel's stream, which waits for the event.
-    [(8, 4), (80, 5)],
+    # It is saved, the kernel runs; its mark does not.
+    # What is large is saved by more, beside the kernel's stream, which waits for the word that says so.
+    [(8, 2), (80, 4)],
 )
 def test_a_planned_move_takes_the_gpus_word_that_work_has_ended(
     domain: Domain,
@@ -111,8 +111,8 @@ def test_what_is_saved_waits_for_nothing_that_runs(
     # What is saved is waited for where it is not known to be there.
     gate.let(0)
     assert ask("gpu.run('long', m, 8, 1), gpu.run('add', n, 8, 1)") == "(0, 0)"
-    # A copy, its mark, an event, the kernel behind them; then a copy, its mark and an event again.
-    gate.let(7)
+    # What is saved, the kernel behind that; then what is saved again.
+    gate.let(3)
     until(lambda: gate.left() == 0)
     break_domain(domain)
     said = move(line)
@@ -131,8 +131,8 @@ def test_what_epochs_write_again_and_again_is_saved_at_once(
     assert ask(add) == "([0, 0, 0], 0)"
     gate.let(0)
     assert ask("gpu.run('add', several[0], 8, 1)") == "0"
-    # The kernel that saves all, one mark, one event: none of the program's has begun.
-    gate.let(3)
+    # The kernel that saves all: none of the program's has begun.
+    gate.let(1)
     until(lambda: gate.left() == 0)
     break_domain(domain)
     said = move(line)

@@ -159,7 +159,7 @@ def test_so_is_what_was_not_saved_for_nothing_had_written_it(run: Run, gate: Gat
     gate.let(0)
     assert run.ask(COPY) == "0"
     # What is written is saved.
-    gate.let(3)
+    gate.let(1)
     until(lambda: gate.left() == 0)
     is_not_given(run.line, gate, second_gate)
     assert run.ask("[gpu.sync(), gpu.word(to)]") == "[0, 7]"

@@ -67,7 +67,7 @@ def test_the_driver_may_not_be_called_inside(post: Post, ask: Program, mode: int
 
 @EXACT
 @WAYS
-@pytest.mark.parametrize("lets", range(8))
+@pytest.mark.parametrize("lets", range(7))
 def test_what_did_not_run_runs_in_the_next_copy(
     domain: Domain,
     gate: Gate,

@@ -1,4 +1,4 @@
-"""Locks that are one word; who submits to a copy of the driver: one thread at a time, for none that was left."""
+"""Locks that are one word; who submits to a copy of the driver: one thread at a time, for none left."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ def saved(run: Run, domain: Domain, gate: Gate, work: str = COPY, generation: in
     """Bytes that are put back when this was all in flight, and has saved what it wants saved."""
     gate.let(0)
     assert run.ask(work) == "0"
-    gate.let(3)
+    gate.let(1)
     until(lambda: gate.left() == 0)
     break_domain(domain)
     said = move(run.line, generation)
@@ -240,7 +240,7 @@ def test_a_fault_while_sums_are_compared_is_moved_too(
     run.rest()
     gate.let(0)
     assert run.ask(COPY) == "0"
-    gate.let(3)
+    gate.let(1)
     until(lambda: gate.left() == 0)
     second_gate.let(0)
     break_domain(domain)
