@@ -103,7 +103,7 @@ def test_who_is_told_that_it_has_ended_may_use_the_memory_again(
 
 
 @pytest.mark.parametrize("ask", [{"MPSD_FAILOVER": "exact", "MPSD_FAILOVER_UNDO_MIB": "7"}], indirect=True)
-@pytest.mark.parametrize("lets", range(6, 11, 2))
+@pytest.mark.parametrize("lets", range(3, 7))
 def test_pages_are_saved_whole_where_the_room_is_no_multiple_of_them(
     domain: Domain, gate: Gate, begin: Callable[..., Line], ask: Program, lets: int
 ) -> None:
@@ -121,6 +121,22 @@ def test_pages_are_saved_whole_where_the_room_is_no_multiple_of_them(
     break_domain(domain)
     assert move(line).text == ""
     assert ask("gpu.sync(), gpu.word(x), gpu.word(at)") == "(0, 2, 2)"
+
+
+@EXACT
+def test_what_the_driver_refuses_to_save_keeps_no_epoch_open(
+    domain: Domain, begin: Callable[..., Line], ask: Program
+) -> None:
+    """It is refused where it goes past the end, and so is what would be saved there."""
+    line = begin(START + "; s = gpu.made('cuStreamCreate', 1); t = gpu.made('cuStreamCreate', 1)")
+    # It is not the first one of its epoch, so that the saves have a stream of their own.
+    assert ask("gpu.run('slow', m, 8, 1, stream=s)") == "0"
+    assert ask("gpu.code('cuMemsetD8Async', n, 1, 512 << 20, t)") == "1"
+    assert ask("[gpu.code('cuStreamSynchronize', one) for one in (s, t)]") == "[0, 0]"
+    break_domain(domain)
+    said = move(line)
+    assert (said.text, said.values[3], said.values[4]) == ("", 0, 0)
+    assert ask("gpu.sync(), gpu.word(m)") == "(0, 1)"
 
 
 @EXACT

@@ -36,7 +36,8 @@ bool mpsd_word_try_for(struct mpsd_word *word, uint64_t ns)
 		if (mpsd_word_look(word))
 			return true;
 	} while (mpsd_now_ns() < until);
-	return mpsd_word_try(word);
+	/* Others may still wait. */
+	return atomic_exchange_explicit(&word->state, MPSD_WORD_IS_AWAITED, memory_order_acquire) == MPSD_WORD_IS_FREE;
 }
 
 void mpsd_word_wait(struct mpsd_word *word)

@@ -46,8 +46,12 @@ static CUresult wait_for(const struct mpsd_lane *lane, const struct awaited *awa
 		mpsd_epoch_unsure("saves that cannot be waited for");
 		return CUDA_SUCCESS;
 	}
-	return real_cuStreamWaitValue32_v2(mpsd_native(lane->stream), (CUdeviceptr)mpsd_lane_word(awaited->lane),
-					   (uint32_t)awaited->number, CU_STREAM_WAIT_VALUE_GEQ);
+	result = real_cuStreamWaitValue32_v2(mpsd_native(lane->stream), (CUdeviceptr)mpsd_lane_word(awaited->lane),
+					     (uint32_t)awaited->number, CU_STREAM_WAIT_VALUE_GEQ);
+	/* A GPU that does not: nothing comes before the saves but other saves. */
+	if (result == CUDA_ERROR_NOT_SUPPORTED)
+		result = mpsd_lane_wait(awaited->lane, awaited->number);
+	return result;
 }
 
 CUresult mpsd_undo_come_behind(struct mpsd_lane *lane)
@@ -56,13 +60,18 @@ CUresult mpsd_undo_come_behind(struct mpsd_lane *lane)
 	CUresult result = CUDA_SUCCESS;
 	unsigned int count;
 	uint64_t all;
+	bool left;
 
 	if (mpsd_undo_is_behind(lane))
 		return CUDA_SUCCESS;
 	mpsd_word_take(&mpsd_exact_lock);
+	/* Another copy's numbers nobody writes here. */
+	left = mpsd_is_left();
 	all = mpsd_undo_batches;
-	count = list_awaited(lane, list);
+	count = left ? 0 : list_awaited(lane, list);
 	mpsd_word_give(&mpsd_exact_lock);
+	if (left)
+		return MPSD_AGAIN;
 	for (unsigned int i = 0; i < count && result == CUDA_SUCCESS; i++)
 		result = wait_for(lane, &list[i]);
 	mpsd_word_take(&mpsd_exact_lock);

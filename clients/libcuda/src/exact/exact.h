@@ -77,6 +77,9 @@ CUresult mpsd_stage_out(void *to, CUdeviceptr from, size_t size, CUstream stream
 
 CUresult mpsd_exact_after(struct mpsd_proof *proof, enum mpsd_wait wait);
 
+/* Whether the GPU has said that all in that stream has ended. False where it is not known. */
+bool mpsd_exact_has_ended(CUstream stream);
+
 /* What is to be proven is marked, and nobody waits. */
 CUresult mpsd_exact_mark(struct mpsd_proof *proof, enum mpsd_wait wait, const void *handle);
 

@@ -8,9 +8,13 @@ bool mpsd_order_wait(uint64_t moves)
 {
 	struct mpsd_word *word = mpsd_order_of(moves);
 
-	while (!mpsd_word_look(word))
-		if (atomic_load(&mpsd_moves) != moves)
-			return false;
+	while (!mpsd_word_look(word)) {
+		if (atomic_load(&mpsd_moves) == moves)
+			continue;
+		/* It may be this one that was woken. */
+		mpsd_word_wake(word);
+		return false;
+	}
 	return true;
 }
 

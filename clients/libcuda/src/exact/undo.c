@@ -198,19 +198,20 @@ void mpsd_undo_drop(struct mpsd_plan *plan)
 	plan->saves = NULL;
 }
 
-/* The kernel that copies the last of them says that they are there; but it comes before the sums. */
+/* The kernel that copies the last of them says that they are there; but it comes before the sums, and is of one context. */
 static CUresult copy_all(const struct mpsd_plan *plan, struct mpsd_saver_mark *mark)
 {
 	struct mpsd_saved saved[MPSD_SAVED_AT_ONCE];
 	CUresult result = CUDA_SUCCESS;
 	unsigned int count = 0;
 
+	if (plan->summed || mpsd_work_is_several())
+		mark = NULL;
 	for (const struct save *save = plan->saves; save && result == CUDA_SUCCESS; save = save->next) {
 		saved[count++] = save->copy;
 		if (count < MPSD_SAVED_AT_ONCE && save->next)
 			continue;
-		result = mpsd_saver_copy(saved, count, mpsd_native(plan->saver->stream),
-					 save->next || plan->summed ? NULL : mark);
+		result = mpsd_saver_copy(saved, count, mpsd_native(plan->saver->stream), save->next ? NULL : mark);
 		count = 0;
 	}
 	return result;
@@ -275,10 +276,13 @@ static CUresult save_all(struct mpsd_plan *plan)
 		return MPSD_AGAIN;
 	mark.number = (uint32_t)number;
 	result = copy_all(plan, &mark);
-	if (result == CUDA_SUCCESS)
-		result = mpsd_still_sum(plan);
 	if (!mark.is_made || result != CUDA_SUCCESS)
 		mpsd_lane_unmark(lane, before);
+	if (result == CUDA_SUCCESS)
+		result = mpsd_still_sum(plan);
+	/* Refused: what has the number, some copies or nothing, is proven all the same, or no epoch would end. */
+	if (result != CUDA_SUCCESS && !mpsd_is_loss(result))
+		mpsd_lane_mark(lane);
 	if (result != CUDA_SUCCESS)
 		return result;
 	mpsd_word_take(&mpsd_exact_lock);

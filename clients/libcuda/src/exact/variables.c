@@ -39,9 +39,12 @@ void mpsd_params_follow_variables(struct mpsd_op *op)
 		CUdeviceptr word;
 
 		memcpy(&word, op->launch.buffer + at, sizeof(word));
-		if (!mpsd_is_variable(word) || is_left_over(op, at, word))
+		if (!mpsd_is_variable(word))
 			continue;
-		if (mpsd_variable_given(&word))
-			memcpy(op->launch.buffer + at, &word, sizeof(word));
+		if (is_left_over(op, at, word))
+			word = mpsd_address(word);
+		else
+			mpsd_variable_given(&word);
+		memcpy(op->launch.buffer + at, &word, sizeof(word));
 	}
 }

@@ -153,6 +153,23 @@ CUresult mpsd_exact_after(struct mpsd_proof *proof, enum mpsd_wait wait)
 	return result;
 }
 
+bool mpsd_exact_has_ended(CUstream stream)
+{
+	bool is = false;
+
+	if (!mpsd_exact())
+		return false;
+	mpsd_word_take(&mpsd_exact_lock);
+	if (!mpsd_is_left() && !mpsd_epoch.is_given_up) {
+		struct mpsd_lane *lane = mpsd_lane_find(stream);
+
+		is = is_for_all(MPSD_WAIT_STREAM, stream) ? mpsd_lanes_all_proven()
+							  : lane && mpsd_lane_look(lane) == lane->given;
+	}
+	mpsd_word_give(&mpsd_exact_lock);
+	return is;
+}
+
 CUresult mpsd_exact_prove(void)
 {
 	uint64_t moves = mpsd_moves_done();

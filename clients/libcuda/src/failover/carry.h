@@ -162,7 +162,7 @@ CUresult mpsd_variable_put(CUdeviceptr address, const void *bytes, size_t size, 
 /* False: it is not the address of a variable. It is put right for the copy of this call. */
 bool mpsd_variable_given(CUdeviceptr *word);
 
-/* Whether there is one, of the module that the function, or kernel, is of. */
+/* Whether there is one, of the module that the function, or kernel, is of; or nobody knows which that is. */
 bool mpsd_variable_is_of(CUdeviceptr address, const void *function);
 
 static inline bool mpsd_knows_variables(void)

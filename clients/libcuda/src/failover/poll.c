@@ -40,12 +40,6 @@ static bool ended(CUresult *result, uint64_t moves)
 	return *result != MPSD_AGAIN && !mpsd_is_loss(*result);
 }
 
-/* What is waited for has been waited for already, without the driver (exact/waits.c): to ask it first would be once too often. */
-static bool has_been_seen(void)
-{
-	return mpsd_exact() && mpsd_line_ready();
-}
-
 static CUresult poll_stream(CUstream native, uint64_t moves)
 {
 	unsigned int looks = 0;
@@ -62,7 +56,8 @@ CUresult poll_cuStreamSynchronize(CUstream hStream)
 	uint64_t moves = mpsd_tables()->moves;
 	CUresult result = CUDA_SUCCESS;
 
-	if (!has_been_seen() && may_poll())
+	/* What was waited for without the driver has ended: to ask it first would be once too often. */
+	if (!mpsd_exact_has_ended(hStream) && may_poll())
 		result = poll_stream(mpsd_native(hStream), moves);
 	return ended(&result, moves) ? inner_cuStreamSynchronize(mpsd_native(hStream)) : result;
 }

@@ -236,12 +236,14 @@ bool mpsd_variable_is_of(CUdeviceptr address, const void *function)
 {
 	CUdeviceptr offset;
 	const void *name = variable_at(address, &offset);
+	const struct mpsd_made *of;
 	bool is;
 
 	if (!name)
 		return false;
 	mpsd_made_lock();
-	is = origin(mpsd_made_find(name)) == origin(mpsd_made_find(function));
+	of = origin(mpsd_made_find(function));
+	is = !of || of == origin(mpsd_made_find(name));
 	mpsd_made_unlock();
 	return is;
 }
