@@ -133,7 +133,8 @@ static void page_sums(const uint64_t *arguments)
 static void save_ranges(const uint64_t *arguments)
 {
 	const uint64_t *marked = arguments + 3 * SAVED_AT_ONCE;
-	uint32_t *word = *marked ? reach(*marked, sizeof(*word), ACCESS_WRITE) : NULL;
+	bool is_there = true;
+	uint32_t *word;
 
 	for (uint64_t row = 0; row < arguments[HIDDEN_ARGUMENTS + 2]; row++) {
 		const uint64_t *range = arguments + 3 * row;
@@ -142,7 +143,10 @@ static void save_ranges(const uint64_t *arguments)
 
 		if (to)
 			memcpy(to, from, range[2]);
+		is_there &= to != NULL;
 	}
+	/* A kernel that has met a fault does nothing more. */
+	word = is_there && *marked ? reach(*marked, sizeof(*word), ACCESS_WRITE) : NULL;
 	if (word)
 		__atomic_store_n(word, (uint32_t)marked[1], __ATOMIC_RELEASE);
 }

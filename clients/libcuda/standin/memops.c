@@ -84,7 +84,9 @@ static bool is_lost(void)
 	bool is;
 
 	pthread_mutex_lock(&gpu_lock);
-	is = working_for->broken || backend->is_halted();
+	/* A GPU that stands still goes on with the wait, if the context lives. */
+	await_news(working_for);
+	is = working_for->broken;
 	if (!is)
 		wait_a_moment(LOOK_NS);
 	pthread_mutex_unlock(&gpu_lock);
