@@ -8,7 +8,6 @@
 struct awaited {
 	struct mpsd_lane *lane;
 	uint64_t number;
-	bool is_marked;
 };
 
 /* With the lock: of other lanes, what is saved and not proven to be there. */
@@ -20,7 +19,7 @@ static unsigned int list_awaited(const struct mpsd_lane *lane, struct awaited *l
 		struct mpsd_lane *other = &mpsd_lanes[i];
 
 		if (other != lane && other->saved > mpsd_lane_look(other))
-			list[count++] = (struct awaited){ other, other->saved, other->marked >= other->saved };
+			list[count++] = (struct awaited){ other, other->saved };
 	}
 	return count;
 }
@@ -38,11 +37,11 @@ static bool is_marked(const struct awaited *awaited)
 /* The GPU waits for the word of that lane; for a mark that the driver has refused it would wait for good. */
 static CUresult wait_for(const struct mpsd_lane *lane, const struct awaited *awaited)
 {
-	CUresult result = awaited->is_marked ? CUDA_SUCCESS : mpsd_lane_mark(awaited->lane);
+	CUresult result = is_marked(awaited) ? CUDA_SUCCESS : mpsd_lane_mark(awaited->lane);
 
 	if (result != CUDA_SUCCESS)
 		return result;
-	if (!awaited->is_marked && !is_marked(awaited)) {
+	if (!is_marked(awaited)) {
 		mpsd_epoch_unsure("saves that cannot be waited for");
 		return CUDA_SUCCESS;
 	}
@@ -68,7 +67,7 @@ CUresult mpsd_undo_come_behind(struct mpsd_lane *lane)
 	/* Another copy's numbers nobody writes here. */
 	left = mpsd_is_left();
 	all = mpsd_undo_batches;
-	count = left ? 0 : list_awaited(lane, list);
+	count = list_awaited(lane, list);
 	mpsd_word_give(&mpsd_exact_lock);
 	if (left)
 		return MPSD_AGAIN;

@@ -110,8 +110,7 @@ static void want(const struct mpsd_made *made)
 {
 	struct module *module;
 
-	while (made && made->kind != MPSD_MADE_MODULE && made->kind != MPSD_MADE_LIBRARY)
-		made = made->of;
+	made = mpsd_made_origin(made);
 	if (!made)
 		return;
 	module = find_module(made);

@@ -73,6 +73,14 @@ static CUresult launch_with(const struct mpsd_op *op, CUstream stream, void **ex
 	return result;
 }
 
+static inline CUresult launch_plain(const struct mpsd_op *op, CUstream stream, void **parameters, void **extra)
+{
+	const CUlaunchConfig *c = &op->launch.config;
+
+	return inner_cuLaunchKernel(mpsd_native(op->launch.function), c->gridDimX, c->gridDimY, c->gridDimZ, c->blockDimX,
+				    c->blockDimY, c->blockDimZ, c->sharedMemBytes, stream, parameters, extra);
+}
+
 static CUresult launch(const struct mpsd_op *op, CUstream stream, bool alone)
 {
 	const CUlaunchConfig *c = &op->launch.config;
@@ -88,9 +96,7 @@ static CUresult launch(const struct mpsd_op *op, CUstream stream, bool alone)
 						       op->launch.parameters);
 	if (!op->launch.is_plain)
 		return launch_with(op, stream, extra, alone);
-	return inner_cuLaunchKernel(function, c->gridDimX, c->gridDimY, c->gridDimZ, c->blockDimX, c->blockDimY,
-				    c->blockDimZ, c->sharedMemBytes, stream, extra ? NULL : op->launch.parameters,
-				    extra);
+	return launch_plain(op, stream, extra ? NULL : op->launch.parameters, extra);
 }
 
 static CUresult copy_now(const struct mpsd_op *op)
@@ -232,13 +238,9 @@ static CUresult issue(const struct mpsd_op *op, CUstream stream)
 
 MPSD_OF_A_LAUNCH CUresult mpsd_op_launch(const struct mpsd_op *op)
 {
-	const CUlaunchConfig *c = &op->launch.config;
-
 	if (__builtin_expect(!op->launch.is_plain || op->launch.is_buffer, 0))
 		return launch(op, mpsd_native(op->stream), false);
-	return inner_cuLaunchKernel(mpsd_native(op->launch.function), c->gridDimX, c->gridDimY, c->gridDimZ, c->blockDimX,
-				    c->blockDimY, c->blockDimZ, c->sharedMemBytes, mpsd_native(op->stream),
-				    op->launch.parameters, NULL);
+	return launch_plain(op, mpsd_native(op->stream), op->launch.parameters, NULL);
 }
 
 CUresult mpsd_op_issue(const struct mpsd_op *op)

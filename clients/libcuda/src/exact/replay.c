@@ -2,7 +2,6 @@
 /* In a move: what was not proven to have ended, undone and done again. */
 #include <string.h>
 
-#include "clock.h"
 #include "exact/chunks.h"
 #include "exact/pace.h"
 #include "exact/still.h"

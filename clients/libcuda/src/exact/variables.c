@@ -3,6 +3,7 @@
 #include <string.h>
 
 #include "exact/params.h"
+#include "failover/line.h"
 
 #define LARGE ((size_t)64)	/* bytes of a parameter that is an array of something */
 
@@ -41,10 +42,9 @@ void mpsd_params_follow_variables(struct mpsd_op *op)
 		memcpy(&word, op->launch.buffer + at, sizeof(word));
 		if (!mpsd_is_variable(word))
 			continue;
-		if (is_left_over(op, at, word))
-			word = mpsd_address(word);
-		else
-			mpsd_variable_given(&word);
+		if (!is_left_over(op, at, word))
+			mpsd_line_opaque("a kernel that is given a module's variable");
+		word = mpsd_address(word);
 		memcpy(op->launch.buffer + at, &word, sizeof(word));
 	}
 }

@@ -159,9 +159,6 @@ bool mpsd_variable_read(CUdeviceptr address);
 void mpsd_variables_child(void);
 CUresult mpsd_variable_put(CUdeviceptr address, const void *bytes, size_t size, CUstream stream);
 
-/* False: it is not the address of a variable. It is put right for the copy of this call. */
-bool mpsd_variable_given(CUdeviceptr *word);
-
 /* Whether there is one, of the module that the function, or kernel, is of; or nobody knows which that is. */
 bool mpsd_variable_is_of(CUdeviceptr address, const void *function);
 

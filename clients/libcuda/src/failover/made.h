@@ -165,6 +165,14 @@ static inline void *mpsd_made_pages(const void *address)
 /* Under the lock. NULL: nothing of that name. */
 struct mpsd_made *mpsd_made_find(const void *name);
 
+/* Under the lock: the module, or the library, that it comes from; NULL: from none. */
+static inline const struct mpsd_made *mpsd_made_origin(const struct mpsd_made *made)
+{
+	while (made && made->kind != MPSD_MADE_MODULE && made->kind != MPSD_MADE_LIBRARY)
+		made = made->of;
+	return made;
+}
+
 /* The same, without the lock: what the call is given lives until it returns. */
 struct mpsd_made *mpsd_made_known(const void *name);
 

@@ -213,25 +213,6 @@ void mpsd_variables_child(void)
 	parts_lock = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
 }
 
-bool mpsd_variable_given(CUdeviceptr *word)
-{
-	CUdeviceptr offset;
-
-	if (!variable_at(*word, &offset))
-		return false;
-	mpsd_line_opaque("a kernel that is given a module's variable");
-	*word = mpsd_address(*word);
-	return true;
-}
-
-/* Under the lock of the records: the module, or the library, that it comes from. */
-static const struct mpsd_made *origin(const struct mpsd_made *made)
-{
-	while (made && made->of && made->kind != MPSD_MADE_MODULE && made->kind != MPSD_MADE_LIBRARY)
-		made = made->of;
-	return made;
-}
-
 bool mpsd_variable_is_of(CUdeviceptr address, const void *function)
 {
 	CUdeviceptr offset;
@@ -242,8 +223,8 @@ bool mpsd_variable_is_of(CUdeviceptr address, const void *function)
 	if (!name)
 		return false;
 	mpsd_made_lock();
-	of = origin(mpsd_made_find(function));
-	is = !of || of == origin(mpsd_made_find(name));
+	of = mpsd_made_origin(mpsd_made_find(function));
+	is = !of || of == mpsd_made_origin(mpsd_made_find(name));
 	mpsd_made_unlock();
 	return is;
 }
