@@ -151,6 +151,20 @@ static void save_ranges(const uint64_t *arguments)
 		__atomic_store_n(word, (uint32_t)marked[1], __ATOMIC_RELEASE);
 }
 
+/* to, from, a word (or 0), and two halves: how many bytes, and what it is to be. What the kernel of src/exact/copier.c does. */
+static void copy_bytes(const uint64_t *arguments)
+{
+	size_t size = (uint32_t)arguments[3];
+	const void *from = reach(arguments[1], size, ACCESS_READ);
+	void *to = from ? reach(arguments[0], size, ACCESS_WRITE) : NULL;
+	uint32_t *word = to && arguments[2] ? reach(arguments[2], sizeof(*word), ACCESS_WRITE) : NULL;
+
+	if (to)
+		memmove(to, from, size);
+	if (word)
+		__atomic_store_n(word, (uint32_t)(arguments[3] >> 32), __ATOMIC_RELEASE);
+}
+
 /* kept, fresh, differs, ranges (first, end), one for each block: what the kernel of src/exact/sums.c does */
 static void sums_differ(const uint64_t *arguments)
 {
@@ -227,6 +241,7 @@ static const struct builtin builtins[] = {
 	{ "count", 0, { 0 }, count },
 	{ "page_sums", 2, { 8, 8 }, page_sums },
 	{ "save_ranges", 1, { 400 }, save_ranges },
+	{ "copy_bytes", 1, { 32 }, copy_bytes },
 	{ "sums_differ", 1, { 376 }, sums_differ },
 };
 

@@ -142,6 +142,8 @@ CUresult read_image(struct CUmod_st *module, const char *image)
 		return add_kernel(module, "kernel mpsd_page_sums page_sums 0");
 	if (is_ptx && strstr(image, ".entry mpsd_sums_differ("))
 		return add_kernel(module, "kernel mpsd_sums_differ sums_differ 0");
+	if (is_ptx && strstr(image, ".entry mpsd_copy("))
+		return add_kernel(module, "kernel mpsd_copy copy_bytes 0");
 	if (is_ptx && strstr(image, ".entry mpsd_save_ranges("))
 		return add_kernel(module, "kernel mpsd_save_ranges save_ranges 0");
 	image = memmem(image, bytes_of(image), MARK, strlen(MARK));

@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "capture.h"
+#include "exact/copier.h"
 #include "exact/state.h"
 #include "exact/undo.h"
 #include "failover/graph.h"
@@ -79,6 +80,7 @@ static CUresult submit_copy(enum mpsd_op_copy way, CUdeviceptr to, CUdeviceptr f
 		.copy = { .way = way, .to = to, .from = from, .size = size },
 	};
 	bool is_in, is_awaited;
+	CUresult result;
 
 	/* Nothing that could be copied: the driver says so. */
 	if (!to || !from || !size)
@@ -99,6 +101,8 @@ static CUresult submit_copy(enum mpsd_op_copy way, CUdeviceptr to, CUdeviceptr f
 	if (is_awaited && !mpsd_capturing())
 		return mpsd_bounds_refuse(from, size) ? CUDA_ERROR_INVALID_VALUE
 						      : mpsd_stage_out((void *)to, from, size, stream);
+	if (way == MPSD_COPY_WITHIN && mpsd_copier_at_once(&op, &result))
+		return result;
 	return mpsd_submit_new(&op, is_awaited);
 }
 

@@ -3,6 +3,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "exact/copier.h"
 #include "exact/shelf.h"
 #include "exact/state.h"
 #include "failover/graph.h"
@@ -245,6 +246,8 @@ MPSD_OF_A_LAUNCH CUresult mpsd_op_launch(const struct mpsd_op *op)
 
 CUresult mpsd_op_issue(const struct mpsd_op *op)
 {
+	if (!op->waits && op->kind == MPSD_OP_COPY && op->copy.is_by_kernel)
+		return mpsd_copier_issue(op);
 	if (!op->waits)
 		return issue(op, mpsd_native(op->stream));
 	if (op->kind == MPSD_OP_SET ? op->set.has_rows : op->copy.rows != NULL)

@@ -6,7 +6,7 @@
 
 #include "clock.h"
 #include "exact/pace.h"
-#include "exact/state.h"
+#include "exact/undo.h"
 #include "failover/graph.h"
 #include "failover/line.h"
 #include "failover/made.h"
@@ -171,6 +171,17 @@ bool mpsd_lanes_all_marked(void)
 		if (mpsd_lanes[i].marked != mpsd_lanes[i].given)
 			return false;
 	return true;
+}
+
+bool mpsd_lanes_others_are_open(const struct mpsd_lane *lane)
+{
+	for (unsigned int i = 1; i < mpsd_lanes_used; i++) {
+		struct mpsd_lane *other = &mpsd_lanes[i];
+
+		if (other->is_used && other != lane && other->given > mpsd_lane_look(other) && !mpsd_undo_is_saver(other))
+			return true;
+	}
+	return false;
 }
 
 /* Of a context that may be lost the driver is asked seldom: the daemon knows sooner, and it may keep who asks. */

@@ -14,21 +14,13 @@
 #include "failover/line.h"
 #include "launches.h"
 
-/* With the lock: an operation in that lane has nothing to wait for, and nothing is to be said of it. */
-static bool is_free(const struct mpsd_lane *lane)
-{
-	bool is_other = mpsd_epoch.is_closed | (mpsd_epoch.unsure != NULL) | mpsd_epoch_is_full() | !mpsd_undo_is_behind(lane);
-
-	return __builtin_expect(!is_other, 1) && __builtin_expect(mpsd_replay_is_behind(lane), 1);
-}
-
 /* With the lock and the order. False: more is to be done before it is noted; there may be an operation, for that. */
 static inline bool note(const struct mpsd_launch *given, void **parameters, struct mpsd_op **made)
 {
 	struct mpsd_lane *lane = mpsd_is_left() ? NULL : mpsd_lane_find(given->stream);
 	struct mpsd_op *op;
 
-	if (__builtin_expect(!lane || !is_free(lane), 0))
+	if (__builtin_expect(!lane || !mpsd_lane_is_free(lane), 0))
 		return false;
 	*made = op = mpsd_params_take_known(given, parameters);
 	if (__builtin_expect(!op || !mpsd_params_are_whole(op), 0))

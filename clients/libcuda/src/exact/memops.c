@@ -66,15 +66,10 @@ bool mpsd_memops_wait(const struct mpsd_memops *ops)
  */
 static bool others_are_open(const struct mpsd_lane *lane)
 {
-	bool are = false;
+	bool are;
 
 	mpsd_word_take(&mpsd_exact_lock);
-	for (unsigned int i = 1; i < mpsd_lanes_used && !are; i++) {
-		struct mpsd_lane *other = &mpsd_lanes[i];
-
-		are = other->is_used && other != lane && !mpsd_undo_is_saver(other) &&
-		      other->given > mpsd_lane_look(other);
-	}
+	are = mpsd_lanes_others_are_open(lane);
 	mpsd_word_give(&mpsd_exact_lock);
 	return are;
 }

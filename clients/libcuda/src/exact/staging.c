@@ -13,6 +13,7 @@
 #define BUFFERS 8
 #define BYTES ((size_t)4 << 20)
 #define GENERATIONS 4		/* of pages, each with a copy of the driver */
+#define MAPPED (CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP)
 
 CUresult make_cuMemHostAlloc(void **pp, size_t bytesize, unsigned int Flags);
 
@@ -126,7 +127,7 @@ static CUresult copy_plane(char *pages, const struct area *area, size_t plane, C
 static CUresult copy_through(void **pages, const struct area *area, CUstream stream)
 {
 	void *there = *pages;
-	CUresult result = there ? CUDA_SUCCESS : make_cuMemHostAlloc(&there, BYTES, CU_MEMHOSTALLOC_PORTABLE);
+	CUresult result = there ? CUDA_SUCCESS : make_cuMemHostAlloc(&there, BYTES, MAPPED);
 
 	/* What a move has overtaken is the copy's that is left. */
 	if (result == CUDA_SUCCESS && !*pages) {

@@ -76,6 +76,7 @@ struct mpsd_op {
 			void *kept;		/* what was there when it was given */
 			bool is_borrowed;	/* the program's own, until it may know that it was read */
 			bool is_from_host, is_for_host;	/* what it reads, and writes */
+			bool is_by_kernel;	/* of this library's (copier.h) */
 			bool is_staged;		/* the thread that waits for it begins anew after a move */
 			const struct mpsd_rows *rows;	/* with the operation; NULL: it is one run of bytes */
 			CUcontext peer;		/* both are in it; NULL: the call named none */
@@ -225,6 +226,7 @@ void mpsd_lane_conclude(struct mpsd_lane *lane, uint64_t number);	/* so many hav
 /* With the lock: whether what comes into it is ordered with what comes into another, by the legacy stream. */
 bool mpsd_lane_is_ordered(const struct mpsd_lane *lane);
 bool mpsd_lanes_all_proven(void);
+bool mpsd_lanes_others_are_open(const struct mpsd_lane *lane);	/* work of the program's in other streams is not proven */
 bool mpsd_lanes_all_marked(void);	/* what is not proven will be */
 
 /* lanemarks.c: without the lock, by who has the order: the GPU writes after what was given so far. */

@@ -3,6 +3,7 @@
  * What the program submits: noted before the driver has it, in the order in which the driver gets it, and with what
  * it may write saved first. One thread at a time does that; who is overtaken by a move finds its operation done.
  */
+#include "exact/copier.h"
 #include "exact/named.h"
 #include "exact/params.h"
 #include "exact/readers.h"
@@ -206,6 +207,8 @@ static CUresult put(struct mpsd_op *op, uint64_t moves, struct mpsd_ahead *ahead
 		return MPSD_AGAIN;
 	}
 	result = make_ready(op, full);
+	if (result == CUDA_SUCCESS && op->kind == MPSD_OP_COPY)
+		op->copy.is_by_kernel = mpsd_copier_makes(op);
 	mpsd_word_take(&mpsd_exact_lock);
 	left = mpsd_is_left() || mpsd_epoch.is_closed;
 	is_validated = !left && result == CUDA_SUCCESS && mpsd_validates();

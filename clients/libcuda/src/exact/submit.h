@@ -4,6 +4,7 @@
 
 #include "exact/pace.h"
 #include "exact/state.h"
+#include "exact/undo.h"
 
 #define MPSD_MOST_OPERATIONS 262144u		/* in an epoch */
 #define MPSD_MARK_EACH 256u			/* operations of a lane */
@@ -32,6 +33,14 @@ static inline bool mpsd_epoch_is_full(void)
 {
 	return (mpsd_epoch.operations >= MPSD_MOST_OPERATIONS) | (mpsd_epoch.kept_bytes >= MPSD_MOST_KEPT_BYTES) |
 	       mpsd_epoch.is_given_up;
+}
+
+/* With the lock: an operation in that lane has nothing to wait for, and nothing is to be said of it. */
+static inline bool mpsd_lane_is_free(const struct mpsd_lane *lane)
+{
+	bool is_other = mpsd_epoch.is_closed | (mpsd_epoch.unsure != NULL) | mpsd_epoch_is_full() | !mpsd_undo_is_behind(lane);
+
+	return __builtin_expect(!is_other, 1) && __builtin_expect(mpsd_replay_is_behind(lane), 1);
 }
 
 /*
