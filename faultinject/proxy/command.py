@@ -7,7 +7,7 @@ import shlex
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,7 @@ class Plan:
     memory_end: bool = False
     cores: Sequence[int] = ()
     reads: Path | None = None
+    relays: bool = True
     out: Path | None = None
     """The logs of each part are kept in a folder of it."""
 
@@ -56,6 +57,7 @@ class Plan:
         words += ["--deaths", str(self.deaths), "--at-once", str(self.at_once)]
         words += ["--memory-end"] if self.memory_end else []
         words += ["--reads", self.reads.name] if self.reads else []
+        words += [] if self.relays else ["--no-relay"]
         return shlex.join(words + (self.numba.words() if self.numba else []))
 
 
@@ -79,6 +81,7 @@ def run(plan: Plan) -> dict[str, Any]:
     date = datetime.now(UTC).isoformat(timespec="seconds")
     with tempfile.TemporaryDirectory(prefix="mpsd-fi-") as base:
         libraries = find_libraries(plan.backend, plan.libcuda, plan.driver, Path(base), plan.reads)
+        libraries = replace(libraries, relays=plan.relays)
         node = open_node(plan.backend, Path(base))
         try:
             found = _on(node, plan, libraries, Path(base))
@@ -200,6 +203,8 @@ def add_parser(commands: Any, types: Any) -> None:
     proxy.add_argument("--libcuda", type=Path, metavar="DIR", help="the folder with the proxy's libcuda.so.1")
     proxy.add_argument("--driver", type=Path, metavar="DIR", help="the stand-in's, for the simulated GPU")
     add_reads(proxy)
+    own = "the programs' own threads give the driver their launches in mode exact, as with MPSD_FAILOVER_RELAY=off"
+    proxy.add_argument("--no-relay", dest="relays", action="store_false", help=own)
     proxy.add_argument("--out", type=Path, help="keep the logs of each part here")
     proxy.set_defaults(go=_go)
 
@@ -230,6 +235,7 @@ def _go(args: argparse.Namespace) -> int:
         args.memory_end,
         pairs.choose_cores(args.cores),
         args.reads,
+        args.relays,
         args.out,
     )
     if plan.programs is None and not (plan.deaths or plan.memory_end) and plan.numba is None:

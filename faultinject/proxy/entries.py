@@ -31,7 +31,11 @@ def figures(pair: Pair, facts: Mapping[str, Any]) -> dict[str, Any]:
     found, noise = ratio(proxied.blocks, plain.blocks), ratio(pair.again.blocks, plain.blocks)
     # Reports of runs without them have no such figures.
     within = pair.within
-    more = {"within_ratio": _data(within.ratio()), "within_noise": _data(within.noise())} if within else {}
+    more = {}
+    if within:
+        more = {"within_ratio": _data(within.ratio()), "within_noise": _data(within.noise())}
+        cpu = within.cpu_ratio()
+        more |= {"within_cpu": _data(cpu)} if cpu else {}
     return {
         "step_ms_plain": None if step_plain is None else round(step_plain * 1e3, 4),
         "step_ms_proxied": None if step_proxied is None else round(step_proxied * 1e3, 4),

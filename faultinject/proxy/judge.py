@@ -64,6 +64,7 @@ class Within:
     """Blocks of one process, in seconds, one of each for a round: past the proxy, through it, past it again.
 
     `functions`: how many of those that went past are the proxy's own otherwise. `cannot`: why none can go.
+    `cpu`: seconds of processors that a step of each block took, of all threads; reports of before that have none.
     """
 
     past: tuple[float, ...]
@@ -71,15 +72,23 @@ class Within:
     again: tuple[float, ...]
     functions: int
     cannot: str = ""
+    cpu: Mapping[str, Sequence[float]] | None = None
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> Within:
         past, through, again = (tuple(data[name]) for name in BLOCKS)
-        return cls(past, through, again, data["functions"], data["cannot"])
+        return cls(past, through, again, data["functions"], data["cannot"], data.get("cpu"))
 
     def ratio(self) -> Ratio | None:
         """Of the block through the proxy to the mean of the two past it."""
         return levelled(self.through, [(a + b) / 2 for a, b in zip(self.past, self.again, strict=False)])
+
+    def cpu_ratio(self) -> Ratio | None:
+        """As ratio(), of what processors worked for it. It is told, and has no bar."""
+        if self.cpu is None:
+            return None
+        past, through, again = (self.cpu[name] for name in BLOCKS)
+        return levelled(through, [(a + b) / 2 for a, b in zip(past, again, strict=False)])
 
     def noise(self) -> Ratio | None:
         """Of the two past it."""

@@ -35,12 +35,14 @@ FAR_BYTES = 4 << 30
 class Libraries:
     """Folders that hold a libcuda.so.1 each: the proxy, and the stand-in driver (None: the machine's own).
 
-    `reads`: the list of what kernels only read, which validated programs write and others heed.
+    `reads`: the list of what kernels only read, which validated programs write and others heed. Without `relays`
+    the program's threads give the driver their launches themselves.
     """
 
     proxy: Path
     driver: Path | None = None
     reads: Path | None = None
+    relays: bool = True
 
     def plain(self, environment: Mapping[str, str]) -> dict[str, str]:
         """A program that meets the driver alone."""
@@ -62,6 +64,8 @@ class Libraries:
         named["MPSD_FAR_BYTES"] = str(far_bytes)
         if self.reads is not None:
             named["MPSD_FAILOVER_READS"] = str(self.reads)
+        if not self.relays:
+            named["MPSD_FAILOVER_RELAY"] = "off"
         off = {} if vault else {"MPSD_VAULT": "0"}
         return {**self.plain(environment), **named, **off}
 

@@ -80,6 +80,7 @@ class Member:
     process_memory: int | None = None
     blocks: list[float] = field(default_factory=list)
     within: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in BLOCKS})
+    cpu: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in BLOCKS})
     functions: int = 0
     cannot: str = ""
     stats: Mapping[str, Any] | None = None
@@ -93,7 +94,7 @@ class Member:
 
     def within_data(self) -> dict[str, Any]:
         """As the report has it: blocks past the proxy and through it, or why there are none."""
-        return {**self.within, "functions": self.functions, "cannot": self.cannot}
+        return {**self.within, "cpu": self.cpu, "functions": self.functions, "cannot": self.cannot}
 
 
 class Group:
@@ -272,6 +273,7 @@ class Group:
         found = paces(said.data["blocks"], form)
         for name, seconds in found.items():
             member.within[name].append(seconds)
+            member.cpu[name].append(said.data["blocks"][name]["cpu"])
         member.functions = said.data["functions"]
         member.blocks.append(found[THROUGH])
 

@@ -95,6 +95,11 @@ _COLUMNS = (
 
 
 _WITHIN_COLUMNS = ("within", "half of rounds", "noise within")
+_CPU_COLUMN = "CPU within"
+
+
+def _has_cpu(programs: Sequence[Mapping[str, Any]] | None) -> bool:
+    return any(entry.get("figures", {}).get("within_cpu") for entry in programs or ())
 
 
 def _has_within(programs: Sequence[Mapping[str, Any]] | None) -> bool:
@@ -103,20 +108,21 @@ def _has_within(programs: Sequence[Mapping[str, Any]] | None) -> bool:
 
 def table(programs: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     """Header row and one row for each program and mode."""
-    more = _WITHIN_COLUMNS if _has_within(programs) else ()
-    return [[*_COLUMNS, *more, "vaulted", "verdict"], *(_row(e, within=bool(more)) for e in programs)]
+    more: tuple[str, ...] = _WITHIN_COLUMNS if _has_within(programs) else ()
+    more += (_CPU_COLUMN,) if _has_cpu(programs) else ()
+    return [[*_COLUMNS, *more, "vaulted", "verdict"], *(_row(e, more) for e in programs)]
 
 
-def _row(entry: Mapping[str, Any], *, within: bool) -> list[str]:
+def _row(entry: Mapping[str, Any], more: Sequence[str]) -> list[str]:
     name = [entry["program"], entry["mode"]]
-    more = _WITHIN_COLUMNS if within else ()
     if entry["not_run"]:
         return [*name, *["-"] * (len(_COLUMNS) + len(more) - 1), "not run"]
     figures, plain, proxied = entry["figures"], entry["plain"], entry["proxied"]
     same = "same" if plain["digest"] == proxied["digest"] and plain["digest"] else "DIFFER"
     step, noise, stats = figures["step_ratio"], figures["noise_ratio"], proxied["stats"]
-    inside, still = figures.get("within_ratio"), figures.get("within_noise")
+    inside, still, cpu = (figures.get(f"within_{what}") for what in ("ratio", "noise", "cpu"))
     told = [_number(inside and inside["median"], 4), _half(inside), _number(still and still["median"], 4)]
+    told += [_number(cpu and cpu["median"], 3)]
     return [
         *name,
         same,
@@ -215,6 +221,10 @@ _LEGEND_OF_WITHIN = (
     "are given; ratio and noise are of processes, as elsewhere. Past it go only calls that submit, wait "
     "or ask: what others cost, where memory lies and what the proxy's own threads do is in both."
 )
+_LEGEND_OF_CPU = (
+    "CPU within: the time that processors worked for a step, of all threads of the process, through the proxy to "
+    "past it: a thread of the proxy's that waits for launches is in it."
+)
 _LEGEND_OF_VALIDATION = "validate: as exact, with all memory looked at after each operation."
 
 
@@ -234,6 +244,8 @@ def markdown(data: Mapping[str, Any]) -> str:
         lines += [_LEGEND_OF_VALIDATION, ""]
     if _has_within(data["programs"]):
         lines += [_LEGEND_OF_WITHIN, ""]
+    if _has_cpu(data["programs"]):
+        lines += [_LEGEND_OF_CPU, ""]
     # Reports of before programs had any do not speak of them.
     beats = {e["program"]: e["beat"] for e in data["programs"] or () if e.get("beat")}
     for program, beat in beats.items():

@@ -213,7 +213,10 @@ def test_no_report_of_a_program_that_is_moved(sanitized: Libraries, tmp_path: Pa
             program.process.communicate()
 
 
-def test_no_report_of_a_program_that_loses_nothing(sanitized: Libraries, tmp_path: Path) -> None:
+@pytest.mark.parametrize("relay", ["off", "always"])
+def test_no_report_of_a_program_that_loses_nothing(
+    sanitized: Libraries, tmp_path: Path, relay: str
+) -> None:
     """In mode `exact`, while its old context still works: nothing is spoilt, and nothing is told."""
     for number in range(2):
         shutil.copyfile(sanitized.real, tmp_path / f"libcuda-{number}.so.1")
@@ -224,6 +227,7 @@ def test_no_report_of_a_program_that_loses_nothing(sanitized: Libraries, tmp_pat
             MPSD_FAILOVER_SOCKET=str(post.path),
             MPSD_FAILOVER_SETTLE_MS="0",
             MPSD_FAILOVER="exact",
+            MPSD_FAILOVER_RELAY=relay,
         )
         try:
             line = post.greet(moving.EXACT)

@@ -14,7 +14,7 @@ ANY = 2**64 - 1
 LAUNCH_FAILED = 719
 BEGIN_CAPTURE, END_CAPTURE, CAPTURE_INFO, UNMAP, CURRENT, HOST, INIT = (1 << i for i in range(7))
 SYNC, PARAMETERS, KERNEL, NODE, MODULE, LIMIT, WRITE, MANAGER, NO_CUT = (1 << i for i in range(7, 16))
-ROOM, NO_ROOM_CUT, COPIED, NO_UNMAP = (1 << i for i in range(16, 20))
+ROOM, NO_ROOM_CUT, COPIED, NO_UNMAP, LAUNCH, NO_LAUNCH = (1 << i for i in range(16, 22))
 
 
 class Gate:

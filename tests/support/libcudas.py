@@ -80,7 +80,9 @@ class Libraries:
         kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
         folder = self.proxy if proxied else self.standin
         named = {"MPSD_REAL_LIBCUDA": str(self.real)} if proxied else {}
-        options = {"ASAN_OPTIONS": "detect_leaks=1", "UBSAN_OPTIONS": "print_stacktrace=1"}
+        # What the driver is given is counted, call by call: each thread gives its own.
+        relay = {"MPSD_FAILOVER_RELAY": os.environ.get("MPSD_TEST_RELAY", "off")}
+        options = relay | {"ASAN_OPTIONS": "detect_leaks=1", "UBSAN_OPTIONS": "print_stacktrace=1"}
         return {**kept, **options, "LD_LIBRARY_PATH": str(folder), **named, **extra}
 
 

@@ -15,6 +15,9 @@ HANDLES = ("CUcontext", "CUstream", "CUevent", "CUmodule", "CUfunction", "CUlibr
 
 CLASSES = ("ask", "work", "waits_all", "waits_stream", "waits_legacy", "waits", "give", "make", "end")
 
+CHANGES = ("make", "end")
+"""Those that change what launches before them go by: these are given first (exact/relay.h)."""
+
 SETTLES = ("settles", "settles_stream", "settles_event")
 """What mode `exact` does before a call that takes something away."""
 
@@ -121,6 +124,7 @@ def declarations(carried: Sequence[Carried], per_thread: Sequence[PerThread]) ->
 def source(carried: Sequence[Carried], per_thread: Sequence[PerThread]) -> Iterator[str]:
     """carry.c: a wrapper for each, and the list of them."""
     yield '#include "exact/exact.h"'
+    yield '#include "exact/order.h"'
     yield '#include "failover/carry.h"'
     yield '#include "launches.h"'
     for one in carried:
@@ -196,7 +200,7 @@ def _body(one: Carried) -> Iterator[str]:
     read = [_argument(p) for p in one.function.parameters if re.match(r"CUdeviceptr src", p)]
     read += ["mpsd_rows_source(pCopy)" for p in one.function.parameters if re.match(_ROWS, p)]
     if one.does.startswith("waits_"):
-        yield "\tuint64_t work = mpsd_work_count();"
+        yield "\tuint64_t work;"
     if _CONFIG in one.function.parameters:
         yield "\tCUlaunchConfig own;"
     yield ""
@@ -204,6 +208,9 @@ def _body(one: Carried) -> Iterator[str]:
     if one.does != "ask" or one.settles:
         yield "\tif (mpsd_is_forbidden())"
         yield "\t\treturn CUDA_ERROR_NOT_PERMITTED;"
+    if one.does.startswith("waits_"):
+        yield "\tmpsd_relay_flush();"
+        yield "\twork = mpsd_work_count();"
     for argument in read:
         yield f"\tif (!mpsd_read({argument}))"
         yield "\t\treturn CUDA_ERROR_LAUNCH_FAILED;"
@@ -215,6 +222,8 @@ def _body(one: Carried) -> Iterator[str]:
         yield f"\tmpsd_work({stream});"
     yield "\tdo {"
     yield "\t\tmoves = mpsd_carry_enter();"
+    if one.does in CHANGES:
+        yield "\t\tmpsd_relay_flush();"
     if one.does in _WAITS:
         yield from _waiting(one, call, "hEvent" if one.does == "waits" else stream)
     elif one.settles or host:

@@ -17,8 +17,9 @@ _HEAD = struct.Struct("<Q10I20Q256s512s")
 _UNKNOWN = struct.Struct("<Q88s")
 _UNKNOWN_MAX = 64
 _VALIDATION = struct.Struct("<5Q128s")
-"""At the end: zeros in what a build tells that does not have it."""
-_BYTES = _HEAD.size + _UNKNOWN_MAX * _UNKNOWN.size + _VALIDATION.size
+_RELAYED = struct.Struct("<Q")
+"""At the end: zeros in what a build tells that does not have them."""
+_BYTES = _HEAD.size + _UNKNOWN_MAX * _UNKNOWN.size + _VALIDATION.size + _RELAYED.size
 
 
 class State(enum.IntEnum):
@@ -66,6 +67,7 @@ class Stats:
     the vault could not answer. `passed_*`: allocations that are not vaulted, so far: stream-ordered ones,
     managed memory, host memory (registered too), and the program's own of cuMemCreate. `window_base`: the
     address of the first window, 0 for none. `host_guard`: bytes of the program's host memory under guard now.
+    `relayed`: launches that the program's threads have left to a thread of the proxy's, so far.
     """
 
     pid: int
@@ -100,9 +102,10 @@ class Stats:
     host_guard: int
     unknown: Mapping[str, int]
     validation: Validation
+    relayed: int
 
 
-_COUNTED = [field.name for field in fields(Stats)][4:-5]
+_COUNTED = [field.name for field in fields(Stats)][4:-6]
 """In the order of stats.h, between the path and the window."""
 
 
@@ -138,8 +141,9 @@ def decode(data: bytes) -> Stats | None:
         if count:
             unknown[_text(name)] += count
     operations, unsure, strays, variables, unread, first = _VALIDATION.unpack_from(
-        data, _BYTES - _VALIDATION.size
+        data, _BYTES - _VALIDATION.size - _RELAYED.size
     )
+    (relayed,) = _RELAYED.unpack_from(data, _BYTES - _RELAYED.size)
     return Stats(
         pid=pid,
         state=State(state),
@@ -150,6 +154,7 @@ def decode(data: bytes) -> Stats | None:
         host_guard=guard,
         unknown=unknown,
         validation=Validation(operations, unsure, strays, variables, unread, _text(first)),
+        relayed=relayed,
         **counts,
     )
 

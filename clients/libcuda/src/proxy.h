@@ -85,6 +85,7 @@ struct mpsd_thread {
 	/* It is in a function of the program's that runs in a stream, where a call of the driver's would wait for itself. */
 	bool in_host_function;
 	bool works;				/* it has begun to give the driver something (work.c) */
+	bool is_in_context;			/* the driver has taken a launch of its, and its context is the same since */
 } __attribute__((aligned(MPSD_THREAD_ALIGNMENT)));
 
 extern _Thread_local struct mpsd_thread mpsd_thread __attribute__((tls_model("initial-exec")));

@@ -75,6 +75,7 @@ struct mpsd_stats {
 	uint64_t validate_variables;	/* writes of variables of modules */
 	uint64_t validate_unread;	/* images of code whose variables nobody knows, or that use the device's heap */
 	char validate_first[128];	/* whose write of either kind was the first */
+	uint64_t relayed;		/* launches that the program's threads have left to a thread of the proxy's */
 };
 
 _Static_assert(sizeof(struct mpsd_stats) <= MPSD_STATS_BYTES, "the structure has grown too large");

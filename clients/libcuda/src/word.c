@@ -10,11 +10,23 @@
 #include "clock.h"
 
 #define LOOK_NS 1000000
+#define SPINS 200u
+
+bool mpsd_word_try_soon(struct mpsd_word *word)
+{
+	for (unsigned int i = 0; i < SPINS; i++) {
+		if (atomic_load_explicit(&word->state, memory_order_relaxed) == MPSD_WORD_IS_FREE && mpsd_word_try(word))
+			return true;
+		mpsd_word_pause();
+	}
+	return false;
+}
 
 bool mpsd_word_look(struct mpsd_word *word)
 {
 	const struct timespec most = { 0, LOOK_NS };
 	int before = errno;
+
 
 	if (atomic_exchange_explicit(&word->state, MPSD_WORD_IS_AWAITED, memory_order_acquire) == MPSD_WORD_IS_FREE)
 		return true;
@@ -42,6 +54,8 @@ bool mpsd_word_try_for(struct mpsd_word *word, uint64_t ns)
 
 void mpsd_word_wait(struct mpsd_word *word)
 {
+	if (mpsd_word_try_soon(word))
+		return;
 	while (!mpsd_word_look(word))
 		;
 }

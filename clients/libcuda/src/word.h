@@ -20,6 +20,16 @@ struct mpsd_word {
 	atomic_uint state;	/* enum mpsd_word_state */
 };
 
+/* Between two looks at what another thread is about to write. */
+static inline void mpsd_word_pause(void)
+{
+#if defined(__x86_64__)
+	__builtin_ia32_pause();
+#elif defined(__aarch64__)
+	__asm__ volatile("isb");
+#endif
+}
+
 /* False: somebody has it. */
 static inline bool mpsd_word_try(struct mpsd_word *word)
 {
@@ -28,6 +38,9 @@ static inline bool mpsd_word_try(struct mpsd_word *word)
 	return atomic_compare_exchange_strong_explicit(&word->state, &state, MPSD_WORD_IS_TAKEN, memory_order_acquire,
 						       memory_order_relaxed);
 }
+
+/* The same, some microseconds later: mostly it is taken for less than one, or for one call of the driver. */
+bool mpsd_word_try_soon(struct mpsd_word *word);
 
 /* The same, after a wait of a millisecond at most; errno stays. Whoever comes back without it may ask something else, and look again. */
 bool mpsd_word_look(struct mpsd_word *word);

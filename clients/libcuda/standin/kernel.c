@@ -185,10 +185,14 @@ API CUresult cuLaunchKernel(CUfunction f, unsigned int gridDimX, unsigned int gr
 	struct operation operation;
 	CUcontext context;
 	CUstream stream;
-	CUresult result = enter(&context);
+	CUresult result;
 
+	gate_keep(GATE_LAUNCH);
+	result = enter(&context);
 	if (result != CUDA_SUCCESS)
 		return result;
+	if (gate_wants(GATE_NO_LAUNCH))
+		return leave(CUDA_ERROR_OUT_OF_MEMORY);
 	if (find_stream(context, hStream, &stream) != CUDA_SUCCESS)
 		return leave(CUDA_ERROR_INVALID_HANDLE);
 	if (is_for_saves(f) && !begins_saves(gridDimY))

@@ -65,6 +65,8 @@ void gate_keep(uint64_t call);
 #define GATE_NO_ROOM_CUT 131072	/* it refuses that */
 #define GATE_COPIED 262144	/* a copy within the GPU was given */
 #define GATE_NO_UNMAP 524288	/* cuMemUnmap() refuses */
+#define GATE_LAUNCH 1048576	/* a kernel is launched */
+#define GATE_NO_LAUNCH 2097152	/* that is refused, for memory is short */
 bool gate_wants(uint64_t what);
 CUresult gate_node(CUresult result);	/* as GATE_NODE; passes its argument on */
 

@@ -19,6 +19,20 @@ _Atomic(const struct mpsd_tables *) mpsd_tables_now = &tables;
 _Thread_local struct mpsd_thread mpsd_thread;
 atomic_uint_least64_t mpsd_moves;
 
+/* There is no relay. */
+atomic_bool mpsd_relay_on;
+
+bool mpsd_relay_shut(uint64_t moves)
+{
+	(void)moves;
+	return false;
+}
+
+bool mpsd_relay_shut_now(uint64_t moves)
+{
+	return mpsd_relay_shut(moves);
+}
+
 static atomic_uint waits, wakes;
 
 long __real_syscall(long number, void *word, int what, unsigned int value, const void *until, void *other, int bits);

@@ -4,6 +4,7 @@
 
 #include "clock.h"
 #include "exact/pace.h"
+#include "exact/relay.h"
 #include "exact/saver.h"
 #include "exact/shelf.h"
 #include "exact/submit.h"
@@ -59,6 +60,7 @@ void mpsd_epoch_forget(void)
 {
 	struct mpsd_op *op, *next;
 
+	mpsd_relay_drop();
 	for (op = mpsd_epoch.first; op; op = next) {
 		next = op->next;
 		forget(op);
@@ -255,6 +257,7 @@ void mpsd_epoch_seen(struct mpsd_point at)
 void mpsd_epoch_left(void)
 {
 	mpsd_pace_leave();
+	mpsd_relay_drop();
 	conclude((struct mpsd_point){ NULL, 0 });
 	take_borrowed();
 }
@@ -387,14 +390,4 @@ CUresult mpsd_epoch_make_room(void)
 	if (result == CUDA_SUCCESS && !mpsd_hosts_are_open() && !mpsd_epoch_is_waiting())
 		mpsd_memory_free_put_off();
 	return result;
-}
-
-void mpsd_exact_child(void)
-{
-	atomic_store(&mpsd_exact_on, false);
-	mpsd_word_child(&mpsd_exact_lock);
-	mpsd_orders_child();
-	mpsd_stage_child();
-	mpsd_shelf_child();
-	mpsd_hosts_child();
 }

@@ -122,6 +122,9 @@ struct mpsd_replayed {
 /* While calls are held: whether what the driver calls ended has, by the GPU's own word. NOT_READY: not yet. */
 CUresult mpsd_exact_prove(void);
 
+/* What was left to the relay, whose calls are held too, the mover gives itself; as far as nobody has the order. */
+void mpsd_exact_give_left(void);
+
 /* The context came to rest, and is well. */
 void mpsd_exact_rested(void);
 
@@ -171,8 +174,8 @@ void mpsd_hosts_lose(void);
 /* The copy after so many moves is no more. */
 void mpsd_hosts_copy_went(uint64_t moves);
 
-/* At the program's end. */
-void mpsd_validate_report(void);
+/* At the program's end: what was validated is told, if that `is_on`. */
+void mpsd_exact_at_end(bool is_on);
 
 void mpsd_exact_child(void);
 void mpsd_hosts_child(void);

@@ -7,6 +7,8 @@
  */
 #include "exact/named.h"
 #include "exact/params.h"
+#include "exact/relay.h"
+#include "exact/shapes.h"
 #include "exact/submit.h"
 #include "exact/undo.h"
 #include "exact/validate.h"
@@ -14,20 +16,37 @@
 #include "failover/line.h"
 #include "launches.h"
 
-/* With the lock and the order. False: more is to be done before it is noted; there may be an operation, for that. */
-static inline bool note(const struct mpsd_launch *given, void **parameters, struct mpsd_op **made)
+/*
+ * With the lock, and the order or for the relay. False: more is to be done before it is noted; there may be an operation, for
+ * that.
+ */
+static inline bool note(const struct mpsd_launch *given, void **parameters, struct mpsd_op **made, bool is_for_relay)
 {
 	struct mpsd_lane *lane = mpsd_is_left() ? NULL : mpsd_lane_find(given->stream);
-	struct mpsd_op *op;
+	struct mpsd_op *op = *made;
 
-	if (__builtin_expect(!lane || !mpsd_lane_is_free(lane), 0))
+	if (__builtin_expect(!lane || !mpsd_lane_is_free(lane), 0) || (is_for_relay && !mpsd_relay_takes(lane)))
 		return false;
-	*made = op = mpsd_params_take_known(given, parameters);
-	if (__builtin_expect(!op || !mpsd_params_are_whole(op), 0))
+	if (__builtin_expect(!op, 1))
+		*made = op = mpsd_params_take_known(given, parameters);
+	if (__builtin_expect(!op || !mpsd_params_are_whole(op), 0) || (is_for_relay && !mpsd_shape_is_accepted(op)))
 		return false;
 	op->lane = lane;
 	mpsd_note(op, mpsd_tables()->moves);
+	if (is_for_relay)
+		mpsd_relay_put(op);
 	return true;
+}
+
+/* It is the relay's from here on, and the program goes on. False: it is not submitted. */
+static inline bool leave_to_relay(const struct mpsd_launch *given, void **parameters, struct mpsd_op **op)
+{
+	bool is;
+
+	mpsd_word_take(&mpsd_exact_lock);
+	is = note(given, parameters, op, true);
+	mpsd_word_give(&mpsd_exact_lock);
+	return is;
 }
 
 /* False: it is not submitted. */
@@ -37,11 +56,13 @@ static inline bool submit_at_once(const struct mpsd_launch *given, void **parame
 	struct mpsd_ahead ahead = { NULL, false, 0 };
 	bool is;
 
+	if (mpsd_relay_is_awake() && leave_to_relay(given, parameters, op))
+		return true;
 	if (__builtin_expect(!mpsd_order_take(moves), 0))
 		return false;
 	mpsd_launches_fetch_row();
 	mpsd_word_take(&mpsd_exact_lock);
-	is = note(given, parameters, op);
+	is = note(given, parameters, op, false);
 	if (__builtin_expect(is, 1))
 		ahead = mpsd_look_ahead((*op)->lane);
 	mpsd_word_give(&mpsd_exact_lock);
@@ -54,6 +75,8 @@ static inline bool submit_at_once(const struct mpsd_launch *given, void **parame
 	mpsd_order_give(moves);
 	if (__builtin_expect(ahead.until != 0, 0) && *result == CUDA_SUCCESS)
 		mpsd_come_near(&ahead);
+	if (is && *result == CUDA_SUCCESS)
+		mpsd_relay_accepted(given);
 	return is;
 }
 

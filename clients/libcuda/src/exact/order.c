@@ -8,6 +8,8 @@ bool mpsd_order_wait(uint64_t moves)
 {
 	struct mpsd_word *word = mpsd_order_of(moves);
 
+	if (mpsd_word_try_soon(word))
+		return true;
 	while (!mpsd_word_look(word)) {
 		if (atomic_load(&mpsd_moves) == moves)
 			continue;

@@ -9,6 +9,7 @@
 
 extern struct mpsd_order {
 	_Alignas(64) struct mpsd_word word;
+	atomic_bool is_shut;		/* who has it is not the relay, and nothing is left to that meanwhile (relay.h) */
 } mpsd_orders[MPSD_ORDERS];
 
 static inline struct mpsd_word *mpsd_order_of(uint64_t moves)
@@ -22,22 +23,49 @@ static inline const struct mpsd_word *mpsd_order_now(void)
 	return mpsd_order_of(atomic_load_explicit(&mpsd_moves, memory_order_relaxed));
 }
 
-/* False: somebody has it. */
-static inline bool mpsd_order_try(uint64_t moves)
-{
-	return mpsd_word_try(mpsd_order_of(moves));
-}
-
 /* False: the copy was left. */
 bool mpsd_order_wait(uint64_t moves);
 
+/*
+ * relay.c, where there is a relay, by who has just taken the order: nothing is left to that, and nothing will be. Waits for what
+ * is, or gives the order back; false: it is given back, and for shut() the copy was left, or is about to be.
+ */
+extern atomic_bool mpsd_relay_on;
+bool mpsd_relay_shut(uint64_t moves);
+bool mpsd_relay_shut_now(uint64_t moves);
+
+/* It comes on while somebody has the order: who takes it next sees it. */
+static inline bool mpsd_relay_is_on(void)
+{
+	return atomic_load_explicit(&mpsd_relay_on, memory_order_relaxed);
+}
+
+/* Without the order: until all that was left to the relay is given; or the copy is left, or about to be. */
+void mpsd_relay_await(void);
+
+static inline void mpsd_relay_flush(void)
+{
+	if (__builtin_expect(mpsd_relay_is_on(), 0))
+		mpsd_relay_await();
+}
+
+/* False: somebody has it. */
+static inline bool mpsd_order_try(uint64_t moves)
+{
+	return mpsd_word_try(mpsd_order_of(moves)) && (!mpsd_relay_is_on() || mpsd_relay_shut_now(moves));
+}
+
+/* False: the copy was left, or is about to be. */
 static inline bool mpsd_order_take(uint64_t moves)
 {
-	return __builtin_expect(mpsd_order_try(moves), 1) || mpsd_order_wait(moves);
+	if (__builtin_expect(!mpsd_word_try(mpsd_order_of(moves)), 0) && !mpsd_order_wait(moves))
+		return false;
+	return __builtin_expect(!mpsd_relay_is_on(), 1) || mpsd_relay_shut(moves);
 }
 
 static inline void mpsd_order_give(uint64_t moves)
 {
+	atomic_store_explicit(&mpsd_orders[moves / 2 % MPSD_ORDERS].is_shut, false, memory_order_release);
 	mpsd_word_give(mpsd_order_of(moves));
 }
 

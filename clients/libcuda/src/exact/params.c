@@ -16,7 +16,7 @@
 #include "window.h"
 
 #define FUNCTIONS (MPSD_PLACES / 2)
-#define FEW 8u
+#define FEW 6u
 #define FEW_BYTES 64u
 #define MOST_PARAMETERS 512u
 #define MOST_BYTES 32768u	/* 32,764 by the CUDA programming guide, from compute capability 7.0 on */
@@ -42,6 +42,7 @@ static struct info {
 	uint32_t filled;		/* bytes of the parameters, */
 	uint16_t bytes, count;		/* with what lies between them; how many there are */
 	struct place few[FEW];
+	uint32_t accepted[MPSD_SHAPES];	/* what shapes.c keeps of it */
 	struct place *more;		/* in place of those; NULL: there are no more */
 	struct rest *rest;		/* NULL: nothing */
 } infos[MPSD_PLACES] __attribute__((aligned(64)));	/* under the lock, like all that follows; each near where it is looked for */
@@ -288,6 +289,13 @@ MPSD_OF_A_LAUNCH static struct mpsd_op *copy_each(const struct mpsd_launch *give
 	if (info->rest)
 		op->launch.reader = info->rest->reader;
 	return op;
+}
+
+uint32_t *mpsd_params_accepted(CUfunction function)
+{
+	struct info *info = info_of(function);
+
+	return info ? info->accepted : NULL;
 }
 
 MPSD_OF_A_LAUNCH struct mpsd_op *mpsd_params_take_known(const struct mpsd_launch *given, void **parameters)

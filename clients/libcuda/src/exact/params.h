@@ -27,6 +27,10 @@ CUresult mpsd_params_take(const struct mpsd_launch *given, void **parameters, vo
  */
 struct mpsd_op *mpsd_params_take_known(const struct mpsd_launch *given, void **parameters);
 
+/* With the lock: what is kept of it by shapes.c; NULL: it is not known. */
+#define MPSD_SHAPES 2u
+uint32_t *mpsd_params_accepted(CUfunction function);
+
 void mpsd_params_forget(void);	/* functions have gone: their handles may come again */
 
 /* Without the lock: what leads to a module's variable leads there in the copy of this call. */

@@ -7,6 +7,8 @@
 #include "exact/named.h"
 #include "exact/params.h"
 #include "exact/readers.h"
+#include "exact/relay.h"
+#include "exact/shelf.h"
 #include "exact/submit.h"
 #include "exact/undo.h"
 #include "exact/validate.h"
@@ -32,6 +34,8 @@ void mpsd_exact_stop(const char *why)
 		return;
 	mpsd_validate_end(why);
 	mpsd_epoch_unsure(why);
+	/* From here on calls go to the driver in no order but their own. */
+	mpsd_relay_flush();
 	mpsd_replay_finish();
 }
 
@@ -300,4 +304,22 @@ CUresult mpsd_submit(struct mpsd_op *op, bool proves)
 	if (result == CUDA_SUCCESS)
 		mpsd_thread.noted_in = 0;
 	return result;
+}
+
+void mpsd_exact_at_end(bool is_on)
+{
+	if (is_on)
+		mpsd_validate_report();
+	mpsd_relay_at_end();
+}
+
+void mpsd_exact_child(void)
+{
+	atomic_store(&mpsd_exact_on, false);
+	mpsd_word_child(&mpsd_exact_lock);
+	mpsd_orders_child();
+	mpsd_relay_child();
+	mpsd_stage_child();
+	mpsd_shelf_child();
+	mpsd_hosts_child();
 }

@@ -211,6 +211,7 @@ void mpsd_event_reached(CUevent event);
 uint64_t mpsd_work_count(void);
 void mpsd_work(CUstream stream);
 void mpsd_work_given(void);	/* after each of those */
+void mpsd_work_given_late(void);	/* after one that its thread has left to another (relay.c) */
 void mpsd_work_held(bool is);	/* the thread waits for the end of a move */
 bool mpsd_work_rests(void);	/* in a move: nobody is about to give the driver something */
 void mpsd_work_several(void);	/* there is more than one context: a wait proves nothing of the other */
@@ -226,6 +227,7 @@ void mpsd_work_ended(void);
 
 /* Whether something may be in flight; from now on it is lost, and the program will be told. */
 bool mpsd_work_lost(void);
+void mpsd_work_missing(void);	/* something was, and the program will be told */
 void mpsd_work_lose(void);	/* for good: each wait says so from then on */
 
 void *mpsd_opaque(unsigned int index);

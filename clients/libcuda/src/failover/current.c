@@ -32,11 +32,13 @@ static CUresult note_context(CUresult result)
 
 CUresult make_cuCtxSetCurrent(CUcontext ctx)
 {
+	mpsd_thread.is_in_context = false;
 	return note_context(inner_cuCtxSetCurrent(mpsd_native(ctx)));
 }
 
 CUresult make_cuCtxPushCurrent_v2(CUcontext ctx)
 {
+	mpsd_thread.is_in_context = false;
 	return note_context(inner_cuCtxPushCurrent_v2(mpsd_native(ctx)));
 }
 
@@ -45,6 +47,7 @@ CUresult make_cuCtxPopCurrent_v2(CUcontext *pctx)
 	CUresult result = inner_cuCtxPopCurrent_v2(pctx);
 	CUcontext name = result == CUDA_SUCCESS && pctx ? mpsd_name(*pctx) : NULL;
 
+	mpsd_thread.is_in_context = false;
 	/* Last, for it is what is popped once more in the next copy. */
 	result = note_context(result);
 	if (result == CUDA_SUCCESS && pctx)

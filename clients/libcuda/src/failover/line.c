@@ -359,8 +359,7 @@ static void at_end(void)
 	struct timespec until = mpsd_in(END_MS);
 
 	/* First, for the mode ends with the line. */
-	if (!atomic_load(&off))
-		mpsd_validate_report();
+	mpsd_exact_at_end(!atomic_load(&off));
 	atomic_store(&off, true);
 	mpsd_fence_leave_off();
 	mpsd_line_wake();

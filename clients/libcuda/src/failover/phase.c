@@ -3,6 +3,7 @@
 #include <pthread.h>
 
 #include "clock.h"
+#include "exact/order.h"
 #include "failover/carry.h"
 #include "failover/fence.h"
 #include "failover/line.h"
@@ -152,6 +153,7 @@ void *mpsd_opaque(unsigned int index)
 
 	if (mpsd_is_forbidden())
 		return (void *)not_permitted;
+	mpsd_relay_flush();
 	/* Where a move is on it comes after it: it has made nothing yet that would be lost. */
 	do {
 		moves = mpsd_carry_enter();

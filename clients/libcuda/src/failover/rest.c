@@ -37,9 +37,11 @@ CUresult mpsd_come_to_rest(void)
 	CUresult result = CUDA_ERROR_NOT_READY;
 
 	for (int ms = 0; ms < MOST_REST_MS && result == CUDA_ERROR_NOT_READY; ms++) {
-		/* A look at streams would end a capture. */
-		bool rests = mpsd_work_rests() && !mpsd_capturing();
+		bool rests;
 
+		mpsd_exact_give_left();
+		/* A look at streams would end a capture. */
+		rests = mpsd_work_rests() && !mpsd_capturing();
 		mpsd_made_lock();
 		result = mpsd_capturing() ? CUDA_ERROR_NOT_READY : look_for_work();
 		mpsd_made_unlock();

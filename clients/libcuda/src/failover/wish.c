@@ -32,12 +32,32 @@ static void read_validation(const char *where, const char *mode)
 	wish.validates = !why;
 }
 
+/* Who asks the driver to wait for each kernel in its launch is to wait. */
+static void read_relay(void)
+{
+	const char *given = secure_getenv("MPSD_FAILOVER_RELAY"), *blocking = getenv("CUDA_LAUNCH_BLOCKING");
+
+	if (blocking && *blocking && strcmp(blocking, "0") != 0) {
+		wish.relay = MPSD_WISH_NEVER;
+		return;
+	}
+	if (!given || !strcmp(given, "auto"))
+		return;
+	if (!strcmp(given, "off"))
+		wish.relay = MPSD_WISH_NEVER;
+	else if (!strcmp(given, "always"))
+		wish.relay = MPSD_WISH_ALWAYS;
+	else
+		mpsd_say("MPSD_FAILOVER_RELAY: not one of auto, off, always; auto is taken");
+}
+
 static void read_environment(void)
 {
 	const char *where = secure_getenv("MPSD_FAILOVER_SOCKET"), *mode = secure_getenv("MPSD_FAILOVER");
 	const char *mirror = secure_getenv("MPSD_FAILOVER_MIRROR");
 
 	wish.patience_ns = 1000000 * mpsd_read_number("MPSD_FAILOVER_PATIENCE_MS", PATIENCE_MS, 1, 100, 600000);
+	read_relay();
 	read_validation(where, mode);
 	if (mode && !strcmp(mode, "off"))
 		return;

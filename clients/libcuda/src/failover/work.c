@@ -94,6 +94,11 @@ MPSD_OF_A_LAUNCH void mpsd_work_given(void)
 	mpsd_exact_given();
 }
 
+void mpsd_work_given_late(void)
+{
+	atomic_fetch_add(&given, 1);
+}
+
 void mpsd_work_held(bool is)
 {
 	if (mpsd_thread.works)
@@ -154,6 +159,11 @@ bool mpsd_work_lost(void)
 	if (is)
 		atomic_store(&lost, true);
 	return is;
+}
+
+void mpsd_work_missing(void)
+{
+	atomic_store(&lost, true);
 }
 
 void mpsd_work_lose(void)

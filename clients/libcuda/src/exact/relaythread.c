@@ -1,0 +1,201 @@
+// SPDX-License-Identifier: MIT
+/* The relay's thread: when it is awake. */
+#include <errno.h>
+#include <sched.h>
+#include <semaphore.h>
+
+#include "clock.h"
+#include "exact/relay.h"
+#include "exact/shapes.h"
+#include "failover/made.h"
+#include "failover/wish.h"
+#include "processors.h"
+#include "thread.h"
+
+#define BURST 16u		/* launches, one soon after another, that it is woken for */
+#define SOON_NS 100000ull	/* so soon */
+#define SPIN_NS 300000ull	/* without a launch, before it sleeps */
+#define LOOKS 64u		/* between two looks at the clock */
+#define TAKEN_NS 500000ull	/* it looked that long ago: somebody else had the processor, */
+#define REST_NS 1000000000ull	/* who has it to himself for that long */
+#define END_NS 200000000ull
+
+static atomic_bool sleeps;
+static atomic_bool is_over;		/* it does not wake any more */
+static atomic_uint_least64_t rests_until;
+static sem_t bell;
+
+/* One launch, if there is one. False: another copy is in use than that which is served, or its context is lost. */
+static bool give_one(uint64_t served)
+{
+	uint64_t moves = mpsd_carry_enter();
+
+	if (moves == served)
+		mpsd_relay_give_one(moves);
+	mpsd_carry_leave(moves);
+	return moves == served && !atomic_load(&mpsd_relay_has_lost);
+}
+
+/* The moves before the copy that is served from now on; false: it has no context there. */
+static bool serve(uint64_t *moves)
+{
+	bool is;
+
+	atomic_store(&mpsd_relay_has_lost, false);
+	*moves = mpsd_carry_enter();
+	is = mpsd_enter_context() == CUDA_SUCCESS && !mpsd_is_left();
+	mpsd_carry_leave(*moves);
+	mpsd_word_take(&mpsd_exact_lock);
+	is &= !atomic_load(&is_over);
+	if (is)
+		atomic_store(&mpsd_relay_serves, 1 + *moves);
+	mpsd_word_give(&mpsd_exact_lock);
+	return is;
+}
+
+/* Until no launch has come for a while, or the processor is wanted by others. */
+static void spin(void)
+{
+	bool always = mpsd_wish()->relay == MPSD_WISH_ALWAYS;
+	uint64_t moves, since = mpsd_now_ns(), looked = since;
+	bool serves = serve(&moves);
+
+	for (unsigned int looks = 1; serves && !atomic_load(&is_over); looks++) {
+		if (mpsd_relay_has_any() || (atomic_load_explicit(&mpsd_moves, memory_order_relaxed) & ~1ull) != moves) {
+			serves = give_one(moves) || (!atomic_load(&mpsd_relay_has_lost) && serve(&moves));
+			since = looked = mpsd_now_ns();
+			mpsd_word_pause();
+			continue;
+		}
+		mpsd_word_pause();
+		if (looks % LOOKS)
+			continue;
+		if (always) {
+			sched_yield();
+			continue;
+		}
+		looked = mpsd_now_ns() - looked > TAKEN_NS ? 0 : mpsd_now_ns();
+		if (!looked)
+			atomic_store(&rests_until, mpsd_now_ns() + REST_NS);
+		if (!looked || looked - since > SPIN_NS)
+			return;
+	}
+}
+
+/* Nothing is left to it from here on. False: something was, before. */
+static bool stop_serving(void)
+{
+	bool is;
+
+	mpsd_word_take(&mpsd_exact_lock);
+	is = !mpsd_relay_has_any() || atomic_load(&is_over);
+	if (is)
+		atomic_store(&mpsd_relay_serves, 0);
+	mpsd_word_give(&mpsd_exact_lock);
+	return is;
+}
+
+static void *run(void *unused)
+{
+	(void)unused;
+	for (;;) {
+		do
+			spin();
+		while (!stop_serving());
+		atomic_store(&sleeps, true);
+		while (sem_wait(&bell) && errno == EINTR)
+			;
+	}
+	return NULL;
+}
+
+/* Nobody has an order who has not shut it, from before there was a relay. */
+static bool turn_on(void)
+{
+	uint64_t moves = mpsd_tables()->moves;
+
+	if (!mpsd_order_take(moves))
+		return false;
+	atomic_store(&mpsd_relay_on, true);
+	mpsd_order_give(moves);
+	return true;
+}
+
+static bool has_processors(void)
+{
+	return mpsd_wish()->relay == MPSD_WISH_ALWAYS || mpsd_processors_are_several("/proc/self/cgroup", "/sys/fs/cgroup");
+}
+
+/* Once; but where a move has come between, again. */
+static void start(void)
+{
+	static atomic_flag has_begun = ATOMIC_FLAG_INIT;
+
+	if (atomic_flag_test_and_set(&has_begun))
+		return;
+	if (!has_processors() || sem_init(&bell, 0, 0)) {
+		atomic_store(&is_over, true);
+	} else if (!turn_on()) {
+		atomic_flag_clear(&has_begun);
+	} else if (!mpsd_thread_start(run, NULL)) {
+		atomic_store(&is_over, true);
+		mpsd_say("no thread that gives launches: each thread gives its own");
+	}
+}
+
+/* How many launches have come, one soon after another. */
+static unsigned int burst(void)
+{
+	static atomic_uint_least64_t last;
+	static atomic_uint count;
+	uint64_t now = mpsd_now_ns(), before = atomic_exchange(&last, now);
+
+	if (now - before > SOON_NS || now < atomic_load(&rests_until))
+		atomic_store(&count, 0);
+	return atomic_fetch_add(&count, 1);
+}
+
+static void want(void)
+{
+	enum mpsd_wish_relay wished = mpsd_wish()->relay;
+
+	if (wished == MPSD_WISH_NEVER || atomic_load_explicit(&is_over, memory_order_relaxed) ||
+	    atomic_load_explicit(&mpsd_relay_serves, memory_order_relaxed) ||
+	    (atomic_load_explicit(&mpsd_relay_on, memory_order_relaxed) && !atomic_load(&sleeps)))
+		return;
+	if (wished != MPSD_WISH_ALWAYS && burst() < BURST)
+		return;
+	if (!atomic_load(&mpsd_relay_on))
+		start();
+	else if (atomic_exchange(&sleeps, false))
+		sem_post(&bell);
+}
+
+void mpsd_relay_accepted(const struct mpsd_launch *given)
+{
+	mpsd_thread.is_in_context = true;
+	if (mpsd_relay_is_awake())
+		mpsd_shape_accept(given);
+	else
+		want();
+}
+
+void mpsd_relay_at_end(void)
+{
+	uint64_t until = mpsd_now_ns() + END_NS, moves = mpsd_moves_done();
+
+	while (mpsd_relay_has_any() && mpsd_now_ns() < until)
+		sched_yield();
+	mpsd_word_take(&mpsd_exact_lock);
+	atomic_store(&is_over, true);
+	atomic_store(&mpsd_relay_serves, 0);
+	mpsd_word_give(&mpsd_exact_lock);
+	if (atomic_load(&mpsd_relay_on) && mpsd_word_try_for(mpsd_order_of(moves), END_NS))
+		mpsd_word_give(mpsd_order_of(moves));
+}
+
+void mpsd_relay_child(void)
+{
+	mpsd_relay_forget();
+	atomic_store(&is_over, true);
+}

@@ -1,0 +1,55 @@
+// SPDX-License-Identifier: MIT
+/*
+ * Launches of which the driver has accepted one like them: what it refuses a launch for is how its blocks are, and how much of
+ * the multiprocessor they take. Of each kernel the last two that were accepted are known.
+ */
+#include "exact/shapes.h"
+
+#include <string.h>
+
+/*
+ * The driver says of a launch whether there may be such blocks of that kernel; of one with attributes, such a grid. Numbers that
+ * are mixed: one in billions is taken for another. 0: a grid that it would refuse.
+ */
+static uint32_t shape_of(const CUlaunchConfig *config, const CUlaunchAttribute *attributes)
+{
+	uint64_t mixed = config->blockDimX * 0x9e3779b97f4a7c15ull + config->blockDimY * 0xbf58476d1ce4e5b9ull +
+			 config->blockDimZ * 0x94d049bb133111ebull + config->sharedMemBytes * 0xd6e8feb86659fd93ull;
+	const char *bytes = (const char *)attributes;
+
+	if (config->gridDimX - 1 > INT32_MAX - 1u || config->gridDimY - 1 > UINT16_MAX - 1u ||
+	    config->gridDimZ - 1 > UINT16_MAX - 1u)
+		return 0;
+	if (__builtin_expect(config->numAttrs != 0, 0)) {
+		mixed += config->gridDimX * 0xa0761d6478bd642full + config->gridDimY * 0xe7037ed1a0b428dbull +
+			 config->gridDimZ * 0x8ebc6af09c88c6e3ull;
+		for (size_t at = 0; at < config->numAttrs * sizeof(*attributes); at += sizeof(uint64_t)) {
+			uint64_t word;
+
+			memcpy(&word, bytes + at, sizeof(word));
+			mixed = (mixed ^ word) * 0x9e3779b97f4a7c15ull;
+		}
+	}
+	return (uint32_t)(mixed >> 32) | 1;
+}
+
+bool mpsd_shape_is_accepted(const struct mpsd_op *op)
+{
+	const uint32_t *accepted = mpsd_params_accepted(op->launch.function);
+	uint32_t shape = shape_of(&op->launch.config, op->launch.attributes);
+
+	return accepted && shape && (accepted[0] == shape || accepted[1] == shape);
+}
+
+void mpsd_shape_accept(const struct mpsd_launch *given)
+{
+	uint32_t shape = shape_of(given->config, given->config->attrs), *accepted;
+
+	mpsd_word_take(&mpsd_exact_lock);
+	accepted = mpsd_params_accepted(given->function);
+	if (accepted && shape && accepted[0] != shape) {
+		accepted[1] = accepted[0];
+		accepted[0] = shape;
+	}
+	mpsd_word_give(&mpsd_exact_lock);
+}

@@ -1,0 +1,13 @@
+// SPDX-License-Identifier: MIT
+/* processors.c in control groups of this test's own: GROUPS ROOT. Prints "several" or "one". */
+#include "processors.h"
+
+#include <stdio.h>
+
+int main(int argc, char **argv)
+{
+	if (argc != 3)
+		return 2;
+	puts(mpsd_processors_are_several(argv[1], argv[2]) ? "several" : "one");
+	return 0;
+}

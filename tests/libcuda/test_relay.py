@@ -1,0 +1,187 @@
+"""Mode `exact`: launches that a thread of the proxy's gives the driver, while the program goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from mpsd_libcuda.stats import read_stats
+
+from tests.libcuda.test_exact import gate, move
+from tests.libcuda.test_failover import Program, ask, break_domain, copies, post, stand_by
+from tests.support import moving
+from tests.support.gate import LAUNCH, NO_LAUNCH, Gate
+from tests.support.moving import Line, Post
+from tests.support.simfixtures import backend, domain, second
+from tests.support.simnode import Domain, until
+
+__all__ = ["ask", "backend", "copies", "domain", "gate", "post", "second"]
+
+RELAY = pytest.mark.parametrize(
+    "ask", [{"MPSD_FAILOVER": "exact", "MPSD_FAILOVER_RELAY": "always"}], indirect=True
+)
+UNTIL_IT_IS = "all(gpu.run('add', m, 8, 1) == 0 for _ in range(100))"
+
+
+def relayed(ask: Program) -> int:
+    stats = read_stats(ask.process.pid)
+    assert stats is not None
+    return stats.relayed
+
+
+def awake(post: Post, ask: Program) -> Line:
+    """Launches of `add` are left to the relay from here on; m is not 0."""
+    line = post.greet(moving.EXACT)
+    ask("m = gpu.memory(8 << 20)")
+
+    def is_awake() -> bool:
+        assert ask(UNTIL_IT_IS) == "True"
+        return relayed(ask) > 0
+
+    until(is_awake)
+    # Each epoch's first is given by its own thread, which saves what it may write.
+    assert ask("gpu.sync(), gpu.code('cuMemsetD8_v2', m, 0, 8 << 20)") == "(0, 0)"
+    return line
+
+
+@RELAY
+def test_a_wait_comes_behind_what_was_left_to_it(post: Post, ask: Program) -> None:
+    awake(post, ask)
+    before = relayed(ask)
+    for number in range(1, 31):
+        assert ask("[gpu.run('add', m, 8, 1) for _ in range(10)], gpu.sync()") == f"({[0] * 10}, 0)"
+        assert ask("gpu.word(m)") == str(10 * number)
+    assert relayed(ask) - before >= 30 * 8
+    assert ask.end() == ""
+
+
+@RELAY
+@pytest.mark.parametrize(
+    ("does", "found"),
+    [
+        ("gpu.code('cuMemsetD32Async', m, 7, 8, 0), gpu.sync(), gpu.word(m)", "(0, 0, 7)"),
+        ("gpu.code('cuMemcpyDtoDAsync_v2', m + 64, m, 4, 0), gpu.sync(), gpu.word(m + 64)", "(0, 0, 20)"),
+        ("gpu.word(m)", "20"),
+    ],
+)
+def test_what_is_given_next_comes_behind_it(
+    gate: Gate, post: Post, ask: Program, does: str, found: str
+) -> None:
+    awake(post, ask)
+    assert ask("gpu.run('add', m, 8, 1)") == "0"
+    gate.keep(LAUNCH)
+    before = relayed(ask)
+    assert ask("[gpu.run('add', m, 8, 1) for _ in range(19)]") == str([0] * 19)
+    ask.tell(does)
+    until(lambda: gate.kept() == LAUNCH)
+    assert relayed(ask) == before
+    gate.keep(0)
+    assert ask.answer() == found
+    assert ask.end() == ""
+
+
+@RELAY
+@pytest.mark.parametrize("planned", [False, True])
+def test_a_move_does_what_was_left_to_it(
+    domain: Domain, gate: Gate, second: Domain, post: Post, ask: Program, copies: Path, planned: bool
+) -> None:
+    """The first of them is on its way to the driver, and stays there."""
+    line = awake(post, ask)
+    stand_by(line, second, copies)
+    assert ask("gpu.run('add', m, 8, 1)") == "0"
+    gate.keep(LAUNCH)
+    assert ask("[gpu.run('add', m, 8, 1) for _ in range(19)]") == str([0] * 19)
+    until(lambda: gate.kept() == LAUNCH)
+    if planned:
+        # Until then the program waits for it.
+        line.say(moving.MOVE, 1, planned=True, again=1)
+        gate.keep(0)
+        assert line.hear(moving.MOVED).text == ""
+    else:
+        break_domain(domain)
+        assert move(line).text == ""
+    assert ask("gpu.sync(), gpu.word(m)") == "(0, 20)"
+    gate.keep(0)
+    before = relayed(ask)
+
+    def serves_again() -> bool:
+        assert ask("all(gpu.run('add', m, 8, 0) == 0 for _ in range(20))") == "True"
+        return relayed(ask) > before
+
+    until(serves_again)
+    assert ask("gpu.sync(), gpu.run('add', m, 8, 1), gpu.sync(), gpu.word(m)") == "(0, 0, 0, 21)"
+    assert ask.end() == ""
+
+
+@RELAY
+def test_what_the_driver_refuses_late_the_next_wait_says(gate: Gate, post: Post, ask: Program) -> None:
+    awake(post, ask)
+    assert ask("gpu.run('add', m, 8, 1), gpu.sync(), gpu.run('add', m, 8, 1)") == "(0, 0, 0)"
+    gate.keep(NO_LAUNCH)
+    assert ask("gpu.run('add', m, 8, 1)") == "0"
+    ask.tell("gpu.sync(), gpu.sync(), gpu.word(m)")
+    assert ask.answer() == "(719, 0, 2)"
+    gate.keep(0)
+    assert "refused a launch (error 2) after the program went on" in ask.end()
+
+
+@RELAY
+def test_a_launch_of_another_shape_is_refused_at_once(post: Post, ask: Program) -> None:
+    """More shared memory than there is."""
+    awake(post, ask)
+    assert ask("gpu.run('add', m, 8, 1), gpu.run('add', m, 8, 1, shared=1 << 20)") == "(0, 1)"
+    assert ask("gpu.sync(), gpu.word(m)") == "(0, 1)"
+    assert ask.end() == ""
+
+
+@RELAY
+def test_a_thread_with_no_context_is_told_at_once(post: Post, ask: Program) -> None:
+    awake(post, ask)
+    assert ask("gpu.run('add', m, 8, 1), gpu.code('cuCtxSetCurrent', None)") == "(0, 0)"
+    assert ask("gpu.run('add', m, 8, 1)") == "201"
+    assert ask("gpu.current(), gpu.run('add', m, 8, 1), gpu.sync(), gpu.word(m)") == "(None, 0, 0, 2)"
+    assert ask.end() == ""
+
+
+@RELAY
+def test_a_program_may_end_with_launches_that_nobody_waits_for(post: Post, ask: Program) -> None:
+    awake(post, ask)
+    assert ask("[gpu.run('add', m, 8, 1) for _ in range(200)]") == str([0] * 200)
+    assert ask.end() == ""
+
+
+@RELAY
+def test_when_the_mode_ends_nothing_comes_before_what_was_left_to_it(
+    gate: Gate, post: Post, ask: Program
+) -> None:
+    line = awake(post, ask)
+    assert ask("gpu.run('add', m, 8, 1)") == "0"
+    gate.keep(LAUNCH)
+    assert ask("[gpu.run('add', m, 8, 1) for _ in range(9)]") == str([0] * 9)
+    # Memory whose writers nobody sees.
+    ask.tell("gpu.code('cuMemsetD32Async', m, 3, 8, 0), gpu.sync(), gpu.word(m)")
+    line.mode = moving.KEEP
+    line.say(moving.WELCOME)
+    until(lambda: gate.kept() == LAUNCH)
+    gate.keep(0)
+    assert ask.answer() == "(0, 0, 3)"
+    assert ask.end() == ""
+
+
+@pytest.mark.parametrize(
+    "ask", [{"MPSD_FAILOVER": "exact", "MPSD_FAILOVER_RELAY": "off"}], indirect=True
+)
+def test_it_may_be_off(post: Post, ask: Program) -> None:
+    post.greet(moving.EXACT)
+    ask("m = gpu.memory(8 << 20)")
+    assert ask(UNTIL_IT_IS + ", gpu.sync(), gpu.word(m)") == "(True, 0, 100)"
+    assert relayed(ask) == 0
+    assert ask.end() == ""
+
+
+@pytest.mark.parametrize(
+    "ask", [{"MPSD_FAILOVER": "exact", "MPSD_FAILOVER_RELAY": "on"}], indirect=True
+)
+def test_what_is_none_of_its_words_is_told(post: Post, ask: Program) -> None:
+    post.greet(moving.EXACT)
+    assert "MPSD_FAILOVER_RELAY: not one of auto, off, always; auto is taken" in ask.end()
