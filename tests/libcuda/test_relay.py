@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 from pathlib import Path
 
 import pytest
@@ -93,8 +94,9 @@ def test_a_move_does_what_was_left_to_it(
     assert ask("[gpu.run('add', m, 8, 1) for _ in range(19)]") == str([0] * 19)
     until(lambda: gate.kept() == LAUNCH)
     if planned:
-        # Until then the program waits for it.
+        # Calls are held by then, the relay's too.
         line.say(moving.MOVE, 1, planned=True, again=1)
+        until(line.is_read)
         gate.keep(0)
         assert line.hear(moving.MOVED).text == ""
     else:
@@ -144,27 +146,94 @@ def test_a_thread_with_no_context_is_told_at_once(post: Post, ask: Program) -> N
 
 
 @RELAY
-def test_a_program_may_end_with_launches_that_nobody_waits_for(post: Post, ask: Program) -> None:
+def test_what_a_kernel_may_take_is_asked_anew_when_it_was_set(post: Post, ask: Program) -> None:
+    """64 KiB of shared memory for each block, and then less."""
     awake(post, ask)
-    assert ask("[gpu.run('add', m, 8, 1) for _ in range(200)]") == str([0] * 200)
+    limit = "gpu.code('cuFuncSetAttribute', gpu.functions['add'], 8, {})"
+    run = "gpu.run('add', m, 8, 1, shared=64 << 10)"
+    assert ask(f"{limit.format(64 << 10)}, {run}, {run}, {run}, gpu.sync()") == "(0, 0, 0, 0, 0)"
+    assert ask(f"{limit.format(1024)}, {run}, gpu.sync(), gpu.word(m)") == "(0, 1, 0, 3)"
+    assert ask.end() == ""
+
+
+def one_is_on_its_way(gate: Gate, ask: Program, others: int) -> None:
+    """The relay is in the driver with a launch, and stays there; so many others are left to it. m becomes 2 + others."""
+    assert ask("gpu.run('add', m, 8, 1)") == "0"
+    gate.keep(LAUNCH)
+    assert ask(f"[gpu.run('add', m, 8, 1) for _ in range({1 + others})]") == str([0] * (1 + others))
+    until(lambda: gate.kept() == LAUNCH)
+
+
+@RELAY
+@pytest.mark.parametrize("others", [0, 8])
+def test_what_is_set_holds_for_later_launches_alone(
+    gate: Gate, post: Post, ask: Program, others: int
+) -> None:
+    awake(post, ask)
+    one_is_on_its_way(gate, ask, others)
+    ask.tell("gpu.code('cuFuncSetAttribute', gpu.functions['add'], 8, 1024), gpu.sync(), gpu.word(m)")
+    assert ask.process.stdout is not None
+    assert not select.select([ask.process.stdout], [], [], 0.2)[0]
+    gate.keep(0)
+    assert ask.answer() == f"(0, 0, {2 + others})"
     assert ask.end() == ""
 
 
 @RELAY
-def test_when_the_mode_ends_nothing_comes_before_what_was_left_to_it(
+def test_a_program_may_end_with_launches_that_nobody_waits_for(
     gate: Gate, post: Post, ask: Program
 ) -> None:
+    """Nor does it wait for a driver that keeps one of them."""
+    awake(post, ask)
+    one_is_on_its_way(gate, ask, 8)
+    assert ask.end() == ""
+
+
+@RELAY
+@pytest.mark.parametrize("others", [0, 8])
+def test_when_the_mode_ends_nothing_comes_before_what_was_left_to_it(
+    gate: Gate, post: Post, ask: Program, others: int
+) -> None:
     line = awake(post, ask)
-    assert ask("gpu.run('add', m, 8, 1)") == "0"
-    gate.keep(LAUNCH)
-    assert ask("[gpu.run('add', m, 8, 1) for _ in range(9)]") == str([0] * 9)
-    # Memory whose writers nobody sees.
-    ask.tell("gpu.code('cuMemsetD32Async', m, 3, 8, 0), gpu.sync(), gpu.word(m)")
+    one_is_on_its_way(gate, ask, others)
     line.mode = moving.KEEP
     line.say(moving.WELCOME)
-    until(lambda: gate.kept() == LAUNCH)
+    until(line.is_read)
+    ask.tell("gpu.code('cuMemsetD32Async', m, 3, 8, 0), gpu.sync(), gpu.word(m)")
+    assert ask.process.stdout is not None
+    assert not select.select([ask.process.stdout], [], [], 0.2)[0]
     gate.keep(0)
     assert ask.answer() == "(0, 0, 3)"
+    assert ask.end() == ""
+
+
+@RELAY
+def test_when_the_mode_ends_the_program_can_still_be_moved(
+    domain: Domain, gate: Gate, second: Domain, post: Post, ask: Program, copies: Path
+) -> None:
+    line = awake(post, ask)
+    stand_by(line, second, copies)
+    one_is_on_its_way(gate, ask, 8)
+    line.mode = moving.KEEP
+    line.say(moving.WELCOME)
+    break_domain(domain)
+    assert move(line).kind == moving.MOVED
+    gate.keep(0)
+    # It is told that something is missing.
+    assert ask("gpu.sync(), gpu.sync()") == "(719, 0)"
+    assert "may be missing" in ask.end()
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [{"MPSD_FAILOVER": "exact", "MPSD_FAILOVER_RELAY": "always", "CUDA_LAUNCH_BLOCKING": "1"}],
+    indirect=True,
+)
+def test_who_wants_launches_to_wait_has_none(post: Post, ask: Program) -> None:
+    post.greet(moving.EXACT)
+    ask("m = gpu.memory(8 << 20)")
+    assert ask(UNTIL_IT_IS + ", gpu.sync(), gpu.word(m)") == "(True, 0, 100)"
+    assert relayed(ask) == 0
     assert ask.end() == ""
 
 

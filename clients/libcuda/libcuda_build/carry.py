@@ -15,8 +15,8 @@ HANDLES = ("CUcontext", "CUstream", "CUevent", "CUmodule", "CUfunction", "CUlibr
 
 CLASSES = ("ask", "work", "waits_all", "waits_stream", "waits_legacy", "waits", "give", "make", "end")
 
-CHANGES = ("make", "end")
-"""Those that change what launches before them go by: these are given first (exact/relay.h)."""
+BEHIND = "behind"
+"""Those that change what launches go by which were made before: these are given first (exact/relay.h)."""
 
 SETTLES = ("settles", "settles_stream", "settles_event")
 """What mode `exact` does before a call that takes something away."""
@@ -55,6 +55,7 @@ class Carried:
     does: str
     polls: bool = False
     settles: str = ""
+    behind: bool = False
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,7 @@ def read_carried(path: Path, functions: Mapping[str, Function]) -> tuple[Carried
     table = tomllib.loads(path.read_text())
     polls = table.pop("polls", [])
     settles = {name: kind for kind in SETTLES for name in table.pop(kind, [])}
+    behind = table.pop(BEHIND, [])
     table.pop("per_thread", {})
     unknown = sorted(set(table) - set(CLASSES))
     if unknown:
@@ -106,8 +108,18 @@ def read_carried(path: Path, functions: Mapping[str, Function]) -> tuple[Carried
     for name in settles:
         if name not in does:
             raise CarryError(f"{path.name}: {name} settles, and has no class")
+    for name in behind:
+        if does.get(name) != "make":
+            raise CarryError(f"{path.name}: {name} comes behind launches, and makes nothing")
     return tuple(
-        Carried(functions[name], does[name], name in polls, settles.get(name, "")) for name in sorted(does)
+        Carried(
+            functions[name],
+            does[name],
+            name in polls,
+            settles.get(name, ""),
+            does[name] == "end" or name in settles or name in behind,
+        )
+        for name in sorted(does)
     )
 
 
@@ -192,7 +204,10 @@ def _body(one: Carried) -> Iterator[str]:
     prefix = _prefix(one)
     call = f"{prefix}_{name}({', '.join(_arguments(one, translate=prefix == 'inner'))})"
     if one.does == "work":
-        call = f"mpsd_notes() ? work_{name}({', '.join(_arguments(one, translate=False))}) : {call}"
+        noted = f"work_{name}({', '.join(_arguments(one, translate=False))})"
+        call = f"mpsd_notes() ? {noted} : mpsd_relay_flush() ? {call} : MPSD_AGAIN"
+    elif one.behind:
+        call = f"mpsd_relay_flush() ? {call} : MPSD_AGAIN"
     yield "\tCUresult result;"
     yield "\tuint64_t moves;"
     written = [_argument(p) for p in one.function.parameters if re.match(r"CUdeviceptr dst", p)]
@@ -200,7 +215,7 @@ def _body(one: Carried) -> Iterator[str]:
     read = [_argument(p) for p in one.function.parameters if re.match(r"CUdeviceptr src", p)]
     read += ["mpsd_rows_source(pCopy)" for p in one.function.parameters if re.match(_ROWS, p)]
     if one.does.startswith("waits_"):
-        yield "\tuint64_t work;"
+        yield "\tuint64_t work = 0;"
     if _CONFIG in one.function.parameters:
         yield "\tCUlaunchConfig own;"
     yield ""
@@ -208,9 +223,6 @@ def _body(one: Carried) -> Iterator[str]:
     if one.does != "ask" or one.settles:
         yield "\tif (mpsd_is_forbidden())"
         yield "\t\treturn CUDA_ERROR_NOT_PERMITTED;"
-    if one.does.startswith("waits_"):
-        yield "\tmpsd_relay_flush();"
-        yield "\twork = mpsd_work_count();"
     for argument in read:
         yield f"\tif (!mpsd_read({argument}))"
         yield "\t\treturn CUDA_ERROR_LAUNCH_FAILED;"
@@ -222,8 +234,8 @@ def _body(one: Carried) -> Iterator[str]:
         yield f"\tmpsd_work({stream});"
     yield "\tdo {"
     yield "\t\tmoves = mpsd_carry_enter();"
-    if one.does in CHANGES:
-        yield "\t\tmpsd_relay_flush();"
+    if one.does.startswith("waits_"):
+        yield "\t\twork = mpsd_relay_flush() ? mpsd_work_count() : 0;"
     if one.does in _WAITS:
         yield from _waiting(one, call, "hEvent" if one.does == "waits" else stream)
     elif one.settles or host:
@@ -316,7 +328,7 @@ def _waiting(one: Carried, call: str, handle: str) -> Iterator[str]:
     yield "\t\t\tif (result == CUDA_SUCCESS)"
     yield f"\t\t\t\tresult = mpsd_exact_after(&proof, MPSD_WAIT_{_WAITS[one.does]});"
     yield "\t\t} else {"
-    yield f"\t\t\tresult = mpsd_answered({call});"
+    yield f"\t\t\tresult = mpsd_relay_flush() ? mpsd_answered({call}) : MPSD_AGAIN;"
     yield "\t\t}"
 
 

@@ -52,6 +52,19 @@ static bool is_limited_in(const char *root, const char *group)
 	return true;
 }
 
+/* `list`: between commas, up to a colon. */
+static bool has_item(const char *list, const char *item)
+{
+	size_t length = strlen(item);
+
+	while (strncmp(list, item, length) || (list[length] != ',' && list[length] != ':')) {
+		list += strcspn(list, ",:");
+		if (*list++ != ',')
+			return false;
+	}
+	return true;
+}
+
 static bool is_limited_by(const char *line, const char *root)
 {
 	const char *names = strchr(line, ':'), *group = names ? strchr(names + 1, ':') : NULL;
@@ -61,8 +74,8 @@ static bool is_limited_by(const char *line, const char *root)
 		return false;
 	if (group == names + 1)
 		return is_limited_in(root, group + 1);
-	/* Version 1: its controllers, "cpu" or "cpu,cpuacct". */
-	if (strncmp(names + 1, "cpu", 3) || (names[4] != ',' && names[4] != ':'))
+	/* Version 1: its controllers, "cpu", "cpu,cpuacct" or the other way round. */
+	if (!has_item(names + 1, "cpu"))
 		return false;
 	return snprintf(under, sizeof(under), "%s/cpu", root) < (int)sizeof(under) && is_limited_in(under, group + 1);
 }

@@ -86,6 +86,8 @@ struct mpsd_thread {
 	bool in_host_function;
 	bool works;				/* it has begun to give the driver something (work.c) */
 	bool is_in_context;			/* the driver has taken a launch of its, and its context is the same since */
+	uint8_t launches;			/* that it gave the driver itself, and when it was looked at how many (relaythread.c) */
+	uint32_t launched_us;
 } __attribute__((aligned(MPSD_THREAD_ALIGNMENT)));
 
 extern _Thread_local struct mpsd_thread mpsd_thread __attribute__((tls_model("initial-exec")));

@@ -15,7 +15,14 @@ from typing import Protocol
 
 TRAININGS = ("transformer", "convolution", "expandable")
 TORCH = (*TRAININGS, "graphs", "streams", "pinned", "sharing", "generate", "generate_large", "serving")
-BINDINGS = ("bindings", "bindings_graphs", "bindings_nodes", "bindings_segments", "bindings_weights")
+BINDINGS = (
+    "bindings",
+    "bindings_copies",
+    "bindings_graphs",
+    "bindings_nodes",
+    "bindings_segments",
+    "bindings_weights",
+)
 HIDDEN = ("bindings_hidden",)
 """Those that write where no parameter leads, for validation to find: no works for faults."""
 NAMES = (*TORCH, *BINDINGS, *HIDDEN, "cupy_arrays", "calls")

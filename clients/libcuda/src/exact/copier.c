@@ -19,7 +19,8 @@
 #include "exact/undo.h"
 #include "exact/validate.h"
 #include "failover/graph.h"
-#include "hold.h"
+#include "memory.h"
+#include "stats.h"
 
 #define THREADS 256
 #define BLOCKS 64		/* of one thread for each unit */
@@ -116,6 +117,16 @@ static size_t units_of(const struct mpsd_op *op)
 	return op->copy.size / (bits % 16 == 0 ? 16 : bits % 4 == 0 ? 4 : 1);
 }
 
+/* By its size, and where it goes; and not where another process may wait for it, with kernels that have all of the GPU. */
+static bool may_be(const struct mpsd_op *op)
+{
+	size_t most = op->copy.is_staged ? THREADS * TIMES : THREADS * BLOCKS;
+	bool is = op->copy.way == MPSD_COPY_WITHIN || (op->copy.way == MPSD_COPY_OUT && op->copy.is_staged);
+
+	return is && !op->waits && !op->copy.rows && !op->copy.peer && units_of(op) <= most && !mpsd_work_is_several() &&
+	       !mpsd_stats->ipc_shared && !mpsd_stats->ipc_opened;
+}
+
 /* All of it in one allocation of the program's in the window. What it has mapped itself kernels need not reach. */
 static bool is_within(CUdeviceptr address, size_t size)
 {
@@ -125,13 +136,9 @@ static bool is_within(CUdeviceptr address, size_t size)
 	       size <= in.base + in.size - address;
 }
 
-static bool is_small_and_within(const struct mpsd_op *op)
+/* With the order: nobody frees any of it meanwhile. */
+static bool are_within(const struct mpsd_op *op)
 {
-	size_t most = op->copy.is_staged ? THREADS * TIMES : THREADS * BLOCKS;
-	bool is = op->copy.way == MPSD_COPY_WITHIN || (op->copy.way == MPSD_COPY_OUT && op->copy.is_staged);
-
-	if (!is || op->waits || op->copy.rows || op->copy.peer || units_of(op) > most)
-		return false;
 	return is_within(op->copy.from, op->copy.size) &&
 	       (op->copy.is_staged || is_within(op->copy.to, op->copy.size));
 }
@@ -140,7 +147,7 @@ bool mpsd_copier_makes(const struct mpsd_op *op)
 {
 	bool others;
 
-	if (op->kind != MPSD_OP_COPY || mpsd_capturing() || mpsd_work_is_several() || !is_small_and_within(op))
+	if (op->kind != MPSD_OP_COPY || mpsd_capturing() || !may_be(op) || !are_within(op))
 		return false;
 	mpsd_word_take(&mpsd_exact_lock);
 	others = mpsd_is_left() || mpsd_lanes_others_are_open(op->lane);
@@ -193,10 +200,10 @@ static bool note(struct mpsd_op *op)
 /* With the order. The operation is freed where it is not submitted. */
 static bool submit(struct mpsd_op *op, CUresult *result, struct mpsd_ahead *ahead)
 {
-	bool is;
+	bool is = are_within(op);
 
 	mpsd_word_take(&mpsd_exact_lock);
-	is = note(op);
+	is = is && note(op);
 	if (is)
 		*ahead = mpsd_look_ahead(op->lane);
 	mpsd_word_give(&mpsd_exact_lock);
@@ -218,8 +225,8 @@ bool mpsd_copier_at_once(const struct mpsd_op *given, CUresult *result)
 	struct mpsd_op *op;
 	bool is;
 
-	if (!mpsd_exact() || mpsd_thread.noted_in || mpsd_capturing() || mpsd_validates() || mpsd_work_is_several() ||
-	    !__atomic_load_n(&function, __ATOMIC_ACQUIRE) || !is_small_and_within(given))
+	if (!mpsd_exact() || mpsd_thread.noted_in || mpsd_capturing() || mpsd_validates() || !may_be(given) ||
+	    !__atomic_load_n(&function, __ATOMIC_ACQUIRE))
 		return false;
 	op = malloc(sizeof(*op));
 	if (!op)

@@ -246,6 +246,9 @@ MPSD_OF_A_LAUNCH CUresult mpsd_op_launch(const struct mpsd_op *op)
 
 CUresult mpsd_op_issue(const struct mpsd_op *op)
 {
+	/* Who has the order has come behind it; others have none, for the mode has ended. */
+	if (!mpsd_relay_flush())
+		return MPSD_AGAIN;
 	if (!op->waits && op->kind == MPSD_OP_COPY && op->copy.is_by_kernel)
 		return mpsd_copier_issue(op);
 	if (!op->waits)

@@ -56,7 +56,7 @@ static inline bool submit_at_once(const struct mpsd_launch *given, void **parame
 	struct mpsd_ahead ahead = { NULL, false, 0 };
 	bool is;
 
-	if (mpsd_relay_is_awake() && leave_to_relay(given, parameters, op))
+	if (mpsd_relay_is_awake() && !given->is_cooperative && leave_to_relay(given, parameters, op))
 		return true;
 	if (__builtin_expect(!mpsd_order_take(moves), 0))
 		return false;
@@ -98,6 +98,8 @@ static CUresult launch_unnoted(const struct mpsd_launch *given, void **parameter
 
 	if (mpsd_is_in_void_capture(given->stream))
 		return CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;
+	if (!mpsd_relay_flush())
+		return MPSD_AGAIN;
 	mpsd_line_opaque(why);
 	c.hStream = mpsd_native(given->stream);
 	if (given->is_cooperative)

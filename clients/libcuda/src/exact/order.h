@@ -9,7 +9,8 @@
 
 extern struct mpsd_order {
 	_Alignas(64) struct mpsd_word word;
-	atomic_bool is_shut;		/* who has it is not the relay, and nothing is left to that meanwhile (relay.h) */
+	atomic_bool is_shut;		/* who has it is not the relay, and nothing is left to that meanwhile (relay.h); */
+	atomic_bool is_giving;		/* and gives what was */
 } mpsd_orders[MPSD_ORDERS];
 
 static inline struct mpsd_word *mpsd_order_of(uint64_t moves)
@@ -27,12 +28,16 @@ static inline const struct mpsd_word *mpsd_order_now(void)
 bool mpsd_order_wait(uint64_t moves);
 
 /*
- * relay.c, where there is a relay, by who has just taken the order: nothing is left to that, and nothing will be. Waits for what
- * is, or gives the order back; false: it is given back, and for shut() the copy was left, or is about to be.
+ * relay.c, where there is a relay, by who has just taken the order: what was left to that is given, and nothing is left to it
+ * until the order is given back. Not shut(): the copy is about to be left; not shut_now(): something was left. Then the order
+ * is given back.
  */
 extern atomic_bool mpsd_relay_on;
 bool mpsd_relay_shut(uint64_t moves);
 bool mpsd_relay_shut_now(uint64_t moves);
+
+/* In a call, for what comes behind all that was left to the relay, and does not take the order. False: as above. */
+bool mpsd_relay_await(void);
 
 /* It comes on while somebody has the order: who takes it next sees it. */
 static inline bool mpsd_relay_is_on(void)
@@ -40,13 +45,9 @@ static inline bool mpsd_relay_is_on(void)
 	return atomic_load_explicit(&mpsd_relay_on, memory_order_relaxed);
 }
 
-/* Without the order: until all that was left to the relay is given; or the copy is left, or about to be. */
-void mpsd_relay_await(void);
-
-static inline void mpsd_relay_flush(void)
+static inline bool mpsd_relay_flush(void)
 {
-	if (__builtin_expect(mpsd_relay_is_on(), 0))
-		mpsd_relay_await();
+	return __builtin_expect(!mpsd_relay_is_on(), 1) || mpsd_relay_await();
 }
 
 /* False: somebody has it. */

@@ -39,6 +39,8 @@ static CUresult submit(CUdeviceptr to, CUdeviceptr from, CUcontext context, size
 
 static CUresult copy_now(CUdeviceptr to, CUcontext to_context, CUdeviceptr from, CUcontext from_context, size_t size)
 {
+	if (!mpsd_relay_flush())
+		return MPSD_AGAIN;
 	return mpsd_answered(inner_cuMemcpyPeer(mpsd_address(to), mpsd_native(to_context), mpsd_address(from),
 						mpsd_native(from_context), size));
 }
@@ -61,6 +63,8 @@ CUresult work_cuMemcpyPeer(CUdeviceptr dstDevice, CUcontext dstContext, CUdevice
 static CUresult copy(CUdeviceptr to, CUcontext to_context, CUdeviceptr from, CUcontext from_context, size_t size,
 		     CUstream stream)
 {
+	if (!mpsd_relay_flush())
+		return MPSD_AGAIN;
 	return mpsd_answered(inner_cuMemcpyPeerAsync(mpsd_address(to), mpsd_native(to_context), mpsd_address(from),
 						     mpsd_native(from_context), size, mpsd_native(stream)));
 }

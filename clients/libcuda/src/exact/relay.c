@@ -1,20 +1,15 @@
 // SPDX-License-Identifier: MIT
 #include "exact/relay.h"
 
-#include <sched.h>
-
 #include "failover/line.h"
 #include "failover/made.h"
 #include "stats.h"
-
-#define LOOKS 64u		/* between two at what the lock is for */
-#define SPINS 4096u		/* before who waits lets others have the processor */
 
 MPSD_READ_OFTEN atomic_uint_least64_t mpsd_relay_serves;
 MPSD_READ_OFTEN atomic_bool mpsd_relay_on;
 atomic_bool mpsd_relay_has_lost;
 
-static atomic_uint waiting;		/* threads, until nothing is left to be given */
+static atomic_uint waiting;		/* threads that have the order, and give what is left */
 
 /*
  * Of the epoch's operations the first one that is left to it, and all behind that are; in the copy after so many moves. In a
@@ -24,6 +19,11 @@ static struct {
 	_Alignas(64) _Atomic(struct mpsd_op *) first;
 	uint64_t moves;		/* with the lock */
 } lefts;
+
+static struct mpsd_order *order_of(uint64_t moves)
+{
+	return &mpsd_orders[moves / 2 % MPSD_ORDERS];
+}
 
 static struct mpsd_op *left(void)
 {
@@ -48,8 +48,8 @@ bool mpsd_relay_takes(const struct mpsd_lane *lane)
 {
 	uint64_t moves = mpsd_tables()->moves;
 
-	return mpsd_relay_is_awake() && mpsd_exact() && !atomic_load_explicit(&waiting, memory_order_relaxed) &&
-	       !atomic_load(&mpsd_orders[moves / 2 % MPSD_ORDERS].is_shut) && mpsd_thread.is_in_context &&
+	return mpsd_relay_is_awake() && mpsd_exact() && mpsd_thread.works && !atomic_load_explicit(&waiting, memory_order_relaxed) &&
+	       !atomic_load(&order_of(moves)->is_shut) && mpsd_thread.is_in_context &&
 	       !mpsd_work_is_several() && lane->given - lane->marked < MPSD_MARK_EACH &&
 	       lane->given - lane->proven < MPSD_MOST_AHEAD;
 }
@@ -65,30 +65,102 @@ void mpsd_relay_put(struct mpsd_op *op)
 	mpsd_thread.works = false;
 }
 
-/* False: the copy was left, or is about to be. Mostly one launch is on its way. */
-static bool come_to_none(uint64_t moves)
+/* With the lock, by who has the order: the next one; NULL: there is none, or the copy is about to be left. */
+static struct mpsd_op *take(void)
 {
-	for (unsigned int looks = 1; left(); looks++) {
-		bool is_closed;
+	struct mpsd_op *op;
 
-		if (atomic_load(&mpsd_moves) != moves)
-			return false;
-		mpsd_word_pause();
-		if (looks % LOOKS)
-			continue;
-		mpsd_word_take(&mpsd_exact_lock);
-		drop_others();
-		is_closed = mpsd_epoch.is_closed;
-		mpsd_word_give(&mpsd_exact_lock);
-		if (is_closed)
-			return false;
-		if (looks > SPINS)
-			sched_yield();
-	}
-	return true;
+	drop_others();
+	op = mpsd_is_left() || mpsd_epoch.is_closed ? NULL : left();
+	if (!op)
+		return NULL;
+	atomic_store(&order_of(mpsd_tables()->moves)->is_giving, true);
+	atomic_store(&lefts.first, op->next);
+	atomic_store_explicit(&op->state, MPSD_OP_IS_GIVEN, memory_order_relaxed);
+	return op;
 }
 
-/* With the order. False: something was left to the relay. */
+/* It goes from the epoch, and what comes behind it is not given: it would run without what this was to do. */
+static bool strike(struct mpsd_op *op)
+{
+	bool is;
+
+	mpsd_word_take(&mpsd_exact_lock);
+	is = !mpsd_is_left() && atomic_load(&op->state) == MPSD_OP_IS_GIVEN;
+	if (is) {
+		mpsd_epoch_strike(op);
+		mpsd_relay_drop();
+	}
+	mpsd_word_give(&mpsd_exact_lock);
+	return is;
+}
+
+/* One of that shape was accepted before: memory is short, or the like. */
+static void be_missing(CUresult result)
+{
+	mpsd_say("the driver refused a launch (error %d) after the program went on: its next wait fails", (int)result);
+	mpsd_epoch_unsure("a launch that was refused late");
+	mpsd_work_missing();
+}
+
+/* Whatever a copy says that was left, a move does it again; unless the next copy has refused it, too. */
+static void give(struct mpsd_op *op, uint64_t moves)
+{
+	CUresult result = mpsd_op_launch(op);
+	bool is_struck = result != CUDA_SUCCESS && !mpsd_is_loss(result) && strike(op);
+	unsigned char state = atomic_exchange(&op->state, MPSD_OP_RESTS);
+
+	if (state & MPSD_OP_IS_FORGOTTEN)
+		mpsd_op_free(op);
+	if (mpsd_is_loss(result)) {
+		atomic_store(&mpsd_relay_has_lost, true);
+		mpsd_line_error(result, moves);
+	}
+	if (is_struck || state & MPSD_OP_IS_SKIPPED)
+		be_missing(result);
+	mpsd_count(relayed);
+	mpsd_work_given_late();
+	atomic_store(&order_of(moves)->is_giving, false);
+}
+
+static struct mpsd_op *next(void)
+{
+	struct mpsd_op *op;
+
+	mpsd_word_take(&mpsd_exact_lock);
+	op = take();
+	mpsd_word_give(&mpsd_exact_lock);
+	return op;
+}
+
+/* By a thread that has the order, in its own context where it has launched in that, and else in the one that there is. */
+static void give_all(uint64_t moves)
+{
+	CUcontext before = NULL;
+	struct mpsd_op *op = next();
+	bool is_other = op && !mpsd_thread.is_in_context;
+
+	if (is_other) {
+		real_cuCtxGetCurrent(&before);
+		mpsd_enter_context();
+	}
+	for (; op; op = next())
+		give(op, moves);
+	if (is_other)
+		real_cuCtxSetCurrent(before);
+}
+
+void mpsd_exact_give_left(void)
+{
+	uint64_t moves = mpsd_moves_done();
+
+	if (!left() || !mpsd_word_try(mpsd_order_of(moves)))
+		return;
+	give_all(moves);
+	mpsd_word_give(mpsd_order_of(moves));
+}
+
+/* With the order. False: something is left. */
 static bool shut(uint64_t moves)
 {
 	bool is;
@@ -98,7 +170,7 @@ static bool shut(uint64_t moves)
 	/* Who is in a copy that was left finds that himself. */
 	is = mpsd_is_left() || !left();
 	if (is)
-		atomic_store(&mpsd_orders[moves / 2 % MPSD_ORDERS].is_shut, true);
+		atomic_store(&order_of(moves)->is_shut, true);
 	mpsd_word_give(&mpsd_exact_lock);
 	return is;
 }
@@ -114,102 +186,28 @@ bool mpsd_relay_shut_now(uint64_t moves)
 
 bool mpsd_relay_shut(uint64_t moves)
 {
-	bool has = true;
+	bool is = shut(moves);
 
-	if (shut(moves))
+	if (is)
 		return true;
 	atomic_fetch_add(&waiting, 1);
-	do {
-		mpsd_word_give(mpsd_order_of(moves));
-		has = come_to_none(moves) && (mpsd_word_try(mpsd_order_of(moves)) || mpsd_order_wait(moves));
-	} while (has && !shut(moves));
+	give_all(moves);
+	is = mpsd_relay_shut_now(moves);
 	atomic_fetch_sub(&waiting, 1);
-	return has;
+	return is;
 }
 
-void mpsd_relay_await(void)
+bool mpsd_relay_await(void)
 {
-	if (!left())
-		return;
-	atomic_fetch_add(&waiting, 1);
-	come_to_none(mpsd_tables()->moves);
-	atomic_fetch_sub(&waiting, 1);
-}
+	uint64_t moves = mpsd_tables()->moves;
 
-/* With the lock, with the order: the next one; NULL: there is none, or the copy is about to be left. */
-static struct mpsd_op *take(void)
-{
-	struct mpsd_op *op;
-
-	drop_others();
-	op = mpsd_is_left() || mpsd_epoch.is_closed ? NULL : left();
-	if (!op)
-		return NULL;
-	atomic_store(&lefts.first, op->next);
-	atomic_store_explicit(&op->state, MPSD_OP_IS_GIVEN, memory_order_relaxed);
-	return op;
-}
-
-/* One of that shape was accepted before: memory is short, or the like. */
-static void be_refused(CUresult result)
-{
-	mpsd_say("the driver refused a launch (error %d) after the program went on: its next wait fails", (int)result);
-	mpsd_epoch_unsure("a launch that was refused late");
-	mpsd_work_missing();
-}
-
-static void strike(struct mpsd_op *op)
-{
-	mpsd_word_take(&mpsd_exact_lock);
-	if (!mpsd_is_left() && atomic_load(&op->state) == MPSD_OP_IS_GIVEN)
-		mpsd_epoch_strike(op);
-	mpsd_word_give(&mpsd_exact_lock);
-}
-
-/* Whatever a copy says that was left, a move does it again; unless the next copy has refused it, too. */
-static void give(struct mpsd_op *op, uint64_t moves)
-{
-	CUresult result = mpsd_op_launch(op);
-	bool is_refused = result != CUDA_SUCCESS && !mpsd_is_loss(result) && !mpsd_is_left();
-	unsigned char state;
-
-	if (is_refused)
-		strike(op);
-	state = atomic_exchange(&op->state, MPSD_OP_RESTS);
-	if (state & MPSD_OP_IS_FORGOTTEN)
-		mpsd_op_free(op);
-	if (mpsd_is_loss(result)) {
-		atomic_store(&mpsd_relay_has_lost, true);
-		mpsd_line_error(result, moves);
-	}
-	if (is_refused || state & MPSD_OP_IS_SKIPPED)
-		be_refused(result);
-	mpsd_work_given_late();
-	mpsd_count(relayed);
-}
-
-static struct mpsd_op *next(void)
-{
-	struct mpsd_op *op;
-
-	mpsd_word_take(&mpsd_exact_lock);
-	op = take();
-	mpsd_word_give(&mpsd_exact_lock);
-	return op;
-}
-
-void mpsd_exact_give_left(void)
-{
-	uint64_t moves = mpsd_moves_done();
-	struct mpsd_op *op;
-
-	if (!left() || !mpsd_word_try(mpsd_order_of(moves)))
-		return;
-	if (mpsd_enter_context() == CUDA_SUCCESS)
-		while ((op = next()))
-			give(op, moves);
-	real_cuCtxSetCurrent(NULL);
-	mpsd_word_give(mpsd_order_of(moves));
+	/* Nothing is, where this thread has the order. */
+	if (!left() && !atomic_load(&order_of(moves)->is_giving))
+		return true;
+	if (!mpsd_order_take(moves))
+		return false;
+	mpsd_order_give(moves);
+	return true;
 }
 
 bool mpsd_relay_has_any(void)

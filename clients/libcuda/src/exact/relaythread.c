@@ -13,7 +13,7 @@
 #include "thread.h"
 
 #define BURST 16u		/* launches, one soon after another, that it is woken for */
-#define SOON_NS 100000ull	/* so soon */
+#define SOON_US 100u		/* so soon, as a mean */
 #define SPIN_NS 300000ull	/* without a launch, before it sleeps */
 #define LOOKS 64u		/* between two looks at the clock */
 #define TAKEN_NS 500000ull	/* it looked that long ago: somebody else had the processor, */
@@ -53,8 +53,8 @@ static bool serve(uint64_t *moves)
 	return is;
 }
 
-/* Until no launch has come for a while, or the processor is wanted by others. */
-static void spin(void)
+/* Until no launch has come for a while, or the processor is wanted by others; false: it can give none. */
+static bool spin(void)
 {
 	bool always = mpsd_wish()->relay == MPSD_WISH_ALWAYS;
 	uint64_t moves, since = mpsd_now_ns(), looked = since;
@@ -78,17 +78,18 @@ static void spin(void)
 		if (!looked)
 			atomic_store(&rests_until, mpsd_now_ns() + REST_NS);
 		if (!looked || looked - since > SPIN_NS)
-			return;
+			return true;
 	}
+	return false;
 }
 
-/* Nothing is left to it from here on. False: something was, before. */
-static bool stop_serving(void)
+/* Nothing is left to it from here on. What is, who takes the order next gives. False: it does so itself, for it can. */
+static bool stop_serving(bool serves)
 {
 	bool is;
 
 	mpsd_word_take(&mpsd_exact_lock);
-	is = !mpsd_relay_has_any() || atomic_load(&is_over);
+	is = !serves || !mpsd_relay_has_any();
 	if (is)
 		atomic_store(&mpsd_relay_serves, 0);
 	mpsd_word_give(&mpsd_exact_lock);
@@ -97,11 +98,13 @@ static bool stop_serving(void)
 
 static void *run(void *unused)
 {
+	bool serves;
+
 	(void)unused;
 	for (;;) {
 		do
-			spin();
-		while (!stop_serving());
+			serves = spin();
+		while (!stop_serving(serves));
 		atomic_store(&sleeps, true);
 		while (sem_wait(&bell) && errno == EINTR)
 			;
@@ -143,16 +146,20 @@ static void start(void)
 	}
 }
 
-/* How many launches have come, one soon after another. */
-static unsigned int burst(void)
+/* Whether this thread has launched so often, one soon after another. The clock is seldom looked at. */
+static bool is_burst(void)
 {
-	static atomic_uint_least64_t last;
-	static atomic_uint count;
-	uint64_t now = mpsd_now_ns(), before = atomic_exchange(&last, now);
+	uint64_t now;
+	uint32_t us;
+	bool is;
 
-	if (now - before > SOON_NS || now < atomic_load(&rests_until))
-		atomic_store(&count, 0);
-	return atomic_fetch_add(&count, 1);
+	if (++mpsd_thread.launches % BURST)
+		return false;
+	now = mpsd_now_ns();
+	us = (uint32_t)(now / 1000);
+	is = us - mpsd_thread.launched_us < BURST * SOON_US && now > atomic_load(&rests_until);
+	mpsd_thread.launched_us = us;
+	return is;
 }
 
 static void want(void)
@@ -163,7 +170,7 @@ static void want(void)
 	    atomic_load_explicit(&mpsd_relay_serves, memory_order_relaxed) ||
 	    (atomic_load_explicit(&mpsd_relay_on, memory_order_relaxed) && !atomic_load(&sleeps)))
 		return;
-	if (wished != MPSD_WISH_ALWAYS && burst() < BURST)
+	if (wished != MPSD_WISH_ALWAYS && !is_burst())
 		return;
 	if (!atomic_load(&mpsd_relay_on))
 		start();
@@ -182,16 +189,19 @@ void mpsd_relay_accepted(const struct mpsd_launch *given)
 
 void mpsd_relay_at_end(void)
 {
-	uint64_t until = mpsd_now_ns() + END_NS, moves = mpsd_moves_done();
+	uint64_t moves;
 
-	while (mpsd_relay_has_any() && mpsd_now_ns() < until)
-		sched_yield();
 	mpsd_word_take(&mpsd_exact_lock);
 	atomic_store(&is_over, true);
 	atomic_store(&mpsd_relay_serves, 0);
 	mpsd_word_give(&mpsd_exact_lock);
-	if (atomic_load(&mpsd_relay_on) && mpsd_word_try_for(mpsd_order_of(moves), END_NS))
-		mpsd_word_give(mpsd_order_of(moves));
+	if (!mpsd_relay_is_on())
+		return;
+	/* It may be in the driver, with the last one. */
+	moves = mpsd_carry_enter();
+	if (mpsd_word_try_for(mpsd_order_of(moves), END_NS) && mpsd_relay_shut(moves))
+		mpsd_order_give(moves);
+	mpsd_carry_leave(moves);
 }
 
 void mpsd_relay_child(void)

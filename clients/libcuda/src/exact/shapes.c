@@ -7,6 +7,10 @@
 
 #include <string.h>
 
+#include "failover/made.h"
+
+#define NEVER 2u		/* shapes are odd */
+
 /*
  * The driver says of a launch whether there may be such blocks of that kernel; of one with attributes, such a grid. Numbers that
  * are mixed: one in billions is taken for another. 0: a grid that it would refuse.
@@ -41,15 +45,54 @@ bool mpsd_shape_is_accepted(const struct mpsd_op *op)
 	return accepted && shape && (accepted[0] == shape || accepted[1] == shape);
 }
 
+/* Whether its grids have to be multiples of something that is not in the launch. */
+static bool has_clusters(CUfunction function)
+{
+	int must = 0, width = 0;
+
+	if (mpsd_made_is(function, MPSD_MADE_KERNEL)) {
+		CUkernel kernel = mpsd_native((CUkernel)function);
+		CUdevice device = mpsd_current_device();
+
+		real_cuKernelGetAttribute(&must, CU_FUNC_ATTRIBUTE_CLUSTER_SIZE_MUST_BE_SET, kernel, device);
+		real_cuKernelGetAttribute(&width, CU_FUNC_ATTRIBUTE_REQUIRED_CLUSTER_WIDTH, kernel, device);
+	} else {
+		real_cuFuncGetAttribute(&must, CU_FUNC_ATTRIBUTE_CLUSTER_SIZE_MUST_BE_SET, mpsd_native(function));
+		real_cuFuncGetAttribute(&width, CU_FUNC_ATTRIBUTE_REQUIRED_CLUSTER_WIDTH, mpsd_native(function));
+	}
+	return must || width;
+}
+
 void mpsd_shape_accept(const struct mpsd_launch *given)
 {
 	uint32_t shape = shape_of(given->config, given->config->attrs), *accepted;
+	bool is_first;
 
 	mpsd_word_take(&mpsd_exact_lock);
 	accepted = mpsd_params_accepted(given->function);
-	if (accepted && shape && accepted[0] != shape) {
+	is_first = accepted && !accepted[0];
+	mpsd_word_give(&mpsd_exact_lock);
+	if (!shape || given->is_cooperative)
+		return;
+	/* By the driver, which may keep the thread. */
+	if (is_first && has_clusters(given->function))
+		shape = NEVER;
+	mpsd_word_take(&mpsd_exact_lock);
+	accepted = mpsd_is_left() ? NULL : mpsd_params_accepted(given->function);
+	if (accepted && accepted[0] != shape && accepted[0] != NEVER) {
 		accepted[1] = accepted[0];
 		accepted[0] = shape;
 	}
+	mpsd_word_give(&mpsd_exact_lock);
+}
+
+void mpsd_shapes_forget(CUfunction function)
+{
+	uint32_t *accepted;
+
+	mpsd_word_take(&mpsd_exact_lock);
+	accepted = mpsd_params_accepted(function);
+	if (accepted && accepted[0] != NEVER)
+		memset(accepted, 0, MPSD_SHAPES * sizeof(*accepted));
 	mpsd_word_give(&mpsd_exact_lock);
 }

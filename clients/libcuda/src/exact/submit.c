@@ -34,8 +34,6 @@ void mpsd_exact_stop(const char *why)
 		return;
 	mpsd_validate_end(why);
 	mpsd_epoch_unsure(why);
-	/* From here on calls go to the driver in no order but their own. */
-	mpsd_relay_flush();
 	mpsd_replay_finish();
 }
 

@@ -32,7 +32,11 @@ static CUresult note_context(CUresult result)
 
 CUresult make_cuCtxSetCurrent(CUcontext ctx)
 {
-	mpsd_thread.is_in_context = false;
+	CUcontext before = NULL;
+
+	/* Some set it before whatever they do. */
+	if (mpsd_thread.is_in_context && (real_cuCtxGetCurrent(&before) != CUDA_SUCCESS || before != mpsd_native(ctx)))
+		mpsd_thread.is_in_context = false;
 	return note_context(inner_cuCtxSetCurrent(mpsd_native(ctx)));
 }
 

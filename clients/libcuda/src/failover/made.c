@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "exact/params.h"
+#include "exact/shapes.h"
 #include "failover/graph.h"
 #include "failover/line.h"
 
@@ -363,6 +364,7 @@ CUresult make_cuFuncSetAttribute(CUfunction hfunc, CUfunction_attribute attrib, 
 	struct mpsd_made record = { .kind = MPSD_MADE_FUNCTION_ATTRIBUTE, .of = mpsd_made_learn(hfunc),
 				    .device = mpsd_current_device(), .what = (int)attrib, .value = value };
 
+	mpsd_shapes_forget(hfunc);
 	return note_setting(inner_cuFuncSetAttribute(mpsd_native(hfunc), attrib, value), record, moves_now());
 }
 
@@ -379,6 +381,7 @@ CUresult make_cuKernelSetAttribute(CUfunction_attribute attrib, int val, CUkerne
 	struct mpsd_made record = { .kind = MPSD_MADE_KERNEL_ATTRIBUTE, .of = mpsd_made_known(kernel), .device = dev,
 				    .what = (int)attrib, .value = val };
 
+	mpsd_shapes_forget((CUfunction)kernel);
 	return note_setting(inner_cuKernelSetAttribute(attrib, val, mpsd_native(kernel), dev), record, moves_now());
 }
 

@@ -153,12 +153,11 @@ void *mpsd_opaque(unsigned int index)
 
 	if (mpsd_is_forbidden())
 		return (void *)not_permitted;
-	mpsd_relay_flush();
 	/* Where a move is on it comes after it: it has made nothing yet that would be lost. */
 	do {
 		moves = mpsd_carry_enter();
 		is = atomic_load(&noted[index]) || mpsd_line_made(CUDA_SUCCESS, name) == CUDA_SUCCESS;
-		is = is && !mpsd_is_left();
+		is = is && mpsd_relay_flush() && !mpsd_is_left();
 		/* Its arguments may be handles of the first copy's, anywhere. */
 		target = moves ? (void *)not_supported : mpsd_tables()->inner[index];
 		mpsd_carry_leave(moves);
