@@ -76,8 +76,8 @@ class Rounds:
         self.functions = self._past.differing()
 
     def run(self, order: Mapping[str, Any]) -> dict[str, Any]:
-        """Times and beats of each of the `blocks` ordered, by its name, without its `warm` first steps; and how
-        long, for each step, processors worked for this process, whichever thread (`cpu`): all in seconds."""
+        """Times and beats of each of the `blocks` ordered, by its name, without its `warm` first steps; and
+        how long, for each step, processors worked for this process, in any thread (`cpu`): all in seconds."""
         blocks = {}
         for name in order["blocks"]:
             self._past.go(past=name != THROUGH)

@@ -203,7 +203,7 @@ def add_parser(commands: Any, types: Any) -> None:
     proxy.add_argument("--libcuda", type=Path, metavar="DIR", help="the folder with the proxy's libcuda.so.1")
     proxy.add_argument("--driver", type=Path, metavar="DIR", help="the stand-in's, for the simulated GPU")
     add_reads(proxy)
-    own = "the programs' own threads give the driver their launches in mode exact, as with MPSD_FAILOVER_RELAY=off"
+    own = "in mode exact the programs' own threads launch, as with MPSD_FAILOVER_RELAY=off"
     proxy.add_argument("--no-relay", dest="relays", action="store_false", help=own)
     proxy.add_argument("--out", type=Path, help="keep the logs of each part here")
     proxy.set_defaults(go=_go)

@@ -64,7 +64,7 @@ class Within:
     """Blocks of one process, in seconds, one of each for a round: past the proxy, through it, past it again.
 
     `functions`: how many of those that went past are the proxy's own otherwise. `cannot`: why none can go.
-    `cpu`: seconds of processors that a step of each block took, of all threads; reports of before that have none.
+    `cpu`: seconds of processors that a step of each block took, of all threads; older reports have none.
     """
 
     past: tuple[float, ...]

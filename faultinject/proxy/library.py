@@ -35,8 +35,8 @@ FAR_BYTES = 4 << 30
 class Libraries:
     """Folders that hold a libcuda.so.1 each: the proxy, and the stand-in driver (None: the machine's own).
 
-    `reads`: the list of what kernels only read, which validated programs write and others heed. Without `relays`
-    the program's threads give the driver their launches themselves.
+    `reads`: the list of what kernels only read, which validated programs write and others heed. Without
+    `relays` the program's threads give the driver their launches themselves.
     """
 
     proxy: Path

@@ -99,7 +99,7 @@ _CPU_COLUMN = "CPU within"
 
 
 def _has_cpu(programs: Sequence[Mapping[str, Any]] | None) -> bool:
-    return any(entry.get("figures", {}).get("within_cpu") for entry in programs or ())
+    return any((entry.get("figures") or {}).get("within_cpu") for entry in programs or ())
 
 
 def _has_within(programs: Sequence[Mapping[str, Any]] | None) -> bool:
@@ -222,8 +222,8 @@ _LEGEND_OF_WITHIN = (
     "or ask: what others cost, where memory lies and what the proxy's own threads do is in both."
 )
 _LEGEND_OF_CPU = (
-    "CPU within: the time that processors worked for a step, of all threads of the process, through the proxy to "
-    "past it: a thread of the proxy's that waits for launches is in it."
+    "CPU within: the time that processors worked for a step, of all threads of the process, through the "
+    "proxy to past it: a thread of the proxy's that waits for launches is in it."
 )
 _LEGEND_OF_VALIDATION = "validate: as exact, with all memory looked at after each operation."
 

@@ -123,7 +123,12 @@ def test_a_fault_of_which_nothing_comes_is_told_from_one_that_nobody_saw(
 
 @pytest.mark.parametrize(
     ("kind", "work"),
-    [("store", "bindings_graphs"), ("misaligned", "bindings_nodes"), ("trap", "bindings_segments")],
+    [
+        ("store", "bindings_graphs"),
+        ("trap", "bindings_copies"),
+        ("misaligned", "bindings_nodes"),
+        ("trap", "bindings_segments"),
+    ],
 )
 def test_programs_compute_what_they_would_have_without_faults(
     node: Node, libraries: Libraries, kind: str, work: str

@@ -6,8 +6,8 @@ import select
 from pathlib import Path
 
 import pytest
-from mpsd_libcuda.stats import read_stats
 
+from mpsd_libcuda.stats import read_stats
 from tests.libcuda.test_exact import gate, move
 from tests.libcuda.test_failover import Program, ask, break_domain, copies, post, stand_by
 from tests.support import moving
@@ -157,7 +157,7 @@ def test_what_a_kernel_may_take_is_asked_anew_when_it_was_set(post: Post, ask: P
 
 
 def one_is_on_its_way(gate: Gate, ask: Program, others: int) -> None:
-    """The relay is in the driver with a launch, and stays there; so many others are left to it. m becomes 2 + others."""
+    """The relay is kept in the driver with a launch, and so many others are left. m becomes 2 + others."""
     assert ask("gpu.run('add', m, 8, 1)") == "0"
     gate.keep(LAUNCH)
     assert ask(f"[gpu.run('add', m, 8, 1) for _ in range({1 + others})]") == str([0] * (1 + others))
@@ -180,9 +180,7 @@ def test_what_is_set_holds_for_later_launches_alone(
 
 
 @RELAY
-def test_a_program_may_end_with_launches_that_nobody_waits_for(
-    gate: Gate, post: Post, ask: Program
-) -> None:
+def test_a_program_may_end_with_launches_that_nobody_waits_for(gate: Gate, post: Post, ask: Program) -> None:
     """Nor does it wait for a driver that keeps one of them."""
     awake(post, ask)
     one_is_on_its_way(gate, ask, 8)
@@ -237,9 +235,7 @@ def test_who_wants_launches_to_wait_has_none(post: Post, ask: Program) -> None:
     assert ask.end() == ""
 
 
-@pytest.mark.parametrize(
-    "ask", [{"MPSD_FAILOVER": "exact", "MPSD_FAILOVER_RELAY": "off"}], indirect=True
-)
+@pytest.mark.parametrize("ask", [{"MPSD_FAILOVER": "exact", "MPSD_FAILOVER_RELAY": "off"}], indirect=True)
 def test_it_may_be_off(post: Post, ask: Program) -> None:
     post.greet(moving.EXACT)
     ask("m = gpu.memory(8 << 20)")
@@ -248,9 +244,7 @@ def test_it_may_be_off(post: Post, ask: Program) -> None:
     assert ask.end() == ""
 
 
-@pytest.mark.parametrize(
-    "ask", [{"MPSD_FAILOVER": "exact", "MPSD_FAILOVER_RELAY": "on"}], indirect=True
-)
+@pytest.mark.parametrize("ask", [{"MPSD_FAILOVER": "exact", "MPSD_FAILOVER_RELAY": "on"}], indirect=True)
 def test_what_is_none_of_its_words_is_told(post: Post, ask: Program) -> None:
     post.greet(moving.EXACT)
     assert "MPSD_FAILOVER_RELAY: not one of auto, off, always; auto is taken" in ask.end()

@@ -214,9 +214,7 @@ def test_no_report_of_a_program_that_is_moved(sanitized: Libraries, tmp_path: Pa
 
 
 @pytest.mark.parametrize("relay", ["off", "always"])
-def test_no_report_of_a_program_that_loses_nothing(
-    sanitized: Libraries, tmp_path: Path, relay: str
-) -> None:
+def test_no_report_of_a_program_that_loses_nothing(sanitized: Libraries, tmp_path: Path, relay: str) -> None:
     """In mode `exact`, while its old context still works: nothing is spoilt, and nothing is told."""
     for number in range(2):
         shutil.copyfile(sanitized.real, tmp_path / f"libcuda-{number}.so.1")

@@ -238,6 +238,7 @@ def test_a_round_does_each_block_the_way_it_is_named_and_leaves_calls_with_the_p
         "past": [1.0] * 2,
     }
     assert {len(found["times"]) for found in blocks.values()} == {2}
+    assert all(found["cpu"] >= 0 for found in blocks.values())
     assert (way.is_past, rounds.functions, work.beats) == (False, 7, [])
 
 
@@ -288,6 +289,21 @@ def test_a_report_has_columns_for_what_was_timed_within_and_is_judged_by_that() 
     text = reports.markdown(found)
     assert "within: step time with calls through the proxy to that with calls past it" in text
     assert "step time x 1.0040" in entries.progress(timed, 1.0)
+
+
+def test_what_processors_worked_is_told_where_it_was_looked_at_and_judged_nowhere() -> None:
+    costly = {"past": [0.01] * ROUNDS, "again": [0.03] * ROUNDS, "through": [0.05] * ROUNDS}
+    timed = entry(within(1.0))
+    timed["within"]["cpu"] = costly
+    found = report(timed, entry(within(1.0)))
+    looked_at, other = found["programs"]
+    assert (looked_at["verdict"], other["verdict"]) == ("valid", "valid")
+    assert looked_at["figures"]["within_cpu"]["median"] == pytest.approx(2.5)
+    assert "within_cpu" not in other["figures"]
+    header, *rows = reports.table(found["programs"])
+    assert [row[header.index("CPU within")] for row in rows] == ["2.500", "-"]
+    assert "of all threads of the process" in reports.markdown(found)
+    assert "CPU within" not in reports.table([other])[0]
 
 
 def test_a_report_without_such_rounds_does_not_speak_of_them() -> None:

@@ -1,4 +1,4 @@
-"""A cuda-bindings program that makes small copies, within the GPU and to the host, of every size and alignment."""
+"""A cuda-bindings program of small copies, within the GPU and to the host, of every size and alignment."""
 
 from __future__ import annotations
 

@@ -2,12 +2,12 @@
 /*
  * A thread of this library's that gives the driver launches which the program's threads have noted, and go on meanwhile:
  *
- *	cuLaunchKernel --> noted in the epoch --> (the relay, with the order) --> the driver
- *	any other call --> waits until none is left to be given --> order --> the driver
+ *	cuLaunchKernel                      --> noted in the epoch --> (the relay, with the order) --> the driver
+ *	what submits, waits, takes or sets  --> order --> gives what is left --> the driver
  *
- * A launch is left to it only where the driver has accepted one of the same shape (params.h), so that nothing is to be said
- * of it; what the driver says all the same the next wait tells. What was noted and not given when a move comes is done again
- * with the rest.
+ * A launch is left to it only where the driver has accepted one of the same shape (shapes.h): there is hardly anything for it
+ * to refuse, and what it refuses all the same the next wait tells. What was noted and not given when a move comes is done
+ * again with the rest.
  *
  * It spins while launches come one soon after another, and sleeps otherwise. Where the process has one processor, or
  * others want this one, threads give their launches themselves.

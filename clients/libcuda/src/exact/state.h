@@ -306,7 +306,7 @@ static inline bool mpsd_epoch_is_unsure(void)
 }
 
 /* With the lock */
-void mpsd_epoch_strike(struct mpsd_op *op);	/* the last one */
+void mpsd_epoch_strike(struct mpsd_op *op);	/* mostly the last one */
 void mpsd_epoch_end(void);
 void mpsd_epoch_forget(void);		/* its operations; what was saved may still be wanted */
 
