@@ -45,6 +45,14 @@ def awake(post: Post, ask: Program) -> Line:
     return line
 
 
+def one_is_on_its_way(gate: Gate, ask: Program, others: int) -> None:
+    """The relay is kept in the driver with a launch, and so many others are left. m becomes 2 + others."""
+    assert ask("gpu.run('add', m, 8, 1)") == "0"
+    gate.keep(LAUNCH)
+    assert ask(f"[gpu.run('add', m, 8, 1) for _ in range({1 + others})]") == str([0] * (1 + others))
+    until(lambda: gate.kept() == LAUNCH)
+
+
 @RELAY
 def test_a_wait_comes_behind_what_was_left_to_it(post: Post, ask: Program) -> None:
     awake(post, ask)
@@ -116,6 +124,23 @@ def test_a_move_does_what_was_left_to_it(
 
 
 @RELAY
+def test_what_the_driver_refuses_while_a_move_is_on_is_done_again(
+    domain: Domain, gate: Gate, second: Domain, post: Post, ask: Program, copies: Path
+) -> None:
+    line = awake(post, ask)
+    stand_by(line, second, copies)
+    one_is_on_its_way(gate, ask, 8)
+    gate.keep(LAUNCH | NO_LAUNCH)
+    break_domain(domain)
+    line.say(moving.MOVE, 1, again=1)
+    until(line.is_read)
+    gate.keep(NO_LAUNCH)
+    assert line.hear(moving.MOVED).text == ""
+    assert ask("gpu.sync(), gpu.word(m)") == "(0, 10)"
+    assert ask.end() == ""
+
+
+@RELAY
 def test_what_the_driver_refuses_late_the_next_wait_says(gate: Gate, post: Post, ask: Program) -> None:
     awake(post, ask)
     assert ask("gpu.run('add', m, 8, 1), gpu.sync(), gpu.run('add', m, 8, 1)") == "(0, 0, 0)"
@@ -154,14 +179,6 @@ def test_what_a_kernel_may_take_is_asked_anew_when_it_was_set(post: Post, ask: P
     assert ask(f"{limit.format(64 << 10)}, {run}, {run}, {run}, gpu.sync()") == "(0, 0, 0, 0, 0)"
     assert ask(f"{limit.format(1024)}, {run}, gpu.sync(), gpu.word(m)") == "(0, 1, 0, 3)"
     assert ask.end() == ""
-
-
-def one_is_on_its_way(gate: Gate, ask: Program, others: int) -> None:
-    """The relay is kept in the driver with a launch, and so many others are left. m becomes 2 + others."""
-    assert ask("gpu.run('add', m, 8, 1)") == "0"
-    gate.keep(LAUNCH)
-    assert ask(f"[gpu.run('add', m, 8, 1) for _ in range({1 + others})]") == str([0] * (1 + others))
-    until(lambda: gate.kept() == LAUNCH)
 
 
 @RELAY

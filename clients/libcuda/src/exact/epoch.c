@@ -257,7 +257,7 @@ void mpsd_epoch_seen(struct mpsd_point at)
 void mpsd_epoch_left(void)
 {
 	mpsd_pace_leave();
-	mpsd_relay_drop();
+	mpsd_relay_left();
 	conclude((struct mpsd_point){ NULL, 0 });
 	take_borrowed();
 }

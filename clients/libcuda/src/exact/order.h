@@ -10,7 +10,8 @@
 extern struct mpsd_order {
 	_Alignas(64) struct mpsd_word word;
 	atomic_bool is_shut;		/* who has it is not the relay, and nothing is left to that meanwhile (relay.h); */
-	atomic_bool is_giving;		/* and gives what was */
+	atomic_bool is_giving;		/* and gives what was; */
+	atomic_uint takers;		/* and those who do so before they shut it */
 } mpsd_orders[MPSD_ORDERS];
 
 static inline struct mpsd_word *mpsd_order_of(uint64_t moves)
@@ -36,7 +37,7 @@ extern atomic_bool mpsd_relay_on;
 bool mpsd_relay_shut(uint64_t moves);
 bool mpsd_relay_shut_now(uint64_t moves);
 
-/* In a call, for what comes behind all that was left to the relay, and does not take the order. False: as above. */
+/* In a call, for what comes behind all that was left to the relay, and need not have the order. False: as above. */
 bool mpsd_relay_await(void);
 
 /* It comes on while somebody has the order: who takes it next sees it. */

@@ -1,15 +1,17 @@
 // SPDX-License-Identifier: MIT
 #include "exact/relay.h"
 
+#include <sched.h>
+
+#include "clock.h"
+#include "failover/graph.h"
 #include "failover/line.h"
 #include "failover/made.h"
 #include "stats.h"
 
 MPSD_READ_OFTEN atomic_uint_least64_t mpsd_relay_serves;
 MPSD_READ_OFTEN atomic_bool mpsd_relay_on;
-atomic_bool mpsd_relay_has_lost;
-
-static atomic_uint waiting;		/* threads that have the order, and give what is left */
+atomic_uint_least64_t mpsd_relay_lost_in;
 
 /*
  * Of the epoch's operations the first one that is left to it, and all behind that are; in the copy after so many moves. In a
@@ -48,8 +50,8 @@ bool mpsd_relay_takes(const struct mpsd_lane *lane)
 {
 	uint64_t moves = mpsd_tables()->moves;
 
-	return mpsd_relay_is_awake() && mpsd_exact() && mpsd_thread.works && !atomic_load_explicit(&waiting, memory_order_relaxed) &&
-	       !atomic_load(&order_of(moves)->is_shut) && mpsd_thread.is_in_context &&
+	return mpsd_relay_is_awake() && mpsd_exact() && mpsd_thread.works && !atomic_load(&order_of(moves)->takers) &&
+	       !atomic_load(&order_of(moves)->is_shut) && mpsd_thread.is_in_context && !mpsd_capturing() &&
 	       !mpsd_work_is_several() && lane->given - lane->marked < MPSD_MARK_EACH &&
 	       lane->given - lane->proven < MPSD_MOST_AHEAD;
 }
@@ -57,6 +59,8 @@ bool mpsd_relay_takes(const struct mpsd_lane *lane)
 void mpsd_relay_put(struct mpsd_op *op)
 {
 	drop_others();
+	op->is_relayed = true;
+	op->is_counted = false;
 	atomic_store_explicit(&op->state, MPSD_OP_RESTS, memory_order_relaxed);
 	lefts.moves = mpsd_tables()->moves;
 	if (!left())
@@ -80,47 +84,79 @@ static struct mpsd_op *take(void)
 	return op;
 }
 
-/* It goes from the epoch, and what comes behind it is not given: it would run without what this was to do. */
-static bool strike(struct mpsd_op *op)
-{
-	bool is;
-
-	mpsd_word_take(&mpsd_exact_lock);
-	is = !mpsd_is_left() && atomic_load(&op->state) == MPSD_OP_IS_GIVEN;
-	if (is) {
-		mpsd_epoch_strike(op);
-		mpsd_relay_drop();
-	}
-	mpsd_word_give(&mpsd_exact_lock);
-	return is;
-}
+#define LATE "a launch that was refused late"
 
 /* One of that shape was accepted before: memory is short, or the like. */
-static void be_missing(CUresult result)
+static void be_missing(const char *who, CUresult result)
 {
-	mpsd_say("the driver refused a launch (error %d) after the program went on: its next wait fails", (int)result);
-	mpsd_epoch_unsure("a launch that was refused late");
+	mpsd_say("%s refused a launch (error %d) after the program went on: its next wait fails", who, (int)result);
+	mpsd_epoch_unsure(LATE);
 	mpsd_work_missing();
 }
 
-/* Whatever a copy says that was left, a move does it again; unless the next copy has refused it, too. */
-static void give(struct mpsd_op *op, uint64_t moves)
-{
-	CUresult result = mpsd_op_launch(op);
-	bool is_struck = result != CUDA_SUCCESS && !mpsd_is_loss(result) && strike(op);
-	unsigned char state = atomic_exchange(&op->state, MPSD_OP_RESTS);
+enum given {
+	GIVEN,
+	REFUSED,	/* and what is behind it is not given: it would run without what this was to do */
+	PUT_BACK,	/* the driver's word is none while a move is on: it is done again, or given once more */
+};
 
+/* With the lock: the driver has refused it. In a copy that was left a move does it again, whatever that says. */
+static enum given judge(struct mpsd_op *op, uint64_t moves)
+{
+	if (mpsd_is_left() || atomic_load(&op->state) != MPSD_OP_IS_GIVEN)
+		return GIVEN;
+	if (atomic_load(&mpsd_moves) != moves) {
+		atomic_store(&lefts.first, op);
+		return PUT_BACK;
+	}
+	mpsd_epoch_strike(op);
+	mpsd_relay_drop();
+	if (!mpsd_epoch.unsure)
+		__atomic_store_n(&mpsd_epoch.unsure, LATE, __ATOMIC_RELAXED);
+	return REFUSED;
+}
+
+/* `entered`: what the driver said of the thread's context. False: it is left as it was. */
+static bool give(struct mpsd_op *op, uint64_t moves, CUresult entered)
+{
+	CUresult result = entered == CUDA_SUCCESS ? mpsd_op_launch(op) : entered;
+	bool is_lost = mpsd_is_loss(result) || entered != CUDA_SUCCESS, is_counted;
+	enum given how = GIVEN;
+	unsigned char state;
+
+	mpsd_word_take(&mpsd_exact_lock);
+	if (result != CUDA_SUCCESS && !is_lost)
+		how = judge(op, moves);
+	is_counted = op->is_counted || how == PUT_BACK;
+	state = atomic_exchange(&op->state, MPSD_OP_RESTS);
+	mpsd_word_give(&mpsd_exact_lock);
 	if (state & MPSD_OP_IS_FORGOTTEN)
 		mpsd_op_free(op);
 	if (mpsd_is_loss(result)) {
-		atomic_store(&mpsd_relay_has_lost, true);
+		atomic_store(&mpsd_relay_lost_in, 1 + moves);
 		mpsd_line_error(result, moves);
 	}
-	if (is_struck || state & MPSD_OP_IS_SKIPPED)
-		be_missing(result);
-	mpsd_count(relayed);
-	mpsd_work_given_late();
+	if (how == REFUSED)
+		be_missing("the driver", result);
+	else if (state & MPSD_OP_IS_SKIPPED)
+		be_missing("the next copy of the driver", CUDA_ERROR_UNKNOWN);
+	if (!is_counted)
+		mpsd_work_given_late();
+	if (how != PUT_BACK)
+		mpsd_count(relayed);
 	atomic_store(&order_of(moves)->is_giving, false);
+	return how != PUT_BACK;
+}
+
+void mpsd_relay_left(void)
+{
+	for (struct mpsd_op *op = mpsd_epoch.first; op; op = op->next) {
+		if (!op->is_relayed || op->is_counted || !(atomic_load(&op->state) & MPSD_OP_IS_GIVEN))
+			continue;
+		op->is_counted = true;
+		mpsd_work_given_late();
+	}
+	mpsd_relay_drop();
 }
 
 static struct mpsd_op *next(void)
@@ -133,31 +169,48 @@ static struct mpsd_op *next(void)
 	return op;
 }
 
-/* By a thread that has the order, in its own context where it has launched in that, and else in the one that there is. */
-static void give_all(uint64_t moves)
+/*
+ * By a thread that has the order, so many at most: in its own context where it has launched in that, and else in the one that
+ * there is.
+ */
+static void give_some(uint64_t moves, unsigned int most)
 {
+	CUresult entered = CUDA_SUCCESS;
 	CUcontext before = NULL;
 	struct mpsd_op *op = next();
 	bool is_other = op && !mpsd_thread.is_in_context;
 
 	if (is_other) {
 		real_cuCtxGetCurrent(&before);
-		mpsd_enter_context();
+		entered = mpsd_enter_context();
 	}
-	for (; op; op = next())
-		give(op, moves);
+	for (; op; op = --most ? next() : NULL)
+		if (!give(op, moves, entered))
+			break;
 	if (is_other)
 		real_cuCtxSetCurrent(before);
 }
 
+/* The mover has other things to do than to wait in the driver: one at a time. */
 void mpsd_exact_give_left(void)
 {
 	uint64_t moves = mpsd_moves_done();
 
 	if (!left() || !mpsd_word_try(mpsd_order_of(moves)))
 		return;
-	give_all(moves);
+	give_some(moves, 1);
 	mpsd_word_give(mpsd_order_of(moves));
+}
+
+void mpsd_relay_end(uint64_t until_ns)
+{
+	while (left() && mpsd_now_ns() < until_ns) {
+		mpsd_exact_give_left();
+		sched_yield();
+	}
+	mpsd_word_take(&mpsd_exact_lock);
+	mpsd_relay_drop();
+	mpsd_word_give(&mpsd_exact_lock);
 }
 
 /* With the order. False: something is left. */
@@ -190,10 +243,10 @@ bool mpsd_relay_shut(uint64_t moves)
 
 	if (is)
 		return true;
-	atomic_fetch_add(&waiting, 1);
-	give_all(moves);
+	atomic_fetch_add(&order_of(moves)->takers, 1);
+	give_some(moves, UINT32_MAX);
 	is = mpsd_relay_shut_now(moves);
-	atomic_fetch_sub(&waiting, 1);
+	atomic_fetch_sub(&order_of(moves)->takers, 1);
 	return is;
 }
 
@@ -201,6 +254,8 @@ bool mpsd_relay_await(void)
 {
 	uint64_t moves = mpsd_tables()->moves;
 
+	if (mpsd_is_left())
+		return false;
 	/* Nothing is, where this thread has the order. */
 	if (!left() && !atomic_load(&order_of(moves)->is_giving))
 		return true;
@@ -215,16 +270,17 @@ bool mpsd_relay_has_any(void)
 	return left() != NULL;
 }
 
-void mpsd_relay_give_one(uint64_t moves)
+bool mpsd_relay_give_one(uint64_t moves)
 {
 	struct mpsd_op *op;
+	bool is;
 
 	if (!mpsd_word_try(mpsd_order_of(moves)))
-		return;
+		return false;
 	op = next();
-	if (op)
-		give(op, moves);
+	is = op && give(op, moves, CUDA_SUCCESS);
 	mpsd_word_give(mpsd_order_of(moves));
+	return is;
 }
 
 void mpsd_relay_forget(void)

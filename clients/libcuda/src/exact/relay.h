@@ -35,8 +35,9 @@ bool mpsd_relay_takes(const struct mpsd_lane *lane);
 /* With the lock: what was noted just now is left to it. */
 void mpsd_relay_put(struct mpsd_op *op);
 
-/* With the lock: what it has not given is not its any more. */
+/* With the lock: what it has not given is not its any more; in a move, what it is about to give in the copy that was left, too. */
 void mpsd_relay_drop(void);
+void mpsd_relay_left(void);
 
 /* At the program's end: what is on its way is waited for; then nobody calls the driver for it any more. */
 void mpsd_relay_at_end(void);
@@ -44,7 +45,8 @@ void mpsd_relay_child(void);
 
 /* Between relay.c and relaythread.c */
 
-extern atomic_bool mpsd_relay_has_lost;	/* the context that it gives launches: each thread's own call is to be told so */
-bool mpsd_relay_has_any(void);		/* that it is to give */
-void mpsd_relay_give_one(uint64_t moves);	/* by it, in a call in that copy, if nobody has the order */
-void mpsd_relay_forget(void);		/* in a forked child */
+extern atomic_uint_least64_t mpsd_relay_lost_in;	/* 1 + the moves before the copy whose context was lost last */
+bool mpsd_relay_has_any(void);			/* that is to be given */
+bool mpsd_relay_give_one(uint64_t moves);	/* by it, in a call in that copy. False: somebody has the order, or there is none */
+void mpsd_relay_end(uint64_t until_ns);		/* at the end: by this thread, and what is left then is dropped */
+void mpsd_relay_forget(void);			/* in a forked child */

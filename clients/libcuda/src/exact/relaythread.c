@@ -21,19 +21,45 @@
 #define END_NS 200000000ull
 
 static atomic_bool sleeps;
-static atomic_bool is_over;		/* it does not wake any more */
+static atomic_bool is_over;		/* it does not wake any more, */
+static atomic_bool is_busy;		/* and calls the driver until then */
 static atomic_uint_least64_t rests_until;
 static sem_t bell;
 
-/* One launch, if there is one. False: another copy is in use than that which is served, or its context is lost. */
-static bool give_one(uint64_t served)
+/* At the program's end nobody waits for long, and the driver is not called any more: whoever calls it says so first. */
+static bool begin(void)
 {
-	uint64_t moves = mpsd_carry_enter();
+	atomic_store(&is_busy, true);
+	if (!atomic_load(&is_over))
+		return true;
+	atomic_store(&is_busy, false);
+	return false;
+}
 
+static void end(void)
+{
+	atomic_store(&is_busy, false);
+}
+
+static bool is_lost(uint64_t moves)
+{
+	return atomic_load(&mpsd_relay_lost_in) == 1 + moves;
+}
+
+/* One launch, if there is one. False: another copy is in use than that which is served. */
+static bool give_one(uint64_t served, bool *is_given)
+{
+	uint64_t moves;
+
+	*is_given = false;
+	if (!begin())
+		return false;
+	moves = mpsd_carry_enter();
 	if (moves == served)
-		mpsd_relay_give_one(moves);
+		*is_given = mpsd_relay_give_one(moves);
 	mpsd_carry_leave(moves);
-	return moves == served && !atomic_load(&mpsd_relay_has_lost);
+	end();
+	return moves == served;
 }
 
 /* The moves before the copy that is served from now on; false: it has no context there. */
@@ -41,10 +67,12 @@ static bool serve(uint64_t *moves)
 {
 	bool is;
 
-	atomic_store(&mpsd_relay_has_lost, false);
+	if (!begin())
+		return false;
 	*moves = mpsd_carry_enter();
-	is = mpsd_enter_context() == CUDA_SUCCESS && !mpsd_is_left();
+	is = !is_lost(*moves) && mpsd_enter_context() == CUDA_SUCCESS && !mpsd_is_left();
 	mpsd_carry_leave(*moves);
+	end();
 	mpsd_word_take(&mpsd_exact_lock);
 	is &= !atomic_load(&is_over);
 	if (is)
@@ -53,37 +81,46 @@ static bool serve(uint64_t *moves)
 	return is;
 }
 
-/* Until no launch has come for a while, or the processor is wanted by others; false: it can give none. */
+/* Whether it looks once more; somebody else has had the processor, or no launch has come for a while, otherwise. */
+static bool goes_on(uint64_t since, uint64_t *looked)
+{
+	uint64_t now = mpsd_now_ns(), before = *looked;
+
+	*looked = now;
+	if (now - before > TAKEN_NS)
+		atomic_store(&rests_until, now + REST_NS);
+	return now - before <= TAKEN_NS && now - since <= SPIN_NS;
+}
+
+/* Until it is to sleep; false: it can give none. */
 static bool spin(void)
 {
 	bool always = mpsd_wish()->relay == MPSD_WISH_ALWAYS;
-	uint64_t moves, since = mpsd_now_ns(), looked = since;
+	uint64_t moves = 0, since = mpsd_now_ns(), looked = since;
 	bool serves = serve(&moves);
 
-	for (unsigned int looks = 1; serves && !atomic_load(&is_over); looks++) {
-		if (mpsd_relay_has_any() || (atomic_load_explicit(&mpsd_moves, memory_order_relaxed) & ~1ull) != moves) {
-			serves = give_one(moves) || (!atomic_load(&mpsd_relay_has_lost) && serve(&moves));
+	for (unsigned int looks = 1; serves; looks++) {
+		bool is_given = false;
+
+		if (mpsd_relay_has_any() || (atomic_load_explicit(&mpsd_moves, memory_order_relaxed) & ~1ull) != moves)
+			serves = give_one(moves, &is_given) ? !is_lost(moves) : serve(&moves);
+		if (is_given)
 			since = looked = mpsd_now_ns();
-			mpsd_word_pause();
-			continue;
-		}
 		mpsd_word_pause();
-		if (looks % LOOKS)
+		if (is_given || looks % LOOKS)
 			continue;
-		if (always) {
+		if (always)
 			sched_yield();
-			continue;
-		}
-		looked = mpsd_now_ns() - looked > TAKEN_NS ? 0 : mpsd_now_ns();
-		if (!looked)
-			atomic_store(&rests_until, mpsd_now_ns() + REST_NS);
-		if (!looked || looked - since > SPIN_NS)
+		else if (!goes_on(since, &looked))
 			return true;
 	}
 	return false;
 }
 
-/* Nothing is left to it from here on. What is, who takes the order next gives. False: it does so itself, for it can. */
+/*
+ * Nothing is left to it from here on. Of a lost context, and at the end, what is left who takes the order next gives; else,
+ * and then this is false, it does so itself.
+ */
 static bool stop_serving(bool serves)
 {
 	bool is;
@@ -116,12 +153,17 @@ static void *run(void *unused)
 static bool turn_on(void)
 {
 	uint64_t moves = mpsd_tables()->moves;
+	bool is;
 
 	if (!mpsd_order_take(moves))
 		return false;
-	atomic_store(&mpsd_relay_on, true);
+	mpsd_word_take(&mpsd_exact_lock);
+	/* In the next copy somebody may have its order already. */
+	is = !mpsd_is_left();
+	atomic_store(&mpsd_relay_on, is);
+	mpsd_word_give(&mpsd_exact_lock);
 	mpsd_order_give(moves);
-	return true;
+	return is;
 }
 
 static bool has_processors(void)
@@ -141,6 +183,7 @@ static void start(void)
 	} else if (!turn_on()) {
 		atomic_flag_clear(&has_begun);
 	} else if (!mpsd_thread_start(run, NULL)) {
+		atomic_store(&mpsd_relay_on, false);
 		atomic_store(&is_over, true);
 		mpsd_say("no thread that gives launches: each thread gives its own");
 	}
@@ -189,19 +232,17 @@ void mpsd_relay_accepted(const struct mpsd_launch *given)
 
 void mpsd_relay_at_end(void)
 {
-	uint64_t moves;
+	uint64_t until = mpsd_now_ns() + END_NS;
 
 	mpsd_word_take(&mpsd_exact_lock);
 	atomic_store(&is_over, true);
 	atomic_store(&mpsd_relay_serves, 0);
 	mpsd_word_give(&mpsd_exact_lock);
-	if (!mpsd_relay_is_on())
-		return;
-	/* It may be in the driver, with the last one. */
-	moves = mpsd_carry_enter();
-	if (mpsd_word_try_for(mpsd_order_of(moves), END_NS) && mpsd_relay_shut(moves))
-		mpsd_order_give(moves);
-	mpsd_carry_leave(moves);
+	while (atomic_load(&is_busy) && mpsd_now_ns() < until)
+		sched_yield();
+	/* In a move all are held, and in a function that a stream runs the driver is not called. */
+	if (mpsd_relay_is_on() && !(atomic_load(&mpsd_moves) & 1) && !mpsd_is_forbidden())
+		mpsd_relay_end(until);
 }
 
 void mpsd_relay_child(void)

@@ -53,6 +53,8 @@ struct mpsd_op {
 	atomic_uchar state;		/* enum mpsd_op_state (submit.h) */
 	bool is_again;			/* a move has begun to do it again */
 	bool is_skipped;		/* refused, and not the epoch's any more */
+	bool is_relayed;		/* left to the relay (relay.h), */
+	bool is_counted;		/* and with the lock: counted as given, for its copy was left meanwhile (work.c) */
 	CUstream stream;		/* what the program calls it */
 	struct mpsd_lane *lane;
 	uint64_t number;		/* in its lane */
