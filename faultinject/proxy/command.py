@@ -7,7 +7,7 @@ import shlex
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -80,8 +80,9 @@ def run(plan: Plan) -> dict[str, Any]:
     """All of it; the judged report. Raises MpsdError where the rig itself cannot be had."""
     date = datetime.now(UTC).isoformat(timespec="seconds")
     with tempfile.TemporaryDirectory(prefix="mpsd-fi-") as base:
-        libraries = find_libraries(plan.backend, plan.libcuda, plan.driver, Path(base), plan.reads)
-        libraries = replace(libraries, relays=plan.relays)
+        libraries = find_libraries(
+            plan.backend, plan.libcuda, plan.driver, Path(base), plan.reads, relays=plan.relays
+        )
         node = open_node(plan.backend, Path(base))
         try:
             found = _on(node, plan, libraries, Path(base))

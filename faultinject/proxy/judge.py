@@ -81,14 +81,13 @@ class Within:
 
     def ratio(self) -> Ratio | None:
         """Of the block through the proxy to the mean of the two past it."""
-        return levelled(self.through, [(a + b) / 2 for a, b in zip(self.past, self.again, strict=False)])
+        return through_to_past(self.past, self.through, self.again)
 
     def cpu_ratio(self) -> Ratio | None:
         """As ratio(), of what processors worked for it. It is told, and has no bar."""
         if self.cpu is None:
             return None
-        past, through, again = (self.cpu[name] for name in BLOCKS)
-        return levelled(through, [(a + b) / 2 for a, b in zip(past, again, strict=False)])
+        return through_to_past(*(self.cpu[name] for name in BLOCKS))
 
     def noise(self) -> Ratio | None:
         """Of the two past it."""
@@ -167,6 +166,11 @@ def levelled(of: Sequence[float], to: Sequence[float]) -> Ratio | None:
     medians = [statistics.median(ratios[turn::turns]) for turn in range(turns)]
     middle = statistics.fmean(medians)
     return spread(one * middle / medians[number % turns] for number, one in enumerate(ratios))
+
+
+def through_to_past(past: Sequence[float], through: Sequence[float], again: Sequence[float]) -> Ratio | None:
+    """Of the blocks through the proxy to the mean of the two past it of each round."""
+    return levelled(through, [(a + b) / 2 for a, b in zip(past, again, strict=False)])
 
 
 def standard_error(found: Ratio, rounds: int) -> float:

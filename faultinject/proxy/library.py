@@ -76,7 +76,13 @@ class Libraries:
 
 
 def find_libraries(
-    backend: str, proxy: Path | None, driver: Path | None, base: Path, reads: Path | None = None
+    backend: str,
+    proxy: Path | None,
+    driver: Path | None,
+    base: Path,
+    reads: Path | None = None,
+    *,
+    relays: bool = True,
 ) -> Libraries:
     """The proxy named, installed or built under `base`; on the simulated GPU the stand-in likewise.
 
@@ -93,7 +99,7 @@ def find_libraries(
         proxy = Path(found) if found else _build(base / "proxy")
     if driver is None and backend == "simulated":
         driver = _build(base / "standin", "--standin")
-    return Libraries(proxy.resolve(), driver.resolve() if driver else None, reads and reads.resolve())
+    return Libraries(proxy.resolve(), driver.resolve() if driver else None, reads and reads.resolve(), relays)
 
 
 def add_reads(parser: argparse.ArgumentParser) -> None:

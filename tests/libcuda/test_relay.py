@@ -77,12 +77,9 @@ def test_what_is_given_next_comes_behind_it(
     gate: Gate, post: Post, ask: Program, does: str, found: str
 ) -> None:
     awake(post, ask)
-    assert ask("gpu.run('add', m, 8, 1)") == "0"
-    gate.keep(LAUNCH)
     before = relayed(ask)
-    assert ask("[gpu.run('add', m, 8, 1) for _ in range(19)]") == str([0] * 19)
+    one_is_on_its_way(gate, ask, 18)
     ask.tell(does)
-    until(lambda: gate.kept() == LAUNCH)
     assert relayed(ask) == before
     gate.keep(0)
     assert ask.answer() == found
@@ -97,10 +94,7 @@ def test_a_move_does_what_was_left_to_it(
     """The first of them is on its way to the driver, and stays there."""
     line = awake(post, ask)
     stand_by(line, second, copies)
-    assert ask("gpu.run('add', m, 8, 1)") == "0"
-    gate.keep(LAUNCH)
-    assert ask("[gpu.run('add', m, 8, 1) for _ in range(19)]") == str([0] * 19)
-    until(lambda: gate.kept() == LAUNCH)
+    one_is_on_its_way(gate, ask, 18)
     if planned:
         # Calls are held by then, the relay's too.
         line.say(moving.MOVE, 1, planned=True, again=1)
@@ -241,19 +235,14 @@ def test_when_the_mode_ends_the_program_can_still_be_moved(
 
 @pytest.mark.parametrize(
     "ask",
-    [{"MPSD_FAILOVER": "exact", "MPSD_FAILOVER_RELAY": "always", "CUDA_LAUNCH_BLOCKING": "1"}],
+    [
+        {"MPSD_FAILOVER": "exact", "MPSD_FAILOVER_RELAY": "off"},
+        {"MPSD_FAILOVER": "exact", "MPSD_FAILOVER_RELAY": "always", "CUDA_LAUNCH_BLOCKING": "1"},
+    ],
     indirect=True,
+    ids=["off", "launches are to wait"],
 )
-def test_who_wants_launches_to_wait_has_none(post: Post, ask: Program) -> None:
-    post.greet(moving.EXACT)
-    ask("m = gpu.memory(8 << 20)")
-    assert ask(UNTIL_IT_IS + ", gpu.sync(), gpu.word(m)") == "(True, 0, 100)"
-    assert relayed(ask) == 0
-    assert ask.end() == ""
-
-
-@pytest.mark.parametrize("ask", [{"MPSD_FAILOVER": "exact", "MPSD_FAILOVER_RELAY": "off"}], indirect=True)
-def test_it_may_be_off(post: Post, ask: Program) -> None:
+def test_there_may_be_none(post: Post, ask: Program) -> None:
     post.greet(moving.EXACT)
     ask("m = gpu.memory(8 << 20)")
     assert ask(UNTIL_IT_IS + ", gpu.sync(), gpu.word(m)") == "(True, 0, 100)"

@@ -16,10 +16,9 @@ _NAME = "/memfd:mpsd-libcuda"
 _HEAD = struct.Struct("<Q10I20Q256s512s")
 _UNKNOWN = struct.Struct("<Q88s")
 _UNKNOWN_MAX = 64
-_VALIDATION = struct.Struct("<5Q128s")
-_RELAYED = struct.Struct("<Q")
-"""At the end: zeros in what a build tells that does not have them."""
-_BYTES = _HEAD.size + _UNKNOWN_MAX * _UNKNOWN.size + _VALIDATION.size + _RELAYED.size
+_TAIL = struct.Struct("<5Q128sQ")
+"""At the end, of validation and `relayed`: zeros in what a build tells that does not have them."""
+_BYTES = _HEAD.size + _UNKNOWN_MAX * _UNKNOWN.size + _TAIL.size
 
 
 class State(enum.IntEnum):
@@ -140,10 +139,9 @@ def decode(data: bytes) -> Stats | None:
         count, name = _UNKNOWN.unpack_from(data, _HEAD.size + number * _UNKNOWN.size)
         if count:
             unknown[_text(name)] += count
-    operations, unsure, strays, variables, unread, first = _VALIDATION.unpack_from(
-        data, _BYTES - _VALIDATION.size - _RELAYED.size
+    operations, unsure, strays, variables, unread, first, relayed = _TAIL.unpack_from(
+        data, _BYTES - _TAIL.size
     )
-    (relayed,) = _RELAYED.unpack_from(data, _BYTES - _RELAYED.size)
     return Stats(
         pid=pid,
         state=State(state),

@@ -27,7 +27,6 @@ bool mpsd_word_look(struct mpsd_word *word)
 	const struct timespec most = { 0, LOOK_NS };
 	int before = errno;
 
-
 	if (atomic_exchange_explicit(&word->state, MPSD_WORD_IS_AWAITED, memory_order_acquire) == MPSD_WORD_IS_FREE)
 		return true;
 	/* For nothing, if it is not awaited any more, or a signal comes. */

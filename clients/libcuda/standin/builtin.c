@@ -124,6 +124,15 @@ static void page_sums(const uint64_t *arguments)
 	}
 }
 
+/* The word there (0: none) says that it has ended. */
+static void mark(uint64_t address, uint32_t value)
+{
+	uint32_t *word = address ? reach(address, sizeof(*word), ACCESS_WRITE) : NULL;
+
+	if (word)
+		__atomic_store_n(word, value, __ATOMIC_RELEASE);
+}
+
 #define SAVED_AT_ONCE 16
 
 /*
@@ -134,7 +143,6 @@ static void save_ranges(const uint64_t *arguments)
 {
 	const uint64_t *marked = arguments + 3 * SAVED_AT_ONCE;
 	bool is_there = true;
-	uint32_t *word;
 
 	for (uint64_t row = 0; row < arguments[HIDDEN_ARGUMENTS + 2]; row++) {
 		const uint64_t *range = arguments + 3 * row;
@@ -146,9 +154,8 @@ static void save_ranges(const uint64_t *arguments)
 		is_there &= to != NULL;
 	}
 	/* A kernel that has met a fault does nothing more. */
-	word = is_there && *marked ? reach(*marked, sizeof(*word), ACCESS_WRITE) : NULL;
-	if (word)
-		__atomic_store_n(word, (uint32_t)marked[1], __ATOMIC_RELEASE);
+	if (is_there)
+		mark(*marked, (uint32_t)marked[1]);
 }
 
 /* to, from, a word (or 0), and two halves: how many bytes, and what it is to be. What the kernel of src/exact/copier.c does. */
@@ -157,12 +164,11 @@ static void copy_bytes(const uint64_t *arguments)
 	size_t size = (uint32_t)arguments[3];
 	const void *from = reach(arguments[1], size, ACCESS_READ);
 	void *to = from ? reach(arguments[0], size, ACCESS_WRITE) : NULL;
-	uint32_t *word = to && arguments[2] ? reach(arguments[2], sizeof(*word), ACCESS_WRITE) : NULL;
 
-	if (to)
-		memmove(to, from, size);
-	if (word)
-		__atomic_store_n(word, (uint32_t)(arguments[3] >> 32), __ATOMIC_RELEASE);
+	if (!to)
+		return;
+	memmove(to, from, size);
+	mark(arguments[2], (uint32_t)(arguments[3] >> 32));
 }
 
 /* kept, fresh, differs, ranges (first, end), one for each block: what the kernel of src/exact/sums.c does */

@@ -11,7 +11,6 @@
 
 #include <stdlib.h>
 
-#include "exact/named.h"
 #include "exact/readers.h"
 #include "exact/saver.h"
 #include "exact/stamps.h"
@@ -96,19 +95,7 @@ static const char code[] =
 	"	ret;\n"
 	"}\n";
 
-static CUfunction function;
-
-static CUfunction kernel(void)
-{
-	static bool is_refused;
-	CUresult result;
-
-	if (function || is_refused)
-		return function;
-	result = mpsd_own_kernel(&function, code, "mpsd_copy");
-	is_refused = result != CUDA_SUCCESS && result != MPSD_AGAIN && !mpsd_is_loss(result);
-	return function;
-}
+static struct mpsd_own own;
 
 static size_t units_of(const struct mpsd_op *op)
 {
@@ -152,7 +139,7 @@ bool mpsd_copier_makes(const struct mpsd_op *op)
 	mpsd_word_take(&mpsd_exact_lock);
 	others = mpsd_is_left() || mpsd_lanes_others_are_open(op->lane);
 	mpsd_word_give(&mpsd_exact_lock);
-	return !others && kernel();
+	return !others && mpsd_own_if_any(&own, code, "mpsd_copy");
 }
 
 static CUresult launch(const struct mpsd_op *op, struct given *given)
@@ -160,7 +147,7 @@ static CUresult launch(const struct mpsd_op *op, struct given *given)
 	size_t blocks = op->copy.is_staged ? 1 : (units_of(op) + THREADS - 1) / THREADS;
 	void *parameters[] = { given };
 
-	return real_cuLaunchKernel(mpsd_native(function), (unsigned int)blocks, 1, 1, THREADS, 1, 1, 0,
+	return real_cuLaunchKernel(mpsd_native(own.function), (unsigned int)blocks, 1, 1, THREADS, 1, 1, 0,
 				   mpsd_native(op->stream), parameters, NULL);
 }
 
@@ -211,10 +198,7 @@ static bool submit(struct mpsd_op *op, CUresult *result, struct mpsd_ahead *ahea
 		free(op);
 		return false;
 	}
-	*result = mpsd_finish(op, mpsd_copier_issue(op));
-	/* It is submitted: what goes wrong with the mark the next one finds. */
-	if (ahead->is_unmarked && *result == CUDA_SUCCESS)
-		mpsd_lane_mark(ahead->lane);
+	*result = mpsd_finish_marked(op, mpsd_copier_issue(op), ahead);
 	return true;
 }
 
@@ -226,7 +210,7 @@ bool mpsd_copier_at_once(const struct mpsd_op *given, CUresult *result)
 	bool is;
 
 	if (!mpsd_exact() || mpsd_thread.noted_in || mpsd_capturing() || mpsd_validates() || !may_be(given) ||
-	    !__atomic_load_n(&function, __ATOMIC_ACQUIRE))
+	    !__atomic_load_n(&own.function, __ATOMIC_ACQUIRE))
 		return false;
 	op = malloc(sizeof(*op));
 	if (!op)

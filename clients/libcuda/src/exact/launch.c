@@ -67,10 +67,7 @@ static inline bool submit_at_once(const struct mpsd_launch *given, void **parame
 		ahead = mpsd_look_ahead((*op)->lane);
 	mpsd_word_give(&mpsd_exact_lock);
 	if (__builtin_expect(is, 1)) {
-		*result = mpsd_finish(*op, mpsd_op_launch(*op));
-		/* It is submitted: what goes wrong with the mark the next one finds. */
-		if (__builtin_expect(ahead.is_unmarked, 0) && *result == CUDA_SUCCESS)
-			mpsd_lane_mark(ahead.lane);
+		*result = mpsd_finish_marked(*op, mpsd_op_launch(*op), &ahead);
 	}
 	mpsd_order_give(moves);
 	if (__builtin_expect(ahead.until != 0, 0) && *result == CUDA_SUCCESS)

@@ -171,35 +171,41 @@ static struct mpsd_op *next(void)
 
 /*
  * By a thread that has the order, so many at most: in its own context where it has launched in that, and else in the one that
- * there is.
+ * there is. Whether the last of them was given; false: there was none.
  */
-static void give_some(uint64_t moves, unsigned int most)
+static bool give_some(uint64_t moves, unsigned int most)
 {
 	CUresult entered = CUDA_SUCCESS;
 	CUcontext before = NULL;
 	struct mpsd_op *op = next();
-	bool is_other = op && !mpsd_thread.is_in_context;
+	bool is_other = op && !mpsd_thread.is_in_context, is = op;
 
 	if (is_other) {
 		real_cuCtxGetCurrent(&before);
 		entered = mpsd_enter_context();
 	}
-	for (; op; op = --most ? next() : NULL)
-		if (!give(op, moves, entered))
-			break;
+	for (; op && is; op = is && --most ? next() : NULL)
+		is = give(op, moves, entered);
 	if (is_other)
 		real_cuCtxSetCurrent(before);
+	return is;
+}
+
+bool mpsd_relay_give_one(uint64_t moves)
+{
+	bool is;
+
+	if (!left() || !mpsd_word_try(mpsd_order_of(moves)))
+		return false;
+	is = give_some(moves, 1);
+	mpsd_word_give(mpsd_order_of(moves));
+	return is;
 }
 
 /* The mover has other things to do than to wait in the driver: one at a time. */
 void mpsd_exact_give_left(void)
 {
-	uint64_t moves = mpsd_moves_done();
-
-	if (!left() || !mpsd_word_try(mpsd_order_of(moves)))
-		return;
-	give_some(moves, 1);
-	mpsd_word_give(mpsd_order_of(moves));
+	mpsd_relay_give_one(mpsd_moves_done());
 }
 
 void mpsd_relay_end(uint64_t until_ns)
@@ -268,19 +274,6 @@ bool mpsd_relay_await(void)
 bool mpsd_relay_has_any(void)
 {
 	return left() != NULL;
-}
-
-bool mpsd_relay_give_one(uint64_t moves)
-{
-	struct mpsd_op *op;
-	bool is;
-
-	if (!mpsd_word_try(mpsd_order_of(moves)))
-		return false;
-	op = next();
-	is = op && give(op, moves, CUDA_SUCCESS);
-	mpsd_word_give(mpsd_order_of(moves));
-	return is;
 }
 
 void mpsd_relay_forget(void)

@@ -47,6 +47,6 @@ void mpsd_relay_child(void);
 
 extern atomic_uint_least64_t mpsd_relay_lost_in;	/* 1 + the moves before the copy whose context was lost last */
 bool mpsd_relay_has_any(void);			/* that is to be given */
-bool mpsd_relay_give_one(uint64_t moves);	/* by it, in a call in that copy. False: somebody has the order, or there is none */
+bool mpsd_relay_give_one(uint64_t moves);	/* in a call in that copy. False: somebody has the order, or there is none */
 void mpsd_relay_end(uint64_t until_ns);		/* at the end: by this thread, and what is left then is dropped */
 void mpsd_relay_forget(void);			/* in a forked child */

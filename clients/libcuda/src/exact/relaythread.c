@@ -71,6 +71,7 @@ static bool serve(uint64_t *moves)
 		return false;
 	*moves = mpsd_carry_enter();
 	is = !is_lost(*moves) && mpsd_enter_context() == CUDA_SUCCESS && !mpsd_is_left();
+	mpsd_thread.is_in_context = is;
 	mpsd_carry_leave(*moves);
 	end();
 	mpsd_word_take(&mpsd_exact_lock);

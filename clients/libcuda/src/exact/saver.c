@@ -125,19 +125,23 @@ CUresult mpsd_own_kernel(CUfunction *function, const char *image, const char *na
 	return result;
 }
 
-static CUfunction function;		/* the mover looks at it, too */
-
-/* NULL: copies do as well, once more of them. While something is captured nothing is loaded. */
-static CUfunction kernel(void)
+CUfunction mpsd_own_if_any(struct mpsd_own *own, const char *image, const char *name)
 {
-	static bool is_refused;
 	CUresult result;
 
-	if (function || is_refused || mpsd_capturing())
-		return function;
-	result = mpsd_own_kernel(&function, code, "mpsd_save_ranges");
-	is_refused = result != CUDA_SUCCESS && result != MPSD_AGAIN && !mpsd_is_loss(result);
-	return function;
+	if (own->function || own->is_refused || mpsd_capturing())
+		return own->function;
+	result = mpsd_own_kernel(&own->function, image, name);
+	own->is_refused = result != CUDA_SUCCESS && result != MPSD_AGAIN && !mpsd_is_loss(result);
+	return own->function;
+}
+
+static struct mpsd_own savers;
+
+/* NULL: copies do as well, once more of them. */
+static CUfunction kernel(void)
+{
+	return mpsd_own_if_any(&savers, code, "mpsd_save_ranges");
 }
 
 static CUresult copy(CUdeviceptr to, CUdeviceptr from, uint64_t size, CUstream stream)
@@ -193,7 +197,7 @@ CUresult mpsd_saver_copy(const struct mpsd_saved *saved, unsigned int count, CUs
  */
 CUresult mpsd_saver_put_back(const struct mpsd_saved *saved, unsigned int count, CUstream stream)
 {
-	CUfunction own = __atomic_load_n(&function, __ATOMIC_ACQUIRE);
+	CUfunction own = __atomic_load_n(&savers.function, __ATOMIC_ACQUIRE);
 	CUresult result = copy_all(saved, count, own, UINT64_MAX, stream, NULL);
 
 	if (!own || result == CUDA_SUCCESS || mpsd_is_loss(result))

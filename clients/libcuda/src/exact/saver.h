@@ -10,6 +10,14 @@
  */
 CUresult mpsd_own_kernel(CUfunction *function, const char *image, const char *name);
 
+/* The same where there may be none: NULL. It was refused for good, or is not there while something is captured. */
+struct mpsd_own {
+	CUfunction function;	/* the mover looks at it, too */
+	bool is_refused;
+};
+
+CUfunction mpsd_own_if_any(struct mpsd_own *own, const char *image, const char *name);
+
 struct mpsd_saved {
 	CUdeviceptr to, from;
 	uint64_t size;		/* whole pages */

@@ -68,12 +68,12 @@ void mpsd_shape_accept(const struct mpsd_launch *given)
 	uint32_t shape = shape_of(given->config, given->config->attrs), *accepted;
 	bool is_first;
 
+	if (!shape || given->is_cooperative)
+		return;
 	mpsd_word_take(&mpsd_exact_lock);
 	accepted = mpsd_params_accepted(given->function);
 	is_first = accepted && !accepted[0];
 	mpsd_word_give(&mpsd_exact_lock);
-	if (!shape || given->is_cooperative)
-		return;
 	/* By the driver, which may keep the thread. */
 	if (is_first && has_clusters(given->function))
 		shape = NEVER;

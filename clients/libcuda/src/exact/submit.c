@@ -230,11 +230,7 @@ static CUresult put(struct mpsd_op *op, uint64_t moves, struct mpsd_ahead *ahead
 		mpsd_lane_mark(op->lane);
 	if (is_validated)
 		validate(op, result);
-	result = mpsd_finish(op, result);
-	/* It is submitted: what goes wrong with the mark the next one finds. */
-	if (result == CUDA_SUCCESS && ahead->is_unmarked)
-		mpsd_lane_mark(ahead->lane);
-	return result;
+	return mpsd_finish_marked(op, result, ahead);
 }
 
 /* With the order: what the lane has been given by now is to be proven. */

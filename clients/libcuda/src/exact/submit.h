@@ -91,3 +91,12 @@ static inline void mpsd_note(struct mpsd_op *op, uint64_t moves)
 
 /* After it was given to the driver, with what that said. */
 CUresult mpsd_finish(struct mpsd_op *op, CUresult result);
+
+/* The same, and the lane's mark where that is due. It is submitted: what goes wrong with the mark the next one finds. */
+static inline CUresult mpsd_finish_marked(struct mpsd_op *op, CUresult result, const struct mpsd_ahead *ahead)
+{
+	result = mpsd_finish(op, result);
+	if (__builtin_expect(ahead->is_unmarked, 0) && result == CUDA_SUCCESS)
+		mpsd_lane_mark(ahead->lane);
+	return result;
+}
