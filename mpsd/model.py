@@ -242,6 +242,13 @@ class Again(IntEnum):
     AT_ONCE = 3
 
 
+class Spared(IntEnum):
+    """Memory that a program has for a fail-over alone: room for copies of what it writes; its standby."""
+
+    ROOM = 0
+    STANDBY = 1
+
+
 class IsolationMode(StrEnum):
     """What the kernel part does with a fatal MMU fault. off: the stock driver. report: the stock driver
     answers, and it is recorded. isolate: what may be sunk is, and the client that did it has to go.

@@ -93,6 +93,8 @@ class Performer:
             fx.Move: self._move,
             fx.Fenced: hands.failover.fenced,
             fx.HaveTurn: hands.failover.have_turn,
+            fx.GiveMemory: hands.failover.give,
+            fx.HaveMemory: hands.failover.have_memory,
             fx.RecordFailover: self._record_failover,
             fx.Publish: self._publish,
             fx.Answer: lambda e: hands.bulletin.answer(e.request, e.ok, e.data),

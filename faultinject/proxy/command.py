@@ -16,7 +16,7 @@ from faultinject import report
 from faultinject.history import History
 from faultinject.matrix import tell_stderr
 from faultinject.node import Node, open_node
-from faultinject.proxy import deaths, judge, memory_end, numba_suite, pairs, reports
+from faultinject.proxy import crowded, deaths, judge, memory_end, numba_suite, pairs, reports
 from faultinject.proxy.library import Libraries, add_reads, find_libraries
 from faultinject.proxy.work import NAMES, ON_SIMULATED
 from faultinject.rig import Rig
@@ -41,6 +41,7 @@ class Plan:
     libcuda: Path | None = None
     driver: Path | None = None
     memory_end: bool = False
+    crowded: bool = False
     cores: Sequence[int] = ()
     reads: Path | None = None
     relays: bool = True
@@ -56,6 +57,7 @@ class Plan:
         words += ["--cores", str(len(self.cores))] if self.cores else []
         words += ["--deaths", str(self.deaths), "--at-once", str(self.at_once)]
         words += ["--memory-end"] if self.memory_end else []
+        words += ["--crowded"] if self.crowded else []
         words += ["--reads", self.reads.name] if self.reads else []
         words += [] if self.relays else ["--no-relay"]
         return shlex.join(words + (self.numba.words() if self.numba else []))
@@ -104,7 +106,7 @@ def run(plan: Plan) -> dict[str, Any]:
 
 def _on(node: Node, plan: Plan, libraries: Libraries, base: Path) -> dict[str, Any]:
     """Each part has a daemon of its own, so that no part sees what another left."""
-    found: dict[str, Any] = dict.fromkeys(("programs", "numba", "deaths", "memory_end"))
+    found: dict[str, Any] = dict.fromkeys(("programs", "numba", "deaths", "memory_end", "crowded"))
     left: list[str] = []
     found["leftovers"] = left
 
@@ -136,6 +138,10 @@ def _on(node: Node, plan: Plan, libraries: Libraries, base: Path) -> dict[str, A
     if plan.memory_end:
         with rigged("memory-end", SETTINGS) as rig:
             found["memory_end"] = memory_end.run(rig, libraries, plan.seed, tell_stderr)
+    if plan.crowded:
+        settings = {**SETTINGS, **libraries.failover_settings(), "failover.mode": '"exact"'}
+        with rigged("crowded", settings) as rig:
+            found["crowded"] = crowded.run(rig, libraries, plan.seed, tell_stderr)
     if plan.numba is not None:
         with rigged("numba", SETTINGS) as rig:
             found["numba"] = numba_suite.run(rig, libraries, plan.numba, base, tell_stderr)
@@ -196,6 +202,8 @@ def add_parser(commands: Any, types: Any) -> None:
     proxy.add_argument("--at-once", type=types.number(1, 32), default=deaths.AT_ONCE, help="deaths at a time")
     ends = "a program takes all memory there is, without and with the proxy"
     proxy.add_argument("--memory-end", action="store_true", help=ends)
+    beside = "and beside programs that are ready for a fail-over, whose memory for that gives way"
+    proxy.add_argument("--crowded", action="store_true", help=beside)
     proxy.add_argument("--numba", action="store_true", help="numba-cuda's own test suite, without and with")
     numba_suite.add_options(proxy, types)
     proxy.add_argument(
@@ -234,13 +242,15 @@ def _go(args: argparse.Namespace) -> int:
         args.libcuda,
         args.driver,
         args.memory_end,
+        args.crowded,
         pairs.choose_cores(args.cores),
         args.reads,
         args.relays,
         args.out,
     )
-    if plan.programs is None and not (plan.deaths or plan.memory_end) and plan.numba is None:
+    others = (plan.deaths, plan.memory_end, plan.crowded, plan.numba is not None)
+    if plan.programs is None and not any(others):
         raise UsageError(
-            "there is nothing to run", remedy="give --programs, --deaths, --memory-end or --numba"
+            "there is nothing to run", remedy="give --programs, --deaths, --memory-end, --crowded or --numba"
         )
     return execute(plan, args.json, args.markdown)

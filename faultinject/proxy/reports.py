@@ -1,6 +1,6 @@
 """The report of the proxy's evidence: one JSON object, and its text. It holds all that a verdict needs.
 
-`kind` is "proxy"; `programs`, `numba`, `deaths` and `memory_end` are null where they were not asked for.
+`kind` is "proxy"; a part of SCHEMA (`programs`, `numba`, ...) that was not asked for is null.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from faultinject import report
-from faultinject.proxy import deaths, entries, memory_end, numba_suite
+from faultinject.proxy import crowded, deaths, entries, memory_end, numba_suite
 from faultinject.proxy.judge import VALIDATED
 from faultinject.verdict import Verdict
 from mpsd.errors import UsageError
@@ -25,8 +25,14 @@ SCHEMA: Mapping[str, tuple[type, ...]] = {
     "numba": (dict, type(None)),
     "deaths": (dict, type(None)),
     "memory_end": (dict, type(None)),
+    "crowded": (dict, type(None)),
 }
-PARTS = (("numba", numba_suite.judge), ("deaths", deaths.judge), ("memory_end", memory_end.judge))
+PARTS = (
+    ("numba", numba_suite.judge),
+    ("deaths", deaths.judge),
+    ("memory_end", memory_end.judge),
+    ("crowded", crowded.judge),
+)
 
 
 def load(path: Path) -> dict[str, Any] | None:
@@ -34,8 +40,9 @@ def load(path: Path) -> dict[str, Any] | None:
     data = report.load_of_kind(path, KIND)
     if data is None:
         return None
-    # Reports that were made before there was that part.
-    data.setdefault("memory_end", None)
+    # Reports that were made before there were these parts.
+    for part in ("memory_end", "crowded"):
+        data.setdefault(part, None)
     problems = report.against(SCHEMA, data, "report")
     if data.get("schema") != SCHEMA_VERSION:
         problems.append(f"report.schema is {data.get('schema')!r}, this program reads {SCHEMA_VERSION}")
@@ -165,6 +172,8 @@ def told(data: Mapping[str, Any]) -> list[str]:
         )
     if (ends := data["memory_end"]) is not None:
         lines.append(f"Memory's end: {ends.get('verdict')}: {memory_end.line(ends)}")
+    if (beside := data["crowded"]) is not None:
+        lines.append(f"Memory beside others that are ready: {beside.get('verdict')}: {crowded.line(beside)}")
     return lines
 
 

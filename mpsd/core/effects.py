@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from mpsd.core.records import FaultRecord
 from mpsd.core.standby import FailoverRecord
-from mpsd.model import Again, ClientId, FailoverMode, ProcessInstance, ZoneRole
+from mpsd.model import Again, ClientId, FailoverMode, ProcessInstance, Spared, ZoneRole
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,13 +250,29 @@ class HaveTurn:
 
 
 @dataclass(frozen=True, slots=True)
+class GiveMemory:
+    """Ask a program for memory that is there for a fail-over alone: another one's allocation would fail."""
+
+    process: ProcessInstance
+    spared: Spared
+
+
+@dataclass(frozen=True, slots=True)
+class HaveMemory:
+    """Tell a program whose allocation failed that another one has given so many bytes; 0: nobody does."""
+
+    process: ProcessInstance
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class RecordFailover:
     """Write a record of a fail-over (or a new revision of it) to the journal and the event stream."""
 
     record: FailoverRecord
 
 
-Word = Welcome | OfferStandby | StandDown | Move | Fenced | HaveTurn
+Word = Welcome | OfferStandby | StandDown | Move | Fenced | HaveTurn | GiveMemory | HaveMemory
 """What a program under mpsd's libcuda is told."""
 
 Effect = (

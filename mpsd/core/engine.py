@@ -16,6 +16,7 @@ from mpsd.core import (
     domains,
     failover,
     faults,
+    giving,
     hitrecords,
     hits,
     killing,
@@ -85,6 +86,8 @@ _TIMERS: Mapping[str, Callable[[Draft, str], None]] = {
     "failover-gather": turns.on_gathered,
     "failover-last": turns.on_last,
     "standby-linger": members.on_linger,
+    giving.WAIT: giving.on_wait,
+    giving.BACK: giving.on_back,
 }
 
 # The key of each entry is the type of the handler's second argument; Any stands for that pairing.
@@ -140,6 +143,8 @@ _HANDLERS: Mapping[type, Callable[[Draft, Any], None]] = {
     ev.MemberUnsure: members.on_unsure,
     ev.MemberStayed: members.on_stayed,
     ev.MemberDone: members.on_done,
+    ev.MemberShort: giving.on_short,
+    ev.MemberGave: giving.on_gave,
     ev.CopiesSeen: members.on_copies,
     ev.Counted: _on_counted,
     ev.TimerFired: _on_timer,

@@ -396,13 +396,15 @@ class Counted:
 @dataclass(frozen=True, slots=True)
 class MemberCame:
     """A program said HELLO. `generation`: of the standby in which it lives by now; 0: its first context.
-    `fences`: it takes the daemon's word that its old domain writes no more."""
+    `fences`: it takes the daemon's word that its old domain writes no more; `gives`: it can be asked for
+    memory that is there for a fail-over alone."""
 
     process: ProcessInstance
     uid: int
     mode: FailoverMode
     generation: int = 0
     fences: bool = False
+    gives: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -433,9 +435,12 @@ class MemberReady:
 
 @dataclass(frozen=True, slots=True)
 class MemberUnready:
+    """`for_memory`: that is why, so it may be ready later."""
+
     process: ProcessInstance
     generation: int
     reason: str
+    for_memory: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -452,6 +457,25 @@ class MemberUnsure:
 
     process: ProcessInstance
     name: str
+
+
+@dataclass(frozen=True, slots=True)
+class MemberShort:
+    """An allocation of `wanted` bytes would fail: so many are free, by its own word. `number`: which one it
+    is, for it may be tried several times."""
+
+    process: ProcessInstance
+    wanted: int
+    free: int
+    number: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class MemberGave:
+    """It has given so many bytes of what it was asked for."""
+
+    process: ProcessInstance
+    bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -568,6 +592,8 @@ Event = (
     | MemberMoved
     | MemberStayed
     | MemberDone
+    | MemberShort
+    | MemberGave
     | CopiesSeen
     | TimerFired
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mpsd.core import domains, failover, fates, leases, turns
+from mpsd.core import domains, failover, fates, giving, leases, turns
 from mpsd.core import events as ev
 from mpsd.core.draft import Draft
 from mpsd.core.effects import AskServer, HaveTurn, StandDown, Welcome
@@ -32,7 +32,7 @@ def on_came(draft: Draft, event: ev.MemberCame) -> None:
     # Its turn it has given up with its old connection, whose end may not be known.
     turns.over(draft, event.process)
     # What it had been told before it is told again: it may be another daemon that it tells.
-    fresh = Member(event.process, event.uid, mode, home=home, fences=event.fences)
+    fresh = Member(event.process, event.uid, mode, home=home, fences=event.fences, gives=event.gives)
     if known is not None:
         fresh = replace(fresh, opaque=known.opaque, unsure=known.unsure, told=known.told)
         fresh = replace(fresh, again=known.again, guessed=known.guessed, owed=known.owed)
@@ -81,7 +81,8 @@ def on_left(draft: Draft, event: ev.MemberLeft) -> None:
 
 
 def _waited_for_no_longer(draft: Draft, member: Member) -> None:
-    """Neither where it is, nor where it was told to move."""
+    """Neither where it is, nor where it was told to move, nor for what it was asked for."""
+    giving.gone(draft, member.process)
     turns.go_on(draft, member.home)
     if member.standing is Standing.MOVING:
         turns.go_on(draft, f"d{member.generation}")
@@ -101,7 +102,8 @@ def ended(draft: Draft, process: ProcessInstance, *, execed: bool = False) -> No
         fates.revise(draft, record, process, outcome=Outcome.ENDED)
     draft.drop_member(process)
     if execed and member.connected:
-        draft.put_member(Member(process, member.uid, member.mode, opaque=member.opaque, fences=member.fences))
+        fresh = Member(process, member.uid, member.mode, opaque=member.opaque)
+        draft.put_member(replace(fresh, fences=member.fences, gives=member.gives))
     _waited_for_no_longer(draft, member)
     _nobody_left(draft, member)
 
@@ -148,8 +150,10 @@ def on_ready(draft: Draft, event: ev.MemberReady) -> None:
 def on_unready(draft: Draft, event: ev.MemberUnready) -> None:
     member = _told(draft, event.process, event.generation)
     if member is not None and member.standing in OFFERED:
-        draft.put_member(replace(member, standing=Standing.UNREADY, reason=event.reason))
+        draft.put_member(replace(member, standing=Standing.UNREADY, reason=event.reason, bytes=0))
         turns.go_on(draft, member.home)
+        if event.for_memory:
+            giving.without(draft, member)
 
 
 def on_opaque(draft: Draft, event: ev.MemberOpaque) -> None:

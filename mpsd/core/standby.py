@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from mpsd.model import Again, FailoverMode, ProcessInstance
+from mpsd.model import Again, FailoverMode, ProcessInstance, Spared
 
 OPAQUE_KEPT = 64
 
@@ -39,6 +39,18 @@ class Turn(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Short:
+    """An allocation that would fail: which one of the program's, how many bytes it is of, and how many the
+    GPU had free by its own word. `asked`: who was, and for what; `of`: who was last, while it waits."""
+
+    number: int
+    wanted: int
+    free: int
+    asked: frozenset[tuple[ProcessInstance, Spared]] = frozenset()
+    of: ProcessInstance | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Member:
     """`connected`: it can be told something. `reason`: why it is not ready, or was left behind.
 
@@ -49,7 +61,8 @@ class Member:
     time. `fences`: it can be told that its old domain writes no more. `among`: whoever
     made the fault from which it moves is among those who move. `again`: what it was to do with what it had in
     flight, when it was last told to move; `guessed`: monotonic seconds of when it was last to do that AT_ONCE
-    or began to. `owed`: it has not been told of a turn since then.
+    or began to. `owed`: it has not been told of a turn since then. `gives`: it can be
+    asked for memory that is there for a fail-over alone; `short`: what it asks for itself.
     """
 
     process: ProcessInstance
@@ -74,6 +87,8 @@ class Member:
     again: Again = Again.LOST
     guessed: float = 0.0
     owed: bool = True
+    gives: bool = False
+    short: Short | None = None
 
     @property
     def lasting(self) -> tuple[FailoverMode, str | None, str | None]:

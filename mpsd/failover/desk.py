@@ -106,7 +106,7 @@ class FailoverDesk:
     # -- effects -----------------------------------------------------------------------------------------
 
     def welcome(self, effect: fx.Welcome) -> None:
-        self._door.tell(effect.process, Message(Kind.WELCOME, effect.mode, values=(int(self._lazy),)))
+        self._door.tell(effect.process, Message(Kind.WELCOME, effect.mode, values=(int(self._lazy), 1)))
 
     def offer(self, effect: fx.OfferStandby) -> None:
         path, folder = self._layout.pipe_dir(effect.domain), self._copies.folder
@@ -127,6 +127,12 @@ class FailoverDesk:
 
     def have_turn(self, effect: fx.HaveTurn) -> None:
         self._door.tell(effect.process, Message(Kind.TURN, generation=effect.generation))
+
+    def give(self, effect: fx.GiveMemory) -> None:
+        self._door.tell(effect.process, Message(Kind.GIVE, values=(int(effect.spared),)))
+
+    def have_memory(self, effect: fx.HaveMemory) -> None:
+        self._door.tell(effect.process, Message(Kind.ROOM, values=(effect.bytes,)))
 
 
 def offer_of(generation: int, pipe_dir: Path, copies: Path) -> Message:

@@ -246,15 +246,20 @@ def _event(visit: Visit, message: Message) -> ev.Event:
     process, generation, values = visit.process, message.generation, message.values
     match message.kind:
         case Kind.HELLO:
-            return ev.MemberCame(process, visit.uid, message.mode, generation, bool(values[0]))
+            knows = (bool(values[0] & wire.TAKES_FENCED), bool(values[0] & wire.GIVES))
+            return ev.MemberCame(process, visit.uid, message.mode, generation, *knows)
         case Kind.READY:
             return ev.MemberReady(process, generation, values[0], values[1])
         case Kind.UNREADY:
-            return ev.MemberUnready(process, generation, message.text)
+            return ev.MemberUnready(process, generation, message.text, bool(values[0]))
         case Kind.OPAQUE:
             return ev.MemberOpaque(process, message.text)
         case Kind.UNSURE:
             return ev.MemberUnsure(process, message.text)
+        case Kind.SHORT:
+            return ev.MemberShort(process, *values[:3])
+        case Kind.GAVE:
+            return ev.MemberGave(process, values[0])
         case Kind.OWN_ERROR:
             return ev.MemberError(process, values[0])
         case Kind.MOVED:

@@ -18,6 +18,8 @@ LAYOUT = struct.Struct(f"=IHHIIQ{VALUES * 8}s{PATH_ROOM}s{TEXT_ROOM}s")
 FIELDS = ("magic", "version", "kind", "mode", "reserved", "generation", "values", "path", "text")
 """In the order of the header; LAYOUT has no padding, and neither has it."""
 _NUMBERS = struct.Struct(f"={VALUES}Q")
+TAKES_FENCED, GIVES = 1, 2
+"""Of a HELLO's first value: what the program may be told."""
 MODES = (FailoverMode.OFF, FailoverMode.KEEP, FailoverMode.EXACT)
 """By the number that stands for each."""
 
@@ -32,12 +34,16 @@ class Kind(IntEnum):
     STAYED = 7
     DONE = 8
     UNSURE = 9
+    SHORT = 10
+    GAVE = 11
     WELCOME = 65
     STANDBY = 66
     STAND_DOWN = 67
     MOVE = 68
     TURN = 69
     FENCED = 70
+    GIVE = 71
+    ROOM = 72
 
 
 FROM_PROGRAM = frozenset(k for k in Kind if k < Kind.WELCOME)

@@ -156,6 +156,25 @@ def test_memory_ends_where_it_ends_without_the_proxy(libraries: Libraries, tmp_p
         assert [f["law"] for f in findings] == ([law] if law else [])
 
 
+def test_memory_for_a_failover_gives_way_and_comes_back(libraries: Libraries, tmp_path: Path) -> None:
+    target, text = tmp_path / "report.json", tmp_path / "report.md"
+    asked = ("--programs", "none", "--crowded", "--markdown", str(text))
+    status, data = evidence(libraries, target, *asked)
+    assert status == 0, reports.complaints(data)
+    assert "Memory beside others that are ready: valid: beside programs in mode off " in text.read_text()
+    off, exact = (data["crowded"]["sides"][side] for side in ("off", "exact"))
+    for changed, law in (
+        ({"had": int(0.989 * off["had"])}, "as much memory"),
+        ({"had": int(0.991 * off["had"])}, None),
+        ({"wrong": [0, 1, 0]}, "nobody was harmed"),
+        ({"lost": 1}, "nobody was harmed"),
+        ({"full": exact["before"]}, "others gave"),
+    ):
+        data["crowded"]["sides"]["exact"] = exact | changed
+        findings = reports.judged(data)["crowded"]["findings"]
+        assert [f["law"] for f in findings] == ([law] if law else [])
+
+
 SUITE = """
 import ctypes, os, unittest
 from pathlib import Path

@@ -17,6 +17,7 @@ from mpsd.ctl import failovertext, render
 from mpsd_client.run import make_plan
 from tests.support.site import OTHER_UID, Program, Site, until
 
+ANOTHER = "another program needed its memory"
 SETTINGS = {"vault__enabled": "true", "failover__enabled": "true", "failover__driver": '"/bin/true"'}
 
 
@@ -445,3 +446,19 @@ def test_where_no_spare_is_kept_the_willing_have_one_for_as_long_as_they_are_the
         site.until(lambda s: len(s["domains"]) == 1, "the standby is given up")
         site.join().fault()
         site.until(lambda s: active(s)["id"] == "d3" and active(s)["state"] == "active", "a fresh one serves")
+
+
+def test_a_program_that_has_run_out_is_given_what_another_one_has_for_a_fail_over(site: Site) -> None:
+    needy, giver = ready(site), ready(site)
+    all_ready(site, needy, giver)
+    said(needy, "fo.say('SHORT', values=(4096, 1))")
+    for spared, given in ((0, 0), (1, 4096)):
+        assert said(giver, "fo.hear()")[0] == "GIVE" and said(giver, "fo.values")[0] == spared
+        if given:
+            said(giver, f"fo.say('UNREADY', generation=fo.generation, values=(1,), text={ANOTHER!r})")
+        said(giver, f"fo.say('GAVE', values=({given},))")
+    assert said(needy, "fo.hear()")[0] == "ROOM" and said(needy, "fo.values")[0] == 4096
+    status = site.until(lambda s: standings(s)[giver.pid] == "not ready", "the giver is not ready")
+    (shown,) = (p for p in slot(status)["programs"] if p["pid"] == giver.pid)
+    assert (shown["reason"], shown["standby_bytes"]) == (ANOTHER, 0)
+    assert ANOTHER in "\n".join(render.status(status, render.Style()))

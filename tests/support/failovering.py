@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import socket
 
-from mpsd.failover.wire import LAYOUT, MODES, Kind, Message, pack, unpack
+from mpsd.failover.wire import GIVES, LAYOUT, MODES, TAKES_FENCED, Kind, Message, pack, unpack
 from mpsd.gpu.simulated.client import SimulatedDevice
 
 TYPE_CHECKING = False
@@ -59,12 +59,13 @@ class FailoverProgram:
         return self._speaker
 
     def hello(self, mode: str = "keep", generation: int = 0) -> list[object]:
-        """On a connection of its own, again to a daemon that was started anew."""
+        """On a connection of its own, again to a daemon that was started anew. It may be told everything."""
         if self._speaker is not None:
             self._speaker.close()
         self._speaker = Speaker(self._path)
         wanted = next(m for m in MODES if m.value == mode)
-        self.speaker.say(Kind.HELLO, mode=wanted, generation=generation)
+        knows = (TAKES_FENCED | GIVES,)
+        self.speaker.say(Kind.HELLO, mode=wanted, generation=generation, values=knows)
         return self.hear()
 
     def hear(self) -> list[object]:

@@ -15,8 +15,8 @@ from pathlib import Path
 from tests.support.simnode import until
 
 MAGIC, VERSION = 0x726F6C66, 1
-HELLO, READY, UNREADY, OPAQUE, OWN_ERROR, MOVED, STAYED, DONE, UNSURE = range(1, 10)
-WELCOME, STANDBY, STAND_DOWN, MOVE, TURN, FENCED = range(65, 71)
+HELLO, READY, UNREADY, OPAQUE, OWN_ERROR, MOVED, STAYED, DONE, UNSURE, SHORT, GAVE = range(1, 12)
+WELCOME, STANDBY, STAND_DOWN, MOVE, TURN, FENCED, GIVE, ROOM = range(65, 73)
 _LAYOUT = struct.Struct("=IHHIIQ6Q112s128s")
 KEEP, EXACT = 1, 2
 DEADLINE_S = 20.0
@@ -49,9 +49,11 @@ class Line:
         planned: bool = False,
         again: int = 0,
         lazy: bool = False,
+        short: bool = False,
+        value: int = 0,
     ) -> None:
-        """`planned` and `again`: of a MOVE; `lazy`: of a WELCOME."""
-        values = (int(planned or lazy), int(again), *[0] * 4)
+        """`planned` and `again`: of a MOVE; `lazy` and `short`: of a WELCOME; `value`: of a GIVE or ROOM."""
+        values = (int(planned or lazy or value), int(again or short), *[0] * 4)
         words = (path.encode(), text.encode())
         self._sock.send(_LAYOUT.pack(MAGIC, VERSION, kind, self.mode, 0, generation, *values, *words))
 
@@ -109,12 +111,12 @@ class Post:
         self._lines.append(line)
         return line
 
-    def greet(self, mode: int = KEEP, *, lazy: bool = False) -> Line:
-        """The next program, which has said HELLO and is granted that mode."""
+    def greet(self, mode: int = KEEP, *, lazy: bool = False, short: bool = False) -> Line:
+        """The next program, which has said HELLO and is granted that mode. `short`: it may say SHORT."""
         line = self.accept()
         line.mode = mode
         line.hear(HELLO)
-        line.say(WELCOME, lazy=lazy)
+        line.say(WELCOME, lazy=lazy, short=short)
         # It is in the mode that it wished until it has read that.
         until(line.is_read)
         return line

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from mpsd.failover import wire
 from mpsd.failover.wire import Kind, Message, WireError, pack, unpack
-from mpsd.model import Again, FailoverMode
+from mpsd.model import Again, FailoverMode, Spared
 
 HEADER = Path(__file__).resolve().parents[2] / "clients" / "libcuda" / "src" / "failoverwire.h"
 U64 = st.integers(0, 2**64 - 1)
@@ -84,8 +84,10 @@ def test_the_header_s_constants_are_these() -> None:
     text = HEADER.read_text()
     numbers = {name: int(value, 0) for name, value in re.findall(r"MPSD_FAILOVER_(\w+) = (\d+),", text)}
     modes = {mode.name: number for number, mode in enumerate(wire.MODES)}
-    assert numbers == {**Kind.__members__, **modes, **Again.__members__}
+    spared = {f"SPARED_{name}": value for name, value in Spared.__members__.items()}
+    assert numbers == {**Kind.__members__, **modes, **Again.__members__, **spared}
     defined = dict(re.findall(r"#define MPSD_FAILOVER_(\w+) (\w+)", text))
     assert (int(defined["MAGIC"].rstrip("u"), 0), int(defined["VERSION"])) == (wire.MAGIC, wire.VERSION)
     rooms = tuple(int(defined[name]) for name in ("PATH_ROOM", "TEXT_ROOM", "VALUES"))
     assert rooms == (wire.PATH_ROOM, wire.TEXT_ROOM, wire.VALUES)
+    assert (int(defined["TAKES_FENCED"]), int(defined["GIVES"])) == (wire.TAKES_FENCED, wire.GIVES)

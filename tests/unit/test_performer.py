@@ -45,7 +45,8 @@ def performer(
 ) -> Performer:
     others: dict[str, Any] = dict.fromkeys(Hands.__dataclass_fields__)
     others["post"] = posted.append if posted is not None else None
-    desk = SimpleNamespace(**dict.fromkeys(("welcome", "offer", "stand_down", "fenced", "have_turn"), None))
+    words = ("welcome", "offer", "stand_down", "fenced", "have_turn", "give", "have_memory")
+    desk = SimpleNamespace(**dict.fromkeys(words, None))
     desk.move = told.append if told is not None else None
     hosts = SimpleNamespace(calm=calm or Calm())
     hands: Any = SimpleNamespace(**others | {"bulletin": bulletin, "failover": desk, "hosts": hosts})

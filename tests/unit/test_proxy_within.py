@@ -266,7 +266,7 @@ def entry(found: Within | None, mode: str = "keep") -> dict[str, Any]:
 def report(*programs: Mapping[str, Any]) -> dict[str, Any]:
     head = {"schema": reports.SCHEMA_VERSION, "kind": reports.KIND, "device": "GPU", "driver": "580"}
     head |= {"backend": "nvidia", "date": "2026-01-01T00:00:00+00:00", "command": "c", "leftovers": []}
-    parts = dict.fromkeys(("numba", "deaths", "memory_end"))
+    parts = dict.fromkeys(("numba", "deaths", "memory_end", "crowded"))
     return reports.judged({**head, "seed": 1, "bars": 1, "programs": list(programs), **parts})
 
 

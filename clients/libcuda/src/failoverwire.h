@@ -8,10 +8,13 @@
  * program's own process. Its generation names it: what is said of another generation is of no account.
  *
  * The program says
- *	HELLO		mode; generation: where it lives now, 0: in its first context; values: 1: it may be told FENCED;
- *			once, first
+ *	HELLO		mode; generation: where it lives now, 0: in its first context; values: the sum of 1: it may be
+ *			told FENCED, 2: and GIVE; once, first
  *	READY		generation; values: ns since STANDBY came, bytes of GPU memory that it takes (0: unknown)
- *	UNREADY		generation; text: why there will be none
+ *	UNREADY		generation; values: 1: for lack of memory, so maybe later; text: why there will be none
+ *	SHORT		values: bytes that it could not allocate, bytes that are free, the number of that allocation
+ *			among those for which it says so. It waits for ROOM. Only where WELCOME says so
+ *	GAVE		values: bytes that it has given of what it was asked for; 0: it had nothing of the kind
  *	OPAQUE		text: the driver's function that made what cannot be carried over; each name once
  *	UNSURE		text: what it did that cannot be undone or done again; each once
  *	OWN_ERROR	values: a CUresult that its own context gave. A claim, which moves nobody else
@@ -25,7 +28,7 @@
  *	STAYED		generation; text: why it did not move. It has the old context, and the old error
  * and the daemon
  *	WELCOME		mode: the one granted; MPSD_FAILOVER_OFF: it is told no more; values: 1: standbys are to be
- *			lazy, made when a move comes, where the program's environment says nothing
+ *			lazy, made when a move comes, where the program's environment says nothing; 1: it may say SHORT
  *	STANDBY		generation; path: CUDA_MPS_PIPE_DIRECTORY of the second domain; text: the folder with
  *			copies of the driver (libcuda-0.so.1 and so on)
  *	STAND_DOWN	generation; text: why. Its context goes, if the program is not in it; values: 1: no other
@@ -33,6 +36,8 @@
  *	TURN		generation: where it has moved to, and waits to do again what was in flight. It does now
  *	FENCED		generation, told to move to: no kernel in the domain that is left writes any more, by the
  *			driver's word
+ *	GIVE		values: what another program needs the memory of: 0: room for copies, 1: the standby
+ *	ROOM		values: bytes that another program has given, so the allocation may be tried again; 0: nobody does
  *	MOVE		generation: go on there now; values: 0: its domain is lost, 1: it is to be left, and the
  *			program ends its work there first; what was in flight is 0: lost, 1: done again, 2: done
  *			again when it has its turn, 3: the same, but no TURN comes: it has that as soon as it has
@@ -58,15 +63,25 @@ enum mpsd_failover_kind {
 	MPSD_FAILOVER_STAYED = 7,
 	MPSD_FAILOVER_DONE = 8,
 	MPSD_FAILOVER_UNSURE = 9,
+	MPSD_FAILOVER_SHORT = 10,
+	MPSD_FAILOVER_GAVE = 11,
 	MPSD_FAILOVER_WELCOME = 65,
 	MPSD_FAILOVER_STANDBY = 66,
 	MPSD_FAILOVER_STAND_DOWN = 67,
 	MPSD_FAILOVER_MOVE = 68,
 	MPSD_FAILOVER_TURN = 69,
 	MPSD_FAILOVER_FENCED = 70,
+	MPSD_FAILOVER_GIVE = 71,
+	MPSD_FAILOVER_ROOM = 72,
 };
 
 #define MPSD_FAILOVER_TAKES_FENCED 1	/* in HELLO */
+#define MPSD_FAILOVER_GIVES 2
+
+enum mpsd_failover_spared {
+	MPSD_FAILOVER_SPARED_ROOM = 0,
+	MPSD_FAILOVER_SPARED_STANDBY = 1,
+};
 
 enum mpsd_failover_again {
 	MPSD_FAILOVER_LOST = 0,

@@ -1,8 +1,14 @@
 // SPDX-License-Identifier: MIT
 /*
  * The back end of a process that has the GPU to itself, and the choice of another one.
- * MPSD_STANDIN_MEMORY: the GPU's bytes.
+ * MPSD_STANDIN_MEMORY: the GPU's bytes. MPSD_STANDIN_USED: a file of eight bytes, how many are in use, for programs and
+ * copies of this library that share them. What a process had is not given back at its end.
  */
+#include <fcntl.h>
+#include <stdint.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
 #include <stdlib.h>
 #include <string.h>
 
@@ -10,7 +16,23 @@
 
 #define DEFAULT_MEMORY ((size_t)4 << 30)
 
-static size_t used;
+/* With the lock of the GPU; others change what is shared. */
+static uint64_t own, *used = &own;
+static bool is_found;
+
+static uint64_t *find_used(void)
+{
+	const char *path = is_found ? NULL : getenv("MPSD_STANDIN_USED");
+	int fd = path ? open(path, O_RDWR | O_CLOEXEC) : -1;
+	void *shared = fd >= 0 ? mmap(NULL, sizeof(*used), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0) : MAP_FAILED;
+
+	is_found = true;
+	if (fd >= 0)
+		close(fd);
+	if (shared != MAP_FAILED)
+		used = shared;
+	return used;
+}
 
 static CUresult attach(void)
 {
@@ -30,20 +52,24 @@ static size_t total_memory(void)
 
 static size_t free_memory(void)
 {
-	return total_memory() - used;
+	uint64_t taken = __atomic_load_n(find_used(), __ATOMIC_RELAXED);
+
+	return taken < total_memory() ? total_memory() - taken : 0;
 }
 
 static bool take_memory(size_t size)
 {
-	if (size > free_memory())
-		return false;
-	used += size;
-	return true;
+	uint64_t *taken = find_used();
+
+	if (__atomic_add_fetch(taken, size, __ATOMIC_RELAXED) <= total_memory())
+		return true;
+	__atomic_sub_fetch(taken, size, __ATOMIC_RELAXED);
+	return false;
 }
 
 static void give_memory(size_t size)
 {
-	used -= size;
+	__atomic_sub_fetch(find_used(), size, __ATOMIC_RELAXED);
 }
 
 /* There is nobody to be told. */

@@ -109,9 +109,20 @@ static bool has_limit(CUlimit limit)
 	       (first_limits[limit] || limit == CU_LIMIT_PERSISTING_L2_CACHE_SIZE);
 }
 
+/* MPSD_STANDIN_CONTEXT: bytes of the GPU's that a context takes. */
+static size_t context_bytes(void)
+{
+	const char *given = getenv("MPSD_STANDIN_CONTEXT");
+
+	return given ? strtoull(given, NULL, 0) : 0;
+}
+
 static CUresult open_context(CUcontext context, CUdevice device)
 {
-	CUresult result = is_any_retained() ? CUDA_SUCCESS : backend->attach();
+	CUresult result = backend->take_memory(context_bytes()) ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
+
+	if (result == CUDA_SUCCESS && !is_any_retained())
+		result = backend->attach();
 
 	context->device = device;
 	memcpy(context->limits, first_limits, sizeof(first_limits));
@@ -154,6 +165,7 @@ static void end_context(CUcontext context)
 	look_at(context);	/* what is dead need not be waited for */
 	context->retained = 0;	/* before the streams end: nobody comes in meanwhile */
 	manager_forget(context);
+	backend->give_memory(context_bytes());
 	close_streams(context);
 	close_events(context);
 	close_modules(context->device);

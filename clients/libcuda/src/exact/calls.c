@@ -9,6 +9,7 @@
 #include "exact/undo.h"
 #include "failover/graph.h"
 #include "failover/line.h"
+#include "failover/room.h"
 #include "memory.h"
 
 CUresult mpsd_submit_new(const struct mpsd_op *given, bool proves)
@@ -223,7 +224,7 @@ CUresult work_cuStreamWaitEvent(CUstream hStream, CUevent hEvent, unsigned int F
 	return mpsd_submit_new(&op, false);
 }
 
-/* Memory: copies of the proxy's own give way to what the program asks for, and then the standby does. */
+/* Memory: copies of the proxy's own give way to what the program asks for, then the standby does, and what others have for a fail-over. */
 
 static CUresult free_put_off(const void *unused)
 {
@@ -232,7 +233,7 @@ static CUresult free_put_off(const void *unused)
 }
 
 /* OUT_OF_MEMORY: there is no more. */
-static CUresult more_room(void)
+static CUresult more_room(struct mpsd_shortage *shortage)
 {
 	CUresult result = CUDA_ERROR_OUT_OF_MEMORY;
 
@@ -242,24 +243,25 @@ static CUresult more_room(void)
 		return result;
 	if (mpsd_undo_has())
 		return mpsd_in_order(mpsd_undo_give_back);
-	return mpsd_room_ask() ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
+	return mpsd_room_ask() || mpsd_room_ask_others(shortage) ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
 }
 
-bool mpsd_exact_has_more_room(CUresult *result)
+bool mpsd_exact_has_more_room(CUresult *result, struct mpsd_shortage *shortage)
 {
 	if (*result != CUDA_ERROR_OUT_OF_MEMORY)
 		return false;
-	*result = more_room();
+	*result = more_room(shortage);
 	return *result == CUDA_SUCCESS;
 }
 
 CUresult make_cuMemAlloc_v2(CUdeviceptr *dptr, size_t bytesize)
 {
+	struct mpsd_shortage shortage = { .bytes = bytesize };
 	CUresult result;
 
 	do
 		result = inner_cuMemAlloc_v2(dptr, bytesize);
-	while (mpsd_exact_has_more_room(&result));
+	while (mpsd_exact_has_more_room(&result, &shortage));
 	return result;
 }
 
@@ -302,10 +304,11 @@ CUresult make_cuMemFree_v2(CUdeviceptr dptr)
 CUresult make_cuMemAllocPitch_v2(CUdeviceptr *dptr, size_t *pPitch, size_t WidthInBytes, size_t Height,
 				 unsigned int ElementSizeBytes)
 {
+	struct mpsd_shortage shortage = { .bytes = (uint64_t)WidthInBytes * Height };
 	CUresult result;
 
 	do
 		result = inner_cuMemAllocPitch_v2(dptr, pPitch, WidthInBytes, Height, ElementSizeBytes);
-	while (mpsd_exact_has_more_room(&result));
+	while (mpsd_exact_has_more_room(&result, &shortage));
 	return result;
 }

@@ -7,6 +7,7 @@
 
 #include <stdlib.h>
 
+#include "clock.h"
 #include "exact/saver.h"
 #include "exact/undo.h"
 #include "failover/line.h"
@@ -19,6 +20,7 @@
 #define MOST_CHUNKS 1024
 #define DEFAULT_PART 16		/* of the GPU's memory */
 #define MOST_MIB (1u << 20)
+#define REST_NS 20000000	/* for which who asked for it has tried once more */
 
 static struct chunk {
 	CUdeviceptr base;
@@ -27,6 +29,8 @@ static struct chunk {
 } chunks[MOST_CHUNKS];
 static unsigned int chunk_count, chunk_now;
 static size_t chunk_used;		/* of chunks[chunk_now] */
+static bool is_short;			/* the last one could not be had */
+static atomic_uint_least64_t rests_until;
 
 static size_t budget(void)
 {
@@ -103,9 +107,13 @@ CUresult mpsd_chunk_more(uint64_t size)
 		size = CHUNK_BYTES;
 	if (there + size > budget() && there < budget())
 		size = budget() - there;
+	is_short = false;
 	if (there + size > budget() || chunk_count == MOST_CHUNKS)
 		return CUDA_ERROR_OUT_OF_MEMORY;
+	while (mpsd_now_ns() < atomic_load(&rests_until))
+		mpsd_pause(1);
 	result = inner_cuMemAlloc_v2(&base, size);
+	is_short = result == CUDA_ERROR_OUT_OF_MEMORY;
 	/* While another thread captures it may be forbidden. */
 	if (result != CUDA_SUCCESS)
 		return result == MPSD_AGAIN || mpsd_is_loss(result) ? result : CUDA_ERROR_OUT_OF_MEMORY;
@@ -136,7 +144,10 @@ bool mpsd_chunk_is(CUdeviceptr address)
 
 const char *mpsd_undo_why_not(void)
 {
-	return mpsd_undoroom_is_open() ? "what one operation may write is more than MPSD_FAILOVER_UNDO_MIB" : OPEN_ROOM;
+	if (!mpsd_undoroom_is_open())
+		return OPEN_ROOM;
+	return is_short ? "too little free memory for a copy of what one operation may write" :
+			  "what one operation may write is more than MPSD_FAILOVER_UNDO_MIB";
 }
 
 /* The chunks stay as they are, and are nobody's. */
@@ -257,4 +268,20 @@ CUresult mpsd_undo_give_back(void)
 bool mpsd_undo_has(void)
 {
 	return __atomic_load_n(&chunk_count, __ATOMIC_RELAXED) != 0;
+}
+
+uint64_t mpsd_undo_bytes(void)
+{
+	uint64_t bytes = 0;
+
+	mpsd_word_take(&mpsd_exact_lock);
+	for (unsigned int i = 0; i < chunk_count; i++)
+		bytes += chunks[i].size;
+	mpsd_word_give(&mpsd_exact_lock);
+	return bytes;
+}
+
+void mpsd_undo_rest(void)
+{
+	atomic_store(&rests_until, mpsd_now_ns() + REST_NS);
 }

@@ -100,8 +100,13 @@ void mpsd_undo_runs_changed(void);
 /* Without any lock of these: what was mapped there goes. */
 void mpsd_still_gone(CUdeviceptr address);
 
-/* After an allocation: whether it is to be tried again, for there is more room than there was. */
-bool mpsd_exact_has_more_room(CUresult *result);
+/* An allocation: its bytes, and its number among those for which others were asked (0: they were not). */
+struct mpsd_shortage {
+	uint64_t bytes, number;
+};
+
+/* After it: whether it is to be tried again, for there is more room than there was. */
+bool mpsd_exact_has_more_room(CUresult *result, struct mpsd_shortage *shortage);
 
 /* A launch of it has come: what is known of it is on its way from the processor's far memory. */
 void mpsd_params_fetch(CUfunction function);

@@ -98,3 +98,5 @@ bool mpsd_undo_is_saved(CUdeviceptr address);
 /* chunks.c, without the lock, with the order: all the room for such copies, for the program. */
 CUresult mpsd_undo_give_back(void);
 bool mpsd_undo_has(void);
+uint64_t mpsd_undo_bytes(void);	/* of that room */
+void mpsd_undo_rest(void);	/* it was given to another program: for a moment none is taken again */

@@ -76,11 +76,12 @@ static bool is_carried(const CUmemAllocationProp *prop)
 static CUresult create(CUmemGenericAllocationHandle *handle, size_t size, const CUmemAllocationProp *prop,
 		       unsigned long long flags)
 {
+	struct mpsd_shortage shortage = { .bytes = size };
 	CUresult result;
 
 	do
 		result = inner_cuMemCreate(handle, size, prop, flags);
-	while (mpsd_exact_has_more_room(&result));
+	while (mpsd_exact_has_more_room(&result, &shortage));
 	/* What was freed is so when the copy of the driver that was left has let go of it too. */
 	if (result == CUDA_ERROR_OUT_OF_MEMORY && mpsd_unmapping_await(FENCE_MS))
 		result = inner_cuMemCreate(handle, size, prop, flags);

@@ -21,11 +21,13 @@
 #include "connect.h"
 #include "exact/exact.h"
 #include "failover/carry.h"
+#include "failover/cost.h"
 #include "failover/fence.h"
 #include "failover/graph.h"
 #include "failover/kept.h"
 #include "failover/made.h"
 #include "failover/move.h"
+#include "failover/room.h"
 #include "failover/wish.h"
 #include "failoverwire.h"
 #include "thread.h"
@@ -45,6 +47,7 @@ static atomic_uint_least64_t comes_until_ns;	/* after a move, the next standby *
 static pthread_mutex_t busy = PTHREAD_MUTEX_INITIALIZER;	/* the thread calls a copy */
 static uint64_t generation;	/* of the standby that there is, or that was asked for; 0: none */
 static uint64_t home;		/* where the program lives; 0: in its first context */
+static bool went_for_memory;	/* the last standby, or it could not be made for that */
 
 /* From the program's threads */
 
@@ -108,42 +111,38 @@ static bool say(const struct mpsd_failover_message *message)
 
 /* The thread */
 
-static bool say_unready(const char *why)
+static bool say_unready(const char *why, bool for_memory)
 {
-	struct mpsd_failover_message message = message_of(MPSD_FAILOVER_UNREADY, why);
-
+	went_for_memory = atomic_exchange(&mpsd_cost_was_short, false) || for_memory;
 	atomic_store(&ready, false);
 	mpsd_standby_close();
-	return say(&message);
+	return mpsd_line_tell_unready(atomic_load(&line), generation, why, went_for_memory);
 }
 
 static bool stand_by(const struct mpsd_failover_message *order)
 {
-	struct mpsd_failover_message message;
 	const char *why = NULL;
 	uint64_t began = mpsd_now_ns();
 
 	/* A daemon that has come back offers what there is already. */
-	if (order->generation == generation && atomic_load(&ready)) {
-		message = message_of(MPSD_FAILOVER_READY, NULL);
-		return say(&message);
-	}
+	if (order->generation == generation && atomic_load(&ready))
+		return mpsd_line_tell_ready(atomic_load(&line), generation, 0);
 	atomic_store(&ready, false);
 	generation = order->generation;
 	if (atomic_load(&mpsd_opaque_notes()->count)) {
 		mpsd_standby_close();
 		return true;
 	}
+	if (went_for_memory && !mpsd_cost_is_there())
+		return say_unready("there is too little free memory for one", true);
 	if (!mpsd_standby_offer(generation, order->path, order->text, &why))
-		return say_unready(why);
+		return say_unready(why, false);
 	atomic_store(&given_up, false);
 	mpsd_own_error_forget();
 	atomic_store(&ready, true);
 	atomic_store(&behind, false);
 	mpsd_phase_wake();
-	message = message_of(MPSD_FAILOVER_READY, NULL);
-	message.values[0] = mpsd_now_ns() - began;
-	return say(&message);
+	return mpsd_line_tell_ready(atomic_load(&line), generation, mpsd_now_ns() - began);
 }
 
 static bool have_turn(bool may)
@@ -176,17 +175,10 @@ static bool move(const struct mpsd_failover_message *order)
 		mpsd_standby_close();
 		return say(&message);
 	}
-	message = message_of(MPSD_FAILOVER_MOVED, times.replayed.unsure);
-	message.values[0] = times.held_ns - began;
-	message.values[1] = times.fence_ns - began;
-	message.values[2] = times.on_ns - began;
-	message.values[3] = times.waits ? times.takes_ns : times.replayed.bytes;
-	message.values[4] = times.replayed.operations;
-	message.values[5] = times.waits;
 	home = generation;
 	generation = 0;
 	atomic_store(&comes_until_ns, mpsd_now_ns() + mpsd_wish()->patience_ns);
-	is = say(&message);
+	is = mpsd_line_tell_moved(atomic_load(&line), home, &times, began);
 	/* Whether or not there is still somebody to hear of it. */
 	if (order->values[1] == MPSD_FAILOVER_AT_ONCE)
 		is = have_turn(true) && is;
@@ -215,6 +207,7 @@ static bool obey(const struct mpsd_failover_message *order)
 	case MPSD_FAILOVER_WELCOME:
 		mode = order->mode;
 		mpsd_standby_lazy(order->values[0] != 0);
+		mpsd_room_may_ask(order->values[1] != 0);
 		if (mode != MPSD_FAILOVER_EXACT)
 			mpsd_exact_stop("the daemon's configuration");
 		return true;
@@ -228,6 +221,9 @@ static bool obey(const struct mpsd_failover_message *order)
 		return order->generation != home || have_turn(true);
 	case MPSD_FAILOVER_FENCED:
 		return mpsd_fence_told(order->generation), true;
+	case MPSD_FAILOVER_GIVE:
+	case MPSD_FAILOVER_ROOM:
+		return mpsd_room_told(order), true;
 	default:
 		return false;
 	}
@@ -249,10 +245,11 @@ static bool tell(struct mpsd_told *told)
 
 static bool give_room(void)
 {
-	bool is = !mpsd_room_is_wanted() || !atomic_load(&ready) || say_unready("its memory was needed");
+	const char *who = mpsd_room_wanted();
+	bool is = !who || !atomic_load(&ready) || say_unready(who, true);
 
 	mpsd_room_is_given();
-	return is;
+	return is && mpsd_room_tell(atomic_load(&line));
 }
 
 static bool follow(struct mpsd_told *told)
@@ -265,7 +262,7 @@ static bool follow(struct mpsd_told *told)
 	atomic_store(&woken, false);
 	if (!tell(told) || !mpsd_line_tell_error(atomic_load(&line), generation) || !give_room())
 		return false;
-	return !atomic_load(&ready) || mpsd_standby_follow(&why) || say_unready(why);
+	return !atomic_load(&ready) || mpsd_standby_follow(&why) || say_unready(why, false);
 }
 
 /* Not while the process ends, which waits for this. */
@@ -295,7 +292,7 @@ static void listen_to(int fd)
 
 	message.mode = mode;
 	message.generation = home;
-	message.values[0] = MPSD_FAILOVER_TAKES_FENCED;
+	message.values[0] = MPSD_FAILOVER_TAKES_FENCED | MPSD_FAILOVER_GIVES;
 	if (!say(&message) || !tell(&told))
 		return;
 	while (!atomic_load(&off)) {
@@ -327,6 +324,7 @@ static void *run(void *unused)
 			if (atomic_exchange(&line, -1) == fd)
 				close(fd);
 			mpsd_turn_forgo();
+			mpsd_room_may_ask(false);
 			ended = mpsd_now_ns() - began > 1000000000u ? 0 : ended + 1;
 			pause_ms = FIRST_PAUSE_MS;
 		}
@@ -347,6 +345,7 @@ static void in_child(void)
 	mpsd_exact_child();
 	mpsd_captures_child();
 	mpsd_kept_child();
+	mpsd_room_child();
 	if (fd >= 0)
 		close(fd);
 	if (other >= 0)
@@ -363,6 +362,7 @@ static void at_end(void)
 	atomic_store(&off, true);
 	mpsd_fence_leave_off();
 	mpsd_line_wake();
+	mpsd_room_at_end();
 	if (!pthread_mutex_timedlock(&busy, &until))
 		pthread_mutex_unlock(&busy);
 	mpsd_fence_at_end();

@@ -12,6 +12,8 @@
 /* Whether the environment names a daemon that offers it (MPSD_FAILOVER_SOCKET). */
 bool mpsd_line_offered(void);
 
+struct mpsd_times;
+
 /* The program has a context. Only the first call does something. */
 void mpsd_line_start(void);
 
@@ -43,13 +45,11 @@ struct mpsd_told {
 
 struct mpsd_failover_message mpsd_line_message(enum mpsd_failover_kind kind, uint64_t generation, const char *text);
 bool mpsd_line_say(int line, const struct mpsd_failover_message *message);
+bool mpsd_line_tell_ready(int line, uint64_t generation, uint64_t took_ns);
+bool mpsd_line_tell_unready(int line, uint64_t generation, const char *why, bool for_memory);
+bool mpsd_line_tell_moved(int line, uint64_t generation, const struct mpsd_times *times, uint64_t began);
 bool mpsd_line_tell(int line, uint64_t generation, struct mpsd_told *told);
 bool mpsd_line_tell_error(int line, uint64_t generation);
-
-/* room.c: the standby goes, for the memory that it takes. False: there is none, or it did not go in time. */
-bool mpsd_room_ask(void);
-bool mpsd_room_is_wanted(void);		/* these two for the thread */
-void mpsd_room_is_given(void);
 
 /* The program has met the loss of its context, the one after so many `moves`. */
 void mpsd_line_error(CUresult result, uint64_t moves);

@@ -5,8 +5,10 @@
 
 #include "exact/exact.h"
 #include "failover/carry.h"
+#include "failover/cost.h"
 #include "failover/line.h"
 #include "failover/made.h"
+#include "failover/move.h"
 
 struct mpsd_failover_message mpsd_line_message(enum mpsd_failover_kind kind, uint64_t generation, const char *text)
 {
@@ -53,4 +55,34 @@ bool mpsd_line_tell_error(int line, uint64_t generation)
 
 	message.values[0] = mpsd_own_error_take();
 	return !message.values[0] || mpsd_line_say(line, &message);
+}
+
+bool mpsd_line_tell_ready(int line, uint64_t generation, uint64_t took_ns)
+{
+	struct mpsd_failover_message message = mpsd_line_message(MPSD_FAILOVER_READY, generation, NULL);
+
+	message.values[0] = took_ns;
+	message.values[1] = mpsd_cost_bytes();
+	return mpsd_line_say(line, &message);
+}
+
+bool mpsd_line_tell_unready(int line, uint64_t generation, const char *why, bool for_memory)
+{
+	struct mpsd_failover_message message = mpsd_line_message(MPSD_FAILOVER_UNREADY, generation, why);
+
+	message.values[0] = for_memory;
+	return mpsd_line_say(line, &message);
+}
+
+bool mpsd_line_tell_moved(int line, uint64_t generation, const struct mpsd_times *times, uint64_t began)
+{
+	struct mpsd_failover_message message = mpsd_line_message(MPSD_FAILOVER_MOVED, generation, times->replayed.unsure);
+
+	message.values[0] = times->held_ns - began;
+	message.values[1] = times->fence_ns - began;
+	message.values[2] = times->on_ns - began;
+	message.values[3] = times->waits ? times->takes_ns : times->replayed.bytes;
+	message.values[4] = times->replayed.operations;
+	message.values[5] = times->waits;
+	return mpsd_line_say(line, &message);
 }

@@ -4,16 +4,20 @@
 #include <stdio.h>
 
 #include "failover/ahead.h"
+#include "failover/cost.h"
 #include "failover/made.h"
 
 #define MOST_YIELDS 1000
 
 static CUresult make_context(struct mpsd_made *made)
 {
+	uint64_t before = mpsd_cost_free(made, NULL);
 	CUcontext context;
 	CUresult result = other_cuDevicePrimaryCtxRetain(&context, made->device);
 
 	made->twin = context;
+	if (result == CUDA_SUCCESS)
+		mpsd_cost_took(made, before);
 	return result;
 }
 
@@ -153,6 +157,8 @@ static bool make_in(CUcontext context, struct mpsd_made *made, const char **what
 	result = make(made, what);
 	if (result == CUDA_SUCCESS)
 		return true;
+	if (result == CUDA_ERROR_OUT_OF_MEMORY)
+		atomic_store(&mpsd_cost_was_short, true);
 	snprintf(said, sizeof(said), "%s: %d %.90s", *what, (int)result,
 		 made->text ? made->text : made->of && made->of->text ? made->of->text : "");
 	*what = said;

@@ -1,0 +1,209 @@
+"""A program takes all memory there is beside others that are ready for a fail-over.
+
+It may have as much as beside programs that are not, for their standbys and their room for copies give way; and
+they get theirs again afterwards.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from faultinject.history import clock
+from faultinject.proxy.library import MPSD_RUN, Libraries
+from faultinject.proxy.memory_end import DEADLINE_S, LEAST_SHARE
+from faultinject.proxy.pairs import settled
+from faultinject.rig import Rig
+from faultinject.verdict import Finding, Verdict, invalid, unknown, valid
+from faultinject.worker import Worker
+from mpsd.errors import DeadlineError, MpsdError
+
+SIDES = ("off", "exact")
+"""The mode of the others; the program that takes all is in mode keep each time."""
+
+NEIGHBOURS = 3
+UP_S = 60.0
+AGAIN_S = 90.0
+"""A standby that went for its memory is offered again half a minute later."""
+
+GAVE = "another program needed its memory"
+CONTEXT_BYTES = 256 << 20
+"""Of the stand-in driver's contexts."""
+
+
+def run(rig: Rig, libraries: Libraries, seed: int, tell: Callable[[str], None]) -> dict[str, Any]:
+    """One side after the other. What goes wrong in the harness is told, never raised."""
+    found: dict[str, Any] = {"sides": {}, "failure": ""}
+    try:
+        for side in SIDES:
+            settled(rig)
+            with tempfile.TemporaryDirectory(prefix="mpsd-fi-") as folder:
+                found["sides"][side] = _Side(rig, libraries, side, seed, Path(folder)).run()
+            tell(f"crowded, beside programs in mode {side}: {line_of(found['sides'][side])}")
+    except MpsdError as error:
+        found["failure"] = f"{error.code}: {error}"
+    return found
+
+
+class _Side:
+    def __init__(self, rig: Rig, libraries: Libraries, mode: str, seed: int, folder: Path) -> None:
+        self._rig, self._libraries, self._mode, self._seed = rig, libraries, mode, seed
+        self._shared: dict[str, str] = {}
+        if libraries.driver is not None:
+            used = folder / "used"
+            used.write_bytes(bytes(8))
+            self._shared = {"MPSD_STANDIN_USED": str(used), "MPSD_STANDIN_CONTEXT": str(CONTEXT_BYTES)}
+
+    def run(self) -> dict[str, Any]:
+        """Raises DeadlineError."""
+        neighbours = [self._neighbour(number) for number in range(NEIGHBOURS)]
+        try:
+            for one in neighbours:
+                one.must("ready", timeout=UP_S)
+            if self._mode != "off":
+                self._await_ready(neighbours, UP_S)
+            facts: dict[str, Any] = {"before": self._standings(neighbours)}
+            facts |= self._take_all(neighbours)
+            ended = clock()
+            if self._mode != "off":
+                self._await_ready(neighbours, AGAIN_S)
+            facts["again_s"] = round(clock() - ended, 3)
+            for one in neighbours:
+                one.tell("stop")
+            done = [one.must("done", "error", timeout=UP_S) for one in neighbours]
+            for one in neighbours:
+                one.must("gone", timeout=UP_S)
+        finally:
+            for one in neighbours:
+                one.end()
+        facts["wrong"] = [word.data.get("wrong", 0) for word in done]
+        facts["lost"] = sum(word.what != "done" for word in done)
+        return facts
+
+    def _environment(self, mode: str) -> dict[str, str]:
+        service = self._rig.mpsd
+        found = self._libraries.proxied(service.environment, service.socket, vault=True)
+        return {**found, **self._shared, "MPSD_FAILOVER": mode}
+
+    def _neighbour(self, number: int) -> Worker:
+        return self._rig.spawn(
+            f"{self._mode}-{number}",
+            "server",
+            "--seed",
+            str(number),
+            environment=self._environment(self._mode),
+            through=MPSD_RUN,
+            device="standin" if self._libraries.driver else None,
+        )
+
+    def _take_all(self, neighbours: Sequence[Worker]) -> dict[str, Any]:
+        """Raises DeadlineError."""
+        options = ("--seed", str(self._seed))
+        name, environment = f"taker-{self._mode}", self._environment("keep")
+        taker = self._rig.spawn(name, "memory_end", *options, environment=environment, through=MPSD_RUN)
+        try:
+            taker.must("ready", "error", timeout=DEADLINE_S)
+            if self._mode != "off":
+                # Its own standby is there, too, and goes first.
+                self._await_ready([taker], UP_S)
+            taker.tell("go")
+            full = taker.must("full", "error", timeout=DEADLINE_S)
+            facts = {**full.data, "full": self._standings(neighbours)}
+            if full.what == "full":
+                taker.tell("free")
+                last = taker.must("done", "error", timeout=DEADLINE_S).data
+                facts |= {"free_s": last.get("seconds"), "errors_again": last.get("again")}
+                taker.must("gone", timeout=DEADLINE_S)
+        finally:
+            taker.end()
+        return facts
+
+    def _standings(self, workers: Sequence[Worker]) -> list[Mapping[str, Any]]:
+        kept = ("standing", "reason", "standby_bytes")
+        slots = self._rig.mpsd.status()["slots"]
+        known = {p["pid"]: p for slot in slots for p in slot["programs"]}
+        return [{key: known.get(worker.pid, {}).get(key) for key in kept} for worker in workers]
+
+    def _await_ready(self, workers: Sequence[Worker], limit_s: float) -> None:
+        """Raises DeadlineError."""
+
+        def are_ready(_status: Mapping[str, Any]) -> bool:
+            return all(one["standing"] == "ready" for one in self._standings(workers))
+
+        try:
+            self._rig.mpsd.until(are_ready, limit_s)
+        except DeadlineError as error:
+            raise DeadlineError(f"not ready after {limit_s:g} s: {self._standings(workers)}") from error
+
+
+def judge(seen: Mapping[str, Any]) -> list[Finding]:
+    """What must hold of the stored facts (run's)."""
+    laws: Sequence[Callable[[Mapping[str, Any]], tuple[Verdict, str]]] = (
+        _all_came_to_the_end,
+        _as_much_memory,
+        _others_gave,
+        _nobody_was_harmed,
+    )
+    found = []
+    for law in laws:
+        if seen["failure"] and law is not _all_came_to_the_end:
+            continue
+        found.append(Finding(law.__name__.strip("_").replace("_", " "), *law(seen)))
+    return found
+
+
+def _all_came_to_the_end(seen: Mapping[str, Any]) -> tuple[Verdict, str]:
+    if seen["failure"]:
+        return unknown(seen["failure"])
+    bad = [f"{side}: {facts['text']}" for side, facts in seen["sides"].items() if "text" in facts]
+    return invalid("; ".join(bad)) if bad else valid()
+
+
+def _share(seen: Mapping[str, Any]) -> float:
+    return float(seen["sides"]["exact"]["had"] / seen["sides"]["off"]["had"])
+
+
+def _as_much_memory(seen: Mapping[str, Any]) -> tuple[Verdict, str]:
+    spared = sum(one["standby_bytes"] or 0 for one in seen["sides"]["exact"]["before"])
+    if not spared:
+        return unknown("the standbys of the others took no memory, by their own word")
+    if (share := _share(seen)) < LEAST_SHARE:
+        return invalid(f"beside programs in mode exact it had {share:.2%} of what it has beside others")
+    return valid()
+
+
+def _others_gave(seen: Mapping[str, Any]) -> tuple[Verdict, str]:
+    reasons = {one["reason"] for one in seen["sides"]["exact"]["full"]}
+    return valid() if reasons == {GAVE} else invalid(f"the others' standbys: {sorted(map(str, reasons))}")
+
+
+def _nobody_was_harmed(seen: Mapping[str, Any]) -> tuple[Verdict, str]:
+    for side, facts in seen["sides"].items():
+        if facts["lost"] or any(facts["wrong"]):
+            return invalid(f"beside {side}: {facts['lost']} lost, wrong results {facts['wrong']}")
+    return valid()
+
+
+def line_of(facts: Mapping[str, Any]) -> str:
+    """What one side had, in words."""
+    if "text" in facts:
+        return str(facts["text"])
+    spared = sum(one["standby_bytes"] or 0 for one in facts["before"])
+    said = f"{facts['had'] / 2**30:.2f} GiB after {facts['seconds']:.1f} s"
+    if spared:
+        said += (
+            f", of {spared / 2**30:.2f} in others' standbys, which were back after {facts['again_s']:.1f} s"
+        )
+    return said
+
+
+def line(seen: Mapping[str, Any]) -> str:
+    """Both sides."""
+    if seen["failure"]:
+        return str(seen["failure"])
+    told = [f"beside programs in mode {side} {line_of(facts)}" for side, facts in seen["sides"].items()]
+    if all("had" in facts for facts in seen["sides"].values()):
+        told[-1] += f" ({_share(seen):.2%})"
+    return "; ".join(told)

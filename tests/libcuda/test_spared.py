@@ -1,0 +1,262 @@
+"""Memory that is there for a fail-over alone goes to a program that has run out: the asking and the giving.
+
+The daemon is played by the test.
+"""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import pytest
+
+from tests.libcuda.test_exact import EXACT, gate, move
+from tests.libcuda.test_failover import Program, ask, break_domain, copies, offer, post, stand_by, started
+from tests.libcuda.test_vmm import PLAIN
+from tests.support import moving
+from tests.support.gate import Gate
+from tests.support.libcudas import Libraries
+from tests.support.moving import Line, Post
+from tests.support.simfixtures import backend, domain, second
+from tests.support.simnode import Domain, until
+
+__all__ = ["ask", "backend", "copies", "domain", "gate", "post", "second"]
+
+MIB = 1 << 20
+TOO_MUCH = 1 << 50
+ALLOCATE = f"gpu.code('cuMemAlloc_v2', ctypes.byref(ctypes.c_uint64()), {TOO_MUCH})"
+CREATE = f"gpu.code('cuMemCreate', ctypes.byref(ctypes.c_uint64()), {TOO_MUCH}, PLAIN, 0)"
+SIZES = "sizes = (ctypes.c_size_t * 2)()"
+FREE = "(gpu.code('cuMemGetInfo_v2', sizes, ctypes.byref(sizes, 8)), sizes[0])"
+ROOM, STANDBY = 0, 1
+ANOTHER = "another program needed its memory"
+
+
+def give(line: Line, spared: int) -> int:
+    """What it says that it has given."""
+    line.say(moving.GIVE, value=spared)
+    return line.hear(moving.GAVE).values[0]
+
+
+@pytest.mark.parametrize("ask", [{}, {"MPSD_FAILOVER": "exact"}], indirect=True, ids=["keep", "exact"])
+@pytest.mark.parametrize("given", [[], [4096], [4096, 1]])
+def test_a_program_that_has_run_out_asks_until_nobody_gives(
+    post: Post, ask: Program, given: list[int]
+) -> None:
+    line = post.greet(moving.EXACT, short=True)
+    ask(f"m = gpu.memory(2 << 20); {SIZES}")
+    ask.tell(ALLOCATE)
+    for one in (*given, 0):
+        said = line.hear(moving.SHORT)
+        line.say(moving.ROOM, value=one)
+    assert ask.answer() == "2"
+    # Its own room for copies had gone by then.
+    assert eval(ask(FREE)) == (0, said.values[1]) and said.values[0] == TOO_MUCH
+    assert ask("gpu.run('add', m, 8, 1), gpu.sync(), gpu.word(m)") == "(0, 0, 1)"
+    assert ask.end() == ""
+
+
+@pytest.fixture
+def used(tmp_path: Path) -> Path:
+    """How many bytes of the GPU are in use."""
+    path = tmp_path / "used"
+    path.write_bytes(bytes(8))
+    return path
+
+
+def use(used: Path, more: int) -> None:
+    (before,) = struct.unpack("=q", used.read_bytes())
+    with used.open("r+b") as file:
+        file.write(struct.pack("=q", before + more))
+
+
+def test_what_others_give_is_there_for_the_allocation(
+    libraries: Libraries, domain: Domain, post: Post, used: Path
+) -> None:
+    """They have nearly all there is, and let go of some of it while the program waits."""
+    known = {"MPSD_FAILOVER": "exact", "MPSD_STANDIN_USED": str(used)}
+    with started(libraries, domain, post, **known) as ask:
+        line = post.greet(moving.EXACT, short=True)
+        ask(f"m = gpu.memory(2 << 20); {SIZES}")
+        (_, free) = eval(ask(FREE))
+        use(used, free - 16 * MIB)
+        ask.tell(f"made = gpu.memory({256 * MIB})")
+        assert line.hear(moving.SHORT).values[0] == 256 * MIB
+        use(used, -512 * MIB)
+        line.say(moving.ROOM, value=512 * MIB)
+        assert ask.answer() == "None"
+        assert ask("gpu.run('add', made, 8, 1), gpu.sync(), gpu.word(made)") == "(0, 0, 1)"
+        assert ask.end() == ""
+
+
+def test_it_says_what_its_standby_takes(
+    libraries: Libraries, domain: Domain, second: Domain, post: Post, copies: Path, used: Path
+) -> None:
+    """And is not made again where there is not as much, and some more."""
+    context = 100 * MIB
+    known = {"MPSD_STANDIN_USED": str(used), "MPSD_STANDIN_CONTEXT": str(context)}
+    with started(libraries, domain, post, **known) as ask:
+        line = post.greet(moving.EXACT)
+        ask(f"m = gpu.memory(8 << 20); gpu.sync(); {SIZES}")
+        offer(line, second, copies)
+        assert line.hear(moving.READY).values[1] == context
+        # And to a daemon that has come back.
+        offer(line, second, copies)
+        assert line.hear(moving.READY).values[1] == context
+        line.say(moving.GIVE, value=STANDBY)
+        line.hear(moving.UNREADY)
+        assert line.hear(moving.GAVE).values[0] == context
+        (_, free) = eval(ask(FREE))
+        use(used, free - context - MIB)
+        offer(line, second, copies)
+        said = line.hear(moving.UNREADY)
+        assert (said.text, said.values[0]) == ("there is too little free memory for one", 1)
+        use(used, MIB - free + context)
+        offer(line, second, copies)
+        assert line.hear(moving.READY).values[1] == context
+        assert ask.end() == ""
+
+
+def test_a_standby_for_which_there_is_no_memory_may_come_later(
+    libraries: Libraries, domain: Domain, second: Domain, post: Post, copies: Path, used: Path
+) -> None:
+    known = {"MPSD_STANDIN_USED": str(used), "MPSD_STANDIN_CONTEXT": str(100 * MIB)}
+    with started(libraries, domain, post, **known) as ask:
+        line = post.greet(moving.EXACT)
+        ask(f"m = gpu.memory(8 << 20); gpu.sync(); {SIZES}")
+        (_, free) = eval(ask(FREE))
+        use(used, free - 16 * MIB)
+        offer(line, second, copies)
+        said = line.hear(moving.UNREADY)
+        assert said.text.startswith("cuDevicePrimaryCtxRetain") and said.values[0] == 1
+        use(used, 16 * MIB - free)
+        stand_by(line, second, copies)
+        assert ask.end() == ""
+
+
+@EXACT
+def test_its_own_standby_goes_first(second: Domain, post: Post, ask: Program, copies: Path) -> None:
+    line = post.greet(moving.EXACT, short=True)
+    ask("m = gpu.memory(2 << 20); gpu.sync()")
+    stand_by(line, second, copies)
+    ask.tell(ALLOCATE)
+    said = line.hear(moving.UNREADY)
+    assert (said.text, said.values[0]) == ("its memory was needed", 1)
+    line.hear(moving.SHORT)
+    line.say(moving.ROOM)
+    assert ask.answer() == "2"
+    assert ask.end() == ""
+
+
+@EXACT
+def test_nobody_is_asked_whose_daemon_does_not_say_that_it_may_be(post: Post, ask: Program) -> None:
+    line = post.greet(moving.EXACT)
+    ask("m = gpu.memory(2 << 20)")
+    assert ask(ALLOCATE) == "2"
+    assert line.is_silent()
+    assert ask.end() == ""
+
+
+@EXACT
+@pytest.mark.parametrize("begins", [ALLOCATE, CREATE])
+def test_who_asks_does_not_wait_for_a_daemon_that_has_gone(post: Post, ask: Program, begins: str) -> None:
+    line = post.greet(moving.EXACT, short=True)
+    ask(PLAIN)
+    ask("m = gpu.memory(2 << 20)")
+    ask.tell(begins)
+    line.hear(moving.SHORT)
+    line.close()
+    assert ask.answer() == "2"
+    assert ask(ALLOCATE) == "2"
+    assert ask.end() == ""
+
+
+@EXACT
+def test_a_forked_child_asks_nobody(post: Post, ask: Program) -> None:
+    line = post.greet(moving.EXACT, short=True)
+    ask("m = gpu.memory(2 << 20); import os")
+    assert ask(f"(child := os.fork()) or os._exit({ALLOCATE} == 2), os.waitpid(child, 0)[1]")
+    assert line.is_silent()
+    assert ask.end() == ""
+
+
+@EXACT
+def test_room_for_copies_is_given_and_what_is_written_next_takes_some_again(
+    domain: Domain, gate: Gate, second: Domain, post: Post, ask: Program, copies: Path
+) -> None:
+    line = post.greet(moving.EXACT)
+    ask(f"m = gpu.memory(8 << 20); {SIZES}")
+    assert ask("gpu.run('add', m, 8, 5), gpu.sync()") == "(0, 0)"
+    (_, free) = eval(ask(FREE))
+    given = give(line, ROOM)
+    assert given > 0 and eval(ask(FREE)) == (0, free + given)
+    assert give(line, ROOM) == 0
+    stand_by(line, second, copies)
+    gate.let(3)
+    assert ask("gpu.run('add', m, 8, 1)") == "0"
+    break_domain(domain)
+    assert move(line).text == ""
+    assert ask("gpu.sync(), gpu.word(m)") == "(0, 6)"
+    assert ask.end() == ""
+
+
+@EXACT
+def test_what_is_in_flight_ends_before_its_room_is_given_and_a_move_may_come_first(
+    domain: Domain, gate: Gate, second: Domain, post: Post, ask: Program, copies: Path
+) -> None:
+    line = post.greet(moving.EXACT)
+    ask("m = gpu.memory(8 << 20)")
+    stand_by(line, second, copies)
+    assert ask("gpu.run('add', m, 8, 5), gpu.sync()") == "(0, 0)"
+    gate.let(0)
+    assert ask("gpu.run('add', m, 8, 1)") == "0"
+    line.say(moving.GIVE, value=ROOM)
+    until(line.is_read)
+    assert line.is_silent()
+    break_domain(domain)
+    line.say(moving.MOVE, 1, again=1)
+    # In either order, and nothing is lost: what it waited for is done again.
+    heard = [line.hear(moving.MOVED, moving.GAVE, moving.OWN_ERROR) for _ in range(2)]
+    heard += [line.hear(moving.MOVED, moving.GAVE) for said in heard if said.kind == moving.OWN_ERROR]
+    assert {said.kind for said in heard} >= {moving.MOVED, moving.GAVE}
+    assert all(said.text == "" for said in heard if said.kind == moving.MOVED)
+    assert ask("gpu.sync(), gpu.word(m)") == "(0, 6)"
+    assert ask.end() == ""
+
+
+@EXACT
+def test_a_program_ends_though_it_is_about_to_give(
+    domain: Domain, gate: Gate, post: Post, ask: Program
+) -> None:
+    line = post.greet(moving.EXACT)
+    ask("m = gpu.memory(8 << 20)")
+    assert ask("gpu.run('add', m, 8, 5), gpu.sync()") == "(0, 0)"
+    gate.let(0)
+    assert ask("gpu.run('add', m, 8, 1)") == "0"
+    line.say(moving.GIVE, value=ROOM)
+    until(line.is_read)
+    gate.let(2**40)
+    assert ask.end() == ""
+
+
+@EXACT
+def test_a_standby_is_given_and_made_again(
+    domain: Domain, gate: Gate, second: Domain, post: Post, ask: Program, copies: Path
+) -> None:
+    line = post.greet(moving.EXACT)
+    ask("m = gpu.memory(8 << 20); gpu.sync()")
+    assert give(line, STANDBY) == 0
+    stand_by(line, second, copies)
+    line.say(moving.GIVE, value=STANDBY)
+    said = line.hear(moving.UNREADY)
+    assert (said.text, said.values[0], said.generation) == (ANOTHER, 1, 1)
+    assert line.hear(moving.GAVE).values[0] > 0
+    assert give(line, STANDBY) == 0
+    stand_by(line, second, copies)
+    assert ask("gpu.run('add', m, 8, 5), gpu.sync()") == "(0, 0)"
+    gate.let(3)
+    assert ask("gpu.run('add', m, 8, 1)") == "0"
+    break_domain(domain)
+    assert move(line).text == ""
+    assert ask("gpu.sync(), gpu.word(m)") == "(0, 6)"
+    assert ask.end() == ""

@@ -1,0 +1,202 @@
+"""Who is asked for memory, in which order, when an allocation of another program's would fail."""
+
+from __future__ import annotations
+
+import pytest
+
+from mpsd.core import effects as fx
+from mpsd.core import events as ev
+from mpsd.core.giving import ASK_S, BACK, BACK_S, WAIT
+from mpsd.core.standby import Standing
+from mpsd.core.state import Policy
+from mpsd.model import FailoverMode, Spared
+from tests.support.core import GPU, UID, process, server_of
+from tests.unit.test_core_failover import Site, site
+
+EXACT = FailoverMode.EXACT
+MIB = 1 << 20
+OTHER = UID + 1
+
+
+def crowd(*pids: int, gives: bool = True) -> Site:
+    """These are ready in d2, each with a standby of so many MiB as its pid says; 9, which asks, has none."""
+    world = Site(Policy(failover=EXACT, linger_limit_s=30.0))
+    world.ready()
+    world.do(ev.CopiesSeen(""))
+    for pid in (9, *pids):
+        world.attach(pid, "d1")
+        world.do(ev.MemberCame(process(pid), UID, EXACT, gives=gives))
+    for pid in pids:
+        world.attach(pid, "d2")
+        world.do(ev.MemberReady(process(pid), 2, 5_000_000, pid * MIB))
+    return world
+
+
+def ask(world: Site, wanted: int = MIB, free: int = 0, number: int = 1) -> None:
+    world.do(ev.MemberShort(process(9), wanted, free, number))
+
+
+def asked(world: Site) -> list[tuple[int, Spared]]:
+    """Who was, by the last event."""
+    return [(e.process.pid, e.spared) for e in world.made(fx.GiveMemory)]
+
+
+def answered(world: Site) -> list[tuple[int, int]]:
+    return [(e.process.pid, e.bytes) for e in world.made(fx.HaveMemory)]
+
+
+def gave(world: Site, pid: int, given: int = 0) -> None:
+    world.do(ev.MemberGave(process(pid), given))
+
+
+def test_room_for_copies_is_asked_for_before_a_standby_and_one_at_a_time() -> None:
+    world = crowd(10, 11)
+    ask(world)
+    order = []
+    while said := asked(world):
+        order += said
+        ((pid, _),) = said
+        gave(world, pid)
+    assert order == [(11, Spared.ROOM), (10, Spared.ROOM), (11, Spared.STANDBY), (10, Spared.STANDBY)]
+    assert answered(world) == [(9, 0)]
+
+
+def test_what_one_gives_is_tried_before_the_next_one_is_asked() -> None:
+    world = crowd(10, 11)
+    ask(world)
+    gave(world, 11, 64 * MIB)
+    assert (asked(world), answered(world)) == ([], [(9, 64 * MIB)])
+    ask(world)
+    assert asked(world) == [(10, Spared.ROOM)]
+    assert world.state.counters["failover_memory_given"] == 1
+
+
+def test_nobody_is_asked_for_the_same_twice_for_one_allocation() -> None:
+    """So an allocation that cannot succeed ends, though who gave takes again meanwhile."""
+    world = crowd(10)
+    ask(world)
+    gave(world, 10, MIB)
+    ask(world)
+    assert asked(world) == [(10, Spared.STANDBY)]
+    gave(world, 10, MIB)
+    ask(world)
+    assert answered(world) == [(9, 0)]
+    ask(world, number=2)
+    assert asked(world) == [(10, Spared.ROOM)]
+
+
+@pytest.mark.parametrize(
+    ("free", "wanted", "is_asked"), [(0, 21, True), (0, 22, False), (5, 26, True), (5, 27, False)]
+)
+def test_no_standby_goes_for_an_allocation_that_all_of_them_do_not_make_fit(
+    free: int, wanted: int, is_asked: bool
+) -> None:
+    world = crowd(10, 11)
+    ask(world, wanted * MIB, free * MIB)
+    gave(world, 11)
+    gave(world, 10)
+    assert bool(asked(world)) == is_asked == (not answered(world))
+
+
+def test_where_one_does_not_say_what_its_standby_takes_it_may_be_enough() -> None:
+    world = crowd(10)
+    world.attach(12, "d1")
+    world.do(ev.MemberCame(process(12), UID, EXACT, gives=True))
+    world.attach(12, "d2")
+    world.do(ev.MemberReady(process(12), 2))
+    ask(world, 1 << 40)
+    for pid in (10, 12):
+        gave(world, pid)
+    assert asked(world) == [(10, Spared.STANDBY)]
+
+
+def test_who_does_not_answer_is_passed_over() -> None:
+    world = crowd(10, 11)
+    ask(world)
+    (timer,) = (e for e in world.made(fx.ArmTimer) if e.kind == WAIT)
+    assert timer.delay_s == ASK_S
+    world.timer(WAIT, timer.subject)
+    assert asked(world) == [(10, Spared.ROOM)]
+    # What the first one says by then is nobody's, and so is its timer.
+    gave(world, 11, MIB)
+    assert answered(world) == []
+    world.timer(WAIT, timer.subject)
+    assert (asked(world), answered(world)) == ([], [])
+
+
+def test_so_is_who_goes_away() -> None:
+    world = crowd(10, 11)
+    ask(world)
+    world.do(ev.MemberLeft(process(11)))
+    assert asked(world) == [(10, Spared.ROOM)]
+    world.die(10)
+    assert answered(world) == [(9, 0)]
+
+
+def test_two_that_ask_have_the_same_answer() -> None:
+    world = crowd(10)
+    ask(world)
+    world.attach(8, "d1")
+    world.do(ev.MemberCame(process(8), UID, EXACT, gives=True))
+    world.do(ev.MemberShort(process(8), MIB, 0))
+    assert asked(world) == [(10, Spared.ROOM)]
+    gave(world, 10, MIB)
+    assert sorted(answered(world)) == [(8, MIB), (9, MIB)]
+
+
+def test_who_cannot_be_asked_is_not() -> None:
+    world = crowd(10, gives=False)
+    ask(world)
+    assert answered(world) == [(9, 0)]
+
+
+def test_who_moves_is_not_asked() -> None:
+    world = crowd(10)
+    world.kernel(43, "channel 0x1", server_of("d1").pid, "nvidia-cuda-mps")
+    assert world.standing(10) is Standing.MOVING
+    ask(world)
+    assert answered(world) == [(9, 0)]
+
+
+def test_who_is_no_member_is_not_answered() -> None:
+    world = site()
+    ask(world)
+    assert (asked(world), answered(world)) == ([], [])
+    gave(world, 10, MIB)
+    assert world.state.counters["failover_words_ignored"] == 1
+
+
+@pytest.mark.parametrize(
+    ("gpu", "uid", "is_asked"),
+    [(GPU, UID, True), (GPU, OTHER, False), ("GPU-2", UID, False)],
+    ids=["its own", "a stranger's", "on another GPU"],
+)
+def test_in_another_slot_it_takes_from_its_own_user_s_programs_on_its_gpu(
+    gpu: str, uid: int, is_asked: bool
+) -> None:
+    world = crowd(10)
+    world.want("another", gpu, uid)
+    world.started("d3")
+    world.attach(20, "d3")
+    world.do(ev.MemberCame(process(20), uid, EXACT, gives=True))
+    world.do(ev.MemberShort(process(20), MIB, 0))
+    assert bool(asked(world)) == is_asked == (not answered(world))
+
+
+def test_a_standby_that_went_for_its_memory_is_offered_again_after_a_while() -> None:
+    world = crowd(10)
+    world.do(ev.MemberUnready(process(10), 2, "another program needed its memory", for_memory=True))
+    (timer,) = (e for e in world.made(fx.ArmTimer) if e.kind == BACK)
+    assert timer.delay_s == BACK_S and world.standing(10) is Standing.UNREADY
+    assert world.state.members[process(10)].bytes == 0
+    world.timer(BACK, timer.subject)
+    assert [(e.process.pid, e.generation) for e in world.made(fx.OfferStandby)] == [(10, 2)]
+    # Once: it is being made.
+    world.timer(BACK, timer.subject)
+    assert not world.made(fx.OfferStandby)
+
+
+def test_one_that_went_for_another_reason_is_not() -> None:
+    world = crowd(10)
+    world.do(ev.MemberUnready(process(10), 2, "cuInit of the copy"))
+    assert not [e for e in world.made(fx.ArmTimer) if e.kind == BACK]
