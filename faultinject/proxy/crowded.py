@@ -1,7 +1,7 @@
 """A program takes all memory there is beside others that are ready for a fail-over.
 
-It may have as much as beside programs that are not, for their standbys and their room for copies give way; and
-they get theirs again afterwards.
+It may have as much as beside programs that are not, for their standbys and room for copies give way; and they
+get theirs again afterwards.
 """
 
 from __future__ import annotations
@@ -63,13 +63,13 @@ class _Side:
             for one in neighbours:
                 one.must("ready", timeout=UP_S)
             if self._mode != "off":
-                self._await_ready(neighbours, UP_S)
+                self._await_ready(neighbours)
             facts: dict[str, Any] = {"before": self._standings(neighbours)}
             facts |= self._take_all(neighbours)
             ended = clock()
-            if self._mode != "off":
-                self._await_ready(neighbours, AGAIN_S)
-            facts["again_s"] = round(clock() - ended, 3)
+            is_back = self._mode == "off" or self._are_ready(neighbours, AGAIN_S)
+            facts["again_s"] = round(clock() - ended, 3) if is_back else None
+            facts["after"] = self._standings(neighbours)
             for one in neighbours:
                 one.tell("stop")
             done = [one.must("done", "error", timeout=UP_S) for one in neighbours]
@@ -107,7 +107,7 @@ class _Side:
             taker.must("ready", "error", timeout=DEADLINE_S)
             if self._mode != "off":
                 # Its own standby is there, too, and goes first.
-                self._await_ready([taker], UP_S)
+                self._await_ready([taker])
             taker.tell("go")
             full = taker.must("full", "error", timeout=DEADLINE_S)
             facts = {**full.data, "full": self._standings(neighbours)}
@@ -121,21 +121,21 @@ class _Side:
         return facts
 
     def _standings(self, workers: Sequence[Worker]) -> list[Mapping[str, Any]]:
-        kept = ("standing", "reason", "standby_bytes")
+        kept = ("standing", "reason", "standby_bytes", "opaque", "unsure")
         slots = self._rig.mpsd.status()["slots"]
         known = {p["pid"]: p for slot in slots for p in slot["programs"]}
         return [{key: known.get(worker.pid, {}).get(key) for key in kept} for worker in workers]
 
-    def _await_ready(self, workers: Sequence[Worker], limit_s: float) -> None:
-        """Raises DeadlineError."""
-
+    def _are_ready(self, workers: Sequence[Worker], limit_s: float) -> bool:
         def are_ready(_status: Mapping[str, Any]) -> bool:
             return all(one["standing"] == "ready" for one in self._standings(workers))
 
-        try:
-            self._rig.mpsd.until(are_ready, limit_s)
-        except DeadlineError as error:
-            raise DeadlineError(f"not ready after {limit_s:g} s: {self._standings(workers)}") from error
+        return self._rig.mpsd.until(are_ready, limit_s) is not None
+
+    def _await_ready(self, workers: Sequence[Worker]) -> None:
+        """Raises DeadlineError."""
+        if not self._are_ready(workers, UP_S):
+            raise DeadlineError(f"not ready after {UP_S:g} s: {self._standings(workers)}")
 
 
 def judge(seen: Mapping[str, Any]) -> list[Finding]:
@@ -144,6 +144,7 @@ def judge(seen: Mapping[str, Any]) -> list[Finding]:
         _all_came_to_the_end,
         _as_much_memory,
         _others_gave,
+        _standbys_came_back,
         _nobody_was_harmed,
     )
     found = []
@@ -179,6 +180,13 @@ def _others_gave(seen: Mapping[str, Any]) -> tuple[Verdict, str]:
     return valid() if reasons == {GAVE} else invalid(f"the others' standbys: {sorted(map(str, reasons))}")
 
 
+def _standbys_came_back(seen: Mapping[str, Any]) -> tuple[Verdict, str]:
+    facts = seen["sides"]["exact"]
+    if facts["again_s"] is None:
+        return invalid(f"after {AGAIN_S:g} s: {[(one['standing'], one['reason']) for one in facts['after']]}")
+    return valid()
+
+
 def _nobody_was_harmed(seen: Mapping[str, Any]) -> tuple[Verdict, str]:
     for side, facts in seen["sides"].items():
         if facts["lost"] or any(facts["wrong"]):
@@ -193,9 +201,10 @@ def line_of(facts: Mapping[str, Any]) -> str:
     spared = sum(one["standby_bytes"] or 0 for one in facts["before"])
     said = f"{facts['had'] / 2**30:.2f} GiB after {facts['seconds']:.1f} s"
     if spared:
-        said += (
-            f", of {spared / 2**30:.2f} in others' standbys, which were back after {facts['again_s']:.1f} s"
+        back = (
+            "did not come back" if facts["again_s"] is None else f"were back after {facts['again_s']:.1f} s"
         )
+        said += f", of {spared / 2**30:.2f} in others' standbys, which {back}"
     return said
 
 

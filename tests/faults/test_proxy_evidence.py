@@ -169,6 +169,7 @@ def test_memory_for_a_failover_gives_way_and_comes_back(libraries: Libraries, tm
         ({"wrong": [0, 1, 0]}, "nobody was harmed"),
         ({"lost": 1}, "nobody was harmed"),
         ({"full": exact["before"]}, "others gave"),
+        ({"again_s": None}, "standbys came back"),
     ):
         data["crowded"]["sides"]["exact"] = exact | changed
         findings = reports.judged(data)["crowded"]["findings"]

@@ -260,3 +260,47 @@ def test_a_standby_is_given_and_made_again(
     assert move(line).text == ""
     assert ask("gpu.sync(), gpu.word(m)") == "(0, 6)"
     assert ask.end() == ""
+
+
+SMALL = f"gpu.code('cuMemAlloc_v2', ctypes.byref(ctypes.c_uint64()), {MIB})"
+
+
+def test_others_are_asked_before_something_is_allocated_that_cannot_come_along(
+    libraries: Libraries, domain: Domain, post: Post, used: Path
+) -> None:
+    """The driver has a little in pieces smaller than a window's."""
+    known = {"MPSD_FAILOVER": "exact", "MPSD_STANDIN_USED": str(used)}
+    with started(libraries, domain, post, **known) as ask:
+        line = post.greet(moving.EXACT, short=True)
+        ask(f"m = gpu.made('cuMemAlloc_v2', {2 * MIB}); gpu.sync(); {SIZES}")
+        (_, free) = eval(ask(FREE))
+        use(used, free - 3 * MIB // 2)
+        ask.tell(SMALL)
+        line.hear(moving.SHORT)
+        use(used, -8 * MIB)
+        line.say(moving.ROOM, value=8 * MIB)
+        assert ask.answer() == "0"
+        assert line.is_silent()
+        (_, free) = eval(ask(FREE))
+        use(used, free - 3 * MIB // 2)
+        ask.tell(f"[{SMALL} for _ in range(2)]")
+        line.hear(moving.SHORT)
+        line.say(moving.ROOM)
+        assert line.hear(moving.OPAQUE).text == "cuMemAlloc outside the window"
+        assert ask.answer() == "[0, 0]"
+        assert ask.end() == ""
+
+
+def test_room_for_copies_is_never_where_it_cannot_come_along(
+    libraries: Libraries, domain: Domain, post: Post, used: Path
+) -> None:
+    known = {"MPSD_FAILOVER": "exact", "MPSD_FAILOVER_UNDO_MIB": "1", "MPSD_STANDIN_USED": str(used)}
+    with started(libraries, domain, post, **known) as ask:
+        line = post.greet(moving.EXACT)
+        ask(f"m = gpu.made('cuMemAlloc_v2', {2 * MIB}); gpu.sync(); {SIZES}")
+        (_, free) = eval(ask(FREE))
+        use(used, free - 3 * MIB // 2)
+        assert ask("gpu.run('add', m, 8, 1), gpu.sync()") == "(0, 0)"
+        assert line.why_unsure() == "too little free memory for a copy of what one operation may write"
+        assert line.is_silent()
+        assert ask.end() == ""

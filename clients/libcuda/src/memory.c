@@ -124,6 +124,8 @@ static uint64_t find_address(struct window *window, size_t size, struct arena_ra
 	return 0;
 }
 
+#define NO_ADDRESS CUDA_ERROR_NOT_FOUND	/* left in the window: what others give is of no use */
+
 static CUresult alloc_in(struct window *window, CUdevice device, CUdeviceptr *dptr, size_t size)
 {
 	struct arena_range fresh, empty;
@@ -131,7 +133,7 @@ static CUresult alloc_in(struct window *window, CUdevice device, CUdeviceptr *dp
 	CUresult result;
 
 	if (!address)
-		return CUDA_ERROR_OUT_OF_MEMORY;
+		return NO_ADDRESS;
 	result = mpsd_physical_map(fresh, device, window->peers);
 	if (result != CUDA_SUCCESS) {
 		arena_free(&window->arena, address, &empty);
@@ -284,9 +286,9 @@ CUresult wrap_cuMemAlloc_v2(CUdeviceptr *dptr, size_t bytesize)
 	}
 	result = alloc_now(device, dptr, bytesize, &left);
 	/* In that mode it is somebody's who is about to save it: calls.c sees to it. */
-	if (result == CUDA_ERROR_OUT_OF_MEMORY && !mpsd_exact() && mpsd_memory_free_put_off())
+	if ((result == CUDA_ERROR_OUT_OF_MEMORY || result == NO_ADDRESS) && !mpsd_exact() && mpsd_memory_free_put_off())
 		result = alloc_now(device, dptr, bytesize, &left);
-	if (result == CUDA_SUCCESS)
+	if (result == CUDA_SUCCESS || (!left && result == CUDA_ERROR_OUT_OF_MEMORY && mpsd_thread.is_inside_only))
 		return result;
 	if (!left)
 		result = real_cuMemAlloc_v2(dptr, bytesize);
@@ -295,6 +297,16 @@ CUresult wrap_cuMemAlloc_v2(CUdeviceptr *dptr, size_t bytesize)
 	if (result == CUDA_SUCCESS)
 		mpsd_count(vault_passed);
 	return mpsd_line_made(result, "cuMemAlloc outside the window");
+}
+
+CUresult mpsd_memory_alloc_inside(CUdeviceptr *dptr, size_t size)
+{
+	CUresult result;
+
+	mpsd_thread.is_inside_only = true;
+	result = wrap_cuMemAlloc_v2(dptr, size);
+	mpsd_thread.is_inside_only = false;
+	return result;
 }
 
 bool mpsd_memory_is_in_window(CUdeviceptr address)

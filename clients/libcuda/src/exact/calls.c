@@ -260,9 +260,10 @@ CUresult make_cuMemAlloc_v2(CUdeviceptr *dptr, size_t bytesize)
 	CUresult result;
 
 	do
-		result = inner_cuMemAlloc_v2(dptr, bytesize);
+		result = mpsd_memory_alloc_inside(dptr, bytesize);
 	while (mpsd_exact_has_more_room(&result, &shortage));
-	return result;
+	/* Nobody has more; but the driver may, in pieces of its own, which cannot come along. */
+	return result == CUDA_ERROR_OUT_OF_MEMORY ? inner_cuMemAlloc_v2(dptr, bytesize) : result;
 }
 
 /*
@@ -307,8 +308,12 @@ CUresult make_cuMemAllocPitch_v2(CUdeviceptr *dptr, size_t *pPitch, size_t Width
 	struct mpsd_shortage shortage = { .bytes = (uint64_t)WidthInBytes * Height };
 	CUresult result;
 
-	do
+	do {
+		mpsd_thread.is_inside_only = true;
 		result = inner_cuMemAllocPitch_v2(dptr, pPitch, WidthInBytes, Height, ElementSizeBytes);
-	while (mpsd_exact_has_more_room(&result, &shortage));
+		mpsd_thread.is_inside_only = false;
+	} while (mpsd_exact_has_more_room(&result, &shortage));
+	if (result == CUDA_ERROR_OUT_OF_MEMORY)
+		result = inner_cuMemAllocPitch_v2(dptr, pPitch, WidthInBytes, Height, ElementSizeBytes);
 	return result;
 }
