@@ -304,3 +304,21 @@ def test_room_for_copies_is_never_where_it_cannot_come_along(
         assert line.why_unsure() == "too little free memory for a copy of what one operation may write"
         assert line.is_silent()
         assert ask.end() == ""
+
+
+@EXACT
+def test_pools_are_given_way_to_though_they_cannot_come_along(
+    second: Domain, post: Post, ask: Program, copies: Path
+) -> None:
+    line = post.greet(moving.EXACT, short=True)
+    ask(f"m = gpu.memory(2 << 20); gpu.sync(); {SIZES}")
+    assert ask("gpu.run('add', m, 8, 1), gpu.sync()") == "(0, 0)"
+    (_, free) = eval(ask(FREE))
+    ask.tell(f"gpu.code('cuMemAllocAsync', ctypes.byref(ctypes.c_uint64()), {TOO_MUCH}, None)")
+    heard = [line.hear(moving.OPAQUE, moving.SHORT) for _ in range(2)]
+    assert {said.kind for said in heard} == {moving.OPAQUE, moving.SHORT}
+    # Its own room for copies has gone by then.
+    assert next(said.values[1] for said in heard if said.kind == moving.SHORT) > free
+    line.say(moving.ROOM)
+    assert ask.answer() == "2"
+    assert ask.end() == ""

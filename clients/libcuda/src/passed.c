@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: MIT
 /* Memory that is not vaulted: it is the driver's, and counted. One atomic addition a call, no lock. */
+#include "exact/exact.h"
+#include "failover/carry.h"
 #include "hostguard.h"
 #include "proxy.h"
 #include "stats.h"
@@ -12,24 +14,44 @@
 	result_;				\
 })
 
+/* What is there for a fail-over gives way to pools, too. A program that uses one is not moved any more. */
+static bool has_more(CUresult *result, struct mpsd_shortage *shortage)
+{
+	bool is = mpsd_exact_has_more_room(result, shortage);
+
+	if (*result == MPSD_AGAIN)
+		*result = CUDA_ERROR_OUT_OF_MEMORY;
+	return is;
+}
+
+#define POOLED(size, call) ({						\
+	struct mpsd_shortage shortage_ = { .bytes = (size) };		\
+	CUresult pooled_;						\
+									\
+	do								\
+		pooled_ = COUNTED(passed_pool, call);			\
+	while (has_more(&pooled_, &shortage_));				\
+	pooled_;							\
+})
+
 CUresult wrap_cuMemAllocAsync(CUdeviceptr *dptr, size_t bytesize, CUstream hStream)
 {
-	return COUNTED(passed_pool, real_cuMemAllocAsync(dptr, bytesize, hStream));
+	return POOLED(bytesize, real_cuMemAllocAsync(dptr, bytesize, hStream));
 }
 
 CUresult wrap_cuMemAllocAsync_ptsz(CUdeviceptr *dptr, size_t bytesize, CUstream hStream)
 {
-	return COUNTED(passed_pool, real_cuMemAllocAsync_ptsz(dptr, bytesize, hStream));
+	return POOLED(bytesize, real_cuMemAllocAsync_ptsz(dptr, bytesize, hStream));
 }
 
 CUresult wrap_cuMemAllocFromPoolAsync(CUdeviceptr *dptr, size_t bytesize, CUmemoryPool pool, CUstream hStream)
 {
-	return COUNTED(passed_pool, real_cuMemAllocFromPoolAsync(dptr, bytesize, pool, hStream));
+	return POOLED(bytesize, real_cuMemAllocFromPoolAsync(dptr, bytesize, pool, hStream));
 }
 
 CUresult wrap_cuMemAllocFromPoolAsync_ptsz(CUdeviceptr *dptr, size_t bytesize, CUmemoryPool pool, CUstream hStream)
 {
-	return COUNTED(passed_pool, real_cuMemAllocFromPoolAsync_ptsz(dptr, bytesize, pool, hStream));
+	return POOLED(bytesize, real_cuMemAllocFromPoolAsync_ptsz(dptr, bytesize, pool, hStream));
 }
 
 CUresult wrap_cuMemAllocManaged(CUdeviceptr *dptr, size_t bytesize, unsigned int flags)

@@ -187,6 +187,18 @@ API CUresult cuMemFree_v2(CUdeviceptr dptr)
 	return leave(result == CUDA_SUCCESS ? device_free(dptr) : result);
 }
 
+/* There are no pools: at once, and for good. */
+API CUresult cuMemAllocAsync(CUdeviceptr *dptr, size_t bytesize, CUstream hStream)
+{
+	CUstream stream;
+	CUresult result = enter_stream(hStream, &stream);
+
+	if (result != CUDA_SUCCESS)
+		return result;
+	leave(CUDA_SUCCESS);
+	return cuMemAlloc_v2(dptr, bytesize);
+}
+
 /* Of memory of cuMemAlloc, there being no other. It waits for more than it must. */
 API CUresult cuMemFreeAsync(CUdeviceptr dptr, CUstream hStream)
 {
