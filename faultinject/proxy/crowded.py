@@ -148,8 +148,9 @@ def judge(seen: Mapping[str, Any]) -> list[Finding]:
         _nobody_was_harmed,
     )
     found = []
+    is_whole = not seen["failure"] and all("had" in facts for facts in seen["sides"].values())
     for law in laws:
-        if seen["failure"] and law is not _all_came_to_the_end:
+        if not is_whole and law is not _all_came_to_the_end:
             continue
         found.append(Finding(law.__name__.strip("_").replace("_", " "), *law(seen)))
     return found

@@ -259,10 +259,12 @@ class GiveMemory:
 
 @dataclass(frozen=True, slots=True)
 class HaveMemory:
-    """Tell a program whose allocation failed that another one has given so many bytes; 0: nobody does."""
+    """Tell a program whose allocation failed (its number) that another one has given so many bytes; 0: nobody
+    does."""
 
     process: ProcessInstance
     bytes: int
+    number: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from mpsd.model import (
     ProcessFacts,
     ProcessInstance,
     ServerState,
+    Spared,
     UvmEvent,
     ZonePolicy,
     ZoneRole,
@@ -461,8 +462,7 @@ class MemberUnsure:
 
 @dataclass(frozen=True, slots=True)
 class MemberShort:
-    """An allocation of `wanted` bytes would fail: so many are free, by its own word. `number`: which one it
-    is, for it may be tried several times."""
+    """Its allocation (`number` names it) of `wanted` bytes would fail: so many are free, by its own word."""
 
     process: ProcessInstance
     wanted: int
@@ -476,6 +476,7 @@ class MemberGave:
 
     process: ProcessInstance
     bytes: int
+    spared: Spared
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,10 @@ from mpsd.model import ProcessInstance, Spared
 
 ASK_S = 1.0
 """How long one is waited for: who makes a standby hears nothing for that long, and is passed over."""
+MOST_S = 3.0
+"""After that no other one is asked: the program waits for an answer for 4 s."""
+SHORTS_KEPT = 8
+"""As many allocations of one program are told from one another: of threads that ask in turns."""
 BACK_S = 30.0
 """After that a standby whose memory was given is offered again: the program looks whether there is enough."""
 
@@ -35,27 +39,32 @@ def on_short(draft: Draft, event: ev.MemberShort) -> None:
     asker = draft.state.members.get(event.process)
     if asker is None:
         draft.count("failover_words_ignored")
+        draft.emit(HaveMemory(event.process, 0, event.number))
         return
-    is_known = asker.short is not None and asker.short.number == event.number
-    asked = asker.short.asked if asker.short is not None and is_known else frozenset()
-    _ask_next(draft, asker, Short(event.number, event.wanted, event.free, asked))
+    before = next((s for s in asker.shorts if s.number == event.number), None)
+    asked = before.asked if before is not None else frozenset()
+    _ask_next(draft, asker, Short(event.number, event.wanted, event.free, draft.now, asked))
+
+
+def _remember(draft: Draft, asker: Member, short: Short) -> None:
+    others = tuple(s for s in asker.shorts if s.number != short.number)
+    draft.put_member(replace(asker, shorts=(*others, short)[-SHORTS_KEPT:]))
 
 
 def _ask_next(draft: Draft, asker: Member, short: Short) -> None:
-    found = _next(draft.state, asker, short)
+    found = _next(draft.state, asker, short) if draft.now - short.since < MOST_S else None
     if found is None:
         _answer(draft, asker, short, 0)
         return
     process, spared = found
-    short = replace(short, of=process, asked=short.asked | {found})
-    draft.put_member(replace(asker, short=short))
+    _remember(draft, asker, replace(short, of=found, asked=short.asked | {found}))
     draft.emit(GiveMemory(process, spared))
-    draft.emit(ArmTimer(WAIT, _subject(asker.process, process), ASK_S))
+    draft.emit(ArmTimer(WAIT, _subject(asker.process, short.number, found), ASK_S))
 
 
 def _answer(draft: Draft, asker: Member, short: Short, given: int) -> None:
-    draft.put_member(replace(asker, short=replace(short, of=None)))
-    draft.emit(HaveMemory(asker.process, given))
+    _remember(draft, asker, replace(short, of=None))
+    draft.emit(HaveMemory(asker.process, given, short.number))
 
 
 def _next(state: State, asker: Member, short: Short) -> tuple[ProcessInstance, Spared] | None:
@@ -95,33 +104,33 @@ def on_gave(draft: Draft, event: ev.MemberGave) -> None:
     """It has given what it was asked for; 0 bytes: it had nothing of the kind, or could not."""
     if event.bytes:
         draft.count("failover_memory_given")
-    for asker in _asking(draft.state, event.process):
-        if asker.short is None:
-            continue
+    for asker in _asking(draft.state, event.process, event.spared):
         if event.bytes:
-            _answer(draft, asker, asker.short, event.bytes)
+            _answer(draft, asker, asker.shorts[-1], event.bytes)
         else:
-            _ask_next(draft, asker, asker.short)
+            _ask_next(draft, asker, asker.shorts[-1])
 
 
 def on_wait(draft: Draft, subject: str) -> None:
-    """No answer in time: the next one is asked. `subject`: who asks, and who was asked."""
+    """No answer in time: the next one is asked. `subject`: as of _subject()."""
     for asker in tuple(draft.state.members.values()):
-        short = asker.short
-        if short is not None and short.of is not None and subject == _subject(asker.process, short.of):
+        short = asker.shorts[-1] if asker.shorts else None
+        if short is None or short.of is None:
+            continue
+        if subject == _subject(asker.process, short.number, short.of):
             _ask_next(draft, asker, short)
 
 
 def gone(draft: Draft, process: ProcessInstance) -> None:
     """It has nothing more to give, or to be told."""
-    for asker in _asking(draft.state, process):
-        if asker.short is not None:
-            _ask_next(draft, asker, asker.short)
+    for spared in Spared:
+        for asker in _asking(draft.state, process, spared):
+            _ask_next(draft, asker, asker.shorts[-1])
 
 
-def _asking(state: State, process: ProcessInstance) -> list[Member]:
+def _asking(state: State, process: ProcessInstance, spared: Spared) -> list[Member]:
     """Who waits for what this one was asked for."""
-    return [m for m in state.members.values() if m.short is not None and m.short.of == process]
+    return [m for m in state.members.values() if m.shorts and m.shorts[-1].of == (process, spared)]
 
 
 def without(draft: Draft, member: Member) -> None:
@@ -133,10 +142,11 @@ def without(draft: Draft, member: Member) -> None:
 def on_back(draft: Draft, subject: str) -> None:
     """`subject`: the process, and the generation of the standby that it had."""
     for member in tuple(draft.state.members.values()):
-        if member.standing is Standing.UNREADY and subject == f"{member.process} {member.generation}":
+        known = member.standing is Standing.UNREADY and not member.opaque
+        if known and subject == f"{member.process} {member.generation}":
             draft.put_member(replace(member, standing=Standing.WAITING, generation=0))
             failover.refresh(draft, member.process)
 
 
-def _subject(asker: ProcessInstance, asked: ProcessInstance) -> str:
-    return f"{asker} {asked}"
+def _subject(asker: ProcessInstance, number: int, asked: tuple[ProcessInstance, Spared]) -> str:
+    return f"{asker} {number} {asked[0]} {asked[1].value}"

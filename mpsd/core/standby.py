@@ -41,13 +41,15 @@ class Turn(StrEnum):
 @dataclass(frozen=True, slots=True)
 class Short:
     """An allocation that would fail: which one of the program's, how many bytes it is of, and how many the
-    GPU had free by its own word. `asked`: who was, and for what; `of`: who was last, while it waits."""
+    GPU had free by its own word. `since`: monotonic seconds of when it said so last. `asked`: who was, and
+    for what; `of`: who was last, while it waits for an answer."""
 
     number: int
     wanted: int
     free: int
+    since: float
     asked: frozenset[tuple[ProcessInstance, Spared]] = frozenset()
-    of: ProcessInstance | None = None
+    of: tuple[ProcessInstance, Spared] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,8 @@ class Member:
     made the fault from which it moves is among those who move. `again`: what it was to do with what it had in
     flight, when it was last told to move; `guessed`: monotonic seconds of when it was last to do that AT_ONCE
     or began to. `owed`: it has not been told of a turn since then. `gives`: it can be
-    asked for memory that is there for a fail-over alone; `short`: what it asks for itself.
+    asked for memory that is there for a fail-over alone; `shorts`: what it
+    asked for itself lately, the last one last.
     """
 
     process: ProcessInstance
@@ -88,7 +91,7 @@ class Member:
     guessed: float = 0.0
     owed: bool = True
     gives: bool = False
-    short: Short | None = None
+    shorts: tuple[Short, ...] = ()
 
     @property
     def lasting(self) -> tuple[FailoverMode, str | None, str | None]:

@@ -16,6 +16,7 @@ from mpsd.failover.copies import Copied, Copies
 from mpsd.failover.door import Door
 from mpsd.failover.wire import PATH_ROOM, TEXT_ROOM, Kind, Message
 from mpsd.layout import Layout
+from mpsd.model import FailoverMode
 from mpsd.tasks import Tasks
 
 log = structlog.get_logger("mpsd.failover")
@@ -106,7 +107,8 @@ class FailoverDesk:
     # -- effects -----------------------------------------------------------------------------------------
 
     def welcome(self, effect: fx.Welcome) -> None:
-        self._door.tell(effect.process, Message(Kind.WELCOME, effect.mode, values=(int(self._lazy), 1)))
+        values = (int(self._lazy), int(effect.mode is not FailoverMode.OFF))
+        self._door.tell(effect.process, Message(Kind.WELCOME, effect.mode, values=values))
 
     def offer(self, effect: fx.OfferStandby) -> None:
         path, folder = self._layout.pipe_dir(effect.domain), self._copies.folder
@@ -132,7 +134,7 @@ class FailoverDesk:
         self._door.tell(effect.process, Message(Kind.GIVE, values=(int(effect.spared),)))
 
     def have_memory(self, effect: fx.HaveMemory) -> None:
-        self._door.tell(effect.process, Message(Kind.ROOM, values=(effect.bytes,)))
+        self._door.tell(effect.process, Message(Kind.ROOM, values=(effect.bytes, effect.number)))
 
 
 def offer_of(generation: int, pipe_dir: Path, copies: Path) -> Message:

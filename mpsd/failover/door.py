@@ -27,7 +27,7 @@ from mpsd.doors import ANCILLARY, Budgets, Refused, listen, unpack_ancillary
 from mpsd.errors import MpsdError
 from mpsd.failover import wire
 from mpsd.failover.wire import Kind, Message, WireError
-from mpsd.model import ProcessInstance
+from mpsd.model import ProcessInstance, Spared
 from mpsd.vault.closing import Closers
 from mpsd.vault.peer import credentials, pin
 
@@ -259,7 +259,9 @@ def _event(visit: Visit, message: Message) -> ev.Event:
         case Kind.SHORT:
             return ev.MemberShort(process, *values[:3])
         case Kind.GAVE:
-            return ev.MemberGave(process, values[0])
+            if values[1] not in set(Spared):
+                raise Refused("what")
+            return ev.MemberGave(process, values[0], Spared(values[1]))
         case Kind.OWN_ERROR:
             return ev.MemberError(process, values[0])
         case Kind.MOVED:

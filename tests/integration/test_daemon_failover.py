@@ -451,14 +451,20 @@ def test_where_no_spare_is_kept_the_willing_have_one_for_as_long_as_they_are_the
 def test_a_program_that_has_run_out_is_given_what_another_one_has_for_a_fail_over(site: Site) -> None:
     needy, giver = ready(site), ready(site)
     all_ready(site, needy, giver)
-    said(needy, "fo.say('SHORT', values=(4096, 1))")
+    said(needy, "fo.say('SHORT', values=(4096, 1, 7))")
     for spared, given in ((0, 0), (1, 4096)):
         assert said(giver, "fo.hear()")[0] == "GIVE" and said(giver, "fo.values")[0] == spared
         if given:
             said(giver, f"fo.say('UNREADY', generation=fo.generation, values=(1,), text={ANOTHER!r})")
-        said(giver, f"fo.say('GAVE', values=({given},))")
-    assert said(needy, "fo.hear()")[0] == "ROOM" and said(needy, "fo.values")[0] == 4096
+        said(giver, f"fo.say('GAVE', values=({given}, {spared}))")
+    assert said(needy, "fo.hear()")[0] == "ROOM" and said(needy, "fo.values")[:2] == [4096, 7]
     status = site.until(lambda s: standings(s)[giver.pid] == "not ready", "the giver is not ready")
     (shown,) = (p for p in slot(status)["programs"] if p["pid"] == giver.pid)
     assert (shown["reason"], shown["standby_bytes"]) == (ANOTHER, 0)
     assert ANOTHER in "\n".join(render.status(status, render.Style()))
+
+
+def test_who_gives_what_there_is_not_is_let_go(site: Site) -> None:
+    program = ready(site)
+    said(program, "fo.say('GAVE', values=(1, 2))")
+    assert said(program, "fo.hear()")[0] == "gone"

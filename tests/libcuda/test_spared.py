@@ -1,6 +1,7 @@
 """Memory that is there for a fail-over alone goes to a program that has run out: the asking and the giving.
 
-The daemon is played by the test.
+The daemon is played by the test. Long because who asks, who gives and what comes between are each cases of
+their own.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from tests.libcuda.test_vmm import PLAIN
 from tests.support import moving
 from tests.support.gate import Gate
 from tests.support.libcudas import Libraries
-from tests.support.moving import Line, Post
+from tests.support.moving import Line, Post, Said
 from tests.support.simfixtures import backend, domain, second
 from tests.support.simnode import Domain, until
 
 __all__ = ["ask", "backend", "copies", "domain", "gate", "post", "second"]
 
 MIB = 1 << 20
-TOO_MUCH = 1 << 50
+TOO_MUCH = 4 << 30  # all that there is
 ALLOCATE = f"gpu.code('cuMemAlloc_v2', ctypes.byref(ctypes.c_uint64()), {TOO_MUCH})"
 CREATE = f"gpu.code('cuMemCreate', ctypes.byref(ctypes.c_uint64()), {TOO_MUCH}, PLAIN, 0)"
 SIZES = "sizes = (ctypes.c_size_t * 2)()"
@@ -35,7 +36,20 @@ ANOTHER = "another program needed its memory"
 def give(line: Line, spared: int) -> int:
     """What it says that it has given."""
     line.say(moving.GIVE, value=spared)
-    return line.hear(moving.GAVE).values[0]
+    return given_of(line, spared)
+
+
+def given_of(line: Line, spared: int) -> int:
+    said = line.hear(moving.GAVE)
+    assert said.values[1] == spared
+    return said.values[0]
+
+
+def answer(line: Line, given: int = 0) -> Said:
+    """What it asked for; it is told that so much was given."""
+    said = line.hear(moving.SHORT)
+    line.say(moving.ROOM, value=given, number=said.values[2])
+    return said
 
 
 @pytest.mark.parametrize("ask", [{}, {"MPSD_FAILOVER": "exact"}], indirect=True, ids=["keep", "exact"])
@@ -47,8 +61,7 @@ def test_a_program_that_has_run_out_asks_until_nobody_gives(
     ask(f"m = gpu.memory(2 << 20); {SIZES}")
     ask.tell(ALLOCATE)
     for one in (*given, 0):
-        said = line.hear(moving.SHORT)
-        line.say(moving.ROOM, value=one)
+        said = answer(line, one)
     assert ask.answer() == "2"
     # Its own room for copies had gone by then.
     assert eval(ask(FREE)) == (0, said.values[1]) and said.values[0] == TOO_MUCH
@@ -81,9 +94,9 @@ def test_what_others_give_is_there_for_the_allocation(
         (_, free) = eval(ask(FREE))
         use(used, free - 16 * MIB)
         ask.tell(f"made = gpu.memory({256 * MIB})")
-        assert line.hear(moving.SHORT).values[0] == 256 * MIB
+        until(lambda: not line.is_silent())
         use(used, -512 * MIB)
-        line.say(moving.ROOM, value=512 * MIB)
+        assert answer(line, 512 * MIB).values[0] == 256 * MIB
         assert ask.answer() == "None"
         assert ask("gpu.run('add', made, 8, 1), gpu.sync(), gpu.word(made)") == "(0, 0, 1)"
         assert ask.end() == ""
@@ -105,7 +118,7 @@ def test_it_says_what_its_standby_takes(
         assert line.hear(moving.READY).values[1] == context
         line.say(moving.GIVE, value=STANDBY)
         line.hear(moving.UNREADY)
-        assert line.hear(moving.GAVE).values[0] == context
+        assert given_of(line, STANDBY) == context
         (_, free) = eval(ask(FREE))
         use(used, free - context - MIB)
         offer(line, second, copies)
@@ -142,8 +155,7 @@ def test_its_own_standby_goes_first(second: Domain, post: Post, ask: Program, co
     ask.tell(ALLOCATE)
     said = line.hear(moving.UNREADY)
     assert (said.text, said.values[0]) == ("its memory was needed", 1)
-    line.hear(moving.SHORT)
-    line.say(moving.ROOM)
+    answer(line)
     assert ask.answer() == "2"
     assert ask.end() == ""
 
@@ -201,7 +213,61 @@ def test_room_for_copies_is_given_and_what_is_written_next_takes_some_again(
 
 
 @EXACT
-def test_what_is_in_flight_ends_before_its_room_is_given_and_a_move_may_come_first(
+def test_room_is_not_given_while_what_was_given_to_the_driver_has_not_ended(
+    domain: Domain, gate: Gate, second: Domain, post: Post, ask: Program, copies: Path
+) -> None:
+    """Nothing waits for it for long, and nothing is lost: a move comes as it would."""
+    line = post.greet(moving.EXACT)
+    ask("m = gpu.memory(8 << 20)")
+    stand_by(line, second, copies)
+    assert ask("gpu.run('add', m, 8, 5), gpu.sync()") == "(0, 0)"
+    gate.let(0)
+    assert ask("gpu.run('add', m, 8, 1)") == "0"
+    line.say(moving.GIVE, value=ROOM)
+    # What is asked for meanwhile is no answer to that.
+    assert [given_of(line, ROOM), ask("gpu.run('add', m, 8, 1)")] == [0, "0"]
+    break_domain(domain)
+    assert move(line).text == ""
+    assert ask("gpu.sync(), gpu.word(m)") == "(0, 7)"
+    assert ask.end() == ""
+
+
+@EXACT
+def test_a_move_comes_first(
+    domain: Domain, gate: Gate, second: Domain, post: Post, ask: Program, copies: Path
+) -> None:
+    line = post.greet(moving.EXACT)
+    ask("m = gpu.memory(8 << 20)")
+    stand_by(line, second, copies)
+    assert ask("gpu.run('add', m, 8, 5), gpu.sync()") == "(0, 0)"
+    gate.let(0)
+    assert ask("gpu.run('add', m, 8, 1)") == "0"
+    break_domain(domain)
+    line.say(moving.GIVE, value=ROOM)
+    line.say(moving.MOVE, 1, again=1)
+    heard = [line.hear(moving.MOVED, moving.GAVE, moving.OWN_ERROR) for _ in range(2)]
+    heard += [line.hear(moving.MOVED, moving.GAVE) for said in heard if said.kind == moving.OWN_ERROR]
+    assert {said.kind for said in heard} >= {moving.MOVED, moving.GAVE}
+    assert all(said.text == "" for said in heard if said.kind == moving.MOVED)
+    assert ask("gpu.sync(), gpu.word(m)") == "(0, 6)"
+    assert ask.end() == ""
+
+
+@EXACT
+@pytest.mark.parametrize("mode", [0, 2])
+def test_a_capture_is_not_lost_by_what_is_given(post: Post, ask: Program, mode: int) -> None:
+    line = post.greet(moving.EXACT)
+    ask("m = gpu.memory(8 << 20); s = gpu.made('cuStreamCreate', 1); g = ctypes.c_uint64()")
+    assert ask("gpu.run('add', m, 8, 5), gpu.sync()") == "(0, 0)"
+    assert ask(f"gpu.code('cuStreamBeginCapture_v2', s, {mode})") == "0"
+    assert give(line, ROOM) == 0
+    assert ask("gpu.code('cuStreamEndCapture', s, ctypes.byref(g))") == "0"
+    assert give(line, ROOM) > 0
+    assert ask.end() == ""
+
+
+@EXACT
+def test_a_standby_goes_though_room_is_not_given_yet(
     domain: Domain, gate: Gate, second: Domain, post: Post, ask: Program, copies: Path
 ) -> None:
     line = post.greet(moving.EXACT)
@@ -211,16 +277,48 @@ def test_what_is_in_flight_ends_before_its_room_is_given_and_a_move_may_come_fir
     gate.let(0)
     assert ask("gpu.run('add', m, 8, 1)") == "0"
     line.say(moving.GIVE, value=ROOM)
+    line.say(moving.GIVE, value=STANDBY)
+    kinds = {
+        said.values[1]: said.values[0]
+        for said in (line.hear(moving.GAVE, moving.UNREADY) for _ in range(3))
+        if said.kind == moving.GAVE
+    }
+    assert kinds[ROOM] == 0 and kinds[STANDBY] > 0
+    gate.let(2**40)
+    assert ask("gpu.sync(), gpu.word(m)") == "(0, 6)"
+    assert ask.end() == ""
+
+
+@EXACT
+def test_a_late_answer_is_none(post: Post, ask: Program) -> None:
+    line = post.greet(moving.EXACT, short=True)
+    ask("m = gpu.memory(2 << 20)")
+    ask.tell(ALLOCATE)
+    first = line.hear(moving.SHORT)
+    # Of one that was asked for before.
+    line.say(moving.ROOM, value=MIB, number=first.values[2] + 1)
     until(line.is_read)
     assert line.is_silent()
+    line.say(moving.ROOM, number=first.values[2])
+    assert ask.answer() == "2"
+    assert ask.end() == ""
+
+
+@EXACT
+def test_a_program_that_was_lost_without_a_standby_gets_one_still(
+    domain: Domain, second: Domain, post: Post, ask: Program, copies: Path
+) -> None:
+    """What its lost context says of memory is nothing."""
+    line = post.greet(moving.EXACT)
+    ask("m = gpu.memory(8 << 20); gpu.sync()")
+    stand_by(line, second, copies)
+    line.say(moving.GIVE, value=STANDBY)
+    line.hear(moving.UNREADY)
+    given_of(line, STANDBY)
     break_domain(domain)
-    line.say(moving.MOVE, 1, again=1)
-    # In either order, and nothing is lost: what it waited for is done again.
-    heard = [line.hear(moving.MOVED, moving.GAVE, moving.OWN_ERROR) for _ in range(2)]
-    heard += [line.hear(moving.MOVED, moving.GAVE) for said in heard if said.kind == moving.OWN_ERROR]
-    assert {said.kind for said in heard} >= {moving.MOVED, moving.GAVE}
-    assert all(said.text == "" for said in heard if said.kind == moving.MOVED)
-    assert ask("gpu.sync(), gpu.word(m)") == "(0, 6)"
+    stand_by(line, second, copies)
+    assert move(line).text == ""
+    assert ask("gpu.run('add', m, 8, 1), gpu.sync(), gpu.word(m)") == "(0, 0, 1)"
     assert ask.end() == ""
 
 
@@ -250,7 +348,7 @@ def test_a_standby_is_given_and_made_again(
     line.say(moving.GIVE, value=STANDBY)
     said = line.hear(moving.UNREADY)
     assert (said.text, said.values[0], said.generation) == (ANOTHER, 1, 1)
-    assert line.hear(moving.GAVE).values[0] > 0
+    assert given_of(line, STANDBY) > 0
     assert give(line, STANDBY) == 0
     stand_by(line, second, copies)
     assert ask("gpu.run('add', m, 8, 5), gpu.sync()") == "(0, 0)"
@@ -276,16 +374,15 @@ def test_others_are_asked_before_something_is_allocated_that_cannot_come_along(
         (_, free) = eval(ask(FREE))
         use(used, free - 3 * MIB // 2)
         ask.tell(SMALL)
-        line.hear(moving.SHORT)
+        until(lambda: not line.is_silent())
         use(used, -8 * MIB)
-        line.say(moving.ROOM, value=8 * MIB)
+        answer(line, 8 * MIB)
         assert ask.answer() == "0"
         assert line.is_silent()
         (_, free) = eval(ask(FREE))
         use(used, free - 3 * MIB // 2)
         ask.tell(f"[{SMALL} for _ in range(2)]")
-        line.hear(moving.SHORT)
-        line.say(moving.ROOM)
+        answer(line)
         assert line.hear(moving.OPAQUE).text == "cuMemAlloc outside the window"
         assert ask.answer() == "[0, 0]"
         assert ask.end() == ""
@@ -319,6 +416,7 @@ def test_pools_are_given_way_to_though_they_cannot_come_along(
     assert {said.kind for said in heard} == {moving.OPAQUE, moving.SHORT}
     # Its own room for copies has gone by then.
     assert next(said.values[1] for said in heard if said.kind == moving.SHORT) > free
-    line.say(moving.ROOM)
+    short = next(said for said in heard if said.kind == moving.SHORT)
+    line.say(moving.ROOM, number=short.values[2])
     assert ask.answer() == "2"
     assert ask.end() == ""

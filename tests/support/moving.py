@@ -51,9 +51,11 @@ class Line:
         lazy: bool = False,
         short: bool = False,
         value: int = 0,
+        number: int = 0,
     ) -> None:
-        """`planned` and `again`: of a MOVE; `lazy` and `short`: of a WELCOME; `value`: of a GIVE or ROOM."""
-        values = (int(planned or lazy or value), int(again or short), *[0] * 4)
+        """`planned` and `again`: of a MOVE; `lazy` and `short`: of a WELCOME; `value`: of a GIVE or ROOM, and
+        `number`: of a ROOM."""
+        values = (int(planned or lazy or value), int(again or short or number), *[0] * 4)
         words = (path.encode(), text.encode())
         self._sock.send(_LAYOUT.pack(MAGIC, VERSION, kind, self.mode, 0, generation, *values, *words))
 

@@ -6,7 +6,7 @@ import pytest
 
 from mpsd.core import effects as fx
 from mpsd.core import events as ev
-from mpsd.core.giving import ASK_S, BACK, BACK_S, WAIT
+from mpsd.core.giving import ASK_S, BACK, BACK_S, MOST_S, WAIT
 from mpsd.core.standby import Standing
 from mpsd.core.state import Policy
 from mpsd.model import FailoverMode, Spared
@@ -45,8 +45,10 @@ def answered(world: Site) -> list[tuple[int, int]]:
     return [(e.process.pid, e.bytes) for e in world.made(fx.HaveMemory)]
 
 
-def gave(world: Site, pid: int, given: int = 0) -> None:
-    world.do(ev.MemberGave(process(pid), given))
+def gave(world: Site, pid: int, given: int = 0, spared: Spared | None = None) -> None:
+    """What it was asked for last, if it does not say what."""
+    last = [e.spared for e in world.ever(fx.GiveMemory) if e.process.pid == pid]
+    world.do(ev.MemberGave(process(pid), given, last[-1] if spared is None else spared))
 
 
 def test_room_for_copies_is_asked_for_before_a_standby_and_one_at_a_time() -> None:
@@ -158,12 +160,47 @@ def test_who_moves_is_not_asked() -> None:
     assert answered(world) == [(9, 0)]
 
 
-def test_who_is_no_member_is_not_answered() -> None:
+def test_who_is_no_member_is_told_that_nobody_gives() -> None:
+    """And need not wait for a word that does not come."""
     world = site()
     ask(world)
-    assert (asked(world), answered(world)) == ([], [])
-    gave(world, 10, MIB)
+    assert (asked(world), answered(world)) == ([], [(9, 0)])
+    gave(world, 10, MIB, Spared.ROOM)
     assert world.state.counters["failover_words_ignored"] == 1
+
+
+def test_what_is_given_answers_who_asked_for_that() -> None:
+    world = crowd(10)
+    ask(world)
+    gave(world, 10, 0)
+    assert asked(world) == [(10, Spared.STANDBY)]
+    # Late, and of its room.
+    gave(world, 10, MIB, Spared.ROOM)
+    assert (asked(world), answered(world)) == ([], [])
+    gave(world, 10, MIB, Spared.STANDBY)
+    assert answered(world) == [(9, MIB)]
+    assert [e.number for e in world.made(fx.HaveMemory)] == [1]
+
+
+def test_threads_that_ask_in_turns_ask_nobody_twice() -> None:
+    world = crowd(10)
+    for number in (1, 2):
+        ask(world, number=number)
+        gave(world, 10, MIB)
+    for number in (1, 2):
+        ask(world, number=number)
+        gave(world, 10, MIB)
+    for number in (1, 2):
+        ask(world, number=number)
+        assert (asked(world), answered(world)) == ([], [(9, 0)])
+
+
+def test_nobody_is_asked_when_the_program_does_not_wait_any_more() -> None:
+    world = crowd(10, 11)
+    ask(world)
+    world.wait(MOST_S)
+    gave(world, 11)
+    assert (asked(world), answered(world)) == ([], [(9, 0)])
 
 
 @pytest.mark.parametrize(
@@ -194,6 +231,14 @@ def test_a_standby_that_went_for_its_memory_is_offered_again_after_a_while() -> 
     # Once: it is being made.
     world.timer(BACK, timer.subject)
     assert not world.made(fx.OfferStandby)
+
+
+def test_one_of_a_program_that_cannot_be_carried_over_is_not() -> None:
+    world = crowd(10)
+    world.do(ev.MemberUnready(process(10), 2, "its memory was needed", for_memory=True))
+    world.do(ev.MemberOpaque(process(10), "cuMemAlloc outside the window"))
+    world.timer(BACK, f"{process(10)} 2")
+    assert not world.made(fx.OfferStandby) and world.standing(10) is Standing.UNREADY
 
 
 def test_one_that_went_for_another_reason_is_not() -> None:

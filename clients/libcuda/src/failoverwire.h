@@ -14,7 +14,7 @@
  *	UNREADY		generation; values: 1: for lack of memory, so maybe later; text: why there will be none
  *	SHORT		values: bytes that it could not allocate, bytes that are free, the number of that allocation
  *			among those for which it says so. It waits for ROOM. Only where WELCOME says so
- *	GAVE		values: bytes that it has given of what it was asked for; 0: it had nothing of the kind
+ *	GAVE		values: bytes that it has given of what it was asked for; 0: it had nothing of the kind; as GIVE has it
  *	OPAQUE		text: the driver's function that made what cannot be carried over; each name once
  *	UNSURE		text: what it did that cannot be undone or done again; each once
  *	OWN_ERROR	values: a CUresult that its own context gave. A claim, which moves nobody else
@@ -37,7 +37,8 @@
  *	FENCED		generation, told to move to: no kernel in the domain that is left writes any more, by the
  *			driver's word
  *	GIVE		values: what another program needs the memory of: 0: room for copies, 1: the standby
- *	ROOM		values: bytes that another program has given, so the allocation may be tried again; 0: nobody does
+ *	ROOM		values: bytes that another program has given, so the allocation may be tried again; 0: nobody does;
+ *			the number of that allocation
  *	MOVE		generation: go on there now; values: 0: its domain is lost, 1: it is to be left, and the
  *			program ends its work there first; what was in flight is 0: lost, 1: done again, 2: done
  *			again when it has its turn, 3: the same, but no TURN comes: it has that as soon as it has

@@ -288,8 +288,10 @@ CUresult wrap_cuMemAlloc_v2(CUdeviceptr *dptr, size_t bytesize)
 	/* In that mode it is somebody's who is about to save it: calls.c sees to it. */
 	if ((result == CUDA_ERROR_OUT_OF_MEMORY || result == NO_ADDRESS) && !mpsd_exact() && mpsd_memory_free_put_off())
 		result = alloc_now(device, dptr, bytesize, &left);
-	if (result == CUDA_SUCCESS || (!left && result == CUDA_ERROR_OUT_OF_MEMORY && mpsd_thread.is_inside_only))
+	if (result == CUDA_SUCCESS)
 		return result;
+	if (!left && mpsd_thread.inside && (result == CUDA_ERROR_OUT_OF_MEMORY || mpsd_thread.inside == MPSD_INSIDE_ONLY))
+		return CUDA_ERROR_OUT_OF_MEMORY;
 	if (!left)
 		result = real_cuMemAlloc_v2(dptr, bytesize);
 	if (left || mpsd_is_left())
@@ -299,13 +301,13 @@ CUresult wrap_cuMemAlloc_v2(CUdeviceptr *dptr, size_t bytesize)
 	return mpsd_line_made(result, "cuMemAlloc outside the window");
 }
 
-CUresult mpsd_memory_alloc_inside(CUdeviceptr *dptr, size_t size)
+CUresult mpsd_memory_alloc_inside(CUdeviceptr *dptr, size_t size, enum mpsd_inside inside)
 {
 	CUresult result;
 
-	mpsd_thread.is_inside_only = true;
+	mpsd_thread.inside = (uint8_t)inside;
 	result = wrap_cuMemAlloc_v2(dptr, size);
-	mpsd_thread.is_inside_only = false;
+	mpsd_thread.inside = MPSD_INSIDE_OR_NOT;
 	return result;
 }
 

@@ -27,8 +27,14 @@ bool mpsd_memory_is_in_window(CUdeviceptr address);
 /* bounds.c: whether the driver would refuse a copy of so much of it, for it ends sooner. */
 bool mpsd_bounds_refuse(CUdeviceptr address, size_t size);
 
-/* cuMemAlloc; but where there is no memory for a window there is none, though the driver may have a little elsewhere. */
-CUresult mpsd_memory_alloc_inside(CUdeviceptr *dptr, size_t size);
+enum mpsd_inside {
+	MPSD_INSIDE_OR_NOT,
+	MPSD_INSIDE_FIRST,	/* where there is no memory for a window there is none, though the driver may have a little elsewhere */
+	MPSD_INSIDE_ONLY,	/* nor where the window has no addresses */
+};
+
+/* cuMemAlloc so. */
+CUresult mpsd_memory_alloc_inside(CUdeviceptr *dptr, size_t size, enum mpsd_inside inside);
 
 /*
  * Map memory of another process in the window of the current context, which must be the primary one of

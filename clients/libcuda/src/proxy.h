@@ -85,7 +85,7 @@ struct mpsd_thread {
 	/* It is in a function of the program's that runs in a stream, where a call of the driver's would wait for itself. */
 	bool in_host_function;
 	bool works;				/* it has begun to give the driver something (work.c) */
-	bool is_inside_only;			/* what it allocates lies in a window, or is not to be had (memory.h) */
+	uint8_t inside;				/* enum mpsd_inside: where what it allocates may lie (memory.h) */
 	bool is_in_context;			/* the driver has taken a launch of its, and its context is the same since */
 	uint8_t launches;			/* that it gave the driver itself, and when it was looked at how many (relaythread.c) */
 	uint32_t launched_us;

@@ -232,6 +232,9 @@ static CUresult free_put_off(const void *unused)
 	return mpsd_memory_free_put_off() ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
 }
 
+#define MOST_TRIES 256
+#define PITCH_ALIGNMENT 512	/* pitch.c */
+
 /* OUT_OF_MEMORY: there is no more. */
 static CUresult more_room(struct mpsd_shortage *shortage)
 {
@@ -243,12 +246,13 @@ static CUresult more_room(struct mpsd_shortage *shortage)
 		return result;
 	if (mpsd_undo_has())
 		return mpsd_in_order(mpsd_undo_give_back);
-	return mpsd_room_ask() || mpsd_room_ask_others(shortage) ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
+	return mpsd_room_ask("its memory was needed") || mpsd_room_ask_others(shortage) ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
 }
 
 bool mpsd_exact_has_more_room(CUresult *result, struct mpsd_shortage *shortage)
 {
-	if (*result != CUDA_ERROR_OUT_OF_MEMORY)
+	/* Other threads and programs may take again what was given. */
+	if (*result != CUDA_ERROR_OUT_OF_MEMORY || shortage->tries++ == MOST_TRIES)
 		return false;
 	*result = more_room(shortage);
 	return *result == CUDA_SUCCESS;
@@ -260,7 +264,7 @@ CUresult make_cuMemAlloc_v2(CUdeviceptr *dptr, size_t bytesize)
 	CUresult result;
 
 	do
-		result = mpsd_memory_alloc_inside(dptr, bytesize);
+		result = mpsd_memory_alloc_inside(dptr, bytesize, MPSD_INSIDE_FIRST);
 	while (mpsd_exact_has_more_room(&result, &shortage));
 	/* Nobody has more; but the driver may, in pieces of its own, which cannot come along. */
 	return result == CUDA_ERROR_OUT_OF_MEMORY ? inner_cuMemAlloc_v2(dptr, bytesize) : result;
@@ -305,13 +309,14 @@ CUresult make_cuMemFree_v2(CUdeviceptr dptr)
 CUresult make_cuMemAllocPitch_v2(CUdeviceptr *dptr, size_t *pPitch, size_t WidthInBytes, size_t Height,
 				 unsigned int ElementSizeBytes)
 {
-	struct mpsd_shortage shortage = { .bytes = (uint64_t)WidthInBytes * Height };
+	uint64_t pitch = ((uint64_t)WidthInBytes + PITCH_ALIGNMENT - 1) / PITCH_ALIGNMENT * PITCH_ALIGNMENT;
+	struct mpsd_shortage shortage = { .bytes = pitch * Height };
 	CUresult result;
 
 	do {
-		mpsd_thread.is_inside_only = true;
+		mpsd_thread.inside = MPSD_INSIDE_FIRST;
 		result = inner_cuMemAllocPitch_v2(dptr, pPitch, WidthInBytes, Height, ElementSizeBytes);
-		mpsd_thread.is_inside_only = false;
+		mpsd_thread.inside = MPSD_INSIDE_OR_NOT;
 	} while (mpsd_exact_has_more_room(&result, &shortage));
 	if (result == CUDA_ERROR_OUT_OF_MEMORY)
 		result = inner_cuMemAllocPitch_v2(dptr, pPitch, WidthInBytes, Height, ElementSizeBytes);

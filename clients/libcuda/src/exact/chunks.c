@@ -112,7 +112,7 @@ CUresult mpsd_chunk_more(uint64_t size)
 		return CUDA_ERROR_OUT_OF_MEMORY;
 	while (mpsd_now_ns() < atomic_load(&rests_until))
 		mpsd_pause(1);
-	result = mpsd_memory_alloc_inside(&base, size);
+	result = mpsd_memory_alloc_inside(&base, size, MPSD_INSIDE_ONLY);
 	is_short = result == CUDA_ERROR_OUT_OF_MEMORY;
 	/* While another thread captures it may be forbidden. */
 	if (result != CUDA_SUCCESS)

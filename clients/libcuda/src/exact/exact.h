@@ -100,9 +100,13 @@ void mpsd_undo_runs_changed(void);
 /* Without any lock of these: what was mapped there goes. */
 void mpsd_still_gone(CUdeviceptr address);
 
-/* An allocation: its bytes, and its number among those for which others were asked (0: they were not). */
+/*
+ * An allocation: its bytes, its number among those for which others were asked (0: they were not), and how often it
+ * was tried.
+ */
 struct mpsd_shortage {
 	uint64_t bytes, number;
+	unsigned int tries;
 };
 
 /* After it: whether it is to be tried again, for there is more room than there was. */

@@ -82,7 +82,7 @@ static CUresult make_sums(CUdeviceptr *sums)
 
 	if (*sums)
 		return CUDA_SUCCESS;
-	result = mpsd_memory_alloc_inside(&fresh, mpsd_stamps_count() * sizeof(uint64_t));
+	result = mpsd_memory_alloc_inside(&fresh, mpsd_stamps_count() * sizeof(uint64_t), MPSD_INSIDE_ONLY);
 	if (result != CUDA_SUCCESS)
 		return result;
 	mpsd_word_take(&mpsd_exact_lock);

@@ -99,11 +99,6 @@ bool mpsd_line_is_behind(void)
 	return atomic_load(&behind);
 }
 
-static struct mpsd_failover_message message_of(enum mpsd_failover_kind kind, const char *text)
-{
-	return mpsd_line_message(kind, generation, text);
-}
-
 static bool say(const struct mpsd_failover_message *message)
 {
 	return mpsd_line_say(atomic_load(&line), message);
@@ -113,10 +108,14 @@ static bool say(const struct mpsd_failover_message *message)
 
 static bool say_unready(const char *why, bool for_memory)
 {
+	bool is;
+
 	went_for_memory = atomic_exchange(&mpsd_cost_was_short, false) || for_memory;
 	atomic_store(&ready, false);
+	/* First: where the domain is lost meanwhile nobody is told to move into it. */
+	is = mpsd_line_tell_unready(atomic_load(&line), generation, why, went_for_memory);
 	mpsd_standby_close();
-	return mpsd_line_tell_unready(atomic_load(&line), generation, why, went_for_memory);
+	return is;
 }
 
 static bool stand_by(const struct mpsd_failover_message *order)
@@ -152,23 +151,22 @@ static bool have_turn(bool may)
 
 static bool move(const struct mpsd_failover_message *order)
 {
-	struct mpsd_failover_message message = message_of(MPSD_FAILOVER_STAYED, "there is no standby of that generation");
+	struct mpsd_failover_message message = mpsd_line_message(MPSD_FAILOVER_STAYED, order->generation,
+								"there is no standby of that generation");
 	uint64_t began = mpsd_now_ns();
 	struct mpsd_times times;
 	const char *why = NULL;
 	bool is;
 
 	if (order->generation == home && home) {
-		message = message_of(MPSD_FAILOVER_MOVED, NULL);
-		message.generation = home;
+		message = mpsd_line_message(MPSD_FAILOVER_MOVED, home, NULL);
 		return say(&message);
 	}
-	message.generation = order->generation;
 	if (order->generation != generation || !mpsd_line_ready())
 		return say(&message);
 	mpsd_fence_listen(order->values[0] ? -1 : atomic_load(&line), generation);
 	if (!mpsd_move(order->values[0] != 0, (enum mpsd_failover_again)order->values[1], &times, &why)) {
-		message = message_of(MPSD_FAILOVER_STAYED, why);
+		message = mpsd_line_message(MPSD_FAILOVER_STAYED, generation, why);
 		atomic_store(&comes_until_ns, 0);
 		atomic_store(&ready, false);
 		mpsd_phase_wake();
@@ -245,10 +243,11 @@ static bool tell(struct mpsd_told *told)
 
 static bool give_room(void)
 {
-	const char *who = mpsd_room_wanted();
-	bool is = !who || !atomic_load(&ready) || say_unready(who, true);
+	const char *why = mpsd_room_wanted();
+	bool goes = why && atomic_load(&ready), is = !goes || say_unready(why, true);
 
-	mpsd_room_is_given();
+	if (why)
+		mpsd_room_is_given(goes);
 	return is && mpsd_room_tell(atomic_load(&line));
 }
 
@@ -285,13 +284,12 @@ static bool act(int fd, bool said, bool was_woken, struct mpsd_told *told)
 /* Until the connection ends. */
 static void listen_to(int fd)
 {
-	struct mpsd_failover_message message = message_of(MPSD_FAILOVER_HELLO, NULL);
+	struct mpsd_failover_message message = mpsd_line_message(MPSD_FAILOVER_HELLO, home, NULL);
 	struct pollfd polled[2] = { { .fd = fd, .events = POLLIN },
 				    { .fd = atomic_load(&wake), .events = POLLIN } };
 	struct mpsd_told told = { 0, 0 };
 
 	message.mode = mode;
-	message.generation = home;
 	message.values[0] = MPSD_FAILOVER_TAKES_FENCED | MPSD_FAILOVER_GIVES;
 	if (!say(&message) || !tell(&told))
 		return;

@@ -9,88 +9,103 @@
 #include <pthread.h>
 
 #include "clock.h"
-#include "exact/order.h"
-#include "exact/undo.h"
-#include "failover/cost.h"
+#include "exact/exact.h"
+#include "failover/carry.h"
 #include "failover/line.h"
 #include "failover/move.h"
-#include "thread.h"
 
-#define GIVE_MS 2000
+#define STANDBY_MS 2000
 #define OTHERS_MS 4000
-#define END_MS 500
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
-static const char *wanted;	/* the standby's memory, by whom */
-static atomic_bool may_ask, is_over;
+static atomic_bool may_ask;
 
-/* Of this program's question: one at a time. */
+/* For the standby's memory: how many have asked, how many of them the thread of line.c has seen, and answered. */
+static uint64_t asks, seen, answered;
+static const char *wanted;
+static bool went;
+
+/* For that of others: one at a time. */
 static pthread_mutex_t asking = PTHREAD_MUTEX_INITIALIZER;
 static enum { NOT_ASKED, TO_ASK, ASKED, ANSWERED } question;
 static struct mpsd_shortage asked_for;
 static uint64_t is_free, answer;
 
-/* Of another program's. */
-static enum { NOT_GIVING, GIVING, GAVE } gift;
-static enum mpsd_failover_spared given_spared;
-static uint64_t given;
-
-static bool ask_standby(const char *who)
+/* A thread of the program's that is cancelled meanwhile would keep the lock. */
+static int keep_thread(void)
 {
-	struct timespec until = mpsd_in(GIVE_MS);
+	int before;
+
+	pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &before);
+	return before;
+}
+
+bool mpsd_room_ask(const char *why)
+{
+	struct timespec until = mpsd_in(STANDBY_MS);
+	uint64_t mine;
+	int before;
 	bool is;
 
 	if (!mpsd_line_ready() || mpsd_standby_is_lazy())
 		return false;
+	before = keep_thread();
 	pthread_mutex_lock(&lock);
-	wanted = who;
+	mine = ++asks;
+	wanted = why;
 	mpsd_line_wake();
-	while (wanted && pthread_cond_timedwait(&changed, &lock, &until) != ETIMEDOUT)
+	while (answered < mine && pthread_cond_timedwait(&changed, &lock, &until) != ETIMEDOUT)
 		;
-	is = !wanted;
-	wanted = NULL;
+	is = answered >= mine && went;
 	pthread_mutex_unlock(&lock);
+	pthread_setcancelstate(before, NULL);
 	return is;
-}
-
-bool mpsd_room_ask(void)
-{
-	return ask_standby("its memory was needed");
 }
 
 const char *mpsd_room_wanted(void)
 {
-	const char *who;
+	const char *why;
 
 	pthread_mutex_lock(&lock);
-	who = wanted;
+	seen = asks;
+	why = answered < seen ? wanted : NULL;
 	pthread_mutex_unlock(&lock);
-	return who;
+	return why;
 }
 
-void mpsd_room_is_given(void)
+void mpsd_room_is_given(bool is)
 {
 	pthread_mutex_lock(&lock);
-	wanted = NULL;
+	answered = seen;
+	went = is;
 	pthread_cond_broadcast(&changed);
 	pthread_mutex_unlock(&lock);
 }
 
-bool mpsd_room_ask_others(struct mpsd_shortage *shortage)
+/* What is free, where that is known, and no more is wanted than there is. */
+static bool is_possible(const struct mpsd_shortage *shortage, uint64_t *left)
 {
-	static uint64_t numbers;	/* with the lock */
+	size_t is = 0, all = 0;
+
+	if (real_cuMemGetInfo_v2(&is, &all) != CUDA_SUCCESS)
+		is = all = 0;
+	*left = is;
+	return !all || shortage->bytes <= all;
+}
+
+static bool ask_others(struct mpsd_shortage *shortage, uint64_t left)
+{
 	struct timespec until = mpsd_in(OTHERS_MS);
-	size_t left = 0, total;
+	static uint64_t numbers;	/* with the lock */
 	bool is;
 
-	if (!atomic_load(&may_ask) || real_cuMemGetInfo_v2(&left, &total) != CUDA_SUCCESS ||
-	    pthread_mutex_timedlock(&asking, &until))
+	if (pthread_mutex_timedlock(&asking, &until))
 		return false;
 	pthread_mutex_lock(&lock);
-	question = TO_ASK;
 	if (!shortage->number)
 		shortage->number = ++numbers;
+	question = TO_ASK;
 	asked_for = *shortage;
 	is_free = left;
 	mpsd_line_wake();
@@ -104,44 +119,45 @@ bool mpsd_room_ask_others(struct mpsd_shortage *shortage)
 	return is;
 }
 
-static void answer_with(uint64_t bytes)
+bool mpsd_room_ask_others(struct mpsd_shortage *shortage)
 {
-	pthread_mutex_lock(&lock);
-	if (question == TO_ASK || question == ASKED) {
-		question = ANSWERED;
-		answer = bytes;
-	}
-	pthread_cond_broadcast(&changed);
-	pthread_mutex_unlock(&lock);
+	uint64_t left;
+	int before;
+	bool is;
+
+	if (!atomic_load(&may_ask) || !is_possible(shortage, &left))
+		return false;
+	before = keep_thread();
+	is = ask_others(shortage, left);
+	pthread_setcancelstate(before, NULL);
+	return is;
 }
 
 void mpsd_room_may_ask(bool is)
 {
 	atomic_store(&may_ask, is);
-	if (!is)
-		answer_with(0);
+	if (is)
+		return;
+	pthread_mutex_lock(&lock);
+	pthread_cond_broadcast(&changed);
+	pthread_mutex_unlock(&lock);
 }
 
-static bool find_word(struct mpsd_failover_message *message)
+static bool ask_now(struct mpsd_failover_message *message)
 {
-	bool says = true;
+	bool asks_now;
 
 	pthread_mutex_lock(&lock);
-	if (gift == GAVE) {
-		*message = mpsd_line_message(MPSD_FAILOVER_GAVE, 0, NULL);
-		message->values[0] = given;
-		gift = NOT_GIVING;
-	} else if (question == TO_ASK) {
+	asks_now = question == TO_ASK;
+	if (asks_now) {
 		*message = mpsd_line_message(MPSD_FAILOVER_SHORT, 0, NULL);
 		message->values[0] = asked_for.bytes;
 		message->values[1] = is_free;
 		message->values[2] = asked_for.number;
 		question = ASKED;
-	} else {
-		says = false;
 	}
 	pthread_mutex_unlock(&lock);
-	return says;
+	return asks_now;
 }
 
 bool mpsd_room_tell(int line)
@@ -149,60 +165,19 @@ bool mpsd_room_tell(int line)
 	struct mpsd_failover_message message;
 	bool is = true;
 
-	while (is && find_word(&message))
+	while (is && (mpsd_gift_told(&message) || ask_now(&message)))
 		is = mpsd_line_say(line, &message);
 	return is;
 }
 
-/* As a call of the program's: a move may overtake it. */
-static uint64_t give_undo(void)
-{
-	uint64_t before, moves, after;
-	CUresult result;
-
-	do {
-		moves = mpsd_carry_enter();
-		before = mpsd_undo_bytes();
-		result = before ? mpsd_enter_context() : CUDA_SUCCESS;
-		if (before && result == CUDA_SUCCESS)
-			result = mpsd_in_order(mpsd_undo_give_back);
-		after = mpsd_undo_bytes();
-		mpsd_carry_leave(moves);
-	} while (result == MPSD_AGAIN && !atomic_load(&is_over));
-	if (before <= after)
-		return 0;
-	mpsd_undo_rest();
-	return before - after;
-}
-
-static uint64_t give_standby(void)
-{
-	uint64_t bytes = mpsd_cost_bytes();
-
-	return ask_standby("another program needed its memory") ? (bytes ? bytes : 1) : 0;
-}
-
-/* Not by the thread of line.c: a program may have to wait for its work first, and that thread moves it if that is lost. */
-static void *give(void *unused)
-{
-	uint64_t bytes = given_spared == MPSD_FAILOVER_SPARED_ROOM ? give_undo() : give_standby();
-
-	pthread_mutex_lock(&lock);
-	gift = GAVE;
-	given = bytes;
-	pthread_cond_broadcast(&changed);
-	pthread_mutex_unlock(&lock);
-	mpsd_line_wake();
-	return unused;
-}
-
-/* What is asked for while something is being given is not: who asks goes on to another one after a while. */
-static void begin_to_give(enum mpsd_failover_spared spared)
+/* What comes too late is of an allocation that has failed by then: nobody asks for it any more. */
+static void answer_with(uint64_t bytes, uint64_t number)
 {
 	pthread_mutex_lock(&lock);
-	if (gift != GIVING && !atomic_load(&is_over)) {
-		given_spared = spared;
-		gift = mpsd_thread_start(give, NULL) ? GIVING : NOT_GIVING;
+	if (question == ASKED && asked_for.number == number) {
+		question = ANSWERED;
+		answer = bytes;
+		pthread_cond_broadcast(&changed);
 	}
 	pthread_mutex_unlock(&lock);
 }
@@ -210,21 +185,15 @@ static void begin_to_give(enum mpsd_failover_spared spared)
 void mpsd_room_told(const struct mpsd_failover_message *order)
 {
 	if (order->kind == MPSD_FAILOVER_ROOM)
-		answer_with(order->values[0]);
-	else
-		begin_to_give((enum mpsd_failover_spared)order->values[0]);
+		answer_with(order->values[0], order->values[1]);
+	else if (order->values[0] <= MPSD_FAILOVER_SPARED_STANDBY)
+		mpsd_gift_begin((enum mpsd_failover_spared)order->values[0]);
 }
 
 void mpsd_room_at_end(void)
 {
-	struct timespec until = mpsd_in(END_MS);
-
-	atomic_store(&is_over, true);
 	mpsd_room_may_ask(false);
-	pthread_mutex_lock(&lock);
-	while (gift == GIVING && pthread_cond_timedwait(&changed, &lock, &until) != ETIMEDOUT)
-		;
-	pthread_mutex_unlock(&lock);
+	mpsd_gift_at_end();
 }
 
 /* In a forked child, which is no client. */
@@ -233,5 +202,7 @@ void mpsd_room_child(void)
 	lock = asking = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
 	changed = (pthread_cond_t)PTHREAD_COND_INITIALIZER;
 	atomic_store(&may_ask, false);
-	atomic_store(&is_over, true);
+	question = NOT_ASKED;
+	answered = seen = asks;
+	mpsd_gift_child();
 }

@@ -11,7 +11,7 @@
 
 static CUresult make_context(struct mpsd_made *made)
 {
-	uint64_t before = mpsd_cost_free(made, NULL);
+	uint64_t before = mpsd_cost_free(made);
 	CUcontext context;
 	CUresult result = other_cuDevicePrimaryCtxRetain(&context, made->device);
 
