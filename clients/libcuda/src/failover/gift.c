@@ -32,12 +32,17 @@ static struct gift {
 	uint64_t bytes;
 } gifts[] = { [MPSD_FAILOVER_SPARED_ROOM] = { NOT_ASKED, 0 }, [MPSD_FAILOVER_SPARED_STANDBY] = { NOT_ASKED, 0 } };
 
+static bool is_capturing(void)
+{
+	return mpsd_capture_active() || mpsd_capturing();
+}
+
 /* With the order: nothing is in flight that the copies are for, nothing goes on by itself, and nothing is captured. */
 static bool is_still(void)
 {
 	bool is;
 
-	if (mpsd_capture_active() || mpsd_capturing() || mpsd_hosts_are_open() || mpsd_epoch_is_waiting() ||
+	if (is_capturing() || mpsd_hosts_are_open() || mpsd_epoch_is_waiting() ||
 	    __atomic_load_n(&mpsd_epoch.unsure, __ATOMIC_RELAXED))
 		return false;
 	mpsd_word_take(&mpsd_exact_lock);
@@ -51,8 +56,13 @@ static CUresult give_within(uint64_t ns)
 {
 	CUstreamCaptureMode mode = CU_STREAM_CAPTURE_MODE_RELAXED;
 	uint64_t until = mpsd_now_ns() + ns;
-	CUresult result = mpsd_enter_context();
+	CUresult result;
 
+	if (is_capturing())
+		return CUDA_ERROR_NOT_READY;
+	/* Whoever captures from now on is not to lose that by what this thread does. */
+	real_cuThreadExchangeStreamCaptureMode(&mode);
+	result = mpsd_enter_context();
 	if (result == CUDA_SUCCESS)
 		result = mpsd_lanes_mark();
 	while (result == CUDA_SUCCESS && !is_still()) {
@@ -64,8 +74,6 @@ static CUresult give_within(uint64_t ns)
 	}
 	if (result != CUDA_SUCCESS)
 		return result;
-	/* Whoever captures from now on is not to lose that by this. */
-	real_cuThreadExchangeStreamCaptureMode(&mode);
 	/* Before anybody else has the order, and takes some again. */
 	mpsd_undo_rest();
 	result = mpsd_undo_give_back();
