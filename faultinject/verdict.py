@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 class Verdict(StrEnum):
@@ -40,3 +43,8 @@ def invalid(text: str) -> tuple[Verdict, str]:
 
 def unknown(text: str) -> tuple[Verdict, str]:
     return Verdict.UNKNOWN, text
+
+
+def findings(laws: Iterable[Callable[[T], tuple[Verdict, str]]], seen: T) -> list[Finding]:
+    """What each law says about what was seen, by the law's name."""
+    return [Finding(law.__name__.strip("_").replace("_", " "), *law(seen)) for law in laws]

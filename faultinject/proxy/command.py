@@ -106,7 +106,7 @@ def run(plan: Plan) -> dict[str, Any]:
 
 def _on(node: Node, plan: Plan, libraries: Libraries, base: Path) -> dict[str, Any]:
     """Each part has a daemon of its own, so that no part sees what another left."""
-    found: dict[str, Any] = dict.fromkeys(("programs", "numba", "deaths", "memory_end", "crowded"))
+    found: dict[str, Any] = dict.fromkeys(("programs", *(part for part, _ in reports.PARTS)))
     left: list[str] = []
     found["leftovers"] = left
 

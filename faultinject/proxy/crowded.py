@@ -13,7 +13,7 @@ from typing import Any
 
 from faultinject.history import clock
 from faultinject.proxy.library import MPSD_RUN, Libraries
-from faultinject.proxy.memory_end import DEADLINE_S, LEAST_SHARE
+from faultinject.proxy.memory_end import DEADLINE_S, LEAST_SHARE, Law, all_came_to_the_end, of_sides
 from faultinject.proxy.pairs import settled
 from faultinject.rig import Rig
 from faultinject.verdict import Finding, Verdict, invalid, unknown, valid
@@ -140,27 +140,14 @@ class _Side:
 
 def judge(seen: Mapping[str, Any]) -> list[Finding]:
     """What must hold of the stored facts (run's)."""
-    laws: Sequence[Callable[[Mapping[str, Any]], tuple[Verdict, str]]] = (
-        _all_came_to_the_end,
+    laws: Sequence[Law] = (
+        all_came_to_the_end,
         _as_much_memory,
         _others_gave,
         _standbys_came_back,
         _nobody_was_harmed,
     )
-    found = []
-    is_whole = not seen["failure"] and all("had" in facts for facts in seen["sides"].values())
-    for law in laws:
-        if not is_whole and law is not _all_came_to_the_end:
-            continue
-        found.append(Finding(law.__name__.strip("_").replace("_", " "), *law(seen)))
-    return found
-
-
-def _all_came_to_the_end(seen: Mapping[str, Any]) -> tuple[Verdict, str]:
-    if seen["failure"]:
-        return unknown(seen["failure"])
-    bad = [f"{side}: {facts['text']}" for side, facts in seen["sides"].items() if "text" in facts]
-    return invalid("; ".join(bad)) if bad else valid()
+    return of_sides(laws, seen)
 
 
 def _share(seen: Mapping[str, Any]) -> float:

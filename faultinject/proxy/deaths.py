@@ -23,7 +23,7 @@ from faultinject.leftovers import open_descriptors
 from faultinject.proxy.library import MPSD_RUN, Libraries, read_stats
 from faultinject.proxy.pairs import settled
 from faultinject.rig import Rig
-from faultinject.verdict import Finding, Verdict, invalid, merge, unknown, valid
+from faultinject.verdict import Finding, Verdict, findings, invalid, merge, unknown, valid
 from faultinject.worker import Worker
 from mpsd.errors import DeadlineError, MpsdError
 
@@ -92,7 +92,7 @@ def judge(seen: Mapping[str, Any]) -> list[Finding]:
         _victims_unharmed,
         _survivors_unharmed,
     )
-    return [Finding(law.__name__.strip("_").replace("_", " "), *law(seen)) for law in laws]
+    return findings(laws, seen)
 
 
 def _all_died(seen: Mapping[str, Any]) -> tuple[Verdict, str]:

@@ -13,9 +13,11 @@ from faultinject.history import clock
 from faultinject.proxy.library import FAR_BYTES, MPSD_RUN, Libraries, read_stats
 from faultinject.proxy.pairs import settled
 from faultinject.rig import Rig
-from faultinject.verdict import Finding, Verdict, invalid, unknown, valid
+from faultinject.verdict import Finding, Verdict, findings, invalid, unknown, valid
 from faultinject.worker import Worker
 from mpsd.errors import DeadlineError, MpsdError
+
+Law = Callable[[Mapping[str, Any]], tuple[Verdict, str]]
 
 SIDES = ("plain", "forward", "vault")
 DEADLINE_S = 60.0
@@ -99,23 +101,24 @@ def _await_back(rig: Rig, used: int) -> None:
 
 def judge(seen: Mapping[str, Any]) -> list[Finding]:
     """What must hold of the stored facts (run's)."""
-    laws: Sequence[Callable[[Mapping[str, Any]], tuple[Verdict, str]]] = (
-        _all_came_to_the_end,
+    laws: Sequence[Law] = (
+        all_came_to_the_end,
         _as_much_memory,
         _same_errors,
         _all_came_back,
         _proxy_was_there,
         _zones_were_laid,
     )
-    found = []
-    for law in laws:
-        if seen["failure"] and law is not _all_came_to_the_end:
-            continue
-        found.append(Finding(law.__name__.strip("_").replace("_", " "), *law(seen)))
-    return found
+    return of_sides(laws, seen)
 
 
-def _all_came_to_the_end(seen: Mapping[str, Any]) -> tuple[Verdict, str]:
+def of_sides(laws: Sequence[Law], seen: Mapping[str, Any]) -> list[Finding]:
+    """The first law is that all sides came to their end; what others need is not there where one did not."""
+    is_whole = not seen["failure"] and all("had" in facts for facts in seen["sides"].values())
+    return findings(laws if is_whole else laws[:1], seen)
+
+
+def all_came_to_the_end(seen: Mapping[str, Any]) -> tuple[Verdict, str]:
     if seen["failure"]:
         return unknown(seen["failure"])
     bad = [f"{side}: {facts['text']}" for side, facts in seen["sides"].items() if "text" in facts]

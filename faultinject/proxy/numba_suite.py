@@ -23,7 +23,7 @@ from typing import Any
 from faultinject.history import clock
 from faultinject.proxy.library import MPSD_RUN, Libraries
 from faultinject.rig import Rig
-from faultinject.verdict import Finding, Verdict, invalid, unknown, valid
+from faultinject.verdict import Finding, Verdict, findings, invalid, unknown, valid
 
 SUITE = "numba.cuda.tests"
 GRACE_S = 10.0
@@ -160,7 +160,7 @@ def sort_out(plain: Sequence[str], proxied: Sequence[str]) -> str:
 def judge(seen: Mapping[str, Any]) -> list[Finding]:
     """What must hold of the stored facts (as `run` gives them)."""
     laws = (_suite_ran, _was_proxied, _no_outcome_changed)
-    return [Finding(law.__name__.strip("_").replace("_", " "), *law(seen)) for law in laws]
+    return findings(laws, seen)
 
 
 def _suite_ran(seen: Mapping[str, Any]) -> tuple[Verdict, str]:

@@ -212,17 +212,23 @@ def test_room_for_copies_is_given_and_what_is_written_next_takes_some_again(
     assert ask.end() == ""
 
 
-@EXACT
-def test_room_is_not_given_while_what_was_given_to_the_driver_has_not_ended(
-    domain: Domain, gate: Gate, second: Domain, post: Post, ask: Program, copies: Path
-) -> None:
-    """Nothing waits for it for long, and nothing is lost: a move comes as it would."""
+def at_work(gate: Gate, second: Domain, post: Post, ask: Program, copies: Path) -> Line:
+    """Its line. It is ready, m is 5, and a kernel that adds 1 was given and does not run."""
     line = post.greet(moving.EXACT)
     ask("m = gpu.memory(8 << 20)")
     stand_by(line, second, copies)
     assert ask("gpu.run('add', m, 8, 5), gpu.sync()") == "(0, 0)"
     gate.let(0)
     assert ask("gpu.run('add', m, 8, 1)") == "0"
+    return line
+
+
+@EXACT
+def test_room_is_not_given_while_what_was_given_to_the_driver_has_not_ended(
+    domain: Domain, gate: Gate, second: Domain, post: Post, ask: Program, copies: Path
+) -> None:
+    """Nothing waits for it for long, and nothing is lost: a move comes as it would."""
+    line = at_work(gate, second, post, ask, copies)
     line.say(moving.GIVE, value=ROOM)
     # What is asked for meanwhile is no answer to that.
     assert [given_of(line, ROOM), ask("gpu.run('add', m, 8, 1)")] == [0, "0"]
@@ -236,12 +242,7 @@ def test_room_is_not_given_while_what_was_given_to_the_driver_has_not_ended(
 def test_a_move_comes_first(
     domain: Domain, gate: Gate, second: Domain, post: Post, ask: Program, copies: Path
 ) -> None:
-    line = post.greet(moving.EXACT)
-    ask("m = gpu.memory(8 << 20)")
-    stand_by(line, second, copies)
-    assert ask("gpu.run('add', m, 8, 5), gpu.sync()") == "(0, 0)"
-    gate.let(0)
-    assert ask("gpu.run('add', m, 8, 1)") == "0"
+    line = at_work(gate, second, post, ask, copies)
     break_domain(domain)
     line.say(moving.GIVE, value=ROOM)
     line.say(moving.MOVE, 1, again=1)
@@ -270,12 +271,7 @@ def test_a_capture_is_not_lost_by_what_is_given(post: Post, ask: Program, mode: 
 def test_a_standby_goes_though_room_is_not_given_yet(
     domain: Domain, gate: Gate, second: Domain, post: Post, ask: Program, copies: Path
 ) -> None:
-    line = post.greet(moving.EXACT)
-    ask("m = gpu.memory(8 << 20)")
-    stand_by(line, second, copies)
-    assert ask("gpu.run('add', m, 8, 5), gpu.sync()") == "(0, 0)"
-    gate.let(0)
-    assert ask("gpu.run('add', m, 8, 1)") == "0"
+    line = at_work(gate, second, post, ask, copies)
     line.say(moving.GIVE, value=ROOM)
     line.say(moving.GIVE, value=STANDBY)
     kinds = {

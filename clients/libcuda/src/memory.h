@@ -36,6 +36,10 @@ enum mpsd_inside {
 /* cuMemAlloc so. */
 CUresult mpsd_memory_alloc_inside(CUdeviceptr *dptr, size_t size, enum mpsd_inside inside);
 
+/* pitch.c: cuMemAllocPitch by that function, in place of cuMemAlloc. */
+CUresult mpsd_memory_alloc_rows(CUresult (*alloc)(CUdeviceptr *dptr, size_t size), CUdeviceptr *dptr, size_t *pPitch,
+				size_t WidthInBytes, size_t Height, unsigned int ElementSizeBytes);
+
 /*
  * Map memory of another process in the window of the current context, which must be the primary one of
  * `device`: CUDA_ERROR_NOT_SUPPORTED where that has none. `size`: a multiple of the granule.

@@ -6,11 +6,10 @@
  */
 #include <fcntl.h>
 #include <stdint.h>
-#include <sys/mman.h>
-#include <unistd.h>
-
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
 #include "standin.h"
 
@@ -43,11 +42,16 @@ static void detach(void)
 {
 }
 
+size_t environment_bytes(const char *name, size_t otherwise)
+{
+	const char *given = getenv(name);
+
+	return given ? strtoull(given, NULL, 0) : otherwise;
+}
+
 static size_t total_memory(void)
 {
-	const char *given = getenv("MPSD_STANDIN_MEMORY");
-
-	return given ? strtoull(given, NULL, 0) : DEFAULT_MEMORY;
+	return environment_bytes("MPSD_STANDIN_MEMORY", DEFAULT_MEMORY);
 }
 
 static size_t free_memory(void)

@@ -112,28 +112,28 @@ static bool has_limit(CUlimit limit)
 /* MPSD_STANDIN_CONTEXT: bytes of the GPU's that a context takes. */
 static size_t context_bytes(void)
 {
-	const char *given = getenv("MPSD_STANDIN_CONTEXT");
-
-	return given ? strtoull(given, NULL, 0) : 0;
+	return environment_bytes("MPSD_STANDIN_CONTEXT", 0);
 }
 
 static CUresult open_context(CUcontext context, CUdevice device)
 {
-	CUresult result = backend->take_memory(context_bytes()) ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
+	CUresult result;
 
-	if (result == CUDA_SUCCESS && !is_any_retained())
-		result = backend->attach();
-
+	if (!backend->take_memory(context_bytes()))
+		return CUDA_ERROR_OUT_OF_MEMORY;
+	result = is_any_retained() ? CUDA_SUCCESS : backend->attach();
 	context->device = device;
 	memcpy(context->limits, first_limits, sizeof(first_limits));
 	if (result == CUDA_SUCCESS)
 		result = open_streams(context);
-	if (result == CUDA_SUCCESS) {
-		context->broken = CUDA_SUCCESS;
-		manager_watch(context);
-		note_taken();
+	if (result != CUDA_SUCCESS) {
+		backend->give_memory(context_bytes());
+		return result;
 	}
-	return result;
+	context->broken = CUDA_SUCCESS;
+	manager_watch(context);
+	note_taken();
+	return CUDA_SUCCESS;
 }
 
 API CUresult cuDevicePrimaryCtxRetain(CUcontext *pctx, CUdevice dev)

@@ -40,5 +40,8 @@ struct backend {
 
 extern const struct backend *backend;
 
+/* What the environment says. */
+size_t environment_bytes(const char *name, size_t otherwise);
+
 void choose_backend(void);
 const struct backend *simulated_backend(const struct backend *memory);

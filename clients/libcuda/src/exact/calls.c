@@ -224,7 +224,7 @@ CUresult work_cuStreamWaitEvent(CUstream hStream, CUevent hEvent, unsigned int F
 	return mpsd_submit_new(&op, false);
 }
 
-/* Memory: copies of the proxy's own give way to what the program asks for, then the standby does, and what others have for a fail-over. */
+/* Memory: copies of the proxy's own give way to what the program asks for, then its standby, and then what others have. */
 
 static CUresult free_put_off(const void *unused)
 {
@@ -233,7 +233,6 @@ static CUresult free_put_off(const void *unused)
 }
 
 #define MOST_TRIES 256
-#define PITCH_ALIGNMENT 512	/* pitch.c */
 
 /* OUT_OF_MEMORY: there is no more. */
 static CUresult more_room(struct mpsd_shortage *shortage)
@@ -246,7 +245,9 @@ static CUresult more_room(struct mpsd_shortage *shortage)
 		return result;
 	if (mpsd_undo_has())
 		return mpsd_in_order(mpsd_undo_give_back);
-	return mpsd_room_ask("its memory was needed") || mpsd_room_ask_others(shortage) ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
+	if (mpsd_room_ask("its memory was needed") || mpsd_room_ask_others(shortage))
+		return CUDA_SUCCESS;
+	return CUDA_ERROR_OUT_OF_MEMORY;
 }
 
 bool mpsd_exact_has_more_room(CUresult *result, struct mpsd_shortage *shortage)
@@ -309,16 +310,5 @@ CUresult make_cuMemFree_v2(CUdeviceptr dptr)
 CUresult make_cuMemAllocPitch_v2(CUdeviceptr *dptr, size_t *pPitch, size_t WidthInBytes, size_t Height,
 				 unsigned int ElementSizeBytes)
 {
-	uint64_t pitch = ((uint64_t)WidthInBytes + PITCH_ALIGNMENT - 1) / PITCH_ALIGNMENT * PITCH_ALIGNMENT;
-	struct mpsd_shortage shortage = { .bytes = pitch * Height };
-	CUresult result;
-
-	do {
-		mpsd_thread.inside = MPSD_INSIDE_FIRST;
-		result = inner_cuMemAllocPitch_v2(dptr, pPitch, WidthInBytes, Height, ElementSizeBytes);
-		mpsd_thread.inside = MPSD_INSIDE_OR_NOT;
-	} while (mpsd_exact_has_more_room(&result, &shortage));
-	if (result == CUDA_ERROR_OUT_OF_MEMORY)
-		result = inner_cuMemAllocPitch_v2(dptr, pPitch, WidthInBytes, Height, ElementSizeBytes);
-	return result;
+	return mpsd_memory_alloc_rows(make_cuMemAlloc_v2, dptr, pPitch, WidthInBytes, Height, ElementSizeBytes);
 }

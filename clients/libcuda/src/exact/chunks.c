@@ -92,17 +92,27 @@ static bool has_place(void)
 	return is;
 }
 
+uint64_t mpsd_undo_bytes(void)
+{
+	uint64_t bytes = 0;
+
+	mpsd_word_take(&mpsd_exact_lock);
+	for (unsigned int i = 0; i < chunk_count; i++)
+		bytes += chunks[i].size;
+	mpsd_word_give(&mpsd_exact_lock);
+	return bytes;
+}
+
 CUresult mpsd_chunk_more(uint64_t size)
 {
 	CUdeviceptr base;
 	CUresult result;
-	size_t there = 0;
+	size_t there;
 
 	result = mpsd_undoroom_await();
 	if (result != CUDA_SUCCESS || has_place())
 		return result;
-	for (unsigned int i = 0; i < chunk_count; i++)
-		there += chunks[i].size;
+	there = mpsd_undo_bytes();
 	if (size < CHUNK_BYTES)
 		size = CHUNK_BYTES;
 	if (there + size > budget() && there < budget())
@@ -268,17 +278,6 @@ CUresult mpsd_undo_give_back(void)
 bool mpsd_undo_has(void)
 {
 	return __atomic_load_n(&chunk_count, __ATOMIC_RELAXED) != 0;
-}
-
-uint64_t mpsd_undo_bytes(void)
-{
-	uint64_t bytes = 0;
-
-	mpsd_word_take(&mpsd_exact_lock);
-	for (unsigned int i = 0; i < chunk_count; i++)
-		bytes += chunks[i].size;
-	mpsd_word_give(&mpsd_exact_lock);
-	return bytes;
 }
 
 void mpsd_undo_rest(void)

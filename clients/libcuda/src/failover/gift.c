@@ -85,13 +85,10 @@ static CUresult give_within(uint64_t ns)
 static CUresult try_to_give(uint64_t ns)
 {
 	uint64_t moves = mpsd_carry_enter();
-	CUresult result = CUDA_ERROR_NOT_READY;
+	bool may = mpsd_exact();
+	CUresult result = may ? CUDA_ERROR_NOT_READY : CUDA_ERROR_INVALID_VALUE;
 
-	if (!mpsd_exact()) {
-		mpsd_carry_leave(moves);
-		return CUDA_ERROR_INVALID_VALUE;
-	}
-	if (ns ? mpsd_order_take(moves) : mpsd_order_try(moves)) {
+	if (may && (ns ? mpsd_order_take(moves) : mpsd_order_try(moves))) {
 		result = give_within(ns);
 		mpsd_order_give(moves);
 	}
