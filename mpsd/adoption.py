@@ -17,6 +17,7 @@ import structlog
 from mpsd import pipedir, procs
 from mpsd.attacher import Attacher
 from mpsd.core import events as ev
+from mpsd.core import memberevents as mev
 from mpsd.core.standby import Member, Standing
 from mpsd.core.state import Client, Domain, DomainState, State
 from mpsd.errors import MpsdError
@@ -136,7 +137,7 @@ class Adoption:
     rows: Sequence[Mapping[str, Any]] = ()
     policies: Sequence[Mapping[str, Any]] = ()
     dead_servers: list[ev.ServerDied] = field(default_factory=list)
-    members: Sequence[ev.MemberRestored] = ()
+    members: Sequence[mev.MemberRestored] = ()
 
     def run(self, saved: Mapping[str, Any] | None) -> None:
         """Post the events that rebuild the state. Nothing here ends a domain that still has clients."""
@@ -365,7 +366,7 @@ class Adoption:
         self._dead({client: kept for client, kept in unclaimed.items() if not _alive(client.process)})
 
 
-def _member(row: Mapping[str, Any]) -> ev.MemberRestored | None:
+def _member(row: Mapping[str, Any]) -> mev.MemberRestored | None:
     """None: it is not understood."""
     try:
         process, home = _instance(row["process"]), str(row["home"])
@@ -374,7 +375,7 @@ def _member(row: Mapping[str, Any]) -> ev.MemberRestored | None:
     except (KeyError, IndexError, TypeError, ValueError) as error:
         log.warning("a program that could fail over is not restored", reason=repr(error))
         return None
-    return None if process is None else ev.MemberRestored(process, uid, mode, home, left)
+    return None if process is None else mev.MemberRestored(process, uid, mode, home, left)
 
 
 def _alive(process: ProcessInstance) -> bool:

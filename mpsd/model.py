@@ -249,6 +249,17 @@ class Spared(IntEnum):
     STANDBY = 1
 
 
+class Whose(IntEnum):
+    """Whose code a kernel's exception was in, as one program of the lost domain sees it. OWN, OTHERS: an SM
+    keeps where the warp was, as an address of its own process's. FIRST: nothing is kept, but its context's
+    error came as only that of who made a trap does (faultinject/reports, "Whose code it was")."""
+
+    UNKNOWN = 0
+    OWN = 1
+    OTHERS = 2
+    FIRST = 3
+
+
 class IsolationMode(StrEnum):
     """What the kernel part does with a fatal MMU fault. off: the stock driver. report: the stock driver
     answers, and it is recorded. isolate: what may be sunk is, and the client that did it has to go.

@@ -96,6 +96,7 @@ def _fate_json(fate: Fate) -> dict[str, Any]:
         "first_ms": fate.first_ms,
         "turn_ms": fate.turn_ms,
         "done_ms": fate.done_ms,
+        "whose": fate.whose.name.lower(),
         "restored_bytes": fate.restored_bytes,
         "replayed": fate.replayed,
     }

@@ -13,7 +13,7 @@ from typing import Any
 from faultinject import kinds, report
 from faultinject.failover import reports
 from faultinject.failover.outcomes import data
-from faultinject.failover.rounds import ONLY_WANTED, PARTS, SETTINGS, Rounds
+from faultinject.failover.rounds import ONLY_WANTED, PARTS, SETTINGS, Offenders, Rounds
 from faultinject.failover.works import Calm, WorkRounds
 from faultinject.history import History
 from faultinject.matrix import tell_stderr
@@ -25,7 +25,8 @@ from mpsd.errors import MpsdError, UsageError
 
 KINDS = ("trap", "misaligned", "shared_window", "stack_overflow", "store", "pbdma", "server_death")
 WORKS = tuple(name for name in NAMES if name not in HIDDEN)
-OFFENDERS = ("plain", "carried", "oldest")
+OFFENDERS = ("plain", "carried", "oldest", "known")
+EARLIER = ("oldest", "known")
 MOST_EARLIER = 12
 """Each of these offenders has two contexts on the GPU until its fault."""
 NOT_COMPARED = "it ended before results were compared with those of a run without faults"
@@ -113,7 +114,7 @@ def _groups(args: argparse.Namespace) -> list[list[str]]:
 
 def _earlier(args: argparse.Namespace, some: Sequence[str]) -> list[tuple[str, int]]:
     """The offenders of these kinds that are started before the programs."""
-    if args.offender != "oldest":
+    if args.offender not in EARLIER:
         return []
     return [(kind, number) for kind in some if kind not in PARTS for number in range(args.faults)]
 
@@ -131,14 +132,9 @@ def _some_kinds(
     between two of them. Until results are compared the last fault has a problem that says so.
 
     Raises MpsdError for what is missing; what goes wrong is in the faults."""
-    carried = args.offender != OFFENDERS[0]
-    earlier = _earlier(args, some)
-    works = (
-        WorkRounds(rig, libraries, tell_stderr, args.works, carried=carried, earlier=earlier, calm=calm)
-        if args.works
-        else None
-    )
-    rounds = works or Rounds(rig, libraries, tell_stderr, carried=carried, earlier=earlier)
+    offenders = Offenders(args.offender != OFFENDERS[0], _earlier(args, some), args.offender == "known")
+    works = WorkRounds(rig, libraries, tell_stderr, args.works, offenders, calm) if args.works else None
+    rounds = works or Rounds(rig, libraries, tell_stderr, offenders)
     rounds.start()
     for kind in some:
         faults = rounds.run(kind, args.faults, args.deadline)
@@ -178,7 +174,7 @@ def _go(args: argparse.Namespace) -> int:
     first = max(len(_earlier(args, some)) for some in _groups(args))
     if first > MOST_EARLIER:
         raise UsageError(
-            f"--offender oldest starts {first} offenders before the programs",
+            f"--offender {args.offender} starts {first} offenders before the programs",
             remedy=f"fewer --faults, or not --together: {MOST_EARLIER} at most",
         )
 
@@ -210,7 +206,7 @@ def add_parser(commands: Any, types: Any) -> None:
         choices=OFFENDERS,
         default=OFFENDERS[0],
         help="a program like any other of the node (default: plain); or under mpsd-run as its neighbours "
-        "are, and started after them (carried), or before (oldest)",
+        "are, and started after them (carried), or before (oldest), with what they launch known (known)",
     )
     parser.add_argument(
         "--together",

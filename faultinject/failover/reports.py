@@ -14,6 +14,7 @@ from faultinject import report
 from faultinject.failover.outcomes import Fault, Moved
 from faultinject.kinds import ENGINE, ENGINE_DELAY_MS
 from mpsd.core.members import MISSING
+from mpsd.core.whose import IN_ITS_CODE
 
 KIND, SCHEMA_VERSION = "failover", 1
 
@@ -150,18 +151,22 @@ def _harmless(kinds: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[str]
 
 def _carried(finished: Mapping[str, Any]) -> Iterator[str]:
     """Of offenders that are under mpsd-run too."""
-    if finished.get("offender") not in ("carried", "oldest"):
+    if finished.get("offender") not in ("carried", "oldest", "known"):
         return
     yield "The offenders are under mpsd-run too: where nobody knows whose fault it was, they are carried over"
-    yield "as well, and are named when their own work has faulted once more. Everybody else moves each time."
+    yield "as well. They are named when the exception turns out to have been in their own code, or when their"
+    yield "own work has faulted once more, and then everybody else has moved once more."
+    if finished.get("offender") == "known":
+        yield "They were started before the programs, and what they launched was nothing new."
     for kind, faults in finished["faults"].items():
         named = sum(bool(fault.get("named")) for fault in faults)
         moves = sorted({1 + len(fault["later"]) for fault in faults if fault["record"]})
         each = f"{moves[0]} to {moves[-1]}" if moves else "no"
+        by_code = sum(map(_is_named_by_code, faults))
         last = sum(_had_the_last_turn(fault) for fault in faults)
         yield (
-            f"{kind}: named {named} of {len(faults)}, {last} of them when all others had had their turn; "
-            f"{each} moves of everybody else for each fault."
+            f"{kind}: named {named} of {len(faults)}, {by_code} of them by their code, "
+            f"{last} when all others had had their turn; {each} moves of everybody else for each fault."
         )
     yield ""
 
@@ -179,6 +184,11 @@ def _survivors(fault: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Fates of all but an offender that was carried over, whose own turn nobody waits for."""
     offenders = _named(fault) | {fault.get("carried")}
     return [fate for fate in _fates(fault) if fate["pid"] not in offenders]
+
+
+def _is_named_by_code(fault: Mapping[str, Any]) -> bool:
+    signs = (sign["text"] for known in fault["faults"] if known["offender"] for sign in known["evidence"])
+    return IN_ITS_CODE in signs
 
 
 def _had_the_last_turn(fault: Mapping[str, Any]) -> bool:

@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
@@ -41,25 +42,30 @@ NOT_RECORDED = f"no fail-over was recorded within {MOVED_S:.0f} s"
 PARTS = ("server_death", "drain")
 
 
-class Rounds:
-    """Servers in one domain, with a rig that has an mpsd.
+@dataclass(frozen=True, slots=True)
+class Offenders:
+    """`carried`: they are under mpsd-run too, so where nobody knows who it was they are carried over as the
+    others are. `earlier`: of which kinds, and of which number, those are that are started before all others,
+    and wait for their fault. `known`: what they launch then is nothing new."""
 
-    `carried`: the offenders are under mpsd-run too, so where nobody knows who it was they are carried over as
-    the others are. `earlier`: of which kinds, and of which number, those are that are started before all
-    others, and wait for their fault.
-    """
+    carried: bool = False
+    earlier: Sequence[tuple[str, int]] = ()
+    known: bool = False
+
+
+class Rounds:
+    """Servers in one domain, with a rig that has an mpsd."""
 
     def __init__(
         self,
         rig: Rig,
         libraries: Libraries,
         tell: Callable[[str], None],
-        *,
-        carried: bool = False,
-        earlier: Sequence[tuple[str, int]] = (),
+        offenders: Offenders | None = None,
     ) -> None:
-        self._rig, self._libraries, self._tell, self._carried = rig, libraries, tell, carried
-        self._wanted_earlier = tuple(earlier)
+        self._offenders = offenders or Offenders()
+        self._rig, self._libraries, self._tell = rig, libraries, tell
+        self._carried = self._offenders.carried
         self._earlier: dict[tuple[str, int], Worker] = {}
         self._servers: list[Worker] = []
         self._reports: dict[str, int] = {}
@@ -76,7 +82,7 @@ class Rounds:
 
     def _start_earlier(self) -> None:
         """Raises DeadlineError."""
-        self._earlier = {which: self._offender(*which) for which in self._wanted_earlier}
+        self._earlier = {which: self._offender(*which) for which in self._offenders.earlier}
         for offender in self._earlier.values():
             offender.must("ready", timeout=UP_S)
 
@@ -230,7 +236,8 @@ class Rounds:
         if waiting is not None:
             return waiting
         spawn = self._spawn_carried if self._carried else self._rig.spawn
-        return spawn(f"offender-{kind}-{number}", "offender", kind)
+        known = ("--known", "--stay") if self._offenders.known else ()
+        return spawn(f"offender-{kind}-{number}", "offender", kind, *known)
 
     @staticmethod
     def _offend(fault: Fault, offender: Worker) -> float:

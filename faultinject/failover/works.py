@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from faultinject.failover.outcomes import Fault, Moved
-from faultinject.failover.rounds import Rounds
+from faultinject.failover.rounds import Offenders, Rounds
 from faultinject.proxy.library import MPSD_RUN, Libraries
 from faultinject.rig import Rig
 from faultinject.worker import Worker
@@ -50,12 +50,10 @@ class WorkRounds(Rounds):
         libraries: Libraries,
         tell: Callable[[str], None],
         works: Sequence[str],
-        *,
-        carried: bool = False,
-        earlier: Sequence[tuple[str, int]] = (),
+        offenders: Offenders | None = None,
         calm: Calm | None = None,
     ) -> None:
-        super().__init__(rig, libraries, tell, carried=carried, earlier=earlier)
+        super().__init__(rig, libraries, tell, offenders)
         self._works = tuple(works)
         self._calm = calm or Calm()
         self._blocks = 0

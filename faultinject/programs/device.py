@@ -56,6 +56,11 @@ class Device(Protocol):
         """
         ...
 
+    def know(self, kind: str) -> None:
+        """Have the kernel of such a fault in a graph that is never launched: it is nothing new any more.
+        DeviceError(801) as free."""
+        ...
+
     def free(self, address: int) -> None:
         """Give back what alloc gave. Raises DeviceError(801) where the device has no such thing."""
         ...

@@ -122,6 +122,13 @@ class NvidiaDevice:
     def close(self) -> None:
         checked(driver.cuDevicePrimaryCtxRelease(self._device))
 
+    def know(self, kind: str) -> None:
+        kernel, args = self._simple(kind, 0)
+        mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+        checked(driver.cuStreamBeginCapture(self._stream, mode))
+        self._launch(kernel, *args, stream=self._stream)
+        checked(driver.cuStreamEndCapture(self._stream))
+
     def commit(self, kind: str, fire: Callable[[], None], stray: int = 0) -> None:
         match kind:
             case "use_after_unmap" | "pbdma" | "read_only":

@@ -58,6 +58,9 @@ class SimulatedProgramDevice:
             fire()
             self._device.launch(kind, address=address)
 
+    def know(self, kind: str) -> None:
+        raise DeviceError(NOT_SUPPORTED, "the simulated GPU has no graphs")
+
     def free(self, address: int) -> None:
         raise DeviceError(NOT_SUPPORTED, "memory of the simulated GPU ends with its client")
 

@@ -18,6 +18,7 @@ IMAGE = (
 )
 UNMAPPED = 0x7E0000000000
 WORD = 4
+CAPTURE_THREAD_LOCAL = 1
 
 
 class StandinDevice:
@@ -31,11 +32,11 @@ class StandinDevice:
         self._scratch = self.alloc(64)
         self.on_mps: bool | None = None
 
-    def _launch(self, name: str, *arguments: Any) -> None:
+    def _launch(self, name: str, *arguments: Any, stream: ctypes.c_void_p | None = None) -> None:
         function = ctypes.c_void_p()
         self._driver.call("cuModuleGetFunction", ctypes.byref(function), self._module, name.encode())
         places = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(a) for a in arguments))
-        self._driver.call("cuLaunchKernel", function, 1, 1, 1, 1, 1, 1, 0, None, places, None)
+        self._driver.call("cuLaunchKernel", function, 1, 1, 1, 1, 1, 1, 0, stream, places, None)
 
     def alloc(self, size: int) -> int:
         return self._driver.alloc(size)
@@ -71,14 +72,24 @@ class StandinDevice:
     def endless(self, *, fill: bool = False) -> None:
         raise DeviceError(NOT_SUPPORTED, "kernels of the stand-in driver end")
 
-    def commit(self, kind: str, fire: Callable[[], None], stray: int = 0) -> None:
+    def know(self, kind: str) -> None:
+        stream, graph = ctypes.c_void_p(), ctypes.c_void_p()
+        self._driver.call("cuStreamCreate", ctypes.byref(stream), 1)
+        self._driver.call("cuStreamBeginCapture_v2", stream, CAPTURE_THREAD_LOCAL)
+        self._launch(kind, *self._arguments(kind, 0), stream=stream)
+        self._driver.call("cuStreamEndCapture", stream, ctypes.byref(graph))
+
+    @staticmethod
+    def _arguments(kind: str, stray: int) -> tuple[Any, ...]:
+        """Of the kernel that has the kind's name."""
         if kind not in ("store", "trap"):
             raise DeviceError(NOT_SUPPORTED, f"{kind} is for the other devices")
+        return () if kind == "trap" else (ctypes.c_uint64(stray or UNMAPPED), ctypes.c_uint32(1))
+
+    def commit(self, kind: str, fire: Callable[[], None], stray: int = 0) -> None:
+        arguments = self._arguments(kind, stray)
         fire()
-        if kind == "trap":
-            self._launch("trap")
-        else:
-            self._launch("store", ctypes.c_uint64(stray or UNMAPPED), ctypes.c_uint32(1))
+        self._launch(kind, *arguments)
         self.synchronize()
 
     def room(self) -> int | None:

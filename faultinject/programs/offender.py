@@ -39,6 +39,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--fill", action="store_true", help="kernels occupy every SM")
     parser.add_argument("--busy-s", type=float, default=0.5, help="how long a kernel runs that ends")
     parser.add_argument("--memory", type=int, default=1 << 20, help="bytes of device memory it holds")
+    parser.add_argument("--known", action="store_true", help="its kernel is nothing new when it faults")
     parser.add_argument("--stay", action="store_true", help="live on where the deed did it no harm")
     args = parser.parse_args(argv)
     no_core_dumps()
@@ -48,6 +49,8 @@ def main(argv: list[str]) -> int:
         device = open_device(args.backend)
         context_at = clock()
         prepare(device, args.memory)
+        if args.known:
+            device.know(plan.kind)
         if plan.kind in kinds.ZONE:
             # Before it says ready, so that its zones are there when the rig looks for them.
             plan = replace(plan, target=device.alloc(overrun.SIZE))

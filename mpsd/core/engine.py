@@ -26,8 +26,10 @@ from mpsd.core import (
     strays,
     turns,
     victims,
+    whose,
 )
 from mpsd.core import events as ev
+from mpsd.core import memberevents as mev
 from mpsd.core.draft import Draft
 from mpsd.core.effects import Effect, Freeze, Kill, ReleaseLease, Terminate, Word
 from mpsd.core.state import (
@@ -132,19 +134,20 @@ _HANDLERS: Mapping[type, Callable[[Draft, Any], None]] = {
     ev.DrainRequested: members.on_drain,
     ev.StopRequested: domains.on_stop,
     ev.ModeSeen: domains.on_mode_seen,
-    ev.MemberCame: members.on_came,
-    ev.MemberRestored: members.on_restored,
-    ev.MemberLeft: members.on_left,
-    ev.MemberReady: members.on_ready,
-    ev.MemberUnready: members.on_unready,
-    ev.MemberOpaque: members.on_opaque,
-    ev.MemberError: members.on_error,
-    ev.MemberMoved: members.on_moved,
-    ev.MemberUnsure: members.on_unsure,
-    ev.MemberStayed: members.on_stayed,
-    ev.MemberDone: members.on_done,
-    ev.MemberShort: giving.on_short,
-    ev.MemberGave: giving.on_gave,
+    mev.MemberCame: members.on_came,
+    mev.MemberRestored: members.on_restored,
+    mev.MemberLeft: members.on_left,
+    mev.MemberReady: members.on_ready,
+    mev.MemberUnready: members.on_unready,
+    mev.MemberOpaque: members.on_opaque,
+    mev.MemberError: members.on_error,
+    mev.MemberMoved: members.on_moved,
+    mev.MemberUnsure: members.on_unsure,
+    mev.MemberStayed: members.on_stayed,
+    mev.MemberDone: members.on_done,
+    mev.MemberShort: giving.on_short,
+    mev.MemberGave: giving.on_gave,
+    mev.MemberLooked: whose.on_looked,
     ev.CopiesSeen: members.on_copies,
     ev.Counted: _on_counted,
     ev.TimerFired: _on_timer,
@@ -193,7 +196,8 @@ def _check_effects(before: State, event: ev.Event, draft: Draft) -> None:
 
 
 def _check_release(before: State, event: ev.Event, draft: Draft, effect: ReleaseLease) -> None:
-    """A lease ends when the work has, when the server lost it, or when nobody is left to be harmed."""
+    """A lease ends when the work has, when the server lost it or none had begun there, or when nobody is left
+    to be harmed."""
     client = before.clients.get(effect.client)
     if client is None:
         return
@@ -202,6 +206,8 @@ def _check_release(before: State, event: ev.Event, draft: Draft, effect: Release
     if isinstance(event, ev.DomainStopped):
         return
     if isinstance(event, ev.WorkEnded) and event.client == effect.client:
+        return
+    if isinstance(event, ev.ClientDied | ev.ClientLeft) and not members.has_begun(before, client.id.process):
         return
     domain = draft.state.domains.get(effect.client.domain)
     lost = domain is None or domain.state in (DomainState.FAULTED, DomainState.STOPPING)

@@ -25,7 +25,7 @@ from mpsd.core.killing import kill_by_policy
 from mpsd.core.records import Evidence, FaultRecord, Source
 from mpsd.core.standby import OFFERED, FailoverRecord, Fate, Member, Outcome, Standing, Turn
 from mpsd.core.state import Client, ClientState, Domain, DomainState, Slot, State
-from mpsd.model import Again, Confidence, FailoverMode, ProcessInstance
+from mpsd.model import Again, Confidence, FailoverMode, ProcessInstance, Whose
 
 MINUTE_S = 60.0
 MADE_IT = "it made the fault"
@@ -154,7 +154,9 @@ def _tell(
     guessed = draft.now if again is Again.AT_ONCE else member.guessed
     owed = again in (Again.IN_TURN, Again.AT_ONCE)
     moving = replace(member, standing=Standing.MOVING, told=told, among=False, new_s=None)
-    draft.put_member(replace(moving, again=again, guessed=guessed, owed=owed))
+    draft.put_member(
+        replace(moving, again=again, guessed=guessed, owed=owed, whose=Whose.UNKNOWN, named=False)
+    )
     draft.count("failover_moves")
 
 
@@ -254,7 +256,7 @@ def _record(
         elif member.process in sure or dead or member.standing is Standing.READY:
             leave_behind(draft, member, refusal)
         fates.append(_fate(draft.state, member, refusal, member.process in suspects))
-    if again is Again.IN_TURN and any(_is_a_kernels(f) for f in faults):
+    if again is Again.IN_TURN and any(is_a_kernels(f) for f in faults):
         turns.note_among(draft, here, [m.process for m in told])
     number = draft.state.next_failover
     draft.state = replace(draft.state, next_failover=number + 1)
@@ -281,7 +283,7 @@ def _record(
         _put_out(draft, sure, target)
 
 
-def _is_a_kernels(fault: FaultRecord) -> bool:
+def is_a_kernels(fault: FaultRecord) -> bool:
     """An exception that somebody has reported: a server that was killed is in FAULT for its clients, too."""
     said = any(e.source not in (Source.SERVER_STATE, Source.PROCESS) for e in fault.evidence)
     return said and fault.fault_class.startswith("sm-")

@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from mpsd.core import events as ev
 from mpsd.core import failover
+from mpsd.core import memberevents as mev
 from mpsd.core.draft import Draft
 from mpsd.core.effects import ArmTimer, GiveMemory, HaveMemory
 from mpsd.core.standby import Member, Short, Standing, Turn
@@ -34,7 +34,7 @@ BACK_S = 30.0
 WAIT, BACK = "failover-give", "failover-back"
 
 
-def on_short(draft: Draft, event: ev.MemberShort) -> None:
+def on_short(draft: Draft, event: mev.MemberShort) -> None:
     """An allocation of its would fail. It waits for an answer."""
     asker = draft.state.members.get(event.process)
     if asker is None:
@@ -100,7 +100,7 @@ def _is_near(state: State, asker: Member, other: Member) -> bool:
     return here.slot == there.slot or asker.uid == other.uid
 
 
-def on_gave(draft: Draft, event: ev.MemberGave) -> None:
+def on_gave(draft: Draft, event: mev.MemberGave) -> None:
     """It has given what it was asked for; 0 bytes: it had nothing of the kind, or could not."""
     if event.bytes:
         draft.count("failover_memory_given")

@@ -4,26 +4,27 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mpsd.core import domains, failover, fates, giving, leases, turns
+from mpsd.core import domains, failover, fates, giving, leases, turns, whose
 from mpsd.core import events as ev
+from mpsd.core import memberevents as mev
 from mpsd.core.draft import Draft
 from mpsd.core.effects import AskServer, HaveTurn, StandDown, Welcome
 from mpsd.core.lifecycle import DomainTrigger
 from mpsd.core.standby import OFFERED, OPAQUE_KEPT, Member, Outcome, Standing, Turn
-from mpsd.core.state import SERVING, DomainState
+from mpsd.core.state import SERVING, DomainState, State
 from mpsd.model import Again, FailoverMode, ProcessInstance
 
 MISSING = "what was in flight may be missing"
 _ORDER = (FailoverMode.OFF, FailoverMode.KEEP, FailoverMode.EXACT)
 
 
-def on_came(draft: Draft, event: ev.MemberCame) -> None:
+def on_came(draft: Draft, event: mev.MemberCame) -> None:
     most = draft.state.policy.failover
     mode = min(event.mode, most, key=_ORDER.index)
     draft.emit(Welcome(event.process, mode))
     if mode is FailoverMode.OFF:
         # Told no more, whatever it had said before.
-        on_left(draft, ev.MemberLeft(event.process))
+        on_left(draft, mev.MemberLeft(event.process))
         return
     known = draft.state.members.get(event.process)
     home = known.home if known is not None else None
@@ -53,7 +54,7 @@ def refresh(draft: Draft, process: ProcessInstance) -> None:
         domains.ensure(draft, home.slot)
 
 
-def on_restored(draft: Draft, event: ev.MemberRestored) -> None:
+def on_restored(draft: Draft, event: mev.MemberRestored) -> None:
     if draft.state.policy.failover is FailoverMode.OFF or event.process in draft.state.members:
         return
     member = Member(event.process, event.uid, event.mode, connected=False, home=event.home)
@@ -62,7 +63,7 @@ def on_restored(draft: Draft, event: ev.MemberRestored) -> None:
     draft.put_member(member)
 
 
-def on_left(draft: Draft, event: ev.MemberLeft) -> None:
+def on_left(draft: Draft, event: mev.MemberLeft) -> None:
     """It may come again. Where its work runs is remembered for as long as it is a client."""
     member = draft.state.members.get(event.process)
     if member is None:
@@ -78,6 +79,13 @@ def on_left(draft: Draft, event: ev.MemberLeft) -> None:
     draft.put_member(gone)
     _waited_for_no_longer(draft, member)
     _nobody_left(draft, member)
+
+
+def has_begun(state: State, process: ProcessInstance) -> bool:
+    """Whether it may have launched anything where its work runs now: not who has moved there from a domain
+    that was lost, and holds its calls since. (What it had in flight before looks as if it did not end.)"""
+    member = state.members.get(process)
+    return member is None or not (member.named or member.turn is Turn.WAITS)
 
 
 def _waited_for_no_longer(draft: Draft, member: Member) -> None:
@@ -100,6 +108,7 @@ def ended(draft: Draft, process: ProcessInstance, *, execed: bool = False) -> No
         f.process == process and f.outcome is not Outcome.NOT_TOLD for f in record.fates
     ):
         fates.revise(draft, record, process, outcome=Outcome.ENDED)
+        whose.settle(draft, process)
     draft.drop_member(process)
     if execed and member.connected:
         fresh = Member(process, member.uid, member.mode, opaque=member.opaque)
@@ -137,7 +146,7 @@ def _told(draft: Draft, process: ProcessInstance, generation: int) -> Member | N
     return member
 
 
-def on_ready(draft: Draft, event: ev.MemberReady) -> None:
+def on_ready(draft: Draft, event: mev.MemberReady) -> None:
     member = _told(draft, event.process, event.generation)
     if member is None or member.standing not in OFFERED:
         return
@@ -147,7 +156,7 @@ def on_ready(draft: Draft, event: ev.MemberReady) -> None:
     turns.go_on(draft, member.home)
 
 
-def on_unready(draft: Draft, event: ev.MemberUnready) -> None:
+def on_unready(draft: Draft, event: mev.MemberUnready) -> None:
     member = _told(draft, event.process, event.generation)
     if member is not None and member.standing in OFFERED:
         draft.put_member(replace(member, standing=Standing.UNREADY, reason=event.reason, bytes=0))
@@ -156,7 +165,7 @@ def on_unready(draft: Draft, event: ev.MemberUnready) -> None:
             giving.without(draft, member)
 
 
-def on_opaque(draft: Draft, event: ev.MemberOpaque) -> None:
+def on_opaque(draft: Draft, event: mev.MemberOpaque) -> None:
     member = draft.state.members.get(event.process)
     if member is None or event.name in member.opaque or len(member.opaque) >= OPAQUE_KEPT:
         return
@@ -167,13 +176,13 @@ def on_opaque(draft: Draft, event: ev.MemberOpaque) -> None:
     turns.go_on(draft, member.home)
 
 
-def on_unsure(draft: Draft, event: ev.MemberUnsure) -> None:
+def on_unsure(draft: Draft, event: mev.MemberUnsure) -> None:
     member = draft.state.members.get(event.process)
     if member is not None and event.name not in member.unsure and len(member.unsure) < OPAQUE_KEPT:
         draft.put_member(replace(member, unsure=(*member.unsure, event.name)))
 
 
-def on_error(draft: Draft, event: ev.MemberError) -> None:
+def on_error(draft: Draft, event: mev.MemberError) -> None:
     """A claim. All it does is that the server is asked at once how it stands."""
     member = draft.state.members.get(event.process)
     home = draft.state.domains.get((member.home if member is not None else None) or "")
@@ -182,7 +191,7 @@ def on_error(draft: Draft, event: ev.MemberError) -> None:
         draft.emit(AskServer(home.id))
 
 
-def on_moved(draft: Draft, event: ev.MemberMoved) -> None:
+def on_moved(draft: Draft, event: mev.MemberMoved) -> None:
     member = draft.state.members.get(event.process)
     name = f"d{event.generation}"
     there = {c.id.domain for c in draft.state.spaces_of(event.process) if c.living}
@@ -215,14 +224,20 @@ def on_moved(draft: Draft, event: ev.MemberMoved) -> None:
             turn_ms=round(event.first_ns / 1e6, 3) if at_once else None,
             restored_bytes=event.restored,
             replayed=0 if event.waits else event.replayed,
+            whose=member.whose,
         )
+    offender = whose.settle(draft, event.process)
+    moved = draft.state.members[event.process]
     if at_once:
         turns.begin(draft, moved)
-    elif owed:
+    elif owed and offender is not None and offender != event.process:
+        draft.put_member(replace(moved, turn=Turn.WAITS))
+        turns.all_at_once(draft, name)
+    elif owed and offender is None:
         moved = replace(moved, new_s=event.new_s)
         turns.wait(draft, moved, event.replayed, event.takes_ns / 1e9)
     else:
-        if event.waits:
+        if event.waits and offender != event.process:
             # It has said so before: nobody waits for it a second time.
             draft.emit(HaveTurn(event.process, event.generation))
         turns.go_on(draft, name)
@@ -252,8 +267,11 @@ def _leave(draft: Draft, name: str | None) -> None:
         domains.settle(draft, domain.id)
 
 
-def on_done(draft: Draft, event: ev.MemberDone) -> None:
+def on_done(draft: Draft, event: mev.MemberDone) -> None:
     member = draft.state.members.get(event.process)
+    if member is not None and member.named:
+        # It was not ended, and goes on after all.
+        draft.put_member(replace(member, named=False))
     if member is None or member.turn is Turn.NONE or member.home != f"d{event.generation}":
         draft.count("failover_words_ignored")
         return
@@ -269,13 +287,14 @@ def on_turn_timer(draft: Draft, subject: str) -> None:
     failover.refresh_all(draft)
 
 
-def on_stayed(draft: Draft, event: ev.MemberStayed) -> None:
+def on_stayed(draft: Draft, event: mev.MemberStayed) -> None:
     member = _told(draft, event.process, event.generation)
     if member is None or member.standing is not Standing.MOVING:
         return
     record = fates.latest_of(draft.state, event.process)
     if record is not None:
         fates.revise(draft, record, event.process, outcome=Outcome.STAYED, why=event.reason)
+        whose.settle(draft, event.process)
     draft.publish("failover-stayed", member.uid, pid=event.process.pid, reason=event.reason)
     lost = draft.state.has_lost(member)
     if member.home in draft.state.domains and (not lost or (record is not None and record.planned)):
@@ -300,6 +319,7 @@ def on_wait(draft: Draft, subject: str) -> None:
             limit = draft.state.policy.move_wait_s
             why = f"no word within {limit:g} s"
             fates.revise(draft, current, fate.process, outcome=Outcome.SILENT, why=why)
+            whose.settle(draft, fate.process)
             member = draft.state.members.get(fate.process)
             if member is not None and member.standing is Standing.MOVING:
                 _leave(draft, f"d{member.generation}")

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from mpsd.model import Again, FailoverMode, ProcessInstance, Spared
+from mpsd.model import Again, FailoverMode, ProcessInstance, Spared, Whose
 
 OPAQUE_KEPT = 64
 
@@ -57,15 +57,16 @@ class Member:
     """`connected`: it can be told something. `reason`: why it is not ready, or was left behind.
 
     `opaque`: what it has made that cannot be carried over. `unsure`: what it did that cannot be undone.
-    `told`: monotonic seconds of its moves in the last minute. `ready_ms`, `bytes`: of its standby context, by
-    its own word. `takes_s`: what it does again in its turn took before; `gathers`: it still lets others who
-    need less time come first; `new_s`: so long before its calls were held it launched a kernel for the first
-    time. `fences`: it can be told that its old domain writes no more. `among`: whoever
-    made the fault from which it moves is among those who move. `again`: what it was to do with what it had in
-    flight, when it was last told to move; `guessed`: monotonic seconds of when it was last to do that AT_ONCE
-    or began to. `owed`: it has not been told of a turn since then. `gives`: it can be
-    asked for memory that is there for a fail-over alone; `shorts`: what it
-    asked for itself lately, the last one last.
+    `told`: monotonic seconds of its moves in the last minute. `ready_ms`, `bytes`: of its standby
+    context, by its own word. `takes_s`: what it does again in its turn took before; `gathers`: it still
+    lets others who need less time come first; `new_s`: so long before its calls were held it launched a
+    kernel for the first time; `whose`: what it has found of who made the fault; `named`: that this is so
+    of itself, so it waits for its end. `fences`: it can be told that its old domain writes no more.
+    `among`: whoever made the fault from which it moves is among those who move. `again`: what it was to
+    do with what it had in flight, when it was last told to move; `guessed`: monotonic seconds of when it
+    was last to do that AT_ONCE or began to. `owed`: it has not been told of a turn since then. `gives`:
+    it can be asked for memory that is there for a fail-over alone; `shorts`: what it asked for itself
+    lately, the last one last.
     """
 
     process: ProcessInstance
@@ -85,6 +86,8 @@ class Member:
     takes_s: float = 0.0
     gathers: bool = False
     new_s: float | None = None
+    whose: Whose = Whose.UNKNOWN
+    named: bool = False
     fences: bool = False
     among: bool = False
     again: Again = Again.LOST
@@ -113,7 +116,8 @@ class Outcome(StrEnum):
 class Fate:
     """What became of one program. Times in ms since it was told, by its own word; but when it was given its
     turn (but where it had that at once), and said that what it did again then had ended, is by the daemon's
-    clock."""
+    clock. `whose`: what it has found of
+    who made the fault."""
 
     process: ProcessInstance
     uid: int
@@ -129,6 +133,7 @@ class Fate:
     done_ms: float | None = None
     restored_bytes: int = 0
     replayed: int = 0
+    whose: Whose = Whose.UNKNOWN
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,11 @@ little for those who are still coming, and who needs little time waits for nobod
 Where a kernel's exception is known, and every client of the lost domain was told to move in mode exact, the
 offender is among them. Then of those who have work to do again the likeliest one comes last: the program
 that has just launched a kernel for the first time, for what has run a thousand times is less likely at
-fault; where none has, the one that was started last. When the work of all others has ended well it must be
-the one that is left. It is given its turn all the same, but not before the others can go on elsewhere: they
-have one more short stop then, and need not wait until a next standby is made.
+fault; where none has, the one that was started last. What programs have found themselves goes before that:
+one in whose own code the exception was, or whose error came as that of who made a trap does, is the last,
+and before it who has not found that it was somebody else's (whose.py). When the work of all others has ended
+well it must be the one that is left. It is given its turn all the same, but not before the others can go on
+elsewhere: they have one more short stop then, and need not wait until a next standby is made.
 
 Where the client that was started last will do nothing again (it has no proxy, or has ended, or is in mode
 keep), it is taken to have made the fault: those who are ready do their work again as soon as they have moved
@@ -28,7 +30,7 @@ from mpsd.core.effects import ArmTimer, HaveTurn
 from mpsd.core.fates import timed
 from mpsd.core.standby import Member, Standing, Turn
 from mpsd.core.state import Domain, State
-from mpsd.model import Again, FailoverMode, ProcessInstance
+from mpsd.model import Again, FailoverMode, ProcessInstance, Whose
 
 TURN_S = 1.5
 """Longer than a program looks for the end of what it did again."""
@@ -131,7 +133,7 @@ def wait(draft: Draft, member: Member, operations: int, takes_s: float) -> None:
     if gathers:
         draft.emit(ArmTimer("failover-gather", _subject(member), min(GATHER_S, takes_s)))
     go_on(draft, member.home)
-    if member.among:
+    if _may_have_made_it(member):
         draft.emit(ArmTimer("failover-last", _subject(member), LAST_S))
 
 
@@ -167,7 +169,7 @@ def on_timer(draft: Draft, subject: str) -> None:
 def on_last(draft: Draft, subject: str) -> None:
     """It waits for the others no longer. `subject`: as of on_timer()."""
     for member in _named(draft.state, subject, Turn.WAITS):
-        draft.put_member(replace(member, among=False))
+        draft.put_member(replace(member, among=False, whose=Whose.UNKNOWN))
         go_on(draft, member.home)
 
 
@@ -175,11 +177,18 @@ def _age(process: ProcessInstance) -> tuple[int, int]:
     return process.start_ticks, process.pid
 
 
-def _likelihood(member: Member) -> tuple[bool, int, int]:
-    """Who has most of it is the likeliest. What a program has launched it says when it has moved; which of
-    two was later says nothing, for the fault may have come between."""
+_RANKS = (Whose.OTHERS, Whose.UNKNOWN, Whose.FIRST, Whose.OWN)
+
+
+def _likelihood(member: Member) -> tuple[int, bool, int, int]:
+    """Who has most of it is the likeliest. What a program has found, and launched, it says when it has moved;
+    which of two launches was later says nothing, for the fault may have come between."""
     is_new = member.turn is Turn.WAITS and member.new_s is not None and member.new_s < NEW_S
-    return (is_new, *_age(member.process))
+    return (_RANKS.index(member.whose), is_new, *_age(member.process))
+
+
+def _may_have_made_it(member: Member) -> bool:
+    return member.among or member.whose in (Whose.FIRST, Whose.OWN)
 
 
 def _others_come(state: State, member: Member, movers: list[Member]) -> bool:
@@ -197,6 +206,21 @@ def _named(state: State, subject: str, turn: Turn) -> list[Member]:
     return [m for m in state.members.values() if m.turn is turn and subject == _subject(m)]
 
 
+def all_at_once(draft: Draft, home: str | None) -> None:
+    """It is known who made the fault, and none of those who wait there for their turns: each has its own now.
+    As with a guess, nobody is named by it if that domain is lost over it."""
+    domain = draft.state.domains.get(home or "")
+    if domain is None or domain.is_dead:
+        return
+    for member in holders(draft.state, domain.id):
+        draft.put_member(replace(member, again=Again.AT_ONCE, guessed=draft.now))
+    for member in [m for m in draft.state.members.values() if m.home == home and m.turn is Turn.WAITS]:
+        if member.connected and not draft.state.has_lost(member):
+            draft.emit(HaveTurn(member.process, domain.generation))
+            timed(draft, member.process, "turn_ms")
+            begin(draft, replace(member, again=Again.AT_ONCE, gathers=False))
+
+
 def go_on(draft: Draft, home: str | None) -> None:
     """Somebody has come to this domain, or will not, can go on elsewhere, never will, or has gone: whoever
     may do its work again now does, if nobody has the turn."""
@@ -207,7 +231,7 @@ def go_on(draft: Draft, home: str | None) -> None:
     # Whose contexts died with a server before this one has nothing here to do its work in.
     waiting = [m for m in waiting if not draft.state.has_lost(m)]
     movers = _movers(draft.state, domain.id)
-    last = max((_likelihood(m) for m in (*waiting, *movers) if m.among), default=None)
+    last = max((_likelihood(m) for m in (*waiting, *movers) if _may_have_made_it(m)), default=None)
     may = [m for m in waiting if _likelihood(m) != last or not _others_come(draft.state, m, movers)]
     if movers and all(m.gathers for m in may):
         return

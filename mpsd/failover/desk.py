@@ -107,7 +107,8 @@ class FailoverDesk:
     # -- effects -----------------------------------------------------------------------------------------
 
     def welcome(self, effect: fx.Welcome) -> None:
-        values = (int(self._lazy), int(effect.mode is not FailoverMode.OFF))
+        knows = int(effect.mode is not FailoverMode.OFF)
+        values = (int(self._lazy), knows, knows)
         self._door.tell(effect.process, Message(Kind.WELCOME, effect.mode, values=values))
 
     def offer(self, effect: fx.OfferStandby) -> None:

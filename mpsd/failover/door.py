@@ -23,11 +23,12 @@ from pathlib import Path
 import structlog
 
 from mpsd.core import events as ev
+from mpsd.core import memberevents as mev
 from mpsd.doors import ANCILLARY, Budgets, Refused, listen, unpack_ancillary
 from mpsd.errors import MpsdError
 from mpsd.failover import wire
 from mpsd.failover.wire import Kind, Message, WireError
-from mpsd.model import ProcessInstance, Spared
+from mpsd.model import ProcessInstance, Spared, Whose
 from mpsd.vault.closing import Closers
 from mpsd.vault.peer import credentials, pin
 
@@ -167,7 +168,7 @@ class Door:
         self._closers.close(visit.uid, [visit.socket.detach()])
         if self._greeted.get(visit.process) is visit:
             del self._greeted[visit.process]
-            self._post(ev.MemberLeft(visit.process))
+            self._post(mev.MemberLeft(visit.process))
 
     # -- messages ----------------------------------------------------------------------------------------
 
@@ -247,31 +248,35 @@ def _event(visit: Visit, message: Message) -> ev.Event:
     match message.kind:
         case Kind.HELLO:
             knows = (bool(values[0] & wire.TAKES_FENCED), bool(values[0] & wire.GIVES))
-            return ev.MemberCame(process, visit.uid, message.mode, generation, *knows)
+            return mev.MemberCame(process, visit.uid, message.mode, generation, *knows)
         case Kind.READY:
-            return ev.MemberReady(process, generation, values[0], values[1])
+            return mev.MemberReady(process, generation, values[0], values[1])
         case Kind.UNREADY:
-            return ev.MemberUnready(process, generation, message.text, bool(values[0]))
+            return mev.MemberUnready(process, generation, message.text, bool(values[0]))
         case Kind.OPAQUE:
-            return ev.MemberOpaque(process, message.text)
+            return mev.MemberOpaque(process, message.text)
         case Kind.UNSURE:
-            return ev.MemberUnsure(process, message.text)
+            return mev.MemberUnsure(process, message.text)
         case Kind.SHORT:
-            return ev.MemberShort(process, *values[:3])
+            return mev.MemberShort(process, *values[:3])
         case Kind.GAVE:
             if values[1] not in set(Spared):
                 raise Refused("what")
-            return ev.MemberGave(process, values[0], Spared(values[1]))
+            return mev.MemberGave(process, values[0], Spared(values[1]))
+        case Kind.LOOKED:
+            if values[0] not in set(Whose):
+                raise Refused("whose")
+            return mev.MemberLooked(process, generation, Whose(values[0]))
         case Kind.OWN_ERROR:
-            return ev.MemberError(process, values[0])
+            return mev.MemberError(process, values[0])
         case Kind.MOVED:
             held, fence, first, restored, replayed, waits = values
             restored, takes = (0, restored) if waits else (restored, 0)
             new_s = (waits - 2) / 1e3 if waits > 1 else None
             told = (held, fence, first, restored, replayed, message.text, bool(waits), takes, new_s)
-            return ev.MemberMoved(process, generation, *told)
+            return mev.MemberMoved(process, generation, *told)
         case Kind.DONE:
-            return ev.MemberDone(process, generation, values[0], values[1], message.text)
+            return mev.MemberDone(process, generation, values[0], values[1], message.text)
         case Kind.STAYED:
-            return ev.MemberStayed(process, generation, message.text)
+            return mev.MemberStayed(process, generation, message.text)
     raise Refused("order")

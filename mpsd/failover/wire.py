@@ -36,6 +36,7 @@ class Kind(IntEnum):
     UNSURE = 9
     SHORT = 10
     GAVE = 11
+    LOOKED = 12
     WELCOME = 65
     STANDBY = 66
     STAND_DOWN = 67

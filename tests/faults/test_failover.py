@@ -15,7 +15,7 @@ from faultinject.failover import reports
 from faultinject.failover.command import main_settings, run
 from faultinject.failover.outcomes import Fault, data
 from faultinject.failover.reports import judge
-from faultinject.failover.rounds import NOT_RECORDED, Rounds
+from faultinject.failover.rounds import NOT_RECORDED, Offenders, Rounds
 from faultinject.failover.works import WorkRounds
 from faultinject.history import History, clock
 from faultinject.node import Node, open_simulated_node
@@ -62,7 +62,7 @@ def test_an_offender_that_is_carried_over_is_named_by_its_own_work(
     node: Node, libraries: Libraries, kind: str, moves: int
 ) -> None:
     with History() as history, Rig(node, "mpsd", history, settings=main_settings(libraries)) as rig:
-        rounds = Rounds(rig, libraries, lambda _: None, carried=True)
+        rounds = Rounds(rig, libraries, lambda _: None, Offenders(carried=True))
         rounds.start()
         found = data(rounds.run(kind, FAULTS, DEADLINE_S))
         rounds.end()
@@ -80,7 +80,7 @@ def test_an_offender_that_was_there_first_comes_last_for_what_it_launched_is_new
     """So the others have done their work again by then, and can go on elsewhere at once."""
     earlier = [("trap", number) for number in range(FAULTS)]
     with History() as history, Rig(node, "mpsd", history, settings=main_settings(libraries)) as rig:
-        rounds = Rounds(rig, libraries, lambda _: None, carried=True, earlier=earlier)
+        rounds = Rounds(rig, libraries, lambda _: None, Offenders(True, earlier))
         rounds.start()
         found = data(rounds.run("trap", FAULTS, DEADLINE_S))
         rounds.end()

@@ -15,6 +15,7 @@ from typing import TypeVar
 import pytest
 
 from mpsd.core import events as ev
+from mpsd.core import memberevents as mev
 from mpsd.failover.door import Door, DoorLimits
 from mpsd.failover.wire import LAYOUT, Kind, Message, pack
 from mpsd.linux import procfs
@@ -78,8 +79,8 @@ def door() -> Iterator[RunningDoor]:
 def come(door: RunningDoor) -> Speaker:
     speaker = Speaker(str(door.path))
     speaker.say(Kind.HELLO, mode=FailoverMode.EXACT)
-    before = len(door.of(ev.MemberCame))
-    until(lambda: len(door.of(ev.MemberCame)) >= max(before, 1), "HELLO was heard")
+    before = len(door.of(mev.MemberCame))
+    until(lambda: len(door.of(mev.MemberCame)) >= max(before, 1), "HELLO was heard")
     return speaker
 
 
@@ -102,21 +103,21 @@ def test_what_is_said_becomes_events_of_the_very_process(door: RunningDoor) -> N
     speaker.say(Kind.MOVED, generation=2, values=(1, 2, 3, 700, 5, 2 + 40))
     speaker.say(Kind.STAYED, generation=2, text="why")
     wanted = [
-        ev.MemberCame(ME, os.getuid(), FailoverMode.EXACT),
-        ev.MemberReady(ME, 2, 7, 8),
-        ev.MemberUnready(ME, 2, "no memory"),
-        ev.MemberOpaque(ME, "cuGraphLaunch"),
-        ev.MemberError(ME, 719),
-        ev.MemberMoved(ME, 2, 1, 2, 3, 4, 5),
-        ev.MemberMoved(ME, 2, 1, 2, 3, 0, 5, waits=True, takes_ns=700),
-        ev.MemberMoved(ME, 2, 1, 2, 3, 0, 5, waits=True, takes_ns=700, new_s=0.04),
-        ev.MemberStayed(ME, 2, "why"),
+        mev.MemberCame(ME, os.getuid(), FailoverMode.EXACT),
+        mev.MemberReady(ME, 2, 7, 8),
+        mev.MemberUnready(ME, 2, "no memory"),
+        mev.MemberOpaque(ME, "cuGraphLaunch"),
+        mev.MemberError(ME, 719),
+        mev.MemberMoved(ME, 2, 1, 2, 3, 4, 5),
+        mev.MemberMoved(ME, 2, 1, 2, 3, 0, 5, waits=True, takes_ns=700),
+        mev.MemberMoved(ME, 2, 1, 2, 3, 0, 5, waits=True, takes_ns=700, new_s=0.04),
+        mev.MemberStayed(ME, 2, "why"),
     ]
     until(lambda: door.look(lambda: list(door.events)) == wanted, "all was heard")
     door.look(lambda: door.door.tell(ME, Message(Kind.MOVE, generation=2, text="a fault")))
     assert speaker.hear() == Message(Kind.MOVE, generation=2, text="a fault")
     speaker.close()
-    until(lambda: door.of(ev.MemberLeft) == [ev.MemberLeft(ME)], "its end was seen")
+    until(lambda: door.of(mev.MemberLeft) == [mev.MemberLeft(ME)], "its end was seen")
 
 
 @pytest.mark.parametrize(
@@ -169,7 +170,7 @@ def test_a_forked_child_is_not_the_program(door: RunningDoor) -> None:
         os._exit(0)
     os.waitpid(child, 0)
     assert ended(speaker) and door.counted("closed_sender") == 1
-    assert not door.of(ev.MemberReady)
+    assert not door.of(mev.MemberReady)
     speaker.close()
 
 
@@ -178,8 +179,8 @@ def test_who_connects_again_takes_its_own_place(door: RunningDoor) -> None:
     second = Speaker(str(door.path))
     second.say(Kind.HELLO)
     assert ended(first)
-    until(lambda: len(door.of(ev.MemberCame)) == 2, "it came again")
-    assert not door.of(ev.MemberLeft)
+    until(lambda: len(door.of(mev.MemberCame)) == 2, "it came again")
+    assert not door.of(mev.MemberLeft)
     door.look(lambda: door.door.tell(ME, Message(Kind.WELCOME)))
     assert second.hear().kind is Kind.WELCOME
     for speaker in (first, second):
@@ -196,7 +197,7 @@ def test_who_does_not_read_is_let_go_and_holds_up_nobody(door: RunningDoor) -> N
     door.look(flood)
     assert door.counted("closed_does_not_read") == 1
     assert door.counted("untold") > 0
-    assert door.of(ev.MemberLeft) == [ev.MemberLeft(ME)]
+    assert door.of(mev.MemberLeft) == [mev.MemberLeft(ME)]
     speaker.close()
 
 
@@ -218,7 +219,7 @@ def test_messages_are_taken_in_at_a_rate() -> None:
         for _ in range(20):
             speaker.say(Kind.OWN_ERROR, values=(1,))
         until(lambda: door.counted("slowed") > 0, "it is slowed")
-        assert len(door.of(ev.MemberError)) < 20
+        assert len(door.of(mev.MemberError)) < 20
         speaker.close()
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from tests.support.simnode import until
 
 MAGIC, VERSION = 0x726F6C66, 1
-HELLO, READY, UNREADY, OPAQUE, OWN_ERROR, MOVED, STAYED, DONE, UNSURE, SHORT, GAVE = range(1, 12)
+HELLO, READY, UNREADY, OPAQUE, OWN_ERROR, MOVED, STAYED, DONE, UNSURE, SHORT, GAVE, LOOKED = range(1, 13)
 WELCOME, STANDBY, STAND_DOWN, MOVE, TURN, FENCED, GIVE, ROOM = range(65, 73)
 _LAYOUT = struct.Struct("=IHHIIQ6Q112s128s")
 KEEP, EXACT = 1, 2
@@ -50,12 +50,13 @@ class Line:
         again: int = 0,
         lazy: bool = False,
         short: bool = False,
+        look: bool = False,
         value: int = 0,
         number: int = 0,
     ) -> None:
-        """`planned` and `again`: of a MOVE; `lazy` and `short`: of a WELCOME; `value`: of a GIVE or ROOM, and
-        `number`: of a ROOM."""
-        values = (int(planned or lazy or value), int(again or short or number), *[0] * 4)
+        """`planned` and `again`: of a MOVE; `lazy`, `short` and `look`: of a WELCOME; `value`: of a GIVE or
+        ROOM, and `number`: of a ROOM."""
+        values = (int(planned or lazy or value), int(again or short or number), int(look), *[0] * 3)
         words = (path.encode(), text.encode())
         self._sock.send(_LAYOUT.pack(MAGIC, VERSION, kind, self.mode, 0, generation, *values, *words))
 
@@ -113,12 +114,13 @@ class Post:
         self._lines.append(line)
         return line
 
-    def greet(self, mode: int = KEEP, *, lazy: bool = False, short: bool = False) -> Line:
-        """The next program, which has said HELLO and is granted that mode. `short`: it may say SHORT."""
+    def greet(self, mode: int = KEEP, *, lazy: bool = False, short: bool = False, look: bool = False) -> Line:
+        """The next program, which has said HELLO and is granted that mode. `short`, `look`: it may say SHORT,
+        and LOOKED."""
         line = self.accept()
         line.mode = mode
         line.hear(HELLO)
-        line.say(WELCOME, lazy=lazy, short=short)
+        line.say(WELCOME, lazy=lazy, short=short, look=look)
         # It is in the mode that it wished until it has read that.
         until(line.is_read)
         return line

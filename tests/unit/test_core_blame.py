@@ -8,6 +8,7 @@ import pytest
 
 from mpsd.core import events as ev
 from mpsd.core import failover
+from mpsd.core import memberevents as mev
 from mpsd.core.draft import FAILOVERS_KEPT, Draft
 from mpsd.core.standby import Outcome, Standing, Turn
 from mpsd.core.state import DomainState
@@ -85,14 +86,14 @@ def test_who_comes_after_a_restart_moves_where_the_server_died_meanwhile() -> No
     world.do(ev.SlotWanted(SLOT, (GPU,), UID, start=False))
     for name, role, state in (("d1", "ACTIVE", "ACTIVE"), ("d2", "SPARE", "WARM")):
         world.adopt(name, ev.DomainRole[role], DomainState[state])
-    world.do(ev.MemberRestored(process(10), UID, FailoverMode.KEEP, "d1"))
+    world.do(mev.MemberRestored(process(10), UID, FailoverMode.KEEP, "d1"))
     for name in ("d1", "d2"):
         world.attach(10, name)
     world.do(ev.ServerDied("d1", server_of("d1")))
     world.do(ev.AdoptionDone())
     world.do(ev.CopiesSeen(""))
     world.hello(10)
-    world.do(ev.MemberReady(process(10), 2))
+    world.do(mev.MemberReady(process(10), 2))
     assert world.told() == [10]
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from mpsd.core import effects as fx
 from mpsd.core import events as ev
+from mpsd.core import memberevents as mev
 from mpsd.core.draft import FAILOVERS_KEPT
 from mpsd.core.records import Source
 from mpsd.core.standby import Outcome, Standing, Turn
@@ -42,7 +43,7 @@ def has_it(world: Site) -> bool:
 
 
 def stays(world: Site) -> None:
-    world.do(ev.MemberStayed(process(10), 2, "nobody knows"))
+    world.do(mev.MemberStayed(process(10), 2, "nobody knows"))
 
 
 def comes_again(world: Site) -> None:
@@ -76,7 +77,7 @@ def test_who_comes_when_the_domain_has_ended_is_for_the_next_one() -> None:
     world.started("d3")
     says_nothing(world)
     world.stopped("d2")
-    world.do(ev.MemberMoved(process(10), 2, 1, 2, 3))
+    world.do(mev.MemberMoved(process(10), 2, 1, 2, 3))
     assert [(e.process.pid, e.generation) for e in world.made(fx.OfferStandby)] == [(10, 3)]
     world.is_ready(10, 3)
     assert world.told() == [10]
@@ -86,7 +87,7 @@ def test_who_went_elsewhere_does_not_come_any_more() -> None:
     world = on_its_way(planned=False)
     world.started("d3")
     world.attach(10, "d3")
-    world.do(ev.MemberMoved(process(10), 3, 1, 2, 3))
+    world.do(mev.MemberMoved(process(10), 3, 1, 2, 3))
     assert not has_it(world)
 
 
@@ -107,7 +108,7 @@ def test_one_that_is_silent_on_a_guess_keeps_nobody_from_being_named_for_long() 
     lost(world)
     assert again(world) == {9: AT_ONCE, 10: AT_ONCE}
     comes(world, 9, 5)
-    world.do(ev.MemberDone(process(9), 2))
+    world.do(mev.MemberDone(process(9), 2))
     world.now += GUESS_S
     world.is_ready(11, 2)
     comes(world, 11, 5)
@@ -144,7 +145,7 @@ def test_it_comes_to_a_domain_that_is_lost_and_not_gone() -> None:
     world.started("d3")
     for record in world.state.failovers:
         world.timer("failover-wait", str(record.id))
-    world.do(ev.MemberMoved(process(10), 2, 1, 2, 3))
+    world.do(mev.MemberMoved(process(10), 2, 1, 2, 3))
     assert world.standing(10) is Standing.OFFERED
     world.is_ready(10, 3)
     assert world.told() == [10]
@@ -155,7 +156,7 @@ def test_a_planned_move_that_a_fault_overtakes_is_made_as_one_from_that() -> Non
     world.attach(13, "d1")
     world.do(ev.DrainRequested((), True))
     world.fault(13)
-    world.do(ev.MemberStayed(process(10), 2, "its work did not end in time"))
+    world.do(mev.MemberStayed(process(10), 2, "its work did not end in time"))
     assert world.standing(10) is Standing.OFFERED
     world.is_ready(10, 2)
     assert world.told() == [10]
@@ -171,7 +172,7 @@ def test_an_exec_that_is_seen_late_leaves_the_new_programs_word() -> None:
     assert [e.process.pid for e in world.ever(fx.OfferStandby)] == [10]
     # Where it was the old one's connection, its end ends that.
     world.do(ev.ClientLeft(process(10), "exit"))
-    world.do(ev.MemberLeft(process(10)))
+    world.do(mev.MemberLeft(process(10)))
     assert process(10) not in world.state.members
 
 
@@ -194,14 +195,14 @@ def test_words_are_waited_for_beside_many_other_records() -> None:
             for domain in (active, spare):
                 world.do(ev.ClientNoticed(domain, facts(pid, uid=uid)))
                 world.do(ev.ClientAttached(domain, process(pid), 1, tracked=True, apart=True))
-            world.do(ev.MemberCame(process(pid), uid, KEEP, 0))
+            world.do(mev.MemberCame(process(pid), uid, KEEP, 0))
         generation = int(spare.removeprefix("d"))
-        world.do(ev.MemberReady(process(pids[0]), generation, 1, 1))
+        world.do(mev.MemberReady(process(pids[0]), generation, 1, 1))
         world.do(ev.ServerDied(active, server_of(active)))
         if number == 0:
             first = world.state.failovers[0].id
         else:
-            world.do(ev.MemberMoved(process(pids[0]), generation, 1, 2, 3, 0, 0))
+            world.do(mev.MemberMoved(process(pids[0]), generation, 1, 2, 3, 0, 0))
     assert [f.outcome for r in world.state.failovers if r.id == first for f in r.fates] == [
         Outcome.TOLD,
         Outcome.NOT_TOLD,

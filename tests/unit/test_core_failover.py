@@ -12,6 +12,7 @@ import pytest
 from mpsd.core import effects as fx
 from mpsd.core import events as ev
 from mpsd.core import failover
+from mpsd.core import memberevents as mev
 from mpsd.core.domains import LEFT_STOP_S
 from mpsd.core.records import Source
 from mpsd.core.standby import FailoverRecord, Outcome, Standing, Turn
@@ -33,14 +34,14 @@ class Site(World):
         self.do(ev.ClientAttached(domain, process(pid), 1, tracked=True, apart=True))
 
     def hello(self, pid: int, mode: FailoverMode = KEEP, generation: int = 0) -> None:
-        self.do(ev.MemberCame(process(pid), UID, mode, generation))
+        self.do(mev.MemberCame(process(pid), UID, mode, generation))
 
     def is_ready(self, pid: int, generation: int, domain: str | None = None) -> None:
         self.attach(pid, domain or f"d{generation}")
-        self.do(ev.MemberReady(process(pid), generation, 5_000_000, 1 << 20))
+        self.do(mev.MemberReady(process(pid), generation, 5_000_000, 1 << 20))
 
     def moved(self, pid: int, generation: int) -> None:
-        self.do(ev.MemberMoved(process(pid), generation, 1_000_000, 2_000_000, 3_000_000, 4, 5))
+        self.do(mev.MemberMoved(process(pid), generation, 1_000_000, 2_000_000, 3_000_000, 4, 5))
 
     def standing(self, pid: int) -> Standing:
         return self.state.members[process(pid)].standing
@@ -114,7 +115,7 @@ def test_without_a_spare_of_its_own_one_is_started_for_the_willing_and_given_up_
     assert world.state.slots[SLOT].spare == "d2"
     world.started("d2")
     assert [e.generation for e in world.made(fx.OfferStandby)] == [2]
-    world.do(ev.MemberLeft(process(10)))
+    world.do(mev.MemberLeft(process(10)))
     assert [e for e in world.made(fx.ArmTimer) if e.kind == "standby-linger"]
     world.timer("standby-linger", SLOT)
     assert world.state.slots[SLOT].spare is None
@@ -204,7 +205,7 @@ def suspected(*pids: int) -> Site:
     world.kernel(43, "channel 0x1", server_of("d1").pid, "nvidia-cuda-mps")
     assert again(world) == {pid: LOST if pid == pids[-1] else IN_TURN for pid in pids}
     for pid in pids:
-        world.do(ev.MemberMoved(process(pid), 2, 1, 2, 3, waits=pid != pids[-1]))
+        world.do(mev.MemberMoved(process(pid), 2, 1, 2, 3, waits=pid != pids[-1]))
     return world
 
 
@@ -216,16 +217,16 @@ def test_suspects_do_their_work_again_one_after_the_other() -> None:
     world = suspected(10, 11, 12, 9)
     assert [e.process.pid for e in world.ever(fx.HaveTurn)] == [10]
     assert turns_of(world) == {10: Turn.HAS, 11: Turn.WAITS, 12: Turn.WAITS}
-    world.do(ev.MemberDone(process(12), 1))
+    world.do(mev.MemberDone(process(12), 1))
     assert turns_of(world)[12] is Turn.WAITS
-    world.do(ev.MemberDone(process(10), 2, 5, 6))
+    world.do(mev.MemberDone(process(10), 2, 5, 6))
     assert world.made(fx.HaveTurn) == [fx.HaveTurn(process(11), 2)]
     (fate,) = (f for f in world.failover().fates if f.process.pid == 10)
     assert (fate.restored_bytes, fate.replayed, fate.why) == (5, 6, "")
     # One that gives up, and one that ends.
-    world.do(ev.MemberDone(process(12), 2, missing="nobody knows"))
+    world.do(mev.MemberDone(process(12), 2, missing="nobody knows"))
     assert turns_of(world) == {11: Turn.HAS}
-    world.do(ev.MemberLeft(process(11)))
+    world.do(mev.MemberLeft(process(11)))
     assert turns_of(world) == {}
 
 
@@ -242,7 +243,7 @@ def test_whose_work_faults_again_is_the_offender() -> None:
     assert [e.process.pid for e in world.ever(fx.OfferStandby) if e.generation == 3] == [9, 11]
     world.is_ready(11, 3)
     assert again(world) == {11: AGAIN}
-    world.do(ev.MemberMoved(process(11), 3, 1, 2, 3, 4, 5))
+    world.do(mev.MemberMoved(process(11), 3, 1, 2, 3, 4, 5))
     assert turns_of(world) == {}
 
 
@@ -254,11 +255,11 @@ def test_who_has_work_to_do_again_is_offered_its_next_standby_after_that(says: b
     world.started("d3")
     assert [e.process.pid for e in world.made(fx.OfferStandby)] == [9]
     if says:
-        world.do(ev.MemberDone(process(10), 2, 5, 6))
+        world.do(mev.MemberDone(process(10), 2, 5, 6))
     else:
         world.timer("failover-turn", timer.subject)
     assert [e.process.pid for e in world.made(fx.OfferStandby)] == [10]
-    world.do(ev.MemberDone(process(11), 2, 5, 6))
+    world.do(mev.MemberDone(process(11), 2, 5, 6))
     assert [e.process.pid for e in world.made(fx.OfferStandby)] == [11]
 
 
@@ -271,11 +272,11 @@ def test_the_end_of_a_server_is_nobodys_fault() -> None:
 def test_what_cannot_be_undone_is_shown_once_by_name() -> None:
     world = exact(10, 11)
     for name in ("pinned", "peer", "pinned"):
-        world.do(ev.MemberUnsure(process(10), name))
-    world.do(ev.MemberUnsure(process(99), "nobody's"))
+        world.do(mev.MemberUnsure(process(10), name))
+    world.do(mev.MemberUnsure(process(99), "nobody's"))
     assert world.state.members[process(10)].unsure == ("pinned", "peer")
     for number in range(100):
-        world.do(ev.MemberUnsure(process(10), str(number)))
+        world.do(mev.MemberUnsure(process(10), str(number)))
     assert len(world.state.members[process(10)].unsure) == 64
 
 
@@ -283,7 +284,7 @@ def test_what_may_be_missing_is_recorded() -> None:
     world = exact(10, 11, 12)
     world.fault(11)
     world.is_ready(10, 2)
-    world.do(ev.MemberMoved(process(10), 2, 1, 2, 3, 0, 0, "memory of another process"))
+    world.do(mev.MemberMoved(process(10), 2, 1, 2, 3, 0, 0, "memory of another process"))
     (fate,) = (f for f in world.failover().fates if f.process.pid == 10)
     assert fate.outcome is Outcome.MOVED
     assert fate.why == "what was in flight may be missing: memory of another process"
@@ -334,7 +335,7 @@ def test_a_kernel_line_that_names_a_program_is_about_its_home() -> None:
 
 def test_a_claim_of_an_own_error_asks_the_server_and_moves_nobody() -> None:
     world = site(10, 11)
-    world.do(ev.MemberError(process(10), 719))
+    world.do(mev.MemberError(process(10), 719))
     assert world.last == (fx.AskServer("d1"),)
 
 
@@ -353,7 +354,7 @@ def test_a_lost_standby_is_taken_back_recorded_as_nobodys_and_replaced(lost: str
     world.started("d3")
     assert [e.generation for e in world.made(fx.OfferStandby)] == [3, 3]
     # The words of the old one are none of the new one.
-    world.do(ev.MemberReady(process(10), 2))
+    world.do(mev.MemberReady(process(10), 2))
     assert world.standing(10) is Standing.OFFERED
 
 
@@ -419,7 +420,7 @@ def test_answers_and_silence_are_recorded() -> None:
     world = site(10, 11, 12)
     world.attach(13, "d1")
     world.fault(13)
-    world.do(ev.MemberStayed(process(10), 2, "a graph"))
+    world.do(mev.MemberStayed(process(10), 2, "a graph"))
     world.die(11)
     number = world.failover().id
     world.timer("failover-wait", number)
@@ -514,9 +515,9 @@ def test_homes_outlive_the_daemon() -> None:
         ("d3", ev.DomainRole.SPARE, DomainState.WARM),
     ):
         world.adopt(name, role, state, server_state=ServerState.ACTIVE)
-    world.do(ev.MemberRestored(process(10), UID, KEEP, "d2"))
-    world.do(ev.MemberRestored(process(11), UID, KEEP, "d1"))
-    world.do(ev.MemberRestored(process(12), UID, KEEP, "d1", "it made the fault"))
+    world.do(mev.MemberRestored(process(10), UID, KEEP, "d2"))
+    world.do(mev.MemberRestored(process(11), UID, KEEP, "d1"))
+    world.do(mev.MemberRestored(process(12), UID, KEEP, "d1", "it made the fault"))
     for domain in ("d1", "d2"):
         for pid in (10, 11, 12):
             world.attach(pid, domain)
@@ -526,7 +527,7 @@ def test_homes_outlive_the_daemon() -> None:
     for pid in (10, 11, 12):
         world.hello(pid)
     assert {e.process.pid: e.generation for e in world.ever(fx.OfferStandby)} == {10: 3, 11: 2}
-    world.do(ev.MemberReady(process(11), 2))
+    world.do(mev.MemberReady(process(11), 2))
     assert world.told() == [11]
 
 
@@ -544,13 +545,13 @@ def test_words_about_what_it_was_not_told_change_nothing() -> None:
     world = site(10)
     before = world.state.members
     for event in (
-        ev.MemberReady(process(10), 7),
-        ev.MemberUnready(process(10), 7, "no"),
-        ev.MemberStayed(process(10), 2, "not asked"),
-        ev.MemberMoved(process(10), 7),
-        ev.MemberReady(process(99), 2),
-        ev.MemberOpaque(process(99), "cuX"),
-        ev.MemberError(process(99), 1),
+        mev.MemberReady(process(10), 7),
+        mev.MemberUnready(process(10), 7, "no"),
+        mev.MemberStayed(process(10), 2, "not asked"),
+        mev.MemberMoved(process(10), 7),
+        mev.MemberReady(process(99), 2),
+        mev.MemberOpaque(process(99), "cuX"),
+        mev.MemberError(process(99), 1),
     ):
         world.do(event)
     assert world.state.members == before and not world.ever(fx.Move)
@@ -559,7 +560,7 @@ def test_words_about_what_it_was_not_told_change_nothing() -> None:
 def test_names_of_what_cannot_be_carried_over_are_bounded() -> None:
     world = site(10)
     for number in range(200):
-        world.do(ev.MemberOpaque(process(10), f"cu{number % 150}"))
+        world.do(mev.MemberOpaque(process(10), f"cu{number % 150}"))
     assert len(world.state.members[process(10)].opaque) == 64
 
 

@@ -9,6 +9,7 @@ from hypothesis.stateful import initialize, invariant, rule
 
 from mpsd.core import effects as fx
 from mpsd.core import events as ev
+from mpsd.core import memberevents as mev
 from mpsd.core.draft import FAILOVERS_MOST
 from mpsd.core.standby import OPAQUE_KEPT, Standing
 from mpsd.core.state import DomainState, Policy
@@ -96,7 +97,7 @@ class FailoverDaemon(base.Daemon):
         self.connected.add(who)
         # It forgets what it had been told before.
         self.said_ready = {(p, g) for p, g in self.said_ready if p != who}
-        self.do(ev.MemberCame(who, UID, mode, generation))
+        self.do(mev.MemberCame(who, UID, mode, generation))
 
     @rule(who=base.processes, number=st.integers(0, 2))
     def takes_part(self, who: ProcessInstance, number: int) -> None:
@@ -120,17 +121,17 @@ class FailoverDaemon(base.Daemon):
             if domain is not None:
                 self.connected.add(who)
                 self.said_ready = {(p, g) for p, g in self.said_ready if p != who}
-                self.do(ev.MemberCame(who, UID, FailoverMode.KEEP))
+                self.do(mev.MemberCame(who, UID, FailoverMode.KEEP))
         member = self.world.state.members.get(who)
         if member is not None:
             self.said_ready.add((who, member.generation))
-            self.do(ev.MemberReady(who, member.generation, 1, 1))
+            self.do(mev.MemberReady(who, member.generation, 1, 1))
 
     @rule(pick=base.picks)
     def goes(self, pick: int) -> None:
         who = self.client_picked(pick).process
         self.connected.discard(who)
-        self.do(ev.MemberLeft(who))
+        self.do(mev.MemberLeft(who))
 
     @rule(pick=base.picks, domain=base.picks)
     def restored(self, pick: int, domain: int) -> None:
@@ -138,7 +139,7 @@ class FailoverDaemon(base.Daemon):
         clients = [c for c in self.world.state.spaces_of(who) if c.living]
         if who not in self.connected and clients:
             home = self.domain_named(domain)
-            self.do(ev.MemberRestored(who, UID, FailoverMode.KEEP, home))
+            self.do(mev.MemberRestored(who, UID, FailoverMode.KEEP, home))
 
     @rule(pick=base.picks, true=st.booleans(), generation=generations)
     def ready(self, pick: int, true: bool, generation: int) -> None:
@@ -148,17 +149,17 @@ class FailoverDaemon(base.Daemon):
             generation = member.generation
             self.notice(0 if f"d{generation}" not in self.world.state.domains else 1, who)
         self.said_ready.add((who, generation))
-        self.do(ev.MemberReady(who, generation, 1, 1))
+        self.do(mev.MemberReady(who, generation, 1, 1))
 
     @rule(pick=base.picks, generation=generations, kind=st.integers(0, 3))
     def speaks(self, pick: int, generation: int, kind: int) -> None:
         who = self.client_picked(pick).process
         self.do(
             (
-                ev.MemberUnready(who, generation, "why"),
-                ev.MemberOpaque(who, f"cu{generation}"),
-                ev.MemberError(who, 700),
-                ev.MemberStayed(who, generation, "why"),
+                mev.MemberUnready(who, generation, "why"),
+                mev.MemberOpaque(who, f"cu{generation}"),
+                mev.MemberError(who, 700),
+                mev.MemberStayed(who, generation, "why"),
             )[kind]
         )
 
@@ -168,7 +169,7 @@ class FailoverDaemon(base.Daemon):
         member = self.world.state.members.get(who)
         if true and member is not None and member.standing is Standing.MOVING:
             generation = member.generation
-        self.do(ev.MemberMoved(who, generation))
+        self.do(mev.MemberMoved(who, generation))
 
     @rule(kind=st.sampled_from(("failover-wait", "standby-linger")), subject=st.sampled_from("abc123"))
     def failover_timer(self, kind: str, subject: str) -> None:
@@ -189,7 +190,7 @@ class FailoverDaemon(base.Daemon):
     def teardown(self) -> None:
         super().teardown()
         for who in tuple(self.connected):
-            self.do(ev.MemberLeft(who))
+            self.do(mev.MemberLeft(who))
         assert not [m for m in self.world.state.members.values() if m.connected]
 
 

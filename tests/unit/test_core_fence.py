@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from mpsd.core import effects as fx
 from mpsd.core import events as ev
+from mpsd.core import memberevents as mev
 from mpsd.core.state import DomainState
 from mpsd.model import FailoverMode
 from tests.support.core import UID, process, server_of
@@ -21,7 +22,7 @@ def reset(world: Site, domain: str, pid: int | None = None) -> None:
 def test_the_drivers_reset_of_a_lost_domain_is_the_fence_of_those_who_leave_it() -> None:
     world = exact(10, 11, 12)
     for pid in (10, 11):
-        world.do(ev.MemberCame(process(pid), UID, EXACT, 0, True))
+        world.do(mev.MemberCame(process(pid), UID, EXACT, 0, True))
         world.is_ready(pid, 2)
     world.do(ev.ServerFatalLogged("d1", "Server is handling a fatal GPU error."))
     assert world.told() == [10, 11, 12] and not world.made(fx.Fenced)
@@ -29,7 +30,7 @@ def test_the_drivers_reset_of_a_lost_domain_is_the_fence_of_those_who_leave_it()
     reset(world, "d1", 12)
     world.kernel(13, "Graphics SM Warp Exception", server_of("d1").pid, "nvidia-cuda-mps")
     assert not world.ever(fx.Fenced)
-    world.do(ev.MemberMoved(process(11), 2, 1, 2, 3))
+    world.do(mev.MemberMoved(process(11), 2, 1, 2, 3))
     reset(world, "d1")
     # Who has gone needs no fence any more, and who knows no such word is not told.
     assert world.made(fx.Fenced) == [fx.Fenced(process(10), 2)]
@@ -38,7 +39,7 @@ def test_the_drivers_reset_of_a_lost_domain_is_the_fence_of_those_who_leave_it()
 def test_a_reset_that_is_the_first_sign_is_no_fence() -> None:
     """It may be an old line, and so may the next."""
     world = exact(10)
-    world.do(ev.MemberCame(process(10), UID, EXACT, 0, True))
+    world.do(mev.MemberCame(process(10), UID, EXACT, 0, True))
     world.is_ready(10, 2)
     reset(world, "d1")
     assert world.told() == [10] and not world.ever(fx.Fenced)
@@ -51,7 +52,7 @@ def test_a_reset_that_is_the_first_sign_is_no_fence() -> None:
 
 def test_a_reset_on_one_gpu_is_no_fence_for_another() -> None:
     world = exact(10)
-    world.do(ev.MemberCame(process(10), UID, EXACT, 0, True))
+    world.do(mev.MemberCame(process(10), UID, EXACT, 0, True))
     world.is_ready(10, 2)
     world.do(ev.ServerFatalLogged("d1", "Server is handling a fatal GPU error."))
     assert world.told() == [10]
@@ -69,7 +70,7 @@ def test_a_reset_on_one_gpu_is_no_fence_for_another() -> None:
 
 def test_a_reset_is_no_fence_for_who_was_leaving_by_plan() -> None:
     world = exact(10, 11)
-    world.do(ev.MemberCame(process(10), UID, EXACT, 0, True))
+    world.do(mev.MemberCame(process(10), UID, EXACT, 0, True))
     world.is_ready(10, 2)
     world.do(ev.DrainRequested((), True))
     world.do(ev.ServerFatalLogged("d1", "Server is handling a fatal GPU error."))

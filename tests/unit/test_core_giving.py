@@ -6,6 +6,7 @@ import pytest
 
 from mpsd.core import effects as fx
 from mpsd.core import events as ev
+from mpsd.core import memberevents as mev
 from mpsd.core.giving import ASK_S, BACK, BACK_S, MOST_S, WAIT
 from mpsd.core.standby import Standing
 from mpsd.core.state import Policy
@@ -25,15 +26,15 @@ def crowd(*pids: int, gives: bool = True) -> Site:
     world.do(ev.CopiesSeen(""))
     for pid in (9, *pids):
         world.attach(pid, "d1")
-        world.do(ev.MemberCame(process(pid), UID, EXACT, gives=gives))
+        world.do(mev.MemberCame(process(pid), UID, EXACT, gives=gives))
     for pid in pids:
         world.attach(pid, "d2")
-        world.do(ev.MemberReady(process(pid), 2, 5_000_000, pid * MIB))
+        world.do(mev.MemberReady(process(pid), 2, 5_000_000, pid * MIB))
     return world
 
 
 def ask(world: Site, wanted: int = MIB, free: int = 0, number: int = 1) -> None:
-    world.do(ev.MemberShort(process(9), wanted, free, number))
+    world.do(mev.MemberShort(process(9), wanted, free, number))
 
 
 def asked(world: Site) -> list[tuple[int, Spared]]:
@@ -48,7 +49,7 @@ def answered(world: Site) -> list[tuple[int, int]]:
 def gave(world: Site, pid: int, given: int = 0, spared: Spared | None = None) -> None:
     """What it was asked for last, if it does not say what."""
     last = [e.spared for e in world.ever(fx.GiveMemory) if e.process.pid == pid]
-    world.do(ev.MemberGave(process(pid), given, last[-1] if spared is None else spared))
+    world.do(mev.MemberGave(process(pid), given, last[-1] if spared is None else spared))
 
 
 def test_room_for_copies_is_asked_for_before_a_standby_and_one_at_a_time() -> None:
@@ -103,9 +104,9 @@ def test_no_standby_goes_for_an_allocation_that_all_of_them_do_not_make_fit(
 def test_where_one_does_not_say_what_its_standby_takes_it_may_be_enough() -> None:
     world = crowd(10)
     world.attach(12, "d1")
-    world.do(ev.MemberCame(process(12), UID, EXACT, gives=True))
+    world.do(mev.MemberCame(process(12), UID, EXACT, gives=True))
     world.attach(12, "d2")
-    world.do(ev.MemberReady(process(12), 2))
+    world.do(mev.MemberReady(process(12), 2))
     ask(world, 1 << 40)
     for pid in (10, 12):
         gave(world, pid)
@@ -129,7 +130,7 @@ def test_who_does_not_answer_is_passed_over() -> None:
 def test_so_is_who_goes_away() -> None:
     world = crowd(10, 11)
     ask(world)
-    world.do(ev.MemberLeft(process(11)))
+    world.do(mev.MemberLeft(process(11)))
     assert asked(world) == [(10, Spared.ROOM)]
     world.die(10)
     assert answered(world) == [(9, 0)]
@@ -139,8 +140,8 @@ def test_two_that_ask_have_the_same_answer() -> None:
     world = crowd(10)
     ask(world)
     world.attach(8, "d1")
-    world.do(ev.MemberCame(process(8), UID, EXACT, gives=True))
-    world.do(ev.MemberShort(process(8), MIB, 0))
+    world.do(mev.MemberCame(process(8), UID, EXACT, gives=True))
+    world.do(mev.MemberShort(process(8), MIB, 0))
     assert asked(world) == [(10, Spared.ROOM)]
     gave(world, 10, MIB)
     assert sorted(answered(world)) == [(8, MIB), (9, MIB)]
@@ -215,14 +216,14 @@ def test_in_another_slot_it_takes_from_its_own_user_s_programs_on_its_gpu(
     world.want("another", gpu, uid)
     world.started("d3")
     world.attach(20, "d3")
-    world.do(ev.MemberCame(process(20), uid, EXACT, gives=True))
-    world.do(ev.MemberShort(process(20), MIB, 0))
+    world.do(mev.MemberCame(process(20), uid, EXACT, gives=True))
+    world.do(mev.MemberShort(process(20), MIB, 0))
     assert bool(asked(world)) == is_asked == (not answered(world))
 
 
 def test_a_standby_that_went_for_its_memory_is_offered_again_after_a_while() -> None:
     world = crowd(10)
-    world.do(ev.MemberUnready(process(10), 2, "another program needed its memory", for_memory=True))
+    world.do(mev.MemberUnready(process(10), 2, "another program needed its memory", for_memory=True))
     (timer,) = (e for e in world.made(fx.ArmTimer) if e.kind == BACK)
     assert timer.delay_s == BACK_S and world.standing(10) is Standing.UNREADY
     assert world.state.members[process(10)].bytes == 0
@@ -235,13 +236,13 @@ def test_a_standby_that_went_for_its_memory_is_offered_again_after_a_while() -> 
 
 def test_one_of_a_program_that_cannot_be_carried_over_is_not() -> None:
     world = crowd(10)
-    world.do(ev.MemberUnready(process(10), 2, "its memory was needed", for_memory=True))
-    world.do(ev.MemberOpaque(process(10), "cuMemAlloc outside the window"))
+    world.do(mev.MemberUnready(process(10), 2, "its memory was needed", for_memory=True))
+    world.do(mev.MemberOpaque(process(10), "cuMemAlloc outside the window"))
     world.timer(BACK, f"{process(10)} 2")
     assert not world.made(fx.OfferStandby) and world.standing(10) is Standing.UNREADY
 
 
 def test_one_that_went_for_another_reason_is_not() -> None:
     world = crowd(10)
-    world.do(ev.MemberUnready(process(10), 2, "cuInit of the copy"))
+    world.do(mev.MemberUnready(process(10), 2, "cuInit of the copy"))
     assert not [e for e in world.made(fx.ArmTimer) if e.kind == BACK]

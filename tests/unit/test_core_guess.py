@@ -9,6 +9,7 @@ import pytest
 
 from mpsd.core import effects as fx
 from mpsd.core import events as ev
+from mpsd.core import memberevents as mev
 from mpsd.core.standby import Standing, Turn
 from mpsd.core.turns import GUESS_S
 from mpsd.model import ClientId, FailoverMode
@@ -34,7 +35,7 @@ def test_where_the_youngest_does_nothing_again_the_others_do_at_once_and_side_by
     assert turns(world) == [] and turns_of(world) == {10: Turn.HAS, 11: Turn.HAS}
     fates = {f.process.pid: f for f in world.failover().fates}
     assert [(fates[pid].turn_ms, fates[pid].done_ms) for pid in (10, 11)] == [(3.0, None)] * 2
-    world.do(ev.MemberDone(process(11), 2, 5, 196))
+    world.do(mev.MemberDone(process(11), 2, 5, 196))
     done = next(f for f in world.failover().fates if f.process.pid == 11)
     assert done.replayed == 196 and done.done_ms is not None
     # No word of the other's end.
@@ -64,7 +65,7 @@ def wrong() -> Site:
     world = guessed()
     comes(world, 10, 591)
     comes(world, 11, 30)
-    world.do(ev.MemberDone(process(11), 2, 5, 196))
+    world.do(mev.MemberDone(process(11), 2, 5, 196))
     world.started("d3")
     world.is_ready(11, 3)
     world.attach(14, "d2")
@@ -80,8 +81,8 @@ def test_a_wrong_guess_names_nobody_and_takes_turns_next() -> None:
     # The other one had no standby yet; it has its turn alone, and is named by that.
     world.is_ready(10, 3)
     assert again(world) == {10: IN_TURN}
-    world.do(ev.MemberMoved(process(11), 3, 1, 2, 3))
-    world.do(ev.MemberMoved(process(10), 3, 1, 2, 3, replayed=9, waits=True, takes_ns=30_000_000))
+    world.do(mev.MemberMoved(process(11), 3, 1, 2, 3))
+    world.do(mev.MemberMoved(process(10), 3, 1, 2, 3, replayed=9, waits=True, takes_ns=30_000_000))
     assert [e.process.pid for e in world.made(fx.HaveTurn)] == [10]
     lose(world, "d3")
     assert world.standing(10) is Standing.LEFT_BEHIND and named(world) == 10
@@ -91,7 +92,7 @@ def test_a_turn_that_was_lost_with_its_domain_is_over() -> None:
     world = wrong()
     assert turns_of(world) == {}
     # A word that was on its way changes nothing of the newer record.
-    world.do(ev.MemberDone(process(10), 2, 5, 591))
+    world.do(mev.MemberDone(process(10), 2, 5, 591))
     assert whys(world)[10] == "it was not ready: no standby"
     # Nobody who comes after the loss is kept from moving, or ended, over it.
     world.hello(14, FailoverMode.EXACT)
@@ -107,7 +108,7 @@ def test_a_guess_that_was_long_ago_was_right() -> None:
     world.now += 1.0
     for pid in (10, 11):
         comes(world, pid, 30)
-        world.do(ev.MemberDone(process(pid), 2))
+        world.do(mev.MemberDone(process(pid), 2))
     world.started("d3")
     world.is_ready(10, 3)
     world.is_ready(11, 3)
@@ -122,7 +123,7 @@ def test_a_guess_counts_from_when_it_began() -> None:
     world.now += GUESS_S
     for pid in (10, 11):
         comes(world, pid, 30)
-        world.do(ev.MemberDone(process(pid), 2))
+        world.do(mev.MemberDone(process(pid), 2))
     world.started("d3")
     world.is_ready(10, 3)
     world.attach(14, "d2")
@@ -164,7 +165,7 @@ def test_who_was_to_go_where_everything_is_lost_and_stays_has_nothing_there() ->
     world = guessed()
     comes(world, 11, 30)
     lose(world, "d2")
-    world.do(ev.MemberStayed(process(10), 2, "nobody knows"))
+    world.do(mev.MemberStayed(process(10), 2, "nobody knows"))
     assert ClientId("d2", process(10)) not in world.state.clients
 
 
@@ -182,12 +183,12 @@ def test_the_youngest_is_no_stranger_for_not_being_ready() -> None:
 def test_one_that_cannot_move_does_nothing_again(who: str) -> None:
     world = all_told(10, 11)
     if who == "left behind":
-        world.do(ev.MemberStayed(process(11), 2, "nobody knows"))
+        world.do(mev.MemberStayed(process(11), 2, "nobody knows"))
         member = replace(world.state.members[process(11)], standing=Standing.LEFT_BEHIND)
         members = {**world.state.members, process(11): member}
         world.state = replace(world.state, members=MappingProxyType(members))
     else:
-        world.do(ev.MemberLeft(process(11)))
+        world.do(mev.MemberLeft(process(11)))
     lost(world)
     assert again(world) == {10: AT_ONCE}
 
@@ -227,7 +228,7 @@ def test_who_is_late_beside_a_guess_takes_its_turn_and_is_not_named_for_it(has_c
 def test_one_that_repeats_its_word_is_not_at_once_a_second_time() -> None:
     world = guessed()
     comes(world, 10, 30)
-    world.do(ev.MemberDone(process(10), 2))
+    world.do(mev.MemberDone(process(10), 2))
     comes(world, 10, 30)
     assert turns(world) == [10] and turns_of(world) == {}
 

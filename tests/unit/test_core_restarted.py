@@ -9,6 +9,7 @@ import pytest
 from mpsd import adoption
 from mpsd.core import effects as fx
 from mpsd.core import events as ev
+from mpsd.core import memberevents as mev
 from mpsd.core.standby import Standing
 from mpsd.core.state import DomainState, Policy
 from mpsd.model import ProcessInstance, ServerState
@@ -37,7 +38,7 @@ def test_its_server_died_and_another_one_came() -> None:
     world.adopt("d1", ACTIVE, DomainState.ACTIVE)
     world.adopt("d2", SPARE, DomainState.WARM)
     for pid in (10, 11):
-        world.do(ev.MemberRestored(process(pid), UID, KEEP, "d1"))
+        world.do(mev.MemberRestored(process(pid), UID, KEEP, "d1"))
         world.do(ev.ClientNoticed("d1", facts(pid), listed=pid == 11))
         world.do(ev.ClientAttached("d1", process(pid), 1, tracked=True, apart=True))
     world.do(ev.ServerDied("d1", server_of("d1")))
@@ -55,7 +56,7 @@ def test_its_whole_domain_had_gone() -> None:
     world = started_anew()
     world.do(ev.DomainAdopted("d1", SLOT, OLD, DomainState.HEADLESS, None, None, ServerState.GONE))
     world.adopt("d2", SPARE, DomainState.WARM)
-    world.do(ev.MemberRestored(process(10), UID, KEEP, "d1"))
+    world.do(mev.MemberRestored(process(10), UID, KEEP, "d1"))
     for name in ("d1", "d2"):
         world.attach(10, name)
     adopted(world)
@@ -82,7 +83,7 @@ def test_who_was_not_ready_before_moves_when_it_is(server: ProcessInstance | Non
     control = control_of("d1")
     world.do(ev.DomainAdopted("d1", SLOT, OLD, DomainState.RETIRED, control, server, state, known))
     world.adopt("d2", ACTIVE, DomainState.ACTIVE)
-    world.do(ev.MemberRestored(process(11), UID, KEEP, "d1"))
+    world.do(mev.MemberRestored(process(11), UID, KEEP, "d1"))
     world.attach(11, "d1")
     adopted(world)
     world.do(ev.ServerSeen("d1", ANOTHER))

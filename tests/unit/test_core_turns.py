@@ -8,6 +8,7 @@ import pytest
 
 from mpsd.core import effects as fx
 from mpsd.core import events as ev
+from mpsd.core import memberevents as mev
 from mpsd.core.standby import Turn
 from mpsd.core.turns import EACH_S, GATHER_S, LAST_S, NEW_S, SOON_S
 from mpsd.model import Again, Confidence, FailoverMode, ServerState
@@ -23,13 +24,13 @@ def suspects(*pids: int) -> Site:
     """Nobody is named, and all of them, but for one that is none, are told to move."""
     world = exact(*pids, 9)
     lose(world, "d1")
-    world.do(ev.MemberMoved(process(9), 2, 1, 2, 3))
+    world.do(mev.MemberMoved(process(9), 2, 1, 2, 3))
     return world
 
 
 def comes(world: Site, pid: int, takes_ms: int, *, waits: bool = True, new_s: float | None = None) -> None:
     step = 1_000_000
-    said = ev.MemberMoved(process(pid), 2, step, 2 * step, 3 * step, replayed=9, waits=waits, new_s=new_s)
+    said = mev.MemberMoved(process(pid), 2, step, 2 * step, 3 * step, replayed=9, waits=waits, new_s=new_s)
     world.do(replace(said, takes_ns=takes_ms * step))
 
 
@@ -58,8 +59,8 @@ def test_the_turns_begin_when_all_have_come_and_the_shortest_is_first() -> None:
     assert [fates[pid].turn_ms is None for pid in (10, 11, 12)] == [True, True, False]
     waited(world, 10)
     assert turns(world) == [12]
-    world.do(ev.MemberDone(process(12), 2, 5, 27))
-    world.do(ev.MemberDone(process(11), 2, 5, 196))
+    world.do(mev.MemberDone(process(12), 2, 5, 27))
+    world.do(mev.MemberDone(process(11), 2, 5, 196))
     assert turns(world) == [12, 11, 10]
     done = next(f for f in world.failover().fates if f.process.pid == 12)
     assert done.replayed == 27 and done.done_ms is not None
@@ -72,7 +73,7 @@ def test_who_needs_little_time_waits_for_nobody() -> None:
     comes(world, 11, round(SOON_S * 1e3))
     assert turns(world) == [11]
     # The other one that has come still lets the third be first.
-    world.do(ev.MemberDone(process(11), 2))
+    world.do(mev.MemberDone(process(11), 2))
     assert turns(world) == [11]
     comes(world, 12, 1)
     assert turns(world) == [11, 12]
@@ -81,7 +82,7 @@ def test_who_needs_little_time_waits_for_nobody() -> None:
 @pytest.mark.parametrize(("operations", "turn"), [(10, [10]), (2 * round(SOON_S / EACH_S), [])])
 def test_who_does_not_say_how_long_it_takes_has_so_many_operations(operations: int, turn: list[int]) -> None:
     world = suspects(10, 11)
-    world.do(ev.MemberMoved(process(10), 2, 1, 2, 3, replayed=operations, waits=True))
+    world.do(mev.MemberMoved(process(10), 2, 1, 2, 3, replayed=operations, waits=True))
     assert turns(world) == turn
 
 
@@ -102,7 +103,7 @@ def test_who_does_not_come_is_not_waited_for_long() -> None:
     assert turns(world) == [11]
     # It comes while the other has its turn, and is before who has more to do.
     comes(world, 12, 50)
-    world.do(ev.MemberDone(process(11), 2))
+    world.do(mev.MemberDone(process(11), 2))
     assert turns(world) == [11, 12]
 
 
@@ -115,12 +116,12 @@ def test_who_has_much_to_do_lets_the_others_come_first_and_waits_no_longer_than_
     waited(world, 11)
     assert turns(world) == [11]
     # It has not waited long yet, and the third is still coming.
-    world.do(ev.MemberDone(process(11), 2))
+    world.do(mev.MemberDone(process(11), 2))
     assert turns(world) == [11]
     waited(world, 10)
     assert turns(world) == [11, 10]
     comes(world, 12, 50)
-    world.do(ev.MemberDone(process(10), 2))
+    world.do(mev.MemberDone(process(10), 2))
     assert turns(world) == [11, 10, 12]
 
 
@@ -181,8 +182,8 @@ def up_to_the_last() -> Site:
     for pid, takes_ms in ((10, 591), (11, 196), (12, 30)):
         comes(world, pid, takes_ms)
     assert turns(world) == [11]
-    world.do(ev.MemberDone(process(11), 2))
-    world.do(ev.MemberDone(process(10), 2))
+    world.do(mev.MemberDone(process(11), 2))
+    world.do(mev.MemberDone(process(10), 2))
     assert turns(world) == [11, 10] and turns_of(world) == {12: Turn.WAITS}
     world.started("d3")
     assert {e.process.pid for e in world.ever(fx.OfferStandby) if e.generation == 3} == {10, 11}
@@ -206,7 +207,7 @@ def test_the_last_one_is_cleared_by_its_turn_as_the_others_are() -> None:
     world = up_to_the_last()
     world.is_ready(10, 3)
     world.is_ready(11, 3)
-    world.do(ev.MemberDone(process(12), 2))
+    world.do(mev.MemberDone(process(12), 2))
     assert turns_of(world) == {}
     assert [e.process.pid for e in world.made(fx.OfferStandby)] == [12]
 
@@ -220,9 +221,9 @@ def test_nobody_is_waited_for_who_will_not_be_ready(what: str) -> None:
         assert timer.delay_s == LAST_S
         world.timer(timer.kind, timer.subject)
     elif what == "unready":
-        world.do(ev.MemberUnready(process(11), 3, "no memory"))
+        world.do(mev.MemberUnready(process(11), 3, "no memory"))
     elif what == "gone":
-        world.do(ev.MemberLeft(process(11)))
+        world.do(mev.MemberLeft(process(11)))
     else:
         world.do(ev.ClientDied(process(11)))
     assert turns_of(world) == {12: Turn.HAS}
@@ -236,9 +237,9 @@ def test_where_somebody_older_may_have_made_the_fault_nobody_waits_for_that(who:
     comes(world, 10, 591)
     comes(world, 11, 30)
     if who == "one in mode keep":
-        world.do(ev.MemberMoved(process(9), 2, 1, 2, 3))
+        world.do(mev.MemberMoved(process(9), 2, 1, 2, 3))
     assert turns(world) == [11]
-    world.do(ev.MemberDone(process(11), 2))
+    world.do(mev.MemberDone(process(11), 2))
     assert turns(world) == [11, 10]
 
 
@@ -258,7 +259,7 @@ def test_a_server_that_was_killed_may_be_nobodys_fault() -> None:
     world.do(ev.ServerStateSeen("d1", ServerState.FAULT))
     comes(world, 10, 591)
     comes(world, 11, 30)
-    world.do(ev.MemberDone(process(11), 2))
+    world.do(mev.MemberDone(process(11), 2))
     assert turns(world) == [11, 10]
 
 
@@ -279,13 +280,13 @@ def test_who_comes_when_only_the_last_one_waits_has_a_turn_though_another_never_
     assert turns(world) == []
     waited(world, 10)
     assert turns(world) == [10]
-    world.do(ev.MemberDone(process(10), 2))
+    world.do(mev.MemberDone(process(10), 2))
     assert turns_of(world) == {13: Turn.WAITS}
     comes(world, 11, 70)
     waited(world, 11)
     assert turns_of(world) == {13: Turn.WAITS, 11: Turn.HAS}
-    world.do(ev.MemberDone(process(11), 2))
-    world.do(ev.MemberStayed(process(12), 2, "nobody knows"))
+    world.do(mev.MemberDone(process(11), 2))
+    world.do(mev.MemberStayed(process(12), 2, "nobody knows"))
     # The others get their next standby now.
     assert turns_of(world) == {13: Turn.WAITS}
 
@@ -294,7 +295,7 @@ def test_one_that_stays_or_ends_is_waited_for_no_longer() -> None:
     world = all_told(10, 11, 12)
     lost(world)
     comes(world, 10, 50)
-    world.do(ev.MemberStayed(process(11), 2, "nobody knows"))
+    world.do(mev.MemberStayed(process(11), 2, "nobody knows"))
     assert turns(world) == []
     world.do(ev.ClientDied(process(12)))
     assert turns(world) == [10]
@@ -308,7 +309,7 @@ def test_the_youngest_may_be_still_on_its_way() -> None:
     comes(world, 11, 70)
     waited(world, 10)
     waited(world, 11)
-    world.do(ev.MemberDone(process(10), 2))
+    world.do(mev.MemberDone(process(10), 2))
     assert turns(world) == [10, 11]
 
 
@@ -334,7 +335,7 @@ def test_who_has_just_launched_a_kernel_for_the_first_time_is_the_last(
         comes(world, pid, 30, new_s=new_s.get(pid))
     others = [pid for pid in (10, 11, 12) if pid != last]
     for pid in others:
-        world.do(ev.MemberDone(process(pid), 2))
+        world.do(mev.MemberDone(process(pid), 2))
     assert turns(world) == others and turns_of(world) == {last: Turn.WAITS}
     world.started("d3")
     for pid in others:
@@ -349,15 +350,15 @@ def test_what_was_new_before_another_move_is_not_any_more() -> None:
     assert turns_of(world) == {10: Turn.WAITS}
     comes(world, 11, 50)
     assert turns(world) == [11] and turns_of(world) == {10: Turn.WAITS, 11: Turn.HAS}
-    world.do(ev.MemberDone(process(11), 2))
+    world.do(mev.MemberDone(process(11), 2))
     world.started("d3")
     world.is_ready(11, 3)
-    world.do(ev.MemberDone(process(10), 2))
+    world.do(mev.MemberDone(process(10), 2))
     world.is_ready(10, 3)
     lose(world, "d2")
     assert world.told() == [10, 11]
     step = 1_000_000
     for pid in (10, 11):
-        said = ev.MemberMoved(process(pid), 3, step, 2 * step, 3 * step, replayed=9, waits=True)
+        said = mev.MemberMoved(process(pid), 3, step, 2 * step, 3 * step, replayed=9, waits=True)
         world.do(replace(said, takes_ns=50 * step))
     assert turns_of(world) == {10: Turn.HAS, 11: Turn.WAITS}

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from mpsd.failover import wire
 from mpsd.failover.wire import Kind, Message, WireError, pack, unpack
-from mpsd.model import Again, FailoverMode, Spared
+from mpsd.model import Again, FailoverMode, Spared, Whose
 
 HEADER = Path(__file__).resolve().parents[2] / "clients" / "libcuda" / "src" / "failoverwire.h"
 U64 = st.integers(0, 2**64 - 1)
@@ -85,7 +85,8 @@ def test_the_header_s_constants_are_these() -> None:
     numbers = {name: int(value, 0) for name, value in re.findall(r"MPSD_FAILOVER_(\w+) = (\d+),", text)}
     modes = {mode.name: number for number, mode in enumerate(wire.MODES)}
     spared = {f"SPARED_{name}": value for name, value in Spared.__members__.items()}
-    assert numbers == {**Kind.__members__, **modes, **Again.__members__, **spared}
+    whose = {f"WHOSE_{name}": value for name, value in Whose.__members__.items()}
+    assert numbers == {**Kind.__members__, **modes, **Again.__members__, **spared, **whose}
     defined = dict(re.findall(r"#define MPSD_FAILOVER_(\w+) (\w+)", text))
     assert (int(defined["MAGIC"].rstrip("u"), 0), int(defined["VERSION"])) == (wire.MAGIC, wire.VERSION)
     rooms = tuple(int(defined[name]) for name in ("PATH_ROOM", "TEXT_ROOM", "VALUES"))

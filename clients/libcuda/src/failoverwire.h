@@ -23,12 +23,16 @@
  *			done again; not 0: it waits for its TURN to do that, or does it now: those are to come, and in place of bytes is what
  *			as many took before, in ns (0: unknown); 1: no more, else 2 and for how many ms its calls had not been held when it
  *			launched a kernel, not by a graph, for the first time (the last one that was new). text: why something may be missing
+ *	LOOKED		generation, moved to in this moment; values: whose code had the exception from which its domain was
+ *			lost, by what its old context has left: 1: its own, 2: somebody else's, 3: nothing tells, but it met its own error as
+ *			only who made a trap does. A claim about itself. Where it is 1 the program waits for its TURN in any case. Only
+ *			where WELCOME says so
  *	DONE		generation; values: bytes restored, launches done again; text: why something may be
  *			missing. It has had its turn, and what was done again has ended
  *	STAYED		generation; text: why it did not move. It has the old context, and the old error
  * and the daemon
  *	WELCOME		mode: the one granted; MPSD_FAILOVER_OFF: it is told no more; values: 1: standbys are to be
- *			lazy, made when a move comes, where the program's environment says nothing; 1: it may say SHORT
+ *			lazy, made when a move comes, where the program's environment says nothing; 1: it may say SHORT; 1: and LOOKED
  *	STANDBY		generation; path: CUDA_MPS_PIPE_DIRECTORY of the second domain; text: the folder with
  *			copies of the driver (libcuda-0.so.1 and so on)
  *	STAND_DOWN	generation; text: why. Its context goes, if the program is not in it; values: 1: no other
@@ -66,6 +70,7 @@ enum mpsd_failover_kind {
 	MPSD_FAILOVER_UNSURE = 9,
 	MPSD_FAILOVER_SHORT = 10,
 	MPSD_FAILOVER_GAVE = 11,
+	MPSD_FAILOVER_LOOKED = 12,
 	MPSD_FAILOVER_WELCOME = 65,
 	MPSD_FAILOVER_STANDBY = 66,
 	MPSD_FAILOVER_STAND_DOWN = 67,
@@ -89,6 +94,13 @@ enum mpsd_failover_again {
 	MPSD_FAILOVER_AGAIN = 1,
 	MPSD_FAILOVER_IN_TURN = 2,
 	MPSD_FAILOVER_AT_ONCE = 3,
+};
+
+enum mpsd_failover_whose {
+	MPSD_FAILOVER_WHOSE_UNKNOWN = 0,
+	MPSD_FAILOVER_WHOSE_OWN = 1,
+	MPSD_FAILOVER_WHOSE_OTHERS = 2,
+	MPSD_FAILOVER_WHOSE_FIRST = 3,
 };
 
 enum mpsd_failover_mode {

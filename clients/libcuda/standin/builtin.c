@@ -213,6 +213,7 @@ static void trap(const uint64_t *arguments)
 	(void)arguments;
 	pthread_mutex_lock(&gpu_lock);
 	deadly = backend->fault(0, ACCESS_NONE);
+	working_for->has_trapped = working_for->has_trapped || !working_for->broken;
 	if (deadly != CUDA_SUCCESS)
 		kill_context(working_for, deadly);
 	pthread_mutex_unlock(&gpu_lock);

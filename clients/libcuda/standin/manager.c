@@ -87,7 +87,7 @@ static bool is_asleep(int thread)
 static void *watch(void *argument)
 {
 	CUcontext context = argument;
-	bool is_lost;
+	bool is_lost, has_trapped;
 
 	pthread_mutex_lock(&gpu_lock);
 	while (context->is_watched && !context->broken) {
@@ -96,8 +96,10 @@ static void *watch(void *argument)
 			look_at(context);
 	}
 	is_lost = context->is_watched;
+	has_trapped = context->has_trapped;
 	pthread_mutex_unlock(&gpu_lock);
-	for (int i = 0; is_lost && i < ROUNDS; i++)
+	/* Who made a trap knows what it was. */
+	for (int i = 0; is_lost && !has_trapped && i < ROUNDS; i++)
 		for (size_t c = 0; c < sizeof(commands) / sizeof(*commands); c++)
 			ask(getenv("MPSD_STANDIN_MANAGER"), commands[c]);
 	if (is_lost)
@@ -127,6 +129,8 @@ void manager_watch(CUcontext context)
 		waited_for[1] = sockets[0];
 	}
 	ioctl(device, CONTROL, &(struct control){ 0 });
+	sms_make(device);
+	context->has_trapped = false;
 	context->is_watched = true;
 	context->is_watched = !pthread_create(&context->watcher, NULL, watch, context);
 }

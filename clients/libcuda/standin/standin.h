@@ -80,6 +80,7 @@ struct CUctx_st {
 	CUresult broken;		/* what every call answers once it is not CUDA_SUCCESS */
 	struct CUstream_st *streams;	/* all, the destroyed ones too, until the context ends */
 	struct CUstream_st *legacy;	/* the NULL stream */
+	bool has_trapped;		/* by its own work, which is why it is `broken` */
 	bool is_watched;		/* by its watcher */
 	pthread_t watcher;
 	atomic_int staying;		/* it, by its number, when it waits for good */
@@ -97,6 +98,9 @@ bool is_any_retained(void);
 void manager_watch(CUcontext context);
 void manager_forget(CUcontext context);
 void manager_see(int fd);	/* any time */
+
+/* sms.c: a context's objects and its code, by a device of this copy's. */
+void sms_make(int device);
 
 /* reserve.c: what the process has mapped by now. */
 void note_taken(void);

@@ -7,39 +7,29 @@
  * otherwise when it is; who is not moved in time is let through, and learns what happened, who is left behind for having
  * made the fault later than the others. So is who still asks when those have long gone on: a thread of the program's may
  * sit in that copy until it knows.
- *
- * NVOS54_PARAMETERS and the numbers are those of the open kernel modules (535 to 580).
  */
 #include "failover/autopsy.h"
 
+#include <dlfcn.h>
 #include <stdarg.h>
 #include <stdatomic.h>
 #include <stdint.h>
 #include <sys/ioctl.h>
 
 #include "clock.h"
+#include "failover/blame.h"
 #include "failover/cut.h"
 #include "failover/descriptors.h"
 #include "failover/line.h"
+#include "failover/manager.h"
 #include "failover/remains.h"
 #include "limits.h"
 #include "uvm.h"
 
-#define RM_CONTROL 0xc020462aul
-#define READ_ALL_SM_ERROR_STATES 0x83de030cu
-#define CLEAR_ALL_SM_ERROR_STATES 0x83de0310u
 #define NOT_SUPPORTED 0x56u
 #define WAIT_MS 150
 #define BEHIND 4		/* times that */
 #define REFUSE_NS 2000000000ull
-
-struct control {
-	uint32_t client, object, command, flags;
-	uint64_t parameters;
-	uint32_t size, status;
-};
-
-_Static_assert(sizeof(struct control) == (RM_CONTROL >> 16 & 0x3fff), "as the number of the ioctl says");
 
 static struct {
 	atomic_uint_least64_t left_ns;		/* 0: it is in use, or not loaded */
@@ -48,6 +38,9 @@ static struct {
 
 static atomic_uint_least64_t wait_ns;
 
+/* What a driver that has no resource manager has in place of it. */
+static int (*imitated[MPSD_COPY_NUMBERS])(int fd, unsigned long request, void *argument);
+
 void mpsd_autopsy_left(unsigned int number, bool is)
 {
 	if (!is)
@@ -55,10 +48,25 @@ void mpsd_autopsy_left(unsigned int number, bool is)
 	atomic_store(&copies[number].left_ns, is ? mpsd_now_ns() : 0);
 }
 
-static bool is_autopsy(unsigned long request, const struct control *control)
+bool mpsd_autopsy_has_looked(unsigned int number)
 {
-	return request == RM_CONTROL && (control->command == READ_ALL_SM_ERROR_STATES ||
-					 control->command == CLEAR_ALL_SM_ERROR_STATES);
+	return atomic_load(&copies[number].since_ns) != 0;
+}
+
+void mpsd_autopsy_know(unsigned int number, void *library)
+{
+	imitated[number] = (__typeof__(imitated[number]))dlsym(library, "standinManager");
+}
+
+int mpsd_autopsy_ask(unsigned int number, int fd, unsigned long request, void *argument)
+{
+	return imitated[number] ? imitated[number](fd, request, argument) : ioctl(fd, request, argument);
+}
+
+static bool is_autopsy(unsigned long request, const struct mpsd_rm_control *control)
+{
+	return request == MPSD_RM_CONTROL && (control->command == MPSD_RM_READ_ALL_SM_ERROR_STATES ||
+					      control->command == MPSD_RM_CLEAR_ALL_SM_ERROR_STATES);
 }
 
 /* The daemon's word may come later than the copy's first look. Who is left behind lets the others go first. */
@@ -84,16 +92,18 @@ static bool is_refused(unsigned int number)
 static int own_ioctl(unsigned int number, int fd, unsigned long request, void *argument)
 {
 	unsigned int ends = atomic_load(&mpsd_copy_ends[number]);
-	struct control *control = argument;
+	struct mpsd_rm_control *control = argument;
 	int result = 0;
 
 	mpsd_descriptors_used(number, fd);
 	if (request == MPSD_UVM_MAP_EXTERNAL)
 		mpsd_cut_space(number, fd);
 	if (__builtin_expect(!is_autopsy(request, control), 1) || !is_refused(number))
-		result = ioctl(fd, request, argument);
+		result = mpsd_autopsy_ask(number, fd, request, argument);
 	else
 		control->status = NOT_SUPPORTED;
+	if (!result)
+		mpsd_blame_note(number, fd, request, argument);
 	if (!number && !result)
 		mpsd_remains_note(fd, request, argument);
 	mpsd_copy_come_back(number, ends);

@@ -23,6 +23,7 @@
 
 #include "elfview.h"
 #include "failover/autopsy.h"
+#include "failover/blame.h"
 #include "failover/cut.h"
 #include "failover/descriptors.h"
 #include "failover/maps.h"
@@ -267,6 +268,7 @@ void mpsd_copy_watch_first(void)
 		return;
 	is_done = true;
 	mpsd_cut_know(0, mpsd_real_handle);
+	mpsd_autopsy_know(0, mpsd_real_handle);
 	mpsd_remains_know(mpsd_real_handle);
 	/* Where it cannot be, a move takes longer. */
 	if (!dlinfo(mpsd_real_handle, RTLD_DI_LINKMAP, &map))
@@ -281,6 +283,7 @@ static bool open_one(struct mpsd_copy *copy, const char **why)
 	struct link_map *map = NULL;
 
 	mpsd_autopsy_left(copy->number, false);
+	mpsd_blame_forget(copy->number);
 	copy->handle = dlopen(copy->path, RTLD_NOW | RTLD_LOCAL);
 	is_taken[copy->number] = copy->handle != NULL;
 	copy->code = copy->handle && !dlinfo(copy->handle, RTLD_DI_LINKMAP, &map) ? map->l_ld : NULL;
@@ -291,6 +294,7 @@ static bool open_one(struct mpsd_copy *copy, const char **why)
 		return false;
 	}
 	mpsd_cut_know(copy->number, copy->handle);
+	mpsd_autopsy_know(copy->number, copy->handle);
 	for (unsigned int i = 0; i < MPSD_NAMES; i++)
 		copy->calls[i] = dlsym(copy->handle, mpsd_names[i]);
 	for (unsigned int i = 0; i < MPSD_NAMES; i++) {

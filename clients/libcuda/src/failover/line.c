@@ -20,6 +20,7 @@
 #include "clock.h"
 #include "connect.h"
 #include "exact/exact.h"
+#include "failover/blame.h"
 #include "failover/carry.h"
 #include "failover/cost.h"
 #include "failover/fence.h"
@@ -206,6 +207,7 @@ static bool obey(const struct mpsd_failover_message *order)
 		mode = order->mode;
 		mpsd_standby_lazy(order->values[0] != 0);
 		mpsd_room_may_ask(order->values[1] != 0);
+		mpsd_blame_may_tell(order->values[2] != 0);
 		if (mode != MPSD_FAILOVER_EXACT)
 			mpsd_exact_stop("the daemon's configuration");
 		return true;

@@ -7,6 +7,7 @@
 
 #include "capture.h"
 #include "clock.h"
+#include "failover/blame.h"
 #include "failover/carry.h"
 #include "failover/copy.h"
 #include "failover/fence.h"
@@ -217,11 +218,14 @@ bool mpsd_move(bool planned, enum mpsd_failover_again again, struct mpsd_times *
 	/* Where nothing is lost, calls go on while a lazy standby is made. */
 	if (planned && !mpsd_standby_come(why))
 		return false;
+	if (again == MPSD_FAILOVER_IN_TURN && mpsd_blame_is_told())
+		mpsd_blame_begin(mpsd_in_use_number());
 	if (!waits_for_turn)
 		mpsd_phase_begin();
 	/* In this order: who waits for the one looks at the other. */
 	mpsd_standby_leave(true);
 	mpsd_line_moves();
+	mpsd_blame_wait();
 	/* Of the move before, after which it still waits. */
 	mpsd_fence_finish();
 	is = hold_and_switch(&planned, may_go_ahead, times, why);
@@ -233,7 +237,10 @@ bool mpsd_move(bool planned, enum mpsd_failover_again again, struct mpsd_times *
 		mpsd_exact_stay();
 	}
 	in_turn = again == MPSD_FAILOVER_IN_TURN || again == MPSD_FAILOVER_AT_ONCE;
-	if (is && in_turn && mpsd_exact_is_due(&times->replayed.operations, &times->takes_ns)) {
+	times->whose = mpsd_blame_end();
+	/* Who made the fault does nothing here, whatever it had in flight, before it is known what becomes of it. */
+	if (is && in_turn && (mpsd_exact_is_due(&times->replayed.operations, &times->takes_ns) ||
+			      times->whose == MPSD_FAILOVER_WHOSE_OWN)) {
 		waits_for_turn = true;
 		times->waits = new_before(times->held_ns);
 		turn_until_ns = mpsd_now_ns() + TURN_MS * 1000000ull;

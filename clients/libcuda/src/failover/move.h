@@ -13,6 +13,7 @@ struct mpsd_times {
 	uint64_t held_ns, fence_ns, on_ns;	/* CLOCK_MONOTONIC */
 	struct mpsd_replayed replayed;		/* `unsure` too where the mode is not `exact` */
 	uint64_t waits;				/* not 0: calls are held until mpsd_turn(); as MOVED has it */
+	enum mpsd_failover_whose whose;		/* the exception from which it was moved */
 	uint64_t takes_ns;			/* what is done again then, as far as is known; 0: it is not */
 };
 

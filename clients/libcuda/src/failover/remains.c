@@ -8,7 +8,7 @@
  * pages of the host that are mapped. The copy is not told: what it asks for afterwards fails, as all does in a context that
  * is lost. (Seen on an H200: three programs of PyTorch and cuda-bindings went through 80 faults with it, -moves-programs-sm.)
  *
- * NVOS00, NVOS21, NVOS64 and the numbers are those of the open kernel modules (535 to 580), UVM's those of uvm_ioctl.h.
+ * UVM's numbers are those of uvm_ioctl.h.
  */
 #include "failover/remains.h"
 
@@ -20,37 +20,13 @@
 #include <sys/ioctl.h>
 
 #include "failover/descriptors.h"
+#include "failover/manager.h"
 #include "limits.h"
 #include "proxy.h"
 #include "thread.h"
 #include "uvm.h"
 
-#define RM_ALLOC 0x462bu		/* the ioctl's type and number; its size says which layout */
-#define RM_FREE 0xc0104629ul
-#define WITH_RIGHTS 0x30u
-#define DEVICE_CLASS 0x80u
 #define MOST 16
-
-struct allocation {
-	uint32_t root, parent, object, class;
-	uint64_t parameters;
-	union {
-		struct {
-			uint32_t size, status;
-		} usual;
-		struct {
-			uint64_t rights;
-			uint32_t size, flags, status, padding;
-		} with_rights;
-	};
-};
-
-struct release {
-	uint32_t root, parent, object, status;
-};
-
-_Static_assert(sizeof(struct allocation) == WITH_RIGHTS && sizeof(struct release) == (RM_FREE >> 16 & 0x3fff),
-	       "as the numbers of the ioctls say");
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 
@@ -59,7 +35,7 @@ static struct remains {
 	unsigned int device_count, space_count;
 	struct {
 		int fd;
-		struct release of;
+		struct mpsd_rm_release of;
 	} devices[MOST];
 	struct {
 		int fd;
@@ -74,19 +50,16 @@ void mpsd_remains_know(void *library)
 	imitated = (__typeof__(imitated))dlsym(library, "standinGiveBack");
 }
 
-static void note_device(int fd, unsigned long request, const struct allocation *allocation)
+static void note_device(int fd, unsigned long request, const struct mpsd_rm_allocation *allocation)
 {
-	bool rights = (request >> 16 & 0x3fff) == WITH_RIGHTS;
-
-	if (allocation->class != DEVICE_CLASS || has.device_count == MOST ||
-	    (rights ? allocation->with_rights.status : allocation->usual.status))
+	if (allocation->class != MPSD_RM_DEVICE || has.device_count == MOST || !mpsd_rm_allocated(request, allocation))
 		return;
 	has.devices[has.device_count].fd = fd;
 	has.devices[has.device_count++].of =
-		(struct release){ allocation->root, allocation->parent, allocation->object, 0 };
+		(struct mpsd_rm_release){ allocation->root, allocation->parent, allocation->object, 0 };
 }
 
-static void forget_device(const struct release *of)
+static void forget_device(const struct mpsd_rm_release *of)
 {
 	for (unsigned int i = 0; i < has.device_count; i++)
 		if (has.devices[i].of.root == of->root && has.devices[i].of.object == of->object)
@@ -106,7 +79,7 @@ static void note_space(int fd, const uint8_t *gpu, bool is)
 
 static bool is_of_interest(unsigned long request)
 {
-	return (request & 0xffff) == RM_ALLOC || request == RM_FREE || request == MPSD_UVM_REGISTER_SPACE ||
+	return (request & 0xffff) == MPSD_RM_ALLOC || request == MPSD_RM_FREE || request == MPSD_UVM_REGISTER_SPACE ||
 	       request == MPSD_UVM_UNREGISTER_SPACE;
 }
 
@@ -115,11 +88,11 @@ void mpsd_remains_note(int fd, unsigned long request, const void *argument)
 	if (!is_of_interest(request))
 		return;
 	pthread_mutex_lock(&lock);
-	if ((request & 0xffff) == RM_ALLOC)
+	if ((request & 0xffff) == MPSD_RM_ALLOC)
 		note_device(fd, request, argument);
-	else if (request != RM_FREE)
+	else if (request != MPSD_RM_FREE)
 		note_space(fd, argument, request == MPSD_UVM_REGISTER_SPACE);
-	else if (!((const struct release *)argument)->status)
+	else if (!((const struct mpsd_rm_release *)argument)->status)
 		forget_device(argument);
 	pthread_mutex_unlock(&lock);
 }
@@ -143,7 +116,7 @@ static void *give_back(void *unused)
 		int fd = all.devices[all.device_count - 1].fd;
 
 		if (mpsd_descriptors_is(0, fd))
-			ioctl(fd, RM_FREE, &all.devices[all.device_count - 1].of);
+			ioctl(fd, MPSD_RM_FREE, &all.devices[all.device_count - 1].of);
 	}
 	if (imitated)
 		imitated();

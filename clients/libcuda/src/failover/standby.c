@@ -11,6 +11,7 @@
 #include "clock.h"
 #include "failover/ahead.h"
 #include "failover/autopsy.h"
+#include "failover/blame.h"
 #include "failover/carry.h"
 #include "failover/copy.h"
 #include "failover/line.h"
@@ -284,6 +285,7 @@ bool mpsd_standby_offer(uint64_t generation, const char *pipe, const char *folde
 {
 	bool is;
 
+	mpsd_blame_prepare();
 	/* A lazy standby is made when the first one is lost already. */
 	if (!mpsd_standby_is_lazy())
 		return open_now(generation, pipe, folder, why);

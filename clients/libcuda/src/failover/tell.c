@@ -76,8 +76,12 @@ bool mpsd_line_tell_unready(int line, uint64_t generation, const char *why, bool
 
 bool mpsd_line_tell_moved(int line, uint64_t generation, const struct mpsd_times *times, uint64_t began)
 {
-	struct mpsd_failover_message message = mpsd_line_message(MPSD_FAILOVER_MOVED, generation, times->replayed.unsure);
+	struct mpsd_failover_message message = mpsd_line_message(MPSD_FAILOVER_LOOKED, generation, NULL);
 
+	message.values[0] = times->whose;
+	if (times->whose && !mpsd_line_say(line, &message))
+		return false;
+	message = mpsd_line_message(MPSD_FAILOVER_MOVED, generation, times->replayed.unsure);
 	message.values[0] = times->held_ns - began;
 	message.values[1] = times->fence_ns - began;
 	message.values[2] = times->on_ns - began;

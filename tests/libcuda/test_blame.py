@@ -1,0 +1,198 @@
+"""Whose code had the exception from which a domain was lost, as a program of it finds that out.
+
+The stand-in keeps on an SM where the warp was that had it (MPSD_STANDIN_EXCEPTION). The daemon is played by
+the test.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.libcuda.test_exact import gate, move
+from tests.libcuda.test_failover import Program, break_domain, copies, post, stand_by, started
+from tests.support import moving
+from tests.support.gate import Gate
+from tests.support.libcudas import Libraries
+from tests.support.moving import Line, Post
+from tests.support.simfixtures import backend, domain, second, third
+from tests.support.simnode import Domain, until
+
+__all__ = ["backend", "copies", "domain", "gate", "post", "second", "third"]
+
+OWN, OTHERS, FIRST = 1, 2, 3
+AGAIN, IN_TURN, AT_ONCE = 1, 2, 3
+CODE_BYTES = 64 << 10
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> Path:
+    """Where the stand-in's SMs have it."""
+    return tmp_path / "exception"
+
+
+@pytest.fixture
+def ask(libraries: Libraries, domain: Domain, post: Post, tmp_path: Path, kept: Path) -> Iterator[Program]:
+    extra = {
+        "MPSD_FAILOVER": "exact",
+        "MPSD_STANDIN_MANAGER": str(tmp_path / "asked"),
+        "MPSD_STANDIN_EXCEPTION": str(kept),
+    }
+    with started(libraries, domain, post, **extra) as program:
+        yield program
+
+
+def code_of(program: Program, number: int = 0) -> int:
+    """An address in the code of its first copy of the driver, or of one of the others, as the copy has mapped
+    it for its GPU."""
+    name = "/libcuda.so.1" if not number else f"/libcuda-{number - 1}.so.1"
+    maps = Path(f"/proc/{program.process.pid}/maps").read_text()
+    found = [line for line in maps.splitlines() if line.endswith(name) and " r--p " in line]
+    # Of the two that have that name the proxy's is the other one: it has more of them.
+    standin = min(found, key=lambda line: "standin" not in line)
+    return int(re.split("-| ", standin)[0], 16)
+
+
+def in_flight(line: Line, ask: Program, gate: Gate, second: Domain, copies: Path) -> None:
+    """m is 0, and a kernel that adds 1 was given."""
+    ask("m = gpu.memory(8 << 20)")
+    stand_by(line, second, copies)
+    assert ask("gpu.sync()") == "0"
+    gate.let(0)
+    assert ask("gpu.run('add', m, 8, 1)") == "0"
+
+
+def looked(line: Line, again: int = IN_TURN) -> int:
+    """What it says that it has found, before it says that it has moved; 0: nothing."""
+    line.say(moving.MOVE, 1, again=again)
+    found = 0
+    while (said := line.hear(moving.LOOKED, moving.MOVED, moving.OWN_ERROR)).kind != moving.MOVED:
+        if said.kind == moving.LOOKED:
+            assert said.generation == 1 and not found
+            found = said.values[0]
+    return found
+
+
+def goes_on(line: Line, ask: Program) -> None:
+    line.say(moving.TURN, 1)
+    line.hear(moving.DONE)
+    assert ask("gpu.sync(), gpu.word(m)") == "(0, 1)"
+
+
+@pytest.mark.parametrize("whose", [OWN, OTHERS, 0])
+def test_a_program_says_whether_it_was_in_its_own_code(
+    domain: Domain,
+    second: Domain,
+    post: Post,
+    ask: Program,
+    gate: Gate,
+    copies: Path,
+    kept: Path,
+    whose: int,
+) -> None:
+    line = post.greet(moving.EXACT, look=True)
+    in_flight(line, ask, gate, second, copies)
+    if whose:
+        kept.write_text(f"{code_of(ask) + (0x40 if whose == OWN else 1 << 40):x}")
+    break_domain(domain)
+    assert looked(line) == whose
+    goes_on(line, ask)
+
+
+def test_who_has_nothing_in_flight_looks_too(
+    domain: Domain, second: Domain, post: Post, ask: Program, copies: Path, kept: Path
+) -> None:
+    """Its wait may have succeeded falsely. It does nothing more before it has its turn all the same."""
+    line = post.greet(moving.EXACT, look=True)
+    ask("m = gpu.memory(8 << 20)")
+    stand_by(line, second, copies)
+    assert ask("gpu.sync()") == "0"
+    kept.write_text(f"{code_of(ask):x}")
+    break_domain(domain)
+    assert looked(line) == OWN
+    ask.tell("gpu.sync(), gpu.word(m)")
+    line.say(moving.TURN, 1)
+    assert line.hear(moving.DONE).values[:2] == (0, 0)
+    assert ask.answer() == "(0, 0)"
+
+
+@pytest.mark.parametrize(("look", "again"), [(False, IN_TURN), (True, AGAIN), (True, AT_ONCE)])
+def test_nobody_looks_who_need_not(
+    domain: Domain,
+    second: Domain,
+    post: Post,
+    ask: Program,
+    gate: Gate,
+    copies: Path,
+    kept: Path,
+    look: bool,
+    again: int,
+) -> None:
+    """An older daemon does not know the word; and it is known who made the fault, or guessed."""
+    line = post.greet(moving.EXACT, look=look)
+    in_flight(line, ask, gate, second, copies)
+    kept.write_text(f"{code_of(ask):x}")
+    break_domain(domain)
+    assert looked(line, again) == 0
+
+
+def test_what_the_copy_does_that_is_in_use_counts(
+    domain: Domain,
+    second: Domain,
+    third: Domain,
+    post: Post,
+    ask: Program,
+    copies: Path,
+    kept: Path,
+) -> None:
+    """After a move the code of the first copy is nobody's any more."""
+    line = post.greet(moving.EXACT, look=True)
+    ask("m = gpu.memory(8 << 20)")
+    stand_by(line, second, copies)
+    assert ask("gpu.sync()") == "0"
+    first = code_of(ask)
+    break_domain(domain)
+    move(line, planned=True)
+    stand_by(line, third, copies, 2)
+    kept.write_text(f"{code_of(ask, 1):x}")
+    break_domain(second)
+    line.say(moving.MOVE, 2, again=IN_TURN)
+    said = line.hear(moving.LOOKED, moving.OWN_ERROR)
+    if said.kind == moving.OWN_ERROR:
+        said = line.hear(moving.LOOKED)
+    assert said.values[0] == OWN
+    line.hear(moving.MOVED)
+    assert abs(first - code_of(ask, 1)) >= CODE_BYTES
+
+
+def test_who_made_a_trap_has_its_error_without_a_look(
+    domain: Domain, second: Domain, post: Post, ask: Program, copies: Path, tmp_path: Path
+) -> None:
+    line = post.greet(moving.EXACT, look=True)
+    ask("m = gpu.memory(8 << 20)")
+    stand_by(line, second, copies)
+    assert ask("gpu.sync()") == "0"
+    ask.tell("gpu.run('trap', 0, 0, 0), gpu.sync()")
+    line.hear(moving.OWN_ERROR)
+    assert looked(line) == FIRST
+    # It is the one that has its turn last; here it is refused.
+    line.close()
+    assert ask.answer() == "(0, 719)"
+    assert not (tmp_path / "asked").exists()
+
+
+def test_who_meets_a_neighbours_trap_looks(
+    domain: Domain, second: Domain, post: Post, ask: Program, gate: Gate, copies: Path, tmp_path: Path
+) -> None:
+    line = post.greet(moving.EXACT, look=True)
+    in_flight(line, ask, gate, second, copies)
+    neighbour = domain.client().ready()
+    assert neighbour.error("dev.launch('trap')") is None
+    until(lambda: domain.status() == "FAULT")
+    # Its copy has asked, and was let through, for no word came.
+    until(lambda: (tmp_path / "asked").exists())
+    assert looked(line) == 0
+    goes_on(line, ask)
