@@ -188,7 +188,7 @@ def _survivors(fault: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 def _is_named_by_code(fault: Mapping[str, Any]) -> bool:
     signs = (sign["text"] for known in fault["faults"] if known["offender"] for sign in known["evidence"])
-    return IN_ITS_CODE in signs
+    return any(text.startswith(IN_ITS_CODE) for text in signs)
 
 
 def _had_the_last_turn(fault: Mapping[str, Any]) -> bool:

@@ -177,7 +177,7 @@ def _end(draft: Draft, process: ProcessInstance, how: str, *, execed: bool = Fal
     """A process is no client any more: forget it, or keep its lease until its work has ended."""
     spaces = [c for c in draft.state.spaces_of(process) if c.living]
     idle = {c.id for c in spaces if not draft.state.at_home(c)}
-    has_begun = members.has_begun(draft.state, process)
+    member = draft.state.members.get(process)
     hitrecords.ended(draft, process)
     members.ended(draft, process, execed=execed)
     answer_gone(draft, process, how)
@@ -186,7 +186,7 @@ def _end(draft: Draft, process: ProcessInstance, how: str, *, execed: bool = Fal
         client = draft.put_client(replace(client, waited=client.id in idle))
         if not client.leased:
             draft.drop_client(client)
-        elif domain.state in _WORK_IS_LOST or not has_begun:
+        elif domain.state in _WORK_IS_LOST or not members.has_begun(client, member):
             leases.release(draft, client)
         else:
             lingering = replace(client, state=ClientState.LINGERING, died=draft.now)

@@ -207,7 +207,8 @@ def _check_release(before: State, event: ev.Event, draft: Draft, effect: Release
         return
     if isinstance(event, ev.WorkEnded) and event.client == effect.client:
         return
-    if isinstance(event, ev.ClientDied | ev.ClientLeft) and not members.has_begun(before, client.id.process):
+    ended = isinstance(event, ev.ClientDied | ev.ClientLeft) and event.process == client.id.process
+    if ended and not members.has_begun(client, before.members.get(client.id.process)):
         return
     domain = draft.state.domains.get(effect.client.domain)
     lost = domain is None or domain.state in (DomainState.FAULTED, DomainState.STOPPING)

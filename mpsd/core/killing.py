@@ -95,6 +95,10 @@ def on_kill_refused(draft: Draft, event: ev.KillRefused) -> None:
     sent = [c for c in _living(draft, event.process) if c.state is ClientState.KILLING]
     if not sent:
         return
+    member = draft.state.members.get(event.process)
+    if member is not None:
+        # It may go on after all.
+        draft.put_member(replace(member, named=False))
     message = f"process {event.process} is not killed: {event.reason}"
     for client in sent:
         facts = replace(client.facts, borrowed=True)

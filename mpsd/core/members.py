@@ -11,7 +11,7 @@ from mpsd.core.draft import Draft
 from mpsd.core.effects import AskServer, HaveTurn, StandDown, Welcome
 from mpsd.core.lifecycle import DomainTrigger
 from mpsd.core.standby import OFFERED, OPAQUE_KEPT, Member, Outcome, Standing, Turn
-from mpsd.core.state import SERVING, DomainState, State
+from mpsd.core.state import SERVING, Client, ClientState, DomainState
 from mpsd.model import Again, FailoverMode, ProcessInstance
 
 MISSING = "what was in flight may be missing"
@@ -81,11 +81,12 @@ def on_left(draft: Draft, event: mev.MemberLeft) -> None:
     _nobody_left(draft, member)
 
 
-def has_begun(state: State, process: ProcessInstance) -> bool:
-    """Whether it may have launched anything where its work runs now: not who has moved there from a domain
-    that was lost, and holds its calls since. (What it had in flight before looks as if it did not end.)"""
-    member = state.members.get(process)
-    return member is None or not (member.named or member.turn is Turn.WAITS)
+def has_begun(client: Client, member: Member | None) -> bool:
+    """Whether it may have launched anything where it is a client: not who has moved there from a domain that
+    was lost, has held its calls since, and is ended for having made that fault. (What it had in flight before
+    looks as if it did not end.)"""
+    is_here = member is not None and member.named and member.home == client.id.domain
+    return not is_here or client.state is not ClientState.KILLING
 
 
 def _waited_for_no_longer(draft: Draft, member: Member) -> None:
@@ -108,7 +109,6 @@ def ended(draft: Draft, process: ProcessInstance, *, execed: bool = False) -> No
         f.process == process and f.outcome is not Outcome.NOT_TOLD for f in record.fates
     ):
         fates.revise(draft, record, process, outcome=Outcome.ENDED)
-        whose.settle(draft, process)
     draft.drop_member(process)
     if execed and member.connected:
         fresh = Member(process, member.uid, member.mode, opaque=member.opaque)
@@ -224,20 +224,18 @@ def on_moved(draft: Draft, event: mev.MemberMoved) -> None:
             turn_ms=round(event.first_ns / 1e6, 3) if at_once else None,
             restored_bytes=event.restored,
             replayed=0 if event.waits else event.replayed,
-            whose=member.whose,
         )
-    offender = whose.settle(draft, event.process)
-    moved = draft.state.members[event.process]
     if at_once:
         turns.begin(draft, moved)
-    elif owed and offender is not None and offender != event.process:
-        draft.put_member(replace(moved, turn=Turn.WAITS))
-        turns.all_at_once(draft, name)
-    elif owed and offender is None:
-        moved = replace(moved, new_s=event.new_s)
-        turns.wait(draft, moved, event.replayed, event.takes_ns / 1e9)
+    elif owed:
+        draft.put_member(replace(moved, new_s=event.new_s, turn=Turn.WAITS))
+        whose.settle(draft, event.process)
+        moved = draft.state.members[event.process]
+        if moved.turn is Turn.WAITS:
+            turns.wait(draft, moved, event.replayed, event.takes_ns / 1e9)
     else:
-        if event.waits and offender != event.process:
+        whose.settle(draft, event.process)
+        if event.waits:
             # It has said so before: nobody waits for it a second time.
             draft.emit(HaveTurn(event.process, event.generation))
         turns.go_on(draft, name)
@@ -294,7 +292,6 @@ def on_stayed(draft: Draft, event: mev.MemberStayed) -> None:
     record = fates.latest_of(draft.state, event.process)
     if record is not None:
         fates.revise(draft, record, event.process, outcome=Outcome.STAYED, why=event.reason)
-        whose.settle(draft, event.process)
     draft.publish("failover-stayed", member.uid, pid=event.process.pid, reason=event.reason)
     lost = draft.state.has_lost(member)
     if member.home in draft.state.domains and (not lost or (record is not None and record.planned)):
@@ -319,7 +316,7 @@ def on_wait(draft: Draft, subject: str) -> None:
             limit = draft.state.policy.move_wait_s
             why = f"no word within {limit:g} s"
             fates.revise(draft, current, fate.process, outcome=Outcome.SILENT, why=why)
-            whose.settle(draft, fate.process)
+            turns.go_on(draft, current.to)
             member = draft.state.members.get(fate.process)
             if member is not None and member.standing is Standing.MOVING:
                 _leave(draft, f"d{member.generation}")

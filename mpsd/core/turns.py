@@ -27,8 +27,8 @@ from dataclasses import replace
 
 from mpsd.core.draft import Draft
 from mpsd.core.effects import ArmTimer, HaveTurn
-from mpsd.core.fates import timed
-from mpsd.core.standby import Member, Standing, Turn
+from mpsd.core.fates import last_of, timed
+from mpsd.core.standby import Member, Outcome, Standing, Turn
 from mpsd.core.state import Domain, State
 from mpsd.model import Again, FailoverMode, ProcessInstance, Whose
 
@@ -113,6 +113,7 @@ def begin(draft: Draft, member: Member) -> None:
     """It does its work again now; in vain where the domain is lost."""
     if draft.state.has_lost(member):
         return
+    member = replace(member, named=False)
     guessed = draft.now if member.again is Again.AT_ONCE else member.guessed
     member = draft.put_member(replace(member, turn=Turn.HAS, guessed=guessed))
     draft.emit(ArmTimer("failover-turn", _subject(member), TURN_S))
@@ -191,6 +192,14 @@ def _may_have_made_it(member: Member) -> bool:
     return member.among or member.whose in (Whose.FIRST, Whose.OWN)
 
 
+def _is_to_be_judged(state: State, member: Member) -> bool:
+    """Whether it says that the exception was in its own code, and others are still to be heard."""
+    record = last_of(state, member.process)
+    mine = (f for f in record.fates if f.process == member.process) if record is not None else iter(())
+    claims = any(f.whose is Whose.OWN for f in mine)
+    return claims and record is not None and any(f.outcome is Outcome.TOLD for f in record.fates)
+
+
 def _others_come(state: State, member: Member, movers: list[Member]) -> bool:
     """Whether one that can be told something is still to come to its domain, or not ready yet to leave it."""
     others = (m for m in state.members.values() if m.home == member.home and m.process != member.process)
@@ -232,6 +241,7 @@ def go_on(draft: Draft, home: str | None) -> None:
     waiting = [m for m in waiting if not draft.state.has_lost(m)]
     movers = _movers(draft.state, domain.id)
     last = max((_likelihood(m) for m in (*waiting, *movers) if _may_have_made_it(m)), default=None)
+    waiting = [m for m in waiting if not _is_to_be_judged(draft.state, m)]
     may = [m for m in waiting if _likelihood(m) != last or not _others_come(draft.state, m, movers)]
     if movers and all(m.gathers for m in may):
         return

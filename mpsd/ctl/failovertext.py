@@ -59,11 +59,21 @@ def record(shown: Mapping[str, Any]) -> list[str]:
     return [*lines, times, *[f"  {_fate(fate)}" for fate in shown["clients"]]]
 
 
+FOUND = {
+    "own": "found that the exception was in its own code",
+    "others": "found that the exception was in somebody else's code",
+    "first": "had its error as who made a trap has",
+}
+
+
 def _fate(fate: Mapping[str, Any]) -> str:
     who = "another user's client" if fate["pid"] is None else f"pid {fate['pid']}"
     text = f"{fate['outcome']:<9} {who} ({printable(fate['command'], 60)})"
     if fate["suspect"]:
         text += ", a suspect"
+    # Records of an earlier mpsd, in the same journal, know neither this nor turns.
+    if fate.get("whose", "unknown") in FOUND:
+        text += f", {FOUND[fate['whose']]}"
     if fate["why"]:
         text += f": {printable(fate['why'], 200)}"
     if fate["held_ms"] is not None:
@@ -72,7 +82,6 @@ def _fate(fate: Mapping[str, Any]) -> str:
             f"{fate['first_ms']:.3f} ms after it was told; {fate['restored_bytes']} bytes restored, "
             f"{fate['replayed']} launches done again"
         )
-    # Records of an earlier mpsd, in the same journal, know neither.
     if fate.get("turn_ms") is not None:
         text += f"; its turn came after {fate['turn_ms']:.3f} ms"
     if fate.get("done_ms") is not None:

@@ -6,6 +6,7 @@ Long because one daemon at a time is led through each way to lose a domain.
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import psutil
 import pytest
 
 from mpsd.ctl import failovertext, render
+from mpsd.model import Whose
 from mpsd_client.run import make_plan
 from tests.support.site import OTHER_UID, Program, Site, until
 
@@ -37,14 +39,14 @@ def said(program: Program, expression: str) -> Any:
     return answer["result"]
 
 
-def hello(site: Site, program: Program) -> None:
-    assert said(program, f"failover({socket_of(site)!r})")[0] == "WELCOME"
+def hello(site: Site, program: Program, mode: str = "keep") -> None:
+    assert said(program, f"failover({socket_of(site)!r}, {mode!r})")[0] == "WELCOME"
 
 
-def ready(site: Site) -> Program:
+def ready(site: Site, mode: str = "keep") -> Program:
     """A program with a context in the standby, which it has said."""
     program = site.join()
-    hello(site, program)
+    hello(site, program, mode)
     assert said(program, "fo.prepare()")[0] == "STANDBY"
     return program
 
@@ -145,6 +147,36 @@ def test_where_nobody_is_named_all_are_told_as_suspects(site: Site) -> None:
         said(program, "fo.move()")
     record = until_outcome(site, {first.pid: "moved", second.pid: "moved"})
     assert all(c["suspect"] for c in record["clients"])
+
+
+def test_one_in_whose_code_an_exception_was_is_named_and_ended(site: Site) -> None:
+    """By its own word, when all have been heard."""
+    site.kill()
+    site.write_config(failover__mode='"exact"')
+    site.start()
+    first, second, offender = (ready(site, "exact") for _ in range(3))
+    status = all_ready(site, first, second, offender)
+    offender.fault("misaligned")
+    for program, whose in ((offender, Whose.OWN), (first, Whose.OTHERS), (second, Whose.OTHERS)):
+        said(program, f"fo.move({whose.value})")
+    assert offender.wait() == -signal.SIGKILL
+    record = until_outcome(site, dict.fromkeys((first.pid, second.pid, offender.pid), "moved"))
+    assert {c["pid"]: c["whose"] for c in record["clients"]} == {
+        first.pid: "others",
+        second.pid: "others",
+        offender.pid: "own",
+    }
+    assert "found that the exception was in its own code" in "\n".join(failovertext.records([record]))
+    blamed = site.until_fault("sm-misaligned")
+    assert (blamed["offender"]["pid"], blamed["confidence"]) == (offender.pid, "likely")
+    assert sorted(blamed["victims"]) == sorted([first.pid, second.pid])
+    # Its lease in the next domain goes with it, and the others have the next standby there.
+    site.until(
+        lambda s: {c["pid"] for c in s["clients"]} == {first.pid, second.pid}, "the offender is forgotten"
+    )
+    for survivor in (first, second):
+        assert said(survivor, "fo.prepare()")[1] > slot(status)["generation"]
+        assert said(survivor, "dev.alloc(16) > 0")
 
 
 def test_a_server_that_dies_is_left_and_a_standby_that_dies_is_replaced(site: Site) -> None:

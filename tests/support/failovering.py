@@ -11,6 +11,7 @@ import socket
 
 from mpsd.failover.wire import GIVES, LAYOUT, MODES, TAKES_FENCED, Kind, Message, pack, unpack
 from mpsd.gpu.simulated.client import SimulatedDevice
+from mpsd.model import Whose
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -80,8 +81,9 @@ class FailoverProgram:
     def prepare(self, ready: bool = True) -> list[object]:
         """Wait for a standby, make a context there, and say so. Standbys that have ended are let go of."""
         heard = self.hear()
-        while heard[0] == "STAND_DOWN":
-            self.drop()
+        while heard[0] in ("STAND_DOWN", "FENCED"):
+            if heard[0] == "STAND_DOWN":
+                self.drop()
             heard = self.hear()
         assert heard[0] == "STANDBY", heard
         generation, path = heard[1], heard[2]
@@ -97,13 +99,17 @@ class FailoverProgram:
     def ready(self) -> None:
         self.speaker.say(Kind.READY, generation=self.generation, values=(1_000_000, 4096))
 
-    def move(self) -> list[object]:
-        """Wait to be told; from then on `dev` is the second context."""
+    def move(self, whose: int = 0) -> list[object]:
+        """Wait to be told; from then on `dev` is the second context. `whose`: what it has found of who made
+        the fault."""
         heard = self.hear()
         assert heard[0] == "MOVE", heard
         self._known["old"], self._known["dev"] = self._known["dev"], self.standby
         self.standby = None
-        times = (1_000_000, 2_000_000, 3_000_000, 64, 5)
+        if whose:
+            self.speaker.say(Kind.LOOKED, generation=heard[1], values=(whose,))
+        # Who says that it was its own code does nothing before it is told.
+        times = (1_000_000, 2_000_000, 3_000_000, *((0, 0, 1) if whose == Whose.OWN else (64, 5)))
         self.speaker.say(Kind.MOVED, generation=heard[1], values=times)
         return heard
 

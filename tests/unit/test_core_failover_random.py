@@ -13,7 +13,7 @@ from mpsd.core import memberevents as mev
 from mpsd.core.draft import FAILOVERS_MOST
 from mpsd.core.standby import OPAQUE_KEPT, Standing
 from mpsd.core.state import DomainState, Policy
-from mpsd.model import ClientId, Confidence, FailoverMode, ProcessInstance
+from mpsd.model import ClientId, Confidence, FailoverMode, ProcessInstance, Whose
 from tests.support.core import UID, World, facts
 from tests.unit import test_core_random as base
 
@@ -151,7 +151,7 @@ class FailoverDaemon(base.Daemon):
         self.said_ready.add((who, generation))
         self.do(mev.MemberReady(who, generation, 1, 1))
 
-    @rule(pick=base.picks, generation=generations, kind=st.integers(0, 3))
+    @rule(pick=base.picks, generation=generations, kind=st.integers(0, 4))
     def speaks(self, pick: int, generation: int, kind: int) -> None:
         who = self.client_picked(pick).process
         self.do(
@@ -160,6 +160,7 @@ class FailoverDaemon(base.Daemon):
                 mev.MemberOpaque(who, f"cu{generation}"),
                 mev.MemberError(who, 700),
                 mev.MemberStayed(who, generation, "why"),
+                mev.MemberLooked(who, generation, Whose.OWN),
             )[kind]
         )
 

@@ -12,10 +12,10 @@ from mpsd.core import memberevents as mev
 from mpsd.core.failover import FAULTED_AGAIN
 from mpsd.core.standby import Turn
 from mpsd.core.whose import IN_ITS_CODE
-from mpsd.model import ClientId, Confidence, ServerState, Whose
+from mpsd.model import Confidence, FailoverMode, ServerState, Whose
 from tests.support.core import process
 from tests.unit.test_core_failover import Site, turns_of
-from tests.unit.test_core_turns import all_told, comes, lose, turns
+from tests.unit.test_core_turns import all_told, another, comes, lose, turns
 
 UNKNOWN, OWN, OTHERS, FIRST = Whose
 
@@ -44,11 +44,11 @@ def offender(world: Site) -> tuple[int | None, Confidence]:
 
 
 @pytest.mark.parametrize("pids", [(10, 11, 12), (12, 11, 10), (11, 12, 10)])
-@pytest.mark.parametrize("resting", [(), (10,)])
+@pytest.mark.parametrize("resting", [(), (11,)])
 def test_one_in_whose_code_it_was_is_named_when_all_have_moved(
     pids: tuple[int, ...], resting: tuple[int, ...]
 ) -> None:
-    """10, the oldest, whose own wait may have succeeded as if nothing had happened."""
+    """10, the oldest, who waits even if its own wait had succeeded as if nothing had happened."""
     world = all_told(10, 11, 12)
     exception(world)
     found = {10: OWN, 11: OTHERS, 12: OTHERS}
@@ -58,11 +58,14 @@ def test_one_in_whose_code_it_was_is_named_when_all_have_moved(
     assert killed(world) == {10}
     assert offender(world) == (10, Confidence.LIKELY)
     record = max(world.records().values(), key=lambda r: r.id)
-    assert record.evidence[-1].text == IN_ITS_CODE and record.suspects == ()
+    assert record.evidence[-1].text.startswith(IN_ITS_CODE) and record.suspects == ()
     assert {p.id.process.pid for p in record.victims} == {11, 12}
     # It does nothing again, and the others do theirs at once, side by side.
-    assert turns_of(world) == {11: Turn.HAS, 12: Turn.HAS}
-    assert sorted(turns(world)) == [11, 12]
+    others = {11, 12} - {*resting}
+    assert turns_of(world) == dict.fromkeys(others, Turn.HAS)
+    assert set(turns(world)) == others
+    # Its line ends first, as a rule.
+    world.do(mev.MemberLeft(process(10)))
     world.do(ev.ClientDied(process(10)))
     # What it had in flight looks as if it did not end, but it did nothing where it is now.
     assert {e.client.domain for e in world.made(fx.ReleaseLease) if e.client.process == process(10)} >= {"d2"}
@@ -126,47 +129,70 @@ def test_the_likeliest_by_what_they_found_is_the_last(found: dict[int, Whose], l
     assert killed(world) == set()
 
 
-def test_nobody_is_named_before_all_have_been_heard() -> None:
+def test_nobody_is_named_where_somebody_says_nothing() -> None:
+    """The other one's look may have come too late. It goes on last all the same."""
+    world = all_told(10, 11, 12)
+    exception(world)
+    moves(world, {10: OWN, 11: OTHERS}, takes_ms=5)
+    assert turns(world) == [11]
+    world.do(mev.MemberDone(process(11), 2))
+    # It waits until all have been heard, however long that takes.
+    (timer,) = (e for e in world.ever(fx.ArmTimer) if e.kind == "failover-last" and "10 " in e.subject)
+    world.timer(timer.kind, timer.subject)
+    assert turns(world) == [11] and killed(world) == set()
+    moves(world, {12: UNKNOWN})
+    assert killed(world) == set() and offender(world)[0] is None
+    assert turns_of(world) in ({10: Turn.WAITS, 12: Turn.HAS}, {10: Turn.HAS, 12: Turn.WAITS})
+
+
+@pytest.mark.parametrize("how", ["a stranger", "one in mode keep", "one that is not ready"])
+def test_nobody_is_named_where_another_one_was_there(how: str) -> None:
+    world = all_told(10, 11)
+    another(world, 9, how) if "not ready" not in how else world.attach(9, "d1")
+    if "not ready" in how:
+        world.hello(9, FailoverMode.EXACT)
+    exception(world)
+    moves(world, {10: OWN, 11: OTHERS})
+    assert killed(world) == set() and offender(world)[0] is None
+
+
+def test_who_has_ended_takes_back_nothing_that_it_said() -> None:
+    """Two that were forked from one."""
+    world = all_told(10, 11, 12)
+    exception(world)
+    moves(world, {10: OWN, 11: OWN})
+    world.do(ev.ClientDied(process(11)))
+    moves(world, {12: OTHERS})
+    assert killed(world) == set() and offender(world)[0] is None
+
+
+def test_who_has_had_its_turn_is_not_named_by_what_comes_later() -> None:
     world = all_told(10, 11)
     exception(world)
-    moves(world, {10: OWN})
-    assert killed(world) == set() and turns(world) == []
+    moves(world, {10: OWN}, takes_ms=5)
     (timer,) = (e for e in world.ever(fx.ArmTimer) if e.kind == "failover-wait")
     world.timer(timer.kind, timer.subject)
-    assert killed(world) == {10}
+    (timer,) = (e for e in world.ever(fx.ArmTimer) if e.kind == "failover-last")
+    world.timer(timer.kind, timer.subject)
+    assert turns(world) == [10]
+    world.do(mev.MemberDone(process(10), 2))
+    moves(world, {11: OTHERS})
+    assert killed(world) == set()
 
 
-def test_one_that_is_named_and_not_ended_is_as_any_other_once_it_goes_on() -> None:
-    """By its own word: it waited in vain for its turn."""
+@pytest.mark.parametrize("how", ["its turn", "its kill"])
+def test_what_one_may_have_begun_is_waited_for(how: str) -> None:
+    """It was named, and not ended at once."""
     world = all_told(10, 11)
     exception(world)
     moves(world, {10: OWN, 11: OTHERS})
-    world.do(mev.MemberDone(process(10), 2, missing="nobody said anything"))
-    world.do(ev.ClientDied(process(10)))
-    assert [e.client for e in world.made(fx.ProbeWork)] == [ClientId("d2", process(10), 0)]
-
-
-def test_the_lease_of_one_that_ends_while_it_waits_for_its_turn_is_given_up_at_once() -> None:
-    world = all_told(10, 11)
-    exception(world)
-    moves(world, {10: UNKNOWN, 11: UNKNOWN})
-    assert turns_of(world) == {10: Turn.HAS, 11: Turn.WAITS}
-    world.do(ev.ClientDied(process(11)))
-    assert {e.client.domain for e in world.made(fx.ReleaseLease)} >= {"d2"}
-    world.do(ev.ClientDied(process(10)))
-    assert [e.client.domain for e in world.made(fx.ProbeWork)] == ["d2"]
-
-
-@pytest.mark.parametrize("how", ["stays", "ends"])
-def test_who_does_not_move_is_not_waited_for(how: str) -> None:
-    world = all_told(10, 11)
-    exception(world)
-    moves(world, {10: OWN})
-    if how == "stays":
-        world.do(mev.MemberStayed(process(11), 2, "no reason"))
-    else:
-        world.do(ev.ClientDied(process(11)))
     assert killed(world) == {10}
+    if how == "its kill":
+        world.do(ev.KillRefused(process(10), "no reason"))
+    else:
+        world.do(mev.MemberDone(process(10), 2, missing="nobody said anything"))
+    world.do(ev.ClientDied(process(10)))
+    assert "d2" in [e.client.domain for e in world.made(fx.ProbeWork)]
 
 
 def test_a_server_that_died_is_no_exception() -> None:

@@ -232,3 +232,5 @@ def test_a_fail_over_that_an_earlier_mpsd_wrote_down_can_be_read() -> None:
         "its turn came after 6.000 ms, and was over after 8.000"
         in failovertext.record({**row, "clients": [new]})[-1]
     )
+    (found,) = failovertext.record({**row, "clients": [{**fate, "whose": "own"}]})[2:]
+    assert "a suspect, found that the exception was in its own code: held" in found

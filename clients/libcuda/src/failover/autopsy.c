@@ -17,11 +17,11 @@
 #include <sys/ioctl.h>
 
 #include "clock.h"
-#include "failover/blame.h"
 #include "failover/cut.h"
 #include "failover/descriptors.h"
 #include "failover/line.h"
 #include "failover/manager.h"
+#include "failover/owned.h"
 #include "failover/remains.h"
 #include "limits.h"
 #include "uvm.h"
@@ -102,11 +102,11 @@ static int own_ioctl(unsigned int number, int fd, unsigned long request, void *a
 		result = mpsd_autopsy_ask(number, fd, request, argument);
 	else
 		control->status = NOT_SUPPORTED;
-	if (!result)
-		mpsd_blame_note(number, fd, request, argument);
 	if (!number && !result)
 		mpsd_remains_note(fd, request, argument);
 	mpsd_copy_come_back(number, ends);
+	if (!result)
+		mpsd_owned_note(number, fd, request, argument);
 	return result;
 }
 

@@ -23,11 +23,11 @@
 
 #include "elfview.h"
 #include "failover/autopsy.h"
-#include "failover/blame.h"
 #include "failover/cut.h"
 #include "failover/descriptors.h"
 #include "failover/maps.h"
 #include "failover/opened.h"
+#include "failover/owned.h"
 #include "failover/remains.h"
 #include "place.h"
 #include "window.h"
@@ -283,7 +283,7 @@ static bool open_one(struct mpsd_copy *copy, const char **why)
 	struct link_map *map = NULL;
 
 	mpsd_autopsy_left(copy->number, false);
-	mpsd_blame_forget(copy->number);
+	mpsd_owned_forget(copy->number);
 	copy->handle = dlopen(copy->path, RTLD_NOW | RTLD_LOCAL);
 	is_taken[copy->number] = copy->handle != NULL;
 	copy->code = copy->handle && !dlinfo(copy->handle, RTLD_DI_LINKMAP, &map) ? map->l_ld : NULL;

@@ -218,14 +218,13 @@ bool mpsd_move(bool planned, enum mpsd_failover_again again, struct mpsd_times *
 	/* Where nothing is lost, calls go on while a lazy standby is made. */
 	if (planned && !mpsd_standby_come(why))
 		return false;
-	if (again == MPSD_FAILOVER_IN_TURN && mpsd_blame_is_told())
-		mpsd_blame_begin(mpsd_in_use_number());
 	if (!waits_for_turn)
 		mpsd_phase_begin();
 	/* In this order: who waits for the one looks at the other. */
 	mpsd_standby_leave(true);
 	mpsd_line_moves();
-	mpsd_blame_wait();
+	if (again == MPSD_FAILOVER_IN_TURN && mpsd_blame_is_told())
+		mpsd_blame_begin(mpsd_in_use_number());
 	/* Of the move before, after which it still waits. */
 	mpsd_fence_finish();
 	is = hold_and_switch(&planned, may_go_ahead, times, why);

@@ -4,11 +4,13 @@
 
 #include "clock.h"
 #include "exact/order.h"
+#include "failover/blame.h"
 #include "failover/carry.h"
 #include "failover/fence.h"
 #include "failover/line.h"
 #include "failover/made.h"
 #include "failover/move.h"
+#include "failover/owned.h"
 #include "failover/remains.h"
 #include "failover/vmm.h"
 
@@ -196,4 +198,6 @@ void mpsd_phase_child(void)
 	mpsd_own_child();
 	mpsd_vmm_child();
 	mpsd_remains_child();
+	mpsd_blame_child();
+	mpsd_owned_child();
 }
