@@ -151,7 +151,7 @@ def _harmless(kinds: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[str]
 
 def _carried(finished: Mapping[str, Any]) -> Iterator[str]:
     """Of offenders that are under mpsd-run too."""
-    if finished.get("offender") not in ("carried", "oldest", "known"):
+    if finished.get("offender", "plain") == "plain":
         return
     yield "The offenders are under mpsd-run too: where nobody knows whose fault it was, they are carried over"
     yield "as well. They are named when the exception turns out to have been in their own code, or when their"

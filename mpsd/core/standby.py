@@ -116,8 +116,7 @@ class Outcome(StrEnum):
 class Fate:
     """What became of one program. Times in ms since it was told, by its own word; but when it was given its
     turn (but where it had that at once), and said that what it did again then had ended, is by the daemon's
-    clock. `whose`: what it has found of
-    who made the fault."""
+    clock. `whose`: what it has found of who made the fault."""
 
     process: ProcessInstance
     uid: int

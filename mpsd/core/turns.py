@@ -215,6 +215,13 @@ def _named(state: State, subject: str, turn: Turn) -> list[Member]:
     return [m for m in state.members.values() if m.turn is turn and subject == _subject(m)]
 
 
+def _give(draft: Draft, domain: Domain, member: Member) -> None:
+    """It is told that it has its turn."""
+    draft.emit(HaveTurn(member.process, domain.generation))
+    timed(draft, member.process, "turn_ms")
+    begin(draft, member)
+
+
 def all_at_once(draft: Draft, home: str | None) -> None:
     """It is known who made the fault, and none of those who wait there for their turns: each has its own now.
     As with a guess, nobody is named by it if that domain is lost over it."""
@@ -225,9 +232,7 @@ def all_at_once(draft: Draft, home: str | None) -> None:
         draft.put_member(replace(member, again=Again.AT_ONCE, guessed=draft.now))
     for member in [m for m in draft.state.members.values() if m.home == home and m.turn is Turn.WAITS]:
         if member.connected and not draft.state.has_lost(member):
-            draft.emit(HaveTurn(member.process, domain.generation))
-            timed(draft, member.process, "turn_ms")
-            begin(draft, replace(member, again=Again.AT_ONCE, gathers=False))
+            _give(draft, domain, replace(member, again=Again.AT_ONCE, gathers=False))
 
 
 def go_on(draft: Draft, home: str | None) -> None:
@@ -250,7 +255,5 @@ def go_on(draft: Draft, home: str | None) -> None:
             # It has given up by itself.
             draft.put_member(replace(member, turn=Turn.NONE, among=False))
             continue
-        draft.emit(HaveTurn(member.process, domain.generation))
-        timed(draft, member.process, "turn_ms")
-        begin(draft, member)
+        _give(draft, domain, member)
         return

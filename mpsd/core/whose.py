@@ -35,24 +35,24 @@ def on_looked(draft: Draft, event: mev.MemberLooked) -> None:
     fates.revise(draft, record, event.process, whose=event.whose)
 
 
-def settle(draft: Draft, process: ProcessInstance) -> ProcessInstance | None:
+def settle(draft: Draft, process: ProcessInstance) -> None:
     """This program has moved, and waits for its turn where it has to. Name who made the fault if that is
-    known now; who does not stay for it is answered."""
+    known now."""
     record = fates.last_of(draft.state, process)
     told = [f for f in record.fates if f.outcome is not Outcome.NOT_TOLD] if record is not None else []
     claims = [f.process for f in told if f.whose is Whose.OWN]
     member = draft.state.members.get(claims[0]) if len(claims) == 1 else None
     if record is None or member is None or not all(_denies(f, member.process) for f in told):
-        return None
+        return
     # Nobody who is not told was there (`among`), and who has had its turn has been cleared by that.
     if not (member.among and member.turn is Turn.WAITS and member.home == record.to):
-        return None
+        return
     fault = _unnamed(draft, record)
     # Of those who were there then: who has moved may be a client of that domain no more.
     there = (p for p in fault.suspects if p.id.process == member.process) if fault is not None else iter(())
     party = next(there, None)
     if party is None or fault is None:
-        return None
+        return
     offender = member.process
     known = replace(
         fault,
@@ -66,7 +66,7 @@ def settle(draft: Draft, process: ProcessInstance) -> ProcessInstance | None:
     draft.count("failover_named_by_code")
     failover.named(draft, record.domain, offender)
     if not draft.state.policy.evict_offender:
-        return None
+        return
     for fate in record.fates:
         # It is none of the others, so nobody waits for anybody.
         other = draft.state.members.get(fate.process)
@@ -74,7 +74,6 @@ def settle(draft: Draft, process: ProcessInstance) -> ProcessInstance | None:
             draft.put_member(replace(other, among=False, named=other.process == offender))
     turns.over(draft, offender)
     turns.all_at_once(draft, record.to)
-    return offender
 
 
 def _denies(fate: Fate, offender: ProcessInstance) -> bool:

@@ -17,7 +17,6 @@
 #include <stdatomic.h>
 #include <stdint.h>
 #include <stdlib.h>
-#include <sys/ioctl.h>
 
 #include "clock.h"
 #include "failover/autopsy.h"
@@ -28,7 +27,6 @@
 #include "failover/made.h"
 #include "failover/manager.h"
 #include "failover/owned.h"
-#include "physical.h"
 #include "thread.h"
 
 #define GO_ON_MS 10		/* before what the resource manager is asked for next keeps it busy */
@@ -167,13 +165,12 @@ void mpsd_blame_prepare(void)
 /* A context of the program's in the copy in use. NULL where what is asked of one would disturb a capture. */
 static CUcontext find_context(void)
 {
-	struct mpsd_made *context = NULL;
+	struct mpsd_made *context;
 
 	if (mpsd_capturing())
 		return NULL;
 	mpsd_made_lock();
-	for (int device = 0; !context && device < MPSD_DEVICES; device++)
-		context = mpsd_made_context(device);
+	context = mpsd_made_first_context();
 	mpsd_made_unlock();
 	return context ? context->native : NULL;
 }

@@ -59,14 +59,22 @@ CUresult make_cuCtxPopCurrent_v2(CUcontext *pctx)
 	return result;
 }
 
-CUresult mpsd_enter_context(void)
+struct mpsd_made *mpsd_made_first_context(void)
 {
 	struct mpsd_made *context = NULL;
+
+	for (int device = 0; !context && device < DEVICES; device++)
+		context = mpsd_made_context(device);
+	return context;
+}
+
+CUresult mpsd_enter_context(void)
+{
+	struct mpsd_made *context;
 	CUresult result;
 
 	mpsd_made_lock();
-	for (int device = 0; !context && device < DEVICES; device++)
-		context = mpsd_made_context(device);
+	context = mpsd_made_first_context();
 	result = context ? real_cuCtxSetCurrent(context->native) : CUDA_ERROR_INVALID_CONTEXT;
 	mpsd_made_unlock();
 	return result;

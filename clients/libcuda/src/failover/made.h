@@ -232,7 +232,10 @@ void mpsd_made_move(void);
 /* Under the lock: the record of a device's primary context; NULL if it has none. */
 struct mpsd_made *mpsd_made_context(CUdevice device);
 
-/* current.c: on a thread of this library's, which has none of the program's contexts: that of the first GPU with one. */
+/* current.c: of the first GPU with one; NULL: there is none. Under the lock. */
+struct mpsd_made *mpsd_made_first_context(void);
+
+/* On a thread of this library's, which has none of the program's contexts: that one. */
 CUresult mpsd_enter_context(void);
 
 /* Under the lock: all records, in their order. */
