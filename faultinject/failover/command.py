@@ -132,7 +132,10 @@ def _some_kinds(
     between two of them. Until results are compared the last fault has a problem that says so.
 
     Raises MpsdError for what is missing; what goes wrong is in the faults."""
-    offenders = Offenders(args.offender != OFFENDERS[0], _earlier(args, some), args.offender == "known")
+    lasts = any(kind in kinds.HANG for kind in some)
+    offenders = Offenders(
+        args.offender != OFFENDERS[0], _earlier(args, some), args.offender == "known", lasts
+    )
     works = WorkRounds(rig, libraries, tell_stderr, args.works, offenders, calm) if args.works else None
     rounds = works or Rounds(rig, libraries, tell_stderr, offenders)
     rounds.start()
@@ -145,9 +148,10 @@ def _some_kinds(
             found[kind][-1]["problem"] = NOT_COMPARED
         report_it()
         found[kind] = data(faults)
-    rounds.end()
+    blames = rounds.end()
     if works:
         works.compare(faults)
+    faults[-1].problem = faults[-1].problem or blames
     found[kind] = data(faults)
 
 
@@ -163,7 +167,7 @@ def _broken(kind: str, problem: str) -> dict[str, Any]:
 
 
 def _go(args: argparse.Namespace) -> int:
-    known = (*kinds.GPU_KINDS, *PARTS)
+    known = (*kinds.GPU_KINDS, *kinds.HANG, *PARTS)
     for kind in args.kinds:
         if kind not in known:
             raise UsageError(f"there is no kind {kind!r} for fail-over", remedy=f"of: {', '.join(known)}")

@@ -89,6 +89,8 @@ def judge(faults: Sequence[Mapping[str, Any]]) -> str:
                 return f"invalid: a program met more than one error: {program['told']}"
         if sum(bool(p["told"]) for p in fault["programs"]) > _missing(fault):
             return "invalid: a program met an error where nothing of its was missing"
+        if _named(fault) & {fate["pid"] for fate in _fates(fault)} - {fault.get("carried")}:
+            return "invalid: mpsd named a program that did nothing"
         # Whose wait has succeeded may have ended before anybody could know.
         if fault.get("named") is False and fault["offender_code"] != 0:
             return "invalid: an offender that was carried over was not named"

@@ -14,7 +14,7 @@ from typing import Any
 from faultinject.bystander import Bystander
 from faultinject.failover.outcomes import Fault, Moved, moved
 from faultinject.history import clock
-from faultinject.kinds import ENGINE, ENGINE_DELAY_MS
+from faultinject.kinds import ENGINE, ENGINE_DELAY_MS, HANG
 from faultinject.leftovers import descriptor_kinds, open_descriptors
 from faultinject.proxy.library import MPSD_RUN, Libraries
 from faultinject.rig import Rig
@@ -34,10 +34,13 @@ ONLY_WANTED = {"domains.spare": "false"}
 (reports, -stall)."""
 
 SERVERS = 3
-UP_S, READY_S, FAULT_S, MOVED_S = 60.0, 15.0, 20.0, 15.0
+UP_S, READY_S, FAULT_S, MOVED_S, ENDED_S = 60.0, 15.0, 20.0, 15.0, 15.0
 POLL_S = 0.01
 # Each question costs mpsd a millisecond, and programs wait for its words: none is asked before that is over.
 QUIET_S = 0.25
+DIES_AT_WORK = ("sigkill_running", "--variant", "endless")
+LINGER_MS = 2000.0
+"""So long mpsd waits for the end of what a dead client left before it calls that endless."""
 NOT_RECORDED = f"no fail-over was recorded within {MOVED_S:.0f} s"
 PARTS = ("server_death", "drain")
 
@@ -46,11 +49,13 @@ PARTS = ("server_death", "drain")
 class Offenders:
     """`carried`: they are under mpsd-run too, so where nobody knows who it was they are carried over as the
     others are. `earlier`: of which kinds, and of which number, those are that are started before all others,
-    and wait for their fault. `known`: what they launch then is nothing new."""
+    and wait for their fault. `known`: what they launch then is nothing new. `lasts`: what one of them does
+    harms nobody before mpsd has waited for its end."""
 
     carried: bool = False
     earlier: Sequence[tuple[str, int]] = ()
     known: bool = False
+    lasts: bool = False
 
 
 class Rounds:
@@ -126,6 +131,8 @@ class Rounds:
         fault, offender = Fault(kind), None
         if kind in ENGINE and self._rig.node.name == "nvidia":
             fault.delay = ENGINE_DELAY_MS
+        if kind in HANG:
+            fault.delay = LINGER_MS
         try:
             # It comes up while the others get their standbys.
             offender = None if kind in PARTS else self._offender(kind, number)
@@ -237,7 +244,8 @@ class Rounds:
             return waiting
         spawn = self._spawn_carried if self._carried else self._rig.spawn
         known = ("--known", "--stay") if self._offenders.known else ()
-        return spawn(f"offender-{kind}-{number}", "offender", kind, *known)
+        deed = DIES_AT_WORK if kind in HANG else (kind,)
+        return spawn(f"offender-{kind}-{number}", "offender", *deed, *known)
 
     @staticmethod
     def _offend(fault: Fault, offender: Worker) -> float:
@@ -345,13 +353,31 @@ class Rounds:
         said = f"{error.data['text']}, after {error.data.get('told')}" if error else silent
         return f"{server.name} is lost ({said}): {self._rig.error_text(server, 120)}"
 
-    def end(self) -> None:
+    def end(self) -> str:
+        """What mpsd has against programs that have ended, who did nothing; empty: nothing.
+
+        Raises DeadlineError."""
         self._end_earlier()
         for server in self._servers:
             server.tell("stop")
         for server in self._servers:
             server.must("done", "gone", timeout=FAULT_S)
         self._bystander.end()
+        return self._said_of_the_ended()
+
+    def _said_of_the_ended(self) -> str:
+        """Once it knows what became of their work."""
+        pids, end = {server.pid for server in self._servers}, clock() + ENDED_S
+        while self._is_any_known(pids):
+            if clock() > end:
+                return f"mpsd does not let go of programs that ended {ENDED_S:.0f} s before"
+            time.sleep(POLL_S)
+        named = [r for r in self._new_faults() if r["offender"] and r["offender"]["pid"] in pids]
+        return "; ".join(f"mpsd blames a program that ended: {_words(record)}" for record in named)
+
+    def _is_any_known(self, pids: set[int]) -> bool:
+        status = self._rig.mpsd.status()
+        return any(client["pid"] in pids for client in (*status["clients"], *status["dead"]))
 
 
 def _is_settled(record: Mapping[str, Any]) -> bool:
@@ -370,6 +396,10 @@ def _placeless(record: dict[str, Any]) -> Mapping[str, Any]:
 def _is_named(faults: Sequence[Mapping[str, Any]], offender: Worker | None) -> bool:
     named = [record["offender"]["pid"] for record in faults if record["offender"]]
     return offender is not None and offender.pid in named
+
+
+def _words(record: Mapping[str, Any]) -> str:
+    return f"{record['fault_class']}: {record['evidence'][-1]['text']}"
 
 
 def _count(kinds: Mapping[str, int]) -> int:

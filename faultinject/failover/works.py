@@ -34,8 +34,9 @@ class Calm:
 FIRST_STEPS = 12
 SEED = 1
 BLOCK_S = 1.0
-CARRIED_BLOCK_S = 4.0
-"""An offender that is carried over faults again up to 3 s later, and the programs are to be at work then."""
+LONG_BLOCK_S = 4.0
+"""An offender that is carried over faults again up to 3 s later, and one that is dead is waited for; and the
+programs are to be at work then."""
 STEPS_MOST = 8000
 LATEST_LEAST_S = 0.01
 UP_S, BLOCK_MOST_S = 90.0, 60.0
@@ -67,7 +68,7 @@ class WorkRounds(Rounds):
         service = self._rig.mpsd
         environment = self._libraries.proxied(service.environment, service.socket, vault=True)
         self._servers = [self._spawn(work, "moved", environment, MPSD_RUN) for work in self._works]
-        block_s = CARRIED_BLOCK_S if self._carried else BLOCK_S
+        block_s = LONG_BLOCK_S if self._carried or self._offenders.lasts else BLOCK_S
         for work, worker in zip(self._works, self._servers, strict=True):
             times = self._begin_one(work, worker, self._digests[work])
             step = statistics.median(times) if times else block_s
@@ -131,11 +132,12 @@ class WorkRounds(Rounds):
             longest, usual = (round(f(times) * 1e3, 3) for f in (max, statistics.median_low))
             fault.programs.append(Moved(True, 0, len(times), longest, None, usual=usual))
 
-    def end(self) -> None:
+    def end(self) -> str:
         self._end_earlier()
         for work, worker in zip(self._works, self._servers, strict=True):
             self._finish(worker, self._digests[work])
         self._bystander.end()
+        return self._said_of_the_ended()
 
     def _finish(self, worker: Worker, digests: list[str]) -> None:
         worker.tell("finish")

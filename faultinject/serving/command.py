@@ -55,7 +55,8 @@ class Run:
                     serving = Serving(rig, self._libraries, tell_stderr, mode, self._args.seed, answers)
                     serving.start()
                     yield serving
-                    serving.end()
+                    if said := serving.end():
+                        raise MpsdError(said)
             finally:
                 self._left += rig.left
 

@@ -280,6 +280,7 @@ class Serving(Rounds):
         said = error.data["text"] if error else "it said nothing"
         return f"the server ended ({said}): {self._rig.error_text(client.worker, 120)}"
 
-    def end(self) -> None:
+    def end(self) -> str:
         self._client.stop()
         self._bystander.end()
+        return self._said_of_the_ended()

@@ -235,7 +235,8 @@ def leave(draft: Draft, name: str, trigger: DomainTrigger, *, planned: bool = Fa
     draft.publish("domain-left", domain.uid, users, domain=name, state=state, why=trigger.value, lost=lost)
     ensure(draft, slot.id)
     # First of what follows: from here to the program is all that lies between a fault and its next kernel.
-    failover.domain_left(draft, name, "drain" if planned else trigger.value, planned)
+    drained = planned and trigger is DomainTrigger.RETIRE
+    failover.domain_left(draft, name, "drain" if drained else trigger.value, planned)
     if domain.state is DomainState.FAULTED:
         # The server has lost its contexts: nothing that the dead left there can still run.
         leases.release_dead(draft, name)
@@ -262,11 +263,15 @@ def settle(draft: Draft, name: str) -> None:
         # Only one server can exist and this one does not come back: its successor starts after it.
         draft.put_slot(replace(slot, active=None))
     # Their memory is the GPU's until then.
-    held = work_is_lost(domain) and failover.was_left(draft.state, name)
+    held = work_is_lost(domain) and fates.was_left(draft.state, name)
+    runs_on = domain.state is DomainState.POISONED
     deadline_s = draft.state.policy.stop_deadline_s
-    leases.release_dead(draft, name)
+    if not runs_on:
+        leases.release_dead(draft, name)
+    # Else when its server has gone: a kernel from under which its memory is taken faults, and the kernel log
+    # names any of those who have, or had, a context there.
     move(draft, name, DomainTrigger.EMPTY)
-    draft.emit(StopDomain(name, min(LEFT_STOP_S, deadline_s) if held else deadline_s))
+    draft.emit(StopDomain(name, min(LEFT_STOP_S, deadline_s) if held or runs_on else deadline_s))
     if slot.active == name:
         ensure(draft, slot.id)
 

@@ -20,8 +20,9 @@ from mpsd.core import attribution as at
 from mpsd.core import taxonomy, turns
 from mpsd.core.draft import Draft
 from mpsd.core.effects import ArmTimer, Fenced, Move, OfferStandby, RecordFailover, StandDown
-from mpsd.core.fates import latest_of, revise, rewrite
+from mpsd.core.fates import LEFT, latest_of, revise, rewrite
 from mpsd.core.killing import kill_by_policy
+from mpsd.core.lifecycle import DomainTrigger
 from mpsd.core.records import Evidence, FaultRecord, Source
 from mpsd.core.standby import OFFERED, FailoverRecord, Fate, Member, Outcome, Standing, Turn
 from mpsd.core.state import Client, ClientState, Domain, DomainState, Slot, State
@@ -90,6 +91,9 @@ def refresh(draft: Draft, process: ProcessInstance) -> None:
         draft.emit(OfferStandby(process, target.generation, target.id))
     elif member.standing is Standing.READY and draft.state.has_lost(member):
         _move_late(draft, member, target)
+    elif member.standing is Standing.READY and _is_beside_endless_work(draft.state, member):
+        poisoned = draft.state.domains[member.home or ""]
+        _record(draft, poisoned, DomainTrigger.POISON.value, True, [member], [], "", late=True)
 
 
 def refresh_all(draft: Draft, slot: str | None = None) -> None:
@@ -106,6 +110,15 @@ def _may_be_offered(state: State, member: Member) -> bool:
     settled = [c for c in home if c.state in (ClientState.ATTACHED, ClientState.UNPROTECTED)]
     works = member.turn is Turn.NONE or state.has_lost(member)
     return works and bool(settled) and not state.copies_problem and not state.stopping
+
+
+def _is_beside_endless_work(state: State, member: Member) -> bool:
+    """Whether its domain is poisoned, and it was not ready then. Who was told to leave it, and stayed, is not
+    told again: its calls are held while its work is waited for."""
+    home = state.domains[member.home or ""]
+    fates = (f for r in state.failovers if r.planned and r.domain == home.id for f in r.fates)
+    told = any(f.process == member.process and f.outcome is not Outcome.NOT_TOLD for f in fates)
+    return home.state is DomainState.POISONED and not told
 
 
 def _take_back(draft: Draft, member: Member, why: str) -> Member:
@@ -331,49 +344,10 @@ def _end_there(draft: Draft, clients: Iterable[Client]) -> None:
         kill_by_policy(draft, client, "it made the fault from which the others fail over")
 
 
-def was_left(state: State, domain: str) -> bool:
-    """Whether a program has moved out of it."""
-    fates = (f for record in state.failovers if record.domain == domain for f in record.fates)
-    return any(f.outcome is Outcome.MOVED for f in fates)
-
-
-_LEFT = (Outcome.TOLD, Outcome.MOVED, Outcome.SILENT)
-
-
-def left_lately(state: State, pid: int, now: float) -> str | None:
-    """The domain that a program with this pid has just been told to leave.
-
-    A late sign that names the pid is of that one, not of where it has gone. A domain that was well when it
-    was to be left has none.
-    """
-    for record in reversed(state.failovers):
-        if now - record.at > state.policy.evidence_window_s:
-            return None
-        if not record.planned and any(f.process.pid == pid and f.outcome in _LEFT for f in record.fates):
-            return record.domain
-    return None
-
-
-def was_told(state: State, domain: str | None, process: ProcessInstance, when: float) -> bool:
-    """Whether this program had been told to move out of that domain (None: of any) by then.
-
-    Who was to leave a domain that is well ends its work there first: what faults there then is its own doing.
-    """
-    return any(
-        f.process == process
-        and f.outcome in _LEFT
-        and not (record.planned and (domain is not None or f.outcome is Outcome.SILENT))
-        and record.at + (f.told_ms or 0.0) / 1e3 <= when
-        for record in state.failovers
-        if domain in (None, record.domain)
-        for f in record.fates
-    )
-
-
 def named(draft: Draft, domain: str, process: ProcessInstance) -> None:
     """A sign that came after the others were told: this process made the fault, and was told with them."""
     for record in reversed(draft.state.failovers):
-        if record.domain == domain and any(f.process == process and f.outcome in _LEFT for f in record.fates):
+        if record.domain == domain and any(f.process == process and f.outcome in LEFT for f in record.fates):
             revise(draft, record, process, why="it made the fault, which was known after it was told")
             if draft.state.policy.evict_offender:
                 # At once: it works where the others have gone.

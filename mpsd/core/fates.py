@@ -6,11 +6,13 @@ from dataclasses import replace
 
 from mpsd.core.draft import Draft
 from mpsd.core.effects import RecordFailover
+from mpsd.core.lifecycle import DomainTrigger
 from mpsd.core.standby import FailoverRecord, Outcome, Standing
 from mpsd.core.state import Client, State
 from mpsd.model import ProcessInstance
 
 FINAL = frozenset({Outcome.MOVED, Outcome.STAYED, Outcome.ENDED})
+LEFT = (Outcome.TOLD, Outcome.MOVED, Outcome.SILENT)
 
 
 def revise(draft: Draft, record: FailoverRecord, process: ProcessInstance, **changes: object) -> None:
@@ -67,3 +69,40 @@ def timed(draft: Draft, process: ProcessInstance, name: str, **changes: object) 
     fate = next(f for f in record.fates if f.process == process)
     told = record.at + (fate.told_ms or 0.0) / 1e3
     revise(draft, record, process, **{name: round((draft.now - told) * 1e3, 3)}, **changes)
+
+
+def was_left(state: State, domain: str) -> bool:
+    """Whether a program has moved out of it."""
+    fates = (f for record in state.failovers if record.domain == domain for f in record.fates)
+    return any(f.outcome is Outcome.MOVED for f in fates)
+
+
+def left_lately(state: State, pid: int, now: float) -> str | None:
+    """The domain that a program with this pid has just been told to leave.
+
+    A late sign that names the pid is of that one, not of where it has gone. A domain that was well when it
+    was to be left has none; one in which a dead client's kernel runs on may.
+    """
+    for record in reversed(state.failovers):
+        if now - record.at > state.policy.evidence_window_s:
+            return None
+        is_well = record.planned and record.trigger != DomainTrigger.POISON.value
+        if not is_well and any(f.process.pid == pid and f.outcome in LEFT for f in record.fates):
+            return record.domain
+    return None
+
+
+def was_told(state: State, domain: str | None, process: ProcessInstance, when: float) -> bool:
+    """Whether this program had been told to move out of that domain (None: of any) by then.
+
+    Who was to leave a domain that is well ends its work there first: what faults there then is its own doing.
+    """
+    return any(
+        f.process == process
+        and f.outcome in LEFT
+        and not (record.planned and (domain is not None or f.outcome is Outcome.SILENT))
+        and record.at + (f.told_ms or 0.0) / 1e3 <= when
+        for record in state.failovers
+        if domain in (None, record.domain)
+        for f in record.fates
+    )

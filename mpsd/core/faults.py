@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mpsd.core import attribution as at
-from mpsd.core import domains, failover, strays, taxonomy
+from mpsd.core import domains, failover, fates, strays, taxonomy
 from mpsd.core import events as ev
 from mpsd.core.clients import endless
 from mpsd.core.draft import Draft
@@ -32,8 +32,8 @@ def on_fatal(draft: Draft, event: ev.UvmFatal, sign: Evidence) -> None:
         draft.count("uvm_events_without_client")
         return
     when = draft.now - event.age_s
-    told = failover.was_told(draft.state, domain.id, client.id.process, when)
-    if told or (event.own_memory and failover.was_told(draft.state, None, client.id.process, when)):
+    told = fates.was_told(draft.state, domain.id, client.id.process, when)
+    if told or (event.own_memory and fates.was_told(draft.state, None, client.id.process, when)):
         # Its old context may reach its memory no more; that what still runs there meets this is no fault.
         draft.count("failover_echoes")
         return
@@ -183,7 +183,7 @@ def on_kernel_xid(draft: Draft, event: ev.KernelXidSeen) -> None:
     if event.xid.pid is None:
         join_or_stray(draft, event.gpu, event.xid.xid, sign)
         return
-    left = failover.left_lately(draft.state, event.xid.pid, draft.now)
+    left = fates.left_lately(draft.state, event.xid.pid, draft.now)
     if left is not None:
         _echo(draft, left, sign)
         return
@@ -350,5 +350,6 @@ def on_work_runs(draft: Draft, event: ev.WorkRuns) -> None:
     draft.put_domain(replace(domain, last_fault=record.id))
     record = at.add_evidence(record, Evidence(Source.PROCESS, draft.now, text))
     if next_domain_state(domain.state, DomainTrigger.POISON) is not None:
-        domains.leave(draft, domain.id, DomainTrigger.POISON)
+        # Who can goes on elsewhere: the kernel ends when nobody is left here.
+        domains.leave(draft, domain.id, DomainTrigger.POISON, planned=True)
     write(draft, record)

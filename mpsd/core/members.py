@@ -294,12 +294,13 @@ def on_stayed(draft: Draft, event: mev.MemberStayed) -> None:
         fates.revise(draft, record, event.process, outcome=Outcome.STAYED, why=event.reason)
     draft.publish("failover-stayed", member.uid, pid=event.process.pid, reason=event.reason)
     lost = draft.state.has_lost(member)
-    if member.home in draft.state.domains and (not lost or (record is not None and record.planned)):
+    home = draft.state.domains.get(member.home or "")
+    if home is not None and (not lost or (record is not None and record.planned)):
         # A planned move: it lives on where it is, and may be ready for the next one.
         draft.emit(StandDown(event.process, event.generation, "it stayed"))
         draft.put_member(replace(member, standing=Standing.WAITING, generation=0, reason=event.reason))
-        if lost:
-            # By a fault meanwhile: what it has done since is to be done again elsewhere.
+        if lost or home.state is DomainState.POISONED:
+            # By a fault meanwhile: what it has done since is to be done again elsewhere. Or one may come.
             failover.refresh(draft, event.process)
     else:
         failover.leave_behind(draft, member, f"it stayed: {event.reason}")

@@ -191,8 +191,9 @@ _ROWS = (
         "the client's process has gone, its work has not ended within the linger limit; certain where it was "
         "alone in its domain, for others' kernels may make it wait",
         Scope.NOBODY,
-        "by the death lease: its domain is marked poisoned, new clients go to a fresh one",
-        "let the other clients of the poisoned domain finish; the lease ends when the last one has gone",
+        "by the death lease: its domain is marked poisoned, new clients go to a fresh one, and programs "
+        "that are ready for a fail-over move there",
+        "let the other clients of the poisoned domain finish; the kernel is ended when the last one has gone",
     ),
     _row(
         "server-death",

@@ -43,13 +43,13 @@ def node(tmp_path: Path) -> Iterator[Node]:
     opened.close()
 
 
-@pytest.mark.parametrize("kind", ["store", "trap", "misaligned", "pbdma", "server_death", "drain"])
+@pytest.mark.parametrize("kind", ["store", "trap", "misaligned", "pbdma", "server_death", "drain", "endless"])
 def test_no_program_is_lost(node: Node, libraries: Libraries, kind: str) -> None:
     with History() as history, Rig(node, "mpsd", history, settings=main_settings(libraries)) as rig:
         rounds = Rounds(rig, libraries, lambda _: None)
         rounds.start()
         found = data(rounds.run(kind, FAULTS, DEADLINE_S))
-        rounds.end()
+        assert rounds.end() == ""
     assert rig.left == []
     assert [len(found), judge(found)] == [FAULTS, "valid"]
     assert all(fate["outcome"] == "moved" for fault in found for fate in fault["record"]["clients"])

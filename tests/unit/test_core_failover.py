@@ -496,16 +496,6 @@ def test_drain_moves_who_is_ready_without_a_fault() -> None:
     assert world.ever(fx.StopDomain) == [fx.StopDomain("d1", ON.stop_deadline_s)]
 
 
-def test_a_poisoned_domain_is_left_when_it_is_drained() -> None:
-    world = site(10)
-    world.attach(11, "d1")
-    world.die(11)
-    world.lingers(11)
-    assert world.domain("d1").state is DomainState.POISONED and not world.told()
-    world.do(ev.DrainRequested((), True))
-    assert world.told() == [10]
-
-
 def test_homes_outlive_the_daemon() -> None:
     world = Site(ON)
     world.do(ev.SlotWanted(SLOT, (GPU,), UID, start=False))

@@ -9,6 +9,7 @@
 
 #include "checking.h"
 #include "failover/descriptors.h"
+#include "failover/ownpages.h"
 #include "limits.h"
 #include "thread.h"
 #include "uvm.h"
@@ -24,6 +25,7 @@
 static char asked[4096];
 static uint64_t gives_back = 1;
 static bool has_threads = true;
+static unsigned int kept;
 
 bool mpsd_descriptors_is(unsigned int number, int fd)
 {
@@ -41,6 +43,13 @@ bool mpsd_thread_start(void *(*run)(void *), void *argument)
 	if (has_threads)
 		run(argument);
 	return has_threads;
+}
+
+/* Before what the device has is freed. */
+void mpsd_pages_keep(unsigned int number)
+{
+	CHECK(!number && !asked[0]);
+	kept++;
 }
 
 int __wrap_ioctl(int fd, unsigned long request, ...);
@@ -121,6 +130,7 @@ int main(void)
 	ends("");
 	gives_back = 1;
 	ends("7 free 8 of c1d00001;");
+	CHECK(kept == 4);
 	/* More than there is room for: what is known is given back. */
 	for (uint32_t object = 1; object < 100; object++)
 		allocate(CONTROL, ALLOC_LONG, 0x80, object, 0);

@@ -6,7 +6,6 @@
 #include "failover/owned.h"
 
 #include <pthread.h>
-#include <stdbool.h>
 
 #include "failover/copy.h"
 #include "failover/manager.h"
@@ -174,6 +173,39 @@ enum mpsd_failover_whose mpsd_owned_whose(unsigned int number, uint64_t pc)
 			whose = MPSD_FAILOVER_WHOSE_OWN;
 	pthread_mutex_unlock(&lock);
 	return whose;
+}
+
+/* Where what it has mapped from here on ends. */
+static uint64_t mapped_to(const struct copy *copy, uint64_t start, uint64_t end)
+{
+	for (unsigned int i = 0; i < copy->ranges && start < end; i++) {
+		if (start - copy->range[i].base >= copy->range[i].size)
+			continue;
+		start = copy->range[i].base + copy->range[i].size;
+		/* Another one, maybe an earlier one, begins there. */
+		i = (unsigned int)-1;
+	}
+	return start;
+}
+
+static bool has_none_of(const struct copy *copy, uint64_t start, uint64_t end)
+{
+	for (unsigned int i = 0; i < copy->ranges; i++)
+		if (copy->range[i].base < end && start < copy->range[i].base + copy->range[i].size)
+			return false;
+	return !copy->too_many;
+}
+
+bool mpsd_owned_alone(unsigned int number, uint64_t start, uint64_t end)
+{
+	bool is;
+
+	pthread_mutex_lock(&lock);
+	is = mapped_to(&copies[number], start, end) >= end;
+	for (unsigned int i = 0; is && i < MPSD_COPY_NUMBERS; i++)
+		is = i == number || has_none_of(&copies[i], start, end);
+	pthread_mutex_unlock(&lock);
+	return is;
 }
 
 void mpsd_owned_child(void)

@@ -2,6 +2,7 @@
 /* What each copy of the driver has with the resource manager. `number` is below MPSD_COPY_NUMBERS. Any thread's. */
 #pragma once
 
+#include <stdbool.h>
 #include <stdint.h>
 
 #include "failoverwire.h"
@@ -25,6 +26,9 @@ unsigned int mpsd_owned_devices(unsigned int number, struct mpsd_owned devices[M
 
 /* Whether it is an address of the copy's, of somebody else's, or that is not known: it has had too many. */
 enum mpsd_failover_whose mpsd_owned_whose(unsigned int number, uint64_t pc);
+
+/* Whether the copy has mapped all of [start, end) for its GPU, and no other one any of it. */
+bool mpsd_owned_alone(unsigned int number, uint64_t start, uint64_t end);
 
 /* In a forked child. */
 void mpsd_owned_child(void);

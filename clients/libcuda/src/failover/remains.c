@@ -21,6 +21,7 @@
 
 #include "failover/descriptors.h"
 #include "failover/manager.h"
+#include "failover/ownpages.h"
 #include "limits.h"
 #include "proxy.h"
 #include "thread.h"
@@ -102,6 +103,7 @@ static void *give_back(void *unused)
 {
 	struct remains all;
 
+	mpsd_pages_keep(0);
 	pthread_mutex_lock(&lock);
 	all = has;
 	has = (struct remains){ 0 };

@@ -1,0 +1,86 @@
+// SPDX-License-Identifier: MIT
+/*
+ * In the pages that a copy of the driver shares with the GPU are its command buffers, and the words in which kernels mark
+ * that they run and have ended. Those of kernels that were lost say for good that they run: the first copy is never
+ * unloaded, and mpsd, which looks at these words when a program ends, took what had been in flight when its first domain was lost
+ * for a kernel that does not end, and the domain in which it had lived since for poisoned. (Seen on an H200, of programs that ended long
+ * after.) So such pages are exchanged for ordinary ones that hold the same: the copy finds what it had, and nobody else
+ * takes them for the GPU's.
+ *
+ * Whose pages they are is known by what the copy has mapped for its GPU, which lies at the same addresses there.
+ */
+#include "failover/ownpages.h"
+
+#include <fcntl.h>
+#include <stdbool.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include "failover/owned.h"
+
+#define LINE 4352		/* a path, and what stands before it */
+#define LOW_END (1ull << 36)	/* above it are ordinary mappings, and none of these */
+#define PAGE 4096u
+#define PIECE (16 * PAGE)
+
+static bool is_shared(const char *line, uint64_t *from, uint64_t *to, int *protection)
+{
+	unsigned long long first, last;
+	char rights[8], path[32];
+
+	if (sscanf(line, "%llx-%llx %7s %*s %*s %*s %31s", &first, &last, rights, path) != 4)
+		return false;
+	*from = first;
+	*to = last;
+	*protection = PROT_READ | (rights[1] == 'w' ? PROT_WRITE : 0);
+	return last <= LOW_END && rights[0] == 'r' && rights[3] == 's' && !strcmp(path, "/dev/nvidiactl");
+}
+
+/* By a file: what cannot be read ends no program. Most pages were never used, and need no memory. */
+static bool copy_pages(int memory, uint64_t from, uint64_t size, char *to)
+{
+	static const char none[PAGE];
+	static char piece[PIECE];
+
+	for (uint64_t at = 0; at < size; at += PIECE) {
+		size_t length = size - at < PIECE ? size - at : PIECE;
+
+		if (pread(memory, piece, length, (off_t)(from + at)) != (ssize_t)length)
+			return false;
+		for (size_t page = 0; page < length; page += PAGE)
+			if (memcmp(piece + page, none, PAGE) != 0)
+				memcpy(to + at + page, piece + page, PAGE);
+	}
+	return true;
+}
+
+/* All at once, for whoever reads there all the same. What does not work out leaves them as they are. */
+static void exchange(int memory, uint64_t from, uint64_t size, int protection)
+{
+	char *own = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+
+	if (own == MAP_FAILED)
+		return;
+	if (!copy_pages(memory, from, size, own) || mprotect(own, size, protection) ||
+	    mremap(own, size, size, MREMAP_MAYMOVE | MREMAP_FIXED, (void *)from) == MAP_FAILED)
+		munmap(own, size);
+}
+
+void mpsd_pages_keep(unsigned int number)
+{
+	FILE *maps = fopen("/proc/self/maps", "re");
+	int memory = open("/proc/self/mem", O_RDONLY | O_CLOEXEC), protection;
+	char line[LINE];
+	uint64_t from, to;
+
+	while (maps && memory >= 0 && fgets(line, sizeof(line), maps))
+		if (is_shared(line, &from, &to, &protection) && mpsd_owned_alone(number, from, to))
+			exchange(memory, from, to - from, protection);
+	if (maps)
+		fclose(maps);
+	if (memory >= 0)
+		close(memory);
+}
