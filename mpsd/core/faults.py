@@ -188,7 +188,9 @@ def on_kernel_xid(draft: Draft, event: ev.KernelXidSeen) -> None:
         _echo(draft, left, sign)
         return
     domain = at.owner_of_pid(draft.state, event.gpu, event.xid.pid, draft.now)
-    if domain is not None:
+    if domain is not None and domain.state is DomainState.STOPPING:
+        _echo(draft, domain.id, sign)
+    elif domain is not None:
         domain_sign(draft, domain, sign)
         if at.is_reset(draft.state, domain, event.gpu, event.xid, draft.now):
             failover.fence(draft, domain)
@@ -212,7 +214,11 @@ def _echo(draft: Draft, domain: str, sign: Evidence) -> bool:
     if records:
         record = at.likeliest(records, sign)
         revise(draft, record, at.refine(record, (sign,)))
-    return bool(records)
+        return True
+    ended = [r for r in at.ended_endless(draft.state, draft.now) if r.domain == domain]
+    for record in ended[:1]:
+        revise(draft, record, at.add_evidence(record, sign))
+    return bool(ended)
 
 
 def on_nvml_xid(draft: Draft, event: ev.NvmlXidSeen) -> None:
@@ -238,6 +244,8 @@ def join_or_stray(draft: Draft, gpu: str | None, xid: int, sign: Evidence) -> No
     if len({r.domain for r in records}) == 1:
         record = at.likeliest(records, sign)
         revise(draft, record, at.refine(record, (sign,)))
+    elif not records and (ended := [r for r in at.ended_endless(draft.state, draft.now) if gpu in r.gpus]):
+        revise(draft, ended[0], at.add_evidence(ended[0], sign))
     else:
         strays.add(draft, Stray(gpu, xid, sign))
 

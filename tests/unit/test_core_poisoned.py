@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 from mpsd.core import effects as fx
 from mpsd.core import events as ev
 from mpsd.core import memberevents as mev
 from mpsd.core.domains import LEFT_STOP_S
+from mpsd.core.records import Source
 from mpsd.core.standby import Standing
 from mpsd.core.state import DomainState
 from tests.support.core import process
@@ -62,3 +65,30 @@ def test_who_stays_in_it_is_told_once_unless_it_is_drained() -> None:
     assert not world.told() and world.standing(10) is Standing.READY
     world.do(ev.DrainRequested((), True))
     assert world.told() == [10]
+
+
+@pytest.mark.parametrize("is_gone", [False, True])
+@pytest.mark.parametrize("pid", [None, 10, 12])
+def test_the_end_of_such_a_kernel_is_no_other_fault(pid: int | None, is_gone: bool) -> None:
+    """The driver tells of it as of one: NVML, and the kernel log, by the pid of anybody."""
+    world = poisoned(10)
+    world.moved(10, 2)
+    if is_gone:
+        world.do(ev.DomainStopped("d1"))
+    if pid is not None:
+        world.kernel(31, "MMU Fault: ENGINE GRAPHICS", pid, "python3")
+    world.nvml(31)
+    assert not world.state.strays
+    (hang,) = world.state.open_faults
+    told = {Source.PROCESS, Source.NVML} | ({Source.KERNEL_LOG} if pid is not None else set())
+    assert hang.fault_class == "hang" and {e.source for e in hang.evidence} == told
+    assert world.domain("d2").state is DomainState.ACTIVE
+
+
+def test_long_after_it_an_xid_is_of_something_else() -> None:
+    world = poisoned(10)
+    world.moved(10, 2)
+    world.do(ev.DomainStopped("d1"))
+    world.wait(60)
+    world.nvml(31)
+    assert len(world.state.strays) == 1
