@@ -330,6 +330,14 @@ class FailoverSettings:
     evict_offender: bool = _key(
         True, "end the named offender once the others have moved to where its own second context lies"
     )
+    free_mib: int = _key(
+        512,
+        "where a GPU has less free (a fortieth of its memory at most) and somebody there cannot ask for it, "
+        "standbys go; 0: they stay",
+        unit="MiB",
+        low=0,
+        high=1 << 20,
+    )
     driver: str = _key("", "the libcuda.so.1 to copy for programs; empty: the one that the loader finds")
     copies: str = _key("", "folder of the copies, on a file system that is not noexec; empty: RUN_DIR/copies")
 

@@ -35,6 +35,7 @@ from mpsd.errors import (
 from mpsd.eventnumbers import EventNumbers
 from mpsd.failover.desk import FailoverDesk
 from mpsd.fdstore import open_store
+from mpsd.freememory import FreeMemory
 from mpsd.gpu.base import Backend, KernelLog, XidSource
 from mpsd.gpuviews import GpuViews
 from mpsd.guard import Guards
@@ -191,11 +192,12 @@ class Daemon:
             next_domain=self.layout.last_domain() + 1,
         )
         self.runtime = Runtime(first, self._performer.perform, self._changed, doomed_at(self._environ))
-        domains = self.config.domains
+        domains, free = self.config.domains, self.config.failover.free_mib << 20
         self._rounds = Rounds(
             self._attacher,
             self._orphans,
             self._work,
+            FreeMemory(self.backend.devices, self.gpus, free, lambda: self.runtime.state, self._post),
             [j for j in (journal, failovers) if j is not None],
             self.saving.file,
             self._hosts,

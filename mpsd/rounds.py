@@ -14,6 +14,7 @@ from mpsd import layout
 from mpsd.attacher import Attacher
 from mpsd.core import events as ev
 from mpsd.core.state import State
+from mpsd.freememory import FreeMemory
 from mpsd.host import Hosts
 from mpsd.journal import Journal
 from mpsd.layout import Layout
@@ -39,6 +40,7 @@ class Rounds:
     attacher: Attacher
     orphans: Orphans
     work: WorkWatch
+    memory: FreeMemory
     journals: Sequence[Journal]
     statefile: StateFile
     hosts: Hosts
@@ -71,6 +73,7 @@ class Rounds:
         for task in (self._modes, self._reconciling):
             if task is not None:
                 task.cancel()
+        self.memory.close()
 
     def problems(self) -> list[str]:
         """What the last round found wrong, for `status`."""
@@ -88,6 +91,7 @@ class Rounds:
         self.attacher.check_identities()
         self.orphans.look_around()
         self.work.refresh(set(self.attacher.leases))
+        self.memory.look_around()
         for journal in self.journals:
             if journal.problem:
                 journal.retry()

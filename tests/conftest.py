@@ -8,6 +8,11 @@ import os
 import signal
 
 import pytest
+from hypothesis import settings
+
+# The same examples each time: what fails once fails for everybody.
+settings.register_profile("repeatable", derandomize=True)
+settings.load_profile("repeatable")
 
 DEVICE_NODES = ("/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools")
 HOW_TO_FORCE = "MPSD_TEST_GPU=1 forces it (scripts/test-gpu)"

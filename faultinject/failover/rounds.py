@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from typing import Any
 
 from faultinject.bystander import Bystander
+from faultinject.failover import kept
 from faultinject.failover.outcomes import Fault, Moved, moved
 from faultinject.history import clock
 from faultinject.kinds import ENGINE, ENGINE_DELAY_MS, HANG
@@ -149,7 +148,7 @@ class Rounds:
             if fault.record is None:
                 fault.nothing = self._succeeded(fault, offender)
             else:
-                fault.word = _since(at, fault.record["time"])
+                fault.word = kept.since(at, fault.record["time"])
             if offender is not None and self._carried and not fault.nothing:
                 self._await_end(fault, offender)
             self._collect(fault, at)
@@ -211,8 +210,7 @@ class Rounds:
             return []
         mine = [r for r in records if r["id"] > self._seen_faults]
         self._seen_faults = max((r["id"] for r in mine), default=self._seen_faults)
-        names = ("id", "fault_class", "domain", "offender", "confidence", "evidence")
-        return [_placeless({name: record.get(name) for name in names}) for record in mine]
+        return [kept.fault(record) for record in mine]
 
     def _programs(self) -> Mapping[int, Mapping[str, Any]]:
         slots = self._rig.mpsd.status()["slots"]
@@ -301,7 +299,7 @@ class Rounds:
         end, mine = clock() + MOVED_S, list[Any]()
         while clock() < end:
             mine = self._since(self._seen_failovers + 1)
-            if mine and _is_settled(mine[0]):
+            if mine and kept.is_settled(mine[0]):
                 self._seen_failovers = mine[0]["id"]
                 return mine[0]
             time.sleep(QUIET_S)
@@ -314,7 +312,7 @@ class Rounds:
         end = clock() + MOVED_S
         while clock() < end:
             mine = self._since(self._seen_failovers)
-            if all(map(_is_settled, mine)):
+            if all(map(kept.is_settled, mine)):
                 self._seen_failovers = max((r["id"] for r in mine), default=self._seen_failovers)
                 return
             time.sleep(POLL_S)
@@ -324,7 +322,7 @@ class Rounds:
         """mpsd's fail-overs from this one on, oldest first, as they have become: what is done again in a
         program's turn is known when that is over."""
         records = self._rig.mpsd.ask(lambda c: c.failovers())
-        return [_plain(r) for r in records if r["id"] >= number]
+        return [kept.failover(r) for r in records if r["id"] >= number]
 
     def _reset_reports(self) -> None:
         for server in self._servers:
@@ -373,24 +371,11 @@ class Rounds:
                 return f"mpsd does not let go of programs that ended {ENDED_S:.0f} s before"
             time.sleep(POLL_S)
         named = [r for r in self._new_faults() if r["offender"] and r["offender"]["pid"] in pids]
-        return "; ".join(f"mpsd blames a program that ended: {_words(record)}" for record in named)
+        return "; ".join(f"mpsd blames a program that ended: {kept.words(record)}" for record in named)
 
     def _is_any_known(self, pids: set[int]) -> bool:
         status = self._rig.mpsd.status()
         return any(client["pid"] in pids for client in (*status["clients"], *status["dead"]))
-
-
-def _is_settled(record: Mapping[str, Any]) -> bool:
-    return all(fate["outcome"] not in ("told", "moving") for fate in record["clients"])
-
-
-def _placeless(record: dict[str, Any]) -> Mapping[str, Any]:
-    """Without the place of the offender's interpreter: a report says nothing of where it was made."""
-    if record["offender"] and "command" in record["offender"]:
-        folder = os.path.dirname(sys.executable) + os.sep
-        command = record["offender"]["command"].replace(folder, "")
-        record["offender"] = {**record["offender"], "command": command}
-    return record
 
 
 def _is_named(faults: Sequence[Mapping[str, Any]], offender: Worker | None) -> bool:
@@ -398,22 +383,5 @@ def _is_named(faults: Sequence[Mapping[str, Any]], offender: Worker | None) -> b
     return offender is not None and offender.pid in named
 
 
-def _words(record: Mapping[str, Any]) -> str:
-    return f"{record['fault_class']}: {record['evidence'][-1]['text']}"
-
-
 def _count(kinds: Mapping[str, int]) -> int:
     return sum(kinds.values())
-
-
-def _since(at: float, time_of_record: str) -> float:
-    """In ms; `at` is monotonic."""
-    asked = time.time() - (clock() - at)
-    return round((datetime.fromisoformat(time_of_record).timestamp() - asked) * 1e3, 1)
-
-
-def _plain(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A record without what tells of the machine that it was made on."""
-    private = ("command", "user", "uid")
-    clients = [{k: v for k, v in fate.items() if k not in private} for fate in record["clients"]]
-    return {**record, "clients": clients}

@@ -134,6 +134,7 @@ _HANDLERS: Mapping[type, Callable[[Draft, Any], None]] = {
     ev.DrainRequested: members.on_drain,
     ev.StopRequested: domains.on_stop,
     ev.ModeSeen: domains.on_mode_seen,
+    ev.GpuFull: giving.on_full,
     mev.MemberCame: members.on_came,
     mev.MemberRestored: members.on_restored,
     mev.MemberLeft: members.on_left,

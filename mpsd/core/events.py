@@ -387,6 +387,13 @@ class ModeSeen:
 
 
 @dataclass(frozen=True, slots=True)
+class GpuFull:
+    """A GPU has less memory left than is kept free for programs that cannot ask for it."""
+
+    gpu: str
+
+
+@dataclass(frozen=True, slots=True)
 class Counted:
     """Something to be counted and shown, without consequence."""
 
@@ -449,6 +456,7 @@ Event = (
     | StopRequested
     | KillRefused
     | ModeSeen
+    | GpuFull
     | Counted
     | MemberEvent
     | CopiesSeen

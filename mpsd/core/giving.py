@@ -2,18 +2,22 @@
 
 First its own, which it sees to by itself. Then that of others on its GPUs, one after the other: the room that
 each has for copies of what it writes, which it takes again when it writes on; then their standby contexts,
-which they make again later where memory is left by then. Only of those of the same slot, who share a domain,
-or of the same user: a word of somebody else's takes nothing from anybody.
+which they make again later where memory is left by then. The room only of those of the same slot, who share a
+domain, or of the same user: to give it holds up what they do, and a stranger's word holds up nobody. Standbys
+of those first, and then of others.
 
 For one allocation nobody is asked twice for the same: so one that can never succeed ends, although others may
 take again meanwhile what they have given.
+
+Programs that cannot ask (without mpsd's libcuda, without fail-over) are to find memory free: where there are
+any on a GPU that is nearly full, standbys there go, until it is no more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
+from mpsd.core import events as ev
 from mpsd.core import failover
 from mpsd.core import memberevents as mev
 from mpsd.core.draft import Draft
@@ -69,19 +73,32 @@ def _answer(draft: Draft, asker: Member, short: Short, given: int) -> None:
 
 def _next(state: State, asker: Member, short: Short) -> tuple[ProcessInstance, Spared] | None:
     """Who is asked now, and for what."""
-    near = [m for m in state.members.values() if m.gives and m.connected and _is_near(state, asker, m)]
-    near = [m for m in near if m.standing is not Standing.MOVING and m.turn is Turn.NONE]
-    kinds: tuple[tuple[Spared, Callable[[Member], bool]], ...] = (
-        (Spared.ROOM, lambda m: True),
-        (Spared.STANDBY, lambda m: m.standing is Standing.READY),
-    )
-    for spared, has in kinds:
-        left = [m for m in near if has(m) and (m.process, spared) not in short.asked]
-        if spared is Spared.STANDBY and not _would_do(left, short):
-            return None
-        if left:
-            return max(left, key=lambda m: (m.bytes, m.process.pid)).process, spared
-    return None
+    gpus = gpus_of(state, asker)
+    others = [m for m in _givers(state) if m.process != asker.process and gpus_of(state, m) & gpus]
+    others = [m for m in others if (m.process, Spared.STANDBY) not in short.asked]
+    near = [m for m in others if _is_near(state, asker, m)]
+    rooms = [m for m in near if (m.process, Spared.ROOM) not in short.asked]
+    if rooms:
+        return _largest(rooms).process, Spared.ROOM
+    ready = [m for m in others if m.standing is Standing.READY]
+    if not ready or not _would_do(ready, short):
+        return None
+    return _largest([m for m in ready if m in near] or ready).process, Spared.STANDBY
+
+
+def _givers(state: State) -> list[Member]:
+    """Who can be asked for something now."""
+    able = (m for m in state.members.values() if m.gives and m.connected)
+    return [m for m in able if m.standing is not Standing.MOVING and m.turn is Turn.NONE]
+
+
+def _largest(members: list[Member]) -> Member:
+    return max(members, key=lambda m: (m.bytes, m.process.pid))
+
+
+def gpus_of(state: State, member: Member) -> frozenset[str]:
+    home = state.domains.get(member.home or "")
+    return frozenset(home.gpus if home is not None else ())
 
 
 def _would_do(left: list[Member], short: Short) -> bool:
@@ -91,12 +108,8 @@ def _would_do(left: list[Member], short: Short) -> bool:
 
 
 def _is_near(state: State, asker: Member, other: Member) -> bool:
-    """On one of its GPUs, and of its slot or its user."""
-    if other.process == asker.process:
-        return False
-    here, there = state.domains.get(asker.home or ""), state.domains.get(other.home or "")
-    if here is None or there is None or not set(here.gpus) & set(there.gpus):
-        return False
+    """Of its slot or its user."""
+    here, there = state.domains[asker.home or ""], state.domains[other.home or ""]
     return here.slot == there.slot or asker.uid == other.uid
 
 
@@ -150,3 +163,39 @@ def on_back(draft: Draft, subject: str) -> None:
 
 def _subject(asker: ProcessInstance, number: int, asked: tuple[ProcessInstance, Spared]) -> str:
     return f"{asker} {number} {asked[0]} {asked[1].value}"
+
+
+def watched(state: State, now: float) -> frozenset[str]:
+    """The GPUs with somebody who cannot ask for memory, and a standby that would go for it."""
+    silent = (
+        c.id.domain
+        for c in state.clients.values()
+        if c.living and state.at_home(c) and not _can_ask(state, c.id.process)
+    )
+    theirs = {gpu for name in set(silent) for gpu in state.domains[name].gpus}
+    return frozenset(gpu for gpu in theirs if _standbys_on(state, gpu, now))
+
+
+def _can_ask(state: State, process: ProcessInstance) -> bool:
+    member = state.members.get(process)
+    return member is not None and member.gives and member.connected
+
+
+def _standbys_on(state: State, gpu: str, now: float) -> list[Member]:
+    """Whose standby on this GPU may go; not of who was asked and has not given it."""
+    ready = (m for m in _givers(state) if m.standing is Standing.READY and gpu in gpus_of(state, m))
+    return [m for m in ready if m.yields is None or now - m.yields >= BACK_S]
+
+
+def on_full(draft: Draft, event: ev.GpuFull) -> None:
+    """One at a time: what the last one gave may do."""
+    if event.gpu not in watched(draft.state, draft.now):
+        return
+    asked = (m for m in draft.state.members.values() if m.standing is Standing.READY and m.yields is not None)
+    due = [m for m in asked if event.gpu in gpus_of(draft.state, m) and draft.now - (m.yields or 0.0) < ASK_S]
+    if due:
+        return
+    member = _largest(_standbys_on(draft.state, event.gpu, draft.now))
+    draft.put_member(replace(member, yields=draft.now))
+    draft.count("failover_standbys_yielded")
+    draft.emit(GiveMemory(member.process, Spared.STANDBY))

@@ -66,7 +66,8 @@ class Member:
     do with what it had in flight, when it was last told to move; `guessed`: monotonic seconds of when it
     was last to do that AT_ONCE or began to. `owed`: it has not been told of a turn since then. `gives`:
     it can be asked for memory that is there for a fail-over alone; `shorts`: what it asked for itself
-    lately, the last one last.
+    lately, the last one last; `yields`: monotonic seconds of when it was asked last for its standby, for
+    programs that cannot ask.
     """
 
     process: ProcessInstance
@@ -95,6 +96,7 @@ class Member:
     owed: bool = True
     gives: bool = False
     shorts: tuple[Short, ...] = ()
+    yields: float | None = None
 
     @property
     def lasting(self) -> tuple[FailoverMode, str | None, str | None]:

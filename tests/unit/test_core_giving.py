@@ -7,7 +7,7 @@ import pytest
 from mpsd.core import effects as fx
 from mpsd.core import events as ev
 from mpsd.core import memberevents as mev
-from mpsd.core.giving import ASK_S, BACK, BACK_S, MOST_S, WAIT
+from mpsd.core.giving import ASK_S, BACK, BACK_S, MOST_S, WAIT, watched
 from mpsd.core.standby import Standing
 from mpsd.core.state import Policy
 from mpsd.model import FailoverMode, Spared
@@ -17,6 +17,7 @@ from tests.unit.test_core_failover import Site, site
 EXACT = FailoverMode.EXACT
 MIB = 1 << 20
 OTHER = UID + 1
+ANOTHER = "another program needed its memory"
 
 
 def crowd(*pids: int, gives: bool = True) -> Site:
@@ -52,14 +53,20 @@ def gave(world: Site, pid: int, given: int = 0, spared: Spared | None = None) ->
     world.do(mev.MemberGave(process(pid), given, last[-1] if spared is None else spared))
 
 
+def ask_all(world: Site) -> list[tuple[int, Spared]]:
+    """Who is asked from here on, one after the other, where nobody has anything."""
+    order = []
+    while said := asked(world):
+        ((pid, _),) = said
+        order += said
+        gave(world, pid)
+    return order
+
+
 def test_room_for_copies_is_asked_for_before_a_standby_and_one_at_a_time() -> None:
     world = crowd(10, 11)
     ask(world)
-    order = []
-    while said := asked(world):
-        order += said
-        ((pid, _),) = said
-        gave(world, pid)
+    order = ask_all(world)
     assert order == [(11, Spared.ROOM), (10, Spared.ROOM), (11, Spared.STANDBY), (10, Spared.STANDBY)]
     assert answered(world) == [(9, 0)]
 
@@ -204,21 +211,107 @@ def test_nobody_is_asked_when_the_program_does_not_wait_any_more() -> None:
     assert (asked(world), answered(world)) == ([], [(9, 0)])
 
 
-@pytest.mark.parametrize(
-    ("gpu", "uid", "is_asked"),
-    [(GPU, UID, True), (GPU, OTHER, False), ("GPU-2", UID, False)],
-    ids=["its own", "a stranger's", "on another GPU"],
-)
-def test_in_another_slot_it_takes_from_its_own_user_s_programs_on_its_gpu(
-    gpu: str, uid: int, is_asked: bool
-) -> None:
-    world = crowd(10)
+def elsewhere(world: Site, gpu: str = GPU, uid: int = OTHER) -> None:
+    """20 asks, in a slot of its own; 10, in the first one, has a standby of 10 MiB."""
     world.want("another", gpu, uid)
     world.started("d3")
     world.attach(20, "d3")
     world.do(mev.MemberCame(process(20), uid, EXACT, gives=True))
+
+
+@pytest.mark.parametrize(
+    ("gpu", "uid", "order"),
+    [(GPU, UID, [Spared.ROOM, Spared.STANDBY]), (GPU, OTHER, [Spared.STANDBY]), ("GPU-2", UID, [])],
+    ids=["its own", "a stranger's", "on another GPU"],
+)
+def test_in_another_slot_a_stranger_s_word_takes_no_more_than_standbys(
+    gpu: str, uid: int, order: list[Spared]
+) -> None:
+    """To give room holds up what a program does."""
+    world = crowd(10)
+    elsewhere(world, gpu, uid)
     world.do(mev.MemberShort(process(20), MIB, 0))
-    assert bool(asked(world)) == is_asked == (not answered(world))
+    given = ask_all(world)
+    assert [spared for pid, spared in given if pid == 10] == order
+    assert answered(world) == [(20, 0)]
+
+
+def test_standbys_of_its_own_user_s_programs_go_before_strangers() -> None:
+    world = crowd(10, 11)
+    elsewhere(world)
+    for pid in (5, 6):
+        world.attach(pid, "d3")
+        world.do(mev.MemberCame(process(pid), OTHER, EXACT, gives=True))
+    world.started("d4")
+    world.attach(5, "d4")
+    world.do(mev.MemberReady(process(5), 4, 5_000_000, MIB))
+    world.do(mev.MemberShort(process(20), 21 * MIB, 0))
+    order = ask_all(world)
+    rooms, standbys = ([pid for pid, spared in order if spared is kind] for kind in Spared)
+    assert set(rooms) == {5, 6} and standbys == [5, 11]
+    # What is left does not make it fit: 10 keeps its own.
+    assert answered(world) == [(20, 0)]
+
+
+def silent(world: Site, pid: int = 30, domain: str = "d1") -> None:
+    """A program without mpsd's libcuda works there."""
+    world.attach(pid, domain)
+
+
+def full(world: Site, gpu: str = GPU) -> list[tuple[int, Spared]]:
+    world.do(ev.GpuFull(gpu))
+    return asked(world)
+
+
+def test_a_gpu_is_looked_at_while_somebody_cannot_ask_and_a_standby_would_go() -> None:
+    world = crowd(10)
+    # 9 and 10 can ask for themselves.
+    assert not watched(world.state, world.now) and not full(world)
+    silent(world)
+    assert watched(world.state, world.now) == {GPU}
+    world.do(mev.MemberCame(process(30), UID, EXACT, gives=True))
+    assert not watched(world.state, world.now)
+    silent(world, 31)
+    world.do(mev.MemberUnready(process(10), 2, ANOTHER, for_memory=True))
+    assert not watched(world.state, world.now)
+
+
+def test_one_that_has_mpsd_s_libcuda_and_is_not_connected_cannot_ask() -> None:
+    world = crowd(10)
+    world.do(mev.MemberLeft(process(9)))
+    assert watched(world.state, world.now) == {GPU}
+
+
+def test_standbys_go_one_at_a_time_the_largest_first_until_the_gpu_is_not_full() -> None:
+    world = crowd(10, 11)
+    silent(world)
+    assert full(world) == [(11, Spared.STANDBY)]
+    assert full(world) == [], "it has not answered yet"
+    world.do(mev.MemberUnready(process(11), 2, ANOTHER, for_memory=True))
+    gave(world, 11, 11 * MIB)
+    assert not world.ever(fx.HaveMemory), "nobody waits for it"
+    assert full(world) == [(10, Spared.STANDBY)]
+    world.do(mev.MemberUnready(process(10), 2, ANOTHER, for_memory=True))
+    assert full(world) == [] and world.state.counters["failover_standbys_yielded"] == 2
+
+
+def test_who_keeps_its_standby_is_passed_over_for_a_while() -> None:
+    world = crowd(10, 11)
+    silent(world)
+    assert full(world) == [(11, Spared.STANDBY)]
+    gave(world, 11, 0)
+    world.wait(ASK_S)
+    assert full(world) == [(10, Spared.STANDBY)]
+    world.wait(ASK_S)
+    assert full(world) == [] and not watched(world.state, world.now)
+    world.wait(BACK_S)
+    assert full(world) == [(11, Spared.STANDBY)]
+
+
+def test_a_full_gpu_costs_no_standby_on_another_one() -> None:
+    world = crowd(10)
+    silent(world)
+    assert full(world, "GPU-2") == []
 
 
 def test_a_standby_that_went_for_its_memory_is_offered_again_after_a_while() -> None:

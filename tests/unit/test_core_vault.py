@@ -157,7 +157,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(which=PROCESS, number=st.integers(0, 5), share=st.sampled_from(SHARES))
     def share(self, which: int, number: int, share: str) -> None:
         process = self.process(which)
-        found = [h for h in self.model.values() if (h.process, h.number) == (process, number)]
+        found = [h for h in self.lives(which) if h.number == number]
         outcome = self.ledger.share(process, number, share)
         taken = [h for h in self.model.values() if h not in found and h.share == share]
         self.told(outcome)

@@ -56,6 +56,17 @@ class Spy:
         self.asked.append(("trim", limit))
 
 
+class Memory:
+    def __init__(self, asked: list[Any]) -> None:
+        self.asked = asked
+
+    def look_around(self) -> None:
+        self.asked.append("memory")
+
+    def close(self) -> None:
+        self.asked.append("closed")
+
+
 class Machine:
     def __init__(self, base: Path) -> None:
         self.spy = spy = Spy()
@@ -68,10 +79,12 @@ class Machine:
         self.layout.log_space = lambda: self.space  # type: ignore[method-assign]
         self.state = State(Policy(), slots={"s": Slot("s", ("GPU-a",), None)})
         part: Any = spy
+        memory: Any = Memory(spy.asked)
         self.rounds = Rounds(
             part,
             part,
             part,
+            memory,
             [part],
             part,
             part,
@@ -107,7 +120,7 @@ def machine(tmp_path: Path) -> Machine:
 
 def test_an_ordinary_round_asks_no_control_daemon(machine: Machine) -> None:
     machine.spy.domains = ("d1",)
-    assert machine.round(1) == ["identities", "orphans", "refresh"]
+    assert machine.round(1) == ["identities", "orphans", "refresh", "memory"]
 
 
 def test_what_could_not_be_written_is_tried_again(machine: Machine) -> None:
