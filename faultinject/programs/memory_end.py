@@ -23,7 +23,7 @@ SHARE = 64
 """No piece is larger than this part of the GPU's memory."""
 
 UNIT = 512
-BACK_S, POLL_S = 5.0, 0.01
+BACK_S, GIVEN_S, POLL_S = 5.0, 3.0, 0.01
 BACK_SHARE = 0.995
 
 
@@ -55,13 +55,19 @@ def ladder(total: int) -> list[int]:
     return sizes
 
 
-def exhaust(driver: Driver, seed: int) -> Taken:
-    """Pieces of all sizes in turn, a little less than a power of two; no longer those that did not fit."""
+def exhaust(driver: Driver, seed: int, leave: int = 0) -> Taken:
+    """Pieces of all sizes in turn, a little less than a power of two; no longer those that did not fit.
+
+    `leave`: bytes. Before fewer are left it waits for others to give some, until they do not any more.
+    """
     taken, numbers = Taken(), random.Random(seed)
     sizes = ladder(driver.room()[1])
     while sizes:
         chosen = numbers.randrange(len(sizes))
         less = numbers.randrange(sizes[chosen] // 16 // UNIT) * UNIT
+        if leave and not has_room(driver, sizes[chosen] + leave):
+            sizes, leave = (sizes[chosen + 1 :], leave) if sizes[chosen] > leave else (sizes, 0)
+            continue
         if not taken.take(driver, sizes[chosen] - less):
             # Nor does what is larger: the next to be tried is the next smaller one.
             sizes = sizes[chosen + 1 :]
@@ -69,6 +75,14 @@ def exhaust(driver: Driver, seed: int) -> Taken:
         while taken.take(driver, size):
             pass
     return taken
+
+
+def has_room(driver: Driver, wanted: int) -> bool:
+    """Whether so many bytes are free, or become so in time."""
+    end = clock() + GIVEN_S
+    while (is_short := driver.room()[0] < wanted) and clock() < end:
+        time.sleep(POLL_S)
+    return not is_short
 
 
 def room_again(driver: Driver, before: int) -> int:
@@ -83,6 +97,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--backend", required=True, choices=BACKENDS)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--leave", type=int, default=0, help="bytes; grow slowly where fewer are left")
     args = parser.parse_args(argv)
     no_core_dumps()
     inbox = Inbox()
@@ -93,7 +108,7 @@ def main(argv: list[str]) -> int:
         say("ready", **identity())
         inbox.expect("go")
         began, (before, total) = clock(), driver.room()
-        taken = exhaust(driver, args.seed)
+        taken = exhaust(driver, args.seed, args.leave)
         left, took = driver.room()[0], clock() - began
         facts = {k: v for k, v in asdict(taken).items() if k == "had"}
         facts |= {"pieces": len(taken.pieces), "codes": sorted(taken.codes), "total": total}

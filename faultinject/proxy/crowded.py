@@ -23,6 +23,12 @@ from mpsd.errors import DeadlineError, MpsdError
 SIDES = ("off", "exact")
 """The mode of the others; the program that takes all is in mode keep each time."""
 
+SILENT = "silent"
+"""Beside others in mode exact it is without the proxy, and cannot ask: it grows slowly where little is left.
+On a real GPU alone: what the stand-in's programs have is not the simulated node's memory."""
+
+LEAVE = 256 << 20
+
 NEIGHBOURS = 3
 UP_S = 60.0
 AGAIN_S = 90.0
@@ -37,7 +43,7 @@ def run(rig: Rig, libraries: Libraries, seed: int, tell: Callable[[str], None]) 
     """One side after the other. What goes wrong in the harness is told, never raised."""
     found: dict[str, Any] = {"sides": {}, "failure": ""}
     try:
-        for side in SIDES:
+        for side in SIDES if libraries.driver is not None else (*SIDES, SILENT):
             settled(rig)
             with tempfile.TemporaryDirectory(prefix="mpsd-fi-") as folder:
                 found["sides"][side] = _Side(rig, libraries, side, seed, Path(folder)).run()
@@ -48,8 +54,9 @@ def run(rig: Rig, libraries: Libraries, seed: int, tell: Callable[[str], None]) 
 
 
 class _Side:
-    def __init__(self, rig: Rig, libraries: Libraries, mode: str, seed: int, folder: Path) -> None:
-        self._rig, self._libraries, self._mode, self._seed = rig, libraries, mode, seed
+    def __init__(self, rig: Rig, libraries: Libraries, side: str, seed: int, folder: Path) -> None:
+        self._rig, self._libraries, self._side, self._seed = rig, libraries, side, seed
+        self._mode = side if side != SILENT else "exact"
         self._shared: dict[str, str] = {}
         if libraries.driver is not None:
             used = folder / "used"
@@ -89,7 +96,7 @@ class _Side:
 
     def _neighbour(self, number: int) -> Worker:
         return self._rig.spawn(
-            f"{self._mode}-{number}",
+            f"{self._side}-{number}",
             "server",
             "--seed",
             str(number),
@@ -100,12 +107,10 @@ class _Side:
 
     def _take_all(self, neighbours: Sequence[Worker]) -> dict[str, Any]:
         """Raises DeadlineError."""
-        options = ("--seed", str(self._seed))
-        name, environment = f"taker-{self._mode}", self._environment("keep")
-        taker = self._rig.spawn(name, "memory_end", *options, environment=environment, through=MPSD_RUN)
+        taker = self._taker()
         try:
             taker.must("ready", "error", timeout=DEADLINE_S)
-            if self._mode != "off":
+            if self._side == "exact":
                 # Its own standby is there, too, and goes first.
                 self._await_ready([taker])
             taker.tell("go")
@@ -119,6 +124,14 @@ class _Side:
         finally:
             taker.end()
         return facts
+
+    def _taker(self) -> Worker:
+        options, name = ("--seed", str(self._seed)), f"taker-{self._side}"
+        if self._side != SILENT:
+            environment = self._environment("keep")
+            return self._rig.spawn(name, "memory_end", *options, environment=environment, through=MPSD_RUN)
+        environment = self._libraries.plain(self._rig.mpsd.client_environment())
+        return self._rig.spawn(name, "memory_end", *options, "--leave", str(LEAVE), environment=environment)
 
     def _standings(self, workers: Sequence[Worker]) -> list[Mapping[str, Any]]:
         kept = ("standing", "reason", "standby_bytes", "opaque", "unsure")
@@ -150,28 +163,36 @@ def judge(seen: Mapping[str, Any]) -> list[Finding]:
     return of_sides(laws, seen)
 
 
-def _share(seen: Mapping[str, Any]) -> float:
-    return float(seen["sides"]["exact"]["had"] / seen["sides"]["off"]["had"])
+def _full(seen: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """The sides on which the others were ready; the first reports have one of them."""
+    return {side: facts for side, facts in seen["sides"].items() if side != "off"}
+
+
+def _share(seen: Mapping[str, Any], side: str = "exact") -> float:
+    return float(seen["sides"][side]["had"] / seen["sides"]["off"]["had"])
 
 
 def _as_much_memory(seen: Mapping[str, Any]) -> tuple[Verdict, str]:
-    spared = sum(one["standby_bytes"] or 0 for one in seen["sides"]["exact"]["before"])
-    if not spared:
-        return unknown("the standbys of the others took no memory, by their own word")
-    if (share := _share(seen)) < LEAST_SHARE:
-        return invalid(f"beside programs in mode exact it had {share:.2%} of what it has beside others")
+    for side, facts in _full(seen).items():
+        if not sum(one["standby_bytes"] or 0 for one in facts["before"]):
+            return unknown("the standbys of the others took no memory, by their own word")
+        if (share := _share(seen, side)) < LEAST_SHARE:
+            return invalid(
+                f"beside programs in mode exact it had {share:.2%} of what it has beside others ({side})"
+            )
     return valid()
 
 
 def _others_gave(seen: Mapping[str, Any]) -> tuple[Verdict, str]:
-    reasons = {one["reason"] for one in seen["sides"]["exact"]["full"]}
+    reasons = {one["reason"] for facts in _full(seen).values() for one in facts["full"]}
     return valid() if reasons == {GAVE} else invalid(f"the others' standbys: {sorted(map(str, reasons))}")
 
 
 def _standbys_came_back(seen: Mapping[str, Any]) -> tuple[Verdict, str]:
-    facts = seen["sides"]["exact"]
-    if facts["again_s"] is None:
-        return invalid(f"after {AGAIN_S:g} s: {[(one['standing'], one['reason']) for one in facts['after']]}")
+    for facts in _full(seen).values():
+        if facts["again_s"] is None:
+            found = [(one["standing"], one["reason"]) for one in facts["after"]]
+            return invalid(f"after {AGAIN_S:g} s: {found}")
     return valid()
 
 
@@ -200,7 +221,13 @@ def line(seen: Mapping[str, Any]) -> str:
     """Both sides."""
     if seen["failure"]:
         return str(seen["failure"])
-    told = [f"beside programs in mode {side} {line_of(facts)}" for side, facts in seen["sides"].items()]
-    if all("had" in facts for facts in seen["sides"].values()):
-        told[-1] += f" ({_share(seen):.2%})"
+    told = []
+    for side, facts in seen["sides"].items():
+        who = (
+            "one without the proxy, beside programs in mode exact,"
+            if side == SILENT
+            else f"beside programs in mode {side}"
+        )
+        has_share = side != "off" and all("had" in each for each in seen["sides"].values())
+        told.append(f"{who} {line_of(facts)}" + (f" ({_share(seen, side):.2%})" if has_share else ""))
     return "; ".join(told)

@@ -500,3 +500,16 @@ def test_who_gives_what_there_is_not_is_let_go(site: Site) -> None:
     program = ready(site)
     said(program, "fo.say('GAVE', values=(1, 2))")
     assert said(program, "fo.hear()")[0] == "gone"
+
+
+def test_a_gpu_that_a_program_fills_which_cannot_ask_takes_a_standby(site: Site) -> None:
+    giver, silent = ready(site), site.join()
+    all_ready(site, giver)
+    gpu = site.status()["gpus"][0]
+    free = gpu["memory_total_bytes"] - gpu["memory_used_bytes"]
+    said(silent, f"dev.alloc({(free - (64 << 20)) // 4})")
+    assert said(giver, "fo.hear()")[0] == "GIVE" and said(giver, "fo.values")[0] == 1
+    said(giver, f"fo.say('UNREADY', generation=fo.generation, values=(1,), text={ANOTHER!r})")
+    said(giver, "fo.say('GAVE', values=(4096, 1))")
+    status = site.until(lambda s: standings(s)[giver.pid] == "not ready", "the giver is not ready")
+    assert status["counters"]["failover_standbys_yielded"] == 1
