@@ -89,7 +89,7 @@ def judge(faults: Sequence[Mapping[str, Any]]) -> str:
                 return f"invalid: a program met more than one error: {program['told']}"
         if sum(bool(p["told"]) for p in fault["programs"]) > _missing(fault):
             return "invalid: a program met an error where nothing of its was missing"
-        if _named(fault) & {fate["pid"] for fate in _fates(fault)} - {fault.get("carried")}:
+        if _named(fault) & _harmless_pids(fault):
             return "invalid: mpsd named a program that did nothing"
         # Whose wait has succeeded may have ended before anybody could know.
         if fault.get("named") is False and fault["offender_code"] != 0:
@@ -186,6 +186,14 @@ def _survivors(fault: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Fates of all but an offender that was carried over, whose own turn nobody waits for."""
     offenders = _named(fault) | {fault.get("carried")}
     return [fate for fate in _fates(fault) if fate["pid"] not in offenders]
+
+
+def _harmless_pids(fault: Mapping[str, Any]) -> set[int]:
+    """Of the programs that did nothing. The first reports with offenders that are carried over do not say
+    which of the programs that is."""
+    if fault.get("named") is not None and fault.get("carried") is None:
+        return set()
+    return {fate["pid"] for fate in _fates(fault)} - {fault.get("carried")}
 
 
 def _is_named_by_code(fault: Mapping[str, Any]) -> bool:

@@ -41,11 +41,16 @@ def _told_for_nothing(data: Any) -> None:
     data["faults"]["trap"][0]["programs"][0]["told"] = [719]
 
 
+def _blamed(data: Any) -> None:
+    fault = data["faults"]["trap"][0]
+    fault["faults"] = [{"offender": {"pid": fault["record"]["clients"][-1]["pid"]}, "evidence": []}]
+
+
 def _left(data: Any) -> None:
     data["leftovers"].append("a process")
 
 
-@pytest.mark.parametrize("change", [_lost, _wrong, _told_for_nothing, _left])
+@pytest.mark.parametrize("change", [_lost, _wrong, _told_for_nothing, _blamed, _left])
 def test_what_must_not_be_is_not_valid(
     change: Callable[[Any], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
