@@ -264,14 +264,14 @@ def settle(draft: Draft, name: str) -> None:
         draft.put_slot(replace(slot, active=None))
     # Their memory is the GPU's until then.
     held = work_is_lost(domain) and fates.was_left(draft.state, name)
-    runs_on = domain.state is DomainState.POISONED
+    poisoned = domain.state is DomainState.POISONED
     deadline_s = draft.state.policy.stop_deadline_s
-    if not runs_on:
+    if not poisoned and not (domain.state is DomainState.RETIRED and domain.server is not None):
         leases.release_dead(draft, name)
     # Else when its server has gone: a kernel from under which its memory is taken faults, and the kernel log
     # names any of those who have, or had, a context there.
     move(draft, name, DomainTrigger.EMPTY)
-    draft.emit(StopDomain(name, min(LEFT_STOP_S, deadline_s) if held or runs_on else deadline_s))
+    draft.emit(StopDomain(name, min(LEFT_STOP_S, deadline_s) if held or poisoned else deadline_s))
     if slot.active == name:
         ensure(draft, slot.id)
 

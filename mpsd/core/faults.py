@@ -361,3 +361,4 @@ def on_work_runs(draft: Draft, event: ev.WorkRuns) -> None:
         # Who can goes on elsewhere: the kernel ends when nobody is left here.
         domains.leave(draft, domain.id, DomainTrigger.POISON, planned=True)
     write(draft, record)
+    failover.link(draft, domain.id, record.id)

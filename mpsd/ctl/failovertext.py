@@ -51,13 +51,15 @@ def record(shown: Mapping[str, Any]) -> list[str]:
     """One fail-over and what became of each program."""
     where = f"to {shown['to']} (generation {shown['generation']})" if shown["to"] else "to nowhere"
     fault = f", fault #{shown['fault']}" if shown["fault"] is not None else ""
-    kind = "planned" if shown["planned"] else f"after {shown['trigger']}"
+    kind = PLANNED.get(shown["trigger"], "planned") if shown["planned"] else f"after {shown['trigger']}"
     lines = [f"#{shown['id']} {shown['time']} from {shown['domain']} {where}, {kind}{fault}"]
     times = f"  decided   {shown['decision_ms']:.3f} ms after the first sign"
     if shown["sent_ms"] is not None:
         times += f", told {shown['sent_ms']:.3f} ms after the driver's own stamp"
     return [*lines, times, *[f"  {_fate(fate)}" for fate in shown["clients"]]]
 
+
+PLANNED = {"poison": "planned: a dead client's kernel does not end there"}
 
 FOUND = {
     "own": "found that the exception was in its own code",

@@ -85,6 +85,29 @@ def test_the_end_of_such_a_kernel_is_no_other_fault(pid: int | None, is_gone: bo
     assert world.domain("d2").state is DomainState.ACTIVE
 
 
+@pytest.mark.parametrize("is_dead", [False, True])
+def test_who_drained_a_domain_beside_work_of_the_dead_is_not_blamed_for_its_end(is_dead: bool) -> None:
+    world = site(10)
+    world.attach(12, "d1")
+    world.die(12)
+    if not is_dead:
+        world.work_ended(12)
+        world.wait(60)
+    world.do(ev.DrainRequested((), True))
+    world.moved(10, 2)
+    assert [e.domain for e in world.ever(fx.StopDomain)] == ["d1"]
+    released = [e.client.process for e in world.ever(fx.ReleaseLease)]
+    assert (process(12) in released) == (not is_dead)
+    world.kernel(31, "MMU Fault: ENGINE GRAPHICS", 10, "python3")
+    # Where nobody else can have done it, it is of where the program is now.
+    assert (world.domain("d2").state is DomainState.ACTIVE) == is_dead
+
+
+def test_the_record_of_the_move_tells_of_the_kernel() -> None:
+    world = poisoned(10)
+    assert world.failover().fault == world.record().id and world.record().fault_class == "hang"
+
+
 def test_long_after_it_an_xid_is_of_something_else() -> None:
     world = poisoned(10)
     world.moved(10, 2)

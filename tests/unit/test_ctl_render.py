@@ -232,5 +232,8 @@ def test_a_fail_over_that_an_earlier_mpsd_wrote_down_can_be_read() -> None:
         "its turn came after 6.000 ms, and was over after 8.000"
         in failovertext.record({**row, "clients": [new]})[-1]
     )
+    planned = {**row, "planned": True}
+    assert failovertext.record({**planned, "trigger": "drain"})[0].endswith("planned, fault #3")
+    assert "does not end there, fault #3" in failovertext.record({**planned, "trigger": "poison"})[0]
     (found,) = failovertext.record({**row, "clients": [{**fate, "whose": "own"}]})[2:]
     assert "a suspect, found that the exception was in its own code: held" in found

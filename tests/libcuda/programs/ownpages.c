@@ -12,6 +12,7 @@
 
 #include "checking.h"
 #include "failover/owned.h"
+#include "failover/pins.h"
 #include "uvm.h"
 #include "window.h"
 
@@ -25,6 +26,13 @@ bool mpsd_window_covers(uint64_t address, uint64_t size)
 	(void)address;
 	(void)size;
 	return false;
+}
+
+static uint64_t pinned;
+
+bool mpsd_pins_lie_in(uint64_t start, uint64_t end)
+{
+	return start <= pinned && pinned < end;
 }
 
 FILE *__real_fopen(const char *path, const char *mode);
@@ -93,7 +101,8 @@ int main(void)
 	struct area read_only = area(PROT_READ, MAP_SHARED), both = area(PROT_READ | PROT_WRITE, MAP_SHARED);
 	struct area unknown = area(PROT_READ | PROT_WRITE, MAP_SHARED), in_part = area(PROT_READ | PROT_WRITE, MAP_SHARED);
 	struct area others = area(PROT_READ | PROT_WRITE, MAP_SHARED), cut = area(PROT_READ | PROT_WRITE, MAP_SHARED);
-	struct area *stay[] = { &both, &unknown, &in_part, &others, &cut };
+	struct area programs = area(PROT_READ | PROT_WRITE, MAP_SHARED);
+	struct area *stay[] = { &both, &unknown, &in_part, &others, &cut, &programs };
 
 	mapped(0, &its, 0, SIZE);
 	mapped(0, &read_only, 0, SIZE);
@@ -103,6 +112,8 @@ int main(void)
 	mapped(2, &both, SIZE - PAGE, PAGE);
 	mapped(0, &in_part, 0, SIZE - PAGE);
 	mapped(1, &others, 0, SIZE);
+	mapped(0, &programs, 0, SIZE);
+	pinned = (uintptr_t)programs.words + PAGE;
 	/* The end of it cannot be read. */
 	mapped(0, &cut, 0, SIZE);
 	CHECK(!ftruncate(cut.file, SIZE - PAGE));

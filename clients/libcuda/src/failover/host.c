@@ -7,6 +7,7 @@
 #include "exact/state.h"
 #include "failover/line.h"
 #include "failover/made.h"
+#include "failover/pins.h"
 
 /* What both calls know: a standby's copy registers the same pages. */
 #define REGISTER_FLAGS (CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP)
@@ -65,6 +66,17 @@ bool mpsd_is_pinned(const void *address)
 		is = at - each->base < each->size;
 	pthread_rwlock_unlock(&pins_lock);
 	return is;
+}
+
+bool mpsd_pins_lie_in(uint64_t start, uint64_t end)
+{
+	bool are = false;
+
+	pthread_rwlock_rdlock(&pins_lock);
+	for (const struct pin *each = pins; each && !are; each = each->next)
+		are = each->base < end && start < each->base + each->size;
+	pthread_rwlock_unlock(&pins_lock);
+	return are;
 }
 
 /* In a forked child, where another thread of the parent's may have had it. */

@@ -7,7 +7,8 @@
  * after.) So such pages are exchanged for ordinary ones that hold the same: the copy finds what it had, and nobody else
  * takes them for the GPU's.
  *
- * Whose pages they are is known by what the copy has mapped for its GPU, which lies at the same addresses there.
+ * Whose pages they are is known by what the copy has mapped for its GPU, which lies at the same addresses there. Memory of
+ * the program's that later copies register is none of them.
  */
 #include "failover/ownpages.h"
 
@@ -20,6 +21,7 @@
 #include <unistd.h>
 
 #include "failover/owned.h"
+#include "failover/pins.h"
 
 #define LINE 4352		/* a path, and what stands before it */
 #define LOW_END (1ull << 36)	/* above it are ordinary mappings, and none of these */
@@ -77,7 +79,8 @@ void mpsd_pages_keep(unsigned int number)
 	uint64_t from, to;
 
 	while (maps && memory >= 0 && fgets(line, sizeof(line), maps))
-		if (is_shared(line, &from, &to, &protection) && mpsd_owned_alone(number, from, to))
+		if (is_shared(line, &from, &to, &protection) && mpsd_owned_alone(number, from, to) &&
+		    !mpsd_pins_lie_in(from, to))
 			exchange(memory, from, to - from, protection);
 	if (maps)
 		fclose(maps);
