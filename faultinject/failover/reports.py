@@ -290,11 +290,13 @@ def resumed(
     faults: Sequence[Mapping[str, Any]], *, suspect: bool, over_the_gpus: bool = False
 ) -> list[float]:
     """From the fault until each such program went on in its fresh context, or, a suspect with work to be done
-    again, until its turn had come, in ms; `over_the_gpus`: less the bystander's stall."""
+    again, until its turn had come, in ms; `over_the_gpus`: less the bystander's stall. Not in planned moves:
+    before these programs work on."""
     return [
         fault["word"] - _delay(fault) + went_on - (fault["bystander"] if over_the_gpus else 0.0)
         for fault in faults
         if None not in (fault.get("word"), fault.get("bystander"))
+        and not (fault["record"] or {}).get("planned")
         for fate in _survivors(fault)
         if fate["outcome"] == "moved" and fate["suspect"] is suspect
         if (went_on := fate.get("turn_ms") or fate.get("first_ms")) is not None

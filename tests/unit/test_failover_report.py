@@ -145,6 +145,13 @@ def test_who_was_late_is_counted() -> None:
     assert reports.late(faults[:0], suspect=False) == "-"
 
 
+def test_a_planned_move_is_not_late_for_programs_work_on_before_it() -> None:
+    fault = _fault("endless", 2200.0, 5.0, _moved(False, 3.0))
+    assert reports.late([fault], suspect=False) == "1 of 1"
+    planned = fault | {"record": fault["record"] | {"planned": True}}
+    assert reports.resumed([planned], suspect=False) == [] and reports.in_time([planned]) == "-"
+
+
 def test_an_offender_that_was_carried_over_is_no_survivor() -> None:
     named = {"offender": {"pid": 8}}
     fates = [_moved(True, 4.0, 50.0), _moved(True, 4.0, 1300.0) | {"pid": 8}]
