@@ -17,6 +17,7 @@ from mpsd.core.state import State
 from mpsd.errors import MpsdError
 from mpsd.gpu.base import DeviceManager
 from mpsd.model import Gpu
+from mpsd.tasks import Tasks
 
 log = structlog.get_logger("mpsd.freememory")
 
@@ -40,34 +41,34 @@ class FreeMemory:
         self._devices = devices
         self._limits = {gpu.uuid: (gpu.memory_bytes, min(limit, gpu.memory_bytes // SHARE)) for gpu in gpus}
         self._state, self._post = state, post
-        self._looking: asyncio.Task[None] | None = None
+        self._tasks = Tasks(post)
+        self._looking: dict[str, asyncio.Task[None]] = {}
+        self._problems: dict[str, str] = {}
 
     def look_around(self) -> None:
-        """Not awaited: NVML can hang for good."""
-        if self._looking is None or self._looking.done():
-            self._looking = asyncio.get_running_loop().create_task(self._look())
+        """Not awaited: NVML can hang for good, of one GPU."""
+        for gpu in watched(self._state(), time.monotonic()):
+            if gpu in self._limits and (gpu not in self._looking or self._looking[gpu].done()):
+                self._looking[gpu] = self._tasks.spawn(self._look(gpu))
 
-    async def _look(self) -> None:
+    async def _look(self, gpu: str) -> None:
         """Until nothing is to go any more, or there is nothing."""
+        problem = ""
         try:
-            while full := await self._full():
-                for gpu in full:
-                    self._post(ev.GpuFull(gpu))
+            while gpu in watched(self._state(), time.monotonic()) and await self._is_full(gpu):
+                self._post(ev.GpuFull(gpu))
                 await asyncio.sleep(STEP_S)
         except MpsdError as error:
-            log.warning("it is not seen whether a GPU is full", reason=str(error))
-
-    async def _full(self) -> list[str]:
-        gpus = sorted(watched(self._state(), time.monotonic()))
-        return [gpu for gpu in gpus if await self._is_full(gpu)]
+            problem = str(error)
+        if problem and problem != self._problems.get(gpu):
+            log.warning("it is not seen whether a GPU is full", gpu=gpu, reason=problem)
+        self._problems[gpu] = problem
 
     async def _is_full(self, gpu: str) -> bool:
         """Raises GpuError."""
-        total, limit = self._limits.get(gpu, (0, 0))
-        if not limit:
-            return False
-        return total - await asyncio.to_thread(self._devices.memory_used, gpu) < limit
+        total, limit = self._limits[gpu]
+        return limit > 0 and total - await asyncio.to_thread(self._devices.memory_used, gpu) < limit
 
     def close(self) -> None:
-        if self._looking is not None:
-            self._looking.cancel()
+        for task in self._looking.values():
+            task.cancel()

@@ -32,6 +32,7 @@ log = structlog.get_logger("mpsd.host")
 
 Post = Callable[[ev.Event], None]
 ASK_DEADLINE_S = 2.0
+KILLED_S = 10.0
 LARGEST_STATUS = 999
 
 
@@ -441,4 +442,6 @@ async def _end_server(server: Pinned, patience_s: float) -> None:
     server.signal(signal.SIGTERM)
     if not await server.ended(patience_s):
         server.signal(signal.SIGKILL)
-        await server.ended(patience_s)
+        # The driver takes its channels apart first, and what runs there with them.
+        if not await server.ended(max(patience_s, KILLED_S)):
+            log.warning("a server that was killed has not ended", pid=server.instance.pid, after_s=KILLED_S)

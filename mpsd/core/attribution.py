@@ -159,19 +159,6 @@ def former_domain(state: State, pid: int, now: float) -> str | None:
     return None
 
 
-def ended_endless(state: State, now: float) -> list[FaultRecord]:
-    """The records of kernels that did not end, and that were ended just now, or are being, with their domain:
-    the driver tells of that as of a fault. Newest first."""
-    gone = {d.id.domain for d in state.departed if now - d.at <= state.policy.evidence_window_s}
-    found = []
-    for record in state.open_faults:
-        domain = state.domains.get(record.domain or "")
-        ends = record.domain in gone if domain is None else domain.state is DomainState.STOPPING
-        if record.fault_class in _NO_GPU_FAULT and ends:
-            found.append(record)
-    return found[::-1]
-
-
 def suspects(state: State, domain: str, now: float) -> tuple[Party, ...]:
     """Every process that could have run work in the domain, one party for each.
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from mpsd.core import endings, failover, fates, leases, slots
 from mpsd.core import events as ev
-from mpsd.core import failover, fates, leases, slots
 from mpsd.core.draft import Draft
 from mpsd.core.effects import ArmTimer, AskServer, StartDomain, StopDomain, SwitchPath
 from mpsd.core.killing import kill_by_policy
@@ -200,6 +200,7 @@ def on_stopped(draft: Draft, event: ev.DomainStopped) -> None:
     if domain is None or domain.state is not DomainState.STOPPING:
         draft.count("late_domain_stops")
         return
+    endings.over(draft, event.domain)
     leases.release_dead(draft, event.domain)
     draft.drop_domain(event.domain)
     draft.publish("domain-gone", None, domain=event.domain)
@@ -266,10 +267,10 @@ def settle(draft: Draft, name: str) -> None:
     held = work_is_lost(domain) and fates.was_left(draft.state, name)
     poisoned = domain.state is DomainState.POISONED
     deadline_s = draft.state.policy.stop_deadline_s
-    if not poisoned and not (domain.state is DomainState.RETIRED and domain.server is not None):
+    if endings.held(draft.state, domain):
+        endings.begin(draft, domain)
+    else:
         leases.release_dead(draft, name)
-    # Else when its server has gone: a kernel from under which its memory is taken faults, and the kernel log
-    # names any of those who have, or had, a context there.
     move(draft, name, DomainTrigger.EMPTY)
     draft.emit(StopDomain(name, min(LEFT_STOP_S, deadline_s) if held or poisoned else deadline_s))
     if slot.active == name:

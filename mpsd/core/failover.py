@@ -91,9 +91,11 @@ def refresh(draft: Draft, process: ProcessInstance) -> None:
         draft.emit(OfferStandby(process, target.generation, target.id))
     elif member.standing is Standing.READY and draft.state.has_lost(member):
         _move_late(draft, member, target)
-    elif member.standing is Standing.READY and _is_beside_endless_work(draft.state, member):
+    elif _is_beside_endless_work(draft.state, member) and not why_not(draft, member, target):
         poisoned = draft.state.domains[member.home or ""]
         _record(draft, poisoned, DomainTrigger.POISON.value, True, [member], [], "", late=True)
+        if poisoned.last_fault is not None:
+            link(draft, poisoned.id, poisoned.last_fault)
 
 
 def refresh_all(draft: Draft, slot: str | None = None) -> None:
@@ -115,10 +117,7 @@ def _may_be_offered(state: State, member: Member) -> bool:
 def _is_beside_endless_work(state: State, member: Member) -> bool:
     """Whether its domain is poisoned, and it was not ready then. Who was told to leave it, and stayed, is not
     told again: its calls are held while its work is waited for."""
-    home = state.domains[member.home or ""]
-    fates = (f for r in state.failovers if r.planned and r.domain == home.id for f in r.fates)
-    told = any(f.process == member.process and f.outcome is not Outcome.NOT_TOLD for f in fates)
-    return home.state is DomainState.POISONED and not told
+    return state.domains[member.home or ""].state is DomainState.POISONED and member.asked != member.home
 
 
 def _take_back(draft: Draft, member: Member, why: str) -> Member:
@@ -167,8 +166,11 @@ def _tell(
     guessed = draft.now if again is Again.AT_ONCE else member.guessed
     owed = again in (Again.IN_TURN, Again.AT_ONCE)
     moving = replace(member, standing=Standing.MOVING, told=told, among=False, new_s=None)
+    asked = member.home if planned else member.asked
     draft.put_member(
-        replace(moving, again=again, guessed=guessed, owed=owed, whose=Whose.UNKNOWN, named=False)
+        replace(
+            moving, again=again, guessed=guessed, owed=owed, whose=Whose.UNKNOWN, named=False, asked=asked
+        )
     )
     draft.count("failover_moves")
 
@@ -266,7 +268,7 @@ def _record(
     for member, refusal in refusals.items():
         if not refusal:
             _tell(draft, member, trigger, planned=planned, again=again)
-        elif member.process in sure or dead or member.standing is Standing.READY:
+        elif member.process in sure or dead or (member.standing is Standing.READY and not planned):
             leave_behind(draft, member, refusal)
         fates.append(_fate(draft.state, member, refusal, member.process in suspects))
     if again is Again.IN_TURN and any(is_a_kernels(f) for f in faults):

@@ -80,22 +80,14 @@ def left_lately(state: State, pid: int, now: float) -> str | None:
     """The domain that a program with this pid has just been told to leave.
 
     A late sign that names the pid is of that one, not of where it has gone. A domain that was well when it
-    was to be left has none, unless somebody who is dead may have left a kernel there, which is ended with it.
+    was to be left has none.
     """
     for record in reversed(state.failovers):
         if now - record.at > state.policy.evidence_window_s:
             return None
-        named = any(f.process.pid == pid and f.outcome in LEFT for f in record.fates)
-        if named and not (record.planned and not _dead_of(state, record.domain, now)):
+        if not record.planned and any(f.process.pid == pid and f.outcome in LEFT for f in record.fates):
             return record.domain
     return None
-
-
-def _dead_of(state: State, domain: str, now: float) -> bool:
-    """Whether anybody who has ended there is, or was just now, held for what may still run."""
-    gone = (d for d in state.departed if d.id.domain == domain and d.leased and not d.waited)
-    recent = any(now - d.at <= state.policy.evidence_window_s for d in gone)
-    return recent or any(not c.living for c in state.clients_of(domain))
 
 
 def was_told(state: State, domain: str | None, process: ProcessInstance, when: float) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mpsd.core import attribution as at
-from mpsd.core import domains, failover, fates, strays, taxonomy
+from mpsd.core import domains, endings, failover, fates, strays, taxonomy
 from mpsd.core import events as ev
 from mpsd.core.clients import endless
 from mpsd.core.draft import Draft
@@ -183,14 +183,14 @@ def on_kernel_xid(draft: Draft, event: ev.KernelXidSeen) -> None:
     if event.xid.pid is None:
         join_or_stray(draft, event.gpu, event.xid.xid, sign)
         return
+    if endings.take(draft, event.gpu, event.xid.xid, sign, event.xid.pid):
+        return
     left = fates.left_lately(draft.state, event.xid.pid, draft.now)
     if left is not None:
         _echo(draft, left, sign)
         return
     domain = at.owner_of_pid(draft.state, event.gpu, event.xid.pid, draft.now)
-    if domain is not None and domain.state is DomainState.STOPPING:
-        _echo(draft, domain.id, sign)
-    elif domain is not None:
+    if domain is not None:
         domain_sign(draft, domain, sign)
         if at.is_reset(draft.state, domain, event.gpu, event.xid, draft.now):
             failover.fence(draft, domain)
@@ -214,11 +214,7 @@ def _echo(draft: Draft, domain: str, sign: Evidence) -> bool:
     if records:
         record = at.likeliest(records, sign)
         revise(draft, record, at.refine(record, (sign,)))
-        return True
-    ended = [r for r in at.ended_endless(draft.state, draft.now) if r.domain == domain]
-    for record in ended[:1]:
-        revise(draft, record, at.add_evidence(record, sign))
-    return bool(ended)
+    return bool(records)
 
 
 def on_nvml_xid(draft: Draft, event: ev.NvmlXidSeen) -> None:
@@ -244,9 +240,7 @@ def join_or_stray(draft: Draft, gpu: str | None, xid: int, sign: Evidence) -> No
     if len({r.domain for r in records}) == 1:
         record = at.likeliest(records, sign)
         revise(draft, record, at.refine(record, (sign,)))
-    elif not records and (ended := [r for r in at.ended_endless(draft.state, draft.now) if gpu in r.gpus]):
-        revise(draft, ended[0], at.add_evidence(ended[0], sign))
-    else:
+    elif records or not endings.take(draft, gpu, xid, sign):
         strays.add(draft, Stray(gpu, xid, sign))
 
 
@@ -340,6 +334,9 @@ def on_work_runs(draft: Draft, event: ev.WorkRuns) -> None:
     if not held:
         return
     client, domain = held[0], draft.state.domains[held[0].id.domain]
+    if domain.state is DomainState.STOPPING:
+        # It is ended with its server.
+        return
     limit = draft.state.policy.linger_limit_s
     text = f"work of {client.id.process} has not ended {limit:g} s after its death: {event.left}"
     # Beside another's endless kernel a short one looks the same: it never has its turn.

@@ -2,15 +2,15 @@
 
 First its own, which it sees to by itself. Then that of others on its GPUs, one after the other: the room that
 each has for copies of what it writes, which it takes again when it writes on; then their standby contexts,
-which they make again later where memory is left by then. The room only of those of the same slot, who share a
-domain, or of the same user: to give it holds up what they do, and a stranger's word holds up nobody. Standbys
-of those first, and then of others.
+which they make again later where memory is left by then. Only of those of the same slot, who share a domain,
+or of the same user: a word of somebody else's takes nothing from anybody.
 
 For one allocation nobody is asked twice for the same: so one that can never succeed ends, although others may
 take again meanwhile what they have given.
 
-Programs that cannot ask (without mpsd's libcuda, without fail-over) are to find memory free: where there are
-any on a GPU that is nearly full, standbys there go, until it is no more.
+Who cannot ask somebody (a stranger, or a program without mpsd's libcuda or without fail-over) is to find
+memory free: where a GPU is seen to be nearly full, the standbys there of whom somebody there cannot ask go,
+until it is no more.
 """
 
 from __future__ import annotations
@@ -75,15 +75,13 @@ def _next(state: State, asker: Member, short: Short) -> tuple[ProcessInstance, S
     """Who is asked now, and for what."""
     gpus = gpus_of(state, asker)
     others = [m for m in _givers(state) if m.process != asker.process and gpus_of(state, m) & gpus]
-    others = [m for m in others if (m.process, Spared.STANDBY) not in short.asked]
     near = [m for m in others if _is_near(state, asker, m)]
     rooms = [m for m in near if (m.process, Spared.ROOM) not in short.asked]
     if rooms:
         return _largest(rooms).process, Spared.ROOM
-    ready = [m for m in others if m.standing is Standing.READY]
-    if not ready or not _would_do(ready, short):
-        return None
-    return _largest([m for m in ready if m in near] or ready).process, Spared.STANDBY
+    ready = [m for m in near if m.standing is Standing.READY]
+    ready = [m for m in ready if (m.process, Spared.STANDBY) not in short.asked]
+    return (_largest(ready).process, Spared.STANDBY) if ready and _would_do(ready, short) else None
 
 
 def _givers(state: State) -> list[Member]:
@@ -166,25 +164,30 @@ def _subject(asker: ProcessInstance, number: int, asked: tuple[ProcessInstance, 
 
 
 def watched(state: State, now: float) -> frozenset[str]:
-    """The GPUs with somebody who cannot ask for memory, and a standby that would go for it."""
-    silent = (
-        c.id.domain
-        for c in state.clients.values()
-        if c.living and state.at_home(c) and not _can_ask(state, c.id.process)
-    )
-    theirs = {gpu for name in set(silent) for gpu in state.domains[name].gpus}
-    return frozenset(gpu for gpu in theirs if _standbys_on(state, gpu, now))
+    """The GPUs with a standby that would go for somebody there who cannot ask for it."""
+    gpus = {gpu for member in _givers(state) for gpu in gpus_of(state, member)}
+    return frozenset(gpu for gpu in gpus if _standbys_on(state, gpu, now))
 
 
-def _can_ask(state: State, process: ProcessInstance) -> bool:
-    member = state.members.get(process)
-    return member is not None and member.gives and member.connected
+def _needy(state: State, gpu: str) -> frozenset[tuple[str, int] | None]:
+    """Of whoever works on this GPU: slot and user of those who can ask; None for those who cannot."""
+    domains = {d.id: d for d in state.domains.values() if gpu in d.gpus}
+    here = [c for c in state.clients.values() if c.id.domain in domains and c.living and state.at_home(c)]
+    able = {m.process: m.uid for m in state.members.values() if m.gives and m.connected}
+    slots = ((domains[c.id.domain].slot, able.get(c.id.process)) for c in here)
+    return frozenset(None if uid is None else (slot, uid) for slot, uid in slots)
+
+
+def _cannot_ask(needy: frozenset[tuple[str, int] | None], slot: str, uid: int) -> bool:
+    return any(one is None or (one[0] != slot and one[1] != uid) for one in needy)
 
 
 def _standbys_on(state: State, gpu: str, now: float) -> list[Member]:
     """Whose standby on this GPU may go; not of who was asked and has not given it."""
-    ready = (m for m in _givers(state) if m.standing is Standing.READY and gpu in gpus_of(state, m))
-    return [m for m in ready if m.yields is None or now - m.yields >= BACK_S]
+    ready = [m for m in _givers(state) if m.standing is Standing.READY and gpu in gpus_of(state, m)]
+    ready = [m for m in ready if m.yields is None or now - m.yields >= BACK_S]
+    needy = _needy(state, gpu) if ready else frozenset()
+    return [m for m in ready if _cannot_ask(needy, state.domains[m.home or ""].slot, m.uid)]
 
 
 def on_full(draft: Draft, event: ev.GpuFull) -> None:

@@ -196,6 +196,19 @@ class Departed:
 
 
 @dataclass(frozen=True, slots=True)
+class Ending:
+    """A domain whose server is ended while what the dead left there may run. `pids`: of whoever has, or had,
+    a context there; `at`: monotonic seconds of when its server had gone, None before that; `told`: who has
+    told of the end of that work by now."""
+
+    domain: str
+    gpus: tuple[str, ...]
+    pids: frozenset[int]
+    at: float | None = None
+    told: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
 class Stray:
     """Evidence about a GPU that no domain owns yet; it waits for one, or is reported alone.
 
@@ -235,6 +248,7 @@ class State:
     hits: tuple[FaultRecord, ...] = ()
     tallies: Mapping[ProcessInstance, Tally] = field(default_factory=lambda: MappingProxyType({}))
     strays: tuple[Stray, ...] = ()
+    endings: tuple[Ending, ...] = ()
     drained: frozenset[str] = frozenset()
     stopping: bool = False
     adopting: bool = False

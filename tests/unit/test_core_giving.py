@@ -221,13 +221,12 @@ def elsewhere(world: Site, gpu: str = GPU, uid: int = OTHER) -> None:
 
 @pytest.mark.parametrize(
     ("gpu", "uid", "order"),
-    [(GPU, UID, [Spared.ROOM, Spared.STANDBY]), (GPU, OTHER, [Spared.STANDBY]), ("GPU-2", UID, [])],
+    [(GPU, UID, [Spared.ROOM, Spared.STANDBY]), (GPU, OTHER, []), ("GPU-2", UID, [])],
     ids=["its own", "a stranger's", "on another GPU"],
 )
-def test_in_another_slot_a_stranger_s_word_takes_no_more_than_standbys(
+def test_in_another_slot_it_takes_from_its_own_user_s_programs_on_its_gpu(
     gpu: str, uid: int, order: list[Spared]
 ) -> None:
-    """To give room holds up what a program does."""
     world = crowd(10)
     elsewhere(world, gpu, uid)
     world.do(mev.MemberShort(process(20), MIB, 0))
@@ -236,21 +235,15 @@ def test_in_another_slot_a_stranger_s_word_takes_no_more_than_standbys(
     assert answered(world) == [(20, 0)]
 
 
-def test_standbys_of_its_own_user_s_programs_go_before_strangers() -> None:
-    world = crowd(10, 11)
-    elsewhere(world)
-    for pid in (5, 6):
-        world.attach(pid, "d3")
-        world.do(mev.MemberCame(process(pid), OTHER, EXACT, gives=True))
-    world.started("d4")
-    world.attach(5, "d4")
-    world.do(mev.MemberReady(process(5), 4, 5_000_000, MIB))
-    world.do(mev.MemberShort(process(20), 21 * MIB, 0))
-    order = ask_all(world)
-    rooms, standbys = ([pid for pid, spared in order if spared is kind] for kind in Spared)
-    assert set(rooms) == {5, 6} and standbys == [5, 11]
-    # What is left does not make it fit: 10 keeps its own.
-    assert answered(world) == [(20, 0)]
+@pytest.mark.parametrize(("uid", "goes"), [(UID, []), (OTHER, [(10, Spared.STANDBY)])])
+def test_a_stranger_s_standby_goes_where_the_gpu_is_seen_to_be_full(
+    uid: int, goes: list[tuple[int, Spared]]
+) -> None:
+    """His word takes nothing. Whose programs can ask one another are left to that."""
+    world = crowd(10)
+    elsewhere(world, GPU, uid)
+    assert bool(watched(world.state, world.now)) == bool(goes)
+    assert full(world) == goes
 
 
 def silent(world: Site, pid: int = 30, domain: str = "d1") -> None:

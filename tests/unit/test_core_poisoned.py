@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from mpsd.core import effects as fx
@@ -12,7 +14,7 @@ from mpsd.core.records import Source
 from mpsd.core.standby import Standing
 from mpsd.core.state import DomainState
 from tests.support.core import process
-from tests.unit.test_core_failover import Site, site
+from tests.unit.test_core_failover import ON, Site, site
 
 
 def poisoned(*pids: int) -> Site:
@@ -37,14 +39,6 @@ def test_a_poisoned_domain_is_left_without_a_fault_of_those_who_go() -> None:
     assert process(12) in [e.client.process for e in world.made(fx.ReleaseLease)]
 
 
-def test_what_the_kernel_log_says_of_who_has_left_it_is_of_that_domain() -> None:
-    """Whoever has, or had, a context there is named where its kernel is ended."""
-    world = poisoned(10)
-    world.moved(10, 2)
-    world.kernel(31, "MMU Fault: ENGINE GRAPHICS", 10, "python3")
-    assert world.domain("d2").state is DomainState.ACTIVE and not world.told()
-
-
 def test_who_was_not_ready_then_leaves_it_later() -> None:
     world = poisoned(10)
     world.attach(11, "d1")
@@ -67,22 +61,74 @@ def test_who_stays_in_it_is_told_once_unless_it_is_drained() -> None:
     assert world.told() == [10]
 
 
+def mmu_fault(world: Site, pid: int) -> None:
+    world.kernel(31, "MMU Fault: ENGINE GRAPHICS", pid, "python3")
+
+
 @pytest.mark.parametrize("is_gone", [False, True])
-@pytest.mark.parametrize("pid", [None, 10, 12])
-def test_the_end_of_such_a_kernel_is_no_other_fault(pid: int | None, is_gone: bool) -> None:
-    """The driver tells of it as of one: NVML, and the kernel log, by the pid of anybody."""
+@pytest.mark.parametrize("later_s", [0.0, 300.0])
+@pytest.mark.parametrize("pid", [None, 10, 12, 11])
+def test_the_end_of_such_a_kernel_is_no_other_fault(pid: int | None, later_s: float, is_gone: bool) -> None:
+    """The driver tells of it as of one: NVML, and the kernel log, by the pid of anybody who was there; it
+    comes when its server is ended, however long after the others left."""
     world = poisoned(10)
+    world.attach(11, "d1")
     world.moved(10, 2)
+    assert not world.ever(fx.StopDomain)
+    world.wait(later_s)
+    world.die(11)
+    world.work_ended(11)
+    assert [e.domain for e in world.ever(fx.StopDomain)] == ["d1"]
     if is_gone:
         world.do(ev.DomainStopped("d1"))
     if pid is not None:
-        world.kernel(31, "MMU Fault: ENGINE GRAPHICS", pid, "python3")
+        mmu_fault(world, pid)
     world.nvml(31)
-    assert not world.state.strays
-    (hang,) = world.state.open_faults
-    told = {Source.PROCESS, Source.NVML} | ({Source.KERNEL_LOG} if pid is not None else set())
-    assert hang.fault_class == "hang" and {e.source for e in hang.evidence} == told
+    assert not world.state.strays and [r.fault_class for r in world.records().values()] == ["hang"]
     assert world.domain("d2").state is DomainState.ACTIVE
+    # Once each: what comes then is of somebody else.
+    mmu_fault(world, 10)
+    assert (world.domain("d2").state is DomainState.ACTIVE) == (pid is None)
+
+
+def test_it_is_told_with_the_record_of_that_kernel() -> None:
+    world = poisoned(10)
+    world.moved(10, 2)
+    mmu_fault(world, 10)
+    world.nvml(31)
+    (hang,) = world.state.open_faults
+    assert {e.source for e in hang.evidence} == {Source.PROCESS, Source.KERNEL_LOG, Source.NVML}
+    assert world.state.counters["endings_told"] == 2
+
+
+@pytest.mark.parametrize("change", ["another exception", "of a stranger", "long after", "its work ended"])
+def test_what_is_not_its_end_is_told_as_ever(change: str) -> None:
+    world = poisoned(10)
+    world.moved(10, 2)
+    if change == "its work ended":
+        world.work_ended(12)
+    if change in ("long after", "its work ended"):
+        world.do(ev.DomainStopped("d1"))
+    if change == "long after":
+        world.wait(world.state.policy.evidence_window_s + 1)
+    if change == "another exception":
+        world.kernel(13, "Graphics SM Warp Exception: Misaligned Address")
+        assert len(world.state.strays) == 1
+    elif change == "of a stranger":
+        mmu_fault(world, 77)
+        world.nvml(31)
+        assert [s.foreign for s in world.state.strays] == [True, True]
+    else:
+        mmu_fault(world, 10)
+        assert world.domain("d2").state is DomainState.FAULTED
+
+
+def test_who_faults_where_it_has_gone_is_seen_while_the_old_domain_lives_on() -> None:
+    world = poisoned(10)
+    world.attach(11, "d1")
+    world.moved(10, 2)
+    mmu_fault(world, 10)
+    assert world.domain("d2").state is DomainState.FAULTED and world.client("d1", 11).living
 
 
 @pytest.mark.parametrize("is_dead", [False, True])
@@ -92,26 +138,47 @@ def test_who_drained_a_domain_beside_work_of_the_dead_is_not_blamed_for_its_end(
     world.die(12)
     if not is_dead:
         world.work_ended(12)
-        world.wait(60)
     world.do(ev.DrainRequested((), True))
+    world.wait(2.5)
     world.moved(10, 2)
     assert [e.domain for e in world.ever(fx.StopDomain)] == ["d1"]
     released = [e.client.process for e in world.ever(fx.ReleaseLease)]
     assert (process(12) in released) == (not is_dead)
-    world.kernel(31, "MMU Fault: ENGINE GRAPHICS", 10, "python3")
-    # Where nobody else can have done it, it is of where the program is now.
+    mmu_fault(world, 10)
     assert (world.domain("d2").state is DomainState.ACTIVE) == is_dead
+
+
+def test_the_memory_of_the_dead_outlives_the_control_daemon_too() -> None:
+    world = poisoned(10)
+    world.attach(11, "d1")
+    world.moved(10, 2)
+    world.do(ev.ControlDied("d1", world.domain("d1").control))
+    assert world.domain("d1").state is DomainState.HEADLESS
+    world.die(11)
+    assert process(12) not in [e.client.process for e in world.ever(fx.ReleaseLease)]
+    mmu_fault(world, 10)
+    assert world.domain("d2").state is DomainState.ACTIVE
+    world.do(ev.DomainStopped("d1"))
+    assert process(12) in [e.client.process for e in world.made(fx.ReleaseLease)]
+
+
+def test_who_was_moved_too_often_is_not_left_behind_in_a_domain_that_is_well() -> None:
+    world = poisoned(10)
+    member = world.state.members[process(10)]
+    assert member.standing is Standing.MOVING
+    world = site(10, policy=replace(ON, moves_per_minute=1))
+    world.state = replace(
+        world.state, members={process(10): replace(world.state.members[process(10)], told=(world.now,))}
+    )
+    world.attach(12, "d1")
+    world.die(12)
+    world.lingers(12)
+    assert not world.told() and world.standing(10) is Standing.READY
+    world.wait(61)
+    world.do(ev.DrainRequested((), True))
+    assert world.told() == [10]
 
 
 def test_the_record_of_the_move_tells_of_the_kernel() -> None:
     world = poisoned(10)
     assert world.failover().fault == world.record().id and world.record().fault_class == "hang"
-
-
-def test_long_after_it_an_xid_is_of_something_else() -> None:
-    world = poisoned(10)
-    world.moved(10, 2)
-    world.do(ev.DomainStopped("d1"))
-    world.wait(60)
-    world.nvml(31)
-    assert len(world.state.strays) == 1

@@ -59,14 +59,28 @@ static bool copy_pages(int memory, uint64_t from, uint64_t size, char *to)
 	return true;
 }
 
+/* What was read of it is a while ago. */
+static bool is_still_there(const char *line)
+{
+	FILE *maps = fopen("/proc/self/maps", "re");
+	char now[LINE];
+	bool is = false;
+
+	while (maps && !is && fgets(now, sizeof(now), maps))
+		is = !strcmp(now, line);
+	if (maps)
+		fclose(maps);
+	return is;
+}
+
 /* All at once, for whoever reads there all the same. What does not work out leaves them as they are. */
-static void exchange(int memory, uint64_t from, uint64_t size, int protection)
+static void exchange(int memory, const char *line, uint64_t from, uint64_t size, int protection)
 {
 	char *own = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
 
 	if (own == MAP_FAILED)
 		return;
-	if (!copy_pages(memory, from, size, own) || mprotect(own, size, protection) ||
+	if (!copy_pages(memory, from, size, own) || mprotect(own, size, protection) || !is_still_there(line) ||
 	    mremap(own, size, size, MREMAP_MAYMOVE | MREMAP_FIXED, (void *)from) == MAP_FAILED)
 		munmap(own, size);
 }
@@ -81,7 +95,7 @@ void mpsd_pages_keep(unsigned int number)
 	while (maps && memory >= 0 && fgets(line, sizeof(line), maps))
 		if (is_shared(line, &from, &to, &protection) && mpsd_owned_alone(number, from, to) &&
 		    !mpsd_pins_lie_in(from, to))
-			exchange(memory, from, to - from, protection);
+			exchange(memory, line, from, to - from, protection);
 	if (maps)
 		fclose(maps);
 	if (memory >= 0)
