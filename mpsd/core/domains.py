@@ -297,6 +297,9 @@ def on_server_died(draft: Draft, event: ev.ServerDied) -> bool:
     domain = draft.state.domains.get(event.domain)
     if domain is None or domain.server != event.server:
         return False
+    if endings.held(draft.state, domain):
+        endings.begin(draft, domain)
+        endings.over(draft, domain.id)
     # A daemon that was started since has its lists of the next one, if there is one.
     here = [
         c for c in draft.state.clients_of(domain.id) if c.living and not (draft.state.adopting and c.listed)

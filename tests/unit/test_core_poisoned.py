@@ -13,7 +13,7 @@ from mpsd.core.domains import LEFT_STOP_S
 from mpsd.core.records import Source
 from mpsd.core.standby import Standing
 from mpsd.core.state import DomainState
-from tests.support.core import process
+from tests.support.core import process, server_of
 from tests.unit.test_core_failover import ON, Site, site
 
 
@@ -160,6 +160,16 @@ def test_the_memory_of_the_dead_outlives_the_control_daemon_too() -> None:
     assert world.domain("d2").state is DomainState.ACTIVE
     world.do(ev.DomainStopped("d1"))
     assert process(12) in [e.client.process for e in world.made(fx.ReleaseLease)]
+
+
+def test_the_death_of_its_server_ends_it_too() -> None:
+    world = poisoned(10)
+    world.attach(11, "d1")
+    world.moved(10, 2)
+    world.wait(60)
+    world.do(ev.ServerDied("d1", server_of("d1")))
+    mmu_fault(world, 10)
+    assert world.domain("d2").state is DomainState.ACTIVE
 
 
 def test_who_was_moved_too_often_is_not_left_behind_in_a_domain_that_is_well() -> None:
