@@ -269,6 +269,7 @@ def settle(draft: Draft, name: str) -> None:
     deadline_s = draft.state.policy.stop_deadline_s
     if endings.held(draft.state, domain):
         endings.begin(draft, domain)
+        leases.release_idle(draft, name)
     else:
         leases.release_dead(draft, name)
     move(draft, name, DomainTrigger.EMPTY)

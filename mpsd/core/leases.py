@@ -18,9 +18,17 @@ def release(draft: Draft, client: Client) -> None:
 
 def release_dead(draft: Draft, domain: str) -> None:
     """Release every dead client of a domain in which nothing it left can harm anybody any more; so too who
-    lives, and has nothing but an idle context there: but for one that may have just come there."""
+    lives, and has nothing but an idle context there."""
     for client in tuple(draft.state.clients_of(domain)):
-        if not client.living or (draft.state.is_idle(client) and not fates.comes(draft.state, client)):
+        if not client.living:
+            release(draft, client)
+    release_idle(draft, domain)
+
+
+def release_idle(draft: Draft, domain: str) -> None:
+    """Release who lives, and has nothing but an idle context there: but for one that may have just come."""
+    for client in tuple(draft.state.clients_of(domain)):
+        if draft.state.is_idle(client) and not fates.comes(draft.state, client):
             release(draft, client)
 
 

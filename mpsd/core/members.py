@@ -150,7 +150,9 @@ def on_ready(draft: Draft, event: mev.MemberReady) -> None:
     member = _told(draft, event.process, event.generation)
     if member is None or member.standing not in OFFERED:
         return
-    ready = replace(member, standing=Standing.READY, reason="", bytes=event.bytes)
+    # It may be asked for this one, whatever became of the one before.
+    yields = member.yields if member.standing is Standing.READY else None
+    ready = replace(member, standing=Standing.READY, reason="", bytes=event.bytes, yields=yields)
     draft.put_member(replace(ready, ready_ms=round(event.after_ns / 1e6, 3)))
     refresh(draft, event.process)
     turns.go_on(draft, member.home)

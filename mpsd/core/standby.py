@@ -67,7 +67,7 @@ class Member:
     was last to do that AT_ONCE or began to. `owed`: it has not been told of a turn since then. `gives`:
     it can be asked for memory that is there for a fail-over alone; `shorts`: what it asked for itself
     lately, the last one last; `asked`: the domain that it was told last to leave without a fault;
-    `yields`: monotonic seconds of when it was asked last for its standby, for programs that cannot ask.
+    `yields`: monotonic seconds of when it was asked for this standby, for programs that cannot ask.
     """
 
     process: ProcessInstance

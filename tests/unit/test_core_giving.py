@@ -301,6 +301,19 @@ def test_who_keeps_its_standby_is_passed_over_for_a_while() -> None:
     assert full(world) == [(11, Spared.STANDBY)]
 
 
+@pytest.mark.parametrize("is_new", [False, True])
+def test_a_new_standby_may_be_asked_for_whatever_became_of_the_one_before(is_new: bool) -> None:
+    world = crowd(10)
+    silent(world)
+    assert full(world) == [(10, Spared.STANDBY)]
+    if is_new:
+        world.do(mev.MemberUnready(process(10), 2, ANOTHER, for_memory=True))
+        world.timer(BACK, f"{process(10)} 2")
+    world.do(mev.MemberReady(process(10), 2, 5_000_000, 10 * MIB))
+    world.wait(ASK_S)
+    assert full(world) == ([(10, Spared.STANDBY)] if is_new else [])
+
+
 def test_a_full_gpu_costs_no_standby_on_another_one() -> None:
     world = crowd(10)
     silent(world)

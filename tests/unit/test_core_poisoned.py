@@ -192,3 +192,44 @@ def test_who_was_moved_too_often_is_not_left_behind_in_a_domain_that_is_well() -
 def test_the_record_of_the_move_tells_of_the_kernel() -> None:
     world = poisoned(10)
     assert world.failover().fault == world.record().id and world.record().fault_class == "hang"
+
+
+def stopping(*others: int) -> Site:
+    """10, and others that are ready, have left a poisoned domain, which is being stopped under a dead one's
+    kernel."""
+    world = poisoned(10, *others)
+    for pid in (10, *others):
+        world.moved(pid, 2)
+    assert world.domain("d1").state is DomainState.STOPPING
+    return world
+
+
+def test_where_a_kernel_is_ended_with_its_domain_nothing_is_held_of_those_who_live() -> None:
+    world = stopping(11)
+    assert [(c.id.process.pid, c.living) for c in world.state.clients_of("d1")] == [(12, False)]
+    assert {e.client.process.pid for e in world.ever(fx.ReleaseLease)} == {10, 11}
+    # They are among those whom the driver may name for the end of that kernel all the same.
+    mmu_fault(world, 11)
+    assert world.domain("d2").state is DomainState.ACTIVE
+
+
+@pytest.mark.parametrize("is_done", [False, True])
+def test_who_has_left_such_a_domain_can_be_evicted_while_it_is_being_stopped(is_done: bool) -> None:
+    world = stopping(11)
+    world.evict(10)
+    world.terminate_finished(10, done=is_done)
+    world.die(10)
+    assert [(e.request, e.ok) for e in world.ever(fx.Answer)] == [("r1", True)]
+    world.work_ended(10)
+    assert {c.id for c in world.state.spaces_of(process(10))} == set()
+    assert world.domain("d2").state is DomainState.ACTIVE and world.client("d2", 11).living
+
+
+def test_who_has_left_such_a_domain_can_come_anew_while_it_is_being_stopped() -> None:
+    world = stopping()
+    world.do(mev.MemberLeft(process(10)))
+    world.hello(10, generation=2)
+    member = world.state.members[process(10)]
+    assert (member.home, member.connected) == ("d2", True)
+    world.hello(10)
+    assert world.state.members[process(10)].home == "d2"
