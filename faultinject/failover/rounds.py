@@ -79,7 +79,8 @@ class Rounds:
         """The servers, working. Raises DeadlineError."""
         self._start_earlier()
         for number in range(SERVERS):
-            self._servers.append(self._spawn_carried(f"server-{number}", "server", "--seed", str(number)))
+            options = ("--seed", str(number), *self._libraries.server_options)
+            self._servers.append(self._spawn_carried(f"server-{number}", "server", *options))
         for server in self._servers:
             server.must("ready", timeout=UP_S)
         self._stand_by()

@@ -79,13 +79,15 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--words", type=int, default=256)
     parser.add_argument("--pause-ms", type=float, default=0.0)
+    parser.add_argument("--kernel-ms", type=float, default=0.0, help="it looks for results that much later")
     args = parser.parse_args(argv)
     no_core_dumps()
     inbox = Inbox()
     server = None
     try:
         device = open_device(args.backend)
-        server = Server(Computation(device, args.seed, args.words, check=True))
+        lasts_s = args.kernel_ms / 1e3
+        server = Server(Computation(device, args.seed, args.words, check=True, lasts_s=lasts_s))
         server.serve()
         say("ready", **identity())
         work(server, inbox, args.pause_ms / 1e3)

@@ -54,10 +54,13 @@ def advanced(expected: array[int]) -> array[int]:
 
 
 class Computation:
-    """The buffers, what they must hold, and one step of the work."""
+    """The buffers, what they must hold, and one step of the work.
 
-    def __init__(self, device: Device, seed: int, words: int, *, check: bool) -> None:
-        self.device, self.words, self.check = device, words, check
+    `lasts_s`: so long it lets the GPU work before it looks, where kernels themselves take no time.
+    """
+
+    def __init__(self, device: Device, seed: int, words: int, *, check: bool, lasts_s: float = 0.0) -> None:
+        self.device, self.words, self.check, self.lasts_s = device, words, check, lasts_s
         self.expected = pattern(seed, words)
         self.still = pattern(seed ^ 0x5A5A5A5A, words).tobytes()
         self.moving_at = device.alloc(words * 4)
@@ -70,6 +73,8 @@ class Computation:
         """One step; every mismatch is counted, the first one told at once. Raises DeviceError."""
         start = clock()
         self.device.increment(self.moving_at, self.words)
+        if self.lasts_s:
+            time.sleep(self.lasts_s)
         seen = self.device.read(self.moving_at, self.words * 4) if self.check else b""
         if not self.check:
             self.device.synchronize()

@@ -100,6 +100,7 @@ class _Side:
             "server",
             "--seed",
             str(number),
+            *self._libraries.server_options,
             environment=self._environment(self._mode),
             through=MPSD_RUN,
             device="standin" if self._libraries.driver else None,

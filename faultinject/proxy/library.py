@@ -69,6 +69,12 @@ class Libraries:
         off = {} if vault else {"MPSD_VAULT": "0"}
         return {**self.plain(environment), **named, **off}
 
+    @property
+    def server_options(self) -> tuple[str, ...]:
+        """Of programs.server: kernels of the stand-in driver are over at once, and each of these would take
+        all of a processor."""
+        return ("--kernel-ms", "2") if self.driver is not None else ()
+
     def failover_settings(self) -> dict[str, str]:
         """Of a daemon that offers fail-over to programs of these."""
         named = {"failover.driver": f'"{self.driver / LIBRARY_NAME}"'} if self.driver else {}

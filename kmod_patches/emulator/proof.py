@@ -38,20 +38,22 @@ _Told = TypeVar("_Told")
 class Scope:
     """The suites whose modules are both built, and those whose nvidia-uvm is booted.
 
-    `skipped`: sets of checks that are not run. `install`: of those that are built, installed too.
+    `skipped`: sets of checks that are not run. `install`: of those that are built, installed too. `uvm`:
+    those of which nvidia-uvm alone is built.
     """
 
     build: tuple[str, ...]
     boot: tuple[str, ...]
     skipped: frozenset[str] = frozenset()
     install: tuple[str, ...] = ()
+    uvm: tuple[str, ...] = ()
 
 
 LABEL = (
     "What the guests said. QEMU emulates each instruction, and the GPU is software: no time here is a real\n"
     "GPU's, and no patched module has run on one."
 )
-CI = Scope(("trixie",), ("trixie",), catalogue.LONG)
+CI = Scope((), ("trixie",), catalogue.LONG, uvm=("trixie",))
 FULL = Scope(SUITES, BOOTED, install=("trixie",))
 
 
@@ -92,11 +94,11 @@ def _prove(given: argparse.Namespace) -> int:
     try:
         found = build.kernel(given.kernel or (kernel.newest() if scope.boot else ""))
     except Unavailable as error:
-        if scope.build or scope.boot or given.kernel:
+        if scope.build or scope.uvm or scope.boot or given.kernel:
             print(f"test-kmod: {error}; apt-get install linux-headers-amd64", file=sys.stderr)
             return 2
         found = None
-    rows = tried(Trial(found, given.cache, given.jobs, scope.build, scope.install))
+    rows = tried(Trial(found, given.cache, given.jobs, scope.build, scope.install, scope.uvm))
     booted = boot_all(scope, rows, found, given) if scope.boot and found else []
     print()
     for line in [*table(rows, found), *booted]:
@@ -114,7 +116,7 @@ def parser() -> argparse.ArgumentParser:
     scope.add_argument(
         "--ci",
         action="store_true",
-        help=f"as scripts/test does: build both modules of {', '.join(CI.build)}, boot {', '.join(CI.boot)}",
+        help=f"as scripts/test does: build nvidia-uvm of {', '.join(CI.uvm)}, boot {', '.join(CI.boot)}",
     )
     scope.add_argument("--full", action="store_true", help=f"build all, boot {', '.join(FULL.boot)}")
     for name, text in (
@@ -140,7 +142,9 @@ def tried(trial: Trial) -> list[Row]:
     """A row for each suite, told when its turn comes."""
     rows = []
     for suite in debian.SUITES:
-        print(f"== {suite.name}: hooks{' and both modules' if suite.name in trial.build else ''}", flush=True)
+        built = {**dict.fromkeys(trial.uvm, "nvidia-uvm"), **dict.fromkeys(trial.build, "both modules")}
+        more = f" and {built[suite.name]}" if suite.name in built else ""
+        print(f"== {suite.name}: hooks{more}", flush=True)
         rows.append(trial.suite(suite))
     return rows
 

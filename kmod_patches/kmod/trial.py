@@ -53,6 +53,8 @@ class Trial:
     """The suites whose modules are built."""
     install: Collection[str] = ()
     """Those of them that are installed, too."""
+    uvm: Collection[str] = ()
+    """Of which nvidia-uvm alone is built."""
 
     def suite(self, suite: debian.Suite) -> Row:
         """Everything of one suite; whatever fails is told in its row."""
@@ -72,9 +74,9 @@ class Trial:
             row.said.append("a version that is neither in kmod.tree.TESTED nor in the patches' headers yet")
         try:
             _try_hooks(row, find(row.fetched.tree), self.kernel)
-            if self.kernel and suite.name in self.build:
+            if self.kernel and suite.name in {*self.build, *self.uvm}:
                 with Workshop(row.fetched, self.kernel, self.cache, self.jobs).bench() as bench:
-                    modules = _try_build(row, bench, self.kernel)
+                    modules = _try_build(row, bench, self.kernel, both=suite.name in self.build)
                     if suite.name in self.install:
                         _try_install(row, bench, modules, self.cache / "install")
             else:
@@ -139,10 +141,12 @@ def _contents(root: Path) -> dict[str, bytes]:
     return found
 
 
-def _try_build(row: Row, bench: Bench, found: Kernel) -> tuple[Path, ...]:
+def _try_build(row: Row, bench: Bench, found: Kernel, *, both: bool) -> tuple[Path, ...]:
     """In a folder that is kept: what did not change is not compiled again."""
     row.cells["built"] = "FAILED"
-    built = bench.both()
+    built = bench.both() if both else bench.one()
+    if not both:
+        row.said.append("skipped: the build of nvidia.ko")
     row.cells["built"] = f"{built.seconds:.0f} s{' *' if built.kept else ''}"
     if built.kept:
         row.said.append("* compiled what had changed since the last time")

@@ -24,11 +24,18 @@ from faultinject.rig import Rig
 from faultinject.worker import Worker
 from mpsd import exporter
 from tests.support.libcudas import session_libraries
+from tests.support.long import only_long
 
 pytestmark = pytest.mark.timeout(150)
 DEADLINE_S = 90.0
 FAULTS = 2
 """Of one kind, one after the other: there and back again."""
+
+
+@pytest.fixture(autouse=True)
+def short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of steps that the programs do at a fault."""
+    monkeypatch.setattr("faultinject.failover.works.BLOCK_S", 0.4)
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +165,9 @@ def test_what_was_in_flight_may_be_lost_in_mode_keep(node: Node, libraries: Libr
 
 
 @pytest.mark.parametrize(
-    ("together", "works"), [(False, []), (True, []), (True, ["calls"])], ids=["apart", "servers", "programs"]
+    ("together", "works"),
+    [pytest.param(False, [], marks=only_long), (True, []), (True, ["calls"])],
+    ids=["apart", "servers", "programs"],
 )
 def test_a_report_of_what_is_done_is_there_before_the_end(
     libraries: Libraries, tmp_path: Path, together: bool, works: list[str]

@@ -22,6 +22,12 @@ pytestmark = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing here is judged by how long a step takes."""
+    monkeypatch.setattr("faultinject.proxy.pairs.BLOCK_S", 0.05)
+
+
 @pytest.fixture(scope="module")
 def libraries(tmp_path_factory: pytest.TempPathFactory) -> Libraries:
     return session_libraries(tmp_path_factory)

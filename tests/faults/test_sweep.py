@@ -12,12 +12,13 @@ import pytest
 
 from faultinject.sweep import Outcome, SweepPlan, effects_to_try, one
 from faultinject.verdict import Verdict
+from tests.support.long import of
 
 SEED = 11
-STEP = 1 if os.environ.get("MPSD_TEST_LONG") else 6
-"""Every N takes minutes; without it every sixth is tried."""
+STEP = of(1, 12)
+"""Every N takes minutes; without it every twelfth is tried."""
 BLOCK = 4 * STEP
-BLOCKS = 30 // STEP
+BLOCKS = max(30 // STEP, 4)
 """More than the script makes mpsd perform: the last blocks find no effect left."""
 
 

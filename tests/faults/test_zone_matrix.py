@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 
@@ -13,12 +12,13 @@ from faultinject.faults import REGISTRY, Fault, Hit
 from faultinject.matrix import Matrix, Plan
 from faultinject.stage import Options
 from tests.support.libcudas import Libraries, session_libraries
+from tests.support.long import LONG
 
-EVERY = bool(os.environ.get("MPSD_TEST_LONG"))
-# The stand-in driver has no grids: what fills the GPU is a kernel over more words; one kind of it is enough.
-ZONES = [
-    f for f in REGISTRY if f.kind in kinds.ZONE and (not f.fills_gpu or f.kind == "zone_past_end" or EVERY)
-]
+# The stand-in driver has no grids: what fills the GPU is a kernel over more words; one kind of it is enough,
+# as it is of one that lasts.
+ZONES = [f for f in REGISTRY if f.kind in kinds.ZONE]
+if not LONG:
+    ZONES = [f for f in ZONES if f.variant == "one" or f.kind in ("zone_past_end", "zone_freeze")]
 
 pytestmark = [
     pytest.mark.timeout(120),

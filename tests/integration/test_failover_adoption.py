@@ -17,13 +17,18 @@ def site() -> Iterator[Site]:
         yield started.start()
 
 
+def has_ended(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
+
+
 def ends(*pids: int) -> None:
     for pid in pids:
         process = psutil.Process(pid)
         process.kill()
-        until(
-            lambda process=process: not process.is_running() or process.status() == "zombie", "it has ended"
-        )
+        until(lambda process=process: has_ended(process), "it has ended")
 
 
 def goes_on(site: Site, program: Program) -> None:

@@ -28,6 +28,8 @@ from tests.support.simnode import (
 
 __all__ = ["backend", "domain", "second"]
 
+DOMAINS_ARE_NEW = True
+
 
 def test_who_has_no_context_is_not_ready_and_who_is_gone_is_not_found(backend: Backend) -> None:
     process = subprocess.Popen(["cat"], stdin=subprocess.PIPE)

@@ -23,6 +23,8 @@ from tests.support.simnode import (
 
 __all__ = ["backend", "domain", "second"]
 
+DOMAINS_ARE_NEW = True
+
 
 def test_commands_come_by_standard_input_or_as_arguments(domain: Domain) -> None:
     for text in ("get_default_active_thread_percentage", "get_default_active_thread_percentage\n"):

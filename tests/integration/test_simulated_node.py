@@ -34,6 +34,8 @@ from tests.support.simnode import (
 
 __all__ = ["backend", "domain", "second"]
 
+DOMAINS_ARE_NEW = True
+
 
 # -- a node that works ----------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from mpsd.linux import procfs
 from mpsd.vault import peer as vault_peer
 from mpsd.vault.wire import Kind, Message, Status, pack
 from tests.support import vaulting
+from tests.support.long import only_long
 from tests.support.site import OTHER_UID, ROOT, as_user, until
 from tests.support.vaultfixtures import LIMITS, alone, counted, held, place, store, vault
 from tests.support.vaulting import MemoryStore, RunningVault, VaultClient, memory
@@ -267,12 +268,8 @@ def test_what_is_kept_grows_old(place: Path, store: MemoryStore) -> None:
         until(lambda: not store.held and held(running) == [], "it was freed by its age")
 
 
-@pytest.mark.parametrize(
-    "count", [100, pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.timeout(300)])]
-)
+@pytest.mark.parametrize("count", [100, pytest.param(10_000, marks=[only_long, pytest.mark.timeout(300)])])
 def test_many_deaths_leave_nothing(place: Path, store: MemoryStore, count: int) -> None:
-    if count > 100 and os.environ.get("MPSD_TEST_LONG") != "1":
-        pytest.skip("minutes; MPSD_TEST_LONG=1 runs it")
     with RunningVault(place, store, LIMITS) as running:
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         command = [sys.executable, str(ROOT / "tests/support/vaulting.py"), str(place), str(count)]

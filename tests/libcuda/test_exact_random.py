@@ -4,7 +4,6 @@ is what they would have seen without a fault."""
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
@@ -19,6 +18,7 @@ from tests.support import moving
 from tests.support.alone import Alone, OneAtATime
 from tests.support.gate import Gate
 from tests.support.libcudas import DEADLINE_S, Libraries
+from tests.support.long import of
 from tests.support.moving import Post
 
 WORDS = 6
@@ -220,7 +220,7 @@ def steps(kinds: set[str]) -> st.SearchStrategy[list[Step]]:
 
 def examples(count: int) -> settings:
     return settings(
-        max_examples=1500 if os.environ.get("MPSD_TEST_LONG") else count,
+        max_examples=of(1500, count),
         deadline=None,
         derandomize=True,
         database=None,
@@ -232,21 +232,21 @@ LETS = st.lists(st.integers(0, 12), min_size=11, max_size=11)
 
 
 @pytest.mark.timeout(1200)
-@examples(12)
+@examples(5)
 @given(steps=steps(KINDS), lets=LETS)
 def test_what_is_seen_is_as_without_a_fault(programs: Programs, steps: list[Step], lets: list[int]) -> None:
     move_everywhere(programs, steps, lets)
 
 
 @pytest.mark.timeout(1200)
-@examples(10)
+@examples(4)
 @given(steps=steps(ROWS | WAITING_ROWS | {"add", "copy", "wait", "again"}), lets=LETS)
 def test_rows_are_as_without_a_fault(programs: Programs, steps: list[Step], lets: list[int]) -> None:
     move_everywhere(programs, steps, lets)
 
 
 @pytest.mark.timeout(1200)
-@examples(10)
+@examples(4)
 @given(
     steps=steps(WAITING_MAPPED | {"grow"} | {"add", "copy", "sum", "set", "out", "in_pinned", "wait"}),
     lets=LETS,
@@ -258,7 +258,7 @@ def test_what_the_program_maps_itself_is_as_without_a_fault(
 
 
 @pytest.mark.timeout(1200)
-@examples(12)
+@examples(5)
 @given(
     steps=steps({"add", "fill", "copy", "sum", "set", "host", "wait", "rows_set", "rows_copy"}),
     # What is saved first, and the words of that, have come.
@@ -287,8 +287,8 @@ def test_functions_of_the_host_that_run_while_the_old_context_is_cut_off_have_ru
         ("sum", 1, 1, 0, 0),
         ("set", 0, 0, 0, 3),
     ]
-    for lets in range(1, 8, 2):
-        for more in (3, 9):
+    for lets in range(1, 8, of(2, 3)):
+        for more in of((3, 9), (3,)):
             move_everywhere(programs, steps, [lets] * 5, more=[more] * 5)
 
 
@@ -320,7 +320,7 @@ def test_functions_of_the_host_work_on_what_is_copied_out_and_in(programs: Progr
     # What was copied in is used before it is written over.
     steps[9] = ("copy", 2, 3, 0, value)
     for at, inside in ((5, False), (5, True), (7, True), (8, True), (11, True), (12, False), (12, True)):
-        for lets in range(0, 24, 3 if at == 5 else 4):
+        for lets in range(0, 24, of(3 if at == 5 else 4, 8)):
             found = programs.one().run(steps, at, lets, inside=inside)
             assert found == model(steps), (at, inside, lets)
 
@@ -329,7 +329,7 @@ def test_functions_of_the_host_work_on_what_is_copied_out_and_in(programs: Progr
 def test_a_fault_while_it_is_done_again(programs: Programs, lets_again: int) -> None:
     adds: list[Step] = [("add", stream, buffer, 0, 3) for stream, buffer in ((0, 0), (1, 1), (1, 0), (2, 3))]
     steps: list[Step] = [("add", 0, 0, 0, 5), ("wait_all", 0, 0, 0, 0), *adds, ("look", 0, 0, 0, 0)]
-    for lets in range(0, 14, 3):
+    for lets in range(0, 14, of(3, 6)):
         found = programs.one().run_twice(steps, len(steps) - 1, 2, lets, lets_again)
         assert found == model(steps), lets
 
@@ -339,7 +339,7 @@ def test_what_is_written_in_part_before_it_is_written_whole(programs: Programs, 
     for buffer in (0, 2):
         steps: list[Step] = [("fill", 0, buffer, 0, 7), ("wait_all", 0, 0, 0, 0), (first, 1, buffer, 0, 5)]
         steps += [("add", 1, buffer, 0, 3), ("look", 0, 1, 0, 0)]
-        for lets in range(0, 14, 2):
+        for lets in range(0, 14, of(2, 4)):
             found = programs.one().run(steps, len(steps) - 1, lets, inside=False)
             assert found == model(steps), (buffer, lets)
 
@@ -348,6 +348,6 @@ def test_what_is_behind_a_function_that_did_not_run_has_not_ended(programs: Prog
     """A callback of the lost context comes behind it; the order of streams has proven what is before it."""
     steps: list[Step] = [("add", 0, 0, 0, 13), ("host", 3, 0, 0, 1), ("host_same", 0, 0, 0, 1)]
     steps.append(("host", 0, 0, 0, 42))
-    for lets in range(24):
+    for lets in range(0, 24, of(1, 3)):
         found = programs.one().run(steps, len(steps), lets, inside=False)
         assert found == model(steps), lets

@@ -142,7 +142,7 @@ def moves(
 
 
 @pytest.mark.timeout(600)
-@examples(40)
+@examples(16)
 @given(
     steps=st.lists(STEP, min_size=1, max_size=5),
     last=st.lists(STEP.filter(lambda step: step[0] not in WAITS), min_size=1, max_size=4),

@@ -1,4 +1,8 @@
-"""Fixtures of tests on a simulated node: `backend` for a module, `domain`, `second`, `third` for a test."""
+"""Fixtures of tests on a simulated node: `backend` for a module, `domain`, `second`, `third` for a test.
+
+A domain that a test has left as it was serves the next one of the file too, for its start and end is most of
+what a short test costs; not in a file that is about domains as such, which says so: DOMAINS_ARE_NEW.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +24,24 @@ from tests.support.simnode import (
     until,
 )
 
+_UNUSED: dict[str, list[Domain]] = {}
+"""By the control binary of their node."""
+
 
 @pytest.fixture(scope="module")
-def backend() -> Iterator[Backend]:
+def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
     """A node for this file. At its end no process of it is left."""
     with tempfile.TemporaryDirectory(prefix="simnode") as base:
         opened = open_simulated(Path(base) / "n", gpus=2)
+        unused: list[Domain] = []
+        if not getattr(request.module, "DOMAINS_ARE_NEW", False):
+            _UNUSED[str(opened.control_binary)] = unused
         try:
             yield opened
         finally:
+            for domain in unused:
+                _end(domain)
+            _UNUSED.pop(str(opened.control_binary), None)
             opened.devices.close()
             if opened.kernel_log is not None:
                 opened.kernel_log.close()
@@ -57,10 +70,21 @@ def third(backend: Backend) -> Iterator[Domain]:
 
 @contextmanager
 def _running(backend: Backend) -> Iterator[Domain]:
-    made = short_domain(backend)
+    unused = _UNUSED.get(str(backend.control_binary))
+    made = unused.pop() if unused else short_domain(backend)
     try:
-        made.start()
+        if made.control is None:
+            made.start()
         yield made
     finally:
-        made.close()
-        until(lambda: processes_of(str(made.base)) == [])
+        made.kill_clients()
+        if unused is not None and not made.extra and made.is_as_it_was():
+            (made.base / "p" / "gate").unlink(missing_ok=True)
+            unused.append(made)
+        else:
+            _end(made)
+
+
+def _end(domain: Domain) -> None:
+    domain.close()
+    until(lambda: processes_of(str(domain.base)) == [])

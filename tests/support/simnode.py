@@ -7,6 +7,7 @@ import json
 import os
 import select
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -19,6 +20,7 @@ from typing import TypeVar
 import psutil
 
 from mpsd.gpu.base import Backend
+from mpsd.gpu.simulated import packets, paths
 from mpsd.gpu.simulated.adapters import SimulatedDevices, SimulatedSpace
 from mpsd.linux import procfs
 from mpsd.model import ProcessInstance
@@ -149,7 +151,22 @@ class Domain:
                 stdout=log,
                 stderr=log,
             )
-        until(lambda: self.run("get_server_list")[0] == 0)
+        until(self._answers)
+
+    def _answers(self) -> bool:
+        try:
+            self.ask("get_server_list")
+        except OSError:
+            return False
+        return True
+
+    def ask(self, text: str) -> str:
+        """What the control daemon answers, without a front end. Raises OSError."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+            sock.settimeout(DEADLINE_S)
+            sock.connect(str(self.base / "p" / "control"))
+            sock.send(f"ui {text}".encode())
+            return sock.recv(1 << 16).decode().strip()
 
     def run(
         self, text: str, *, arguments: tuple[str, ...] = (), deadline_s: float = DEADLINE_S
@@ -179,18 +196,43 @@ class Domain:
         return client
 
     def server(self) -> int:
-        return int(until(lambda: self.say("get_server_list")))
+        return int(until(lambda: self.ask("get_server_list")))
 
     def status(self) -> str:
-        return self.say(f"get_server_status {self.server()}")
+        return self.ask(f"get_server_status {self.server()}")
+
+    def is_as_it_was(self, deadline_s: float = 0.5) -> bool:
+        """It is not harmed, and all who were in it have left, which shows a moment after their end."""
+        end = time.monotonic() + deadline_s
+        try:
+            while time.monotonic() < end:
+                servers = self.ask("get_server_list").split()
+                stand = [self._stand(int(server)) for server in servers]
+                if len(servers) > 1 or any(s["faulting"] or s["status"] != "ACTIVE" for s in stand):
+                    return False
+                if not any(s["clients"] for s in stand):
+                    return True
+                select.select([], [], [], 0.005)
+        except OSError:
+            pass
+        return False
+
+    def _stand(self, server: int) -> packets.Message:
+        """Raises OSError."""
+        with packets.connect(paths.gpu_socket(self.backend.control_environment[paths.SIM_DIR])) as sock:
+            return packets.call(sock, {"op": "server_info", "server": server})[0]
 
     @property
     def log(self) -> str:
         return (self.base / "control.log").read_text()
 
-    def close(self) -> None:
+    def kill_clients(self) -> None:
         for client in self.clients:
             client.kill()
+        self.clients.clear()
+
+    def close(self) -> None:
+        self.kill_clients()
         if self.control is not None:
             self.control.kill()
             self.control.wait(DEADLINE_S)

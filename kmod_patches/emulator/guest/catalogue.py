@@ -46,5 +46,5 @@ SETS = {
     "isolated": isolation.ISOLATED,
     "rig": misbehaving.RIG,
 }
-LONG = frozenset({"gpu-storms", "gpu-races", "gpu-failing"})
+LONG = frozenset({"stock", "gpu-stock", "gpu-storms", "gpu-races", "gpu-failing"})
 """Sets that CI has no time for."""

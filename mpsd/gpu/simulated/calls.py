@@ -209,7 +209,7 @@ class Calls:
     def _node_server_info(self, peer: Peer, message: Message) -> Answer:
         server = self._service.machine.servers.get(int(message["server"]))
         if server is None:
-            return {"error": 0, "status": None, "clients": []}, []
+            return {"error": 0, "status": None, "faulting": False, "clients": []}, []
         clients = [
             {
                 "pid": s.pid,
@@ -220,7 +220,8 @@ class Calls:
             }
             for s in server.spaces
         ]
-        return {"error": 0, "status": server.status, "clients": clients}, []
+        status = {"status": server.status, "faulting": server.faulting}
+        return {"error": 0, **status, "clients": clients}, []
 
     def _node_terminate(self, peer: Peer, message: Message) -> Answer:
         """Answers when it is done: {"result": 0}, or {"result": null} for a process that is no client."""
