@@ -14,6 +14,7 @@ import pytest
 from mpsd.core.vault import Limits, Quota
 from tests.support import moving
 from tests.support.libcudas import DEADLINE_S, Libraries, build_libraries, run
+from tests.support.long import of
 from tests.support.moving import Line, open_post
 from tests.support.site import until
 from tests.support.vaulting import MemoryStore, RunningVault
@@ -49,8 +50,14 @@ def start() -> list[str]:
     return fixed if can else []
 
 
-@pytest.mark.parametrize("vault", ["0", "1", "brought", "zones", "guarded", "far"])
-@pytest.mark.parametrize("program, how", [("sequence", "dlsym"), ("threads", "getproc")])
+VAULTS = ["0", "1", "brought", "zones", "guarded", "far"]
+THREADS = of(VAULTS, ["1", "guarded"])
+
+
+@pytest.mark.parametrize(
+    "program, how, vault",
+    [*(("sequence", "dlsym", vault) for vault in VAULTS), *(("threads", "getproc", v) for v in THREADS)],
+)
 def test_no_report(sanitized: Libraries, program: str, how: str, vault: str, vault_socket: str) -> None:
     chosen = {
         "brought": {"MPSD_VAULT_SOCKET": vault_socket},
