@@ -74,7 +74,7 @@ def at_work(
     if saved:
         # The kernel that saves it says so itself.
         gate.let(1)
-        until(lambda: gate.left() == 0)
+        until(gate.is_done)
 
 
 def lose(line: Line, gate: Gate, domain: Domain, keep: int = UNMAP) -> None:

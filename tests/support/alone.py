@@ -87,7 +87,7 @@ class Alone:
         `ahead`: all that it was let came before that, and what is done again is given there before any more.
         """
         if ahead:
-            until(lambda: self._gate.left() == 0)
+            until(self._gate.is_done)
             there.let(MANY)
         self._gate.keep(UNMAP)
         self._line_to.say(moving.MOVE, self.generation, again=1)

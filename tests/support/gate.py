@@ -23,10 +23,10 @@ class Gate:
     def __init__(self, folder: Path) -> None:
         folder.mkdir(exist_ok=True)
         path = folder / "gate"
-        path.write_bytes(struct.pack("=QQQQ", ANY, 0, 0, 0))
+        path.write_bytes(struct.pack("=QQQQQ", ANY, 0, 0, 0, 0))
         self.folder = folder
         with path.open("r+b") as file:
-            self._words = mmap.mmap(file.fileno(), 32)
+            self._words = mmap.mmap(file.fileno(), 40)
 
     def let(self, operations: int) -> None:
         """So many more, and then none."""
@@ -34,6 +34,10 @@ class Gate:
 
     def left(self) -> int:
         return int(struct.unpack("=Q", self._words[:8])[0])
+
+    def is_done(self) -> bool:
+        """All that was let has ended."""
+        return self.left() == 0 and self._words[32:] == bytes(8)
 
     def break_context(self) -> None:
         self._words[8:16] = struct.pack("=Q", LAUNCH_FAILED)
@@ -44,7 +48,7 @@ class Gate:
 
     def kept(self) -> int:
         """The call in which somebody was kept last."""
-        return int(struct.unpack("=Q", self._words[24:])[0])
+        return int(struct.unpack("=Q", self._words[24:32])[0])
 
     def close(self) -> None:
         self._words.close()

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT
 /*
- * For tests that have to know how far the GPU is: a file named gate in CUDA_MPS_PIPE_DIRECTORY has four words of 64
+ * For tests that have to know how far the GPU is: a file named gate in CUDA_MPS_PIPE_DIRECTORY has five words of 64
  * bits, shared with the test. How many more operations may begin (all ones: any number); what the context dies
- * of (0: nothing); in which calls threads are kept (the sum of GATE_...), and in which one is. Without the file
- * nothing is held.
+ * of (0: nothing); in which calls threads are kept (the sum of GATE_...), and in which one is; how many operations
+ * have begun and not ended. Without the file nothing is held.
  */
 #include <fcntl.h>
 #include <stdio.h>
@@ -14,7 +14,7 @@
 #include "standin.h"
 
 #define LOOK_NS 1000000
-#define WORDS 4
+#define WORDS 5
 
 static uint64_t *gate;
 
@@ -52,11 +52,21 @@ static bool pass(void)
 	return left != 0;
 }
 
+void gate_ended(void)
+{
+	if (gate)
+		__atomic_sub_fetch(gate + 4, 1, __ATOMIC_ACQ_REL);
+}
+
 /* Nobody says when the test opens the gate. */
 bool gate_lets(CUcontext context)
 {
+	/* Before it is let: who sees that all of them are sees this one. */
+	if (gate)
+		__atomic_add_fetch(gate + 4, 1, __ATOMIC_ACQ_REL);
 	if (context->broken || pass())
 		return true;
+	gate_ended();
 	wait_a_moment(LOOK_NS);
 	look_at(context);
 	return false;

@@ -38,6 +38,7 @@ extern char pipe_directory[];	/* what CUDA_MPS_PIPE_DIRECTORY was at cuInit; emp
 /* gate.c, under the lock */
 void gate_find(void);
 void gate_forget(void);
+void gate_ended(void);		/* one that was let */
 bool gate_lets(CUcontext context);	/* the next operation; false: it was waited for a while */
 CUresult gate_fault(void);
 

@@ -72,6 +72,7 @@ static void *work(void *argument)
 		if (!stream->first)
 			stream->last = NULL;
 		stream->completed = operation->number;
+		gate_ended();
 		free(operation->after);
 		free(operation);
 		pthread_cond_broadcast(&gpu_changed);
