@@ -50,7 +50,11 @@ def node(tmp_path: Path) -> Iterator[Node]:
     opened.close()
 
 
-@pytest.mark.parametrize("kind", ["store", "trap", "misaligned", "pbdma", "server_death", "drain", "endless"])
+@pytest.mark.parametrize(
+    "kind",
+    ["store", "trap", "server_death", "drain", "endless"]
+    + [pytest.param(kind, marks=only_long) for kind in ("misaligned", "pbdma")],
+)
 def test_no_program_is_lost(node: Node, libraries: Libraries, kind: str) -> None:
     with History() as history, Rig(node, "mpsd", history, settings=main_settings(libraries)) as rig:
         rounds = Rounds(rig, libraries, lambda _: None)
@@ -137,7 +141,7 @@ def test_a_fault_of_which_nothing_comes_is_told_from_one_that_nobody_saw(
     [
         ("store", "bindings_graphs"),
         ("trap", "bindings_copies"),
-        ("misaligned", "bindings_nodes"),
+        pytest.param("misaligned", "bindings_nodes", marks=only_long),
         ("trap", "bindings_segments"),
     ],
 )

@@ -13,6 +13,7 @@ from libcuda_build.emit import SPARE_NAME_ROOM, spare_name, write_sources
 from libcuda_build.header import Function, HeaderError, find_include, read_functions, version_of
 from libcuda_build.table import Plan, TableError, read_plan
 from tests.support.libcudas import run
+from tests.support.long import only_long
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +98,7 @@ def test_a_compiler_that_warns_is_no_obstacle(tmp_path: Path, monkeypatch: pytes
         build_standin(tmp_path / "out", strict=True)
 
 
+@only_long
 def test_a_compiler_that_cannot_compile_it_as_one_compiles_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -325,7 +325,7 @@ def test_functions_of_the_host_work_on_what_is_copied_out_and_in(programs: Progr
             assert found == model(steps), (at, inside, lets)
 
 
-@pytest.mark.parametrize("lets_again", range(0, 12, 2))
+@pytest.mark.parametrize("lets_again", of([0, 2, 4, 6, 8, 10], [0, 4, 8]))
 def test_a_fault_while_it_is_done_again(programs: Programs, lets_again: int) -> None:
     adds: list[Step] = [("add", stream, buffer, 0, 3) for stream, buffer in ((0, 0), (1, 1), (1, 0), (2, 3))]
     steps: list[Step] = [("add", 0, 0, 0, 5), ("wait_all", 0, 0, 0, 0), *adds, ("look", 0, 0, 0, 0)]
