@@ -10,7 +10,7 @@ from tests.libcuda.test_exact import EXACT, gate, move, next_gate
 from tests.libcuda.test_failover import Program, ask, break_domain, copies, is_ready, offer, post, stand_by
 from tests.libcuda.test_graphs import NON_BLOCKING, capture
 from tests.support import moving
-from tests.support.gate import BEGIN_CAPTURE, NODE, Gate
+from tests.support.gate import BEGIN_CAPTURE, END_CAPTURE, NODE, Gate
 from tests.support.moving import Line, Post
 from tests.support.simfixtures import backend, domain, second, third
 from tests.support.simnode import Domain, until
@@ -45,6 +45,9 @@ def test_it_is_not_captured_again_when_it_is_launched(
         next_gate.keep(BEGIN_CAPTURE)
         capture(ask)
         until(lambda: next_gate.kept() == BEGIN_CAPTURE)
+        # Past where it is kept from now on.
+        next_gate.keep(END_CAPTURE)
+        until(lambda: next_gate.kept() == END_CAPTURE)
         next_gate.keep(0)
         # It is there when the thread that made it hears of the next thing.
         assert ask("gpu.made('cuStreamCreate', 0) > 0") == "True"
