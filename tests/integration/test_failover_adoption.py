@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from tests.integration.test_daemon_failover import SETTINGS, active, all_ready, ready, said
-from tests.support.site import Program, Site, until
+from tests.support.site import Program, Site, alive, until
 
 
 @pytest.fixture
@@ -17,18 +17,10 @@ def site() -> Iterator[Site]:
         yield started.start()
 
 
-def has_ended(process: psutil.Process) -> bool:
-    try:
-        return bool(process.status() == psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return True
-
-
 def ends(*pids: int) -> None:
     for pid in pids:
-        process = psutil.Process(pid)
-        process.kill()
-        until(lambda process=process: has_ended(process), "it has ended")
+        psutil.Process(pid).kill()
+        until(lambda pid=pid: not alive(pid), "it has ended")
 
 
 def goes_on(site: Site, program: Program) -> None:

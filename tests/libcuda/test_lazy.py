@@ -14,6 +14,9 @@ from tests.support.simnode import Domain, until
 
 __all__ = ["ask", "backend", "copies", "domain", "post", "second"]
 
+# A standby that is not made yet has no server.
+DOMAINS_ARE_NEW = True
+
 
 @pytest.mark.parametrize(
     ("ask", "is_lazy"),
