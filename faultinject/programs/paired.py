@@ -4,7 +4,8 @@ at once with others.
 It says `imported` (or `lacking`, with what is not installed), does `begin` (set up and so many steps),
 `block` (so many timed steps, after the word `working`) as often as it is told, and `finish`: the digest of
 all its results. Where it has the proxy it does `round`, too: blocks past the proxy and through it; or it says
-`cannot`, and why, and has done nothing.
+`cannot`, and why, and has done nothing. Where its work consists of beats, `round` may be one step with many
+rounds of these.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 from faultinject.programs.device import BACKENDS
 from faultinject.programs.talk import Inbox, clock, identity, no_core_dumps, say
 from faultinject.proxy import past
-from faultinject.proxy.within import THROUGH
+from faultinject.proxy.within import THROUGH, counted, turns
 from faultinject.proxy.work import NAMES, Work
 from mpsd.errors import UnsupportedError
 
@@ -90,12 +91,38 @@ class Rounds:
         self._past.go(past=False)
         return blocks
 
+    def run_beats(self, order: Mapping[str, Any]) -> dict[str, Any]:
+        """One step, with so many `rounds` of beats in it, from number `first` on: what each block of these
+        took, and how long processors worked for it (`cpu`), in seconds."""
+        names = turns(int(order["first"]), int(order["rounds"]))
+        spent: list[float] = []
+        began: float | None = None
+
+        def between() -> None:
+            nonlocal began
+            if began is not None:
+                spent.append(time.process_time() - began)
+            at = len(spent)
+            self._past.go(past=at < len(names) and names[at] != THROUGH)
+            began = time.process_time()
+
+        take_beats(self._work)
+        come_between = self._work.come_between  # type: ignore[attr-defined]
+        come_between(between)
+        try:
+            self._work.step()
+        finally:
+            come_between(None)
+            self._past.go(past=False)
+        return {"times": counted(names, take_beats(self._work)), "cpu": counted(names, spent)}
+
 
 def serve(work: Work, inbox: Inbox, steps: int) -> None:
     """Begin, then do what is ordered until the end."""
     times = timed(work, steps)
     beats = len(take_beats(work))
-    say("begun", digest=digest(work), times=times[len(times) // 2 :], beats=beats / max(1, steps))
+    per_step, exchanges = beats / max(1, steps), hasattr(work, "come_between")
+    say("begun", digest=digest(work), times=times[len(times) // 2 :], beats=per_step, exchanges=exchanges)
     rounds: Rounds | None = None
     while True:
         order = inbox.wait()
@@ -111,7 +138,8 @@ def serve(work: Work, inbox: Inbox, steps: int) -> None:
                 except UnsupportedError as error:
                     say("cannot", text=str(error))
                     continue
-                say("round", blocks=rounds.run(order), functions=rounds.functions)
+                found = rounds.run_beats(order) if "rounds" in order else {"blocks": rounds.run(order)}
+                say("round", **found, functions=rounds.functions)
             case "finish":
                 say("finished", digest=digest(work))
             case _:

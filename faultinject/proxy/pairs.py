@@ -31,7 +31,7 @@ from faultinject.proxy.judge import (
     pace,
 )
 from faultinject.proxy.library import FAR_BYTES, MPSD_RUN, Libraries, read_stats
-from faultinject.proxy.within import THROUGH, Shape, order, paces, shape
+from faultinject.proxy.within import THROUGH, Shape, of_round, shape
 from faultinject.rig import Rig
 from faultinject.worker import Worker
 from mpsd.errors import DeadlineError, UnsupportedError, UsageError
@@ -82,6 +82,7 @@ class Member:
     within: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in BLOCKS})
     cpu: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in BLOCKS})
     functions: int = 0
+    beats: bool = False
     cannot: str = ""
     stats: Mapping[str, Any] | None = None
     failover: Mapping[str, Any] | None = None
@@ -94,7 +95,8 @@ class Member:
 
     def within_data(self) -> dict[str, Any]:
         """As the report has it: blocks past the proxy and through it, or why there are none."""
-        return {**self.within, "cpu": self.cpu, "functions": self.functions, "cannot": self.cannot}
+        facts = {"functions": self.functions, "cannot": self.cannot, "beats": self.beats}
+        return {**self.within, "cpu": self.cpu, **facts}
 
 
 class Group:
@@ -120,6 +122,7 @@ class Group:
         self.lack: str | None = None
         self._times: list[float] = []
         self._beats = 0.0
+        self._exchanges = False
 
     def _spawn(self, name: str, seed: int) -> Worker:
         service, libraries = self.rig.mpsd, self.libraries
@@ -220,6 +223,7 @@ class Group:
         member.stats = read_stats(member.worker.pid)
         self._times = self._times or said.data["times"]
         self._beats = self._beats or said.data["beats"]
+        self._exchanges = said.data["exchanges"]
 
     def _wait_ready(self, member: Member) -> None:
         """Until it has a standby, whose memory counts. Raises DeadlineError."""
@@ -246,7 +250,7 @@ class Group:
         return statistics.median(self._times) if self._times else BLOCK_S
 
     def _shape(self) -> Shape:
-        return shape(self._step_s(), self._beats, STEPS_MOST)
+        return shape(self._step_s(), self._beats, STEPS_MOST, exchanges=self._exchanges)
 
     def _most(self, steps: int) -> int:
         """The steps of a validated program take many times as long, and each is like the one before."""
@@ -264,18 +268,19 @@ class Group:
             self._block(member, form.of_round)
             return
         heard = member.worker.count("round", "cannot")
-        member.worker.tell("round", blocks=order(number), warm=form.warm, steps=form.steps)
+        member.beats = form.rounds > 0
+        member.worker.tell("round", **form.told(number))
         said = member.worker.must("round", "cannot", timeout=STEP_S, after=heard)
         if said.what == "cannot":
             member.cannot = str(said.data["text"])
             self._block(member, form.of_round)
             return
-        found = paces(said.data["blocks"], form)
-        for name, seconds in found.items():
-            member.within[name].append(seconds)
-            member.cpu[name].append(said.data["blocks"][name]["cpu"])
+        times, cpu = of_round(said.data)
+        for name in BLOCKS:
+            member.within[name] += times[name]
+            member.cpu[name] += cpu[name]
         member.functions = said.data["functions"]
-        member.blocks.append(found[THROUGH])
+        member.blocks.append(statistics.median(times[THROUGH]))
 
     def _finish(self, member: Member) -> None:
         if member.name in MODES:

@@ -223,6 +223,10 @@ _LEGEND = (
     "window when the program had come up; `-`: not measured."
 )
 _LEGEND_OF_BEATS = "{program}: in place of a step's time {beat}, the lowest tenth of each round."
+_LEGEND_OF_BLOCKS = (
+    "Within the process of {programs} a block is one of these times, of the second of two that go the same "
+    "way one after the other, with nothing in flight before and after it."
+)
 _LEGEND_OF_WITHIN = (
     "within: step time with calls through the proxy to that with calls past it, in blocks of one and the "
     "same process, one through and two past it in each round, and the range that holds half of the "
@@ -259,6 +263,9 @@ def markdown(data: Mapping[str, Any]) -> str:
     beats = {e["program"]: e["beat"] for e in data["programs"] or () if e.get("beat")}
     for program, beat in beats.items():
         lines += [_LEGEND_OF_BEATS.format(program=program, beat=beat), ""]
+    withins = {e["program"]: e.get("within") or {} for e in data["programs"] or ()}
+    if by_beats := [program for program, found in withins.items() if found.get("beats")]:
+        lines += [_LEGEND_OF_BLOCKS.format(programs=", ".join(by_beats)), ""]
     if not data["bars"]:
         lines += ["Time and memory are not judged here: this is no real GPU.", ""]
     if data["programs"] is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from faultinject.proxy.judge import (
     standard_error,
 )
 from faultinject.proxy.pairs import Rounds
-from faultinject.proxy.within import WARM_BEATS, Shape, order, paces, shape
+from faultinject.proxy.within import BEATS_EACH, Shape, counted, of_round, order, shape, turns
 from faultinject.verdict import Verdict
 from mpsd.errors import UsageError
 
@@ -158,21 +158,23 @@ def test_rounds_are_enough_when_both_medians_are_known_to_a_quarter_of_the_bar()
 
 
 @pytest.mark.parametrize(
-    ("step_s", "beats", "most", "found"),
+    ("step_s", "beats", "exchanges", "found"),
     [
         # Warm steps are a tenth of those that count, one at least.
-        (0.001, 0, 2000, Shape(10, 100, 0)),
-        (0.02, 0, 2000, Shape(1, 5, 0)),
-        (3.0, 0, 2000, Shape(1, 1, 0)),
-        (0.0, 0, 2000, Shape(200, 2000, 0)),
-        # A step with beats enough needs no other before it.
-        (0.2, BEATS_LEAST + WARM_BEATS, 2000, Shape(0, 1, WARM_BEATS)),
-        (0.2, BEATS_LEAST + WARM_BEATS - 1, 2000, Shape(1, 1, 0)),
+        (0.001, 0, False, Shape(10, 100)),
+        (0.02, 0, False, Shape(1, 5)),
+        (3.0, 0, False, Shape(1, 1)),
+        (0.0, 0, False, Shape(200, 2000)),
+        # A step with beats enough has rounds of these, where calls may be led another way between them.
+        (0.2, BEATS_LEAST, True, Shape(0, 1, BEATS_LEAST // 6)),
+        (0.2, 31, True, Shape(0, 1, 5)),
+        (0.05, 31, False, Shape(1, 2)),
+        (0.05, BEATS_LEAST - 1, True, Shape(1, 2)),
     ],
 )
-def test_which_steps_of_a_block_count(step_s: float, beats: float, most: int, found: Shape) -> None:
-    assert shape(step_s, beats, most) == found
-    assert found.of_round == 3 * (found.warm + found.steps)
+def test_which_steps_of_a_block_count(step_s: float, beats: float, exchanges: bool, found: Shape) -> None:
+    assert shape(step_s, beats, 2000, exchanges=exchanges) == found
+    assert found.of_round == (1 if found.rounds else 3 * (found.warm + found.steps))
 
 
 def test_no_block_is_always_the_first() -> None:
@@ -183,13 +185,32 @@ def test_no_block_is_always_the_first() -> None:
         assert {one[place] for one in rounds} == set(BLOCKS)
 
 
-def test_the_first_beats_after_an_exchange_do_not_count() -> None:
-    slow, beats = [9.0] * WARM_BEATS, [0.005] * BEATS_LEAST
-    blocks = {name: {"times": [1.0], "beats": slow + beats} for name in BLOCKS}
-    blocks["through"] = {"times": [1.0], "beats": slow + [2 * beat for beat in beats]}
-    assert paces(blocks, Shape(0, 1, WARM_BEATS)) == {"past": 0.005, "through": 0.01, "again": 0.005}
-    # Too few that are left: the steps count.
-    assert paces(blocks, Shape(0, 1, WARM_BEATS + 1))["through"] == 1.0
+def test_the_last_beat_of_a_block_counts_and_rounds_go_on_from_step_to_step() -> None:
+    assert BEATS_EACH == 2
+    assert turns(1, 2) == [
+        *("through", "through", "again", "again", "past", "past"),
+        *("again", "again", "past", "past", "through", "through"),
+    ]
+    assert turns(0, 4)[:6] == turns(3, 1) == ["past", "past", "through", "through", "again", "again"]
+    found = counted(turns(1, 2), [9.0, 1.0, 9.0, 2.0, 9.0, 3.0, 9.0, 4.0, 9.0, 5.0, 9.0, 6.0, 7.0])
+    assert found == {"past": [3.0, 5.0], "through": [1.0, 6.0], "again": [2.0, 4.0]}
+    # A round that did not come to its end has no share in it.
+    assert counted(turns(1, 2), [9.0, 1.0, 9.0, 2.0, 9.0, 3.0, 9.0, 4.0]) == {
+        "past": [3.0],
+        "through": [1.0],
+        "again": [2.0],
+    }
+
+
+def test_a_round_of_steps_counts_with_their_medians() -> None:
+    blocks = {name: {"times": [1.0, 5.0, 2.0], "cpu": 0.5} for name in BLOCKS}
+    blocks["through"] = {"times": [3.0], "cpu": 0.7}
+    assert of_round({"blocks": blocks}) == (
+        {"past": [2.0], "through": [3.0], "again": [2.0]},
+        {"past": [0.5], "through": [0.7], "again": [0.5]},
+    )
+    beats = {name: [0.1, 0.2] for name in BLOCKS}
+    assert of_round({"times": beats, "cpu": beats}) == (beats, beats)
 
 
 class Way:
@@ -240,6 +261,36 @@ def test_a_round_does_each_block_the_way_it_is_named_and_leaves_calls_with_the_p
     assert {len(found["times"]) for found in blocks.values()} == {2}
     assert all(found["cpu"] >= 0 for found in blocks.values())
     assert (way.is_past, rounds.functions, work.beats) == (False, 7, [])
+
+
+class Beats(Steps):
+    """Its steps have thirteen beats, each of which says whether calls went past the proxy in it."""
+
+    act: Callable[[], None] | None = None
+
+    def come_between(self, act: Callable[[], None] | None) -> None:
+        self.act = act
+
+    def step(self) -> None:
+        for number in range(14):
+            if number:
+                super().step()
+            if self.act:
+                self.act()
+
+
+def test_a_step_with_rounds_of_beats_leads_calls_another_way_between_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    way = Way()
+    monkeypatch.setattr("faultinject.proxy.past.find", lambda: way)
+    work = Beats(way)
+    rounds = paired.Rounds(work)
+    found = rounds.run_beats({"first": 1, "rounds": 2})
+    assert work.seen == [name != "through" for name in turns(1, 2)] + [False]
+    assert found["times"] == {"past": [1.0] * 2, "through": [0.0] * 2, "again": [1.0] * 2}
+    assert {len(spent) for spent in found["cpu"].values()} == {2}
+    assert (way.is_past, work.act, work.beats) == (False, None, [])
 
 
 def entry(found: Within | None, mode: str = "keep") -> dict[str, Any]:
@@ -304,6 +355,13 @@ def test_what_processors_worked_is_told_where_it_was_looked_at_and_judged_nowher
     assert [row[header.index("CPU within")] for row in rows] == ["2.500", "-"]
     assert "of all threads of the process" in reports.markdown(found)
     assert "CPU within" not in reports.table([other])[0]
+
+
+def test_a_report_says_of_which_programs_a_block_is_a_beat() -> None:
+    timed = entry(within(1.0))
+    assert "is one of these times" not in reports.markdown(report(timed))
+    timed["within"]["beats"] = True
+    assert "Within the process of generate a block is one of these times" in reports.markdown(report(timed))
 
 
 def test_a_report_without_such_rounds_does_not_speak_of_them() -> None:

@@ -5,7 +5,8 @@ by time, "" where they are. Every result is a function of the seed and the numbe
 
 A work whose steps are long, and the CPU's, is disturbed in each of them. Where they consist of like pieces,
 it has a list `beats` of how long each of these took (seconds), which whoever reads it clears, and BEAT says
-what they are; then PER_STEP is of a beat.
+what they are; then PER_STEP is of a beat. Its `come_between(act)` has `act` called before the first beat of
+each step and after every one, with nothing in flight, at no beat's expense; until it is given None.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -23,16 +23,25 @@ BEAT = "from one token to the next"
 
 
 class Pace(LogitsProcessor):  # type: ignore[misc]
-    """Changes no logits; notes how long each token takes, but for the first of a step."""
+    """Changes no logits; notes how long each token takes, but for the first of a step.
+
+    Where somebody comes `between` two of them, a token is over when its work is, and that time is nobody's.
+    """
 
     def __init__(self, beats: list[float]) -> None:
         self._beats = beats
         self.last: float | None = None
+        self.between: Callable[[], None] | None = None
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if self.between is not None:
+            wait()
         now = time.perf_counter()
         if self.last is not None:
             self._beats.append(now - self.last)
+        if self.between is not None:
+            self.between()
+            now = time.perf_counter()
         self.last = now
         return scores
 
@@ -74,6 +83,9 @@ class Generation:
         self.seen = torch.zeros(BATCH, WORDS, device=DEVICE)
         self.steps = 0
         wait()
+
+    def come_between(self, act: Callable[[], None] | None) -> None:
+        self._pace.between = act
 
     def step(self) -> None:
         self._pace.last = None
