@@ -107,12 +107,12 @@ class Rounds:
             began = time.process_time()
 
         take_beats(self._work)
-        come_between = self._work.come_between  # type: ignore[attr-defined]
-        come_between(between)
+        work: Any = self._work
+        work.come_between(self._past.settle, between)
         try:
-            self._work.step()
+            work.step()
         finally:
-            come_between(None)
+            work.leave()
             self._past.go(past=False)
         return {"times": counted(names, take_beats(self._work)), "cpu": counted(names, spent)}
 

@@ -163,8 +163,8 @@ def writable(maps: str, address: int) -> bool:
 class Past:
     """The words of one process. `targets`: the driver's function, by the address of its word."""
 
-    def __init__(self, proxy: ctypes.CDLL, targets: Mapping[int, int]) -> None:
-        self._proxy, self._targets = proxy, targets
+    def __init__(self, proxy: ctypes.CDLL, driver: ctypes.CDLL, targets: Mapping[int, int]) -> None:
+        self._proxy, self._driver, self._targets = proxy, driver, targets
         self._own: dict[int, int] = {}
 
     @property
@@ -184,7 +184,7 @@ class Past:
 
         Raises UnsupportedError where the driver cannot wait, or others have written the words meanwhile.
         """
-        self._wait()
+        _wait(self._proxy)
         if past == self.is_past:
             return
         if past:
@@ -198,10 +198,19 @@ class Past:
             _word(slot).value = own
         self._own = {}
 
-    def _wait(self) -> None:
-        code = self._proxy.cuCtxSynchronize()
-        if code:
-            raise UnsupportedError(f"calls cannot be led past the proxy: cuCtxSynchronize gave {code}")
+    def settle(self) -> None:
+        """Wait until nothing is in flight, past the proxy whichever way calls go: for a measured time to end
+        with the work, and without what the proxy would add to a wait that the program does not make.
+
+        Raises UnsupportedError where the driver cannot wait.
+        """
+        _wait(self._driver)
+
+
+def _wait(library: ctypes.CDLL) -> None:
+    code = library.cuCtxSynchronize()
+    if code:
+        raise UnsupportedError(f"calls cannot be led past the proxy: cuCtxSynchronize gave {code}")
 
 
 def _word(at: int) -> ctypes.c_uint64:
@@ -235,7 +244,7 @@ def find() -> Past:
         targets[slot] = target
     if not targets:
         raise UnsupportedError("the driver of this process has none of the functions that could go past")
-    return Past(proxy, targets)
+    return Past(proxy, driver, targets)
 
 
 def _loaded(name: str) -> ctypes.CDLL:

@@ -102,10 +102,12 @@ def table() -> ctypes.Array[ctypes.c_uint64]:
     return (ctypes.c_uint64 * 3)(11, 12, 13)
 
 
-def over(proxy: Proxy, table: ctypes.Array[ctypes.c_uint64], *targets: int) -> past.Past:
+def over(
+    proxy: Proxy, table: ctypes.Array[ctypes.c_uint64], *targets: int, driver: Proxy | None = None
+) -> past.Past:
     at = ctypes.addressof(table)
     words = {at + 8 * number: target for number, target in enumerate(targets)}
-    return past.Past(cast(ctypes.CDLL, proxy), words)
+    return past.Past(cast(ctypes.CDLL, proxy), cast(ctypes.CDLL, driver or Proxy()), words)
 
 
 def test_words_are_exchanged_and_put_back_after_a_wait_each_time(
@@ -120,6 +122,20 @@ def test_words_are_exchanged_and_put_back_after_a_wait_each_time(
         found.append((list(table), way.is_past, way.differing(), proxy.waits))
     own, given = [11, 12, 13], [21, 12, 13]
     assert found == [(own, False, 1, 1), (given, True, 0, 2), (given, True, 0, 3), (own, False, 1, 4)]
+
+
+def test_work_is_waited_for_past_the_proxy_whichever_way_calls_go(
+    table: ctypes.Array[ctypes.c_uint64],
+) -> None:
+    proxy, driver = Proxy(), Proxy()
+    way = over(proxy, table, 21, driver=driver)
+    way.settle()
+    way.go(past=True)
+    way.settle()
+    assert (proxy.waits, driver.waits) == (1, 2)
+    driver.code = 719
+    with pytest.raises(UnsupportedError, match="gave 719"):
+        way.settle()
 
 
 def test_what_the_proxy_has_there_is_what_comes_back(table: ctypes.Array[ctypes.c_uint64]) -> None:

@@ -224,6 +224,8 @@ class Way:
     def differing(self) -> int:
         return 0 if self.is_past else 7
 
+    def settle(self) -> None: ...
+
 
 class Steps:
     """A work that notes whether its calls went past the proxy in each step, and gives that as a beat."""
@@ -268,8 +270,12 @@ class Beats(Steps):
 
     act: Callable[[], None] | None = None
 
-    def come_between(self, act: Callable[[], None] | None) -> None:
+    def come_between(self, settle: Callable[[], None], act: Callable[[], None]) -> None:
+        assert settle == self.way.settle
         self.act = act
+
+    def leave(self) -> None:
+        self.act = None
 
     def step(self) -> None:
         for number in range(14):

@@ -126,6 +126,7 @@ def read_carried(path: Path, functions: Mapping[str, Function]) -> tuple[Carried
 def declarations(carried: Sequence[Carried], per_thread: Sequence[PerThread]) -> Iterator[str]:
     """Prototypes of what carry.c calls and src/failover defines."""
     yield f"#define MPSD_CARRIED {len(carried) + len(per_thread)}"
+    yield f"#define MPSD_PLAIN {len(_LAUNCHES)}"
     for one in carried:
         if _prefix(one) != "inner":
             yield f"CUresult {_prefix(one)}_{one.function.name}({_list(one.function)});"
@@ -138,6 +139,7 @@ def source(carried: Sequence[Carried], per_thread: Sequence[PerThread]) -> Itera
     yield '#include "exact/exact.h"'
     yield '#include "exact/order.h"'
     yield '#include "failover/carry.h"'
+    yield '#include "failover/plain.h"'
     yield '#include "launches.h"'
     for one in carried:
         yield f"{_begin(one)}({_list(one.function)})"
@@ -146,6 +148,8 @@ def source(carried: Sequence[Carried], per_thread: Sequence[PerThread]) -> Itera
         yield "}"
         if one.function.name in ASKED_OFTEN:
             yield from _ask_first_copy(one)
+        if one.function.name in _LAUNCHES:
+            yield from _launch_plainly(one)
     for own in per_thread:
         yield f"static CUresult carry_{own.function.name}({_list(own.function)})"
         yield "{"
@@ -154,6 +158,10 @@ def source(carried: Sequence[Carried], per_thread: Sequence[PerThread]) -> Itera
     yield "const struct mpsd_carried mpsd_carried[MPSD_CARRIED] = {"
     for function in (*(one.function for one in carried), *(own.function for own in per_thread)):
         yield f"\t{{ MPSD_{function.name}, (void *)carry_{function.name} }},"
+    yield "};"
+    yield "const struct mpsd_carried mpsd_plain[MPSD_PLAIN] = {"
+    for name in _LAUNCHES:
+        yield f"\t{{ MPSD_{name}, (void *)plain_{name} }},"
     yield "};"
 
 
@@ -231,7 +239,11 @@ def _body(one: Carried) -> Iterator[str]:
         if one.function.name in _LAUNCHES:
             yield f"\tmpsd_launches_fetch(MPSD_{one.function.name});"
             yield "\tmpsd_params_fetch(f);"
-        yield f"\tmpsd_work({stream});"
+            # A launch that went the short way first is begun.
+            yield "\tif (!mpsd_thread.works)"
+            yield f"\t\tmpsd_work({stream});"
+        else:
+            yield f"\tmpsd_work({stream});"
     yield "\tdo {"
     yield "\t\tmoves = mpsd_carry_enter();"
     if one.does.startswith("waits_"):
@@ -278,7 +290,8 @@ def _begin(one: Carried) -> str:
     name = one.function.name
     if name in ASKED_OFTEN:
         return f"MPSD_SELDOM static CUresult ask_{name}"
-    place = "MPSD_OF_A_LAUNCH " if name in _LAUNCHES else ""
+    # Out of line: it is the end of the short way, too.
+    place = "MPSD_OF_A_LAUNCH __attribute__((noinline)) " if name in _LAUNCHES else ""
     return f"{place}static CUresult carry_{name}"
 
 
@@ -292,6 +305,23 @@ def _ask_first_copy(one: Carried) -> Iterator[str]:
     yield f"\tif (__builtin_expect(atomic_load(&mpsd_moves) == 0, 1) && first({arguments}) == CUDA_SUCCESS)"
     yield "\t\treturn CUDA_SUCCESS;"
     yield f"\treturn ask_{name}({arguments});"
+    yield "}"
+
+
+def _launch_plainly(one: Carried) -> Iterator[str]:
+    """The short way (failover/plain.h), or that of all."""
+    name, arguments = one.function.name, ", ".join(_arguments(one, translate=False))
+    yield f"MPSD_OF_A_LAUNCH static CUresult plain_{name}({_list(one.function)})"
+    yield "{"
+    yield "\tCUresult result;"
+    yield ""
+    yield f"\tmpsd_launches_fetch(MPSD_{name});"
+    yield f"\tif (mpsd_plain_begin({_stream(one.function)})) {{"
+    yield f"\t\tresult = wrap_{name}({arguments});"
+    yield "\t\tif (mpsd_plain_is_over(result))"
+    yield "\t\t\treturn result;"
+    yield "\t}"
+    yield f"\treturn carry_{name}({arguments});"
     yield "}"
 
 

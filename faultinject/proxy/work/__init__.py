@@ -5,8 +5,9 @@ by time, "" where they are. Every result is a function of the seed and the numbe
 
 A work whose steps are long, and the CPU's, is disturbed in each of them. Where they consist of like pieces,
 it has a list `beats` of how long each of these took (seconds), which whoever reads it clears, and BEAT says
-what they are; then PER_STEP is of a beat. Its `come_between(act)` has `act` called before the first beat of
-each step and after every one, with nothing in flight, at no beat's expense; until it is given None.
+what they are; then PER_STEP is of a beat. With `come_between(settle, act)` each beat ends with what `settle`
+waits for, and `act` is called before the first one of each step and after every one, at no beat's expense;
+until `leave()`.
 """
 
 from __future__ import annotations

@@ -25,22 +25,24 @@ BEAT = "from one token to the next"
 class Pace(LogitsProcessor):  # type: ignore[misc]
     """Changes no logits; notes how long each token takes, but for the first of a step.
 
-    Where somebody comes `between` two of them, a token is over when its work is, and that time is nobody's.
+    Where somebody comes `between` two of them, a token is over when its work is (`settle`), and that time is
+    nobody's.
     """
 
     def __init__(self, beats: list[float]) -> None:
         self._beats = beats
         self.last: float | None = None
-        self.between: Callable[[], None] | None = None
+        self.between: tuple[Callable[[], None], Callable[[], None]] | None = None
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        if self.between is not None:
-            wait()
+        settle, act = self.between or (None, None)
+        if settle:
+            settle()
         now = time.perf_counter()
         if self.last is not None:
             self._beats.append(now - self.last)
-        if self.between is not None:
-            self.between()
+        if act:
+            act()
             now = time.perf_counter()
         self.last = now
         return scores
@@ -84,8 +86,11 @@ class Generation:
         self.steps = 0
         wait()
 
-    def come_between(self, act: Callable[[], None] | None) -> None:
-        self._pace.between = act
+    def come_between(self, settle: Callable[[], None], act: Callable[[], None]) -> None:
+        self._pace.between = settle, act
+
+    def leave(self) -> None:
+        self._pace.between = None
 
     def step(self) -> None:
         self._pace.last = None

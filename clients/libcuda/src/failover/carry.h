@@ -24,6 +24,7 @@ struct mpsd_carried {
 
 /* Generated. */
 extern const struct mpsd_carried mpsd_carried[MPSD_CARRIED];
+extern const struct mpsd_carried mpsd_plain[MPSD_PLAIN];	/* the short way (plain.h) of some of them */
 extern const char mpsd_thunks[];
 
 extern void *mpsd_inner[MPSD_SLOTS];	/* what carry_NAME() calls */
@@ -61,6 +62,9 @@ static inline CUresult mpsd_answered(CUresult result)
 
 /* After wrappers are installed, and before the program has a context. Once. */
 void mpsd_carry_install(void);
+
+/* The program has a context, and will not be exact: launches may go the short way. Once. */
+void mpsd_carry_plainly(void);
 
 static inline bool mpsd_is_forbidden(void)
 {
@@ -208,6 +212,19 @@ void mpsd_event_recorded(CUevent event, CUstream stream, uint64_t moves);
 void mpsd_event_reached(CUevent event);
 
 /* work.c: what may be in flight. */
+#define MPSD_SEVERAL_STREAMS UINT64_MAX
+
+struct mpsd_work_counts {
+	atomic_uint_least64_t begun, given;	/* to the driver */
+	atomic_uint_least64_t only;		/* the key of the stream that all of it went into; 0: none yet */
+};
+extern struct mpsd_work_counts mpsd_work_counts;
+
+static inline uint64_t mpsd_work_key(CUstream stream)
+{
+	return (uint64_t)(uintptr_t)(stream == CU_STREAM_LEGACY ? NULL : stream) + 1;
+}
+
 uint64_t mpsd_work_count(void);
 void mpsd_work(CUstream stream);
 void mpsd_work_given(void);	/* after each of those */

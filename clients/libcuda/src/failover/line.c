@@ -379,8 +379,7 @@ static void start(void)
 		return;
 	mode = mpsd_wish()->mode;
 	/* Before there is a thread that may be told otherwise. */
-	if (mode == MPSD_FAILOVER_EXACT)
-		mpsd_exact_start();
+	(mode == MPSD_FAILOVER_EXACT ? mpsd_exact_start : mpsd_carry_plainly)();
 	atomic_store(&wake, eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
 	if (atomic_load(&wake) < 0 || !mpsd_thread_start(run, NULL)) {
 		mpsd_exact_stop("no thread");

@@ -169,6 +169,13 @@ void *mpsd_opaque(unsigned int index)
 	return target;
 }
 
+static void install(const struct mpsd_carried *functions, unsigned int count)
+{
+	for (unsigned int i = 0; i < count; i++)
+		if (mpsd_real[functions[i].index])
+			__atomic_store_n(&mpsd_table[functions[i].index], functions[i].function, __ATOMIC_RELEASE);
+}
+
 void mpsd_carry_install(void)
 {
 	mpsd_first_tables = atomic_load(&mpsd_tables_now);
@@ -177,10 +184,12 @@ void mpsd_carry_install(void)
 	for (unsigned int i = 0; i < MPSD_SLOTS; i++)
 		if (mpsd_real[i])
 			__atomic_store_n(&mpsd_table[i], (void *)(mpsd_thunks + (size_t)16 * i), __ATOMIC_RELEASE);
-	for (unsigned int i = 0; i < MPSD_CARRIED; i++)
-		if (mpsd_real[mpsd_carried[i].index])
-			__atomic_store_n(&mpsd_table[mpsd_carried[i].index], mpsd_carried[i].function,
-					 __ATOMIC_RELEASE);
+	install(mpsd_carried, MPSD_CARRIED);
+}
+
+void mpsd_carry_plainly(void)
+{
+	install(mpsd_plain, MPSD_PLAIN);
 }
 
 /* In a forked child no move will end. */

@@ -11,26 +11,20 @@
 #include "failover/carry.h"
 #include "failover/graph.h"
 #include "failover/line.h"
+#include "failover/plain.h"
 #include "window.h"
 
-#define SEVERAL UINT64_MAX
-
-static MPSD_WRITTEN_OFTEN atomic_uint_least64_t begun, given, ended;
+MPSD_WRITTEN_OFTEN struct mpsd_work_counts mpsd_work_counts;
+static MPSD_WRITTEN_OFTEN atomic_uint_least64_t ended;
 static atomic_uint_least64_t held;	/* of those begun and not given: they wait for the end of a move */
-static MPSD_WRITTEN_OFTEN atomic_uint_least64_t only;	/* 1 + the stream; 0: none yet */
 static atomic_bool lost, is_lost_for_good, several_contexts;
 
 /* What a wait that begins now may prove; 0: nothing. */
 uint64_t mpsd_work_count(void)
 {
-	uint64_t there = atomic_load(&given);
+	uint64_t there = atomic_load(&mpsd_work_counts.given);
 
-	return atomic_load(&begun) == there ? there : 0;
-}
-
-static uint64_t key(CUstream stream)
-{
-	return (uint64_t)(uintptr_t)(stream == CU_STREAM_LEGACY ? NULL : stream) + 1;
+	return atomic_load(&mpsd_work_counts.begun) == there ? there : 0;
 }
 
 static MPSD_SELDOM void more(uint64_t stream)
@@ -38,10 +32,10 @@ static MPSD_SELDOM void more(uint64_t stream)
 	uint64_t none = 0;
 
 	/* One handle for as many streams as there are threads. */
-	if (stream == key(CU_STREAM_PER_THREAD))
+	if (stream == mpsd_work_key(CU_STREAM_PER_THREAD))
 		mpsd_line_opaque("CU_STREAM_PER_THREAD");
-	if (!atomic_compare_exchange_strong(&only, &none, stream) && none != stream)
-		atomic_store(&only, SEVERAL);
+	if (!atomic_compare_exchange_strong(&mpsd_work_counts.only, &none, stream) && none != stream)
+		atomic_store(&mpsd_work_counts.only, MPSD_SEVERAL_STREAMS);
 }
 
 #define LINE 64
@@ -80,23 +74,33 @@ MPSD_OF_A_LAUNCH void mpsd_work(CUstream stream)
 	/* It is done when the graph is launched. */
 	if (__builtin_expect(mpsd_capturing(), 0) && mpsd_is_in_capture_outside(stream))
 		return;
-	if (__builtin_expect(atomic_load_explicit(&only, memory_order_relaxed) != key(stream), 0))
-		more(key(stream));
+	if (__builtin_expect(atomic_load_explicit(&mpsd_work_counts.only, memory_order_relaxed) != mpsd_work_key(stream), 0))
+		more(mpsd_work_key(stream));
 	mpsd_thread.works = true;
-	atomic_fetch_add(&begun, 1);
+	atomic_fetch_add(&mpsd_work_counts.begun, 1);
 }
 
 MPSD_OF_A_LAUNCH void mpsd_work_given(void)
 {
 	if (__builtin_expect(mpsd_thread.works, 1))
-		atomic_fetch_add(&given, 1);
+		atomic_fetch_add(&mpsd_work_counts.given, 1);
 	mpsd_thread.works = false;
 	mpsd_exact_given();
 }
 
+/* A launch that went by the short way: whether it is over, and has failed. Where it is to be given again, that is begun. */
+MPSD_SELDOM bool mpsd_work_has_failed(CUresult result)
+{
+	mpsd_thread.works = true;
+	if (mpsd_carry_again(result, 0))
+		return false;
+	mpsd_work_given();
+	return true;
+}
+
 void mpsd_work_given_late(void)
 {
-	atomic_fetch_add(&given, 1);
+	atomic_fetch_add(&mpsd_work_counts.given, 1);
 }
 
 void mpsd_work_held(bool is)
@@ -111,9 +115,9 @@ void mpsd_work_held(bool is)
  */
 bool mpsd_work_rests(void)
 {
-	uint64_t waits = atomic_load(&held), there = atomic_load(&given);
+	uint64_t waits = atomic_load(&held), there = atomic_load(&mpsd_work_counts.given);
 
-	return atomic_load(&begun) == there + waits;
+	return atomic_load(&mpsd_work_counts.begun) == there + waits;
 }
 
 void mpsd_work_several(void)
@@ -142,19 +146,19 @@ void mpsd_waited_for_all(CUresult result, uint64_t moves, uint64_t work)
 
 void mpsd_waited(CUresult result, uint64_t moves, CUstream stream, uint64_t work)
 {
-	if (atomic_load(&only) == key(stream))
+	if (atomic_load(&mpsd_work_counts.only) == mpsd_work_key(stream))
 		mpsd_waited_for_all(result, moves, work);
 }
 
 /* What is on its way to the driver is held, and comes to the next copy. */
 void mpsd_work_ended(void)
 {
-	proven(atomic_load(&given));
+	proven(atomic_load(&mpsd_work_counts.given));
 }
 
 bool mpsd_work_lost(void)
 {
-	bool is = atomic_load(&begun) != atomic_load(&ended);
+	bool is = atomic_load(&mpsd_work_counts.begun) != atomic_load(&ended);
 
 	if (is)
 		atomic_store(&lost, true);
