@@ -49,10 +49,10 @@ SIDES = ("plain", "again", *MODES)
 FIRST_STEPS = 12
 BLOCK_S = 0.3
 STEPS_MOST = 2000
-UP_S = 90.0
-STEP_S = 60.0
-VALIDATED_TIMES = 8
-VALIDATED_STEPS = 4
+UP_S, STEP_S = 90.0, 60.0
+ROUNDS_SHARE = 0.85
+"""Of the deadline: after that no round is begun, where there were enough, for the rest to come to its end."""
+VALIDATED_TIMES, VALIDATED_STEPS = 8, 4
 SPARE_S = READY_S = 20.0
 LEAST_MEMORY = 1 << 20
 
@@ -151,8 +151,8 @@ class Group:
             f"{self.work}-{name}", "paired", *arguments, environment=environment, through=through
         )
 
-    def run(self) -> None:
-        """All of it, once they are imported. Failures of a member are its own."""
+    def run(self, until: float) -> None:
+        """All of it, once they are imported, rounds until then. Failures of a member are its own."""
         if self.lack is not None:
             return
         for member in self.members.values():
@@ -161,7 +161,7 @@ class Group:
         steps = form.of_round if form else self._steps()
         names = list(self.members)
         for number in range(self.rounds.most):
-            if number >= self.rounds.least and self._is_settled():
+            if number >= self.rounds.least and (self._is_settled() or clock() > until):
                 break
             # Nobody is always the first of a round.
             turn = number % len(names)
@@ -394,7 +394,7 @@ def _under_deadline(group: Group, deadline_s: float) -> None:
     watchdog.daemon = True
     watchdog.start()
     try:
-        group.run()
+        group.run(clock() + ROUNDS_SHARE * deadline_s)
     finally:
         watchdog.cancel()
         group.end()
