@@ -95,6 +95,7 @@ class Performer:
             fx.HaveTurn: hands.failover.have_turn,
             fx.GiveMemory: hands.failover.give,
             fx.HaveMemory: hands.failover.have_memory,
+            fx.LeaveOut: lambda e: hands.work.leave_out(e.process, anew=e.anew, start=e.start, end=e.end),
             fx.RecordFailover: self._record_failover,
             fx.Publish: self._publish,
             fx.Answer: lambda e: hands.bulletin.answer(e.request, e.ok, e.data),

@@ -31,6 +31,8 @@ YOUNG_STEP_S = 0.02
 # One without a context may get it, and launch, at any time: what was not seen by its death is not known.
 EMPTY_STEP_S = 0.05
 CLOSE_S = 5.0
+MOST_LEFT = 64
+"""Spans of one process that are left out."""
 # A look that hangs goes on when the sweep gives it up: nothing is lost, and the others wait for less.
 PATIENCE_S = 0.1
 NOT_NOTED = "areas of a client are not noted"
@@ -61,6 +63,7 @@ class WorkWatch:
         self._lives: dict[ClientId, _Life] = {}
         self._tasks = Tasks(post)
         self._pending: dict[ClientId, str] = {}
+        self._spans: dict[ProcessInstance, list[tuple[int, int]]] = {}
         self._looks = Looks("work", of_one=1)
         self._sweep: Sweep[_Life, Exception | None] = Sweep("areas", PATIENCE_S)
 
@@ -102,7 +105,20 @@ class WorkWatch:
         for client in clients:
             self.forget(client)
             self._lives[client] = life
+            if left := self._spans.get(client.process):
+                view.leave_out(left)
         return life
+
+    def leave_out(self, process: ProcessInstance, *, anew: bool, start: int, end: int) -> None:
+        """Bytes [start, end) of its are a context's that it has left, whatever lies there says of its work;
+        `anew`: and those from before no longer. Of a process that is not followed: nothing."""
+        views = {life.view for client, life in self._lives.items() if client.process == process}
+        left = [] if anew else self._spans.get(process, [])
+        if not views or len(left) == MOST_LEFT:
+            return
+        self._spans[process] = left + [(start, end)] * (start < end)
+        for view in views:
+            view.leave_out(self._spans[process])
 
     def fds(self, client: ClientId) -> Mapping[str, int]:
         """The descriptors to store with a lease; none for a client that is not followed."""
@@ -210,6 +226,8 @@ class WorkWatch:
         life.clients.discard(client)
         if not life.clients:
             self._tasks.spawn(self._close(life))
+        if all(other.process != client.process for other in self._lives):
+            self._spans.pop(client.process, None)
 
     async def _close(self, life: _Life) -> None:
         """A look may be under way in a thread: the view is closed after it."""

@@ -268,6 +268,17 @@ class HaveMemory:
 
 
 @dataclass(frozen=True, slots=True)
+class LeaveOut:
+    """Where a process's work is looked for, leave out bytes [start, end): its old context's. `anew`: and
+    those that were left out before no longer. None where start and end are equal."""
+
+    process: ProcessInstance
+    anew: bool
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
 class RecordFailover:
     """Write a record of a fail-over (or a new revision of it) to the journal and the event stream."""
 
@@ -298,6 +309,7 @@ Effect = (
     | LookAtFrozen
     | Record
     | Word
+    | LeaveOut
     | RecordFailover
     | Publish
     | Answer

@@ -149,6 +149,7 @@ _HANDLERS: Mapping[type, Callable[[Draft, Any], None]] = {
     mev.MemberShort: giving.on_short,
     mev.MemberGave: giving.on_gave,
     mev.MemberLooked: whose.on_looked,
+    mev.MemberPages: members.on_pages,
     ev.CopiesSeen: members.on_copies,
     ev.Counted: _on_counted,
     ev.TimerFired: _on_timer,

@@ -131,6 +131,17 @@ class MemberLooked:
 
 
 @dataclass(frozen=True, slots=True)
+class MemberPages:
+    """Pages [start, end) that a copy of the driver which it has left shared with the GPU; none where these
+    are equal. `anew`: those said before are no more."""
+
+    process: ProcessInstance
+    anew: bool
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
 class MemberDone:
     """It has had its turn, or has given it up (`missing`), in the domain of this generation."""
 
@@ -161,6 +172,7 @@ MemberEvent = (
     | MemberError
     | MemberMoved
     | MemberLooked
+    | MemberPages
     | MemberDone
     | MemberStayed
 )

@@ -8,7 +8,7 @@ from mpsd.core import domains, failover, fates, giving, leases, turns, whose
 from mpsd.core import events as ev
 from mpsd.core import memberevents as mev
 from mpsd.core.draft import Draft
-from mpsd.core.effects import AskServer, HaveTurn, StandDown, Welcome
+from mpsd.core.effects import AskServer, HaveTurn, LeaveOut, StandDown, Welcome
 from mpsd.core.lifecycle import DomainTrigger
 from mpsd.core.standby import OFFERED, OPAQUE_KEPT, Member, Outcome, Standing, Turn
 from mpsd.core.state import SERVING, Client, ClientState, DomainState
@@ -349,3 +349,9 @@ def on_copies(draft: Draft, event: ev.CopiesSeen) -> None:
         failover.refresh_all(draft)
         for home in tuple(draft.state.domains):
             turns.go_on(draft, home)
+
+
+def on_pages(draft: Draft, event: mev.MemberPages) -> None:
+    """Kernels that were lost with its old context say there for good that they run. A claim about itself,
+    maybe its last one: who wants to be taken for ended can wipe what they say as well."""
+    draft.emit(LeaveOut(event.process, event.anew, event.start, event.end))

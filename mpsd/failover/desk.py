@@ -108,7 +108,7 @@ class FailoverDesk:
 
     def welcome(self, effect: fx.Welcome) -> None:
         knows = int(effect.mode is not FailoverMode.OFF)
-        values = (int(self._lazy), knows, knows)
+        values = (int(self._lazy), knows, knows, knows)
         self._door.tell(effect.process, Message(Kind.WELCOME, effect.mode, values=values))
 
     def offer(self, effect: fx.OfferStandby) -> None:

@@ -267,6 +267,8 @@ def _event(visit: Visit, message: Message) -> ev.Event:
             if values[0] not in set(Whose):
                 raise Refused("whose")
             return mev.MemberLooked(process, generation, Whose(values[0]))
+        case Kind.LEFT:
+            return mev.MemberPages(process, bool(values[0]), values[1], values[2])
         case Kind.OWN_ERROR:
             return mev.MemberError(process, values[0])
         case Kind.MOVED:

@@ -37,6 +37,7 @@ class Kind(IntEnum):
     SHORT = 10
     GAVE = 11
     LOOKED = 12
+    LEFT = 13
     WELCOME = 65
     STANDBY = 66
     STAND_DOWN = 67

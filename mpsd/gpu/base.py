@@ -97,6 +97,10 @@ class WorkView(Protocol):
         """While the client lives, from time to time: learn where to look."""
         ...
 
+    def leave_out(self, spans: Sequence[tuple[int, int]]) -> None:
+        """Pages, from and to, of a context that it has left: what they say of its work is not so."""
+        ...
+
     def pending(self) -> str | None:
         """What has not ended yet; empty when everything has; None when this machine cannot tell.
 

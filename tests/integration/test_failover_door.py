@@ -101,6 +101,7 @@ def test_what_is_said_becomes_events_of_the_very_process(door: RunningDoor) -> N
     speaker.say(Kind.MOVED, generation=2, values=(1, 2, 3, 4, 5))
     speaker.say(Kind.MOVED, generation=2, values=(1, 2, 3, 700, 5, 1))
     speaker.say(Kind.MOVED, generation=2, values=(1, 2, 3, 700, 5, 2 + 40))
+    speaker.say(Kind.LEFT, values=(1, 4096, 8192))
     speaker.say(Kind.STAYED, generation=2, text="why")
     wanted = [
         mev.MemberCame(ME, os.getuid(), FailoverMode.EXACT),
@@ -111,6 +112,7 @@ def test_what_is_said_becomes_events_of_the_very_process(door: RunningDoor) -> N
         mev.MemberMoved(ME, 2, 1, 2, 3, 4, 5),
         mev.MemberMoved(ME, 2, 1, 2, 3, 0, 5, waits=True, takes_ns=700),
         mev.MemberMoved(ME, 2, 1, 2, 3, 0, 5, waits=True, takes_ns=700, new_s=0.04),
+        mev.MemberPages(ME, True, 4096, 8192),
         mev.MemberStayed(ME, 2, "why"),
     ]
     until(lambda: door.look(lambda: list(door.events)) == wanted, "all was heard")

@@ -427,6 +427,34 @@ def test_a_daemon_that_comes_back_finds_the_standby(
     assert post.accept().hear(moving.HELLO).generation == 7
 
 
+def test_a_daemon_that_takes_it_hears_which_pages_are_those_of_copies_that_were_left(
+    domain: Domain, second: Domain, post: Post, ask: Program, copies: Path
+) -> None:
+    """The stand-in shares none with the GPU: that is said, after a move and when a copy is there no more."""
+    line, homes = post.greet(left=True), (domain, second)
+    ask("m = gpu.memory(8 << 20); gpu.sync()")
+
+    def says_none() -> bool:
+        return line.hear(moving.LEFT).values[:3] == (1, 0, 0)
+
+    stand_by(line, second, copies, 1)
+    move(line, 1)
+    assert says_none()
+    line.close()
+    line = post.greet(left=True)
+    assert says_none()
+    stand_by(line, homes[0], copies, 2)
+    move(line, 2)
+    assert says_none() and says_none()
+    # One that does not take it hears nothing of it.
+    line.close()
+    line = post.greet()
+    stand_by(line, second, copies, 3)
+    move(line, 3)
+    assert ask("[gpu.run('add', m, 8, 1), gpu.sync(), gpu.word(m)]") == "[0, 0, 1]"
+    assert line.is_silent() and ask.end() == ""
+
+
 @both
 def test_a_planned_move_out_of_a_lost_context_is_told(
     domain: Domain, second: Domain, post: Post, ask: Program, copies: Path

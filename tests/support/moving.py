@@ -15,7 +15,8 @@ from pathlib import Path
 from tests.support.simnode import until
 
 MAGIC, VERSION = 0x726F6C66, 1
-HELLO, READY, UNREADY, OPAQUE, OWN_ERROR, MOVED, STAYED, DONE, UNSURE, SHORT, GAVE, LOOKED = range(1, 13)
+HELLO, READY, UNREADY, OPAQUE, OWN_ERROR, MOVED, STAYED, DONE, UNSURE = range(1, 10)
+SHORT, GAVE, LOOKED, LEFT = range(10, 14)
 WELCOME, STANDBY, STAND_DOWN, MOVE, TURN, FENCED, GIVE, ROOM = range(65, 73)
 _LAYOUT = struct.Struct("=IHHIIQ6Q112s128s")
 KEEP, EXACT = 1, 2
@@ -51,12 +52,13 @@ class Line:
         lazy: bool = False,
         short: bool = False,
         look: bool = False,
+        left: bool = False,
         value: int = 0,
         number: int = 0,
     ) -> None:
-        """`planned` and `again`: of a MOVE; `lazy`, `short` and `look`: of a WELCOME; `value`: of a GIVE or
-        ROOM, and `number`: of a ROOM."""
-        values = (int(planned or lazy or value), int(again or short or number), int(look), *[0] * 3)
+        """`planned` and `again`: of a MOVE; `lazy`, `short`, `look`, `left`: of a WELCOME; `value`: of a GIVE
+        or ROOM, and `number`: of a ROOM."""
+        values = (int(planned or lazy or value), int(again or short or number), int(look), int(left), 0, 0)
         words = (path.encode(), text.encode())
         self._sock.send(_LAYOUT.pack(MAGIC, VERSION, kind, self.mode, 0, generation, *values, *words))
 
@@ -114,13 +116,21 @@ class Post:
         self._lines.append(line)
         return line
 
-    def greet(self, mode: int = KEEP, *, lazy: bool = False, short: bool = False, look: bool = False) -> Line:
-        """The next program, which has said HELLO and is granted that mode. `short`, `look`: it may say SHORT,
-        and LOOKED."""
+    def greet(
+        self,
+        mode: int = KEEP,
+        *,
+        lazy: bool = False,
+        short: bool = False,
+        look: bool = False,
+        left: bool = False,
+    ) -> Line:
+        """The next program, which has said HELLO and is granted that mode. `short`, `look`, `left`: it may
+        say SHORT, LOOKED, and LEFT."""
         line = self.accept()
         line.mode = mode
         line.hear(HELLO)
-        line.say(WELCOME, lazy=lazy, short=short, look=look)
+        line.say(WELCOME, lazy=lazy, short=short, look=look, left=left)
         # It is in the mode that it wished until it has read that.
         until(line.is_read)
         return line

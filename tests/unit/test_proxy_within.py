@@ -1,4 +1,7 @@
-"""Rounds within a process: which steps count, what is said of their ratios, and how the report tells it."""
+"""Rounds within a process: which steps count, what is said of their ratios, and how the report tells it.
+
+Long because what is counted, judged and told is tried on the same made-up rounds.
+"""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import pytest
 from mpsd import procs
 from mpsd.errors import UnsupportedError
 from mpsd.gpu.nvidia import work
-from mpsd.gpu.nvidia.semaphores import Area
+from mpsd.gpu.nvidia.semaphores import BUSY, Area, Signs
 from mpsd.gpu.nvidia.work import NvidiaWork, areas_noted, record_of
 from mpsd.model import ProcessInstance
 
@@ -213,6 +213,49 @@ def test_areas_that_cannot_be_read_while_their_client_lives_tell_nothing_of_it_w
     assert view.pending() is None and adopted.pending() is None
     for one in (view, adopted):
         one.close()
+
+
+def noted(view: work.ProcessWork) -> list[Area] | None:
+    return areas_noted(os.pread(view.fds["areas"], 1 << 16, 0))
+
+
+@pytest.mark.usefixtures("readable")
+def test_pages_of_a_context_that_was_left_are_left_out_until_they_are_not_named_any_more(
+    child: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The one in use has the next pages; what is named may lie around, and in part of, what is mapped.
+    old, new, half = Area(1 << 21, 2 << 21), Area(2 << 21, 3 << 21), Area(5 << 21, 7 << 21)
+    monkeypatch.setattr(work, "areas", lambda rows: [old, new, half])
+    view = NvidiaWork().open(instance(child), -1)
+    assert noted(view) == [old, new, half]
+    view.leave_out([(1 << 20, 2 << 21), (5 << 21, 6 << 21)])
+    assert noted(view) == [new, half]
+    view.refresh()
+    assert noted(view) == [new, half]
+    view.leave_out([])
+    view.refresh()
+    assert noted(view) == [old, new, half]
+    view.close()
+
+
+@pytest.mark.usefixtures("readable")
+def test_what_it_says_last_counts_though_its_commands_were_read(
+    child: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(work, "areas", lambda rows: FEW)
+    view = NvidiaWork().open(instance(child), -1)
+    changed(view)
+    view.refresh()
+    child.kill()
+    child.wait()
+    mark = FEW[0].start + 64
+    signs = Signs({mark}, {}, understood=True)
+    monkeypatch.setattr(view, "_scan", lambda: signs)
+    monkeypatch.setattr(view, "_word", lambda address: BUSY)
+    assert view.pending() == f"kernel {mark:#x}"
+    view.leave_out([(FEW[0].start, FEW[0].end)])
+    assert [view.pending(), view.pending()] == ["looking once more", ""]
+    view.close()
 
 
 @pytest.mark.usefixtures("readable")

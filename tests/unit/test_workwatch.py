@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Collection, Coroutine, Mapping
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -33,6 +33,7 @@ class View:
         self.closed = self.refreshed = self.inside = 0
         self.closed_inside = self.twice_at_a_time = False
         self.left: str | None = ""
+        self.left_out: list[tuple[int, int]] | None = None
         self.located = True
         self.looks = 0
         self.error: Exception | None = None
@@ -51,6 +52,9 @@ class View:
         self.inside -= 1
         if self.error is not None:
             raise self.error
+
+    def leave_out(self, spans: Sequence[tuple[int, int]]) -> None:
+        self.left_out = list(spans)
 
     def pending(self) -> str | None:
         self.looks += 1
@@ -238,6 +242,34 @@ def test_two_domains_of_one_process_are_told_of_one_by_one() -> None:
         desk.watch.watch(FIRST)
         await until(lambda: len(desk.told) == 2)
         assert desk.ended() == [other, FIRST]
+
+    at_a_desk(play)
+
+
+def test_what_a_process_has_left_is_left_out_by_all_views_of_it_until_nobody_follows_it() -> None:
+    other = ClientId("d2", PROCESS)
+
+    async def play(desk: Desk) -> None:
+        stranger = ProcessInstance(11, 1)
+        desk.watch.leave_out(PROCESS, anew=True, start=1, end=2)
+        first = desk.follow(FIRST)
+        desk.watch.leave_out(stranger, anew=True, start=1, end=2)
+        assert first.left_out is None
+        desk.watch.leave_out(PROCESS, anew=True, start=4, end=8)
+        desk.watch.leave_out(PROCESS, anew=False, start=12, end=16)
+        # Its next context, in another domain.
+        second = desk.follow(other)
+        assert first.left_out == second.left_out == [(4, 8), (12, 16)]
+        desk.watch.leave_out(PROCESS, anew=True, start=0, end=0)
+        assert first.left_out == second.left_out == []
+        for number in range(2 * workwatch.MOST_LEFT):
+            desk.watch.leave_out(PROCESS, anew=False, start=number, end=number + 1)
+        assert first.left_out is not None and len(first.left_out) == workwatch.MOST_LEFT
+        desk.watch.forget(FIRST)
+        assert desk.follow(SECOND).left_out
+        for client in (SECOND, other):
+            desk.watch.forget(client)
+        assert desk.follow(FIRST).left_out is None
 
     at_a_desk(play)
 

@@ -160,8 +160,7 @@ def source(carried: Sequence[Carried], per_thread: Sequence[PerThread]) -> Itera
         yield f"\t{{ MPSD_{function.name}, (void *)carry_{function.name} }},"
     yield "};"
     yield "const struct mpsd_carried mpsd_plain[MPSD_PLAIN] = {"
-    for name in _LAUNCHES:
-        yield f"\t{{ MPSD_{name}, (void *)plain_{name} }},"
+    yield from (f"\t{{ MPSD_{name}, (void *)plain_{name} }}," for name in _LAUNCHES)
     yield "};"
 
 
@@ -239,11 +238,9 @@ def _body(one: Carried) -> Iterator[str]:
         if one.function.name in _LAUNCHES:
             yield f"\tmpsd_launches_fetch(MPSD_{one.function.name});"
             yield "\tmpsd_params_fetch(f);"
-            # A launch that went the short way first is begun.
-            yield "\tif (!mpsd_thread.works)"
-            yield f"\t\tmpsd_work({stream});"
-        else:
-            yield f"\tmpsd_work({stream});"
+        # A launch that went the short way first is begun.
+        yield "\tif (!mpsd_thread.works)"
+        yield f"\t\tmpsd_work({stream});"
     yield "\tdo {"
     yield "\t\tmoves = mpsd_carry_enter();"
     if one.does.startswith("waits_"):
@@ -313,11 +310,10 @@ def _launch_plainly(one: Carried) -> Iterator[str]:
     name, arguments = one.function.name, ", ".join(_arguments(one, translate=False))
     yield f"MPSD_OF_A_LAUNCH static CUresult plain_{name}({_list(one.function)})"
     yield "{"
-    yield "\tCUresult result;"
-    yield ""
     yield f"\tmpsd_launches_fetch(MPSD_{name});"
     yield f"\tif (mpsd_plain_begin({_stream(one.function)})) {{"
-    yield f"\t\tresult = wrap_{name}({arguments});"
+    yield f"\t\tCUresult result = wrap_{name}({arguments});"
+    yield ""
     yield "\t\tif (mpsd_plain_is_over(result))"
     yield "\t\t\treturn result;"
     yield "\t}"

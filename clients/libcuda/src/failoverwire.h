@@ -27,12 +27,15 @@
  *			lost, by what its old context has left: 1: its own, 2: somebody else's, 3: nothing tells, but it met its own error as
  *			only who made a trap does. A claim about itself. Where it is 1 the program waits for its TURN in any case. Only
  *			where WELCOME says so
+ *	LEFT		values: 1: in place of what was said before, 0: beside that; where pages lie, from and to, that a copy of the
+ *			driver which was left shared with the GPU: nothing in them tells of work any more. 0 and 0: none. Only
+ *			where WELCOME says so
  *	DONE		generation; values: bytes restored, launches done again; text: why something may be
  *			missing. It has had its turn, and what was done again has ended
  *	STAYED		generation; text: why it did not move. It has the old context, and the old error
  * and the daemon
  *	WELCOME		mode: the one granted; MPSD_FAILOVER_OFF: it is told no more; values: 1: standbys are to be
- *			lazy, made when a move comes, where the program's environment says nothing; 1: it may say SHORT; 1: and LOOKED
+ *			lazy, made when a move comes, where the program's environment says nothing; 1: it may say SHORT; 1: and LOOKED; 1: and LEFT
  *	STANDBY		generation; path: CUDA_MPS_PIPE_DIRECTORY of the second domain; text: the folder with
  *			copies of the driver (libcuda-0.so.1 and so on)
  *	STAND_DOWN	generation; text: why. Its context goes, if the program is not in it; values: 1: no other
@@ -71,6 +74,7 @@ enum mpsd_failover_kind {
 	MPSD_FAILOVER_SHORT = 10,
 	MPSD_FAILOVER_GAVE = 11,
 	MPSD_FAILOVER_LOOKED = 12,
+	MPSD_FAILOVER_LEFT = 13,
 	MPSD_FAILOVER_WELCOME = 65,
 	MPSD_FAILOVER_STANDBY = 66,
 	MPSD_FAILOVER_STAND_DOWN = 67,

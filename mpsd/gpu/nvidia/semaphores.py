@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 BUSY = 5
@@ -48,6 +48,8 @@ class Signs:
 
     marks: set[int] = field(default_factory=set)
     numbers: dict[int, set[int]] = field(default_factory=dict)
+    understood: bool = False
+    """Whether this driver leaves the signs that we know: every client that ever launched has some."""
 
     def scan(self, commands: bytes) -> None:
         """Take in one piece of command buffer. Old commands do no harm: their numbers are reached."""
@@ -66,12 +68,13 @@ class Signs:
 
     def _number(self, address: int, number: bytes) -> None:
         if 0 < address < LOW_END and address % 16 == 0:
+            self.understood = True
             self.numbers.setdefault(address, set()).add(_WORD.unpack(number)[0])
 
-    @property
-    def understood(self) -> bool:
-        """Whether this driver leaves the signs that we know: every client that ever launched has some."""
-        return bool(self.numbers)
+    def leave_out(self, left: Sequence[Area]) -> None:
+        """What lies there is not looked for any more."""
+        self.marks = {address for address in self.marks if not _lies_in(address, left)}
+        self.numbers = {a: numbers for a, numbers in self.numbers.items() if not _lies_in(a, left)}
 
     def queued(self, read: Read) -> list[str]:
         """Semaphores that have yet to reach a number: launches that the front end has not taken."""
@@ -90,6 +93,10 @@ class Signs:
 def behind(value: int, number: int) -> bool:
     """Whether a semaphore has yet to reach a number (serial arithmetic, as numbers wrap)."""
     return 0 < (number - value) & 0xFFFFFFFF < 1 << 31
+
+
+def _lies_in(address: int, found: Sequence[Area]) -> bool:
+    return any(area.start <= address < area.end for area in found)
 
 
 def _high_low(raw: bytes) -> int:

@@ -67,6 +67,11 @@ def noted_once(record: bytes) -> bool:
     return record.startswith(b'{"once"')
 
 
+def outside(found: Sequence[Area], left: Sequence[Area]) -> list[Area]:
+    """Those that lie in none of `left`."""
+    return [a for a in found if not any(one.start <= a.start and a.end <= one.end for one in left)]
+
+
 def written(data: bytes) -> Iterator[bytes]:
     """The blocks of a piece of memory that hold anything: most of a command buffer was never used."""
     for at in range(0, len(data), BLOCK):
@@ -87,6 +92,7 @@ class ProcessWork:
         self._notes = notes
         self._maps = maps
         self._areas: list[Area] = []
+        self._outside: list[Area] = []
         self._blind = True
         self._unreadable = False
         self._settled = False
@@ -126,8 +132,9 @@ class ProcessWork:
                 self._looked = began
             return True
         rows = [procfs.parse_map(line) for line in found.lines]
-        there = areas((r.start, r.end, r.permissions, r.path) for r in rows)
+        all_there = areas((r.start, r.end, r.permissions, r.path) for r in rows)
         with self._turn:
+            there = outside(all_there, self._outside)
             if self._notes >= 0:
                 self._take(there, truncated=found.truncated, began=began, dead=dead)
             self._found = found
@@ -142,7 +149,11 @@ class ProcessWork:
         self._areas, self._blind = there, truncated
         if not dead:
             self._unreadable = not self._can_be_read(there)
-        record = record_of(None if truncated or self._unreadable else there, settled=self._settled)
+        self._note()
+
+    def _note(self) -> None:
+        unknown = self._blind or self._unreadable
+        record = record_of(None if unknown else self._areas, settled=self._settled)
         if record != self._noted:
             # In this order: killed in between, it leaves a record that is not whole, never an empty one.
             os.pwrite(self._notes, record, 0)
@@ -156,6 +167,18 @@ class ProcessWork:
             return not there or any(_memory(self._mem, area.start, 1) for area in there)
         except UnsupportedError:
             return True  # It has just ended: that is seen when its work is looked for.
+
+    def leave_out(self, spans: Sequence[tuple[int, int]]) -> None:
+        with self._turn:
+            self._outside = [Area(start, end) for start, end in spans]
+            # The next look takes them apart again.
+            self._found = None
+            self._areas = outside(self._areas, self._outside)
+            if self._signs is not None:
+                # Its last word came after its death was seen.
+                self._signs.leave_out(self._outside)
+            if self._notes >= 0 and self._looked is not None:
+                self._note()
 
     def recall(self) -> None:
         """After adoption: the areas that an earlier daemon noted."""

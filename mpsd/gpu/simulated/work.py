@@ -5,7 +5,7 @@ Simulated only: on a real node the same is read from the dead client's semaphore
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from mpsd.gpu.simulated.adapters import NodeLink
@@ -49,6 +49,10 @@ class SimulatedWorkView:
         return True
 
     def refresh(self) -> None:
+        return
+
+    def leave_out(self, spans: Sequence[tuple[int, int]]) -> None:
+        """The simulated GPU knows which contexts there are."""
         return
 
     def pending(self) -> str | None:

@@ -95,8 +95,20 @@ static bool is_shared(const struct area *area)
 	return area->words[1] == before + 1;
 }
 
+static bool is_among(const struct area *area, const struct mpsd_pages *pages, unsigned int count)
+{
+	uint64_t from = (uintptr_t)area->words;
+
+	for (unsigned int i = 0; i < count; i++)
+		if (pages[i].from == from && pages[i].to == from + SIZE)
+			return true;
+	return false;
+}
+
 int main(void)
 {
+	static const unsigned int numbers[] = { 0, 1 };
+	struct mpsd_pages found[16];
 	struct area its = area(PROT_READ | PROT_WRITE, MAP_SHARED), pieces = area(PROT_READ | PROT_WRITE, MAP_SHARED);
 	struct area read_only = area(PROT_READ, MAP_SHARED), both = area(PROT_READ | PROT_WRITE, MAP_SHARED);
 	struct area unknown = area(PROT_READ | PROT_WRITE, MAP_SHARED), in_part = area(PROT_READ | PROT_WRITE, MAP_SHARED);
@@ -117,6 +129,10 @@ int main(void)
 	/* The end of it cannot be read. */
 	mapped(0, &cut, 0, SIZE);
 	CHECK(!ftruncate(cut.file, SIZE - PAGE));
+	/* Those of a copy, or of any of two; whose they are beside the program's makes no difference. */
+	CHECK(mpsd_pages_find(numbers, 1, found, 16) == 5 && mpsd_pages_find(numbers, 2, found, 16) == 6);
+	CHECK(is_among(&its, found, 6) && is_among(&others, found, 6) && !is_among(&both, found, 6));
+	CHECK(mpsd_pages_find(numbers, 2, found, 2) == 2 && !mpsd_pages_find(numbers, 0, found, 16));
 	mpsd_pages_keep(0);
 	CHECK(!ftruncate(cut.file, SIZE));
 	CHECK(pwrite(cut.file, &(uint32_t){ 5 }, 4, SIZE - 4) == 4);

@@ -47,6 +47,10 @@ unsigned int mpsd_in_use_number(void);
 /* Until what was left is due to be unloaded; -1: there is nothing. */
 int mpsd_left_ms(void);
 
+/* Which copies were left and are there still, the first one among them for good; how often that has changed. By their thread. */
+unsigned int mpsd_left_numbers(unsigned int *numbers);	/* MPSD_COPY_NUMBERS at most */
+unsigned int mpsd_left_changes(void);
+
 /*
  * Hold all calls, end what the old context may write, and go on in the standby. `planned`: that context is well.
  * With IN_TURN and AT_ONCE what was in flight may wait, if there is anything.

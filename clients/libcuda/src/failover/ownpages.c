@@ -85,6 +85,32 @@ static void exchange(int memory, const char *line, uint64_t from, uint64_t size,
 		munmap(own, size);
 }
 
+static bool is_of_any(const unsigned int *numbers, unsigned int count, uint64_t from, uint64_t to)
+{
+	for (unsigned int i = 0; i < count; i++)
+		if (mpsd_owned_alone(numbers[i], from, to))
+			return true;
+	return false;
+}
+
+unsigned int mpsd_pages_find(const unsigned int *numbers, unsigned int count, struct mpsd_pages *found, unsigned int most)
+{
+	FILE *maps = fopen("/proc/self/maps", "re");
+	unsigned int there = 0;
+	char line[LINE];
+	uint64_t from, to = 0;
+	int protection;
+
+	while (maps && there < most && fgets(line, sizeof(line), maps))
+		if (is_shared(line, &from, &to, &protection) && is_of_any(numbers, count, from, to))
+			found[there++] = (struct mpsd_pages){ from, to };
+		else if (to > LOW_END)
+			break;
+	if (maps)
+		fclose(maps);
+	return there;
+}
+
 void mpsd_pages_keep(unsigned int number)
 {
 	FILE *maps = fopen("/proc/self/maps", "re");

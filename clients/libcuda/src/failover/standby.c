@@ -46,6 +46,7 @@ static struct left {
 
 /* The program's first copy: without a handle. `ns` 0: it is in use, or what it has on the GPU was given back. */
 static struct left first;
+static unsigned int forgotten;	/* of those that were left */
 
 static atomic_bool is_lazy;	/* by the daemon's configuration */
 
@@ -143,7 +144,24 @@ static void forget(int number)
 		lefts[i] = lefts[i + 1];
 	lefts[MOST_LEFT - 1] = (struct left){ .ns = 0 };
 	end_copy(&left.copy);
+	forgotten++;
 	mpsd_hosts_copy_went(left.moves);
+}
+
+unsigned int mpsd_left_changes(void)
+{
+	return (unsigned int)(mpsd_moves_done() >> 1) + forgotten;
+}
+
+unsigned int mpsd_left_numbers(unsigned int *numbers)
+{
+	unsigned int count = 0;
+
+	if (mpsd_moves_done())
+		numbers[count++] = 0;
+	for (int i = 0; i < MOST_LEFT && lefts[i].copy.handle; i++)
+		numbers[count++] = lefts[i].copy.number;
+	return count;
 }
 
 static void tend_first(uint64_t now)

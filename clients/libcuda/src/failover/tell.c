@@ -5,10 +5,16 @@
 
 #include "exact/exact.h"
 #include "failover/carry.h"
+#include "failover/copy.h"
 #include "failover/cost.h"
 #include "failover/line.h"
 #include "failover/made.h"
 #include "failover/move.h"
+#include "failover/ownpages.h"
+
+#define MOST_PAGES 64
+
+static bool may_tell_left;
 
 struct mpsd_failover_message mpsd_line_message(enum mpsd_failover_kind kind, uint64_t generation, const char *text)
 {
@@ -89,4 +95,31 @@ bool mpsd_line_tell_moved(int line, uint64_t generation, const struct mpsd_times
 	message.values[4] = times->replayed.operations;
 	message.values[5] = times->waits;
 	return mpsd_line_say(line, &message);
+}
+
+void mpsd_left_may_tell(bool is)
+{
+	may_tell_left = is;
+}
+
+/* Who waits for its turn is not kept from it. */
+bool mpsd_line_tell_left(int line, struct mpsd_told *told)
+{
+	struct mpsd_failover_message message = mpsd_line_message(MPSD_FAILOVER_LEFT, 0, NULL);
+	unsigned int numbers[MPSD_COPY_NUMBERS], changes = mpsd_left_changes(), count;
+	struct mpsd_pages pages[MOST_PAGES] = { { 0, 0 } };
+
+	if (!may_tell_left || told->left == changes || mpsd_turn_is_due())
+		return true;
+	told->left = changes;
+	count = mpsd_pages_find(numbers, mpsd_left_numbers(numbers), pages, MOST_PAGES);
+	/* Where there are none, that is said. */
+	for (unsigned int i = 0; i < (count ? count : 1); i++) {
+		message.values[0] = !i;
+		message.values[1] = pages[i].from;
+		message.values[2] = pages[i].to;
+		if (!mpsd_line_say(line, &message))
+			return false;
+	}
+	return true;
 }
