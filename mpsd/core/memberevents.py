@@ -143,13 +143,15 @@ class MemberPages:
 
 @dataclass(frozen=True, slots=True)
 class MemberDone:
-    """It has had its turn, or has given it up (`missing`), in the domain of this generation."""
+    """It has had its turn, or has given it up (`missing`), in the domain of this generation. `runs_on`: what
+    it has done again has not ended yet, and it says so when it has."""
 
     process: ProcessInstance
     generation: int
     restored: int = 0
     replayed: int = 0
     missing: str = ""
+    runs_on: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,17 +31,19 @@ def on_came(draft: Draft, event: mev.MemberCame) -> None:
     if event.generation or home is None:
         home = failover.find_home(draft.state, event.process, event.generation) or home
     # Its turn it has given up with its old connection, whose end may not be known.
-    turns.over(draft, event.process)
+    turns.gone(draft, event.process)
     # What it had been told before it is told again: it may be another daemon that it tells.
     fresh = Member(event.process, event.uid, mode, home=home, fences=event.fences, gives=event.gives)
     if known is not None:
         fresh = replace(fresh, opaque=known.opaque, unsure=known.unsure, told=known.told)
-        fresh = replace(fresh, again=known.again, guessed=known.guessed, owed=known.owed)
+        fresh = replace(fresh, again=known.again, guessed=known.guessed, owed=known.owed, slow=known.slow)
     if known is not None and known.standing is Standing.LEFT_BEHIND and known.home == home:
         fresh = replace(fresh, standing=Standing.LEFT_BEHIND, reason=known.reason)
     draft.put_member(fresh)
-    if known is not None and known.standing is Standing.MOVING:
-        _leave(draft, f"d{known.generation}")
+    # It may have moved, or been told to, and could not say so.
+    contexts = {c.id.domain for c in draft.state.spaces_of(event.process)}
+    for left in sorted({*contexts, *([f"d{known.generation}"] if known is not None else [])} - {home}):
+        _leave(draft, left)
     refresh(draft, event.process)
 
 
@@ -68,7 +70,7 @@ def on_left(draft: Draft, event: mev.MemberLeft) -> None:
     member = draft.state.members.get(event.process)
     if member is None:
         return
-    turns.over(draft, event.process)
+    turns.gone(draft, event.process)
     member = draft.state.members[event.process]
     if not any(c.living for c in draft.state.spaces_of(event.process)):
         ended(draft, event.process)
@@ -103,7 +105,7 @@ def ended(draft: Draft, process: ProcessInstance, *, execed: bool = False) -> No
     member = draft.state.members.get(process)
     if member is None:
         return
-    turns.over(draft, process)
+    turns.gone(draft, process)
     record = fates.latest_of(draft.state, process)
     if record is not None and any(
         f.process == process and f.outcome is not Outcome.NOT_TOLD for f in record.fates
@@ -160,11 +162,24 @@ def on_ready(draft: Draft, event: mev.MemberReady) -> None:
 
 def on_unready(draft: Draft, event: mev.MemberUnready) -> None:
     member = _told(draft, event.process, event.generation)
-    if member is not None and member.standing in OFFERED:
+    if member is not None and member.standing is Standing.MOVING:
+        _was_not_ready(draft, member, event.reason)
+    elif member is not None and member.standing in OFFERED:
         draft.put_member(replace(member, standing=Standing.UNREADY, reason=event.reason, bytes=0))
         turns.go_on(draft, member.home)
         if event.for_memory:
             giving.without(draft, member)
+
+
+def _was_not_ready(draft: Draft, member: Member, reason: str) -> None:
+    """It said so before it heard that it is to move: as who was not ready in time it is offered the next."""
+    record = fates.latest_of(draft.state, member.process)
+    if record is not None:
+        fates.revise(draft, record, member.process, outcome=Outcome.STAYED, why=f"it was not ready: {reason}")
+    draft.put_member(replace(member, standing=Standing.WAITING, generation=0, reason=reason, bytes=0))
+    _waited_for_no_longer(draft, member)
+    _leave(draft, f"d{member.generation}")
+    refresh(draft, member.process)
 
 
 def on_opaque(draft: Draft, event: mev.MemberOpaque) -> None:
@@ -272,8 +287,13 @@ def on_done(draft: Draft, event: mev.MemberDone) -> None:
     if member is not None and member.named:
         # It was not ended, and goes on after all.
         draft.put_member(replace(member, named=False))
-    if member is None or member.turn is Turn.NONE or member.home != f"d{event.generation}":
+    home = draft.state.domains.get(f"d{event.generation}")
+    open_still = home is not None and any(p == event.process for p, _ in home.unproven)
+    has_had_it = member is not None and (member.turn is not Turn.NONE or open_still)
+    if member is None or home is None or not has_had_it or member.home != home.id:
         draft.count("failover_words_ignored")
+        return
+    if event.runs_on:
         return
     why = f"{MISSING}: {event.missing}" if event.missing else ""
     again = {"restored_bytes": event.restored, "replayed": event.replayed}

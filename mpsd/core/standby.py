@@ -64,9 +64,9 @@ class Member:
     of itself, so it waits for its end. `fences`: it can be told that its old domain writes no more.
     `among`: whoever made the fault from which it moves is among those who move. `again`: what it was to
     do with what it had in flight, when it was last told to move; `guessed`: monotonic seconds of when it
-    was last to do that AT_ONCE or began to. `owed`: it has not been told of a turn since then. `gives`:
-    it can be asked for memory that is there for a fail-over alone; `shorts`: what it asked for itself
-    lately, the last one last; `asked`: the domain that it was told last to leave without a fault;
+    was last to do that AT_ONCE or began to; `slow`: that took longer than a turn last time. `owed`: it has
+    not been told of a turn since then. `gives`: it can be asked for memory that is there for a fail-over
+    alone; `shorts`: what it asked for itself lately, the last one last; `asked`: the domain that it was told last to leave without a fault;
     `yields`: monotonic seconds of when it was asked for this standby, for programs that cannot ask.
     """
 
@@ -93,6 +93,7 @@ class Member:
     among: bool = False
     again: Again = Again.LOST
     guessed: float = 0.0
+    slow: bool = False
     owed: bool = True
     gives: bool = False
     shorts: tuple[Short, ...] = ()

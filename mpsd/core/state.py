@@ -101,7 +101,8 @@ class Slot:
 @dataclass(frozen=True, slots=True)
 class Domain:
     """`refused`: processes that saw error 807 here; `turned_away`: the latest of their pids. `bereft`: whose
-    contexts died with a server; another one may have come since, for those who still joined."""
+    contexts died with a server; another one may have come since, for those who still joined. `unproven`:
+    whose turns here ended before their work was known to have; and until when a fault may be theirs."""
 
     id: str
     slot: str
@@ -118,6 +119,7 @@ class Domain:
     problem: str = ""
     former_server: ProcessInstance | None = None
     bereft: frozenset[ProcessInstance] = frozenset()
+    unproven: tuple[tuple[ProcessInstance, float], ...] = ()
 
     @property
     def generation(self) -> int:

@@ -1,9 +1,11 @@
 """Turns: where nobody knows whose work was at fault, programs do again what they had in flight one at a time.
 
 The one that has the turn when the domain is lost once more is taken for the offender: what it did again has
-faulted again. Programs that had nothing in flight work on meanwhile. Who needs least time is first, by what
-its work took before, so a long training step holds up nobody who has a copy to do again: for that it waits a
-little for those who are still coming, and who needs little time waits for nobody.
+faulted again. Nobody is where the turn of another one had ended before its work had, or may have: it took
+longer, or its program went a moment before, and the fault may be of that. Who took longer comes last the
+next time, and is waited for. Programs that had nothing in flight work on meanwhile. Who needs least time is
+first, by what its work took before, so a long training step holds up nobody who has a copy to do again: for
+that it waits a little for those who are still coming, and who needs little time waits for nobody.
 
 Where a kernel's exception is known, and every client of the lost domain was told to move in mode exact, the
 offender is among them. Then of those who have work to do again the likeliest one comes last: the program
@@ -22,6 +24,7 @@ domain is lost over it, nobody is named by that, and they move once more, one at
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -33,7 +36,9 @@ from mpsd.core.state import Domain, State
 from mpsd.model import Again, FailoverMode, ProcessInstance, Whose
 
 TURN_S = 1.5
-"""Longer than a program looks for the end of what it did again."""
+"""Longer than a program looks for the end of what it did again, before it says that it runs on."""
+SLOW_TURN_S = 6.0
+"""Of who took longer than that the last time: less than the others hold their calls."""
 SOON_S = 0.01
 """Who expects to need no more than that goes at once, before whoever may still come: it holds up nobody for
 long. (10 to 300 us an operation on an H200; a suspect may resume 100 ms after the GPU does.)"""
@@ -90,9 +95,15 @@ def _comes_to(member: Member, domain: Domain) -> bool:
 
 
 def repeaters(state: State, domain: Domain, now: float) -> list[ProcessInstance]:
-    """Whose work is at fault if this domain is lost now: one who has a turn of its own; nobody, beside an
-    open guess."""
-    return [] if _is_open(state, domain, now) else [m.process for m in holders(state, domain.id)]
+    """Whose work is at fault if this domain is lost now: one who has a turn of its own, or whose work alone
+    is not known to have ended; nobody, beside an open guess."""
+    if _is_open(state, domain, now):
+        return []
+    mine = [m.process for m in holders(state, domain.id)]
+    unproven = {process for process, until in domain.unproven if now < until}
+    found = [*mine, *(p for p in unproven if p not in mine)]
+    # One that has gone is nobody who could be told.
+    return found if len(found) == 1 and found[0] in state.members else [] if unproven else found
 
 
 def may_be_at_once(state: State, domain: Domain, here: Iterable[ProcessInstance], now: float) -> bool:
@@ -116,7 +127,7 @@ def begin(draft: Draft, member: Member) -> None:
     member = replace(member, named=False)
     guessed = draft.now if member.again is Again.AT_ONCE else member.guessed
     member = draft.put_member(replace(member, turn=Turn.HAS, guessed=guessed))
-    draft.emit(ArmTimer("failover-turn", _subject(member), TURN_S))
+    draft.emit(ArmTimer("failover-turn", _subject(member), SLOW_TURN_S if member.slow else TURN_S))
 
 
 def lost(draft: Draft, domain: Domain) -> None:
@@ -128,7 +139,7 @@ def lost(draft: Draft, domain: Domain) -> None:
 def wait(draft: Draft, member: Member, operations: int, takes_s: float) -> None:
     """It has moved, and holds its calls until it has done so many again. `takes_s`: what that took before; 0:
     it does not say."""
-    takes_s = takes_s or operations * EACH_S
+    takes_s = max(takes_s or operations * EACH_S, TURN_S * member.slow)
     gathers = takes_s > SOON_S
     draft.put_member(replace(member, turn=Turn.WAITS, takes_s=takes_s, gathers=gathers))
     if gathers:
@@ -153,18 +164,45 @@ def on_gathered(draft: Draft, subject: str) -> None:
 
 
 def over(draft: Draft, process: ProcessInstance) -> None:
-    """It is done, gives up, or is gone."""
+    """It is done, or is known to have made the fault."""
     member = draft.state.members.get(process)
-    if member is None or member.turn is Turn.NONE:
+    if member is None:
         return
-    member = draft.put_member(replace(member, turn=Turn.NONE, among=False))
-    go_on(draft, member.home)
+    domain = draft.state.domains.get(member.home or "")
+    if domain is not None and any(p == process for p, _ in domain.unproven):
+        draft.put_domain(replace(domain, unproven=_without(domain, process)))
+        member = draft.put_member(replace(member, slow=False))
+    if member.turn is not Turn.NONE:
+        member = draft.put_member(replace(member, turn=Turn.NONE, among=False))
+        go_on(draft, member.home)
+
+
+def gone(draft: Draft, process: ProcessInstance) -> None:
+    """It has ended, or its connection has: a fault of its work may be heard of a little later."""
+    _end_unproven(draft, process, draft.now + GUESS_S)
 
 
 def on_timer(draft: Draft, subject: str) -> None:
     """No word of its end: the others do not wait for it any longer. `subject`: pid, start time and domain."""
     for member in _named(draft.state, subject, Turn.HAS):
-        over(draft, member.process)
+        draft.put_member(replace(member, slow=True))
+        _end_unproven(draft, member.process, math.inf)
+
+
+def _end_unproven(draft: Draft, process: ProcessInstance, until: float) -> None:
+    member = draft.state.members.get(process)
+    if member is None or member.turn is Turn.NONE:
+        return
+    domain = draft.state.domains.get(member.home or "")
+    if member.turn is Turn.HAS and domain is not None:
+        open_still = tuple(one for one in _without(domain, process) if draft.now < one[1])
+        draft.put_domain(replace(domain, unproven=(*open_still, (process, until))))
+    draft.put_member(replace(member, turn=Turn.NONE, among=False))
+    go_on(draft, member.home)
+
+
+def _without(domain: Domain, process: ProcessInstance) -> tuple[tuple[ProcessInstance, float], ...]:
+    return tuple(one for one in domain.unproven if one[0] != process)
 
 
 def on_last(draft: Draft, subject: str) -> None:
@@ -250,7 +288,7 @@ def go_on(draft: Draft, home: str | None) -> None:
     may = [m for m in waiting if _likelihood(m) != last or not _others_come(draft.state, m, movers)]
     if movers and all(m.gathers for m in may):
         return
-    for member in sorted(may, key=lambda m: (_likelihood(m) == last, m.takes_s, _age(m.process))):
+    for member in sorted(may, key=lambda m: (m.slow, _likelihood(m) == last, m.takes_s, _age(m.process))):
         if not member.connected:
             # It has given up by itself.
             draft.put_member(replace(member, turn=Turn.NONE, among=False))

@@ -278,7 +278,8 @@ def _event(visit: Visit, message: Message) -> ev.Event:
             told = (held, fence, first, restored, replayed, message.text, bool(waits), takes, new_s)
             return mev.MemberMoved(process, generation, *told)
         case Kind.DONE:
-            return mev.MemberDone(process, generation, values[0], values[1], message.text)
+            runs_on = bool(values[2])
+            return mev.MemberDone(process, generation, values[0], values[1], message.text, runs_on)
         case Kind.STAYED:
             return mev.MemberStayed(process, generation, message.text)
     raise Refused("order")

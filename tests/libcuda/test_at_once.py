@@ -11,7 +11,7 @@ import pytest
 from tests.libcuda.test_exact import EXACT, gate, lost_in_flight, move
 from tests.libcuda.test_failover import Program, ask, break_domain, copies, post, stand_by
 from tests.support import moving
-from tests.support.gate import ANY, Gate, gate_of
+from tests.support.gate import ANY, LAUNCH_FAILED, Gate, gate_of
 from tests.support.moving import Line, Post
 from tests.support.simfixtures import backend, domain, second
 from tests.support.simnode import Domain, until
@@ -111,4 +111,31 @@ def test_what_ran_before_is_not_new_because_a_module_was_unloaded(
     again = time.monotonic()
     new = lose_at("gpu.run('add', m, 8, 1)", domain, gate, line, ask)
     assert new - 2 >= int((again - first) * 1e3)
+    assert ask.end() == ""
+
+
+@EXACT
+@pytest.mark.parametrize("is_lost", [False, True], ids=["ends", "faults"])
+def test_work_that_outlasts_its_turn_is_said_to_run_on_until_it_has_ended(
+    domain: Domain,
+    gate: Gate,
+    second: Domain,
+    there: Gate,
+    post: Post,
+    ask: Program,
+    copies: Path,
+    is_lost: bool,
+) -> None:
+    """The next one in turn is blamed for nothing that this one does."""
+    line = lost_in_flight(domain, gate, second, post, ask, copies)
+    there.let(0)
+    assert move(line, again=3).values[5] > 1
+    assert line.hear(moving.DONE).values[:3] == (8 << 20, 1, 1)
+    if is_lost:
+        there.break_context()
+        assert line.hear(moving.OWN_ERROR).values[0] == LAUNCH_FAILED
+        return
+    there.let(ANY)
+    assert line.hear(moving.DONE).values[:3] == (8 << 20, 1, 0)
+    assert ask("gpu.sync(), gpu.word(m)") == "(0, 6)"
     assert ask.end() == ""

@@ -50,14 +50,14 @@ def test_a_queued_launch_is_pending_though_nothing_runs() -> None:
     assert not pending(signs, {SLOT: 6, SLOT - 8: 6, SLOT - 16: 6, REPORT: 0x80})
 
 
-def test_what_lies_where_its_old_context_was_is_not_looked_for() -> None:
-    signs = Signs()
-    signs.scan(launch(0x7E) + launch(0x80, SLOT + (1 << 21)))
-    left = [Area(SLOT, SLOT + 4), Area(REPORT - 16, REPORT + 16)]
-    signs.leave_out(left)
-    assert signs.understood and signs.marks == {SLOT + (1 << 21)} and not signs.numbers
-    assert not pending(signs, {SLOT: BUSY, REPORT: 0})
-    assert pending(signs, {SLOT + (1 << 21): BUSY})
+def test_what_does_not_lie_in_pages_that_are_shared_with_the_gpu_is_no_sign() -> None:
+    signs, far = Signs(), SLOT + (1 << 21)
+    signs.scan(launch(0x7E) + launch(0x80, far))
+    signs.keep([Area(SLOT, SLOT + 4), Area(REPORT, REPORT + 16)])
+    assert signs.understood and signs.marks == {SLOT} and set(signs.numbers) == {REPORT}
+    assert not pending(signs, {SLOT: 6, far: BUSY, REPORT: 0x80})
+    signs.keep([Area(far, far + 4)])
+    assert not signs.understood and not pending(signs, {SLOT: BUSY, REPORT: 0})
 
 
 def test_old_commands_in_the_ring_do_no_harm() -> None:

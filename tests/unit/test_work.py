@@ -249,7 +249,7 @@ def test_what_it_says_last_counts_though_its_commands_were_read(
     child.kill()
     child.wait()
     mark = FEW[0].start + 64
-    signs = Signs({mark}, {}, understood=True)
+    signs = Signs({mark}, {mark: {1}})
     monkeypatch.setattr(view, "_scan", lambda: signs)
     monkeypatch.setattr(view, "_word", lambda address: BUSY)
     assert view.pending() == f"kernel {mark:#x}"

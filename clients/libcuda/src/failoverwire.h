@@ -30,8 +30,8 @@
  *	LEFT		values: 1: in place of what was said before, 0: beside that; where pages lie, from and to, that a copy of the
  *			driver which was left shared with the GPU: nothing in them tells of work any more. 0 and 0: none. Only
  *			where WELCOME says so
- *	DONE		generation; values: bytes restored, launches done again; text: why something may be
- *			missing. It has had its turn, and what was done again has ended
+ *	DONE		generation; values: bytes restored, launches done again; 1: what was done again has not ended
+ *			yet, and is said to when it has; text: why something may be missing. It has had its turn, and else that has
  *	STAYED		generation; text: why it did not move. It has the old context, and the old error
  * and the daemon
  *	WELCOME		mode: the one granted; MPSD_FAILOVER_OFF: it is told no more; values: 1: standbys are to be

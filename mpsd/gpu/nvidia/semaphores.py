@@ -48,8 +48,6 @@ class Signs:
 
     marks: set[int] = field(default_factory=set)
     numbers: dict[int, set[int]] = field(default_factory=dict)
-    understood: bool = False
-    """Whether this driver leaves the signs that we know: every client that ever launched has some."""
 
     def scan(self, commands: bytes) -> None:
         """Take in one piece of command buffer. Old commands do no harm: their numbers are reached."""
@@ -68,13 +66,18 @@ class Signs:
 
     def _number(self, address: int, number: bytes) -> None:
         if 0 < address < LOW_END and address % 16 == 0:
-            self.understood = True
             self.numbers.setdefault(address, set()).add(_WORD.unpack(number)[0])
 
-    def leave_out(self, left: Sequence[Area]) -> None:
-        """What lies there is not looked for any more."""
-        self.marks = {address for address in self.marks if not _lies_in(address, left)}
-        self.numbers = {a: numbers for a, numbers in self.numbers.items() if not _lies_in(a, left)}
+    def keep(self, found: Sequence[Area]) -> None:
+        """Only what lies there: all that the driver means does (24 marks and 28 semaphores of one program on
+        an H200), and what does not is no command, but data that looks like one."""
+        self.marks = {address for address in self.marks if _lies_in(address, found)}
+        self.numbers = {a: numbers for a, numbers in self.numbers.items() if _lies_in(a, found)}
+
+    @property
+    def understood(self) -> bool:
+        """Whether this driver leaves the signs that we know: every client that ever launched has some."""
+        return bool(self.numbers)
 
     def queued(self, read: Read) -> list[str]:
         """Semaphores that have yet to reach a number: launches that the front end has not taken."""

@@ -101,6 +101,7 @@ class ProcessWork:
         self._noted = b""
         self._turn = threading.Lock()
         self._signs: Signs | None = None
+        self._understood = False
         self._calm = 0
         self._died = 0.0
         self._wrote_commands = False
@@ -176,7 +177,7 @@ class ProcessWork:
             self._areas = outside(self._areas, self._outside)
             if self._signs is not None:
                 # Its last word came after its death was seen.
-                self._signs.leave_out(self._outside)
+                self._signs.keep(self._areas)
             if self._notes >= 0 and self._looked is not None:
                 self._note()
 
@@ -206,8 +207,9 @@ class ProcessWork:
     def _left(self) -> str | None:
         if self._signs is None:
             self._signs = self._scan()
+            self._understood = self._signs.understood
             self._died = time.monotonic()
-        if not self._signs.understood:
+        if not self._understood:
             # A client that never launched anything has no commands at all; any others are not ours to read.
             return None if self._wrote_commands else ""
         running = self._signs.running(self._word)
@@ -226,6 +228,7 @@ class ProcessWork:
                 for block in written(_memory(self._mem, at, min(PIECE + OVERLAP, area.end - at))):
                     self._wrote_commands = True
                     signs.scan(block)
+        signs.keep(self._areas)
         return signs
 
     def _word(self, address: int) -> int | None:

@@ -171,8 +171,12 @@ bool mpsd_exact_is_due(uint64_t *operations, uint64_t *takes_ns);
 /* When a kernel was launched, not by a graph, that never had been before: CLOCK_MONOTONIC; 0: none was, as far as is known. */
 uint64_t mpsd_exact_newest_ns(void);
 
-/* After that call: whether all of it has ended. LAUNCH_FAILED and the like: the context is lost. */
-CUresult mpsd_exact_look(void);
+/*
+ * After that call: the epoch in which it is done again, and whether all of it has ended, or all that was ever given.
+ * LAUNCH_FAILED and the like: the context is lost.
+ */
+uint64_t mpsd_exact_epoch(void);
+CUresult mpsd_exact_look(uint64_t epoch);
 
 /* In the copy that comes into use, behind the fence. `may`: what is noted may be done again. */
 void mpsd_exact_move(bool may, struct mpsd_replayed *replayed);

@@ -336,13 +336,23 @@ bool mpsd_exact_is_due(uint64_t *operations, uint64_t *takes_ns)
 	return is;
 }
 
-CUresult mpsd_exact_look(void)
+uint64_t mpsd_exact_epoch(void)
+{
+	uint64_t number;
+
+	mpsd_word_take(&mpsd_exact_lock);
+	number = mpsd_epoch.number;
+	mpsd_word_give(&mpsd_exact_lock);
+	return number;
+}
+
+CUresult mpsd_exact_look(uint64_t epoch)
 {
 	CUresult result;
 	bool is;
 
 	mpsd_word_take(&mpsd_exact_lock);
-	is = mpsd_lanes_all_proven();
+	is = mpsd_lanes_all_proven() || mpsd_epoch.number != epoch;
 	mpsd_word_give(&mpsd_exact_lock);
 	if (is)
 		return CUDA_SUCCESS;

@@ -11,13 +11,19 @@
 #define SEE_NS 1000000000ull
 #define SPIN_NS 2000000ull	/* most have little to do again, and others wait for their turn: first of all that is told */
 
-static CUresult see_it_end(int line)
+/* What was done again when it was last said that it runs on; `moves` 0: nothing does. By the line's thread. */
+static struct {
+	uint64_t moves, home, epoch;
+	struct mpsd_replayed replayed;
+} on;
+
+static CUresult see_it_end(int line, uint64_t epoch)
 {
 	struct pollfd polled = { .fd = line, .events = POLLIN };
 	uint64_t began = mpsd_now_ns(), passed = 0;
 	CUresult result;
 
-	while ((result = mpsd_exact_look()) == CUDA_ERROR_NOT_READY && passed < SEE_NS) {
+	while ((result = mpsd_exact_look(epoch)) == CUDA_ERROR_NOT_READY && passed < SEE_NS) {
 		/* A fence that comes late is about what was left. */
 		if (poll(&polled, 1, passed < SPIN_NS ? 0 : 1) && !mpsd_fence_hears())
 			return result;
@@ -40,16 +46,44 @@ static bool say_end(int line, uint64_t home, const struct mpsd_replayed *replaye
 	}
 	done.values[0] = replayed->bytes;
 	done.values[1] = replayed->operations;
+	done.values[2] = result == CUDA_ERROR_NOT_READY;
 	return mpsd_line_say(line, &done);
+}
+
+bool mpsd_turn_runs_on(void)
+{
+	return on.moves != 0;
+}
+
+/* In another copy it does not, and of what became of it in that which was left the next move has told. */
+bool mpsd_turn_follow(int line)
+{
+	CUresult result;
+
+	if (!on.moves)
+		return true;
+	result = on.moves == mpsd_moves_done() ? mpsd_exact_look(on.epoch) : CUDA_ERROR_NOT_READY;
+	if (result == CUDA_ERROR_NOT_READY && on.moves == mpsd_moves_done())
+		return true;
+	on.moves = 0;
+	return result == CUDA_ERROR_NOT_READY || say_end(line, on.home, &on.replayed, result);
 }
 
 bool mpsd_turn_have(bool may, int line, uint64_t home)
 {
 	struct mpsd_replayed replayed = { 0 };
+	CUresult result;
+	uint64_t epoch;
 	bool is;
 
 	mpsd_turn(may, &replayed);
-	is = say_end(line, home, &replayed, replayed.unsure ? CUDA_SUCCESS : see_it_end(line));
+	epoch = mpsd_exact_epoch();
+	result = replayed.unsure ? CUDA_SUCCESS : see_it_end(line, epoch);
+	on.moves = result == CUDA_ERROR_NOT_READY ? mpsd_moves_done() : 0;
+	on.home = home;
+	on.epoch = epoch;
+	on.replayed = replayed;
+	is = say_end(line, home, &replayed, result);
 	mpsd_cover_again();
 	return is;
 }
@@ -58,6 +92,7 @@ void mpsd_turn_forgo(void)
 {
 	struct mpsd_replayed replayed = { 0 };
 
+	on.moves = 0;
 	mpsd_fence_listen(-1, 0);
 	if (mpsd_turn_is_due())
 		mpsd_turn(false, &replayed);

@@ -172,41 +172,63 @@ CUresult make_cuMemHostRegister_v2(void *p, size_t bytesize, unsigned int Flags)
 	return note_pages(result, p, bytesize, Flags, PROGRAMS, moves);
 }
 
+/* Of size 0: nothing is known of them. */
+static struct mpsd_made known_pages(void *pages)
+{
+	struct mpsd_made found = { .size = 0 }, *made;
+
+	mpsd_made_lock();
+	made = mpsd_made_find(mpsd_made_pages(pages));
+	if (made)
+		found = *made;
+	mpsd_made_unlock();
+	return found;
+}
+
+/* Forgotten before the driver was asked: whether that has left them as they were. */
+static bool are_left(CUresult result, const struct mpsd_made *was, uint64_t moves)
+{
+	return result != CUDA_SUCCESS && !mpsd_is_loss(result) && was->size && atomic_load(&mpsd_moves) == moves;
+}
+
+static CUresult pages_ended(CUresult result, void *pages, const struct mpsd_made *was, uint64_t moves)
+{
+	if (are_left(result, was, moves) &&
+	    note_pages(CUDA_SUCCESS, pages, was->size, was->flags, was->value, moves) == MPSD_AGAIN)
+		return MPSD_AGAIN;
+	return mpsd_made_ended(result, moves);
+}
+
 CUresult make_cuMemHostUnregister(void *p)
 {
 	uint64_t moves = mpsd_tables()->moves;
+	struct mpsd_made was = known_pages(p);
 
+	/* The first copy knows what it has allocated; a later one has all of it registered. */
+	if (was.size && was.value != PROGRAMS)
+		return moves ? CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED : inner_cuMemHostUnregister(p);
 	if (!mpsd_made_end(mpsd_made_pages(p), moves))
 		return MPSD_AGAIN;
 	mpsd_pins_forget(p);
-	return mpsd_made_ended(inner_cuMemHostUnregister(p), moves);
+	return pages_ended(inner_cuMemHostUnregister(p), p, &was, moves);
 }
 
 /* What the first copy allocated stays the program's until it ends, once another one is in use. */
 CUresult make_cuMemFreeHost(void *p)
 {
 	uint64_t moves = mpsd_tables()->moves;
-	struct mpsd_made *made;
+	struct mpsd_made was = known_pages(p);
 	CUresult result;
-	int whose = FIRST_COPYS;
-	size_t size = 0;
 
-	mpsd_made_lock();
-	made = mpsd_made_find(mpsd_made_pages(p));
-	if (made) {
-		whose = made->value;
-		size = made->size;
-	}
-	mpsd_made_unlock();
+	if (was.size && was.value == PROGRAMS)
+		return moves ? CUDA_ERROR_INVALID_VALUE : inner_cuMemFreeHost(p);
 	if (!mpsd_made_end(mpsd_made_pages(p), moves))
 		return MPSD_AGAIN;
 	mpsd_pins_forget(p);
-	if (whose == FIRST_COPYS && !moves)
-		return mpsd_made_ended(inner_cuMemFreeHost(p), moves);
-	result = size ? inner_cuMemHostUnregister(p) : inner_cuMemFreeHost(p);
-	if (whose == OWN_PAGES)
-		munmap(p, size);
-	return mpsd_made_ended(result, moves);
+	result = was.size && moves ? inner_cuMemHostUnregister(p) : inner_cuMemFreeHost(p);
+	if (was.value == OWN_PAGES && !are_left(result, &was, moves))
+		munmap(p, was.size);
+	return pages_ended(result, p, &was, moves);
 }
 
 CUresult make_cuPointerGetAttributes(unsigned int numAttributes, CUpointer_attribute *attributes, void **data,

@@ -299,7 +299,7 @@ static void listen_to(int fd)
 	while (!atomic_load(&off) && mpsd_line_tell_left(fd, &told)) {
 		if (poll(polled, 2, mpsd_due_ms()) < 0 && errno != EINTR)
 			return;
-		if (!mpsd_turn_left_ms() && !have_turn(false))
+		if ((!mpsd_turn_left_ms() && !have_turn(false)) || !mpsd_turn_follow(fd))
 			return;
 		pthread_mutex_lock(&busy);
 		mpsd_move_tend();

@@ -21,6 +21,7 @@
 #include "windows.h"
 #include "zones.h"
 
+#define LOOK_MS 5		/* what was done again and runs on is looked at so often */
 #define TURN_MS 11000		/* less than a held call waits */
 
 /* Of each copy that comes into use. Kept for good: a thread may be inside one at any time. */
@@ -170,7 +171,9 @@ int mpsd_due_ms(void)
 
 	if (mpsd_fence_is_unfinished() && !waits_for_turn)
 		return 0;
-	return turn < 0 || (end >= 0 && end < turn) ? end : turn;
+	if (turn < 0 || (end >= 0 && end < turn))
+		turn = end;
+	return mpsd_turn_runs_on() && (turn < 0 || turn > LOOK_MS) ? LOOK_MS : turn;
 }
 
 void mpsd_move_tend(void)

@@ -75,6 +75,10 @@ bool mpsd_turn_have(bool may, int line, uint64_t home);
 /* There is no daemon that would say so. */
 void mpsd_turn_forgo(void);
 
+/* What was done again in the last turn had not ended when that was told, or has since: that is told now. False: it cannot be. */
+bool mpsd_turn_follow(int line);
+bool mpsd_turn_runs_on(void);
+
 /* After a move: the copy that was left is unloaded, once that is due and nobody is inside it. Nothing is waited for. */
 void mpsd_standby_tend(void);
 

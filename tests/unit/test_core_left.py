@@ -1,0 +1,95 @@
+"""Programs that could not say where they moved: what they left ends, and their word is believed."""
+
+from __future__ import annotations
+
+import pytest
+
+from mpsd.core import effects as fx
+from mpsd.core import events as ev
+from mpsd.core import memberevents as mev
+from mpsd.core.events import DomainRole
+from mpsd.core.standby import Outcome, Standing
+from mpsd.core.state import DomainState
+from mpsd.model import ServerState
+from tests.support.core import SLOT, process, server_of
+from tests.unit.test_core_failover import KEEP, ON, Site, site
+
+
+def lose(world: Site, domain: str) -> None:
+    world.kernel(43, "channel 0x1", server_of(domain).pid, "nvidia-cuda-mps")
+
+
+def restarted(old: DomainState, state: ServerState) -> Site:
+    """mpsd was killed between MOVE to d2 and MOVED: it knows the program in d1."""
+    world = Site(ON)
+    world.do(ev.SlotWanted(SLOT, ("GPU-0",), 1000, start=False))
+    world.adopt("d1", DomainRole.OLD, old, server_state=state)
+    world.adopt("d2", DomainRole.ACTIVE, DomainState.ACTIVE)
+    world.do(mev.MemberRestored(process(10), 1000, KEEP, "d1"))
+    for domain in ("d1", "d2"):
+        world.attach(10, domain)
+    world.do(ev.AdoptionDone())
+    world.do(ev.CopiesSeen(""))
+    return world
+
+
+def stopped(world: Site) -> list[str]:
+    return [e.domain for e in world.ever(fx.StopDomain)]
+
+
+@pytest.mark.parametrize("says", ["MOVED", "HELLO"])
+def test_the_domain_that_was_left_ends_whichever_way_it_says_where_it_is(says: str) -> None:
+    world = site(10)
+    lose(world, "d1")
+    assert world.told() == [10]
+    if says == "MOVED":
+        world.moved(10, 2)
+    else:
+        world.do(mev.MemberLeft(process(10)))
+        world.hello(10, generation=2)
+    assert world.state.members[process(10)].home == "d2"
+    assert stopped(world) == ["d1"]
+
+
+def test_it_ends_after_a_restart_too() -> None:
+    world = restarted(DomainState.FAULTED, ServerState.FAULT)
+    world.hello(10, generation=2)
+    assert world.state.members[process(10)].home == "d2"
+    assert stopped(world) == ["d1"]
+
+
+def test_its_word_is_believed_of_a_domain_that_was_lost_meanwhile() -> None:
+    """What it has there was taken for idle, and let go."""
+    world = restarted(DomainState.RETIRED, ServerState.ACTIVE)
+    lose(world, "d2")
+    world.hello(10, generation=2)
+    assert world.state.members[process(10)].home == "d2"
+    assert world.state.has_lost(world.state.members[process(10)])
+
+
+def test_its_word_is_not_believed_of_another_users_domain() -> None:
+    world = site(10)
+    other = "gpu0-u1001"
+    world.do(ev.SlotWanted(other, ("GPU-0",), 1001, start=True))
+    (domain,) = [d for d in world.state.domains.values() if d.slot == other]
+    world.hello(10, generation=domain.generation)
+    assert world.state.members[process(10)].home == "d1"
+
+
+@pytest.mark.parametrize("crossed", [False, True])
+def test_who_is_not_ready_is_offered_the_next_standby_whatever_was_said_first(crossed: bool) -> None:
+    world = site(10, 11)
+    unready = mev.MemberUnready(process(10), 2, "its memory was needed", True)
+    if not crossed:
+        world.do(unready)
+    lose(world, "d1")
+    assert (10 in world.told()) == crossed
+    if crossed:
+        world.do(unready)
+        world.do(mev.MemberStayed(process(10), 2, "there is no standby of that generation"))
+        (fate,) = (f for f in world.failover().fates if f.process.pid == 10)
+        assert (fate.outcome, fate.why) == (Outcome.STAYED, "it was not ready: its memory was needed")
+    world.started("d3")
+    world.moved(11, 2)
+    world.timer("failover-back", f"{process(10)} 2")
+    assert world.standing(10) in (Standing.WAITING, Standing.OFFERED)

@@ -1,0 +1,138 @@
+"""Turns that end before what was done again in them has: nobody else is named by a fault of that."""
+
+from __future__ import annotations
+
+import pytest
+
+from mpsd.core import effects as fx
+from mpsd.core import memberevents as mev
+from mpsd.core.standby import Standing, Turn
+from mpsd.core.turns import GUESS_S, SLOW_TURN_S, TURN_S
+from mpsd.model import FailoverMode
+from tests.support.core import process, server_of
+from tests.unit.test_core_failover import Site, suspected, turns_of
+
+
+def in_turn(*pids: int) -> Site:
+    """The first of these does its work again in d2, the others wait, but for the last, which had none; there
+    is a standby, d3."""
+    world = suspected(*pids)
+    world.started("d3")
+    assert turns_of(world) == {pid: Turn.HAS if pid == pids[0] else Turn.WAITS for pid in pids[:-1]}
+    return world
+
+
+def lose(world: Site, domain: str = "d2") -> None:
+    world.kernel(43, "channel 0x2", server_of(domain).pid, "nvidia-cuda-mps")
+
+
+def named(world: Site) -> int | None:
+    offender = world.record().offender
+    return offender.id.process.pid if offender is not None else None
+
+
+def end_turn(world: Site) -> None:
+    """By its time."""
+    timer = world.ever(fx.ArmTimer)
+    (subject,) = {e.subject for e in timer if e.kind == "failover-turn" and _has_turn(world, e.subject)}
+    world.timer("failover-turn", subject)
+
+
+def _has_turn(world: Site, subject: str) -> bool:
+    return turns_of(world).get(int(subject.split()[0])) is Turn.HAS
+
+
+@pytest.mark.parametrize("how", ["died", "left", "came again"])
+def test_who_is_next_is_not_named_for_one_that_went_in_its_turn(how: str) -> None:
+    world = in_turn(10, 11, 9)
+    if how == "died":
+        world.die(10)
+    elif how == "left":
+        world.do(mev.MemberLeft(process(10)))
+    else:
+        world.hello(10, FailoverMode.EXACT, generation=2)
+    assert turns_of(world) == {11: Turn.HAS}
+    world.wait(GUESS_S / 2)
+    lose(world)
+    assert named(world) is None
+    assert world.standing(11) is not Standing.LEFT_BEHIND
+
+
+def test_a_fault_long_after_one_went_is_of_who_has_the_turn() -> None:
+    world = in_turn(10, 11, 9)
+    world.die(10)
+    world.wait(GUESS_S + 0.1)
+    lose(world)
+    assert named(world) == 11
+    assert world.standing(11) is Standing.LEFT_BEHIND
+
+
+def test_one_that_waited_and_went_makes_nobody_unsure() -> None:
+    world = in_turn(10, 11, 9)
+    world.die(11)
+    lose(world)
+    assert named(world) == 10
+
+
+def test_work_that_runs_on_keeps_the_turn_until_it_has_ended_or_its_time_is_over() -> None:
+    world = in_turn(10, 11, 9)
+    world.do(mev.MemberDone(process(10), 2, 5, 6, runs_on=True))
+    assert turns_of(world) == {10: Turn.HAS, 11: Turn.WAITS}
+    world.do(mev.MemberDone(process(10), 2, 5, 6))
+    assert turns_of(world) == {11: Turn.HAS}
+    lose(world)
+    assert named(world) == 11
+
+
+def test_nobody_is_named_while_work_of_two_may_run() -> None:
+    world = in_turn(10, 11, 9)
+    end_turn(world)
+    assert turns_of(world) == {11: Turn.HAS}
+    world.wait(60)
+    lose(world)
+    assert named(world) is None
+    assert Standing.LEFT_BEHIND not in {world.standing(pid) for pid in (10, 11, 9)}
+
+
+def test_work_that_is_known_to_have_ended_after_its_turn_was_none_that_faulted() -> None:
+    world = in_turn(10, 11, 9)
+    end_turn(world)
+    world.do(mev.MemberDone(process(10), 2, 5, 6))
+    lose(world)
+    assert named(world) == 11
+
+
+def test_the_only_work_that_is_not_known_to_have_ended_is_at_fault() -> None:
+    world = in_turn(10, 11, 9)
+    end_turn(world)
+    world.do(mev.MemberDone(process(11), 2, 5, 6))
+    lose(world)
+    assert named(world) == 10
+    assert world.standing(10) is Standing.LEFT_BEHIND
+
+
+def test_who_took_longer_than_its_turn_comes_last_the_next_time_and_is_waited_for() -> None:
+    world = in_turn(10, 11, 9)
+    end_turn(world)
+    lose(world)
+    for pid in (10, 11):
+        world.is_ready(pid, 3)
+    for pid in (10, 11):
+        world.do(mev.MemberMoved(process(pid), 3, 1, 2, 3, waits=True, takes_ns=1))
+    assert turns_of(world) == {11: Turn.HAS, 10: Turn.WAITS}
+    lose(world, "d3")
+    assert named(world) == 11
+    times = [e.delay_s for e in world.ever(fx.ArmTimer) if e.kind == "failover-turn"]
+    assert set(times) == {TURN_S}
+
+
+def test_the_turn_of_one_that_is_slow_is_longer() -> None:
+    world = in_turn(10, 11, 9)
+    end_turn(world)
+    lose(world)
+    world.is_ready(10, 3)
+    world.do(mev.MemberMoved(process(10), 3, 1, 2, 3, waits=True, takes_ns=1))
+    world.do(mev.MemberLeft(process(11)))
+    assert turns_of(world) == {10: Turn.HAS}
+    times = [e.delay_s for e in world.ever(fx.ArmTimer) if e.kind == "failover-turn"]
+    assert times == [TURN_S, TURN_S, SLOW_TURN_S]
