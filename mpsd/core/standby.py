@@ -66,8 +66,9 @@ class Member:
     do with what it had in flight, when it was last told to move; `guessed`: monotonic seconds of when it
     was last to do that AT_ONCE or began to; `slow`: that took longer than a turn last time. `owed`: it has
     not been told of a turn since then. `gives`: it can be asked for memory that is there for a fail-over
-    alone; `shorts`: what it asked for itself lately, the last one last; `asked`: the domain that it was told last to leave without a fault;
-    `yields`: monotonic seconds of when it was asked for this standby, for programs that cannot ask.
+    alone; `shorts`: what it asked for itself lately, the last one last; `asked`: the domain that it was told
+    last to leave without a fault; `yields`: monotonic seconds of when it was asked for this standby, for
+    programs that cannot ask.
     """
 
     process: ProcessInstance
