@@ -24,7 +24,7 @@ struct mpsd_carried {
 
 /* Generated. */
 extern const struct mpsd_carried mpsd_carried[MPSD_CARRIED];
-extern const struct mpsd_carried mpsd_plain[MPSD_PLAIN];	/* the short way (plain.h) of some of them */
+extern const struct mpsd_carried mpsd_plain[];	/* the short way (plain.h) of some of them */
 extern const char mpsd_thunks[];
 
 extern void *mpsd_inner[MPSD_SLOTS];	/* what carry_NAME() calls */
