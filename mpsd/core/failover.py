@@ -64,14 +64,12 @@ def next_of(state: State, home: Domain) -> Domain | None:
 def find_home(state: State, process: ProcessInstance, generation: int = 0) -> str | None:
     """Where the work of a process runs that has not been seen before; None: it is no client yet.
 
-    `generation`: of the standby in which it lives, by its own word: that is believed of a domain beside one
-    where it is a client, too, for what it had in one that was lost may have been let go since. In its first
-    context it is where it came first, and any standby is of a later number.
+    `generation`: of the standby in which it lives, by its own word. In its first context it is where it came
+    first, and any standby is of a later number.
     """
     here = {c.id.domain for c in state.spaces_of(process) if c.living}
-    said = state.domains.get(f"d{generation}")
-    if said is not None and (said.id in here or said.slot in {state.domains[name].slot for name in here}):
-        return said.id
+    if f"d{generation}" in here:
+        return f"d{generation}"
     return min(here, key=lambda name: (state.domains[name].generation, name), default=None)
 
 

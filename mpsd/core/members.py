@@ -40,11 +40,22 @@ def on_came(draft: Draft, event: mev.MemberCame) -> None:
     if known is not None and known.standing is Standing.LEFT_BEHIND and known.home == home:
         fresh = replace(fresh, standing=Standing.LEFT_BEHIND, reason=known.reason)
     draft.put_member(fresh)
-    # It may have moved, or been told to, and could not say so.
     contexts = {c.id.domain for c in draft.state.spaces_of(event.process)}
+    if event.generation and f"d{event.generation}" not in contexts:
+        _lives_nowhere(draft, event, home)
+    # It may have moved, or been told to, and could not say so.
     for left in sorted({*contexts, *([f"d{known.generation}"] if known is not None else [])} - {home}):
         _leave(draft, left)
     refresh(draft, event.process)
+
+
+def _lives_nowhere(draft: Draft, event: mev.MemberCame, home: str | None) -> None:
+    """Where it says that it lives it has nothing any more. Was that lost, or has it ended, while the program
+    could not be heard, then all that it has elsewhere is idle."""
+    there = draft.state.domains.get(f"d{event.generation}")
+    here = draft.state.domains.get(home or "")
+    if here is not None and (there is None or there.is_dead):
+        draft.put_domain(replace(here, bereft=here.bereft | {event.process}))
 
 
 def refresh(draft: Draft, process: ProcessInstance) -> None:

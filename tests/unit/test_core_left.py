@@ -58,22 +58,32 @@ def test_it_ends_after_a_restart_too() -> None:
     assert stopped(world) == ["d1"]
 
 
-def test_its_word_is_believed_of_a_domain_that_was_lost_meanwhile() -> None:
-    """What it has there was taken for idle, and let go."""
+@pytest.mark.parametrize("ends", [False, True])
+def test_who_lives_in_a_domain_that_was_lost_meanwhile_is_moved_on(ends: bool) -> None:
+    """What it had there was taken for idle, and let go; where it was before is well, and only drained."""
     world = restarted(DomainState.RETIRED, ServerState.ACTIVE)
     lose(world, "d2")
+    if ends:
+        world.started("d3")
+        world.stopped("d2")
+    assert ("d2" in world.state.domains) != ends
     world.hello(10, generation=2)
-    assert world.state.members[process(10)].home == "d2"
     assert world.state.has_lost(world.state.members[process(10)])
+    if not ends:
+        world.started("d3")
+    world.is_ready(10, 3)
+    assert world.told() == [10]
+    world.moved(10, 3)
+    assert world.state.members[process(10)].home == "d3"
+    assert "d1" in stopped(world)
 
 
-def test_its_word_is_not_believed_of_another_users_domain() -> None:
+def test_who_lives_in_a_domain_that_is_well_and_is_no_client_there_yet_has_lost_nothing() -> None:
     world = site(10)
-    other = "gpu0-u1001"
-    world.do(ev.SlotWanted(other, ("GPU-0",), 1001, start=True))
-    (domain,) = [d for d in world.state.domains.values() if d.slot == other]
-    world.hello(10, generation=domain.generation)
-    assert world.state.members[process(10)].home == "d1"
+    world.do(mev.MemberLeft(process(10)))
+    world.hello(10, generation=2)
+    world.started("d2")
+    assert not world.state.has_lost(world.state.members[process(10)])
 
 
 @pytest.mark.parametrize("crossed", [False, True])
