@@ -26,6 +26,7 @@ LASTS_S, RESTS_S = 20.0, 70.0
 IN_USE = (DomainState.ACTIVE, DomainState.WARM)
 NO_SERVER = (DomainState.STARTING, DomainState.STOPPING, DomainState.FAILED)
 GIVES_UP_S = 11.0
+REMEMBERED_S = 30.0
 Word = fx.OfferStandby | fx.StandDown | fx.Move | fx.HaveTurn | fx.GiveMemory
 WORDS = (fx.OfferStandby, fx.StandDown, fx.Move, fx.HaveTurn, fx.GiveMemory)
 
@@ -58,11 +59,13 @@ class Program:
 
 
 class Play:
-    """`restarts`: the daemon does, too, and knows then what was written down up to 0.3 s before."""
+    """`restarts`: the daemon does, too, and knows then what was written down up to 0.3 s before. `apart`: no
+    fault comes while what was in flight at the one before is done again, so that nobody else may be named."""
 
-    def __init__(self, seed: int, *, restarts: bool = False) -> None:
+    def __init__(self, seed: int, *, restarts: bool = False, apart: bool = False) -> None:
         self.random = chance = random.Random(seed)
-        self.restarts = restarts
+        self.restarts, self.apart = restarts, apart
+        self.makers: dict[ProcessInstance, float] = {}
         policy = Policy(
             failover=FailoverMode.EXACT,
             spare=chance.random() < 0.7,
@@ -121,6 +124,8 @@ class Play:
                 self.after(0.05, lambda: self._answer(domain))
             case fx.ConfirmWork(client) | fx.ProbeWork(client):
                 self.after(0.05, lambda: self.do(ev.WorkEnded(client, "gone")))
+            case fx.Record(record) if self.apart and record.offender is not None:
+                self._is_named(record.offender.id.process)
             case _ if isinstance(effect, WORDS):
                 self.after(0.001, lambda: self._hear(effect))
 
@@ -235,6 +240,7 @@ class Play:
             return
         if program.makes:
             program.makes -= 1
+            self.makers[program.process] = self.world.now
             self._lose(where)
         elif self.random.random() < 0.2:
             runs_on = mev.MemberDone(program.process, generation, 5, 6, runs_on=True)
@@ -363,7 +369,17 @@ class Play:
         if self.world.now < until:
             self.after(self.random.choice([0.02, 0.3, 2.0]), lambda: self._chance(until))
 
+    def _is_named(self, who: ProcessInstance) -> None:
+        made_it = self.world.now - self.makers.get(who, 0.0) < REMEMBERED_S
+        if self.programs[who].alive and not made_it:
+            self.wrong.append(f"{who} is named, who made no fault")
+
     def _fault(self, offender: Program, living: list[Program]) -> None:
+        members = self.world.state.members.values()
+        moving = any(m.turn is not Turn.NONE or m.standing is Standing.MOVING for m in members)
+        if self.apart and (moving or any(d.unproven for d in self.world.state.domains.values())):
+            return
+        self.makers[offender.process] = self.world.now
         offender.makes = self.random.choice([0, 1, 1, 3])
         for program in living:
             program.works = self.random.random() < 0.6
