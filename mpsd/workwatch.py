@@ -43,7 +43,8 @@ class _Life:
     """One life of a process, its view, and the clients (address spaces) that it has in one domain.
 
     `look`: one that somebody waits for, at the living, under way or done; `watch`: after the death;
-    `overdue`: somebody waits to hear what a look finds that begins after it was set.
+    `overdue`: somebody waits to hear what a look finds that begins after it was set; `past`: the process has
+    replaced that program since.
     """
 
     view: WorkView
@@ -51,6 +52,7 @@ class _Life:
     look: asyncio.Task[None] | None = None
     watch: asyncio.Task[None] | None = None
     overdue: bool = False
+    past: bool = False
 
 
 class WorkWatch:
@@ -102,6 +104,8 @@ class WorkWatch:
 
     def _put(self, clients: Sequence[ClientId], view: WorkView) -> _Life:
         life = _Life(view, set(clients))
+        for process in {client.process for client in clients}:
+            self._part_with(process)
         for client in clients:
             self.forget(client)
             self._lives[client] = life
@@ -109,10 +113,19 @@ class WorkWatch:
                 view.leave_out(left)
         return life
 
+    def _part_with(self, process: ProcessInstance) -> None:
+        """A life of it begins: where earlier ones have ended it was an exec, and their pages are others."""
+        ended = [x for c, x in self._lives.items() if c.process == process and x.watch is not None]
+        for life in ended:
+            life.past = True
+        if ended:
+            self._spans.pop(process, None)
+
     def leave_out(self, process: ProcessInstance, *, anew: bool, start: int, end: int) -> None:
         """Bytes [start, end) of its are a context's that it has left, whatever lies there says of its work;
         `anew`: and those from before no longer. Of a process that is not followed: nothing."""
-        views = {life.view for client, life in self._lives.items() if client.process == process}
+        lives = [life for client, life in self._lives.items() if client.process == process]
+        views = {life.view for life in lives if not life.past}
         left = [] if anew else self._spans.get(process, [])
         if not views or len(left) == MOST_LEFT:
             return

@@ -187,7 +187,9 @@ def _was_not_ready(draft: Draft, member: Member, reason: str) -> None:
     record = fates.latest_of(draft.state, member.process)
     if record is not None:
         fates.revise(draft, record, member.process, outcome=Outcome.STAYED, why=f"it was not ready: {reason}")
-    draft.put_member(replace(member, standing=Standing.WAITING, generation=0, reason=reason, bytes=0))
+    # Nor has it stayed: it may be told the same again.
+    waits = replace(member, standing=Standing.WAITING, generation=0, reason=reason, bytes=0, asked=None)
+    draft.put_member(waits)
     _waited_for_no_longer(draft, member)
     _leave(draft, f"d{member.generation}")
     refresh(draft, member.process)
@@ -271,6 +273,7 @@ def on_moved(draft: Draft, event: mev.MemberMoved) -> None:
     # Where it was told to go since then, it has not gone.
     for left in (old, f"d{member.generation}"):
         if left != name:
+            turns.left_well(draft, event.process, left)
             _leave(draft, left)
     refresh(draft, event.process)
 

@@ -134,6 +134,15 @@ def lost(draft: Draft, domain: Domain) -> None:
     """Whoever does its work again there has lost it once more: its turn has ended."""
     for member in holders(draft.state, domain.id):
         draft.put_member(replace(member, turn=Turn.NONE, among=False))
+    # Who is told of this loss later on is told by what was known when it came: all of these have ended.
+    draft.put_domain(replace(draft.state.domains[domain.id], unproven=()))
+
+
+def left_well(draft: Draft, process: ProcessInstance, name: str | None) -> None:
+    """It has moved out of this domain, and what it had there it has moved with, or had waited for."""
+    domain = draft.state.domains.get(name or "")
+    if domain is not None and any(p == process for p, _ in domain.unproven):
+        draft.put_domain(replace(domain, unproven=_without(domain, process)))
 
 
 def wait(draft: Draft, member: Member, operations: int, takes_s: float) -> None:
@@ -171,6 +180,8 @@ def over(draft: Draft, process: ProcessInstance) -> None:
     domain = draft.state.domains.get(member.home or "")
     if domain is not None and any(p == process for p, _ in domain.unproven):
         draft.put_domain(replace(domain, unproven=_without(domain, process)))
+    if member.turn is Turn.HAS:
+        # In time.
         member = draft.put_member(replace(member, slow=False))
     if member.turn is not Turn.NONE:
         member = draft.put_member(replace(member, turn=Turn.NONE, among=False))
@@ -191,14 +202,18 @@ def on_timer(draft: Draft, subject: str) -> None:
 
 def _end_unproven(draft: Draft, process: ProcessInstance, until: float) -> None:
     member = draft.state.members.get(process)
-    if member is None or member.turn is Turn.NONE:
+    if member is None:
         return
     domain = draft.state.domains.get(member.home or "")
-    if member.turn is Turn.HAS and domain is not None:
+    is_open = domain is not None and any(p == process for p, _ in domain.unproven)
+    if domain is not None and (member.turn is Turn.HAS or is_open):
+        if member.turn is not Turn.HAS:
+            until = min((until, *(end for p, end in domain.unproven if p == process)))
         open_still = tuple(one for one in _without(domain, process) if draft.now < one[1])
         draft.put_domain(replace(domain, unproven=(*open_still, (process, until))))
-    draft.put_member(replace(member, turn=Turn.NONE, among=False))
-    go_on(draft, member.home)
+    if member.turn is not Turn.NONE:
+        draft.put_member(replace(member, turn=Turn.NONE, among=False))
+        go_on(draft, member.home)
 
 
 def _without(domain: Domain, process: ProcessInstance) -> tuple[tuple[ProcessInstance, float], ...]:

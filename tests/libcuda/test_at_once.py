@@ -139,3 +139,27 @@ def test_work_that_outlasts_its_turn_is_said_to_run_on_until_it_has_ended(
     assert line.hear(moving.DONE).values[:3] == (8 << 20, 1, 0)
     assert ask("gpu.sync(), gpu.word(m)") == "(0, 6)"
     assert ask.end() == ""
+
+
+@EXACT
+def test_what_was_done_again_has_ended_though_what_the_program_does_next_runs(
+    domain: Domain, gate: Gate, second: Domain, there: Gate, post: Post, ask: Program, copies: Path
+) -> None:
+    line = post.greet(moving.EXACT)
+    ask("m = gpu.memory(8 << 20); n = gpu.memory(8 << 20); t = gpu.made('cuStreamCreate', 1)")
+    stand_by(line, second, copies)
+    assert ask("gpu.run('add', m, 8, 5), gpu.sync()") == "(0, 0)"
+    gate.let(3)
+    assert ask("gpu.run('add', m, 8, 1)") == "0"
+    break_domain(domain)
+    there.let(0)
+    assert move(line, again=3).values[5] > 1
+    # In another stream, while what is done again is kept.
+    assert ask("gpu.run('long', n, 8, 1, stream=t)") == "0"
+    there.let(ANY)
+    done = line.hear(moving.DONE)
+    if done.values[2]:
+        done = line.hear(moving.DONE)
+    assert done.values[:3] == (8 << 20, 1, 0)
+    # It runs on: it has half a minute to do.
+    assert ask("gpu.code('cuStreamQuery', t)") == "600"

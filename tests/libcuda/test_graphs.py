@@ -348,3 +348,27 @@ def test_a_graph_with_the_hosts_memory_is_not_launched_again(
     assert "a graph with copies" in move(line).text
     assert ask("gpu.sync(), gpu.sync(), gpu.code('cuGraphLaunch', x, s), gpu.sync()") == "(719, 0, 0, 0)"
     assert "a graph with copies" in ask.end()
+
+
+@MODES
+def test_a_capture_that_became_invalid_and_was_ended_does_not_go_on(
+    domain: Domain, second: Domain, post: Post, ask: Program, copies: Path, mode: int
+) -> None:
+    """The driver gives no id of it any more."""
+    line = post.greet(mode)
+    ask("m = gpu.memory(4 << 20); s = gpu.made('cuStreamCreate', 0); gpu.sync()")
+    ask("g = ctypes.c_uint64(); status = ctypes.c_int()")
+    asked = "gpu.code('cuStreamIsCapturing', s, ctypes.byref(status)), status.value"
+    assert ask("gpu.code('cuStreamBeginCapture_v2', s, 2)") == "0"
+    # The legacy stream waits for the one that captures.
+    assert ask("gpu.run('add', m, 8, 1, stream=s), gpu.run('add', m, 8, 1)") == "(0, 906)"
+    assert ask(asked) == "(0, 2)"
+    assert ask("gpu.code('cuStreamEndCapture', s, ctypes.byref(g))") == "901"
+    assert ask(asked) == "(0, 0)"
+    assert ask("gpu.run('add', m, 8, 100, stream=s), gpu.sync(), gpu.word(m)") == "(0, 0, 100)"
+    stand_by(line, second, copies)
+    break_domain(domain)
+    assert move(line).text == ""
+    assert ask(asked) == "(0, 0)"
+    assert ask("gpu.run('add', m, 8, 1000, stream=s), gpu.sync(), gpu.word(m)") == "(0, 0, 1100)"
+    assert ask.end() == ""

@@ -13,6 +13,7 @@ from mpsd.core.state import DomainState
 from mpsd.model import ServerState
 from tests.support.core import SLOT, process, server_of
 from tests.unit.test_core_failover import KEEP, ON, Site, site
+from tests.unit.test_core_poisoned import poisoned
 
 
 def lose(world: Site, domain: str) -> None:
@@ -103,3 +104,15 @@ def test_who_is_not_ready_is_offered_the_next_standby_whatever_was_said_first(cr
     world.moved(11, 2)
     world.timer("failover-back", f"{process(10)} 2")
     assert world.standing(10) in (Standing.WAITING, Standing.OFFERED)
+
+
+def test_a_word_that_crossed_keeps_nobody_beside_endless_work() -> None:
+    world = poisoned(10)
+    assert world.told() == [10]
+    world.do(mev.MemberUnready(process(10), 2, "its memory was needed", True))
+    world.do(mev.MemberStayed(process(10), 2, "there is no standby of that generation"))
+    world.timer("failover-back", f"{process(10)} 2")
+    world.is_ready(10, 2)
+    assert world.told() == [10]
+    world.moved(10, 2)
+    assert stopped(world) == ["d1"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mpsd.core import effects as fx
+from mpsd.core import events as ev
 from mpsd.core import memberevents as mev
 from mpsd.core.standby import Standing, Turn
 from mpsd.core.turns import GUESS_S, SLOW_TURN_S, TURN_S
@@ -136,3 +137,80 @@ def test_the_turn_of_one_that_is_slow_is_longer() -> None:
     assert turns_of(world) == {10: Turn.HAS}
     times = [e.delay_s for e in world.ever(fx.ArmTimer) if e.kind == "failover-turn"]
     assert times == [TURN_S, TURN_S, SLOW_TURN_S]
+
+
+def test_who_took_longer_and_died_is_open_for_a_while_alone() -> None:
+    world = in_turn(10, 11, 9)
+    end_turn(world)
+    world.die(10)
+    world.work_ended(10)
+    world.wait(GUESS_S + 0.1)
+    lose(world)
+    assert named(world) == 11
+
+
+def test_who_took_longer_and_came_again_is_not_named_for_good() -> None:
+    """Its program does not say any more that its work has ended."""
+    world = in_turn(10, 11, 9)
+    end_turn(world)
+    world.do(mev.MemberDone(process(11), 2, 5, 6))
+    world.do(mev.MemberLeft(process(10)))
+    world.hello(10, FailoverMode.EXACT, generation=2)
+    world.wait(600)
+    lose(world)
+    assert named(world) is None
+    assert world.standing(10) is not Standing.LEFT_BEHIND
+
+
+def put_out(world: Site) -> list[int]:
+    """Who is ended where it has moved to."""
+    for timer in [e for e in world.ever(fx.ArmTimer) if e.kind == "failover-put-out"]:
+        world.timer(timer.kind, timer.subject)
+    return [e.client.process.pid for e in world.ever(fx.Kill)]
+
+
+def test_who_moved_on_is_not_ended_for_a_fault_where_it_was() -> None:
+    world = in_turn(10, 11, 9)
+    end_turn(world)
+    world.do(mev.MemberDone(process(11), 2, 5, 6))
+    world.is_ready(10, 3)
+    world.do(ev.DrainRequested((), True))
+    assert 10 in world.told()
+    world.moved(10, 3)
+    world.is_ready(11, 3)
+    world.wait(60)
+    lose(world)
+    assert named(world) is None
+    assert put_out(world) == []
+
+
+def test_who_comes_late_names_nobody_of_those_who_were_open_when_the_domain_was_lost() -> None:
+    world = in_turn(10, 11, 9)
+    world.attach(8, "d2")
+    end_turn(world)
+    lose(world)
+    assert named(world) is None
+    world.hello(8, FailoverMode.EXACT)
+    world.is_ready(10, 3)
+    world.do(mev.MemberMoved(process(10), 3, 1, 2, 3, waits=True, takes_ns=1))
+    world.is_ready(8, 3)
+    assert world.state.members[process(10)].home == "d3"
+    assert put_out(world) == []
+
+
+@pytest.mark.parametrize("in_time", [True, False])
+def test_slow_is_who_took_longer_than_its_turn_when_it_had_it_last(in_time: bool) -> None:
+    world = in_turn(10, 11, 9)
+    end_turn(world)
+    if not in_time:
+        world.do(mev.MemberDone(process(10), 2, 5, 6))
+        assert world.state.members[process(10)].slow
+        return
+    lose(world)
+    for pid in (10, 11):
+        world.is_ready(pid, 3)
+    for pid in (10, 11):
+        world.do(mev.MemberMoved(process(pid), 3, 1, 2, 3, waits=True, takes_ns=1))
+    for pid in (11, 10):
+        world.do(mev.MemberDone(process(pid), 3, 5, 6))
+    assert not world.state.members[process(10)].slow

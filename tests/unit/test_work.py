@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -235,6 +236,33 @@ def test_pages_of_a_context_that_was_left_are_left_out_until_they_are_not_named_
     view.leave_out([])
     view.refresh()
     assert noted(view) == [old, new, half]
+    view.close()
+
+
+@pytest.mark.usefixtures("readable")
+def test_what_is_to_be_left_out_waits_for_no_look_that_hangs(
+    child: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(work, "areas", lambda rows: FEW)
+    view = NvidiaWork().open(instance(child), -1)
+    inside, go_on = threading.Event(), threading.Event()
+
+    def hangs(self: work.ProcessWork, there: object) -> bool:
+        inside.set()
+        return go_on.wait(10)
+
+    monkeypatch.setattr(work.ProcessWork, "_can_be_read", hangs)
+    changed(view)
+    look = threading.Thread(target=view.refresh)
+    look.start()
+    assert inside.wait(10)
+    view.leave_out([(FEW[0].start, FEW[0].end)])
+    go_on.set()
+    look.join()
+    # The next look comes to it, though no mapping has changed.
+    assert noted(view) == FEW
+    view.refresh()
+    assert noted(view) == []
     view.close()
 
 

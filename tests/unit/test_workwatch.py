@@ -274,6 +274,29 @@ def test_what_a_process_has_left_is_left_out_by_all_views_of_it_until_nobody_fol
     at_a_desk(play)
 
 
+@pytest.mark.parametrize("who", ["the one before", "the next one"])
+def test_after_an_exec_pages_are_those_of_another_program(who: str) -> None:
+    """What the one has left says nothing of the other, at the same addresses."""
+
+    async def play(desk: Desk) -> None:
+        first = desk.follow(FIRST)
+        first.left = A_KERNEL
+        if who == "the one before":
+            desk.watch.leave_out(PROCESS, anew=True, start=4, end=8)
+        desk.watch.watch(FIRST)
+        await until(lambda: first.looks)
+        second = desk.follow(SECOND)
+        if who == "the next one":
+            desk.watch.leave_out(PROCESS, anew=True, start=4, end=8)
+        spans = [(4, 8)]
+        wanted = (spans, None) if who == "the one before" else (None, spans)
+        assert (first.left_out, second.left_out) == wanted
+        first.left = ""
+        await until(lambda: desk.told)
+
+    at_a_desk(play)
+
+
 def test_what_cannot_be_seen_is_said_of_that_life() -> None:
     async def play(desk: Desk) -> None:
         desk.follow(FIRST).left = None

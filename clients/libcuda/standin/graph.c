@@ -203,6 +203,14 @@ API CUresult cuStreamEndCapture(CUstream hStream, CUgraph *phGraph)
 	return result;
 }
 
+/* As documented: what is not active has a status, and no other valid data. */
+static CUstreamCaptureStatus capture_status(CUstream stream)
+{
+	if (!stream->capture)
+		return CU_STREAM_CAPTURE_STATUS_NONE;
+	return stream->spoiled ? CU_STREAM_CAPTURE_STATUS_INVALIDATED : CU_STREAM_CAPTURE_STATUS_ACTIVE;
+}
+
 API CUresult cuStreamIsCapturing(CUstream hStream, CUstreamCaptureStatus *captureStatus)
 {
 	CUstream stream;
@@ -212,7 +220,7 @@ API CUresult cuStreamIsCapturing(CUstream hStream, CUstreamCaptureStatus *captur
 		return result;
 	if (!captureStatus)
 		return leave(CUDA_ERROR_INVALID_VALUE);
-	*captureStatus = stream->capture ? CU_STREAM_CAPTURE_STATUS_ACTIVE : CU_STREAM_CAPTURE_STATUS_NONE;
+	*captureStatus = capture_status(stream);
 	return leave(CUDA_SUCCESS);
 }
 
@@ -237,7 +245,9 @@ API CUresult cuStreamGetCaptureInfo_v3(CUstream hStream, CUstreamCaptureStatus *
 		return result;
 	if (stream == stream->context->legacy && is_any_captured(stream))
 		return leave(CUDA_ERROR_STREAM_CAPTURE_IMPLICIT);
-	*captureStatus_out = stream->capture ? CU_STREAM_CAPTURE_STATUS_ACTIVE : CU_STREAM_CAPTURE_STATUS_NONE;
+	*captureStatus_out = capture_status(stream);
+	if (*captureStatus_out == CU_STREAM_CAPTURE_STATUS_INVALIDATED)
+		return leave(CUDA_SUCCESS);
 	if (id_out)
 		*id_out = stream->capture ? stream->capture->id : 0;
 	if (graph_out)

@@ -103,7 +103,9 @@ API CUresult cuModuleUnload(CUmodule hmod)
 		return result;
 	if (!hmod || !find_module(hmod))
 		return leave(CUDA_ERROR_INVALID_HANDLE);
-	result = wait_for_all(context);
+	result = refuse_in_capture(context, false);
+	if (result == CUDA_SUCCESS)
+		result = wait_for_all(context);
 	while (*link && *link != hmod)
 		link = &(*link)->next;
 	if (result != CUDA_SUCCESS || !*link)

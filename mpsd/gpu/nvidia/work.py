@@ -93,6 +93,7 @@ class ProcessWork:
         self._maps = maps
         self._areas: list[Area] = []
         self._outside: list[Area] = []
+        self._applied = self._outside
         self._blind = True
         self._unreadable = False
         self._settled = False
@@ -127,7 +128,7 @@ class ProcessWork:
             return False
         if found is None:
             return False
-        if found == self._found and self._settled:
+        if found == self._found and self._settled and self._applied is self._outside:
             # As a rule, and looked at every second: nothing is taken apart again.
             with self._turn:
                 self._looked = began
@@ -135,7 +136,8 @@ class ProcessWork:
         rows = [procfs.parse_map(line) for line in found.lines]
         all_there = areas((r.start, r.end, r.permissions, r.path) for r in rows)
         with self._turn:
-            there = outside(all_there, self._outside)
+            self._applied = self._outside
+            there = outside(all_there, self._applied)
             if self._notes >= 0:
                 self._take(there, truncated=found.truncated, began=began, dead=dead)
             self._found = found
@@ -145,7 +147,7 @@ class ProcessWork:
         first = self._looked is None
         self._looked = began
         # A client that ends takes its areas away: what they were is not forgotten.
-        there = there or self._areas
+        there = there or outside(self._areas, self._applied)
         self._settled = there == self._areas and (self._settled or not first)
         self._areas, self._blind = there, truncated
         if not dead:
@@ -170,16 +172,22 @@ class ProcessWork:
             return True  # It has just ended: that is seen when its work is looked for.
 
     def leave_out(self, spans: Sequence[tuple[int, int]]) -> None:
-        with self._turn:
-            self._outside = [Area(start, end) for start, end in spans]
-            # The next look takes them apart again.
-            self._found = None
-            self._areas = outside(self._areas, self._outside)
-            if self._signs is not None:
-                # Its last word came after its death was seen.
-                self._signs.keep(self._areas)
+        """Waits for no look that is under way, which may hang: the next one comes to it."""
+        self._outside = [Area(start, end) for start, end in spans]
+        if not self._turn.acquire(blocking=False):
+            return
+        try:
+            self._apply()
             if self._notes >= 0 and self._looked is not None:
                 self._note()
+        finally:
+            self._turn.release()
+
+    def _apply(self) -> None:
+        """Leave out what is to be. What is to be no longer the next look at the living finds."""
+        self._areas = outside(self._areas, self._outside)
+        if self._signs is not None:
+            self._signs.keep(self._areas)
 
     def recall(self) -> None:
         """After adoption: the areas that an earlier daemon noted."""
@@ -205,6 +213,7 @@ class ProcessWork:
         return self._settled and bool(self._areas)
 
     def _left(self) -> str | None:
+        self._apply()
         if self._signs is None:
             self._signs = self._scan()
             self._understood = self._signs.understood

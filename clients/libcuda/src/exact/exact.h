@@ -172,7 +172,7 @@ bool mpsd_exact_is_due(uint64_t *operations, uint64_t *takes_ns);
 uint64_t mpsd_exact_newest_ns(void);
 
 /*
- * After that call: the epoch in which it is done again, and whether all of it has ended, or all that was ever given.
+ * After that call: the epoch in which it is done again, and whether all of it has ended, whatever was given since.
  * LAUNCH_FAILED and the like: the context is lost.
  */
 uint64_t mpsd_exact_epoch(void);

@@ -81,9 +81,20 @@ static CUresult do_again(struct mpsd_replayed *replayed)
 		}
 		again_to[lane] = op->number;
 	}
-	for (unsigned int i = 0; i < mpsd_lanes_used && result == CUDA_SUCCESS; i++)
-		result = mpsd_lane_mark_now(&mpsd_lanes[i], mpsd_lanes[i].given);
+	for (unsigned int i = 0; i < mpsd_lanes_used && result == CUDA_SUCCESS; i++) {
+		again_to[i] = mpsd_lanes[i].given;
+		result = mpsd_lane_mark_now(&mpsd_lanes[i], again_to[i]);
+	}
 	return result;
+}
+
+/* With the lock: whatever was given since. */
+static bool has_ended(void)
+{
+	for (unsigned int i = 0; i < mpsd_lanes_used; i++)
+		if (mpsd_lane_look(&mpsd_lanes[i]) < again_to[i])
+			return false;
+	return true;
 }
 
 /* After all that was done again, in the copy after so many moves, where it ends with that. */
@@ -352,7 +363,7 @@ CUresult mpsd_exact_look(uint64_t epoch)
 	bool is;
 
 	mpsd_word_take(&mpsd_exact_lock);
-	is = mpsd_lanes_all_proven() || mpsd_epoch.number != epoch;
+	is = has_ended() || mpsd_epoch.number != epoch;
 	mpsd_word_give(&mpsd_exact_lock);
 	if (is)
 		return CUDA_SUCCESS;

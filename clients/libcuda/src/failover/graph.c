@@ -43,6 +43,16 @@ static struct session *session_of_event(CUevent event)
 	return NULL;
 }
 
+/* One that the driver has made invalid says no id: it is known by the stream where it began. */
+static struct session *session_from(CUstream origin)
+{
+	struct session *session = sessions;
+
+	while (session && (session->is_void || session->graph->origin != origin))
+		session = session->next;
+	return session;
+}
+
 static bool is_in(const struct session *session, CUstream stream)
 {
 	bool is = session->graph->origin == stream;
@@ -312,6 +322,8 @@ CUresult make_cuStreamEndCapture(CUstream hStream, CUgraph *phGraph)
 
 	pthread_mutex_lock(&lock);
 	session = session_of(mpsd_capture_of(mpsd_native(hStream)));
+	if (!session)
+		session = session_from(hStream);
 	if (!is_void(hStream, &result))
 		result = inner_cuStreamEndCapture(mpsd_native(hStream), phGraph);
 	else if (phGraph)
@@ -319,7 +331,7 @@ CUresult make_cuStreamEndCapture(CUstream hStream, CUgraph *phGraph)
 	if (session && mpsd_is_left()) {
 		/* It goes on in the next copy, and is ended there. */
 		result = MPSD_AGAIN;
-	} else if (session && !mpsd_is_loss(result) && !mpsd_capture_of(mpsd_native(hStream))) {
+	} else if (session && !mpsd_is_loss(result) && !mpsd_is_native_capturing(mpsd_native(hStream))) {
 		mpsd_graph_hold(session->graph);
 		result = mpsd_graph_note(result, MPSD_MADE_GRAPH, (void **)phGraph, session->graph, 0, moves);
 		/* Overtaken since, it is still there for the move to go on with. */

@@ -38,6 +38,7 @@ cuuint64_t mpsd_capture_of(CUstream native);
 
 bool mpsd_is_in_capture(CUstream stream);
 bool mpsd_is_native_in_capture(CUstream native);	/* what this call's copy calls it */
+bool mpsd_is_native_capturing(CUstream native);		/* one that has become invalid, and was not ended, too */
 
 /* Until let() the stream joins no capture, if it is held. False: it is in one, and nothing is to be let. */
 bool mpsd_captures_hold(CUstream native, bool *held);

@@ -208,7 +208,7 @@ static bool obey(const struct mpsd_failover_message *order)
 		mpsd_standby_lazy(order->values[0] != 0);
 		mpsd_room_may_ask(order->values[1] != 0);
 		mpsd_blame_may_tell(order->values[2] != 0);
-		mpsd_left_may_tell(order->values[3] != 0);
+		mpsd_left_may_tell(order->values[3] ? atomic_load(&line) : -1);
 		if (mode != MPSD_FAILOVER_EXACT)
 			mpsd_exact_stop("the daemon's configuration");
 		return true;
@@ -290,13 +290,13 @@ static void listen_to(int fd)
 	struct mpsd_failover_message message = mpsd_line_message(MPSD_FAILOVER_HELLO, home, NULL);
 	struct pollfd polled[2] = { { .fd = fd, .events = POLLIN },
 				    { .fd = atomic_load(&wake), .events = POLLIN } };
-	struct mpsd_told told = { 0, 0, 0 };
+	struct mpsd_told told = { 0, 0 };
 
 	message.mode = mode;
 	message.values[0] = MPSD_FAILOVER_TAKES_FENCED | MPSD_FAILOVER_GIVES;
 	if (!say(&message) || !tell(&told))
 		return;
-	while (!atomic_load(&off) && mpsd_line_tell_left(fd, &told)) {
+	while (!atomic_load(&off) && mpsd_left_tell(true)) {
 		if (poll(polled, 2, mpsd_due_ms()) < 0 && errno != EINTR)
 			return;
 		if ((!mpsd_turn_left_ms() && !have_turn(false)) || !mpsd_turn_follow(fd))
@@ -326,7 +326,7 @@ static void *run(void *unused)
 				close(fd);
 			mpsd_turn_forgo();
 			mpsd_room_may_ask(false);
-			mpsd_left_may_tell(false);
+			mpsd_left_may_tell(-1);
 			ended = mpsd_now_ns() - began > 1000000000u ? 0 : ended + 1;
 			pause_ms = FIRST_PAUSE_MS;
 		}

@@ -40,7 +40,7 @@ void mpsd_line_moves(void);
 
 /* tell.c, for the thread. What was told before is not told again. False: the connection has ended. */
 struct mpsd_told {
-	unsigned int opaque, unsure, left;
+	unsigned int opaque, unsure;
 };
 
 struct mpsd_failover_message mpsd_line_message(enum mpsd_failover_kind kind, uint64_t generation, const char *text);
@@ -50,8 +50,10 @@ bool mpsd_line_tell_unready(int line, uint64_t generation, const char *why, bool
 bool mpsd_line_tell_moved(int line, uint64_t generation, const struct mpsd_times *times, uint64_t began);
 bool mpsd_line_tell(int line, uint64_t generation, struct mpsd_told *told);
 bool mpsd_line_tell_error(int line, uint64_t generation);
-bool mpsd_line_tell_left(int line, struct mpsd_told *told);
-void mpsd_left_may_tell(bool is);	/* the daemon takes that */
+
+/* Where pages are of copies that were left, if that has changed; `may_wait`: later, while others wait for this thread. */
+bool mpsd_left_tell(bool may_wait);
+void mpsd_left_may_tell(int line);	/* the daemon takes that there; -1: it does not */
 
 /* The program has met the loss of its context, the one after so many `moves`. */
 void mpsd_line_error(CUresult result, uint64_t moves);

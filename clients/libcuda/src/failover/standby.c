@@ -143,8 +143,9 @@ static void forget(int number)
 	for (int i = number; i + 1 < MOST_LEFT; i++)
 		lefts[i] = lefts[i + 1];
 	lefts[MOST_LEFT - 1] = (struct left){ .ns = 0 };
-	end_copy(&left.copy);
 	forgotten++;
+	mpsd_left_tell(false);	/* before the next copy can have its pages there */
+	end_copy(&left.copy);
 	mpsd_hosts_copy_went(left.moves);
 }
 
@@ -155,10 +156,9 @@ unsigned int mpsd_left_changes(void)
 
 unsigned int mpsd_left_numbers(unsigned int *numbers)
 {
-	unsigned int count = 0;
+	unsigned int count = mpsd_moves_done() != 0;
 
-	if (mpsd_moves_done())
-		numbers[count++] = 0;
+	numbers[0] = 0;
 	for (int i = 0; i < MOST_LEFT && lefts[i].copy.handle; i++)
 		numbers[count++] = lefts[i].copy.number;
 	return count;

@@ -14,7 +14,9 @@
 
 #define MOST_PAGES 64
 
-static bool may_tell_left;
+/* Where the daemon takes that; else -1. Of what was told there, how often it had changed. By the line's thread. */
+static int left_line = -1;
+static unsigned int left_told;
 
 struct mpsd_failover_message mpsd_line_message(enum mpsd_failover_kind kind, uint64_t generation, const char *text)
 {
@@ -97,28 +99,30 @@ bool mpsd_line_tell_moved(int line, uint64_t generation, const struct mpsd_times
 	return mpsd_line_say(line, &message);
 }
 
-void mpsd_left_may_tell(bool is)
+void mpsd_left_may_tell(int line)
 {
-	may_tell_left = is;
+	left_line = line;
+	left_told = 0;
 }
 
-/* Who waits for its turn is not kept from it. */
-bool mpsd_line_tell_left(int line, struct mpsd_told *told)
+bool mpsd_left_tell(bool may_wait)
 {
 	struct mpsd_failover_message message = mpsd_line_message(MPSD_FAILOVER_LEFT, 0, NULL);
 	unsigned int numbers[MPSD_COPY_NUMBERS], changes = mpsd_left_changes(), count;
-	struct mpsd_pages pages[MOST_PAGES] = { { 0, 0 } };
+	struct mpsd_pages pages[MOST_PAGES];
 
-	if (!may_tell_left || told->left == changes || mpsd_turn_is_due())
+	/* Who waits for its turn is not kept from it. */
+	if (left_line < 0 || left_told == changes || (may_wait && mpsd_turn_is_due()))
 		return true;
-	told->left = changes;
+	left_told = changes;
+	pages[0] = (struct mpsd_pages){ 0, 0 };
 	count = mpsd_pages_find(numbers, mpsd_left_numbers(numbers), pages, MOST_PAGES);
 	/* Where there are none, that is said. */
 	for (unsigned int i = 0; i < (count ? count : 1); i++) {
 		message.values[0] = !i;
 		message.values[1] = pages[i].from;
 		message.values[2] = pages[i].to;
-		if (!mpsd_line_say(line, &message))
+		if (!mpsd_line_say(left_line, &message))
 			return false;
 	}
 	return true;
