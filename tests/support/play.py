@@ -4,6 +4,8 @@ Each program has one truth: where it lives, and in which domains it has contexts
 little later; what it does with what it is told is what clients/libcuda does. Faults, deaths, drains,
 connections that end and restarts of the daemon come at random, by a seed. When all has come to rest the mind
 has to agree with the truth, nobody may still wait for anything, and no domain may be left over.
+
+Long because programs, daemon and chance share one time and one truth.
 """
 
 from __future__ import annotations
