@@ -246,7 +246,8 @@ def _record(
     """`late`: others have been told already, or have not come yet: nobody knows who will do what again."""
     # Whose server died, which device failed, or who else is known says nothing of who does its work again.
     by_work = domain.state is DomainState.FAULTED and not dead and not culprits(faults)
-    repeated = turns.repeaters(draft.state, domain, draft.now) if by_work else []
+    first = min((r.evidence[0].at for r in faults[:1] if r.evidence), default=draft.now)
+    repeated = turns.repeaters(draft.state, domain, draft.now, first) if by_work else []
     sure = [*culprits(faults), *repeated]
     # Likely is not certain: it is told with the others.
     suspects = {p.id.process for r in faults for p in (*r.suspects, *([r.offender] if r.offender else []))}
@@ -275,7 +276,6 @@ def _record(
         turns.note_among(draft, here, [m.process for m in told])
     number = draft.state.next_failover
     draft.state = replace(draft.state, next_failover=number + 1)
-    first = min((r.evidence[0].at for r in faults[:1] if r.evidence), default=draft.now)
     record = FailoverRecord(
         number,
         draft.now,
@@ -308,7 +308,8 @@ def by_turn(draft: Draft, record: FaultRecord) -> FaultRecord:
     """Name who did its work again when that faulted: another one's could have in the same moment."""
     if record.offender is not None or record.domain is None:
         return record
-    repeated = turns.repeaters(draft.state, draft.state.domains[record.domain], draft.now)
+    first = record.evidence[0].at if record.evidence else draft.now
+    repeated = turns.repeaters(draft.state, draft.state.domains[record.domain], draft.now, first)
     here = [c for c in draft.state.living_of(record.domain) if c.id.process in repeated]
     for client in here[:1]:
         victims = at.victims(draft.state, record.domain, client.id)

@@ -58,17 +58,17 @@ class Member:
 
     `opaque`: what it has made that cannot be carried over. `unsure`: what it did that cannot be undone.
     `told`: monotonic seconds of its moves in the last minute. `ready_ms`, `bytes`: of its standby
-    context, by its own word. `takes_s`: what it does again in its turn took before; `gathers`: it still
-    lets others who need less time come first; `new_s`: so long before its calls were held it launched a
-    kernel for the first time; `whose`: what it has found of who made the fault; `named`: that this is so
-    of itself, so it waits for its end. `fences`: it can be told that its old domain writes no more.
-    `among`: whoever made the fault from which it moves is among those who move. `again`: what it was to
-    do with what it had in flight, when it was last told to move; `guessed`: monotonic seconds of when it
-    was last to do that AT_ONCE or began to; `slow`: that took longer than a turn last time. `owed`: it has
-    not been told of a turn since then. `gives`: it can be asked for memory that is there for a fail-over
-    alone; `shorts`: what it asked for itself lately, the last one last; `asked`: the domain that it was told
-    last to leave without a fault; `yields`: monotonic seconds of when it was asked for this standby, for
-    programs that cannot ask.
+    context, by its own word. `since`: monotonic seconds of when it began to do its work again. `takes_s`:
+    what it does again in its turn took before; `gathers`: it still lets others who need less time come
+    first; `new_s`: so long before its calls were held it launched a kernel for the first time; `whose`:
+    what it has found of who made the fault; `named`: that this is so of itself, so it waits for its end.
+    `fences`: it can be told that its old domain writes no more. `among`: whoever made the fault from
+    which it moves is among those who move. `again`: what it was to do with what it had in flight, when it
+    was last told to move; `guessed`: monotonic seconds of when it was last to do that AT_ONCE or began
+    to; `slow`: that took longer than a turn last time. `owed`: it has not been told of a turn since then.
+    `gives`: it can be asked for memory that is there for a fail-over alone; `shorts`: what it asked for
+    itself lately, the last one last; `asked`: the domain that it was told last to leave without a fault;
+    `yields`: monotonic seconds of when it was asked for this standby, for programs that cannot ask.
     """
 
     process: ProcessInstance
@@ -85,6 +85,7 @@ class Member:
     ready_ms: float | None = None
     bytes: int = 0
     turn: Turn = Turn.NONE
+    since: float = 0.0
     takes_s: float = 0.0
     gathers: bool = False
     new_s: float | None = None

@@ -94,12 +94,13 @@ def _comes_to(member: Member, domain: Domain) -> bool:
     return member.standing is Standing.MOVING and member.generation == domain.generation
 
 
-def repeaters(state: State, domain: Domain, now: float) -> list[ProcessInstance]:
+def repeaters(state: State, domain: Domain, now: float, first: float) -> list[ProcessInstance]:
     """Whose work is at fault if this domain is lost now: one who has a turn of its own, or whose work alone
-    is not known to have ended; nobody, beside an open guess."""
+    is not known to have ended; nobody, beside an open guess. `first`: when the first sign of that came; who
+    has begun since did not make it."""
     if _is_open(state, domain, now):
         return []
-    mine = [m.process for m in holders(state, domain.id)]
+    mine = [m.process for m in holders(state, domain.id) if m.since <= first]
     unproven = {process for process, until in domain.unproven if now < until}
     found = [*mine, *(p for p in unproven if p not in mine)]
     # One that has gone is nobody who could be told.
@@ -126,7 +127,7 @@ def begin(draft: Draft, member: Member) -> None:
         return
     member = replace(member, named=False)
     guessed = draft.now if member.again is Again.AT_ONCE else member.guessed
-    member = draft.put_member(replace(member, turn=Turn.HAS, guessed=guessed))
+    member = draft.put_member(replace(member, turn=Turn.HAS, since=draft.now, guessed=guessed))
     draft.emit(ArmTimer("failover-turn", _subject(member), SLOW_TURN_S if member.slow else TURN_S))
 
 

@@ -257,12 +257,13 @@ class Play:
 
     # What comes between
 
-    def _lose(self, domain: str) -> None:
+    def _lose(self, domain: str, *, dies: bool = False) -> None:
+        """`dies`: its server, where nobody works."""
         there = self.world.state.domains.get(domain)
         if domain in self.lost or there is None or there.state in NO_SERVER:
             return
         self.lost.add(domain)
-        if self.random.random() < 0.3:
+        if dies or self.random.random() < 0.3:
             self.do(ev.ServerDied(domain, server_of(domain)))
             return
         self.after(0.3, lambda: self._answer(domain))
@@ -359,7 +360,7 @@ class Play:
             self.do(ev.DrainRequested((), True))
             self.do(ev.DrainRequested((), False))
         elif what < 0.92:
-            self._lose(self.world.state.slots[SLOT].spare or "")
+            self._lose(self.world.state.slots[SLOT].spare or "", dies=True)
         elif what < 0.96:
             short = self.random.choice(living)
             self._number += 1

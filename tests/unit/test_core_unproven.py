@@ -10,7 +10,7 @@ from mpsd.core import memberevents as mev
 from mpsd.core.standby import Standing, Turn
 from mpsd.core.turns import GUESS_S, SLOW_TURN_S, TURN_S
 from mpsd.model import FailoverMode
-from tests.support.core import process, server_of
+from tests.support.core import OUT_OF_RANGE, process, server_of
 from tests.unit.test_core_failover import Site, suspected, turns_of
 
 
@@ -214,3 +214,17 @@ def test_slow_is_who_took_longer_than_its_turn_when_it_had_it_last(in_time: bool
     for pid in (11, 10):
         world.do(mev.MemberDone(process(pid), 3, 5, 6))
     assert not world.state.members[process(10)].slow
+
+
+def test_who_begins_after_the_first_sign_of_a_fault_did_not_make_it() -> None:
+    """An exception's own line names nobody, and comes before the one that says whose domain is lost."""
+    world = in_turn(10, 11, 9)
+    world.wait(world.state.policy.evidence_window_s + 1.0)
+    world.kernel(13, OUT_OF_RANGE)
+    world.wait(0.01)
+    world.do(mev.MemberDone(process(10), 2, 5, 6))
+    assert turns_of(world) == {11: Turn.HAS}
+    world.wait(0.01)
+    lose(world)
+    assert named(world) is None
+    assert world.standing(11) is not Standing.LEFT_BEHIND
