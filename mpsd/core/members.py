@@ -54,7 +54,8 @@ def _lives_nowhere(draft: Draft, event: mev.MemberCame, home: str | None) -> Non
     could not be heard, then all that it has elsewhere is idle."""
     there = draft.state.domains.get(f"d{event.generation}")
     here = draft.state.domains.get(home or "")
-    if here is not None and (there is None or there.is_dead):
+    ended = there is None or there.is_dead or there.state in (DomainState.STOPPING, DomainState.FAILED)
+    if here is not None and ended:
         draft.put_domain(replace(here, bereft=here.bereft | {event.process}))
 
 

@@ -59,18 +59,20 @@ def test_it_ends_after_a_restart_too() -> None:
     assert stopped(world) == ["d1"]
 
 
-@pytest.mark.parametrize("ends", [False, True])
-def test_who_lives_in_a_domain_that_was_lost_meanwhile_is_moved_on(ends: bool) -> None:
+@pytest.mark.parametrize("ends", ["no", "it is being stopped", "yes"])
+def test_who_lives_in_a_domain_that_was_lost_meanwhile_is_moved_on(ends: str) -> None:
     """What it had there was taken for idle, and let go; where it was before is well, and only drained."""
     world = restarted(DomainState.RETIRED, ServerState.ACTIVE)
     lose(world, "d2")
-    if ends:
+    if ends != "no":
         world.started("d3")
+        assert world.state.domains["d2"].state is DomainState.STOPPING
+    if ends == "yes":
         world.stopped("d2")
-    assert ("d2" in world.state.domains) != ends
+    assert ("d2" in world.state.domains) == (ends != "yes")
     world.hello(10, generation=2)
     assert world.state.has_lost(world.state.members[process(10)])
-    if not ends:
+    if ends == "no":
         world.started("d3")
     world.is_ready(10, 3)
     assert world.told() == [10]
