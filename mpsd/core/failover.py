@@ -246,7 +246,7 @@ def _record(
     """`late`: others have been told already, or have not come yet: nobody knows who will do what again."""
     # Whose server died, which device failed, or who else is known says nothing of who does its work again.
     by_work = domain.state is DomainState.FAULTED and not dead and not culprits(faults)
-    first = min((r.evidence[0].at for r in faults[:1] if r.evidence), default=draft.now)
+    first = _first_sign(draft, faults)
     repeated = turns.repeaters(draft.state, domain, draft.now, first) if by_work else []
     sure = [*culprits(faults), *repeated]
     # Likely is not certain: it is told with the others.
@@ -298,6 +298,11 @@ def _record(
         _put_out(draft, sure, target)
 
 
+def _first_sign(draft: Draft, faults: list[FaultRecord]) -> float:
+    """When that of the first of these came; now, where there is none."""
+    return min((r.evidence[0].at for r in faults[:1] if r.evidence), default=draft.now)
+
+
 def is_a_kernels(fault: FaultRecord) -> bool:
     """An exception that somebody has reported: a server that was killed is in FAULT for its clients, too."""
     said = any(e.source not in (Source.SERVER_STATE, Source.PROCESS) for e in fault.evidence)
@@ -308,7 +313,7 @@ def by_turn(draft: Draft, record: FaultRecord) -> FaultRecord:
     """Name who did its work again when that faulted: another one's could have in the same moment."""
     if record.offender is not None or record.domain is None:
         return record
-    first = record.evidence[0].at if record.evidence else draft.now
+    first = _first_sign(draft, [record])
     repeated = turns.repeaters(draft.state, draft.state.domains[record.domain], draft.now, first)
     here = [c for c in draft.state.living_of(record.domain) if c.id.process in repeated]
     for client in here[:1]:

@@ -274,7 +274,7 @@ def on_moved(draft: Draft, event: mev.MemberMoved) -> None:
     # Where it was told to go since then, it has not gone.
     for left in (old, f"d{member.generation}"):
         if left != name:
-            turns.left_well(draft, event.process, left)
+            turns.proven(draft, event.process, left)
             _leave(draft, left)
     refresh(draft, event.process)
 
@@ -303,7 +303,7 @@ def on_done(draft: Draft, event: mev.MemberDone) -> None:
         # It was not ended, and goes on after all.
         draft.put_member(replace(member, named=False))
     home = draft.state.domains.get(f"d{event.generation}")
-    open_still = home is not None and any(p == event.process for p, _ in home.unproven)
+    open_still = home is not None and turns.is_open(home, event.process)
     has_had_it = member is not None and (member.turn is not Turn.NONE or open_still)
     if member is None or home is None or not has_had_it or member.home != home.id:
         draft.count("failover_words_ignored")

@@ -139,11 +139,16 @@ def lost(draft: Draft, domain: Domain) -> None:
     draft.put_domain(replace(draft.state.domains[domain.id], unproven=()))
 
 
-def left_well(draft: Draft, process: ProcessInstance, name: str | None) -> None:
-    """It has moved out of this domain, and what it had there it has moved with, or had waited for."""
+def proven(draft: Draft, process: ProcessInstance, name: str | None) -> None:
+    """Its work in this domain has ended; or it has moved out of it, with that, or behind its end."""
     domain = draft.state.domains.get(name or "")
-    if domain is not None and any(p == process for p, _ in domain.unproven):
+    if domain is not None and is_open(domain, process):
         draft.put_domain(replace(domain, unproven=_without(domain, process)))
+
+
+def is_open(domain: Domain, process: ProcessInstance) -> bool:
+    """Whether its turn there is over, and its work may run."""
+    return any(who == process for who, _ in domain.unproven)
 
 
 def wait(draft: Draft, member: Member, operations: int, takes_s: float) -> None:
@@ -178,9 +183,7 @@ def over(draft: Draft, process: ProcessInstance) -> None:
     member = draft.state.members.get(process)
     if member is None:
         return
-    domain = draft.state.domains.get(member.home or "")
-    if domain is not None and any(p == process for p, _ in domain.unproven):
-        draft.put_domain(replace(domain, unproven=_without(domain, process)))
+    proven(draft, process, member.home)
     if member.turn is Turn.HAS:
         # In time.
         member = draft.put_member(replace(member, slow=False))
@@ -206,8 +209,7 @@ def _end_unproven(draft: Draft, process: ProcessInstance, until: float) -> None:
     if member is None:
         return
     domain = draft.state.domains.get(member.home or "")
-    is_open = domain is not None and any(p == process for p, _ in domain.unproven)
-    if domain is not None and (member.turn is Turn.HAS or is_open):
+    if domain is not None and (member.turn is Turn.HAS or is_open(domain, process)):
         if member.turn is not Turn.HAS:
             until = min((until, *(end for p, end in domain.unproven if p == process)))
         open_still = tuple(one for one in _without(domain, process) if draft.now < one[1])

@@ -39,6 +39,14 @@ def end_turn(world: Site) -> None:
     world.timer("failover-turn", subject)
 
 
+def move_both(world: Site) -> None:
+    """10 and 11 into d3, both with work to do again."""
+    for pid in (10, 11):
+        world.is_ready(pid, 3)
+    for pid in (10, 11):
+        world.do(mev.MemberMoved(process(pid), 3, 1, 2, 3, waits=True, takes_ns=1))
+
+
 def _has_turn(world: Site, subject: str) -> bool:
     return turns_of(world).get(int(subject.split()[0])) is Turn.HAS
 
@@ -116,10 +124,7 @@ def test_who_took_longer_than_its_turn_comes_last_the_next_time_and_is_waited_fo
     world = in_turn(10, 11, 9)
     end_turn(world)
     lose(world)
-    for pid in (10, 11):
-        world.is_ready(pid, 3)
-    for pid in (10, 11):
-        world.do(mev.MemberMoved(process(pid), 3, 1, 2, 3, waits=True, takes_ns=1))
+    move_both(world)
     assert turns_of(world) == {11: Turn.HAS, 10: Turn.WAITS}
     lose(world, "d3")
     assert named(world) == 11
@@ -207,10 +212,7 @@ def test_slow_is_who_took_longer_than_its_turn_when_it_had_it_last(in_time: bool
         assert world.state.members[process(10)].slow
         return
     lose(world)
-    for pid in (10, 11):
-        world.is_ready(pid, 3)
-    for pid in (10, 11):
-        world.do(mev.MemberMoved(process(pid), 3, 1, 2, 3, waits=True, takes_ns=1))
+    move_both(world)
     for pid in (11, 10):
         world.do(mev.MemberDone(process(pid), 3, 5, 6))
     assert not world.state.members[process(10)].slow

@@ -62,11 +62,15 @@ bool mpsd_turn_follow(int line)
 
 	if (!on.moves)
 		return true;
-	result = on.moves == mpsd_moves_done() ? mpsd_exact_look(on.epoch) : CUDA_ERROR_NOT_READY;
-	if (result == CUDA_ERROR_NOT_READY && on.moves == mpsd_moves_done())
+	if (on.moves != mpsd_moves_done()) {
+		on.moves = 0;
+		return true;
+	}
+	result = mpsd_exact_look(on.epoch);
+	if (result == CUDA_ERROR_NOT_READY)
 		return true;
 	on.moves = 0;
-	return result == CUDA_ERROR_NOT_READY || say_end(line, on.home, &on.replayed, result);
+	return say_end(line, on.home, &on.replayed, result);
 }
 
 bool mpsd_turn_have(bool may, int line, uint64_t home)
