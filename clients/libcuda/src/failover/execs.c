@@ -209,33 +209,32 @@ CUresult mpsd_exec_change(CUgraphExec name, CUgraphNode node_name, const struct 
 	return is_known && mpsd_is_left() ? MPSD_AGAIN : result;
 }
 
-/* What it was put together from goes with it. */
-static void end_put(CUgraphExec name)
+/* NULL: it was made by the program. */
+static CUgraph put_from(CUgraphExec name)
 {
-	struct mpsd_made *made;
-	CUgraph put = NULL;
+	const struct mpsd_made *made;
+	CUgraph put;
 
 	mpsd_made_lock();
 	made = mpsd_is_left() ? NULL : mpsd_made_find(name);
-	if (made) {
-		put = made->put.graph;
-		free(made->put.nodes);
-		made->put = (struct mpsd_put){ NULL, NULL, 0 };
-	}
+	put = made ? made->put.graph : NULL;
 	mpsd_made_unlock();
-	if (put)
-		real_cuGraphDestroy(put);
+	return put;
 }
 
+/* What it was put together from goes with it. */
 CUresult end_cuGraphExecDestroy(CUgraphExec hGraphExec)
 {
 	uint64_t moves = mpsd_tables()->moves;
 	CUgraphExec native = mpsd_native(hGraphExec);
+	CUgraph put = put_from(hGraphExec);
+	CUresult result = CUDA_SUCCESS;
 
-	end_put(hGraphExec);
 	if (!mpsd_made_end(hGraphExec, moves))
 		return MPSD_AGAIN;
-	if (hGraphExec && !native)
-		return CUDA_SUCCESS;
-	return mpsd_made_ended(inner_cuGraphExecDestroy(native), moves);
+	if (native || !hGraphExec)
+		result = inner_cuGraphExecDestroy(native);
+	if (put && result == CUDA_SUCCESS && !mpsd_is_left())
+		real_cuGraphDestroy(put);
+	return mpsd_made_ended(result, moves);
 }

@@ -185,24 +185,23 @@ static struct mpsd_made known_pages(void *pages)
 	return found;
 }
 
-/* Forgotten before the driver was asked: whether that has left them as they were. */
-static bool are_left(CUresult result, const struct mpsd_made *was, uint64_t moves)
+/* Before the driver was asked they were forgotten as pinned ones; whether it has left them as they were. */
+static bool are_left(CUresult result, void *pages)
 {
-	return result != CUDA_SUCCESS && !mpsd_is_loss(result) && was->size && atomic_load(&mpsd_moves) == moves;
-}
+	struct mpsd_made left = { .size = 0 };
 
-static CUresult pages_ended(CUresult result, void *pages, const struct mpsd_made *was, uint64_t moves)
-{
-	if (are_left(result, was, moves) &&
-	    note_pages(CUDA_SUCCESS, pages, was->size, was->flags, was->value, moves) == MPSD_AGAIN)
-		return MPSD_AGAIN;
-	return mpsd_made_ended(result, moves);
+	if (result != CUDA_SUCCESS)
+		left = known_pages(pages);
+	if (left.size && !pin(pages, left.size))
+		mpsd_line_opaque("no host memory");
+	return left.size != 0;
 }
 
 CUresult make_cuMemHostUnregister(void *p)
 {
 	uint64_t moves = mpsd_tables()->moves;
 	struct mpsd_made was = known_pages(p);
+	CUresult result;
 
 	/* The first copy knows what it has allocated; a later one has all of it registered. */
 	if (was.size && was.value != PROGRAMS)
@@ -210,7 +209,9 @@ CUresult make_cuMemHostUnregister(void *p)
 	if (!mpsd_made_end(mpsd_made_pages(p), moves))
 		return MPSD_AGAIN;
 	mpsd_pins_forget(p);
-	return pages_ended(inner_cuMemHostUnregister(p), p, &was, moves);
+	result = mpsd_made_ended(inner_cuMemHostUnregister(p), moves);
+	are_left(result, p);
+	return result;
 }
 
 /* What the first copy allocated stays the program's until it ends, once another one is in use. */
@@ -225,10 +226,10 @@ CUresult make_cuMemFreeHost(void *p)
 	if (!mpsd_made_end(mpsd_made_pages(p), moves))
 		return MPSD_AGAIN;
 	mpsd_pins_forget(p);
-	result = was.size && moves ? inner_cuMemHostUnregister(p) : inner_cuMemFreeHost(p);
-	if (was.value == OWN_PAGES && !are_left(result, &was, moves))
+	result = mpsd_made_ended(was.size && moves ? inner_cuMemHostUnregister(p) : inner_cuMemFreeHost(p), moves);
+	if (!are_left(result, p) && was.value == OWN_PAGES)
 		munmap(p, was.size);
-	return pages_ended(result, p, &was, moves);
+	return result;
 }
 
 CUresult make_cuPointerGetAttributes(unsigned int numAttributes, CUpointer_attribute *attributes, void **data,

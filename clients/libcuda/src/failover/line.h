@@ -79,7 +79,7 @@ void mpsd_opaque_noted(const char *what);
 
 /*
  * For the move: from the one to the other nothing is noted. Whether nothing was before. In between it takes locks of
- * capture.c, zones.c and names.c: who has one of them notes nothing.
+ * capture.c, zones.c and records.c: who has one of them notes nothing.
  */
 bool mpsd_opaque_begin(void);
 void mpsd_opaque_end(void);

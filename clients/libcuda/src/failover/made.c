@@ -182,7 +182,7 @@ CUresult make_cuEventCreate(CUevent *phEvent, unsigned int Flags)
 		if (!mpsd_made_end(handle, moves))				\
 			return MPSD_AGAIN;					\
 		if ((handle && !native) || !may_end(handle, native, moves))	\
-			return CUDA_SUCCESS;					\
+			return mpsd_made_ended(CUDA_SUCCESS, moves);		\
 		return mpsd_made_ended(inner_##function(native), moves);	\
 	}
 

@@ -202,11 +202,14 @@ CUresult mpsd_poll_ask(CUstream name);
 
 /*
  * The program ends it: what is of it goes too, and its twin. False: nothing goes, for a move came since the call
- * began, when there had been that many `moves`.
+ * began, when there had been that many `moves`. True: mpsd_made_ended() comes next, by the same thread.
  */
 bool mpsd_made_end(const void *name, uint64_t moves);
 
-/* What the driver then said of it, in the copy of then. Its twin is gone: after a move it has ended all the same. */
+/*
+ * What the driver then said of it, in the copy of then: what it refuses to end is there as before. Its twin is gone:
+ * after a move it has ended all the same.
+ */
 CUresult mpsd_made_ended(CUresult result, uint64_t moves);
 
 /* For the thread of line.c */

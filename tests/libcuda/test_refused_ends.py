@@ -1,0 +1,76 @@
+"""What the driver refuses to end is there as before, in any copy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.libcuda.test_exact import move
+from tests.libcuda.test_failover import Program, ask, break_domain, copies, post, stand_by
+from tests.libcuda.test_graphs import MODES
+from tests.support.moving import Post
+from tests.support.simfixtures import backend, domain, second, third
+from tests.support.simnode import Domain
+
+__all__ = ["ask", "backend", "copies", "domain", "post", "second", "third"]
+
+CAPTURE_UNSUPPORTED, INVALIDATED, INVALID_HANDLE = "900", "901", "400"
+# In mode GLOBAL nobody may unload anything.
+BEGIN = "gpu.code('cuStreamBeginCapture_v2', s, 0)"
+END = "gpu.code('cuStreamEndCapture', s, ctypes.byref(graph))"
+ADD = "gpu.run('own', m, 8, 1), gpu.sync(), gpu.word(m)"
+# Of each what the program has of it, and its end.
+MODULE = "own = gpu.made('cuModuleLoadData', IMAGE); add = gpu.made('cuModuleGetFunction', own, b'add')"
+LIBRARY = """
+own = ctypes.c_void_p()
+gpu("cuLibraryLoadData", ctypes.byref(own), IMAGE, None, None, 0, None, None, 0)
+add = gpu.made("cuKernelGetFunction", gpu.made("cuLibraryGetKernel", own, b"add"))
+"""
+KINDS = pytest.mark.parametrize(
+    ("made", "unload"),
+    [(MODULE, "gpu.code('cuModuleUnload', own)"), (LIBRARY, "gpu.code('cuLibraryUnload', own)")],
+    ids=["module", "library"],
+)
+
+
+def refuse(ask: Program, unload: str) -> None:
+    assert ask(BEGIN) == "0"
+    assert ask(unload) == CAPTURE_UNSUPPORTED
+    assert ask(END) == INVALIDATED
+
+
+def begin(ask: Program, made: str) -> None:
+    ask("m = gpu.memory(4 << 20); s = gpu.made('cuStreamCreate', 1); graph = ctypes.c_uint64()")
+    assert ask(f"exec({made!r}, globals())") == "None"
+    ask("gpu.functions['own'] = add")
+
+
+@MODES
+@KINDS
+def test_what_was_not_unloaded_comes_along(
+    domain: Domain, second: Domain, third: Domain, post: Post, ask: Program, copies: Path, mode: int,
+    made: str, unload: str,
+) -> None:  # fmt: skip
+    """Refused before there is a standby, beside one, and in the next copy."""
+    line = post.greet(mode)
+    begin(ask, made)
+    refuse(ask, unload)
+    assert ask(ADD) == "(0, 0, 1)"
+    stand_by(line, second, copies)
+    refuse(ask, unload)
+    assert ask(ADD) == "(0, 0, 2)"
+    ask("gpu.made('cuEventCreate', 0)")
+    break_domain(domain)
+    assert move(line).text == ""
+    assert ask(ADD) == "(0, 0, 3)"
+    refuse(ask, unload)
+    assert ask(ADD) == "(0, 0, 4)"
+    stand_by(line, third, copies, 2)
+    break_domain(second)
+    assert move(line, 2).text == ""
+    assert ask(ADD) == "(0, 0, 5)"
+    assert ask(unload) == "0"
+    assert ask(unload) == INVALID_HANDLE
+    assert line.is_silent()
+    assert ask.end() == ""
