@@ -19,7 +19,7 @@ from faultinject.stage import UP_S, Stage, process_state, wait_for
 from mpsd.errors import UnsupportedError
 
 LAST_PID = Path("/proc/sys/kernel/ns_last_pid")
-PID_TRIES = 200
+PID_BACK_S = 30.0
 
 
 def misdeed(stage: Stage) -> None:
@@ -169,7 +169,7 @@ def pid_reuse(stage: Stage) -> None:
     client.end()
     stranger = process_with_pid(client.pid)
     if stranger is None:
-        raise UnsupportedError(f"pid {client.pid} did not come back in {PID_TRIES} tries")
+        raise UnsupportedError(f"pid {client.pid} did not come back in {PID_BACK_S:g} s")
     try:
         for ticks in (int(ready.data["start_ticks"]), None):
             stage.ask_to_kill(client, ticks)
@@ -183,8 +183,11 @@ def pid_reuse(stage: Stage) -> None:
 
 
 def process_with_pid(pid: int) -> subprocess.Popen[bytes] | None:
-    """A process that sleeps, with this very pid; None when others were always quicker."""
-    for _ in range(PID_TRIES):
+    """A process that sleeps, with this very pid; None when others had it all the time."""
+    end = time.monotonic() + PID_BACK_S
+    while time.monotonic() < end:
+        # Who was quicker has it until it ends.
+        wait_for(lambda: not Path(f"/proc/{pid}").exists(), end - time.monotonic())
         LAST_PID.write_text(str(pid - 1))
         child = subprocess.Popen(["sleep", "60"], stdin=subprocess.DEVNULL)
         if child.pid == pid:

@@ -48,7 +48,8 @@ def test_a_part_that_is_saved_does_not_stand_for_all(
     gate.let(0)
     ask.tell(f"{FIRSTS[first]}, gpu.run('add', w, 8, 1)")
     gate.let(lets)
-    until(lambda: gate.left() == 0)
+    # All are six, or five: where the other lane's save has ended by then the kernel need not wait for it.
+    until(lambda: gate.left() <= max(0, lets - 5))
     break_domain(domain)
     assert move_exactly(line).text == ""
     assert ask.answer() == "(0, 0)"
