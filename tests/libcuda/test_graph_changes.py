@@ -82,6 +82,33 @@ def test_a_call_that_fails_says_nothing(
 
 @EXACT
 @pytest.mark.parametrize(
+    "call",
+    [
+        "gpu.code('cuGraphAddKernelNode_v2', ctypes.byref(o), g, None, 0, None)",
+        "gpu.code('cuGraphAddMemsetNode', ctypes.byref(o), g, None, 0, None, None)",
+        "gpu.code('cuGraphKernelNodeSetParams_v2', a, None)",
+        "gpu.code('cuGraphExecKernelNodeSetParams_v2', x, a, None)",
+    ],
+    ids=["kernel", "memset", "node", "executable graph"],
+)
+def test_what_is_not_given_is_missing_in_any_copy(
+    domain: Domain, second: Domain, post: Post, ask: Program, copies: Path, call: str
+) -> None:
+    line = post.greet(moving.EXACT)
+    start(ask)
+    ask("g = nodes.graph(); o = ctypes.c_uint64(); a = nodes.add(g, 'add', m, 8, 1); x = nodes.executable(g)")
+    assert ask(call) == "1"
+    stand_by(line, second, copies)
+    break_domain(domain)
+    assert move(line).text == ""
+    assert ask(call) == "1"
+    assert launched(ask) == (1, 0)
+    assert line.is_silent()
+    assert ask.end() == ""
+
+
+@EXACT
+@pytest.mark.parametrize(
     "does",
     ["b = nodes.add(g, 'add', n, 8, 10, after=[a])", "b = nodes.empty(g, [a])", "nodes.depend(g, [a], [c])"],
 )

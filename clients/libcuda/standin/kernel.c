@@ -138,8 +138,11 @@ static unsigned int most_shared(const struct CUfunc_st *function)
 /* Parameters are copied now: the caller may change them as soon as the call returns. */
 CUresult prepare_kernel(const CUDA_KERNEL_NODE_PARAMS *given, struct operation *operation)
 {
-	struct CUfunc_st *function = find_function(given->func ? given->func : (CUfunction)given->kern);
+	struct CUfunc_st *function;
 
+	if (!given)
+		return CUDA_ERROR_INVALID_VALUE;
+	function = find_function(given->func ? given->func : (CUfunction)given->kern);
 	*operation = (struct operation){ .run = run_kernel, .type = CU_GRAPH_NODE_TYPE_KERNEL };
 	if (!function)
 		return CUDA_ERROR_INVALID_HANDLE;

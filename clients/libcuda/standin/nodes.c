@@ -79,7 +79,7 @@ API CUresult cuGraphAddKernelNode_v2(CUgraphNode *phGraphNode, CUgraph hGraph, c
 
 	if (result != CUDA_SUCCESS)
 		return result;
-	result = nodeParams ? prepare_kernel(nodeParams, &operation) : CUDA_ERROR_INVALID_VALUE;
+	result = prepare_kernel(nodeParams, &operation);
 	if (result == CUDA_SUCCESS)
 		result = new_node(phGraphNode, hGraph, dependencies, numDependencies, CU_GRAPH_NODE_TYPE_KERNEL,
 			     &operation);

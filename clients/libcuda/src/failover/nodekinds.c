@@ -16,8 +16,11 @@ static CUresult passed(CUresult result)
 	return mpsd_is_left() ? MPSD_AGAIN : result;
 }
 
-static CUresult refused(void)
+/* What is missing is missing in any copy. */
+static CUresult refused(CUresult result)
 {
+	if (result == CUDA_ERROR_INVALID_VALUE)
+		return result;
 	mpsd_line_opaque(NOT_FOLLOWED);
 	return CUDA_ERROR_NOT_SUPPORTED;
 }
@@ -25,7 +28,7 @@ static CUresult refused(void)
 /* In another copy than the first one its handles would lead astray. */
 #define PASS(result, call)									\
 	(mpsd_is_loss(result) || (result) == MPSD_AGAIN ? (result)				\
-	 : mpsd_tables()->moves			      ? refused()				\
+	 : mpsd_tables()->moves			      ? refused(result)			\
 						      : passed(call))
 
 /* What a node was until now: of a graph, or of an executable one. */
@@ -286,7 +289,7 @@ static CUresult change(CUgraphExec exec, CUgraphNode name, struct mpsd_node node
 												\
 	if (result == CUDA_SUCCESS)								\
 		result = change(hGraphExec, hNode, node, native);				\
-	else if (!mpsd_is_loss(result) && result != MPSD_AGAIN)					\
+	else if (!mpsd_is_loss(result) && result != MPSD_AGAIN && result != CUDA_ERROR_INVALID_VALUE)	\
 		result = CUDA_ERROR_NOT_FOUND;							\
 	forget_before(before);										\
 	return result == CUDA_ERROR_NOT_FOUND ? PASS(result, call) : result
