@@ -33,6 +33,8 @@ EMPTY_STEP_S = 0.05
 CLOSE_S = 5.0
 MOST_LEFT = 64
 """Spans of one process that are left out."""
+MOST_EARLY = 64
+"""Processes that have said such spans and are not followed yet, as it may be after a restart."""
 # A look that hangs goes on when the sweep gives it up: nothing is lost, and the others wait for less.
 PATIENCE_S = 0.1
 NOT_NOTED = "areas of a client are not noted"
@@ -123,15 +125,24 @@ class WorkWatch:
 
     def leave_out(self, process: ProcessInstance, *, anew: bool, start: int, end: int) -> None:
         """Bytes [start, end) of its are a context's that it has left, whatever lies there says of its work;
-        `anew`: and those from before no longer. Of a process that is not followed: nothing."""
+        `anew`: and those from before no longer. One that is not followed yet will be."""
         lives = [life for client, life in self._lives.items() if client.process == process]
         views = {life.view for life in lives if not life.past}
         left = [] if anew else self._spans.get(process, [])
-        if not views or len(left) == MOST_LEFT:
+        if len(left) == MOST_LEFT:
             return
+        if not views and process not in self._spans:
+            self._make_room()
         self._spans[process] = left + [(start, end)] * (start < end)
         for view in views:
             view.leave_out(self._spans[process])
+
+    def _make_room(self) -> None:
+        """For one more that is not followed: of those the first that came goes."""
+        followed = {client.process for client in self._lives}
+        early = [process for process in self._spans if process not in followed]
+        for process in early[: max(0, len(early) + 1 - MOST_EARLY)]:
+            del self._spans[process]
 
     def fds(self, client: ClientId) -> Mapping[str, int]:
         """The descriptors to store with a lease; none for a client that is not followed."""

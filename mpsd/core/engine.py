@@ -84,6 +84,7 @@ _TIMERS: Mapping[str, Callable[[Draft, str], None]] = {
     "thaw": hits.on_thaw_timer,
     "failover-wait": members.on_wait,
     "failover-turn": members.on_turn_timer,
+    "failover-late": members.on_late_timer,
     failover.PUT_OUT: failover.on_put_out,
     "failover-gather": turns.on_gathered,
     "failover-last": turns.on_last,

@@ -85,7 +85,7 @@ def refresh(draft: Draft, process: ProcessInstance) -> None:
         member = _take_back(draft, member, "this standby has ended")
     if target is None:
         return
-    if member.standing is Standing.WAITING and _may_be_offered(draft.state, member):
+    if member.standing is Standing.WAITING and _may_be_offered(draft.state, member, draft.now):
         offered = replace(member, standing=Standing.OFFERED, generation=target.generation, reason="")
         draft.put_member(replace(offered, ready_ms=None, bytes=0))
         draft.emit(OfferStandby(process, target.generation, target.id))
@@ -105,13 +105,15 @@ def refresh_all(draft: Draft, slot: str | None = None) -> None:
             refresh(draft, member.process)
 
 
-def _may_be_offered(state: State, member: Member) -> bool:
+def _may_be_offered(state: State, member: Member, now: float) -> bool:
     """Not before its first context is leased: what it has then is told from what it makes now. Nor while it
     has work to do again: who makes a standby hears nothing for a second and more."""
     home = [c for c in state.spaces_of(member.process) if c.id.domain == member.home and c.living]
     settled = [c for c in home if c.state in (ClientState.ATTACHED, ClientState.UNPROTECTED)]
-    works = member.turn is Turn.NONE or state.has_lost(member)
-    return works and bool(settled) and not state.copies_problem and not state.stopping
+    domain = state.domains.get(member.home or "")
+    is_late = domain is not None and turns.is_late(domain, member.process, now)
+    is_heard = (member.turn is Turn.NONE and not is_late) or state.has_lost(member)
+    return is_heard and bool(settled) and not state.copies_problem and not state.stopping
 
 
 def _is_beside_endless_work(state: State, member: Member) -> bool:

@@ -31,12 +31,13 @@ def on_came(draft: Draft, event: mev.MemberCame) -> None:
     if event.generation or home is None:
         home = failover.find_home(draft.state, event.process, event.generation) or home
     # Its turn it has given up with its old connection, whose end may not be known.
-    turns.gone(draft, event.process)
+    turns.cut(draft, event.process)
     # What it had been told before it is told again: it may be another daemon that it tells.
     fresh = Member(event.process, event.uid, mode, home=home, fences=event.fences, gives=event.gives)
     if known is not None:
         fresh = replace(fresh, opaque=known.opaque, unsure=known.unsure, told=known.told)
-        fresh = replace(fresh, again=known.again, guessed=known.guessed, owed=known.owed, slow=known.slow)
+        fresh = replace(fresh, again=known.again, guessed=known.guessed, owed=known.owed)
+        fresh = replace(fresh, slow=known.slow, since=known.since)
     if known is not None and known.standing is Standing.LEFT_BEHIND and known.home == home:
         fresh = replace(fresh, standing=Standing.LEFT_BEHIND, reason=known.reason)
     draft.put_member(fresh)
@@ -82,7 +83,7 @@ def on_left(draft: Draft, event: mev.MemberLeft) -> None:
     member = draft.state.members.get(event.process)
     if member is None:
         return
-    turns.gone(draft, event.process)
+    turns.cut(draft, event.process)
     member = draft.state.members[event.process]
     if not any(c.living for c in draft.state.spaces_of(event.process)):
         ended(draft, event.process)
@@ -319,6 +320,11 @@ def on_done(draft: Draft, event: mev.MemberDone) -> None:
 
 def on_turn_timer(draft: Draft, subject: str) -> None:
     turns.on_timer(draft, subject)
+    failover.refresh_all(draft)
+
+
+def on_late_timer(draft: Draft, subject: str) -> None:
+    """It may be offered a standby again, whether its work has ended or not."""
     failover.refresh_all(draft)
 
 

@@ -99,10 +99,20 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True)
+class Unproven:
+    """Monotonic seconds: before `until` a fault may be of its work, and before `named` it is taken for that,
+    where it can be of nobody else's."""
+
+    process: ProcessInstance
+    until: float
+    named: float
+
+
+@dataclass(frozen=True, slots=True)
 class Domain:
     """`refused`: processes that saw error 807 here; `turned_away`: the latest of their pids. `bereft`: whose
     contexts died with a server; another one may have come since, for those who still joined. `unproven`:
-    whose turns here ended before their work was known to have; and until when a fault may be theirs."""
+    whose turns here ended before their work was known to have."""
 
     id: str
     slot: str
@@ -119,7 +129,7 @@ class Domain:
     problem: str = ""
     former_server: ProcessInstance | None = None
     bereft: frozenset[ProcessInstance] = frozenset()
-    unproven: tuple[tuple[ProcessInstance, float], ...] = ()
+    unproven: tuple[Unproven, ...] = ()
 
     @property
     def generation(self) -> int:

@@ -3,7 +3,9 @@
 The one that has the turn when the domain is lost once more is taken for the offender: what it did again has
 faulted again. Nobody is where the turn of another one had ended before its work had, or may have: it took
 longer, or its program went a moment before, and the fault may be of that. Who took longer comes last the
-next time, and is waited for. Programs that had nothing in flight work on meanwhile. Who needs least time is
+next time, and is waited for; of several such the one that was first is the last now, so that it is not the
+work of the same one that runs beside all the others' turns. Programs that had nothing in flight work on
+meanwhile, and so does who has had its turn: what it does then nobody is named by. Who needs least time is
 first, by what its work took before, so a long training step holds up nobody who has a copy to do again: for
 that it waits a little for those who are still coming, and who needs little time waits for nobody.
 
@@ -32,13 +34,15 @@ from mpsd.core.draft import Draft
 from mpsd.core.effects import ArmTimer, HaveTurn
 from mpsd.core.fates import last_of, timed
 from mpsd.core.standby import Member, Outcome, Standing, Turn
-from mpsd.core.state import Domain, State
+from mpsd.core.state import Domain, State, Unproven
 from mpsd.model import Again, FailoverMode, ProcessInstance, Whose
 
 TURN_S = 1.5
 """Longer than a program looks for the end of what it did again, before it says that it runs on."""
 SLOW_TURN_S = 6.0
-"""Of who took longer than that the last time: less than the others hold their calls."""
+"""Of who took longer than that the last time, a part of it where several did: all together is less than a
+program holds its calls (11 s), where they are not more than six. As long after it began a fault is taken
+for its own, if all the others are done."""
 SOON_S = 0.01
 """Who expects to need no more than that goes at once, before whoever may still come: it holds up nobody for
 long. (10 to 300 us an operation on an H200; a suspect may resume 100 ms after the GPU does.)"""
@@ -95,16 +99,19 @@ def _comes_to(member: Member, domain: Domain) -> bool:
 
 
 def repeaters(state: State, domain: Domain, now: float, first: float) -> list[ProcessInstance]:
-    """Whose work is at fault if this domain is lost now: one who has a turn of its own, or whose work alone
-    is not known to have ended; nobody, beside an open guess. `first`: when the first sign of that came; who
-    has begun since did not make it."""
+    """Whose work is at fault if this domain is lost now: one who has a turn of its own, or of all who had one
+    has lately not come to the end of it; nobody, beside an open guess. `first`: when the first sign of that
+    came; who has begun since did not make it."""
     if _is_open(state, domain, now):
         return []
     mine = [m.process for m in holders(state, domain.id) if m.since <= first]
-    unproven = {process for process, until in domain.unproven if now < until}
-    found = [*mine, *(p for p in unproven if p not in mine)]
+    others = [u for u in domain.unproven if now < u.until and u.process not in mine]
+    if not others:
+        return mine
     # One that has gone is nobody who could be told.
-    return found if len(found) == 1 and found[0] in state.members else [] if unproven else found
+    (late, *more) = others
+    is_named = not (mine or more) and first < late.named and late.process in state.members
+    return [late.process] if is_named else []
 
 
 def may_be_at_once(state: State, domain: Domain, here: Iterable[ProcessInstance], now: float) -> bool:
@@ -128,7 +135,15 @@ def begin(draft: Draft, member: Member) -> None:
     member = replace(member, named=False)
     guessed = draft.now if member.again is Again.AT_ONCE else member.guessed
     member = draft.put_member(replace(member, turn=Turn.HAS, since=draft.now, guessed=guessed))
-    draft.emit(ArmTimer("failover-turn", _subject(member), SLOW_TURN_S if member.slow else TURN_S))
+    draft.emit(ArmTimer("failover-turn", _subject(member), _lasts(draft.state, member)))
+
+
+def _lasts(state: State, member: Member) -> float:
+    """Seconds until the others wait for it no longer."""
+    if not member.slow:
+        return TURN_S
+    waiting = [m for m in state.members.values() if m.home == member.home and m.turn is Turn.WAITS and m.slow]
+    return max(TURN_S, SLOW_TURN_S / (1 + len(waiting)))
 
 
 def lost(draft: Draft, domain: Domain) -> None:
@@ -148,7 +163,12 @@ def proven(draft: Draft, process: ProcessInstance, name: str | None) -> None:
 
 def is_open(domain: Domain, process: ProcessInstance) -> bool:
     """Whether its turn there is over, and its work may run."""
-    return any(who == process for who, _ in domain.unproven)
+    return any(one.process == process for one in domain.unproven)
+
+
+def is_late(domain: Domain, process: ProcessInstance, now: float) -> bool:
+    """Whether it is still the one that a fault is taken to be of, if the others are done."""
+    return any(one.process == process and now < one.named for one in domain.unproven)
 
 
 def wait(draft: Draft, member: Member, operations: int, takes_s: float) -> None:
@@ -193,34 +213,42 @@ def over(draft: Draft, process: ProcessInstance) -> None:
 
 
 def gone(draft: Draft, process: ProcessInstance) -> None:
-    """It has ended, or its connection has: a fault of its work may be heard of a little later."""
-    _end_unproven(draft, process, draft.now + GUESS_S)
+    """It has ended: a fault of its work may be heard of a little later."""
+    _end_unproven(draft, process, draft.now + GUESS_S, named=-math.inf)
+
+
+def cut(draft: Draft, process: ProcessInstance) -> None:
+    """Its connection has ended. Its work may run on, and it says no more of that."""
+    _end_unproven(draft, process, math.inf, named=-math.inf)
 
 
 def on_timer(draft: Draft, subject: str) -> None:
     """No word of its end: the others do not wait for it any longer. `subject`: pid, start time and domain."""
     for member in _named(draft.state, subject, Turn.HAS):
         draft.put_member(replace(member, slow=True))
-        _end_unproven(draft, member.process, math.inf)
+        late = member.since + SLOW_TURN_S
+        _end_unproven(draft, member.process, math.inf, named=late)
+        if late > draft.now:
+            draft.emit(ArmTimer("failover-late", subject, late - draft.now))
 
 
-def _end_unproven(draft: Draft, process: ProcessInstance, until: float) -> None:
+def _end_unproven(draft: Draft, process: ProcessInstance, until: float, *, named: float) -> None:
     member = draft.state.members.get(process)
     if member is None:
         return
     domain = draft.state.domains.get(member.home or "")
     if domain is not None and (member.turn is Turn.HAS or is_open(domain, process)):
         if member.turn is not Turn.HAS:
-            until = min((until, *(end for p, end in domain.unproven if p == process)))
-        open_still = tuple(one for one in _without(domain, process) if draft.now < one[1])
-        draft.put_domain(replace(domain, unproven=(*open_still, (process, until))))
+            until = min(until, *(one.until for one in domain.unproven if one.process == process))
+        open_still = tuple(one for one in _without(domain, process) if draft.now < one.until)
+        draft.put_domain(replace(domain, unproven=(*open_still, Unproven(process, until, named))))
     if member.turn is not Turn.NONE:
         draft.put_member(replace(member, turn=Turn.NONE, among=False))
         go_on(draft, member.home)
 
 
-def _without(domain: Domain, process: ProcessInstance) -> tuple[tuple[ProcessInstance, float], ...]:
-    return tuple(one for one in domain.unproven if one[0] != process)
+def _without(domain: Domain, process: ProcessInstance) -> tuple[Unproven, ...]:
+    return tuple(one for one in domain.unproven if one.process != process)
 
 
 def on_last(draft: Draft, subject: str) -> None:
@@ -291,6 +319,12 @@ def all_at_once(draft: Draft, home: str | None) -> None:
             _give(draft, domain, replace(member, again=Again.AT_ONCE, gathers=False))
 
 
+def _order(member: Member, *, is_last: bool) -> tuple[bool, float, bool, float, tuple[int, int]]:
+    """Who has least of it is the first."""
+    late = -member.since if member.slow else 0.0
+    return member.slow, late, is_last, member.takes_s, _age(member.process)
+
+
 def go_on(draft: Draft, home: str | None) -> None:
     """Somebody has come to this domain, or will not, can go on elsewhere, never will, or has gone: whoever
     may do its work again now does, if nobody has the turn."""
@@ -306,7 +340,7 @@ def go_on(draft: Draft, home: str | None) -> None:
     may = [m for m in waiting if _likelihood(m) != last or not _others_come(draft.state, m, movers)]
     if movers and all(m.gathers for m in may):
         return
-    for member in sorted(may, key=lambda m: (m.slow, _likelihood(m) == last, m.takes_s, _age(m.process))):
+    for member in sorted(may, key=lambda m: _order(m, is_last=_likelihood(m) == last)):
         if not member.connected:
             # It has given up by itself.
             draft.put_member(replace(member, turn=Turn.NONE, among=False))

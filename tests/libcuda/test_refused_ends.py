@@ -1,4 +1,4 @@
-"""What the driver refuses to end is there as before, in any copy."""
+"""What the driver refuses to end is there as before in any copy, and what it has made invalid is so."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 from tests.libcuda.test_exact import move
 from tests.libcuda.test_failover import Program, ask, break_domain, copies, post, stand_by
 from tests.libcuda.test_graphs import MODES
+from tests.support import moving
 from tests.support.moving import Post
 from tests.support.simfixtures import backend, domain, second, third
 from tests.support.simnode import Domain
@@ -74,3 +75,32 @@ def test_what_was_not_unloaded_comes_along(
     assert ask(unload) == INVALID_HANDLE
     assert line.is_silent()
     assert ask.end() == ""
+
+
+@MODES
+@pytest.mark.parametrize("goes_on", [False, True], ids=["ended", "gone on with"])
+def test_a_capture_that_is_invalid_is_so_in_the_next_copy(
+    domain: Domain, second: Domain, post: Post, ask: Program, copies: Path, mode: int, goes_on: bool
+) -> None:
+    """What was given to it since is in no graph."""
+    line = post.greet(mode)
+    ask("m = gpu.memory(4 << 20); s = gpu.made('cuStreamCreate', 0); graph = ctypes.c_uint64(1); gpu.sync()")
+    ask("status = ctypes.c_int()")
+    asked = "gpu.code('cuStreamIsCapturing', s, ctypes.byref(status)), status.value"
+    stand_by(line, second, copies)
+    assert ask("gpu.code('cuStreamBeginCapture_v2', s, 2)") == "0"
+    assert ask("gpu.run('add', m, 8, 1, stream=s), gpu.run('add', m, 8, 1)") == "(0, 906)"
+    assert ask(asked) == "(0, 2)"
+    if goes_on:
+        assert ask("gpu.run('add', m, 8, 10, stream=s)") == INVALIDATED
+    break_domain(domain)
+    # In the mode `keep` what was refused counts as given: the program meets an error.
+    met = "719" if mode == moving.KEEP else "0"
+    assert move(line).text == ("mode keep" if mode == moving.KEEP else "")
+    assert ask(asked) == "(0, 2)"
+    assert ask("gpu.run('add', m, 8, 10, stream=s)") == INVALIDATED
+    assert ask(f"{END}, graph.value") == f"({INVALIDATED}, 0)"
+    assert ask(f"gpu.run('add', m, 8, 10, stream=s), {END}, gpu.sync()") == f"(0, 401, {met})"
+    assert ask("gpu.sync(), gpu.word(m)") == "(0, 10)"
+    assert line.is_silent()
+    assert ("mode keep" in ask.end()) is (mode == moving.KEEP)

@@ -377,10 +377,15 @@ class Play:
         if self.programs[who].alive and not made_it:
             self.wrong.append(f"{who} is named, who made no fault")
 
+    def _is_late(self) -> bool:
+        """Whether somebody is still taken to have made what comes."""
+        state, now = self.world.state, self.world.now
+        return any(now < one.named for domain in state.domains.values() for one in domain.unproven)
+
     def _fault(self, offender: Program, living: list[Program]) -> None:
         members = self.world.state.members.values()
         moving = any(m.turn is not Turn.NONE or m.standing is Standing.MOVING for m in members)
-        if self.apart and (moving or any(d.unproven for d in self.world.state.domains.values())):
+        if self.apart and (moving or self._is_late()):
             return
         self.makers[offender.process] = self.world.now
         offender.makes = self.random.choice([0, 1, 1, 3])

@@ -17,6 +17,7 @@ from mpsd.core.domains import LEFT_STOP_S
 from mpsd.core.records import Source
 from mpsd.core.standby import FailoverRecord, Outcome, Standing, Turn
 from mpsd.core.state import DomainState, Policy
+from mpsd.core.turns import SLOW_TURN_S
 from mpsd.model import Again, ClientId, Confidence, FailoverMode, ServerState
 from tests.support.core import GPU, SLOT, UID, World, process, server_of, uvm
 
@@ -257,7 +258,11 @@ def test_who_has_work_to_do_again_is_offered_its_next_standby_after_that(says: b
     if says:
         world.do(mev.MemberDone(process(10), 2, 5, 6))
     else:
+        # Its work may still be what a fault is taken to be of, and its word that it has ended is awaited.
         world.timer("failover-turn", timer.subject)
+        assert world.made(fx.OfferStandby) == []
+        world.wait(SLOW_TURN_S)
+        world.timer("failover-late", timer.subject)
     assert [e.process.pid for e in world.made(fx.OfferStandby)] == [10]
     world.do(mev.MemberDone(process(11), 2, 5, 6))
     assert [e.process.pid for e in world.made(fx.OfferStandby)] == [11]

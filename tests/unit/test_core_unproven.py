@@ -39,6 +39,20 @@ def end_turn(world: Site) -> None:
     world.timer("failover-turn", subject)
 
 
+def offered(world: Site) -> set[int]:
+    """Who has been offered d3."""
+    return {e.process.pid for e in world.ever(fx.OfferStandby) if e.generation == 3}
+
+
+def late(world: Site, pid: int) -> None:
+    """It may be offered a standby again, though its work has not ended."""
+    assert pid not in offered(world)
+    world.wait(SLOW_TURN_S)
+    (timer,) = {e.subject for e in world.ever(fx.ArmTimer) if e.kind == "failover-late"}
+    world.timer("failover-late", timer)
+    assert pid in offered(world)
+
+
 def move_both(world: Site) -> None:
     """10 and 11 into d3, both with work to do again."""
     for pid in (10, 11):
@@ -120,6 +134,49 @@ def test_the_only_work_that_is_not_known_to_have_ended_is_at_fault() -> None:
     assert world.standing(10) is Standing.LEFT_BEHIND
 
 
+def test_after_a_while_it_may_as_well_be_what_others_do_by_then() -> None:
+    world = in_turn(10, 11, 9)
+    world.do(mev.MemberDone(process(10), 2, 5, 6, runs_on=True))
+    end_turn(world)
+    world.do(mev.MemberDone(process(11), 2, 5, 6))
+    world.wait(SLOW_TURN_S)
+    lose(world)
+    assert named(world) is None
+    assert Standing.LEFT_BEHIND not in {world.standing(pid) for pid in (10, 11, 9)}
+
+
+def test_who_is_cut_off_and_runs_on_makes_the_next_ones_unsure_for_as_long() -> None:
+    world = in_turn(10, 11, 12, 9)
+    world.do(mev.MemberDone(process(10), 2, 5, 6, runs_on=True))
+    world.do(mev.MemberLeft(process(10)))
+    world.hello(10, FailoverMode.EXACT, generation=2)
+    assert turns_of(world) == {11: Turn.HAS, 12: Turn.WAITS}
+    world.wait(1.4)
+    world.do(mev.MemberDone(process(11), 2, 5, 6))
+    assert turns_of(world) == {12: Turn.HAS}
+    world.wait(GUESS_S)
+    lose(world)
+    assert named(world) is None
+    assert world.standing(12) is not Standing.LEFT_BEHIND
+
+
+def test_two_that_are_slow_take_turns_in_being_the_first() -> None:
+    """The work of 10 would run beside the turn of 11, which makes the faults, for ever."""
+    world = in_turn(10, 11, 9)
+    world.wait(TURN_S)
+    end_turn(world)
+    end_turn(world)
+    lose(world)
+    assert named(world) is None
+    move_both(world)
+    assert turns_of(world) == {11: Turn.HAS, 10: Turn.WAITS}
+    times = [e.delay_s for e in world.ever(fx.ArmTimer) if e.kind == "failover-turn"]
+    assert times == [TURN_S, TURN_S, SLOW_TURN_S / 2]
+    world.wait(2)
+    lose(world, "d3")
+    assert named(world) == 11
+
+
 def test_who_took_longer_than_its_turn_comes_last_the_next_time_and_is_waited_for() -> None:
     world = in_turn(10, 11, 9)
     end_turn(world)
@@ -178,6 +235,7 @@ def test_who_moved_on_is_not_ended_for_a_fault_where_it_was() -> None:
     world = in_turn(10, 11, 9)
     end_turn(world)
     world.do(mev.MemberDone(process(11), 2, 5, 6))
+    late(world, 10)
     world.is_ready(10, 3)
     world.do(ev.DrainRequested((), True))
     assert 10 in world.told()

@@ -251,7 +251,6 @@ def test_what_a_process_has_left_is_left_out_by_all_views_of_it_until_nobody_fol
 
     async def play(desk: Desk) -> None:
         stranger = ProcessInstance(11, 1)
-        desk.watch.leave_out(PROCESS, anew=True, start=1, end=2)
         first = desk.follow(FIRST)
         desk.watch.leave_out(stranger, anew=True, start=1, end=2)
         assert first.left_out is None
@@ -270,6 +269,21 @@ def test_what_a_process_has_left_is_left_out_by_all_views_of_it_until_nobody_fol
         for client in (SECOND, other):
             desk.watch.forget(client)
         assert desk.follow(FIRST).left_out is None
+
+    at_a_desk(play)
+
+
+@pytest.mark.parametrize("strangers", [0, workwatch.MOST_EARLY - 1, workwatch.MOST_EARLY])
+def test_what_it_has_left_is_known_before_it_is_followed(strangers: int) -> None:
+    """Of so many, for anybody can say so."""
+
+    async def play(desk: Desk) -> None:
+        desk.watch.leave_out(PROCESS, anew=True, start=1, end=2)
+        desk.watch.leave_out(PROCESS, anew=False, start=4, end=8)
+        for pid in range(100, 100 + strangers):
+            desk.watch.leave_out(ProcessInstance(pid, 1), anew=True, start=1, end=2)
+        known = [(1, 2), (4, 8)] if strangers < workwatch.MOST_EARLY else None
+        assert desk.follow(FIRST).left_out == known
 
     at_a_desk(play)
 

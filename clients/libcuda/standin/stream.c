@@ -147,7 +147,7 @@ CUresult submit_after(CUstream stream, const struct operation *given, struct mom
 	CUresult result;
 
 	if (stream->capture)
-		return capture(stream->capture, given);
+		return stream->spoiled ? CUDA_ERROR_STREAM_CAPTURE_INVALIDATED : capture(stream->capture, given);
 	result = stream == stream->context->legacy ? refuse_legacy(stream) : CUDA_SUCCESS;
 	if (result == CUDA_SUCCESS)
 		result = start(stream);

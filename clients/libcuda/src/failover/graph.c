@@ -5,26 +5,14 @@
 #include <string.h>
 
 #include "exact/state.h"
-#include "failover/cast.h"
 #include "failover/line.h"
-#include "failover/nodes.h"
+#include "failover/session.h"
 
-struct session {
-	struct session *next;
-	cuuint64_t id, name;		/* of the capture, in the copy in use; and to the program */
-	bool is_void;			/* it could not go on there: what comes into it fails, and so does its end */
-	struct mpsd_graph *graph;
-};
-
-MPSD_READ_OFTEN atomic_uint mpsd_captures;
-
-static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-static struct session *sessions;
 static cuuint64_t last_name;
 
-static struct session *session_of(cuuint64_t id)
+static struct mpsd_session *session_of(cuuint64_t id)
 {
-	struct session *session = id ? sessions : NULL;
+	struct mpsd_session *session = id ? mpsd_sessions : NULL;
 
 	while (session && session->id != id)
 		session = session->next;
@@ -32,9 +20,9 @@ static struct session *session_of(cuuint64_t id)
 }
 
 /* The capture in which an event was recorded last: whoever waits for it joins that. */
-static struct session *session_of_event(CUevent event)
+static struct mpsd_session *session_of_event(CUevent event)
 {
-	for (struct session *session = sessions; session; session = session->next)
+	for (struct mpsd_session *session = mpsd_sessions; session; session = session->next)
 		for (unsigned int i = 0; i < session->graph->count; i++)
 			if (session->graph->nodes[i].op->kind == MPSD_OP_RECORD &&
 			    session->graph->nodes[i].op->event.event == event &&
@@ -44,16 +32,16 @@ static struct session *session_of_event(CUevent event)
 }
 
 /* One that the driver has made invalid says no id: it is known by the stream where it began. */
-static struct session *session_from(CUstream origin)
+static struct mpsd_session *session_from(CUstream origin)
 {
-	struct session *session = sessions;
+	struct mpsd_session *session = mpsd_sessions;
 
 	while (session && (session->is_void || session->graph->origin != origin))
 		session = session->next;
 	return session;
 }
 
-static bool is_in(const struct session *session, CUstream stream)
+static bool is_in(const struct mpsd_session *session, CUstream stream)
 {
 	bool is = session->graph->origin == stream;
 
@@ -62,11 +50,11 @@ static bool is_in(const struct session *session, CUstream stream)
 	return is;
 }
 
-static struct session *void_session_of(CUstream stream)
+static struct mpsd_session *void_session_of(CUstream stream)
 {
-	struct session *session = sessions;
+	struct mpsd_session *session = mpsd_sessions;
 
-	while (session && !(session->is_void && is_in(session, stream)))
+	while (session && !((session->is_void || session->is_spoiled) && is_in(session, stream)))
 		session = session->next;
 	return session;
 }
@@ -74,7 +62,7 @@ static struct session *void_session_of(CUstream stream)
 /* Under the lock. What a capture has to do with the event from now on has nothing to do with what it had before. */
 static void part_with(CUevent event)
 {
-	for (struct session *session = sessions; session; session = session->next)
+	for (struct mpsd_session *session = mpsd_sessions; session; session = session->next)
 		for (unsigned int i = 0; i < session->graph->count; i++) {
 			struct mpsd_op *op = session->graph->nodes[i].op;
 
@@ -87,9 +75,9 @@ void mpsd_captures_without_event(CUevent event)
 {
 	if (!mpsd_capturing())
 		return;
-	pthread_mutex_lock(&lock);
+	mpsd_sessions_lock();
 	part_with(event);
-	pthread_mutex_unlock(&lock);
+	mpsd_sessions_unlock();
 }
 
 bool mpsd_is_in_void_capture(CUstream stream)
@@ -98,13 +86,13 @@ bool mpsd_is_in_void_capture(CUstream stream)
 
 	if (!mpsd_capturing())
 		return false;
-	pthread_mutex_lock(&lock);
+	mpsd_sessions_lock();
 	is = void_session_of(stream) != NULL;
-	pthread_mutex_unlock(&lock);
+	mpsd_sessions_unlock();
 	return is;
 }
 
-static CUresult find_session(const struct mpsd_op *op, struct session **session)
+static CUresult find_session(const struct mpsd_op *op, struct mpsd_session **session)
 {
 	cuuint64_t id;
 	CUresult result = mpsd_capture_ask(mpsd_native(op->stream), &id);
@@ -143,7 +131,7 @@ static bool is_of_events(const struct mpsd_op *op)
 }
 
 /* One that waits for an event by whose name something was captured: is it in that capture now? */
-static bool has_joined(const struct mpsd_op *op, const struct session *session)
+static bool has_joined(const struct mpsd_op *op, const struct mpsd_session *session)
 {
 	return op->kind != MPSD_OP_WAIT || session->is_void || mpsd_capture_of(mpsd_native(op->stream)) == session->id;
 }
@@ -161,10 +149,10 @@ static CUresult issue(const struct mpsd_op *op)
 bool mpsd_capture_op(struct mpsd_op *op, CUresult *result)
 {
 	bool is, is_opaque = is_of_events(op);
-	struct session *session;
+	struct mpsd_session *session;
 	CUresult said;
 
-	pthread_mutex_lock(&lock);
+	mpsd_sessions_lock();
 	said = find_session(op, &session);
 	/* Done again beside captures, or in this one, it is not done once more by another that goes on. */
 	if (op->kind == MPSD_OP_RECORD)
@@ -173,7 +161,9 @@ bool mpsd_capture_op(struct mpsd_op *op, CUresult *result)
 	is = session || mpsd_is_loss(said);
 	if (is) {
 		lend(op);
-		*result = !session ? said : session->is_void ? CUDA_ERROR_STREAM_CAPTURE_INVALIDATED : issue(op);
+		*result = !session				     ? said
+			  : session->is_void || session->is_spoiled ? CUDA_ERROR_STREAM_CAPTURE_INVALIDATED
+								     : issue(op);
 		if (mpsd_is_left())
 			*result = MPSD_AGAIN;
 		/* It is given once more, beside all captures. */
@@ -183,7 +173,7 @@ bool mpsd_capture_op(struct mpsd_op *op, CUresult *result)
 		else if (is)
 			mpsd_op_free(op);
 	}
-	pthread_mutex_unlock(&lock);
+	mpsd_sessions_unlock();
 	if (is && is_opaque && *result == CUDA_SUCCESS)
 		mpsd_line_opaque("a capture with events that are more than edges");
 	return is;
@@ -207,7 +197,7 @@ static CUresult prove_before(CUstream stream)
 
 CUresult make_cuStreamBeginCapture_v2(CUstream hStream, CUstreamCaptureMode mode)
 {
-	struct session *session = calloc(1, sizeof(*session));
+	struct mpsd_session *session = calloc(1, sizeof(*session));
 	struct mpsd_graph *graph = mpsd_graph_new(hStream, false);
 	CUresult result = CUDA_ERROR_OUT_OF_MEMORY;
 	bool held;
@@ -228,7 +218,7 @@ CUresult make_cuStreamBeginCapture_v2(CUstream hStream, CUstreamCaptureMode mode
 		mpsd_graph_let_go(graph);
 		return result;
 	}
-	pthread_mutex_lock(&lock);
+	mpsd_sessions_lock();
 	/* What is there when the copy is left goes on in the next one, and is not begun again. */
 	if (mpsd_is_left()) {
 		result = MPSD_AGAIN;
@@ -238,10 +228,10 @@ CUresult make_cuStreamBeginCapture_v2(CUstream hStream, CUstreamCaptureMode mode
 		session->name = mpsd_tables()->moves ? last_name + 1 : session->id;
 		last_name = session->name > last_name ? session->name : last_name;
 		session->graph = graph;
-		session->next = sessions;
-		sessions = session;
+		session->next = mpsd_sessions;
+		mpsd_sessions = session;
 	}
-	pthread_mutex_unlock(&lock);
+	mpsd_sessions_unlock();
 	if (result != CUDA_SUCCESS) {
 		atomic_fetch_sub(&mpsd_captures, 1);
 		free(session);
@@ -252,25 +242,25 @@ CUresult make_cuStreamBeginCapture_v2(CUstream hStream, CUstreamCaptureMode mode
 
 CUresult mpsd_capture_tell(CUresult result, CUstream stream, CUstreamCaptureStatus *status, cuuint64_t *id)
 {
-	struct session *session;
+	struct mpsd_session *session;
 	cuuint64_t native;
 
 	if (!mpsd_capturing() || result != CUDA_SUCCESS)
 		return mpsd_answered(result);
 	native = mpsd_capture_of(mpsd_native(stream));
-	pthread_mutex_lock(&lock);
+	mpsd_sessions_lock();
 	session = native ? session_of(native) : void_session_of(stream);
 	if (session && session->is_void && status)
 		*status = CU_STREAM_CAPTURE_STATUS_INVALIDATED;
 	if (session && id)
 		*id = session->name;
-	pthread_mutex_unlock(&lock);
+	mpsd_sessions_unlock();
 	return mpsd_answered(result);
 }
 
-static struct session *take(struct session *session)
+static struct mpsd_session *take(struct mpsd_session *session)
 {
-	struct session **link = &sessions;
+	struct mpsd_session **link = &mpsd_sessions;
 
 	while (*link && *link != session)
 		link = &(*link)->next;
@@ -281,7 +271,7 @@ static struct session *take(struct session *session)
 	return session;
 }
 
-static void end_session(struct session *session)
+static void end_session(struct mpsd_session *session)
 {
 	mpsd_graph_let_go(session->graph);
 	free(take(session));
@@ -289,23 +279,23 @@ static void end_session(struct session *session)
 
 void mpsd_captures_without(CUstream stream)
 {
-	struct session *session, *next;
+	struct mpsd_session *session, *next;
 
 	if (!mpsd_capturing())
 		return;
-	pthread_mutex_lock(&lock);
-	for (session = sessions; session; session = next) {
+	mpsd_sessions_lock();
+	for (session = mpsd_sessions; session; session = next) {
 		next = session->next;
 		if (session->graph->origin == stream)
 			end_session(session);
 	}
-	pthread_mutex_unlock(&lock);
+	mpsd_sessions_unlock();
 }
 
 static bool is_void(CUstream origin, CUresult *result)
 {
-	struct session *session = void_session_of(origin);
-	bool is = session && session->graph->origin == origin;
+	struct mpsd_session *session = void_session_of(origin);
+	bool is = session && session->is_void && session->graph->origin == origin;
 
 	if (is)
 		*result = mpsd_is_left() ? MPSD_AGAIN : CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;
@@ -317,10 +307,10 @@ static bool is_void(CUstream origin, CUresult *result)
 CUresult make_cuStreamEndCapture(CUstream hStream, CUgraph *phGraph)
 {
 	uint64_t moves = mpsd_tables()->moves;
-	struct session *session;
+	struct mpsd_session *session;
 	CUresult result;
 
-	pthread_mutex_lock(&lock);
+	mpsd_sessions_lock();
 	session = session_of(mpsd_capture_of(mpsd_native(hStream)));
 	if (!session)
 		session = session_from(hStream);
@@ -338,60 +328,6 @@ CUresult make_cuStreamEndCapture(CUstream hStream, CUgraph *phGraph)
 		if (result != MPSD_AGAIN)
 			end_session(session);
 	}
-	pthread_mutex_unlock(&lock);
+	mpsd_sessions_unlock();
 	return result;
-}
-
-/* In another copy */
-
-/* With the streams and events of the program, which it goes on with; those that have gone meanwhile are made anew. */
-static CUresult go_on(struct session *session)
-{
-	struct mpsd_cast gone = { 0 };
-	CUstream origin = mpsd_native(session->graph->origin);
-	/* The thread that goes on, and ends it, is another one than this. */
-	CUresult result = inner_cuStreamBeginCapture_v2(origin, CU_STREAM_CAPTURE_MODE_RELAXED);
-
-	for (unsigned int i = 0; i < session->graph->count && result == CUDA_SUCCESS; i++) {
-		struct mpsd_node *node = &session->graph->nodes[i];
-
-		result = mpsd_cast_issue_known(&gone, node->op, &node->native);
-	}
-	mpsd_cast_end(&gone);
-	session->id = mpsd_capture_of(origin);
-	return result;
-}
-
-/* The program hears of it by what it does next with that capture, which in this copy ends now, if it had begun. */
-static void make_void(struct session *session)
-{
-	CUgraph graph = NULL;
-
-	inner_cuStreamEndCapture(mpsd_native(session->graph->origin), &graph);
-	if (graph)
-		real_cuGraphDestroy(graph);
-	session->is_void = true;
-	session->id = 0;
-}
-
-void mpsd_captures_move(void)
-{
-	pthread_mutex_lock(&lock);
-	for (struct session *session = sessions; session; session = session->next) {
-		CUresult result = session->is_void ? CUDA_SUCCESS : go_on(session);
-
-		/* In the context after one that is lost already it goes on. */
-		if (result == CUDA_SUCCESS || mpsd_is_loss(result))
-			continue;
-		make_void(session);
-		mpsd_line_opaque("a capture that does not go on");
-	}
-	pthread_mutex_unlock(&lock);
-}
-
-void mpsd_captures_child(void)
-{
-	lock = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
-	mpsd_joins_child();
-	atomic_store(&mpsd_captures, 0);
 }

@@ -72,6 +72,9 @@ void mpsd_graph_let_go(struct mpsd_graph *graph);
 /* The stream ends, and what is captured in it. */
 void mpsd_captures_without(CUstream stream);
 
+/* Of any call, when it is over: whether it has made captures invalid. */
+void mpsd_captures_refused(CUresult result);
+
 /* In a move, in the copy that comes into use, with its context current: captures under way go on. */
 void mpsd_captures_move(void);
 void mpsd_captures_child(void);

@@ -274,7 +274,7 @@ static bool act(int fd, bool said, bool was_woken, struct mpsd_told *told)
 	bool is = true;
 
 	pthread_mutex_lock(&busy);
-	if (atomic_load(&off))
+	if (atomic_load(&off) || !mpsd_turn_follow(fd))
 		is = false;
 	else if (said)
 		is = recv(fd, &message, sizeof(message), 0) == (ssize_t)sizeof(message) && obey(&message);
@@ -299,7 +299,7 @@ static void listen_to(int fd)
 	while (!atomic_load(&off) && mpsd_left_tell(true)) {
 		if (poll(polled, 2, mpsd_due_ms()) < 0 && errno != EINTR)
 			return;
-		if ((!mpsd_turn_left_ms() && !have_turn(false)) || !mpsd_turn_follow(fd))
+		if (!mpsd_turn_left_ms() && !have_turn(false))
 			return;
 		pthread_mutex_lock(&busy);
 		mpsd_move_tend();

@@ -113,13 +113,13 @@ bool mpsd_made_set(struct mpsd_made *record, uint64_t moves);
 /* Under the lock: what it is called by the copy in use, where that did not have it yet. */
 void mpsd_made_native(struct mpsd_made *made, void *native);
 
-/* What is made in another copy when it is needed there, and has no twin. */
 /* A function or kernel that the program has asked for by its name. */
 static inline bool mpsd_made_is_code(const struct mpsd_made *made)
 {
 	return made->kind >= MPSD_MADE_FUNCTION && made->kind <= MPSD_MADE_KERNEL_FUNCTION && !made->listed;
 }
 
+/* What is made in another copy when it is needed there, and has no twin. */
 static inline bool mpsd_made_is_late(enum mpsd_made_kind kind)
 {
 	return kind == MPSD_MADE_GRAPH || kind == MPSD_MADE_EXEC || kind == MPSD_MADE_NODE || kind == MPSD_MADE_LINK;
@@ -207,8 +207,8 @@ CUresult mpsd_poll_ask(CUstream name);
 bool mpsd_made_end(const void *name, uint64_t moves);
 
 /*
- * What the driver then said of it, in the copy of then: what it refuses to end is there as before. Its twin is gone:
- * after a move it has ended all the same.
+ * What the driver then said of it, in the copy of then: the record of what it refuses to end is there as before. Its twin
+ * is gone: after a move it has ended all the same.
  */
 CUresult mpsd_made_ended(CUresult result, uint64_t moves);
 

@@ -7,6 +7,7 @@
 #include "failover/blame.h"
 #include "failover/carry.h"
 #include "failover/fence.h"
+#include "failover/graph.h"
 #include "failover/line.h"
 #include "failover/made.h"
 #include "failover/move.h"
@@ -52,7 +53,7 @@ static void bring_context(uint64_t moves)
 	thread_moves = moves;
 }
 
-static uint64_t settled(void)
+uint64_t mpsd_phase_settled(void)
 {
 	uint64_t moves = atomic_load(&mpsd_moves);
 
@@ -75,7 +76,7 @@ static uint64_t settled(void)
 uint64_t mpsd_carry_wait(void)
 {
 	for (;;) {
-		uint64_t moves = settled();
+		uint64_t moves = mpsd_phase_settled();
 
 		if (!moves) {
 			mpsd_thread.tables = mpsd_first_tables;
@@ -115,7 +116,7 @@ bool mpsd_phase_word(CUresult result, uint64_t moves)
 	mpsd_line_error(result, moves);
 	if (atomic_load(&mpsd_moves) == moves && !wait_for_word(moves))
 		return false;
-	settled();
+	mpsd_phase_settled();
 	return true;
 }
 
@@ -126,10 +127,11 @@ bool mpsd_carry_again(CUresult result, uint64_t moves)
 		return true;
 	if (mpsd_is_loss(result))
 		mpsd_line_error(result, moves);
+	mpsd_captures_refused(result);
 	if (atomic_load(&mpsd_moves) == moves &&
 	    (!mpsd_is_loss(result) || !wait_for_word(moves)))
 		return false;
-	return settled() != moves;
+	return mpsd_phase_settled() != moves;
 }
 
 /* Functions that cannot come along */

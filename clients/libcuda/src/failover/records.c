@@ -195,27 +195,33 @@ bool mpsd_made_end(const void *name, uint64_t moves)
 	return is;
 }
 
-static void settle(bool is_refused, uint64_t moves)
+/* Whether it is in use still, the copy that has refused to end them or not. */
+static bool settle(bool is_refused, uint64_t moves)
 {
 	struct mpsd_made *made;
+	bool is_here;
 
 	mpsd_made_lock();
-	is_refused = is_refused && atomic_load(&mpsd_moves) == moves;
+	is_here = atomic_load(&mpsd_moves) == moves;
 	while ((made = ending)) {
 		ending = made->newer;
-		if (is_refused)
+		if (is_refused && is_here)
 			attach(made);
 		else
 			release(made);
 	}
 	mpsd_made_unlock();
+	return is_here;
 }
 
 CUresult mpsd_made_ended(CUresult result, uint64_t moves)
 {
-	if (ending)
-		settle(result != CUDA_SUCCESS && !mpsd_is_loss(result), moves);
-	if (atomic_load(&mpsd_moves) != moves)
+	bool is_refused = result != CUDA_SUCCESS && !mpsd_is_loss(result);
+
+	/* A move that does not come about leaves it where it is. */
+	if (is_refused)
+		mpsd_phase_settled();
+	if (!settle(is_refused, moves))
 		return CUDA_SUCCESS;
 	if (!mpsd_is_loss(result) || !mpsd_line_ready())
 		return result;

@@ -1,0 +1,19 @@
+/* SPDX-License-Identifier: MIT */
+/* A capture that is under way, for who follows it (graph.c) and who goes on with it elsewhere (sessions.c). */
+#pragma once
+
+#include "failover/graph.h"
+#include "failover/nodes.h"
+
+struct mpsd_session {
+	struct mpsd_session *next;
+	cuuint64_t id, name;		/* of the capture, in the copy in use; and to the program */
+	bool is_spoiled;		/* the driver has made it invalid: the program has to end it, and has not */
+	bool is_void;			/* there is none in this copy: what comes into it fails, and so does its end */
+	struct mpsd_graph *graph;
+};
+
+extern struct mpsd_session *mpsd_sessions;
+
+void mpsd_sessions_lock(void);
+void mpsd_sessions_unlock(void);
