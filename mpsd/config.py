@@ -434,7 +434,7 @@ def check_rules(config: Config, where: str, uid: int, node: str = "") -> None:
         )
     if config.failover.enabled and not config.vault.enabled:
         raise ConfigError(
-            f"{where}: failover.enabled needs vault.enabled: only what the vault holds can be carried over",
+            f"{where}: failover.enabled needs vault.enabled: memory is carried over as the vault takes it",
             remedy="set [vault] enabled = true as well, or [failover] enabled = false",
         )
     for key in ("driver", "copies"):

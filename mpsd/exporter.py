@@ -42,6 +42,8 @@ STEPS = {
 }
 KEPT = 1000
 """Fail-overs that are asked for at each scrape."""
+HELD = frozenset({"leases_held", "vault_bytes", "vault_held", "vault_dead_bytes", "vault_dead_held"})
+"""What of the daemon's counters goes down again."""
 
 Answers = tuple[Mapping[str, Any], Sequence[Mapping[str, Any]]]
 
@@ -85,10 +87,11 @@ def _state(status: Mapping[str, Any]) -> Iterator[Any]:
     yield GaugeMetricFamily("mpsd_kernel_isolation", text, int(isolating))
     yield GaugeMetricFamily("mpsd_problems", "Capability losses shown in status.", len(status["problems"]))
     # What the daemon counts since its start; a name says what.
-    family = CounterMetricFamily("mpsd_events", "The daemon's own counters, by name.", labels=["name"])
+    events = CounterMetricFamily("mpsd_events", "The daemon's own counters, by name.", labels=["name"])
+    held = GaugeMetricFamily("mpsd_held", "What the daemon holds now, by name.", labels=["name"])
     for name, value in sorted(status["counters"].items()):
-        family.add_metric([name], value)
-    yield family
+        (held if name in HELD else events).add_metric([name], value)
+    yield from (events, held)
 
 
 def _slots(slots: Iterable[Mapping[str, Any]]) -> Iterator[Any]:

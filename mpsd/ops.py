@@ -175,7 +175,8 @@ class Operations:
         )
         async with self._slow:
             isolation = await asyncio.to_thread(daemon.isolation.check)
-            checks = [*await asyncio.to_thread(ask), isolation, _configured(daemon.absent)]
+            checks = [*await asyncio.to_thread(ask), isolation]
+            checks += [daemon.failover.check(), _configured(daemon.absent)]
         rows = [{"name": c.name, "ok": c.ok, "finding": c.finding, "remedy": c.remedy} for c in checks]
         return {"checks": rows}
 

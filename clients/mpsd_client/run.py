@@ -135,7 +135,8 @@ def make_plan(
         plan.unmet.append(f"there is no {LIBRARY_NAME} in {library} (--library: the folder with mpsd's)")
     elif proxy is None:
         plan.aside.append(
-            "no libcuda of mpsd's (pip install ./clients/libcuda in its sources): the program runs without it"
+            "no libcuda of mpsd's (pip install ./clients/libcuda in its sources, or --library DIR):"
+            " the program runs without it"
         )
     elif real is None:
         plan.aside.append(f"no CUDA driver ({LIBRARY_NAME}) found: the program runs without mpsd's libcuda")

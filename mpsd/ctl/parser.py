@@ -43,8 +43,17 @@ environment:
 """
 
 _STATUS = """\
-One line for each GPU; below it one for each fault domain (what dies together): its role and state, whose
-it is, its processes, clients of the number it is made for, its last fault, and how far a fault reaches.
+One line for each GPU; below it one for each fault domain (what dies together): its role (active: programs
+that join come here; spare: the next one; old) and state, whose it is, its processes, clients of the number
+it is made for, its last fault, and how far a fault reaches. What the state means:
+
+  starting, warm, active   it comes up; is ready and nobody's yet; is in use
+  faulted    a fault has ended its clients' work; newcomers go elsewhere, it is emptied and used again
+  poisoned   a dead client's kernel runs on in it: it is emptied
+  retired    left in a planned way, or its server has died: it ends when its last client has
+  headless   its control daemon has died: its clients run on and nobody can join; it ends when they have
+  failed, stopping         it did not come up; it is being ended
+
 Then the clients with what protects each of them:
 
   lease    its GPU memory outlives it until its kernels have ended: its death harms nobody
@@ -54,7 +63,8 @@ Then the clients with what protects each of them:
   zones    guard zones that it laid around its memory: managed ones absorb and report, sparse ones absorb
            in silence, uncovered pieces have a side with none; far: managed ones, GiBs from all memory
 
-Then the dead whose memory is still held, and processes on the GPU that are not on MPS.
+Then the dead whose memory is still held, what the vault keeps of the dead, and processes on the GPU that
+are not on MPS.
 """
 
 _STATUS_EPILOG = """\

@@ -83,6 +83,7 @@ def status(view: Mapping[str, Any], style: Style, *, headers: bool = True) -> li
     lines += failovertext.slots(view)
     lines += _clients(view, style, headers=headers)
     lines += _dead(view, style, headers=headers)
+    lines += _kept(view.get("counters", {}))
     for gpu in view["gpus"]:
         lines += _strangers(gpu, style, headers=headers)
     return lines
@@ -125,22 +126,27 @@ def _domain(domain: Mapping[str, Any], style: Style) -> str:
 
 
 def _clients(view: Mapping[str, Any], style: Style, *, headers: bool) -> list[str]:
-    rows = {
+    groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for number, c in enumerate(view["clients"], -len(view["clients"])):
         # A program that was moved has several contexts in one domain for a while.
-        (c["pid"] or number, c["domain"], _state(c), _protected(c)): (
+        key = (c["pid"] or number, c["domain"], _state(c), c.get("problem"))
+        groups.setdefault(key, []).append(c)
+    rows = [
+        (
             _pid(c),
             c["user"],
             c["domain"],
             _state(c),
             size(c["memory_bytes"]),
             age(c["age_s"]),
-            _protected(c),
+            _protected(group),
             printable(c["command"], 80),
         )
-        for number, c in enumerate(view["clients"], -len(view["clients"]))
-    }
+        for group in groups.values()
+        for c in group[:1]
+    ]
     heads = ("PID", "USER", "DOMAIN", "STATE", "MEMORY", "AGE", "PROTECTIONS", "COMMAND")
-    lines = ["", *table(list(rows.values()), heads if headers else None, style)] if rows else []
+    lines = ["", *table(rows, heads if headers else None, style)] if rows else []
     frozen = sorted({str(c["pid"]) for c in view["clients"] if c.get("frozen") and c["pid"] is not None})
     return lines + [
         f"  {pid} is stopped after a guard hit: look at it, then mpsd-ctl kill {pid}, or kill -CONT {pid}"
@@ -148,8 +154,11 @@ def _clients(view: Mapping[str, Any], style: Style, *, headers: bool) -> list[st
     ]
 
 
-def _protected(client: Mapping[str, Any]) -> str:
-    return _protections(client) or "none" + (f": {client['problem']}" if client.get("problem") else "")
+def _protected(group: Sequence[Mapping[str, Any]]) -> str:
+    """What any of its contexts is protected by."""
+    found = ", ".join(dict.fromkeys(text for client in group for text in _protections(client))) or "none"
+    problem = group[0].get("problem")
+    return f"{found}: {problem}" if problem else found
 
 
 def _state(client: Mapping[str, Any]) -> str:
@@ -160,9 +169,9 @@ def _state(client: Mapping[str, Any]) -> str:
     return "in waiting" if waits else str(client["state"])
 
 
-def _protections(client: Mapping[str, Any]) -> str:
+def _protections(client: Mapping[str, Any]) -> list[str]:
     vault = [f"vault {size(client['vault_bytes'])}"] if client.get("proxied") else []
-    return ", ".join([*client["protections"], *vault, *_zones(client)])
+    return [*client["protections"], *vault, *_zones(client)]
 
 
 def _zones(client: Mapping[str, Any]) -> list[str]:
@@ -178,6 +187,18 @@ def _zones(client: Mapping[str, Any]) -> list[str]:
     if client.get("zone_policy_set"):
         found.append(f"policy {client['zone_policy']}")
     return found
+
+
+def _kept(counters: Mapping[str, int]) -> list[str]:
+    """Memory of the dead that is nobody's lease."""
+    if not counters.get("vault_dead_held"):
+        return []
+    many = counters["vault_dead_held"]
+    pieces = f"{many} piece{'s' if many != 1 else ''}"
+    return [
+        "",
+        f"the vault keeps {pieces}, {size(counters['vault_dead_bytes'])}, of the dead: mpsd-ctl vault list",
+    ]
 
 
 def _dead(view: Mapping[str, Any], style: Style, *, headers: bool) -> list[str]:

@@ -15,6 +15,7 @@ from mpsd.core import events as ev
 from mpsd.failover.copies import Copied, Copies
 from mpsd.failover.door import Door
 from mpsd.failover.wire import PATH_ROOM, TEXT_ROOM, Kind, Message
+from mpsd.gpu.base import Check
 from mpsd.layout import Layout
 from mpsd.model import FailoverMode
 from mpsd.tasks import Tasks
@@ -75,9 +76,8 @@ class FailoverDesk:
         while True:
             found = await asyncio.to_thread(self._copies.ensure)
             if found != self.copied:
-                log.info(
-                    "copies of the driver", source=found.source, bytes=found.bytes, problem=found.problem
-                )
+                tell = log.warning if found.problem else log.info
+                tell("copies of the driver", source=found.source, bytes=found.bytes, problem=found.problem)
             self.copied = found
             self._post(ev.CopiesSeen(found.problem))
             await asyncio.sleep(LOOK_EVERY_S)
@@ -85,6 +85,17 @@ class FailoverDesk:
     async def close(self) -> None:
         self._door.close()
         await self._tasks.cancel()
+
+    def check(self) -> Check:
+        """For `doctor`."""
+        if not self.enabled:
+            return Check("fail-over", None, "off ([failover] enabled)")
+        if problems := self.problems():
+            remedy = (
+                "[failover] driver names the real libcuda.so.1, copies a folder with room for three of it"
+            )
+            return Check("fail-over", False, "; ".join(problems), remedy)
+        return Check("fail-over", True, f"offered, with copies of {self.copied.source or 'the driver'}")
 
     def problems(self) -> list[str]:
         found = [self.problem] if self.problem else []

@@ -69,6 +69,11 @@ def all_ready(site: Site, *programs: Program) -> Mapping[str, Any]:
     )
 
 
+def doctors(site: Site) -> Mapping[str, Any]:
+    (check,) = (c for c in site.ask(lambda c: c.doctor()) if c["name"] == "fail-over")
+    return check
+
+
 def active(status: Mapping[str, Any]) -> Mapping[str, Any]:
     found: Mapping[str, Any] = next(d for d in status["domains"] if d["role"] == "active")
     return found
@@ -367,9 +372,9 @@ def test_without_copies_there_is_no_standby_and_it_is_said() -> None:
         status = site.until(lambda s: slot(s)["programs"], "it is known")
         assert "/nowhere/libcuda.so.1" in slot(status)["why_none"]
         assert any("/nowhere/libcuda.so.1" in p for p in status["problems"])
-        driver = site.base / "driver.so"
-        driver.write_bytes(b"driver")
         assert not (Path(site.run_dir) / "copies").exists()
+        check = doctors(site)
+        assert check["ok"] is False and "/nowhere/libcuda.so.1" in check["finding"] and check["remedy"]
 
 
 def test_the_copies_are_files_of_their_own(site: Site) -> None:
@@ -382,6 +387,7 @@ def test_the_copies_are_files_of_their_own(site: Site) -> None:
     assert all(f.read_bytes() == Path("/bin/true").read_bytes() for f in files)
     assert {f.st_mode & 0o7777 for f in found} == {0o644}
     assert os.stat(folder).st_mode & 0o7777 == 0o755
+    assert doctors(site)["ok"] is True
 
 
 def test_two_contexts_of_a_process_are_leased_and_tracked_once_each(site: Site) -> None:

@@ -32,7 +32,7 @@ STATUS: dict[str, Any] = {
     "clients": [{"state": "attached"}, {"state": "attached"}],
     "problems": [],
     "kernel_isolation": {"mode": "isolate"},
-    "counters": {"faults": 3},
+    "counters": {"faults": 3, "vault_bytes": 4096},
     "slots": [{"id": "s", "survivable": 1, "programs": [PROGRAM, {**PROGRAM, "standing": "offered"}]}],
 }
 
@@ -71,6 +71,7 @@ def test_what_is_told() -> None:
     assert told["mpsd_clients,attached"] == 2
     assert told["mpsd_kernel_isolation"] == 1
     assert told["mpsd_events_total,faults"] == 3
+    assert told["mpsd_held,vault_bytes"] == 4096 and "mpsd_events_total,vault_bytes" not in told
     assert told["mpsd_failovers_survivable,s"] == 1
     assert told["mpsd_standby_bytes,s"] == 1200
     assert told["mpsd_failover_programs,ready,s"] == told["mpsd_failover_programs,offered,s"] == 1

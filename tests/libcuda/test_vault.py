@@ -173,6 +173,7 @@ def test_a_killed_program_s_memory_is_found_again_with_every_byte(site: Site, li
         ("model", 6 * MIB, 0),
         ("model", 2 * MIB, 0),
     ]
+    assert "the vault keeps 2 pieces, 8 MiB, of the dead" in ctl(site, "status").stdout
     # Once more with another daemon.
     site.kill()
     site.start()

@@ -94,9 +94,14 @@ def test_whether_the_kernel_isolates_is_one_line(mode: str | None, driver: str |
 
 
 def test_a_program_has_one_row_for_all_its_contexts_of_a_kind() -> None:
-    """Not where they differ in what matters; and who is somebody else's is not known to be one."""
+    """Not where one has a problem; and who is somebody else's is not known to be one."""
     left = {"failover": {"here": False}}
-    mine = [CLIENT, {**CLIENT, "age_s": 3.0}, {**CLIENT, **left}, {**CLIENT, **left}]
+    mine = [
+        CLIENT,
+        {**CLIENT, "age_s": 3.0},
+        {**CLIENT, **left},
+        {**CLIENT, **left, "protections": ["spare"]},
+    ]
     mine.append({**CLIENT, "protections": [], "problem": "no lease"})
     hidden = {**CLIENT, "pid": None, "command": "?"}
     text = render.status(view(clients=[*mine, hidden, hidden], dead=[]), Style())
@@ -108,6 +113,13 @@ def test_a_program_has_one_row_for_all_its_contexts_of_a_kind() -> None:
         (False, False, False),
         (False, False, False),
     ]
+
+
+def test_what_the_vault_keeps_of_the_dead_is_shown() -> None:
+    counters = {"vault_dead_held": 2, "vault_dead_bytes": 3 << 20}
+    text = render.status(view(counters=counters, clients=[], dead=[]), Style())
+    assert "the vault keeps 2 pieces, 3 MiB, of the dead: mpsd-ctl vault list" in text
+    assert not any("vault" in line for line in render.status(view(clients=[], dead=[]), Style()))
 
 
 def test_status_shows_everything_and_escapes_names() -> None:

@@ -30,7 +30,7 @@ def _parser() -> argparse.ArgumentParser:
     gpu.add_argument("--gpus", type=int, default=None, help="number of GPUs (default: as before, else 1)")
     gpu.add_argument("--detach", action="store_true", help="return once it serves, and leave it running")
     gpu.add_argument("--isolation", action="store_true", help="a driver that has mpsd's kernel part")
-    stop = commands.add_parser("stop", help="end the GPU, and with it everything that runs on it")
+    stop = commands.add_parser("stop", help="end the GPU; its programs find it gone at their next call")
     inject = commands.add_parser("inject", help="a fault of the device")
     inject.add_argument("xid", type=int, metavar="XID", help="what the kernel log is to name, such as 79")
     inject.add_argument("--gpu", default=None, help="uuid or ordinal")
