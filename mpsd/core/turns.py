@@ -1,13 +1,14 @@
 """Turns: where nobody knows whose work was at fault, programs do again what they had in flight one at a time.
 
-The one that has the turn when the domain is lost once more is taken for the offender: what it did again has
-faulted again. Nobody is where the turn of another one had ended before its work had, or may have: it took
-longer, or its program went a moment before, and the fault may be of that. Who took longer comes last the
-next time, and is waited for; of several such the one that was first is the last now, so that it is not the
-work of the same one that runs beside all the others' turns. Programs that had nothing in flight work on
-meanwhile, and so does who has had its turn: what it does then nobody is named by. Who needs least time is
-first, by what its work took before, so a long training step holds up nobody who has a copy to do again: for
-that it waits a little for those who are still coming, and who needs little time waits for nobody.
+The one that has the turn when the domain is lost once more is taken for the offender: what it did again
+has faulted again. Nobody is where the turn of another one had ended before its work had, or may have: it
+took longer, or its program went a moment before, and the fault may be of that. Who took longer comes last
+the next time, and is waited for; of several such the one that was first is the last now, so that it is
+not the work of the same one that runs beside all the others' turns. Programs that had nothing in flight
+work on meanwhile, and so does who has had its turn: a fault of theirs then is blamed on whose turn it is.
+Who needs least time is first, by what its work took before, so a long training step holds up nobody who
+has a copy to do again: for that it waits a little for those who are still coming, and who needs little
+time waits for nobody.
 
 Where a kernel's exception is known, and every client of the lost domain was told to move in mode exact, the
 offender is among them. Then of those who have work to do again the likeliest one comes last: the program
@@ -40,9 +41,9 @@ from mpsd.model import Again, FailoverMode, ProcessInstance, Whose
 TURN_S = 1.5
 """Longer than a program looks for the end of what it did again, before it says that it runs on."""
 SLOW_TURN_S = 6.0
-"""Of who took longer than that the last time, a part of it where several did: all together is less than a
-program holds its calls (11 s), where they are not more than six. As long after it began a fault is taken
-for its own, if all the others are done."""
+"""Of who took longer than that the last time; less for each one more that did and waits: the last of five has
+its turn before it gives up (11 s). The first of them alone can be named by its turn: beside the next ones its
+own work may run. As long after it began a fault is taken for its own, if all the others are done."""
 SOON_S = 0.01
 """Who expects to need no more than that goes at once, before whoever may still come: it holds up nobody for
 long. (10 to 300 us an operation on an H200; a suspect may resume 100 ms after the GPU does.)"""
@@ -143,7 +144,7 @@ def _lasts(state: State, member: Member) -> float:
     if not member.slow:
         return TURN_S
     waiting = [m for m in state.members.values() if m.home == member.home and m.turn is Turn.WAITS and m.slow]
-    return max(TURN_S, SLOW_TURN_S / (1 + len(waiting)))
+    return max(TURN_S, SLOW_TURN_S - TURN_S * len(waiting))
 
 
 def lost(draft: Draft, domain: Domain) -> None:

@@ -95,7 +95,9 @@ class FailoverDesk:
                 "[failover] driver names the real libcuda.so.1, copies a folder with room for three of it"
             )
             return Check("fail-over", False, "; ".join(problems), remedy)
-        return Check("fail-over", True, f"offered, with copies of {self.copied.source or 'the driver'}")
+        if not self.copied.bytes:
+            return Check("fail-over", None, "the driver is being copied")
+        return Check("fail-over", True, f"offered, with copies of {self.copied.source}")
 
     def problems(self) -> list[str]:
         found = [self.problem] if self.problem else []

@@ -6,15 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.libcuda.test_exact import move
+from tests.libcuda.test_exact import gate, move
 from tests.libcuda.test_failover import Program, ask, break_domain, copies, post, stand_by
 from tests.libcuda.test_graphs import MODES
 from tests.support import moving
+from tests.support.gate import UNLOAD, Gate
 from tests.support.moving import Post
 from tests.support.simfixtures import backend, domain, second, third
-from tests.support.simnode import Domain
+from tests.support.simnode import Domain, until
 
-__all__ = ["ask", "backend", "copies", "domain", "post", "second", "third"]
+__all__ = ["ask", "backend", "copies", "domain", "gate", "post", "second", "third"]
 
 CAPTURE_UNSUPPORTED, INVALIDATED, INVALID_HANDLE = "900", "901", "400"
 # In mode GLOBAL nobody may unload anything.
@@ -75,6 +76,52 @@ def test_what_was_not_unloaded_comes_along(
     assert ask(unload) == INVALID_HANDLE
     assert line.is_silent()
     assert ask.end() == ""
+
+
+VARIABLE = """
+def variable(of):
+    address, size = ctypes.c_uint64(), ctypes.c_size_t()
+    gpu("cuModuleGetGlobal_v2", ctypes.byref(address), ctypes.byref(size), of, b"table")
+    return address.value
+"""
+
+
+@MODES
+def test_what_is_in_a_variable_comes_along_where_its_module_was_not_unloaded(
+    domain: Domain, second: Domain, post: Post, ask: Program, copies: Path, mode: int
+) -> None:
+    line = post.greet(mode)
+    begin(ask, MODULE + VARIABLE)
+    assert ask("gpu.put(variable(own), 1, 2, 3, 4), gpu.sync()") == "(0, 0)"
+    refuse(ask, "gpu.code('cuModuleUnload', own)")
+    stand_by(line, second, copies)
+    break_domain(domain)
+    assert move(line).text == ""
+    assert ask("gpu.peek(variable(own), 4)") == "[1, 2, 3, 4]"
+    ask.end()
+
+
+@MODES
+def test_what_is_in_a_variable_is_not_lost_with_that_which_was_there_before(
+    domain: Domain, second: Domain, gate: Gate, post: Post, ask: Program, copies: Path, mode: int
+) -> None:
+    """Another one has its place before the thread that unloads its module hears that it has gone."""
+    line = post.greet(mode)
+    begin(ask, MODULE + VARIABLE)
+    ask("later = Later(gpu); before = variable(own)")
+    assert ask("gpu.put(before, 1, 1, 1, 1), gpu.sync()") == "(0, 0)"
+    gate.keep(UNLOAD)
+    ask("later.start(\"gpu.code('cuModuleUnload', own)\")")
+    until(lambda: gate.kept() == UNLOAD)
+    ask("other = gpu.made('cuModuleLoadData', IMAGE)")
+    assert ask("variable(other) == before, gpu.put(before, 7, 8, 9, 10)") == "(True, 0)"
+    gate.keep(0)
+    assert ask("later.result(), gpu.sync()") == "(0, 0)"
+    stand_by(line, second, copies)
+    break_domain(domain)
+    assert move(line).text == ""
+    assert ask("gpu.peek(before, 4)") == "[7, 8, 9, 10]"
+    ask.end()
 
 
 @MODES

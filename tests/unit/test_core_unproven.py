@@ -171,8 +171,8 @@ def test_two_that_are_slow_take_turns_in_being_the_first() -> None:
     move_both(world)
     assert turns_of(world) == {11: Turn.HAS, 10: Turn.WAITS}
     times = [e.delay_s for e in world.ever(fx.ArmTimer) if e.kind == "failover-turn"]
-    assert times == [TURN_S, TURN_S, SLOW_TURN_S / 2]
-    world.wait(2)
+    assert times == [TURN_S, TURN_S, SLOW_TURN_S - TURN_S]
+    world.wait(4.4)
     lose(world, "d3")
     assert named(world) == 11
 

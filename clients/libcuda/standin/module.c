@@ -112,7 +112,9 @@ API CUresult cuModuleUnload(CUmodule hmod)
 		return leave(result ? result : CUDA_ERROR_INVALID_HANDLE);
 	*link = hmod->next;
 	free_module(hmod);
-	return leave(CUDA_SUCCESS);
+	leave(CUDA_SUCCESS);
+	gate_keep(GATE_UNLOAD);
+	return CUDA_SUCCESS;
 }
 
 API CUresult cuModuleGetFunction(CUfunction *hfunc, CUmodule hmod, const char *name)

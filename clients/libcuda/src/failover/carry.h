@@ -79,9 +79,6 @@ static inline bool mpsd_is_forbidden(void)
 /* A loss was met: the daemon hears of it. Whether it has moved the program since, or tried to; after that. */
 bool mpsd_phase_word(CUresult result, uint64_t moves);
 
-/* Waits for the end of a move; the number of the moves that were. */
-uint64_t mpsd_phase_settled(void);
-
 extern const struct mpsd_tables *mpsd_first_tables;
 uint64_t mpsd_carry_wait(void);
 bool mpsd_carry_again(CUresult result, uint64_t moves);

@@ -19,12 +19,12 @@ static struct mpsd_session *session_of(cuuint64_t id)
 	return session;
 }
 
-/* The capture in which an event was recorded last: whoever waits for it joins that. */
+/* The capture in which an event was recorded last: whoever waits for it joins that. Of an invalid one the driver tells. */
 static struct mpsd_session *session_of_event(CUevent event)
 {
 	for (struct mpsd_session *session = mpsd_sessions; session; session = session->next)
 		for (unsigned int i = 0; i < session->graph->count; i++)
-			if (session->graph->nodes[i].op->kind == MPSD_OP_RECORD &&
+			if (session->graph->nodes[i].op->kind == MPSD_OP_RECORD && !session->is_spoiled &&
 			    session->graph->nodes[i].op->event.event == event &&
 			    !session->graph->nodes[i].op->event.is_elsewhere)
 				return session;
@@ -277,6 +277,22 @@ static void end_session(struct mpsd_session *session)
 	free(take(session));
 }
 
+/* What was captured in it is in no stream of the program's: its name may be another's soon. */
+static void part_from(const struct mpsd_session *session, CUstream stream)
+{
+	CUstream nobodys = NULL;
+
+	for (unsigned int i = 0; i < session->graph->count; i++) {
+		struct mpsd_op *op = session->graph->nodes[i].op;
+
+		if (op->stream != stream)
+			continue;
+		/* One for all of it. */
+		nobodys = nobodys ? nobodys : (CUstream)op;
+		op->stream = nobodys;
+	}
+}
+
 void mpsd_captures_without(CUstream stream)
 {
 	struct mpsd_session *session, *next;
@@ -288,6 +304,8 @@ void mpsd_captures_without(CUstream stream)
 		next = session->next;
 		if (session->graph->origin == stream)
 			end_session(session);
+		else
+			part_from(session, stream);
 	}
 	mpsd_sessions_unlock();
 }

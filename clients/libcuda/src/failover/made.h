@@ -67,6 +67,7 @@ struct mpsd_made {
 	struct mpsd_image *image;
 	struct mpsd_graph *graph;	/* one reference to it */
 	struct mpsd_link *link;
+	struct mpsd_parts *parts;	/* of a variable that is about to end */
 	struct mpsd_put put, twin_put;	/* of an executable graph, in another copy than its first */
 	unsigned int changes;		/* of that */
 	bool is_stale;			/* its twin is what it was before the last one */
@@ -252,7 +253,9 @@ void mpsd_twin_end(struct mpsd_made *made);
 
 /* variable.c: what the program has put into a variable, into its twin. */
 CUresult mpsd_variable_fill(const void *name, CUdeviceptr twin);
-void mpsd_variable_forget(const void *name);	/* its record ends */
+struct mpsd_parts *mpsd_variable_take(const void *name);	/* and nobody has it: where it is there may be another soon */
+void mpsd_variable_give(const void *name, struct mpsd_parts *parts);
+void mpsd_variable_drop(struct mpsd_parts *parts);
 
 /* Links under way */
 struct mpsd_link;

@@ -172,6 +172,11 @@ void mpsd_made_regraph(struct mpsd_made *made, struct mpsd_graph *graph)
 	mpsd_graph_let_go(before);
 }
 
+uint64_t mpsd_names_moves(void)
+{
+	return natives_of_moves;
+}
+
 void mpsd_made_move(void)
 {
 	pthread_rwlock_wrlock(&names);

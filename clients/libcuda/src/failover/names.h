@@ -8,5 +8,8 @@
 void mpsd_names_enter(struct mpsd_made *made);
 void mpsd_names_strike(struct mpsd_made *made);
 
+/* How many moves were before the copy whose handles these are. */
+uint64_t mpsd_names_moves(void);
+
 /* NULL: nothing is called so by the copy in use. */
 struct mpsd_made *mpsd_names_native(const void *native);

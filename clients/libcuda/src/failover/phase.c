@@ -53,7 +53,7 @@ static void bring_context(uint64_t moves)
 	thread_moves = moves;
 }
 
-uint64_t mpsd_phase_settled(void)
+static uint64_t settled(void)
 {
 	uint64_t moves = atomic_load(&mpsd_moves);
 
@@ -76,7 +76,7 @@ uint64_t mpsd_phase_settled(void)
 uint64_t mpsd_carry_wait(void)
 {
 	for (;;) {
-		uint64_t moves = mpsd_phase_settled();
+		uint64_t moves = settled();
 
 		if (!moves) {
 			mpsd_thread.tables = mpsd_first_tables;
@@ -116,7 +116,7 @@ bool mpsd_phase_word(CUresult result, uint64_t moves)
 	mpsd_line_error(result, moves);
 	if (atomic_load(&mpsd_moves) == moves && !wait_for_word(moves))
 		return false;
-	mpsd_phase_settled();
+	settled();
 	return true;
 }
 
@@ -131,7 +131,7 @@ bool mpsd_carry_again(CUresult result, uint64_t moves)
 	if (atomic_load(&mpsd_moves) == moves &&
 	    (!mpsd_is_loss(result) || !wait_for_word(moves)))
 		return false;
-	return mpsd_phase_settled() != moves;
+	return settled() != moves;
 }
 
 /* Functions that cannot come along */

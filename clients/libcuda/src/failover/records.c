@@ -74,12 +74,13 @@ static void detach(struct mpsd_made *made)
 	*(made->newer ? &made->newer->older : &newest) = made->older;
 	if (!made->is_twin)
 		atomic_fetch_sub(&mpsd_made_waiting, 1);
+	if (made->kind == MPSD_MADE_VARIABLE)
+		made->parts = mpsd_variable_take(made->name);
 }
 
 static void release(struct mpsd_made *made)
 {
-	if (made->kind == MPSD_MADE_VARIABLE)
-		mpsd_variable_forget(made->name);
+	mpsd_variable_drop(made->parts);
 	mpsd_spare_give(made->name);
 	mpsd_image_free(made->image);
 	mpsd_graph_let_go(made->graph);
@@ -101,6 +102,9 @@ static void forget(struct mpsd_made *made)
 static void attach(struct mpsd_made *made)
 {
 	mpsd_names_enter(made);
+	if (made->kind == MPSD_MADE_VARIABLE)
+		mpsd_variable_give(made->name, made->parts);
+	made->parts = NULL;
 	made->twin = NULL;
 	append(made);
 }
@@ -195,14 +199,14 @@ bool mpsd_made_end(const void *name, uint64_t moves)
 	return is;
 }
 
-/* Whether it is in use still, the copy that has refused to end them or not. */
+/* Whether handles are still those of that copy. A move may be on: where it does not come about it stays in use. */
 static bool settle(bool is_refused, uint64_t moves)
 {
 	struct mpsd_made *made;
 	bool is_here;
 
 	mpsd_made_lock();
-	is_here = atomic_load(&mpsd_moves) == moves;
+	is_here = mpsd_names_moves() == moves;
 	while ((made = ending)) {
 		ending = made->newer;
 		if (is_refused && is_here)
@@ -216,12 +220,7 @@ static bool settle(bool is_refused, uint64_t moves)
 
 CUresult mpsd_made_ended(CUresult result, uint64_t moves)
 {
-	bool is_refused = result != CUDA_SUCCESS && !mpsd_is_loss(result);
-
-	/* A move that does not come about leaves it where it is. */
-	if (is_refused)
-		mpsd_phase_settled();
-	if (!settle(is_refused, moves))
+	if (!settle(result != CUDA_SUCCESS && !mpsd_is_loss(result), moves))
 		return CUDA_SUCCESS;
 	if (!mpsd_is_loss(result) || !mpsd_line_ready())
 		return result;

@@ -8,7 +8,7 @@
 struct mpsd_session {
 	struct mpsd_session *next;
 	cuuint64_t id, name;		/* of the capture, in the copy in use; and to the program */
-	bool is_spoiled;		/* the driver has made it invalid: the program has to end it, and has not */
+	bool is_spoiled;		/* the driver has made it invalid in this copy: the program has to end it, and has not */
 	bool is_void;			/* there is none in this copy: what comes into it fails, and so does its end */
 	struct mpsd_graph *graph;
 };

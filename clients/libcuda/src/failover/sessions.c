@@ -70,6 +70,7 @@ static CUresult go_on(struct mpsd_session *session)
 static void make_void(struct mpsd_session *session)
 {
 	session->is_void = true;
+	session->is_spoiled = false;
 	session->id = 0;
 }
 

@@ -22,8 +22,8 @@ MPSD_READ_OFTEN atomic_uint mpsd_variables;
 MPSD_READ_OFTEN struct mpsd_span mpsd_variables_span = MPSD_NO_SPAN;
 
 /* What the host has put there. */
-struct part {
-	struct part *next;
+struct mpsd_parts {
+	struct mpsd_parts *next;
 	size_t offset, size;
 	char bytes[];
 };
@@ -31,7 +31,7 @@ struct part {
 static struct {
 	CUdeviceptr name;	/* its address in the copy in which the program asked */
 	size_t size;
-	struct part *parts;	/* the oldest first */
+	struct mpsd_parts *parts;	/* the oldest first */
 } known[MOST];
 
 static pthread_mutex_t parts_lock = PTHREAD_MUTEX_INITIALIZER;
@@ -97,10 +97,10 @@ bool mpsd_variable_read(CUdeviceptr address)
 	return is;
 }
 
-static void free_parts(struct part *part)
+void mpsd_variable_drop(struct mpsd_parts *part)
 {
 	while (part) {
-		struct part *next = part->next;
+		struct mpsd_parts *next = part->next;
 
 		free(part);
 		part = next;
@@ -108,17 +108,17 @@ static void free_parts(struct part *part)
 }
 
 /* What it covers is gone. */
-static bool keep(struct part **link, const void *bytes, size_t offset, size_t size)
+static bool keep(struct mpsd_parts **link, const void *bytes, size_t offset, size_t size)
 {
-	struct part *made = malloc(sizeof(*made) + size);
+	struct mpsd_parts *made = malloc(sizeof(*made) + size);
 	size_t kept = size;
 
 	if (!made)
 		return false;
-	*made = (struct part){ NULL, offset, size };
+	*made = (struct mpsd_parts){ NULL, offset, size };
 	memcpy(made->bytes, bytes, size);
 	while (*link) {
-		struct part *part = *link;
+		struct mpsd_parts *part = *link;
 
 		if (part->offset >= offset && part->offset + part->size <= offset + size) {
 			*link = part->next;
@@ -161,9 +161,9 @@ CUresult mpsd_variable_put(CUdeviceptr address, const void *bytes, size_t size, 
 }
 
 /* What is there now, for who has no lock then. False: no memory. */
-static bool copy_parts(const void *name, struct part **first)
+static bool copy_parts(const void *name, struct mpsd_parts **first)
 {
-	struct part **link = first;
+	struct mpsd_parts **link = first;
 	bool is = true;
 
 	*first = NULL;
@@ -171,7 +171,7 @@ static bool copy_parts(const void *name, struct part **first)
 	for (unsigned int i = 0; i < atomic_load(&mpsd_variables); i++) {
 		if (known[i].name != (CUdeviceptr)name)
 			continue;
-		for (const struct part *part = known[i].parts; part && is; part = part->next) {
+		for (const struct mpsd_parts *part = known[i].parts; part && is; part = part->next) {
 			*link = malloc(sizeof(*part) + part->size);
 			is = *link != NULL;
 			if (!is)
@@ -187,25 +187,44 @@ static bool copy_parts(const void *name, struct part **first)
 
 CUresult mpsd_variable_fill(const void *name, CUdeviceptr twin)
 {
-	struct part *parts;
+	struct mpsd_parts *parts;
 	CUresult result = copy_parts(name, &parts) ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
 
-	for (const struct part *part = parts; part && result == CUDA_SUCCESS; part = part->next)
+	for (const struct mpsd_parts *part = parts; part && result == CUDA_SUCCESS; part = part->next)
 		result = other_cuMemcpyHtoD_v2(twin + part->offset, part->bytes, part->size);
-	free_parts(parts);
+	mpsd_variable_drop(parts);
 	return result;
 }
 
-void mpsd_variable_forget(const void *name)
+struct mpsd_parts *mpsd_variable_take(const void *name)
 {
+	struct mpsd_parts *parts = NULL;
+
 	pthread_mutex_lock(&parts_lock);
 	for (unsigned int i = 0; i < atomic_load(&mpsd_variables); i++) {
 		if (known[i].name != (CUdeviceptr)name)
 			continue;
-		free_parts(known[i].parts);
+		parts = known[i].parts;
 		known[i].parts = NULL;
 	}
 	pthread_mutex_unlock(&parts_lock);
+	return parts;
+}
+
+void mpsd_variable_give(const void *name, struct mpsd_parts *parts)
+{
+	struct mpsd_parts *before = mpsd_variable_take(name);
+
+	pthread_mutex_lock(&parts_lock);
+	for (unsigned int i = 0; parts && i < atomic_load(&mpsd_variables); i++) {
+		if (known[i].name != (CUdeviceptr)name)
+			continue;
+		known[i].parts = parts;
+		parts = NULL;
+	}
+	pthread_mutex_unlock(&parts_lock);
+	mpsd_variable_drop(before);
+	mpsd_variable_drop(parts);
 }
 
 void mpsd_variables_child(void)
