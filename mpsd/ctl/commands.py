@@ -249,7 +249,7 @@ def vault(options: Namespace, out: TextIO) -> int:
         _json(out, {"schema": SCHEMA, **result})
         return 0
     pieces = result["held"] if options.deed == "keep" else result["freed"]
-    count = f"{len(pieces)} piece{'' if len(pieces) == 1 else 's'}, {render.size(result['bytes'])}"
+    count = render.pieces(len(pieces), result["bytes"])
     _print(out, [("would " if options.dry_run else "") + text.format(count)])
     return 0
 

@@ -41,6 +41,11 @@ def size(value: int | None) -> str:
     return "-"
 
 
+def pieces(many: int, total: int) -> str:
+    """Of the vault, with their bytes."""
+    return f"{many} piece{'' if many == 1 else 's'}, {size(total)}"
+
+
 def age(seconds: float | None) -> str:
     if seconds is None:
         return "-"
@@ -193,12 +198,8 @@ def _kept(counters: Mapping[str, int]) -> list[str]:
     """Memory of the dead that is nobody's lease."""
     if not counters.get("vault_dead_held"):
         return []
-    many = counters["vault_dead_held"]
-    pieces = f"{many} piece{'s' if many != 1 else ''}"
-    return [
-        "",
-        f"the vault keeps {pieces}, {size(counters['vault_dead_bytes'])}, of the dead: mpsd-ctl vault list",
-    ]
+    held = pieces(counters["vault_dead_held"], counters["vault_dead_bytes"])
+    return ["", f"the vault keeps {held}, of the dead: mpsd-ctl vault list"]
 
 
 def _dead(view: Mapping[str, Any], style: Style, *, headers: bool) -> list[str]:

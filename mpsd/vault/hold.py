@@ -460,10 +460,11 @@ class Vault:
         return [f"{text}; they end with mpsd" for text in found]
 
     def totals(self) -> dict[str, int]:
-        dead = [h for h in self.ledger.holdings() if h.died is not None]
+        held = tuple(self.ledger.holdings())
+        dead = [h for h in held if h.died is not None]
         return {
-            "vault_held": len(self.ledger),
-            "vault_bytes": sum(h.size for h in self.ledger.holdings()),
+            "vault_held": len(held),
+            "vault_bytes": sum(h.size for h in held),
             "vault_dead_held": len(dead),
             "vault_dead_bytes": sum(h.size for h in dead),
             **{f"vault_{name}": count for name, count in sorted(self.counters.items())},

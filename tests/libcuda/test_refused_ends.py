@@ -11,7 +11,7 @@ from tests.libcuda.test_failover import Program, ask, break_domain, copies, post
 from tests.libcuda.test_graphs import MODES
 from tests.support import moving
 from tests.support.gate import UNLOAD, Gate
-from tests.support.moving import Post
+from tests.support.moving import Line, Post
 from tests.support.simfixtures import backend, domain, second, third
 from tests.support.simnode import Domain, until
 
@@ -48,6 +48,12 @@ def begin(ask: Program, made: str) -> None:
     ask("gpu.functions['own'] = add")
 
 
+def move_on(line: Line, home: Domain, away: Domain, copies: Path, generation: int = 1) -> None:
+    stand_by(line, away, copies, generation)
+    break_domain(home)
+    assert move(line, generation).text == ""
+
+
 @MODES
 @KINDS
 def test_what_was_not_unloaded_comes_along(
@@ -68,9 +74,7 @@ def test_what_was_not_unloaded_comes_along(
     assert ask(ADD) == "(0, 0, 3)"
     refuse(ask, unload)
     assert ask(ADD) == "(0, 0, 4)"
-    stand_by(line, third, copies, 2)
-    break_domain(second)
-    assert move(line, 2).text == ""
+    move_on(line, second, third, copies, 2)
     assert ask(ADD) == "(0, 0, 5)"
     assert ask(unload) == "0"
     assert ask(unload) == INVALID_HANDLE
@@ -94,9 +98,7 @@ def test_what_is_in_a_variable_comes_along_where_its_module_was_not_unloaded(
     begin(ask, MODULE + VARIABLE)
     assert ask("gpu.put(variable(own), 1, 2, 3, 4), gpu.sync()") == "(0, 0)"
     refuse(ask, "gpu.code('cuModuleUnload', own)")
-    stand_by(line, second, copies)
-    break_domain(domain)
-    assert move(line).text == ""
+    move_on(line, domain, second, copies)
     assert ask("gpu.peek(variable(own), 4)") == "[1, 2, 3, 4]"
     ask.end()
 
@@ -117,9 +119,7 @@ def test_what_is_in_a_variable_is_not_lost_with_that_which_was_there_before(
     assert ask("variable(other) == before, gpu.put(before, 7, 8, 9, 10)") == "(True, 0)"
     gate.keep(0)
     assert ask("later.result(), gpu.sync()") == "(0, 0)"
-    stand_by(line, second, copies)
-    break_domain(domain)
-    assert move(line).text == ""
+    move_on(line, domain, second, copies)
     assert ask("gpu.peek(before, 4)") == "[7, 8, 9, 10]"
     ask.end()
 

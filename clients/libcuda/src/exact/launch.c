@@ -93,7 +93,7 @@ static CUresult launch_unnoted(const struct mpsd_launch *given, void **parameter
 	CUfunction function = mpsd_native(given->function);
 	CUresult result;
 
-	if (mpsd_is_in_void_capture(given->stream))
+	if (mpsd_is_in_invalid_capture(given->stream))
 		return CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;
 	if (!mpsd_relay_flush())
 		return MPSD_AGAIN;

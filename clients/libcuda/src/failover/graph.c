@@ -31,12 +31,12 @@ static struct mpsd_session *session_of_event(CUevent event)
 	return NULL;
 }
 
-/* One that the driver has made invalid says no id: it is known by the stream where it began. */
-static struct mpsd_session *session_from(CUstream origin)
+/* One that is in no copy, or that the driver has made invalid, says no id: it is known by the stream where it began. */
+static struct mpsd_session *session_from(CUstream origin, bool is_void)
 {
 	struct mpsd_session *session = mpsd_sessions;
 
-	while (session && (session->is_void || session->graph->origin != origin))
+	while (session && (session->is_void != is_void || session->graph->origin != origin))
 		session = session->next;
 	return session;
 }
@@ -50,11 +50,17 @@ static bool is_in(const struct mpsd_session *session, CUstream stream)
 	return is;
 }
 
-static struct mpsd_session *void_session_of(CUstream stream)
+/* Whatever comes into it fails. */
+static bool is_invalid(const struct mpsd_session *session)
+{
+	return session->is_void || session->is_spoiled;
+}
+
+static struct mpsd_session *invalid_session_of(CUstream stream)
 {
 	struct mpsd_session *session = mpsd_sessions;
 
-	while (session && !((session->is_void || session->is_spoiled) && is_in(session, stream)))
+	while (session && !(is_invalid(session) && is_in(session, stream)))
 		session = session->next;
 	return session;
 }
@@ -80,14 +86,14 @@ void mpsd_captures_without_event(CUevent event)
 	mpsd_sessions_unlock();
 }
 
-bool mpsd_is_in_void_capture(CUstream stream)
+bool mpsd_is_in_invalid_capture(CUstream stream)
 {
 	bool is;
 
 	if (!mpsd_capturing())
 		return false;
 	mpsd_sessions_lock();
-	is = void_session_of(stream) != NULL;
+	is = invalid_session_of(stream) != NULL;
 	mpsd_sessions_unlock();
 	return is;
 }
@@ -97,7 +103,7 @@ static CUresult find_session(const struct mpsd_op *op, struct mpsd_session **ses
 	cuuint64_t id;
 	CUresult result = mpsd_capture_ask(mpsd_native(op->stream), &id);
 
-	*session = id ? session_of(id) : void_session_of(op->stream);
+	*session = id ? session_of(id) : invalid_session_of(op->stream);
 	if (!*session && op->kind == MPSD_OP_WAIT)
 		*session = session_of_event(op->event.event);
 	return result;
@@ -161,9 +167,7 @@ bool mpsd_capture_op(struct mpsd_op *op, CUresult *result)
 	is = session || mpsd_is_loss(said);
 	if (is) {
 		lend(op);
-		*result = !session				     ? said
-			  : session->is_void || session->is_spoiled ? CUDA_ERROR_STREAM_CAPTURE_INVALIDATED
-								     : issue(op);
+		*result = !session ? said : is_invalid(session) ? CUDA_ERROR_STREAM_CAPTURE_INVALIDATED : issue(op);
 		if (mpsd_is_left())
 			*result = MPSD_AGAIN;
 		/* It is given once more, beside all captures. */
@@ -249,7 +253,7 @@ CUresult mpsd_capture_tell(CUresult result, CUstream stream, CUstreamCaptureStat
 		return mpsd_answered(result);
 	native = mpsd_capture_of(mpsd_native(stream));
 	mpsd_sessions_lock();
-	session = native ? session_of(native) : void_session_of(stream);
+	session = native ? session_of(native) : invalid_session_of(stream);
 	if (session && session->is_void && status)
 		*status = CU_STREAM_CAPTURE_STATUS_INVALIDATED;
 	if (session && id)
@@ -312,14 +316,13 @@ void mpsd_captures_without(CUstream stream)
 
 static bool is_void(CUstream origin, CUresult *result)
 {
-	struct mpsd_session *session = void_session_of(origin);
-	bool is = session && session->is_void && session->graph->origin == origin;
+	struct mpsd_session *session = session_from(origin, true);
 
-	if (is)
+	if (session)
 		*result = mpsd_is_left() ? MPSD_AGAIN : CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;
-	if (is && *result != MPSD_AGAIN)
+	if (session && *result != MPSD_AGAIN)
 		end_session(session);
-	return is;
+	return session != NULL;
 }
 
 CUresult make_cuStreamEndCapture(CUstream hStream, CUgraph *phGraph)
@@ -331,7 +334,7 @@ CUresult make_cuStreamEndCapture(CUstream hStream, CUgraph *phGraph)
 	mpsd_sessions_lock();
 	session = session_of(mpsd_capture_of(mpsd_native(hStream)));
 	if (!session)
-		session = session_from(hStream);
+		session = session_from(hStream, false);
 	if (!is_void(hStream, &result))
 		result = inner_cuStreamEndCapture(mpsd_native(hStream), phGraph);
 	else if (phGraph)
@@ -339,7 +342,8 @@ CUresult make_cuStreamEndCapture(CUstream hStream, CUgraph *phGraph)
 	if (session && mpsd_is_left()) {
 		/* It goes on in the next copy, and is ended there. */
 		result = MPSD_AGAIN;
-	} else if (session && !mpsd_is_loss(result) && !mpsd_is_native_capturing(mpsd_native(hStream))) {
+	} else if (session && !mpsd_is_loss(result) &&
+		   mpsd_capture_status(mpsd_native(hStream)) == CU_STREAM_CAPTURE_STATUS_NONE) {
 		mpsd_graph_hold(session->graph);
 		result = mpsd_graph_note(result, MPSD_MADE_GRAPH, (void **)phGraph, session->graph, 0, moves);
 		/* Overtaken since, it is still there for the move to go on with. */

@@ -24,7 +24,7 @@ static inline bool mpsd_capturing(void)
 bool mpsd_capture_op(struct mpsd_op *op, CUresult *result);
 
 /* What comes into one that could not go on fails; without the driver, which does not know that one any more. */
-bool mpsd_is_in_void_capture(CUstream stream);
+bool mpsd_is_in_invalid_capture(CUstream stream);
 
 /* The event has been recorded elsewhere, or is no more. */
 void mpsd_captures_without_event(CUevent event);
@@ -38,7 +38,7 @@ cuuint64_t mpsd_capture_of(CUstream native);
 
 bool mpsd_is_in_capture(CUstream stream);
 bool mpsd_is_native_in_capture(CUstream native);	/* what this call's copy calls it */
-bool mpsd_is_native_capturing(CUstream native);		/* one that has become invalid, and was not ended, too */
+CUstreamCaptureStatus mpsd_capture_status(CUstream native);	/* NONE, too, where the driver does not say */
 
 /* Until let() the stream joins no capture, if it is held. False: it is in one, and nothing is to be let. */
 bool mpsd_captures_hold(CUstream native, bool *held);

@@ -32,11 +32,11 @@ cuuint64_t mpsd_capture_of(CUstream native)
 	return id;
 }
 
-bool mpsd_is_native_capturing(CUstream native)
+CUstreamCaptureStatus mpsd_capture_status(CUstream native)
 {
 	CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE;
 
-	return real_cuStreamIsCapturing(native, &status) == CUDA_SUCCESS && status != CU_STREAM_CAPTURE_STATUS_NONE;
+	return real_cuStreamIsCapturing(native, &status) == CUDA_SUCCESS ? status : CU_STREAM_CAPTURE_STATUS_NONE;
 }
 
 /* The legacy stream is where one that blocks with it is: what is given to it would end that capture. */

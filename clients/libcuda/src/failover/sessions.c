@@ -22,13 +22,9 @@ void mpsd_sessions_unlock(void)
 	pthread_mutex_unlock(&lock);
 }
 
-/* In another copy */
-
 static bool is_invalid(CUstream native)
 {
-	CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE;
-
-	return real_cuStreamIsCapturing(native, &status) == CUDA_SUCCESS && status == CU_STREAM_CAPTURE_STATUS_INVALIDATED;
+	return mpsd_capture_status(native) == CU_STREAM_CAPTURE_STATUS_INVALIDATED;
 }
 
 /* What makes one invalid is refused itself, and so is what is given to it afterwards; in a lost context nobody says so. */
@@ -47,6 +43,8 @@ void mpsd_captures_refused(CUresult result)
 	mpsd_sessions_unlock();
 	mpsd_carry_leave(moves);
 }
+
+/* In another copy */
 
 /* With the streams and events of the program, which it goes on with; those that have gone meanwhile are made anew. */
 static CUresult go_on(struct mpsd_session *session)

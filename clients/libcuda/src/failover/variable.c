@@ -28,13 +28,23 @@ struct mpsd_parts {
 	char bytes[];
 };
 
-static struct {
+static struct variable {
 	CUdeviceptr name;	/* its address in the copy in which the program asked */
 	size_t size;
 	struct mpsd_parts *parts;	/* the oldest first */
 } known[MOST];
 
 static pthread_mutex_t parts_lock = PTHREAD_MUTEX_INITIALIZER;
+
+/* Under the lock. NULL: there is none of that name. */
+static struct variable *variable_of(const void *name)
+{
+	unsigned int count = atomic_load(&mpsd_variables), i = 0;
+
+	while (i < count && known[i].name != (CUdeviceptr)name)
+		i++;
+	return i < count ? &known[i] : NULL;
+}
 
 /* How far into which; NULL: into none. An unloaded module's may be another's now, or memory. */
 static const void *variable_at(CUdeviceptr address, CUdeviceptr *offset)
@@ -139,6 +149,7 @@ CUresult mpsd_variable_put(CUdeviceptr address, const void *bytes, size_t size, 
 	const void *name = variable_at(address, &offset);
 	/* Pinned memory may be filled before it is read. */
 	bool is = bytes && !mpsd_is_captured(stream) && (mpsd_exact() || !mpsd_is_pinned(bytes));
+	struct variable *variable;
 
 	if (!name || !size)
 		return CUDA_SUCCESS;
@@ -151,9 +162,9 @@ CUresult mpsd_variable_put(CUdeviceptr address, const void *bytes, size_t size, 
 	if (mpsd_exact() && bytes && mpsd_is_pinned(bytes) && (mpsd_epoch_is_unsure() || mpsd_hosts_are_open()))
 		is = false;
 	pthread_mutex_lock(&parts_lock);
-	for (unsigned int i = 0; is && i < atomic_load(&mpsd_variables); i++)
-		if (known[i].name == (CUdeviceptr)name)
-			is = size <= known[i].size - offset && keep(&known[i].parts, bytes, offset, size);
+	variable = variable_of(name);
+	if (is && variable)
+		is = size <= variable->size - offset && keep(&variable->parts, bytes, offset, size);
 	pthread_mutex_unlock(&parts_lock);
 	if (!is)
 		mpsd_line_opaque("a copy into a module's variable");
@@ -164,22 +175,20 @@ CUresult mpsd_variable_put(CUdeviceptr address, const void *bytes, size_t size, 
 static bool copy_parts(const void *name, struct mpsd_parts **first)
 {
 	struct mpsd_parts **link = first;
+	const struct variable *variable;
 	bool is = true;
 
 	*first = NULL;
 	pthread_mutex_lock(&parts_lock);
-	for (unsigned int i = 0; i < atomic_load(&mpsd_variables); i++) {
-		if (known[i].name != (CUdeviceptr)name)
-			continue;
-		for (const struct mpsd_parts *part = known[i].parts; part && is; part = part->next) {
-			*link = malloc(sizeof(*part) + part->size);
-			is = *link != NULL;
-			if (!is)
-				break;
-			memcpy(*link, part, sizeof(*part) + part->size);
-			(*link)->next = NULL;
-			link = &(*link)->next;
-		}
+	variable = variable_of(name);
+	for (const struct mpsd_parts *part = variable ? variable->parts : NULL; part && is; part = part->next) {
+		*link = malloc(sizeof(*part) + part->size);
+		is = *link != NULL;
+		if (!is)
+			break;
+		memcpy(*link, part, sizeof(*part) + part->size);
+		(*link)->next = NULL;
+		link = &(*link)->next;
 	}
 	pthread_mutex_unlock(&parts_lock);
 	return is;
@@ -196,35 +205,30 @@ CUresult mpsd_variable_fill(const void *name, CUdeviceptr twin)
 	return result;
 }
 
-struct mpsd_parts *mpsd_variable_take(const void *name)
+/* What was there until now. Where nobody knows the variable: what it was to have. */
+static struct mpsd_parts *swap(const void *name, struct mpsd_parts *parts)
 {
-	struct mpsd_parts *parts = NULL;
+	struct mpsd_parts *before = parts;
+	struct variable *variable;
 
 	pthread_mutex_lock(&parts_lock);
-	for (unsigned int i = 0; i < atomic_load(&mpsd_variables); i++) {
-		if (known[i].name != (CUdeviceptr)name)
-			continue;
-		parts = known[i].parts;
-		known[i].parts = NULL;
+	variable = variable_of(name);
+	if (variable) {
+		before = variable->parts;
+		variable->parts = parts;
 	}
 	pthread_mutex_unlock(&parts_lock);
-	return parts;
+	return before;
+}
+
+struct mpsd_parts *mpsd_variable_take(const void *name)
+{
+	return swap(name, NULL);
 }
 
 void mpsd_variable_give(const void *name, struct mpsd_parts *parts)
 {
-	struct mpsd_parts *before = mpsd_variable_take(name);
-
-	pthread_mutex_lock(&parts_lock);
-	for (unsigned int i = 0; parts && i < atomic_load(&mpsd_variables); i++) {
-		if (known[i].name != (CUdeviceptr)name)
-			continue;
-		known[i].parts = parts;
-		parts = NULL;
-	}
-	pthread_mutex_unlock(&parts_lock);
-	mpsd_variable_drop(before);
-	mpsd_variable_drop(parts);
+	mpsd_variable_drop(swap(name, parts));
 }
 
 void mpsd_variables_child(void)
@@ -262,21 +266,25 @@ static bool lies_in_another(CUdeviceptr name, size_t size)
 /* False: there is no room. */
 static bool know(CUdeviceptr name, size_t size)
 {
-	unsigned int count, i = 0;
+	struct variable *variable;
+	unsigned int count;
+	bool is_new;
 
 	pthread_mutex_lock(&parts_lock);
 	count = atomic_load(&mpsd_variables);
-	while (i < count && known[i].name != name)
-		i++;
-	if (i < MOST) {
-		known[i].name = name;
-		known[i].size = size;
+	variable = variable_of((const void *)name);
+	is_new = !variable && count < MOST;
+	if (is_new)
+		variable = &known[count];
+	if (variable) {
+		variable->name = name;
+		variable->size = size;
 		mpsd_span_widen(&mpsd_variables_span, name, size);
 	}
-	if (i == count && i < MOST)
+	if (is_new)
 		atomic_store_explicit(&mpsd_variables, count + 1, memory_order_release);
 	pthread_mutex_unlock(&parts_lock);
-	return i < MOST;
+	return variable != NULL;
 }
 
 static CUresult note(struct mpsd_made *record, CUdeviceptr *dptr, uint64_t moves)
