@@ -24,6 +24,14 @@ def start(ask: Program) -> None:
     ask(f"m = gpu.memory(4 << 20); s = gpu.made('cuStreamCreate', {NON_BLOCKING}); gpu.sync()")
 
 
+def copy_to_the_host(ask: Program, next_gate: Gate) -> None:
+    """The first one in a standby's time brings a function of the proxy's own, rehearsed there by a node."""
+    next_gate.keep(NODE)
+    assert ask("gpu.word(m)") == "0"
+    until(lambda: next_gate.kept() == NODE)
+    next_gate.keep(0)
+
+
 def leave(line: Line, domain: Domain, next_gate: Gate) -> None:
     """For a copy in which nobody comes to the end of a capture, or of a node."""
     next_gate.keep(BEGIN_CAPTURE | NODE)
@@ -41,6 +49,7 @@ def test_it_is_not_captured_again_when_it_is_launched(
     if first:
         capture(ask)
     stand_by(line, second, copies)
+    copy_to_the_host(ask, next_gate)
     if not first:
         next_gate.keep(BEGIN_CAPTURE)
         capture(ask)
