@@ -15,6 +15,8 @@ settings.register_profile("repeatable", derandomize=True)
 settings.load_profile("repeatable")
 
 DEVICE_NODES = ("/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools")
+BUILD_S = 300.0
+"""For whoever uses the libcuda proxy: the first one builds it, and the others wait for that."""
 HOW_TO_FORCE = "MPSD_TEST_GPU=1 forces it (scripts/test-gpu)"
 
 
@@ -37,6 +39,9 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "libraries" in getattr(item, "fixturenames", ()) and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(BUILD_S))
     wish = os.environ.get("MPSD_TEST_GPU", "")
     if wish == "1":
         return

@@ -26,7 +26,7 @@ from mpsd import exporter
 from tests.support.libcudas import session_libraries
 from tests.support.long import only_long
 
-pytestmark = pytest.mark.timeout(150)
+pytestmark = pytest.mark.timeout(300)
 DEADLINE_S = 90.0
 FAULTS = 2
 """Of one kind, one after the other: there and back again."""

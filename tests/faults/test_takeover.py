@@ -14,7 +14,7 @@ from faultinject.__main__ import main
 from mpsd.errors import UsageError
 from tests.support.libcudas import session_libraries
 
-pytestmark = pytest.mark.timeout(150)
+pytestmark = pytest.mark.timeout(300)
 
 
 def test_counts_go_on_warm_and_cold_and_the_report_is_read_again(

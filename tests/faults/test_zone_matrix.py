@@ -21,7 +21,7 @@ if not LONG:
     ZONES = [f for f in ZONES if f.variant == "one" or f.kind in ("zone_past_end", "zone_freeze")]
 
 pytestmark = [
-    pytest.mark.timeout(120),
+    pytest.mark.timeout(300),
     pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc: the libcuda proxy cannot be built here"),
 ]
 

@@ -10,6 +10,7 @@ import pytest
 
 from mpsd.ctl import render
 from mpsd.gpu.simulated.door import SimulatedIsolation
+from mpsd.gpu.simulated.node import NodeConfig
 from mpsd.model import IsolationMode
 from tests.support.site import Program, Site, until
 
@@ -19,6 +20,15 @@ KINDS = {"store": "mmu-invalid-address", "load": "mmu-invalid-address", "null": 
 @pytest.fixture(scope="module")
 def isolated() -> Iterator[Site]:
     with Site(simulated__isolation="true") as started:
+        yield started.start()
+
+
+@pytest.fixture
+def patient() -> Iterator[Site]:
+    """Where the kernel part waits for mpsd for longer than any start of it takes."""
+    with Site(simulated__isolation="true") as started:
+        started.node_dir.mkdir()
+        NodeConfig(isolation=True, isolation_deadline_s=60.0).save(str(started.node_dir))
         yield started.start()
 
 
@@ -108,7 +118,8 @@ def test_a_mode_that_somebody_else_has_set_is_said_at_once(site: Site) -> None:
     assert not any("kernel isolation" in text for text in site.status()["problems"])
 
 
-def test_an_mpsd_that_was_dead_puts_out_what_was_sunk_meanwhile(site: Site) -> None:
+def test_an_mpsd_that_was_dead_puts_out_what_was_sunk_meanwhile(patient: Site) -> None:
+    site = patient
     survivor, client = site.join("work"), site.join()
     site.kill()
     client.order("dev.launch('store')")

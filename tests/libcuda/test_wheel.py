@@ -24,12 +24,15 @@ print(json.dumps([found == str(mpsd_libcuda.library_directory()), library.cuInit
 """
 
 
+BUILD_S = 200.0
+
+
 def test_the_wheel_brings_the_library(libraries: Libraries, tmp_path: Path) -> None:
     # From a copy, as from an sdist: nothing may be left behind in the source tree, or be needed from it.
     source = tmp_path / "source"
     kept = shutil.ignore_patterns("__pycache__", "lib", "standin", "README.md")
     shutil.copytree(FOLDER, source, ignore=kept)
-    done = run([sys.executable, "-c", CODE.format("wheel"), tmp_path], os.environ, cwd=source)
+    done = run([sys.executable, "-c", CODE.format("wheel"), tmp_path], os.environ, source, BUILD_S)
     assert done.returncode == 0, done.stderr
     wheel = tmp_path / done.stdout.splitlines()[-1]
     assert "linux" in wheel.name

@@ -118,7 +118,10 @@ def _built(shared: Path, own: Path) -> Libraries:
 
 
 def run(
-    command: list[str | Path], environment: Mapping[str, str], cwd: Path | None = None
+    command: list[str | Path],
+    environment: Mapping[str, str],
+    cwd: Path | None = None,
+    deadline_s: float = DEADLINE_S,
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [str(part) for part in command],
@@ -127,6 +130,6 @@ def run(
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=DEADLINE_S,
+        timeout=deadline_s,
         check=False,
     )

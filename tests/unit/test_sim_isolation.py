@@ -6,9 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from mpsd.gpu.simulated.isolation import DEADLINE_S, PATIENCE, KernelPart
+from mpsd.gpu.simulated.isolation import PATIENCE, KernelPart
 from tests.unit.test_sim_machine import OTHER, A, B, Node, target
 
+DEADLINE_S = 2.0
 NOWHERE = 0x7E00_0000_0000
 DEADLINE_MS = DEADLINE_S * 1e3
 
@@ -16,7 +17,7 @@ DEADLINE_MS = DEADLINE_S * 1e3
 @pytest.fixture
 def here() -> Iterator[Node]:
     made = Node()
-    made.machine.kernel_part = part = KernelPart(made.machine)
+    made.machine.kernel_part = part = KernelPart(made.machine, DEADLINE_S)
     part.mode = "isolate"
     yield made
     for space in list(made.machine.spaces.values()):

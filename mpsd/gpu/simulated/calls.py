@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from mpsd.gpu.simulated import node, semantics
 from mpsd.gpu.simulated.halts import Halt
-from mpsd.gpu.simulated.isolation import DEADLINE_S, MODES, KernelPart
+from mpsd.gpu.simulated.isolation import MODES, KernelPart
 from mpsd.gpu.simulated.parts import SERVER_BYTES, Refused, Server, Unit
 from mpsd.linux import procfs
 from mpsd.model import Access, UvmEvent, UvmFaultType, UvmReason
@@ -102,7 +102,7 @@ class Calls:
 
     def _node_isolation(self, peer: Peer, message: Message) -> Answer:
         part = self._kernel_part(peer)
-        said = {"mode": part.mode, "driver": node.DRIVER_VERSION, "deadline_ms": round(DEADLINE_S * 1e3)}
+        said = {"mode": part.mode, "driver": node.DRIVER_VERSION, "deadline_ms": round(part.deadline_s * 1e3)}
         return {"error": 0, **said, "loaded_ns": self._service.loaded_ns, "written": part.written}, []
 
     def _node_isolation_mode(self, peer: Peer, message: Message) -> Answer:

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from mpsd.gpu.simulated.machine import Machine
 
 KEPT = 256
-DEADLINE_S = 2.0
 PATIENCE = 10
 MODES = ("off", "report", "isolate")
 SINK_BYTES = 1 << 16
@@ -43,8 +42,9 @@ class _Book:
 class KernelPart:
     """Times are those of the machine's timers, in seconds."""
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: Machine, deadline_s: float) -> None:
         self._machine = machine
+        self.deadline_s = deadline_s
         self.mode = "report"
         self.written = 0
         self._last = 0.0
@@ -70,7 +70,7 @@ class KernelPart:
         self._record(space, "sunk", hit, access, engine, "")
         if book.first is None:
             book.first = self._machine.timers.now
-            self._machine.timers.after(DEADLINE_S, lambda: self._due(space))
+            self._machine.timers.after(self.deadline_s, lambda: self._due(space))
         return True
 
     def acknowledge(self, number: int, who: object) -> bool:
@@ -93,7 +93,7 @@ class KernelPart:
         for space, book in list(self._books.items()):
             if who in book.waiting:
                 book.waiting.discard(who)
-                self._machine.timers.after(DEADLINE_S, lambda space=space: self._due(space))  # type: ignore[misc]
+                self._machine.timers.after(self.deadline_s, lambda space=space: self._due(space))  # type: ignore[misc]
 
     def forget(self, space: Space) -> None:
         self._books.pop(space, None)
@@ -106,7 +106,7 @@ class KernelPart:
         book = self._books.get(space)
         if book is None or book.first is None or book.killed or space.ended:
             return
-        left = book.first + PATIENCE * DEADLINE_S - self._machine.timers.now
+        left = book.first + PATIENCE * self.deadline_s - self._machine.timers.now
         if book.waiting and left > 0:
             self._machine.timers.after(left, lambda: self._due(space))
             return
@@ -116,7 +116,7 @@ class KernelPart:
         book.killed = space.held = True
         self._step(space, "kill")
         self._machine.sink.kill(space)
-        self._machine.timers.after(PATIENCE * DEADLINE_S, lambda: self._give_up(space))
+        self._machine.timers.after(PATIENCE * self.deadline_s, lambda: self._give_up(space))
 
     def _give_up(self, space: Space) -> None:
         if space in self._books and not space.ended:

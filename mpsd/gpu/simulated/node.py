@@ -18,13 +18,14 @@ _NAME = "Simulated GPU"
 @dataclass(frozen=True, slots=True)
 class NodeConfig:
     """gpus: how many; memory_bytes: of each; seed: of the drawn delays; compute_mode: of each GPU;
-    isolation: whether the driver has the kernel part."""
+    isolation: whether the driver has the kernel part; isolation_deadline_s: how long that waits for mpsd."""
 
     gpus: int = 1
     memory_bytes: int = DEFAULT_MEMORY_BYTES
     seed: int = 0
     compute_mode: str = "default"
     isolation: bool = False
+    isolation_deadline_s: float = 2.0
 
     def __post_init__(self) -> None:
         if not 1 <= self.gpus <= 16:

@@ -66,7 +66,7 @@ class Service:
             self.units, self, timers=Timers(time.monotonic()), seed=config.seed, process_state=process_state
         )
         if config.isolation:
-            self.machine.kernel_part = KernelPart(self.machine)
+            self.machine.kernel_part = KernelPart(self.machine, config.isolation_deadline_s)
         self.loaded_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
         self._selector = selectors.DefaultSelector()
         self._peers: set[Peer] = set()
