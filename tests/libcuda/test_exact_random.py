@@ -24,6 +24,7 @@ from tests.support.moving import Post
 WORDS = 6
 WAITING = {
     "graph",
+    "forked",
     "nodes",
     "in",
     "out",
@@ -97,6 +98,10 @@ def model(steps: Sequence[Step], mapped: Sequence[int] = ()) -> list[int]:
         elif what == "graph":
             words[:4] = [word + 2 * value for word in words[:4]]
             buffers[two][:4] = words[:4]
+        elif what == "forked":
+            for _ in range(2):
+                words[:4] = [word + value for word in words[:4]]
+                buffers[two][:4] = [word + value for word in words[:4]]
         elif what == "nodes":
             words[:4] = [word + 4 * value for word in words[:4]]
             buffers[two][:4] = words[:4]

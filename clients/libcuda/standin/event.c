@@ -14,7 +14,7 @@ struct CUevent_st {
 	struct moment moment;
 	bool destroyed;
 	bool recorded;
-	bool captured;				/* its last record */
+	struct captured captured;		/* its last record */
 	struct timespec when;
 };
 
@@ -53,6 +53,7 @@ void close_events(CUcontext context)
 			continue;
 		}
 		*link = event->next;
+		leave_place(&event->captured.place);
 		free(event);
 	}
 }
@@ -116,10 +117,12 @@ API CUresult cuEventRecordWithFlags(CUevent hEvent, CUstream hStream, unsigned i
 	result = find_stream(context, hStream, &stream);
 	if (result != CUDA_SUCCESS)
 		return leave(result);
-	/* In a capture an event only joins streams, and there is one stream per capture here. */
-	hEvent->captured = stream->capture != NULL;
-	if (stream->capture)
+	/* What is more than an edge is nothing here. */
+	if (stream->capture && flags & CU_EVENT_RECORD_EXTERNAL)
 		return leave(CUDA_SUCCESS);
+	result = capture_record(stream, &hEvent->captured);
+	if (result != CUDA_SUCCESS || stream->capture)
+		return leave(result);
 	result = submit(stream, &operation);
 	if (result == CUDA_SUCCESS) {
 		hEvent->recorded = true;
@@ -143,7 +146,7 @@ API CUresult cuEventQuery(CUevent hEvent)
 	look_sometimes(context);
 	if (context->broken)
 		return leave(context->broken);
-	if (hEvent->captured)
+	if (hEvent->captured.id)
 		return leave(CUDA_ERROR_CAPTURED_EVENT);
 	return leave(reached(hEvent->moment) ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY);
 }
@@ -155,7 +158,7 @@ API CUresult cuEventSynchronize(CUevent hEvent)
 
 	if (result != CUDA_SUCCESS)
 		return result;
-	return leave(hEvent->captured ? CUDA_ERROR_CAPTURED_EVENT : wait_for(context, hEvent->moment));
+	return leave(hEvent->captured.id ? CUDA_ERROR_CAPTURED_EVENT : wait_for(context, hEvent->moment));
 }
 
 API CUresult cuEventElapsedTime_v2(float *pMilliseconds, CUevent hStart, CUevent hEnd)
@@ -188,12 +191,19 @@ API CUresult cuStreamWaitEvent(CUstream hStream, CUevent hEvent, unsigned int Fl
 	CUcontext context;
 	CUstream stream;
 	CUresult result = enter_event(hEvent, &context);
+	bool is_never;
 
-	(void)Flags;
 	if (result != CUDA_SUCCESS)
 		return result;
+	if (Flags > CU_EVENT_WAIT_EXTERNAL)
+		return leave(CUDA_ERROR_INVALID_VALUE);
 	result = find_stream(context, hStream, &stream);
-	if (result == CUDA_SUCCESS && !stream->capture)
-		result = submit_after(stream, &nothing, hEvent->moment);
-	return leave(result);
+	if (result != CUDA_SUCCESS)
+		return leave(result);
+	is_never = !hEvent->recorded && !hEvent->captured.id;
+	if (stream->capture && (is_never || Flags & CU_EVENT_WAIT_EXTERNAL))
+		return leave(is_spoiled(stream) ? CUDA_ERROR_STREAM_CAPTURE_INVALIDATED : CUDA_SUCCESS);
+	if (stream->capture || hEvent->captured.id)
+		return leave(capture_wait(stream, &hEvent->captured));
+	return leave(submit_after(stream, &nothing, hEvent->moment));
 }

@@ -54,9 +54,7 @@ API CUresult cuStreamAddCallback(CUstream hStream, CUstreamCallback callback, vo
 		return result;
 	if (!callback || flags)
 		return leave(CUDA_ERROR_INVALID_VALUE);
-	if (stream->capture) {
-		stream->spoiled = true;
-		return leave(CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
-	}
+	if (stream->capture)
+		return leave(spoil(stream, CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED));
 	return leave(submit(stream, &operation));
 }

@@ -123,6 +123,12 @@ struct moment {			/* "after operation `number` of `stream`" */
 	uint64_t number;
 };
 
+/* capture.c: nodes of a graph, behind which the next one comes. */
+struct place {
+	struct CUgraphNode_st **nodes;
+	size_t count;
+};
+
 struct CUstream_st {
 	struct CUstream_st *next;
 	CUcontext context;
@@ -134,10 +140,8 @@ struct CUstream_st {
 	bool started, destroyed, finished, joined;
 	bool is_own;				/* of its owner's, as the default stream */
 	pthread_t owner;
-	struct CUgraph_st *capture;
-	CUstreamCaptureMode capture_mode;
-	pthread_t capturer;
-	bool spoiled;				/* its capture */
+	struct sequence *capture;		/* that it is in */
+	struct place place;			/* and where it is there */
 	CUstreamAttrValue attributes[CU_STREAM_ATTRIBUTE_MEM_SYNC_DOMAIN + 1];	/* but its priority */
 };
 
@@ -237,8 +241,6 @@ struct CUgraph_st {
 	const void *sign;		/* of another copy of this library it is no graph here */
 	CUgraphNode *nodes;
 	size_t count;
-	CUstream captured_by;
-	cuuint64_t id;			/* of that capture, from 1 */
 };
 
 CUgraph new_graph(void);		/* NULL: no memory */
@@ -254,9 +256,23 @@ bool is_node(const struct CUgraphNode_st *node);
 CUresult new_node(CUgraphNode *out, CUgraph graph, const CUgraphNode *after, size_t count, CUgraphNodeType type,
 		  const struct operation *operation);
 
-
-CUresult capture(struct CUgraph_st *graph, const struct operation *operation);
+/* capture.c, with the lock held. What is given to a stream in a capture: */
+CUresult capture(CUstream stream, const struct operation *operation);
+bool is_spoiled(const struct CUstream_st *stream);
+CUresult spoil(CUstream stream, CUresult result);
+/* A stream that goes; with it the capture that began there. */
 void drop_capture(CUstream stream);
+
+/* Where an event was recorded last, in a capture of that number; 0: in none. */
+struct captured {
+	cuuint64_t id;
+	struct place place;
+};
+
+CUresult capture_record(CUstream stream, struct captured *captured);
+/* Of a stream in a capture, or an event that was recorded in one. */
+CUresult capture_wait(CUstream stream, const struct captured *captured);
+void leave_place(struct place *place);
 /* What a capture in the context forbids is refused, and spoils it. `any`: whatever its mode and thread. */
 CUresult refuse_in_capture(CUcontext context, bool any);
 

@@ -135,8 +135,7 @@ static CUresult refuse_legacy(CUstream legacy)
 	for (CUstream stream = legacy->context->streams; stream; stream = stream->next) {
 		if (stream->destroyed || !stream->capture || !is_blocking(stream))
 			continue;
-		stream->spoiled = true;
-		result = CUDA_ERROR_STREAM_CAPTURE_IMPLICIT;
+		result = spoil(stream, CUDA_ERROR_STREAM_CAPTURE_IMPLICIT);
 	}
 	return result;
 }
@@ -147,7 +146,7 @@ CUresult submit_after(CUstream stream, const struct operation *given, struct mom
 	CUresult result;
 
 	if (stream->capture)
-		return stream->spoiled ? CUDA_ERROR_STREAM_CAPTURE_INVALIDATED : capture(stream->capture, given);
+		return capture(stream, given);
 	result = stream == stream->context->legacy ? refuse_legacy(stream) : CUDA_SUCCESS;
 	if (result == CUDA_SUCCESS)
 		result = start(stream);
@@ -235,9 +234,10 @@ void close_streams(CUcontext context)
 		while (stream->started && !stream->finished)
 			pthread_cond_wait(&gpu_changed, &gpu_lock);
 	join_streams(context);
+	for (CUstream stream = context->streams; stream; stream = stream->next)
+		drop_capture(stream);
 	for (CUstream stream = context->streams; stream; stream = next) {
 		next = stream->next;
-		drop_capture(stream);
 		free(stream);
 	}
 	context->streams = context->legacy = NULL;
@@ -316,6 +316,7 @@ API CUresult cuStreamDestroy_v2(CUstream hStream)
 		return result;
 	if (stream == stream->context->legacy)
 		return leave(CUDA_ERROR_INVALID_HANDLE);
+	drop_capture(stream);
 	stream->destroyed = true;
 	pthread_cond_broadcast(&gpu_changed);
 	return leave(CUDA_SUCCESS);

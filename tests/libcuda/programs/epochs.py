@@ -1,5 +1,7 @@
 """A random program, run by tests/libcuda/test_exact_random.py, which moves it while it runs.
 
+Long because each kind of step is a few lines of what programs do.
+
 Each line of its input is a program: a JSON list of steps. Before each step it says the step's number, and
 where the test asked for it waits for a line. At the end it says what the program has seen, as JSON.
 """
@@ -180,6 +182,8 @@ class Program(Driver):
             return self.host_seen(stream, one, value)
         elif what == "graph":
             self.graph(max(1, stream), one, two, value)
+        elif what == "forked":
+            self.forked(max(1, stream), one, two, value)
         elif what == "nodes":
             self.made_of_nodes(stream, one, two, value)
         elif what == "peer":
@@ -268,6 +272,10 @@ class Program(Driver):
         self("cuStreamBeginCapture_v2", native, RELAXED)
         self.launch("add", stream, self.buffers[one], 4, value)
         self.launch("copy", stream, self.buffers[two], self.buffers[one], 4)
+        self.launch_captured(native)
+
+    def launch_captured(self, native: int) -> None:
+        """What was captured in that stream, twice."""
         graph = ctypes.c_uint64()
         self("cuStreamEndCapture", native, ctypes.byref(graph))
         executable = self.made("cuGraphInstantiateWithFlags", graph.value, 0)
@@ -275,6 +283,22 @@ class Program(Driver):
         self("cuGraphLaunch", executable, native)
         self("cuGraphLaunch", executable, native)
         self("cuGraphExecDestroy", executable)
+
+    def forked(self, stream: int, one: int, two: int, value: int) -> None:
+        """One that adds, copies in another stream, and adds to the copy, is captured, and launched twice."""
+        other = stream % (len(self.streams) - 1) + 1
+        self.turn(one, stream)
+        self.turn(two, stream)
+        native, beside = self.streams[stream], self.streams[other]
+        self("cuStreamBeginCapture_v2", native, RELAXED)
+        self.launch("add", stream, self.buffers[one], 4, value)
+        self("cuEventRecord", self.events[stream], native)
+        self("cuStreamWaitEvent", beside, self.events[stream], 0)
+        self.launch("copy", other, self.buffers[two], self.buffers[one], 4)
+        self("cuEventRecord", self.events[other], beside)
+        self("cuStreamWaitEvent", native, self.events[other], 0)
+        self.launch("add", stream, self.buffers[two], 4, value)
+        self.launch_captured(native)
 
     def made_of_nodes(self, stream: int, one: int, two: int, value: int) -> None:
         """One that adds and then copies, launched, changed to add thrice as much, and launched again."""

@@ -172,10 +172,12 @@ bool mpsd_capture_op(struct mpsd_op *op, CUresult *result)
 			*result = MPSD_AGAIN;
 		/* It is given once more, beside all captures. */
 		is = *result != CUDA_SUCCESS || has_joined(op, session);
-		if (is && *result == CUDA_SUCCESS)
+		if (is && *result == CUDA_SUCCESS) {
 			*result = append(session->graph, op);
-		else if (is)
+			mpsd_work_captured();
+		} else if (is) {
 			mpsd_op_free(op);
+		}
 	}
 	mpsd_sessions_unlock();
 	if (is && is_opaque && *result == CUDA_SUCCESS)

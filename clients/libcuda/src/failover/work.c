@@ -98,6 +98,13 @@ MPSD_SELDOM bool mpsd_work_has_failed(CUresult result)
 	return true;
 }
 
+void mpsd_work_captured(void)
+{
+	if (mpsd_thread.works)
+		atomic_fetch_sub(&mpsd_work_counts.begun, 1);
+	mpsd_thread.works = false;
+}
+
 void mpsd_work_given_late(void)
 {
 	atomic_fetch_add(&mpsd_work_counts.given, 1);

@@ -1,0 +1,144 @@
+"""Captures that several streams are in: one joins by waiting for an event that was recorded in another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.libcuda.test_exact import move
+from tests.libcuda.test_failover import Program, ask, break_domain, copies, post, stand_by
+from tests.libcuda.test_graphs import BEGIN, MODES, RELAXED, end
+from tests.support.moving import Post
+from tests.support.simfixtures import backend, domain, second, third
+from tests.support.simnode import Domain
+
+__all__ = ["ask", "backend", "copies", "domain", "post", "second", "third"]
+
+FORK = (
+    "gpu.run('add', m, 8, 1, stream=s)",
+    "gpu.code('cuEventRecord', e, s)",
+    "gpu.code('cuStreamWaitEvent', t, e, 0)",
+    "gpu.run('copy', n, m, 8, stream=t)",
+    "gpu.run('add', m, 8, 10, stream=s)",
+    "gpu.code('cuEventRecord', f, t)",
+    "gpu.code('cuStreamWaitEvent', s, f, 0)",
+    "gpu.run('add', n, 8, 100, stream=s)",
+)
+"""n: 100 more than m is between what is added to it."""
+LAUNCH = "gpu.code('cuGraphLaunch', x, s), gpu.sync(), gpu.word(m), gpu.word(n)"
+EDGES = "[sorted(nodes.of(g).index(b) for b in nodes.before(a)) for a in nodes.of(g)]"
+CAPTURED = "[(gpu.code('cuStreamIsCapturing', of, ctypes.byref(status)), status.value) for of in (s, t)]"
+END = "gpu.code('cuStreamEndCapture', {}, ctypes.byref(ctypes.c_uint64()))"
+
+
+def start(ask: Program) -> None:
+    ask("m, n = (gpu.memory(4 << 20) for _ in 'mn'); s, t = (gpu.made('cuStreamCreate', 1) for _ in 'st')")
+    ask("e, f = (gpu.made('cuEventCreate', 0) for _ in 'ef'); status = ctypes.c_int(); gpu.sync()")
+
+
+@MODES
+@pytest.mark.parametrize("done", range(len(FORK) + 1))
+def test_a_forked_capture_that_a_move_overtakes_is_the_same_graph(
+    domain: Domain,
+    second: Domain,
+    third: Domain,
+    post: Post,
+    ask: Program,
+    copies: Path,
+    mode: int,
+    done: int,
+) -> None:
+    line = post.greet(mode)
+    start(ask)
+    stand_by(line, second, copies)
+    assert ask(BEGIN) == "None"
+    for step in FORK[:done]:
+        assert ask(step) == "0"
+    break_domain(domain)
+    assert move(line).text in ("", "mode keep")
+    assert ask(CAPTURED) == repr([(0, 1), (0, int(done >= 3))])
+    for step in FORK[done:]:
+        assert ask(step) == "0"
+    end(ask)
+    assert ask(CAPTURED) == "[(0, 0), (0, 0)]"
+    assert ask(EDGES) == "[[], [0], [0], [1, 2]]"
+    assert ask(LAUNCH) == "(0, 0, 11, 101)"
+    # Made anew from what was captured, where nothing of it is under way.
+    stand_by(line, third, copies, 2)
+    break_domain(second)
+    assert move(line, 2).text in ("", "mode keep")
+    assert ask(EDGES) == "[[], [0], [0], [1, 2]]"
+    assert ask(LAUNCH) == "(0, 0, 22, 112)"
+    assert ask.end() == ""
+
+
+@MODES
+@pytest.mark.parametrize("joined", [True, False])
+def test_a_stream_that_goes_in_a_capture_of_another_one_has_done_its_part(
+    domain: Domain, second: Domain, post: Post, ask: Program, copies: Path, mode: int, joined: bool
+) -> None:
+    """And its name is nobody's in the capture: it is another stream's soon."""
+    line = post.greet(mode)
+    start(ask)
+    stand_by(line, second, copies)
+    assert ask(BEGIN) == "None"
+    at = 7 if joined else 6
+    for step in (*FORK[:at], "gpu.code('cuStreamDestroy_v2', t)"):
+        assert ask(step) == "0"
+    break_domain(domain)
+    assert move(line).text in ("", "mode keep")
+    for step in FORK[at:]:
+        assert ask(step) == "0"
+    end(ask)
+    assert ask(LAUNCH) == "(0, 0, 11, 101)"
+    assert ask.end() == ""
+
+
+WRONG = {
+    "unjoined": (FORK[:5], END.format("s"), 904),
+    "unmatched": (FORK, END.format("t"), 903),
+    "merged": (
+        (*FORK[:6], f"gpu.code('cuStreamBeginCapture_v2', u, {RELAXED})"),
+        "gpu.code('cuStreamWaitEvent', u, f, 0)",
+        902,
+    ),
+    "from outside": (
+        FORK,
+        "gpu.code('cuEventRecord', f, u) or gpu.code('cuStreamWaitEvent', t, f, 0)",
+        905,
+    ),
+}
+"""By what is done, the call that it makes fail, and how."""
+
+
+@MODES
+@pytest.mark.parametrize("moved", [True, False], ids=["moved", "at home"])
+@pytest.mark.parametrize("what", WRONG)
+def test_what_may_not_be_fails_as_at_home(
+    domain: Domain, second: Domain, post: Post, ask: Program, copies: Path, mode: int, moved: bool, what: str
+) -> None:
+    """And the next capture is well."""
+    line = post.greet(mode)
+    start(ask)
+    ask("u = gpu.made('cuStreamCreate', 1)")
+    stand_by(line, second, copies)
+    assert ask(BEGIN) == "None"
+    before, wrong, code = WRONG[what]
+    for step in before:
+        assert ask(step) == "0"
+    if moved:
+        break_domain(domain)
+        assert move(line).text in ("", "mode keep")
+    assert ask(wrong) == str(code)
+    if what != "unjoined":
+        assert ask(f"gpu.run('add', m, 8, 1, stream=t), {END.format('s')}") == "(901, 901)"
+    if what == "merged":
+        assert ask(END.format("u")) == "901"
+    assert ask(CAPTURED) == "[(0, 0), (0, 0)]"
+    assert ask(BEGIN) == "None"
+    for step in FORK:
+        assert ask(step) == "0"
+    end(ask)
+    assert ask(LAUNCH) == "(0, 0, 11, 101)"
+    ask.end()
