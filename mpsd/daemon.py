@@ -22,6 +22,7 @@ from mpsd.bulletin import Bulletin
 from mpsd.calm import Calm
 from mpsd.choices import absent_gpus, guard_classes, policy_of, vault_limits, zone_limits
 from mpsd.config import Config, DomainMode
+from mpsd.core import endings
 from mpsd.core import events as ev
 from mpsd.core.state import DomainState, State
 from mpsd.errors import (
@@ -225,7 +226,7 @@ class Daemon:
                 self._client_left,
                 self.saving.soon,
                 self.saving.pending,
-                lambda domain: self.runtime.state.may_be_in_use(domain),
+                lambda domain: endings.may_be_told(self.runtime.state, domain),
             ),
             calm,
             start_deadline_s=self.config.domains.start_deadline_s,
