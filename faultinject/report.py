@@ -266,7 +266,7 @@ def heading(finished: Mapping[str, Any]) -> str:
 def spread(values: Sequence[float | None], places: int = 1) -> str:
     """Median / worst of those that were measured."""
     known = [value for value in values if value is not None]
-    return f"{median(known):.{places}f} / {max(known):.{places}f}" if known else "-"
+    return f"{median(known):z.{places}f} / {max(known):z.{places}f}" if known else "-"
 
 
 def deliver(

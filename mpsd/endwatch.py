@@ -1,7 +1,7 @@
 """The first sign that a process is being ended: it comes before the pidfd says that it has.
 
 An MPS server that is killed has threads in the driver, which takes its channels apart first: on an H200 its
-pidfd said so 11 to 18 ms after the signal (faultinject/reports, "After the death of a server"). A thread that
+pidfd said so 11 to 18 ms after the signal (faultinject/reports, -moves-programs-last). A thread that
 was in no such call ends at once, and its own descriptor says so (PIDFD_THREAD of pidfd_open(2), Linux 6.9;
 where the kernel has none, the pidfd's word is the first). The first thread's does not: since Linux 6.15 it
 waits for all others, one of which may take its place by an exec.
