@@ -9,6 +9,7 @@ import pytest
 from tests.libcuda.test_exact import move
 from tests.libcuda.test_failover import Program, ask, break_domain, copies, post, stand_by
 from tests.libcuda.test_graphs import BEGIN, MODES, RELAXED, end
+from tests.support.moving import KEEP as KEEPS
 from tests.support.moving import Post
 from tests.support.simfixtures import backend, domain, second, third
 from tests.support.simnode import Domain
@@ -141,4 +142,57 @@ def test_what_may_not_be_fails_as_at_home(
         assert ask(step) == "0"
     end(ask)
     assert ask(LAUNCH) == "(0, 0, 11, 101)"
+    ask.end()
+
+
+KEEP = pytest.mark.parametrize("ask", [{"MPSD_FAILOVER": "keep"}], indirect=True)
+WAITS = {
+    "one stream": ("gpu.run('add', m, 8, 1, stream=s)",),
+    "a wait for it": (
+        "gpu.run('add', m, 8, 1, stream=s)",
+        "gpu.code('cuEventRecord', e, s)",
+        "gpu.code('cuStreamWaitEvent', t, e, 0)",
+    ),
+    "another's work behind it": (
+        "gpu.run('add', m, 8, 1, stream=s)",
+        "gpu.code('cuEventRecord', e, s)",
+        "gpu.code('cuStreamWaitEvent', t, e, 0)",
+        "gpu.run('add', m, 8, 1, stream=t)",
+    ),
+}
+
+
+@KEEP
+@pytest.mark.parametrize("captured", [(), FORK], ids=["no capture", "forked"])
+@pytest.mark.parametrize("what", WAITS)
+def test_a_stream_that_only_waited_for_another_leaves_a_wait_for_that_one_a_proof(
+    domain: Domain,
+    second: Domain,
+    post: Post,
+    ask: Program,
+    copies: Path,
+    captured: tuple[str, ...],
+    what: str,
+) -> None:
+    """And nobody is told that work may be missing, who has waited for the one stream that had any."""
+    line = post.greet(KEEPS)
+    # Nothing that the program waits for by itself: no copy, no buffer that is filled.
+    ask("m, n = (gpu.made('cuMemAlloc_v2', ctypes.c_size_t(4 << 20)) for _ in 'mn')")
+    ask("s, t = (gpu.made('cuStreamCreate', 1) for _ in 'st')")
+    ask("e, f = (gpu.made('cuEventCreate', 0) for _ in 'ef')")
+    stand_by(line, second, copies)
+    if captured:
+        assert ask(BEGIN) == "None"
+        for step in captured:
+            assert ask(step) == "0"
+        end(ask)
+        assert ask("gpu.code('cuGraphLaunch', x, s)") == "0"
+    for step in WAITS[what]:
+        assert ask(step) == "0"
+    assert ask("gpu.code('cuStreamSynchronize', s)") == "0"
+    is_proven = what != "another's work behind it"
+    break_domain(domain)
+    assert move(line).text == ("" if is_proven else "mode keep")
+    waits = "gpu.code('cuStreamSynchronize', s), gpu.code('cuStreamSynchronize', s)"
+    assert ask(waits) == ("(0, 0)" if is_proven else "(719, 0)")
     ask.end()

@@ -31,14 +31,14 @@ _FUNCTIONS = ("CUhostFn ", "CUstreamCallback ")
 _INSIDE = (
     _CONFIG,
     "CUgraphExec ",
-    "CUDA_MEMCPY2D",
-    "CUDA_MEMCPY3D",
+    "CUDA_MEMCPY",
     "CUcontext dstContext",
     *_FUNCTIONS,
     *_WORDS,
 )
 """What work is given that is a function, has handles or addresses inside, or whose type says too little."""
 _LAUNCHES = ("cuLaunchKernel", "cuLaunchKernelEx")
+_BEGINS = {"cuStreamWaitEvent": "mpsd_work_that_waits"}
 _ROWS = r"const CUDA_MEMCPY[23]D \*pCopy$"
 _NAME = re.compile(r"(\w+)(?:\[\w*\])?$")
 
@@ -240,7 +240,7 @@ def _body(one: Carried) -> Iterator[str]:
             yield "\tmpsd_params_fetch(f);"
         # A launch that went the short way first is begun.
         yield "\tif (!mpsd_thread.works)"
-        yield f"\t\tmpsd_work({stream});"
+        yield f"\t\t{_BEGINS.get(one.function.name, 'mpsd_work')}({stream});"
     yield "\tdo {"
     yield "\t\tmoves = mpsd_carry_enter();"
     if one.does.startswith("waits_"):

@@ -227,6 +227,7 @@ static inline uint64_t mpsd_work_key(CUstream stream)
 
 uint64_t mpsd_work_count(void);
 void mpsd_work(CUstream stream);
+void mpsd_work_that_waits(CUstream stream);	/* of a wait for an event, in place of that */
 void mpsd_work_given(void);	/* after each of those */
 void mpsd_work_captured(void);	/* in place of that: the stream has joined a capture by it, and nothing was given */
 void mpsd_work_given_late(void);	/* after one that its thread has left to another (relay.c) */

@@ -98,6 +98,17 @@ MPSD_SELDOM bool mpsd_work_has_failed(CUresult result)
 	return true;
 }
 
+/* It writes nothing, and what it waits for is counted where that is: the stream has no work by it. */
+void mpsd_work_that_waits(CUstream stream)
+{
+	if (mpsd_capturing() && mpsd_is_in_capture_outside(stream))
+		return;
+	if (mpsd_work_key(stream) == mpsd_work_key(CU_STREAM_PER_THREAD))
+		more(mpsd_work_key(stream));
+	mpsd_thread.works = true;
+	atomic_fetch_add(&mpsd_work_counts.begun, 1);
+}
+
 void mpsd_work_captured(void)
 {
 	if (mpsd_thread.works)
