@@ -22,7 +22,6 @@ from mpsd.bulletin import Bulletin
 from mpsd.calm import Calm
 from mpsd.choices import absent_gpus, guard_classes, policy_of, vault_limits, zone_limits
 from mpsd.config import Config, DomainMode
-from mpsd.core import endings
 from mpsd.core import events as ev
 from mpsd.core.state import DomainState, State
 from mpsd.errors import (
@@ -226,7 +225,7 @@ class Daemon:
                 self._client_left,
                 self.saving.soon,
                 self.saving.pending,
-                lambda domain: endings.may_be_told(self.runtime.state, domain),
+                lambda domain: self.runtime.state.may_be_in_use(domain),
             ),
             calm,
             start_deadline_s=self.config.domains.start_deadline_s,

@@ -20,7 +20,6 @@ from mpsd import mpslog, pipedir, procs
 from mpsd.calm import Calm
 from mpsd.control import OUTPUT_FILE, ControlDaemon, TerminateOutcome
 from mpsd.core import events as ev
-from mpsd.endwatch import EndWatch
 from mpsd.errors import MpsdError
 from mpsd.layout import Layout
 from mpsd.linux.pinned import Pinned
@@ -41,8 +40,7 @@ LARGEST_STATUS = 999
 class Callbacks:
     """What a domain's logs tell besides events: a client to notice or that may have left, a setting made.
 
-    `save`: write down now what there is, before a process is started. `in_use`: whether a domain has clients
-    who wait for the word that its server has died.
+    `save`: write down now what there is, before a process is started. `in_use`: whether a domain has clients.
     """
 
     post: Post
@@ -67,7 +65,6 @@ class Host:
     parser: mpslog.LogParser = field(default_factory=mpslog.LogParser)
     follower: LogFollower | None = None
     server: Pinned | None = None
-    ending: EndWatch | None = None
     dying: ProcessInstance | None = None
     control_watch: int = -1
     claimed: dict[str, Setting] = field(default_factory=dict)
@@ -306,17 +303,7 @@ class Hosts:
     def _set_server(self, host: Host, server: Pinned) -> None:
         self._drop_server(host)
         host.server = server
-        host.ending = EndWatch(server.instance, lambda: self._dies(host, server.instance))
-        host.ending.begin()
         self._loop.add_reader(server.fileno(), self._server_died, host, server)
-
-    def _dies(self, host: Host, server: ProcessInstance) -> None:
-        """It was killed, or ends, and takes a while to: its clients are told now. In an empty domain there is
-        no hurry, and where a GPU admits one server the next one waits for it.
-        """
-        if host.dying != server and self._callbacks.in_use(host.name):
-            host.dying = server
-            self._callbacks.post(ev.ServerDied(host.name, server))
 
     def _server_died(self, host: Host, server: Pinned) -> None:
         if host.server is server:
@@ -329,9 +316,6 @@ class Hosts:
             self._loop.remove_reader(host.server.fileno())
             host.server.close()
             host.server = None
-        if host.ending is not None:
-            host.ending.close()
-            host.ending = None
 
     def ask(self, domain: str) -> None:
         """Find the server and its state, and tell core."""
@@ -351,8 +335,6 @@ class Hosts:
             self._callbacks.post(ev.ServerStateSeen(domain, ServerState.GONE))
             return
         self._callbacks.post(ev.ServerSeen(domain, server))
-        if host.ending is not None:
-            host.ending.begin()
         try:
             state = await host.control.server_state(server.pid, ASK_DEADLINE_S)
         except MpsdError as error:
@@ -360,8 +342,11 @@ class Hosts:
             self._callbacks.post(ev.Counted({"ask_failures": 1}))
             return
         if state is ServerState.FAULT and procs.is_ending(server):
-            # For its clients it is in FAULT, by nobody's work.
-            self._dies(host, server)
+            # It was killed, and takes a while to end: for its clients it is in FAULT, by nobody's work. In an
+            # empty domain there is no hurry, and where a GPU admits one server the next one waits for it.
+            if self._callbacks.in_use(domain):
+                host.dying = server
+                self._callbacks.post(ev.ServerDied(domain, server))
             return
         self._callbacks.post(ev.ServerStateSeen(domain, state))
 

@@ -141,26 +141,16 @@ _PF_EXITING = 0x4
 _KILLED = 1 << (signal.SIGKILL - 1)
 
 
-def is_ending(instance: ProcessInstance, threads: int = 1) -> bool:
-    """Whether it was killed, or has ended, by its first threads, so many of them: they leave or are to.
-    Threads may be in the kernel for long before, and the pidfd says nothing until none is.
+def is_ending(instance: ProcessInstance) -> bool:
+    """Whether it was killed, or has ended, by its first thread, which leaves or is to. Threads may be in the
+    kernel for long before, and the pidfd says nothing until none is.
     """
     try:
-        if procfs.start_ticks(instance.pid) != instance.start_ticks:
-            return True
-        return all(_leaves(tid) for tid in procfs.threads(instance.pid, threads))
+        stat = procfs.stat(instance.pid)
+        killed = int(procfs.status_fields(instance.pid).get("SigPnd", "0"), 16) & _KILLED
     except (FileNotFoundError, ProcessLookupError):
         return True
-
-
-def _leaves(tid: int) -> bool:
-    try:
-        stat = procfs.stat(tid)
-        if stat.state in "ZXx" or stat.flags & _PF_EXITING:
-            return True
-        return bool(int(procfs.status_fields(tid).get("SigPnd", "0"), 16) & _KILLED)
-    except (FileNotFoundError, ProcessLookupError):
-        return True
+    return _is_over(instance, stat) or bool(stat.flags & _PF_EXITING or killed)
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,7 +56,7 @@ GROUPS: dict[str, tuple[set[str], set[str]]] = {
         },
         {"base", "linux"},
     ),
-    "procs": ({"mpsd.procs", "mpsd.endwatch"}, {"base", "linux"}),
+    "procs": ({"mpsd.procs"}, {"base", "linux"}),
     "layout": ({"mpsd.layout"}, {"base", "linux", "config"}),
     "config's verbs": ({"mpsd.config_cli"}, {"base", "config", "layout"}),
     "settings": ({"mpsd.settings"}, {"base", "config"}),

@@ -17,7 +17,6 @@ from mpsd.core.state import Client, ClientState, Domain, DomainState, Ending, St
 
 MMU_FAULT = 31
 KEPT = 16
-_DEAD = frozenset({ClientState.LINGERING, ClientState.HELD})
 _HAS_SERVER = frozenset({DomainState.POISONED, DomainState.RETIRED, DomainState.HEADLESS})
 
 
@@ -25,14 +24,8 @@ def held(state: State, domain: Domain) -> list[Client]:
     """The dead whose work may go on here for as long as the server does."""
     if domain.server is None or domain.state not in _HAS_SERVER:
         return []
-    return [c for c in state.clients_of(domain.id) if c.state in _DEAD]
-
-
-def may_be_told(state: State, name: str) -> bool:
-    """Whether a domain's programs wait for the word that its server has died, and are told while its threads
-    are still in the driver. Not beside work of the dead: their memory goes with that word.
-    """
-    return state.may_be_in_use(name) and not any(c.state in _DEAD for c in state.clients_of(name))
+    dead = (ClientState.LINGERING, ClientState.HELD)
+    return [c for c in state.clients_of(domain.id) if c.state in dead]
 
 
 def begin(draft: Draft, domain: Domain) -> None:

@@ -82,19 +82,14 @@ def start_ticks(pid: int) -> int:
     return stat(pid).start_ticks
 
 
-def threads(pid: int, limit: int) -> list[int]:
-    """The oldest threads, the first one among them; at most `limit`. Each has files of its own, as a pid."""
-    return [int(tid) for tid in os.listdir(f"/proc/{pid}/task")[:limit]]
-
-
 def _of_threads(pid: int, name: str, limit: int) -> Iterator[tuple[int, bytes]]:
     """That file of each thread, of at most `limit` of them, without those that end meanwhile."""
-    for tid in threads(pid, limit):
+    for tid in os.listdir(f"/proc/{pid}/task")[:limit]:
         try:
             raw = _read(f"/proc/{pid}/task/{tid}/{name}")
         except (FileNotFoundError, ProcessLookupError):
             continue
-        yield tid, raw
+        yield int(tid), raw
 
 
 def thread_states(pid: int, limit: int = 256) -> Iterator[str]:

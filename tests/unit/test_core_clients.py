@@ -8,7 +8,6 @@ from __future__ import annotations
 import pytest
 
 from mpsd.core import effects as fx
-from mpsd.core import endings
 from mpsd.core import events as ev
 from mpsd.core.state import ClientState, DomainState
 from mpsd.model import ClientId, Confidence, Liveness
@@ -161,20 +160,6 @@ def test_a_fault_ends_the_wait_for_the_dead() -> None:
     assert kinds.index(fx.SwitchPath) < kinds.index(fx.ReleaseLease)
     world.lingers(11)
     assert [r.fault_class for r in world.records().values()] == ["mmu-invalid-address"]
-
-
-def test_a_servers_death_is_told_early_where_no_work_of_the_dead_is() -> None:
-    """Their memory goes with that word, and their kernels fault while the server is still in the driver."""
-    world = World().ready()
-    assert not endings.may_be_told(world.state, "d1")
-    world.join(10, 11)
-    assert endings.may_be_told(world.state, "d1")
-    world.die(10)
-    assert world.client_states() == {10: ClientState.LINGERING, 11: ClientState.ATTACHED}
-    assert not endings.may_be_told(world.state, "d1")
-    world.wait(30).lingers(10)
-    assert world.client("d1", 10).state is ClientState.HELD
-    assert not endings.may_be_told(world.state, "d1")
 
 
 def test_endless_work_poisons_the_domain_and_is_held_to_the_last() -> None:

@@ -158,36 +158,6 @@ def test_a_server_that_was_killed_is_dead_though_its_threads_are_still_in_the_dr
     ]
 
 
-@pytest.mark.parametrize("in_use", [True, False])
-def test_a_server_is_dead_for_its_clients_before_its_last_thread_has_ended(
-    control: Control, in_use: bool
-) -> None:
-    """Of an empty domain the pidfd tells."""
-    posted: list[ev.Event] = []
-    died = control.servers[0]
-    (first, _) = control.server_instances()
-
-    async def run() -> None:
-        hosts = hosts_of(control, posted)
-        control.servers, control.in_use = [died], in_use
-        await hosts._ask("d1")
-        host = hosts._hosts["d1"]
-        assert host.server is not None and host.ending is not None
-        kill(died)
-        # Its pidfd says nothing yet, as that of one whose threads are in the driver.
-        server = host.server
-        asyncio.get_running_loop().remove_reader(server.fileno())
-        host.ending._look(1)
-        assert (ev.ServerDied("d1", first) in posted) is in_use
-        control.state = ServerState.FAULT
-        await hosts._ask("d1")
-        hosts._server_died(host, server)
-        assert host.server is None and host.ending is None
-
-    asyncio.run(asyncio.wait_for(run(), DEADLINE_S))
-    assert posted.count(ev.ServerDied("d1", first)) == 1
-
-
 def test_a_server_that_writes_what_it_likes_makes_no_counter_for_each(control: Control) -> None:
     posted: list[ev.Event] = []
 
