@@ -40,6 +40,6 @@ def is_settled(record: Mapping[str, Any]) -> bool:
 
 
 def since(at: float, time_of_record: str) -> float:
-    """In ms; `at` is monotonic. A record's time is in whole ms: what came at once may seem to come before."""
+    """In ms; `at` is monotonic."""
     asked = time.time() - (clock() - at)
-    return max(0.0, round((datetime.fromisoformat(time_of_record).timestamp() - asked) * 1e3, 1))
+    return round((datetime.fromisoformat(time_of_record).timestamp() - asked) * 1e3, 1)

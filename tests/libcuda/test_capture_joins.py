@@ -122,7 +122,7 @@ def test_what_may_not_be_fails_as_at_home(
     """And the next capture is well."""
     line = post.greet(mode)
     start(ask)
-    ask("u = gpu.made('cuStreamCreate', 1)")
+    ask("u, v = (gpu.made('cuStreamCreate', 1) for _ in 'uv')")
     stand_by(line, second, copies)
     assert ask(BEGIN) == "None"
     before, wrong, code = WRONG[what]
@@ -133,6 +133,10 @@ def test_what_may_not_be_fails_as_at_home(
         assert move(line).text in ("", "mode keep")
     assert ask(wrong) == str(code)
     if what != "unjoined":
+        records = "gpu.code('cuEventRecord', f, s), gpu.code('cuEventRecordWithFlags', e, s, 1)"
+        assert ask(records) == "(901, 901)"
+        # The refused record has left the event as it was.
+        assert ask("gpu.code('cuStreamWaitEvent', v, f, 0)") == ("0" if what == "from outside" else "901")
         assert ask(f"gpu.run('add', m, 8, 1, stream=t), {END.format('s')}") == "(901, 901)"
     if what == "merged":
         assert ask(END.format("u")) == "901"

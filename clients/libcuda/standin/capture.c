@@ -131,12 +131,12 @@ CUresult capture(CUstream stream, const struct operation *operation)
 
 CUresult capture_record(CUstream stream, struct captured *captured)
 {
+	if (is_spoiled(stream))
+		return CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;
 	leave_place(&captured->place);
 	captured->id = 0;
 	if (!stream->capture)
 		return CUDA_SUCCESS;
-	if (is_spoiled(stream))
-		return CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;
 	captured->id = stream->capture->id;
 	return come_to_all(&captured->place, &stream->place) ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
 }

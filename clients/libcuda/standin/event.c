@@ -119,7 +119,7 @@ API CUresult cuEventRecordWithFlags(CUevent hEvent, CUstream hStream, unsigned i
 		return leave(result);
 	/* What is more than an edge is nothing here. */
 	if (stream->capture && flags & CU_EVENT_RECORD_EXTERNAL)
-		return leave(CUDA_SUCCESS);
+		return leave(is_spoiled(stream) ? CUDA_ERROR_STREAM_CAPTURE_INVALIDATED : CUDA_SUCCESS);
 	result = capture_record(stream, &hEvent->captured);
 	if (result != CUDA_SUCCESS || stream->capture)
 		return leave(result);
