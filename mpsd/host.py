@@ -341,6 +341,9 @@ class Hosts:
             log.warning("server state unknown", domain=domain, reason=str(error))
             self._callbacks.post(ev.Counted({"ask_failures": 1}))
             return
+        if server == host.dying or host.server is None or host.server.instance != server:
+            # Its end was told meanwhile, and what it said before is of no server any more.
+            return
         if state is ServerState.FAULT and procs.is_ending(server):
             # It was killed, and takes a while to end: for its clients it is in FAULT, by nobody's work. In an
             # empty domain there is no hurry, and where a GPU admits one server the next one waits for it.

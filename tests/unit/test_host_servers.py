@@ -158,6 +158,38 @@ def test_a_server_that_was_killed_is_dead_though_its_threads_are_still_in_the_dr
     ]
 
 
+@pytest.mark.parametrize("next_comes", [False, True])
+@pytest.mark.parametrize("state", [ServerState.ACTIVE, ServerState.FAULT])
+def test_what_a_server_said_before_its_end_is_not_said_of_the_next_one(
+    control: Control, monkeypatch: pytest.MonkeyPatch, state: ServerState, next_comes: bool
+) -> None:
+    posted: list[ev.Event] = []
+    died, heard = control.servers
+    first, second = control.server_instances()
+
+    async def run() -> None:
+        hosts = hosts_of(control, posted)
+        control.servers = [died]
+
+        async def late(pid: int, deadline_s: float) -> ServerState:
+            died.kill()
+            while ev.ServerDied("d1", first) not in posted:
+                await asyncio.sleep(0)
+            if next_comes:
+                control.servers = [heard]
+                hosts._pin_server(hosts._hosts["d1"])
+            return state
+
+        monkeypatch.setattr(control, "server_state", late)
+        await hosts._ask("d1")
+        host = hosts._hosts["d1"]
+        assert (host.server.instance if host.server else None) == (second if next_comes else None)
+        hosts._drop_server(host)
+
+    asyncio.run(asyncio.wait_for(run(), DEADLINE_S))
+    assert posted == [ev.ServerSeen("d1", first), ev.ServerDied("d1", first)]
+
+
 def test_a_server_that_writes_what_it_likes_makes_no_counter_for_each(control: Control) -> None:
     posted: list[ev.Event] = []
 
