@@ -22,6 +22,7 @@ from mpsd_client._protocol import errors
 from mpsd_client.client import connect
 from mpsd_client.driver import LIBRARY_NAME, find_driver, find_proxy
 from mpsd_client.env import SHELLS, export_lines, fewer, fitting, named_gpu
+from mpsd_client.vault import token_of
 
 USAGE, UNAVAILABLE, NOT_EXECUTABLE, NOT_FOUND = 2, 69, 126, 127
 _SHELL, _ABSENT = "/bin/sh", (FileNotFoundError, NotADirectoryError)
@@ -117,6 +118,11 @@ def make_plan(
 ) -> Plan:
     """What a program needs besides `environ`. `required`: a daemon, as where one or a GPU is named."""
     plan = Plan()
+    try:
+        token_of(environ)
+    except errors.UsageError as error:
+        plan.unmet.append(str(error))
+        return plan
     try:
         with connect(socket_path) as daemon:
             wanted = daemon.env(named_gpu(environ, gpu))

@@ -27,6 +27,7 @@ from mpsd_client.events import DAEMON_BACK, DAEMON_LOST, Event, Watcher
 from mpsd_client.rota import Left
 from mpsd_client.run import NOT_EXECUTABLE, NOT_FOUND, USAGE
 from mpsd_client.transport import find_socket
+from mpsd_client.vault import token_of
 
 UNAVAILABLE = 69
 GRACE_S, SETTLE_S = 10.0, 30.0
@@ -457,6 +458,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 async def _play(given: argparse.Namespace, command: Sequence[str]) -> int:
+    token_of(os.environ)
     return await Stage(given, command, given.socket or find_socket(os.environ, os.getuid())).play()
 
 

@@ -82,9 +82,16 @@ def find_vault(environ: Mapping[str, str], socket_path: str | None = None) -> st
 
 
 def token_of(environ: Mapping[str, str]) -> bytes:
-    """MPSD_VAULT_TOKEN as mpsd's libcuda sends it: cut, or filled up with zeros."""
+    """MPSD_VAULT_TOKEN as mpsd's libcuda sends it: filled up with zeros. Raises UsageError for a longer one,
+    whose beginning others may have too.
+    """
     secret = os.fsencode(environ.get(TOKEN_VARIABLE, ""))
-    return secret[: wire.TOKEN_ROOM].ljust(wire.TOKEN_ROOM, b"\0")
+    if len(secret) > wire.TOKEN_ROOM:
+        raise errors.UsageError(
+            f"{TOKEN_VARIABLE} has {len(secret)} bytes, and at most {wire.TOKEN_ROOM} are sent",
+            remedy="take a shorter one: the first characters of its sha256sum, say",
+        )
+    return secret.ljust(wire.TOKEN_ROOM, b"\0")
 
 
 def check_name(name: str) -> None:

@@ -190,7 +190,7 @@ def test_a_killed_program_s_memory_is_found_again_with_every_byte(site: Site, li
     assert listed(site) == []
     again = ctl(site, "vault", "free", "model")
     assert again.returncode == 1 and "holds nothing" in again.stderr
-    assert ctl(site, "vault", "list").stdout == "the vault is empty\n"
+    assert ctl(site, "vault", "list").stdout == "the vault holds nothing that you may see\n"
 
 
 def test_who_wants_more_kept_than_is_ever_kept_is_told(libraries: Libraries) -> None:
@@ -370,3 +370,21 @@ def test_a_token_stands_for_the_cgroup(libraries: Libraries, place: Path) -> Non
         assert owner.token == hashlib.sha256(b"secret".ljust(32, b"\0")).hexdigest()
         assert program.end() == 0
         until(lambda: not store.held, "nothing is held")
+
+
+def test_a_token_that_is_too_long_is_nobodys(libraries: Libraries, place: Path) -> None:
+    """Cut, it would be that of all who begin alike."""
+    store = MemoryStore()
+    with RunningVault(place, store, LIMITS):
+        chosen = {"MPSD_VAULT_SOCKET": str(place), "MPSD_VAULT_TOKEN": "x" * 33}
+        environ = libraries.environment(proxied=True, **chosen)
+        program = Program([], environ)
+        program.do("alloc(100)")
+        assert (program.stats().vault_taken, program.stats().vault_mapped) == (0, 0)
+        assert program.end() == 0
+        command = [sys.executable, "-c", PROGRAM]
+        done = subprocess.run(
+            command, env=environ, input="alloc(100)\n", capture_output=True, text=True, timeout=DEADLINE_S
+        )
+        assert done.returncode == 0
+        assert "MPSD_VAULT_TOKEN has 33 bytes, and may have 32: this program has no vault" in done.stderr

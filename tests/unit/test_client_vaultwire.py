@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpsd.core.vault import valid_name
+from mpsd.errors import UsageError
 from mpsd.text import gpu_uuid
 from mpsd.vault import wire
 from mpsd_client import _vaultwire as ours
@@ -79,10 +80,13 @@ def test_names_are_judged_as_the_daemon_does(name: str) -> None:
     assert ours.valid_name(name) == valid_name(name)
 
 
-def test_a_token_is_cut_or_filled_up() -> None:
+def test_a_token_is_filled_up_and_never_cut() -> None:
+    """Two that begin alike would be one owner."""
     assert token_of({}) == wire.NO_TOKEN
     assert token_of({"MPSD_VAULT_TOKEN": "secret"}) == b"secret" + bytes(26)
-    assert token_of({"MPSD_VAULT_TOKEN": "x" * 40}) == b"x" * 32
+    assert token_of({"MPSD_VAULT_TOKEN": "x" * 32}) == b"x" * 32
+    with pytest.raises(UsageError, match="MPSD_VAULT_TOKEN has 33 bytes, and at most 32"):
+        token_of({"MPSD_VAULT_TOKEN": "x" * 33})
 
 
 IMPORT = """

@@ -12,6 +12,7 @@
 
 #include "connect.h"
 #include "grant.h"
+#include "proxy.h"
 #include "vault.h"
 
 #define ANSWER_S 5
@@ -26,10 +27,16 @@ static void read_environment(void)
 {
 	const char *where = secure_getenv("MPSD_VAULT_SOCKET"), *secret = secure_getenv("MPSD_VAULT_TOKEN");
 
-	if (where && strlen(where) < sizeof(path))
-		strcpy(path, where);
+	if (!where || strlen(where) >= sizeof(path))
+		return;
+	/* Cut, it would be that of others, too. */
+	if (secret && strlen(secret) > sizeof(token)) {
+		mpsd_say("MPSD_VAULT_TOKEN has %zu bytes, and may have %zu: this program has no vault", strlen(secret), sizeof(token));
+		return;
+	}
+	strcpy(path, where);
 	if (secret)
-		memcpy(token, secret, strnlen(secret, sizeof(token)));
+		memcpy(token, secret, strlen(secret));
 }
 
 const char *mpsd_channel_path(void)
@@ -169,7 +176,7 @@ struct mpsd_vault_message mpsd_channel_message(enum mpsd_vault_kind kind)
 	};
 }
 
-/* MPSD_VAULT_TOKEN, cut or filled up with zeros: whoever has it comes back from any cgroup. */
+/* MPSD_VAULT_TOKEN, filled up with zeros: whoever has it comes back from any cgroup. */
 static bool greet(int where)
 {
 	struct mpsd_vault_message hello = mpsd_channel_message(MPSD_VAULT_HELLO), answer;
