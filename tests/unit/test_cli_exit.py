@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -88,3 +89,32 @@ def test_where_the_daemon_hangs_it_is_found_out_here(
     assert main([verb]) in (0, 10)
     said = capsys.readouterr()
     assert "mpsd gave no answer" in said.out and not said.err
+
+
+@pytest.mark.parametrize("command", ["run true", "run --env", "standby true"])
+def test_a_token_that_is_too_long_is_refused_before_anything_is_begun(command: str) -> None:
+    """Cut, it would be that of all who begin alike."""
+    environ = {**os.environ, "MPSD_VAULT_TOKEN": "x" * 40, "MPSD_SOCKET": NOWHERE}
+    ended = subprocess.run(
+        [sys.executable, "-m", *f"mpsd_client.{command}".split()],
+        capture_output=True,
+        text=True,
+        env=environ,
+        timeout=60,
+    )
+    assert ended.returncode == 69, ended
+    assert "MPSD_VAULT_TOKEN has 40 bytes, and at most 32 are sent" in ended.stderr
+    assert ended.stdout == ("false\n" if "--env" in command else "")
+
+
+@pytest.mark.parametrize("limit", [20, 64, 255])
+def test_too_few_descriptors_are_refused_before_anything_is_made(limit: int) -> None:
+    command = f"ulimit -n {limit} && exec {sys.executable} -m mpsd run --backend simulated"
+    with tempfile.TemporaryDirectory() as base:
+        places = {f"MPSD_{name}_DIR": f"{base}/{name}" for name in ("RUN", "LOG", "STATE")}
+        ended = subprocess.run(
+            ["sh", "-c", command], capture_output=True, text=True, env={**os.environ, **places}, timeout=60
+        )
+        assert not os.listdir(base)
+    assert ended.returncode not in (0, 124) and "Traceback" not in ended.stderr, ended
+    assert f"mpsd may have {limit} open files, and needs 256 at least" in ended.stderr
