@@ -50,7 +50,7 @@ class Bulletin:
     def __init__(self, journal: Journal, failovers: Journal | None, numbers: EventNumbers) -> None:
         """`failovers`: a journal of their own; None keeps none of them."""
         self.journal = journal
-        self._numbers = numbers
+        self.numbers = numbers
         self.failovers = failovers
         self._sent_ms: dict[int, float | None] = {}
         self.wall_at_zero = time.time() - time.monotonic()
@@ -68,16 +68,16 @@ class Bulletin:
 
     def gap_after(self, seq: int) -> Gap:
         """Why a reader who knows the events up to this number cannot be told all that came after it."""
-        if seq > self._numbers.last:
+        if seq > self.numbers.last:
             return Gap.NEVER
-        if 0 < seq < self._numbers.first:
+        if 0 < seq < self.numbers.first:
             return Gap.EARLIER
-        oldest = self._events[0][0] if self._events else self._numbers.last + 1
+        oldest = self._events[0][0] if self._events else self.numbers.last + 1
         return Gap.FORGOTTEN if 0 < seq < oldest - 1 else Gap.NONE
 
     def publish(self, kind: str, owners: frozenset[int], data: Mapping[str, object], moment: Moment) -> None:
         """`owners`: the users whose event this is; root and the group see all. `moment`: of the event."""
-        seq = self._numbers.next()
+        seq = self.numbers.next()
         event = {"kind": kind, "at": self._wall(moment.at), **data}
         self._events.append((seq, owners, event))
         if self._sink is not None:
@@ -120,7 +120,7 @@ class Bulletin:
     def problems(self) -> list[str]:
         journals = (self.journal, self.failovers)
         found = [j.problem for j in journals if j is not None and j.problem]
-        return found + ([self._numbers.problem] if self._numbers.problem else [])
+        return found + ([self.numbers.problem] if self.numbers.problem else [])
 
     def close(self) -> None:
         self.journal.close()

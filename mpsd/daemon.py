@@ -57,6 +57,7 @@ from mpsd.saving import Saving
 from mpsd.settings import ControlSettings
 from mpsd.statefile import StateFile
 from mpsd.statusview import GpuView, own_pids
+from mpsd.text import SILENT_GUARD
 from mpsd.trackers import Trackers
 from mpsd.usernames import foresee
 from mpsd.vault.door import Door
@@ -199,7 +200,7 @@ class Daemon:
             self._work,
             FreeMemory(self.backend.devices, self.gpus, free, lambda: self.runtime.state, self._post),
             [j for j in (journal, failovers) if j is not None],
-            self.saving.file,
+            [self.saving.file, self.bulletin.numbers.file],
             self._hosts,
             self.layout,
             lambda: self.runtime.state,
@@ -209,6 +210,7 @@ class Daemon:
             slot_name(self.groups()[0], None),
             Path(domains.default_path) if domains.serve_default_path else None,
             self.config.log.max_bytes,
+            self.problems,
         )
         self._views = GpuViews(self.backend.devices, self.gpus, lambda: own_pids(self.runtime.state))
         self._loop = loop
@@ -583,9 +585,8 @@ class Daemon:
         found += self.failover.problems() + self.isolation.problems()
         found += [f"no domain starts for {slot}: {why}" for slot, why in self._start_problems.items()]
         found += self._rounds.problems()
-        if self._guards.kinds:
-            names = ", ".join(sorted(self._guards.kinds))
-            found.append(f"outer guard is silent: what it absorbs ({names}) is nobody's record")
+        if names := ", ".join(sorted(self._guards.kinds)):
+            found.append(f"{SILENT_GUARD}: what it absorbs ({names}) is nobody's record")
         return found
 
     def extra_counters(self) -> dict[str, int]:

@@ -18,10 +18,12 @@ MOST = 1 << 52
 
 
 class EventNumbers:
-    """`first`: of this life. `problem`: why a later life may give the same numbers again."""
+    """`first`: of this life. `problem`: why a later life may give the same numbers again. `file`: where they
+    are reserved, to be written again where that failed.
+    """
 
     def __init__(self, directory: Path) -> None:
-        self._file = StateFile(directory / "events.json", KIND, LEVEL)
+        self.file = StateFile(directory / "events.json", KIND, LEVEL)
         self._told = ""
         self.last = self._reserved = self._load()
         self.first = self.last + 1
@@ -29,7 +31,7 @@ class EventNumbers:
 
     @property
     def problem(self) -> str:
-        return self._file.problem or self._told
+        return self.file.problem or self._told
 
     def next(self) -> int:
         self.last += 1
@@ -39,18 +41,18 @@ class EventNumbers:
 
     def _load(self) -> int:
         try:
-            saved = self._file.load()
+            saved = self.file.load()
         except MpsdError as error:
             self._told = f"events are numbered from 1 again: {error}"
             try:
-                set_aside(self._file.path, "newer")
+                set_aside(self.file.path, "newer")
             except OSError:
                 pass  # To be written over fails too then, and is told.
             return 0
         reserved = saved.get("reserved") if saved is not None else 0
-        self._told = self._file.problem or ""
+        self._told = self.file.problem or ""
         return reserved if isinstance(reserved, int) and 0 <= reserved < MOST else 0
 
     def _reserve(self) -> None:
         self._reserved += BLOCK
-        self._file.save({"reserved": self._reserved})
+        self.file.save({"reserved": self._reserved})

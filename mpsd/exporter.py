@@ -22,6 +22,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 import mpsd_client
 from mpsd import output
 from mpsd.errors import MpsdError, UnsupportedError, UsageError
+from mpsd.text import degrading
 
 try:
     from prometheus_client import CollectorRegistry, generate_latest, make_wsgi_app
@@ -85,7 +86,8 @@ def _state(status: Mapping[str, Any]) -> Iterator[Any]:
     isolating = status.get("kernel_isolation", {}).get("mode") == "isolate"
     text = "Whether memory faults stay with their clients, by the kernel part."
     yield GaugeMetricFamily("mpsd_kernel_isolation", text, int(isolating))
-    yield GaugeMetricFamily("mpsd_problems", "Capability losses shown in status.", len(status["problems"]))
+    text = "Capability losses shown in status, which make it degraded."
+    yield GaugeMetricFamily("mpsd_problems", text, len(degrading(status["problems"])))
     # What the daemon counts since its start; a name says what.
     events = CounterMetricFamily("mpsd_events", "The daemon's own counters, by name.", labels=["name"])
     held = GaugeMetricFamily("mpsd_held", "What the daemon holds now, by name.", labels=["name"])

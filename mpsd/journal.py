@@ -153,7 +153,11 @@ class Journal:
                 self._remember(record)
         damaged = sum(record is None for record in lines)
         if damaged:
-            self.problem = f"{self.path}: {damaged} damaged lines were skipped"
+            lines_are = "line is" if damaged == 1 else "lines are"
+            self.problem = (
+                f"{self.path}: {damaged} {lines_are} damaged, and skipped; all others are read: "
+                "move the file away to begin a new one"
+            )
 
     def _prepare(self) -> None:
         """Read or make the file and open it for appending, with its end at the end of a line."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from mpsd.host import Hosts
 from mpsd.journal import Journal
 from mpsd.layout import Layout
 from mpsd.orphans import Orphans
+from mpsd.problemlog import ProblemLog
 from mpsd.statefile import StateFile
 from mpsd.tasks import Tasks
 from mpsd.workwatch import WorkWatch
@@ -28,6 +30,7 @@ log = structlog.get_logger("mpsd.rounds")
 ROUND_S = 1.0
 MODE_EVERY, FLUSH_EVERY, LIST_EVERY, TRIM_EVERY = 5, 5, 10, 60
 LOG_SPACE_NEEDED = 256 << 10
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(slots=True)
@@ -42,7 +45,7 @@ class Rounds:
     work: WorkWatch
     memory: FreeMemory
     journals: Sequence[Journal]
-    statefile: StateFile
+    files: Sequence[StateFile]
     hosts: Hosts
     layout: Layout
     state: Callable[[], State]
@@ -52,9 +55,11 @@ class Rounds:
     default_slot: str
     default_path: Path | None
     log_bytes: int
+    all_problems: Callable[[], Sequence[str]]
     _default_path_problem: str = ""
     _log_disk_full: bool = False
     _path_problems: list[str] = field(default_factory=list)
+    _told: ProblemLog = field(default_factory=ProblemLog)
     _modes: asyncio.Task[None] | None = field(default=None)
     _reconciling: asyncio.Task[None] | None = field(default=None)
 
@@ -95,8 +100,9 @@ class Rounds:
         for journal in self.journals:
             if journal.problem:
                 journal.retry()
-        if self.statefile.problem:
-            self.statefile.retry()
+        for file in self.files:
+            if file.problem:
+                file.retry()
         self._path_problems = self._lead_paths()
         self._claim_default_path()
         if number % MODE_EVERY == 0 and (self._modes is None or self._modes.done()):
@@ -106,6 +112,7 @@ class Rounds:
         # Without a log nobody tells of newcomers: they are looked for.
         if self._log_disk_full or number % LIST_EVERY == 0:
             self._reconcile_apart()
+        self._told.look(self.all_problems())
         if number % TRIM_EVERY == 0:
             self.hosts.trim_logs(self.log_bytes)
         if number % FLUSH_EVERY == 0:
@@ -113,7 +120,8 @@ class Rounds:
 
     def _flush(self) -> None:
         """For a loss of power. Disks take their time: never on the loop."""
-        self.statefile.sync()
+        for file in self.files:
+            file.sync()
         for journal in self.journals:
             journal.sync()
 
@@ -133,7 +141,8 @@ class Rounds:
                 self.layout.switch(slot.id, slot.active)
             except OSError as error:
                 path = self.layout.slot_path(slot.id)
-                problems.append(f"{path} does not lead to {slot.active}: {error.strerror}; make room there")
+                what = "make room there" if error.errno in NO_ROOM else "mpsd must be able to write there"
+                problems.append(f"{path} does not lead to {slot.active}: {error.strerror}; {what}")
         if not problems and (problem := self.layout.set_room_aside()):
             problems.append(problem)
         return problems

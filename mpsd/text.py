@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 def printable(text: str, limit: int = 200) -> str:
     """On one line, at most `limit` characters of it, control characters escaped.
@@ -18,3 +20,11 @@ def gpu_uuid(raw: bytes) -> str:
     """16 bytes as NVML prints them: "GPU-" and five groups of hexadecimal digits."""
     text = raw.hex()
     return f"GPU-{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}"
+
+
+SILENT_GUARD = "outer guard is silent"
+
+
+def degrading(problems: Iterable[str]) -> list[str]:
+    """Those of a status that make it degraded: all but what is so on a healthy node, and is to be known."""
+    return [text for text in problems if SILENT_GUARD not in text]

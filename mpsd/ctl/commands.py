@@ -202,7 +202,8 @@ def drain(options: Namespace, out: TextIO) -> int:
         _json(out, {"schema": SCHEMA, **result})
         return 0
     would = "would " if options.dry_run else ""
-    staying = f"; clients that stay: {', '.join(map(str, result['clients']))}" if result["clients"] else ""
+    whose = "clients that stay" if options.verb == "drain" else "its clients"
+    staying = f"; {whose}: {', '.join(map(str, result['clients']))}" if result["clients"] else ""
     _print(out, [f"{would}{options.verb} {', '.join(result['gpus'])}{staying}"])
     return 0
 

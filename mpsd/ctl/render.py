@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mpsd.ctl import failovertext
-from mpsd.text import printable
+from mpsd.text import degrading, printable
 
 _STYLES = {"bad": "\x1b[31m", "warn": "\x1b[33m", "good": "\x1b[32m", "head": "\x1b[1m"}
 _RESET = "\x1b[0m"
@@ -238,9 +238,8 @@ def health(view: Mapping[str, Any]) -> int:
     if "faulted" in states:
         return 11
     lost = states - {"active", "starting"}
-    degraded = [p for p in view.get("problems", ()) if "outer guard is silent" not in p]
     unprotected = any(c["state"] == "unprotected" for c in view["clients"])
-    return 10 if lost or degraded or unprotected else 0
+    return 10 if lost or degrading(view.get("problems", ())) or unprotected else 0
 
 
 def _pid(row: Mapping[str, Any]) -> str:
@@ -296,7 +295,11 @@ def vault(rows: Sequence[Mapping[str, Any]], style: Style, *, headers: bool = Tr
         for r in rows
     ]
     heads = ("ID", "USER", "PID", "SIZE", "AGE", "KEPT AS", "FREED IN", "GPU")
-    return table(cells, heads if headers else None, style) if cells else ["the vault is empty"]
+    return (
+        table(cells, heads if headers else None, style)
+        if cells
+        else ["the vault holds nothing that you may see"]
+    )
 
 
 def event(seen: Mapping[str, Any]) -> str:

@@ -89,7 +89,8 @@ class Requests:
         try:
             if request.operation.right is Right.ADMIN and not peer.admin:
                 raise DeniedError(
-                    f"user {peer.uid} may not {request.op}", remedy="ask root or a member of the mpsd group"
+                    f"user {peer.uid} may not {_spoken(request.op)}",
+                    remedy="ask root or a member of the mpsd group",
                 )
             return await self._handler(peer, request)
         except MpsdError as error:
@@ -104,6 +105,11 @@ class Requests:
     @staticmethod
     def _record(what: str, connection: Connection, request: Request, **more: object) -> None:
         log.info(what, op=request.op, request=request.id, **log_fields(connection.credentials), **more)
+
+
+def _spoken(operation: str) -> str:
+    """As mpsd-ctl has it."""
+    return operation.removeprefix("zone_").replace("_", " ")
 
 
 def _refusal(request: Request, error: MpsdError) -> ErrorReply:

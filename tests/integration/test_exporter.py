@@ -16,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from mpsd import exporter
 from mpsd.errors import NotFoundError, UsageError
+from mpsd.text import SILENT_GUARD
 
 FATE = {
     "outcome": "moved",
@@ -30,7 +31,7 @@ PROGRAM = {"standing": "ready", "standby_bytes": 600}
 STATUS: dict[str, Any] = {
     "domains": [{"state": "active"}, {"state": "warm"}],
     "clients": [{"state": "attached"}, {"state": "attached"}],
-    "problems": [],
+    "problems": ["cannot write it", f"{SILENT_GUARD}: low"],
     "kernel_isolation": {"mode": "isolate"},
     "counters": {"faults": 3, "vault_bytes": 4096},
     "slots": [{"id": "s", "survivable": 1, "programs": [PROGRAM, {**PROGRAM, "standing": "offered"}]}],
@@ -70,6 +71,8 @@ def test_what_is_told() -> None:
     assert told["mpsd_domains,active"] == told["mpsd_domains,warm"] == 1
     assert told["mpsd_clients,attached"] == 2
     assert told["mpsd_kernel_isolation"] == 1
+    # As status says it: an alert on this is to clear.
+    assert told["mpsd_problems"] == 1
     assert told["mpsd_events_total,faults"] == 3
     assert told["mpsd_held,vault_bytes"] == 4096 and "mpsd_events_total,vault_bytes" not in told
     assert told["mpsd_failovers_survivable,s"] == 1

@@ -50,6 +50,10 @@ def test_what_cannot_be_reserved_is_told_and_numbers_go_on(tmp_path: Path) -> No
     numbers = EventNumbers(tmp_path)
     assert [numbers.next() for _ in range(BLOCK + 2)][-1] == BLOCK + 2
     assert "cannot write" in numbers.problem
+    # As soon as it can be, before more are given.
+    (tmp_path / "events.json.new").rmdir()
+    assert numbers.file.retry() and not numbers.problem
+    assert EventNumbers(tmp_path).first > numbers.last
 
 
 def test_what_a_reader_cannot_be_told(tmp_path: Path) -> None:

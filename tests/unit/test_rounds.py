@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 
 from mpsd import rounds
 from mpsd.core import events as ev
 from mpsd.core.state import Policy, Slot, State
 from mpsd.layout import Layout
 from mpsd.rounds import FLUSH_EVERY, LIST_EVERY, MODE_EVERY, TRIM_EVERY, Rounds
+from mpsd.text import SILENT_GUARD
 
 
 class Spy:
@@ -73,6 +75,7 @@ class Machine:
         self.space = 1 << 30
         self.exclusive = False
         self.posted: list[ev.Event] = []
+        self.problems: list[str] = []
         self.layout = Layout(base / "r", base / "l", base / "s")
         (self.layout.run_dir / "s").mkdir(parents=True)
         self.layout.log_dir.mkdir()
@@ -86,7 +89,7 @@ class Machine:
             part,
             memory,
             [part],
-            part,
+            [part, part],
             part,
             self.layout,
             lambda: self.state,
@@ -96,6 +99,7 @@ class Machine:
             "slot",
             base / "default",
             77,
+            lambda: self.problems,
         )
 
     def _exclusive(self, gpus: Sequence[str]) -> bool:
@@ -125,7 +129,21 @@ def test_an_ordinary_round_asks_no_control_daemon(machine: Machine) -> None:
 
 def test_what_could_not_be_written_is_tried_again(machine: Machine) -> None:
     machine.spy.problem = "full"
-    assert machine.round(1).count("retry") == 2
+    assert machine.round(1).count("retry") == 3
+
+
+def test_what_degrades_the_daemon_is_in_its_log_when_it_comes_and_when_it_goes(machine: Machine) -> None:
+    """And once, also where its numbers change, but for what is so on a healthy node."""
+    with structlog.testing.capture_logs() as logged:
+        for seen in ([], ["3 lines lost", SILENT_GUARD], ["4 lines lost", "full"], ["full"], []):
+            machine.problems = seen
+            machine.round(1)
+    assert [(entry["event"], entry["reason"], entry["log_level"]) for entry in logged] == [
+        ("degraded", "3 lines lost", "warning"),
+        ("degraded", "full", "warning"),
+        ("no longer degraded", "4 lines lost", "info"),
+        ("no longer degraded", "full", "info"),
+    ]
 
 
 def test_a_path_that_could_not_be_led_elsewhere_is_led_there_later(
@@ -198,7 +216,7 @@ def test_logs_are_trimmed_now_and_then(machine: Machine) -> None:
 
 
 def test_what_was_written_is_flushed_now_and_then(machine: Machine) -> None:
-    assert machine.round(FLUSH_EVERY).count("sync") == 2
+    assert machine.round(FLUSH_EVERY).count("sync") == 3
 
 
 def test_a_change_of_compute_mode_is_told_once_it_differs(machine: Machine) -> None:
