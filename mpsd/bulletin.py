@@ -18,6 +18,7 @@ from mpsd.eventnumbers import EventNumbers
 from mpsd.journal import Journal
 from mpsd.privacy import owners
 from mpsd.recordtext import failover_json, record_json
+from mpsd.statefile import StateFile
 from mpsd.wire.messages import Gap
 
 log = structlog.get_logger("mpsd.bulletin")
@@ -50,7 +51,7 @@ class Bulletin:
     def __init__(self, journal: Journal, failovers: Journal | None, numbers: EventNumbers) -> None:
         """`failovers`: a journal of their own; None keeps none of them."""
         self.journal = journal
-        self.numbers = numbers
+        self._numbers = numbers
         self.failovers = failovers
         self._sent_ms: dict[int, float | None] = {}
         self.wall_at_zero = time.time() - time.monotonic()
@@ -68,16 +69,16 @@ class Bulletin:
 
     def gap_after(self, seq: int) -> Gap:
         """Why a reader who knows the events up to this number cannot be told all that came after it."""
-        if seq > self.numbers.last:
+        if seq > self._numbers.last:
             return Gap.NEVER
-        if 0 < seq < self.numbers.first:
+        if 0 < seq < self._numbers.first:
             return Gap.EARLIER
-        oldest = self._events[0][0] if self._events else self.numbers.last + 1
+        oldest = self._events[0][0] if self._events else self._numbers.last + 1
         return Gap.FORGOTTEN if 0 < seq < oldest - 1 else Gap.NONE
 
     def publish(self, kind: str, owners: frozenset[int], data: Mapping[str, object], moment: Moment) -> None:
         """`owners`: the users whose event this is; root and the group see all. `moment`: of the event."""
-        seq = self.numbers.next()
+        seq = self._numbers.next()
         event = {"kind": kind, "at": self._wall(moment.at), **data}
         self._events.append((seq, owners, event))
         if self._sink is not None:
@@ -117,15 +118,20 @@ class Bulletin:
             self.failovers.append(shown)
         self.publish("failover", frozenset(f.uid for f in record.fates), shown, moment)
 
+    def _journals(self) -> list[Journal]:
+        return [j for j in (self.journal, self.failovers) if j is not None]
+
+    def files(self) -> list[Journal | StateFile]:
+        """What is written, to be written again where that failed."""
+        return [self._numbers.file, *self._journals()]
+
     def problems(self) -> list[str]:
-        journals = (self.journal, self.failovers)
-        found = [j.problem for j in journals if j is not None and j.problem]
-        return found + ([self.numbers.problem] if self.numbers.problem else [])
+        found = [j.problem for j in self._journals() if j.problem]
+        return found + ([self._numbers.problem] if self._numbers.problem else [])
 
     def close(self) -> None:
-        self.journal.close()
-        if self.failovers is not None:
-            self.failovers.close()
+        for journal in self._journals():
+            journal.close()
 
     def expect(self) -> tuple[str, asyncio.Future[tuple[bool, Mapping[str, object]]]]:
         """A fresh request id and the future that its answer will come by."""

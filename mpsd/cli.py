@@ -23,8 +23,6 @@ from mpsd.layout import Layout
 from mpsd.linux import descriptors
 
 EXIT_PATIENCE_S = 1.0
-# Two domains, their logs and watches, and a few clients.
-DESCRIPTORS_LEAST = 256
 # A thread that reads a process's memory keeps the loop for that long, with each call that it makes; programs
 # that are being moved wait for the loop (5 ms of Python's own were seen twice in a row).
 SWITCH_S = 0.0005
@@ -85,10 +83,10 @@ def run(arguments: argparse.Namespace) -> int:
         structlog.get_logger("mpsd").warning("variable without a meaning", name=name, remedy=remedy)
     sys.setswitchinterval(SWITCH_S)
     # A client takes up to ten descriptors, and a login shell's limit is often 1024.
-    if 0 <= (limit := descriptors.raise_limit()) < DESCRIPTORS_LEAST:
+    if 0 <= (limit := descriptors.raise_limit()) < descriptors.LEAST:
         raise UnsupportedError(
-            f"mpsd may have {limit} open files, and needs {DESCRIPTORS_LEAST} at least",
-            remedy="LimitNOFILE= in the unit, or ulimit -n as root: MPS wants 16384",
+            f"mpsd may have {limit} open files, and needs {descriptors.LEAST} at least",
+            remedy=f"{descriptors.REMEDY}: MPS wants {descriptors.WANTED}",
         )
     with _directories(Layout.of(config)):
         backend = open_backend(config)

@@ -199,8 +199,7 @@ class Daemon:
             self._orphans,
             self._work,
             FreeMemory(self.backend.devices, self.gpus, free, lambda: self.runtime.state, self._post),
-            [j for j in (journal, failovers) if j is not None],
-            [self.saving.file, self.bulletin.numbers.file],
+            [self.saving.file, *self.bulletin.files()],
             self._hosts,
             self.layout,
             lambda: self.runtime.state,
@@ -210,7 +209,7 @@ class Daemon:
             slot_name(self.groups()[0], None),
             Path(domains.default_path) if domains.serve_default_path else None,
             self.config.log.max_bytes,
-            self.problems,
+            lambda: self.problems(look=False),
         )
         self._views = GpuViews(self.backend.devices, self.gpus, lambda: own_pids(self.runtime.state))
         self._loop = loop
@@ -577,12 +576,12 @@ class Daemon:
     def orphan_rows(self) -> list[dict[str, Any]]:
         return self._orphans.rows()
 
-    def problems(self) -> list[str]:
-        """Capability losses of the daemon itself, for `status`."""
+    def problems(self, *, look: bool = True) -> list[str]:
+        """Capability losses of the daemon itself, for `status`. `look`: as IsolationDesk.problems has it."""
         found = [*self._source_problems, *self.absent, *self._store.problems(), *self._unknown_domains]
         found += self._orphans.problems() + self.vault.problems()
         found += [p for p in (*self.bulletin.problems(), self.saving.file.problem) if p]
-        found += self.failover.problems() + self.isolation.problems()
+        found += self.failover.problems() + self.isolation.problems(look=look)
         found += [f"no domain starts for {slot}: {why}" for slot, why in self._start_problems.items()]
         found += self._rounds.problems()
         if names := ", ".join(sorted(self._guards.kinds)):

@@ -17,10 +17,9 @@ from types import MappingProxyType
 from mpsd import pipedir
 from mpsd.errors import MpsdError
 from mpsd.gpu.base import Check
-from mpsd.linux import procfs
+from mpsd.linux import descriptors, procfs
 
 DEFAULT_PIPE_DIR = "/tmp/nvidia-mps"
-DESCRIPTORS_NEEDED = 16384
 INOTIFY_NEEDED = 128
 LOG_SPACE_NEEDED = 64 << 20
 YAMA = "/proc/sys/kernel/yama/ptrace_scope"
@@ -161,13 +160,13 @@ def _capable(capability: int) -> bool:
 def _descriptors() -> Check:
     soft, hard = (_limit(n) for n in resource.getrlimit(resource.RLIMIT_NOFILE))
     finding = f"{soft} now, at most {hard}; the daemon raises its own to that"
-    if hard == "unlimited" or int(hard) >= DESCRIPTORS_NEEDED:
+    if hard == "unlimited" or int(hard) >= descriptors.WANTED:
         return Check("descriptor limit", True, finding)
     return Check(
         "descriptor limit",
         False,
-        f"{finding}; MPS wants {DESCRIPTORS_NEEDED}",
-        "LimitNOFILE= in the unit, or ulimit -n as root",
+        f"{finding}; MPS wants {descriptors.WANTED}",
+        descriptors.REMEDY,
     )
 
 

@@ -143,9 +143,12 @@ class IsolationDesk:
         remedy = f"restart mpsd, which wants mode {self._wanted}: [kernel] isolation"
         return replace(isolation_check(found), ok=False, remedy=remedy)
 
-    def problems(self) -> list[str]:
-        """Nothing where it was never there: that is no loss."""
-        self._look()
+    def problems(self, *, look: bool = True) -> list[str]:
+        """Nothing where it was never there: that is no loss. `look`: the kernel part is asked, which takes
+        its time; else it is as it was found the last time.
+        """
+        if look:
+            self._look()
         lost = (self._isolation is not None or not self._absent.known) and self._problem
         return [f"kernel isolation: {self._problem}"] if lost else []
 

@@ -25,6 +25,7 @@ from mpsd.errors import AlreadyRunningError, ConfigError, MpsdError, StoreError
 _LOCKS = ("lock", ".mpsd.lock")
 # Logs of so many ended domains are kept.
 LOGS_KEPT = 32
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 # One page and one inode: what a link takes on any file system.
 ROOM = 4096
 
@@ -149,7 +150,7 @@ class Layout:
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
-            if not full or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            if not full or error.errno not in NO_ROOM:
                 raise ConfigError(
                     f"cannot open {path}: {error.strerror}", remedy="run as the owner of that directory"
                 ) from error
@@ -183,7 +184,7 @@ class Layout:
         try:
             replace_link(path, target)
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not self._room.exists():
+            if error.errno not in NO_ROOM or not self._room.exists():
                 raise
             self._room.unlink()
             replace_link(path, target)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import os
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -30,7 +29,6 @@ log = structlog.get_logger("mpsd.rounds")
 ROUND_S = 1.0
 MODE_EVERY, FLUSH_EVERY, LIST_EVERY, TRIM_EVERY = 5, 5, 10, 60
 LOG_SPACE_NEEDED = 256 << 10
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(slots=True)
@@ -44,8 +42,7 @@ class Rounds:
     orphans: Orphans
     work: WorkWatch
     memory: FreeMemory
-    journals: Sequence[Journal]
-    files: Sequence[StateFile]
+    kept: Sequence[Journal | StateFile]
     hosts: Hosts
     layout: Layout
     state: Callable[[], State]
@@ -97,10 +94,7 @@ class Rounds:
         self.orphans.look_around()
         self.work.refresh(set(self.attacher.leases))
         self.memory.look_around()
-        for journal in self.journals:
-            if journal.problem:
-                journal.retry()
-        for file in self.files:
+        for file in self.kept:
             if file.problem:
                 file.retry()
         self._path_problems = self._lead_paths()
@@ -120,10 +114,8 @@ class Rounds:
 
     def _flush(self) -> None:
         """For a loss of power. Disks take their time: never on the loop."""
-        for file in self.files:
+        for file in self.kept:
             file.sync()
-        for journal in self.journals:
-            journal.sync()
 
     async def _look_at_modes(self) -> None:
         for slot in tuple(self.state().slots.values()):
@@ -141,7 +133,9 @@ class Rounds:
                 self.layout.switch(slot.id, slot.active)
             except OSError as error:
                 path = self.layout.slot_path(slot.id)
-                what = "make room there" if error.errno in NO_ROOM else "mpsd must be able to write there"
+                what = (
+                    "make room there" if error.errno in layout.NO_ROOM else "mpsd must be able to write there"
+                )
                 problems.append(f"{path} does not lead to {slot.active}: {error.strerror}; {what}")
         if not problems and (problem := self.layout.set_room_aside()):
             problems.append(problem)

@@ -295,11 +295,9 @@ def vault(rows: Sequence[Mapping[str, Any]], style: Style, *, headers: bool = Tr
         for r in rows
     ]
     heads = ("ID", "USER", "PID", "SIZE", "AGE", "KEPT AS", "FREED IN", "GPU")
-    return (
-        table(cells, heads if headers else None, style)
-        if cells
-        else ["the vault holds nothing that you may see"]
-    )
+    if not cells:
+        return ["the vault holds nothing that you may see"]
+    return table(cells, heads if headers else None, style)
 
 
 def event(seen: Mapping[str, Any]) -> str:

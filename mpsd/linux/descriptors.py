@@ -6,6 +6,9 @@ import resource
 
 # Children inherit it, and old daemons close every number below it one by one when they start.
 MOST = 1 << 20
+# For MPS with all the clients it may have; and for two domains with a few.
+WANTED, LEAST = 16384, 256
+REMEDY = "LimitNOFILE= in the unit, or ulimit -n as root"
 
 
 def raise_limit() -> int:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, cast
 
 import pytest
@@ -52,13 +52,21 @@ def control() -> Iterator[Control]:
         yield made
 
 
-def hosts_of(control: Control, posted: list[ev.Event]) -> Hosts:
-    """Of one domain."""
+def told(control: Control, work: Callable[[Hosts, list[ev.Event]], Awaitable[None]]) -> list[ev.Event]:
+    """What is posted of one domain, whose only server is the first one to begin with."""
+    posted: list[ev.Event] = []
     anything: Any = None
-    callbacks = Callbacks(posted.append, *([lambda *_: None] * 4), in_use=lambda _: control.in_use)
-    hosts = Hosts("none", {}, anything, anything, callbacks, Calm(), start_deadline_s=1.0)
-    hosts._hosts["d1"] = Host("d1", None, cast("Any", control))
-    return hosts
+
+    async def run() -> None:
+        callbacks = Callbacks(posted.append, *([lambda *_: None] * 4), in_use=lambda _: control.in_use)
+        hosts = Hosts("none", {}, anything, anything, callbacks, Calm(), start_deadline_s=1.0)
+        hosts._hosts["d1"] = Host("d1", None, cast("Any", control))
+        control.servers = control.servers[:1]
+        await work(hosts, posted)
+        hosts._drop_server(hosts._hosts["d1"])
+
+    asyncio.run(asyncio.wait_for(run(), DEADLINE_S))
+    return posted
 
 
 @pytest.mark.parametrize("asked_first", [True, False])
@@ -66,13 +74,10 @@ def test_the_end_of_a_server_is_told_once_and_before_the_next_one(
     control: Control, asked_first: bool
 ) -> None:
     """Whether the loop comes to that end first, or to a look that finds the next one there."""
-    posted: list[ev.Event] = []
     died, heard = control.servers
     first, second = control.server_instances()
 
-    async def run() -> None:
-        hosts = hosts_of(control, posted)
-        control.servers = [died]
+    async def work(hosts: Hosts, posted: list[ev.Event]) -> None:
         await hosts._ask("d1")
         assert posted == [ev.ServerSeen("d1", first), ev.ServerStateSeen("d1", ServerState.ACTIVE)]
         died.kill()
@@ -87,9 +92,8 @@ def test_the_end_of_a_server_is_told_once_and_before_the_next_one(
         # Nobody else tells of it.
         for _ in range(3):
             await asyncio.sleep(0)
-        hosts._drop_server(hosts._hosts["d1"])
 
-    asyncio.run(asyncio.wait_for(run(), DEADLINE_S))
+    posted = told(control, work)
     assert posted[2:] == [
         ev.ServerDied("d1", first),
         ev.ServerSeen("d1", second),
@@ -104,13 +108,11 @@ def kill(server: subprocess.Popen[bytes]) -> None:
 
 
 def test_of_an_empty_domain_the_servers_end_is_waited_for(control: Control) -> None:
-    posted: list[ev.Event] = []
     died = control.servers[0]
     (first, _) = control.server_instances()
 
-    async def run() -> None:
-        hosts = hosts_of(control, posted)
-        control.servers, control.state, control.in_use = [died], ServerState.FAULT, False
+    async def work(hosts: Hosts, posted: list[ev.Event]) -> None:
+        control.state, control.in_use = ServerState.FAULT, False
         await hosts._ask("d1")
         kill(died)
         await hosts._ask("d1")
@@ -119,7 +121,7 @@ def test_of_an_empty_domain_the_servers_end_is_waited_for(control: Control) -> N
         while ev.ServerDied("d1", first) not in posted:
             await asyncio.sleep(0)
 
-    asyncio.run(asyncio.wait_for(run(), DEADLINE_S))
+    told(control, work)
 
 
 @pytest.mark.parametrize("next_comes", [False, True])
@@ -127,13 +129,11 @@ def test_a_server_that_was_killed_is_dead_though_its_threads_are_still_in_the_dr
     control: Control, next_comes: bool
 ) -> None:
     """Its control daemon says that it is in FAULT: that would make suspects of all its clients."""
-    posted: list[ev.Event] = []
     died, heard = control.servers
     first, second = control.server_instances()
 
-    async def run() -> None:
-        hosts = hosts_of(control, posted)
-        control.servers, control.state = [died], ServerState.FAULT
+    async def work(hosts: Hosts, posted: list[ev.Event]) -> None:
+        control.state = ServerState.FAULT
         await hosts._ask("d1")
         # One that lives is what it says.
         assert posted == [ev.ServerSeen("d1", first), ev.ServerStateSeen("d1", ServerState.FAULT)]
@@ -146,9 +146,8 @@ def test_a_server_that_was_killed_is_dead_though_its_threads_are_still_in_the_dr
         # The pidfd tells nobody once more.
         for _ in range(3):
             await asyncio.sleep(0)
-        hosts._drop_server(hosts._hosts["d1"])
 
-    asyncio.run(asyncio.wait_for(run(), DEADLINE_S))
+    posted = told(control, work)
     came = [ev.ServerSeen("d1", second), ev.ServerStateSeen("d1", ServerState.ACTIVE)]
     assert posted[2:] == [
         ev.ServerSeen("d1", first),
@@ -163,14 +162,10 @@ def test_a_server_that_was_killed_is_dead_though_its_threads_are_still_in_the_dr
 def test_what_a_server_said_before_its_end_is_not_said_of_the_next_one(
     control: Control, monkeypatch: pytest.MonkeyPatch, state: ServerState, next_comes: bool
 ) -> None:
-    posted: list[ev.Event] = []
     died, heard = control.servers
     first, second = control.server_instances()
 
-    async def run() -> None:
-        hosts = hosts_of(control, posted)
-        control.servers = [died]
-
+    async def work(hosts: Hosts, posted: list[ev.Event]) -> None:
         async def late(pid: int, deadline_s: float) -> ServerState:
             died.kill()
             while ev.ServerDied("d1", first) not in posted:
@@ -184,21 +179,16 @@ def test_what_a_server_said_before_its_end_is_not_said_of_the_next_one(
         await hosts._ask("d1")
         host = hosts._hosts["d1"]
         assert (host.server.instance if host.server else None) == (second if next_comes else None)
-        hosts._drop_server(host)
 
-    asyncio.run(asyncio.wait_for(run(), DEADLINE_S))
+    posted = told(control, work)
     assert posted == [ev.ServerSeen("d1", first), ev.ServerDied("d1", first)]
 
 
 def test_a_server_that_writes_what_it_likes_makes_no_counter_for_each(control: Control) -> None:
-    posted: list[ev.Event] = []
-
-    async def run() -> None:
-        hosts = hosts_of(control, posted)
+    async def work(hosts: Hosts, posted: list[ev.Event]) -> None:
         for status in range(10_000):
             event = mpslog.ClientRefused(1, status)
             hosts._understand(hosts._hosts["d1"], mpslog.LogLine("", "", None, "", event))
 
-    asyncio.run(run())
-    counted = {name for e in posted if isinstance(e, ev.Counted) for name in e.counters}
+    counted = {name for e in told(control, work) if isinstance(e, ev.Counted) for name in e.counters}
     assert {"clients_refused_802", "clients_refused_other"} <= counted and len(counted) <= 1001

@@ -275,7 +275,10 @@ def test_a_lost_module_is_said_and_not_read_for_ever() -> None:
 def test_a_mode_that_somebody_else_has_set_is_shown_and_a_problem() -> None:
     async def test(door: Door, place: Place) -> None:
         door.mode = IsolationMode.OFF
+        # Who looks once a second does not ask for it.
+        assert not place.desk.problems(look=False) and place.desk.on
         assert place.desk.shown()["mode"] == "off" and not place.desk.on
+        assert place.desk.problems(look=False)
         assert place.desk.problems() == [
             "kernel isolation: mode off was set, and not by mpsd, which wants isolate"
         ]
